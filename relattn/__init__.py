@@ -1,0 +1,1 @@
+"""Relative and linear attention in JAX and Flax."""

@@ -1,0 +1,1 @@
+"""Image data: embedded subsets, TFDS and image folders."""

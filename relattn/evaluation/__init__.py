@@ -1,0 +1,1 @@
+"""Evaluation: shift robustness, sizes and speed."""

@@ -1,0 +1,1 @@
+"""Attention kernels: pure functions on arrays."""

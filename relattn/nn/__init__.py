@@ -1,0 +1,1 @@
+"""Flax modules that own the parameters of the kernels."""

@@ -1,1 +1,27 @@
 """Attention kernels: pure functions on arrays."""
+
+from relattn.kernels.random_features import Features as Features
+from relattn.kernels.random_features import RandomFeatures as RandomFeatures
+from relattn.kernels.random_features import default_num_features as default_num_features
+from relattn.kernels.random_features import draw_gaussian as draw_gaussian
+from relattn.kernels.random_features import draw_orthogonal as draw_orthogonal
+from relattn.kernels.random_features import draw_random_features as draw_random_features
+from relattn.kernels.random_features import positive_features as positive_features
+from relattn.kernels.random_features import redraw as redraw
+from relattn.kernels.random_features import relu_features as relu_features
+from relattn.kernels.random_features import (
+    trigonometric_features as trigonometric_features,
+)
+
+__all__ = [
+    "Features",
+    "RandomFeatures",
+    "default_num_features",
+    "draw_gaussian",
+    "draw_orthogonal",
+    "draw_random_features",
+    "positive_features",
+    "redraw",
+    "relu_features",
+    "trigonometric_features",
+]

@@ -12,14 +12,22 @@ from relattn.kernels.random_features import relu_features as relu_features
 from relattn.kernels.random_features import (
     trigonometric_features as trigonometric_features,
 )
+from relattn.kernels.sinusoids import absolute_frequencies as absolute_frequencies
+from relattn.kernels.sinusoids import constrained_sinusoids as constrained_sinusoids
+from relattn.kernels.sinusoids import (
+    length_scale_frequencies as length_scale_frequencies,
+)
 
 __all__ = [
     "Features",
     "RandomFeatures",
+    "absolute_frequencies",
+    "constrained_sinusoids",
     "default_num_features",
     "draw_gaussian",
     "draw_orthogonal",
     "draw_random_features",
+    "length_scale_frequencies",
     "positive_features",
     "redraw",
     "relu_features",

@@ -1,0 +1,172 @@
+"""Sinusoids of positions, absolute and constrained to depend on offsets only."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+
+def _geometric_frequencies(num: int, base: float) -> Float[Array, " num"]:
+    return jnp.asarray(float(base) ** (-np.arange(num) / num), jnp.float32)
+
+
+def length_scale_frequencies(
+    num_scales: int, max_wavelength: float = 64.0
+) -> Float[Array, " num_scales"]:
+    """Initial frequencies of the constrained sinusoids.
+
+    w_s = max_wavelength^(-s / num_scales), s = 0 .. num_scales - 1.
+
+    Args:
+        num_scales: Number of length scales, shared by the axes.
+        max_wavelength: Base of the geometric series.
+
+    Returns:
+        Frequencies in radians a token, float32, shape ``[num_scales]``.
+
+    Raises:
+        ValueError: If there is no scale or ``max_wavelength`` is not positive.
+
+    Example:
+        >>> [round(float(w), 4) for w in length_scale_frequencies(4)]
+        [1.0, 0.3536, 0.125, 0.0442]
+
+    Source:
+        Horn et al., Translational Equivariance in Kernelizable Attention, section 2.3.
+    """
+    if num_scales < 1 or max_wavelength <= 0:
+        raise ValueError(
+            "length scales need num_scales >= 1 and max_wavelength > 0, got "
+            f"num_scales={num_scales} and max_wavelength={max_wavelength}"
+        )
+    return _geometric_frequencies(num_scales, max_wavelength)
+
+
+def absolute_frequencies(num: int, base: float = 32000.0) -> Float[Array, " num"]:
+    """Initial frequencies of the absolute sinusoids that are added to the tokens.
+
+    w_i = base^(-i / num), i = 0 .. num - 1; num is dim / 4 for a grid, so that
+    ``sinusoids`` of its two axes is ``dim`` wide.
+
+    Args:
+        num: Number of frequencies, shared by the axes.
+        base: Base of the geometric series.
+
+    Returns:
+        Frequencies in radians a token, float32, shape ``[num]``.
+
+    Raises:
+        ValueError: If there is no frequency or ``base`` is not positive.
+
+    Example:
+        >>> absolute_frequencies(2, base=100.0).round(3).tolist()[0]
+        1.0
+
+    Source:
+        Horn et al., Translational Equivariance in Kernelizable Attention, section 2.3;
+        Vaswani et al., Attention Is All You Need, section 3.5.
+    """
+    if num < 1 or base <= 0:
+        raise ValueError(
+            "absolute sinusoids need num >= 1 (a width of at least 2 features an "
+            f"axis) and base > 0, got num={num} and base={base}"
+        )
+    return _geometric_frequencies(num, base)
+
+
+def sinusoids(
+    positions: Float[Array | np.ndarray, "n axes"],
+    frequencies: Float[Array | np.ndarray, " scales"],
+    *,
+    num_prefix: int = 0,
+) -> Float[Array, "n 2*axes*scales"]:
+    """Sines and cosines of positions, frequencies shared by the axes.
+
+    u(p) = [sin w_s p_axis, cos w_s p_axis] for every axis, then every scale s; zeros
+    for prefix tokens.
+
+    Args:
+        positions: Positions in tokens, whole or fractional, shape ``[n, axes]``.
+        frequencies: Radians a token, shape ``[scales]``.
+        num_prefix: Number of leading tokens that have no position.
+
+    Returns:
+        Features, float32, shape ``[n, 2 * axes * scales]``.
+
+    Raises:
+        ValueError: If ``num_prefix`` is negative or more than ``n``.
+
+    Example:
+        >>> u = sinusoids(jnp.array([[0.0], [1.0]]), jnp.array([1.0]))
+        >>> np.asarray(u, float).round(2).tolist()
+        [[0.0, 1.0], [0.84, 0.54]]
+
+    Source:
+        Horn et al., Translational Equivariance in Kernelizable Attention, section 2.3.
+    """
+    num_tokens = positions.shape[0]
+    if not 0 <= num_prefix <= num_tokens:
+        raise ValueError(
+            f"num_prefix lies between 0 and the {num_tokens} tokens, got {num_prefix}"
+        )
+    # The angles of far tokens lose their phase in half precision.
+    positions = jnp.asarray(positions, jnp.float32)
+    angles = positions[:, :, None] * jnp.asarray(frequencies, jnp.float32)
+    pairs = jnp.stack([jnp.sin(angles), jnp.cos(angles)], axis=-1)
+    return pairs.reshape(num_tokens, -1).at[:num_prefix].set(0.0)
+
+
+def constrained_sinusoids(
+    u: Float[Array, "n width"],
+    coefficients: Float[Array, "*leading pairs 2"],
+    *,
+    per_token: bool = False,
+) -> Float[Array, "*heads n width"]:
+    """The query side of sinusoids whose score depends on the offset only.
+
+    u B with B = blockdiag([[a, b], [-b, a]]) acting on row vectors. Against the key
+    side ``u`` it scores (Lemma 1)
+    q_i.k_j = sum_s a_s cos w_s (p_i - p_j) + b_s sin w_s (p_i - p_j).
+
+    Args:
+        u: What ``sinusoids`` returns, shape ``[n, 2 * pairs]``.
+        coefficients: The pair (a, b) of every axis and scale, in the order of ``u``,
+            shape ``[*heads, pairs, 2]``; with ``per_token`` ``[*heads, n, pairs, 2]``.
+        per_token: Whether every query token brings its own coefficients.
+
+    Returns:
+        Position part of the queries, float32, shape ``[*heads, n, 2 * pairs]``.
+
+    Raises:
+        ValueError: If the shapes of ``u`` and ``coefficients`` do not fit.
+
+    Example:
+        >>> u = sinusoids(jnp.array([[0.0], [1.0]]), jnp.array([0.5]))
+        >>> constrained_sinusoids(u, jnp.array([[1.0, 0.0]])).shape
+        (2, 2)
+
+    Source:
+        Horn et al., Translational Equivariance in Kernelizable Attention, section 2.3,
+        Lemma 1.
+    """
+    num_tokens, width = u.shape
+    *leading, num_pairs, _ = coefficients.shape
+    if width != 2 * num_pairs:
+        raise ValueError(
+            f"coefficients hold {num_pairs} pairs, for sinusoids of width "
+            f"{2 * num_pairs}, got u of width {width}"
+        )
+    if per_token and (not leading or leading[-1] != num_tokens):
+        raise ValueError(
+            f"coefficients per token have shape [*heads, {num_tokens}, {num_pairs}, 2]"
+            f", got {list(coefficients.shape)}"
+        )
+    if not per_token:
+        coefficients = coefficients[..., None, :, :]
+    a, b = jnp.moveaxis(jnp.asarray(coefficients, jnp.float32), -1, 0)
+    sines, cosines = jnp.moveaxis(
+        jnp.asarray(u, jnp.float32).reshape(num_tokens, num_pairs, 2), -1, 0
+    )
+    rotated = jnp.stack([a * sines - b * cosines, b * sines + a * cosines], axis=-1)
+    return rotated.reshape(*rotated.shape[:-2], width)

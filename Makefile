@@ -1,0 +1,39 @@
+# make test            lint and every test, doctests and notebooks included
+# make demo            train, shift and compare, in about ten minutes on two cores
+# make test PYTHON=python3.12    the same under another interpreter
+#
+# Either target makes its virtual environment on first use and reuses it afterwards.
+
+PYTHON ?= python3
+JOBS ?= 2
+
+VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+VENV := .venv-$(VERSION)
+BIN := $(VENV)/bin
+STAMP := $(VENV)/installed
+
+export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
+export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0
+export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES ?= -1
+
+.PHONY: test demo clean
+
+test: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/python -m pytest -q -n $(JOBS)
+
+demo: $(STAMP)
+	$(BIN)/python -m relattn.evaluation.demo --output=demo
+
+# Some systems ship Python without ensurepip: their own pip then fills the environment.
+$(STAMP): setup.py
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "relattn needs Python 3.11 or newer: name one by make PYTHON=..."; exit 1; }
+	$(PYTHON) -m venv $(VENV) || { $(PYTHON) -m venv --without-pip $(VENV) && \
+	  $(PYTHON) -m pip --python $(BIN)/python install --quiet pip; }
+	$(BIN)/python -m pip install --quiet --editable '.[test]'
+	touch $@
+
+clean:
+	rm -rf .venv-* .cache .pytest_cache .ruff_cache .import_linter_cache

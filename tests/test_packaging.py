@@ -1,0 +1,32 @@
+"""What an installation promises: no TensorFlow, and a README that runs."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_no_module_imports_tensorflow():
+    code = """
+import pkgutil, sys, relattn
+for module in pkgutil.walk_packages(relattn.__path__, "relattn."):
+    __import__(module.name)
+heavy = {"tensorflow", "torch"} & set(sys.modules)
+assert not heavy, heavy
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+
+
+def test_readme_example_runs():
+    pytest.importorskip("relattn.kernels.linear")
+    example = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    scope = {}
+    exec(example.group(1), scope)
+    assert scope["out"].shape == (8, 1024, 32)

@@ -39,3 +39,48 @@ def constrained_scores(query_positions, key_positions, frequencies, coefficients
             row.append(score)
         rows.append(jnp.stack(row))
     return jnp.stack(rows)
+
+
+def softmax_attention(q, k, v, allowed, bias=None):
+    """Row by row, over the keys that ``allowed [n, m]`` lets the query see."""
+    rows = []
+    for i, query in enumerate(q):
+        scores = k @ query / len(query) ** 0.5
+        if bias is not None:
+            scores = scores + bias[i]
+        rows.append(_weighted_mean(jnp.where(allowed[i], jnp.exp(scores), 0.0), v))
+    return jnp.stack(rows)
+
+
+def positive_features(x, projection):
+    """exp(w x~ - |x~|^2 / 2) / sqrt(features) of one vector."""
+    x = x / len(x) ** 0.25
+    return jnp.exp(projection @ x - x @ x / 2) / len(projection) ** 0.5
+
+
+def trigonometric_features(x, projection):
+    """exp(|x~|^2 / 2) [cos w x~, sin w x~] / sqrt(features) of one vector."""
+    x = x / len(x) ** 0.25
+    waves = jnp.concatenate([jnp.cos(projection @ x), jnp.sin(projection @ x)])
+    return jnp.exp(x @ x / 2) * waves / len(projection) ** 0.5
+
+
+def relu_features(x, projection, bias=0.0, eps=1e-3):
+    """max(w x~ + b, 0) + eps of one vector."""
+    return jnp.maximum(projection @ (x / len(x) ** 0.25) + bias, 0) + eps
+
+
+def linear_attention(q, k, v, feature_map, allowed):
+    """Weights phi(q_i) . phi(k_j), for a map of single vectors."""
+    keys = jnp.stack([feature_map(key) for key in k])
+    rows = []
+    for i, query in enumerate(q):
+        weights = keys @ feature_map(query)
+        rows.append(_weighted_mean(jnp.where(allowed[i], weights, 0.0), v))
+    return jnp.stack(rows)
+
+
+def _weighted_mean(weights, v):
+    """Zeros where there is nothing to weigh."""
+    total = weights.sum()
+    return jnp.where(total == 0, 0.0, weights @ v / jnp.where(total == 0, 1.0, total))

@@ -17,11 +17,14 @@ from relattn.kernels.sinusoids import constrained_sinusoids as constrained_sinus
 from relattn.kernels.sinusoids import (
     length_scale_frequencies as length_scale_frequencies,
 )
+from relattn.kernels.softmax import causal_softmax_attention as causal_softmax_attention
+from relattn.kernels.softmax import softmax_attention as softmax_attention
 
 __all__ = [
     "Features",
     "RandomFeatures",
     "absolute_frequencies",
+    "causal_softmax_attention",
     "constrained_sinusoids",
     "default_num_features",
     "draw_gaussian",
@@ -31,5 +34,6 @@ __all__ = [
     "positive_features",
     "redraw",
     "relu_features",
+    "softmax_attention",
     "trigonometric_features",
 ]

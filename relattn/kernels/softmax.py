@@ -1,0 +1,122 @@
+"""Dot-product attention with softmax weights: exact, quadratic in the length."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+
+def _all_of(*masks: Bool[Array, "..."] | None) -> Bool[Array, "..."] | None:
+    """Where every mask that was given is True."""
+    given = [mask for mask in masks if mask is not None]
+    if not given:
+        return None
+    allowed = given[0]
+    for mask in given[1:]:
+        allowed = allowed & mask
+    return allowed
+
+
+def softmax_attention(
+    q: Float[Array, "*batch n depth"],
+    k: Float[Array, "*batch m depth"],
+    v: Float[Array, "*batch m value_depth"],
+    *,
+    mask: Bool[Array, "*#batch n m"] | None = None,
+    key_mask: Bool[Array, "*#batch m"] | None = None,
+    bias: Float[Array, "*#batch n m"] | None = None,
+    precision: jax.lax.PrecisionLike = None,
+) -> Float[Array, "*batch n value_depth"]:
+    """Softmax attention, with masks and a dense bias.
+
+    out_i = sum_j softmax_j(q_i . k_j / sqrt(depth) + bias_ij) v_j
+
+    Scores, softmax and sums are float32. A query that may attend to no key gives zeros.
+
+    Args:
+        q: Queries, shape ``[*batch, n, depth]``.
+        k: Keys, shape ``[*batch, m, depth]``.
+        v: Values, shape ``[*batch, m, value_depth]``.
+        mask: True where query i may attend to key j, shape ``[*batch, n, m]``.
+        key_mask: True for keys that exist, shape ``[*batch, m]``.
+        bias: Added to the scores, shape ``[*batch, n, m]``; finite.
+        precision: Passed to einsum.
+
+    Returns:
+        Shape ``[*batch, n, value_depth]``, in the dtype of ``v``.
+
+    Example:
+        >>> x = jnp.eye(3)
+        >>> softmax_attention(x, x, x, key_mask=x[0] > 0)[2].tolist()
+        [1.0, 0.0, 0.0]
+
+    Source:
+        Vaswani et al., Attention Is All You Need, section 3.2.1.
+    """
+    if key_mask is not None:
+        key_mask = key_mask[..., None, :]
+    allowed = _all_of(mask, key_mask)
+    scores = jnp.einsum(
+        "...nd,...md->...nm",
+        q,
+        k,
+        precision=precision,
+        preferred_element_type=jnp.float32,
+    )
+    scores = scores * q.shape[-1] ** -0.5
+    if bias is not None:
+        scores = scores + bias.astype(jnp.float32)
+    if allowed is None:
+        weights = jax.nn.softmax(scores, axis=-1)
+    else:
+        # The lowest number, not -inf: a row without keys stays free of NaN.
+        scores = jnp.where(allowed, scores, jnp.finfo(jnp.float32).min)
+        weights = jnp.where(allowed, jax.nn.softmax(scores, axis=-1), 0.0)
+    out = jnp.einsum(
+        "...nm,...md->...nd",
+        weights,
+        v.astype(jnp.float32),
+        precision=precision,
+        preferred_element_type=jnp.float32,
+    )
+    return out.astype(v.dtype)
+
+
+def causal_softmax_attention(
+    q: Float[Array, "*batch n depth"],
+    k: Float[Array, "*batch n depth"],
+    v: Float[Array, "*batch n value_depth"],
+    *,
+    key_mask: Bool[Array, "*#batch n"] | None = None,
+    bias: Float[Array, "*#batch n n"] | None = None,
+    precision: jax.lax.PrecisionLike = None,
+) -> Float[Array, "*batch n value_depth"]:
+    """Softmax attention of every token to itself and those before it.
+
+    out_i = sum_{j <= i} softmax_{j <= i}(q_i . k_j / sqrt(depth) + bias_ij) v_j
+
+    Args:
+        q: Queries, shape ``[*batch, n, depth]``.
+        k: Keys, shape ``[*batch, n, depth]``.
+        v: Values, shape ``[*batch, n, value_depth]``.
+        key_mask: True for keys that exist, shape ``[*batch, n]``.
+        bias: Added to the scores, shape ``[*batch, n, n]``; finite.
+        precision: Passed to einsum.
+
+    Returns:
+        Shape ``[*batch, n, value_depth]``, in the dtype of ``v``.
+
+    Example:
+        >>> x = jnp.eye(3)
+        >>> causal_softmax_attention(x, x, x)[0].tolist()
+        [1.0, 0.0, 0.0]
+
+    Source:
+        Vaswani et al., Attention Is All You Need, section 3.2.3.
+    """
+    length = q.shape[-2]
+    mask = jnp.tril(jnp.ones((length, length), bool))
+    return softmax_attention(
+        q, k, v, mask=mask, key_mask=key_mask, bias=bias, precision=precision
+    )

@@ -1,0 +1,83 @@
+"""Softmax attention against the naive reference."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from relattn.kernels import softmax
+from tests import compare, reference
+
+HEADS, N, M, DEPTH, VALUE_DEPTH = 2, 5, 7, 3, 4
+
+
+def draw_inputs(seed=0, m=M):
+    keys = jax.random.split(jax.random.key(seed), 4)
+    q = jax.random.normal(keys[0], (HEADS, N, DEPTH))
+    k = jax.random.normal(keys[1], (HEADS, m, DEPTH))
+    v = jax.random.normal(keys[2], (HEADS, m, VALUE_DEPTH))
+    bias = jax.random.normal(keys[3], (HEADS, N, m))
+    return q, k, v, bias
+
+
+def test_bias_and_both_masks_equal_the_reference():
+    mask = np.arange(N * M).reshape(N, M) % 3 != 0
+    key_mask = np.arange(M) != 2
+    compare.expect_equal(
+        lambda q, k, v, bias: softmax.softmax_attention(
+            q, k, v, bias=bias, mask=jnp.asarray(mask), key_mask=jnp.asarray(key_mask)
+        ),
+        lambda q, k, v, bias: reference.softmax_attention(
+            q, k, v, mask & key_mask, bias
+        ),
+        draw_inputs(),
+    )
+
+
+def test_causal_equals_the_reference():
+    key_mask = np.arange(N) != 1
+    compare.expect_equal(
+        lambda q, k, v, bias: softmax.causal_softmax_attention(
+            q, k, v, bias=bias, key_mask=jnp.asarray(key_mask)
+        ),
+        lambda q, k, v, bias: reference.softmax_attention(
+            q, k, v, np.tril(np.ones((N, N), bool)) & key_mask, bias
+        ),
+        draw_inputs(m=N),
+    )
+
+
+def test_a_query_without_keys_gives_zeros_and_finite_gradients():
+    q, k, v, _ = draw_inputs()
+    mask = jnp.ones((N, M), bool).at[2].set(False)
+
+    def loss(q, k, v):
+        return softmax.softmax_attention(q, k, v, mask=mask).sum()
+
+    out = softmax.softmax_attention(q, k, v, mask=mask)
+    np.testing.assert_array_equal(out[:, 2], 0.0)
+    assert np.abs(out[:, 1]).min() > 0
+    for gradient in jax.grad(loss, (0, 1, 2))(q, k, v):
+        assert np.isfinite(gradient).all()
+
+
+def test_masks_and_bias_broadcast_against_leading_axes():
+    q, k, v, bias = (jnp.stack([x, 2 * x]) for x in draw_inputs())
+    mask = jnp.asarray(np.arange(N * M).reshape(N, M) % 2 == 0)
+    key_mask = jnp.asarray(np.arange(2 * M).reshape(2, 1, M) % 3 != 0)
+    bias = bias[0]
+    out = softmax.softmax_attention(q, k, v, mask=mask, key_mask=key_mask, bias=bias)
+    for i in range(2):
+        one = softmax.softmax_attention(
+            q[i], k[i], v[i], mask=mask & key_mask[i], bias=bias
+        )
+        np.testing.assert_allclose(out[i], one, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_low_precision_inputs_are_summed_in_float32(dtype):
+    q, k, v, _ = (x.astype(dtype) for x in draw_inputs())
+    out = softmax.softmax_attention(q, k, v)
+    wide = softmax.softmax_attention(*(x.astype(jnp.float32) for x in (q, k, v)))
+    assert out.dtype == dtype
+    np.testing.assert_array_equal(out, wide.astype(dtype))

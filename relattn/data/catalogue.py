@@ -1,0 +1,71 @@
+"""The image sets known by name: their classes, splits and terms of use."""
+
+import dataclasses
+import pathlib
+
+EMBEDDED_FOLDER = pathlib.Path(__file__).parent / "embedded"
+EMBEDDED_VERSION = "1.0.0"
+
+
+@dataclasses.dataclass(frozen=True)
+class ImageSet:
+    """What is known of an image set before it is read.
+
+    Attributes:
+        title: its name in prose.
+        test_split: the TFDS split used as test images.
+        embedded: whether a subset of it ships with the package.
+        class_names: where TFDS knows the classes by number only.
+        licence: and attribution, for the embedded ones.
+        citation: BibTeX, for the embedded ones.
+    """
+
+    title: str
+    test_split: str = "test"
+    embedded: bool = False
+    class_names: tuple[str, ...] = ()
+    licence: str = ""
+    citation: str = ""
+
+
+SETS = {
+    "mnist": ImageSet(
+        title="MNIST",
+        embedded=True,
+        class_names=tuple("0123456789"),
+        licence="CC BY-SA 3.0, Yann LeCun, Corinna Cortes, Christopher J. C. Burges",
+        citation="""@article{lecun2010mnist,
+  title={MNIST handwritten digit database},
+  author={LeCun, Yann and Cortes, Corinna and Burges, CJ},
+  journal={ATT Labs [Online]. Available: http://yann.lecun.com/exdb/mnist},
+  volume={2},
+  year={2010}
+}""",
+    ),
+    "fashion_mnist": ImageSet(
+        title="Fashion-MNIST",
+        embedded=True,
+        class_names=(
+            "T-shirt/top",
+            "Trouser",
+            "Pullover",
+            "Dress",
+            "Coat",
+            "Sandal",
+            "Shirt",
+            "Sneaker",
+            "Bag",
+            "Ankle boot",
+        ),
+        licence="MIT, Copyright (c) 2017 Zalando SE",
+        citation="""@article{xiao2017fashion,
+  title={Fashion-MNIST: a Novel Image Dataset for Benchmarking Machine Learning
+         Algorithms},
+  author={Xiao, Han and Rasul, Kashif and Vollgraf, Roland},
+  journal={arXiv:1708.07747},
+  year={2017}
+}""",
+    ),
+    "cifar10": ImageSet(title="CIFAR-10"),
+    "imagenet_resized/64x64": ImageSet(title="ImageNet 64x64", test_split="validation"),
+}

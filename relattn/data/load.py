@@ -1,0 +1,85 @@
+"""`load_images`: an image set from a configuration."""
+
+import difflib
+import pathlib
+
+from ml_collections import ConfigDict
+
+from relattn.data.catalogue import EMBEDDED_FOLDER, EMBEDDED_VERSION, SETS
+from relattn.data.images import (
+    ImageData,
+    ImageSplit,
+    channel_statistics,
+    split_validation,
+)
+from relattn.data.prepared import read_prepared
+
+Source = tuple[ImageSplit, ImageSplit, tuple[str, ...], str]
+
+
+def load_images(config: ConfigDict) -> ImageData:
+    """Loads an image set into memory as a configuration says.
+
+    Args:
+        config: with the keys
+
+            - ``name``: of the set, for instance "mnist";
+            - ``source``: "embedded" (the subsets that ship with the package), "tfds"
+              (full sets, prepared once) or "folder" (``train/<class>/*.jpg`` and
+              ``test/<class>/*.jpg``);
+            - ``data_dir``: of the prepared sets ("" for TFDS's default) or the image
+              folder;
+            - ``manual_dir``: archives that you already have, for preparation;
+            - ``num_validation``, ``split_seed``: the training images set apart.
+
+            All but ``name`` may be missing: an embedded set without validation images.
+
+    Returns:
+        The images, in memory or memory-mapped.
+
+    Raises:
+        ValueError: an unknown name or source, a damaged set, or a `num_validation`
+            that leaves no training image.
+        DatasetNotPreparedError: the set is not there; the message says how to get it.
+
+    Example:
+        >>> from ml_collections import ConfigDict
+        >>> data = load_images(ConfigDict({"name": "mnist", "num_validation": 500}))
+        >>> len(data.train), len(data.validation), len(data.test), data.image_shape
+        (4500, 500, 1000, (28, 28, 1))
+    """
+    source = config.get("source", "embedded")
+    _check_choice("data.source", source, list(SOURCES))
+    train, test, class_names, origin = SOURCES[source](config)
+    train, validation = split_validation(
+        train, config.get("num_validation", 0), config.get("split_seed", 0)
+    )
+    mean, std = channel_statistics(train.images)
+    return ImageData(
+        config.name, train, validation, test, class_names, mean, std, origin
+    )
+
+
+def load_embedded(config: ConfigDict) -> Source:
+    """Reads a subset that ships with the package."""
+    names = [name for name, entry in SETS.items() if entry.embedded]
+    _check_choice("data.name", config.name, names, ' of the source "embedded"')
+    folder = pathlib.Path(EMBEDDED_FOLDER) / config.name / EMBEDDED_VERSION
+    train, test, class_names = read_prepared(folder)
+    origin = (
+        f"the subset of {SETS[config.name].title} that ships with relattn "
+        f"({len(train):,} training and {len(test):,} test images)"
+    )
+    return train, test, class_names, origin
+
+
+def _check_choice(key: str, value: str, choices: list[str], where: str = "") -> None:
+    if value in choices:
+        return
+    close = difflib.get_close_matches(value, choices, n=1, cutoff=0.3)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    listed = ", ".join(repr(choice) for choice in choices)
+    raise ValueError(f"Unknown {key}={value!r}{where}.{hint} Known: {listed}.")
+
+
+SOURCES = {"embedded": load_embedded}

@@ -32,7 +32,7 @@ def closest(name: str, names: Collection[str]) -> str:
         "did you mean 'favor'? There are: favor, softmax"
     """
     listed = "there are: " + ", ".join(sorted(names))
-    similar = difflib.get_close_matches(name, list(names), n=1)
+    similar = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
     if not similar:
         return listed
     return f"did you mean {similar[0]!r}? T{listed[1:]}"

@@ -1,1 +1,31 @@
 """Training: the loop, its state and its checkpoints."""
+
+from relattn.training.config import check_config, default_config
+from relattn.training.errors import (
+    CheckpointError,
+    NonFiniteLossError,
+    WorkdirError,
+    is_user_error,
+)
+from relattn.training.loop import train_and_evaluate
+from relattn.training.run import Run, evaluate, load_run, make_predict_fn
+from relattn.training.state import TrainState, create_state
+from relattn.training.step import make_eval_step, make_train_step
+
+__all__ = [
+    "CheckpointError",
+    "NonFiniteLossError",
+    "Run",
+    "TrainState",
+    "WorkdirError",
+    "check_config",
+    "create_state",
+    "default_config",
+    "evaluate",
+    "is_user_error",
+    "load_run",
+    "make_eval_step",
+    "make_predict_fn",
+    "make_train_step",
+    "train_and_evaluate",
+]

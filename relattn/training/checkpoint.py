@@ -1,0 +1,257 @@
+"""Checkpoints: written in the background by orbax, verified before they are read.
+
+``checkpoints/<step>/`` holds ``state`` (arrays), ``meta`` (JSON: the configuration, the
+data, the history of the run, the arrays' paths and shapes) and ``manifest.json``, the
+SHA-256 of every file. A folder without its final name is incomplete and ignored.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import flax.traverse_util
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from orbax.checkpoint import checkpoint_managers
+
+from relattn.training.errors import CheckpointError
+
+MANIFEST = "manifest.json"
+_INCOMPLETE = ".orbax-checkpoint-tmp"
+
+
+def _rank(metrics: dict[str, Any]) -> tuple[float, int]:
+    """Orders checkpoints by validation accuracy, the earlier one first among equals."""
+    return metrics["validation_accuracy"], -metrics["step"]
+
+
+class CheckpointWriter:
+    """Saves checkpoints in the background; keeps the latest two and the best.
+
+    Attributes:
+        folder: Where the checkpoints lie.
+    """
+
+    def __init__(self, folder: Path):
+        """Prepares to write into the folder, which is made if it is not there."""
+        self.folder = folder.absolute()
+        self._step = 0
+        policy = checkpoint_managers.AnyPreservationPolicy(
+            [
+                checkpoint_managers.LatestN(2),
+                checkpoint_managers.BestN(
+                    get_metric_fn=_rank, n=1, keep_checkpoints_without_metrics=False
+                ),
+            ]
+        )
+        # Without best_fn the metrics are not written, and forgotten by a restart.
+        options = ocp.CheckpointManagerOptions(
+            best_fn=_rank,
+            preservation_policy=policy,
+            async_options=ocp.AsyncOptions(
+                post_finalization_callback=self._write_manifest
+            ),
+        )
+        self._manager = ocp.CheckpointManager(self.folder, options=options)
+
+    def save(
+        self,
+        step: int,
+        state: Any,
+        meta: dict[str, Any],
+        validation_accuracy: float | None,
+    ) -> None:
+        """Starts to write a checkpoint and returns.
+
+        Args:
+            step: Number of updates so far.
+            state: A pytree of NumPy arrays, not to be changed afterwards.
+            meta: JSON values to keep beside it.
+            validation_accuracy: None where the state was not evaluated.
+        """
+        self._manager.wait_until_finished()
+        self._step = step
+        arrays = array_shapes(state)
+        flat = dict(zip(arrays, jax.tree.leaves(state), strict=True))
+        metrics = None
+        if validation_accuracy is not None:
+            metrics = {"validation_accuracy": validation_accuracy, "step": step}
+        self._manager.save(
+            step,
+            args=ocp.args.Composite(
+                state=ocp.args.StandardSave(
+                    flax.traverse_util.unflatten_dict(flat, sep="/")
+                ),
+                meta=ocp.args.JsonSave({**meta, "arrays": arrays}),
+            ),
+            metrics=metrics,
+            force=True,
+        )
+
+    def _write_manifest(self) -> None:
+        # Orbax calls this just before it gives the folder its final name.
+        unfinished = sorted(self.folder.glob(f"{self._step}{_INCOMPLETE}*"))
+        folder = unfinished[0] if unfinished else self.folder / str(self._step)
+        # Orbax still writes the commit's time into the files outside of the items.
+        files = sorted(path for path in folder.glob("*/**/*") if path.is_file())
+        sums = {path.relative_to(folder).as_posix(): _sha256(path) for path in files}
+        (folder / MANIFEST).write_text(json.dumps(sums, indent=1))
+
+    def close(self) -> None:
+        """Waits until everything is written."""
+        self._manager.close()
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def checkpoint_steps(folder: Path) -> list[int]:
+    """The steps of the complete checkpoints in a folder, in order.
+
+    Args:
+        folder: The ``checkpoints`` folder of a run; need not exist.
+
+    Returns:
+        Perhaps none.
+
+    Raises:
+        CheckpointError: If something else lies in the folder.
+
+    Example:
+        >>> checkpoint_steps(Path("no/such/folder"))
+        []
+    """
+    if not folder.exists():
+        return []
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is a file, not a folder of checkpoints")
+    steps = []
+    for entry in folder.iterdir():
+        if entry.name.isdigit() and entry.is_dir():
+            steps.append(int(entry.name))
+        elif _INCOMPLETE not in entry.name and not entry.name.startswith("."):
+            raise CheckpointError(
+                f"{entry} is no checkpoint of relattn: choose another --workdir"
+            )
+    return sorted(steps)
+
+
+def read_meta(folder: Path, step: int) -> dict[str, Any]:
+    """Verifies every file of a checkpoint and returns what was saved beside its arrays.
+
+    Args:
+        folder: The ``checkpoints`` folder of a run.
+        step: Which checkpoint.
+
+    Returns:
+        The ``meta`` given to `CheckpointWriter.save`, and ``arrays``.
+
+    Raises:
+        CheckpointError: If a file is missing or damaged; it names the file.
+    """
+    checkpoint = folder / str(step)
+    hint = (
+        f"nothing was changed; restore the file, or remove {checkpoint} to go on from "
+        "the checkpoint before it"
+    )
+    manifest = checkpoint / MANIFEST
+    if not manifest.is_file():
+        raise CheckpointError(
+            f"{manifest} is missing: {checkpoint} is damaged or no checkpoint of "
+            f"relattn; {hint}"
+        )
+    try:
+        sums = dict(json.loads(manifest.read_text()))
+    except ValueError as error:
+        raise CheckpointError(f"{manifest} is damaged; {hint}") from error
+    for name, expected in sums.items():
+        path = checkpoint / name
+        if not path.is_file():
+            raise CheckpointError(f"{path} is missing from the checkpoint; {hint}")
+        if _sha256(path) != expected:
+            raise CheckpointError(
+                f"{path} is damaged (its SHA-256 is not the manifest's); {hint}"
+            )
+    return _read(checkpoint, meta=ocp.args.JsonRestore())["meta"]
+
+
+def restore(folder: Path, step: int, template: Any) -> Any:
+    """Reads the arrays of a checkpoint into the structure of a template.
+
+    Args:
+        folder: The ``checkpoints`` folder of a run.
+        step: Which checkpoint, verified before by `read_meta`.
+        template: A pytree of arrays or of their shapes and dtypes.
+
+    Returns:
+        The template's structure, filled with NumPy arrays, bit for bit as saved.
+
+    Raises:
+        CheckpointError: If paths, shapes or dtypes differ; it names them.
+    """
+    checkpoint = folder / str(step)
+    stored = _read(checkpoint, meta=ocp.args.JsonRestore())["meta"]["arrays"]
+    expected = array_shapes(template)
+    pairs = {
+        path: (stored.get(path, "absent"), expected.get(path, "absent"))
+        for path in sorted({*stored, *expected})
+    }
+    differing = [
+        f"{path}: {there} there, {now} now"
+        for path, (there, now) in pairs.items()
+        if there != now
+    ]
+    if differing:
+        shown = "; ".join(differing[:5])
+        more = f"; and {len(differing) - 5} more" if len(differing) > 5 else ""
+        raise CheckpointError(
+            f"{checkpoint} is a checkpoint of another model ({shown}{more}); nothing "
+            "was changed: use the configuration it was trained with"
+        )
+    leaves, structure = jax.tree.flatten(template)
+    empty = [np.empty(leaf.shape, leaf.dtype) for leaf in leaves]
+    target = flax.traverse_util.unflatten_dict(
+        dict(zip(expected, empty, strict=True)), sep="/"
+    )
+    nested = _read(checkpoint, state=ocp.args.StandardRestore(target))["state"]
+    flat = flax.traverse_util.flatten_dict(nested, sep="/")
+    return structure.unflatten([flat[path] for path in expected])
+
+
+def _read(checkpoint: Path, **args: Any) -> Any:
+    reader = ocp.Checkpointer(ocp.CompositeCheckpointHandler())
+    try:
+        return reader.restore(checkpoint.absolute(), args=ocp.args.Composite(**args))
+    except Exception as error:
+        raise CheckpointError(
+            f"{checkpoint} cannot be read ({type(error).__name__}); nothing was changed"
+        ) from error
+    finally:
+        reader.close()
+
+
+def array_shapes(tree: Any) -> dict[str, str]:
+    """Dtype and shape of every array of a pytree by path, in the order of its leaves.
+
+    Args:
+        tree: Arrays, or their shapes and dtypes.
+
+    Returns:
+        For example ``{"params/head/bias": "float32[10]"}``.
+
+    Example:
+        >>> array_shapes({"w": np.zeros((2, 3), np.float32), "n": np.int32(1)})
+        {'n': 'int32[]', 'w': 'float32[2,3]'}
+    """
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): (
+            f"{leaf.dtype}[{','.join(map(str, leaf.shape))}]"
+        )
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+    }

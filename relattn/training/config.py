@@ -1,0 +1,196 @@
+"""The configuration of a run: its keys, their checks, and how two of them differ."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from relattn import spec
+from relattn.training.schedule import OPTIMIZERS, SCHEDULES
+
+# Keys that change nothing of what a run computes.
+FREE_KEYS = ("progress", "log_every_steps", "data.data_dir", "data.manual_dir")
+
+_AT_LEAST = {
+    "seed": 0,
+    "batch_size": 1,
+    "eval_batch_size": 1,
+    "num_epochs": 0,
+    "num_steps": 0,
+    "redraw_every": 0,
+    "early_stopping_epochs": 0,
+    "eval_every_epochs": 1,
+    "checkpoint_every_steps": 0,
+    "log_every_steps": 1,
+    "optimizer.weight_decay": 0.0,
+    "optimizer.clip_norm": 0.0,
+    "schedule.warmup_steps": 0,
+}
+
+
+def default_config() -> ConfigDict:
+    """Every key of training with its default; ``model`` and ``data`` are to be filled.
+
+    Returns:
+        An unlocked configuration.
+
+    Example:
+        >>> config = default_config()
+        >>> config.model = ConfigDict({"name": "performer"})
+        >>> config.optimizer.name, config.batch_size
+        ('adam', 64)
+    """
+    config = ConfigDict()
+    config.seed = 0
+    config.model = ConfigDict()
+    config.data = ConfigDict()
+    config.batch_size = 64
+    config.eval_batch_size = 256
+    config.num_epochs = 1
+    config.num_steps = 0
+    config.optimizer = ConfigDict(
+        {
+            "name": "adam",
+            "learning_rate": 1e-3,
+            "b1": 0.9,
+            "b2": 0.999,
+            "weight_decay": 0.0,
+            "clip_norm": 0.0,
+        }
+    )
+    config.schedule = ConfigDict({"name": "constant", "warmup_steps": 0})
+    config.redraw_every = 0
+    config.early_stopping_epochs = 0
+    config.eval_every_epochs = 1
+    config.checkpoint_every_steps = 0
+    config.log_every_steps = 50
+    config.progress = True
+    return config
+
+
+def check_config(config: ConfigDict) -> None:
+    """Raises unless every key of training is there and has a value that makes sense.
+
+    The keys of ``model`` and ``data`` are checked where they are used.
+
+    Args:
+        config: As `default_config` returns it.
+
+    Raises:
+        ValueError: If a key is missing, unknown, of another type or out of range.
+
+    Example:
+        >>> check_config(default_config())
+    """
+    given = flatten(config)
+    expected = flatten(default_config())
+    for key in ("model", "data"):
+        if key not in config:
+            raise ValueError(f"config.{key} is missing")
+    for key, default in expected.items():
+        if key not in given:
+            raise ValueError(f"config.{key} is missing; its default is {default!r}")
+        _check_type(key, given[key], default)
+    for key in given:
+        if key not in expected and not key.startswith(("model.", "data.")):
+            raise ValueError(f"unknown config.{key}: {spec.closest(key, expected)}")
+    for key, least in _AT_LEAST.items():
+        if given[key] < least:
+            raise ValueError(f"config.{key} must be at least {least}, got {given[key]}")
+    if not given["optimizer.learning_rate"] > 0:
+        raise ValueError(
+            "config.optimizer.learning_rate must be positive, got "
+            f"{given['optimizer.learning_rate']}"
+        )
+    if not given["num_epochs"] and not given["num_steps"]:
+        raise ValueError("config.num_epochs and config.num_steps are both 0: set one")
+    for key, table in (("optimizer.name", OPTIMIZERS), ("schedule.name", SCHEDULES)):
+        name = given[key]
+        if name not in table:
+            raise ValueError(
+                f"unknown config.{key} {name!r}: {spec.closest(name, table)}"
+            )
+    if given["optimizer.weight_decay"] and given["optimizer.name"] != "adamw":
+        raise ValueError(
+            "config.optimizer.weight_decay needs config.optimizer.name='adamw', got "
+            f"{given['optimizer.name']!r}"
+        )
+
+
+def _check_type(key: str, value: Any, default: Any) -> None:
+    kind = type(default)
+    accepted = (int, float) if kind is float else kind
+    is_bool = isinstance(value, bool)
+    if not isinstance(value, accepted) or is_bool != (kind is bool):
+        raise ValueError(
+            f"config.{key} must be of type {kind.__name__}, got {value!r} "
+            f"({type(value).__name__})"
+        )
+
+
+def to_json(config: ConfigDict) -> dict[str, Any]:
+    """The configuration as JSON holds it: tuples are lists.
+
+    Args:
+        config: Any configuration of plain values.
+
+    Returns:
+        Nested dictionaries.
+
+    Example:
+        >>> to_json(ConfigDict({"a": {"b": (1, 2)}}))
+        {'a': {'b': [1, 2]}}
+    """
+    return json.loads(json.dumps(config.to_dict()))
+
+
+def flatten(config: Mapping[str, Any] | ConfigDict, prefix: str = "") -> dict[str, Any]:
+    """The values of a nested configuration by dotted key.
+
+    Args:
+        config: Nested mappings.
+        prefix: Put before every key.
+
+    Returns:
+        One entry a value; an empty mapping has none.
+
+    Example:
+        >>> flatten({"a": {"b": 1}, "c": 2})
+        {'a.b': 1, 'c': 2}
+    """
+    result = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping | ConfigDict):
+            result |= flatten(value, f"{prefix}{key}.")
+        else:
+            result[f"{prefix}{key}"] = value
+    return result
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """What differs between the configurations of two runs, `FREE_KEYS` apart.
+
+    Args:
+        old: As `to_json` returns it.
+        new: Likewise.
+
+    Returns:
+        A phrase for each key that differs, with both values.
+
+    Example:
+        >>> differences({"seed": 0, "progress": True}, {"seed": 1, "progress": False})
+        ['seed: 0 there, 1 now']
+    """
+    old_values, new_values = flatten(old), flatten(new)
+    missing = object()
+    result = []
+    for key in sorted({*old_values, *new_values} - set(FREE_KEYS)):
+        before = old_values.get(key, missing)
+        now = new_values.get(key, missing)
+        if before != now:
+            shown = ["absent" if v is missing else repr(v) for v in (before, now)]
+            result.append(f"{key}: {shown[0]} there, {shown[1]} now")
+    return result

@@ -1,0 +1,127 @@
+"""Metrics of a run on disk: JSON lines, CSV and TensorBoard events."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tensorboardX import SummaryWriter
+
+Row = dict[str, int | float]
+
+
+class MetricsLog:
+    """Writes one row a step to ``metrics.jsonl``, ``metrics.csv`` and TensorBoard.
+
+    Rows beyond the step that a run starts from are dropped first, so that a resumed
+    run leaves the rows of one never interrupted.
+
+    Attributes:
+        workdir: The run directory.
+
+    Example:
+        >>> import tempfile
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> log = MetricsLog(folder, start_step=0)
+        >>> log.write(3, {"train_loss": 0.5})
+        >>> log.close()
+        >>> (folder / "metrics.csv").read_text().splitlines()
+        ['step,train_loss', '3,0.5']
+    """
+
+    def __init__(self, workdir: Path, start_step: int):
+        """Opens the files for a run that starts, or goes on, after ``start_step``."""
+        self.workdir = workdir
+        self._rows = [
+            row
+            for row in read_rows(workdir / "metrics.jsonl")
+            if row["step"] <= start_step
+        ]
+        write_text(
+            workdir / "metrics.jsonl",
+            "".join(json.dumps(row) + "\n" for row in self._rows),
+        )
+        self._columns = list(dict.fromkeys(key for row in self._rows for key in row))
+        self._rewrite_csv()
+        purge = {"purge_step": start_step + 1} if start_step else {}
+        self._events = SummaryWriter(str(workdir), **purge)
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Adds a row.
+
+        Args:
+            step: Number of updates so far.
+            values: By name; ``train_loss`` is ``train/loss`` in TensorBoard.
+        """
+        row: Row = {"step": step, **values}
+        self._rows.append(row)
+        with (self.workdir / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        new = [key for key in row if key not in self._columns]
+        if new:
+            self._columns += new
+            self._rewrite_csv()
+        else:
+            with (self.workdir / "metrics.csv").open("a", newline="") as file:
+                self._csv(file).writerow(row)
+        for name, value in values.items():
+            self._events.add_scalar(name.replace("_", "/", 1), value, step)
+        self._events.flush()
+
+    def _csv(self, file: Any) -> csv.DictWriter:
+        return csv.DictWriter(file, self._columns, lineterminator="\n")
+
+    def _rewrite_csv(self) -> None:
+        if not self._columns:
+            (self.workdir / "metrics.csv").unlink(missing_ok=True)
+            return
+        temporary = self.workdir / "metrics.csv.tmp"
+        with temporary.open("w", newline="") as file:
+            writer = self._csv(file)
+            writer.writeheader()
+            writer.writerows(self._rows)
+        os.replace(temporary, self.workdir / "metrics.csv")
+
+    def close(self) -> None:
+        """Writes what is left."""
+        self._events.close()
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a ``metrics.jsonl``; a last line cut short by a crash is left out.
+
+    Args:
+        path: The file; need not exist.
+
+    Returns:
+        Rows in the order of the file.
+
+    Example:
+        >>> read_rows(Path("no/such/file"))
+        []
+    """
+    rows: list[Row] = []
+    if not path.exists():
+        return rows
+    for line in path.read_text().splitlines():
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            break
+    return rows
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replaces a file by one with this text, all or nothing.
+
+    Args:
+        path: The file.
+        text: Its new contents.
+    """
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text)
+    os.replace(temporary, path)

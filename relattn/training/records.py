@@ -1,0 +1,131 @@
+"""What a run writes about itself: run.json, and its lines on the screen."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import importlib.metadata
+import json
+import platform
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from relattn.training.config import to_json
+from relattn.training.errors import WorkdirError
+from relattn.training.metrics import write_text
+from relattn.training.task import Task
+
+_PACKAGES = ("relattn", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+
+
+def usable_workdir(workdir: str | Path) -> Path:
+    """Makes a run directory and checks that it can be written to.
+
+    Args:
+        workdir: The ``--workdir``.
+
+    Returns:
+        Its absolute path.
+
+    Raises:
+        WorkdirError: If it cannot.
+    """
+    path = Path(workdir).expanduser().absolute()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise WorkdirError(
+            f"--workdir {workdir} is not writable ({error.strerror or error}): choose "
+            "another directory"
+        ) from error
+    return path
+
+
+def write_run_json(
+    workdir: Path, task: Task, devices: Sequence[jax.Device], start_step: int
+) -> None:
+    """Writes, or for a resumed run extends, ``run.json``.
+
+    Args:
+        workdir: The run directory.
+        task: What the run trains.
+        devices: What it trains on.
+        start_step: Number of updates behind it.
+    """
+    path = workdir / "run.json"
+    start = {
+        "step": start_step,
+        "time": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+        "device": devices[0].device_kind,
+        "platform": devices[0].platform,
+        "num_devices": len(devices),
+        "versions": versions(),
+        "git_commit": git_commit(),
+    }
+    starts = []
+    if start_step and path.exists():
+        starts = json.loads(path.read_text())["starts"]
+    record = {
+        "config": to_json(task.config),
+        "data": dataclasses.asdict(task.info),
+        "starts": [*starts, start],
+    }
+    write_json(path, record)
+
+
+def write_json(path: Path, values: dict[str, Any]) -> None:
+    """Replaces a file by indented JSON, all or nothing.
+
+    Args:
+        path: The file.
+        values: What JSON can hold.
+    """
+    write_text(path, json.dumps(values, indent=2) + "\n")
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages that decide a run's results.
+
+    Returns:
+        By name; ``"not installed"`` where the package is only on the path.
+
+    Example:
+        >>> versions()["jax"] == jax.__version__
+        True
+    """
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def git_commit() -> str | None:
+    """The commit of the package's source, with ``-dirty`` where it was changed.
+
+    Returns:
+        None where the package does not lie in a git checkout of its own.
+    """
+    source = Path(__file__).parent
+
+    def git(*arguments: str) -> str:
+        result = subprocess.run(
+            ["git", *arguments], cwd=source, capture_output=True, text=True, check=True
+        )
+        return result.stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", Path(__file__).name)
+        dirty = git("status", "--porcelain", "--untracked-files=no")
+        return git("rev-parse", "HEAD") + ("-dirty" if dirty else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None

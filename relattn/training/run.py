@@ -1,0 +1,184 @@
+"""A trained run: loading it, predicting with it, evaluating it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+from ml_collections import ConfigDict
+
+from relattn import data as data_lib
+from relattn.training.checkpoint import checkpoint_steps, read_meta, restore
+from relattn.training.errors import CheckpointError
+from relattn.training.parallel import DataParallel
+from relattn.training.step import Batch, Metrics, make_eval_step
+from relattn.training.task import DataInfo, Task
+
+CHECKPOINTS = "checkpoints"
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A trained model and all that it takes to use it.
+
+    Attributes:
+        config: The configuration that it was trained with.
+        model: The Flax module.
+        variables: Parameters and random features, on the host.
+        step: Number of updates behind them.
+        data: The description of the training data.
+        preprocess: From images as stored, uint8 ``[batch, h, w, channels]``, to what
+            the model sees, float32 ``[batch, size, size, channels]``; jit-able.
+        workdir: The run directory.
+        checkpoint: ``"best"`` or ``"latest"``.
+    """
+
+    config: ConfigDict
+    model: nn.Module
+    variables: dict[str, Any]
+    step: int
+    data: DataInfo
+    preprocess: Callable[[Any], jax.Array]
+    workdir: Path
+    checkpoint: str
+
+
+def load_run(workdir: str | Path, checkpoint: str = "best") -> Run:
+    """Loads a run from its directory, without its data.
+
+    Args:
+        workdir: The run directory.
+        checkpoint: ``"best"``, by validation accuracy, or ``"latest"``. A run that was
+            never evaluated has no best; its latest is loaded.
+
+    Returns:
+        The run.
+
+    Raises:
+        ValueError: If ``checkpoint`` is neither.
+        CheckpointError: If there is no complete checkpoint, or it is damaged.
+    """
+    if checkpoint not in ("best", "latest"):
+        raise ValueError(f"checkpoint must be 'best' or 'latest', got {checkpoint!r}")
+    workdir = Path(workdir)
+    folder = workdir / CHECKPOINTS
+    steps = checkpoint_steps(folder)
+    if not steps:
+        raise CheckpointError(
+            f"no complete checkpoint in {folder}: is {workdir} the --workdir of a run, "
+            "and did the run get as far as its first evaluation?"
+        )
+    step = steps[-1]
+    meta = read_meta(folder, step)
+    best_step = meta["history"]["best_step"]
+    if checkpoint == "best" and best_step not in (None, step):
+        step = best_step
+        meta = read_meta(folder, step)
+    config = ConfigDict(meta["config"])
+    task = Task.build(config, DataInfo.from_json(meta["data"]))
+    state = restore(folder, step, task.abstract_state())
+    return Run(
+        config=config,
+        model=task.model,
+        variables=state.variables,
+        step=step,
+        data=task.info,
+        preprocess=task.preprocess,
+        workdir=workdir,
+        checkpoint=checkpoint,
+    )
+
+
+def make_predict_fn(
+    run: Run,
+) -> Callable[
+    [Float[Array, "batch height width channels"]], Float[Array, "batch classes"]
+]:
+    """A compiled function from preprocessed images to logits.
+
+    Args:
+        run: A trained run.
+
+    Returns:
+        The function, for one device. It is compiled once for each batch size: fill a
+        last, smaller batch up.
+    """
+    apply = jax.jit(lambda variables, images: run.model.apply(variables, images))
+    variables = jax.device_put(run.variables)
+
+    def predict(
+        images: Float[Array, "batch height width channels"],
+    ) -> Float[Array, "batch classes"]:
+        return apply(variables, images).astype(jnp.float32)
+
+    return predict
+
+
+def evaluate(
+    run: Run,
+    split: data_lib.ImageSplit,
+    batch_size: int = 256,
+    devices: Sequence[jax.Device] | None = None,
+) -> dict[str, float]:
+    """Loss and accuracy of a run on a split of images.
+
+    Args:
+        run: A trained run.
+        split: Images as stored.
+        batch_size: Size of the global batch.
+        devices: Those to use; all local ones by default.
+
+    Returns:
+        ``loss`` and ``accuracy``, means over the examples, and their ``count``.
+
+    Raises:
+        ValueError: If the batch does not divide by the devices or the split is empty.
+    """
+    parallel = DataParallel(devices)
+    parallel.check_batch("batch_size", batch_size)
+    step = parallel.eval_step(
+        make_eval_step(run.model, run.preprocess, axis_name=parallel.axis_name)
+    )
+    variables = parallel.replicate(run.variables)
+    return evaluate_split(parallel, step, variables, split, batch_size)
+
+
+def evaluate_split(
+    parallel: DataParallel,
+    step: Callable[[Any, Batch], Metrics],
+    variables: Any,
+    split: data_lib.ImageSplit,
+    batch_size: int,
+) -> dict[str, float]:
+    """Loss and accuracy on a split, with a step that is already mapped over devices.
+
+    Args:
+        parallel: The devices.
+        step: From `DataParallel.eval_step`.
+        variables: Replicated.
+        split: Images as stored.
+        batch_size: Size of the global batch.
+
+    Returns:
+        ``loss``, ``accuracy`` and ``count``.
+
+    Raises:
+        ValueError: If the split is empty.
+    """
+    if not len(split):
+        raise ValueError("there is no image to evaluate on: the split is empty")
+    batches: Iterable[Batch] = data_lib.eval_batches(split, batch_size)
+    sums = [step(variables, parallel.shard(batch)) for batch in batches]
+    fetched = parallel.fetch(sums)
+    totals = {name: sum(float(s[name]) for s in fetched) for name in fetched[0]}
+    return {
+        "loss": totals["loss"] / totals["count"],
+        "accuracy": totals["correct"] / totals["count"],
+        "count": totals["count"],
+    }

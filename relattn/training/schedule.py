@@ -1,0 +1,86 @@
+"""Learning-rate schedules and optimisers, from the configuration."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, Int
+from ml_collections import ConfigDict
+
+SCHEDULES = ("constant", "cosine")
+OPTIMIZERS = ("adam", "adamw", "sgd")
+
+
+def make_schedule(
+    name: str, learning_rate: float, *, warmup_steps: int, num_steps: int
+) -> optax.Schedule:
+    """A learning rate by step: constant or half a cosine, after a linear warm-up.
+
+    lr(s) = learning_rate min(1, (s + 1) / warmup_steps) f(s), with f = 1 or
+    f(s) = (1 + cos(pi (s - warmup_steps) / (num_steps - warmup_steps))) / 2 after the
+    warm-up.
+
+    Args:
+        name: ``"constant"`` or ``"cosine"``.
+        learning_rate: The largest value.
+        warmup_steps: Length of the warm-up; 0 for none.
+        num_steps: Length of the run, where the cosine ends at zero.
+
+    Returns:
+        A function of the step, counted from zero.
+
+    Raises:
+        ValueError: If the warm-up leaves no step after it.
+
+    Example:
+        >>> schedule = make_schedule("cosine", 1.0, warmup_steps=2, num_steps=4)
+        >>> [round(float(schedule(jnp.asarray(s))), 3) for s in range(4)]
+        [0.5, 1.0, 1.0, 0.5]
+    """
+    if warmup_steps and warmup_steps >= num_steps:
+        raise ValueError(
+            f"config.schedule.warmup_steps={warmup_steps} must be less than the "
+            f"{num_steps} steps of the run"
+        )
+
+    def schedule(step: Int[Array, ""] | int) -> Float[Array, ""]:
+        done = jnp.asarray(step, jnp.float32)
+        rate = jnp.minimum(1.0, (done + 1.0) / max(1, warmup_steps))
+        if name == "cosine":
+            span = num_steps - warmup_steps
+            progress = jnp.clip((done - warmup_steps) / span, 0.0, 1.0)
+            rate = rate * 0.5 * (1.0 + jnp.cos(jnp.pi * progress))
+        return learning_rate * rate
+
+    return schedule
+
+
+def make_optimizer(
+    config: ConfigDict, schedule: optax.Schedule
+) -> optax.GradientTransformation:
+    """The optimiser of ``config.optimizer``, with gradients clipped by global norm.
+
+    Args:
+        config: Keys ``name``, ``b1``, ``b2``, ``weight_decay``, ``clip_norm``.
+        schedule: The learning rate.
+
+    Returns:
+        An optax transformation.
+
+    Example:
+        >>> from relattn.training.config import default_config
+        >>> optimizer = make_optimizer(default_config().optimizer, lambda step: 0.1)
+        >>> len(optimizer.init({"w": jnp.zeros(3)}))
+        2
+    """
+    if config.name == "sgd":
+        optimizer = optax.sgd(schedule)
+    elif config.name == "adam":
+        optimizer = optax.adam(schedule, b1=config.b1, b2=config.b2)
+    else:
+        optimizer = optax.adamw(
+            schedule, b1=config.b1, b2=config.b2, weight_decay=config.weight_decay
+        )
+    if config.clip_norm:
+        return optax.chain(optax.clip_by_global_norm(config.clip_norm), optimizer)
+    return optimizer

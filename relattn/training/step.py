@@ -1,0 +1,212 @@
+"""One update and one evaluation step, as pure functions for one device or many."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, Int, Key
+
+from relattn.kernels.random_features import redraw
+from relattn.training.state import TrainState, stream_key
+
+Batch = dict[str, Any]
+Metrics = dict[str, Array]
+
+
+def cross_entropy(
+    logits: Float[Array, "batch classes"], labels: Int[Array, " batch"]
+) -> Float[Array, " batch"]:
+    """Negative log-likelihood of the labels, in float32.
+
+    loss = log sum_c exp(logits_c) - logits_label
+
+    Args:
+        logits: Shape ``[batch, classes]``.
+        labels: Class of each example, shape ``[batch]``.
+
+    Returns:
+        One loss an example.
+
+    Example:
+        >>> loss = cross_entropy(jnp.zeros((1, 4)), jnp.array([2]))
+        >>> bool(jnp.allclose(loss, jnp.log(4.0)))
+        True
+    """
+    return optax.softmax_cross_entropy_with_integer_labels(
+        logits.astype(jnp.float32), labels
+    )
+
+
+def make_train_step(
+    model: nn.Module,
+    optimizer: optax.GradientTransformation,
+    preprocess: Callable[[Any], Array],
+    *,
+    redraw_every: int = 0,
+    axis_name: str | None = None,
+) -> Callable[[TrainState, Batch, Key[Array, ""]], tuple[TrainState, Metrics]]:
+    """Makes the pure function of one update, ``step(state, batch, key)``.
+
+    A batch holds ``image``, as stored, and ``label``; ``key`` is the run's key.
+    Dropout's key is a function of (key, step, device). After the update, where the
+    number of updates enters a new index r = step // redraw_every, every projection is
+    drawn anew for (key, its layer, r), the same on every device.
+
+    Args:
+        model: Applied with ``deterministic=False`` and a ``dropout`` key.
+        optimizer: Applied to the gradients' mean over the devices.
+        preprocess: From the images as stored to what the model sees.
+        redraw_every: Updates between two redraws; 0 for never.
+        axis_name: The axis of the devices, under a parallel map; None for one device.
+
+    Returns:
+        The function; its metrics are ``loss``, ``accuracy``, ``grad_norm`` (before
+        clipping) and the scalars that the model sows as ``intermediates``, means over
+        the global batch.
+
+    Raises:
+        ValueError: If ``redraw_every`` is negative.
+
+    Example:
+        >>> from relattn.training.state import create_state
+        >>> class Linear(nn.Module):
+        ...     @nn.compact
+        ...     def __call__(self, images, *, deterministic=True):
+        ...         return nn.Dense(3)(images.reshape(len(images), -1))
+        >>> model, optimizer, key = Linear(), optax.sgd(0.1), jax.random.key(0)
+        >>> state = create_state(model, optimizer, key, (2, 2, 1))
+        >>> step = jax.jit(make_train_step(model, optimizer, lambda images: images))
+        >>> batch = {"image": jnp.ones((5, 2, 2, 1)), "label": jnp.arange(5) % 3}
+        >>> state, metrics = step(state, batch, key)
+        >>> int(state.step), sorted(metrics)
+        (1, ['accuracy', 'grad_norm', 'loss'])
+    """
+    if redraw_every < 0:
+        raise ValueError(
+            f"config.redraw_every must be at least 0 (0 = never), got {redraw_every}"
+        )
+
+    def train_step(
+        state: TrainState, batch: Batch, key: Key[Array, ""]
+    ) -> tuple[TrainState, Metrics]:
+        device = 0 if axis_name is None else jax.lax.axis_index(axis_name)
+        dropout_key = jax.random.fold_in(stream_key(key, "dropout"), state.step)
+        rngs = {"dropout": jax.random.fold_in(dropout_key, device)}
+        images = preprocess(batch["image"])
+
+        def loss_fn(params: Any) -> tuple[Array, Metrics]:
+            logits, sown = model.apply(
+                {"params": params, "random_features": state.random_features},
+                images,
+                deterministic=False,
+                rngs=rngs,
+                mutable=["intermediates"],
+            )
+            loss = cross_entropy(logits, batch["label"]).mean()
+            correct = logits.argmax(-1) == batch["label"]
+            metrics = {"accuracy": correct.astype(jnp.float32).mean()}
+            metrics |= scalars(sown.get("intermediates", {}))
+            return loss, metrics
+
+        (loss, metrics), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
+        metrics["loss"] = loss
+        if axis_name is not None:
+            grads, metrics = jax.lax.pmean((grads, metrics), axis_name)
+        metrics["grad_norm"] = optax.tree.norm(grads)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        step = state.step + 1
+        new_state = TrainState(
+            step=step,
+            params=optax.apply_updates(state.params, updates),
+            opt_state=opt_state,
+            random_features=_redrawn(state.random_features, key, step, redraw_every),
+        )
+        return new_state, metrics
+
+    return train_step
+
+
+def _redrawn(
+    random_features: Any, key: Key[Array, ""], step: Int[Array, ""], redraw_every: int
+) -> Any:
+    if not redraw_every or not jax.tree.leaves(random_features):
+        return random_features
+    return jax.lax.cond(
+        step % redraw_every == 0,
+        lambda collection: redraw(collection, key, step // redraw_every),
+        lambda collection: collection,
+        random_features,
+    )
+
+
+def make_eval_step(
+    model: nn.Module,
+    preprocess: Callable[[Any], Array],
+    *,
+    axis_name: str | None = None,
+) -> Callable[[Any, Batch], Metrics]:
+    """Makes the pure function ``step(variables, batch)`` of one evaluation batch.
+
+    Args:
+        model: Applied with ``deterministic=True``.
+        preprocess: From the images as stored to what the model sees.
+        axis_name: The axis of the devices, under a parallel map; None for one device.
+
+    Returns:
+        The function. A batch holds ``image``, ``label`` and ``weight``, 0 for an
+        example that only fills the batch up; the result is the sums ``loss``,
+        ``correct`` and ``count`` over the global batch.
+
+    Example:
+        >>> class Zeros(nn.Module):
+        ...     def __call__(self, images, *, deterministic=True):
+        ...         return jnp.zeros((len(images), 3))
+        >>> step = make_eval_step(Zeros(), lambda images: images)
+        >>> batch = {"image": jnp.ones((2, 1, 1, 1)), "label": jnp.array([0, 0])}
+        >>> float(step({}, {**batch, "weight": jnp.array([1.0, 0.0])})["correct"])
+        1.0
+    """
+
+    def eval_step(variables: Any, batch: Batch) -> Metrics:
+        images = preprocess(batch["image"])
+        logits = model.apply(variables, images, deterministic=True)
+        weight = batch["weight"]
+        correct = (logits.argmax(-1) == batch["label"]).astype(jnp.float32)
+        losses = jnp.where(weight > 0, cross_entropy(logits, batch["label"]), 0.0)
+        sums = {
+            "loss": jnp.sum(losses * weight),
+            "correct": jnp.sum(correct * weight),
+            "count": jnp.sum(weight),
+        }
+        return sums if axis_name is None else jax.lax.psum(sums, axis_name)
+
+    return eval_step
+
+
+def scalars(intermediates: Any) -> Metrics:
+    """The scalars that a model sowed, by path; where one was sown often, the mean.
+
+    Args:
+        intermediates: The collection: tuples of values in nested dictionaries.
+
+    Returns:
+        For example ``{"block_0/attention/normalizer": ...}``; anything but scalars is
+        left out.
+
+    Example:
+        >>> one, two = jnp.array(1.0), jnp.array(2.0)
+        >>> sown = {"block": {"norm": (one, two), "map": (jnp.ones(3),)}}
+        >>> {name: float(value) for name, value in scalars(sown).items()}
+        {'block/norm': 1.5}
+    """
+    found: dict[str, list[Array]] = {}
+    for path, value in jax.tree_util.tree_leaves_with_path(intermediates):
+        keys = [str(k.key) for k in path if isinstance(k, jax.tree_util.DictKey)]
+        if jnp.ndim(value) == 0:
+            found.setdefault("/".join(keys), []).append(jnp.asarray(value, jnp.float32))
+    return {name: sum(values) / len(values) for name, values in found.items()}

@@ -1,0 +1,99 @@
+"""A tiny model and tiny images, built and loaded by training as real ones are."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from relattn import data as data_lib
+from relattn import models
+from relattn.kernels.random_features import draw_random_features, positive_features
+from relattn.training import default_config
+
+
+class TinyModel(nn.Module):
+    """An MLP on random features, with dropout and a sown scalar."""
+
+    num_classes: int
+    width: int = 11
+    dropout: float = 0.0
+
+    @nn.compact
+    def __call__(self, images, *, deterministic=True):
+        x = nn.Dense(self.width, name="embedding")(images.reshape(len(images), -1))
+        drawn = self.variable(
+            "random_features",
+            "projection",
+            lambda: draw_random_features(
+                self.make_rng("random_features"),
+                layer=0,
+                num_features=7,
+                depth=self.width,
+            ),
+        )
+        features = positive_features(jnp.tanh(x), drawn.value.projection).dense()
+        self.sow("intermediates", "feature_mean", features.mean())
+        x = nn.Dropout(self.dropout)(nn.relu(x), deterministic=deterministic)
+        x = jnp.concatenate([x, features], axis=-1)
+        return nn.Dense(self.num_classes, name="head")(x)
+
+
+def make_data(num_train=101, num_validation=23, num_test=29, seed=0):
+    """Images whose class is the brighter of three columns, with noise."""
+    rng = np.random.default_rng(seed)
+
+    def split(n):
+        labels = rng.integers(0, 3, n).astype(np.int32)
+        images = rng.integers(0, 160, (n, 5, 3, 1), dtype=np.uint8)
+        images[np.arange(n), :, labels] += np.uint8(80)
+        return data_lib.ImageSplit(images, labels)
+
+    return data_lib.ImageData(
+        name="columns",
+        train=split(num_train),
+        validation=split(num_validation),
+        test=split(num_test),
+        class_names=("left", "middle", "right"),
+        mean=np.array([0.4], np.float32),
+        std=np.array([0.2], np.float32),
+        origin="columns of noise",
+    )
+
+
+def build_tiny(config, *, num_classes, image_shape):
+    """Stands in for `relattn.models.build_model`."""
+    options = {k: v for k, v in dict(config).items() if k != "name"}
+    return TinyModel(num_classes=num_classes, **options)
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    """Makes training build the tiny model and load the tiny images."""
+    monkeypatch.setattr(models, "build_model", build_tiny)
+    monkeypatch.setattr(data_lib, "load_images", lambda config: make_data())
+
+
+@pytest.fixture
+def config():
+    """Three epochs of five steps on the tiny images."""
+    config = default_config()
+    config.model.name = "tiny"
+    config.model.dropout = 0.2
+    config.data.name = "columns"
+    config.data.image_size = 5
+    config.data.standardize = True
+    config.batch_size = 20
+    config.eval_batch_size = 16
+    config.num_epochs = 3
+    config.optimizer.learning_rate = 0.01
+    config.redraw_every = 4
+    config.log_every_steps = 2
+    config.progress = False
+    return config.lock()
+
+
+@pytest.fixture
+def one_device():
+    """The first device alone: quicker where parallelism is not the point."""
+    return jax.local_devices()[:1]

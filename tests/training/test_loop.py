@@ -1,0 +1,245 @@
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from relattn import training
+from relattn.training import run as run_lib
+from relattn.training.checkpoint import checkpoint_steps, read_meta, restore
+from relattn.training.metrics import read_rows
+from relattn.training.task import DataInfo, Task
+
+pytestmark = pytest.mark.usefixtures("tiny")
+
+
+class Interrupted(Exception):
+    pass
+
+
+def interrupt_at(step):
+    def on_step(done):
+        if done == step:
+            raise Interrupted
+
+    return on_step
+
+
+def final_state(workdir):
+    folder = workdir / run_lib.CHECKPOINTS
+    step = checkpoint_steps(folder)[-1]
+    meta = read_meta(folder, step)
+    config = training.default_config()
+    config.update(meta["config"])
+    task = Task.build(config, DataInfo.from_json(meta["data"]))
+    return restore(folder, step, task.abstract_state())
+
+
+def test_a_run_leaves_its_results(config, tmp_path, one_device):
+    result = training.train_and_evaluate(config, tmp_path, devices=one_device)
+    assert result["step"] == result["num_steps"] == 15
+    assert result["epochs"] == 3
+    assert result["test_accuracy"] > 0.6
+    assert json.loads((tmp_path / "result.json").read_text()) == result
+    record = json.loads((tmp_path / "run.json").read_text())
+    assert record["config"]["optimizer"]["learning_rate"] == 0.01
+    assert record["data"]["name"] == "columns"
+    assert record["starts"][0]["num_devices"] == 1
+    assert record["starts"][0]["versions"]["jax"] == jax.__version__
+    rows = read_rows(tmp_path / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [2, 4, 5, 6, 8, 10, 12, 14, 15]
+    assert all("train_feature_mean" in row for row in rows)
+    evaluated = [row for row in rows if "validation_accuracy" in row]
+    assert [row["step"] for row in evaluated] == [5, 10, 15]
+    best = max(evaluated, key=lambda row: row["validation_accuracy"])
+    assert result["best_step"] == best["step"]
+    assert result["validation_accuracy"] == best["validation_accuracy"]
+    assert (tmp_path / "metrics.csv").read_text().count("\n") == 10
+    assert list(tmp_path.glob("events.out.tfevents.*"))
+
+
+@pytest.mark.parametrize("stop", [3, 9, 13])
+def test_a_resumed_run_ends_as_one_never_interrupted(
+    config, tmp_path, one_device, stop, capsys
+):
+    config.checkpoint_every_steps = 3
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    expected = training.train_and_evaluate(config, whole, devices=one_device)
+    with pytest.raises(Interrupted):
+        training.train_and_evaluate(
+            config, parts, devices=one_device, on_step=interrupt_at(stop)
+        )
+    saved = checkpoint_steps(parts / run_lib.CHECKPOINTS)
+    config.progress = True
+    actual = training.train_and_evaluate(config, parts, devices=one_device)
+    said = capsys.readouterr().out
+    if saved:
+        assert f"Resuming from step {saved[-1]} of {parts}" in said
+    else:
+        assert "Resuming" not in said
+    jax.tree.map(np.testing.assert_array_equal, final_state(parts), final_state(whole))
+    timings = ("seconds", "examples_per_second")
+    assert {k: v for k, v in actual.items() if k not in timings} == {
+        k: v for k, v in expected.items() if k not in timings
+    }
+    rows = [read_rows(folder / "metrics.jsonl") for folder in (whole, parts)]
+    for row in (*rows[0], *rows[1]):
+        del row["examples_per_second"]
+    assert rows[0] == rows[1]
+
+
+def test_a_finished_run_says_so(config, tmp_path, one_device, capsys):
+    first = training.train_and_evaluate(config, tmp_path, devices=one_device)
+    config.progress = True
+    again = training.train_and_evaluate(config, tmp_path, devices=one_device)
+    assert f"Already at the final step 15 of {tmp_path}" in capsys.readouterr().out
+    assert again == first
+
+
+def test_early_stopping_keeps_the_best(config, tmp_path, one_device, capsys):
+    config.optimizer.learning_rate = 1e-9
+    config.redraw_every = 0
+    config.early_stopping_epochs = 2
+    config.num_epochs = 11
+    config.progress = True
+    result = training.train_and_evaluate(config, tmp_path, devices=one_device)
+    assert result["stopped_early"]
+    assert result["best_step"] == 5
+    assert result["step"] == 15
+    assert "no gain in validation accuracy in 2 epochs" in capsys.readouterr().out
+    assert checkpoint_steps(tmp_path / run_lib.CHECKPOINTS) == [5, 10, 15]
+    again = training.train_and_evaluate(config, tmp_path, devices=one_device)
+    assert again == result
+
+
+def test_the_best_checkpoint_survives_a_restart(config, tmp_path, one_device):
+    config.optimizer.learning_rate = 1e-9
+    config.redraw_every = 0
+    config.num_epochs = 6
+    with pytest.raises(Interrupted):
+        training.train_and_evaluate(
+            config, tmp_path, devices=one_device, on_step=interrupt_at(16)
+        )
+    training.train_and_evaluate(config, tmp_path, devices=one_device)
+    assert checkpoint_steps(tmp_path / run_lib.CHECKPOINTS) == [5, 25, 30]
+    assert training.load_run(tmp_path).step == 5
+    assert training.load_run(tmp_path, "latest").step == 30
+
+
+def test_early_stopping_survives_a_restart(config, tmp_path, one_device):
+    config.optimizer.learning_rate = 1e-9
+    config.redraw_every = 0
+    config.early_stopping_epochs = 3
+    config.num_epochs = 11
+    with pytest.raises(Interrupted):
+        training.train_and_evaluate(
+            config, tmp_path, devices=one_device, on_step=interrupt_at(12)
+        )
+    result = training.train_and_evaluate(config, tmp_path, devices=one_device)
+    assert result["stopped_early"]
+    assert result["step"] == 20
+
+
+@pytest.mark.parametrize("log_every", [1, 100])
+def test_a_non_finite_loss_names_its_step(
+    config, tmp_path, one_device, monkeypatch, log_every
+):
+    from relattn.training import loop
+
+    make = loop.make_train_step
+
+    def make_poisoned(*args, **kwargs):
+        step = make(*args, **kwargs)
+
+        def poisoned(state, batch, key):
+            new, metrics = step(state, batch, key)
+            bad = state.step + 1 >= 8
+            loss = jax.numpy.where(bad, jax.numpy.nan, metrics["loss"])
+            return new, {**metrics, "loss": loss}
+
+        return poisoned
+
+    monkeypatch.setattr(loop, "make_train_step", make_poisoned)
+    config.log_every_steps = log_every
+    with pytest.raises(
+        training.NonFiniteLossError,
+        match=r"loss is nan at step 8; the last good checkpoint is .*5\. Lower",
+    ) as error:
+        training.train_and_evaluate(config, tmp_path, devices=one_device)
+    assert error.value.step == 8
+    assert checkpoint_steps(tmp_path / run_lib.CHECKPOINTS) == [5]
+    assert training.load_run(tmp_path).step == 5
+
+
+def test_a_huge_learning_rate_is_caught(config, tmp_path, one_device):
+    config.optimizer.name = "sgd"
+    config.optimizer.learning_rate = 1e30
+    with pytest.raises(training.NonFiniteLossError, match="no checkpoint was written"):
+        training.train_and_evaluate(config, tmp_path, devices=one_device)
+
+
+def test_random_features_are_those_of_the_redraw_index(config, tmp_path, one_device):
+    from relattn.kernels.random_features import redraw
+
+    training.train_and_evaluate(config, tmp_path, devices=one_device)
+    features = final_state(tmp_path).random_features
+    expected = redraw(features, jax.random.key(config.seed), 15 // 4)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), features, expected
+    )
+
+
+def test_all_devices_train_and_evaluate(config, tmp_path):
+    result = training.train_and_evaluate(config, tmp_path)
+    record = json.loads((tmp_path / "run.json").read_text())
+    assert record["starts"][0]["num_devices"] == len(jax.local_devices())
+    assert result["test_accuracy"] > 0.6
+
+
+def test_a_batch_that_does_not_divide_is_an_error_before_any_work(config, tmp_path):
+    config.batch_size = 22
+    with pytest.raises(
+        ValueError, match=r"config.batch_size=22 does not divide by the 4 devices; set"
+    ):
+        training.train_and_evaluate(config, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_workdir_of_another_config_shows_the_difference(config, tmp_path, one_device):
+    training.train_and_evaluate(config, tmp_path, devices=one_device)
+    config.seed = 1
+    config.optimizer.name = "sgd"
+    config.log_every_steps = 7
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(
+        training.WorkdirError,
+        match=r"optimizer.name: 'adam' there, 'sgd' now; seed: 0 there, 1 now\)",
+    ):
+        training.train_and_evaluate(config, tmp_path, devices=one_device)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_workdir_that_is_not_writable(config, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(training.WorkdirError, match="is not writable"):
+        training.train_and_evaluate(config, tmp_path / "file" / "run")
+
+
+def test_a_foreign_checkpoint_folder_is_left_alone(config, tmp_path):
+    foreign = tmp_path / "checkpoints" / "model.pt"
+    foreign.parent.mkdir()
+    foreign.write_text("weights")
+    with pytest.raises(training.CheckpointError, match=r"model.pt is no checkpoint"):
+        training.train_and_evaluate(config, tmp_path)
+    assert [p.name for p in tmp_path.rglob("*")] == ["checkpoints", "model.pt"]
+
+
+def test_validation_images_are_needed(config, tmp_path, monkeypatch):
+    from relattn import data as data_lib
+    from tests.training.conftest import make_data
+
+    monkeypatch.setattr(
+        data_lib, "load_images", lambda config: make_data(num_validation=0)
+    )
+    with pytest.raises(ValueError, match=r"num_validation must be at least 1"):
+        training.train_and_evaluate(config, tmp_path)

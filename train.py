@@ -1,0 +1,34 @@
+"""Trains a model.
+
+python train.py --config=configs/X.py[:argument] --workdir=DIR [--config.a.b=value]
+
+The same command goes on with a run that was interrupted.
+"""
+
+import sys
+
+from absl import app, flags
+from ml_collections import config_flags
+
+from relattn import training
+
+_CONFIG = config_flags.DEFINE_config_file("config", None, "What to train.")
+_WORKDIR = flags.DEFINE_string("workdir", None, "The run directory.")
+
+
+def main(argv: list[str]) -> None:
+    """Trains as the flags say."""
+    if argv[1:]:
+        raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
+    try:
+        training.train_and_evaluate(_CONFIG.value, _WORKDIR.value)
+    except Exception as error:
+        if not training.is_user_error(error):
+            raise
+        print(f"train.py: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    flags.mark_flags_as_required(["config", "workdir"])
+    app.run(main)

@@ -4,7 +4,9 @@ Each function takes and returns arrays without leading axes, spells its equation
 pair by pair, and is never compiled. Run them under ``jax.enable_x64(True)``.
 """
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 def sinusoids(positions, frequencies):
@@ -84,3 +86,20 @@ def _weighted_mean(weights, v):
     """Zeros where there is nothing to weigh."""
     total = weights.sum()
     return jnp.where(total == 0, 0.0, weights @ v / jnp.where(total == 0, 1.0, total))
+
+
+def banded_attention(q, v, table, log_phi, grid, num_prefix=0, key_mask=None):
+    """Weights phi(q_i) . phi(w_distance) of every key, normalised; positive features.
+
+    ``log_phi`` maps [n, depth] to the logarithms of features, [n, features].
+    """
+    n, clip = len(q), len(table) - 1
+    distances = np.full((n, n), clip)
+    for i in range(num_prefix, n):
+        for j in range(num_prefix, n):
+            (a, b), (c, d) = (divmod(token - num_prefix, grid[1]) for token in (i, j))
+            distances[i, j] = min(abs(a - c) + abs(b - d), clip)
+    allowed = np.ones(n, bool) if key_mask is None else np.asarray(key_mask)
+    products = log_phi(q)[:, None] + log_phi(table)[distances[:, allowed]]
+    scores = jax.nn.logsumexp(products, axis=-1)
+    return jax.nn.softmax(scores, axis=-1) @ v[allowed]

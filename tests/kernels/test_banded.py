@@ -1,0 +1,304 @@
+"""Banded attention: the naive reference, masks, prefix tokens, extremes and cost."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from relattn import offsets
+from relattn.kernels import random_features
+from relattn.kernels.banded import banded_attention
+from tests import reference
+
+DEPTH, VALUE_DEPTH, FEATURES = 5, 3, 13
+
+
+def _random(seed, *shape, scale=1.0):
+    generator = np.random.default_rng(seed)
+    return (scale * generator.standard_normal(shape)).astype(np.float32)
+
+
+def _inputs(grid, num_prefix, clip, *batch, q_scale=1.0, table_scale=1.0):
+    n = num_prefix + math.prod(grid)
+    return (
+        jnp.asarray(_random(0, *batch, n, DEPTH, scale=q_scale)),
+        jnp.asarray(_random(1, *batch, n, VALUE_DEPTH)),
+        jnp.asarray(_random(2, clip + 1, DEPTH, scale=table_scale)),
+    )
+
+
+PROJECTION = _random(3, FEATURES, DEPTH)
+
+
+def _positive(x):
+    return random_features.positive_features(x, jnp.asarray(PROJECTION))
+
+
+def _log_positive(x):
+    x = x / x.shape[-1] ** 0.25
+    projected = x @ PROJECTION.astype(x.dtype).T
+    return projected - 0.5 * (x**2).sum(-1, keepdims=True) - 0.5 * math.log(FEATURES)
+
+
+def _mask(n, *batch):
+    return np.random.default_rng(4).random((*batch, n)) < 0.6
+
+
+def _in_float64(inputs, **options):
+    """The reference's values and gradients of a weighted sum, in float64."""
+    with jax.enable_x64(True):
+        inputs = [jnp.asarray(x, jnp.float64) for x in inputs]
+        weights = jnp.asarray(_random(5, *inputs[1].shape), jnp.float64)
+
+        def loss(q, v, table):
+            out = reference.banded_attention(q, v, table, _log_positive, **options)
+            return (weights * out).sum(), out
+
+        gradient = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))
+        gradients, out = gradient(*inputs)
+        return np.asarray(out), [np.asarray(x) for x in gradients]
+
+
+def _ours(inputs, feature_map=_positive, **options):
+    weights = _random(5, *inputs[1].shape)
+
+    @jax.jit
+    @functools.partial(jax.grad, argnums=(0, 1, 2), has_aux=True)
+    def gradients(q, v, table):
+        out = banded_attention(q, v, table, feature_map, **options)
+        return (weights * out).sum(), out
+
+    grads, out = gradients(*inputs)
+    return out, grads
+
+
+def _assert_close(ours, expected, tolerance):
+    for x, y in zip([ours[0], *ours[1]], [expected[0], *expected[1]], strict=True):
+        np.testing.assert_allclose(x, y, atol=tolerance * max(1.0, np.abs(y).max()))
+
+
+@pytest.mark.parametrize(
+    ("grid", "num_prefix", "clip", "masked"),
+    [
+        ((3, 5), 0, 1, False),
+        ((3, 5), 1, 2, False),
+        ((7, 5), 2, 2, True),
+        ((5, 7), 1, 5, False),
+        ((7, 3), 1, 6, False),
+        ((3, 5), 1, 6, True),
+        ((2, 3), 0, 11, False),
+        ((2, 3), 1, 11, True),
+        ((1, 7), 1, 2, False),
+        ((1, 1), 0, 1, False),
+    ],
+)
+def test_values_and_gradients_equal_the_float64_reference(
+    grid, num_prefix, clip, masked
+):
+    inputs = _inputs(grid, num_prefix, clip)
+    mask = _mask(len(inputs[0])) if masked else None
+    options = {"grid": grid, "num_prefix": num_prefix}
+    expected = _in_float64(inputs, key_mask=mask, **options)
+    mask = None if mask is None else jnp.asarray(mask)
+    _assert_close(_ours(inputs, key_mask=mask, **options), expected, 1e-5)
+
+
+@pytest.mark.parametrize("scales", [(20.0, 1.0), (1.0, 20.0), (20.0, 20.0)])
+@pytest.mark.parametrize(
+    ("clip", "masked"), [(3, False), (6, False), (3, True)], ids=str
+)
+def test_huge_queries_and_tables_are_exact(clip, masked, scales):
+    # Rows whose exponents lie far apart: a query may meet only the smaller ones.
+    inputs = _inputs((3, 5), 1, clip, q_scale=scales[0], table_scale=scales[1])
+    mask = _mask(16) if masked else None
+    options = {"grid": (3, 5), "num_prefix": 1}
+    expected = _in_float64(inputs, key_mask=mask, **options)
+    mask = None if mask is None else jnp.asarray(mask)
+    ours = _ours(inputs, key_mask=mask, **options)
+    np.testing.assert_allclose(ours[0], expected[0], atol=2e-3)
+    assert all(bool(jnp.isfinite(x).all()) for x in ours[1])
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("masked", [False, True])
+def test_half_precision_is_finite_and_keeps_its_dtype(dtype, masked):
+    inputs = _inputs((3, 5), 1, 3, q_scale=20.0)
+    mask = jnp.asarray(_mask(16)) if masked else None
+    halves = [x.astype(dtype) for x in inputs]
+    out, gradients = _ours(halves, grid=(3, 5), num_prefix=1, key_mask=mask)
+    assert out.dtype == dtype
+    assert all(bool(jnp.isfinite(x).all()) for x in [out, *gradients])
+    rounded = [x.astype(jnp.float32) for x in halves]
+    expected, _ = _ours(rounded, grid=(3, 5), num_prefix=1, key_mask=mask)
+    np.testing.assert_allclose(
+        out.astype(jnp.float32), expected, atol=4 * float(jnp.finfo(dtype).eps)
+    )
+
+
+def _dense(inputs, feature_map, grid, num_prefix, mask):
+    """The plain quotient of sums over keys, features multiplied out."""
+    q, v, table = inputs
+    distances = offsets.distances(grid, len(table) - 1, num_prefix)
+    phi = [feature_map(x) for x in (q, table)]
+    queries, rows = (getattr(f, "dense", lambda f=f: f)() for f in phi)
+    weights = jnp.einsum("nf,nmf->nm", queries, rows[distances]) * mask
+    return (weights @ v) / weights.sum(-1, keepdims=True)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(
+    "feature_map",
+    [
+        lambda x: random_features.relu_features(x, jnp.asarray(PROJECTION)),
+        lambda x: random_features.trigonometric_features(
+            x, jnp.asarray(_random(3, 331, DEPTH))
+        ),
+        lambda x: jax.nn.elu(x) + 1.0,
+        lambda x: random_features.Features(
+            1.0 + jnp.square(x), x, jnp.zeros(x.shape[-1])
+        ),
+    ],
+    ids=["relu", "trigonometric", "array", "factors and exponents"],
+)
+def test_other_feature_maps_equal_the_plain_quotient(feature_map, masked):
+    inputs = _inputs((3, 5), 2, 3, q_scale=0.3, table_scale=0.3)
+    mask = _mask(17) if masked else np.ones(17, bool)
+    out, gradients = _ours(
+        inputs,
+        feature_map,
+        grid=(3, 5),
+        num_prefix=2,
+        key_mask=jnp.asarray(mask) if masked else None,
+    )
+    weights = _random(5, 17, VALUE_DEPTH)
+
+    @jax.jit
+    @functools.partial(jax.grad, argnums=(0, 1, 2), has_aux=True)
+    def dense(*x):
+        expected = _dense(x, feature_map, (3, 5), 2, mask)
+        return (weights * expected).sum(), expected
+
+    expected_gradients, expected = dense(*inputs)
+    _assert_close((out, gradients), (expected, expected_gradients), 1e-4)
+
+
+def test_weights_that_cancel_are_held_and_finite():
+    # One frequency: a row's weight is cos(q - w), and q sits where it vanishes.
+    def feature_map(x):
+        return random_features.trigonometric_features(x, jnp.ones((1, DEPTH)))
+
+    q, v, table = _inputs((1, 3), 0, 1)
+    q = jnp.full_like(q, np.pi / 2 / DEPTH**0.75)
+    out, gradients = _ours((q, v, 0 * table), feature_map, grid=(1, 3))
+    assert all(bool(jnp.isfinite(x).all()) for x in [out, *gradients])
+
+
+def test_prefix_queries_average_and_prefix_keys_are_far():
+    grid, clip = (3, 5), 2
+    q, v, table = _inputs(grid, 1, clip)
+
+    @jax.jit
+    def attend(v):
+        return banded_attention(q, v, table, _positive, grid=grid, num_prefix=1)
+
+    out = attend(v)
+    np.testing.assert_allclose(out[0], v.mean(axis=0), atol=1e-6)
+    scores = np.asarray(_positive(q).dense() @ _positive(table).dense().T)
+    change = attend(v.at[0].add(1.0)) - out
+    for i, distances in enumerate(offsets.distances(grid, clip), start=1):
+        total = scores[i, clip] + scores[i, distances].sum()
+        np.testing.assert_allclose(change[i], scores[i, clip] / total, atol=1e-6)
+
+
+def test_leading_axes_and_a_mask_shared_by_the_heads():
+    q, v, table = _inputs((3, 5), 1, 4, 2, 3)
+    mask = jnp.asarray(_mask(16, 2, 1))
+
+    @jax.jit
+    def attend(q, v, mask):
+        return banded_attention(
+            q, v, table, _positive, grid=(3, 5), num_prefix=1, key_mask=mask
+        )
+
+    shared = jnp.broadcast_to(mask, (2, 3, 16))
+    expected = jax.vmap(jax.vmap(attend))(q, v, shared)
+    np.testing.assert_allclose(attend(q, v, mask), expected, atol=1e-6)
+
+
+def test_masked_keys_are_as_good_as_absent_whatever_they_hold():
+    q, v, table = _inputs((3, 5), 1, 2)
+    mask = jnp.asarray(_mask(16))
+    broken = jnp.where(mask[:, None], v, jnp.nan)
+    options = {"grid": (3, 5), "num_prefix": 1, "key_mask": mask}
+    expected = _ours((q, v, table), **options)
+    out, gradients = _ours((q, broken, table), **options)
+    np.testing.assert_array_equal(out, expected[0])
+    for gradient, other in zip(gradients, expected[1], strict=True):
+        np.testing.assert_array_equal(gradient, other)
+
+
+@pytest.mark.parametrize("num_prefix", [0, 2])
+def test_no_keys_give_zeros_and_finite_gradients(num_prefix):
+    inputs = _inputs((3, 5), num_prefix, 2)
+    out, gradients = _ours(
+        inputs,
+        grid=(3, 5),
+        num_prefix=num_prefix,
+        key_mask=jnp.zeros(15 + num_prefix, bool),
+    )
+    assert (out == 0).all()
+    assert all(bool(jnp.isfinite(x).all()) for x in gradients)
+
+
+def test_interior_outputs_move_with_the_image():
+    q, v, table = _inputs((11, 13), 0, 2)
+    image = np.zeros((11, 13, VALUE_DEPTH), np.float32)
+    image[4:7, 5:8] = _random(6, 3, 3, VALUE_DEPTH)
+    one_query = jnp.broadcast_to(q[:1], q.shape)
+
+    @jax.jit
+    def attend(image):
+        v = image.reshape(-1, VALUE_DEPTH)
+        return banded_attention(one_query, v, table, _positive, grid=(11, 13))
+
+    out = attend(image).reshape(11, 13, VALUE_DEPTH)
+    moved = attend(np.roll(image, (1, -2), (0, 1))).reshape(11, 13, VALUE_DEPTH)
+    np.testing.assert_allclose(moved[4:9, 3:8], out[3:8, 5:10], atol=1e-6)
+
+
+def test_work_is_linear_in_length_and_clip():
+    def flops(grid, clip):
+        inputs = _inputs(grid, 1, clip)
+
+        def loss(*x):
+            return (banded_attention(*x, _positive, grid=grid, num_prefix=1) ** 2).sum()
+
+        compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(*inputs).compile()
+        return compiled.cost_analysis()["flops"]
+
+    few = flops((17, 19), 3)
+    assert flops((17, 19), 9) < 3.5 * few
+    assert flops((34, 19), 3) < 2.2 * few
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"table": jnp.ones((1, DEPTH))}, "expected at least 2 rows, got 1"),
+        ({"grid": (5, 3), "num_prefix": 0}, "holds 15 tokens, got 16"),
+        ({"v": jnp.ones((15, VALUE_DEPTH))}, "q and v must have the same shape"),
+        ({"table": jnp.ones((3, 7))}, "as deep as the queries, 5, got 7"),
+    ],
+)
+def test_errors_name_what_was_expected(change, message):
+    q, v, table = _inputs((3, 5), 1, 2)
+    arguments = {"q": q, "v": v, "table": table, "grid": (3, 5), "num_prefix": 1}
+    with pytest.raises(ValueError, match=message):
+        _unchecked(feature_map=_positive, **{**arguments, **change})
+
+
+# Shapes that contradict the annotation reach the function without the type checker.
+_unchecked = getattr(banded_attention, "__wrapped__", banded_attention)

@@ -1,0 +1,135 @@
+"""The pixel Performer and its construction from a config."""
+
+import re
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from relattn.models import build_model
+from relattn.models.performer import patches
+
+CONFIG = {"name": "performer", "dim": 16, "num_layers": 2, "heads": 2, "mlp_dim": 24}
+SHAPE = (4, 6, 1)
+VARIANTS = [
+    ("favor", "none"),
+    ("favor", "learnable_sincos"),
+    ("favor", "constrained_sincos"),
+    ("favor", "constrained_sincos(content_conditioned=True)"),
+    ("favor(features='trigonometric')", "none"),
+    ("favor(features='relu')", "none"),
+    ("softmax", "constrained_sincos"),
+    ("banded(clip=2)", "none"),
+    ("banded(clip=2, position_heads=2)", "learnable_sincos"),
+]
+
+
+def make(**options):
+    model = build_model({**CONFIG, **options}, num_classes=3, image_shape=SHAPE)
+    images = jax.random.uniform(jax.random.key(1), (5, *SHAPE))
+    return model, model.init(jax.random.key(0), images[:1]), images
+
+
+@pytest.mark.parametrize(("attention", "position"), VARIANTS)
+def test_every_variant_learns_from_every_parameter(attention, position):
+    model, variables, images = make(attention=attention, position=position)
+    params = variables.pop("params")
+    # A zero table and zero biases would hide what depends on them.
+    leaves, structure = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(2), len(leaves))
+    noise = [
+        0.3 * jax.random.normal(key, leaf.shape)
+        for key, leaf in zip(keys, leaves, strict=True)
+    ]
+    params = jax.tree.map(jnp.add, params, structure.unflatten(noise))
+
+    def loss(params):
+        logits = model.apply({"params": params, **variables}, images)
+        return jnp.square(logits - 1.0).sum()
+
+    value, gradients = jax.jit(jax.value_and_grad(loss))(params)
+    assert jnp.isfinite(value)
+    # softmax(q.(k + b)) does not depend on b: its gradient is rounding.
+    unused = [r"\['k'\]\['bias'\]"]
+    if attention.startswith("banded"):
+        # The head reads CLS only, to which all tokens are equally far.
+        unused += [r"block_1.*\['table'\]", r"block_1.*\['q'\]"]
+    for path, leaf in jax.tree_util.tree_leaves_with_path(gradients):
+        name = jax.tree_util.keystr(path)
+        if not any(re.search(pattern, name) for pattern in unused):
+            assert jnp.abs(leaf).max() > 1e-6, name
+
+
+@pytest.mark.parametrize(("attention", "position"), VARIANTS)
+def test_an_example_does_not_see_its_batch(attention, position):
+    model, variables, images = make(attention=attention, position=position)
+    apply = jax.jit(model.apply)
+    logits = apply(variables, images)
+    others = images.at[1:].set(17.0)
+    np.testing.assert_array_equal(apply(variables, others)[0], logits[0])
+
+
+def test_without_position_the_model_sees_a_set():
+    model, variables, images = make(attention="favor", position="none")
+    logits = model.apply(variables, images)
+    shuffled = images[:, :, jnp.array([3, 0, 5, 1, 4, 2])]
+    chex.assert_trees_all_close(model.apply(variables, shuffled), logits, atol=1e-5)
+    model, variables, images = make(attention="favor", position="constrained_sincos")
+    logits = model.apply(variables, images)
+    assert not np.allclose(model.apply(variables, shuffled), logits, atol=1e-3)
+
+
+def test_layers_draw_projections_of_their_own():
+    _, variables, _ = make(attention="favor")
+    features = jax.tree.leaves(variables["random_features"])
+    assert len(features) == 2
+    assert not np.allclose(features[0], features[1])
+
+
+def test_dropout_acts_in_training_only():
+    model, variables, images = make(dropout=0.5, attention_dropout=0.5)
+    apply = model.apply
+    chex.assert_trees_all_equal(apply(variables, images), apply(variables, images))
+    outs = [
+        apply(
+            variables, images, deterministic=False, rngs={"dropout": jax.random.key(s)}
+        )
+        for s in (0, 1)
+    ]
+    assert not np.allclose(*outs)
+
+
+def test_half_precision_keeps_float32_parameters_and_logits():
+    model, variables, images = make(
+        dtype="bfloat16", attention="favor", position="constrained_sincos"
+    )
+    logits = model.apply(variables, images)
+    assert logits.dtype == jnp.float32 and jnp.isfinite(logits).all()
+    assert {leaf.dtype for leaf in jax.tree.leaves(variables)} == {np.dtype("float32")}
+
+
+def test_patches_run_row_by_row():
+    images = jnp.arange(2 * 4 * 6 * 1.0).reshape(2, 4, 6, 1)
+    tokens, grid = patches(images, 2)
+    assert grid == (2, 3) and tokens.shape == (2, 6, 4)
+    np.testing.assert_array_equal(tokens[1, 4], images[1, 2:4, 2:4, 0].reshape(-1))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"name": "preformer"}, "config.model.name 'preformer': did you mean 'perfo"),
+        ({"patchsize": 2}, "no option 'patchsize': did you mean 'patch_size'?"),
+        ({"patch_size": 3}, "patch_size=3 does not divide the image of 4x6 pixels"),
+        ({"heads": 3}, "heads must divide config.model.dim, got dim=16 and heads=3"),
+        ({"attention": "banded(clip=0)"}, "needs clip >= 1, got 0"),
+        ({"attention": "favour"}, "unknown attention 'favour': did you mean 'favor'?"),
+        ({"position": "lernable_sincos"}, "did you mean 'learnable_sincos'?"),
+        ({"dtype": "float33"}, "config.model.dtype 'float33'"),
+    ],
+)
+def test_bad_configs_are_refused_before_any_work(options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make(**options)

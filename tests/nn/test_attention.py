@@ -1,0 +1,134 @@
+"""Attention modules against the references, with their own parameters."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from relattn.nn.build import build
+from tests import reference
+
+GRID = (2, 3)
+N, DIM, HEADS, DEPTH = 7, 8, 2, 4
+FEATURES = 5
+
+
+def layer(attention, position="none"):
+    """An initialised attention module, without its position encoding."""
+    make_attention, _ = build(attention, position, dim=DIM, heads=HEADS, num_layers=1)
+    module = make_attention(layer=0)
+    x = jax.random.normal(jax.random.key(1), (2, N, DIM))
+    variables = module.init(jax.random.key(0), x, grid=GRID, num_prefix=1)
+    params = dict(variables["params"])
+    if "table" in params:
+        shape = params["table"].shape
+        params["table"] = jax.random.normal(jax.random.key(2), shape)
+    return module, {**variables, "params": params}, x
+
+
+def project(params, x):
+    out = x @ params["kernel"] + params["bias"]
+    return out.reshape(len(x), -1, DEPTH).swapaxes(0, 1)
+
+
+def expected(attention, variables, x):
+    """The layer's output for one example, by the references in float64."""
+    params = variables["params"]
+    q, v = project(params["q"], x), project(params["v"], x)
+    everything = np.ones((N, N), bool)
+    if attention == "softmax":
+        k = project(params["k"], x)
+        heads = [
+            reference.softmax_attention(*inputs, everything)
+            for inputs in zip(q, k, v, strict=True)
+        ]
+    else:
+        projection = variables["random_features"]["projection"].projection
+
+        def phi(vector):
+            return reference.positive_features(vector, projection)
+
+        k = project(params["k"], x)
+        heads = [
+            reference.linear_attention(*inputs, phi, everything)
+            for inputs in zip(q, k, v, strict=False)
+        ]
+        if attention.startswith("banded"):
+            heads.append(
+                reference.banded_attention(
+                    q[1],
+                    v[1],
+                    params["table"],
+                    lambda vectors: jnp.log(jnp.stack([phi(x) for x in vectors])),
+                    GRID,
+                    num_prefix=1,
+                )
+            )
+    merged = jnp.stack(heads, axis=1).reshape(N, DIM)
+    return merged @ params["out"]["kernel"] + params["out"]["bias"]
+
+
+@pytest.mark.parametrize(
+    "attention",
+    [
+        "softmax",
+        f"favor(num_features={FEATURES})",
+        f"banded(clip=2, num_features={FEATURES})",
+    ],
+)
+def test_module_is_the_kernel_between_linear_projections(attention):
+    module, variables, x = layer(attention)
+    out = module.apply(variables, x, grid=GRID, num_prefix=1)
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float64), (variables, x))
+        for index in range(2):
+            np.testing.assert_allclose(
+                out[index], expected(attention, wide[0], wide[1][index]), atol=2e-5
+            )
+
+
+@pytest.mark.parametrize("attention", ["softmax", "favor", "banded(clip=2)"])
+def test_masked_tokens_do_not_reach_the_others(attention):
+    module, variables, x = layer(attention)
+    mask = jnp.arange(N) != 4
+    mask = jnp.stack([mask, mask])
+    outs = [
+        module.apply(variables, tokens, grid=GRID, num_prefix=1, key_mask=mask)
+        for tokens in (x, x.at[:, 4].set(17.0))
+    ]
+    np.testing.assert_array_equal(outs[0][mask], outs[1][mask])
+    unmasked = module.apply(variables, x, grid=GRID, num_prefix=1)
+    assert not np.allclose(unmasked[mask], outs[0][mask], atol=1e-3)
+
+
+@pytest.mark.parametrize("attention", ["softmax", "favor", "banded(clip=2)"])
+def test_compute_dtype_is_the_module_s_and_parameters_are_float32(attention):
+    make_attention, _ = build(attention, "none", dim=DIM, heads=HEADS, num_layers=1)
+    module = make_attention(layer=0, dtype=jnp.bfloat16)
+    x = jnp.ones((1, N, DIM), jnp.bfloat16)
+    out, variables = module.init_with_output(
+        jax.random.key(0), x, grid=GRID, num_prefix=1
+    )
+    assert out.dtype == jnp.bfloat16
+    assert {leaf.dtype for leaf in jax.tree.leaves(variables)} == {np.dtype("float32")}
+
+
+def test_random_features_default_to_d_ln_d_of_the_concatenated_depth():
+    make_attention, make_position = build(
+        "favor", "constrained_sincos(num_scales=4)", dim=64, heads=2, num_layers=1
+    )
+    position = make_position().init_with_output(jax.random.key(0), GRID, 1)[0][0]
+    variables = make_attention(layer=0).init(
+        jax.random.key(0), jnp.ones((1, N, 64)), position=position
+    )
+    projection = variables["random_features"]["projection"].projection
+    assert projection.shape == (185, 48)
+
+
+def test_trigonometric_features_count_nonpositive_normalizers():
+    module, variables, x = layer("favor(features='trigonometric', num_features=2)")
+    variables = jax.tree.map(lambda leaf: leaf * 3, variables)
+    out, sown = module.apply(variables, x, mutable=["intermediates"])
+    (fraction,) = sown["intermediates"]["nonpositive_normalizer"]
+    assert 0 < fraction < 1
+    assert jnp.isfinite(out).all()

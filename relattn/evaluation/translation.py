@@ -1,0 +1,164 @@
+"""Translation error: how an attention layer's output changes when its content moves."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from relattn import offsets
+from relattn.kernels import redraw
+from relattn.nn.build import build
+
+EXACT = 1e-5
+LARGEST_STANDARD_ERROR = 0.1
+
+
+@dataclasses.dataclass(frozen=True)
+class TranslationError:
+    """The translation error of one attention with one position encoding.
+
+    Errors are relative to the norm of the output.
+
+    Attributes:
+        single: Root mean square over the draws of a single draw's error.
+        mean: Error of the output averaged over the draws.
+        standard_error: Standard error of ``mean`` by chance alone.
+    """
+
+    single: float
+    mean: float
+    standard_error: float
+
+    @property
+    def verdict(self) -> str:
+        """What was measured.
+
+        ``"exact"``; ``"in expectation"``, where the mean is zero within 4 standard
+        errors; ``"none"``; or ``"too noisy to tell"``.
+        """
+        if self.single <= EXACT:
+            return "exact"
+        if self.mean > 4 * self.standard_error:
+            return "none"
+        precise = self.standard_error <= LARGEST_STANDARD_ERROR
+        return "in expectation" if precise else "too noisy to tell"
+
+
+class _Layer(nn.Module):
+    """A position encoding and one attention layer, as in the models."""
+
+    attention: str
+    position: str
+    dim: int
+    heads: int
+
+    @nn.compact
+    def __call__(self, x, grid, key_mask):
+        sizes = {"dim": self.dim, "heads": self.heads, "num_layers": 1}
+        make_attention, make_position = build(self.attention, self.position, **sizes)
+        position = make_position(name="position")
+        if position.site == "tokens":
+            x = jnp.concatenate([x[:, :1], position(x[:, 1:], grid)], axis=1)
+        encoding = position(grid, 1)[0] if position.site == "heads" else None
+        return make_attention(layer=0, name="attention")(
+            x, grid=grid, num_prefix=1, position=encoding, key_mask=key_mask
+        )
+
+
+def translation_error(
+    attention: str,
+    position: str,
+    *,
+    shift: offsets.Grid = (3, 4),
+    content: offsets.Grid = (5, 4),
+    grid: offsets.Grid = (11, 13),
+    dim: int = 32,
+    heads: int = 2,
+    draws: int = 64,
+    seed: int = 0,
+) -> TranslationError:
+    """Measures the translation error of an attention layer.
+
+    Random content lies on an otherwise empty (masked) canvas, with a CLS token before
+    it. It is moved by whole tokens; y and y' are the content's outputs before and
+    after. The error is |y' - y| / |y|, for single draws of the random features and
+    parameters, and for the mean over draws of the random features.
+
+    Args:
+        attention: Spec of an attention.
+        position: Spec of a position encoding.
+        shift: Rows and columns by which the content moves, in tokens.
+        content: Height and width of the content, in tokens.
+        grid: Height and width of the canvas, in tokens.
+        dim: Width of the tokens.
+        heads: Number of heads.
+        draws: Number of draws of the random features.
+        seed: Seed of content, parameters and draws.
+
+    Returns:
+        The errors.
+
+    Raises:
+        ValueError: If the moved content does not fit on the canvas.
+
+    Example:
+        >>> translation_error("softmax", "none", draws=2).verdict
+        'exact'
+    """
+    if any(c + s > g for c, s, g in zip(content, shift, grid, strict=True)):
+        raise ValueError(
+            f"content {content} moved by {shift} does not fit on the canvas {grid}"
+        )
+    content_key, init_key, table_key, draw_key = jax.random.split(
+        jax.random.key(seed), 4
+    )
+    tokens = jax.random.normal(content_key, (1 + content[0] * content[1], dim))
+
+    def place(corner: offsets.Grid):
+        rows = np.arange(corner[0], corner[0] + content[0])
+        columns = np.arange(corner[1], corner[1] + content[1])
+        inside = 1 + (rows[:, None] * grid[1] + columns).reshape(-1)
+        index = np.concatenate([[0], inside])
+        num_tokens = 1 + grid[0] * grid[1]
+        x = jnp.zeros((1, num_tokens, dim)).at[:, index].set(tokens)
+        mask = np.zeros((1, num_tokens), bool)
+        mask[:, index] = True
+        return x, jnp.asarray(mask), inside
+
+    layer = _Layer(attention, position, dim, heads)
+    placed, moved = place((0, 0)), place(shift)
+    variables = jax.jit(lambda key: layer.init(key, placed[0], grid, placed[1]))(
+        init_key
+    )
+    # Tables start at zero, where position heads would see no position at all.
+    leaves, structure = jax.tree.flatten(variables["params"])
+    keys = jax.random.split(table_key, len(leaves))
+    params = jax.tree.unflatten(
+        structure,
+        [
+            leaf + 0.5 * jax.random.normal(key, leaf.shape) * (leaf == 0).all()
+            for key, leaf in zip(keys, leaves, strict=True)
+        ],
+    )
+
+    def outputs(index):
+        features = redraw(variables.get("random_features", {}), draw_key, index)
+        state = {"params": params, "random_features": features}
+        return jnp.stack(
+            [layer.apply(state, x, grid, mask)[0, i] for x, mask, i in (placed, moved)]
+        )
+
+    all_outputs = jax.jit(lambda indices: jax.lax.map(outputs, indices))
+    y, y_moved = np.moveaxis(all_outputs(jnp.arange(draws)), 1, 0)
+    difference = y_moved - y
+    scale = np.linalg.norm(y.mean(axis=0))
+    variance = difference.var(axis=0, ddof=1).sum() / draws
+    return TranslationError(
+        single=float(np.sqrt((difference**2).sum(axis=(1, 2)).mean()) / scale),
+        mean=float(np.linalg.norm(difference.mean(axis=0)) / scale),
+        standard_error=float(np.sqrt(variance) / scale),
+    )

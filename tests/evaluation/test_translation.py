@@ -1,0 +1,33 @@
+"""The measured translation error of attentions with position encodings."""
+
+import pytest
+
+from relattn.evaluation.translation import translation_error
+
+
+@pytest.mark.parametrize(
+    ("attention", "position", "verdict"),
+    [
+        ("softmax", "none", "exact"),
+        ("softmax", "learnable_sincos", "none"),
+        ("softmax", "constrained_sincos", "exact"),
+        ("favor", "none", "exact"),
+        ("favor", "learnable_sincos", "none"),
+        ("favor", "constrained_sincos", "in expectation"),
+        ("favor(features='relu')", "none", "exact"),
+        ("favor(features='trigonometric')", "constrained_sincos", "too noisy to tell"),
+        ("banded(clip=4)", "none", "exact"),
+        ("banded(clip=4)", "learnable_sincos", "none"),
+    ],
+)
+def test_verdict(attention, position, verdict):
+    error = translation_error(attention, position)
+    assert error.verdict == verdict, error
+    if verdict == "in expectation":
+        # One draw alone is far from invariant: the point of the distinction.
+        assert error.single > 0.1
+
+
+def test_content_must_stay_on_the_canvas():
+    with pytest.raises(ValueError, match=r"moved by \(9, 0\) does not fit"):
+        translation_error("softmax", "none", shift=(9, 0))

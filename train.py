@@ -7,7 +7,7 @@ The same command goes on with a run that was interrupted.
 
 import sys
 
-from absl import app, flags
+from absl import app, flags, logging
 from ml_collections import config_flags
 
 from relattn import training
@@ -16,10 +16,28 @@ _CONFIG = config_flags.DEFINE_config_file("config", None, "What to train.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "The run directory.")
 
 
+def parse_flags(argv: list[str]) -> list[str]:
+    """Parses the flags; a mistake in them ends in one sentence."""
+    try:
+        rest = flags.FLAGS(argv)
+        _CONFIG.value.keys()  # A file that is not there shows only now.
+        return rest
+    except (flags.Error, OSError) as error:
+        text = str(error).strip().splitlines()[-1].strip()
+    except AttributeError as error:
+        key = " ".join(str(error.args[0].args[0]).splitlines())
+        text = f"there is no --config.[...] key {key}"
+    print(f"train.py: {text}", file=sys.stderr)
+    sys.exit(2)
+
+
 def main(argv: list[str]) -> None:
     """Trains as the flags say."""
     if argv[1:]:
         raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
+    if not flags.FLAGS["verbosity"].present:
+        # Orbax tells of every file it touches.
+        logging.set_verbosity(logging.WARNING)
     try:
         training.train_and_evaluate(_CONFIG.value, _WORKDIR.value)
     except Exception as error:
@@ -31,4 +49,4 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
     flags.mark_flags_as_required(["config", "workdir"])
-    app.run(main)
+    app.run(main, flags_parser=parse_flags)

@@ -43,9 +43,7 @@ class CheckpointWriter:
         policy = checkpoint_managers.AnyPreservationPolicy(
             [
                 checkpoint_managers.LatestN(2),
-                checkpoint_managers.BestN(
-                    get_metric_fn=_rank, n=1, keep_checkpoints_without_metrics=False
-                ),
+                checkpoint_managers.BestN(get_metric_fn=_rank, n=1),
             ]
         )
         # Without best_fn the metrics are not written, and forgotten by a restart.
@@ -77,9 +75,7 @@ class CheckpointWriter:
         self._step = step
         arrays = array_shapes(state)
         flat = dict(zip(arrays, jax.tree.leaves(state), strict=True))
-        metrics = None
-        if validation_accuracy is not None:
-            metrics = {"validation_accuracy": validation_accuracy, "step": step}
+        accuracy = -1.0 if validation_accuracy is None else validation_accuracy
         self._manager.save(
             step,
             args=ocp.args.Composite(
@@ -88,7 +84,7 @@ class CheckpointWriter:
                 ),
                 meta=ocp.args.JsonSave({**meta, "arrays": arrays}),
             ),
-            metrics=metrics,
+            metrics={"validation_accuracy": accuracy, "step": step},
             force=True,
         )
 

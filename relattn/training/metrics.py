@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ from typing import Any
 from tensorboardX import SummaryWriter
 
 Row = dict[str, int | float]
+
+_SPLIT = re.compile(r"^(train|validation)_")
 
 
 class MetricsLog:
@@ -69,7 +72,7 @@ class MetricsLog:
             with (self.workdir / "metrics.csv").open("a", newline="") as file:
                 self._csv(file).writerow(row)
         for name, value in values.items():
-            self._events.add_scalar(name.replace("_", "/", 1), value, step)
+            self._events.add_scalar(_SPLIT.sub(r"\1/", name), value, step)
         self._events.flush()
 
     def _csv(self, file: Any) -> csv.DictWriter:

@@ -1,0 +1,73 @@
+import pytest
+
+from relattn.training import check_config, default_config
+from relattn.training.config import differences, to_json
+
+
+def changed(key, value):
+    config = default_config()
+    config.update_from_flattened_dict({key: value})
+    return config
+
+
+@pytest.mark.parametrize(
+    "key, value, message",
+    [
+        ("batch_size", 0, r"config.batch_size must be at least 1, got 0"),
+        ("redraw_every", -1, r"config.redraw_every must be at least 0, got -1"),
+        ("num_epochs", 0, r"num_epochs and config.num_steps are both 0"),
+        ("log_every_steps", 0, r"log_every_steps must be at least 1"),
+        ("optimizer.learning_rate", 0.0, r"learning_rate must be positive, got 0.0"),
+        ("optimizer.clip_norm", -1.0, r"clip_norm must be at least 0.0, got -1.0"),
+        ("optimizer.weight_decay", 0.1, r"weight_decay needs .*name='adamw'"),
+        ("optimizer.name", "adamm", r"unknown config.optimizer.name 'adamm'.*'adam'"),
+        ("schedule.name", "cosin", r"unknown config.schedule.name.*'cosine'"),
+    ],
+)
+def test_values_out_of_range(key, value, message):
+    with pytest.raises(ValueError, match=message):
+        check_config(changed(key, value))
+
+
+@pytest.mark.parametrize("value", [2.5, "3", True, None])
+def test_values_of_another_type(value):
+    config = default_config()
+    config.unlock()
+    del config.batch_size
+    config.batch_size = value
+    with pytest.raises(ValueError, match=r"config.batch_size must be of type int"):
+        check_config(config)
+
+
+def test_an_integer_will_do_for_a_float():
+    check_config(changed("optimizer.clip_norm", 1))
+
+
+def test_unknown_and_missing_keys():
+    config = default_config()
+    config.batchsize = 3
+    with pytest.raises(ValueError, match=r"unknown config.batchsize: did you mean"):
+        check_config(config)
+    config = default_config()
+    del config.redraw_every
+    with pytest.raises(ValueError, match=r"redraw_every is missing; its default is 0"):
+        check_config(config)
+    config = default_config()
+    del config.model
+    with pytest.raises(ValueError, match=r"config.model is missing"):
+        check_config(config)
+
+
+def test_differences_leave_free_keys_out():
+    old = default_config()
+    old.data.data_dir = "here"
+    new = old.copy_and_resolve_references()
+    new.data.data_dir = "there"
+    new.log_every_steps = 3
+    assert differences(to_json(old), to_json(new)) == []
+    new.model.name = "performer"
+    new.optimizer.b2 = 0.98
+    assert differences(to_json(old), to_json(new)) == [
+        "model.name: absent there, 'performer' now",
+        "optimizer.b2: 0.999 there, 0.98 now",
+    ]

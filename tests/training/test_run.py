@@ -1,0 +1,66 @@
+import jax
+import numpy as np
+import pytest
+
+from relattn import training
+from tests.training.conftest import make_data
+
+pytestmark = pytest.mark.usefixtures("tiny")
+
+
+@pytest.fixture
+def workdir(config, tmp_path, one_device):
+    config.data.standardize = False
+    training.train_and_evaluate(config, tmp_path, devices=one_device)
+    return tmp_path
+
+
+def test_a_run_predicts_as_it_was_evaluated(workdir, config):
+    result = training.train_and_evaluate(
+        config, workdir, devices=jax.local_devices()[:1]
+    )
+    run = training.load_run(workdir)
+    assert run.step == result["best_step"]
+    assert run.config.to_dict() == config.to_dict()
+    assert run.data.class_names == ("left", "middle", "right")
+    assert run.data.image_shape == (5, 3, 1)
+    test = make_data().test
+    scores = training.evaluate(run, test, batch_size=8)
+    np.testing.assert_allclose(scores["accuracy"], result["test_accuracy"])
+    np.testing.assert_allclose(scores["loss"], result["test_loss"], rtol=1e-5)
+    assert scores["count"] == len(test)
+    predict = training.make_predict_fn(run)
+    images = run.preprocess(test.images)
+    assert images.shape == (29, 5, 5, 1)
+    logits = predict(images)
+    assert np.mean(np.argmax(logits, -1) == test.labels) == scores["accuracy"]
+    np.testing.assert_array_equal(predict(images), logits)
+
+
+def test_latest_is_the_last_step(workdir):
+    assert training.load_run(workdir, "latest").step == 15
+    with pytest.raises(ValueError, match="must be 'best' or 'latest', got 'last'"):
+        training.load_run(workdir, "last")
+
+
+def test_a_directory_without_checkpoint(tmp_path):
+    with pytest.raises(training.CheckpointError, match="no complete checkpoint in"):
+        training.load_run(tmp_path)
+    with pytest.raises(training.CheckpointError, match="no complete checkpoint in"):
+        training.load_run(tmp_path / "missing")
+
+
+def test_a_damaged_checkpoint_is_named(workdir):
+    step = training.load_run(workdir).step
+    (path,) = (workdir / "checkpoints" / str(step) / "state" / "d").iterdir()
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+    with pytest.raises(training.CheckpointError, match=f"{path.name} is damaged"):
+        training.load_run(workdir)
+
+
+def test_an_empty_split(workdir):
+    run = training.load_run(workdir)
+    with pytest.raises(ValueError, match="the split is empty"):
+        training.evaluate(run, make_data(num_test=0).test, batch_size=8)

@@ -1,0 +1,172 @@
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from relattn import models
+from relattn.kernels.random_features import redraw
+from relattn.training.schedule import make_optimizer, make_schedule
+from relattn.training.state import create_state, stream_key
+from relattn.training.step import cross_entropy, make_train_step, scalars
+from tests.training.conftest import TinyModel
+
+SHAPE = (5, 3, 1)
+
+
+def make_batch(seed=0, size=13):
+    rng = np.random.default_rng(seed)
+    return {
+        "image": rng.normal(size=(size, *SHAPE)).astype(np.float32),
+        "label": rng.integers(0, 3, size).astype(np.int32),
+    }
+
+
+def identity(images):
+    return images
+
+
+def test_an_update_is_the_gradients():
+    model, optimizer, key = TinyModel(num_classes=3), optax.sgd(0.5), jax.random.key(3)
+    state = create_state(model, optimizer, key, SHAPE)
+    batch = make_batch()
+
+    def loss_fn(params):
+        logits = model.apply({**state.variables, "params": params}, batch["image"])
+        logits = logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+        return -logits[np.arange(13), batch["label"]].mean()
+
+    loss, grads = jax.value_and_grad(loss_fn)(state.params)
+    expected = jax.tree.map(lambda p, g: p - 0.5 * g, state.params, grads)
+    step = jax.jit(make_train_step(model, optimizer, identity))
+    new, metrics = step(state, batch, key)
+    chex.assert_trees_all_close(new.params, expected, atol=1e-6)
+    np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-6)
+    squares = sum(jnp.sum(g**2) for g in jax.tree.leaves(grads))
+    np.testing.assert_allclose(metrics["grad_norm"], jnp.sqrt(squares), rtol=1e-5)
+    assert 0 <= metrics["accuracy"] <= 1
+    assert int(new.step) == 1
+
+
+def test_the_loss_is_taken_in_float32():
+    logits = jnp.array([[100.0, 0.5, 0.0]], jnp.bfloat16)
+    loss = cross_entropy(logits, jnp.array([1]))
+    assert loss.dtype == jnp.float32
+    np.testing.assert_allclose(loss, 99.5)
+
+
+@pytest.mark.parametrize("every", [0, 1, 3])
+def test_projections_are_redrawn_as_the_index_changes(every):
+    chex.clear_trace_counter()
+    model, optimizer, key = TinyModel(num_classes=3), optax.sgd(0.1), jax.random.key(3)
+    state = create_state(model, optimizer, key, SHAPE)
+    first = state.random_features
+    step = make_train_step(model, optimizer, identity, redraw_every=every)
+    step = jax.jit(chex.assert_max_traces(step, n=1))
+    draw = jax.jit(redraw)
+    for done in range(1, 8):
+        state, _ = step(state, make_batch(done), key)
+        index = done // every if every else 0
+        expected = draw(first, key, index)
+        chex.assert_trees_all_equal(state.random_features, expected)
+    changed = not jnp.array_equal(
+        jax.tree.leaves(first)[0], jax.tree.leaves(state.random_features)[0]
+    )
+    assert changed == bool(every)
+
+
+def test_a_negative_redraw_every_is_refused():
+    with pytest.raises(ValueError, match=r"redraw_every must be at least 0 .*got -3"):
+        make_train_step(
+            TinyModel(num_classes=3), optax.sgd(0.1), identity, redraw_every=-3
+        )
+
+
+def test_dropout_depends_on_the_step_and_the_key():
+    model = TinyModel(num_classes=3, dropout=0.5)
+    optimizer, batch = optax.sgd(0.0), make_batch()
+    state = create_state(model, optimizer, jax.random.key(3), SHAPE)
+    step = jax.jit(make_train_step(model, optimizer, identity))
+
+    def loss(number, seed):
+        now = state.replace(step=jnp.int32(number))
+        return float(step(now, batch, jax.random.key(seed))[1]["loss"])
+
+    assert loss(0, 0) == loss(0, 0)
+    assert len({loss(0, 0), loss(1, 0), loss(0, 1)}) == 3
+
+
+def test_state_is_a_pure_function_of_the_key():
+    model, optimizer = TinyModel(num_classes=3), optax.adam(0.1)
+    one, same, other = (
+        create_state(model, optimizer, jax.random.key(seed), SHAPE)
+        for seed in (0, 0, 1)
+    )
+    chex.assert_trees_all_equal(one, same)
+    assert not jnp.array_equal(
+        one.params["head"]["kernel"], other.params["head"]["kernel"]
+    )
+    expected = redraw(one.random_features, jax.random.key(0), 0)
+    chex.assert_trees_all_equal(one.random_features, expected)
+
+
+def test_a_collection_that_training_does_not_carry_is_refused():
+    import flax.linen as nn
+
+    class Normalised(nn.Module):
+        @nn.compact
+        def __call__(self, images):
+            return nn.BatchNorm(use_running_average=False)(images)
+
+    with pytest.raises(ValueError, match="keeps a collection 'batch_stats'"):
+        create_state(Normalised(), optax.sgd(0.1), jax.random.key(0), SHAPE)
+
+
+def test_streams_of_randomness_differ():
+    key = jax.random.key(0)
+    keys = [stream_key(key, name) for name in ("params", "dropout")]
+    keys += [key, *(jax.random.fold_in(key, layer) for layer in range(3))]
+    assert len({tuple(jax.random.key_data(k).tolist()) for k in keys}) == len(keys)
+
+
+def test_only_scalars_are_logged():
+    sown = {"a": {"b": (jnp.float32(1), jnp.float32(4))}, "c": (jnp.ones((2, 3)),)}
+    assert {k: float(v) for k, v in scalars(sown).items()} == {"a/b": 2.5}
+
+
+@pytest.mark.parametrize("attention", ["favor", "banded(clip=2)"])
+def test_a_whole_train_step_lowers_for_every_platform(attention):
+    config = {
+        "name": "performer",
+        "dim": 8,
+        "num_layers": 1,
+        "heads": 2,
+        "mlp_dim": 16,
+        "attention": attention,
+    }
+    model = models.build_model(config, num_classes=3, image_shape=(4, 4, 1))
+    schedule = make_schedule("cosine", 1e-3, warmup_steps=2, num_steps=100)
+    options = ml_options(name="adamw", weight_decay=0.05, clip_norm=0.5)
+    optimizer = make_optimizer(options, schedule)
+    state = jax.eval_shape(
+        lambda key: create_state(model, optimizer, key, (4, 4, 1)), jax.random.key(0)
+    )
+    batch = {
+        "image": jax.ShapeDtypeStruct((6, 4, 4, 1), jnp.float32),
+        "label": jax.ShapeDtypeStruct((6,), jnp.int32),
+    }
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    step = jax.jit(make_train_step(model, optimizer, identity, redraw_every=5))
+    exported = jax.export.export(step, platforms=["cpu", "cuda", "tpu"])(
+        state, batch, key
+    )
+    assert exported.platforms == ("cpu", "cuda", "tpu")
+
+
+def ml_options(**options):
+    from relattn.training import default_config
+
+    config = default_config().optimizer
+    config.update(options)
+    return config

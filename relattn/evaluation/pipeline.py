@@ -1,0 +1,109 @@
+"""Whether the input pipeline keeps up: steps on real batches against one fixed batch.
+
+    python -m relattn.evaluation.pipeline --config=configs/X.py[:argument]
+
+prints one line of JSON: the median time of a step in ms with the training images as
+they come (``pipeline_ms``) and with one batch that is already on the device
+(``fixed_ms``), and the median of their ratios, measured in turns.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+from absl import app, flags
+from ml_collections import ConfigDict, config_flags
+
+from relattn import data as data_lib
+from relattn.training.config import check_config
+from relattn.training.parallel import DataParallel
+from relattn.training.step import make_train_step
+from relattn.training.task import DataInfo, Task
+
+
+def measure(
+    config: ConfigDict,
+    *,
+    steps: int = 20,
+    rounds: int = 5,
+    devices: Sequence[jax.Device] | None = None,
+) -> dict[str, Any]:
+    """Times training steps with and without the input pipeline, in turns.
+
+    Args:
+        config: As for training.
+        steps: Steps in a turn.
+        rounds: Turns of each kind.
+        devices: Those to use; all local ones by default.
+
+    Returns:
+        ``device``, ``batch_size``, ``fixed_ms``, ``pipeline_ms`` and ``ratio``.
+
+    Raises:
+        ValueError: If the configuration does not fit the data or the devices.
+    """
+    check_config(config)
+    parallel = DataParallel(devices)
+    parallel.check_batch("config.batch_size", config.batch_size)
+    data = data_lib.load_images(config.data)
+    task = Task.build(config, DataInfo.of(data))
+    step = parallel.train_step(
+        make_train_step(
+            task.model,
+            task.optimizer,
+            task.preprocess,
+            redraw_every=config.redraw_every,
+            axis_name=parallel.axis_name,
+        )
+    )
+    state, key = parallel.replicate(task.create_state()), task.key
+
+    def turn(batches: Iterator[Any]) -> float:
+        nonlocal state
+        start = time.perf_counter()
+        for batch in itertools.islice(batches, steps):
+            state, metrics = step(state, batch, key)
+        jax.block_until_ready((state, metrics))
+        return (time.perf_counter() - start) / steps * 1e3
+
+    times: dict[str, list[float]] = {"fixed": [], "pipeline": []}
+    with data_lib.Loader(
+        data.train, config.batch_size, config.seed, place=parallel.shard
+    ) as loader:
+        real = (batch for _, batch in loader)
+        fixed = itertools.repeat(next(real))
+        turn(fixed)
+        for _ in range(rounds):
+            times["fixed"].append(turn(fixed))
+            times["pipeline"].append(turn(real))
+    ratios = [p / f for p, f in zip(times["pipeline"], times["fixed"], strict=True)]
+    return {
+        "device": f"{len(parallel.devices)} x {parallel.devices[0].device_kind}",
+        "batch_size": config.batch_size,
+        "fixed_ms": statistics.median(times["fixed"]),
+        "pipeline_ms": statistics.median(times["pipeline"]),
+        "ratio": statistics.median(ratios),
+    }
+
+
+def main(argv: list[str]) -> None:
+    """Measures as the flags say and prints a line of JSON."""
+    del argv
+    result = measure(
+        flags.FLAGS.config, steps=flags.FLAGS.steps, rounds=flags.FLAGS.rounds
+    )
+    print(json.dumps({"config": flags.FLAGS["config"].config_filename, **result}))
+
+
+if __name__ == "__main__":
+    config_flags.DEFINE_config_file("config", None, "What to train.")
+    flags.DEFINE_integer("steps", 20, "Steps in a turn.")
+    flags.DEFINE_integer("rounds", 5, "Turns of each kind.")
+    flags.mark_flag_as_required("config")
+    app.run(main)

@@ -1,0 +1,22 @@
+import jax
+import pytest
+
+from relattn import data as data_lib
+from relattn import models
+from relattn.evaluation.pipeline import measure
+from tests.training.conftest import build_tiny, make_data
+from tests.training.conftest import config as config  # noqa: PLC0414
+
+
+def test_real_and_fixed_batches_are_timed(config, monkeypatch):
+    monkeypatch.setattr(models, "build_model", build_tiny)
+    monkeypatch.setattr(data_lib, "load_images", lambda config: make_data())
+    devices = jax.local_devices()[:2]
+    result = measure(config, steps=3, rounds=2, devices=devices)
+    assert result["device"] == "2 x cpu"
+    assert result["batch_size"] == 20
+    assert result["fixed_ms"] > 0 and result["pipeline_ms"] > 0 and result["ratio"] > 0
+    with config.unlocked():
+        config.batch_size = 21
+    with pytest.raises(ValueError, match="batch_size=21 does not divide"):
+        measure(config, devices=devices)

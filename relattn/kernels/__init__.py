@@ -1,5 +1,15 @@
 """Attention kernels: pure functions on arrays."""
 
+from relattn.kernels.causal_linear import (
+    causal_linear_attention as causal_linear_attention,
+)
+from relattn.kernels.causal_linear import (
+    causal_linear_attention_step as causal_linear_attention_step,
+)
+from relattn.kernels.causal_linear import init_linear_state as init_linear_state
+from relattn.kernels.linear import FeatureMap as FeatureMap
+from relattn.kernels.linear import LinearState as LinearState
+from relattn.kernels.linear import linear_attention as linear_attention
 from relattn.kernels.random_features import Features as Features
 from relattn.kernels.random_features import RandomFeatures as RandomFeatures
 from relattn.kernels.random_features import default_num_features as default_num_features
@@ -21,16 +31,22 @@ from relattn.kernels.softmax import causal_softmax_attention as causal_softmax_a
 from relattn.kernels.softmax import softmax_attention as softmax_attention
 
 __all__ = [
+    "FeatureMap",
     "Features",
+    "LinearState",
     "RandomFeatures",
     "absolute_frequencies",
+    "causal_linear_attention",
+    "causal_linear_attention_step",
     "causal_softmax_attention",
     "constrained_sinusoids",
     "default_num_features",
     "draw_gaussian",
     "draw_orthogonal",
     "draw_random_features",
+    "init_linear_state",
     "length_scale_frequencies",
+    "linear_attention",
     "positive_features",
     "redraw",
     "relu_features",

@@ -267,7 +267,7 @@ def redraw(collection: Any, key: Key[Array, ""], index: int | Int[Array, ""]) ->
 
 def _project(
     x: Float[Array, "*batch n depth"],
-    projection: Float[Array, "features depth"],
+    projection: Float[Array, "features projection_depth"],
     precision: jax.lax.PrecisionLike,
 ) -> tuple[Float[Array, "*batch n features"], Float[Array, "*batch n 1"]]:
     """W x~ and |x~|^2 / 2 in float32, with x~ = x / depth^(1/4)."""
@@ -289,7 +289,7 @@ def _project(
 
 def positive_features(
     x: Float[Array, "*batch n depth"],
-    projection: Float[Array, "features depth"],
+    projection: Float[Array, "features projection_depth"],
     *,
     precision: jax.lax.PrecisionLike = None,
 ) -> Features:
@@ -327,7 +327,7 @@ def positive_features(
 
 def trigonometric_features(
     x: Float[Array, "*batch n depth"],
-    projection: Float[Array, "features depth"],
+    projection: Float[Array, "features projection_depth"],
     *,
     precision: jax.lax.PrecisionLike = None,
 ) -> Features:
@@ -363,7 +363,7 @@ def trigonometric_features(
 
 def relu_features(
     x: Float[Array, "*batch n depth"],
-    projection: Float[Array, "features depth"],
+    projection: Float[Array, "features projection_depth"],
     bias: Float[Array, " features"] | None = None,
     *,
     eps: float = 1e-3,

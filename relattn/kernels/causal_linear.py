@@ -1,0 +1,249 @@
+"""Causal linear attention: chunk by chunk, or token by token for decoding.
+
+Nothing depends on later tokens, not even a stabiliser: see `causal_linear_attention`.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from relattn.kernels.chunks import (
+    check_chunk_size,
+    join_chunks,
+    scan_chunks,
+    split_chunks,
+)
+from relattn.kernels.linear import (
+    LOWEST,
+    FeatureMap,
+    LinearState,
+    append_ones,
+    clear_masked,
+    divide_sums,
+    einsum_in_float32,
+    evaluate,
+    scale_queries,
+)
+
+
+def causal_linear_attention(
+    q: Float[Array, "*batch n depth"],
+    k: Float[Array, "*batch n depth"],
+    v: Float[Array, "*batch n value_depth"],
+    feature_map: FeatureMap,
+    *,
+    key_mask: Bool[Array, "*#batch n"] | None = None,
+    chunk_size: int = 128,
+    precision: jax.lax.PrecisionLike = None,
+) -> Float[Array, "*batch n value_depth"]:
+    """Attention of every token to itself and those before it, by features.
+
+    out_i = phi(q_i)^T S_i / phi(q_i)^T z_i, S_i = sum_{j <= i} phi(k_j) v_j^T,
+    z_i = sum_{j <= i} phi(k_j): masked products within a chunk, sums between chunks.
+
+    Nothing depends on later tokens, bit for bit. Keys' exponents are shifted by
+    `Features.bound`, which looks at no token, or, where a token has one exponent, by
+    the largest so far. Denominators are guarded as in `linear_attention`; where all
+    weights underflow, the result is zero: positive features of one key that is far
+    larger than usual, or of ordinary keys in heads deeper than about 256.
+
+    Args:
+        q: Queries, shape ``[*batch, n, depth]``.
+        k: Keys, shape ``[*batch, n, depth]``.
+        v: Values, shape ``[*batch, n, value_depth]``.
+        feature_map: From ``[*batch, n, depth]`` to features, token by token.
+        key_mask: True for keys that exist, shape ``[*batch, n]``.
+        chunk_size: Tokens a chunk.
+        precision: Passed to einsum.
+
+    Returns:
+        Shape ``[*batch, n, value_depth]``, in the dtype of ``v``.
+
+    Raises:
+        ValueError: If ``chunk_size`` is less than one, or the features have neither a
+            bound nor one exponent a token.
+
+    Example:
+        >>> from relattn.kernels import draw_orthogonal, positive_features
+        >>> w = draw_orthogonal(jax.random.key(0), 5, 3)
+        >>> x = jnp.eye(3)
+        >>> causal_linear_attention(x, x, x, lambda x: positive_features(x, w))[0]
+        Array([1., 0., 0.], dtype=float32)
+
+    Source:
+        Choromanski et al., Rethinking Attention with Performers, section 2.5; chunks:
+        Hua et al., Transformer Quality in Linear Time, section 3.2.
+    """
+    check_chunk_size(chunk_size)
+    k, v, key_mask = clear_masked(k, v, key_mask)
+    einsum = einsum_in_float32(precision)
+    state = init_linear_state(k[..., 0, :], v[..., 0, :], feature_map)
+
+    def attend_chunk(state, chunk):
+        return _attend_causally(state, chunk, feature_map, einsum)
+
+    length = q.shape[-2]
+    if length <= chunk_size:
+        return attend_chunk(state, (q, k, v, key_mask))[1]
+    chunks = split_chunks((q, k, v), chunk_size)
+    if key_mask is not None:
+        key_mask = split_chunks(key_mask[..., None], chunk_size)[..., 0]
+    _, out = scan_chunks(attend_chunk, state, (*chunks, key_mask))
+    return join_chunks(out, length)
+
+
+def init_linear_state(
+    k_i: Float[Array, "*batch depth"],
+    v_i: Float[Array, "*batch value_depth"],
+    feature_map: FeatureMap,
+) -> LinearState:
+    """The state before the first token, for `causal_linear_attention_step`.
+
+    Args:
+        k_i: Any key; only its shape matters.
+        v_i: Any value; only its shape matters.
+        feature_map: From ``[*batch, n, depth]`` to features.
+
+    Returns:
+        A state of no keys.
+
+    Raises:
+        ValueError: If the features have neither a bound nor one exponent a token.
+
+    Example:
+        >>> init_linear_state(jnp.ones((2, 3)), jnp.ones((2, 5)), jnp.exp).sums.shape
+        (2, 3, 6)
+    """
+    batch = k_i.shape[:-1]
+    features = jax.eval_shape(
+        functools.partial(evaluate, feature_map),
+        jax.ShapeDtypeStruct((*batch, 1, k_i.shape[-1]), k_i.dtype),
+    )
+    plain = features.values is None
+    if features.bound is None and (plain or features.exponents.shape[-1] != 1):
+        raise ValueError(
+            "causal linear attention needs Features with a bound, or with values and "
+            f"one exponent a token, got exponents of shape {features.exponents.shape} "
+            "and no bound"
+        )
+    num_features = (features.exponents if plain else features.values).shape[-1]
+    # With a bound, the bound is the shift and this one stays zero.
+    shift = LOWEST if features.bound is None else 0.0
+    return LinearState(
+        shift=jnp.full((*batch, 1, 1), shift, jnp.float32),
+        sums=jnp.zeros((*batch, num_features, v_i.shape[-1] + 1), jnp.float32),
+        magnitudes=None if plain else jnp.zeros((*batch, num_features, 1), jnp.float32),
+    )
+
+
+def causal_linear_attention_step(
+    state: LinearState,
+    q_i: Float[Array, "*batch depth"],
+    k_i: Float[Array, "*batch depth"],
+    v_i: Float[Array, "*batch value_depth"],
+    feature_map: FeatureMap,
+    *,
+    precision: jax.lax.PrecisionLike = None,
+) -> tuple[LinearState, Float[Array, "*batch value_depth"]]:
+    """One token of `causal_linear_attention`, for decoding.
+
+    S_i = S_{i-1} + phi(k_i) v_i^T, z_i = z_{i-1} + phi(k_i),
+    out_i = phi(q_i)^T S_i / phi(q_i)^T z_i.
+
+    Args:
+        state: From `init_linear_state` or the token before; its size is constant.
+        q_i: The token's query, shape ``[*batch, depth]``.
+        k_i: Its key, shape ``[*batch, depth]``.
+        v_i: Its value, shape ``[*batch, value_depth]``.
+        feature_map: As everywhere in the sequence.
+        precision: Passed to einsum.
+
+    Returns:
+        The state after the token, and its output, ``[*batch, value_depth]``.
+
+    Example:
+        >>> x = jnp.ones((2, 3))
+        >>> state = init_linear_state(x, x, jax.nn.relu)
+        >>> causal_linear_attention_step(state, x, x, x, jax.nn.relu)[1].tolist()
+        [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]
+
+    Source:
+        Katharopoulos et al., Transformers are RNNs, section 3.4.
+    """
+    chunk = (q_i[..., None, :], k_i[..., None, :], v_i[..., None, :], None)
+    state, out = _attend_causally(
+        state, chunk, feature_map, einsum_in_float32(precision)
+    )
+    return state, out[..., 0, :]
+
+
+def _attend_causally(state, chunk, feature_map, einsum):
+    """The state after a chunk, and the chunk's outputs."""
+    q, k, v, mask = chunk
+    queries, keys = evaluate(feature_map, q), evaluate(feature_map, k)
+    causal = jnp.tril(jnp.ones((q.shape[-2], q.shape[-2]), bool))
+    if keys.bound is None:
+        phi_q, phi_k = queries.values, keys.values
+        decays, shift = _running_decays(state.shift, keys.exponents, mask, causal)
+    else:
+        bound = jax.lax.stop_gradient(keys.bound)
+        phi_q = scale_queries(queries, bound)
+        phi_k = jnp.exp(keys.exponents - bound)
+        if keys.values is not None:
+            phi_k = phi_k * keys.values
+        if mask is not None:
+            phi_k = jnp.where(mask[..., None], phi_k, 0.0)
+        decays, shift = _Decays(causal.astype(jnp.float32), 1.0, 1.0, 1.0), state.shift
+
+    def attend(phi_q, phi_k, v, before):
+        weights = decays.pairs * einsum("...if,...jf->...ij", phi_q, phi_k)
+        within = einsum("...ij,...je->...ie", weights, v)
+        past = einsum("...if,...fe->...ie", phi_q, before)
+        sums = einsum("...jf,...je->...fe", phi_k * decays.keys, v)
+        return decays.state * before + sums, within + decays.past * past
+
+    after, sums = attend(phi_q, phi_k, append_ones(v), state.sums)
+    if state.magnitudes is None:
+        magnitudes_after = magnitudes = None
+    else:
+        magnitudes_after, magnitudes = jax.lax.stop_gradient(
+            attend(
+                jnp.abs(phi_q),
+                jnp.abs(phi_k),
+                append_ones(v)[..., -1:],
+                state.magnitudes,
+            )
+        )
+    out, _ = divide_sums(sums, magnitudes, v.dtype)
+    return LinearState(shift, after, magnitudes_after), out
+
+
+class _Decays(NamedTuple):
+    """Factors that bring sums with different shifts to the same one."""
+
+    pairs: Array  # Keys of the chunk, to each query's shift; zero for later keys.
+    past: Array | float  # The state before the chunk, to each query's shift.
+    keys: Array | float  # Keys of the chunk, to the shift after it.
+    state: Array | float  # The state before the chunk, to the shift after it.
+
+
+def _running_decays(shift, exponents, mask, causal):
+    """Shifts every query by the largest exponent among the keys up to it."""
+    if mask is not None:
+        exponents = jnp.where(mask[..., None], exponents, -jnp.inf)
+    earlier = jnp.where(causal, exponents.swapaxes(-2, -1), -jnp.inf)
+    largest = jax.lax.stop_gradient(jnp.max(earlier, axis=-1, keepdims=True))
+    largest = jnp.maximum(largest, shift)
+    last = largest[..., -1:, :]
+    decays = _Decays(
+        pairs=jnp.exp(earlier - largest),
+        past=jnp.exp(shift - largest),
+        keys=jnp.exp(exponents - last),
+        state=jnp.exp(shift - last),
+    )
+    return decays, last

@@ -1,0 +1,137 @@
+"""Causal linear attention: chunks, masks, decoding and errors."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from relattn.kernels import Features, draw_orthogonal
+from relattn.kernels import random_features as maps
+from relattn.kernels.causal_linear import (
+    causal_linear_attention,
+    causal_linear_attention_step,
+    init_linear_state,
+)
+from tests import compare, reference
+
+HEADS, N, DEPTH, VALUE_DEPTH = 2, 11, 5, 3
+PROJECTION = draw_orthogonal(jax.random.key(1), 13, DEPTH)
+NAMES = ["positive", "trigonometric", "relu"]
+
+
+def feature_map(name):
+    return functools.partial(getattr(maps, f"{name}_features"), projection=PROJECTION)
+
+
+def naive_map(name):
+    return functools.partial(
+        getattr(reference, f"{name}_features"), projection=np.float64(PROJECTION)
+    )
+
+
+def draw_inputs(scale=0.5):
+    keys = jax.random.split(jax.random.key(0), 3)
+    q, k = (scale * jax.random.normal(key, (HEADS, N, DEPTH)) for key in keys[:2])
+    return q, k, jax.random.normal(keys[2], (HEADS, N, VALUE_DEPTH))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_chunk_equals_the_reference(name):
+    compare.expect_equal(
+        lambda q, k, v: causal_linear_attention(q, k, v, feature_map(name)),
+        lambda q, k, v: reference.linear_attention(
+            q, k, v, naive_map(name), np.tril(np.ones((N, N), bool))
+        ),
+        draw_inputs(),
+    )
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("chunk_size", [1, 4, 7])
+def test_chunks_change_nothing(chunk_size, masked):
+    q, k, v = draw_inputs()
+    key_mask = jnp.asarray(np.arange(N) % 3 != 1) if masked else None
+    for name in NAMES:
+        whole, parts = (
+            causal_linear_attention(
+                q, k, v, feature_map(name), key_mask=key_mask, chunk_size=size
+            )
+            for size in (N, chunk_size)
+        )
+        np.testing.assert_allclose(parts, whole, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("chunk_size", [4, 64])
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_without_keys_give_zeros_and_finite_gradients(name, chunk_size):
+    inputs = draw_inputs()
+    key_mask = jnp.arange(N) >= 5
+
+    def attend(q, k, v):
+        return causal_linear_attention(
+            q, k, v, feature_map(name), key_mask=key_mask, chunk_size=chunk_size
+        )
+
+    out = attend(*inputs)
+    np.testing.assert_array_equal(out[:, :5], 0.0)
+    np.testing.assert_allclose(out[:, 5], inputs[2][:, 5], rtol=1e-5)
+    for gradient in jax.grad(lambda *x: attend(*x).sum(), (0, 1, 2))(*inputs):
+        assert np.isfinite(gradient).all()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_recurrent_step_equals_the_kernel_row_by_row(name):
+    q, k, v = draw_inputs(scale=2.0)
+    expected = causal_linear_attention(q, k, v, feature_map(name), chunk_size=4)
+    step = jax.jit(
+        functools.partial(causal_linear_attention_step, feature_map=feature_map(name))
+    )
+    state = init_linear_state(k[:, 0], v[:, 0], feature_map(name))
+    shapes = jax.tree.map(jnp.shape, state)
+    for i in range(N):
+        state, out = step(state, q[:, i], k[:, i], v[:, i])
+        np.testing.assert_allclose(out, expected[:, i], rtol=2e-4, atol=2e-5)
+    assert jax.tree.map(jnp.shape, state) == shapes
+
+
+def test_features_that_would_need_the_future_are_refused():
+    def unbounded(x):
+        return Features(None, x.astype(jnp.float32))
+
+    with pytest.raises(ValueError, match="with a bound, or with values and one"):
+        causal_linear_attention(*draw_inputs(), unbounded)
+
+
+def test_chunk_size_must_be_positive():
+    with pytest.raises(ValueError, match="chunk_size must be at least 1, got -3"):
+        causal_linear_attention(*draw_inputs(), feature_map("relu"), chunk_size=-3)
+
+
+def test_deep_heads_neither_overflow_nor_underflow():
+    depth = 193
+    projection = draw_orthogonal(jax.random.key(1), 13, depth)
+    keys = jax.random.split(jax.random.key(0), 3)
+    q, k, v = (jax.random.normal(key, (N, depth)) for key in keys)
+    attend = functools.partial(
+        causal_linear_attention,
+        feature_map=lambda x: maps.positive_features(x, projection),
+    )
+    out = attend(q, k, v)
+    np.testing.assert_allclose(out[0], v[0], rtol=1e-5)
+    gradient = jax.grad(lambda k: jnp.square(attend(q, k, v)).sum())(k)
+    assert np.isfinite(gradient).all() and np.abs(gradient).max() > 0
+
+
+def test_memory_is_linear_in_the_length():
+    def temporary_bytes(length):
+        x = jax.ShapeDtypeStruct((HEADS, length, DEPTH), jnp.float32)
+
+        def loss(q, k, v):
+            return causal_linear_attention(q, k, v, feature_map("positive")).sum()
+
+        compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(x, x, x).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert temporary_bytes(2048) < 4.5 * temporary_bytes(512)

@@ -1,0 +1,186 @@
+"""Linear attention: chunks, masks, normalisers and errors."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from relattn.kernels import draw_gaussian, draw_orthogonal
+from relattn.kernels import random_features as maps
+from relattn.kernels.linear import linear_attention
+from tests import compare, reference
+
+HEADS, N, M, DEPTH, VALUE_DEPTH = 2, 7, 11, 5, 3
+PROJECTION = draw_orthogonal(jax.random.key(1), 13, DEPTH)
+NAMES = ["positive", "trigonometric", "relu"]
+
+
+def feature_map(name):
+    return functools.partial(getattr(maps, f"{name}_features"), projection=PROJECTION)
+
+
+def naive_map(name):
+    return functools.partial(
+        getattr(reference, f"{name}_features"), projection=np.float64(PROJECTION)
+    )
+
+
+def draw_inputs(n=N, m=M, scale=0.5):
+    keys = jax.random.split(jax.random.key(0), 3)
+    q = scale * jax.random.normal(keys[0], (HEADS, n, DEPTH))
+    k = scale * jax.random.normal(keys[1], (HEADS, m, DEPTH))
+    return q, k, jax.random.normal(keys[2], (HEADS, m, VALUE_DEPTH))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_chunk_equals_the_reference(name):
+    compare.expect_equal(
+        lambda q, k, v: linear_attention(q, k, v, feature_map(name)),
+        lambda q, k, v: reference.linear_attention(
+            q, k, v, naive_map(name), np.ones((N, M), bool)
+        ),
+        draw_inputs(),
+    )
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("chunk_size", [1, 4, 7])
+def test_chunks_change_nothing(chunk_size, masked):
+    q, k, v = draw_inputs()
+    key_mask = jnp.asarray(np.arange(M) % 3 != 1) if masked else None
+    for name in NAMES:
+        whole = linear_attention(q, k, v, feature_map(name), key_mask=key_mask)
+        parts = linear_attention(
+            q, k, v, feature_map(name), key_mask=key_mask, chunk_size=chunk_size
+        )
+        np.testing.assert_allclose(parts, whole, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("chunk_size", [4, 64])
+@pytest.mark.parametrize("name", NAMES)
+def test_all_keys_masked_gives_zeros_and_finite_gradients(name, chunk_size):
+    inputs = draw_inputs()
+    key_mask = jnp.zeros((HEADS, M), bool).at[0].set(True)
+
+    def attend(q, k, v):
+        return linear_attention(
+            q, k, v, feature_map(name), key_mask=key_mask, chunk_size=chunk_size
+        )
+
+    out = attend(*inputs)
+    np.testing.assert_array_equal(out[1], 0.0)
+    assert np.abs(out[0]).max() > 0
+    for gradient in jax.grad(lambda *x: attend(*x).sum(), (0, 1, 2))(*inputs):
+        assert np.isfinite(gradient).all()
+        np.testing.assert_array_equal(gradient[1], 0.0)
+
+
+def test_key_mask_broadcasts_against_leading_axes():
+    q, k, v = (jnp.stack([x, x]) for x in draw_inputs())
+    key_mask = jnp.asarray(np.arange(2 * M).reshape(2, 1, M) % 4 != 0)
+    out = linear_attention(q, k, v, feature_map("positive"), key_mask=key_mask)
+    for i in range(2):
+        kept = np.flatnonzero(key_mask[i, 0])
+        one = linear_attention(
+            q[i], k[i][:, kept], v[i][:, kept], feature_map("positive")
+        )
+        np.testing.assert_allclose(out[i], one, rtol=1e-5, atol=1e-6)
+
+
+def test_masked_keys_may_hold_nan():
+    q, k, v = draw_inputs()
+    key_mask = jnp.arange(M) < 9
+    nan = jnp.where(key_mask[:, None], 0.0, jnp.nan)
+    attend = functools.partial(
+        linear_attention, feature_map=feature_map("positive"), key_mask=key_mask
+    )
+    np.testing.assert_array_equal(attend(q, k + nan, v + nan), attend(q, k, v))
+
+
+def test_a_plain_array_of_features_is_learned_through():
+    q, k, v = draw_inputs()
+    weight = draw_gaussian(jax.random.key(2), 13, DEPTH)
+
+    def attend(weight):
+        return linear_attention(q, k, v, lambda x: jax.nn.softplus(x @ weight.T))
+
+    def naive(weight):
+        phi_q, phi_k = (jax.nn.softplus(x @ weight.T) for x in (q, k))
+        weights = phi_q @ phi_k.swapaxes(-2, -1)
+        return weights @ v / weights.sum(-1, keepdims=True)
+
+    np.testing.assert_allclose(attend(weight), naive(weight), rtol=1e-5, atol=1e-6)
+    gradients = [
+        jax.grad(lambda w, f=f: jnp.square(f(w)).sum())(weight) for f in (attend, naive)
+    ]
+    np.testing.assert_allclose(*gradients, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("chunk_size", [4, 64])
+def test_positive_normalizers_are_at_least_one_and_cancel(chunk_size):
+    for scale in (0.5, 5.0):
+        q, k, v = draw_inputs(scale=scale)
+        out, normalizer = linear_attention(
+            q,
+            k,
+            v,
+            feature_map("positive"),
+            chunk_size=chunk_size,
+            return_normalizer=True,
+        )
+        assert normalizer.shape == (HEADS, N) and normalizer.min() >= 1
+        assert np.abs(out).max() <= np.abs(v).max() * (1 + 1e-5)
+
+
+@pytest.mark.parametrize("chunk_size", [4, 64])
+def test_nonpositive_trigonometric_normalizers_are_reported(chunk_size):
+    q, k, v = draw_inputs(scale=3.0)
+    out, normalizer = linear_attention(
+        q,
+        k,
+        v,
+        feature_map("trigonometric"),
+        chunk_size=chunk_size,
+        return_normalizer=True,
+    )
+    features = feature_map("trigonometric")
+    weights = features(q).dense() @ features(k).dense().swapaxes(-2, -1)
+    np.testing.assert_array_equal(normalizer < 0, weights.sum(-1) < 0)
+    assert 0 < (normalizer < 0).sum() < normalizer.size
+    expected = weights @ v / weights.sum(-1, keepdims=True)
+    np.testing.assert_allclose(out, expected, rtol=1e-3)
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_a_vanishing_normalizer_is_guarded_with_its_sign(sign):
+    k = jnp.array([[1.0], [-1.0 + sign * 1e-6]])
+    v = jnp.array([[2.0], [0.0]])
+    out, normalizer = linear_attention(
+        jnp.ones((1, 1)), k, v, lambda x: x, return_normalizer=True
+    )
+    assert np.sign(normalizer) == sign and abs(normalizer) < 2e-6
+    np.testing.assert_allclose(out, [[sign * 1e4]], rtol=1e-5)
+
+
+def test_chunk_size_must_be_positive():
+    with pytest.raises(ValueError, match="chunk_size must be at least 1, got 0"):
+        linear_attention(*draw_inputs(), feature_map("relu"), chunk_size=0)
+
+
+def test_memory_is_linear_in_the_length():
+    def temporary_bytes(length):
+        x = jax.ShapeDtypeStruct((HEADS, length, DEPTH), jnp.float32)
+
+        def loss(q, k, v):
+            out = linear_attention(q, k, v, feature_map("positive"), chunk_size=64)
+            return out.sum()
+
+        compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(x, x, x).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    short, long = temporary_bytes(512), temporary_bytes(2048)
+    assert long < 4.5 * short
+    # Less than the features of all tokens would take.
+    assert long < HEADS * 2048 * len(PROJECTION) * 4 * 2

@@ -1,0 +1,186 @@
+"""Feature maps, orthogonal draws and redraws."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from relattn.kernels import random_features as kernel
+from tests import reference
+
+NUM_FEATURES, DEPTH = 7, 5
+KEY = jax.random.key(3)
+
+
+@pytest.mark.parametrize("name", ["positive", "trigonometric", "relu"])
+def test_dense_features_equal_the_reference(name):
+    x = 2 * jax.random.normal(KEY, (2, 3, DEPTH))
+    projection = kernel.draw_orthogonal(KEY, NUM_FEATURES, DEPTH)
+    features = getattr(kernel, f"{name}_features")(x, projection).dense()
+    with jax.enable_x64(True):
+        wide = [jnp.asarray(np.asarray(a), jnp.float64) for a in (x, projection)]
+        rows = wide[0].reshape(-1, DEPTH)
+        naive = getattr(reference, f"{name}_features")
+        expected = jnp.stack([naive(row, wide[1]) for row in rows])
+    error = np.abs(np.reshape(features, expected.shape) - np.asarray(expected))
+    assert (error.max(axis=-1) < 3e-6 * np.abs(expected).max(axis=-1)).all()
+
+
+def test_learned_relu_features_add_their_bias():
+    x = jax.random.normal(KEY, (3, DEPTH))
+    projection = kernel.draw_gaussian(KEY, NUM_FEATURES, DEPTH)
+    bias = jnp.arange(NUM_FEATURES) - 3.0
+    features = kernel.relu_features(x, projection, bias, eps=0.25).dense()
+    for row, vector in zip(features, x, strict=True):
+        expected = reference.relu_features(vector, projection, bias, eps=0.25)
+        np.testing.assert_allclose(row, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_features_of_low_precision_inputs_are_float32(dtype):
+    x = jax.random.normal(KEY, (3, DEPTH)).astype(dtype)
+    projection = kernel.draw_orthogonal(KEY, NUM_FEATURES, DEPTH)
+    for feature_map in (kernel.positive_features, kernel.trigonometric_features):
+        features = feature_map(x, projection)
+        wide = feature_map(x.astype(jnp.float32), projection)
+        assert features.exponents.dtype == jnp.float32
+        np.testing.assert_array_equal(features.dense(), wide.dense())
+
+
+def test_the_bound_keeps_exponents_below_sixty_at_any_depth():
+    depth = 401
+    projection = kernel.draw_orthogonal(KEY, NUM_FEATURES, depth)
+    # The worst key of every feature: k~ = w.
+    keys = projection * depth**0.25
+    features = kernel.positive_features(keys, projection)
+    shifted = features.exponents - features.bound
+    assert shifted.max() <= 60 and np.diag(shifted).min() > 50
+    narrow = kernel.draw_orthogonal(KEY, NUM_FEATURES, DEPTH)
+    bound = kernel.positive_features(jnp.ones((1, DEPTH)), narrow).bound
+    np.testing.assert_array_equal(bound, 0.0)
+
+
+def test_depths_must_agree():
+    projection = kernel.draw_gaussian(KEY, NUM_FEATURES, DEPTH)
+    with pytest.raises(ValueError, match="depth 5, got 3; draw it with depth=3"):
+        kernel.positive_features(jnp.ones((2, 3)), projection)
+
+
+@pytest.mark.parametrize("num_features", [3, 5, 13])
+def test_rows_are_orthogonal_within_blocks(num_features):
+    projection = kernel.draw_orthogonal(KEY, num_features, DEPTH, norms="fixed")
+    assert projection.shape == (num_features, DEPTH)
+    assert projection.dtype == jnp.float32
+    for start in range(0, num_features, DEPTH):
+        block = projection[start : start + DEPTH]
+        np.testing.assert_allclose(
+            block @ block.T, DEPTH * np.eye(len(block)), atol=1e-5
+        )
+
+
+def draw_many(num, **kwargs):
+    draw = functools.partial(
+        kernel.draw_orthogonal, num_features=NUM_FEATURES, depth=DEPTH, **kwargs
+    )
+    return np.asarray(jax.jit(jax.vmap(draw))(jax.random.split(KEY, num)))
+
+
+def standard_errors_from(samples, expected):
+    samples = np.asarray(samples, np.float64)
+    error = samples.std(axis=0, ddof=1) / len(samples) ** 0.5
+    return (samples.mean(axis=0) - expected) / error
+
+
+def test_chi_norms_make_every_row_gaussian():
+    rows = draw_many(2000)
+    assert np.abs(standard_errors_from(rows, 0.0)).max() < 4
+    assert np.abs(standard_errors_from(rows**2, 1.0)).max() < 4
+    # E w^4 = 3 for a Gaussian; for rows of fixed norm it is 15 / 7.
+    assert np.abs(standard_errors_from(rows**4, 3.0)).max() < 4
+
+
+def test_without_the_sign_fix_the_rows_are_not_uniform():
+    uniform = draw_many(500)[:, 0, 0]
+    ancestral = draw_many(500, haar=False)[:, 0, 0]
+    assert abs(standard_errors_from(uniform, 0.0)) < 4
+    assert abs(standard_errors_from(ancestral, 0.0)) > 20
+
+
+def test_without_the_sign_fix_the_kernel_is_biased():
+    x = jnp.zeros((1, DEPTH)).at[0, 0].set(1.0)
+    exact = np.exp(DEPTH**-0.5)
+
+    def estimate(projection):
+        features = kernel.positive_features(x, projection).dense()
+        return (features @ features.T)[0, 0]
+
+    uniform = jax.vmap(estimate)(draw_many(2000))
+    ancestral = jax.vmap(estimate)(draw_many(2000, haar=False))
+    assert abs(standard_errors_from(uniform, exact)) < 4
+    assert abs(standard_errors_from(ancestral, exact)) > 10
+
+
+@pytest.mark.parametrize("sizes", [(0, 5), (7, 0)])
+@pytest.mark.parametrize("draw", [kernel.draw_orthogonal, kernel.draw_gaussian])
+def test_sizes_must_be_positive(draw, sizes):
+    with pytest.raises(ValueError, match="must be at least 1, got num_features="):
+        draw(KEY, *sizes)
+
+
+def test_unknown_norms_name_the_known():
+    with pytest.raises(ValueError, match="one of chi, fixed, got 'gauss'"):
+        kernel.draw_orthogonal(KEY, 7, 5, norms="gauss")
+
+
+def test_default_number_of_features():
+    assert [kernel.default_num_features(d) for d in (1, 32, 48)] == [1, 110, 185]
+
+
+def draw(layer, index=0, **kwargs):
+    return kernel.draw_random_features(
+        KEY, layer=layer, index=index, num_features=7, depth=5, **kwargs
+    )
+
+
+def test_redraw_is_a_pure_function_of_key_layer_and_index():
+    collection = {"a": [draw(0), draw(1, norms="fixed")], "b": jnp.ones(3)}
+    drawn = kernel.redraw(collection, KEY, 11)
+    again = kernel.redraw(kernel.redraw(collection, KEY, 2), KEY, 11)
+    for ours, theirs in zip(
+        jax.tree.leaves(drawn), jax.tree.leaves(again), strict=True
+    ):
+        np.testing.assert_array_equal(ours, theirs)
+    assert jax.tree.structure(drawn) == jax.tree.structure(collection)
+    np.testing.assert_array_equal(
+        drawn["a"][1].projection, draw(1, 11, norms="fixed").projection
+    )
+    np.testing.assert_array_equal(drawn["b"], 1.0)
+    projections = [draw(0), draw(1), draw(0, 1), draw(0, orthogonal=False)]
+    for i, one in enumerate(projections):
+        for other in projections[i + 1 :]:
+            assert np.abs(one.projection - other.projection).min() > 0
+
+
+def test_redraw_inside_a_compiled_step_keeps_shapes_and_dtypes():
+    features = dataclasses.replace(
+        draw(2), projection=draw(2).projection.astype(jnp.bfloat16)
+    )
+
+    @jax.jit
+    def step(collection, number):
+        return jax.lax.cond(
+            number % 5 == 0,
+            lambda c: kernel.redraw(c, KEY, number // 5),
+            lambda c: c,
+            collection,
+        )
+
+    kept, redrawn = step([features], 4)[0], step([features], 5)[0]
+    assert redrawn.layer == 2 and redrawn.projection.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(kept.projection, features.projection)
+    np.testing.assert_array_equal(
+        redrawn.projection, draw(2, 1).projection.astype(jnp.bfloat16)
+    )

@@ -16,6 +16,8 @@ class ImageSet:
         test_split: the TFDS split used as test images.
         embedded: whether a subset of it ships with the package.
         class_names: where TFDS knows the classes by number only.
+        archive_prefix: of the file names of its archives, among others of TFDS's set.
+        digest: of the full set, see `content_digest`; "" where it is not known.
         licence: and attribution, for the embedded ones.
         citation: BibTeX, for the embedded ones.
     """
@@ -24,6 +26,8 @@ class ImageSet:
     test_split: str = "test"
     embedded: bool = False
     class_names: tuple[str, ...] = ()
+    archive_prefix: str = ""
+    digest: str = ""
     licence: str = ""
     citation: str = ""
 
@@ -33,6 +37,7 @@ SETS = {
         title="MNIST",
         embedded=True,
         class_names=tuple("0123456789"),
+        digest="c76374e3064cfb4af38cb9138cd1e24f1311085d62cfa8b22774262aef3f4c64",
         licence="CC BY-SA 3.0, Yann LeCun, Corinna Cortes, Christopher J. C. Burges",
         citation="""@article{lecun2010mnist,
   title={MNIST handwritten digit database},
@@ -57,6 +62,7 @@ SETS = {
             "Bag",
             "Ankle boot",
         ),
+        digest="92896f6d7bdb656623636a2adaf6228fac50359acc7860ee754e8af905f40f7e",
         licence="MIT, Copyright (c) 2017 Zalando SE",
         citation="""@article{xiao2017fashion,
   title={Fashion-MNIST: a Novel Image Dataset for Benchmarking Machine Learning
@@ -67,5 +73,7 @@ SETS = {
 }""",
     ),
     "cifar10": ImageSet(title="CIFAR-10"),
-    "imagenet_resized/64x64": ImageSet(title="ImageNet 64x64", test_split="validation"),
+    "imagenet_resized/64x64": ImageSet(
+        title="ImageNet 64x64", test_split="validation", archive_prefix="Imagenet64_"
+    ),
 }

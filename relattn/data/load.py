@@ -6,6 +6,8 @@ import pathlib
 from ml_collections import ConfigDict
 
 from relattn.data.catalogue import EMBEDDED_FOLDER, EMBEDDED_VERSION, SETS
+from relattn.data.folder import read_folder
+from relattn.data.full import read_full
 from relattn.data.images import (
     ImageData,
     ImageSplit,
@@ -41,6 +43,7 @@ def load_images(config: ConfigDict) -> ImageData:
         ValueError: an unknown name or source, a damaged set, or a `num_validation`
             that leaves no training image.
         DatasetNotPreparedError: the set is not there; the message says how to get it.
+        FileNotFoundError: the image folder is not there.
 
     Example:
         >>> from ml_collections import ConfigDict
@@ -64,13 +67,31 @@ def load_embedded(config: ConfigDict) -> Source:
     """Reads a subset that ships with the package."""
     names = [name for name, entry in SETS.items() if entry.embedded]
     _check_choice("data.name", config.name, names, ' of the source "embedded"')
-    folder = pathlib.Path(EMBEDDED_FOLDER) / config.name / EMBEDDED_VERSION
+    folder = EMBEDDED_FOLDER / config.name / EMBEDDED_VERSION
     train, test, class_names = read_prepared(folder)
     origin = (
         f"the subset of {SETS[config.name].title} that ships with relattn "
         f"({len(train):,} training and {len(test):,} test images)"
     )
     return train, test, class_names, origin
+
+
+def load_full(config: ConfigDict) -> Source:
+    """Reads a full set that TFDS prepared, or prepares it first."""
+    _check_choice("data.name", config.name, list(SETS))
+    return read_full(
+        config.name, config.get("data_dir", ""), config.get("manual_dir", "")
+    )
+
+
+def load_folder(config: ConfigDict) -> Source:
+    """Reads a folder of images."""
+    if not config.get("data_dir", ""):
+        raise ValueError(
+            'data.data_dir is empty: data.source="folder" needs the folder that holds '
+            "train/<class>/*.jpg and test/<class>/*.jpg."
+        )
+    return read_folder(pathlib.Path(config.data_dir).expanduser())
 
 
 def _check_choice(key: str, value: str, choices: list[str], where: str = "") -> None:
@@ -82,4 +103,4 @@ def _check_choice(key: str, value: str, choices: list[str], where: str = "") -> 
     raise ValueError(f"Unknown {key}={value!r}{where}.{hint} Known: {listed}.")
 
 
-SOURCES = {"embedded": load_embedded}
+SOURCES = {"embedded": load_embedded, "tfds": load_full, "folder": load_folder}

@@ -1,21 +1,22 @@
 """Reads image sets that TFDS prepared, without TensorFlow."""
 
 import contextlib
+import hashlib
+import math
 import pathlib
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 import tensorflow_datasets as tfds
 from absl import logging
+from numpy.lib.format import open_memmap
 from tqdm import tqdm
 
 from relattn.data.images import ImageSplit
 
 CHUNK = 1000
-
-
-class DatasetNotPreparedError(FileNotFoundError):
-    """An image set is not on this machine; the message says how to prepare it."""
+# Beyond this many bytes of pixels a split is decoded once into a mapped file.
+MAPPED_BYTES = 4 * 10**9
 
 
 def find_prepared(name: str, data_dir: str) -> pathlib.Path | None:
@@ -28,20 +29,26 @@ def find_prepared(name: str, data_dir: str) -> pathlib.Path | None:
     Returns:
         ``<data_dir>/<name>/<version>``, if a complete one exists.
     """
-    root = pathlib.Path(data_dir or tfds.core.constants.DATA_DIR).expanduser()
     folders = [
         file.parent
-        for file in (root / name).glob("*/dataset_info.json")
+        for file in (data_root(data_dir) / name).glob("*/dataset_info.json")
         if tfds.core.Version.is_valid(file.parent.name)
     ]
-    newest = max(folders, key=lambda f: tfds.core.Version(f.name), default=None)
-    return newest
+    return max(folders, key=lambda f: tfds.core.Version(f.name), default=None)
+
+
+def data_root(data_dir: str) -> pathlib.Path:
+    """Returns the folder of the prepared sets, TFDS's default for ""."""
+    return pathlib.Path(data_dir or tfds.core.constants.DATA_DIR).expanduser()
 
 
 def read_prepared(
     folder: pathlib.Path, test_split: str = "test"
 ) -> tuple[ImageSplit, ImageSplit, tuple[str, ...]]:
-    """Reads the training and test images of a prepared set into memory.
+    """Reads the training and test images of a prepared set.
+
+    Into memory, but for a split of more than `MAPPED_BYTES` bytes: that is decoded once
+    into a file beside the set and mapped from there.
 
     Args:
         folder: ``<data_dir>/<name>/<version>``, written with
@@ -58,36 +65,58 @@ def read_prepared(
         builder = tfds.builder_from_directory(folder)
         class_names = tuple(builder.info.features["label"].names)
         train, test = (
-            _read_split(builder.as_data_source(split), f"Reading {folder.parent.name}")
+            _read_split(builder.as_data_source(split), folder, split)
             for split in ("train", test_split)
         )
     except Exception as error:
         raise ValueError(
-            f"The image set in {folder} cannot be read ({_first_line(error)}): delete "
-            "that folder and prepare the set again, as array_record, with `python -m "
-            "relattn.data.prepare`."
+            f"The image set in {folder} cannot be read ({describe(error)}): prepare it "
+            "again, as array_record, after deleting that folder or in another data_dir."
         ) from error
     return train, test, class_names
 
 
-def _read_split(source: Sequence, title: str) -> ImageSplit:
-    images, labels = None, np.empty(len(source), np.int32)
-    with (
-        _without_opencv_hint(),
-        tqdm(
-            total=len(source), desc=title, unit=" images", delay=2, disable=None
-        ) as bar,
-    ):
+def _read_split(source: Sequence, folder: pathlib.Path, split: str) -> ImageSplit:
+    shape = (len(source), *_decode(source, [0])[0]["image"].shape)
+    if math.prod(shape) > MAPPED_BYTES:
+        return _map_split(source, shape, folder / f"decoded-{split}")
+    images, labels = np.empty(shape, np.uint8), np.empty(len(source), np.int32)
+    _fill(source, images, labels, f"Reading {split} images")
+    return ImageSplit(images, labels)
+
+
+def _map_split(source: Sequence, shape: tuple, stem: pathlib.Path) -> ImageSplit:
+    final = [stem.with_name(f"{stem.name}-{kind}.npy") for kind in ("images", "labels")]
+    if not all(path.is_file() for path in final):
+        # Only a complete file gets the name that a later run trusts.
+        partial = [path.with_suffix(".partial") for path in final]
+        images = open_memmap(partial[0], "w+", np.uint8, shape)
+        labels = open_memmap(partial[1], "w+", np.int32, shape[:1])
+        _fill(source, images, labels, f"Decoding into {final[0]}")
+        for array, path, target in zip((images, labels), partial, final, strict=True):
+            array.flush()
+            path.rename(target)
+    # Copy on write: the validation split moves rows about, in memory only.
+    images, labels = (np.load(path, mmap_mode="c") for path in final)
+    return ImageSplit(images, labels)
+
+
+def _fill(source: Sequence, images: np.ndarray, labels: np.ndarray, title: str) -> None:
+    # A bar only for what takes more than two seconds, on a terminal.
+    with tqdm(
+        total=len(source), desc=title, unit=" images", delay=2, disable=None
+    ) as bar:
         for start in range(0, len(source), CHUNK):
             keys = list(range(start, min(start + CHUNK, len(source))))
-            for key, example in zip(keys, source.__getitems__(keys), strict=True):
-                if images is None:
-                    shape = (len(source), *example["image"].shape)
-                    images = np.empty(shape, np.uint8)
+            for key, example in zip(keys, _decode(source, keys), strict=True):
                 images[key] = example["image"]
                 labels[key] = example["label"]
             bar.update(len(keys))
-    return ImageSplit(images, labels)
+
+
+def _decode(source: Sequence, keys: list[int]) -> Sequence[dict]:
+    with _without_opencv_hint():
+        return source.__getitems__(keys)
 
 
 @contextlib.contextmanager
@@ -101,6 +130,25 @@ def _without_opencv_hint() -> Iterator[None]:
         logging.set_verbosity(verbosity)
 
 
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+def content_digest(train: ImageSplit, test: ImageSplit) -> str:
+    """Returns the SHA-256 of all images with their labels, whatever their order.
+
+    Args:
+        train: the training images.
+        test: the test images.
+
+    Returns:
+        The digest of the pairs of image and label, sorted by their bytes.
+    """
+    pairs = [
+        image.tobytes() + label.tobytes()
+        for split in (train, test)
+        for image, label in zip(split.images, split.labels, strict=True)
+    ]
+    return hashlib.sha256(b"".join(sorted(pairs))).hexdigest()
+
+
+def describe(error: BaseException) -> str:
+    """Returns the kind and the first line of an error."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -1,0 +1,98 @@
+"""Images in folders, one folder a class."""
+
+import pathlib
+
+import numpy as np
+from PIL import Image, UnidentifiedImageError
+from tqdm import tqdm
+
+from relattn.data.images import ImageSplit
+
+SUFFIXES = (".jpg", ".jpeg", ".png")
+LAYOUT = "expected train/<class>/*.jpg and test/<class>/*.jpg (or .png)"
+
+
+def read_folder(
+    root: pathlib.Path,
+) -> tuple[ImageSplit, ImageSplit, tuple[str, ...], str]:
+    """Reads ``train/<class>/*`` and ``test/<class>/*`` into memory.
+
+    The classes are numbered in the order of their names, the images are in the order
+    of class and file name. They have one channel if they are grey, else three.
+
+    Args:
+        root: the folder that holds ``train`` and ``test``.
+
+    Returns:
+        The training images, the test images, the names of the classes, and the origin.
+
+    Raises:
+        FileNotFoundError: `root` or one of its two folders is missing.
+        ValueError: a folder holds no images, an image cannot be read, has another size
+            than the first, or belongs to a class without training images.
+    """
+    train_files = list_images(root / "train")
+    test_files = list_images(root / "test")
+    class_names = tuple(sorted({file.parent.name for file in train_files}))
+    for file in test_files:
+        if file.parent.name not in class_names:
+            raise ValueError(
+                f"{file}: the class {file.parent.name!r} has no training images."
+            )
+    train = _read_split(train_files, class_names, train_files[0])
+    test = _read_split(test_files, class_names, train_files[0])
+    kinds = {file.suffix.lower().lstrip(".") for file in train_files + test_files}
+    names = {"jpg": "JPEG", "jpeg": "JPEG", "png": "PNG"}
+    kinds = " and ".join(sorted({names[kind] for kind in kinds}))
+    return train, test, class_names, f"{kinds} files in {root}"
+
+
+def list_images(folder: pathlib.Path) -> list[pathlib.Path]:
+    """Returns the image files of ``<folder>/<class>/``, sorted.
+
+    Raises:
+        FileNotFoundError: the folder is missing.
+        ValueError: it holds no images.
+    """
+    if not folder.is_dir():
+        raise FileNotFoundError(f"The image folder {folder} is missing: {LAYOUT}.")
+    files = sorted(
+        file for file in folder.glob("*/*") if file.suffix.lower() in SUFFIXES
+    )
+    if not files:
+        raise ValueError(f"The image folder {folder} holds no images: {LAYOUT}.")
+    return files
+
+
+def _read_split(
+    files: list[pathlib.Path], class_names: tuple[str, ...], model: pathlib.Path
+) -> ImageSplit:
+    shape = _read_image(model).shape
+    labels = {name: label for label, name in enumerate(class_names)}
+    images = np.empty((len(files), *shape), np.uint8)
+    title = f"Reading {files[0].parents[1].name} images"
+    bar = tqdm(files, desc=title, unit=" images", delay=2, disable=None)
+    for index, file in enumerate(bar):
+        image = _read_image(file)
+        if image.shape[:2] != shape[:2]:
+            raise ValueError(
+                f"{file} has {image.shape[1]}x{image.shape[0]} pixels, but {model} has "
+                f"{shape[1]}x{shape[0]}: resize all images to one size."
+            )
+        if image.shape[2] > shape[2]:
+            raise ValueError(f"{file} is in colour, but {model} is grey: convert one.")
+        # A grey image among coloured ones is repeated in all three channels.
+        images[index] = image
+    return ImageSplit(
+        images, np.array([labels[file.parent.name] for file in files], np.int32)
+    )
+
+
+def _read_image(file: pathlib.Path) -> np.ndarray:
+    try:
+        with Image.open(file) as image:
+            grey = image.mode in ("1", "L", "LA")
+            pixels = np.asarray(image.convert("L" if grey else "RGB"))
+    except (UnidentifiedImageError, OSError, SyntaxError) as error:
+        raise ValueError(f"{file} cannot be read as an image ({error}).") from error
+    return pixels[..., None] if grey else pixels

@@ -1,0 +1,110 @@
+"""Prepares a full image set once, with the official TFDS builder and TensorFlow.
+
+    python -m relattn.data.prepare --name=mnist [--data_dir=DIR] [--manual_dir=DIR]
+
+needs ``pip install relattn[prepare]``. Without ``--manual_dir``, a folder of the
+archives that TFDS would download, it needs a network. Reading the set afterwards needs
+neither.
+"""
+
+import argparse
+import importlib.util
+import pathlib
+import socket
+import urllib.parse
+import urllib.request
+from collections.abc import Iterable
+
+import tensorflow_datasets as tfds
+
+from relattn.data.catalogue import SETS
+from relattn.data.full import check_content
+from relattn.data.prepared import data_root, describe, find_prepared, read_prepared
+
+
+def prepare(name: str, data_dir: str = "", manual_dir: str = "") -> pathlib.Path:
+    """Writes a set in array_record format, unless it is there.
+
+    Args:
+        name: of the set, one of `SETS`.
+        data_dir: where TFDS keeps its sets; "" for its default folder.
+        manual_dir: archives that need no download; "" for none.
+
+    Returns:
+        The folder of the set.
+
+    Raises:
+        ImportError: TensorFlow is not installed.
+        ConnectionError: archives are missing and their host cannot be reached.
+        ValueError: the images are not those of the set.
+    """
+    folder = find_prepared(name, data_dir)
+    if folder is None:
+        if importlib.util.find_spec("tensorflow") is None:
+            raise ImportError("no TensorFlow: `pip install 'relattn[prepare]'` first")
+        root = data_root(data_dir)
+        builder = tfds.builder(name, data_dir=root, file_format="array_record")
+        check_archives(name, builder.url_infos, manual_dir)
+        builder.download_and_prepare(
+            # TFDS caches what it extracted by file name, and MNIST's archives are named
+            # like Fashion-MNIST's: each set needs a folder of its own.
+            download_dir=root / "downloads" / name,
+            download_config=tfds.download.DownloadConfig(
+                manual_dir=pathlib.Path(manual_dir).expanduser() if manual_dir else None
+            ),
+        )
+        folder = pathlib.Path(builder.data_path)
+    entry = SETS[name]
+    train, test, _ = read_prepared(folder, entry.test_split)
+    check_content(entry, folder, train, test)
+    return folder
+
+
+def check_archives(name: str, urls: Iterable[str], manual_dir: str) -> None:
+    """Raises if archives are missing that cannot be downloaded either.
+
+    TFDS would try again for minutes before it says so.
+
+    Args:
+        name: of the set.
+        urls: of its archives.
+        manual_dir: archives that need no download; "" for none.
+
+    Raises:
+        ConnectionError: the host of a missing archive cannot be reached.
+    """
+    folder = pathlib.Path(manual_dir).expanduser() if manual_dir else None
+    missing = {}
+    for url in urls:
+        file = url.rpartition("/")[2]
+        needed = file.startswith(SETS[name].archive_prefix)
+        if needed and not (folder and (folder / file).is_file()):
+            missing[file] = urllib.parse.urlsplit(url)
+    # Behind a proxy only a real download can tell.
+    if not missing or urllib.request.getproxies():
+        return
+    address = next(iter(missing.values()))
+    port = 443 if address.scheme == "https" else 80
+    try:
+        socket.create_connection((address.hostname, port), timeout=20).close()
+    except OSError as error:
+        where = f"{', '.join(missing)} not in {folder} and " if folder else ""
+        raise ConnectionError(f"{where}no connection to {address.hostname}") from error
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Prepares the set that the arguments name."""
+    parser = argparse.ArgumentParser(prog="python -m relattn.data.prepare")
+    parser.add_argument("--name", choices=list(SETS), required=True)
+    parser.add_argument("--data_dir", default="")
+    parser.add_argument("--manual_dir", default="")
+    options = parser.parse_args(argv)
+    try:
+        folder = prepare(options.name, options.data_dir, options.manual_dir)
+    except Exception as error:
+        parser.exit(1, f"{options.name} was not prepared: {describe(error)}\n")
+    print(f"{options.name} is prepared in {folder}")
+
+
+if __name__ == "__main__":
+    main()

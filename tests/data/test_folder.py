@@ -1,0 +1,123 @@
+"""Images in folders, one folder a class."""
+
+import numpy as np
+import pytest
+from ml_collections import ConfigDict
+from PIL import Image
+
+from relattn.data.folder import read_folder
+from relattn.data.load import load_images
+
+
+def write(root, name, pixels):
+    path = root / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(np.asarray(pixels, np.uint8)).save(path)
+    return path
+
+
+@pytest.fixture
+def root(tmp_path):
+    for index, name in enumerate(
+        ["train/b/2.png", "train/b/1.PNG", "train/a/3.png", "test/b/1.png"]
+    ):
+        write(tmp_path, name, np.full((3, 5, 3), index))
+    return tmp_path
+
+
+def test_classes_and_files_are_sorted(root):
+    (root / "train" / "a" / "notes.txt").write_text("not an image")
+    train, test, class_names, origin = read_folder(root)
+    assert class_names == ("a", "b")
+    assert train.images.shape == (3, 3, 5, 3) and train.images.dtype == np.uint8
+    assert train.images[:, 0, 0, 0].tolist() == [2, 1, 0]
+    assert train.labels.tolist() == [0, 1, 1] and train.labels.dtype == np.int32
+    assert test.labels.tolist() == [1]
+    assert origin == f"PNG files in {root}"
+
+
+def test_load_images_reads_a_folder_under_any_name(root):
+    config = ConfigDict({"name": "my flowers", "source": "folder"})
+    config.data_dir = str(root)
+    config.num_validation = 1
+    data = load_images(config)
+    assert (len(data.train), len(data.validation), len(data.test)) == (2, 1, 1)
+    assert (data.name, data.num_classes, data.image_shape) == (
+        "my flowers",
+        2,
+        (3, 5, 3),
+    )
+
+
+def test_jpeg_is_named_in_the_origin(root):
+    write(root, "test/a/1.jpeg", np.zeros((3, 5, 3)))
+    assert read_folder(root)[-1] == f"JPEG and PNG files in {root}"
+
+
+def test_grey_images_have_one_channel(tmp_path):
+    write(tmp_path, "train/a/1.png", np.full((3, 5), 7))
+    write(tmp_path, "test/a/1.png", np.full((3, 5), 11))
+    train, test, _, _ = read_folder(tmp_path)
+    assert train.images.shape == (1, 3, 5, 1)
+    assert (test.images == 11).all()
+
+
+def test_grey_among_coloured_ones_is_repeated(root):
+    write(root, "test/a/1.png", np.full((3, 5), 11))
+    _, test, _, _ = read_folder(root)
+    assert (test.images[0] == 11).all() and test.images.shape[-1] == 3
+
+
+def test_coloured_among_grey_ones(root):
+    write(root, "train/a/1.png", np.full((3, 5), 11))
+    with pytest.raises(ValueError, match=r"3.png is in colour, but .*1.png is grey"):
+        read_folder(root)
+
+
+def test_mixed_sizes(root):
+    write(root, "train/b/7.png", np.zeros((7, 11, 3)))
+    with pytest.raises(ValueError, match=r"b/7.png has 11x7 pixels, but .* has 5x3"):
+        read_folder(root)
+
+
+def test_corrupt_image(root):
+    (root / "train" / "b" / "1.PNG").write_bytes(b"not an image")
+    with pytest.raises(ValueError, match=r"1.PNG cannot be read as an image"):
+        read_folder(root)
+
+
+def test_truncated_image(root):
+    path = write(
+        root, "train/b/4.jpg", np.random.default_rng(0).integers(0, 256, (3, 5, 3))
+    )
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(ValueError, match=r"4.jpg cannot be read as an image"):
+        read_folder(root)
+
+
+def test_class_without_training_images(root):
+    write(root, "test/c/1.png", np.zeros((3, 5, 3)))
+    with pytest.raises(ValueError, match="class 'c' has no training images"):
+        read_folder(root)
+
+
+def test_missing_folder(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"train is missing: expected train/"):
+        read_folder(tmp_path)
+
+
+def test_missing_test_folder(tmp_path):
+    write(tmp_path, "train/a/1.png", np.zeros((3, 5, 3)))
+    with pytest.raises(FileNotFoundError, match=r"test is missing: expected train/"):
+        read_folder(tmp_path)
+
+
+def test_folder_without_images(tmp_path):
+    (tmp_path / "train" / "a").mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"train holds no images: expected train/"):
+        read_folder(tmp_path)
+
+
+def test_data_dir_must_be_given():
+    with pytest.raises(ValueError, match="data.data_dir is empty"):
+        load_images(ConfigDict({"name": "flowers", "source": "folder"}))

@@ -1,0 +1,76 @@
+"""Reading sets that TFDS prepared."""
+
+import shutil
+
+import numpy as np
+import pytest
+
+from relattn.data.images import ImageSplit
+from relattn.data.prepared import content_digest, find_prepared, read_prepared
+
+
+def expected_images(n):
+    rng = np.random.default_rng(n)
+    return np.stack([rng.integers(0, 256, (5, 7), np.uint8) for _ in range(n)])
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_images_labels_and_classes(write_set, monkeypatch, mapped):
+    monkeypatch.setattr("relattn.data.prepared.CHUNK", 3)
+    if mapped:
+        monkeypatch.setattr("relattn.data.prepared.MAPPED_BYTES", 0)
+    _, folder = write_set("mnist", train=11, test=5)
+    for _ in range(2):
+        train, test, class_names = read_prepared(folder)
+        for split, n in ((train, 11), (test, 5)):
+            np.testing.assert_array_equal(split.images[..., 0], expected_images(n))
+            np.testing.assert_array_equal(split.labels, np.arange(n) % 2)
+            assert isinstance(split.images, np.memmap) == mapped
+            split.images[:] = 0
+        assert class_names == ("cat", "dog")
+
+
+def test_a_decoding_cut_short_is_not_trusted(write_set, monkeypatch):
+    monkeypatch.setattr("relattn.data.prepared.MAPPED_BYTES", 0)
+    _, folder = write_set("mnist", train=11, test=5)
+    (folder / "decoded-train-images.partial").write_bytes(b"half of it")
+    train, _, _ = read_prepared(folder)
+    np.testing.assert_array_equal(train.images[..., 0], expected_images(11))
+    assert not list(folder.glob("*.partial"))
+
+
+def test_the_newest_version_is_found(write_set):
+    data_dir, folder = write_set("mnist", train=2, test=2)
+    for version in ("3.0.0", "10.0.0", "incomplete.XYZ_11.0.0"):
+        shutil.copytree(folder, folder.with_name(version))
+    (folder.with_name("12.0.0")).mkdir()
+    assert find_prepared("mnist", data_dir).name == "10.0.0"
+    assert find_prepared("cifar10", data_dir) is None
+
+
+@pytest.mark.parametrize("damage", ["features.json", "dataset_info.json", "*train*"])
+def test_damaged_sets(write_set, damage):
+    _, folder = write_set("mnist", train=11, test=5)
+    for file in folder.glob(damage):
+        file.write_bytes(file.read_bytes()[:40])
+    with pytest.raises(ValueError, match=r"mnist.3.0.1 cannot be read .*prepare it"):
+        read_prepared(folder)
+
+
+def test_missing_test_split(write_set):
+    _, folder = write_set("mnist", train=11)
+    with pytest.raises(ValueError, match="cannot be read .*test"):
+        read_prepared(folder)
+
+
+def test_digest_knows_content_but_not_order():
+    images = expected_images(7)[..., None]
+    labels = np.arange(7, dtype=np.int32)
+
+    def digest(order, labels=labels, cut=4):
+        parts = order[:cut], order[cut:]
+        return content_digest(*(ImageSplit(images[p], labels[p]) for p in parts))
+
+    order = np.arange(7)
+    assert digest(order) == digest(order[::-1]) == digest(order, cut=5)
+    assert digest(order) != digest(order, labels=labels[::-1])

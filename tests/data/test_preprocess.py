@@ -1,0 +1,55 @@
+"""Scaling, resizing and standardising under jit."""
+
+import functools
+
+import chex
+import jax
+import numpy as np
+import pytest
+from PIL import Image
+
+from relattn.data.preprocess import preprocess
+
+IMAGES = np.random.default_rng(0).integers(0, 256, (3, 28, 28, 1), np.uint8)
+
+
+def test_same_size_only_scales():
+    chex.assert_trees_all_close(preprocess(IMAGES, image_size=28), IMAGES / 255)
+
+
+@pytest.mark.parametrize("size", [32, 13])
+def test_resizes_as_pillow_does(size):
+    images = preprocess(IMAGES, image_size=size)
+    for ours, image in zip(np.array(images), IMAGES, strict=True):
+        theirs = Image.fromarray(image[..., 0].astype(np.float32))
+        theirs = theirs.resize((size, size), Image.Resampling.BILINEAR)
+        np.testing.assert_allclose(ours[..., 0], np.asarray(theirs) / 255, atol=2e-6)
+
+
+def test_standardises():
+    images = np.random.default_rng(1).integers(0, 256, (101, 28, 28, 3), np.uint8)
+    mean, std = (images / 255).mean(axis=(0, 1, 2)), (images / 255).std(axis=(0, 1, 2))
+    mean, std = mean.astype(np.float32), std.astype(np.float32)
+    result = preprocess(images, image_size=28, mean=mean, std=std)
+    result = np.array(result, np.float64)
+    np.testing.assert_allclose(result.mean(axis=(0, 1, 2)), 0, atol=1e-5)
+    np.testing.assert_allclose(result.std(axis=(0, 1, 2)), 1, atol=1e-5)
+
+
+def test_under_jit_and_one_image_at_a_time():
+    function = functools.partial(preprocess, image_size=32)
+    expected = function(IMAGES)
+    chex.assert_trees_all_close(jax.jit(function)(IMAGES), expected, atol=1e-6)
+    for index in range(3):
+        one = function(IMAGES[index : index + 1])
+        chex.assert_trees_all_close(one[0], expected[index], atol=1e-6)
+
+
+def test_mean_without_std():
+    with pytest.raises(ValueError, match="mean and std go together"):
+        preprocess(IMAGES, image_size=28, mean=np.zeros(1, np.float32))
+
+
+def test_image_size_must_be_positive():
+    with pytest.raises(ValueError, match="image_size=0: it must be at least 1"):
+        preprocess(IMAGES, image_size=0)

@@ -1,5 +1,6 @@
 """Attention kernels: pure functions on arrays."""
 
+from relattn.kernels.banded import banded_attention as banded_attention
 from relattn.kernels.causal_linear import (
     causal_linear_attention as causal_linear_attention,
 )
@@ -36,6 +37,7 @@ __all__ = [
     "LinearState",
     "RandomFeatures",
     "absolute_frequencies",
+    "banded_attention",
     "causal_linear_attention",
     "causal_linear_attention_step",
     "causal_softmax_attention",

@@ -43,7 +43,10 @@ class CheckpointWriter:
         policy = checkpoint_managers.AnyPreservationPolicy(
             [
                 checkpoint_managers.LatestN(2),
-                checkpoint_managers.BestN(get_metric_fn=_rank, n=1),
+                # Without metrics: left by a run that was killed as it removed it.
+                checkpoint_managers.BestN(
+                    get_metric_fn=_rank, n=1, keep_checkpoints_without_metrics=False
+                ),
             ]
         )
         # Without best_fn the metrics are not written, and forgotten by a restart.

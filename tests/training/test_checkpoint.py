@@ -68,6 +68,13 @@ def test_the_latest_two_and_the_earliest_best_are_kept(tmp_path):
     assert checkpoint_steps(tmp_path) == [2, 8, 9]
 
 
+def test_what_a_kill_left_of_a_removed_checkpoint_goes_at_last(folder):
+    shutil.copytree(folder / "7", folder / "3")
+    shutil.rmtree(folder / "3" / "metrics")
+    save(folder, {9: 0.1, 11: 0.2, 13: 0.3})
+    assert checkpoint_steps(folder) == [7, 11, 13]
+
+
 def test_incomplete_folders_are_ignored(folder):
     unfinished = folder / "9.orbax-checkpoint-tmp"
     shutil.copytree(folder / "7", unfinished)

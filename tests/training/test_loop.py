@@ -1,14 +1,19 @@
 import json
 
+import chex
 import jax
 import numpy as np
 import pytest
 
+from relattn import data as data_lib
 from relattn import training
+from relattn.kernels.random_features import redraw
+from relattn.training import loop
 from relattn.training import run as run_lib
 from relattn.training.checkpoint import checkpoint_steps, read_meta, restore
 from relattn.training.metrics import read_rows
 from relattn.training.task import DataInfo, Task
+from tests.training.conftest import make_data
 
 pytestmark = pytest.mark.usefixtures("tiny")
 
@@ -144,8 +149,6 @@ def test_early_stopping_survives_a_restart(config, tmp_path, one_device):
 def test_a_non_finite_loss_names_its_step(
     config, tmp_path, one_device, monkeypatch, log_every
 ):
-    from relattn.training import loop
-
     make = loop.make_train_step
 
     def make_poisoned(*args, **kwargs):
@@ -179,14 +182,24 @@ def test_a_huge_learning_rate_is_caught(config, tmp_path, one_device):
 
 
 def test_random_features_are_those_of_the_redraw_index(config, tmp_path, one_device):
-    from relattn.kernels.random_features import redraw
-
     training.train_and_evaluate(config, tmp_path, devices=one_device)
     features = final_state(tmp_path).random_features
     expected = redraw(features, jax.random.key(config.seed), 15 // 4)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), features, expected
     )
+
+
+def test_nothing_is_traced_twice(config, tmp_path, monkeypatch):
+    chex.clear_trace_counter()
+    for name in ("make_train_step", "make_eval_step"):
+        make = getattr(loop, name)
+
+        def make_counted(*args, make=make, **kwargs):
+            return chex.assert_max_traces(make(*args, **kwargs), n=1)
+
+        monkeypatch.setattr(loop, name, make_counted)
+    training.train_and_evaluate(config, tmp_path, devices=jax.local_devices()[:2])
 
 
 def test_all_devices_train_and_evaluate(config, tmp_path):
@@ -235,9 +248,6 @@ def test_a_foreign_checkpoint_folder_is_left_alone(config, tmp_path):
 
 
 def test_validation_images_are_needed(config, tmp_path, monkeypatch):
-    from relattn import data as data_lib
-    from tests.training.conftest import make_data
-
     monkeypatch.setattr(
         data_lib, "load_images", lambda config: make_data(num_validation=0)
     )

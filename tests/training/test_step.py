@@ -1,4 +1,5 @@
 import chex
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 
 from relattn import models
 from relattn.kernels.random_features import redraw
+from relattn.training import default_config
 from relattn.training.schedule import make_optimizer, make_schedule
 from relattn.training.state import create_state, stream_key
 from relattn.training.step import cross_entropy, make_train_step, scalars
@@ -112,8 +114,6 @@ def test_state_is_a_pure_function_of_the_key():
 
 
 def test_a_collection_that_training_does_not_carry_is_refused():
-    import flax.linen as nn
-
     class Normalised(nn.Module):
         @nn.compact
         def __call__(self, images):
@@ -147,7 +147,7 @@ def test_a_whole_train_step_lowers_for_every_platform(attention):
     }
     model = models.build_model(config, num_classes=3, image_shape=(4, 4, 1))
     schedule = make_schedule("cosine", 1e-3, warmup_steps=2, num_steps=100)
-    options = ml_options(name="adamw", weight_decay=0.05, clip_norm=0.5)
+    options = optimizer_config(name="adamw", weight_decay=0.05, clip_norm=0.5)
     optimizer = make_optimizer(options, schedule)
     state = jax.eval_shape(
         lambda key: create_state(model, optimizer, key, (4, 4, 1)), jax.random.key(0)
@@ -164,9 +164,7 @@ def test_a_whole_train_step_lowers_for_every_platform(attention):
     assert exported.platforms == ("cpu", "cuda", "tpu")
 
 
-def ml_options(**options):
-    from relattn.training import default_config
-
+def optimizer_config(**options):
     config = default_config().optimizer
     config.update(options)
     return config

@@ -1,0 +1,65 @@
+"""Small Performers on the embedded Fashion-MNIST, minutes on one CPU core.
+
+    python train.py --config=configs/demo.py:VARIANT --workdir=DIR
+
+VARIANT is ``none``, ``learnable_sincos`` (absolute), ``constrained_sincos`` (strategy
+1) or ``banded`` (strategy 2). ``make demo`` trains two of them and compares the two
+under shifts of the images.
+"""
+
+from ml_collections import ConfigDict
+
+from configs.performer import VARIANTS
+from relattn.spec import closest
+from relattn.training import default_config
+
+
+def get_config(variant: str = "constrained_sincos") -> ConfigDict:
+    """The demo's recipe.
+
+    Args:
+        variant: Name of a variant.
+
+    Returns:
+        The locked configuration.
+
+    Raises:
+        ValueError: If the variant does not exist; names the closest.
+    """
+    if variant not in VARIANTS:
+        raise ValueError(
+            f"configs/demo.py has no argument {variant!r}: {closest(variant, VARIANTS)}"
+        )
+    config = default_config()
+    config.model = ConfigDict(
+        {
+            "name": "performer",
+            "dim": 64,
+            "num_layers": 2,
+            "heads": 4,
+            "mlp_dim": 256,
+            "patch_size": 4,
+            **VARIANTS[variant],
+            "attention_dropout": 0.0,
+            "dropout": 0.0,
+            "dtype": "float32",
+        }
+    )
+    config.data = ConfigDict(
+        {
+            "name": "fashion_mnist",
+            "source": "embedded",
+            "data_dir": "",
+            "manual_dir": "",
+            "image_size": 32,
+            "standardize": False,
+            "num_validation": 500,
+            "split_seed": 0,
+        }
+    )
+    config.batch_size = 64
+    config.num_epochs = 14
+    config.redraw_every = 1000
+    config.optimizer.update(name="adamw", learning_rate=2e-3, clip_norm=0.5)
+    config.schedule.update(name="cosine", warmup_steps=50)
+    return config.lock()

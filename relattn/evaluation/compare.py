@@ -1,0 +1,189 @@
+"""Compares trained runs under shifts of the test images."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+from ml_collections import ConfigDict
+
+from relattn.data import ImageSplit, load_images
+from relattn.evaluation import report
+from relattn.evaluation.curves import ShiftCurve, class_index, curves_of
+from relattn.evaluation.shift import ShiftedAccuracy, check_shift, shifted_accuracy
+from relattn.training import Run, load_run
+
+PUBLISHED_CLASS = 1
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Comparison:
+    """Runs under shifts.
+
+    Attributes:
+        results: One a run.
+        label: Of the class that is shown alone.
+        class_name: Its number and name.
+        max_shift: In pixels, both ways.
+        axis: ``"x"`` or ``"y"``.
+    """
+
+    results: tuple[ShiftedAccuracy, ...]
+    label: int
+    class_name: str
+    max_shift: int
+    axis: str
+
+    def one_class(self) -> tuple[ShiftCurve, ...]:
+        """Curves of the images of the one class that can move both ways.
+
+        Raises:
+            ValueError: If there is no such image.
+        """
+        return curves_of(self.results, self.label)
+
+    def every_class(self) -> tuple[ShiftCurve, ...]:
+        """Curves of all images at the shifts they allow.
+
+        Raises:
+            ValueError: If no image allows some shift.
+        """
+        return curves_of(self.results, None)
+
+    def panels(
+        self, curves: Sequence[ShiftCurve], images: str, *, published: bool
+    ) -> list[report.Panel]:
+        """A panel of the figure for each data set.
+
+        Args:
+            curves: From `one_class` or `every_class`.
+            images: Which images these are, for the titles.
+            published: Whether to draw the published curves where they are of the same
+                class and axis.
+
+        Returns:
+            The panels.
+        """
+        comparable = self.axis == "x" and self.label == PUBLISHED_CLASS
+        return [
+            report.Panel(
+                title=f"{dataset}, {images}",
+                curves=[curve for curve in curves if curve.dataset == dataset],
+                published=published and comparable,
+            )
+            for dataset in dict.fromkeys(curve.dataset for curve in curves)
+        ]
+
+
+def compare(
+    workdirs: Sequence[str | Path],
+    *,
+    max_shift: int = 8,
+    axis: str = "x",
+    class_name: str = "1",
+    checkpoint: str = "best",
+    data_dir: str | None = None,
+) -> Comparison:
+    """Evaluates runs on their test images at every shift.
+
+    Args:
+        workdirs: Folders of runs.
+        max_shift: In pixels, both ways.
+        axis: ``"x"`` or ``"y"``.
+        class_name: The class that is shown alone, by name or number.
+        checkpoint: ``"best"`` or ``"latest"``.
+        data_dir: Where the data set lies now; None is where it lay in training.
+
+    Returns:
+        What each run classifies rightly.
+
+    Raises:
+        ValueError: If an argument does not fit the runs.
+        CheckpointError: If a folder holds no run with a checkpoint.
+    """
+    if not workdirs:
+        raise ValueError("no run: name at least one folder by --workdir")
+    runs = [load_run(workdir, checkpoint) for workdir in workdirs]
+    for run in runs:
+        check_shift(max_shift, axis, run.config.data.image_size)
+    label, title = _one_label(runs, class_name)
+    names = [Path(workdir).name for workdir in workdirs]
+    if len(set(names)) < len(names):
+        names = [str(workdir) for workdir in workdirs]
+    tests: dict[str, ImageSplit] = {}
+    results = []
+    for run, name in zip(runs, names, strict=True):
+        config = ConfigDict(run.config.data.to_dict())
+        if data_dir is not None:
+            config.data_dir = data_dir
+        key = config.to_json()
+        if key not in tests:
+            tests[key] = load_images(config).test
+        results.append(
+            shifted_accuracy(run, tests[key], name=name, max_shift=max_shift, axis=axis)
+        )
+    return Comparison(tuple(results), label, title, max_shift, axis)
+
+
+def shift_report(
+    workdirs: Sequence[str | Path],
+    output: str | Path,
+    *,
+    classes: str = "1",
+    **options,
+) -> str:
+    """Writes ``shift.csv``, ``shift.png`` and ``summary.md`` about runs under shifts.
+
+    Args:
+        workdirs: Folders of runs. Those that differ only in their seed are averaged.
+        output: The folder to write to.
+        classes: ``"all"``, or the class of the curves, by name or number; with
+            ``"all"`` the summary's one class is 1.
+        **options: Of `compare`.
+
+    Returns:
+        The summary, in Markdown. It states the curves of one class and of all.
+
+    Raises:
+        ValueError: If an argument does not fit the runs, or no image can be shifted so.
+        CheckpointError: If a folder holds no run with a checkpoint.
+    """
+    class_name = "1" if classes == "all" else classes
+    comparison = compare(workdirs, class_name=class_name, **options)
+    every_class = comparison.every_class()
+    try:
+        one_class = comparison.one_class()
+    except ValueError:
+        if classes != "all":
+            raise
+        one_class = ()
+    if classes == "all":
+        shown, images = every_class, "all classes"
+    else:
+        shown, images = one_class, f"class {comparison.class_name}"
+    text = report.summary(
+        one_class,
+        every_class,
+        class_name=comparison.class_name,
+        max_shift=comparison.max_shift,
+        axis=comparison.axis,
+    )
+    output = Path(output)
+    output.mkdir(parents=True, exist_ok=True)
+    report.write_csv(shown, output / "shift.csv")
+    panels = comparison.panels(shown, images, published=classes != "all")
+    report.plot(panels, output / "shift.png", axis=comparison.axis)
+    (output / "summary.md").write_text(text)
+    return text
+
+
+def _one_label(runs: Sequence[Run], class_name: str) -> tuple[int, str]:
+    labels = [class_index(class_name, run.data.class_names) for run in runs]
+    if len(set(labels)) > 1:
+        raise ValueError(
+            f"class {class_name!r} has different labels in the runs' data sets: give "
+            "its number"
+        )
+    titles = dict.fromkeys(run.data.class_names[labels[0]] for run in runs)
+    return labels[0], f"{labels[0]} ({', '.join(titles)})"

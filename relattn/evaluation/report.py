@@ -1,0 +1,191 @@
+"""Shift curves as a table, a figure and a summary."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import importlib.resources
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from relattn.evaluation.curves import ShiftCurve
+
+COLUMNS = (
+    "run",
+    "dataset",
+    "model",
+    "shift_px",
+    "accuracy_mean",
+    "accuracy_std",
+    "num_images",
+)
+
+
+def published_curve(dataset: str, model: str) -> tuple[list[int], list[float]]:
+    """Figure 1 of Horn et al., from its authors' raw results.
+
+    Args:
+        dataset: ``"mnist"`` or ``"fashion_mnist"``; others have no curve.
+        model: ``"Absolute"``, ``"Rel. S1"``, ``"Rel. S2"`` or ``"No Pos."``.
+
+    Returns:
+        Shifts in pixels along x and the accuracies on class 1, both empty where the
+        figure has no such curve.
+
+    Example:
+        >>> shifts, accuracies = published_curve("fashion_mnist", "Rel. S1")
+        >>> shifts[0], accuracies[0]
+        (-8, 0.8963)
+    """
+    folder = importlib.resources.files("relattn.evaluation") / "published"
+    with (folder / "performer_figure1.csv").open() as file:
+        rows = [
+            row
+            for row in csv.DictReader(file)
+            if (row["dataset"], row["model"]) == (dataset, model)
+        ]
+    shifts = [int(row["shift_px"]) for row in rows]
+    return shifts, [float(row["accuracy"]) for row in rows]
+
+
+def write_csv(curves: Sequence[ShiftCurve], path: Path) -> None:
+    """Writes one row a curve and shift.
+
+    Args:
+        curves: What to write.
+        path: The file.
+    """
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(COLUMNS)
+        for curve in curves:
+            for pixels in curve.shifts:
+                mean, std, count = curve.at(pixels)
+                row = [curve.run, curve.dataset, curve.model, pixels]
+                writer.writerow([*row, f"{mean:.6f}", f"{std:.6f}", count])
+
+
+@dataclasses.dataclass(frozen=True)
+class Panel:
+    """One panel of the figure.
+
+    Attributes:
+        title: Which images.
+        curves: Of one data set.
+        published: Whether to draw the published curves, dashed.
+    """
+
+    title: str
+    curves: Sequence[ShiftCurve]
+    published: bool = False
+
+
+def plot(panels: Sequence[Panel], path: Path, *, axis: str = "x") -> None:
+    """Draws accuracy against shift, with a band of one standard deviation.
+
+    Args:
+        panels: From left to right.
+        path: The file; its suffix is the format.
+        axis: ``"x"`` or ``"y"``.
+    """
+    figure = Figure(figsize=(1 + 5 * len(panels), 4.2), layout="constrained")
+    places = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    for place, panel in zip(places, panels, strict=True):
+        for number, curve in enumerate(panel.curves):
+            color = f"C{number}"
+            label = _label(curve, panel.curves)
+            place.plot(curve.shifts, curve.mean, color=color, label=label)
+            place.fill_between(
+                curve.shifts,
+                (curve.mean - curve.std).clip(0, 1),
+                (curve.mean + curve.std).clip(0, 1),
+                color=color,
+                alpha=0.2,
+                linewidth=0,
+            )
+            shifts, accuracies = published_curve(curve.dataset, curve.published)
+            if panel.published and shifts:
+                label = f"{curve.published} (published)"
+                place.plot(shifts, accuracies, "--", color=color, lw=1, label=label)
+        place.set(title=panel.title, xlabel=f"shift along {axis} in pixels")
+        place.set_ylim(-0.02, 1.02)
+        place.grid(alpha=0.3)
+        place.legend(fontsize="small", loc="lower center")
+    places[0].set_ylabel("accuracy")
+    figure.savefig(path, dpi=150)
+
+
+def table(curves: Sequence[ShiftCurve]) -> str:
+    """A Markdown table of the curves at five of their shifts.
+
+    Args:
+        curves: Of the same shifts.
+
+    Returns:
+        A row a curve: mean, standard deviation and, where it changes with the shift,
+        the number of images.
+    """
+    largest = max(curves[0].shifts)
+    middle = 3 * largest // 4
+    shifts = list(dict.fromkeys([-largest, -middle, 0, middle, largest]))
+    header = ["data set", "model", "runs", *(f"{pixels:+d} px" for pixels in shifts)]
+    lines = ["| " + " | ".join(header) + " |", "| --- " * len(header) + "|"]
+    for curve in curves:
+        cells = [curve.dataset, _label(curve, curves), str(curve.num_runs)]
+        for pixels in shifts:
+            mean, std, count = curve.at(pixels)
+            cells.append(f"{mean:.3f} ± {std:.3f} ({count})")
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def summary(
+    one_class: Sequence[ShiftCurve],
+    every_class: Sequence[ShiftCurve],
+    *,
+    class_name: str,
+    max_shift: int,
+    axis: str,
+) -> str:
+    """States the figure of one class and the stricter one of all classes.
+
+    Args:
+        one_class: Curves of one class, perhaps none.
+        every_class: Curves of all classes.
+        class_name: Of the one class.
+        max_shift: In pixels.
+        axis: ``"x"`` or ``"y"``.
+
+    Returns:
+        Markdown.
+    """
+    parts = [f"# Accuracy under shifts along {axis}", f"## Class {class_name}"]
+    if one_class:
+        parts += [
+            f"The test images of this class that can move {max_shift} pixels both ways "
+            "without losing a non-zero pixel. One class alone flatters a model that "
+            "names it too often.",
+            table(one_class),
+        ]
+    else:
+        parts += [
+            f"No test image of this class can move {max_shift} pixels both ways "
+            "without losing a non-zero pixel."
+        ]
+    parts += [
+        "## All classes",
+        "At every shift the test images, of any class, that lose no non-zero pixel by "
+        "it: fewer, and other ones, the larger the shift.",
+        table(every_class),
+        "Mean accuracy ± standard deviation (number of images): over the runs that "
+        "differ in their seed; of a single run, the binomial sqrt(p (1 - p) / n).",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _label(curve: ShiftCurve, others: Sequence[ShiftCurve]) -> str:
+    same = [other for other in others if other.dataset == curve.dataset]
+    alike = sum(other.model == curve.model for other in same)
+    return f"{curve.model} [{curve.run}]" if alike > 1 else curve.model

@@ -1,0 +1,253 @@
+"""How accuracy holds when the test images are shifted (Horn et al., figure 1).
+
+The images are resized as for the model, shifted by whole pixels with zeros moving in,
+and only then standardised. Positive shifts go right (axis x) or down (axis y).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+from tqdm import tqdm
+
+from relattn.data import ImageSplit, preprocess
+from relattn.training import Run, make_predict_fn
+from relattn.training.config import FREE_KEYS, flatten
+
+AXES = {"y": 1, "x": 2}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ShiftedAccuracy:
+    """Which test images one run classifies rightly at each shift.
+
+    Attributes:
+        run: The run's name.
+        dataset: The data set's name.
+        attention: Spec of the model's attention.
+        position: Spec of the model's position.
+        recipe: The run's configuration without its seed; runs that share it are
+            repetitions of each other.
+        shifts: In pixels.
+        correct: Whether the image is classified rightly; False where not allowed.
+        allowed: Whether the image loses no non-zero pixel at this shift.
+        both_ways: Whether the image allows every shift.
+        labels: The images' classes.
+    """
+
+    run: str
+    dataset: str
+    attention: str
+    position: str
+    recipe: str
+    shifts: tuple[int, ...]
+    correct: Bool[np.ndarray, "shifts n"]
+    allowed: Bool[np.ndarray, "shifts n"]
+    both_ways: Bool[np.ndarray, "n"]
+    labels: Int[np.ndarray, "n"]
+
+
+def check_shift(max_shift: int, axis: str, image_size: int) -> None:
+    """Raises unless images of this size can be shifted so.
+
+    Args:
+        max_shift: In pixels, both ways.
+        axis: ``"x"`` or ``"y"``.
+        image_size: Height and width of the images.
+
+    Raises:
+        ValueError: If the axis does not exist, or the shift is negative or would move
+            every pixel out of the image.
+
+    Example:
+        >>> check_shift(8, "x", image_size=32)
+    """
+    if axis not in AXES:
+        raise ValueError(f"axis must be x or y, got {axis!r}")
+    if not 0 <= max_shift < image_size:
+        raise ValueError(
+            f"max_shift={max_shift} does not fit images of {image_size} pixels: "
+            f"choose one from 0 to {image_size - 1}"
+        )
+
+
+def margins(
+    images: Float[np.ndarray, "n height width channels"], axis: str = "x"
+) -> Int[np.ndarray, "n 2"]:
+    """How far each image can move without losing a non-zero pixel.
+
+    Args:
+        images: Shape ``[n, height, width, channels]``.
+        axis: ``"x"`` or ``"y"``.
+
+    Returns:
+        Empty columns (rows) before and after the object, shape ``[n, 2]``: the largest
+        shifts left and right (up and down). An empty image has all of them twice.
+
+    Example:
+        >>> image = np.zeros((1, 1, 5, 1), np.float32)
+        >>> image[0, 0, 3] = 1
+        >>> margins(image).tolist()
+        [[3, 1]]
+    """
+    other = {"x": 1, "y": 2}[axis]
+    occupied = (images != 0).any(axis=(other, 3))
+    size = occupied.shape[1]
+    ends = np.stack([occupied.argmax(1), occupied[:, ::-1].argmax(1)], axis=1)
+    return np.where(occupied.any(1)[:, None], ends, size)
+
+
+def movable(
+    images: Float[np.ndarray, "n height width channels"],
+    max_shift: int,
+    axis: str = "x",
+) -> Bool[np.ndarray, "n"]:
+    """Which images can move both ways without losing a non-zero pixel.
+
+    Args:
+        images: Shape ``[n, height, width, channels]``, as the model sees them but for
+            standardisation.
+        max_shift: In pixels.
+        axis: ``"x"`` or ``"y"``.
+
+    Returns:
+        Shape ``[n]``.
+
+    Raises:
+        ValueError: If the axis or the shift does not fit the images.
+
+    Example:
+        >>> image = np.zeros((1, 1, 5, 1), np.float32)
+        >>> image[0, 0, 3] = 1
+        >>> movable(image, 1).tolist(), movable(image, 2).tolist()
+        ([True], [False])
+
+    Source:
+        Horn et al., figure 1.
+    """
+    check_shift(max_shift, axis, images.shape[AXES[axis]] if axis in AXES else 0)
+    return margins(images, axis).min(axis=1) >= max_shift
+
+
+def shift_images(
+    images: Float[Array, "batch height width channels"],
+    pixels: int | Int[Array, ""],
+    axis: str = "x",
+) -> Float[Array, "batch height width channels"]:
+    """Shifts images by whole pixels; zeros move in.
+
+    Args:
+        images: Shape ``[batch, height, width, channels]``.
+        pixels: Positive to the right (down); it may be traced.
+        axis: ``"x"`` or ``"y"``.
+
+    Returns:
+        The same shape.
+
+    Example:
+        >>> shift_images(jnp.asarray([1.0, 2, 3]).reshape(1, 1, 3, 1), -1).ravel()
+        Array([2., 3., 0.], dtype=float32)
+    """
+    size = images.shape[AXES[axis]]
+    source = jnp.arange(size) - pixels
+    # take() would count negative indices from the end.
+    source = jnp.where(source < 0, size, source)
+    return jnp.take(images, source, axis=AXES[axis], mode="fill", fill_value=0)
+
+
+def shifted_accuracy(
+    run: Run,
+    split: ImageSplit,
+    *,
+    name: str = "",
+    max_shift: int = 8,
+    axis: str = "x",
+    progress: bool = True,
+) -> ShiftedAccuracy:
+    """Evaluates a run on every image at every shift that the image allows.
+
+    Args:
+        run: A trained model.
+        split: Its test images.
+        name: The run's name; by default its folder's.
+        max_shift: The shifts are ``-max_shift..max_shift``.
+        axis: ``"x"`` or ``"y"``.
+        progress: Whether to show a progress bar on a terminal.
+
+    Returns:
+        Which images are right at which shift.
+
+    Raises:
+        ValueError: If the axis or the shift does not fit the images.
+    """
+    image_size = run.config.data.image_size
+    check_shift(max_shift, axis, image_size)
+    batch_size = run.config.eval_batch_size
+    images = _resized(split.images, image_size, batch_size)
+    shifts = tuple(range(-max_shift, max_shift + 1))
+    free = margins(images, axis)
+    allowed = np.stack([free[:, 0] >= -s if s < 0 else free[:, 1] >= s for s in shifts])
+    correct = np.zeros_like(allowed)
+    is_correct = _correct_fn(run, axis)
+    name = name or Path(run.workdir).name
+    with tqdm(
+        total=int(allowed.sum()),
+        desc=f"shifts of {name}",
+        unit="image",
+        disable=None if progress else True,
+    ) as bar:
+        for i, pixels in enumerate(shifts):
+            chosen = np.flatnonzero(allowed[i])
+            for start in range(0, len(chosen), batch_size):
+                batch = chosen[start : start + batch_size]
+                # The last batch is padded, so that one trace serves all.
+                padded = np.resize(batch, batch_size)
+                right = is_correct(images[padded], split.labels[padded], pixels)
+                correct[i, batch] = right[: len(batch)]
+                bar.update(len(batch))
+    return ShiftedAccuracy(
+        run=name,
+        dataset=run.config.data.name,
+        attention=run.config.model.attention,
+        position=run.config.model.position,
+        recipe=_recipe(run),
+        shifts=shifts,
+        correct=correct,
+        allowed=allowed,
+        both_ways=free.min(axis=1) >= max_shift,
+        labels=np.asarray(split.labels),
+    )
+
+
+def _resized(images: np.ndarray, image_size: int, batch_size: int) -> np.ndarray:
+    resize = jax.jit(lambda batch: preprocess(batch, image_size=image_size))
+    starts = range(0, len(images), batch_size)
+    return np.concatenate([resize(images[i : i + batch_size]) for i in starts])
+
+
+def _correct_fn(run: Run, axis: str):
+    predict = make_predict_fn(run)
+
+    @jax.jit
+    def shift(images, pixels):
+        images = shift_images(images, pixels, axis)
+        if not run.config.data.standardize:
+            return images
+        return (images - jnp.asarray(run.data.mean)) / jnp.asarray(run.data.std)
+
+    def is_correct(images, labels, pixels):
+        return np.asarray(predict(shift(images, pixels))).argmax(axis=-1) == labels
+
+    return is_correct
+
+
+def _recipe(run: Run) -> str:
+    config = flatten(run.config)
+    same = {key: config[key] for key in config if key not in (*FREE_KEYS, "seed")}
+    return json.dumps(same, sort_keys=True)

@@ -1,0 +1,65 @@
+import chex
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from ml_collections import ConfigDict
+
+from relattn.data import load_images
+from relattn.evaluation.shift import margins, movable, shift_images
+from tests.evaluation.shifting import moved
+
+MAX_SHIFT = 8
+
+
+@pytest.mark.parametrize("axis", ["x", "y"])
+@pytest.mark.parametrize("pixels", [-7, -1, 0, 2, 6])
+def test_shift_moves_every_pixel_and_fills_with_zeros(axis, pixels):
+    images = np.random.default_rng(0).normal(size=(3, 5, 7, 2)).astype(np.float32)
+    expected = np.stack([moved(image, pixels, axis) for image in images])
+    found = shift_images(jnp.asarray(images), pixels, axis)
+    chex.assert_trees_all_equal(np.asarray(found), expected)
+
+
+@pytest.mark.parametrize("axis", ["x", "y"])
+def test_movable_images_lose_nothing_and_the_others_do(axis):
+    rng = np.random.default_rng(1)
+    images = (rng.random((50, 11, 13, 1)) < 0.02).astype(np.float32)
+    for max_shift in (0, 1, 3, 10):
+        expected = [
+            all(
+                np.count_nonzero(moved(image, sign * max_shift, axis))
+                == np.count_nonzero(image)
+                for sign in (-1, 1)
+            )
+            for image in images
+        ]
+        chosen = movable(images, max_shift, axis)
+        if max_shift == 10:
+            # An empty image has nothing to lose.
+            assert chosen.sum() == sum(not image.any() for image in images)
+        chex.assert_trees_all_equal(chosen, np.array(expected))
+
+
+def test_an_empty_image_has_all_margins():
+    assert margins(np.zeros((1, 3, 5, 1), np.float32), "y").tolist() == [[3, 3]]
+
+
+@pytest.mark.parametrize("max_shift", [-1, 5, 8])
+def test_shift_larger_than_the_image_is_refused(max_shift):
+    with pytest.raises(ValueError, match=f"max_shift={max_shift} does not fit images"):
+        movable(np.zeros((1, 3, 5, 1), np.float32), max_shift)
+
+
+def test_unknown_axis_is_refused():
+    with pytest.raises(ValueError, match="axis must be x or y, got 'z'"):
+        movable(np.zeros((1, 3, 5, 1), np.float32), 1, "z")
+
+
+def test_the_embedded_images_can_move():
+    data = load_images(ConfigDict({"name": "fashion_mnist"}))
+    images = np.pad(data.test.images, ((0, 0), (2, 2), (2, 2), (0, 0))) / np.float32(
+        255
+    )
+    trousers = data.test.labels == 1
+    # Padded to 32 pixels rather than resized, they have more room than the model's.
+    assert movable(images, MAX_SHIFT)[trousers].sum() >= 50

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 
 from relattn.evaluation.curves import ShiftCurve
 
@@ -90,13 +91,15 @@ def plot(panels: Sequence[Panel], path: Path, *, axis: str = "x") -> None:
         path: The file; its suffix is the format.
         axis: ``"x"`` or ``"y"``.
     """
-    figure = Figure(figsize=(1 + 5 * len(panels), 4.2), layout="constrained")
+    figure = Figure(figsize=(1 + 5 * len(panels), 5), layout="constrained")
     places = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    lines: dict[str, Line2D] = {}
+    colors: dict[str, str] = {}
     for place, panel in zip(places, panels, strict=True):
-        for number, curve in enumerate(panel.curves):
-            color = f"C{number}"
+        for curve in panel.curves:
             label = _label(curve, panel.curves)
-            place.plot(curve.shifts, curve.mean, color=color, label=label)
+            color = colors.setdefault(label, f"C{len(colors)}")
+            (lines[label],) = place.plot(curve.shifts, curve.mean, color=color)
             place.fill_between(
                 curve.shifts,
                 (curve.mean - curve.std).clip(0, 1),
@@ -108,12 +111,16 @@ def plot(panels: Sequence[Panel], path: Path, *, axis: str = "x") -> None:
             shifts, accuracies = published_curve(curve.dataset, curve.published)
             if panel.published and shifts:
                 label = f"{curve.published} (published)"
-                place.plot(shifts, accuracies, "--", color=color, lw=1, label=label)
+                (lines[label],) = place.plot(
+                    shifts, accuracies, "--", color=color, lw=1
+                )
         place.set(title=panel.title, xlabel=f"shift along {axis} in pixels")
         place.set_ylim(-0.02, 1.02)
         place.grid(alpha=0.3)
-        place.legend(fontsize="small", loc="lower center")
     places[0].set_ylabel("accuracy")
+    figure.legend(
+        lines.values(), lines.keys(), loc="outside lower center", ncols=2, frameon=False
+    )
     figure.savefig(path, dpi=150)
 
 
@@ -130,7 +137,12 @@ def table(curves: Sequence[ShiftCurve]) -> str:
     largest = max(curves[0].shifts)
     middle = 3 * largest // 4
     shifts = list(dict.fromkeys([-largest, -middle, 0, middle, largest]))
-    header = ["data set", "model", "runs", *(f"{pixels:+d} px" for pixels in shifts)]
+    header = [
+        "data set",
+        "model",
+        "runs",
+        *(f"{pixels:+d} px" if pixels else "0 px" for pixels in shifts),
+    ]
     lines = ["| " + " | ".join(header) + " |", "| --- " * len(header) + "|"]
     for curve in curves:
         cells = [curve.dataset, _label(curve, curves), str(curve.num_runs)]

@@ -1,0 +1,333 @@
+"""The demo: Performers on real images, compared under shifts of the images.
+
+``python -m relattn.evaluation.demo --output=demo``, from the project's root, trains
+``configs/demo.py`` for each variant and seed by ``train.py``, and leaves ``shift.png``,
+``table.md`` and ``results.json``. Given again, it goes on where it was. Options that it
+does not know go to ``train.py``, as ``--config.num_epochs=3``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import importlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from relattn.evaluation import report
+from relattn.evaluation.compare import compare
+from relattn.evaluation.curves import ShiftCurve
+from relattn.training.metrics import read_rows
+
+CONFIG = "configs/demo.py"
+VARIANTS = ("learnable_sincos", "constrained_sincos")
+CLASS_SHIFT = 8
+ALL_SHIFT = 6
+POLL_SECONDS = 0.5
+BAR = "{desc} {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
+
+
+@dataclasses.dataclass
+class Training:
+    """One run of ``train.py`` in a process of its own.
+
+    Attributes:
+        variant: Argument of the configuration.
+        seed: Of the run.
+        workdir: Its folder.
+        num_epochs: Of the run.
+        overrides: More options of ``train.py``.
+        core: The core it is bound to; None leaves that to the system.
+        process: Once started.
+        bar: Its progress bar, once started.
+        shown: How many rows of its log the bar has shown.
+    """
+
+    variant: str
+    seed: int
+    workdir: Path
+    num_epochs: int
+    overrides: Sequence[str] = ()
+    core: int | None = None
+    process: subprocess.Popen | None = None
+    bar: tqdm | None = None
+    shown: int = 0
+
+    @property
+    def name(self) -> str:
+        """Of the run, for people."""
+        return f"{self.variant}, seed {self.seed}"
+
+    @property
+    def log(self) -> Path:
+        """The file that its output goes to."""
+        return self.workdir / "train.log"
+
+    def start(self, core: int | None) -> None:
+        """Starts the process.
+
+        Args:
+            core: The core to bind it to; None leaves that to the system.
+        """
+        command = [
+            sys.executable,
+            "train.py",
+            f"--config={CONFIG}:{self.variant}",
+            f"--workdir={self.workdir}",
+            f"--config.seed={self.seed}",
+            "--config.log_every_steps=10",
+            *self.overrides,
+        ]
+        self.workdir.mkdir(parents=True, exist_ok=True)
+        # Two runs may share one GPU.
+        environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                command, stdout=log, stderr=subprocess.STDOUT, env=environment
+            )
+        self.core = core
+        if core is not None and hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(self.process.pid, {core})
+        self.bar = tqdm(
+            total=self.num_epochs,
+            desc=self.name,
+            bar_format=BAR,
+            dynamic_ncols=True,
+            disable=None,
+        )
+
+    def show(self) -> None:
+        """Brings its bar up to what it has logged; without a terminal, prints lines."""
+        rows = read_rows(self.workdir / "metrics.jsonl")
+        for row in rows[self.shown :]:
+            self.bar.set_postfix(
+                {
+                    "loss": f"{row['train_loss']:.3f}",
+                    "accuracy": f"{row['train_accuracy']:.3f}",
+                    "examples/s": f"{row['examples_per_second']:.0f}",
+                },
+                refresh=False,
+            )
+            if self.bar.disable and "validation_accuracy" in row:
+                print(
+                    f"{self.name}: epoch {row['epoch']:.0f} of {self.num_epochs}, "
+                    f"validation accuracy {row['validation_accuracy']:.1%}",
+                    flush=True,
+                )
+        if len(rows) > self.shown:
+            self.bar.update(rows[-1]["epoch"] - self.bar.n)
+        self.shown = len(rows)
+
+    def finish(self) -> None:
+        """Says how it ended.
+
+        Raises:
+            RuntimeError: If it failed; shows the end of its log.
+        """
+        self.bar.close()
+        if self.process.returncode:
+            raise RuntimeError(
+                f"training {self.name} failed; {self.log} ends with:\n"
+                + self.log.read_text()[-2000:]
+            )
+        result = self.result()
+        tqdm.write(
+            f"{self.name}: {result['test_accuracy']:.1%} of the test images, "
+            f"{result['seconds']:.0f} s"
+        )
+
+    def result(self) -> dict[str, Any]:
+        """Its final metrics."""
+        return json.loads((self.workdir / "result.json").read_text())
+
+
+def train(trainings: Sequence[Training], jobs: int) -> None:
+    """Runs trainings side by side, with a progress bar each.
+
+    Args:
+        trainings: What to train; those that are complete take a few seconds.
+        jobs: How many at a time; if several, each is bound to a core of its own, which
+            uses small models' cores better than sharing them.
+
+    Raises:
+        RuntimeError: If one fails.
+    """
+    cores: list[int | None] = list(range(os.cpu_count() or 1))
+    if hasattr(os, "sched_getaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+    jobs = max(1, min(jobs, len(cores), len(trainings)))
+    free = cores[:jobs] if jobs > 1 else [None]
+    waiting, running = list(trainings), []
+    with contextlib.ExitStack() as stack:
+        while waiting or running:
+            while waiting and free:
+                training = waiting.pop(0)
+                training.start(free.pop(0))
+                stack.callback(training.process.terminate)
+                running.append(training)
+            time.sleep(POLL_SECONDS)
+            for training in list(running):
+                ended = training.process.poll() is not None
+                training.show()
+                if ended:
+                    running.remove(training)
+                    free.append(training.core)
+                    training.finish()
+
+
+def run_demo(
+    output: str | Path,
+    *,
+    variants: Sequence[str] = VARIANTS,
+    seeds: int = 1,
+    jobs: int = 2,
+    overrides: Sequence[str] = (),
+) -> str:
+    """Trains, evaluates under shifts, and writes the figure and the tables.
+
+    Args:
+        output: The folder to write to.
+        variants: Arguments of ``configs/demo.py``.
+        seeds: Number of runs of each variant, of seeds 0, 1, ...
+        jobs: Number of trainings at a time.
+        overrides: Options of ``train.py``.
+
+    Returns:
+        The table, in Markdown.
+
+    Raises:
+        ValueError: If a variant does not exist or the folder is not the project's root.
+        RuntimeError: If a training fails.
+    """
+    if seeds < 1:
+        raise ValueError(f"seeds must be at least 1, got {seeds}")
+    if not Path(CONFIG).exists():
+        raise ValueError(f"no {CONFIG} here: run the demo from the project's root")
+    output = Path(output)
+    print(f"Training {', '.join(variants)} by {CONFIG}; logs in {output}/*/train.log")
+    get_config = importlib.import_module("configs.demo").get_config
+    trainings = [
+        Training(
+            variant=variant,
+            seed=seed,
+            workdir=output / f"{variant}-{seed}",
+            num_epochs=get_config(variant).num_epochs,
+            overrides=overrides,
+        )
+        for seed in range(seeds)
+        for variant in variants
+    ]
+    train(trainings, jobs)
+    # By variant, then by seed: the order of the legend.
+    trainings.sort(key=lambda training: variants.index(training.variant))
+    comparison = compare([training.workdir for training in trainings])
+    one_class, every_class = comparison.one_class(), comparison.every_class()
+    images = f"class {comparison.class_name}"
+    panels = comparison.panels(one_class, images, published=True)
+    panels += comparison.panels(every_class, "all classes", published=False)
+    report.plot(panels, output / "shift.png")
+    results = {
+        variant: _results([t for t in trainings if t.variant == variant], one, every)
+        for variant, one, every in zip(variants, one_class, every_class, strict=True)
+    }
+    (output / "results.json").write_text(json.dumps(results, indent=2) + "\n")
+    text = demo_table(results, comparison.class_name)
+    (output / "table.md").write_text(text)
+    return text
+
+
+def _results(
+    trainings: Sequence[Training], one_class: ShiftCurve, every_class: ShiftCurve
+) -> dict[str, Any]:
+    results = [training.result() for training in trainings]
+    return {
+        "seeds": [training.seed for training in trainings],
+        "test_accuracy": [result["test_accuracy"] for result in results],
+        "seconds": [result["seconds"] for result in results],
+        "one_class": _curve(one_class),
+        "every_class": _curve(every_class),
+    }
+
+
+def _curve(curve: ShiftCurve) -> dict[str, Any]:
+    return {
+        "shift_px": list(curve.shifts),
+        "accuracy_mean": curve.mean.tolist(),
+        "accuracy_std": curve.std.tolist(),
+        "num_images": curve.num_images.tolist(),
+    }
+
+
+def demo_table(results: Mapping[str, Mapping[str, Any]], class_name: str) -> str:
+    """The demo's table.
+
+    Args:
+        results: By variant, as in ``results.json``.
+        class_name: Of the class that is shown alone.
+
+    Returns:
+        Markdown: a row a variant, means and, of several seeds, standard deviations.
+    """
+    shown = [("one_class", CLASS_SHIFT), ("every_class", ALL_SHIFT)]
+    header = ["model", "test images, unshifted"]
+    header += [f"class {class_name}, {sign}{CLASS_SHIFT} px" for sign in "-+"]
+    header += [f"all classes, {sign}{ALL_SHIFT} px" for sign in "-+"]
+    lines = ["| " + " | ".join(header) + " |", "| --- " * len(header) + "|"]
+    for variant, result in results.items():
+        seeds = len(result["seeds"])
+        accuracies = result["test_accuracy"]
+        spread = np.std(accuracies, ddof=1) if seeds > 1 else 0.0
+        cells = [variant, _cell(np.mean(accuracies), spread, seeds)]
+        for name, pixels in shown:
+            curve = result[name]
+            for shift in (-pixels, pixels):
+                i = curve["shift_px"].index(shift)
+                mean, std = curve["accuracy_mean"][i], curve["accuracy_std"][i]
+                cells.append(_cell(mean, std, seeds))
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(mean: float, std: float, seeds: int) -> str:
+    return f"{mean:.1%}" if seeds == 1 else f"{mean:.1%} ± {100 * std:.1f}"
+
+
+def main() -> None:
+    """Runs the demo as the command line says."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--output", default="demo", help="folder to write to")
+    parser.add_argument(
+        "--variants",
+        default=",".join(VARIANTS),
+        help="arguments of configs/demo.py, separated by commas",
+    )
+    parser.add_argument("--seeds", type=int, default=1, help="runs of each variant")
+    parser.add_argument("--jobs", type=int, default=2, help="trainings at a time")
+    arguments, overrides = parser.parse_known_args()
+    start = time.monotonic()
+    try:
+        text = run_demo(
+            arguments.output,
+            variants=arguments.variants.split(","),
+            seeds=arguments.seeds,
+            jobs=arguments.jobs,
+            overrides=overrides,
+        )
+    except (ValueError, RuntimeError) as error:
+        sys.exit(f"error: {error}")
+    print(f"\n{text}\nIn {time.monotonic() - start:.0f} s. Written to", end=" ")
+    print(f"{arguments.output}: shift.png, table.md, results.json")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+import pytest
+
+from relattn.evaluation.demo import demo_table, run_demo
+
+
+def curve(mean):
+    return {
+        "shift_px": list(range(-8, 9)),
+        "accuracy_mean": [mean + pixels / 100 for pixels in range(-8, 9)],
+        "accuracy_std": [0.012] * 17,
+        "num_images": [90] * 17,
+    }
+
+
+def test_demo_table_has_means_and_spreads():
+    results = {
+        "a": {
+            "seeds": [0],
+            "test_accuracy": [0.8],
+            "one_class": curve(0.5),
+            "every_class": curve(0.3),
+        },
+        "b": {
+            "seeds": [0, 1],
+            "test_accuracy": [0.8, 0.9],
+            "one_class": curve(0.5),
+            "every_class": curve(0.3),
+        },
+    }
+    lines = demo_table(results, "1 (Trouser)").splitlines()
+    assert lines[0].startswith("| model | test images, unshifted | class 1 (Trouser), ")
+    assert lines[2] == "| a | 80.0% | 42.0% | 58.0% | 24.0% | 36.0% |"
+    assert lines[3].startswith("| b | 85.0% ± 7.1 | 42.0% ± 1.2 | 58.0% ± 1.2 |")
+
+
+def test_demo_refuses_an_unknown_variant(tmp_path):
+    with pytest.raises(ValueError, match="did you mean 'learnable_sincos'"):
+        run_demo(tmp_path, variants=["learnable_sinco"])
+    with pytest.raises(ValueError, match="seeds must be at least 1, got 0"):
+        run_demo(tmp_path, seeds=0)
+
+
+def test_demo_shows_why_a_training_failed(tmp_path):
+    message = "learnable_sincos, seed 0 failed; .*train.log ends with:(.|\n)*num_steps"
+    with pytest.raises(RuntimeError, match=message):
+        run_demo(
+            tmp_path, variants=["learnable_sincos"], overrides=["--config.num_steps=-1"]
+        )
+
+
+def test_demo_runs_from_the_root_only(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="run the demo from the project's root"):
+        run_demo(tmp_path)

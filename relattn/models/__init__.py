@@ -9,6 +9,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from ml_collections import ConfigDict
 
 from relattn import spec
 from relattn.models.performer import Performer as Performer
@@ -19,7 +20,7 @@ __all__ = ["MODELS", "Performer", "build_model"]
 
 
 def build_model(
-    config: Mapping[str, Any], *, num_classes: int, image_shape: tuple[int, int, int]
+    config: ConfigDict | Mapping[str, Any], *, num_classes: int, image_shape: tuple[int, int, int]
 ) -> nn.Module:
     """Builds the model of ``config.model`` and checks it against the data.
 

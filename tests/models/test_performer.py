@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from ml_collections import ConfigDict
 
 from relattn.models import build_model
 from relattn.models.performer import patches
@@ -79,6 +80,11 @@ def test_without_position_the_model_sees_a_set():
     model, variables, images = make(attention="favor", position="constrained_sincos")
     logits = model.apply(variables, images)
     assert not np.allclose(model.apply(variables, shuffled), logits, atol=1e-3)
+
+
+def test_a_config_dict_will_do():
+    config = ConfigDict(CONFIG).lock()
+    assert build_model(config, num_classes=3, image_shape=SHAPE).num_layers == 2
 
 
 def test_layers_draw_projections_of_their_own():

@@ -1,0 +1,61 @@
+"""Whole models trained on one device and on four end with the same parameters."""
+
+import chex
+import jax
+import numpy as np
+import optax
+import pytest
+
+from relattn.models import Performer
+from relattn.training.parallel import DataParallel
+from relattn.training.state import create_state
+from relattn.training.step import make_train_step
+
+SHAPE = (4, 6, 1)
+BATCH, STEPS = 8, 5
+VARIANTS = [
+    ("softmax", "learnable_sincos"),
+    ("favor", "constrained_sincos"),
+    ("banded(clip=2)", "none"),
+]
+
+
+def train(devices, attention, position):
+    parallel = DataParallel(devices)
+    model = Performer(
+        num_classes=3,
+        dim=8,
+        num_layers=1,
+        heads=2,
+        mlp_dim=12,
+        attention=attention,
+        position=position,
+    )
+    # Adam would hide a gradient of the wrong scale.
+    optimizer, key = optax.sgd(0.1), jax.random.key(3)
+    step = make_train_step(
+        model,
+        optimizer,
+        lambda images: images,
+        redraw_every=2,
+        axis_name=parallel.axis_name,
+    )
+    step = parallel.train_step(step)
+    state = parallel.replicate(create_state(model, optimizer, key, SHAPE))
+    generator = np.random.default_rng(0)
+    for _ in range(STEPS):
+        batch = {
+            "image": generator.random((BATCH, *SHAPE), np.float32),
+            "label": generator.integers(0, 3, BATCH).astype(np.int32),
+        }
+        state, _ = step(state, parallel.shard(batch), key)
+    return parallel.fetch(state)
+
+
+@pytest.mark.parametrize(("attention", "position"), VARIANTS)
+def test_one_device_and_four_give_the_same_parameters(attention, position):
+    one = train(jax.local_devices()[:1], attention, position)
+    four = train(jax.local_devices(), attention, position)
+    assert len(jax.local_devices()) == 4
+    chex.assert_trees_all_close(one.params, four.params, atol=2e-6)
+    chex.assert_trees_all_equal(one.random_features, four.random_features)

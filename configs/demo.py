@@ -53,12 +53,12 @@ def get_config(variant: str = "constrained_sincos") -> ConfigDict:
             "manual_dir": "",
             "image_size": 32,
             "standardize": False,
-            "num_validation": 500,
+            "num_validation": 250,
             "split_seed": 0,
         }
     )
     config.batch_size = 64
-    config.num_epochs = 14
+    config.num_epochs = 20
     config.redraw_every = 1000
     config.optimizer.update(name="adamw", learning_rate=2e-3, clip_norm=0.5)
     config.schedule.update(name="cosine", warmup_steps=50)

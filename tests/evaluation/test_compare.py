@@ -1,0 +1,104 @@
+import csv
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from relattn.data import load_images
+from relattn.evaluation.compare import shift_report
+from relattn.evaluation.shift import shifted_accuracy
+from relattn.training import CheckpointError, load_run, train_and_evaluate
+from tests.evaluation.shifting import moved
+
+ROOT = Path(__file__).parents[2]
+
+
+def tiny_config(seed=0):
+    config = importlib.import_module("configs.performer").get_config(
+        "fashion_mnist,smoke"
+    )
+    config.seed = seed
+    config.num_steps = 2
+    config.model.num_layers = 1
+    config.progress = False
+    return config
+
+
+@pytest.fixture(scope="module")
+def workdir(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "tiny"
+    train_and_evaluate(tiny_config(), str(folder))
+    return folder
+
+
+def test_shifted_accuracy_is_the_models(workdir):
+    run = load_run(str(workdir))
+    data = load_images(run.config.data)
+    small = type(data.test)(data.test.images[:37], data.test.labels[:37])
+    run.config.eval_batch_size = 16
+    found = shifted_accuracy(run, small, max_shift=3, axis="y")
+    images = np.asarray(run.preprocess(small.images))
+    variables = jax.device_put(run.variables)
+    for row, pixels in enumerate(found.shifts):
+        shifted = jnp.stack([moved(image, pixels, "y") for image in images])
+        logits = run.model.apply(variables, shifted, deterministic=True)
+        right = np.asarray(logits.argmax(axis=-1)) == small.labels
+        chex.assert_trees_all_equal(found.correct[row], right & found.allowed[row])
+    assert found.allowed[3].all()
+
+
+def test_report_has_a_row_a_shift_and_both_figures(workdir, tmp_path):
+    text = shift_report([workdir], tmp_path, max_shift=2, classes="trouser")
+    with (tmp_path / "shift.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert list(rows[0]) == [
+        "run",
+        "dataset",
+        "model",
+        "shift_px",
+        "accuracy_mean",
+        "accuracy_std",
+        "num_images",
+    ]
+    assert [int(row["shift_px"]) for row in rows] == [-2, -1, 0, 1, 2]
+    assert len({row["num_images"] for row in rows}) == 1
+    assert (tmp_path / "shift.png").read_bytes()[1:4] == b"PNG"
+    assert text == (tmp_path / "summary.md").read_text()
+    assert "## Class 1 (Trouser)" in text
+    assert "## All classes" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_shift": 32}, "max_shift=32 does not fit images of 32 pixels"),
+        ({"axis": "z"}, "axis must be x or y"),
+        ({"classes": "trouserr"}, "did you mean 'Trouser'"),
+        ({"max_shift": 31}, "no test image of fashion_mnist can move 31 pixels"),
+    ],
+)
+def test_report_refuses_what_does_not_fit(workdir, tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        shift_report([workdir], tmp_path / "out", **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_run_without_checkpoint_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match=str(tmp_path)):
+        shift_report([tmp_path], tmp_path / "out")
+
+
+def test_the_command_states_its_error_in_one_line(tmp_path):
+    command = [sys.executable, "eval_shift.py", "--workdir=no/run"]
+    run = subprocess.run(
+        [*command, f"--output={tmp_path}"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert run.returncode == 2
+    assert "error: no complete checkpoint in no/run" in run.stderr
+    assert "Traceback" not in run.stderr

@@ -20,7 +20,10 @@ __all__ = ["MODELS", "Performer", "build_model"]
 
 
 def build_model(
-    config: ConfigDict | Mapping[str, Any], *, num_classes: int, image_shape: tuple[int, int, int]
+    config: ConfigDict | Mapping[str, Any],
+    *,
+    num_classes: int,
+    image_shape: tuple[int, int, int],
 ) -> nn.Module:
     """Builds the model of ``config.model`` and checks it against the data.
 

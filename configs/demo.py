@@ -59,7 +59,8 @@ def get_config(variant: str = "constrained_sincos") -> ConfigDict:
     )
     config.batch_size = 64
     config.num_epochs = 20
-    config.redraw_every = 1000
+    # A redraw costs epochs to recover from, more than so short a run has.
+    config.redraw_every = 0
     config.optimizer.update(name="adamw", learning_rate=2e-3, clip_norm=0.5)
     config.schedule.update(name="cosine", warmup_steps=50)
     return config.lock()

@@ -192,8 +192,8 @@ def _performer_pytorch(causal):
 
 _TORCH = {"framework": "torch", "requires": ("torch",)}
 _PERFORMER = {"framework": "torch", "requires": ("torch", "performer_pytorch")}
-# Scores and weights; backward their gradients too.
-_DENSE = {"score_matrices": (2, 4)}
+# As measured: scores, weights, their gradients and what lies between.
+_DENSE = {"score_matrices": (2, 5)}
 
 CASES: dict[str, Case] = {
     "linear": Case(_of_features(kernels.linear_attention)),

@@ -1,7 +1,7 @@
 """Naive float64 references of every kernel, written to be read.
 
-Each function takes and returns arrays without leading axes and spells its equation out
-query by query. Run them under ``jax.enable_x64(True)``.
+Each function takes and returns arrays without leading axes and forms all n x m weights.
+Run them under ``jax.enable_x64(True)``.
 """
 
 import jax
@@ -43,15 +43,10 @@ def constrained_scores(query_positions, key_positions, frequencies, coefficients
     return jnp.stack(rows)
 
 
-def softmax_attention(q, k, v, allowed, bias=None):
-    """Row by row, over the keys that ``allowed [n, m]`` lets the query see."""
-    rows = []
-    for i, query in enumerate(q):
-        scores = k @ query / len(query) ** 0.5
-        if bias is not None:
-            scores = scores + bias[i]
-        rows.append(_weighted_mean(jnp.where(allowed[i], jnp.exp(scores), 0.0), v))
-    return jnp.stack(rows)
+def softmax_attention(q, k, v, allowed, bias=0.0):
+    """Over the keys that ``allowed [n, m]`` lets a query see."""
+    weights = jnp.exp(q @ k.T / q.shape[1] ** 0.5 + bias)
+    return _weighted_mean(jnp.where(allowed, weights, 0.0), v)
 
 
 def positive_features(x, projection):
@@ -74,18 +69,14 @@ def relu_features(x, projection, bias=0.0, eps=1e-3):
 
 def linear_attention(q, k, v, feature_map, allowed):
     """Weights phi(q_i) . phi(k_j), for a map of single vectors."""
-    keys = jnp.stack([feature_map(key) for key in k])
-    rows = []
-    for i, query in enumerate(q):
-        weights = keys @ feature_map(query)
-        rows.append(_weighted_mean(jnp.where(allowed[i], weights, 0.0), v))
-    return jnp.stack(rows)
+    weights = jax.vmap(feature_map)(q) @ jax.vmap(feature_map)(k).T
+    return _weighted_mean(jnp.where(allowed, weights, 0.0), v)
 
 
 def _weighted_mean(weights, v):
     """Zeros where there is nothing to weigh."""
-    total = weights.sum()
-    return jnp.where(total == 0, 0.0, weights @ v / jnp.where(total == 0, 1.0, total))
+    total = weights.sum(axis=1, keepdims=True)
+    return weights @ v / jnp.where(total == 0, 1.0, total)
 
 
 def banded_attention(q, v, table, log_phi, grid, num_prefix=0, key_mask=None):

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 
 from relattn.nn.blocks import TransformerBlock
 from relattn.nn.build import build
+from relattn.nn.linear import Linear
 
 
 class Performer(nn.Module):
@@ -76,7 +77,7 @@ class Performer(nn.Module):
             num_layers=self.num_layers,
         )
         tokens, grid = patches(images, self.patch_size)
-        x = nn.Dense(self.dim, dtype=self.dtype, name="embedding")(tokens)
+        x = Linear(self.dim, dtype=self.dtype, name="embedding")(tokens)
         position = make_position(name="position")
         if position.site == "tokens":
             x = position(x, grid)
@@ -102,7 +103,7 @@ class Performer(nn.Module):
                 position=layers[layer],
                 deterministic=deterministic,
             )
-        return nn.Dense(self.num_classes, name="head")(x[:, 0].astype(jnp.float32))
+        return Linear(self.num_classes, name="head")(x[:, 0].astype(jnp.float32))
 
 
 def patches(

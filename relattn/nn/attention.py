@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float
 
 from relattn import offsets, spec
 from relattn.kernels import banded, linear, random_features, softmax
+from relattn.nn.linear import Linear
 
 FEATURE_MAPS = {
     "positive": random_features.positive_features,
@@ -61,7 +62,7 @@ class MultiHeadAttention(nn.Module):
     ) -> Float[Array, "batch {heads} n depth"]:
         """A linear projection to ``heads`` heads; for use in ``__call__``."""
         width = heads * self.depth
-        out = nn.Dense(width, use_bias=self.qkv_bias, dtype=self.dtype, name=name)(x)
+        out = Linear(width, use_bias=self.qkv_bias, dtype=self.dtype, name=name)(x)
         return out.reshape(*out.shape[:-1], heads, self.depth).swapaxes(-2, -3)
 
     def merge(
@@ -70,7 +71,7 @@ class MultiHeadAttention(nn.Module):
         """Concatenates the heads and projects them; for use in ``__call__``."""
         out = out.swapaxes(-2, -3)
         out = out.reshape(*out.shape[:-2], self.dim)
-        return nn.Dense(self.dim, dtype=self.dtype, name="out")(out)
+        return Linear(self.dim, dtype=self.dtype, name="out")(out)
 
 
 class SoftmaxAttention(MultiHeadAttention):

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from relattn import offsets
+from relattn.nn.linear import Linear
 
 # PyTorch's default, with which the published models were trained.
 LAYER_NORM_EPSILON = 1e-5
@@ -35,10 +36,10 @@ class FeedForward(nn.Module):
         self, x: Float[Array, "batch n dim"], *, deterministic: bool = True
     ) -> Float[Array, "batch n dim"]:
         """Applies the network to every token."""
-        x = nn.Dense(self.mlp_dim, dtype=self.dtype, name="hidden")(x)
+        x = Linear(self.mlp_dim, dtype=self.dtype, name="hidden")(x)
         x = nn.gelu(x, approximate=False)
         x = nn.Dropout(self.dropout)(x, deterministic=deterministic)
-        return nn.Dense(self.dim, dtype=self.dtype, name="out")(x)
+        return Linear(self.dim, dtype=self.dtype, name="out")(x)
 
 
 class TransformerBlock(nn.Module):

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 from absl.testing import parameterized
 
-from relattn import kernels
+from relattn import kernels, offsets
+from relattn.kernels import sinusoids
 from relattn.kernels.banded import banded_attention
 from tests import compare, reference
 
@@ -23,6 +24,8 @@ BATCH, HEADS, N, M, DEPTH, VALUE_DEPTH, NUM_FEATURES = 3, 2, 13, 11, 5, 7, 17
 GRID, NUM_PREFIX, CLIP = (3, 4), 1, 2
 DRAWS = 2000
 PROJECTION = kernels.draw_orthogonal(jax.random.key(7), NUM_FEATURES, DEPTH)
+FREQUENCIES = np.array([1.0, 0.3], np.float32)
+WIDE_PROJECTION = kernels.draw_orthogonal(jax.random.key(8), NUM_FEATURES, DEPTH + 8)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,6 +151,36 @@ def naive_banded(q, v, table, allowed):
     )
 
 
+def concatenate(content, position):
+    position = jnp.broadcast_to(position, (*content.shape[:-1], position.shape[-1]))
+    return jnp.concatenate([content, position.astype(content.dtype)], axis=-1)
+
+
+def constrained(q, k, v, coefficients, key_mask=None):
+    positions = offsets.grid_positions(GRID, NUM_PREFIX)
+    u = sinusoids.sinusoids(positions, FREQUENCIES, num_prefix=NUM_PREFIX)
+    q = concatenate(q, sinusoids.constrained_sinusoids(u, coefficients))
+    k = concatenate(k, u)
+    phi = feature_map("positive", WIDE_PROJECTION)
+    return kernels.linear_attention(q, k, v, phi, key_mask=key_mask, chunk_size=5)
+
+
+def naive_constrained(q, k, v, coefficients, allowed):
+    positions = np.float64(offsets.grid_positions(GRID))
+    u = reference.sinusoids(positions, np.float64(FREQUENCIES))
+    u = jnp.concatenate([jnp.zeros((NUM_PREFIX, u.shape[1])), u])
+    blocks = [jnp.array([[1.0, 0.0], [0.0, 1.0]]), jnp.array([[0.0, 1.0], [-1.0, 0.0]])]
+    matrix = jax.scipy.linalg.block_diag(
+        *[a * blocks[0] + b * blocks[1] for a, b in coefficients]
+    )
+    naive_map = functools.partial(
+        reference.positive_features, projection=np.float64(WIDE_PROJECTION)
+    )
+    q = jnp.concatenate([q, u @ matrix], axis=1)
+    k = jnp.concatenate([k, u], axis=1)
+    return reference.linear_attention(q, k, v, naive_map, allowed)
+
+
 MECHANISMS = [
     Mechanism("softmax", kernels.softmax_attention, reference.softmax_attention, PLAIN),
     Mechanism(
@@ -163,6 +196,14 @@ MECHANISMS = [
     linear("positive", causal=True),
     linear("trigonometric", causal=True),
     linear("relu", causal=True),
+    Mechanism(
+        "linear, positive features, constrained sinusoids",
+        constrained,
+        naive_constrained,
+        {**CAUSAL, "coefficients": (4, 2)},
+        shared=("coefficients",),
+        on_grid=True,
+    ),
     Mechanism(
         "banded, positive features",
         banded,

@@ -1,6 +1,5 @@
-"""What an installation promises: no TensorFlow, and a README that runs."""
+"""What an installation promises: no TensorFlow, whatever is imported."""
 
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,10 +19,3 @@ assert not heavy, heavy
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True
     )
     assert run.returncode == 0, run.stderr
-
-
-def test_readme_example_runs():
-    example = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
-    scope = {}
-    exec(example.group(1), scope)
-    assert scope["out"].shape == (8, 1024, 32)

@@ -1,4 +1,7 @@
-"""Translation error: how an attention layer's output changes when its content moves."""
+"""Translation error: how an attention layer's output changes when its content moves.
+
+``python -m relattn.evaluation.translation`` prints the table of the README.
+"""
 
 from __future__ import annotations
 
@@ -35,15 +38,15 @@ class TranslationError:
 
     @property
     def verdict(self) -> str:
-        """What was measured.
+        """Whether the layer is translation equivariant, as measured.
 
         ``"exact"``; ``"in expectation"``, where the mean is zero within 4 standard
-        errors; ``"none"``; or ``"too noisy to tell"``.
+        errors; ``"no"``; or ``"too noisy to tell"``.
         """
         if self.single <= EXACT:
             return "exact"
         if self.mean > 4 * self.standard_error:
-            return "none"
+            return "no"
         precise = self.standard_error <= LARGEST_STANDARD_ERROR
         return "in expectation" if precise else "too noisy to tell"
 
@@ -162,3 +165,33 @@ def translation_error(
         mean=float(np.linalg.norm(difference.mean(axis=0)) / scale),
         standard_error=float(np.sqrt(variance) / scale),
     )
+
+
+PAIRS = (
+    ("softmax", "none"),
+    ("softmax", "learnable_sincos"),
+    ("softmax", "constrained_sincos"),
+    ("favor", "none"),
+    ("favor", "learnable_sincos"),
+    ("favor", "constrained_sincos"),
+    ("favor(features='trigonometric')", "constrained_sincos"),
+    ("favor(features='relu')", "constrained_sincos"),
+    ("banded", "none"),
+    ("banded", "learnable_sincos"),
+)
+
+
+def main() -> None:
+    """Prints the translation error of every attention with every position."""
+    print("| attention | position | equivariant | error, one draw | mean of 64 draws |")
+    print("| --- | --- | --- | --- | --- |")
+    for attention, position in PAIRS:
+        error = translation_error(attention, position)
+        print(
+            f"| `{attention}` | `{position}` | {error.verdict} | {error.single:.1g} "
+            f"| {error.mean:.1g} ± {error.standard_error:.1g} |"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -9,15 +9,15 @@ from relattn.evaluation.translation import translation_error
     ("attention", "position", "verdict"),
     [
         ("softmax", "none", "exact"),
-        ("softmax", "learnable_sincos", "none"),
+        ("softmax", "learnable_sincos", "no"),
         ("softmax", "constrained_sincos", "exact"),
         ("favor", "none", "exact"),
-        ("favor", "learnable_sincos", "none"),
+        ("favor", "learnable_sincos", "no"),
         ("favor", "constrained_sincos", "in expectation"),
         ("favor(features='relu')", "none", "exact"),
         ("favor(features='trigonometric')", "constrained_sincos", "too noisy to tell"),
         ("banded(clip=4)", "none", "exact"),
-        ("banded(clip=4)", "learnable_sincos", "none"),
+        ("banded(clip=4)", "learnable_sincos", "no"),
     ],
 )
 def test_verdict(attention, position, verdict):

@@ -24,8 +24,8 @@ def test_verdict(attention, position, verdict):
     error = translation_error(attention, position)
     assert error.verdict == verdict, error
     if verdict == "in expectation":
-        # One draw alone is far from invariant: the point of the distinction.
-        assert error.single > 0.1
+        # The point of the distinction: one draw alone errs by far more.
+        assert error.single > 4 * error.mean
 
 
 def test_content_must_stay_on_the_canvas():

@@ -1,23 +1,26 @@
 """Grids of tokens: positions, offsets and distances, as static NumPy arrays.
 
-A grid is ``(height, width)``; its tokens are numbered row by row. Prefix tokens (CLS)
-come before them, ``num_prefix`` of them, and have no position.
+A grid is ``(height, width)``, its tokens numbered row by row, or ``(length,)`` for
+text. Prefix tokens (CLS) come before them, ``num_prefix`` of them, and have no
+position.
 """
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-Grid = tuple[int, int]
+Grid = tuple[int, ...]
 
 
 def check_grid(num_tokens: int, grid: Grid, num_prefix: int = 0) -> None:
-    """Raises unless ``num_tokens`` is ``num_prefix + height * width``.
+    """Raises unless ``num_tokens`` is ``num_prefix`` and the product of the grid.
 
     Args:
         num_tokens: Length of the sequence that is to lie on the grid.
-        grid: Height and width, in tokens.
+        grid: Height and width, or length, in tokens.
         num_prefix: Number of prefix tokens before the grid's.
 
     Raises:
@@ -26,66 +29,64 @@ def check_grid(num_tokens: int, grid: Grid, num_prefix: int = 0) -> None:
     Example:
         >>> check_grid(13, (3, 4), num_prefix=1)
     """
-    height, width = grid
-    if height < 1 or width < 1 or num_prefix < 0:
+    if len(grid) not in (1, 2) or min(grid) < 1 or num_prefix < 0:
         raise ValueError(
-            "a grid needs a positive height and width and num_prefix >= 0, got "
-            f"grid={grid} and num_prefix={num_prefix}"
+            "a grid needs a positive height and width, or a positive length, and "
+            f"num_prefix >= 0, got grid={grid} and num_prefix={num_prefix}"
         )
-    expected = num_prefix + height * width
+    expected = num_prefix + math.prod(grid)
     if num_tokens != expected:
         raise ValueError(
-            f"grid {height}x{width} with num_prefix={num_prefix} holds {expected} "
-            f"tokens, got {num_tokens}"
+            f"grid {'x'.join(map(str, grid))} with num_prefix={num_prefix} holds "
+            f"{expected} tokens, got {num_tokens}"
         )
 
 
-def grid_positions(grid: Grid, num_prefix: int = 0) -> Float[np.ndarray, "n 2"]:
-    """Row and column of every token; zeros for prefix tokens.
+def grid_positions(grid: Grid, num_prefix: int = 0) -> Float[np.ndarray, "n axes"]:
+    """Row and column, or index, of every token; zeros for prefix tokens.
 
     Args:
-        grid: Height and width, in tokens.
+        grid: Height and width, or length, in tokens.
         num_prefix: Number of prefix tokens.
 
     Returns:
-        Positions, in tokens, shape ``[num_prefix + height * width, 2]``.
+        Positions, in tokens, shape ``[num_prefix + height * width, 2]``, or
+        ``[num_prefix + length, 1]``.
 
     Example:
         >>> grid_positions((1, 2), num_prefix=1).tolist()
         [[0.0, 0.0], [0.0, 0.0], [0.0, 1.0]]
     """
-    height, width = grid
-    rows, columns = np.divmod(np.arange(height * width), width)
-    positions = np.stack([rows, columns], axis=-1).astype(np.float32)
-    return np.concatenate([np.zeros((num_prefix, 2), np.float32), positions])
+    positions = np.stack(np.unravel_index(np.arange(math.prod(grid)), grid), axis=-1)
+    return np.pad(positions.astype(np.float32), [(num_prefix, 0), (0, 0)])
 
 
 def is_prefix(grid: Grid, num_prefix: int = 0) -> Bool[np.ndarray, " n"]:
     """True for prefix tokens, False for the grid's.
 
     Args:
-        grid: Height and width, in tokens.
+        grid: Height and width, or length, in tokens.
         num_prefix: Number of prefix tokens.
 
     Returns:
-        A mask, shape ``[num_prefix + height * width]``.
+        A mask, one element a token.
 
     Example:
         >>> is_prefix((1, 2), num_prefix=1).tolist()
         [True, False, False]
     """
-    height, width = grid
-    return np.arange(num_prefix + height * width) < num_prefix
+    return np.arange(num_prefix + math.prod(grid)) < num_prefix
 
 
-def offsets(grid: Grid) -> Int[np.ndarray, "n n 2"]:
+def offsets(grid: Grid) -> Int[np.ndarray, "n n axes"]:
     """Offset of every pair of grid tokens: query position minus key position.
 
     Args:
-        grid: Height and width, in tokens.
+        grid: Height and width, or length, in tokens.
 
     Returns:
-        Offsets in rows and columns, shape ``[height * width, height * width, 2]``.
+        Offsets in rows and columns, shape ``[height * width, height * width, 2]``, or
+        in tokens, ``[length, length, 1]``.
 
     Example:
         >>> offsets((1, 3))[:, 0, 1].tolist()
@@ -102,12 +103,12 @@ def distances(grid: Grid, clip: int, num_prefix: int = 0) -> Int[np.ndarray, "n 
     distance ``clip`` from every token, itself included.
 
     Args:
-        grid: Height and width, in tokens.
+        grid: Height and width, or length, in tokens.
         clip: The largest distance told apart, in tokens.
         num_prefix: Number of prefix tokens.
 
     Returns:
-        Distances, shape ``[n, n]`` with ``n = num_prefix + height * width``.
+        Distances, shape ``[n, n]``, n the number of tokens, prefix included.
 
     Example:
         >>> distances((1, 3), clip=2, num_prefix=1)[1].tolist()
@@ -116,8 +117,87 @@ def distances(grid: Grid, clip: int, num_prefix: int = 0) -> Int[np.ndarray, "n 
     Source:
         Horn et al., Translational Equivariance in Kernelizable Attention, section 2.3.
     """
-    num_tokens = num_prefix + grid[0] * grid[1]
+    num_tokens = num_prefix + math.prod(grid)
     result = np.full((num_tokens, num_tokens), clip, np.int64)
     inner = np.abs(offsets(grid)).sum(axis=-1)
     result[num_prefix:, num_prefix:] = np.minimum(inner, clip)
+    return result
+
+
+def num_offsets(grid: Grid) -> int:
+    """Number of different offsets on a grid: the product of 2 size - 1.
+
+    Args:
+        grid: Height and width, or length, in tokens.
+
+    Returns:
+        The number.
+
+    Example:
+        >>> num_offsets((3, 4))
+        35
+    """
+    return math.prod(2 * size - 1 for size in grid)
+
+
+def num_table_rows(grid: Grid, num_prefix: int = 0, *, causal: bool = False) -> int:
+    """Number of rows of a table that has one for every kind of pair of tokens.
+
+    Args:
+        grid: Height and width, or length, in tokens.
+        num_prefix: Number of prefix tokens.
+        causal: Whether a token meets only itself and those before it.
+
+    Returns:
+        `num_offsets`, and three more where there are prefix tokens; the length where
+        ``causal``.
+
+    Raises:
+        ValueError: If ``causal`` and the grid is no line or has prefix tokens.
+
+    Example:
+        >>> num_table_rows((3, 4)), num_table_rows((3, 4), num_prefix=1)
+        (35, 38)
+        >>> num_table_rows((5,), causal=True)
+        5
+    """
+    if not causal:
+        return num_offsets(grid) + 3 * bool(num_prefix)
+    if len(grid) != 1 or num_prefix:
+        raise ValueError(
+            "causal offsets need a grid (length,) and no prefix tokens, got "
+            f"grid={grid} and num_prefix={num_prefix}"
+        )
+    return grid[0]
+
+
+def offset_index(grid: Grid, num_prefix: int = 0) -> Int[np.ndarray, "n n"]:
+    """Row of a table of offsets for every pair (token, partner).
+
+    Rows are the offsets, token minus partner, row-major, the most negative first. With
+    prefix tokens three rows follow: "in", a grid token with a prefix token; "self", a
+    prefix token with a prefix token; "out", a prefix token with a grid token.
+
+    Args:
+        grid: Height and width, or length, in tokens.
+        num_prefix: Number of prefix tokens.
+
+    Returns:
+        Rows, shape ``[n, n]``, n the number of tokens, prefix included.
+
+    Example:
+        >>> offset_index((2,), num_prefix=1).tolist()
+        [[4, 5, 5], [3, 1, 0], [3, 2, 1]]
+
+    Source:
+        Translution: Unifying Self-attention and Convolution, section 3.3, appendix H.
+    """
+    sizes = np.array(grid)
+    strides = np.cumprod([1, *(2 * sizes - 1)[:0:-1]])[::-1]
+    inner = (offsets(grid) + sizes - 1) @ strides
+    first = num_offsets(grid)
+    result = np.pad(inner, [(num_prefix, 0), (num_prefix, 0)])
+    result[num_prefix:, :num_prefix] = first
+    result[:num_prefix, :num_prefix] = first + 1
+    result[:num_prefix, num_prefix:] = first + 2
     return result

@@ -41,3 +41,40 @@ def test_check_grid_names_what_it_expected():
         offsets.check_grid(17, GRID, num_prefix=1)
     with pytest.raises(ValueError, match="positive height and width"):
         offsets.check_grid(0, (0, 5))
+
+
+def test_a_line_is_a_grid_of_one_axis():
+    assert offsets.grid_positions((3,), num_prefix=1).tolist() == [[0], [0], [1], [2]]
+    assert offsets.offsets((3,))[2, 0].tolist() == [2]
+    assert offsets.distances((3,), clip=1)[0].tolist() == [0, 1, 1]
+    offsets.check_grid(4, (3,), num_prefix=1)
+    with pytest.raises(ValueError, match="grid 3 with num_prefix=0 holds 3 tokens"):
+        offsets.check_grid(4, (3,))
+
+
+@pytest.mark.parametrize("grid", [(3, 5), (5, 2), (7,), (1, 1)])
+@pytest.mark.parametrize("num_prefix", [0, 2])
+def test_every_kind_of_pair_has_a_row_of_its_own(grid, num_prefix):
+    rows = {}
+    index = offsets.offset_index(grid, num_prefix)
+    tokens = [None] * num_prefix + list(itertools.product(*map(range, grid)))
+    for (i, token), (j, partner) in itertools.product(enumerate(tokens), repeat=2):
+        if token is None:
+            kind = "self" if partner is None else "out"
+        elif partner is None:
+            kind = "in"
+        else:
+            kind = tuple(a - b for a, b in zip(token, partner, strict=True))
+        assert rows.setdefault(kind, index[i, j]) == index[i, j]
+    kinds = sorted(kind for kind in rows if not isinstance(kind, str))
+    kinds += ["in", "self", "out"] if num_prefix else []
+    assert [rows[kind] for kind in kinds] == list(
+        range(offsets.num_table_rows(grid, num_prefix))
+    )
+
+
+def test_causal_offsets_need_a_line_without_prefix():
+    assert offsets.num_table_rows((7,), causal=True) == 7
+    for grid, num_prefix in (((3, 5), 0), ((7,), 1)):
+        with pytest.raises(ValueError, match=r"need a grid \(length,\) and no prefix"):
+            offsets.num_table_rows(grid, num_prefix, causal=True)

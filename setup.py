@@ -22,8 +22,10 @@ REQUIREMENTS = [
     "tqdm>=4.70",
 ]
 NOTEBOOKS = ["ipykernel>=7.4", "nbclient>=0.11", "nbformat>=5.11"]
+TEXT = ["tiktoken>=0.9"]
 TEST = [
     *NOTEBOOKS,
+    *TEXT,
     "beartype>=0.23",
     "import-linter>=2.16",
     "pytest>=9.2",
@@ -49,6 +51,8 @@ setup(
     extras_require={
         "test": TEST,
         "notebooks": NOTEBOOKS,
+        "text": TEXT,
+        "openwebtext": [*TEXT, "datasets>=3.6"],
         "prepare": ["importlib_resources>=6.0", "tensorflow-cpu>=2.20"],
         "cuda": ["jax[cuda13]>=0.10"],
         "tpu": ["jax[tpu]>=0.10"],

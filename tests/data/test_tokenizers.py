@@ -1,0 +1,135 @@
+"""Text to ids and back."""
+
+import json
+import pathlib
+import sys
+
+import numpy as np
+import pytest
+
+from relattn.data import tokenizers
+from relattn.data.tokenizers import Gpt2Tokenizer, Tokenizer, load_tokenizer
+
+BPE = pathlib.Path(__file__).parents[3] / "shared" / "data" / "gpt2_bpe"
+needs_bpe = pytest.mark.skipif(not BPE.is_dir(), reason="GPT-2's files are not here")
+TEXT = (
+    "First Citizen:\r\n  You're résolved,\t17 years\n\n\n—so? <|endoftext|> \U0001f600"
+)
+
+
+@pytest.fixture(scope="module")
+def gpt2():
+    return load_tokenizer("gpt2", str(BPE))
+
+
+def test_bytes_are_utf8():
+    tokenizer = load_tokenizer("bytes")
+    assert isinstance(tokenizer, Tokenizer)
+    tokens = tokenizer.encode(TEXT)
+    assert tokens.dtype == np.uint16
+    assert bytes(tokens.tolist()) == TEXT.encode()
+    assert tokenizer.decode(tokens) == TEXT
+    assert tokenizer.encode("").shape == (0,)
+
+
+def test_a_cut_character_is_replaced():
+    assert load_tokenizer("bytes").decode([97, 195]) == "a\N{REPLACEMENT CHARACTER}"
+
+
+@needs_bpe
+def test_gpt2_ids_are_the_published_ones(gpt2):
+    # Of the GPT-2 release: "Hello world" is 15496 995.
+    assert gpt2.encode("Hello world").tolist() == [15496, 995]
+    assert gpt2.encode("\n\n").tolist() == [628]
+    assert (gpt2.vocab_size, gpt2.end_of_text) == (50257, 50256)
+
+
+@needs_bpe
+def test_gpt2_round_trip(gpt2):
+    tokens = gpt2.encode(TEXT)
+    assert tokens.dtype == np.uint16
+    assert gpt2.decode(tokens) == TEXT
+    # Text that looks like the special token is text.
+    assert gpt2.end_of_text not in tokens
+    assert gpt2.decode([gpt2.end_of_text]) == "<|endoftext|>"
+
+
+def write_small_bpe(folder):
+    """A vocabulary of the 256 bytes and the two merges "a b" and "ab c"."""
+    shown = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
+    hidden = [b for b in range(256) if b not in shown]
+    letters = [chr(b) for b in shown] + [chr(256 + i) for i in range(len(hidden))]
+    vocabulary = [*letters, "ab", "abc"]
+    encoder = {letter: index for index, letter in enumerate(vocabulary)}
+    (folder / "encoder.json").write_text(json.dumps(encoder))
+    (folder / "vocab.bpe").write_text("#version: 0.2\na b\nab c\n")
+
+
+def test_merges_are_those_of_the_files(tmp_path, monkeypatch):
+    pytest.importorskip("tiktoken")
+    write_small_bpe(tmp_path)
+    digests = {
+        name: tokenizers.hashlib.sha256((tmp_path / name).read_bytes()).hexdigest()
+        for name in tokenizers.GPT2_FILES
+    }
+    monkeypatch.setattr(tokenizers, "GPT2_FILES", digests)
+    monkeypatch.setattr(Gpt2Tokenizer, "vocab_size", 259)
+    monkeypatch.setattr(Gpt2Tokenizer, "end_of_text", 258)
+    tokenizer = load_tokenizer("gpt2", str(tmp_path))
+    first = tokenizer.encode("a")[0]
+    assert tokenizer.encode("abcab a").tolist() == [257, 256, 220, first]
+    assert tokenizer.decode([257, 220, 256]) == "abc ab"
+
+
+@pytest.mark.parametrize("name", ["gtp2", "Bytes", ""])
+def test_unknown_tokenizer(name):
+    hint = {"gtp2": " Did you mean 'gpt2'?", "Bytes": " Did you mean 'bytes'?"}
+    message = f"^Unknown tokenizer '{name}'.{hint.get(name, '')} Known: 'bytes', 'gpt2'"
+    with pytest.raises(ValueError, match=message.replace("?", r"\?")):
+        load_tokenizer(name)
+
+
+@pytest.mark.parametrize("token", [-1, 256])
+def test_id_out_of_range(token):
+    message = f"^Token id {token} is out of range: expected 0 to 255"
+    with pytest.raises(ValueError, match=message):
+        load_tokenizer("bytes").decode([3, token])
+
+
+@needs_bpe
+def test_gpt2_id_out_of_range(gpt2):
+    with pytest.raises(ValueError, match="id 50257 is out of range: expected 0 to"):
+        gpt2.decode(np.array([50257]))
+
+
+def test_bpe_file_missing(tmp_path):
+    pytest.importorskip("tiktoken")
+    message = r"encoder\.json is missing: bpe_dir must hold GPT-2's encoder\.json and"
+    with pytest.raises(FileNotFoundError, match=message):
+        load_tokenizer("gpt2", str(tmp_path))
+
+
+def test_bpe_file_of_another_vocabulary(tmp_path):
+    pytest.importorskip("tiktoken")
+    write_small_bpe(tmp_path)
+    with pytest.raises(ValueError, match=r"encoder\.json is not GPT-2's \(its SHA-256"):
+        load_tokenizer("gpt2", str(tmp_path))
+
+
+def test_without_a_network(tmp_path, monkeypatch):
+    tiktoken = pytest.importorskip("tiktoken")
+
+    def refuse(name):
+        raise OSError("Name or service not known")
+
+    monkeypatch.setattr(tiktoken, "get_encoding", refuse)
+    message = r"could not be downloaded \(OSError\): name a folder that holds encoder"
+    with pytest.raises(ConnectionError, match=message):
+        load_tokenizer("gpt2")
+
+
+def test_without_tiktoken(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tiktoken", None)
+    message = r"\"gpt2\" needs tiktoken: `pip install 'relattn\[text\]'`"
+    with pytest.raises(ImportError, match=message):
+        load_tokenizer("gpt2")

@@ -1,12 +1,9 @@
 """Which examples make up a batch: a pure function of the seed and the step."""
 
 import functools
-from collections.abc import Iterator
 
 import numpy as np
 from jaxtyping import Int64
-
-from relattn.data.images import ImageSplit
 
 Batch = dict[str, np.ndarray]
 
@@ -42,15 +39,20 @@ def batch_indices(
     return order[place * batch_size : (place + 1) * batch_size]
 
 
-def steps_per_epoch(num_examples: int, batch_size: int) -> int:
+def steps_per_epoch(num_examples: int, batch_size: int, unit: str = "images") -> int:
     """Returns the number of whole batches in an epoch.
+
+    Args:
+        num_examples: in an epoch.
+        batch_size: examples in a batch.
+        unit: what an example is, for the message.
 
     Raises:
         ValueError: there are fewer examples than a batch needs.
     """
     if not 1 <= batch_size <= num_examples:
         raise ValueError(
-            f"batch_size={batch_size} with {num_examples} training images: it must be "
+            f"batch_size={batch_size} with {num_examples} training {unit}: it must be "
             f"between 1 and {num_examples}."
         )
     return num_examples // batch_size
@@ -63,41 +65,30 @@ def _order(num_examples: int, seed: int, epoch: int) -> np.ndarray:
     return order
 
 
-def gather(split: ImageSplit, indices: Int64[np.ndarray, "batch"]) -> Batch:
-    """Returns the batch {"image": uint8 [batch, h, w, c], "label": int32 [batch]}."""
-    return {"image": split.images[indices], "label": split.labels[indices]}
-
-
-def eval_batches(split: ImageSplit, batch_size: int) -> Iterator[Batch]:
-    """Yields every example once, in order, in batches of one fixed size.
+def fill_batch(batch: Batch, batch_size: int) -> Batch:
+    """Fills a batch up with zeros, so that all batches have one size.
 
     Args:
-        split: n examples.
-        batch_size: the last batch is filled up with black images of weight 0.
+        batch: arrays of at most `batch_size` rows.
+        batch_size: rows of the result.
 
-    Yields:
-        {"image": uint8 [batch_size, h, w, c], "label": int32 [batch_size],
-        "weight": float32 [batch_size], 1 for an example and 0 for filling}.
-
-    Raises:
-        ValueError: `batch_size` is not positive.
+    Returns:
+        The arrays, and "weight", float32 of the shape of "label": 1 where it is not
+        there, 0 for filling.
 
     Example:
-        >>> images, labels = np.zeros((5, 2, 2, 1), np.uint8), np.zeros(5, np.int32)
-        >>> batches = eval_batches(ImageSplit(images, labels), batch_size=3)
-        >>> [batch["weight"].tolist() for batch in batches]
-        [[1.0, 1.0, 1.0], [1.0, 1.0, 0.0]]
+        >>> fill_batch({"label": np.array([3, 5])}, 3)["weight"].tolist()
+        [1.0, 1.0, 0.0]
     """
+    missing = batch_size - len(batch["label"])
+    weight = batch.get("weight", np.ones(batch["label"].shape, np.float32))
+    return {
+        key: np.pad(value, [(0, missing)] + [(0, 0)] * (value.ndim - 1))
+        for key, value in {**batch, "weight": weight}.items()
+    }
+
+
+def check_eval_batch(batch_size: int) -> None:
+    """Raises ValueError unless a batch of evaluation has an example."""
     if batch_size < 1:
         raise ValueError(f"eval batch_size={batch_size}: it must be at least 1.")
-    for start in range(0, len(split), batch_size):
-        batch = {
-            "image": split.images[start : start + batch_size],
-            "label": split.labels[start : start + batch_size],
-        }
-        batch["weight"] = np.ones(len(batch["label"]), np.float32)
-        missing = batch_size - len(batch["label"])
-        yield {
-            key: np.pad(value, [(0, missing)] + [(0, 0)] * (value.ndim - 1))
-            for key, value in batch.items()
-        }

@@ -1,9 +1,21 @@
 """Images and labels in memory, and how validation images are set apart."""
 
 import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
-from jaxtyping import Float32, Int32, UInt8
+from jaxtyping import Float32, Int32, Int64, UInt8
+
+from relattn.data.batches import (
+    Batch,
+    batch_indices,
+    check_eval_batch,
+    fill_batch,
+    steps_per_epoch,
+)
+from relattn.data.loader import Loader
+from relattn.data.source import EvalSplit, ImageInfo
 
 # Keeps the temporary int64 copy of a chunk near 100 MB.
 CHUNK_BYTES = 2**24
@@ -24,10 +36,39 @@ class ImageSplit:
     def __len__(self) -> int:
         return len(self.labels)
 
+    def gather(self, indices: Int64[np.ndarray, "batch"]) -> Batch:
+        """Returns the batch {"image": uint8 [batch, h, w, c], "label": [batch]}."""
+        return {"image": self.images[indices], "label": self.labels[indices]}
+
+    def batches(self, batch_size: int) -> Iterator[Batch]:
+        """Yields every example once, in order, in batches of one fixed size.
+
+        Args:
+            batch_size: the last batch is filled up with black images of weight 0.
+
+        Yields:
+            {"image": uint8 [batch_size, h, w, c], "label": int32 [batch_size],
+            "weight": float32 [batch_size], 1 for an example and 0 for filling}.
+
+        Raises:
+            ValueError: `batch_size` is not positive.
+
+        Example:
+            >>> images, labels = np.zeros((5, 2, 2, 1), np.uint8), np.zeros(5, np.int32)
+            >>> batches = ImageSplit(images, labels).batches(batch_size=3)
+            >>> [batch["weight"].tolist() for batch in batches]
+            [[1.0, 1.0, 1.0], [1.0, 1.0, 0.0]]
+        """
+        check_eval_batch(batch_size)
+        for start in range(0, len(self), batch_size):
+            rows = slice(start, start + batch_size)
+            batch = {"image": self.images[rows], "label": self.labels[rows]}
+            yield fill_batch(batch, batch_size)
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ImageData:
-    """An image set, ready for training.
+    """An image set in memory, ready for training: a `DataSource`.
 
     Attributes:
         name: of the set.
@@ -59,6 +100,44 @@ class ImageData:
         """(height, width, channels) as stored, before any resizing."""
         height, width, channels = self.train.images.shape[1:]
         return height, width, channels
+
+    @property
+    def info(self) -> ImageInfo:
+        """What a model needs to know of the images."""
+        return ImageInfo(
+            name=self.name,
+            class_names=self.class_names,
+            image_shape=self.image_shape,
+            mean=tuple(self.mean.tolist()),
+            std=tuple(self.std.tolist()),
+            num_train=len(self.train),
+            origin=self.origin,
+        )
+
+    @property
+    def eval_splits(self) -> Mapping[str, EvalSplit]:
+        """The splits to evaluate on by name."""
+        return {"validation": self.validation, "test": self.test}
+
+    def train_loader(
+        self,
+        batch_size: int,
+        seed: int,
+        start_step: int = 0,
+        place: Callable[[Batch], Any] | None = None,
+    ) -> Loader:
+        """Iterates over the batches of training, see `DataSource.train_loader`.
+
+        Raises:
+            ValueError: there are fewer images than a batch needs.
+        """
+        n = len(self.train)
+        steps_per_epoch(n, batch_size)
+
+        def make_batch(step: int) -> Batch:
+            return self.train.gather(batch_indices(n, batch_size, seed, step))
+
+        return Loader(make_batch, start_step, place=place)
 
 
 def split_validation(

@@ -1,4 +1,4 @@
-"""`load_images`: an image set from a configuration."""
+"""`load_data`: a data set from a configuration; `load_images`: one in memory."""
 
 import difflib
 import pathlib
@@ -15,8 +15,27 @@ from relattn.data.images import (
     split_validation,
 )
 from relattn.data.prepared import read_prepared
+from relattn.data.source import DataSource
 
 Source = tuple[ImageSplit, ImageSplit, tuple[str, ...], str]
+
+
+def load_data(config: ConfigDict) -> DataSource:
+    """Loads the data that a configuration's ``source`` names.
+
+    Args:
+        config: with the keys of its source; "embedded", "tfds" and "folder" are those
+            of `load_images`.
+
+    Returns:
+        The data.
+
+    Raises:
+        ValueError: the source is unknown, or as the source's loader says.
+    """
+    source = config.get("source", "embedded")
+    _check_choice("data.source", source, list(LOADERS))
+    return LOADERS[source](config)
 
 
 def load_images(config: ConfigDict) -> ImageData:
@@ -104,3 +123,4 @@ def _check_choice(key: str, value: str, choices: list[str], where: str = "") -> 
 
 
 SOURCES = {"embedded": load_embedded, "tfds": load_full, "folder": load_folder}
+LOADERS = dict.fromkeys(SOURCES, load_images)

@@ -1,4 +1,4 @@
-"""Training batches, gathered ahead of time by a thread."""
+"""Training batches, made ahead of time by a thread."""
 
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -6,50 +6,38 @@ from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any
 
-from relattn.data.batches import Batch, batch_indices, gather, steps_per_epoch
-from relattn.data.images import ImageSplit
+from relattn.data.batches import Batch
 
 
 class Loader:
     """Iterates for ever over (step, batch), from any step on.
 
-    It has no state but the step: a loader started at step s yields what any other of
-    the same seed yields from s on.
+    It has no state but the step: a loader started at step s yields what any other
+    yields from s on.
 
     Args:
-        split: the training images.
-        batch_size: examples in a batch; the remainder of an epoch is dropped.
-        seed: of the order of the examples.
+        make_batch: the batch of a step, a pure function of the step; run in the thread.
         start_step: the first step.
         place: applied to each batch in the thread, for instance to send it to a device.
         ahead: batches prepared in advance.
 
-    Raises:
-        ValueError: there are fewer examples than a batch needs.
-
     Example:
         >>> import numpy as np
-        >>> images, labels = np.zeros((7, 2, 2, 1), np.uint8), np.arange(7, dtype="i4")
-        >>> with Loader(ImageSplit(images, labels), batch_size=3, seed=0) as loader:
+        >>> with Loader(lambda step: {"label": np.full(3, step)}, 5) as loader:
         ...     step, batch = next(loader)
-        >>> step, batch["image"].shape, batch["label"].dtype
-        (0, (3, 2, 2, 1), dtype('int32'))
+        >>> step, batch["label"].tolist()
+        (5, [5, 5, 5])
     """
 
     def __init__(
         self,
-        split: ImageSplit,
-        batch_size: int,
-        seed: int,
+        make_batch: Callable[[int], Batch],
         start_step: int = 0,
         *,
         place: Callable[[Batch], Any] | None = None,
         ahead: int = 2,
     ):
-        self.steps_per_epoch = steps_per_epoch(len(split), batch_size)
-        self._split = split
-        self._batch_size = batch_size
-        self._seed = seed
+        self._make_batch = make_batch
         self._place = place
         self._next_step = start_step
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader")
@@ -63,8 +51,7 @@ class Loader:
         self._next_step += 1
 
     def _make(self, step: int) -> Any:
-        indices = batch_indices(len(self._split), self._batch_size, self._seed, step)
-        batch = gather(self._split, indices)
+        batch = self._make_batch(step)
         return batch if self._place is None else self._place(batch)
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:

@@ -1,9 +1,66 @@
 """From uint8 images as stored to the float images that a model sees, under jit."""
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, UInt8
+from ml_collections import ConfigDict
+
+from relattn.data.source import DataInfo
+
+
+def make_preprocess(
+    config: ConfigDict, info: DataInfo
+) -> Callable[[dict[str, Any]], Array]:
+    """Makes the function from a batch to what the model sees, under jit.
+
+    Args:
+        config: of the data; ``image_size`` (by default the height as stored) and
+            ``standardize`` serve images.
+        info: of the data.
+
+    Returns:
+        A function of a batch: `preprocess` of its images, or its tokens as they are.
+
+    Example:
+        >>> from relattn.data.source import ImageInfo
+        >>> info = ImageInfo("grey", ("a", "b"), (4, 4, 1), (0.5,), (0.5,), 7, "")
+        >>> function = make_preprocess(ConfigDict({"standardize": True}), info)
+        >>> function({"image": np.full((1, 4, 4, 1), 255, np.uint8)})[0, 0, 0]
+        Array([1.], dtype=float32)
+    """
+    if info.kind == "tokens":
+        return lambda batch: batch["tokens"]
+    statistics = {}
+    if config.get("standardize", False):
+        statistics = {
+            "mean": jnp.asarray(info.mean, jnp.float32),
+            "std": jnp.asarray(info.std, jnp.float32),
+        }
+    function = functools.partial(
+        preprocess, image_size=input_shape(config, info)[0], **statistics
+    )
+    return lambda batch: function(batch["image"])
+
+
+def input_shape(config: ConfigDict, info: DataInfo) -> tuple[int, ...]:
+    """Returns the shape of one example as the model sees it.
+
+    Args:
+        config: of the data.
+        info: of the data.
+
+    Returns:
+        (height, width, channels) of an image, (context_length,) of a text.
+    """
+    if info.kind == "tokens":
+        return (info.context_length,)
+    size = config.get("image_size", info.image_shape[0])
+    return (size, size, info.image_shape[2])
 
 
 def preprocess(

@@ -24,7 +24,7 @@ from relattn import data as data_lib
 from relattn.training.config import check_config
 from relattn.training.parallel import DataParallel
 from relattn.training.step import make_train_step
-from relattn.training.task import DataInfo, Task
+from relattn.training.task import Task
 
 
 def measure(
@@ -51,8 +51,8 @@ def measure(
     check_config(config)
     parallel = DataParallel(devices)
     parallel.check_batch("config.batch_size", config.batch_size)
-    data = data_lib.load_images(config.data)
-    task = Task.build(config, DataInfo.of(data))
+    data = data_lib.load_data(config.data)
+    task = Task.build(config, data.info)
     step = parallel.train_step(
         make_train_step(
             task.model,
@@ -73,8 +73,8 @@ def measure(
         return (time.perf_counter() - start) / steps * 1e3
 
     times: dict[str, list[float]] = {"fixed": [], "pipeline": []}
-    with data_lib.Loader(
-        data.train, config.batch_size, config.seed, place=parallel.shard
+    with data.train_loader(
+        config.batch_size, config.seed, place=parallel.shard
     ) as loader:
         real = (batch for _, batch in loader)
         fixed = itertools.repeat(next(real))

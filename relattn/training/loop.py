@@ -27,7 +27,7 @@ from relattn.training.metrics import MetricsLog
 from relattn.training.parallel import DataParallel
 from relattn.training.run import CHECKPOINTS, evaluate_split
 from relattn.training.step import Metrics, make_eval_step, make_train_step
-from relattn.training.task import DataInfo, Task
+from relattn.training.task import Task
 
 
 @dataclasses.dataclass
@@ -92,13 +92,13 @@ def train_and_evaluate(
     parallel.check_batch("config.eval_batch_size", config.eval_batch_size)
     workdir = records.usable_workdir(workdir)
     saved = _saved(workdir, config)
-    data = data_lib.load_images(config.data)
-    if not len(data.validation):
+    data = data_lib.load_data(config.data)
+    if not len(data.eval_splits["validation"]):
         raise ValueError(
             "config.data.num_validation must be at least 1: the best checkpoint is "
             "chosen by validation accuracy"
         )
-    task = Task.build(config, DataInfo.of(data))
+    task = Task.build(config, data.info)
     loop = _Loop(task, data, parallel, workdir, saved)
     loop.announce()
     if not loop.finished:
@@ -128,7 +128,7 @@ class _Loop:
     def __init__(
         self,
         task: Task,
-        data: data_lib.ImageData,
+        data: data_lib.DataSource,
         parallel: DataParallel,
         workdir: Path,
         saved: dict[str, Any] | None,
@@ -216,15 +216,11 @@ class _Loop:
             disable=None if config.progress else True,
             dynamic_ncols=True,
         )
-        loader = data_lib.Loader(
-            self.data.train,
-            config.batch_size,
-            config.seed,
-            self.start,
-            place=self.parallel.shard,
+        loader = self.data.train_loader(
+            config.batch_size, config.seed, self.start, place=self.parallel.shard
         )
-        with loader, bar:
-            for step, batch in loader:
+        with loader as batches, bar:
+            for step, batch in batches:
                 self.state, metrics = self.train_step(self.state, batch, key)
                 done = step + 1
                 pending.append(metrics)
@@ -297,7 +293,7 @@ class _Loop:
             self.parallel,
             self.eval_step,
             self.state.variables,
-            self.data.validation,
+            self.data.eval_splits["validation"],
             config.eval_batch_size,
         )
         if result["accuracy"] > history.best_accuracy:
@@ -343,7 +339,7 @@ class _Loop:
             self.parallel,
             self.eval_step,
             self.parallel.replicate(best.variables),
-            self.data.test,
+            self.data.eval_splits["test"],
             self.task.config.eval_batch_size,
         )
         result = {

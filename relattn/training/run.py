@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 from ml_collections import ConfigDict
 
-from relattn import data as data_lib
+from relattn.data import DataInfo, EvalSplit, read_info
 from relattn.training.checkpoint import checkpoint_steps, read_meta, restore
 from relattn.training.errors import CheckpointError
 from relattn.training.parallel import DataParallel
 from relattn.training.step import Batch, Metrics, make_eval_step
-from relattn.training.task import DataInfo, Task
+from relattn.training.task import Task
 
 CHECKPOINTS = "checkpoints"
 
@@ -33,8 +33,8 @@ class Run:
         variables: Parameters and random features, on the host.
         step: Number of updates behind them.
         data: The description of the training data.
-        preprocess: From images as stored, uint8 ``[batch, h, w, channels]``, to what
-            the model sees, float32 ``[batch, size, size, channels]``; jit-able.
+        preprocess: From a batch, such as ``{"image": uint8 [batch, h, w, channels]}``,
+            to what the model sees, float32 ``[batch, size, size, channels]``; jit-able.
         workdir: The run directory.
         checkpoint: ``"best"`` or ``"latest"``.
     """
@@ -44,7 +44,7 @@ class Run:
     variables: dict[str, Any]
     step: int
     data: DataInfo
-    preprocess: Callable[[Any], jax.Array]
+    preprocess: Callable[[Batch], jax.Array]
     workdir: Path
     checkpoint: str
 
@@ -81,7 +81,7 @@ def load_run(workdir: str | Path, checkpoint: str = "best") -> Run:
         step = best_step
         meta = read_meta(folder, step)
     config = ConfigDict(meta["config"])
-    task = Task.build(config, DataInfo.from_json(meta["data"]))
+    task = Task.build(config, read_info(meta["data"]))
     state = restore(folder, step, task.abstract_state())
     return Run(
         config=config,
@@ -122,15 +122,15 @@ def make_predict_fn(
 
 def evaluate(
     run: Run,
-    split: data_lib.ImageSplit,
+    split: EvalSplit,
     batch_size: int = 256,
     devices: Sequence[jax.Device] | None = None,
 ) -> dict[str, float]:
-    """Loss and accuracy of a run on a split of images.
+    """Loss and accuracy of a run on a split of its data set.
 
     Args:
         run: A trained run.
-        split: Images as stored.
+        split: The examples.
         batch_size: Size of the global batch.
         devices: Those to use; all local ones by default.
 
@@ -153,7 +153,7 @@ def evaluate_split(
     parallel: DataParallel,
     step: Callable[[Any, Batch], Metrics],
     variables: Any,
-    split: data_lib.ImageSplit,
+    split: EvalSplit,
     batch_size: int,
 ) -> dict[str, float]:
     """Loss and accuracy on a split, with a step that is already mapped over devices.
@@ -162,7 +162,7 @@ def evaluate_split(
         parallel: The devices.
         step: From `DataParallel.eval_step`.
         variables: Replicated.
-        split: Images as stored.
+        split: The examples.
         batch_size: Size of the global batch.
 
     Returns:
@@ -172,8 +172,8 @@ def evaluate_split(
         ValueError: If the split is empty.
     """
     if not len(split):
-        raise ValueError("there is no image to evaluate on: the split is empty")
-    batches: Iterable[Batch] = data_lib.eval_batches(split, batch_size)
+        raise ValueError("there is nothing to evaluate on: the split is empty")
+    batches = split.batches(batch_size)
     sums = [step(variables, parallel.shard(batch)) for batch in batches]
     fetched = parallel.fetch(sums)
     totals = {name: sum(float(s[name]) for s in fetched) for name in fetched[0]}

@@ -59,15 +59,18 @@ def create_state(
     model: nn.Module,
     optimizer: optax.GradientTransformation,
     key: Key[Array, ""],
-    image_shape: tuple[int, int, int],
+    input_shape: tuple[int, ...],
+    dtype: Any = jnp.float32,
 ) -> TrainState:
     """The state before the first update, a pure function of the key.
 
     Args:
-        model: Called on images ``[batch, height, width, channels]``.
+        model: Called on inputs ``[batch, *input_shape]``.
         optimizer: Gives the optimiser's state.
         key: The run's key.
-        image_shape: Height, width and channels as the model sees them.
+        input_shape: Height, width and channels of an image as the model sees it, or
+            the length of a text.
+        dtype: Of the inputs.
 
     Returns:
         The state; projections are those of redraw index 0.
@@ -86,7 +89,7 @@ def create_state(
         "dropout": stream_key(key, "dropout"),
         "random_features": key,
     }
-    variables = model.init(rngs, jnp.zeros((1, *image_shape), jnp.float32))
+    variables = model.init(rngs, jnp.zeros((1, *input_shape), dtype))
     for collection in variables:
         if collection not in ("params", "random_features", "intermediates"):
             raise ValueError(

@@ -45,7 +45,7 @@ def cross_entropy(
 def make_train_step(
     model: nn.Module,
     optimizer: optax.GradientTransformation,
-    preprocess: Callable[[Any], Array],
+    preprocess: Callable[[Batch], Array],
     *,
     redraw_every: int = 0,
     axis_name: str | None = None,
@@ -60,7 +60,7 @@ def make_train_step(
     Args:
         model: Applied with ``deterministic=False`` and a ``dropout`` key.
         optimizer: Applied to the gradients' mean over the devices.
-        preprocess: From the images as stored to what the model sees.
+        preprocess: From a batch to what the model sees.
         redraw_every: Updates between two redraws; 0 for never.
         axis_name: The axis of the devices, under a parallel map; None for one device.
 
@@ -80,7 +80,8 @@ def make_train_step(
         ...         return nn.Dense(3)(images.reshape(len(images), -1))
         >>> model, optimizer, key = Linear(), optax.sgd(0.1), jax.random.key(0)
         >>> state = create_state(model, optimizer, key, (2, 2, 1))
-        >>> step = jax.jit(make_train_step(model, optimizer, lambda images: images))
+        >>> images = lambda batch: batch["image"]
+        >>> step = jax.jit(make_train_step(model, optimizer, images))
         >>> batch = {"image": jnp.ones((5, 2, 2, 1)), "label": jnp.arange(5) % 3}
         >>> state, metrics = step(state, batch, key)
         >>> int(state.step), sorted(metrics)
@@ -97,12 +98,12 @@ def make_train_step(
         device = 0 if axis_name is None else jax.lax.axis_index(axis_name)
         dropout_key = jax.random.fold_in(stream_key(key, "dropout"), state.step)
         rngs = {"dropout": jax.random.fold_in(dropout_key, device)}
-        images = preprocess(batch["image"])
+        inputs = preprocess(batch)
 
         def loss_fn(params: Any) -> tuple[Array, Metrics]:
             logits, sown = model.apply(
                 {"params": params, "random_features": state.random_features},
-                images,
+                inputs,
                 deterministic=False,
                 rngs=rngs,
                 mutable=["intermediates"],
@@ -146,7 +147,7 @@ def _redrawn(
 
 def make_eval_step(
     model: nn.Module,
-    preprocess: Callable[[Any], Array],
+    preprocess: Callable[[Batch], Array],
     *,
     axis_name: str | None = None,
 ) -> Callable[[Any, Batch], Metrics]:
@@ -154,7 +155,7 @@ def make_eval_step(
 
     Args:
         model: Applied with ``deterministic=True``.
-        preprocess: From the images as stored to what the model sees.
+        preprocess: From a batch to what the model sees.
         axis_name: The axis of the devices, under a parallel map; None for one device.
 
     Returns:
@@ -166,15 +167,15 @@ def make_eval_step(
         >>> class Zeros(nn.Module):
         ...     def __call__(self, images, *, deterministic=True):
         ...         return jnp.zeros((len(images), 3))
-        >>> step = make_eval_step(Zeros(), lambda images: images)
+        >>> step = make_eval_step(Zeros(), lambda batch: batch["image"])
         >>> batch = {"image": jnp.ones((2, 1, 1, 1)), "label": jnp.array([0, 0])}
         >>> float(step({}, {**batch, "weight": jnp.array([1.0, 0.0])})["correct"])
         1.0
     """
 
     def eval_step(variables: Any, batch: Batch) -> Metrics:
-        images = preprocess(batch["image"])
-        logits = model.apply(variables, images, deterministic=True)
+        inputs = preprocess(batch)
+        logits = model.apply(variables, inputs, deterministic=True)
         weight = batch["weight"]
         correct = (logits.argmax(-1) == batch["label"]).astype(jnp.float32)
         losses = jnp.where(weight > 0, cross_entropy(logits, batch["label"]), 0.0)

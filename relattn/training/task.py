@@ -1,4 +1,4 @@
-"""What a configuration trains: the data's description, the model and the optimiser."""
+"""What a configuration trains: the model, its optimiser and how data reach it."""
 
 from __future__ import annotations
 
@@ -9,66 +9,22 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import optax
 from ml_collections import ConfigDict
 
 from relattn import data as data_lib
 from relattn import models
+from relattn.data import DataInfo
 from relattn.training.schedule import make_optimizer, make_schedule
 from relattn.training.state import TrainState, create_state
 
-
-@dataclasses.dataclass(frozen=True)
-class DataInfo:
-    """What a model needs to know of the images that it was trained on.
-
-    Attributes:
-        name: Name of the set.
-        class_names: In the order of the labels.
-        image_shape: Height, width and channels as stored.
-        mean: Mean of the training images by channel, of values in [0, 1].
-        std: Their standard deviation.
-        num_train: Number of training images.
-        origin: A sentence that says where the images came from.
-    """
-
-    name: str
-    class_names: tuple[str, ...]
-    image_shape: tuple[int, int, int]
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-    num_train: int
-    origin: str
-
-    @property
-    def num_classes(self) -> int:
-        """The number of classes."""
-        return len(self.class_names)
-
-    @classmethod
-    def of(cls, data: data_lib.ImageData) -> DataInfo:
-        """Describes loaded images."""
-        return cls(
-            name=data.name,
-            class_names=tuple(data.class_names),
-            image_shape=data.image_shape,
-            mean=tuple(float(value) for value in data.mean),
-            std=tuple(float(value) for value in data.std),
-            num_train=len(data.train),
-            origin=data.origin,
-        )
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> DataInfo:
-        """Reads what `dataclasses.asdict` gave, after JSON made lists of tuples."""
-        return cls(
-            **{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
-        )
+INPUT_DTYPES = {"images": jnp.float32, "tokens": jnp.int32}
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A model, its optimiser and how images reach it.
+    """A model, its optimiser and how data reach it.
 
     Attributes:
         config: The run's configuration.
@@ -76,7 +32,7 @@ class Task:
         model: The Flax module.
         optimizer: The optax transformation.
         schedule: The learning rate by step.
-        preprocess: From the images as stored to what the model sees; jit-able.
+        preprocess: From a batch to what the model sees; jit-able.
         steps_per_epoch: Updates in an epoch.
         num_steps: Updates in the whole run.
     """
@@ -104,7 +60,7 @@ class Task:
         Raises:
             ValueError: If the model, the schedule or the batch size does not fit.
         """
-        steps_per_epoch = data_lib.steps_per_epoch(info.num_train, config.batch_size)
+        steps_per_epoch = info.steps_per_epoch(config.batch_size)
         num_steps = config.num_steps or config.num_epochs * steps_per_epoch
         schedule = make_schedule(
             config.schedule.name,
@@ -112,26 +68,14 @@ class Task:
             warmup_steps=config.schedule.warmup_steps,
             num_steps=num_steps,
         )
-        size = config.data.get("image_size", info.image_shape[0])
-        statistics = {}
-        if config.data.get("standardize", False):
-            statistics = {
-                name: jax.numpy.asarray(getattr(info, name)) for name in ("mean", "std")
-            }
-        model = models.build_model(
-            config.model,
-            num_classes=info.num_classes,
-            image_shape=(size, size, info.image_shape[2]),
-        )
+        model = models.build_model(config.model, **_sizes(config, info))
         return cls(
             config=config,
             info=info,
             model=model,
             optimizer=make_optimizer(config.optimizer, schedule),
             schedule=schedule,
-            preprocess=functools.partial(
-                data_lib.preprocess, image_size=size, **statistics
-            ),
+            preprocess=data_lib.make_preprocess(config.data, info),
             steps_per_epoch=steps_per_epoch,
             num_steps=num_steps,
         )
@@ -143,15 +87,23 @@ class Task:
 
     def create_state(self) -> TrainState:
         """The state before the first update."""
-        size = self.preprocess.keywords["image_size"]
         create = functools.partial(
             create_state,
             self.model,
             self.optimizer,
-            image_shape=(size, size, self.info.image_shape[2]),
+            input_shape=data_lib.input_shape(self.config.data, self.info),
+            dtype=INPUT_DTYPES[self.info.kind],
         )
         return jax.jit(create)(self.key)
 
     def abstract_state(self) -> TrainState:
         """The shapes and dtypes of the state, without computing it."""
         return jax.eval_shape(self.create_state)
+
+
+def _sizes(config: ConfigDict, info: DataInfo) -> dict[str, Any]:
+    """What `build_model` needs to know of the data."""
+    if info.kind == "tokens":
+        return {"vocab_size": info.vocab_size, "context_length": info.context_length}
+    shape = data_lib.input_shape(config.data, info)
+    return {"num_classes": info.num_classes, "image_shape": shape}

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from relattn.data.batches import batch_indices, eval_batches, gather, steps_per_epoch
+from relattn.data.batches import batch_indices, steps_per_epoch
 from relattn.data.images import ImageSplit
 
 
@@ -47,7 +47,7 @@ def test_batch_that_cannot_be_filled(batch_size):
 
 def test_gather():
     split = random_split(7)
-    batch = gather(split, np.array([5, 0, 2]))
+    batch = split.gather(np.array([5, 0, 2]))
     assert batch["label"].tolist() == [5, 0, 2]
     np.testing.assert_array_equal(batch["image"], split.images[[5, 0, 2]])
 
@@ -55,7 +55,7 @@ def test_gather():
 @pytest.mark.parametrize("n", [0, 1, 5, 13])
 def test_evaluation_sees_every_example_once(n):
     split = random_split(n)
-    batches = list(eval_batches(split, 5))
+    batches = list(split.batches(5))
     assert all(len(array) == 5 for batch in batches for array in batch.values())
     images, labels = [np.empty((0, 3, 5, 2))], [np.empty(0)]
     for batch in batches:
@@ -70,4 +70,4 @@ def test_evaluation_sees_every_example_once(n):
 
 def test_eval_batch_size_must_be_positive():
     with pytest.raises(ValueError, match="batch_size=0: it must be at least 1"):
-        next(eval_batches(random_split(3), 0))
+        next(random_split(3).batches(0))

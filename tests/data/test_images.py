@@ -1,9 +1,16 @@
-"""Validation split and channel statistics."""
+"""Images in memory: validation split, channel statistics, batches of training."""
 
 import numpy as np
 import pytest
 
-from relattn.data.images import ImageSplit, channel_statistics, split_validation
+from relattn.data.batches import batch_indices
+from relattn.data.images import (
+    ImageData,
+    ImageSplit,
+    channel_statistics,
+    split_validation,
+)
+from relattn.data.source import DataSource, EvalSplit
 
 
 def numbered_split(n):
@@ -51,3 +58,48 @@ def test_statistics_are_those_of_numpy(monkeypatch):
     values = images / 255
     np.testing.assert_allclose(mean, values.mean(axis=(0, 1, 2)), rtol=1e-6)
     np.testing.assert_allclose(std, values.std(axis=(0, 1, 2)), rtol=1e-6)
+
+
+def numbered_data():
+    train, validation = split_validation(numbered_split(23), 5, 0)
+    mean, std = channel_statistics(train.images)
+    return ImageData(
+        name="numbers",
+        train=train,
+        validation=validation,
+        test=numbered_split(3),
+        class_names=tuple(map(str, range(23))),
+        mean=mean,
+        std=std,
+        origin="numbers",
+    )
+
+
+@pytest.mark.parametrize("start_step", [0, 7])
+def test_training_batches_are_those_of_the_step(start_step):
+    data = numbered_data()
+    with data.train_loader(5, 1, start_step, place=lambda batch: batch) as loader:
+        for expected, (step, batch) in zip(range(start_step, 11), loader, strict=False):
+            assert step == expected
+            indices = batch_indices(18, 5, 1, step)
+            np.testing.assert_array_equal(batch["label"], data.train.labels[indices])
+            np.testing.assert_array_equal(batch["image"], data.train.images[indices])
+
+
+def test_images_in_memory_are_a_source():
+    data = numbered_data()
+    assert isinstance(data, DataSource)
+    assert all(isinstance(split, EvalSplit) for split in data.eval_splits.values())
+    assert {name: len(split) for name, split in data.eval_splits.items()} == {
+        "validation": 5,
+        "test": 3,
+    }
+    info = data.info
+    assert (info.kind, info.num_train, info.num_classes) == ("images", 18, 23)
+    assert info.image_shape == (2, 3, 1)
+    assert info.steps_per_epoch(5) == 3
+
+
+def test_a_batch_larger_than_the_training_images():
+    with pytest.raises(ValueError, match="batch_size=29 with 18 training images"):
+        numbered_data().train_loader(29, 0)

@@ -43,7 +43,7 @@ def test_shifted_accuracy_is_the_models(workdir):
     small = type(data.test)(data.test.images[:37], data.test.labels[:37])
     run.config.eval_batch_size = 16
     found = shifted_accuracy(run, small, max_shift=3, axis="y")
-    images = np.asarray(run.preprocess(small.images))
+    images = np.asarray(run.preprocess({"image": small.images}))
     variables = jax.device_put(run.variables)
     for row, pixels in enumerate(found.shifts):
         shifted = jnp.stack([moved(image, pixels, "y") for image in images])

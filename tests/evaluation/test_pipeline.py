@@ -10,7 +10,7 @@ from tests.training.conftest import config as config  # noqa: PLC0414
 
 def test_real_and_fixed_batches_are_timed(config, monkeypatch):
     monkeypatch.setattr(models, "build_model", build_tiny)
-    monkeypatch.setattr(data_lib, "load_images", lambda config: make_data())
+    monkeypatch.setattr(data_lib, "load_data", lambda config: make_data())
     devices = jax.local_devices()[:2]
     result = measure(config, steps=3, rounds=2, devices=devices)
     assert result["device"] == "2 x cpu"

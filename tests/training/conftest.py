@@ -71,7 +71,7 @@ def build_tiny(config, *, num_classes, image_shape):
 def tiny(monkeypatch):
     """Makes training build the tiny model and load the tiny images."""
     monkeypatch.setattr(models, "build_model", build_tiny)
-    monkeypatch.setattr(data_lib, "load_images", lambda config: make_data())
+    monkeypatch.setattr(data_lib, "load_data", lambda config: make_data())
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from relattn.training import loop
 from relattn.training import run as run_lib
 from relattn.training.checkpoint import checkpoint_steps, read_meta, restore
 from relattn.training.metrics import read_rows
-from relattn.training.task import DataInfo, Task
+from relattn.training.task import Task
 from tests.training.conftest import make_data
 
 pytestmark = pytest.mark.usefixtures("tiny")
@@ -36,7 +36,7 @@ def final_state(workdir):
     meta = read_meta(folder, step)
     config = training.default_config()
     config.update(meta["config"])
-    task = Task.build(config, DataInfo.from_json(meta["data"]))
+    task = Task.build(config, data_lib.read_info(meta["data"]))
     return restore(folder, step, task.abstract_state())
 
 
@@ -249,7 +249,7 @@ def test_a_foreign_checkpoint_folder_is_left_alone(config, tmp_path):
 
 def test_validation_images_are_needed(config, tmp_path, monkeypatch):
     monkeypatch.setattr(
-        data_lib, "load_images", lambda config: make_data(num_validation=0)
+        data_lib, "load_data", lambda config: make_data(num_validation=0)
     )
     with pytest.raises(ValueError, match=r"num_validation must be at least 1"):
         training.train_and_evaluate(config, tmp_path)

@@ -10,8 +10,8 @@ from relattn.training.step import make_eval_step, make_train_step
 from tests.training.conftest import TinyModel, make_data
 
 
-def to_float(images):
-    return images.astype(np.float32) / 255
+def to_float(batch):
+    return batch["image"].astype(np.float32) / 255
 
 
 def batches(count, size=20):
@@ -115,7 +115,7 @@ def test_evaluation_sums_leave_filling_out(count):
         sums = parallel.fetch(
             step(variables, parallel.shard({**batch, "weight": weight}))
         )
-        logits = model.apply(state.variables, to_float(batch["image"]))[:13]
+        logits = model.apply(state.variables, to_float(batch))[:13]
         labels = batch["label"][:13]
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
         assert sums["count"] == 13

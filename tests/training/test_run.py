@@ -30,7 +30,7 @@ def test_a_run_predicts_as_it_was_evaluated(workdir, config):
     np.testing.assert_allclose(scores["loss"], result["test_loss"], rtol=1e-5)
     assert scores["count"] == len(test)
     predict = training.make_predict_fn(run)
-    images = run.preprocess(test.images)
+    images = run.preprocess({"image": test.images})
     assert images.shape == (29, 5, 5, 1)
     logits = predict(images)
     assert np.mean(np.argmax(logits, -1) == test.labels) == scores["accuracy"]

@@ -1,37 +1,57 @@
 """Multi-head attention modules: they own the projections, the kernels do the rest.
 
 All are called as ``attention(x, grid=, num_prefix=, position=, key_mask=)``, where
-``position`` is what a position encoding of the site ``heads`` returned for the layer.
+``position`` is what a position encoding returned for the layer. `MultiHeadAttention`
+has the one ``__call__``; a subclass fills in one of its hooks.
 """
 
 from __future__ import annotations
 
-import functools
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
-from relattn import offsets, spec
-from relattn.kernels import banded, linear, random_features, softmax
+from relattn import offsets
+from relattn.kernels import softmax
 from relattn.nn.linear import Linear
 
-FEATURE_MAPS = {
-    "positive": random_features.positive_features,
-    "trigonometric": random_features.trigonometric_features,
-    "relu": random_features.relu_features,
-}
+
+class Context(NamedTuple):
+    """What an attention knows of its tokens beside their content.
+
+    Attributes:
+        grid: Height and width, or length, of the tokens after the prefix. In decoding,
+            the length that there is room for.
+        num_prefix: Number of prefix tokens.
+        position: What the position encoding returned for the layer, or None.
+        key_mask: True for tokens that may be attended to, ``[batch 1 n]``, or None.
+        index: In decoding, the place of the one token in its sequence; else None.
+    """
+
+    grid: offsets.Grid | None
+    num_prefix: int
+    position: Any
+    key_mask: Bool[Array, "batch 1 n"] | None
+    index: Int[Array, ""] | int | None
 
 
 class MultiHeadAttention(nn.Module):
-    """What every attention has: its size and its linear projections.
+    """What every attention has: its size, its projections, its call.
+
+    A subclass defines `attend`, from queries, keys and values to the heads' outputs,
+    or, where it has no such things, `mix`, from tokens to the heads' outputs. To
+    decode token by token it defines `attend_step`, or looks at ``context.index`` in
+    `mix`.
 
     Attributes:
         dim: Width of the tokens.
         heads: Number of heads; divides ``dim``.
         layer: Index of the layer in the model.
         qkv_bias: Whether queries, keys and values have a bias.
+        causal: Whether a token attends to itself and those before it only.
         dtype: Compute dtype; parameters are float32.
     """
 
@@ -39,8 +59,12 @@ class MultiHeadAttention(nn.Module):
     heads: int
     layer: int = 0
     qkv_bias: bool = True
+    causal: bool = False
     dtype: Any = jnp.float32
     sites: ClassVar[tuple[str, ...]] = ("none", "tokens")
+    has_causal_form: ClassVar[bool] = True
+    # Whether nothing but parameters and position tells one layer from another.
+    scannable: ClassVar[bool] = True
 
     @classmethod
     def check(cls, dim: int, heads: int, **options: Any) -> None:
@@ -57,10 +81,96 @@ class MultiHeadAttention(nn.Module):
         """Width of a head."""
         return self.dim // self.heads
 
+    @property
+    def key_heads(self) -> int:
+        """Number of heads that have keys."""
+        return self.heads
+
+    @nn.compact
+    def __call__(
+        self,
+        x: Float[Array, "batch n dim"],
+        *,
+        grid: offsets.Grid | None = None,
+        num_prefix: int = 0,
+        position: Any = None,
+        key_mask: Bool[Array, "batch n"] | None = None,
+        index: Int[Array, ""] | int | None = None,
+    ) -> Float[Array, "batch n dim"]:
+        """Attends.
+
+        Args:
+            x: Tokens, shape ``[batch, n, dim]``.
+            grid: Height and width, or length, of the tokens after the prefix.
+            num_prefix: Number of prefix tokens.
+            position: What a position encoding returned for this layer.
+            key_mask: False for tokens that nobody may attend to, ``[batch, n]``.
+            index: In decoding, where ``x`` is one token, its place in the sequence; the
+                mutable collection ``cache`` holds what came before, and ``grid`` is
+                the length ``(length,)`` that there is room for.
+
+        Returns:
+            Shape ``[batch, n, dim]``.
+
+        Raises:
+            ValueError: If a causal attention is given prefix tokens, or decoding is
+                asked of one that is not causal, or with a ``key_mask``.
+        """
+        if self.causal and num_prefix:
+            raise ValueError(
+                "causal attention takes no prefix tokens, which everyone would see: "
+                f"expected num_prefix=0, got {num_prefix}"
+            )
+        if index is not None and (not self.causal or key_mask is not None):
+            raise ValueError(
+                "decoding needs causal=True and no key_mask, got "
+                f"causal={self.causal} and "
+                f"{'no key_mask' if key_mask is None else 'a key_mask'}"
+            )
+        key_mask = None if key_mask is None else key_mask[:, None]
+        context = Context(grid, num_prefix, position, key_mask, index)
+        return self.merge(self.mix(x, context))
+
+    def mix(
+        self, x: Float[Array, "batch n dim"], context: Context
+    ) -> Float[Array, "batch heads n depth"]:
+        """The heads' outputs: projects, applies the position, and attends."""
+        q = self.project(x, self.heads, "q")
+        k = self.project(x, self.key_heads, "k") if self.key_heads else None
+        v = self.project(x, self.heads, "v")
+        if context.position is not None:
+            if context.index is not None:
+                position = context.position.at(context.index)
+                context = context._replace(position=position)
+            q, k = context.position(q, k, x)
+        if context.index is not None:
+            return self.attend_step(q, k, v, context)
+        return self.attend(q, k, v, context)
+
+    def attend(
+        self,
+        q: Float[Array, "batch heads n key_depth"],
+        k: Float[Array, "batch key_heads n key_depth"] | None,
+        v: Float[Array, "batch heads n depth"],
+        context: Context,
+    ) -> Float[Array, "batch heads n depth"]:
+        """The heads' outputs: the kernel."""
+        raise NotImplementedError
+
+    def attend_step(
+        self,
+        q: Float[Array, "batch heads 1 key_depth"],
+        k: Float[Array, "batch key_heads 1 key_depth"],
+        v: Float[Array, "batch heads 1 depth"],
+        context: Context,
+    ) -> Float[Array, "batch heads 1 depth"]:
+        """The heads' outputs for the token at ``context.index``, in decoding."""
+        raise NotImplementedError
+
     def project(
         self, x: Float[Array, "batch n dim"], heads: int, name: str
     ) -> Float[Array, "batch {heads} n depth"]:
-        """A linear projection to ``heads`` heads; for use in ``__call__``."""
+        """A linear projection to ``heads`` heads; for use in the hooks."""
         width = heads * self.depth
         out = Linear(width, use_bias=self.qkv_bias, dtype=self.dtype, name=name)(x)
         return out.reshape(*out.shape[:-1], heads, self.depth).swapaxes(-2, -3)
@@ -68,17 +178,37 @@ class MultiHeadAttention(nn.Module):
     def merge(
         self, out: Float[Array, "batch heads n depth"]
     ) -> Float[Array, "batch n dim"]:
-        """Concatenates the heads and projects them; for use in ``__call__``."""
+        """Concatenates the heads and projects them."""
         out = out.swapaxes(-2, -3)
         out = out.reshape(*out.shape[:-2], self.dim)
         return Linear(self.dim, dtype=self.dtype, name="out")(out)
+
+    def remember(
+        self, name: str, row: Float[Array, "*batch 1 width"], context: Context
+    ) -> Float[Array, "*batch length width"]:
+        """Writes a token's row into the cache ``name``, and returns the whole cache.
+
+        Args:
+            name: Name of the variable of the collection ``cache``.
+            row: What is to be kept of the token at ``context.index``.
+            context: As in `mix`.
+
+        Returns:
+            The rows of all tokens so far; zeros after them.
+        """
+        shape = (*row.shape[:-2], *context.grid, row.shape[-1])
+        cache = self.variable("cache", name, jnp.zeros, shape, row.dtype)
+        if not self.is_initializing():
+            cache.value = jax.lax.dynamic_update_slice_in_dim(
+                cache.value, row, context.index, axis=-2
+            )
+        return cache.value
 
 
 class SoftmaxAttention(MultiHeadAttention):
     """Exact attention: softmax(q.k / sqrt(depth)).
 
     Example:
-        >>> import jax
         >>> x = jnp.ones((1, 7, 8))
         >>> module = SoftmaxAttention(dim=8, heads=2)
         >>> out, _ = module.init_with_output(jax.random.key(0), x)
@@ -91,237 +221,28 @@ class SoftmaxAttention(MultiHeadAttention):
 
     sites: ClassVar[tuple[str, ...]] = ("none", "tokens", "heads")
 
-    @nn.compact
-    def __call__(
-        self,
-        x: Float[Array, "batch n dim"],
-        *,
-        grid: offsets.Grid | None = None,
-        num_prefix: int = 0,
-        position: Any = None,
-        key_mask: Bool[Array, "batch n"] | None = None,
-    ) -> Float[Array, "batch n dim"]:
-        """Attends; ``key_mask`` is False for tokens that nobody may attend to."""
-        del grid, num_prefix
-        q, k, v = (self.project(x, self.heads, name) for name in ("q", "k", "v"))
-        if position is not None:
-            q, k = position(q, k, x)
-        key_mask = None if key_mask is None else key_mask[:, None]
-        return self.merge(softmax.softmax_attention(q, k, v, key_mask=key_mask))
-
-
-class RandomFeatureAttention(MultiHeadAttention):
-    """Options and state of the attentions that draw random features.
-
-    Attributes:
-        num_features: Number of random features; 0 is int(depth * ln(depth)), depth
-            with the position's width where one is concatenated.
-        features: ``"positive"`` (FAVOR+), ``"trigonometric"`` (FAVOR) or ``"relu"``.
-        orthogonal: Whether the projection's rows are orthogonal.
-        norms: ``"chi"`` or ``"fixed"``, as in `draw_orthogonal`.
-        haar: As in `draw_orthogonal`.
-    """
-
-    num_features: int = 0
-    features: str = "positive"
-    orthogonal: bool = True
-    norms: str = "chi"
-    haar: bool = True
-
-    @classmethod
-    def check(
-        cls,
-        dim: int,
-        heads: int,
-        *,
-        num_features: int = 0,
-        features: str = "positive",
-        norms: str = "chi",
-        **options: Any,
-    ) -> None:
-        """Raises ValueError where the sizes of the model or the options do not fit."""
-        super().check(dim, heads, **options)
-        if num_features < 0:
-            raise ValueError(
-                "num_features must be positive, or 0 for int(depth * ln(depth)), got "
-                f"{num_features}"
-            )
-        if features not in FEATURE_MAPS:
-            raise ValueError(
-                f"unknown features {features!r}: {spec.closest(features, FEATURE_MAPS)}"
-            )
-        if norms not in random_features.NORMS:
-            hint = spec.closest(norms, random_features.NORMS)
-            raise ValueError(f"unknown norms {norms!r}: {hint}")
-
-    def feature_map(self, depth: int) -> linear.FeatureMap:
-        """The feature map with the layer's projection; for use in ``__call__``."""
-
-        def draw() -> random_features.RandomFeatures:
-            return random_features.draw_random_features(
-                self.make_rng("random_features"),
-                layer=self.layer,
-                num_features=self.num_features
-                or random_features.default_num_features(depth),
-                depth=depth,
-                orthogonal=self.orthogonal,
-                norms=self.norms,
-                haar=self.haar,
-            )
-
-        drawn = self.variable("random_features", "projection", draw).value
-        return functools.partial(
-            FEATURE_MAPS[self.features], projection=drawn.projection
-        )
-
     def attend(
         self,
-        q: Float[Array, "batch heads n depth"],
-        k: Float[Array, "batch heads n depth"],
-        v: Float[Array, "batch heads n depth_v"],
-        feature_map: linear.FeatureMap,
-        key_mask: Bool[Array, "batch 1 n"] | None,
-    ) -> Float[Array, "batch heads n depth_v"]:
-        """Linear attention; counts the weights' sums that are not positive."""
-        if self.features != "trigonometric":
-            return linear.linear_attention(q, k, v, feature_map, key_mask=key_mask)
-        out, normalizer = linear.linear_attention(
-            q, k, v, feature_map, key_mask=key_mask, return_normalizer=True
-        )
-        self.sow("intermediates", "nonpositive_normalizer", (normalizer <= 0).mean())
-        return out
+        q: Float[Array, "batch heads n key_depth"],
+        k: Float[Array, "batch heads n key_depth"],
+        v: Float[Array, "batch heads n depth"],
+        context: Context,
+    ) -> Float[Array, "batch heads n depth"]:
+        """Softmax attention."""
+        kernel = softmax.softmax_attention
+        if self.causal:
+            kernel = softmax.causal_softmax_attention
+        return kernel(q, k, v, key_mask=context.key_mask)
 
-
-class FavorAttention(RandomFeatureAttention):
-    """Linear attention with random features of the softmax kernel (Performer).
-
-    out_i = phi(q_i)^T sum_j phi(k_j) v_j^T / phi(q_i)^T sum_j phi(k_j)
-
-    The projection is the variable ``projection`` of the collection
-    ``random_features``: no parameter, redrawn by `relattn.kernels.redraw`.
-
-    Example:
-        >>> import jax
-        >>> x = jnp.ones((1, 7, 8))
-        >>> module = FavorAttention(dim=8, heads=2, num_features=5)
-        >>> out, variables = module.init_with_output(jax.random.key(0), x)
-        >>> out.shape, sorted(variables)
-        ((1, 7, 8), ['params', 'random_features'])
-
-    Source:
-        Choromanski et al., Rethinking Attention with Performers, section 2.
-    """
-
-    sites: ClassVar[tuple[str, ...]] = ("none", "tokens", "heads")
-
-    @nn.compact
-    def __call__(
+    def attend_step(
         self,
-        x: Float[Array, "batch n dim"],
-        *,
-        grid: offsets.Grid | None = None,
-        num_prefix: int = 0,
-        position: Any = None,
-        key_mask: Bool[Array, "batch n"] | None = None,
-    ) -> Float[Array, "batch n dim"]:
-        """Attends; ``key_mask`` is False for tokens that nobody may attend to."""
-        del grid, num_prefix
-        q, k, v = (self.project(x, self.heads, name) for name in ("q", "k", "v"))
-        if position is not None:
-            q, k = position(q, k, x)
-        key_mask = None if key_mask is None else key_mask[:, None]
-        out = self.attend(q, k, v, self.feature_map(q.shape[-1]), key_mask)
-        return self.merge(out)
-
-
-class BandedAttention(RandomFeatureAttention):
-    """Strategy 2: content heads beside position heads with a clipped distance.
-
-    Content heads are `FavorAttention`'s. A position head weighs key j for query i by
-    phi(q_i).phi(w_d), d the Manhattan distance of i and j clipped at ``clip``; it
-    projects no keys. The table w starts at zero and is shared by the position heads.
-
-    Attributes:
-        clip: The largest distance told apart, in tokens.
-        position_heads: Number of position heads; 0 is half of the heads.
-
-    Example:
-        >>> import jax
-        >>> x = jnp.ones((1, 7, 8))
-        >>> module = BandedAttention(dim=8, heads=2, clip=2)
-        >>> out, _ = module.init_with_output(
-        ...     jax.random.key(0), x, grid=(2, 3), num_prefix=1)
-        >>> out.shape
-        (1, 7, 8)
-
-    Source:
-        Horn et al., Translational Equivariance in Kernelizable Attention, section 2.3
-        (strategy 2).
-    """
-
-    clip: int = 6
-    position_heads: int = 0
-
-    @classmethod
-    def check(
-        cls,
-        dim: int,
-        heads: int,
-        *,
-        clip: int = 6,
-        position_heads: int = 0,
-        **options: Any,
-    ) -> None:
-        """Raises ValueError where the sizes of the model or the options do not fit."""
-        super().check(dim, heads, **options)
-        if clip < 1:
-            raise ValueError(f"attention 'banded' needs clip >= 1, got {clip}")
-        if not position_heads and heads % 2:
-            raise ValueError(
-                "attention 'banded' makes half of the heads position heads: "
-                f"config.model.heads must be even, got {heads}; or give position_heads"
-            )
-        if not 0 <= position_heads <= heads:
-            raise ValueError(
-                f"attention 'banded' has {heads} heads, got "
-                f"position_heads={position_heads}"
-            )
-
-    @nn.compact
-    def __call__(
-        self,
-        x: Float[Array, "batch n dim"],
-        *,
-        grid: offsets.Grid,
-        num_prefix: int = 0,
-        position: Any = None,
-        key_mask: Bool[Array, "batch n"] | None = None,
-    ) -> Float[Array, "batch n dim"]:
-        """Attends; ``key_mask`` is False for tokens that nobody may attend to."""
-        del position
-        position_heads = self.position_heads or self.heads // 2
-        content_heads = self.heads - position_heads
-        q = self.project(x, self.heads, "q")
-        v = self.project(x, self.heads, "v")
-        table = self.param(
-            "table", nn.initializers.zeros, (self.clip + 1, self.depth), jnp.float32
-        )
-        feature_map = self.feature_map(self.depth)
-        key_mask = None if key_mask is None else key_mask[:, None]
-        outs = []
-        if content_heads:
-            k = self.project(x, content_heads, "k")
-            content = (q[:, :content_heads], k, v[:, :content_heads])
-            outs.append(self.attend(*content, feature_map, key_mask))
-        outs.append(
-            banded.banded_attention(
-                q[:, content_heads:],
-                v[:, content_heads:],
-                table,
-                feature_map,
-                grid=grid,
-                num_prefix=num_prefix,
-                key_mask=key_mask,
-            )
-        )
-        return self.merge(jnp.concatenate(outs, axis=1))
+        q: Float[Array, "batch heads 1 key_depth"],
+        k: Float[Array, "batch heads 1 key_depth"],
+        v: Float[Array, "batch heads 1 depth"],
+        context: Context,
+    ) -> Float[Array, "batch heads 1 depth"]:
+        """Softmax attention of one token to those so far."""
+        keys = self.remember("keys", k, context)
+        values = self.remember("values", v, context)
+        past = jnp.arange(keys.shape[-2]) <= context.index
+        return softmax.softmax_attention(q, keys, values, key_mask=past)

@@ -6,12 +6,12 @@ import functools
 
 from relattn import spec
 from relattn.nn import attention as attentions
-from relattn.nn import positions
+from relattn.nn import positions, random_feature_attention
 
 ATTENTIONS = {
     "softmax": attentions.SoftmaxAttention,
-    "favor": attentions.FavorAttention,
-    "banded": attentions.BandedAttention,
+    "favor": random_feature_attention.FavorAttention,
+    "banded": random_feature_attention.BandedAttention,
 }
 
 POSITIONS = {
@@ -21,12 +21,18 @@ POSITIONS = {
 }
 
 # What the model decides, not the spec.
-_RESERVED = ("dim", "heads", "layer", "num_layers", "qkv_bias", "dtype")
-_RESERVED += ("parent", "name", "args", "kwargs")
+_RESERVED = ("dim", "heads", "layer", "num_layers", "qkv_bias", "causal")
+_RESERVED += ("dtype", "parent", "name", "args", "kwargs")
 
 
 def build(
-    attention: str, position: str, *, dim: int, heads: int, num_layers: int
+    attention: str,
+    position: str,
+    *,
+    dim: int,
+    heads: int,
+    num_layers: int,
+    causal: bool = False,
 ) -> tuple[functools.partial, functools.partial]:
     """Resolves the specs of an attention and a position, and checks that they fit.
 
@@ -36,14 +42,15 @@ def build(
         dim: Width of the tokens.
         heads: Number of heads.
         num_layers: Number of layers.
+        causal: Whether a token attends to itself and those before it only.
 
     Returns:
         A constructor of the layers' attention (give it ``layer``) and one of the
         model's position encoding.
 
     Raises:
-        ValueError: If a name or an option does not exist, the sizes do not fit, or the
-            attention does not honour the site of the position.
+        ValueError: If a name or an option does not exist, the sizes do not fit, the
+            attention does not honour the site of the position, or has no causal form.
 
     Example:
         >>> attention, position = build(
@@ -60,8 +67,17 @@ def build(
             f"position {position!r} acts at the site {site!r}, which attention "
             f"{attention!r} does not honour; it takes position {', '.join(fitting)}"
         )
+    if causal and not make_attention.func.has_causal_form:
+        fitting = [name for name, entry in ATTENTIONS.items() if entry.has_causal_form]
+        raise ValueError(
+            f"attention {attention!r} has no causal form; choose from "
+            f"{', '.join(fitting)}"
+        )
     make_attention.func.check(dim, heads, **make_attention.keywords)
     make_position = functools.partial(
         make_position, dim=dim, heads=heads, num_layers=num_layers
     )
-    return functools.partial(make_attention, dim=dim, heads=heads), make_position
+    make_attention = functools.partial(
+        make_attention, dim=dim, heads=heads, causal=causal
+    )
+    return make_attention, make_position

@@ -12,8 +12,9 @@ from typing import ClassVar
 
 import flax
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from relattn import offsets
 from relattn.kernels import sinusoids
@@ -40,10 +41,10 @@ class LearnableSincos(nn.Module):
 
     x + p with p = [sin w_i row, cos w_i row, ..., sin w_i column, cos w_i column, ...],
     dim / 4 frequencies w_i shared by the axes, w_i = max_timescale^(-i / (dim/4)) at
-    the start.
+    the start; dim / 2 for text, which has one axis.
 
     Attributes:
-        dim: Width of the tokens, a multiple of 4.
+        dim: Width of the tokens, a multiple of 4, or of 2 for text.
         heads: Unused; every encoding takes it.
         num_layers: Unused; every encoding takes it.
         max_timescale: Slowest time scale at the start, in tokens.
@@ -72,12 +73,13 @@ class LearnableSincos(nn.Module):
         self, tokens: Float[Array, "batch n dim"], grid: Grid
     ) -> Float[Array, "batch n dim"]:
         """Adds the encoding to the grid's tokens; prefix tokens are not given."""
-        if self.dim % 4:
+        width = 2 * len(grid)
+        if self.dim % width:
             raise ValueError(
-                "position 'learnable_sincos' needs config.model.dim divisible by 4, "
-                f"got {self.dim}"
+                "position 'learnable_sincos' needs config.model.dim divisible by "
+                f"{width}, got {self.dim}"
             )
-        num_frequencies = self.dim // 4
+        num_frequencies = self.dim // width
         frequencies = self.param(
             "frequencies",
             lambda _: sinusoids.absolute_frequencies(
@@ -122,6 +124,10 @@ class ConstrainedSincosHeads:
             return jnp.concatenate([content, position.astype(content.dtype)], axis=-1)
 
         return concatenate(q, queries), concatenate(k, self.u)
+
+    def at(self, index: Int[Array, ""] | int) -> ConstrainedSincosHeads:
+        """The encoding of one token, for decoding."""
+        return self.replace(u=jax.lax.dynamic_slice_in_dim(self.u, index, 1))
 
 
 class ConstrainedSincos(nn.Module):
@@ -170,7 +176,7 @@ class ConstrainedSincos(nn.Module):
                 "position 'constrained_sincos' needs num_scales >= 1, got "
                 f"{self.num_scales}"
             )
-        pairs = 2 * self.num_scales
+        pairs = len(grid) * self.num_scales
         frequencies = self.param(
             "frequencies",
             lambda _: sinusoids.length_scale_frequencies(self.num_scales),

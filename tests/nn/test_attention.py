@@ -132,3 +132,86 @@ def test_trigonometric_features_count_nonpositive_normalizers():
     (fraction,) = sown["intermediates"]["nonpositive_normalizer"]
     assert 0 < fraction < 1
     assert jnp.isfinite(out).all()
+
+
+CAUSAL = [
+    ("softmax", "none"),
+    ("favor", "none"),
+    ("favor(features='trigonometric')", "none"),
+    ("softmax", "constrained_sincos"),
+    ("favor", "constrained_sincos(content_conditioned=True)"),
+]
+
+
+def causal_layer(attention, position):
+    """A causal attention with the position of its layer, if it has one."""
+    make_attention, make_position = build(
+        attention, position, dim=DIM, heads=HEADS, num_layers=1, causal=True
+    )
+    if position == "none":
+        encoding = None
+    else:
+        layers, _ = make_position().init_with_output(jax.random.key(3), (N,), 0)
+        encoding = layers[0]
+    module = make_attention(layer=0)
+    x = jax.random.normal(jax.random.key(1), (2, N, DIM))
+    variables = module.init(jax.random.key(0), x, grid=(N,), position=encoding)
+    return module, variables, x, encoding
+
+
+@pytest.mark.parametrize(("attention", "position"), CAUSAL)
+def test_causal_attention_does_not_see_the_future(attention, position):
+    module, variables, x, encoding = causal_layer(attention, position)
+
+    @jax.jit
+    def apply(x):
+        return module.apply(variables, x, grid=(N,), position=encoding)
+
+    out, result = apply(x), apply(x.at[:, 4:].multiply(-3.0))
+    np.testing.assert_array_equal(result[:, :4], out[:, :4])
+    assert (result[:, 4:] != out[:, 4:]).any()
+
+
+@pytest.mark.parametrize(("attention", "position"), CAUSAL)
+def test_decoding_equals_attending_to_all_at_once(attention, position):
+    module, variables, x, encoding = causal_layer(attention, position)
+
+    def apply(variables, x, index):
+        return module.apply(
+            variables,
+            x,
+            grid=(N,),
+            position=encoding,
+            index=index,
+            mutable=["cache"],
+        )
+
+    first = jax.eval_shape(apply, variables, x[:, :1], 0)
+    cache = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), first[1])
+
+    def step(cache, inputs):
+        index, token = inputs
+        out, cache = apply({**variables, **cache}, token[:, None], index)
+        return cache, out[:, 0]
+
+    _, outs = jax.lax.scan(step, cache, (jnp.arange(N), x.swapaxes(0, 1)))
+    expected = module.apply(variables, x, grid=(N,), position=encoding)
+    np.testing.assert_allclose(outs.swapaxes(0, 1), expected, atol=2e-6)
+
+
+def test_causal_attention_takes_no_prefix():
+    module, variables, x, _ = causal_layer("softmax", "none")
+    with pytest.raises(ValueError, match="causal attention takes no prefix.*got 1"):
+        module.apply(variables, x, grid=(2, 3), num_prefix=1)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_decoding_refuses_what_it_cannot_honour(causal):
+    make_attention, _ = build(
+        "softmax", "none", dim=DIM, heads=HEADS, num_layers=1, causal=causal
+    )
+    mask = jnp.ones((1, 1), bool) if causal else None
+    with pytest.raises(ValueError, match="decoding needs causal=True and no key_mask"):
+        make_attention(layer=0).init(
+            jax.random.key(0), jnp.ones((1, 1, DIM)), index=0, key_mask=mask
+        )

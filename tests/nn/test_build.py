@@ -30,6 +30,12 @@ SIZES = {"dim": 24, "heads": 4, "num_layers": 1}
         ("softmax", "none", {"heads": 5}, "heads must divide config.model.dim, got"),
         ("banded", "none", {"heads": 3}, "heads must be even, got 3"),
         ("banded(clip=0)", "none", {}, "needs clip >= 1, got 0"),
+        (
+            "banded",
+            "none",
+            {"causal": True},
+            "attention 'banded' has no causal form; choose from softmax, favor",
+        ),
         ("banded(position_heads=5)", "none", {}, "has 4 heads, got position_heads=5"),
     ],
 )

@@ -1,0 +1,249 @@
+"""Attentions in linear time by random features of the softmax kernel."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, ClassVar
+
+import flax.linen as nn
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from relattn import spec
+from relattn.kernels import banded, causal_linear, linear, random_features
+from relattn.nn.attention import Context, MultiHeadAttention
+
+FEATURE_MAPS = {
+    "positive": random_features.positive_features,
+    "trigonometric": random_features.trigonometric_features,
+    "relu": random_features.relu_features,
+}
+
+
+class RandomFeatureAttention(MultiHeadAttention):
+    """Options and state of the attentions that draw random features.
+
+    Attributes:
+        num_features: Number of random features; 0 is int(depth * ln(depth)), depth
+            with the position's width where one is concatenated.
+        features: ``"positive"`` (FAVOR+), ``"trigonometric"`` (FAVOR) or ``"relu"``.
+        orthogonal: Whether the projection's rows are orthogonal.
+        norms: ``"chi"`` or ``"fixed"``, as in `draw_orthogonal`.
+        haar: As in `draw_orthogonal`.
+    """
+
+    num_features: int = 0
+    features: str = "positive"
+    orthogonal: bool = True
+    norms: str = "chi"
+    haar: bool = True
+    scannable: ClassVar[bool] = False
+
+    @classmethod
+    def check(
+        cls,
+        dim: int,
+        heads: int,
+        *,
+        num_features: int = 0,
+        features: str = "positive",
+        norms: str = "chi",
+        **options: Any,
+    ) -> None:
+        """Raises ValueError where the sizes of the model or the options do not fit."""
+        super().check(dim, heads, **options)
+        if num_features < 0:
+            raise ValueError(
+                "num_features must be positive, or 0 for int(depth * ln(depth)), got "
+                f"{num_features}"
+            )
+        if features not in FEATURE_MAPS:
+            raise ValueError(
+                f"unknown features {features!r}: {spec.closest(features, FEATURE_MAPS)}"
+            )
+        if norms not in random_features.NORMS:
+            hint = spec.closest(norms, random_features.NORMS)
+            raise ValueError(f"unknown norms {norms!r}: {hint}")
+
+    def feature_map(self, depth: int) -> linear.FeatureMap:
+        """The feature map with the layer's projection; for use in the hooks."""
+
+        def draw() -> random_features.RandomFeatures:
+            return random_features.draw_random_features(
+                self.make_rng("random_features"),
+                layer=self.layer,
+                num_features=self.num_features
+                or random_features.default_num_features(depth),
+                depth=depth,
+                orthogonal=self.orthogonal,
+                norms=self.norms,
+                haar=self.haar,
+            )
+
+        drawn = self.variable("random_features", "projection", draw).value
+        return functools.partial(
+            FEATURE_MAPS[self.features], projection=drawn.projection
+        )
+
+    def attend_content(
+        self,
+        q: Float[Array, "batch heads n key_depth"],
+        k: Float[Array, "batch heads n key_depth"],
+        v: Float[Array, "batch heads n depth"],
+        feature_map: linear.FeatureMap,
+        key_mask: Bool[Array, "batch 1 n"] | None,
+    ) -> Float[Array, "batch heads n depth"]:
+        """Linear attention; counts the weights' sums that are not positive."""
+        if self.causal:
+            return causal_linear.causal_linear_attention(
+                q, k, v, feature_map, key_mask=key_mask
+            )
+        if self.features != "trigonometric":
+            return linear.linear_attention(q, k, v, feature_map, key_mask=key_mask)
+        out, normalizer = linear.linear_attention(
+            q, k, v, feature_map, key_mask=key_mask, return_normalizer=True
+        )
+        self.sow("intermediates", "nonpositive_normalizer", (normalizer <= 0).mean())
+        return out
+
+
+class FavorAttention(RandomFeatureAttention):
+    """Linear attention with random features of the softmax kernel (Performer).
+
+    out_i = phi(q_i)^T sum_j phi(k_j) v_j^T / phi(q_i)^T sum_j phi(k_j)
+
+    The projection is the variable ``projection`` of the collection
+    ``random_features``: no parameter, redrawn by `relattn.kernels.redraw`.
+
+    Example:
+        >>> import jax
+        >>> x = jnp.ones((1, 7, 8))
+        >>> module = FavorAttention(dim=8, heads=2, num_features=5)
+        >>> out, variables = module.init_with_output(jax.random.key(0), x)
+        >>> out.shape, sorted(variables)
+        ((1, 7, 8), ['params', 'random_features'])
+
+    Source:
+        Choromanski et al., Rethinking Attention with Performers, section 2.
+    """
+
+    sites: ClassVar[tuple[str, ...]] = ("none", "tokens", "heads")
+
+    def attend(
+        self,
+        q: Float[Array, "batch heads n key_depth"],
+        k: Float[Array, "batch heads n key_depth"],
+        v: Float[Array, "batch heads n depth"],
+        context: Context,
+    ) -> Float[Array, "batch heads n depth"]:
+        """Linear attention."""
+        feature_map = self.feature_map(q.shape[-1])
+        return self.attend_content(q, k, v, feature_map, context.key_mask)
+
+    def attend_step(
+        self,
+        q: Float[Array, "batch heads 1 key_depth"],
+        k: Float[Array, "batch heads 1 key_depth"],
+        v: Float[Array, "batch heads 1 depth"],
+        context: Context,
+    ) -> Float[Array, "batch heads 1 depth"]:
+        """One step of causal linear attention; the cache is its state."""
+        del context
+        q, k, v = (row[..., 0, :] for row in (q, k, v))
+        feature_map = self.feature_map(q.shape[-1])
+        state = self.variable(
+            "cache", "state", causal_linear.init_linear_state, k, v, feature_map
+        )
+        after, out = causal_linear.causal_linear_attention_step(
+            state.value, q, k, v, feature_map
+        )
+        if not self.is_initializing():
+            state.value = after
+        return out[..., None, :]
+
+
+class BandedAttention(RandomFeatureAttention):
+    """Strategy 2: content heads beside position heads with a clipped distance.
+
+    Content heads are `FavorAttention`'s. A position head weighs key j for query i by
+    phi(q_i).phi(w_d), d the Manhattan distance of i and j clipped at ``clip``; it
+    projects no keys. The table w starts at zero and is shared by the position heads.
+
+    Attributes:
+        clip: The largest distance told apart, in tokens.
+        position_heads: Number of position heads; 0 is half of the heads.
+
+    Example:
+        >>> import jax
+        >>> x = jnp.ones((1, 7, 8))
+        >>> module = BandedAttention(dim=8, heads=2, clip=2)
+        >>> out, _ = module.init_with_output(
+        ...     jax.random.key(0), x, grid=(2, 3), num_prefix=1)
+        >>> out.shape
+        (1, 7, 8)
+
+    Source:
+        Horn et al., Translational Equivariance in Kernelizable Attention, section 2.3
+        (strategy 2).
+    """
+
+    clip: int = 6
+    position_heads: int = 0
+    has_causal_form: ClassVar[bool] = False
+
+    @classmethod
+    def check(
+        cls,
+        dim: int,
+        heads: int,
+        *,
+        clip: int = 6,
+        position_heads: int = 0,
+        **options: Any,
+    ) -> None:
+        """Raises ValueError where the sizes of the model or the options do not fit."""
+        super().check(dim, heads, **options)
+        if clip < 1:
+            raise ValueError(f"attention 'banded' needs clip >= 1, got {clip}")
+        if not position_heads and heads % 2:
+            raise ValueError(
+                "attention 'banded' makes half of the heads position heads: "
+                f"config.model.heads must be even, got {heads}; or give position_heads"
+            )
+        if not 0 <= position_heads <= heads:
+            raise ValueError(
+                f"attention 'banded' has {heads} heads, got "
+                f"position_heads={position_heads}"
+            )
+
+    @property
+    def key_heads(self) -> int:
+        """Number of content heads: position heads have no keys."""
+        return self.heads - (self.position_heads or self.heads // 2)
+
+    def attend(
+        self,
+        q: Float[Array, "batch heads n depth"],
+        k: Float[Array, "batch key_heads n depth"] | None,
+        v: Float[Array, "batch heads n depth"],
+        context: Context,
+    ) -> Float[Array, "batch heads n depth"]:
+        """Linear attention in the content heads, banded in the position heads."""
+        table = self.param(
+            "table", nn.initializers.zeros, (self.clip + 1, self.depth), jnp.float32
+        )
+        feature_map = self.feature_map(self.depth)
+        position = banded.banded_attention(
+            q[:, self.key_heads :],
+            v[:, self.key_heads :],
+            table,
+            feature_map,
+            grid=context.grid,
+            num_prefix=context.num_prefix,
+            key_mask=context.key_mask,
+        )
+        if k is None:
+            return position
+        content = (q[:, : self.key_heads], k, v[:, : self.key_heads])
+        content = self.attend_content(*content, feature_map, context.key_mask)
+        return jnp.concatenate([content, position], axis=1)

@@ -1,11 +1,11 @@
 """`load_data`: a data set from a configuration; `load_images`: one in memory."""
 
-import difflib
 import pathlib
 
 from ml_collections import ConfigDict
 
 from relattn.data.catalogue import EMBEDDED_FOLDER, EMBEDDED_VERSION, SETS
+from relattn.data.choices import check_choice
 from relattn.data.folder import read_folder
 from relattn.data.full import read_full
 from relattn.data.images import (
@@ -34,7 +34,7 @@ def load_data(config: ConfigDict) -> DataSource:
         ValueError: the source is unknown, or as the source's loader says.
     """
     source = config.get("source", "embedded")
-    _check_choice("data.source", source, list(LOADERS))
+    check_choice("data.source", source, list(LOADERS))
     return LOADERS[source](config)
 
 
@@ -71,7 +71,7 @@ def load_images(config: ConfigDict) -> ImageData:
         (4500, 500, 1000, (28, 28, 1))
     """
     source = config.get("source", "embedded")
-    _check_choice("data.source", source, list(SOURCES))
+    check_choice("data.source", source, list(SOURCES))
     train, test, class_names, origin = SOURCES[source](config)
     train, validation = split_validation(
         train, config.get("num_validation", 0), config.get("split_seed", 0)
@@ -85,7 +85,7 @@ def load_images(config: ConfigDict) -> ImageData:
 def load_embedded(config: ConfigDict) -> Source:
     """Reads a subset that ships with the package."""
     names = [name for name, entry in SETS.items() if entry.embedded]
-    _check_choice("data.name", config.name, names, ' of the source "embedded"')
+    check_choice("data.name", config.name, names, ' of the source "embedded"')
     folder = EMBEDDED_FOLDER / config.name / EMBEDDED_VERSION
     train, test, class_names = read_prepared(folder)
     origin = (
@@ -97,7 +97,7 @@ def load_embedded(config: ConfigDict) -> Source:
 
 def load_full(config: ConfigDict) -> Source:
     """Reads a full set that TFDS prepared, or prepares it first."""
-    _check_choice("data.name", config.name, list(SETS))
+    check_choice("data.name", config.name, list(SETS))
     return read_full(
         config.name, config.get("data_dir", ""), config.get("manual_dir", "")
     )
@@ -111,15 +111,6 @@ def load_folder(config: ConfigDict) -> Source:
             "train/<class>/*.jpg and test/<class>/*.jpg."
         )
     return read_folder(pathlib.Path(config.data_dir).expanduser())
-
-
-def _check_choice(key: str, value: str, choices: list[str], where: str = "") -> None:
-    if value in choices:
-        return
-    close = difflib.get_close_matches(value, choices, n=1, cutoff=0.3)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
-    listed = ", ".join(repr(choice) for choice in choices)
-    raise ValueError(f"Unknown {key}={value!r}{where}.{hint} Known: {listed}.")
 
 
 SOURCES = {"embedded": load_embedded, "tfds": load_full, "folder": load_folder}

@@ -1,6 +1,5 @@
 """From text to token ids and back: bytes, or GPT-2's byte-pair encoding."""
 
-import difflib
 import hashlib
 import importlib
 import pathlib
@@ -9,6 +8,8 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Array, Integer, UInt16
+
+from relattn.data.choices import check_choice
 
 TokenIds = UInt16[np.ndarray, "tokens"]
 AnyIds = Integer[Array | np.ndarray, "tokens"] | Sequence[int]
@@ -164,21 +165,8 @@ def load_tokenizer(name: str, bpe_dir: str = "") -> Tokenizer:
         >>> load_tokenizer("bytes").encode("to be")
         array([116, 111,  32,  98, 101], dtype=uint16)
     """
-    check_tokenizer(name)
+    check_choice("tokenizer", name, TOKENIZERS)
     return Gpt2Tokenizer(bpe_dir) if name == "gpt2" else TOKENIZERS[name]()
-
-
-def check_tokenizer(name: str) -> None:
-    """Raises if there is no tokenizer of a name.
-
-    Raises:
-        ValueError: the name is unknown; the message lists the known ones.
-    """
-    if name not in TOKENIZERS:
-        close = difflib.get_close_matches(name, TOKENIZERS, n=1, cutoff=0.3)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
-        listed = ", ".join(repr(known) for known in TOKENIZERS)
-        raise ValueError(f"Unknown tokenizer {name!r}.{hint} Known: {listed}.")
 
 
 def check_bpe_files(folder: pathlib.Path) -> None:

@@ -84,7 +84,7 @@ def test_merges_are_those_of_the_files(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["gtp2", "Bytes", ""])
 def test_unknown_tokenizer(name):
     hint = {"gtp2": " Did you mean 'gpt2'?", "Bytes": " Did you mean 'bytes'?"}
-    message = f"^Unknown tokenizer '{name}'.{hint.get(name, '')} Known: 'bytes', 'gpt2'"
+    message = f"^Unknown tokenizer='{name}'.{hint.get(name, '')} Known: 'bytes', 'gpt2'"
     with pytest.raises(ValueError, match=message.replace("?", r"\?")):
         load_tokenizer(name)
 

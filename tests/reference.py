@@ -94,3 +94,84 @@ def banded_attention(q, v, table, log_phi, grid, num_prefix=0, key_mask=None):
     products = log_phi(q)[:, None] + log_phi(table)[distances[:, allowed]]
     scores = jax.nn.logsumexp(products, axis=-1)
     return jax.nn.softmax(scores, axis=-1) @ v[allowed]
+
+
+def offset_rows(grid, num_prefix=0, causal=False):
+    """Rows of the tables of queries, keys and values for every (query, key).
+
+    Offsets row-major, the most negative first, then "in", "self" and "out"; a row goes
+    by the token that is projected.
+    """
+    positions = [None] * num_prefix + list(np.ndindex(*grid))
+    first = int(np.prod([2 * size - 1 for size in grid]))
+
+    def row(token, partner):
+        if token is None:
+            return first + (1 if partner is None else 2)
+        if partner is None:
+            return first
+        if causal:
+            return abs(token[0] - partner[0])
+        result = 0
+        for a, b, size in zip(token, partner, grid, strict=True):
+            result = result * (2 * size - 1) + a - b + size - 1
+        return result
+
+    def value_row(query, key):
+        return row(key, query) if None in (query, key) else row(query, key)
+
+    return [
+        np.array([[of(i, j) for j in positions] for i in positions])
+        for of in (row, lambda i, j: row(j, i), value_row)
+    ]
+
+
+def translution(x, w_q, w_k, w_v, rows, allowed):
+    """[heads n depth]; tables go by ``rows`` of `offset_rows`, or by pair."""
+    n, depth = len(x), w_q.shape[-1]
+    queries, keys = jnp.repeat(x[:, None], n, 1), jnp.repeat(x[None], n, 0)
+    q = _project_pairs(queries, w_q, rows[0])
+    k = _project_pairs(keys, w_k, rows[1])
+    v = _project_pairs(keys, w_v, rows[2])
+    return _sum_pairs(jnp.sum(q * k, axis=-1) / depth**0.5, v, allowed)
+
+
+def lor_translution(q, k, v, low, tables, rows, allowed, scale, average=False):
+    """Plain and low-rank outputs; ``q`` or the low-rank queries may be None."""
+    n = len(low[2])
+    queries, keys, values = (
+        None if x is None else jnp.repeat(jnp.expand_dims(x, axis), n, axis)
+        for x, axis in zip(low, (1, 0, 0), strict=True)
+    )
+    scores, both = 0.0, average and q is not None
+    if q is not None:
+        scores = jnp.einsum("hid,hjd->ijh", q, k)
+    if queries is not None:
+        low_q = _project_pairs(queries, tables[0], rows[0])
+        low_k = _project_pairs(keys, tables[1], rows[1])
+        scores = scores + jnp.sum(low_q * low_k, axis=-1)
+        scores = scores / 2 if both else scores
+    low_v = _project_pairs(values, tables[2], rows[2])
+    low_out = _sum_pairs(scores * scale, low_v, allowed) / (2 if both else 1)
+    if v is None:
+        return None, low_out
+    plain_v = jnp.repeat(jnp.moveaxis(v, 0, 1)[None], n, 0)
+    out = _sum_pairs(scores * scale, plain_v, allowed) / (2 if both else 1)
+    return out, low_out
+
+
+def _project_pairs(tokens, w, rows):
+    """[n n heads depth] of tokens [n n width]."""
+    w = (
+        w[rows]
+        if w.ndim == 4
+        else jnp.broadcast_to(w, (*tokens.shape[:2], *w.shape[-3:]))
+    )
+    return jnp.einsum("ijc,ijche->ijhe", tokens, w)
+
+
+def _sum_pairs(scores, v, allowed):
+    weights = jnp.where(allowed[..., None], jnp.exp(scores), 0.0)
+    total = weights.sum(axis=1, keepdims=True)
+    weights = weights / jnp.where(total == 0, 1.0, total)
+    return jnp.einsum("ijh,ijhe->hie", weights, v)

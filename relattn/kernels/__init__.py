@@ -11,6 +11,12 @@ from relattn.kernels.causal_linear import init_linear_state as init_linear_state
 from relattn.kernels.linear import FeatureMap as FeatureMap
 from relattn.kernels.linear import LinearState as LinearState
 from relattn.kernels.linear import linear_attention as linear_attention
+from relattn.kernels.low_rank_offset import (
+    causal_lor_translution as causal_lor_translution,
+)
+from relattn.kernels.low_rank_offset import lor_translution as lor_translution
+from relattn.kernels.offset_projection import causal_translution as causal_translution
+from relattn.kernels.offset_projection import translution as translution
 from relattn.kernels.random_features import Features as Features
 from relattn.kernels.random_features import RandomFeatures as RandomFeatures
 from relattn.kernels.random_features import default_num_features as default_num_features
@@ -40,7 +46,9 @@ __all__ = [
     "banded_attention",
     "causal_linear_attention",
     "causal_linear_attention_step",
+    "causal_lor_translution",
     "causal_softmax_attention",
+    "causal_translution",
     "constrained_sinusoids",
     "default_num_features",
     "draw_gaussian",
@@ -49,9 +57,11 @@ __all__ = [
     "init_linear_state",
     "length_scale_frequencies",
     "linear_attention",
+    "lor_translution",
     "positive_features",
     "redraw",
     "relu_features",
     "softmax_attention",
+    "translution",
     "trigonometric_features",
 ]

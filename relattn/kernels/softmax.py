@@ -18,6 +18,18 @@ def _all_of(*masks: Bool[Array, "..."] | None) -> Bool[Array, "..."] | None:
     return allowed
 
 
+def masked_softmax(scores: Array, allowed: Array | None) -> Array:
+    """Softmax over the last axis where ``allowed``, zeros elsewhere.
+
+    A row in which nothing is allowed is zero.
+    """
+    if allowed is None:
+        return jax.nn.softmax(scores, axis=-1)
+    # The lowest number, not -inf: a row without keys stays free of NaN.
+    scores = jnp.where(allowed, scores, jnp.finfo(jnp.float32).min)
+    return jnp.where(allowed, jax.nn.softmax(scores, axis=-1), 0.0)
+
+
 def softmax_attention(
     q: Float[Array, "*batch n depth"],
     k: Float[Array, "*batch m depth"],
@@ -67,12 +79,7 @@ def softmax_attention(
     scores = scores * q.shape[-1] ** -0.5
     if bias is not None:
         scores = scores + bias.astype(jnp.float32)
-    if allowed is None:
-        weights = jax.nn.softmax(scores, axis=-1)
-    else:
-        # The lowest number, not -inf: a row without keys stays free of NaN.
-        scores = jnp.where(allowed, scores, jnp.finfo(jnp.float32).min)
-        weights = jnp.where(allowed, jax.nn.softmax(scores, axis=-1), 0.0)
+    weights = masked_softmax(scores, allowed)
     out = jnp.einsum(
         "...nm,...md->...nd",
         weights,

@@ -11,7 +11,7 @@ from jaxtyping import Array, Integer, UInt16
 
 from relattn.data.choices import check_choice
 
-TokenIds = UInt16[np.ndarray, "tokens"]
+TokenIds = UInt16[np.ndarray, "_"]
 AnyIds = Integer[Array | np.ndarray, "tokens"] | Sequence[int]
 
 END_OF_TEXT = "<|endoftext|>"

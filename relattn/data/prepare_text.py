@@ -1,0 +1,330 @@
+"""Writes text as ``train.bin`` and ``val.bin``, token files in nanoGPT's layout.
+
+    python -m relattn.data.prepare_text --input a.txt b.txt --output=DIR
+    python -m relattn.data.prepare_text --openwebtext --output=DIR
+
+with ``--tokenizer=gpt2`` (the default; ``--bpe_dir=DIR`` names the folder of its
+``encoder.json`` and ``vocab.bpe``, else tiktoken downloads them) or ``bytes``. Of plain
+files, taken one after another, the last tenth is for validation. OpenWebText needs
+``pip install relattn[openwebtext]`` and a network; ``--openwebtext=DIR`` reads a local
+copy. ``--val_fraction`` sets another share apart.
+"""
+
+import argparse
+import codecs
+import importlib
+import itertools
+import os
+import pathlib
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from relattn.data.prepared import describe
+from relattn.data.token_files import FILES, META, TokenMeta, write_meta, write_tokens
+from relattn.data.tokenizers import TOKENIZERS, TokenIds, Tokenizer, load_tokenizer
+
+OPENWEBTEXT = "Skylion007/openwebtext"
+FILE_VAL_FRACTION = 0.1
+# nanoGPT's split of OpenWebText.
+DOCUMENT_VAL_FRACTION = 0.0005
+DOCUMENT_SPLIT_SEED = 2357
+BLOCK_BYTES = 2**18
+# Texts encoded side by side: tiktoken leaves Python's lock to other threads.
+TEXTS_AT_ONCE = 64
+
+# In UTF-8, the bytes within a character are 10xxxxxx.
+CONTINUATION = bytes(range(0x80, 0xC0))
+
+# A text, and whether a document ends with it.
+Piece = tuple[str, bool]
+
+
+def prepare_files(
+    inputs: list[pathlib.Path],
+    output: pathlib.Path,
+    tokenizer: Tokenizer,
+    val_fraction: float = FILE_VAL_FRACTION,
+) -> TokenMeta:
+    """Writes the tokens of plain text files.
+
+    With more than one file, each ends with the tokenizer's end of text, if it has one.
+
+    Args:
+        inputs: UTF-8 text files, in this order.
+        output: the folder to write.
+        tokenizer: to encode them with.
+        val_fraction: the share of the bytes, at the end, set apart for validation.
+
+    Returns:
+        What was written.
+
+    Raises:
+        FileNotFoundError: an input is missing.
+        FileExistsError: `output` holds token files already.
+        ValueError: `val_fraction` is not between 0 and 1, a file is not UTF-8, or the
+            text is too short to be split.
+
+    Example:
+        >>> import tempfile
+        >>> folder = pathlib.Path(tempfile.mkdtemp())
+        >>> _ = (folder / "a.txt").write_text("to be, or not to be: that is")
+        >>> meta = prepare_files([folder / "a.txt"], folder, load_tokenizer("bytes"))
+        >>> meta.num_tokens
+        {'train.bin': 25, 'val.bin': 3}
+    """
+    _check_arguments(output, val_fraction)
+    for path in inputs:
+        if not path.is_file():
+            raise FileNotFoundError(f"The input {path} is missing.")
+    sizes = [path.stat().st_size for path in inputs]
+    total = sum(sizes)
+    cut = _next_character(inputs, sizes, int(total * (1 - val_fraction)))
+    if not 0 < cut < total:
+        raise ValueError(
+            f"{total} bytes of text with val_fraction={val_fraction}: too few to train "
+            "and to validate on."
+        )
+    several = len(inputs) > 1
+
+    def pieces(first: int, last: int) -> Iterator[Piece]:
+        start = 0
+        for path, size in zip(inputs, sizes, strict=True):
+            begin, end = max(first - start, 0), min(last - start, size)
+            start += size
+            if begin < end:
+                for text in split_text(read_text(path, begin, end)):
+                    yield text, False
+                if several and end == size:
+                    yield "", True
+
+    parts = {"train": pieces(0, cut), "validation": pieces(cut, total)}
+    names = ", ".join(path.name for path in inputs)
+    return _write(output, parts, tokenizer, f"the text of {names}")
+
+
+def prepare_documents(
+    name: str,
+    output: pathlib.Path,
+    tokenizer: Tokenizer,
+    val_fraction: float = DOCUMENT_VAL_FRACTION,
+) -> TokenMeta:
+    """Writes the tokens of a set of documents that Hugging Face `datasets` reads.
+
+    Each document ends with the tokenizer's end of text, if it has one. The documents
+    for validation are drawn as nanoGPT draws them.
+
+    Args:
+        name: of the set, or a folder of its Parquet files; its documents are the
+            column ``text`` of the split ``train``.
+        output: the folder to write.
+        tokenizer: to encode them with.
+        val_fraction: the share of the documents for validation.
+
+    Returns:
+        What was written.
+
+    Raises:
+        ImportError: `datasets` is not installed.
+        FileExistsError: `output` holds token files already.
+        ValueError: `val_fraction` is not between 0 and 1, there are fewer than two
+            documents, or they have no ``text``.
+    """
+    _check_arguments(output, val_fraction)
+    try:
+        datasets = importlib.import_module("datasets")
+    except ImportError as error:
+        raise ImportError(
+            "OpenWebText is read by Hugging Face's datasets: `pip install "
+            "'relattn[openwebtext]'`."
+        ) from error
+    documents = datasets.load_dataset(name, split="train")
+    if "text" not in documents.column_names:
+        listed = ", ".join(documents.column_names)
+        raise ValueError(f"{name} has no column 'text' (it has {listed}).")
+    if len(documents) < 2:
+        raise ValueError(
+            f"{name} has {len(documents)} documents: at least 2 are needed, to train "
+            "and to validate on."
+        )
+    split = documents.train_test_split(
+        test_size=val_fraction, seed=DOCUMENT_SPLIT_SEED, shuffle=True
+    )
+    parts = {"train": _texts(split["train"]), "validation": _texts(split["test"])}
+    return _write(output, parts, tokenizer, f"the documents of {name}")
+
+
+def _texts(documents: Any) -> Iterator[Piece]:
+    for batch in documents.iter(batch_size=TEXTS_AT_ONCE):
+        for text in batch["text"]:
+            yield text, True
+
+
+def _check_arguments(output: pathlib.Path, val_fraction: float) -> None:
+    if not 0 < val_fraction < 1:
+        raise ValueError(f"val_fraction={val_fraction}: it must be between 0 and 1.")
+    for name in (META, *FILES.values()):
+        if (output / name).exists():
+            raise FileExistsError(
+                f"{output / name} is there already: choose another output or delete it."
+            )
+
+
+def _next_character(inputs: list[pathlib.Path], sizes: list[int], position: int) -> int:
+    """Moves a position in the bytes of all files on to where a character begins."""
+    start = 0
+    for path, size in zip(inputs, sizes, strict=True):
+        if position < start + size:
+            with path.open("rb") as file:
+                file.seek(position - start)
+                following = file.read(4)
+            return position + len(following) - len(following.lstrip(CONTINUATION))
+        start += size
+    return position
+
+
+def read_text(path: pathlib.Path, begin: int, end: int) -> Iterator[str]:
+    """Reads a part of a UTF-8 file, block by block.
+
+    Args:
+        path: of the file.
+        begin: the first byte.
+        end: after the last byte.
+
+    Yields:
+        The text.
+
+    Raises:
+        ValueError: the file is not UTF-8.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    with path.open("rb") as file:
+        file.seek(begin)
+        while begin < end:
+            block = file.read(min(BLOCK_BYTES, end - begin))
+            begin += len(block)
+            try:
+                yield decoder.decode(block, final=begin >= end or not block)
+            except UnicodeDecodeError as error:
+                raise ValueError(
+                    f"{path} is no UTF-8 text ({error.reason} before byte {begin}): "
+                    "convert it first."
+                ) from error
+
+
+def split_text(blocks: Iterable[str]) -> Iterator[str]:
+    r"""Splits text where GPT-2's encoding of the parts is that of the whole.
+
+    Its words never reach across a line break that something other than white space
+    follows, and the line break begins a word there.
+
+    Args:
+        blocks: the text, cut anywhere.
+
+    Yields:
+        The same text; every part but the first begins with such a line break.
+
+    Example:
+        >>> list(split_text(["to be,\nor", " not\nto be"]))
+        ['to be,', '\nor not', '\nto be']
+    """
+    rest = ""
+    for block in blocks:
+        rest += block
+        end = len(rest) - 1
+        while (cut := rest.rfind("\n", 0, end)) > 0:
+            if not rest[cut + 1].isspace():
+                yield rest[:cut]
+                rest = rest[cut:]
+                break
+            end = cut
+    if rest:
+        yield rest
+
+
+def encode_pieces(pieces: Iterable[Piece], tokenizer: Tokenizer) -> Iterator[TokenIds]:
+    """Encodes texts, several at a time, and ends each document.
+
+    Args:
+        pieces: texts, each with whether a document ends there.
+        tokenizer: to encode them with; one without an end of text ends no document.
+
+    Yields:
+        The ids of the texts in their order.
+    """
+    ending = np.array(
+        [] if tokenizer.end_of_text is None else [tokenizer.end_of_text], np.uint16
+    )
+    pieces = iter(pieces)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        while batch := list(itertools.islice(pieces, TEXTS_AT_ONCE)):
+            encoded = pool.map(tokenizer.encode, [text for text, _ in batch])
+            for tokens, (_, ends) in zip(encoded, batch, strict=True):
+                yield np.concatenate([tokens, ending]) if ends else tokens
+
+
+def _write(
+    output: pathlib.Path,
+    parts: dict[str, Iterator[Piece]],
+    tokenizer: Tokenizer,
+    origin: str,
+) -> TokenMeta:
+    """Writes the parts and ``meta.json``; all get their names when all are complete."""
+    output.mkdir(parents=True, exist_ok=True)
+    counts = {}
+    with tqdm(
+        desc="Encoding", unit=" tokens", unit_scale=True, disable=None, delay=2
+    ) as bar:
+
+        def counted(pieces: Iterator[TokenIds]) -> Iterator[TokenIds]:
+            for tokens in pieces:
+                bar.update(len(tokens))
+                yield tokens
+
+        for part, pieces in parts.items():
+            partial = output / f"{FILES[part]}.partial"
+            counts[FILES[part]] = write_tokens(
+                partial, counted(encode_pieces(pieces, tokenizer))
+            )
+    for name in counts:
+        (output / f"{name}.partial").replace(output / name)
+    meta = TokenMeta(tokenizer.name, tokenizer.vocab_size, counts, origin)
+    write_meta(output, meta)
+    return meta
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Prepares the text that the arguments name."""
+    parser = argparse.ArgumentParser(prog="python -m relattn.data.prepare_text")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--input", nargs="+", type=pathlib.Path, metavar="FILE")
+    source.add_argument(
+        "--openwebtext", nargs="?", const=OPENWEBTEXT, metavar="NAME_OR_DIR"
+    )
+    parser.add_argument("--output", type=pathlib.Path, required=True)
+    parser.add_argument("--tokenizer", choices=list(TOKENIZERS), default="gpt2")
+    parser.add_argument("--bpe_dir", default="")
+    parser.add_argument("--val_fraction", type=float)
+    options = parser.parse_args(argv)
+    fraction = {}
+    if options.val_fraction is not None:
+        fraction = {"val_fraction": options.val_fraction}
+    try:
+        tokenizer = load_tokenizer(options.tokenizer, options.bpe_dir)
+        if options.input:
+            meta = prepare_files(options.input, options.output, tokenizer, **fraction)
+        else:
+            meta = prepare_documents(
+                options.openwebtext, options.output, tokenizer, **fraction
+            )
+    except Exception as error:
+        parser.exit(1, f"The text was not prepared: {describe(error)}\n")
+    counts = " and ".join(f"{n:,} in {name}" for name, n in meta.num_tokens.items())
+    print(f"Tokens of {meta.tokenizer!r} in {options.output}: {counts}.")
+
+
+if __name__ == "__main__":
+    main()

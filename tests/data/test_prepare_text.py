@@ -1,0 +1,227 @@
+"""`python -m relattn.data.prepare_text`."""
+
+import importlib.util
+import pathlib
+import sys
+import types
+
+import numpy as np
+import pytest
+
+from relattn.data import prepare_text
+from relattn.data.prepare_text import (
+    encode_pieces,
+    main,
+    prepare_documents,
+    prepare_files,
+    read_text,
+    split_text,
+)
+from relattn.data.token_files import open_tokens, read_meta
+from relattn.data.tokenizers import load_tokenizer
+
+SHARED = pathlib.Path(__file__).parents[3] / "shared" / "data"
+BPE = SHARED / "gpt2_bpe"
+needs_bpe = pytest.mark.skipif(not BPE.is_dir(), reason="GPT-2's files are not here")
+BYTES = load_tokenizer("bytes")
+TEXT = "To be,\r\n\n or nöt\n\n\nto be — that is\nthe  question:\n" * 7
+
+
+class Ending:
+    """Bytes, and an end of text."""
+
+    name, vocab_size, end_of_text = "bytes", 257, 256
+    encode, decode = BYTES.encode, BYTES.decode
+
+
+def read_parts(folder, meta=None):
+    meta = meta or read_meta(folder)
+    return [open_tokens(folder / name, meta).tolist() for name in meta.num_tokens]
+
+
+def write(folder, **texts):
+    paths = [folder / f"{name}.txt" for name in texts]
+    for path, text in zip(paths, texts.values(), strict=True):
+        path.write_bytes(text.encode())
+    return paths
+
+
+def test_bytes_of_a_file(tmp_path):
+    meta = prepare_files(write(tmp_path, a=TEXT), tmp_path / "out", BYTES, 0.3)
+    assert meta == read_meta(tmp_path / "out")
+    assert (meta.tokenizer, meta.vocab_size) == ("bytes", 256)
+    assert meta.origin == "the text of a.txt"
+    train, validation = read_parts(tmp_path / "out")
+    assert meta.num_tokens == {"train.bin": len(train), "val.bin": len(validation)}
+    assert bytes(train + validation) == TEXT.encode()
+    assert len(train) == int(len(TEXT.encode()) * 0.7)
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
+        "meta.json",
+        "train.bin",
+        "val.bin",
+    ]
+
+
+def test_several_files_end_with_the_end_of_text(tmp_path):
+    inputs = write(tmp_path, a="abc", empty="", b="defg", c="hij")
+    meta = prepare_files(inputs, tmp_path / "out", Ending(), 0.5)
+    train, validation = read_parts(tmp_path / "out", meta)
+    assert train == [*b"abc", 256, *b"de"]
+    assert validation == [*b"fg", 256, *b"hij", 256]
+
+
+def test_the_cut_is_between_characters(tmp_path):
+    # Half of these 10 bytes is within the second character.
+    (path,) = write(tmp_path, a="ab€€éc")
+    meta = prepare_files([path], tmp_path / "out", BYTES, 0.45)
+    train, validation = (bytes(part).decode() for part in read_parts(tmp_path / "out"))
+    assert (train, validation) == ("ab€€", "éc")
+    assert meta.num_tokens == {"train.bin": 8, "val.bin": 3}
+
+
+@pytest.mark.parametrize("block", [1, 3, 17, 2**18])
+def test_blocks_lose_nothing(tmp_path, monkeypatch, block):
+    monkeypatch.setattr(prepare_text, "BLOCK_BYTES", block)
+    (path,) = write(tmp_path, a=TEXT)
+    size = path.stat().st_size
+    assert "".join(read_text(path, 0, size)) == TEXT
+    assert "".join(split_text(read_text(path, 0, size))) == TEXT
+
+
+@needs_bpe
+@pytest.mark.parametrize("seed", range(5))
+def test_gpt2_ids_of_the_parts_are_those_of_the_whole(seed):
+    tokenizer = load_tokenizer("gpt2", str(BPE))
+    rng = np.random.default_rng(seed)
+    letters = list("ab'st1 ,.  \n\n\n\r\t\x1c\x85\u3000é—")
+    text = "".join(rng.choice(letters, 2000))
+    blocks = [text[i : i + 13] for i in range(0, len(text), 13)]
+    parts = list(split_text(blocks))
+    assert len(parts) > 20
+    encoded = encode_pieces([(part, False) for part in parts], tokenizer)
+    whole = tokenizer.encode(text)
+    np.testing.assert_array_equal(np.concatenate(list(encoded)), whole)
+
+
+@needs_bpe
+def test_tinyshakespeare_as_nanogpt_counts_it(tmp_path, capsys):
+    text = SHARED / "text" / "tinyshakespeare.txt"
+    main([f"--input={text}", f"--output={tmp_path / 'out'}", f"--bpe_dir={BPE}"])
+    meta = read_meta(tmp_path / "out")
+    # The counts in nanoGPT's data/shakespeare/readme.md.
+    assert meta.num_tokens == {"train.bin": 301966, "val.bin": 36059}
+    assert "301,966 in train.bin and 36,059 in val.bin" in capsys.readouterr().out
+    tokens = open_tokens(tmp_path / "out" / "val.bin", meta)
+    decoded = load_tokenizer("gpt2", str(BPE)).decode(tokens)
+    assert text.read_text("utf-8").endswith(decoded)
+
+
+class Documents(list):
+    """As much of a `datasets.Dataset` as is used."""
+
+    column_names = ["text"]
+
+    def train_test_split(self, test_size, seed, shuffle):
+        assert (test_size, seed, shuffle) == (0.4, 2357, True)
+        return {"train": Documents(self[2:]), "test": Documents(self[:2])}
+
+    def iter(self, batch_size):
+        for start in range(0, len(self), batch_size):
+            yield {"text": self[start : start + batch_size]}
+
+
+@pytest.fixture
+def documents(monkeypatch):
+    """Stands in for `datasets`, which is no requirement of the tests."""
+    found = Documents(["a", "bc", "def", "", "ghij"])
+    module = types.ModuleType("datasets")
+    module.load_dataset = lambda name, split: found
+    monkeypatch.setitem(sys.modules, "datasets", module)
+    return found
+
+
+def test_documents_end_with_the_end_of_text(tmp_path, documents):
+    meta = prepare_documents("set", tmp_path / "out", Ending(), 0.4)
+    train, validation = read_parts(tmp_path / "out", meta)
+    assert train == [*b"def", 256, 256, *b"ghij", 256]
+    assert validation == [*b"a", 256, *b"bc", 256]
+    assert meta.origin == "the documents of set"
+
+
+def test_documents_without_text(tmp_path, documents):
+    documents.column_names = ["id", "story"]
+    message = r"^set has no column 'text' \(it has id, story\)\.$"
+    with pytest.raises(ValueError, match=message):
+        prepare_documents("set", tmp_path, BYTES)
+
+
+def test_one_document(tmp_path, documents):
+    del documents[1:]
+    with pytest.raises(ValueError, match="^set has 1 documents: at least 2 are needed"):
+        prepare_documents("set", tmp_path, BYTES)
+
+
+def test_without_datasets(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(SystemExit):
+        main(["--openwebtext", f"--output={tmp_path}", "--tokenizer=bytes"])
+    message = "ImportError: OpenWebText is read by Hugging Face's datasets: `pip"
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("datasets") is None, reason="datasets is not installed"
+)
+@pytest.mark.filterwarnings("ignore")
+def test_a_local_copy_in_the_layout_of_openwebtext(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    parquet = importlib.import_module("pyarrow.parquet")
+    pyarrow = importlib.import_module("pyarrow")
+    texts = [f"Document {i}.\n" * (i % 5) for i in range(401)]
+    (tmp_path / "set" / "data").mkdir(parents=True)
+    for shard in range(2):
+        table = pyarrow.table({"text": texts[shard::2]})
+        path = tmp_path / "set" / "data" / f"train-0000{shard}-of-00002.parquet"
+        parquet.write_table(table, path)
+    meta = prepare_documents(str(tmp_path / "set"), tmp_path / "out", Ending(), 0.01)
+    train, validation = read_parts(tmp_path / "out", meta)
+    assert (train.count(256), validation.count(256)) == (396, 5)
+    written = "".join(chr(token) for token in train + validation).split("\u0100")
+    assert sorted(written) == sorted([*texts, ""])
+
+
+@pytest.mark.parametrize("fraction", [0.0, 1.0, -0.1])
+def test_fraction_out_of_range(tmp_path, fraction):
+    with pytest.raises(ValueError, match=f"^val_fraction={fraction}: it must be"):
+        prepare_files([], tmp_path, BYTES, fraction)
+
+
+def test_missing_input(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"^The input .*b\.txt is missing\.$"):
+        prepare_files([tmp_path / "b.txt"], tmp_path, BYTES)
+
+
+def test_text_too_short(tmp_path):
+    message = r"^1 bytes of text with val_fraction=0\.1: too few to train and to valida"
+    with pytest.raises(ValueError, match=message):
+        prepare_files(write(tmp_path, a="a"), tmp_path / "out", BYTES)
+
+
+def test_not_utf8(tmp_path, capsys):
+    (tmp_path / "a.txt").write_bytes(b"caf\xe9 au lait")
+    arguments = [f"--input={tmp_path / 'a.txt'}", f"--output={tmp_path / 'out'}"]
+    with pytest.raises(SystemExit):
+        main([*arguments, "--tokenizer=bytes"])
+    error = capsys.readouterr().err
+    assert "The text was not prepared: ValueError: " in error
+    assert "a.txt is no UTF-8 text (invalid continuation byte" in error
+    # Nothing that looks complete is left behind, so that one can try again.
+    left = {path.name for path in (tmp_path / "out").iterdir()}
+    assert left == {"train.bin.partial"}
+
+
+@pytest.mark.parametrize("name", ["meta.json", "train.bin", "val.bin", "test.bin"])
+def test_nothing_is_overwritten(tmp_path, name):
+    (tmp_path / name).touch()
+    with pytest.raises(FileExistsError, match=f"{name} is there already: choose"):
+        prepare_files(write(tmp_path, a=TEXT), tmp_path, BYTES)

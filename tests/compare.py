@@ -1,8 +1,25 @@
 """Comparison of a kernel with its naive reference, values and gradients."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from relattn.kernels import random_features
+from tests import reference
+
+
+def feature_map(name, projection):
+    """The feature map of the kernels."""
+    function = getattr(random_features, f"{name}_features")
+    return functools.partial(function, projection=projection)
+
+
+def naive_map(name, projection):
+    """The feature map of the references, of one vector."""
+    function = getattr(reference, f"{name}_features")
+    return functools.partial(function, projection=np.float64(projection))
 
 
 def expect_equal(kernel, naive, inputs, *, tolerance=2e-5):

@@ -25,6 +25,7 @@ GRID, NUM_PREFIX, CLIP = (3, 4), 1, 2
 DRAWS = 2000
 PROJECTION = kernels.draw_orthogonal(jax.random.key(7), NUM_FEATURES, DEPTH)
 FREQUENCIES = np.array([1.0, 0.3], np.float32)
+feature_map = functools.partial(compare.feature_map, projection=PROJECTION)
 WIDE_PROJECTION = kernels.draw_orthogonal(jax.random.key(8), NUM_FEATURES, DEPTH + 8)
 
 
@@ -88,18 +89,10 @@ PLAIN = {"q": (N, DEPTH), "k": (M, DEPTH), "v": (M, VALUE_DEPTH)}
 CAUSAL = {"q": (N, DEPTH), "k": (N, DEPTH), "v": (N, VALUE_DEPTH)}
 
 
-def feature_map(name, projection=PROJECTION):
-    return functools.partial(
-        getattr(kernels, f"{name}_features"), projection=projection
-    )
-
-
 def linear(name, *, causal=False, **options):
     """A row for a feature map; chunks are shorter than the sequence."""
     kernel = kernels.causal_linear_attention if causal else kernels.linear_attention
-    naive_map = functools.partial(
-        getattr(reference, f"{name}_features"), projection=np.float64(PROJECTION)
-    )
+    naive_map = compare.naive_map(name, PROJECTION)
 
     def apply(q, k, v, key_mask=None):
         return kernel(q, k, v, feature_map(name), key_mask=key_mask, chunk_size=5)
@@ -123,7 +116,8 @@ def softmax_kernel(q, k, v):
 
 def random_kernel(name):
     def estimate(projection, q, k, v):
-        queries, keys = (feature_map(name, projection)(x).dense() for x in (q, k))
+        phi = compare.feature_map(name, projection)
+        queries, keys = (phi(x).dense() for x in (q, k))
         return queries @ keys.T
 
     return {"estimate": estimate, "expected": softmax_kernel}
@@ -161,7 +155,7 @@ def constrained(q, k, v, coefficients, key_mask=None):
     u = sinusoids.sinusoids(positions, FREQUENCIES, num_prefix=NUM_PREFIX)
     q = concatenate(q, sinusoids.constrained_sinusoids(u, coefficients))
     k = concatenate(k, u)
-    phi = feature_map("positive", WIDE_PROJECTION)
+    phi = compare.feature_map("positive", WIDE_PROJECTION)
     return kernels.linear_attention(q, k, v, phi, key_mask=key_mask, chunk_size=5)
 
 
@@ -173,9 +167,7 @@ def naive_constrained(q, k, v, coefficients, allowed):
     matrix = jax.scipy.linalg.block_diag(
         *[a * blocks[0] + b * blocks[1] for a, b in coefficients]
     )
-    naive_map = functools.partial(
-        reference.positive_features, projection=np.float64(WIDE_PROJECTION)
-    )
+    naive_map = compare.naive_map("positive", WIDE_PROJECTION)
     q = jnp.concatenate([q, u @ matrix], axis=1)
     k = jnp.concatenate([k, u], axis=1)
     return reference.linear_attention(q, k, v, naive_map, allowed)

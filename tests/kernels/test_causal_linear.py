@@ -18,17 +18,9 @@ from tests import compare, reference
 
 HEADS, N, DEPTH, VALUE_DEPTH = 2, 11, 5, 3
 PROJECTION = draw_orthogonal(jax.random.key(1), 13, DEPTH)
+feature_map = functools.partial(compare.feature_map, projection=PROJECTION)
+naive_map = functools.partial(compare.naive_map, projection=PROJECTION)
 NAMES = ["positive", "trigonometric", "relu"]
-
-
-def feature_map(name):
-    return functools.partial(getattr(maps, f"{name}_features"), projection=PROJECTION)
-
-
-def naive_map(name):
-    return functools.partial(
-        getattr(reference, f"{name}_features"), projection=np.float64(PROJECTION)
-    )
 
 
 def draw_inputs(scale=0.5):

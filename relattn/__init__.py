@@ -21,11 +21,13 @@ from relattn.kernels import (
     length_scale_frequencies,
     linear_attention,
     lor_translution,
+    lor_translution_step,
     positive_features,
     redraw,
     relu_features,
     softmax_attention,
     translution,
+    translution_step,
     trigonometric_features,
 )
 from relattn.models import Performer, build_model
@@ -57,11 +59,13 @@ __all__ = [
     "linear_attention",
     "load_run",
     "lor_translution",
+    "lor_translution_step",
     "positive_features",
     "redraw",
     "relu_features",
     "softmax_attention",
     "train_and_evaluate",
     "translution",
+    "translution_step",
     "trigonometric_features",
 ]

@@ -36,6 +36,10 @@ from relattn.kernels.sinusoids import (
 )
 from relattn.kernels.softmax import causal_softmax_attention as causal_softmax_attention
 from relattn.kernels.softmax import softmax_attention as softmax_attention
+from relattn.kernels.translution_step import (
+    lor_translution_step as lor_translution_step,
+)
+from relattn.kernels.translution_step import translution_step as translution_step
 
 __all__ = [
     "FeatureMap",
@@ -58,10 +62,12 @@ __all__ = [
     "length_scale_frequencies",
     "linear_attention",
     "lor_translution",
+    "lor_translution_step",
     "positive_features",
     "redraw",
     "relu_features",
     "softmax_attention",
     "translution",
+    "translution_step",
     "trigonometric_features",
 ]

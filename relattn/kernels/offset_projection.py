@@ -65,7 +65,7 @@ def translution(
     check_grid(x.shape[-2], grid, num_prefix)
     tables = OffsetTables(grid, num_prefix)
     projections = {"w_q": w_q, "w_k": w_k, "w_v": w_v}
-    return attend(tables, x, projections, key_mask, precision)
+    return attend(tables, x, x, projections, key_mask, precision)
 
 
 def causal_translution(
@@ -110,4 +110,4 @@ def causal_translution(
     """
     tables = OffsetTables((x.shape[-2],), causal=True)
     projections = {"w_q": w_q, "w_k": w_k, "w_v": w_v}
-    return attend(tables, x, projections, key_mask, precision)
+    return attend(tables, x, x, projections, key_mask, precision)

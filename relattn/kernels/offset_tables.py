@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
@@ -29,6 +30,13 @@ class OffsetTables:
     def length(self) -> int:
         """The number of tokens."""
         return self.num_prefix + int(np.prod(self.grid))
+
+    @property
+    def allowed(self) -> Array | None:
+        """Which keys a query may attend to; None for all."""
+        if not self.causal:
+            return None
+        return jnp.tril(jnp.ones((self.length, self.length), bool))
 
     def check(self, name: str, table: Array) -> Array:
         """The rows of the table that are used; ValueError if there are too few."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -20,11 +21,10 @@ class PairTables:
 
     Attributes:
         length: n, the number of tokens.
-        causal: Whether a token meets only itself and those before it.
     """
 
     length: int
-    causal: bool = False
+    allowed: ClassVar[None] = None
 
     def check(self, name: str, table: Array) -> Array:
         """The table, if it holds all pairs; ValueError otherwise."""

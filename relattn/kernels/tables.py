@@ -22,8 +22,8 @@ class Tables(Protocol):
         """The number of tokens."""
 
     @property
-    def causal(self) -> bool:
-        """Whether a token meets only itself and those before it."""
+    def allowed(self) -> Array | None:
+        """Which keys a query may attend to, ``[n, n]``; None for all."""
 
     def check(self, name: str, table: Array) -> Array:
         """The table's rows that are used; ValueError if they are not there."""
@@ -34,8 +34,8 @@ class Tables(Protocol):
         """q_ij . k_ji of every pair, float32 ``[batch, heads, n, n]``.
 
         ``q`` and ``k`` are tokens ``[batch, n, width]`` to be projected by their
-        tables, or without a table ``[batch, n, heads, depth]``. Pairs that a causal
-        query does not meet are whatever they are, but finite.
+        tables, or without a table ``[batch, n, heads, depth]``. Pairs that are not
+        allowed have finite scores.
         """
 
     def values(self, weights: Array, v: Array, t_v: Array, precision) -> Array:
@@ -44,16 +44,18 @@ class Tables(Protocol):
 
 def attend(
     tables: Tables,
-    x: Array,
+    queries: Array,
+    keys: Array,
     projections: dict[str, Array],
     key_mask: Array | None,
     precision: Precision,
 ) -> Array:
-    """Attention whose queries, keys and values are projections of ``x``.
+    """Attention whose queries, keys and values are projections of tokens.
 
     Args:
         tables: What tables are indexed by.
-        x: Tokens, ``[*batch, n, dim]``.
+        queries: Tokens, ``[*batch, n, dim]``.
+        keys: Tokens, the same where all attend to all.
         projections: Of queries, keys and values, in this order, by name: tables, or
             one matrix ``[dim, heads, depth]`` for all pairs.
         key_mask: True for keys that exist, ``[*batch, n]``.
@@ -62,18 +64,20 @@ def attend(
     Returns:
         ``[*batch, heads, n, depth]``.
     """
-    batch = x.shape[:-2]
-    x, key_mask = _one_batch_axis(x, 1), _flat_mask(key_mask, batch, x.shape[-2])
-    keys = _existing(x, key_mask)
+    batch = queries.shape[:-2]
+    key_mask = _flat_mask(key_mask, batch, tables.length)
+    queries, keys = _one_batch_axis(queries, 1), _one_batch_axis(keys, 1)
+    keys = _existing(keys, key_mask)
+    tokens = (queries, keys, keys)
     (q, t_q), (k, t_k), (v, t_v) = (
-        _operand(tables, tokens, name, w, precision)
-        for tokens, (name, w) in zip((x, keys, keys), projections.items(), strict=True)
+        _operand(tables, x, name, w, precision)
+        for x, (name, w) in zip(tokens, projections.items(), strict=True)
     )
     scores = _scores(tables, q, k, t_q, t_k, precision)
     depth = next(iter(projections.values())).shape[-1]
     weights = masked_softmax(scores * depth**-0.5, _allowed(tables, key_mask))
     out = _values(tables, weights, v, t_v, precision)
-    return out.astype(x.dtype).reshape(*batch, *out.shape[1:])
+    return out.astype(queries.dtype).reshape(*batch, *out.shape[1:])
 
 
 def check_low_rank(plain: tuple, low: tuple, tables: tuple, scale: float | None) -> int:
@@ -190,11 +194,10 @@ def _existing(keys, key_mask):
 
 def _allowed(tables, key_mask):
     """Which keys a query may attend to, [batch heads n n]."""
-    allowed = None if key_mask is None else key_mask[:, None, None, :]
-    if tables.causal:
-        causal = jnp.tril(jnp.ones((tables.length, tables.length), bool))
-        allowed = causal if allowed is None else allowed & causal
-    return allowed
+    if key_mask is None:
+        return tables.allowed
+    key_mask = key_mask[:, None, None, :]
+    return key_mask if tables.allowed is None else tables.allowed & key_mask
 
 
 def _operand(tables, tokens, name, w, precision):

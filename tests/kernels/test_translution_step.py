@@ -1,0 +1,81 @@
+"""Decoding steps equal the whole sequence at once, whatever comes after."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from relattn import kernels
+
+BATCH, N, DIM, HEADS, DEPTH, INNER, RANK = 2, 7, 5, 2, 3, 4, 2
+
+
+def _random(seed, *shape):
+    generator = np.random.default_rng(seed)
+    return jnp.asarray(generator.standard_normal(shape), jnp.float32)
+
+
+def _table(seed, *shape, of, relative):
+    return _random(seed, *([N + 2] if of in relative else []), *shape)
+
+
+@pytest.mark.parametrize("relative", ["qkv", "qv", "k"])
+def test_translution_token_by_token(relative):
+    x = _random(0, BATCH, N, DIM)
+    weights = [
+        _table(seed, DIM, HEADS, DEPTH, of=name, relative=relative)
+        for seed, name in enumerate("qkv")
+    ]
+    expected = kernels.causal_translution(x, *weights)
+    step = jax.jit(kernels.translution_step)
+    for index in range(N):
+        past = x.at[:, index + 1 :].set(9.0)
+        out = step(past, *weights, index=index)
+        np.testing.assert_allclose(out, expected[:, :, index], atol=2e-6)
+
+
+@pytest.mark.parametrize("relative", ["qkv", "qv", "k"])
+@pytest.mark.parametrize("base", [True, False])
+def test_lor_translution_token_by_token(relative, base):
+    plain = [_random(seed, BATCH, HEADS, N, DEPTH) for seed in range(3)]
+    q, k, v = plain if base else (None, None, None)
+    low_q, low_k, low_v = (_random(3 + seed, BATCH, N, INNER) for seed in range(3))
+    tables = [
+        _table(seed, INNER, HEADS, RANK, of=name, relative=relative)
+        for seed, name in enumerate("qkv")
+    ]
+    options = {"scale": None if base else 0.6, "average": relative == "qkv"}
+    expected = kernels.causal_lor_translution(
+        q, k, v, low_q, low_k, low_v, *tables, **options
+    )
+    step = jax.jit(functools.partial(kernels.lor_translution_step, **options))
+    for index in range(N):
+
+        def past(x, index=index):
+            return None if x is None else x.at[..., index + 1 :, :].set(9.0)
+
+        q_i = None if q is None else q[:, :, index]
+        low = low_q[:, index], past(low_k), past(low_v)
+        outputs = step(q_i, past(k), past(v), *low, *tables, index=index)
+        assert (outputs[0] is None) == (not base)
+        for out, whole in zip(outputs, expected, strict=True):
+            if out is not None:
+                np.testing.assert_allclose(out, whole[:, :, index], atol=2e-6)
+
+
+def test_lor_translution_without_a_low_rank_score():
+    q, k, v = (_random(seed, BATCH, HEADS, N, DEPTH) for seed in range(3))
+    low_v, t_v = _random(3, BATCH, N, INNER), _random(4, N, INNER, HEADS, RANK)
+    low = (None, None, low_v, None, None, t_v)
+    expected = kernels.causal_lor_translution(q, k, v, *low)
+    outputs = kernels.lor_translution_step(q[:, :, 4], k, v, *low, index=4)
+    for out, whole in zip(outputs, expected, strict=True):
+        np.testing.assert_allclose(out, whole[:, :, 4], atol=2e-6)
+
+
+def test_a_sequence_longer_than_the_weights_is_refused():
+    x, w = jnp.ones((5, DIM)), jnp.ones((3, DIM, HEADS, DEPTH))
+    with pytest.raises(ValueError, match="w_q has weights for 3 offsets, too few for"):
+        kernels.translution_step(x, w, w, w, index=0)

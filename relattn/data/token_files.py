@@ -154,15 +154,29 @@ def open_tokens(
             f"{path} holds {len(tokens)} tokens, but {META} says {expected}: copy or "
             "prepare it again."
         )
-    if len(tokens) < min_tokens:
-        raise ValueError(
-            f"{path} holds {len(tokens)} tokens, but a window of data.context_length="
-            f"{min_tokens - 1} and the token after it need {min_tokens}: shorten the "
-            "context or use more text."
-        )
+    check_length(tokens, min_tokens, str(path))
     if len(tokens) <= CHECKED_TOKENS:
         check_range(tokens, meta, str(path))
     return tokens
+
+
+def check_length(tokens: TokenIds, min_tokens: int, where: str) -> None:
+    """Raises if there are too few tokens for a window.
+
+    Args:
+        tokens: the ids.
+        min_tokens: of a window and the token after it.
+        where: they come from, for the message.
+
+    Raises:
+        ValueError: there are fewer.
+    """
+    if len(tokens) < min_tokens:
+        raise ValueError(
+            f"{where} holds {len(tokens)} tokens, but a window of data.context_length="
+            f"{min_tokens - 1} and the token after it need {min_tokens}: shorten the "
+            "context or use more text."
+        )
 
 
 def check_range(

@@ -1,0 +1,239 @@
+"""Windows of text: random ones to train on, every token once to evaluate on."""
+
+import itertools
+import os
+
+import numpy as np
+import pytest
+from ml_collections import ConfigDict
+
+from relattn.data import text, token_files
+from relattn.data.source import DataSource, EvalSplit
+from relattn.data.text import TokenSplit, embedded_text, load_text
+from relattn.data.token_files import TokenMeta, write_meta, write_tokens
+from relattn.data.tokenizers import load_tokenizer
+
+META = TokenMeta("bytes", 256)
+LENGTH = 7
+
+
+def random_tokens(n, vocab_size=256):
+    return np.random.default_rng(n).integers(0, vocab_size, n).astype(np.uint16)
+
+
+def split_of(n, length=LENGTH):
+    return TokenSplit(random_tokens(n), length, META, "The text")
+
+
+def config_of(folder, **keys):
+    keys = {"context_length": LENGTH, **keys}
+    return ConfigDict({"source": "text", "data_dir": str(folder), **keys})
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for name, n in (("train.bin", 101), ("val.bin", 23)):
+        write_tokens(tmp_path / name, [random_tokens(n)])
+    counts = {"train.bin": 101, "val.bin": 23}
+    write_meta(tmp_path, TokenMeta("bytes", 256, counts, "the text of a.txt"))
+    return tmp_path
+
+
+def test_a_folder_of_token_files(folder):
+    data = load_text(config_of(folder))
+    assert isinstance(data, DataSource)
+    assert all(isinstance(split, EvalSplit) for split in data.eval_splits.values())
+    assert list(data.eval_splits) == ["validation", "test"]
+    assert data.test is data.validation
+    info = data.info
+    assert (info.kind, info.tokenizer, info.vocab_size) == ("tokens", "bytes", 256)
+    assert (info.name, info.context_length) == (folder.name, LENGTH)
+    assert info.num_train == 101 // LENGTH
+    assert info.steps_per_epoch(5) == 2
+    assert info.origin == f"the text of a.txt in {folder}"
+    np.testing.assert_array_equal(data.train.tokens, random_tokens(101))
+
+
+def test_test_file(folder):
+    write_tokens(folder / "test.bin", [random_tokens(29)])
+    data = load_text(config_of(folder, name="numbers", windows_per_epoch=1000))
+    np.testing.assert_array_equal(data.test.tokens, random_tokens(29))
+    assert (data.info.name, data.info.num_train) == ("numbers", 1000)
+
+
+def test_files_of_nanogpt(folder):
+    (folder / "meta.json").unlink()
+    data = load_text(config_of(folder, tokenizer="gpt2"))
+    assert (data.info.tokenizer, data.info.vocab_size) == ("gpt2", 50257)
+    assert data.info.origin == f"the tokens in {folder}"
+
+
+@pytest.mark.parametrize("n", [LENGTH + 1, LENGTH + 2, 101])
+def test_windows_come_from_everywhere(n):
+    split = split_of(n)
+    starts = set()
+    for step in range(40):
+        batch = split.draw(5, seed=3, step=step)
+        assert batch["tokens"].dtype == batch["label"].dtype == np.int32
+        assert batch["tokens"].shape == batch["label"].shape == (5, LENGTH)
+        assert batch["tokens"].flags.c_contiguous
+        np.testing.assert_array_equal(batch["tokens"][:, 1:], batch["label"][:, :-1])
+        windows = np.lib.stride_tricks.sliding_window_view(split.tokens, LENGTH + 1)
+        for row in np.concatenate([batch["tokens"], batch["label"][:, -1:]], axis=1):
+            (start,) = np.flatnonzero((windows == row).all(axis=1))
+            starts.add(int(start))
+    # All of them, or nearly: 200 draws from 94 miss about 11.
+    assert starts <= set(range(n - LENGTH))
+    assert len(starts) >= 0.75 * (n - LENGTH)
+
+
+def test_windows_are_a_pure_function_of_seed_and_step():
+    split = split_of(101)
+    forwards = [split.draw(5, 3, step)["label"].tolist() for step in range(6)]
+    backwards = [split.draw(5, 3, step)["label"].tolist() for step in range(5, -1, -1)]
+    assert forwards == backwards[::-1]
+    assert split.draw(5, 4, 0)["label"].tolist() != forwards[0]
+    assert len({str(window) for window in forwards}) == 6
+
+
+def test_the_draws_never_change_between_versions():
+    split = TokenSplit(np.arange(251, dtype=np.uint16), 7, META, "Numbers")
+    assert split.draw(5, 0, 0)["tokens"][:, 0].tolist() == [207, 155, 124, 65, 75]
+
+
+def test_loader_goes_on_from_any_step(folder):
+    data = load_text(config_of(folder))
+    with data.train_loader(5, seed=1, start_step=3) as loader:
+        for expected, (step, batch) in enumerate(itertools.islice(loader, 3), 3):
+            assert step == expected
+            wanted = data.train.draw(5, 1, step)
+            np.testing.assert_array_equal(batch["tokens"], wanted["tokens"])
+    with data.train_loader(5, 1, place=lambda batch: batch["label"].sum()) as loader:
+        assert next(loader) == (0, data.train.draw(5, 1, 0)["label"].sum())
+
+
+def test_epoch_without_a_batch(folder):
+    data = load_text(config_of(folder, windows_per_epoch=3))
+    with pytest.raises(ValueError, match="batch_size=5 with 3 training windows: it mu"):
+        data.train_loader(5, seed=0)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 50])
+@pytest.mark.parametrize("n", [8, 9, 15, 23, 101])
+def test_evaluation_predicts_every_token_once(n, batch_size):
+    split = split_of(n)
+    batches = list(split.batches(batch_size))
+    assert all(a.shape == (batch_size, LENGTH) for b in batches for a in b.values())
+    assert len(batches) == -(-len(split) // batch_size)
+    inputs, labels = [], []
+    for batch in batches:
+        assert batch["weight"].dtype == np.float32
+        real = batch["weight"] == 1
+        for name, found in (("tokens", inputs), ("label", labels)):
+            assert batch[name].dtype == np.int32
+            assert not batch[name][~real].any()
+            found.append(batch[name][real])
+    np.testing.assert_array_equal(np.concatenate(inputs), split.tokens[:-1])
+    np.testing.assert_array_equal(np.concatenate(labels), split.tokens[1:])
+
+
+def test_eval_batch_size_must_be_positive():
+    with pytest.raises(ValueError, match="batch_size=0: it must be at least 1"):
+        next(split_of(23).batches(0))
+
+
+def test_embedded_text():
+    data = load_text(ConfigDict({"context_length": 64}))
+    assert data.info.name == "tinyshakespeare"
+    assert data.info.origin == (
+        "the text tinyshakespeare that ships with relattn (1,115,394 characters)"
+    )
+    # nanoGPT's split of its character-level text.
+    sizes = [len(split.tokens) for split in (data.train, data.validation)]
+    assert sizes == [1003854, 111540]
+    assert data.info.num_train == 1003854 // 64
+    tokens = np.concatenate([data.train.tokens, data.validation.tokens])
+    assert load_tokenizer("bytes").decode(tokens) == embedded_text()
+    assert "public domain" in (
+        (text.EMBEDDED_FOLDER / "README.md").read_text("utf-8").lower()
+    )
+
+
+def test_embedded_text_is_small():
+    path = text.EMBEDDED_FOLDER / "tinyshakespeare" / "tinyshakespeare.txt.xz"
+    assert os.path.getsize(path) < 400_000
+
+
+def test_unknown_embedded_text():
+    message = (
+        "^Unknown data.name='tinyshakspeare' with an empty data.data_dir. Did you mean "
+        "'tinyshakespeare'. Known: 'tinyshakespeare'"
+    )
+    with pytest.raises(ValueError, match=message):
+        load_text(config_of("", name="tinyshakspeare"))
+
+
+@pytest.mark.parametrize("keys", [{}, {"context_length": 0}])
+def test_context_length_is_needed(keys):
+    with pytest.raises(ValueError, match="^data.context_length=0: it must be at least"):
+        load_text(ConfigDict(keys))
+
+
+def test_negative_epoch(folder):
+    with pytest.raises(ValueError, match="^data.windows_per_epoch=-1: it must be at l"):
+        load_text(config_of(folder, windows_per_epoch=-1))
+
+
+def test_text_shorter_than_a_window(folder):
+    message = r"val\.bin holds 23 tokens, but a window of data\.context_length=23 and"
+    with pytest.raises(ValueError, match=message):
+        load_text(config_of(folder, context_length=23))
+    message = "^The validation text of tinyshakespeare holds 111540 tokens, but a windo"
+    with pytest.raises(ValueError, match=message):
+        load_text(config_of("", context_length=200_000))
+
+
+def test_missing_folder(tmp_path):
+    message = r"^The folder data\.data_dir=.*plays is missing: write it by"
+    with pytest.raises(FileNotFoundError, match=message):
+        load_text(config_of(tmp_path / "plays"))
+
+
+def test_missing_file(folder):
+    (folder / "val.bin").unlink()
+    with pytest.raises(FileNotFoundError, match=r"val\.bin is missing: write it by"):
+        load_text(config_of(folder))
+
+
+def test_empty_file(folder):
+    (folder / "train.bin").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"train\.bin is empty: prepare the text"):
+        load_text(config_of(folder))
+
+
+def test_odd_sized_file(folder):
+    (folder / "train.bin").write_bytes(bytes(23))
+    with pytest.raises(ValueError, match=r"train\.bin has an odd size, 23 bytes"):
+        load_text(config_of(folder))
+
+
+def test_another_tokenizer(folder):
+    message = r"^data\.tokenizer='gpt2', but .*meta\.json says 'bytes'"
+    with pytest.raises(ValueError, match=message):
+        load_text(config_of(folder, tokenizer="gpt2"))
+
+
+def test_id_out_of_range_in_a_large_file(folder, monkeypatch):
+    tokens = random_tokens(101)
+    tokens[:] = 300
+    write_tokens(folder / "train.bin", [tokens])
+    with pytest.raises(ValueError, match=r"train\.bin holds the token id 300, out of"):
+        load_text(config_of(folder))
+    monkeypatch.setattr(token_files, "CHECKED_TOKENS", 23)
+    data = load_text(config_of(folder))
+    message = r"^The train text of .* holds the token id 300, out of range of the 256 t"
+    with (
+        data.train_loader(5, seed=0) as loader,
+        pytest.raises(ValueError, match=message),
+    ):
+        next(loader)

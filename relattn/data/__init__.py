@@ -1,4 +1,4 @@
-"""Data: embedded subsets, TFDS and image folders, behind one protocol."""
+"""Data: embedded subsets, TFDS, image folders and text, behind one protocol."""
 
 from relattn.data.batches import Batch, batch_indices, fill_batch, steps_per_epoch
 from relattn.data.full import DatasetNotPreparedError
@@ -14,6 +14,8 @@ from relattn.data.source import (
     TextInfo,
     read_info,
 )
+from relattn.data.text import TextData, TokenSplit, load_text
+from relattn.data.tokenizers import Tokenizer, load_tokenizer
 
 __all__ = [
     "Batch",
@@ -25,12 +27,17 @@ __all__ = [
     "ImageInfo",
     "ImageSplit",
     "Loader",
+    "TextData",
     "TextInfo",
+    "TokenSplit",
+    "Tokenizer",
     "batch_indices",
     "fill_batch",
     "input_shape",
     "load_data",
     "load_images",
+    "load_text",
+    "load_tokenizer",
     "make_preprocess",
     "preprocess",
     "read_info",

@@ -47,9 +47,14 @@ class ImageInfo:
         return len(self.class_names)
 
     @property
-    def labels(self) -> tuple[str, ...]:
-        """The attributes that say what a label means."""
-        return ("class_names",)
+    def labels(self) -> tuple[Any, ...]:
+        """What labels mean; data with other ones are another task."""
+        return self.class_names
+
+    def describe_labels(self) -> str:
+        """Says in a few words what labels mean."""
+        names = self.class_names
+        return f"{len(names)} classes ({names[0]!r} to {names[-1]!r})"
 
     def steps_per_epoch(self, batch_size: int) -> int:
         """Updates in an epoch; ValueError if there are too few images for one."""
@@ -79,9 +84,13 @@ class TextInfo:
     kind: str = "tokens"
 
     @property
-    def labels(self) -> tuple[str, ...]:
-        """The attributes that say what a label means."""
-        return ("tokenizer", "vocab_size")
+    def labels(self) -> tuple[Any, ...]:
+        """What labels mean; data with other ones are another task."""
+        return (self.tokenizer, self.vocab_size)
+
+    def describe_labels(self) -> str:
+        """Says in a few words what labels mean."""
+        return f"the {self.vocab_size:,} tokens of {self.tokenizer!r}"
 
     def steps_per_epoch(self, batch_size: int) -> int:
         """Updates in an epoch; ValueError if it has too few windows for one."""

@@ -24,9 +24,15 @@ MANIFEST = "manifest.json"
 _INCOMPLETE = ".orbax-checkpoint-tmp"
 
 
+# Below any score: a state that was not evaluated.
+_NO_SCORE = -1e30
+
+
 def _rank(metrics: dict[str, Any]) -> tuple[float, int]:
-    """Orders checkpoints by validation accuracy, the earlier one first among equals."""
-    return metrics["validation_accuracy"], -metrics["step"]
+    """Orders checkpoints by their score, the earlier one first among equals."""
+    # Runs of before there was text have the accuracy, -1 where not evaluated.
+    score = metrics["score"] if "score" in metrics else metrics["validation_accuracy"]
+    return score, -metrics["step"]
 
 
 class CheckpointWriter:
@@ -64,7 +70,7 @@ class CheckpointWriter:
         step: int,
         state: Any,
         meta: dict[str, Any],
-        validation_accuracy: float | None,
+        score: float | None,
     ) -> None:
         """Starts to write a checkpoint and returns.
 
@@ -72,13 +78,13 @@ class CheckpointWriter:
             step: Number of updates so far.
             state: A pytree of NumPy arrays, not to be changed afterwards.
             meta: JSON values to keep beside it.
-            validation_accuracy: None where the state was not evaluated.
+            score: The checkpoint with the largest is kept; None where the state was
+                not evaluated.
         """
         self._manager.wait_until_finished()
         self._step = step
         arrays = array_shapes(state)
         flat = dict(zip(arrays, jax.tree.leaves(state), strict=True))
-        accuracy = -1.0 if validation_accuracy is None else validation_accuracy
         self._manager.save(
             step,
             args=ocp.args.Composite(
@@ -87,7 +93,7 @@ class CheckpointWriter:
                 ),
                 meta=ocp.args.JsonSave({**meta, "arrays": arrays}),
             ),
-            metrics={"validation_accuracy": accuracy, "step": step},
+            metrics={"score": _NO_SCORE if score is None else score, "step": step},
             force=True,
         )
 

@@ -12,11 +12,18 @@ from relattn import spec
 from relattn.training.schedule import OPTIMIZERS, SCHEDULES
 
 # Keys that change nothing of what a run computes.
-FREE_KEYS = ("progress", "log_every_steps", "data.data_dir", "data.manual_dir")
+FREE_KEYS = (
+    "progress",
+    "log_every_steps",
+    "data.data_dir",
+    "data.manual_dir",
+    "data.bpe_dir",
+)
 
 _AT_LEAST = {
     "seed": 0,
     "batch_size": 1,
+    "accumulate_steps": 1,
     "eval_batch_size": 1,
     "num_epochs": 0,
     "num_steps": 0,
@@ -48,6 +55,7 @@ def default_config() -> ConfigDict:
     config.model = ConfigDict()
     config.data = ConfigDict()
     config.batch_size = 64
+    config.accumulate_steps = 1
     config.eval_batch_size = 256
     config.num_epochs = 1
     config.num_steps = 0
@@ -68,6 +76,24 @@ def default_config() -> ConfigDict:
     config.checkpoint_every_steps = 0
     config.log_every_steps = 50
     config.progress = True
+    return config
+
+
+def complete(values: Mapping[str, Any]) -> ConfigDict:
+    """The configuration of a run of any version, as this version writes it.
+
+    Args:
+        values: As `to_json` returned it.
+
+    Returns:
+        The configuration; keys of training that were not there yet have their defaults.
+
+    Example:
+        >>> complete({"seed": 3}).accumulate_steps
+        1
+    """
+    config = default_config()
+    config.update(values)
     return config
 
 

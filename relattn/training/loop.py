@@ -21,41 +21,16 @@ from relattn.training.checkpoint import (
     read_meta,
     restore,
 )
-from relattn.training.config import check_config, differences, to_json
+from relattn.training.config import check_config, complete, differences, to_json
 from relattn.training.errors import NonFiniteLossError, WorkdirError
+from relattn.training.evaluator import Evaluator
+from relattn.training.history import BEST_METRICS, History, score
+from relattn.training.memory import warn_if_too_large
 from relattn.training.metrics import MetricsLog
 from relattn.training.parallel import DataParallel
-from relattn.training.run import CHECKPOINTS, evaluate_split
-from relattn.training.step import Metrics, make_eval_step, make_train_step
+from relattn.training.run import CHECKPOINTS, check_labels
+from relattn.training.step import Metrics, make_train_step
 from relattn.training.task import Task
-
-
-@dataclasses.dataclass
-class History:
-    """What a run remembers beside its state; kept in every checkpoint.
-
-    Attributes:
-        best_accuracy: The best validation accuracy so far.
-        best_loss: The validation loss that went with it.
-        best_step: The step of it; None before the first evaluation.
-        stopped_early: Whether early stopping ended the run.
-        seconds: Time spent, restarts included.
-        timed_seconds: Of it in updates, compilation and evaluation apart.
-        timed_examples: The examples of those updates.
-    """
-
-    best_accuracy: float = -1.0
-    best_loss: float = 0.0
-    best_step: int | None = None
-    stopped_early: bool = False
-    seconds: float = 0.0
-    timed_seconds: float = 0.0
-    timed_examples: int = 0
-
-    @property
-    def examples_per_second(self) -> float:
-        """Training throughput."""
-        return self.timed_examples / max(self.timed_seconds, 1e-9)
 
 
 def train_and_evaluate(
@@ -78,7 +53,9 @@ def train_and_evaluate(
 
     Returns:
         The final metrics, as in ``result.json``: among them ``test_accuracy``, of the
-        checkpoint with the best ``validation_accuracy``.
+        checkpoint with the best ``validation_accuracy``, or of text the best
+        ``validation_loss``; every further test set has its own, such as
+        ``test_static_accuracy``.
 
     Raises:
         ValueError: If the configuration, the data or the device count do not fit.
@@ -88,7 +65,9 @@ def train_and_evaluate(
     """
     check_config(config)
     parallel = DataParallel(devices)
-    parallel.check_batch("config.batch_size", config.batch_size)
+    parallel.check_batch(
+        "config.batch_size", config.batch_size, config.accumulate_steps
+    )
     parallel.check_batch("config.eval_batch_size", config.eval_batch_size)
     workdir = records.usable_workdir(workdir)
     saved = _saved(workdir, config)
@@ -98,7 +77,11 @@ def train_and_evaluate(
             "config.data.num_validation must be at least 1: the best checkpoint is "
             "chosen by validation accuracy"
         )
+    if saved:
+        checkpoint = workdir / CHECKPOINTS / str(saved["step"])
+        check_labels(data_lib.read_info(saved["data"]), data.info, checkpoint)
     task = Task.build(config, data.info)
+    warn_if_too_large(task.abstract_state(), parallel.devices)
     loop = _Loop(task, data, parallel, workdir, saved)
     loop.announce()
     if not loop.finished:
@@ -113,7 +96,7 @@ def _saved(workdir: Path, config: ConfigDict) -> dict[str, Any] | None:
     if not steps:
         return None
     meta = read_meta(workdir / CHECKPOINTS, steps[-1])
-    differing = differences(meta["config"], to_json(config))
+    differing = differences(to_json(complete(meta["config"])), to_json(config))
     if differing:
         raise WorkdirError(
             f"--workdir {workdir} holds a run of another configuration "
@@ -137,7 +120,7 @@ class _Loop:
         self.data = data
         self.parallel = parallel
         self.workdir = workdir
-        self.history = History(**saved["history"]) if saved else History()
+        self.history = History.from_json(saved["history"]) if saved else History()
         self.start = saved["step"] if saved else 0
         if saved:
             state = restore(self.checkpoints, self.start, task.abstract_state())
@@ -145,23 +128,25 @@ class _Loop:
             state = task.create_state()
         self.num_params = sum(x.size for x in jax.tree.leaves(state.params))
         self.state = parallel.replicate(state)
-        axis = parallel.axis_name
         self.train_step = parallel.train_step(
             make_train_step(
                 task.model,
                 task.optimizer,
                 task.preprocess,
                 redraw_every=task.config.redraw_every,
-                axis_name=axis,
+                accumulate_steps=task.config.accumulate_steps,
+                axis_name=parallel.axis_name,
             )
         )
-        self.eval_step = parallel.eval_step(
-            make_eval_step(task.model, task.preprocess, axis_name=axis)
-        )
+        self.evaluator = Evaluator(task.model, task.preprocess, task.info, parallel)
 
     @property
     def checkpoints(self) -> Path:
         return self.workdir / CHECKPOINTS
+
+    @property
+    def kind(self) -> str:
+        return self.task.info.kind
 
     @property
     def finished(self) -> bool:
@@ -248,11 +233,11 @@ class _Loop:
                     loss=f"{row['train_loss']:.3f}",
                     accuracy=f"{row['train_accuracy']:.3f}",
                 )
-                if evaluating:
-                    row |= self._validate(done, row)
+                result = self._validate(done, row) if evaluating else {}
+                row |= {f"validation_{name}": value for name, value in result.items()}
                 self.log.write(done, row)
                 if saving:
-                    self._save(done, row.get("validation_accuracy"))
+                    self._save(done, score(result, self.kind) if result else None)
                 window_start = time.perf_counter()
                 if at_end or self.history.stopped_early:
                     break
@@ -287,39 +272,32 @@ class _Loop:
         )
 
     def _validate(self, done: int, row: dict[str, float]) -> dict[str, float]:
-        """Evaluates on the validation images and keeps the history."""
+        """Evaluates on the validation split and keeps the history."""
         config, history = self.task.config, self.history
-        result = evaluate_split(
-            self.parallel,
-            self.eval_step,
-            self.state.variables,
-            self.data.eval_splits["validation"],
-            config.eval_batch_size,
-        )
-        if result["accuracy"] > history.best_accuracy:
-            history.best_accuracy = result["accuracy"]
-            history.best_loss = result["loss"]
-            history.best_step = done
+        result = self._evaluate(self.state.variables, "validation")
+        history.add(done, result, self.kind)
         patience = config.early_stopping_epochs * self.task.steps_per_epoch
         if patience and done - history.best_step >= patience:
             history.stopped_early = True
         self._say(
             f"step {done}/{self.task.num_steps} (epoch {row['epoch']:.4g}): loss "
             f"{row['train_loss']:.4f}, accuracy {row['train_accuracy']:.4f}; "
-            f"validation loss {result['loss']:.4f}, accuracy "
-            f"{result['accuracy']:.4f}; {row['examples_per_second']:,.0f} examples/s"
+            f"validation {_words(result)}; {row['examples_per_second']:,.0f} examples/s"
         )
         if history.stopped_early:
             self._say(
-                f"Stopping early: no gain in validation accuracy in "
-                f"{config.early_stopping_epochs} epochs."
+                f"Stopping early: no gain in validation {BEST_METRICS[self.kind][0]} "
+                f"in {config.early_stopping_epochs} epochs."
             )
-        return {
-            "validation_loss": result["loss"],
-            "validation_accuracy": result["accuracy"],
-        }
+        return result
 
-    def _save(self, done: int, validation_accuracy: float | None) -> None:
+    def _evaluate(self, variables: Any, split: str) -> dict[str, float]:
+        batch_size = self.task.config.eval_batch_size
+        result = self.evaluator(variables, self.data.eval_splits[split], batch_size)
+        del result["count"]
+        return result
+
+    def _save(self, done: int, score: float | None) -> None:
         self.start = done
         self.history.seconds = time.perf_counter() - self.began
         meta = {
@@ -328,20 +306,20 @@ class _Loop:
             "history": dataclasses.asdict(self.history),
         }
         state = self.parallel.fetch(self.state)
-        self.writer.save(done, state, meta, validation_accuracy)
+        self.writer.save(done, state, meta, score)
 
     def finish(self) -> dict[str, Any]:
-        """Evaluates the best checkpoint on the test images; writes ``result.json``."""
+        """Evaluates the best checkpoint on the test splits; writes ``result.json``."""
         history = self.history
         read_meta(self.checkpoints, history.best_step)
         best = restore(self.checkpoints, history.best_step, self.task.abstract_state())
-        test = evaluate_split(
-            self.parallel,
-            self.eval_step,
-            self.parallel.replicate(best.variables),
-            self.data.eval_splits["test"],
-            self.task.config.eval_batch_size,
-        )
+        variables = self.parallel.replicate(best.variables)
+        splits = self.data.eval_splits
+        # A split may have two names.
+        results = {id(splits["validation"]): history.best}
+        for name, split in splits.items():
+            if id(split) not in results:
+                results[id(split)] = self._evaluate(variables, name)
         result = {
             "step": self.start,
             "num_steps": self.task.num_steps,
@@ -349,17 +327,27 @@ class _Loop:
             "stopped_early": history.stopped_early,
             "num_params": self.num_params,
             "best_step": history.best_step,
-            "validation_accuracy": history.best_accuracy,
-            "validation_loss": history.best_loss,
-            "test_accuracy": test["accuracy"],
-            "test_loss": test["loss"],
-            "seconds": history.seconds,
-            "examples_per_second": history.examples_per_second,
         }
+        for name, split in splits.items():
+            for metric, value in results[id(split)].items():
+                result[f"{name}_{metric}"] = value
+        result["seconds"] = history.seconds
+        result["examples_per_second"] = history.examples_per_second
         records.write_json(self.workdir / "result.json", result)
+        metric = BEST_METRICS[self.kind][0]
+        tests = [
+            f"{name.replace('_', ' ')} {metric} {result[f'{name}_{metric}']:.4f}"
+            for name in splits
+            if name != "validation"
+        ]
         self._say(
-            f"Best validation accuracy {history.best_accuracy:.4f} at step "
-            f"{history.best_step}; test accuracy {test['accuracy']:.4f}. Everything is "
-            f"in {self.workdir}."
+            f"Best validation {metric} {history.best[metric]:.4f} at step "
+            f"{history.best_step}; {', '.join(tests)}. Everything is in {self.workdir}."
         )
         return result
+
+
+def _words(metrics: dict[str, float]) -> str:
+    return ", ".join(
+        f"{name.replace('_', ' ')} {value:.4f}" for name, value in metrics.items()
+    )

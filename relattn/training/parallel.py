@@ -39,23 +39,26 @@ class DataParallel:
         """Uses the given devices, or all local ones."""
         self.devices = tuple(devices or jax.local_devices())
 
-    def check_batch(self, key: str, batch_size: int) -> None:
+    def check_batch(self, key: str, batch_size: int, parts: int = 1) -> None:
         """Raises unless a global batch splits evenly over the devices.
 
         Args:
             key: Name of the batch size, for the message.
             batch_size: Size of the global batch.
+            parts: Parts that each device takes its share in.
 
         Raises:
             ValueError: If it does not; names the nearest sizes that do.
         """
-        n = len(self.devices)
+        n = len(self.devices) * parts
         if batch_size % n:
             below, above = batch_size // n * n, -(-batch_size // n) * n
             sizes = f"{below} or {above}" if below else f"{above}"
+            by = f"the {len(self.devices)} devices"
+            if parts > 1:
+                by += f" times config.accumulate_steps={parts}"
             raise ValueError(
-                f"{key}={batch_size} does not divide by the {n} devices; set it to "
-                f"{sizes}"
+                f"{key}={batch_size} does not divide by {by}; set it to {sizes}"
             )
 
     def replicate(self, tree: Any) -> Any:

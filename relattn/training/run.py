@@ -15,9 +15,11 @@ from ml_collections import ConfigDict
 
 from relattn.data import DataInfo, EvalSplit, read_info
 from relattn.training.checkpoint import checkpoint_steps, read_meta, restore
+from relattn.training.config import complete
 from relattn.training.errors import CheckpointError
+from relattn.training.evaluator import Evaluator
 from relattn.training.parallel import DataParallel
-from relattn.training.step import Batch, Metrics, make_eval_step
+from relattn.training.step import Batch
 from relattn.training.task import Task
 
 CHECKPOINTS = "checkpoints"
@@ -54,8 +56,9 @@ def load_run(workdir: str | Path, checkpoint: str = "best") -> Run:
 
     Args:
         workdir: The run directory.
-        checkpoint: ``"best"``, by validation accuracy, or ``"latest"``. A run that was
-            never evaluated has no best; its latest is loaded.
+        checkpoint: ``"best"``, by validation accuracy or, of text, loss, or
+            ``"latest"``. A run that was never evaluated has no best; its latest is
+            loaded.
 
     Returns:
         The run.
@@ -80,7 +83,7 @@ def load_run(workdir: str | Path, checkpoint: str = "best") -> Run:
     if checkpoint == "best" and best_step not in (None, step):
         step = best_step
         meta = read_meta(folder, step)
-    config = ConfigDict(meta["config"])
+    config = complete(meta["config"])
     task = Task.build(config, read_info(meta["data"]))
     state = restore(folder, step, task.abstract_state())
     return Run(
@@ -125,60 +128,45 @@ def evaluate(
     split: EvalSplit,
     batch_size: int = 256,
     devices: Sequence[jax.Device] | None = None,
+    info: DataInfo | None = None,
 ) -> dict[str, float]:
-    """Loss and accuracy of a run on a split of its data set.
+    """Loss and accuracy of a run on a split of a data set.
 
     Args:
         run: A trained run.
         split: The examples.
         batch_size: Size of the global batch.
         devices: Those to use; all local ones by default.
+        info: The description of the split's data set, to be compared with the run's.
 
     Returns:
-        ``loss`` and ``accuracy``, means over the examples, and their ``count``.
+        As `relattn.training.evaluator.Evaluator` says.
 
     Raises:
         ValueError: If the batch does not divide by the devices or the split is empty.
+        CheckpointError: If ``info`` has other labels than the run predicts.
     """
+    if info is not None:
+        check_labels(run.data, info, run.workdir)
     parallel = DataParallel(devices)
     parallel.check_batch("batch_size", batch_size)
-    step = parallel.eval_step(
-        make_eval_step(run.model, run.preprocess, axis_name=parallel.axis_name)
-    )
-    variables = parallel.replicate(run.variables)
-    return evaluate_split(parallel, step, variables, split, batch_size)
+    evaluator = Evaluator(run.model, run.preprocess, run.data, parallel)
+    return evaluator(parallel.replicate(run.variables), split, batch_size)
 
 
-def evaluate_split(
-    parallel: DataParallel,
-    step: Callable[[Any, Batch], Metrics],
-    variables: Any,
-    split: EvalSplit,
-    batch_size: int,
-) -> dict[str, float]:
-    """Loss and accuracy on a split, with a step that is already mapped over devices.
+def check_labels(trained: DataInfo, data: DataInfo, where: Path) -> None:
+    """Raises unless data have the labels that a model predicts.
 
     Args:
-        parallel: The devices.
-        step: From `DataParallel.eval_step`.
-        variables: Replicated.
-        split: The examples.
-        batch_size: Size of the global batch.
-
-    Returns:
-        ``loss``, ``accuracy`` and ``count``.
+        trained: What the model was trained on.
+        data: What it is to be used on.
+        where: The model's run or checkpoint, for the message.
 
     Raises:
-        ValueError: If the split is empty.
+        CheckpointError: If the vocabularies or the classes differ.
     """
-    if not len(split):
-        raise ValueError("there is nothing to evaluate on: the split is empty")
-    batches = split.batches(batch_size)
-    sums = [step(variables, parallel.shard(batch)) for batch in batches]
-    fetched = parallel.fetch(sums)
-    totals = {name: sum(float(s[name]) for s in fetched) for name in fetched[0]}
-    return {
-        "loss": totals["loss"] / totals["count"],
-        "accuracy": totals["correct"] / totals["count"],
-        "count": totals["count"],
-    }
+    if trained.labels != data.labels:
+        raise CheckpointError(
+            f"{where} predicts {trained.describe_labels()}, but {data.name} has "
+            f"{data.describe_labels()}: use the data that it was trained on"
+        )

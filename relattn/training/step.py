@@ -19,18 +19,19 @@ Metrics = dict[str, Array]
 
 
 def cross_entropy(
-    logits: Float[Array, "batch classes"], labels: Int[Array, " batch"]
-) -> Float[Array, " batch"]:
+    logits: Float[Array, "*batch classes"], labels: Int[Array, "*batch"]
+) -> Float[Array, "*batch"]:
     """Negative log-likelihood of the labels, in float32.
 
     loss = log sum_c exp(logits_c) - logits_label
 
     Args:
-        logits: Shape ``[batch, classes]``.
-        labels: Class of each example, shape ``[batch]``.
+        logits: Shape ``[*batch, classes]``.
+        labels: The class of each example, or the token after each token, shape
+            ``[*batch]``.
 
     Returns:
-        One loss an example.
+        One loss a label.
 
     Example:
         >>> loss = cross_entropy(jnp.zeros((1, 4)), jnp.array([2]))
@@ -48,20 +49,23 @@ def make_train_step(
     preprocess: Callable[[Batch], Array],
     *,
     redraw_every: int = 0,
+    accumulate_steps: int = 1,
     axis_name: str | None = None,
 ) -> Callable[[TrainState, Batch, Key[Array, ""]], tuple[TrainState, Metrics]]:
     """Makes the pure function of one update, ``step(state, batch, key)``.
 
-    A batch holds ``image``, as stored, and ``label``; ``key`` is the run's key.
-    Dropout's key is a function of (key, step, device). After the update, where the
-    number of updates enters a new index r = step // redraw_every, every projection is
-    drawn anew for (key, its layer, r), the same on every device.
+    A batch holds what ``preprocess`` reads and ``label``; ``key`` is the run's key.
+    Dropout's key is a function of (key, step, device, part). After the update, where
+    the number of updates enters a new index r = step // redraw_every, every projection
+    is drawn anew for (key, its layer, r), the same on every device.
 
     Args:
         model: Applied with ``deterministic=False`` and a ``dropout`` key.
         optimizer: Applied to the gradients' mean over the devices.
         preprocess: From a batch to what the model sees.
         redraw_every: Updates between two redraws; 0 for never.
+        accumulate_steps: Equal parts that a device takes its batch in, one after the
+            other, in the memory of one part; the update is that of the whole batch.
         axis_name: The axis of the devices, under a parallel map; None for one device.
 
     Returns:
@@ -70,7 +74,7 @@ def make_train_step(
         the global batch.
 
     Raises:
-        ValueError: If ``redraw_every`` is negative.
+        ValueError: If ``redraw_every`` or ``accumulate_steps`` is out of range.
 
     Example:
         >>> from relattn.training.state import create_state
@@ -91,13 +95,14 @@ def make_train_step(
         raise ValueError(
             f"config.redraw_every must be at least 0 (0 = never), got {redraw_every}"
         )
+    if accumulate_steps < 1:
+        raise ValueError(
+            f"config.accumulate_steps must be at least 1, got {accumulate_steps}"
+        )
 
-    def train_step(
+    def gradients(
         state: TrainState, batch: Batch, key: Key[Array, ""]
-    ) -> tuple[TrainState, Metrics]:
-        device = 0 if axis_name is None else jax.lax.axis_index(axis_name)
-        dropout_key = jax.random.fold_in(stream_key(key, "dropout"), state.step)
-        rngs = {"dropout": jax.random.fold_in(dropout_key, device)}
+    ) -> tuple[Any, Metrics]:
         inputs = preprocess(batch)
 
         def loss_fn(params: Any) -> tuple[Array, Metrics]:
@@ -105,7 +110,7 @@ def make_train_step(
                 {"params": params, "random_features": state.random_features},
                 inputs,
                 deterministic=False,
-                rngs=rngs,
+                rngs={"dropout": key},
                 mutable=["intermediates"],
             )
             loss = cross_entropy(logits, batch["label"]).mean()
@@ -115,7 +120,24 @@ def make_train_step(
             return loss, metrics
 
         (loss, metrics), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
-        metrics["loss"] = loss
+        return grads, {**metrics, "loss": loss}
+
+    def train_step(
+        state: TrainState, batch: Batch, key: Key[Array, ""]
+    ) -> tuple[TrainState, Metrics]:
+        device = 0 if axis_name is None else jax.lax.axis_index(axis_name)
+        dropout_key = jax.random.fold_in(stream_key(key, "dropout"), state.step)
+        dropout_key = jax.random.fold_in(dropout_key, device)
+        if accumulate_steps == 1:
+            grads, metrics = gradients(state, batch, dropout_key)
+        else:
+            grads, metrics = _mean_over_parts(
+                lambda part, index: gradients(
+                    state, part, jax.random.fold_in(dropout_key, index)
+                ),
+                batch,
+                accumulate_steps,
+            )
         if axis_name is not None:
             grads, metrics = jax.lax.pmean((grads, metrics), axis_name)
         metrics["grad_norm"] = optax.tree.norm(grads)
@@ -130,6 +152,30 @@ def make_train_step(
         return new_state, metrics
 
     return train_step
+
+
+def _mean_over_parts(
+    function: Callable[[Batch, Array], Any], batch: Batch, parts: int
+) -> Any:
+    """The mean of a function over equal parts of a batch, taken one after the other."""
+    size = len(batch["label"])
+    if size % parts:
+        raise ValueError(
+            f"config.accumulate_steps={parts} does not divide the {size} examples that "
+            "a device has of config.batch_size; change one of them"
+        )
+    split = jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), batch)
+    first = jax.tree.map(lambda x: x[0], split)
+    zeros = jax.tree.map(
+        lambda x: jnp.zeros(x.shape, x.dtype),
+        jax.eval_shape(function, first, jnp.int32(0)),
+    )
+
+    def add(total: Any, part: tuple[Batch, Array]) -> tuple[Any, None]:
+        return jax.tree.map(jnp.add, total, function(*part)), None
+
+    total, _ = jax.lax.scan(add, zeros, (split, jnp.arange(parts)))
+    return jax.tree.map(lambda x: x / parts, total)
 
 
 def _redrawn(
@@ -149,6 +195,7 @@ def make_eval_step(
     model: nn.Module,
     preprocess: Callable[[Batch], Array],
     *,
+    top5: bool = False,
     axis_name: str | None = None,
 ) -> Callable[[Any, Batch], Metrics]:
     """Makes the pure function ``step(variables, batch)`` of one evaluation batch.
@@ -156,12 +203,13 @@ def make_eval_step(
     Args:
         model: Applied with ``deterministic=True``.
         preprocess: From a batch to what the model sees.
+        top5: Whether to count the labels among the five largest logits too.
         axis_name: The axis of the devices, under a parallel map; None for one device.
 
     Returns:
-        The function. A batch holds ``image``, ``label`` and ``weight``, 0 for an
-        example that only fills the batch up; the result is the sums ``loss``,
-        ``correct`` and ``count`` over the global batch.
+        The function. A batch holds what ``preprocess`` reads, ``label`` and ``weight``,
+        0 for a label that does not count; the result is the sums ``loss``, ``correct``,
+        perhaps ``correct_top5``, and ``count`` over the global batch.
 
     Example:
         >>> class Zeros(nn.Module):
@@ -176,14 +224,18 @@ def make_eval_step(
     def eval_step(variables: Any, batch: Batch) -> Metrics:
         inputs = preprocess(batch)
         logits = model.apply(variables, inputs, deterministic=True)
-        weight = batch["weight"]
-        correct = (logits.argmax(-1) == batch["label"]).astype(jnp.float32)
-        losses = jnp.where(weight > 0, cross_entropy(logits, batch["label"]), 0.0)
+        label, weight = batch["label"], batch["weight"]
+        correct = (logits.argmax(-1) == label).astype(jnp.float32)
+        losses = jnp.where(weight > 0, cross_entropy(logits, label), 0.0)
         sums = {
             "loss": jnp.sum(losses * weight),
             "correct": jnp.sum(correct * weight),
             "count": jnp.sum(weight),
         }
+        if top5:
+            _, best = jax.lax.top_k(logits, 5)
+            among = (best == label[..., None]).any(-1)
+            sums["correct_top5"] = jnp.sum(among * weight)
         return sums if axis_name is None else jax.lax.psum(sums, axis_name)
 
     return eval_step

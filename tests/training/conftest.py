@@ -1,4 +1,6 @@
-"""A tiny model and tiny images, built and loaded by training as real ones are."""
+"""Tiny models, images and texts, built and loaded by training as real ones are."""
+
+import dataclasses
 
 import flax.linen as nn
 import jax
@@ -61,9 +63,83 @@ def make_data(num_train=101, num_validation=23, num_test=29, seed=0):
     )
 
 
-def build_tiny(config, *, num_classes, image_shape):
+class TinyLanguageModel(nn.Module):
+    """A bigram model with a hidden layer."""
+
+    vocab_size: int
+    width: int = 11
+    dropout: float = 0.0
+
+    @nn.compact
+    def __call__(self, tokens, *, deterministic=True):
+        x = nn.Embed(self.vocab_size, self.width, name="embedding")(tokens)
+        x = nn.Dropout(self.dropout)(nn.tanh(x), deterministic=deterministic)
+        return nn.Dense(self.vocab_size, name="head")(x)
+
+
+@dataclasses.dataclass
+class TinyWindows:
+    """Windows of a text in which each token is twice the one before, mostly."""
+
+    count: int
+    seed: int
+    vocab_size: int = 13
+    length: int = 7
+
+    def __len__(self):
+        return self.count
+
+    def gather(self, rng, count):
+        tokens = [rng.integers(0, self.vocab_size, count)]
+        for _ in range(self.length):
+            noise = rng.random(count) < 0.2
+            random = rng.integers(0, self.vocab_size, count)
+            tokens.append(np.where(noise, random, 2 * tokens[-1] % self.vocab_size))
+        tokens = np.stack(tokens, axis=1).astype(np.int32)
+        return {"tokens": tokens[:, :-1], "label": tokens[:, 1:]}
+
+    def batches(self, batch_size):
+        whole = self.gather(np.random.default_rng(self.seed), self.count)
+        # The last window is half as long.
+        weight = np.ones(whole["label"].shape, np.float32)
+        weight[-1, self.length // 2 :] = 0
+        whole["weight"] = weight
+        for start in range(0, self.count, batch_size):
+            rows = slice(start, start + batch_size)
+            batch = {key: value[rows] for key, value in whole.items()}
+            yield data_lib.fill_batch(batch, batch_size)
+
+
+class TinyText:
+    """A source of text; its validation windows are its test windows."""
+
+    def __init__(self, vocab_size=13, tokenizer="doubling"):
+        self.windows = TinyWindows(101, seed=0, vocab_size=vocab_size)
+        validation = TinyWindows(23, seed=1, vocab_size=vocab_size)
+        self.eval_splits = {"validation": validation, "test": validation}
+        self.info = data_lib.TextInfo(
+            name="doublings",
+            tokenizer=tokenizer,
+            vocab_size=vocab_size,
+            context_length=self.windows.length,
+            num_train=len(self.windows),
+            origin="doublings with noise",
+        )
+
+    def train_loader(self, batch_size, seed, start_step=0, place=None):
+        def make_batch(step):
+            return self.windows.gather(np.random.default_rng([seed, step]), batch_size)
+
+        return data_lib.Loader(make_batch, start_step, place=place)
+
+
+def build_tiny(
+    config, *, num_classes=None, image_shape=None, vocab_size=None, context_length=None
+):
     """Stands in for `relattn.models.build_model`."""
     options = {k: v for k, v in dict(config).items() if k != "name"}
+    if vocab_size is not None:
+        return TinyLanguageModel(vocab_size=vocab_size, **options)
     return TinyModel(num_classes=num_classes, **options)
 
 
@@ -97,3 +173,13 @@ def config():
 def one_device():
     """The first device alone: quicker where parallelism is not the point."""
     return jax.local_devices()[:1]
+
+
+@pytest.fixture
+def text_config(tiny, monkeypatch, config):
+    """The same run, on the tiny text."""
+    monkeypatch.setattr(data_lib, "load_data", lambda config: TinyText())
+    with config.unlocked():
+        del config.data.image_size, config.data.standardize
+    config.data.name = "doublings"
+    return config

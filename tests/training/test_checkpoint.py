@@ -68,6 +68,18 @@ def test_the_latest_two_and_the_earliest_best_are_kept(tmp_path):
     assert checkpoint_steps(tmp_path) == [2, 8, 9]
 
 
+def test_scores_may_be_negative(tmp_path):
+    save(tmp_path, {1: -3.0, 2: -2.0, 3: None, 4: -2.5, 5: None})
+    assert checkpoint_steps(tmp_path) == [2, 4, 5]
+
+
+def test_checkpoints_of_before_there_was_text_keep_their_rank(folder):
+    metrics = folder / "7" / "metrics" / "metrics"
+    metrics.write_text(json.dumps({"validation_accuracy": 0.5, "step": 7}))
+    save(folder, {8: 0.4, 9: 0.3, 11: 0.2})
+    assert checkpoint_steps(folder) == [7, 9, 11]
+
+
 def test_what_a_kill_left_of_a_removed_checkpoint_goes_at_last(folder):
     shutil.copytree(folder / "7", folder / "3")
     shutil.rmtree(folder / "3" / "metrics")

@@ -1,7 +1,7 @@
 import pytest
 
 from relattn.training import check_config, default_config
-from relattn.training.config import differences, to_json
+from relattn.training.config import complete, differences, to_json
 
 
 def changed(key, value):
@@ -14,6 +14,7 @@ def changed(key, value):
     "key, value, message",
     [
         ("batch_size", 0, r"config.batch_size must be at least 1, got 0"),
+        ("accumulate_steps", 0, r"accumulate_steps must be at least 1, got 0"),
         ("redraw_every", -1, r"config.redraw_every must be at least 0, got -1"),
         ("num_epochs", 0, r"num_epochs and config.num_steps are both 0"),
         ("log_every_steps", 0, r"log_every_steps must be at least 1"),
@@ -70,4 +71,17 @@ def test_differences_leave_free_keys_out():
     assert differences(to_json(old), to_json(new)) == [
         "model.name: absent there, 'performer' now",
         "optimizer.b2: 0.999 there, 0.98 now",
+    ]
+
+
+def test_a_run_of_before_a_key_existed_had_its_default():
+    config = default_config()
+    config.optimizer.clip_norm = 1
+    config.model.name = "performer"
+    old = to_json(config)
+    del old["accumulate_steps"]
+    assert complete(old).to_dict() == config.to_dict()
+    config.accumulate_steps = 2
+    assert differences(to_json(complete(old)), to_json(config)) == [
+        "accumulate_steps: 1 there, 2 now"
     ]

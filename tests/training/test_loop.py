@@ -8,7 +8,7 @@ import pytest
 from relattn import data as data_lib
 from relattn import training
 from relattn.kernels.random_features import redraw
-from relattn.training import loop
+from relattn.training import evaluator, loop
 from relattn.training import run as run_lib
 from relattn.training.checkpoint import checkpoint_steps, read_meta, restore
 from relattn.training.metrics import read_rows
@@ -192,13 +192,13 @@ def test_random_features_are_those_of_the_redraw_index(config, tmp_path, one_dev
 
 def test_nothing_is_traced_twice(config, tmp_path, monkeypatch):
     chex.clear_trace_counter()
-    for name in ("make_train_step", "make_eval_step"):
-        make = getattr(loop, name)
+    for module, name in ((loop, "make_train_step"), (evaluator, "make_eval_step")):
+        make = getattr(module, name)
 
         def make_counted(*args, make=make, **kwargs):
             return chex.assert_max_traces(make(*args, **kwargs), n=1)
 
-        monkeypatch.setattr(loop, name, make_counted)
+        monkeypatch.setattr(module, name, make_counted)
     training.train_and_evaluate(config, tmp_path, devices=jax.local_devices()[:2])
 
 
@@ -207,6 +207,88 @@ def test_all_devices_train_and_evaluate(config, tmp_path):
     record = json.loads((tmp_path / "run.json").read_text())
     assert record["starts"][0]["num_devices"] == len(jax.local_devices())
     assert result["test_accuracy"] > 0.6
+
+
+def test_a_run_in_parts_ends_as_one_in_whole_batches(config, tmp_path):
+    config.model.dropout = 0.0
+    config.optimizer.name = "sgd"
+    config.num_epochs = 1
+    results = []
+    for parts in (1, 5):
+        config.accumulate_steps = parts
+        workdir = tmp_path / str(parts)
+        training.train_and_evaluate(config, workdir, devices=jax.local_devices()[:2])
+        results.append(final_state(workdir).params)
+    chex.assert_trees_all_close(*results, atol=1e-6)
+    config.accumulate_steps = 3
+    with pytest.raises(
+        ValueError,
+        match=r"batch_size=20 does not divide by the 2 devices times "
+        r"config.accumulate_steps=3; set it to 18 or 24",
+    ):
+        training.train_and_evaluate(
+            config, tmp_path / "run", devices=jax.local_devices()[:2]
+        )
+
+
+def test_every_test_set_and_the_five_best_are_reported(
+    config, tmp_path, one_device, monkeypatch, capsys
+):
+    data = make_data()
+
+    class Shifted(data_lib.ImageData):
+        @property
+        def eval_splits(self):
+            splits = super().eval_splits
+            return {**splits, "test_shifted": make_data(seed=5).test}
+
+    many = dict(vars(data), class_names=tuple("abcdefghijk"))
+    monkeypatch.setattr(data_lib, "load_data", lambda config: Shifted(**many))
+    config.progress = True
+    result = training.train_and_evaluate(config, tmp_path, devices=one_device)
+    for split in ("validation", "test", "test_shifted"):
+        for metric in ("loss", "accuracy", "top5_accuracy"):
+            assert f"{split}_{metric}" in result
+        assert result[f"{split}_accuracy"] <= result[f"{split}_top5_accuracy"]
+    assert result["test_loss"] != result["test_shifted_loss"]
+    said = capsys.readouterr().out
+    assert f"test shifted accuracy {result['test_shifted_accuracy']:.4f}" in said
+    row = read_rows(tmp_path / "metrics.jsonl")[-1]
+    assert "validation_top5_accuracy" in row
+
+
+def test_a_run_of_before_there_was_text_goes_on(
+    config, tmp_path, one_device, monkeypatch
+):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    expected = training.train_and_evaluate(config, whole, devices=one_device)
+    to_json = loop.to_json
+    asdict = loop.dataclasses.asdict
+
+    def old_json(config):
+        return {k: v for k, v in to_json(config).items() if k != "accumulate_steps"}
+
+    def old_asdict(value):
+        values = asdict(value)
+        values.pop("kind", None)
+        for name, best in values.pop("best", {}).items():
+            values[f"best_{name}"] = best
+        return values
+
+    with monkeypatch.context() as patched:
+        patched.setattr(loop, "to_json", old_json)
+        patched.setattr(loop.dataclasses, "asdict", old_asdict)
+        with pytest.raises(Interrupted):
+            training.train_and_evaluate(
+                config, parts, devices=one_device, on_step=interrupt_at(12)
+            )
+    meta = read_meta(parts / run_lib.CHECKPOINTS, 10)
+    assert "accumulate_steps" not in meta["config"] and "kind" not in meta["data"]
+    assert set(meta["history"]) > {"best_accuracy", "best_loss", "best_step"}
+    assert training.load_run(parts).config.accumulate_steps == 1
+    result = training.train_and_evaluate(config, parts, devices=one_device)
+    for key in ("best_step", "validation_loss", "test_loss"):
+        assert result[key] == expected[key]
 
 
 def test_a_batch_that_does_not_divide_is_an_error_before_any_work(config, tmp_path):

@@ -11,7 +11,12 @@ from relattn.kernels.random_features import redraw
 from relattn.training import default_config
 from relattn.training.schedule import make_optimizer, make_schedule
 from relattn.training.state import create_state, stream_key
-from relattn.training.step import cross_entropy, make_train_step, scalars
+from relattn.training.step import (
+    cross_entropy,
+    make_eval_step,
+    make_train_step,
+    scalars,
+)
 from tests.training.conftest import TinyModel
 
 SHAPE = (5, 3, 1)
@@ -162,6 +167,65 @@ def test_a_whole_train_step_lowers_for_every_platform(attention):
         state, batch, key
     )
     assert exported.platforms == ("cpu", "cuda", "tpu")
+
+
+@pytest.mark.parametrize("parts", [2, 3, 6])
+def test_an_accumulated_update_is_that_of_the_whole_batch(parts):
+    model, optimizer, key = TinyModel(num_classes=3), optax.sgd(0.5), jax.random.key(3)
+    state = create_state(model, optimizer, key, SHAPE)
+    batch = make_batch(size=6)
+    (whole, expected), (new, metrics) = (
+        jax.jit(make_train_step(model, optimizer, identity, accumulate_steps=count))(
+            state, batch, key
+        )
+        for count in (1, parts)
+    )
+    chex.assert_trees_all_close(new.params, whole.params, atol=1e-6)
+    chex.assert_trees_all_close(metrics, expected, rtol=1e-5)
+    assert int(new.step) == 1
+
+
+def test_every_part_has_its_own_dropout():
+    model = TinyModel(num_classes=3, dropout=0.5)
+    state = create_state(model, optax.sgd(0.1), jax.random.key(3), SHAPE)
+    one = make_batch(size=1)
+    twice = jax.tree.map(lambda x: np.concatenate([x, x]), one)
+
+    def loss(batch, parts):
+        step = make_train_step(model, optax.sgd(0.1), identity, accumulate_steps=parts)
+        return float(jax.jit(step)(state, batch, jax.random.key(3))[1]["loss"])
+
+    losses = {loss(one, 1), loss(twice, 1), loss(twice, 2)}
+    assert len(losses) == 3
+
+
+def test_a_batch_that_cannot_be_taken_in_parts():
+    model, optimizer = TinyModel(num_classes=3), optax.sgd(0.1)
+    state = create_state(model, optimizer, jax.random.key(0), SHAPE)
+    step = make_train_step(model, optimizer, identity, accumulate_steps=5)
+    with pytest.raises(ValueError, match="accumulate_steps=5 does not divide the 13"):
+        jax.jit(step)(state, make_batch(), jax.random.key(0))
+    with pytest.raises(ValueError, match="accumulate_steps must be at least 1, got 0"):
+        make_train_step(model, optimizer, identity, accumulate_steps=0)
+
+
+def test_the_five_largest_logits():
+    logits = np.random.default_rng(0).normal(size=(17, 11)).astype(np.float32)
+    labels = np.arange(17, dtype=np.int32) % 11
+    weight = np.array([1.0] * 13 + [0.0] * 4, np.float32)
+
+    class Fixed(nn.Module):
+        def __call__(self, images, *, deterministic=True):
+            return images
+
+    step = jax.jit(make_eval_step(Fixed(), identity, top5=True))
+    sums = step({}, {"image": logits, "label": labels, "weight": weight})
+    rank = (logits > logits[np.arange(17), labels][:, None]).sum(-1)
+    assert sums["correct_top5"] == (rank < 5)[:13].sum()
+    assert sums["correct"] == (rank == 0)[:13].sum()
+    assert 0 < sums["correct"] < sums["correct_top5"] < 13
+    equal = step({}, {"image": 0 * logits, "label": labels, "weight": weight})
+    assert equal["correct_top5"] == (labels < 5)[:13].sum()
 
 
 def optimizer_config(**options):

@@ -1,0 +1,132 @@
+"""Training on text: the next token's loss, perplexity, and the best loss."""
+
+import json
+import math
+
+import jax
+import numpy as np
+import pytest
+
+from relattn import data as data_lib
+from relattn import training
+from relattn.training import run as run_lib
+from relattn.training.checkpoint import checkpoint_steps, read_meta
+from relattn.training.evaluator import Evaluator
+from relattn.training.metrics import read_rows
+from tests.training.conftest import TinyText
+
+
+class Interrupted(Exception):
+    pass
+
+
+def test_a_run_on_text_leaves_its_perplexity(text_config, tmp_path, one_device, capsys):
+    text_config.num_epochs = 5
+    text_config.progress = True
+    result = training.train_and_evaluate(text_config, tmp_path, devices=one_device)
+    assert result["validation_loss"] < 0.8 * math.log(13)
+    for split in ("validation", "test"):
+        loss = result[f"{split}_loss"]
+        assert result[f"{split}_perplexity"] == pytest.approx(math.exp(loss))
+        assert f"{split} loss {loss:.4f}" in capsys.readouterr().out or split == "test"
+    # One split of two names.
+    assert result["test_loss"] == result["validation_loss"]
+    evaluated = [
+        row for row in read_rows(tmp_path / "metrics.jsonl") if "validation_loss" in row
+    ]
+    best = min(evaluated, key=lambda row: row["validation_loss"])
+    assert result["best_step"] == best["step"]
+    assert best["validation_perplexity"] == result["validation_perplexity"]
+    record = json.loads((tmp_path / "run.json").read_text())
+    assert record["data"]["kind"] == "tokens"
+    assert record["data"]["vocab_size"] == 13
+
+
+def test_every_token_counts_once(text_config, tmp_path, one_device):
+    training.train_and_evaluate(text_config, tmp_path, devices=one_device)
+    run = training.load_run(tmp_path)
+    source = TinyText()
+    split = source.eval_splits["validation"]
+    scores = [
+        training.evaluate(run, split, size, devices=jax.local_devices()[:count])
+        for size, count in ((23, 1), (8, 4), (5, 1))
+    ]
+    (batch,) = split.batches(23)
+    logits = run.model.apply(run.variables, run.preprocess(batch))
+    logits = np.asarray(logits, np.float64)
+    logs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    losses = -np.take_along_axis(logs, batch["label"][..., None], -1)[..., 0]
+    for score in scores:
+        assert score["count"] == 22 * 7 + 3
+        expected = (losses * batch["weight"]).sum() / score["count"]
+        np.testing.assert_allclose(score["loss"], expected, rtol=1e-5)
+        np.testing.assert_allclose(score["perplexity"], math.exp(expected), rtol=1e-5)
+    assert run.data == source.info
+
+
+@pytest.mark.parametrize("stop", [7, 11])
+def test_a_resumed_run_ends_as_one_never_interrupted(
+    text_config, tmp_path, one_device, stop
+):
+    def on_step(done):
+        if done == stop:
+            raise Interrupted
+
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    training.train_and_evaluate(text_config, whole, devices=one_device)
+    with pytest.raises(Interrupted):
+        training.train_and_evaluate(
+            text_config, parts, devices=one_device, on_step=on_step
+        )
+    training.train_and_evaluate(text_config, parts, devices=one_device)
+    runs = [training.load_run(folder, "latest") for folder in (whole, parts)]
+    jax.tree.map(np.testing.assert_array_equal, runs[0].variables, runs[1].variables)
+
+
+def test_the_checkpoint_of_least_loss_is_kept(
+    text_config, tmp_path, one_device, monkeypatch
+):
+    losses = iter([3.0, 1.0, 2.0, 4.0, 5.0])
+
+    def scripted(self, variables, split, batch_size):
+        loss = next(losses)
+        return {"loss": loss, "accuracy": loss / 10, "count": 1.0}
+
+    monkeypatch.setattr(Evaluator, "__call__", scripted)
+    text_config.num_epochs = 5
+    result = training.train_and_evaluate(text_config, tmp_path, devices=one_device)
+    assert result["best_step"] == training.load_run(tmp_path).step == 10
+    assert (result["validation_loss"], result["test_accuracy"]) == (1.0, 0.1)
+    assert checkpoint_steps(tmp_path / run_lib.CHECKPOINTS) == [10, 20, 25]
+
+
+@pytest.mark.parametrize(
+    "source, found",
+    [
+        (TinyText(vocab_size=17), "the 17 tokens of 'doubling'"),
+        (TinyText(tokenizer="bytes"), "the 13 tokens of 'bytes'"),
+    ],
+)
+def test_another_vocabulary_than_the_checkpoints(
+    text_config, tmp_path, one_device, monkeypatch, source, found
+):
+    training.train_and_evaluate(text_config, tmp_path, devices=one_device)
+    message = (
+        rf"predicts the 13 tokens of 'doubling', but doublings has {found}: use the "
+        "data that it was trained on"
+    )
+    run = training.load_run(tmp_path)
+    split = source.eval_splits["test"]
+    with pytest.raises(training.CheckpointError, match=message):
+        training.evaluate(run, split, 8, one_device, info=source.info)
+    monkeypatch.setattr(data_lib, "load_data", lambda config: source)
+    with pytest.raises(training.CheckpointError, match=rf"checkpoints/15 {message}"):
+        training.train_and_evaluate(text_config, tmp_path, devices=one_device)
+
+
+def test_the_meta_of_a_checkpoint_names_the_vocabulary(
+    text_config, tmp_path, one_device
+):
+    training.train_and_evaluate(text_config, tmp_path, devices=one_device)
+    meta = read_meta(tmp_path / run_lib.CHECKPOINTS, 15)
+    assert data_lib.read_info(meta["data"]) == TinyText().info

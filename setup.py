@@ -9,6 +9,7 @@ REQUIREMENTS = [
     "array_record>=0.8",
     "chex>=0.1.92",
     "flax>=0.12",
+    "grain>=0.2.16",
     "jax>=0.10",
     "jaxtyping>=0.3",
     "matplotlib>=3.11",

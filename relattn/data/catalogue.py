@@ -17,6 +17,8 @@ class ImageSet:
         embedded: whether a subset of it ships with the package.
         class_names: where TFDS knows the classes by number only.
         archive_prefix: of the file names of its archives, among others of TFDS's set.
+        manual_archives: those that nobody but its owners may hand out.
+        streamed: whether its images differ in size and are too many for memory.
         digest: of the full set, see `content_digest`; "" where it is not known.
         licence: and attribution, for the embedded ones.
         citation: BibTeX, for the embedded ones.
@@ -27,6 +29,8 @@ class ImageSet:
     embedded: bool = False
     class_names: tuple[str, ...] = ()
     archive_prefix: str = ""
+    manual_archives: tuple[str, ...] = ()
+    streamed: bool = False
     digest: str = ""
     licence: str = ""
     citation: str = ""
@@ -75,5 +79,11 @@ SETS = {
     "cifar10": ImageSet(title="CIFAR-10"),
     "imagenet_resized/64x64": ImageSet(
         title="ImageNet 64x64", test_split="validation", archive_prefix="Imagenet64_"
+    ),
+    "imagenet2012": ImageSet(
+        title="ImageNet-1K",
+        test_split="validation",
+        manual_archives=("ILSVRC2012_img_train.tar", "ILSVRC2012_img_val.tar"),
+        streamed=True,
     ),
 }

@@ -24,9 +24,7 @@ class DatasetNotPreparedError(FileNotFoundError):
 def read_full(
     name: str, data_dir: str, manual_dir: str
 ) -> tuple[ImageSplit, ImageSplit, tuple[str, ...], str]:
-    """Reads a full image set, preparing it first if it is not there.
-
-    Preparation runs in a process of its own, since it imports TensorFlow.
+    """Reads a full image set into memory, preparing it first if it is not there.
 
     Args:
         name: of the set, one of `SETS`.
@@ -40,15 +38,40 @@ def read_full(
         DatasetNotPreparedError: the set is not there and could not be prepared.
         ValueError: the set is damaged, or its images are another set's.
     """
+    folder = find_or_prepare(name, data_dir, manual_dir)
+    entry = SETS[name]
+    train, test, class_names = read_prepared(folder, entry.test_split)
+    check_content(entry, folder, train, test)
+    origin = origin_of(name, folder)
+    return train, test, entry.class_names or class_names, origin
+
+
+def find_or_prepare(name: str, data_dir: str, manual_dir: str) -> pathlib.Path:
+    """Returns the folder of a set, preparing it first if it is not there.
+
+    Preparation runs in a process of its own, since it imports TensorFlow.
+
+    Args:
+        name: of the set, one of `SETS`.
+        data_dir: where TFDS keeps its sets; "" for its default folder.
+        manual_dir: archives that need no download; "" for none.
+
+    Returns:
+        ``<data_dir>/<name>/<version>``.
+
+    Raises:
+        DatasetNotPreparedError: the set is not there and could not be prepared.
+    """
     folder = find_prepared(name, data_dir)
     if folder is None:
         _prepare_in_subprocess(name, data_dir, manual_dir)
         folder = find_prepared(name, data_dir)
-    entry = SETS[name]
-    train, test, class_names = read_prepared(folder, entry.test_split)
-    check_content(entry, folder, train, test)
-    origin = f"{name} {folder.name}, prepared by TFDS in {folder}"
-    return train, test, entry.class_names or class_names, origin
+    return folder
+
+
+def origin_of(name: str, folder: pathlib.Path) -> str:
+    """Says where the images of a prepared set came from."""
+    return f"{name} {folder.name}, prepared by TFDS in {folder}"
 
 
 def check_content(
@@ -86,11 +109,21 @@ def prepare_command(name: str, data_dir: str, manual_dir: str = "") -> list[str]
 def not_prepared(name: str, data_dir: str, cause: str) -> DatasetNotPreparedError:
     """Returns the error that says how to prepare a set, and why it was not."""
     command = shlex.join(["python", *prepare_command(name, data_dir)])
+    archives = " and ".join(SETS[name].manual_archives)
+    if archives:
+        how = (
+            f"Prepare it once: put {archives}, which its owners hand out on "
+            "registration, into a folder DIR, `pip install 'relattn[prepare]'`, then "
+            f"`{command} --manual_dir=DIR`."
+        )
+    else:
+        how = (
+            "Prepare it once, on a machine with a network: `pip install "
+            f"'relattn[prepare]'`, then `{command}`; or from archives that you already "
+            "have, with --config.data.manual_dir=DIR."
+        )
     return DatasetNotPreparedError(
-        f"{name} is not prepared in {data_root(data_dir)} ({cause}). Prepare it once, "
-        f"on a machine with a network: `pip install 'relattn[prepare]'`, then "
-        f"`{command}`; or from archives that you already have, with "
-        "--config.data.manual_dir=DIR."
+        f"{name} is not prepared in {data_root(data_dir)} ({cause}). {how}"
     )
 
 

@@ -132,12 +132,26 @@ class ImageData:
             ValueError: there are fewer images than a batch needs.
         """
         n = len(self.train)
-        steps_per_epoch(n, batch_size)
+        steps = steps_per_epoch(n, batch_size)
 
         def make_batch(step: int) -> Batch:
-            return self.train.gather(batch_indices(n, batch_size, seed, step))
+            indices = batch_indices(n, batch_size, seed, step)
+            return self.training_batch(indices, seed, step // steps)
 
         return Loader(make_batch, start_step, place=place)
+
+    def training_batch(
+        self, indices: Int64[np.ndarray, "batch"], seed: int, epoch: int
+    ) -> Batch:
+        """Returns training images as a model trains on them.
+
+        Args:
+            indices: of the images.
+            seed: of what is drawn anew in each epoch; here, nothing is.
+            epoch: likewise.
+        """
+        del seed, epoch
+        return self.train.gather(indices)
 
 
 def split_validation(
@@ -167,13 +181,8 @@ def split_validation(
         (5, 2)
     """
     n = len(split)
-    if not 0 <= num_validation < n:
-        raise ValueError(
-            f"data.num_validation={num_validation} of {n} training images: it must be "
-            f"at least 0 and at most {n - 1}, so that images remain to train on."
-        )
+    chosen = draw_validation(n, num_validation, split_seed)
     num_train = n - num_validation
-    chosen = np.random.default_rng(split_seed).permutation(n)[:num_validation]
     leaving = np.sort(chosen[chosen < num_train])
     staying = np.setdiff1d(np.arange(num_train, n), chosen)
     for array in (split.images, split.labels):
@@ -182,6 +191,36 @@ def split_validation(
         ImageSplit(split.images[:num_train], split.labels[:num_train]),
         ImageSplit(split.images[num_train:], split.labels[num_train:]),
     )
+
+
+def draw_validation(
+    num_examples: int, num_validation: int, split_seed: int
+) -> Int64[np.ndarray, "{num_validation}"]:
+    """Draws which images are set apart for validation.
+
+    Args:
+        num_examples: training images.
+        num_validation: how many to set apart.
+        split_seed: decides which.
+
+    Returns:
+        [num_validation], all different, in random order.
+
+    Raises:
+        ValueError: `num_validation` is negative or leaves no training image.
+
+    Example:
+        >>> sorted(draw_validation(3, 2, 0).tolist())
+        [0, 2]
+    """
+    if not 0 <= num_validation < num_examples:
+        raise ValueError(
+            f"data.num_validation={num_validation} of {num_examples} training images: "
+            f"it must be at least 0 and at most {num_examples - 1}, so that images "
+            "remain to train on."
+        )
+    order = np.random.default_rng(split_seed).permutation(num_examples)
+    return order[:num_validation]
 
 
 def channel_statistics(

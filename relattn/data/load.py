@@ -7,15 +7,18 @@ from ml_collections import ConfigDict
 from relattn.data.catalogue import EMBEDDED_FOLDER, EMBEDDED_VERSION, SETS
 from relattn.data.choices import check_choice
 from relattn.data.folder import read_folder
-from relattn.data.full import read_full
+from relattn.data.full import find_or_prepare, read_full
 from relattn.data.images import (
     ImageData,
     ImageSplit,
     channel_statistics,
     split_validation,
 )
+from relattn.data.placed import place_on_canvas
 from relattn.data.prepared import read_prepared
 from relattn.data.source import DataSource
+from relattn.data.streamed import open_streamed
+from relattn.data.text import load_text
 
 Source = tuple[ImageSplit, ImageSplit, tuple[str, ...], str]
 
@@ -25,13 +28,23 @@ def load_data(config: ConfigDict) -> DataSource:
 
     Args:
         config: with the keys of its source; "embedded", "tfds" and "folder" are those
-            of `load_images`.
+            of `load_images`, "text" those of `load_text`. Photographs that are read as
+            training goes on (``name="imagenet2012"`` of "tfds") have these beside them:
+
+            - ``image_size``: side of the random crop to train on and of the central
+              crop to evaluate on, by default 224;
+            - ``short_side``: that an image is resized to before the central crop; 0,
+              the default, for 256 / 224 of ``image_size``;
+            - ``augment``: of training images, after the random crop and flip:
+              "randaugment(num_ops=2, magnitude=9)", or "none", the default;
+            - ``num_workers``: processes that read; 0, the default, for one thread.
 
     Returns:
         The data.
 
     Raises:
         ValueError: the source is unknown, or as the source's loader says.
+        DatasetNotPreparedError: a set is not there; the message says how to get it.
     """
     source = config.get("source", "embedded")
     check_choice("data.source", source, list(LOADERS))
@@ -51,7 +64,9 @@ def load_images(config: ConfigDict) -> ImageData:
             - ``data_dir``: of the prepared sets ("" for TFDS's default) or the image
               folder;
             - ``manual_dir``: archives that you already have, for preparation;
-            - ``num_validation``, ``split_seed``: the training images set apart.
+            - ``num_validation``, ``split_seed``: the training images set apart;
+            - ``placement``, ``canvas``: "static" or "dynamic" puts the images on a
+              larger canvas, see `place_on_canvas`; "" does not.
 
             All but ``name`` may be missing: an embedded set without validation images.
 
@@ -77,9 +92,10 @@ def load_images(config: ConfigDict) -> ImageData:
         train, config.get("num_validation", 0), config.get("split_seed", 0)
     )
     mean, std = channel_statistics(train.images)
-    return ImageData(
+    data = ImageData(
         config.name, train, validation, test, class_names, mean, std, origin
     )
+    return place_on_canvas(data, config) if config.get("placement", "") else data
 
 
 def load_embedded(config: ConfigDict) -> Source:
@@ -95,9 +111,25 @@ def load_embedded(config: ConfigDict) -> Source:
     return train, test, class_names, origin
 
 
+def load_tfds(config: ConfigDict) -> DataSource:
+    """Loads a full set into memory, or opens one that is too large for it."""
+    check_choice("data.name", config.name, list(SETS))
+    if not SETS[config.name].streamed:
+        return load_images(config)
+    folder = find_or_prepare(
+        config.name, config.get("data_dir", ""), config.get("manual_dir", "")
+    )
+    return open_streamed(config, folder, SETS[config.name].test_split)
+
+
 def load_full(config: ConfigDict) -> Source:
     """Reads a full set that TFDS prepared, or prepares it first."""
     check_choice("data.name", config.name, list(SETS))
+    if SETS[config.name].streamed:
+        raise ValueError(
+            f"data.name={config.name!r} does not fit into memory: `load_data` opens "
+            "it, `load_images` cannot."
+        )
     return read_full(
         config.name, config.get("data_dir", ""), config.get("manual_dir", "")
     )
@@ -114,4 +146,4 @@ def load_folder(config: ConfigDict) -> Source:
 
 
 SOURCES = {"embedded": load_embedded, "tfds": load_full, "folder": load_folder}
-LOADERS = dict.fromkeys(SOURCES, load_images)
+LOADERS = {**dict.fromkeys(SOURCES, load_images), "tfds": load_tfds, "text": load_text}

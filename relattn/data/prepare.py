@@ -16,10 +16,12 @@ import urllib.request
 from collections.abc import Iterable
 
 import tensorflow_datasets as tfds
+from ml_collections import ConfigDict
 
 from relattn.data.catalogue import SETS
 from relattn.data.full import check_content
 from relattn.data.prepared import data_root, describe, find_prepared, read_prepared
+from relattn.data.streamed import open_streamed
 
 
 def prepare(name: str, data_dir: str = "", manual_dir: str = "") -> pathlib.Path:
@@ -36,6 +38,7 @@ def prepare(name: str, data_dir: str = "", manual_dir: str = "") -> pathlib.Path
     Raises:
         ImportError: TensorFlow is not installed.
         ConnectionError: archives are missing and their host cannot be reached.
+        FileNotFoundError: archives are missing that cannot be downloaded.
         ValueError: the images are not those of the set.
     """
     folder = find_prepared(name, data_dir)
@@ -55,8 +58,11 @@ def prepare(name: str, data_dir: str = "", manual_dir: str = "") -> pathlib.Path
         )
         folder = pathlib.Path(builder.data_path)
     entry = SETS[name]
-    train, test, _ = read_prepared(folder, entry.test_split)
-    check_content(entry, folder, train, test)
+    if entry.streamed:
+        open_streamed(ConfigDict({"name": name}), folder, entry.test_split)
+    else:
+        train, test, _ = read_prepared(folder, entry.test_split)
+        check_content(entry, folder, train, test)
     return folder
 
 
@@ -72,8 +78,15 @@ def check_archives(name: str, urls: Iterable[str], manual_dir: str) -> None:
 
     Raises:
         ConnectionError: the host of a missing archive cannot be reached.
+        FileNotFoundError: a missing archive is handed out by its owners alone.
     """
     folder = pathlib.Path(manual_dir).expanduser() if manual_dir else None
+    for file in SETS[name].manual_archives:
+        if not (folder and (folder / file).is_file()):
+            where = f"is not in {folder}" if folder else "needs --manual_dir"
+            raise FileNotFoundError(
+                f"{file} {where}; register with its owners to download it"
+            )
     missing = {}
     for url in urls:
         file = url.rpartition("/")[2]

@@ -18,6 +18,7 @@ FREE_KEYS = (
     "data.data_dir",
     "data.manual_dir",
     "data.bpe_dir",
+    "data.num_workers",
 )
 
 _AT_LEAST = {

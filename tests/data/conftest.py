@@ -1,10 +1,12 @@
 """Small image sets in TFDS's layout, written without TensorFlow."""
 
+import io
 import pathlib
 
 import numpy as np
 import pytest
 import tensorflow_datasets as tfds
+from PIL import Image
 
 from relattn.data.embed import encode_png
 
@@ -50,3 +52,53 @@ def write_set(tmp_path):
         return str(tmp_path), pathlib.Path(builder.data_path)
 
     return write
+
+
+class SmallPhotographs(SmallSet, skip_registration=True):
+    """Coarse noise of many sizes, colour and grey, JPEG and PNG: ImageNet's layout."""
+
+    VERSION = tfds.core.Version("5.1.0")
+
+    def _info(self):
+        features = tfds.features.FeaturesDict(
+            {
+                "image": tfds.features.Image(encoding_format="jpeg"),
+                "label": tfds.features.ClassLabel(names=["n01", "n02", "n03"]),
+                "file_name": tfds.features.Text(),
+            }
+        )
+        return tfds.core.DatasetInfo(
+            builder=self, features=features, supervised_keys=("image", "label")
+        )
+
+    def _generate_examples(self, n):
+        for index in range(n):
+            name = f"{index}.JPEG"
+            image = encode_photograph(n, index)
+            yield name, {"image": image, "label": index % 3, "file_name": name}
+
+
+def encode_photograph(n, index):
+    """A file of a split of n; the image's grey level is about 10 times its index."""
+    rng = np.random.default_rng([n, index])
+    height, width = rng.integers(23, 61, 2)
+    coarse = rng.integers(0, 7, (8, 8, 3), np.uint8) + np.uint8(10 * index)
+    image = Image.fromarray(coarse).resize((width, height), Image.Resampling.NEAREST)
+    image = image.convert("L") if index % 7 == 3 else image
+    encoded = io.BytesIO()
+    image.save(encoded, "PNG" if index % 5 == 1 else "JPEG")
+    encoded.seek(0)
+    return encoded
+
+
+@pytest.fixture(scope="session")
+def photographs(tmp_path_factory):
+    """The data_dir of a small set named imagenet2012."""
+    data_dir = tmp_path_factory.mktemp("photographs")
+    members = {"name": "imagenet2012", "splits": {"train": 23, "validation": 7}}
+    members["__module__"] = "conftest"
+    builder = type("Set", (SmallPhotographs,), members, skip_registration=True)(
+        data_dir=data_dir, file_format="array_record"
+    )
+    builder.download_and_prepare()
+    return data_dir

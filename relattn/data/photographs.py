@@ -1,0 +1,178 @@
+"""Batches of photographs: read, cropped and augmented by worker processes.
+
+The batch of a step is a pure function of the seed and the step, whatever the number of
+workers. Files that TFDS prepared are read without TensorFlow.
+"""
+
+import contextlib
+import dataclasses
+import gc
+import io
+from collections.abc import Iterator, Sequence
+
+import grain
+import jax
+import numpy as np
+from absl import flags
+from jaxtyping import Int64
+from PIL import Image
+
+from relattn import spec
+from relattn.data.augment import random_flip, random_resized_crop, resized_center_crop
+from relattn.data.batches import Batch, batch_indices, fill_batch
+from relattn.data.prepared import describe
+from relattn.data.randaugment import randaugment
+
+AUGMENTATIONS = {"none": lambda image, rng: image, "randaugment": randaugment}
+# Steps are counted without end.
+ENDLESS = 2**40
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Photographs:
+    """Encoded images of any size with labels, read from files one by one.
+
+    Attributes:
+        records: TFDS's data source, whose images are bytes.
+        indices: [n], the records that belong to it.
+        origin: where they are, for messages.
+    """
+
+    records: Sequence
+    indices: Int64[np.ndarray, "n"]
+    origin: str
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def read(
+        self, positions: Sequence[int] | Int64[np.ndarray, "batch"]
+    ) -> Iterator[tuple[Image.Image, int]]:
+        """Yields the images, decoded to RGB, with their labels.
+
+        Args:
+            positions: 0 .. n - 1.
+
+        Raises:
+            ValueError: an image cannot be decoded.
+        """
+        keys = self.indices[positions].tolist()
+        for key, record in zip(keys, self.records.__getitems__(keys), strict=True):
+            try:
+                image = Image.open(io.BytesIO(record["image"])).convert("RGB")
+            except (OSError, SyntaxError) as error:
+                raise ValueError(
+                    f"Record {key} of {self.origin} cannot be decoded as an image "
+                    f"({describe(error)}): prepare the set again."
+                ) from error
+            yield image, int(record["label"])
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TrainBatches:
+    """The training batches by step: a source of random access for grain.
+
+    Attributes:
+        photographs: to train on.
+        batch_size: images in a batch.
+        seed: of the order of the images and of all that is drawn.
+        image_size: side of the images of a batch.
+        augment: a spec of `AUGMENTATIONS`, applied after crop and flip.
+    """
+
+    photographs: Photographs
+    batch_size: int
+    seed: int
+    image_size: int
+    augment: str
+
+    def __len__(self) -> int:
+        return ENDLESS
+
+    def __getitem__(self, step: int) -> Batch:
+        augment = spec.resolve(self.augment, AUGMENTATIONS, "data.augment")
+        indices = batch_indices(
+            len(self.photographs), self.batch_size, self.seed, int(step)
+        )
+        images, labels = [], []
+        for place, (image, label) in enumerate(self.photographs.read(indices)):
+            # NumPy takes [seed, step] for [seed, step, 0, 0]: not the orders' stream.
+            rng = np.random.default_rng([self.seed, int(step), place, 1])
+            image = random_resized_crop(image, rng, self.image_size)
+            image = augment(random_flip(image, rng), rng=rng)
+            images.append(np.asarray(image))
+            labels.append(label)
+        return {"image": np.stack(images), "label": np.array(labels, np.int32)}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class EvalBatches:
+    """The batches of an evaluation by number: a source of random access for grain.
+
+    Attributes:
+        photographs: to evaluate on.
+        batch_size: images in a batch.
+        image_size: side of the central crop.
+        short_side: of an image before the crop.
+    """
+
+    photographs: Photographs
+    batch_size: int
+    image_size: int
+    short_side: int
+
+    def __len__(self) -> int:
+        return -(-len(self.photographs) // self.batch_size)
+
+    def __getitem__(self, number: int) -> Batch:
+        start = int(number) * self.batch_size
+        stop = min(start + self.batch_size, len(self.photographs))
+        images, labels = [], []
+        for image, label in self.photographs.read(range(start, stop)):
+            crop = resized_center_crop(image, self.image_size, self.short_side)
+            images.append(np.asarray(crop))
+            labels.append(label)
+        batch = {"image": np.stack(images), "label": np.array(labels, np.int32)}
+        return fill_batch(batch, self.batch_size)
+
+
+@contextlib.contextmanager
+def read_batches(
+    batches: TrainBatches | EvalBatches, num_workers: int, start: int = 0
+) -> Iterator[Iterator[Batch]]:
+    """Iterates over batches in order, made ahead of time.
+
+    Args:
+        batches: by their number.
+        num_workers: processes that make them; 0 for one thread of this process.
+        start: the first number.
+
+    Yields:
+        The iterator; the workers end with the context.
+    """
+    options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=1)
+    dataset = grain.MapDataset.source(batches)[start:].to_iter_dataset(options)
+    if num_workers:
+        if not flags.FLAGS.is_parsed():
+            # grain reads flags of its own, which in a notebook nobody parses.
+            flags.FLAGS.mark_as_parsed()
+        # A worker makes every num_workers-th batch.
+        dataset = dataset.mp_prefetch(
+            grain.MultiprocessingOptions(num_workers), worker_init_fn=_leave_devices
+        )
+    iterator = iter(dataset)
+    try:
+        # Copied, so that the workers' shared memory is freed at once.
+        yield ({key: np.array(value) for key, value in b.items()} for b in iterator)
+    finally:
+        iterator.close()
+        if num_workers:
+            # A worker's last batch hangs in a reference cycle of grain's: its shared
+            # memory would stay until the next collection.
+            gc.collect()
+
+
+def _leave_devices(worker: int, num_workers: int) -> None:
+    """Keeps a worker process from claiming an accelerator, whatever it imports."""
+    del worker, num_workers
+    jax.config.update("jax_platforms", "cpu")

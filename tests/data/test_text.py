@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
-from relattn.data import text, token_files
+from relattn.data import load_data, text, token_files
 from relattn.data.source import DataSource, EvalSplit
 from relattn.data.text import TokenSplit, embedded_text, load_text
 from relattn.data.token_files import TokenMeta, write_meta, write_tokens
@@ -40,7 +40,7 @@ def folder(tmp_path):
 
 
 def test_a_folder_of_token_files(folder):
-    data = load_text(config_of(folder))
+    data = load_data(config_of(folder))
     assert isinstance(data, DataSource)
     assert all(isinstance(split, EvalSplit) for split in data.eval_splits.values())
     assert list(data.eval_splits) == ["validation", "test"]

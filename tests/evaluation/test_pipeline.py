@@ -16,6 +16,9 @@ def test_real_and_fixed_batches_are_timed(config, monkeypatch):
     assert result["device"] == "2 x cpu"
     assert result["batch_size"] == 20
     assert result["fixed_ms"] > 0 and result["pipeline_ms"] > 0 and result["ratio"] > 0
+    rate = 20 / result["pipeline_ms"] * 1e3
+    assert result["examples_per_second"] == pytest.approx(rate)
+    assert result["read_examples_per_second"] > 0
     with config.unlocked():
         config.batch_size = 21
     with pytest.raises(ValueError, match="batch_size=21 does not divide"):

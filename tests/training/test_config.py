@@ -62,8 +62,10 @@ def test_unknown_and_missing_keys():
 def test_differences_leave_free_keys_out():
     old = default_config()
     old.data.data_dir = "here"
+    old.data.num_workers = 2
     new = old.copy_and_resolve_references()
     new.data.data_dir = "there"
+    new.data.num_workers = 3
     new.log_every_steps = 3
     assert differences(to_json(old), to_json(new)) == []
     new.model.name = "performer"

@@ -175,3 +175,54 @@ def _sum_pairs(scores, v, allowed):
     total = weights.sum(axis=1, keepdims=True)
     weights = weights / jnp.where(total == 0, 1.0, total)
     return jnp.einsum("ijh,ijhe->hie", weights, v)
+
+
+def relative_attention(q, k, v, keys=None, values=None, bias=None, *, allowed, rows):
+    """Tables go by ``rows`` [n, n]; rows that a table lacks are zero."""
+
+    def of_pairs(table):
+        if table is None:
+            return 0.0
+        missing = max(rows.max() + 1 - len(table), 0)
+        return jnp.pad(table, [(0, missing)] + [(0, 0)] * (table.ndim - 1))[rows]
+
+    pair_keys = k[None] + of_pairs(keys)
+    scores = jnp.einsum(
+        "id,ijd->ij", q, jnp.broadcast_to(pair_keys, (len(q), *k.shape))
+    )
+    weights = jnp.exp(scores / q.shape[1] ** 0.5 + of_pairs(bias))
+    weights = jnp.where(allowed, weights, 0.0)
+    total = weights.sum(axis=1, keepdims=True)
+    pair_values = jnp.broadcast_to(v + of_pairs(values), (len(q), *v.shape))
+    weights = weights / jnp.where(total == 0, 1.0, total)
+    return jnp.einsum("ij,ijd->id", weights, pair_values)
+
+
+def gated_positional_attention(q, k, v, gate, coefficients, allowed, grid, num_prefix):
+    """(1 - g) of softmax attention and g of attention by w . (|d|^2, d)."""
+    positions = [None] * num_prefix + [np.array(p) for p in np.ndindex(*grid)]
+    prefix_kinds = np.zeros((3 if num_prefix else 0, 1 + len(grid)))
+
+    def features(i, j):
+        if i is not None and j is not None:
+            return [(i - j) @ (i - j), *(i - j), *prefix_kinds[:, 0]]
+        kind = 0 if i is not None else (1 if j is None else 2)
+        return [*prefix_kinds[0], *np.eye(3)[kind]]
+
+    pairs = np.array([[features(i, j) for j in positions] for i in positions])
+    scores = pairs @ coefficients
+    by_position = _weighted_mean(jnp.where(allowed, jnp.exp(scores), 0.0), v)
+    g = 1 / (1 + jnp.exp(-gate))
+    return (1 - g) * softmax_attention(q, k, v, allowed) + g * by_position
+
+
+def rotary(x, positions, base):
+    """Each axis turns its share of the complex numbers x_t + i x_(t + depth / 2)."""
+    half = x.shape[1] // 2
+    share = half // len(positions[0])
+    angles = [
+        [p * base ** (-t / share) for p in position for t in range(share)]
+        for position in positions
+    ]
+    turned = (x[:, :half] + 1j * x[:, half:]) * jnp.exp(1j * jnp.array(angles))
+    return jnp.concatenate([turned.real, turned.imag], axis=1)

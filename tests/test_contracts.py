@@ -1,4 +1,4 @@
-"""The contracts of every mechanism: add a row to MECHANISMS, and it must keep them.
+"""The contracts that every mechanism, a row of tests/mechanisms.py, must keep.
 
 Translation error and equality across device counts belong to whole models and are
 measured there.
@@ -6,7 +6,6 @@ measured there.
 
 import dataclasses
 import functools
-from collections.abc import Callable
 
 import chex
 import jax
@@ -15,198 +14,11 @@ import numpy as np
 import pytest
 from absl.testing import parameterized
 
-from relattn import kernels, offsets
-from relattn.kernels import sinusoids
-from relattn.kernels.banded import banded_attention
-from tests import compare, reference
+from relattn import kernels
+from tests import compare
+from tests.mechanisms import BATCH, DEPTH, HEADS, MECHANISMS, NUM_FEATURES, M, N
 
-BATCH, HEADS, N, M, DEPTH, VALUE_DEPTH, NUM_FEATURES = 3, 2, 13, 11, 5, 7, 17
-GRID, NUM_PREFIX, CLIP = (3, 4), 1, 2
 DRAWS = 2000
-PROJECTION = kernels.draw_orthogonal(jax.random.key(7), NUM_FEATURES, DEPTH)
-FREQUENCIES = np.array([1.0, 0.3], np.float32)
-feature_map = functools.partial(compare.feature_map, projection=PROJECTION)
-WIDE_PROJECTION = kernels.draw_orthogonal(jax.random.key(8), NUM_FEATURES, DEPTH + 8)
-
-
-@dataclasses.dataclass(frozen=True)
-class Mechanism:
-    """A mechanism and what a contract has to know of it.
-
-    Attributes:
-        name: Of the test.
-        apply: From inputs, each ``[*batch, tokens, width]``, and ``key_mask=`` to
-            outputs ``[*batch, n, width]``.
-        naive: The reference: from inputs without leading axes, and which keys a query
-            may attend to, ``[n, m]``.
-        shapes: Shape of every input, by name, without leading axes.
-        shared: Inputs that never have leading axes: parameters.
-        key_inputs: Inputs that hold a row for every key.
-        loud: The input in which one row is scaled by 20.
-        causal: Whether a token sees only itself and those before it.
-        on_grid: Whether the number of tokens is fixed by a grid.
-        estimate: From a projection, estimates of the unnormalised kernel, all of
-            `expected`; None where nothing is random.
-        expected: What `estimate` must be on average.
-    """
-
-    name: str
-    apply: Callable
-    naive: Callable
-    shapes: dict[str, tuple[int, ...]]
-    shared: tuple[str, ...] = ()
-    key_inputs: tuple[str, ...] = ("k", "v")
-    loud: str = "k"
-    causal: bool = False
-    on_grid: bool = False
-    estimate: Callable | None = None
-    expected: Callable | None = None
-
-    def __str__(self):
-        return self.name
-
-    def draw_inputs(self, *leading, dtype=jnp.float32):
-        inputs = {}
-        for seed, (name, shape) in enumerate(self.shapes.items()):
-            shape = shape if name in self.shared else (*leading, *shape)
-            values = 0.5 * np.random.default_rng(seed).standard_normal(shape)
-            inputs[name] = jnp.asarray(values.astype(dtype))
-        return inputs
-
-    @property
-    def num_keys(self):
-        return self.shapes[self.key_inputs[0]][0]
-
-    def key_mask(self):
-        return np.arange(self.num_keys) % 4 != 2
-
-    def allowed(self, key_mask):
-        allowed = np.broadcast_to(key_mask, (N, self.num_keys))
-        return np.tril(allowed) if self.causal else allowed
-
-
-PLAIN = {"q": (N, DEPTH), "k": (M, DEPTH), "v": (M, VALUE_DEPTH)}
-CAUSAL = {"q": (N, DEPTH), "k": (N, DEPTH), "v": (N, VALUE_DEPTH)}
-
-
-def linear(name, *, causal=False, **options):
-    """A row for a feature map; chunks are shorter than the sequence."""
-    kernel = kernels.causal_linear_attention if causal else kernels.linear_attention
-    naive_map = compare.naive_map(name, PROJECTION)
-
-    def apply(q, k, v, key_mask=None):
-        return kernel(q, k, v, feature_map(name), key_mask=key_mask, chunk_size=5)
-
-    def naive(q, k, v, allowed):
-        return reference.linear_attention(q, k, v, naive_map, allowed)
-
-    return Mechanism(
-        name=f"{'causal ' if causal else ''}linear, {name} features",
-        apply=apply,
-        naive=naive,
-        shapes=CAUSAL if causal else PLAIN,
-        causal=causal,
-        **options,
-    )
-
-
-def softmax_kernel(q, k, v):
-    return jnp.exp(q @ k.T / DEPTH**0.5)
-
-
-def random_kernel(name):
-    def estimate(projection, q, k, v):
-        phi = compare.feature_map(name, projection)
-        queries, keys = (phi(x).dense() for x in (q, k))
-        return queries @ keys.T
-
-    return {"estimate": estimate, "expected": softmax_kernel}
-
-
-def banded(q, v, table, key_mask=None):
-    return banded_attention(
-        q,
-        v,
-        table,
-        feature_map("positive"),
-        grid=GRID,
-        num_prefix=NUM_PREFIX,
-        key_mask=key_mask,
-    )
-
-
-def naive_banded(q, v, table, allowed):
-    def log_phi(x):
-        naive_map = jax.vmap(reference.positive_features, (0, None))
-        return jnp.log(naive_map(x, np.float64(PROJECTION)))
-
-    return reference.banded_attention(
-        q, v, table, log_phi, GRID, NUM_PREFIX, allowed[0]
-    )
-
-
-def concatenate(content, position):
-    position = jnp.broadcast_to(position, (*content.shape[:-1], position.shape[-1]))
-    return jnp.concatenate([content, position.astype(content.dtype)], axis=-1)
-
-
-def constrained(q, k, v, coefficients, key_mask=None):
-    positions = offsets.grid_positions(GRID, NUM_PREFIX)
-    u = sinusoids.sinusoids(positions, FREQUENCIES, num_prefix=NUM_PREFIX)
-    q = concatenate(q, sinusoids.constrained_sinusoids(u, coefficients))
-    k = concatenate(k, u)
-    phi = compare.feature_map("positive", WIDE_PROJECTION)
-    return kernels.linear_attention(q, k, v, phi, key_mask=key_mask, chunk_size=5)
-
-
-def naive_constrained(q, k, v, coefficients, allowed):
-    positions = np.float64(offsets.grid_positions(GRID))
-    u = reference.sinusoids(positions, np.float64(FREQUENCIES))
-    u = jnp.concatenate([jnp.zeros((NUM_PREFIX, u.shape[1])), u])
-    blocks = [jnp.array([[1.0, 0.0], [0.0, 1.0]]), jnp.array([[0.0, 1.0], [-1.0, 0.0]])]
-    matrix = jax.scipy.linalg.block_diag(
-        *[a * blocks[0] + b * blocks[1] for a, b in coefficients]
-    )
-    naive_map = compare.naive_map("positive", WIDE_PROJECTION)
-    q = jnp.concatenate([q, u @ matrix], axis=1)
-    k = jnp.concatenate([k, u], axis=1)
-    return reference.linear_attention(q, k, v, naive_map, allowed)
-
-
-MECHANISMS = [
-    Mechanism("softmax", kernels.softmax_attention, reference.softmax_attention, PLAIN),
-    Mechanism(
-        "causal softmax",
-        kernels.causal_softmax_attention,
-        reference.softmax_attention,
-        CAUSAL,
-        causal=True,
-    ),
-    linear("positive", **random_kernel("positive")),
-    linear("trigonometric", **random_kernel("trigonometric")),
-    linear("relu"),
-    linear("positive", causal=True),
-    linear("trigonometric", causal=True),
-    linear("relu", causal=True),
-    Mechanism(
-        "linear, positive features, constrained sinusoids",
-        constrained,
-        naive_constrained,
-        {**CAUSAL, "coefficients": (4, 2)},
-        shared=("coefficients",),
-        on_grid=True,
-    ),
-    Mechanism(
-        "banded, positive features",
-        banded,
-        naive_banded,
-        {"q": (N, DEPTH), "v": (N, VALUE_DEPTH), "table": (CLIP + 1, DEPTH)},
-        shared=("table",),
-        key_inputs=("v",),
-        loud="table",
-        on_grid=True,
-    ),
-]
 
 every_mechanism = pytest.mark.parametrize("mechanism", MECHANISMS, ids=str)
 every_causal_mechanism = pytest.mark.parametrize(
@@ -262,7 +74,8 @@ def test_the_future_changes_nothing_bit_for_bit(mechanism):
     # The last token shares its chunk with the two before it.
     for first in (N - 1, N // 2):
         changed = {
-            name: x.at[..., first:, :].multiply(-3.0) for name, x in inputs.items()
+            name: x if name in mechanism.shared else x.at[..., first:, :].multiply(-3.0)
+            for name, x in inputs.items()
         }
         result = np.asarray(apply(**changed))
         np.testing.assert_array_equal(result[..., :first, :], out[..., :first, :])

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from relattn.evaluation.translation import PAIRS
-from tests.test_contracts import MECHANISMS
+from tests.mechanisms import MECHANISMS
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 CONTRACTS = (
@@ -19,7 +19,7 @@ CONTRACTS = (
 
 
 def contract_table():
-    """A row a mechanism of tests/test_contracts.py, where every contract is tested."""
+    """A row a mechanism of tests/mechanisms.py; tests/test_contracts.py tests them."""
     lines = ["| kernel | " + " | ".join(CONTRACTS) + " |"]
     lines.append("| --- " * (len(CONTRACTS) + 1) + "|")
     for mechanism in MECHANISMS:

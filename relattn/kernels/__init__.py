@@ -1,6 +1,11 @@
 """Attention kernels: pure functions on arrays."""
 
 from relattn.kernels.banded import banded_attention as banded_attention
+from relattn.kernels.bias import (
+    causal_relative_attention as causal_relative_attention,
+)
+from relattn.kernels.bias import relative_attention as relative_attention
+from relattn.kernels.bias import relative_attention_step as relative_attention_step
 from relattn.kernels.causal_linear import (
     causal_linear_attention as causal_linear_attention,
 )
@@ -8,6 +13,15 @@ from relattn.kernels.causal_linear import (
     causal_linear_attention_step as causal_linear_attention_step,
 )
 from relattn.kernels.causal_linear import init_linear_state as init_linear_state
+from relattn.kernels.gated_positional import (
+    causal_gated_positional_attention as causal_gated_positional_attention,
+)
+from relattn.kernels.gated_positional import (
+    gated_positional_attention as gated_positional_attention,
+)
+from relattn.kernels.gated_positional import (
+    gated_positional_attention_step as gated_positional_attention_step,
+)
 from relattn.kernels.linear import FeatureMap as FeatureMap
 from relattn.kernels.linear import LinearState as LinearState
 from relattn.kernels.linear import linear_attention as linear_attention
@@ -29,6 +43,8 @@ from relattn.kernels.random_features import relu_features as relu_features
 from relattn.kernels.random_features import (
     trigonometric_features as trigonometric_features,
 )
+from relattn.kernels.rotary import rotary_angles as rotary_angles
+from relattn.kernels.rotary import rotate as rotate
 from relattn.kernels.sinusoids import absolute_frequencies as absolute_frequencies
 from relattn.kernels.sinusoids import constrained_sinusoids as constrained_sinusoids
 from relattn.kernels.sinusoids import (
@@ -48,9 +64,11 @@ __all__ = [
     "RandomFeatures",
     "absolute_frequencies",
     "banded_attention",
+    "causal_gated_positional_attention",
     "causal_linear_attention",
     "causal_linear_attention_step",
     "causal_lor_translution",
+    "causal_relative_attention",
     "causal_softmax_attention",
     "causal_translution",
     "constrained_sinusoids",
@@ -58,6 +76,8 @@ __all__ = [
     "draw_gaussian",
     "draw_orthogonal",
     "draw_random_features",
+    "gated_positional_attention",
+    "gated_positional_attention_step",
     "init_linear_state",
     "length_scale_frequencies",
     "linear_attention",
@@ -65,7 +85,11 @@ __all__ = [
     "lor_translution_step",
     "positive_features",
     "redraw",
+    "relative_attention",
+    "relative_attention_step",
     "relu_features",
+    "rotary_angles",
+    "rotate",
     "softmax_attention",
     "translution",
     "translution_step",

@@ -30,6 +30,47 @@ def masked_softmax(scores: Array, allowed: Array | None) -> Array:
     return jnp.where(allowed, jax.nn.softmax(scores, axis=-1), 0.0)
 
 
+def softmax_weights(
+    q: Float[Array, "*batch n depth"],
+    k: Float[Array, "*batch m depth"],
+    *,
+    mask: Bool[Array, "*#batch n m"] | None = None,
+    key_mask: Bool[Array, "*#batch m"] | None = None,
+    bias: Float[Array, "*#batch n m"] | None = None,
+    precision: jax.lax.PrecisionLike = None,
+) -> Float[Array, "*batch n m"]:
+    """The float32 weights of `softmax_attention`, and its arguments."""
+    if key_mask is not None:
+        key_mask = key_mask[..., None, :]
+    allowed = _all_of(mask, key_mask)
+    scores = jnp.einsum(
+        "...nd,...md->...nm",
+        q,
+        k,
+        precision=precision,
+        preferred_element_type=jnp.float32,
+    )
+    scores = scores * q.shape[-1] ** -0.5
+    if bias is not None:
+        scores = scores + bias.astype(jnp.float32)
+    return masked_softmax(scores, allowed)
+
+
+def weigh(
+    weights: Float[Array, "*batch n m"],
+    v: Float[Array, "*#batch m value_depth"],
+    precision: jax.lax.PrecisionLike = None,
+) -> Float[Array, "*batch n value_depth"]:
+    """Sums of values by weights, in float32."""
+    return jnp.einsum(
+        "...nm,...md->...nd",
+        weights,
+        v.astype(jnp.float32),
+        precision=precision,
+        preferred_element_type=jnp.float32,
+    )
+
+
 def softmax_attention(
     q: Float[Array, "*batch n depth"],
     k: Float[Array, "*batch m depth"],
@@ -66,28 +107,10 @@ def softmax_attention(
     Source:
         Vaswani et al., Attention Is All You Need, section 3.2.1.
     """
-    if key_mask is not None:
-        key_mask = key_mask[..., None, :]
-    allowed = _all_of(mask, key_mask)
-    scores = jnp.einsum(
-        "...nd,...md->...nm",
-        q,
-        k,
-        precision=precision,
-        preferred_element_type=jnp.float32,
+    weights = softmax_weights(
+        q, k, mask=mask, key_mask=key_mask, bias=bias, precision=precision
     )
-    scores = scores * q.shape[-1] ** -0.5
-    if bias is not None:
-        scores = scores + bias.astype(jnp.float32)
-    weights = masked_softmax(scores, allowed)
-    out = jnp.einsum(
-        "...nm,...md->...nd",
-        weights,
-        v.astype(jnp.float32),
-        precision=precision,
-        preferred_element_type=jnp.float32,
-    )
-    return out.astype(v.dtype)
+    return weigh(weights, v, precision).astype(v.dtype)
 
 
 def causal_softmax_attention(

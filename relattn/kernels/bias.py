@@ -1,0 +1,321 @@
+"""Softmax attention with tables of offsets: biases, and vectors for keys and values.
+
+A table has a row for every offset of `relattn.offsets.offset_index`. Memory is n^2
+numbers a head, as softmax attention's: no vector is made for a pair of tokens.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from relattn.kernels.softmax import softmax_weights, weigh
+from relattn.offsets import Grid, check_grid, num_offsets, offset_index
+
+
+def relative_attention(
+    q: Float[Array, "*batch n depth"],
+    k: Float[Array, "*batch n depth"],
+    v: Float[Array, "*batch n value_depth"],
+    *,
+    grid: Grid,
+    num_prefix: int = 0,
+    keys: Float[Array, "*#batch key_rows depth"] | None = None,
+    values: Float[Array, "*#batch value_rows value_depth"] | None = None,
+    bias: Float[Array, "*#batch bias_rows"] | None = None,
+    key_mask: Bool[Array, "*#batch n"] | None = None,
+    precision: jax.lax.PrecisionLike = None,
+) -> Float[Array, "*batch n value_depth"]:
+    """Softmax attention whose keys, values and scores know the offset.
+
+    a_ij = q_i . (k_j + r_d) / sqrt(depth) + b_d, out_i = sum_j softmax_j(a_ij)
+    (v_j + s_d), with d = p_i - p_j and tables ``keys`` r, ``values`` s and ``bias`` b.
+
+    A table has a row for every offset, and three more, where there are prefix tokens,
+    for pairs with a prefix token: "in", "self", "out" as in
+    `relattn.offsets.offset_index`. Without these three, such pairs add nothing.
+
+    Args:
+        q: Queries, shape ``[*batch, n, depth]``.
+        k: Keys, shape ``[*batch, n, depth]``.
+        v: Values, shape ``[*batch, n, value_depth]``.
+        grid: Height and width, or length, of the tokens after the prefix.
+        num_prefix: Number of prefix tokens.
+        keys: r, shape ``[*batch, rows, depth]``.
+        values: s, shape ``[*batch, rows, value_depth]``.
+        bias: b, shape ``[*batch, rows]``.
+        key_mask: True for keys that exist, shape ``[*batch, n]``.
+        precision: Passed to einsum.
+
+    Returns:
+        Shape ``[*batch, n, value_depth]``, in the dtype of ``v``.
+
+    Raises:
+        ValueError: If the grid does not hold the tokens or a table has not the rows.
+
+    Example:
+        >>> x = jnp.zeros((3, 1))
+        >>> far = jnp.array([0.0, 0.0, 0.0, 50.0, 0.0])  # the key one to the left
+        >>> out = relative_attention(x, x, jnp.eye(3), grid=(3,), bias=far)
+        >>> out[1].round(3).tolist()
+        [1.0, 0.0, 0.0]
+
+    Source:
+        Shaw et al., Self-Attention with Relative Position Representations, section
+        3.2; bias: Liu et al., Swin Transformer, section 3.2.
+    """
+    check_grid(q.shape[-2], grid, num_prefix)
+    rows = num_offsets(grid)
+    keys, values = (
+        _with_prefix_rows(table, name, rows, num_prefix, axis=-2)
+        for name, table in (("keys", keys), ("values", values))
+    )
+    bias = _with_prefix_rows(bias, "bias", rows, num_prefix, axis=-1)
+    total = None if bias is None else bias[..., offset_index(grid, num_prefix)]
+
+    def to_pairs(per_row):
+        return _to_pairs(per_row, grid, num_prefix)
+
+    if keys is not None:
+        total = _add(total, to_pairs(_score(q, keys, precision)))
+    weights = softmax_weights(q, k, key_mask=key_mask, bias=total, precision=precision)
+    out = weigh(weights, v, precision)
+    if values is not None:
+        per_row = _from_pairs(to_pairs, weights, values.shape[-2])
+        out = out + weigh(per_row, values, precision)
+    return out.astype(v.dtype)
+
+
+def causal_relative_attention(
+    q: Float[Array, "*batch n depth"],
+    k: Float[Array, "*batch n depth"],
+    v: Float[Array, "*batch n value_depth"],
+    *,
+    keys: Float[Array, "*#batch key_rows depth"] | None = None,
+    values: Float[Array, "*#batch value_rows value_depth"] | None = None,
+    bias: Float[Array, "*#batch bias_rows"] | None = None,
+    key_mask: Bool[Array, "*#batch n"] | None = None,
+    precision: jax.lax.PrecisionLike = None,
+) -> Float[Array, "*batch n value_depth"]:
+    """`relative_attention` of every token to itself and those before it, on a line.
+
+    Tables are those of a line of ``length >= n`` tokens, 2 length - 1 rows, of which
+    the offsets 0 .. n - 1 are used.
+
+    Args:
+        q: Queries, shape ``[*batch, n, depth]``.
+        k: Keys, shape ``[*batch, n, depth]``.
+        v: Values, shape ``[*batch, n, value_depth]``.
+        keys: r, shape ``[*batch, rows, depth]``.
+        values: s, shape ``[*batch, rows, value_depth]``.
+        bias: b, shape ``[*batch, rows]``.
+        key_mask: True for keys that exist, shape ``[*batch, n]``.
+        precision: Passed to einsum.
+
+    Returns:
+        Shape ``[*batch, n, value_depth]``, in the dtype of ``v``.
+
+    Raises:
+        ValueError: If there are more tokens than a table has offsets for.
+
+    Example:
+        >>> x = jnp.zeros((3, 1))
+        >>> far = jnp.array([0.0, 0.0, 0.0, 0.0, 50.0])  # the key two to the left
+        >>> causal_relative_attention(x, x, jnp.eye(3), bias=far)[2].round(3).tolist()
+        [1.0, 0.0, 0.0]
+
+    Source:
+        Shaw et al., Self-Attention with Relative Position Representations, section
+        3.2; bias: Liu et al., Swin Transformer, section 3.2.
+    """
+    length = q.shape[-2]
+    keys, values = (
+        _past(table, name, length, axis=-2)
+        for name, table in (("keys", keys), ("values", values))
+    )
+    bias = _past(bias, "bias", length, axis=-1)
+
+    def to_pairs(past):
+        future = [(0, 0)] * (past.ndim - 1) + [(length - 1, 0)]
+        return _to_pairs(jnp.pad(past, future), (length,), 0)
+
+    total = None
+    if bias is not None:
+        total = to_pairs(jnp.broadcast_to(bias[..., None, :], (*bias.shape, length)))
+    if keys is not None:
+        total = _add(total, to_pairs(_score(q, keys, precision)))
+    past = jnp.tril(jnp.ones((length, length), bool))
+    weights = softmax_weights(
+        q, k, mask=past, key_mask=key_mask, bias=total, precision=precision
+    )
+    out = weigh(weights, v, precision)
+    if values is not None:
+        per_row = _from_pairs(to_pairs, weights, length)
+        out = out + weigh(per_row, values, precision)
+    return out.astype(v.dtype)
+
+
+def relative_attention_step(
+    q_i: Float[Array, "*batch 1 depth"],
+    k: Float[Array, "*batch length depth"],
+    v: Float[Array, "*batch length value_depth"],
+    index: Int[Array, ""] | int,
+    *,
+    keys: Float[Array, "*#batch key_rows depth"] | None = None,
+    values: Float[Array, "*#batch value_rows value_depth"] | None = None,
+    bias: Float[Array, "*#batch bias_rows"] | None = None,
+    precision: jax.lax.PrecisionLike = None,
+) -> Float[Array, "*batch 1 value_depth"]:
+    """One row of `causal_relative_attention`: the token ``index`` and its past.
+
+    Args:
+        q_i: The token's query, shape ``[*batch, 1, depth]``.
+        k: Keys so far, its own too; those after it do not matter.
+        v: Values so far.
+        index: The token's place in the sequence; may be traced.
+        keys: r, shape ``[*batch, 2 length - 1, depth]``.
+        values: s, shape ``[*batch, 2 length - 1, value_depth]``.
+        bias: b, shape ``[*batch, 2 length - 1]``.
+        precision: Passed to einsum.
+
+    Returns:
+        Shape ``[*batch, 1, value_depth]``, in the dtype of ``v``.
+
+    Raises:
+        ValueError: If a table has not 2 length - 1 rows.
+
+    Example:
+        >>> x = jnp.zeros((3, 1))
+        >>> far = jnp.array([0.0, 0.0, 0.0, 0.0, 50.0])
+        >>> relative_attention_step(x[:1], x, jnp.eye(3), 2, bias=far).round(3).tolist()
+        [[1.0, 0.0, 0.0]]
+    """
+    length = k.shape[-2]
+
+    def row(table, name, axis):
+        """What a table holds for each key."""
+        if table is None:
+            return None
+        table = _with_prefix_rows(table, name, 2 * length - 1, 0, axis)
+        table = jnp.flip(table, axis)
+        return jax.lax.dynamic_slice_in_dim(table, length - 1 - index, length, axis)
+
+    keys, values = row(keys, "keys", -2), row(values, "values", -2)
+    bias = row(bias, "bias", -1)
+    total = None if bias is None else bias[..., None, :]
+    if keys is not None:
+        total = _add(total, _score(q_i, keys, precision))
+    past = jnp.arange(length) <= index
+    weights = softmax_weights(q_i, k, key_mask=past, bias=total, precision=precision)
+    out = weigh(weights, v, precision)
+    if values is not None:
+        out = out + weigh(weights, values, precision)
+    return out.astype(v.dtype)
+
+
+def _add(total, scores):
+    return scores if total is None else total.astype(jnp.float32) + scores
+
+
+def _score(q, keys, precision):
+    """q_i . r / sqrt(depth) for every row r of a table, in float32."""
+    scores = jnp.einsum(
+        "...nd,...rd->...nr",
+        q,
+        keys,
+        precision=precision,
+        preferred_element_type=jnp.float32,
+    )
+    return scores * q.shape[-1] ** -0.5
+
+
+def _with_prefix_rows(table, name, rows, num_prefix, axis):
+    """A table with the three rows of prefix tokens, zeros where it has none."""
+    if table is None:
+        return None
+    found = table.shape[axis]
+    more = 3 if num_prefix else 0
+    if found not in (rows, rows + more):
+        raise ValueError(
+            f"the table {name!r} needs {rows} rows, one an offset"
+            + (f", or {rows + more} with those of prefix tokens" if more else "")
+            + f", got {found}"
+        )
+    if found == rows + more:
+        return table
+    widths = [(0, 0)] * table.ndim
+    widths[axis] = (0, more)
+    return jnp.pad(table, widths)
+
+
+def _past(table, name, length, axis):
+    """The rows of the offsets 0 .. length - 1."""
+    if table is None:
+        return None
+    rows = table.shape[axis]
+    if rows % 2 == 0 or rows < 2 * length - 1:
+        raise ValueError(
+            f"the table {name!r} needs an odd number of rows, at least "
+            f"{2 * length - 1} for a sequence of {length} tokens, got {rows}"
+        )
+    return jax.lax.slice_in_dim(table, rows // 2, rows // 2 + length, axis=axis)
+
+
+def _to_pairs(per_row, grid, num_prefix):
+    """From a number for every token and table row to one for every pair of tokens.
+
+    y_ij = x_i,row(i, j): linear, and without a gather, whose derivative is slow.
+
+    Args:
+        per_row: Shape ``[*batch, n, rows]``, with the rows of prefix tokens if any.
+        grid: As in `relative_attention`.
+        num_prefix: As in `relative_attention`.
+
+    Returns:
+        Shape ``[*batch, n, n]``.
+    """
+    axes, rows = len(grid), num_offsets(grid)
+    leading = per_row.shape[:-2]
+    x = per_row[..., num_prefix:, :rows]
+    x = x.reshape(*leading, *grid, *(2 * size - 1 for size in grid))
+    for axis in range(axes):
+        pair = (len(leading) + axis, len(leading) + axes + axis)
+        x = jnp.moveaxis(_skew(jnp.moveaxis(x, pair, (-2, -1))), (-2, -1), pair)
+    num_tokens = math.prod(grid)
+    x = x.reshape(*leading, num_tokens, num_tokens)
+    if not num_prefix:
+        return x
+
+    def column(tokens, row, width):
+        part = per_row[..., tokens, row : row + 1]
+        return jnp.broadcast_to(part, (*part.shape[:-1], width))
+
+    prefix, others = slice(0, num_prefix), slice(num_prefix, None)
+    x = jnp.concatenate([column(others, rows, num_prefix), x], axis=-1)
+    top = [column(prefix, rows + 1, num_prefix), column(prefix, rows + 2, num_tokens)]
+    return jnp.concatenate([jnp.concatenate(top, axis=-1), x], axis=-2)
+
+
+def _from_pairs(to_pairs, weights, rows):
+    """The adjoint of ``to_pairs``: sums of weights by table row, [*batch n rows]."""
+    shape = (*weights.shape[:-1], rows)
+    (per_row,) = jax.linear_transpose(
+        to_pairs, jax.ShapeDtypeStruct(shape, weights.dtype)
+    )(weights)
+    return per_row
+
+
+def _skew(x):
+    """y_ij = x_i,(i - j + size - 1), from [..., size, 2 size - 1] to [..., size, size].
+
+    Read as one line with rows of 2 size, the elements wanted of row i + 1 start
+    2 size - 1 after those of row i.
+    """
+    size = x.shape[-2]
+    x = jnp.pad(jnp.flip(x, -1), [(0, 0)] * (x.ndim - 1) + [(0, 1)])
+    x = x.reshape(*x.shape[:-2], 2 * size**2)
+    x = x[..., size - 1 : size - 1 + size * (2 * size - 1)]
+    return x.reshape(*x.shape[:-1], size, 2 * size - 1)[..., :size]

@@ -1,0 +1,181 @@
+"""Gated positional attention: content and position attend apart, a gate mixes them."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from relattn.kernels.softmax import masked_softmax, softmax_weights, weigh
+from relattn.offsets import Grid, check_grid, num_offsets, offset_index
+
+
+def gated_positional_attention(
+    q: Float[Array, "*batch n depth"],
+    k: Float[Array, "*batch n depth"],
+    v: Float[Array, "*batch n value_depth"],
+    gate: Float[Array, "*#batch"],
+    coefficients: Float[Array, "*#batch features"],
+    *,
+    grid: Grid,
+    num_prefix: int = 0,
+    key_mask: Bool[Array, "*#batch n"] | None = None,
+    precision: jax.lax.PrecisionLike = None,
+) -> Float[Array, "*batch n value_depth"]:
+    """Gated positional attention (ConViT).
+
+    out_i = sum_j ((1 - g) alpha_ij + g beta_ij) v_j with g = sigmoid(gate),
+    alpha_ij = softmax_j(q_i . k_j / sqrt(depth)), beta_ij = softmax_j(w . r_d) and
+    r_d = (|d|^2, d) of the offset d = p_i - p_j; a third kind of feature, one for each
+    of "in", "self" and "out" of `relattn.offsets.offset_index`, stands for pairs with a
+    prefix token. The weights sum to one, so the published renormalisation is left out.
+
+    Args:
+        q: Queries, shape ``[*batch, n, depth]``.
+        k: Keys, shape ``[*batch, n, depth]``.
+        v: Values, shape ``[*batch, n, value_depth]``.
+        gate: Shape ``[*batch]``.
+        coefficients: w, shape ``[*batch, 1 + axes]``, three more with prefix tokens.
+        grid: Height and width, or length, of the tokens after the prefix.
+        num_prefix: Number of prefix tokens.
+        key_mask: True for keys that exist, shape ``[*batch, n]``.
+        precision: Passed to einsum.
+
+    Returns:
+        Shape ``[*batch, n, value_depth]``, in the dtype of ``v``.
+
+    Raises:
+        ValueError: If the grid does not hold the tokens or w is not as wide as r.
+
+    Example:
+        >>> x = jnp.zeros((3, 1))
+        >>> w = jnp.array([-9.0, 18.0])  # |d|^2 - 2 d is least at d = 1, the left
+        >>> gated_positional_attention(
+        ...     x, x, jnp.eye(3), jnp.array(99.0), w, grid=(3,))[1].round(3).tolist()
+        [1.0, 0.0, 0.0]
+
+    Source:
+        d'Ascoli et al., ConViT, section 3; Translution, appendix E, 5.
+    """
+    check_grid(q.shape[-2], grid, num_prefix)
+    scores = _offset_scores(coefficients, grid, num_prefix)
+    scores = scores[..., offset_index(grid, num_prefix)]
+    allowed = None if key_mask is None else key_mask[..., None, :]
+    content = softmax_weights(q, k, key_mask=key_mask, precision=precision)
+    position = masked_softmax(scores, allowed)
+    return _mix(content, position, gate, v, precision)
+
+
+def causal_gated_positional_attention(
+    q: Float[Array, "*batch n depth"],
+    k: Float[Array, "*batch n depth"],
+    v: Float[Array, "*batch n value_depth"],
+    gate: Float[Array, "*#batch"],
+    coefficients: Float[Array, "*#batch features"],
+    *,
+    key_mask: Bool[Array, "*#batch n"] | None = None,
+    precision: jax.lax.PrecisionLike = None,
+) -> Float[Array, "*batch n value_depth"]:
+    """`gated_positional_attention` of every token to itself and its past, on a line.
+
+    Args:
+        q: Queries, shape ``[*batch, n, depth]``.
+        k: Keys, shape ``[*batch, n, depth]``.
+        v: Values, shape ``[*batch, n, value_depth]``.
+        gate: Shape ``[*batch]``.
+        coefficients: w, shape ``[*batch, 2]``.
+        key_mask: True for keys that exist, shape ``[*batch, n]``.
+        precision: Passed to einsum.
+
+    Returns:
+        Shape ``[*batch, n, value_depth]``, in the dtype of ``v``.
+
+    Raises:
+        ValueError: If w is not as wide as r.
+
+    Example:
+        >>> x, w = jnp.zeros((3, 1)), jnp.array([-9.0, 18.0])
+        >>> causal_gated_positional_attention(
+        ...     x, x, jnp.eye(3), jnp.array(99.0), w)[2].round(3).tolist()
+        [0.0, 1.0, 0.0]
+
+    Source:
+        d'Ascoli et al., ConViT, section 3; Translution, appendix E, 5.
+    """
+    grid = (q.shape[-2],)
+    scores = _offset_scores(coefficients, grid, 0)[..., offset_index(grid)]
+    past = jnp.tril(jnp.ones((grid[0], grid[0]), bool))
+    allowed = past if key_mask is None else past & key_mask[..., None, :]
+    content = softmax_weights(q, k, mask=past, key_mask=key_mask, precision=precision)
+    return _mix(content, masked_softmax(scores, allowed), gate, v, precision)
+
+
+def gated_positional_attention_step(
+    q_i: Float[Array, "*batch 1 depth"],
+    k: Float[Array, "*batch length depth"],
+    v: Float[Array, "*batch length value_depth"],
+    gate: Float[Array, "*#batch"],
+    coefficients: Float[Array, "*#batch features"],
+    index: Int[Array, ""] | int,
+    *,
+    precision: jax.lax.PrecisionLike = None,
+) -> Float[Array, "*batch 1 value_depth"]:
+    """One row of `causal_gated_positional_attention`: the token ``index``, its past.
+
+    Args:
+        q_i: The token's query, shape ``[*batch, 1, depth]``.
+        k: Keys so far, its own too; those after it do not matter.
+        v: Values so far.
+        gate: Shape ``[*batch]``.
+        coefficients: w, shape ``[*batch, 2]``.
+        index: The token's place in the sequence; may be traced.
+        precision: Passed to einsum.
+
+    Returns:
+        Shape ``[*batch, 1, value_depth]``, in the dtype of ``v``.
+
+    Raises:
+        ValueError: If w is not as wide as r.
+
+    Example:
+        >>> x, w = jnp.zeros((3, 1)), jnp.array([-9.0, 18.0])
+        >>> gated_positional_attention_step(
+        ...     x[:1], x, jnp.eye(3), jnp.array(99.0), w, 2).round(3).tolist()
+        [[0.0, 1.0, 0.0]]
+    """
+    length = k.shape[-2]
+    past = jnp.arange(length) <= index
+    scores = _offset_scores(coefficients, (length,), 0)
+    scores = jax.lax.dynamic_slice_in_dim(
+        jnp.flip(scores, -1), length - 1 - index, length, axis=-1
+    )[..., None, :]
+    content = softmax_weights(q_i, k, key_mask=past, precision=precision)
+    return _mix(content, masked_softmax(scores, past), gate, v, precision)
+
+
+def _offset_scores(coefficients, grid, num_prefix):
+    """Scores w . r of every table row of `offset_index`, in float32."""
+    sizes = np.array(grid)
+    rows = np.indices(2 * sizes - 1).reshape(len(grid), num_offsets(grid)).T
+    offset = rows - (sizes - 1)
+    features = np.concatenate([(offset**2).sum(-1, keepdims=True), offset], axis=-1)
+    if num_prefix:
+        features = np.pad(features, [(0, 3), (0, 3)])
+        features[-3:, -3:] = np.eye(3)
+    width = features.shape[-1]
+    if coefficients.shape[-1] != width:
+        raise ValueError(
+            f"gated positional attention on a grid of {len(grid)} axes and "
+            f"num_prefix={num_prefix} has {width} coefficients, got "
+            f"{coefficients.shape[-1]}"
+        )
+    # Squares of offsets leave half precision early.
+    features = jnp.asarray(features, jnp.float32)
+    return (coefficients.astype(jnp.float32)[..., None, :] * features).sum(axis=-1)
+
+
+def _mix(content, position, gate, v, precision):
+    gate = jax.nn.sigmoid(gate.astype(jnp.float32))[..., None, None]
+    weights = (1 - gate) * content + gate * position
+    return weigh(weights, v, precision).astype(v.dtype)

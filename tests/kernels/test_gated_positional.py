@@ -1,0 +1,85 @@
+"""Gated positional attention: grids, prefix tokens, decoding and errors."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from relattn import kernels
+from tests import compare, reference
+
+DEPTH, VALUE_DEPTH = 5, 3
+
+
+def _random(seed, *shape):
+    generator = np.random.default_rng(seed)
+    return jnp.asarray(0.5 * generator.standard_normal(shape), jnp.float32)
+
+
+def _inputs(length, width):
+    return [
+        _random(0, 2, length, DEPTH),
+        _random(1, 2, length, DEPTH),
+        _random(2, 2, length, VALUE_DEPTH),
+        _random(3, 2),
+        _random(4, 2, width),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("grid", "num_prefix", "width"), [((3, 2), 2, 6), ((3, 4), 0, 3), ((5,), 1, 5)]
+)
+def test_every_grid_equals_the_reference(grid, num_prefix, width):
+    length = num_prefix + math.prod(grid)
+    compare.expect_equal(
+        functools.partial(
+            kernels.gated_positional_attention, grid=grid, num_prefix=num_prefix
+        ),
+        functools.partial(
+            reference.gated_positional_attention,
+            allowed=np.ones((length, length), bool),
+            grid=grid,
+            num_prefix=num_prefix,
+        ),
+        _inputs(length, width),
+    )
+
+
+def test_decoding_equals_attending_to_all_at_once():
+    q, k, v, gate, coefficients = _inputs(7, 2)
+
+    @jax.jit
+    def step(index):
+        future = jnp.arange(7)[:, None] > index
+        q_i = jax.lax.dynamic_slice_in_dim(q, index, 1, axis=1)
+        seen = (jnp.where(future, 1e3, x) for x in (k, v))
+        return kernels.gated_positional_attention_step(
+            q_i, *seen, gate, coefficients, index
+        )
+
+    outs = jnp.concatenate([step(i) for i in range(7)], axis=1)
+    expected = kernels.causal_gated_positional_attention(q, k, v, gate, coefficients)
+    np.testing.assert_allclose(outs, expected, atol=1e-6)
+
+
+def test_an_open_gate_sees_positions_only():
+    q, k, v, _, _ = _inputs(6, 3)
+    coefficients = jnp.array([-20.0, 0.0, 40.0])  # one column to the left
+    out = kernels.gated_positional_attention(
+        q, k, v, jnp.array(50.0), coefficients, grid=(2, 3)
+    )
+    np.testing.assert_allclose(out[:, [1, 2, 4, 5]], v[:, [0, 1, 3, 4]], atol=1e-5)
+
+
+def test_refuses_coefficients_that_do_not_fit():
+    q, k, v, gate, coefficients = _inputs(7, 3)
+    message = "grid of 2 axes and num_prefix=1 has 6 coefficients, got 3"
+    with pytest.raises(ValueError, match=message):
+        kernels.gated_positional_attention(
+            q, k, v, gate, coefficients, grid=(2, 3), num_prefix=1
+        )
+    with pytest.raises(ValueError, match="grid of 1 axes.*2 coefficients, got 3"):
+        kernels.causal_gated_positional_attention(q, k, v, gate, coefficients)

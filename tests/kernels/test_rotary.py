@@ -1,0 +1,72 @@
+"""Rotary positions: what they turn, what stays invariant, errors."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from relattn import offsets
+from relattn.kernels.rotary import rotary_angles, rotate
+from tests import compare, reference
+
+
+@pytest.mark.parametrize("positions", [np.arange(7.0)[:, None], np.eye(5, 2) * 3])
+def test_equals_multiplication_by_complex_numbers(positions):
+    positions = positions.astype(np.float32)
+    x = jax.random.normal(jax.random.key(0), (2, len(positions), 8))
+    angles = rotary_angles(positions, 8, base=100.0)
+    compare.expect_equal(
+        lambda x: rotate(x, angles),
+        functools.partial(reference.rotary, positions=np.float64(positions), base=100),
+        [x],
+    )
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_scores_depend_on_the_offset_only(interleaved):
+    q, k = jax.random.normal(jax.random.key(0), (2, 1, 12))
+    angles = rotary_angles(offsets.grid_positions((4, 5)), 12, base=10.0)
+    turned = [
+        rotate(jnp.broadcast_to(x, (20, 12)), angles, interleaved=interleaved)
+        for x in (q, k)
+    ]
+    scores = (turned[0] @ turned[1].T).reshape(4, 5, 4, 5)
+    np.testing.assert_allclose(
+        scores[1:, 1:, 1:, 1:], scores[:-1, :-1, :-1, :-1], atol=2e-5
+    )
+    assert np.asarray(scores).std() > 0.1
+
+
+def test_pairs_are_neighbours_or_half_a_head_apart():
+    x = jnp.array([[1.0, 2.0, 3.0, 4.0]])
+    quarter = jnp.array([[jnp.pi / 2, 0.0]])
+    np.testing.assert_allclose(rotate(x, quarter), [[-3, 2, 1, 4]], atol=1e-6)
+    np.testing.assert_allclose(
+        rotate(x, quarter, interleaved=True), [[-2, 1, 3, 4]], atol=1e-6
+    )
+
+
+def test_prefix_tokens_are_left_alone():
+    positions = offsets.grid_positions((3,), num_prefix=2) + 1
+    angles = rotary_angles(positions, 4, num_prefix=2)
+    x = jnp.ones((5, 4))
+    np.testing.assert_array_equal(rotate(x, angles)[:2], x[:2])
+    assert (rotate(x, angles)[2:] != 1).all()
+
+
+def test_half_precision_keeps_its_dtype_and_far_phases():
+    positions = np.array([[4001.0]], np.float32)
+    x = jnp.ones((1, 8), jnp.bfloat16)
+    out = rotate(x, rotary_angles(positions, 8))
+    assert out.dtype == jnp.bfloat16
+    expected = reference.rotary(np.ones((1, 8)), np.float64(positions), 10000.0)
+    np.testing.assert_allclose(np.float64(out), expected, atol=1e-2)
+
+
+def test_refuses_a_depth_that_does_not_split():
+    with pytest.raises(ValueError, match="2 axes need a head depth.*by 4, got 6"):
+        rotary_angles(np.zeros((3, 2), np.float32), 6)
+    with pytest.raises(ValueError, match="depth 6 needs 3 angles a token, got 2"):
+        rotate(jnp.ones((3, 6)), jnp.ones((3, 2)))

@@ -1,0 +1,286 @@
+"""Every mechanism, with what the contracts of test_contracts.py must know of it."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from relattn import kernels, offsets
+from relattn.kernels import sinusoids
+from relattn.kernels.banded import banded_attention
+from tests import compare, reference
+
+BATCH, HEADS, N, M, DEPTH, VALUE_DEPTH, NUM_FEATURES = 3, 2, 13, 11, 5, 7, 17
+GRID, NUM_PREFIX, CLIP = (3, 4), 1, 2
+PROJECTION = kernels.draw_orthogonal(jax.random.key(7), NUM_FEATURES, DEPTH)
+FREQUENCIES = np.array([1.0, 0.3], np.float32)
+feature_map = functools.partial(compare.feature_map, projection=PROJECTION)
+WIDE_PROJECTION = kernels.draw_orthogonal(jax.random.key(8), NUM_FEATURES, DEPTH + 8)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mechanism:
+    """A mechanism and what a contract has to know of it.
+
+    Attributes:
+        name: Of the test.
+        apply: From inputs, each ``[*batch, tokens, width]``, and ``key_mask=`` to
+            outputs ``[*batch, n, width]``.
+        naive: The reference: from inputs without leading axes, and which keys a query
+            may attend to, ``[n, m]``.
+        shapes: Shape of every input, by name, without leading axes.
+        shared: Inputs that never have leading axes: parameters.
+        key_inputs: Inputs that hold a row for every key.
+        loud: The input in which one row is scaled by 20.
+        causal: Whether a token sees only itself and those before it.
+        on_grid: Whether the number of tokens is fixed by a grid.
+        estimate: From a projection, estimates of the unnormalised kernel, all of
+            `expected`; None where nothing is random.
+        expected: What `estimate` must be on average.
+    """
+
+    name: str
+    apply: Callable
+    naive: Callable
+    shapes: dict[str, tuple[int, ...]]
+    shared: tuple[str, ...] = ()
+    key_inputs: tuple[str, ...] = ("k", "v")
+    loud: str = "k"
+    causal: bool = False
+    on_grid: bool = False
+    estimate: Callable | None = None
+    expected: Callable | None = None
+
+    def __str__(self):
+        return self.name
+
+    def draw_inputs(self, *leading, dtype=jnp.float32):
+        inputs = {}
+        for seed, (name, shape) in enumerate(self.shapes.items()):
+            shape = shape if name in self.shared else (*leading, *shape)
+            values = 0.5 * np.random.default_rng(seed).standard_normal(shape)
+            inputs[name] = jnp.asarray(values.astype(dtype))
+        return inputs
+
+    @property
+    def num_keys(self):
+        return self.shapes[self.key_inputs[0]][0]
+
+    def key_mask(self):
+        return np.arange(self.num_keys) % 4 != 2
+
+    def allowed(self, key_mask):
+        allowed = np.broadcast_to(key_mask, (N, self.num_keys))
+        return np.tril(allowed) if self.causal else allowed
+
+
+PLAIN = {"q": (N, DEPTH), "k": (M, DEPTH), "v": (M, VALUE_DEPTH)}
+CAUSAL = {"q": (N, DEPTH), "k": (N, DEPTH), "v": (N, VALUE_DEPTH)}
+
+
+def linear(name, *, causal=False, **options):
+    """A row for a feature map; chunks are shorter than the sequence."""
+    kernel = kernels.causal_linear_attention if causal else kernels.linear_attention
+    naive_map = compare.naive_map(name, PROJECTION)
+
+    def apply(q, k, v, key_mask=None):
+        return kernel(q, k, v, feature_map(name), key_mask=key_mask, chunk_size=5)
+
+    def naive(q, k, v, allowed):
+        return reference.linear_attention(q, k, v, naive_map, allowed)
+
+    return Mechanism(
+        name=f"{'causal ' if causal else ''}linear, {name} features",
+        apply=apply,
+        naive=naive,
+        shapes=CAUSAL if causal else PLAIN,
+        causal=causal,
+        **options,
+    )
+
+
+def softmax_kernel(q, k, v):
+    return jnp.exp(q @ k.T / DEPTH**0.5)
+
+
+def random_kernel(name):
+    def estimate(projection, q, k, v):
+        phi = compare.feature_map(name, projection)
+        queries, keys = (phi(x).dense() for x in (q, k))
+        return queries @ keys.T
+
+    return {"estimate": estimate, "expected": softmax_kernel}
+
+
+def banded(q, v, table, key_mask=None):
+    return banded_attention(
+        q,
+        v,
+        table,
+        feature_map("positive"),
+        grid=GRID,
+        num_prefix=NUM_PREFIX,
+        key_mask=key_mask,
+    )
+
+
+def naive_banded(q, v, table, allowed):
+    def log_phi(x):
+        naive_map = jax.vmap(reference.positive_features, (0, None))
+        return jnp.log(naive_map(x, np.float64(PROJECTION)))
+
+    return reference.banded_attention(
+        q, v, table, log_phi, GRID, NUM_PREFIX, allowed[0]
+    )
+
+
+def concatenate(content, position):
+    position = jnp.broadcast_to(position, (*content.shape[:-1], position.shape[-1]))
+    return jnp.concatenate([content, position.astype(content.dtype)], axis=-1)
+
+
+def constrained(q, k, v, coefficients, key_mask=None):
+    positions = offsets.grid_positions(GRID, NUM_PREFIX)
+    u = sinusoids.sinusoids(positions, FREQUENCIES, num_prefix=NUM_PREFIX)
+    q = concatenate(q, sinusoids.constrained_sinusoids(u, coefficients))
+    k = concatenate(k, u)
+    phi = compare.feature_map("positive", WIDE_PROJECTION)
+    return kernels.linear_attention(q, k, v, phi, key_mask=key_mask, chunk_size=5)
+
+
+def naive_constrained(q, k, v, coefficients, allowed):
+    positions = np.float64(offsets.grid_positions(GRID))
+    u = reference.sinusoids(positions, np.float64(FREQUENCIES))
+    u = jnp.concatenate([jnp.zeros((NUM_PREFIX, u.shape[1])), u])
+    blocks = [jnp.array([[1.0, 0.0], [0.0, 1.0]]), jnp.array([[0.0, 1.0], [-1.0, 0.0]])]
+    matrix = jax.scipy.linalg.block_diag(
+        *[a * blocks[0] + b * blocks[1] for a, b in coefficients]
+    )
+    naive_map = compare.naive_map("positive", WIDE_PROJECTION)
+    q = jnp.concatenate([q, u @ matrix], axis=1)
+    k = jnp.concatenate([k, u], axis=1)
+    return reference.linear_attention(q, k, v, naive_map, allowed)
+
+
+def relative(q, k, v, keys, values, bias, key_mask=None):
+    tables = {"keys": keys, "values": values, "bias": bias}
+    return kernels.relative_attention(
+        q, k, v, grid=GRID, num_prefix=NUM_PREFIX, key_mask=key_mask, **tables
+    )
+
+
+def gated(q, k, v, gate, coefficients, key_mask=None):
+    return kernels.gated_positional_attention(
+        q, k, v, gate, coefficients, grid=GRID, num_prefix=NUM_PREFIX, key_mask=key_mask
+    )
+
+
+def rotary(q, k, v, key_mask=None):
+    positions = offsets.grid_positions(GRID, NUM_PREFIX)
+    angles = kernels.rotary_angles(
+        positions, q.shape[-1], base=100.0, num_prefix=NUM_PREFIX
+    )
+    q, k = kernels.rotate(q, angles), kernels.rotate(k, angles)
+    return kernels.softmax_attention(q, k, v, key_mask=key_mask)
+
+
+def naive_rotary(q, k, v, allowed):
+    positions = np.float64(offsets.grid_positions(GRID, NUM_PREFIX))
+    q, k = (reference.rotary(x, positions, 100.0) for x in (q, k))
+    return reference.softmax_attention(q, k, v, allowed)
+
+
+def relative_tables(rows, bias_rows):
+    tables = {"keys": (rows, DEPTH), "values": (rows, VALUE_DEPTH)}
+    return {**CAUSAL, **tables, "bias": (bias_rows,)}
+
+
+MECHANISMS = [
+    Mechanism("softmax", kernels.softmax_attention, reference.softmax_attention, PLAIN),
+    Mechanism(
+        "causal softmax",
+        kernels.causal_softmax_attention,
+        reference.softmax_attention,
+        CAUSAL,
+        causal=True,
+    ),
+    linear("positive", **random_kernel("positive")),
+    linear("trigonometric", **random_kernel("trigonometric")),
+    linear("relu"),
+    linear("positive", causal=True),
+    linear("trigonometric", causal=True),
+    linear("relu", causal=True),
+    Mechanism(
+        "linear, positive features, constrained sinusoids",
+        constrained,
+        naive_constrained,
+        {**CAUSAL, "coefficients": (4, 2)},
+        shared=("coefficients",),
+        on_grid=True,
+    ),
+    Mechanism(
+        "banded, positive features",
+        banded,
+        naive_banded,
+        {"q": (N, DEPTH), "v": (N, VALUE_DEPTH), "table": (CLIP + 1, DEPTH)},
+        shared=("table",),
+        key_inputs=("v",),
+        loud="table",
+        on_grid=True,
+    ),
+    Mechanism(
+        "relative keys, values and bias",
+        relative,
+        functools.partial(
+            reference.relative_attention,
+            rows=reference.offset_rows(GRID, NUM_PREFIX)[0],
+        ),
+        relative_tables(
+            offsets.num_offsets(GRID), offsets.num_table_rows(GRID, NUM_PREFIX)
+        ),
+        shared=("keys", "values", "bias"),
+        on_grid=True,
+    ),
+    Mechanism(
+        "causal relative keys, values and bias",
+        kernels.causal_relative_attention,
+        functools.partial(
+            reference.relative_attention, rows=reference.offset_rows((N,))[0]
+        ),
+        relative_tables(2 * N - 1, 2 * N - 1),
+        shared=("keys", "values", "bias"),
+        causal=True,
+        on_grid=True,
+    ),
+    Mechanism(
+        "gated positional",
+        gated,
+        functools.partial(
+            reference.gated_positional_attention, grid=GRID, num_prefix=NUM_PREFIX
+        ),
+        {**CAUSAL, "gate": (), "coefficients": (6,)},
+        shared=("gate", "coefficients"),
+        on_grid=True,
+    ),
+    Mechanism(
+        "causal gated positional",
+        kernels.causal_gated_positional_attention,
+        functools.partial(
+            reference.gated_positional_attention, grid=(N,), num_prefix=0
+        ),
+        {**CAUSAL, "gate": (), "coefficients": (2,)},
+        shared=("gate", "coefficients"),
+        causal=True,
+        on_grid=True,
+    ),
+    Mechanism(
+        "softmax, rotary positions of two axes",
+        rotary,
+        naive_rotary,
+        {"q": (N, 8), "k": (N, 8), "v": (N, VALUE_DEPTH)},
+        on_grid=True,
+    ),
+]

@@ -12,31 +12,47 @@ import jax.numpy as jnp
 from ml_collections import ConfigDict
 
 from relattn import spec
+from relattn.models.gpt import GPT as GPT
+from relattn.models.hybrid import SIZES as SIZES
 from relattn.models.performer import Performer as Performer
+from relattn.models.vit import ViT as ViT
 
-MODELS = {"performer": Performer}
+MODELS = {"performer": Performer, "vit": ViT, "gpt": GPT}
 
-__all__ = ["MODELS", "Performer", "build_model"]
+__all__ = ["GPT", "MODELS", "SIZES", "Performer", "ViT", "build_model"]
+
+# What the data decides, not the config.
+_OF_DATA = {
+    "images": ("num_classes", "image_shape"),
+    "tokens": ("vocab_size", "context_length"),
+}
+_RESERVED = ("num_classes", "vocab_size", "context_length", "parent")
 
 
 def build_model(
     config: ConfigDict | Mapping[str, Any],
     *,
-    num_classes: int,
-    image_shape: tuple[int, int, int],
+    num_classes: int | None = None,
+    image_shape: tuple[int, int, int] | None = None,
+    vocab_size: int | None = None,
+    context_length: int | None = None,
 ) -> nn.Module:
     """Builds the model of ``config.model`` and checks it against the data.
 
     Args:
         config: ``name`` of the model and the values of its attributes.
-        num_classes: Number of classes of the data.
-        image_shape: Height, width and channels of the images as the model sees them.
+        num_classes: Of images: the number of classes of the data.
+        image_shape: Of images: height, width and channels as the model sees them.
+        vocab_size: Of text: the number of tokens that there are.
+        context_length: Of text: the longest sequence, in tokens.
 
     Returns:
-        The module, called on images ``[batch, height, width, channels]``.
+        The module, called on images ``[batch, height, width, channels]`` or on token
+        ids ``[batch, n]``: its class attribute ``inputs`` says which.
 
     Raises:
-        ValueError: If a name, an option or a size does not fit.
+        ValueError: If a name, an option or a size does not fit, or the model is not one
+            for the data.
 
     Example:
         >>> model = build_model(
@@ -44,6 +60,10 @@ def build_model(
         ...     num_classes=3, image_shape=(4, 4, 1))
         >>> model.heads
         2
+        >>> model = build_model({"name": "gpt", "dim": 8, "heads": 2},
+        ...                     vocab_size=11, context_length=7)
+        >>> model.inputs
+        'tokens'
     """
     options = dict(config)
     name = options.pop("name")
@@ -51,7 +71,9 @@ def build_model(
         raise ValueError(
             f"unknown config.model.name {name!r}: {spec.closest(name, MODELS)}"
         )
-    known = list(inspect.signature(MODELS[name]).parameters)
+    known = [
+        p for p in inspect.signature(MODELS[name]).parameters if p not in _RESERVED
+    ]
     for option in options:
         if option not in known:
             raise ValueError(
@@ -66,7 +88,23 @@ def build_model(
                 f"unknown config.model.dtype {options['dtype']!r}: choose float32, "
                 "bfloat16 or float16"
             ) from None
-    model = MODELS[name](num_classes=num_classes, **options)
+    inputs = MODELS[name].inputs
+    given = {
+        "num_classes": num_classes,
+        "image_shape": image_shape,
+        "vocab_size": vocab_size,
+        "context_length": context_length,
+    }
+    needed = {key: given[key] for key in _OF_DATA[inputs]}
+    if None in needed.values():
+        raise ValueError(
+            f"model {name!r} is one of {inputs} and needs {' and '.join(needed)}: "
+            f"config.data is not of {inputs}"
+        )
+    example = jnp.zeros((1, 1), jnp.int32)
+    if inputs == "images":
+        example = jnp.zeros((1, *needed.pop("image_shape")))
+    model = MODELS[name](**needed, **options)
     # Tracing is cheap and finds every size that does not fit, before any work.
-    jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, *image_shape)))
+    jax.eval_shape(model.init, jax.random.key(0), example)
     return model

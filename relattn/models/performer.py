@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from relattn.nn.blocks import TransformerBlock
+from relattn.models.patches import patches
+from relattn.nn.blocks import TransformerBlock, transformer_blocks
 from relattn.nn.build import build
 from relattn.nn.linear import Linear
 
@@ -60,6 +61,7 @@ class Performer(nn.Module):
     attention_dropout: float = 0.0
     dropout: float = 0.0
     dtype: Any = jnp.float32
+    inputs: ClassVar[str] = "images"
 
     @nn.compact
     def __call__(
@@ -84,56 +86,21 @@ class Performer(nn.Module):
         cls = self.param("cls", nn.initializers.normal(1.0), (1, 1, self.dim))
         cls = jnp.broadcast_to(cls.astype(x.dtype), (x.shape[0], 1, self.dim))
         x = jnp.concatenate([cls, x], axis=1)
-        layers = [None] * self.num_layers
-        if position.site == "heads":
-            layers = position(grid, 1)
-        for layer in range(self.num_layers):
-            x = TransformerBlock(
-                functools.partial(make_attention, layer=layer, dtype=self.dtype),
+        x = transformer_blocks(
+            x,
+            [make_attention] * self.num_layers,
+            functools.partial(
+                TransformerBlock,
                 dim=self.dim,
                 mlp_dim=self.mlp_dim,
                 attention_dropout=self.attention_dropout,
                 dropout=self.dropout,
                 dtype=self.dtype,
-                name=f"block_{layer}",
-            )(
-                x,
-                grid=grid,
-                num_prefix=1,
-                position=layers[layer],
-                deterministic=deterministic,
-            )
-        return Linear(self.num_classes, name="head")(x[:, 0].astype(jnp.float32))
-
-
-def patches(
-    images: Float[Array, "batch height width channels"], patch_size: int
-) -> tuple[Float[Array, "batch n patch"], tuple[int, int]]:
-    """Cuts images into square patches, row by row.
-
-    Args:
-        images: Shape ``[batch, height, width, channels]``.
-        patch_size: Side of a patch, in pixels.
-
-    Returns:
-        Tokens ``[batch, n, patch_size^2 * channels]``, and their grid.
-
-    Raises:
-        ValueError: If the patch does not divide the image.
-
-    Example:
-        >>> tokens, grid = patches(jnp.zeros((1, 4, 6, 3)), 2)
-        >>> tokens.shape, grid
-        ((1, 6, 12), (2, 3))
-    """
-    batch, height, width, channels = images.shape
-    if patch_size < 1 or height % patch_size or width % patch_size:
-        raise ValueError(
-            f"config.model.patch_size={patch_size} does not divide the image of "
-            f"{height}x{width} pixels; choose a divisor or another "
-            "config.data.image_size"
+            ),
+            positions=position(grid, 1) if position.site == "heads" else None,
+            scan=False,
+            grid=grid,
+            num_prefix=1,
+            deterministic=deterministic,
         )
-    grid = (height // patch_size, width // patch_size)
-    x = images.reshape(batch, grid[0], patch_size, grid[1], patch_size, channels)
-    tokens = x.swapaxes(2, 3).reshape(batch, grid[0] * grid[1], -1)
-    return tokens, grid
+        return Linear(self.num_classes, name="head")(x[:, 0].astype(jnp.float32))

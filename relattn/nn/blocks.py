@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from relattn import offsets
 from relattn.nn.linear import Linear
@@ -46,7 +48,7 @@ class TransformerBlock(nn.Module):
     """A pre-norm block: x + attention(norm(x)), then x + feed_forward(norm(x)).
 
     Attributes:
-        attention: Makes the attention module; called with ``name``.
+        attention: Makes the attention module; called with ``name`` and ``dtype``.
         dim: Width of the tokens.
         mlp_dim: Width of the feed-forward network's hidden layer.
         attention_dropout: Dropout rate of the attention's output.
@@ -70,6 +72,7 @@ class TransformerBlock(nn.Module):
         num_prefix: int,
         position: Any = None,
         key_mask: Bool[Array, "batch n"] | None = None,
+        index: Int[Array, ""] | None = None,
         deterministic: bool = True,
     ) -> Float[Array, "batch n dim"]:
         """Applies the block; arguments as in `relattn.nn.attention`."""
@@ -77,14 +80,94 @@ class TransformerBlock(nn.Module):
         def norm(name: str) -> nn.LayerNorm:
             return nn.LayerNorm(LAYER_NORM_EPSILON, dtype=self.dtype, name=name)
 
-        y = self.attention(name="attention")(
+        y = self.attention(name="attention", dtype=self.dtype)(
             norm("attention_norm")(x),
             grid=grid,
             num_prefix=num_prefix,
             position=position,
             key_mask=key_mask,
+            index=index,
         )
         x = x + nn.Dropout(self.attention_dropout)(y, deterministic=deterministic)
         return x + FeedForward(
             self.dim, self.mlp_dim, self.dropout, self.dtype, name="feed_forward"
         )(norm("feed_forward_norm")(x), deterministic=deterministic)
+
+
+def transformer_blocks(
+    x: Float[Array, "batch n dim"],
+    attentions: Sequence[functools.partial],
+    make_block: functools.partial,
+    *,
+    positions: Sequence[Any] | None = None,
+    scan: bool = True,
+    **options: Any,
+) -> Float[Array, "batch n dim"]:
+    """Applies the blocks of a model, compiling equal layers once; for ``__call__``.
+
+    Neighbours with the same attention are one scanned block ``blocks_FIRST``, FIRST the
+    index of its first layer, whose parameters have a leading axis of layers; so a model
+    of 12 layers compiles like one of a single layer. Attentions that draw random
+    features, and all with ``scan=False``, have blocks of their own, ``block_LAYER``.
+
+    Args:
+        x: Tokens, shape ``[batch, n, dim]``.
+        attentions: A constructor for each layer, as `relattn.nn.build` gives it.
+        make_block: Makes a `TransformerBlock`; called with its attention and name.
+        positions: What the position encoding returned for each layer, if anything.
+        scan: Whether to scan equal layers.
+        **options: Further arguments of the blocks' call.
+
+    Returns:
+        The tokens after the last block.
+
+    Example:
+        >>> from relattn.nn.build import build
+        >>> attention, _ = build("softmax", "none", dim=8, heads=2, num_layers=3)
+        >>> class Model(nn.Module):
+        ...     @nn.compact
+        ...     def __call__(self, x):
+        ...         block = functools.partial(TransformerBlock, dim=8, mlp_dim=16)
+        ...         return transformer_blocks(
+        ...             x, [attention] * 3, block, grid=(7,), num_prefix=0)
+        >>> params = Model().init(jax.random.key(0), jnp.ones((1, 7, 8)))["params"]
+        >>> params["blocks_0"]["attention"]["q"]["kernel"].shape
+        (3, 8, 8)
+    """
+    positions = [None] * len(attentions) if positions is None else list(positions)
+    for first, last in _equal_layers(attentions, scan):
+        attention = functools.partial(attentions[first], layer=first)
+        if not scan or not attention.func.scannable:
+            block = make_block(attention, name=f"block_{first}")
+            x = block(x, position=positions[first], **options)
+            continue
+        block = make_block(attention, name=f"blocks_{first}")
+        leaves = [jax.tree.leaves(position) for position in positions[first:last]]
+        stacked = [jnp.stack(values) for values in zip(*leaves, strict=True)]
+        structure = jax.tree.structure(positions[first])
+
+        def body(block, x, leaves, structure=structure):
+            position = jax.tree.unflatten(structure, leaves)
+            return block(x, position=position, **options), None
+
+        x, _ = nn.scan(
+            body,
+            variable_axes={"params": 0, "cache": 0, "intermediates": 0},
+            split_rngs={"params": True, "dropout": True},
+            length=last - first,
+        )(block, x, stacked)
+    return x
+
+
+def _equal_layers(
+    attentions: Sequence[functools.partial], scan: bool
+) -> Iterator[tuple[int, int]]:
+    """First and last + 1 of the layers that may share a compiled block."""
+    first = 0
+    while first < len(attentions):
+        last = first + 1
+        if scan and attentions[first].func.scannable:
+            while last < len(attentions) and attentions[last] is attentions[first]:
+                last += 1
+        yield first, last
+        first = last

@@ -6,12 +6,14 @@ import functools
 
 from relattn import spec
 from relattn.nn import attention as attentions
-from relattn.nn import positions, random_feature_attention
+from relattn.nn import positions, random_feature_attention, translution
 
 ATTENTIONS = {
     "softmax": attentions.SoftmaxAttention,
     "favor": random_feature_attention.FavorAttention,
     "banded": random_feature_attention.BandedAttention,
+    "translution": translution.TranslutionAttention,
+    "lor_translution": translution.LorTranslutionAttention,
 }
 
 POSITIONS = {

@@ -1,0 +1,146 @@
+"""The generative Transformer over tokens of text, with any causal attention."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, ClassVar
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from relattn.models.generate import generate as generate
+from relattn.models.hybrid import OUTSIDE, hybrid
+from relattn.models.hybrid import SIZES as SIZES
+from relattn.nn.blocks import LAYER_NORM_EPSILON, TransformerBlock, transformer_blocks
+from relattn.nn.linear import Linear
+
+
+class GPT(nn.Module):
+    """Predicts each next token from those before: embedding, causal blocks, head.
+
+    Embeddings start as N(0, 1); queries, keys and values have no bias, nor has the
+    head, which is not tied to the embedding. The tokens pass two LayerNorms before the
+    head, one after the blocks and one of the head, as in the published models. With
+    ``dim``, ``num_layers``, ``heads`` and ``mlp_dim`` of ``SIZES["A"]`` and so on these
+    are the GPT-A, B and C of Translution.
+
+    Attributes:
+        vocab_size: Number of tokens that there are.
+        context_length: The longest sequence, in tokens.
+        dim: Width of the tokens.
+        num_layers: Number of blocks.
+        heads: Number of heads.
+        mlp_dim: Width of the feed-forward networks' hidden layer.
+        attention: Spec of the attention.
+        position: Spec of the position encoding.
+        num_relative_layers: The first layers, which use ``attention``; the rest use
+            softmax; 0 for all layers.
+        attention_dropout: Dropout rate of the attentions' outputs.
+        dropout: Dropout rate of the feed-forward networks.
+        dtype: Compute dtype; parameters are float32.
+
+    Example:
+        >>> model = GPT(vocab_size=11, context_length=7, dim=8, num_layers=1, heads=2,
+        ...             mlp_dim=16, attention="translution")
+        >>> tokens = jnp.zeros((1, 5), jnp.int32)
+        >>> logits, _ = jax.eval_shape(
+        ...     model.init_with_output, jax.random.key(0), tokens)
+        >>> logits.shape
+        (1, 5, 11)
+
+    Source:
+        Translution, section 4.2 and table 1.
+    """
+
+    vocab_size: int
+    context_length: int
+    dim: int = 192
+    num_layers: int = 6
+    heads: int = 3
+    mlp_dim: int = 768
+    attention: str = "softmax"
+    position: str = "none"
+    num_relative_layers: int = 0
+    attention_dropout: float = 0.0
+    dropout: float = 0.0
+    dtype: Any = jnp.float32
+    inputs: ClassVar[str] = "tokens"
+
+    @nn.compact
+    def __call__(
+        self,
+        tokens: Int[Array, "batch n"],
+        *,
+        deterministic: bool = True,
+        index: Int[Array, ""] | int | None = None,
+    ) -> Float[Array, "batch n vocab"]:
+        """Logits of the token after each token.
+
+        Args:
+            tokens: Ids below ``vocab_size``, shape ``[batch, n]``.
+            deterministic: Whether dropout is off.
+            index: In incremental decoding, where ``n`` is 1, the token's index in the
+                sequence; the collection ``cache``, to be mutable, has its past.
+
+        Returns:
+            Logits, float32, shape ``[batch, n, vocab_size]``.
+
+        Raises:
+            ValueError: If the sequence is longer than ``context_length``.
+        """
+        attentions, make_position = hybrid(
+            self.attention,
+            self.position,
+            dim=self.dim,
+            heads=self.heads,
+            num_layers=self.num_layers,
+            num_relative_layers=self.num_relative_layers,
+            causal=True,
+        )
+        length, num_tokens = self.context_length, tokens.shape[1]
+        if num_tokens > length:
+            raise ValueError(
+                f"the sequence of {num_tokens} tokens is longer than the weights: "
+                f"config.model.context_length={length}"
+            )
+        x = nn.Embed(
+            self.vocab_size,
+            self.dim,
+            embedding_init=nn.initializers.normal(1.0),
+            dtype=self.dtype,
+            name="embedding",
+        )(tokens)
+        grid, layers = (length,), None
+        position = make_position(name="position")
+        if position.site == "tokens":
+            table = position(jnp.zeros((1, length, self.dim), x.dtype), grid)
+            start = 0 if index is None else index
+            x = x + jax.lax.dynamic_slice_in_dim(table, start, num_tokens, axis=1)
+        elif position.site not in OUTSIDE:
+            layers = position(grid, 0)
+            if index is None:
+                # What follows changes nothing before it, and the encodings fit.
+                x = jnp.pad(x, ((0, 0), (0, length - num_tokens), (0, 0)))
+        x = transformer_blocks(
+            x,
+            attentions,
+            functools.partial(
+                TransformerBlock,
+                dim=self.dim,
+                mlp_dim=self.mlp_dim,
+                attention_dropout=self.attention_dropout,
+                dropout=self.dropout,
+                dtype=self.dtype,
+            ),
+            positions=layers,
+            grid=grid,
+            num_prefix=0,
+            index=None if index is None else jnp.asarray(index),
+            deterministic=deterministic,
+        )
+        norm = functools.partial(nn.LayerNorm, LAYER_NORM_EPSILON, dtype=self.dtype)
+        x = norm(name="head_norm")(norm(name="norm")(x[:, :num_tokens]))
+        head = Linear(self.vocab_size, use_bias=False, dtype=self.dtype, name="head")
+        return head(x).astype(jnp.float32)

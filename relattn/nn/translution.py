@@ -1,0 +1,243 @@
+"""Translution and LoR-Translution: attention whose projections depend on the offset."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from relattn import kernels, offsets, spec
+from relattn.nn.attention import Context, MultiHeadAttention
+from relattn.nn.linear import Linear
+
+_SUBSETS = ("q", "k", "v", "qk", "qv", "kv", "qkv")
+
+
+def _uniform(bound: float) -> nn.initializers.Initializer:
+    def init(key, shape, dtype=jnp.float32):
+        return jax.random.uniform(key, shape, dtype, -bound, bound)
+
+    return init
+
+
+class OffsetAttention(MultiHeadAttention):
+    """What Translution and LoR-Translution share: their tables.
+
+    Attributes:
+        relative: Which of the projections depend on the offset: a subset of ``"qkv"``.
+        absolute: Whether they depend on the pair of tokens instead, (query, key).
+    """
+
+    relative: str = "qkv"
+    absolute: bool = False
+
+    @classmethod
+    def check(
+        cls, dim: int, heads: int, *, relative: str = "qkv", **options: Any
+    ) -> None:
+        """Raises ValueError where the sizes of the model or the options do not fit."""
+        super().check(dim, heads, **options)
+        if relative not in _SUBSETS:
+            raise ValueError(
+                f"unknown subset relative={relative!r} of the projections: "
+                f"{spec.closest(str(relative), _SUBSETS)}"
+            )
+
+    def rows(self, context: Context) -> tuple[int, ...]:
+        """The leading axes of a table."""
+        if context.grid is None:
+            raise ValueError(
+                "Translution's tables have a row for every offset on a grid: give grid="
+            )
+        grid, num_prefix = context.grid, context.num_prefix
+        if not self.absolute:
+            return (offsets.num_table_rows(grid, num_prefix, causal=self.causal),)
+        if self.causal:
+            raise ValueError(
+                "Translution with absolute=True has no causal form; choose "
+                "absolute=False"
+            )
+        return (len(offsets.is_prefix(grid, num_prefix)),) * 2
+
+    def tables(
+        self,
+        shape: tuple[int, int, int],
+        bound: float,
+        context: Context,
+    ) -> list[Array]:
+        """Tables of the projections in ``relative``, one matrix each for the rest.
+
+        Args:
+            shape: Of a matrix, ``(width, heads, depth)``.
+            bound: Tables start uniform in +-``bound``, single matrices as a `Linear`.
+            context: As in `mix`.
+
+        Returns:
+            Parameters ``[*rows, *shape]`` or ``shape``, in the compute dtype.
+        """
+        rows = self.rows(context)
+        found = []
+        for name in "qkv":
+            if name in self.relative:
+                table = self.param(
+                    f"{name}_table", _uniform(bound), (*rows, *shape), jnp.float32
+                )
+            else:
+                init = _uniform(shape[0] ** -0.5)
+                table = self.param(f"{name}_matrix", init, shape, jnp.float32)
+            found.append(table.astype(self.dtype))
+        return found
+
+
+class TranslutionAttention(OffsetAttention):
+    """Translution: queries, keys and values are projected by their pair's offset.
+
+    out_i = sum_j softmax_j(x_i Wq[d] . x_j Wk[-d] / sqrt(depth)) x_j Wv[d],
+    d = p_i - p_j.
+
+    Tables have a matrix for every offset on the grid, and three for prefix tokens; a
+    causal one has a matrix for each offset 0, 1, ...; with ``absolute`` for every pair.
+    They start uniform in +-1/dim, as the published ones, and have no biases. Positions
+    of the site ``tokens`` are added before; none is needed.
+
+    Example:
+        >>> x = jnp.ones((1, 7, 8))
+        >>> module = TranslutionAttention(dim=8, heads=2)
+        >>> out, variables = module.init_with_output(
+        ...     jax.random.key(0), x, grid=(2, 3), num_prefix=1)
+        >>> out.shape, variables["params"]["q_table"].shape
+        ((1, 7, 8), (18, 8, 2, 4))
+
+    Source:
+        Translution: Unifying Self-attention and Convolution, section 3.3, appendices C
+        and H.
+    """
+
+    sites: ClassVar[tuple[str, ...]] = ("none", "tokens")
+
+    def mix(
+        self, x: Float[Array, "batch n dim"], context: Context
+    ) -> Float[Array, "batch heads n depth"]:
+        """The heads' outputs."""
+        x = x.astype(self.dtype)
+        shape = (self.dim, self.heads, self.depth)
+        tables = self.tables(shape, 1 / self.dim, context)
+        if context.index is not None:
+            x = self.remember("tokens", x, context)
+            out = kernels.translution_step(x, *tables, index=context.index)
+            return out[..., None, :]
+        key_mask = None if context.key_mask is None else context.key_mask[:, 0]
+        if self.absolute:
+            return kernels.pair_translution(x, *tables, key_mask=key_mask)
+        if self.causal:
+            return kernels.causal_translution(x, *tables, key_mask=key_mask)
+        return kernels.translution(
+            x,
+            *tables,
+            grid=context.grid,
+            num_prefix=context.num_prefix,
+            key_mask=key_mask,
+        )
+
+
+class LorTranslutionAttention(OffsetAttention):
+    """LoR-Translution: softmax attention and a low-rank Translution beside it.
+
+    a_ij = (q_i . k_j + (x_i Wq1) Wq2[d] . (x_j Wk1) Wk2[-d]) / sqrt(depth),
+    out_i = sum_j softmax_j(a_ij) (x_j Wv + x_j Wv1 Wv2[d] Wv3), d = p_i - p_j.
+
+    Tables start uniform in +-1/(rank heads), as the published ones.
+
+    Attributes:
+        rank: Width of a head of the low-rank part.
+        base: Whether there are plain queries, keys and values besides.
+        average: Whether both parts of scores and outputs are averaged, as in the
+            authors' code, not summed, as in their paper.
+
+    Example:
+        >>> x = jnp.ones((1, 7, 8))
+        >>> module = LorTranslutionAttention(dim=8, heads=2, rank=3)
+        >>> out, variables = module.init_with_output(
+        ...     jax.random.key(0), x, grid=(2, 3), num_prefix=1)
+        >>> out.shape, variables["params"]["q_table"].shape
+        ((1, 7, 8), (18, 6, 2, 3))
+
+    Source:
+        Translution: Unifying Self-attention and Convolution, section 3.4 and
+        appendix D.
+    """
+
+    rank: int = 8
+    base: bool = True
+    average: bool = False
+    sites: ClassVar[tuple[str, ...]] = ("none", "tokens")
+
+    @classmethod
+    def check(cls, dim: int, heads: int, *, rank: int = 8, **options: Any) -> None:
+        """Raises ValueError where the sizes of the model or the options do not fit."""
+        super().check(dim, heads, **options)
+        if rank < 1:
+            raise ValueError(
+                "attention 'lor_translution' needs rank >= 1, of a head, got "
+                f"rank={rank}"
+            )
+
+    def mix(
+        self, x: Float[Array, "batch n dim"], context: Context
+    ) -> Float[Array, "batch heads n depth"]:
+        """The heads' outputs."""
+        plain = [None] * 3
+        if self.base:
+            plain = [self.project(x, self.heads, name) for name in "qkv"]
+        inner = self.rank * self.heads
+        low = [self._linear(inner, f"low_{name}")(x) for name in "qkv"]
+        shape = (inner, self.heads, self.rank)
+        tables = self.tables(shape, 1 / inner, context)
+        options = {"scale": self.depth**-0.5, "average": self.average}
+        if context.index is None:
+            out, low_out = self.attend_all(plain, low, tables, options, context)
+        else:
+            out, low_out = self.attend_one(plain, low, tables, options, context)
+        low_out = low_out.swapaxes(-2, -3)
+        low_out = low_out.reshape(*low_out.shape[:-2], inner)
+        low_out = self._linear(self.dim, "low_out")(low_out)
+        low_out = low_out.reshape(*low_out.shape[:-1], self.heads, self.depth)
+        low_out = low_out.swapaxes(-2, -3)
+        return low_out if out is None else out + low_out
+
+    def attend_all(
+        self, plain: list, low: list, tables: list, options: dict, context: Context
+    ) -> tuple[Array | None, Array]:
+        """The kernel's plain and low-rank outputs, of all tokens."""
+        if context.key_mask is not None:
+            options["key_mask"] = context.key_mask[:, 0]
+        if self.absolute:
+            kernel = kernels.pair_lor_translution
+        elif self.causal:
+            kernel = kernels.causal_lor_translution
+        else:
+            kernel = kernels.lor_translution
+            options |= {"grid": context.grid, "num_prefix": context.num_prefix}
+        return kernel(*plain, *low, *tables, **options)
+
+    def attend_one(
+        self, plain: list, low: list, tables: list, options: dict, context: Context
+    ) -> tuple[Array | None, Array]:
+        """The outputs of one token, in decoding."""
+        past = []
+        for part, (q, k, v) in (("plain", plain), ("low", low)):
+            if q is not None:
+                k = self.remember(f"{part}_keys", k, context)
+                v = self.remember(f"{part}_values", v, context)
+                q = q[..., 0, :]
+            past += [q, k, v]
+        outs = kernels.lor_translution_step(
+            *past, *tables, index=context.index, **options
+        )
+        return tuple(x if x is None else x[..., None, :] for x in outs)
+
+    def _linear(self, width: int, name: str) -> nn.Module:
+        return Linear(width, use_bias=False, dtype=self.dtype, name=name)

@@ -1,0 +1,141 @@
+"""The generative Transformer: causality, lengths, and decoding."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from relattn.models import build_model
+from relattn.models.generate import sample_token
+from relattn.models.gpt import generate
+
+CONFIG = {"name": "gpt", "dim": 12, "num_layers": 2, "heads": 2, "mlp_dim": 17}
+VOCAB, LENGTH = 13, 7
+VARIANTS = [
+    ("softmax", "learnable_sincos"),
+    ("softmax", "constrained_sincos"),
+    ("favor", "none"),
+    ("translution", "none"),
+    ("translution(relative='qv')", "learnable_sincos"),
+    ("lor_translution(rank=2)", "none"),
+    ("lor_translution(rank=2, base=False, average=True)", "none"),
+]
+
+
+def build(**options):
+    return build_model(CONFIG | options, vocab_size=VOCAB, context_length=LENGTH)
+
+
+def make(**options):
+    """A model with parameters large enough for every part to be seen, and tokens."""
+    model = build(**options)
+    tokens = np.random.default_rng(1).integers(0, VOCAB, (3, LENGTH), np.int32)
+    shapes = jax.eval_shape(model.init, jax.random.key(0), tokens)
+    rng = np.random.default_rng(0)
+    variables = jax.tree.map(
+        lambda leaf: 0.3 * rng.normal(size=leaf.shape).astype(leaf.dtype), shapes
+    )
+    return model, variables, jnp.asarray(tokens)
+
+
+@pytest.mark.parametrize(("attention", "position"), VARIANTS)
+def test_decoding_equals_full_recomputation(attention, position):
+    model, variables, tokens = make(attention=attention, position=position)
+    apply = jax.jit(model.apply)
+    full = apply(variables, tokens)
+    # Causal, bit for bit.
+    changed = apply(variables, tokens.at[:, 5:].set(0))
+    np.testing.assert_array_equal(changed[:, :5], full[:, :5])
+    assert not np.allclose(changed[:, 5:], full[:, 5:])
+    # A shorter sequence is the beginning of a longer one.
+    np.testing.assert_allclose(apply(variables, tokens[:, :4]), full[:, :4], atol=2e-5)
+    out = generate(
+        model, variables, tokens[:, :2], 5, key=jax.random.key(3), temperature=0.0
+    )
+    np.testing.assert_array_equal(out[:, :2], tokens[:, :2])
+    np.testing.assert_array_equal(apply(variables, out)[:, 1:-1].argmax(-1), out[:, 2:])
+
+
+def test_a_key_draws_its_tokens():
+    model, variables, tokens = make()
+
+    def draw(seed, **options):
+        key = jax.random.key(seed)
+        return generate(model, variables, tokens[:, :1], 6, key=key, **options)
+
+    np.testing.assert_array_equal(draw(0), draw(0))
+    assert (draw(0) != draw(1)).any()
+    np.testing.assert_array_equal(draw(0, top_k=1), draw(1, temperature=0.0))
+
+
+def test_samples_follow_the_distribution():
+    logits = jnp.log(jnp.array([0.5, 0.3, 0.15, 0.05]))
+    draws = sample_token(
+        jax.random.key(0), jnp.tile(logits, (4000, 1)), temperature=0.5, top_k=3
+    )
+    expected = np.array([0.25, 0.09, 0.0225, 0.0]) / 0.3625
+    found = np.bincount(np.asarray(draws), minlength=4) / 4000
+    # Four standard errors of a frequency of 4,000 draws.
+    errors = 4 * np.sqrt(expected * (1 - expected) / 4000)
+    assert (np.abs(found - expected) <= errors).all()
+
+
+def test_a_table_has_a_row_an_offset():
+    _, variables, _ = make(attention="translution")
+    table = variables["params"]["blocks_0"]["attention"]["k_table"]
+    assert table.shape == (2, LENGTH, 12, 2, 6)
+
+
+def test_half_precision_keeps_float32_logits():
+    model, variables, tokens = make(dtype="bfloat16", attention="lor_translution")
+    logits = jax.jit(model.apply)(variables, tokens)
+    assert logits.dtype == jnp.float32 and jnp.isfinite(logits).all()
+
+
+def test_a_sequence_longer_than_the_weights_is_refused():
+    model, variables, tokens = make()
+    message = "sequence of 14 tokens is longer than the weights: config.model.context_"
+    with pytest.raises(ValueError, match=message):
+        model.apply(variables, jnp.concatenate([tokens, tokens], axis=1))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_tokens": 6}, "2 tokens and num_tokens=6 are longer than the weights"),
+        ({"num_tokens": 0}, "num_tokens >= 1, got 2 and 0"),
+        ({"prompt": np.zeros((3, 0), np.int32)}, "at least one token"),
+        (
+            {"prompt": np.array([[3, 13]])},
+            "token id 13; the model's vocabulary has ids",
+        ),
+        ({"prompt": np.array([[3, -1]])}, "token id -1"),
+        ({"temperature": -1.0}, "must not be negative, got temperature=-1.0"),
+        ({"top_k": -2}, "top_k=-2"),
+    ],
+)
+def test_generate_refuses_with_a_sentence(change, message):
+    model, variables, tokens = make()
+    arguments = {"prompt": tokens[:, :2], "num_tokens": 2, "key": jax.random.key(0)}
+    with pytest.raises(ValueError, match=re.escape(message)):
+        generate(model, variables, **(arguments | change))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"attention": "banded"}, "attention 'banded' has no causal form"),
+        ({"num_relative_layers": 5}, "num_relative_layers must be from 0"),
+        ({"context_length": 5}, "model 'gpt' has no option 'context_length'"),
+    ],
+)
+def test_bad_configs_are_refused(options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        build(**options)
+
+
+def test_images_have_no_text_model():
+    with pytest.raises(ValueError, match="'gpt' is one of tokens and needs vocab_size"):
+        build_model(CONFIG, num_classes=3, image_shape=(4, 4, 1))

@@ -1,0 +1,139 @@
+"""The Vision Transformer: its variants, hybrids, and what it refuses."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from relattn.models import SIZES, build_model
+
+CONFIG = {"name": "vit", "dim": 12, "num_layers": 3, "heads": 2, "mlp_dim": 17}
+CONFIG |= {"patch_size": 2}
+SHAPE = (4, 6, 1)
+ATTENTIONS = ["softmax", "translution", "lor_translution(rank=2)"]
+
+
+def build(**options):
+    return build_model(CONFIG | options, num_classes=5, image_shape=SHAPE)
+
+
+def shapes_of(model):
+    return jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, *SHAPE)))
+
+
+def make(**options):
+    """A model with parameters large enough for every part to be seen, and images."""
+    model = build(**options)
+    rng = np.random.default_rng(0)
+    images = jnp.asarray(rng.random((3, *SHAPE), np.float32))
+    variables = jax.tree.map(
+        lambda leaf: 0.3 * rng.normal(size=leaf.shape).astype(leaf.dtype),
+        shapes_of(model),
+    )
+    return model, variables, images
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_every_variant_learns_from_every_parameter(attention):
+    model, variables, images = make(attention=attention, num_relative_layers=2)
+
+    def loss(variables):
+        return jnp.square(model.apply(variables, images) - 1.0).sum()
+
+    gradients = jax.jit(jax.grad(loss))(variables)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(gradients):
+        assert jnp.abs(leaf).max() > 1e-6, jax.tree_util.keystr(path)
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS[1:])
+def test_an_example_does_not_see_its_batch(attention):
+    model, variables, images = make(attention=attention)
+    apply = jax.jit(model.apply)
+    others = images.at[1:].set(17.0)
+    np.testing.assert_array_equal(
+        apply(variables, others)[0], apply(variables, images)[0]
+    )
+
+
+def test_a_hybrid_has_softmax_in_its_last_layers():
+    params = shapes_of(build(attention="translution", num_relative_layers=1))["params"]
+    # One table row an offset of the grid of 2x3, and three for CLS.
+    table = params["blocks_0"]["attention"]["q_table"]
+    assert table.shape == (1, 3 * 5 + 3, 12, 2, 6)
+    assert params["blocks_1"]["attention"]["q"]["kernel"].shape == (2, 12, 12)
+    params = shapes_of(build(attention="translution"))["params"]
+    assert params["blocks_0"]["attention"]["q_table"].shape[0] == 3
+
+
+def test_random_features_keep_a_block_a_layer():
+    variables = shapes_of(build(attention="favor", num_relative_layers=2))
+    assert set(variables["params"]) >= {"block_0", "block_1", "blocks_2"}
+    assert set(variables["random_features"]) == {"block_0", "block_1"}
+
+
+@pytest.mark.parametrize(
+    ("attention", "bound"),
+    [("translution", 1 / 12), ("lor_translution(rank=7)", 1 / 14)],
+)
+def test_tables_start_as_published_and_differ_by_layer(attention, bound):
+    model = build(attention=attention)
+    variables = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, *SHAPE)))
+    attention = variables["params"]["blocks_0"]["attention"]
+    table = np.asarray(attention["q_table"])
+    assert 0.98 * bound < np.abs(table).max() <= bound
+    assert not np.allclose(table[0], table[1])
+    assert not np.allclose(*np.asarray(attention["out"]["kernel"][:2]))
+
+
+def test_translution_needs_no_position_to_tell_patches_apart():
+    moved = jnp.array([2, 3, 0, 1, 4, 5])
+    for attention, differ in (("softmax", False), ("translution", True)):
+        model, variables, images = make(attention=attention)
+        apply = jax.jit(model.apply)
+        logits = apply(variables, images)
+        shuffled = apply(variables, images[:, :, moved])
+        assert np.allclose(logits, shuffled, atol=1e-6) != differ
+
+
+def test_half_precision_keeps_float32_parameters_and_logits():
+    model, variables, images = make(dtype="bfloat16", attention="translution")
+    logits = jax.jit(model.apply)(variables, images)
+    assert logits.dtype == jnp.float32 and jnp.isfinite(logits).all()
+    dtypes = {leaf.dtype for leaf in jax.tree.leaves(shapes_of(model))}
+    assert dtypes == {np.dtype("float32")}
+
+
+def test_the_sizes_are_those_of_the_paper():
+    rows = [tuple(SIZES[name].values()) for name in "ABC"]
+    assert rows == [(6, 192, 3, 768), (12, 192, 3, 768), (12, 384, 6, 1536)]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"patch_size": 7}, "patch_size=7 is larger than the image of 4x6 pixels"),
+        ({"patch_size": 3}, "patch_size=3 does not divide the image of 4x6 pixels"),
+        (
+            {"num_relative_layers": 4},
+            "num_relative_layers must be from 0 (all layers) to "
+            "config.model.num_layers=3, got 4",
+        ),
+        ({"attention": "lor_translution(rank=0)"}, "needs rank >= 1, of a head, got"),
+        ({"attention": "translution(relative='qx')"}, "unknown subset relative='qx'"),
+        ({"attention": "translution(relative='')"}, "unknown subset relative=''"),
+        ({"attention": "translution(rank=2)"}, "'translution' has no option 'rank'"),
+        ({"vocab_size": 7}, "model 'vit' has no option 'vocab_size'"),
+    ],
+)
+def test_bad_configs_are_refused_before_any_work(options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        build(**options)
+
+
+def test_text_has_no_image_model():
+    with pytest.raises(
+        ValueError, match="'vit' is one of images and needs num_classes"
+    ):
+        build_model(CONFIG, vocab_size=11, context_length=7)

@@ -14,6 +14,7 @@ from relattn.data.source import (
     TextInfo,
     read_info,
 )
+from relattn.data.streamed import StreamedImages, StreamedSplit
 from relattn.data.text import TextData, TokenSplit, load_text
 from relattn.data.tokenizers import Tokenizer, load_tokenizer
 
@@ -27,6 +28,8 @@ __all__ = [
     "ImageInfo",
     "ImageSplit",
     "Loader",
+    "StreamedImages",
+    "StreamedSplit",
     "TextData",
     "TextInfo",
     "TokenSplit",

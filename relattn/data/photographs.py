@@ -162,14 +162,18 @@ def read_batches(
         )
     iterator = iter(dataset)
     try:
-        # Copied, so that the workers' shared memory is freed at once.
-        yield ({key: np.array(value) for key, value in b.items()} for b in iterator)
+        yield map(_copy, iterator)
     finally:
         iterator.close()
         if num_workers:
             # A worker's last batch hangs in a reference cycle of grain's: its shared
             # memory would stay until the next collection.
             gc.collect()
+
+
+def _copy(batch: Batch) -> Batch:
+    """Frees the workers' shared memory at once."""
+    return {key: np.array(value) for key, value in batch.items()}
 
 
 def _leave_devices(worker: int, num_workers: int) -> None:

@@ -54,7 +54,9 @@ def measure(
     """
     check_config(config)
     parallel = DataParallel(devices)
-    parallel.check_batch("config.batch_size", config.batch_size)
+    parallel.check_batch(
+        "config.batch_size", config.batch_size, config.accumulate_steps
+    )
     data = data_lib.load_data(config.data)
     task = Task.build(config, data.info)
     step = parallel.train_step(

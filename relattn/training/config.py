@@ -19,6 +19,7 @@ FREE_KEYS = (
     "data.manual_dir",
     "data.bpe_dir",
     "data.num_workers",
+    "data.bpe_dir",
 )
 
 _AT_LEAST = {

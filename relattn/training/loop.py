@@ -81,7 +81,7 @@ def train_and_evaluate(
         checkpoint = workdir / CHECKPOINTS / str(saved["step"])
         check_labels(data_lib.read_info(saved["data"]), data.info, checkpoint)
     task = Task.build(config, data.info)
-    warn_if_too_large(task.abstract_state(), parallel.devices)
+    warn_if_too_large(task.abstract_state, parallel.devices)
     loop = _Loop(task, data, parallel, workdir, saved)
     loop.announce()
     if not loop.finished:
@@ -123,7 +123,7 @@ class _Loop:
         self.history = History.from_json(saved["history"]) if saved else History()
         self.start = saved["step"] if saved else 0
         if saved:
-            state = restore(self.checkpoints, self.start, task.abstract_state())
+            state = restore(self.checkpoints, self.start, task.abstract_state)
         else:
             state = task.create_state()
         self.num_params = sum(x.size for x in jax.tree.leaves(state.params))
@@ -312,7 +312,7 @@ class _Loop:
         """Evaluates the best checkpoint on the test splits; writes ``result.json``."""
         history = self.history
         read_meta(self.checkpoints, history.best_step)
-        best = restore(self.checkpoints, history.best_step, self.task.abstract_state())
+        best = restore(self.checkpoints, history.best_step, self.task.abstract_state)
         variables = self.parallel.replicate(best.variables)
         splits = self.data.eval_splits
         # A split may have two names.

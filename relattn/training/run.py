@@ -10,7 +10,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 from ml_collections import ConfigDict
 
 from relattn.data import DataInfo, EvalSplit, read_info
@@ -85,7 +85,7 @@ def load_run(workdir: str | Path, checkpoint: str = "best") -> Run:
         meta = read_meta(folder, step)
     config = complete(meta["config"])
     task = Task.build(config, read_info(meta["data"]))
-    state = restore(folder, step, task.abstract_state())
+    state = restore(folder, step, task.abstract_state)
     return Run(
         config=config,
         model=task.model,
@@ -98,12 +98,11 @@ def load_run(workdir: str | Path, checkpoint: str = "best") -> Run:
     )
 
 
-def make_predict_fn(
-    run: Run,
-) -> Callable[
-    [Float[Array, "batch height width channels"]], Float[Array, "batch classes"]
-]:
-    """A compiled function from preprocessed images to logits.
+Inputs = Float[Array, "batch height width channels"] | Int[Array, "batch n"]
+
+
+def make_predict_fn(run: Run) -> Callable[[Inputs], Float[Array, "batch ... classes"]]:
+    """A compiled function from preprocessed images, or tokens, to logits.
 
     Args:
         run: A trained run.
@@ -112,13 +111,11 @@ def make_predict_fn(
         The function, for one device. It is compiled once for each batch size: fill a
         last, smaller batch up.
     """
-    apply = jax.jit(lambda variables, images: run.model.apply(variables, images))
+    apply = jax.jit(lambda variables, inputs: run.model.apply(variables, inputs))
     variables = jax.device_put(run.variables)
 
-    def predict(
-        images: Float[Array, "batch height width channels"],
-    ) -> Float[Array, "batch classes"]:
-        return apply(variables, images).astype(jnp.float32)
+    def predict(inputs: Inputs) -> Float[Array, "batch ... classes"]:
+        return apply(variables, inputs).astype(jnp.float32)
 
     return predict
 

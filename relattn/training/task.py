@@ -96,6 +96,7 @@ class Task:
         )
         return jax.jit(create)(self.key)
 
+    @functools.cached_property
     def abstract_state(self) -> TrainState:
         """The shapes and dtypes of the state, without computing it."""
         return jax.eval_shape(self.create_state)

@@ -37,7 +37,7 @@ def final_state(workdir):
     config = training.default_config()
     config.update(meta["config"])
     task = Task.build(config, data_lib.read_info(meta["data"]))
-    return restore(folder, step, task.abstract_state())
+    return restore(folder, step, task.abstract_state)
 
 
 def test_a_run_leaves_its_results(config, tmp_path, one_device):

@@ -30,6 +30,9 @@ from relattn.kernels.linear import (
     scale_queries,
 )
 
+# Chunks that are worked on at once, for products large enough to be fast.
+_PARALLEL_CHUNKS = 8
+
 
 def causal_linear_attention(
     q: Float[Array, "*batch n depth"],
@@ -38,7 +41,7 @@ def causal_linear_attention(
     feature_map: FeatureMap,
     *,
     key_mask: Bool[Array, "*#batch n"] | None = None,
-    chunk_size: int = 128,
+    chunk_size: int = 64,
     precision: jax.lax.PrecisionLike = None,
 ) -> Float[Array, "*batch n value_depth"]:
     """Attention of every token to itself and those before it, by features.
@@ -83,17 +86,21 @@ def causal_linear_attention(
     k, v, key_mask = clear_masked(k, v, key_mask)
     einsum = einsum_in_float32(precision)
     state = init_linear_state(k[..., 0, :], v[..., 0, :], feature_map)
-
-    def attend_chunk(state, chunk):
-        return _attend_causally(state, chunk, feature_map, einsum)
-
     length = q.shape[-2]
+    # With a bound, chunks need nothing of each other but sums: some go side by side.
+    bounded = _feature_shapes(feature_map, k[..., 0, :]).bound is not None
+    parallel = _PARALLEL_CHUNKS if bounded and length > chunk_size else 1
+
+    def attend(state, tokens):
+        return _attend_causally(state, tokens, feature_map, einsum, parallel)
+
     if length <= chunk_size:
-        return attend_chunk(state, (q, k, v, key_mask))[1]
-    chunks = split_chunks((q, k, v), chunk_size)
+        return attend(state, (q, k, v, key_mask))[1]
+    size = parallel * chunk_size
+    tokens = split_chunks((q, k, v), size, multiple=parallel)
     if key_mask is not None:
-        key_mask = split_chunks(key_mask[..., None], chunk_size)[..., 0]
-    _, out = scan_chunks(attend_chunk, state, (*chunks, key_mask))
+        key_mask = split_chunks(key_mask[..., None], size, multiple=parallel)[..., 0]
+    _, out = scan_chunks(attend, state, (*tokens, key_mask))
     return join_chunks(out, length)
 
 
@@ -120,10 +127,7 @@ def init_linear_state(
         (2, 3, 6)
     """
     batch = k_i.shape[:-1]
-    features = jax.eval_shape(
-        functools.partial(evaluate, feature_map),
-        jax.ShapeDtypeStruct((*batch, 1, k_i.shape[-1]), k_i.dtype),
-    )
+    features = _feature_shapes(feature_map, k_i)
     plain = features.values is None
     if features.bound is None and (plain or features.exponents.shape[-1] != 1):
         raise ValueError(
@@ -182,11 +186,20 @@ def causal_linear_attention_step(
     return state, out[..., 0, :]
 
 
-def _attend_causally(state, chunk, feature_map, einsum):
-    """The state after a chunk, and the chunk's outputs."""
-    q, k, v, mask = chunk
+def _feature_shapes(feature_map, k_i):
+    """The shapes of one token's features."""
+    return jax.eval_shape(
+        functools.partial(evaluate, feature_map),
+        jax.ShapeDtypeStruct((*k_i.shape[:-1], 1, k_i.shape[-1]), k_i.dtype),
+    )
+
+
+def _attend_causally(state, tokens, feature_map, einsum, parallel=1):
+    """The state after some tokens, and their outputs, in chunks side by side."""
+    q, k, v, mask = tokens
     queries, keys = evaluate(feature_map, q), evaluate(feature_map, k)
-    causal = jnp.tril(jnp.ones((q.shape[-2], q.shape[-2]), bool))
+    size = q.shape[-2] // parallel
+    causal = jnp.tril(jnp.ones((size, size), bool))
     if keys.bound is None:
         phi_q, phi_k = queries.values, keys.values
         decays, shift = _running_decays(state.shift, keys.exponents, mask, causal)
@@ -200,12 +213,22 @@ def _attend_causally(state, chunk, feature_map, einsum):
             phi_k = jnp.where(mask[..., None], phi_k, 0.0)
         decays, shift = _Decays(causal.astype(jnp.float32), 1.0, 1.0, 1.0), state.shift
 
+    def chunks(x):
+        return x.reshape(*x.shape[:-2], parallel, size, x.shape[-1])
+
     def attend(phi_q, phi_k, v, before):
+        phi_q, phi_k, v = chunks(phi_q), chunks(phi_k), chunks(v)
+        sums = einsum("...jf,...je->...fe", phi_k * decays.keys, v)
+        earlier = jnp.concatenate(
+            [before[..., None, :, :], sums[..., :-1, :, :]], axis=-3
+        )
+        earlier = jnp.cumsum(earlier, axis=-3)
         weights = decays.pairs * einsum("...if,...jf->...ij", phi_q, phi_k)
         within = einsum("...ij,...je->...ie", weights, v)
-        past = einsum("...if,...fe->...ie", phi_q, before)
-        sums = einsum("...jf,...je->...fe", phi_k * decays.keys, v)
-        return decays.state * before + sums, within + decays.past * past
+        past = einsum("...if,...fe->...ie", phi_q, earlier)
+        out = within + decays.past * past
+        after = decays.state * earlier[..., -1, :, :] + sums[..., -1, :, :]
+        return after, out.reshape(*q.shape[:-1], -1)
 
     after, sums = attend(phi_q, phi_k, append_ones(v), state.sums)
     if state.magnitudes is None:
@@ -241,9 +264,9 @@ def _running_decays(shift, exponents, mask, causal):
     largest = jnp.maximum(largest, shift)
     last = largest[..., -1:, :]
     decays = _Decays(
-        pairs=jnp.exp(earlier - largest),
-        past=jnp.exp(shift - largest),
-        keys=jnp.exp(exponents - last),
+        pairs=jnp.exp(earlier - largest)[..., None, :, :],
+        past=jnp.exp(shift - largest)[..., None, :, :],
+        keys=jnp.exp(exponents - last)[..., None, :, :],
         state=jnp.exp(shift - last),
     )
     return decays, last

@@ -8,6 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+# The name (`jax.ad_checkpoint.checkpoint_name`) of what is cheap to keep and costly to
+# compute anew.
+KEPT = "kept"
+
 
 def check_chunk_size(chunk_size: int) -> None:
     """Raises ValueError unless a chunk holds a token."""
@@ -16,20 +20,23 @@ def check_chunk_size(chunk_size: int) -> None:
 
 
 def scan_chunks(body: Callable, state: Any, chunks: Any) -> tuple[Any, Any]:
-    """Scans over chunks; the backward pass computes a chunk anew, storing none."""
-    return jax.lax.scan(jax.checkpoint(body, prevent_cse=False), state, chunks)
+    """Scans over chunks; the backward pass computes anew all but what is `KEPT`."""
+    policy = jax.checkpoint_policies.save_only_these_names(KEPT)
+    body = jax.checkpoint(body, prevent_cse=False, policy=policy)
+    return jax.lax.scan(body, state, chunks)
 
 
-def split_chunks(tree: Any, chunk_size: int) -> Any:
+def split_chunks(tree: Any, chunk_size: int, multiple: int = 1) -> Any:
     """From [*batch, n, width] to [chunks, *batch, chunk, width].
 
-    Chunks are of equal length, at most ``chunk_size``; zeros fill up the last.
+    Chunks are of equal length, a multiple of ``multiple`` and at most ``chunk_size``,
+    which is one too; zeros fill up the last.
     """
 
     def split(x):
         length = x.shape[-2]
         num_chunks = -(-length // chunk_size)
-        size = -(-length // num_chunks)
+        size = -(-length // (num_chunks * multiple)) * multiple
         padding = [(0, 0)] * x.ndim
         padding[-2] = (0, num_chunks * size - length)
         x = jnp.pad(x, padding)

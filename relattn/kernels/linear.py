@@ -13,9 +13,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float
 
 from relattn.kernels.chunks import (
+    KEPT,
     check_chunk_size,
     join_chunks,
     scan_chunks,
@@ -246,6 +248,7 @@ def divide_sums(
     dtype: jnp.dtype,
 ) -> tuple[Float[Array, "*batch n value_depth"], Float[Array, "*batch n 1"]]:
     """Numerators by guarded denominators, and the denominators before the guard."""
+    sums = checkpoint_name(sums, KEPT)
     numerator, normalizer = sums[..., :-1], sums[..., -1:]
     denominator = normalizer
     if magnitudes is not None:
@@ -255,5 +258,5 @@ def divide_sums(
     denominator = jnp.where(jnp.abs(denominator) < _NO_WEIGHT, 1.0, denominator)
     # The gradient of a division squares the denominator, which could underflow.
     scale = jax.lax.stop_gradient(1.0 / denominator)
-    out = (numerator * scale) / (denominator * scale)
+    out = numerator * (scale / (denominator * scale))
     return out.astype(dtype), normalizer

@@ -1,16 +1,19 @@
 """`python -m relattn.data.prepare`."""
 
 import importlib.util
+import io
 import pathlib
 import socket
 import sys
+import tarfile
 import urllib.request
 
 import pytest
 from ml_collections import ConfigDict
 
-from relattn.data.load import load_images
+from relattn.data.load import load_data, load_images
 from relattn.data.prepare import check_archives, main
+from tests.data.conftest import encode_photograph
 
 ORIGINALS = pathlib.Path(__file__).parents[3] / "shared" / "data"
 URLS = ["https://nowhere.invalid/a/one.gz", "https://nowhere.invalid/a/two.gz"]
@@ -82,4 +85,44 @@ def test_both_sets_of_equal_file_names(tmp_path):
         data = load_images(config)
         sizes = (len(data.train), len(data.validation), len(data.test))
         assert sizes == (55000, 5000, 10000)
+    assert "tensorflow" not in sys.modules
+
+
+def tar(files):
+    """A tar archive in memory of the files by name."""
+    archive = io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w") as writer:
+        for name, content in files.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content.getvalue())
+            content.seek(0)
+            writer.addfile(info, content)
+    return archive
+
+
+@needs_tensorflow
+@pytest.mark.filterwarnings("ignore")
+def test_imagenet_from_its_archives(tmp_path):
+    train = {
+        f"{synset}.tar": tar(
+            {f"{synset}_{i}.JPEG": encode_photograph(7, i) for i in range(5)}
+        )
+        for synset in ("n01440764", "n01443537")
+    }
+    test = {
+        f"ILSVRC2012_val_{i:08d}.JPEG": encode_photograph(3, i) for i in range(1, 4)
+    }
+    for name, files in (("train", train), ("val", test)):
+        archive = tmp_path / f"ILSVRC2012_img_{name}.tar"
+        archive.write_bytes(tar(files).getvalue())
+    config = ConfigDict({"name": "imagenet2012", "source": "tfds", "num_validation": 3})
+    config.data_dir = str(tmp_path / "sets")
+    config.manual_dir = str(tmp_path)
+    data = load_data(config)
+    assert data.info.class_names[:2] == ("n01440764", "n01443537")
+    assert data.info.num_classes == 1000
+    assert [len(data.train), *map(len, data.eval_splits.values())] == [7, 3, 3]
+    with data.train_loader(7, seed=0) as loader:
+        _, batch = next(loader)
+    assert batch["image"].shape == (7, 224, 224, 3) and set(batch["label"]) <= {0, 1}
     assert "tensorflow" not in sys.modules

@@ -121,6 +121,9 @@ def test_patches_run_row_by_row():
     tokens, grid = patches(images, 2)
     assert grid == (2, 3) and tokens.shape == (2, 6, 4)
     np.testing.assert_array_equal(tokens[1, 4], images[1, 2:4, 2:4, 0].reshape(-1))
+    tokens, grid = patches(images, [4, 2])
+    assert grid == (1, 3) and tokens.shape == (2, 3, 8)
+    np.testing.assert_array_equal(tokens[1, 2], images[1, :, 4:, 0].reshape(-1))
 
 
 @pytest.mark.parametrize(
@@ -129,6 +132,8 @@ def test_patches_run_row_by_row():
         ({"name": "preformer"}, "config.model.name 'preformer': did you mean 'perfo"),
         ({"patchsize": 2}, "no option 'patchsize': did you mean 'patch_size'?"),
         ({"patch_size": 3}, "patch_size=3 does not divide the image of 4x6 pixels"),
+        ({"patch_size": (2, 5)}, "patch_size=(2, 5) does not divide the image of 4x6"),
+        ({"patch_size": (2, 3, 1)}, "must be one side or a height and a width"),
         ({"heads": 3}, "heads must divide config.model.dim, got dim=16 and heads=3"),
         ({"attention": "banded(clip=0)"}, "needs clip >= 1, got 0"),
         ({"attention": "favour"}, "unknown attention 'favour': did you mean 'favor'?"),

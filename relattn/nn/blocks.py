@@ -155,6 +155,8 @@ def transformer_blocks(
             variable_axes={"params": 0, "cache": 0, "intermediates": 0},
             split_rngs={"params": True, "dropout": True},
             length=last - first,
+            # Nothing is shared by the layers; looking for it would trace them twice.
+            check_constancy_invariants=False,
         )(block, x, stacked)
     return x
 

@@ -26,7 +26,7 @@ class Tables(Protocol):
         """Which keys a query may attend to, ``[n, n]``; None for all."""
 
     def check(self, name: str, table: Array) -> Array:
-        """The table's rows that are used; ValueError if they are not there."""
+        """The table; ValueError if it lacks rows."""
 
     def scores(
         self, q: Array, k: Array, t_q: Array | None, t_k: Array | None, precision

@@ -147,7 +147,8 @@ class _StepTables:
         return jnp.arange(self.length) <= self.index
 
     def check(self, name: str, table: Array) -> Array:
-        return OffsetTables((self.length,), causal=True).check(name, table)
+        tables = OffsetTables((self.length,), causal=True)
+        return tables.check(name, table)[: self.length]
 
     def scores(self, q, k, t_q, t_k, precision):
         if t_q is not None:

@@ -1,0 +1,148 @@
+"""The order in which offsets are worked on: buckets of rectangles of equal size.
+
+The pairs of grid tokens at one offset are a rectangle of queries and one of keys.
+Their sizes differ from offset to offset, and compiled loops need equal ones: a bucket
+is a set of offsets whose rectangles are taken as large as the largest of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+
+import numpy as np
+
+from relattn.offsets import Grid
+
+
+@dataclasses.dataclass(frozen=True)
+class Bucket:
+    """Offsets that share the size of their rectangles.
+
+    Attributes:
+        shape: Height and width of a rectangle.
+        rows: Of a table of queries or values, and of a table of keys, int32
+            ``[offsets, 2]``.
+        corners: Row and column where the rectangle of queries starts, then that of
+            keys, int32 ``[offsets, 4]``.
+    """
+
+    shape: tuple[int, int]
+    rows: np.ndarray
+    corners: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """All offsets of a grid, in buckets.
+
+    A slot is a place in a rectangle of an offset; slots are numbered in the order of
+    the buckets, their offsets, and their rectangles row by row.
+
+    Attributes:
+        shape: Height and width of the grid; a line is one row.
+        padding: Rows and columns that rectangles reach beyond the grid.
+        buckets: The buckets.
+        slot_of_pair: For every (query, key), query-major, the slot; the number of slots
+            where there is none.
+        pair_of_slot: For every slot the pair, or the number of pairs.
+    """
+
+    shape: tuple[int, int]
+    padding: tuple[int, int]
+    buckets: tuple[Bucket, ...]
+    slot_of_pair: np.ndarray
+    pair_of_slot: np.ndarray
+
+
+@functools.lru_cache(maxsize=64)
+def plan(grid: Grid, *, causal: bool = False, max_buckets: int = 12) -> Plan:
+    """The buckets of a grid.
+
+    Args:
+        grid: Height and width, or length.
+        causal: Whether only offsets 0, 1, ... of a line are there.
+        max_buckets: The most buckets; more waste less work and take longer to compile.
+
+    Returns:
+        The plan.
+
+    Example:
+        >>> whole = plan((3, 5))
+        >>> [bucket.shape for bucket in whole.buckets]
+        [(3, 5), (3, 2)]
+        >>> sum(len(bucket.rows) for bucket in whole.buckets)
+        45
+    """
+    shape = (1, *grid) if len(grid) == 1 else grid
+    buckets, padding = [], (0, 0)
+    for rows, columns in itertools.product(*_split_axes(shape, max_buckets)):
+        offsets = np.array(
+            [
+                (sign_r * r, sign_c * c)
+                for r, c in itertools.product(rows, columns)
+                for sign_r in ((1, -1) if r else (1,))
+                for sign_c in ((1, -1) if c and not causal else (1,))
+            ]
+        )
+        first = np.array([rows[0], columns[0]])
+        padding = np.maximum(padding, np.abs(offsets).max(axis=0) - first)
+        corners = [np.maximum(offsets, 0), np.maximum(-offsets, 0)]
+        buckets.append(
+            Bucket(
+                shape=tuple((np.array(shape) - first).tolist()),
+                rows=_table_rows(offsets, shape, causal).astype(np.int32),
+                corners=np.concatenate(corners, axis=1).astype(np.int32),
+            )
+        )
+    return Plan(
+        shape, tuple(padding.tolist()), tuple(buckets), *_number(buckets, shape)
+    )
+
+
+def _split_axes(shape, max_buckets):
+    """Ranges of magnitudes for both axes, as many as allowed, that waste the least.
+
+    A range wastes about the square of its length: equal ranges waste the least.
+    """
+    waste = {}
+    # Ranges of one magnitude, on small grids, would take long to compile for nothing.
+    most = [range(1, max(size // 2, 1) + 1) for size in shape]
+    for parts in itertools.product(*most):
+        if math.prod(parts) <= max_buckets:
+            waste[parts] = math.prod(
+                1 + 1 / part - 1 / size for part, size in zip(parts, shape, strict=True)
+            )
+    return [
+        np.array_split(np.arange(size), parts)
+        for size, parts in zip(shape, min(waste, key=waste.get), strict=True)
+    ]
+
+
+def _table_rows(offsets, shape, causal):
+    """Rows of offsets in tables of queries or values, and of their negatives."""
+    if causal:
+        return np.stack([offsets[:, 1]] * 2, axis=1)
+    sizes = np.array(shape)
+    strides = np.array([2 * shape[1] - 1, 1])
+    return np.stack([(o + sizes - 1) @ strides for o in (offsets, -offsets)], axis=1)
+
+
+def _number(buckets, shape):
+    """Slots of pairs, and pairs of slots."""
+    pairs = []
+    for bucket in buckets:
+        # Query row and column, key row and column of every slot.
+        inner = np.indices(bucket.shape).reshape(2, -1).T
+        places = bucket.corners[:, None] + np.tile(inner, 2)
+        inside = (places < np.tile(shape, 2)).all(axis=-1)
+        tokens = places @ np.array([[shape[1], 0], [1, 0], [0, shape[1]], [0, 1]])
+        num_tokens = math.prod(shape)
+        pair = tokens @ np.array([num_tokens, 1])
+        pairs.append(np.where(inside, pair, num_tokens**2).ravel())
+    pair_of_slot = np.concatenate(pairs)
+    slot_of_pair = np.full(num_tokens**2 + 1, len(pair_of_slot))
+    slot_of_pair[pair_of_slot] = np.arange(len(pair_of_slot))
+    return slot_of_pair[:-1].astype(np.int32), pair_of_slot.astype(np.int32)

@@ -77,6 +77,32 @@ def parse(spec: str) -> tuple[str, dict[str, Any]]:
     return tree.func.id, options
 
 
+def terms(spec: str) -> list[str]:
+    """Splits a sum of specs.
+
+    Args:
+        spec: One spec, or several joined by ``+``.
+
+    Returns:
+        The specs; the whole where it is no sum.
+
+    Example:
+        >>> terms("learned + rope2d(base=10)")
+        ['learned', 'rope2d(base=10)']
+    """
+    if len(spec) > _MAX_LENGTH:
+        return [spec]
+    try:
+        tree = ast.parse(spec.strip(), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return [spec]
+    found = []
+    while isinstance(tree, ast.BinOp) and isinstance(tree.op, ast.Add):
+        found.append(ast.unparse(tree.right))
+        tree = tree.left
+    return [ast.unparse(tree), *reversed(found)] if found else [spec]
+
+
 def resolve(
     spec: str,
     table: Mapping[str, Callable[..., Any]],

@@ -44,6 +44,20 @@ def test_parse_refuses_what_is_not_a_literal_call(text):
         spec.parse(text)
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("none", ["none"]),
+        (" a(x=1) + b+c(y='+')", ["a(x=1)", "b", "c(y='+')"]),
+        ("a(x=1 + 2)", ["a(x=1 + 2)"]),
+        ("a + ", ["a + "]),
+        ("a + " * 200 + "a", ["a + " * 200 + "a"]),
+    ],
+)
+def test_terms_of_a_sum(text, expected):
+    assert spec.terms(text) == expected
+
+
 def test_resolve_names_the_closest():
     def favor(num_features=0):
         return num_features

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from relattn import offsets
-from relattn.kernels import softmax
+from relattn.kernels import bias, softmax
 from relattn.nn.linear import Linear
 
 
@@ -219,7 +219,13 @@ class SoftmaxAttention(MultiHeadAttention):
         Vaswani et al., Attention Is All You Need, section 3.2.
     """
 
-    sites: ClassVar[tuple[str, ...]] = ("none", "tokens", "heads")
+    sites: ClassVar[tuple[str, ...]] = (
+        "none",
+        "tokens",
+        "heads",
+        "pairs",
+        "offset_bias",
+    )
 
     def attend(
         self,
@@ -229,10 +235,15 @@ class SoftmaxAttention(MultiHeadAttention):
         context: Context,
     ) -> Float[Array, "batch heads n depth"]:
         """Softmax attention."""
-        kernel = softmax.softmax_attention
+        tables = self.tables(context)
+        options = {"key_mask": context.key_mask, **tables}
         if self.causal:
-            kernel = softmax.causal_softmax_attention
-        return kernel(q, k, v, key_mask=context.key_mask)
+            return bias.causal_relative_attention(q, k, v, **options)
+        if not tables:
+            return softmax.softmax_attention(q, k, v, **options)
+        return bias.relative_attention(
+            q, k, v, grid=context.grid, num_prefix=context.num_prefix, **options
+        )
 
     def attend_step(
         self,
@@ -244,5 +255,11 @@ class SoftmaxAttention(MultiHeadAttention):
         """Softmax attention of one token to those so far."""
         keys = self.remember("keys", k, context)
         values = self.remember("values", v, context)
-        past = jnp.arange(keys.shape[-2]) <= context.index
-        return softmax.softmax_attention(q, keys, values, key_mask=past)
+        return bias.relative_attention_step(
+            q, keys, values, context.index, **self.tables(context)
+        )
+
+    def tables(self, context: Context) -> dict[str, Array]:
+        """The tables of offsets that the position has, in the compute dtype."""
+        tables = {} if context.position is None else context.position.tables
+        return {name: table.astype(self.dtype) for name, table in tables.items()}

@@ -6,20 +6,34 @@ import functools
 
 from relattn import spec
 from relattn.nn import attention as attentions
-from relattn.nn import positions, random_feature_attention, translution
+from relattn.nn import (
+    gated_positional,
+    positions,
+    random_feature_attention,
+    relative_positions,
+    translution,
+)
 
 ATTENTIONS = {
     "softmax": attentions.SoftmaxAttention,
     "favor": random_feature_attention.FavorAttention,
     "banded": random_feature_attention.BandedAttention,
+    "gated_positional": gated_positional.GatedPositionalAttention,
     "translution": translution.TranslutionAttention,
     "lor_translution": translution.LorTranslutionAttention,
 }
 
 POSITIONS = {
     "none": positions.NoPosition,
+    "learned": positions.Learned,
+    "sincos": positions.Sincos,
     "learnable_sincos": positions.LearnableSincos,
     "constrained_sincos": positions.ConstrainedSincos,
+    "relative_key": relative_positions.RelativeKey,
+    "relative_value": relative_positions.RelativeValue,
+    "relative_bias": relative_positions.RelativeBias,
+    "rope1d": relative_positions.Rope1d,
+    "rope2d": relative_positions.Rope2d,
 }
 
 # What the model decides, not the spec.
@@ -40,7 +54,9 @@ def build(
 
     Args:
         attention: Spec of an entry of `ATTENTIONS`, ``"favor(num_features=256)"``.
-        position: Spec of an entry of `POSITIONS`, ``"constrained_sincos"``.
+        position: Spec of an entry of `POSITIONS`, ``"constrained_sincos"``, or a sum of
+            such specs, ``"learned + rope2d"``, of which one at most acts elsewhere than
+            at the site ``tokens``.
         dim: Width of the tokens.
         heads: Number of heads.
         num_layers: Number of layers.
@@ -61,14 +77,7 @@ def build(
         2
     """
     make_attention = spec.resolve(attention, ATTENTIONS, "attention", _RESERVED)
-    make_position = spec.resolve(position, POSITIONS, "position", _RESERVED)
-    site, sites = make_position.func.site, make_attention.func.sites
-    if site not in sites:
-        fitting = [name for name, entry in POSITIONS.items() if entry.site in sites]
-        raise ValueError(
-            f"position {position!r} acts at the site {site!r}, which attention "
-            f"{attention!r} does not honour; it takes position {', '.join(fitting)}"
-        )
+    make_position = _resolve_position(position, attention, make_attention.func.sites)
     if causal and not make_attention.func.has_causal_form:
         fitting = [name for name, entry in ATTENTIONS.items() if entry.has_causal_form]
         raise ValueError(
@@ -83,3 +92,30 @@ def build(
         make_attention, dim=dim, heads=heads, causal=causal
     )
     return make_attention, make_position
+
+
+def _resolve_position(
+    position: str, attention: str, sites: tuple[str, ...]
+) -> functools.partial:
+    """The constructor of a position, or of a sum, that the attention honours."""
+    makers = [
+        spec.resolve(term, POSITIONS, "position", _RESERVED)
+        for term in spec.terms(position)
+    ]
+    for term, make in zip(spec.terms(position), makers, strict=True):
+        if make.func.site not in sites:
+            fitting = [name for name, entry in POSITIONS.items() if entry.site in sites]
+            raise ValueError(
+                f"position {term!r} acts at the site {make.func.site!r}, which "
+                f"attention {attention!r} does not honour; it takes position "
+                f"{', '.join(fitting)}"
+            )
+    if len(makers) == 1:
+        return makers[0]
+    others = [make for make in makers if make.func.site not in ("none", "tokens")]
+    if len(others) > 1:
+        raise ValueError(
+            f"position {position!r} has {len(others)} terms that reach the attention; "
+            "a sum takes one, and any number that are added to the tokens"
+        )
+    return functools.partial(positions.PositionSum, makers=tuple(makers))

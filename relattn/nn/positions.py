@@ -1,13 +1,16 @@
 """Position encodings as Flax modules, one for the whole model.
 
 An encoding declares its ``site``. At the site ``tokens`` the module adds to the grid's
-tokens. At the site ``heads`` it returns, for every layer, a pytree that is called on
-that layer's queries and keys; so parameters that layers share live in one place, and
-what reaches the layers is plain arrays.
+tokens. At the others it returns, for every layer, a pytree: at the site ``heads`` it is
+called on that layer's queries and keys, at the sites ``pairs`` and ``offset_bias`` it
+has tables for the attention's kernel. So parameters that layers share live in one
+place, and what reaches the layers is plain arrays.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import ClassVar
 
 import flax
@@ -22,12 +25,42 @@ from relattn.kernels import sinusoids
 Grid = offsets.Grid
 
 
-class NoPosition(nn.Module):
-    """No position: attention sees a set of tokens.
+@flax.struct.dataclass
+class LayerPosition:
+    """What of a position encoding reaches one layer; this one changes nothing."""
 
-    Example:
-        >>> NoPosition().site
-        'none'
+    def __call__(
+        self, q: Array, k: Array | None, x: Array
+    ) -> tuple[Array, Array | None]:
+        """Queries and keys ``[batch heads n depth]`` with their position.
+
+        ``x [batch n dim]`` is the layer's input.
+        """
+        del x
+        return q, k
+
+    def at(self, index: Int[Array, ""] | int) -> LayerPosition:
+        """What `__call__` needs of the token at ``index`` alone, for decoding."""
+        del index
+        return self
+
+    @property
+    def tables(self) -> dict[str, Array]:
+        """Tables of offsets, by their name in `relattn.kernels.relative_attention`."""
+        return {}
+
+
+class Position(nn.Module):
+    """What every position encoding has: the sizes of the model, and its site.
+
+    A subclass defines ``__call__``: at the site ``tokens`` from the grid's tokens and
+    the grid to tokens; at any other site but ``none`` from the grid and the number of
+    prefix tokens to a `LayerPosition` for every layer.
+
+    Attributes:
+        dim: Width of the tokens.
+        heads: Number of heads.
+        num_layers: Number of layers.
     """
 
     dim: int = 0
@@ -35,18 +68,150 @@ class NoPosition(nn.Module):
     num_layers: int = 0
     site: ClassVar[str] = "none"
 
+    def of_tokens(
+        self, tokens: Float[Array, "batch n dim"], grid: Grid
+    ) -> Float[Array, "batch n dim"]:
+        """The grid's tokens, with their position at the site ``tokens``."""
+        return self(tokens, grid) if self.site == "tokens" else tokens
 
-class LearnableSincos(nn.Module):
+    def of_layers(self, grid: Grid, num_prefix: int) -> list[LayerPosition] | None:
+        """What reaches each layer, or None where nothing does."""
+        if self.site in ("none", "tokens"):
+            return None
+        return self(grid, num_prefix)
+
+    def table(
+        self, init: nn.initializers.Initializer, shape: tuple[int, ...], grid: Grid
+    ) -> Float[Array, "..."]:
+        """The parameter ``table``, whose shape depends on the grid."""
+        if self.has_variable("params", "table"):
+            found = self.get_variable("params", "table").shape
+            if found != shape:
+                raise ValueError(
+                    f"the position's table has shape {found}; a grid of "
+                    f"{'x'.join(map(str, grid))} tokens needs {shape}: give images or "
+                    "sequences of the size that the model was made for"
+                )
+        return self.param("table", init, shape, jnp.float32)
+
+
+class NoPosition(Position):
+    """No position: attention sees a set of tokens.
+
+    Example:
+        >>> NoPosition().site
+        'none'
+    """
+
+
+class PositionSum(Position):
+    """Several encodings at once: ``"learned + relative_key"``.
+
+    Attributes:
+        makers: Constructors of the encodings, at most one of them at another site than
+            ``tokens``.
+
+    Example:
+        >>> import jax
+        >>> module = PositionSum(makers=(NoPosition, Sincos), dim=8)
+        >>> module.apply({}, jnp.zeros((1, 6, 8)), (2, 3), method="of_tokens").shape
+        (1, 6, 8)
+    """
+
+    makers: tuple[Callable[..., Position], ...] = ()
+
+    def setup(self) -> None:
+        """Makes the encodings."""
+        sizes = {"dim": self.dim, "heads": self.heads, "num_layers": self.num_layers}
+        self.terms = [make(**sizes) for make in self.makers]
+
+    def of_tokens(
+        self, tokens: Float[Array, "batch n dim"], grid: Grid
+    ) -> Float[Array, "batch n dim"]:
+        """The tokens with all encodings of the site ``tokens``."""
+        for term in self.terms:
+            tokens = term.of_tokens(tokens, grid)
+        return tokens
+
+    def of_layers(self, grid: Grid, num_prefix: int) -> list[LayerPosition] | None:
+        """What the one encoding of another site returns."""
+        for term in self.terms:
+            layers = term.of_layers(grid, num_prefix)
+            if layers is not None:
+                return layers
+        return None
+
+
+class Learned(Position):
+    """A learned vector for every place on the grid, added to the tokens.
+
+    Vectors start as N(0, 1), as the CLS token does. Prefix tokens get none.
+
+    Example:
+        >>> import jax
+        >>> tokens = jnp.zeros((1, 6, 8))
+        >>> module = Learned(dim=8)
+        >>> out, _ = module.init_with_output(jax.random.key(0), tokens, (2, 3))
+        >>> out.shape
+        (1, 6, 8)
+
+    Source:
+        Dosovitskiy et al., An Image is Worth 16x16 Words, section 3.1; the start:
+        Translution, the authors' code.
+    """
+
+    site: ClassVar[str] = "tokens"
+
+    @nn.compact
+    def __call__(
+        self, tokens: Float[Array, "batch n dim"], grid: Grid
+    ) -> Float[Array, "batch n dim"]:
+        """Adds the encoding to the grid's tokens; prefix tokens are not given."""
+        shape = (math.prod(grid), self.dim)
+        table = self.table(nn.initializers.normal(1.0), shape, grid)
+        return tokens + table.astype(tokens.dtype)
+
+
+class Sincos(Position):
+    """Fixed sinusoids, added to the tokens.
+
+    As `LearnableSincos` at its start, but never trained: no parameters.
+
+    Attributes:
+        base: The slowest frequency is nearly 1 / base.
+
+    Example:
+        >>> tokens = jnp.zeros((1, 6, 8))
+        >>> Sincos(dim=8).apply({}, tokens, (2, 3)).shape
+        (1, 6, 8)
+
+    Source:
+        Vaswani et al., Attention Is All You Need, section 3.5; a share of the width
+        for each axis.
+    """
+
+    base: float = 10000.0
+    site: ClassVar[str] = "tokens"
+
+    @nn.compact
+    def __call__(
+        self, tokens: Float[Array, "batch n dim"], grid: Grid
+    ) -> Float[Array, "batch n dim"]:
+        """Adds the encoding to the grid's tokens; prefix tokens are not given."""
+        num_frequencies = _num_frequencies("sincos", self.dim, grid)
+        frequencies = sinusoids.absolute_frequencies(num_frequencies, self.base)
+        encoding = sinusoids.sinusoids(offsets.grid_positions(grid), frequencies)
+        return tokens + encoding.astype(tokens.dtype)
+
+
+class LearnableSincos(Position):
     """Absolute sinusoids with learned frequencies, added to the tokens.
 
     x + p with p = [sin w_i row, cos w_i row, ..., sin w_i column, cos w_i column, ...],
     dim / 4 frequencies w_i shared by the axes, w_i = max_timescale^(-i / (dim/4)) at
-    the start; dim / 2 for text, which has one axis.
+    the start; dim / 2 for text, which has one axis. ``dim`` is a multiple of 4, or 2.
 
     Attributes:
-        dim: Width of the tokens, a multiple of 4, or of 2 for text.
-        heads: Unused; every encoding takes it.
-        num_layers: Unused; every encoding takes it.
         max_timescale: Slowest time scale at the start, in tokens.
 
     Example:
@@ -62,9 +227,6 @@ class LearnableSincos(nn.Module):
         ("Absolute").
     """
 
-    dim: int
-    heads: int = 0
-    num_layers: int = 0
     max_timescale: float = 32000.0
     site: ClassVar[str] = "tokens"
 
@@ -73,13 +235,7 @@ class LearnableSincos(nn.Module):
         self, tokens: Float[Array, "batch n dim"], grid: Grid
     ) -> Float[Array, "batch n dim"]:
         """Adds the encoding to the grid's tokens; prefix tokens are not given."""
-        width = 2 * len(grid)
-        if self.dim % width:
-            raise ValueError(
-                "position 'learnable_sincos' needs config.model.dim divisible by "
-                f"{width}, got {self.dim}"
-            )
-        num_frequencies = self.dim // width
+        num_frequencies = _num_frequencies("learnable_sincos", self.dim, grid)
         frequencies = self.param(
             "frequencies",
             lambda _: sinusoids.absolute_frequencies(
@@ -90,8 +246,18 @@ class LearnableSincos(nn.Module):
         return tokens + encoding.astype(tokens.dtype)
 
 
+def _num_frequencies(name: str, dim: int, grid: Grid) -> int:
+    """Frequencies an axis, a sine and a cosine for each."""
+    width = 2 * len(grid)
+    if dim % width:
+        raise ValueError(
+            f"position {name!r} needs config.model.dim divisible by {width}, got {dim}"
+        )
+    return dim // width
+
+
 @flax.struct.dataclass
-class ConstrainedSincosHeads:
+class ConstrainedSincosHeads(LayerPosition):
     """Strategy 1 in one layer: concatenates sinusoids to queries and keys.
 
     q' = [q, u B], k' = [k, u]; called on ``q``, ``k`` ``[batch heads n depth]`` and
@@ -130,7 +296,7 @@ class ConstrainedSincosHeads:
         return self.replace(u=jax.lax.dynamic_slice_in_dim(self.u, index, 1))
 
 
-class ConstrainedSincos(nn.Module):
+class ConstrainedSincos(Position):
     """Strategy 1: sinusoids whose score depends on the offset only.
 
     u(p) = [sin w_s p, cos w_s p] per axis and scale; q' = [q, u B], k' = [k, u] with
@@ -140,9 +306,6 @@ class ConstrainedSincos(nn.Module):
     axis and scale and start as N(0, 1). Prefix tokens have u = 0.
 
     Attributes:
-        dim: Width of the tokens.
-        heads: Number of heads.
-        num_layers: Number of layers.
         num_scales: Number of length scales w_s, at the start 64^(-s / num_scales).
         content_conditioned: Adds to (a, b) a linear function of the query token, as
             in the published code; the score then depends on offset and content.
@@ -161,9 +324,6 @@ class ConstrainedSincos(nn.Module):
         (strategy 1, lemma 1).
     """
 
-    dim: int
-    heads: int
-    num_layers: int
     num_scales: int = 4
     content_conditioned: bool = False
     site: ClassVar[str] = "heads"

@@ -140,6 +140,12 @@ CAUSAL = [
     ("favor(features='trigonometric')", "none"),
     ("softmax", "constrained_sincos"),
     ("favor", "constrained_sincos(content_conditioned=True)"),
+    ("softmax", "relative_key"),
+    ("softmax", "relative_value"),
+    ("softmax", "relative_bias"),
+    ("favor", "rope1d"),
+    ("softmax", "rope1d(interleaved=True)"),
+    ("gated_positional", "none"),
 ]
 
 

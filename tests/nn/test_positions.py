@@ -90,3 +90,27 @@ def test_constrained_sincos_needs_a_scale():
         positions.ConstrainedSincos(DIM, HEADS, LAYERS, num_scales=0).init(
             jax.random.key(0), GRID, 1
         )
+
+
+def test_learned_adds_a_vector_for_every_place():
+    module = positions.Learned(dim=DIM)
+    tokens = jnp.ones((BATCH, 15, DIM))
+    added, variables = module.init_with_output(jax.random.key(0), tokens, GRID)
+    table = variables["params"]["table"]
+    np.testing.assert_array_equal(added[1], 1 + table)
+    # The standard deviation of N(0, 1), within 4 of its standard errors.
+    assert abs(table.std() - 1) < 4 / (2 * table.size) ** 0.5
+    with pytest.raises(ValueError, match=r"has shape \(15, 12\); a grid of 2x4 tokens"):
+        module.apply(variables, jnp.ones((BATCH, 8, DIM)), (2, 4))
+
+
+def test_sincos_is_learnable_sincos_at_its_start():
+    tokens = jnp.zeros((BATCH, 15, DIM))
+    learnable = positions.LearnableSincos(dim=DIM, max_timescale=50.0)
+    expected, _ = learnable.init_with_output(jax.random.key(0), tokens, GRID)
+    module = positions.Sincos(dim=DIM, base=50.0)
+    out, variables = module.init_with_output(jax.random.key(0), tokens, GRID)
+    np.testing.assert_array_equal(out, expected)
+    assert not variables
+    with pytest.raises(ValueError, match="'sincos' needs config.model.dim divisible"):
+        positions.Sincos(dim=6).apply({}, jnp.zeros((1, 15, 6)), GRID)

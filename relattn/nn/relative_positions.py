@@ -1,0 +1,231 @@
+"""Position encodings of relative places: vectors, biases and rotations."""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar
+
+import flax
+import flax.linen as nn
+import jax
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from relattn import offsets
+from relattn.kernels import rotary
+from relattn.nn.positions import Grid, LayerPosition, Position
+
+
+@flax.struct.dataclass
+class RelativeTables(LayerPosition):
+    """Tables of a layer, one of them or more, for `relattn.kernels.relative_attention`.
+
+    Attributes:
+        keys: A vector for each head and offset, or None.
+        values: A vector for each head and offset, or None.
+        bias: A number for each head and offset, or None.
+    """
+
+    keys: Float[Array, "heads rows depth"] | None = None
+    values: Float[Array, "heads rows depth"] | None = None
+    bias: Float[Array, "heads rows"] | None = None
+
+    @property
+    def tables(self) -> dict[str, Array]:
+        """The tables that there are."""
+        named = {"keys": self.keys, "values": self.values, "bias": self.bias}
+        return {name: table for name, table in named.items() if table is not None}
+
+
+class _RelativeVectors(Position):
+    site: ClassVar[str] = "pairs"
+    kind: ClassVar[str]
+
+    @nn.compact
+    def __call__(self, grid: Grid, num_prefix: int) -> list[RelativeTables]:
+        """The tables of every layer."""
+        del num_prefix
+        depth = self.dim // self.heads
+        shape = (self.num_layers, self.heads, offsets.num_offsets(grid), depth)
+        table = self.table(nn.initializers.normal(depth**-0.5), shape, grid)
+        return [RelativeTables(**{self.kind: layer}) for layer in table]
+
+
+class RelativeKey(_RelativeVectors):
+    """Relative key vectors: q_i . (k_j + r_d) / sqrt(depth), d = p_i - p_j.
+
+    Every layer, head and offset has a vector r_d, N(0, 1/depth) at the start. Pairs
+    with a prefix token have none. Causal attention uses the offsets from zero on.
+
+    Example:
+        >>> import jax
+        >>> module = RelativeKey(dim=8, heads=2, num_layers=3)
+        >>> layers, _ = module.init_with_output(jax.random.key(0), (2, 3), 1)
+        >>> len(layers), layers[0].keys.shape
+        (3, (2, 15, 4))
+
+    Source:
+        Shaw et al., Self-Attention with Relative Position Representations, section
+        3.1, without their clip; two axes and the start: Srinivas et al., Bottleneck
+        Transformers, section 3.
+    """
+
+    kind: ClassVar[str] = "keys"
+
+
+class RelativeValue(_RelativeVectors):
+    """Relative value vectors: out_i = sum_j alpha_ij (v_j + r_d), d = p_i - p_j.
+
+    Every layer, head and offset has a vector r_d, N(0, 1/depth) at the start. Pairs
+    with a prefix token have none. Causal attention uses the offsets from zero on.
+
+    Example:
+        >>> import jax
+        >>> module = RelativeValue(dim=8, heads=2, num_layers=3)
+        >>> layers, _ = module.init_with_output(jax.random.key(0), (5,), 0)
+        >>> layers[0].values.shape
+        (2, 9, 4)
+
+    Source:
+        Shaw et al., Self-Attention with Relative Position Representations, section
+        3.1, without their clip.
+    """
+
+    kind: ClassVar[str] = "values"
+
+
+class RelativeBias(Position):
+    """Relative bias: q_i . k_j / sqrt(depth) + b_d, d = p_i - p_j.
+
+    Every layer, head and offset has a number b_d, N(0, 0.02^2) at the start, and where
+    there are prefix tokens so has each kind of pair with one: "in", "self" and "out" of
+    `relattn.offsets.offset_index`. Causal attention uses the offsets from zero on.
+
+    Example:
+        >>> import jax
+        >>> module = RelativeBias(dim=8, heads=2, num_layers=3)
+        >>> layers, _ = module.init_with_output(jax.random.key(0), (2, 3), 1)
+        >>> layers[0].bias.shape
+        (2, 18)
+
+    Source:
+        Liu et al., Swin Transformer, section 3.2.
+    """
+
+    site: ClassVar[str] = "offset_bias"
+
+    @nn.compact
+    def __call__(self, grid: Grid, num_prefix: int) -> list[RelativeTables]:
+        """The tables of every layer."""
+        rows = offsets.num_table_rows(grid, num_prefix)
+        shape = (self.num_layers, self.heads, rows)
+        table = self.table(nn.initializers.truncated_normal(0.02), shape, grid)
+        return [RelativeTables(bias=layer) for layer in table]
+
+
+@flax.struct.dataclass
+class RotaryHeads(LayerPosition):
+    """Turns the queries and keys of a layer.
+
+    Attributes:
+        angles: One for each token and pair of a head's numbers.
+        interleaved: As in `relattn.kernels.rotate`.
+    """
+
+    angles: Float[Array, "n pairs"]
+    interleaved: bool = flax.struct.field(pytree_node=False)
+
+    def __call__(self, q: Array, k: Array, x: Array) -> tuple[Array, Array]:
+        """Turned queries and keys."""
+        del x
+        q, k = (
+            rotary.rotate(y, self.angles, interleaved=self.interleaved) for y in (q, k)
+        )
+        return q, k
+
+    def at(self, index: Int[Array, ""] | int) -> RotaryHeads:
+        """The angles of one token, for decoding."""
+        return self.replace(angles=jax.lax.dynamic_slice_in_dim(self.angles, index, 1))
+
+
+class Rope1d(Position):
+    """Rotary positions along a line; the tokens of an image count row by row.
+
+    Queries and keys turn, pair by pair of a head's numbers, by angles w_t p_i with
+    w_t = base^(-2 t / depth), so that their products depend on p_i - p_j only. Prefix
+    tokens do not turn. No parameters.
+
+    Attributes:
+        base: The slowest frequency is nearly 1 / base.
+        interleaved: Pairs are neighbours (2 t, 2 t + 1), not (t, t + depth / 2).
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> layers = Rope1d(dim=8, heads=2, num_layers=3).apply({}, (5,), 0)
+        >>> q, k = layers[0](*jnp.ones((2, 1, 2, 5, 4)), jnp.ones((1, 5, 8)))
+        >>> q.shape
+        (1, 2, 5, 4)
+
+    Source:
+        Su et al., RoFormer, section 3.2.
+    """
+
+    base: float = 10000.0
+    interleaved: bool = False
+    site: ClassVar[str] = "heads"
+
+    @nn.compact
+    def __call__(self, grid: Grid, num_prefix: int) -> list[RotaryHeads]:
+        """The angles of every layer, the same for all."""
+        places = np.arange(math.prod(grid), dtype=np.float32)
+        return _rotary_layers(
+            self, np.pad(places, (num_prefix, 0))[:, None], num_prefix
+        )
+
+
+class Rope2d(Position):
+    """Rotary positions on a grid: half of the pairs turn by row, half by column.
+
+    As `Rope1d` in each half, with frequencies base^(-t / (depth / 4)). Prefix tokens do
+    not turn. No parameters.
+
+    Attributes:
+        base: The slowest frequency is nearly 1 / base.
+        interleaved: Pairs are neighbours (2 t, 2 t + 1), not (t, t + depth / 2).
+
+    Example:
+        >>> layers = Rope2d(dim=8, heads=2, num_layers=3).apply({}, (2, 3), 1)
+        >>> layers[0].angles.shape
+        (7, 2)
+
+    Source:
+        Heo et al., Rotary Position Embedding for Vision Transformer, section 3.2.
+    """
+
+    base: float = 100.0
+    interleaved: bool = False
+    site: ClassVar[str] = "heads"
+
+    @nn.compact
+    def __call__(self, grid: Grid, num_prefix: int) -> list[RotaryHeads]:
+        """The angles of every layer, the same for all."""
+        if len(grid) != 2:
+            raise ValueError(
+                "position 'rope2d' needs tokens on a grid of height and width, got a "
+                f"line of {grid[0]}; choose 'rope1d'"
+            )
+        return _rotary_layers(
+            self, offsets.grid_positions(grid, num_prefix), num_prefix
+        )
+
+
+def _rotary_layers(
+    module: Rope1d | Rope2d, positions: Float[np.ndarray, "n axes"], num_prefix: int
+) -> list[RotaryHeads]:
+    angles = rotary.rotary_angles(
+        positions,
+        module.dim // module.heads,
+        base=module.base,
+        num_prefix=num_prefix,
+    )
+    return [RotaryHeads(angles, module.interleaved)] * module.num_layers

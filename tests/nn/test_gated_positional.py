@@ -1,0 +1,65 @@
+"""The start of gated positional attention, and what it refuses."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from relattn.nn.gated_positional import GatedPositionalAttention
+from tests import reference
+
+GRID, N, DIM, HEADS, DEPTH = (2, 3), 7, 8, 2, 4
+
+
+def test_module_is_the_kernel_between_linear_projections():
+    module = GatedPositionalAttention(dim=DIM, heads=HEADS)
+    x = jax.random.normal(jax.random.key(1), (1, N, DIM))
+    options = {"grid": GRID, "num_prefix": 1}
+    variables = module.init(jax.random.key(0), x, **options)
+    params = dict(variables["params"])
+    params["coefficients"] = jax.random.normal(jax.random.key(2), (HEADS, 6))
+    params["gate"] = jnp.array([-0.3, 0.7])
+    out = module.apply({"params": params}, x, **options)
+
+    def project(name):
+        y = x[0] @ params[name]["kernel"] + params[name]["bias"]
+        return y.reshape(N, HEADS, DEPTH).swapaxes(0, 1)
+
+    heads = [
+        reference.gated_positional_attention(
+            *inputs, np.ones((N, N), bool), grid=GRID, num_prefix=1
+        )
+        for inputs in zip(
+            *map(project, "qkv"), params["gate"], params["coefficients"], strict=True
+        )
+    ]
+    expected = jnp.stack(heads, axis=1).reshape(N, DIM)
+    expected = expected @ params["out"]["kernel"] + params["out"]["bias"]
+    np.testing.assert_allclose(out[0], expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("heads", "causal", "options", "centres"),
+    [
+        (3, False, {"grid": GRID, "num_prefix": 1}, [[-1, -1], [-1, 0], [0, -1]]),
+        (4, False, {"grid": (8,)}, [[-2], [-1], [0], [1]]),
+        (4, True, {"grid": (8,)}, [[0], [1], [2], [3]]),
+    ],
+)
+def test_heads_start_around_places_of_their_own(heads, causal, options, centres):
+    module = GatedPositionalAttention(dim=12, heads=heads, causal=causal, locality=0.5)
+    x = jnp.ones((1, N if "num_prefix" in options else 8, 12))
+    params = module.init(jax.random.key(0), x, **options)["params"]
+    np.testing.assert_array_equal(params["gate"], 1)
+    w = np.asarray(params["coefficients"])
+    axes = len(options["grid"])
+    np.testing.assert_array_equal(w[:, 0], -0.5)
+    np.testing.assert_array_equal(w[:, 1 : 1 + axes], centres)
+    np.testing.assert_array_equal(w[:, 1 + axes :], 0)
+
+
+def test_needs_the_grid():
+    with pytest.raises(ValueError, match="goes by offsets: give grid="):
+        GatedPositionalAttention(dim=8, heads=2).init(
+            jax.random.key(0), jnp.ones((1, 7, 8))
+        )

@@ -22,6 +22,9 @@ from relattn.kernels.gated_positional import (
 from relattn.kernels.gated_positional import (
     gated_positional_attention_step as gated_positional_attention_step,
 )
+from relattn.kernels.general_translution import (
+    general_translution as general_translution,
+)
 from relattn.kernels.linear import FeatureMap as FeatureMap
 from relattn.kernels.linear import LinearState as LinearState
 from relattn.kernels.linear import linear_attention as linear_attention
@@ -31,6 +34,8 @@ from relattn.kernels.low_rank_offset import (
 from relattn.kernels.low_rank_offset import lor_translution as lor_translution
 from relattn.kernels.offset_projection import causal_translution as causal_translution
 from relattn.kernels.offset_projection import translution as translution
+from relattn.kernels.pair_projection import pair_lor_translution as pair_lor_translution
+from relattn.kernels.pair_projection import pair_translution as pair_translution
 from relattn.kernels.random_features import Features as Features
 from relattn.kernels.random_features import RandomFeatures as RandomFeatures
 from relattn.kernels.random_features import default_num_features as default_num_features
@@ -78,11 +83,14 @@ __all__ = [
     "draw_random_features",
     "gated_positional_attention",
     "gated_positional_attention_step",
+    "general_translution",
     "init_linear_state",
     "length_scale_frequencies",
     "linear_attention",
     "lor_translution",
     "lor_translution_step",
+    "pair_lor_translution",
+    "pair_translution",
     "positive_features",
     "redraw",
     "relative_attention",

@@ -21,11 +21,14 @@ from relattn.kernels import (
     draw_random_features,
     gated_positional_attention,
     gated_positional_attention_step,
+    general_translution,
     init_linear_state,
     length_scale_frequencies,
     linear_attention,
     lor_translution,
     lor_translution_step,
+    pair_lor_translution,
+    pair_translution,
     positive_features,
     redraw,
     relative_attention,
@@ -38,7 +41,7 @@ from relattn.kernels import (
     translution_step,
     trigonometric_features,
 )
-from relattn.models import Performer, build_model
+from relattn.models import GPT, Performer, ViT, build_model, generate
 from relattn.training import load_run, train_and_evaluate
 
 __version__ = "0.1.0.dev0"
@@ -46,9 +49,11 @@ __version__ = "0.1.0.dev0"
 __all__ = [
     "FeatureMap",
     "Features",
+    "GPT",
     "LinearState",
     "Performer",
     "RandomFeatures",
+    "ViT",
     "absolute_frequencies",
     "banded_attention",
     "build_model",
@@ -66,12 +71,16 @@ __all__ = [
     "draw_random_features",
     "gated_positional_attention",
     "gated_positional_attention_step",
+    "general_translution",
+    "generate",
     "init_linear_state",
     "length_scale_frequencies",
     "linear_attention",
     "load_run",
     "lor_translution",
     "lor_translution_step",
+    "pair_lor_translution",
+    "pair_translution",
     "positive_features",
     "redraw",
     "relative_attention",

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 from relattn.models import build_model
+from relattn.models.methods import METHODS
 from relattn.training import check_config
 
 DATASETS = ["mnist", "fashion_mnist", "cifar10"]
@@ -13,6 +14,14 @@ VARIANTS = ["none", "learnable_sincos", "constrained_sincos", "banded"]
 PAIRS = [",".join(pair) for pair in itertools.product(DATASETS, VARIANTS)]
 CONFIGS = [("performer", pair) for pair in ["", "smoke", *PAIRS]]
 CONFIGS += [("demo", variant) for variant in VARIANTS]
+CONFIGS += [
+    ("translution_vit", argument)
+    for argument in ["", "smoke", "imagenet,smoke", "imagenet,C/16", *METHODS]
+]
+CONFIGS += [
+    ("translution_gpt", argument)
+    for argument in ["", "smoke", "openwebtext,B-512", *METHODS]
+]
 
 
 def get_config(name, argument):
@@ -40,7 +49,34 @@ def test_config_builds_its_model(name, variant):
     assert logits.shape == (1, 10)
 
 
-@pytest.mark.parametrize("name", ["performer", "demo"])
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_builds_for_images_and_text(method):
+    config = get_config("translution_vit", f"{method},A/56,layers=2")
+    model = build_model(config.model, num_classes=10, image_shape=(112, 112, 1))
+    assert (model.num_layers, model.num_relative_layers) == (6, 2)
+    config = get_config("translution_gpt", f"{method},A-5")
+    assert config.data.context_length == 5
+    model = build_model(config.model, vocab_size=11, context_length=5)
+    assert model.context_length == 5
+
+
+def test_ablations_are_arguments():
+    def attention(arguments, name="translution_vit"):
+        return get_config(name, arguments).model.attention
+
+    assert attention("rank=16,base=False") == "lor_translution(rank=16, base=False)"
+    assert attention("translution,relative=qk") == "translution(relative='qk')"
+    assert attention("translution,absolute=True") == "translution(absolute=True)"
+    averaged = attention("average=True", "translution_gpt")
+    assert averaged == "lor_translution(rank=8, average=True)"
+    config = get_config("translution_vit", "translution,position=learned,dynamic,A/7")
+    assert config.model.position == "learned"
+    assert (config.data.placement, config.model.patch_size) == ("dynamic", 7)
+
+
+@pytest.mark.parametrize(
+    "name", ["performer", "demo", "translution_vit", "translution_gpt"]
+)
 def test_config_says_how_to_launch_it(name):
     command = f"python train.py --config=configs/{name}.py:"
     assert command in importlib.import_module(f"configs.{name}").__doc__
@@ -52,6 +88,12 @@ def test_config_says_how_to_launch_it(name):
         ("performer", "fashion_mnits,none", "'fashion_mnits': did you mean 'fashion_m"),
         ("performer", "mnist,banned", "no argument 'banned': did you mean 'banded'"),
         ("demo", "nnone", "no argument 'nnone': did you mean 'none'"),
+        ("translution_vit", "translutoin", "'translutoin': did you mean 'translution'"),
+        ("translution_vit", "D/12", "no argument 'D/12': did you mean"),
+        ("translution_vit", "ranks=3", "no option 'ranks': did you mean 'rank'"),
+        ("translution_vit", "layers=qk", "needs a number of layers, got 'qk'"),
+        ("translution_gpt", "A/160", "no argument 'A/160': did you mean 'A-160'"),
+        ("translution_gpt", "absolute=True", "no option 'absolute'"),
     ],
 )
 def test_unknown_argument_is_refused_with_the_closest(name, argument, message):

@@ -10,59 +10,16 @@ import csv
 import dataclasses
 import importlib.resources
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import flax.linen as nn
-import jax
-import jax.numpy as jnp
-
+from relattn.evaluation.counts import Size, count_parameters
+from relattn.evaluation.sizes_translution import (
+    COST_NOTE,
+    agrees,
+    translution_sizes,
+)
 from relattn.models import build_model
-
-
-@dataclasses.dataclass(frozen=True)
-class Size:
-    """The parameter count of one model.
-
-    Attributes:
-        model: Name of the model.
-        size: Name of its size.
-        method: Spec of its attention or position encoding.
-        image: Height x width x channels of the images.
-        params: Our count.
-        published: The published count, None where there is none.
-        note: Why they differ, where they do.
-    """
-
-    model: str
-    size: str
-    method: str
-    image: str
-    params: int
-    published: int | None
-    note: str = ""
-
-
-def count_parameters(model: nn.Module, image_shape: tuple[int, int, int]) -> int:
-    """Counts the parameters of a model without allocating them.
-
-    Args:
-        model: A module called on images.
-        image_shape: Height, width and channels.
-
-    Returns:
-        The number of trainable scalars.
-
-    Example:
-        >>> count_parameters(nn.Dense(3), (1, 1, 2))
-        9
-    """
-    variables = jax.eval_shape(
-        model.init, jax.random.key(0), jnp.zeros((1, *image_shape))
-    )
-    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(variables["params"]))
-
 
 # The published "Rel. S1" and so on, in our terms; "{}" is the setting's number.
 _PERFORMERS = {
@@ -71,7 +28,10 @@ _PERFORMERS = {
     "Rel. S1": ("favor", "constrained_sincos(num_scales={})"),
     "Rel. S2": ("banded(clip={})", "none"),
 }
-_CLS_NOTE = "published + the 256 of the CLS token, which the published count leaves out"
+_CLS_NOTE = (
+    "a Performer has the published count and the 256 of the CLS token, which the "
+    "published count leaves out"
+)
 
 
 def _performer_sizes() -> Iterator[Size]:
@@ -97,6 +57,7 @@ def _performer_sizes() -> Iterator[Size]:
             params=count_parameters(model, image_shape),
             published=int(row["params"]),
             note=_CLS_NOTE,
+            table="Horn et al.",
         )
 
 
@@ -106,7 +67,7 @@ def sizes() -> list[Size]:
     Returns:
         One entry a model, in the order of the published tables.
     """
-    return list(_performer_sizes())
+    return [*_performer_sizes(), *translution_sizes()]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -124,21 +85,40 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.json:
         print(json.dumps(rows, indent=2))
         return
-    header = ("model", "method", "image", "params", "published", "difference")
-    table = [header]
-    for row in rows:
-        difference = row["params"] - row["published"]
-        cells = (f"{row['params']:,}", f"{row['published']:,}", f"{difference:+,}")
-        table.append((row["model"], row["method"], row["image"], *cells))
+    header = ("table", "model", "size", "method", "image")
+    numbers = ("params", "published", "difference", "MAC", "FLOPs in paper")
+    table = [header + numbers]
+    table += [_cells(row, header) for row in rows]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     for line in table:
         cells = [
-            cell.rjust(width) if index > 2 else cell.ljust(width)
+            cell.rjust(width) if index >= len(header) else cell.ljust(width)
             for index, (cell, width) in enumerate(zip(line, widths, strict=True))
         ]
         print("  ".join(cells).rstrip())
     for note in sorted({row["note"] for row in rows if row["note"]}):
-        print(f"Difference: {note}.")
+        print(f"Note: {note}.")
+    print(f"Note: {COST_NOTE}.")
+
+
+def _cells(row: Mapping[str, Any], header: tuple[str, ...]) -> tuple[str, ...]:
+    """A line of the table; a count printed in millions differs by its digits only."""
+    published, difference = row["printed"] or "-", ""
+    if row["published"] is not None and not row["printed"]:
+        published = f"{row['published']:,}"
+        difference = f"{row['params'] - row['published']:+,}"
+    elif row["published"] is not None and not agrees(row["params"], published):
+        difference = f"{(row['params'] - row['published']) / 1e6:+.2f}M"
+    cost = "" if row["multiply_adds"] is None else f"{row['multiply_adds'] / 1e6:,.1f}M"
+    names = tuple(row[name] for name in header)
+    return (
+        *names,
+        f"{row['params']:,}",
+        published,
+        difference,
+        cost,
+        row["paper_flops"],
+    )
 
 
 if __name__ == "__main__":

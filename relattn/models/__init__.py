@@ -13,13 +13,14 @@ from ml_collections import ConfigDict
 
 from relattn import spec
 from relattn.models.gpt import GPT as GPT
+from relattn.models.gpt import generate as generate
 from relattn.models.hybrid import SIZES as SIZES
 from relattn.models.performer import Performer as Performer
 from relattn.models.vit import ViT as ViT
 
 MODELS = {"performer": Performer, "vit": ViT, "gpt": GPT}
 
-__all__ = ["GPT", "MODELS", "SIZES", "Performer", "ViT", "build_model"]
+__all__ = ["GPT", "MODELS", "SIZES", "Performer", "ViT", "build_model", "generate"]
 
 # What the data decides, not the config.
 _OF_DATA = {

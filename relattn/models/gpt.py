@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from relattn.models.generate import generate as generate
-from relattn.models.hybrid import OUTSIDE, hybrid
+from relattn.models.sampling import generate as generate
 from relattn.models.hybrid import SIZES as SIZES
+from relattn.models.hybrid import hybrid
 from relattn.nn.blocks import LAYER_NORM_EPSILON, TransformerBlock, transformer_blocks
 from relattn.nn.linear import Linear
 
@@ -112,17 +112,15 @@ class GPT(nn.Module):
             dtype=self.dtype,
             name="embedding",
         )(tokens)
-        grid, layers = (length,), None
+        grid = (length,)
         position = make_position(name="position")
-        if position.site == "tokens":
-            table = position(jnp.zeros((1, length, self.dim), x.dtype), grid)
-            start = 0 if index is None else index
-            x = x + jax.lax.dynamic_slice_in_dim(table, start, num_tokens, axis=1)
-        elif position.site not in OUTSIDE:
-            layers = position(grid, 0)
-            if index is None:
-                # What follows changes nothing before it, and the encodings fit.
-                x = jnp.pad(x, ((0, 0), (0, length - num_tokens), (0, 0)))
+        encoding = position.of_tokens(jnp.zeros((1, length, self.dim), x.dtype), grid)
+        start = 0 if index is None else index
+        x = x + jax.lax.dynamic_slice_in_dim(encoding, start, num_tokens, axis=1)
+        layers = position.of_layers(grid, 0)
+        if layers is not None and index is None:
+            # What follows changes nothing before it, and the encodings fit.
+            x = jnp.pad(x, ((0, 0), (0, length - num_tokens), (0, 0)))
         x = transformer_blocks(
             x,
             attentions,

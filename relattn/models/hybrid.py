@@ -13,9 +13,6 @@ SIZES = {
     "C": {"num_layers": 12, "dim": 384, "heads": 6, "mlp_dim": 1536},
 }
 
-# The sites of positions that do not reach the attention.
-OUTSIDE = ("none", "tokens")
-
 
 def hybrid(
     attention: str,

@@ -9,7 +9,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from relattn.models.patches import patches
+from relattn.models.patches import PatchSize, patches
 from relattn.nn.blocks import TransformerBlock, transformer_blocks
 from relattn.nn.build import build
 from relattn.nn.linear import Linear
@@ -30,7 +30,8 @@ class Performer(nn.Module):
         num_layers: Number of blocks.
         heads: Number of heads.
         mlp_dim: Width of the feed-forward networks' hidden layer.
-        patch_size: Side of the square patch that is one token, in pixels.
+        patch_size: Side of the square patch that is one token, or its height and width,
+            in pixels.
         attention: Spec of the attention.
         position: Spec of the position encoding.
         attention_dropout: Dropout rate of the attentions' outputs.
@@ -55,7 +56,7 @@ class Performer(nn.Module):
     num_layers: int = 6
     heads: int = 8
     mlp_dim: int = 1024
-    patch_size: int = 1
+    patch_size: PatchSize = 1
     attention: str = "favor"
     position: str = "none"
     attention_dropout: float = 0.0
@@ -81,8 +82,7 @@ class Performer(nn.Module):
         tokens, grid = patches(images, self.patch_size)
         x = Linear(self.dim, dtype=self.dtype, name="embedding")(tokens)
         position = make_position(name="position")
-        if position.site == "tokens":
-            x = position(x, grid)
+        x = position.of_tokens(x, grid)
         cls = self.param("cls", nn.initializers.normal(1.0), (1, 1, self.dim))
         cls = jnp.broadcast_to(cls.astype(x.dtype), (x.shape[0], 1, self.dim))
         x = jnp.concatenate([cls, x], axis=1)
@@ -97,7 +97,7 @@ class Performer(nn.Module):
                 dropout=self.dropout,
                 dtype=self.dtype,
             ),
-            positions=position(grid, 1) if position.site == "heads" else None,
+            positions=position.of_layers(grid, 1),
             scan=False,
             grid=grid,
             num_prefix=1,

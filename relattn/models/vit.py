@@ -9,9 +9,9 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from relattn.models.hybrid import OUTSIDE, hybrid
 from relattn.models.hybrid import SIZES as SIZES
-from relattn.models.patches import patches
+from relattn.models.hybrid import hybrid
+from relattn.models.patches import PatchSize, patches
 from relattn.nn.blocks import LAYER_NORM_EPSILON, TransformerBlock, transformer_blocks
 from relattn.nn.linear import Linear
 
@@ -30,7 +30,8 @@ class ViT(nn.Module):
         num_layers: Number of blocks.
         heads: Number of heads.
         mlp_dim: Width of the feed-forward networks' hidden layer.
-        patch_size: Side of the square patch that is one token, in pixels.
+        patch_size: Side of the square patch that is one token, or its height and width,
+            in pixels.
         attention: Spec of the attention.
         position: Spec of the position encoding.
         num_relative_layers: The first layers, which use ``attention``; the rest use
@@ -58,7 +59,7 @@ class ViT(nn.Module):
     num_layers: int = 6
     heads: int = 3
     mlp_dim: int = 768
-    patch_size: int = 16
+    patch_size: PatchSize = 16
     attention: str = "softmax"
     position: str = "none"
     num_relative_layers: int = 0
@@ -89,8 +90,7 @@ class ViT(nn.Module):
         x = Linear(self.dim, dtype=self.dtype, name="embedding")(x)
         x = norm(name="embedding_norm")(x)
         position = make_position(name="position")
-        if position.site == "tokens":
-            x = position(x, grid)
+        x = position.of_tokens(x, grid)
         cls = self.param("cls", nn.initializers.normal(1.0), (1, 1, self.dim))
         cls = jnp.broadcast_to(cls.astype(x.dtype), (x.shape[0], 1, self.dim))
         x = jnp.concatenate([cls, x], axis=1)
@@ -105,7 +105,7 @@ class ViT(nn.Module):
                 dropout=self.dropout,
                 dtype=self.dtype,
             ),
-            positions=None if position.site in OUTSIDE else position(grid, 1),
+            positions=position.of_layers(grid, 1),
             grid=grid,
             num_prefix=1,
             deterministic=deterministic,

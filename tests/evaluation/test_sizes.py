@@ -1,12 +1,16 @@
 """Golden parameter counts."""
 
+import collections
 import csv
+import importlib.resources
 import json
 import pathlib
+import re
 
 import pytest
 
 from relattn.evaluation import sizes
+from relattn.evaluation.sizes_translution import agrees
 
 PUBLISHED = pathlib.Path(__file__).parents[3] / "shared" / "published"
 CLS = 256
@@ -25,15 +29,156 @@ GOLDEN = {
 }
 
 
+SLIPS = {
+    ("B/32", "translution"): "223.1M",
+    ("C/16", "lor_translution"): "85.4M",
+    ("A/56", "lor_translution rank=4"): "4.89M",
+    ("GPT-C-160", "self_attention"): "60.0M",
+}
+
+
 @pytest.fixture(scope="module")
-def rows():
+def all_rows():
     return sizes.sizes()
+
+
+@pytest.fixture(scope="module")
+def rows(all_rows):
+    return [row for row in all_rows if row.model == "performer"]
+
+
+@pytest.fixture(scope="module")
+def translution_rows(all_rows):
+    return [row for row in all_rows if row.model != "performer"]
 
 
 def test_counts_are_the_published_ones_and_the_cls_token(rows):
     counts = {(row.method, row.image): row.params for row in rows}
     assert counts == {key: count + CLS for key, count in GOLDEN.items()}
     assert all(row.params == row.published + CLS for row in rows)
+
+
+def by_hand(row):
+    """The count of a row's model, from the sizes of its arrays."""
+    letter, number = re.fullmatch(r"(?:GPT-)?([ABC])[/-](\d+)", row.size).groups()
+    layers, dim, heads, number = {
+        "A": (6, 192, 3, int(number)),
+        "B": (12, 192, 3, int(number)),
+        "C": (12, 384, 6, int(number)),
+    }[letter]
+    method, *options = row.method.split(" ")
+    if row.model == "gpt":
+        # Embedding, head, two norms.
+        total = 2 * 50257 * dim + 4 * dim
+        tokens = table = number
+    else:
+        side, channels = (84, 1) if row.image == "84x84x1" else (224, 3)
+        patch, grid = number**2 * channels, side // number
+        # Norm, linear, norm of a patch; CLS; last norm; head.
+        total = 2 * patch + patch * dim + dim + 2 * dim + dim + 2 * dim
+        total += (dim + 1) * (10 if channels == 1 else 1000)
+        tokens, table = grid**2, (2 * grid - 1) ** 2 + 3
+        if "absolute" in options:
+            table = (tokens + 1) ** 2
+    if "position=learned" in options or method in (
+        "self_attention",
+        "relative_key",
+        "relative_value",
+    ):
+        total += tokens * dim
+    # Two norms, output projection, feed-forward network of width 4 dim.
+    layer = 4 * dim + dim**2 + dim + 8 * dim**2 + 5 * dim
+    if method == "translution":
+        layer += 3 * table * dim**2
+    elif "base=False" not in options:
+        layer += 3 * dim**2
+    if method == "lor_translution":
+        ranks = [word for word in options if word.startswith("rank")]
+        inner = heads * int(ranks[0][5:] if ranks else 8)
+        layer += 4 * dim * inner + 3 * table * inner**2
+    offsets = 2 * tokens - 1 if row.model == "gpt" else table - 3
+    if method in ("relative_key", "relative_value"):
+        layer += offsets * dim
+    elif method == "relative_bias":
+        layer += heads * (offsets + 3 * (row.model == "vit"))
+    elif method == "gated_positional":
+        layer += heads * (1 + (2 if row.model == "gpt" else 6))
+    return total + layers * layer
+
+
+def test_every_row_of_the_tables_is_there(translution_rows):
+    tables = collections.Counter(row.table for row in translution_rows)
+    expected = {"2": 6, "3": 27, "4": 9, "5": 4, "6, 11": 6, "11": 5}
+    assert tables == expected | {"7": 15, "8": 9, "10": 4}
+    methods = {row.method for row in translution_rows}
+    assert {"translution absolute", "lor_translution rank=2 base=False"} <= methods
+
+
+def test_counts_are_those_by_hand(translution_rows):
+    for row in translution_rows:
+        assert row.params == by_hand(row), (row.size, row.method)
+
+
+def test_counts_are_published_to_the_printed_digits(translution_rows):
+    slips = {}
+    for row in translution_rows:
+        if row.published is not None and not agrees(row.params, row.printed):
+            slips[row.size, row.method] = row.printed
+            assert "authors' code" in row.note
+    assert slips == SLIPS
+    counts = {(row.size, row.method): row.params for row in translution_rows}
+    assert counts["B/32", "translution"] == 233_056_360
+    assert counts["C/16", "lor_translution"] == 83_563_240
+    assert counts["A/56", "lor_translution rank=4"] == 4_875_112
+    assert counts["GPT-C-160", "self_attention"] == 59_940_096
+
+
+def test_what_did_not_fit_into_memory_is_counted_too(translution_rows):
+    counts = {
+        row.size: row.params
+        for row in translution_rows
+        if row.printed == "out of memory"
+    }
+    assert counts == {
+        "C/32": 930_591_976,
+        "A/16": 488_065_384,
+        "B/16": 975_787_624,
+        "C/16": 3_902_415_592,
+        "GPT-B-160": 235_640_448,
+        "GPT-C-160": 903_916_800,
+        "GPT-A-512": 361_040_256,
+        "GPT-B-512": 702_781_056,
+    }
+
+
+def test_costs_are_true_ones_beside_the_papers(translution_rows):
+    rows = {(row.size, row.method): row for row in translution_rows}
+    translution = {
+        size: rows[size, "translution"].multiply_adds
+        for size in ("A/56", "A/12", "A/7")
+    }
+    # 256 M, 1.8 G and 14 G, where the paper prints 75.86M, 140.5M and 436.6M.
+    assert translution == {
+        "A/56": 255_366_912,
+        "A/12": 1_765_529_472,
+        "A/7": 14_289_624_192,
+    }
+    assert rows["A/7", "translution"].paper_flops == "436.6M"
+    # Of self-attention the paper's counter is right, but for norms and the softmax.
+    for size, printed in (("A/56", 75.86e6), ("A/16", 644.8e6), ("C/16", 4.609e9)):
+        ours = rows[size, "self_attention"].multiply_adds
+        assert 0.98 * printed < ours < printed
+    row = rows["GPT-A-160", "translution"]
+    assert row.multiply_adds_per_token == row.multiply_adds // 160
+
+
+@pytest.mark.skipif(not PUBLISHED.exists(), reason="needs ../shared/published")
+@pytest.mark.parametrize(
+    "path", sorted(PUBLISHED.glob("translution*.csv")), ids=lambda path: path.stem
+)
+def test_the_published_tables_are_copied_whole(path):
+    copy = importlib.resources.files("relattn.evaluation") / "published" / path.name
+    assert copy.read_text() == path.read_text()
 
 
 @pytest.mark.skipif(not PUBLISHED.exists(), reason="needs ../shared/published")
@@ -43,19 +188,25 @@ def test_the_published_counts_are_transcribed_whole(rows):
     assert [row.published for row in rows] == published
 
 
-def test_json_lists_the_rows(rows, monkeypatch, capsys):
-    monkeypatch.setattr(sizes, "sizes", lambda: rows)
+def test_json_lists_the_rows(all_rows, monkeypatch, capsys):
+    monkeypatch.setattr(sizes, "sizes", lambda: all_rows)
     sizes.main(["--json"])
     printed = json.loads(capsys.readouterr().out)
-    assert len(printed) == len(rows)
+    assert len(printed) == len(all_rows)
     assert {"model", "size", "method", "image", "params", "published"} <= set(
         printed[0]
     )
 
 
-def test_table_shows_both_counts(rows, monkeypatch, capsys):
-    monkeypatch.setattr(sizes, "sizes", lambda: rows)
+def test_table_shows_both_counts(all_rows, monkeypatch, capsys):
+    monkeypatch.setattr(sizes, "sizes", lambda: all_rows)
     sizes.main([])
     out = capsys.readouterr().out
-    assert "4,741,898  4,741,642        +256" in out
     assert "CLS token" in out
+    lines = [line.split() for line in out.splitlines()]
+    row = "Horn et al. performer 6 layers of dim 256 favor 32x32x1"
+    assert [*row.split(), "4,741,898", "4,741,642", "+256"] in lines
+    row = "3 vit B/32 translution 224x224x3 233,056,360 223.1M +9.96M 3,557.4M 308.0M"
+    assert row.split() in lines
+    assert "the paper's counter misses" in out
+    assert "out of memory" in out

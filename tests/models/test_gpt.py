@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from relattn.models import build_model
-from relattn.models.generate import sample_token
+from relattn.models.sampling import sample_token
 from relattn.models.gpt import generate
 
 CONFIG = {"name": "gpt", "dim": 12, "num_layers": 2, "heads": 2, "mlp_dim": 17}
@@ -16,6 +16,9 @@ VOCAB, LENGTH = 13, 7
 VARIANTS = [
     ("softmax", "learnable_sincos"),
     ("softmax", "constrained_sincos"),
+    ("softmax", "learned + relative_value"),
+    ("gated_positional", "sincos"),
+    ("softmax", "rope1d"),
     ("favor", "none"),
     ("translution", "none"),
     ("translution(relative='qv')", "learnable_sincos"),

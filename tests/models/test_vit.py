@@ -13,6 +13,13 @@ CONFIG = {"name": "vit", "dim": 12, "num_layers": 3, "heads": 2, "mlp_dim": 17}
 CONFIG |= {"patch_size": 2}
 SHAPE = (4, 6, 1)
 ATTENTIONS = ["softmax", "translution", "lor_translution(rank=2)"]
+POSITIONS = [
+    ("gated_positional", "sincos"),
+    ("softmax", "learned + relative_key"),
+    ("softmax", "learned + relative_value"),
+    ("softmax", "relative_bias"),
+    ("softmax", "rope1d(interleaved=True)"),
+]
 
 
 def build(**options):
@@ -35,9 +42,13 @@ def make(**options):
     return model, variables, images
 
 
-@pytest.mark.parametrize("attention", ATTENTIONS)
-def test_every_variant_learns_from_every_parameter(attention):
-    model, variables, images = make(attention=attention, num_relative_layers=2)
+@pytest.mark.parametrize(
+    ("attention", "position"), [*((name, "none") for name in ATTENTIONS), *POSITIONS]
+)
+def test_every_variant_learns_from_every_parameter(attention, position):
+    model, variables, images = make(
+        attention=attention, position=position, num_relative_layers=2
+    )
 
     def loss(variables):
         return jnp.square(model.apply(variables, images) - 1.0).sum()

@@ -1,0 +1,109 @@
+"""The generative Transformers of Translution, tables 7 and 8.
+
+    python train.py --config=configs/translution_gpt.py:DATA,SIZE,METHOD --workdir=DIR
+
+trains METHOD (``self_attention``, ``lor_translution``, ``translution``) in the size
+SIZE (``A-160``: GPT-A with 160 tokens of context; A, B or C, and any length) on DATA
+(``tinyshakespeare``: the bytes of the text that ships with the package;
+``openwebtext``: GPT-2's tokens, prepared once by ``python -m
+relattn.data.prepare_text`` into the folder ``--config.data.data_dir``), as in
+``configs/translution_gpt.py:openwebtext,A-160,translution``.
+
+METHOD may also be a baseline of table 8: ``no_position``, ``relative_key``,
+``relative_value``, ``relative_bias``, ``gated_positional``, ``rope``. Ablations are
+further arguments: ``rank=16``, ``base=False``, ``relative=qk``, ``average=True``,
+``position=learned``, and ``layers=3`` for a hybrid with the method in its first three
+layers and softmax in the rest.
+
+A run of seconds, for a first look on a CPU, and a sample of what it learned:
+
+    python train.py --config=configs/translution_gpt.py:smoke --workdir=runs/smoke
+    python -m relattn.sample --workdir=runs/smoke --prompt="ROMEO:"
+"""
+
+from ml_collections import ConfigDict
+
+from relattn.models import SIZES
+from relattn.models.methods import METHODS, method_options, read_arguments
+from relattn.spec import closest
+from relattn.training import default_config
+
+DATA = ("tinyshakespeare", "openwebtext")
+OPTIONS = ("rank", "base", "relative", "average", "position", "layers")
+
+
+def get_config(arguments: str = "") -> ConfigDict:
+    """The recipe for data, a size and a method.
+
+    Args:
+        arguments: Any of data, a size, a method, options and ``smoke``, separated by
+            commas; by default ``tinyshakespeare,A-160,lor_translution``.
+
+    Returns:
+        The locked configuration.
+
+    Raises:
+        ValueError: If an argument does not exist; names the closest.
+    """
+    words, options = read_arguments(arguments, OPTIONS, "configs/translution_gpt.py")
+    data, size, method, smoke = "tinyshakespeare", "A-160", "lor_translution", False
+    for word in words:
+        letter, dash, length = word.partition("-")
+        if word in DATA:
+            data = word
+        elif word in METHODS:
+            method = word
+        elif word == "smoke":
+            smoke = True
+        elif dash and letter in SIZES and length.isdigit():
+            size = word
+        else:
+            sizes = [f"{name}-{length}" for name in SIZES for length in (160, 512)]
+            raise ValueError(
+                f"configs/translution_gpt.py has no argument {word!r}: "
+                + closest(word, [*DATA, *METHODS, *sizes, "smoke"])
+            )
+    config = default_config()
+    letter, length = size.split("-")
+    config.model = ConfigDict(
+        {
+            "name": "gpt",
+            **SIZES[letter],
+            "num_relative_layers": options.pop("layers", 0),
+            **method_options(method, "tokens", **options),
+            "attention_dropout": 0.0,
+            "dropout": 0.0,
+            "dtype": "float32",
+        }
+    )
+    config.data = ConfigDict(
+        {
+            "name": data,
+            "source": "text",
+            "data_dir": "",
+            "tokenizer": "gpt2" if data == "openwebtext" else "bytes",
+            "bpe_dir": "",
+            "context_length": int(length),
+            "windows_per_epoch": 32000,
+        }
+    )
+    config.batch_size = 8
+    config.eval_batch_size = 8
+    config.num_epochs = 300
+    config.optimizer.update(
+        name="adamw", learning_rate=3e-4, weight_decay=0.05, clip_norm=1.0
+    )
+    config.schedule.name = "cosine"
+    if smoke:
+        _shrink(config)
+    return config.lock()
+
+
+def _shrink(config: ConfigDict) -> None:
+    """Turns a recipe into a run of seconds."""
+    config.model.update(dim=24, num_layers=2, mlp_dim=48, heads=3)
+    config.data.update(name="tinyshakespeare", tokenizer="bytes", context_length=32)
+    config.optimizer.learning_rate = 3e-3
+    config.eval_batch_size = 256
+    config.num_epochs = 0
+    config.num_steps = 60

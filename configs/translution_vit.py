@@ -1,0 +1,130 @@
+"""The Vision Transformers of Translution, tables 2 to 6, 10 and 11.
+
+    python train.py --config=configs/translution_vit.py:DATA,SIZE,METHOD --workdir=DIR
+
+trains METHOD (``self_attention``, ``lor_translution``, ``translution``) in the size
+SIZE (``A/12``: ViT-A with patches of 12 pixels; A, B or C, and any patch that divides
+the image) on DATA (``static`` or ``dynamic``: MNIST on a canvas of 84x84 pixels, and
+evaluated on both; ``imagenet``), as in
+``configs/translution_vit.py:dynamic,A/12,lor_translution``. The full data sets are
+prepared once, by ``python -m relattn.data.prepare``.
+
+METHOD may also be a baseline of table 4: ``no_position``, ``relative_key``,
+``relative_value``, ``relative_bias``, ``gated_positional``, ``rope``. Ablations are
+further arguments: ``rank=16``, ``base=False``, ``absolute=True``, ``relative=qk``,
+``average=True``, ``position=learned``, and ``layers=3`` for a hybrid with the method in
+its first three layers and softmax in the rest.
+
+A run of seconds on the embedded images, for a first look on a CPU:
+
+    python train.py --config=configs/translution_vit.py:smoke --workdir=runs/smoke
+"""
+
+from ml_collections import ConfigDict
+
+from relattn.models import SIZES
+from relattn.models.methods import METHODS, method_options, read_arguments
+from relattn.spec import closest
+from relattn.training import default_config
+
+DATA = ("static", "dynamic", "imagenet")
+OPTIONS = ("rank", "base", "absolute", "relative", "average", "position", "layers")
+
+
+def get_config(arguments: str = "") -> ConfigDict:
+    """The recipe for data, a size and a method.
+
+    Args:
+        arguments: Any of data, a size, a method, options and ``smoke``, separated by
+            commas; by default ``static,A/12,lor_translution``.
+
+    Returns:
+        The locked configuration.
+
+    Raises:
+        ValueError: If an argument does not exist; names the closest.
+    """
+    words, options = read_arguments(arguments, OPTIONS, "configs/translution_vit.py")
+    data, size, method, smoke = "static", "A/12", "lor_translution", False
+    for word in words:
+        letter, slash, patch_size = word.partition("/")
+        if word in DATA:
+            data = word
+        elif word in METHODS:
+            method = word
+        elif word == "smoke":
+            smoke = True
+        elif slash and letter in SIZES and patch_size.isdigit():
+            size = word
+        else:
+            sizes = [
+                f"{name}/{patch}" for name in SIZES for patch in (7, 12, 16, 32, 56)
+            ]
+            raise ValueError(
+                f"configs/translution_vit.py has no argument {word!r}: "
+                + closest(word, [*DATA, *METHODS, *sizes, "smoke"])
+            )
+    config = default_config()
+    letter, patch_size = size.split("/")
+    config.model = ConfigDict(
+        {
+            "name": "vit",
+            **SIZES[letter],
+            "patch_size": int(patch_size),
+            "num_relative_layers": options.pop("layers", 0),
+            **method_options(method, "images", **options),
+            "attention_dropout": 0.0,
+            "dropout": 0.0,
+            "dtype": "float32",
+        }
+    )
+    config.data = ConfigDict(_imagenet() if data == "imagenet" else _mnist(data))
+    config.batch_size = 256
+    config.eval_batch_size = 256
+    config.num_epochs = 300
+    config.optimizer.update(name="adamw", learning_rate=3e-4, weight_decay=0.05)
+    config.schedule.name = "cosine"
+    if smoke:
+        _shrink(config)
+    return config.lock()
+
+
+def _mnist(placement: str) -> dict:
+    return {
+        "name": "mnist",
+        "source": "tfds",
+        "data_dir": "",
+        "manual_dir": "",
+        "image_size": 84,
+        "placement": placement,
+        "canvas": 84,
+        "standardize": False,
+        "num_validation": 5000,
+        "split_seed": 0,
+    }
+
+
+def _imagenet() -> dict:
+    return {
+        "name": "imagenet2012",
+        "source": "tfds",
+        "data_dir": "",
+        "manual_dir": "",
+        "image_size": 224,
+        "augment": "randaugment(num_ops=2, magnitude=9)",
+        "standardize": True,
+        "num_validation": 10000,
+        "num_workers": 8,
+    }
+
+
+def _shrink(config: ConfigDict) -> None:
+    """Turns a recipe into a run of seconds."""
+    config.model.update(dim=24, num_layers=2, mlp_dim=48, heads=3, patch_size=12)
+    config.data = ConfigDict(_mnist(config.data.get("placement", "static")))
+    config.data.update(source="embedded", num_validation=500)
+    config.optimizer.learning_rate = 3e-3
+    config.batch_size = 32
+    config.eval_batch_size = 100
+    config.num_epochs = 0
+    config.num_steps = 60

@@ -1,0 +1,98 @@
+"""The methods that Translution's tables compare, as attention and position."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Collection
+from typing import Any
+
+from relattn import spec
+
+# Name of the method: attention, position of images, position of text. The published
+# counts of the relative vectors have a table of learned positions besides.
+METHODS = {
+    "self_attention": ("softmax", "learned", "learned"),
+    "no_position": ("softmax", "none", "none"),
+    "relative_key": ("softmax", *["learned + relative_key"] * 2),
+    "relative_value": ("softmax", *["learned + relative_value"] * 2),
+    "relative_bias": ("softmax", "relative_bias", "relative_bias"),
+    "gated_positional": ("gated_positional", "none", "none"),
+    "rope": ("softmax", "rope2d", "rope1d"),
+    "lor_translution": ("lor_translution(rank=8)", "none", "none"),
+    "translution": ("translution", "none", "none"),
+}
+
+
+def method_options(
+    name: str, inputs: str = "images", position: str = "", **options: Any
+) -> dict[str, str]:
+    """The attention and position of a method, with options of the attention changed.
+
+    Args:
+        name: A key of `METHODS`.
+        inputs: ``"images"`` or ``"tokens"``.
+        position: Spec of another position than the method's; empty for that.
+        **options: Of the attention, ``rank=16``.
+
+    Returns:
+        The values of ``config.model.attention`` and ``config.model.position``.
+
+    Raises:
+        ValueError: If the method does not exist; names the closest.
+
+    Example:
+        >>> method_options("lor_translution", rank=16, relative="qk")
+        {'attention': "lor_translution(rank=16, relative='qk')", 'position': 'none'}
+        >>> method_options("rope", "tokens")
+        {'attention': 'softmax', 'position': 'rope1d'}
+    """
+    if name not in METHODS:
+        raise ValueError(f"unknown method {name!r}: {spec.closest(name, METHODS)}")
+    attention, of_images, of_text = METHODS[name]
+    kind, values = spec.parse(attention)
+    values |= options
+    if values:
+        listed = ", ".join(f"{key}={value!r}" for key, value in values.items())
+        kind = f"{kind}({listed})"
+    position = position or (of_images if inputs == "images" else of_text)
+    return {"attention": kind, "position": position}
+
+
+def read_arguments(
+    arguments: str, options: Collection[str], where: str
+) -> tuple[list[str], dict[str, Any]]:
+    """Splits a configuration's arguments into words and ``key=value`` options.
+
+    Args:
+        arguments: Separated by commas.
+        options: The keys that there are.
+        where: The configuration's file, for messages.
+
+    Returns:
+        The words, and the options' values: literals where they are, else strings.
+
+    Raises:
+        ValueError: If a key does not exist; names the closest.
+
+    Example:
+        >>> read_arguments("A/12,translution,relative=qk,layers=3",
+        ...                ["relative", "layers"], "configs/x.py")
+        (['A/12', 'translution'], {'relative': 'qk', 'layers': 3})
+    """
+    words, found = [], {}
+    for argument in filter(None, arguments.split(",")):
+        key, equals, value = argument.partition("=")
+        if not equals:
+            words.append(argument)
+        elif key not in options:
+            raise ValueError(
+                f"{where} has no option {key!r}: {spec.closest(key, options)}"
+            )
+        else:
+            try:
+                found[key] = ast.literal_eval(value)
+            except (ValueError, SyntaxError):
+                found[key] = value
+    if not isinstance(found.get("layers", 0), int):
+        raise ValueError(f"{where} needs a number of layers, got {found['layers']!r}")
+    return words, found

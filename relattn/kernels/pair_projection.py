@@ -79,7 +79,8 @@ def pair_lor_translution(
     """LoR-Translution whose low-rank projections belong to the pair of tokens.
 
     a_ij = (q_i . k_j + low_q_i Tq[i, j] . low_k_j Tk[i, j]) scale,
-    out_i = sum_j softmax_j(a_ij) v_j, low_out_i = sum_j softmax_j(a_ij) low_v_j Tv[i, j].
+    out_i = sum_j softmax_j(a_ij) v_j,
+    low_out_i = sum_j softmax_j(a_ij) low_v_j Tv[i, j].
 
     Args:
         q: Plain queries, or None, as in

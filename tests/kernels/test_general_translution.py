@@ -1,0 +1,111 @@
+"""General Translution on a cloud of points: the definition, masks, and equivariance."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from relattn import kernels, offsets
+
+BATCH, N, DIM, WIDTH = 2, 7, 5, 3
+
+
+def _random(seed, *shape):
+    generator = np.random.default_rng(seed)
+    return jnp.asarray(generator.standard_normal(shape), jnp.float32)
+
+
+def _cloud():
+    """Features, points in space, and weights of the two functions."""
+    weights = _random(2, DIM, DIM), _random(3, 3, DIM), _random(4, 3 + DIM, WIDTH)
+    return _random(0, BATCH, N, DIM), _random(1, BATCH, N, 3), weights
+
+
+def _attend(x, points, weights, **options):
+    matrix, directions, values = weights
+
+    def score(offset, query, key):
+        products = (query @ matrix + jnp.tanh(offset @ directions)) * key
+        return products.sum(-1)
+
+    def value(offset, key):
+        return jnp.concatenate([offset, key], axis=-1) @ values
+
+    return kernels.general_translution(x, points, score, value, **options)
+
+
+def _naive(x, points, weights, mask):
+    matrix, directions, values = weights
+    offset = points[:, :, None] - points[:, None]
+    query = (x @ matrix)[:, :, None] + jnp.tanh(offset @ directions)
+    scores = (query * x[:, None]).sum(-1)
+    weights = jnp.where(mask[:, None], jnp.exp(scores), 0)
+    weights = weights / weights.sum(-1, keepdims=True)
+    keys = jnp.broadcast_to(x[:, None], (BATCH, N, N, DIM))
+    pairs = jnp.concatenate([offset, keys], axis=-1) @ values
+    return jnp.einsum("bij,bije->bie", weights, pairs)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_values_and_gradients_equal_the_definition(masked):
+    inputs = _cloud()
+    mask = _random(5, BATCH, N) > (-0.5 if masked else -9)
+
+    @jax.jit
+    def ours(*inputs):
+        out = _attend(*inputs, key_mask=mask if masked else None)
+        return jnp.sum(jnp.cos(jnp.arange(out.size)).reshape(out.shape) * out), out
+
+    @jax.jit
+    def naive(*inputs):
+        out = _naive(*inputs, mask)
+        return jnp.sum(jnp.cos(jnp.arange(out.size)).reshape(out.shape) * out), out
+
+    gradients, out = jax.grad(ours, (0, 1, 2), has_aux=True)(*inputs)
+    with jax.enable_x64(True):
+        inputs, mask = jax.tree.map(lambda x: jnp.float64(np.asarray(x)), inputs), mask
+        expected = jax.grad(naive, (0, 1, 2), has_aux=True)(*inputs)
+    ours_and_theirs = zip(
+        jax.tree.leaves((gradients, out)), jax.tree.leaves(expected), strict=True
+    )
+    for x, y in ours_and_theirs:
+        np.testing.assert_allclose(x, y, rtol=0, atol=2e-5 * np.abs(y).max())
+
+
+def test_moving_the_cloud_changes_nothing_and_turning_it_does():
+    x, points, weights = _cloud()
+    out = _attend(x, points, weights)
+    moved = _attend(x, points + jnp.array([1.0, -2.0, 0.5]), weights)
+    np.testing.assert_allclose(moved, out, atol=2e-5)
+    assert np.abs(_attend(x, -points, weights) - out).max() > 0.1
+
+
+def test_masked_points_are_as_good_as_absent_whatever_they_hold():
+    x, points, weights = _cloud()
+    mask = jnp.arange(N) < N - 2
+    broken = x.at[:, N - 2 :].set(jnp.nan), points.at[:, N - 2 :].set(jnp.nan)
+    out = _attend(*broken, weights, key_mask=mask)[:, : N - 2]
+    expected = _attend(x[:, : N - 2], points[:, : N - 2], weights)
+    np.testing.assert_allclose(out, expected, atol=1e-6)
+    assert (_attend(x, points, weights, key_mask=jnp.zeros(N, bool)) == 0).all()
+
+
+def test_whole_positions_give_translution():
+    x, w = _random(0, 6, DIM), _random(1, 3, 15, DIM, 1, WIDTH)
+    positions = jnp.asarray(offsets.grid_positions((2, 3)))
+
+    def rows(w, offset):
+        index = (offset[..., 0] + 1) * 5 + offset[..., 1] + 2
+        return w[index.astype(int), :, 0]
+
+    def score(offset, query, key):
+        q = jnp.einsum("...nc,...nce->...ne", query + 0 * key, rows(w[0], offset))
+        k = jnp.einsum("...nc,...nce->...ne", key, rows(w[1], -offset))
+        return (q * k).sum(-1) / WIDTH**0.5
+
+    def value(offset, key):
+        return jnp.einsum("...nc,...nce->...ne", key, rows(w[2], offset))
+
+    out = kernels.general_translution(x, positions, score, value)
+    expected = kernels.translution(x, *w, grid=(2, 3))[0]
+    np.testing.assert_allclose(out, expected, atol=1e-5)

@@ -64,11 +64,10 @@ class _Layer(nn.Module):
         sizes = {"dim": self.dim, "heads": self.heads, "num_layers": 1}
         make_attention, make_position = build(self.attention, self.position, **sizes)
         position = make_position(name="position")
-        if position.site == "tokens":
-            x = jnp.concatenate([x[:, :1], position(x[:, 1:], grid)], axis=1)
-        encoding = position(grid, 1)[0] if position.site == "heads" else None
+        x = jnp.concatenate([x[:, :1], position.of_tokens(x[:, 1:], grid)], axis=1)
+        layers = position.of_layers(grid, 1) or [None]
         return make_attention(layer=0, name="attention")(
-            x, grid=grid, num_prefix=1, position=encoding, key_mask=key_mask
+            x, grid=grid, num_prefix=1, position=layers[0], key_mask=key_mask
         )
 
 
@@ -178,6 +177,14 @@ PAIRS = (
     ("favor(features='relu')", "constrained_sincos"),
     ("banded", "none"),
     ("banded", "learnable_sincos"),
+    ("softmax", "learned"),
+    ("softmax", "sincos"),
+    ("softmax", "relative_key"),
+    ("softmax", "relative_value"),
+    ("softmax", "relative_bias"),
+    ("softmax", "rope1d"),
+    ("softmax", "rope2d"),
+    ("gated_positional", "none"),
 )
 
 

@@ -153,7 +153,7 @@ class Rope1d(Position):
 
     Queries and keys turn, pair by pair of a head's numbers, by angles w_t p_i with
     w_t = base^(-2 t / depth), so that their products depend on p_i - p_j only. Prefix
-    tokens do not turn. No parameters.
+    tokens do not turn, so that products with theirs depend on the place. No parameters.
 
     Attributes:
         base: The slowest frequency is nearly 1 / base.

@@ -18,6 +18,12 @@ from relattn.evaluation.translation import translation_error
         ("favor(features='trigonometric')", "constrained_sincos", "too noisy to tell"),
         ("banded(clip=4)", "none", "exact"),
         ("banded(clip=4)", "learnable_sincos", "no"),
+        ("softmax", "learned + relative_key", "no"),
+        ("softmax", "relative_value", "exact"),
+        ("softmax", "relative_bias", "exact"),
+        # The prefix token does not turn: its scores tell places apart.
+        ("softmax", "rope2d", "no"),
+        ("gated_positional", "none", "exact"),
     ],
 )
 def test_verdict(attention, position, verdict):

@@ -58,7 +58,7 @@ class Plan:
 
 
 @functools.lru_cache(maxsize=64)
-def plan(grid: Grid, *, causal: bool = False, max_buckets: int = 12) -> Plan:
+def plan(grid: Grid, *, causal: bool = False, max_buckets: int = 16) -> Plan:
     """The buckets of a grid.
 
     Args:
@@ -108,9 +108,10 @@ def _split_axes(shape, max_buckets):
     A range wastes about the square of its length: equal ranges waste the least.
     """
     waste = {}
-    # Ranges of one magnitude, on small grids, would take long to compile for nothing.
-    most = [range(1, max(size // 2, 1) + 1) for size in shape]
-    for parts in itertools.product(*most):
+    # Shorter ranges than this take longer to compile and save next to nothing.
+    shortest = [max(2, math.isqrt(size)) for size in shape]
+    most = [max(1, size // least) for size, least in zip(shape, shortest, strict=True)]
+    for parts in itertools.product(*(range(1, most_parts + 1) for most_parts in most)):
         if math.prod(parts) <= max_buckets:
             waste[parts] = math.prod(
                 1 + 1 / part - 1 / size for part, size in zip(parts, shape, strict=True)

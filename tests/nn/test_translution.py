@@ -1,0 +1,143 @@
+"""Translution's modules: their parameters, options, and what they refuse."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from relattn import kernels
+from relattn.nn.translution import LorTranslutionAttention, TranslutionAttention
+
+DIM, HEADS, GRID = 6, 2, (2, 3)
+LENGTH, ROWS = 7, 3 * 5 + 3
+CALL = {"grid": GRID, "num_prefix": 1}
+MODULES = {"exact": TranslutionAttention, "low": LorTranslutionAttention}
+
+
+def make(kind, call=CALL, **options):
+    """A module with parameters large enough for every part to be seen, and tokens."""
+    module = MODULES[kind](dim=DIM, heads=HEADS, **options)
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(2, LENGTH, DIM)), jnp.float32)
+    shapes = jax.eval_shape(lambda: module.init(jax.random.key(0), x, **call))
+    variables = jax.tree.map(
+        lambda leaf: jnp.asarray(0.5 * rng.normal(size=leaf.shape), leaf.dtype), shapes
+    )
+    return module, variables, x
+
+
+def shapes_of(kind, call=CALL, **options):
+    _, variables, _ = make(kind, call, **options)
+    params = jax.tree_util.tree_leaves_with_path(variables["params"])
+    return {jax.tree_util.keystr(path): leaf.shape for path, leaf in params}
+
+
+def test_the_module_is_the_kernel_before_a_linear_projection():
+    module, variables, x = make("exact")
+    params = variables["params"]
+    tables = [params[f"{name}_table"] for name in "qkv"]
+    heads = kernels.translution(x, *tables, **CALL)
+    heads = heads.swapaxes(1, 2).reshape(2, LENGTH, DIM)
+    expected = heads @ params["out"]["kernel"] + params["out"]["bias"]
+    out = jax.jit(lambda v: module.apply(v, x, **CALL))(variables)
+    np.testing.assert_allclose(out, expected, rtol=0, atol=1e-5)
+
+
+def test_the_low_rank_module_is_softmax_attention_where_its_tables_are_zero():
+    module, variables, x = make("low", rank=3, qkv_bias=False)
+    params = variables["params"]
+    zero = {name: 0 * params[name] for name in ("q_table", "v_table")}
+    q, k, v = (
+        (x @ params[name]["kernel"]).reshape(2, LENGTH, HEADS, -1).swapaxes(1, 2)
+        for name in "qkv"
+    )
+    heads = kernels.softmax_attention(q, k, v).swapaxes(1, 2).reshape(2, LENGTH, DIM)
+    expected = heads @ params["out"]["kernel"] + params["out"]["bias"]
+    apply = jax.jit(lambda params: module.apply({"params": params}, x, **CALL))
+    np.testing.assert_allclose(apply(params | zero), expected, rtol=0, atol=1e-5)
+    assert not np.allclose(apply(params), expected, atol=0.1)
+
+
+def test_every_option_has_its_parameters():
+    exact = shapes_of("exact", relative="qv")
+    assert exact["['q_table']"] == exact["['v_table']"] == (ROWS, DIM, HEADS, 3)
+    assert exact["['k_matrix']"] == (DIM, HEADS, 3) and "['k_table']" not in exact
+    absolute = shapes_of("exact", absolute=True)
+    assert absolute["['k_table']"] == (LENGTH, LENGTH, DIM, HEADS, 3)
+    causal = shapes_of("exact", {"grid": (11,)}, causal=True)
+    assert causal["['q_table']"] == (11, DIM, HEADS, 3)
+    low = shapes_of("low", rank=5, relative="k")
+    assert low["['k_table']"] == (ROWS, 10, HEADS, 5)
+    assert low["['q_matrix']"] == low["['v_matrix']"] == (10, HEADS, 5)
+    assert low["['low_q']['kernel']"] == (DIM, 10)
+    assert low["['low_out']['kernel']"] == (10, DIM)
+    assert low["['q']['kernel']"] == (DIM, DIM)
+    assert "['q']['kernel']" not in shapes_of("low", base=False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("exact", {"absolute": True}),
+        ("low", {"rank": 2, "base": False}),
+        ("low", {"rank": 2, "average": True, "absolute": True}),
+    ],
+)
+def test_a_key_mask_is_honoured(kind, options):
+    module, variables, x = make(kind, **options)
+    mask = jnp.arange(LENGTH) != 4
+    mask = jnp.stack([mask, jnp.ones(LENGTH, bool)])
+    apply = jax.jit(lambda x: module.apply(variables, x, key_mask=mask, **CALL))
+    out, changed = apply(x), apply(x.at[:, 4].set(9.0))
+    others = jnp.arange(LENGTH) != 4
+    np.testing.assert_array_equal(out[0, others], changed[0, others])
+    assert not np.allclose(out[1, others], changed[1, others])
+
+
+def test_averaging_is_an_option():
+    outs = []
+    for average in (False, True):
+        module, variables, x = make("low", average=average)
+        outs.append(jax.jit(lambda v, m=module, x=x: m.apply(v, x, **CALL))(variables))
+    assert not np.allclose(*outs, atol=0.1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "call", "message"),
+    [
+        (
+            "exact",
+            {},
+            {"grid": (2, 4)},
+            "grid 2x4 with num_prefix=0 holds 8 tokens, got 7",
+        ),
+        ("low", {}, {"grid": (7, 7)}, "grid 7x7 with num_prefix=0 holds 49 tokens"),
+        ("exact", {}, {}, "give grid="),
+        ("low", {"causal": True}, CALL, "causal attention takes no prefix tokens"),
+        ("exact", {"causal": True}, {"grid": (5,)}, "too few for a sequence of 7"),
+        (
+            "low",
+            {"causal": True, "absolute": True},
+            {"grid": (7,)},
+            "absolute=True has no causal form",
+        ),
+    ],
+)
+def test_a_call_that_does_not_fit_is_refused(kind, options, call, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make(kind, call, **options)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        ("low", {"rank": 0}, "needs rank >= 1, of a head, got rank=0"),
+        ("low", {"relative": "vq"}, "unknown subset relative='vq' of the projections"),
+        ("exact", {"relative": "kqv"}, "unknown subset relative='kqv'"),
+    ],
+)
+def test_options_are_checked(kind, options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        MODULES[kind].check(DIM, HEADS, **options)

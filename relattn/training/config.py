@@ -32,6 +32,7 @@ _AT_LEAST = {
     "redraw_every": 0,
     "early_stopping_epochs": 0,
     "eval_every_epochs": 1,
+    "eval_every_steps": 0,
     "checkpoint_every_steps": 0,
     "log_every_steps": 1,
     "optimizer.weight_decay": 0.0,
@@ -75,6 +76,7 @@ def default_config() -> ConfigDict:
     config.redraw_every = 0
     config.early_stopping_epochs = 0
     config.eval_every_epochs = 1
+    config.eval_every_steps = 0
     config.checkpoint_every_steps = 0
     config.log_every_steps = 50
     config.progress = True

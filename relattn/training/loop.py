@@ -189,7 +189,8 @@ class _Loop:
     def train(self, on_step: Callable[[int], None] | None) -> None:
         """Updates until the last step or early stopping."""
         config, task = self.task.config, self.task
-        eval_every = config.eval_every_epochs * task.steps_per_epoch
+        eval_every = config.eval_every_steps
+        eval_every = eval_every or config.eval_every_epochs * task.steps_per_epoch
         key = task.key
         pending: list[Metrics] = []
         window_start, untimed = time.perf_counter(), 0

@@ -117,6 +117,14 @@ def test_early_stopping_keeps_the_best(config, tmp_path, one_device, capsys):
     assert again == result
 
 
+def test_evaluation_may_follow_steps_instead_of_epochs(config, tmp_path, one_device):
+    config.eval_every_steps = 4
+    training.train_and_evaluate(config, tmp_path, devices=one_device)
+    rows = read_rows(tmp_path / "metrics.jsonl")
+    evaluated = [row["step"] for row in rows if "validation_loss" in row]
+    assert evaluated == [4, 8, 12, 15]
+
+
 def test_the_best_checkpoint_survives_a_restart(config, tmp_path, one_device):
     config.optimizer.learning_rate = 1e-9
     config.redraw_every = 0

@@ -107,7 +107,8 @@ def transformer_blocks(
 
     Neighbours with the same attention are one scanned block ``blocks_FIRST``, FIRST the
     index of its first layer, whose parameters have a leading axis of layers; so a model
-    of 12 layers compiles like one of a single layer. Attentions that draw random
+    of 12 layers compiles like one of a single layer. The backward pass keeps no copy of
+    their parameters. Attentions that draw random
     features, and all with ``scan=False``, have blocks of their own, ``block_LAYER``.
 
     Args:
@@ -151,7 +152,7 @@ def transformer_blocks(
             return block(x, position=position, **options), None
 
         x, _ = nn.scan(
-            body,
+            nn.remat(body, prevent_cse=False, policy=_not_of_parameters),
             variable_axes={"params": 0, "cache": 0, "intermediates": 0},
             split_rngs={"params": True, "dropout": True},
             length=last - first,
@@ -159,6 +160,14 @@ def transformer_blocks(
             check_constancy_invariants=False,
         )(block, x, stacked)
     return x
+
+
+def _not_of_parameters(primitive: Any, *_: Any, **__: Any) -> bool:
+    """What to keep for the backward pass: no reshaped or cast copies of parameters.
+
+    A layer's parameters themselves cost nothing, since they are an input of the scan.
+    """
+    return primitive.name not in ("reshape", "convert_element_type")
 
 
 def _equal_layers(

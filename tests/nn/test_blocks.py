@@ -1,0 +1,121 @@
+"""Blocks of a model, scanned or one after another."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from relattn.nn.blocks import TransformerBlock, transformer_blocks
+from relattn.nn.build import build
+
+SIZES = {"dim": 6, "heads": 2, "num_layers": 2}
+X = jnp.asarray(np.random.default_rng(0).normal(size=(2, 7, 6)), jnp.float32)
+
+
+class Model(nn.Module):
+    attention: str
+    position: str = "none"
+    scan: bool = True
+    dropout: float = 0.0
+    dtype: str = "float32"
+
+    @nn.compact
+    def __call__(self, x, deterministic=True):
+        attention, position = build(self.attention, self.position, **SIZES)
+        block = functools.partial(
+            TransformerBlock,
+            dim=6,
+            mlp_dim=11,
+            dropout=self.dropout,
+            dtype=jnp.dtype(self.dtype),
+        )
+        return transformer_blocks(
+            x.astype(self.dtype),
+            [attention] * 2,
+            block,
+            positions=position(name="position").of_layers((2, 3), 1),
+            scan=self.scan,
+            grid=(2, 3),
+            num_prefix=1,
+            deterministic=deterministic,
+        )
+
+
+def random_variables(model):
+    rng = np.random.default_rng(1)
+    shapes = jax.eval_shape(model.init, jax.random.key(0), X)
+    return jax.tree.map(
+        lambda leaf: jnp.asarray(0.4 * rng.normal(size=leaf.shape), leaf.dtype), shapes
+    )
+
+
+@pytest.mark.parametrize(
+    ("attention", "position"),
+    [("translution", "none"), ("softmax", "constrained_sincos")],
+)
+def test_scanned_layers_equal_layers_one_after_another(attention, position):
+    scanned = Model(attention, position)
+    params = random_variables(scanned)["params"]
+    layers = {key: params[key] for key in params if key != "blocks_0"}
+    for layer in range(2):
+        take = lambda leaf, layer=layer: leaf[layer]  # noqa: E731
+        layers[f"block_{layer}"] = jax.tree.map(take, params["blocks_0"])
+
+    def loss(model, params):
+        return jnp.sin(model.apply({"params": params}, X)).sum()
+
+    def differentiate(model, params):
+        return jax.jit(jax.value_and_grad(functools.partial(loss, model)))(params)
+
+    value, gradients = differentiate(scanned, params)
+    expected, unrolled = differentiate(Model(attention, position, scan=False), layers)
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    stacked = jax.tree.map(
+        lambda *leaves: jnp.stack(leaves), *(unrolled[f"block_{i}"] for i in range(2))
+    )
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-4),
+        gradients["blocks_0"],
+        stacked,
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_backward_pass_keeps_no_copy_of_the_tables(dtype):
+    model = Model("translution", dtype=dtype)
+    variables = jax.eval_shape(model.init, jax.random.key(0), X)
+    tables = variables["params"]["blocks_0"]["attention"]
+
+    def pull_back(variables):
+        return jax.vjp(lambda variables: model.apply(variables, X), variables)[1]
+
+    kept = jax.tree.leaves(jax.eval_shape(pull_back, variables))
+    large = [leaf for leaf in kept if leaf.size >= tables["q_table"].size]
+    # The parameters themselves, once each.
+    assert [leaf.shape for leaf in large] == [tables["q_table"].shape] * 3
+    assert {leaf.dtype for leaf in large} == {jnp.dtype("float32")}
+
+
+def test_dropout_differs_by_layer_and_key():
+    model = Model("softmax", dropout=0.5)
+    variables = random_variables(model)
+    apply = jax.jit(
+        lambda seed: model.apply(
+            variables, X, deterministic=False, rngs={"dropout": jax.random.key(seed)}
+        )
+    )
+    np.testing.assert_array_equal(apply(0), apply(0))
+    assert not np.allclose(apply(0), apply(1))
+
+
+def test_only_attentions_without_random_features_are_scanned():
+    for attention, scan, names in (
+        ("softmax", True, {"blocks_0"}),
+        ("softmax", False, {"block_0", "block_1"}),
+        ("favor", True, {"block_0", "block_1"}),
+    ):
+        shapes = jax.eval_shape(Model(attention, scan=scan).init, jax.random.key(0), X)
+        assert set(shapes["params"]) == names

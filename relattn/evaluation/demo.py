@@ -9,12 +9,7 @@ does not know go to ``train.py``, as ``--config.num_epochs=3``.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import dataclasses
-import importlib
 import json
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -22,167 +17,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tqdm import tqdm
 
 from relattn.evaluation import report
 from relattn.evaluation.compare import compare
 from relattn.evaluation.curves import ShiftCurve
-from relattn.training.metrics import read_rows
+from relattn.evaluation.runs import Training, read_config, train
 
 CONFIG = "configs/demo.py"
 VARIANTS = ("learnable_sincos", "constrained_sincos")
 CLASS_SHIFT = 8
 ALL_SHIFT = 6
-POLL_SECONDS = 0.5
-BAR = "{desc} {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
-
-
-@dataclasses.dataclass
-class Training:
-    """One run of ``train.py`` in a process of its own.
-
-    Attributes:
-        variant: Argument of the configuration.
-        seed: Of the run.
-        workdir: Its folder.
-        num_epochs: Of the run.
-        overrides: More options of ``train.py``.
-        core: The core it is bound to; None leaves that to the system.
-        process: Once started.
-        bar: Its progress bar, once started.
-        shown: How many rows of its log the bar has shown.
-    """
-
-    variant: str
-    seed: int
-    workdir: Path
-    num_epochs: int
-    overrides: Sequence[str] = ()
-    core: int | None = None
-    process: subprocess.Popen | None = None
-    bar: tqdm | None = None
-    shown: int = 0
-
-    @property
-    def name(self) -> str:
-        """Of the run, for people."""
-        return f"{self.variant}, seed {self.seed}"
-
-    @property
-    def log(self) -> Path:
-        """The file that its output goes to."""
-        return self.workdir / "train.log"
-
-    def start(self, core: int | None) -> None:
-        """Starts the process.
-
-        Args:
-            core: The core to bind it to; None leaves that to the system.
-        """
-        command = [
-            sys.executable,
-            "train.py",
-            f"--config={CONFIG}:{self.variant}",
-            f"--workdir={self.workdir}",
-            f"--config.seed={self.seed}",
-            "--config.log_every_steps=10",
-            *self.overrides,
-        ]
-        self.workdir.mkdir(parents=True, exist_ok=True)
-        # Two runs may share one GPU.
-        environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                command, stdout=log, stderr=subprocess.STDOUT, env=environment
-            )
-        self.core = core
-        if core is not None and hasattr(os, "sched_setaffinity"):
-            os.sched_setaffinity(self.process.pid, {core})
-        self.bar = tqdm(
-            total=self.num_epochs,
-            desc=self.name,
-            bar_format=BAR,
-            dynamic_ncols=True,
-            disable=None,
-        )
-
-    def show(self) -> None:
-        """Brings its bar up to what it has logged; without a terminal, prints lines."""
-        rows = read_rows(self.workdir / "metrics.jsonl")
-        for row in rows[self.shown :]:
-            self.bar.set_postfix(
-                {
-                    "loss": f"{row['train_loss']:.3f}",
-                    "accuracy": f"{row['train_accuracy']:.3f}",
-                    "examples/s": f"{row['examples_per_second']:.0f}",
-                },
-                refresh=False,
-            )
-            if self.bar.disable and "validation_accuracy" in row:
-                print(
-                    f"{self.name}: epoch {row['epoch']:.0f} of {self.num_epochs}, "
-                    f"validation accuracy {row['validation_accuracy']:.1%}",
-                    flush=True,
-                )
-        if len(rows) > self.shown:
-            self.bar.update(rows[-1]["epoch"] - self.bar.n)
-        self.shown = len(rows)
-
-    def finish(self) -> None:
-        """Says how it ended.
-
-        Raises:
-            RuntimeError: If it failed; shows the end of its log.
-        """
-        self.bar.close()
-        if self.process.returncode:
-            raise RuntimeError(
-                f"training {self.name} failed; {self.log} ends with:\n"
-                + self.log.read_text()[-2000:]
-            )
-        result = self.result()
-        tqdm.write(
-            f"{self.name}: {result['test_accuracy']:.1%} of the test images, "
-            f"{result['seconds']:.0f} s"
-        )
-
-    def result(self) -> dict[str, Any]:
-        """Its final metrics."""
-        return json.loads((self.workdir / "result.json").read_text())
-
-
-def train(trainings: Sequence[Training], jobs: int) -> None:
-    """Runs trainings side by side, with a progress bar each.
-
-    Args:
-        trainings: What to train; those that are complete take a few seconds.
-        jobs: How many at a time; if several, each is bound to a core of its own, which
-            uses small models' cores better than sharing them.
-
-    Raises:
-        RuntimeError: If one fails.
-    """
-    cores: list[int | None] = list(range(os.cpu_count() or 1))
-    if hasattr(os, "sched_getaffinity"):
-        cores = sorted(os.sched_getaffinity(0))
-    jobs = max(1, min(jobs, len(cores), len(trainings)))
-    free = cores[:jobs] if jobs > 1 else [None]
-    waiting, running = list(trainings), []
-    with contextlib.ExitStack() as stack:
-        while waiting or running:
-            while waiting and free:
-                training = waiting.pop(0)
-                training.start(free.pop(0))
-                stack.callback(training.process.terminate)
-                running.append(training)
-            time.sleep(POLL_SECONDS)
-            for training in list(running):
-                ended = training.process.poll() is not None
-                training.show()
-                if ended:
-                    running.remove(training)
-                    free.append(training.core)
-                    training.finish()
 
 
 def run_demo(
@@ -215,13 +59,14 @@ def run_demo(
         raise ValueError(f"no {CONFIG} here: run the demo from the project's root")
     output = Path(output)
     print(f"Training {', '.join(variants)} by {CONFIG}; logs in {output}/*/train.log")
-    get_config = importlib.import_module("configs.demo").get_config
+    for variant in variants:
+        read_config(f"{CONFIG}:{variant}")  # Raises where there is no such variant.
     trainings = [
         Training(
-            variant=variant,
-            seed=seed,
+            label=variant,
+            config=f"{CONFIG}:{variant}",
             workdir=output / f"{variant}-{seed}",
-            num_epochs=get_config(variant).num_epochs,
+            seed=seed,
             overrides=overrides,
         )
         for seed in range(seeds)
@@ -229,7 +74,7 @@ def run_demo(
     ]
     train(trainings, jobs)
     # By variant, then by seed: the order of the legend.
-    trainings.sort(key=lambda training: variants.index(training.variant))
+    trainings.sort(key=lambda training: variants.index(training.label))
     comparison = compare([training.workdir for training in trainings])
     one_class, every_class = comparison.one_class(), comparison.every_class()
     images = f"class {comparison.class_name}"
@@ -237,7 +82,7 @@ def run_demo(
     panels += comparison.panels(every_class, "all classes", published=False)
     report.plot(panels, output / "shift.png")
     results = {
-        variant: _results([t for t in trainings if t.variant == variant], one, every)
+        variant: _results([t for t in trainings if t.label == variant], one, every)
         for variant, one, every in zip(variants, one_class, every_class, strict=True)
     }
     (output / "results.json").write_text(json.dumps(results, indent=2) + "\n")

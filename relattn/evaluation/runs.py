@@ -1,0 +1,272 @@
+"""Runs of ``train.py`` in processes of their own, side by side, with progress."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+from ml_collections import ConfigDict, config_flags
+from tqdm import tqdm
+
+from relattn.data import DataInfo, read_info
+from relattn.training.config import complete, differences, to_json
+from relattn.training.metrics import Row, read_rows
+
+POLL_SECONDS = 0.5
+LOG_BYTES = 2000
+BAR = "{desc} {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
+
+
+@dataclasses.dataclass
+class Training:
+    """One run of ``train.py`` in a process of its own.
+
+    Attributes:
+        label: What is trained, for people.
+        config: Its configuration, ``configs/demo.py:banded``.
+        workdir: Its folder.
+        seed: Of the run.
+        overrides: More options of ``train.py``.
+        core: The core it is bound to; None leaves that to the system.
+        process: Once started.
+        bar: Its progress bar, once started.
+        shown: How many rows of its log the bar has shown.
+        error: Why it failed, or "".
+    """
+
+    label: str
+    config: str
+    workdir: Path
+    seed: int = 0
+    overrides: Sequence[str] = ()
+    core: int | None = None
+    process: subprocess.Popen | None = None
+    bar: tqdm | None = None
+    shown: int = 0
+    error: str = ""
+
+    @property
+    def name(self) -> str:
+        """Of the run, for people."""
+        return f"{self.label}, seed {self.seed}"
+
+    @property
+    def log(self) -> Path:
+        """The file that its output goes to."""
+        return self.workdir / "train.log"
+
+    @property
+    def options(self) -> list[str]:
+        """What changes its configuration."""
+        return [
+            f"--config.seed={self.seed}",
+            "--config.log_every_steps=10",
+            *self.overrides,
+        ]
+
+    def start(self, core: int | None) -> None:
+        """Starts the process.
+
+        Args:
+            core: The core to bind it to; None leaves that to the system.
+        """
+        command = [
+            sys.executable,
+            "train.py",
+            f"--config={self.config}",
+            f"--workdir={self.workdir}",
+            *self.options,
+        ]
+        self.workdir.mkdir(parents=True, exist_ok=True)
+        # Two runs may share one GPU.
+        environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                command, stdout=log, stderr=subprocess.STDOUT, env=environment
+            )
+        self.core = core
+        if core is not None and hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(self.process.pid, {core})
+        self.bar = tqdm(
+            total=1.0,
+            desc=self.name,
+            bar_format=BAR,
+            dynamic_ncols=True,
+            disable=None,
+        )
+
+    def show(self) -> None:
+        """Brings its bar up to what it has logged; without a terminal, prints lines."""
+        rows = self.rows()
+        if len(rows) <= self.shown:
+            return
+        steps, steps_per_epoch = self._steps()
+        for row in rows[self.shown :]:
+            self.bar.set_postfix(
+                {
+                    "loss": f"{row['train_loss']:.3f}",
+                    "accuracy": f"{row['train_accuracy']:.3f}",
+                    "examples/s": f"{row['examples_per_second']:.0f}",
+                },
+                refresh=False,
+            )
+            if self.bar.disable and "validation_accuracy" in row:
+                print(
+                    f"{self.name}: epoch {row['epoch']:.4g} of "
+                    f"{steps / steps_per_epoch:.4g}, {self._validation(row)}",
+                    flush=True,
+                )
+        self.bar.update(rows[-1]["step"] / steps - self.bar.n)
+        self.shown = len(rows)
+
+    def _steps(self) -> tuple[int, int]:
+        """Updates in all and in an epoch."""
+        config = self.record()["config"]
+        in_epoch = self.info().steps_per_epoch(config["batch_size"])
+        return config["num_steps"] or config["num_epochs"] * in_epoch, in_epoch
+
+    def _validation(self, row: Row) -> str:
+        if self.info().kind == "tokens":
+            return f"validation loss {row['validation_loss']:.3f}"
+        return f"validation accuracy {row['validation_accuracy']:.1%}"
+
+    def finish(self) -> None:
+        """Says how it ended.
+
+        Raises:
+            RuntimeError: If it failed; shows the end of its log.
+        """
+        self.bar.close()
+        if self.process.returncode:
+            raise RuntimeError(
+                f"training {self.name} failed; {self.log} ends with:\n"
+                + self.log.read_text(errors="replace")[-LOG_BYTES:]
+            )
+        self.say_result()
+
+    def say_result(self) -> None:
+        """Says what came of it."""
+        result = self.result()
+        if self.info().kind == "tokens":
+            outcome = f"a loss of {result['test_loss']:.3f} on the test text"
+        else:
+            outcome = f"{result['test_accuracy']:.1%} of the test images"
+        tqdm.write(f"{self.name}: {outcome}, {result['seconds']:.0f} s")
+
+    def rows(self) -> list[Row]:
+        """What it has logged."""
+        return read_rows(self.workdir / "metrics.jsonl")
+
+    def record(self) -> dict[str, Any]:
+        """What it says about itself, its ``run.json``."""
+        return json.loads((self.workdir / "run.json").read_text())
+
+    def info(self) -> DataInfo:
+        """Of its data."""
+        return read_info(self.record()["data"])
+
+    def result(self) -> dict[str, Any]:
+        """Its final metrics."""
+        return json.loads((self.workdir / "result.json").read_text())
+
+    def is_complete(self) -> bool:
+        """Whether it has run to its end, with the configuration that it has now.
+
+        Raises:
+            ValueError: If the configuration does not exist or an option does not fit.
+        """
+        config = read_config(self.config, self.options)
+        try:
+            record, result = self.record(), self.result()
+        except (OSError, ValueError):
+            return False
+        ended = result["stopped_early"] or result["step"] >= result["num_steps"]
+        there = to_json(complete(record["config"]))
+        return ended and not differences(there, to_json(config))
+
+
+def read_config(config: str, options: Sequence[str] = ()) -> ConfigDict:
+    """The configuration that ``train.py`` makes of its options.
+
+    Args:
+        config: ``configs/NAME.py``, perhaps with ``:`` and an argument.
+        options: ``--config.key=value``; others are ignored.
+
+    Returns:
+        The configuration.
+
+    Raises:
+        ValueError: If it cannot make one.
+
+    Example:
+        >>> read_config("configs/demo.py:banded", ["--config.num_epochs=3"]).num_epochs
+        3
+    """
+    path, _, argument = config.partition(":")
+    module = importlib.import_module(path.removesuffix(".py").replace("/", "."))
+    result = module.get_config(*filter(None, [argument]))
+    values, argv = flags.FlagValues(), ["train.py", *options]
+    try:
+        config_flags.DEFINE_config_dict("config", result, "", values, sys_argv=argv)
+        values(argv, known_only=True)
+    except flags.Error as error:
+        raise ValueError(str(error)) from error
+    except AttributeError as error:
+        key = " ".join(str(error.args[0].args[0]).splitlines())
+        raise ValueError(f"there is no --config.[...] key {key}") from error
+    return result
+
+
+def train(
+    trainings: Sequence[Training], jobs: int, *, keep_going: bool = False
+) -> None:
+    """Runs trainings side by side, with a progress bar each.
+
+    Args:
+        trainings: What to train; those that are complete take a few seconds.
+        jobs: How many at a time; if several, each is bound to a core of its own, which
+            uses small models' cores better than sharing them.
+        keep_going: Whether one that fails is reported, in its ``error`` too, and the
+            others go on.
+
+    Raises:
+        RuntimeError: If one fails, unless ``keep_going``.
+    """
+    cores: list[int | None] = list(range(os.cpu_count() or 1))
+    if hasattr(os, "sched_getaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+    jobs = max(1, min(jobs, len(cores), len(trainings)))
+    free = cores[:jobs] if jobs > 1 else [None]
+    waiting, running = list(trainings), []
+    with contextlib.ExitStack() as stack:
+        while waiting or running:
+            while waiting and free:
+                training = waiting.pop(0)
+                training.start(free.pop(0))
+                stack.callback(training.process.terminate)
+                running.append(training)
+            time.sleep(POLL_SECONDS)
+            for training in list(running):
+                ended = training.process.poll() is not None
+                training.show()
+                if not ended:
+                    continue
+                running.remove(training)
+                free.append(training.core)
+                try:
+                    training.finish()
+                except RuntimeError as error:
+                    if not keep_going:
+                        raise
+                    training.error = str(error)
+                    tqdm.write(training.error)

@@ -1,0 +1,87 @@
+import dataclasses
+import json
+import sys
+
+import pytest
+
+from relattn.data import ImageInfo, TextInfo
+from relattn.evaluation.runs import Training, read_config, train
+from relattn.training.config import to_json
+
+CONFIG = "configs/demo.py:banded"
+IMAGES = ImageInfo("a set", ("0", "1"), (5, 3, 1), (0.1,), (0.2,), 200, "somewhere")
+TEXT = TextInfo("a text", "bytes", 256, 7, 200, "somewhere")
+
+
+def make_training(workdir, info=IMAGES, **result):
+    training = Training("banded", CONFIG, workdir, seed=3)
+    config = read_config(training.config, training.options)
+    record = {"config": to_json(config), "data": dataclasses.asdict(info)}
+    (workdir / "run.json").write_text(json.dumps(record))
+    values = {"step": 60, "num_steps": 60, "stopped_early": False, "seconds": 7.0}
+    values |= {"test_accuracy": 0.875, "test_loss": 1.5, **result}
+    (workdir / "result.json").write_text(json.dumps(values))
+    return training
+
+
+def test_read_config_is_that_of_train_py():
+    options = ["--config.num_epochs=3", "--verbosity=1", "--config.model.dim", "8"]
+    config = read_config("configs/demo.py", options)
+    assert (config.num_epochs, config.model.dim, config.is_locked) == (3, 8, True)
+    with pytest.raises(ValueError, match="no argument 'bandd': did you mean 'banded'"):
+        read_config("configs/demo.py:bandd")
+    with pytest.raises(ValueError, match=r"no --config\.\[...\] key .*num_epochs"):
+        read_config(CONFIG, ["--config.num_epoch=3"])
+    with pytest.raises(ValueError, match="--config.num_epochs=x: invalid literal"):
+        read_config(CONFIG, ["--config.num_epochs=x"])
+
+
+def test_a_run_is_complete_at_its_last_step_with_its_configuration(tmp_path):
+    assert not Training("banded", CONFIG, tmp_path).is_complete()
+    training = make_training(tmp_path)
+    assert training.is_complete()
+    training.overrides = ["--config.progress=False"]
+    assert training.is_complete()
+    training.overrides = ["--config.num_epochs=30"]
+    assert not training.is_complete()
+    assert not make_training(tmp_path, step=40).is_complete()
+    assert make_training(tmp_path, step=40, stopped_early=True).is_complete()
+    (tmp_path / "result.json").write_text("{")
+    assert not training.is_complete()
+
+
+@pytest.mark.parametrize(
+    "info, metric, progress, outcome",
+    [
+        (IMAGES, "accuracy", "accuracy 62.5%", "87.5% of the test images"),
+        (TEXT, "loss", "loss 0.625", "a loss of 1.500 on the test text"),
+    ],
+)
+def test_progress_is_a_line_where_there_is_no_terminal(
+    tmp_path, monkeypatch, capfd, info, metric, progress, outcome
+):
+    training = make_training(tmp_path, info)
+    row = {"epoch": 2.0, "step": 6, "train_loss": 1.0, "train_accuracy": 0.5}
+    row |= {"examples_per_second": 9.0, "validation_accuracy": 0.625}
+    row |= {f"validation_{metric}": 0.625}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    monkeypatch.setattr(sys, "executable", "true")
+    train([training], jobs=1)
+    said = capfd.readouterr().out.splitlines()
+    assert said == [
+        f"banded, seed 3: epoch 2 of 20, validation {progress}",
+        f"banded, seed 3: {outcome}, 7 s",
+    ]
+
+
+def test_one_that_fails_need_not_end_the_others(tmp_path, capfd):
+    options = ["--config.no_such_key=1"]
+    trainings = [
+        Training("a", CONFIG, tmp_path / "a", overrides=options),
+        Training("b", CONFIG, tmp_path / "b", overrides=options),
+    ]
+    train(trainings, jobs=2, keep_going=True)
+    assert "training b, seed 0 failed" in capfd.readouterr().out
+    for training in trainings:
+        assert "no_such_key" in training.error
+        assert f"{training.log} ends with" in training.error

@@ -1,8 +1,6 @@
 """Every mechanism, with what the contracts of test_contracts.py must know of it."""
 
-import dataclasses
 import functools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -11,71 +9,23 @@ import numpy as np
 from relattn import kernels, offsets
 from relattn.kernels import sinusoids
 from relattn.kernels.banded import banded_attention
-from tests import compare, reference
+from tests import compare, reference, translution_mechanisms
+from tests.mechanism import (
+    DEPTH,
+    GRID,
+    NUM_FEATURES,
+    NUM_PREFIX,
+    VALUE_DEPTH,
+    M,
+    Mechanism,
+    N,
+)
 
-BATCH, HEADS, N, M, DEPTH, VALUE_DEPTH, NUM_FEATURES = 3, 2, 13, 11, 5, 7, 17
-GRID, NUM_PREFIX, CLIP = (3, 4), 1, 2
+CLIP = 2
 PROJECTION = kernels.draw_orthogonal(jax.random.key(7), NUM_FEATURES, DEPTH)
 FREQUENCIES = np.array([1.0, 0.3], np.float32)
 feature_map = functools.partial(compare.feature_map, projection=PROJECTION)
 WIDE_PROJECTION = kernels.draw_orthogonal(jax.random.key(8), NUM_FEATURES, DEPTH + 8)
-
-
-@dataclasses.dataclass(frozen=True)
-class Mechanism:
-    """A mechanism and what a contract has to know of it.
-
-    Attributes:
-        name: Of the test.
-        apply: From inputs, each ``[*batch, tokens, width]``, and ``key_mask=`` to
-            outputs ``[*batch, n, width]``.
-        naive: The reference: from inputs without leading axes, and which keys a query
-            may attend to, ``[n, m]``.
-        shapes: Shape of every input, by name, without leading axes.
-        shared: Inputs that never have leading axes: parameters.
-        key_inputs: Inputs that hold a row for every key.
-        loud: The input in which one row is scaled by 20.
-        causal: Whether a token sees only itself and those before it.
-        on_grid: Whether the number of tokens is fixed by a grid.
-        estimate: From a projection, estimates of the unnormalised kernel, all of
-            `expected`; None where nothing is random.
-        expected: What `estimate` must be on average.
-    """
-
-    name: str
-    apply: Callable
-    naive: Callable
-    shapes: dict[str, tuple[int, ...]]
-    shared: tuple[str, ...] = ()
-    key_inputs: tuple[str, ...] = ("k", "v")
-    loud: str = "k"
-    causal: bool = False
-    on_grid: bool = False
-    estimate: Callable | None = None
-    expected: Callable | None = None
-
-    def __str__(self):
-        return self.name
-
-    def draw_inputs(self, *leading, dtype=jnp.float32):
-        inputs = {}
-        for seed, (name, shape) in enumerate(self.shapes.items()):
-            shape = shape if name in self.shared else (*leading, *shape)
-            values = 0.5 * np.random.default_rng(seed).standard_normal(shape)
-            inputs[name] = jnp.asarray(values.astype(dtype))
-        return inputs
-
-    @property
-    def num_keys(self):
-        return self.shapes[self.key_inputs[0]][0]
-
-    def key_mask(self):
-        return np.arange(self.num_keys) % 4 != 2
-
-    def allowed(self, key_mask):
-        allowed = np.broadcast_to(key_mask, (N, self.num_keys))
-        return np.tril(allowed) if self.causal else allowed
-
 
 PLAIN = {"q": (N, DEPTH), "k": (M, DEPTH), "v": (M, VALUE_DEPTH)}
 CAUSAL = {"q": (N, DEPTH), "k": (N, DEPTH), "v": (N, VALUE_DEPTH)}
@@ -283,4 +233,5 @@ MECHANISMS = [
         {"q": (N, 8), "k": (N, 8), "v": (N, VALUE_DEPTH)},
         on_grid=True,
     ),
+    *translution_mechanisms.MECHANISMS,
 ]

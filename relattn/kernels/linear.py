@@ -256,7 +256,17 @@ def divide_sums(
         guard = jnp.where(normalizer < 0, -smallest, smallest)
         denominator = jnp.where(jnp.abs(normalizer) < smallest, guard, normalizer)
     denominator = jnp.where(jnp.abs(denominator) < _NO_WEIGHT, 1.0, denominator)
-    # The gradient of a division squares the denominator, which could underflow.
-    scale = jax.lax.stop_gradient(1.0 / denominator)
-    out = numerator * (scale / (denominator * scale))
+    out = _divide(numerator, denominator)
     return out.astype(dtype), normalizer
+
+
+@jax.custom_jvp
+def _divide(numerator, denominator):
+    return numerator / denominator
+
+
+@_divide.defjvp
+def _divide_jvp(primals, tangents):
+    """JAX's own rule squares the denominator, which could underflow."""
+    out = _divide(*primals)
+    return out, (tangents[0] - out * tangents[1]) / primals[1]

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from relattn.models import build_model
-from relattn.models.sampling import sample_token
 from relattn.models.gpt import generate
+from relattn.models.sampling import sample_token
 
 CONFIG = {"name": "gpt", "dim": 12, "num_layers": 2, "heads": 2, "mlp_dim": 17}
 VOCAB, LENGTH = 13, 7

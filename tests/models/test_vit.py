@@ -84,20 +84,6 @@ def test_random_features_keep_a_block_a_layer():
     assert set(variables["random_features"]) == {"block_0", "block_1"}
 
 
-@pytest.mark.parametrize(
-    ("attention", "bound"),
-    [("translution", 1 / 12), ("lor_translution(rank=7)", 1 / 14)],
-)
-def test_tables_start_as_published_and_differ_by_layer(attention, bound):
-    model = build(attention=attention)
-    variables = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, *SHAPE)))
-    attention = variables["params"]["blocks_0"]["attention"]
-    table = np.asarray(attention["q_table"])
-    assert 0.98 * bound < np.abs(table).max() <= bound
-    assert not np.allclose(table[0], table[1])
-    assert not np.allclose(*np.asarray(attention["out"]["kernel"][:2]))
-
-
 def test_translution_needs_no_position_to_tell_patches_apart():
     moved = jnp.array([2, 3, 0, 1, 4, 5])
     for attention, differ in (("softmax", False), ("translution", True)):

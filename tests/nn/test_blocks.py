@@ -111,6 +111,14 @@ def test_dropout_differs_by_layer_and_key():
     assert not np.allclose(apply(0), apply(1))
 
 
+def test_layers_start_differently():
+    params = jax.jit(Model("softmax").init)(jax.random.key(0), X)["params"]["blocks_0"]
+    for kernel in (params["attention"]["q"], params["feed_forward"]["out"]):
+        assert not np.allclose(*kernel["kernel"])
+    # Uniform in +-1/sqrt(fan-in), not in that of the layers together.
+    assert 0.9 * 6**-0.5 < np.abs(params["attention"]["q"]["kernel"]).max() <= 6**-0.5
+
+
 def test_only_attentions_without_random_features_are_scanned():
     for attention, scan, names in (
         ("softmax", True, {"blocks_0"}),

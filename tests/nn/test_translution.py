@@ -60,6 +60,18 @@ def test_the_low_rank_module_is_softmax_attention_where_its_tables_are_zero():
     assert not np.allclose(apply(params), expected, atol=0.1)
 
 
+@pytest.mark.parametrize(
+    ("kind", "options", "bound"), [("exact", {}, 1 / DIM), ("low", {"rank": 7}, 1 / 14)]
+)
+def test_tables_start_as_published(kind, options, bound):
+    module, _, x = make(kind, **options)
+    params = jax.jit(lambda key: module.init(key, x, **CALL))(jax.random.key(0))
+    for name in "qkv":
+        table = np.asarray(params["params"][f"{name}_table"])
+        assert 0.97 * bound < np.abs(table).max() <= bound
+        assert np.abs(table.mean()) < 4 * bound / np.sqrt(3 * table.size)
+
+
 def test_every_option_has_its_parameters():
     exact = shapes_of("exact", relative="qv")
     assert exact["['q_table']"] == exact["['v_table']"] == (ROWS, DIM, HEADS, 3)

@@ -233,6 +233,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--heads", type=_positive, default=default.heads, help="heads")
     add("--depth", type=_positive, default=default.depth, help="width of a head")
     add("--clip", type=_positive, default=default.clip, help="banded: largest distance")
+    add("--rank", type=_positive, default=default.rank, help="LoR-Translution's")
     add("--num_features", type=_positive, default=0, help="0: int(depth * ln(depth))")
     add("--dtype", choices=_DTYPES, default=default.dtype, help="of the inputs")
     add("--repeats", type=_positive, default=5, help="runs after the first")

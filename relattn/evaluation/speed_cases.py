@@ -24,11 +24,12 @@ class Sizes:
     """The sizes of one measurement.
 
     Attributes:
-        length: Number of tokens, a CLS token of the banded kernels aside.
+        length: Number of tokens, a CLS token of kernels on a grid aside.
         batch: Examples.
         heads: Heads.
         depth: Width of a head.
         clip: The largest distance told apart by the banded kernels.
+        rank: Of LoR-Translution, a head.
         dtype: Of queries, keys and values.
         num_features: Random features, 0 for int(depth * ln(depth)).
     """
@@ -38,8 +39,14 @@ class Sizes:
     heads: int = 8
     depth: int = 32
     clip: int = 6
+    rank: int = 8
     dtype: str = "float32"
     num_features: int = 0
+
+    @property
+    def width(self) -> int:
+        """Width of a token: all heads."""
+        return self.heads * self.depth
 
     @property
     def grid(self) -> offsets.Grid:
@@ -60,26 +67,21 @@ class Case:
     """One thing that can be measured.
 
     Attributes:
-        make: From sizes to a function of q, k, v (and more) and its arguments.
+        make: From sizes to a function of q, k, v (or others) and its arguments.
         framework: ``"jax"``, or ``"torch"`` where they are PyTorch's.
-        score_matrices: How many arrays of one float32 for every pair of tokens are
-            alive at once, forward and forward + backward.
+        needs: From sizes an estimate of the bytes alive at once, forward and forward +
+            backward, where they may not fit.
         requires: Modules that the case imports, beyond the package's own.
     """
 
     make: Callable[[Sizes], tuple[Callable[..., Any], Sequence[Any]]]
     framework: str = "jax"
-    score_matrices: tuple[int, int] = (0, 0)
+    needs: Callable[[Sizes], tuple[float, float]] = lambda sizes: (0, 0)
     requires: tuple[str, ...] = ()
 
     def missing(self) -> list[str]:
         """The modules that are not installed."""
         return [name for name in self.requires if not importlib.util.find_spec(name)]
-
-    def score_bytes(self, sizes: Sizes, *, backward: bool) -> int:
-        """Estimate of the memory that scores of all pairs of tokens take."""
-        pairs = sizes.batch * sizes.heads * sizes.length**2
-        return 4 * pairs * self.score_matrices[backward]
 
 
 def _arrays(sizes: Sizes, num_prefix: int = 0) -> list[np.ndarray]:
@@ -190,10 +192,137 @@ def _performer_pytorch(causal):
     return make
 
 
+def _self_attention(attention):
+    """From tokens, its projections included."""
+
+    def make(sizes):
+        def attend(x, w_q, w_k, w_v):
+            q, k, v = (jnp.einsum("bnc,che->bhne", x, w) for w in (w_q, w_k, w_v))
+            return attention(q, k, v)
+
+        weights = _weights(sizes, sizes.width, sizes.heads, sizes.depth)
+        return attend, [_tokens(sizes), *weights]
+
+    return make
+
+
+def _translution(attention, *, causal=False):
+    def make(sizes):
+        options, rows = _of_offsets(sizes, causal)
+        weights = _weights(sizes, rows, sizes.width, sizes.heads, sizes.depth)
+        function = functools.partial(attention, **options)
+        return function, [_tokens(sizes, options.get("num_prefix", 0)), *weights]
+
+    return make
+
+
+def _lor_translution(attention, *, causal=False):
+    """From tokens, as a layer does it: all projections but the last are included."""
+
+    def make(sizes):
+        options, rows = _of_offsets(sizes, causal)
+        inner = sizes.rank * sizes.heads
+
+        def attend(x, plain, down, tables, up):
+            q, k, v = (jnp.einsum("bnc,che->bhne", x, w) for w in plain)
+            low = [x @ w for w in down]
+            out, low_out = attention(q, k, v, *low, *tables, **options)
+            return out + jnp.einsum("bhnr,hrge->bgne", low_out, up)
+
+        return attend, [
+            _tokens(sizes, options.get("num_prefix", 0)),
+            _weights(sizes, sizes.width, sizes.heads, sizes.depth),
+            _weights(sizes, sizes.width, inner),
+            _weights(sizes, rows, inner, sizes.heads, sizes.rank),
+            _weights(sizes, sizes.heads, sizes.rank, sizes.heads, sizes.depth)[0],
+        ]
+
+    return make
+
+
+def _of_offsets(sizes, causal):
+    """Options of a kernel, and the number of rows of its tables."""
+    if causal:
+        return {}, sizes.length
+    options = {"grid": sizes.grid, "num_prefix": 1}
+    return options, offsets.num_table_rows(**options)
+
+
+def _tokens(sizes, num_prefix=0):
+    shape = (sizes.batch, num_prefix + sizes.length, sizes.width)
+    x = np.random.default_rng(0).standard_normal(shape, np.float32)
+    return jnp.asarray(x, sizes.dtype)
+
+
+def _weights(sizes, *shape):
+    """Three arrays, for queries, keys and values."""
+    generator = np.random.default_rng(1)
+    weights = generator.standard_normal((3, *shape), np.float32) / sizes.width**0.5
+    return [jnp.asarray(w, sizes.dtype) for w in weights]
+
+
+def gather_translution(x, w_q, w_k, w_v, *, grid=None, num_prefix=0):
+    """Translution written the obvious way: gathers the weights of every pair."""
+    rows, value_rows, allowed = _rows_of_pairs(x.shape[-2], grid, num_prefix)
+    q = jnp.einsum("bic,ijche->bhije", x, w_q[rows])
+    k = jnp.einsum("bjc,ijche->bhije", x, w_k[rows.T if grid else rows])
+    v = jnp.einsum("bjc,ijche->bhije", x, w_v[value_rows])
+    scores = jnp.einsum("bhije,bhije->bhij", q, k) / w_q.shape[-1] ** 0.5
+    weights = jax.nn.softmax(jnp.where(allowed, scores, -jnp.inf), axis=-1)
+    return jnp.einsum("bhij,bhije->bhie", weights, v)
+
+
+def gather_lor_translution(
+    q, k, v, low_q, low_k, low_v, t_q, t_k, t_v, *, grid=None, num_prefix=0
+):
+    """LoR-Translution written the obvious way: gathers the tables of every pair."""
+    rows, value_rows, allowed = _rows_of_pairs(q.shape[-2], grid, num_prefix)
+    low_q = jnp.einsum("bic,ijche->bhije", low_q, t_q[rows])
+    low_k = jnp.einsum("bjc,ijche->bhije", low_k, t_k[rows.T if grid else rows])
+    low_v = jnp.einsum("bjc,ijche->bhije", low_v, t_v[value_rows])
+    scores = jnp.einsum("bhije,bhije->bhij", low_q, low_k)
+    scores = (scores + jnp.einsum("bhie,bhje->bhij", q, k)) / q.shape[-1] ** 0.5
+    weights = jax.nn.softmax(jnp.where(allowed, scores, -jnp.inf), axis=-1)
+    return weights @ v, jnp.einsum("bhij,bhije->bhie", weights, low_v)
+
+
+def _rows_of_pairs(length, grid, num_prefix):
+    """Rows of queries' tables and of values', and the pairs that attend."""
+    if grid is None:
+        rows = np.arange(length)[:, None] - np.arange(length)
+        return np.maximum(rows, 0), np.maximum(rows, 0), rows >= 0
+    rows = offsets.offset_index(grid, num_prefix)
+    prefix = offsets.is_prefix(grid, num_prefix)
+    value_rows = np.where(prefix | prefix[:, None], rows.T, rows)
+    return rows, value_rows, np.ones_like(rows, bool)
+
+
+def _score_matrices(forward, backward):
+    """Arrays of one float32 for every pair of tokens."""
+
+    def needs(sizes):
+        size = 4 * sizes.batch * sizes.heads * sizes.length**2
+        return forward * size, backward * size
+
+    return needs
+
+
+def _gathered(forward, backward, *, low_rank=False):
+    """Matrices of every pair of tokens, and what they project, float32."""
+
+    def needs(sizes):
+        inner = sizes.rank * sizes.heads if low_rank else sizes.width
+        pair = inner * inner + sizes.batch * inner
+        size = 4 * sizes.length**2 * pair
+        return forward * size, backward * size
+
+    return needs
+
+
 _TORCH = {"framework": "torch", "requires": ("torch",)}
 _PERFORMER = {"framework": "torch", "requires": ("torch", "performer_pytorch")}
 # As measured: scores, weights, their gradients and what lies between.
-_DENSE = {"score_matrices": (2, 5)}
+_DENSE = {"needs": _score_matrices(2, 5)}
 
 CASES: dict[str, Case] = {
     "linear": Case(_of_features(kernels.linear_attention)),
@@ -201,6 +330,27 @@ CASES: dict[str, Case] = {
     "scan_per_token": Case(_of_features(scan_per_token)),
     "banded": Case(_banded(kernels.banded_attention)),
     "gather_band": Case(_banded(gather_band)),
+    "translution": Case(_translution(kernels.translution)),
+    "causal_translution": Case(_translution(kernels.causal_translution, causal=True)),
+    "lor_translution": Case(_lor_translution(kernels.lor_translution)),
+    "causal_lor_translution": Case(
+        _lor_translution(kernels.causal_lor_translution, causal=True)
+    ),
+    "gather_translution": Case(_translution(gather_translution), needs=_gathered(3, 5)),
+    "gather_causal_translution": Case(
+        _translution(gather_translution, causal=True), needs=_gathered(3, 5)
+    ),
+    "gather_lor_translution": Case(
+        _lor_translution(gather_lor_translution), needs=_gathered(3, 5, low_rank=True)
+    ),
+    "gather_causal_lor_translution": Case(
+        _lor_translution(gather_lor_translution, causal=True),
+        needs=_gathered(3, 5, low_rank=True),
+    ),
+    "self_attention": Case(_self_attention(kernels.softmax_attention), **_DENSE),
+    "causal_self_attention": Case(
+        _self_attention(kernels.causal_softmax_attention), **_DENSE
+    ),
     "softmax": Case(_plain(kernels.softmax_attention), **_DENSE),
     "causal_softmax": Case(_plain(kernels.causal_softmax_attention), **_DENSE),
     "softmax_pytorch": Case(_softmax_pytorch(causal=False), **_TORCH),

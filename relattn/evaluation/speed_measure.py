@@ -56,11 +56,11 @@ def measure(
     row = {"machine": describe_machine(device)}
     if missing := case.missing():
         return row | {"skipped": f"{' and '.join(missing)} not installed"}
-    needed = case.score_bytes(sizes, backward=backward)
+    needed = case.needs(sizes)[backward]
     available = _available_bytes(device)
     if needed > available:
         return row | {
-            "skipped": f"about {needed / 1e9:.1f} GB of scores do not fit in the "
+            "skipped": f"about {needed / 1e9:.1f} GB for pairs do not fit in the "
             f"{available / 1e9:.1f} GB available"
         }
     prepare = {"jax": _prepare_jax, "torch": _prepare_torch}[case.framework]

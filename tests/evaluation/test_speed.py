@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import numpy as np
 import pytest
 
@@ -13,12 +14,19 @@ SIZES = {"length": 15, "batch": 1, "heads": 2, "depth": 5, "clip": 2, "num_featu
 
 def _output(kernel):
     function, inputs = CASES[kernel].make(Sizes(**SIZES))
-    return np.asarray(function(*inputs))
+    return np.asarray(jax.jit(function)(*inputs))
 
 
 @pytest.mark.parametrize(
     ("kernel", "alternative"),
-    [("causal_linear", "scan_per_token"), ("banded", "gather_band")],
+    [
+        ("causal_linear", "scan_per_token"),
+        ("banded", "gather_band"),
+        ("translution", "gather_translution"),
+        ("causal_translution", "gather_causal_translution"),
+        ("lor_translution", "gather_lor_translution"),
+        ("causal_lor_translution", "gather_causal_lor_translution"),
+    ],
 )
 def test_alternatives_compute_the_same(kernel, alternative):
     np.testing.assert_allclose(_output(kernel), _output(alternative), atol=1e-5)
@@ -51,7 +59,7 @@ def test_forward_alone():
 
 def test_softmax_that_does_not_fit_is_skipped_with_the_reason():
     row = speed_measure.measure("softmax", SIZES | {"length": 10**7})
-    assert "GB of scores do not fit in the" in row["skipped"]
+    assert "GB for pairs do not fit in the" in row["skipped"]
     assert "forward_ms" not in row
 
 

@@ -16,11 +16,18 @@ CONFIGS = [("performer", pair) for pair in ["", "smoke", *PAIRS]]
 CONFIGS += [("demo", variant) for variant in VARIANTS]
 CONFIGS += [
     ("translution_vit", argument)
-    for argument in ["", "smoke", "imagenet,smoke", "imagenet,C/16", *METHODS]
+    for argument in [
+        "",
+        "smoke",
+        "imagenet,smoke",
+        "imagenet,C/16",
+        "cpu,dynamic",
+        *METHODS,
+    ]
 ]
 CONFIGS += [
     ("translution_gpt", argument)
-    for argument in ["", "smoke", "openwebtext,B-512", *METHODS]
+    for argument in ["", "smoke", "openwebtext,B-512", "cpu", *METHODS]
 ]
 
 

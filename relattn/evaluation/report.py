@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import dataclasses
-import importlib.resources
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from relattn.evaluation.curves import ShiftCurve
+from relattn.evaluation.publications import read_published
 
 COLUMNS = (
     "run",
@@ -40,13 +40,11 @@ def published_curve(dataset: str, model: str) -> tuple[list[int], list[float]]:
         >>> shifts[0], accuracies[0]
         (-8, 0.8963)
     """
-    folder = importlib.resources.files("relattn.evaluation") / "published"
-    with (folder / "performer_figure1.csv").open() as file:
-        rows = [
-            row
-            for row in csv.DictReader(file)
-            if (row["dataset"], row["model"]) == (dataset, model)
-        ]
+    rows = [
+        row
+        for row in read_published("performer_figure1")
+        if (row["dataset"], row["model"]) == (dataset, model)
+    ]
     shifts = [int(row["shift_px"]) for row in rows]
     return shifts, [float(row["accuracy"]) for row in rows]
 

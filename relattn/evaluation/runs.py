@@ -110,7 +110,9 @@ class Training:
         rows = self.rows()
         if len(rows) <= self.shown:
             return
-        steps, steps_per_epoch = self._steps()
+        config = self.record()["config"]
+        in_epoch = self.info().steps_per_epoch(config["batch_size"])
+        total = config["num_steps"] or config["num_epochs"] * in_epoch
         for row in rows[self.shown :]:
             self.bar.set_postfix(
                 {
@@ -121,24 +123,18 @@ class Training:
                 refresh=False,
             )
             if self.bar.disable and "validation_accuracy" in row:
-                print(
-                    f"{self.name}: epoch {row['epoch']:.4g} of "
-                    f"{steps / steps_per_epoch:.4g}, {self._validation(row)}",
-                    flush=True,
-                )
-        self.bar.update(rows[-1]["step"] / steps - self.bar.n)
+                print(f"{self.name}: {self._progress(row, total)}", flush=True)
+        self.bar.update(rows[-1]["step"] / total - self.bar.n)
         self.shown = len(rows)
 
-    def _steps(self) -> tuple[int, int]:
-        """Updates in all and in an epoch."""
+    def _progress(self, row: Row, total: int) -> str:
         config = self.record()["config"]
-        in_epoch = self.info().steps_per_epoch(config["batch_size"])
-        return config["num_steps"] or config["num_epochs"] * in_epoch, in_epoch
-
-    def _validation(self, row: Row) -> str:
+        place = f"step {row['step']} of {total}"
+        if not config["num_steps"]:
+            place = f"epoch {row['epoch']:.0f} of {config['num_epochs']}"
         if self.info().kind == "tokens":
-            return f"validation loss {row['validation_loss']:.3f}"
-        return f"validation accuracy {row['validation_accuracy']:.1%}"
+            return f"{place}, validation loss {row['validation_loss']:.3f}"
+        return f"{place}, validation accuracy {row['validation_accuracy']:.1%}"
 
     def finish(self) -> None:
         """Says how it ended.
@@ -158,7 +154,7 @@ class Training:
         """Says what came of it."""
         result = self.result()
         if self.info().kind == "tokens":
-            outcome = f"a loss of {result['test_loss']:.3f} on the test text"
+            outcome = f"a validation loss of {result['validation_loss']:.3f}"
         else:
             outcome = f"{result['test_accuracy']:.1%} of the test images"
         tqdm.write(f"{self.name}: {outcome}, {result['seconds']:.0f} s")

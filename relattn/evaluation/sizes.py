@@ -6,14 +6,13 @@
 from __future__ import annotations
 
 import argparse
-import csv
 import dataclasses
-import importlib.resources
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from relattn.evaluation.counts import Size, count_parameters
+from relattn.evaluation.publications import read_published
 from relattn.evaluation.sizes_translution import (
     COST_NOTE,
     agrees,
@@ -35,10 +34,7 @@ _CLS_NOTE = (
 
 
 def _performer_sizes() -> Iterator[Size]:
-    folder = importlib.resources.files("relattn.evaluation") / "published"
-    with (folder / "performer_param_counts.csv").open() as file:
-        rows: list[Mapping[str, Any]] = list(csv.DictReader(file))
-    for row in rows:
+    for row in read_published("performer_param_counts"):
         number = "".join(filter(str.isdigit, row["settings"]))
         attention, position = (
             text.format(number) for text in _PERFORMERS[row["model"]]

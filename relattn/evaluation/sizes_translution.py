@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import csv
 import decimal
 import functools
-import importlib.resources
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from relattn.evaluation.counts import Size, count_parameters, multiply_adds
+from relattn.evaluation.publications import read_published
 from relattn.models import GPT, SIZES, ViT
 from relattn.models.methods import method_options
 
@@ -43,16 +42,16 @@ _GPT2_VOCABULARY = 50257
 
 def translution_sizes() -> Iterator[Size]:
     """The rows of tables 2 to 8, 10 and 11, in the paper's order."""
-    for row in _read("translution_table2_mnist"):
+    for row in read_published("translution_table2_mnist"):
         yield _vit("2", row["arch"][4:], row["method"], *_MNIST, row)
-    for row in _read("translution_table3_imagenet"):
+    for row in read_published("translution_table3_imagenet"):
         yield _vit("3", row["arch"][4:], row["method"], *_IMAGENET, row)
-    for row in _read("translution_table4_positions"):
+    for row in read_published("translution_table4_positions"):
         yield _vit("4", "A/56", _ROWS[row["method"]], *_IMAGENET, row)
-    for row in _read("translution_table5_absolute"):
+    for row in read_published("translution_table5_absolute"):
         absolute = {"absolute": True} if row["encoding"] == "absolute" else {}
         yield _vit("5", "A/12", row["method"], *_MNIST, row, **absolute)
-    for row in _read("translution_tables6_11_relenc_dim"):
+    for row in read_published("translution_tables6_11_relenc_dim"):
         rank, base = int(row["relenc_dim"]), row["with_base_qkv"] == "1"
         table = "6, 11" if base else "11"
         options = {"rank": rank} | ({} if base else {"base": False})
@@ -60,11 +59,11 @@ def translution_sizes() -> Iterator[Size]:
             yield _vit(table, "A/56", "lor_translution", *_IMAGENET, row, **options)
         else:
             yield _vit(table, "A/56", "no_position", *_IMAGENET, row)
-    for row in _read("translution_table7_openwebtext"):
+    for row in read_published("translution_table7_openwebtext"):
         yield _gpt("7", row["arch"], row["method"], row)
-    for row in _read("translution_table8_gpt_positions"):
+    for row in read_published("translution_table8_gpt_positions"):
         yield _gpt("8", "GPT-A-160", _ROWS[row["method"]], row)
-    for row in _read("translution_table10_input_position"):
+    for row in read_published("translution_table10_input_position"):
         learned = {"position": "learned"} if row["input_position"] == "1" else {}
         yield _vit("10", "A/12", row["method"], *_MNIST, row, **learned)
 
@@ -75,12 +74,6 @@ def _name(method: str, options: Mapping[str, Any]) -> str:
     for key, value in options.items():
         words.append(key if value is True else f"{key}={value}")
     return " ".join(words)
-
-
-def _read(name: str) -> list[dict[str, str]]:
-    folder = importlib.resources.files("relattn.evaluation") / "published"
-    with (folder / f"{name}.csv").open() as file:
-        return list(csv.DictReader(file))
 
 
 def _vit(

@@ -1,27 +1,9 @@
-import dataclasses
-import json
 import sys
 
 import pytest
 
-from relattn.data import ImageInfo, TextInfo
 from relattn.evaluation.runs import Training, read_config, train
-from relattn.training.config import to_json
-
-CONFIG = "configs/demo.py:banded"
-IMAGES = ImageInfo("a set", ("0", "1"), (5, 3, 1), (0.1,), (0.2,), 200, "somewhere")
-TEXT = TextInfo("a text", "bytes", 256, 7, 200, "somewhere")
-
-
-def make_training(workdir, info=IMAGES, **result):
-    training = Training("banded", CONFIG, workdir, seed=3)
-    config = read_config(training.config, training.options)
-    record = {"config": to_json(config), "data": dataclasses.asdict(info)}
-    (workdir / "run.json").write_text(json.dumps(record))
-    values = {"step": 60, "num_steps": 60, "stopped_early": False, "seconds": 7.0}
-    values |= {"test_accuracy": 0.875, "test_loss": 1.5, **result}
-    (workdir / "result.json").write_text(json.dumps(values))
-    return training
+from tests.evaluation.trained import CONFIG, IMAGES, TEXT, make_training
 
 
 def test_read_config_is_that_of_train_py():
@@ -54,17 +36,16 @@ def test_a_run_is_complete_at_its_last_step_with_its_configuration(tmp_path):
     "info, metric, progress, outcome",
     [
         (IMAGES, "accuracy", "accuracy 62.5%", "87.5% of the test images"),
-        (TEXT, "loss", "loss 0.625", "a loss of 1.500 on the test text"),
+        (TEXT, "loss", "loss 0.625", "a validation loss of 0.625"),
     ],
 )
 def test_progress_is_a_line_where_there_is_no_terminal(
     tmp_path, monkeypatch, capfd, info, metric, progress, outcome
 ):
-    training = make_training(tmp_path, info)
     row = {"epoch": 2.0, "step": 6, "train_loss": 1.0, "train_accuracy": 0.5}
     row |= {"examples_per_second": 9.0, "validation_accuracy": 0.625}
     row |= {f"validation_{metric}": 0.625}
-    (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+    training = make_training(tmp_path, info, rows=[row], validation_loss=0.625)
     monkeypatch.setattr(sys, "executable", "true")
     train([training], jobs=1)
     said = capfd.readouterr().out.splitlines()

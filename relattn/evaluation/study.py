@@ -1,0 +1,135 @@
+"""A study: the runs of a published table, their table and their curves.
+
+``python -m relattn.evaluation.study --preset=translution_text --output=DIR``, from the
+project's root, trains by ``train.py`` what is missing of the preset's runs, and leaves
+``results.json``, ``table.md``, ``table.csv`` and ``curves.png``. Given again, it goes
+on where it was. A run that fails is reported, and the others go on. Options that it
+does not know go to ``train.py``, as ``--config.num_steps=50``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from relattn.evaluation.presets import PRESETS
+from relattn.evaluation.runs import Training, train
+from relattn.evaluation.study_report import (
+    plot_study,
+    study_results,
+    study_table,
+    write_study_csv,
+)
+from relattn.spec import closest
+from relattn.training.records import write_json
+
+
+def run_study(
+    preset: str,
+    output: str | Path,
+    *,
+    seeds: int = 1,
+    jobs: int = 1,
+    overrides: Sequence[str] = (),
+) -> tuple[str, list[Training]]:
+    """Trains what is missing of a study, and writes its tables and curves.
+
+    Args:
+        preset: A key of `relattn.evaluation.presets.PRESETS`.
+        output: The folder to write to.
+        seeds: Number of runs of each kind, of seeds 0, 1, ...
+        jobs: Number of trainings at a time.
+        overrides: Options of ``train.py``.
+
+    Returns:
+        The table, in Markdown, and the runs that failed.
+
+    Raises:
+        ValueError: If the preset does not exist, an option does not fit, or the folder
+            is not the project's root.
+    """
+    if preset not in PRESETS:
+        raise ValueError(f"unknown preset {preset!r}: {closest(preset, PRESETS)}")
+    if seeds < 1:
+        raise ValueError(f"seeds must be at least 1, got {seeds}")
+    if not Path("train.py").exists():
+        raise ValueError("no train.py here: run the study from the project's root")
+    study, output = PRESETS[preset], Path(output)
+    trainings, groups = [], {}
+    for seed in range(seeds):
+        for row in study.rows:
+            for trained, config in row.runs.items():
+                words = [row.name, *filter(None, [trained])]
+                training = Training(
+                    label=", ".join(words),
+                    config=config,
+                    workdir=output / "-".join([*words, str(seed)]),
+                    seed=seed,
+                    overrides=overrides,
+                )
+                trainings.append(training)
+                groups.setdefault((row.name, trained), []).append(training)
+    missing = [training for training in trainings if not training.is_complete()]
+    print(
+        f"{preset}: {len(missing)} of {len(trainings)} runs to train; logs in "
+        f"{output}/*/train.log",
+        flush=True,
+    )
+    for training in trainings:
+        if training not in missing:
+            training.say_result()
+    train(missing, jobs, keep_going=True)
+    failed = [training for training in trainings if training.error]
+    finished = {
+        key: [training for training in group if not training.error]
+        for key, group in groups.items()
+    }
+    results = {"preset": preset, **study_results(study, finished, failed)}
+    text = study_table(study, results)
+    output.mkdir(parents=True, exist_ok=True)
+    write_json(output / "results.json", results)
+    write_study_csv(study, results, output / "table.csv")
+    (output / "table.md").write_text(text)
+    plot_study(results, output / "curves.png")
+    return text, failed
+
+
+def main() -> None:
+    """Runs a study as the command line says."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    names = ", ".join(PRESETS)
+    parser.add_argument("--preset", required=True, help=f"which study: {names}")
+    parser.add_argument("--output", required=True, help="folder to write to")
+    parser.add_argument("--seeds", type=int, default=1, help="runs of each kind")
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=1,
+        help="trainings at a time; if several, each has one core",
+    )
+    arguments, overrides = parser.parse_known_args()
+    start = time.monotonic()
+    try:
+        text, failed = run_study(
+            arguments.preset,
+            arguments.output,
+            seeds=arguments.seeds,
+            jobs=arguments.jobs,
+            overrides=overrides,
+        )
+    except ValueError as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit("\ninterrupted: the same command goes on")
+    print(f"\n{text}\nIn {time.monotonic() - start:.0f} s. Written to", end=" ")
+    print(f"{arguments.output}: results.json, table.md, table.csv, curves.png")
+    if failed:
+        names = "; ".join(training.name for training in failed)
+        sys.exit(f"error: not trained: {names}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+import json
+import sys
+
+import pytest
+
+from relattn.evaluation import study
+from relattn.evaluation.presets import PRESETS, Column, Preset, Row
+from relattn.evaluation.runs import read_config
+from relattn.evaluation.study_report import UNITS
+from relattn.models import build_model
+from relattn.training import check_config
+from tests.evaluation.trained import make_training
+
+GPT = "configs/translution_gpt.py:self_attention,cpu"
+TINY = [
+    "--config.num_steps=2",
+    "--config.eval_every_steps=1",
+    "--config.eval_batch_size=4096",
+    "--config.schedule.warmup_steps=0",
+    "--config.model.dim=8",
+    "--config.model.heads=2",
+    "--config.model.num_layers=1",
+    "--config.model.mlp_dim=8",
+    "--config.data.context_length=5",
+]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_names_configurations_and_published_values(name):
+    preset = PRESETS[name]
+    names = [row.name for row in preset.rows]
+    assert len(set(names)) == len(names)
+    for row in preset.rows:
+        for trained, config in row.runs.items():
+            check_config(read_config(config))
+            assert "/" not in row.name + trained
+        for column in preset.columns:
+            assert column.unit in UNITS
+            if row.published and column.published:
+                assert row.published[column.published]
+
+
+def test_the_cpu_presets_are_within_their_budget():
+    for name, runs in (("translution_table2_cpu", 5), ("translution_text", 4)):
+        configs = [c for row in PRESETS[name].rows for c in row.runs.values()]
+        assert len(configs) == runs
+        assert len({read_config(config).num_steps for config in configs}) == 1
+    full = read_config(PRESETS["translution_table2"].rows[0].runs["static"])
+    cut = read_config(PRESETS["translution_table2_cpu"].rows[0].runs["static"])
+    assert cut.model == full.model
+    assert cut.data.source == "embedded"
+    build_model(cut.model.to_dict(), num_classes=10, image_shape=(84, 84, 1))
+
+
+def test_a_study_survives_a_crash_and_trains_what_is_missing(
+    tmp_path, monkeypatch, capfd
+):
+    # The second is not there without data.data_dir.
+    rows = [
+        Row("works", {"": GPT}, {"loss": "1.5"}),
+        Row("fails", {"": GPT.replace("cpu", "openwebtext")}),
+    ]
+    columns = [Column("loss", "loss", "validation_loss", published="loss")]
+    monkeypatch.setitem(PRESETS, "tiny", Preset("Tiny", rows, columns))
+    text, failed = study.run_study("tiny", tmp_path, jobs=2, overrides=TINY)
+    assert [training.name for training in failed] == ["fails, seed 0"]
+    assert "data.name='openwebtext'" in failed[0].error
+    said = capfd.readouterr().out
+    assert said.startswith("tiny: 2 of 2 runs to train")
+    assert "works, seed 0: step 1 of 2, validation loss 5." in said
+    assert "works, seed 0: a validation loss of 5." in said
+    assert (tmp_path / "table.md").read_text() == text
+    assert "| fails | – | – |" in text
+    assert "- fails, seed 0: train.py: Unknown data.name=" in text
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert (results["preset"], results["curve"]) == ("tiny", "validation_loss")
+    assert results["rows"][0]["columns"]["loss"]["published"] == "1.5"
+    run = results["rows"][0]["runs"][""]
+    assert run["curve"]["step"] == [1, 2]
+    assert run["curve"]["mean"][1] == run["results"][0]["validation_loss"]
+    assert (tmp_path / "table.csv").read_text().startswith("model,loss_mean,loss_std,")
+    assert (tmp_path / "curves.png").exists()
+    # From here on nothing can be trained.
+    monkeypatch.setattr(sys, "executable", "false")
+    again, failed = study.run_study("tiny", tmp_path, overrides=TINY)
+    assert [training.name for training in failed] == ["fails, seed 0"]
+    assert "tiny: 1 of 2 runs to train" in capfd.readouterr().out
+    assert again.splitlines()[:5] == text.splitlines()[:5]
+    _, failed = study.run_study("tiny", tmp_path, overrides=[*TINY[1:]])
+    assert len(failed) == 2
+
+
+def test_what_a_study_refuses(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="preset 'translution_txt': did you mean"):
+        study.run_study("translution_txt", tmp_path)
+    with pytest.raises(ValueError, match="seeds must be at least 1, got 0"):
+        study.run_study("translution_text", tmp_path, seeds=0)
+    with pytest.raises(ValueError, match="no --config.* key 'num_step'"):
+        study.run_study("translution_text", tmp_path, overrides=["--config.num_step=1"])
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="run the study from the project's root"):
+        study.run_study("translution_text", tmp_path)
+
+
+def test_the_command_ends_as_the_runs_did(tmp_path, monkeypatch, capsys):
+    failed = [make_training(tmp_path, label="a")]
+    asked = []
+
+    def run_study(preset, output, **options):
+        asked.append((preset, output, options))
+        return "the table", failed
+
+    monkeypatch.setattr(study, "run_study", run_study)
+    argv = ["study", "--preset=x", "--output=y", "--seeds=2", "--config.num_steps=3"]
+    monkeypatch.setattr(sys, "argv", argv)
+    with pytest.raises(SystemExit, match="error: not trained: a, seed 3"):
+        study.main()
+    options = {"seeds": 2, "jobs": 1, "overrides": ["--config.num_steps=3"]}
+    assert asked == [("x", "y", options)]
+    failed.clear()
+    study.main()
+    assert "the table" in capsys.readouterr().out

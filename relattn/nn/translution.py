@@ -106,10 +106,10 @@ class TranslutionAttention(OffsetAttention):
     Example:
         >>> x = jnp.ones((1, 7, 8))
         >>> module = TranslutionAttention(dim=8, heads=2)
-        >>> out, variables = module.init_with_output(
-        ...     jax.random.key(0), x, grid=(2, 3), num_prefix=1)
-        >>> out.shape, variables["params"]["q_table"].shape
-        ((1, 7, 8), (18, 8, 2, 4))
+        >>> init = lambda key: module.init(key, x, grid=(2, 3), num_prefix=1)
+        >>> params = jax.eval_shape(init, jax.random.key(0))["params"]
+        >>> params["q_table"].shape
+        (18, 8, 2, 4)
 
     Source:
         Translution: Unifying Self-attention and Convolution, section 3.3, appendices C
@@ -160,10 +160,10 @@ class LorTranslutionAttention(OffsetAttention):
     Example:
         >>> x = jnp.ones((1, 7, 8))
         >>> module = LorTranslutionAttention(dim=8, heads=2, rank=3)
-        >>> out, variables = module.init_with_output(
-        ...     jax.random.key(0), x, grid=(2, 3), num_prefix=1)
-        >>> out.shape, variables["params"]["q_table"].shape
-        ((1, 7, 8), (18, 6, 2, 3))
+        >>> init = lambda key: module.init(key, x, grid=(2, 3), num_prefix=1)
+        >>> params = jax.eval_shape(init, jax.random.key(0))["params"]
+        >>> params["q_table"].shape
+        (18, 6, 2, 3)
 
     Source:
         Translution: Unifying Self-attention and Convolution, section 3.4 and

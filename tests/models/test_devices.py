@@ -36,7 +36,7 @@ def train(devices, attention, position):
     step = make_train_step(
         model,
         optimizer,
-        lambda images: images,
+        lambda batch: batch["image"],
         redraw_every=2,
         axis_name=parallel.axis_name,
     )

@@ -185,6 +185,9 @@ PAIRS = (
     ("softmax", "rope1d"),
     ("softmax", "rope2d"),
     ("gated_positional", "none"),
+    ("translution", "none"),
+    ("translution(absolute=True)", "none"),
+    ("lor_translution", "none"),
 )
 
 

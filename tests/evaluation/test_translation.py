@@ -24,6 +24,7 @@ from relattn.evaluation.translation import translation_error
         # The prefix token does not turn: its scores tell places apart.
         ("softmax", "rope2d", "no"),
         ("gated_positional", "none", "exact"),
+        ("lor_translution", "none", "exact"),
     ],
 )
 def test_verdict(attention, position, verdict):

@@ -11,13 +11,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from relattn.kernels.offset_buckets import plan
+from relattn.kernels.offset_scan import (
+    OffsetScan,
+    add_rectangle,
+    get_row,
+    rectangle,
+    set_row,
+)
 from relattn.offsets import Grid, num_offsets, num_table_rows
 
 
@@ -74,122 +79,16 @@ class OffsetTables:
         tables, or without a table ``[batch, n, heads, depth]``.
         """
         shape = (q if t_q is None else t_q).shape[-2:]
-        scan = _Scan(self.grid, self.num_prefix, self.causal, *shape, precision)
+        scan = OffsetScan(self.grid, self.num_prefix, self.causal, *shape, precision)
         q, k = (x.reshape(*x.shape[:2], -1) for x in (q, k))
-        return _scores(scan, q, k, _flatten(t_q), _flatten(t_k))
+        return _scores(scan, q, k, t_q, t_k)
 
     def values(self, weights: Array, v: Array, t_v: Array, precision) -> Array:
         """sum_j weights_ij v_j T[i, j], float32 ``[batch, heads, n, depth]``."""
         shape = t_v.shape[-2:]
-        scan = _Scan(self.grid, self.num_prefix, self.causal, *shape, precision)
-        out = _values(scan, weights, v, _flatten(t_v))
+        scan = OffsetScan(self.grid, self.num_prefix, self.causal, *shape, precision)
+        out = _values(scan, weights, v, t_v)
         return out.reshape(*out.shape[:2], *shape).swapaxes(1, 2)
-
-
-def _flatten(table):
-    """From [rows width heads depth] to [rows width heads * depth]."""
-    return None if table is None else table.reshape(*table.shape[:2], -1)
-
-
-class _Scan(NamedTuple):
-    """What is known before any array, and loops over offsets."""
-
-    grid: Grid
-    num_prefix: int
-    causal: bool
-    heads: int
-    depth: int
-    precision: jax.lax.PrecisionLike
-
-    @property
-    def plan(self):
-        return plan(self.grid, causal=self.causal)
-
-    def to_grid(self, x):
-        """From [batch n width], its prefix left out, to [rows columns batch width].
-
-        Zeros follow the grid's own rows and columns.
-        """
-        x = jnp.moveaxis(x[:, self.num_prefix :], 1, 0)
-        x = x.reshape(*self.plan.shape, *x.shape[1:])
-        return jnp.pad(x, [(0, size) for size in self.plan.padding] + [(0, 0)] * 2)
-
-    def from_grid(self, x):
-        """The inverse of `to_grid`: [batch n width] without prefix."""
-        height, width = self.plan.shape
-        x = x[:height, :width].reshape(-1, *x.shape[2:])
-        return jnp.moveaxis(x, 0, 1)
-
-    def to_slots(self, pairs):
-        """From [batch heads n n] without prefix to [pairs heads] of every bucket."""
-        batch = pairs.shape[0]
-        pairs = pairs.transpose(2, 3, 0, 1).reshape(-1, batch * self.heads)
-        # Places in rectangles that are no pairs read a zero.
-        pairs = jnp.pad(pairs, [(0, 1), (0, 0)])
-        slots = _take(pairs, self.plan.pair_of_slot)
-        slots = slots.reshape(-1, self.heads)
-        result, start = [], 0
-        for bucket in self.plan.buckets:
-            size = math.prod(bucket.shape) * batch
-            stop = start + len(bucket.rows) * size
-            result.append(slots[start:stop].reshape(-1, size, self.heads))
-            start = stop
-        return result
-
-    def from_slots(self, slots, batch):
-        """The inverse of `to_slots`."""
-        slots = jnp.concatenate([x.reshape(-1, batch * self.heads) for x in slots])
-        if self.causal:
-            slots = jnp.pad(slots, [(0, 1), (0, 0)])
-        pairs = _take(slots, self.plan.slot_of_pair)
-        length = math.prod(self.plan.shape)
-        pairs = pairs.reshape(length, length, batch, self.heads)
-        return pairs.transpose(2, 3, 0, 1)
-
-    def over_offsets(self, step, carry, slots):
-        """Scans step(carry, rows, corners, shape, slots of one offset) over offsets.
-
-        Returns:
-            The last carry, and what the steps returned, bucket by bucket.
-        """
-        results = []
-        for bucket, slots_of_bucket in zip(self.plan.buckets, slots, strict=True):
-
-            def body(carry, offset, shape=bucket.shape):
-                return step(carry, *offset[:2], shape, offset[2])
-
-            scanned = (bucket.rows, bucket.corners, slots_of_bucket)
-            carry, result = jax.lax.scan(body, carry, scanned)
-            results.append(result)
-        return carry, results
-
-
-def _take(x, rows):
-    return x.at[rows].get(mode="promise_in_bounds")
-
-
-def _rectangle(x, corner, shape):
-    """Tokens [height * width * batch, width] of a grid, from a corner on."""
-    x = jax.lax.dynamic_slice(x, (*corner, 0, 0), (*shape, *x.shape[2:]))
-    return x.reshape(-1, x.shape[-1])
-
-
-def _add_rectangle(x, corner, shape, tokens):
-    old = jax.lax.dynamic_slice(x, (*corner, 0, 0), (*shape, *x.shape[2:]))
-    new = old + tokens.reshape(old.shape).astype(x.dtype)
-    return jax.lax.dynamic_update_slice(x, new, (*corner, 0, 0))
-
-
-def _row(table, index):
-    if table is None:
-        return None
-    return jax.lax.dynamic_index_in_dim(table, index, keepdims=False)
-
-
-def _set_row(table, index, row):
-    if table is None:
-        return None
-    return jax.lax.dynamic_update_index_in_dim(table, row, index, axis=0)
 
 
 def _project(x, table, precision):
@@ -199,7 +98,7 @@ def _project(x, table, precision):
 def _pair_scores(scan, q, k, t_q, t_k):
     """Q . k of pairs, [pairs heads], from their tokens and matrices."""
     q, k = _project(q, t_q, scan.precision), _project(k, t_k, scan.precision)
-    products = (q * k).astype(jnp.float32)
+    products = q.astype(jnp.float32) * k.astype(jnp.float32)
     return products.reshape(-1, scan.heads, scan.depth).sum(axis=-1)
 
 
@@ -215,20 +114,16 @@ def _wide_zeros(grid):
     return jnp.zeros(grid.shape, jnp.promote_types(grid.dtype, jnp.float32))
 
 
-def _zeros(table):
-    return None if table is None else jnp.zeros_like(table)
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _scores(scan, q, k, t_q, t_k):
     grid_q, grid_k = scan.to_grid(q), scan.to_grid(k)
 
     def step(carry, rows, corners, shape, _):
         rectangles = (
-            _rectangle(grid_q, corners[:2], shape),
-            _rectangle(grid_k, corners[2:], shape),
+            rectangle(grid_q, corners[:2], shape),
+            rectangle(grid_k, corners[2:], shape),
         )
-        matrices = _row(t_q, rows[0]), _row(t_k, rows[1])
+        matrices = get_row(t_q, rows[0]), get_row(t_k, rows[1])
         return carry, _pair_scores(scan, *rectangles, *matrices)
 
     _, slots = scan.over_offsets(step, None, [None] * len(scan.plan.buckets))
@@ -251,34 +146,38 @@ def _scores_backward(scan, residuals, cotangent):
         dq, dk, dt_q, dt_k = carry
         _, pull_back = jax.vjp(
             functools.partial(_pair_scores, scan),
-            _rectangle(grid_q, corners[:2], shape),
-            _rectangle(grid_k, corners[2:], shape),
-            _row(t_q, rows[0]),
-            _row(t_k, rows[1]),
+            rectangle(grid_q, corners[:2], shape),
+            rectangle(grid_k, corners[2:], shape),
+            get_row(t_q, rows[0]),
+            get_row(t_k, rows[1]),
         )
         add_q, add_k, row_q, row_k = pull_back(slots)
         carry = (
-            _add_rectangle(dq, corners[:2], shape, add_q),
-            _add_rectangle(dk, corners[2:], shape, add_k),
-            _set_row(dt_q, rows[0], row_q),
-            _set_row(dt_k, rows[1], row_k),
+            add_rectangle(dq, corners[:2], shape, add_q),
+            add_rectangle(dk, corners[2:], shape, add_k),
+            set_row(dt_q, rows[0], row_q),
+            set_row(dt_k, rows[1], row_k),
         )
         return carry, None
 
-    carry = _wide_zeros(grid_q), _wide_zeros(grid_k), _zeros(t_q), _zeros(t_k)
     inner = cotangent[:, :, scan.num_prefix :, scan.num_prefix :]
+    rows = _prefix_rows(scan, t_q), _prefix_rows(scan, t_k)
+    if scan.num_prefix:
+        _, pull_back = jax.vjp(
+            functools.partial(_prefix_scores, scan, inner), q, k, *rows
+        )
+        add_q, add_k, *rows = pull_back(cotangent)
+    carry = (
+        _wide_zeros(grid_q),
+        _wide_zeros(grid_k),
+        _start_gradient(scan, t_q, rows[0]),
+        _start_gradient(scan, t_k, rows[1]),
+    )
     (dq, dk, dt_q, dt_k), _ = scan.over_offsets(step, carry, scan.to_slots(inner))
     dq, dk = scan.from_grid(dq), scan.from_grid(dk)
     if scan.num_prefix:
         prefix = [(0, 0), (scan.num_prefix, 0), (0, 0)]
-        rows = _prefix_rows(scan, t_q), _prefix_rows(scan, t_k)
-        _, pull_back = jax.vjp(
-            functools.partial(_prefix_scores, scan, inner), q, k, *rows
-        )
-        add_q, add_k, rows_q, rows_k = pull_back(cotangent)
         dq, dk = jnp.pad(dq, prefix) + add_q, jnp.pad(dk, prefix) + add_k
-        dt_q = _set_prefix_rows(scan, dt_q, rows_q)
-        dt_k = _set_prefix_rows(scan, dt_k, rows_k)
     return dq.astype(q.dtype), dk.astype(k.dtype), dt_q, dt_k
 
 
@@ -291,12 +190,13 @@ def _values(scan, weights, v, t_v):
     grid_v = scan.to_grid(v)
 
     def step(out, rows, corners, shape, slots):
-        rectangle = _rectangle(grid_v, corners[2:], shape)
-        values = _pair_values(scan, slots, rectangle, _row(t_v, rows[0]))
-        return _add_rectangle(out, corners[:2], shape, values), None
+        tokens = rectangle(grid_v, corners[2:], shape)
+        values = _pair_values(scan, slots, tokens, get_row(t_v, rows[0]))
+        return add_rectangle(out, corners[:2], shape, values), None
 
     inner = weights[:, :, scan.num_prefix :, scan.num_prefix :]
-    out = jnp.zeros((*grid_v.shape[:-1], t_v.shape[-1]), jnp.float32)
+    width = scan.heads * scan.depth
+    out = jnp.zeros((*grid_v.shape[:-1], width), jnp.float32)
     out, _ = scan.over_offsets(step, out, scan.to_slots(inner))
     out = scan.from_grid(out)
     if not scan.num_prefix:
@@ -318,29 +218,27 @@ def _values_backward(scan, residuals, cotangent):
         _, pull_back = jax.vjp(
             functools.partial(_pair_values, scan),
             slots,
-            _rectangle(grid_v, corners[2:], shape),
-            _row(t_v, rows[0]),
+            rectangle(grid_v, corners[2:], shape),
+            get_row(t_v, rows[0]),
         )
-        slots, add, row = pull_back(_rectangle(grid_out, corners[:2], shape))
-        dv = _add_rectangle(dv, corners[2:], shape, add)
-        return (dv, _set_row(dt_v, rows[0], row)), slots
+        slots, add, row = pull_back(rectangle(grid_out, corners[:2], shape))
+        dv = add_rectangle(dv, corners[2:], shape, add)
+        return (dv, set_row(dt_v, rows[0], row)), slots
 
-    carry = _wide_zeros(grid_v), _zeros(t_v)
+    rows = _prefix_rows(scan, t_v)
+    if prefix:
+        grid_part = cotangent[:, prefix:]
+        _, pull_back = jax.vjp(
+            functools.partial(_prefix_values, scan, grid_part), weights, v, rows
+        )
+        add_weights, add, rows = pull_back(cotangent)
+    carry = _wide_zeros(grid_v), _start_gradient(scan, t_v, rows)
     slots = scan.to_slots(weights[:, :, prefix:, prefix:])
     (dv, dt_v), slots = scan.over_offsets(step, carry, slots)
     dv, dweights = scan.from_grid(dv), scan.from_slots(slots, len(v))
     if prefix:
-        grid_part = cotangent[:, prefix:]
-        _, pull_back = jax.vjp(
-            functools.partial(_prefix_values, scan, grid_part),
-            weights,
-            v,
-            _prefix_rows(scan, t_v),
-        )
-        add_weights, add, rows = pull_back(cotangent)
         dweights = jnp.pad(dweights, [(0, 0)] * 2 + [(prefix, 0)] * 2) + add_weights
         dv = jnp.pad(dv, [(0, 0), (prefix, 0), (0, 0)]) + add
-        dt_v = _set_prefix_rows(scan, dt_v, rows)
     return dweights, dv.astype(v.dtype), dt_v
 
 
@@ -349,11 +247,20 @@ _values.defvjp(_values_forward, _values_backward)
 
 def _prefix_rows(scan, table):
     """The rows "in", "self" and "out"."""
-    return None if table is None else table[num_offsets(scan.grid) :]
+    if table is None:
+        return None
+    rows = table[num_offsets(scan.grid) :]
+    return rows.reshape(*rows.shape[:2], scan.heads * scan.depth)
 
 
-def _set_prefix_rows(scan, table, rows):
-    return None if table is None else table.at[num_offsets(scan.grid) :].set(rows)
+def _start_gradient(scan, table, rows):
+    """Of a table: the prefix rows' gradient, zeros for the offsets to come."""
+    if table is None:
+        return None
+    if not scan.num_prefix:
+        return jnp.zeros_like(table)
+    rows = rows.reshape(-1, *table.shape[1:])
+    return jnp.pad(rows, [(num_offsets(scan.grid), 0)] + 3 * [(0, 0)])
 
 
 def _prefix_scores(scan, inner, q, k, rows_q, rows_k):

@@ -16,5 +16,5 @@ def test_runs_and_is_stored_without_outputs(path):
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert not any(cell.outputs for cell in cells), "clear the outputs before a commit"
     resources = {"metadata": {"path": str(ROOT / "notebooks")}}
-    NotebookClient(notebook, timeout=120, resources=resources).execute()
+    NotebookClient(notebook, timeout=300, resources=resources).execute()
     assert any("image/png" in str(cell.outputs) for cell in cells)

@@ -10,9 +10,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float
 
 from relattn.kernels.chunks import (
+    KEPT,
     check_chunk_size,
     join_chunks,
     scan_chunks,
@@ -219,16 +221,15 @@ def _attend_causally(state, tokens, feature_map, einsum, parallel=1):
     def attend(phi_q, phi_k, v, before):
         phi_q, phi_k, v = chunks(phi_q), chunks(phi_k), chunks(v)
         sums = einsum("...jf,...je->...fe", phi_k * decays.keys, v)
-        earlier = jnp.concatenate(
-            [before[..., None, :, :], sums[..., :-1, :, :]], axis=-3
-        )
-        earlier = jnp.cumsum(earlier, axis=-3)
+        totals = jnp.concatenate([before[..., None, :, :], sums], axis=-3)
+        totals = jnp.cumsum(totals, axis=-3)
+        earlier, after = totals[..., :-1, :, :], totals[..., -1, :, :]
+        if keys.bound is None:
+            after = decays.state * before + sums[..., 0, :, :]
         weights = decays.pairs * einsum("...if,...jf->...ij", phi_q, phi_k)
         within = einsum("...ij,...je->...ie", weights, v)
         past = einsum("...if,...fe->...ie", phi_q, earlier)
-        out = within + decays.past * past
-        after = decays.state * earlier[..., -1, :, :] + sums[..., -1, :, :]
-        return after, out.reshape(*q.shape[:-1], -1)
+        return after, checkpoint_name(within + decays.past * past, KEPT)
 
     after, sums = attend(phi_q, phi_k, append_ones(v), state.sums)
     if state.magnitudes is None:
@@ -243,7 +244,7 @@ def _attend_causally(state, tokens, feature_map, einsum, parallel=1):
             )
         )
     out, _ = divide_sums(sums, magnitudes, v.dtype)
-    return LinearState(shift, after, magnitudes_after), out
+    return LinearState(shift, after, magnitudes_after), out.reshape(v.shape)
 
 
 class _Decays(NamedTuple):

@@ -13,11 +13,9 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float
 
 from relattn.kernels.chunks import (
-    KEPT,
     check_chunk_size,
     join_chunks,
     scan_chunks,
@@ -248,7 +246,6 @@ def divide_sums(
     dtype: jnp.dtype,
 ) -> tuple[Float[Array, "*batch n value_depth"], Float[Array, "*batch n 1"]]:
     """Numerators by guarded denominators, and the denominators before the guard."""
-    sums = checkpoint_name(sums, KEPT)
     numerator, normalizer = sums[..., :-1], sums[..., -1:]
     denominator = normalizer
     if magnitudes is not None:

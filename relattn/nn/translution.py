@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -116,8 +116,6 @@ class TranslutionAttention(OffsetAttention):
         and H.
     """
 
-    sites: ClassVar[tuple[str, ...]] = ("none", "tokens")
-
     def mix(
         self, x: Float[Array, "batch n dim"], context: Context
     ) -> Float[Array, "batch heads n depth"]:
@@ -173,7 +171,6 @@ class LorTranslutionAttention(OffsetAttention):
     rank: int = 8
     base: bool = True
     average: bool = False
-    sites: ClassVar[tuple[str, ...]] = ("none", "tokens")
 
     @classmethod
     def check(cls, dim: int, heads: int, *, rank: int = 8, **options: Any) -> None:

@@ -1,5 +1,5 @@
 # make test            lint and every test, doctests and notebooks included
-# make demo            train, shift and compare, in about ten minutes on two cores
+# make demo            train, shift and compare, on two cores
 # make test PYTHON=python3.12    the same under another interpreter
 #
 # Either target makes its virtual environment on first use and reuses it afterwards.

@@ -17,8 +17,7 @@ layers and softmax in the rest.
 
 The argument ``cpu`` is a small GPT, 2 layers of dim 128 with 64 tokens of context, for
 1,000 steps of 12 windows of tinyshakespeare, evaluated every 200: a budget for CPU
-cores. On one core Translution takes about 8 minutes, LoR-Translution 3 and the methods
-of self-attention 2.
+cores.
 
 A run of seconds, for a first look on a CPU, and a sample of what it learned:
 

@@ -17,7 +17,7 @@ its first three layers and softmax in the rest.
 
 The argument ``cpu`` keeps the model and cuts the rest to a budget for two CPU cores:
 of MNIST the images that ship with the package, 4,750 of them to train on, and 200 steps
-of 32 images, evaluated every 40. The three methods take about 2, 3 and 25 minutes.
+of 32 images, evaluated every 40.
 
 A run of seconds on the embedded images, for a first look on a CPU:
 

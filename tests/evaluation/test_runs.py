@@ -2,7 +2,7 @@ import sys
 
 import pytest
 
-from relattn.evaluation.runs import Training, read_config, train
+from relattn.evaluation.runs import KEEP_HEAP, Training, read_config, train
 from tests.evaluation.trained import CONFIG, IMAGES, TEXT, make_training
 
 
@@ -53,6 +53,22 @@ def test_progress_is_a_line_where_there_is_no_terminal(
         f"banded, seed 3: epoch 2 of 20, validation {progress}",
         f"banded, seed 3: {outcome}, 7 s",
     ]
+
+
+@pytest.mark.parametrize("own", [None, "glibc.malloc.perturb=1"])
+def test_processes_keep_their_heap_unless_told_otherwise(tmp_path, monkeypatch, own):
+    program = tmp_path / "program"
+    program.write_text("#!/bin/sh\necho $GLIBC_TUNABLES\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    if own:
+        monkeypatch.setenv("GLIBC_TUNABLES", own)
+    training = Training("banded", CONFIG, tmp_path)
+    training.start(None)
+    assert training.process.wait() == 0
+    training.bar.close()
+    assert training.log.read_text().strip() == (own or KEEP_HEAP)
 
 
 def test_one_that_fails_need_not_end_the_others(tmp_path, capfd):

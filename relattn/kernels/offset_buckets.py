@@ -72,7 +72,7 @@ def plan(grid: Grid, *, causal: bool = False, max_buckets: int = 16) -> Plan:
     Example:
         >>> whole = plan((3, 5))
         >>> [bucket.shape for bucket in whole.buckets]
-        [(3, 5), (3, 2)]
+        [(3, 5), (3, 3), (3, 1)]
         >>> sum(len(bucket.rows) for bucket in whole.buckets)
         45
     """
@@ -108,9 +108,13 @@ def _split_axes(shape, max_buckets):
     A range wastes about the square of its length: equal ranges waste the least.
     """
     waste = {}
-    # Shorter ranges than this take longer to compile and save next to nothing.
+    # Shorter ranges than this take longer to compile and save next to nothing, as do
+    # any on an axis of a few tokens.
     shortest = [max(2, math.isqrt(size)) for size in shape]
-    most = [max(1, size // least) for size, least in zip(shape, shortest, strict=True)]
+    most = [
+        -(-size // least) if size > 3 else 1
+        for size, least in zip(shape, shortest, strict=True)
+    ]
     for parts in itertools.product(*(range(1, most_parts + 1) for most_parts in most)):
         if math.prod(parts) <= max_buckets:
             waste[parts] = math.prod(

@@ -7,13 +7,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from relattn.data.catalogue import EMBEDDED_FOLDER, EMBEDDED_VERSION, SETS
-from relattn.data.embed import (
-    main,
-    movable,
-    read_archive,
-    select,
-    select_subset,
-)
+from relattn.data.embed import main, movable, select
 from relattn.data.load import load_images
 from relattn.data.prepared import read_prepared
 from relattn.data.preprocess import preprocess
@@ -57,18 +51,6 @@ def test_licence_and_attribution_are_there():
     for name in NAMES:
         (licence,) = EMBEDDED_FOLDER.glob(f"{name}/*/LICENSE")
         assert SETS[name].licence in licence.read_text()
-
-
-@needs_originals
-@pytest.mark.parametrize("name", NAMES)
-def test_selection_is_derived_again(name):
-    data = load_images(ConfigDict({"name": name}))
-    for split, embedded in (("train", data.train), ("test", data.test)):
-        images, labels = read_archive(ORIGINALS / name, split)
-        chosen = select_subset(name, split, images, labels)
-        assert len(set(chosen.tolist())) == len(embedded)
-        np.testing.assert_array_equal(embedded.images[..., 0], images[chosen])
-        np.testing.assert_array_equal(embedded.labels, labels[chosen])
 
 
 @needs_originals

@@ -22,6 +22,7 @@ def hybrid(
     heads: int,
     num_layers: int,
     num_relative_layers: int = 0,
+    qkv_bias: bool = False,
     causal: bool = False,
 ) -> tuple[list[functools.partial], functools.partial]:
     """The attention of every layer: the first of one kind, the rest softmax.
@@ -33,6 +34,7 @@ def hybrid(
         heads: Number of heads.
         num_layers: Number of layers.
         num_relative_layers: How many layers use ``attention``; 0 for all.
+        qkv_bias: Whether queries, keys and values have a bias.
         causal: Whether a token attends to itself and earlier tokens only.
 
     Returns:
@@ -57,11 +59,11 @@ def hybrid(
         build, dim=dim, heads=heads, num_layers=num_layers, causal=causal
     )
     first, make_position = make(attention, position)
-    first = functools.partial(first, qkv_bias=False)
+    first = functools.partial(first, qkv_bias=qkv_bias)
     num_first = num_relative_layers or num_layers
     attentions = [first] * num_first
     if num_first < num_layers:
         rest, _ = make("softmax", position)
-        rest = functools.partial(rest, qkv_bias=False)
+        rest = functools.partial(rest, qkv_bias=qkv_bias)
         attentions += [rest] * (num_layers - num_first)
     return attentions, make_position

@@ -9,20 +9,24 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from relattn import spec
 from relattn.models.hybrid import SIZES as SIZES
 from relattn.models.hybrid import hybrid
 from relattn.models.patches import PatchSize, patches
 from relattn.nn.blocks import LAYER_NORM_EPSILON, TransformerBlock, transformer_blocks
 from relattn.nn.linear import Linear
 
+HEADS = ("linear", "mlp")
+
 
 class ViT(nn.Module):
-    """Classifies images from their patches: embedding, CLS token, blocks, linear head.
+    """Classifies images from their patches: embedding, CLS token, blocks, head.
 
     A patch is embedded by LayerNorm, Linear, LayerNorm; the CLS token, N(0, 1) at the
-    start, comes first; a last LayerNorm precedes the head. Queries, keys and values
-    have no bias. With ``dim``, ``num_layers``, ``heads`` and ``mlp_dim`` of
-    ``SIZES["A"]`` and so on these are the ViT-A, B and C of Translution.
+    start, comes first; a last LayerNorm precedes the head. With ``dim``,
+    ``num_layers``, ``heads`` and ``mlp_dim`` of ``SIZES["A"]`` and so on these are the
+    ViT-A, B and C of Translution. With ``qkv_bias=True``, ``embedding_norms=False`` and
+    ``head="mlp"`` it is the ViT of Guoji.
 
     Attributes:
         num_classes: Number of classes.
@@ -38,6 +42,10 @@ class ViT(nn.Module):
             softmax; 0 for all layers.
         attention_dropout: Dropout rate of the attentions' outputs.
         dropout: Dropout rate of the feed-forward networks.
+        qkv_bias: Whether queries, keys and values have a bias.
+        embedding_norms: Whether LayerNorms surround the embedding's linear layer.
+        head: ``"linear"``, or ``"mlp"``: a hidden layer of ``mlp_dim`` and exact GELU
+            before it.
         dtype: Compute dtype; parameters are float32.
 
     Example:
@@ -51,7 +59,8 @@ class ViT(nn.Module):
         (1, 3)
 
     Source:
-        Translution, section 4.1 and table 1.
+        Translution, section 4.1 and table 1; Guoji, Improving efficient Vision
+        Transformers with RPEs, section 3.
     """
 
     num_classes: int
@@ -65,6 +74,9 @@ class ViT(nn.Module):
     num_relative_layers: int = 0
     attention_dropout: float = 0.0
     dropout: float = 0.0
+    qkv_bias: bool = False
+    embedding_norms: bool = True
+    head: str = "linear"
     dtype: Any = jnp.float32
     inputs: ClassVar[str] = "images"
 
@@ -76,6 +88,11 @@ class ViT(nn.Module):
         deterministic: bool = True,
     ) -> Float[Array, "batch classes"]:
         """Class logits of a batch of images."""
+        if self.head not in HEADS:
+            raise ValueError(
+                f"unknown config.model.head {self.head!r}: "
+                + spec.closest(self.head, HEADS)
+            )
         attentions, make_position = hybrid(
             self.attention,
             self.position,
@@ -83,12 +100,15 @@ class ViT(nn.Module):
             heads=self.heads,
             num_layers=self.num_layers,
             num_relative_layers=self.num_relative_layers,
+            qkv_bias=self.qkv_bias,
         )
         norm = functools.partial(nn.LayerNorm, LAYER_NORM_EPSILON, dtype=self.dtype)
         x, grid = patches(images, self.patch_size)
-        x = norm(name="patch_norm")(x)
+        if self.embedding_norms:
+            x = norm(name="patch_norm")(x)
         x = Linear(self.dim, dtype=self.dtype, name="embedding")(x)
-        x = norm(name="embedding_norm")(x)
+        if self.embedding_norms:
+            x = norm(name="embedding_norm")(x)
         position = make_position(name="position")
         x = position.of_tokens(x, grid)
         cls = self.param("cls", nn.initializers.normal(1.0), (1, 1, self.dim))
@@ -111,4 +131,6 @@ class ViT(nn.Module):
             deterministic=deterministic,
         )
         cls = norm(name="norm")(x[:, 0]).astype(jnp.float32)
+        if self.head == "mlp":
+            cls = nn.gelu(Linear(self.mlp_dim, name="hidden")(cls), approximate=False)
         return Linear(self.num_classes, name="head")(cls)

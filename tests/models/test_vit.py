@@ -107,9 +107,47 @@ def test_the_sizes_are_those_of_the_paper():
     assert rows == [(6, 192, 3, 768), (12, 192, 3, 768), (12, 384, 6, 1536)]
 
 
+def test_the_vit_of_guoji_has_its_own_embedding_biases_and_head():
+    """Counted by hand for 6 layers of dim 256 on 49 patches of 16 pixels."""
+    options = {"dim": 256, "num_layers": 6, "heads": 8, "mlp_dim": 512}
+    options |= {"patch_size": 4, "position": "learned", "qkv_bias": True}
+    options |= {"embedding_norms": False, "head": "mlp"}
+    model = build_model(
+        {"name": "vit", **options}, num_classes=10, image_shape=(28, 28, 1)
+    )
+    params = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 28, 28, 1)))[
+        "params"
+    ]
+    norm, attention = 2 * 256, 4 * (256 * 256 + 256)
+    feed_forward = 256 * 512 + 512 + 512 * 256 + 256
+    embedding = 16 * 256 + 256 + 256 + 49 * 256
+    head = norm + 256 * 512 + 512 + 512 * 10 + 10
+    blocks = 6 * (2 * norm + attention + feed_forward)
+    assert sum(leaf.size for leaf in jax.tree.leaves(params)) == (
+        embedding + blocks + head
+    )
+    assert not {"patch_norm", "embedding_norm"} & set(params)
+
+
+def test_the_hidden_layer_of_the_head_is_seen():
+    model, variables, images = make(
+        head="mlp", embedding_norms=False, qkv_bias=True, num_layers=1
+    )
+
+    def loss(variables):
+        return jnp.square(model.apply(variables, images) - 1.0).sum()
+
+    gradients = jax.jit(jax.grad(loss))(variables)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(gradients):
+        # A common bias of the keys cancels in softmax.
+        if "'k']['bias'" not in jax.tree_util.keystr(path):
+            assert jnp.abs(leaf).max() > 1e-6, jax.tree_util.keystr(path)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"head": "mpl"}, "unknown config.model.head 'mpl': did you mean 'mlp'?"),
         ({"patch_size": 7}, "patch_size=7 is larger than the image of 4x6 pixels"),
         ({"patch_size": 3}, "patch_size=3 does not divide the image of 4x6 pixels"),
         (

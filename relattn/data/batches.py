@@ -6,6 +6,8 @@ import numpy as np
 from jaxtyping import Int64
 
 Batch = dict[str, np.ndarray]
+# Some seeds may train together, each in an epoch's order of its own.
+CACHED_EPOCHS = 8
 
 
 def batch_indices(
@@ -58,7 +60,7 @@ def steps_per_epoch(num_examples: int, batch_size: int, unit: str = "images") ->
     return num_examples // batch_size
 
 
-@functools.lru_cache(maxsize=4)
+@functools.lru_cache(maxsize=CACHED_EPOCHS)
 def _order(num_examples: int, seed: int, epoch: int) -> np.ndarray:
     order = np.random.default_rng([seed, epoch]).permutation(num_examples)
     order.setflags(write=False)

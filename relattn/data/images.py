@@ -1,13 +1,16 @@
 """Images and labels in memory, and how validation images are set apart."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float32, Int32, Int64, UInt8
 
+from relattn.data.batch_augment import NUM_DRAWS
 from relattn.data.batches import (
+    CACHED_EPOCHS,
     Batch,
     batch_indices,
     check_eval_batch,
@@ -19,6 +22,8 @@ from relattn.data.source import EvalSplit, ImageInfo
 
 # Keeps the temporary int64 copy of a chunk near 100 MB.
 CHUNK_BYTES = 2**24
+# Of random numbers: the orders of the batches are drawn for [seed, epoch] alone.
+DRAWS = 3
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -79,6 +84,8 @@ class ImageData:
         mean: of the training images per channel, values in [0, 1].
         std: likewise.
         origin: a sentence that says where the images came from.
+        augment: of training images, a spec of
+            `relattn.data.batch_augment.AUGMENTATIONS`; their batches have ``draws``.
     """
 
     name: str
@@ -89,6 +96,7 @@ class ImageData:
     mean: Float32[np.ndarray, "channels"]
     std: Float32[np.ndarray, "channels"]
     origin: str
+    augment: str = dataclasses.field(default="none", kw_only=True)
 
     @property
     def num_classes(self) -> int:
@@ -135,8 +143,11 @@ class ImageData:
         steps = steps_per_epoch(n, batch_size)
 
         def make_batch(step: int) -> Batch:
-            indices = batch_indices(n, batch_size, seed, step)
-            return self.training_batch(indices, seed, step // steps)
+            indices, epoch = batch_indices(n, batch_size, seed, step), step // steps
+            batch = self.training_batch(indices, seed, epoch)
+            if self.augment != "none":
+                batch["draws"] = _draw(n, seed, epoch)[indices]
+            return batch
 
         return Loader(make_batch, start_step, place=place)
 
@@ -152,6 +163,15 @@ class ImageData:
         """
         del seed, epoch
         return self.train.gather(indices)
+
+
+@functools.lru_cache(maxsize=CACHED_EPOCHS)
+def _draw(num_images: int, seed: int, epoch: int) -> np.ndarray:
+    """What decides the augmentation of every image in an epoch."""
+    rng = np.random.default_rng([seed, epoch, DRAWS])
+    draws = rng.random((num_images, NUM_DRAWS), np.float32)
+    draws.setflags(write=False)
+    return draws
 
 
 def split_validation(

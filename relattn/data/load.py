@@ -4,6 +4,7 @@ import pathlib
 
 from ml_collections import ConfigDict
 
+from relattn.data.batch_augment import check_augmentation
 from relattn.data.catalogue import EMBEDDED_FOLDER, EMBEDDED_VERSION, SETS
 from relattn.data.choices import check_choice
 from relattn.data.folder import read_folder
@@ -66,7 +67,9 @@ def load_images(config: ConfigDict) -> ImageData:
             - ``manual_dir``: archives that you already have, for preparation;
             - ``num_validation``, ``split_seed``: the training images set apart;
             - ``placement``, ``canvas``: "static" or "dynamic" puts the images on a
-              larger canvas, see `place_on_canvas`; "" does not.
+              larger canvas, see `place_on_canvas`; "" does not;
+            - ``augment``: of training images, "rotate(degrees=10)",
+              "flip_crop(padding=4)" or "none".
 
             All but ``name`` may be missing: an embedded set without validation images.
 
@@ -74,8 +77,8 @@ def load_images(config: ConfigDict) -> ImageData:
         The images, in memory or memory-mapped.
 
     Raises:
-        ValueError: an unknown name or source, a damaged set, or a `num_validation`
-            that leaves no training image.
+        ValueError: an unknown name, source or augmentation, a damaged set, or a
+            `num_validation` that leaves no training image.
         DatasetNotPreparedError: the set is not there; the message says how to get it.
         FileNotFoundError: the image folder is not there.
 
@@ -85,15 +88,24 @@ def load_images(config: ConfigDict) -> ImageData:
         >>> len(data.train), len(data.validation), len(data.test), data.image_shape
         (4500, 500, 1000, (28, 28, 1))
     """
-    source = config.get("source", "embedded")
+    source, augment = config.get("source", "embedded"), config.get("augment", "none")
     check_choice("data.source", source, list(SOURCES))
+    check_augmentation(augment)
     train, test, class_names, origin = SOURCES[source](config)
     train, validation = split_validation(
         train, config.get("num_validation", 0), config.get("split_seed", 0)
     )
     mean, std = channel_statistics(train.images)
     data = ImageData(
-        config.name, train, validation, test, class_names, mean, std, origin
+        config.name,
+        train,
+        validation,
+        test,
+        class_names,
+        mean,
+        std,
+        origin,
+        augment=augment,
     )
     return place_on_canvas(data, config) if config.get("placement", "") else data
 

@@ -8,13 +8,13 @@ import numpy as np
 from jaxtyping import Int, Int64, UInt8
 from ml_collections import ConfigDict
 
-from relattn.data.batches import Batch
+from relattn.data.batches import CACHED_EPOCHS, Batch
 from relattn.data.choices import check_choice
 from relattn.data.images import ImageData, ImageSplit
 from relattn.data.source import EvalSplit
 
 PLACEMENTS = ("static", "dynamic")
-# Apart from the orders of the batches, which are drawn for [seed, epoch].
+# Apart from the orders of the batches, drawn for [seed, epoch], and from `DRAWS`.
 TRAINING, EVALUATION = 1, 2
 
 
@@ -71,7 +71,7 @@ def draw_corners(
     return np.random.default_rng(seed).integers(0, span, (num_images, 2))
 
 
-@functools.lru_cache(maxsize=2)
+@functools.lru_cache(maxsize=CACHED_EPOCHS)
 def _training_corners(
     num_images: int, image_shape: tuple[int, ...], canvas: int, seed: int, epoch: int
 ) -> np.ndarray:
@@ -184,6 +184,7 @@ def place_on_canvas(data: ImageData, config: ConfigDict) -> PlacedData:
         canvas=canvas,
         test_static=tests["static"],
         test_dynamic=tests["dynamic"],
+        augment=data.augment,
     )
 
 

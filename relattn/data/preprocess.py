@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float, Float32, UInt8
 from ml_collections import ConfigDict
 
+from relattn.data.batch_augment import augment
 from relattn.data.source import DataInfo
 
 
@@ -19,12 +20,13 @@ def make_preprocess(
     """Makes the function from a batch to what the model sees, under jit.
 
     Args:
-        config: of the data; ``image_size`` (by default the height as stored) and
-            ``standardize`` serve images.
+        config: of the data; ``image_size`` (by default the height as stored),
+            ``standardize`` and ``augment`` serve images.
         info: of the data.
 
     Returns:
-        A function of a batch: `preprocess` of its images, or its tokens as they are.
+        A function of a batch: `preprocess` of its images, augmented where the batch has
+        draws, or its tokens as they are.
 
     Example:
         >>> from relattn.data.source import ImageInfo
@@ -44,7 +46,16 @@ def make_preprocess(
     function = functools.partial(
         preprocess, image_size=input_shape(config, info)[0], **statistics
     )
-    return lambda batch: function(batch["image"])
+
+    def preprocess_batch(batch: dict[str, Any]) -> Array:
+        if "draws" not in batch:
+            return function(batch["image"])
+        change = functools.partial(
+            augment, draws=batch["draws"], augmentation=config.augment
+        )
+        return function(batch["image"], change=change)
+
+    return preprocess_batch
 
 
 def input_shape(config: ConfigDict, info: DataInfo) -> tuple[int, ...]:
@@ -69,10 +80,11 @@ def preprocess(
     image_size: int,
     mean: Float[Array | np.ndarray, "channels"] | None = None,
     std: Float[Array | np.ndarray, "channels"] | None = None,
+    change: Callable[[Array], Array] | None = None,
 ) -> Float32[Array, "batch {image_size} {image_size} channels"]:
     """Scales to [0, 1], resizes bilinearly and, with `mean` and `std`, standardises.
 
-    x -> (resize(x / 255) - mean) / std
+    x -> (resize(change(x / 255)) - mean) / std
 
     Pixel centres lie at half-integers and a smaller result is averaged (antialiased),
     as Pillow and torchvision do.
@@ -82,6 +94,7 @@ def preprocess(
         image_size: height and width of the result.
         mean: [channels], of values in [0, 1]; None leaves the values in [0, 1].
         std: [channels]; given with `mean`.
+        change: of the images in [0, 1], before they are resized; None for none.
 
     Returns:
         float32 [batch, image_size, image_size, channels].
@@ -100,6 +113,8 @@ def preprocess(
         raise ValueError("mean and std go together: give both or neither.")
     batch, height, width, channels = images.shape
     values = jnp.asarray(images, jnp.float32) / 255
+    if change is not None:
+        values = change(values)
     if (height, width) != (image_size, image_size):
         shape = (batch, image_size, image_size, channels)
         values = jax.image.resize(values, shape, "linear")

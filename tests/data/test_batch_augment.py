@@ -1,0 +1,108 @@
+"""Augmentation of batches: the geometry, and what decides it."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+from ml_collections import ConfigDict
+from PIL import Image
+
+from relattn.data import load_images, make_preprocess
+from relattn.data.batch_augment import augment
+from tests.data.test_images import numbered_data
+
+RNG = np.random.default_rng(0)
+
+
+def test_rotation_is_that_of_pillow():
+    images = np.zeros((5, 13, 17, 2), np.float32)
+    # Pillow extends the border by half a pixel before the zeros begin.
+    images[:, 4:-4, 4:-4] = RNG.random((5, 5, 9, 2))
+    draws = RNG.random((5, 3)).astype(np.float32)
+    turned = jax.jit(augment, static_argnums=2)(images, draws, "rotate(degrees=30)")
+    for image, draw, ours in zip(images, draws, np.asarray(turned), strict=True):
+        for channel in range(2):
+            theirs = Image.fromarray(image[..., channel]).rotate(
+                (2 * draw[0] - 1) * 30, Image.Resampling.BILINEAR
+            )
+            np.testing.assert_allclose(ours[..., channel], theirs, atol=1e-3)
+
+
+def test_flip_and_crop_are_those_of_numpy():
+    images = RNG.random((7, 5, 3, 2)).astype(np.float32)
+    draws = RNG.random((7, 3)).astype(np.float32)
+    draws[:2] = [[0.0, 0.0, 1 - 2**-24], [0.5, 1 - 2**-24, 0.0]]
+    moved = jax.jit(augment, static_argnums=2)(images, draws, "flip_crop(padding=2)")
+    for image, draw, ours in zip(images, draws, np.asarray(moved), strict=True):
+        image = image[:, ::-1] if draw[0] < 0.5 else image
+        row, column = (int(5 * number) for number in draw[1:])
+        padded = np.pad(image, [(2, 2), (2, 2), (0, 0)])
+        theirs = padded[row : row + 5, column : column + 3]
+        np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("spec", ["none", "rotate(degrees=0)"])
+def test_nothing_is_left_as_it_was(spec):
+    images = RNG.random((3, 5, 7, 1)).astype(np.float32)
+    same = augment(images, RNG.random((3, 3)).astype(np.float32), spec)
+    np.testing.assert_array_equal(same, images)
+
+
+def make_batch(augmentation, seed, step):
+    data = dataclasses.replace(numbered_data(), augment=augmentation)
+    with data.train_loader(5, seed, step) as loader:
+        return next(loader)[1]
+
+
+def test_draws_are_of_the_image_the_seed_and_the_epoch():
+    # 18 images are 3 batches of 5 an epoch.
+    def draws_by_image(seed, epoch):
+        batches = [make_batch("rotate", seed, 3 * epoch + i) for i in range(3)]
+        return {
+            label: tuple(draw)
+            for batch in batches
+            for label, draw in zip(
+                batch["label"].tolist(), batch["draws"].tolist(), strict=True
+            )
+        }
+
+    first = draws_by_image(0, 0)
+    assert first == draws_by_image(0, 0)
+    assert len(set(first.values())) == 15
+    for other in (draws_by_image(1, 0), draws_by_image(0, 1)):
+        assert not set(first.values()) & set(other.values())
+    assert "draws" not in make_batch("none", 0, 0)
+
+
+def test_only_training_images_are_augmented():
+    config = ConfigDict({"name": "mnist", "num_validation": 7, "standardize": True})
+    config.augment = "flip_crop(padding=3)"
+    data = load_images(config)
+    preprocess = jax.jit(make_preprocess(config, data.info))
+    with data.train_loader(11, seed=0) as loader:
+        _, batch = next(loader)
+    plain = preprocess({"image": batch["image"]})
+    augmented = preprocess(batch)
+    assert augmented.shape == plain.shape == (11, 28, 28, 1)
+    moved = augment(batch["image"] / np.float32(255), batch["draws"], config.augment)
+    expected = (moved - data.mean) / data.std
+    np.testing.assert_allclose(augmented, expected, atol=1e-5)
+    assert np.abs(augmented - plain).max() > 1
+    for batch in data.validation.batches(7):
+        assert "draws" not in batch
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("rotat", "unknown data.augment 'rotat': did you mean 'rotate'?"),
+        ("rotate(degree=3)", "'rotate' has no option 'degree': did you mean 'degrees'"),
+        ("rotate(degrees=181)", "rotate needs degrees from 0 to 180, got 181"),
+        ("flip_crop(padding=-1)", "needs a padding of at least 0, got -1"),
+        ("randaugment", "unknown data.augment 'randaugment': there are: flip_crop"),
+    ],
+)
+def test_bad_specs_are_refused_as_the_data_are_loaded(spec, message):
+    with pytest.raises(ValueError, match=message.replace("(", r"\(")):
+        load_images(ConfigDict({"name": "mnist", "augment": spec}))

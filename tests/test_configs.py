@@ -5,8 +5,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from configs import rpe_vit
 from relattn.models import build_model
 from relattn.models.methods import METHODS
+from relattn.nn.build import ATTENTIONS, POSITIONS
 from relattn.training import check_config
 
 DATASETS = ["mnist", "fashion_mnist", "cifar10"]
@@ -29,6 +31,8 @@ CONFIGS += [
     ("translution_gpt", argument)
     for argument in ["", "smoke", "openwebtext,B-512", "cpu", *METHODS]
 ]
+RPE_VIT = ["", "smoke", "cpu", "cifar10", "cifar10,cpu", "relu,string_gate", "softmax"]
+CONFIGS += [("rpe_vit", argument) for argument in RPE_VIT]
 
 
 def get_config(name, argument):
@@ -82,7 +86,7 @@ def test_ablations_are_arguments():
 
 
 @pytest.mark.parametrize(
-    "name", ["performer", "demo", "translution_vit", "translution_gpt"]
+    "name", ["performer", "demo", "translution_vit", "translution_gpt", "rpe_vit"]
 )
 def test_config_says_how_to_launch_it(name):
     command = f"python train.py --config=configs/{name}.py:"
@@ -101,6 +105,7 @@ def test_config_says_how_to_launch_it(name):
         ("translution_vit", "layers=qk", "needs a number of layers, got 'qk'"),
         ("translution_gpt", "A/160", "no argument 'A/160': did you mean 'A-160'"),
         ("translution_gpt", "absolute=True", "no option 'absolute'"),
+        ("rpe_vit", "mnist,rope", "no argument 'rope': did you mean 'rope2d'"),
     ],
 )
 def test_unknown_argument_is_refused_with_the_closest(name, argument, message):
@@ -115,3 +120,25 @@ def test_the_arguments_choose_the_recipe():
     assert get_config("performer", "banded,cifar10").to_dict() == config.to_dict()
     assert not get_config("performer", "mnist,none").data.standardize
     assert get_config("performer", "fashion_mnist,smoke").data.source == "embedded"
+
+
+@pytest.mark.parametrize("attention", sorted({*rpe_vit.ATTENTIONS} & {*ATTENTIONS}))
+@pytest.mark.parametrize("position", sorted({*rpe_vit.POSITIONS} & {*POSITIONS}))
+def test_the_models_of_guoji_build(attention, position):
+    config = get_config("rpe_vit", f"cifar10,{attention},{position},smoke")
+    data = config.data
+    assert (data.name, data.source, data.split_seed) == ("mnist", "embedded", 42)
+    build_model(config.model, num_classes=10, image_shape=(28, 28, 1))
+
+
+def test_the_recipe_of_guoji_has_its_epochs_and_steps():
+    steps = {}
+    for data, num_train in (("mnist", 55_000), ("cifar10", 45_000)):
+        config = get_config("rpe_vit", data)
+        assert config.data.num_validation == 5000 and config.data.standardize
+        steps[data] = config.num_epochs * (num_train // config.batch_size)
+    # The paper counts from 0: 8,579 and 35,099.
+    assert steps == {"mnist": 8_580, "cifar10": 35_100}
+    assert get_config("rpe_vit", "cifar10").data.augment == "flip_crop(padding=4)"
+    cut = get_config("rpe_vit", "cpu,relu")
+    assert cut.model == get_config("rpe_vit", "relu").model

@@ -25,7 +25,7 @@ from ml_collections import ConfigDict, config_flags
 from relattn import data as data_lib
 from relattn.training.config import check_config
 from relattn.training.parallel import DataParallel
-from relattn.training.step import make_train_step
+from relattn.training.seeds import train_loader
 from relattn.training.task import Task
 
 
@@ -59,16 +59,7 @@ def measure(
     )
     data = data_lib.load_data(config.data)
     task = Task.build(config, data.info)
-    step = parallel.train_step(
-        make_train_step(
-            task.model,
-            task.optimizer,
-            task.preprocess,
-            redraw_every=config.redraw_every,
-            accumulate_steps=config.accumulate_steps,
-            axis_name=parallel.axis_name,
-        )
-    )
+    step = parallel.train_step(task.make_train_step(parallel.axis_name))
     state, key = parallel.replicate(task.create_state()), task.key
 
     def turn(batches: Iterator[Any]) -> float:
@@ -86,9 +77,7 @@ def measure(
         return (time.perf_counter() - start) / steps * 1e3
 
     times: dict[str, list[float]] = {"fixed": [], "pipeline": [], "read": []}
-    with data.train_loader(
-        config.batch_size, config.seed, place=parallel.shard
-    ) as loader:
+    with train_loader(data, config.batch_size, task.seeds, 0, parallel.shard) as loader:
         real = (batch for _, batch in loader)
         fixed = itertools.repeat(next(real))
         turn(fixed)
@@ -97,6 +86,7 @@ def measure(
             times["pipeline"].append(turn(real))
             times["read"].append(read(real))
     median = {kind: statistics.median(values) for kind, values in times.items()}
+    batch_size = config.batch_size * len(task.seeds)
     ratios = [p / f for p, f in zip(times["pipeline"], times["fixed"], strict=True)]
     return {
         "device": f"{len(parallel.devices)} x {parallel.devices[0].device_kind}",
@@ -104,8 +94,8 @@ def measure(
         "fixed_ms": median["fixed"],
         "pipeline_ms": median["pipeline"],
         "ratio": statistics.median(ratios),
-        "examples_per_second": config.batch_size / median["pipeline"] * 1e3,
-        "read_examples_per_second": config.batch_size / median["read"] * 1e3,
+        "examples_per_second": batch_size / median["pipeline"] * 1e3,
+        "read_examples_per_second": batch_size / median["read"] * 1e3,
     }
 
 

@@ -8,7 +8,7 @@ from relattn.training.errors import (
     is_user_error,
 )
 from relattn.training.loop import train_and_evaluate
-from relattn.training.run import Run, evaluate, load_run, make_predict_fn
+from relattn.training.run import Run, evaluate, load_run, load_runs, make_predict_fn
 from relattn.training.state import TrainState, create_state
 from relattn.training.step import make_eval_step, make_train_step
 
@@ -24,6 +24,7 @@ __all__ = [
     "evaluate",
     "is_user_error",
     "load_run",
+    "load_runs",
     "make_eval_step",
     "make_predict_fn",
     "make_train_step",

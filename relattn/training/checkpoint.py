@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,21 +30,23 @@ _INCOMPLETE = ".orbax-checkpoint-tmp"
 _NO_SCORE = -1e30
 
 
-def _rank(metrics: dict[str, Any]) -> tuple[float, int]:
-    """Orders checkpoints by their score, the earlier one first among equals."""
+def _rank(metrics: dict[str, Any], seed: int = 0) -> tuple[float, int]:
+    """Orders checkpoints by a seed's score, the earlier one first among equals."""
+    if "scores" in metrics:
+        return metrics["scores"][seed], -metrics["step"]
     # Runs of before there was text have the accuracy, -1 where not evaluated.
     score = metrics["score"] if "score" in metrics else metrics["validation_accuracy"]
     return score, -metrics["step"]
 
 
 class CheckpointWriter:
-    """Saves checkpoints in the background; keeps the latest two and the best.
+    """Saves checkpoints in the background; keeps the latest two and each seed's best.
 
     Attributes:
         folder: Where the checkpoints lie.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, num_seeds: int = 1):
         """Prepares to write into the folder, which is made if it is not there."""
         self.folder = folder.absolute()
         self._step = 0
@@ -50,8 +54,13 @@ class CheckpointWriter:
             [
                 checkpoint_managers.LatestN(2),
                 # Without metrics: left by a run that was killed as it removed it.
-                checkpoint_managers.BestN(
-                    get_metric_fn=_rank, n=1, keep_checkpoints_without_metrics=False
+                *(
+                    checkpoint_managers.BestN(
+                        get_metric_fn=partial(_rank, seed=seed),
+                        n=1,
+                        keep_checkpoints_without_metrics=False,
+                    )
+                    for seed in range(num_seeds)
                 ),
             ]
         )
@@ -70,7 +79,7 @@ class CheckpointWriter:
         step: int,
         state: Any,
         meta: dict[str, Any],
-        score: float | None,
+        scores: Sequence[float | None],
     ) -> None:
         """Starts to write a checkpoint and returns.
 
@@ -78,8 +87,8 @@ class CheckpointWriter:
             step: Number of updates so far.
             state: A pytree of NumPy arrays, not to be changed afterwards.
             meta: JSON values to keep beside it.
-            score: The checkpoint with the largest is kept; None where the state was
-                not evaluated.
+            scores: Of each seed; the checkpoint with its largest is kept. None where
+                the seed was not evaluated.
         """
         self._manager.wait_until_finished()
         self._step = step
@@ -93,7 +102,10 @@ class CheckpointWriter:
                 ),
                 meta=ocp.args.JsonSave({**meta, "arrays": arrays}),
             ),
-            metrics={"score": _NO_SCORE if score is None else score, "step": step},
+            metrics={
+                "scores": [_NO_SCORE if score is None else score for score in scores],
+                "step": step,
+            },
             force=True,
         )
 

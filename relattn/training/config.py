@@ -24,6 +24,7 @@ FREE_KEYS = (
 
 _AT_LEAST = {
     "seed": 0,
+    "num_seeds": 1,
     "batch_size": 1,
     "accumulate_steps": 1,
     "eval_batch_size": 1,
@@ -55,6 +56,7 @@ def default_config() -> ConfigDict:
     """
     config = ConfigDict()
     config.seed = 0
+    config.num_seeds = 1
     config.model = ConfigDict()
     config.data = ConfigDict()
     config.batch_size = 64

@@ -17,7 +17,9 @@ class History:
         best: The validation metrics of the best checkpoint so far.
         best_step: The step of it; None before the first evaluation.
         stopped_early: Whether early stopping ended the run.
-        seconds: Time spent, restarts included.
+        stopped_step: The step at which it did; 0 where it did not.
+        seconds: Time spent, restarts included; of seeds that train together, the
+            share of one.
         timed_seconds: Of it in updates, compilation and evaluation apart.
         timed_examples: The examples of those updates.
     """
@@ -25,6 +27,7 @@ class History:
     best: dict[str, float] = dataclasses.field(default_factory=dict)
     best_step: int | None = None
     stopped_early: bool = False
+    stopped_step: int = 0
     seconds: float = 0.0
     timed_seconds: float = 0.0
     timed_examples: int = 0
@@ -49,6 +52,12 @@ class History:
             names = ("accuracy", "loss")
             values["best"] = {name: values.pop(f"best_{name}") for name in names}
         return cls(**values)
+
+    @classmethod
+    def list_from_json(cls, values: Any) -> list[History]:
+        """Reads what a checkpoint keeps: of several seeds, a list."""
+        values = values if isinstance(values, list) else [values]
+        return [cls.from_json(history) for history in values]
 
     @property
     def examples_per_second(self) -> float:

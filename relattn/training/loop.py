@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,10 +27,12 @@ from relattn.training.errors import NonFiniteLossError, WorkdirError
 from relattn.training.evaluator import Evaluator
 from relattn.training.history import BEST_METRICS, History, score
 from relattn.training.memory import warn_if_too_large
-from relattn.training.metrics import MetricsLog
+from relattn.training.metrics import MetricsLog, Row
 from relattn.training.parallel import DataParallel
+from relattn.training.results import final_results, words
 from relattn.training.run import CHECKPOINTS, check_labels
-from relattn.training.step import Metrics, make_train_step
+from relattn.training.seeds import train_loader
+from relattn.training.step import Metrics
 from relattn.training.task import Task
 
 
@@ -55,7 +58,8 @@ def train_and_evaluate(
         The final metrics, as in ``result.json``: among them ``test_accuracy``, of the
         checkpoint with the best ``validation_accuracy``, or of text the best
         ``validation_loss``; every further test set has its own, such as
-        ``test_static_accuracy``.
+        ``test_static_accuracy``. Seeds that train together have theirs in the list
+        ``runs``, as if each had been trained alone.
 
     Raises:
         ValueError: If the configuration, the data or the device count do not fit.
@@ -120,25 +124,19 @@ class _Loop:
         self.data = data
         self.parallel = parallel
         self.workdir = workdir
-        self.history = History.from_json(saved["history"]) if saved else History()
+        self.histories = [History() for _ in task.seeds]
+        if saved:
+            self.histories = History.list_from_json(saved["history"])
         self.start = saved["step"] if saved else 0
         if saved:
             state = restore(self.checkpoints, self.start, task.abstract_state)
         else:
             state = task.create_state()
-        self.num_params = sum(x.size for x in jax.tree.leaves(state.params))
         self.state = parallel.replicate(state)
-        self.train_step = parallel.train_step(
-            make_train_step(
-                task.model,
-                task.optimizer,
-                task.preprocess,
-                redraw_every=task.config.redraw_every,
-                accumulate_steps=task.config.accumulate_steps,
-                axis_name=parallel.axis_name,
-            )
+        self.train_step = parallel.train_step(task.make_train_step(parallel.axis_name))
+        self.evaluator = Evaluator(
+            task.model, task.preprocess, task.info, parallel, len(task.seeds)
         )
-        self.evaluator = Evaluator(task.model, task.preprocess, task.info, parallel)
 
     @property
     def checkpoints(self) -> Path:
@@ -150,14 +148,19 @@ class _Loop:
 
     @property
     def finished(self) -> bool:
-        return self.start >= self.task.num_steps or self.history.stopped_early
+        return self.start >= self.task.num_steps or self.stopped_early
+
+    @property
+    def stopped_early(self) -> bool:
+        return all(history.stopped_early for history in self.histories)
 
     def __enter__(self) -> _Loop:
         task, devices = self.task, self.parallel.devices
         records.write_run_json(self.workdir, task, devices, self.start)
-        self.writer = CheckpointWriter(self.checkpoints)
+        self.writer = CheckpointWriter(self.checkpoints, len(task.seeds))
         self.log = MetricsLog(self.workdir, self.start)
-        self.began = time.perf_counter() - self.history.seconds
+        spent = sum(history.seconds for history in self.histories)
+        self.began = time.perf_counter() - spent
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -179,8 +182,10 @@ class _Loop:
             return
         if self.start:
             self._say(f"Resuming from step {self.start} of {self.workdir}.")
+        seeds = len(task.seeds)
+        together = f" for each of {seeds} seeds" if seeds > 1 else ""
         self._say(
-            f"Training {self.num_params:,} parameters on {task.info.origin}: "
+            f"Training {task.num_params:,} parameters{together} on {task.info.origin}: "
             f"{task.num_steps:,} steps of {task.config.batch_size} examples, "
             f"{task.steps_per_epoch:,} an epoch, on {len(self.parallel.devices)} x "
             f"{device.device_kind}."
@@ -192,18 +197,20 @@ class _Loop:
         eval_every = config.eval_every_steps
         eval_every = eval_every or config.eval_every_epochs * task.steps_per_epoch
         key = task.key
+        # Of all seeds together.
+        batch_size = config.batch_size * len(task.seeds)
         pending: list[Metrics] = []
         window_start, untimed = time.perf_counter(), 0
         bar = tqdm(
-            total=task.num_steps * config.batch_size,
-            initial=self.start * config.batch_size,
+            total=task.num_steps * batch_size,
+            initial=self.start * batch_size,
             unit=" examples",
             unit_scale=True,
             disable=None if config.progress else True,
             dynamic_ncols=True,
         )
-        loader = self.data.train_loader(
-            config.batch_size, config.seed, self.start, place=self.parallel.shard
+        loader = train_loader(
+            self.data, config.batch_size, task.seeds, self.start, self.parallel.shard
         )
         with loader as batches, bar:
             for step, batch in batches:
@@ -214,7 +221,7 @@ class _Loop:
                     # Compilation is no part of the throughput.
                     jax.block_until_ready(metrics)
                     window_start, untimed = time.perf_counter(), 1
-                bar.update(config.batch_size)
+                bar.update(batch_size)
                 if on_step is not None:
                     on_step(done)
                 at_end = done == task.num_steps
@@ -223,132 +230,151 @@ class _Loop:
                 saving = evaluating or bool(every and done % every == 0)
                 if not saving and done % config.log_every_steps:
                     continue
-                row = self._summary(pending, done)
+                fetched = self._fetch(pending, done)
                 seconds = time.perf_counter() - window_start
                 examples = (len(pending) - untimed) * config.batch_size
                 pending, untimed = [], 0
-                self.history.timed_seconds += seconds
-                self.history.timed_examples += examples
-                row["examples_per_second"] = examples / max(seconds, 1e-9)
+                for history in self.histories:
+                    history.timed_seconds += seconds / len(task.seeds)
+                    history.timed_examples += examples
+                rate = examples * len(task.seeds) / max(seconds, 1e-9)
+                rows = [
+                    {**row, "examples_per_second": rate}
+                    for row in self._summaries(fetched, done)
+                ]
                 bar.set_postfix(
-                    loss=f"{row['train_loss']:.3f}",
-                    accuracy=f"{row['train_accuracy']:.3f}",
+                    loss=f"{np.mean([row['train_loss'] for row in rows]):.3f}",
+                    accuracy=f"{np.mean([row['train_accuracy'] for row in rows]):.3f}",
                 )
-                result = self._validate(done, row) if evaluating else {}
-                row |= {f"validation_{name}": value for name, value in result.items()}
-                self.log.write(done, row)
+                running = [not history.stopped_early for history in self.histories]
+                scores = [None] * len(rows)
+                if evaluating:
+                    scores = self._validate(done, rows)
+                for row in itertools.compress(rows, running):
+                    self.log.write(done, row)
                 if saving:
-                    self._save(done, score(result, self.kind) if result else None)
+                    self._save(done, scores)
                 window_start = time.perf_counter()
-                if at_end or self.history.stopped_early:
+                if at_end or self.stopped_early:
                     break
 
-    def _summary(self, pending: list[Metrics], done: int) -> dict[str, float]:
-        """Means over the updates since the last row; raises if one was not finite."""
+    def _fetch(self, pending: list[Metrics], done: int) -> dict[str, np.ndarray]:
+        """Metrics ``[updates, seeds]`` since the last row; raises if not finite."""
         fetched = self.parallel.fetch(pending)
-        first = done - len(fetched) + 1
-        for step, metrics in enumerate(fetched, first):
-            for name, what in (("loss", "loss"), ("grad_norm", "gradient")):
-                if not np.isfinite(metrics[name]):
-                    self._raise_non_finite(step, what, float(metrics[name]))
-        row = {
-            f"train_{name}": float(np.mean([metrics[name] for metrics in fetched]))
+        shape = (len(fetched), len(self.task.seeds))
+        values = {
+            name: np.reshape([metrics[name] for metrics in fetched], shape)
             for name in sorted(fetched[0])
         }
-        row["epoch"] = done / self.task.steps_per_epoch
-        row["learning_rate"] = float(self.task.schedule(done - 1))
-        return row
+        finite = np.isfinite(values["loss"]) & np.isfinite(values["grad_norm"])
+        for update, seed in np.argwhere(~finite)[:1]:
+            self._raise_non_finite(
+                done - len(fetched) + 1 + int(update),
+                int(seed),
+                {name: float(value[update, seed]) for name, value in values.items()},
+            )
+        return values
 
-    def _raise_non_finite(self, step: int, what: str, value: float) -> None:
+    def _summaries(self, fetched: dict[str, np.ndarray], done: int) -> list[Row]:
+        """A row for each seed: means over the updates since the last one."""
+        rows = []
+        for index, seed in enumerate(self.task.seeds):
+            row: Row = {"seed": seed} if len(self.task.seeds) > 1 else {}
+            for name, values in fetched.items():
+                row[f"train_{name}"] = float(np.mean(values[:, index]))
+            row["epoch"] = done / self.task.steps_per_epoch
+            row["learning_rate"] = float(self.task.schedule(done - 1))
+            rows.append(row)
+        return rows
+
+    def _raise_non_finite(
+        self, step: int, index: int, metrics: dict[str, float]
+    ) -> None:
+        what = "gradient" if np.isfinite(metrics["loss"]) else "loss"
+        value = metrics["loss" if what == "loss" else "grad_norm"]
+        seeds = self.task.seeds
+        of_seed = f" of seed {seeds[index]}" if len(seeds) > 1 else ""
         self.writer.close()
         steps = checkpoint_steps(self.checkpoints)
         kept = "no checkpoint was written before it"
         if steps:
             kept = f"the last good checkpoint is {self.checkpoints / str(steps[-1])}"
         raise NonFiniteLossError(
-            f"the {what} is {value} at step {step}; {kept}. Lower "
+            f"the {what}{of_seed} is {value} at step {step}; {kept}. Lower "
             "config.optimizer.learning_rate or set config.optimizer.clip_norm, with a "
             "new --workdir",
             step,
         )
 
-    def _validate(self, done: int, row: dict[str, float]) -> dict[str, float]:
-        """Evaluates on the validation split and keeps the history."""
-        config, history = self.task.config, self.history
-        result = self._evaluate(self.state.variables, "validation")
-        history.add(done, result, self.kind)
-        patience = config.early_stopping_epochs * self.task.steps_per_epoch
-        if patience and done - history.best_step >= patience:
-            history.stopped_early = True
-        self._say(
-            f"step {done}/{self.task.num_steps} (epoch {row['epoch']:.4g}): loss "
-            f"{row['train_loss']:.4f}, accuracy {row['train_accuracy']:.4f}; "
-            f"validation {_words(result)}; {row['examples_per_second']:,.0f} examples/s"
+    def _validate(self, done: int, rows: list[Row]) -> list[float | None]:
+        """Evaluates on the validation split; fills the rows and keeps the histories.
+
+        Returns:
+            The score of each seed; None for one that early stopping has ended.
+        """
+        config = self.task.config
+        results = self.evaluator(
+            self.state.variables,
+            self.data.eval_splits["validation"],
+            config.eval_batch_size,
         )
-        if history.stopped_early:
+        patience = config.early_stopping_epochs * self.task.steps_per_epoch
+        scores = []
+        for seed, row, result, history in zip(
+            self.task.seeds, rows, results, self.histories, strict=True
+        ):
+            if history.stopped_early:
+                scores.append(None)
+                continue
+            del result["count"]
+            scores.append(score(result, self.kind))
+            row |= {f"validation_{name}": value for name, value in result.items()}
+            history.add(done, result, self.kind)
+            if patience and done - history.best_step >= patience:
+                history.stopped_early, history.stopped_step = True, done
+            of_seed = f"seed {seed}, " if len(rows) > 1 else ""
             self._say(
-                f"Stopping early: no gain in validation {BEST_METRICS[self.kind][0]} "
-                f"in {config.early_stopping_epochs} epochs."
+                f"{of_seed}step {done}/{self.task.num_steps} (epoch "
+                f"{row['epoch']:.4g}): loss {row['train_loss']:.4f}, accuracy "
+                f"{row['train_accuracy']:.4f}; validation {words(result)}; "
+                f"{row['examples_per_second']:,.0f} examples/s"
             )
-        return result
+            if history.stopped_early:
+                self._say(
+                    f"Stopping {of_seed}early: no gain in validation "
+                    f"{BEST_METRICS[self.kind][0]} in {config.early_stopping_epochs} "
+                    "epochs."
+                )
+        return scores
 
-    def _evaluate(self, variables: Any, split: str) -> dict[str, float]:
-        batch_size = self.task.config.eval_batch_size
-        result = self.evaluator(variables, self.data.eval_splits[split], batch_size)
-        del result["count"]
-        return result
-
-    def _save(self, done: int, score: float | None) -> None:
+    def _save(self, done: int, scores: list[float | None]) -> None:
         self.start = done
-        self.history.seconds = time.perf_counter() - self.began
+        seconds = time.perf_counter() - self.began
+        for history in self.histories:
+            history.seconds = seconds / len(self.histories)
+        histories = [dataclasses.asdict(history) for history in self.histories]
         meta = {
             "config": to_json(self.task.config),
             "data": dataclasses.asdict(self.task.info),
-            "history": dataclasses.asdict(self.history),
+            "history": histories if len(histories) > 1 else histories[0],
         }
         state = self.parallel.fetch(self.state)
-        self.writer.save(done, state, meta, score)
+        self.writer.save(done, state, meta, scores)
 
     def finish(self) -> dict[str, Any]:
-        """Evaluates the best checkpoint on the test splits; writes ``result.json``."""
-        history = self.history
-        read_meta(self.checkpoints, history.best_step)
-        best = restore(self.checkpoints, history.best_step, self.task.abstract_state)
-        variables = self.parallel.replicate(best.variables)
-        splits = self.data.eval_splits
-        # A split may have two names.
-        results = {id(splits["validation"]): history.best}
-        for name, split in splits.items():
-            if id(split) not in results:
-                results[id(split)] = self._evaluate(variables, name)
-        result = {
-            "step": self.start,
-            "num_steps": self.task.num_steps,
-            "epochs": self.start / self.task.steps_per_epoch,
-            "stopped_early": history.stopped_early,
-            "num_params": self.num_params,
-            "best_step": history.best_step,
-        }
-        for name, split in splits.items():
-            for metric, value in results[id(split)].items():
-                result[f"{name}_{metric}"] = value
-        result["seconds"] = history.seconds
-        result["examples_per_second"] = history.examples_per_second
-        records.write_json(self.workdir / "result.json", result)
-        metric = BEST_METRICS[self.kind][0]
-        tests = [
-            f"{name.replace('_', ' ')} {metric} {result[f'{name}_{metric}']:.4f}"
-            for name in splits
-            if name != "validation"
-        ]
-        self._say(
-            f"Best validation {metric} {history.best[metric]:.4f} at step "
-            f"{history.best_step}; {', '.join(tests)}. Everything is in {self.workdir}."
+        """Evaluates the best checkpoints on the test splits; writes ``result.json``."""
+        task, evaluator = self.task, self.evaluator
+        if len(task.seeds) > 1:
+            evaluator = Evaluator(task.model, task.preprocess, task.info, self.parallel)
+        result = final_results(
+            task,
+            self.histories,
+            self.data.eval_splits,
+            evaluator,
+            self.parallel,
+            self.workdir,
+            self.start,
+            self._say,
         )
+        records.write_json(self.workdir / "result.json", result)
         return result
-
-
-def _words(metrics: dict[str, float]) -> str:
-    return ", ".join(
-        f"{name.replace('_', ' ')} {value:.4f}" for name, value in metrics.items()
-    )

@@ -18,7 +18,7 @@ _SPLIT = re.compile(r"^(train|validation)_")
 
 
 class MetricsLog:
-    """Writes one row a step to ``metrics.jsonl``, ``metrics.csv`` and TensorBoard.
+    """Writes rows by step to ``metrics.jsonl``, ``metrics.csv`` and TensorBoard.
 
     Rows beyond the step that a run starts from are dropped first, so that a resumed
     run leaves the rows of one never interrupted.
@@ -53,12 +53,13 @@ class MetricsLog:
         purge = {"purge_step": start_step + 1} if start_step else {}
         self._events = SummaryWriter(str(workdir), **purge)
 
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Adds a row.
+    def write(self, step: int, values: Mapping[str, int | float]) -> None:
+        """Adds a row; of seeds that train together, each has its own.
 
         Args:
             step: Number of updates so far.
-            values: By name; ``train_loss`` is ``train/loss`` in TensorBoard.
+            values: By name; ``train_loss`` is ``train/loss`` in TensorBoard, and with
+                a ``seed`` among them ``train/loss/seed_3``.
         """
         row: Row = {"step": step, **values}
         self._rows.append(row)
@@ -71,8 +72,11 @@ class MetricsLog:
         else:
             with (self.workdir / "metrics.csv").open("a", newline="") as file:
                 self._csv(file).writerow(row)
+        suffix = f"/seed_{values['seed']}" if "seed" in values else ""
         for name, value in values.items():
-            self._events.add_scalar(_SPLIT.sub(r"\1/", name), value, step)
+            if name != "seed":
+                name = _SPLIT.sub(r"\1/", name) + suffix
+                self._events.add_scalar(name, value, step)
         self._events.flush()
 
     def _csv(self, file: Any) -> csv.DictWriter:

@@ -8,14 +8,10 @@ from typing import Any
 import flax.jax_utils
 import jax
 import numpy as np
-from jaxtyping import Array, Key
 
-from relattn.training.state import TrainState
-from relattn.training.step import Batch, Metrics
+from relattn.training.step import Batch, Metrics, TrainStep
 
 AXIS = "devices"
-
-TrainStep = Callable[[TrainState, Batch, Key[Array, ""]], tuple[TrainState, Metrics]]
 
 
 class DataParallel:
@@ -73,15 +69,24 @@ class DataParallel:
             lambda x, part: np.array(part).reshape(x.shape[1:]), tree, parts
         )
 
-    def shard(self, batch: Batch) -> Batch:
-        """Splits a batch over the devices and starts sending it there."""
+    def shard(self, batch: Batch, axis: int = 0) -> Batch:
+        """Splits a batch over the devices and starts sending it there.
+
+        Args:
+            batch: On the host.
+            axis: That of the examples; 1 where seeds are stacked before it.
+
+        Returns:
+            Arrays with a new leading axis of devices.
+        """
         n = len(self.devices)
         mesh = jax.sharding.Mesh(np.array(self.devices), (AXIS,))
         sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(AXIS))
-        parts = {
-            key: value.reshape(n, len(value) // n, *value.shape[1:])
-            for key, value in batch.items()
-        }
+        parts = {}
+        for key, value in batch.items():
+            before, (size, *after) = value.shape[:axis], value.shape[axis:]
+            split = value.reshape(*before, n, size // n, *after)
+            parts[key] = np.moveaxis(split, axis, 0)
         return jax.device_put(parts, sharding)
 
     def train_step(self, step: TrainStep) -> TrainStep:

@@ -18,7 +18,9 @@ from relattn.training.checkpoint import checkpoint_steps, read_meta, restore
 from relattn.training.config import complete
 from relattn.training.errors import CheckpointError
 from relattn.training.evaluator import Evaluator
+from relattn.training.history import History
 from relattn.training.parallel import DataParallel
+from relattn.training.seeds import seeds_of, select
 from relattn.training.step import Batch
 from relattn.training.task import Task
 
@@ -51,7 +53,9 @@ class Run:
     checkpoint: str
 
 
-def load_run(workdir: str | Path, checkpoint: str = "best") -> Run:
+def load_run(
+    workdir: str | Path, checkpoint: str = "best", seed: int | None = None
+) -> Run:
     """Loads a run from its directory, without its data.
 
     Args:
@@ -59,33 +63,36 @@ def load_run(workdir: str | Path, checkpoint: str = "best") -> Run:
         checkpoint: ``"best"``, by validation accuracy or, of text, loss, or
             ``"latest"``. A run that was never evaluated has no best; its latest is
             loaded.
+        seed: Which of the seeds that were trained together; None for the first.
 
     Returns:
-        The run.
+        The run, with the configuration of this one seed.
 
     Raises:
-        ValueError: If ``checkpoint`` is neither.
+        ValueError: If ``checkpoint`` is neither, or the seed was not trained.
         CheckpointError: If there is no complete checkpoint, or it is damaged.
     """
     if checkpoint not in ("best", "latest"):
         raise ValueError(f"checkpoint must be 'best' or 'latest', got {checkpoint!r}")
     workdir = Path(workdir)
     folder = workdir / CHECKPOINTS
-    steps = checkpoint_steps(folder)
-    if not steps:
-        raise CheckpointError(
-            f"no complete checkpoint in {folder}: is {workdir} the --workdir of a run, "
-            "and did the run get as far as its first evaluation?"
+    step, meta = _latest(workdir)
+    config = complete(meta["config"])
+    seeds = seeds_of(config)
+    seed = seeds[0] if seed is None else seed
+    if seed not in seeds:
+        raise ValueError(
+            f"{workdir} has no seed {seed}: there are {', '.join(map(str, seeds))}"
         )
-    step = steps[-1]
-    meta = read_meta(folder, step)
-    best_step = meta["history"]["best_step"]
+    index = seeds.index(seed)
+    best_step = History.list_from_json(meta["history"])[index].best_step
     if checkpoint == "best" and best_step not in (None, step):
         step = best_step
         meta = read_meta(folder, step)
-    config = complete(meta["config"])
     task = Task.build(config, read_info(meta["data"]))
     state = restore(folder, step, task.abstract_state)
+    state = select(state, index, len(seeds))
+    config.update(seed=seed, num_seeds=1)
     return Run(
         config=config,
         model=task.model,
@@ -96,6 +103,33 @@ def load_run(workdir: str | Path, checkpoint: str = "best") -> Run:
         workdir=workdir,
         checkpoint=checkpoint,
     )
+
+
+def load_runs(workdir: str | Path, checkpoint: str = "best") -> list[Run]:
+    """Loads every seed of a run, see `load_run`.
+
+    Args:
+        workdir: The run directory.
+        checkpoint: ``"best"`` or ``"latest"``.
+
+    Returns:
+        One run a seed.
+    """
+    _, meta = _latest(Path(workdir))
+    seeds = seeds_of(complete(meta["config"]))
+    return [load_run(workdir, checkpoint, seed) for seed in seeds]
+
+
+def _latest(workdir: Path) -> tuple[int, dict[str, Any]]:
+    """The step of the latest checkpoint and its verified meta."""
+    folder = workdir / CHECKPOINTS
+    steps = checkpoint_steps(folder)
+    if not steps:
+        raise CheckpointError(
+            f"no complete checkpoint in {folder}: is {workdir} the --workdir of a run, "
+            "and did the run get as far as its first evaluation?"
+        )
+    return steps[-1], read_meta(folder, steps[-1])
 
 
 Inputs = Float[Array, "batch height width channels"] | Int[Array, "batch n"]
@@ -148,7 +182,8 @@ def evaluate(
     parallel = DataParallel(devices)
     parallel.check_batch("batch_size", batch_size)
     evaluator = Evaluator(run.model, run.preprocess, run.data, parallel)
-    return evaluator(parallel.replicate(run.variables), split, batch_size)
+    (result,) = evaluator(parallel.replicate(run.variables), split, batch_size)
+    return result
 
 
 def check_labels(trained: DataInfo, data: DataInfo, where: Path) -> None:

@@ -16,6 +16,7 @@ from relattn.training.state import TrainState, stream_key
 
 Batch = dict[str, Any]
 Metrics = dict[str, Array]
+TrainStep = Callable[[TrainState, Batch, Key[Array, "..."]], tuple[TrainState, Metrics]]
 
 
 def cross_entropy(

@@ -10,6 +10,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from ml_collections import ConfigDict
 
@@ -17,7 +18,9 @@ from relattn import data as data_lib
 from relattn import models
 from relattn.data import DataInfo
 from relattn.training.schedule import make_optimizer, make_schedule
+from relattn.training.seeds import map_create, map_train_step, seeds_of
 from relattn.training.state import TrainState, create_state
+from relattn.training.step import TrainStep, make_train_step
 
 INPUT_DTYPES = {"images": jnp.float32, "tokens": jnp.int32}
 
@@ -81,12 +84,19 @@ class Task:
         )
 
     @property
+    def seeds(self) -> range:
+        """The seeds that train together."""
+        return seeds_of(self.config)
+
+    @property
     def key(self) -> jax.Array:
-        """The run's key."""
-        return jax.random.key(self.config.seed)
+        """The run's key, or of several seeds their stacked keys."""
+        if len(self.seeds) == 1:
+            return jax.random.key(self.config.seed)
+        return jax.vmap(jax.random.key)(np.array(self.seeds))
 
     def create_state(self) -> TrainState:
-        """The state before the first update."""
+        """The state before the first update, of several seeds stacked."""
         create = functools.partial(
             create_state,
             self.model,
@@ -94,12 +104,34 @@ class Task:
             input_shape=data_lib.input_shape(self.config.data, self.info),
             dtype=INPUT_DTYPES[self.info.kind],
         )
-        return jax.jit(create)(self.key)
+        return jax.jit(map_create(create, len(self.seeds)))(self.key)
+
+    def make_train_step(self, axis_name: str) -> TrainStep:
+        """The update, a pure function; of several seeds on stacked arguments.
+
+        Args:
+            axis_name: The axis of the devices.
+        """
+        step = make_train_step(
+            self.model,
+            self.optimizer,
+            self.preprocess,
+            redraw_every=self.config.redraw_every,
+            accumulate_steps=self.config.accumulate_steps,
+            axis_name=axis_name,
+        )
+        return map_train_step(step, len(self.seeds))
 
     @functools.cached_property
     def abstract_state(self) -> TrainState:
         """The shapes and dtypes of the state, without computing it."""
         return jax.eval_shape(self.create_state)
+
+    @property
+    def num_params(self) -> int:
+        """The number of parameters of one seed."""
+        leaves = jax.tree.leaves(self.abstract_state.params)
+        return sum(leaf.size for leaf in leaves) // len(self.seeds)
 
 
 def _sizes(config: ConfigDict, info: DataInfo) -> dict[str, Any]:

@@ -35,7 +35,7 @@ def make_state(step, width=5):
 def save(folder, accuracies):
     writer = CheckpointWriter(folder)
     for step, accuracy in accuracies.items():
-        writer.save(step, make_state(step), {"note": [step]}, accuracy)
+        writer.save(step, make_state(step), {"note": [step]}, [accuracy])
     writer.close()
 
 
@@ -68,6 +68,20 @@ def test_the_latest_two_and_the_earliest_best_are_kept(tmp_path):
     assert checkpoint_steps(tmp_path) == [2, 8, 9]
 
 
+def test_the_best_of_every_seed_is_kept(tmp_path):
+    writer = CheckpointWriter(tmp_path, num_seeds=3)
+    scores = {1: [0.9, 0.1, 0.2], 2: [0.5, 0.8, 0.2], 3: [0.1, 0.2, 0.2]}
+    scores |= {5: [0.5, None, 0.1], 7: [None] * 3}
+    for step, values in scores.items():
+        writer.save(step, make_state(step), {}, values)
+    writer.close()
+    assert checkpoint_steps(tmp_path) == [1, 2, 5, 7]
+    writer = CheckpointWriter(tmp_path, num_seeds=3)
+    writer.save(8, make_state(8), {}, [0.1, 0.9, None])
+    writer.close()
+    assert checkpoint_steps(tmp_path) == [1, 7, 8]
+
+
 def test_scores_may_be_negative(tmp_path):
     save(tmp_path, {1: -3.0, 2: -2.0, 3: None, 4: -2.5, 5: None})
     assert checkpoint_steps(tmp_path) == [2, 4, 5]
@@ -78,6 +92,9 @@ def test_checkpoints_of_before_there_was_text_keep_their_rank(folder):
     metrics.write_text(json.dumps({"validation_accuracy": 0.5, "step": 7}))
     save(folder, {8: 0.4, 9: 0.3, 11: 0.2})
     assert checkpoint_steps(folder) == [7, 9, 11]
+    metrics.write_text(json.dumps({"score": 0.5, "step": 7}))
+    save(folder, {12: 0.4})
+    assert checkpoint_steps(folder) == [7, 11, 12]
 
 
 def test_what_a_kill_left_of_a_removed_checkpoint_goes_at_last(folder):

@@ -88,7 +88,7 @@ def test_the_checkpoint_of_least_loss_is_kept(
 
     def scripted(self, variables, split, batch_size):
         loss = next(losses)
-        return {"loss": loss, "accuracy": loss / 10, "count": 1.0}
+        return [{"loss": loss, "accuracy": loss / 10, "count": 1.0}]
 
     monkeypatch.setattr(Evaluator, "__call__", scripted)
     text_config.num_epochs = 5

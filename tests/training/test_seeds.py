@@ -1,0 +1,146 @@
+"""Seeds that train together are those that train alone."""
+
+import json
+
+import chex
+import jax
+import numpy as np
+import pytest
+
+from relattn import training
+from relattn.training import loop
+from relattn.training.checkpoint import checkpoint_steps
+from relattn.training.metrics import read_rows
+from tests.training.conftest import make_data
+
+pytestmark = pytest.mark.usefixtures("tiny")
+# Of one run in float32, by two programs.
+RTOL = 1e-4
+
+
+class Interrupted(Exception):
+    pass
+
+
+def close(one, other):
+    """Equal in what is counted, close in what is computed; timings apart."""
+    assert set(one) == set(other)
+    for key, value in one.items():
+        if "second" in key:
+            assert value >= 0
+        elif isinstance(value, float):
+            np.testing.assert_allclose(value, other[key], rtol=RTOL, err_msg=key)
+        else:
+            assert value == other[key], key
+
+
+@pytest.fixture
+def seeds_config(config):
+    config.seed, config.num_seeds = 5, 3
+    return config
+
+
+def test_each_seed_is_as_if_alone(seeds_config, tmp_path):
+    devices = jax.local_devices()[:2]
+    together = training.train_and_evaluate(
+        seeds_config, tmp_path / "all", devices=devices
+    )
+    assert json.loads((tmp_path / "all" / "result.json").read_text()) == together
+    assert [run["seed"] for run in together["runs"]] == [5, 6, 7]
+    assert (together["step"], together["num_steps"]) == (15, 15)
+    rows = read_rows(tmp_path / "all" / "metrics.jsonl")
+    seeds_config.num_seeds = 1
+    for run in together["runs"][::2]:
+        seeds_config.seed = seed = run.pop("seed")
+        alone = tmp_path / str(seed)
+        result = training.train_and_evaluate(seeds_config, alone, devices=devices)
+        close(run, result)
+        assert together["num_params"] == result["num_params"]
+        mine = [row for row in rows if row["seed"] == seed]
+        expected = read_rows(alone / "metrics.jsonl")
+        assert len(mine) == len(expected) == 9
+        for row, other in zip(mine, expected, strict=True):
+            assert row.pop("seed") == seed
+            close(row, other)
+        for checkpoint in ("best", "latest"):
+            one = training.load_run(tmp_path / "all", checkpoint, seed=seed)
+            other = training.load_run(alone, checkpoint)
+            assert one.step == other.step
+            assert one.config.to_dict() == other.config.to_dict()
+            chex.assert_trees_all_close(one.variables, other.variables, atol=1e-5)
+    loaded = training.load_runs(tmp_path / "all")
+    assert [run.config.seed for run in loaded] == [5, 6, 7]
+    test = make_data().test
+    scores = training.evaluate(loaded[0], test, 8)
+    first = together["runs"][0]
+    np.testing.assert_allclose(scores["loss"], first["test_loss"], rtol=RTOL)
+    with pytest.raises(ValueError, match="no seed 8: there are 5, 6, 7"):
+        training.load_run(tmp_path / "all", seed=8)
+
+
+def test_together_they_resume_bit_for_bit(seeds_config, tmp_path, one_device):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+
+    def on_step(done):
+        if done == 12:
+            raise Interrupted
+
+    training.train_and_evaluate(seeds_config, whole, devices=one_device)
+    with pytest.raises(Interrupted):
+        training.train_and_evaluate(
+            seeds_config, parts, devices=one_device, on_step=on_step
+        )
+    training.train_and_evaluate(seeds_config, parts, devices=one_device)
+    for seed in (5, 7):
+        runs = [training.load_run(folder, "latest", seed) for folder in (whole, parts)]
+        chex.assert_trees_all_equal(runs[0].variables, runs[1].variables)
+    rows = [read_rows(folder / "metrics.jsonl") for folder in (whole, parts)]
+    for row in (*rows[0], *rows[1]):
+        del row["examples_per_second"]
+    assert rows[0] == rows[1]
+
+
+def test_early_stopping_is_of_each_seed(seeds_config, tmp_path, one_device, capsys):
+    """The last seed gains in the third epoch, the others stop after the second."""
+    accuracies = {5: [0.5, 0.4, 0.9, 0.9], 6: [0.5] * 4, 7: [0.5, 0.6, 0.7, 0.6]}
+
+    class Scripted(loop.Evaluator):
+        epoch = 0
+
+        def __call__(self, *args, **kwargs):
+            results = super().__call__(*args, **kwargs)
+            if len(results) > 1:
+                for result, values in zip(results, accuracies.values(), strict=True):
+                    result["accuracy"] = values[Scripted.epoch]
+                Scripted.epoch += 1
+            return results
+
+    seeds_config.early_stopping_epochs = 1
+    seeds_config.num_epochs = 11
+    seeds_config.progress = True
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "Evaluator", Scripted)
+        result = training.train_and_evaluate(seeds_config, tmp_path, devices=one_device)
+    assert (result["step"], result["stopped_early"]) == (20, True)
+    runs = result["runs"]
+    assert [run["step"] for run in runs] == [10, 10, 20]
+    assert [run["best_step"] for run in runs] == [5, 5, 15]
+    assert [run["validation_accuracy"] for run in runs] == [0.5, 0.5, 0.7]
+    rows = read_rows(tmp_path / "metrics.jsonl")
+    last = {row["seed"]: row["step"] for row in rows}
+    assert last == {5: 10, 6: 10, 7: 20}
+    assert checkpoint_steps(tmp_path / "checkpoints") == [5, 15, 20]
+    assert "Stopping seed 7, early: no gain" in capsys.readouterr().out
+
+
+def test_a_non_finite_loss_names_its_seed(seeds_config, tmp_path, one_device):
+    seeds_config.optimizer.name = "sgd"
+    seeds_config.optimizer.learning_rate = 1e30
+    with pytest.raises(training.NonFiniteLossError, match=r"of seed 5 is nan|inf at"):
+        training.train_and_evaluate(seeds_config, tmp_path, devices=one_device)
+
+
+def test_the_number_of_seeds_is_at_least_one(config, tmp_path):
+    config.num_seeds = 0
+    with pytest.raises(ValueError, match="config.num_seeds must be at least 1, got 0"):
+        training.train_and_evaluate(config, tmp_path)

@@ -12,7 +12,7 @@ from relattn.data import ImageSplit, load_images
 from relattn.evaluation import report
 from relattn.evaluation.curves import ShiftCurve, class_index, curves_of
 from relattn.evaluation.shift import ShiftedAccuracy, check_shift, shifted_accuracy
-from relattn.training import Run, load_run
+from relattn.training import Run, load_runs
 
 PUBLISHED_CLASS = 1
 
@@ -104,13 +104,19 @@ def compare(
     """
     if not workdirs:
         raise ValueError("no run: name at least one folder by --workdir")
-    runs = [load_run(workdir, checkpoint) for workdir in workdirs]
+    folders = [Path(workdir).name for workdir in workdirs]
+    if len(set(folders)) < len(folders):
+        folders = [str(workdir) for workdir in workdirs]
+    runs, names = [], []
+    for workdir, name in zip(workdirs, folders, strict=True):
+        seeds = load_runs(workdir, checkpoint)
+        runs += seeds
+        names += [
+            f"{name}:{run.config.seed}" if len(seeds) > 1 else name for run in seeds
+        ]
     for run in runs:
         check_shift(max_shift, axis, run.config.data.image_size)
     label, title = _one_label(runs, class_name)
-    names = [Path(workdir).name for workdir in workdirs]
-    if len(set(names)) < len(names):
-        names = [str(workdir) for workdir in workdirs]
     tests: dict[str, ImageSplit] = {}
     results = []
     for run, name in zip(runs, names, strict=True):

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from relattn.evaluation.publications import read_published
+from relattn.spec import closest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,6 +19,7 @@ class Column:
         metric: The key in a run's ``result.json``.
         trained: Which of the row's runs it is of; "" for the first that there is.
         unit: A key of `relattn.evaluation.study_report.UNITS`.
+        digits: After the point; None for the unit's.
         published: The column of the published table, "" where it has none.
     """
 
@@ -26,6 +28,7 @@ class Column:
     metric: str
     trained: str = ""
     unit: str = "number"
+    digits: int | None = None
     published: str = ""
 
 
@@ -53,12 +56,48 @@ class Preset:
         rows: Of the table.
         columns: Of the table.
         curve: The metric of validation that is drawn by step.
+        shifts: Whether accuracy under shifts of the test images is measured too, and
+            compared with figure 1 of Horn et al.
     """
 
     title: str
     rows: Sequence[Row]
     columns: Sequence[Column]
     curve: str = "loss"
+    shifts: bool = False
+
+    @property
+    def datasets(self) -> list[str]:
+        """What its models are trained on."""
+        return list(dict.fromkeys(name for row in self.rows for name in row.runs))
+
+    def on(self, dataset: str) -> Preset:
+        """The part of the study that trains on one data set.
+
+        Args:
+            dataset: One of ``datasets``.
+
+        Returns:
+            A smaller study.
+
+        Raises:
+            ValueError: If nothing is trained on it; names the closest.
+
+        Example:
+            >>> PRESETS["rpe_vit"].on("cifar10").datasets
+            ['cifar10']
+        """
+        if dataset not in self.datasets:
+            raise ValueError(
+                f"unknown dataset {dataset!r}: {closest(dataset, self.datasets)}"
+            )
+        rows = [
+            dataclasses.replace(row, runs={dataset: row.runs[dataset]})
+            for row in self.rows
+            if dataset in row.runs
+        ]
+        columns = [column for column in self.columns if column.trained in ("", dataset)]
+        return dataclasses.replace(self, rows=rows, columns=columns)
 
 
 _METHODS = ("self_attention", "lor_translution", "translution")
@@ -139,7 +178,131 @@ def _text() -> Preset:
     )
 
 
+def _rpe_vit(datasets: Sequence[str] = ("mnist", "cifar10"), cut: str = "") -> Preset:
+    """Tables 1 and 2 of Guoji.
+
+    Args:
+        datasets: Those to train on.
+        cut: One more argument of the configuration, that makes it smaller.
+    """
+    tables = [
+        row for row in read_published("rpe_vit_tables") if row["dataset"] in datasets
+    ]
+    models = dict.fromkeys((row["attention"], row["position"]) for row in tables)
+    rows = []
+    for model in models:
+        of_model = {
+            row["dataset"]: row
+            for row in tables
+            if (row["attention"], row["position"]) == model
+        }
+        arguments = ",".join([*model, *filter(None, [cut])])
+        rows.append(
+            Row(
+                name="_".join(word for word in model if word != "none"),
+                runs={
+                    dataset: f"configs/rpe_vit.py:{dataset},{arguments}"
+                    for dataset in of_model
+                },
+                published={
+                    f"{dataset}_{key}": value
+                    for dataset, row in of_model.items()
+                    for key, value in row.items()
+                },
+            )
+        )
+    columns = [_PARAMS]
+    for dataset in datasets:
+        where = f"{dataset}, " if len(datasets) > 1 else ""
+        for key, title, metric, unit in (
+            ("val_acc", "validation accuracy, %", "validation_accuracy", "percent"),
+            ("test_acc", "test accuracy, %", "test_accuracy", "percent"),
+            ("inference_s", "inference, s", "inference_seconds", "seconds"),
+        ):
+            columns.append(
+                Column(
+                    name=f"{dataset}_{key}",
+                    title=where + title,
+                    metric=metric,
+                    trained=dataset,
+                    unit=unit,
+                    digits=2,
+                    published=f"{dataset}_{key}",
+                )
+            )
+    columns += [
+        dataclasses.replace(
+            _SECONDS,
+            name=f"{dataset}_seconds",
+            trained=dataset,
+            title=f"{dataset}, {_SECONDS.title}",
+        )
+        for dataset in datasets
+    ]
+    return Preset(
+        title="A Vision Transformer of 6 layers with softmax and linear attention and "
+        f"position encodings on {' and '.join(datasets)} (Guoji, tables 1 and 2)",
+        rows=rows,
+        columns=columns,
+    )
+
+
+# The names of Horn et al., and the arguments of configs/performer.py.
+_PERFORMERS = {
+    "Performer (No Pos.)": "none",
+    "Performer (Absolute)": "learnable_sincos",
+    "Performer (Rel. S1)": "constrained_sincos",
+    "Performer (Rel. S2)": "banded",
+}
+
+
+def _performers(datasets: Sequence[str], title: str, shifts: bool = False) -> Preset:
+    """The Performers of Horn et al.; their other models' rows are not there yet."""
+    published = {row["model"]: row for row in read_published("performer_table1")}
+    return Preset(
+        title=title,
+        rows=[
+            Row(
+                name=variant,
+                runs={
+                    dataset: f"configs/performer.py:{dataset},{variant}"
+                    for dataset in datasets
+                },
+                published=published[model],
+            )
+            for model, variant in _PERFORMERS.items()
+        ],
+        columns=[
+            dataclasses.replace(_PARAMS, published="params"),
+            *(
+                Column(
+                    name=dataset,
+                    title=f"{dataset}, test accuracy, %",
+                    metric="test_accuracy",
+                    trained=dataset,
+                    unit="percent",
+                    published=f"{dataset}_acc",
+                )
+                for dataset in datasets
+            ),
+        ],
+        shifts=shifts,
+    )
+
+
 PRESETS = {
+    "rpe_vit": _rpe_vit(),
+    "rpe_vit_cpu": _rpe_vit(("mnist",), "cpu"),
+    "performer_table1": _performers(
+        ("mnist", "fashion_mnist", "cifar10"),
+        "Performers on pixels as tokens: test accuracy in % (Horn et al., table 1)",
+    ),
+    "performer_figure1": _performers(
+        ("mnist", "fashion_mnist"),
+        "Performers on pixels as tokens, and under shifts of the test images (Horn et "
+        "al., figure 1)",
+        shifts=True,
+    ),
     "translution_table2": _table2(),
     "translution_table2_cpu": _table2("cpu", dynamic=_METHODS[:2]),
     "translution_text": _text(),

@@ -7,10 +7,12 @@ import dataclasses
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +48,8 @@ class Training:
         label: What is trained, for people.
         config: Its configuration, ``configs/demo.py:banded``.
         workdir: Its folder.
-        seed: Of the run.
+        seed: Of the run, or the first of its seeds.
+        num_seeds: How many seeds the one process trains together.
         overrides: More options of ``train.py``.
         core: The core it is bound to; None leaves that to the system.
         process: Once started.
@@ -59,6 +62,7 @@ class Training:
     config: str
     workdir: Path
     seed: int = 0
+    num_seeds: int = 1
     overrides: Sequence[str] = ()
     core: int | None = None
     process: subprocess.Popen | None = None
@@ -69,7 +73,14 @@ class Training:
     @property
     def name(self) -> str:
         """Of the run, for people."""
-        return f"{self.label}, seed {self.seed}"
+        if self.num_seeds == 1:
+            return f"{self.label}, seed {self.seed}"
+        return f"{self.label}, seeds {self.seed} to {self.seeds[-1]}"
+
+    @property
+    def seeds(self) -> range:
+        """The seeds that it trains."""
+        return range(self.seed, self.seed + self.num_seeds)
 
     @property
     def log(self) -> Path:
@@ -81,6 +92,7 @@ class Training:
         """What changes its configuration."""
         return [
             f"--config.seed={self.seed}",
+            f"--config.num_seeds={self.num_seeds}",
             "--config.log_every_steps=10",
             *self.overrides,
         ]
@@ -120,6 +132,12 @@ class Training:
             disable=None,
         )
 
+    def stop(self) -> None:
+        """Ends the process, if there is one."""
+        if self.process is not None:
+            self.process.terminate()
+            self.process.wait()
+
     def show(self) -> None:
         """Brings its bar up to what it has logged; without a terminal, prints lines."""
         rows = self.rows()
@@ -138,7 +156,9 @@ class Training:
                 refresh=False,
             )
             if self.bar.disable and "validation_accuracy" in row:
-                print(f"{self.name}: {self._progress(row, total)}", flush=True)
+                seed = row.get("seed", self.seed)
+                progress = self._progress(row, total)
+                print(f"{self.label}, seed {seed}: {progress}", flush=True)
         self.bar.update(rows[-1]["step"] / total - self.bar.n)
         self.shown = len(rows)
 
@@ -167,16 +187,19 @@ class Training:
 
     def say_result(self) -> None:
         """Says what came of it."""
-        result = self.result()
+        results = self.results()
         if self.info().kind == "tokens":
-            outcome = f"a validation loss of {result['validation_loss']:.3f}"
+            losses = [f"{result['validation_loss']:.3f}" for result in results]
+            outcome = f"a validation loss of {', '.join(losses)}"
         else:
-            outcome = f"{result['test_accuracy']:.1%} of the test images"
-        tqdm.write(f"{self.name}: {outcome}, {result['seconds']:.0f} s")
+            accuracies = [f"{result['test_accuracy']:.1%}" for result in results]
+            outcome = f"{', '.join(accuracies)} of the test images"
+        tqdm.write(f"{self.name}: {outcome}, {self.result()['seconds']:.0f} s")
 
-    def rows(self) -> list[Row]:
-        """What it has logged."""
-        return read_rows(self.workdir / "metrics.jsonl")
+    def rows(self, seed: int | None = None) -> list[Row]:
+        """What it has logged, of all seeds or of one."""
+        rows = read_rows(self.workdir / "metrics.jsonl")
+        return [row for row in rows if seed in (None, row.get("seed", seed))]
 
     def record(self) -> dict[str, Any]:
         """What it says about itself, its ``run.json``."""
@@ -189,6 +212,11 @@ class Training:
     def result(self) -> dict[str, Any]:
         """Its final metrics."""
         return json.loads((self.workdir / "result.json").read_text())
+
+    def results(self) -> list[dict[str, Any]]:
+        """The final metrics of each seed."""
+        result = self.result()
+        return result.get("runs", [result])
 
     def is_complete(self) -> bool:
         """Whether it has run to its end, with the configuration that it has now.
@@ -250,6 +278,8 @@ def train(
         keep_going: Whether one that fails is reported, in its ``error`` too, and the
             others go on.
 
+    Whatever ends this process, Ctrl-C or SIGTERM, ends the trainings too.
+
     Raises:
         RuntimeError: If one fails, unless ``keep_going``.
     """
@@ -260,11 +290,12 @@ def train(
     free = cores[:jobs] if jobs > 1 else [None]
     waiting, running = list(trainings), []
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_leaving_on_sigterm())
         while waiting or running:
             while waiting and free:
                 training = waiting.pop(0)
+                stack.callback(training.stop)
                 training.start(free.pop(0))
-                stack.callback(training.process.terminate)
                 running.append(training)
             time.sleep(POLL_SECONDS)
             for training in list(running):
@@ -281,3 +312,22 @@ def train(
                         raise
                     training.error = str(error)
                     tqdm.write(training.error)
+
+
+@contextlib.contextmanager
+def _leaving_on_sigterm() -> Iterator[None]:
+    """Makes SIGTERM leave as an exception does; elsewhere than here it just kills."""
+    if threading.current_thread() is not threading.main_thread():
+        # Signals are the main thread's.
+        yield
+        return
+
+    def leave(number: int, frame: Any) -> None:
+        del frame
+        sys.exit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -3,8 +3,9 @@
 ``python -m relattn.evaluation.study --preset=translution_text --output=DIR``, from the
 project's root, trains by ``train.py`` what is missing of the preset's runs, and leaves
 ``results.json``, ``table.md``, ``table.csv`` and ``curves.png``. Given again, it goes
-on where it was. A run that fails is reported, and the others go on. Options that it
-does not know go to ``train.py``, as ``--config.num_steps=50``.
+on where it was. A run that fails is reported, and the others go on. Several seeds of a
+model train together, in one process, unless ``--together`` says otherwise. Options that
+it does not know go to ``train.py``, as ``--config.num_steps=50``.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from relattn.evaluation.compare import shift_report
 from relattn.evaluation.presets import PRESETS
 from relattn.evaluation.runs import Training, train
 from relattn.evaluation.study_report import (
@@ -31,7 +33,9 @@ def run_study(
     preset: str,
     output: str | Path,
     *,
+    dataset: str = "",
     seeds: int = 1,
+    together: int = 0,
     jobs: int = 1,
     overrides: Sequence[str] = (),
 ) -> tuple[str, list[Training]]:
@@ -40,7 +44,9 @@ def run_study(
     Args:
         preset: A key of `relattn.evaluation.presets.PRESETS`.
         output: The folder to write to.
-        seeds: Number of runs of each kind, of seeds 0, 1, ...
+        dataset: One of those that the study trains on; "" for all.
+        seeds: Number of repetitions of each kind, of seeds 0, 1, ...
+        together: Number of seeds that train together, in one process; 0 for all.
         jobs: Number of trainings at a time.
         overrides: Options of ``train.py``.
 
@@ -55,19 +61,26 @@ def run_study(
         raise ValueError(f"unknown preset {preset!r}: {closest(preset, PRESETS)}")
     if seeds < 1:
         raise ValueError(f"seeds must be at least 1, got {seeds}")
+    if not 0 <= together <= seeds:
+        raise ValueError(f"together must be from 0 (all) to {seeds}, got {together}")
     if not Path("train.py").exists():
         raise ValueError("no train.py here: run the study from the project's root")
     study, output = PRESETS[preset], Path(output)
+    if dataset:
+        study = study.on(dataset)
     trainings, groups = [], {}
-    for seed in range(seeds):
+    for seed in range(0, seeds, together or seeds):
+        num_seeds = min(together or seeds, seeds - seed)
         for row in study.rows:
             for trained, config in row.runs.items():
                 words = [row.name, *filter(None, [trained])]
+                of = [seed] if num_seeds == 1 else [seed, seed + num_seeds - 1]
                 training = Training(
                     label=", ".join(words),
                     config=config,
-                    workdir=output / "-".join([*words, str(seed)]),
+                    workdir=output / "-".join([*words, *map(str, of)]),
                     seed=seed,
+                    num_seeds=num_seeds,
                     overrides=overrides,
                 )
                 trainings.append(training)
@@ -92,9 +105,30 @@ def run_study(
     output.mkdir(parents=True, exist_ok=True)
     write_json(output / "results.json", results)
     write_study_csv(study, results, output / "table.csv")
+    if study.shifts:
+        text += _shifts(finished, study.datasets, output)
     (output / "table.md").write_text(text)
     plot_study(results, output / "curves.png")
     return text, failed
+
+
+def _shifts(
+    finished: Mapping[tuple[str, str], Sequence[Training]],
+    datasets: Sequence[str],
+    output: Path,
+) -> str:
+    """Evaluates under shifts; a figure and a summary for each data set."""
+    summaries = []
+    for dataset in datasets:
+        workdirs = [
+            training.workdir
+            for (_, trained), group in finished.items()
+            if trained == dataset
+            for training in group
+        ]
+        if workdirs:
+            summaries.append(shift_report(workdirs, output / f"shift_{dataset}"))
+    return "".join(f"\n{summary}" for summary in summaries)
 
 
 def main() -> None:
@@ -103,7 +137,15 @@ def main() -> None:
     names = ", ".join(PRESETS)
     parser.add_argument("--preset", required=True, help=f"which study: {names}")
     parser.add_argument("--output", required=True, help="folder to write to")
-    parser.add_argument("--seeds", type=int, default=1, help="runs of each kind")
+    parser.add_argument("--dataset", default="", help="the only one to train on")
+    parser.add_argument("--seeds", type=int, default=1, help="repetitions of each kind")
+    parser.add_argument(
+        "--together",
+        type=int,
+        default=0,
+        help="seeds that one process trains at once; by default all, fewer where "
+        "memory does not hold them, 1 for a process each",
+    )
     parser.add_argument(
         "--jobs",
         type=int,
@@ -116,7 +158,9 @@ def main() -> None:
         text, failed = run_study(
             arguments.preset,
             arguments.output,
+            dataset=arguments.dataset,
             seeds=arguments.seeds,
+            together=arguments.together,
             jobs=arguments.jobs,
             overrides=overrides,
         )

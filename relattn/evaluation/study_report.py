@@ -13,12 +13,12 @@ from matplotlib.figure import Figure
 from relattn.evaluation.presets import Column, Preset, Row
 from relattn.evaluation.runs import Training
 
-# What a metric is multiplied by, and how it is shown.
+# What a metric is multiplied by, and the digits and the suffix that it is shown with.
 UNITS = {
-    "number": (1.0, "{:.3f}"),
-    "percent": (100.0, "{:.1f}"),
-    "millions": (1e-6, "{:.2f}M"),
-    "seconds": (1.0, "{:.0f}"),
+    "number": (1.0, 3, ""),
+    "percent": (100.0, 1, ""),
+    "millions": (1e-6, 2, "M"),
+    "seconds": (1.0, 0, ""),
 }
 MISSING = "–"
 
@@ -44,7 +44,7 @@ def study_results(
     return {
         "title": preset.title,
         "budgets": list(dict.fromkeys(map(budget, trainings))),
-        "seeds": sorted({training.seed for training in trainings}),
+        "seeds": sorted({seed for training in trainings for seed in training.seeds}),
         "failed": {training.name: _last_line(training.error) for training in failed},
         "curve": f"validation_{preset.curve}",
         "rows": [_row(row, preset, finished) for row in preset.rows],
@@ -57,8 +57,8 @@ def _row(row: Row, preset: Preset, finished: Trainings) -> dict[str, Any]:
     columns = {}
     for column in preset.columns:
         of = column.trained or next(iter(groups), "")
-        results = [training.result() for training in groups.get(of, ())]
-        scale, _ = UNITS[column.unit]
+        results = _results(groups.get(of, ()))
+        scale, *_ = UNITS[column.unit]
         columns[column.name] = {
             **_statistics([scale * result[column.metric] for result in results]),
             "published": row.published.get(column.published, ""),
@@ -67,13 +67,18 @@ def _row(row: Row, preset: Preset, finished: Trainings) -> dict[str, Any]:
     runs = {
         trained: {
             "config": row.runs[trained],
-            "seeds": [training.seed for training in group],
-            "results": [training.result() for training in group],
+            "seeds": [seed for training in group for seed in training.seeds],
+            "results": _results(group),
             "curve": _curve(group, metric),
         }
         for trained, group in groups.items()
     }
     return {"name": row.name, "columns": columns, "runs": runs}
+
+
+def _results(group: Sequence[Training]) -> list[dict[str, Any]]:
+    """The final metrics of every seed."""
+    return [result for training in group for result in training.results()]
 
 
 def _statistics(values: Sequence[float]) -> dict[str, float | None]:
@@ -86,12 +91,13 @@ def _statistics(values: Sequence[float]) -> dict[str, float | None]:
 def _curve(group: Sequence[Training], metric: str) -> dict[str, list]:
     """A metric by step, over the seeds; as long as the shortest of its runs."""
     curves = [
-        [(row["step"], row[metric]) for row in training.rows() if metric in row]
+        [(row["step"], row[metric]) for row in training.rows(seed) if metric in row]
         for training in group
+        for seed in training.seeds
     ]
     points = list(zip(*curves, strict=False))
     values = np.array([[value for _, value in point] for point in points])
-    many = len(group) > 1 and len(points) > 0
+    many = len(curves) > 1 and len(points) > 0
     std = values.std(axis=1, ddof=1) if many else np.zeros(len(points))
     return {
         "step": [point[0][0] for point in points],
@@ -109,15 +115,18 @@ def budget(training: Training) -> str:
     Returns:
         Steps, examples and device.
     """
-    record, result, info = training.record(), training.result(), training.info()
+    record, result, info = training.record(), training.results()[0], training.info()
     start, batch = record["starts"][-1], record["config"]["batch_size"]
     if info.kind == "tokens":
         examples = f"windows of {info.context_length} tokens"
     else:
         examples = f"images ({result['epochs']:.3g} epochs of {info.num_train:,})"
+    seeds = training.num_seeds
+    together = f", {seeds} seeds together" if seeds > 1 else ""
     return (
         f"{result['step']:,} steps of {batch} {examples}, {info.origin}; on "
         f"{start['num_devices']} x {start['device']}, jax {start['versions']['jax']}"
+        f"{together}"
     )
 
 
@@ -146,7 +155,7 @@ def study_table(preset: Preset, results: Mapping[str, Any]) -> str:
         cells = [row["name"]]
         for column in preset.columns:
             cell = row["columns"][column.name]
-            cells.append(_cell(cell, column.unit))
+            cells.append(_cell(cell, column))
             if _has_published(column, rows):
                 cells.append(cell["published"] or MISSING)
         lines.append("| " + " | ".join(cells) + " |")
@@ -167,14 +176,15 @@ def _has_published(column: Column, rows: Sequence[Mapping[str, Any]]) -> bool:
     return any(row["columns"][column.name]["published"] for row in rows)
 
 
-def _cell(cell: Mapping[str, Any], unit: str) -> str:
-    _, form = UNITS[unit]
+def _cell(cell: Mapping[str, Any], column: Column) -> str:
+    _, digits, suffix = UNITS[column.unit]
+    digits = digits if column.digits is None else column.digits
     if cell["mean"] is None:
         return MISSING
-    mean = form.format(cell["mean"])
+    mean = f"{cell['mean']:.{digits}f}{suffix}"
     if not cell["std"]:
         return mean
-    return f"{mean} ± {form.format(cell['std'])}"
+    return f"{mean} ± {cell['std']:.{digits}f}{suffix}"
 
 
 def write_study_csv(preset: Preset, results: Mapping[str, Any], path: Path) -> None:

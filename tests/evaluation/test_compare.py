@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from relattn.data import load_images
+from relattn.evaluation import compare as compare_lib
 from relattn.evaluation.compare import shift_report
 from relattn.evaluation.shift import shifted_accuracy
 from relattn.training import CheckpointError, load_run, train_and_evaluate
@@ -87,6 +88,18 @@ def test_report_refuses_what_does_not_fit(workdir, tmp_path, options, message):
     with pytest.raises(ValueError, match=message):
         shift_report([workdir], tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
+
+
+def test_seeds_of_one_run_are_averaged(workdir, tmp_path, monkeypatch):
+    def load_two(folder, checkpoint):
+        runs = [load_run(folder, checkpoint) for _ in range(2)]
+        runs[1].config.seed = 1
+        return runs
+
+    monkeypatch.setattr(compare_lib, "load_runs", load_two)
+    shift_report([workdir], tmp_path, max_shift=1)
+    with (tmp_path / "shift.csv").open() as file:
+        assert {row["run"] for row in csv.DictReader(file)} == {"tiny:0 tiny:1"}
 
 
 def test_a_run_without_checkpoint_is_refused(tmp_path):

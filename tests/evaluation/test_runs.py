@@ -1,4 +1,8 @@
+import os
+import signal
 import sys
+import threading
+import time
 
 import pytest
 
@@ -82,3 +86,30 @@ def test_one_that_fails_need_not_end_the_others(tmp_path, capfd):
     for training in trainings:
         assert "no_such_key" in training.error
         assert f"{training.log} ends with" in training.error
+
+
+def test_sigterm_ends_the_trainings_too(tmp_path, monkeypatch):
+    program = tmp_path / "program"
+    program.write_text("#!/bin/sh\nexec sleep 600\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    training = Training("banded", CONFIG, tmp_path / "run")
+
+    def send():
+        while training.process is None:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    # Were it not handled, it would end the tests.
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        sender = threading.Thread(target=send)
+        sender.start()
+        with pytest.raises(SystemExit) as leaving:
+            train([training], jobs=1, keep_going=True)
+        sender.join()
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert leaving.value.code == 128 + signal.SIGTERM
+    assert training.process.returncode == -signal.SIGTERM

@@ -5,6 +5,7 @@ import pytest
 
 from relattn.evaluation import study
 from relattn.evaluation.presets import PRESETS, Column, Preset, Row
+from relattn.evaluation.publications import read_published
 from relattn.evaluation.runs import read_config
 from relattn.evaluation.study_report import UNITS
 from relattn.models import build_model
@@ -90,11 +91,114 @@ def test_a_study_survives_a_crash_and_trains_what_is_missing(
     assert len(failed) == 2
 
 
+def test_the_study_of_guoji_is_nine_models_on_two_data_sets():
+    preset = PRESETS["rpe_vit"]
+    assert preset.datasets == ["mnist", "cifar10"]
+    assert len(preset.rows) == 9
+    row = preset.rows[-1]
+    assert row.name == "relu_string_gate"
+    assert row.runs["cifar10"] == "configs/rpe_vit.py:cifar10,relu,string_gate"
+    assert row.published["cifar10_test_acc"] == "78.16"
+    part = preset.on("mnist")
+    assert part.datasets == ["mnist"] and len(part.rows) == 9
+    assert {column.trained for column in part.columns} == {"", "mnist"}
+    models = [read_config(row.runs["mnist"]).model for row in part.rows]
+    cut = [read_config(r.runs["mnist"]).model for r in PRESETS["rpe_vit_cpu"].rows]
+    assert [m.to_dict() for m in models] == [m.to_dict() for m in cut]
+    named = {(m.attention, m.position.removeprefix("learned + ")) for m in models}
+    table = {(r["attention"], r["position"]) for r in read_published("rpe_vit_tables")}
+    assert {(a, p.replace("learned", "none")) for a, p in named} == table
+
+
+def test_seeds_train_in_one_run_and_count_one_by_one(tmp_path, monkeypatch, capfd):
+    columns = [
+        Column("accuracy", "accuracy", "test_accuracy", unit="percent", digits=2),
+        Column("inference", "inference", "inference_seconds", unit="seconds"),
+    ]
+    config = "configs/rpe_vit.py:smoke,softmax,none"
+    preset = Preset("Tiny", [Row("vit", {"": config})], columns)
+    monkeypatch.setitem(PRESETS, "tiny", preset)
+    asked = []
+
+    def train(trainings, jobs, *, keep_going):
+        asked.extend(training.name for training in trainings)
+        for training in trainings:
+            runs = [
+                {"seed": s, "test_accuracy": 0.5 + s / 8, "inference_seconds": 1.0}
+                | {"step": 100, "epochs": 0.7}
+                for s in training.seeds
+            ]
+            rows = [
+                {"step": step, "seed": s, "validation_loss": step / (1 + s)}
+                for step in (50, 100)
+                for s in training.seeds
+            ]
+            make_training(
+                training.workdir,
+                config=config,
+                seed=training.seed,
+                num_seeds=training.num_seeds,
+                rows=rows,
+                runs=runs,
+            )
+            training.say_result()
+
+    monkeypatch.setattr(study, "train", train)
+    text, _ = study.run_study("tiny", tmp_path, seeds=2)
+    said = capfd.readouterr().out
+    assert "tiny: 1 of 1 runs to train" in said
+    assert "vit, seeds 0 to 1: 50.0%, 62.5% of the test images, 7 s" in said
+    assert "over the seeds 0, 1." in text and ", 2 seeds together" in text
+    assert "| 56.25 ± 8.84 | 1 |" in text
+    results = json.loads((tmp_path / "results.json").read_text())
+    run = results["rows"][0]["runs"][""]
+    assert run["seeds"] == [0, 1]
+    assert [result["test_accuracy"] for result in run["results"]] == [0.5, 0.625]
+    assert run["curve"]["step"] == [50, 100]
+    assert run["curve"]["mean"] == [37.5, 75.0]
+    study.run_study("tiny", tmp_path, seeds=2)
+    assert asked == ["vit, seeds 0 to 1"]
+    study.run_study("tiny", tmp_path, seeds=3, together=2)
+    assert asked[1:] == ["vit, seed 2"]
+    assert "2 of 2" not in capfd.readouterr().out
+
+
+def test_shifts_are_evaluated_for_each_data_set(tmp_path, monkeypatch):
+    preset = PRESETS["performer_figure1"]
+    assert preset.shifts and preset.datasets == ["mnist", "fashion_mnist"]
+    monkeypatch.setattr(study, "train", lambda trainings, jobs, keep_going: None)
+    monkeypatch.setattr(study, "study_results", lambda *_: {})
+    monkeypatch.setattr(study, "study_table", lambda *_: "table\n")
+    for name in ("write_study_csv", "plot_study"):
+        monkeypatch.setattr(study, name, lambda *_: None)
+    asked = []
+
+    def shift_report(workdirs, output):
+        asked.append(([folder.name for folder in workdirs], output.name))
+        return f"summary of {output.name}"
+
+    monkeypatch.setattr(study, "shift_report", shift_report)
+    text, _ = study.run_study("performer_figure1", tmp_path, seeds=2)
+    names = ["none", "learnable_sincos", "constrained_sincos", "banded"]
+    assert asked == [
+        ([f"{name}-{dataset}-0-1" for name in names], f"shift_{dataset}")
+        for dataset in ("mnist", "fashion_mnist")
+    ]
+    assert text.startswith("table\n\nsummary of shift_mnist\nsummary of shift_f")
+    assert (tmp_path / "table.md").read_text() == text
+
+
 def test_what_a_study_refuses(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="preset 'translution_txt': did you mean"):
         study.run_study("translution_txt", tmp_path)
     with pytest.raises(ValueError, match="seeds must be at least 1, got 0"):
         study.run_study("translution_text", tmp_path, seeds=0)
+    with pytest.raises(
+        ValueError, match=r"together must be from 0 \(all\) to 2, got 3"
+    ):
+        study.run_study("translution_text", tmp_path, seeds=2, together=3)
+    with pytest.raises(ValueError, match="dataset 'cifar': did you mean 'cifar10'"):
+        study.run_study("rpe_vit", tmp_path, dataset="cifar")
     with pytest.raises(ValueError, match="no --config.* key 'num_step'"):
         study.run_study("translution_text", tmp_path, overrides=["--config.num_step=1"])
     monkeypatch.chdir(tmp_path)
@@ -115,7 +219,8 @@ def test_the_command_ends_as_the_runs_did(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", argv)
     with pytest.raises(SystemExit, match="error: not trained: a, seed 3"):
         study.main()
-    options = {"seeds": 2, "jobs": 1, "overrides": ["--config.num_steps=3"]}
+    options = {"dataset": "", "seeds": 2, "together": 0, "jobs": 1}
+    options["overrides"] = ["--config.num_steps=3"]
     assert asked == [("x", "y", options)]
     failed.clear()
     study.main()

@@ -13,11 +13,19 @@ TEXT = TextInfo("a text", "bytes", 256, 7, 200, "somewhere")
 
 
 def make_training(
-    workdir, info=IMAGES, *, label="banded", config=CONFIG, seed=3, rows=(), **result
+    workdir,
+    info=IMAGES,
+    *,
+    label="banded",
+    config=CONFIG,
+    seed=3,
+    num_seeds=1,
+    rows=(),
+    **result,
 ):
     """A complete run, with these rows of metrics and this result."""
     workdir.mkdir(exist_ok=True)
-    training = Training(label, config, workdir, seed=seed)
+    training = Training(label, config, workdir, seed=seed, num_seeds=num_seeds)
     values = to_json(read_config(config, training.options))
     start = {"device": "abacus", "num_devices": 2, "versions": {"jax": "0.11"}}
     record = {"config": values, "data": dataclasses.asdict(info), "starts": [start]}

@@ -56,7 +56,7 @@ def test_each_seed_is_as_if_alone(seeds_config, tmp_path):
         result = training.train_and_evaluate(seeds_config, alone, devices=devices)
         close(run, result)
         assert together["num_params"] == result["num_params"]
-        mine = [row for row in rows if row["seed"] == seed]
+        mine = [{**row} for row in rows if row["seed"] == seed]
         expected = read_rows(alone / "metrics.jsonl")
         assert len(mine) == len(expected) == 9
         for row, other in zip(mine, expected, strict=True):

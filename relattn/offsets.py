@@ -140,6 +140,24 @@ def num_offsets(grid: Grid) -> int:
     return math.prod(2 * size - 1 for size in grid)
 
 
+def table_offsets(grid: Grid) -> Int[np.ndarray, "rows axes"]:
+    """Offset of every row of a table, in the order of `offset_index`.
+
+    Args:
+        grid: Height and width, or length, in tokens.
+
+    Returns:
+        Offsets in rows and columns, or in tokens, shape ``[rows, axes]``.
+
+    Example:
+        >>> table_offsets((1, 2)).tolist()
+        [[0, -1], [0, 0], [0, 1]]
+    """
+    sizes = np.array(grid)
+    index = np.unravel_index(np.arange(num_offsets(grid)), 2 * sizes - 1)
+    return np.stack(index, axis=-1) - (sizes - 1)
+
+
 def num_table_rows(grid: Grid, num_prefix: int = 0, *, causal: bool = False) -> int:
     """Number of rows of a table that has one for every kind of pair of tokens.
 

@@ -52,6 +52,32 @@ def linear(name, *, causal=False, **options):
     )
 
 
+def toeplitz(q, k, v, bias, key_mask=None):
+    return kernels.toeplitz_linear_attention(
+        q,
+        k,
+        v,
+        feature_map("positive"),
+        bias,
+        grid=GRID,
+        num_prefix=NUM_PREFIX,
+        key_mask=key_mask,
+        dense_size=0,
+    )
+
+
+def causal_toeplitz(q, k, v, bias, key_mask=None):
+    return kernels.causal_toeplitz_linear_attention(
+        q, k, v, feature_map("positive"), bias, key_mask=key_mask, dense_size=4
+    )
+
+
+def naive_toeplitz(q, k, v, bias, allowed, rows):
+    naive_map = compare.naive_map("positive", PROJECTION)
+    bias = reference.of_pairs(bias, rows)
+    return reference.linear_attention(q, k, v, naive_map, allowed, bias)
+
+
 def softmax_kernel(q, k, v):
     return jnp.exp(q @ k.T / DEPTH**0.5)
 
@@ -169,6 +195,25 @@ MECHANISMS = [
         naive_constrained,
         {**CAUSAL, "coefficients": (4, 2)},
         shared=("coefficients",),
+        on_grid=True,
+    ),
+    Mechanism(
+        "linear, offset bias",
+        toeplitz,
+        functools.partial(
+            naive_toeplitz, rows=reference.offset_rows(GRID, NUM_PREFIX)[0]
+        ),
+        {**CAUSAL, "bias": (offsets.num_table_rows(GRID, NUM_PREFIX),)},
+        shared=("bias",),
+        on_grid=True,
+    ),
+    Mechanism(
+        "causal linear, offset bias",
+        causal_toeplitz,
+        functools.partial(naive_toeplitz, rows=reference.offset_rows((N,))[0]),
+        {**CAUSAL, "bias": (2 * N - 1,)},
+        shared=("bias",),
+        causal=True,
         on_grid=True,
     ),
     Mechanism(

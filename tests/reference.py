@@ -67,9 +67,9 @@ def relu_features(x, projection, bias=0.0, eps=1e-3):
     return jnp.maximum(projection @ (x / len(x) ** 0.25) + bias, 0) + eps
 
 
-def linear_attention(q, k, v, feature_map, allowed):
-    """Weights phi(q_i) . phi(k_j), for a map of single vectors."""
-    weights = jax.vmap(feature_map)(q) @ jax.vmap(feature_map)(k).T
+def linear_attention(q, k, v, feature_map, allowed, bias=0.0):
+    """Weights phi(q_i) . phi(k_j) exp(b_ij), for a map of single vectors."""
+    weights = jax.vmap(feature_map)(q) @ jax.vmap(feature_map)(k).T * jnp.exp(bias)
     return _weighted_mean(jnp.where(allowed, weights, 0.0), v)
 
 
@@ -177,23 +177,24 @@ def _sum_pairs(scores, v, allowed):
     return jnp.einsum("ijh,ijhe->hie", weights, v)
 
 
+def of_pairs(table, rows):
+    """What a table holds for every pair; rows that it lacks are zero."""
+    if table is None:
+        return 0.0
+    missing = max(rows.max() + 1 - len(table), 0)
+    return jnp.pad(table, [(0, missing)] + [(0, 0)] * (table.ndim - 1))[rows]
+
+
 def relative_attention(q, k, v, keys=None, values=None, bias=None, *, allowed, rows):
     """Tables go by ``rows`` [n, n]; rows that a table lacks are zero."""
-
-    def of_pairs(table):
-        if table is None:
-            return 0.0
-        missing = max(rows.max() + 1 - len(table), 0)
-        return jnp.pad(table, [(0, missing)] + [(0, 0)] * (table.ndim - 1))[rows]
-
-    pair_keys = k[None] + of_pairs(keys)
+    pair_keys = k[None] + of_pairs(keys, rows)
     scores = jnp.einsum(
         "id,ijd->ij", q, jnp.broadcast_to(pair_keys, (len(q), *k.shape))
     )
-    weights = jnp.exp(scores / q.shape[1] ** 0.5 + of_pairs(bias))
+    weights = jnp.exp(scores / q.shape[1] ** 0.5 + of_pairs(bias, rows))
     weights = jnp.where(allowed, weights, 0.0)
     total = weights.sum(axis=1, keepdims=True)
-    pair_values = jnp.broadcast_to(v + of_pairs(values), (len(q), *v.shape))
+    pair_values = jnp.broadcast_to(v + of_pairs(values, rows), (len(q), *v.shape))
     weights = weights / jnp.where(total == 0, 1.0, total)
     return jnp.einsum("ij,ijd->id", weights, pair_values)
 

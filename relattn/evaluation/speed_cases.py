@@ -113,6 +113,20 @@ def _plain(attention):
     return lambda sizes: (attention, _on_device(sizes))
 
 
+def _offset_bias(attention, *, causal=False, features=True):
+    """A bias for every offset of the grid or, causal, of a line."""
+
+    def make(sizes):
+        grid = (sizes.length,) if causal else sizes.grid
+        options = {} if causal else {"grid": grid}
+        options |= {"feature_map": _feature_map(sizes)} if features else {}
+        shape = (sizes.heads, offsets.num_offsets(grid))
+        inputs = [*_on_device(sizes), jax.random.normal(jax.random.key(1), shape)]
+        return lambda q, k, v, b: attention(q, k, v, bias=b, **options), inputs
+
+    return make
+
+
 def _banded(attention):
     def make(sizes):
         q, _, v = _on_device(sizes, num_prefix=1)
@@ -142,6 +156,16 @@ def scan_per_token(q, k, v, feature_map):
     sums = jnp.zeros((*queries.shape[:-2], queries.shape[-1], v.shape[-1]))
     _, out = jax.lax.scan(step, (sums, sums[..., 0]), tuple(tokens))
     return jnp.moveaxis(out, 0, -2).astype(v.dtype)
+
+
+def pairwise_toeplitz(q, k, v, feature_map, bias, *, grid=None):
+    """Linear attention with an offset bias as it is defined: weights of all pairs."""
+    line = (q.shape[-2],)
+    bias = bias[..., offsets.offset_index(grid or line)]
+    bias = bias if grid else jnp.where(np.tri(*line, dtype=bool), bias, -jnp.inf)
+    queries, keys = (feature_map(x).dense() for x in (q, k))
+    weights = jnp.exp(bias) * (queries @ keys.swapaxes(-2, -1))
+    return weights @ v / weights.sum(axis=-1, keepdims=True)
 
 
 def gather_band(q, v, table, feature_map, *, grid, num_prefix):
@@ -328,6 +352,21 @@ CASES: dict[str, Case] = {
     "linear": Case(_of_features(kernels.linear_attention)),
     "causal_linear": Case(_of_features(kernels.causal_linear_attention)),
     "scan_per_token": Case(_of_features(scan_per_token)),
+    "toeplitz": Case(_offset_bias(kernels.toeplitz_linear_attention)),
+    "causal_toeplitz": Case(
+        _offset_bias(kernels.causal_toeplitz_linear_attention, causal=True)
+    ),
+    "pairwise_toeplitz": Case(_offset_bias(pairwise_toeplitz), **_DENSE),
+    "causal_pairwise_toeplitz": Case(
+        _offset_bias(pairwise_toeplitz, causal=True), **_DENSE
+    ),
+    "relative_bias": Case(
+        _offset_bias(kernels.relative_attention, features=False), **_DENSE
+    ),
+    "causal_relative_bias": Case(
+        _offset_bias(kernels.causal_relative_attention, causal=True, features=False),
+        **_DENSE,
+    ),
     "banded": Case(_banded(kernels.banded_attention)),
     "gather_band": Case(_banded(gather_band)),
     "translution": Case(_translution(kernels.translution)),

@@ -13,6 +13,12 @@ from relattn.kernels.causal_linear import (
     causal_linear_attention_step as causal_linear_attention_step,
 )
 from relattn.kernels.causal_linear import init_linear_state as init_linear_state
+from relattn.kernels.causal_toeplitz import (
+    causal_toeplitz_linear_attention as causal_toeplitz_linear_attention,
+)
+from relattn.kernels.causal_toeplitz import (
+    causal_toeplitz_linear_attention_step as causal_toeplitz_linear_attention_step,
+)
 from relattn.kernels.gated_positional import (
     causal_gated_positional_attention as causal_gated_positional_attention,
 )
@@ -32,6 +38,8 @@ from relattn.kernels.low_rank_offset import (
     causal_lor_translution as causal_lor_translution,
 )
 from relattn.kernels.low_rank_offset import lor_translution as lor_translution
+from relattn.kernels.offset_bias import offset_buckets as offset_buckets
+from relattn.kernels.offset_bias import wave_bias as wave_bias
 from relattn.kernels.offset_projection import causal_translution as causal_translution
 from relattn.kernels.offset_projection import translution as translution
 from relattn.kernels.pair_projection import pair_lor_translution as pair_lor_translution
@@ -57,10 +65,14 @@ from relattn.kernels.sinusoids import (
 )
 from relattn.kernels.softmax import causal_softmax_attention as causal_softmax_attention
 from relattn.kernels.softmax import softmax_attention as softmax_attention
+from relattn.kernels.toeplitz import (
+    toeplitz_linear_attention as toeplitz_linear_attention,
+)
 from relattn.kernels.translution_step import (
     lor_translution_step as lor_translution_step,
 )
 from relattn.kernels.translution_step import translution_step as translution_step
+from relattn.kernels.unit_norm import unit_norm as unit_norm
 
 __all__ = [
     "FeatureMap",
@@ -75,6 +87,8 @@ __all__ = [
     "causal_lor_translution",
     "causal_relative_attention",
     "causal_softmax_attention",
+    "causal_toeplitz_linear_attention",
+    "causal_toeplitz_linear_attention_step",
     "causal_translution",
     "constrained_sinusoids",
     "default_num_features",
@@ -89,6 +103,7 @@ __all__ = [
     "linear_attention",
     "lor_translution",
     "lor_translution_step",
+    "offset_buckets",
     "pair_lor_translution",
     "pair_translution",
     "positive_features",
@@ -99,7 +114,10 @@ __all__ = [
     "rotary_angles",
     "rotate",
     "softmax_attention",
+    "toeplitz_linear_attention",
     "translution",
     "translution_step",
     "trigonometric_features",
+    "unit_norm",
+    "wave_bias",
 ]

@@ -70,10 +70,10 @@ def relative_attention(
     check_grid(q.shape[-2], grid, num_prefix)
     rows = num_offsets(grid)
     keys, values = (
-        _with_prefix_rows(table, name, rows, num_prefix, axis=-2)
+        with_prefix_rows(table, name, rows, num_prefix, axis=-2)
         for name, table in (("keys", keys), ("values", values))
     )
-    bias = _with_prefix_rows(bias, "bias", rows, num_prefix, axis=-1)
+    bias = with_prefix_rows(bias, "bias", rows, num_prefix, axis=-1)
     total = None if bias is None else bias[..., offset_index(grid, num_prefix)]
 
     def to_pairs(per_row):
@@ -133,10 +133,10 @@ def causal_relative_attention(
     """
     length = q.shape[-2]
     keys, values = (
-        _past(table, name, length, axis=-2)
+        past_rows(table, name, length, axis=-2)
         for name, table in (("keys", keys), ("values", values))
     )
-    bias = _past(bias, "bias", length, axis=-1)
+    bias = past_rows(bias, "bias", length, axis=-1)
 
     def to_pairs(past):
         future = [(0, 0)] * (past.ndim - 1) + [(length - 1, 0)]
@@ -194,17 +194,9 @@ def relative_attention_step(
         [[1.0, 0.0, 0.0]]
     """
     length = k.shape[-2]
-
-    def row(table, name, axis):
-        """What a table holds for each key."""
-        if table is None:
-            return None
-        table = _with_prefix_rows(table, name, 2 * length - 1, 0, axis)
-        table = jnp.flip(table, axis)
-        return jax.lax.dynamic_slice_in_dim(table, length - 1 - index, length, axis)
-
-    keys, values = row(keys, "keys", -2), row(values, "values", -2)
-    bias = row(bias, "bias", -1)
+    keys = rows_of_token(keys, "keys", length, index, -2)
+    values = rows_of_token(values, "values", length, index, -2)
+    bias = rows_of_token(bias, "bias", length, index, -1)
     total = None if bias is None else bias[..., None, :]
     if keys is not None:
         total = _add(total, _score(q_i, keys, precision))
@@ -232,7 +224,9 @@ def _score(q, keys, precision):
     return scores * q.shape[-1] ** -0.5
 
 
-def _with_prefix_rows(table, name, rows, num_prefix, axis):
+def with_prefix_rows(
+    table: Float[Array, "..."] | None, name: str, rows: int, num_prefix: int, axis: int
+) -> Float[Array, "..."] | None:
     """A table with the three rows of prefix tokens, zeros where it has none."""
     if table is None:
         return None
@@ -251,7 +245,9 @@ def _with_prefix_rows(table, name, rows, num_prefix, axis):
     return jnp.pad(table, widths)
 
 
-def _past(table, name, length, axis):
+def past_rows(
+    table: Float[Array, "..."] | None, name: str, length: int, axis: int
+) -> Float[Array, "..."] | None:
     """The rows of the offsets 0 .. length - 1."""
     if table is None:
         return None
@@ -262,6 +258,20 @@ def _past(table, name, length, axis):
             f"{2 * length - 1} for a sequence of {length} tokens, got {rows}"
         )
     return jax.lax.slice_in_dim(table, rows // 2, rows // 2 + length, axis=axis)
+
+
+def rows_of_token(
+    table: Float[Array, "..."] | None,
+    name: str,
+    length: int,
+    index: Int[Array, ""] | int,
+    axis: int,
+) -> Float[Array, "..."] | None:
+    """What a table of a line holds for the token ``index`` and every key."""
+    if table is None:
+        return None
+    table = jnp.flip(with_prefix_rows(table, name, 2 * length - 1, 0, axis), axis)
+    return jax.lax.dynamic_slice_in_dim(table, length - 1 - index, length, axis)
 
 
 def _to_pairs(per_row, grid, num_prefix):
@@ -283,7 +293,7 @@ def _to_pairs(per_row, grid, num_prefix):
     x = x.reshape(*leading, *grid, *(2 * size - 1 for size in grid))
     for axis in range(axes):
         pair = (len(leading) + axis, len(leading) + axes + axis)
-        x = jnp.moveaxis(_skew(jnp.moveaxis(x, pair, (-2, -1))), (-2, -1), pair)
+        x = jnp.moveaxis(skew(jnp.moveaxis(x, pair, (-2, -1))), (-2, -1), pair)
     num_tokens = math.prod(grid)
     x = x.reshape(*leading, num_tokens, num_tokens)
     if not num_prefix:
@@ -308,14 +318,14 @@ def _from_pairs(to_pairs, weights, rows):
     return per_row
 
 
-def _skew(x):
-    """y_ij = x_i,(i - j + size - 1), from [..., size, 2 size - 1] to [..., size, size].
+def skew(x: Float[Array, "*batch n offsets"]) -> Float[Array, "*batch n m"]:
+    """y_ij = x_i,(i - j + m - 1), from [..., n, n + m - 1] to [..., n, m].
 
-    Read as one line with rows of 2 size, the elements wanted of row i + 1 start
-    2 size - 1 after those of row i.
+    Read as one line with rows of n + m, the elements wanted of row i + 1 start
+    n + m - 1 after those of row i.
     """
-    size = x.shape[-2]
+    *leading, num_rows, width = x.shape
     x = jnp.pad(jnp.flip(x, -1), [(0, 0)] * (x.ndim - 1) + [(0, 1)])
-    x = x.reshape(*x.shape[:-2], 2 * size**2)
-    x = x[..., size - 1 : size - 1 + size * (2 * size - 1)]
-    return x.reshape(*x.shape[:-1], size, 2 * size - 1)[..., :size]
+    x = x.reshape(*leading, num_rows * (width + 1))
+    x = x[..., num_rows - 1 : num_rows - 1 + num_rows * width]
+    return x.reshape(*leading, num_rows, width)[..., : width - num_rows + 1]

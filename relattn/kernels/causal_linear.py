@@ -6,7 +6,7 @@ Nothing depends on later tokens, not even a stabiliser: see `causal_linear_atten
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,7 @@ from relattn.kernels.linear import (
     evaluate,
     scale_queries,
 )
+from relattn.kernels.random_features import Features
 
 # Chunks that are worked on at once, for products large enough to be fast.
 _PARALLEL_CHUNKS = 8
@@ -130,13 +131,8 @@ def init_linear_state(
     """
     batch = k_i.shape[:-1]
     features = _feature_shapes(feature_map, k_i)
+    check_causal(features)
     plain = features.values is None
-    if features.bound is None and (plain or features.exponents.shape[-1] != 1):
-        raise ValueError(
-            "causal linear attention needs Features with a bound, or with values and "
-            f"one exponent a token, got exponents of shape {features.exponents.shape} "
-            "and no bound"
-        )
     num_features = (features.exponents if plain else features.values).shape[-1]
     # With a bound, the bound is the shift and this one stays zero.
     shift = LOWEST if features.bound is None else 0.0
@@ -188,6 +184,42 @@ def causal_linear_attention_step(
     return state, out[..., 0, :]
 
 
+def check_causal(features: Any) -> None:
+    """Raises ValueError unless features can be shifted without the future."""
+    one_exponent = features.values is not None and features.exponents.shape[-1] == 1
+    if features.bound is None and not one_exponent:
+        raise ValueError(
+            "causal linear attention needs Features with a bound, or with values and "
+            f"one exponent a token, got exponents of shape {features.exponents.shape} "
+            "and no bound"
+        )
+
+
+def causal_factors(
+    queries: Features, keys: Features, mask: Bool[Array, "*batch n"] | None
+) -> tuple[
+    Float[Array, "*batch n features"],
+    Float[Array, "*batch n features"],
+    Float[Array, "*batch n 1"] | None,
+]:
+    """Features of queries and keys, shifted by nothing that looks at other tokens.
+
+    The last are exponents that the keys' still lack, where they have one a token.
+    """
+    if keys.bound is None:
+        exponents = keys.exponents
+        if mask is not None:
+            exponents = jnp.where(mask[..., None], exponents, -jnp.inf)
+        return queries.values, keys.values, exponents
+    bound = jax.lax.stop_gradient(keys.bound)
+    phi = jnp.exp(keys.exponents - bound)
+    if keys.values is not None:
+        phi = phi * keys.values
+    if mask is not None:
+        phi = jnp.where(mask[..., None], phi, 0.0)
+    return scale_queries(queries, bound), phi, None
+
+
 def _feature_shapes(feature_map, k_i):
     """The shapes of one token's features."""
     return jax.eval_shape(
@@ -199,21 +231,15 @@ def _feature_shapes(feature_map, k_i):
 def _attend_causally(state, tokens, feature_map, einsum, parallel=1):
     """The state after some tokens, and their outputs, in chunks side by side."""
     q, k, v, mask = tokens
-    queries, keys = evaluate(feature_map, q), evaluate(feature_map, k)
+    phi_q, phi_k, exponents = causal_factors(
+        evaluate(feature_map, q), evaluate(feature_map, k), mask
+    )
     size = q.shape[-2] // parallel
     causal = jnp.tril(jnp.ones((size, size), bool))
-    if keys.bound is None:
-        phi_q, phi_k = queries.values, keys.values
-        decays, shift = _running_decays(state.shift, keys.exponents, mask, causal)
-    else:
-        bound = jax.lax.stop_gradient(keys.bound)
-        phi_q = scale_queries(queries, bound)
-        phi_k = jnp.exp(keys.exponents - bound)
-        if keys.values is not None:
-            phi_k = phi_k * keys.values
-        if mask is not None:
-            phi_k = jnp.where(mask[..., None], phi_k, 0.0)
+    if exponents is None:
         decays, shift = _Decays(causal.astype(jnp.float32), 1.0, 1.0, 1.0), state.shift
+    else:
+        decays, shift = _running_decays(state.shift, exponents, causal)
 
     def chunks(x):
         return x.reshape(*x.shape[:-2], parallel, size, x.shape[-1])
@@ -224,7 +250,7 @@ def _attend_causally(state, tokens, feature_map, einsum, parallel=1):
         totals = jnp.concatenate([before[..., None, :, :], sums], axis=-3)
         totals = jnp.cumsum(totals, axis=-3)
         earlier, after = totals[..., :-1, :, :], totals[..., -1, :, :]
-        if keys.bound is None:
+        if exponents is not None:
             after = decays.state * before + sums[..., 0, :, :]
         weights = decays.pairs * einsum("...if,...jf->...ij", phi_q, phi_k)
         within = einsum("...ij,...je->...ie", weights, v)
@@ -256,10 +282,8 @@ class _Decays(NamedTuple):
     state: Array | float  # The state before the chunk, to the shift after it.
 
 
-def _running_decays(shift, exponents, mask, causal):
+def _running_decays(shift, exponents, causal):
     """Shifts every query by the largest exponent among the keys up to it."""
-    if mask is not None:
-        exponents = jnp.where(mask[..., None], exponents, -jnp.inf)
     earlier = jnp.where(causal, exponents.swapaxes(-2, -1), -jnp.inf)
     largest = jax.lax.stop_gradient(jnp.max(earlier, axis=-1, keepdims=True))
     largest = jnp.maximum(largest, shift)

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 KEPT = "kept"
 
 
-def check_chunk_size(chunk_size: int) -> None:
+def check_chunk_size(chunk_size: int, name: str = "chunk_size") -> None:
     """Raises ValueError unless a chunk holds a token."""
     if chunk_size < 1:
-        raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
+        raise ValueError(f"{name} must be at least 1, got {chunk_size}")
 
 
 def scan_chunks(body: Callable, state: Any, chunks: Any) -> tuple[Any, Any]:

@@ -188,16 +188,26 @@ def append_ones(
     return jnp.concatenate([v, jnp.ones((*v.shape[:-1], 1), jnp.float32)], axis=-1)
 
 
-def _sum_keys(features, v, mask, einsum):
+def scale_keys(
+    features: Features, mask: Bool[Array, "*batch m"] | None
+) -> tuple[
+    Float[Array, "*batch m features"],
+    Float[Array, "*batch 1 features"] | Float[Array, "*batch 1 1"],
+]:
+    """Keys' features, largest exponents brought to zero, and the shift that does it."""
     exponents = features.exponents
     if mask is not None:
         exponents = jnp.where(mask[..., None], exponents, -jnp.inf)
     shift = jnp.maximum(jnp.max(exponents, axis=-2, keepdims=True), LOWEST)
     shift = jax.lax.stop_gradient(shift)
     phi = jnp.exp(exponents - shift)
+    return (phi if features.values is None else phi * features.values), shift
+
+
+def _sum_keys(features, v, mask, einsum):
+    phi, shift = scale_keys(features, mask)
     magnitudes = None
     if features.values is not None:
-        phi = phi * features.values
         magnitudes = jax.lax.stop_gradient(jnp.sum(jnp.abs(phi), axis=-2)[..., None])
     sums = einsum("...mf,...me->...fe", phi, append_ones(v))
     return LinearState(shift, sums, magnitudes)
@@ -244,14 +254,22 @@ def divide_sums(
     sums: Float[Array, "*batch n width"],
     magnitudes: Float[Array, "*batch n 1"] | None,
     dtype: jnp.dtype,
+    noise: Float[Array, "*batch n 1"] | None = None,
 ) -> tuple[Float[Array, "*batch n value_depth"], Float[Array, "*batch n 1"]]:
-    """Numerators by guarded denominators, and the denominators before the guard."""
+    """Numerators by guarded denominators, and the denominators before the guard.
+
+    ``magnitudes`` are sums of absolute weights, None where no weight is negative;
+    ``noise`` is what rounding may have added to a denominator.
+    """
     numerator, normalizer = sums[..., :-1], sums[..., -1:]
     denominator = normalizer
     if magnitudes is not None:
         smallest = _SMALLEST_SHARE * magnitudes
+        smallest = smallest if noise is None else jnp.maximum(smallest, noise)
         guard = jnp.where(normalizer < 0, -smallest, smallest)
         denominator = jnp.where(jnp.abs(normalizer) < smallest, guard, normalizer)
+    elif noise is not None:
+        denominator = jnp.where(normalizer < noise, noise, normalizer)
     denominator = jnp.where(jnp.abs(denominator) < _NO_WEIGHT, 1.0, denominator)
     out = _divide(numerator, denominator)
     return out.astype(dtype), normalizer

@@ -204,6 +204,11 @@ class MultiHeadAttention(nn.Module):
             )
         return cache.value
 
+    def tables(self, context: Context) -> dict[str, Array]:
+        """The tables of offsets that the position has, in the compute dtype."""
+        tables = {} if context.position is None else context.position.tables
+        return {name: table.astype(self.dtype) for name, table in tables.items()}
+
 
 class SoftmaxAttention(MultiHeadAttention):
     """Exact attention: softmax(q.k / sqrt(depth)).
@@ -258,8 +263,3 @@ class SoftmaxAttention(MultiHeadAttention):
         return bias.relative_attention_step(
             q, keys, values, context.index, **self.tables(context)
         )
-
-    def tables(self, context: Context) -> dict[str, Array]:
-        """The tables of offsets that the position has, in the compute dtype."""
-        tables = {} if context.position is None else context.position.tables
-        return {name: table.astype(self.dtype) for name, table in tables.items()}

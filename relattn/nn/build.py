@@ -8,6 +8,7 @@ from relattn import spec
 from relattn.nn import attention as attentions
 from relattn.nn import (
     gated_positional,
+    offset_biases,
     positions,
     random_feature_attention,
     relative_positions,
@@ -32,6 +33,9 @@ POSITIONS = {
     "relative_key": relative_positions.RelativeKey,
     "relative_value": relative_positions.RelativeValue,
     "relative_bias": relative_positions.RelativeBias,
+    "t5_bias": offset_biases.T5Bias,
+    "sincos_bias": offset_biases.SincosBias,
+    "fourier_bias": offset_biases.FourierBias,
     "rope1d": relative_positions.Rope1d,
     "rope2d": relative_positions.Rope2d,
 }

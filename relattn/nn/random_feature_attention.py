@@ -7,11 +7,12 @@ from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from relattn import spec
-from relattn.kernels import banded, causal_linear, linear, random_features
-from relattn.nn.attention import Context, MultiHeadAttention
+from relattn.kernels import banded, linear, random_features, unit_norm
+from relattn.nn.attention import Context
+from relattn.nn.linear_attention import LinearAttention
 
 FEATURE_MAPS = {
     "positive": random_features.positive_features,
@@ -20,7 +21,7 @@ FEATURE_MAPS = {
 }
 
 
-class RandomFeatureAttention(MultiHeadAttention):
+class RandomFeatureAttention(LinearAttention):
     """Options and state of the attentions that draw random features.
 
     Attributes:
@@ -85,26 +86,10 @@ class RandomFeatureAttention(MultiHeadAttention):
             FEATURE_MAPS[self.features], projection=drawn.projection
         )
 
-    def attend_content(
-        self,
-        q: Float[Array, "batch heads n key_depth"],
-        k: Float[Array, "batch heads n key_depth"],
-        v: Float[Array, "batch heads n depth"],
-        feature_map: linear.FeatureMap,
-        key_mask: Bool[Array, "batch 1 n"] | None,
-    ) -> Float[Array, "batch heads n depth"]:
-        """Linear attention; counts the weights' sums that are not positive."""
-        if self.causal:
-            return causal_linear.causal_linear_attention(
-                q, k, v, feature_map, key_mask=key_mask
-            )
-        if self.features != "trigonometric":
-            return linear.linear_attention(q, k, v, feature_map, key_mask=key_mask)
-        out, normalizer = linear.linear_attention(
-            q, k, v, feature_map, key_mask=key_mask, return_normalizer=True
-        )
-        self.sow("intermediates", "nonpositive_normalizer", (normalizer <= 0).mean())
-        return out
+    @property
+    def signed(self) -> bool:
+        """Trigonometric features may be negative."""
+        return self.features == "trigonometric"
 
 
 class FavorAttention(RandomFeatureAttention):
@@ -113,7 +98,12 @@ class FavorAttention(RandomFeatureAttention):
     out_i = phi(q_i)^T sum_j phi(k_j) v_j^T / phi(q_i)^T sum_j phi(k_j)
 
     The projection is the variable ``projection`` of the collection
-    ``random_features``: no parameter, redrawn by `relattn.kernels.redraw`.
+    ``random_features``: no parameter, redrawn by `relattn.kernels.redraw`. Where the
+    position has an offset bias b, weights are multiplied by exp(b), by FFT.
+
+    Attributes:
+        normalize: Whether the weights are those of the queries' and keys' directions,
+            exp(cos(q_i, k_j)), which random features estimate more precisely.
 
     Example:
         >>> import jax
@@ -124,42 +114,19 @@ class FavorAttention(RandomFeatureAttention):
         ((1, 7, 8), ['params', 'random_features'])
 
     Source:
-        Choromanski et al., Rethinking Attention with Performers, section 2.
+        Choromanski et al., Rethinking Attention with Performers, section 2; offset
+        bias and directions: Luo et al., Stable, Fast and Accurate: Kernelized Attention
+        with Relative Positional Encoding, section 3.
     """
 
-    sites: ClassVar[tuple[str, ...]] = ("none", "tokens", "heads")
+    normalize: bool = False
 
-    def attend(
-        self,
-        q: Float[Array, "batch heads n key_depth"],
-        k: Float[Array, "batch heads n key_depth"],
-        v: Float[Array, "batch heads n depth"],
-        context: Context,
-    ) -> Float[Array, "batch heads n depth"]:
-        """Linear attention."""
-        feature_map = self.feature_map(q.shape[-1])
-        return self.attend_content(q, k, v, feature_map, context.key_mask)
-
-    def attend_step(
-        self,
-        q: Float[Array, "batch heads 1 key_depth"],
-        k: Float[Array, "batch heads 1 key_depth"],
-        v: Float[Array, "batch heads 1 depth"],
-        context: Context,
-    ) -> Float[Array, "batch heads 1 depth"]:
-        """One step of causal linear attention; the cache is its state."""
-        del context
-        q, k, v = (row[..., 0, :] for row in (q, k, v))
-        feature_map = self.feature_map(q.shape[-1])
-        state = self.variable(
-            "cache", "state", causal_linear.init_linear_state, k, v, feature_map
-        )
-        after, out = causal_linear.causal_linear_attention_step(
-            state.value, q, k, v, feature_map
-        )
-        if not self.is_initializing():
-            state.value = after
-        return out[..., None, :]
+    def feature_map(self, depth: int) -> linear.FeatureMap:
+        """The random features, of queries and keys or of their directions."""
+        feature_map = super().feature_map(depth)
+        if not self.normalize:
+            return feature_map
+        return lambda x: feature_map(unit_norm.unit_norm(x))
 
 
 class BandedAttention(RandomFeatureAttention):
@@ -189,6 +156,7 @@ class BandedAttention(RandomFeatureAttention):
 
     clip: int = 6
     position_heads: int = 0
+    sites: ClassVar[tuple[str, ...]] = ("none", "tokens")
     has_causal_form: ClassVar[bool] = False
 
     @classmethod
@@ -245,5 +213,5 @@ class BandedAttention(RandomFeatureAttention):
         if k is None:
             return position
         content = (q[:, : self.key_heads], k, v[:, : self.key_heads])
-        content = self.attend_content(*content, feature_map, context.key_mask)
+        content = self.attend_content(*content, feature_map, context)
         return jnp.concatenate([content, position], axis=1)

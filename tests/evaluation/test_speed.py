@@ -21,6 +21,8 @@ def _output(kernel):
     ("kernel", "alternative"),
     [
         ("causal_linear", "scan_per_token"),
+        ("toeplitz", "pairwise_toeplitz"),
+        ("causal_toeplitz", "causal_pairwise_toeplitz"),
         ("banded", "gather_band"),
         ("translution", "gather_translution"),
         ("causal_translution", "gather_causal_translution"),

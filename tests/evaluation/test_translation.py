@@ -21,6 +21,8 @@ from relattn.evaluation.translation import translation_error
         ("softmax", "learned + relative_key", "no"),
         ("softmax", "relative_value", "exact"),
         ("softmax", "relative_bias", "exact"),
+        ("favor", "t5_bias", "exact"),
+        ("favor(features='relu')", "fourier_bias", "exact"),
         # The prefix token does not turn: its scores tell places apart.
         ("softmax", "rope2d", "no"),
         ("gated_positional", "none", "exact"),
@@ -33,6 +35,14 @@ def test_verdict(attention, position, verdict):
     if verdict == "in expectation":
         # The point of the distinction: one draw alone errs by far more.
         assert error.single > 4 * error.mean
+
+
+def test_strategy_1_as_a_bias_is_exact_for_every_draw():
+    exact = translation_error("favor", "sincos_bias")
+    concatenated = translation_error("favor", "constrained_sincos")
+    # No draw's error is more than the root of their number times the mean square's.
+    assert 64**0.5 * exact.single <= 1e-5
+    assert concatenated.single > 0.01
 
 
 def test_content_must_stay_on_the_canvas():

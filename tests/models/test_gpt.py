@@ -20,6 +20,7 @@ VARIANTS = [
     ("gated_positional", "sincos"),
     ("softmax", "rope1d"),
     ("favor", "none"),
+    ("favor", "sincos_bias"),
     ("translution", "none"),
     ("translution(relative='qv')", "learnable_sincos"),
     ("lor_translution(rank=2)", "none"),

@@ -146,6 +146,9 @@ CAUSAL = [
     ("favor", "rope1d"),
     ("softmax", "rope1d(interleaved=True)"),
     ("gated_positional", "none"),
+    ("favor", "t5_bias(bidirectional=False)"),
+    ("favor(features='trigonometric', normalize=True)", "sincos_bias"),
+    ("softmax", "fourier_bias"),
 ]
 
 

@@ -1,0 +1,37 @@
+"""Queries and keys by their direction alone."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+# Below this squared norm a vector has no direction, and stays short.
+_SMALLEST = 1e-12
+
+
+def unit_norm(x: Float[Array, "*batch n depth"]) -> Float[Array, "*batch n depth"]:
+    """Scales vectors so that feature maps see unit vectors.
+
+    x' = depth^(1/4) x / |x|, so that x' / depth^(1/4), which `positive_features` and
+    `trigonometric_features` project, has the norm 1: their weights then estimate
+    exp(cos(q, k)), and their variance is bounded.
+
+    Args:
+        x: Queries or keys, shape ``[*batch, n, depth]``.
+
+    Returns:
+        The same shape and dtype; zeros stay zeros.
+
+    Example:
+        >>> unit_norm(jnp.array([[3.0, 0.0, 0.0, 4.0]])).round(3).tolist()
+        [[0.8489999771118164, 0.0, 0.0, 1.1310000419616699]]
+
+    Source:
+        Luo et al., Stable, Fast and Accurate: Kernelized Attention with Relative
+        Positional Encoding, section 3.3.
+    """
+    wide = x.astype(jnp.float32)
+    squared = jnp.sum(jnp.square(wide), axis=-1, keepdims=True)
+    scale = x.shape[-1] ** 0.25 * jax.lax.rsqrt(jnp.maximum(squared, _SMALLEST))
+    return (wide * scale).astype(x.dtype)

@@ -1,0 +1,84 @@
+"""Biases that are functions of the offset."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from relattn import kernels, offsets
+from tests import reference
+
+
+def naive_bucket(offset, num_buckets, max_distance, bidirectional):
+    """One bucket by T5's rule, boundaries compared as powers."""
+    first = 0
+    if bidirectional:
+        num_buckets //= 2
+        first, offset = (num_buckets if offset < 0 else 0), abs(offset)
+    offset, half = max(offset, 0), num_buckets // 2
+    if offset < half:
+        return first + offset
+    far = sum(
+        offset**half * half**t >= max_distance**t * half**half for t in range(1, half)
+    )
+    return first + half + far
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize(("num_buckets", "max_distance"), [(32, 128), (8, 11), (4, 3)])
+def test_buckets_are_those_of_t5(num_buckets, max_distance, bidirectional):
+    distances = np.arange(-150, 151)
+    options = {
+        "num_buckets": num_buckets,
+        "max_distance": max_distance,
+        "bidirectional": bidirectional,
+    }
+    expected = [naive_bucket(int(d), **options) for d in distances]
+    found = kernels.offset_buckets(distances, **options)
+    np.testing.assert_array_equal(found, expected)
+    assert found.max() == num_buckets - 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"num_buckets": 6}, {"num_buckets": 2}, {"num_buckets": 8, "max_distance": 2}],
+)
+def test_buckets_that_make_no_sense_are_refused(options):
+    message = r"need num_buckets divisible by 4 and max_distance > num_buckets / 4, got"
+    with pytest.raises(ValueError, match=message):
+        kernels.offset_buckets(np.arange(3), **options)
+
+
+def test_waves_along_the_axes_are_lemma_1():
+    generator = np.random.default_rng(0)
+    scales, coefficients = generator.uniform(0, 2, 3), generator.normal(size=(6, 2))
+    grid = (2, 5)
+    bias = kernels.wave_bias(
+        offsets.table_offsets(grid),
+        jnp.asarray(np.kron(np.eye(2), scales[:, None]), jnp.float32),
+        jnp.asarray(coefficients, jnp.float32),
+    )
+    with jax.enable_x64(True):
+        places = np.float64(offsets.grid_positions(grid))
+        expected = reference.constrained_scores(places, places, scales, coefficients)
+    rows = offsets.offset_index(grid)
+    np.testing.assert_allclose(bias[rows], expected, atol=1e-5)
+
+
+def test_a_wave_may_run_across_the_axes():
+    d = np.array([[3, -5], [0, 2]])
+    wave = jnp.array([[0.3, 1.1]]), jnp.array([[0.7, -0.4]])
+    angles = d @ np.array([0.3, 1.1])
+    expected = 0.7 * np.cos(angles) - 0.4 * np.sin(angles)
+    np.testing.assert_allclose(kernels.wave_bias(d, *wave), expected, atol=1e-6)
+    assert math.isclose(kernels.wave_bias(0 * d, *wave)[0], 0.7, rel_tol=1e-6)
+
+
+def test_offsets_of_rows_are_those_of_pairs():
+    grid = (3, 4)
+    rows = offsets.table_offsets(grid)
+    np.testing.assert_array_equal(
+        rows[offsets.offset_index(grid)], offsets.offsets(grid)
+    )

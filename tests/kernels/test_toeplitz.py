@@ -1,0 +1,354 @@
+"""Offset biases in linear attention: grids, features, precision, memory, errors."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from relattn import kernels, offsets
+from relattn.kernels.offset_sums import fft_length
+from tests import compare, reference
+
+HEADS, DEPTH, VALUE_DEPTH = 2, 5, 3
+PROJECTION = kernels.draw_orthogonal(jax.random.key(1), 13, DEPTH)
+feature_map = functools.partial(compare.feature_map, projection=PROJECTION)
+naive_map = functools.partial(compare.naive_map, projection=PROJECTION)
+NAMES = ["positive", "trigonometric", "relu"]
+
+
+def draw_inputs(n, rows):
+    generator = np.random.default_rng(0)
+    shapes = [(n, DEPTH), (n, DEPTH), (n, VALUE_DEPTH), (rows,)]
+    return [
+        jnp.asarray(0.6 * generator.standard_normal((HEADS, *shape)), jnp.float32)
+        for shape in shapes
+    ]
+
+
+def naive(q, k, v, bias, *, name, allowed, rows):
+    bias = reference.of_pairs(bias, rows)
+    return reference.linear_attention(q, k, v, naive_map(name), allowed, bias)
+
+
+@pytest.mark.parametrize(
+    ("grid", "num_prefix", "prefix_rows", "name", "masked", "options"),
+    [
+        ((3, 5), 0, False, "trigonometric", True, {"dense_size": 14}),
+        ((7,), 1, False, "relu", False, {"dense_size": 0, "block_size": 5}),
+        ((5, 3), 1, True, "positive", True, {"chunk_size": 6}),
+        ((2, 5), 2, False, "trigonometric", True, {}),
+        ((7,), 1, True, "relu", False, {"chunk_size": 3}),
+        ((1, 1), 1, True, "positive", False, {}),
+    ],
+)
+def test_every_grid_equals_the_reference(
+    grid, num_prefix, prefix_rows, name, masked, options
+):
+    n = num_prefix + math.prod(grid)
+    allowed = np.broadcast_to(np.arange(n) % 4 != 2, (n, n))
+    if not masked:
+        allowed = np.ones((n, n), bool)
+
+    def kernel(q, k, v, bias):
+        return kernels.toeplitz_linear_attention(
+            q,
+            k,
+            v,
+            feature_map(name),
+            bias,
+            grid=grid,
+            num_prefix=num_prefix,
+            key_mask=jnp.asarray(allowed[0]) if masked else None,
+            **options,
+        )
+
+    rows = reference.offset_rows(grid, num_prefix)[0]
+    compare.expect_equal(
+        kernel,
+        functools.partial(naive, name=name, allowed=allowed, rows=rows),
+        draw_inputs(n, offsets.num_table_rows(grid, num_prefix if prefix_rows else 0)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("n", "name", "options"),
+    [
+        (11, "trigonometric", {"dense_size": 3, "chunk_size": 2}),
+        (13, "relu", {"dense_size": 7}),
+        (7, "trigonometric", {}),
+    ],
+)
+def test_causal_equals_the_reference(n, name, options):
+    mask = np.arange(n) % 4 != 0
+
+    def kernel(q, k, v, bias):
+        return kernels.causal_toeplitz_linear_attention(
+            q,
+            k,
+            v,
+            feature_map(name),
+            bias,
+            key_mask=jnp.asarray(mask),
+            **options,
+        )
+
+    compare.expect_equal(
+        kernel,
+        functools.partial(
+            naive,
+            name=name,
+            allowed=np.tril(np.broadcast_to(mask, (n, n))),
+            rows=reference.offset_rows((n,))[0],
+        ),
+        draw_inputs(n, 2 * n - 1),
+    )
+
+
+@pytest.mark.parametrize("name", ["positive", "trigonometric"])
+def test_the_future_changes_nothing_bit_for_bit(name):
+    n = 23
+    q, k, v, bias = draw_inputs(n, 2 * n - 1)
+    attend = jax.jit(
+        functools.partial(
+            kernels.causal_toeplitz_linear_attention,
+            feature_map=feature_map(name),
+            bias=bias,
+            dense_size=6,
+            chunk_size=4,
+        )
+    )
+    out = attend(q, k, v)
+    for first in range(1, n):
+        loud = [x.at[:, first:].multiply(-30.0) for x in (q, k, v)]
+        np.testing.assert_array_equal(attend(*loud)[:, :first], out[:, :first])
+
+
+@pytest.mark.parametrize("name", ["positive", "trigonometric"])
+def test_rows_without_keys_give_zeros_and_finite_gradients(name):
+    n = 11
+    inputs = draw_inputs(n, 2 * n - 1)
+    mask = jnp.arange(n) >= 5
+
+    def attend(q, k, v, bias):
+        causal = kernels.causal_toeplitz_linear_attention(
+            q, k, v, feature_map(name), bias, key_mask=mask, dense_size=6
+        )
+        nothing = kernels.toeplitz_linear_attention(
+            q, k, v, feature_map(name), bias, grid=(n,), key_mask=mask & False
+        )
+        return causal + nothing, nothing
+
+    (out, nothing), pullback = jax.jit(lambda *x: jax.vjp(attend, *x))(*inputs)
+    np.testing.assert_array_equal(nothing, 0.0)
+    np.testing.assert_array_equal(out[:, :5], 0.0)
+    np.testing.assert_allclose(out[:, 5], inputs[2][:, 5], rtol=1e-5)
+    for gradient in pullback((jnp.ones_like(out), jnp.ones_like(out))):
+        assert np.isfinite(gradient).all()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_decoding_equals_attending_to_all_at_once(name):
+    n = 7
+    q, k, v, bias = draw_inputs(n, 2 * n - 1)
+    expected = kernels.causal_toeplitz_linear_attention(
+        q, k, v, feature_map(name), bias
+    )
+
+    @jax.jit
+    def step(index):
+        future = jnp.arange(n)[:, None] > index
+        q_i = jax.lax.dynamic_slice_in_dim(q, index, 1, axis=1)
+        # What the cache holds of the future must not matter.
+        seen = (jnp.where(future, 1e3, x) for x in (k, v))
+        return kernels.causal_toeplitz_linear_attention_step(
+            q_i, *seen, index, feature_map(name), bias
+        )
+
+    outs = jnp.concatenate([step(i) for i in range(n)], axis=1)
+    np.testing.assert_allclose(outs, expected, rtol=1e-4, atol=2e-6)
+
+
+def test_a_longer_table_and_a_common_bias_change_nothing():
+    n = 11
+    q, k, v, bias = draw_inputs(n, 2 * n - 1)
+    attend = jax.jit(
+        functools.partial(
+            kernels.causal_toeplitz_linear_attention,
+            feature_map=feature_map("positive"),
+            dense_size=6,
+        )
+    )
+    out = attend(q, k, v, bias=bias)
+    longer = attend(q, k, v, bias=jnp.pad(bias, [(0, 0), (2, 2)]))
+    np.testing.assert_allclose(longer, out, atol=1e-6)
+    np.testing.assert_allclose(attend(q, k, v, bias=bias + 300), out, atol=1e-4)
+
+
+def test_no_bias_is_plain_linear_attention():
+    q, k, v, _ = draw_inputs(13, 1)
+    out = kernels.toeplitz_linear_attention(
+        q, k, v, feature_map("positive"), jnp.zeros(35), grid=(3, 4), num_prefix=1
+    )
+    plain = kernels.linear_attention(q, k, v, feature_map("positive"))
+    np.testing.assert_allclose(out, plain, atol=1e-6)
+
+
+def test_what_drowns_in_rounding_is_guarded():
+    # The one key is far below the largest weight for all queries but the last ones.
+    n, near = 64, -40.0
+    q, k, v, _ = draw_inputs(n, 1)
+    bias = jnp.where(jnp.arange(2 * n - 1) < n - 1 + 50, near, 0.0)
+    mask = jnp.arange(n) == 0
+
+    def attend(q, k, v):
+        return kernels.toeplitz_linear_attention(
+            q,
+            k,
+            v,
+            feature_map("positive"),
+            bias,
+            grid=(n,),
+            key_mask=mask,
+            dense_size=0,
+            block_size=13,
+        )
+
+    out, pullback = jax.jit(lambda *x: jax.vjp(attend, *x))(q, k, v)
+    np.testing.assert_allclose(
+        out[:, 50:], np.repeat(v[:, :1], n - 50, 1), rtol=1e-4, atol=1e-6
+    )
+    assert np.abs(out).max() <= 1.01 * np.abs(v[:, 0]).max()
+    for gradient in pullback(jnp.ones_like(out)):
+        assert np.isfinite(gradient).all()
+
+
+def test_precision_of_a_long_sequence():
+    n = 4096
+    generator = np.random.default_rng(0)
+    phi = jnp.asarray(generator.uniform(0.1, 2.0, (n, 1)), jnp.float32)
+    v = jnp.asarray(generator.standard_normal((n, 2)), jnp.float32)
+    bias = jnp.asarray(generator.standard_normal(2 * n - 1), jnp.float32)
+    out = kernels.toeplitz_linear_attention(
+        phi, phi, v, jnp.asarray, bias, grid=(n,), dense_size=0
+    )
+    rows = (np.arange(0, n, 97)[:, None] - np.arange(n)) + n - 1
+    weights = np.exp(np.float64(bias))[rows] * np.float64(phi)[:, 0]
+    expected = weights @ v / weights.sum(axis=1, keepdims=True)
+    # An average of n random values is small: the error is relative to the values.
+    np.testing.assert_allclose(out[::97], expected, rtol=0, atol=2e-6)
+
+
+def test_moved_content_gives_the_same_to_the_rounding_of_an_fft():
+    grid, shift = (11, 13), 3 * 13 + 5
+    q, k, v, bias = draw_inputs(143, offsets.num_offsets(grid))
+    inside = (offsets.grid_positions(grid) < (6, 7)).all(axis=1)
+
+    @jax.jit
+    def attend(q, k, v, mask):
+        return kernels.toeplitz_linear_attention(
+            q,
+            k,
+            v,
+            feature_map("positive"),
+            bias,
+            grid=grid,
+            key_mask=mask,
+            dense_size=0,
+        )
+
+    out = attend(q, k, v, jnp.asarray(inside))
+    moved = (jnp.roll(x, shift, axis=-2) for x in (q, k, v))
+    moved = attend(*moved, jnp.asarray(np.roll(inside, shift)))
+    difference = moved[:, np.roll(inside, shift)] - out[:, inside]
+    assert jnp.linalg.norm(difference) <= 1e-5 * jnp.linalg.norm(out[:, inside])
+    assert (difference != 0).any()
+
+
+def test_memory_holds_the_transforms_of_a_block_of_features():
+    n, features, width = 512, 96, 24
+    projection = kernels.draw_gaussian(jax.random.key(0), features, DEPTH)
+    positive = functools.partial(kernels.positive_features, projection=projection)
+
+    def loss(attend, q, v, bias):
+        return attend(q, q, v, positive, bias, dense_size=128, block_size=2).sum()
+
+    shapes = [(n, DEPTH), (n, width - 1), (2 * n - 1,)]
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    on_grid = functools.partial(kernels.toeplitz_linear_attention, grid=(n,))
+    for attend in (on_grid, kernels.causal_toeplitz_linear_attention):
+        gradient = jax.grad(functools.partial(loss, attend), argnums=(0, 1, 2))
+        compiled = jax.jit(gradient).lower(*shapes).compile()
+        used = compiled.memory_analysis().temp_size_in_bytes
+        assert used < n * features * width * 4
+
+
+def test_lengths_of_transforms_have_small_factors():
+    assert [fft_length(size) for size in (1, 7, 11, 13, 31, 241)] == [
+        1,
+        8,
+        12,
+        15,
+        32,
+        243,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda x: kernels.toeplitz_linear_attention(
+                x, x, x, jnp.exp, jnp.ones(15), grid=(2, 3)
+            ),
+            "grid 2x3 with num_prefix=0 holds 6 tokens, got 7",
+        ),
+        (
+            lambda x: kernels.toeplitz_linear_attention(
+                x, x, x, jnp.exp, jnp.ones(16), grid=(2, 3), num_prefix=1
+            ),
+            "'bias' needs 15 rows, one an offset, or 18 with those of prefix.*got 16",
+        ),
+        (
+            lambda x: kernels.toeplitz_linear_attention(
+                x, x, x, jnp.exp, jnp.ones(13), grid=(7,), block_size=0
+            ),
+            "block_size must be at least 1, got 0",
+        ),
+        (
+            lambda x: kernels.toeplitz_linear_attention(
+                x, x, x, jnp.exp, jnp.ones(13), grid=(7,), chunk_size=0
+            ),
+            "chunk_size must be at least 1, got 0",
+        ),
+        (
+            lambda x: kernels.causal_toeplitz_linear_attention(
+                x, x, x, jnp.exp, jnp.ones(11)
+            ),
+            "'bias' needs an odd number of rows, at least 13 for a sequence of 7",
+        ),
+        (
+            lambda x: kernels.causal_toeplitz_linear_attention(
+                x, x, x, jnp.exp, jnp.ones(13), dense_size=0
+            ),
+            "dense_size must be at least 1, got 0",
+        ),
+        (
+            lambda x: kernels.causal_toeplitz_linear_attention(
+                x, x, x, lambda x: kernels.Features(None, x), jnp.ones(13)
+            ),
+            "with a bound, or with values and one exponent",
+        ),
+        (
+            lambda x: kernels.causal_toeplitz_linear_attention_step(
+                x[:1], x, x, 0, jnp.exp, jnp.ones(7)
+            ),
+            "'bias' needs 13 rows, one an offset, got 7",
+        ),
+    ],
+)
+def test_refuses_what_does_not_fit(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(jnp.ones((7, DEPTH)))

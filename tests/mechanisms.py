@@ -9,7 +9,7 @@ import numpy as np
 from relattn import kernels, offsets
 from relattn.kernels import sinusoids
 from relattn.kernels.banded import banded_attention
-from tests import compare, reference, translution_mechanisms
+from tests import compare, encoding_mechanisms, reference, translution_mechanisms
 from tests.mechanism import (
     DEPTH,
     GRID,
@@ -278,5 +278,6 @@ MECHANISMS = [
         {"q": (N, 8), "k": (N, 8), "v": (N, VALUE_DEPTH)},
         on_grid=True,
     ),
+    *encoding_mechanisms.MECHANISMS,
     *translution_mechanisms.MECHANISMS,
 ]

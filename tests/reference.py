@@ -227,3 +227,99 @@ def rotary(x, positions, base):
     ]
     turned = (x[:, :half] + 1j * x[:, half:]) * jnp.exp(1j * jnp.array(angles))
     return jnp.concatenate([turned.real, turned.imag], axis=1)
+
+
+def mixed_rotary(x, positions, frequencies):
+    """Pair t, the complex number x_t + i x_(t + depth / 2), turns by w_t . p."""
+    half = x.shape[1] // 2
+    angles = jnp.stack([frequencies @ position for position in positions])
+    turned = (x[:, :half] + 1j * x[:, half:]) * jnp.exp(1j * angles)
+    return jnp.concatenate([turned.real, turned.imag], axis=1)
+
+
+def string(x, positions, generators):
+    """exp(sum_axis p_axis L_axis) x, for generators L [axes, depth, depth]."""
+    generators = jnp.stack(generators)
+
+    def turn(token, position):
+        return _exponential(jnp.tensordot(position, generators, 1)) @ token
+
+    return jax.vmap(turn)(x, jnp.asarray(positions))
+
+
+def _exponential(matrix):
+    """Taylor's series of matrix / 2^6, squared six times."""
+    total = term = jnp.eye(len(matrix))
+    for k in range(1, 15):
+        term = term @ matrix / (2**6 * k)
+        total = total + term
+    for _ in range(6):
+        total = total @ total
+    return total
+
+
+def cayley_generators(entries, frequencies):
+    """P J P^T of every axis, J turning pair (t, t + depth / 2) by w_t, P of Cayley."""
+    half, axes = frequencies.shape
+    skew = jnp.zeros((2 * half, 2 * half))
+    places = [(i, j) for i in range(2 * half) for j in range(i)]
+    for (i, j), entry in zip(places, entries, strict=True):
+        skew = skew.at[i, j].set(entry).at[j, i].set(-entry)
+    identity = jnp.eye(2 * half)
+    basis = (identity - skew) @ jnp.linalg.inv(identity + skew)
+    generators = []
+    for axis in range(axes):
+        turns = jnp.zeros((2 * half, 2 * half))
+        for t in range(half):
+            w = frequencies[t, axis]
+            turns = turns.at[t + half, t].set(w).at[t, t + half].set(-w)
+        generators.append(basis @ turns @ basis.T)
+    return generators
+
+
+def circulant_generators(circulants):
+    """C - C^T of every axis, C with the first column c."""
+    depth = circulants.shape[1]
+    places = [[(i - j) % depth for j in range(depth)] for i in range(depth)]
+    matrices = [c[np.array(places)] for c in circulants]
+    return [matrix - matrix.T for matrix in matrices]
+
+
+def irpe_gate(x, rows, columns, grid, num_prefix):
+    """Every number of a token times exp(its row's embedding plus its column's)."""
+    places = list(np.ndindex(*grid))
+    scales = [jnp.exp(rows[i] + columns[j]) for i, j in places]
+    return jnp.concatenate([x[:num_prefix], x[num_prefix:] * jnp.stack(scales)])
+
+
+def string_gate(x, frequencies, phases, coefficients, grid, num_prefix):
+    """Every number of a token times exp([cos(w . p + b), sin(w . p + b)] A)."""
+    scales = []
+    for place in np.ndindex(*grid):
+        angles = frequencies @ jnp.array(place, float) + phases
+        waves = jnp.concatenate([jnp.cos(angles), jnp.sin(angles)])
+        scales.append(jnp.exp(waves @ coefficients))
+    return jnp.concatenate([x[:num_prefix], x[num_prefix:] * jnp.stack(scales)])
+
+
+def resize(table, new):
+    """Keys' cubic kernel (a = -1/2) of every axis, widened to average a smaller grid.
+
+    ``table`` is ``[*old, *rest]``; places lie at half-integers.
+    """
+
+    def cubic(t):
+        t = abs(t)
+        if t < 1:
+            return 1.5 * t**3 - 2.5 * t**2 + 1
+        return -0.5 * t**3 + 2.5 * t**2 - 4 * t + 2 if t < 2 else 0.0
+
+    for axis, size in enumerate(new):
+        old = table.shape[axis]
+        stretch = max(old / size, 1.0)
+        weights = np.zeros((size, old))
+        for i, j in np.ndindex(size, old):
+            weights[i, j] = cubic(((i + 0.5) * old / size - 0.5 - j) / stretch)
+        weights /= weights.sum(axis=1, keepdims=True)
+        table = np.moveaxis(np.tensordot(weights, table, (1, axis)), 0, axis)
+    return table

@@ -28,6 +28,9 @@ from relattn.kernels.gated_positional import (
 from relattn.kernels.gated_positional import (
     gated_positional_attention_step as gated_positional_attention_step,
 )
+from relattn.kernels.gates import apply_gate as apply_gate
+from relattn.kernels.gates import irpe_exponents as irpe_exponents
+from relattn.kernels.gates import string_exponents as string_exponents
 from relattn.kernels.general_translution import (
     general_translution as general_translution,
 )
@@ -56,6 +59,9 @@ from relattn.kernels.random_features import relu_features as relu_features
 from relattn.kernels.random_features import (
     trigonometric_features as trigonometric_features,
 )
+from relattn.kernels.resize import resize_table as resize_table
+from relattn.kernels.rotary import draw_mixed_frequencies as draw_mixed_frequencies
+from relattn.kernels.rotary import mixed_rotary_angles as mixed_rotary_angles
 from relattn.kernels.rotary import rotary_angles as rotary_angles
 from relattn.kernels.rotary import rotate as rotate
 from relattn.kernels.sinusoids import absolute_frequencies as absolute_frequencies
@@ -65,6 +71,11 @@ from relattn.kernels.sinusoids import (
 )
 from relattn.kernels.softmax import causal_softmax_attention as causal_softmax_attention
 from relattn.kernels.softmax import softmax_attention as softmax_attention
+from relattn.kernels.string_encodings import cayley_matrix as cayley_matrix
+from relattn.kernels.string_encodings import cayley_string as cayley_string
+from relattn.kernels.string_encodings import circulant_angles as circulant_angles
+from relattn.kernels.string_encodings import circulant_string as circulant_string
+from relattn.kernels.string_encodings import circulants_of as circulants_of
 from relattn.kernels.toeplitz import (
     toeplitz_linear_attention as toeplitz_linear_attention,
 )
@@ -80,6 +91,7 @@ __all__ = [
     "LinearState",
     "RandomFeatures",
     "absolute_frequencies",
+    "apply_gate",
     "banded_attention",
     "causal_gated_positional_attention",
     "causal_linear_attention",
@@ -90,19 +102,27 @@ __all__ = [
     "causal_toeplitz_linear_attention",
     "causal_toeplitz_linear_attention_step",
     "causal_translution",
+    "cayley_matrix",
+    "cayley_string",
+    "circulant_angles",
+    "circulant_string",
+    "circulants_of",
     "constrained_sinusoids",
     "default_num_features",
     "draw_gaussian",
+    "draw_mixed_frequencies",
     "draw_orthogonal",
     "draw_random_features",
     "gated_positional_attention",
     "gated_positional_attention_step",
     "general_translution",
     "init_linear_state",
+    "irpe_exponents",
     "length_scale_frequencies",
     "linear_attention",
     "lor_translution",
     "lor_translution_step",
+    "mixed_rotary_angles",
     "offset_buckets",
     "pair_lor_translution",
     "pair_translution",
@@ -111,9 +131,11 @@ __all__ = [
     "relative_attention",
     "relative_attention_step",
     "relu_features",
+    "resize_table",
     "rotary_angles",
     "rotate",
     "softmax_attention",
+    "string_exponents",
     "toeplitz_linear_attention",
     "translution",
     "translution_step",

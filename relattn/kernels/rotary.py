@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Key
 
 from relattn.kernels.sinusoids import absolute_frequencies
 
@@ -55,6 +56,99 @@ def rotary_angles(
     return angles.at[:num_prefix].set(0.0)
 
 
+def draw_mixed_frequencies(
+    key: Key[Array, ""],
+    num_frequencies: int,
+    axes: int,
+    *,
+    leading: tuple[int, ...] = (),
+    base: float = 0.0,
+) -> Float[Array, "*leading {num_frequencies} {axes}"]:
+    """Frequencies at the start of learned rotations, a vector of the axes each.
+
+    On a grid of two axes half of the vectors w_t point one way, the others at right
+    angles to it, with lengths base^(-t / half); the way is uniform, one draw for each
+    index of ``leading``. On a line w_t = base^(-t / num_frequencies).
+
+    Args:
+        key: A PRNG key.
+        num_frequencies: Number of vectors.
+        axes: 1 or 2.
+        leading: Leading axes: layers, heads.
+        base: Base of the geometric series of lengths; 0 is 10 for two axes and 10,000
+            for one.
+
+    Returns:
+        Radians a token, float32, shape ``[*leading, num_frequencies, axes]``.
+
+    Raises:
+        ValueError: If there is no frequency, or there are more axes than two.
+
+    Example:
+        >>> w = draw_mixed_frequencies(jax.random.key(0), 4, 2, base=100.0)
+        >>> jnp.linalg.norm(w, axis=-1).round(3).tolist()
+        [1.0, 0.10000000149011612, 1.0, 0.10000000149011612]
+
+    Source:
+        Heo et al., Rotary Position Embedding for Vision Transformer, section 3.3; the
+        start: the authors' code.
+    """
+    if axes not in (1, 2):
+        raise ValueError(f"positions have one axis or two, got {axes}")
+    base = base or (10.0 if axes == 2 else 10000.0)
+    if axes == 1:
+        frequencies = absolute_frequencies(num_frequencies, base)
+        return jnp.broadcast_to(frequencies[:, None], (*leading, num_frequencies, 1))
+    half = (num_frequencies + 1) // 2
+    lengths = jnp.tile(absolute_frequencies(half, base), 2)[:num_frequencies]
+    angles = jax.random.uniform(key, (*leading, 1), maxval=2 * np.pi)
+    angles = angles + jnp.where(jnp.arange(num_frequencies) < half, 0.0, np.pi / 2)
+    ways = jnp.stack([jnp.cos(angles), jnp.sin(angles)], axis=-1)
+    return lengths[:, None] * ways
+
+
+def mixed_rotary_angles(
+    positions: Float[Array | np.ndarray, "n axes"],
+    frequencies: Float[Array, "*batch pairs frequency_axes"],
+    *,
+    num_prefix: int = 0,
+) -> Float[Array, "*batch n pairs"]:
+    """Angles of every token from frequencies that mix the axes.
+
+    The angle of token i and pair t is w_t . p_i = sum_axis w_t,axis p_i,axis, so that
+    diagonals are told apart too. Prefix tokens have angle zero.
+
+    Args:
+        positions: Positions in tokens, shape ``[n, axes]``.
+        frequencies: w, radians a token, shape ``[*batch, pairs, axes]``.
+        num_prefix: Number of leading tokens that have no position.
+
+    Returns:
+        Angles, float32, shape ``[*batch, n, pairs]``, for `rotate`.
+
+    Raises:
+        ValueError: If positions and frequencies have different axes.
+
+    Example:
+        >>> w = jnp.array([[1.0, 0.0], [0.5, 0.5]])
+        >>> mixed_rotary_angles(np.array([[2.0, 4.0]]), w).tolist()
+        [[2.0, 3.0]]
+
+    Source:
+        Heo et al., Rotary Position Embedding for Vision Transformer, section 3.3.
+    """
+    if positions.shape[-1] != frequencies.shape[-1]:
+        raise ValueError(
+            f"frequencies of {frequencies.shape[-1]} axes do not fit positions of "
+            f"{positions.shape[-1]}"
+        )
+    # No matrix product, which accelerators would round.
+    positions = jnp.asarray(positions, jnp.float32)[:, None]
+    frequencies = jnp.asarray(frequencies, jnp.float32)[..., None, :, :]
+    angles = jnp.sum(positions * frequencies, axis=-1)
+    return angles.at[..., :num_prefix, :].set(0.0)
+
+
 def rotate(
     x: Float[Array, "*batch n depth"],
     angles: Float[Array, "*#batch n pairs"],
@@ -68,7 +162,8 @@ def rotate(
 
     Args:
         x: Queries or keys, shape ``[*batch, n, depth]``.
-        angles: What `rotary_angles` returns, shape ``[n, depth / 2]``.
+        angles: What `rotary_angles` or `mixed_rotary_angles` returns, shape
+            ``[*batch, n, depth / 2]``.
         interleaved: Pairs are neighbours (2 t, 2 t + 1), not (t, t + depth / 2).
 
     Returns:

@@ -8,7 +8,12 @@ import numpy as np
 import pytest
 
 from relattn import offsets
-from relattn.kernels.rotary import rotary_angles, rotate
+from relattn.kernels.rotary import (
+    draw_mixed_frequencies,
+    mixed_rotary_angles,
+    rotary_angles,
+    rotate,
+)
 from tests import compare, reference
 
 
@@ -70,3 +75,44 @@ def test_refuses_a_depth_that_does_not_split():
         rotary_angles(np.zeros((3, 2), np.float32), 6)
     with pytest.raises(ValueError, match="depth 6 needs 3 angles a token, got 2"):
         rotate(jnp.ones((3, 6)), jnp.ones((3, 2)))
+
+
+def test_mixed_angles_turn_by_the_offset_along_diagonals_too():
+    w = draw_mixed_frequencies(jax.random.key(0), 3, 2, leading=(2,))
+    q, k = jax.random.normal(jax.random.key(1), (2, 2, 20, 6))
+    places = offsets.grid_positions((4, 5))
+
+    def scores(shift):
+        angles = mixed_rotary_angles(places + np.float32(shift), w)
+        turned = [rotate(x, angles) for x in (q, k)]
+        return jnp.einsum("hid,hjd->hij", *turned)
+
+    before = scores((0.0, 0.0))
+    np.testing.assert_allclose(scores((7.0, -3.0)), before, atol=5e-5)
+    assert np.abs(scores((0.0, 0.0)) - q @ k.swapaxes(1, 2)).max() > 0.1
+
+
+def test_mixed_frequencies_start_at_right_angles():
+    w = np.asarray(draw_mixed_frequencies(jax.random.key(0), 5, 2, leading=(3, 7)))
+    assert w.shape == (3, 7, 5, 2)
+    lengths = np.linalg.norm(w, axis=-1)
+    expected = 10.0 ** (-np.arange(3) / 3)
+    np.testing.assert_allclose(
+        lengths[..., :3], np.tile(expected, (3, 7, 1)), rtol=1e-5
+    )
+    np.testing.assert_allclose(lengths[..., 3:], lengths[..., :2], rtol=1e-5)
+    np.testing.assert_allclose((w[..., :2, :] * w[..., 3:, :]).sum(-1), 0, atol=1e-6)
+    assert len(np.unique(w[..., 0, 0])) == 21
+    line = draw_mixed_frequencies(jax.random.key(0), 4, 1, leading=(2,), base=100.0)
+    np.testing.assert_allclose(line[1, :, 0], 100.0 ** (-np.arange(4) / 4), rtol=1e-6)
+
+
+def test_mixed_angles_spare_the_prefix_and_refuse_other_axes():
+    angles = mixed_rotary_angles(np.ones((5, 2)), jnp.ones((3, 2)), num_prefix=2)
+    np.testing.assert_array_equal(
+        angles, np.repeat([[0.0], [2.0]], [2, 3], 0).repeat(3, 1)
+    )
+    with pytest.raises(ValueError, match="frequencies of 1 axes do not fit positions"):
+        mixed_rotary_angles(np.ones((5, 2)), jnp.ones((3, 1)))
+    with pytest.raises(ValueError, match="one axis or two, got 3"):
+        draw_mixed_frequencies(jax.random.key(0), 4, 3)

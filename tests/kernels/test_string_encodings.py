@@ -1,0 +1,104 @@
+"""STRING: what is orthogonal, what stays invariant, what it refuses."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from relattn import kernels, offsets
+
+GRID = (3, 5)
+
+
+def cayley(places, num_prefix=0):
+    key_w, key_s = jax.random.split(jax.random.key(0))
+    w = kernels.draw_mixed_frequencies(key_w, 3, 2)
+    matrix = kernels.cayley_matrix(jax.random.normal(key_s, (15,)))
+    angles = kernels.mixed_rotary_angles(places, w, num_prefix=num_prefix)
+    return lambda x: kernels.cayley_string(x, angles, matrix)
+
+
+def circulant(places, num_prefix=0):
+    circulants = jax.random.normal(jax.random.key(1), (2, 7))
+    angles = kernels.circulant_angles(places, circulants, num_prefix=num_prefix)
+    return lambda x: kernels.circulant_string(x, angles)
+
+
+both = pytest.mark.parametrize(("string", "depth"), [(cayley, 6), (circulant, 7)])
+
+
+@both
+def test_scores_do_not_change_under_a_common_shift(string, depth):
+    places = offsets.grid_positions(GRID)
+    q, k = jax.random.normal(jax.random.key(2), (2, 15, depth))
+
+    def scores(shift):
+        turn = string(places + np.float32(shift))
+        return turn(q) @ turn(k).T
+
+    before = scores((0.0, 0.0))
+    np.testing.assert_allclose(scores((7.0, -3.0)), before, atol=5e-5)
+    assert np.abs(before - q @ k.T).max() > 0.1
+
+
+@both
+def test_rotations_are_orthogonal_and_add_up(string, depth):
+    def matrix(*place):
+        turn = string(np.broadcast_to(np.float32(place), (depth, 2)))
+        return np.asarray(turn(jnp.eye(depth)))
+
+    first, second = matrix(2.0, -1.0), matrix(0.5, 3.0)
+    np.testing.assert_allclose(first @ first.T, np.eye(depth), atol=2e-6)
+    # The generators commute, so the order of the rotations does not matter.
+    np.testing.assert_allclose(first @ second, matrix(2.5, 2.0), atol=1e-5)
+    np.testing.assert_allclose(matrix(0.0, 0.0), np.eye(depth), atol=2e-6)
+
+
+@both
+def test_prefix_tokens_and_dtypes_are_kept(string, depth):
+    x = jax.random.normal(jax.random.key(2), (17, depth))
+    turn = string(offsets.grid_positions(GRID, 2) + 1, num_prefix=2)
+    np.testing.assert_allclose(turn(x)[:2], x[:2], atol=2e-6)
+    assert (np.abs(turn(x)[2:] - x[2:]).max(axis=1) > 0.1).all()
+    assert turn(x.astype(jnp.bfloat16)).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("depth", [3, 4, 7, 8])
+def test_circulants_turn_fourier_components_by_their_frequencies(depth):
+    components = (depth - 1) // 2
+    w = jax.random.normal(jax.random.key(0), (5, components, 2))
+    circulants = kernels.circulants_of(w, depth)
+    assert circulants.shape == (5, 2, depth)
+    angles = kernels.circulant_angles(np.float32([[2.0, 3.0]]), circulants)
+    expected = w @ jnp.array([2.0, 3.0])
+    np.testing.assert_allclose(angles[:, 0, 1 : components + 1], expected, atol=1e-5)
+    np.testing.assert_allclose(angles[:, 0, 0], 0)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: kernels.cayley_matrix(jnp.ones(4)), "entries below its diagonal.*4"),
+        (
+            lambda: kernels.cayley_string(
+                jnp.ones((1, 4)), jnp.ones((1, 2)), jnp.eye(3)
+            ),
+            "depth 4 needs a matrix of 4x4, got 3x3",
+        ),
+        (
+            lambda: kernels.circulant_angles(np.ones((1, 1)), jnp.ones((1, 2))),
+            "turn nothing in a head depth .* below 3, got 2",
+        ),
+        (
+            lambda: kernels.circulant_string(jnp.ones((1, 7)), jnp.ones((1, 7))),
+            "depth 7 has 4 Fourier components, got 7 angles",
+        ),
+        (
+            lambda: kernels.circulants_of(jnp.ones((3, 1)), 5),
+            "depth 5 has 2 Fourier components that can turn, got 3",
+        ),
+    ],
+)
+def test_errors_name_what_was_expected(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

@@ -65,6 +65,8 @@ class MultiHeadAttention(nn.Module):
     has_causal_form: ClassVar[bool] = True
     # Whether nothing but parameters and position tells one layer from another.
     scannable: ClassVar[bool] = True
+    # Whether parameters belong to one grid, and have no meaning on another.
+    has_grid_tables: ClassVar[bool] = False
 
     @classmethod
     def check(cls, dim: int, heads: int, **options: Any) -> None:

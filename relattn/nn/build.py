@@ -8,6 +8,9 @@ from relattn import spec
 from relattn.nn import attention as attentions
 from relattn.nn import (
     gated_positional,
+    gates,
+    learned_relu_attention,
+    learned_rotations,
     offset_biases,
     positions,
     random_feature_attention,
@@ -18,6 +21,7 @@ from relattn.nn import (
 ATTENTIONS = {
     "softmax": attentions.SoftmaxAttention,
     "favor": random_feature_attention.FavorAttention,
+    "relu": learned_relu_attention.LearnedReluAttention,
     "banded": random_feature_attention.BandedAttention,
     "gated_positional": gated_positional.GatedPositionalAttention,
     "translution": translution.TranslutionAttention,
@@ -38,6 +42,11 @@ POSITIONS = {
     "fourier_bias": offset_biases.FourierBias,
     "rope1d": relative_positions.Rope1d,
     "rope2d": relative_positions.Rope2d,
+    "rope2d_mixed": learned_rotations.Rope2dMixed,
+    "cayley_string": learned_rotations.CayleyString,
+    "circulant_string": learned_rotations.CirculantString,
+    "irpe_gate": gates.IrpeGate,
+    "string_gate": gates.StringGate,
 }
 
 # What the model decides, not the spec.

@@ -10,8 +10,8 @@ place, and what reaches the layers is plain arrays.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import ClassVar
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 import flax
 import flax.linen as nn
@@ -21,8 +21,11 @@ from jaxtyping import Array, Float, Int
 
 from relattn import offsets
 from relattn.kernels import sinusoids
+from relattn.kernels.resize import resize_table
+from relattn.nn.grid_tables import grid_table
 
 Grid = offsets.Grid
+Params = Mapping[str, Any]
 
 
 @flax.struct.dataclass
@@ -80,19 +83,36 @@ class Position(nn.Module):
             return None
         return self(grid, num_prefix)
 
+    def resize(self, params: Params, old: Grid, new: Grid, num_prefix: int) -> Params:
+        """The parameters for another grid, where they depend on it.
+
+        Args:
+            params: The encoding's parameters.
+            old: The grid that they are of.
+            new: The grid that is wanted.
+            num_prefix: Number of prefix tokens.
+
+        Returns:
+            Those of ``new``; a function of the position keeps its own, and goes on, in
+            tokens, where the old grid ends.
+
+        Raises:
+            ValueError: If the encoding has no meaning on the new grid.
+        """
+        del old, new, num_prefix
+        return params
+
     def table(
-        self, init: nn.initializers.Initializer, shape: tuple[int, ...], grid: Grid
+        self,
+        init: nn.initializers.Initializer,
+        shape: tuple[int, ...],
+        grid: Grid,
+        name: str = "table",
     ) -> Float[Array, "..."]:
-        """The parameter ``table``, whose shape depends on the grid."""
-        if self.has_variable("params", "table"):
-            found = self.get_variable("params", "table").shape
-            if found != shape:
-                raise ValueError(
-                    f"the position's table has shape {found}; a grid of "
-                    f"{'x'.join(map(str, grid))} tokens needs {shape}: give images or "
-                    "sequences of the size that the model was made for"
-                )
-        return self.param("table", init, shape, jnp.float32)
+        """A parameter whose shape depends on the grid; `resize` knows of it."""
+        hints = {"whose": "the position's"}
+        hints["remedy"] = ", or resize its tables by relattn.models.resize_grid"
+        return grid_table(self, name, init, shape, grid, **hints)
 
 
 class NoPosition(Position):
@@ -122,8 +142,13 @@ class PositionSum(Position):
 
     def setup(self) -> None:
         """Makes the encodings."""
+        self.terms = self.make_terms()
+
+    @nn.nowrap
+    def make_terms(self) -> list[Position]:
+        """The encodings."""
         sizes = {"dim": self.dim, "heads": self.heads, "num_layers": self.num_layers}
-        self.terms = [make(**sizes) for make in self.makers]
+        return [make(**sizes) for make in self.makers]
 
     def of_tokens(
         self, tokens: Float[Array, "batch n dim"], grid: Grid
@@ -140,6 +165,16 @@ class PositionSum(Position):
             if layers is not None:
                 return layers
         return None
+
+    @nn.nowrap
+    def resize(self, params: Params, old: Grid, new: Grid, num_prefix: int) -> Params:
+        """The parameters of every encoding for another grid."""
+        resized = dict(params)
+        for index, term in enumerate(self.make_terms()):
+            name = f"terms_{index}"
+            if name in params:
+                resized[name] = term.resize(params[name], old, new, num_prefix)
+        return resized
 
 
 class Learned(Position):
@@ -170,6 +205,10 @@ class Learned(Position):
         shape = (math.prod(grid), self.dim)
         table = self.table(nn.initializers.normal(1.0), shape, grid)
         return tokens + table.astype(tokens.dtype)
+
+    def resize(self, params: Params, old: Grid, new: Grid, num_prefix: int) -> Params:
+        """Vectors between those of the old grid, bicubically."""
+        return {"table": resize_table(params["table"], old, new)}
 
 
 class Sincos(Position):

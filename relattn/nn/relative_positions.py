@@ -13,7 +13,8 @@ from jaxtyping import Array, Float, Int
 
 from relattn import offsets
 from relattn.kernels import rotary
-from relattn.nn.positions import Grid, LayerPosition, Position
+from relattn.kernels.resize import resize_table
+from relattn.nn.positions import Grid, LayerPosition, Params, Position
 
 
 @flax.struct.dataclass
@@ -49,6 +50,12 @@ class _RelativeVectors(Position):
         shape = (self.num_layers, self.heads, offsets.num_offsets(grid), depth)
         table = self.table(nn.initializers.normal(depth**-0.5), shape, grid)
         return [RelativeTables(**{self.kind: layer}) for layer in table]
+
+    def resize(self, params: Params, old: Grid, new: Grid, num_prefix: int) -> Params:
+        """Vectors between those of the old grid's offsets, bicubically."""
+        del num_prefix
+        sizes = _offset_grids(old, new)
+        return {"table": resize_table(params["table"], *sizes, axis=-2)}
 
 
 class RelativeKey(_RelativeVectors):
@@ -122,30 +129,64 @@ class RelativeBias(Position):
         table = self.table(nn.initializers.truncated_normal(0.02), shape, grid)
         return [RelativeTables(bias=layer) for layer in table]
 
+    def resize(self, params: Params, old: Grid, new: Grid, num_prefix: int) -> Params:
+        """Numbers between those of the old grid's offsets, bicubically."""
+        sizes = _offset_grids(old, new)
+        others = offsets.num_table_rows(old, num_prefix) - offsets.num_offsets(old)
+        table = resize_table(params["table"], *sizes, axis=-1, num_others=others)
+        return {"table": table}
+
+
+def _offset_grids(old: Grid, new: Grid) -> tuple[Grid, Grid]:
+    """Sizes of the tables of offsets of two grids."""
+    if len(old) == 1:
+        # Causal attention trains one half of it, which would mix with the other.
+        raise ValueError(
+            "a table of offsets on a line is not resized, since causal attention "
+            f"trains its past only: give sequences of up to {old[0]} tokens, or choose "
+            "a position without tables such as 'rope1d'"
+        )
+    return tuple(tuple(2 * size - 1 for size in grid) for grid in (old, new))
+
 
 @flax.struct.dataclass
-class RotaryHeads(LayerPosition):
-    """Turns the queries and keys of a layer.
+class TurnedHeads(LayerPosition):
+    """Turns the queries and keys of a layer; a subclass defines `turn`.
 
     Attributes:
-        angles: One for each token and pair of a head's numbers.
-        interleaved: As in `relattn.kernels.rotate`.
+        angles: One for each token and pair of a head's numbers, of all heads or each.
     """
 
-    angles: Float[Array, "n pairs"]
-    interleaved: bool = flax.struct.field(pytree_node=False)
+    angles: Float[Array, "*heads n pairs"]
+
+    def turn(self, x: Array) -> Array:
+        """Queries or keys, turned."""
+        raise NotImplementedError
 
     def __call__(self, q: Array, k: Array, x: Array) -> tuple[Array, Array]:
         """Turned queries and keys."""
         del x
-        q, k = (
-            rotary.rotate(y, self.angles, interleaved=self.interleaved) for y in (q, k)
-        )
-        return q, k
+        return self.turn(q), self.turn(k)
 
-    def at(self, index: Int[Array, ""] | int) -> RotaryHeads:
+    def at(self, index: Int[Array, ""] | int) -> TurnedHeads:
         """The angles of one token, for decoding."""
-        return self.replace(angles=jax.lax.dynamic_slice_in_dim(self.angles, index, 1))
+        angles = jax.lax.dynamic_slice_in_dim(self.angles, index, 1, axis=-2)
+        return self.replace(angles=angles)
+
+
+@flax.struct.dataclass
+class RotaryHeads(TurnedHeads):
+    """Turns pairs of a head's numbers.
+
+    Attributes:
+        interleaved: As in `relattn.kernels.rotate`.
+    """
+
+    interleaved: bool = flax.struct.field(pytree_node=False, default=False)
+
+    def turn(self, x: Array) -> Array:
+        """Queries or keys, turned."""
+        return rotary.rotate(x, self.angles, interleaved=self.interleaved)
 
 
 class Rope1d(Position):
@@ -209,13 +250,29 @@ class Rope2d(Position):
     @nn.compact
     def __call__(self, grid: Grid, num_prefix: int) -> list[RotaryHeads]:
         """The angles of every layer, the same for all."""
-        if len(grid) != 2:
-            raise ValueError(
-                "position 'rope2d' needs tokens on a grid of height and width, got a "
-                f"line of {grid[0]}; choose 'rope1d'"
-            )
+        check_plane("rope2d", grid)
         return _rotary_layers(
             self, offsets.grid_positions(grid, num_prefix), num_prefix
+        )
+
+
+def check_plane(name: str, grid: Grid) -> None:
+    """Raises unless tokens lie on a grid of two axes.
+
+    Args:
+        name: Of the position, for the message.
+        grid: Height and width, in tokens.
+
+    Raises:
+        ValueError: If it is a line.
+
+    Example:
+        >>> check_plane("rope2d", (2, 3))
+    """
+    if len(grid) != 2:
+        raise ValueError(
+            f"position {name!r} needs tokens on a grid of height and width, got a "
+            f"line of {grid[0]}; choose 'rope1d'"
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax
@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 
 from relattn import kernels, offsets, spec
 from relattn.nn.attention import Context, MultiHeadAttention
+from relattn.nn.grid_tables import grid_table
 from relattn.nn.linear import Linear
 
 _SUBSETS = ("q", "k", "v", "qk", "qv", "kv", "qkv")
@@ -33,6 +34,7 @@ class OffsetAttention(MultiHeadAttention):
 
     relative: str = "qkv"
     absolute: bool = False
+    has_grid_tables: ClassVar[bool] = True
 
     @classmethod
     def check(
@@ -82,8 +84,14 @@ class OffsetAttention(MultiHeadAttention):
         found = []
         for name in "qkv":
             if name in self.relative:
-                table = self.param(
-                    f"{name}_table", _uniform(bound), (*rows, *shape), jnp.float32
+                table = grid_table(
+                    self,
+                    f"{name}_table",
+                    _uniform(bound),
+                    (*rows, *shape),
+                    context.grid,
+                    whose="Translution's",
+                    remedy=", since its matrices are not resized",
                 )
             else:
                 init = _uniform(shape[0] ** -0.5)

@@ -21,6 +21,7 @@ VARIANTS = [
     ("softmax", "rope1d"),
     ("favor", "none"),
     ("favor", "sincos_bias"),
+    ("relu(num_features=5)", "circulant_string"),
     ("translution", "none"),
     ("translution(relative='qv')", "learnable_sincos"),
     ("lor_translution(rank=2)", "none"),

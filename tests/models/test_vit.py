@@ -19,6 +19,11 @@ POSITIONS = [
     ("softmax", "learned + relative_value"),
     ("softmax", "relative_bias"),
     ("softmax", "rope1d(interleaved=True)"),
+    ("relu(num_features=5)", "rope2d_mixed"),
+    ("softmax", "cayley_string"),
+    ("softmax", "circulant_string"),
+    ("relu(num_features=5)", "irpe_gate"),
+    ("softmax", "string_gate(rank=3)"),
 ]
 
 

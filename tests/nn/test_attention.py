@@ -149,6 +149,11 @@ CAUSAL = [
     ("favor", "t5_bias(bidirectional=False)"),
     ("favor(features='trigonometric', normalize=True)", "sincos_bias"),
     ("softmax", "fourier_bias"),
+    ("relu", "none"),
+    ("softmax", "cayley_string"),
+    ("relu", "circulant_string"),
+    ("favor", "irpe_gate"),
+    ("relu", "string_gate"),
 ]
 
 

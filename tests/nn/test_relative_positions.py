@@ -91,6 +91,12 @@ def test_a_head_must_split_into_pairs_for_every_axis():
         module.apply({}, GRID, 1)
 
 
+def test_a_head_of_odd_depth_has_no_pairs():
+    module = relative_positions.Rope1d(dim=6, heads=2, num_layers=1)
+    with pytest.raises(ValueError, match="divisible by 2, got 3"):
+        module.apply({}, (5,), 0)
+
+
 def test_tables_fit_the_grid_that_they_were_made_for():
     module = relative_positions.RelativeKey(dim=DIM, heads=HEADS, num_layers=1)
     variables = module.init(jax.random.key(0), GRID, 1)

@@ -23,6 +23,12 @@ CLASSES = flags.DEFINE_string(
     "ways. Or all: the images of every class, at the shifts they allow.",
 )
 CHECKPOINT = flags.DEFINE_string("checkpoint", "best", "best or latest.")
+IMAGE_SIZE = flags.DEFINE_integer(
+    "image_size",
+    None,
+    "Size of the images in pixels, if not the one of training: the models' tables of "
+    "positions are resized.",
+)
 DATA_DIR = flags.DEFINE_string("data_dir", None, "The data set, if it has moved.")
 
 
@@ -37,6 +43,7 @@ def main(argv):
             axis=AXIS.value,
             classes=CLASSES.value,
             checkpoint=CHECKPOINT.value,
+            image_size=IMAGE_SIZE.value,
             data_dir=DATA_DIR.value,
         )
     except USER_ERRORS as error:

@@ -83,6 +83,7 @@ def compare(
     axis: str = "x",
     class_name: str = "1",
     checkpoint: str = "best",
+    image_size: int | None = None,
     data_dir: str | None = None,
 ) -> Comparison:
     """Evaluates runs on their test images at every shift.
@@ -93,6 +94,8 @@ def compare(
         axis: ``"x"`` or ``"y"``.
         class_name: The class that is shown alone, by name or number.
         checkpoint: ``"best"`` or ``"latest"``.
+        image_size: Height and width of the images, in pixels, to which the models are
+            resized; None is the size that each was trained on.
         data_dir: Where the data set lies now; None is where it lay in training.
 
     Returns:
@@ -109,7 +112,7 @@ def compare(
         folders = [str(workdir) for workdir in workdirs]
     runs, names = [], []
     for workdir, name in zip(workdirs, folders, strict=True):
-        seeds = load_runs(workdir, checkpoint)
+        seeds = load_runs(workdir, checkpoint, image_size)
         runs += seeds
         names += [
             f"{name}:{run.config.seed}" if len(seeds) > 1 else name for run in seeds

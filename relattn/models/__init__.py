@@ -15,12 +15,24 @@ from relattn import spec
 from relattn.models.gpt import GPT as GPT
 from relattn.models.gpt import generate as generate
 from relattn.models.hybrid import SIZES as SIZES
+from relattn.models.patches import patch_grid as patch_grid
 from relattn.models.performer import Performer as Performer
+from relattn.models.resize import resize_grid as resize_grid
 from relattn.models.vit import ViT as ViT
 
 MODELS = {"performer": Performer, "vit": ViT, "gpt": GPT}
 
-__all__ = ["GPT", "MODELS", "SIZES", "Performer", "ViT", "build_model", "generate"]
+__all__ = [
+    "GPT",
+    "MODELS",
+    "SIZES",
+    "Performer",
+    "ViT",
+    "build_model",
+    "generate",
+    "patch_grid",
+    "resize_grid",
+]
 
 # What the data decides, not the config.
 _OF_DATA = {

@@ -67,6 +67,7 @@ class GPT(nn.Module):
     dropout: float = 0.0
     dtype: Any = jnp.float32
     inputs: ClassVar[str] = "tokens"
+    num_prefix: ClassVar[int] = 0
 
     @nn.compact
     def __call__(
@@ -117,7 +118,7 @@ class GPT(nn.Module):
         encoding = position.of_tokens(jnp.zeros((1, length, self.dim), x.dtype), grid)
         start = 0 if index is None else index
         x = x + jax.lax.dynamic_slice_in_dim(encoding, start, num_tokens, axis=1)
-        layers = position.of_layers(grid, 0)
+        layers = position.of_layers(grid, self.num_prefix)
         if layers is not None and index is None:
             # What follows changes nothing before it, and the encodings fit.
             x = jnp.pad(x, ((0, 0), (0, length - num_tokens), (0, 0)))
@@ -134,7 +135,7 @@ class GPT(nn.Module):
             ),
             positions=layers,
             grid=grid,
-            num_prefix=0,
+            num_prefix=self.num_prefix,
             index=None if index is None else jnp.asarray(index),
             deterministic=deterministic,
         )

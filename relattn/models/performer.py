@@ -63,6 +63,7 @@ class Performer(nn.Module):
     dropout: float = 0.0
     dtype: Any = jnp.float32
     inputs: ClassVar[str] = "images"
+    num_prefix: ClassVar[int] = 1
 
     @nn.compact
     def __call__(
@@ -97,10 +98,10 @@ class Performer(nn.Module):
                 dropout=self.dropout,
                 dtype=self.dtype,
             ),
-            positions=position.of_layers(grid, 1),
+            positions=position.of_layers(grid, self.num_prefix),
             scan=False,
             grid=grid,
-            num_prefix=1,
+            num_prefix=self.num_prefix,
             deterministic=deterministic,
         )
         return Linear(self.num_classes, name="head")(x[:, 0].astype(jnp.float32))

@@ -79,6 +79,7 @@ class ViT(nn.Module):
     head: str = "linear"
     dtype: Any = jnp.float32
     inputs: ClassVar[str] = "images"
+    num_prefix: ClassVar[int] = 1
 
     @nn.compact
     def __call__(
@@ -125,9 +126,9 @@ class ViT(nn.Module):
                 dropout=self.dropout,
                 dtype=self.dtype,
             ),
-            positions=position.of_layers(grid, 1),
+            positions=position.of_layers(grid, self.num_prefix),
             grid=grid,
-            num_prefix=1,
+            num_prefix=self.num_prefix,
             deterministic=deterministic,
         )
         cls = norm(name="norm")(x[:, 0]).astype(jnp.float32)

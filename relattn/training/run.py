@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 from ml_collections import ConfigDict
 
-from relattn.data import DataInfo, EvalSplit, read_info
+from relattn import models
+from relattn.data import DataInfo, EvalSplit, input_shape, read_info
 from relattn.training.checkpoint import checkpoint_steps, read_meta, restore
 from relattn.training.config import complete
 from relattn.training.errors import CheckpointError
@@ -32,7 +33,8 @@ class Run:
     """A trained model and all that it takes to use it.
 
     Attributes:
-        config: The configuration that it was trained with.
+        config: The configuration that it was trained with, but for the
+            ``data.image_size`` that `load_run` was asked for.
         model: The Flax module.
         variables: Parameters and random features, on the host.
         step: Number of updates behind them.
@@ -54,22 +56,32 @@ class Run:
 
 
 def load_run(
-    workdir: str | Path, checkpoint: str = "best", seed: int | None = None
+    workdir: str | Path,
+    checkpoint: str = "best",
+    *,
+    image_size: int | None = None,
+    seed: int | None = None,
 ) -> Run:
     """Loads a run from its directory, without its data.
+
+    With ``image_size`` the model sees images of another size than in training, as many
+    more or fewer patches, and `relattn.models.resize_grid` fits its parameters.
 
     Args:
         workdir: The run directory.
         checkpoint: ``"best"``, by validation accuracy or, of text, loss, or
             ``"latest"``. A run that was never evaluated has no best; its latest is
             loaded.
+        image_size: Height and width, in pixels, of the images that the model is to
+            see; None is those that it was trained on.
         seed: Which of the seeds that were trained together; None for the first.
 
     Returns:
         The run, with the configuration of this one seed.
 
     Raises:
-        ValueError: If ``checkpoint`` is neither, or the seed was not trained.
+        ValueError: If ``checkpoint`` is neither, the model cannot see images of another
+            size, or the seed was not trained.
         CheckpointError: If there is no complete checkpoint, or it is damaged.
     """
     if checkpoint not in ("best", "latest"):
@@ -91,12 +103,14 @@ def load_run(
         meta = read_meta(folder, step)
     task = Task.build(config, read_info(meta["data"]))
     state = restore(folder, step, task.abstract_state)
-    state = select(state, index, len(seeds))
+    variables = select(state, index, len(seeds)).variables
     config.update(seed=seed, num_seeds=1)
+    if image_size is not None:
+        task, variables = _resized(task, variables, image_size)
     return Run(
-        config=config,
+        config=task.config,
         model=task.model,
-        variables=state.variables,
+        variables=variables,
         step=step,
         data=task.info,
         preprocess=task.preprocess,
@@ -105,19 +119,25 @@ def load_run(
     )
 
 
-def load_runs(workdir: str | Path, checkpoint: str = "best") -> list[Run]:
+def load_runs(
+    workdir: str | Path, checkpoint: str = "best", image_size: int | None = None
+) -> list[Run]:
     """Loads every seed of a run, see `load_run`.
 
     Args:
         workdir: The run directory.
         checkpoint: ``"best"`` or ``"latest"``.
+        image_size: Of the images that the model is to see.
 
     Returns:
         One run a seed.
     """
     _, meta = _latest(Path(workdir))
     seeds = seeds_of(complete(meta["config"]))
-    return [load_run(workdir, checkpoint, seed) for seed in seeds]
+    return [
+        load_run(workdir, checkpoint, image_size=image_size, seed=seed)
+        for seed in seeds
+    ]
 
 
 def _latest(workdir: Path) -> tuple[int, dict[str, Any]]:
@@ -130,6 +150,23 @@ def _latest(workdir: Path) -> tuple[int, dict[str, Any]]:
             "and did the run get as far as its first evaluation?"
         )
     return steps[-1], read_meta(folder, steps[-1])
+
+
+def _resized(task: Task, variables: Any, image_size: int) -> tuple[Task, Any]:
+    """The task with images of another size, and the variables for it."""
+    if task.info.kind != "images":
+        raise ValueError(
+            f"image_size={image_size} is of images, but the run was trained on "
+            f"{task.info.kind}"
+        )
+    config = ConfigDict(task.config.to_dict())
+    config.data.image_size = image_size
+    resized = Task.build(config, task.info)
+    grids = [
+        models.patch_grid(*input_shape(of.data, task.info)[:2], task.model.patch_size)
+        for of in (task.config, config)
+    ]
+    return resized, jax.device_get(models.resize_grid(task.model, variables, *grids))
 
 
 Inputs = Float[Array, "batch height width channels"] | Int[Array, "batch n"]

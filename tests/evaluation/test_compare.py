@@ -14,7 +14,14 @@ from relattn.data import load_images
 from relattn.evaluation import compare as compare_lib
 from relattn.evaluation.compare import shift_report
 from relattn.evaluation.shift import shifted_accuracy
-from relattn.training import CheckpointError, load_run, train_and_evaluate
+from relattn.models import resize_grid
+from relattn.training import (
+    CheckpointError,
+    evaluate,
+    load_run,
+    make_predict_fn,
+    train_and_evaluate,
+)
 from tests.evaluation.shifting import moved
 
 ROOT = Path(__file__).parents[2]
@@ -27,6 +34,7 @@ def tiny_config(seed=0):
     config.seed = seed
     config.num_steps = 2
     config.model.num_layers = 1
+    config.model.position = "learned"
     config.progress = False
     return config
 
@@ -91,7 +99,8 @@ def test_report_refuses_what_does_not_fit(workdir, tmp_path, options, message):
 
 
 def test_seeds_of_one_run_are_averaged(workdir, tmp_path, monkeypatch):
-    def load_two(folder, checkpoint):
+    def load_two(folder, checkpoint, image_size):
+        assert image_size is None
         runs = [load_run(folder, checkpoint) for _ in range(2)]
         runs[1].config.seed = 1
         return runs
@@ -100,6 +109,24 @@ def test_seeds_of_one_run_are_averaged(workdir, tmp_path, monkeypatch):
     shift_report([workdir], tmp_path, max_shift=1)
     with (tmp_path / "shift.csv").open() as file:
         assert {row["run"] for row in csv.DictReader(file)} == {"tiny:0 tiny:1"}
+
+
+def test_a_run_sees_images_of_another_size(workdir, tmp_path):
+    trained, run = load_run(workdir), load_run(workdir, image_size=40)
+    size = trained.config.data.image_size
+    assert (size, run.config.data.image_size) == (32, 40)
+    grids = [(side // trained.model.patch_size,) * 2 for side in (size, 40)]
+    expected = resize_grid(trained.model, trained.variables, *grids)
+    chex.assert_trees_all_equal(run.variables, jax.device_get(expected))
+    test = load_images(run.config.data).test
+    small = type(test)(test.images[:16], test.labels[:16])
+    images = run.preprocess({"image": small.images})
+    assert images.shape[1:3] == (40, 40)
+    logits = make_predict_fn(run)(images)
+    right = np.asarray(logits.argmax(axis=-1)) == small.labels
+    assert evaluate(run, small, 16)["accuracy"] == right.mean()
+    found = shifted_accuracy(run, small, max_shift=0)
+    chex.assert_trees_all_equal(found.correct[0], right)
 
 
 def test_a_run_without_checkpoint_is_refused(tmp_path):

@@ -92,7 +92,9 @@ def test_together_they_resume_bit_for_bit(seeds_config, tmp_path, one_device):
         )
     training.train_and_evaluate(seeds_config, parts, devices=one_device)
     for seed in (5, 7):
-        runs = [training.load_run(folder, "latest", seed) for folder in (whole, parts)]
+        runs = [
+            training.load_run(folder, "latest", seed=seed) for folder in (whole, parts)
+        ]
         chex.assert_trees_all_equal(runs[0].variables, runs[1].variables)
     rows = [read_rows(folder / "metrics.jsonl") for folder in (whole, parts)]
     for row in (*rows[0], *rows[1]):

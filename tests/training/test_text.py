@@ -65,6 +65,12 @@ def test_every_token_counts_once(text_config, tmp_path, one_device):
     assert run.data == source.info
 
 
+def test_a_text_has_no_image_size(text_config, tmp_path, one_device):
+    training.train_and_evaluate(text_config, tmp_path, devices=one_device)
+    with pytest.raises(ValueError, match="image_size=8 is of images, but the run was"):
+        training.load_run(tmp_path, image_size=8)
+
+
 def test_a_resumed_run_ends_as_one_never_interrupted(text_config, tmp_path, one_device):
     def on_step(done):
         if done == 11:

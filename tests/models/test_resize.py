@@ -1,0 +1,177 @@
+"""Grids that change: what goes on as it was, what is resized, what is refused."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from relattn import offsets
+from relattn.models import build_model, resize_grid
+from relattn.nn.build import ATTENTIONS, POSITIONS
+from tests import reference
+
+SMALL, LARGE = (3, 5), (5, 7)
+SIZES = {"dim": 8, "heads": 2, "num_layers": 2}
+
+
+def shape_of(leaf):
+    return leaf.shape
+
+
+def offset_grid(grid):
+    return tuple(2 * size - 1 for size in grid)
+
+
+# Where the rows of a position's tables are, and the grid that these rows have.
+TABLES = {
+    "learned": {"table": (0, lambda grid: grid)},
+    "relative_key": {"table": (-2, offset_grid)},
+    "relative_value": {"table": (-2, offset_grid)},
+    "relative_bias": {"table": (-1, offset_grid)},
+    "irpe_gate": {"rows": (-2, lambda g: g[:1]), "columns": (-2, lambda g: g[1:])},
+}
+
+
+def encode(module, params, grid):
+    """The encoding of a layer by place, or by offset, ``[*grid, ...]``."""
+    variables = {"params": params}
+    if module.site == "tokens":
+        tokens = jnp.zeros((1, np.prod(grid), SIZES["dim"]))
+        out = module.apply(variables, tokens, grid)[0]
+        return out.reshape(*grid, -1)
+    if module.site == "none":
+        return jnp.zeros(grid)
+    layer = module.apply(variables, grid, 1)[1]
+    if layer.tables:
+        (table,) = layer.tables.values()
+        rows = table.reshape(2, table.shape[1], -1)[:, : offsets.num_offsets(grid)]
+        return rows.swapaxes(0, 1).reshape(*offset_grid(grid), -1)
+    ones = jnp.ones((1, 2, 1 + np.prod(grid), 4))
+    q, k = layer(ones, ones, jnp.ones((1, 1 + np.prod(grid), 8)))
+    both = jnp.concatenate([q, k], axis=1)[0, :, 1:]
+    return both.swapaxes(0, 1).reshape(*grid, -1)
+
+
+def draw_params(module, grid):
+    """Parameters large enough to be seen."""
+
+    def init(key):
+        if module.site == "tokens":
+            return module.init(key, jnp.zeros((1, np.prod(grid), 8)), grid)
+        return module.init(key, grid, 1)
+
+    if module.site == "none":
+        return {}
+    shapes = jax.eval_shape(init, jax.random.key(0)).get("params", {})
+    rng = np.random.default_rng(0)
+    return jax.tree.map(
+        lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), jnp.float32), shapes
+    )
+
+
+def expected_table(table, axis, old, new):
+    table = np.moveaxis(np.float64(table), axis, 0)
+    rows, rest = int(np.prod(old)), table.shape[1:]
+    resized = reference.resize(table[:rows].reshape(*old, *rest), new)
+    out = np.concatenate([resized.reshape(-1, *rest), table[rows:]])
+    return np.moveaxis(out, 0, axis)
+
+
+@pytest.mark.parametrize("name", TABLES)
+@pytest.mark.parametrize(("old", "new"), [(SMALL, LARGE), (LARGE, SMALL)])
+def test_tables_are_resized_both_ways(name, old, new):
+    module = POSITIONS[name](**SIZES)
+    params = draw_params(module, old)
+    resized = module.resize(params, old, new, 1)
+    wanted = jax.tree.map(shape_of, draw_params(module, new))
+    assert jax.tree.map(shape_of, resized) == wanted
+    jax.eval_shape(lambda params: encode(module, params, new), resized)
+    for table, (axis, grid_of) in TABLES[name].items():
+        expected = expected_table(params[table], axis, grid_of(old), grid_of(new))
+        np.testing.assert_allclose(resized[table], expected, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", sorted(POSITIONS.keys() - TABLES))
+def test_functions_of_the_position_are_the_same_on_every_grid(name):
+    module = POSITIONS[name](**SIZES)
+    params = draw_params(module, SMALL)
+    assert module.resize(params, SMALL, LARGE, 1) is params
+    assert module.resize(params, LARGE, SMALL, 1) is params
+    small, large = jax.jit(
+        lambda params: [encode(module, params, grid) for grid in (SMALL, LARGE)]
+    )(params)
+    if name == "rope1d":
+        # It counts row by row: the beginning of the line.
+        small, large = small.reshape(1, 15, -1), large.reshape(1, 35, -1)
+    # What both grids have; offsets are around zero.
+    centred = small.shape[:2] == offset_grid(SMALL)
+    for axis, size in enumerate(small.shape[:2]):
+        start = (large.shape[axis] - size) // 2 if centred else 0
+        large = large.take(np.arange(start, start + size), axis=axis)
+    np.testing.assert_allclose(large, small, atol=1e-5)
+
+
+def make(grid, **options):
+    config = {"name": "vit", "mlp_dim": 11, "patch_size": 2, **SIZES, **options}
+    shape = (2 * grid[0], 2 * grid[1], 1)
+    model = build_model(config, num_classes=3, image_shape=shape)
+    return model, jax.random.normal(jax.random.key(1), (2, *shape))
+
+
+@pytest.mark.parametrize("position", ["learned + relative_bias", "irpe_gate"])
+def test_a_model_sees_images_of_another_size(position):
+    model, images = make(SMALL, position=position)
+    variables = model.init(jax.random.key(0), images)
+    resized = resize_grid(model, variables, SMALL, LARGE)
+    other, larger = make(LARGE, position=position)
+    expected = jax.eval_shape(other.init, jax.random.key(0), larger)
+    assert jax.tree.map(shape_of, resized) == jax.tree.map(shape_of, expected)
+    assert resized["params"]["head"] is variables["params"]["head"]
+    assert jnp.isfinite(jax.jit(other.apply)(resized, larger)).all()
+    with pytest.raises(ValueError, match="resize its tables by relattn.models.resize"):
+        jax.eval_shape(other.apply, variables, larger)
+    same = resize_grid(model, variables, SMALL, SMALL)
+    assert same["params"] is variables["params"]
+
+
+@pytest.mark.parametrize("attention", ["translution(relative='q')", "lor_translution"])
+def test_translution_belongs_to_its_grid(attention):
+    model, images = make(SMALL, attention=attention)
+    variables = jax.eval_shape(model.init, jax.random.key(0), images)
+    message = (
+        f"attention {attention!r} has matrices for every offset on the grid of 3x5 "
+        "tokens, which have no meaning on one of 5x7"
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        resize_grid(model, variables, SMALL, LARGE)
+    _, larger = make(LARGE, attention=attention)
+    with pytest.raises(ValueError, match=r"Translution's q_table has shape .* grid of"):
+        jax.eval_shape(model.apply, variables, larger)
+
+
+def test_only_translution_does():
+    belonging = [name for name, entry in ATTENTIONS.items() if entry.has_grid_tables]
+    assert belonging == ["translution", "lor_translution"]
+
+
+def test_a_text_model_takes_a_longer_text():
+    def make(length, position):
+        config = {"name": "gpt", "mlp_dim": 11, **SIZES, "position": position}
+        model = build_model(config, vocab_size=13, context_length=length)
+        tokens = jnp.zeros((1, length), jnp.int32)
+        return model, jax.eval_shape(model.init, jax.random.key(0), tokens)
+
+    def resize(position):
+        model, variables = make(7, position)
+        resized = jax.eval_shape(
+            lambda variables: resize_grid(model, variables, (7,), (11,)), variables
+        )
+        return resized, make(11, position)[1]
+
+    for position in ("learned", "irpe_gate", "cayley_string", "string_gate"):
+        resized, expected = (jax.tree.map(shape_of, x) for x in resize(position))
+        assert resized == expected
+    with pytest.raises(ValueError, match="offsets on a line is not resized"):
+        resize("relative_key")

@@ -18,7 +18,7 @@ A run of seconds on the embedded images, for a first look on a CPU:
 
 from ml_collections import ConfigDict
 
-from relattn.spec import closest
+from relattn.arguments import read_arguments
 from relattn.training import default_config
 
 DATASETS = ("mnist", "fashion_mnist", "cifar10")
@@ -46,23 +46,14 @@ def get_config(arguments: str = "") -> ConfigDict:
     Raises:
         ValueError: If an argument does not exist; names the closest.
     """
-    dataset, variant, smoke = "mnist", "constrained_sincos", False
-    for argument in filter(None, arguments.split(",")):
-        if argument in DATASETS:
-            dataset = argument
-        elif argument in VARIANTS:
-            variant = argument
-        elif argument == "smoke":
-            smoke = True
-        else:
-            known = [*DATASETS, *VARIANTS, "smoke"]
-            raise ValueError(
-                f"configs/performer.py has no argument {argument!r}: "
-                + closest(argument, known)
-            )
+    chosen, _ = read_arguments(
+        arguments,
+        "configs/performer.py",
+        {"dataset": DATASETS, "variant": VARIANTS, "cut": CUTS},
+    )
     config = default_config()
-    config.model = ConfigDict(_model(variant))
-    config.data = ConfigDict(_data(dataset))
+    config.model = ConfigDict(_model(chosen.get("variant", "constrained_sincos")))
+    config.data = ConfigDict(_data(chosen.get("dataset", "mnist")))
     config.batch_size = 22
     config.eval_batch_size = 100
     config.num_epochs = 200
@@ -71,8 +62,8 @@ def get_config(arguments: str = "") -> ConfigDict:
     config.optimizer.update(
         name="adam", learning_rate=5e-4, b1=0.9, b2=0.98, clip_norm=0.5
     )
-    if smoke:
-        _shrink(config)
+    if "cut" in chosen:
+        CUTS[chosen["cut"]](config)
     return config.lock()
 
 
@@ -113,3 +104,6 @@ def _shrink(config: ConfigDict) -> None:
     config.num_epochs = 1
     config.redraw_every = 50
     config.early_stopping_epochs = 0
+
+
+CUTS = {"smoke": _shrink}

@@ -25,7 +25,7 @@ A run of seconds on the embedded images, for a first look on a CPU:
 
 from ml_collections import ConfigDict
 
-from relattn.spec import closest
+from relattn.arguments import read_arguments
 from relattn.training import default_config
 
 # Epochs and augmentation.
@@ -41,7 +41,7 @@ def get_config(arguments: str = "") -> ConfigDict:
     """The recipe for data, an attention and a position.
 
     Args:
-        arguments: Any of data, an attention, a position, ``cpu`` and ``smoke``,
+        arguments: Any of data, an attention, a position, and ``cpu`` or ``smoke``,
             separated by commas; by default ``mnist,favor,rope2d``.
 
     Returns:
@@ -50,22 +50,17 @@ def get_config(arguments: str = "") -> ConfigDict:
     Raises:
         ValueError: If an argument does not exist; names the closest.
     """
-    data, attention, position, cuts = "mnist", "favor", "rope2d", []
-    for argument in filter(None, arguments.split(",")):
-        if argument in DATA:
-            data = argument
-        elif argument in ATTENTIONS:
-            attention = argument
-        elif argument in POSITIONS:
-            position = argument
-        elif argument in CUTS:
-            cuts.append(argument)
-        else:
-            known = [*DATA, *ATTENTIONS, *POSITIONS, *CUTS]
-            raise ValueError(
-                f"configs/rpe_vit.py has no argument {argument!r}: "
-                + closest(argument, known)
-            )
+    chosen, _ = read_arguments(
+        arguments,
+        "configs/rpe_vit.py",
+        {
+            "data": DATA,
+            "attention": ATTENTIONS,
+            "position": POSITIONS,
+            "cut": CUTS,
+        },
+    )
+    data, position = chosen.get("data", "mnist"), chosen.get("position", "rope2d")
     epochs, augment = DATA[data]
     config = default_config()
     config.model = ConfigDict(
@@ -76,7 +71,7 @@ def get_config(arguments: str = "") -> ConfigDict:
             "heads": 8,
             "mlp_dim": 512,
             "patch_size": 4,
-            "attention": attention,
+            "attention": chosen.get("attention", "favor"),
             "position": "learned" if position == "none" else f"learned + {position}",
             "attention_dropout": 0.1,
             "dropout": 0.1,
@@ -104,8 +99,8 @@ def get_config(arguments: str = "") -> ConfigDict:
     config.num_epochs = epochs
     config.optimizer.update(name="adamw", learning_rate=3e-4, weight_decay=0.05)
     config.schedule.name = "cosine"
-    for cut in cuts:
-        CUTS[cut](config)
+    if "cut" in chosen:
+        CUTS[chosen["cut"]](config)
     return config.lock()
 
 

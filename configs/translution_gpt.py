@@ -27,20 +27,28 @@ A run of seconds, for a first look on a CPU, and a sample of what it learned:
 
 from ml_collections import ConfigDict
 
+from relattn.arguments import read_arguments
 from relattn.models import SIZES
-from relattn.models.methods import METHODS, method_options, read_arguments
-from relattn.spec import closest
+from relattn.models.methods import METHODS, method_options
 from relattn.training import default_config
 
 DATA = ("tinyshakespeare", "openwebtext")
-OPTIONS = ("rank", "base", "relative", "average", "position", "layers")
+EXAMPLES = [f"{letter}-{length}" for letter in SIZES for length in (160, 512)]
+OPTIONS = {
+    "rank": int,
+    "base": bool,
+    "relative": str,
+    "average": bool,
+    "position": str,
+    "layers": int,
+}
 
 
 def get_config(arguments: str = "") -> ConfigDict:
     """The recipe for data, a size and a method.
 
     Args:
-        arguments: Any of data, a size, a method, options, ``cpu`` and ``smoke``,
+        arguments: Any of data, a size, a method, options, and ``cpu`` or ``smoke``,
             separated by commas; by default ``tinyshakespeare,A-160,lor_translution``.
 
     Returns:
@@ -49,32 +57,24 @@ def get_config(arguments: str = "") -> ConfigDict:
     Raises:
         ValueError: If an argument does not exist; names the closest.
     """
-    words, options = read_arguments(arguments, OPTIONS, "configs/translution_gpt.py")
-    data, size, method, cuts = "tinyshakespeare", "A-160", "lor_translution", []
-    for word in words:
-        letter, dash, length = word.partition("-")
-        if word in DATA:
-            data = word
-        elif word in METHODS:
-            method = word
-        elif word in CUTS:
-            cuts.append(word)
-        elif dash and letter in SIZES and length.isdigit():
-            size = word
-        else:
-            sizes = [f"{name}-{length}" for name in SIZES for length in (160, 512)]
-            raise ValueError(
-                f"configs/translution_gpt.py has no argument {word!r}: "
-                + closest(word, [*DATA, *METHODS, *sizes, *CUTS])
-            )
+    chosen, options = read_arguments(
+        arguments,
+        "configs/translution_gpt.py",
+        {"data": DATA, "method": METHODS, "size": EXAMPLES, "cut": CUTS},
+        patterns={"size": f"[{''.join(SIZES)}]-[0-9]+"},
+        options=OPTIONS,
+    )
+    data = chosen.get("data", "tinyshakespeare")
+    letter, length = chosen.get("size", "A-160").split("-")
     config = default_config()
-    letter, length = size.split("-")
     config.model = ConfigDict(
         {
             "name": "gpt",
             **SIZES[letter],
             "num_relative_layers": options.pop("layers", 0),
-            **method_options(method, "tokens", **options),
+            **method_options(
+                chosen.get("method", "lor_translution"), "tokens", **options
+            ),
             "attention_dropout": 0.0,
             "dropout": 0.0,
             "dtype": "float32",
@@ -98,8 +98,8 @@ def get_config(arguments: str = "") -> ConfigDict:
         name="adamw", learning_rate=3e-4, weight_decay=0.05, clip_norm=1.0
     )
     config.schedule.name = "cosine"
-    for cut in cuts:
-        CUTS[cut](config)
+    if "cut" in chosen:
+        CUTS[chosen["cut"]](config)
     return config.lock()
 
 

@@ -27,20 +27,29 @@ A run of seconds on the embedded images, for a first look on a CPU:
 
 from ml_collections import ConfigDict
 
+from relattn.arguments import read_arguments
 from relattn.models import SIZES
-from relattn.models.methods import METHODS, method_options, read_arguments
-from relattn.spec import closest
+from relattn.models.methods import METHODS, method_options
 from relattn.training import default_config
 
 DATA = ("static", "dynamic", "imagenet")
-OPTIONS = ("rank", "base", "absolute", "relative", "average", "position", "layers")
+EXAMPLES = [f"{letter}/{patch}" for letter in SIZES for patch in (7, 12, 16, 32, 56)]
+OPTIONS = {
+    "rank": int,
+    "base": bool,
+    "absolute": bool,
+    "relative": str,
+    "average": bool,
+    "position": str,
+    "layers": int,
+}
 
 
 def get_config(arguments: str = "") -> ConfigDict:
     """The recipe for data, a size and a method.
 
     Args:
-        arguments: Any of data, a size, a method, options, ``cpu`` and ``smoke``,
+        arguments: Any of data, a size, a method, options, and ``cpu`` or ``smoke``,
             separated by commas; by default ``static,A/12,lor_translution``.
 
     Returns:
@@ -49,35 +58,25 @@ def get_config(arguments: str = "") -> ConfigDict:
     Raises:
         ValueError: If an argument does not exist; names the closest.
     """
-    words, options = read_arguments(arguments, OPTIONS, "configs/translution_vit.py")
-    data, size, method, cuts = "static", "A/12", "lor_translution", []
-    for word in words:
-        letter, slash, patch_size = word.partition("/")
-        if word in DATA:
-            data = word
-        elif word in METHODS:
-            method = word
-        elif word in CUTS:
-            cuts.append(word)
-        elif slash and letter in SIZES and patch_size.isdigit():
-            size = word
-        else:
-            sizes = [
-                f"{name}/{patch}" for name in SIZES for patch in (7, 12, 16, 32, 56)
-            ]
-            raise ValueError(
-                f"configs/translution_vit.py has no argument {word!r}: "
-                + closest(word, [*DATA, *METHODS, *sizes, *CUTS])
-            )
+    chosen, options = read_arguments(
+        arguments,
+        "configs/translution_vit.py",
+        {"data": DATA, "method": METHODS, "size": EXAMPLES, "cut": CUTS},
+        patterns={"size": f"[{''.join(SIZES)}]/[0-9]+"},
+        options=OPTIONS,
+    )
+    data = chosen.get("data", "static")
+    letter, patch_size = chosen.get("size", "A/12").split("/")
     config = default_config()
-    letter, patch_size = size.split("/")
     config.model = ConfigDict(
         {
             "name": "vit",
             **SIZES[letter],
             "patch_size": int(patch_size),
             "num_relative_layers": options.pop("layers", 0),
-            **method_options(method, "images", **options),
+            **method_options(
+                chosen.get("method", "lor_translution"), "images", **options
+            ),
             "attention_dropout": 0.0,
             "dropout": 0.0,
             "dtype": "float32",
@@ -89,8 +88,8 @@ def get_config(arguments: str = "") -> ConfigDict:
     config.num_epochs = 300
     config.optimizer.update(name="adamw", learning_rate=3e-4, weight_decay=0.05)
     config.schedule.name = "cosine"
-    for cut in cuts:
-        CUTS[cut](config)
+    if "cut" in chosen:
+        CUTS[chosen["cut"]](config)
     return config.lock()
 
 

@@ -102,7 +102,7 @@ def test_config_says_how_to_launch_it(name):
         ("translution_vit", "translutoin", "'translutoin': did you mean 'translution'"),
         ("translution_vit", "D/12", "no argument 'D/12': did you mean"),
         ("translution_vit", "ranks=3", "no option 'ranks': did you mean 'rank'"),
-        ("translution_vit", "layers=qk", "needs a number of layers, got 'qk'"),
+        ("translution_vit", "layers=qk", "needs layers=int, got 'qk'"),
         ("translution_gpt", "A/160", "no argument 'A/160': did you mean 'A-160'"),
         ("translution_gpt", "absolute=True", "no option 'absolute'"),
         ("rpe_vit", "mnist,rope", "no argument 'rope': did you mean 'rope2d'"),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Collection
 from typing import Any
 
 from relattn import spec
@@ -56,43 +54,3 @@ def method_options(
         kind = f"{kind}({listed})"
     position = position or (of_images if inputs == "images" else of_text)
     return {"attention": kind, "position": position}
-
-
-def read_arguments(
-    arguments: str, options: Collection[str], where: str
-) -> tuple[list[str], dict[str, Any]]:
-    """Splits a configuration's arguments into words and ``key=value`` options.
-
-    Args:
-        arguments: Separated by commas.
-        options: The keys that there are.
-        where: The configuration's file, for messages.
-
-    Returns:
-        The words, and the options' values: literals where they are, else strings.
-
-    Raises:
-        ValueError: If a key does not exist; names the closest.
-
-    Example:
-        >>> read_arguments("A/12,translution,relative=qk,layers=3",
-        ...                ["relative", "layers"], "configs/x.py")
-        (['A/12', 'translution'], {'relative': 'qk', 'layers': 3})
-    """
-    words, found = [], {}
-    for argument in filter(None, arguments.split(",")):
-        key, equals, value = argument.partition("=")
-        if not equals:
-            words.append(argument)
-        elif key not in options:
-            raise ValueError(
-                f"{where} has no option {key!r}: {spec.closest(key, options)}"
-            )
-        else:
-            try:
-                found[key] = ast.literal_eval(value)
-            except (ValueError, SyntaxError):
-                found[key] = value
-    if not isinstance(found.get("layers", 0), int):
-        raise ValueError(f"{where} needs a number of layers, got {found['layers']!r}")
-    return words, found

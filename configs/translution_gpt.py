@@ -17,7 +17,9 @@ layers and softmax in the rest.
 
 The argument ``cpu`` is a small GPT, 2 layers of dim 128 with 64 tokens of context, for
 1,000 steps of 12 windows of tinyshakespeare, evaluated every 200: a budget for CPU
-cores.
+cores. ``python -m relattn.evaluation.study --preset=translution_text`` measured
+validation losses of 2.130 (``self_attention``), 1.935 (``rope``), 1.890
+(``lor_translution``) and 1.878 (``translution``) nats a byte, with one seed.
 
 A run of seconds, for a first look on a CPU, and a sample of what it learned:
 

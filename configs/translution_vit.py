@@ -18,7 +18,11 @@ its first three layers and softmax in the rest.
 The argument ``cpu`` keeps the model and cuts the rest to a budget for two CPU cores:
 of MNIST the images that ship with the package, 4,750 of them to train on, and 200 steps
 of 32 images where they are static, 1,000 where they are dynamic, which take longer to
-learn; evaluated five times.
+learn; evaluated five times. ``python -m relattn.evaluation.study
+--preset=translution_table2_cpu`` measured, with one seed, on static and dynamic test
+images: self-attention 88.9% and 14.4%, LoR-Translution 88.0% and 20.8%, Translution
+88.1% and 16.9%; trained on dynamic ones, on dynamic ones, self-attention 22.6% and
+LoR-Translution 31.7%.
 
 A run of seconds on the embedded images, for a first look on a CPU:
 

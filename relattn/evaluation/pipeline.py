@@ -59,7 +59,7 @@ def measure(
     )
     data = data_lib.load_data(config.data)
     task = Task.build(config, data.info)
-    step = parallel.train_step(task.make_train_step(parallel.axis_name))
+    step = parallel.train_step(task.make_train_step(parallel))
     state, key = parallel.replicate(task.create_state()), task.key
 
     def turn(batches: Iterator[Any]) -> float:

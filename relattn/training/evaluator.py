@@ -49,7 +49,8 @@ class Evaluator:
         step = make_eval_step(
             model, preprocess, top5=top5, axis_name=parallel.axis_name
         )
-        self._step = parallel.eval_step(map_eval_step(step, num_seeds))
+        step = map_eval_step(step, num_seeds, parallel.platform)
+        self._step = parallel.eval_step(step)
         self._num_seeds = num_seeds
 
     def __call__(

@@ -133,7 +133,7 @@ class _Loop:
         else:
             state = task.create_state()
         self.state = parallel.replicate(state)
-        self.train_step = parallel.train_step(task.make_train_step(parallel.axis_name))
+        self.train_step = parallel.train_step(task.make_train_step(parallel))
         self.evaluator = Evaluator(
             task.model, task.preprocess, task.info, parallel, len(task.seeds)
         )

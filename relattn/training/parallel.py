@@ -35,6 +35,11 @@ class DataParallel:
         """Uses the given devices, or all local ones."""
         self.devices = tuple(devices or jax.local_devices())
 
+    @property
+    def platform(self) -> str:
+        """Of the devices: "cpu", "gpu" or "tpu"."""
+        return self.devices[0].platform
+
     def check_batch(self, key: str, batch_size: int, parts: int = 1) -> None:
         """Raises unless a global batch splits evenly over the devices.
 

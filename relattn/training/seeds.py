@@ -1,4 +1,4 @@
-"""Seeds that train together: stacked along a leading axis and mapped by vmap.
+"""Seeds that train together: stacked along a leading axis, mapped in one program.
 
 One seed has no such axis: nothing here touches it.
 """
@@ -19,6 +19,9 @@ from relattn.training.state import TrainState
 
 # The seeds share the step, so that what depends on it alone stays a branch.
 STATE_AXES = TrainState(step=None, params=0, opt_state=0, random_features=0)
+
+# Where products of stacked matrices are slower than one product after the other.
+ONE_BY_ONE = ("cpu",)
 
 
 def seeds_of(config: ConfigDict) -> range:
@@ -54,32 +57,57 @@ def map_create(
     return jax.vmap(create, out_axes=STATE_AXES)
 
 
-def map_train_step(step: Callable[..., Any], num_seeds: int) -> Callable[..., Any]:
+def map_train_step(
+    step: Callable[..., Any], num_seeds: int, platform: str
+) -> Callable[..., Any]:
     """From the update of one seed to that of stacked states, batches and keys.
 
     Args:
         step: As `relattn.training.step.make_train_step` makes it.
         num_seeds: 1 for the function itself.
+        platform: Of the devices: of `ONE_BY_ONE`, or the seeds are mapped by vmap.
 
     Returns:
         The function; its metrics have a leading axis of seeds.
     """
     if num_seeds == 1:
         return step
-    return jax.vmap(step, in_axes=(STATE_AXES, 0, 0), out_axes=(STATE_AXES, 0))
+    if platform not in ONE_BY_ONE:
+        return jax.vmap(step, in_axes=(STATE_AXES, 0, 0), out_axes=(STATE_AXES, 0))
+
+    def one_by_one(state: TrainState, batch: Any, key: Any) -> tuple[TrainState, Any]:
+        def update(of_seed: tuple[TrainState, Any, Any]) -> tuple[TrainState, Any]:
+            rest, batch, key = of_seed
+            new, metrics = step(rest.replace(step=state.step), batch, key)
+            return new.replace(step=()), metrics
+
+        rest = state.replace(step=())
+        rest, metrics = jax.lax.map(update, (rest, batch, key))
+        return rest.replace(step=state.step + 1), metrics
+
+    return one_by_one
 
 
-def map_eval_step(step: Callable[..., Any], num_seeds: int) -> Callable[..., Any]:
+def map_eval_step(
+    step: Callable[..., Any], num_seeds: int, platform: str
+) -> Callable[..., Any]:
     """From the evaluation of one seed to that of stacked variables on one batch.
 
     Args:
         step: As `relattn.training.step.make_eval_step` makes it.
         num_seeds: 1 for the function itself.
+        platform: As in `map_train_step`.
 
     Returns:
         The function; its sums have a leading axis of seeds.
     """
-    return step if num_seeds == 1 else jax.vmap(step, in_axes=(0, None))
+    if num_seeds == 1:
+        return step
+    if platform not in ONE_BY_ONE:
+        return jax.vmap(step, in_axes=(0, None))
+    return lambda variables, batch: jax.lax.map(
+        lambda of_seed: step(of_seed, batch), variables
+    )
 
 
 def select(state: TrainState, index: int, num_seeds: int) -> TrainState:

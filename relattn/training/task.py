@@ -17,6 +17,7 @@ from ml_collections import ConfigDict
 from relattn import data as data_lib
 from relattn import models
 from relattn.data import DataInfo
+from relattn.training.parallel import DataParallel
 from relattn.training.schedule import make_optimizer, make_schedule
 from relattn.training.seeds import map_create, map_train_step, seeds_of
 from relattn.training.state import TrainState, create_state
@@ -106,11 +107,11 @@ class Task:
         )
         return jax.jit(map_create(create, len(self.seeds)))(self.key)
 
-    def make_train_step(self, axis_name: str) -> TrainStep:
+    def make_train_step(self, parallel: DataParallel) -> TrainStep:
         """The update, a pure function; of several seeds on stacked arguments.
 
         Args:
-            axis_name: The axis of the devices.
+            parallel: The devices that it will be mapped over.
         """
         step = make_train_step(
             self.model,
@@ -118,9 +119,9 @@ class Task:
             self.preprocess,
             redraw_every=self.config.redraw_every,
             accumulate_steps=self.config.accumulate_steps,
-            axis_name=axis_name,
+            axis_name=parallel.axis_name,
         )
-        return map_train_step(step, len(self.seeds))
+        return map_train_step(step, len(self.seeds), parallel.platform)
 
     @functools.cached_property
     def abstract_state(self) -> TrainState:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from relattn import training
-from relattn.training import loop
+from relattn.training import loop, seeds
 from relattn.training.checkpoint import checkpoint_steps
 from relattn.training.metrics import read_rows
 from tests.training.conftest import make_data
@@ -40,7 +40,10 @@ def seeds_config(config):
     return config
 
 
-def test_each_seed_is_as_if_alone(seeds_config, tmp_path):
+@pytest.mark.parametrize("one_by_one", [True, False])
+def test_each_seed_is_as_if_alone(seeds_config, tmp_path, monkeypatch, one_by_one):
+    if not one_by_one:
+        monkeypatch.setattr(seeds, "ONE_BY_ONE", ())
     devices = jax.local_devices()[:2]
     together = training.train_and_evaluate(
         seeds_config, tmp_path / "all", devices=devices
@@ -50,7 +53,8 @@ def test_each_seed_is_as_if_alone(seeds_config, tmp_path):
     assert (together["step"], together["num_steps"]) == (15, 15)
     rows = read_rows(tmp_path / "all" / "metrics.jsonl")
     seeds_config.num_seeds = 1
-    for run in together["runs"][::2]:
+    # Of one program a seed is enough.
+    for run in together["runs"][2 * one_by_one :: 2]:
         seeds_config.seed = seed = run.pop("seed")
         alone = tmp_path / str(seed)
         result = training.train_and_evaluate(seeds_config, alone, devices=devices)

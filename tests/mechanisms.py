@@ -68,7 +68,7 @@ def toeplitz(q, k, v, bias, key_mask=None):
 
 def causal_toeplitz(q, k, v, bias, key_mask=None):
     return kernels.causal_toeplitz_linear_attention(
-        q, k, v, feature_map("positive"), bias, key_mask=key_mask, dense_size=4
+        q, k, v, feature_map("positive"), bias, key_mask=key_mask, dense_size=7
     )
 
 

@@ -76,10 +76,10 @@ def cayley_string(
             of another depth.
 
     Example:
-        >>> half = jnp.full((1, 1), jnp.pi)
-        >>> out = cayley_string(jnp.eye(2)[:1], half, cayley_matrix(jnp.ones(1)))
-        >>> out.round(3).tolist()
-        [[-1.0, 0.0]]
+        >>> quarter = jnp.full((1, 1), jnp.pi / 2)
+        >>> x = jnp.ones((1, 2))
+        >>> cayley_string(x, quarter, cayley_matrix(jnp.ones(1))).round().tolist()
+        [[-1.0, 1.0]]
 
     Source:
         Schenck et al., Learning the RoPEs: Better 2D and 3D Position Encodings with
@@ -131,8 +131,8 @@ def circulant_angles(
 
     Example:
         >>> c = jnp.array([[0.0, 1.0, 0.0, 0.0]])
-        >>> circulant_angles(np.array([[3.0]]), c).round(3).tolist()
-        [[0.0, -6.0, 0.0]]
+        >>> circulant_angles(np.array([[3.0]]), c).round().astype(int).tolist()
+        [[0, -6, 0]]
 
     Source:
         Schenck et al., Learning the RoPEs: Better 2D and 3D Position Encodings with
@@ -209,8 +209,8 @@ def circulants_of(
         ValueError: If there is not one frequency for each component that can turn.
 
     Example:
-        >>> circulants_of(jnp.ones((1, 1)), 4).round(3).tolist()
-        [[-0.0, -0.25, 0.0, 0.25]]
+        >>> (8 * circulants_of(jnp.ones((1, 1)), 4)).round().astype(int).tolist()
+        [[0, -2, 0, 2]]
     """
     components = (depth - 1) // 2
     if components < 1 or frequencies.shape[-2] != components:

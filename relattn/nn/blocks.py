@@ -162,12 +162,16 @@ def transformer_blocks(
     return x
 
 
-def _not_of_parameters(primitive: Any, *_: Any, **__: Any) -> bool:
+def _not_of_parameters(primitive: Any, *inputs: Any, **_: Any) -> bool:
     """What to keep for the backward pass: no reshaped or cast copies of parameters.
 
     A layer's parameters themselves cost nothing, since they are an input of the scan.
+    Complex numbers, of an FFT, are computed anew: JAX cannot keep them.
     """
-    return primitive.name not in ("reshape", "convert_element_type")
+    if any(jnp.iscomplexobj(x) for x in inputs):
+        return False
+    names = ("reshape", "convert_element_type", "fft", "complex")
+    return primitive.name not in names
 
 
 def _equal_layers(

@@ -68,6 +68,7 @@ class Rope2dMixed(LearnedRotation):
         interleaved: Pairs are neighbours (2 t, 2 t + 1), not (t, t + depth / 2).
 
     Example:
+        >>> import jax
         >>> module = Rope2dMixed(dim=12, heads=2, num_layers=3)
         >>> layers, _ = module.init_with_output(jax.random.key(0), (2, 3), 1)
         >>> layers[0].angles.shape
@@ -110,6 +111,7 @@ class CayleyString(LearnedRotation):
     `Rope2dMixed`. Products depend on p_i - p_j only. Prefix tokens do not turn.
 
     Example:
+        >>> import jax
         >>> module = CayleyString(dim=12, heads=2, num_layers=3)
         >>> layers, _ = module.init_with_output(jax.random.key(0), (5,), 0)
         >>> layers[0].angles.shape, layers[0].matrix.shape
@@ -149,6 +151,7 @@ class CirculantString(LearnedRotation):
     depend on p_i - p_j only. Prefix tokens do not turn.
 
     Example:
+        >>> import jax
         >>> module = CirculantString(dim=10, heads=2, num_layers=3)
         >>> layers, variables = module.init_with_output(jax.random.key(0), (2, 3), 1)
         >>> layers[0].angles.shape, variables["params"]["circulants"].shape

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from relattn import spec
-from relattn.kernels import banded, linear, random_features, unit_norm
+from relattn.kernels import banded, linear, random_features
+from relattn.kernels.unit_norm import unit_norm
 from relattn.nn.attention import Context
 from relattn.nn.linear_attention import LinearAttention
 
@@ -126,7 +127,7 @@ class FavorAttention(RandomFeatureAttention):
         feature_map = super().feature_map(depth)
         if not self.normalize:
             return feature_map
-        return lambda x: feature_map(unit_norm.unit_norm(x))
+        return lambda x: feature_map(unit_norm(x))
 
 
 class BandedAttention(RandomFeatureAttention):

@@ -32,20 +32,24 @@ def test_scores_do_not_change_under_a_common_shift(string, depth):
     places = offsets.grid_positions(GRID)
     q, k = jax.random.normal(jax.random.key(2), (2, 15, depth))
 
+    @jax.jit
     def scores(shift):
-        turn = string(places + np.float32(shift))
+        turn = string(places + shift)
         return turn(q) @ turn(k).T
 
-    before = scores((0.0, 0.0))
-    np.testing.assert_allclose(scores((7.0, -3.0)), before, atol=5e-5)
+    before = scores(np.float32([0.0, 0.0]))
+    np.testing.assert_allclose(scores(np.float32([7.0, -3.0])), before, atol=5e-5)
     assert np.abs(before - q @ k.T).max() > 0.1
 
 
 @both
 def test_rotations_are_orthogonal_and_add_up(string, depth):
+    @jax.jit
+    def turned(place):
+        return string(jnp.broadcast_to(place, (depth, 2)))(jnp.eye(depth))
+
     def matrix(*place):
-        turn = string(np.broadcast_to(np.float32(place), (depth, 2)))
-        return np.asarray(turn(jnp.eye(depth)))
+        return np.asarray(turned(np.float32(place)))
 
     first, second = matrix(2.0, -1.0), matrix(0.5, 3.0)
     np.testing.assert_allclose(first @ first.T, np.eye(depth), atol=2e-6)
@@ -56,14 +60,18 @@ def test_rotations_are_orthogonal_and_add_up(string, depth):
 
 @both
 def test_prefix_tokens_and_dtypes_are_kept(string, depth):
-    x = jax.random.normal(jax.random.key(2), (17, depth))
-    turn = string(offsets.grid_positions(GRID, 2) + 1, num_prefix=2)
-    np.testing.assert_allclose(turn(x)[:2], x[:2], atol=2e-6)
-    assert (np.abs(turn(x)[2:] - x[2:]).max(axis=1) > 0.1).all()
-    assert turn(x.astype(jnp.bfloat16)).dtype == jnp.bfloat16
+    x = np.random.default_rng(0).normal(size=(17, depth)).astype(np.float32)
+    turn = jax.jit(
+        lambda x: string(offsets.grid_positions(GRID, 2) + 1, num_prefix=2)(x)
+    )
+    out = np.asarray(turn(jnp.asarray(x)))
+    np.testing.assert_allclose(out[:2], x[:2], atol=2e-6)
+    assert (np.abs(out[2:] - x[2:]).max(axis=1) > 0.1).all()
+    half = jax.ShapeDtypeStruct(x.shape, jnp.bfloat16)
+    assert jax.eval_shape(turn, half).dtype == jnp.bfloat16
 
 
-@pytest.mark.parametrize("depth", [3, 4, 7, 8])
+@pytest.mark.parametrize("depth", [3, 8])
 def test_circulants_turn_fourier_components_by_their_frequencies(depth):
     components = (depth - 1) // 2
     w = jax.random.normal(jax.random.key(0), (5, components, 2))

@@ -16,7 +16,7 @@ HEADS, DEPTH, VALUE_DEPTH = 2, 5, 3
 PROJECTION = kernels.draw_orthogonal(jax.random.key(1), 13, DEPTH)
 feature_map = functools.partial(compare.feature_map, projection=PROJECTION)
 naive_map = functools.partial(compare.naive_map, projection=PROJECTION)
-NAMES = ["positive", "trigonometric", "relu"]
+NAMES = ["positive", "trigonometric"]
 
 
 def draw_inputs(n, rows):
@@ -39,8 +39,7 @@ def naive(q, k, v, bias, *, name, allowed, rows):
         ((3, 5), 0, False, "trigonometric", True, {"dense_size": 14}),
         ((7,), 1, False, "relu", False, {"dense_size": 0, "block_size": 5}),
         ((5, 3), 1, True, "positive", True, {"chunk_size": 6}),
-        ((2, 5), 2, False, "trigonometric", True, {}),
-        ((7,), 1, True, "relu", False, {"chunk_size": 3}),
+        ((7,), 2, False, "trigonometric", True, {"chunk_size": 3}),
         ((1, 1), 1, True, "positive", False, {}),
     ],
 )
@@ -107,7 +106,7 @@ def test_causal_equals_the_reference(n, name, options):
     )
 
 
-@pytest.mark.parametrize("name", ["positive", "trigonometric"])
+@pytest.mark.parametrize("name", NAMES)
 def test_the_future_changes_nothing_bit_for_bit(name):
     n = 23
     q, k, v, bias = draw_inputs(n, 2 * n - 1)
@@ -126,7 +125,7 @@ def test_the_future_changes_nothing_bit_for_bit(name):
         np.testing.assert_array_equal(attend(*loud)[:, :first], out[:, :first])
 
 
-@pytest.mark.parametrize("name", ["positive", "trigonometric"])
+@pytest.mark.parametrize("name", NAMES)
 def test_rows_without_keys_give_zeros_and_finite_gradients(name):
     n = 11
     inputs = draw_inputs(n, 2 * n - 1)
@@ -189,9 +188,13 @@ def test_a_longer_table_and_a_common_bias_change_nothing():
 
 def test_no_bias_is_plain_linear_attention():
     q, k, v, _ = draw_inputs(13, 1)
-    out = kernels.toeplitz_linear_attention(
-        q, k, v, feature_map("positive"), jnp.zeros(35), grid=(3, 4), num_prefix=1
+    attend = functools.partial(
+        kernels.toeplitz_linear_attention,
+        feature_map=feature_map("positive"),
+        grid=(3, 4),
+        num_prefix=1,
     )
+    out = jax.jit(attend)(q, k, v, bias=jnp.zeros(35))
     plain = kernels.linear_attention(q, k, v, feature_map("positive"))
     np.testing.assert_allclose(out, plain, atol=1e-6)
 

@@ -151,7 +151,7 @@ def translation_error(
 
     def outputs(index):
         features = redraw(variables.get("random_features", {}), draw_key, index)
-        state = {"params": params, "random_features": features}
+        state = {**variables, "params": params, "random_features": features}
         return jnp.stack(
             [layer.apply(state, x, grid, mask)[0, i] for x, mask, i in (placed, moved)]
         )

@@ -153,7 +153,12 @@ def transformer_blocks(
 
         x, _ = nn.scan(
             nn.remat(body, prevent_cse=False, policy=_not_of_parameters),
-            variable_axes={"params": 0, "cache": 0, "intermediates": 0},
+            variable_axes={
+                "params": 0,
+                "batch_stats": 0,
+                "cache": 0,
+                "intermediates": 0,
+            },
             split_rngs={"params": True, "dropout": True},
             length=last - first,
             # Nothing is shared by the layers; looking for it would trace them twice.

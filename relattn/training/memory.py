@@ -28,10 +28,10 @@ def state_bytes(state: TrainState) -> int:
 
     Example:
         >>> params = {"w": jax.ShapeDtypeStruct((3, 5), "float32")}
-        >>> state_bytes(TrainState(0, params, (params, params), {}))
+        >>> state_bytes(TrainState(0, params, (params, params), {}, {}))
         240
     """
-    return 2 * _bytes(state.params) + _bytes((state.opt_state, state.random_features))
+    return 2 * _bytes(state.params) + _bytes((state.opt_state, state.collections))
 
 
 def _bytes(tree: Any) -> int:

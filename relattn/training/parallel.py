@@ -9,9 +9,8 @@ import flax.jax_utils
 import jax
 import numpy as np
 
+from relattn.nn.batch_statistics import DEVICE_AXIS
 from relattn.training.step import Batch, Metrics, TrainStep
-
-AXIS = "devices"
 
 
 class DataParallel:
@@ -29,7 +28,7 @@ class DataParallel:
         (1, 5)
     """
 
-    axis_name = AXIS
+    axis_name = DEVICE_AXIS
 
     def __init__(self, devices: Sequence[jax.Device] | None = None):
         """Uses the given devices, or all local ones."""
@@ -64,7 +63,9 @@ class DataParallel:
 
     def replicate(self, tree: Any) -> Any:
         """Puts a copy of every array on every device, along a new leading axis."""
-        return flax.jax_utils.replicate(tree, devices=self.devices, axis_name=AXIS)
+        return flax.jax_utils.replicate(
+            tree, devices=self.devices, axis_name=DEVICE_AXIS
+        )
 
     def fetch(self, tree: Any) -> Any:
         """The first device's copy of replicated arrays, copied to NumPy arrays."""
@@ -85,8 +86,10 @@ class DataParallel:
             Arrays with a new leading axis of devices.
         """
         n = len(self.devices)
-        mesh = jax.sharding.Mesh(np.array(self.devices), (AXIS,))
-        sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(AXIS))
+        mesh = jax.sharding.Mesh(np.array(self.devices), (DEVICE_AXIS,))
+        sharding = jax.sharding.NamedSharding(
+            mesh, jax.sharding.PartitionSpec(DEVICE_AXIS)
+        )
         parts = {}
         for key, value in batch.items():
             before, (size, *after) = value.shape[:axis], value.shape[axis:]
@@ -98,7 +101,7 @@ class DataParallel:
         """Maps an update over the devices; the old state's memory is reused."""
         return jax.pmap(
             step,
-            axis_name=AXIS,
+            axis_name=DEVICE_AXIS,
             in_axes=(0, 0, None),
             donate_argnums=0,
             devices=self.devices,
@@ -108,4 +111,4 @@ class DataParallel:
         self, step: Callable[[Any, Batch], Metrics]
     ) -> Callable[[Any, Batch], Metrics]:
         """Maps an evaluation step over the devices."""
-        return jax.pmap(step, axis_name=AXIS, devices=self.devices)
+        return jax.pmap(step, axis_name=DEVICE_AXIS, devices=self.devices)

@@ -36,7 +36,7 @@ class Run:
         config: The configuration that it was trained with, but for the
             ``data.image_size`` that `load_run` was asked for.
         model: The Flax module.
-        variables: Parameters and random features, on the host.
+        variables: Parameters, random features and moving statistics, on the host.
         step: Number of updates behind them.
         data: The description of the training data.
         preprocess: From a batch, such as ``{"image": uint8 [batch, h, w, channels]}``,

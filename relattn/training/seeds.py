@@ -18,7 +18,9 @@ from relattn.data import Batch, DataSource, Loader
 from relattn.training.state import TrainState
 
 # The seeds share the step, so that what depends on it alone stays a branch.
-STATE_AXES = TrainState(step=None, params=0, opt_state=0, random_features=0)
+STATE_AXES = TrainState(
+    step=None, params=0, opt_state=0, random_features=0, batch_stats=0
+)
 
 # Where products of stacked matrices are slower than one product after the other.
 ONE_BY_ONE = ("cpu",)
@@ -122,7 +124,7 @@ def select(state: TrainState, index: int, num_seeds: int) -> TrainState:
         As if the seed had been trained alone.
 
     Example:
-        >>> state = TrainState(7, np.array([1.0, 2.0]), (), {})
+        >>> state = TrainState(7, np.array([1.0, 2.0]), (), {}, {})
         >>> float(select(state, 1, 2).params), select(state, 1, 2).step
         (2.0, 7)
     """

@@ -14,6 +14,8 @@ from jaxtyping import Array, Key
 
 from relattn.kernels.random_features import redraw
 
+CARRIED = ("params", "random_features", "batch_stats")
+
 
 @flax.struct.dataclass
 class TrainState:
@@ -24,17 +26,27 @@ class TrainState:
         params: Parameters.
         opt_state: State of the optimiser.
         random_features: The collection of random projections, perhaps empty.
+        batch_stats: The collection of moving statistics, float arrays, perhaps empty.
     """
 
     step: Any
     params: Any
     opt_state: Any
     random_features: Any
+    batch_stats: Any
 
     @property
     def variables(self) -> dict[str, Any]:
         """What the model is applied with."""
-        return {"params": self.params, "random_features": self.random_features}
+        return {"params": self.params, **self.collections}
+
+    @property
+    def collections(self) -> dict[str, Any]:
+        """What the model is applied with beside its parameters."""
+        return {
+            "random_features": self.random_features,
+            "batch_stats": self.batch_stats,
+        }
 
 
 def stream_key(key: Key[Array, ""], name: str) -> Key[Array, ""]:
@@ -91,10 +103,10 @@ def create_state(
     }
     variables = model.init(rngs, jnp.zeros((1, *input_shape), dtype))
     for collection in variables:
-        if collection not in ("params", "random_features", "intermediates"):
+        if collection not in (*CARRIED, "intermediates"):
             raise ValueError(
                 f"the model keeps a collection {collection!r}; training carries "
-                "'params' and 'random_features' only"
+                f"{', '.join(map(repr, CARRIED))} only"
             )
     params = variables["params"]
     return TrainState(
@@ -102,4 +114,5 @@ def create_state(
         params=params,
         opt_state=optimizer.init(params),
         random_features=redraw(variables.get("random_features", {}), key, 0),
+        batch_stats=variables.get("batch_stats", {}),
     )

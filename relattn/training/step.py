@@ -58,7 +58,10 @@ def make_train_step(
     A batch holds what ``preprocess`` reads and ``label``; ``key`` is the run's key.
     Dropout's key is a function of (key, step, device, part). After the update, where
     the number of updates enters a new index r = step // redraw_every, every projection
-    is drawn anew for (key, its layer, r), the same on every device.
+    is drawn anew for (key, its layer, r), the same on every device. Moving statistics
+    are updated once, by the mean over the devices and the parts of what each makes of
+    them; modules take the moments of all devices together by
+    `relattn.nn.batch_statistics.mean_over_devices`, those of each part apart.
 
     Args:
         model: Applied with ``deterministic=False`` and a ``dropout`` key.
@@ -103,25 +106,27 @@ def make_train_step(
 
     def gradients(
         state: TrainState, batch: Batch, key: Key[Array, ""]
-    ) -> tuple[Any, Metrics]:
+    ) -> tuple[Any, Metrics, Any]:
         inputs = preprocess(batch)
 
-        def loss_fn(params: Any) -> tuple[Array, Metrics]:
-            logits, sown = model.apply(
-                {"params": params, "random_features": state.random_features},
+        def loss_fn(params: Any) -> tuple[Array, tuple[Metrics, Any]]:
+            logits, updated = model.apply(
+                {"params": params, **state.collections},
                 inputs,
                 deterministic=False,
                 rngs={"dropout": key},
-                mutable=["intermediates"],
+                mutable=["intermediates", "batch_stats"],
             )
             loss = cross_entropy(logits, batch["label"]).mean()
             correct = logits.argmax(-1) == batch["label"]
             metrics = {"accuracy": correct.astype(jnp.float32).mean()}
-            metrics |= scalars(sown.get("intermediates", {}))
-            return loss, metrics
+            metrics |= scalars(updated.get("intermediates", {}))
+            return loss, (metrics, updated.get("batch_stats", {}))
 
-        (loss, metrics), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
-        return grads, {**metrics, "loss": loss}
+        (loss, (metrics, batch_stats)), grads = jax.value_and_grad(
+            loss_fn, has_aux=True
+        )(state.params)
+        return grads, {**metrics, "loss": loss}, batch_stats
 
     def train_step(
         state: TrainState, batch: Batch, key: Key[Array, ""]
@@ -130,9 +135,9 @@ def make_train_step(
         dropout_key = jax.random.fold_in(stream_key(key, "dropout"), state.step)
         dropout_key = jax.random.fold_in(dropout_key, device)
         if accumulate_steps == 1:
-            grads, metrics = gradients(state, batch, dropout_key)
+            results = gradients(state, batch, dropout_key)
         else:
-            grads, metrics = _mean_over_parts(
+            results = _mean_over_parts(
                 lambda part, index: gradients(
                     state, part, jax.random.fold_in(dropout_key, index)
                 ),
@@ -140,7 +145,8 @@ def make_train_step(
                 accumulate_steps,
             )
         if axis_name is not None:
-            grads, metrics = jax.lax.pmean((grads, metrics), axis_name)
+            results = jax.lax.pmean(results, axis_name)
+        grads, metrics, batch_stats = results
         metrics["grad_norm"] = optax.tree.norm(grads)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         step = state.step + 1
@@ -149,6 +155,7 @@ def make_train_step(
             params=optax.apply_updates(state.params, updates),
             opt_state=opt_state,
             random_features=_redrawn(state.random_features, key, step, redraw_every),
+            batch_stats=batch_stats,
         )
         return new_state, metrics
 

@@ -28,6 +28,7 @@ def make_state(step, width=5):
         params=params,
         opt_state=optax.chain(optax.clip(1.0), optax.adam(0.1)).init(params),
         random_features={},
+        batch_stats={},
     )
     return jax.tree.map(np.array, state)
 
@@ -163,6 +164,21 @@ def test_another_model_is_refused_with_the_differing_paths(folder):
     smaller = template.replace(params={}, opt_state=())
     with pytest.raises(CheckpointError, match=r"float32\[3,5\] there, absent now"):
         restore(folder, 7, smaller)
+
+
+def test_a_checkpoint_of_before_there_were_statistics(tmp_path):
+    state = make_state(7)
+    before = {name: value for name, value in vars(state).items() if value != {}}
+    assert set(before) == {"step", "params", "opt_state"}
+    writer = CheckpointWriter(tmp_path)
+    writer.save(7, before, {}, [0.5])
+    writer.close()
+    jax.tree.map(np.testing.assert_array_equal, restore(tmp_path, 7, state), state)
+    template = state.replace(batch_stats={"norm": {"mean": np.zeros(3, np.float32)}})
+    with pytest.raises(
+        CheckpointError, match=r"batch_stats/norm/mean: absent there, float32\[3\] now"
+    ):
+        restore(tmp_path, 7, template)
 
 
 def test_a_file_in_place_of_the_folder(tmp_path):

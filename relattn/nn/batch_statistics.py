@@ -1,0 +1,96 @@
+"""Moving statistics of batches, the same on one device and on many.
+
+A module keeps them in the collection ``batch_stats``, which training carries from
+update to update and evaluation leaves alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+# The axis of the devices, wherever data parallelism binds one.
+DEVICE_AXIS = "devices"
+
+# PyTorch's defaults, with which the published models were trained.
+MOMENTUM = 0.9
+EPSILON = 1e-5
+
+
+def mean_over_devices(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """The mean of an array over the devices that share a batch.
+
+    mean_d x_d under a parallel map over the axis `DEVICE_AXIS`, x itself elsewhere: so
+    a module's statistics are those of the whole batch, and it need not know whether
+    there are devices.
+
+    Args:
+        x: Of each device an array of the same shape, such as the moments of its part
+            of the batch.
+
+    Returns:
+        The same on every device.
+
+    Example:
+        >>> float(mean_over_devices(jnp.float32(3)))
+        3.0
+        >>> mean = jax.vmap(mean_over_devices, axis_name=DEVICE_AXIS)
+        >>> mean(jnp.array([1.0, 2.0, 6.0])).tolist()
+        [3.0, 3.0, 3.0]
+    """
+    try:
+        return jax.lax.pmean(x, DEVICE_AXIS)
+    except NameError:
+        # No such axis is bound: one device has the whole batch.
+        return x
+
+
+class BatchNorm(nn.Module):
+    """Batch normalisation over all axes but the last, and over the devices.
+
+    y = scale (x - mean) / sqrt(variance + epsilon) + bias, by the moments of the whole
+    batch in training, by their moving averages, with weight `MOMENTUM` on the past, in
+    evaluation. Moments are taken in float32; the variance is the biased one.
+
+    Attributes:
+        dtype: Of the result; parameters and statistics are float32.
+
+    Example:
+        >>> x = jnp.array([[1.0], [3.0]])
+        >>> y, _ = BatchNorm().init_with_output(
+        ...     jax.random.key(0), x, deterministic=False)
+        >>> y.round(4).tolist()
+        [[-1.0], [1.0]]
+
+    Source:
+        Ioffe and Szegedy, Batch Normalization, algorithm 1.
+    """
+
+    dtype: Any = jnp.float32
+
+    @nn.compact
+    def __call__(
+        self, x: Float[Array, "*batch channels"], *, deterministic: bool = True
+    ) -> Float[Array, "*batch channels"]:
+        """Normalises every channel."""
+        channels = x.shape[-1:]
+        mean = self.variable("batch_stats", "mean", jnp.zeros, channels)
+        variance = self.variable("batch_stats", "variance", jnp.ones, channels)
+        scale = self.param("scale", nn.initializers.ones, channels)
+        bias = self.param("bias", nn.initializers.zeros, channels)
+        x = x.astype(jnp.float32)
+        now = mean.value, variance.value
+        if not deterministic:
+            axes = tuple(range(x.ndim - 1))
+            batch_mean = mean_over_devices(x.mean(axes))
+            deviations = jnp.square(x - batch_mean)
+            now = batch_mean, mean_over_devices(deviations.mean(axes))
+            if not self.is_initializing():
+                for average, moment in zip((mean, variance), now, strict=True):
+                    average.value = MOMENTUM * average.value + (1 - MOMENTUM) * moment
+        y = (x - now[0]) * jax.lax.rsqrt(now[1] + EPSILON) * scale + bias
+        return y.astype(self.dtype)

@@ -1,0 +1,152 @@
+"""Moving statistics: carried, checkpointed, frozen in evaluation, of all devices."""
+
+import chex
+import flax.linen as nn
+import jax
+import numpy as np
+import optax
+import pytest
+
+from relattn import models, training
+from relattn.nn.batch_statistics import MOMENTUM, BatchNorm
+from relattn.training import seeds
+from relattn.training.parallel import DataParallel
+from relattn.training.state import create_state
+from relattn.training.step import make_train_step
+from tests.training.conftest import TinyModel, make_data
+from tests.training.test_parallel import batches, to_float
+
+SHAPE = (5, 3, 1)
+
+
+class Normalised(nn.Module):
+    """A linear classifier of normalised images."""
+
+    num_classes: int = 3
+
+    @nn.compact
+    def __call__(self, images, *, deterministic=True):
+        x = BatchNorm(name="norm")(images, deterministic=deterministic)
+        return nn.Dense(self.num_classes, name="head")(x.reshape(len(x), -1))
+
+
+class NormalisedWithFeatures(TinyModel):
+    """The tiny model, with its random features, on normalised images."""
+
+    @nn.compact
+    def __call__(self, images, *, deterministic=True):
+        x = BatchNorm(name="norm")(images, deterministic=deterministic)
+        return super().__call__(x, deterministic=deterministic)
+
+
+def updates(model, devices, count=3, accumulate_steps=1):
+    """The state after SGD, which does not hide a gradient of the wrong scale."""
+    parallel, key = DataParallel(devices), jax.random.key(7)
+    optimizer = optax.sgd(0.3)
+    step = make_train_step(
+        model,
+        optimizer,
+        to_float,
+        redraw_every=2,
+        accumulate_steps=accumulate_steps,
+        axis_name=parallel.axis_name,
+    )
+    mapped = parallel.train_step(step)
+    state = parallel.replicate(create_state(model, optimizer, key, SHAPE))
+    for batch in batches(count):
+        state, _ = mapped(state, parallel.shard(batch), key)
+    return parallel.fetch(state)
+
+
+def moments(images):
+    axes = tuple(range(images.ndim - 1))
+    return {"mean": images.mean(axes), "variance": images.var(axes)}
+
+
+def moved(averages, *batches):
+    return jax.tree.map(
+        lambda old, *new: MOMENTUM * old + (1 - MOMENTUM) * np.mean(new),
+        averages,
+        *batches,
+    )
+
+
+def test_statistics_are_those_of_all_devices():
+    model, devices = NormalisedWithFeatures(num_classes=3), jax.local_devices()
+    one, four = (updates(model, devices[:count]) for count in (1, 4))
+    chex.assert_trees_all_close(one.params, four.params, atol=2e-6)
+    chex.assert_trees_all_close(one.batch_stats, four.batch_stats, atol=1e-6)
+    expected = {"mean": np.zeros(1), "variance": np.ones(1)}
+    for batch in batches(3):
+        expected = moved(expected, moments(to_float(batch)))
+    chex.assert_trees_all_close(four.batch_stats["norm"], expected, atol=1e-6)
+
+
+def test_parts_of_a_batch_are_one_update_of_the_averages():
+    state = updates(Normalised(), jax.local_devices()[:1], count=1, accumulate_steps=5)
+    (batch,) = batches(1)
+    parts = [moments(part) for part in np.split(to_float(batch), 5)]
+    expected = moved({"mean": np.zeros(1), "variance": np.ones(1)}, *parts)
+    chex.assert_trees_all_close(state.batch_stats["norm"], expected, atol=1e-6)
+
+
+def averages(run, steps):
+    """The moving averages of the images after a run's updates, by hand."""
+    result = {"mean": np.zeros(1), "variance": np.ones(1)}
+    with make_data().train_loader(run.config.batch_size, run.config.seed) as loader:
+        for _, (_, batch) in zip(range(steps), loader, strict=False):
+            result = moved(result, moments(np.asarray(run.preprocess(batch))))
+    return result
+
+
+class Interrupted(Exception):
+    pass
+
+
+def test_seeds_resume_as_if_never_interrupted(
+    tiny, config, tmp_path, one_device, monkeypatch
+):
+    monkeypatch.setattr(models, "build_model", lambda config, **sizes: Normalised())
+    config.num_seeds = 2
+
+    def on_step(done):
+        if done == 12:
+            raise Interrupted
+
+    result = training.train_and_evaluate(config, tmp_path / "a", devices=one_device)
+    with pytest.raises(Interrupted):
+        training.train_and_evaluate(
+            config, tmp_path / "b", devices=one_device, on_step=on_step
+        )
+    training.train_and_evaluate(config, tmp_path / "b", devices=one_device)
+    whole, parts = (
+        training.load_runs(tmp_path / name, "latest") for name in ("a", "b")
+    )
+    for one, other in zip(whole, parts, strict=True):
+        chex.assert_trees_all_equal(one.variables, other.variables)
+        # Three evaluations have left alone what 15 updates made.
+        chex.assert_trees_all_close(
+            one.variables["batch_stats"]["norm"], averages(one, 15), rtol=1e-4
+        )
+    best = training.load_run(tmp_path / "a")
+    scores = training.evaluate(best, make_data().test, 7, devices=one_device)
+    expected = result["runs"][0]["test_loss"]
+    np.testing.assert_allclose(scores["loss"], expected, rtol=1e-4)
+
+
+def test_stacked_seeds_keep_their_own(monkeypatch):
+    monkeypatch.setattr(seeds, "ONE_BY_ONE", ())
+    parallel = DataParallel(jax.local_devices()[:2])
+    model, optimizer = Normalised(), optax.sgd(0.3)
+    step = make_train_step(model, optimizer, to_float, axis_name=parallel.axis_name)
+    mapped = parallel.train_step(seeds.map_train_step(step, 2, "cpu"))
+    keys = jax.vmap(jax.random.key)(np.arange(2))
+    create = seeds.map_create(lambda key: create_state(model, optimizer, key, SHAPE), 2)
+    one, other = batches(2)
+    batch = jax.tree.map(lambda *x: np.stack(x), one, other)
+    state, _ = mapped(
+        parallel.replicate(jax.jit(create)(keys)), parallel.shard(batch, axis=1), keys
+    )
+    stats = parallel.fetch(state).batch_stats["norm"]["mean"]
+    expected = [[(1 - MOMENTUM) * to_float(of_seed).mean()] for of_seed in (one, other)]
+    np.testing.assert_allclose(stats, expected, rtol=1e-5)

@@ -58,18 +58,31 @@ from relattn.kernels import (
     unit_norm,
     wave_bias,
 )
-from relattn.models import GPT, Performer, ViT, build_model, generate, resize_grid
+from relattn.models import (
+    GPT,
+    AlexNet,
+    Performer,
+    ResNet18,
+    Vgg16,
+    ViT,
+    build_model,
+    generate,
+    resize_grid,
+)
 from relattn.training import load_run, train_and_evaluate
 
 __version__ = "0.1.0.dev0"
 
 __all__ = [
+    "AlexNet",
     "FeatureMap",
     "Features",
     "GPT",
     "LinearState",
     "Performer",
     "RandomFeatures",
+    "ResNet18",
+    "Vgg16",
     "ViT",
     "absolute_frequencies",
     "apply_gate",

@@ -12,6 +12,9 @@ import jax.numpy as jnp
 from ml_collections import ConfigDict
 
 from relattn import spec
+from relattn.models.cnn import AlexNet as AlexNet
+from relattn.models.cnn import ResNet18 as ResNet18
+from relattn.models.cnn import Vgg16 as Vgg16
 from relattn.models.gpt import GPT as GPT
 from relattn.models.gpt import generate as generate
 from relattn.models.hybrid import SIZES as SIZES
@@ -20,13 +23,23 @@ from relattn.models.performer import Performer as Performer
 from relattn.models.resize import resize_grid as resize_grid
 from relattn.models.vit import ViT as ViT
 
-MODELS = {"performer": Performer, "vit": ViT, "gpt": GPT}
+MODELS = {
+    "performer": Performer,
+    "vit": ViT,
+    "gpt": GPT,
+    "alexnet": AlexNet,
+    "vgg16": Vgg16,
+    "resnet18": ResNet18,
+}
 
 __all__ = [
     "GPT",
     "MODELS",
     "SIZES",
+    "AlexNet",
     "Performer",
+    "ResNet18",
+    "Vgg16",
     "ViT",
     "build_model",
     "generate",

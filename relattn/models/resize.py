@@ -7,6 +7,7 @@ from typing import Any
 
 import flax.linen as nn
 
+from relattn.models.cnn import CNN
 from relattn.nn.build import build
 from relattn.offsets import Grid
 
@@ -19,12 +20,14 @@ def resize_grid(
     Tables with a row for every place, offset, row or column (`learned`,
     `relative_key`, `relative_value`, `relative_bias`, `irpe_gate`) are stretched,
     bicubically, and rows of prefix tokens kept. Functions of the position have nothing
-    to resize: positions count tokens, and go on where the old grid ends.
+    to resize: positions count tokens, and go on where the old grid ends. A
+    convolutional network has nothing that depends on the grid.
 
     Args:
         model: Of `relattn.models.build_model`; the size of its images does not matter.
         variables: Its variables, trained on images of ``old`` tokens.
-        old: Height and width in tokens, or the length of a text.
+        old: Height and width in tokens, of a convolutional network in pixels, or the
+            length of a text.
         new: Those that are wanted.
 
     Returns:
@@ -50,6 +53,8 @@ def resize_grid(
     Source:
         Dosovitskiy et al., An Image is Worth 16x16 Words, section 3.2.
     """
+    if isinstance(model, CNN):
+        return dict(variables)
     attention, make_position = build(
         model.attention,
         model.position,

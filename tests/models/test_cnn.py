@@ -1,0 +1,157 @@
+"""The convolutional networks: golden counts, what they compute, what they refuse."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from relattn.evaluation.counts import count_parameters
+from relattn.models import MODELS, build_model, resize_grid
+from relattn.models.cnn import CNN, ResidualBlock, average_to_grid
+from relattn.training.state import create_state
+from relattn.training.step import make_train_step
+
+# To the published digits 2.5M, 134M and 11.2M.
+GOLDEN = {
+    ("alexnet", 3): 2_472_266,
+    ("alexnet", 1): 2_456_778,
+    ("vgg16", 3): 134_301_514,
+    ("vgg16", 1): 134_300_362,
+    ("resnet18", 3): 11_173_962,
+    ("resnet18", 1): 11_172_810,
+}
+NAMES = [name for name, model in MODELS.items() if issubclass(model, CNN)]
+
+
+def make(name, shape=(32, 32, 1), **options):
+    return build_model({"name": name, **options}, num_classes=10, image_shape=shape)
+
+
+@pytest.mark.parametrize(("name", "channels"), GOLDEN)
+def test_counts_are_golden(name, channels):
+    shape = (32, 32, channels)
+    assert count_parameters(make(name, shape), shape) == GOLDEN[name, channels]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_activations_are_of_the_compute_dtype_and_variables_float32(name, dtype):
+    model, images = make(name, dtype=dtype), jnp.zeros((3, 32, 32, 1))
+    variables = jax.eval_shape(model.init, jax.random.key(0), images)
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(variables)} == {"float32"}
+
+    def apply(variables, images):
+        return model.apply(variables, images, capture_intermediates=True)
+
+    logits, state = jax.eval_shape(apply, variables, images)
+    assert (logits.shape, logits.dtype) == ((3, 10), jnp.float32)
+    for module, captured in state["intermediates"].items():
+        if module.startswith(("conv", "block", "hidden")):
+            (out,) = jax.tree.leaves(captured["__call__"])
+            assert out.dtype == dtype, module
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_images_too_small_for_the_strides_are_refused(name):
+    least = MODELS[name].min_size
+    for shape in ((least, least + 5, 1), (least + 7, least, 3)):
+        make(name, shape)
+    if least > 1:
+        message = f"must be at least {least} for .* an image of {least}x{least - 1} "
+        with pytest.raises(ValueError, match=message):
+            make(name, (least, least - 1, 1))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"attention": "favor"}, "'alexnet' has no option 'attention'"),
+        ({"dim": 256}, "'alexnet' has no option 'dim'"),
+        ({"min_size": 1}, "'alexnet' has no option 'min_size'"),
+        ({"dtypes": "float32"}, "no option 'dtypes': did you mean 'dtype'"),
+        ({"name": "resnet_18"}, "name 'resnet_18': did you mean 'resnet18'"),
+    ],
+)
+def test_options_of_other_models_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        make(**{"name": "alexnet", **options})
+
+
+def test_a_residual_block_is_its_formula():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(2, 5, 7, 3)).astype(np.float32)
+    block = ResidualBlock(4, 2)
+    shapes = jax.eval_shape(block.init, jax.random.key(0), jnp.asarray(x))
+    variables = jax.tree.map(
+        lambda leaf: rng.uniform(0.2, 1.0, leaf.shape).astype(np.float32), shapes
+    )
+    params, stats = variables["params"], variables["batch_stats"]
+
+    def convolve(x, name, stride):
+        """Pixel by pixel, and the norm of evaluation."""
+        kernel = np.float64(params[f"{name}_conv"]["kernel"])
+        size = len(kernel)
+        x = np.pad(x, ((0, 0), *[(size // 2,) * 2] * 2, (0, 0)))
+        rows = range(0, x.shape[1] - size + 1, stride)
+        columns = range(0, x.shape[2] - size + 1, stride)
+        y = np.array(
+            [
+                [
+                    np.tensordot(x[:, i : i + size, j : j + size], kernel, 3)
+                    for j in columns
+                ]
+                for i in rows
+            ]
+        )
+        norm, of = params[f"{name}_norm"], stats[f"{name}_norm"]
+        y = (np.moveaxis(y, 2, 0) - of["mean"]) / np.sqrt(of["variance"] + 1e-5)
+        return y * norm["scale"] + norm["bias"]
+
+    y = convolve(np.maximum(convolve(x, "first", 2), 0), "second", 1)
+    expected = np.maximum(convolve(x, "shortcut", 2) + y, 0)
+    out = block.apply(variables, jnp.asarray(x))
+    assert out.shape == (2, 3, 4, 4)
+    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_averages_are_over_equal_parts():
+    x = np.random.default_rng(0).normal(size=(2, 5, 3, 2)).astype(np.float32)
+    expected = np.stack(
+        [
+            x[:, start:end, place].mean(1)
+            for start, end in ((0, 3), (2, 5))
+            for place in (0, 0, 1, 1, 2, 2)
+        ],
+        axis=1,
+    ).reshape(2, 2, 6, 2)
+    out = average_to_grid(jnp.asarray(x), (2, 6))
+    np.testing.assert_allclose(out, expected, rtol=1e-6)
+    one = average_to_grid(jnp.asarray(x[:, :1, :1]), (7, 7))
+    np.testing.assert_array_equal(one, np.broadcast_to(x[:, :1, :1], (2, 7, 7, 2)))
+
+
+def test_parameters_fit_images_of_another_size():
+    model = make("resnet18")
+    variables = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 32, 32, 1)))
+    resized = resize_grid(model, variables, (32, 32), (48, 40))
+    larger = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 48, 40, 1)))
+    assert resized == variables == larger
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_train_step_lowers_for_every_platform(name):
+    model, optimizer = make(name), optax.adam(1e-3)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    state = jax.eval_shape(
+        lambda key: create_state(model, optimizer, key, (32, 32, 1)), key
+    )
+    batch = {
+        "image": jax.ShapeDtypeStruct((6, 32, 32, 1), jnp.float32),
+        "label": jax.ShapeDtypeStruct((6,), jnp.int32),
+    }
+    step = jax.jit(make_train_step(model, optimizer, lambda batch: batch["image"]))
+    exported = jax.export.export(step, platforms=["cpu", "cuda", "tpu"])(
+        state, batch, key
+    )
+    assert exported.platforms == ("cpu", "cuda", "tpu")

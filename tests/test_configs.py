@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from configs import rpe_vit
+from configs import baselines, rpe_vit
 from relattn.models import build_model
 from relattn.models.methods import METHODS
 from relattn.nn.build import ATTENTIONS, POSITIONS
@@ -14,7 +14,11 @@ from relattn.training import check_config
 DATASETS = ["mnist", "fashion_mnist", "cifar10"]
 VARIANTS = ["none", "learnable_sincos", "constrained_sincos", "banded"]
 PAIRS = [",".join(pair) for pair in itertools.product(DATASETS, VARIANTS)]
-CONFIGS = [("performer", pair) for pair in ["", "smoke", *PAIRS]]
+CONFIGS = [("performer", pair) for pair in ["", "cpu", "smoke", *PAIRS]]
+CONFIGS += [
+    ("baselines", argument)
+    for argument in ["", "smoke", "cpu", "resnet18,cifar10", "vgg16,fashion_mnist,cpu"]
+]
 CONFIGS += [("demo", variant) for variant in VARIANTS]
 CONFIGS += [
     ("translution_vit", argument)
@@ -60,6 +64,32 @@ def test_config_builds_its_model(name, variant):
     assert logits.shape == (1, 10)
 
 
+@pytest.mark.parametrize("name", baselines.MODELS)
+def test_baselines_build_and_have_the_recipe_of_the_performers(name):
+    for cut in ("", ",cpu"):
+        config = get_config("baselines", f"{name},cifar10{cut}")
+        performer = get_config("performer", f"none,cifar10{cut}")
+        assert config.model.name == name
+        build_model(config.model, num_classes=10, image_shape=(32, 32, 3))
+        with performer.unlocked():
+            performer.model = config.model
+            performer.redraw_every = 0
+        assert config.to_dict() == performer.to_dict()
+
+
+def test_the_cpu_cut_takes_patches_instead_of_pixels():
+    config = get_config("performer", "cpu,banded,fashion_mnist")
+    assert (config.data.name, config.data.source) == ("fashion_mnist", "embedded")
+    assert (config.model.patch_size, config.num_steps, config.batch_size) == (
+        4,
+        300,
+        32,
+    )
+    full = get_config("performer", "banded,fashion_mnist")
+    assert config.optimizer == full.optimizer
+    assert {**config.model, "patch_size": 1} == full.model.to_dict()
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_builds_for_images_and_text(method):
     config = get_config("translution_vit", f"{method},A/56,layers=2")
@@ -86,7 +116,8 @@ def test_ablations_are_arguments():
 
 
 @pytest.mark.parametrize(
-    "name", ["performer", "demo", "translution_vit", "translution_gpt", "rpe_vit"]
+    "name",
+    ["performer", "baselines", "demo", "translution_vit", "translution_gpt", "rpe_vit"],
 )
 def test_config_says_how_to_launch_it(name):
     command = f"python train.py --config=configs/{name}.py:"
@@ -98,6 +129,7 @@ def test_config_says_how_to_launch_it(name):
     [
         ("performer", "fashion_mnits,none", "'fashion_mnits': did you mean 'fashion_m"),
         ("performer", "mnist,banned", "no argument 'banned': did you mean 'banded'"),
+        ("baselines", "resnet", "no argument 'resnet': did you mean 'resnet18'"),
         ("demo", "nnone", "no argument 'nnone': did you mean 'none'"),
         ("translution_vit", "translutoin", "'translutoin': did you mean 'translution'"),
         ("translution_vit", "D/12", "no argument 'D/12': did you mean"),

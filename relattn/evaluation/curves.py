@@ -80,31 +80,35 @@ def class_index(name: str, class_names: Sequence[str]) -> int:
     )
 
 
-def model_label(attention: str, position: str) -> str:
-    """What tells a model from others: its specs, without the defaults.
+def model_label(model: str, attention: str, position: str) -> str:
+    """What tells a model from others: its specs, without the defaults, or its name.
 
     Args:
-        attention: Spec of the attention; a plain ``favor`` goes without saying.
-        position: Spec of the position; ``none`` goes without saying.
+        model: Name of the model; one that has an attention goes by it.
+        attention: Spec of the attention, or ""; a plain ``favor`` goes without saying.
+        position: Spec of the position, or ""; ``none`` goes without saying.
 
     Returns:
         A label for a legend.
 
     Example:
-        >>> model_label("favor", "constrained_sincos(num_scales=4)")
+        >>> model_label("performer", "favor", "constrained_sincos(num_scales=4)")
         'constrained_sincos(num_scales=4)'
-        >>> model_label("banded(clip=6)", "none"), model_label("favor", "none")
-        ('banded(clip=6)', 'none')
+        >>> model_label("performer", "banded(clip=6)", "none")
+        'banded(clip=6)'
+        >>> model_label("performer", "favor", "none"), model_label("alexnet", "", "")
+        ('none', 'alexnet')
     """
-    attentions = [] if attention == "favor" else [attention]
-    positions = [] if position == "none" else [position]
+    attentions = [] if attention == "favor" else [attention or model]
+    positions = [] if position in ("", "none") else [position]
     return " + ".join(attentions + positions) or "none"
 
 
-def published_name(attention: str, position: str) -> str:
-    """The name of a model in Horn et al., "" where it is not one of theirs.
+def published_name(model: str, attention: str, position: str) -> str:
+    """The name of a model in figure 1 of Horn et al., "" where it is not there.
 
     Args:
+        model: Name of the model.
         attention: Spec of the attention.
         position: Spec of the position.
 
@@ -112,9 +116,11 @@ def published_name(attention: str, position: str) -> str:
         The name.
 
     Example:
-        >>> published_name("favor", "constrained_sincos(num_scales=4)")
+        >>> published_name("performer", "favor", "constrained_sincos(num_scales=4)")
         'Rel. S1'
     """
+    if model != "performer":
+        return ""
     names = {
         ("favor", "none"): "No Pos.",
         ("favor", "learnable_sincos"): "Absolute",
@@ -148,6 +154,7 @@ def curves_of(
 
 def _curve(group: Sequence[ShiftedAccuracy], label: int | None) -> ShiftCurve:
     first = group[0]
+    names = first.model, first.attention, first.position
     accuracies, counts = [], []
     for result in group:
         chosen = result.allowed
@@ -171,8 +178,8 @@ def _curve(group: Sequence[ShiftedAccuracy], label: int | None) -> ShiftCurve:
     return ShiftCurve(
         run=" ".join(result.run for result in group),
         dataset=first.dataset,
-        model=model_label(first.attention, first.position),
-        published=published_name(first.attention, first.position),
+        model=model_label(*names),
+        published=published_name(*names),
         shifts=first.shifts,
         mean=mean,
         std=std,

@@ -30,8 +30,9 @@ class ShiftedAccuracy:
     Attributes:
         run: The run's name.
         dataset: The data set's name.
-        attention: Spec of the model's attention.
-        position: Spec of the model's position.
+        model: Name of the model.
+        attention: Spec of its attention, "" where it has none.
+        position: Spec of its position, "" where it has none.
         recipe: The run's configuration without its seed; runs that share it are
             repetitions of each other.
         shifts: In pixels.
@@ -43,6 +44,7 @@ class ShiftedAccuracy:
 
     run: str
     dataset: str
+    model: str
     attention: str
     position: str
     recipe: str
@@ -214,8 +216,9 @@ def shifted_accuracy(
     return ShiftedAccuracy(
         run=name,
         dataset=run.config.data.name,
-        attention=run.config.model.attention,
-        position=run.config.model.position,
+        model=run.config.model.name,
+        attention=getattr(run.model, "attention", ""),
+        position=getattr(run.model, "position", ""),
         recipe=_recipe(run),
         shifts=shifts,
         correct=correct,

@@ -16,6 +16,7 @@ from relattn.evaluation.publications import read_published
 from relattn.evaluation.sizes_translution import (
     COST_NOTE,
     agrees,
+    parameters,
     translution_sizes,
 )
 from relattn.models import build_model
@@ -26,6 +27,12 @@ _PERFORMERS = {
     "Absolute": ("favor", "learnable_sincos"),
     "Rel. S1": ("favor", "constrained_sincos(num_scales={})"),
     "Rel. S2": ("banded(clip={})", "none"),
+}
+# The other models of table 1 of Horn et al., by their name there.
+_BASELINES = {
+    "AlexNet": {"name": "alexnet"},
+    "VGG-16": {"name": "vgg16"},
+    "ResNet-18": {"name": "resnet18"},
 }
 _CLS_NOTE = (
     "a Performer has the published count and the 256 of the CLS token, which the "
@@ -57,13 +64,33 @@ def _performer_sizes() -> Iterator[Size]:
         )
 
 
+def _baseline_sizes() -> Iterator[Size]:
+    for row in read_published("performer_table1"):
+        if row["model"] not in _BASELINES:
+            continue
+        config = _BASELINES[row["model"]]
+        for channels in (1, 3):
+            image_shape = (32, 32, channels)
+            model = build_model(config, num_classes=10, image_shape=image_shape)
+            yield Size(
+                model=config["name"],
+                size="",
+                method=config.get("attention", ""),
+                image="x".join(map(str, image_shape)),
+                params=count_parameters(model, image_shape),
+                published=parameters(row["params"]),
+                table="Horn et al.",
+                printed=row["params"],
+            )
+
+
 def sizes() -> list[Size]:
     """The parameter counts of every named size.
 
     Returns:
         One entry a model, in the order of the published tables.
     """
-    return [*_performer_sizes(), *translution_sizes()]
+    return [*_performer_sizes(), *_baseline_sizes(), *translution_sizes()]
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -161,7 +161,7 @@ def _size(
     if printed == "out of memory":
         note = _MEMORY_NOTE
     elif printed:
-        published = int(decimal.Decimal(printed[:-1]) * 10**6)
+        published = parameters(printed)
         note = "" if agrees(params, printed) else _SLIP_NOTE
     return Size(
         model=model,
@@ -177,6 +177,22 @@ def _size(
         multiply_adds_per_token=num_tokens and cost // num_tokens,
         paper_flops=row.get("paper_flops") or "",
     )
+
+
+def parameters(printed: str) -> int:
+    """A printed count as a number.
+
+    Args:
+        printed: In millions, ``"116.2M"``.
+
+    Returns:
+        The count.
+
+    Example:
+        >>> parameters("116.2M")
+        116200000
+    """
+    return int(decimal.Decimal(printed.removesuffix("M")) * 10**6)
 
 
 def agrees(params: int, printed: str) -> bool:

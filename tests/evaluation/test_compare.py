@@ -17,6 +17,7 @@ from relattn.evaluation.shift import shifted_accuracy
 from relattn.models import resize_grid
 from relattn.training import (
     CheckpointError,
+    WorkdirError,
     evaluate,
     load_run,
     make_predict_fn,
@@ -96,6 +97,37 @@ def test_report_refuses_what_does_not_fit(workdir, tmp_path, options, message):
     with pytest.raises(ValueError, match=message):
         shift_report([workdir], tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_convolutional_network_and_a_performer_share_a_figure(workdir, tmp_path):
+    config = importlib.import_module("configs.baselines").get_config(
+        "alexnet,fashion_mnist,smoke"
+    )
+    config.num_steps = config.eval_every_steps = 1
+    config.progress = False
+    baseline = tmp_path / "baseline"
+    train_and_evaluate(config, baseline, devices=jax.local_devices()[:1])
+    text = shift_report([workdir, baseline], tmp_path / "out", max_shift=1)
+    with (tmp_path / "out" / "shift.csv").open() as file:
+        models = [row["model"] for row in csv.DictReader(file)]
+    assert models == ["learned"] * 3 + ["alexnet"] * 3
+    assert "| fashion_mnist | alexnet | 1 |" in text
+    assert load_run(baseline, image_size=40).config.data.image_size == 40
+    with pytest.raises(ValueError, match="must be at least 29 for AlexNet, .* 28x28"):
+        load_run(baseline, image_size=28)
+
+
+def test_a_checkpoint_of_another_model_is_refused(workdir, tmp_path):
+    config = importlib.import_module("configs.baselines").get_config(
+        "alexnet,fashion_mnist,smoke"
+    )
+    config.seed = 1
+    before = sorted(workdir.rglob("*"))
+    with pytest.raises(
+        WorkdirError, match="model.name: 'performer' there, 'alexnet' now"
+    ):
+        train_and_evaluate(config, workdir)
+    assert sorted(workdir.rglob("*")) == before
 
 
 def test_seeds_of_one_run_are_averaged(workdir, tmp_path, monkeypatch):

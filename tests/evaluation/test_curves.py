@@ -27,6 +27,7 @@ def result(correct, *, seed=0, labels=(1, 1, 0, 1), recipe="a"):
     return ShiftedAccuracy(
         run=f"run{seed}",
         dataset="mnist",
+        model="performer",
         attention="favor",
         position="none",
         recipe=recipe,

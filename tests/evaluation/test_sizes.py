@@ -49,13 +49,26 @@ def rows(all_rows):
 
 @pytest.fixture(scope="module")
 def translution_rows(all_rows):
-    return [row for row in all_rows if row.model != "performer"]
+    return [row for row in all_rows if row.table != "Horn et al."]
 
 
 def test_counts_are_the_published_ones_and_the_cls_token(rows):
     counts = {(row.method, row.image): row.params for row in rows}
     assert counts == {key: count + CLS for key, count in GOLDEN.items()}
     assert all(row.params == row.published + CLS for row in rows)
+
+
+def test_baselines_are_published_to_the_printed_digits(all_rows):
+    baselines = [
+        row
+        for row in all_rows
+        if row.table == "Horn et al." and row.model != "performer"
+    ]
+    assert {"alexnet", "vgg16", "resnet18"} <= {row.model for row in baselines}
+    for row in baselines:
+        assert agrees(row.params, row.printed), (row.model, row.image)
+    images = collections.Counter(row.image for row in baselines)
+    assert images["32x32x1"] == images["32x32x3"] == len(baselines) / 2
 
 
 def by_hand(row):
@@ -207,6 +220,8 @@ def test_table_shows_both_counts(all_rows, monkeypatch, capsys):
     row = "Horn et al. performer 6 layers of dim 256 favor 32x32x1"
     assert [*row.split(), "4,741,898", "4,741,642", "+256"] in lines
     row = "3 vit B/32 translution 224x224x3 233,056,360 223.1M +9.96M 3,557.4M 308.0M"
+    assert row.split() in lines
+    row = "Horn et al. resnet18 32x32x3 11,173,962 11.2M"
     assert row.split() in lines
     assert "the paper's counter misses" in out
     assert "out of memory" in out

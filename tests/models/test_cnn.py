@@ -1,5 +1,6 @@
 """The convolutional networks: golden counts, what they compute, what they refuse."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 
 from relattn.evaluation.counts import count_parameters
 from relattn.models import MODELS, build_model, resize_grid
-from relattn.models.cnn import CNN, ResidualBlock, average_to_grid
+from relattn.models.cnn import CNN, ResidualBlock, average_to_grid, convolve
 from relattn.training.state import create_state
 from relattn.training.step import make_train_step
 
@@ -113,6 +114,25 @@ def test_a_residual_block_is_its_formula():
     out = block.apply(variables, jnp.asarray(x))
     assert out.shape == (2, 3, 4, 4)
     np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("grid", [(2, 3), (3, 2), (5, 2), (7, 5)])
+def test_convolutions_by_windows_are_convolutions(grid):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(2, *grid, 3)).astype(np.float32)
+    kernel = rng.normal(size=(5, 3, 3, 4)).astype(np.float32)
+    padding = [(2, 2), (1, 1)]
+    options = {"dimension_numbers": ("NHWC", "HWIO", "NHWC")}
+
+    def outcome(function):
+        def loss(x, kernel):
+            y = function(x, kernel, (1, 1), padding, **options)
+            return jnp.square(y).sum(), y
+
+        return jax.jit(jax.grad(loss, (0, 1), has_aux=True))(x, kernel)
+
+    ours, theirs = outcome(convolve), outcome(jax.lax.conv_general_dilated)
+    chex.assert_trees_all_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
 def test_averages_are_over_equal_parts():

@@ -1,12 +1,14 @@
 """Whole models trained on one device and on four end with the same parameters."""
 
 import chex
+import flax.linen as nn
 import jax
 import numpy as np
 import optax
 import pytest
 
 from relattn.models import Performer
+from relattn.models.cnn import ResidualBlock
 from relattn.training.parallel import DataParallel
 from relattn.training.state import create_state
 from relattn.training.step import make_train_step
@@ -20,9 +22,17 @@ VARIANTS = [
 ]
 
 
-def train(devices, attention, position):
-    parallel = DataParallel(devices)
-    model = Performer(
+class Residual(nn.Module):
+    """A block of a residual network."""
+
+    @nn.compact
+    def __call__(self, images, *, deterministic=True):
+        x = ResidualBlock(5, 2)(images, deterministic=deterministic)
+        return nn.Dense(3)(x.mean((1, 2)))
+
+
+def make_performer(attention, position):
+    return Performer(
         num_classes=3,
         dim=8,
         num_layers=1,
@@ -31,6 +41,10 @@ def train(devices, attention, position):
         attention=attention,
         position=position,
     )
+
+
+def train(devices, model):
+    parallel = DataParallel(devices)
     # Adam would hide a gradient of the wrong scale.
     optimizer, key = optax.sgd(0.1), jax.random.key(3)
     step = make_train_step(
@@ -52,10 +66,13 @@ def train(devices, attention, position):
     return parallel.fetch(state)
 
 
-@pytest.mark.parametrize(("attention", "position"), VARIANTS)
-def test_one_device_and_four_give_the_same_parameters(attention, position):
-    one = train(jax.local_devices()[:1], attention, position)
-    four = train(jax.local_devices(), attention, position)
+MODELS = [make_performer(*variant) for variant in VARIANTS] + [Residual()]
+
+
+@pytest.mark.parametrize("model", MODELS, ids=[*map(" ".join, VARIANTS), "residual"])
+def test_one_device_and_four_give_the_same_parameters(model):
+    one, four = (train(jax.local_devices()[:count], model) for count in (1, 4))
     assert len(jax.local_devices()) == 4
     chex.assert_trees_all_close(one.params, four.params, atol=2e-6)
+    chex.assert_trees_all_close(one.batch_stats, four.batch_stats, atol=2e-6)
     chex.assert_trees_all_equal(one.random_features, four.random_features)

@@ -247,7 +247,9 @@ def _rpe_vit(datasets: Sequence[str] = ("mnist", "cifar10"), cut: str = "") -> P
     )
 
 
-# The names of Horn et al., and the arguments of configs/performer.py.
+# The names of Horn et al., and the arguments of configs/baselines.py and
+# configs/performer.py.
+_BASELINES = {"AlexNet": "alexnet", "VGG-16": "vgg16", "ResNet-18": "resnet18"}
 _PERFORMERS = {
     "Performer (No Pos.)": "none",
     "Performer (Absolute)": "learnable_sincos",
@@ -256,22 +258,36 @@ _PERFORMERS = {
 }
 
 
-def _performers(datasets: Sequence[str], title: str, shifts: bool = False) -> Preset:
-    """The Performers of Horn et al.; their other models' rows are not there yet."""
+def _table1(
+    configs: Mapping[str, Mapping[str, str]],
+    datasets: Sequence[str],
+    title: str,
+    *,
+    cut: str = "",
+    shifts: bool = False,
+) -> Preset:
+    """Models of table 1 of Horn et al.
+
+    Args:
+        configs: By configuration the arguments, by the names of the table.
+        datasets: Those to train on.
+        title: Of the study.
+        cut: One more argument of the configurations, that makes them smaller.
+        shifts: Whether to measure accuracy under shifts.
+    """
     published = {row["model"]: row for row in read_published("performer_table1")}
+    rows = []
+    for config, models in configs.items():
+        for model, argument in models.items():
+            arguments = ",".join(filter(None, [argument, cut]))
+            runs = {
+                dataset: f"configs/{config}.py:{dataset},{arguments}"
+                for dataset in datasets
+            }
+            rows.append(Row(argument, runs, published[model]))
     return Preset(
         title=title,
-        rows=[
-            Row(
-                name=variant,
-                runs={
-                    dataset: f"configs/performer.py:{dataset},{variant}"
-                    for dataset in datasets
-                },
-                published=published[model],
-            )
-            for model, variant in _PERFORMERS.items()
-        ],
+        rows=rows,
         columns=[
             dataclasses.replace(_PARAMS, published="params"),
             *(
@@ -293,11 +309,22 @@ def _performers(datasets: Sequence[str], title: str, shifts: bool = False) -> Pr
 PRESETS = {
     "rpe_vit": _rpe_vit(),
     "rpe_vit_cpu": _rpe_vit(("mnist",), "cpu"),
-    "performer_table1": _performers(
+    "performer_table1": _table1(
+        {"baselines": _BASELINES, "performer": _PERFORMERS},
         ("mnist", "fashion_mnist", "cifar10"),
-        "Performers on pixels as tokens: test accuracy in % (Horn et al., table 1)",
+        "Performers on pixels as tokens, and their baselines: test accuracy in % (Horn "
+        "et al., table 1)",
     ),
-    "performer_figure1": _performers(
+    "performer_table1_cpu": _table1(
+        {"baselines": _BASELINES, "performer": _PERFORMERS},
+        ("mnist", "fashion_mnist"),
+        "Performers on patches of 4x4 pixels as tokens, and their baselines: test "
+        "accuracy in %, and under shifts of the test images (Horn et al., table 1)",
+        cut="cpu",
+        shifts=True,
+    ),
+    "performer_figure1": _table1(
+        {"performer": _PERFORMERS},
         ("mnist", "fashion_mnist"),
         "Performers on pixels as tokens, and under shifts of the test images (Horn et "
         "al., figure 1)",

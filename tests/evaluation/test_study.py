@@ -45,6 +45,7 @@ def test_the_cpu_presets_are_within_their_budget():
     for name, runs, steps in (
         ("translution_table2_cpu", 5, {200, 1000}),
         ("translution_text", 4, {1000}),
+        ("performer_table1_cpu", 2 * len(PRESETS["performer_table1"].rows), {300}),
     ):
         configs = [c for row in PRESETS[name].rows for c in row.runs.values()]
         assert len(configs) == runs
@@ -111,6 +112,22 @@ def test_the_study_of_guoji_is_nine_models_on_two_data_sets():
     named = {(m.attention, m.position.removeprefix("learned + ")) for m in models}
     table = {(r["attention"], r["position"]) for r in read_published("rpe_vit_tables")}
     assert {(a, p.replace("learned", "none")) for a, p in named} == table
+
+
+def test_table_1_of_horn_et_al_is_in_its_order_and_cut_for_a_cpu():
+    full, cut = PRESETS["performer_table1"], PRESETS["performer_table1_cpu"]
+    published = [row["model"] for row in read_published("performer_table1")]
+    models = [row.published["model"] for row in full.rows]
+    assert models == [model for model in published if model in models]
+    assert set(published) - set(models) <= {"Linformer", "Routing Transformer"}
+    assert full.datasets == ["mnist", "fashion_mnist", "cifar10"]
+    assert full.rows[0].runs["cifar10"] == "configs/baselines.py:cifar10,alexnet"
+    assert cut.datasets == ["mnist", "fashion_mnist"] and cut.shifts
+    assert [row.name for row in cut.rows] == [row.name for row in full.rows]
+    for row in cut.rows:
+        for dataset, config in row.runs.items():
+            data = read_config(config).data
+            assert (data.name, data.source) == (dataset, "embedded")
 
 
 def test_seeds_train_in_one_run_and_count_one_by_one(tmp_path, monkeypatch, capfd):

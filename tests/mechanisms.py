@@ -9,7 +9,13 @@ import numpy as np
 from relattn import kernels, offsets
 from relattn.kernels import sinusoids
 from relattn.kernels.banded import banded_attention
-from tests import compare, encoding_mechanisms, reference, translution_mechanisms
+from tests import (
+    compare,
+    efficient_mechanisms,
+    encoding_mechanisms,
+    reference,
+    translution_mechanisms,
+)
 from tests.mechanism import (
     DEPTH,
     GRID,
@@ -280,4 +286,5 @@ MECHANISMS = [
     ),
     *encoding_mechanisms.MECHANISMS,
     *translution_mechanisms.MECHANISMS,
+    *efficient_mechanisms.MECHANISMS,
 ]

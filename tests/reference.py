@@ -217,6 +217,39 @@ def gated_positional_attention(q, k, v, gate, coefficients, allowed, grid, num_p
     return (1 - g) * softmax_attention(q, k, v, allowed) + g * by_position
 
 
+def linformer_attention(q, k, v, key_projection, value_projection, exists):
+    """Every query sees all weighted sums of the keys that exist."""
+    used = np.flatnonzero(exists)
+    keys = key_projection[:, used] @ k[used]
+    values = value_projection[:, used] @ v[used]
+    return softmax_attention(q, keys, values, np.ones((len(q), len(keys)), bool))
+
+
+def routing_attention(q, k, v, centroids, window, exists):
+    """A token is in a cluster if fewer than ``window`` tokens are closer to it."""
+    q, k = _layer_norm(q), _layer_norm(k)
+    n = len(q)
+    first = np.tril(np.ones((n, n), bool), -1)
+
+    def members(x, centroid):
+        scores = x @ centroid
+        ties = (scores[None] == scores[:, None]) & first
+        closer = exists & ((scores[None] > scores[:, None]) | ties)
+        return exists & (closer.sum(axis=1) < window)
+
+    total, count = 0.0, 0
+    for centroid in centroids:
+        queries, keys = members(q, centroid), members(k, centroid)
+        total += softmax_attention(q, k, v, queries[:, None] & keys)
+        count += queries
+    return total / jnp.maximum(count, 1)[:, None]
+
+
+def _layer_norm(x):
+    mean, variance = x.mean(axis=1)[:, None], x.var(axis=1)[:, None]
+    return (x - mean) / jnp.sqrt(variance + 1e-5)
+
+
 def rotary(x, positions, base):
     """Each axis turns its share of the complex numbers x_t + i x_(t + depth / 2)."""
     half = x.shape[1] // 2

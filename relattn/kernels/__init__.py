@@ -37,6 +37,8 @@ from relattn.kernels.general_translution import (
 from relattn.kernels.linear import FeatureMap as FeatureMap
 from relattn.kernels.linear import LinearState as LinearState
 from relattn.kernels.linear import linear_attention as linear_attention
+from relattn.kernels.linformer import linformer_attention as linformer_attention
+from relattn.kernels.local import local_attention as local_attention
 from relattn.kernels.low_rank_offset import (
     causal_lor_translution as causal_lor_translution,
 )
@@ -64,6 +66,9 @@ from relattn.kernels.rotary import draw_mixed_frequencies as draw_mixed_frequenc
 from relattn.kernels.rotary import mixed_rotary_angles as mixed_rotary_angles
 from relattn.kernels.rotary import rotary_angles as rotary_angles
 from relattn.kernels.rotary import rotate as rotate
+from relattn.kernels.routing import cluster_sums as cluster_sums
+from relattn.kernels.routing import routing_attention as routing_attention
+from relattn.kernels.routing import update_centroids as update_centroids
 from relattn.kernels.sinusoids import absolute_frequencies as absolute_frequencies
 from relattn.kernels.sinusoids import constrained_sinusoids as constrained_sinusoids
 from relattn.kernels.sinusoids import (
@@ -107,6 +112,7 @@ __all__ = [
     "circulant_angles",
     "circulant_string",
     "circulants_of",
+    "cluster_sums",
     "constrained_sinusoids",
     "default_num_features",
     "draw_gaussian",
@@ -120,6 +126,8 @@ __all__ = [
     "irpe_exponents",
     "length_scale_frequencies",
     "linear_attention",
+    "linformer_attention",
+    "local_attention",
     "lor_translution",
     "lor_translution_step",
     "mixed_rotary_angles",
@@ -134,6 +142,7 @@ __all__ = [
     "resize_table",
     "rotary_angles",
     "rotate",
+    "routing_attention",
     "softmax_attention",
     "string_exponents",
     "toeplitz_linear_attention",
@@ -141,5 +150,6 @@ __all__ = [
     "translution_step",
     "trigonometric_features",
     "unit_norm",
+    "update_centroids",
     "wave_bias",
 ]

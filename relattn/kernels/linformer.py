@@ -1,0 +1,66 @@
+"""Attention to keys and values projected along the sequence: linear in the length."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from relattn.kernels.softmax import softmax_attention
+
+
+def linformer_attention(
+    q: Float[Array, "*batch n depth"],
+    k: Float[Array, "*batch m depth"],
+    v: Float[Array, "*batch m value_depth"],
+    key_projection: Float[Array, "*#batch projected m"],
+    value_projection: Float[Array, "*#batch projected m"],
+    *,
+    key_mask: Bool[Array, "*#batch m"] | None = None,
+    precision: jax.lax.PrecisionLike = None,
+) -> Float[Array, "*batch n value_depth"]:
+    """Softmax attention to projected keys and values.
+
+    out_i = sum_j softmax_j(q_i . (E k)_j / sqrt(depth)) (F v)_j
+
+    E and F mix tokens, and so belong to one length of sequence. A masked key adds
+    nothing to E k and F v. Sums are float32.
+
+    Args:
+        q: Queries, shape ``[*batch, n, depth]``.
+        k: Keys, shape ``[*batch, m, depth]``.
+        v: Values, shape ``[*batch, m, value_depth]``.
+        key_projection: E, shape ``[*batch, projected, m]``.
+        value_projection: F, of the same shape.
+        key_mask: True for keys that exist, shape ``[*batch, m]``.
+        precision: Passed to einsum.
+
+    Returns:
+        Shape ``[*batch, n, value_depth]``, in the dtype of ``v``; zeros where no key
+        exists.
+
+    Example:
+        >>> v = jnp.array([[1.0], [2.0], [6.0]])
+        >>> mean = jnp.array([[0.25, 0.5, 0.25]])
+        >>> linformer_attention(v, v, v, mean, mean)[:, 0].tolist()
+        [2.75, 2.75, 2.75]
+
+    Source:
+        Wang et al., Linformer: Self-Attention with Linear Complexity, section 4,
+        equation 7.
+    """
+
+    def project(matrix: Array, x: Array) -> Array:
+        if key_mask is not None:
+            x = jnp.where(key_mask[..., None], x, 0)
+        return jnp.einsum(
+            "...pm,...md->...pd",
+            matrix,
+            x,
+            precision=precision,
+            preferred_element_type=jnp.float32,
+        )
+
+    keys, values = project(key_projection, k), project(value_projection, v)
+    out = softmax_attention(q, keys, values, precision=precision)
+    return out.astype(v.dtype)

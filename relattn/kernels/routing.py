@@ -1,0 +1,207 @@
+"""Attention within clusters of tokens, routed by online k-means."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from relattn.kernels.softmax import softmax_attention
+
+_EPSILON = 1e-5
+
+
+def routing_attention(
+    q: Float[Array, "*batch n depth"],
+    k: Float[Array, "*batch n depth"],
+    v: Float[Array, "*batch n value_depth"],
+    centroids: Float[Array, "*#batch clusters depth"],
+    *,
+    window: int,
+    key_mask: Bool[Array, "*#batch n"] | None = None,
+    precision: jax.lax.PrecisionLike = None,
+) -> Float[Array, "*batch n value_depth"]:
+    """Softmax attention within clusters of queries and keys.
+
+    out_i = mean_{c : i in Q_c} sum_{j in K_c} softmax_j(q'_i . k'_j / sqrt(depth)) v_j
+
+    with q' and k' layer-normalised (mean 0, variance 1), and Q_c and K_c the ``window``
+    queries and keys with the largest q'_i . mu_c and k'_j . mu_c. A token may be in
+    several clusters, or in none: then its output is zero. Queries and keys choose
+    apart, by the same centroids. The choice depends on all tokens, so that there is no
+    causal form; it has no gradient. A masked token is never chosen.
+
+    Args:
+        q: Queries, shape ``[*batch, n, depth]``.
+        k: Keys, shape ``[*batch, n, depth]``.
+        v: Values, shape ``[*batch, n, value_depth]``.
+        centroids: mu, shape ``[*batch, clusters, depth]``.
+        window: Number of queries, and of keys, of a cluster, at most n.
+        key_mask: True for tokens that exist, shape ``[*batch, n]``.
+        precision: Passed to einsum.
+
+    Returns:
+        Shape ``[*batch, n, value_depth]``, in the dtype of ``v``.
+
+    Raises:
+        ValueError: If the window holds no token, or more than there are.
+
+    Example:
+        >>> x = jnp.array([[2.0, -2.0], [1.0, -1.0], [-1.0, 1.0], [-1.0, 2.0]])
+        >>> centroids = jnp.array([[1.0, -1.0], [-1.0, 1.0]])
+        >>> v = jnp.array([[1.0], [3.0], [5.0], [9.0]])
+        >>> routing_attention(x, x, v, centroids, window=2)[:, 0].round().tolist()
+        [2.0, 2.0, 7.0, 7.0]
+
+    Source:
+        Roy et al., Efficient Content-Based Sparse Attention with Routing Transformers,
+        section 4.1 and algorithm 1 (not causal); the mean over clusters: the authors'
+        code.
+    """
+    n = q.shape[-2]
+    if not 1 <= window <= n:
+        raise ValueError(
+            f"routing needs a window of 1 to n={n} tokens, got window={window}"
+        )
+    q, k = _layer_norm(q), _layer_norm(k)
+    queries, answered = _choose(q, centroids, window, key_mask)
+    keys, exist = _choose(k, centroids, window, key_mask)
+    out = softmax_attention(
+        _gather(q, queries),
+        _gather(k, keys),
+        _gather(v.astype(jnp.float32), keys),
+        key_mask=exist,
+        precision=precision,
+    )
+    # A column of ones counts the clusters that a query is in.
+    out = jnp.concatenate([out, jnp.ones_like(out[..., :1])], axis=-1)
+    total = _scatter(jnp.where(answered[..., None], out, 0.0), queries, n)
+    return (total[..., :-1] / jnp.maximum(total[..., -1:], 1.0)).astype(v.dtype)
+
+
+def cluster_sums(
+    x: Float[Array, "*batch n depth"],
+    centroids: Float[Array, "*#batch clusters depth"],
+    *,
+    key_mask: Bool[Array, "*#batch n"] | None = None,
+) -> tuple[Float[Array, "*batch clusters depth"], Float[Array, "*batch clusters"]]:
+    """Sums and counts of the tokens whose nearest centroid is that of a cluster.
+
+    sum_c = sum_{j : c = argmax_c mu_c . x'_j} x'_j / sqrt(depth)
+
+    with x' layer-normalised, so that x' / sqrt(depth) has the norm 1.
+
+    Args:
+        x: Queries or keys, shape ``[*batch, n, depth]``.
+        centroids: mu, shape ``[*batch, clusters, depth]``.
+        key_mask: True for tokens that exist, shape ``[*batch, n]``.
+
+    Returns:
+        The sums and the counts, float32, without gradients.
+
+    Example:
+        >>> x = jnp.array([[1.0, -1.0], [-1.0, 1.0], [-3.0, 3.0]])
+        >>> sums, counts = cluster_sums(x, jnp.array([[1.0, 0.0], [0.0, 1.0]]))
+        >>> counts.tolist()
+        [1.0, 2.0]
+
+    Source:
+        Roy et al., Efficient Content-Based Sparse Attention with Routing Transformers,
+        section 4.1.
+    """
+    x = jax.lax.stop_gradient(_layer_norm(x))
+    clusters = centroids.shape[-2]
+    nearest = jnp.einsum("...nd,...cd->...nc", x, centroids).argmax(axis=-1)
+    members = jax.nn.one_hot(nearest, clusters, dtype=jnp.float32)
+    if key_mask is not None:
+        members = jnp.where(key_mask[..., None], members, 0.0)
+    sums = jnp.einsum("...nc,...nd->...cd", members, x) * x.shape[-1] ** -0.5
+    return sums, members.sum(axis=-2)
+
+
+def update_centroids(
+    centroids: Float[Array, "*batch clusters depth"],
+    sums: Float[Array, "*batch clusters depth"],
+    counts: Float[Array, "*batch clusters"],
+    *,
+    decay: float,
+) -> Float[Array, "*batch clusters depth"]:
+    """Moves centroids towards the means of their clusters, on the unit sphere.
+
+    mu'_c = u / |u| with u = decay mu_c + (1 - decay) sum_c / count_c
+
+    The centroid of a cluster without tokens stays.
+
+    Args:
+        centroids: mu, of norm 1, shape ``[*batch, clusters, depth]``.
+        sums: Of `cluster_sums`, over queries, keys and examples.
+        counts: Likewise, shape ``[*batch, clusters]``; a scale that both have in
+            common does not matter.
+        decay: Weight of the past, from 0 to 1.
+
+    Returns:
+        The new centroids, of norm 1.
+
+    Example:
+        >>> mu = jnp.array([[1.0, 0.0], [0.0, 1.0]])
+        >>> sums, counts = jnp.array([[0.0, 4.0], [0.0, 0.0]]), jnp.array([4.0, 0.0])
+        >>> moved = update_centroids(mu, sums, counts, decay=0.5)
+        >>> (moved[0, 0] == moved[0, 1]).item(), moved[1].tolist()
+        (True, [0.0, 1.0])
+
+    Source:
+        Roy et al., Efficient Content-Based Sparse Attention with Routing Transformers,
+        algorithm 1, with the mean in place of the sum, whose size goes with the length
+        of the sequence, and kept at norm 1.
+    """
+    counts = counts[..., None]
+    means = sums / jnp.where(counts > 0, counts, 1.0)
+    moved = unit_vectors(decay * centroids + (1 - decay) * means)
+    return jnp.where(counts > 0, moved, centroids)
+
+
+def unit_vectors(x: Float[Array, "*batch depth"]) -> Float[Array, "*batch depth"]:
+    """Scales vectors to the norm 1; zeros stay zeros."""
+    return x * jax.lax.rsqrt(jnp.maximum(jnp.square(x).sum(-1, keepdims=True), 1e-12))
+
+
+def _layer_norm(x: Array) -> Array:
+    """Mean 0 and variance 1 in float32: directions, of the norm sqrt(depth)."""
+    x = x.astype(jnp.float32)
+    x = x - x.mean(axis=-1, keepdims=True)
+    variance = jnp.square(x).mean(axis=-1, keepdims=True)
+    return x * jax.lax.rsqrt(variance + _EPSILON)
+
+
+def _choose(
+    x: Array, centroids: Array, window: int, exists: Array | None
+) -> tuple[Array, Array]:
+    """The tokens of every cluster, ``[*batch clusters window]``, and which exist."""
+    scores = jnp.einsum("...nd,...cd->...cn", jax.lax.stop_gradient(x), centroids)
+    if exists is None:
+        exists = jnp.ones((1,) * (x.ndim - 2) + (x.shape[-2],), bool)
+    exists = jnp.broadcast_to(exists[..., None, :], scores.shape)
+    _, chosen = jax.lax.top_k(jnp.where(exists, scores, -jnp.inf), window)
+    return chosen, jnp.take_along_axis(exists, chosen, axis=-1)
+
+
+def _gather(x: Array, chosen: Array) -> Array:
+    """From [*batch n width] to [*batch clusters window width]."""
+    rows = jnp.take_along_axis(
+        x, chosen.reshape(*chosen.shape[:-2], -1, 1), axis=-2, mode="promise_in_bounds"
+    )
+    return rows.reshape(*chosen.shape, x.shape[-1])
+
+
+def _scatter(rows: Array, chosen: Array, n: int) -> Array:
+    """Adds up [*batch clusters window width] by token: [*batch n width]."""
+    batch, width = chosen.shape[:-2], rows.shape[-1]
+
+    def add(rows: Array, chosen: Array) -> Array:
+        return jax.ops.segment_sum(rows, chosen, n)
+
+    total = jax.vmap(add)(
+        rows.reshape(-1, chosen.shape[-2] * chosen.shape[-1], width),
+        chosen.reshape(-1, chosen.shape[-2] * chosen.shape[-1]),
+    )
+    return total.reshape(*batch, n, width)

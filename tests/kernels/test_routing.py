@@ -1,0 +1,100 @@
+"""Routing: who is chosen, what several clusters give, how centroids move."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from relattn import kernels
+
+N, DEPTH, CLUSTERS, WINDOW = 11, 5, 3, 4
+
+
+def normalise(x):
+    x = np.float64(x)
+    x = x - x.mean(axis=-1, keepdims=True)
+    return x / np.sqrt(np.square(x).mean(axis=-1, keepdims=True) + 1e-5)
+
+
+def inputs():
+    return jax.random.normal(jax.random.key(0), (3, N, DEPTH))
+
+
+def centroids():
+    return jax.random.normal(jax.random.key(1), (CLUSTERS, DEPTH))
+
+
+def by_loops(q, k, v, mu, window, exists):
+    """Algorithm 1, token by token."""
+    q, k, v, mu = normalise(q), normalise(k), np.float64(v), np.float64(mu)
+    outs = [[] for _ in q]
+    for centroid in mu:
+
+        def chosen(x, centroid=centroid):
+            tokens = [(-x[i] @ centroid, i) for i in range(len(x)) if exists[i]]
+            return [i for _, i in sorted(tokens)[:window]]
+
+        keys = chosen(k)
+        for i in chosen(q):
+            weights = np.exp([q[i] @ k[j] / DEPTH**0.5 for j in keys])
+            outs[i].append(weights / weights.sum() @ v[keys])
+    zeros = np.zeros(v.shape[1])
+    return np.stack([np.mean(out, axis=0) if out else zeros for out in outs]), outs
+
+
+@pytest.mark.parametrize("num_tokens", [N, 3])
+def test_clusters_are_those_of_plain_loops(num_tokens):
+    exists = np.arange(N) < num_tokens
+    q, k, v = inputs()
+    out = kernels.routing_attention(
+        q, k, v, centroids(), window=WINDOW, key_mask=jnp.asarray(exists)
+    )
+    expected, outs = by_loops(q, k, v, centroids(), WINDOW, exists)
+    np.testing.assert_allclose(out, expected, atol=2e-6)
+    # A token that nobody chose is zero, one that several did is their mean.
+    counts = {len(found) for found in outs}
+    assert {0, 1, 2} <= counts if num_tokens == N else counts == {0, CLUSTERS}
+
+
+def test_one_cluster_of_all_tokens_is_softmax_attention():
+    q, k, v = inputs()
+    out = kernels.routing_attention(q, k, v, centroids()[:1], window=N)
+    directions = (jnp.asarray(normalise(x), jnp.float32) for x in (q, k))
+    expected = kernels.softmax_attention(*directions, v)
+    np.testing.assert_allclose(out, expected, atol=2e-6)
+
+
+def test_gradients_flow_through_values_and_not_through_the_choice():
+    def loss(q, mu):
+        _, k, v = inputs()
+        out = kernels.routing_attention(q, k, v, mu, window=WINDOW)
+        sums, counts = kernels.cluster_sums(q, mu)
+        return jnp.sin(out).sum() + sums.sum() + counts.sum()
+
+    of_q, of_mu = jax.jit(jax.grad(loss, (0, 1)))(inputs()[0], centroids())
+    assert (of_mu == 0).all() and (of_q != 0).any()
+
+
+@pytest.mark.parametrize("window", [0, N + 1])
+def test_a_window_of_no_tokens_or_too_many(window):
+    q, k, v = inputs()
+    with pytest.raises(ValueError, match=rf"1 to n=11 tokens, got window={window}"):
+        kernels.routing_attention(q, k, v, centroids(), window=window)
+
+
+def test_centroids_move_to_the_mean_of_their_tokens():
+    x, mu = inputs(), centroids()
+    mu = mu / jnp.linalg.norm(mu, axis=-1, keepdims=True)
+    mask = jnp.arange(N) % 3 != 0
+    sums, counts = kernels.cluster_sums(x, mu, key_mask=mask)
+    moved = kernels.update_centroids(mu, sums.sum(0), counts.sum(0), decay=0.9)
+    tokens = normalise(x)[:, np.asarray(mask)].reshape(-1, DEPTH)
+    nearest = (tokens @ np.float64(mu).T).argmax(axis=1)
+    for cluster in range(CLUSTERS):
+        mean = tokens[nearest == cluster].mean(axis=0) / DEPTH**0.5
+        expected = 0.9 * np.float64(mu[cluster]) + 0.1 * mean
+        expected /= np.linalg.norm(expected)
+        np.testing.assert_allclose(moved[cluster], expected, atol=1e-6)
+    empty = jnp.zeros_like(counts[0])
+    stayed = kernels.update_centroids(mu, 0 * sums[0], empty, decay=0.9)
+    np.testing.assert_array_equal(stayed, mu)

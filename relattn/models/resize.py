@@ -68,9 +68,9 @@ def resize_grid(
     if attention.func.has_grid_tables:
         shown = ["x".join(map(str, grid)) for grid in (old, new)]
         raise ValueError(
-            f"attention {model.attention!r} has matrices for every offset on the grid "
-            f"of {shown[0]} tokens, which have no meaning on one of {shown[1]}: train "
-            "on the grid that you evaluate on"
+            f"attention {model.attention!r} has matrices that belong to the grid of "
+            f"{shown[0]} tokens, which have no meaning on one of {shown[1]}: train on "
+            "the grid that you evaluate on"
         )
     params = dict(variables["params"])
     if "position" in params:

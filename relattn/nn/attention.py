@@ -7,6 +7,7 @@ has the one ``__call__``; a subclass fills in one of its hooks.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import flax.linen as nn
@@ -29,6 +30,7 @@ class Context(NamedTuple):
         position: What the position encoding returned for the layer, or None.
         key_mask: True for tokens that may be attended to, ``[batch 1 n]``, or None.
         index: In decoding, the place of the one token in its sequence; else None.
+        shared: What the layers of a model share, of `MultiHeadAttention.make_shared`.
     """
 
     grid: offsets.Grid | None
@@ -36,6 +38,7 @@ class Context(NamedTuple):
     position: Any
     key_mask: Bool[Array, "batch 1 n"] | None
     index: Int[Array, ""] | int | None
+    shared: Any
 
 
 class MultiHeadAttention(nn.Module):
@@ -78,6 +81,16 @@ class MultiHeadAttention(nn.Module):
                 f"dim={dim} and heads={heads}"
             )
 
+    @classmethod
+    def make_shared(cls, **options: Any) -> Callable[..., nn.Module] | None:
+        """Makes the module of what all layers with the same options share, if any.
+
+        `relattn.nn.blocks.transformer_blocks` makes it in the model, calls it with the
+        number of tokens and the grid, and gives every layer what it returns.
+        """
+        del options
+        return None
+
     @property
     def depth(self) -> int:
         """Width of a head."""
@@ -98,6 +111,7 @@ class MultiHeadAttention(nn.Module):
         position: Any = None,
         key_mask: Bool[Array, "batch n"] | None = None,
         index: Int[Array, ""] | int | None = None,
+        shared: Any = None,
     ) -> Float[Array, "batch n dim"]:
         """Attends.
 
@@ -110,6 +124,7 @@ class MultiHeadAttention(nn.Module):
             index: In decoding, where ``x`` is one token, its place in the sequence; the
                 mutable collection ``cache`` holds what came before, and ``grid`` is
                 the length ``(length,)`` that there is room for.
+            shared: What the module of `make_shared` returned.
 
         Returns:
             Shape ``[batch, n, dim]``.
@@ -130,7 +145,7 @@ class MultiHeadAttention(nn.Module):
                 f"{'no key_mask' if key_mask is None else 'a key_mask'}"
             )
         key_mask = None if key_mask is None else key_mask[:, None]
-        context = Context(grid, num_prefix, position, key_mask, index)
+        context = Context(grid, num_prefix, position, key_mask, index, shared)
         return self.merge(self.mix(x, context))
 
     def mix(

@@ -73,6 +73,7 @@ class TransformerBlock(nn.Module):
         position: Any = None,
         key_mask: Bool[Array, "batch n"] | None = None,
         index: Int[Array, ""] | None = None,
+        shared: Any = None,
         deterministic: bool = True,
     ) -> Float[Array, "batch n dim"]:
         """Applies the block; arguments as in `relattn.nn.attention`."""
@@ -87,6 +88,7 @@ class TransformerBlock(nn.Module):
             position=position,
             key_mask=key_mask,
             index=index,
+            shared=shared,
         )
         x = x + nn.Dropout(self.attention_dropout)(y, deterministic=deterministic)
         return x + FeedForward(
@@ -110,6 +112,7 @@ def transformer_blocks(
     of 12 layers compiles like one of a single layer. The backward pass keeps no copy of
     their parameters. Attentions that draw random
     features, and all with ``scan=False``, have blocks of their own, ``block_LAYER``.
+    What layers with the same attention share is the model's, ``shared_FIRST``.
 
     Args:
         x: Tokens, shape ``[batch, n, dim]``.
@@ -136,8 +139,10 @@ def transformer_blocks(
         (3, 8, 8)
     """
     positions = [None] * len(attentions) if positions is None else list(positions)
+    shared = _shared(attentions, x.shape[-2], options["grid"])
     for first, last in _equal_layers(attentions, scan):
         attention = functools.partial(attentions[first], layer=first)
+        options["shared"] = shared[first]
         if not scan or not attention.func.scannable:
             block = make_block(attention, name=f"block_{first}")
             x = block(x, position=positions[first], **options)
@@ -177,6 +182,18 @@ def _not_of_parameters(primitive: Any, *inputs: Any, **_: Any) -> bool:
         return False
     names = ("reshape", "convert_element_type", "fft", "complex")
     return primitive.name not in names
+
+
+def _shared(
+    attentions: Sequence[functools.partial], n: int, grid: offsets.Grid
+) -> list[Any]:
+    """For every layer, what those with its attention share."""
+    made = {}
+    for layer, attention in enumerate(attentions):
+        if id(attention) not in made:
+            make = attention.func.make_shared(**attention.keywords)
+            made[id(attention)] = make and make(name=f"shared_{layer}")(n, grid)
+    return [made[id(attention)] for attention in attentions]
 
 
 def _equal_layers(

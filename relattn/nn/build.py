@@ -11,6 +11,7 @@ from relattn.nn import (
     gates,
     learned_relu_attention,
     learned_rotations,
+    linformer,
     offset_biases,
     positions,
     random_feature_attention,
@@ -26,6 +27,7 @@ ATTENTIONS = {
     "gated_positional": gated_positional.GatedPositionalAttention,
     "translution": translution.TranslutionAttention,
     "lor_translution": translution.LorTranslutionAttention,
+    "linformer": linformer.LinformerAttention,
 }
 
 POSITIONS = {

@@ -136,24 +136,32 @@ def test_a_model_sees_images_of_another_size(position):
     assert same["params"] is variables["params"]
 
 
-@pytest.mark.parametrize("attention", ["translution(relative='q')", "lor_translution"])
-def test_translution_belongs_to_its_grid(attention):
+@pytest.mark.parametrize(
+    ("attention", "table"),
+    [
+        ("translution(relative='q')", "Translution's q_table"),
+        ("lor_translution", "Translution's q_table"),
+        ("linformer(k=3)", "Linformer's key_projection"),
+        ("linformer(k=3, sharing='layers')", "Linformer's projection"),
+    ],
+)
+def test_matrices_of_a_grid_belong_to_it(attention, table):
     model, images = make(SMALL, attention=attention)
     variables = jax.eval_shape(model.init, jax.random.key(0), images)
     message = (
-        f"attention {attention!r} has matrices for every offset on the grid of 3x5 "
-        "tokens, which have no meaning on one of 5x7"
+        f"attention {attention!r} has matrices that belong to the grid of 3x5 tokens, "
+        "which have no meaning on one of 5x7"
     )
     with pytest.raises(ValueError, match=re.escape(message)):
         resize_grid(model, variables, SMALL, LARGE)
     _, larger = make(LARGE, attention=attention)
-    with pytest.raises(ValueError, match=r"Translution's q_table has shape .* grid of"):
+    with pytest.raises(ValueError, match=rf"{table} has shape .* grid of 5x7 tokens"):
         jax.eval_shape(model.apply, variables, larger)
 
 
-def test_only_translution_does():
+def test_only_translution_and_linformer_have_them():
     belonging = [name for name, entry in ATTENTIONS.items() if entry.has_grid_tables]
-    assert belonging == ["translution", "lor_translution"]
+    assert belonging == ["translution", "lor_translution", "linformer"]
 
 
 def test_a_text_model_takes_a_longer_text():

@@ -1,0 +1,147 @@
+"""Linformer: attention to keys and values projected along the sequence."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import flax.linen as nn
+from jaxtyping import Array, Float
+
+from relattn import offsets, spec
+from relattn.kernels import linformer
+from relattn.nn.attention import Context, MultiHeadAttention
+from relattn.nn.grid_tables import grid_table
+
+SHARINGS = ("none", "heads", "key_value", "layers")
+
+
+def _projection(
+    module: nn.Module, name: str, shape: tuple[int, ...], grid: offsets.Grid | None
+) -> Float[Array, "*heads k n"]:
+    """A parameter that starts uniform in +-1/sqrt(k), as in published code."""
+    k, n = shape[-2:]
+    if k > n:
+        raise ValueError(
+            f"attention 'linformer' with k={k} needs at least {k} tokens, "
+            f"prefix tokens included, got {n}: choose k <= {n}"
+        )
+    heads = tuple(range(len(shape) - 2))
+    init = nn.initializers.variance_scaling(
+        1 / 3, "fan_in", "uniform", in_axis=-2, out_axis=-1, batch_axis=heads
+    )
+    return grid_table(module, name, init, shape, grid or (n,), whose="Linformer's")
+
+
+class SharedProjection(nn.Module):
+    """The matrix E = F of all layers, owned by the model.
+
+    Attributes:
+        k: Number of projected keys.
+
+    Example:
+        >>> import jax
+        >>> SharedProjection(3).init_with_output(jax.random.key(0), 7, (2, 3))[0].shape
+        (3, 7)
+    """
+
+    k: int
+
+    @nn.compact
+    def __call__(self, n: int, grid: offsets.Grid | None) -> Float[Array, "k n"]:
+        """The projection of a sequence of n tokens."""
+        return _projection(self, "projection", (self.k, n), grid)
+
+
+class LinformerAttention(MultiHeadAttention):
+    """Linear attention to k projected keys and values.
+
+    softmax(q (E k)^T / sqrt(depth)) F v, E and F [k, n] learned.
+
+    E and F belong to one length of sequence, prefix tokens included.
+
+    Attributes:
+        k: Number of projected keys, at most n.
+        sharing: ``"none"``: E and F for every head; ``"heads"``: one E and one F;
+            ``"key_value"``: one matrix for both; ``"layers"``: one for all layers too.
+
+    Example:
+        >>> import jax, jax.numpy as jnp
+        >>> x = jnp.ones((1, 7, 8))
+        >>> module = LinformerAttention(dim=8, heads=2, k=3)
+        >>> out, variables = module.init_with_output(jax.random.key(0), x)
+        >>> out.shape, variables["params"]["key_projection"].shape
+        ((1, 7, 8), (2, 3, 7))
+
+    Source:
+        Wang et al., Linformer: Self-Attention with Linear Complexity, section 4.
+    """
+
+    k: int = 64
+    sharing: str = "none"
+    has_causal_form: ClassVar[bool] = False
+    has_grid_tables: ClassVar[bool] = True
+
+    @classmethod
+    def check(
+        cls,
+        dim: int,
+        heads: int,
+        *,
+        k: int = 64,
+        sharing: str = "none",
+        **options: Any,
+    ) -> None:
+        """Raises ValueError where the sizes of the model or the options do not fit."""
+        super().check(dim, heads, **options)
+        if k < 1:
+            raise ValueError(f"attention 'linformer' needs k >= 1, got {k}")
+        if sharing not in SHARINGS:
+            raise ValueError(
+                f"unknown sharing={sharing!r} of attention 'linformer': "
+                f"{spec.closest(str(sharing), SHARINGS)}"
+            )
+
+    @classmethod
+    def make_shared(
+        cls, *, k: int = 64, sharing: str = "none", **options: Any
+    ) -> Callable[..., nn.Module] | None:
+        """The projection of all layers, with ``sharing="layers"``."""
+        del options
+        return functools.partial(SharedProjection, k) if sharing == "layers" else None
+
+    def attend(
+        self,
+        q: Float[Array, "batch heads n depth"],
+        k: Float[Array, "batch heads n depth"],
+        v: Float[Array, "batch heads n depth"],
+        context: Context,
+    ) -> Float[Array, "batch heads n depth"]:
+        """Attention to projected keys and values."""
+        matrices = self.projections(k.shape[-2], context)
+        return linformer.linformer_attention(
+            q,
+            k,
+            v,
+            *(matrix.astype(self.dtype) for matrix in matrices),
+            key_mask=context.key_mask,
+        )
+
+    def projections(self, n: int, context: Context) -> tuple[Array, Array]:
+        """E and F, of every head or of all."""
+        if self.sharing == "layers":
+            if context.shared is None:
+                raise ValueError(
+                    "attention 'linformer' with sharing='layers' takes the projection "
+                    "that the model owns: give shared="
+                )
+            return context.shared, context.shared
+        if self.sharing == "key_value":
+            matrix = _projection(self, "projection", (self.k, n), context.grid)
+            return matrix, matrix
+        heads = (self.heads,) if self.sharing == "none" else ()
+        return tuple(
+            _projection(self, f"{name}_projection", (*heads, self.k, n), context.grid)
+            for name in ("key", "value")
+        )

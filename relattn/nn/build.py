@@ -16,6 +16,7 @@ from relattn.nn import (
     positions,
     random_feature_attention,
     relative_positions,
+    routing,
     translution,
 )
 
@@ -28,6 +29,7 @@ ATTENTIONS = {
     "translution": translution.TranslutionAttention,
     "lor_translution": translution.LorTranslutionAttention,
     "linformer": linformer.LinformerAttention,
+    "routing": routing.RoutingAttention,
 }
 
 POSITIONS = {

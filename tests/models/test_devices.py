@@ -19,6 +19,7 @@ VARIANTS = [
     ("softmax", "learnable_sincos"),
     ("favor", "constrained_sincos"),
     ("banded(clip=2)", "none"),
+    ("routing(clusters=3, decay=0.5)", "none"),
 ]
 
 
@@ -43,26 +44,28 @@ def make_performer(attention, position):
     )
 
 
-def train(devices, model):
+# Adam would hide a gradient of the wrong scale.
+OPTIMIZER, KEY = optax.sgd(0.1), jax.random.key(3)
+
+
+def train(devices, model, state):
     parallel = DataParallel(devices)
-    # Adam would hide a gradient of the wrong scale.
-    optimizer, key = optax.sgd(0.1), jax.random.key(3)
     step = make_train_step(
         model,
-        optimizer,
+        OPTIMIZER,
         lambda batch: batch["image"],
         redraw_every=2,
         axis_name=parallel.axis_name,
     )
     step = parallel.train_step(step)
-    state = parallel.replicate(create_state(model, optimizer, key, SHAPE))
+    state = parallel.replicate(state)
     generator = np.random.default_rng(0)
     for _ in range(STEPS):
         batch = {
             "image": generator.random((BATCH, *SHAPE), np.float32),
             "label": generator.integers(0, 3, BATCH).astype(np.int32),
         }
-        state, _ = step(state, parallel.shard(batch), key)
+        state, _ = step(state, parallel.shard(batch), KEY)
     return parallel.fetch(state)
 
 
@@ -71,7 +74,8 @@ MODELS = [make_performer(*variant) for variant in VARIANTS] + [Residual()]
 
 @pytest.mark.parametrize("model", MODELS, ids=[*map(" ".join, VARIANTS), "residual"])
 def test_one_device_and_four_give_the_same_parameters(model):
-    one, four = (train(jax.local_devices()[:count], model) for count in (1, 4))
+    state = jax.jit(lambda key: create_state(model, OPTIMIZER, key, SHAPE))(KEY)
+    one, four = (train(jax.local_devices()[:count], model, state) for count in (1, 4))
     assert len(jax.local_devices()) == 4
     chex.assert_trees_all_close(one.params, four.params, atol=2e-6)
     chex.assert_trees_all_close(one.batch_stats, four.batch_stats, atol=2e-6)

@@ -1,0 +1,142 @@
+"""The Routing Transformer: attention within clusters, and among neighbours."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float
+
+from relattn.kernels import local, routing
+from relattn.nn.attention import Context, MultiHeadAttention
+from relattn.nn.batch_statistics import mean_over_devices
+
+
+class RoutingAttention(MultiHeadAttention):
+    """Routed heads attend within clusters of tokens, local heads to their neighbours.
+
+    As in `relattn.kernels.routing_attention` and `relattn.kernels.local_attention`,
+    with the same window: a routed query sees the window of its cluster, a local one as
+    many tokens around it, and those of the prefix.
+
+    The centroids are the variable ``centroids`` of the collection ``batch_stats``: no
+    parameter, they start as random directions of norm 1, and move, wherever the
+    collection is mutable, to the means of the queries and keys nearest to them in the
+    whole batch, of all devices.
+
+    Attributes:
+        clusters: Number of clusters of a routed head.
+        window: Number of tokens of a cluster; 0 is n / clusters, rounded up, n with the
+            prefix tokens. A token may be in several clusters, or in none.
+        local_heads: Number of local heads; None is half of the heads.
+        decay: Weight of a centroid's past in its moving average.
+
+    Example:
+        >>> x = jnp.ones((1, 7, 8))
+        >>> module = RoutingAttention(dim=8, heads=2, clusters=3)
+        >>> out, variables = module.init_with_output(jax.random.key(0), x)
+        >>> out.shape, variables["batch_stats"]["centroids"].shape
+        ((1, 7, 8), (1, 3, 4))
+
+    Source:
+        Roy et al., Efficient Content-Based Sparse Attention with Routing Transformers,
+        section 4.
+    """
+
+    clusters: int = 8
+    window: int = 0
+    local_heads: int | None = None
+    decay: float = 0.999
+    # Which tokens a cluster chooses depends on all of them, the future too.
+    has_causal_form: ClassVar[bool] = False
+
+    @classmethod
+    def check(
+        cls,
+        dim: int,
+        heads: int,
+        *,
+        clusters: int = 8,
+        window: int = 0,
+        local_heads: int | None = None,
+        decay: float = 0.999,
+        **options: Any,
+    ) -> None:
+        """Raises ValueError where the sizes of the model or the options do not fit."""
+        super().check(dim, heads, **options)
+        if clusters < 1:
+            raise ValueError(f"attention 'routing' needs clusters >= 1, got {clusters}")
+        if window < 0:
+            raise ValueError(
+                "attention 'routing' needs window >= 1, or 0 for n / clusters, got "
+                f"{window}"
+            )
+        if local_heads is not None and not 0 <= local_heads <= heads:
+            raise ValueError(
+                f"attention 'routing' has {heads} heads, got local_heads={local_heads}"
+            )
+        if not 0 <= decay <= 1:
+            raise ValueError(f"attention 'routing' needs decay in [0, 1], got {decay}")
+
+    def attend(
+        self,
+        q: Float[Array, "batch heads n depth"],
+        k: Float[Array, "batch heads n depth"],
+        v: Float[Array, "batch heads n depth"],
+        context: Context,
+    ) -> Float[Array, "batch heads n depth"]:
+        """Local attention in the first heads, routed in the rest."""
+        window = self.window or -(-q.shape[-2] // self.clusters)
+        first = self.heads // 2 if self.local_heads is None else self.local_heads
+        outs = []
+        if first:
+            outs.append(
+                local.local_attention(
+                    *(x[:, :first] for x in (q, k, v)),
+                    window=window,
+                    num_prefix=context.num_prefix,
+                    key_mask=context.key_mask,
+                )
+            )
+        if first < self.heads:
+            q, k, v = (x[:, first:] for x in (q, k, v))
+            centroids = self.centroids(q, k, context.key_mask)
+            outs.append(
+                routing.routing_attention(
+                    q, k, v, centroids, window=window, key_mask=context.key_mask
+                )
+            )
+        return jnp.concatenate(outs, axis=1)
+
+    def centroids(
+        self,
+        q: Float[Array, "batch heads n depth"],
+        k: Float[Array, "batch heads n depth"],
+        key_mask: Bool[Array, "batch 1 n"] | None,
+    ) -> Float[Array, "heads clusters depth"]:
+        """The centroids that route this batch; in training, it moves those of the next.
+
+        The gradients leave them alone.
+        """
+
+        def start() -> Array:
+            shape = (q.shape[1], self.clusters, self.depth)
+            return routing.unit_vectors(
+                jax.random.normal(self.make_rng("params"), shape)
+            )
+
+        variable = self.variable("batch_stats", "centroids", start)
+        centroids = variable.value
+        if self.is_mutable_collection("batch_stats") and not self.is_initializing():
+            both = [
+                routing.cluster_sums(x, centroids, key_mask=key_mask) for x in (q, k)
+            ]
+            sums, counts = (
+                mean_over_devices((of_q + of_k).sum(axis=0))
+                for of_q, of_k in zip(*both, strict=True)
+            )
+            variable.value = routing.update_centroids(
+                centroids, sums, counts, decay=self.decay
+            )
+        return centroids

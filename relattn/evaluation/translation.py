@@ -211,6 +211,8 @@ PAIRS = (
     ("translution", "none"),
     ("translution(absolute=True)", "none"),
     ("lor_translution", "none"),
+    ("linformer", "none"),
+    ("routing", "none"),
 )
 
 

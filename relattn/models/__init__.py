@@ -18,9 +18,11 @@ from relattn.models.cnn import Vgg16 as Vgg16
 from relattn.models.gpt import GPT as GPT
 from relattn.models.gpt import generate as generate
 from relattn.models.hybrid import SIZES as SIZES
+from relattn.models.linformer import Linformer as Linformer
 from relattn.models.patches import patch_grid as patch_grid
 from relattn.models.performer import Performer as Performer
 from relattn.models.resize import resize_grid as resize_grid
+from relattn.models.routing import RoutingTransformer as RoutingTransformer
 from relattn.models.vit import ViT as ViT
 
 MODELS = {
@@ -30,6 +32,8 @@ MODELS = {
     "alexnet": AlexNet,
     "vgg16": Vgg16,
     "resnet18": ResNet18,
+    "linformer": Linformer,
+    "routing": RoutingTransformer,
 }
 
 __all__ = [
@@ -37,8 +41,10 @@ __all__ = [
     "MODELS",
     "SIZES",
     "AlexNet",
+    "Linformer",
     "Performer",
     "ResNet18",
+    "RoutingTransformer",
     "Vgg16",
     "ViT",
     "build_model",

@@ -64,6 +64,8 @@ class Performer(nn.Module):
     dtype: Any = jnp.float32
     inputs: ClassVar[str] = "images"
     num_prefix: ClassVar[int] = 1
+    # Whether equal layers are compiled once.
+    scan: ClassVar[bool] = False
 
     @nn.compact
     def __call__(
@@ -99,7 +101,7 @@ class Performer(nn.Module):
                 dtype=self.dtype,
             ),
             positions=position.of_layers(grid, self.num_prefix),
-            scan=False,
+            scan=self.scan,
             grid=grid,
             num_prefix=self.num_prefix,
             deterministic=deterministic,

@@ -31,6 +31,7 @@ from relattn.evaluation.translation import translation_error
         ("favor", "irpe_gate", "too noisy to tell"),
         ("gated_positional", "none", "exact"),
         ("lor_translution", "none", "exact"),
+        ("routing", "none", "exact"),
     ],
 )
 def test_verdict(attention, position, verdict):

@@ -1,0 +1,42 @@
+"""Linformer and the Routing Transformer on pixels: published sizes, bad sizes."""
+
+import pytest
+
+from relattn.evaluation.counts import count_parameters
+from relattn.models import build_model
+
+
+@pytest.mark.parametrize(
+    ("name", "channels", "count"),
+    [
+        ("linformer", 1, 10_189_418),
+        ("linformer", 3, 10_190_186),
+        ("routing", 1, 11_428_490),
+        ("routing", 3, 11_429_130),
+    ],
+)
+def test_they_are_as_large_as_published(name, channels, count):
+    shape = (32, 32, channels)
+    model = build_model({"name": name}, num_classes=10, image_shape=shape)
+    assert count_parameters(model, shape) == count
+    published = {"linformer": "10.2M", "routing": "11.4M"}[name]
+    assert f"{count / 1e6:.1f}M" == published
+
+
+def test_counts_are_those_by_hand():
+    # A block; embedding, CLS, head; projections and frequencies, or positions.
+    def rest(dim, layers):
+        block = 4 * dim * (dim + 1) + 8 * dim**2 + 5 * dim + 4 * dim
+        return layers * block + 2 * dim + dim + 10 * (dim + 1)
+
+    assert rest(384, 5) + 5 * 256 * 1025 + 384 // 4 == 10_189_418
+    assert rest(320, 9) + 1024 * 320 == 11_428_490
+
+
+def test_an_image_has_at_least_k_tokens():
+    with pytest.raises(ValueError, match=r"with k=256 needs .*got 65: choose k <= 65"):
+        build_model(
+            {"name": "linformer", "patch_size": 4},
+            num_classes=10,
+            image_shape=(32, 32, 1),
+        )

@@ -19,7 +19,8 @@ VARIANTS = [
     ("softmax", "learnable_sincos"),
     ("favor", "constrained_sincos"),
     ("banded(clip=2)", "none"),
-    ("routing(clusters=3, decay=0.5)", "none"),
+    # Places keep the tokens apart: a cluster's choice turns on no rounding.
+    ("routing(clusters=3, decay=0.5)", "learned"),
 ]
 
 

@@ -17,7 +17,15 @@ PAIRS = [",".join(pair) for pair in itertools.product(DATASETS, VARIANTS)]
 CONFIGS = [("performer", pair) for pair in ["", "cpu", "smoke", *PAIRS]]
 CONFIGS += [
     ("baselines", argument)
-    for argument in ["", "smoke", "cpu", "resnet18,cifar10", "vgg16,fashion_mnist,cpu"]
+    for argument in [
+        "",
+        "smoke",
+        "cpu",
+        "resnet18,cifar10",
+        "vgg16,fashion_mnist,cpu",
+        "linformer,cpu",
+        "routing,smoke",
+    ]
 ]
 CONFIGS += [("demo", variant) for variant in VARIANTS]
 CONFIGS += [
@@ -88,6 +96,17 @@ def test_the_cpu_cut_takes_patches_instead_of_pixels():
     full = get_config("performer", "banded,fashion_mnist")
     assert config.optimizer == full.optimizer
     assert {**config.model, "patch_size": 1} == full.model.to_dict()
+
+
+@pytest.mark.parametrize("name", ["linformer", "routing"])
+def test_the_sizes_of_a_baseline_are_those_of_its_model(name):
+    sizes = get_config("baselines", name).model.to_dict()
+    for option in ("dtype", "dropout", "attention_dropout"):
+        del sizes[option]
+    model = build_model({"name": name}, num_classes=10, image_shape=(32, 32, 1))
+    assert sizes == {"name": name} | {
+        option: getattr(model, option) for option in sizes if option != "name"
+    }
 
 
 @pytest.mark.parametrize("method", METHODS)

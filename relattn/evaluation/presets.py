@@ -249,7 +249,13 @@ def _rpe_vit(datasets: Sequence[str] = ("mnist", "cifar10"), cut: str = "") -> P
 
 # The names of Horn et al., and the arguments of configs/baselines.py and
 # configs/performer.py.
-_BASELINES = {"AlexNet": "alexnet", "VGG-16": "vgg16", "ResNet-18": "resnet18"}
+_BASELINES = {
+    "AlexNet": "alexnet",
+    "VGG-16": "vgg16",
+    "ResNet-18": "resnet18",
+    "Linformer": "linformer",
+    "Routing Transformer": "routing",
+}
 _PERFORMERS = {
     "Performer (No Pos.)": "none",
     "Performer (Absolute)": "learnable_sincos",

@@ -33,6 +33,8 @@ _BASELINES = {
     "AlexNet": {"name": "alexnet"},
     "VGG-16": {"name": "vgg16"},
     "ResNet-18": {"name": "resnet18"},
+    "Linformer": {"name": "linformer"},
+    "Routing Transformer": {"name": "routing"},
 }
 _CLS_NOTE = (
     "a Performer has the published count and the 256 of the CLS token, which the "
@@ -66,7 +68,7 @@ def _performer_sizes() -> Iterator[Size]:
 
 def _baseline_sizes() -> Iterator[Size]:
     for row in read_published("performer_table1"):
-        if row["model"] not in _BASELINES:
+        if row["model"].startswith("Performer"):
             continue
         config = _BASELINES[row["model"]]
         for channels in (1, 3):
@@ -75,7 +77,7 @@ def _baseline_sizes() -> Iterator[Size]:
             yield Size(
                 model=config["name"],
                 size="",
-                method=config.get("attention", ""),
+                method=getattr(model, "attention", ""),
                 image="x".join(map(str, image_shape)),
                 params=count_parameters(model, image_shape),
                 published=parameters(row["params"]),

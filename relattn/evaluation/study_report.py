@@ -82,9 +82,11 @@ def _results(group: Sequence[Training]) -> list[dict[str, Any]]:
 
 
 def _statistics(values: Sequence[float]) -> dict[str, float | None]:
+    # From the first on, equal values have no deviation, not even by rounding.
+    deviations = np.subtract(values, values[:1])
     return {
         "mean": float(np.mean(values)) if values else None,
-        "std": float(np.std(values, ddof=1)) if len(values) > 1 else None,
+        "std": float(np.std(deviations, ddof=1)) if len(values) > 1 else None,
     }
 
 

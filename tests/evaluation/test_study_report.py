@@ -68,6 +68,12 @@ def test_means_stand_beside_the_published_values(tmp_path):
     assert (tmp_path / "curves.png").read_bytes()[1:4] == b"PNG"
 
 
+def test_equal_values_have_no_deviation_by_rounding(tmp_path):
+    runs = [image_run(tmp_path, seed, 0.123, 0.1) for seed in range(3)]
+    results = study_results(TABLE2, {("self_attention", "static"): runs})
+    assert results["rows"][0]["columns"]["static_static"]["std"] == 0.0
+
+
 def test_a_study_without_published_rows_and_with_failures(tmp_path):
     preset = PRESETS["translution_text"]
     rows = [{"step": 10, "validation_loss": 2.0}]

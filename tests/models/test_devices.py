@@ -19,6 +19,11 @@ VARIANTS = [
     ("softmax", "learnable_sincos"),
     ("favor", "constrained_sincos"),
     ("banded(clip=2)", "none"),
+    ("relu(num_features=5)", "sincos_bias"),
+    ("gated_positional", "rope2d"),
+    ("translution", "none"),
+    ("lor_translution(rank=2)", "none"),
+    ("linformer(k=5)", "learned"),
     # Places keep the tokens apart: a cluster's choice turns on no rounding.
     ("routing(clusters=3, decay=0.5)", "learned"),
 ]

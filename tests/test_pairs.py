@@ -1,0 +1,212 @@
+"""Every attention with every position encoding, in the ViT and, causal, in the GPT.
+
+What the kernels alone must keep is in test_contracts.py.
+"""
+
+import functools
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from relattn.evaluation.translation import VARIANTS, all_pairs, translation_error
+from relattn.models import build_model
+from relattn.nn.build import ATTENTIONS
+
+SIZES = {"dim": 8, "num_layers": 2, "heads": 2, "mlp_dim": 5}
+IMAGE, PATCH, CLASSES = (4, 6, 1), 2, 3
+LENGTH, VOCAB = 7, 11
+BATCH = 3
+OPTIONS = {
+    "favor": "favor(num_features=5)",
+    "relu": "relu(num_features=5)",
+    "banded": "banded(clip=2, num_features=5)",
+    "linformer": "linformer(k=5)",
+    "routing": "routing(clusters=2)",
+    "lor_translution": "lor_translution(rank=2)",
+}
+# These programs are small and many: compiling them is most of the work.
+QUICK_TO_COMPILE = {
+    "xla_backend_optimization_level": 0,
+    "xla_cpu_parallel_codegen_split_count": 1,
+    "xla_cpu_use_fusion_emitters": False,
+    "xla_llvm_disable_expensive_passes": True,
+}
+README = (Path(__file__).parents[1] / "README.md").read_text()
+
+
+class Model(NamedTuple):
+    """A small model and how to call it.
+
+    Attributes:
+        apply: From parameters and inputs to logits, float32.
+        half: The same computed in bfloat16.
+        evaluate: Compiled, from parameters and inputs to logits, the gradients of a
+            loss, and the logits of `half`.
+        params: Large enough for every part to be seen.
+        inputs: A batch.
+    """
+
+    apply: callable
+    half: callable
+    evaluate: callable
+    params: dict
+    inputs: jax.Array
+
+
+def build(model, attention, position, dtype):
+    config = {"name": model, "attention": OPTIONS.get(attention, attention)}
+    config |= {"position": position, "dtype": dtype, **SIZES}
+    if model == "gpt":
+        return build_model(config, vocab_size=VOCAB, context_length=LENGTH)
+    config |= {"patch_size": PATCH, "embedding_norms": False}
+    return build_model(config, num_classes=CLASSES, image_shape=IMAGE)
+
+
+# Tokens of a line have no second axis to turn by.
+ON_PLANES = ("rope2d", "rope2d_mixed")
+IN_VIT = [("vit", *pair) for pair in all_pairs()]
+IN_GPT = [
+    ("gpt", attention, position)
+    for attention, position in all_pairs()
+    if ATTENTIONS[attention].has_causal_form and position not in ON_PLANES
+]
+every_pair = pytest.mark.parametrize("names", [*IN_VIT, *IN_GPT], ids="-".join)
+
+
+def is_known(option):
+    """Whether this version of XLA has a compiler option."""
+    try:
+        jax.jit(lambda x: x, compiler_options=dict([option]))(0.0)
+    except jax.errors.JaxRuntimeError:
+        return False
+    return True
+
+
+@functools.cache
+def compiler_options():
+    return dict(filter(is_known, QUICK_TO_COMPILE.items()))
+
+
+@functools.cache
+def make(names):
+    rng = np.random.default_rng(0)
+    if names[0] == "gpt":
+        inputs = jnp.asarray(rng.integers(0, VOCAB, (BATCH, LENGTH)), jnp.int32)
+    else:
+        inputs = jnp.asarray(rng.random((BATCH, *IMAGE)), jnp.float32)
+    full, half = (build(*names, dtype) for dtype in ("float32", "bfloat16"))
+    shapes = jax.eval_shape(full.init, jax.random.key(0), inputs)
+    variables = jax.tree.map(
+        lambda leaf: jnp.asarray(0.5 * rng.normal(size=leaf.shape), leaf.dtype), shapes
+    )
+    params = variables.pop("params")
+
+    def apply(module, params, inputs):
+        return module.apply({"params": params, **variables}, inputs)
+
+    @functools.partial(jax.jit, compiler_options=compiler_options())
+    def evaluate(params, inputs):
+        def loss(params):
+            logits = apply(full, params, inputs)
+            return jnp.square(logits - 1.0).sum(), logits
+
+        gradients, logits = jax.grad(loss, has_aux=True)(params)
+        return logits, gradients, apply(half, params, inputs)
+
+    return Model(
+        functools.partial(apply, full),
+        functools.partial(apply, half),
+        evaluate,
+        params,
+        inputs,
+    )
+
+
+@every_pair
+def test_learns_from_every_parameter(names):
+    model = make(names)
+    _, gradients, _ = model.evaluate(model.params, model.inputs)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(gradients):
+        name = jax.tree_util.keystr(path)
+        # The head reads CLS only, to which all tokens are equally far.
+        if not re.search(r"block_1.*\['table'\]", name):
+            assert jnp.abs(leaf).max() > 1e-6, name
+
+
+@pytest.mark.parametrize("position", ON_PLANES)
+def test_a_line_has_no_second_axis(position):
+    with pytest.raises(ValueError, match="needs tokens on a grid of height and width"):
+        make(("gpt", "softmax", position))
+
+
+@every_pair
+def test_an_example_does_not_depend_on_its_batch(names):
+    model = make(names)
+    logits, _, _ = model.evaluate(model.params, model.inputs)
+    others = model.inputs.at[1:].set(model.inputs[:-1])
+    changed, _, _ = model.evaluate(model.params, others)
+    np.testing.assert_array_equal(changed[0], logits[0])
+    assert (changed[1:] != logits[1:]).any()
+
+
+@every_pair
+def test_one_by_one_without_jit_equals_the_batch_with_it(names):
+    model = make(names)
+    logits, _, _ = model.evaluate(model.params, model.inputs)
+    one_by_one = jax.vmap(lambda one: model.apply(model.params, one[None])[0])
+    np.testing.assert_allclose(one_by_one(model.inputs), logits, rtol=1e-4, atol=1e-5)
+
+
+@every_pair
+def test_stays_finite_where_tokens_are_loud(names):
+    model = make(names)
+
+    def scale(path, leaf):
+        name = jax.tree_util.keystr(path)
+        return 20.0 * leaf if re.search(r"attention_norm.*scale", name) else leaf
+
+    loud = jax.tree_util.tree_map_with_path(scale, model.params)
+    logits, gradients, half = model.evaluate(loud, model.inputs)
+    for leaf in jax.tree.leaves((logits, gradients, half)):
+        assert jnp.isfinite(leaf).all()
+    _, _, half = model.evaluate(model.params, model.inputs)
+    assert half.dtype == jnp.float32 and jnp.isfinite(half).all()
+
+
+@pytest.mark.parametrize("names", IN_GPT, ids="-".join)
+def test_what_follows_changes_nothing_bit_for_bit(names):
+    model = make(names)
+    logits, _, _ = model.evaluate(model.params, model.inputs)
+    changed, _, _ = model.evaluate(model.params, model.inputs.at[:, 4:].set(0))
+    np.testing.assert_array_equal(changed[:, :4], logits[:, :4])
+    assert (changed[:, 4:] != logits[:, 4:]).any()
+
+
+@every_pair
+def test_lowers_for_cpu_cuda_and_tpu(names):
+    model = make(names)
+
+    def gradients(params, inputs):
+        return jax.grad(lambda params: model.apply(params, inputs).sum())(params)
+
+    platforms = ("cpu", "cuda", "tpu")
+    arguments = jax.eval_shape(lambda: (model.params, model.inputs))
+    exported = jax.export.export(jax.jit(gradients), platforms=platforms)(*arguments)
+    assert exported.platforms == platforms
+
+
+@pytest.mark.parametrize(("attention", "position"), [*all_pairs(), *VARIANTS])
+def test_translation_error_is_what_the_readme_says(attention, position):
+    row = re.search(
+        rf"^\| `{re.escape(attention)}` \| `{position}` \| ([a-z ]+) \|", README, re.M
+    )
+    error = translation_error(attention, position)
+    assert row and row.group(1) == error.verdict, error
+    if error.verdict == "in expectation":
+        # The point of the distinction: one draw alone errs by far more.
+        assert error.single > 4 * error.mean

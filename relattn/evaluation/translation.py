@@ -122,53 +122,45 @@ def translation_error(
     )
     tokens = jax.random.normal(content_key, (1 + content[0] * content[1], dim))
 
-    def place(corner: offsets.Grid):
+    def places(corner: offsets.Grid):
         rows = np.arange(corner[0], corner[0] + content[0])
         columns = np.arange(corner[1], corner[1] + content[1])
-        inside = 1 + (rows[:, None] * grid[1] + columns).reshape(-1)
-        index = np.concatenate([[0], inside])
-        num_tokens = 1 + grid[0] * grid[1]
-        x = jnp.zeros((1, num_tokens, dim)).at[:, index].set(tokens)
-        mask = np.zeros((1, num_tokens), bool)
-        mask[:, index] = True
-        return x, jnp.asarray(mask), inside
+        return 1 + (rows[:, None] * grid[1] + columns).reshape(-1)
 
+    # A batch of two: the content before and after.
+    num_tokens, both = 1 + grid[0] * grid[1], np.array([[0], [1]])
+    inside = np.stack([places((0, 0)), places(shift)])
+    index = np.pad(inside, ((0, 0), (1, 0)))
+    x = jnp.zeros((2, num_tokens, dim)).at[both, index].set(tokens)
+    key_mask = jnp.zeros((2, num_tokens), bool).at[both, index].set(True)
     layer = _Layer(attention, position, dim, heads)
-    placed, moved = place((0, 0)), place(shift)
 
-    def make_variables(key):
-        variables = layer.init(key, placed[0], grid, placed[1])
-        # Tables start at zero, where position heads would see no position at all.
-        leaves, structure = jax.tree.flatten(variables["params"])
-        keys = jax.random.split(table_key, len(leaves))
-        params = [
-            leaf + 0.5 * jax.random.normal(key, leaf.shape) * (leaf == 0).all()
-            for key, leaf in zip(keys, leaves, strict=True)
-        ]
-        drawn = variables.get("random_features", {})
-        params = jax.tree.unflatten(structure, params)
-        return {**variables, "params": params, "random_features": drawn}
+    # Without jit, whose program would be compiled for every pair.
+    tokens_of, mask_of = (jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (x, key_mask))
+    variables = layer.lazy_init(init_key, tokens_of, grid, mask_of)
+    # Tables start at zero, where position heads would see no position at all.
+    leaves, structure = jax.tree.flatten(variables["params"])
+    keys = jax.random.split(table_key, len(leaves))
+    params = [
+        leaf if leaf.any() else 0.5 * jax.random.normal(key, leaf.shape)
+        for key, leaf in zip(keys, leaves, strict=True)
+    ]
+    variables = {**variables, "params": jax.tree.unflatten(structure, params)}
+    drawn = variables.pop("random_features", {})
 
     @jax.jit
-    def outputs(key, indices):
-        variables = make_variables(key)
-
+    def outputs(variables, indices):
         def of_draw(index):
-            drawn = redraw(variables["random_features"], draw_key, index)
-            state = {**variables, "random_features": drawn}
-            return jnp.stack(
-                [
-                    layer.apply(state, x, grid, mask)[0, inside]
-                    for x, mask, inside in (placed, moved)
-                ]
-            )
+            features = redraw(drawn, draw_key, index)
+            state = {**variables, "random_features": features}
+            return layer.apply(state, x, grid, key_mask)[both, inside]
 
         return jax.lax.map(of_draw, indices)
 
-    if not jax.tree.leaves(jax.eval_shape(make_variables, init_key)["random_features"]):
-        # Nothing is drawn, so that all draws are equal; two make a variance of 0.
+    if not jax.tree.leaves(drawn):
+        # All draws are equal; two make a variance of 0.
         draws = 2
-    all_outputs = outputs(init_key, jnp.arange(draws))
+    all_outputs = outputs(variables, jnp.arange(draws))
     y, y_moved = np.moveaxis(np.asarray(all_outputs), 1, 0)
     difference = y_moved - y
     scale = np.linalg.norm(y.mean(axis=0))

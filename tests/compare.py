@@ -8,6 +8,7 @@ import numpy as np
 
 from relattn.kernels import random_features
 from tests import reference
+from tests.quick import quick_jit
 
 
 def feature_map(name, projection):
@@ -31,17 +32,17 @@ def expect_equal(kernel, naive, inputs, *, tolerance=2e-5):
         inputs: Arrays ``[heads, ...]``.
         tolerance: Largest error, relative to the largest number of the array.
     """
-    results = _value_and_gradients(kernel, inputs)
+    results = _value_and_gradients(kernel, inputs, jax.jit)
     with jax.enable_x64(True):
         wide = [jnp.asarray(np.asarray(x), jnp.float64) for x in inputs]
-        expected = _value_and_gradients(jax.vmap(naive), wide)
+        expected = _value_and_gradients(jax.vmap(naive), wide, quick_jit)
     for ours, theirs in zip(results, expected, strict=True):
         scale = np.abs(theirs).max()
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=tolerance * scale)
 
 
-def _value_and_gradients(function, inputs):
-    @jax.jit
+def _value_and_gradients(function, inputs, jit):
+    @jit
     def compiled(*inputs):
         out, pullback = jax.vjp(function, *inputs)
         cotangent = np.cos(np.arange(out.size)).reshape(out.shape)

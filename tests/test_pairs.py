@@ -16,6 +16,7 @@ import pytest
 from relattn.evaluation.translation import VARIANTS, all_pairs, translation_error
 from relattn.models import build_model
 from relattn.nn.build import ATTENTIONS
+from tests.quick import quick_jit
 
 SIZES = {"dim": 8, "num_layers": 2, "heads": 2, "mlp_dim": 5}
 IMAGE, PATCH, CLASSES = (4, 6, 1), 2, 3
@@ -28,13 +29,6 @@ OPTIONS = {
     "linformer": "linformer(k=5)",
     "routing": "routing(clusters=2)",
     "lor_translution": "lor_translution(rank=2)",
-}
-# These programs are small and many: compiling them is most of the work.
-QUICK_TO_COMPILE = {
-    "xla_backend_optimization_level": 0,
-    "xla_cpu_parallel_codegen_split_count": 1,
-    "xla_cpu_use_fusion_emitters": False,
-    "xla_llvm_disable_expensive_passes": True,
 }
 README = (Path(__file__).parents[1] / "README.md").read_text()
 
@@ -78,20 +72,6 @@ IN_GPT = [
 every_pair = pytest.mark.parametrize("names", [*IN_VIT, *IN_GPT], ids="-".join)
 
 
-def is_known(option):
-    """Whether this version of XLA has a compiler option."""
-    try:
-        jax.jit(lambda x: x, compiler_options=dict([option]))(0.0)
-    except jax.errors.JaxRuntimeError:
-        return False
-    return True
-
-
-@functools.cache
-def compiler_options():
-    return dict(filter(is_known, QUICK_TO_COMPILE.items()))
-
-
 @functools.cache
 def make(names):
     rng = np.random.default_rng(0)
@@ -109,7 +89,7 @@ def make(names):
     def apply(module, params, inputs):
         return module.apply({"params": params, **variables}, inputs)
 
-    @functools.partial(jax.jit, compiler_options=compiler_options())
+    @quick_jit
     def evaluate(params, inputs):
         def loss(params):
             logits = apply(full, params, inputs)

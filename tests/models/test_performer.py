@@ -11,6 +11,7 @@ from ml_collections import ConfigDict
 
 from relattn.models import build_model
 from relattn.models.performer import patches
+from tests.quick import quick_jit
 
 CONFIG = {"name": "performer", "dim": 16, "num_layers": 2, "heads": 2, "mlp_dim": 24}
 SHAPE = (4, 6, 1)
@@ -50,7 +51,7 @@ def test_every_variant_learns_from_every_parameter(attention, position):
         logits = model.apply({"params": params, **variables}, images)
         return jnp.square(logits - 1.0).sum()
 
-    value, gradients = jax.jit(jax.value_and_grad(loss))(params)
+    value, gradients = quick_jit(jax.value_and_grad(loss))(params)
     assert jnp.isfinite(value)
     # softmax(q.(k + b)) does not depend on b: its gradient is rounding.
     unused = [r"\['k'\]\['bias'\]"]
@@ -66,7 +67,7 @@ def test_every_variant_learns_from_every_parameter(attention, position):
 @pytest.mark.parametrize(("attention", "position"), VARIANTS)
 def test_an_example_does_not_see_its_batch(attention, position):
     model, variables, images = make(attention=attention, position=position)
-    apply = jax.jit(model.apply)
+    apply = quick_jit(model.apply)
     logits = apply(variables, images)
     others = images.at[1:].set(17.0)
     np.testing.assert_array_equal(apply(variables, others)[0], logits[0])

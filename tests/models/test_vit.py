@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from relattn.models import SIZES, build_model
+from tests.quick import quick_jit
 
 CONFIG = {"name": "vit", "dim": 12, "num_layers": 3, "heads": 2, "mlp_dim": 17}
 CONFIG |= {"patch_size": 2}
@@ -51,7 +52,7 @@ def test_every_variant_learns_from_every_parameter(attention, position):
     def loss(variables):
         return jnp.square(model.apply(variables, images) - 1.0).sum()
 
-    gradients = jax.jit(jax.grad(loss))(variables)
+    gradients = quick_jit(jax.grad(loss))(variables)
     for path, leaf in jax.tree_util.tree_leaves_with_path(gradients):
         assert jnp.abs(leaf).max() > 1e-6, jax.tree_util.keystr(path)
 
@@ -125,7 +126,7 @@ def test_the_hidden_layer_of_the_head_is_seen():
     def loss(variables):
         return jnp.square(model.apply(variables, images) - 1.0).sum()
 
-    gradients = jax.jit(jax.grad(loss))(variables)
+    gradients = quick_jit(jax.grad(loss))(variables)
     for path, leaf in jax.tree_util.tree_leaves_with_path(gradients):
         # A common bias of the keys cancels in softmax.
         if "'k']['bias'" not in jax.tree_util.keystr(path):

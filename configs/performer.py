@@ -13,7 +13,7 @@ The paper's learning rate is 5e-4; its published runs used another:
 
 The argument ``cpu`` cuts a recipe to a budget for two CPU cores: tokens are patches of
 4x4 pixels, images those of MNIST or Fashion-MNIST that ship with the package, 4,750 of
-them to train on, and there are 300 steps of 32 images, evaluated every 60.
+them to train on, and there are 200 steps of 32 images, evaluated every 50.
 
 A run of seconds on the embedded images, for a first look on a CPU:
 
@@ -121,8 +121,8 @@ def fit_cpu(config: ConfigDict) -> None:
     config.data.update(source="embedded", num_validation=250)
     config.batch_size = 32
     config.num_epochs = 0
-    config.num_steps = 300
-    config.eval_every_steps = 60
+    config.num_steps = 200
+    config.eval_every_steps = 50
     config.early_stopping_epochs = 0
 
 

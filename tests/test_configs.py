@@ -90,7 +90,7 @@ def test_the_cpu_cut_takes_patches_instead_of_pixels():
     assert (config.data.name, config.data.source) == ("fashion_mnist", "embedded")
     assert (config.model.patch_size, config.num_steps, config.batch_size) == (
         4,
-        300,
+        200,
         32,
     )
     full = get_config("performer", "banded,fashion_mnist")

@@ -11,6 +11,7 @@ import pytest
 from relattn import kernels, offsets
 from relattn.kernels.offset_sums import fft_length
 from tests import compare, reference
+from tests.quick import quick_jit
 
 HEADS, DEPTH, VALUE_DEPTH = 2, 5, 3
 PROJECTION = kernels.draw_orthogonal(jax.random.key(1), 13, DEPTH)
@@ -110,7 +111,7 @@ def test_causal_equals_the_reference(n, name, options):
 def test_the_future_changes_nothing_bit_for_bit(name):
     n = 23
     q, k, v, bias = draw_inputs(n, 2 * n - 1)
-    attend = jax.jit(
+    attend = quick_jit(
         functools.partial(
             kernels.causal_toeplitz_linear_attention,
             feature_map=feature_map(name),
@@ -140,7 +141,7 @@ def test_rows_without_keys_give_zeros_and_finite_gradients(name):
         )
         return causal + nothing, nothing
 
-    (out, nothing), pullback = jax.jit(lambda *x: jax.vjp(attend, *x))(*inputs)
+    (out, nothing), pullback = quick_jit(lambda *x: jax.vjp(attend, *x))(*inputs)
     np.testing.assert_array_equal(nothing, 0.0)
     np.testing.assert_array_equal(out[:, :5], 0.0)
     np.testing.assert_allclose(out[:, 5], inputs[2][:, 5], rtol=1e-5)
@@ -156,7 +157,7 @@ def test_decoding_equals_attending_to_all_at_once(name):
         q, k, v, feature_map(name), bias
     )
 
-    @jax.jit
+    @quick_jit
     def step(index):
         future = jnp.arange(n)[:, None] > index
         q_i = jax.lax.dynamic_slice_in_dim(q, index, 1, axis=1)
@@ -173,7 +174,7 @@ def test_decoding_equals_attending_to_all_at_once(name):
 def test_a_longer_table_and_a_common_bias_change_nothing():
     n = 11
     q, k, v, bias = draw_inputs(n, 2 * n - 1)
-    attend = jax.jit(
+    attend = quick_jit(
         functools.partial(
             kernels.causal_toeplitz_linear_attention,
             feature_map=feature_map("positive"),
@@ -194,7 +195,7 @@ def test_no_bias_is_plain_linear_attention():
         grid=(3, 4),
         num_prefix=1,
     )
-    out = jax.jit(attend)(q, k, v, bias=jnp.zeros(35))
+    out = quick_jit(attend)(q, k, v, bias=jnp.zeros(35))
     plain = kernels.linear_attention(q, k, v, feature_map("positive"))
     np.testing.assert_allclose(out, plain, atol=1e-6)
 
@@ -219,7 +220,7 @@ def test_what_drowns_in_rounding_is_guarded():
             block_size=13,
         )
 
-    out, pullback = jax.jit(lambda *x: jax.vjp(attend, *x))(q, k, v)
+    out, pullback = quick_jit(lambda *x: jax.vjp(attend, *x))(q, k, v)
     np.testing.assert_allclose(
         out[:, 50:], np.repeat(v[:, :1], n - 50, 1), rtol=1e-4, atol=1e-6
     )
@@ -249,7 +250,7 @@ def test_moved_content_gives_the_same_to_the_rounding_of_an_fft():
     q, k, v, bias = draw_inputs(143, offsets.num_offsets(grid))
     inside = (offsets.grid_positions(grid) < (6, 7)).all(axis=1)
 
-    @jax.jit
+    @quick_jit
     def attend(q, k, v, mask):
         return kernels.toeplitz_linear_attention(
             q,

@@ -15,15 +15,12 @@ from tests.quick import quick_jit
 
 CONFIG = {"name": "performer", "dim": 16, "num_layers": 2, "heads": 2, "mlp_dim": 24}
 SHAPE = (4, 6, 1)
+# Others are among the pairs of tests/test_pairs.py.
 VARIANTS = [
-    ("favor", "none"),
-    ("favor", "learnable_sincos"),
     ("favor", "constrained_sincos"),
     ("favor", "constrained_sincos(content_conditioned=True)"),
     ("favor(features='trigonometric')", "none"),
     ("favor(features='relu')", "none"),
-    ("softmax", "constrained_sincos"),
-    ("banded(clip=2)", "none"),
     ("banded(clip=2, position_heads=2)", "learnable_sincos"),
 ]
 

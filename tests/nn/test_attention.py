@@ -7,6 +7,7 @@ import pytest
 
 from relattn.nn.build import build
 from tests import reference
+from tests.quick import quick_jit
 
 GRID = (2, 3)
 N, DIM, HEADS, DEPTH = 7, 8, 2, 4
@@ -177,7 +178,7 @@ def causal_layer(attention, position):
 def test_causal_attention_does_not_see_the_future(attention, position):
     module, variables, x, encoding = causal_layer(attention, position)
 
-    @jax.jit
+    @quick_jit
     def apply(x):
         return module.apply(variables, x, grid=(N,), position=encoding)
 

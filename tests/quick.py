@@ -15,8 +15,7 @@ OPTIONS = {
 def quick_jit(function):
     """`jax.jit` without most of the compiler's optimisations, where it has the options.
 
-    A version of XLA that has dropped one gets none: XLA of jax 0.12 crashed when it
-    wrote such a program to the compilation cache.
+    A version of XLA that has dropped one of them gets none.
     """
     return jax.jit(function, compiler_options=_options())
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from relattn.kernels.linear import clear_masked, einsum_in_float32
 from relattn.kernels.softmax import softmax_attention
 
 
@@ -40,6 +42,7 @@ def linformer_attention(
         exists.
 
     Example:
+        >>> import jax.numpy as jnp
         >>> v = jnp.array([[1.0], [2.0], [6.0]])
         >>> mean = jnp.array([[0.25, 0.5, 0.25]])
         >>> linformer_attention(v, v, v, mean, mean)[:, 0].tolist()
@@ -49,18 +52,8 @@ def linformer_attention(
         Wang et al., Linformer: Self-Attention with Linear Complexity, section 4,
         equation 7.
     """
-
-    def project(matrix: Array, x: Array) -> Array:
-        if key_mask is not None:
-            x = jnp.where(key_mask[..., None], x, 0)
-        return jnp.einsum(
-            "...pm,...md->...pd",
-            matrix,
-            x,
-            precision=precision,
-            preferred_element_type=jnp.float32,
-        )
-
+    k, v, _ = clear_masked(k, v, key_mask)
+    project = functools.partial(einsum_in_float32(precision), "...pm,...md->...pd")
     keys, values = project(key_projection, k), project(value_projection, v)
     out = softmax_attention(q, keys, values, precision=precision)
     return out.astype(v.dtype)

@@ -249,7 +249,7 @@ def _rpe_vit(datasets: Sequence[str] = ("mnist", "cifar10"), cut: str = "") -> P
 
 # The names of Horn et al., and the arguments of configs/baselines.py and
 # configs/performer.py.
-_BASELINES = {
+BASELINES = {
     "AlexNet": "alexnet",
     "VGG-16": "vgg16",
     "ResNet-18": "resnet18",
@@ -316,13 +316,13 @@ PRESETS = {
     "rpe_vit": _rpe_vit(),
     "rpe_vit_cpu": _rpe_vit(("mnist",), "cpu"),
     "performer_table1": _table1(
-        {"baselines": _BASELINES, "performer": _PERFORMERS},
+        {"baselines": BASELINES, "performer": _PERFORMERS},
         ("mnist", "fashion_mnist", "cifar10"),
         "Performers on pixels as tokens, and their baselines: test accuracy in % (Horn "
         "et al., table 1)",
     ),
     "performer_table1_cpu": _table1(
-        {"baselines": _BASELINES, "performer": _PERFORMERS},
+        {"baselines": BASELINES, "performer": _PERFORMERS},
         ("mnist", "fashion_mnist"),
         "Performers on patches of 4x4 pixels as tokens, and their baselines: test "
         "accuracy in %, and under shifts of the test images (Horn et al., table 1)",

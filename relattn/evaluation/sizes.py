@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from relattn.evaluation.counts import Size, count_parameters
+from relattn.evaluation.presets import BASELINES
 from relattn.evaluation.publications import read_published
 from relattn.evaluation.sizes_translution import (
     COST_NOTE,
@@ -27,14 +28,6 @@ _PERFORMERS = {
     "Absolute": ("favor", "learnable_sincos"),
     "Rel. S1": ("favor", "constrained_sincos(num_scales={})"),
     "Rel. S2": ("banded(clip={})", "none"),
-}
-# The other models of table 1 of Horn et al., by their name there.
-_BASELINES = {
-    "AlexNet": {"name": "alexnet"},
-    "VGG-16": {"name": "vgg16"},
-    "ResNet-18": {"name": "resnet18"},
-    "Linformer": {"name": "linformer"},
-    "Routing Transformer": {"name": "routing"},
 }
 _CLS_NOTE = (
     "a Performer has the published count and the 256 of the CLS token, which the "
@@ -70,12 +63,12 @@ def _baseline_sizes() -> Iterator[Size]:
     for row in read_published("performer_table1"):
         if row["model"].startswith("Performer"):
             continue
-        config = _BASELINES[row["model"]]
+        name = BASELINES[row["model"]]
         for channels in (1, 3):
             image_shape = (32, 32, channels)
-            model = build_model(config, num_classes=10, image_shape=image_shape)
+            model = build_model({"name": name}, num_classes=10, image_shape=image_shape)
             yield Size(
-                model=config["name"],
+                model=name,
                 size="",
                 method=getattr(model, "attention", ""),
                 image="x".join(map(str, image_shape)),

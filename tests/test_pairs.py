@@ -38,15 +38,13 @@ class Model(NamedTuple):
 
     Attributes:
         apply: From parameters and inputs to logits, float32.
-        half: The same computed in bfloat16.
         evaluate: Compiled, from parameters and inputs to logits, the gradients of a
-            loss, and the logits of `half`.
+            loss, and the logits of the model in bfloat16.
         params: Large enough for every part to be seen.
         inputs: A batch.
     """
 
     apply: callable
-    half: callable
     evaluate: callable
     params: dict
     inputs: jax.Array
@@ -98,13 +96,7 @@ def make(names):
         gradients, logits = jax.grad(loss, has_aux=True)(params)
         return logits, gradients, apply(half, params, inputs)
 
-    return Model(
-        functools.partial(apply, full),
-        functools.partial(apply, half),
-        evaluate,
-        params,
-        inputs,
-    )
+    return Model(functools.partial(apply, full), evaluate, params, inputs)
 
 
 @every_pair

@@ -33,13 +33,28 @@ OPTIONS = {
 README = (Path(__file__).parents[1] / "README.md").read_text()
 
 
+class Results(NamedTuple):
+    """What one program computes.
+
+    Attributes:
+        logits: Of the batch.
+        one_by_one: The same, each example by itself, through vmap.
+        gradients: Of a loss by the parameters.
+        half: The logits of the model in bfloat16.
+    """
+
+    logits: jax.Array
+    one_by_one: jax.Array
+    gradients: dict
+    half: jax.Array
+
+
 class Model(NamedTuple):
     """A small model and how to call it.
 
     Attributes:
         apply: From parameters and inputs to logits, float32.
-        evaluate: Compiled, from parameters and inputs to logits, the gradients of a
-            loss, and the logits of the model in bfloat16.
+        evaluate: Compiled, from parameters and inputs to `Results`.
         params: Large enough for every part to be seen.
         inputs: A batch.
     """
@@ -67,10 +82,24 @@ IN_GPT = [
     for attention, position in all_pairs()
     if ATTENTIONS[attention].has_causal_form and position not in ON_PLANES
 ]
-every_pair = pytest.mark.parametrize("names", [*IN_VIT, *IN_GPT], ids="-".join)
 
 
-@functools.cache
+def each(pairs):
+    """Runs a test on the models of pairs, all tests of a model one after the other."""
+    return pytest.mark.parametrize("model", pairs, ids="-".join, indirect=True)
+
+
+# The causal ones first in both: pytest joins tests by the place in these lists.
+every_pair, every_causal_pair = each([*IN_GPT, *IN_VIT]), each(IN_GPT)
+
+
+@pytest.fixture(scope="module")
+def model(request):
+    # Kept no longer than its tests: a program takes some 500 of a process's 65,530
+    # memory maps.
+    return make(request.param)
+
+
 def make(names):
     rng = np.random.default_rng(0)
     if names[0] == "gpt":
@@ -94,15 +123,15 @@ def make(names):
             return jnp.square(logits - 1.0).sum(), logits
 
         gradients, logits = jax.grad(loss, has_aux=True)(params)
-        return logits, gradients, apply(half, params, inputs)
+        one_by_one = jax.vmap(lambda one: apply(full, params, one[None])[0])(inputs)
+        return Results(logits, one_by_one, gradients, apply(half, params, inputs))
 
     return Model(functools.partial(apply, full), evaluate, params, inputs)
 
 
 @every_pair
-def test_learns_from_every_parameter(names):
-    model = make(names)
-    _, gradients, _ = model.evaluate(model.params, model.inputs)
+def test_learns_from_every_parameter(model):
+    gradients = model.evaluate(model.params, model.inputs).gradients
     for path, leaf in jax.tree_util.tree_leaves_with_path(gradients):
         name = jax.tree_util.keystr(path)
         # The head reads CLS only, to which all tokens are equally far.
@@ -117,52 +146,43 @@ def test_a_line_has_no_second_axis(position):
 
 
 @every_pair
-def test_an_example_does_not_depend_on_its_batch(names):
-    model = make(names)
-    logits, _, _ = model.evaluate(model.params, model.inputs)
+def test_an_example_does_not_depend_on_its_batch(model):
+    logits = model.evaluate(model.params, model.inputs).logits
     others = model.inputs.at[1:].set(model.inputs[:-1])
-    changed, _, _ = model.evaluate(model.params, others)
+    changed = model.evaluate(model.params, others).logits
     np.testing.assert_array_equal(changed[0], logits[0])
     assert (changed[1:] != logits[1:]).any()
 
 
 @every_pair
-def test_one_by_one_without_jit_equals_the_batch_with_it(names):
-    model = make(names)
-    logits, _, _ = model.evaluate(model.params, model.inputs)
-    one_by_one = jax.vmap(lambda one: model.apply(model.params, one[None])[0])
-    np.testing.assert_allclose(one_by_one(model.inputs), logits, rtol=1e-4, atol=1e-5)
+def test_one_by_one_equals_the_batch(model):
+    results = model.evaluate(model.params, model.inputs)
+    np.testing.assert_allclose(results.one_by_one, results.logits, rtol=1e-4, atol=1e-5)
 
 
 @every_pair
-def test_stays_finite_where_tokens_are_loud(names):
-    model = make(names)
-
+def test_stays_finite_where_tokens_are_loud(model):
     def scale(path, leaf):
         name = jax.tree_util.keystr(path)
         return 20.0 * leaf if re.search(r"attention_norm.*scale", name) else leaf
 
     loud = jax.tree_util.tree_map_with_path(scale, model.params)
-    logits, gradients, half = model.evaluate(loud, model.inputs)
-    for leaf in jax.tree.leaves((logits, gradients, half)):
+    for leaf in jax.tree.leaves(model.evaluate(loud, model.inputs)):
         assert jnp.isfinite(leaf).all()
-    _, _, half = model.evaluate(model.params, model.inputs)
+    half = model.evaluate(model.params, model.inputs).half
     assert half.dtype == jnp.float32 and jnp.isfinite(half).all()
 
 
-@pytest.mark.parametrize("names", IN_GPT, ids="-".join)
-def test_what_follows_changes_nothing_bit_for_bit(names):
-    model = make(names)
-    logits, _, _ = model.evaluate(model.params, model.inputs)
-    changed, _, _ = model.evaluate(model.params, model.inputs.at[:, 4:].set(0))
+@every_causal_pair
+def test_what_follows_changes_nothing_bit_for_bit(model):
+    logits = model.evaluate(model.params, model.inputs).logits
+    changed = model.evaluate(model.params, model.inputs.at[:, 4:].set(0)).logits
     np.testing.assert_array_equal(changed[:, :4], logits[:, :4])
     assert (changed[:, 4:] != logits[:, 4:]).any()
 
 
 @every_pair
-def test_lowers_for_cpu_cuda_and_tpu(names):
-    model = make(names)
-
+def test_lowers_for_cpu_cuda_and_tpu(model):
     def gradients(params, inputs):
         return jax.grad(lambda params: model.apply(params, inputs).sum())(params)
 

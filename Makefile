@@ -21,7 +21,7 @@ export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES ?= -1
 test: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist=loadfile
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist=loadfile --no-loadscope-reorder
 
 demo: $(STAMP)
 	$(BIN)/python -m relattn.evaluation.demo --output=demo

@@ -12,6 +12,12 @@ def pytest_configure(config):
     chex.set_n_cpu_devices(NUM_DEVICES)
 
 
+def pytest_collection_modifyitems(items):
+    """Puts the longest files first, so that no process is left waiting for another."""
+    longest = ["test_notebooks.py", "test_pairs.py", "test_contracts.py"]
+    items.sort(key=lambda item: (*[item.path.name != name for name in longest],))
+
+
 @pytest.fixture(autouse=True, scope="module")
 def _free_programs():
     """Forgets what a file has compiled: memory maps of a process are limited."""

@@ -18,6 +18,7 @@ from relattn import kernels
 from tests import compare
 from tests.mechanism import BATCH, DEPTH, HEADS, NUM_FEATURES, M, N
 from tests.mechanisms import MECHANISMS
+from tests.quick import quick_jit
 
 DRAWS = 2000
 
@@ -103,7 +104,7 @@ def test_what_masked_keys_hold_does_not_matter(mechanism):
     other = dict(inputs)
     for name in mechanism.key_inputs:
         other[name] = jnp.where(key_mask[:, None], inputs[name], 1e3)
-    apply = jax.jit(mechanism.apply)
+    apply = quick_jit(mechanism.apply)
     compared = key_mask if mechanism.queries_from_keys else slice(None)
     np.testing.assert_array_equal(
         apply(**other, key_mask=key_mask)[:, compared],
@@ -132,7 +133,7 @@ def test_stays_finite_when_a_key_is_loud(mechanism, dtype):
         mechanism.loud: inputs[mechanism.loud].at[..., row, :].multiply(20),
     }
 
-    @jax.jit
+    @quick_jit
     def value_and_gradients(inputs):
         out, pullback = jax.vjp(lambda inputs: mechanism.apply(**inputs), inputs)
         return out, pullback(jnp.ones_like(out))
@@ -150,8 +151,8 @@ def test_vmap_equals_leading_axes(mechanism):
     inputs = mechanism.draw_inputs(BATCH, HEADS)
     axes = {name: None if name in mechanism.shared else 0 for name in inputs}
     over_heads = jax.vmap(lambda x: mechanism.apply(**x), (axes,))
-    mapped = jax.jit(jax.vmap(over_heads, (axes,)))(inputs)
-    expected = jax.jit(mechanism.apply)(**inputs)
+    mapped = quick_jit(jax.vmap(over_heads, (axes,)))(inputs)
+    expected = quick_jit(mechanism.apply)(**inputs)
     np.testing.assert_allclose(mapped, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -178,5 +179,5 @@ class VariantsTest(chex.TestCase):
     def test_variants_agree(self, mechanism):
         inputs = mechanism.draw_inputs(HEADS)
         out = self.variant(lambda inputs: mechanism.apply(**inputs))(inputs)
-        expected = jax.jit(mechanism.apply)(**inputs)
+        expected = quick_jit(mechanism.apply)(**inputs)
         np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6)

@@ -67,6 +67,30 @@ def _order(num_examples: int, seed: int, epoch: int) -> np.ndarray:
     return order
 
 
+def part_rows(batch_size: int, part: tuple[int, int]) -> slice:
+    """Returns the rows of a batch that one of several processes reads.
+
+    Args:
+        batch_size: examples in the batch of all processes.
+        part: its index and the number of parts, equal and one after the other.
+
+    Raises:
+        ValueError: the batch does not divide by the number of parts.
+
+    Example:
+        >>> part_rows(6, part=(1, 2))
+        slice(3, 6, None)
+    """
+    index, count = part
+    if batch_size % count:
+        raise ValueError(
+            f"batch_size={batch_size} does not divide by the {count} processes that "
+            "share it."
+        )
+    size = batch_size // count
+    return slice(index * size, (index + 1) * size)
+
+
 def fill_batch(batch: Batch, batch_size: int) -> Batch:
     """Fills a batch up with zeros, so that all batches have one size.
 

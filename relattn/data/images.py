@@ -15,6 +15,7 @@ from relattn.data.batches import (
     batch_indices,
     check_eval_batch,
     fill_batch,
+    part_rows,
     steps_per_epoch,
 )
 from relattn.data.loader import Loader
@@ -45,11 +46,14 @@ class ImageSplit:
         """Returns the batch {"image": uint8 [batch, h, w, c], "label": [batch]}."""
         return {"image": self.images[indices], "label": self.labels[indices]}
 
-    def batches(self, batch_size: int) -> Iterator[Batch]:
+    def batches(
+        self, batch_size: int, part: tuple[int, int] = (0, 1)
+    ) -> Iterator[Batch]:
         """Yields every example once, in order, in batches of one fixed size.
 
         Args:
             batch_size: the last batch is filled up with black images of weight 0.
+            part: of each batch to yield, see `part_rows`.
 
         Yields:
             {"image": uint8 [batch_size, h, w, c], "label": int32 [batch_size],
@@ -65,10 +69,11 @@ class ImageSplit:
             [[1.0, 1.0, 1.0], [1.0, 1.0, 0.0]]
         """
         check_eval_batch(batch_size)
+        own = part_rows(batch_size, part)
         for start in range(0, len(self), batch_size):
-            rows = slice(start, start + batch_size)
+            rows = slice(start + own.start, start + own.stop)
             batch = {"image": self.images[rows], "label": self.labels[rows]}
-            yield fill_batch(batch, batch_size)
+            yield fill_batch(batch, own.stop - own.start)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -133,6 +138,7 @@ class ImageData:
         seed: int,
         start_step: int = 0,
         place: Callable[[Batch], Any] | None = None,
+        part: tuple[int, int] = (0, 1),
     ) -> Loader:
         """Iterates over the batches of training, see `DataSource.train_loader`.
 
@@ -140,10 +146,11 @@ class ImageData:
             ValueError: there are fewer images than a batch needs.
         """
         n = len(self.train)
-        steps = steps_per_epoch(n, batch_size)
+        steps, rows = steps_per_epoch(n, batch_size), part_rows(batch_size, part)
 
         def make_batch(step: int) -> Batch:
-            indices, epoch = batch_indices(n, batch_size, seed, step), step // steps
+            indices = batch_indices(n, batch_size, seed, step)[rows]
+            epoch = step // steps
             batch = self.training_batch(indices, seed, epoch)
             if self.augment != "none":
                 batch["draws"] = _draw(n, seed, epoch)[indices]

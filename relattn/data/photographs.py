@@ -19,7 +19,7 @@ from PIL import Image
 
 from relattn import spec
 from relattn.data.augment import random_flip, random_resized_crop, resized_center_crop
-from relattn.data.batches import Batch, batch_indices, fill_batch
+from relattn.data.batches import Batch, batch_indices, fill_batch, part_rows
 from relattn.data.prepared import describe
 from relattn.data.randaugment import randaugment
 
@@ -78,6 +78,7 @@ class TrainBatches:
         seed: of the order of the images and of all that is drawn.
         image_size: side of the images of a batch.
         augment: a spec of `AUGMENTATIONS`, applied after crop and flip.
+        part: of each batch to make, see `part_rows`.
     """
 
     photographs: Photographs
@@ -85,6 +86,7 @@ class TrainBatches:
     seed: int
     image_size: int
     augment: str
+    part: tuple[int, int] = (0, 1)
 
     def __len__(self) -> int:
         return ENDLESS
@@ -94,8 +96,10 @@ class TrainBatches:
         indices = batch_indices(
             len(self.photographs), self.batch_size, self.seed, int(step)
         )
+        rows = part_rows(self.batch_size, self.part)
         images, labels = [], []
-        for place, (image, label) in enumerate(self.photographs.read(indices)):
+        photographs = self.photographs.read(indices[rows])
+        for place, (image, label) in enumerate(photographs, start=rows.start):
             # NumPy takes [seed, step] for [seed, step, 0, 0]: not the orders' stream.
             rng = np.random.default_rng([self.seed, int(step), place, 1])
             image = random_resized_crop(image, rng, self.image_size)
@@ -114,26 +118,34 @@ class EvalBatches:
         batch_size: images in a batch.
         image_size: side of the central crop.
         short_side: of an image before the crop.
+        part: of each batch to make, see `part_rows`.
     """
 
     photographs: Photographs
     batch_size: int
     image_size: int
     short_side: int
+    part: tuple[int, int] = (0, 1)
 
     def __len__(self) -> int:
         return -(-len(self.photographs) // self.batch_size)
 
     def __getitem__(self, number: int) -> Batch:
         start = int(number) * self.batch_size
-        stop = min(start + self.batch_size, len(self.photographs))
+        own = part_rows(self.batch_size, self.part)
+        stop = min(start + own.stop, len(self.photographs))
         images, labels = [], []
-        for image, label in self.photographs.read(range(start, stop)):
+        for image, label in self.photographs.read(range(start + own.start, stop)):
             crop = resized_center_crop(image, self.image_size, self.short_side)
             images.append(np.asarray(crop))
             labels.append(label)
-        batch = {"image": np.stack(images), "label": np.array(labels, np.int32)}
-        return fill_batch(batch, self.batch_size)
+        # A part of the last batch may be empty.
+        shape = (-1, self.image_size, self.image_size, 3)
+        batch = {
+            "image": np.array(images, np.uint8).reshape(shape),
+            "label": np.array(labels, np.int32),
+        }
+        return fill_batch(batch, own.stop - own.start)
 
 
 @contextlib.contextmanager

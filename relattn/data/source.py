@@ -126,10 +126,13 @@ class EvalSplit(Protocol):
     def __len__(self) -> int:
         """Number of examples: images, or windows of text; perhaps none."""
 
-    def batches(self, batch_size: int) -> Iterator[Batch]:
+    def batches(
+        self, batch_size: int, part: tuple[int, int] = (0, 1)
+    ) -> Iterator[Batch]:
         """Yields every example once, in batches of one fixed size with ``weight``.
 
-        Examples that only fill the last batch up have weight 0, see `fill_batch`.
+        Examples that only fill the last batch up have weight 0, see `fill_batch`. Of
+        several processes each asks for its ``part`` of every batch, see `part_rows`.
         """
 
 
@@ -157,6 +160,7 @@ class DataSource(Protocol):
         seed: int,
         start_step: int = 0,
         place: Callable[[Batch], Any] | None = None,
+        part: tuple[int, int] = (0, 1),
     ) -> AbstractContextManager[Iterator[tuple[int, Any]]]:
         """Iterates for ever over (step, batch), from any step on.
 
@@ -170,4 +174,5 @@ class DataSource(Protocol):
             start_step: the first step.
             place: applied to each batch ahead of time, for instance to send it to a
                 device; what it returns is yielded.
+            part: of each batch to read, see `relattn.data.batches.part_rows`.
         """

@@ -49,11 +49,14 @@ class StreamedSplit:
     def __len__(self) -> int:
         return len(self.photographs)
 
-    def batches(self, batch_size: int) -> Iterator[Batch]:
+    def batches(
+        self, batch_size: int, part: tuple[int, int] = (0, 1)
+    ) -> Iterator[Batch]:
         """Yields every central crop once, in order, in batches of one fixed size.
 
         Args:
             batch_size: the last batch is filled up with black images of weight 0.
+            part: of each batch to yield, see `part_rows`.
 
         Yields:
             As `ImageSplit.batches`.
@@ -63,7 +66,7 @@ class StreamedSplit:
         """
         check_eval_batch(batch_size)
         source = EvalBatches(
-            self.photographs, batch_size, self.image_size, self.short_side
+            self.photographs, batch_size, self.image_size, self.short_side, part
         )
         with read_batches(source, self.num_workers) as batches:
             yield from batches
@@ -94,6 +97,7 @@ class StreamedImages:
         seed: int,
         start_step: int = 0,
         place: Callable[[Batch], Any] | None = None,
+        part: tuple[int, int] = (0, 1),
     ) -> Iterator[Loader]:
         """Iterates over the batches of training, see `DataSource.train_loader`.
 
@@ -102,7 +106,9 @@ class StreamedImages:
         """
         steps_per_epoch(len(self.train), batch_size)
         image_size = self.info.image_shape[0]
-        source = TrainBatches(self.train, batch_size, seed, image_size, self.augment)
+        source = TrainBatches(
+            self.train, batch_size, seed, image_size, self.augment, part
+        )
         with (
             read_batches(source, self.num_workers, start_step) as batches,
             # The loader asks for every step once and in order, as they come.

@@ -10,7 +10,13 @@ import numpy as np
 from jaxtyping import UInt16
 from ml_collections import ConfigDict
 
-from relattn.data.batches import Batch, check_eval_batch, fill_batch, steps_per_epoch
+from relattn.data.batches import (
+    Batch,
+    check_eval_batch,
+    fill_batch,
+    part_rows,
+    steps_per_epoch,
+)
 from relattn.data.catalogue import EMBEDDED_FOLDER
 from relattn.data.choices import check_choice
 from relattn.data.loader import Loader
@@ -49,13 +55,16 @@ class TokenSplit:
         """Number of windows; the last may be in part empty."""
         return -(-(len(self.tokens) - 1) // self.context_length)
 
-    def draw(self, batch_size: int, seed: int, step: int) -> Batch:
+    def draw(
+        self, batch_size: int, seed: int, step: int, part: tuple[int, int] = (0, 1)
+    ) -> Batch:
         """Returns the windows of a training step, each drawn from anywhere.
 
         Args:
             batch_size: windows in the batch.
             seed: of the draws.
             step: of training, from 0.
+            part: of the batch to return, see `part_rows`.
 
         Returns:
             {"tokens": int32 [batch_size, context_length], "label": the tokens that
@@ -73,16 +82,20 @@ class TokenSplit:
         """
         last = len(self.tokens) - self.context_length
         starts = np.random.default_rng([seed, step]).integers(last, size=batch_size)
+        starts = starts[part_rows(batch_size, part)]
         windows = self.tokens[starts[:, None] + np.arange(self.context_length + 1)]
         return self._batch(windows)
 
-    def batches(self, batch_size: int) -> Iterator[Batch]:
+    def batches(
+        self, batch_size: int, part: tuple[int, int] = (0, 1)
+    ) -> Iterator[Batch]:
         """Yields the windows in order: every token once, each predicted but the first.
 
         A window's first tokens have only those before them in the window as context.
 
         Args:
             batch_size: windows in a batch.
+            part: of each batch to yield, see `part_rows`.
 
         Yields:
             {"tokens": int32 [batch_size, context_length], "label": the tokens that
@@ -102,15 +115,16 @@ class TokenSplit:
         """
         check_eval_batch(batch_size)
         n, length = len(self.tokens), self.context_length
+        own = part_rows(batch_size, part)
         for first in range(0, len(self), batch_size):
-            rows = np.arange(first, min(first + batch_size, len(self)))
+            rows = np.arange(first + own.start, min(first + own.stop, len(self)))
             places = rows[:, None] * length + np.arange(length + 1)
             windows = self.tokens[np.minimum(places, n - 1)]
             batch = self._batch(windows)
             batch["weight"] = (places[:, 1:] < n).astype(np.float32)
             for name in ("tokens", "label"):
                 batch[name] *= batch["weight"].astype(np.int32)
-            yield fill_batch(batch, batch_size)
+            yield fill_batch(batch, own.stop - own.start)
 
     def _batch(self, windows: np.ndarray) -> Batch:
         check_range(windows, self.meta, self.where)
@@ -145,6 +159,7 @@ class TextData:
         seed: int,
         start_step: int = 0,
         place: Callable[[Batch], Any] | None = None,
+        part: tuple[int, int] = (0, 1),
     ) -> Loader:
         """Iterates over random windows, see `DataSource.train_loader`.
 
@@ -154,7 +169,7 @@ class TextData:
         steps_per_epoch(self.info.num_train, batch_size, "windows")
 
         def make_batch(step: int) -> Batch:
-            return self.train.draw(batch_size, seed, step)
+            return self.train.draw(batch_size, seed, step, part)
 
         return Loader(make_batch, start_step, place=place)
 

@@ -194,7 +194,7 @@ def check_range(
     Raises:
         ValueError: an id is not below ``meta.vocab_size``.
     """
-    largest = int(tokens.max())
+    largest = int(tokens.max(initial=0))
     if largest >= meta.vocab_size:
         raise ValueError(
             f"{where} holds the token id {largest}, out of range of the "

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from relattn.data.batches import batch_indices, steps_per_epoch
+from relattn.data.batches import batch_indices, part_rows, steps_per_epoch
 from relattn.data.images import ImageSplit
 
 
@@ -71,3 +71,8 @@ def test_evaluation_sees_every_example_once(n):
 def test_eval_batch_size_must_be_positive():
     with pytest.raises(ValueError, match="batch_size=0: it must be at least 1"):
         next(random_split(3).batches(0))
+
+
+def test_a_batch_that_processes_cannot_share():
+    with pytest.raises(ValueError, match="batch_size=7 does not divide by the 3 p"):
+        part_rows(7, (0, 3))

@@ -11,6 +11,7 @@ from relattn.data.images import (
     split_validation,
 )
 from relattn.data.source import DataSource, EvalSplit
+from tests.data.parts import expect_parts_to_make_up_the_batches
 
 
 def numbered_split(n):
@@ -103,3 +104,7 @@ def test_images_in_memory_are_a_source():
 def test_a_batch_larger_than_the_training_images():
     with pytest.raises(ValueError, match="batch_size=29 with 18 training images"):
         numbered_data().train_loader(29, 0)
+
+
+def test_processes_share_a_batch():
+    expect_parts_to_make_up_the_batches(numbered_data(), batch_size=6, num_parts=3)

@@ -11,6 +11,7 @@ from relattn.data.images import ImageData, ImageSplit, channel_statistics
 from relattn.data.load import load_images
 from relattn.data.placed import draw_corners, place_on_canvas
 from relattn.data.source import DataSource
+from tests.data.parts import expect_parts_to_make_up_the_batches
 
 SHAPE = (3, 5, 2)
 CANVAS = 11
@@ -173,3 +174,8 @@ def test_mnist_on_84_pixels():
 def test_errors(keys, message):
     with pytest.raises(ValueError, match=message):
         placed(**{"placement": "static", **keys})
+
+
+def test_processes_share_a_batch():
+    data = placed("dynamic")
+    expect_parts_to_make_up_the_batches(data, batch_size=6, num_parts=3)

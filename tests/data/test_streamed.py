@@ -17,6 +17,7 @@ from relattn.data.prepare import check_archives
 from relattn.data.prepare import main as prepare
 from relattn.data.source import DataSource, EvalSplit
 from tests.data.conftest import encode_photograph
+from tests.data.parts import expect_parts_to_make_up_the_batches
 
 
 @pytest.fixture
@@ -260,3 +261,9 @@ def test_a_damaged_photograph(tmp_path):
     message = "Record 1 of the train images in FOLDER cannot be decoded .*prepare the"
     with pytest.raises(ValueError, match=message):
         list(images.read([1]))
+
+
+def test_processes_share_a_batch(config):
+    config.augment = "randaugment(num_ops=2, magnitude=9)"
+    data = load_data(config)
+    expect_parts_to_make_up_the_batches(data, batch_size=6, num_parts=3)

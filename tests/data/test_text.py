@@ -12,6 +12,7 @@ from relattn.data.source import DataSource, EvalSplit
 from relattn.data.text import TokenSplit, embedded_text, load_text
 from relattn.data.token_files import TokenMeta, write_meta, write_tokens
 from relattn.data.tokenizers import load_tokenizer
+from tests.data.parts import expect_parts_to_make_up_the_batches
 
 META = TokenMeta("bytes", 256)
 LENGTH = 7
@@ -237,3 +238,8 @@ def test_id_out_of_range_in_a_large_file(folder, monkeypatch):
         pytest.raises(ValueError, match=message),
     ):
         next(loader)
+
+
+def test_processes_share_a_batch(folder):
+    data = load_text(config_of(folder))
+    expect_parts_to_make_up_the_batches(data, batch_size=6, num_parts=3)

@@ -10,6 +10,7 @@ import pytest
 
 from relattn import data as data_lib
 from relattn import models
+from relattn.data.batches import part_rows
 from relattn.kernels.random_features import draw_random_features, positive_features
 from relattn.training import default_config
 
@@ -98,16 +99,17 @@ class TinyWindows:
         tokens = np.stack(tokens, axis=1).astype(np.int32)
         return {"tokens": tokens[:, :-1], "label": tokens[:, 1:]}
 
-    def batches(self, batch_size):
+    def batches(self, batch_size, part=(0, 1)):
+        own = part_rows(batch_size, part)
         whole = self.gather(np.random.default_rng(self.seed), self.count)
         # The last window is half as long.
         weight = np.ones(whole["label"].shape, np.float32)
         weight[-1, self.length // 2 :] = 0
         whole["weight"] = weight
         for start in range(0, self.count, batch_size):
-            rows = slice(start, start + batch_size)
+            rows = slice(start + own.start, start + own.stop)
             batch = {key: value[rows] for key, value in whole.items()}
-            yield data_lib.fill_batch(batch, batch_size)
+            yield data_lib.fill_batch(batch, own.stop - own.start)
 
 
 class TinyText:
@@ -126,9 +128,13 @@ class TinyText:
             origin="doublings with noise",
         )
 
-    def train_loader(self, batch_size, seed, start_step=0, place=None):
+    def train_loader(self, batch_size, seed, start_step=0, place=None, part=(0, 1)):
+        rows = part_rows(batch_size, part)
+
         def make_batch(step):
-            return self.windows.gather(np.random.default_rng([seed, step]), batch_size)
+            rng = np.random.default_rng([seed, step])
+            batch = self.windows.gather(rng, batch_size)
+            return {key: value[rows] for key, value in batch.items()}
 
         return data_lib.Loader(make_batch, start_step, place=place)
 

@@ -24,7 +24,7 @@ from ml_collections import ConfigDict, config_flags
 
 from relattn import data as data_lib
 from relattn.training.config import check_config
-from relattn.training.parallel import DataParallel
+from relattn.training.mesh import make_parallel
 from relattn.training.seeds import train_loader
 from relattn.training.task import Task
 
@@ -53,14 +53,14 @@ def measure(
         ValueError: If the configuration does not fit the data or the devices.
     """
     check_config(config)
-    parallel = DataParallel(devices)
+    parallel = make_parallel(config, devices)
     parallel.check_batch(
         "config.batch_size", config.batch_size, config.accumulate_steps
     )
     data = data_lib.load_data(config.data)
     task = Task.build(config, data.info)
     step = parallel.train_step(task.make_train_step(parallel))
-    state, key = parallel.replicate(task.create_state()), task.key
+    state, key = parallel.place(task.create_state()), task.key
 
     def turn(batches: Iterator[Any]) -> float:
         nonlocal state
@@ -77,7 +77,7 @@ def measure(
         return (time.perf_counter() - start) / steps * 1e3
 
     times: dict[str, list[float]] = {"fixed": [], "pipeline": [], "read": []}
-    with train_loader(data, config.batch_size, task.seeds, 0, parallel.shard) as loader:
+    with train_loader(data, config.batch_size, task.seeds, 0, parallel) as loader:
         real = (batch for _, batch in loader)
         fixed = itertools.repeat(next(real))
         turn(fixed)

@@ -9,11 +9,14 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from relattn import spec
+from relattn.training.mesh import PARALLEL
 from relattn.training.schedule import OPTIMIZERS, SCHEDULES
 
 # Keys that change nothing of what a run computes.
 FREE_KEYS = (
     "progress",
+    "parallel",
+    "model_axis",
     "log_every_steps",
     "data.data_dir",
     "data.manual_dir",
@@ -36,6 +39,7 @@ _AT_LEAST = {
     "eval_every_steps": 0,
     "checkpoint_every_steps": 0,
     "log_every_steps": 1,
+    "model_axis": 1,
     "optimizer.weight_decay": 0.0,
     "optimizer.clip_norm": 0.0,
     "schedule.warmup_steps": 0,
@@ -81,6 +85,8 @@ def default_config() -> ConfigDict:
     config.eval_every_steps = 0
     config.checkpoint_every_steps = 0
     config.log_every_steps = 50
+    config.parallel = "pmap"
+    config.model_axis = 1
     config.progress = True
     return config
 
@@ -139,7 +145,12 @@ def check_config(config: ConfigDict) -> None:
         )
     if not given["num_epochs"] and not given["num_steps"]:
         raise ValueError("config.num_epochs and config.num_steps are both 0: set one")
-    for key, table in (("optimizer.name", OPTIMIZERS), ("schedule.name", SCHEDULES)):
+    names = {
+        "optimizer.name": OPTIMIZERS,
+        "schedule.name": SCHEDULES,
+        "parallel": PARALLEL,
+    }
+    for key, table in names.items():
         name = given[key]
         if name not in table:
             raise ValueError(
@@ -149,6 +160,11 @@ def check_config(config: ConfigDict) -> None:
         raise ValueError(
             "config.optimizer.weight_decay needs config.optimizer.name='adamw', got "
             f"{given['optimizer.name']!r}"
+        )
+    if given["model_axis"] > 1 and given["parallel"] != "mesh":
+        raise ValueError(
+            f"config.model_axis={given['model_axis']} needs config.parallel='mesh', "
+            f"got {given['parallel']!r}"
         )
 
 

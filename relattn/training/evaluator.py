@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array
 
 from relattn.data import DataInfo, EvalSplit
-from relattn.training.parallel import DataParallel
+from relattn.training.parallel import Parallel
 from relattn.training.seeds import map_eval_step
 from relattn.training.step import Batch, make_eval_step
 
@@ -40,7 +40,7 @@ class Evaluator:
         model: nn.Module,
         preprocess: Callable[[Batch], Array],
         info: DataInfo,
-        parallel: DataParallel,
+        parallel: Parallel,
         num_seeds: int = 1,
     ):
         self._parallel = parallel
@@ -59,7 +59,7 @@ class Evaluator:
         """Evaluates on a split.
 
         Args:
-            variables: Replicated over the devices.
+            variables: On the devices, as `Parallel.place` puts them.
             split: The examples.
             batch_size: Size of the global batch.
             timed: Whether to wait for every batch, first for its arrival on the devices
@@ -83,7 +83,8 @@ class Evaluator:
             for name, value in self._parallel.fetch(pending.popleft()).items():
                 totals[name] += np.float64(value)
 
-        for number, batch in enumerate(split.batches(batch_size)):
+        batches = split.batches(batch_size, self._parallel.part)
+        for number, batch in enumerate(batches):
             placed = self._parallel.shard(batch)
             if timed and not number:
                 jax.block_until_ready(self._step(variables, placed))

@@ -27,8 +27,9 @@ from relattn.training.errors import NonFiniteLossError, WorkdirError
 from relattn.training.evaluator import Evaluator
 from relattn.training.history import BEST_METRICS, History, score
 from relattn.training.memory import warn_if_too_large
+from relattn.training.mesh import make_parallel
 from relattn.training.metrics import MetricsLog, Row
-from relattn.training.parallel import DataParallel
+from relattn.training.parallel import Parallel
 from relattn.training.results import final_results, words
 from relattn.training.run import CHECKPOINTS, check_labels
 from relattn.training.seeds import train_loader
@@ -68,7 +69,7 @@ def train_and_evaluate(
         NonFiniteLossError: If the loss becomes NaN or infinite.
     """
     check_config(config)
-    parallel = DataParallel(devices)
+    parallel = make_parallel(config, devices)
     parallel.check_batch(
         "config.batch_size", config.batch_size, config.accumulate_steps
     )
@@ -85,7 +86,9 @@ def train_and_evaluate(
         checkpoint = workdir / CHECKPOINTS / str(saved["step"])
         check_labels(data_lib.read_info(saved["data"]), data.info, checkpoint)
     task = Task.build(config, data.info)
-    warn_if_too_large(task.abstract_state, parallel.devices)
+    warn_if_too_large(
+        parallel.local_shapes(task.abstract_state), parallel.local_devices
+    )
     loop = _Loop(task, data, parallel, workdir, saved)
     loop.announce()
     if not loop.finished:
@@ -116,7 +119,7 @@ class _Loop:
         self,
         task: Task,
         data: data_lib.DataSource,
-        parallel: DataParallel,
+        parallel: Parallel,
         workdir: Path,
         saved: dict[str, Any] | None,
     ):
@@ -129,10 +132,10 @@ class _Loop:
             self.histories = History.list_from_json(saved["history"])
         self.start = saved["step"] if saved else 0
         if saved:
-            state = restore(self.checkpoints, self.start, task.abstract_state)
+            saved_state = restore(self.checkpoints, self.start, task.abstract_state)
+            self.state = parallel.place(saved_state)
         else:
-            state = task.create_state()
-        self.state = parallel.replicate(state)
+            self.state = parallel.create(task.create_state)
         self.train_step = parallel.train_step(task.make_train_step(parallel))
         self.evaluator = Evaluator(
             task.model, task.preprocess, task.info, parallel, len(task.seeds)
@@ -210,7 +213,7 @@ class _Loop:
             dynamic_ncols=True,
         )
         loader = train_loader(
-            self.data, config.batch_size, task.seeds, self.start, self.parallel.shard
+            self.data, config.batch_size, task.seeds, self.start, self.parallel
         )
         with loader as batches, bar:
             for step, batch in batches:
@@ -358,7 +361,7 @@ class _Loop:
             "data": dataclasses.asdict(self.task.info),
             "history": histories if len(histories) > 1 else histories[0],
         }
-        state = self.parallel.fetch(self.state)
+        state = self.parallel.to_save(self.state)
         self.writer.save(done, state, meta, scores)
 
     def finish(self) -> dict[str, Any]:

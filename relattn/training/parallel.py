@@ -1,43 +1,64 @@
-"""Data parallelism over the local devices: the only file that says pmap."""
+"""Training on several devices, perhaps of several processes.
+
+Data parallelism by ``jax.pmap``; the only file that says so. `relattn.training.mesh`
+shards parameters too.
+"""
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import flax.jax_utils
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from relattn.nn.batch_statistics import DEVICE_AXIS
 from relattn.training.step import Batch, Metrics, TrainStep
 
+EvalStep = Callable[[Any, Batch], Metrics]
 
-class DataParallel:
-    """Runs the step functions with each batch split over devices.
 
-    Batches are global: n devices get a part of 1/n each. The state is replicated.
+class Parallel(abc.ABC):
+    """Devices that share the work of a step.
+
+    Batches are global: a device gets its part of the examples. Of several processes,
+    each gives and holds the part of its own devices.
 
     Attributes:
-        devices: The devices.
-        axis_name: The devices' axis, for the step functions.
-
-    Example:
-        >>> parallel = DataParallel(jax.local_devices()[:1])
-        >>> parallel.shard({"label": np.arange(5)})["label"].shape
-        (1, 5)
+        devices: All that take part, in the order of their processes.
+        local_devices: Those of this process.
+        axis_name: The devices' axis, for the step functions; None if they need none.
     """
 
-    axis_name = DEVICE_AXIS
+    axis_name: str | None
 
     def __init__(self, devices: Sequence[jax.Device] | None = None):
-        """Uses the given devices, or all local ones."""
-        self.devices = tuple(devices or jax.local_devices())
+        """Uses the given devices, or all."""
+        self.devices = tuple(devices or jax.devices())
+        this = jax.process_index()
+        self.local_devices = tuple(d for d in self.devices if d.process_index == this)
 
     @property
     def platform(self) -> str:
         """Of the devices: "cpu", "gpu" or "tpu"."""
         return self.devices[0].platform
+
+    @property
+    @abc.abstractmethod
+    def num_shards(self) -> int:
+        """The equal parts that a batch is split in."""
+
+    @property
+    def part(self) -> tuple[int, int]:
+        """Index and number of the part of a batch that this process reads."""
+        first = self.devices.index(self.local_devices[0])
+        per_shard = len(self.devices) // self.num_shards
+        count = len(self.devices) // max(per_shard, len(self.local_devices))
+        return first * count // len(self.devices), count
 
     def check_batch(self, key: str, batch_size: int, parts: int = 1) -> None:
         """Raises unless a global batch splits evenly over the devices.
@@ -50,46 +71,115 @@ class DataParallel:
         Raises:
             ValueError: If it does not; names the nearest sizes that do.
         """
-        n = len(self.devices) * parts
+        n = self.num_shards * parts
         if batch_size % n:
             below, above = batch_size // n * n, -(-batch_size // n) * n
             sizes = f"{below} or {above}" if below else f"{above}"
-            by = f"the {len(self.devices)} devices"
+            by = f"the {self.num_shards} devices"
             if parts > 1:
                 by += f" times config.accumulate_steps={parts}"
             raise ValueError(
                 f"{key}={batch_size} does not divide by {by}; set it to {sizes}"
             )
 
-    def replicate(self, tree: Any) -> Any:
-        """Puts a copy of every array on every device, along a new leading axis."""
-        return flax.jax_utils.replicate(
-            tree, devices=self.devices, axis_name=DEVICE_AXIS
-        )
+    @abc.abstractmethod
+    def local_shapes(self, tree: Any) -> Any:
+        """The shapes and dtypes of what a device holds of arrays."""
 
+    @abc.abstractmethod
+    def create(self, make: Callable[[], Any]) -> Any:
+        """Puts the arrays that a pure function makes on the devices."""
+
+    @abc.abstractmethod
+    def place(self, tree: Any) -> Any:
+        """Puts arrays, the same in every process, on the devices."""
+
+    @abc.abstractmethod
     def fetch(self, tree: Any) -> Any:
-        """The first device's copy of replicated arrays, copied to NumPy arrays."""
-        parts = jax.tree.map(lambda x: x.addressable_shards[0].data, tree)
-        # A view of the device's buffer would change when the state is donated.
-        return jax.tree.map(
-            lambda x, part: np.array(part).reshape(x.shape[1:]), tree, parts
-        )
+        """Copies arrays that are on the devices to NumPy arrays, whole."""
 
+    @abc.abstractmethod
+    def to_save(self, tree: Any) -> Any:
+        """What a checkpoint is written from: of several processes, arrays of JAX."""
+
+    @abc.abstractmethod
     def shard(self, batch: Batch, axis: int = 0) -> Batch:
         """Splits a batch over the devices and starts sending it there.
 
         Args:
-            batch: On the host.
+            batch: On the host, this process's `part`.
             axis: That of the examples; 1 where seeds are stacked before it.
 
         Returns:
-            Arrays with a new leading axis of devices.
+            Arrays for the steps.
         """
-        n = len(self.devices)
-        mesh = jax.sharding.Mesh(np.array(self.devices), (DEVICE_AXIS,))
-        sharding = jax.sharding.NamedSharding(
-            mesh, jax.sharding.PartitionSpec(DEVICE_AXIS)
+
+    @abc.abstractmethod
+    def train_step(self, step: TrainStep) -> TrainStep:
+        """Compiles an update for the devices; the old state's memory is reused."""
+
+    @abc.abstractmethod
+    def eval_step(self, step: EvalStep) -> EvalStep:
+        """Compiles an evaluation step for the devices."""
+
+
+class DataParallel(Parallel):
+    """Runs the step functions by pmap: each device has a copy of the state.
+
+    Example:
+        >>> parallel = DataParallel(jax.local_devices()[:1])
+        >>> parallel.shard({"label": np.arange(5)})["label"].shape
+        (1, 5)
+    """
+
+    axis_name = DEVICE_AXIS
+
+    @property
+    def num_shards(self) -> int:
+        """The number of devices."""
+        return len(self.devices)
+
+    @property
+    def _mesh(self) -> Mesh:
+        return Mesh(np.array(self.local_devices), (DEVICE_AXIS,))
+
+    def local_shapes(self, tree: Any) -> Any:
+        """The shapes themselves."""
+        return tree
+
+    def create(self, make: Callable[[], Any]) -> Any:
+        """Makes the arrays and puts a copy of each on every device."""
+        return self.place(make())
+
+    def place(self, tree: Any) -> Any:
+        """Puts a copy of every array on every device, along a new leading axis."""
+        return flax.jax_utils.replicate(
+            tree, devices=self.local_devices, axis_name=DEVICE_AXIS
         )
+
+    def fetch(self, tree: Any) -> Any:
+        """The first device's copy of replicated arrays, copied to NumPy arrays."""
+        # A view of the device's buffer would change when the state is donated.
+        return jax.tree.map(
+            lambda x: np.array(x.addressable_shards[0].data).reshape(x.shape[1:]), tree
+        )
+
+    def to_save(self, tree: Any) -> Any:
+        """The first device's copy; of several processes, arrays that all have."""
+        tree = self.fetch(tree)
+        if len(self.devices) == len(self.local_devices):
+            return tree
+        everywhere = NamedSharding(
+            Mesh(np.array(self.devices), (DEVICE_AXIS,)), PartitionSpec()
+        )
+        return jax.tree.map(
+            lambda x: jax.make_array_from_process_local_data(everywhere, x), tree
+        )
+
+    def shard(self, batch: Batch, axis: int = 0) -> Batch:
+        """Splits a batch along a new leading axis of this process's devices."""
+        n = len(self.local_devices)
+        sharding = NamedSharding(self._mesh, PartitionSpec(DEVICE_AXIS))
         parts = {}
         for key, value in batch.items():
             before, (size, *after) = value.shape[:axis], value.shape[axis:]
@@ -98,7 +188,7 @@ class DataParallel:
         return jax.device_put(parts, sharding)
 
     def train_step(self, step: TrainStep) -> TrainStep:
-        """Maps an update over the devices; the old state's memory is reused."""
+        """Maps an update over the devices."""
         return jax.pmap(
             step,
             axis_name=DEVICE_AXIS,
@@ -107,8 +197,26 @@ class DataParallel:
             devices=self.devices,
         )
 
-    def eval_step(
-        self, step: Callable[[Any, Batch], Metrics]
-    ) -> Callable[[Any, Batch], Metrics]:
+    def eval_step(self, step: EvalStep) -> EvalStep:
         """Maps an evaluation step over the devices."""
         return jax.pmap(step, axis_name=DEVICE_AXIS, devices=self.devices)
+
+
+def whole(x: jax.Array) -> np.ndarray:
+    """A NumPy copy of an array that may lie on the devices of several processes.
+
+    Args:
+        x: Called by every process with its view of the same array.
+
+    Returns:
+        The whole array.
+
+    Example:
+        >>> whole(jax.numpy.arange(3)).tolist()
+        [0, 1, 2]
+    """
+    if x.is_fully_addressable:
+        return np.array(x)
+    if x.is_fully_replicated:
+        return np.array(x.addressable_data(0))
+    return np.array(multihost_utils.process_allgather(x, tiled=True))

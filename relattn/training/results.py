@@ -10,7 +10,7 @@ from relattn.data import EvalSplit
 from relattn.training.checkpoint import read_meta, restore
 from relattn.training.evaluator import Evaluator
 from relattn.training.history import BEST_METRICS, History
-from relattn.training.parallel import DataParallel
+from relattn.training.parallel import Parallel
 from relattn.training.run import CHECKPOINTS
 from relattn.training.seeds import select
 from relattn.training.task import Task
@@ -21,7 +21,7 @@ def final_results(
     histories: Sequence[History],
     splits: Mapping[str, EvalSplit],
     evaluator: Evaluator,
-    parallel: DataParallel,
+    parallel: Parallel,
     workdir: Path,
     step: int,
     say: Callable[[str], None],
@@ -53,7 +53,7 @@ def final_results(
         read_meta(folder, history.best_step)
         best = restore(folder, history.best_step, task.abstract_state)
         best = select(best, index, len(seeds))
-        variables = parallel.replicate(best.variables)
+        variables = parallel.place(best.variables)
         # A split may have two names.
         results = {id(splits["validation"]): history.best}
         for name, split in splits.items():

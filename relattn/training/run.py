@@ -219,7 +219,7 @@ def evaluate(
     parallel = DataParallel(devices)
     parallel.check_batch("batch_size", batch_size)
     evaluator = Evaluator(run.model, run.preprocess, run.data, parallel)
-    (result,) = evaluator(parallel.replicate(run.variables), split, batch_size)
+    (result,) = evaluator(parallel.place(run.variables), split, batch_size)
     return result
 
 

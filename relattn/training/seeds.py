@@ -15,6 +15,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from relattn.data import Batch, DataSource, Loader
+from relattn.training.parallel import Parallel
 from relattn.training.state import TrainState
 
 # The seeds share the step, so that what depends on it alone stays a branch.
@@ -140,7 +141,7 @@ def train_loader(
     batch_size: int,
     seeds: Sequence[int],
     start_step: int,
-    place: Callable[..., Any],
+    parallel: Parallel,
 ) -> Iterator[Iterator[tuple[int, Any]]]:
     """Iterates over (step, batch), as `DataSource.train_loader` of one seed.
 
@@ -149,20 +150,23 @@ def train_loader(
         batch_size: Examples in the batch of a seed.
         seeds: Each with the batches that it would have alone.
         start_step: The first step.
-        place: Applied to each batch ahead of time, with the ``axis`` of its examples.
+        parallel: The devices, to which batches are sent ahead of time.
 
     Yields:
         The iterator; batches of several seeds are stacked.
     """
     if len(seeds) == 1:
-        place = functools.partial(place, axis=0)
-        with data.train_loader(batch_size, seeds[0], start_step, place) as loader:
+        with data.train_loader(
+            batch_size, seeds[0], start_step, parallel.shard, parallel.part
+        ) as loader:
             yield loader
         return
-    place = functools.partial(place, axis=1)
+    place = functools.partial(parallel.shard, axis=1)
     with contextlib.ExitStack() as stack:
         loaders = [
-            stack.enter_context(data.train_loader(batch_size, seed, start_step))
+            stack.enter_context(
+                data.train_loader(batch_size, seed, start_step, part=parallel.part)
+            )
             for seed in seeds
         ]
 

@@ -172,7 +172,10 @@ def _mean_over_parts(
             f"config.accumulate_steps={parts} does not divide the {size} examples that "
             "a device has of config.batch_size; change one of them"
         )
-    split = jax.tree.map(lambda x: x.reshape(parts, -1, *x.shape[1:]), batch)
+    # Every parts-th example, so that each part lies on all devices of a mesh.
+    split = jax.tree.map(
+        lambda x: x.reshape(-1, parts, *x.shape[1:]).swapaxes(0, 1), batch
+    )
     first = jax.tree.map(lambda x: x[0], split)
     zeros = jax.tree.map(
         lambda x: jnp.zeros(x.shape, x.dtype),

@@ -17,7 +17,7 @@ from ml_collections import ConfigDict
 from relattn import data as data_lib
 from relattn import models
 from relattn.data import DataInfo
-from relattn.training.parallel import DataParallel
+from relattn.training.parallel import Parallel
 from relattn.training.schedule import make_optimizer, make_schedule
 from relattn.training.seeds import map_create, map_train_step, seeds_of
 from relattn.training.state import TrainState, create_state
@@ -107,7 +107,7 @@ class Task:
         )
         return jax.jit(map_create(create, len(self.seeds)))(self.key)
 
-    def make_train_step(self, parallel: DataParallel) -> TrainStep:
+    def make_train_step(self, parallel: Parallel) -> TrainStep:
         """The update, a pure function; of several seeds on stacked arguments.
 
         Args:

@@ -1,4 +1,4 @@
-"""Whole models trained on one device and on four end with the same parameters."""
+"""Whole models trained on one device, by pmap and on a mesh end the same."""
 
 import chex
 import flax.linen as nn
@@ -9,6 +9,7 @@ import pytest
 
 from relattn.models import Performer
 from relattn.models.cnn import ResidualBlock
+from relattn.training.mesh import MeshParallel
 from relattn.training.parallel import DataParallel
 from relattn.training.state import create_state
 from relattn.training.step import make_train_step
@@ -54,8 +55,7 @@ def make_performer(attention, position):
 OPTIMIZER, KEY = optax.sgd(0.1), jax.random.key(3)
 
 
-def train(devices, model, state):
-    parallel = DataParallel(devices)
+def train(parallel, model, state):
     step = make_train_step(
         model,
         OPTIMIZER,
@@ -64,7 +64,7 @@ def train(devices, model, state):
         axis_name=parallel.axis_name,
     )
     step = parallel.train_step(step)
-    state = parallel.replicate(state)
+    state = parallel.place(state)
     generator = np.random.default_rng(0)
     for _ in range(STEPS):
         batch = {
@@ -79,10 +79,12 @@ MODELS = [make_performer(*variant) for variant in VARIANTS] + [Residual()]
 
 
 @pytest.mark.parametrize("model", MODELS, ids=[*map(" ".join, VARIANTS), "residual"])
-def test_one_device_and_four_give_the_same_parameters(model):
+def test_one_device_pmap_and_a_mesh_give_the_same_parameters(model):
     state = jax.jit(lambda key: create_state(model, OPTIMIZER, key, SHAPE))(KEY)
-    one, four = (train(jax.local_devices()[:count], model, state) for count in (1, 4))
-    assert len(jax.local_devices()) == 4
-    chex.assert_trees_all_close(one.params, four.params, atol=2e-6)
-    chex.assert_trees_all_close(one.batch_stats, four.batch_stats, atol=2e-6)
-    chex.assert_trees_all_equal(one.random_features, four.random_features)
+    one = train(DataParallel(jax.local_devices()[:1]), model, state)
+    for parallel in (DataParallel(), MeshParallel(model_axis=2)):
+        assert len(parallel.devices) == 4
+        four = train(parallel, model, state)
+        chex.assert_trees_all_close(one.params, four.params, atol=2e-6)
+        chex.assert_trees_all_close(one.batch_stats, four.batch_stats, atol=2e-6)
+        chex.assert_trees_all_equal(one.random_features, four.random_features)

@@ -52,7 +52,7 @@ def updates(model, devices, count=3, accumulate_steps=1):
         axis_name=parallel.axis_name,
     )
     mapped = parallel.train_step(step)
-    state = parallel.replicate(create_state(model, optimizer, key, SHAPE))
+    state = parallel.place(create_state(model, optimizer, key, SHAPE))
     for batch in batches(count):
         state, _ = mapped(state, parallel.shard(batch), key)
     return parallel.fetch(state)
@@ -145,7 +145,7 @@ def test_stacked_seeds_keep_their_own(monkeypatch):
     one, other = batches(2)
     batch = jax.tree.map(lambda *x: np.stack(x), one, other)
     state, _ = mapped(
-        parallel.replicate(jax.jit(create)(keys)), parallel.shard(batch, axis=1), keys
+        parallel.place(jax.jit(create)(keys)), parallel.shard(batch, axis=1), keys
     )
     stats = parallel.fetch(state).batch_stats["norm"]["mean"]
     expected = [[(1 - MOMENTUM) * to_float(of_seed).mean()] for of_seed in (one, other)]

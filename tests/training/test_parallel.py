@@ -29,7 +29,7 @@ def run(devices, optimizer, *, steps=5, dropout=0.0, traces=1):
         model, optimizer, to_float, redraw_every=2, axis_name=parallel.axis_name
     )
     mapped = parallel.train_step(chex.assert_max_traces(step, n=traces))
-    state = parallel.replicate(create_state(model, optimizer, key, (5, 3, 1)))
+    state = parallel.place(create_state(model, optimizer, key, (5, 3, 1)))
     history = []
     for batch in batches(steps):
         state, metrics = mapped(state, parallel.shard(batch), key)
@@ -77,7 +77,7 @@ def test_dropout_keys_differ_by_device_and_step():
     for devices in (parallel, single):
         step = make_train_step(model, optimizer, to_float, axis_name=devices.axis_name)
         mapped = devices.train_step(step)
-        state = devices.replicate(create_state(model, optimizer, key, (5, 3, 1)))
+        state = devices.place(create_state(model, optimizer, key, (5, 3, 1)))
         for batch in batches(2):
             state, metrics = mapped(state, devices.shard(batch), key)
             seen.append(float(devices.fetch(metrics)["noise"]))
@@ -88,7 +88,7 @@ def test_the_old_state_is_donated():
     parallel, key = DataParallel(), jax.random.key(0)
     model, optimizer = TinyModel(num_classes=3), optax.sgd(0.1)
     step = make_train_step(model, optimizer, to_float, axis_name=parallel.axis_name)
-    state = parallel.replicate(create_state(model, optimizer, key, (5, 3, 1)))
+    state = parallel.place(create_state(model, optimizer, key, (5, 3, 1)))
     kept = parallel.fetch(state)
     mapped = parallel.train_step(step)
     for batch in batches(2):
@@ -109,7 +109,7 @@ def test_evaluation_sums_leave_filling_out(count):
             make_eval_step(model, to_float, axis_name=parallel.axis_name), n=1
         )
     )
-    variables = parallel.replicate(state.variables)
+    variables = parallel.place(state.variables)
     weight = np.array([1.0] * 13 + [0.0] * 7, np.float32)
     for batch in batches(2):
         sums = parallel.fetch(

@@ -1,0 +1,196 @@
+"""Memory of a training step by device, on meshes that need not be there.
+
+    python -m relattn.evaluation.mesh_memory \
+        --config=configs/translution_vit.py:imagenet,C/16,translution \
+        --meshes=1x1,2x4,16x4 --num_classes=1000
+
+compiles the step of a configuration for simulated devices, without allocating its
+arrays and without its data, and prints what each device holds. A mesh ``DATAxMODEL``
+splits the batch in DATA parts and parameters in MODEL parts, see
+`relattn.training.mesh`. The compiler is that of CPUs: what it needs beside the state,
+``temporary``, another platform's will differ from.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from absl import app, flags
+from jax.sharding import NamedSharding, PartitionSpec
+from ml_collections import ConfigDict, config_flags
+from tqdm import tqdm
+
+from relattn.data import DataInfo, ImageInfo, TextInfo
+from relattn.training.mesh import DATA_AXIS, MeshParallel
+from relattn.training.task import Task
+
+_MESH = re.compile(r"([1-9][0-9]*)x([1-9][0-9]*)")
+GIGABYTE = 1e9
+
+
+def read_mesh(text: str) -> tuple[int, int]:
+    """Reads the sizes of a mesh.
+
+    Args:
+        text: Such as ``"2x4"``.
+
+    Returns:
+        Devices along the data and along the model axis.
+
+    Raises:
+        ValueError: If it is nothing of the kind.
+
+    Example:
+        >>> read_mesh("2x4")
+        (2, 4)
+    """
+    match = _MESH.fullmatch(text)
+    if match is None:
+        raise ValueError(f"--meshes={text}: give DATAxMODEL, such as 2x4")
+    return int(match[1]), int(match[2])
+
+
+def describe_data(config: ConfigDict, num_classes: int, vocab_size: int) -> DataInfo:
+    """What a model needs to know of data that are not there.
+
+    Args:
+        config: Of the run.
+        num_classes: Of images.
+        vocab_size: Of text.
+
+    Returns:
+        The description, of text if the model is the GPT.
+    """
+    name = str(config.data.get("name", "unknown"))
+    if config.model.name == "gpt":
+        length = config.data.context_length
+        return TextInfo(name, "unknown", vocab_size, length, 10**6, "nowhere")
+    size = config.data.image_size
+    classes = tuple(map(str, range(num_classes)))
+    statistics = (0.5,) * 3
+    return ImageInfo(
+        name, classes, (size, size, 3), statistics, statistics, 10**6, "nowhere"
+    )
+
+
+def measure(task: Task, parallel: MeshParallel) -> dict[str, int]:
+    """Compiles a step of training for a mesh and reads what a device holds.
+
+    Args:
+        task: What is trained.
+        parallel: The mesh.
+
+    Returns:
+        In bytes of a device: ``state``, the parameters and the optimiser's state;
+        ``batch``; ``temporary``, all else, gradients and activations among them; and
+        ``total``, their sum.
+    """
+    state = _with_shardings(
+        task.abstract_state, parallel.shardings(task.abstract_state)
+    )
+    batch = _abstract_batch(task)
+    examples = NamedSharding(parallel.mesh, PartitionSpec(DATA_AXIS))
+    batch = _with_shardings(batch, jax.tree.map(lambda _: examples, batch))
+    step = parallel.train_step(task.make_train_step(parallel))
+    analysis = step.lower(state, batch, task.key).compile().memory_analysis()
+    sizes = {
+        "state": _bytes(parallel.local_shapes(task.abstract_state)),
+        "batch": analysis.argument_size_in_bytes,
+        "temporary": analysis.temp_size_in_bytes,
+    }
+    sizes["batch"] -= sizes["state"]
+    return {**sizes, "total": sum(sizes.values())}
+
+
+def _with_shardings(tree: Any, shardings: Any) -> Any:
+    return jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        tree,
+        shardings,
+    )
+
+
+def _abstract_batch(task: Task) -> dict[str, jax.ShapeDtypeStruct]:
+    size = task.config.batch_size
+    if isinstance(task.info, TextInfo):
+        tokens = jax.ShapeDtypeStruct((size, task.info.context_length), jnp.int32)
+        return {"tokens": tokens, "label": tokens}
+    return {
+        "image": jax.ShapeDtypeStruct((size, *task.info.image_shape), jnp.uint8),
+        "label": jax.ShapeDtypeStruct((size,), jnp.int32),
+    }
+
+
+def _bytes(tree: Any) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def memory_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A table in Markdown.
+
+    Args:
+        rows: Of each mesh ``data``, ``model`` and what `measure` returned.
+
+    Returns:
+        A row a mesh, sizes in gigabytes of 10^9 bytes.
+
+    Example:
+        >>> row = {"data": 2, "model": 4, "state": 3e9, "temporary": 5e8, "total": 4e9}
+        >>> print(memory_table([row]).splitlines()[-1])
+        | 8 | 2 x 4 | 3.00 GB | 0.50 GB | 4.00 GB |
+    """
+    kinds = ("state", "temporary", "total")
+    lines = [
+        "| devices | data x model | parameters and optimiser | temporary | total |",
+        "| ---: | :---: | ---: | ---: | ---: |",
+    ]
+    for row in rows:
+        mesh = f"{row['data']} x {row['model']}"
+        sizes = " | ".join(f"{row[kind] / GIGABYTE:,.2f} GB" for kind in kinds)
+        lines.append(f"| {row['data'] * row['model']} | {mesh} | {sizes} |")
+    return "\n".join(lines)
+
+
+def main(argv: list[str]) -> None:
+    """Prints a table and, where asked for, writes it as JSON."""
+    del argv
+    given, config = flags.FLAGS, flags.FLAGS.config
+    meshes = [read_mesh(text) for text in given.meshes]
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", max(d * m for d, m in meshes))
+    info = describe_data(config, given.num_classes, given.vocab_size)
+    task = Task.build(config, info)
+    rows = []
+    for data, model in tqdm(meshes, unit=" meshes"):
+        parallel = MeshParallel(jax.devices()[: data * model], model_axis=model)
+        parallel.check_batch(
+            "config.batch_size", config.batch_size, config.accumulate_steps
+        )
+        rows.append({"data": data, "model": model, **measure(task, parallel)})
+    print(f"{task.num_params:,} parameters, a batch of {config.batch_size}:\n")
+    print(memory_table(rows))
+    if given.output:
+        result = {
+            "config": given["config"].config_filename,
+            "batch_size": config.batch_size,
+            "num_params": task.num_params,
+            "jax": jax.__version__,
+            "bytes_per_device": rows,
+        }
+        Path(given.output).write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    config_flags.DEFINE_config_file("config", None, "What to train.")
+    flags.DEFINE_list("meshes", ["1x1"], "Meshes, each DATAxMODEL.")
+    flags.DEFINE_integer("num_classes", 10, "Classes of images.")
+    flags.DEFINE_integer("vocab_size", 50257, "Tokens of a text's vocabulary.")
+    flags.DEFINE_string("output", "", "A JSON file to write.")
+    flags.mark_flag_as_required("config")
+    app.run(main)

@@ -1,0 +1,216 @@
+"""Data and model parallelism on a mesh of devices, by jit and shardings."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from ml_collections import ConfigDict
+
+from relattn.training.parallel import DataParallel, EvalStep, Parallel, whole
+from relattn.training.step import Batch, TrainStep
+
+DATA_AXIS, MODEL_AXIS = "data", "model"
+
+# Of parameters and of the optimiser's state, by the end of the path: the axes to split
+# over the mesh's model axis, counted from the last, the first that divides evenly.
+# Everything else has a copy on every device.
+SPLIT_AXES: tuple[tuple[str, tuple[int, ...]], ...] = (
+    # [..., offsets, width, heads, depth]
+    (r"attention/[qkv]_table", (-4, -2, -3)),
+    (r"attention/[qkv]_matrix", (-2, -3)),
+    # [..., dim, mlp_dim], [..., mlp_dim] and [..., mlp_dim, dim]
+    (r"feed_forward/hidden/kernel", (-1,)),
+    (r"feed_forward/hidden/bias", (-1,)),
+    (r"feed_forward/out/kernel", (-2,)),
+    # Of tokens [vocabulary, dim], of patches [pixels, dim].
+    (r"embedding/embedding", (-2, -1)),
+    (r"embedding/kernel", (-1,)),
+    (r"head/kernel", (-1, -2)),
+)
+
+
+def partition_spec(path: str, shape: Sequence[int], num_devices: int) -> PartitionSpec:
+    """Which axis of an array is split over the model axis, by `SPLIT_AXES`.
+
+    Args:
+        path: Of the array in the state, such as ``"params/head/kernel"``.
+        shape: Of the array.
+        num_devices: Devices along the model axis.
+
+    Returns:
+        The specification; empty for an array that every device has whole.
+
+    Example:
+        >>> tuple(partition_spec("params/head/kernel", (5, 6), num_devices=2))
+        (None, 'model')
+        >>> tuple(partition_spec("params/attention/q_table", (7, 8, 4, 2), 2))
+        (None, None, 'model', None)
+        >>> tuple(partition_spec("params/cls", (1, 1, 6), 2))
+        ()
+    """
+    if num_devices == 1:
+        return PartitionSpec()
+    for pattern, axes in SPLIT_AXES:
+        if not re.search(f"(^|/){pattern}$", path):
+            continue
+        for axis in axes:
+            if -axis <= len(shape) and shape[axis] % num_devices == 0:
+                names = [None] * len(shape)
+                names[axis] = MODEL_AXIS
+                return PartitionSpec(*names)
+    return PartitionSpec()
+
+
+class MeshParallel(Parallel):
+    """Runs the step functions by jit on a mesh ``(data, model)``.
+
+    The devices along ``data`` share a batch, those along ``model`` the parameters and
+    the optimiser's state, as `SPLIT_AXES` says. The program is that of one device; the
+    compiler divides it and adds the communication. So the results do not depend on the
+    number of devices but for rounding, dropout included.
+
+    Attributes:
+        mesh: Of JAX; neighbours share the parameters.
+
+    Example:
+        >>> parallel = MeshParallel(jax.local_devices()[:1])
+        >>> parallel.shard({"label": np.arange(5)})["label"].shape
+        (5,)
+
+    Source:
+        Xu et al., GSPMD: General and Scalable Parallelization for ML Computation
+        Graphs.
+    """
+
+    axis_name = None
+
+    def __init__(
+        self, devices: Sequence[jax.Device] | None = None, *, model_axis: int = 1
+    ):
+        """Uses the given devices, or all, ``model_axis`` of them for each copy."""
+        super().__init__(devices)
+        n = len(self.devices)
+        if n % model_axis:
+            fitting = ", ".join(str(m) for m in range(1, n + 1) if n % m == 0)
+            raise ValueError(
+                f"config.model_axis={model_axis} does not divide the {n} devices; set "
+                f"it to one of {fitting}"
+            )
+        self.mesh = Mesh(
+            np.array(self.devices).reshape(-1, model_axis), (DATA_AXIS, MODEL_AXIS)
+        )
+
+    @property
+    def num_shards(self) -> int:
+        """The number of devices along the data axis."""
+        return self.mesh.shape[DATA_AXIS]
+
+    def shardings(self, tree: Any) -> Any:
+        """Where each array of a state, or of a part of it, lies.
+
+        Args:
+            tree: Arrays, or their shapes and dtypes.
+        """
+
+        def sharding(path: Any, leaf: Any) -> NamedSharding:
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            spec = partition_spec(name, leaf.shape, self.mesh.shape[MODEL_AXIS])
+            return NamedSharding(self.mesh, spec)
+
+        return jax.tree_util.tree_map_with_path(sharding, tree)
+
+    def local_shapes(self, tree: Any) -> Any:
+        """The shapes of the parts of arrays that a device holds."""
+        return jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(
+                sharding.shard_shape(leaf.shape), leaf.dtype
+            ),
+            tree,
+            self.shardings(tree),
+        )
+
+    def create(self, make: Callable[[], Any]) -> Any:
+        """Makes the arrays where they belong: none is ever whole on one device."""
+        shardings = self.shardings(jax.eval_shape(make))
+        return jax.jit(make, out_shardings=shardings)()
+
+    def place(self, tree: Any) -> Any:
+        """Puts arrays, or the parts of them, on the devices."""
+
+        def put(x: Any, sharding: NamedSharding) -> jax.Array:
+            return jax.make_array_from_callback(
+                np.shape(x), sharding, lambda index: np.asarray(x)[index]
+            )
+
+        return jax.tree.map(put, tree, self.shardings(tree))
+
+    def fetch(self, tree: Any) -> Any:
+        """Copies arrays to NumPy arrays, whole."""
+        return jax.tree.map(whole, tree)
+
+    def to_save(self, tree: Any) -> Any:
+        """NumPy arrays; of several processes, the arrays as they lie."""
+        if len(self.devices) == len(self.local_devices):
+            return self.fetch(tree)
+        return tree
+
+    def shard(self, batch: Batch, axis: int = 0) -> Batch:
+        """Splits a batch along its axis of examples."""
+        spec = PartitionSpec(*[None] * axis, DATA_AXIS)
+        sharding = NamedSharding(self.mesh, spec)
+        _, count = self.part
+        placed = {}
+        for key, value in batch.items():
+            shape = list(value.shape)
+            shape[axis] *= count
+            placed[key] = jax.make_array_from_process_local_data(
+                sharding, value, tuple(shape)
+            )
+        return placed
+
+    def train_step(self, step: TrainStep) -> TrainStep:
+        """Compiles an update; the state stays where it lies."""
+
+        def update(state: Any, batch: Batch, key: Any) -> tuple[Any, Any]:
+            state, metrics = step(state, batch, key)
+            state = jax.lax.with_sharding_constraint(state, self.shardings(state))
+            return state, self._everywhere(metrics)
+
+        return jax.jit(update, donate_argnums=0)
+
+    def eval_step(self, step: EvalStep) -> EvalStep:
+        """Compiles an evaluation step."""
+        return jax.jit(lambda *arguments: self._everywhere(step(*arguments)))
+
+    def _everywhere(self, metrics: Any) -> Any:
+        return jax.lax.with_sharding_constraint(
+            metrics, NamedSharding(self.mesh, PartitionSpec())
+        )
+
+
+PARALLEL = ("pmap", "mesh")
+
+
+def make_parallel(
+    config: ConfigDict, devices: Sequence[jax.Device] | None = None
+) -> Parallel:
+    """The devices of a run and how they share its work.
+
+    Args:
+        config: With ``parallel``, of `PARALLEL`, and ``model_axis``.
+        devices: Those to use; all by default.
+
+    Returns:
+        By name a `DataParallel` or a `MeshParallel`.
+
+    Raises:
+        ValueError: If the configuration or the number of devices does not fit.
+    """
+    if config.parallel == "mesh":
+        return MeshParallel(devices, model_axis=config.model_axis)
+    return DataParallel(devices)

@@ -1,0 +1,140 @@
+"""A mesh of devices: what lies where, and that it changes nothing of a run."""
+
+import chex
+import jax
+import numpy as np
+import optax
+import pytest
+
+from relattn import training
+from relattn.models import ViT
+from relattn.training.checkpoint import checkpoint_steps
+from relattn.training.mesh import MeshParallel
+from relattn.training.parallel import DataParallel
+from relattn.training.run import CHECKPOINTS
+from relattn.training.state import create_state
+from relattn.training.step import make_train_step
+from relattn.training.task import Task
+from tests.training.conftest import TinyModel, make_data
+from tests.training.test_loop import Interrupted, final_state, interrupt_at
+from tests.training.test_parallel import batches, to_float
+
+KEY = jax.random.key(7)
+
+
+def vit(attention, **options):
+    sizes = {"dim": 8, "num_layers": 2, "heads": 2, "mlp_dim": 12, "patch_size": 2}
+    options |= {"attention": attention, "position": "none", "num_classes": 3}
+    return ViT(**sizes, **options)
+
+
+def test_tables_are_split_by_their_offsets():
+    parallel = MeshParallel(model_axis=2)
+    assert parallel.num_shards == 2
+
+    def make():
+        # On 2x2 patches and a class token: 3 * 3 + 3 = 12 offsets.
+        return create_state(vit("translution"), optax.adam(0.1), KEY, (4, 4, 1))
+
+    state = parallel.create(make)
+    chex.assert_trees_all_equal(parallel.fetch(state), jax.device_get(make()))
+    moments = state.opt_state[0].mu
+    for tree in (state.params, moments):
+        table = tree["blocks_0"]["attention"]["q_table"]
+        part = list(table.shape)
+        part[-4] //= 2
+        assert {shard.data.shape for shard in table.addressable_shards} == {tuple(part)}
+        hidden = tree["blocks_0"]["feed_forward"]["hidden"]["kernel"]
+        assert hidden.addressable_shards[0].data.shape == (2, 8, 6)
+    local = parallel.local_shapes(state)
+    chex.assert_trees_all_equal_shapes(
+        local, jax.tree.map(lambda x: x.addressable_shards[0].data, state)
+    )
+
+
+def train(parallel, model, *, accumulate_steps=1, steps=5):
+    step = make_train_step(
+        model,
+        optax.sgd(0.3),
+        to_float,
+        redraw_every=2,
+        accumulate_steps=accumulate_steps,
+        axis_name=parallel.axis_name,
+    )
+    step = parallel.train_step(step)
+    state = parallel.create(lambda: create_state(model, optax.sgd(0.3), KEY, (5, 3, 1)))
+    for batch in batches(steps):
+        state, metrics = step(state, parallel.shard(batch), KEY)
+    return parallel.fetch(state), parallel.fetch(metrics)
+
+
+def test_dropout_in_parts_does_not_depend_on_the_devices():
+    model = TinyModel(num_classes=3, dropout=0.5)
+    one, four = (
+        train(
+            MeshParallel(jax.local_devices()[:count]),
+            model,
+            accumulate_steps=5,
+        )
+        for count in (1, 4)
+    )
+    chex.assert_trees_all_close(one, four, atol=1e-6)
+
+
+def test_a_run_goes_on_by_pmap_and_on_a_mesh(config, tmp_path, tiny):
+    config.model.dropout = 0.0
+    config.optimizer.name = "sgd"
+    config.checkpoint_every_steps = 3
+    config.early_stopping_epochs = 0
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    devices = jax.local_devices()
+    training.train_and_evaluate(config, whole, devices=devices[:1])
+    for stop, parallel, model_axis, count in (
+        (4, "pmap", 1, 1),
+        (8, "pmap", 1, 4),
+        (11, "mesh", 2, 4),
+    ):
+        config.update(parallel=parallel, model_axis=model_axis)
+        with pytest.raises(Interrupted):
+            training.train_and_evaluate(
+                config, parts, devices=devices[:count], on_step=interrupt_at(stop)
+            )
+    assert checkpoint_steps(parts / CHECKPOINTS)[-1] == 10
+    config.update(parallel="pmap", model_axis=1)
+    training.train_and_evaluate(config, parts, devices=devices[:1])
+    expected, state = final_state(whole), final_state(parts)
+    chex.assert_trees_all_close(expected.params, state.params, atol=1e-6)
+    assert expected.step == state.step
+
+
+def test_seeds_train_together_on_a_mesh(config, tiny):
+    config.update(num_seeds=2)
+    config.model.dropout = 0.0
+    task = Task.build(config, make_data().info)
+    batch = next(batches(1))
+    batch = {name: np.stack([value, value[::-1]]) for name, value in batch.items()}
+    results = []
+    for parallel in (
+        DataParallel(jax.local_devices()[:1]),
+        MeshParallel(model_axis=2),
+    ):
+        step = parallel.train_step(task.make_train_step(parallel))
+        state = parallel.create(task.create_state)
+        state, metrics = step(state, parallel.shard(batch, axis=1), task.key)
+        results.append(parallel.fetch((state.params, metrics)))
+    chex.assert_trees_all_close(*results, atol=1e-6)
+
+
+def test_bad_meshes(config, tmp_path, tiny):
+    config.model_axis = 3
+    with pytest.raises(ValueError, match="model_axis=3 needs config.parallel='mesh'"):
+        training.train_and_evaluate(config, tmp_path)
+    config.parallel = "mesh"
+    with pytest.raises(ValueError, match="does not divide the 4 devices.*1, 2, 4"):
+        training.train_and_evaluate(config, tmp_path)
+    config.update(model_axis=1, parallel="mash")
+    with pytest.raises(ValueError, match="unknown config.parallel 'mash'.*'mesh'"):
+        training.train_and_evaluate(config, tmp_path)
+    config.update(parallel="mesh", batch_size=22, model_axis=1)
+    with pytest.raises(ValueError, match="batch_size=22 does not divide by the 4"):
+        training.train_and_evaluate(config, tmp_path)

@@ -40,6 +40,7 @@ MODELS = {
         "position": "learnable_sincos",
         **PERFORMER_DROPOUT,
         "dtype": "float32",
+        "remat": False,
     },
     "routing": {
         "name": "routing",
@@ -52,6 +53,7 @@ MODELS = {
         "position": "learned",
         **PERFORMER_DROPOUT,
         "dtype": "float32",
+        "remat": False,
     },
 }
 

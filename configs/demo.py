@@ -47,6 +47,7 @@ def get_config(variant: str = "constrained_sincos") -> ConfigDict:
             "attention_dropout": 0.0,
             "dropout": 0.0,
             "dtype": "float32",
+            "remat": False,
         }
     )
     config.data = ConfigDict(

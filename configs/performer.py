@@ -68,6 +68,7 @@ def get_config(arguments: str = "") -> ConfigDict:
         "attention_dropout": 0.1,
         "dropout": 0.1,
         "dtype": "float32",
+        "remat": False,
     }
     config = recipe(model, chosen.get("dataset", "mnist"))
     config.redraw_every = 1000

@@ -81,6 +81,7 @@ def get_config(arguments: str = "") -> ConfigDict:
             "embedding_norms": False,
             "head": "mlp",
             "dtype": "float32",
+            "remat": False,
         }
     )
     config.data = ConfigDict(

@@ -40,6 +40,7 @@ class GPT(nn.Module):
         attention_dropout: Dropout rate of the attentions' outputs.
         dropout: Dropout rate of the feed-forward networks.
         dtype: Compute dtype; parameters are float32.
+        remat: Whether the backward pass computes each layer anew, from its input.
 
     Example:
         >>> model = GPT(vocab_size=11, context_length=7, dim=8, num_layers=1, heads=2,
@@ -66,6 +67,7 @@ class GPT(nn.Module):
     attention_dropout: float = 0.0
     dropout: float = 0.0
     dtype: Any = jnp.float32
+    remat: bool = False
     inputs: ClassVar[str] = "tokens"
     num_prefix: ClassVar[int] = 0
 
@@ -137,6 +139,7 @@ class GPT(nn.Module):
             grid=grid,
             num_prefix=self.num_prefix,
             index=None if index is None else jnp.asarray(index),
+            remat=self.remat,
             deterministic=deterministic,
         )
         norm = functools.partial(nn.LayerNorm, LAYER_NORM_EPSILON, dtype=self.dtype)

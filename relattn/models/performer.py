@@ -37,6 +37,7 @@ class Performer(nn.Module):
         attention_dropout: Dropout rate of the attentions' outputs.
         dropout: Dropout rate of the feed-forward networks.
         dtype: Compute dtype; parameters are float32.
+        remat: Whether the backward pass computes each layer anew, from its input.
 
     Example:
         >>> import jax
@@ -62,6 +63,7 @@ class Performer(nn.Module):
     attention_dropout: float = 0.0
     dropout: float = 0.0
     dtype: Any = jnp.float32
+    remat: bool = False
     inputs: ClassVar[str] = "images"
     num_prefix: ClassVar[int] = 1
     # Whether equal layers are compiled once.
@@ -104,6 +106,7 @@ class Performer(nn.Module):
             scan=self.scan,
             grid=grid,
             num_prefix=self.num_prefix,
+            remat=self.remat,
             deterministic=deterministic,
         )
         return Linear(self.num_classes, name="head")(x[:, 0].astype(jnp.float32))

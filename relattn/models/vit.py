@@ -47,6 +47,7 @@ class ViT(nn.Module):
         head: ``"linear"``, or ``"mlp"``: a hidden layer of ``mlp_dim`` and exact GELU
             before it.
         dtype: Compute dtype; parameters are float32.
+        remat: Whether the backward pass computes each layer anew, from its input.
 
     Example:
         >>> import jax
@@ -78,6 +79,7 @@ class ViT(nn.Module):
     embedding_norms: bool = True
     head: str = "linear"
     dtype: Any = jnp.float32
+    remat: bool = False
     inputs: ClassVar[str] = "images"
     num_prefix: ClassVar[int] = 1
 
@@ -129,6 +131,7 @@ class ViT(nn.Module):
             positions=position.of_layers(grid, self.num_prefix),
             grid=grid,
             num_prefix=self.num_prefix,
+            remat=self.remat,
             deterministic=deterministic,
         )
         cls = norm(name="norm")(x[:, 0]).astype(jnp.float32)

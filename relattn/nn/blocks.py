@@ -103,6 +103,7 @@ def transformer_blocks(
     *,
     positions: Sequence[Any] | None = None,
     scan: bool = True,
+    remat: bool = False,
     **options: Any,
 ) -> Float[Array, "batch n dim"]:
     """Applies the blocks of a model, compiling equal layers once; for ``__call__``.
@@ -120,6 +121,8 @@ def transformer_blocks(
         make_block: Makes a `TransformerBlock`; called with its attention and name.
         positions: What the position encoding returned for each layer, if anything.
         scan: Whether to scan equal layers.
+        remat: Whether to keep only the input of each layer for the backward pass, which
+            then computes the layer anew.
         **options: Further arguments of the blocks' call.
 
     Returns:
@@ -143,21 +146,22 @@ def transformer_blocks(
     for first, last in _equal_layers(attentions, scan):
         attention = functools.partial(attentions[first], layer=first)
         options["shared"] = shared[first]
-        if not scan or not attention.func.scannable:
-            block = make_block(attention, name=f"block_{first}")
-            x = block(x, position=positions[first], **options)
-            continue
-        block = make_block(attention, name=f"blocks_{first}")
-        leaves = [jax.tree.leaves(position) for position in positions[first:last]]
-        stacked = [jnp.stack(values) for values in zip(*leaves, strict=True)]
         structure = jax.tree.structure(positions[first])
 
         def body(block, x, leaves, structure=structure):
             position = jax.tree.unflatten(structure, leaves)
             return block(x, position=position, **options), None
 
+        leaves = [jax.tree.leaves(position) for position in positions[first:last]]
+        if not scan or not attention.func.scannable:
+            block = make_block(attention, name=f"block_{first}")
+            x, _ = (nn.remat(body) if remat else body)(block, x, leaves[0])
+            continue
+        block = make_block(attention, name=f"blocks_{first}")
+        stacked = [jnp.stack(values) for values in zip(*leaves, strict=True)]
+        policy = None if remat else _not_of_parameters
         x, _ = nn.scan(
-            nn.remat(body, prevent_cse=False, policy=_not_of_parameters),
+            nn.remat(body, prevent_cse=False, policy=policy),
             variable_axes={
                 "params": 0,
                 "batch_stats": 0,

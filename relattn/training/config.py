@@ -17,12 +17,12 @@ FREE_KEYS = (
     "progress",
     "parallel",
     "model_axis",
+    "model.remat",
     "log_every_steps",
     "data.data_dir",
     "data.manual_dir",
     "data.bpe_dir",
     "data.num_workers",
-    "data.bpe_dir",
 )
 
 _AT_LEAST = {

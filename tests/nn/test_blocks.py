@@ -10,6 +10,7 @@ import pytest
 
 from relattn.nn.blocks import TransformerBlock, transformer_blocks
 from relattn.nn.build import build
+from tests.quick import quick_jit
 
 SIZES = {"dim": 6, "heads": 2, "num_layers": 2}
 X = jnp.asarray(np.random.default_rng(0).normal(size=(2, 7, 6)), jnp.float32)
@@ -21,6 +22,7 @@ class Model(nn.Module):
     scan: bool = True
     dropout: float = 0.0
     dtype: str = "float32"
+    remat: bool = False
 
     @nn.compact
     def __call__(self, x, deterministic=True):
@@ -38,6 +40,7 @@ class Model(nn.Module):
             block,
             positions=position(name="position").of_layers((2, 3), 1),
             scan=self.scan,
+            remat=self.remat,
             grid=(2, 3),
             num_prefix=1,
             deterministic=deterministic,
@@ -131,3 +134,34 @@ def test_only_attentions_without_random_features_are_scanned():
     ):
         shapes = jax.eval_shape(Model(attention, scan=scan).init, jax.random.key(0), X)
         assert set(shapes["params"]) == names
+
+
+@pytest.mark.parametrize("attention", ["translution", "favor(num_features=3)"])
+def test_layers_computed_anew_are_the_same_and_keep_less(attention):
+    variables = random_variables(Model(attention))
+    params = variables.pop("params")
+
+    def differentiate(remat):
+        model = Model(attention, remat=remat, dropout=0.3)
+
+        @quick_jit
+        def apply(params):
+            def loss(params):
+                rngs = {"dropout": jax.random.key(5)}
+                out = model.apply(
+                    {"params": params, **variables}, X, deterministic=False, rngs=rngs
+                )
+                return jnp.sin(out).sum()
+
+            value, pullback = jax.vjp(loss, params)
+            return value, pullback(1.0), pullback
+
+        *result, pullback = apply(params)
+        return result, sum(leaf.size for leaf in jax.tree.leaves(pullback))
+
+    (plain, kept), (anew, kept_anew) = differentiate(False), differentiate(True)
+    for expected, found in zip(
+        jax.tree.leaves(plain), jax.tree.leaves(anew), strict=True
+    ):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    assert kept_anew < kept

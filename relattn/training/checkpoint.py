@@ -2,13 +2,15 @@
 
 ``checkpoints/<step>/`` holds ``state`` (arrays), ``meta`` (JSON: the configuration, the
 data, the history of the run, the arrays' paths and shapes) and ``manifest.json``, the
-SHA-256 of every file. A folder without its final name is incomplete and ignored.
+SHA-256 of every file. A folder without its final name is incomplete and ignored, and so
+is ``<step>.damaged``, a checkpoint that training has set aside.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import warnings
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -24,6 +26,23 @@ from relattn.training.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 _INCOMPLETE = ".orbax-checkpoint-tmp"
+_DAMAGED = ".damaged"
+_SCORES = "metrics/metrics"
+
+
+class _DamagedError(CheckpointError):
+    """A file of a checkpoint is damaged or missing.
+
+    Attributes:
+        damage: What is wrong with which file.
+    """
+
+    def __init__(self, damage: str):
+        super().__init__(
+            f"{damage}; nothing was changed: restore the file, or choose another "
+            "checkpoint or --workdir"
+        )
+        self.damage = damage
 
 
 # Below any score: a state that was not evaluated.
@@ -152,11 +171,15 @@ def checkpoint_steps(folder: Path) -> list[int]:
     for entry in folder.iterdir():
         if entry.name.isdigit() and entry.is_dir():
             steps.append(int(entry.name))
-        elif _INCOMPLETE not in entry.name and not entry.name.startswith("."):
+        elif not _is_ignored(entry.name):
             raise CheckpointError(
                 f"{entry} is no checkpoint of relattn: choose another --workdir"
             )
     return sorted(steps)
+
+
+def _is_ignored(name: str) -> bool:
+    return _INCOMPLETE in name or _DAMAGED in name or name.startswith(".")
 
 
 def read_meta(folder: Path, step: int) -> dict[str, Any]:
@@ -173,29 +196,92 @@ def read_meta(folder: Path, step: int) -> dict[str, Any]:
         CheckpointError: If a file is missing or damaged; it names the file.
     """
     checkpoint = folder / str(step)
-    hint = (
-        f"nothing was changed; restore the file, or remove {checkpoint} to go on from "
-        "the checkpoint before it"
-    )
     manifest = checkpoint / MANIFEST
     if not manifest.is_file():
-        raise CheckpointError(
+        raise _DamagedError(
             f"{manifest} is missing: {checkpoint} is damaged or no checkpoint of "
-            f"relattn; {hint}"
+            "relattn"
         )
     try:
-        sums = dict(json.loads(manifest.read_text()))
-    except ValueError as error:
-        raise CheckpointError(f"{manifest} is damaged; {hint}") from error
+        sums = dict(json.loads(manifest.read_bytes()))
+    except (ValueError, TypeError) as error:
+        raise _DamagedError(f"{manifest} is damaged") from error
     for name, expected in sums.items():
         path = checkpoint / name
         if not path.is_file():
-            raise CheckpointError(f"{path} is missing from the checkpoint; {hint}")
+            raise _DamagedError(f"{path} is missing from the checkpoint")
         if _sha256(path) != expected:
-            raise CheckpointError(
-                f"{path} is damaged (its SHA-256 is not the manifest's); {hint}"
+            raise _DamagedError(
+                f"{path} is damaged (its SHA-256 is not the manifest's)"
             )
     return _read(checkpoint, meta=ocp.args.JsonRestore())["meta"]
+
+
+def read_latest(folder: Path) -> tuple[int, dict[str, Any]] | None:
+    """The latest intact checkpoint; warns of every later one, which is damaged.
+
+    Args:
+        folder: The ``checkpoints`` folder of a run; need not exist.
+
+    Returns:
+        Its step and what `read_meta` returns, or None if there is no checkpoint.
+
+    Raises:
+        CheckpointError: If there are checkpoints and none is intact; it names what is
+            damaged of the latest.
+
+    Example:
+        >>> read_latest(Path("no/such/folder")) is None
+        True
+    """
+    damaged: list[_DamagedError] = []
+    for step in reversed(checkpoint_steps(folder)):
+        try:
+            meta = read_meta(folder, step)
+        except _DamagedError as error:
+            damaged.append(error)
+            continue
+        for error in damaged:
+            warnings.warn(
+                f"{error.damage}: {folder / str(step)} is used instead", stacklevel=2
+            )
+        return step, meta
+    if damaged:
+        raise damaged[0]
+    return None
+
+
+def set_damaged_aside(folder: Path, latest: int) -> None:
+    """Renames damaged checkpoints to ``<step>.damaged``, so that training can go on.
+
+    Args:
+        folder: The ``checkpoints`` folder of a run; need not exist.
+        latest: The step of `read_latest`: every later checkpoint is damaged, and an
+            earlier one is in the way if its scores are.
+    """
+    for step in checkpoint_steps(folder):
+        checkpoint = folder / str(step)
+        if step > latest or _has_damaged_scores(checkpoint):
+            aside, number = folder / f"{step}{_DAMAGED}", 1
+            while aside.exists():
+                number += 1
+                aside = folder / f"{step}{_DAMAGED}{number}"
+            checkpoint.rename(aside)
+
+
+def _has_damaged_scores(checkpoint: Path) -> bool:
+    path = checkpoint / _SCORES
+    if not path.exists():
+        # Left by a run that was killed as it removed the checkpoint.
+        return False
+    try:
+        _rank(json.loads(path.read_bytes()))
+        sums = json.loads((checkpoint / MANIFEST).read_bytes())
+        return sums[_SCORES] != _sha256(path)
+    except FileNotFoundError:
+        return False
+    except (ValueError, LookupError, TypeError):
+        return True
 
 
 def restore(folder: Path, step: int, template: Any) -> Any:
@@ -246,8 +332,8 @@ def _read(checkpoint: Path, **args: Any) -> Any:
     try:
         return reader.restore(checkpoint.absolute(), args=ocp.args.Composite(**args))
     except Exception as error:
-        raise CheckpointError(
-            f"{checkpoint} cannot be read ({type(error).__name__}); nothing was changed"
+        raise _DamagedError(
+            f"{checkpoint} cannot be read ({type(error).__name__})"
         ) from error
     finally:
         reader.close()

@@ -19,8 +19,9 @@ from relattn.training import records
 from relattn.training.checkpoint import (
     CheckpointWriter,
     checkpoint_steps,
-    read_meta,
+    read_latest,
     restore,
+    set_damaged_aside,
 )
 from relattn.training.config import check_config, complete, differences, to_json
 from relattn.training.errors import NonFiniteLossError, WorkdirError
@@ -50,8 +51,9 @@ def train_and_evaluate(
         config: As `relattn.training.default_config`, with ``model`` and ``data``
             filled.
         workdir: The run directory: checkpoints, metrics, ``run.json``,
-            ``result.json``. The same command on it goes on from its last complete
-            checkpoint and ends with the parameters of a run never interrupted.
+            ``result.json``. The same command on it goes on from its last intact
+            checkpoint and ends with the parameters of a run never interrupted; later
+            checkpoints, which are damaged, are renamed to ``<step>.damaged``.
         devices: Those to use; all local ones by default.
         on_step: Called after each update was started, with the number of updates.
 
@@ -65,7 +67,7 @@ def train_and_evaluate(
     Raises:
         ValueError: If the configuration, the data or the device count do not fit.
         WorkdirError: If the directory is not writable or of another configuration.
-        CheckpointError: If a checkpoint is damaged or of another model.
+        CheckpointError: If no checkpoint is intact, or one is of another model.
         NonFiniteLossError: If the loss becomes NaN or infinite.
     """
     check_config(config)
@@ -98,18 +100,18 @@ def train_and_evaluate(
 
 
 def _saved(workdir: Path, config: ConfigDict) -> dict[str, Any] | None:
-    """The verified meta of the latest checkpoint, if the run is of this config."""
-    steps = checkpoint_steps(workdir / CHECKPOINTS)
-    if not steps:
+    """The meta of the latest intact checkpoint, if the run is of this config."""
+    latest = read_latest(workdir / CHECKPOINTS)
+    if latest is None:
         return None
-    meta = read_meta(workdir / CHECKPOINTS, steps[-1])
+    step, meta = latest
     differing = differences(to_json(complete(meta["config"])), to_json(config))
     if differing:
         raise WorkdirError(
             f"--workdir {workdir} holds a run of another configuration "
             f"({'; '.join(differing)}): choose another directory or the same values"
         )
-    return {**meta, "step": steps[-1]}
+    return {**meta, "step": step}
 
 
 class _Loop:
@@ -160,6 +162,7 @@ class _Loop:
     def __enter__(self) -> _Loop:
         task, devices = self.task, self.parallel.devices
         records.write_run_json(self.workdir, task, devices, self.start)
+        set_damaged_aside(self.checkpoints, self.start)
         self.writer = CheckpointWriter(self.checkpoints, len(task.seeds))
         self.log = MetricsLog(self.workdir, self.start)
         spent = sum(history.seconds for history in self.histories)

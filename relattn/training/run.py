@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,17 @@ from ml_collections import ConfigDict
 
 from relattn import models
 from relattn.data import DataInfo, EvalSplit, input_shape, read_info
-from relattn.training.checkpoint import checkpoint_steps, read_meta, restore
+from relattn.training.checkpoint import (
+    checkpoint_steps,
+    read_latest,
+    read_meta,
+    restore,
+)
 from relattn.training.config import complete
 from relattn.training.errors import CheckpointError
 from relattn.training.evaluator import Evaluator
-from relattn.training.history import History
+from relattn.training.history import BEST_METRICS, History, score
+from relattn.training.metrics import read_rows
 from relattn.training.parallel import DataParallel
 from relattn.training.seeds import seeds_of, select
 from relattn.training.step import Batch
@@ -71,7 +78,8 @@ def load_run(
         workdir: The run directory.
         checkpoint: ``"best"``, by validation accuracy or, of text, loss, or
             ``"latest"``. A run that was never evaluated has no best; its latest is
-            loaded.
+            loaded. Where the latest is damaged, a warning names the one before it,
+            which is taken instead, unless the damaged one is the best.
         image_size: Height and width, in pixels, of the images that the model is to
             see; None is those that it was trained on.
         seed: Which of the seeds that were trained together; None for the first.
@@ -82,7 +90,7 @@ def load_run(
     Raises:
         ValueError: If ``checkpoint`` is neither, the model cannot see images of another
             size, or the seed was not trained.
-        CheckpointError: If there is no complete checkpoint, or it is damaged.
+        CheckpointError: If there is no intact checkpoint, or the best is damaged.
     """
     if checkpoint not in ("best", "latest"):
         raise ValueError(f"checkpoint must be 'best' or 'latest', got {checkpoint!r}")
@@ -97,11 +105,14 @@ def load_run(
             f"{workdir} has no seed {seed}: there are {', '.join(map(str, seeds))}"
         )
     index = seeds.index(seed)
-    best_step = History.list_from_json(meta["history"])[index].best_step
-    if checkpoint == "best" and best_step not in (None, step):
-        step = best_step
-        meta = read_meta(folder, step)
-    task = Task.build(config, read_info(meta["data"]))
+    history = History.list_from_json(meta["history"])[index]
+    info = read_info(meta["data"])
+    if checkpoint == "best":
+        _check_best(workdir, step, history, info.kind, seed)
+        if history.best_step not in (None, step):
+            step = history.best_step
+            read_meta(folder, step)
+    task = Task.build(config, info)
     state = restore(folder, step, task.abstract_state)
     variables = select(state, index, len(seeds)).variables
     config.update(seed=seed, num_seeds=1)
@@ -141,15 +152,35 @@ def load_runs(
 
 
 def _latest(workdir: Path) -> tuple[int, dict[str, Any]]:
-    """The step of the latest checkpoint and its verified meta."""
+    """The step of the latest intact checkpoint and its meta."""
     folder = workdir / CHECKPOINTS
-    steps = checkpoint_steps(folder)
-    if not steps:
+    latest = read_latest(folder)
+    if latest is None:
         raise CheckpointError(
             f"no complete checkpoint in {folder}: is {workdir} the --workdir of a run, "
             "and did the run get as far as its first evaluation?"
         )
-    return steps[-1], read_meta(folder, steps[-1])
+    return latest
+
+
+def _check_best(
+    workdir: Path, latest: int, history: History, kind: str, seed: int
+) -> None:
+    """Raises if a checkpoint after the latest intact one had the best score."""
+    folder = workdir / CHECKPOINTS
+    damaged = [step for step in checkpoint_steps(folder) if step > latest]
+    name, _ = BEST_METRICS[kind]
+    best = score(history.best, kind) if history.best else -math.inf
+    for row in read_rows(workdir / "metrics.jsonl"):
+        value = row.get(f"validation_{name}")
+        if row["step"] not in damaged or row.get("seed", seed) != seed or value is None:
+            continue
+        if score({name: value}, kind) > best:
+            raise CheckpointError(
+                f"{folder / str(row['step'])}, with the best validation {name} "
+                f"({value:.4f}), is damaged; nothing was changed: restore it, train on "
+                "by the same command to write it anew, or load the 'latest'"
+            )
 
 
 def _resized(task: Task, variables: Any, image_size: int) -> tuple[Task, Any]:

@@ -11,39 +11,18 @@ from relattn.kernels.random_features import redraw
 from relattn.training import evaluator, loop
 from relattn.training import run as run_lib
 from relattn.training import task as task_lib
-from relattn.training.checkpoint import checkpoint_steps, read_meta, restore
+from relattn.training.checkpoint import checkpoint_steps, read_meta
 from relattn.training.metrics import read_rows
-from relattn.training.task import Task
 from tests.training.conftest import make_data
+from tests.training.interrupted import (
+    Interrupted,
+    final_state,
+    interrupt_at,
+    untimed,
+    untimed_rows,
+)
 
 pytestmark = pytest.mark.usefixtures("tiny")
-
-
-class Interrupted(Exception):
-    pass
-
-
-def interrupt_at(step):
-    def on_step(done):
-        if done == step:
-            raise Interrupted
-
-    return on_step
-
-
-def untimed(result):
-    timings = ("seconds", "examples_per_second", "inference_seconds")
-    return {key: value for key, value in result.items() if key not in timings}
-
-
-def final_state(workdir):
-    folder = workdir / run_lib.CHECKPOINTS
-    step = checkpoint_steps(folder)[-1]
-    meta = read_meta(folder, step)
-    config = training.default_config()
-    config.update(meta["config"])
-    task = Task.build(config, data_lib.read_info(meta["data"]))
-    return restore(folder, step, task.abstract_state)
 
 
 def test_a_run_leaves_its_results(config, tmp_path, one_device):
@@ -91,10 +70,43 @@ def test_a_resumed_run_ends_as_one_never_interrupted(
         assert "Resuming" not in said
     jax.tree.map(np.testing.assert_array_equal, final_state(parts), final_state(whole))
     assert untimed(actual) == untimed(expected)
-    rows = [read_rows(folder / "metrics.jsonl") for folder in (whole, parts)]
-    for row in (*rows[0], *rows[1]):
-        del row["examples_per_second"]
-    assert rows[0] == rows[1]
+    assert untimed_rows(parts) == untimed_rows(whole)
+
+
+def test_training_goes_on_from_before_a_damaged_checkpoint(
+    config, tmp_path, one_device
+):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    expected = training.train_and_evaluate(config, whole, devices=one_device)
+    with pytest.raises(Interrupted):
+        training.train_and_evaluate(
+            config, parts, devices=one_device, on_step=interrupt_at(12)
+        )
+    manifest = parts / run_lib.CHECKPOINTS / "10" / "manifest.json"
+    manifest.unlink()
+    with pytest.warns(UserWarning, match=r"10/manifest.json is missing.*5 is used"):
+        actual = training.train_and_evaluate(config, parts, devices=one_device)
+    assert untimed(actual) == untimed(expected)
+    jax.tree.map(np.testing.assert_array_equal, final_state(parts), final_state(whole))
+    assert untimed_rows(parts) == untimed_rows(whole)
+    steps = [checkpoint_steps(run / run_lib.CHECKPOINTS) for run in (parts, whole)]
+    assert steps[0] == steps[1]
+    aside = parts / run_lib.CHECKPOINTS / "10.damaged"
+    assert (aside / "meta" / "metadata").exists()
+
+
+def test_training_never_starts_anew_over_damaged_checkpoints(
+    config, tmp_path, one_device
+):
+    with pytest.raises(Interrupted):
+        training.train_and_evaluate(
+            config, tmp_path, devices=one_device, on_step=interrupt_at(7)
+        )
+    (tmp_path / run_lib.CHECKPOINTS / "5" / "manifest.json").unlink()
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(training.CheckpointError, match=r"5/manifest.json is missing"):
+        training.train_and_evaluate(config, tmp_path, devices=one_device)
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_a_finished_run_says_so(config, tmp_path, one_device, capsys):

@@ -1,8 +1,11 @@
+import json
+
 import jax
 import numpy as np
 import pytest
 
 from relattn import training
+from relattn.training.metrics import read_rows, write_text
 from tests.training.conftest import make_data
 
 pytestmark = pytest.mark.usefixtures("tiny")
@@ -50,14 +53,43 @@ def test_a_directory_without_checkpoint(tmp_path):
         training.load_run(tmp_path / "missing")
 
 
-def test_a_damaged_checkpoint_is_named(workdir):
-    step = training.load_run(workdir).step
+def flip_a_bit(workdir, step):
     (path,) = (workdir / "checkpoints" / str(step) / "state" / "d").iterdir()
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 4
     path.write_bytes(data)
-    with pytest.raises(training.CheckpointError, match=f"{path.name} is damaged"):
-        training.load_run(workdir)
+    return path.name
+
+
+def contents(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_damaged_checkpoint_is_named_and_never_replaced_by_a_worse_one(
+    config, tmp_path, one_device
+):
+    config.optimizer.learning_rate = 1e-9
+    config.redraw_every = 0
+    training.train_and_evaluate(config, tmp_path, devices=one_device)
+    name = flip_a_bit(tmp_path, 15)
+    before = contents(tmp_path)
+    replaced = pytest.warns(UserWarning, match=f"{name} is damaged .*/10 is used")
+    with replaced:
+        assert training.load_run(tmp_path, "latest").step == 10
+    with replaced:
+        assert training.load_run(tmp_path).step == 5
+    assert contents(tmp_path) == before
+    rows = read_rows(tmp_path / "metrics.jsonl")
+    rows[-1]["validation_accuracy"] = 1.0
+    write_text(tmp_path / "metrics.jsonl", "\n".join(map(json.dumps, rows)))
+    best = r"15, with the best validation accuracy \(1.0000\), is damaged"
+    with replaced, pytest.raises(training.CheckpointError, match=best):
+        training.load_run(tmp_path)
+    name = flip_a_bit(tmp_path, 5)
+    rows[-1]["validation_accuracy"] = 0.0
+    write_text(tmp_path / "metrics.jsonl", "\n".join(map(json.dumps, rows)))
+    with replaced, pytest.raises(training.CheckpointError, match=f"{name} is damaged"):
+        training.load_run(tmp_path)
 
 
 def test_an_empty_split(workdir):

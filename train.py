@@ -3,6 +3,9 @@
 python train.py --config=configs/X.py[:argument] --workdir=DIR [--config.a.b=value]
 
 The same command goes on with a run that was interrupted.
+
+The exit code is 0 at the end of training, 2 where a sentence says what to change, and
+75 (EX_TEMPFAIL) after SIGTERM, once a checkpoint is written: the same command goes on.
 """
 
 import sys
@@ -11,6 +14,8 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 from relattn import training
+
+EX_TEMPFAIL = 75
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "What to train.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "The run directory.")
@@ -40,6 +45,9 @@ def main(argv: list[str]) -> None:
         logging.set_verbosity(logging.WARNING)
     try:
         training.train_and_evaluate(_CONFIG.value, _WORKDIR.value)
+    except training.PreemptedError as error:
+        print(f"train.py: {error}", file=sys.stderr)
+        sys.exit(EX_TEMPFAIL)
     except Exception as error:
         if not training.is_user_error(error):
             raise

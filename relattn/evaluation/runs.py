@@ -7,12 +7,10 @@ import dataclasses
 import importlib
 import json
 import os
-import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +21,12 @@ from tqdm import tqdm
 from relattn.data import DataInfo, read_info
 from relattn.training.config import complete, differences, to_json
 from relattn.training.metrics import Row, read_rows
+from relattn.training.signals import on_sigterm
 
 POLL_SECONDS = 0.5
 LOG_BYTES = 2000
+# What clusters leave between SIGTERM and SIGKILL.
+GRACE_SECONDS = 30.0
 # On CPUs, XLA's temporaries come from malloc: a heap in huge pages that is kept, not
 # given back to the system after every step, saves most page faults.
 KEEP_HEAP = ":".join(
@@ -131,12 +132,6 @@ class Training:
             dynamic_ncols=True,
             disable=None,
         )
-
-    def stop(self) -> None:
-        """Ends the process, if there is one."""
-        if self.process is not None:
-            self.process.terminate()
-            self.process.wait()
 
     def show(self) -> None:
         """Brings its bar up to what it has logged; without a terminal, prints lines."""
@@ -278,7 +273,8 @@ def train(
         keep_going: Whether one that fails is reported, in its ``error`` too, and the
             others go on.
 
-    Whatever ends this process, Ctrl-C or SIGTERM, ends the trainings too.
+    Whatever ends this process, Ctrl-C or SIGTERM, ends the trainings too, which go on
+    from where they were when they are started again.
 
     Raises:
         RuntimeError: If one fails, unless ``keep_going``.
@@ -290,11 +286,11 @@ def train(
     free = cores[:jobs] if jobs > 1 else [None]
     waiting, running = list(trainings), []
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_leaving_on_sigterm())
+        stack.enter_context(on_sigterm(_leave))
+        stack.callback(_stop, trainings)
         while waiting or running:
             while waiting and free:
                 training = waiting.pop(0)
-                stack.callback(training.stop)
                 training.start(free.pop(0))
                 running.append(training)
             time.sleep(POLL_SECONDS)
@@ -314,20 +310,20 @@ def train(
                     tqdm.write(training.error)
 
 
-@contextlib.contextmanager
-def _leaving_on_sigterm() -> Iterator[None]:
-    """Makes SIGTERM leave as an exception does; elsewhere than here it just kills."""
-    if threading.current_thread() is not threading.main_thread():
-        # Signals are the main thread's.
-        yield
-        return
+def _stop(trainings: Sequence[Training]) -> None:
+    """Ends those that run; each first writes a checkpoint, if it is quick."""
+    running = [training.process for training in trainings if training.process]
+    for process in running:
+        process.terminate()
+    deadline = time.monotonic() + GRACE_SECONDS
+    for process in running:
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
 
-    def leave(number: int, frame: Any) -> None:
-        del frame
-        sys.exit(128 + number)
 
-    before = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+def _leave(number: int, frame: Any) -> None:
+    del frame
+    sys.exit(128 + number)

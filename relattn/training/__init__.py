@@ -4,6 +4,7 @@ from relattn.training.config import check_config, default_config
 from relattn.training.errors import (
     CheckpointError,
     NonFiniteLossError,
+    PreemptedError,
     WorkdirError,
     is_user_error,
 )
@@ -15,6 +16,7 @@ from relattn.training.step import make_eval_step, make_train_step
 __all__ = [
     "CheckpointError",
     "NonFiniteLossError",
+    "PreemptedError",
     "Run",
     "TrainState",
     "WorkdirError",

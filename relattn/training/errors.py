@@ -28,6 +28,18 @@ class NonFiniteLossError(FloatingPointError):
         self.step = step
 
 
+class PreemptedError(Exception):
+    """SIGTERM came, and a checkpoint was written: the same call goes on from it.
+
+    Attributes:
+        step: Number of updates in the checkpoint.
+    """
+
+    def __init__(self, message: str, step: int):
+        super().__init__(message)
+        self.step = step
+
+
 USER_ERRORS = (ValueError, OSError, NonFiniteLossError)
 
 

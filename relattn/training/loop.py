@@ -24,7 +24,7 @@ from relattn.training.checkpoint import (
     set_damaged_aside,
 )
 from relattn.training.config import check_config, complete, differences, to_json
-from relattn.training.errors import NonFiniteLossError, WorkdirError
+from relattn.training.errors import NonFiniteLossError, PreemptedError, WorkdirError
 from relattn.training.evaluator import Evaluator
 from relattn.training.history import BEST_METRICS, History, score
 from relattn.training.memory import warn_if_too_large
@@ -34,6 +34,7 @@ from relattn.training.parallel import Parallel
 from relattn.training.results import final_results, words
 from relattn.training.run import CHECKPOINTS, check_labels
 from relattn.training.seeds import train_loader
+from relattn.training.signals import on_sigterm
 from relattn.training.step import Metrics
 from relattn.training.task import Task
 
@@ -69,6 +70,8 @@ def train_and_evaluate(
         WorkdirError: If the directory is not writable or of another configuration.
         CheckpointError: If no checkpoint is intact, or one is of another model.
         NonFiniteLossError: If the loss becomes NaN or infinite.
+        PreemptedError: If SIGTERM came, in the main thread; a checkpoint is written
+            after the update under way, and the evaluation if one is due there.
     """
     check_config(config)
     parallel = make_parallel(config, devices)
@@ -94,7 +97,7 @@ def train_and_evaluate(
     loop = _Loop(task, data, parallel, workdir, saved)
     loop.announce()
     if not loop.finished:
-        with loop:
+        with on_sigterm(loop.preempt), loop:
             loop.train(on_step)
     return loop.finish()
 
@@ -129,6 +132,7 @@ class _Loop:
         self.data = data
         self.parallel = parallel
         self.workdir = workdir
+        self.preempted = False
         self.histories = [History() for _ in task.seeds]
         if saved:
             self.histories = History.list_from_json(saved["history"])
@@ -197,6 +201,10 @@ class _Loop:
             f"{device.device_kind}."
         )
 
+    def preempt(self, *signal: Any) -> None:
+        """Makes training end after the update under way, with a checkpoint."""
+        self.preempted = True
+
     def train(self, on_step: Callable[[int], None] | None) -> None:
         """Updates until the last step or early stopping."""
         config, task = self.task.config, self.task
@@ -233,7 +241,8 @@ class _Loop:
                 at_end = done == task.num_steps
                 evaluating = at_end or done % eval_every == 0
                 every = config.checkpoint_every_steps
-                saving = evaluating or bool(every and done % every == 0)
+                stopping = self.preempted
+                saving = evaluating or stopping or bool(every and done % every == 0)
                 if not saving and done % config.log_every_steps:
                     continue
                 fetched = self._fetch(pending, done)
@@ -260,6 +269,13 @@ class _Loop:
                     self.log.write(done, row)
                 if saving:
                     self._save(done, scores)
+                if stopping:
+                    raise PreemptedError(
+                        f"SIGTERM came, so training ended at step {done} of "
+                        f"{task.num_steps} with {self.checkpoints / str(done)}; the "
+                        "same command goes on from there",
+                        done,
+                    )
                 window_start = time.perf_counter()
                 if at_end or self.stopped_early:
                     break

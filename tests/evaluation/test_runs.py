@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from relattn.evaluation import runs
 from relattn.evaluation.runs import KEEP_HEAP, Training, read_config, train
 from tests.evaluation.trained import CONFIG, IMAGES, TEXT, make_training
 
@@ -113,3 +114,22 @@ def test_sigterm_ends_the_trainings_too(tmp_path, monkeypatch):
         signal.signal(signal.SIGTERM, before)
     assert leaving.value.code == 128 + signal.SIGTERM
     assert training.process.returncode == -signal.SIGTERM
+
+
+def test_a_training_that_ignores_sigterm_is_killed(tmp_path, monkeypatch):
+    program = tmp_path / "program"
+    program.write_text("#!/bin/sh\ntrap '' TERM\ntouch $0.started\nexec sleep 600\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    monkeypatch.setattr(runs, "GRACE_SECONDS", 0.1)
+    training = Training("banded", CONFIG, tmp_path / "run")
+
+    def interrupt(*_):
+        while not (tmp_path / "program.started").exists():
+            time.sleep(0.01)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Training, "show", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        train([training], jobs=1)
+    assert training.process.returncode == -signal.SIGKILL

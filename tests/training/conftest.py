@@ -156,8 +156,7 @@ def tiny(monkeypatch):
     monkeypatch.setattr(data_lib, "load_data", lambda config: make_data())
 
 
-@pytest.fixture
-def config():
+def make_config():
     """Three epochs of five steps on the tiny images."""
     config = default_config()
     config.model.name = "tiny"
@@ -173,6 +172,12 @@ def config():
     config.log_every_steps = 2
     config.progress = False
     return config.lock()
+
+
+@pytest.fixture
+def config():
+    """Three epochs of five steps on the tiny images."""
+    return make_config()
 
 
 @pytest.fixture

@@ -1,0 +1,108 @@
+"""SIGTERM: a checkpoint is written, and the same command goes on from it."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from relattn import training
+from relattn.training.checkpoint import checkpoint_steps
+from relattn.training.metrics import read_rows
+from tests.training.interrupted import final_state, untimed
+
+ROOT = Path(__file__).parents[2]
+# What train.py trains here: the tiny model of the tests.
+CONFIG = """
+from relattn import data, models
+from tests.training.conftest import build_tiny, make_config, make_data
+
+models.build_model = build_tiny
+data.load_data = lambda config: make_data()
+
+def get_config():
+    config = make_config()
+    config.num_epochs = 100000
+    return config
+"""
+
+
+def sigterm_at(step):
+    def on_step(done):
+        if done == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    return on_step
+
+
+@pytest.mark.usefixtures("tiny")
+@pytest.mark.parametrize("step", [7, 10])
+def test_a_preempted_run_ends_as_one_never_interrupted(
+    config, tmp_path, one_device, step
+):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    expected = training.train_and_evaluate(config, whole, devices=one_device)
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        with pytest.raises(
+            training.PreemptedError,
+            match=rf"ended at step {step} of 15 with .*/{step}; the same command goes",
+        ) as error:
+            training.train_and_evaluate(
+                config, parts, devices=one_device, on_step=sigterm_at(step)
+            )
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert error.value.step == step
+    assert checkpoint_steps(parts / "checkpoints") == [5, step]
+    assert read_rows(parts / "metrics.jsonl")[-1]["step"] == step
+    actual = training.train_and_evaluate(config, parts, devices=one_device)
+    assert untimed(actual) == untimed(expected)
+    jax.tree.map(np.testing.assert_array_equal, final_state(parts), final_state(whole))
+
+
+@pytest.mark.usefixtures("tiny")
+def test_signals_are_left_alone_in_another_thread(config, tmp_path, one_device):
+    handlers = []
+
+    def on_step(done):
+        handlers.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(
+        target=training.train_and_evaluate,
+        args=(config, tmp_path),
+        kwargs={"devices": one_device, "on_step": on_step},
+    )
+    thread.start()
+    thread.join()
+    assert set(handlers) == {signal.getsignal(signal.SIGTERM)}
+
+
+def test_train_py_ends_with_a_code_of_its_own(tmp_path):
+    path, workdir = tmp_path / "config.py", tmp_path / "run"
+    path.write_text(CONFIG)
+    command = [sys.executable, "train.py", f"--config={path}", f"--workdir={workdir}"]
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while not read_rows(workdir / "metrics.jsonl"):
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.02)
+    process.terminate()
+    _, said = process.communicate()
+    assert process.returncode == 75
+    last = checkpoint_steps(workdir / "checkpoints")[-1]
+    assert said.startswith(f"train.py: SIGTERM came, so training ended at step {last} ")
+    assert said.count("\n") == 1
+    assert not list(workdir.glob("checkpoints/*tmp*"))

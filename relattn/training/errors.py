@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import types
+from collections.abc import Iterator
 from pathlib import Path
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])
@@ -38,6 +40,37 @@ class PreemptedError(Exception):
     def __init__(self, message: str, step: int):
         super().__init__(message)
         self.step = step
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Makes of a failure to write a file a sentence that names it.
+
+    Args:
+        path: The file, in a run directory.
+
+    Yields:
+        Nothing.
+
+    Raises:
+        WorkdirError: If what runs in the context raises an OSError.
+
+    Example:
+        >>> with writing(Path("metrics.csv")):
+        ...     raise OSError(28, "No space left on device")
+        Traceback (most recent call last):
+        relattn.training.errors.WorkdirError: metrics.csv cannot be written (No space \
+left on device); what was written before is intact: make room, or the directory \
+writable, and give the same command again
+    """
+    try:
+        yield
+    except OSError as error:
+        raise WorkdirError(
+            f"{path} cannot be written ({error.strerror or error}); what was written "
+            "before is intact: make room, or the directory writable, and give the same "
+            "command again"
+        ) from error
 
 
 USER_ERRORS = (ValueError, OSError, NonFiniteLossError)

@@ -27,6 +27,7 @@ from relattn.training.config import check_config, complete, differences, to_json
 from relattn.training.errors import NonFiniteLossError, PreemptedError, WorkdirError
 from relattn.training.evaluator import Evaluator
 from relattn.training.history import BEST_METRICS, History, score
+from relattn.training.lock import lock_workdir
 from relattn.training.memory import warn_if_too_large
 from relattn.training.mesh import make_parallel
 from relattn.training.metrics import MetricsLog, Row
@@ -67,7 +68,8 @@ def train_and_evaluate(
 
     Raises:
         ValueError: If the configuration, the data or the device count do not fit.
-        WorkdirError: If the directory is not writable or of another configuration.
+        WorkdirError: If the directory is not writable, in use by another run, or of
+            another configuration.
         CheckpointError: If no checkpoint is intact, or one is of another model.
         NonFiniteLossError: If the loss becomes NaN or infinite.
         PreemptedError: If SIGTERM came, in the main thread; a checkpoint is written
@@ -80,6 +82,16 @@ def train_and_evaluate(
     )
     parallel.check_batch("config.eval_batch_size", config.eval_batch_size)
     workdir = records.usable_workdir(workdir)
+    with lock_workdir(workdir):
+        return _run(config, workdir, parallel, on_step)
+
+
+def _run(
+    config: ConfigDict,
+    workdir: Path,
+    parallel: DataParallel,
+    on_step: Callable[[int], None] | None,
+) -> dict[str, Any]:
     saved = _saved(workdir, config)
     data = data_lib.load_data(config.data)
     if not len(data.eval_splits["validation"]):

@@ -24,7 +24,7 @@ from relattn.training.checkpoint import (
     set_damaged_aside,
 )
 from relattn.training.config import check_config, complete, differences, to_json
-from relattn.training.errors import NonFiniteLossError, PreemptedError, WorkdirError
+from relattn.training.errors import PreemptedError, WorkdirError
 from relattn.training.evaluator import Evaluator
 from relattn.training.history import BEST_METRICS, History, score
 from relattn.training.lock import lock_workdir
@@ -38,6 +38,13 @@ from relattn.training.seeds import train_loader
 from relattn.training.signals import on_sigterm
 from relattn.training.step import Metrics
 from relattn.training.task import Task
+from relattn.training.window import (
+    Window,
+    is_finite,
+    non_finite_error,
+    stack,
+    summaries,
+)
 
 
 def train_and_evaluate(
@@ -257,7 +264,7 @@ class _Loop:
                 saving = evaluating or stopping or bool(every and done % every == 0)
                 if not saving and done % config.log_every_steps:
                     continue
-                fetched = self._fetch(pending, done)
+                window = self._fetch(pending, done)
                 seconds = time.perf_counter() - window_start
                 examples = (len(pending) - untimed) * config.batch_size
                 pending, untimed = [], 0
@@ -267,7 +274,7 @@ class _Loop:
                 rate = examples * len(task.seeds) / max(seconds, 1e-9)
                 rows = [
                     {**row, "examples_per_second": rate}
-                    for row in self._summaries(fetched, done)
+                    for row in summaries(window, task, done)
                 ]
                 bar.set_postfix(
                     loss=f"{np.mean([row['train_loss'] for row in rows]):.3f}",
@@ -292,53 +299,17 @@ class _Loop:
                 if at_end or self.stopped_early:
                     break
 
-    def _fetch(self, pending: list[Metrics], done: int) -> dict[str, np.ndarray]:
-        """Metrics ``[updates, seeds]`` since the last row; raises if not finite."""
-        fetched = self.parallel.fetch(pending)
-        shape = (len(fetched), len(self.task.seeds))
-        values = {
-            name: np.reshape([metrics[name] for metrics in fetched], shape)
-            for name in sorted(fetched[0])
-        }
-        finite = np.isfinite(values["loss"]) & np.isfinite(values["grad_norm"])
-        for update, seed in np.argwhere(~finite)[:1]:
-            self._raise_non_finite(
-                done - len(fetched) + 1 + int(update),
-                int(seed),
-                {name: float(value[update, seed]) for name, value in values.items()},
+    def _fetch(self, pending: list[Metrics], done: int) -> Window:
+        """Metrics since the last row; raises if they are not finite."""
+        window = stack(self.parallel.fetch(pending), len(self.task.seeds))
+        for update, index in np.argwhere(~is_finite(window)):
+            self.writer.close()
+            steps = checkpoint_steps(self.checkpoints)
+            last = self.checkpoints / str(steps[-1]) if steps else None
+            raise non_finite_error(
+                window, int(update), int(index), self.task, done, last
             )
-        return values
-
-    def _summaries(self, fetched: dict[str, np.ndarray], done: int) -> list[Row]:
-        """A row for each seed: means over the updates since the last one."""
-        rows = []
-        for index, seed in enumerate(self.task.seeds):
-            row: Row = {"seed": seed} if len(self.task.seeds) > 1 else {}
-            for name, values in fetched.items():
-                row[f"train_{name}"] = float(np.mean(values[:, index]))
-            row["epoch"] = done / self.task.steps_per_epoch
-            row["learning_rate"] = float(self.task.schedule(done - 1))
-            rows.append(row)
-        return rows
-
-    def _raise_non_finite(
-        self, step: int, index: int, metrics: dict[str, float]
-    ) -> None:
-        what = "gradient" if np.isfinite(metrics["loss"]) else "loss"
-        value = metrics["loss" if what == "loss" else "grad_norm"]
-        seeds = self.task.seeds
-        of_seed = f" of seed {seeds[index]}" if len(seeds) > 1 else ""
-        self.writer.close()
-        steps = checkpoint_steps(self.checkpoints)
-        kept = "no checkpoint was written before it"
-        if steps:
-            kept = f"the last good checkpoint is {self.checkpoints / str(steps[-1])}"
-        raise NonFiniteLossError(
-            f"the {what}{of_seed} is {value} at step {step}; {kept}. Lower "
-            "config.optimizer.learning_rate or set config.optimizer.clip_norm, with a "
-            "new --workdir",
-            step,
-        )
+        return window
 
     def _validate(self, done: int, rows: list[Row]) -> list[float | None]:
         """Evaluates on the validation split; fills the rows and keeps the histories.

@@ -1,0 +1,105 @@
+"""What the updates since the last row of metrics come to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from relattn.training.errors import NonFiniteLossError
+from relattn.training.metrics import Row
+from relattn.training.task import Task
+
+Window = dict[str, np.ndarray]
+
+
+def stack(fetched: Sequence[dict[str, np.ndarray]], num_seeds: int) -> Window:
+    """The metrics of updates as arrays ``[updates, seeds]``.
+
+    Args:
+        fetched: The metrics of each update.
+        num_seeds: How many seeds each is of.
+
+    Returns:
+        By name.
+
+    Example:
+        >>> window = stack([{"loss": np.array(2.0)}, {"loss": np.array(1.0)}], 1)
+        >>> window["loss"].tolist()
+        [[2.0], [1.0]]
+    """
+    return {
+        name: np.reshape([metrics[name] for metrics in fetched], (-1, num_seeds))
+        for name in sorted(fetched[0])
+    }
+
+
+def is_finite(window: Window) -> np.ndarray:
+    """Which updates ``[updates, seeds]`` have a finite loss and gradient.
+
+    Args:
+        window: As `stack` returns it.
+
+    Returns:
+        Booleans.
+
+    Example:
+        >>> window = {"loss": np.array([[1.0], [np.nan]]), "grad_norm": np.ones((2, 1))}
+        >>> is_finite(window).tolist()
+        [[True], [False]]
+    """
+    return np.isfinite(window["loss"]) & np.isfinite(window["grad_norm"])
+
+
+def summaries(window: Window, task: Task, done: int) -> list[Row]:
+    """A row for each seed: means over the updates of a window.
+
+    Args:
+        window: As `stack` returns it.
+        task: What is trained.
+        done: Number of updates so far.
+
+    Returns:
+        The rows.
+    """
+    rows = []
+    for index, seed in enumerate(task.seeds):
+        row: Row = {"seed": seed} if len(task.seeds) > 1 else {}
+        for name, values in window.items():
+            row[f"train_{name}"] = float(np.mean(values[:, index]))
+        row["epoch"] = done / task.steps_per_epoch
+        row["learning_rate"] = float(task.schedule(done - 1))
+        rows.append(row)
+    return rows
+
+
+def non_finite_error(
+    window: Window, update: int, index: int, task: Task, done: int, last: Path | None
+) -> NonFiniteLossError:
+    """Says which update of a window is not finite, and what to do about it.
+
+    Args:
+        window: As `stack` returns it.
+        update: Its place in the window.
+        index: Of the seed.
+        task: What is trained.
+        done: Number of updates at the end of the window.
+        last: The last checkpoint, if there is one.
+
+    Returns:
+        The error.
+    """
+    step = done - len(window["loss"]) + 1 + update
+    name = "loss" if not np.isfinite(window["loss"][update, index]) else "grad_norm"
+    what = "loss" if name == "loss" else "gradient"
+    of_seed = f" of seed {task.seeds[index]}" if len(task.seeds) > 1 else ""
+    kept = "no checkpoint was written before it"
+    if last is not None:
+        kept = f"the last good checkpoint is {last}"
+    return NonFiniteLossError(
+        f"the {what}{of_seed} is {float(window[name][update, index])} at step {step}; "
+        f"{kept}. Lower config.optimizer.learning_rate or set "
+        "config.optimizer.clip_norm, with a new --workdir",
+        step,
+    )

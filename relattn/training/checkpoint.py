@@ -8,10 +8,10 @@ is ``<step>.damaged``, a checkpoint that training has set aside.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
-import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,34 +22,18 @@ import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
 
-from relattn.training.errors import CheckpointError
+from relattn.training.errors import CheckpointError, DamagedError
+from relattn.training.storage import quiet_orbax, system_error
 
 MANIFEST = "manifest.json"
 _INCOMPLETE = ".orbax-checkpoint-tmp"
-_DAMAGED = ".damaged"
-_SCORES = "metrics/metrics"
-
-
-class _DamagedError(CheckpointError):
-    """A file of a checkpoint is damaged or missing.
-
-    Attributes:
-        damage: What is wrong with which file.
-    """
-
-    def __init__(self, damage: str):
-        super().__init__(
-            f"{damage}; nothing was changed: restore the file, or choose another "
-            "checkpoint or --workdir"
-        )
-        self.damage = damage
-
+DAMAGED = ".damaged"
 
 # Below any score: a state that was not evaluated.
 _NO_SCORE = -1e30
 
 
-def _rank(metrics: dict[str, Any], seed: int = 0) -> tuple[float, int]:
+def rank(metrics: dict[str, Any], seed: int = 0) -> tuple[float, int]:
     """Orders checkpoints by a seed's score, the earlier one first among equals."""
     if "scores" in metrics:
         return metrics["scores"][seed], -metrics["step"]
@@ -75,7 +59,7 @@ class CheckpointWriter:
                 # Without metrics: left by a run that was killed as it removed it.
                 *(
                     checkpoint_managers.BestN(
-                        get_metric_fn=partial(_rank, seed=seed),
+                        get_metric_fn=partial(rank, seed=seed),
                         n=1,
                         keep_checkpoints_without_metrics=False,
                     )
@@ -85,13 +69,16 @@ class CheckpointWriter:
         )
         # Without best_fn the metrics are not written, and forgotten by a restart.
         options = ocp.CheckpointManagerOptions(
-            best_fn=_rank,
+            best_fn=rank,
             preservation_policy=policy,
             async_options=ocp.AsyncOptions(
                 post_finalization_callback=self._write_manifest
             ),
         )
-        self._manager = ocp.CheckpointManager(self.folder, options=options)
+        with self._saying_why():
+            self._manager = ocp.CheckpointManager(self.folder, options=options)
+        self._quiet = contextlib.ExitStack()
+        self._quiet.enter_context(quiet_orbax())
 
     def save(
         self,
@@ -108,25 +95,28 @@ class CheckpointWriter:
             meta: JSON values to keep beside it.
             scores: Of each seed; the checkpoint with its largest is kept. None where
                 the seed was not evaluated.
+
+        Raises:
+            CheckpointError: If the checkpoint before it could not be written, or this
+                one cannot.
         """
-        self._manager.wait_until_finished()
+        with self._saying_why():
+            self._manager.wait_until_finished()
         self._step = step
         arrays = array_shapes(state)
         flat = dict(zip(arrays, jax.tree.leaves(state), strict=True))
-        self._manager.save(
-            step,
-            args=ocp.args.Composite(
-                state=ocp.args.StandardSave(
-                    flax.traverse_util.unflatten_dict(flat, sep="/")
-                ),
-                meta=ocp.args.JsonSave({**meta, "arrays": arrays}),
+        items = ocp.args.Composite(
+            state=ocp.args.StandardSave(
+                flax.traverse_util.unflatten_dict(flat, sep="/")
             ),
-            metrics={
-                "scores": [_NO_SCORE if score is None else score for score in scores],
-                "step": step,
-            },
-            force=True,
+            meta=ocp.args.JsonSave({**meta, "arrays": arrays}),
         )
+        metrics = {
+            "scores": [_NO_SCORE if score is None else score for score in scores],
+            "step": step,
+        }
+        with self._saying_why():
+            self._manager.save(step, args=items, metrics=metrics, force=True)
 
     def _write_manifest(self) -> None:
         # Orbax calls this just before it gives the folder its final name.
@@ -134,15 +124,46 @@ class CheckpointWriter:
         folder = unfinished[0] if unfinished else self.folder / str(self._step)
         # Orbax still writes the commit's time into the files outside of the items.
         files = sorted(path for path in folder.glob("*/**/*") if path.is_file())
-        sums = {path.relative_to(folder).as_posix(): _sha256(path) for path in files}
+        sums = {path.relative_to(folder).as_posix(): sha256(path) for path in files}
         (folder / MANIFEST).write_text(json.dumps(sums, indent=1))
 
     def close(self) -> None:
-        """Waits until everything is written."""
-        self._manager.close()
+        """Waits until everything is written.
+
+        Raises:
+            CheckpointError: If the last checkpoint could not be written.
+        """
+        try:
+            with self._saying_why():
+                self._manager.wait_until_finished()
+        finally:
+            # What is left of a failed write raises once more.
+            with contextlib.suppress(Exception):
+                self._manager.close()
+            self._quiet.close()
+
+    @contextlib.contextmanager
+    def _saying_why(self) -> Iterator[None]:
+        """Makes of a failure of the system a sentence."""
+        try:
+            yield
+        except Exception as error:
+            reason = system_error(error)
+            if not reason:
+                raise
+            steps = checkpoint_steps(self.folder)
+            kept = "no checkpoint was written before"
+            if steps:
+                kept = f"the last good checkpoint is {self.folder / str(steps[-1])}"
+            target = self.folder / str(self._step) if self._step else self.folder
+            raise CheckpointError(
+                f"{target} cannot be written ({reason}); {kept}: make room, or the "
+                "directory writable, and give the same command again"
+            ) from error
 
 
-def _sha256(path: Path) -> str:
+def sha256(path: Path) -> str:
+    """The SHA-256 of a file, as manifests have it."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -179,7 +200,7 @@ def checkpoint_steps(folder: Path) -> list[int]:
 
 
 def _is_ignored(name: str) -> bool:
-    return _INCOMPLETE in name or _DAMAGED in name or name.startswith(".")
+    return _INCOMPLETE in name or DAMAGED in name or name.startswith(".")
 
 
 def read_meta(folder: Path, step: int) -> dict[str, Any]:
@@ -198,90 +219,21 @@ def read_meta(folder: Path, step: int) -> dict[str, Any]:
     checkpoint = folder / str(step)
     manifest = checkpoint / MANIFEST
     if not manifest.is_file():
-        raise _DamagedError(
+        raise DamagedError(
             f"{manifest} is missing: {checkpoint} is damaged or no checkpoint of "
             "relattn"
         )
     try:
         sums = dict(json.loads(manifest.read_bytes()))
     except (ValueError, TypeError) as error:
-        raise _DamagedError(f"{manifest} is damaged") from error
+        raise DamagedError(f"{manifest} is damaged") from error
     for name, expected in sums.items():
         path = checkpoint / name
         if not path.is_file():
-            raise _DamagedError(f"{path} is missing from the checkpoint")
-        if _sha256(path) != expected:
-            raise _DamagedError(
-                f"{path} is damaged (its SHA-256 is not the manifest's)"
-            )
+            raise DamagedError(f"{path} is missing from the checkpoint")
+        if sha256(path) != expected:
+            raise DamagedError(f"{path} is damaged (its SHA-256 is not the manifest's)")
     return _read(checkpoint, meta=ocp.args.JsonRestore())["meta"]
-
-
-def read_latest(folder: Path) -> tuple[int, dict[str, Any]] | None:
-    """The latest intact checkpoint; warns of every later one, which is damaged.
-
-    Args:
-        folder: The ``checkpoints`` folder of a run; need not exist.
-
-    Returns:
-        Its step and what `read_meta` returns, or None if there is no checkpoint.
-
-    Raises:
-        CheckpointError: If there are checkpoints and none is intact; it names what is
-            damaged of the latest.
-
-    Example:
-        >>> read_latest(Path("no/such/folder")) is None
-        True
-    """
-    damaged: list[_DamagedError] = []
-    for step in reversed(checkpoint_steps(folder)):
-        try:
-            meta = read_meta(folder, step)
-        except _DamagedError as error:
-            damaged.append(error)
-            continue
-        for error in damaged:
-            warnings.warn(
-                f"{error.damage}: {folder / str(step)} is used instead", stacklevel=2
-            )
-        return step, meta
-    if damaged:
-        raise damaged[0]
-    return None
-
-
-def set_damaged_aside(folder: Path, latest: int) -> None:
-    """Renames damaged checkpoints to ``<step>.damaged``, so that training can go on.
-
-    Args:
-        folder: The ``checkpoints`` folder of a run; need not exist.
-        latest: The step of `read_latest`: every later checkpoint is damaged, and an
-            earlier one is in the way if its scores are.
-    """
-    for step in checkpoint_steps(folder):
-        checkpoint = folder / str(step)
-        if step > latest or _has_damaged_scores(checkpoint):
-            aside, number = folder / f"{step}{_DAMAGED}", 1
-            while aside.exists():
-                number += 1
-                aside = folder / f"{step}{_DAMAGED}{number}"
-            checkpoint.rename(aside)
-
-
-def _has_damaged_scores(checkpoint: Path) -> bool:
-    path = checkpoint / _SCORES
-    if not path.exists():
-        # Left by a run that was killed as it removed the checkpoint.
-        return False
-    try:
-        _rank(json.loads(path.read_bytes()))
-        sums = json.loads((checkpoint / MANIFEST).read_bytes())
-        return sums[_SCORES] != _sha256(path)
-    except FileNotFoundError:
-        return False
-    except (ValueError, LookupError, TypeError):
-        return True
 
 
 def restore(folder: Path, step: int, template: Any) -> Any:
@@ -332,7 +284,7 @@ def _read(checkpoint: Path, **args: Any) -> Any:
     try:
         return reader.restore(checkpoint.absolute(), args=ocp.args.Composite(**args))
     except Exception as error:
-        raise _DamagedError(
+        raise DamagedError(
             f"{checkpoint} cannot be read ({type(error).__name__})"
         ) from error
     finally:

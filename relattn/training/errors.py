@@ -15,7 +15,22 @@ class WorkdirError(OSError):
 
 
 class CheckpointError(OSError):
-    """A checkpoint is missing, damaged or of another model; nothing was changed."""
+    """A checkpoint is missing, damaged or of another model, or cannot be written."""
+
+
+class DamagedError(CheckpointError):
+    """A file of a checkpoint is damaged or missing.
+
+    Attributes:
+        damage: What is wrong with which file.
+    """
+
+    def __init__(self, damage: str):
+        super().__init__(
+            f"{damage}; nothing was changed: restore the file, or choose another "
+            "checkpoint or --workdir"
+        )
+        self.damage = damage
 
 
 class NonFiniteLossError(FloatingPointError):

@@ -16,14 +16,9 @@ from tqdm import tqdm
 
 from relattn import data as data_lib
 from relattn.training import records
-from relattn.training.checkpoint import (
-    CheckpointWriter,
-    checkpoint_steps,
-    read_latest,
-    restore,
-    set_damaged_aside,
-)
+from relattn.training.checkpoint import CheckpointWriter, checkpoint_steps, restore
 from relattn.training.config import check_config, complete, differences, to_json
+from relattn.training.damage import read_latest, set_damaged_aside
 from relattn.training.errors import PreemptedError, WorkdirError
 from relattn.training.evaluator import Evaluator
 from relattn.training.history import BEST_METRICS, History, score
@@ -77,7 +72,8 @@ def train_and_evaluate(
         ValueError: If the configuration, the data or the device count do not fit.
         WorkdirError: If the directory is not writable, in use by another run, or of
             another configuration.
-        CheckpointError: If no checkpoint is intact, or one is of another model.
+        CheckpointError: If no checkpoint is intact, or one is of another model or
+            cannot be written.
         NonFiniteLossError: If the loss becomes NaN or infinite.
         PreemptedError: If SIGTERM came, in the main thread; a checkpoint is written
             after the update under way, and the evaluation if one is due there.
@@ -193,8 +189,10 @@ class _Loop:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self.writer.close()
-        self.log.close()
+        try:
+            self.writer.close()
+        finally:
+            self.log.close()
 
     def _say(self, text: str) -> None:
         if self.task.config.progress:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import os
 import re
@@ -10,7 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tensorboardX import SummaryWriter
+from relattn.training.errors import writing
+from relattn.training.events import EventsFile
 
 Row = dict[str, int | float]
 
@@ -50,8 +52,8 @@ class MetricsLog:
         )
         self._columns = list(dict.fromkeys(key for row in self._rows for key in row))
         self._rewrite_csv()
-        purge = {"purge_step": start_step + 1} if start_step else {}
-        self._events = SummaryWriter(str(workdir), **purge)
+        with writing(workdir / "events.out.tfevents"):
+            self._events = EventsFile(workdir, start_step)
 
     def write(self, step: int, values: Mapping[str, int | float]) -> None:
         """Adds a row; of seeds that train together, each has its own.
@@ -63,21 +65,27 @@ class MetricsLog:
         """
         row: Row = {"step": step, **values}
         self._rows.append(row)
-        with (self.workdir / "metrics.jsonl").open("a") as file:
+        path = self.workdir / "metrics.jsonl"
+        with writing(path), path.open("a") as file:
             file.write(json.dumps(row) + "\n")
         new = [key for key in row if key not in self._columns]
         if new:
             self._columns += new
             self._rewrite_csv()
         else:
-            with (self.workdir / "metrics.csv").open("a", newline="") as file:
+            path = self.workdir / "metrics.csv"
+            with writing(path), path.open("a", newline="") as file:
                 self._csv(file).writerow(row)
         suffix = f"/seed_{values['seed']}" if "seed" in values else ""
-        for name, value in values.items():
-            if name != "seed":
-                name = _SPLIT.sub(r"\1/", name) + suffix
-                self._events.add_scalar(name, value, step)
-        self._events.flush()
+        with writing(self.workdir / "events.out.tfevents"):
+            self._events.add(
+                step,
+                {
+                    _SPLIT.sub(r"\1/", name) + suffix: value
+                    for name, value in values.items()
+                    if name != "seed"
+                },
+            )
 
     def _csv(self, file: Any) -> csv.DictWriter:
         return csv.DictWriter(file, self._columns, lineterminator="\n")
@@ -86,16 +94,16 @@ class MetricsLog:
         if not self._columns:
             (self.workdir / "metrics.csv").unlink(missing_ok=True)
             return
-        temporary = self.workdir / "metrics.csv.tmp"
-        with temporary.open("w", newline="") as file:
-            writer = self._csv(file)
-            writer.writeheader()
-            writer.writerows(self._rows)
-        os.replace(temporary, self.workdir / "metrics.csv")
+        text = io.StringIO()
+        writer = self._csv(text)
+        writer.writeheader()
+        writer.writerows(self._rows)
+        write_text(self.workdir / "metrics.csv", text.getvalue())
 
     def close(self) -> None:
         """Writes what is left."""
-        self._events.close()
+        with writing(self.workdir / "events.out.tfevents"):
+            self._events.close()
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -128,7 +136,11 @@ def write_text(path: Path, text: str) -> None:
     Args:
         path: The file.
         text: Its new contents.
+
+    Raises:
+        WorkdirError: If the disk is full or read-only.
     """
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text)
-    os.replace(temporary, path)
+    with writing(path):
+        temporary.write_text(text)
+        os.replace(temporary, path)

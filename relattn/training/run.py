@@ -16,13 +16,9 @@ from ml_collections import ConfigDict
 
 from relattn import models
 from relattn.data import DataInfo, EvalSplit, input_shape, read_info
-from relattn.training.checkpoint import (
-    checkpoint_steps,
-    read_latest,
-    read_meta,
-    restore,
-)
+from relattn.training.checkpoint import checkpoint_steps, read_meta, restore
 from relattn.training.config import complete
+from relattn.training.damage import read_latest
 from relattn.training.errors import CheckpointError
 from relattn.training.evaluator import Evaluator
 from relattn.training.history import BEST_METRICS, History, score

@@ -1,6 +1,5 @@
 import json
 import shutil
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +12,8 @@ from relattn.training.checkpoint import (
     MANIFEST,
     CheckpointWriter,
     checkpoint_steps,
-    read_latest,
     read_meta,
     restore,
-    set_damaged_aside,
 )
 
 
@@ -137,89 +134,6 @@ def test_a_missing_file_is_named(folder):
     (folder / "7" / "state" / "_METADATA").unlink()
     with pytest.raises(CheckpointError, match=r"state/_METADATA is missing"):
         read_meta(folder, 7)
-
-
-def truncate(path):
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-
-
-def flip(path):
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 4
-    path.write_bytes(data)
-
-
-@pytest.mark.parametrize("damage", [truncate, flip, Path.unlink])
-def test_whatever_is_damaged_the_checkpoint_before_it_is_used(folder, damage):
-    save(folder, {11: 0.3})
-    paths = [p for p in (folder / "11").glob("*/**/*") if p.is_file()]
-    manifest = folder / "11" / MANIFEST
-    for path in [*paths, manifest]:
-        # A bit of the manifest is one of the name or the sum of another file.
-        named = r"\S+" if path == manifest else path.name
-        original = path.read_bytes()
-        if not original:
-            continue
-        damage(path)
-        before = contents(folder)
-        with pytest.warns(UserWarning, match=f"{named} is .*/7 is used instead"):
-            step, meta = read_latest(folder)
-        assert (step, meta["note"]) == (7, [7])
-        assert contents(folder) == before
-        path.write_bytes(original)
-    assert read_latest(folder)[0] == 11
-
-
-def test_several_damaged_checkpoints_are_named_and_the_latest_if_all_are(tmp_path):
-    save(tmp_path, {5: 0.5, 7: 0.4, 11: 0.3})
-    for step in (7, 11):
-        flip(tmp_path / str(step) / "meta" / "metadata")
-    with pytest.warns(UserWarning, match="5 is used instead") as warned:
-        assert read_latest(tmp_path)[0] == 5
-    assert ["/11/" in str(w.message) for w in warned] == [True, False]
-    truncate(tmp_path / "5" / MANIFEST)
-    before = contents(tmp_path)
-    with pytest.raises(
-        CheckpointError,
-        match=r"11/meta/metadata is damaged .*; nothing was changed: restore the file",
-    ):
-        read_latest(tmp_path)
-    assert contents(tmp_path) == before
-
-
-def test_damaged_checkpoints_are_set_aside_and_written_anew(folder):
-    for number in ("", "2"):
-        save(folder, {11: 0.3, 13: 0.2})
-        for step in (11, 13):
-            flip(folder / str(step) / "meta" / "metadata")
-        damaged = (folder / "11" / "meta" / "metadata").read_bytes()
-        set_damaged_aside(folder, 7)
-        aside = folder / f"11.damaged{number}" / "meta" / "metadata"
-        assert aside.read_bytes() == damaged
-        assert checkpoint_steps(folder) == [7]
-    assert len(list(folder.glob("1?.damaged*"))) == 4
-    save(folder, {11: 0.3})
-    set_damaged_aside(folder, 11)
-    assert read_latest(folder)[0] == 11
-
-
-@pytest.mark.parametrize("damage", [truncate, flip])
-def test_an_earlier_checkpoint_with_damaged_scores_is_set_aside(folder, damage):
-    save(folder, {11: 0.3})
-    damage(folder / "7" / "metrics" / "metrics")
-    set_damaged_aside(folder, 11)
-    save(folder, {13: 0.2, 17: 0.1})
-    assert checkpoint_steps(folder) == [11, 13, 17]
-    assert (folder / "7.damaged" / MANIFEST).exists()
-
-
-def test_what_a_kill_left_of_a_removed_checkpoint_is_not_set_aside(folder):
-    save(folder, {11: 0.6})
-    (folder / "7" / MANIFEST).unlink()
-    set_damaged_aside(folder, 11)
-    (folder / "7" / "metrics" / "metrics").unlink()
-    set_damaged_aside(folder, 11)
-    assert checkpoint_steps(folder) == [7, 11]
 
 
 def test_a_foreign_checkpoint_is_refused(folder):

@@ -12,13 +12,15 @@ from relattn import spec
 from relattn.training.mesh import PARALLEL
 from relattn.training.schedule import OPTIMIZERS, SCHEDULES
 
-# Keys that change nothing of what a run computes.
+# Keys that a run may go on with other values of: they change nothing of what it
+# computes, or only what an update that is not finite does.
 FREE_KEYS = (
     "progress",
     "parallel",
     "model_axis",
     "model.remat",
     "log_every_steps",
+    "max_skipped_updates",
     "data.data_dir",
     "data.manual_dir",
     "data.bpe_dir",
@@ -34,6 +36,7 @@ _AT_LEAST = {
     "num_epochs": 0,
     "num_steps": 0,
     "redraw_every": 0,
+    "max_skipped_updates": 0,
     "early_stopping_epochs": 0,
     "eval_every_epochs": 1,
     "eval_every_steps": 0,
@@ -80,6 +83,7 @@ def default_config() -> ConfigDict:
     )
     config.schedule = ConfigDict({"name": "constant", "warmup_steps": 0})
     config.redraw_every = 0
+    config.max_skipped_updates = 0
     config.early_stopping_epochs = 0
     config.eval_every_epochs = 1
     config.eval_every_steps = 0

@@ -18,6 +18,7 @@ class History:
         best_step: The step of it; None before the first evaluation.
         stopped_early: Whether early stopping ended the run.
         stopped_step: The step at which it did; 0 where it did not.
+        skipped_updates: Number of updates that were not finite and skipped.
         seconds: Time spent, restarts included; of seeds that train together, the
             share of one.
         timed_seconds: Of it in updates, compilation and evaluation apart.
@@ -28,6 +29,7 @@ class History:
     best_step: int | None = None
     stopped_early: bool = False
     stopped_step: int = 0
+    skipped_updates: int = 0
     seconds: float = 0.0
     timed_seconds: float = 0.0
     timed_examples: int = 0

@@ -74,7 +74,8 @@ def train_and_evaluate(
             another configuration.
         CheckpointError: If no checkpoint is intact, or one is of another model or
             cannot be written.
-        NonFiniteLossError: If the loss becomes NaN or infinite.
+        NonFiniteLossError: If the loss or its gradient is NaN or infinite in more than
+            ``config.max_skipped_updates`` updates of a seed.
         PreemptedError: If SIGTERM came, in the main thread; a checkpoint is written
             after the update under way, and the evaluation if one is due there.
     """
@@ -272,7 +273,7 @@ class _Loop:
                 rate = examples * len(task.seeds) / max(seconds, 1e-9)
                 rows = [
                     {**row, "examples_per_second": rate}
-                    for row in summaries(window, task, done)
+                    for row in summaries(window, task, self.histories, done)
                 ]
                 bar.set_postfix(
                     loss=f"{np.mean([row['train_loss'] for row in rows]):.3f}",
@@ -298,9 +299,15 @@ class _Loop:
                     break
 
     def _fetch(self, pending: list[Metrics], done: int) -> Window:
-        """Metrics since the last row; raises if they are not finite."""
+        """Metrics since the last row; raises if too many are not finite."""
         window = stack(self.parallel.fetch(pending), len(self.task.seeds))
         for update, index in np.argwhere(~is_finite(window)):
+            history = self.histories[index]
+            if history.stopped_early:
+                continue
+            if history.skipped_updates < self.task.config.max_skipped_updates:
+                history.skipped_updates += 1
+                continue
             self.writer.close()
             steps = checkpoint_steps(self.checkpoints)
             last = self.checkpoints / str(steps[-1]) if steps else None

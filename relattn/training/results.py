@@ -68,6 +68,7 @@ def final_results(
             "stopped_early": history.stopped_early,
             "num_params": task.num_params,
             "best_step": history.best_step,
+            "skipped_updates": history.skipped_updates,
         }
         for name, split in splits.items():
             for key, value in results[id(split)].items():

@@ -9,7 +9,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key
 
 from relattn.kernels.random_features import redraw
 from relattn.training.state import TrainState, stream_key
@@ -51,6 +51,7 @@ def make_train_step(
     *,
     redraw_every: int = 0,
     accumulate_steps: int = 1,
+    skip_non_finite: bool = False,
     axis_name: str | None = None,
 ) -> Callable[[TrainState, Batch, Key[Array, ""]], tuple[TrainState, Metrics]]:
     """Makes the pure function of one update, ``step(state, batch, key)``.
@@ -70,6 +71,9 @@ def make_train_step(
         redraw_every: Updates between two redraws; 0 for never.
         accumulate_steps: Equal parts that a device takes its batch in, one after the
             other, in the memory of one part; the update is that of the whole batch.
+        skip_non_finite: Whether an update whose loss or gradient, meaned over the
+            devices, is not finite changes nothing but the step and what follows from
+            it, the projections.
         axis_name: The axis of the devices, under a parallel map; None for one device.
 
     Returns:
@@ -157,9 +161,24 @@ def make_train_step(
             random_features=_redrawn(state.random_features, key, step, redraw_every),
             batch_stats=batch_stats,
         )
+        if skip_non_finite:
+            finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
+            new_state = _select(finite, new_state, state)
         return new_state, metrics
 
     return train_step
+
+
+def _select(finite: Bool[Array, ""], new: TrainState, old: TrainState) -> TrainState:
+    """What an update changes, from the new state if it is finite, else the old one."""
+    changed = ("params", "opt_state", "batch_stats")
+    chosen = {
+        name: jax.tree.map(
+            lambda x, y: jnp.where(finite, x, y), getattr(new, name), getattr(old, name)
+        )
+        for name in changed
+    }
+    return new.replace(**chosen)
 
 
 def _mean_over_parts(

@@ -119,6 +119,7 @@ class Task:
             self.preprocess,
             redraw_every=self.config.redraw_every,
             accumulate_steps=self.config.accumulate_steps,
+            skip_non_finite=self.config.max_skipped_updates > 0,
             axis_name=parallel.axis_name,
         )
         return map_train_step(step, len(self.seeds), parallel.platform)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from relattn.training.errors import NonFiniteLossError
+from relattn.training.history import History
 from relattn.training.metrics import Row
 from relattn.training.task import Task
 
@@ -52,24 +54,33 @@ def is_finite(window: Window) -> np.ndarray:
     return np.isfinite(window["loss"]) & np.isfinite(window["grad_norm"])
 
 
-def summaries(window: Window, task: Task, done: int) -> list[Row]:
-    """A row for each seed: means over the updates of a window.
+def summaries(
+    window: Window, task: Task, histories: Sequence[History], done: int
+) -> list[Row]:
+    """A row for each seed: means over the updates of a window that were not skipped.
 
     Args:
         window: As `stack` returns it.
         task: What is trained.
-        done: Number of updates so far.
+        histories: Of the seeds, with the updates skipped so far.
+        done: Number of updates so far, those skipped included.
 
     Returns:
-        The rows.
+        The rows; without an update to take the mean of, it is NaN.
     """
     rows = []
-    for index, seed in enumerate(task.seeds):
+    made = is_finite(window)
+    for index, (seed, history) in enumerate(zip(task.seeds, histories, strict=True)):
         row: Row = {"seed": seed} if len(task.seeds) > 1 else {}
         for name, values in window.items():
-            row[f"train_{name}"] = float(np.mean(values[:, index]))
+            kept = values[made[:, index], index]
+            row[f"train_{name}"] = float(np.mean(kept)) if len(kept) else math.nan
         row["epoch"] = done / task.steps_per_epoch
-        row["learning_rate"] = float(task.schedule(done - 1))
+        # A skipped update does not move the optimiser along its schedule.
+        count = max(done - history.skipped_updates, 1)
+        row["learning_rate"] = float(task.schedule(count - 1))
+        if task.config.max_skipped_updates:
+            row["train_skipped"] = history.skipped_updates
         rows.append(row)
     return rows
 
@@ -93,13 +104,16 @@ def non_finite_error(
     step = done - len(window["loss"]) + 1 + update
     name = "loss" if not np.isfinite(window["loss"][update, index]) else "grad_norm"
     what = "loss" if name == "loss" else "gradient"
+    skipped = task.config.max_skipped_updates
+    after = f" after {skipped} skipped updates" if skipped else ""
     of_seed = f" of seed {task.seeds[index]}" if len(task.seeds) > 1 else ""
     kept = "no checkpoint was written before it"
     if last is not None:
         kept = f"the last good checkpoint is {last}"
     return NonFiniteLossError(
-        f"the {what}{of_seed} is {float(window[name][update, index])} at step {step}; "
-        f"{kept}. Lower config.optimizer.learning_rate or set "
-        "config.optimizer.clip_norm, with a new --workdir",
+        f"the {what}{of_seed} is {float(window[name][update, index])} at step {step}"
+        f"{after}; {kept}. Lower config.optimizer.learning_rate or set "
+        "config.optimizer.clip_norm, with a new --workdir, or go on with a larger "
+        "config.max_skipped_updates",
         step,
     )

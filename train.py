@@ -14,11 +14,21 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 from relattn import training
+from relattn.training.distributed import initialize
 
 EX_TEMPFAIL = 75
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "What to train.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "The run directory.")
+_DISTRIBUTED = flags.DEFINE_bool(
+    "distributed", False, "Several processes train together, as the cluster tells."
+)
+_COORDINATOR = flags.DEFINE_string("coordinator", "", "HOST:PORT of process 0.")
+_NUM_PROCESSES = flags.DEFINE_integer("num_processes", 0, "How many there are.")
+_PROCESS_ID = flags.DEFINE_integer("process_id", -1, "This one's number, from 0.")
+_HEARTBEAT = flags.DEFINE_integer(
+    "heartbeat_seconds", 100, "After this long without a sign a process has died."
+)
 
 
 def parse_flags(argv: list[str]) -> list[str]:
@@ -44,6 +54,9 @@ def main(argv: list[str]) -> None:
         # Orbax tells of every file it touches.
         logging.set_verbosity(logging.WARNING)
     try:
+        by_hand = (_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value)
+        if _DISTRIBUTED.value or by_hand != ("", 0, -1):
+            initialize(*by_hand, heartbeat_seconds=_HEARTBEAT.value)
         training.train_and_evaluate(_CONFIG.value, _WORKDIR.value)
     except training.PreemptedError as error:
         print(f"train.py: {error}", file=sys.stderr)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import time
@@ -19,6 +20,7 @@ from relattn.training import records
 from relattn.training.checkpoint import CheckpointWriter, checkpoint_steps, restore
 from relattn.training.config import check_config, complete, differences, to_json
 from relattn.training.damage import read_latest, set_damaged_aside
+from relattn.training.distributed import all_preempted, barrier, is_primary
 from relattn.training.errors import PreemptedError, WorkdirError
 from relattn.training.evaluator import Evaluator
 from relattn.training.history import BEST_METRICS, History, score
@@ -39,6 +41,7 @@ from relattn.training.window import (
     non_finite_error,
     stack,
     summaries,
+    throughput,
 )
 
 
@@ -86,14 +89,15 @@ def train_and_evaluate(
     )
     parallel.check_batch("config.eval_batch_size", config.eval_batch_size)
     workdir = records.usable_workdir(workdir)
-    with lock_workdir(workdir):
+    # One process locks for all.
+    with lock_workdir(workdir) if is_primary() else contextlib.nullcontext():
         return _run(config, workdir, parallel, on_step)
 
 
 def _run(
     config: ConfigDict,
     workdir: Path,
-    parallel: DataParallel,
+    parallel: Parallel,
     on_step: Callable[[int], None] | None,
 ) -> dict[str, Any]:
     saved = _saved(workdir, config)
@@ -113,8 +117,11 @@ def _run(
     loop = _Loop(task, data, parallel, workdir, saved)
     loop.announce()
     if not loop.finished:
-        with on_sigterm(loop.preempt), loop:
+        # Several processes must agree on the step: JAX handles their signals.
+        alone = jax.process_count() == 1
+        with on_sigterm(loop.preempt) if alone else contextlib.nullcontext(), loop:
             loop.train(on_step)
+        barrier("trained")
     return loop.finish()
 
 
@@ -168,6 +175,10 @@ class _Loop:
         return self.workdir / CHECKPOINTS
 
     @property
+    def shows_progress(self) -> bool:
+        return self.task.config.progress and is_primary()
+
+    @property
     def kind(self) -> str:
         return self.task.info.kind
 
@@ -181,10 +192,14 @@ class _Loop:
 
     def __enter__(self) -> _Loop:
         task, devices = self.task, self.parallel.devices
-        records.write_run_json(self.workdir, task, devices, self.start)
-        set_damaged_aside(self.checkpoints, self.start)
+        barrier("checkpoints read")
+        self.log = None
+        if is_primary():
+            records.write_run_json(self.workdir, task, devices, self.start)
+            set_damaged_aside(self.checkpoints, self.start)
+            self.log = MetricsLog(self.workdir, self.start)
+        barrier("checkpoints in order")
         self.writer = CheckpointWriter(self.checkpoints, len(task.seeds))
-        self.log = MetricsLog(self.workdir, self.start)
         spent = sum(history.seconds for history in self.histories)
         self.began = time.perf_counter() - spent
         return self
@@ -193,10 +208,11 @@ class _Loop:
         try:
             self.writer.close()
         finally:
-            self.log.close()
+            if self.log is not None:
+                self.log.close()
 
     def _say(self, text: str) -> None:
-        if self.task.config.progress:
+        if self.shows_progress:
             tqdm.write(text)
 
     def announce(self) -> None:
@@ -238,7 +254,7 @@ class _Loop:
             initial=self.start * batch_size,
             unit=" examples",
             unit_scale=True,
-            disable=None if config.progress else True,
+            disable=None if self.shows_progress else True,
             dynamic_ncols=True,
         )
         loader = train_loader(
@@ -259,7 +275,7 @@ class _Loop:
                 at_end = done == task.num_steps
                 evaluating = at_end or done % eval_every == 0
                 every = config.checkpoint_every_steps
-                stopping = self.preempted
+                stopping = self.preempted or all_preempted(done)
                 saving = evaluating or stopping or bool(every and done % every == 0)
                 if not saving and done % config.log_every_steps:
                     continue
@@ -272,7 +288,7 @@ class _Loop:
                     history.timed_examples += examples
                 rate = examples * len(task.seeds) / max(seconds, 1e-9)
                 rows = [
-                    {**row, "examples_per_second": rate}
+                    {**row, **throughput(rate, task, self.parallel.devices)}
                     for row in summaries(window, task, self.histories, done)
                 ]
                 bar.set_postfix(
@@ -283,8 +299,9 @@ class _Loop:
                 scores = [None] * len(rows)
                 if evaluating:
                     scores = self._validate(done, rows)
-                for row in itertools.compress(rows, running):
-                    self.log.write(done, row)
+                if self.log is not None:
+                    for row in itertools.compress(rows, running):
+                        self.log.write(done, row)
                 if saving:
                     self._save(done, scores)
                 if stopping:
@@ -386,5 +403,6 @@ class _Loop:
             self.start,
             self._say,
         )
-        records.write_json(self.workdir / "result.json", result)
+        if is_primary():
+            records.write_json(self.workdir / "result.json", result)
         return result

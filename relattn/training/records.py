@@ -66,6 +66,7 @@ def write_run_json(
         "device": devices[0].device_kind,
         "platform": devices[0].platform,
         "num_devices": len(devices),
+        "num_processes": jax.process_count(),
         "versions": versions(),
         "git_commit": git_commit(),
     }

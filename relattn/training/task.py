@@ -17,6 +17,7 @@ from ml_collections import ConfigDict
 from relattn import data as data_lib
 from relattn import models
 from relattn.data import DataInfo
+from relattn.training.flops import training_flops
 from relattn.training.parallel import Parallel
 from relattn.training.schedule import make_optimizer, make_schedule
 from relattn.training.seeds import map_create, map_train_step, seeds_of
@@ -128,6 +129,13 @@ class Task:
     def abstract_state(self) -> TrainState:
         """The shapes and dtypes of the state, without computing it."""
         return jax.eval_shape(self.create_state)
+
+    @functools.cached_property
+    def flops_per_example(self) -> int:
+        """Operations of training on one example, see `training_flops`."""
+        shape = data_lib.input_shape(self.config.data, self.info)
+        inputs = jax.ShapeDtypeStruct((1, *shape), INPUT_DTYPES[self.info.kind])
+        return training_flops(self.model, inputs)
 
     @property
     def num_params(self) -> int:

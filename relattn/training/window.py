@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from relattn.training.errors import NonFiniteLossError
+from relattn.training.flops import peak_flops
 from relattn.training.history import History
 from relattn.training.metrics import Row
 from relattn.training.task import Task
@@ -83,6 +85,29 @@ def summaries(
             row["train_skipped"] = history.skipped_updates
         rows.append(row)
     return rows
+
+
+def throughput(rate: float, task: Task, devices: Sequence[Any]) -> Row:
+    """What a rate of training asks of each device.
+
+    Args:
+        rate: Examples a second, of all seeds and devices.
+        task: What is trained.
+        devices: Those of JAX that share the work.
+
+    Returns:
+        ``examples_per_second``, ``examples_per_second_per_device`` and, where the
+        device's peak is known, ``model_flops_utilization``, a fraction.
+    """
+    row: Row = {
+        "examples_per_second": rate,
+        "examples_per_second_per_device": rate / len(devices),
+    }
+    peak = peak_flops(devices[0].device_kind)
+    if peak is not None:
+        done = rate * task.flops_per_example / len(devices)
+        row["model_flops_utilization"] = done / peak
+    return row
 
 
 def non_finite_error(

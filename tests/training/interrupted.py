@@ -32,7 +32,7 @@ def untimed_rows(workdir):
     """The rows of a run's metrics without what differs from run to run."""
     rows = read_rows(workdir / "metrics.jsonl")
     for row in rows:
-        del row["examples_per_second"]
+        del row["examples_per_second"], row["examples_per_second_per_device"]
     return rows
 
 

@@ -1,0 +1,158 @@
+"""Two processes on one machine train what one process trains."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import chex
+import jax
+import pytest
+
+from relattn import training
+from relattn.training.checkpoint import checkpoint_steps
+from relattn.training.config import to_json
+from relattn.training.distributed import initialize
+from relattn.training.metrics import read_rows
+from relattn.training.run import CHECKPOINTS
+from tests.training.test_loop import final_state
+
+ROOT = Path(__file__).parents[2]
+
+
+def start(config, workdir):
+    """Starts two processes; the caller ends them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    request = {
+        "config": to_json(config),
+        "workdir": str(workdir),
+        "port": port,
+        "num_processes": 2,
+    }
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    return [
+        subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "tests.training.process",
+                json.dumps({**request, "process_id": index}),
+            ],
+            cwd=ROOT,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for index in range(2)
+    ]
+
+
+def finish(processes):
+    """Waits for processes; what they printed as errors."""
+    try:
+        return [process.communicate(timeout=300)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def run(config, workdir):
+    processes = start(config, workdir)
+    errors = finish(processes)
+    assert [process.returncode for process in processes] == [0, 0], errors
+
+
+def wait_for_step(process, step):
+    for line in process.stdout:
+        if line == f"step {step}\n":
+            return
+    raise AssertionError(process.communicate()[1])
+
+
+@pytest.fixture
+def config(config):
+    config.update(num_epochs=2, checkpoint_every_steps=3)
+    return config
+
+
+@pytest.fixture
+def expected(config, tiny, tmp_path):
+    """The state and the rows of the metrics of a single process on four devices."""
+    workdir = tmp_path / "alone"
+    training.train_and_evaluate(config, workdir)
+    return final_state(workdir), read_rows(workdir / "metrics.jsonl")
+
+
+def expect_the_same(workdir, expected):
+    state, rows = expected
+    chex.assert_trees_all_close(final_state(workdir), state, atol=1e-6)
+    found = read_rows(workdir / "metrics.jsonl")
+    assert [row["step"] for row in found] == [row["step"] for row in rows]
+    for row, other in zip(rows, found, strict=True):
+        assert row.keys() == other.keys()
+        assert row["train_loss"] == pytest.approx(other["train_loss"], abs=1e-5)
+    record = json.loads((workdir / "run.json").read_text())["starts"][-1]
+    assert (record["num_devices"], record["num_processes"]) == (4, 2)
+    result = json.loads((workdir / "result.json").read_text())
+    assert result["validation_accuracy"] == max(
+        row["validation_accuracy"] for row in rows if "validation_accuracy" in row
+    )
+
+
+def test_when_one_is_killed_the_other_ends_and_both_go_on(config, expected, tmp_path):
+    workdir = tmp_path / "two"
+    first, second = start(config, workdir)
+    # The checkpoint of step 3 is complete when that of step 5 is begun.
+    wait_for_step(second, 7)
+    second.send_signal(signal.SIGKILL)
+    error, _ = finish([first, second])
+    assert first.returncode not in (0, None)
+    # By JAX, or by a collective operation whose other end is gone.
+    assert re.search("another task died|Connection (reset|closed)|heartbeat", error)
+    assert 3 <= checkpoint_steps(workdir / CHECKPOINTS)[-1] < 10
+    run(config, workdir)
+    expect_the_same(workdir, expected)
+
+
+def test_a_mesh_over_two_processes(config, tiny, tmp_path):
+    config.update(parallel="mesh", model_axis=2)
+    training.train_and_evaluate(config, tmp_path / "alone on a mesh")
+    run(config, tmp_path / "two")
+    state = final_state(tmp_path / "alone on a mesh")
+    chex.assert_trees_all_close(final_state(tmp_path / "two"), state, atol=1e-6)
+
+
+def test_sigterm_of_one_ends_both_at_the_same_step(config, tmp_path):
+    processes = start(config, tmp_path)
+    wait_for_step(processes[1], 2)
+    processes[1].send_signal(signal.SIGTERM)
+    errors = finish(processes)
+    for process, error in zip(processes, errors, strict=True):
+        assert process.returncode == 1
+        assert "PreemptedError: SIGTERM came, so training ended at step" in error
+    (step,) = {re.search("ended at step ([0-9]+)", error)[1] for error in errors}
+    assert checkpoint_steps(tmp_path / CHECKPOINTS)[-1] == int(step) < 10
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("127.0.0.1:1", 2, -1), "--coordinator=HOST:PORT, --num_processes and"),
+        (("127.0.0.1:1", 2, 2), "--process_id=2 must be below --num_processes=2"),
+        ((), "--distributed found no cluster that JAX knows"),
+    ],
+)
+def test_flags_that_do_not_fit(arguments, message, monkeypatch):
+    def find_no_cluster(*arguments, **options):
+        raise ValueError("coordinator_address should be defined.")
+
+    monkeypatch.setattr(jax.distributed, "initialize", find_no_cluster)
+    with pytest.raises(ValueError, match=message):
+        initialize(*arguments)

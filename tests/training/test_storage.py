@@ -125,11 +125,12 @@ def test_metrics_that_cannot_be_written(config, tmp_path, one_device):
         pytest.raises(
             training.WorkdirError,
             match=r"metrics.jsonl cannot be written \(File too large\); what was",
-        ),
+        ) as error,
     ):
         training.train_and_evaluate(
             config, tmp_path, devices=one_device, on_step=on_step
         )
+    assert training.is_user_error(error.value)
     assert checkpoint_steps(tmp_path / "checkpoints") == [5]
     result = training.train_and_evaluate(config, tmp_path, devices=one_device)
     assert result["step"] == 15

@@ -53,6 +53,7 @@ class Training:
         num_seeds: How many seeds the one process trains together.
         overrides: More options of ``train.py``.
         core: The core it is bound to; None leaves that to the system.
+        keep_heap: Whether freed memory stays with the process, see `KEEP_HEAP`.
         process: Once started.
         bar: Its progress bar, once started.
         shown: How many rows of its log the bar has shown.
@@ -66,6 +67,7 @@ class Training:
     num_seeds: int = 1
     overrides: Sequence[str] = ()
     core: int | None = None
+    keep_heap: bool = True
     process: subprocess.Popen | None = None
     bar: tqdm | None = None
     shown: int = 0
@@ -114,7 +116,7 @@ class Training:
         self.workdir.mkdir(parents=True, exist_ok=True)
         # Two runs may share one GPU.
         environment = {
-            "GLIBC_TUNABLES": KEEP_HEAP,
+            **({"GLIBC_TUNABLES": KEEP_HEAP} if self.keep_heap else {}),
             **os.environ,
             "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
         }
@@ -286,7 +288,7 @@ def train(
     free = cores[:jobs] if jobs > 1 else [None]
     waiting, running = list(trainings), []
     with contextlib.ExitStack() as stack:
-        stack.enter_context(on_sigterm(_leave))
+        stack.enter_context(leaving_on_sigterm())
         stack.callback(_stop, trainings)
         while waiting or running:
             while waiting and free:
@@ -322,6 +324,11 @@ def _stop(trainings: Sequence[Training]) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+
+def leaving_on_sigterm() -> contextlib.AbstractContextManager[None]:
+    """Makes SIGTERM leave as an exception does; elsewhere than here it just kills."""
+    return on_sigterm(_leave)
 
 
 def _leave(number: int, frame: Any) -> None:

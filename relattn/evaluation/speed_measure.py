@@ -77,12 +77,6 @@ def measure(
 
 def describe_machine(device: jax.Device) -> dict[str, Any]:
     """What a time depends on: processor, cores, device, versions."""
-    cpu = platform.processor() or platform.machine()
-    information = Path("/proc/cpuinfo")
-    if information.exists():
-        lines = information.read_text().splitlines()
-        names = [line.split(":")[1] for line in lines if line.startswith("model name")]
-        cpu = names[0].strip() if names else cpu
     versions = {"python": platform.python_version(), "jax": jax.__version__}
     for package in ("torch", "performer-pytorch"):
         try:
@@ -90,12 +84,22 @@ def describe_machine(device: jax.Device) -> dict[str, Any]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return {
-        "cpu": cpu,
-        "cores": _num_cores(),
+        **describe_cpu(),
         "platform": device.platform,
         "device": device.device_kind,
         **versions,
     }
+
+
+def describe_cpu() -> dict[str, Any]:
+    """The processor's name and the number of its cores that may be used."""
+    cpu = platform.processor() or platform.machine()
+    information = Path("/proc/cpuinfo")
+    if information.exists():
+        lines = information.read_text().splitlines()
+        names = [line.split(":")[1] for line in lines if line.startswith("model name")]
+        cpu = names[0].strip() if names else cpu
+    return {"cpu": cpu, "cores": _num_cores()}
 
 
 def _num_cores():

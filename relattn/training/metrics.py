@@ -41,16 +41,10 @@ class MetricsLog:
     def __init__(self, workdir: Path, start_step: int):
         """Opens the files for a run that starts, or goes on, after ``start_step``."""
         self.workdir = workdir
-        self._rows = [
-            row
-            for row in read_rows(workdir / "metrics.jsonl")
-            if row["step"] <= start_step
-        ]
-        write_text(
-            workdir / "metrics.jsonl",
-            "".join(json.dumps(row) + "\n" for row in self._rows),
-        )
-        self._columns = list(dict.fromkeys(key for row in self._rows for key in row))
+        path = workdir / "metrics.jsonl"
+        rows = [row for row in read_rows(path) if row["step"] <= start_step]
+        write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
+        self._columns = list(dict.fromkeys(key for row in rows for key in row))
         self._rewrite_csv()
         with writing(workdir / "events.out.tfevents"):
             self._events = EventsFile(workdir, start_step)
@@ -64,7 +58,6 @@ class MetricsLog:
                 a ``seed`` among them ``train/loss/seed_3``.
         """
         row: Row = {"step": step, **values}
-        self._rows.append(row)
         path = self.workdir / "metrics.jsonl"
         with writing(path), path.open("a") as file:
             file.write(json.dumps(row) + "\n")
@@ -97,7 +90,8 @@ class MetricsLog:
         text = io.StringIO()
         writer = self._csv(text)
         writer.writeheader()
-        writer.writerows(self._rows)
+        # Read anew: rows that are kept would grow without end.
+        writer.writerows(read_rows(self.workdir / "metrics.jsonl"))
         write_text(self.workdir / "metrics.csv", text.getvalue())
 
     def close(self) -> None:

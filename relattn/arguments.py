@@ -49,11 +49,12 @@ def read_arguments(
         if equals:
             if key not in options:
                 hint = spec.closest(key, options)
-                raise ValueError(f"{where} has no option {key!r}: {hint}")
+                raise ValueError(f"{where} has no option {spec.shorten(key)}: {hint}")
             values[key] = _read(value, options[key])
             if values[key] is None:
                 raise ValueError(
-                    f"{where} needs {key}={options[key].__name__}, got {value!r}"
+                    f"{where} needs {key}={options[key].__name__}, got "
+                    f"{spec.shorten(value)}"
                 )
             continue
         for what, words in choices.items():
@@ -64,7 +65,9 @@ def read_arguments(
         else:
             words = [word for words in choices.values() for word in words]
             hint = spec.closest(argument, words)
-            raise ValueError(f"{where} has no argument {argument!r}: {hint}")
+            raise ValueError(
+                f"{where} has no argument {spec.shorten(argument)}: {hint}"
+            )
     return chosen, values
 
 
@@ -72,8 +75,10 @@ def _read(value: str, kind: type) -> Any:
     """A literal of a type, or None; a string needs no quotes."""
     if kind is str:
         return value
+    if len(value) > spec.MAX_LENGTH:
+        return None
     try:
         literal = ast.literal_eval(value)
-    except (ValueError, SyntaxError):
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         return None
     return literal if type(literal) is kind else None

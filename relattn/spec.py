@@ -10,10 +10,44 @@ import ast
 import difflib
 import functools
 import inspect
+import math
+import warnings
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-_MAX_LENGTH = 500
+# Longer ones are no specs: a parser of Python may crash on what is nested too deeply.
+MAX_LENGTH = 500
+# Characters of a wrong value in a message.
+MAX_SHOWN = 80
+# Of an option's annotation, such as "int | None".
+_TYPES = {
+    "bool": (bool,),
+    "int": (int,),
+    "float": (int, float),
+    "str": (str,),
+    "None": (type(None),),
+}
+
+
+def shorten(value: Any) -> str:
+    """A value as an error message shows it.
+
+    Args:
+        value: Anything that was given in the place of something else.
+
+    Returns:
+        Its `repr`, one line, cut where it is long.
+
+    Example:
+        >>> shorten("a" * 1000000)[-9:], len(shorten("a" * 1000000))
+        ('aaaaaa...', 83)
+    """
+    try:
+        shown = " ".join(repr(value).splitlines())
+    except ValueError:
+        # Python writes no integer of more than some thousand digits.
+        shown = f"a huge {type(value).__name__}"
+    return shown if len(shown) <= MAX_SHOWN else f"{shown[:MAX_SHOWN]}..."
 
 
 def closest(name: str, names: Collection[str]) -> str:
@@ -32,7 +66,7 @@ def closest(name: str, names: Collection[str]) -> str:
         "did you mean 'favor'? There are: favor, softmax"
     """
     listed = "there are: " + ", ".join(sorted(names))
-    similar = difflib.get_close_matches(name, list(names), n=1, cutoff=0.5)
+    similar = difflib.get_close_matches(name[:MAX_SHOWN], list(names), n=1, cutoff=0.5)
     if not similar:
         return listed
     return f"did you mean {similar[0]!r}? T{listed[1:]}"
@@ -55,26 +89,37 @@ def parse(spec: str) -> tuple[str, dict[str, Any]]:
         ('favor', {'num_features': 256, 'norms': 'fixed'})
     """
     problem = ValueError(
-        f"{spec[:80]!r} is not a spec: write a name, or a name with literal keyword "
+        f"{shorten(spec)} is not a spec: write a name, or a name with literal keyword "
         "values such as 'favor(num_features=256)'"
     )
-    if len(spec) > _MAX_LENGTH:
+    tree = _parse_expression(spec)
+    if tree is None:
         raise problem
-    try:
-        tree = ast.parse(spec.strip(), mode="eval").body
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise problem from None
     if isinstance(tree, ast.Name):
         return tree.id, {}
     if not (isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name)):
         raise problem
-    if tree.args or any(keyword.arg is None for keyword in tree.keywords):
+    keys = [keyword.arg for keyword in tree.keywords]
+    if tree.args or None in keys or len(set(keys)) < len(keys):
         raise problem
     try:
         options = {word.arg: ast.literal_eval(word.value) for word in tree.keywords}
-    except (ValueError, TypeError, RecursionError):
+    except (ValueError, TypeError, RecursionError, MemoryError):
         raise problem from None
     return tree.func.id, options
+
+
+def _parse_expression(text: str) -> ast.expr | None:
+    """The syntax tree of a Python expression, or None where the text is none."""
+    if len(text) > MAX_LENGTH:
+        return None
+    try:
+        with warnings.catch_warnings():
+            # Such as an escape in a string that Python will refuse one day.
+            warnings.simplefilter("error")
+            return ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
 
 
 def terms(spec: str) -> list[str]:
@@ -90,17 +135,16 @@ def terms(spec: str) -> list[str]:
         >>> terms("learned + rope2d(base=10)")
         ['learned', 'rope2d(base=10)']
     """
-    if len(spec) > _MAX_LENGTH:
+    tree, found = _parse_expression(spec), []
+    while isinstance(tree, ast.BinOp) and isinstance(tree.op, ast.Add):
+        found.append(tree.right)
+        tree = tree.left
+    if not found:
         return [spec]
     try:
-        tree = ast.parse(spec.strip(), mode="eval").body
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return [ast.unparse(term) for term in (tree, *reversed(found))]
+    except RecursionError:
         return [spec]
-    found = []
-    while isinstance(tree, ast.BinOp) and isinstance(tree.op, ast.Add):
-        found.append(ast.unparse(tree.right))
-        tree = tree.left
-    return [ast.unparse(tree), *reversed(found)] if found else [spec]
 
 
 def resolve(
@@ -121,7 +165,8 @@ def resolve(
         The constructor with the spec's options bound.
 
     Raises:
-        ValueError: If the name or one of the options does not exist; names the closest.
+        ValueError: If the name or one of the options does not exist, naming the
+            closest, or a value is not of the option's type.
 
     Example:
         >>> resolve("point(real=2)", {"point": complex}, "shape")(imag=1)
@@ -129,10 +174,26 @@ def resolve(
     """
     name, options = parse(spec)
     if name not in table:
-        raise ValueError(f"unknown {what} {name!r}: {closest(name, table)}")
-    known = [p for p in inspect.signature(table[name]).parameters if p not in reserved]
-    for option in options:
+        raise ValueError(f"unknown {what} {shorten(name)}: {closest(name, table)}")
+    parameters = inspect.signature(table[name]).parameters
+    known = {key: p for key, p in parameters.items() if key not in reserved}
+    for option, value in options.items():
         if option not in known:
             hint = closest(option, known) if known else "it takes none"
-            raise ValueError(f"{what} {name!r} has no option {option!r}: {hint}")
+            raise ValueError(f"{what} {name!r} has no option {shorten(option)}: {hint}")
+        kind = inspect.formatannotation(known[option].annotation).strip("'")
+        if not _is_of(value, kind):
+            raise ValueError(
+                f"{what} {name!r} needs {option} of type {kind}, got {shorten(value)}"
+            )
     return functools.partial(table[name], **options)
+
+
+def _is_of(value: Any, kind: str) -> bool:
+    """Whether a literal fits an annotation; any fits one that is of no such type."""
+    names = kind.split(" | ")
+    if not set(names) <= set(_TYPES):
+        return True
+    if isinstance(value, float) and not math.isfinite(value):
+        return False
+    return any(type(value) in _TYPES[name] for name in names)

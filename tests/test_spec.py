@@ -35,13 +35,31 @@ def test_parse(text, expected):
         "(" * 400 + ")" * 400,
         "a" * 501,
         "a(x=" + "[" * 240 + "]" * 240 + ")",
+        "a(x=" + "-" * 400 + "1)",
+        "-" * 400 + "a",
+        "a(x=" + "[" * 10_000 + "]" * 10_000 + ")",
+        "a" * 1_000_000,
+        "a(x=1, x=2)",
+        "a(x=f'{1}')",
+        "a(x={[]: 1})",
+        "a(x={**{}})",
+        "a(x=1 is 1)",
+        r"a(x='\d')",
+        "a(x=1)(y=2)",
+        "a\x00b",
+        "a(x='\x00')",
+        "\ud800",
+        "½",
+        "a\n+ b\r\n",
     ],
 )
 def test_parse_refuses_what_is_not_a_literal_call(text):
     if text.startswith("a(x=["):
         text = text.replace("]", "", 1)
-    with pytest.raises(ValueError, match="is not a spec: write a name"):
+    with pytest.raises(ValueError, match="is not a spec: write a name") as raised:
         spec.parse(text)
+    assert len(str(raised.value)) < 250
+    assert len(str(raised.value).splitlines()) == 1
 
 
 @pytest.mark.parametrize(
@@ -52,6 +70,7 @@ def test_parse_refuses_what_is_not_a_literal_call(text):
         ("a(x=1 + 2)", ["a(x=1 + 2)"]),
         ("a + ", ["a + "]),
         ("a + " * 200 + "a", ["a + " * 200 + "a"]),
+        ("a + " + "-" * 400 + "b", ["a + " + "-" * 400 + "b"]),
     ],
 )
 def test_terms_of_a_sum(text, expected):
@@ -72,3 +91,31 @@ def test_resolve_names_the_closest():
         spec.resolve("favor(features=3)", table, "attention")
     with pytest.raises(ValueError, match="no option 'num_features': it takes none"):
         spec.resolve("favor(num_features=3)", table, "attention", ("num_features",))
+
+
+def test_resolve_checks_the_types_of_options():
+    def favor(num_features: int = 0, eps: float = 1e-3, *, haar: "bool | None" = None):
+        return num_features, eps, haar
+
+    def resolve(text):
+        return spec.resolve(text, {"favor": favor}, "attention")
+
+    assert resolve("favor(num_features=3, eps=1, haar=None)")() == (3, 1, None)
+    for text, needed in [
+        ("num_features='3'", "num_features of type int, got '3'"),
+        ("num_features=True", "num_features of type int, got True"),
+        ("num_features=2.5", "num_features of type int, got 2.5"),
+        ("eps=[1]", r"eps of type float, got \[1\]"),
+        ("eps=1e999", "eps of type float, got inf"),
+        ("haar=1", r"haar of type bool \| None, got 1"),
+    ]:
+        with pytest.raises(ValueError, match=f"attention 'favor' needs {needed}$"):
+            resolve(f"favor({text})")
+
+
+def test_long_values_are_cut_in_messages():
+    assert spec.shorten("a" * 80) == "'" + "a" * 79 + "..."
+    assert spec.shorten({"a": 1}) == "{'a': 1}"
+    assert spec.shorten(10**5000) == "a huge int"
+    with pytest.raises(ValueError, match=r"^unknown attention 'aaa.*\.\.\.: there are"):
+        spec.resolve("a" * 400, {"favor": dict}, "attention")

@@ -3,6 +3,8 @@
 import difflib
 from collections.abc import Iterable
 
+from relattn import spec
+
 
 def check_choice(key: str, value: str, choices: Iterable[str], where: str = "") -> None:
     """Raises unless a value is one of the known ones.
@@ -24,7 +26,9 @@ def check_choice(key: str, value: str, choices: Iterable[str], where: str = "") 
     choices = list(choices)
     if value in choices:
         return
-    close = difflib.get_close_matches(value, choices, n=1, cutoff=0.3)
+    shown = spec.shorten(value)
+    start = value[: spec.MAX_SHOWN]
+    close = difflib.get_close_matches(start, choices, n=1, cutoff=0.3)
     hint = f" Did you mean {close[0]!r}?" if close else ""
     listed = ", ".join(repr(choice) for choice in choices)
-    raise ValueError(f"Unknown {key}={value!r}{where}.{hint} Known: {listed}.")
+    raise ValueError(f"Unknown {key}={shown}{where}.{hint} Known: {listed}.")

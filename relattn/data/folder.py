@@ -3,9 +3,9 @@
 import pathlib
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
 from tqdm import tqdm
 
+from relattn.data.encoded_images import decode_image, open_image
 from relattn.data.images import ImageSplit
 
 SUFFIXES = (".jpg", ".jpeg", ".png")
@@ -73,12 +73,7 @@ def _read_split(
     title = f"Reading {files[0].parents[1].name} images"
     bar = tqdm(files, desc=title, unit=" images", delay=2, disable=None)
     for index, file in enumerate(bar):
-        image = _read_image(file)
-        if image.shape[:2] != shape[:2]:
-            raise ValueError(
-                f"{file} has {image.shape[1]}x{image.shape[0]} pixels, but {model} has "
-                f"{shape[1]}x{shape[0]}: resize all images to one size."
-            )
+        image = _read_image(file, shape, model)
         if image.shape[2] > shape[2]:
             raise ValueError(f"{file} is in colour, but {model} is grey: convert one.")
         # A grey image among coloured ones is repeated in all three channels.
@@ -88,11 +83,16 @@ def _read_split(
     )
 
 
-def _read_image(file: pathlib.Path) -> np.ndarray:
-    try:
-        with Image.open(file) as image:
-            grey = image.mode in ("1", "L", "LA")
-            pixels = np.asarray(image.convert("L" if grey else "RGB"))
-    except (UnidentifiedImageError, OSError, SyntaxError) as error:
-        raise ValueError(f"{file} cannot be read as an image ({error}).") from error
+def _read_image(
+    file: pathlib.Path, shape: tuple[int, ...] = (), model: pathlib.Path | None = None
+) -> np.ndarray:
+    with open_image(file, str(file)) as image:
+        # Before it is decoded: a file of another size may be a very large one.
+        if shape and image.size != shape[1::-1]:
+            raise ValueError(
+                f"{file} has {image.width}x{image.height} pixels, but {model} has "
+                f"{shape[1]}x{shape[0]}: resize all images to one size."
+            )
+        grey = image.mode in ("1", "L", "LA")
+        pixels = np.asarray(decode_image(image, "L" if grey else "RGB", str(file)))
     return pixels[..., None] if grey else pixels

@@ -20,7 +20,7 @@ from PIL import Image
 from relattn import spec
 from relattn.data.augment import random_flip, random_resized_crop, resized_center_crop
 from relattn.data.batches import Batch, batch_indices, fill_batch, part_rows
-from relattn.data.prepared import describe
+from relattn.data.encoded_images import decode_image, open_image
 from relattn.data.randaugment import randaugment
 
 AUGMENTATIONS = {"none": lambda image, rng: image, "randaugment": randaugment}
@@ -35,11 +35,13 @@ class Photographs:
     Attributes:
         records: TFDS's data source, whose images are bytes.
         indices: [n], the records that belong to it.
+        num_classes: labels are below it.
         origin: where they are, for messages.
     """
 
     records: Sequence
     indices: Int64[np.ndarray, "n"]
+    num_classes: int
     origin: str
 
     def __len__(self) -> int:
@@ -54,18 +56,19 @@ class Photographs:
             positions: 0 .. n - 1.
 
         Raises:
-            ValueError: an image cannot be decoded.
+            ValueError: an image cannot be decoded, or a label is none of the classes.
         """
+        hint = "prepare the set again"
         keys = self.indices[positions].tolist()
         for key, record in zip(keys, self.records.__getitems__(keys), strict=True):
-            try:
-                image = Image.open(io.BytesIO(record["image"])).convert("RGB")
-            except (OSError, SyntaxError) as error:
+            where, label = f"Record {key} of {self.origin}", int(record["label"])
+            if not 0 <= label < self.num_classes:
                 raise ValueError(
-                    f"Record {key} of {self.origin} cannot be decoded as an image "
-                    f"({describe(error)}): prepare the set again."
-                ) from error
-            yield image, int(record["label"])
+                    f"{where} has the label {label}, expected 0 to "
+                    f"{self.num_classes - 1}: {hint}."
+                )
+            with open_image(io.BytesIO(record["image"]), where, hint) as image:
+                yield decode_image(image, "RGB", where, hint), label
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -2,9 +2,11 @@
 
 import contextlib
 import hashlib
+import json
 import math
 import pathlib
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import tensorflow_datasets as tfds
@@ -12,6 +14,7 @@ from absl import logging
 from numpy.lib.format import open_memmap
 from tqdm import tqdm
 
+from relattn import spec
 from relattn.data.images import ImageSplit
 
 CHUNK = 1000
@@ -62,18 +65,64 @@ def read_prepared(
         ValueError: the folder is incomplete, damaged or in another file format.
     """
     try:
-        builder = tfds.builder_from_directory(folder)
+        builder = open_builder(folder)
         class_names = tuple(builder.info.features["label"].names)
         train, test = (
             _read_split(builder.as_data_source(split), folder, split)
             for split in ("train", test_split)
         )
+        for split in (train, test):
+            _check_labels(split.labels, len(class_names))
     except Exception as error:
         raise ValueError(
             f"The image set in {folder} cannot be read ({describe(error)}): prepare it "
             "again, as array_record, after deleting that folder or in another data_dir."
         ) from error
     return train, test, class_names
+
+
+def open_builder(folder: pathlib.Path) -> tfds.core.DatasetBuilder:
+    """Opens a prepared set.
+
+    Args:
+        folder: ``<data_dir>/<name>/<version>``.
+
+    Returns:
+        TFDS's builder that reads it.
+
+    Raises:
+        ValueError: ``features.json`` names a class that is not TFDS's.
+        OSError: the folder is incomplete.
+    """
+    # TFDS imports whatever module that file names.
+    for name in _class_names(json.loads((folder / "features.json").read_text("utf-8"))):
+        if not (isinstance(name, str) and name.startswith("tensorflow_datasets.")):
+            raise ValueError(
+                f"features.json names {spec.shorten(name)}, which is no class of TFDS"
+            )
+    return tfds.builder_from_directory(folder)
+
+
+def _class_names(values: Any) -> Iterator[Any]:
+    """What is named as a class, anywhere in the JSON of a set's features."""
+    if isinstance(values, dict):
+        for key, value in values.items():
+            if key in ("pythonClassName", "python_class_name", "type"):
+                yield value
+            yield from _class_names(value)
+    elif isinstance(values, list):
+        for value in values:
+            yield from _class_names(value)
+
+
+def _check_labels(labels: np.ndarray, num_classes: int) -> None:
+    # A label out of range is no error on a device: its loss is NaN, or of another.
+    wrong = np.flatnonzero((labels < 0) | (labels >= num_classes))
+    if wrong.size:
+        raise ValueError(
+            f"image {wrong[0]} has the label {labels[wrong[0]]}, expected 0 to "
+            f"{num_classes - 1}"
+        )
 
 
 def _read_split(source: Sequence, folder: pathlib.Path, split: str) -> ImageSplit:
@@ -97,7 +146,16 @@ def _map_split(source: Sequence, shape: tuple, stem: pathlib.Path) -> ImageSplit
             array.flush()
             path.rename(target)
     # Copy on write: the validation split moves rows about, in memory only.
-    images, labels = (np.load(path, mmap_mode="c") for path in final)
+    images, labels = (open_memmap(path, "c") for path in final)
+    for path, array, kind, size in (
+        (final[0], images, np.uint8, shape),
+        (final[1], labels, np.int32, shape[:1]),
+    ):
+        if (array.dtype, array.shape) != (kind, size):
+            raise ValueError(
+                f"{path.name} holds {array.dtype}{list(array.shape)}, expected "
+                f"{np.dtype(kind)}{list(size)}"
+            )
     return ImageSplit(images, labels)
 
 
@@ -109,6 +167,9 @@ def _fill(source: Sequence, images: np.ndarray, labels: np.ndarray, title: str) 
         for start in range(0, len(source), CHUNK):
             keys = list(range(start, min(start + CHUNK, len(source))))
             for key, example in zip(keys, _decode(source, keys), strict=True):
+                shape, first = example["image"].shape, images.shape[1:]
+                if shape != first:
+                    raise ValueError(f"image {key} is {shape}, the first one {first}")
                 images[key] = example["image"]
                 labels[key] = example["label"]
             bar.update(len(keys))

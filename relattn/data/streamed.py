@@ -23,7 +23,7 @@ from relattn.data.photographs import (
     TrainBatches,
     read_batches,
 )
-from relattn.data.prepared import describe
+from relattn.data.prepared import describe, open_builder
 from relattn.data.source import EvalSplit, ImageInfo
 
 # Of ImageNet's training images: usual for any set of photographs.
@@ -137,7 +137,7 @@ def open_streamed(
     """
     size, short_side, augment, num_workers = _check(config)
     try:
-        builder = tfds.builder_from_directory(folder)
+        builder = open_builder(folder)
         class_names = tuple(builder.info.features["label"].names)
         train, test = (
             _open_split(builder, split, folder) for split in ("train", test_split)
@@ -194,7 +194,11 @@ def _open_split(
     records = builder.as_data_source(
         split, decoders={"image": tfds.decode.SkipDecoding()}
     )
-    indices = np.arange(len(records))
-    photographs = Photographs(records, indices, f"the {split} images in {folder}")
+    photographs = Photographs(
+        records,
+        indices=np.arange(len(records)),
+        num_classes=builder.info.features["label"].num_classes,
+        origin=f"the {split} images in {folder}",
+    )
     list(photographs.read([0]))
     return photographs

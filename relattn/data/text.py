@@ -83,8 +83,7 @@ class TokenSplit:
         last = len(self.tokens) - self.context_length
         starts = np.random.default_rng([seed, step]).integers(last, size=batch_size)
         starts = starts[part_rows(batch_size, part)]
-        windows = self.tokens[starts[:, None] + np.arange(self.context_length + 1)]
-        return self._batch(windows)
+        return self._batch(starts[:, None] + np.arange(self.context_length + 1))
 
     def batches(
         self, batch_size: int, part: tuple[int, int] = (0, 1)
@@ -119,15 +118,15 @@ class TokenSplit:
         for first in range(0, len(self), batch_size):
             rows = np.arange(first + own.start, min(first + own.stop, len(self)))
             places = rows[:, None] * length + np.arange(length + 1)
-            windows = self.tokens[np.minimum(places, n - 1)]
-            batch = self._batch(windows)
+            batch = self._batch(np.minimum(places, n - 1))
             batch["weight"] = (places[:, 1:] < n).astype(np.float32)
             for name in ("tokens", "label"):
                 batch[name] *= batch["weight"].astype(np.int32)
             yield fill_batch(batch, own.stop - own.start)
 
-    def _batch(self, windows: np.ndarray) -> Batch:
-        check_range(windows, self.meta, self.where)
+    def _batch(self, places: np.ndarray) -> Batch:
+        windows = self.tokens[places]
+        check_range(windows, self.meta, self.where, places)
         windows = windows.astype(np.int32)
         return {"tokens": windows[:, :-1].copy(), "label": windows[:, 1:].copy()}
 
@@ -217,9 +216,12 @@ def load_text(config: ConfigDict) -> TextData:
     data_dir = config.get("data_dir", "")
     read = _read_folder if data_dir else _read_embedded
     name, meta, tokens, origin = read(config, length)
-    splits = {
-        part: TokenSplit(ids, length, meta, f"The {part} text of {name}")
+    where = {
+        part: str(ids.filename) if data_dir else f"The {part} text of {name}"
         for part, ids in tokens.items()
+    }
+    splits = {
+        part: TokenSplit(ids, length, meta, where[part]) for part, ids in tokens.items()
     }
     info = TextInfo(
         name=name,

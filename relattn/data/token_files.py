@@ -10,8 +10,9 @@ import pathlib
 from collections.abc import Iterable
 
 import numpy as np
-from jaxtyping import UInt16
+from jaxtyping import Integer, UInt16
 
+from relattn import spec
 from relattn.data.choices import check_choice
 from relattn.data.tokenizers import TOKENIZERS, TokenIds
 
@@ -103,15 +104,16 @@ def _parse_meta(path: pathlib.Path) -> TokenMeta:
         counts, origin = values.get("num_tokens", {}), values.get("origin", "")
         known = TOKENIZERS[tokenizer].vocab_size
         if vocab_size != known:
-            raise ValueError(f"vocab_size is {vocab_size!r}, expected {known}")
+            shown = spec.shorten(vocab_size)
+            raise ValueError(f"vocab_size is {shown}, expected {known}")
         if not isinstance(counts, dict) or any(
             type(n) is not int for n in counts.values()
         ):
-            raise ValueError(f"num_tokens is {counts!r}")
-    except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"num_tokens is {spec.shorten(counts)}")
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ValueError(
-            f"{path} cannot be used ({type(error).__name__}: {error}): prepare the "
-            "text again."
+            f"{path} cannot be used ({type(error).__name__}: {str(error)[:200]}): "
+            "prepare the text again."
         ) from error
     return TokenMeta(tokenizer, vocab_size, counts, str(origin))
 
@@ -180,7 +182,10 @@ def check_length(tokens: TokenIds, min_tokens: int, where: str) -> None:
 
 
 def check_range(
-    tokens: UInt16[np.ndarray, "*shape"], meta: TokenMeta, where: str
+    tokens: UInt16[np.ndarray, "*shape"],
+    meta: TokenMeta,
+    where: str,
+    positions: Integer[np.ndarray, "*shape"] | None = None,
 ) -> None:
     """Raises if an id is outside the vocabulary.
 
@@ -190,14 +195,17 @@ def check_range(
         tokens: the ids.
         meta: what is known of them.
         where: they come from, for the message.
+        positions: of the ids there; None where they are all that is there.
 
     Raises:
         ValueError: an id is not below ``meta.vocab_size``.
     """
-    largest = int(tokens.max(initial=0))
-    if largest >= meta.vocab_size:
-        raise ValueError(
-            f"{where} holds the token id {largest}, out of range of the "
-            f"{meta.vocab_size} tokens of {meta.tokenizer!r}: it was made by another "
-            "tokenizer or is no file of uint16 tokens."
-        )
+    if int(tokens.max(initial=0)) < meta.vocab_size:
+        return
+    first = np.unravel_index(np.argmax(tokens >= meta.vocab_size), tokens.shape)
+    position = first[0] if positions is None else positions[first]
+    raise ValueError(
+        f"{where} holds the token id {tokens[first]} at position {position}, out of "
+        f"range of the {meta.vocab_size} tokens of {meta.tokenizer!r}: it was made by "
+        "another tokenizer or is no file of uint16 tokens."
+    )

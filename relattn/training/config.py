@@ -27,6 +27,9 @@ FREE_KEYS = (
     "data.num_workers",
 )
 
+# Of a number, of either sign: what 64 bits hold, and no NaN.
+_LARGEST = 2**63 - 1
+
 _AT_LEAST = {
     "seed": 0,
     "num_seeds": 1,
@@ -138,14 +141,16 @@ def check_config(config: ConfigDict) -> None:
         _check_type(key, given[key], default)
     for key in given:
         if key not in expected and not key.startswith(("model.", "data.")):
-            raise ValueError(f"unknown config.{key}: {spec.closest(key, expected)}")
+            shown = spec.shorten(key).strip("'")
+            raise ValueError(f"unknown config.{shown}: {spec.closest(key, expected)}")
     for key, least in _AT_LEAST.items():
         if given[key] < least:
-            raise ValueError(f"config.{key} must be at least {least}, got {given[key]}")
+            shown = spec.shorten(given[key])
+            raise ValueError(f"config.{key} must be at least {least}, got {shown}")
     if not given["optimizer.learning_rate"] > 0:
         raise ValueError(
             "config.optimizer.learning_rate must be positive, got "
-            f"{given['optimizer.learning_rate']}"
+            f"{spec.shorten(given['optimizer.learning_rate'])}"
         )
     if not given["num_epochs"] and not given["num_steps"]:
         raise ValueError("config.num_epochs and config.num_steps are both 0: set one")
@@ -158,7 +163,8 @@ def check_config(config: ConfigDict) -> None:
         name = given[key]
         if name not in table:
             raise ValueError(
-                f"unknown config.{key} {name!r}: {spec.closest(name, table)}"
+                f"unknown config.{key} {spec.shorten(name)}: "
+                f"{spec.closest(name, table)}"
             )
     if given["optimizer.weight_decay"] and given["optimizer.name"] != "adamw":
         raise ValueError(
@@ -178,8 +184,12 @@ def _check_type(key: str, value: Any, default: Any) -> None:
     is_bool = isinstance(value, bool)
     if not isinstance(value, accepted) or is_bool != (kind is bool):
         raise ValueError(
-            f"config.{key} must be of type {kind.__name__}, got {value!r} "
-            f"({type(value).__name__})"
+            f"config.{key} must be of type {kind.__name__}, got "
+            f"{spec.shorten(value)} ({type(value).__name__})"
+        )
+    if kind in (int, float) and not -_LARGEST <= value <= _LARGEST:
+        raise ValueError(
+            f"config.{key} must be within +-{_LARGEST}, got {spec.shorten(value)}"
         )
 
 

@@ -5,6 +5,7 @@ import pytest
 from ml_collections import ConfigDict
 from PIL import Image
 
+from relattn.data import folder
 from relattn.data.folder import read_folder
 from relattn.data.load import load_images
 
@@ -92,6 +93,19 @@ def test_truncated_image(root):
     )
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(ValueError, match=r"4.jpg cannot be read as an image"):
+        read_folder(root)
+
+
+def test_a_size_that_a_header_states_is_checked_before_decoding(root, monkeypatch):
+    write(root, "train/b/7.png", np.zeros((7, 11, 3)))
+    decode = folder.decode_image
+
+    def decode_small(image, *args):
+        assert image.size == (5, 3)
+        return decode(image, *args)
+
+    monkeypatch.setattr(folder, "decode_image", decode_small)
+    with pytest.raises(ValueError, match=r"b/7.png has 11x7 pixels, but .* has 5x3"):
         read_folder(root)
 
 

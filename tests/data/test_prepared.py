@@ -5,6 +5,7 @@ import shutil
 import numpy as np
 import pytest
 
+from relattn.data import prepared
 from relattn.data.images import ImageSplit
 from relattn.data.prepared import content_digest, find_prepared, read_prepared
 
@@ -55,6 +56,66 @@ def test_damaged_sets(write_set, damage):
         file.write_bytes(file.read_bytes()[:40])
     with pytest.raises(ValueError, match=r"mnist.3.0.1 cannot be read .*prepare it"):
         read_prepared(folder)
+
+
+def test_no_module_that_a_set_names_is_imported(write_set, tmp_path, monkeypatch):
+    _, folder = write_set("mnist", train=11, test=5)
+    (tmp_path / "intruder.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    monkeypatch.syspath_prepend(tmp_path)
+    features = (folder / "features.json").read_text()
+    name = "tensorflow_datasets.core.features.image_feature.Image"
+    (folder / "features.json").write_text(features.replace(name, "intruder.Image"))
+    message = r"mnist.3.0.1 cannot be read .*names 'intruder.Image', which is no class"
+    with pytest.raises(ValueError, match=message):
+        read_prepared(folder)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "kind, array, problem",
+    [
+        (
+            "images",
+            np.zeros((11, 5, 7, 1), np.int8),
+            r"int8\[11, 5, 7, 1\], expected uin",
+        ),
+        (
+            "images",
+            np.zeros((7, 5, 7, 1), np.uint8),
+            r"uint8\[7, 5, 7, 1\], expected ui",
+        ),
+        ("labels", np.zeros(7, np.int32), r"int32\[7\], expected int32\[11\]"),
+        (
+            "labels",
+            np.full(11, 2, np.int32),
+            "image 0 has the label 2, expected 0 to 1",
+        ),
+        (
+            "labels",
+            np.arange(11, dtype=np.int32) - 1,
+            "image 0 has the label -1, expec",
+        ),
+    ],
+)
+def test_a_decoded_file_of_something_else(write_set, monkeypatch, kind, array, problem):
+    monkeypatch.setattr("relattn.data.prepared.MAPPED_BYTES", 0)
+    _, folder = write_set("mnist", train=11, test=5)
+    read_prepared(folder)
+    np.save(folder / f"decoded-train-{kind}.npy", array)
+    with pytest.raises(ValueError, match=f"cannot be read .*{problem}"):
+        read_prepared(folder)
+
+
+def test_one_image_does_not_stand_for_many_pixels():
+    class Source(list):
+        def __getitems__(self, keys):
+            return [self[key] for key in keys]
+
+    sizes = [(5, 7, 1), (1, 1, 1)]
+    source = Source({"image": np.zeros(size, np.uint8), "label": 0} for size in sizes)
+    images, labels = np.empty((2, 5, 7, 1), np.uint8), np.empty(2, np.int32)
+    with pytest.raises(ValueError, match=r"image 1 is \(1, 1, 1\), the first one"):
+        prepared._fill(source, images, labels, "")
 
 
 def test_missing_test_split(write_set):

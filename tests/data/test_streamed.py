@@ -254,13 +254,19 @@ def test_a_damaged_photograph(tmp_path):
     file = tmp_path / "image.png"
     Image.new("RGB", (7, 5)).save(file)
     whole, half = file.read_bytes(), file.read_bytes()[:40]
-    records = Records({"image": content, "label": 2} for content in (whole, half))
-    images = Photographs(records, np.arange(2), "the train images in FOLDER")
+    contents = [(whole, 2), (half, 2), (whole, 3), (whole, -1)]
+    records = Records({"image": image, "label": label} for image, label in contents)
+    images = Photographs(records, np.arange(4), 3, "the train images in FOLDER")
     [(image, label)] = images.read([0])
     assert (image.size, label) == ((7, 5), 2)
-    message = "Record 1 of the train images in FOLDER cannot be decoded .*prepare the"
+    start = "^Record {} of the train images in FOLDER "
+    message = start.format(1) + "cannot be read as an image .*: prepare the set again"
     with pytest.raises(ValueError, match=message):
         list(images.read([1]))
+    for position, wrong in ((2, 3), (3, -1)):
+        message = start.format(position) + f"has the label {wrong}, expected 0 to 2"
+        with pytest.raises(ValueError, match=message):
+            list(images.read([position]))
 
 
 def test_processes_share_a_batch(config):

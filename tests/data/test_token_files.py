@@ -72,11 +72,22 @@ def test_damaged_meta(tmp_path, values, what):
         read_meta(tmp_path)
 
 
-def test_meta_that_is_no_json(tmp_path):
-    (tmp_path / "meta.json").write_text("{")
-    message = r"meta\.json cannot be used \(JSONDecodeError: .*prepare the text again"
-    with pytest.raises(ValueError, match=message):
+@pytest.mark.parametrize(
+    "text, what",
+    [
+        ("{", "JSONDecodeError"),
+        ("[" * 100_000, "RecursionError"),
+        (json.dumps({"tokenizer": "a" * 10**6, "vocab_size": 3}), "KeyError: 'aaa"),
+        (json.dumps({**GOOD, "vocab_size": "a" * 10**6}), "ValueError: vocab_size is"),
+        (json.dumps({**GOOD, "num_tokens": {"a" * 10**6: ""}}), "num_tokens is {'aaa"),
+    ],
+)
+def test_meta_that_is_no_json_or_a_huge_one(tmp_path, text, what):
+    (tmp_path / "meta.json").write_text(text)
+    message = rf"meta\.json cannot be used \(.*{what}.*prepare the text again"
+    with pytest.raises(ValueError, match=message) as raised:
         read_meta(tmp_path)
+    assert len(str(raised.value)) < 500
 
 
 def test_missing_file(tmp_path):
@@ -117,18 +128,18 @@ def test_file_cut_short(tmp_path):
 def test_id_out_of_range(tmp_path, monkeypatch):
     path = tmp_path / "train.bin"
     write_tokens(path, [TOKENS, np.array([256], np.uint16)])
-    message = r"train\.bin holds the token id 256, out of range of the 256 tokens"
+    message = (
+        r"train\.bin holds the token id 256 at position 23, out of range of the 256 to"
+    )
     with pytest.raises(ValueError, match=message):
         open_tokens(path, BYTES)
     # A large file is not read from end to end before training begins.
     monkeypatch.setattr(token_files, "CHECKED_TOKENS", 23)
     tokens = open_tokens(path, BYTES)
-    with pytest.raises(ValueError, match="window 3 holds the token id 256, out of"):
+    message = "window 3 holds the token id 256 at position 3, out of range"
+    with pytest.raises(ValueError, match=message):
         check_range(tokens[20:], BYTES, "window 3")
-
-
-def test_no_pickle_is_written_or_read(tmp_path):
-    write_meta(tmp_path, BYTES)
-    assert json.loads((tmp_path / "meta.json").read_text())["tokenizer"] == "bytes"
-    source = (token_files.pathlib.Path(token_files.__file__)).parent
-    assert not any("pickle" in f.read_text("utf-8") for f in source.glob("*.py"))
+    places = np.arange(4).reshape(2, 2) + 20
+    message = "window 3 holds the token id 256 at position 23, out of range"
+    with pytest.raises(ValueError, match=message):
+        check_range(tokens[places], BYTES, "window 3", places)

@@ -28,6 +28,7 @@ TEST = [
     *NOTEBOOKS,
     *TEXT,
     "beartype>=0.23",
+    "hypothesis>=6.170",
     "import-linter>=2.16",
     "pytest>=9.2",
     "pytest-xdist>=3.8",

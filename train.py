@@ -37,11 +37,10 @@ def parse_flags(argv: list[str]) -> list[str]:
         rest = flags.FLAGS(argv)
         _CONFIG.value.keys()  # A file that is not there shows only now.
         return rest
-    except (flags.Error, OSError) as error:
-        text = str(error).strip().splitlines()[-1].strip()
-    except AttributeError as error:
-        key = " ".join(str(error.args[0].args[0]).splitlines())
-        text = f"there is no --config.[...] key {key}"
+    except Exception as error:
+        text = training.explain_flag_error(error)
+        if text is None:
+            raise
     print(f"train.py: {text}", file=sys.stderr)
     sys.exit(2)
 

@@ -10,7 +10,7 @@ import ast
 import difflib
 import functools
 import inspect
-import math
+import sys
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -186,6 +186,8 @@ def resolve(
             raise ValueError(
                 f"{what} {name!r} needs {option} of type {kind}, got {shorten(value)}"
             )
+        if kind == "float":
+            options[option] = float(value)
     return functools.partial(table[name], **options)
 
 
@@ -194,6 +196,6 @@ def _is_of(value: Any, kind: str) -> bool:
     names = kind.split(" | ")
     if not set(names) <= set(_TYPES):
         return True
-    if isinstance(value, float) and not math.isfinite(value):
+    if isinstance(value, int | float) and not abs(value) <= sys.float_info.max:
         return False
     return any(type(value) in _TYPES[name] for name in names)

@@ -1,10 +1,16 @@
 """What every test shares: four simulated devices, and programs freed after a file."""
 
 import chex
+import hypothesis
 import jax
 import pytest
 
 NUM_DEVICES = 4
+# The same examples in every run, whatever the machine's speed.
+hypothesis.settings.register_profile(
+    "relattn", derandomize=True, deadline=None, max_examples=60, database=None
+)
+hypothesis.settings.load_profile("relattn")
 
 
 def pytest_configure(config):

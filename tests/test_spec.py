@@ -100,13 +100,15 @@ def test_resolve_checks_the_types_of_options():
     def resolve(text):
         return spec.resolve(text, {"favor": favor}, "attention")
 
-    assert resolve("favor(num_features=3, eps=1, haar=None)")() == (3, 1, None)
+    made = resolve("favor(num_features=3, eps=1, haar=None)")()
+    assert made == (3, 1, None) and isinstance(made[1], float)
     for text, needed in [
         ("num_features='3'", "num_features of type int, got '3'"),
         ("num_features=True", "num_features of type int, got True"),
         ("num_features=2.5", "num_features of type int, got 2.5"),
         ("eps=[1]", r"eps of type float, got \[1\]"),
         ("eps=1e999", "eps of type float, got inf"),
+        (f"eps={10**400}", r"eps of type float, got 1000+\.\.\."),
         ("haar=1", r"haar of type bool \| None, got 1"),
     ]:
         with pytest.raises(ValueError, match=f"attention 'favor' needs {needed}$"):

@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from relattn.data import DataInfo, read_info
 from relattn.training.config import complete, differences, to_json
+from relattn.training.errors import explain_flag_error
 from relattn.training.metrics import Row, read_rows
 from relattn.training.signals import on_sigterm
 
@@ -255,11 +256,11 @@ def read_config(config: str, options: Sequence[str] = ()) -> ConfigDict:
     try:
         config_flags.DEFINE_config_dict("config", result, "", values, sys_argv=argv)
         values(argv, known_only=True)
-    except flags.Error as error:
-        raise ValueError(str(error)) from error
-    except AttributeError as error:
-        key = " ".join(str(error.args[0].args[0]).splitlines())
-        raise ValueError(f"there is no --config.[...] key {key}") from error
+    except Exception as error:
+        problem = explain_flag_error(error)
+        if problem is None:
+            raise
+        raise ValueError(problem) from error
     return result
 
 

@@ -6,6 +6,7 @@ from relattn.training.errors import (
     NonFiniteLossError,
     PreemptedError,
     WorkdirError,
+    explain_flag_error,
     is_user_error,
 )
 from relattn.training.loop import train_and_evaluate
@@ -24,6 +25,7 @@ __all__ = [
     "create_state",
     "default_config",
     "evaluate",
+    "explain_flag_error",
     "is_user_error",
     "load_run",
     "load_runs",

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import traceback
 import types
 from collections.abc import Iterator
 from pathlib import Path
+
+from absl import flags
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])
 
@@ -112,3 +115,44 @@ def is_user_error(error: BaseException) -> bool:
     while trace.tb_next is not None:
         trace = trace.tb_next
     return trace.tb_frame.f_code.co_filename.startswith(_PACKAGE)
+
+
+# Of a message of absl's, which repeats what it was given.
+_MAX_LENGTH = 500
+_FLAG_MODULES = {"absl", "ast", "ml_collections"}
+
+
+def explain_flag_error(error: Exception) -> str | None:
+    r"""What is wrong with the flags ``--config`` and ``--config.key=value``.
+
+    Args:
+        error: Caught where they were parsed.
+
+    Returns:
+        One sentence; None for an error in the code of a configuration, which needs its
+        traceback.
+
+    Example:
+        >>> explain_flag_error(OSError("no such file\n  configs/x.py"))
+        'configs/x.py'
+    """
+    lines = str(error).split("\n")
+    if isinstance(error, OSError) or "Traceback" in str(error):
+        return _one_line(lines[-1])
+    if isinstance(error, flags.Error):
+        return _one_line(" ".join(lines))
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    modules = {frame.f_globals["__name__"].partition(".")[0] for frame in frames[1:]}
+    if not modules <= _FLAG_MODULES:
+        return None
+    while error.args and isinstance(error.args[0], Exception):
+        error = error.args[0]
+    problem = str(error.args[0]) if error.args else type(error).__name__
+    if isinstance(error, KeyError):
+        return _one_line(f"there is no --config.[...] key {problem}")
+    return _one_line(f"--config.[...] cannot be read: {problem}")
+
+
+def _one_line(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= _MAX_LENGTH else f"{text[:_MAX_LENGTH]}..."

@@ -5,7 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from relattn.training import NonFiniteLossError, default_config, is_user_error
+from relattn.evaluation.runs import read_config
+from relattn.training import (
+    NonFiniteLossError,
+    default_config,
+    explain_flag_error,
+    is_user_error,
+)
 from relattn.training.config import check_config
 
 ROOT = Path(__file__).parents[2]
@@ -28,6 +34,31 @@ def test_only_what_the_package_raises_is_a_users_error():
     assert not is_user_error(raised_by(lambda: json.loads("{")))
 
 
+@pytest.mark.parametrize(
+    "override, message",
+    [
+        ("sed=3", r"no --config.\[...\] key 'sed' Did you mean \"seed\""),
+        ("no.such=3", r"no --config.\[...\] key 'no'$"),
+        ("seed.x=3", r"no --config.\[...\] key Attribute .*seed.x$"),
+        ("seed=x\r\ny", "^flag --config.seed=x y: invalid literal for int"),
+        ("seed=" + "1" * 10**5 + "x", r"^flag --config.seed=1+\.\.\.$"),
+        ("model.attention[0]=3", r"^--config.\[...\] cannot be read: 0 is not a valid"),
+        ("=3", r"^--config.\[...\] cannot be read: Could not parse ''"),
+        ("model=" + "-" * 10**5 + "1", "MemoryError|RecursionError|recursion"),
+    ],
+)
+def test_an_override_that_cannot_be_is_one_sentence(override, message):
+    with pytest.raises(ValueError, match=message) as raised:
+        read_config("configs/demo.py", [f"--config.{override}"])
+    assert len(str(raised.value)) < 600
+    assert len(str(raised.value).splitlines()) == 1
+
+
+def test_an_error_in_a_configuration_keeps_its_traceback():
+    assert explain_flag_error(raised_by(lambda: {}["key"])) is None
+    assert explain_flag_error(raised_by(lambda: default_config().missing)) is None
+
+
 def test_the_error_knows_its_step():
     assert NonFiniteLossError("the loss is nan", 8).step == 8
 
@@ -36,7 +67,7 @@ def test_the_error_knows_its_step():
     "flag, message",
     [
         ("--config.batch_size=0", "train.py: config.batch_size must be at least 1"),
-        ("--config.batchsize=3", "no --config.[...] key 'batchsize' Did you mean"),
+        ("--config.no.such=3", "train.py: there is no --config.[...] key 'no'"),
     ],
 )
 def test_train_ends_with_one_sentence(tmp_path, flag, message):

@@ -1,12 +1,16 @@
 """Training on photographs that are read as it goes on."""
 
+import collections
+import dataclasses
 import json
 
 import jax
 import numpy as np
 import pytest
 
+from relattn import data as data_lib
 from relattn import models, training
+from relattn.data.batches import batch_indices
 from tests.data.conftest import photographs as photographs  # noqa: PLC0414
 from tests.training.conftest import build_tiny
 from tests.training.test_loop import Interrupted, final_state, interrupt_at
@@ -30,16 +34,53 @@ def streamed(config, photographs, monkeypatch):
     return config
 
 
-def test_a_run_resumed_and_loaded_without_its_data(streamed, tmp_path, one_device):
+class Damaged(collections.abc.Sequence):
+    """Records of which one is no image."""
+
+    def __init__(self, records, damaged):
+        self.records, self.damaged = records, damaged
+
+    def __len__(self):
+        return len(self.records)
+
+    def __getitem__(self, key):
+        (record,) = self.records.__getitems__([key])
+        return {**record, "image": b""} if key == self.damaged else record
+
+    def __getitems__(self, keys):
+        return [self[key] for key in keys]
+
+
+def damage(data):
+    """Damages a photograph of the first step, which the next epoch takes again."""
+    index = batch_indices(len(data.train), batch_size=5, seed=0, step=0)[0]
+    record = int(data.train.indices[index])
+    photographs = dataclasses.replace(
+        data.train, records=Damaged(data.train.records, record)
+    )
+    return dataclasses.replace(data, train=photographs), record
+
+
+def test_a_run_resumed_and_loaded_without_its_data(
+    streamed, tmp_path, one_device, monkeypatch
+):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     expected = training.train_and_evaluate(streamed, whole, devices=one_device)
     with pytest.raises(Interrupted):
         training.train_and_evaluate(
             streamed, parts, devices=one_device, on_step=interrupt_at(3)
         )
+    # A photograph that is damaged meanwhile ends the run, and costs no step before it.
+    data, record = damage(data_lib.load_data(streamed.data))
+    message = f"^Record {record} of the train images in .* cannot be read as an image"
+    with monkeypatch.context() as patch:
+        patch.setattr(data_lib, "load_data", lambda config: data)
+        with pytest.raises(ValueError, match=message) as raised:
+            training.train_and_evaluate(streamed, parts, devices=one_device)
+    assert training.is_user_error(raised.value)
     actual = training.train_and_evaluate(streamed, parts, devices=one_device)
     starts = json.loads((parts / "run.json").read_text())["starts"]
-    assert [start["step"] for start in starts] == [0, 2]
+    assert [start["step"] for start in starts] == [0, 2, 4]
     jax.tree.map(np.testing.assert_array_equal, final_state(parts), final_state(whole))
     assert (actual["step"], actual["num_steps"]) == (8, 8)
     for key in ("test_accuracy", "test_loss", "validation_loss", "best_step"):

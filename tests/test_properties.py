@@ -1,0 +1,259 @@
+"""Whatever is given as input is used, or refused by one sentence of bounded length."""
+
+import contextlib
+import inspect
+import io
+import json
+import keyword
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import assume, example, given
+from hypothesis import strategies as st
+from ml_collections import ConfigDict
+from PIL import Image
+
+from relattn import spec
+from relattn.arguments import read_arguments
+from relattn.data import load_data
+from relattn.data.prepare_text import prepare_files
+from relattn.data.tokenizers import load_tokenizer
+from relattn.evaluation.runs import read_config
+from relattn.nn.build import ATTENTIONS, POSITIONS, build
+from relattn.training import check_config, default_config
+from relattn.training.config import flatten
+
+MOST = 1500
+names = st.from_regex(r"[a-zA-Z_]\w{0,11}", fullmatch=True).filter(
+    # Python reads an identifier in one of its Unicode forms.
+    lambda name: name.isascii() and not keyword.iskeyword(name)
+)
+numbers = st.integers() | st.floats(allow_nan=False, allow_infinity=False)
+scalars = st.none() | st.booleans() | numbers | st.text(max_size=20)
+literals = st.recursive(
+    scalars | st.binary(max_size=9),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
+    max_leaves=5,
+)
+values = scalars | st.floats() | st.lists(scalars) | st.dictionaries(names, scalars)
+fragments = st.sampled_from(
+    [
+        "favor",
+        "a",
+        "(",
+        ")",
+        "[",
+        "]",
+        "{",
+        "}",
+        "=",
+        ",",
+        "+",
+        "-",
+        ".",
+        "'",
+        "\\",
+        "f'",
+    ]
+    + [
+        "x=",
+        "1",
+        "1e999",
+        "lambda: ",
+        "__import__('os')",
+        "**",
+        ":=",
+        "\n",
+        "\x00",
+        "²",
+    ]
+    + [" if ", " for x in ", "await ", "0x", "...", '"""', "#", ";", "\ud800", " "]
+)
+texts = st.text() | st.lists(fragments, max_size=12).map("".join)
+
+
+@contextlib.contextmanager
+def refused(*errors):
+    """Passes, or ends in one of the errors with one sentence."""
+    message = None
+    try:
+        yield
+    except (ValueError, *errors) as error:
+        message = str(error)
+    if message is not None:
+        assert 0 < len(message) < MOST
+        assert len(message.splitlines()) == 1
+
+
+def write_spec(name, options):
+    return f"{name}({', '.join(f'{key}={value!r}' for key, value in options.items())})"
+
+
+@given(names, st.dictionaries(names, literals, max_size=3))
+def test_a_spec_is_read_as_it_was_written(name, options):
+    text = write_spec(name, options)
+    assume(len(text) <= spec.MAX_LENGTH)
+    assert spec.parse(text) == (name, options)
+    assert spec.terms(text) == [text]
+    assert spec.terms(f"{name} + {name}") == [name, name]
+
+
+@given(texts)
+@example("(" * 10_000 + ")" * 10_000)
+@example("a" * 1_000_000)
+def test_any_text_is_a_spec_or_refused(text):
+    with refused():
+        name, options = spec.parse(text)
+        assert name.isidentifier() and all(key.isidentifier() for key in options)
+    with refused():
+        spec.resolve(text, ATTENTIONS, "attention")
+    with refused():
+        build("softmax", text, dim=6, heads=2, num_layers=1)
+    with refused():
+        read_arguments(text, "configs/x.py", {"size": ["A/7"]}, options={"n": int})
+    with refused():
+        read_arguments(f"n={text}", "configs/x.py", {}, options={"n": int})
+
+
+@st.composite
+def specs(draw, table):
+    """An entry of a table with options of its own, of any value."""
+    name = draw(st.sampled_from(sorted(table)))
+    keys = st.sampled_from(list(inspect.signature(table[name]).parameters))
+    keys = draw(st.lists(keys, max_size=2, unique=True))
+    small = st.integers(-2, 9) | st.sampled_from([0.0, -1.5, 1e30, "none", "qk", True])
+    return write_spec(name, {key: draw(small | literals) for key in keys})
+
+
+@given(specs(ATTENTIONS), specs(POSITIONS), st.booleans())
+def test_any_options_build_or_are_refused(attention, position, causal):
+    with refused():
+        sizes = {"dim": 12, "heads": 2, "num_layers": 2}
+        make, _ = build(attention, position, **sizes, causal=causal)
+        assert make(layer=0).heads == 2
+
+
+@given(st.dictionaries(st.sampled_from([*flatten(default_config()), "x.y"]), values))
+@example({"optimizer.learning_rate": float("nan")})
+@example({"seed": 10**5000})
+@example({"optimizer.b1": -(10**400)})
+def test_any_values_make_a_configuration_or_are_refused(changes):
+    config = default_config().to_dict()
+    for key, value in changes.items():
+        *path, last = key.split(".")
+        place = config
+        for part in path:
+            place = place.setdefault(part, {})
+        place[last] = value
+    with refused():
+        check_config(ConfigDict(config))
+
+
+KEYS = ["seed", "progress", "batch_size", "optimizer.name", "optimizer.learning_rate"]
+KEYS += ["model.attention", "model.patch_size", "data.name", "model", "no.such.key"]
+
+
+@given(st.sampled_from(KEYS), texts | scalars.map(str))
+def test_any_override_is_taken_or_refused(key, text):
+    with refused():
+        config = read_config("configs/demo.py", [f"--config.{key}={text}"])
+        check_config(config)
+
+
+def encode(size, mode, file_format):
+    file = io.BytesIO()
+    Image.new(mode, size, 100).save(file, file_format)
+    return file.getvalue()
+
+
+whole_images = st.builds(
+    encode,
+    st.sampled_from([(5, 3)] * 3 + [(3, 5), (1, 1)]),
+    st.sampled_from(["L", "RGB"]),
+    st.sampled_from(["PNG", "JPEG", "GIF"]),
+)
+
+
+@st.composite
+def damaged(draw, files):
+    """A file, some of whose bytes are others, cut or repeated."""
+    content = bytearray(draw(files))
+    for _ in range(draw(st.integers(0, 3))):
+        content[draw(st.integers(0, len(content) - 1))] = draw(st.integers(0, 255))
+    cut = draw(st.integers(0, 2 * len(content)))
+    return bytes(content[:cut] + content[cut + 1 :])
+
+
+@given(
+    st.lists(whole_images | damaged(whole_images) | st.binary(), min_size=2, max_size=4)
+)
+def test_any_files_are_images_or_refused(files):
+    with tempfile.TemporaryDirectory() as folder, refused(OSError):
+        for index, content in enumerate(files):
+            kind = "test" if index == 0 else "train"
+            file = Path(folder, kind, f"c{index % 2}", f"{index}.png")
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(content)
+        keys = {"name": "a", "source": "folder", "data_dir": folder}
+        data = load_data(ConfigDict(keys))
+        assert len(data.train) + len(data.test) == len(files)
+        assert data.train.images.shape[1:] == data.test.images.shape[1:]
+        assert data.test.labels.max() < data.num_classes
+
+
+ids = st.lists(st.integers(0, 260), min_size=4, max_size=40)
+token_files = ids.map(lambda tokens: np.array(tokens, "<u2").tobytes()) | st.binary()
+fields = st.fixed_dictionaries(
+    {},
+    optional={
+        "tokenizer": st.sampled_from(["bytes", "gpt2"]) | values,
+        "vocab_size": st.sampled_from([256, 50257]) | values,
+        "num_tokens": st.dictionaries(st.sampled_from(["train.bin"]), values) | values,
+        "origin": values,
+    },
+)
+metas = (fields | values).map(lambda meta: json.dumps(meta).encode()) | st.binary()
+
+
+@given(token_files, token_files, st.none() | metas, st.sampled_from(["", "bytes"]))
+def test_any_files_are_tokens_or_refused(train, validation, meta, tokenizer):
+    with tempfile.TemporaryDirectory() as folder, refused(OSError):
+        files = {"train.bin": train, "val.bin": validation, "meta.json": meta}
+        for name, content in files.items():
+            if content is not None:
+                Path(folder, name).write_bytes(content)
+        keys = {"source": "text", "data_dir": folder, "context_length": 3}
+        data = load_data(ConfigDict({**keys, "tokenizer": tokenizer}))
+        batches = [data.train.draw(2, seed=0, step=0), *data.validation.batches(2)]
+        for batch in batches:
+            assert batch["tokens"].min() >= 0
+            assert max(batch["tokens"].max(), batch["label"].max()) < 50257
+
+
+@given(st.lists(st.binary() | st.text().map(str.encode), min_size=1, max_size=3))
+def test_any_files_are_text_or_refused(contents):
+    with tempfile.TemporaryDirectory() as folder, refused(OSError):
+        files = [Path(folder, f"{index}.txt") for index in range(len(contents))]
+        for file, content in zip(files, contents, strict=True):
+            file.write_bytes(content)
+        tokenizer = load_tokenizer("bytes")
+        meta = prepare_files(files, Path(folder), tokenizer, val_fraction=0.3)
+        tokens = [
+            np.fromfile(Path(folder, name), "<u2") for name in ("train.bin", "val.bin")
+        ]
+        assert [len(part) for part in tokens] == list(meta.num_tokens.values())
+        text = b"".join(contents).decode()
+        assert tokenizer.decode(np.concatenate(tokens)) == text
+
+
+def test_a_refusal_is_short():
+    with pytest.raises(AssertionError), refused():
+        raise ValueError("two\nlines")
+    with pytest.raises(AssertionError), refused():
+        raise ValueError("a" * MOST)

@@ -10,7 +10,6 @@ import ast
 import difflib
 import functools
 import inspect
-import sys
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -19,6 +18,8 @@ from typing import Any
 MAX_LENGTH = 500
 # Characters of a wrong value in a message.
 MAX_SHOWN = 80
+# Of a number in 64 bits.
+LARGEST = 2**63 - 1
 # Of an option's annotation, such as "int | None".
 _TYPES = {
     "bool": (bool,),
@@ -181,21 +182,38 @@ def resolve(
         if option not in known:
             hint = closest(option, known) if known else "it takes none"
             raise ValueError(f"{what} {name!r} has no option {shorten(option)}: {hint}")
-        kind = inspect.formatannotation(known[option].annotation).strip("'")
-        if not _is_of(value, kind):
-            raise ValueError(
-                f"{what} {name!r} needs {option} of type {kind}, got {shorten(value)}"
-            )
-        if kind == "float":
-            options[option] = float(value)
+        options[option] = read_option(f"{what} {name!r}", value, known[option])
     return functools.partial(table[name], **options)
 
 
-def _is_of(value: Any, kind: str) -> bool:
-    """Whether a literal fits an annotation; any fits one that is of no such type."""
+def read_option(where: str, value: Any, parameter: inspect.Parameter) -> Any:
+    """Checks a value against the annotation of the parameter that takes it.
+
+    Args:
+        where: It is given, for the message.
+        value: Any literal.
+        parameter: Annotated ``bool``, ``int``, ``float``, ``str`` or ``None``, or by
+            some of these; any other annotation takes what comes.
+
+    Returns:
+        The value; for a ``float`` an integer will do.
+
+    Raises:
+        ValueError: If it is of another type, or no finite number.
+
+    Example:
+        >>> parameter = inspect.signature(parse).parameters["spec"]
+        >>> read_option("parse", 3, parameter)
+        Traceback (most recent call last):
+        ValueError: parse needs spec of type str, got 3
+    """
+    kind = inspect.formatannotation(parameter.annotation).strip("'")
     names = kind.split(" | ")
     if not set(names) <= set(_TYPES):
-        return True
-    if isinstance(value, int | float) and not abs(value) <= sys.float_info.max:
-        return False
-    return any(type(value) in _TYPES[name] for name in names)
+        return value
+    fits = any(type(value) in _TYPES[name] for name in names)
+    if not fits or isinstance(value, float | int) and not abs(value) <= LARGEST:
+        raise ValueError(
+            f"{where} needs {parameter.name} of type {kind}, got {shorten(value)}"
+        )
+    return float(value) if kind == "float" else value

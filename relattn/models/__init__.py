@@ -53,6 +53,10 @@ __all__ = [
     "resize_grid",
 ]
 
+_SIZES = ("dim", "num_layers", "heads", "mlp_dim")
+_RATES = ("dropout", "attention_dropout")
+_DTYPES = ("float32", "bfloat16", "float16")
+
 # What the data decides, not the config.
 _OF_DATA = {
     "images": ("num_classes", "image_shape"),
@@ -98,28 +102,24 @@ def build_model(
         'tokens'
     """
     options = dict(config)
-    name = options.pop("name")
+    name = options.pop("name", "")
     if name not in MODELS:
         raise ValueError(
-            f"unknown config.model.name {name!r}: {spec.closest(name, MODELS)}"
+            f"unknown config.model.name {spec.shorten(name)}: "
+            f"{spec.closest(str(name), MODELS)}"
         )
-    known = [
-        p for p in inspect.signature(MODELS[name]).parameters if p not in _RESERVED
-    ]
-    for option in options:
+    parameters = inspect.signature(MODELS[name]).parameters
+    known = {key: p for key, p in parameters.items() if key not in _RESERVED}
+    for option, value in options.items():
         if option not in known:
             raise ValueError(
-                f"model {name!r} has no option {option!r}: "
+                f"model {name!r} has no option {spec.shorten(option)}: "
                 f"{spec.closest(option, known)}"
             )
+        options[option] = spec.read_option(f"model {name!r}", value, known[option])
+        _check_value(option, options[option])
     if "dtype" in options:
-        try:
-            options["dtype"] = jnp.dtype(options["dtype"])
-        except TypeError:
-            raise ValueError(
-                f"unknown config.model.dtype {options['dtype']!r}: choose float32, "
-                "bfloat16 or float16"
-            ) from None
+        options["dtype"] = jnp.dtype(options["dtype"])
     inputs = MODELS[name].inputs
     given = {
         "num_classes": num_classes,
@@ -140,3 +140,24 @@ def build_model(
     # Tracing is cheap and finds every size that does not fit, before any work.
     jax.eval_shape(model.init, jax.random.key(0), example)
     return model
+
+
+def _check_value(option: str, value: Any) -> None:
+    """Raises ValueError unless a value of ``config.model`` makes sense anywhere."""
+    problem = ""
+    if option in _SIZES and value < 1:
+        problem = "must be at least 1"
+    elif option in _RATES and not 0 <= value < 1:
+        problem = "must be from 0 to below 1"
+    elif option == "patch_size":
+        sides = value if isinstance(value, list | tuple) else [value]
+        if not all(type(side) is int for side in sides):
+            problem = "must be a whole number of pixels, or two"
+    elif option == "dtype":
+        try:
+            known = jnp.dtype(value).name in _DTYPES
+        except TypeError:
+            known = False
+        problem = "" if known else f"must be one of {', '.join(_DTYPES)}"
+    if problem:
+        raise ValueError(f"config.model.{option} {problem}, got {spec.shorten(value)}")

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from jaxtyping import Array, Float
 
+from relattn import spec
+
 # The side of a square, or height and width; a config from JSON has a list.
 PatchSize = int | Sequence[int]
 
@@ -31,8 +33,8 @@ def patch_grid(height: int, width: int, patch_size: PatchSize) -> tuple[int, int
     patch = (patch_size,) * 2 if isinstance(patch_size, int) else tuple(patch_size)
     if len(patch) != 2:
         raise ValueError(
-            f"config.model.patch_size={patch_size} must be one side or a height and a "
-            "width, in pixels"
+            f"config.model.patch_size={spec.shorten(patch_size)} must be one side or a "
+            "height and a width, in pixels"
         )
     if patch[0] > height or patch[1] > width:
         raise ValueError(

@@ -93,7 +93,7 @@ class ViT(nn.Module):
         """Class logits of a batch of images."""
         if self.head not in HEADS:
             raise ValueError(
-                f"unknown config.model.head {self.head!r}: "
+                f"unknown config.model.head {spec.shorten(self.head)}: "
                 + spec.closest(self.head, HEADS)
             )
         attentions, make_position = hybrid(

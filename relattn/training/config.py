@@ -27,9 +27,6 @@ FREE_KEYS = (
     "data.num_workers",
 )
 
-# Of a number, of either sign: what 64 bits hold, and no NaN.
-_LARGEST = 2**63 - 1
-
 _AT_LEAST = {
     "seed": 0,
     "num_seeds": 1,
@@ -187,9 +184,10 @@ def _check_type(key: str, value: Any, default: Any) -> None:
             f"config.{key} must be of type {kind.__name__}, got "
             f"{spec.shorten(value)} ({type(value).__name__})"
         )
-    if kind in (int, float) and not -_LARGEST <= value <= _LARGEST:
+    # Not so of NaN either.
+    if kind in (int, float) and not abs(value) <= spec.LARGEST:
         raise ValueError(
-            f"config.{key} must be within +-{_LARGEST}, got {spec.shorten(value)}"
+            f"config.{key} must be within +-{spec.LARGEST}, got {spec.shorten(value)}"
         )
 
 

@@ -290,7 +290,7 @@ def train(
     waiting, running = list(trainings), []
     with contextlib.ExitStack() as stack:
         stack.enter_context(leaving_on_sigterm())
-        stack.callback(_stop, trainings)
+        stack.callback(stop, trainings)
         while waiting or running:
             while waiting and free:
                 training = waiting.pop(0)
@@ -313,8 +313,12 @@ def train(
                     tqdm.write(training.error)
 
 
-def _stop(trainings: Sequence[Training]) -> None:
-    """Ends those that run; each first writes a checkpoint, if it is quick."""
+def stop(trainings: Sequence[Training]) -> None:
+    """Ends those that run; each first writes a checkpoint, if it is quick.
+
+    Args:
+        trainings: Perhaps not all of them started.
+    """
     running = [training.process for training in trainings if training.process]
     for process in running:
         process.terminate()

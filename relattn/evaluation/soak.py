@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from relattn.evaluation.runs import Training, leaving_on_sigterm, read_config
+from relattn.evaluation.runs import Training, leaving_on_sigterm, read_config, stop
 from relattn.evaluation.speed_measure import describe_cpu
 from relattn.training.records import write_json
 
@@ -121,7 +121,7 @@ def watch(training: Training, seconds: float, interval: float) -> list[Sample]:
     samples: list[Sample] = []
     with contextlib.ExitStack() as stack:
         stack.enter_context(leaving_on_sigterm())
-        stack.callback(training.stop)
+        stack.callback(stop, [training])
         training.start(None)
         bar = stack.enter_context(contextlib.closing(training.bar))
         began, past = None, 0.0

@@ -81,6 +81,7 @@ def test_damaged_meta(tmp_path, values, what):
         (json.dumps({**GOOD, "vocab_size": "a" * 10**6}), "ValueError: vocab_size is"),
         (json.dumps({**GOOD, "num_tokens": {"a" * 10**6: ""}}), "num_tokens is {'aaa"),
     ],
+    ids=["brace", "nested", "tokenizer", "vocab_size", "num_tokens"],
 )
 def test_meta_that_is_no_json_or_a_huge_one(tmp_path, text, what):
     (tmp_path / "meta.json").write_text(text)

@@ -24,15 +24,9 @@ def changed(key, value):
         ("optimizer.weight_decay", 0.1, r"weight_decay needs .*name='adamw'"),
         ("optimizer.name", "adamm", r"unknown config.optimizer.name 'adamm'.*'adam'"),
         ("schedule.name", "cosin", r"unknown config.schedule.name.*'cosine'"),
-        (
-            "schedule.name",
-            "x" * 10**6,
-            r"unknown config.schedule.name 'x+\.\.\.: there",
-        ),
         ("optimizer.learning_rate", float("nan"), r"within \+-9\d+, got nan"),
         ("optimizer.b2", float("-inf"), r"optimizer.b2 must be within .*, got -inf"),
         ("seed", 2**63, r"config.seed must be within \+-9223372036854775807, got 922"),
-        ("batch_size", -(10**5000), r"batch_size must be within .*, got a huge int"),
     ],
 )
 def test_values_out_of_range(key, value, message):
@@ -51,17 +45,23 @@ def test_values_of_another_type(value):
 
 
 def test_long_keys_and_values_are_cut():
-    config = default_config()
-    config["a" * 10**6] = 1
-    with pytest.raises(ValueError, match=r"unknown config.a+\.\.\.: there are") as key:
-        check_config(config)
+    long = "a" * 10**6
+    for key, value, message in [
+        (long, 1, r"^unknown config\.a+\.\.\.: there are: "),
+        (
+            "schedule.name",
+            long,
+            r"^unknown config\.schedule\.name 'a+\.\.\.: there are",
+        ),
+        ("batch_size", -(10**5000), r"batch_size must be within .*, got a huge int$"),
+    ]:
+        with pytest.raises(ValueError, match=message) as raised:
+            check_config(changed(key, value))
+        assert len(str(raised.value)) < 800
     config = default_config().unlock()
-    config.optimizer = ConfigDict({**config.optimizer, "b1": ["a" * 10**6]})
-    with pytest.raises(
-        ValueError, match=r"b1 must be of type float, got \['a"
-    ) as value:
+    config.optimizer = ConfigDict({**config.optimizer, "b1": [long]})
+    with pytest.raises(ValueError, match=r"b1 must be of type float, got \['a+\.\.\. "):
         check_config(config)
-    assert len(str(key.value)) < 800 and len(str(value.value)) < 200
 
 
 def test_an_integer_will_do_for_a_float():

@@ -46,9 +46,7 @@ def test_only_what_the_package_raises_is_a_users_error():
         ),
         ("model.attention[0]=3", r"^--config.\[...\] cannot be read: 0 is not a valid"),
         ("=3", r"^--config.\[...\] cannot be read: Could not parse ''"),
-        pytest.param(
-            "model=" + "-" * 10**5 + "1", "MemoryError|[rR]ecursion", id="nested"
-        ),
+        pytest.param("model=" + "-" * 10**5 + "1", "cannot be read", id="nested"),
     ],
 )
 def test_an_override_that_cannot_be_is_one_sentence(override, message):

@@ -17,6 +17,7 @@ from relattn.training.step import (
     make_train_step,
     scalars,
 )
+from tests.quick import quick_jit
 from tests.training.conftest import TinyModel
 
 SHAPE = (5, 3, 1)
@@ -185,6 +186,57 @@ def test_an_accumulated_update_is_that_of_the_whole_batch(parts):
     chex.assert_trees_all_close(new.params, whole.params, atol=1e-6)
     chex.assert_trees_all_close(metrics, expected, rtol=1e-5)
     assert int(new.step) == 1
+
+
+# A rounding of bfloat16 is at most 2^-9 of a value; a gradient takes some dozens.
+@pytest.mark.parametrize(
+    "changes, accumulate_steps, error",
+    [
+        ({"remat": True}, 1, 1e-5),
+        ({}, 3, 1e-5),
+        ({"dtype": "bfloat16"}, 1, 2**-5),
+        ({"dtype": "bfloat16", "remat": True}, 3, 2**-5),
+    ],
+)
+def test_what_saves_memory_changes_an_update_by_rounding(
+    changes, accumulate_steps, error
+):
+    config = {
+        "name": "vit",
+        "dim": 8,
+        "num_layers": 2,
+        "heads": 2,
+        "mlp_dim": 12,
+        "patch_size": 2,
+        "attention": "translution",
+        "embedding_norms": False,
+    }
+    optimizer, key = optax.sgd(1.0), jax.random.key(3)
+    rng = np.random.default_rng(0)
+    batch = {
+        "image": rng.random((6, 4, 6, 1), np.float32),
+        "label": rng.integers(0, 3, 6).astype(np.int32),
+    }
+
+    def update(changes, accumulate_steps):
+        model = models.build_model(
+            config | changes, num_classes=3, image_shape=(4, 6, 1)
+        )
+        state = create_state(model, optimizer, key, (4, 6, 1))
+        assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {
+            np.dtype(np.float32)
+        }
+        step = make_train_step(
+            model, optimizer, identity, accumulate_steps=accumulate_steps
+        )
+        new, metrics = quick_jit(step)(state, batch, key)
+        return jax.tree.map(jnp.subtract, new.params, state.params), metrics["loss"]
+
+    expected, loss = update({}, 1)
+    found, found_loss = update(changes, accumulate_steps)
+    difference = optax.tree.norm(jax.tree.map(jnp.subtract, found, expected))
+    assert difference < error * optax.tree.norm(expected)
+    np.testing.assert_allclose(found_loss, loss, rtol=error)
 
 
 def test_every_part_has_its_own_dropout():

@@ -55,10 +55,8 @@ class Parallel(abc.ABC):
     @property
     def part(self) -> tuple[int, int]:
         """Index and number of the part of a batch that this process reads."""
-        first = self.devices.index(self.local_devices[0])
-        per_shard = len(self.devices) // self.num_shards
-        count = len(self.devices) // max(per_shard, len(self.local_devices))
-        return first * count // len(self.devices), count
+        owners = [device.process_index for device in self.devices]
+        return process_part(owners, jax.process_index(), self.num_shards)
 
     def check_batch(self, key: str, batch_size: int, parts: int = 1) -> None:
         """Raises unless a global batch splits evenly over the devices.
@@ -121,6 +119,31 @@ class Parallel(abc.ABC):
     @abc.abstractmethod
     def eval_step(self, step: EvalStep) -> EvalStep:
         """Compiles an evaluation step for the devices."""
+
+
+def process_part(
+    owners: Sequence[int], process: int, num_shards: int
+) -> tuple[int, int]:
+    """The part of a batch that a process reads.
+
+    Args:
+        owners: Of each device its process, each with as many, one after the other.
+        process: The one that reads.
+        num_shards: Parts that the devices take the batch in, neighbours the same.
+
+    Returns:
+        The part's index and the number of parts; processes whose devices take the same
+        part read the same.
+
+    Example:
+        >>> process_part([0, 0, 1, 1], process=1, num_shards=4)
+        (1, 2)
+        >>> process_part([0, 0, 1, 1], process=1, num_shards=1)
+        (0, 1)
+    """
+    devices_per_shard = len(owners) // num_shards
+    count = len(owners) // max(devices_per_shard, owners.count(process))
+    return owners.index(process) * count // len(owners), count
 
 
 class DataParallel(Parallel):

@@ -10,7 +10,7 @@ from relattn import training
 from relattn.models import ViT
 from relattn.training.checkpoint import checkpoint_steps
 from relattn.training.mesh import MeshParallel
-from relattn.training.parallel import DataParallel
+from relattn.training.parallel import DataParallel, process_part
 from relattn.training.run import CHECKPOINTS
 from relattn.training.state import create_state
 from relattn.training.step import make_train_step
@@ -138,3 +138,22 @@ def test_bad_meshes(config, tmp_path, tiny):
     config.update(parallel="mesh", batch_size=22, model_axis=1)
     with pytest.raises(ValueError, match="batch_size=22 does not divide by the 4"):
         training.train_and_evaluate(config, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "num_processes, local, num_shards, parts",
+    [
+        (1, 8, 8, [(0, 1)]),
+        (2, 4, 8, [(0, 2), (1, 2)]),
+        (2, 4, 4, [(0, 2), (1, 2)]),
+        # A group of four devices is of two processes, which read the same.
+        (4, 2, 2, [(0, 2), (0, 2), (1, 2), (1, 2)]),
+        (4, 2, 1, [(0, 1)] * 4),
+    ],
+)
+def test_which_part_of_a_batch_a_process_reads(num_processes, local, num_shards, parts):
+    owners = [index for index in range(num_processes) for _ in range(local)]
+    found = [
+        process_part(owners, process, num_shards) for process in range(num_processes)
+    ]
+    assert found == parts

@@ -36,4 +36,4 @@ $(STAMP): setup.py
 	touch $@
 
 clean:
-	rm -rf .venv-* .cache .pytest_cache .ruff_cache .import_linter_cache
+	rm -rf .venv-* .cache .hypothesis .pytest_cache .ruff_cache .import_linter_cache

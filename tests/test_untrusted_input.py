@@ -6,11 +6,14 @@ import io
 import json
 import pathlib
 import pickle
+import tarfile
+import zipfile
 
 import numpy as np
 import pytest
 from ml_collections import ConfigDict
 from PIL import Image
+from tensorflow_datasets.core.download import extractor, resource
 
 from relattn.data import load_data
 from relattn.data.prepared import read_prepared
@@ -107,6 +110,38 @@ def test_nothing_in_the_package_runs_or_extracts_its_input():
 )
 def test_such_a_program_would_be_found(source):
     assert list(dangers(source))
+
+
+def write_tar(names):
+    """An archive with these names, and links to elsewhere."""
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w") as archive:
+        for name in names:
+            archive.addfile(tarfile.TarInfo(name), io.BytesIO())
+        for kind in (tarfile.SYMTYPE, tarfile.LNKTYPE):
+            link = tarfile.TarInfo(f"link{kind}")
+            link.type, link.linkname = kind, "/etc/passwd"
+            archive.addfile(link)
+    file.seek(0)
+    return file
+
+
+def write_zip(names):
+    """An archive with these names."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        for name in names:
+            archive.writestr(name, "")
+    return file
+
+
+@pytest.mark.parametrize("write", [write_tar, write_zip])
+def test_tfds_extracts_into_its_folder_alone(write):
+    """It does so in `relattn.data.prepare`, the only place that extracts archives."""
+    names = ["../a", "b/../../c", "/d", "e/f"]
+    method = resource.ExtractMethod[write.__name__.removeprefix("write_").upper()]
+    members = extractor.iter_archive(write(names), method)
+    assert [name for name, _ in members] == ["e/f"]
 
 
 class Payload:

@@ -21,6 +21,7 @@ from jaxtyping import Bool, Int, Real, UInt8
 from PIL import Image
 
 from relattn.data.catalogue import EMBEDDED_FOLDER, EMBEDDED_VERSION, SETS
+from relattn.data.prepared import describe
 
 SELECTION_SEED = 2021
 NUM_TRAIN = 5000
@@ -44,6 +45,7 @@ def read_archive(folder: pathlib.Path, split: str) -> tuple[np.ndarray, np.ndarr
 
     Raises:
         FileNotFoundError: an archive is missing.
+        ValueError: an archive is damaged.
     """
     arrays = []
     for kind in ("images-idx3", "labels-idx1"):
@@ -53,11 +55,16 @@ def read_archive(folder: pathlib.Path, split: str) -> tuple[np.ndarray, np.ndarr
                 f"{path} is missing: --source must hold the original archives in "
                 "mnist/ and fashion_mnist/."
             )
-        content = gzip.decompress(path.read_bytes())
-        ndim = content[3]
-        shape = struct.unpack_from(f">{ndim}I", content, 4)
-        arrays.append(np.frombuffer(content, np.uint8, offset=4 + 4 * ndim))
-        arrays[-1] = arrays[-1].reshape(shape)
+        try:
+            content = gzip.decompress(path.read_bytes())
+            ndim = content[3]
+            shape = struct.unpack_from(f">{ndim}I", content, 4)
+            array = np.frombuffer(content, np.uint8, offset=4 + 4 * ndim)
+            arrays.append(array.reshape(shape))
+        except Exception as error:
+            raise ValueError(
+                f"{path} is damaged ({describe(error)}): download it again."
+            ) from error
     return arrays[0], arrays[1].astype(np.int64)
 
 

@@ -21,6 +21,7 @@ from relattn import spec
 from relattn.data.augment import random_flip, random_resized_crop, resized_center_crop
 from relattn.data.batches import Batch, batch_indices, fill_batch, part_rows
 from relattn.data.encoded_images import decode_image, open_image
+from relattn.data.prepared import describe
 from relattn.data.randaugment import randaugment
 
 AUGMENTATIONS = {"none": lambda image, rng: image, "randaugment": randaugment}
@@ -56,11 +57,20 @@ class Photographs:
             positions: 0 .. n - 1.
 
         Raises:
-            ValueError: an image cannot be decoded, or a label is none of the classes.
+            ValueError: a record or its image cannot be decoded, or its label is none of
+                the classes.
         """
         hint = "prepare the set again"
         keys = self.indices[positions].tolist()
-        for key, record in zip(keys, self.records.__getitems__(keys), strict=True):
+        try:
+            records = self.records.__getitems__(keys)
+        except Exception as error:
+            # TFDS reads them together, and does not say which is damaged.
+            raise ValueError(
+                f"One of the records {', '.join(map(str, keys))} of {self.origin} "
+                f"cannot be read ({describe(error)}): {hint}."
+            ) from error
+        for key, record in zip(keys, records, strict=True):
             where, label = f"Record {key} of {self.origin}", int(record["label"])
             if not 0 <= label < self.num_classes:
                 raise ValueError(

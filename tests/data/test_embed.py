@@ -1,5 +1,6 @@
 """The embedded subsets are what `python -m relattn.data.embed` draws."""
 
+import gzip
 import pathlib
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from relattn.data.catalogue import EMBEDDED_FOLDER, EMBEDDED_VERSION, SETS
-from relattn.data.embed import main, movable, select
+from relattn.data.embed import main, movable, read_archive, select
 from relattn.data.load import load_images
 from relattn.data.prepared import read_prepared
 from relattn.data.preprocess import preprocess
@@ -85,3 +86,20 @@ def test_select_takes_more_preferred_ones_rather_than_too_few():
 def test_a_missing_archive_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match="train-images.*gz is missing"):
         main([f"--source={tmp_path}", f"--output={tmp_path}"])
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"not gzip",
+        gzip.compress(b""),
+        gzip.compress(b"\0\0\x08\x03\0\0"),
+        # It states more images than it holds.
+        gzip.compress(b"\0\0\x08\x03" + 3 * b"\xff\xff\xff\xff"),
+    ],
+)
+def test_a_damaged_archive_is_named(tmp_path, content):
+    (tmp_path / "train-images-idx3-ubyte.gz").write_bytes(content)
+    with pytest.raises(ValueError, match=r"train-images.*gz is damaged \(.*download"):
+        read_archive(tmp_path, "train")

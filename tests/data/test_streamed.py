@@ -249,6 +249,8 @@ def test_a_damaged_set(config, photographs, tmp_path, damage):
 def test_a_damaged_photograph(tmp_path):
     class Records(list):
         def __getitems__(self, keys):
+            if 4 in keys:
+                raise RuntimeError("bad checksum\nat 0x7f")
             return [self[key] for key in keys]
 
     file = tmp_path / "image.png"
@@ -256,13 +258,16 @@ def test_a_damaged_photograph(tmp_path):
     whole, half = file.read_bytes(), file.read_bytes()[:40]
     contents = [(whole, 2), (half, 2), (whole, 3), (whole, -1)]
     records = Records({"image": image, "label": label} for image, label in contents)
-    images = Photographs(records, np.arange(4), 3, "the train images in FOLDER")
+    images = Photographs(records, np.arange(5), 3, "the train images in FOLDER")
     [(image, label)] = images.read([0])
     assert (image.size, label) == ((7, 5), 2)
     start = "^Record {} of the train images in FOLDER "
     message = start.format(1) + "cannot be read as an image .*: prepare the set again"
     with pytest.raises(ValueError, match=message):
         list(images.read([1]))
+    message = "records 0, 4 of the .* be read .RuntimeError: bad checksum.: prepare"
+    with pytest.raises(ValueError, match=message):
+        list(images.read([0, 4]))
     for position, wrong in ((2, 3), (3, -1)):
         message = start.format(position) + f"has the label {wrong}, expected 0 to 2"
         with pytest.raises(ValueError, match=message):

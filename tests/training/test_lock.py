@@ -17,7 +17,7 @@ from relattn.training.lock import LOCK, lock_workdir
 
 @pytest.mark.usefixtures("tiny")
 def test_a_second_run_in_a_directory_is_refused(config, tmp_path, one_device):
-    config.num_epochs = 1
+    config.num_epochs, config.redraw_every = 1, 0
     refused = []
 
     def on_step(done):

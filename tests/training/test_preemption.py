@@ -29,6 +29,7 @@ data.load_data = lambda config: make_data()
 def get_config():
     config = make_config()
     config.num_epochs = 100000
+    config.redraw_every = 0
     return config
 """
 
@@ -46,6 +47,7 @@ def sigterm_at(step):
 def test_a_preempted_run_ends_as_one_never_interrupted(
     config, tmp_path, one_device, step
 ):
+    config.redraw_every = 0
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     expected = training.train_and_evaluate(config, whole, devices=one_device)
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -71,6 +71,7 @@ def wait_for_a_checkpoint(workdir):
 
 @pytest.mark.usefixtures("tiny")
 def test_a_checkpoint_that_cannot_be_written(config, tmp_path, one_device, capfd):
+    config.redraw_every = 0
     with config.unlocked():
         config.model.width = 101
     whole, limited, full = (tmp_path / name for name in ("whole", "limited", "full"))
@@ -113,6 +114,7 @@ def test_a_checkpoint_that_cannot_be_written(config, tmp_path, one_device, capfd
 
 @pytest.mark.usefixtures("tiny")
 def test_metrics_that_cannot_be_written(config, tmp_path, one_device):
+    config.redraw_every = 0
     full = contextlib.ExitStack()
 
     def on_step(done):
@@ -185,6 +187,7 @@ def public():
 
 @pytest.mark.usefixtures("tiny")
 def test_a_read_only_directory(config, public, one_device):
+    config.redraw_every = 0
     workdir = public / "run"
     training.train_and_evaluate(config, workdir, devices=one_device)
     for path in [workdir, *workdir.rglob("*")]:

@@ -10,6 +10,7 @@ import ast
 import difflib
 import functools
 import inspect
+import math
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -49,6 +50,22 @@ def shorten(value: Any) -> str:
         # Python writes no integer of more than some thousand digits.
         shown = f"a huge {type(value).__name__}"
     return shown if len(shown) <= MAX_SHOWN else f"{shown[:MAX_SHOWN]}..."
+
+
+def is_finite(value: float | int) -> bool:
+    """Whether a number is neither NaN nor infinite nor an integer beyond 64 bits.
+
+    Args:
+        value: Any number.
+
+    Returns:
+        The answer.
+
+    Example:
+        >>> is_finite(1e30), is_finite(10**30), is_finite(float("nan"))
+        (True, False, False)
+    """
+    return math.isfinite(value) if type(value) is float else abs(value) <= LARGEST
 
 
 def closest(name: str, names: Collection[str]) -> str:
@@ -212,7 +229,7 @@ def read_option(where: str, value: Any, parameter: inspect.Parameter) -> Any:
     if not set(names) <= set(_TYPES):
         return value
     fits = any(type(value) in _TYPES[name] for name in names)
-    if not fits or isinstance(value, float | int) and not abs(value) <= LARGEST:
+    if not fits or isinstance(value, float | int) and not is_finite(value):
         raise ValueError(
             f"{where} needs {parameter.name} of type {kind}, got {shorten(value)}"
         )

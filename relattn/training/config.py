@@ -184,11 +184,9 @@ def _check_type(key: str, value: Any, default: Any) -> None:
             f"config.{key} must be of type {kind.__name__}, got "
             f"{spec.shorten(value)} ({type(value).__name__})"
         )
-    # Not so of NaN either.
-    if kind in (int, float) and not abs(value) <= spec.LARGEST:
-        raise ValueError(
-            f"config.{key} must be within +-{spec.LARGEST}, got {spec.shorten(value)}"
-        )
+    if kind in (int, float) and not spec.is_finite(value):
+        limits = "finite" if type(value) is float else f"within +-{spec.LARGEST}"
+        raise ValueError(f"config.{key} must be {limits}, got {spec.shorten(value)}")
 
 
 def to_json(config: ConfigDict) -> dict[str, Any]:

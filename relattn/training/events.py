@@ -6,12 +6,13 @@ ends, its queue fills up, and training waits for ever.
 
 from __future__ import annotations
 
+import socket
 import time
 from pathlib import Path
 from typing import Any
 
-from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.record_writer import RecordWriter
 from tensorboardX.summary import scalar
 
 
@@ -33,10 +34,12 @@ class EventsFile:
     """
 
     def __init__(self, folder: Path, start_step: int):
-        self._writer = EventsWriter(str(folder / "events"))
+        name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}"
+        self._records = RecordWriter(str(folder / name))
+        self._write(file_version="brain.Event:2")
         if start_step:
             restart = SessionLog(status=SessionLog.START)
-            self._write(start_step + 1, session_log=restart)
+            self._write(step=start_step + 1, session_log=restart)
 
     def add(self, step: int, values: dict[str, float]) -> None:
         """Writes scalars.
@@ -46,12 +49,13 @@ class EventsFile:
             values: By tag.
         """
         for tag, value in values.items():
-            self._write(step, summary=scalar(tag, value))
-        self._writer.flush()
+            self._write(step=step, summary=scalar(tag, value))
+        self._records.flush()
 
-    def _write(self, step: int, **event: Any) -> None:
-        self._writer.write_event(Event(step=step, wall_time=time.time(), **event))
+    def _write(self, **event: Any) -> None:
+        event = Event(wall_time=time.time(), **event)
+        self._records.write(event.SerializeToString())
 
     def close(self) -> None:
-        """Writes what is left."""
-        self._writer.close()
+        """Writes what is left; closes the file even where that fails."""
+        self._records.close()

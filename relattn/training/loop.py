@@ -205,11 +205,11 @@ class _Loop:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        try:
-            self.writer.close()
-        finally:
+        with contextlib.ExitStack() as stack:
+            # Called last: a checkpoint that is not there matters more than a row.
+            stack.callback(self.writer.close)
             if self.log is not None:
-                self.log.close()
+                stack.callback(self.log.close)
 
     def _say(self, text: str) -> None:
         if self.shows_progress:

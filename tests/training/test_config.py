@@ -24,8 +24,8 @@ def changed(key, value):
         ("optimizer.weight_decay", 0.1, r"weight_decay needs .*name='adamw'"),
         ("optimizer.name", "adamm", r"unknown config.optimizer.name 'adamm'.*'adam'"),
         ("schedule.name", "cosin", r"unknown config.schedule.name.*'cosine'"),
-        ("optimizer.learning_rate", float("nan"), r"within \+-9\d+, got nan"),
-        ("optimizer.b2", float("-inf"), r"optimizer.b2 must be within .*, got -inf"),
+        ("optimizer.learning_rate", float("nan"), "must be finite, got nan"),
+        ("optimizer.b2", float("-inf"), r"optimizer.b2 must be finite, got -inf"),
         ("seed", 2**63, r"config.seed must be within \+-9223372036854775807, got 922"),
     ],
 )

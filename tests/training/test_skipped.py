@@ -75,7 +75,9 @@ class Poisoned(data_lib.ImageData):
 
     updates = {}
 
-    def train_loader(self, batch_size, seed, start_step=0, place=None):
+    def train_loader(self, batch_size, seed, start_step=0, place=None, part=(0, 1)):
+        assert part == (0, 1)
+
         def make_batch(step):
             indices = data_lib.batch_indices(len(self.train), batch_size, seed, step)
             batch = self.train.gather(indices)

@@ -21,7 +21,7 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(items):
     """Puts the longest files first, so that no process is left waiting for another."""
     longest = ["test_notebooks.py", "test_pairs.py", "test_contracts.py"]
-    items.sort(key=lambda item: (*[item.path.name != name for name in longest],))
+    items.sort(key=lambda item: tuple(item.path.name != name for name in longest))
 
 
 @pytest.fixture(autouse=True, scope="module")

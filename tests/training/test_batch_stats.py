@@ -14,6 +14,7 @@ from relattn.training.parallel import DataParallel
 from relattn.training.state import create_state
 from relattn.training.step import make_train_step
 from tests.training.conftest import TinyModel, make_data
+from tests.training.interrupted import Interrupted, interrupt_at
 from tests.training.test_parallel import batches, to_float
 
 SHAPE = (5, 3, 1)
@@ -100,24 +101,16 @@ def averages(run, steps):
     return result
 
 
-class Interrupted(Exception):
-    pass
-
-
 def test_seeds_resume_as_if_never_interrupted(
     tiny, config, tmp_path, one_device, monkeypatch
 ):
     monkeypatch.setattr(models, "build_model", lambda config, **sizes: Normalised())
     config.num_seeds = 2
 
-    def on_step(done):
-        if done == 12:
-            raise Interrupted
-
     result = training.train_and_evaluate(config, tmp_path / "a", devices=one_device)
     with pytest.raises(Interrupted):
         training.train_and_evaluate(
-            config, tmp_path / "b", devices=one_device, on_step=on_step
+            config, tmp_path / "b", devices=one_device, on_step=interrupt_at(12)
         )
     training.train_and_evaluate(config, tmp_path / "b", devices=one_device)
     whole, parts = (

@@ -21,25 +21,29 @@ def batches(count, size=20):
         yield {"image": train.images[rows], "label": train.labels[rows]}
 
 
-def run(devices, optimizer, *, steps=5, dropout=0.0, traces=1):
+def run(parallel, optimizer, *, dropout=0.0, accumulate_steps=1):
     chex.clear_trace_counter()
-    parallel = DataParallel(devices)
     model, key = TinyModel(num_classes=3, dropout=dropout), jax.random.key(7)
     step = make_train_step(
-        model, optimizer, to_float, redraw_every=2, axis_name=parallel.axis_name
+        model,
+        optimizer,
+        to_float,
+        redraw_every=2,
+        accumulate_steps=accumulate_steps,
+        axis_name=parallel.axis_name,
     )
-    mapped = parallel.train_step(chex.assert_max_traces(step, n=traces))
-    state = parallel.place(create_state(model, optimizer, key, (5, 3, 1)))
+    mapped = parallel.train_step(chex.assert_max_traces(step, n=1))
+    state = parallel.create(lambda: create_state(model, optimizer, key, (5, 3, 1)))
     history = []
-    for batch in batches(steps):
+    for batch in batches(5):
         state, metrics = mapped(state, parallel.shard(batch), key)
         history.append(metrics)
     return state, parallel.fetch(state), parallel.fetch(history)
 
 
 def test_one_device_and_four_give_the_same_parameters():
-    _, one, one_metrics = run(jax.local_devices()[:1], optax.sgd(0.3))
-    _, four, four_metrics = run(jax.local_devices(), optax.sgd(0.3))
+    _, one, one_metrics = run(DataParallel(jax.local_devices()[:1]), optax.sgd(0.3))
+    _, four, four_metrics = run(DataParallel(), optax.sgd(0.3))
     chex.assert_trees_all_close(one.params, four.params, atol=1e-6)
     chex.assert_trees_all_close(one_metrics, four_metrics, atol=1e-5)
     chex.assert_trees_all_close(one.random_features, four.random_features, atol=1e-6)
@@ -47,7 +51,7 @@ def test_one_device_and_four_give_the_same_parameters():
 
 
 def test_every_device_holds_the_same_state():
-    replicated, _, _ = run(jax.local_devices(), optax.adam(0.01), dropout=0.3)
+    replicated, _, _ = run(DataParallel(), optax.adam(0.01), dropout=0.3)
 
     def check(leaf):
         copies = np.asarray(leaf)

@@ -9,10 +9,7 @@ from relattn import data as data_lib
 from relattn import training
 from relattn.data.placed import place_on_canvas
 from tests.training.conftest import make_data
-
-
-class Interrupted(Exception):
-    pass
+from tests.training.interrupted import Interrupted, interrupt_at
 
 
 @pytest.fixture
@@ -43,17 +40,13 @@ def test_static_training_is_evaluated_on_both(placed_config, tmp_path, one_devic
 def test_a_resumed_dynamic_run_sees_the_same_positions(
     placed_config, tmp_path, one_device
 ):
-    def on_step(done):
-        if done == 12:
-            raise Interrupted
-
     placed_config.data.placement = "dynamic"
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     result = training.train_and_evaluate(placed_config, whole, devices=one_device)
     assert result["test_accuracy"] == result["test_dynamic_accuracy"]
     with pytest.raises(Interrupted):
         training.train_and_evaluate(
-            placed_config, parts, devices=one_device, on_step=on_step
+            placed_config, parts, devices=one_device, on_step=interrupt_at(12)
         )
     training.train_and_evaluate(placed_config, parts, devices=one_device)
     runs = [training.load_run(folder, "latest") for folder in (whole, parts)]

@@ -19,7 +19,7 @@ from relattn.training.config import to_json
 from relattn.training.distributed import initialize
 from relattn.training.metrics import read_rows
 from relattn.training.run import CHECKPOINTS
-from tests.training.test_loop import final_state
+from tests.training.interrupted import final_state
 
 ROOT = Path(__file__).parents[2]
 

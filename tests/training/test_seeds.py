@@ -12,14 +12,11 @@ from relattn.training import loop, seeds
 from relattn.training.checkpoint import checkpoint_steps
 from relattn.training.metrics import read_rows
 from tests.training.conftest import make_data
+from tests.training.interrupted import Interrupted, interrupt_at, untimed_rows
 
 pytestmark = pytest.mark.usefixtures("tiny")
 # Of one run in float32, by two programs.
 RTOL = 1e-4
-
-
-class Interrupted(Exception):
-    pass
 
 
 def close(one, other):
@@ -85,14 +82,10 @@ def test_each_seed_is_as_if_alone(seeds_config, tmp_path, monkeypatch, one_by_on
 def test_together_they_resume_bit_for_bit(seeds_config, tmp_path, one_device):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
 
-    def on_step(done):
-        if done == 12:
-            raise Interrupted
-
     training.train_and_evaluate(seeds_config, whole, devices=one_device)
     with pytest.raises(Interrupted):
         training.train_and_evaluate(
-            seeds_config, parts, devices=one_device, on_step=on_step
+            seeds_config, parts, devices=one_device, on_step=interrupt_at(12)
         )
     training.train_and_evaluate(seeds_config, parts, devices=one_device)
     for seed in (5, 7):
@@ -100,10 +93,7 @@ def test_together_they_resume_bit_for_bit(seeds_config, tmp_path, one_device):
             training.load_run(folder, "latest", seed=seed) for folder in (whole, parts)
         ]
         chex.assert_trees_all_equal(runs[0].variables, runs[1].variables)
-    rows = [read_rows(folder / "metrics.jsonl") for folder in (whole, parts)]
-    for row in (*rows[0], *rows[1]):
-        del row["examples_per_second"], row["examples_per_second_per_device"]
-    assert rows[0] == rows[1]
+    assert untimed_rows(whole) == untimed_rows(parts)
 
 
 def test_early_stopping_is_of_each_seed(seeds_config, tmp_path, one_device, capsys):

@@ -13,7 +13,7 @@ from relattn import models, training
 from relattn.data.batches import batch_indices
 from tests.data.conftest import photographs as photographs  # noqa: PLC0414
 from tests.training.conftest import build_tiny
-from tests.training.test_loop import Interrupted, final_state, interrupt_at
+from tests.training.interrupted import Interrupted, final_state, interrupt_at
 
 
 @pytest.fixture

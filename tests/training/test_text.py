@@ -15,10 +15,7 @@ from relattn.training.checkpoint import checkpoint_steps
 from relattn.training.evaluator import Evaluator
 from relattn.training.metrics import read_rows
 from tests.training.conftest import TinyText
-
-
-class Interrupted(Exception):
-    pass
+from tests.training.interrupted import Interrupted, interrupt_at
 
 
 def test_a_run_on_text_leaves_its_perplexity(text_config, tmp_path, one_device, capsys):
@@ -72,15 +69,11 @@ def test_a_text_has_no_image_size(text_config, tmp_path, one_device):
 
 
 def test_a_resumed_run_ends_as_one_never_interrupted(text_config, tmp_path, one_device):
-    def on_step(done):
-        if done == 11:
-            raise Interrupted
-
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     training.train_and_evaluate(text_config, whole, devices=one_device)
     with pytest.raises(Interrupted):
         training.train_and_evaluate(
-            text_config, parts, devices=one_device, on_step=on_step
+            text_config, parts, devices=one_device, on_step=interrupt_at(11)
         )
     training.train_and_evaluate(text_config, parts, devices=one_device)
     runs = [training.load_run(folder, "latest") for folder in (whole, parts)]

@@ -27,6 +27,7 @@ from ml_collections import ConfigDict, config_flags
 from tqdm import tqdm
 
 from relattn.data import DataInfo, ImageInfo, TextInfo
+from relattn.training.memory import tree_bytes
 from relattn.training.mesh import DATA_AXIS, MeshParallel
 from relattn.training.task import Task
 
@@ -100,7 +101,7 @@ def measure(task: Task, parallel: MeshParallel) -> dict[str, int]:
     step = parallel.train_step(task.make_train_step(parallel))
     analysis = step.lower(state, batch, task.key).compile().memory_analysis()
     sizes = {
-        "state": _bytes(parallel.local_shapes(task.abstract_state)),
+        "state": tree_bytes(parallel.local_shapes(task.abstract_state)),
         "batch": analysis.argument_size_in_bytes,
         "temporary": analysis.temp_size_in_bytes,
     }
@@ -125,10 +126,6 @@ def _abstract_batch(task: Task) -> dict[str, jax.ShapeDtypeStruct]:
         "image": jax.ShapeDtypeStruct((size, *task.info.image_shape), jnp.uint8),
         "label": jax.ShapeDtypeStruct((size,), jnp.int32),
     }
-
-
-def _bytes(tree: Any) -> int:
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
 def memory_table(rows: Sequence[Mapping[str, Any]]) -> str:

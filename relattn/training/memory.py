@@ -31,10 +31,24 @@ def state_bytes(state: TrainState) -> int:
         >>> state_bytes(TrainState(0, params, (params, params), {}, {}))
         240
     """
-    return 2 * _bytes(state.params) + _bytes((state.opt_state, state.collections))
+    return 2 * tree_bytes(state.params) + tree_bytes(
+        (state.opt_state, state.collections)
+    )
 
 
-def _bytes(tree: Any) -> int:
+def tree_bytes(tree: Any) -> int:
+    """Bytes of the arrays of a pytree.
+
+    Args:
+        tree: Arrays, or their shapes and dtypes.
+
+    Returns:
+        The sum.
+
+    Example:
+        >>> tree_bytes({"w": jax.ShapeDtypeStruct((3, 5), "float32")})
+        60
+    """
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 

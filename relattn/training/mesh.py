@@ -155,9 +155,7 @@ class MeshParallel(Parallel):
 
     def to_save(self, tree: Any) -> Any:
         """NumPy arrays; of several processes, the arrays as they lie."""
-        if len(self.devices) == len(self.local_devices):
-            return self.fetch(tree)
-        return tree
+        return self.fetch(tree) if self.is_alone else tree
 
     def shard(self, batch: Batch, axis: int = 0) -> Batch:
         """Splits a batch along its axis of examples."""

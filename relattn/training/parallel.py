@@ -43,6 +43,11 @@ class Parallel(abc.ABC):
         self.local_devices = tuple(d for d in self.devices if d.process_index == this)
 
     @property
+    def is_alone(self) -> bool:
+        """Whether this process holds all of the devices."""
+        return len(self.devices) == len(self.local_devices)
+
+    @property
     def platform(self) -> str:
         """Of the devices: "cpu", "gpu" or "tpu"."""
         return self.devices[0].platform
@@ -190,7 +195,7 @@ class DataParallel(Parallel):
     def to_save(self, tree: Any) -> Any:
         """The first device's copy; of several processes, arrays that all have."""
         tree = self.fetch(tree)
-        if len(self.devices) == len(self.local_devices):
+        if self.is_alone:
             return tree
         everywhere = NamedSharding(
             Mesh(np.array(self.devices), (DEVICE_AXIS,)), PartitionSpec()

@@ -18,6 +18,8 @@ export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES ?= -1
 
 .PHONY: test demo clean
 
+# Small programs take longer to optimise than to run.
+test: export JAX_DISABLE_MOST_OPTIMIZATIONS ?= 1
 test: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

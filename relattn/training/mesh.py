@@ -195,13 +195,17 @@ PARALLEL = ("pmap", "mesh")
 
 
 def make_parallel(
-    config: ConfigDict, devices: Sequence[jax.Device] | None = None
+    config: ConfigDict,
+    devices: Sequence[jax.Device] | None = None,
+    *,
+    model_axis: int | None = None,
 ) -> Parallel:
     """The devices of a run and how they share its work.
 
     Args:
         config: With ``parallel``, of `PARALLEL`, and ``model_axis``.
         devices: Those to use; all by default.
+        model_axis: Instead of the configuration's.
 
     Returns:
         By name a `DataParallel` or a `MeshParallel`.
@@ -210,5 +214,5 @@ def make_parallel(
         ValueError: If the configuration or the number of devices does not fit.
     """
     if config.parallel == "mesh":
-        return MeshParallel(devices, model_axis=config.model_axis)
+        return MeshParallel(devices, model_axis=model_axis or config.model_axis)
     return DataParallel(devices)

@@ -22,8 +22,8 @@ from relattn.training.damage import read_latest
 from relattn.training.errors import CheckpointError
 from relattn.training.evaluator import Evaluator
 from relattn.training.history import BEST_METRICS, History, score
+from relattn.training.mesh import make_parallel
 from relattn.training.metrics import read_rows
-from relattn.training.parallel import DataParallel
 from relattn.training.seeds import seeds_of, select
 from relattn.training.step import Batch
 from relattn.training.task import Task
@@ -227,11 +227,15 @@ def evaluate(
 ) -> dict[str, float]:
     """Loss and accuracy of a run on a split of a data set.
 
+    The devices share the work as in training, ``config.parallel``; where they do not
+    divide by ``config.model_axis``, its largest part that they divide by takes its
+    place.
+
     Args:
         run: A trained run.
         split: The examples.
         batch_size: Size of the global batch.
-        devices: Those to use; all local ones by default.
+        devices: Those to use; all by default.
         info: The description of the split's data set, to be compared with the run's.
 
     Returns:
@@ -243,7 +247,9 @@ def evaluate(
     """
     if info is not None:
         check_labels(run.data, info, run.workdir)
-    parallel = DataParallel(devices)
+    devices = devices or jax.devices()
+    model_axis = math.gcd(run.config.model_axis, len(devices))
+    parallel = make_parallel(run.config, devices, model_axis=model_axis)
     parallel.check_batch("batch_size", batch_size)
     evaluator = Evaluator(run.model, run.preprocess, run.data, parallel)
     (result,) = evaluator(parallel.place(run.variables), split, batch_size)

@@ -90,6 +90,19 @@ def test_a_run_goes_on_by_pmap_and_on_a_mesh(config, tmp_path, tiny):
     assert expected.step == state.step
 
 
+def test_what_a_mesh_trained_is_evaluated_on_any_devices(config, tmp_path, tiny):
+    config.update(parallel="mesh", model_axis=2, num_steps=3)
+    training.train_and_evaluate(config, tmp_path)
+    run, split = training.load_run(tmp_path), make_data().test
+    # 30 examples divide by the mesh's 2 shards and by 3 devices, not by 4.
+    results = [
+        training.evaluate(run, split, batch_size=30, devices=jax.local_devices()[:n])
+        for n in (4, 3, 1)
+    ]
+    assert results[0] == pytest.approx(results[2])
+    assert results[1] == pytest.approx(results[2])
+
+
 def test_seeds_train_together_on_a_mesh(config, tiny):
     config.update(num_seeds=2)
     config.model.dropout = 0.0

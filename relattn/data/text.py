@@ -26,6 +26,7 @@ from relattn.data.token_files import (
     TokenMeta,
     check_length,
     check_range,
+    check_whole,
     open_tokens,
     read_meta,
 )
@@ -71,7 +72,7 @@ class TokenSplit:
             follow them}: a pure function of the arguments.
 
         Raises:
-            ValueError: a token is outside the vocabulary.
+            ValueError: a token is outside the vocabulary, or the file was cut short.
 
         Example:
             >>> meta = TokenMeta("bytes", 256)
@@ -101,8 +102,8 @@ class TokenSplit:
             follow them, "weight": float32, 0 past the last token}.
 
         Raises:
-            ValueError: `batch_size` is not positive, or a token is outside the
-                vocabulary.
+            ValueError: `batch_size` is not positive, a token is outside the
+                vocabulary, or the file was cut short.
 
         Example:
             >>> meta = TokenMeta("bytes", 256)
@@ -125,6 +126,7 @@ class TokenSplit:
             yield fill_batch(batch, own.stop - own.start)
 
     def _batch(self, places: np.ndarray) -> Batch:
+        check_whole(self.tokens)
         windows = self.tokens[places]
         check_range(windows, self.meta, self.where, places)
         windows = windows.astype(np.int32)

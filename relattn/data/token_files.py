@@ -6,6 +6,7 @@ holds. Files without one, made by nanoGPT's own scripts, are read as well.
 
 import dataclasses
 import json
+import os
 import pathlib
 from collections.abc import Iterable
 
@@ -160,6 +161,32 @@ def open_tokens(
     if len(tokens) <= CHECKED_TOKENS:
         check_range(tokens, meta, str(path))
     return tokens
+
+
+def check_whole(tokens: TokenIds) -> None:
+    """Raises if the file behind mapped tokens has been cut short since.
+
+    To read what is no longer there ends the process, or gives zeros.
+
+    Args:
+        tokens: the ids, of `open_tokens` or in memory.
+
+    Raises:
+        ValueError: the file is smaller than it was.
+    """
+    if not isinstance(tokens, np.memmap):
+        return
+    try:
+        size = os.stat(tokens.filename).st_size
+    except FileNotFoundError:
+        # What is mapped outlives the file's name.
+        return
+    if size < tokens.nbytes:
+        raise ValueError(
+            f"{tokens.filename} was cut short from {len(tokens)} tokens to "
+            f"{size // TOKEN_DTYPE.itemsize} while it was read: write it anew, under "
+            "another name first, and give the same command again."
+        )
 
 
 def check_length(tokens: TokenIds, min_tokens: int, where: str) -> None:

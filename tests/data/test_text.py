@@ -242,6 +242,19 @@ def test_id_out_of_range_in_a_large_file(folder, monkeypatch):
         next(loader)
 
 
+def test_a_file_cut_short_while_it_is_read(folder):
+    data = load_text(config_of(folder))
+    path = folder / "train.bin"
+    os.truncate(path, 99 * 2)
+    with pytest.raises(ValueError, match=r"train\.bin was cut short from 101 .* to 99"):
+        data.train.draw(batch_size=2, seed=0, step=0)
+    path.unlink()
+    data.train.draw(batch_size=2, seed=0, step=0)
+    os.truncate(folder / "val.bin", 0)
+    with pytest.raises(ValueError, match=r"val\.bin was cut short"):
+        next(data.validation.batches(2))
+
+
 def test_processes_share_a_batch(folder):
     data = load_text(config_of(folder))
     expect_parts_to_make_up_the_batches(data, batch_size=6, num_parts=3)

@@ -29,6 +29,9 @@ IMAGE_SIZE = flags.DEFINE_integer(
     "Size of the images in pixels, if not the one of training: the models' tables of "
     "positions are resized.",
 )
+NUM_IMAGES = flags.DEFINE_integer(
+    "num_images", None, "Number of test images, the first that there are, if not all."
+)
 DATA_DIR = flags.DEFINE_string("data_dir", None, "The data set, if it has moved.")
 
 
@@ -45,6 +48,7 @@ def main(argv):
             checkpoint=CHECKPOINT.value,
             image_size=IMAGE_SIZE.value,
             data_dir=DATA_DIR.value,
+            num_images=NUM_IMAGES.value,
         )
     except USER_ERRORS as error:
         if not is_user_error(error):

@@ -85,6 +85,7 @@ def compare(
     checkpoint: str = "best",
     image_size: int | None = None,
     data_dir: str | None = None,
+    num_images: int | None = None,
 ) -> Comparison:
     """Evaluates runs on their test images at every shift.
 
@@ -97,6 +98,7 @@ def compare(
         image_size: Height and width of the images, in pixels, to which the models are
             resized; None is the size that each was trained on.
         data_dir: Where the data set lies now; None is where it lay in training.
+        num_images: Number of test images, the first that there are; None for all.
 
     Returns:
         What each run classifies rightly.
@@ -128,7 +130,7 @@ def compare(
             config.data_dir = data_dir
         key = config.to_json()
         if key not in tests:
-            tests[key] = load_images(config).test
+            tests[key] = _first(load_images(config).test, num_images)
         results.append(
             shifted_accuracy(run, tests[key], name=name, max_shift=max_shift, axis=axis)
         )
@@ -185,6 +187,17 @@ def shift_report(
     report.plot(panels, output / "shift.png", axis=comparison.axis)
     (output / "summary.md").write_text(text)
     return text
+
+
+def _first(split: ImageSplit, num_images: int | None) -> ImageSplit:
+    if num_images is None:
+        return split
+    if not 1 <= num_images <= len(split):
+        raise ValueError(
+            f"num_images={num_images} must be from 1 to {len(split)}, the number of "
+            "test images"
+        )
+    return ImageSplit(split.images[:num_images], split.labels[:num_images])
 
 
 def _one_label(runs: Sequence[Run], class_name: str) -> tuple[int, str]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from relattn.evaluation.compare import shift_report
@@ -105,30 +105,12 @@ def run_study(
     output.mkdir(parents=True, exist_ok=True)
     write_json(output / "results.json", results)
     write_study_csv(study, results, output / "table.csv")
-    if study.shifts:
-        text += _shifts(finished, study.datasets, output)
+    workdirs = [run.workdir for group in finished.values() for run in group]
+    if study.shifts is not None and workdirs:
+        text += "\n" + shift_report(workdirs, output / "shift", **study.shifts)
     (output / "table.md").write_text(text)
     plot_study(results, output / "curves.png")
     return text, failed
-
-
-def _shifts(
-    finished: Mapping[tuple[str, str], Sequence[Training]],
-    datasets: Sequence[str],
-    output: Path,
-) -> str:
-    """Evaluates under shifts; a figure and a summary for each data set."""
-    summaries = []
-    for dataset in datasets:
-        workdirs = [
-            training.workdir
-            for (_, trained), group in finished.items()
-            if trained == dataset
-            for training in group
-        ]
-        if workdirs:
-            summaries.append(shift_report(workdirs, output / f"shift_{dataset}"))
-    return "".join(f"\n{summary}" for summary in summaries)
 
 
 def main() -> None:

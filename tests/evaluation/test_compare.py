@@ -84,12 +84,26 @@ def test_report_has_a_row_a_shift_and_both_figures(workdir, tmp_path):
     assert "## All classes" in text
 
 
+def test_report_of_the_first_images(workdir, tmp_path):
+    shift_report([workdir], tmp_path, max_shift=1, classes="all", num_images=11)
+    with (tmp_path / "shift.csv").open() as file:
+        _, unshifted, _ = csv.DictReader(file)
+    run = load_run(workdir)
+    first = load_images(run.config.data).test
+    first = type(first)(first.images[:11], first.labels[:11])
+    accuracy = evaluate(run, first, batch_size=4)["accuracy"]
+    assert unshifted["num_images"] == "11"
+    assert float(unshifted["accuracy_mean"]) == pytest.approx(accuracy, abs=1e-6)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"max_shift": 32}, "max_shift=32 does not fit images of 32 pixels"),
         ({"axis": "z"}, "axis must be x or y"),
         ({"classes": "trouserr"}, "did you mean 'Trouser'"),
+        ({"num_images": 0}, "num_images=0 must be from 1 to 1000"),
+        ({"num_images": 1001}, "num_images=1001 must be from 1 to 1000"),
         ({"max_shift": 31}, "no test image of fashion_mnist can move 31 pixels"),
     ],
 )

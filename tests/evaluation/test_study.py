@@ -121,7 +121,8 @@ def test_table_1_of_horn_et_al_is_in_its_order_and_cut_for_a_cpu():
     assert models == published
     assert full.datasets == ["mnist", "fashion_mnist", "cifar10"]
     assert full.rows[0].runs["cifar10"] == "configs/baselines.py:cifar10,alexnet"
-    assert cut.datasets == ["mnist", "fashion_mnist"] and cut.shifts
+    assert cut.datasets == ["mnist", "fashion_mnist"]
+    assert cut.shifts == {"classes": "all", "num_images": 300}
     assert [row.name for row in cut.rows] == [row.name for row in full.rows]
     for row in cut.rows:
         for dataset, config in row.runs.items():
@@ -182,9 +183,9 @@ def test_seeds_train_in_one_run_and_count_one_by_one(tmp_path, monkeypatch, capf
     assert "2 of 2" not in capfd.readouterr().out
 
 
-def test_shifts_are_evaluated_for_each_data_set(tmp_path, monkeypatch):
+def test_shifts_are_evaluated_of_all_runs_together(tmp_path, monkeypatch):
     preset = PRESETS["performer_figure1"]
-    assert preset.shifts and preset.datasets == ["mnist", "fashion_mnist"]
+    assert preset.shifts == {} and preset.datasets == ["mnist", "fashion_mnist"]
     monkeypatch.setattr(study, "train", lambda trainings, jobs, keep_going: None)
     monkeypatch.setattr(study, "study_results", lambda *_: {})
     monkeypatch.setattr(study, "study_table", lambda *_: "table\n")
@@ -192,18 +193,16 @@ def test_shifts_are_evaluated_for_each_data_set(tmp_path, monkeypatch):
         monkeypatch.setattr(study, name, lambda *_: None)
     asked = []
 
-    def shift_report(workdirs, output):
-        asked.append(([folder.name for folder in workdirs], output.name))
+    def shift_report(workdirs, output, **options):
+        asked.append(([folder.name for folder in workdirs], output.name, options))
         return f"summary of {output.name}"
 
     monkeypatch.setattr(study, "shift_report", shift_report)
     text, _ = study.run_study("performer_figure1", tmp_path, seeds=2)
     names = ["none", "learnable_sincos", "constrained_sincos", "banded"]
-    assert asked == [
-        ([f"{name}-{dataset}-0-1" for name in names], f"shift_{dataset}")
-        for dataset in ("mnist", "fashion_mnist")
-    ]
-    assert text.startswith("table\n\nsummary of shift_mnist\nsummary of shift_f")
+    folders = [f"{name}-{data}-0-1" for name in names for data in preset.datasets]
+    assert asked == [(folders, "shift", {})]
+    assert text == "table\n\nsummary of shift"
     assert (tmp_path / "table.md").read_text() == text
 
 

@@ -54,7 +54,7 @@ class Training:
         num_seeds: How many seeds the one process trains together.
         overrides: More options of ``train.py``.
         core: The core it is bound to; None leaves that to the system.
-        keep_heap: Whether freed memory stays with the process, see `KEEP_HEAP`.
+        malloc: Options of glibc's malloc.
         process: Once started.
         bar: Its progress bar, once started.
         shown: How many rows of its log the bar has shown.
@@ -68,7 +68,7 @@ class Training:
     num_seeds: int = 1
     overrides: Sequence[str] = ()
     core: int | None = None
-    keep_heap: bool = True
+    malloc: str = KEEP_HEAP
     process: subprocess.Popen | None = None
     bar: tqdm | None = None
     shown: int = 0
@@ -117,7 +117,7 @@ class Training:
         self.workdir.mkdir(parents=True, exist_ok=True)
         # Two runs may share one GPU.
         environment = {
-            **({"GLIBC_TUNABLES": KEEP_HEAP} if self.keep_heap else {}),
+            "GLIBC_TUNABLES": self.malloc,
             **os.environ,
             "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
         }

@@ -40,6 +40,21 @@ def test_slope_is_that_of_the_line_with_its_standard_error():
     )
 
 
+def test_standard_error_is_that_of_slopes_of_a_wandering_quantity():
+    rng = np.random.default_rng(5)
+    slopes, errors = [], []
+    for _ in range(300):
+        values = np.zeros(400)
+        for i, noise in enumerate(rng.normal(size=399)):
+            values[i + 1] = 0.8 * values[i] + noise
+        samples = [{"seconds": 10 * i, "threads": v} for i, v in enumerate(values)]
+        slope, error = fit_slope(samples, "threads", 0.1)
+        slopes.append(slope)
+        errors.append(error)
+    # The standard deviation of 300 slopes has a relative standard error of 4%.
+    assert np.median(errors) == pytest.approx(np.std(slopes), rel=0.15)
+
+
 @pytest.mark.parametrize(
     "slope, scale, verdict",
     [(0, 1, "flat"), (8, 1, "flat"), (15, 1, "growing"), (15, 300, "undecided")],

@@ -25,7 +25,7 @@ def abstract_state(optimizer):
 def test_parameters_gradients_and_the_optimisers_state_count(optimizer, copies):
     state = abstract_state(optimizer)
     params = 15 * 11 + 11 + (11 + 7) * 3 + 3
-    features = memory._bytes(state.random_features)
+    features = memory.tree_bytes(state.random_features)
     assert features == 4 * 7 * 11
     least = 4 * copies * params + features
     assert least <= memory.state_bytes(state) <= least + 8

@@ -7,7 +7,7 @@ Writes shift.csv, shift.png and summary.md to DIR, and prints the summary.
 
 import sys
 
-from absl import app, flags
+from absl import app, flags, logging
 
 from relattn.evaluation.compare import shift_report
 from relattn.training.errors import USER_ERRORS, is_user_error
@@ -38,6 +38,9 @@ DATA_DIR = flags.DEFINE_string("data_dir", None, "The data set, if it has moved.
 def main(argv):
     """Evaluates the runs that the flags name."""
     del argv
+    if not flags.FLAGS["verbosity"].present:
+        # Orbax tells of every file it touches.
+        logging.set_verbosity(logging.WARNING)
     try:
         summary = shift_report(
             WORKDIR.value,

@@ -15,7 +15,7 @@ from relattn.training.state import create_state
 from relattn.training.step import make_train_step
 from tests.training.conftest import TinyModel, make_data
 from tests.training.interrupted import Interrupted, interrupt_at
-from tests.training.test_parallel import batches, to_float
+from tests.training.test_parallel import batches, run, to_float
 
 SHAPE = (5, 3, 1)
 
@@ -42,21 +42,14 @@ class NormalisedWithFeatures(TinyModel):
 
 def updates(model, devices, count=3, accumulate_steps=1):
     """The state after SGD, which does not hide a gradient of the wrong scale."""
-    parallel, key = DataParallel(devices), jax.random.key(7)
-    optimizer = optax.sgd(0.3)
-    step = make_train_step(
+    _, state, _ = run(
+        DataParallel(devices),
+        optax.sgd(0.3),
         model,
-        optimizer,
-        to_float,
-        redraw_every=2,
+        steps=count,
         accumulate_steps=accumulate_steps,
-        axis_name=parallel.axis_name,
     )
-    mapped = parallel.train_step(step)
-    state = parallel.place(create_state(model, optimizer, key, SHAPE))
-    for batch in batches(count):
-        state, _ = mapped(state, parallel.shard(batch), key)
-    return parallel.fetch(state)
+    return state
 
 
 def moments(images):

@@ -21,9 +21,10 @@ def batches(count, size=20):
         yield {"image": train.images[rows], "label": train.labels[rows]}
 
 
-def run(parallel, optimizer, *, dropout=0.0, accumulate_steps=1):
+def run(parallel, optimizer, model=None, *, steps=5, dropout=0.0, accumulate_steps=1):
     chex.clear_trace_counter()
-    model, key = TinyModel(num_classes=3, dropout=dropout), jax.random.key(7)
+    model = model or TinyModel(num_classes=3, dropout=dropout)
+    key = jax.random.key(7)
     step = make_train_step(
         model,
         optimizer,
@@ -35,7 +36,7 @@ def run(parallel, optimizer, *, dropout=0.0, accumulate_steps=1):
     mapped = parallel.train_step(chex.assert_max_traces(step, n=1))
     state = parallel.create(lambda: create_state(model, optimizer, key, (5, 3, 1)))
     history = []
-    for batch in batches(5):
+    for batch in batches(steps):
         state, metrics = mapped(state, parallel.shard(batch), key)
         history.append(metrics)
     return state, parallel.fetch(state), parallel.fetch(history)

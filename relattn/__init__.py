@@ -1,5 +1,6 @@
 """Relative and linear attention in JAX and Flax: the public names."""
 
+from relattn import offsets
 from relattn.kernels import (
     FeatureMap,
     Features,
@@ -53,6 +54,7 @@ from relattn.kernels import (
     rotary_angles,
     rotate,
     routing_attention,
+    sinusoids,
     softmax_attention,
     string_exponents,
     toeplitz_linear_attention,
@@ -133,6 +135,7 @@ __all__ = [
     "lor_translution_step",
     "mixed_rotary_angles",
     "offset_buckets",
+    "offsets",
     "pair_lor_translution",
     "pair_translution",
     "positive_features",
@@ -145,6 +148,7 @@ __all__ = [
     "rotary_angles",
     "rotate",
     "routing_attention",
+    "sinusoids",
     "softmax_attention",
     "string_exponents",
     "toeplitz_linear_attention",

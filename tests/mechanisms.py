@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from relattn import kernels, offsets
-from relattn.kernels import sinusoids
+from relattn.kernels import sinusoidal
 from relattn.kernels.banded import banded_attention
 from tests import (
     compare,
@@ -126,8 +126,8 @@ def concatenate(content, position):
 
 def constrained(q, k, v, coefficients, key_mask=None):
     positions = offsets.grid_positions(GRID, NUM_PREFIX)
-    u = sinusoids.sinusoids(positions, FREQUENCIES, num_prefix=NUM_PREFIX)
-    q = concatenate(q, sinusoids.constrained_sinusoids(u, coefficients))
+    u = sinusoidal.sinusoids(positions, FREQUENCIES, num_prefix=NUM_PREFIX)
+    q = concatenate(q, sinusoidal.constrained_sinusoids(u, coefficients))
     k = concatenate(k, u)
     phi = compare.feature_map("positive", WIDE_PROJECTION)
     return kernels.linear_attention(q, k, v, phi, key_mask=key_mask, chunk_size=5)

@@ -69,11 +69,12 @@ from relattn.kernels.rotary import rotate as rotate
 from relattn.kernels.routing import cluster_sums as cluster_sums
 from relattn.kernels.routing import routing_attention as routing_attention
 from relattn.kernels.routing import update_centroids as update_centroids
-from relattn.kernels.sinusoids import absolute_frequencies as absolute_frequencies
-from relattn.kernels.sinusoids import constrained_sinusoids as constrained_sinusoids
-from relattn.kernels.sinusoids import (
+from relattn.kernels.sinusoidal import absolute_frequencies as absolute_frequencies
+from relattn.kernels.sinusoidal import constrained_sinusoids as constrained_sinusoids
+from relattn.kernels.sinusoidal import (
     length_scale_frequencies as length_scale_frequencies,
 )
+from relattn.kernels.sinusoidal import sinusoids as sinusoids
 from relattn.kernels.softmax import causal_softmax_attention as causal_softmax_attention
 from relattn.kernels.softmax import softmax_attention as softmax_attention
 from relattn.kernels.string_encodings import cayley_matrix as cayley_matrix
@@ -143,6 +144,7 @@ __all__ = [
     "rotary_angles",
     "rotate",
     "routing_attention",
+    "sinusoids",
     "softmax_attention",
     "string_exponents",
     "toeplitz_linear_attention",

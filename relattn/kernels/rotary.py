@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Key
 
-from relattn.kernels.sinusoids import absolute_frequencies
+from relattn.kernels.sinusoidal import absolute_frequencies
 
 
 def rotary_angles(

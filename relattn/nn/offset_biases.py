@@ -12,7 +12,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 
 from relattn import offsets
-from relattn.kernels import offset_bias, sinusoids
+from relattn.kernels import offset_bias, sinusoidal
 from relattn.nn.positions import Grid, Position
 from relattn.nn.relative_positions import RelativeTables
 
@@ -105,7 +105,7 @@ class SincosBias(Position):
         pairs = len(grid) * self.num_scales
         scales = self.param(
             "frequencies",
-            lambda _: sinusoids.length_scale_frequencies(self.num_scales),
+            lambda _: sinusoidal.length_scale_frequencies(self.num_scales),
         )
         coefficients = self.param(
             "coefficients",
@@ -152,7 +152,7 @@ class FourierBias(Position):
                 "position 'fourier_bias' needs num_frequencies >= 1, got "
                 f"{self.num_frequencies}"
             )
-        scales = sinusoids.length_scale_frequencies(self.num_frequencies)
+        scales = sinusoidal.length_scale_frequencies(self.num_frequencies)
 
         def init(key, shape):
             return scales[:, None] * nn.initializers.normal(1.0)(key, shape)

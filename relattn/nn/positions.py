@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from relattn import offsets
-from relattn.kernels import sinusoids
+from relattn.kernels import sinusoidal
 from relattn.kernels.resize import resize_table
 from relattn.nn.grid_tables import grid_table
 
@@ -238,8 +238,8 @@ class Sincos(Position):
     ) -> Float[Array, "batch n dim"]:
         """Adds the encoding to the grid's tokens; prefix tokens are not given."""
         num_frequencies = _num_frequencies("sincos", self.dim, grid)
-        frequencies = sinusoids.absolute_frequencies(num_frequencies, self.base)
-        encoding = sinusoids.sinusoids(offsets.grid_positions(grid), frequencies)
+        frequencies = sinusoidal.absolute_frequencies(num_frequencies, self.base)
+        encoding = sinusoidal.sinusoids(offsets.grid_positions(grid), frequencies)
         return tokens + encoding.astype(tokens.dtype)
 
 
@@ -247,11 +247,11 @@ class LearnableSincos(Position):
     """Absolute sinusoids with learned frequencies, added to the tokens.
 
     x + p with p = [sin w_i row, cos w_i row, ..., sin w_i column, cos w_i column, ...],
-    dim / 4 frequencies w_i shared by the axes, w_i = max_timescale^(-i / (dim/4)) at
+    dim / 4 frequencies w_i shared by the axes, w_i = base^(-i / (dim/4)) at
     the start; dim / 2 for text, which has one axis. ``dim`` is a multiple of 4, or 2.
 
     Attributes:
-        max_timescale: Slowest time scale at the start, in tokens.
+        base: Base of the geometric series at the start.
 
     Example:
         >>> import jax
@@ -266,7 +266,7 @@ class LearnableSincos(Position):
         ("Absolute").
     """
 
-    max_timescale: float = 32000.0
+    base: float = 32000.0
     site: ClassVar[str] = "tokens"
 
     @nn.compact
@@ -277,11 +277,9 @@ class LearnableSincos(Position):
         num_frequencies = _num_frequencies("learnable_sincos", self.dim, grid)
         frequencies = self.param(
             "frequencies",
-            lambda _: sinusoids.absolute_frequencies(
-                num_frequencies, self.max_timescale
-            ),
+            lambda _: sinusoidal.absolute_frequencies(num_frequencies, self.base),
         )
-        encoding = sinusoids.sinusoids(offsets.grid_positions(grid), frequencies)
+        encoding = sinusoidal.sinusoids(offsets.grid_positions(grid), frequencies)
         return tokens + encoding.astype(tokens.dtype)
 
 
@@ -318,7 +316,7 @@ class ConstrainedSincosHeads(LayerPosition):
         if self.kernel is not None:
             conditioned = jnp.einsum("bnc,chps->bhnps", x, self.kernel.astype(x.dtype))
             coefficients = coefficients[:, None] + conditioned.astype(jnp.float32)
-        queries = sinusoids.constrained_sinusoids(
+        queries = sinusoidal.constrained_sinusoids(
             self.u, coefficients, per_token=self.kernel is not None
         )
 
@@ -378,7 +376,7 @@ class ConstrainedSincos(Position):
         pairs = len(grid) * self.num_scales
         frequencies = self.param(
             "frequencies",
-            lambda _: sinusoids.length_scale_frequencies(self.num_scales),
+            lambda _: sinusoidal.length_scale_frequencies(self.num_scales),
         )
         coefficients = self.param(
             "coefficients",
@@ -393,7 +391,7 @@ class ConstrainedSincos(Position):
                 (self.num_layers, self.dim, self.heads, pairs, 2),
             )
         positions = offsets.grid_positions(grid, num_prefix)
-        u = sinusoids.sinusoids(positions, frequencies, num_prefix=num_prefix)
+        u = sinusoidal.sinusoids(positions, frequencies, num_prefix=num_prefix)
         return [
             ConstrainedSincosHeads(u, coefficients[layer], kernels[layer])
             for layer in range(self.num_layers)

@@ -106,7 +106,7 @@ def test_learned_adds_a_vector_for_every_place():
 
 def test_sincos_is_learnable_sincos_at_its_start():
     tokens = jnp.zeros((BATCH, 15, DIM))
-    learnable = positions.LearnableSincos(dim=DIM, max_timescale=50.0)
+    learnable = positions.LearnableSincos(dim=DIM, base=50.0)
     expected, _ = learnable.init_with_output(jax.random.key(0), tokens, GRID)
     module = positions.Sincos(dim=DIM, base=50.0)
     out, variables = module.init_with_output(jax.random.key(0), tokens, GRID)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from relattn.kernels import sinusoids as kernel
+from relattn.kernels import sinusoidal as kernel
 from relattn.offsets import grid_positions
 from tests import reference
 
@@ -146,7 +146,7 @@ def test_angles_are_float32_whatever_the_input():
     ("call", "message"),
     [
         (lambda: kernel.length_scale_frequencies(0), "num_scales >= 1"),
-        (lambda: kernel.length_scale_frequencies(2, -1.0), "max_wavelength > 0"),
+        (lambda: kernel.length_scale_frequencies(2, -1.0), "base > 0"),
         (lambda: kernel.absolute_frequencies(0), "num >= 1"),
         (
             lambda: kernel.sinusoids(jnp.ones((3, 2)), jnp.ones(2), num_prefix=4),

@@ -12,21 +12,21 @@ def _geometric_frequencies(num: int, base: float) -> Float[Array, " num"]:
 
 
 def length_scale_frequencies(
-    num_scales: int, max_wavelength: float = 64.0
+    num_scales: int, base: float = 64.0
 ) -> Float[Array, " num_scales"]:
     """Initial frequencies of the constrained sinusoids.
 
-    w_s = max_wavelength^(-s / num_scales), s = 0 .. num_scales - 1.
+    w_s = base^(-s / num_scales), s = 0 .. num_scales - 1.
 
     Args:
         num_scales: Number of length scales, shared by the axes.
-        max_wavelength: Base of the geometric series.
+        base: Base of the geometric series.
 
     Returns:
         Frequencies in radians a token, float32, shape ``[num_scales]``.
 
     Raises:
-        ValueError: If there is no scale or ``max_wavelength`` is not positive.
+        ValueError: If there is no scale or ``base`` is not positive.
 
     Example:
         >>> [round(float(w), 4) for w in length_scale_frequencies(4)]
@@ -35,12 +35,12 @@ def length_scale_frequencies(
     Source:
         Horn et al., Translational Equivariance in Kernelizable Attention, section 2.3.
     """
-    if num_scales < 1 or max_wavelength <= 0:
+    if num_scales < 1 or base <= 0:
         raise ValueError(
-            "length scales need num_scales >= 1 and max_wavelength > 0, got "
-            f"num_scales={num_scales} and max_wavelength={max_wavelength}"
+            "length scales need num_scales >= 1 and base > 0, got "
+            f"num_scales={num_scales} and base={base}"
         )
-    return _geometric_frequencies(num_scales, max_wavelength)
+    return _geometric_frequencies(num_scales, base)
 
 
 def absolute_frequencies(num: int, base: float = 32000.0) -> Float[Array, " num"]:

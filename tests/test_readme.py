@@ -1,12 +1,16 @@
-"""The README says what holds: its example runs, its tables list every mechanism."""
+"""The README says what holds: its examples run, its tables list every mechanism."""
 
 import re
 from pathlib import Path
 
+import jax.numpy as jnp
+import numpy as np
+
 from relattn.evaluation.translation import VARIANTS, all_pairs
 from tests.mechanisms import MECHANISMS
 
-README = (Path(__file__).parents[1] / "README.md").read_text()
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
 CONTRACTS = (
     "reference, value and gradient",
     "unbiased",
@@ -41,8 +45,32 @@ def test_the_translation_table_lists_every_pair_and_no_other():
     assert sorted(rows) == sorted([*all_pairs(), *VARIANTS])
 
 
-def test_the_example_runs():
-    example = re.search(r"```python\n(.*?)```", README, re.S)
+def run_examples(text):
+    """Runs the Python of a document as one program, and returns its names."""
     scope = {}
-    exec(example.group(1), scope)
-    assert scope["out"].shape == (8, 1024, 32)
+    for example in re.findall(r"```python\n(.*?)```", text, re.S):
+        exec(example, scope)
+    return scope
+
+
+def test_the_first_example_estimates_as_well_as_it_says():
+    first = README[: README.index("## Install")]
+    scope = run_examples(first)
+    stated = float(re.search(r"# (0\.\d+)$", first, re.M)[1])
+    np.testing.assert_allclose(scope["error"], stated, atol=0.005)
+    q, k, v = 3 * scope["q"], 3 * scope["k"], scope["v"]
+    exact = scope["relattn"].softmax_attention(q, k, v)
+    estimate = scope["relattn"].linear_attention(q, k, v, scope["feature_map"])
+    of_mean = jnp.linalg.norm(v.mean(-2, keepdims=True) - exact)
+    norm = jnp.linalg.norm(exact)
+    assert jnp.linalg.norm(estimate - exact) > max(norm, of_mean)
+
+
+def test_the_guide_runs_and_its_steps_continue_what_they_say():
+    scope = run_examples((ROOT / "docs" / "using.md").read_text())
+    i = scope["i"]
+    np.testing.assert_allclose(
+        scope["out_i"][:, 0], scope["whole"][:, i], rtol=1e-4, atol=1e-5
+    )
+    assert scope["logits"].shape == (2, 10)
+    assert not np.isnan(scope["masked"]).any()

@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import json
 import math
+import os
 import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -138,13 +139,19 @@ def _map_split(source: Sequence, shape: tuple, stem: pathlib.Path) -> ImageSplit
     final = [stem.with_name(f"{stem.name}-{kind}.npy") for kind in ("images", "labels")]
     if not all(path.is_file() for path in final):
         # Only a complete file gets the name that a later run trusts.
-        partial = [path.with_suffix(".partial") for path in final]
-        images = open_memmap(partial[0], "w+", np.uint8, shape)
-        labels = open_memmap(partial[1], "w+", np.int32, shape[:1])
-        _fill(source, images, labels, f"Decoding into {final[0]}")
-        for array, path, target in zip((images, labels), partial, final, strict=True):
-            array.flush()
-            path.rename(target)
+        # Several processes may come here at once, each with files of its own.
+        partial = [path.with_suffix(f".{os.getpid()}.partial") for path in final]
+        try:
+            images = open_memmap(partial[0], "w+", np.uint8, shape)
+            labels = open_memmap(partial[1], "w+", np.int32, shape[:1])
+            _fill(source, images, labels, f"Decoding into {final[0]}")
+            for array in (images, labels):
+                array.flush()
+            for path, target in zip(partial, final, strict=True):
+                path.replace(target)
+        finally:
+            for path in partial:
+                path.unlink(missing_ok=True)
     # Copy on write: the validation split moves rows about, in memory only.
     images, labels = (open_memmap(path, "c") for path in final)
     for path, array, kind, size in (

@@ -34,10 +34,41 @@ def test_images_labels_and_classes(write_set, monkeypatch, mapped):
 def test_a_decoding_cut_short_is_not_trusted(write_set, monkeypatch):
     monkeypatch.setattr("relattn.data.prepared.MAPPED_BYTES", 0)
     _, folder = write_set("mnist", train=11, test=5)
-    (folder / "decoded-train-images.partial").write_bytes(b"half of it")
+    fill = prepared._fill
+
+    def cut_short(source, images, labels, title):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(prepared, "_fill", cut_short)
+    with pytest.raises(KeyboardInterrupt):
+        read_prepared(folder)
+    (folder / "decoded-train-images.7.partial").write_bytes(b"of a killed process")
+    monkeypatch.setattr(prepared, "_fill", fill)
     train, _, _ = read_prepared(folder)
     np.testing.assert_array_equal(train.images[..., 0], expected_images(11))
-    assert not list(folder.glob("*.partial"))
+    left = {path.name for path in folder.glob("*.partial")}
+    assert left == {"decoded-train-images.7.partial"}
+
+
+def test_processes_that_decode_at_once_do_not_meet(write_set, monkeypatch):
+    monkeypatch.setattr("relattn.data.prepared.MAPPED_BYTES", 0)
+    _, folder = write_set("mnist", train=11, test=5)
+    fill = prepared._fill
+
+    def interrupted(source, images, labels, title):
+        images[:3] = 1
+        monkeypatch.setattr(prepared, "_fill", fill)
+        with monkeypatch.context() as other:
+            other.setattr(prepared.os, "getpid", lambda: 7)
+            others.append(read_prepared(folder)[0])
+        fill(source, images, labels, title)
+
+    others = []
+    monkeypatch.setattr(prepared, "_fill", interrupted)
+    for train in (read_prepared(folder)[0], *others):
+        np.testing.assert_array_equal(train.images[..., 0], expected_images(11))
+        np.testing.assert_array_equal(train.labels, np.arange(11) % 2)
+    assert len(others) == 1
 
 
 def test_the_newest_version_is_found(write_set):

@@ -14,15 +14,23 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 
 # Peak operations a second of a device as JAX counts them, dense products in bfloat16
 # (V100: float16), from the makers' data sheets.
+# A part of a GPU (MIG) has none here. A device of TPU7x is one of its chip's two cores.
 PEAKS = (
+    (r"MIG", None),
+    (r"B200", 2250e12),
+    (r"H[12]00 NVL", 835e12),
     (r"H100 PCIe", 756e12),
-    (r"H100|H200|GH200", 989e12),
-    (r"A100", 312e12),
+    (r"H100|H200|H800|GH200", 989e12),
+    (r"A100|A800", 312e12),
+    (r"A30\b", 165e12),
+    (r"L40S", 362e12),
     (r"L4\b", 121e12),
     (r"V100", 125e12),
+    (r"TPU7x", 1153e12),
     (r"TPU v6", 918e12),
     (r"TPU v5 lite|TPU v5e", 197e12),
     (r"TPU v5", 459e12),
+    (r"TPU v4 lite|TPU v4i", 138e12),
     (r"TPU v4", 275e12),
     (r"TPU v3", 61.5e12),
     (r"TPU v2", 22.5e12),
@@ -51,7 +59,9 @@ def peak_flops(device_kind: str) -> float | None:
 def training_flops(model: nn.Module, inputs: jax.ShapeDtypeStruct) -> int:
     """Operations of a model's matrix products, forward and backward.
 
-    What rematerialisation computes anew is left out.
+    Three times those of the forward pass: the backward pass has two products for each,
+    one by its inputs and one by its weights. What is computed anew to save memory does
+    not count.
 
     Args:
         model: Called on the inputs, with ``deterministic=True``.
@@ -66,23 +76,16 @@ def training_flops(model: nn.Module, inputs: jax.ShapeDtypeStruct) -> int:
         ...     @nn.compact
         ...     def __call__(self, x, *, deterministic=True):
         ...         return nn.Dense(5)(x)
-        >>> training_flops(Head(), images)  # The inputs need no gradient.
-        120
+        >>> training_flops(Head(), images)
+        180
+
+    Source:
+        Chowdhery et al., PaLM: Scaling Language Modeling with Pathways, appendix B.
     """
-    if getattr(model, "remat", False):
-        model = model.clone(remat=False)
     key = jax.random.key(0)
     rngs = {"params": key, "random_features": key}
     variables = jax.eval_shape(lambda: model.init(rngs, _zeros(inputs)))
-    params = variables.pop("params")
-
-    def gradients(params: Any, rest: Any) -> Any:
-        def loss(params: Any) -> jax.Array:
-            return model.apply({"params": params, **rest}, _zeros(inputs)).sum()
-
-        return jax.grad(loss)(params)
-
-    return matmul_flops(gradients, params, variables)
+    return 3 * matmul_flops(model.apply, variables, _zeros(inputs))
 
 
 def _zeros(inputs: jax.ShapeDtypeStruct) -> jax.Array:

@@ -4,7 +4,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from relattn.training.flops import matmul_flops, peak_flops
+from relattn.evaluation.counts import multiply_adds
+from relattn.models import GPT
+from relattn.training.flops import matmul_flops, peak_flops, training_flops
 
 W = jnp.ones((5, 5))
 
@@ -47,12 +49,26 @@ def test_batched_products_convolutions_and_branches():
     [
         ("NVIDIA H100 80GB HBM3", 989e12),
         ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H100 NVL", 835e12),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("NVIDIA GB200", 2250e12),
         ("NVIDIA A100-SXM4-40GB", 312e12),
         ("TPU v5 lite", 197e12),
         ("TPU v5p", 459e12),
+        ("TPU v4 lite", 138e12),
         ("TPU v6 lite", 918e12),
         ("cpu", None),
     ],
 )
 def test_peaks_by_the_name_of_a_device(kind, peak):
     assert peak_flops(kind) == peak
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_training_counts_each_multiply_add_of_the_model_six_times(remat):
+    sizes = {"dim": 6, "num_layers": 2, "heads": 3, "mlp_dim": 7}
+    model = GPT(vocab_size=11, context_length=5, remat=remat, **sizes)
+    tokens = jax.ShapeDtypeStruct((1, 5), "int32")
+    # Causal softmax attention weighs all pairs, and masks.
+    layers = multiply_adds("softmax", num_tokens=5, **sizes)
+    assert training_flops(model, tokens) == 3 * 2 * (layers + 5 * 6 * 11)

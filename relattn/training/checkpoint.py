@@ -233,7 +233,7 @@ def read_meta(folder: Path, step: int) -> dict[str, Any]:
             raise DamagedError(f"{path} is missing from the checkpoint")
         if sha256(path) != expected:
             raise DamagedError(f"{path} is damaged (its SHA-256 is not the manifest's)")
-    return _read(checkpoint, meta=ocp.args.JsonRestore())["meta"]
+    return _read_meta(checkpoint)
 
 
 def restore(folder: Path, step: int, template: Any) -> Any:
@@ -242,16 +242,19 @@ def restore(folder: Path, step: int, template: Any) -> Any:
     Args:
         folder: The ``checkpoints`` folder of a run.
         step: Which checkpoint, verified before by `read_meta`.
-        template: A pytree of arrays or of their shapes and dtypes.
+        template: A pytree of arrays or of their shapes and dtypes, perhaps with
+            shardings.
 
     Returns:
-        The template's structure, filled with NumPy arrays, bit for bit as saved.
+        The template's structure, filled bit for bit as saved: with NumPy arrays, or,
+        where there are shardings, with arrays of JAX, of which each process reads its
+        part.
 
     Raises:
         CheckpointError: If paths, shapes or dtypes differ; it names them.
     """
     checkpoint = folder / str(step)
-    stored = _read(checkpoint, meta=ocp.args.JsonRestore())["meta"]["arrays"]
+    stored = _read_meta(checkpoint)["arrays"]
     expected = array_shapes(template)
     pairs = {
         path: (stored.get(path, "absent"), expected.get(path, "absent"))
@@ -270,17 +273,32 @@ def restore(folder: Path, step: int, template: Any) -> Any:
             "was changed: use the configuration it was trained with"
         )
     leaves, structure = jax.tree.flatten(template)
-    empty = [np.empty(leaf.shape, leaf.dtype) for leaf in leaves]
+    empty = [
+        leaf if getattr(leaf, "sharding", None) else np.empty(leaf.shape, leaf.dtype)
+        for leaf in leaves
+    ]
     target = flax.traverse_util.unflatten_dict(
         dict(zip(expected, empty, strict=True)), sep="/"
     )
-    nested = _read(checkpoint, state=ocp.args.StandardRestore(target))["state"]
+    reader = ocp.Checkpointer(ocp.CompositeCheckpointHandler())
+    nested = _read(reader, checkpoint, state=ocp.args.StandardRestore(target))["state"]
     flat = flax.traverse_util.flatten_dict(nested, sep="/")
     return structure.unflatten([flat[path] for path in expected])
 
 
-def _read(checkpoint: Path, **args: Any) -> Any:
-    reader = ocp.Checkpointer(ocp.CompositeCheckpointHandler())
+def _read_meta(checkpoint: Path) -> dict[str, Any]:
+    # Without the others, which orbax would wait for.
+    this = jax.process_index()
+    alone = ocp.options.MultiprocessingOptions(
+        primary_host=this, active_processes={this}, barrier_sync_key_prefix=f"{this}"
+    )
+    reader = ocp.Checkpointer(
+        ocp.CompositeCheckpointHandler(), multiprocessing_options=alone
+    )
+    return _read(reader, checkpoint, meta=ocp.args.JsonRestore())["meta"]
+
+
+def _read(reader: ocp.Checkpointer, checkpoint: Path, **args: Any) -> Any:
     try:
         return reader.restore(checkpoint.absolute(), args=ocp.args.Composite(**args))
     except Exception as error:

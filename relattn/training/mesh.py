@@ -101,6 +101,12 @@ class MeshParallel(Parallel):
                 f"config.model_axis={model_axis} does not divide the {n} devices; set "
                 f"it to one of {fitting}"
             )
+        local = len(self.local_devices)
+        if local % model_axis and model_axis % local:
+            raise ValueError(
+                f"config.model_axis={model_axis} must divide the {local} devices of a "
+                "process, or be a multiple of their number"
+            )
         self.mesh = Mesh(
             np.array(self.devices).reshape(-1, model_axis), (DATA_AXIS, MODEL_AXIS)
         )
@@ -139,10 +145,22 @@ class MeshParallel(Parallel):
         shardings = self.shardings(jax.eval_shape(make))
         return jax.jit(make, out_shardings=shardings)()
 
+    def template(self, tree: Any) -> Any:
+        """Where arrays belong: no process reads more than its devices hold."""
+        return jax.tree.map(
+            lambda x, sharding: jax.ShapeDtypeStruct(
+                x.shape, x.dtype, sharding=sharding
+            ),
+            tree,
+            self.shardings(tree),
+        )
+
     def place(self, tree: Any) -> Any:
         """Puts arrays, or the parts of them, on the devices."""
 
         def put(x: Any, sharding: NamedSharding) -> jax.Array:
+            if isinstance(x, jax.Array) and x.sharding == sharding:
+                return x
             return jax.make_array_from_callback(
                 np.shape(x), sharding, lambda index: np.asarray(x)[index]
             )

@@ -10,7 +10,6 @@ import abc
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import flax.jax_utils
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
@@ -38,7 +37,10 @@ class Parallel(abc.ABC):
 
     def __init__(self, devices: Sequence[jax.Device] | None = None):
         """Uses the given devices, or all."""
-        self.devices = tuple(devices or jax.devices())
+        # JAX can be told to list them by the network between them.
+        self.devices = tuple(
+            sorted(devices or jax.devices(), key=lambda device: device.process_index)
+        )
         this = jax.process_index()
         self.local_devices = tuple(d for d in self.devices if d.process_index == this)
 
@@ -93,6 +95,10 @@ class Parallel(abc.ABC):
     def create(self, make: Callable[[], Any]) -> Any:
         """Puts the arrays that a pure function makes on the devices."""
 
+    def template(self, tree: Any) -> Any:
+        """Arrays' shapes and dtypes, and where `restore` is to put them, if it is."""
+        return tree
+
     @abc.abstractmethod
     def place(self, tree: Any) -> Any:
         """Puts arrays, the same in every process, on the devices."""
@@ -103,7 +109,7 @@ class Parallel(abc.ABC):
 
     @abc.abstractmethod
     def to_save(self, tree: Any) -> Any:
-        """What a checkpoint is written from: of several processes, arrays of JAX."""
+        """What a checkpoint is written from, by all processes together."""
 
     @abc.abstractmethod
     def shard(self, batch: Batch, axis: int = 0) -> Batch:
@@ -177,13 +183,19 @@ class DataParallel(Parallel):
 
     def create(self, make: Callable[[], Any]) -> Any:
         """Makes the arrays and puts a copy of each on every device."""
-        return self.place(make())
+        return self.place(jax.device_get(make()))
 
     def place(self, tree: Any) -> Any:
         """Puts a copy of every array on every device, along a new leading axis."""
-        return flax.jax_utils.replicate(
-            tree, devices=self.local_devices, axis_name=DEVICE_AXIS
-        )
+        sharding = NamedSharding(self._mesh, PartitionSpec(DEVICE_AXIS))
+
+        def put(x: Any) -> jax.Array:
+            # By way of the host, lest one device hold all of the copies at once.
+            copy = np.asarray(x)[None]
+            shape = (len(self.local_devices), *copy.shape[1:])
+            return jax.make_array_from_callback(shape, sharding, lambda _: copy)
+
+        return jax.tree.map(put, tree)
 
     def fetch(self, tree: Any) -> Any:
         """The first device's copy of replicated arrays, copied to NumPy arrays."""
@@ -193,16 +205,8 @@ class DataParallel(Parallel):
         )
 
     def to_save(self, tree: Any) -> Any:
-        """The first device's copy; of several processes, arrays that all have."""
-        tree = self.fetch(tree)
-        if self.is_alone:
-            return tree
-        everywhere = NamedSharding(
-            Mesh(np.array(self.devices), (DEVICE_AXIS,)), PartitionSpec()
-        )
-        return jax.tree.map(
-            lambda x: jax.make_array_from_process_local_data(everywhere, x), tree
-        )
+        """The first device's copy."""
+        return self.fetch(tree)
 
     def shard(self, batch: Batch, axis: int = 0) -> Batch:
         """Splits a batch along a new leading axis of this process's devices."""

@@ -1,5 +1,7 @@
 """A mesh of devices: what lies where, and that it changes nothing of a run."""
 
+from unittest.mock import Mock
+
 import chex
 import jax
 import numpy as np
@@ -134,6 +136,22 @@ def test_bad_meshes(config, tmp_path, tiny):
     config.update(parallel="mesh", batch_size=22, model_axis=1)
     with pytest.raises(ValueError, match="batch_size=22 does not divide by the 4"):
         training.train_and_evaluate(config, tmp_path)
+
+
+def devices_of(*owners):
+    return [Mock(spec=jax.Device, process_index=owner) for owner in owners]
+
+
+def test_copies_that_do_not_fit_the_processes():
+    message = "model_axis=3 must divide the 2 devices of a process, or be a multiple"
+    with pytest.raises(ValueError, match=message):
+        MeshParallel(devices_of(0, 0, 1, 1, 2, 2), model_axis=3)
+
+
+def test_devices_are_taken_process_by_process():
+    parallel = DataParallel(devices_of(0, 1, 0, 1))
+    assert [device.process_index for device in parallel.devices] == [0, 0, 1, 1]
+    assert parallel.part == (0, 2)
 
 
 @pytest.mark.parametrize(

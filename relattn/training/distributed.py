@@ -2,8 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import jax
+import numpy as np
 from jax.experimental import multihost_utils
+
+from relattn.training.errors import USER_ERRORS, WorkdirError
+
+# A directory of the network may show a new file to others after some seconds.
+_PATIENCE_SECONDS = 10.0
 
 
 def initialize(
@@ -70,6 +82,94 @@ def barrier(name: str) -> None:
     """
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(name)
+
+
+def from_primary(make: Callable[[], Any]) -> Any:
+    """What a function gives in process 0, in every process.
+
+    Args:
+        make: Called in process 0 alone; gives what JSON can hold.
+
+    Returns:
+        Its value; a tuple comes as a list.
+
+    Raises:
+        Exception: In process 0 what ``make`` raises.
+        ValueError: In the others, with its message, if it is one for users.
+
+    Example:
+        >>> from_primary(lambda: {"step": 3})
+        {'step': 3}
+    """
+    if jax.process_count() == 1:
+        return make()
+    message, error = {}, None
+    if is_primary():
+        try:
+            message = {"value": make()}
+        except USER_ERRORS as raised:
+            message, error = {"error": str(raised)}, raised
+    text = np.frombuffer(json.dumps(message).encode(), np.uint8)
+    length = int(multihost_utils.broadcast_one_to_all(np.int32(len(text))))
+    padded = np.zeros(length, np.uint8)
+    padded[: len(text)] = text[:length]
+    sent = json.loads(bytes(np.asarray(multihost_utils.broadcast_one_to_all(padded))))
+    if error is not None:
+        raise error
+    if "error" in sent:
+        raise ValueError(sent["error"])
+    return sent["value"]
+
+
+def primary_first(make: Callable[[], Any]) -> Any:
+    """Calls a function in process 0, and when it is done in the other processes.
+
+    So that what it leaves on a disk is there for the others, who would else write it at
+    the same time.
+
+    Args:
+        make: Called once in every process.
+
+    Returns:
+        What it gives in this process.
+
+    Example:
+        >>> primary_first(lambda: 3)
+        3
+    """
+    made: list[Any] = []
+    from_primary(lambda: made.append(make()))
+    return made[0] if is_primary() else make()
+
+
+def check_shared(workdir: Path) -> None:
+    """Raises unless all processes see one run directory.
+
+    Args:
+        workdir: The run directory, in each process.
+
+    Raises:
+        WorkdirError: In every process, if one of them does not see what process 0
+            writes there.
+    """
+    if jax.process_count() == 1:
+        return
+    name = from_primary(lambda: f".shared-{time.time_ns()}")
+    mark, until = workdir / name, time.monotonic() + _PATIENCE_SECONDS
+    if is_primary():
+        mark.touch()
+    barrier("directory marked")
+    while not mark.exists() and time.monotonic() < until:
+        time.sleep(0.1)
+    seen = multihost_utils.process_allgather(np.array([mark.exists()])).ravel()
+    if is_primary():
+        mark.unlink()
+    if not seen.all():
+        raise WorkdirError(
+            f"--workdir {workdir} is not one directory for all processes: process "
+            f"{int(np.argmin(seen))} does not see what process 0 writes there; give a "
+            "directory that all hosts share"
+        )
 
 
 def all_preempted(step: int) -> bool:

@@ -20,7 +20,14 @@ from relattn.training import records
 from relattn.training.checkpoint import CheckpointWriter, checkpoint_steps, restore
 from relattn.training.config import check_config, complete, differences, to_json
 from relattn.training.damage import read_latest, set_damaged_aside
-from relattn.training.distributed import all_preempted, barrier, is_primary
+from relattn.training.distributed import (
+    all_preempted,
+    barrier,
+    check_shared,
+    from_primary,
+    is_primary,
+    primary_first,
+)
 from relattn.training.errors import PreemptedError, WorkdirError
 from relattn.training.evaluator import Evaluator
 from relattn.training.history import BEST_METRICS, History, score
@@ -100,8 +107,9 @@ def _run(
     parallel: Parallel,
     on_step: Callable[[int], None] | None,
 ) -> dict[str, Any]:
-    saved = _saved(workdir, config)
-    data = data_lib.load_data(config.data)
+    check_shared(workdir)
+    saved = from_primary(lambda: _saved(workdir, config))
+    data = primary_first(lambda: data_lib.load_data(config.data))
     if not len(data.eval_splits["validation"]):
         raise ValueError(
             "config.data.num_validation must be at least 1: the best checkpoint is "
@@ -161,7 +169,8 @@ class _Loop:
             self.histories = History.list_from_json(saved["history"])
         self.start = saved["step"] if saved else 0
         if saved:
-            saved_state = restore(self.checkpoints, self.start, task.abstract_state)
+            template = parallel.template(task.abstract_state)
+            saved_state = restore(self.checkpoints, self.start, template)
             self.state = parallel.place(saved_state)
         else:
             self.state = parallel.create(task.create_state)

@@ -35,6 +35,11 @@ def usable_workdir(workdir: str | Path) -> Path:
     Raises:
         WorkdirError: If it cannot.
     """
+    if "://" in str(workdir):
+        raise WorkdirError(
+            f"--workdir {workdir} is an address, not a directory: mount the bucket (by "
+            "gcsfuse, say) and give the path where it is mounted"
+        )
     path = Path(workdir).expanduser().absolute()
     try:
         path.mkdir(parents=True, exist_ok=True)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from relattn.data import EvalSplit
 from relattn.training.checkpoint import read_meta, restore
+from relattn.training.distributed import from_primary
 from relattn.training.evaluator import Evaluator
 from relattn.training.history import BEST_METRICS, History
 from relattn.training.parallel import Parallel
@@ -50,8 +52,9 @@ def final_results(
     folder = workdir / CHECKPOINTS
     runs = []
     for index, history in enumerate(histories):
-        read_meta(folder, history.best_step)
-        best = restore(folder, history.best_step, task.abstract_state)
+        from_primary(partial(read_meta, folder, history.best_step))
+        template = parallel.template(task.abstract_state)
+        best = restore(folder, history.best_step, template)
         best = select(best, index, len(seeds))
         variables = parallel.place(best.variables)
         # A split may have two names.

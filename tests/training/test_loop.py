@@ -346,6 +346,11 @@ def test_a_workdir_that_is_not_writable(config, tmp_path):
         training.train_and_evaluate(config, tmp_path / "file" / "run")
 
 
+def test_an_address_is_no_workdir(config):
+    with pytest.raises(training.WorkdirError, match="gs://bucket/run is an address"):
+        training.train_and_evaluate(config, "gs://bucket/run")
+
+
 def test_a_foreign_checkpoint_folder_is_left_alone(config, tmp_path):
     foreign = tmp_path / "checkpoints" / "model.pt"
     foreign.parent.mkdir()

@@ -24,14 +24,13 @@ from tests.training.interrupted import final_state
 ROOT = Path(__file__).parents[2]
 
 
-def start(config, workdir):
-    """Starts two processes; the caller ends them."""
+def start(config, *workdirs):
+    """Starts two processes, in one directory or in two; the caller ends them."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     request = {
         "config": to_json(config),
-        "workdir": str(workdir),
         "port": port,
         "num_processes": 2,
     }
@@ -42,7 +41,13 @@ def start(config, workdir):
                 sys.executable,
                 "-m",
                 "tests.training.process",
-                json.dumps({**request, "process_id": index}),
+                json.dumps(
+                    {
+                        **request,
+                        "process_id": index,
+                        "workdir": str(workdirs[index % len(workdirs)]),
+                    }
+                ),
             ],
             cwd=ROOT,
             env=environment,
@@ -121,9 +126,14 @@ def test_when_one_is_killed_the_other_ends_and_both_go_on(config, expected, tmp_
     expect_the_same(workdir, expected)
 
 
-def test_a_mesh_over_two_processes(config, tiny, tmp_path):
+def test_a_mesh_over_two_processes_that_are_killed_and_go_on(config, tiny, tmp_path):
     config.update(parallel="mesh", model_axis=2)
     training.train_and_evaluate(config, tmp_path / "alone on a mesh")
+    processes = start(config, tmp_path / "two")
+    wait_for_step(processes[0], 7)
+    for process in processes:
+        process.kill()
+    finish(processes)
     run(config, tmp_path / "two")
     state = final_state(tmp_path / "alone on a mesh")
     chex.assert_trees_all_close(final_state(tmp_path / "two"), state, atol=1e-6)
@@ -139,6 +149,27 @@ def test_sigterm_of_one_ends_both_at_the_same_step(config, tmp_path):
         assert "PreemptedError: SIGTERM came, so training ended at step" in error
     (step,) = {re.search("ended at step ([0-9]+)", error)[1] for error in errors}
     assert checkpoint_steps(tmp_path / CHECKPOINTS)[-1] == int(step) < 10
+
+
+def test_directories_that_are_not_shared(config, tmp_path):
+    processes = start(config, tmp_path / "one", tmp_path / "two")
+    errors = finish(processes)
+    for process, error in zip(processes, errors, strict=True):
+        assert process.returncode == 1
+        assert "WorkdirError: --workdir" in error
+        assert "process 1 does not see what process 0 writes there" in error
+    assert not (tmp_path / "one" / "checkpoints").exists()
+
+
+def test_what_process_0_refuses_ends_all(config, tmp_path):
+    """Process 0 alone reads what was saved, and says which step is the latest."""
+    run(config, tmp_path)
+    config.batch_size *= 2
+    processes = start(config, tmp_path)
+    errors = finish(processes)
+    for process, error in zip(processes, errors, strict=True):
+        assert process.returncode == 1
+        assert "holds a run of another configuration (batch_size: 20 there" in error
 
 
 @pytest.mark.parametrize(

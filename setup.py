@@ -58,5 +58,6 @@ setup(
         "prepare": ["importlib_resources>=6.0", "tensorflow-cpu>=2.20"],
         "cuda": ["jax[cuda13]>=0.10"],
         "tpu": ["jax[tpu]>=0.10"],
+        "kubernetes": ["jax[k8s]>=0.10"],
     },
 )

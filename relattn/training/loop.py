@@ -96,8 +96,9 @@ def train_and_evaluate(
     )
     parallel.check_batch("config.eval_batch_size", config.eval_batch_size)
     workdir = records.usable_workdir(workdir)
-    # One process locks for all.
-    with lock_workdir(workdir) if is_primary() else contextlib.nullcontext():
+    with contextlib.ExitStack() as stack:
+        # One process locks for all.
+        from_primary(lambda: stack.enter_context(lock_workdir(workdir)))
         return _run(config, workdir, parallel, on_step)
 
 

@@ -17,6 +17,7 @@ from relattn import training
 from relattn.training.checkpoint import checkpoint_steps
 from relattn.training.config import to_json
 from relattn.training.distributed import initialize
+from relattn.training.lock import lock_workdir
 from relattn.training.metrics import read_rows
 from relattn.training.run import CHECKPOINTS
 from tests.training.interrupted import final_state
@@ -162,14 +163,13 @@ def test_directories_that_are_not_shared(config, tmp_path):
 
 
 def test_what_process_0_refuses_ends_all(config, tmp_path):
-    """Process 0 alone reads what was saved, and says which step is the latest."""
-    run(config, tmp_path)
-    config.batch_size *= 2
-    processes = start(config, tmp_path)
-    errors = finish(processes)
+    """It locks the directory, and reads what was saved there, for the others too."""
+    with lock_workdir(tmp_path):
+        processes = start(config, tmp_path)
+        errors = finish(processes)
     for process, error in zip(processes, errors, strict=True):
         assert process.returncode == 1
-        assert "holds a run of another configuration (batch_size: 20 there" in error
+        assert f"is in use by process {os.getpid()}" in error
 
 
 @pytest.mark.parametrize(

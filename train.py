@@ -4,10 +4,12 @@ python train.py --config=configs/X.py[:argument] --workdir=DIR [--config.a.b=val
 
 The same command goes on with a run that was interrupted.
 
-The exit code is 0 at the end of training, 2 where a sentence says what to change, and
-75 (EX_TEMPFAIL) after SIGTERM, once a checkpoint is written: the same command goes on.
+The exit code is 0 at the end of training, 2 where a sentence says what to change, 75
+(EX_TEMPFAIL) after SIGTERM and 130 after Ctrl-C, in the updates once a checkpoint is
+written: the same command goes on.
 """
 
+import signal
 import sys
 
 from absl import app, flags, logging
@@ -17,6 +19,7 @@ from relattn import training
 from relattn.training.distributed import initialize
 
 EX_TEMPFAIL = 75
+INTERRUPTED = 128 + signal.SIGINT
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "What to train.")
 _WORKDIR = flags.DEFINE_string("workdir", None, "The run directory.")
@@ -59,7 +62,10 @@ def main(argv: list[str]) -> None:
         training.train_and_evaluate(_CONFIG.value, _WORKDIR.value)
     except training.PreemptedError as error:
         print(f"train.py: {error}", file=sys.stderr)
-        sys.exit(EX_TEMPFAIL)
+        sys.exit(INTERRUPTED if error.by_hand else EX_TEMPFAIL)
+    except KeyboardInterrupt:
+        print("train.py: interrupted: the same command goes on", file=sys.stderr)
+        sys.exit(INTERRUPTED)
     except Exception as error:
         if not training.is_user_error(error):
             raise

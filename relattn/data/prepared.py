@@ -4,8 +4,8 @@ import contextlib
 import hashlib
 import json
 import math
-import os
 import pathlib
+import uuid
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -140,7 +140,8 @@ def _map_split(source: Sequence, shape: tuple, stem: pathlib.Path) -> ImageSplit
     if not all(path.is_file() for path in final):
         # Only a complete file gets the name that a later run trusts.
         # Several processes may come here at once, each with files of its own.
-        partial = [path.with_suffix(f".{os.getpid()}.partial") for path in final]
+        own = uuid.uuid4().hex[:8]
+        partial = [path.with_suffix(f".{own}.partial") for path in final]
         try:
             images = open_memmap(partial[0], "w+", np.uint8, shape)
             labels = open_memmap(partial[1], "w+", np.int32, shape[:1])

@@ -7,6 +7,7 @@ import dataclasses
 import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -22,7 +23,7 @@ from relattn.data import DataInfo, read_info
 from relattn.training.config import complete, differences, to_json
 from relattn.training.errors import explain_flag_error
 from relattn.training.metrics import Row, read_rows
-from relattn.training.signals import on_sigterm
+from relattn.training.signals import on_signals
 
 POLL_SECONDS = 0.5
 LOG_BYTES = 2000
@@ -122,8 +123,13 @@ class Training:
             "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
         }
         with self.log.open("w") as log:
+            # In a group of its own, lest Ctrl-C reach it beside `stop`.
             self.process = subprocess.Popen(
-                command, stdout=log, stderr=subprocess.STDOUT, env=environment
+                command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                process_group=0,
             )
         self.core = core
         if core is not None and hasattr(os, "sched_setaffinity"):
@@ -333,7 +339,7 @@ def stop(trainings: Sequence[Training]) -> None:
 
 def leaving_on_sigterm() -> contextlib.AbstractContextManager[None]:
     """Makes SIGTERM leave as an exception does; elsewhere than here it just kills."""
-    return on_sigterm(_leave)
+    return on_signals(_leave, signal.SIGTERM)
 
 
 def _leave(number: int, frame: Any) -> None:

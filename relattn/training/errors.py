@@ -49,15 +49,19 @@ class NonFiniteLossError(FloatingPointError):
 
 
 class PreemptedError(Exception):
-    """SIGTERM came, and a checkpoint was written: the same call goes on from it.
+    """A signal ended a run, with a checkpoint or where none was due.
+
+    The same call goes on.
 
     Attributes:
-        step: Number of updates in the checkpoint.
+        step: Number of updates in the checkpoint; 0 where none was written.
+        by_hand: Whether it was Ctrl-C, not SIGTERM.
     """
 
-    def __init__(self, message: str, step: int):
+    def __init__(self, message: str, step: int = 0, *, by_hand: bool = False):
         super().__init__(message)
         self.step = step
+        self.by_hand = by_hand
 
 
 @contextlib.contextmanager

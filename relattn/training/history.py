@@ -8,6 +8,9 @@ from typing import Any
 # By kind of data: the validation metric that chooses the best checkpoint, and its sign.
 BEST_METRICS = {"images": ("accuracy", 1.0), "tokens": ("loss", -1.0)}
 
+# Above that of a checkpoint without a score.
+_WORST = -1e29
+
 
 @dataclasses.dataclass
 class History:
@@ -80,11 +83,13 @@ def score(metrics: dict[str, float], kind: str) -> float:
         kind: Of the data, ``"images"`` or ``"tokens"``.
 
     Returns:
-        The accuracy, or for text the loss, negative.
+        The accuracy, or for text the loss, negative; what is not a number is worse than
+        any, but better than no score.
 
     Example:
         >>> score({"loss": 2.0, "accuracy": 0.5}, "tokens")
         -2.0
     """
     name, sign = BEST_METRICS[kind]
-    return sign * metrics[name]
+    value = sign * metrics[name]
+    return value if value > _WORST else _WORST

@@ -18,8 +18,8 @@ from tqdm import tqdm
 from relattn import data as data_lib
 from relattn.training import records
 from relattn.training.checkpoint import CheckpointWriter, checkpoint_steps, restore
-from relattn.training.config import check_config, complete, differences, to_json
-from relattn.training.damage import read_latest, set_damaged_aside
+from relattn.training.config import check_config, to_json
+from relattn.training.damage import set_damaged_aside
 from relattn.training.distributed import (
     all_preempted,
     barrier,
@@ -28,7 +28,7 @@ from relattn.training.distributed import (
     is_primary,
     primary_first,
 )
-from relattn.training.errors import PreemptedError, WorkdirError
+from relattn.training.errors import PreemptedError
 from relattn.training.evaluator import Evaluator
 from relattn.training.history import BEST_METRICS, History, score
 from relattn.training.lock import lock_workdir
@@ -37,9 +37,10 @@ from relattn.training.mesh import make_parallel
 from relattn.training.metrics import MetricsLog, Row
 from relattn.training.parallel import Parallel
 from relattn.training.results import final_results, words
-from relattn.training.run import CHECKPOINTS, check_labels
+from relattn.training.resume import check_same_data, read_saved
+from relattn.training.run import CHECKPOINTS
 from relattn.training.seeds import train_loader
-from relattn.training.signals import on_sigterm
+from relattn.training.signals import Preemption
 from relattn.training.step import Metrics
 from relattn.training.task import Task
 from relattn.training.window import (
@@ -56,6 +57,7 @@ def train_and_evaluate(
     config: ConfigDict,
     workdir: str | Path,
     *,
+    data: data_lib.DataSource | None = None,
     devices: Sequence[jax.Device] | None = None,
     on_step: Callable[[int], None] | None = None,
 ) -> dict[str, Any]:
@@ -68,7 +70,9 @@ def train_and_evaluate(
             ``result.json``. The same command on it goes on from its last intact
             checkpoint and ends with the parameters of a run never interrupted; later
             checkpoints, which are damaged, are renamed to ``<step>.damaged``.
-        devices: Those to use; all local ones by default.
+        data: What to train on, instead of what ``config.data`` names; the same at every
+            start.
+        devices: Those to use; all by default.
         on_step: Called after each update was started, with the number of updates.
 
     Returns:
@@ -86,8 +90,9 @@ def train_and_evaluate(
             cannot be written.
         NonFiniteLossError: If the loss or its gradient is NaN or infinite in more than
             ``config.max_skipped_updates`` updates of a seed.
-        PreemptedError: If SIGTERM came, in the main thread; a checkpoint is written
-            after the update under way, and the evaluation if one is due there.
+        PreemptedError: If SIGTERM came, in the main thread, or in the updates Ctrl-C:
+            there a checkpoint is written after the update under way, and the evaluation
+            if one is due.
     """
     check_config(config)
     parallel = make_parallel(config, devices)
@@ -96,21 +101,26 @@ def train_and_evaluate(
     )
     parallel.check_batch("config.eval_batch_size", config.eval_batch_size)
     workdir = records.usable_workdir(workdir)
-    with contextlib.ExitStack() as stack:
+    # Several processes must agree on the step: JAX handles their signals.
+    preemption = Preemption(handles=jax.process_count() == 1)
+    with preemption.handled(), contextlib.ExitStack() as stack:
         # One process locks for all.
         from_primary(lambda: stack.enter_context(lock_workdir(workdir)))
-        return _run(config, workdir, parallel, on_step)
+        check_shared(workdir)
+        return _run(config, workdir, data, parallel, preemption, on_step)
 
 
 def _run(
     config: ConfigDict,
     workdir: Path,
+    data: data_lib.DataSource | None,
     parallel: Parallel,
+    preemption: Preemption,
     on_step: Callable[[int], None] | None,
 ) -> dict[str, Any]:
-    check_shared(workdir)
-    saved = from_primary(lambda: _saved(workdir, config))
-    data = primary_first(lambda: data_lib.load_data(config.data))
+    saved = from_primary(lambda: read_saved(workdir, config))
+    if data is None:
+        data = primary_first(lambda: data_lib.load_data(config.data))
     if not len(data.eval_splits["validation"]):
         raise ValueError(
             "config.data.num_validation must be at least 1: the best checkpoint is "
@@ -118,35 +128,18 @@ def _run(
         )
     if saved:
         checkpoint = workdir / CHECKPOINTS / str(saved["step"])
-        check_labels(data_lib.read_info(saved["data"]), data.info, checkpoint)
+        check_same_data(data_lib.read_info(saved["data"]), data.info, checkpoint)
     task = Task.build(config, data.info)
     warn_if_too_large(
         parallel.local_shapes(task.abstract_state), parallel.local_devices
     )
-    loop = _Loop(task, data, parallel, workdir, saved)
+    loop = _Loop(task, data, parallel, preemption, workdir, saved)
     loop.announce()
     if not loop.finished:
-        # Several processes must agree on the step: JAX handles their signals.
-        alone = jax.process_count() == 1
-        with on_sigterm(loop.preempt) if alone else contextlib.nullcontext(), loop:
+        with preemption.updates(), loop:
             loop.train(on_step)
         barrier("trained")
     return loop.finish()
-
-
-def _saved(workdir: Path, config: ConfigDict) -> dict[str, Any] | None:
-    """The meta of the latest intact checkpoint, if the run is of this config."""
-    latest = read_latest(workdir / CHECKPOINTS)
-    if latest is None:
-        return None
-    step, meta = latest
-    differing = differences(to_json(complete(meta["config"])), to_json(config))
-    if differing:
-        raise WorkdirError(
-            f"--workdir {workdir} holds a run of another configuration "
-            f"({'; '.join(differing)}): choose another directory or the same values"
-        )
-    return {**meta, "step": step}
 
 
 class _Loop:
@@ -157,6 +150,7 @@ class _Loop:
         task: Task,
         data: data_lib.DataSource,
         parallel: Parallel,
+        preemption: Preemption,
         workdir: Path,
         saved: dict[str, Any] | None,
     ):
@@ -164,7 +158,7 @@ class _Loop:
         self.data = data
         self.parallel = parallel
         self.workdir = workdir
-        self.preempted = False
+        self.preemption = preemption
         self.histories = [History() for _ in task.seeds]
         if saved:
             self.histories = History.list_from_json(saved["history"])
@@ -245,10 +239,6 @@ class _Loop:
             f"{device.device_kind}."
         )
 
-    def preempt(self, *signal: Any) -> None:
-        """Makes training end after the update under way, with a checkpoint."""
-        self.preempted = True
-
     def train(self, on_step: Callable[[int], None] | None) -> None:
         """Updates until the last step or early stopping."""
         config, task = self.task.config, self.task
@@ -285,8 +275,8 @@ class _Loop:
                 at_end = done == task.num_steps
                 evaluating = at_end or done % eval_every == 0
                 every = config.checkpoint_every_steps
-                stopping = self.preempted or all_preempted(done)
-                saving = evaluating or stopping or bool(every and done % every == 0)
+                came = self.preemption.came or "SIGTERM" * all_preempted(done)
+                saving = evaluating or came or bool(every and done % every == 0)
                 if not saving and done % config.log_every_steps:
                     continue
                 window = self._fetch(pending, done)
@@ -314,12 +304,13 @@ class _Loop:
                         self.log.write(done, row)
                 if saving:
                     self._save(done, scores)
-                if stopping:
+                if came:
                     raise PreemptedError(
-                        f"SIGTERM came, so training ended at step {done} of "
+                        f"{came} came, so training ended at step {done} of "
                         f"{task.num_steps} with {self.checkpoints / str(done)}; the "
                         "same command goes on from there",
                         done,
+                        by_hand=came == "SIGINT",
                     )
                 window_start = time.perf_counter()
                 if at_end or self.stopped_early:

@@ -72,14 +72,14 @@ def make_train_step(
         accumulate_steps: Equal parts that a device takes its batch in, one after the
             other, in the memory of one part; the update is that of the whole batch.
         skip_non_finite: Whether an update whose loss or gradient, meaned over the
-            devices, is not finite changes nothing but the step and what follows from
-            it, the projections.
+            devices, or whose change of the parameters is not finite changes nothing but
+            the step and what follows from it, the projections.
         axis_name: The axis of the devices, under a parallel map; None for one device.
 
     Returns:
         The function; its metrics are ``loss``, ``accuracy``, ``grad_norm`` (before
-        clipping) and the scalars that the model sows as ``intermediates``, means over
-        the global batch.
+        clipping), ``update_norm`` (of what is added to the parameters) and the scalars
+        that the model sows as ``intermediates``, means over the global batch.
 
     Raises:
         ValueError: If ``redraw_every`` or ``accumulate_steps`` is out of range.
@@ -97,7 +97,7 @@ def make_train_step(
         >>> batch = {"image": jnp.ones((5, 2, 2, 1)), "label": jnp.arange(5) % 3}
         >>> state, metrics = step(state, batch, key)
         >>> int(state.step), sorted(metrics)
-        (1, ['accuracy', 'grad_norm', 'loss'])
+        (1, ['accuracy', 'grad_norm', 'loss', 'update_norm'])
     """
     if redraw_every < 0:
         raise ValueError(
@@ -153,6 +153,7 @@ def make_train_step(
         grads, metrics, batch_stats = results
         metrics["grad_norm"] = optax.tree.norm(grads)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        metrics["update_norm"] = optax.tree.norm(updates)
         step = state.step + 1
         new_state = TrainState(
             step=step,
@@ -162,7 +163,8 @@ def make_train_step(
             batch_stats=batch_stats,
         )
         if skip_non_finite:
-            finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(metrics["grad_norm"])
+            norms = [metrics[name] for name in ("loss", "grad_norm", "update_norm")]
+            finite = jnp.isfinite(jnp.stack(norms)).all()
             new_state = _select(finite, new_state, state)
         return new_state, metrics
 

@@ -17,6 +17,9 @@ from relattn.training.task import Task
 
 Window = dict[str, np.ndarray]
 
+# Metrics that are finite in a good update, and what they are of.
+_FINITE = {"loss": "loss", "grad_norm": "gradient", "update_norm": "update"}
+
 
 def stack(fetched: Sequence[dict[str, np.ndarray]], num_seeds: int) -> Window:
     """The metrics of updates as arrays ``[updates, seeds]``.
@@ -40,7 +43,7 @@ def stack(fetched: Sequence[dict[str, np.ndarray]], num_seeds: int) -> Window:
 
 
 def is_finite(window: Window) -> np.ndarray:
-    """Which updates ``[updates, seeds]`` have a finite loss and gradient.
+    """Which updates ``[updates, seeds]`` are finite: loss, gradient and change.
 
     Args:
         window: As `stack` returns it.
@@ -49,11 +52,12 @@ def is_finite(window: Window) -> np.ndarray:
         Booleans.
 
     Example:
-        >>> window = {"loss": np.array([[1.0], [np.nan]]), "grad_norm": np.ones((2, 1))}
+        >>> loss, norm = np.array([[1.0], [np.nan]]), np.ones((2, 1))
+        >>> window = {"loss": loss, "grad_norm": norm, "update_norm": norm}
         >>> is_finite(window).tolist()
         [[True], [False]]
     """
-    return np.isfinite(window["loss"]) & np.isfinite(window["grad_norm"])
+    return np.all([np.isfinite(window[name]) for name in _FINITE], axis=0)
 
 
 def summaries(
@@ -127,18 +131,17 @@ def non_finite_error(
         The error.
     """
     step = done - len(window["loss"]) + 1 + update
-    name = "loss" if not np.isfinite(window["loss"][update, index]) else "grad_norm"
-    what = "loss" if name == "loss" else "gradient"
+    name = next(n for n in _FINITE if not np.isfinite(window[n][update, index]))
     skipped = task.config.max_skipped_updates
     after = f" after {skipped} skipped updates" if skipped else ""
     of_seed = f" of seed {task.seeds[index]}" if len(task.seeds) > 1 else ""
     kept = "no checkpoint was written before it"
     if last is not None:
         kept = f"the last good checkpoint is {last}"
+    what, value = _FINITE[name], float(window[name][update, index])
     return NonFiniteLossError(
-        f"the {what}{of_seed} is {float(window[name][update, index])} at step {step}"
-        f"{after}; {kept}. Lower config.optimizer.learning_rate or set "
-        "config.optimizer.clip_norm, with a new --workdir, or go on with a larger "
-        "config.max_skipped_updates",
+        f"the {what}{of_seed} is {value} at step {step}{after}; {kept}. Lower "
+        "config.optimizer.learning_rate or set config.optimizer.clip_norm, with a new "
+        "--workdir, or go on with a larger config.max_skipped_updates",
         step,
     )

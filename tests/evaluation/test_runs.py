@@ -1,3 +1,4 @@
+import contextlib
 import os
 import signal
 import sys
@@ -133,3 +134,14 @@ def test_a_training_that_ignores_sigterm_is_killed(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         train([training], jobs=1)
     assert training.process.returncode == -signal.SIGKILL
+
+
+def test_processes_are_in_groups_of_their_own(tmp_path, monkeypatch):
+    """Ctrl-C reaches the group of the study alone, which then ends them by SIGTERM."""
+    monkeypatch.setattr(sys, "executable", "true")
+    training = Training("banded", CONFIG, tmp_path)
+    training.start(None)
+    with contextlib.suppress(ProcessLookupError):
+        assert os.getpgid(training.process.pid) == training.process.pid
+    training.process.wait()
+    training.bar.close()

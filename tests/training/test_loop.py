@@ -1,8 +1,10 @@
+import dataclasses
 import json
 
 import chex
 import jax
 import numpy as np
+import optax
 import pytest
 
 from relattn import data as data_lib
@@ -198,6 +200,75 @@ def test_a_non_finite_loss_names_its_step(
     assert error.value.step == 8
     assert checkpoint_steps(tmp_path / run_lib.CHECKPOINTS) == [5]
     assert training.load_run(tmp_path).step == 5
+
+
+@pytest.mark.parametrize("skipped", [0, 3])
+def test_parameters_that_are_not_finite_are_never_saved(
+    config, tmp_path, one_device, monkeypatch, skipped
+):
+    """Loss and gradient are finite where the optimiser makes NaN of them."""
+
+    def make_optimizer(*args):
+        def update(grads, state, params=None):
+            scale = jax.numpy.where(state.count == 7, jax.numpy.nan, -0.01)
+            count = optax.ScaleByScheduleState(state.count + 1)
+            return jax.tree.map(lambda x: scale * x, grads), count
+
+        return optax.GradientTransformation(
+            lambda params: optax.ScaleByScheduleState(jax.numpy.int32(0)), update
+        )
+
+    monkeypatch.setattr(task_lib, "make_optimizer", make_optimizer)
+    config.update(checkpoint_every_steps=1, max_skipped_updates=skipped)
+    with pytest.raises(
+        training.NonFiniteLossError,
+        match=rf"the update is nan at step {8 + skipped}.*last good checkpoint is .*/"
+        rf"{7 + skipped}\.",
+    ):
+        training.train_and_evaluate(config, tmp_path, devices=one_device)
+    chex.assert_tree_all_finite(final_state(tmp_path).params)
+
+
+def test_data_that_changed_are_refused(config, tmp_path, one_device, monkeypatch):
+    with pytest.raises(Interrupted):
+        training.train_and_evaluate(
+            config, tmp_path, devices=one_device, on_step=interrupt_at(7)
+        )
+    data = make_data()
+    fewer = dataclasses.replace(
+        data, train=data_lib.ImageSplit(data.train.images[1:], data.train.labels[1:])
+    )
+    brighter = dataclasses.replace(data, mean=data.mean * 1.1)
+    before = sorted(tmp_path.rglob("*"))
+    for other, what in ((fewer, "num_train: "), (brighter, "mean: ")):
+        with pytest.raises(
+            training.CheckpointError, match=f"was trained on other data .{what}"
+        ):
+            training.train_and_evaluate(
+                config, tmp_path, data=other, devices=one_device
+            )
+    assert sorted(tmp_path.rglob("*")) == before
+    moved = dataclasses.replace(data, origin="another folder")
+    training.train_and_evaluate(config, tmp_path, data=moved, devices=one_device)
+
+
+def test_a_best_checkpoint_that_is_damaged_is_found_before_any_work(
+    config, tmp_path, one_device
+):
+    config.checkpoint_every_steps = 4
+    with pytest.raises(Interrupted):
+        training.train_and_evaluate(
+            config, tmp_path, devices=one_device, on_step=interrupt_at(14)
+        )
+    folder = tmp_path / run_lib.CHECKPOINTS
+    latest = checkpoint_steps(folder)[-1]
+    best = read_meta(folder, latest)["history"]["best_step"]
+    assert best != latest
+    manifest = folder / str(best) / "manifest.json"
+    manifest.unlink()
+    with pytest.raises(training.CheckpointError, match=f"{best}/manifest.json is miss"):
+        training.train_and_evaluate(config, tmp_path, devices=one_device)
+    assert checkpoint_steps(folder)[-1] == latest
 
 
 def test_a_huge_learning_rate_is_caught(config, tmp_path, one_device):

@@ -12,7 +12,8 @@ import jax
 import numpy as np
 import pytest
 
-from relattn import training
+from relattn import data, training
+from relattn.training import loop
 from relattn.training.checkpoint import checkpoint_steps
 from relattn.training.metrics import read_rows
 from tests.training.interrupted import final_state, untimed
@@ -34,10 +35,10 @@ def get_config():
 """
 
 
-def sigterm_at(step):
+def signal_at(step, number=signal.SIGTERM):
     def on_step(done):
         if done == step:
-            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), number)
 
     return on_step
 
@@ -57,7 +58,7 @@ def test_a_preempted_run_ends_as_one_never_interrupted(
             match=rf"ended at step {step} of 15 with .*/{step}; the same command goes",
         ) as error:
             training.train_and_evaluate(
-                config, parts, devices=one_device, on_step=sigterm_at(step)
+                config, parts, devices=one_device, on_step=signal_at(step)
             )
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
     finally:
@@ -68,6 +69,43 @@ def test_a_preempted_run_ends_as_one_never_interrupted(
     actual = training.train_and_evaluate(config, parts, devices=one_device)
     assert untimed(actual) == untimed(expected)
     jax.tree.map(np.testing.assert_array_equal, final_state(parts), final_state(whole))
+
+
+@pytest.mark.usefixtures("tiny")
+def test_ctrl_c_saves_and_a_second_one_interrupts(config, tmp_path, one_device):
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(training.PreemptedError, match="SIGINT came, .*at step 3 ") as e:
+        training.train_and_evaluate(
+            config, tmp_path, devices=one_device, on_step=signal_at(3, signal.SIGINT)
+        )
+    assert e.value.by_hand and checkpoint_steps(tmp_path / "checkpoints") == [3]
+
+    def twice(done):
+        for _ in range(2):
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        training.train_and_evaluate(config, tmp_path, devices=one_device, on_step=twice)
+    assert checkpoint_steps(tmp_path / "checkpoints") == [3]
+    assert signal.getsignal(signal.SIGINT) == before
+
+
+@pytest.mark.usefixtures("tiny")
+@pytest.mark.parametrize("when", ["load_data", "final_results"])
+def test_sigterm_outside_of_the_updates(
+    config, tmp_path, one_device, monkeypatch, when
+):
+    place = data if when == "load_data" else loop
+    function = getattr(place, when)
+
+    def interrupted(*arguments):
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(place, when, interrupted)
+    with pytest.raises(training.PreemptedError, match="nothing is lost: the same"):
+        training.train_and_evaluate(config, tmp_path, devices=one_device)
+    monkeypatch.setattr(place, when, function)
+    assert training.train_and_evaluate(config, tmp_path, devices=one_device)
 
 
 @pytest.mark.usefixtures("tiny")

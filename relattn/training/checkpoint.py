@@ -1,9 +1,11 @@
 """Checkpoints: written in the background by orbax, verified before they are read.
 
 ``checkpoints/<step>/`` holds ``state`` (arrays), ``meta`` (JSON: the configuration, the
-data, the history of the run, the arrays' paths and shapes) and ``manifest.json``, the
-SHA-256 of every file. A folder without its final name is incomplete and ignored, and so
-is ``<step>.damaged``, a checkpoint that training has set aside.
+data, the history of the run, the arrays' paths and shapes), ``metrics`` (JSON: the
+scores) and ``manifest.json``, the SHA-256 of every file in these three folders. Orbax
+writes the files beside them last; nothing here needs those, so they are not verified. A
+folder without its final name is incomplete and ignored, and so is ``<step>.damaged``, a
+checkpoint that training has set aside.
 """
 
 from __future__ import annotations
@@ -22,12 +24,14 @@ import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
 
+from relattn import spec
+from relattn.training.aside import DAMAGED
 from relattn.training.errors import CheckpointError, DamagedError
+from relattn.training.meta import check_meta
 from relattn.training.storage import quiet_orbax, system_error
 
 MANIFEST = "manifest.json"
 _INCOMPLETE = ".orbax-checkpoint-tmp"
-DAMAGED = ".damaged"
 
 # Below any score: a state that was not evaluated.
 _NO_SCORE = -1e30
@@ -122,9 +126,7 @@ class CheckpointWriter:
         # Orbax calls this just before it gives the folder its final name.
         unfinished = sorted(self.folder.glob(f"{self._step}{_INCOMPLETE}*"))
         folder = unfinished[0] if unfinished else self.folder / str(self._step)
-        # Orbax still writes the commit's time into the files outside of the items.
-        files = sorted(path for path in folder.glob("*/**/*") if path.is_file())
-        sums = {path.relative_to(folder).as_posix(): sha256(path) for path in files}
+        sums = {name: sha256(path) for name, path in _files(folder).items()}
         (folder / MANIFEST).write_text(json.dumps(sums, indent=1))
 
     def close(self) -> None:
@@ -162,6 +164,13 @@ class CheckpointWriter:
             ) from error
 
 
+def _files(checkpoint: Path) -> dict[str, Path]:
+    """The files of a checkpoint that its manifest lists, by name."""
+    # Orbax still writes the commit's time into the files outside of the items.
+    files = sorted(path for path in checkpoint.glob("*/**/*") if path.is_file())
+    return {path.relative_to(checkpoint).as_posix(): path for path in files}
+
+
 def sha256(path: Path) -> str:
     """The SHA-256 of a file, as manifests have it."""
     with path.open("rb") as file:
@@ -190,13 +199,18 @@ def checkpoint_steps(folder: Path) -> list[int]:
         raise CheckpointError(f"{folder} is a file, not a folder of checkpoints")
     steps = []
     for entry in folder.iterdir():
-        if entry.name.isdigit() and entry.is_dir():
+        if _is_step(entry.name) and entry.is_dir():
             steps.append(int(entry.name))
         elif not _is_ignored(entry.name):
             raise CheckpointError(
-                f"{entry} is no checkpoint of relattn: choose another --workdir"
+                f"{entry} is no checkpoint of relattn: move it out of {folder}"
             )
     return sorted(steps)
+
+
+def _is_step(name: str) -> bool:
+    # Neither "²", which is a digit to Python, nor "007", which is no name of step 7.
+    return name.isascii() and name.isdigit() and name == str(int(name))
 
 
 def _is_ignored(name: str) -> bool:
@@ -214,9 +228,17 @@ def read_meta(folder: Path, step: int) -> dict[str, Any]:
         The ``meta`` given to `CheckpointWriter.save`, and ``arrays``.
 
     Raises:
-        CheckpointError: If a file is missing or damaged; it names the file.
+        DamagedError: If a file is missing, damaged or not in the manifest; it names the
+            file.
+        CheckpointError: If this version of relattn does not understand what was saved.
     """
     checkpoint = folder / str(step)
+    _verify(checkpoint)
+    return _read_meta(checkpoint)
+
+
+def _verify(checkpoint: Path) -> None:
+    """Raises unless the manifest lists every file with its SHA-256, and no other."""
     manifest = checkpoint / MANIFEST
     if not manifest.is_file():
         raise DamagedError(
@@ -224,16 +246,21 @@ def read_meta(folder: Path, step: int) -> dict[str, Any]:
             "relattn"
         )
     try:
-        sums = dict(json.loads(manifest.read_bytes()))
-    except (ValueError, TypeError) as error:
+        sums = json.loads(manifest.read_bytes())
+    except (ValueError, RecursionError) as error:
         raise DamagedError(f"{manifest} is damaged") from error
-    for name, expected in sums.items():
-        path = checkpoint / name
-        if not path.is_file():
-            raise DamagedError(f"{path} is missing from the checkpoint")
-        if sha256(path) != expected:
+    if not isinstance(sums, dict):
+        raise DamagedError(f"{manifest} is damaged (it is {spec.shorten(sums)})")
+    files = _files(checkpoint)
+    for name in sums:
+        if name not in files:
+            shown = checkpoint / spec.shorten(name).strip("'")
+            raise DamagedError(f"{shown} is missing from the checkpoint")
+    for name, path in files.items():
+        if name not in sums:
+            raise DamagedError(f"{path} is missing from {manifest}")
+        if sha256(path) != sums[name]:
             raise DamagedError(f"{path} is damaged (its SHA-256 is not the manifest's)")
-    return _read_meta(checkpoint)
 
 
 def restore(folder: Path, step: int, template: Any) -> Any:
@@ -252,6 +279,7 @@ def restore(folder: Path, step: int, template: Any) -> Any:
 
     Raises:
         CheckpointError: If paths, shapes or dtypes differ; it names them.
+        DamagedError: If the files do not hold what ``meta`` says.
     """
     checkpoint = folder / str(step)
     stored = _read_meta(checkpoint)["arrays"]
@@ -295,7 +323,8 @@ def _read_meta(checkpoint: Path) -> dict[str, Any]:
     reader = ocp.Checkpointer(
         ocp.CompositeCheckpointHandler(), multiprocessing_options=alone
     )
-    return _read(reader, checkpoint, meta=ocp.args.JsonRestore())["meta"]
+    meta = _read(reader, checkpoint, meta=ocp.args.JsonRestore())["meta"]
+    return check_meta(meta, checkpoint)
 
 
 def _read(reader: ocp.Checkpointer, checkpoint: Path, **args: Any) -> Any:

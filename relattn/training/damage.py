@@ -7,8 +7,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from relattn.training.aside import name_aside
 from relattn.training.checkpoint import (
-    DAMAGED,
     MANIFEST,
     checkpoint_steps,
     rank,
@@ -31,7 +31,8 @@ def read_latest(folder: Path) -> tuple[int, dict[str, Any]] | None:
 
     Raises:
         CheckpointError: If there are checkpoints and none is intact; it names what is
-            damaged of the latest.
+            damaged of the latest. If the latest intact one is of a run that this
+            version of relattn does not understand.
 
     Example:
         >>> read_latest(Path("no/such/folder")) is None
@@ -65,11 +66,7 @@ def set_damaged_aside(folder: Path, latest: int) -> None:
     for step in checkpoint_steps(folder):
         checkpoint = folder / str(step)
         if step > latest or _has_damaged_scores(checkpoint):
-            aside, number = folder / f"{step}{DAMAGED}", 1
-            while aside.exists():
-                number += 1
-                aside = folder / f"{step}{DAMAGED}{number}"
-            checkpoint.rename(aside)
+            checkpoint.rename(name_aside(checkpoint))
 
 
 def _has_damaged_scores(checkpoint: Path) -> bool:
@@ -78,10 +75,12 @@ def _has_damaged_scores(checkpoint: Path) -> bool:
         # Left by a run that was killed as it removed the checkpoint.
         return False
     try:
-        rank(json.loads(path.read_bytes()))
+        value, _ = rank(json.loads(path.read_bytes()))
+        if not isinstance(value, int | float):
+            return True
         sums = json.loads((checkpoint / MANIFEST).read_bytes())
         return sums[_SCORES] != sha256(path)
     except FileNotFoundError:
         return False
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, RecursionError):
         return True

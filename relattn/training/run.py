@@ -17,12 +17,13 @@ from ml_collections import ConfigDict
 from relattn import models
 from relattn.data import DataInfo, EvalSplit, input_shape, read_info
 from relattn.training.checkpoint import checkpoint_steps, read_meta, restore
-from relattn.training.config import complete
+from relattn.training.config import check_config, complete
 from relattn.training.damage import read_latest
 from relattn.training.errors import CheckpointError
 from relattn.training.evaluator import Evaluator
 from relattn.training.history import BEST_METRICS, History, score
 from relattn.training.mesh import make_parallel
+from relattn.training.meta import understanding
 from relattn.training.metrics import read_rows
 from relattn.training.seeds import seeds_of, select
 from relattn.training.step import Batch
@@ -86,7 +87,8 @@ def load_run(
     Raises:
         ValueError: If ``checkpoint`` is neither, the model cannot see images of another
             size, or the seed was not trained.
-        CheckpointError: If there is no intact checkpoint, or the best is damaged.
+        CheckpointError: If there is no intact checkpoint, the best is damaged, or its
+            model cannot be built.
     """
     if checkpoint not in ("best", "latest"):
         raise ValueError(f"checkpoint must be 'best' or 'latest', got {checkpoint!r}")
@@ -108,8 +110,11 @@ def load_run(
         if history.best_step not in (None, step):
             step = history.best_step
             read_meta(folder, step)
-    task = Task.build(config, info)
-    state = restore(folder, step, task.abstract_state)
+    with understanding(folder / str(step)):
+        check_config(config)
+        task = Task.build(config, info)
+        template = task.abstract_state
+    state = restore(folder, step, template)
     variables = select(state, index, len(seeds)).variables
     config.update(seed=seed, num_seeds=1)
     if image_size is not None:

@@ -1,3 +1,5 @@
+import dataclasses
+import hashlib
 import json
 import shutil
 
@@ -7,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 
+from relattn.data import TextInfo
 from relattn.training import CheckpointError, TrainState
 from relattn.training.checkpoint import (
     MANIFEST,
@@ -15,6 +18,10 @@ from relattn.training.checkpoint import (
     read_meta,
     restore,
 )
+from relattn.training.errors import DamagedError
+
+INFO = TextInfo("a text", "bytes", 256, 7, 200, "somewhere")
+META = {"config": {}, "data": dataclasses.asdict(INFO), "history": {}}
 
 
 def make_state(step, width=5):
@@ -36,7 +43,7 @@ def make_state(step, width=5):
 def save(folder, accuracies):
     writer = CheckpointWriter(folder)
     for step, accuracy in accuracies.items():
-        writer.save(step, make_state(step), {"note": [step]}, [accuracy])
+        writer.save(step, make_state(step), {**META, "note": [step]}, [accuracy])
     writer.close()
 
 
@@ -141,17 +148,113 @@ def test_a_foreign_checkpoint_is_refused(folder):
     (folder / "8" / "weights.bin").write_bytes(b"weights")
     with pytest.raises(CheckpointError, match=r"8/manifest.json is missing"):
         read_meta(folder, 8)
-    (folder / "7" / MANIFEST).write_text("{")
-    with pytest.raises(CheckpointError, match=r"7/manifest.json is damaged"):
+
+
+@pytest.mark.parametrize("text", ["", "{", "\xff", "5", "[[1, 2]]", "[" * 100000])
+def test_a_manifest_that_is_none(folder, text):
+    (folder / "7" / MANIFEST).write_bytes(text.encode("latin1"))
+    with pytest.raises(DamagedError, match=r"7/manifest.json is damaged"):
         read_meta(folder, 7)
 
 
-def test_a_manifest_that_lies_does_not_help(folder):
-    meta = folder / "7" / "meta" / "metadata"
-    meta.write_text("{")
-    (folder / "7" / MANIFEST).write_text(json.dumps({}))
-    with pytest.raises(CheckpointError, match=r"7 cannot be read"):
+@pytest.mark.parametrize("name", ["meta/metadata", "state/_METADATA"])
+def test_every_file_must_be_in_the_manifest(folder, name):
+    manifest = folder / "7" / MANIFEST
+    sums = json.loads(manifest.read_text())
+    del sums[name]
+    manifest.write_text(json.dumps(sums))
+    with pytest.raises(DamagedError, match=rf"/{name} is missing from .*manifest.json"):
         read_meta(folder, 7)
+
+
+def test_the_manifest_does_not_lead_out_of_the_checkpoint(folder):
+    manifest = folder / "7" / MANIFEST
+    sums = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps({**sums, "../../secret": ""}))
+    with pytest.raises(DamagedError, match="secret is missing from the checkpoint"):
+        read_meta(folder, 7)
+
+
+def forge(checkpoint, meta):
+    """Rewrites what a checkpoint says, and its SHA-256."""
+    path, manifest = checkpoint / "meta" / "metadata", checkpoint / MANIFEST
+    path.write_text(json.dumps(meta))
+    sums = json.loads(manifest.read_text())
+    sums["meta/metadata"] = hashlib.sha256(path.read_bytes()).hexdigest()
+    manifest.write_text(json.dumps(sums))
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (dict.fromkeys(["config"]), "config is None"),
+        ({"config": 5}, "config is 5"),
+        ({"data": [1]}, r"data is \[1\]"),
+        ({"history": "x"}, "history is 'x'"),
+        ({"history": [5]}, "history has 5"),
+        ({"arrays": [1]}, r"arrays is \[1\]"),
+        ({"arrays": {"w": 5}}, r"arrays has \{'w': 5\}"),
+        ({"history": {"best_step": "../../x"}}, "best_step is '../../x'"),
+        ({"history": {"best_step": True}}, "best_step is True"),
+        ({"history": {"seconds": "x"}}, "'seconds' is 'x'"),
+        ({"history": {"best": 5}}, "best is 5"),
+        ({"history": {"best": {"loss": []}}}, r"'loss' is \[\]"),
+        ({"history": {"best_step": 10**300}}, "best_step is 1000"),
+    ],
+)
+def test_meta_of_another_type(folder, change, problem):
+    forge(folder / "7", {**read_meta(folder, 7), **change})
+    with pytest.raises(DamagedError, match=rf"metadata is damaged \({problem}"):
+        read_meta(folder, 7)
+
+
+@pytest.mark.parametrize("name", ["config", "data", "history", "arrays"])
+def test_meta_that_lacks_something(folder, name):
+    meta = read_meta(folder, 7)
+    del meta[name]
+    forge(folder / "7", meta)
+    with pytest.raises(DamagedError, match=rf"metadata is damaged \({name} is missing"):
+        read_meta(folder, 7)
+
+
+def test_meta_that_is_no_object(folder):
+    forge(folder / "7", [1])
+    with pytest.raises(DamagedError, match=r"metadata is damaged \(it is \[1\]\)"):
+        read_meta(folder, 7)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"config": {"model": 5}}, ".*"),
+        ({"config": {"seed": "x"}}, "TypeError"),
+        ({"config": {"num_seeds": 0}}, "1 seeds with num_seeds=0"),
+        ({"config": {"num_seeds": 10**9}}, "1 seeds with num_seeds=1000000000"),
+        ({"history": []}, "0 seeds with num_seeds=1"),
+        ({"history": {"zz": 1}}, "TypeError: .*'zz'"),
+        ({"history": {"best": {}, "best_step": 7}}, "KeyError: 'loss'"),
+        ({"data": {**META["data"], "kind": "x"}}, "KeyError: 'x'"),
+        ({"data": {**META["data"], "z": "x"}}, "TypeError: .*'z'"),
+        ({"data": {"name": "a text"}}, "TypeError: .*missing"),
+    ],
+)
+def test_meta_that_makes_no_sense(folder, change, problem):
+    forge(folder / "7", {**read_meta(folder, 7), **change})
+    with pytest.raises(
+        CheckpointError,
+        match=rf"/7 says what this version of relattn cannot use \({problem}.*\): load",
+    ) as raised:
+        read_meta(folder, 7)
+    assert len(str(raised.value).splitlines()) == 1
+
+
+def test_meta_of_earlier_versions(folder):
+    meta = read_meta(folder, 7)
+    images = {"name": "a", "class_names": ["b", "c"], "image_shape": [5, 3, 1]}
+    images |= {"mean": [0.5], "std": [0.5], "num_train": 5, "origin": "somewhere"}
+    history = {"best_accuracy": 0.5, "best_loss": 2.0, "best_step": 7}
+    forge(folder / "7", {**meta, "data": images, "history": history})
+    assert read_meta(folder, 7)["history"] == history
 
 
 def test_another_model_is_refused_with_the_differing_paths(folder):
@@ -171,7 +274,7 @@ def test_a_checkpoint_of_before_there_were_statistics(tmp_path):
     before = {name: value for name, value in vars(state).items() if value != {}}
     assert set(before) == {"step", "params", "opt_state"}
     writer = CheckpointWriter(tmp_path)
-    writer.save(7, before, {}, [0.5])
+    writer.save(7, before, META, [0.5])
     writer.close()
     jax.tree.map(np.testing.assert_array_equal, restore(tmp_path, 7, state), state)
     template = state.replace(batch_stats={"norm": {"mean": np.zeros(3, np.float32)}})
@@ -185,3 +288,15 @@ def test_a_file_in_place_of_the_folder(tmp_path):
     (tmp_path / "checkpoints").write_text("")
     with pytest.raises(CheckpointError, match="is a file, not a folder"):
         checkpoint_steps(tmp_path / "checkpoints")
+
+
+@pytest.mark.parametrize(
+    "name", ["notes.txt", "140 (copy)", "\N{SUPERSCRIPT TWO}", "07"]
+)
+def test_what_is_no_checkpoint_is_to_be_moved_away(folder, name):
+    (folder / name).mkdir()
+    with pytest.raises(CheckpointError) as raised:
+        checkpoint_steps(folder)
+    assert str(raised.value) == (
+        f"{folder / name} is no checkpoint of relattn: move it out of {folder}"
+    )

@@ -1,13 +1,20 @@
-"""Damage to checkpoints: the one before is used, and nothing is deleted."""
+"""Damage to checkpoints: the one before is used, and nothing is deleted.
 
+What is verified are the files in ``state``, ``meta`` and ``metrics``, and the manifest.
+Those beside them nothing needs.
+"""
+
+import json
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 
 from relattn.training import CheckpointError
-from relattn.training.checkpoint import MANIFEST, checkpoint_steps
+from relattn.training.checkpoint import MANIFEST, checkpoint_steps, restore
 from relattn.training.damage import read_latest, set_damaged_aside
-from tests.training.test_checkpoint import contents, save
+from tests.training.test_checkpoint import contents, make_state, save
 
 
 @pytest.fixture
@@ -47,6 +54,24 @@ def test_whatever_is_damaged_the_checkpoint_before_it_is_used(folder, damage):
     assert read_latest(folder)[0] == 11
 
 
+def empty(path):
+    path.write_bytes(b"")
+
+
+@pytest.mark.parametrize("damage", [truncate, flip, empty, Path.unlink])
+def test_files_beside_the_items_are_not_needed(folder, damage):
+    beside = [path for path in (folder / "7").iterdir() if path.is_file()]
+    assert "_CHECKPOINT_METADATA" in [path.name for path in beside]
+    for path in beside:
+        if path.name != MANIFEST:
+            damage(path)
+    assert read_latest(folder)[0] == 7
+    state = make_state(7)
+    jax.tree.map(np.testing.assert_array_equal, restore(folder, 7, state), state)
+    save(folder, {8: 0.4, 9: 0.3, 11: 0.2})
+    assert checkpoint_steps(folder) == [7, 9, 11]
+
+
 def test_several_damaged_checkpoints_are_named_and_the_latest_if_all_are(tmp_path):
     save(tmp_path, {5: 0.5, 7: 0.4, 11: 0.3})
     for step in (7, 11):
@@ -80,7 +105,20 @@ def test_damaged_checkpoints_are_set_aside_and_written_anew(folder):
     assert read_latest(folder)[0] == 11
 
 
-@pytest.mark.parametrize("damage", [truncate, flip])
+def write(text):
+    return lambda path: path.write_text(text)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        truncate,
+        flip,
+        write("[" * 100000),
+        write("5"),
+        write(json.dumps({"scores": "x"})),
+    ],
+)
 def test_an_earlier_checkpoint_with_damaged_scores_is_set_aside(folder, damage):
     save(folder, {11: 0.3})
     damage(folder / "7" / "metrics" / "metrics")

@@ -5,8 +5,10 @@ import numpy as np
 import pytest
 
 from relattn import training
+from relattn.training.checkpoint import read_meta
 from relattn.training.metrics import read_rows, write_text
 from tests.training.conftest import make_data
+from tests.training.test_checkpoint import forge
 
 pytestmark = pytest.mark.usefixtures("tiny")
 
@@ -90,6 +92,25 @@ def test_a_damaged_checkpoint_is_named_and_never_replaced_by_a_worse_one(
     write_text(tmp_path / "metrics.jsonl", "\n".join(map(json.dumps, rows)))
     with replaced, pytest.raises(training.CheckpointError, match=f"{name} is damaged"):
         training.load_run(tmp_path)
+
+
+def test_a_checkpoint_of_a_model_that_cannot_be_built(workdir):
+    folder = workdir / "checkpoints"
+    meta = read_meta(folder, 15)
+    changes = {
+        "unexpected keyword argument 'a'": {"model": {"a": 5}},
+        "config.batch_size must be at least 1, got 0": {"batch_size": 0},
+        "unknown config.a:": {"a": 5},
+    }
+    for problem, change in changes.items():
+        forge(folder / "15", {**meta, "config": {**meta["config"], **change}})
+        with pytest.raises(
+            training.CheckpointError,
+            match=rf"15 says what this version of relattn cannot use \(.*{problem}",
+        ) as raised:
+            training.load_run(workdir, "latest")
+        assert training.is_user_error(raised.value)
+        assert len(str(raised.value).splitlines()) == 1
 
 
 def test_an_empty_split(workdir):

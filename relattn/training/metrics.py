@@ -7,10 +7,12 @@ import io
 import json
 import os
 import re
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from relattn.training.aside import copy_aside
 from relattn.training.errors import writing
 from relattn.training.events import EventsFile
 
@@ -23,7 +25,8 @@ class MetricsLog:
     """Writes rows by step to ``metrics.jsonl``, ``metrics.csv`` and TensorBoard.
 
     Rows beyond the step that a run starts from are dropped first, so that a resumed
-    run leaves the rows of one never interrupted.
+    run leaves the rows of one never interrupted. A file with lines that cannot be read
+    is kept as ``metrics.jsonl.damaged``.
 
     Attributes:
         workdir: The run directory.
@@ -42,7 +45,14 @@ class MetricsLog:
         """Opens the files for a run that starts, or goes on, after ``start_step``."""
         self.workdir = workdir
         path = workdir / "metrics.jsonl"
-        rows = [row for row in read_rows(path) if row["step"] <= start_step]
+        rows, unreadable = _parse(path)
+        if unreadable:
+            warnings.warn(
+                f"{_describe(path, unreadable)}; the whole file is kept as "
+                f"{copy_aside(path)}",
+                stacklevel=2,
+            )
+        rows = [row for row in rows if row["step"] <= start_step]
         write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
         self._columns = list(dict.fromkeys(key for row in rows for key in row))
         self._rewrite_csv()
@@ -101,7 +111,10 @@ class MetricsLog:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of a ``metrics.jsonl``; a last line cut short by a crash is left out.
+    """The rows of a ``metrics.jsonl``.
+
+    A last line cut short by a crash is left out. Any other line that is no row is left
+    out too, with a warning.
 
     Args:
         path: The file; need not exist.
@@ -113,19 +126,46 @@ def read_rows(path: Path) -> list[Row]:
         >>> read_rows(Path("no/such/file"))
         []
     """
-    rows: list[Row] = []
-    if not path.exists():
-        return rows
-    for line in path.read_text().splitlines():
-        try:
-            rows.append(json.loads(line))
-        except ValueError:
-            break
+    rows, unreadable = _parse(path)
+    if unreadable:
+        warnings.warn(_describe(path, unreadable), stacklevel=2)
     return rows
 
 
+def _parse(path: Path) -> tuple[list[Row], list[int]]:
+    """The rows of a file, and the numbers of the lines that are none."""
+    rows: list[Row] = []
+    unreadable: list[int] = []
+    if not path.is_file():
+        return rows, unreadable
+    lines = path.read_bytes().split(b"\n")
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            row = None
+        if _is_row(row):
+            rows.append(row)
+        elif number < len(lines):
+            unreadable.append(number)
+    return rows, unreadable
+
+
+def _is_row(row: Any) -> bool:
+    return (
+        isinstance(row, dict)
+        and type(row.get("step")) is int
+        and all(isinstance(value, int | float) for value in row.values())
+    )
+
+
+def _describe(path: Path, unreadable: list[int]) -> str:
+    lines = ", ".join(map(str, unreadable[:5])) + ", ..." * (len(unreadable) > 5)
+    return f"{path} is damaged: rows that cannot be read are left out (line {lines})"
+
+
 def write_text(path: Path, text: str) -> None:
-    """Replaces a file by one with this text, all or nothing.
+    """Replaces a file by one with this text, all or nothing, even if power fails.
 
     Args:
         path: The file.
@@ -136,5 +176,9 @@ def write_text(path: Path, text: str) -> None:
     """
     temporary = path.with_name(path.name + ".tmp")
     with writing(path):
-        temporary.write_text(text)
+        with temporary.open("w") as file:
+            file.write(text)
+            file.flush()
+            # Or a file system may give the new name to a file still empty.
+            os.fsync(file.fileno())
         os.replace(temporary, path)

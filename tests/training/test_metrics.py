@@ -1,8 +1,10 @@
 import csv
+import os
 
+import pytest
 from tensorboardX.proto.event_pb2 import Event
 
-from relattn.training.metrics import MetricsLog, read_rows
+from relattn.training.metrics import MetricsLog, read_rows, write_text
 
 
 def read_csv(path):
@@ -30,6 +32,51 @@ def test_rows_beyond_the_resumed_step_are_dropped(tmp_path):
     rows = read_csv(tmp_path / "metrics.csv")
     assert [row["step"] for row in rows] == ["2", "4", "5", "6"]
     assert [row["validation_loss"] for row in rows] == ["", "", "8.0", ""]
+
+
+UNREADABLE = [b"5", b"{}", b'{"step": "2"}', b'{"step": 2, "a": []}', b"\xff", b""]
+UNREADABLE += [b'["step": 2}', b"[" * 100000]
+
+
+@pytest.mark.parametrize("line", UNREADABLE, ids=lambda line: repr(line[:20]))
+def test_a_line_that_cannot_be_read(tmp_path, line):
+    path = tmp_path / "metrics.jsonl"
+    content = b'%s\n{"step": 3}\n%s\n{"step": 5}\n' % (line, line)
+    path.write_bytes(content)
+    message = r"metrics.jsonl is damaged: rows that .* are left out \(line 1, 3\)"
+    with pytest.warns(UserWarning, match=message):
+        assert read_rows(path) == [{"step": 3}, {"step": 5}]
+    assert path.read_bytes() == content
+    for aside in ("metrics.jsonl.damaged", "metrics.jsonl.damaged2"):
+        path.write_bytes(content)
+        with pytest.warns(UserWarning, match=rf"{message}; .* kept as .*/{aside}$"):
+            MetricsLog(tmp_path, 3).close()
+        assert (tmp_path / aside).read_bytes() == content
+        assert read_rows(path) == [{"step": 3}]
+
+
+@pytest.mark.parametrize("line", [b"", b'{"step": 7, "tr', b"\xff"])
+def test_a_last_line_cut_short_is_no_damage(tmp_path, line):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 3}\n' + line)
+    assert read_rows(path) == [{"step": 3}]
+    MetricsLog(tmp_path, 7).close()
+    assert sorted(file.name for file in tmp_path.glob("metrics.jsonl*")) == [path.name]
+
+
+def test_a_file_is_on_the_disk_before_it_takes_the_place_of_another(
+    tmp_path, monkeypatch
+):
+    path, synced = tmp_path / "result.json", []
+    path.write_text("old")
+
+    def fsync(file):
+        synced.append((os.fstat(file).st_size, path.read_text()))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    write_text(path, "newer")
+    assert synced == [(5, "old")]
+    assert path.read_text() == "newer"
 
 
 def test_a_run_that_starts_anew_starts_empty(tmp_path):

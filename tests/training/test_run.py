@@ -113,6 +113,16 @@ def test_a_checkpoint_of_a_model_that_cannot_be_built(workdir):
         assert len(str(raised.value).splitlines()) == 1
 
 
+def test_metrics_that_are_damaged(workdir):
+    best = training.load_run(workdir).step
+    path = workdir / "metrics.jsonl"
+    content = path.read_bytes()
+    path.write_bytes(b"\xff\n5\n" + content)
+    with pytest.warns(UserWarning, match=r"rows that .* are left out \(line 1, 2\)"):
+        assert training.load_run(workdir).step == best
+    assert path.read_bytes() == b"\xff\n5\n" + content
+
+
 def test_an_empty_split(workdir):
     run = training.load_run(workdir)
     with pytest.raises(ValueError, match="the split is empty"):

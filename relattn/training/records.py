@@ -9,12 +9,14 @@ import json
 import platform
 import subprocess
 import tempfile
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from relattn.training.aside import copy_aside
 from relattn.training.config import to_json
 from relattn.training.errors import WorkdirError
 from relattn.training.metrics import write_text
@@ -58,6 +60,8 @@ def write_run_json(
 ) -> None:
     """Writes, or for a resumed run extends, ``run.json``.
 
+    One that cannot be read is kept as ``run.json.damaged``, with a warning.
+
     Args:
         workdir: The run directory.
         task: What the run trains.
@@ -75,15 +79,30 @@ def write_run_json(
         "versions": versions(),
         "git_commit": git_commit(),
     }
-    starts = []
-    if start_step and path.exists():
-        starts = json.loads(path.read_text())["starts"]
     record = {
         "config": to_json(task.config),
         "data": dataclasses.asdict(task.info),
-        "starts": [*starts, start],
+        "starts": [*(_starts(path) if start_step else []), start],
     }
     write_json(path, record)
+
+
+def _starts(path: Path) -> list[Any]:
+    """The starts in a ``run.json``, of which there may be none."""
+    if not path.is_file():
+        return []
+    try:
+        starts = json.loads(path.read_bytes())["starts"]
+        if isinstance(starts, list):
+            return starts
+    except (ValueError, LookupError, TypeError, RecursionError):
+        pass
+    warnings.warn(
+        f"{path} is damaged and begun anew, without the starts that it listed; the old "
+        f"file is kept as {copy_aside(path)}",
+        stacklevel=3,
+    )
+    return []
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:

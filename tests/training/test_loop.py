@@ -97,6 +97,25 @@ def test_training_goes_on_from_before_a_damaged_checkpoint(
     assert (aside / "meta" / "metadata").exists()
 
 
+def test_training_goes_on_with_damaged_records(config, tmp_path, one_device):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    training.train_and_evaluate(config, whole, devices=one_device)
+    with pytest.raises(Interrupted):
+        training.train_and_evaluate(
+            config, parts, devices=one_device, on_step=interrupt_at(7)
+        )
+    (parts / "run.json").write_text("")
+    metrics = (parts / "metrics.jsonl").read_text()
+    (parts / "metrics.jsonl").write_text(f"{{\n{metrics}")
+    with (
+        pytest.warns(UserWarning, match=r"run.json is damaged and begun anew"),
+        pytest.warns(UserWarning, match=r"metrics.jsonl is damaged: .* \(line 1\)"),
+    ):
+        training.train_and_evaluate(config, parts, devices=one_device)
+    assert untimed_rows(parts) == untimed_rows(whole)
+    assert (parts / "metrics.jsonl.damaged").read_text() == f"{{\n{metrics}"
+
+
 def test_training_never_starts_anew_over_damaged_checkpoints(
     config, tmp_path, one_device
 ):

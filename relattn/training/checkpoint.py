@@ -3,7 +3,7 @@
 ``checkpoints/<step>/`` holds ``state`` (arrays), ``meta`` (JSON: the configuration, the
 data, the history of the run, the arrays' paths and shapes), ``metrics`` (JSON: the
 scores) and ``manifest.json``, the SHA-256 of every file in these three folders. Orbax
-writes the files beside them last; nothing here needs those, so they are not verified. A
+writes the files beside them last; they may be missing, so they are not verified. A
 folder without its final name is incomplete and ignored, and so is ``<step>.damaged``, a
 checkpoint that training has set aside.
 """
@@ -31,6 +31,7 @@ from relattn.training.meta import check_meta
 from relattn.training.storage import quiet_orbax, system_error
 
 MANIFEST = "manifest.json"
+_TIMES = "_CHECKPOINT_METADATA"
 _INCOMPLETE = ".orbax-checkpoint-tmp"
 
 # Below any score: a state that was not evaluated.
@@ -80,9 +81,19 @@ class CheckpointWriter:
             ),
         )
         with self._saying_why():
-            self._manager = ocp.CheckpointManager(self.folder, options=options)
+            self._manager = self._open(options)
         self._quiet = contextlib.ExitStack()
         self._quiet.enter_context(quiet_orbax())
+
+    def _open(self, options: ocp.CheckpointManagerOptions) -> ocp.CheckpointManager:
+        try:
+            return ocp.CheckpointManager(self.folder, options=options)
+        except (ValueError, TypeError, LookupError, RecursionError) as error:
+            # It parses the times of all checkpoints, though no policy here asks.
+            raise CheckpointError(
+                f"orbax cannot read a {_TIMES} in {self.folder} "
+                f"({type(error).__name__}): remove it, as nothing else needs it"
+            ) from error
 
     def save(
         self,

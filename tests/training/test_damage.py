@@ -1,7 +1,7 @@
 """Damage to checkpoints: the one before is used, and nothing is deleted.
 
 What is verified are the files in ``state``, ``meta`` and ``metrics``, and the manifest.
-Those beside them nothing needs.
+Those beside them may be missing.
 """
 
 import json
@@ -70,6 +70,18 @@ def test_files_beside_the_items_are_not_needed(folder, damage):
     jax.tree.map(np.testing.assert_array_equal, restore(folder, 7, state), state)
     save(folder, {8: 0.4, 9: 0.3, 11: 0.2})
     assert checkpoint_steps(folder) == [7, 9, 11]
+
+
+@pytest.mark.parametrize("text", ["5", "[" * 100000, '{"item_handlers": 5}'])
+def test_times_that_orbax_cannot_read(folder, text):
+    (folder / "7" / "_CHECKPOINT_METADATA").write_text(text)
+    assert read_latest(folder)[0] == 7
+    message = rf"cannot read a _CHECKPOINT_METADATA in {folder} \(.*\): remove it"
+    with pytest.raises(CheckpointError, match=message):
+        save(folder, {11: 0.3})
+    (folder / "7" / "_CHECKPOINT_METADATA").unlink()
+    save(folder, {11: 0.3})
+    assert checkpoint_steps(folder) == [7, 11]
 
 
 def test_several_damaged_checkpoints_are_named_and_the_latest_if_all_are(tmp_path):

@@ -179,7 +179,12 @@ def _files(checkpoint: Path) -> dict[str, Path]:
     """The files of a checkpoint that its manifest lists, by name."""
     # Orbax still writes the commit's time into the files outside of the items.
     files = sorted(path for path in checkpoint.glob("*/**/*") if path.is_file())
-    return {path.relative_to(checkpoint).as_posix(): path for path in files}
+    # Hidden ones are left by others: a network's file system, a file browser.
+    return {
+        path.relative_to(checkpoint).as_posix(): path
+        for path in files
+        if not path.name.startswith(".")
+    }
 
 
 def sha256(path: Path) -> str:

@@ -11,6 +11,7 @@ written: the same command goes on.
 
 import signal
 import sys
+from typing import NoReturn
 
 from absl import app, flags, logging
 from ml_collections import config_flags
@@ -37,21 +38,27 @@ _HEARTBEAT = flags.DEFINE_integer(
 def parse_flags(argv: list[str]) -> list[str]:
     """Parses the flags; a mistake in them ends in one sentence."""
     try:
-        rest = flags.FLAGS(argv)
+        program, *rest = flags.FLAGS(argv)
         _CONFIG.value.keys()  # A file that is not there shows only now.
-        return rest
     except Exception as error:
         text = training.explain_flag_error(error)
         if text is None:
             raise
-    print(f"train.py: {text}", file=sys.stderr)
+        refuse(text)
+    if rest:
+        refuse(f"unexpected argument {rest[0]!r}: options are --name=value")
+    return [program]
+
+
+def refuse(problem: str | Exception) -> NoReturn:
+    """Ends with one sentence and the exit code 2."""
+    print(f"train.py: {problem}", file=sys.stderr)
     sys.exit(2)
 
 
 def main(argv: list[str]) -> None:
     """Trains as the flags say."""
-    if argv[1:]:
-        raise app.UsageError(f"unexpected arguments: {' '.join(argv[1:])}")
+    del argv
     if not flags.FLAGS["verbosity"].present:
         # Orbax tells of every file it touches.
         logging.set_verbosity(logging.WARNING)
@@ -67,10 +74,10 @@ def main(argv: list[str]) -> None:
         print("train.py: interrupted: the same command goes on", file=sys.stderr)
         sys.exit(INTERRUPTED)
     except Exception as error:
-        if not training.is_user_error(error):
+        text = training.explain_out_of_memory(error)
+        if text is None and not training.is_user_error(error):
             raise
-        print(f"train.py: {error}", file=sys.stderr)
-        sys.exit(2)
+        refuse(text or error)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from relattn.training.errors import (
     PreemptedError,
     WorkdirError,
     explain_flag_error,
+    explain_out_of_memory,
     is_user_error,
 )
 from relattn.training.loop import train_and_evaluate
@@ -26,6 +27,7 @@ __all__ = [
     "default_config",
     "evaluate",
     "explain_flag_error",
+    "explain_out_of_memory",
     "is_user_error",
     "load_run",
     "load_runs",

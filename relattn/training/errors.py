@@ -8,6 +8,7 @@ import types
 from collections.abc import Iterator
 from pathlib import Path
 
+import jax
 from absl import flags
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])
@@ -95,6 +96,33 @@ writable, and give the same command again
         ) from error
 
 
+def explain_out_of_memory(error: BaseException) -> str | None:
+    """What to do where the memory of a device does not hold training.
+
+    Args:
+        error: A caught exception.
+
+    Returns:
+        One sentence; None for any other error.
+
+    Example:
+        >>> error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+        >>> explain_out_of_memory(error)[:45]
+        'a device ran out of memory (Out of memory): l'
+        >>> explain_out_of_memory(jax.errors.JaxRuntimeError("INTERNAL: no"))
+    """
+    _, exhausted, reason = str(error).partition("RESOURCE_EXHAUSTED")
+    if not isinstance(error, jax.errors.JaxRuntimeError) or not exhausted:
+        return None
+    # XLA may go on with a table of what it holds.
+    reason = _one_line(reason.lstrip(": ").split("\n")[0]).rstrip(".")
+    return (
+        f"a device ran out of memory ({reason}): lower config.batch_size, raise "
+        "config.accumulate_steps, set config.model.remat=True, or divide the model "
+        'among devices by config.parallel="mesh"'
+    )
+
+
 USER_ERRORS = (ValueError, OSError, NonFiniteLossError)
 
 
@@ -140,9 +168,15 @@ def explain_flag_error(error: Exception) -> str | None:
         >>> explain_flag_error(OSError("no such file\n  configs/x.py"))
         'configs/x.py'
     """
-    lines = str(error).split("\n")
+    if isinstance(error, SyntaxError) and Path(error.filename or "").is_file():
+        return _one_line(
+            f"{error.filename}, line {error.lineno}, is not Python ({error.msg}): "
+            "--config names a file with get_config(), such as configs/demo.py"
+        )
+    lines = str(error).strip().split("\n")
     if isinstance(error, OSError) or "Traceback" in str(error):
-        return _one_line(lines[-1])
+        # absl puts the traceback before it; a ValueError says all by itself.
+        return _one_line(lines[-1].strip().removeprefix("ValueError: "))
     if isinstance(error, flags.Error):
         return _one_line(" ".join(lines))
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]

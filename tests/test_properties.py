@@ -17,12 +17,12 @@ from PIL import Image
 
 from relattn import spec
 from relattn.arguments import read_arguments
-from relattn.data import load_data
+from relattn.data import input_shape, load_data
 from relattn.data.prepare_text import prepare_files
 from relattn.data.tokenizers import load_tokenizer
 from relattn.evaluation.runs import read_config
 from relattn.nn.build import _RESERVED, ATTENTIONS, POSITIONS, build
-from relattn.training import check_config, default_config
+from relattn.training import check_config, default_config, is_user_error
 from relattn.training.config import flatten
 
 MOST = 1500
@@ -80,15 +80,17 @@ texts = st.text() | st.lists(fragments, max_size=12).map("".join)
 
 @contextlib.contextmanager
 def refused(*errors):
-    """Passes, or ends in one of the errors with one sentence."""
-    message = None
+    """Passes, or ends in one of the errors, of the package, with one sentence."""
+    refusal = None
     try:
         yield
     except (ValueError, *errors) as error:
-        message = str(error)
-    if message is not None:
+        refusal = error
+    if refusal is not None:
+        message = str(refusal)
         assert 0 < len(message) < MOST
         assert len(message.splitlines()) == 1
+        assert is_user_error(refusal)
 
 
 def write_spec(name, options):
@@ -221,6 +223,35 @@ def test_any_files_are_images_or_refused(files, last, test_class):
         assert data.test.labels.max() < data.num_classes
 
 
+whole = st.integers() | st.sampled_from([-(10**2000), 2**70, 10**2000])
+
+
+@given(
+    whole | st.integers(0, 2),
+    whole,
+    st.sampled_from([0, 4, 5, 9, -7, 10**6, 10**2000]),
+    st.integers(max_value=99) | st.just(-(10**2000)),
+    st.sampled_from(["", "static", "dynamic"]),
+)
+@example(1, -1, 5, 5, "")
+@example(1, 0, 10**6, 5, "static")
+@example(1, 0, 5, -4, "")
+def test_any_numbers_suit_the_images_or_are_refused(
+    num_validation, split_seed, canvas, image_size, placement
+):
+    with tempfile.TemporaryDirectory() as folder, refused():
+        for index, place in enumerate(["test/a", "train/a", "train/a", "train/a"]):
+            file = Path(folder, place, f"{index}.png")
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(encode((5, 3), "L", "PNG"))
+        config = ConfigDict({"name": "a", "source": "folder", "data_dir": folder})
+        config.update(num_validation=num_validation, split_seed=split_seed)
+        config.update(canvas=canvas, image_size=image_size, placement=placement)
+        data = load_data(config)
+        assert len(data.validation) == num_validation
+        assert input_shape(config, data.info) == (image_size, image_size, 1)
+
+
 def as_file(tokens):
     return np.array(tokens, "<u2").tobytes()
 
@@ -275,8 +306,10 @@ def test_any_files_are_text_or_refused(contents):
         assert tokenizer.decode(np.concatenate(tokens)) == text
 
 
-def test_a_refusal_is_short():
-    with pytest.raises(AssertionError), refused():
+def test_a_refusal_is_short_and_the_packages():
+    with pytest.raises(AssertionError, match="assert 2 == 1"), refused():
         raise ValueError("two\nlines")
-    with pytest.raises(AssertionError), refused():
+    with pytest.raises(AssertionError, match=f"{MOST} < {MOST}"), refused():
         raise ValueError("a" * MOST)
+    with pytest.raises(AssertionError, match="is_user_error"), refused():
+        raise ValueError("of a test")

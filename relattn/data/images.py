@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float32, Int32, Int64, UInt8
 
+from relattn import spec
 from relattn.data.batch_augment import NUM_DRAWS
 from relattn.data.batches import (
     CACHED_EPOCHS,
@@ -234,7 +235,8 @@ def draw_validation(
         [num_validation], all different, in random order.
 
     Raises:
-        ValueError: `num_validation` is negative or leaves no training image.
+        ValueError: `num_validation` is negative or leaves no training image, or
+            `split_seed` is negative.
 
     Example:
         >>> sorted(draw_validation(3, 2, 0).tolist())
@@ -242,10 +244,13 @@ def draw_validation(
     """
     if not 0 <= num_validation < num_examples:
         raise ValueError(
-            f"data.num_validation={num_validation} of {num_examples} training images: "
-            f"it must be at least 0 and at most {num_examples - 1}, so that images "
-            "remain to train on."
+            f"data.num_validation={spec.shorten(num_validation)} of {num_examples} "
+            f"training images: it must be at least 0 and at most {num_examples - 1}, "
+            "so that images remain to train on."
         )
+    if split_seed < 0:
+        shown = spec.shorten(split_seed)
+        raise ValueError(f"data.split_seed={shown}: it must be at least 0.")
     order = np.random.default_rng(split_seed).permutation(num_examples)
     return order[:num_validation]
 

@@ -1,7 +1,5 @@
 """`load_data`: a data set from a configuration; `load_images`: one in memory."""
 
-import pathlib
-
 from ml_collections import ConfigDict
 
 from relattn.data.batch_augment import check_augmentation
@@ -15,6 +13,7 @@ from relattn.data.images import (
     channel_statistics,
     split_validation,
 )
+from relattn.data.paths import expand
 from relattn.data.placed import place_on_canvas
 from relattn.data.prepared import read_prepared
 from relattn.data.source import DataSource
@@ -154,7 +153,7 @@ def load_folder(config: ConfigDict) -> Source:
             'data.data_dir is empty: data.source="folder" needs the folder that holds '
             "train/<class>/*.jpg and test/<class>/*.jpg."
         )
-    return read_folder(pathlib.Path(config.data_dir).expanduser())
+    return read_folder(expand(config.data_dir, "data.data_dir"))
 
 
 SOURCES = {"embedded": load_embedded, "tfds": load_full, "folder": load_folder}

@@ -2,12 +2,14 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping
 
 import numpy as np
 from jaxtyping import Int, Int64, UInt8
 from ml_collections import ConfigDict
 
+from relattn import spec
 from relattn.data.batches import CACHED_EPOCHS, Batch
 from relattn.data.choices import check_choice
 from relattn.data.images import ImageData, ImageSplit
@@ -16,6 +18,8 @@ from relattn.data.source import EvalSplit
 PLACEMENTS = ("static", "dynamic")
 # Apart from the orders of the batches, drawn for [seed, epoch], and from `DRAWS`.
 TRAINING, EVALUATION = 1, 2
+# Of the images to evaluate on, which are placed once and stay in memory.
+MOST_BYTES = 2**34
 
 
 def place(
@@ -145,7 +149,7 @@ def place_on_canvas(data: ImageData, config: ConfigDict) -> PlacedData:
         each epoch.
 
     Raises:
-        ValueError: the placement is unknown, or the canvas too small.
+        ValueError: the placement is unknown, or the canvas too small or too large.
 
     Source:
         Fan et al., Translution, section 4.1.1.
@@ -155,8 +159,16 @@ def place_on_canvas(data: ImageData, config: ConfigDict) -> PlacedData:
     canvas, shape = config.get("canvas", 84), data.image_shape
     if canvas < max(shape[:2]):
         raise ValueError(
-            f"data.canvas={canvas} is smaller than the images of {shape[0]}x{shape[1]} "
-            f"pixels: it must be at least {max(shape[:2])}."
+            f"data.canvas={spec.shorten(canvas)} is smaller than the images of "
+            f"{shape[0]}x{shape[1]} pixels: it must be at least {max(shape[:2])}."
+        )
+    # The test images are placed both ways.
+    count = (len(data.validation) + 2 * len(data.test)) * shape[2]
+    most = math.isqrt(MOST_BYTES // max(1, count))
+    if canvas > most:
+        raise ValueError(
+            f"data.canvas={spec.shorten(canvas)} needs over {MOST_BYTES / 1e9:.0f} GB "
+            f"for the images to evaluate on: it must be at most {most}."
         )
     seed = config.get("split_seed", 0)
 

@@ -20,6 +20,7 @@ from ml_collections import ConfigDict
 
 from relattn.data.catalogue import SETS
 from relattn.data.full import check_content
+from relattn.data.paths import expand
 from relattn.data.prepared import data_root, describe, find_prepared, read_prepared
 from relattn.data.streamed import open_streamed
 
@@ -53,7 +54,7 @@ def prepare(name: str, data_dir: str = "", manual_dir: str = "") -> pathlib.Path
             # like Fashion-MNIST's: each set needs a folder of its own.
             download_dir=root / "downloads" / name,
             download_config=tfds.download.DownloadConfig(
-                manual_dir=pathlib.Path(manual_dir).expanduser() if manual_dir else None
+                manual_dir=expand(manual_dir, "manual_dir") if manual_dir else None
             ),
         )
         folder = pathlib.Path(builder.data_path)
@@ -80,7 +81,7 @@ def check_archives(name: str, urls: Iterable[str], manual_dir: str) -> None:
         ConnectionError: the host of a missing archive cannot be reached.
         FileNotFoundError: a missing archive is handed out by its owners alone.
     """
-    folder = pathlib.Path(manual_dir).expanduser() if manual_dir else None
+    folder = expand(manual_dir, "manual_dir") if manual_dir else None
     for file in SETS[name].manual_archives:
         if not (folder and (folder / file).is_file()):
             where = f"is not in {folder}" if folder else "needs --manual_dir"

@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from relattn import spec
 from relattn.data.images import ImageSplit
+from relattn.data.paths import expand
 
 CHUNK = 1000
 # Beyond this many bytes of pixels a split is decoded once into a mapped file.
@@ -43,7 +44,7 @@ def find_prepared(name: str, data_dir: str) -> pathlib.Path | None:
 
 def data_root(data_dir: str) -> pathlib.Path:
     """Returns the folder of the prepared sets, TFDS's default for ""."""
-    return pathlib.Path(data_dir or tfds.core.constants.DATA_DIR).expanduser()
+    return expand(data_dir or tfds.core.constants.DATA_DIR, "data_dir")
 
 
 def read_prepared(

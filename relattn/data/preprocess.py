@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float, Float32, UInt8
 from ml_collections import ConfigDict
 
+from relattn import spec
 from relattn.data.batch_augment import augment
 from relattn.data.source import DataInfo
 
@@ -67,10 +68,16 @@ def input_shape(config: ConfigDict, info: DataInfo) -> tuple[int, ...]:
 
     Returns:
         (height, width, channels) of an image, (context_length,) of a text.
+
+    Raises:
+        ValueError: ``image_size`` < 1.
     """
     if info.kind == "tokens":
         return (info.context_length,)
     size = config.get("image_size", info.image_shape[0])
+    if size < 1:
+        shown = spec.shorten(size)
+        raise ValueError(f"data.image_size={shown}: it must be at least 1.")
     return (size, size, info.image_shape[2])
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import lzma
-import pathlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -20,6 +19,7 @@ from relattn.data.batches import (
 from relattn.data.catalogue import EMBEDDED_FOLDER
 from relattn.data.choices import check_choice
 from relattn.data.loader import Loader
+from relattn.data.paths import expand
 from relattn.data.source import EvalSplit, TextInfo
 from relattn.data.token_files import (
     FILES,
@@ -241,7 +241,7 @@ Text = tuple[str, TokenMeta, dict[str, np.ndarray], str]
 
 
 def _read_folder(config: ConfigDict, length: int) -> Text:
-    folder = pathlib.Path(config.data_dir).expanduser()
+    folder = expand(config.data_dir, "data.data_dir")
     if not folder.is_dir():
         raise FileNotFoundError(
             f"The folder data.data_dir={folder} is missing: write it by `python -m "

@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Array, Integer, UInt16
 
 from relattn.data.choices import check_choice
+from relattn.data.paths import expand
 
 TokenIds = UInt16[np.ndarray, "_"]
 AnyIds = Integer[Array | np.ndarray, "tokens"] | Sequence[int]
@@ -103,7 +104,7 @@ class Gpt2Tokenizer:
                 'use the tokenizer "bytes".'
             ) from error
         if bpe_dir:
-            folder = pathlib.Path(bpe_dir).expanduser()
+            folder = expand(bpe_dir, "bpe_dir")
             check_bpe_files(folder)
             ranks = load.data_gym_to_mergeable_bpe_ranks(
                 vocab_bpe_file=str(folder / "vocab.bpe"),

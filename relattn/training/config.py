@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 from ml_collections import ConfigDict
 
 from relattn import spec
@@ -27,9 +28,13 @@ FREE_KEYS = (
     "data.num_workers",
 )
 
+# Of what a device counts and computes, in 32 bits.
+LARGEST_INT = 2**31 - 1
+LARGEST_FLOAT = float(np.finfo(np.float32).max)
+
 _AT_LEAST = {
-    "seed": 0,
     "num_seeds": 1,
+    "seed": 0,
     "batch_size": 1,
     "accumulate_steps": 1,
     "eval_batch_size": 1,
@@ -43,6 +48,7 @@ _AT_LEAST = {
     "checkpoint_every_steps": 0,
     "log_every_steps": 1,
     "model_axis": 1,
+    "optimizer.learning_rate": 0.0,
     "optimizer.weight_decay": 0.0,
     "optimizer.clip_norm": 0.0,
     "schedule.warmup_steps": 0,
@@ -140,15 +146,26 @@ def check_config(config: ConfigDict) -> None:
         if key not in expected and not key.startswith(("model.", "data.")):
             shown = spec.shorten(key).strip("'")
             raise ValueError(f"unknown config.{shown}: {spec.closest(key, expected)}")
-    for key, least in _AT_LEAST.items():
-        if given[key] < least:
-            shown = spec.shorten(given[key])
-            raise ValueError(f"config.{key} must be at least {least}, got {shown}")
     if not given["optimizer.learning_rate"] > 0:
         raise ValueError(
             "config.optimizer.learning_rate must be positive, got "
             f"{spec.shorten(given['optimizer.learning_rate'])}"
         )
+    for key, least in _AT_LEAST.items():
+        most = LARGEST_FLOAT if type(least) is float else LARGEST_INT
+        if key == "seed":
+            most = spec.LARGEST - given["num_seeds"] + 1
+        shown = spec.shorten(given[key])
+        if given[key] < least:
+            raise ValueError(f"config.{key} must be at least {least}, got {shown}")
+        if given[key] > most:
+            raise ValueError(f"config.{key} must be at most {most}, got {shown}")
+    for key in ("optimizer.b1", "optimizer.b2"):
+        if not 0 <= given[key] < 1:
+            raise ValueError(
+                f"config.{key} must be at least 0 and below 1, got "
+                f"{spec.shorten(given[key])}"
+            )
     if not given["num_epochs"] and not given["num_steps"]:
         raise ValueError("config.num_epochs and config.num_steps are both 0: set one")
     names = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from relattn.training.errors import USER_ERRORS, WorkdirError
 
 # A directory of the network may show a new file to others after some seconds.
 _PATIENCE_SECONDS = 10.0
+MOST_SECONDS = 10**6
 
 
 def initialize(
@@ -39,7 +41,7 @@ def initialize(
 
     Raises:
         ValueError: If only some of the arguments are given, or none and JAX knows no
-            cluster here.
+            cluster here, or one makes no sense.
         ConnectionError: If the other processes cannot be reached.
     """
     given = (bool(coordinator), num_processes > 0, process_id >= 0)
@@ -52,6 +54,16 @@ def initialize(
         raise ValueError(
             f"--process_id={process_id} must be below --num_processes={num_processes}: "
             "processes are counted from 0"
+        )
+    port = re.fullmatch(r".+:([0-9]{1,5})", coordinator)
+    if coordinator and not (port and 1 <= int(port[1]) < 2**16):
+        raise ValueError(
+            f"--coordinator={coordinator} must be HOST:PORT, such as 10.0.0.1:1234"
+        )
+    # JAX would end the process without a word, or wait for weeks.
+    if not 1 <= heartbeat_seconds <= MOST_SECONDS:
+        raise ValueError(
+            f"--heartbeat_seconds={heartbeat_seconds} must be from 1 to {MOST_SECONDS}"
         )
     try:
         jax.distributed.initialize(

@@ -97,7 +97,7 @@ writable, and give the same command again
 
 
 def explain_out_of_memory(error: BaseException) -> str | None:
-    """What to do where the memory of a device does not hold training.
+    """What to do where the memory of a device, or of the host, does not suffice.
 
     Args:
         error: A caught exception.
@@ -111,15 +111,19 @@ def explain_out_of_memory(error: BaseException) -> str | None:
         'a device ran out of memory (Out of memory): l'
         >>> explain_out_of_memory(jax.errors.JaxRuntimeError("INTERNAL: no"))
     """
-    _, exhausted, reason = str(error).partition("RESOURCE_EXHAUSTED")
-    if not isinstance(error, jax.errors.JaxRuntimeError) or not exhausted:
-        return None
+    where, reason = "the host", str(error)
+    if not isinstance(error, MemoryError):
+        where = "a device"
+        _, exhausted, reason = str(error).partition("RESOURCE_EXHAUSTED")
+        if not isinstance(error, jax.errors.JaxRuntimeError) or not exhausted:
+            return None
     # XLA may go on with a table of what it holds.
     reason = _one_line(reason.lstrip(": ").split("\n")[0]).rstrip(".")
     return (
-        f"a device ran out of memory ({reason}): lower config.batch_size, raise "
-        "config.accumulate_steps, set config.model.remat=True, or divide the model "
-        'among devices by config.parallel="mesh"'
+        f"{where} ran out of memory ({reason}): lower config.batch_size or "
+        "config.eval_batch_size, raise config.accumulate_steps, set "
+        "config.model.remat=True, or divide the model among devices by "
+        'config.parallel="mesh"'
     )
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 
+from relattn.data.paths import expand
 from relattn.training.aside import copy_aside
 from relattn.training.config import to_json
 from relattn.training.errors import WorkdirError
@@ -23,6 +24,49 @@ from relattn.training.metrics import write_text
 from relattn.training.task import Task
 
 _PACKAGES = ("relattn", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+
+
+def usable_folder(folder: str | Path, flag: str) -> Path:
+    """Makes a folder and checks that it can be written to.
+
+    Args:
+        folder: As the command line has it.
+        flag: The option that names it, for the message.
+
+    Returns:
+        Its absolute path.
+
+    Raises:
+        WorkdirError: If it cannot.
+        ValueError: If it begins with a home directory that is not known.
+
+    Example:
+        >>> usable_folder("", "--workdir")
+        Traceback (most recent call last):
+        relattn.training.errors.WorkdirError: --workdir is empty, as a variable of the \
+shell is that was never set: name a directory
+    """
+    if not str(folder):
+        raise WorkdirError(
+            f"{flag} is empty, as a variable of the shell is that was never set: name "
+            "a directory"
+        )
+    if "://" in str(folder):
+        raise WorkdirError(
+            f"{flag} {folder} is an address, not a directory: mount the bucket (by "
+            "gcsfuse, say) and give the path where it is mounted"
+        )
+    path = expand(folder, flag).absolute()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise WorkdirError(
+            f"{flag} {folder} is not writable ({error.strerror or error}): choose "
+            "another directory"
+        ) from error
+    return path
 
 
 def usable_workdir(workdir: str | Path) -> Path:
@@ -36,23 +80,9 @@ def usable_workdir(workdir: str | Path) -> Path:
 
     Raises:
         WorkdirError: If it cannot.
+        ValueError: If it begins with a home directory that is not known.
     """
-    if "://" in str(workdir):
-        raise WorkdirError(
-            f"--workdir {workdir} is an address, not a directory: mount the bucket (by "
-            "gcsfuse, say) and give the path where it is mounted"
-        )
-    path = Path(workdir).expanduser().absolute()
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path):
-            pass
-    except OSError as error:
-        raise WorkdirError(
-            f"--workdir {workdir} is not writable ({error.strerror or error}): choose "
-            "another directory"
-        ) from error
-    return path
+    return usable_folder(workdir, "--workdir")
 
 
 def write_run_json(

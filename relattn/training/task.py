@@ -17,6 +17,7 @@ from ml_collections import ConfigDict
 from relattn import data as data_lib
 from relattn import models
 from relattn.data import DataInfo
+from relattn.training.config import LARGEST_INT
 from relattn.training.flops import training_flops
 from relattn.training.parallel import Parallel
 from relattn.training.schedule import make_optimizer, make_schedule
@@ -67,6 +68,11 @@ class Task:
         """
         steps_per_epoch = info.steps_per_epoch(config.batch_size)
         num_steps = config.num_steps or config.num_epochs * steps_per_epoch
+        if num_steps > LARGEST_INT:
+            raise ValueError(
+                f"config.num_epochs={config.num_epochs} of {steps_per_epoch} steps "
+                f"must have at most {LARGEST_INT} in all"
+            )
         schedule = make_schedule(
             config.schedule.name,
             config.optimizer.learning_rate,

@@ -8,6 +8,7 @@ from relattn.data.images import (
     ImageData,
     ImageSplit,
     channel_statistics,
+    draw_validation,
     split_validation,
 )
 from relattn.data.source import DataSource, EvalSplit
@@ -108,3 +109,8 @@ def test_a_batch_larger_than_the_training_images():
 
 def test_processes_share_a_batch():
     expect_parts_to_make_up_the_batches(numbered_data(), batch_size=6, num_parts=3)
+
+
+def test_a_seed_must_not_be_negative():
+    with pytest.raises(ValueError, match="data.split_seed=-1: it must be at least 0"):
+        draw_validation(7, 3, -1)

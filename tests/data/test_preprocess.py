@@ -6,9 +6,11 @@ import chex
 import jax
 import numpy as np
 import pytest
+from ml_collections import ConfigDict
 from PIL import Image
 
-from relattn.data.preprocess import preprocess
+from relattn.data.preprocess import input_shape, preprocess
+from relattn.data.source import ImageInfo
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (3, 28, 28, 1), np.uint8)
 
@@ -53,3 +55,9 @@ def test_mean_without_std():
 def test_image_size_must_be_positive():
     with pytest.raises(ValueError, match="image_size=0: it must be at least 1"):
         preprocess(IMAGES, image_size=0)
+
+
+def test_image_size_of_a_configuration_must_be_positive():
+    info = ImageInfo("grey", ("a", "b"), (4, 4, 1), (0.5,), (0.5,), 7, "")
+    with pytest.raises(ValueError, match="data.image_size=-4: it must be at least 1"):
+        input_shape(ConfigDict({"image_size": -4}), info)

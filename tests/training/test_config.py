@@ -1,8 +1,10 @@
 import pytest
 from ml_collections import ConfigDict
 
+from relattn.data import TextInfo
 from relattn.training import check_config, default_config
 from relattn.training.config import complete, differences, to_json
+from relattn.training.task import Task
 
 
 def changed(key, value):
@@ -26,12 +28,36 @@ def changed(key, value):
         ("schedule.name", "cosin", r"unknown config.schedule.name.*'cosine'"),
         ("optimizer.learning_rate", float("nan"), "must be finite, got nan"),
         ("optimizer.b2", float("-inf"), r"optimizer.b2 must be finite, got -inf"),
+        ("redraw_every", 2**32, "redraw_every must be at most 2147483647, got 4294967"),
+        ("num_steps", 2**31, r"config.num_steps must be at most 2147483647"),
+        ("schedule.warmup_steps", 2**31, r"warmup_steps must be at most 2147483647"),
+        ("optimizer.b1", 1.0, r"config.optimizer.b1 must be at least 0 and below 1"),
+        ("optimizer.b2", -0.1, r"config.optimizer.b2 must be .* below 1, got -0.1"),
+        ("optimizer.learning_rate", 1e39, r"learning_rate must be at most 3.4028234"),
+        ("optimizer.learning_rate", -1.0, r"learning_rate must be positive, got -1.0"),
         ("seed", 2**63, r"config.seed must be within \+-9223372036854775807, got 922"),
     ],
 )
 def test_values_out_of_range(key, value, message):
     with pytest.raises(ValueError, match=message):
         check_config(changed(key, value))
+
+
+def test_the_last_of_several_seeds_fits_as_well():
+    config = changed("seed", 2**63 - 1)
+    check_config(config)
+    config.num_seeds = 2
+    with pytest.raises(ValueError, match=r"seed must be at most 9223372036854775806, "):
+        check_config(config)
+
+
+def test_epochs_have_no_more_steps_than_a_device_counts():
+    config = default_config()
+    config.num_epochs = 2**30
+    check_config(config)
+    info = TextInfo("plays", "bytes", 256, 7, 3 * config.batch_size, "a file")
+    with pytest.raises(ValueError, match="of 3 steps must have at most 214748364"):
+        Task.build(config, info)
 
 
 @pytest.mark.parametrize("value", [2.5, "3", True, None])

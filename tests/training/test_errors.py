@@ -80,6 +80,8 @@ def test_memory_that_runs_out_is_one_sentence():
     for key in ("batch_size", "accumulate_steps", "model.remat", "parallel"):
         assert f"config.{key}" in text
     assert explain_out_of_memory(ValueError(message)) is None
+    text = explain_out_of_memory(MemoryError("Unable to allocate 7 TiB"))
+    assert text.startswith("the host ran out of memory (Unable to allocate 7 TiB): ")
 
 
 def test_the_error_knows_its_step():

@@ -177,6 +177,8 @@ def test_what_process_0_refuses_ends_all(config, tmp_path):
     [
         (("127.0.0.1:1", 2, -1), "--coordinator=HOST:PORT, --num_processes and"),
         (("127.0.0.1:1", 2, 2), "--process_id=2 must be below --num_processes=2"),
+        (("127.0.0.1", 2, 0), "--coordinator=127.0.0.1 must be HOST:PORT, such as"),
+        (("host:70000", 2, 0), "--coordinator=host:70000 must be HOST:PORT"),
         ((), "--distributed found no cluster that JAX knows"),
     ],
 )
@@ -187,3 +189,9 @@ def test_flags_that_do_not_fit(arguments, message, monkeypatch):
     monkeypatch.setattr(jax.distributed, "initialize", find_no_cluster)
     with pytest.raises(ValueError, match=message):
         initialize(*arguments)
+
+
+@pytest.mark.parametrize("seconds", [-1, 0, 2**40])
+def test_a_heartbeat_that_makes_no_sense(seconds):
+    with pytest.raises(ValueError, match=rf"--heartbeat_seconds={seconds} must be fro"):
+        initialize("127.0.0.1:1", 2, 0, heartbeat_seconds=seconds)

@@ -205,3 +205,14 @@ def test_a_read_only_directory(config, public, one_device):
     assert {p: p.stat().st_mtime_ns for p in workdir.rglob("*")} == before
     for path in [workdir, *workdir.rglob("*")]:
         path.chmod(0o755)
+
+
+def test_an_empty_directory_name_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(training.WorkdirError, match="--workdir is empty, as a"):
+        usable_workdir("")
+
+
+def test_a_home_that_is_not_known_is_refused():
+    with pytest.raises(ValueError, match=r"^--workdir=~no.such.user/x begins with a h"):
+        usable_workdir("~no.such.user/x")

@@ -12,6 +12,8 @@ from relattn.data.prepared import describe
 
 # Pillow knows many more, EPS among them, which it gives to Ghostscript to run.
 FORMATS = ("JPEG", "PNG")
+# Of 8 bits a channel or fewer: Pillow cuts off what others hold beyond 255.
+MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK")
 
 
 def open_image(
@@ -58,8 +60,13 @@ def decode_image(
         The image in memory.
 
     Raises:
-        ValueError: it is damaged.
+        ValueError: it is damaged, or its pixels are of none of `MODES`.
     """
+    if image.mode not in MODES:
+        raise ValueError(
+            f"{where} has pixels of mode {image.mode}: convert it to 8 bits a channel, "
+            f"one of {', '.join(MODES)}."
+        )
     try:
         return image.convert(mode)
     except Exception as error:

@@ -50,6 +50,9 @@ def read_folder(
 def list_images(folder: pathlib.Path) -> list[pathlib.Path]:
     """Returns the image files of ``<folder>/<class>/``, sorted.
 
+    Left out are files and classes with a name that begins with a dot, and what is no
+    file.
+
     Raises:
         FileNotFoundError: the folder is missing.
         ValueError: it holds no images.
@@ -57,7 +60,13 @@ def list_images(folder: pathlib.Path) -> list[pathlib.Path]:
     if not folder.is_dir():
         raise FileNotFoundError(f"The image folder {folder} is missing: {LAYOUT}.")
     files = sorted(
-        file for file in folder.glob("*/*") if file.suffix.lower() in SUFFIXES
+        file
+        for file in folder.glob("*/*")
+        if file.suffix.lower() in SUFFIXES
+        and not file.name.startswith(".")
+        and not file.parent.name.startswith(".")
+        # A named pipe would be waited for.
+        and file.is_file()
     )
     if not files:
         raise ValueError(f"The image folder {folder} holds no images: {LAYOUT}.")

@@ -1,5 +1,7 @@
 """Images in folders, one folder a class."""
 
+import os
+
 import numpy as np
 import pytest
 from ml_collections import ConfigDict
@@ -73,6 +75,39 @@ def test_coloured_among_grey_ones(root):
     write(root, "train/a/1.png", np.full((3, 5), 11))
     with pytest.raises(ValueError, match=r"3.png is in colour, but .*1.png is grey"):
         read_folder(root)
+
+
+def test_pixels_of_16_bits(tmp_path):
+    for name in ("train/a/1.png", "test/a/1.png"):
+        path = write(tmp_path, name, np.zeros((3, 5)))
+        Image.fromarray(np.full((3, 5), 1000, np.uint16)).save(path)
+    message = r"train/a/1.png has pixels of mode I(;16)?: convert it to 8 bits"
+    with pytest.raises(ValueError, match=message):
+        read_folder(tmp_path)
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK"])
+def test_pixels_of_8_bits(tmp_path, mode):
+    suffix = "jpg" if mode == "CMYK" else "png"
+    for part in ("train", "test"):
+        path = tmp_path / part / "a" / f"1.{suffix}"
+        path.parent.mkdir(parents=True)
+        Image.new(mode, (5, 3), 1).save(path)
+    channels = 1 if mode in ("1", "L", "LA") else 3
+    assert read_folder(tmp_path)[0].images.shape == (1, 3, 5, channels)
+
+
+def test_what_is_no_file_or_hidden_is_left_out(root):
+    expected = read_folder(root)
+    # Reading it would wait for a writer, for ever.
+    os.mkfifo(root / "train" / "a" / "x.png")
+    (root / "train" / "a" / "y.png").mkdir()
+    write(root, "train/.hid/1.png", np.zeros((7, 7, 3)))
+    write(root, "test/b/.1.png", np.zeros((7, 7, 3)))
+    found = read_folder(root)
+    assert found[2:] == expected[2:] == (("a", "b"), f"PNG files in {root}")
+    for ours, theirs in zip(found[:2], expected[:2], strict=True):
+        np.testing.assert_array_equal(ours.images, theirs.images)
 
 
 def test_mixed_sizes(root):

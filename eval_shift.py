@@ -35,9 +35,16 @@ NUM_IMAGES = flags.DEFINE_integer(
 DATA_DIR = flags.DEFINE_string("data_dir", None, "The data set, if it has moved.")
 
 
+def refuse(problem):
+    """Ends with one sentence and the exit code 2."""
+    print(f"error: {problem}", file=sys.stderr)
+    sys.exit(2)
+
+
 def main(argv):
     """Evaluates the runs that the flags name."""
-    del argv
+    if argv[1:]:
+        refuse(f"unexpected argument {argv[1]!r}: options are --name=value")
     if not flags.FLAGS["verbosity"].present:
         # Orbax tells of every file it touches.
         logging.set_verbosity(logging.WARNING)
@@ -56,8 +63,7 @@ def main(argv):
     except USER_ERRORS as error:
         if not is_user_error(error):
             raise
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        refuse(error)
     print(summary)
     print(f"Written to {OUTPUT.value}: shift.csv, shift.png, summary.md")
 

@@ -8,11 +8,14 @@ from pathlib import Path
 
 from ml_collections import ConfigDict
 
-from relattn.data import ImageSplit, load_images
+from relattn.data import ImageInfo, ImageSplit, load_images
 from relattn.evaluation import report
 from relattn.evaluation.curves import ShiftCurve, class_index, curves_of
 from relattn.evaluation.shift import ShiftedAccuracy, check_shift, shifted_accuracy
 from relattn.training import Run, load_runs
+from relattn.training.errors import writing
+from relattn.training.records import usable_folder
+from relattn.training.run import check_labels
 
 PUBLISHED_CLASS = 1
 
@@ -104,8 +107,9 @@ def compare(
         What each run classifies rightly.
 
     Raises:
-        ValueError: If an argument does not fit the runs.
-        CheckpointError: If a folder holds no run with a checkpoint.
+        ValueError: If an argument does not fit the runs, or a run is not of images.
+        CheckpointError: If a folder holds no run with a checkpoint, or the data have
+            other classes than a run predicts.
     """
     if not workdirs:
         raise ValueError("no run: name at least one folder by --workdir")
@@ -120,9 +124,14 @@ def compare(
             f"{name}:{run.config.seed}" if len(seeds) > 1 else name for run in seeds
         ]
     for run in runs:
+        if run.data.kind != "images":
+            raise ValueError(
+                f"{run.workdir} was trained on {run.data.kind}: only runs on images "
+                "can be shifted"
+            )
         check_shift(max_shift, axis, run.config.data.image_size)
     label, title = _one_label(runs, class_name)
-    tests: dict[str, ImageSplit] = {}
+    tests: dict[str, tuple[ImageSplit, ImageInfo]] = {}
     results = []
     for run, name in zip(runs, names, strict=True):
         config = ConfigDict(run.config.data.to_dict())
@@ -130,9 +139,12 @@ def compare(
             config.data_dir = data_dir
         key = config.to_json()
         if key not in tests:
-            tests[key] = _first(load_images(config).test, num_images)
+            data = load_images(config)
+            tests[key] = _first(data.test, num_images), data.info
+        split, info = tests[key]
+        _check_data(run, info)
         results.append(
-            shifted_accuracy(run, tests[key], name=name, max_shift=max_shift, axis=axis)
+            shifted_accuracy(run, split, name=name, max_shift=max_shift, axis=axis)
         )
     return Comparison(tuple(results), label, title, max_shift, axis)
 
@@ -158,8 +170,10 @@ def shift_report(
 
     Raises:
         ValueError: If an argument does not fit the runs, or no image can be shifted so.
-        CheckpointError: If a folder holds no run with a checkpoint.
+        CheckpointError: As `compare` says.
+        WorkdirError: If the folder cannot be written to, before any work.
     """
+    output = usable_folder(output, "--output")
     class_name = "1" if classes == "all" else classes
     comparison = compare(workdirs, class_name=class_name, **options)
     every_class = comparison.every_class()
@@ -180,13 +194,22 @@ def shift_report(
         max_shift=comparison.max_shift,
         axis=comparison.axis,
     )
-    output = Path(output)
-    output.mkdir(parents=True, exist_ok=True)
-    report.write_csv(shown, output / "shift.csv")
     panels = comparison.panels(shown, images, published=classes != "all")
-    report.plot(panels, output / "shift.png", axis=comparison.axis)
-    (output / "summary.md").write_text(text)
+    with writing(output):
+        report.write_csv(shown, output / "shift.csv")
+        report.plot(panels, output / "shift.png", axis=comparison.axis)
+        (output / "summary.md").write_text(text)
     return text
+
+
+def _check_data(run: Run, info: ImageInfo) -> None:
+    check_labels(run.data, info, run.workdir)
+    channels, given = run.data.image_shape[2], info.image_shape[2]
+    if channels != given:
+        raise ValueError(
+            f"{run.workdir} sees images of {channels} channels, but those of "
+            f"{info.name} have {given}: use the data that it was trained on"
+        )
 
 
 def _first(split: ImageSplit, num_images: int | None) -> ImageSplit:

@@ -26,7 +26,7 @@ from relattn.evaluation.study_report import (
     write_study_csv,
 )
 from relattn.spec import closest
-from relattn.training.records import write_json
+from relattn.training.records import usable_folder, write_json
 
 
 def run_study(
@@ -56,6 +56,7 @@ def run_study(
     Raises:
         ValueError: If the preset does not exist, an option does not fit, or the folder
             is not the project's root.
+        OSError: If the folder cannot be written to, or a run cannot be loaded.
     """
     if preset not in PRESETS:
         raise ValueError(f"unknown preset {preset!r}: {closest(preset, PRESETS)}")
@@ -86,6 +87,7 @@ def run_study(
                 trainings.append(training)
                 groups.setdefault((row.name, trained), []).append(training)
     missing = [training for training in trainings if not training.is_complete()]
+    usable_folder(output, "--output")
     print(
         f"{preset}: {len(missing)} of {len(trainings)} runs to train; logs in "
         f"{output}/*/train.log",
@@ -102,7 +104,6 @@ def run_study(
     }
     results = {"preset": preset, **study_results(study, finished, failed)}
     text = study_table(study, results)
-    output.mkdir(parents=True, exist_ok=True)
     write_json(output / "results.json", results)
     write_study_csv(study, results, output / "table.csv")
     workdirs = [run.workdir for group in finished.values() for run in group]
@@ -146,7 +147,7 @@ def main() -> None:
             jobs=arguments.jobs,
             overrides=overrides,
         )
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         sys.exit("\ninterrupted: the same command goes on")

@@ -1,4 +1,5 @@
 import csv
+import dataclasses
 import importlib
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from relattn.data import load_images
+from relattn.data import TextInfo, load_images
 from relattn.evaluation import compare as compare_lib
 from relattn.evaluation.compare import shift_report
 from relattn.evaluation.shift import shifted_accuracy
@@ -19,6 +20,7 @@ from relattn.training import (
     CheckpointError,
     WorkdirError,
     evaluate,
+    is_user_error,
     load_run,
     make_predict_fn,
     train_and_evaluate,
@@ -100,6 +102,7 @@ def test_report_of_the_first_images(workdir, tmp_path):
     ("options", "message"),
     [
         ({"max_shift": 32}, "max_shift=32 does not fit images of 32 pixels"),
+        ({"image_size": -4}, "data.image_size=-4: it must be at least 1"),
         ({"axis": "z"}, "axis must be x or y"),
         ({"classes": "trouserr"}, "did you mean 'Trouser'"),
         ({"num_images": 0}, "num_images=0 must be from 1 to 1000"),
@@ -110,7 +113,59 @@ def test_report_of_the_first_images(workdir, tmp_path):
 def test_report_refuses_what_does_not_fit(workdir, tmp_path, options, message):
     with pytest.raises(ValueError, match=message):
         shift_report([workdir], tmp_path / "out", **options)
-    assert not (tmp_path / "out").exists()
+    assert not [*(tmp_path / "out").glob("*")]
+
+
+@pytest.mark.parametrize(
+    "output, message",
+    [
+        ("file", "--output .*/file is not writable .File exists.: choose another"),
+        ("file/out", "--output .*/file/out is not writable .Not a directory.: choose"),
+        ("", "--output is empty"),
+    ],
+)
+def test_an_output_that_cannot_be_is_refused_first(tmp_path, output, message):
+    (tmp_path / "file").touch()
+    output = tmp_path / output if output else output
+    with pytest.raises(WorkdirError, match=message) as raised:
+        shift_report([tmp_path / "no run"], output)
+    assert is_user_error(raised.value)
+
+
+def test_runs_on_other_data_are_refused(workdir, tmp_path, monkeypatch):
+    run = load_run(workdir)
+    text = TextInfo("plays", "bytes", 256, 7, 100, "a file")
+    monkeypatch.setattr(
+        compare_lib,
+        "load_runs",
+        lambda *_: [dataclasses.replace(run, data=text)],
+    )
+    message = "tiny was trained on tokens: only runs on images can be shifted"
+    with pytest.raises(ValueError, match=message):
+        shift_report([workdir], tmp_path)
+
+
+def test_data_with_other_classes_are_refused(workdir, tmp_path, monkeypatch):
+    data = load_images(load_run(workdir).config.data)
+    for change, message in [
+        (
+            {"class_names": tuple("abcdefghij")},
+            "predicts 10 classes .* has 10 ",
+        ),
+        (
+            {"train": in_colour(data.train), "test": in_colour(data.test)},
+            r"tiny sees images of 1 channels, but those of fashion_mnist have 3",
+        ),
+    ]:
+        other = dataclasses.replace(data, **change)
+        monkeypatch.setattr(compare_lib, "load_images", lambda config, x=other: x)
+        with pytest.raises((CheckpointError, ValueError), match=message):
+            shift_report([workdir], tmp_path, max_shift=1)
+
+
+def in_colour(split):
+    images = np.repeat(split.images[:16], 3, axis=-1)
+    return type(split)(images, split.labels[:16])
 
 
 def test_a_convolutional_network_and_a_performer_share_a_figure(workdir, tmp_path):
@@ -180,11 +235,18 @@ def test_a_run_without_checkpoint_is_refused(tmp_path):
         shift_report([tmp_path], tmp_path / "out")
 
 
-def test_the_command_states_its_error_in_one_line(tmp_path):
-    command = [sys.executable, "eval_shift.py", "--workdir=no/run"]
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        ([], "error: no complete checkpoint in no/run"),
+        (["extra"], "error: unexpected argument 'extra': options are --name=value"),
+    ],
+)
+def test_the_command_states_its_error_in_one_line(tmp_path, words, message):
+    command = [sys.executable, "eval_shift.py", "--workdir=no/run", *words]
     run = subprocess.run(
         [*command, f"--output={tmp_path}"], cwd=ROOT, capture_output=True, text=True
     )
     assert run.returncode == 2
-    assert "error: no complete checkpoint in no/run" in run.stderr
+    assert message in run.stderr
     assert "Traceback" not in run.stderr

@@ -9,7 +9,7 @@ from relattn.evaluation.publications import read_published
 from relattn.evaluation.runs import read_config
 from relattn.evaluation.study_report import UNITS
 from relattn.models import build_model
-from relattn.training import check_config
+from relattn.training import WorkdirError, check_config
 from tests.evaluation.trained import make_training
 
 GPT = "configs/translution_gpt.py:self_attention,cpu"
@@ -219,6 +219,13 @@ def test_what_a_study_refuses(tmp_path, monkeypatch):
         study.run_study("rpe_vit", tmp_path, dataset="cifar")
     with pytest.raises(ValueError, match="no --config.* key 'num_step'"):
         study.run_study("translution_text", tmp_path, overrides=["--config.num_step=1"])
+    (tmp_path / "file").touch()
+    with pytest.raises(WorkdirError, match="--output .*/file is not writable"):
+        study.run_study("translution_text", tmp_path / "file")
+    argv = ["study", "--preset=translution_text", f"--output={tmp_path / 'file'}"]
+    monkeypatch.setattr(sys, "argv", argv)
+    with pytest.raises(SystemExit, match="^error: --output .*/file is not writable"):
+        study.main()
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match="run the study from the project's root"):
         study.run_study("translution_text", tmp_path)

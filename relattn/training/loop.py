@@ -16,18 +16,10 @@ from ml_collections import ConfigDict
 from tqdm import tqdm
 
 from relattn import data as data_lib
-from relattn.training import records
+from relattn.training import distributed, records
 from relattn.training.checkpoint import CheckpointWriter, checkpoint_steps, restore
 from relattn.training.config import check_config, to_json
 from relattn.training.damage import set_damaged_aside
-from relattn.training.distributed import (
-    all_preempted,
-    barrier,
-    check_shared,
-    from_primary,
-    is_primary,
-    primary_first,
-)
 from relattn.training.errors import PreemptedError
 from relattn.training.evaluator import Evaluator
 from relattn.training.history import BEST_METRICS, History, score
@@ -105,8 +97,8 @@ def train_and_evaluate(
     preemption = Preemption(handles=jax.process_count() == 1)
     with preemption.handled(), contextlib.ExitStack() as stack:
         # One process locks for all.
-        from_primary(lambda: stack.enter_context(lock_workdir(workdir)))
-        check_shared(workdir)
+        distributed.from_primary(lambda: stack.enter_context(lock_workdir(workdir)))
+        distributed.check_shared(workdir)
         return _run(config, workdir, data, parallel, preemption, on_step)
 
 
@@ -118,9 +110,9 @@ def _run(
     preemption: Preemption,
     on_step: Callable[[int], None] | None,
 ) -> dict[str, Any]:
-    saved = from_primary(lambda: read_saved(workdir, config))
+    saved = distributed.from_primary(lambda: read_saved(workdir, config))
     if data is None:
-        data = primary_first(lambda: data_lib.load_data(config.data))
+        data = distributed.primary_first(lambda: data_lib.load_data(config.data))
     if not len(data.eval_splits["validation"]):
         raise ValueError(
             "config.data.num_validation must be at least 1: the best checkpoint is "
@@ -138,7 +130,7 @@ def _run(
     if not loop.finished:
         with preemption.updates(), loop:
             loop.train(on_step)
-        barrier("trained")
+        distributed.barrier("trained")
     return loop.finish()
 
 
@@ -180,7 +172,7 @@ class _Loop:
 
     @property
     def shows_progress(self) -> bool:
-        return self.task.config.progress and is_primary()
+        return self.task.config.progress and distributed.is_primary()
 
     @property
     def kind(self) -> str:
@@ -196,13 +188,13 @@ class _Loop:
 
     def __enter__(self) -> _Loop:
         task, devices = self.task, self.parallel.devices
-        barrier("checkpoints read")
+        distributed.barrier("checkpoints read")
         self.log = None
-        if is_primary():
+        if distributed.is_primary():
             records.write_run_json(self.workdir, task, devices, self.start)
             set_damaged_aside(self.checkpoints, self.start)
             self.log = MetricsLog(self.workdir, self.start)
-        barrier("checkpoints in order")
+        distributed.barrier("checkpoints in order")
         self.writer = CheckpointWriter(self.checkpoints, len(task.seeds))
         spent = sum(history.seconds for history in self.histories)
         self.began = time.perf_counter() - spent
@@ -221,23 +213,10 @@ class _Loop:
 
     def announce(self) -> None:
         """Says what is about to happen."""
-        task, device = self.task, self.parallel.devices[0]
-        if self.finished:
-            self._say(
-                f"Already at the final step {self.start} of {self.workdir}: nothing to "
-                "train."
-            )
-            return
-        if self.start:
-            self._say(f"Resuming from step {self.start} of {self.workdir}.")
-        seeds = len(task.seeds)
-        together = f" for each of {seeds} seeds" if seeds > 1 else ""
-        self._say(
-            f"Training {task.num_params:,} parameters{together} on {task.info.origin}: "
-            f"{task.num_steps:,} steps of {task.config.batch_size} examples, "
-            f"{task.steps_per_epoch:,} an epoch, on {len(self.parallel.devices)} x "
-            f"{device.device_kind}."
-        )
+        for line in records.announcement(
+            self.task, self.parallel.devices, self.workdir, self.start, self.finished
+        ):
+            self._say(line)
 
     def train(self, on_step: Callable[[int], None] | None) -> None:
         """Updates until the last step or early stopping."""
@@ -275,7 +254,9 @@ class _Loop:
                 at_end = done == task.num_steps
                 evaluating = at_end or done % eval_every == 0
                 every = config.checkpoint_every_steps
-                came = self.preemption.came or "SIGTERM" * all_preempted(done)
+                came = self.preemption.came
+                if distributed.all_preempted(done):
+                    came = "SIGTERM"
                 saving = evaluating or came or bool(every and done % every == 0)
                 if not saving and done % config.log_every_steps:
                     continue
@@ -404,6 +385,6 @@ class _Loop:
             self.start,
             self._say,
         )
-        if is_primary():
+        if distributed.is_primary():
             records.write_json(self.workdir / "result.json", result)
         return result

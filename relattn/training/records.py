@@ -85,6 +85,41 @@ def usable_workdir(workdir: str | Path) -> Path:
     return usable_folder(workdir, "--workdir")
 
 
+def announcement(
+    task: Task,
+    devices: Sequence[jax.Device],
+    workdir: Path,
+    start_step: int,
+    finished: bool,
+) -> list[str]:
+    """What a run says before it begins.
+
+    Args:
+        task: What it trains.
+        devices: What it trains on.
+        workdir: The run directory.
+        start_step: Number of updates behind it.
+        finished: Whether none are before it.
+
+    Returns:
+        The lines.
+    """
+    if finished:
+        return [
+            f"Already at the final step {start_step} of {workdir}: nothing to train."
+        ]
+    seeds = len(task.seeds)
+    together = f" for each of {seeds} seeds" if seeds > 1 else ""
+    begin = [f"Resuming from step {start_step} of {workdir}."] if start_step else []
+    return [
+        *begin,
+        f"Training {task.num_params:,} parameters{together} on {task.info.origin}: "
+        f"{task.num_steps:,} steps of {task.config.batch_size} examples, "
+        f"{task.steps_per_epoch:,} an epoch, on {len(devices)} x "
+        f"{devices[0].device_kind}.",
+    ]
+
+
 def write_run_json(
     workdir: Path, task: Task, devices: Sequence[jax.Device], start_step: int
 ) -> None:

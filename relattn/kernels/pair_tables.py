@@ -51,7 +51,8 @@ class PairTables:
             else:
                 q_i = jnp.einsum("bc,jche->bjhe", q_i, t_q, precision=precision)
             k_i = _project(k, t_k, precision)
-            return jnp.sum(q_i * k_i, axis=-1, dtype=jnp.float32)
+            # Wide before the product, which could overflow.
+            return jnp.sum(q_i.astype(jnp.float32) * k_i, axis=-1)
 
         scores = _map(score, (jnp.moveaxis(q, 1, 0), t_q, t_k))
         return scores.transpose(1, 3, 0, 2)

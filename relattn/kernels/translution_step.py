@@ -156,13 +156,15 @@ class _StepTables:
         k = self._reverse(k)
         if t_k is not None:
             k = jnp.einsum("brc,rche->brhe", k, t_k, precision=precision)
-        scores = jnp.sum(q * k, axis=-1, dtype=jnp.float32)
+        # Wide before the product, which could overflow.
+        scores = jnp.sum(q.astype(jnp.float32) * k, axis=-1)
         return jnp.moveaxis(self._reverse(scores), 1, 2)[:, :, None]
 
     def values(self, weights, v, t_v, precision):
         v = jnp.einsum("brc,rche->brhe", self._reverse(v), t_v, precision=precision)
         weights = jnp.where(self.allowed, self._reverse(weights, axis=3), 0.0)
-        return jnp.einsum("bhnr,brhe->bhne", weights, v.astype(jnp.float32))
+        v = v.astype(jnp.float32)
+        return jnp.einsum("bhnr,brhe->bhne", weights, v, precision=precision)
 
     def _reverse(self, x, axis=1):
         """From the order of keys to that of offsets, and back."""

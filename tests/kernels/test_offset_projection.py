@@ -115,6 +115,15 @@ def test_half_precision_is_near_single_precision():
     assert error < 0.1 * np.abs(expected).max()
 
 
+def test_scores_beyond_half_precision_stay_finite():
+    x, table = jnp.full((3, 1), 300.0, jnp.float16), jnp.ones((5, 1, 1, 1))
+    table = table.astype(jnp.float16)
+    grid = kernels.translution(x, *[table] * 2, 0.01 * table, grid=(3,))
+    causal = kernels.causal_translution(x, *[table] * 2, 0.01 * table)
+    for out in (grid, causal):
+        np.testing.assert_allclose(out.ravel(), 3.0, rtol=1e-3)
+
+
 def _temporary_bytes(kernel, *shapes):
     """Of the compiled forward and backward pass, inputs and outputs left out."""
 

@@ -40,6 +40,12 @@ def test_values_and_gradients_equal_the_reference(relative, masked):
     compare.expect_equal(jax.vmap(kernel), naive, inputs)
 
 
+def test_scores_beyond_half_precision_stay_finite():
+    x, w = jnp.full((3, 1), 300.0, jnp.float16), jnp.ones((3, 3, 1, 1, 1), jnp.float16)
+    out = kernels.pair_translution(x, w, w, 0.01 * w)
+    np.testing.assert_allclose(out.ravel(), 3.0, rtol=1e-3)
+
+
 def test_low_rank_values_and_gradients_equal_the_reference():
     mask = np.arange(N) % 3 != 1
     plain = [_random(5 + seed, 1, HEADS, N, DEPTH) for seed in range(3)]

@@ -36,6 +36,21 @@ def test_translution_token_by_token(relative):
         np.testing.assert_allclose(out, expected[:, :, index], atol=2e-6)
 
 
+def test_scores_beyond_half_precision_stay_finite():
+    x, w = jnp.full((3, 1), 300.0, jnp.float16), jnp.ones((3, 1, 1, 1), jnp.float16)
+    out = kernels.translution_step(x, w, w, 0.01 * w, index=2)
+    np.testing.assert_allclose(out, [[3.0]], rtol=1e-3)
+
+
+def test_the_precision_reaches_every_product():
+    x, w = _random(0, N, DIM), _random(1, N, DIM, HEADS, DEPTH)
+    step = functools.partial(kernels.translution_step, precision="highest")
+    program = str(jax.make_jaxpr(functools.partial(step, index=2))(x, w, w, w))
+    assert program.count("dot_general[") == program.count(
+        "precision=(Precision.HIGHEST"
+    )
+
+
 @pytest.mark.parametrize("relative", ["qkv", "qv", "k"])
 @pytest.mark.parametrize("base", [True, False])
 def test_lor_translution_token_by_token(relative, base):

@@ -54,6 +54,7 @@ def encoded(name, encode, naive_encode, depth, parameters):
         naive,
         {**inputs(depth), **parameters},
         shared=tuple(parameters),
+        before_mask=tuple(parameters),
         on_grid=True,
     )
 

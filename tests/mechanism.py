@@ -26,6 +26,8 @@ class Mechanism:
         loud: The input in which one row is scaled by 20.
         causal: Whether a token sees only itself and those before it.
         on_grid: Whether the number of tokens is fixed by a grid.
+        before_mask: Parameters that change keys before the mask is known, so that what
+            masked keys hold reaches their gradients.
         queries_from_keys: Whether a token's query comes from the same input as its key,
             so that outputs of masked tokens are not compared.
         estimate: From a projection, estimates of the unnormalised kernel, all of
@@ -42,6 +44,7 @@ class Mechanism:
     loud: str = "k"
     causal: bool = False
     on_grid: bool = False
+    before_mask: tuple[str, ...] = ()
     queries_from_keys: bool = False
     estimate: Callable | None = None
     expected: Callable | None = None

@@ -103,13 +103,26 @@ def test_what_masked_keys_hold_does_not_matter(mechanism):
     key_mask = jnp.asarray(mechanism.key_mask())
     other = dict(inputs)
     for name in mechanism.key_inputs:
-        other[name] = jnp.where(key_mask[:, None], inputs[name], 1e3)
-    apply = quick_jit(mechanism.apply)
+        other[name] = jnp.where(key_mask[:, None], inputs[name], jnp.nan)
     compared = key_mask if mechanism.queries_from_keys else slice(None)
-    np.testing.assert_array_equal(
-        apply(**other, key_mask=key_mask)[:, compared],
-        apply(**inputs, key_mask=key_mask)[:, compared],
+
+    @quick_jit
+    def value_and_gradients(inputs):
+        apply = functools.partial(mechanism.apply, key_mask=key_mask)
+        out, pullback = jax.vjp(lambda inputs: apply(**inputs), inputs)
+        (gradients,) = pullback(jnp.cos(jnp.arange(out.size)).reshape(out.shape))
+        # A masked token's own query makes gradients of all that it meets.
+        left_out = inputs if mechanism.queries_from_keys else mechanism.before_mask
+        gradients = {name: x for name, x in gradients.items() if name not in left_out}
+        return out, gradients
+
+    (out, gradients), (expected, expected_gradients) = map(
+        value_and_gradients, (other, inputs)
     )
+    np.testing.assert_array_equal(out[:, compared], expected[:, compared])
+    assert np.isfinite(out[:, compared]).all()
+    chex.assert_trees_all_equal(gradients, expected_gradients)
+    chex.assert_tree_all_finite(gradients)
     if mechanism.on_grid:
         return
     padded = {
@@ -118,6 +131,7 @@ def test_what_masked_keys_hold_does_not_matter(mechanism):
         else jnp.pad(x, [(0, 0), (0, 6), (0, 0)], constant_values=9.0)
         for name, x in inputs.items()
     }
+    apply = quick_jit(mechanism.apply)
     out = apply(**padded, key_mask=jnp.arange(mechanism.num_keys + 6) < M)
     expected = apply(**inputs, key_mask=jnp.arange(mechanism.num_keys) < M)
     np.testing.assert_allclose(out[:, :N], expected, rtol=1e-5, atol=1e-6)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from relattn.kernels.linear import clear_masked
 from relattn.kernels.softmax import softmax_weights, weigh
 from relattn.offsets import Grid, check_grid, num_offsets, offset_index
 
@@ -81,6 +82,7 @@ def relative_attention(
 
     if keys is not None:
         total = _add(total, to_pairs(_score(q, keys, precision)))
+    k, v, key_mask = clear_masked(k, v, key_mask)
     weights = softmax_weights(q, k, key_mask=key_mask, bias=total, precision=precision)
     out = weigh(weights, v, precision)
     if values is not None:
@@ -148,6 +150,7 @@ def causal_relative_attention(
     if keys is not None:
         total = _add(total, to_pairs(_score(q, keys, precision)))
     past = jnp.tril(jnp.ones((length, length), bool))
+    k, v, key_mask = clear_masked(k, v, key_mask)
     weights = softmax_weights(
         q, k, mask=past, key_mask=key_mask, bias=total, precision=precision
     )
@@ -200,7 +203,7 @@ def relative_attention_step(
     total = None if bias is None else bias[..., None, :]
     if keys is not None:
         total = _add(total, _score(q_i, keys, precision))
-    past = jnp.arange(length) <= index
+    k, v, past = clear_masked(k, v, jnp.arange(length) <= index)
     weights = softmax_weights(q_i, k, key_mask=past, bias=total, precision=precision)
     out = weigh(weights, v, precision)
     if values is not None:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from relattn.kernels.linear import clear_masked
 from relattn.kernels.softmax import masked_softmax, softmax_weights, weigh
 from relattn.offsets import Grid, check_grid, num_offsets, offset_index
 
@@ -61,6 +62,7 @@ def gated_positional_attention(
     check_grid(q.shape[-2], grid, num_prefix)
     scores = _offset_scores(coefficients, grid, num_prefix)
     scores = scores[..., offset_index(grid, num_prefix)]
+    k, v, key_mask = clear_masked(k, v, key_mask)
     allowed = None if key_mask is None else key_mask[..., None, :]
     content = softmax_weights(q, k, key_mask=key_mask, precision=precision)
     position = masked_softmax(scores, allowed)
@@ -106,6 +108,7 @@ def causal_gated_positional_attention(
     grid = (q.shape[-2],)
     scores = _offset_scores(coefficients, grid, 0)[..., offset_index(grid)]
     past = jnp.tril(jnp.ones((grid[0], grid[0]), bool))
+    k, v, key_mask = clear_masked(k, v, key_mask)
     allowed = past if key_mask is None else past & key_mask[..., None, :]
     content = softmax_weights(q, k, mask=past, key_mask=key_mask, precision=precision)
     return _mix(content, masked_softmax(scores, allowed), gate, v, precision)
@@ -150,7 +153,8 @@ def gated_positional_attention_step(
     scores = jax.lax.dynamic_slice_in_dim(
         jnp.flip(scores, -1), length - 1 - index, length, axis=-1
     )[..., None, :]
-    content = softmax_weights(q_i, k, key_mask=past, precision=precision)
+    k, v, exists = clear_masked(k, v, past)
+    content = softmax_weights(q_i, k, key_mask=exists, precision=precision)
     return _mix(content, masked_softmax(scores, past), gate, v, precision)
 
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
+from relattn.kernels.linear import clear_masked
 from relattn.kernels.softmax import softmax_attention
 
 
@@ -58,6 +59,7 @@ def local_attention(
         raise ValueError(f"local attention needs window >= 1, got {window}")
     n = q.shape[-2]
     length = n - num_prefix
+    k, v, key_mask = clear_masked(k, v, key_mask)
     exists = jnp.ones((n,), bool) if key_mask is None else key_mask
     prefix = softmax_attention(
         q[..., :num_prefix, :], k, v, key_mask=exists, precision=precision

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from relattn.kernels.linear import clear_masked
 from relattn.kernels.softmax import softmax_attention
 
 _EPSILON = 1e-5
@@ -63,6 +64,7 @@ def routing_attention(
         raise ValueError(
             f"routing needs a window of 1 to n={n} tokens, got window={window}"
         )
+    k, v, key_mask = clear_masked(k, v, key_mask)
     q, k = _layer_norm(q), _layer_norm(k)
     queries, answered = _choose(q, centroids, window, key_mask)
     keys, exist = _choose(k, centroids, window, key_mask)

@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from relattn.kernels.linear import clear_masked
+
 
 def _all_of(*masks: Bool[Array, "..."] | None) -> Bool[Array, "..."] | None:
     """Where every mask that was given is True."""
@@ -39,7 +41,10 @@ def softmax_weights(
     bias: Float[Array, "*#batch n m"] | None = None,
     precision: jax.lax.PrecisionLike = None,
 ) -> Float[Array, "*batch n m"]:
-    """The float32 weights of `softmax_attention`, and its arguments."""
+    """The float32 weights of `softmax_attention`, and its arguments.
+
+    Masked keys must be finite: see `relattn.kernels.linear.clear_masked`.
+    """
     if key_mask is not None:
         key_mask = key_mask[..., None, :]
     allowed = _all_of(mask, key_mask)
@@ -92,7 +97,8 @@ def softmax_attention(
         k: Keys, shape ``[*batch, m, depth]``.
         v: Values, shape ``[*batch, m, value_depth]``.
         mask: True where query i may attend to key j, shape ``[*batch, n, m]``.
-        key_mask: True for keys that exist, shape ``[*batch, m]``.
+        key_mask: True for keys that exist, shape ``[*batch, m]``; what the others and
+            their values hold does not matter.
         bias: Added to the scores, shape ``[*batch, n, m]``; finite.
         precision: Passed to einsum.
 
@@ -107,6 +113,7 @@ def softmax_attention(
     Source:
         Vaswani et al., Attention Is All You Need, section 3.2.1.
     """
+    k, v, key_mask = clear_masked(k, v, key_mask)
     weights = softmax_weights(
         q, k, mask=mask, key_mask=key_mask, bias=bias, precision=precision
     )

@@ -46,9 +46,8 @@ def test_the_precision_reaches_every_product():
     x, w = _random(0, N, DIM), _random(1, N, DIM, HEADS, DEPTH)
     step = functools.partial(kernels.translution_step, precision="highest")
     program = str(jax.make_jaxpr(functools.partial(step, index=2))(x, w, w, w))
-    assert program.count("dot_general[") == program.count(
-        "precision=(Precision.HIGHEST"
-    )
+    highest = program.count("precision=(Precision.HIGHEST")
+    assert program.count("dot_general[") == highest > 0
 
 
 @pytest.mark.parametrize("relative", ["qkv", "qv", "k"])

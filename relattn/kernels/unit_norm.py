@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 # Below this squared norm a vector has no direction, and stays short.
-_SMALLEST = 1e-12
+_SMALLEST = 1e-6
 
 
 def unit_norm(x: Float[Array, "*batch n depth"]) -> Float[Array, "*batch n depth"]:
@@ -17,11 +17,14 @@ def unit_norm(x: Float[Array, "*batch n depth"]) -> Float[Array, "*batch n depth
     `trigonometric_features` project, has the norm 1: their weights then estimate
     exp(cos(q, k)), and their variance is bounded.
 
+    A vector shorter than 1e-3 has no direction: it is scaled as one of that length, so
+    that zeros stay zeros, and it has no gradient, which would grow as 1 / |x|.
+
     Args:
         x: Queries or keys, shape ``[*batch, n, depth]``.
 
     Returns:
-        The same shape and dtype; zeros stay zeros.
+        The same shape and dtype.
 
     Example:
         >>> unit_norm(jnp.ones((1, 16))).round(3)[0, :3].tolist()
@@ -32,6 +35,8 @@ def unit_norm(x: Float[Array, "*batch n depth"]) -> Float[Array, "*batch n depth
         Positional Encoding, section 3.3.
     """
     wide = x.astype(jnp.float32)
+    squared = jnp.sum(jnp.square(wide), axis=-1, keepdims=True)
+    wide = jnp.where(squared < _SMALLEST, jax.lax.stop_gradient(wide), wide)
     squared = jnp.sum(jnp.square(wide), axis=-1, keepdims=True)
     scale = x.shape[-1] ** 0.25 * jax.lax.rsqrt(jnp.maximum(squared, _SMALLEST))
     return (wide * scale).astype(x.dtype)

@@ -183,6 +183,35 @@ def test_lowers_for_cpu_cuda_and_tpu(mechanism):
     assert exported.platforms == platforms
 
 
+@every_mechanism
+def test_single_precision_stays_single_where_double_is_enabled(mechanism):
+    inputs = mechanism.draw_inputs(HEADS)
+    with jax.enable_x64(True):
+        shapes = jax.eval_shape(_value_and_gradients(mechanism), inputs)
+    assert {x.dtype for x in jax.tree.leaves(shapes)} == {np.dtype(np.float32)}
+
+
+@every_mechanism
+def test_a_batch_may_be_empty(mechanism):
+    inputs = mechanism.draw_inputs(0, HEADS)
+    key_mask = jnp.asarray(mechanism.key_mask())
+    for options in ({}, {"key_mask": key_mask}):
+        function = _value_and_gradients(mechanism, **options)
+        out, gradients = jax.eval_shape(function, inputs)
+        assert out.shape[:2] == (0, HEADS)
+        chex.assert_trees_all_equal_shapes_and_dtypes(gradients, inputs)
+
+
+def _value_and_gradients(mechanism, **options):
+    def apply(inputs):
+        return mechanism.apply(**inputs, **options)
+
+    return lambda inputs: (
+        apply(inputs),
+        jax.grad(lambda inputs: apply(inputs).sum())(inputs),
+    )
+
+
 class VariantsTest(chex.TestCase):
     """The same result with and without jit, and on devices side by side."""
 

@@ -24,11 +24,13 @@ PAIR_TABLE = (N, N)
 
 
 def merge_heads(x):
-    return x.swapaxes(-2, -3).reshape(*x.shape[:-3], x.shape[-2], -1)
+    *batch, heads, n, depth = x.shape
+    return x.swapaxes(-2, -3).reshape(*batch, n, heads * depth)
 
 
 def split_heads(x):
-    return x.reshape(*x.shape[:-1], HEADS, -1).swapaxes(-2, -3)
+    *tokens, width = x.shape
+    return x.reshape(*tokens, HEADS, width // HEADS).swapaxes(-2, -3)
 
 
 def join(outputs):

@@ -8,6 +8,7 @@ inside it: time and memory are O(n clip).
 from __future__ import annotations
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -100,7 +101,9 @@ def banded_attention(
     near, far = weights[..., :-1], weights[..., -1:]
     # Far values are all values less the rings, so a ring weighs by the difference.
     correction = _ring_sum(_to_grid(near - far, grid), image)
-    numerator = correction.reshape(*v.shape[:-2], -1, v.shape[-1]) + far * total
+    num_tokens = math.prod(grid)
+    correction = correction.reshape(*v.shape[:-2], num_tokens, v.shape[-1])
+    numerator = correction + far * total
     denominator = (weights * counts).sum(axis=-1, keepdims=True)
     if magnitudes is not None:
         magnitudes = (magnitudes * counts).sum(axis=-1, keepdims=True)
@@ -141,7 +144,7 @@ def _to_grid(x, grid, num_prefix=0):
 def _count(keys, grid, num_prefix, num_rings):
     """Numbers of keys at every distance, [*batch n rows], and of all keys."""
     rings = jnp.concatenate(_rings(_to_grid(keys, grid, num_prefix), num_rings), -1)
-    rings = rings.reshape(*keys.shape[:-2], -1, num_rings)
+    rings = rings.reshape(*keys.shape[:-2], math.prod(grid), num_rings)
     num_keys = keys.sum(axis=-2, keepdims=True)
     far = num_keys - rings.sum(axis=-1, keepdims=True)
     return jnp.concatenate([rings, far], axis=-1), num_keys
@@ -276,7 +279,7 @@ def _sum_of_rings(weights, x):
     def inner(part, start):
         return part[..., start : start + height, :, :]
 
-    result = jnp.zeros(())
+    result = 0.0
     below = above = jnp.zeros_like(x)
     for step in range(num):
         d = margin - step

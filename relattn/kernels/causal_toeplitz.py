@@ -230,7 +230,7 @@ def _pad(x, padding, value=0.0):
 
 def _blocks(x, size):
     """From [*batch, n, width] to [*batch, blocks, size, width]."""
-    return x.reshape(*x.shape[:-2], -1, size, x.shape[-1])
+    return x.reshape(*x.shape[:-2], x.shape[-2] // size, size, x.shape[-1])
 
 
 def _running_largest(exponents):

@@ -51,6 +51,7 @@ def join_chunks(tree: Any, length: int) -> Any:
 
     def join(x):
         x = jnp.moveaxis(x, 0, -3)
-        return x.reshape(*x.shape[:-3], -1, x.shape[-1])[..., :length, :]
+        *batch, num_chunks, size, width = x.shape
+        return x.reshape(*batch, num_chunks * size, width)[..., :length, :]
 
     return jax.tree.map(join, tree)

@@ -79,7 +79,8 @@ def irpe_exponents(
     if len(embeddings) == 2:
         columns = embeddings[1].astype(jnp.float32)
         exponents = exponents[..., :, None, :] + columns[..., None, :, :]
-        exponents = exponents.reshape(*columns.shape[:-2], -1, columns.shape[-1])
+        *batch, height, width, depth = exponents.shape
+        exponents = exponents.reshape(*batch, height * width, depth)
     prefix = [(0, 0)] * (exponents.ndim - 2) + [(num_prefix, 0), (0, 0)]
     return jnp.pad(exponents, prefix)
 

@@ -50,28 +50,35 @@ class OffsetScan(NamedTuple):
     def from_grid(self, x: Array) -> Array:
         """The inverse of `to_grid`: [batch n width] without prefix."""
         height, width = self.plan.shape
-        x = x[:height, :width].reshape(-1, *x.shape[2:])
+        x = x[:height, :width].reshape(height * width, *x.shape[2:])
         return jnp.moveaxis(x, 0, 1)
 
     def to_slots(self, pairs: Array) -> list[Array]:
         """From [batch heads n n] without prefix to [pairs heads] of every bucket."""
         batch = pairs.shape[0]
-        pairs = pairs.transpose(2, 3, 0, 1).reshape(-1, batch * self.heads)
+        length = math.prod(self.grid)
+        pairs = pairs.transpose(2, 3, 0, 1).reshape(length**2, batch * self.heads)
         # Places in rectangles that are no pairs read a zero.
         pairs = jnp.pad(pairs, [(0, 1), (0, 0)])
         slots = _take(pairs, self.plan.pair_of_slot)
-        slots = slots.reshape(-1, self.heads)
+        slots = slots.reshape(len(slots) * batch, self.heads)
         result, start = [], 0
         for bucket in self.plan.buckets:
             size = math.prod(bucket.shape) * batch
             stop = start + len(bucket.rows) * size
-            result.append(slots[start:stop].reshape(-1, size, self.heads))
+            shape = (len(bucket.rows), size, self.heads)
+            result.append(slots[start:stop].reshape(shape))
             start = stop
         return result
 
     def from_slots(self, slots: list[Array], batch: int) -> Array:
         """The inverse of `to_slots`."""
-        slots = jnp.concatenate([x.reshape(-1, batch * self.heads) for x in slots])
+        slots = jnp.concatenate(
+            [
+                x.reshape(len(x) * math.prod(bucket.shape), batch * self.heads)
+                for x, bucket in zip(slots, self.plan.buckets, strict=True)
+            ]
+        )
         if self.causal:
             slots = jnp.pad(slots, [(0, 1), (0, 0)])
         pairs = _take(slots, self.plan.slot_of_pair)
@@ -111,17 +118,22 @@ def _take(x, rows):
 
 def rectangle(x: Array, corner: Array, shape: tuple[int, int]) -> Array:
     """Tokens [height * width * batch, width] of a grid, from a corner on."""
-    x = jax.lax.dynamic_slice(x, (*corner, 0, 0), (*shape, *x.shape[2:]))
-    return x.reshape(-1, x.shape[-1])
+    x = jax.lax.dynamic_slice(x, _start(corner), (*shape, *x.shape[2:]))
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def add_rectangle(
     x: Array, corner: Array, shape: tuple[int, int], tokens: Array
 ) -> Array:
     """A grid after tokens were added to it, the inverse of `rectangle`."""
-    old = jax.lax.dynamic_slice(x, (*corner, 0, 0), (*shape, *x.shape[2:]))
+    old = jax.lax.dynamic_slice(x, _start(corner), (*shape, *x.shape[2:]))
     new = old + tokens.reshape(old.shape).astype(x.dtype)
-    return jax.lax.dynamic_update_slice(x, new, (*corner, 0, 0))
+    return jax.lax.dynamic_update_slice(x, new, _start(corner))
+
+
+def _start(corner):
+    """Where a rectangle starts; all indices must have one dtype."""
+    return (*corner, *jnp.zeros(2, corner.dtype))
 
 
 def get_row(table: Array | None, index: Array) -> Array | None:

@@ -11,6 +11,7 @@ the weights of all pairs, some queries at a time.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 
 import jax
@@ -65,7 +66,7 @@ def fft_sums(
         x = keys[..., :, None, :] * v[..., None, :, :]
         x = transform(x.reshape(*x.shape[:-1], *grid)) * spectrum
         x = jnp.fft.irfftn(x, s=lengths, axes=axes)[kept]
-        x = x.reshape(*x.shape[: -len(grid)], -1)
+        x = x.reshape(*x.shape[: -len(grid)], math.prod(grid))
         return sums + jnp.sum(queries[..., :, None, :] * x, axis=-3), None
 
     sums, _ = scan_chunks(

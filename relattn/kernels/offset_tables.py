@@ -80,7 +80,7 @@ class OffsetTables:
         """
         shape = (q if t_q is None else t_q).shape[-2:]
         scan = OffsetScan(self.grid, self.num_prefix, self.causal, *shape, precision)
-        q, k = (x.reshape(*x.shape[:2], -1) for x in (q, k))
+        q, k = (x.reshape(*x.shape[:2], math.prod(x.shape[2:])) for x in (q, k))
         return _scores(scan, q, k, t_q, t_k)
 
     def values(self, weights: Array, v: Array, t_v: Array, precision) -> Array:
@@ -99,13 +99,13 @@ def _pair_scores(scan, q, k, t_q, t_k):
     """Q . k of pairs, [pairs heads], from their tokens and matrices."""
     q, k = _project(q, t_q, scan.precision), _project(k, t_k, scan.precision)
     products = q.astype(jnp.float32) * k.astype(jnp.float32)
-    return products.reshape(-1, scan.heads, scan.depth).sum(axis=-1)
+    return products.reshape(len(products), scan.heads, scan.depth).sum(axis=-1)
 
 
 def _pair_values(scan, weights, v, t_v):
     """Weighted values of pairs, [pairs heads * depth], from tokens and a matrix."""
     v = _project(v, t_v, scan.precision).astype(jnp.float32)
-    weighted = weights[..., None] * v.reshape(-1, scan.heads, scan.depth)
+    weighted = weights[..., None] * v.reshape(len(v), scan.heads, scan.depth)
     return weighted.reshape(v.shape)
 
 
@@ -295,7 +295,7 @@ def _prefix_values(scan, inner, weights, v, rows):
         v = _project(v, rows[row], scan.precision).astype(jnp.float32)
         v = v.reshape(*v.shape[:2], scan.heads, scan.depth)
         out = jnp.einsum("bhij,bjhd->bihd", weights, v, precision=scan.precision)
-        return out.reshape(*out.shape[:2], -1)
+        return out.reshape(*out.shape[:2], scan.heads * scan.depth)
 
     into, within, out = range(3)
     top = values(weights[:, :, :n, :n], v[:, :n], within)

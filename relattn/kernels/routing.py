@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
@@ -187,10 +189,16 @@ def _choose(
     return chosen, jnp.take_along_axis(exists, chosen, axis=-1)
 
 
+def _flat(chosen: Array) -> Array:
+    """From [*batch clusters window] to one axis of the tokens of all clusters."""
+    *batch, clusters, window = chosen.shape
+    return chosen.reshape(*batch, clusters * window)
+
+
 def _gather(x: Array, chosen: Array) -> Array:
     """From [*batch n width] to [*batch clusters window width]."""
     rows = jnp.take_along_axis(
-        x, chosen.reshape(*chosen.shape[:-2], -1, 1), axis=-2, mode="promise_in_bounds"
+        x, _flat(chosen)[..., None], axis=-2, mode="promise_in_bounds"
     )
     return rows.reshape(*chosen.shape, x.shape[-1])
 
@@ -202,8 +210,7 @@ def _scatter(rows: Array, chosen: Array, n: int) -> Array:
     def add(rows: Array, chosen: Array) -> Array:
         return jax.ops.segment_sum(rows, chosen, n)
 
-    total = jax.vmap(add)(
-        rows.reshape(-1, chosen.shape[-2] * chosen.shape[-1], width),
-        chosen.reshape(-1, chosen.shape[-2] * chosen.shape[-1]),
-    )
+    chosen = _flat(chosen)
+    size = math.prod(batch), chosen.shape[-1]
+    total = jax.vmap(add)(rows.reshape(*size, width), chosen.reshape(size))
     return total.reshape(*batch, n, width)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Protocol, runtime_checkable
 
 import jax
@@ -175,13 +176,15 @@ def attend_low_rank(
 
 def _one_batch_axis(x, trailing):
     """From [*batch, ..., n, width] to [batch, ..., n, width]."""
-    return x.reshape(-1, *x.shape[x.ndim - trailing - 1 :])
+    axis = x.ndim - trailing - 1
+    return x.reshape(math.prod(x.shape[:axis]), *x.shape[axis:])
 
 
 def _flat_mask(key_mask, batch, length):
     if key_mask is None:
         return None
-    return jnp.broadcast_to(key_mask, (*batch, length)).reshape(-1, length)
+    key_mask = jnp.broadcast_to(key_mask, (*batch, length))
+    return key_mask.reshape(math.prod(batch), length)
 
 
 def _existing(keys, key_mask):

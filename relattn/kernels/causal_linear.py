@@ -56,7 +56,8 @@ def causal_linear_attention(
     `Features.bound`, which looks at no token, or, where a token has one exponent, by
     the largest so far. Denominators are guarded as in `linear_attention`; where all
     weights underflow, the result is zero: positive features of one key that is far
-    larger than usual, or of ordinary keys in heads deeper than about 256.
+    larger than usual, or of ordinary keys in heads deeper than about 224, for which
+    the bound, which grows as the depth, is too far above all exponents.
 
     Args:
         q: Queries, shape ``[*batch, n, depth]``.

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
-# A causal sum of features is at most length * exp(60): far below float32's exp(88).
-_LARGEST_EXPONENT = 60.0
+# A causal sum is at most n exp(80) / sqrt(features), finite for 6,000 equal keys.
+_LARGEST_EXPONENT = 80.0
 
 NORMS = ("chi", "fixed")
 
@@ -305,7 +305,7 @@ def positive_features(
 
     Returns:
         Features without factors: exponents of shape ``[*batch, n, features]`` and
-        their bound, max(0, |w|^2 / 2 - 60).
+        their bound, max(0, |w|^2 / 2 - 80).
 
     Raises:
         ValueError: If the depths of ``x`` and the projection differ.

@@ -22,6 +22,11 @@ FEATURE_MAPS = {
 }
 
 
+# In deeper heads, the weights of causal positive features underflow: see
+# `relattn.kernels.causal_linear.causal_linear_attention`.
+_DEEPEST_CAUSAL_HEAD = 224
+
+
 class RandomFeatureAttention(LinearAttention):
     """Options and state of the attentions that draw random features.
 
@@ -68,7 +73,19 @@ class RandomFeatureAttention(LinearAttention):
             raise ValueError(f"unknown norms {norms!r}: {hint}")
 
     def feature_map(self, depth: int) -> linear.FeatureMap:
-        """The feature map with the layer's projection; for use in the hooks."""
+        """The feature map with the layer's projection; for use in the hooks.
+
+        Raises:
+            ValueError: If weights would underflow: causal positive features of a head
+                deeper than 224.
+        """
+        deep = depth > _DEEPEST_CAUSAL_HEAD
+        if deep and self.causal and self.features == "positive":
+            raise ValueError(
+                "causal attention with positive features needs a head depth (dim / "
+                "heads, with the position's width where one is concatenated) of at "
+                f"most {_DEEPEST_CAUSAL_HEAD}, got {depth}"
+            )
 
         def draw() -> random_features.RandomFeatures:
             return random_features.draw_random_features(

@@ -88,6 +88,27 @@ def test_the_recurrent_step_equals_the_kernel_row_by_row(name):
     assert jax.tree.map(jnp.shape, state) == shapes
 
 
+def test_keys_that_cancel_across_chunks_are_guarded_by_their_magnitudes():
+    def feature_map(x):
+        return Features(x[..., :1], x[..., 1:])
+
+    q = jnp.array([[1.0, 0.0], [1.0, 0.0]])
+    # Equal and opposite but for a share below 1e-4, with exponents far apart.
+    k = jnp.array([[np.exp(5.0), 0.0], [-1.0 + 4e-5, 5.0]])
+    v = jnp.array([[3.0], [1.0]])
+    # The sum of absolute weights is 2, that of weighted values 3 - 1.
+    expected = [[3.0], [(3 - 1) / (1e-4 * 2)]]
+    for size in (1, 2):
+        out = causal_linear_attention(q, k, v, feature_map, chunk_size=size)
+        np.testing.assert_allclose(out, expected, rtol=1e-3)
+    state = init_linear_state(k[0], v[0], feature_map)
+    for row in range(2):
+        state, out = causal_linear_attention_step(
+            state, q[row], k[row], v[row], feature_map
+        )
+        np.testing.assert_allclose(out, expected[row], rtol=1e-3)
+
+
 def test_features_that_would_need_the_future_are_refused():
     def unbounded(x):
         return Features(None, x.astype(jnp.float32))
@@ -101,17 +122,24 @@ def test_chunk_size_must_be_positive():
         causal_linear_attention(*draw_inputs(), feature_map("relu"), chunk_size=-3)
 
 
-def test_deep_heads_neither_overflow_nor_underflow():
-    depth = 193
-    projection = draw_orthogonal(jax.random.key(1), 13, depth)
+@pytest.mark.parametrize("depth", [193, 211])
+def test_deep_heads_neither_overflow_nor_underflow(depth):
+    num_features = maps.default_num_features(depth)
+    projection = draw_orthogonal(jax.random.key(1), num_features, depth)
     keys = jax.random.split(jax.random.key(0), 3)
     q, k, v = (jax.random.normal(key, (N, depth)) for key in keys)
     attend = functools.partial(
         causal_linear_attention,
-        feature_map=lambda x: maps.positive_features(x, projection),
+        feature_map=compare.feature_map("positive", projection),
     )
     out = attend(q, k, v)
-    np.testing.assert_allclose(out[0], v[0], rtol=1e-5)
+    with jax.enable_x64(True):
+        expected = reference.linear_attention(
+            *(jnp.float64(np.asarray(x)) for x in (q, k, v)),
+            compare.naive_map("positive", projection),
+            np.tril(np.ones((N, N), bool)),
+        )
+    np.testing.assert_allclose(out, expected, rtol=0, atol=5e-5)
     gradient = jax.grad(lambda k: jnp.square(attend(q, k, v)).sum())(k)
     assert np.isfinite(gradient).all() and np.abs(gradient).max() > 0
 

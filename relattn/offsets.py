@@ -42,6 +42,26 @@ def check_grid(num_tokens: int, grid: Grid, num_prefix: int = 0) -> None:
         )
 
 
+def check_prefix(num_tokens: int, num_prefix: int) -> None:
+    """Raises unless ``num_prefix`` of the tokens can come first.
+
+    Args:
+        num_tokens: Length of the sequence.
+        num_prefix: Number of prefix tokens.
+
+    Raises:
+        ValueError: If there are fewer tokens, or the number is negative.
+
+    Example:
+        >>> check_prefix(3, 1)
+    """
+    if not 0 <= num_prefix <= num_tokens:
+        raise ValueError(
+            f"num_prefix must be from 0 to the {num_tokens} tokens that there are, got "
+            f"{num_prefix}"
+        )
+
+
 def grid_positions(grid: Grid, num_prefix: int = 0) -> Float[np.ndarray, "n axes"]:
     """Row and column, or index, of every token; zeros for prefix tokens.
 

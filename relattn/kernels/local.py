@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Float
 
 from relattn.kernels.linear import clear_masked
 from relattn.kernels.softmax import softmax_attention
+from relattn.offsets import check_prefix
 
 
 def local_attention(
@@ -42,7 +43,8 @@ def local_attention(
         Shape ``[*batch, n, value_depth]``, in the dtype of ``v``.
 
     Raises:
-        ValueError: If the window holds no token.
+        ValueError: If the window holds no token, or there are fewer tokens than
+            ``num_prefix``.
 
     Example:
         >>> x = jnp.zeros((5, 1))
@@ -58,6 +60,7 @@ def local_attention(
     if window < 1:
         raise ValueError(f"local attention needs window >= 1, got {window}")
     n = q.shape[-2]
+    check_prefix(n, num_prefix)
     length = n - num_prefix
     k, v, key_mask = clear_masked(k, v, key_mask)
     exists = jnp.ones((n,), bool) if key_mask is None else key_mask

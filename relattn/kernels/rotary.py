@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Array, Float, Key
 
 from relattn.kernels.sinusoidal import absolute_frequencies
+from relattn.offsets import check_prefix
 
 
 def rotary_angles(
@@ -33,7 +34,8 @@ def rotary_angles(
         Angles, float32, shape ``[n, depth / 2]``.
 
     Raises:
-        ValueError: If ``depth`` is no multiple of twice the number of axes.
+        ValueError: If ``depth`` is no multiple of twice the number of axes, or there
+            are fewer tokens than ``num_prefix``.
 
     Example:
         >>> rotary_angles(np.array([[0.0], [5.0]]), 4, base=100.0).tolist()
@@ -44,6 +46,7 @@ def rotary_angles(
         for Vision Transformer, section 3.2.
     """
     num_tokens, axes = positions.shape
+    check_prefix(num_tokens, num_prefix)
     if depth < 1 or depth % (2 * axes):
         raise ValueError(
             f"rotary positions of {axes} axes need a head depth (dim / heads) "
@@ -101,7 +104,7 @@ def draw_mixed_frequencies(
         return jnp.broadcast_to(frequencies[:, None], (*leading, num_frequencies, 1))
     half = (num_frequencies + 1) // 2
     lengths = jnp.tile(absolute_frequencies(half, base), 2)[:num_frequencies]
-    angles = jax.random.uniform(key, (*leading, 1), maxval=2 * np.pi)
+    angles = jax.random.uniform(key, (*leading, 1), jnp.float32, maxval=2 * np.pi)
     angles = angles + jnp.where(jnp.arange(num_frequencies) < half, 0.0, np.pi / 2)
     ways = jnp.stack([jnp.cos(angles), jnp.sin(angles)], axis=-1)
     return lengths[:, None] * ways
@@ -127,7 +130,8 @@ def mixed_rotary_angles(
         Angles, float32, shape ``[*batch, n, pairs]``, for `rotate`.
 
     Raises:
-        ValueError: If positions and frequencies have different axes.
+        ValueError: If positions and frequencies have different axes, or there are fewer
+            tokens than ``num_prefix``.
 
     Example:
         >>> w = jnp.array([[1.0, 0.0], [0.5, 0.5]])
@@ -137,6 +141,7 @@ def mixed_rotary_angles(
     Source:
         Heo et al., Rotary Position Embedding for Vision Transformer, section 3.3.
     """
+    check_prefix(positions.shape[0], num_prefix)
     if positions.shape[-1] != frequencies.shape[-1]:
         raise ValueError(
             f"frequencies of {frequencies.shape[-1]} axes do not fit positions of "

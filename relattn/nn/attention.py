@@ -222,9 +222,13 @@ class MultiHeadAttention(nn.Module):
         return cache.value
 
     def tables(self, context: Context) -> dict[str, Array]:
-        """The tables of offsets that the position has, in the compute dtype."""
+        """The tables of offsets that the position has, vectors in the compute dtype."""
         tables = {} if context.position is None else context.position.tables
-        return {name: table.astype(self.dtype) for name, table in tables.items()}
+        # Kernels add a bias in float32: rounding it would change exp(b) by percents.
+        return {
+            name: table if name == "bias" else table.astype(self.dtype)
+            for name, table in tables.items()
+        }
 
 
 class SoftmaxAttention(MultiHeadAttention):

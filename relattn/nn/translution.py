@@ -64,7 +64,7 @@ class OffsetAttention(MultiHeadAttention):
             )
         return (len(offsets.is_prefix(grid, num_prefix)),) * 2
 
-    def tables(
+    def projection_tables(
         self,
         shape: tuple[int, int, int],
         bound: float,
@@ -130,7 +130,7 @@ class TranslutionAttention(OffsetAttention):
         """The heads' outputs."""
         x = x.astype(self.dtype)
         shape = (self.dim, self.heads, self.depth)
-        tables = self.tables(shape, 1 / self.dim, context)
+        tables = self.projection_tables(shape, 1 / self.dim, context)
         if context.index is not None:
             x = self.remember("tokens", x, context)
             out = kernels.translution_step(x, *tables, index=context.index)
@@ -200,7 +200,7 @@ class LorTranslutionAttention(OffsetAttention):
         inner = self.rank * self.heads
         low = [self._linear(inner, f"low_{name}")(x) for name in "qkv"]
         shape = (inner, self.heads, self.rank)
-        tables = self.tables(shape, 1 / inner, context)
+        tables = self.projection_tables(shape, 1 / inner, context)
         options = {"scale": self.depth**-0.5, "average": self.average}
         if context.index is None:
             out, low_out = self.attend_all(plain, low, tables, options, context)

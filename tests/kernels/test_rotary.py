@@ -75,6 +75,13 @@ def test_refuses_a_depth_that_does_not_split():
         rotary_angles(np.zeros((3, 2), np.float32), 6)
     with pytest.raises(ValueError, match="depth 6 needs 3 angles a token, got 2"):
         rotate(jnp.ones((3, 6)), jnp.ones((3, 2)))
+    for angles in (
+        lambda x, n: rotary_angles(x, 4, num_prefix=n),
+        lambda x, n: mixed_rotary_angles(x, jnp.ones((3, 1)), num_prefix=n),
+    ):
+        for num_prefix in (9, -1):
+            with pytest.raises(ValueError, match=f"the 3 tokens.*got {num_prefix}"):
+                angles(np.zeros((3, 1), np.float32), num_prefix)
 
 
 def test_mixed_angles_turn_by_the_offset_along_diagonals_too():
@@ -117,3 +124,9 @@ def test_mixed_angles_spare_the_prefix_and_refuse_other_axes():
         mixed_rotary_angles(np.ones((5, 2)), jnp.ones((3, 1)))
     with pytest.raises(ValueError, match="one axis or two, got 3"):
         draw_mixed_frequencies(jax.random.key(0), 4, 3)
+
+
+def test_drawn_frequencies_are_single_precision_where_double_is_enabled():
+    with jax.enable_x64(True):
+        w = draw_mixed_frequencies(jax.random.key(0), 5, 2)
+    assert w.dtype == jnp.float32

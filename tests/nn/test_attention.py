@@ -5,7 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from relattn.nn.attention import Context, SoftmaxAttention
 from relattn.nn.build import build
+from relattn.nn.random_feature_attention import FavorAttention
+from relattn.nn.relative_positions import RelativeTables
 from tests import reference
 from tests.quick import quick_jit
 
@@ -234,3 +237,28 @@ def test_decoding_refuses_what_it_cannot_honour(causal):
         make_attention(layer=0).init(
             jax.random.key(0), jnp.ones((1, 1, DIM)), index=0, key_mask=mask
         )
+
+
+def test_only_the_tables_that_multiply_are_rounded():
+    tables = {"keys": jnp.ones((2, 5, 3)), "values": jnp.ones((2, 5, 3))}
+    position = RelativeTables(**tables, bias=jnp.full((2, 5), 7.9))
+    module = SoftmaxAttention(dim=6, heads=2, dtype=jnp.bfloat16)
+    found = module.tables(Context((3,), 0, position, None, None, None))
+    assert found["keys"].dtype == found["values"].dtype == jnp.bfloat16
+    np.testing.assert_array_equal(found["bias"], position.bias)
+
+
+@pytest.mark.parametrize(
+    "options", [{"causal": False}, {"causal": True, "features": "trigonometric"}, None]
+)
+def test_causal_positive_features_of_deeper_heads_are_refused(options):
+    def shapes(options):
+        module = FavorAttention(dim=227, heads=1, num_features=3, **options)
+        x = jax.ShapeDtypeStruct((1, 5, 227), jnp.float32)
+        return jax.eval_shape(module.init, jax.random.key(0), x)
+
+    if options is not None:
+        assert shapes(options)["random_features"]
+        return
+    with pytest.raises(ValueError, match="positive features needs .* 224, got 227"):
+        shapes({"causal": True})

@@ -122,6 +122,17 @@ def test_huge_queries_and_tables_are_exact(clip, masked, scales):
     assert all(bool(jnp.isfinite(x).all()) for x in ours[1])
 
 
+@pytest.mark.parametrize("clip", [3, 4])
+def test_a_row_that_the_middle_does_not_meet_is_no_measure_of_its_weights(clip):
+    # The last row is far above all others, and the middle of the grid has no key there
+    # beyond three steps.
+    q, v, table = _inputs((3, 5), 0, clip, table_scale=20.0)
+    inputs = q, v, table.at[-1].set(0.0)
+    expected = _in_float64(inputs, grid=(3, 5), num_prefix=0)
+    ours = _ours(inputs, grid=(3, 5))
+    np.testing.assert_allclose(ours[0], expected[0], atol=2e-3)
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("masked", [False, True])
 def test_half_precision_is_finite_and_keeps_its_dtype(dtype, masked):

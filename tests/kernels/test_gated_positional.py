@@ -30,17 +30,22 @@ def _inputs(length, width):
 
 
 @pytest.mark.parametrize(
-    ("grid", "num_prefix", "width"), [((3, 2), 2, 6), ((3, 4), 0, 3), ((5,), 1, 5)]
+    ("grid", "num_prefix", "width", "masked"),
+    [((3, 2), 2, 6, True), ((3, 4), 0, 3, False), ((5,), 1, 5, False)],
 )
-def test_every_grid_equals_the_reference(grid, num_prefix, width):
+def test_every_grid_equals_the_reference(grid, num_prefix, width, masked):
     length = num_prefix + math.prod(grid)
+    mask = np.arange(length) % 4 != 2 if masked else np.ones(length, bool)
     compare.expect_equal(
         functools.partial(
-            kernels.gated_positional_attention, grid=grid, num_prefix=num_prefix
+            kernels.gated_positional_attention,
+            grid=grid,
+            num_prefix=num_prefix,
+            key_mask=jnp.asarray(mask) if masked else None,
         ),
         functools.partial(
             reference.gated_positional_attention,
-            allowed=np.ones((length, length), bool),
+            allowed=np.broadcast_to(mask, (length, length)),
             grid=grid,
             num_prefix=num_prefix,
         ),

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from relattn.kernels import draw_gaussian, draw_orthogonal
+from relattn.kernels import Features, draw_gaussian, draw_orthogonal
 from relattn.kernels.linear import linear_attention
 from tests import compare, reference
 
@@ -153,6 +153,21 @@ def test_a_vanishing_normalizer_is_guarded_with_its_sign(sign):
     )
     assert np.sign(normalizer) == sign and abs(normalizer) < 2e-6
     np.testing.assert_allclose(out, [[sign * 1e4]], rtol=1e-5)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 2])
+def test_keys_that_cancel_across_chunks_are_guarded_by_their_magnitudes(chunk_size):
+    # Equal and opposite but for a share below 1e-4, with exponents far apart.
+    k = jnp.array([[np.exp(5.0), 0.0], [-1.0 + 4e-5, 5.0]])
+    out = linear_attention(
+        jnp.array([[1.0, 0.0]]),
+        k,
+        jnp.array([[3.0], [1.0]]),
+        lambda x: Features(x[..., :1], x[..., 1:]),
+        chunk_size=chunk_size,
+    )
+    # The sum of absolute weights is 2, that of weighted values 3 - 1.
+    np.testing.assert_allclose(out, [[(3 - 1) / (1e-4 * 2)]], rtol=1e-3)
 
 
 def test_chunk_size_must_be_positive():

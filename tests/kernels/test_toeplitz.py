@@ -229,6 +229,26 @@ def test_what_drowns_in_rounding_is_guarded():
         assert np.isfinite(gradient).all()
 
 
+def test_what_is_above_rounding_is_left_alone():
+    # Denominators of some 2e-5 of the largest weight, with one key far away.
+    n = 64
+    q, k, v, _ = draw_inputs(n, 1)
+    far = jnp.arange(2 * n - 1) >= n - 1 + 50
+    out = kernels.toeplitz_linear_attention(
+        q,
+        k,
+        v,
+        feature_map("positive"),
+        jnp.where(far, 0.0, np.log(2e-5)),
+        grid=(n,),
+        key_mask=jnp.arange(n) == 0,
+        dense_size=0,
+        block_size=13,
+    )
+    error = np.abs(out - v[:, :1]).max()
+    assert error < 0.1 * np.abs(v[:, 0]).max()
+
+
 def test_precision_of_a_long_sequence():
     n = 4096
     generator = np.random.default_rng(0)

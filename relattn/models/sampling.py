@@ -38,6 +38,11 @@ def sample_token(
     """
     if temperature == 0:
         return logits.argmax(-1).astype(jnp.int32)
+    return _draw(key, logits, temperature, top_k)
+
+
+def _draw(key, logits, temperature, top_k):
+    """As `sample_token`, at a temperature above 0 that may be traced."""
     if top_k:
         kept = jax.lax.top_k(logits, min(top_k, logits.shape[-1]))[0][:, -1:]
         logits = jnp.where(logits < kept, -jnp.inf, logits)
@@ -51,14 +56,15 @@ def generate(
     num_tokens: int,
     *,
     key: Key[Array, ""],
-    temperature: float = 1.0,
+    temperature: float | Float[Array, ""] = 1.0,
     top_k: int = 0,
 ) -> Int[Array, "batch total"]:
     """Continues prompts with tokens drawn from the model, one after the other.
 
     Decoding is incremental: every layer keeps what it needs of earlier tokens (keys and
     values, or its inputs) in the collection ``cache``, so that a token costs one row of
-    attention and not a whole sequence.
+    attention and not a whole sequence. Prompts of another length and other
+    temperatures, with the same length in the end, are not compiled anew.
 
     Args:
         model: A `GPT`.
@@ -110,12 +116,13 @@ def generate(
             f"the model's vocabulary has ids 0 to {model.vocab_size - 1}"
         )
     forced = jnp.zeros((total, batch), jnp.int32).at[:length].set(ids.T)
-    return _decode(model, length, temperature, top_k, variables, forced, key)
+    traced = (jnp.int32(length), jnp.float32(temperature))
+    greedy = bool(temperature == 0)
+    return _decode(model, greedy, top_k, variables, forced, key, *traced)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _decode(model, length, temperature, top_k, variables, forced, key):
-    draw = functools.partial(sample_token, temperature=temperature, top_k=top_k)
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _decode(model, greedy, top_k, variables, forced, key, length, temperature):
     apply = functools.partial(model.apply, mutable=["cache"])
     first = forced[0][:, None]
     _, shapes = jax.eval_shape(apply, variables, first, index=0)
@@ -124,7 +131,11 @@ def _decode(model, length, temperature, top_k, variables, forced, key):
     def body(carry, index):
         cache, token = carry
         logits, cache = apply({**variables, **cache}, token[:, None], index=index)
-        drawn = draw(jax.random.fold_in(key, index), logits[:, 0])
+        key_i, logits = jax.random.fold_in(key, index), logits[:, 0]
+        if greedy:
+            drawn = sample_token(key_i, logits, temperature=0.0)
+        else:
+            drawn = _draw(key_i, logits, temperature, top_k)
         token = jnp.where(index + 1 < length, forced[index + 1], drawn)
         return (cache, token), token
 

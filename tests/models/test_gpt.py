@@ -76,6 +76,37 @@ def test_a_key_draws_its_tokens():
     np.testing.assert_array_equal(draw(0, top_k=1), draw(1, temperature=0.0))
 
 
+def test_lengths_of_prompts_and_temperatures_are_not_compiled_anew(monkeypatch):
+    traced = []
+    categorical = jax.random.categorical
+
+    def count(*args):
+        traced.append(args)
+        return categorical(*args)
+
+    monkeypatch.setattr(jax.random, "categorical", count)
+    model, variables, tokens = make()
+
+    def draw(length, temperature):
+        return generate(
+            model,
+            variables,
+            tokens[:, :length],
+            7 - length,
+            key=jax.random.key(0),
+            temperature=temperature,
+            top_k=3,  # No other test's, so that its program is this test's own.
+        )
+
+    first = draw(2, 1.0)
+    once = len(traced)
+    cold = draw(5, 1e-6)
+    np.testing.assert_array_equal(draw(2, jnp.float32(1.0)), first)
+    np.testing.assert_array_equal(cold[:, :5], tokens[:, :5])
+    assert len(traced) == once > 0
+    np.testing.assert_array_equal(draw(5, 0.0), cold)
+
+
 def test_samples_follow_the_distribution():
     logits = jnp.log(jnp.array([0.5, 0.3, 0.15, 0.05]))
     draws = sample_token(

@@ -156,6 +156,7 @@ def test_means_leave_skipped_updates_out(tiny, config):
     window = {
         "loss": np.array([[1.0, 2.0], [np.nan, np.inf], [5.0, np.nan]], np.float32),
         "grad_norm": np.array([[1.0, np.nan], [1.0, 1.0], [2.0, 1.0]], np.float32),
+        "update_norm": np.ones((3, 2), np.float32),
     }
     histories = [History(skipped_updates=1), History(skipped_updates=3)]
     first, second = summaries(window, task, histories, 7)

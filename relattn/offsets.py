@@ -57,8 +57,7 @@ def check_prefix(num_tokens: int, num_prefix: int) -> None:
     """
     if not 0 <= num_prefix <= num_tokens:
         raise ValueError(
-            f"num_prefix must be from 0 to the {num_tokens} tokens that there are, got "
-            f"{num_prefix}"
+            f"num_prefix lies between 0 and the {num_tokens} tokens, got {num_prefix}"
         )
 
 

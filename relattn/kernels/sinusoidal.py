@@ -6,6 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from relattn.offsets import check_prefix
+
 
 def _geometric_frequencies(num: int, base: float) -> Float[Array, " num"]:
     return jnp.asarray(float(base) ** (-np.arange(num) / num), jnp.float32)
@@ -106,10 +108,7 @@ def sinusoids(
         Horn et al., Translational Equivariance in Kernelizable Attention, section 2.3.
     """
     num_tokens = positions.shape[0]
-    if not 0 <= num_prefix <= num_tokens:
-        raise ValueError(
-            f"num_prefix lies between 0 and the {num_tokens} tokens, got {num_prefix}"
-        )
+    check_prefix(num_tokens, num_prefix)
     # The angles of far tokens lose their phase in half precision.
     positions = jnp.asarray(positions, jnp.float32)
     angles = positions[:, :, None] * jnp.asarray(frequencies, jnp.float32)

@@ -18,6 +18,9 @@ Batch = dict[str, Any]
 Metrics = dict[str, Array]
 TrainStep = Callable[[TrainState, Batch, Key[Array, "..."]], tuple[TrainState, Metrics]]
 
+# Metrics that are finite in a good update, and what they are of.
+FINITE_METRICS = {"loss": "loss", "grad_norm": "gradient", "update_norm": "update"}
+
 
 def cross_entropy(
     logits: Float[Array, "*batch classes"], labels: Int[Array, "*batch"]
@@ -163,8 +166,8 @@ def make_train_step(
             batch_stats=batch_stats,
         )
         if skip_non_finite:
-            norms = [metrics[name] for name in ("loss", "grad_norm", "update_norm")]
-            finite = jnp.isfinite(jnp.stack(norms)).all()
+            values = jnp.stack([metrics[name] for name in FINITE_METRICS])
+            finite = jnp.isfinite(values).all()
             new_state = _select(finite, new_state, state)
         return new_state, metrics
 

@@ -13,12 +13,10 @@ from relattn.training.errors import NonFiniteLossError
 from relattn.training.flops import peak_flops
 from relattn.training.history import History
 from relattn.training.metrics import Row
+from relattn.training.step import FINITE_METRICS
 from relattn.training.task import Task
 
 Window = dict[str, np.ndarray]
-
-# Metrics that are finite in a good update, and what they are of.
-_FINITE = {"loss": "loss", "grad_norm": "gradient", "update_norm": "update"}
 
 
 def stack(fetched: Sequence[dict[str, np.ndarray]], num_seeds: int) -> Window:
@@ -57,7 +55,7 @@ def is_finite(window: Window) -> np.ndarray:
         >>> is_finite(window).tolist()
         [[True], [False]]
     """
-    return np.all([np.isfinite(window[name]) for name in _FINITE], axis=0)
+    return np.all([np.isfinite(window[name]) for name in FINITE_METRICS], axis=0)
 
 
 def summaries(
@@ -131,14 +129,14 @@ def non_finite_error(
         The error.
     """
     step = done - len(window["loss"]) + 1 + update
-    name = next(n for n in _FINITE if not np.isfinite(window[n][update, index]))
+    name = next(n for n in FINITE_METRICS if not np.isfinite(window[n][update, index]))
     skipped = task.config.max_skipped_updates
     after = f" after {skipped} skipped updates" if skipped else ""
     of_seed = f" of seed {task.seeds[index]}" if len(task.seeds) > 1 else ""
     kept = "no checkpoint was written before it"
     if last is not None:
         kept = f"the last good checkpoint is {last}"
-    what, value = _FINITE[name], float(window[name][update, index])
+    what, value = FINITE_METRICS[name], float(window[name][update, index])
     return NonFiniteLossError(
         f"the {what}{of_seed} is {value} at step {step}{after}; {kept}. Lower "
         "config.optimizer.learning_rate or set config.optimizer.clip_norm, with a new "

@@ -47,10 +47,10 @@ def read_saved(workdir: Path, config: ConfigDict) -> dict[str, Any] | None:
             f"--workdir {workdir} holds a run of another configuration "
             f"({'; '.join(differing)}): choose another directory or the same values"
         )
-    for history in History.list_from_json(meta["history"]):
-        # The final metrics are those of the best checkpoint: no use without it.
-        if history.best_step not in (None, step):
-            read_meta(workdir / CHECKPOINTS, history.best_step)
+    histories = History.list_from_json(meta["history"])
+    # The final metrics are those of the best checkpoints: no use without them.
+    for best in {history.best_step for history in histories} - {None, step}:
+        read_meta(workdir / CHECKPOINTS, best)
     return {**meta, "step": step}
 
 

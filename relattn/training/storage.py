@@ -6,7 +6,7 @@ import contextlib
 import logging
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import absl.logging
@@ -47,22 +47,37 @@ def quiet_orbax() -> Iterator[None]:
     Yields:
         Nothing.
     """
-    before = sys.unraisablehook
-
-    def hook(unraisable: Any) -> None:
-        # TensorStore calls an event loop that ended with the first of several failures.
-        if str(unraisable.exc_value) != "Event loop is closed":
-            before(unraisable)
-
-    sys.unraisablehook = hook
+    _quiet_tensorstore()
     logger = absl.logging.get_absl_logger()
     logger.addFilter(_is_no_error_of_orbax)
     try:
         yield
     finally:
         logger.removeFilter(_is_no_error_of_orbax)
-        sys.unraisablehook = before
 
 
 def _is_no_error_of_orbax(record: logging.LogRecord) -> bool:
     return record.levelno < logging.ERROR or "orbax" not in record.pathname
+
+
+def _quiet_tensorstore() -> None:
+    """The same for the other files of that write, which may fail after orbax closed."""
+    if not isinstance(sys.unraisablehook, _UnlessLoopIsClosed):
+        sys.unraisablehook = _UnlessLoopIsClosed(sys.unraisablehook)
+    logging.getLogger("asyncio").addFilter(_is_no_failed_write)
+
+
+class _UnlessLoopIsClosed:
+    """A hook for all but TensorStore's calls of a loop that the first failure ended."""
+
+    def __init__(self, hook: Callable[[Any], None]):
+        self._hook = hook
+
+    def __call__(self, unraisable: Any) -> None:
+        if str(unraisable.exc_value) != "Event loop is closed":
+            self._hook(unraisable)
+
+
+def _is_no_failed_write(record: logging.LogRecord) -> bool:
+    error = record.exc_info[1] if record.exc_info else None
+    return not (error and _TENSORSTORE.search(str(error)))

@@ -1,20 +1,24 @@
 """A full disk and a read-only directory: one sentence, and nothing written is lost."""
 
+import asyncio
 import contextlib
+import gc
 import os
 import resource
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 
 from relattn import training
-from relattn.training.checkpoint import checkpoint_steps
+from relattn.training.checkpoint import CheckpointWriter, checkpoint_steps
 from relattn.training.events import EventsFile
 from relattn.training.records import usable_workdir, write_json
 from tests.training.interrupted import final_state, untimed, untimed_rows
@@ -110,6 +114,29 @@ def test_a_checkpoint_that_cannot_be_written(config, tmp_path, one_device, capfd
         if mounted:
             check(full, filled(full), "No space left on device")
     assert "Traceback" not in "".join(capfd.readouterr())
+
+
+def test_what_fails_after_the_writer_was_closed_is_not_printed(
+    tmp_path, caplog, monkeypatch
+):
+    """A write of many files fails once, and its other files whenever they are due."""
+    raised = []
+
+    def hook(unraisable):
+        raised.append(str(unraisable.exc_value))
+
+    monkeypatch.setattr(sys, "unraisablehook", hook)
+    for _ in range(2):
+        CheckpointWriter(tmp_path / "checkpoints").close()
+    for text in "Event loop is closed", "another":
+        sys.unraisablehook(SimpleNamespace(exc_value=RuntimeError(text)))
+    assert raised == ["another"]
+    loop = asyncio.new_event_loop()
+    for text in "Failed to write 9 bytes to file 3: Disk full [x]", "another":
+        loop.create_future().set_exception(ValueError(text))
+    gc.collect()
+    loop.close()
+    assert [str(record.exc_info[1]) for record in caplog.records] == ["another"]
 
 
 @pytest.mark.usefixtures("tiny")

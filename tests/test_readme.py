@@ -6,6 +6,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
+from relattn.evaluation.presets import PRESETS
 from relattn.evaluation.translation import VARIANTS, all_pairs
 from tests.mechanisms import MECHANISMS
 
@@ -43,6 +44,12 @@ def test_the_translation_table_lists_every_pair_and_no_other():
     """tests/test_pairs.py compares what it says."""
     rows = re.findall(r"^\| `([^`]+)` \| `(\w+)` \|", README, re.M)
     assert sorted(rows) == sorted([*all_pairs(), *VARIANTS])
+
+
+def test_the_table_of_studies_lists_every_preset_and_its_runs():
+    rows = re.findall(r"^\| `(\w+)` \| (\d+) \|", README, re.M)
+    runs = {name: sum(len(r.runs) for r in p.rows) for name, p in PRESETS.items()}
+    assert [(name, int(number)) for name, number in rows] == [*runs.items()]
 
 
 def run_examples(text):

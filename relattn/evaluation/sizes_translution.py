@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from relattn.evaluation.counts import Size, count_parameters, multiply_adds
-from relattn.evaluation.publications import read_published
+from relattn.evaluation.translution_tables import Entry, translution_entries
 from relattn.models import GPT, SIZES, ViT
 from relattn.models.methods import method_options
 
@@ -23,18 +23,6 @@ _SLIP_NOTE = (
 )
 _MEMORY_NOTE = "the paper could not run this one: out of memory"
 
-# Rows of tables 4 and 8 as methods.
-_ROWS = {
-    "no position": "no_position",
-    "absolute": "self_attention",
-    "relative key vector": "relative_key",
-    "relative value vector": "relative_value",
-    "relative bias (Swin)": "relative_bias",
-    "gated positional (ConViT)": "gated_positional",
-    "rotary (RoFormer)": "rope",
-    "lor_translution": "lor_translution",
-    "translution": "translution",
-}
 _IMAGENET = ((224, 224, 3), 1000)
 _MNIST = ((84, 84, 1), 10)
 _GPT2_VOCABULARY = 50257
@@ -42,30 +30,12 @@ _GPT2_VOCABULARY = 50257
 
 def translution_sizes() -> Iterator[Size]:
     """The rows of tables 2 to 8, 10 and 11, in the paper's order."""
-    for row in read_published("translution_table2_mnist"):
-        yield _vit("2", row["arch"][4:], row["method"], *_MNIST, row)
-    for row in read_published("translution_table3_imagenet"):
-        yield _vit("3", row["arch"][4:], row["method"], *_IMAGENET, row)
-    for row in read_published("translution_table4_positions"):
-        yield _vit("4", "A/56", _ROWS[row["method"]], *_IMAGENET, row)
-    for row in read_published("translution_table5_absolute"):
-        absolute = {"absolute": True} if row["encoding"] == "absolute" else {}
-        yield _vit("5", "A/12", row["method"], *_MNIST, row, **absolute)
-    for row in read_published("translution_tables6_11_relenc_dim"):
-        rank, base = int(row["relenc_dim"]), row["with_base_qkv"] == "1"
-        table = "6, 11" if base else "11"
-        options = {"rank": rank} | ({} if base else {"base": False})
-        if rank:
-            yield _vit(table, "A/56", "lor_translution", *_IMAGENET, row, **options)
+    for entry in translution_entries():
+        if entry.table in ("7", "8"):
+            yield _gpt(entry)
         else:
-            yield _vit(table, "A/56", "no_position", *_IMAGENET, row)
-    for row in read_published("translution_table7_openwebtext"):
-        yield _gpt("7", row["arch"], row["method"], row)
-    for row in read_published("translution_table8_gpt_positions"):
-        yield _gpt("8", "GPT-A-160", _ROWS[row["method"]], row)
-    for row in read_published("translution_table10_input_position"):
-        learned = {"position": "learned"} if row["input_position"] == "1" else {}
-        yield _vit("10", "A/12", row["method"], *_MNIST, row, **learned)
+            data = _MNIST if entry.table in ("2", "5", "10") else _IMAGENET
+            yield _vit(entry, *data)
 
 
 def _name(method: str, options: Mapping[str, Any]) -> str:
@@ -76,17 +46,9 @@ def _name(method: str, options: Mapping[str, Any]) -> str:
     return " ".join(words)
 
 
-def _vit(
-    table: str,
-    size: str,
-    method: str,
-    image_shape: tuple[int, int, int],
-    num_classes: int,
-    row: Mapping[str, str],
-    **options: Any,
-) -> Size:
-    attention, position = method_options(method, **options).values()
-    letter, patch_size = size.split("/")
+def _vit(entry: Entry, image_shape: tuple[int, int, int], num_classes: int) -> Size:
+    attention, position = method_options(entry.method, **entry.options).values()
+    letter, patch_size = entry.size.split("/")
     side = int(patch_size)
     sizes = SIZES[letter]
     num_patches = (image_shape[0] // side) * (image_shape[1] // side)
@@ -95,23 +57,18 @@ def _vit(
     cost += multiply_adds(attention, num_tokens=num_patches + 1, **sizes)
     params = _vit_params(letter, side, attention, position, image_shape, num_classes)
     image = "x".join(map(str, image_shape))
-    return _size("vit", size, _name(method, options), image, params, table, row, cost)
+    return _size(entry, "vit", entry.size, image, params, cost)
 
 
-def _gpt(
-    table: str,
-    size: str,
-    method: str,
-    row: Mapping[str, str],
-) -> Size:
-    attention, position = method_options(method, "tokens").values()
-    _, letter, context = size.split("-")
+def _gpt(entry: Entry) -> Size:
+    attention, position = method_options(entry.method, "tokens").values()
+    letter, context = entry.size.split("-")
     length = int(context)
     sizes = SIZES[letter]
     cost = length * sizes["dim"] * _GPT2_VOCABULARY
     cost += multiply_adds(attention, num_tokens=length, causal=True, **sizes)
     params = _gpt_params(letter, length, attention, position)
-    return _size("gpt", size, method, "", params, table, row, cost, length)
+    return _size(entry, "gpt", f"GPT-{entry.size}", "", params, cost, length)
 
 
 # The tables share many rows.
@@ -147,17 +104,15 @@ def _gpt_params(letter: str, length: int, attention: str, position: str) -> int:
 
 
 def _size(
+    entry: Entry,
     model: str,
     size: str,
-    method: str,
     image: str,
     params: int,
-    table: str,
-    row: Mapping[str, str],
     cost: int,
     num_tokens: int | None = None,
 ) -> Size:
-    printed, note, published = row.get("params", ""), "", None
+    printed, note, published = entry.published.get("params", ""), "", None
     if printed == "out of memory":
         note = _MEMORY_NOTE
     elif printed:
@@ -166,16 +121,16 @@ def _size(
     return Size(
         model=model,
         size=size,
-        method=method,
+        method=_name(entry.method, entry.options),
         image=image,
         params=params,
         published=published,
         note=note,
-        table=table,
+        table=entry.table,
         printed=printed,
         multiply_adds=cost,
         multiply_adds_per_token=num_tokens and cost // num_tokens,
-        paper_flops=row.get("paper_flops") or "",
+        paper_flops=entry.published.get("paper_flops") or "",
     )
 
 

@@ -34,6 +34,7 @@ def run_study(
     output: str | Path,
     *,
     dataset: str = "",
+    models: Sequence[str] = (),
     seeds: int = 1,
     together: int = 0,
     jobs: int = 1,
@@ -45,6 +46,7 @@ def run_study(
         preset: A key of `relattn.evaluation.presets.PRESETS`.
         output: The folder to write to.
         dataset: One of those that the study trains on; "" for all.
+        models: Those of the table's rows to train; none for all.
         seeds: Number of repetitions of each kind, of seeds 0, 1, ...
         together: Number of seeds that train together, in one process; 0 for all.
         jobs: Number of trainings at a time.
@@ -69,6 +71,8 @@ def run_study(
     study, output = PRESETS[preset], Path(output)
     if dataset:
         study = study.on(dataset)
+    if models:
+        study = study.of(models)
     trainings, groups = [], {}
     for seed in range(0, seeds, together or seeds):
         num_seeds = min(together or seeds, seeds - seed)
@@ -121,6 +125,7 @@ def main() -> None:
     parser.add_argument("--preset", required=True, help=f"which study: {names}")
     parser.add_argument("--output", required=True, help="folder to write to")
     parser.add_argument("--dataset", default="", help="the only one to train on")
+    parser.add_argument("--models", default="", help="the only rows: NAME,NAME")
     parser.add_argument("--seeds", type=int, default=1, help="repetitions of each kind")
     parser.add_argument(
         "--together",
@@ -142,6 +147,7 @@ def main() -> None:
             arguments.preset,
             arguments.output,
             dataset=arguments.dataset,
+            models=[name for name in arguments.models.split(",") if name],
             seeds=arguments.seeds,
             together=arguments.together,
             jobs=arguments.jobs,

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from relattn.evaluation.presets import Column, Preset, Row
+from relattn.evaluation.preset import Column, Preset, Row
 from relattn.evaluation.runs import Training
 
 # What a metric is multiplied by, and the digits and the suffix that it is shown with.

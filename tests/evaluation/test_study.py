@@ -4,11 +4,13 @@ import sys
 import pytest
 
 from relattn.evaluation import study
-from relattn.evaluation.presets import PRESETS, Column, Preset, Row
+from relattn.evaluation.preset import Column, Preset, Row
+from relattn.evaluation.presets import PRESETS
 from relattn.evaluation.publications import read_published
 from relattn.evaluation.runs import read_config
 from relattn.evaluation.study_report import UNITS
-from relattn.models import build_model
+from relattn.evaluation.translution_tables import translution_entries
+from relattn.models import SIZES, build_model
 from relattn.training import WorkdirError, check_config
 from tests.evaluation.trained import make_training
 
@@ -38,7 +40,8 @@ def test_a_preset_names_configurations_and_published_values(name):
         for column in preset.columns:
             assert column.unit in UNITS
             if row.published and column.published:
-                assert row.published[column.published]
+                out_of_memory = row.published.get("params") == "out of memory"
+                assert row.published[column.published] or out_of_memory
 
 
 def test_the_cpu_presets_are_within_their_budget():
@@ -55,6 +58,25 @@ def test_the_cpu_presets_are_within_their_budget():
     assert cut.model == full.model
     assert cut.data.source == "embedded"
     build_model(cut.model.to_dict(), num_classes=10, image_shape=(84, 84, 1))
+
+
+def test_the_studies_of_translution_train_every_published_row():
+    tables = [2, 3, 4, 5, 7, 8, 10, 11]
+    rows = [row for n in tables for row in PRESETS[f"translution_table{n}"].rows]
+    assert len(rows) == len(list(translution_entries()))
+    models = {row.name: read_config([*row.runs.values()][0]).model for row in rows}
+    attention = "lor_translution(rank=2, base=False)"
+    assert models["lor_translution_rank_2_base_False"].attention == attention
+    assert models["translution_absolute"].attention == "translution(absolute=True)"
+    assert models["lor_translution_position_learned"].position == "learned"
+    assert (models["b32_translution"].dim, models["b32_translution"].patch_size) == (
+        (SIZES["B"]["dim"], 32)
+    )
+    b512 = PRESETS["translution_table7"].of(["b512_lor_translution"]).rows[0]
+    assert b512.published["perplexity"] == "39.92"
+    assert read_config(b512.runs[""]).data.context_length == 512
+    published = PRESETS["translution_table11"].rows[1].published
+    assert (published["relenc_dim"], published["with_base_qkv"]) == ("2", "0")
 
 
 def test_a_study_survives_a_crash_and_trains_what_is_missing(
@@ -217,6 +239,8 @@ def test_what_a_study_refuses(tmp_path, monkeypatch):
         study.run_study("translution_text", tmp_path, seeds=2, together=3)
     with pytest.raises(ValueError, match="dataset 'cifar': did you mean 'cifar10'"):
         study.run_study("rpe_vit", tmp_path, dataset="cifar")
+    with pytest.raises(ValueError, match="model 'rop': did you mean 'rope'"):
+        study.run_study("translution_text", tmp_path, models=["translution", "rop"])
     with pytest.raises(ValueError, match="no --config.* key 'num_step'"):
         study.run_study("translution_text", tmp_path, overrides=["--config.num_step=1"])
     (tmp_path / "file").touch()
@@ -241,11 +265,11 @@ def test_the_command_ends_as_the_runs_did(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(study, "run_study", run_study)
     argv = ["study", "--preset=x", "--output=y", "--seeds=2", "--config.num_steps=3"]
-    monkeypatch.setattr(sys, "argv", argv)
+    monkeypatch.setattr(sys, "argv", [*argv, "--models=vit,gpt"])
     with pytest.raises(SystemExit, match="error: not trained: a, seed 3"):
         study.main()
-    options = {"dataset": "", "seeds": 2, "together": 0, "jobs": 1}
-    options["overrides"] = ["--config.num_steps=3"]
+    options = {"dataset": "", "models": ["vit", "gpt"], "seeds": 2, "together": 0}
+    options |= {"jobs": 1, "overrides": ["--config.num_steps=3"]}
     assert asked == [("x", "y", options)]
     failed.clear()
     study.main()

@@ -13,7 +13,7 @@ from relattn.data.images import (
     channel_statistics,
     split_validation,
 )
-from relattn.data.paths import expand
+from relattn.data.paths import expand, reading_data
 from relattn.data.placed import place_on_canvas
 from relattn.data.prepared import read_prepared
 from relattn.data.source import DataSource
@@ -23,6 +23,7 @@ from relattn.data.text import load_text
 Source = tuple[ImageSplit, ImageSplit, tuple[str, ...], str]
 
 
+@reading_data()
 def load_data(config: ConfigDict) -> DataSource:
     """Loads the data that a configuration's ``source`` names.
 
@@ -44,6 +45,7 @@ def load_data(config: ConfigDict) -> DataSource:
 
     Raises:
         ValueError: the source is unknown, or as the source's loader says.
+        OSError: a file cannot be read.
         DatasetNotPreparedError: a set is not there; the message says how to get it.
     """
     source = config.get("source", "embedded")
@@ -51,6 +53,7 @@ def load_data(config: ConfigDict) -> DataSource:
     return LOADERS[source](config)
 
 
+@reading_data()
 def load_images(config: ConfigDict) -> ImageData:
     """Loads an image set into memory as a configuration says.
 
@@ -80,6 +83,7 @@ def load_images(config: ConfigDict) -> ImageData:
             `num_validation` that leaves no training image.
         DatasetNotPreparedError: the set is not there; the message says how to get it.
         FileNotFoundError: the image folder is not there.
+        OSError: a file cannot be read.
 
     Example:
         >>> from ml_collections import ConfigDict

@@ -1,6 +1,8 @@
 """Paths as users write them."""
 
+import contextlib
 import pathlib
+from collections.abc import Iterator
 
 
 def expand(path: str | pathlib.Path, key: str) -> pathlib.Path:
@@ -26,4 +28,32 @@ def expand(path: str | pathlib.Path, key: str) -> pathlib.Path:
         raise ValueError(
             f"{key}={path} begins with a home directory that is not known here: write "
             "the path in full."
+        ) from error
+
+
+@contextlib.contextmanager
+def reading_data() -> Iterator[None]:
+    """Makes of what the system says of a file of data a sentence that names it.
+
+    Yields:
+        Nothing.
+
+    Raises:
+        OSError: what runs in the context raised one of the system.
+
+    Example:
+        >>> with reading_data():
+        ...     raise PermissionError(13, "Permission denied", "a/train.bin")
+        Traceback (most recent call last):
+        OSError: a/train.bin cannot be read (Permission denied): make it readable, \
+or name other data by data.data_dir.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            raise
+        raise OSError(
+            f"{error.filename} cannot be read ({error.strerror}): make it readable, or "
+            "name other data by data.data_dir."
         ) from error

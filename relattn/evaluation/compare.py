@@ -136,6 +136,11 @@ def compare(
     for run, name in zip(runs, names, strict=True):
         config = ConfigDict(run.config.data.to_dict())
         if data_dir is not None:
+            if config.source == "embedded":
+                raise ValueError(
+                    f"--data_dir={data_dir} is not for {run.workdir}, which was "
+                    "trained on images that ship with relattn: leave it out"
+                )
             config.data_dir = data_dir
         key = config.to_json()
         if key not in tests:

@@ -230,11 +230,12 @@ class Training:
         """
         config = read_config(self.config, self.options)
         try:
-            record, result = self.record(), self.result()
-        except (OSError, ValueError):
+            result = self.result()
+            ended = result["stopped_early"] or result["step"] >= result["num_steps"]
+            there = to_json(complete(self.record()["config"]))
+        except (OSError, ValueError, LookupError, TypeError, AttributeError):
+            # Missing or damaged, which train.py mends.
             return False
-        ended = result["stopped_early"] or result["step"] >= result["num_steps"]
-        there = to_json(complete(record["config"]))
         return ended and not differences(there, to_json(config))
 
 

@@ -107,6 +107,7 @@ def test_report_of_the_first_images(workdir, tmp_path):
         ({"classes": "trouserr"}, "did you mean 'Trouser'"),
         ({"num_images": 0}, "num_images=0 must be from 1 to 1000"),
         ({"num_images": 1001}, "num_images=1001 must be from 1 to 1000"),
+        ({"data_dir": "data"}, "--data_dir=data is not for .* ship with relattn: leav"),
         ({"max_shift": 31}, "no test image of fashion_mnist can move 31 pixels"),
     ],
 )

@@ -34,7 +34,13 @@ def test_a_run_is_complete_at_its_last_step_with_its_configuration(tmp_path):
     assert not training.is_complete()
     assert not make_training(tmp_path, step=40).is_complete()
     assert make_training(tmp_path, step=40, stopped_early=True).is_complete()
-    (tmp_path / "result.json").write_text("{")
+
+
+@pytest.mark.parametrize("name", ["run.json", "result.json"])
+@pytest.mark.parametrize("text", ["{", "[]", "{}", "3", '{"config": "x", "step": []}'])
+def test_a_run_with_a_damaged_record_is_not_complete(tmp_path, name, text):
+    training = make_training(tmp_path)
+    (tmp_path / name).write_text(text)
     assert not training.is_complete()
 
 

@@ -5,12 +5,9 @@ import contextlib
 import gc
 import os
 import resource
-import shutil
 import subprocess
 import sys
-import tempfile
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -22,8 +19,7 @@ from relattn.training.checkpoint import CheckpointWriter, checkpoint_steps
 from relattn.training.events import EventsFile
 from relattn.training.records import usable_workdir, write_json
 from tests.training.interrupted import final_state, untimed, untimed_rows
-
-NOBODY = 65534
+from tests.unprivileged import public_folder, without_privileges
 
 
 @contextlib.contextmanager
@@ -189,27 +185,10 @@ def test_a_file_that_cannot_be_replaced_stays(tmp_path):
     assert path.read_text() == '{\n  "step": 5\n}\n'
 
 
-@contextlib.contextmanager
-def without_privileges():
-    """The superuser may write everywhere."""
-    user = os.geteuid()
-    if user:
-        yield
-        return
-    os.seteuid(NOBODY)
-    try:
-        yield
-    finally:
-        os.seteuid(user)
-
-
 @pytest.fixture
 def public():
-    """A folder that everybody may enter, unlike that of pytest."""
-    folder = Path(tempfile.mkdtemp())
-    folder.chmod(0o755)
-    yield folder
-    shutil.rmtree(folder)
+    with public_folder() as folder:
+        yield folder
 
 
 @pytest.mark.usefixtures("tiny")

@@ -147,8 +147,8 @@ def naive_constrained(q, k, v, coefficients, allowed):
     return reference.linear_attention(q, k, v, naive_map, allowed)
 
 
-def relative(q, k, v, keys, values, bias, key_mask=None):
-    tables = {"keys": keys, "values": values, "bias": bias}
+def relative(q, k, v, key_table, value_table, bias, key_mask=None):
+    tables = {"key_table": key_table, "value_table": value_table, "bias": bias}
     return kernels.relative_attention(
         q, k, v, grid=GRID, num_prefix=NUM_PREFIX, key_mask=key_mask, **tables
     )
@@ -176,7 +176,7 @@ def naive_rotary(q, k, v, allowed):
 
 
 def relative_tables(rows, bias_rows):
-    tables = {"keys": (rows, DEPTH), "values": (rows, VALUE_DEPTH)}
+    tables = {"key_table": (rows, DEPTH), "value_table": (rows, VALUE_DEPTH)}
     return {**CAUSAL, **tables, "bias": (bias_rows,)}
 
 
@@ -242,7 +242,7 @@ MECHANISMS = [
         relative_tables(
             offsets.num_offsets(GRID), offsets.num_table_rows(GRID, NUM_PREFIX)
         ),
-        shared=("keys", "values", "bias"),
+        shared=("key_table", "value_table", "bias"),
         on_grid=True,
     ),
     Mechanism(
@@ -252,7 +252,7 @@ MECHANISMS = [
             reference.relative_attention, rows=reference.offset_rows((N,))[0]
         ),
         relative_tables(2 * N - 1, 2 * N - 1),
-        shared=("keys", "values", "bias"),
+        shared=("key_table", "value_table", "bias"),
         causal=True,
         on_grid=True,
     ),

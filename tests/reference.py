@@ -185,16 +185,19 @@ def of_pairs(table, rows):
     return jnp.pad(table, [(0, missing)] + [(0, 0)] * (table.ndim - 1))[rows]
 
 
-def relative_attention(q, k, v, keys=None, values=None, bias=None, *, allowed, rows):
+def relative_attention(
+    q, k, v, key_table=None, value_table=None, bias=None, *, allowed, rows
+):
     """Tables go by ``rows`` [n, n]; rows that a table lacks are zero."""
-    pair_keys = k[None] + of_pairs(keys, rows)
+    pair_keys = k[None] + of_pairs(key_table, rows)
     scores = jnp.einsum(
         "id,ijd->ij", q, jnp.broadcast_to(pair_keys, (len(q), *k.shape))
     )
     weights = jnp.exp(scores / q.shape[1] ** 0.5 + of_pairs(bias, rows))
     weights = jnp.where(allowed, weights, 0.0)
     total = weights.sum(axis=1, keepdims=True)
-    pair_values = jnp.broadcast_to(v + of_pairs(values, rows), (len(q), *v.shape))
+    pair_values = v + of_pairs(value_table, rows)
+    pair_values = jnp.broadcast_to(pair_values, (len(q), *v.shape))
     weights = weights / jnp.where(total == 0, 1.0, total)
     return jnp.einsum("ij,ijd->id", weights, pair_values)
 

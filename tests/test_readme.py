@@ -79,5 +79,8 @@ def test_the_guide_runs_and_its_steps_continue_what_they_say():
     np.testing.assert_allclose(
         scope["out_i"][:, 0], scope["whole"][:, i], rtol=1e-4, atol=1e-5
     )
+    np.testing.assert_allclose(
+        scope["relative_2"], scope["relative"][..., 2, :], rtol=1e-4, atol=1e-5
+    )
     assert scope["logits"].shape == (2, 10)
     assert not np.isnan(scope["masked"]).any()

@@ -4,8 +4,10 @@ from relattn.kernels.banded import banded_attention as banded_attention
 from relattn.kernels.bias import (
     causal_relative_attention as causal_relative_attention,
 )
+from relattn.kernels.bias import (
+    causal_relative_attention_step as causal_relative_attention_step,
+)
 from relattn.kernels.bias import relative_attention as relative_attention
-from relattn.kernels.bias import relative_attention_step as relative_attention_step
 from relattn.kernels.causal_linear import (
     causal_linear_attention as causal_linear_attention,
 )
@@ -23,10 +25,10 @@ from relattn.kernels.gated_positional import (
     causal_gated_positional_attention as causal_gated_positional_attention,
 )
 from relattn.kernels.gated_positional import (
-    gated_positional_attention as gated_positional_attention,
+    causal_gated_positional_attention_step as causal_gated_positional_attention_step,
 )
 from relattn.kernels.gated_positional import (
-    gated_positional_attention_step as gated_positional_attention_step,
+    gated_positional_attention as gated_positional_attention,
 )
 from relattn.kernels.gates import apply_gate as apply_gate
 from relattn.kernels.gates import irpe_exponents as irpe_exponents
@@ -86,9 +88,11 @@ from relattn.kernels.toeplitz import (
     toeplitz_linear_attention as toeplitz_linear_attention,
 )
 from relattn.kernels.translution_step import (
-    lor_translution_step as lor_translution_step,
+    causal_lor_translution_step as causal_lor_translution_step,
 )
-from relattn.kernels.translution_step import translution_step as translution_step
+from relattn.kernels.translution_step import (
+    causal_translution_step as causal_translution_step,
+)
 from relattn.kernels.unit_norm import unit_norm as unit_norm
 
 __all__ = [
@@ -100,14 +104,18 @@ __all__ = [
     "apply_gate",
     "banded_attention",
     "causal_gated_positional_attention",
+    "causal_gated_positional_attention_step",
     "causal_linear_attention",
     "causal_linear_attention_step",
     "causal_lor_translution",
+    "causal_lor_translution_step",
     "causal_relative_attention",
+    "causal_relative_attention_step",
     "causal_softmax_attention",
     "causal_toeplitz_linear_attention",
     "causal_toeplitz_linear_attention_step",
     "causal_translution",
+    "causal_translution_step",
     "cayley_matrix",
     "cayley_string",
     "circulant_angles",
@@ -121,7 +129,6 @@ __all__ = [
     "draw_orthogonal",
     "draw_random_features",
     "gated_positional_attention",
-    "gated_positional_attention_step",
     "general_translution",
     "init_linear_state",
     "irpe_exponents",
@@ -130,7 +137,6 @@ __all__ = [
     "linformer_attention",
     "local_attention",
     "lor_translution",
-    "lor_translution_step",
     "mixed_rotary_angles",
     "offset_buckets",
     "pair_lor_translution",
@@ -138,7 +144,6 @@ __all__ = [
     "positive_features",
     "redraw",
     "relative_attention",
-    "relative_attention_step",
     "relu_features",
     "resize_table",
     "rotary_angles",
@@ -149,7 +154,6 @@ __all__ = [
     "string_exponents",
     "toeplitz_linear_attention",
     "translution",
-    "translution_step",
     "trigonometric_features",
     "unit_norm",
     "update_centroids",

@@ -24,8 +24,8 @@ def relative_attention(
     *,
     grid: Grid,
     num_prefix: int = 0,
-    keys: Float[Array, "*#batch key_rows depth"] | None = None,
-    values: Float[Array, "*#batch value_rows value_depth"] | None = None,
+    key_table: Float[Array, "*#batch key_rows depth"] | None = None,
+    value_table: Float[Array, "*#batch value_rows value_depth"] | None = None,
     bias: Float[Array, "*#batch bias_rows"] | None = None,
     key_mask: Bool[Array, "*#batch n"] | None = None,
     precision: jax.lax.PrecisionLike = None,
@@ -33,7 +33,7 @@ def relative_attention(
     """Softmax attention whose keys, values and scores know the offset.
 
     a_ij = q_i . (k_j + r_d) / sqrt(depth) + b_d, out_i = sum_j softmax_j(a_ij)
-    (v_j + s_d), with d = p_i - p_j and tables ``keys`` r, ``values`` s and ``bias`` b.
+    (v_j + s_d), with d = p_i - p_j, ``key_table`` r, ``value_table`` s and ``bias`` b.
 
     A table has a row for every offset, and three more, where there are prefix tokens,
     for pairs with a prefix token: "in", "self", "out" as in
@@ -45,8 +45,8 @@ def relative_attention(
         v: Values, shape ``[*batch, n, value_depth]``.
         grid: Height and width, or length, of the tokens after the prefix.
         num_prefix: Number of prefix tokens.
-        keys: r, shape ``[*batch, rows, depth]``.
-        values: s, shape ``[*batch, rows, value_depth]``.
+        key_table: r, shape ``[*batch, rows, depth]``.
+        value_table: s, shape ``[*batch, rows, value_depth]``.
         bias: b, shape ``[*batch, rows]``.
         key_mask: True for keys that exist, shape ``[*batch, n]``.
         precision: Passed to einsum.
@@ -70,9 +70,9 @@ def relative_attention(
     """
     check_grid(q.shape[-2], grid, num_prefix)
     rows = num_offsets(grid)
-    keys, values = (
+    key_table, value_table = (
         with_prefix_rows(table, name, rows, num_prefix, axis=-2)
-        for name, table in (("keys", keys), ("values", values))
+        for name, table in (("key_table", key_table), ("value_table", value_table))
     )
     bias = with_prefix_rows(bias, "bias", rows, num_prefix, axis=-1)
     total = None if bias is None else bias[..., offset_index(grid, num_prefix)]
@@ -80,14 +80,14 @@ def relative_attention(
     def to_pairs(per_row):
         return _to_pairs(per_row, grid, num_prefix)
 
-    if keys is not None:
-        total = _add(total, to_pairs(_score(q, keys, precision)))
+    if key_table is not None:
+        total = _add(total, to_pairs(_score(q, key_table, precision)))
     k, v, key_mask = clear_masked(k, v, key_mask)
     weights = softmax_weights(q, k, key_mask=key_mask, bias=total, precision=precision)
     out = weigh(weights, v, precision)
-    if values is not None:
-        per_row = _from_pairs(to_pairs, weights, values.shape[-2])
-        out = out + weigh(per_row, values, precision)
+    if value_table is not None:
+        per_row = _from_pairs(to_pairs, weights, value_table.shape[-2])
+        out = out + weigh(per_row, value_table, precision)
     return out.astype(v.dtype)
 
 
@@ -96,8 +96,8 @@ def causal_relative_attention(
     k: Float[Array, "*batch n depth"],
     v: Float[Array, "*batch n value_depth"],
     *,
-    keys: Float[Array, "*#batch key_rows depth"] | None = None,
-    values: Float[Array, "*#batch value_rows value_depth"] | None = None,
+    key_table: Float[Array, "*#batch key_rows depth"] | None = None,
+    value_table: Float[Array, "*#batch value_rows value_depth"] | None = None,
     bias: Float[Array, "*#batch bias_rows"] | None = None,
     key_mask: Bool[Array, "*#batch n"] | None = None,
     precision: jax.lax.PrecisionLike = None,
@@ -111,8 +111,8 @@ def causal_relative_attention(
         q: Queries, shape ``[*batch, n, depth]``.
         k: Keys, shape ``[*batch, n, depth]``.
         v: Values, shape ``[*batch, n, value_depth]``.
-        keys: r, shape ``[*batch, rows, depth]``.
-        values: s, shape ``[*batch, rows, value_depth]``.
+        key_table: r, shape ``[*batch, rows, depth]``.
+        value_table: s, shape ``[*batch, rows, value_depth]``.
         bias: b, shape ``[*batch, rows]``.
         key_mask: True for keys that exist, shape ``[*batch, n]``.
         precision: Passed to einsum.
@@ -134,9 +134,9 @@ def causal_relative_attention(
         3.2; bias: Liu et al., Swin Transformer, section 3.2.
     """
     length = q.shape[-2]
-    keys, values = (
+    key_table, value_table = (
         past_rows(table, name, length, axis=-2)
-        for name, table in (("keys", keys), ("values", values))
+        for name, table in (("key_table", key_table), ("value_table", value_table))
     )
     bias = past_rows(bias, "bias", length, axis=-1)
 
@@ -147,45 +147,45 @@ def causal_relative_attention(
     total = None
     if bias is not None:
         total = to_pairs(jnp.broadcast_to(bias[..., None, :], (*bias.shape, length)))
-    if keys is not None:
-        total = _add(total, to_pairs(_score(q, keys, precision)))
+    if key_table is not None:
+        total = _add(total, to_pairs(_score(q, key_table, precision)))
     past = jnp.tril(jnp.ones((length, length), bool))
     k, v, key_mask = clear_masked(k, v, key_mask)
     weights = softmax_weights(
         q, k, mask=past, key_mask=key_mask, bias=total, precision=precision
     )
     out = weigh(weights, v, precision)
-    if values is not None:
+    if value_table is not None:
         per_row = _from_pairs(to_pairs, weights, length)
-        out = out + weigh(per_row, values, precision)
+        out = out + weigh(per_row, value_table, precision)
     return out.astype(v.dtype)
 
 
-def relative_attention_step(
-    q_i: Float[Array, "*batch 1 depth"],
+def causal_relative_attention_step(
+    q_i: Float[Array, "*batch depth"],
     k: Float[Array, "*batch length depth"],
     v: Float[Array, "*batch length value_depth"],
-    index: Int[Array, ""] | int,
     *,
-    keys: Float[Array, "*#batch key_rows depth"] | None = None,
-    values: Float[Array, "*#batch value_rows value_depth"] | None = None,
+    index: Int[Array, ""] | int,
+    key_table: Float[Array, "*#batch key_rows depth"] | None = None,
+    value_table: Float[Array, "*#batch value_rows value_depth"] | None = None,
     bias: Float[Array, "*#batch bias_rows"] | None = None,
     precision: jax.lax.PrecisionLike = None,
-) -> Float[Array, "*batch 1 value_depth"]:
-    """One row of `causal_relative_attention`: the token ``index`` and its past.
+) -> Float[Array, "*batch value_depth"]:
+    """One token of `causal_relative_attention`, for decoding.
 
     Args:
-        q_i: The token's query, shape ``[*batch, 1, depth]``.
+        q_i: The token's query, shape ``[*batch, depth]``.
         k: Keys so far, its own too; those after it do not matter.
         v: Values so far.
         index: The token's place in the sequence; may be traced.
-        keys: r, shape ``[*batch, 2 length - 1, depth]``.
-        values: s, shape ``[*batch, 2 length - 1, value_depth]``.
+        key_table: r, shape ``[*batch, 2 length - 1, depth]``.
+        value_table: s, shape ``[*batch, 2 length - 1, value_depth]``.
         bias: b, shape ``[*batch, 2 length - 1]``.
         precision: Passed to einsum.
 
     Returns:
-        Shape ``[*batch, 1, value_depth]``, in the dtype of ``v``.
+        The token's output, shape ``[*batch, value_depth]``, in the dtype of ``v``.
 
     Raises:
         ValueError: If a table has not 2 length - 1 rows.
@@ -193,22 +193,25 @@ def relative_attention_step(
     Example:
         >>> x = jnp.zeros((3, 1))
         >>> far = jnp.array([0.0, 0.0, 0.0, 0.0, 50.0])
-        >>> relative_attention_step(x[:1], x, jnp.eye(3), 2, bias=far).round(3).tolist()
-        [[1.0, 0.0, 0.0]]
+        >>> out = causal_relative_attention_step(
+        ...     x[2], x, jnp.eye(3), index=2, bias=far)
+        >>> out.round(3).tolist()
+        [1.0, 0.0, 0.0]
     """
     length = k.shape[-2]
-    keys = rows_of_token(keys, "keys", length, index, -2)
-    values = rows_of_token(values, "values", length, index, -2)
+    key_table = rows_of_token(key_table, "key_table", length, index, -2)
+    value_table = rows_of_token(value_table, "value_table", length, index, -2)
     bias = rows_of_token(bias, "bias", length, index, -1)
+    q = q_i[..., None, :]
     total = None if bias is None else bias[..., None, :]
-    if keys is not None:
-        total = _add(total, _score(q_i, keys, precision))
+    if key_table is not None:
+        total = _add(total, _score(q, key_table, precision))
     k, v, past = clear_masked(k, v, jnp.arange(length) <= index)
-    weights = softmax_weights(q_i, k, key_mask=past, bias=total, precision=precision)
+    weights = softmax_weights(q, k, key_mask=past, bias=total, precision=precision)
     out = weigh(weights, v, precision)
-    if values is not None:
-        out = out + weigh(weights, values, precision)
-    return out.astype(v.dtype)
+    if value_table is not None:
+        out = out + weigh(weights, value_table, precision)
+    return out[..., 0, :].astype(v.dtype)
 
 
 def _add(total, scores):
@@ -237,7 +240,7 @@ def with_prefix_rows(
     more = 3 if num_prefix else 0
     if found not in (rows, rows + more):
         raise ValueError(
-            f"the table {name!r} needs {rows} rows, one an offset"
+            f"{name!r} needs {rows} rows, one an offset"
             + (f", or {rows + more} with those of prefix tokens" if more else "")
             + f", got {found}"
         )
@@ -257,7 +260,7 @@ def past_rows(
     rows = table.shape[axis]
     if rows % 2 == 0 or rows < 2 * length - 1:
         raise ValueError(
-            f"the table {name!r} needs an odd number of rows, at least "
+            f"{name!r} needs an odd number of rows, at least "
             f"{2 * length - 1} for a sequence of {length} tokens, got {rows}"
         )
     return jax.lax.slice_in_dim(table, rows // 2, rows // 2 + length, axis=axis)

@@ -127,31 +127,31 @@ def causal_toeplitz_linear_attention(
 
 
 def causal_toeplitz_linear_attention_step(
-    q_i: Float[Array, "*batch 1 depth"],
+    q_i: Float[Array, "*batch depth"],
     k: Float[Array, "*batch length depth"],
     v: Float[Array, "*batch length value_depth"],
-    index: Int[Array, ""] | int,
     feature_map: FeatureMap,
     bias: Float[Array, "*#batch rows"],
     *,
+    index: Int[Array, ""] | int,
     precision: jax.lax.PrecisionLike = None,
-) -> Float[Array, "*batch 1 value_depth"]:
-    """One row of `causal_toeplitz_linear_attention`: the token ``index`` and its past.
+) -> Float[Array, "*batch value_depth"]:
+    """One token of `causal_toeplitz_linear_attention`, for decoding.
 
     There is no state of constant size, since every weight changes with the offset: a
     token costs O(length).
 
     Args:
-        q_i: The token's query, shape ``[*batch, 1, depth]``.
+        q_i: The token's query, shape ``[*batch, depth]``.
         k: Keys so far, its own too; those after it do not matter.
         v: Values so far.
-        index: The token's place in the sequence; may be traced.
         feature_map: As everywhere in the sequence.
         bias: b, shape ``[*batch, 2 length - 1]``.
+        index: The token's place in the sequence; may be traced.
         precision: Passed to einsum.
 
     Returns:
-        Shape ``[*batch, 1, value_depth]``, in the dtype of ``v``.
+        The token's output, shape ``[*batch, value_depth]``, in the dtype of ``v``.
 
     Raises:
         ValueError: If the table has not 2 length - 1 rows.
@@ -160,15 +160,15 @@ def causal_toeplitz_linear_attention_step(
         >>> x = jnp.zeros((3, 1))
         >>> far = jnp.array([0.0, 0.0, 0.0, 0.0, 50.0])
         >>> causal_toeplitz_linear_attention_step(
-        ...     x[:1], x, jnp.eye(3), 2, jnp.exp, far).round(3).tolist()
-        [[1.0, 0.0, 0.0]]
+        ...     x[2], x, jnp.eye(3), jnp.exp, far, index=2).round(3).tolist()
+        [1.0, 0.0, 0.0]
     """
     length = k.shape[-2]
     past = jnp.arange(length) <= index
     bias = rows_of_token(bias, "bias", length, index, axis=-1)
     decay = decay_of(jnp.where(past, bias, -jnp.inf))[..., None, :]
     k, v, past = clear_masked(k, v, past)
-    features = evaluate(feature_map, q_i)
+    features = evaluate(feature_map, q_i[..., None, :])
     phi_k, shift = scale_keys(evaluate(feature_map, k), past)
     phi_q = scale_queries(features, shift)
     einsum = einsum_in_float32(precision)
@@ -182,7 +182,7 @@ def causal_toeplitz_linear_attention_step(
     magnitudes = None
     if features.values is not None:
         magnitudes = weigh(jnp.abs(phi_q), jnp.abs(phi_k), columns[..., -1:])
-    return divide_sums(sums, magnitudes, v.dtype)[0]
+    return divide_sums(sums, magnitudes, v.dtype)[0][..., 0, :]
 
 
 def _sum_blocks(phi_q, phi_k, v, exponents, decay, size, chunk_size, einsum):

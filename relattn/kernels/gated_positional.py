@@ -114,20 +114,20 @@ def causal_gated_positional_attention(
     return _mix(content, masked_softmax(scores, allowed), gate, v, precision)
 
 
-def gated_positional_attention_step(
-    q_i: Float[Array, "*batch 1 depth"],
+def causal_gated_positional_attention_step(
+    q_i: Float[Array, "*batch depth"],
     k: Float[Array, "*batch length depth"],
     v: Float[Array, "*batch length value_depth"],
     gate: Float[Array, "*#batch"],
     coefficients: Float[Array, "*#batch features"],
-    index: Int[Array, ""] | int,
     *,
+    index: Int[Array, ""] | int,
     precision: jax.lax.PrecisionLike = None,
-) -> Float[Array, "*batch 1 value_depth"]:
-    """One row of `causal_gated_positional_attention`: the token ``index``, its past.
+) -> Float[Array, "*batch value_depth"]:
+    """One token of `causal_gated_positional_attention`, for decoding.
 
     Args:
-        q_i: The token's query, shape ``[*batch, 1, depth]``.
+        q_i: The token's query, shape ``[*batch, depth]``.
         k: Keys so far, its own too; those after it do not matter.
         v: Values so far.
         gate: Shape ``[*batch]``.
@@ -136,16 +136,16 @@ def gated_positional_attention_step(
         precision: Passed to einsum.
 
     Returns:
-        Shape ``[*batch, 1, value_depth]``, in the dtype of ``v``.
+        The token's output, shape ``[*batch, value_depth]``, in the dtype of ``v``.
 
     Raises:
         ValueError: If w is not as wide as r.
 
     Example:
         >>> x, w = jnp.zeros((3, 1)), jnp.array([-9.0, 18.0])
-        >>> gated_positional_attention_step(
-        ...     x[:1], x, jnp.eye(3), jnp.array(99.0), w, 2).round(3).tolist()
-        [[0.0, 1.0, 0.0]]
+        >>> causal_gated_positional_attention_step(
+        ...     x[2], x, jnp.eye(3), jnp.array(99.0), w, index=2).round(3).tolist()
+        [0.0, 1.0, 0.0]
     """
     length = k.shape[-2]
     past = jnp.arange(length) <= index
@@ -154,8 +154,10 @@ def gated_positional_attention_step(
         jnp.flip(scores, -1), length - 1 - index, length, axis=-1
     )[..., None, :]
     k, v, exists = clear_masked(k, v, past)
-    content = softmax_weights(q_i, k, key_mask=exists, precision=precision)
-    return _mix(content, masked_softmax(scores, past), gate, v, precision)
+    q = q_i[..., None, :]
+    content = softmax_weights(q, k, key_mask=exists, precision=precision)
+    out = _mix(content, masked_softmax(scores, past), gate, v, precision)
+    return out[..., 0, :]
 
 
 def _offset_scores(coefficients, grid, num_prefix):

@@ -13,7 +13,7 @@ from relattn.kernels.offset_tables import OffsetTables
 from relattn.kernels.tables import attend, attend_low_rank, check_low_rank
 
 
-def translution_step(
+def causal_translution_step(
     x: Float[Array, "*batch n dim"],
     w_q: Float[Array, "rows dim heads depth"] | Float[Array, "dim heads depth"],
     w_k: Float[Array, "rows dim heads depth"] | Float[Array, "dim heads depth"],
@@ -45,7 +45,7 @@ def translution_step(
     Example:
         >>> x, w = jnp.ones((2, 1)), jnp.zeros((2, 1, 1, 1))
         >>> w_v = w.at[:, 0, 0, 0].set(jnp.array([2.0, 4.0]))  # d = 0, 1
-        >>> translution_step(x, w, w, w_v, index=1).tolist()
+        >>> causal_translution_step(x, w, w, w_v, index=1).tolist()
         [[3.0]]
 
     Source:
@@ -57,7 +57,7 @@ def translution_step(
     return attend(tables, token, x, projections, None, precision)[..., 0, :]
 
 
-def lor_translution_step(
+def causal_lor_translution_step(
     q_i: Float[Array, "*batch heads depth"] | None,
     k: Float[Array, "*batch heads n depth"] | None,
     v: Float[Array, "*batch heads n depth"] | None,
@@ -106,7 +106,7 @@ def lor_translution_step(
         >>> x = jnp.zeros((1, 2, 3))
         >>> low, t = jnp.ones((2, 1)), jnp.zeros((2, 1, 1, 1))
         >>> t_v = t.at[:, 0, 0, 0].set(jnp.array([2.0, 4.0]))  # d = 0, 1
-        >>> lor_translution_step(
+        >>> causal_lor_translution_step(
         ...     x[:, 1], x, x, low[1], low, low, t, t, t_v, index=1
         ... )[1].tolist()
         [[3.0]]

@@ -160,9 +160,10 @@ class MultiHeadAttention(nn.Module):
                 position = context.position.at(context.index)
                 context = context._replace(position=position)
             q, k = context.position(q, k, x)
-        if context.index is not None:
-            return self.attend_step(q, k, v, context)
-        return self.attend(q, k, v, context)
+        if context.index is None:
+            return self.attend(q, k, v, context)
+        q_i, k_i, v_i = (None if x is None else x[..., 0, :] for x in (q, k, v))
+        return self.attend_step(q_i, k_i, v_i, context)[..., None, :]
 
     def attend(
         self,
@@ -176,11 +177,11 @@ class MultiHeadAttention(nn.Module):
 
     def attend_step(
         self,
-        q: Float[Array, "batch heads 1 key_depth"],
-        k: Float[Array, "batch key_heads 1 key_depth"],
-        v: Float[Array, "batch heads 1 depth"],
+        q_i: Float[Array, "batch heads key_depth"],
+        k_i: Float[Array, "batch key_heads key_depth"] | None,
+        v_i: Float[Array, "batch heads depth"],
         context: Context,
-    ) -> Float[Array, "batch heads 1 depth"]:
+    ) -> Float[Array, "batch heads depth"]:
         """The heads' outputs for the token at ``context.index``, in decoding."""
         raise NotImplementedError
 
@@ -201,7 +202,7 @@ class MultiHeadAttention(nn.Module):
         return Linear(self.dim, dtype=self.dtype, name="out")(out)
 
     def remember(
-        self, name: str, row: Float[Array, "*batch 1 width"], context: Context
+        self, name: str, row: Float[Array, "*batch width"], context: Context
     ) -> Float[Array, "*batch length width"]:
         """Writes a token's row into the cache ``name``, and returns the whole cache.
 
@@ -213,10 +214,10 @@ class MultiHeadAttention(nn.Module):
         Returns:
             The rows of all tokens so far; zeros after them.
         """
-        shape = (*row.shape[:-2], *context.grid, row.shape[-1])
+        shape = (*row.shape[:-1], *context.grid, row.shape[-1])
         cache = self.variable("cache", name, jnp.zeros, shape, row.dtype)
         if not self.is_initializing():
-            cache.value = jax.lax.dynamic_update_slice_in_dim(
+            cache.value = jax.lax.dynamic_update_index_in_dim(
                 cache.value, row, context.index, axis=-2
             )
         return cache.value
@@ -273,14 +274,16 @@ class SoftmaxAttention(MultiHeadAttention):
 
     def attend_step(
         self,
-        q: Float[Array, "batch heads 1 key_depth"],
-        k: Float[Array, "batch heads 1 key_depth"],
-        v: Float[Array, "batch heads 1 depth"],
+        q_i: Float[Array, "batch heads key_depth"],
+        k_i: Float[Array, "batch heads key_depth"],
+        v_i: Float[Array, "batch heads depth"],
         context: Context,
-    ) -> Float[Array, "batch heads 1 depth"]:
+    ) -> Float[Array, "batch heads depth"]:
         """Softmax attention of one token to those so far."""
-        keys = self.remember("keys", k, context)
-        values = self.remember("values", v, context)
-        return bias.relative_attention_step(
-            q, keys, values, context.index, **self.tables(context)
+        return bias.causal_relative_attention_step(
+            q_i,
+            self.remember("keys", k_i, context),
+            self.remember("values", v_i, context),
+            index=context.index,
+            **self.tables(context),
         )

@@ -65,18 +65,18 @@ class GatedPositionalAttention(MultiHeadAttention):
 
     def attend_step(
         self,
-        q: Float[Array, "batch heads 1 key_depth"],
-        k: Float[Array, "batch heads 1 key_depth"],
-        v: Float[Array, "batch heads 1 depth"],
+        q_i: Float[Array, "batch heads key_depth"],
+        k_i: Float[Array, "batch heads key_depth"],
+        v_i: Float[Array, "batch heads depth"],
         context: Context,
-    ) -> Float[Array, "batch heads 1 depth"]:
+    ) -> Float[Array, "batch heads depth"]:
         """Gated positional attention of one token to those so far."""
-        return gated_positional.gated_positional_attention_step(
-            q,
-            self.remember("keys", k, context),
-            self.remember("values", v, context),
+        return gated_positional.causal_gated_positional_attention_step(
+            q_i,
+            self.remember("keys", k_i, context),
+            self.remember("values", v_i, context),
             *self.gates(context),
-            context.index,
+            index=context.index,
         )
 
     def gates(

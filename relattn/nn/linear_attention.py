@@ -68,30 +68,32 @@ class LinearAttention(MultiHeadAttention):
 
     def attend_step(
         self,
-        q: Float[Array, "batch heads 1 key_depth"],
-        k: Float[Array, "batch heads 1 key_depth"],
-        v: Float[Array, "batch heads 1 depth"],
+        q_i: Float[Array, "batch heads key_depth"],
+        k_i: Float[Array, "batch heads key_depth"],
+        v_i: Float[Array, "batch heads depth"],
         context: Context,
-    ) -> Float[Array, "batch heads 1 depth"]:
+    ) -> Float[Array, "batch heads depth"]:
         """One step of causal linear attention; the cache is its state.
 
         With an offset bias, the cache is the keys and values so far.
         """
-        feature_map = self.feature_map(q.shape[-1])
+        feature_map = self.feature_map(q_i.shape[-1])
         tables = self.tables(context)
         if tables:
-            keys = self.remember("keys", k, context)
-            values = self.remember("values", v, context)
             return causal_toeplitz.causal_toeplitz_linear_attention_step(
-                q, keys, values, context.index, feature_map, **tables
+                q_i,
+                self.remember("keys", k_i, context),
+                self.remember("values", v_i, context),
+                feature_map,
+                index=context.index,
+                **tables,
             )
-        q, k, v = (row[..., 0, :] for row in (q, k, v))
         state = self.variable(
-            "cache", "state", causal_linear.init_linear_state, k, v, feature_map
+            "cache", "state", causal_linear.init_linear_state, k_i, v_i, feature_map
         )
-        after, out = causal_linear.causal_linear_attention_step(
-            state.value, q, k, v, feature_map
+        after, out_i = causal_linear.causal_linear_attention_step(
+            state.value, q_i, k_i, v_i, feature_map
         )
         if not self.is_initializing():
             state.value = after
-        return out[..., None, :]
+        return out_i

@@ -22,19 +22,20 @@ class RelativeTables(LayerPosition):
     """Tables of a layer, one of them or more, for `relattn.kernels.relative_attention`.
 
     Attributes:
-        keys: A vector for each head and offset, or None.
-        values: A vector for each head and offset, or None.
+        key_table: A vector for each head and offset, or None.
+        value_table: A vector for each head and offset, or None.
         bias: A number for each head and offset, or None.
     """
 
-    keys: Float[Array, "heads rows depth"] | None = None
-    values: Float[Array, "heads rows depth"] | None = None
+    key_table: Float[Array, "heads rows depth"] | None = None
+    value_table: Float[Array, "heads rows depth"] | None = None
     bias: Float[Array, "heads rows"] | None = None
 
     @property
     def tables(self) -> dict[str, Array]:
         """The tables that there are."""
-        named = {"keys": self.keys, "values": self.values, "bias": self.bias}
+        names = ("key_table", "value_table", "bias")
+        named = {name: getattr(self, name) for name in names}
         return {name: table for name, table in named.items() if table is not None}
 
 
@@ -68,7 +69,7 @@ class RelativeKey(_RelativeVectors):
         >>> import jax
         >>> module = RelativeKey(dim=8, heads=2, num_layers=3)
         >>> layers, _ = module.init_with_output(jax.random.key(0), (2, 3), 1)
-        >>> len(layers), layers[0].keys.shape
+        >>> len(layers), layers[0].key_table.shape
         (3, (2, 15, 4))
 
     Source:
@@ -77,7 +78,7 @@ class RelativeKey(_RelativeVectors):
         Transformers, section 3.
     """
 
-    kind: ClassVar[str] = "keys"
+    kind: ClassVar[str] = "key_table"
 
 
 class RelativeValue(_RelativeVectors):
@@ -90,7 +91,7 @@ class RelativeValue(_RelativeVectors):
         >>> import jax
         >>> module = RelativeValue(dim=8, heads=2, num_layers=3)
         >>> layers, _ = module.init_with_output(jax.random.key(0), (5,), 0)
-        >>> layers[0].values.shape
+        >>> layers[0].value_table.shape
         (2, 9, 4)
 
     Source:
@@ -98,7 +99,7 @@ class RelativeValue(_RelativeVectors):
         3.1, without their clip.
     """
 
-    kind: ClassVar[str] = "values"
+    kind: ClassVar[str] = "value_table"
 
 
 class RelativeBias(Position):

@@ -132,8 +132,8 @@ class TranslutionAttention(OffsetAttention):
         shape = (self.dim, self.heads, self.depth)
         tables = self.projection_tables(shape, 1 / self.dim, context)
         if context.index is not None:
-            x = self.remember("tokens", x, context)
-            out = kernels.translution_step(x, *tables, index=context.index)
+            x = self.remember("tokens", x[..., 0, :], context)
+            out = kernels.causal_translution_step(x, *tables, index=context.index)
             return out[..., None, :]
         key_mask = None if context.key_mask is None else context.key_mask[:, 0]
         if self.absolute:
@@ -233,13 +233,13 @@ class LorTranslutionAttention(OffsetAttention):
     ) -> tuple[Array | None, Array]:
         """The outputs of one token, in decoding."""
         past = []
-        for part, (q, k, v) in (("plain", plain), ("low", low)):
-            if q is not None:
+        for part, parts in (("plain", plain), ("low", low)):
+            q_i, k, v = (None if x is None else x[..., 0, :] for x in parts)
+            if q_i is not None:
                 k = self.remember(f"{part}_keys", k, context)
                 v = self.remember(f"{part}_values", v, context)
-                q = q[..., 0, :]
-            past += [q, k, v]
-        outs = kernels.lor_translution_step(
+            past += [q_i, k, v]
+        outs = kernels.causal_lor_translution_step(
             *past, *tables, index=context.index, **options
         )
         return tuple(x if x is None else x[..., None, :] for x in outs)

@@ -37,15 +37,15 @@ def test_every_grid_equals_the_reference(grid, num_prefix, prefix_rows):
     length = num_prefix + math.prod(grid)
     rows = offsets.num_table_rows(grid, num_prefix if prefix_rows else 0)
 
-    def kernel(q, k, v, keys, values, bias):
+    def kernel(q, k, v, key_table, value_table, bias):
         return kernels.relative_attention(
             q,
             k,
             v,
             grid=grid,
             num_prefix=num_prefix,
-            keys=keys,
-            values=values,
+            key_table=key_table,
+            value_table=value_table,
             bias=bias,
         )
 
@@ -57,10 +57,10 @@ def test_every_grid_equals_the_reference(grid, num_prefix, prefix_rows):
     compare.expect_equal(jax.vmap(kernel), naive, _inputs(length, rows))
 
 
-@pytest.mark.parametrize("name", ["keys", "values", "bias"])
+@pytest.mark.parametrize("name", ["key_table", "value_table", "bias"])
 def test_a_table_by_itself(name):
     q, k, v, *tables = _inputs(7, 13)
-    table = dict(zip(["keys", "values", "bias"], tables, strict=True))[name]
+    table = dict(zip(["key_table", "value_table", "bias"], tables, strict=True))[name]
     plain = kernels.causal_softmax_attention(q, k, v)
     zero = kernels.causal_relative_attention(q, k, v, **{name: jnp.zeros_like(table)})
     np.testing.assert_allclose(zero, plain, atol=1e-6)
@@ -79,7 +79,7 @@ def test_a_table_by_itself(name):
 
 def test_a_sequence_may_be_shorter_than_its_tables():
     q, k, v, *tables = _inputs(7, 13)
-    names = ["keys", "values", "bias"]
+    names = ["key_table", "value_table", "bias"]
     whole = kernels.causal_relative_attention(
         q, k, v, **dict(zip(names, tables, strict=True))
     )
@@ -90,18 +90,18 @@ def test_a_sequence_may_be_shorter_than_its_tables():
 
 
 def test_decoding_equals_attending_to_all_at_once():
-    q, k, v, keys, values, bias = _inputs(7, 13)
-    tables = {"keys": keys, "values": values, "bias": bias}
+    q, k, v, *tables = _inputs(7, 13)
+    tables = dict(zip(["key_table", "value_table", "bias"], tables, strict=True))
 
     @jax.jit
     def step(index):
         future = jnp.arange(7)[:, None] > index
-        q_i = jax.lax.dynamic_slice_in_dim(q, index, 1, axis=1)
+        q_i = jax.lax.dynamic_index_in_dim(q, index, axis=1, keepdims=False)
         # What the cache holds of the future must not matter.
         seen = (jnp.where(future, 1e3, x) for x in (k, v))
-        return kernels.relative_attention_step(q_i, *seen, index, **tables)
+        return kernels.causal_relative_attention_step(q_i, *seen, index=index, **tables)
 
-    outs = jnp.concatenate([step(i) for i in range(7)], axis=1)
+    outs = jnp.stack([step(i) for i in range(7)], axis=1)
     expected = kernels.causal_relative_attention(q, k, v, **tables)
     np.testing.assert_allclose(outs, expected, atol=1e-6)
 
@@ -109,9 +109,9 @@ def test_decoding_equals_attending_to_all_at_once():
 def test_no_array_holds_a_vector_for_every_pair():
     side, depth = 8, 64
 
-    def loss(q, keys, values):
+    def loss(q, key_table, value_table):
         return kernels.relative_attention(
-            q, q, q, grid=(side, side), keys=keys, values=values
+            q, q, q, grid=(side, side), key_table=key_table, value_table=value_table
         ).sum()
 
     n, rows = side**2, (2 * side - 1) ** 2
@@ -134,9 +134,9 @@ def test_no_array_holds_a_vector_for_every_pair():
         ),
         (
             lambda x: kernels.relative_attention(
-                x, x, x, grid=(2, 3), num_prefix=1, keys=x
+                x, x, x, grid=(2, 3), num_prefix=1, key_table=x
             ),
-            "'keys' needs 15 rows, one an offset, or 18 with those of prefix.*got 7",
+            "'key_table' needs 15 rows, one an offset, or 18 with .*got 7",
         ),
         (
             lambda x: kernels.causal_relative_attention(x, x, x, bias=jnp.ones(11)),
@@ -147,8 +147,10 @@ def test_no_array_holds_a_vector_for_every_pair():
             "'bias' needs an odd number of rows",
         ),
         (
-            lambda x: kernels.relative_attention_step(x[:1], x, x, 0, values=x),
-            "'values' needs 13 rows, one an offset, got 7",
+            lambda x: kernels.causal_relative_attention_step(
+                x[0], x, x, index=0, value_table=x
+            ),
+            "'value_table' needs 13 rows, one an offset, got 7",
         ),
     ],
 )

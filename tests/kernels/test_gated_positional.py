@@ -59,13 +59,13 @@ def test_decoding_equals_attending_to_all_at_once():
     @jax.jit
     def step(index):
         future = jnp.arange(7)[:, None] > index
-        q_i = jax.lax.dynamic_slice_in_dim(q, index, 1, axis=1)
+        q_i = jax.lax.dynamic_index_in_dim(q, index, axis=1, keepdims=False)
         seen = (jnp.where(future, 1e3, x) for x in (k, v))
-        return kernels.gated_positional_attention_step(
-            q_i, *seen, gate, coefficients, index
+        return kernels.causal_gated_positional_attention_step(
+            q_i, *seen, gate, coefficients, index=index
         )
 
-    outs = jnp.concatenate([step(i) for i in range(7)], axis=1)
+    outs = jnp.stack([step(i) for i in range(7)], axis=1)
     expected = kernels.causal_gated_positional_attention(q, k, v, gate, coefficients)
     np.testing.assert_allclose(outs, expected, atol=1e-6)
 

@@ -160,14 +160,14 @@ def test_decoding_equals_attending_to_all_at_once(name):
     @quick_jit
     def step(index):
         future = jnp.arange(n)[:, None] > index
-        q_i = jax.lax.dynamic_slice_in_dim(q, index, 1, axis=1)
+        q_i = jax.lax.dynamic_index_in_dim(q, index, axis=1, keepdims=False)
         # What the cache holds of the future must not matter.
         seen = (jnp.where(future, 1e3, x) for x in (k, v))
         return kernels.causal_toeplitz_linear_attention_step(
-            q_i, *seen, index, feature_map(name), bias
+            q_i, *seen, feature_map(name), bias, index=index
         )
 
-    outs = jnp.concatenate([step(i) for i in range(n)], axis=1)
+    outs = jnp.stack([step(i) for i in range(n)], axis=1)
     np.testing.assert_allclose(outs, expected, rtol=1e-4, atol=2e-6)
 
 
@@ -367,7 +367,7 @@ def test_lengths_of_transforms_have_small_factors():
         ),
         (
             lambda x: kernels.causal_toeplitz_linear_attention_step(
-                x[:1], x, x, 0, jnp.exp, jnp.ones(7)
+                x[0], x, x, jnp.exp, jnp.ones(7), index=0
             ),
             "'bias' needs 13 rows, one an offset, got 7",
         ),

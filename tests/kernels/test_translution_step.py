@@ -29,7 +29,7 @@ def test_translution_token_by_token(relative):
         for seed, name in enumerate("qkv")
     ]
     expected = kernels.causal_translution(x, *weights)
-    step = jax.jit(kernels.translution_step)
+    step = jax.jit(kernels.causal_translution_step)
     for index in range(N):
         past = x.at[:, index + 1 :].set(9.0)
         out = step(past, *weights, index=index)
@@ -38,13 +38,13 @@ def test_translution_token_by_token(relative):
 
 def test_scores_beyond_half_precision_stay_finite():
     x, w = jnp.full((3, 1), 300.0, jnp.float16), jnp.ones((3, 1, 1, 1), jnp.float16)
-    out = kernels.translution_step(x, w, w, 0.01 * w, index=2)
+    out = kernels.causal_translution_step(x, w, w, 0.01 * w, index=2)
     np.testing.assert_allclose(out, [[3.0]], rtol=1e-3)
 
 
 def test_the_precision_reaches_every_product():
     x, w = _random(0, N, DIM), _random(1, N, DIM, HEADS, DEPTH)
-    step = functools.partial(kernels.translution_step, precision="highest")
+    step = functools.partial(kernels.causal_translution_step, precision="highest")
     program = str(jax.make_jaxpr(functools.partial(step, index=2))(x, w, w, w))
     highest = program.count("precision=(Precision.HIGHEST")
     assert program.count("dot_general[") == highest > 0
@@ -64,7 +64,7 @@ def test_lor_translution_token_by_token(relative, base):
     expected = kernels.causal_lor_translution(
         q, k, v, low_q, low_k, low_v, *tables, **options
     )
-    step = jax.jit(functools.partial(kernels.lor_translution_step, **options))
+    step = jax.jit(functools.partial(kernels.causal_lor_translution_step, **options))
     for index in range(N):
 
         def past(x, index=index):
@@ -84,7 +84,7 @@ def test_lor_translution_without_a_low_rank_score():
     low_v, t_v = _random(3, BATCH, N, INNER), _random(4, N, INNER, HEADS, RANK)
     low = (None, None, low_v, None, None, t_v)
     expected = kernels.causal_lor_translution(q, k, v, *low)
-    outputs = kernels.lor_translution_step(q[:, :, 4], k, v, *low, index=4)
+    outputs = kernels.causal_lor_translution_step(q[:, :, 4], k, v, *low, index=4)
     for out, whole in zip(outputs, expected, strict=True):
         np.testing.assert_allclose(out, whole[:, :, 4], atol=2e-6)
 
@@ -92,4 +92,4 @@ def test_lor_translution_without_a_low_rank_score():
 def test_a_sequence_longer_than_the_weights_is_refused():
     x, w = jnp.ones((5, DIM)), jnp.ones((3, DIM, HEADS, DEPTH))
     with pytest.raises(ValueError, match="w_q has weights for 3 offsets, too few for"):
-        kernels.translution_step(x, w, w, w, index=0)
+        kernels.causal_translution_step(x, w, w, w, index=0)

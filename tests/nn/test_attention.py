@@ -240,11 +240,12 @@ def test_decoding_refuses_what_it_cannot_honour(causal):
 
 
 def test_only_the_tables_that_multiply_are_rounded():
-    tables = {"keys": jnp.ones((2, 5, 3)), "values": jnp.ones((2, 5, 3))}
+    vectors = jnp.ones((2, 5, 3))
+    tables = {"key_table": vectors, "value_table": vectors}
     position = RelativeTables(**tables, bias=jnp.full((2, 5), 7.9))
     module = SoftmaxAttention(dim=6, heads=2, dtype=jnp.bfloat16)
     found = module.tables(Context((3,), 0, position, None, None, None))
-    assert found["keys"].dtype == found["values"].dtype == jnp.bfloat16
+    assert found["key_table"].dtype == found["value_table"].dtype == jnp.bfloat16
     np.testing.assert_array_equal(found["bias"], position.bias)
 
 

@@ -34,9 +34,9 @@ def heads_of(params, x):
         yield out.reshape(N, HEADS, DEPTH).swapaxes(0, 1)
 
 
-@pytest.mark.parametrize("name", ["keys", "values", "bias"])
+@pytest.mark.parametrize("name", ["key_table", "value_table", "bias"])
 def test_tables_are_a_layer_s_and_a_head_s(name):
-    kinds = {"keys": "relative_key", "values": "relative_value"}
+    kinds = {"key_table": "relative_key", "value_table": "relative_value"}
     out, params, table, x = layer("softmax", kinds.get(name, "relative_bias"))
     expected = jnp.stack(
         [

@@ -78,6 +78,9 @@ from relattn.models import (
     generate,
     resize_grid,
 )
+from relattn.nn.attention import MultiHeadAttention
+from relattn.nn.build import register_attention, register_position
+from relattn.nn.positions import Position
 from relattn.training import load_run, train_and_evaluate
 
 __version__ = "0.1.0.dev0"
@@ -89,7 +92,9 @@ __all__ = [
     "Features",
     "LinearState",
     "Linformer",
+    "MultiHeadAttention",
     "Performer",
+    "Position",
     "RandomFeatures",
     "ResNet18",
     "RoutingTransformer",
@@ -142,6 +147,8 @@ __all__ = [
     "pair_translution",
     "positive_features",
     "redraw",
+    "register_attention",
+    "register_position",
     "relative_attention",
     "relu_features",
     "resize_grid",

@@ -82,5 +82,5 @@ def test_the_guide_runs_and_its_steps_continue_what_they_say():
     np.testing.assert_allclose(
         scope["relative_2"], scope["relative"][..., 2, :], rtol=1e-4, atol=1e-5
     )
-    assert scope["logits"].shape == (2, 10)
+    assert scope["logits"].shape == scope["of_mine"].shape == (2, 10)
     assert not np.isnan(scope["masked"]).any()

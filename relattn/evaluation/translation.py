@@ -14,7 +14,7 @@ import numpy as np
 
 from relattn import offsets
 from relattn.kernels import redraw
-from relattn.nn.build import ATTENTIONS, POSITIONS, build
+from relattn.nn.build import ATTENTIONS, OWN, POSITIONS, build
 
 EXACT = 1e-5
 LARGEST_STANDARD_ERROR = 0.1
@@ -183,7 +183,7 @@ VARIANTS = (
 
 
 def all_pairs() -> list[tuple[str, str]]:
-    """Every attention with every position encoding at a site that it honours.
+    """Every attention of relattn with every position encoding that it honours.
 
     Returns:
         Their names; one encoding alone, no sums.
@@ -196,7 +196,7 @@ def all_pairs() -> list[tuple[str, str]]:
         (attention, position)
         for attention, of_attention in ATTENTIONS.items()
         for position, of_position in POSITIONS.items()
-        if of_position.site in of_attention.sites
+        if of_position.site in of_attention.sites and {attention, position} <= OWN
     ]
 
 

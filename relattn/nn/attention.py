@@ -47,7 +47,8 @@ class MultiHeadAttention(nn.Module):
     A subclass defines `attend`, from queries, keys and values to the heads' outputs,
     or, where it has no such things, `mix`, from tokens to the heads' outputs. To
     decode token by token it defines `attend_step`, or looks at ``context.index`` in
-    `mix`.
+    `mix`. Its class attributes say what else it can. `relattn.register_attention` gives
+    it a name.
 
     Attributes:
         dim: Width of the tokens.
@@ -65,9 +66,11 @@ class MultiHeadAttention(nn.Module):
     causal: bool = False
     dtype: Any = jnp.float32
     sites: ClassVar[tuple[str, ...]] = ("none", "tokens")
-    has_causal_form: ClassVar[bool] = True
-    # Whether nothing but parameters and position tells one layer from another.
-    scannable: ClassVar[bool] = True
+    # Whether `attend` or `mix` hides the future where ``self.causal``.
+    has_causal_form: ClassVar[bool] = False
+    # Whether nothing but parameters and position tells one layer from another, so that
+    # equal layers may be compiled once.
+    scannable: ClassVar[bool] = False
     # Whether parameters belong to one grid, and have no meaning on another.
     has_grid_tables: ClassVar[bool] = False
 
@@ -173,7 +176,7 @@ class MultiHeadAttention(nn.Module):
         context: Context,
     ) -> Float[Array, "batch heads n depth"]:
         """The heads' outputs: the kernel."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} defines no attend")
 
     def attend_step(
         self,
@@ -183,7 +186,9 @@ class MultiHeadAttention(nn.Module):
         context: Context,
     ) -> Float[Array, "batch heads depth"]:
         """The heads' outputs for the token at ``context.index``, in decoding."""
-        raise NotImplementedError
+        raise NotImplementedError(
+            f"{type(self).__name__} cannot decode: it defines no attend_step"
+        )
 
     def project(
         self, x: Float[Array, "batch n dim"], heads: int, name: str
@@ -253,6 +258,8 @@ class SoftmaxAttention(MultiHeadAttention):
         "pairs",
         "offset_bias",
     )
+    has_causal_form: ClassVar[bool] = True
+    scannable: ClassVar[bool] = True
 
     def attend(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 from relattn import spec
 from relattn.nn import attention as attentions
@@ -53,9 +54,86 @@ POSITIONS = {
     "string_gate": gates.StringGate,
 }
 
+# Others are registered by users.
+OWN = frozenset({*ATTENTIONS, *POSITIONS})
+
 # What the model decides, not the spec.
 _RESERVED = ("dim", "heads", "layer", "num_layers", "qkv_bias", "causal")
 _RESERVED += ("dtype", "parent", "name", "args", "kwargs")
+
+
+def register_attention(name: str, module: type) -> None:
+    """Gives an attention of your own a name, for models and configurations.
+
+    Options of the spec are its attributes: ``"cosine(scale=20.0)"``. A run that trained
+    with it is loaded where it has been registered.
+
+    Args:
+        name: A Python name that no attention or position of relattn has. A second call
+            with the same name replaces the first.
+        module: A subclass of `relattn.MultiHeadAttention`.
+
+    Raises:
+        ValueError: If the name is taken by relattn or none of Python.
+        TypeError: If it is no such class.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, relattn
+        >>> class Mean(relattn.MultiHeadAttention):
+        ...     def attend(self, q, k, v, context):
+        ...         return jnp.broadcast_to(v.mean(axis=-2, keepdims=True), v.shape)
+        >>> relattn.register_attention("mean", Mean)
+        >>> vit = relattn.ViT(10, attention="mean", dim=8, heads=2, num_layers=1)
+        >>> images = jnp.zeros((1, 32, 32, 1))
+        >>> vit.init_with_output(jax.random.key(0), images)[0].shape
+        (1, 10)
+    """
+    _register(ATTENTIONS, name, module, attentions.MultiHeadAttention)
+
+
+def register_position(name: str, module: type) -> None:
+    """Gives a position encoding of your own a name, as `register_attention` does.
+
+    Args:
+        name: A Python name that no attention or position of relattn has. A second call
+            with the same name replaces the first.
+        module: A subclass of `relattn.Position`.
+
+    Raises:
+        ValueError: If the name is taken by relattn or none of Python.
+        TypeError: If it is no such class.
+
+    Example:
+        >>> import flax.linen as nn, jax, jax.numpy as jnp, relattn
+        >>> class Rows(relattn.Position):
+        ...     site = "tokens"
+        ...     @nn.compact
+        ...     def __call__(self, tokens, grid):
+        ...         shape = (grid[0], 1, self.dim)
+        ...         rows = self.param("rows", nn.initializers.normal(0.02), shape)
+        ...         rows = jnp.broadcast_to(rows, (*grid, self.dim))
+        ...         return tokens + rows.reshape(-1, self.dim)
+        >>> relattn.register_position("rows", Rows)
+        >>> vit = relattn.ViT(10, position="rows", dim=8, heads=2, num_layers=1)
+        >>> images = jnp.zeros((1, 32, 32, 1))
+        >>> vit.init_with_output(jax.random.key(0), images)[0].shape
+        (1, 10)
+    """
+    _register(POSITIONS, name, module, positions.Position)
+
+
+def _register(table: dict[str, Any], name: str, module: type, base: type) -> None:
+    if not issubclass(module, base):
+        raise TypeError(
+            f"{name!r} needs a subclass of relattn.{base.__name__}, got "
+            f"{spec.shorten(module)}"
+        )
+    if not name.isidentifier() or name in OWN:
+        raise ValueError(
+            f"{spec.shorten(name)} cannot be registered: choose a Python name that is "
+            "none of relattn's own"
+        )
+    table[name] = module
 
 
 def build(

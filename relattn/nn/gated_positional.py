@@ -42,6 +42,8 @@ class GatedPositionalAttention(MultiHeadAttention):
 
     locality: float = 1.0
     sites: ClassVar[tuple[str, ...]] = ("none", "tokens", "heads")
+    has_causal_form: ClassVar[bool] = True
+    scannable: ClassVar[bool] = True
 
     def attend(
         self,

@@ -17,6 +17,8 @@ class LinearAttention(MultiHeadAttention):
     """
 
     sites: ClassVar[tuple[str, ...]] = ("none", "tokens", "heads", "offset_bias")
+    has_causal_form: ClassVar[bool] = True
+    scannable: ClassVar[bool] = True
 
     def feature_map(self, depth: int) -> linear.FeatureMap:
         """The feature map of the layer, for queries and keys of a depth."""

@@ -80,7 +80,7 @@ class LinformerAttention(MultiHeadAttention):
 
     k: int = 64
     sharing: str = "none"
-    has_causal_form: ClassVar[bool] = False
+    scannable: ClassVar[bool] = True
     has_grid_tables: ClassVar[bool] = True
 
     @classmethod

@@ -50,6 +50,7 @@ class RoutingAttention(MultiHeadAttention):
     decay: float = 0.999
     # Which tokens a cluster chooses depends on all of them, the future too.
     has_causal_form: ClassVar[bool] = False
+    scannable: ClassVar[bool] = True
 
     @classmethod
     def check(

@@ -34,6 +34,8 @@ class OffsetAttention(MultiHeadAttention):
 
     relative: str = "qkv"
     absolute: bool = False
+    has_causal_form: ClassVar[bool] = True
+    scannable: ClassVar[bool] = True
     has_grid_tables: ClassVar[bool] = True
 
     @classmethod

@@ -7,7 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from relattn.nn.build import build
+from relattn.kernels import softmax_attention
+from relattn.models import GPT, ViT, generate
+from relattn.nn import build as build_module
+from relattn.nn.attention import MultiHeadAttention
+from relattn.nn.build import build, register_attention, register_position
+from relattn.nn.positions import Position
 
 SIZES = {"dim": 24, "heads": 4, "num_layers": 1}
 
@@ -88,3 +93,74 @@ def test_a_sum_adds_to_the_tokens_and_reaches_the_layers():
     np.testing.assert_allclose(out, expected, atol=1e-6)
     (layer,) = module.apply(variables, (2, 3), 1, method="of_layers")
     assert layer.angles.shape == (7, 6)
+
+
+class SharpAttention(MultiHeadAttention):
+    sharpness: float = 1.0
+
+    def attend(self, q, k, v, context):
+        return softmax_attention(self.sharpness * q, k, v, key_mask=context.key_mask)
+
+
+@pytest.fixture
+def registered(monkeypatch):
+    for name in ("ATTENTIONS", "POSITIONS"):
+        monkeypatch.setattr(build_module, name, {**getattr(build_module, name)})
+    register_attention("sharp", SharpAttention)
+
+
+def make_vit(attention):
+    return ViT(3, attention=attention, patch_size=2, **SIZES)
+
+
+@pytest.mark.usefixtures("registered")
+def test_a_registered_attention_is_a_model_s_like_any_other():
+    images = jax.random.normal(jax.random.key(0), (2, 6, 4, 1))
+    variables = make_vit("sharp").init(jax.random.key(1), images)
+    # Its layers are not scanned unless it says so.
+    assert "block_0" in variables["params"]
+    once, thrice = (
+        make_vit(f"sharp(sharpness={factor})").apply(variables, images)
+        for factor in (1.0, 3)
+    )
+    assert not np.allclose(once, thrice)
+    params = {**variables["params"]}
+    params["blocks_0"] = jax.tree.map(lambda x: x[None], params.pop("block_0"))
+    plain = make_vit("softmax").apply({"params": params}, images)
+    np.testing.assert_allclose(once, plain, atol=1e-5)
+
+
+@pytest.mark.usefixtures("registered")
+def test_a_registered_attention_promises_nothing_that_it_does_not_say():
+    with pytest.raises(ValueError, match="'sharpnes': did you mean 'sharpness'"):
+        build("sharp(sharpnes=2.0)", "none", **SIZES)
+    with pytest.raises(ValueError, match="'heads', which attention 'sharp' does not"):
+        build("sharp", "rope2d", **SIZES)
+    with pytest.raises(ValueError, match="attention 'sharp' has no causal form"):
+        build("sharp", "none", **SIZES, causal=True)
+
+    class Forgetful(SharpAttention):
+        has_causal_form = True
+
+    # In a notebook a cell is run again.
+    register_attention("sharp", Forgetful)
+    gpt = GPT(5, 7, attention="sharp", **SIZES)
+    tokens = jnp.zeros((1, 1), jnp.int32)
+    variables = gpt.init(jax.random.key(0), tokens)
+    with pytest.raises(NotImplementedError, match="Forgetful cannot decode: it def"):
+        generate(gpt, variables, tokens, 2, key=jax.random.key(1))
+
+
+@pytest.mark.parametrize("name", ["softmax", "rope2d", "my attention", ""])
+def test_names_that_cannot_be_registered(name):
+    with pytest.raises(ValueError, match="cannot be registered: choose a Python name"):
+        register_attention(name, SharpAttention)
+    with pytest.raises(ValueError, match="cannot be registered: choose a Python name"):
+        register_position(name, Position)
+
+
+def test_what_cannot_be_registered():
+    with pytest.raises(TypeError, match="'mine' needs a subclass of relattn.MultiHead"):
+        register_attention("mine", Position)
+    with pytest.raises(TypeError, match="'mine' needs a subclass of relattn.Position"):
+        register_position("mine", SharpAttention)

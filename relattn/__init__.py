@@ -1,5 +1,10 @@
 """Relative and linear attention in JAX and Flax: the public names."""
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from relattn import offsets
 from relattn.kernels import (
     FeatureMap,
@@ -81,7 +86,9 @@ from relattn.models import (
 from relattn.nn.attention import MultiHeadAttention
 from relattn.nn.build import register_attention, register_position
 from relattn.nn.positions import Position
-from relattn.training import load_run, train_and_evaluate
+
+if TYPE_CHECKING:
+    from relattn.training import load_run, train_and_evaluate
 
 __version__ = "0.1.0.dev0"
 
@@ -167,3 +174,16 @@ __all__ = [
     "update_centroids",
     "wave_bias",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # Orbax, Grain and TFDS take almost as long to import as JAX and Flax.
+    if name in ("data", "training"):
+        return importlib.import_module(f"relattn.{name}")
+    if name in ("load_run", "train_and_evaluate"):
+        return getattr(importlib.import_module("relattn.training"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

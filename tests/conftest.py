@@ -1,4 +1,6 @@
-"""What every test shares: four simulated devices, and programs freed after a file."""
+"""What every test shares: four simulated devices, and how programs are compiled."""
+
+import tempfile
 
 import chex
 import hypothesis
@@ -14,8 +16,18 @@ hypothesis.settings.load_profile("relattn")
 
 
 def pytest_configure(config):
-    """Simulates four CPU devices for the tests of data parallelism."""
+    """Simulates four CPU devices; keeps what this process compiles until it ends.
+
+    Many files train the same small models. Other processes do not share the folder,
+    since they may be killed as they write.
+    """
     chex.set_n_cpu_devices(NUM_DEVICES)
+    if jax.config.jax_compilation_cache_dir is None:
+        folder = tempfile.TemporaryDirectory()
+        config.add_cleanup(folder.cleanup)
+        jax.config.update("jax_compilation_cache_dir", folder.name)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 def pytest_collection_modifyitems(items):

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import gc
+import math
 import os
 import resource
 import subprocess
@@ -26,11 +27,15 @@ from tests.unprivileged import public_folder, without_privileges
 def files_of_at_most(size):
     """Every write beyond that fails, in this process."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # What is compiled meanwhile is not kept, which would be such a write.
+    keep_from = jax.config.jax_persistent_cache_min_compile_time_secs
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", math.inf)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", keep_from)
 
 
 @contextlib.contextmanager

@@ -181,8 +181,10 @@ def test_what_follows_changes_nothing_bit_for_bit(model):
     assert (changed[:, 4:] != logits[:, 4:]).any()
 
 
-@every_pair
+@each(IN_VIT)
 def test_lowers_for_cpu_cuda_and_tpu(model):
+    """The causal kernels by themselves: test_contracts.py."""
+
     def gradients(params, inputs):
         return jax.grad(lambda params: model.apply(params, inputs).sum())(params)
 

@@ -157,11 +157,13 @@ def translation_error(
 
         return jax.lax.map(of_draw, indices)
 
-    if not jax.tree.leaves(drawn):
+    if jax.tree.leaves(drawn):
+        all_outputs = np.asarray(outputs(variables, jnp.arange(draws)))
+    else:
         # All draws are equal; two make a variance of 0.
         draws = 2
-    all_outputs = outputs(variables, jnp.arange(draws))
-    y, y_moved = np.moveaxis(np.asarray(all_outputs), 1, 0)
+        all_outputs = np.repeat(outputs(variables, jnp.arange(1)), draws, axis=0)
+    y, y_moved = np.moveaxis(all_outputs, 1, 0)
     difference = y_moved - y
     scale = np.linalg.norm(y.mean(axis=0))
     variance = difference.var(axis=0, ddof=1).sum() / draws

@@ -113,12 +113,12 @@ def _plain(attention):
     return lambda sizes: (attention, _on_device(sizes))
 
 
-def _offset_bias(attention, *, causal=False, features=True):
+def _offset_bias(attention, *, causal=False, features=True, **fixed):
     """A bias for every offset of the grid or, causal, of a line."""
 
     def make(sizes):
         grid = (sizes.length,) if causal else sizes.grid
-        options = {} if causal else {"grid": grid}
+        options = {**fixed} if causal else {**fixed, "grid": grid}
         options |= {"feature_map": _feature_map(sizes)} if features else {}
         shape = (sizes.heads, offsets.num_offsets(grid))
         inputs = [*_on_device(sizes), jax.random.normal(jax.random.key(1), shape)]
@@ -355,6 +355,22 @@ CASES: dict[str, Case] = {
     "toeplitz": Case(_offset_bias(kernels.toeplitz_linear_attention)),
     "causal_toeplitz": Case(
         _offset_bias(kernels.causal_toeplitz_linear_attention, causal=True)
+    ),
+    "toeplitz_by_pairs": Case(
+        _offset_bias(kernels.toeplitz_linear_attention, dense_size=2**30)
+    ),
+    "toeplitz_by_fft": Case(
+        _offset_bias(kernels.toeplitz_linear_attention, dense_size=0)
+    ),
+    "causal_toeplitz_by_pairs": Case(
+        _offset_bias(
+            kernels.causal_toeplitz_linear_attention, causal=True, dense_size=2**30
+        )
+    ),
+    "causal_toeplitz_by_fft": Case(
+        _offset_bias(
+            kernels.causal_toeplitz_linear_attention, causal=True, dense_size=128
+        )
     ),
     "pairwise_toeplitz": Case(_offset_bias(pairwise_toeplitz), **_DENSE),
     "causal_pairwise_toeplitz": Case(

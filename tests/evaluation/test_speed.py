@@ -22,6 +22,7 @@ def _output(kernel):
     [
         ("causal_linear", "scan_per_token"),
         ("toeplitz", "pairwise_toeplitz"),
+        ("toeplitz_by_fft", "toeplitz_by_pairs"),
         ("causal_toeplitz", "causal_pairwise_toeplitz"),
         ("banded", "gather_band"),
         ("translution", "gather_translution"),

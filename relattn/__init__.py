@@ -178,8 +178,10 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     # Orbax, Grain and TFDS take almost as long to import as JAX and Flax.
-    if name in ("data", "training"):
-        return importlib.import_module(f"relattn.{name}")
+    if name == "data":
+        return importlib.import_module("relattn.data")
+    if name == "training":
+        return importlib.import_module("relattn.training")
     if name in ("load_run", "train_and_evaluate"):
         return getattr(importlib.import_module("relattn.training"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,7 +1,8 @@
 """One of the processes that train a tiny model together; run by test_processes.py.
 
 ``python -m tests.training.process REQUEST``: a JSON object with the configuration, the
-workdir and, of several processes, ``port``, ``num_processes`` and ``process_id``.
+workdir, ``port``, ``num_processes``, ``process_id`` and ``pause_at``, a step after
+which it waits for a line, or 0.
 """
 
 import json
@@ -33,6 +34,8 @@ def main(request):
 
     def say(done):
         print(f"step {done}", flush=True)
+        if done == request["pause_at"]:
+            sys.stdin.readline()
 
     training.train_and_evaluate(config, request["workdir"], on_step=say)
 

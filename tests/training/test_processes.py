@@ -25,8 +25,11 @@ from tests.training.interrupted import final_state
 ROOT = Path(__file__).parents[2]
 
 
-def start(config, *workdirs):
-    """Starts two processes, in one directory or in two; the caller ends them."""
+def start(config, *workdirs, pause_at=(0, 0)):
+    """Starts two processes, in one directory or in two; the caller ends them.
+
+    Each waits after its step of ``pause_at``, or never: it would end before a signal.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -46,12 +49,14 @@ def start(config, *workdirs):
                     {
                         **request,
                         "process_id": index,
+                        "pause_at": pause_at[index],
                         "workdir": str(workdirs[index % len(workdirs)]),
                     }
                 ),
             ],
             cwd=ROOT,
             env=environment,
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -114,7 +119,7 @@ def expect_the_same(workdir, expected):
 
 def test_when_one_is_killed_the_other_ends_and_both_go_on(config, expected, tmp_path):
     workdir = tmp_path / "two"
-    first, second = start(config, workdir)
+    first, second = start(config, workdir, pause_at=(0, 7))
     # The checkpoint of step 3 is complete when that of step 5 is begun.
     wait_for_step(second, 7)
     second.send_signal(signal.SIGKILL)
@@ -130,7 +135,7 @@ def test_when_one_is_killed_the_other_ends_and_both_go_on(config, expected, tmp_
 def test_a_mesh_over_two_processes_that_are_killed_and_go_on(config, tiny, tmp_path):
     config.update(parallel="mesh", model_axis=2)
     training.train_and_evaluate(config, tmp_path / "alone on a mesh")
-    processes = start(config, tmp_path / "two")
+    processes = start(config, tmp_path / "two", pause_at=(7, 0))
     wait_for_step(processes[0], 7)
     for process in processes:
         process.kill()
@@ -141,9 +146,10 @@ def test_a_mesh_over_two_processes_that_are_killed_and_go_on(config, tiny, tmp_p
 
 
 def test_sigterm_of_one_ends_both_at_the_same_step(config, tmp_path):
-    processes = start(config, tmp_path)
+    processes = start(config, tmp_path, pause_at=(0, 2))
     wait_for_step(processes[1], 2)
     processes[1].send_signal(signal.SIGTERM)
+    print(file=processes[1].stdin, flush=True)
     errors = finish(processes)
     for process, error in zip(processes, errors, strict=True):
         assert process.returncode == 1

@@ -34,14 +34,13 @@ def _rows(
     rows = []
     for entry in entries:
         options = [f"{key}={value}" for key, value in entry.options.items()]
-        words = [option.removesuffix("=True") for option in options]
         arguments = [entry.size, entry.method, *options, *filter(None, [cut])]
         runs = {
             trained: f"configs/{config}.py:{','.join([word, *arguments])}"
             for trained, word in data.items()
         }
         size = [entry.size.lower().replace("/", "").replace("-", "")] * several
-        name = "_".join([*size, entry.method, *words]).replace("=", "_")
+        name = "_".join([*size, *entry.words]).replace("=", "_")
         rows.append(Row(name, runs, entry.published))
     return rows
 

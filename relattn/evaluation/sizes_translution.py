@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import decimal
 import functools
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from relattn.evaluation.counts import Size, count_parameters, multiply_adds
 from relattn.evaluation.translution_tables import Entry, translution_entries
@@ -36,14 +35,6 @@ def translution_sizes() -> Iterator[Size]:
         else:
             data = _MNIST if entry.table in ("2", "5", "10") else _IMAGENET
             yield _vit(entry, *data)
-
-
-def _name(method: str, options: Mapping[str, Any]) -> str:
-    """A method and its options, ``lor_translution rank=2 base=False``."""
-    words = [method]
-    for key, value in options.items():
-        words.append(key if value is True else f"{key}={value}")
-    return " ".join(words)
 
 
 def _vit(entry: Entry, image_shape: tuple[int, int, int], num_classes: int) -> Size:
@@ -121,7 +112,7 @@ def _size(
     return Size(
         model=model,
         size=size,
-        method=_name(entry.method, entry.options),
+        method=" ".join(entry.words),
         image=image,
         params=params,
         published=published,

@@ -40,6 +40,14 @@ class Entry:
     published: Mapping[str, str]
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
+    @property
+    def words(self) -> list[str]:
+        """The method and its options, ``["lor_translution", "rank=2"]``."""
+        words = [self.method]
+        for key, value in self.options.items():
+            words.append(key if value is True else f"{key}={value}")
+        return words
+
 
 def translution_entries() -> Iterator[Entry]:
     """The rows of tables 2 to 8, 10 and 11, in the paper's order.

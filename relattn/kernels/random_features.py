@@ -143,15 +143,46 @@ def draw_orthogonal(
     block_key, norm_key = jax.random.split(key)
     num_blocks = -(-num_features // depth)
     gaussian = jax.random.normal(block_key, (num_blocks, depth, depth), jnp.float32)
-    q, r = jnp.linalg.qr(gaussian)
+    rows, diagonal = _qr(gaussian)
     if haar:
-        diagonal = jnp.diagonal(r, axis1=-2, axis2=-1)
-        q = q * jnp.where(diagonal < 0, -1.0, 1.0)[:, None, :]
-    rows = q.swapaxes(-2, -1).reshape(num_blocks * depth, depth)[:num_features]
+        rows = rows * jnp.where(diagonal < 0, -1.0, 1.0)[..., None]
+    rows = rows.reshape(num_blocks * depth, depth)[:num_features]
     if norms == "fixed":
         return rows * math.sqrt(depth)
     gaussian = jax.random.normal(norm_key, (num_features, depth), jnp.float32)
     return rows * jnp.linalg.norm(gaussian, axis=-1, keepdims=True)
+
+
+@jax.jit
+def _qr(
+    matrices: Float[Array, "blocks depth depth"],
+) -> tuple[Float[Array, "blocks depth depth"], Float[Array, "blocks depth"]]:
+    """Q transposed and the diagonal of R, by Householder reflections, without LAPACK.
+
+    LAPACK's calls wait for threads that they block themselves when one program makes
+    several of them on few cores. Signs are LAPACK's: -sign of the pivot, but for the
+    last column, which is left as it is.
+    """
+    depth = matrices.shape[-1]
+    identity = jnp.broadcast_to(jnp.eye(depth, dtype=matrices.dtype), matrices.shape)
+
+    def reflect(j: Array, carry: Array) -> Array:
+        column = jax.lax.dynamic_index_in_dim(carry, j, axis=-1, keepdims=False)
+        column = jnp.where(jnp.arange(depth) < j, 0.0, column)
+        norm = jnp.sqrt(jnp.sum(jnp.square(column), axis=-1, keepdims=True))
+        pivot = jax.lax.dynamic_slice_in_dim(column, j, 1, axis=-1)
+        pivot_vector = jnp.arange(depth) == j
+        v = column + jnp.where(pivot_vector, jnp.where(pivot < 0, -norm, norm), 0.0)
+        # A product and a sum, not a matmul, whose default precision may be lower.
+        v, scale = v[..., None], 2.0 / jnp.sum(jnp.square(v), axis=-1)
+        products = jnp.sum(v * carry, axis=-2, keepdims=True)
+        return carry - scale[..., None, None] * v * products
+
+    # The reflections that make the left half R make the right half Q transposed.
+    both = jnp.concatenate([matrices, identity], axis=-1)
+    both = jax.lax.fori_loop(0, depth - 1, reflect, both)
+    diagonal = jnp.diagonal(both[..., :depth], axis1=-2, axis2=-1)
+    return both[..., depth:], diagonal
 
 
 @jax.tree_util.register_dataclass

@@ -81,6 +81,49 @@ def test_rows_are_orthogonal_within_blocks(num_features):
         )
 
 
+def test_rows_of_deep_heads_are_orthogonal():
+    rows = kernel.draw_orthogonal(KEY, 300, 256, norms="fixed") / 16
+    for block in (rows[:256], rows[256:]):
+        block = np.float64(block)
+        np.testing.assert_allclose(block @ block.T, np.eye(len(block)), atol=1e-5)
+
+
+@pytest.mark.parametrize("haar", [True, False])
+@pytest.mark.parametrize("depth", [1, 2, 5, 48])
+def test_rows_are_those_of_lapack(depth, haar):
+    rows = kernel.draw_orthogonal(KEY, 3 * depth, depth, norms="fixed", haar=haar)
+    block_key, _ = jax.random.split(KEY)
+    gaussian = np.float64(jax.random.normal(block_key, (3, depth, depth)))
+    q, r = np.linalg.qr(gaussian)
+    if haar:
+        q *= np.sign(np.diagonal(r, axis1=1, axis2=2))[:, None, :]
+    expected = q.swapaxes(1, 2).reshape(rows.shape) * depth**0.5
+    np.testing.assert_allclose(rows, expected, atol=1e-5)
+
+
+# LAPACK's and cuSOLVER's decompositions are custom calls.
+@pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
+def test_a_draw_calls_no_library(platform):
+    draw = jax.jit(lambda key: kernel.draw_orthogonal(key, NUM_FEATURES, DEPTH))
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    exported = jax.export.export(draw, platforms=[platform])(key)
+    assert "custom_call" not in exported.mlir_module()
+
+
+def test_draws_of_a_key_stay_the_same():
+    gaussian = [[-1.446257, 1.539381, 0.382506], [1.970702, -0.587667, 0.209416]]
+    drawn = kernel.draw_gaussian(KEY, 2, 3)
+    np.testing.assert_allclose(drawn, gaussian, atol=1e-5)
+    orthogonal = [[-1.905793, -0.393762], [0.062659, -0.303266], [0.275281, 1.089174]]
+    drawn = kernel.draw_orthogonal(KEY, 3, 2)
+    np.testing.assert_allclose(drawn, orthogonal, atol=1e-5)
+    of_a_layer = [[1.153859, 1.071999], [0.232691, -0.250460], [-1.622414, 0.834958]]
+    drawn = kernel.draw_random_features(
+        KEY, layer=4, index=2, num_features=3, depth=2
+    ).projection
+    np.testing.assert_allclose(drawn, of_a_layer, atol=1e-5)
+
+
 def draw_many(num, **kwargs):
     draw = functools.partial(
         kernel.draw_orthogonal, num_features=NUM_FEATURES, depth=DEPTH, **kwargs

@@ -162,6 +162,8 @@ class _Loop:
         else:
             self.state = parallel.create(task.create_state)
         self.train_step = parallel.train_step(task.make_train_step(parallel))
+        redraw = task.make_redraw()
+        self.redraw = redraw and parallel.redraw(redraw)
         self.evaluator = Evaluator(
             task.model, task.preprocess, task.info, parallel, len(task.seeds)
         )
@@ -243,10 +245,14 @@ class _Loop:
             for step, batch in batches:
                 self.state, metrics = self.train_step(self.state, batch, key)
                 done = step + 1
+                if self.redraw and done % config.redraw_every == 0:
+                    self.state = self.state.replace(random_features=self._drawn(done))
                 pending.append(metrics)
                 if step == self.start:
                     # Compilation is no part of the throughput.
-                    jax.block_until_ready(metrics)
+                    jax.block_until_ready(
+                        (metrics, self._drawn(done) if self.redraw else None)
+                    )
                     window_start, untimed = time.perf_counter(), 1
                 bar.update(batch_size)
                 if on_step is not None:
@@ -296,6 +302,11 @@ class _Loop:
                 window_start = time.perf_counter()
                 if at_end or self.stopped_early:
                     break
+
+    def _drawn(self, done: int) -> Any:
+        """The random features after a number of updates."""
+        index = done // self.task.config.redraw_every
+        return self.redraw(self.state.random_features, self.task.key, index)
 
     def _fetch(self, pending: list[Metrics], done: int) -> Window:
         """Metrics since the last row; raises if too many are not finite."""

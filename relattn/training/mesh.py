@@ -11,7 +11,13 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
-from relattn.training.parallel import DataParallel, EvalStep, Parallel, whole
+from relattn.training.parallel import (
+    DataParallel,
+    EvalStep,
+    Parallel,
+    Redraw,
+    whole,
+)
 from relattn.training.step import Batch, TrainStep
 
 DATA_AXIS, MODEL_AXIS = "data", "model"
@@ -199,13 +205,17 @@ class MeshParallel(Parallel):
 
         return jax.jit(update, donate_argnums=0)
 
+    def redraw(self, redraw: Redraw) -> Redraw:
+        """Compiles a redraw."""
+        return jax.jit(lambda *arguments: self._everywhere(redraw(*arguments)))
+
     def eval_step(self, step: EvalStep) -> EvalStep:
         """Compiles an evaluation step."""
         return jax.jit(lambda *arguments: self._everywhere(step(*arguments)))
 
-    def _everywhere(self, metrics: Any) -> Any:
+    def _everywhere(self, tree: Any) -> Any:
         return jax.lax.with_sharding_constraint(
-            metrics, NamedSharding(self.mesh, PartitionSpec())
+            tree, NamedSharding(self.mesh, PartitionSpec())
         )
 
 

@@ -19,6 +19,8 @@ from relattn.nn.batch_statistics import DEVICE_AXIS
 from relattn.training.step import Batch, Metrics, TrainStep
 
 EvalStep = Callable[[Any, Batch], Metrics]
+# From the random features, the key and the redraw's index to the new features.
+Redraw = Callable[[Any, Any, Any], Any]
 
 
 class Parallel(abc.ABC):
@@ -128,6 +130,10 @@ class Parallel(abc.ABC):
         """Compiles an update for the devices; the old state's memory is reused."""
 
     @abc.abstractmethod
+    def redraw(self, redraw: Redraw) -> Redraw:
+        """Compiles a redraw of random features, the same on every device."""
+
+    @abc.abstractmethod
     def eval_step(self, step: EvalStep) -> EvalStep:
         """Compiles an evaluation step for the devices."""
 
@@ -226,6 +232,15 @@ class DataParallel(Parallel):
             axis_name=DEVICE_AXIS,
             in_axes=(0, 0, None),
             donate_argnums=0,
+            devices=self.devices,
+        )
+
+    def redraw(self, redraw: Redraw) -> Redraw:
+        """Maps a redraw over the devices."""
+        return jax.pmap(
+            redraw,
+            axis_name=DEVICE_AXIS,
+            in_axes=(0, None, None),
             devices=self.devices,
         )
 

@@ -15,7 +15,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from relattn.data import Batch, DataSource, Loader
-from relattn.training.parallel import Parallel
+from relattn.training.parallel import Parallel, Redraw
 from relattn.training.state import TrainState
 
 # The seeds share the step, so that what depends on it alone stays a branch.
@@ -89,6 +89,19 @@ def map_train_step(
         return rest.replace(step=state.step + 1), metrics
 
     return one_by_one
+
+
+def map_redraw(redraw: Redraw, num_seeds: int) -> Redraw:
+    """From the redraw of one seed to that of stacked collections and keys.
+
+    Args:
+        redraw: As `relattn.kernels.redraw`.
+        num_seeds: 1 for the function itself.
+
+    Returns:
+        The function; the seeds share the index.
+    """
+    return redraw if num_seeds == 1 else jax.vmap(redraw, in_axes=(0, 0, None))
 
 
 def map_eval_step(

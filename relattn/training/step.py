@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from relattn.kernels.random_features import redraw
 from relattn.training.state import TrainState, stream_key
 
 Batch = dict[str, Any]
@@ -52,7 +51,6 @@ def make_train_step(
     optimizer: optax.GradientTransformation,
     preprocess: Callable[[Batch], Array],
     *,
-    redraw_every: int = 0,
     accumulate_steps: int = 1,
     skip_non_finite: bool = False,
     axis_name: str | None = None,
@@ -60,10 +58,9 @@ def make_train_step(
     """Makes the pure function of one update, ``step(state, batch, key)``.
 
     A batch holds what ``preprocess`` reads and ``label``; ``key`` is the run's key.
-    Dropout's key is a function of (key, step, device, part). After the update, where
-    the number of updates enters a new index r = step // redraw_every, every projection
-    is drawn anew for (key, its layer, r), the same on every device. Moving statistics
-    are updated once, by the mean over the devices and the parts of what each makes of
+    Dropout's key is a function of (key, step, device, part). Random features stay as
+    they are: `relattn.kernels.redraw` is called between updates. Moving statistics are
+    updated once, by the mean over the devices and the parts of what each makes of
     them; modules take the moments of all devices together by
     `relattn.nn.batch_statistics.mean_over_devices`, those of each part apart.
 
@@ -71,12 +68,11 @@ def make_train_step(
         model: Applied with ``deterministic=False`` and a ``dropout`` key.
         optimizer: Applied to the gradients' mean over the devices.
         preprocess: From a batch to what the model sees.
-        redraw_every: Updates between two redraws; 0 for never.
         accumulate_steps: Equal parts that a device takes its batch in, one after the
             other, in the memory of one part; the update is that of the whole batch.
         skip_non_finite: Whether an update whose loss or gradient, meaned over the
             devices, or whose change of the parameters is not finite changes nothing but
-            the step and what follows from it, the projections.
+            the step.
         axis_name: The axis of the devices, under a parallel map; None for one device.
 
     Returns:
@@ -85,7 +81,7 @@ def make_train_step(
         that the model sows as ``intermediates``, means over the global batch.
 
     Raises:
-        ValueError: If ``redraw_every`` or ``accumulate_steps`` is out of range.
+        ValueError: If ``accumulate_steps`` is less than one.
 
     Example:
         >>> from relattn.training.state import create_state
@@ -102,10 +98,6 @@ def make_train_step(
         >>> int(state.step), sorted(metrics)
         (1, ['accuracy', 'grad_norm', 'loss', 'update_norm'])
     """
-    if redraw_every < 0:
-        raise ValueError(
-            f"config.redraw_every must be at least 0 (0 = never), got {redraw_every}"
-        )
     if accumulate_steps < 1:
         raise ValueError(
             f"config.accumulate_steps must be at least 1, got {accumulate_steps}"
@@ -157,12 +149,11 @@ def make_train_step(
         metrics["grad_norm"] = optax.tree.norm(grads)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         metrics["update_norm"] = optax.tree.norm(updates)
-        step = state.step + 1
         new_state = TrainState(
-            step=step,
+            step=state.step + 1,
             params=optax.apply_updates(state.params, updates),
             opt_state=opt_state,
-            random_features=_redrawn(state.random_features, key, step, redraw_every),
+            random_features=state.random_features,
             batch_stats=batch_stats,
         )
         if skip_non_finite:
@@ -211,19 +202,6 @@ def _mean_over_parts(
 
     total, _ = jax.lax.scan(add, zeros, (split, jnp.arange(parts)))
     return jax.tree.map(lambda x: x / parts, total)
-
-
-def _redrawn(
-    random_features: Any, key: Key[Array, ""], step: Int[Array, ""], redraw_every: int
-) -> Any:
-    if not redraw_every or not jax.tree.leaves(random_features):
-        return random_features
-    return jax.lax.cond(
-        step % redraw_every == 0,
-        lambda collection: redraw(collection, key, step // redraw_every),
-        lambda collection: collection,
-        random_features,
-    )
 
 
 def make_eval_step(

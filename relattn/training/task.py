@@ -17,11 +17,12 @@ from ml_collections import ConfigDict
 from relattn import data as data_lib
 from relattn import models
 from relattn.data import DataInfo
+from relattn.kernels.random_features import redraw
 from relattn.training.config import LARGEST_INT
 from relattn.training.flops import training_flops
-from relattn.training.parallel import Parallel
+from relattn.training.parallel import Parallel, Redraw
 from relattn.training.schedule import make_optimizer, make_schedule
-from relattn.training.seeds import map_create, map_train_step, seeds_of
+from relattn.training.seeds import map_create, map_redraw, map_train_step, seeds_of
 from relattn.training.state import TrainState, create_state
 from relattn.training.step import TrainStep, make_train_step
 
@@ -124,12 +125,18 @@ class Task:
             self.model,
             self.optimizer,
             self.preprocess,
-            redraw_every=self.config.redraw_every,
             accumulate_steps=self.config.accumulate_steps,
             skip_non_finite=self.config.max_skipped_updates > 0,
             axis_name=parallel.axis_name,
         )
         return map_train_step(step, len(self.seeds), parallel.platform)
+
+    def make_redraw(self) -> Redraw | None:
+        """The redraw of the random features; None where the run has none."""
+        drawn = jax.tree.leaves(self.abstract_state.random_features)
+        if not drawn or not 0 < self.config.redraw_every <= self.num_steps:
+            return None
+        return map_redraw(redraw, len(self.seeds))
 
     @functools.cached_property
     def abstract_state(self) -> TrainState:

@@ -7,6 +7,7 @@ import numpy as np
 import optax
 import pytest
 
+from relattn.kernels.random_features import redraw
 from relattn.models import Performer
 from relattn.models.cnn import ResidualBlock
 from relattn.training.mesh import MeshParallel
@@ -60,18 +61,21 @@ def train(parallel, model, state):
         model,
         OPTIMIZER,
         lambda batch: batch["image"],
-        redraw_every=2,
         axis_name=parallel.axis_name,
     )
     step = parallel.train_step(step)
     state = parallel.place(state)
     generator = np.random.default_rng(0)
-    for _ in range(STEPS):
+    compiled = parallel.redraw(redraw)
+    for done in range(1, STEPS + 1):
         batch = {
             "image": generator.random((BATCH, *SHAPE), np.float32),
             "label": generator.integers(0, 3, BATCH).astype(np.int32),
         }
         state, _ = step(state, parallel.shard(batch), KEY)
+        if done % 2 == 0 and jax.tree.leaves(state.random_features):
+            features = compiled(state.random_features, KEY, done // 2)
+            state = state.replace(random_features=features)
     return parallel.fetch(state)
 
 

@@ -199,17 +199,33 @@ def test_a_huge_learning_rate_is_caught(config, tmp_path, one_device):
         training.train_and_evaluate(config, tmp_path, devices=one_device)
 
 
-def test_random_features_are_those_of_the_redraw_index(config, tmp_path, one_device):
+@pytest.mark.parametrize("steps, index", [(3, 0), (4, 1), (15, 3)])
+def test_random_features_are_those_of_the_redraw_index(
+    config, tmp_path, one_device, steps, index
+):
+    config.num_steps = steps
     training.train_and_evaluate(config, tmp_path, devices=one_device)
     features = final_state(tmp_path).random_features
-    expected = redraw(features, jax.random.key(config.seed), 15 // 4)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), features, expected
-    )
+    expected = redraw(features, jax.random.key(config.seed), index)
+    chex.assert_trees_all_close(features, expected, atol=1e-6)
+
+
+def test_random_features_follow_the_step_of_skipped_updates(
+    config, tmp_path, one_device, monkeypatch
+):
+    nan = float("nan")
+    monkeypatch.setattr(task_lib, "make_optimizer", lambda *args: optax.scale(nan))
+    config.update(num_steps=4, max_skipped_updates=4)
+    training.train_and_evaluate(config, tmp_path, devices=one_device)
+    features = final_state(tmp_path).random_features
+    expected = redraw(features, jax.random.key(config.seed), 1)
+    chex.assert_trees_all_close(features, expected, atol=1e-6)
 
 
 def test_nothing_is_traced_twice(config, tmp_path, monkeypatch):
     chex.clear_trace_counter()
+    redraw_once = chex.assert_max_traces(redraw, n=1)
+    monkeypatch.setattr(task_lib, "redraw", redraw_once)
     for module, name in ((task_lib, "make_train_step"), (evaluator, "make_eval_step")):
         make = getattr(module, name)
 

@@ -4,6 +4,7 @@ import numpy as np
 import optax
 import pytest
 
+from relattn.kernels.random_features import redraw
 from relattn.training.parallel import DataParallel
 from relattn.training.state import create_state
 from relattn.training.step import make_eval_step, make_train_step
@@ -29,16 +30,19 @@ def run(parallel, optimizer, model=None, *, steps=5, dropout=0.0, accumulate_ste
         model,
         optimizer,
         to_float,
-        redraw_every=2,
         accumulate_steps=accumulate_steps,
         axis_name=parallel.axis_name,
     )
     mapped = parallel.train_step(chex.assert_max_traces(step, n=1))
     state = parallel.create(lambda: create_state(model, optimizer, key, (5, 3, 1)))
+    compiled = parallel.redraw(chex.assert_max_traces(redraw, n=1))
     history = []
-    for batch in batches(steps):
+    for done, batch in enumerate(batches(steps), 1):
         state, metrics = mapped(state, parallel.shard(batch), key)
         history.append(metrics)
+        if done % 2 == 0:
+            features = compiled(state.random_features, key, done // 2)
+            state = state.replace(random_features=features)
     return state, parallel.fetch(state), parallel.fetch(history)
 
 

@@ -12,7 +12,6 @@ import pytest
 
 from relattn import data as data_lib
 from relattn import training
-from relattn.kernels.random_features import redraw
 from relattn.training import seeds
 from relattn.training.history import History
 from relattn.training.metrics import read_rows
@@ -43,7 +42,7 @@ class Root(nn.Module):
 
 
 @pytest.mark.parametrize("model, bad", [(TinyModel(3), np.nan), (Root(), 0.0)])
-def test_a_skipped_update_changes_the_step_and_the_projections_alone(model, bad):
+def test_a_skipped_update_changes_the_step_alone(model, bad):
     optimizer, key = optax.adam(0.1), jax.random.key(3)
     state = create_state(model, optimizer, key, SHAPE).replace(step=jnp.int32(6))
     step = quick_jit(
@@ -51,7 +50,6 @@ def test_a_skipped_update_changes_the_step_and_the_projections_alone(model, bad)
             model,
             optimizer,
             lambda batch: batch["image"],
-            redraw_every=7,
             skip_non_finite=True,
         )
     )
@@ -61,10 +59,7 @@ def test_a_skipped_update_changes_the_step_and_the_projections_alone(model, bad)
     skipped, metrics = step(state, batch, key)
     assert np.isfinite(metrics["loss"]) == np.isfinite(bad)
     assert not np.isfinite(metrics["grad_norm"])
-    drawn = redraw(state.random_features, key, 1)
-    chex.assert_trees_all_close(skipped.random_features, drawn, atol=1e-6)
-    expected = state.replace(step=7, random_features=skipped.random_features)
-    chex.assert_trees_all_equal(skipped, expected)
+    chex.assert_trees_all_equal(skipped, state.replace(step=7))
     made, metrics = step(skipped, {**batch, "image": images}, key)
     assert np.isfinite(metrics["grad_norm"])
     assert int(made.opt_state[0].count) == 1

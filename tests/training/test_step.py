@@ -64,33 +64,6 @@ def test_the_loss_is_taken_in_float32():
     np.testing.assert_allclose(loss, 99.5)
 
 
-@pytest.mark.parametrize("every", [0, 1, 3])
-def test_projections_are_redrawn_as_the_index_changes(every):
-    chex.clear_trace_counter()
-    model, optimizer, key = TinyModel(num_classes=3), optax.sgd(0.1), jax.random.key(3)
-    state = create_state(model, optimizer, key, SHAPE)
-    first = state.random_features
-    step = make_train_step(model, optimizer, identity, redraw_every=every)
-    step = jax.jit(chex.assert_max_traces(step, n=1))
-    draw = jax.jit(redraw)
-    for done in range(1, 8):
-        state, _ = step(state, make_batch(done), key)
-        index = done // every if every else 0
-        expected = draw(first, key, index)
-        chex.assert_trees_all_equal(state.random_features, expected)
-    changed = not jnp.array_equal(
-        jax.tree.leaves(first)[0], jax.tree.leaves(state.random_features)[0]
-    )
-    assert changed == bool(every)
-
-
-def test_a_negative_redraw_every_is_refused():
-    with pytest.raises(ValueError, match=r"redraw_every must be at least 0 .*got -3"):
-        make_train_step(
-            TinyModel(num_classes=3), optax.sgd(0.1), identity, redraw_every=-3
-        )
-
-
 def test_dropout_depends_on_the_step_and_the_key():
     model = TinyModel(num_classes=3, dropout=0.5)
     optimizer, batch = optax.sgd(0.0), make_batch()
@@ -165,7 +138,7 @@ def test_a_whole_train_step_lowers_for_every_platform(attention):
         "label": jax.ShapeDtypeStruct((6,), jnp.int32),
     }
     key = jax.eval_shape(lambda: jax.random.key(0))
-    step = jax.jit(make_train_step(model, optimizer, identity, redraw_every=5))
+    step = jax.jit(make_train_step(model, optimizer, identity))
     exported = jax.export.export(step, platforms=["cpu", "cuda", "tpu"])(
         state, batch, key
     )

@@ -1,0 +1,57 @@
+"""Random features are redrawn between updates, the same on all devices."""
+
+import chex
+import jax
+import numpy as np
+import pytest
+
+from relattn.kernels.random_features import redraw
+from relattn.training.mesh import make_parallel
+from relattn.training.task import Task
+from tests.training.conftest import make_data
+
+pytestmark = pytest.mark.usefixtures("tiny")
+
+
+@pytest.mark.parametrize("parallel", ["pmap", "mesh"])
+def test_an_update_has_no_branch(config, parallel):
+    config.update(parallel=parallel, max_skipped_updates=2)
+    task = Task.build(config, make_data().info)
+    devices = make_parallel(config)
+    step = devices.train_step(task.make_train_step(devices))
+    state = devices.create(task.create_state)
+    rows = make_data().train
+    batch = {"image": rows.images[:20], "label": rows.labels[:20]}
+    text = step.lower(state, devices.shard(batch), task.key).as_text()
+    assert "stablehlo.add" in text
+    assert "stablehlo.case" not in text and "stablehlo.if" not in text
+
+
+@pytest.mark.parametrize("parallel", ["pmap", "mesh"])
+@pytest.mark.parametrize("num_seeds", [1, 3])
+def test_every_device_draws_what_a_seed_draws_alone(config, parallel, num_seeds):
+    config.update(parallel=parallel, num_seeds=num_seeds)
+    task = Task.build(config, make_data().info)
+    devices = make_parallel(config)
+    before = devices.create(task.create_state).random_features
+    after = devices.redraw(task.make_redraw())(before, task.key, 5)
+    copies = {
+        np.asarray(shard.data).tobytes()
+        for leaf in jax.tree.leaves(after)
+        for shard in leaf.addressable_shards
+    }
+    assert len(copies) == 1
+    found = devices.fetch(after)
+    for index, seed in enumerate(task.seeds):
+        mine = found
+        if num_seeds > 1:
+            mine = jax.tree.map(lambda x, index=index: x[index], found)
+        expected = redraw(mine, jax.random.key(seed), 5)
+        chex.assert_trees_all_close(mine, expected, atol=1e-6)
+
+
+def test_a_run_without_a_redraw_compiles_none(config):
+    info = make_data().info
+    for redraw_every, num_steps in ((0, 15), (16, 15)):
+        config.update(redraw_every=redraw_every, num_steps=num_steps)
+        assert Task.build(config, info).make_redraw() is None

@@ -61,7 +61,8 @@ class Evaluator:
         Args:
             variables: On the devices, as `Parallel.place` puts them.
             split: The examples.
-            batch_size: Size of the global batch.
+            batch_size: Size of the global batch, rounded up to a multiple of the
+                devices that share it.
             timed: Whether to wait for every batch, first for its arrival on the devices
                 and then for its metrics, and to sum the seconds of the latter; the
                 first batch comes twice, so that compilation is not among them.
@@ -83,6 +84,7 @@ class Evaluator:
             for name, value in self._parallel.fetch(pending.popleft()).items():
                 totals[name] += np.float64(value)
 
+        batch_size = self._parallel.round_up(batch_size)
         batches = split.batches(batch_size, self._parallel.part)
         for number, batch in enumerate(batches):
             placed = self._parallel.shard(batch)

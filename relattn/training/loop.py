@@ -91,7 +91,6 @@ def train_and_evaluate(
     parallel.check_batch(
         "config.batch_size", config.batch_size, config.accumulate_steps
     )
-    parallel.check_batch("config.eval_batch_size", config.eval_batch_size)
     workdir = records.usable_workdir(workdir)
     # Several processes must agree on the step: JAX handles their signals.
     preemption = Preemption(handles=jax.process_count() == 1)

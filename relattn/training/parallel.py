@@ -89,6 +89,10 @@ class Parallel(abc.ABC):
                 f"{key}={batch_size} does not divide by {by}; set it to {sizes}"
             )
 
+    def round_up(self, batch_size: int) -> int:
+        """The smallest batch size, at least the given one, that splits evenly."""
+        return -(-batch_size // self.num_shards) * self.num_shards
+
     @abc.abstractmethod
     def local_shapes(self, tree: Any) -> Any:
         """The shapes and dtypes of what a device holds of arrays."""

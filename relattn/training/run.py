@@ -239,7 +239,8 @@ def evaluate(
     Args:
         run: A trained run.
         split: The examples.
-        batch_size: Size of the global batch.
+        batch_size: Size of the global batch, rounded up to a multiple of the devices
+            that share it.
         devices: Those to use; all by default.
         info: The description of the split's data set, to be compared with the run's.
 
@@ -247,7 +248,7 @@ def evaluate(
         As `relattn.training.evaluator.Evaluator` says.
 
     Raises:
-        ValueError: If the batch does not divide by the devices or the split is empty.
+        ValueError: If the split is empty.
         CheckpointError: If ``info`` has other labels than the run predicts.
     """
     if info is not None:
@@ -255,7 +256,6 @@ def evaluate(
     devices = devices or jax.devices()
     model_axis = math.gcd(run.config.model_axis, len(devices))
     parallel = make_parallel(run.config, devices, model_axis=model_axis)
-    parallel.check_batch("batch_size", batch_size)
     evaluator = Evaluator(run.model, run.preprocess, run.data, parallel)
     (result,) = evaluator(parallel.place(run.variables), split, batch_size)
     return result

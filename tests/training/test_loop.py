@@ -237,6 +237,7 @@ def test_nothing_is_traced_twice(config, tmp_path, monkeypatch):
 
 
 def test_all_devices_train_and_evaluate(config, tmp_path):
+    config.eval_batch_size = 15
     result = training.train_and_evaluate(config, tmp_path)
     record = json.loads((tmp_path / "run.json").read_text())
     assert record["starts"][0]["num_devices"] == len(jax.local_devices())

@@ -24,7 +24,7 @@ from ml_collections import ConfigDict, config_flags
 
 from relattn import data as data_lib
 from relattn.training.config import check_config
-from relattn.training.mesh import make_parallel
+from relattn.training.mesh import choose_devices, make_parallel
 from relattn.training.seeds import train_loader
 from relattn.training.task import Task
 
@@ -53,7 +53,7 @@ def measure(
         ValueError: If the configuration does not fit the data or the devices.
     """
     check_config(config)
-    parallel = make_parallel(config, devices)
+    parallel = make_parallel(config, choose_devices(config, devices))
     parallel.check_batch(
         "config.batch_size", config.batch_size, config.accumulate_steps
     )

@@ -19,6 +19,7 @@ FREE_KEYS = (
     "progress",
     "parallel",
     "model_axis",
+    "num_devices",
     "model.remat",
     "log_every_steps",
     "max_skipped_updates",
@@ -48,6 +49,7 @@ _AT_LEAST = {
     "checkpoint_every_steps": 0,
     "log_every_steps": 1,
     "model_axis": 1,
+    "num_devices": 0,
     "optimizer.learning_rate": 0.0,
     "optimizer.weight_decay": 0.0,
     "optimizer.clip_norm": 0.0,
@@ -97,6 +99,7 @@ def default_config() -> ConfigDict:
     config.log_every_steps = 50
     config.parallel = "pmap"
     config.model_axis = 1
+    config.num_devices = 0
     config.progress = True
     return config
 

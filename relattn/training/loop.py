@@ -25,7 +25,7 @@ from relattn.training.evaluator import Evaluator
 from relattn.training.history import BEST_METRICS, History, score
 from relattn.training.lock import lock_workdir
 from relattn.training.memory import warn_if_too_large
-from relattn.training.mesh import make_parallel
+from relattn.training.mesh import choose_devices, make_parallel
 from relattn.training.metrics import MetricsLog, Row
 from relattn.training.parallel import Parallel
 from relattn.training.results import final_results, words
@@ -64,7 +64,8 @@ def train_and_evaluate(
             checkpoints, which are damaged, are renamed to ``<step>.damaged``.
         data: What to train on, instead of what ``config.data`` names; the same at every
             start.
-        devices: Those to use; all by default.
+        devices: Those to use, all by default; if ``config.batch_size`` does not divide
+            by their number, the largest number of them that it divides by.
         on_step: Called after each update was started, with the number of updates.
 
     Returns:
@@ -87,10 +88,11 @@ def train_and_evaluate(
             if one is due.
     """
     check_config(config)
-    parallel = make_parallel(config, devices)
+    parallel = make_parallel(config, choose_devices(config, devices))
     parallel.check_batch(
         "config.batch_size", config.batch_size, config.accumulate_steps
     )
+    available = len(devices or jax.devices())
     workdir = records.usable_workdir(workdir)
     # Several processes must agree on the step: JAX handles their signals.
     preemption = Preemption(handles=jax.process_count() == 1)
@@ -98,7 +100,7 @@ def train_and_evaluate(
         # One process locks for all.
         distributed.from_primary(lambda: stack.enter_context(lock_workdir(workdir)))
         distributed.check_shared(workdir)
-        return _run(config, workdir, data, parallel, preemption, on_step)
+        return _run(config, workdir, data, parallel, available, preemption, on_step)
 
 
 def _run(
@@ -106,6 +108,7 @@ def _run(
     workdir: Path,
     data: data_lib.DataSource | None,
     parallel: Parallel,
+    available: int,
     preemption: Preemption,
     on_step: Callable[[int], None] | None,
 ) -> dict[str, Any]:
@@ -125,7 +128,7 @@ def _run(
         parallel.local_shapes(task.abstract_state), parallel.local_devices
     )
     loop = _Loop(task, data, parallel, preemption, workdir, saved)
-    loop.announce()
+    loop.announce(available)
     if not loop.finished:
         with preemption.updates(), loop:
             loop.train(on_step)
@@ -212,10 +215,15 @@ class _Loop:
         if self.shows_progress:
             tqdm.write(text)
 
-    def announce(self) -> None:
+    def announce(self, available: int) -> None:
         """Says what is about to happen."""
         for line in records.announcement(
-            self.task, self.parallel.devices, self.workdir, self.start, self.finished
+            self.task,
+            self.parallel.devices,
+            available,
+            self.workdir,
+            self.start,
+            self.finished,
         ):
             self._say(line)
 

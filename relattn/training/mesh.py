@@ -222,6 +222,56 @@ class MeshParallel(Parallel):
 PARALLEL = ("pmap", "mesh")
 
 
+def choose_devices(
+    config: ConfigDict, devices: Sequence[jax.Device] | None = None
+) -> list[jax.Device]:
+    """The devices that a run trains on: the largest number that divides its batch.
+
+    Every process keeps the same number of its devices, at least one.
+
+    Args:
+        config: With ``batch_size``, ``accumulate_steps`` and ``model_axis``, and with
+            ``num_devices``, which fixes the number unless it is 0.
+        devices: Those to choose from; all by default.
+
+    Returns:
+        The first devices of each process. If no number divides the batch, all of them;
+        `Parallel.check_batch` refuses these.
+
+    Raises:
+        ValueError: If ``config.num_devices`` are not available.
+    """
+    devices = list(devices or jax.devices())
+    by_process: dict[int, list[jax.Device]] = {}
+    for device in devices:
+        by_process.setdefault(device.process_index, []).append(device)
+    num_processes = len(by_process)
+    most = min(len(own) for own in by_process.values())
+
+    def first(count: int) -> list[jax.Device]:
+        return [device for own in by_process.values() for device in own[:count]]
+
+    if config.num_devices:
+        count, rest = divmod(config.num_devices, num_processes)
+        if rest or count > most:
+            of = f" of {num_processes} processes" if num_processes > 1 else ""
+            multiple = f"a multiple of {num_processes}, " if num_processes > 1 else ""
+            raise ValueError(
+                f"config.num_devices={config.num_devices} does not fit the "
+                f"{len(devices)} devices{of}; set it to {multiple}at most "
+                f"{most * num_processes}, or to 0 for as many as divide the batch"
+            )
+        return first(count)
+    for count in range(most, 0, -1):
+        shards, rest = divmod(count * num_processes, config.model_axis)
+        split = count % config.model_axis and config.model_axis % count
+        if rest or split:
+            continue
+        if config.batch_size % (shards * config.accumulate_steps) == 0:
+            return first(count)
+    return devices
+
+
 def make_parallel(
     config: ConfigDict,
     devices: Sequence[jax.Device] | None = None,

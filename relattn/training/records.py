@@ -88,6 +88,7 @@ def usable_workdir(workdir: str | Path) -> Path:
 def announcement(
     task: Task,
     devices: Sequence[jax.Device],
+    available: int,
     workdir: Path,
     start_step: int,
     finished: bool,
@@ -97,6 +98,7 @@ def announcement(
     Args:
         task: What it trains.
         devices: What it trains on.
+        available: Number of devices that it could train on.
         workdir: The run directory.
         start_step: Number of updates behind it.
         finished: Whether none are before it.
@@ -110,6 +112,16 @@ def announcement(
         ]
     seeds = len(task.seeds)
     together = f" for each of {seeds} seeds" if seeds > 1 else ""
+    idle = []
+    if len(devices) < available and not task.config.num_devices:
+        sizes = [f"config.batch_size={task.config.batch_size}"]
+        for key in ("accumulate_steps", "model_axis"):
+            if task.config[key] > 1:
+                sizes.append(f"config.{key}={task.config[key]}")
+        idle = [
+            f"Using {len(devices)} of {available} devices, the most that fit "
+            f"{', '.join(sizes)}."
+        ]
     begin = [f"Resuming from step {start_step} of {workdir}."] if start_step else []
     return [
         *begin,
@@ -117,6 +129,7 @@ def announcement(
         f"{task.num_steps:,} steps of {task.config.batch_size} examples, "
         f"{task.steps_per_epoch:,} an epoch, on {len(devices)} x "
         f"{devices[0].device_kind}.",
+        *idle,
     ]
 
 

@@ -20,6 +20,6 @@ def test_real_and_fixed_batches_are_timed(config, monkeypatch):
     assert result["examples_per_second"] == pytest.approx(rate)
     assert result["read_examples_per_second"] > 0
     with config.unlocked():
-        config.batch_size = 21
+        config.update(batch_size=21, num_devices=2)
     with pytest.raises(ValueError, match="batch_size=21 does not divide"):
         measure(config, devices=devices)

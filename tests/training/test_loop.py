@@ -292,8 +292,24 @@ def test_every_test_set_and_the_five_best_are_reported(
     assert "validation_top5_accuracy" in row
 
 
+def test_a_batch_trains_on_the_most_devices_that_divide_it(config, tmp_path, capsys):
+    config.update(batch_size=22, num_steps=3, checkpoint_every_steps=2, progress=True)
+    with pytest.raises(Interrupted):
+        training.train_and_evaluate(config, tmp_path, on_step=interrupt_at(3))
+    said = capsys.readouterr().out
+    assert "Using 2 of 4 devices, the most that fit config.batch_size=22.\n" in said
+    row = read_rows(tmp_path / "metrics.jsonl")[-1]
+    rate = row["examples_per_second"]
+    assert row["examples_per_second_per_device"] == pytest.approx(rate / 2)
+    config.num_devices = 1
+    training.train_and_evaluate(config, tmp_path)
+    assert "devices" not in capsys.readouterr().out
+    starts = json.loads((tmp_path / "run.json").read_text())["starts"]
+    assert [start["num_devices"] for start in starts] == [2, 1]
+
+
 def test_a_batch_that_does_not_divide_is_an_error_before_any_work(config, tmp_path):
-    config.batch_size = 22
+    config.update(batch_size=22, num_devices=4)
     with pytest.raises(
         ValueError, match=r"config.batch_size=22 does not divide by the 4 devices; set"
     ):

@@ -11,7 +11,7 @@ import pytest
 from relattn import training
 from relattn.models import ViT
 from relattn.training.checkpoint import checkpoint_steps
-from relattn.training.mesh import MeshParallel
+from relattn.training.mesh import MeshParallel, choose_devices
 from relattn.training.parallel import DataParallel, process_part
 from relattn.training.run import CHECKPOINTS
 from relattn.training.state import create_state
@@ -128,6 +128,7 @@ def test_bad_meshes(config, tmp_path, tiny):
     with pytest.raises(ValueError, match="model_axis=3 needs config.parallel='mesh'"):
         training.train_and_evaluate(config, tmp_path)
     config.parallel = "mesh"
+    config.num_devices = 4
     with pytest.raises(ValueError, match="does not divide the 4 devices.*1, 2, 4"):
         training.train_and_evaluate(config, tmp_path)
     config.update(model_axis=1, parallel="mash")
@@ -140,6 +141,48 @@ def test_bad_meshes(config, tmp_path, tiny):
 
 def devices_of(*owners):
     return [Mock(spec=jax.Device, process_index=owner) for owner in owners]
+
+
+ONE, TWO, ODD = [0] * 8, [0] * 4 + [1] * 4, [0] * 3 + [1] * 3
+
+
+@pytest.mark.parametrize(
+    "owners, changes, chosen",
+    [
+        (ONE, {"batch_size": 32}, range(8)),
+        (ONE, {"batch_size": 22}, range(2)),
+        (ONE, {"batch_size": 23}, range(1)),
+        (ONE, {"batch_size": 24, "accumulate_steps": 4}, range(6)),
+        (ONE, {"batch_size": 6, "model_axis": 2}, range(6)),
+        (ONE, {"batch_size": 22, "num_devices": 3}, range(3)),
+        (TWO, {"batch_size": 30}, [0, 1, 2, 4, 5, 6]),
+        (TWO, {"batch_size": 30, "num_devices": 4}, [0, 1, 4, 5]),
+        # None at all is no choice: the batch is refused on all of them.
+        (TWO, {"batch_size": 21}, range(8)),
+        # A copy on the last device of one process and the first of the next.
+        (ODD, {"batch_size": 12, "model_axis": 2}, [0, 1, 3, 4]),
+    ],
+)
+def test_a_run_takes_the_most_devices_that_its_batch_fits(owners, changes, chosen):
+    config = training.default_config()
+    config.update(changes)
+    devices = devices_of(*owners)
+    assert choose_devices(config, devices) == [devices[index] for index in chosen]
+
+
+@pytest.mark.parametrize(
+    "owners, count, message",
+    [
+        (ONE, 9, "the 8 devices; set it to at most 8, or to 0"),
+        (TWO, 3, "the 8 devices of 2 processes; set it to a multiple of 2, at most 8"),
+        (TWO, 10, "the 8 devices of 2 processes; set it to a multiple of 2, at most 8"),
+    ],
+)
+def test_a_number_of_devices_that_there_is_not(owners, count, message):
+    config = training.default_config()
+    config.num_devices = count
+    with pytest.raises(ValueError, match=f"num_devices={count} does not fit {message}"):
+        choose_devices(config, devices_of(*owners))
 
 
 def test_copies_that_do_not_fit_the_processes():

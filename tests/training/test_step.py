@@ -51,9 +51,12 @@ def test_an_update_is_the_gradients():
     new, metrics = step(state, batch, key)
     chex.assert_trees_all_close(new.params, expected, atol=1e-6)
     np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-6)
-    squares = sum(jnp.sum(g**2) for g in jax.tree.leaves(grads))
-    np.testing.assert_allclose(metrics["grad_norm"], jnp.sqrt(squares), rtol=1e-5)
-    assert 0 <= metrics["accuracy"] <= 1
+    norm = jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(grads)))
+    np.testing.assert_allclose(metrics["grad_norm"], norm, rtol=1e-5)
+    np.testing.assert_allclose(metrics["update_norm"], 0.5 * norm, rtol=1e-5)
+    logits = model.apply(state.variables, batch["image"])
+    correct = np.argmax(logits, axis=1) == batch["label"]
+    np.testing.assert_allclose(metrics["accuracy"], correct.mean(), rtol=1e-6)
     assert int(new.step) == 1
 
 

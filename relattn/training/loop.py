@@ -236,6 +236,8 @@ class _Loop:
         # Of all seeds together.
         batch_size = config.batch_size * len(task.seeds)
         pending: list[Metrics] = []
+        # Every checkpoint moves self.start on.
+        first_step = self.start
         window_start, untimed = time.perf_counter(), 0
         bar = tqdm(
             total=task.num_steps * batch_size,
@@ -255,7 +257,7 @@ class _Loop:
                 if self.redraw and done % config.redraw_every == 0:
                     self.state = self.state.replace(random_features=self._drawn(done))
                 pending.append(metrics)
-                if step == self.start:
+                if step == first_step:
                     # Compilation is no part of the throughput.
                     jax.block_until_ready(
                         (metrics, self._drawn(done) if self.redraw else None)

@@ -1,4 +1,5 @@
 import json
+import types
 
 import chex
 import jax
@@ -9,7 +10,7 @@ import pytest
 from relattn import data as data_lib
 from relattn import training
 from relattn.kernels.random_features import redraw
-from relattn.training import evaluator
+from relattn.training import evaluator, loop
 from relattn.training import run as run_lib
 from relattn.training import task as task_lib
 from relattn.training.checkpoint import checkpoint_steps
@@ -72,6 +73,42 @@ def test_a_resumed_run_ends_as_one_never_interrupted(
     jax.tree.map(np.testing.assert_array_equal, final_state(parts), final_state(whole))
     assert untimed(actual) == untimed(expected)
     assert untimed_rows(parts) == untimed_rows(whole)
+
+
+def test_throughput_counts_updates_alone(config, tmp_path, one_device, monkeypatch):
+    """By a clock that compilation and evaluation move on far, an update by a second."""
+    now = [0.0]
+    make = task_lib.make_train_step
+
+    def make_slow_to_compile(*args, **kwargs):
+        step = make(*args, **kwargs)
+
+        def traced(*args):
+            now[0] += 1000
+            return step(*args)
+
+        return traced
+
+    class Slow(loop.Evaluator):
+        def __call__(self, *args, **kwargs):
+            now[0] += 1000
+            return super().__call__(*args, **kwargs)
+
+    def on_step(done):
+        now[0] += done > 1
+
+    clock = types.SimpleNamespace(perf_counter=lambda: now[0])
+    monkeypatch.setattr(task_lib, "make_train_step", make_slow_to_compile)
+    monkeypatch.setattr(loop, "Evaluator", Slow)
+    monkeypatch.setattr(loop, "time", clock)
+    result = training.train_and_evaluate(
+        config, tmp_path, devices=one_device, on_step=on_step
+    )
+    rows = read_rows(tmp_path / "metrics.jsonl")
+    assert {row["examples_per_second"] for row in rows} == {config.batch_size}
+    assert result["examples_per_second"] == config.batch_size
+    # Compilation and three evaluations, and the 14 updates after the first.
+    assert result["seconds"] == 4 * 1000 + 14
 
 
 def test_a_finished_run_says_so(config, tmp_path, one_device, capsys):

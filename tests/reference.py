@@ -253,6 +253,30 @@ def _layer_norm(x):
     return (x - mean) / jnp.sqrt(variance + 1e-5)
 
 
+def layer_norm(x, params):
+    return _layer_norm(x) * params["scale"] + params["bias"]
+
+
+def linear(x, params):
+    return x @ params["kernel"] + params.get("bias", 0.0)
+
+
+def gelu(x):
+    """x times the probability that a standard normal number is less."""
+    return x * (1 + jax.scipy.special.erf(x / 2**0.5)) / 2
+
+
+def transformer_block(x, params, heads, allowed):
+    """x + attention(norm(x)), then x + feed_forward(norm(x)); softmax attention."""
+    attention, feed_forward = params["attention"], params["feed_forward"]
+    y = layer_norm(x, params["attention_norm"])
+    q, k, v = (jnp.split(linear(y, attention[name]), heads, axis=1) for name in "qkv")
+    outputs = [softmax_attention(*qkv, allowed) for qkv in zip(q, k, v, strict=True)]
+    x = x + linear(jnp.concatenate(outputs, axis=1), attention["out"])
+    y = layer_norm(x, params["feed_forward_norm"])
+    return x + linear(gelu(linear(y, feed_forward["hidden"])), feed_forward["out"])
+
+
 def rotary(x, positions, base):
     """Each axis turns its share of the complex numbers x_t + i x_(t + depth / 2)."""
     half = x.shape[1] // 2

@@ -4,6 +4,7 @@ import functools
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from ml_collections import ConfigDict
@@ -36,6 +37,22 @@ def test_standardises():
     result = np.array(result, np.float64)
     np.testing.assert_allclose(result.mean(axis=(0, 1, 2)), 0, atol=1e-5)
     np.testing.assert_allclose(result.std(axis=(0, 1, 2)), 1, atol=1e-5)
+
+
+def test_the_change_comes_before_the_resize_and_the_mean():
+    def change(images):
+        return jnp.roll(images, 3, axis=2) ** 2
+
+    result = preprocess(
+        IMAGES,
+        image_size=13,
+        mean=np.full(1, 0.3, np.float32),
+        std=np.full(1, 0.2, np.float32),
+        change=change,
+    )
+    shape = (3, 13, 13, 1)
+    resized = jax.image.resize(change(IMAGES / np.float32(255)), shape, "linear")
+    chex.assert_trees_all_close(result, (resized - 0.3) / 0.2, atol=1e-5)
 
 
 def test_under_jit_and_one_image_at_a_time():

@@ -1,11 +1,15 @@
+from pathlib import Path
+
 import chex
+import flax.linen as nn
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
-from relattn.data import load_images
-from relattn.evaluation.shift import margins, movable, shift_images
+from relattn.data import ImageInfo, ImageSplit, load_images, make_preprocess
+from relattn.evaluation.shift import margins, movable, shift_images, shifted_accuracy
+from relattn.training import Run, default_config
 from tests.evaluation.shifting import moved
 
 MAX_SHIFT = 8
@@ -63,3 +67,37 @@ def test_the_embedded_images_can_move():
     trousers = data.test.labels == 1
     # Padded to 32 pixels rather than resized, they have more room than the model's.
     assert movable(images, MAX_SHIFT)[trousers].sum() >= 50
+
+
+class SeesBlack(nn.Module):
+    """Class 1 if the corner's pixel is ``black``, else class 0."""
+
+    black: float
+
+    @nn.compact
+    def __call__(self, images):
+        is_black = jnp.abs(images[:, 0, 0, 0] - self.black) < 1e-3
+        return jnp.stack([1 - 1.0 * is_black, 1.0 * is_black], axis=1)
+
+
+@pytest.mark.parametrize("standardize, black", [(True, -1.5), (False, 0.0)])
+def test_images_are_standardised_after_the_shift(tmp_path, standardize, black):
+    """What moves in is as black as the background: -mean / std."""
+    config = default_config()
+    config.model.name = "sees_black"
+    config.data.update(name="dots", image_size=5, standardize=standardize)
+    config.eval_batch_size = 2
+    info = ImageInfo("dots", ("0", "1"), (5, 5, 1), (0.3,), (0.2,), 7, "dots")
+    preprocess = make_preprocess(config.data, info)
+    run = Run(
+        config, SeesBlack(black), {}, 1, info, preprocess, Path(tmp_path), "latest"
+    )
+    images = np.zeros((3, 5, 5, 1), np.uint8)
+    images[:, 2, 2] = 200
+    # The last one cannot move left; its corner is black once it moves right.
+    images[2, 0, 0] = 200
+    found = shifted_accuracy(run, ImageSplit(images, np.ones(3, np.int32)), max_shift=2)
+    assert found.shifts == (-2, -1, 0, 1, 2)
+    assert found.allowed[:, 2].tolist() == [False, False, True, True, True]
+    assert found.correct[:, 2].tolist() == [False, False, False, True, True]
+    assert found.allowed[:, :2].all() and found.correct[:, :2].all()

@@ -76,6 +76,14 @@ def test_a_key_draws_its_tokens():
     np.testing.assert_array_equal(draw(0, top_k=1), draw(1, temperature=0.0))
 
 
+def test_every_token_is_drawn_by_a_key_of_its_own():
+    model, variables, tokens = make()
+    uniform = jax.tree.map(jnp.zeros_like, variables)
+    out = generate(model, uniform, tokens[:, :1], 6, key=jax.random.key(0))
+    # One key for all six would draw the same token six times.
+    assert all(len(np.unique(row)) > 2 for row in out[:, 1:])
+
+
 def test_lengths_of_prompts_and_temperatures_are_not_compiled_anew(monkeypatch):
     traced = []
     categorical = jax.random.categorical

@@ -1,6 +1,7 @@
 """Blocks of a model, scanned or one after another."""
 
 import functools
+import operator
 
 import flax.linen as nn
 import jax
@@ -10,6 +11,7 @@ import pytest
 
 from relattn.nn.blocks import TransformerBlock, transformer_blocks
 from relattn.nn.build import build
+from tests import reference
 from tests.quick import quick_jit
 
 SIZES = {"dim": 6, "heads": 2, "num_layers": 2}
@@ -106,16 +108,84 @@ def test_the_backward_pass_keeps_no_copy_of_the_tables(dtype):
     assert {leaf.dtype for leaf in large} == {jnp.dtype("float32")}
 
 
+def test_blocks_are_their_formula():
+    model = Model("softmax")
+    variables = random_variables(model)
+    # So small that the epsilon of the norms is seen.
+    x = 0.01 * X
+    out = jax.jit(model.apply)(variables, x)
+
+    def naive(tokens, layers):
+        for layer in range(2):
+            params = jax.tree.map(operator.itemgetter(layer), layers)
+            allowed = np.ones((7, 7), bool)
+            tokens = reference.transformer_block(tokens, params, 2, allowed)
+        return tokens
+
+    with jax.enable_x64(True):
+        wide = jax.tree.map(np.float64, (x, variables["params"]["blocks_0"]))
+        expected = quick_jit(jax.vmap(naive, (0, None)))(*wide)
+    np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_dropout_differs_by_layer_and_key():
     model = Model("softmax", dropout=0.5)
-    variables = random_variables(model)
+    params = jax.tree.map(jnp.zeros_like, random_variables(model))["params"]
+    # What a layer adds to each of the six numbers of a token is 1, then dropout.
+    feed_forward = params["blocks_0"]["feed_forward"]
+    feed_forward["hidden"]["bias"] += 1.0
+    feed_forward["out"]["kernel"] += jnp.eye(11, 6) / nn.gelu(1.0, approximate=False)
     apply = jax.jit(
-        lambda seed: model.apply(
-            variables, X, deterministic=False, rngs={"dropout": jax.random.key(seed)}
+        lambda seed: (
+            model.apply(
+                {"params": params},
+                X,
+                deterministic=False,
+                rngs={"dropout": jax.random.key(seed)},
+            )
+            - X
         )
     )
     np.testing.assert_array_equal(apply(0), apply(0))
     assert not np.allclose(apply(0), apply(1))
+    # Neither layer keeps 1 / 0.5, one of them does, both do.
+    assert np.unique(np.round(apply(0), 3)).tolist() == [0, 2, 4]
+
+
+@pytest.mark.parametrize("part", ["attention", "feed_forward"])
+def test_each_part_has_its_own_dropout_rate(part):
+    x = jnp.asarray(np.random.default_rng(2).normal(size=(4, 50, 6)), jnp.float32)
+    attention, _ = build("softmax", "none", dim=6, heads=2, num_layers=1)
+    rates = {"attention": 0.2, "feed_forward": 0.6}
+    block = TransformerBlock(
+        functools.partial(attention, layer=0),
+        dim=6,
+        mlp_dim=6,
+        attention_dropout=rates["attention"],
+        dropout=rates["feed_forward"],
+    )
+    options = {"grid": (50,), "num_prefix": 0}
+    init = jax.jit(functools.partial(block.init, **options))
+    params = init(jax.random.key(0), x)["params"]
+    # The other part adds nothing; this one the activations, or the attention's output.
+    other = "feed_forward" if part == "attention" else "attention"
+    params[other] = jax.tree.map(jnp.zeros_like, params[other])
+    params[part]["out"] = {"kernel": jnp.eye(6), "bias": jnp.zeros(6)}
+    options |= {"rngs": {"dropout": jax.random.key(1)}}
+    plain, dropped = (
+        jax.jit(functools.partial(block.apply, deterministic=deterministic, **options))(
+            {"params": params}, x
+        )
+        - x
+        for deterministic in (True, False)
+    )
+    rate = rates[part]
+    kept = np.abs(dropped) > 1e-6
+    expected = np.where(kept, plain / (1 - rate), 0.0)
+    np.testing.assert_allclose(dropped, expected, atol=1e-5)
+    # Within four standard errors.
+    error = (rate * (1 - rate) / kept.size) ** 0.5
+    assert abs(1 - kept.mean() - rate) < 4 * error
 
 
 def test_layers_start_differently():

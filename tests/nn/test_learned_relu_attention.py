@@ -44,11 +44,12 @@ def test_module_is_the_kernel_between_linear_projections():
 
 def test_features_default_to_d_ln_d_and_are_scanned_parameters():
     make, _ = build("relu", "none", dim=32, heads=2, num_layers=1)
-    variables = jax.eval_shape(
-        make(layer=0).init, jax.random.key(0), jnp.ones((1, N, 32))
-    )
+    variables = make(layer=0).init(jax.random.key(0), jnp.ones((1, N, 32)))
     assert set(variables) == {"params"}
-    assert variables["params"]["projection"].shape == (44, 16)
+    projection = variables["params"]["projection"]
+    assert projection.shape == (44, 16)
+    # Uniform in +-1/sqrt(fan-in): the features read vectors of depth 16.
+    assert 0.9 * 16**-0.5 < np.abs(projection).max() <= 16**-0.5
     assert make.func.scannable
 
 

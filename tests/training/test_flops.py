@@ -1,12 +1,18 @@
 """Counting the arithmetic of a step, and what a device could do of it."""
 
+import types
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from relattn.evaluation.counts import multiply_adds
 from relattn.models import GPT
 from relattn.training.flops import matmul_flops, peak_flops, training_flops
+from relattn.training.task import Task
+from relattn.training.window import throughput
+from tests.training.conftest import make_data
 
 W = jnp.ones((5, 5))
 
@@ -72,3 +78,16 @@ def test_training_counts_each_multiply_add_of_the_model_six_times(remat):
     # Causal softmax attention weighs all pairs, and masks.
     layers = multiply_adds("softmax", num_tokens=5, **sizes)
     assert training_flops(model, tokens) == 3 * 2 * (layers + 5 * 6 * 11)
+
+
+@pytest.mark.usefixtures("tiny")
+def test_utilization_is_of_the_peaks_of_all_devices(config):
+    task = Task.build(config, make_data().info)
+    devices = [types.SimpleNamespace(device_kind="TPU v5p")] * 4
+    row = throughput(6000.0, task, devices)
+    assert row["examples_per_second"] == 6000
+    assert row["examples_per_second_per_device"] == 1500
+    np.testing.assert_allclose(
+        row["model_flops_utilization"], 6000 * task.flops_per_example / (4 * 459e12)
+    )
+    assert "model_flops_utilization" not in throughput(1.0, task, jax.devices())

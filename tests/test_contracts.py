@@ -101,26 +101,37 @@ def test_an_example_does_not_depend_on_its_batch(mechanism):
 def test_what_masked_keys_hold_does_not_matter(mechanism):
     inputs = mechanism.draw_inputs(HEADS)
     key_mask = jnp.asarray(mechanism.key_mask())
-    other = dict(inputs)
-    for name in mechanism.key_inputs:
-        other[name] = jnp.where(key_mask[:, None], inputs[name], jnp.nan)
+
+    def with_masked(value):
+        masked = {
+            name: jnp.where(key_mask[:, None], inputs[name], value)
+            for name in mechanism.key_inputs
+        }
+        return {**inputs, **masked}
+
     compared = key_mask if mechanism.queries_from_keys else slice(None)
 
     @quick_jit
     def value_and_gradients(inputs):
         apply = functools.partial(mechanism.apply, key_mask=key_mask)
         out, pullback = jax.vjp(lambda inputs: apply(**inputs), inputs)
-        (gradients,) = pullback(jnp.cos(jnp.arange(out.size)).reshape(out.shape))
-        # A masked token's own query makes gradients of all that it meets.
-        left_out = inputs if mechanism.queries_from_keys else mechanism.before_mask
+        cotangent = jnp.cos(jnp.arange(out.size)).reshape(out.shape)
+        if mechanism.queries_from_keys:
+            # A masked token's own query gives gradients to all that it meets.
+            cotangent = jnp.where(key_mask[:, None], cotangent, 0.0)
+        (gradients,) = pullback(cotangent)
+        left_out = mechanism.before_mask
         gradients = {name: x for name, x in gradients.items() if name not in left_out}
         return out, gradients
 
-    (out, gradients), (expected, expected_gradients) = map(
-        value_and_gradients, (other, inputs)
-    )
+    out, gradients = value_and_gradients(with_masked(jnp.nan))
+    expected, expected_gradients = value_and_gradients(inputs)
+    if mechanism.queries_from_keys:
+        # Its query is NaN too, and with it every gradient.
+        _, gradients = value_and_gradients(with_masked(9.0))
     np.testing.assert_array_equal(out[:, compared], expected[:, compared])
     assert np.isfinite(out[:, compared]).all()
+    assert set(mechanism.key_inputs) <= set(gradients)
     chex.assert_trees_all_equal(gradients, expected_gradients)
     chex.assert_tree_all_finite(gradients)
     if mechanism.on_grid:

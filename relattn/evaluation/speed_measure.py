@@ -48,7 +48,7 @@ def measure(
 
     Example:
         >>> row = measure("linear", {"length": 8, "depth": 4}, repeats=1)
-        >>> row["forward_ms"] > 0 and row["forward_backward_memory_mb"] >= 0
+        >>> row["forward_ms"] > 0 and "forward_backward_memory_mb" in row
         True
     """
     case, sizes = CASES[kernel], Sizes(**sizes)

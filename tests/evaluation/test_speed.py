@@ -1,6 +1,7 @@
 """The bench: its alternatives compute the same, its rows, its figure and its errors."""
 
 import json
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -48,10 +49,33 @@ def test_every_kernel_is_measured(kernel):
     row = speed_measure.measure(kernel, SIZES, repeats=2)
     for kind in ("forward", "forward_backward"):
         assert 0 < row[f"{kind}_fastest_ms"] <= row[f"{kind}_ms"]
-        assert row[f"{kind}_memory_mb"] >= 0
         assert row[f"{kind}_repeats"] == 2
     assert row["machine"]["cores"] >= 1
     assert {"cpu", "platform", "device", "jax", "python"} <= set(row["machine"])
+
+
+def test_memory_is_the_peak_beyond_what_was_in_use(monkeypatch):
+    peaks = iter([12e6, 4e6])
+    runs = dict.fromkeys(("forward", "forward_backward"), lambda: None)
+    monkeypatch.setattr(speed_measure, "_prepare_jax", lambda *_: runs)
+    monkeypatch.setattr(speed_measure, "_start_peak", lambda device: 5_000_000)
+    monkeypatch.setattr(speed_measure, "_peak", lambda device: int(next(peaks)))
+    row = speed_measure.measure("linear", SIZES, repeats=1)
+    assert row["forward_memory_mb"] == 7.0
+    # A peak that the system did not reset is no less than nothing.
+    assert row["forward_backward_memory_mb"] == 0
+
+
+@pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="the system resets no peaks"
+)
+def test_the_peak_is_of_what_was_in_use_since_the_start():
+    device = jax.devices("cpu")[0]
+    largest = np.ones(8_000_000)
+    del largest
+    base = speed_measure._start_peak(device)
+    smaller = np.ones(4_000_000)
+    assert smaller.nbytes <= speed_measure._peak(device) - base < 1.5 * smaller.nbytes
 
 
 def test_forward_alone():

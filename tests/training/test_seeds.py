@@ -25,7 +25,7 @@ def close(one, other):
     assert set(one) == set(other)
     for key, value in one.items():
         if "second" in key:
-            assert value >= 0
+            assert value > 0
         elif isinstance(value, float):
             np.testing.assert_allclose(value, other[key], rtol=RTOL, err_msg=key)
         else:

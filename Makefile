@@ -1,8 +1,10 @@
 # make test            lint and every test, doctests and notebooks included
+# make test-full       the same, compiled as users do and with TensorFlow; then every
+#                      configuration starts at its published size; takes hours
 # make demo            train, shift and compare, on two cores
 # make test PYTHON=python3.12    the same under another interpreter
 #
-# Either target makes its virtual environment on first use and reuses it afterwards.
+# Each target makes its virtual environment on first use and reuses it afterwards.
 
 PYTHON ?= python3
 JOBS ?= 2
@@ -11,19 +13,29 @@ VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2
 VENV := .venv-$(VERSION)
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
+EXTRAS := test
+PYTEST = $(BIN)/python -m pytest -q
 
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
 export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0
 export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES ?= -1
 
-.PHONY: test demo clean
+.PHONY: test test-full full demo clean
 
 # Small programs take longer to optimise than to run.
 test: export JAX_DISABLE_MOST_OPTIMIZATIONS ?= 1
 test: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist=loadfile --no-loadscope-reorder
+	$(PYTEST) -n $(JOBS) --dist=loadfile --no-loadscope-reorder
+
+test-full:
+	$(MAKE) full VENV=$(VENV)-full EXTRAS=test,prepare
+
+full: $(STAMP)
+	$(PYTEST) -n $(JOBS) --dist=loadfile --no-loadscope-reorder
+	$(PYTEST) -m slow tests/test_published_sizes.py
+	cat .cache/published_sizes.md
 
 demo: $(STAMP)
 	$(BIN)/python -m relattn.evaluation.demo --output=demo
@@ -34,7 +46,7 @@ $(STAMP): setup.py
 	  { echo "relattn needs Python 3.11 or newer: name one by make PYTHON=..."; exit 1; }
 	$(PYTHON) -m venv $(VENV) || { $(PYTHON) -m venv --without-pip $(VENV) && \
 	  $(PYTHON) -m pip --python $(BIN)/python install --quiet pip; }
-	$(BIN)/python -m pip install --quiet --editable '.[test]'
+	$(BIN)/python -m pip install --quiet --editable '.[$(EXTRAS)]'
 	touch $@
 
 clean:

@@ -67,7 +67,7 @@ def measure(
     for name, run in prepare(case, sizes, backward).items():
         base = _start_peak(device)
         run()
-        row[f"{name}_memory_mb"] = max(0, _peak(device) - base) / _MEGABYTE
+        row[f"{name}_memory_mb"] = max(0, peak_memory(device) - base) / _MEGABYTE
         times = _time(run, repeats)
         row[f"{name}_ms"] = statistics.median(times)
         row[f"{name}_fastest_ms"] = min(times)
@@ -191,10 +191,10 @@ def _start_peak(device: jax.Device) -> int:
         Path("/proc/self/clear_refs").write_text("5")
         return 1024 * _kilobytes(Path("/proc/self/status"), "VmRSS")
     except (OSError, AttributeError):
-        return _peak(device)
+        return peak_memory(device)
 
 
-def _peak(device: jax.Device) -> int:
+def peak_memory(device: jax.Device) -> int:
     """The most bytes in use so far."""
     statistics = device.memory_stats()
     if statistics and "peak_bytes_in_use" in statistics:

@@ -121,6 +121,7 @@ def _imagenet() -> dict:
         "manual_dir": "",
         "image_size": 224,
         "augment": "randaugment(num_ops=2, magnitude=9)",
+        "mix": "cutmix(alpha=1.0) | mixup(alpha=0.8)",
         "standardize": True,
         "num_validation": 10000,
         "num_workers": 8,

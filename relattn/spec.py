@@ -153,8 +153,28 @@ def terms(spec: str) -> list[str]:
         >>> terms("learned + rope2d(base=10)")
         ['learned', 'rope2d(base=10)']
     """
+    return _split(spec, ast.Add)
+
+
+def alternatives(spec: str) -> list[str]:
+    """Splits alternatives of specs.
+
+    Args:
+        spec: One spec, or several joined by ``|``.
+
+    Returns:
+        The specs; the whole where there is one only.
+
+    Example:
+        >>> alternatives("cutmix | mixup(alpha=0.8)")
+        ['cutmix', 'mixup(alpha=0.8)']
+    """
+    return _split(spec, ast.BitOr)
+
+
+def _split(spec: str, operator: type[ast.operator]) -> list[str]:
     tree, found = _parse_expression(spec), []
-    while isinstance(tree, ast.BinOp) and isinstance(tree.op, ast.Add):
+    while isinstance(tree, ast.BinOp) and isinstance(tree.op, operator):
         found.append(tree.right)
         tree = tree.left
     if not found:

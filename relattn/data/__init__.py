@@ -5,6 +5,7 @@ from relattn.data.full import DatasetNotPreparedError
 from relattn.data.images import ImageData, ImageSplit
 from relattn.data.load import load_data, load_images
 from relattn.data.loader import Loader
+from relattn.data.mix import Mix, make_mix
 from relattn.data.preprocess import input_shape, make_preprocess, preprocess
 from relattn.data.source import (
     DataInfo,
@@ -28,6 +29,7 @@ __all__ = [
     "ImageInfo",
     "ImageSplit",
     "Loader",
+    "Mix",
     "StreamedImages",
     "StreamedSplit",
     "TextData",
@@ -41,6 +43,7 @@ __all__ = [
     "load_images",
     "load_text",
     "load_tokenizer",
+    "make_mix",
     "make_preprocess",
     "preprocess",
     "read_info",

@@ -13,6 +13,7 @@ from relattn.data.images import (
     channel_statistics,
     split_validation,
 )
+from relattn.data.mix import make_mix
 from relattn.data.paths import expand, reading_data
 from relattn.data.placed import place_on_canvas
 from relattn.data.prepared import read_prepared
@@ -29,8 +30,9 @@ def load_data(config: ConfigDict) -> DataSource:
 
     Args:
         config: with the keys of its source; "embedded", "tfds" and "folder" are those
-            of `load_images`, "text" those of `load_text`. Photographs that are read as
-            training goes on (``name="imagenet2012"`` of "tfds") have these beside them:
+            of `load_images`, "text" those of `load_text`. All images have ``mix``, a
+            spec of `relattn.data.mix.make_mix`. Photographs that are read as training
+            goes on (``name="imagenet2012"`` of "tfds") have these beside them:
 
             - ``image_size``: side of the random crop to train on and of the central
               crop to evaluate on, by default 224;
@@ -50,6 +52,8 @@ def load_data(config: ConfigDict) -> DataSource:
     """
     source = config.get("source", "embedded")
     check_choice("data.source", source, list(LOADERS))
+    # Refused here, before an hour of preparation.
+    make_mix(config.get("mix", "none"), "tokens" if source == "text" else "images")
     return LOADERS[source](config)
 
 

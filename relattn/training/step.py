@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Float, Int, Key
 
+from relattn.data import Mix
 from relattn.training.state import TrainState, stream_key
 
 Batch = dict[str, Any]
@@ -53,6 +54,7 @@ def make_train_step(
     *,
     accumulate_steps: int = 1,
     skip_non_finite: bool = False,
+    mix: Mix | None = None,
     axis_name: str | None = None,
 ) -> Callable[[TrainState, Batch, Key[Array, ""]], tuple[TrainState, Metrics]]:
     """Makes the pure function of one update, ``step(state, batch, key)``.
@@ -73,6 +75,10 @@ def make_train_step(
         skip_non_finite: Whether an update whose loss or gradient, meaned over the
             devices, or whose change of the parameters is not finite changes nothing but
             the step.
+        mix: Draws the mask that mixes each image with the one before it in the global
+            batch, see `relattn.data.make_mix`, from a key of (key, step) that all
+            devices and parts share; None for no mixing. The loss is that of the soft
+            labels, and ``accuracy`` counts the label of the larger weight.
         axis_name: The axis of the devices, under a parallel map; None for one device.
 
     Returns:
@@ -104,9 +110,17 @@ def make_train_step(
         )
 
     def gradients(
-        state: TrainState, batch: Batch, key: Key[Array, ""]
+        state: TrainState, batch: Batch, key: Key[Array, ""], mix_key: Key[Array, ""]
     ) -> tuple[Any, Metrics, Any]:
-        inputs = preprocess(batch)
+        inputs, label = preprocess(batch), batch["label"]
+        targets = [(1.0, label)]
+        if mix is not None:
+            previous = batch["previous"]
+            mask = mix(mix_key, inputs.shape[1:3])[..., None]
+            inputs = mask * inputs + (1 - mask) * preprocess(previous)
+            share = mask.mean()
+            targets = [(share, label), (1 - share, previous["label"])]
+            label = jnp.where(share < 0.5, previous["label"], label)
 
         def loss_fn(params: Any) -> tuple[Array, tuple[Metrics, Any]]:
             logits, updated = model.apply(
@@ -116,8 +130,11 @@ def make_train_step(
                 rngs={"dropout": key},
                 mutable=["intermediates", "batch_stats"],
             )
-            loss = cross_entropy(logits, batch["label"]).mean()
-            correct = logits.argmax(-1) == batch["label"]
+            loss = sum(
+                weight * cross_entropy(logits, target).mean()
+                for weight, target in targets
+            )
+            correct = logits.argmax(-1) == label
             metrics = {"accuracy": correct.astype(jnp.float32).mean()}
             metrics |= scalars(updated.get("intermediates", {}))
             return loss, (metrics, updated.get("batch_stats", {}))
@@ -133,12 +150,15 @@ def make_train_step(
         device = 0 if axis_name is None else jax.lax.axis_index(axis_name)
         dropout_key = jax.random.fold_in(stream_key(key, "dropout"), state.step)
         dropout_key = jax.random.fold_in(dropout_key, device)
+        mix_key = jax.random.fold_in(stream_key(key, "mix"), state.step)
+        if mix is not None:
+            batch = {**batch, "previous": _previous(batch, axis_name)}
         if accumulate_steps == 1:
-            results = gradients(state, batch, dropout_key)
+            results = gradients(state, batch, dropout_key, mix_key)
         else:
             results = _mean_over_parts(
                 lambda part, index: gradients(
-                    state, part, jax.random.fold_in(dropout_key, index)
+                    state, part, jax.random.fold_in(dropout_key, index), mix_key
                 ),
                 batch,
                 accumulate_steps,
@@ -175,6 +195,20 @@ def _select(finite: Bool[Array, ""], new: TrainState, old: TrainState) -> TrainS
         for name in changed
     }
     return new.replace(**chosen)
+
+
+def _previous(batch: Batch, axis_name: str | None) -> Batch:
+    """The example before each one in the global batch; the last before the first."""
+    if axis_name is None:
+        return jax.tree.map(lambda x: jnp.roll(x, 1, axis=0), batch)
+    devices = jax.lax.psum(1, axis_name)
+    to_next = [(device, (device + 1) % devices) for device in range(devices)]
+
+    def roll(x: Array) -> Array:
+        first = jax.lax.ppermute(x[-1:], axis_name, to_next)
+        return jnp.concatenate([first, x[:-1]])
+
+    return jax.tree.map(roll, batch)
 
 
 def _mean_over_parts(

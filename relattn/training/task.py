@@ -40,6 +40,7 @@ class Task:
         optimizer: The optax transformation.
         schedule: The learning rate by step.
         preprocess: From a batch to what the model sees; jit-able.
+        mix: Draws how the images of a batch are mixed; None for no mixing.
         steps_per_epoch: Updates in an epoch.
         num_steps: Updates in the whole run.
     """
@@ -50,6 +51,7 @@ class Task:
     optimizer: optax.GradientTransformation
     schedule: optax.Schedule
     preprocess: Callable[[Any], jax.Array]
+    mix: data_lib.Mix | None
     steps_per_epoch: int
     num_steps: int
 
@@ -88,6 +90,7 @@ class Task:
             optimizer=make_optimizer(config.optimizer, schedule),
             schedule=schedule,
             preprocess=data_lib.make_preprocess(config.data, info),
+            mix=data_lib.make_mix(config.data.get("mix", "none"), info.kind),
             steps_per_epoch=steps_per_epoch,
             num_steps=num_steps,
         )
@@ -127,6 +130,7 @@ class Task:
             self.preprocess,
             accumulate_steps=self.config.accumulate_steps,
             skip_non_finite=self.config.max_skipped_updates > 0,
+            mix=self.mix,
             axis_name=parallel.axis_name,
         )
         return map_train_step(step, len(self.seeds), parallel.platform)

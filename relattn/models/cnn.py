@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, ClassVar
 
 import flax.linen as nn
@@ -12,11 +12,19 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from relattn import spec
 from relattn.nn.batch_statistics import BatchNorm
-from relattn.nn.linear import Linear
+from relattn.nn.linear import KERNEL_INIT, Linear, uniform_bias
 
 # The scale that a layer before a ReLU keeps (He et al., 2015).
 HE_NORMAL = nn.initializers.he_normal()
+# How the weights of convolutions start, by `CNN.weight_init`.
+INITS = {
+    "he": HE_NORMAL,
+    "torchvision": nn.initializers.variance_scaling(2.0, "fan_out", "normal"),
+    "pytorch": KERNEL_INIT,
+}
+STEMS = ("cifar", "imagenet")
 # Channels and convolutions between two pools.
 VGG_STAGES = ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3))
 
@@ -29,24 +37,30 @@ class CNN(nn.Module):
     Attributes:
         num_classes: Number of classes.
         dtype: Compute dtype; parameters and statistics are float32.
+        weight_init: How weights start. ``"he"``: normal, by He et al. with the fan-in;
+            ``"torchvision"``: as VGG and ResNet do there, by He et al. with the
+            fan-out; both with biases of zero. ``"pytorch"``: weights and biases uniform
+            in +-1/sqrt(fan-in), the default of PyTorch's layers.
     """
 
     num_classes: int
     dtype: Any = jnp.float32
+    weight_init: str = "he"
     inputs: ClassVar[str] = "images"
     min_size: ClassVar[int] = 1
     # They work on pixels.
     patch_size: ClassVar[int] = 1
 
-    def check_size(self, images: Float[Array, "batch height width channels"]) -> None:
-        """Raises unless the strides leave something of the images.
+    def check(self, images: Float[Array, "batch height width channels"]) -> None:
+        """Raises unless the options exist and the strides leave something of images.
 
         Args:
             images: Shape ``[batch, height, width, channels]``.
 
         Raises:
-            ValueError: If they are too small.
+            ValueError: If an option has an unknown value or the images are too small.
         """
+        check_choice("weight_init", self.weight_init, INITS)
         height, width = images.shape[1:3]
         if min(height, width) < self.min_size:
             raise ValueError(
@@ -56,6 +70,22 @@ class CNN(nn.Module):
             )
 
 
+def check_choice(option: str, value: str, choices: Collection[str]) -> None:
+    """Raises unless an option of a model has one of its values.
+
+    Args:
+        option: Its name in ``config.model``.
+        value: What it was given.
+        choices: The values that there are.
+
+    Raises:
+        ValueError: If there is no such value; names the closest.
+    """
+    if value not in choices:
+        hint = spec.closest(value, choices)
+        raise ValueError(f"unknown config.model.{option} {spec.shorten(value)}: {hint}")
+
+
 class AlexNet(CNN):
     """Classifies images by five convolutions and a linear layer.
 
@@ -63,7 +93,11 @@ class AlexNet(CNN):
     images padded by 5 pixels, pools are 2x2, and one linear layer replaces the three,
     so that 32x32 images become 256 features. It has 2,472,266 parameters for three
     channels and ten classes, 2,456,778 for one channel; of larger images the last grid
-    is averaged.
+    is averaged. The baseline of Horn et al. has ``dropout=0.5`` and
+    ``weight_init="pytorch"``.
+
+    Attributes:
+        dropout: Dropout rate after the first, third and fifth convolution.
 
     Example:
         >>> import jax
@@ -78,6 +112,7 @@ class AlexNet(CNN):
         Networks, section 3.5; a baseline of Horn et al., table 1.
     """
 
+    dropout: float = 0.0
     # (29 + 10 - 11) // 4 + 1 = 8, which three pools halve to 1.
     min_size: ClassVar[int] = 29
 
@@ -89,14 +124,17 @@ class AlexNet(CNN):
         deterministic: bool = True,
     ) -> Float[Array, "batch classes"]:
         """Class logits of a batch of images."""
-        del deterministic
-        self.check_size(images)
-        conv = functools.partial(_conv, dtype=self.dtype)
-        x = nn.relu(conv("conv_0", 64, 11, stride=4)(images))
-        x = nn.relu(conv("conv_1", 192, 5)(_halve(x)))
-        x = nn.relu(conv("conv_2", 384, 3)(_halve(x)))
-        x = nn.relu(conv("conv_3", 256, 3)(x))
-        x = nn.relu(conv("conv_4", 256, 3)(x))
+        self.check(images)
+        conv = functools.partial(_conv, dtype=self.dtype, weight_init=self.weight_init)
+
+        def drop(x):
+            return nn.Dropout(self.dropout)(x, deterministic=deterministic)
+
+        x = drop(nn.relu(conv(images, "conv_0", 64, 11, stride=4)))
+        x = nn.relu(conv(_halve(x), "conv_1", 192, 5))
+        x = drop(nn.relu(conv(_halve(x), "conv_2", 384, 3)))
+        x = nn.relu(conv(x, "conv_3", 256, 3))
+        x = drop(nn.relu(conv(x, "conv_4", 256, 3)))
         return _head(self.num_classes, _halve(x).mean((1, 2)))
 
 
@@ -106,7 +144,9 @@ class Vgg16(CNN):
     Configuration D without batch normalisation, as published: its features are averaged
     to a 7x7 grid, or repeated where there are fewer, as of a 32x32 image the single
     one, so that the linear layers are those for ImageNet. It has 134,301,514 parameters
-    for three channels and ten classes, 134,300,362 for one channel.
+    for three channels and ten classes, 134,300,362 for one channel. With
+    ``weight_init="torchvision"``, as in the baseline of Horn et al., the weights of the
+    three linear layers start as N(0, 0.01^2) and their biases at zero.
 
     Attributes:
         dropout: Dropout rate of the two hidden linear layers.
@@ -136,21 +176,24 @@ class Vgg16(CNN):
         deterministic: bool = True,
     ) -> Float[Array, "batch classes"]:
         """Class logits of a batch of images."""
-        self.check_size(images)
+        self.check(images)
+        conv = functools.partial(_conv, dtype=self.dtype, weight_init=self.weight_init)
         x = images
         for stage, (channels, depth) in enumerate(VGG_STAGES):
             for layer in range(depth):
-                conv = _conv(f"conv_{stage}_{layer}", channels, 3, dtype=self.dtype)
-                x = nn.relu(conv(x))
+                x = nn.relu(conv(x, f"conv_{stage}_{layer}", channels, 3))
             x = _halve(x)
         x = average_to_grid(x, (7, 7)).reshape(len(x), -1)
+        hidden = head = Linear
+        if self.weight_init == "he":
+            hidden = functools.partial(nn.Dense, kernel_init=HE_NORMAL)
+        elif self.weight_init == "torchvision":
+            normal = nn.initializers.normal(0.01)
+            hidden = head = functools.partial(nn.Dense, kernel_init=normal)
         for index in range(2):
-            hidden = nn.Dense(
-                4096, dtype=self.dtype, kernel_init=HE_NORMAL, name=f"hidden_{index}"
-            )
-            x = nn.relu(hidden(x))
+            x = nn.relu(hidden(4096, dtype=self.dtype, name=f"hidden_{index}")(x))
             x = nn.Dropout(self.dropout)(x, deterministic=deterministic)
-        return _head(self.num_classes, x)
+        return head(self.num_classes, name="head")(x.astype(jnp.float32))
 
 
 class ResidualBlock(nn.Module):
@@ -160,11 +203,13 @@ class ResidualBlock(nn.Module):
         channels: Of the result.
         stride: Of the first convolution.
         dtype: Compute dtype.
+        weight_init: How weights start, as in `CNN`.
     """
 
     channels: int
     stride: int
     dtype: Any = jnp.float32
+    weight_init: str = "he"
 
     @nn.compact
     def __call__(
@@ -174,11 +219,12 @@ class ResidualBlock(nn.Module):
         deterministic: bool = True,
     ) -> Float[Array, "batch _height _width _channels"]:
         """Applies the block."""
+        conv = functools.partial(_conv, dtype=self.dtype, weight_init=self.weight_init)
 
         def normalised_conv(name: str, size: int, stride: int, x: Array) -> Array:
-            conv = _conv(f"{name}_conv", self.channels, size, stride, False, self.dtype)
+            x = conv(x, f"{name}_conv", self.channels, size, stride, bias=False)
             norm = BatchNorm(self.dtype, name=f"{name}_norm")
-            return norm(conv(x), deterministic=deterministic)
+            return norm(x, deterministic=deterministic)
 
         y = nn.relu(normalised_conv("first", 3, self.stride, x))
         y = normalised_conv("second", 3, 1, y)
@@ -195,6 +241,14 @@ class ResNet18(CNN):
     three channels and ten classes, 11,172,810 for one channel. Batch normalisation is
     by the moments of all devices together.
 
+    The baseline of Horn et al. has ``stem="imagenet"`` and
+    ``weight_init="torchvision"``: 11,181,642 parameters for three channels, 11,175,370
+    for one. Its first blocks see 8x8 pixels of a 32x32 image.
+
+    Attributes:
+        stem: What precedes the blocks: ``"cifar"``, or ``"imagenet"``: the 7x7
+            convolution of stride 2 and a max-pool of 3x3 pixels and stride 2.
+
     Example:
         >>> import jax
         >>> logits, _ = jax.eval_shape(
@@ -208,6 +262,8 @@ class ResNet18(CNN):
         4.2; a baseline of Horn et al., table 1.
     """
 
+    stem: str = "cifar"
+
     @nn.compact
     def __call__(
         self,
@@ -216,14 +272,20 @@ class ResNet18(CNN):
         deterministic: bool = True,
     ) -> Float[Array, "batch classes"]:
         """Class logits of a batch of images."""
-        x = _conv("conv", 64, 3, bias=False, dtype=self.dtype)(images)
+        self.check(images)
+        check_choice("stem", self.stem, STEMS)
+        size, stride = (7, 2) if self.stem == "imagenet" else (3, 1)
+        options = {"dtype": self.dtype, "weight_init": self.weight_init}
+        x = _conv(images, "conv", 64, size, stride, bias=False, **options)
         norm = BatchNorm(self.dtype, name="norm")
         x = nn.relu(norm(x, deterministic=deterministic))
+        if self.stem == "imagenet":
+            x = nn.max_pool(x, (3, 3), (2, 2), ((1, 1), (1, 1)))
         for stage in range(4):
             for layer in range(2):
                 stride = 2 if stage and not layer else 1
                 name = f"block_{stage}_{layer}"
-                block = ResidualBlock(64 * 2**stage, stride, self.dtype, name=name)
+                block = ResidualBlock(64 * 2**stage, stride, **options, name=name)
                 x = block(x, deterministic=deterministic)
         return _head(self.num_classes, x.mean((1, 2)))
 
@@ -299,25 +361,33 @@ def convolve(
 
 
 def _conv(
+    x: Float[Array, "batch height width channels"],
     name: str,
     channels: int,
     size: int,
     stride: int = 1,
+    *,
     bias: bool = True,
     dtype: Any = jnp.float32,
-) -> nn.Conv:
+    weight_init: str = "he",
+) -> Float[Array, "batch _height _width _channels"]:
     """A convolution that keeps the grid, but for its stride."""
-    return nn.Conv(
+    bias_init = nn.initializers.zeros
+    if weight_init == "pytorch":
+        bias_init = uniform_bias(size**2 * x.shape[-1])
+    conv = nn.Conv(
         channels,
         (size, size),
         strides=stride,
         padding=size // 2,
         use_bias=bias,
-        kernel_init=HE_NORMAL,
+        kernel_init=INITS[weight_init],
+        bias_init=bias_init,
         dtype=dtype,
         conv_general_dilated=convolve,
         name=name,
     )
+    return conv(x)
 
 
 def _halve(

@@ -1,6 +1,7 @@
 """The convolutional networks: golden counts, what they compute, what they refuse."""
 
 import chex
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,6 +23,17 @@ GOLDEN = {
     ("resnet18", 3): 11_173_962,
     ("resnet18", 1): 11_172_810,
 }
+# The forms of Horn et al.; AlexNet's and VGG's counts are those above.
+PUBLISHED = {
+    "alexnet": {"dropout": 0.5, "weight_init": "pytorch"},
+    "vgg16": {"weight_init": "torchvision"},
+    "resnet18": {"stem": "imagenet", "weight_init": "torchvision"},
+}
+PUBLISHED_GOLDEN = {
+    **GOLDEN,
+    ("resnet18", 3): 11_181_642,
+    ("resnet18", 1): 11_175_370,
+}
 NAMES = [name for name, model in MODELS.items() if issubclass(model, CNN)]
 
 
@@ -33,6 +45,94 @@ def make(name, shape=(32, 32, 1), **options):
 def test_counts_are_golden(name, channels):
     shape = (32, 32, channels)
     assert count_parameters(make(name, shape), shape) == GOLDEN[name, channels]
+    published = make(name, shape, **PUBLISHED[name])
+    assert count_parameters(published, shape) == PUBLISHED_GOLDEN[name, channels]
+
+
+def start(path, **options):
+    """A parameter at its start; the others are not computed."""
+    model = make(**options)
+
+    @jax.jit
+    def init(key):
+        params = model.init(key, jnp.zeros((1, 32, 32, 1)))["params"]
+        for name in path.split("/"):
+            params = params[name]
+        return params
+
+    return np.asarray(init(jax.random.key(0)))
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "std"),
+    [
+        # By fan-out, 7 x 7 x 64 and 3 x 3 x 128; by fan-in it is 7 x 7 x 1.
+        ("resnet18", "conv/kernel", (2 / 3136) ** 0.5),
+        ("vgg16", "conv_1_0/kernel", (2 / 1152) ** 0.5),
+        ("vgg16", "head/kernel", 0.01),
+        # Uniform: 1 / sqrt(3 fan-in) of 11 x 11 x 1, 3 x 3 x 192 and 256.
+        ("alexnet", "conv_0/kernel", (1 / 363) ** 0.5),
+        ("alexnet", "conv_0/bias", (1 / 363) ** 0.5),
+        ("alexnet", "conv_2/bias", (1 / 5184) ** 0.5),
+        ("alexnet", "head/kernel", (1 / 768) ** 0.5),
+        ("vgg16", "conv_0_0/bias", 0),
+        ("vgg16", "hidden_0/bias", 0),
+        ("vgg16", "head/bias", 0),
+    ],
+)
+def test_published_weights_start_as_the_authors(name, path, std):
+    weights = start(path, name=name, **PUBLISHED[name])
+    # Within 4 standard errors.
+    assert abs(weights.std() - std) <= 4 * std / (2 * weights.size) ** 0.5
+    if std and name == "alexnet":
+        assert np.abs(weights).max() <= 3**0.5 * std
+
+
+def captured(model, kind, key, images):
+    """What the layers of a kind return in training, by name."""
+    _, state = model.init_with_output(
+        {"params": key, "dropout": key},
+        images,
+        deterministic=False,
+        capture_intermediates=lambda module, _: isinstance(module, kind),
+        mutable=True,
+    )
+    return state["intermediates"]
+
+
+def shapes(model, kind):
+    outputs = jax.eval_shape(
+        lambda key: captured(model, kind, key, jnp.zeros((5, 32, 32, 1))),
+        jax.random.key(0),
+    )
+    return {name: out["__call__"][0].shape for name, out in outputs.items()}
+
+
+def test_published_alexnet_drops_after_three_convolutions():
+    assert shapes(make("alexnet", **PUBLISHED["alexnet"]), nn.Dropout) == {
+        "Dropout_0": (5, 8, 8, 64),
+        "Dropout_1": (5, 2, 2, 384),
+        "Dropout_2": (5, 2, 2, 256),
+    }
+    kept = {}
+    for rate in (0.0, 0.5):
+        model = make("alexnet", dropout=rate)
+
+        @jax.jit
+        def first(key, model=model):
+            images = jax.random.uniform(key, (2, 32, 32, 1))
+            return captured(model, nn.Dropout, key, images)["Dropout_0"]["__call__"][0]
+
+        kept[rate] = int((first(jax.random.key(0)) > 0).sum())
+    # Half of them, within 4 standard errors.
+    assert abs(kept[0.5] / kept[0.0] - 0.5) < 2 / kept[0.0] ** 0.5
+
+
+def test_published_resnet_starts_its_blocks_on_8x8_pixels():
+    grids = shapes(make("resnet18", **PUBLISHED["resnet18"]), ResidualBlock)
+    assert grids["block_0_0"] == (5, 8, 8, 64)
+    assert grids["block_3_1"] == (5, 1, 1, 512)
+    assert shapes(make("resnet18"), ResidualBlock)["block_0_0"] == (5, 32, 32, 64)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -72,6 +172,14 @@ def test_images_too_small_for_the_strides_are_refused(name):
         ({"min_size": 1}, "'alexnet' has no option 'min_size'"),
         ({"dtypes": "float32"}, "no option 'dtypes': did you mean 'dtype'"),
         ({"name": "resnet_18"}, "name 'resnet_18': did you mean 'resnet18'"),
+        (
+            {"weight_init": "torch"},
+            "unknown config.model.weight_init 'torch': did you mean",
+        ),
+        (
+            {"name": "resnet18", "stem": "cifar10"},
+            "unknown config.model.stem 'cifar10': did you mean 'cifar'",
+        ),
     ],
 )
 def test_options_of_other_models_are_refused(options, message):

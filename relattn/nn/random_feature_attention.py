@@ -25,6 +25,8 @@ FEATURE_MAPS = {
 # In deeper heads, the weights of causal positive features underflow: see
 # `relattn.kernels.causal_linear.causal_linear_attention`.
 _DEEPEST_CAUSAL_HEAD = 224
+# Every projection of a model is drawn for a number of its own.
+_MOST_LAYERS = 2**16
 
 
 class RandomFeatureAttention(LinearAttention):
@@ -72,8 +74,12 @@ class RandomFeatureAttention(LinearAttention):
             hint = spec.closest(norms, random_features.NORMS)
             raise ValueError(f"unknown norms {norms!r}: {hint}")
 
-    def feature_map(self, depth: int) -> linear.FeatureMap:
+    def feature_map(self, depth: int, *, group: int = 0) -> linear.FeatureMap:
         """The feature map with the layer's projection; for use in the hooks.
+
+        Args:
+            depth: Width of the queries and keys.
+            group: Which projection, where groups of heads have one each.
 
         Raises:
             ValueError: If weights would underflow: causal positive features of a head
@@ -90,7 +96,7 @@ class RandomFeatureAttention(LinearAttention):
         def draw() -> random_features.RandomFeatures:
             return random_features.draw_random_features(
                 self.make_rng("random_features"),
-                layer=self.layer,
+                layer=self.layer + group * _MOST_LAYERS,
                 num_features=self.num_features
                 or random_features.default_num_features(depth),
                 depth=depth,
@@ -99,7 +105,8 @@ class RandomFeatureAttention(LinearAttention):
                 haar=self.haar,
             )
 
-        drawn = self.variable("random_features", "projection", draw).value
+        name = f"projection_{group}" if group else "projection"
+        drawn = self.variable("random_features", name, draw).value
         return functools.partial(
             FEATURE_MAPS[self.features], projection=drawn.projection
         )
@@ -157,6 +164,8 @@ class BandedAttention(RandomFeatureAttention):
     Attributes:
         clip: The largest distance told apart, in tokens.
         position_heads: Number of position heads; 0 is half of the heads.
+        separate_projections: Whether position heads have random features of their own,
+            as in the published code, rather than those of the content heads.
 
     Example:
         >>> import jax
@@ -174,6 +183,7 @@ class BandedAttention(RandomFeatureAttention):
 
     clip: int = 6
     position_heads: int = 0
+    separate_projections: bool = False
     sites: ClassVar[tuple[str, ...]] = ("none", "tokens")
     has_causal_form: ClassVar[bool] = False
 
@@ -218,12 +228,14 @@ class BandedAttention(RandomFeatureAttention):
         table = self.param(
             "table", nn.initializers.zeros, (self.clip + 1, self.depth), jnp.float32
         )
-        feature_map = self.feature_map(self.depth)
+        feature_map = position_map = self.feature_map(self.depth)
+        if self.separate_projections:
+            position_map = self.feature_map(self.depth, group=1)
         position = banded.banded_attention(
             q[:, self.key_heads :],
             v[:, self.key_heads :],
             table,
-            feature_map,
+            position_map,
             grid=context.grid,
             num_prefix=context.num_prefix,
             key_mask=context.key_mask,

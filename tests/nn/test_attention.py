@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from relattn.kernels import redraw
 from relattn.nn.attention import Context, SoftmaxAttention
 from relattn.nn.build import build
 from relattn.nn.random_feature_attention import FavorAttention
@@ -47,10 +48,10 @@ def expected(attention, variables, x):
             for inputs in zip(q, k, v, strict=True)
         ]
     else:
-        projection = variables["random_features"]["projection"].projection
+        drawn = variables["random_features"]
 
-        def phi(vector):
-            return reference.positive_features(vector, projection)
+        def phi(vector, name="projection"):
+            return reference.positive_features(vector, drawn[name].projection)
 
         k = project(params["k"], x)
         heads = [
@@ -58,12 +59,13 @@ def expected(attention, variables, x):
             for inputs in zip(q, k, v, strict=False)
         ]
         if attention.startswith("banded"):
+            name = "projection_1" if "separate" in attention else "projection"
             heads.append(
                 reference.banded_attention(
                     q[1],
                     v[1],
                     params["table"],
-                    lambda vectors: jnp.log(jnp.stack([phi(x) for x in vectors])),
+                    lambda vectors: jnp.log(jnp.stack([phi(x, name) for x in vectors])),
                     GRID,
                     num_prefix=1,
                 )
@@ -78,6 +80,7 @@ def expected(attention, variables, x):
         "softmax",
         f"favor(num_features={FEATURES})",
         f"banded(clip=2, num_features={FEATURES})",
+        f"banded(clip=2, num_features={FEATURES}, separate_projections=True)",
     ],
 )
 def test_module_is_the_kernel_between_linear_projections(attention):
@@ -89,6 +92,14 @@ def test_module_is_the_kernel_between_linear_projections(attention):
             np.testing.assert_allclose(
                 out[index], expected(attention, wide[0], wide[1][index]), atol=2e-5
             )
+
+
+def test_separate_projections_are_drawn_independently():
+    _, variables, _ = layer("banded(clip=2, separate_projections=True)")
+    first = variables["random_features"]
+    for drawn in (first, redraw(first, jax.random.key(3), 1)):
+        content, position = (leaf.projection for leaf in drawn.values())
+        assert not jnp.isclose(content, position).any()
 
 
 @pytest.mark.parametrize("attention", ["softmax", "favor", "banded(clip=2)"])

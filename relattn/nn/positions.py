@@ -23,6 +23,7 @@ from relattn import offsets
 from relattn.kernels import sinusoidal
 from relattn.kernels.resize import resize_table
 from relattn.nn.grid_tables import grid_table
+from relattn.nn.linear import uniform_bias
 
 Grid = offsets.Grid
 Params = Mapping[str, Any]
@@ -298,35 +299,51 @@ class ConstrainedSincosHeads(LayerPosition):
     """Strategy 1 in one layer: concatenates sinusoids to queries and keys.
 
     q' = [q, u B], k' = [k, u]; called on ``q``, ``k`` ``[batch heads n depth]`` and
-    the layer's input ``x`` ``[batch n dim]``.
+    the layer's input ``x`` ``[batch n dim]``. With a ``kernel`` W, queries have
+    coefficients x_i W + ``bias`` too: they are added to (a, b), or, where there is a
+    bias, have a block of their own, q' = [q, u B(x_i), u B], k' = [k, u, u].
 
     Attributes:
         u: Sinusoids of every token, zeros for prefix tokens.
         coefficients: (a, b) per head, axis and scale.
-        kernel: Content-conditioned part of (a, b), or None.
+        kernel: From the query token to coefficients, or None.
+        bias: Of the coefficients of the block of their own, or None.
     """
 
     u: Float[Array, "n width"]
     coefficients: Float[Array, "heads pairs 2"]
     kernel: Float[Array, "dim heads pairs 2"] | None
+    bias: Float[Array, "heads pairs 2"] | None
 
     def __call__(self, q: Array, k: Array, x: Array) -> tuple[Array, Array]:
-        """Widens queries and keys by the position's ``width``."""
-        coefficients = self.coefficients
-        if self.kernel is not None:
-            conditioned = jnp.einsum("bnc,chps->bhnps", x, self.kernel.astype(x.dtype))
-            coefficients = coefficients[:, None] + conditioned.astype(jnp.float32)
-        queries = sinusoidal.constrained_sinusoids(
-            self.u, coefficients, per_token=self.kernel is not None
-        )
+        """Widens queries and keys by the position's blocks."""
 
-        def concatenate(content, position):
-            position = jnp.broadcast_to(
-                position, (*content.shape[:-1], position.shape[-1])
+        def query_block(coefficients, per_token=False):
+            return sinusoidal.constrained_sinusoids(
+                self.u, coefficients, per_token=per_token
             )
-            return jnp.concatenate([content, position.astype(content.dtype)], axis=-1)
 
-        return concatenate(q, queries), concatenate(k, self.u)
+        def concatenate(content, *blocks):
+            blocks = [
+                jnp.broadcast_to(block, (*content.shape[:-1], block.shape[-1]))
+                for block in blocks
+            ]
+            blocks = [block.astype(content.dtype) for block in blocks]
+            return jnp.concatenate([content, *blocks], axis=-1)
+
+        if self.kernel is None:
+            q_blocks = [query_block(self.coefficients)]
+        else:
+            content = jnp.einsum("bnc,chps->bhnps", x, self.kernel.astype(x.dtype))
+            content = content.astype(jnp.float32)
+            if self.bias is None:
+                q_blocks = [query_block(self.coefficients[:, None] + content, True)]
+            else:
+                q_blocks = [
+                    query_block(self.bias[:, None] + content, True),
+                    query_block(self.coefficients),
+                ]
+        return concatenate(q, *q_blocks), concatenate(k, *[self.u] * len(q_blocks))
 
     def at(self, index: Int[Array, ""] | int) -> ConstrainedSincosHeads:
         """The encoding of one token, for decoding."""
@@ -344,8 +361,12 @@ class ConstrainedSincos(Position):
 
     Attributes:
         num_scales: Number of length scales w_s, at the start 64^(-s / num_scales).
-        content_conditioned: Adds to (a, b) a linear function of the query token, as
-            in the published code; the score then depends on offset and content.
+        content_conditioned: Whether there is a second block of the same width, as in
+            the published code, whose (a, b) are a linear function of the query token:
+            q_i' = [q_i, u_i B(x_i), u_i B], k_j' = [k_j, u_j, u_j]. The score then
+            depends on the offset and the query's content.
+        content_modulated: Whether a linear function of the query token, without bias,
+            is added to (a, b) instead: no second block, the same dependence.
 
     Example:
         >>> import jax
@@ -363,6 +384,7 @@ class ConstrainedSincos(Position):
 
     num_scales: int = 4
     content_conditioned: bool = False
+    content_modulated: bool = False
     site: ClassVar[str] = "heads"
 
     @nn.compact
@@ -372,6 +394,11 @@ class ConstrainedSincos(Position):
             raise ValueError(
                 "position 'constrained_sincos' needs num_scales >= 1, got "
                 f"{self.num_scales}"
+            )
+        if self.content_conditioned and self.content_modulated:
+            raise ValueError(
+                "position 'constrained_sincos' takes content_conditioned=True or "
+                "content_modulated=True, not both"
             )
         pairs = len(grid) * self.num_scales
         frequencies = self.param(
@@ -383,16 +410,21 @@ class ConstrainedSincos(Position):
             nn.initializers.normal(1.0),
             (self.num_layers, self.heads, pairs, 2),
         )
-        kernels = [None] * self.num_layers
+        kernels = biases = [None] * self.num_layers
+        shape = (self.num_layers, self.dim, self.heads, pairs, 2)
+        if self.content_modulated:
+            init = nn.initializers.normal(self.dim**-0.5)
+            kernels = self.param("kernel", init, shape)
         if self.content_conditioned:
-            kernels = self.param(
-                "kernel",
-                nn.initializers.normal(self.dim**-0.5),
-                (self.num_layers, self.dim, self.heads, pairs, 2),
-            )
+            # Those of a linear layer.
+            init = uniform_bias(self.dim)
+            kernels = self.param("kernel", init, shape)
+            biases = self.param("bias", init, (shape[0], *shape[2:]))
         positions = offsets.grid_positions(grid, num_prefix)
         u = sinusoidal.sinusoids(positions, frequencies, num_prefix=num_prefix)
         return [
-            ConstrainedSincosHeads(u, coefficients[layer], kernels[layer])
+            ConstrainedSincosHeads(
+                u, coefficients[layer], kernels[layer], biases[layer]
+            )
             for layer in range(self.num_layers)
         ]

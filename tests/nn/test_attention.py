@@ -155,6 +155,7 @@ CAUSAL = [
     ("favor(features='trigonometric')", "none"),
     ("softmax", "constrained_sincos"),
     ("favor", "constrained_sincos(content_conditioned=True)"),
+    ("favor", "constrained_sincos(content_modulated=True)"),
     ("softmax", "relative_key"),
     ("softmax", "relative_value"),
     ("softmax", "relative_bias"),

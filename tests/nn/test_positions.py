@@ -1,5 +1,6 @@
 """Position encodings: what they add, what they concatenate, what stays invariant."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 
 from relattn import offsets
 from relattn.nn import positions
+from tests.quick import quick_jit
 
 GRID = (3, 5)
 DIM, HEADS, LAYERS, BATCH, DEPTH = 12, 2, 3, 2, 7
@@ -33,54 +35,104 @@ def test_learnable_sincos_refuses_a_width_it_cannot_split():
         )
 
 
-def heads_inputs(content_conditioned):
-    module = positions.ConstrainedSincos(
-        DIM, HEADS, LAYERS, num_scales=2, content_conditioned=content_conditioned
-    )
-    layers, variables = module.init_with_output(jax.random.key(0), GRID, 1)
+def heads_inputs(**options):
+    module = positions.ConstrainedSincos(DIM, HEADS, LAYERS, num_scales=2, **options)
+    variables = module.init(jax.random.key(0), GRID, 1)
     key_q, key_k, key_x = jax.random.split(jax.random.key(1), 3)
     q = jax.random.normal(key_q, (BATCH, HEADS, 16, DEPTH))
     k = jax.random.normal(key_k, (BATCH, HEADS, 16, DEPTH))
     x = jax.random.normal(key_x, (BATCH, 16, DIM))
-    return layers, variables["params"], (q, k, x)
+    return module, variables["params"], (q, k, x)
 
 
-@pytest.mark.parametrize("content_conditioned", [False, True])
-def test_constrained_sincos_scores_the_offset_and_spares_the_prefix(
-    content_conditioned,
-):
-    layers, params, (q, k, x) = heads_inputs(content_conditioned)
-    assert len(layers) == LAYERS
-    layer = 1
-    wide_q, wide_k = layers[layer](q, k, x)
-    assert wide_q.shape == (BATCH, HEADS, 16, DEPTH + 2 * 2 * 2)
-    np.testing.assert_array_equal(wide_q[..., :DEPTH], q)
-    np.testing.assert_array_equal(wide_k[:, :, 0, DEPTH:], 0)
-    np.testing.assert_array_equal(wide_q[:, :, 0, DEPTH:], 0)
-    score = jnp.einsum("bhid,bhjd->bhij", wide_q, wide_k)
-    score -= jnp.einsum("bhid,bhjd->bhij", q, k)
-    coefficients = np.asarray(params["coefficients"][layer], np.float64)
-    if content_conditioned:
-        kernel = np.asarray(params["kernel"][layer], np.float64)
-        conditioned = np.einsum("bic,chps->bhips", x, kernel)
-        coefficients = coefficients[:, None] + conditioned
-    else:
-        coefficients = np.broadcast_to(
-            coefficients[None, :, None], (BATCH, HEADS, 16, 4, 2)
-        )
-    scales = np.asarray(params["frequencies"], np.float64)
+def lemma_1(params, x, layer):
+    """The scores of image tokens by Lemma 1, with the coefficients of every query."""
+    coefficients = params["coefficients"][layer][None, :, None]
+    if "kernel" in params:
+        content = jnp.einsum("bic,chps->bhips", x, params["kernel"][layer])
+        coefficients = coefficients + content
+    if "bias" in params:
+        coefficients = coefficients + params["bias"][layer][:, None]
+    if coefficients.shape[2] > 1:
+        coefficients = coefficients[:, :, 1:]
     delta = offsets.offsets(GRID)
-    expected = np.zeros((BATCH, HEADS, 15, 15))
+    scores = 0.0
     for axis in range(2):
         for scale in range(2):
-            a, b = np.moveaxis(coefficients[:, :, 1:, axis * 2 + scale], -1, 0)
-            angle = scales[scale] * delta[..., axis]
-            expected += a[..., None] * np.cos(angle) + b[..., None] * np.sin(angle)
-    np.testing.assert_allclose(score[:, :, 1:, 1:], expected, atol=2e-5)
+            a, b = jnp.moveaxis(coefficients[..., None, axis * 2 + scale, :], -1, 0)
+            angle = params["frequencies"][scale] * delta[..., axis]
+            scores += a * jnp.cos(angle) + b * jnp.sin(angle)
+    return scores
+
+
+@pytest.mark.parametrize(
+    ("options", "blocks"),
+    [({}, 1), ({"content_modulated": True}, 1), ({"content_conditioned": True}, 2)],
+)
+def test_constrained_sincos_scores_the_offset_and_spares_the_prefix(options, blocks):
+    module, params, (q, k, x) = heads_inputs(**options)
+    layer = 1
+
+    def widen(params, x):
+        layers = module.apply({"params": params}, GRID, 1)
+        assert len(layers) == LAYERS
+        return layers[layer](q, k, x)
+
+    def score(params, x):
+        wide = [vectors[..., DEPTH:] for vectors in widen(params, x)]
+        return jnp.einsum("bhid,bhjd->bhij", *wide)[:, :, 1:, 1:]
+
+    weights = np.random.default_rng(0).normal(size=(BATCH, HEADS, 15, 15))
+
+    def outcome(scores, dtype):
+        """Values, and gradients of what depends on every score."""
+        leaves = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), (params, x))
+
+        def loss(params, x):
+            values = jnp.broadcast_to(scores(params, x), weights.shape)
+            return (weights.astype(dtype) * values).sum(), values
+
+        gradients, values = quick_jit(jax.grad(loss, (0, 1), has_aux=True))(*leaves)
+        return values, gradients
+
+    wide_q, wide_k = widen(params, x)
+    assert wide_q.shape == wide_k.shape == (BATCH, HEADS, 16, DEPTH + blocks * 8)
+    np.testing.assert_array_equal(wide_q[..., :DEPTH], q)
+    np.testing.assert_array_equal(wide_k[..., :DEPTH], k)
+    np.testing.assert_array_equal(wide_k[:, :, 0, DEPTH:], 0)
+    np.testing.assert_array_equal(wide_q[:, :, 0, DEPTH:], 0)
+    found = outcome(score, jnp.float32)
+    with jax.enable_x64(True):
+        expected = outcome(lambda params, x: lemma_1(params, x, layer), jnp.float64)
+    chex.assert_trees_all_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_the_block_of_the_content_is_the_published_one():
+    module, params, (q, k, x) = heads_inputs(content_conditioned=True)
+    assert jax.tree.map(jnp.shape, params) == {
+        "frequencies": (2,),
+        "coefficients": (LAYERS, HEADS, 4, 2),
+        "kernel": (LAYERS, DIM, HEADS, 4, 2),
+        "bias": (LAYERS, HEADS, 4, 2),
+    }
+    # Coefficients of zero leave the block of the content alone, and it comes first.
+    params = {**params, "coefficients": jnp.zeros((LAYERS, HEADS, 4, 2))}
+    wide_q, wide_k = module.apply({"params": params}, GRID, 1)[0](q, k, x)
+    np.testing.assert_array_equal(wide_q[..., DEPTH + 8 :], 0)
+    assert (wide_q[:, :, 1:, DEPTH : DEPTH + 8] != 0).any()
+    np.testing.assert_array_equal(wide_k[..., DEPTH : DEPTH + 8], wide_k[..., -8:])
+    # PyTorch's start of a linear layer.
+    for name in ("kernel", "bias"):
+        assert 0.9 * DIM**-0.5 < jnp.abs(params[name]).max() <= DIM**-0.5
+
+
+def test_the_content_has_one_form_at_a_time():
+    with pytest.raises(ValueError, match="content_modulated=True, not both"):
+        heads_inputs(content_conditioned=True, content_modulated=True)
 
 
 def test_constrained_sincos_shares_its_scales_only():
-    _, params, _ = heads_inputs(False)
+    _, params, _ = heads_inputs()
     shapes = jax.tree.map(jnp.shape, params)
     assert shapes == {"frequencies": (2,), "coefficients": (LAYERS, HEADS, 4, 2)}
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib
+import importlib.util
+import itertools
 import json
 import os
+import pkgutil
+import re
 import signal
 import subprocess
 import sys
@@ -55,6 +58,7 @@ class Training:
         num_seeds: How many seeds the one process trains together.
         overrides: More options of ``train.py``.
         core: The core it is bound to; None leaves that to the system.
+        gpu: The only GPU it sees, as in CUDA_VISIBLE_DEVICES; None for all.
         malloc: Options of glibc's malloc.
         process: Once started.
         bar: Its progress bar, once started.
@@ -69,6 +73,7 @@ class Training:
     num_seeds: int = 1
     overrides: Sequence[str] = ()
     core: int | None = None
+    gpu: str | None = None
     malloc: str = KEEP_HEAP
     process: subprocess.Popen | None = None
     bar: tqdm | None = None
@@ -102,11 +107,12 @@ class Training:
             *self.overrides,
         ]
 
-    def start(self, core: int | None) -> None:
+    def start(self, core: int | None = None, gpu: str | None = None) -> None:
         """Starts the process.
 
         Args:
             core: The core to bind it to; None leaves that to the system.
+            gpu: The only GPU that it sees; None for all.
         """
         command = [
             sys.executable,
@@ -122,6 +128,8 @@ class Training:
             **os.environ,
             "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
         }
+        if gpu is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = gpu
         with self.log.open("w") as log:
             # In a group of its own, lest Ctrl-C reach it beside `stop`.
             self.process = subprocess.Popen(
@@ -131,7 +139,7 @@ class Training:
                 env=environment,
                 process_group=0,
             )
-        self.core = core
+        self.core, self.gpu = core, gpu
         if core is not None and hasattr(os, "sched_setaffinity"):
             os.sched_setaffinity(self.process.pid, {core})
         self.bar = tqdm(
@@ -278,8 +286,9 @@ def train(
 
     Args:
         trainings: What to train; those that are complete take a few seconds.
-        jobs: How many at a time; if several, each is bound to a core of its own, which
-            uses small models' cores better than sharing them.
+        jobs: How many at a time. If several, each sees one GPU, which they share only
+            if there are fewer GPUs than jobs. Without GPUs each is bound to a core of
+            its own, which uses small models' cores better than sharing them.
         keep_going: Whether one that fails is reported, in its ``error`` too, and the
             others go on.
 
@@ -289,11 +298,15 @@ def train(
     Raises:
         RuntimeError: If one fails, unless ``keep_going``.
     """
-    cores: list[int | None] = list(range(os.cpu_count() or 1))
+    cores = list(range(os.cpu_count() or 1))
     if hasattr(os, "sched_getaffinity"):
         cores = sorted(os.sched_getaffinity(0))
-    jobs = max(1, min(jobs, len(cores), len(trainings)))
-    free = cores[:jobs] if jobs > 1 else [None]
+    gpus = visible_gpus() if jobs > 1 else []
+    if gpus:
+        free = [(None, gpus[job % len(gpus)]) for job in range(jobs)]
+    else:
+        jobs = min(jobs, len(cores), len(trainings))
+        free = [(core, None) for core in cores[:jobs]] if jobs > 1 else [(None, None)]
     waiting, running = list(trainings), []
     with contextlib.ExitStack() as stack:
         stack.enter_context(leaving_on_sigterm())
@@ -301,7 +314,7 @@ def train(
         while waiting or running:
             while waiting and free:
                 training = waiting.pop(0)
-                training.start(free.pop(0))
+                training.start(*free.pop(0))
                 running.append(training)
             time.sleep(POLL_SECONDS)
             for training in list(running):
@@ -310,7 +323,7 @@ def train(
                 if not ended:
                     continue
                 running.remove(training)
-                free.append(training.core)
+                free.append((training.core, training.gpu))
                 try:
                     training.finish()
                 except RuntimeError as error:
@@ -318,6 +331,36 @@ def train(
                         raise
                     training.error = str(error)
                     tqdm.write(training.error)
+
+
+def visible_gpus() -> list[str]:
+    """The GPUs that JAX would use here, found without starting CUDA.
+
+    Returns:
+        Entries for CUDA_VISIBLE_DEVICES: those of the variable, if it is set; none if
+        JAX is installed without CUDA or JAX_PLATFORMS names another platform.
+    """
+    platforms = os.environ.get("JAX_PLATFORMS", "")
+    if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
+        return []
+    package = importlib.util.find_spec("jax_plugins")
+    folders = package.submodule_search_locations if package else []
+    plugins = pkgutil.iter_modules(folders)
+    if not any(name.startswith("xla_cuda") for _, name, _ in plugins):
+        return []
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        names = [name.strip() for name in chosen.split(",")]
+        # CUDA ignores what follows an entry that names no GPU.
+        return list(itertools.takewhile(lambda name: name not in ("", "-1"), names))
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True)
+    except OSError:
+        return []
+    # CUDA may number GPUs in another order than nvidia-smi.
+    uuids = re.findall(r"UUID: ([^)]+)\)", listed.stdout)
+    # Where GPUs are divided, CUDA sees their parts alone.
+    return [uuid for uuid in uuids if uuid.startswith("MIG-")] or uuids
 
 
 def stop(trainings: Sequence[Training]) -> None:

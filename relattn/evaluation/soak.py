@@ -129,7 +129,7 @@ def watch(training: Training, seconds: float, interval: float) -> list[Sample]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(leaving_on_sigterm())
         stack.callback(stop, [training])
-        training.start(None)
+        training.start()
         bar = stack.enter_context(contextlib.closing(training.bar))
         began, past = None, 0.0
         while past < seconds or len(samples) < MIN_SAMPLES:

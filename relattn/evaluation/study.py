@@ -49,7 +49,7 @@ def run_study(
         models: Those of the table's rows to train; none for all.
         seeds: Number of repetitions of each kind, of seeds 0, 1, ...
         together: Number of seeds that train together, in one process; 0 for all.
-        jobs: Number of trainings at a time.
+        jobs: Number of trainings at a time; see `relattn.evaluation.runs.train`.
         overrides: Options of ``train.py``.
 
     Returns:
@@ -138,7 +138,8 @@ def main() -> None:
         "--jobs",
         type=int,
         default=1,
-        help="trainings at a time; if several, each has one core",
+        help="trainings at a time; if several, each has one GPU, or without GPUs one "
+        "core",
     )
     arguments, overrides = parser.parse_known_args()
     start = time.monotonic()

@@ -77,7 +77,7 @@ def test_processes_keep_their_heap_unless_told_otherwise(tmp_path, monkeypatch, 
     if own:
         monkeypatch.setenv("GLIBC_TUNABLES", own)
     training = Training("banded", CONFIG, tmp_path)
-    training.start(None)
+    training.start()
     assert training.process.wait() == 0
     training.bar.close()
     assert training.log.read_text().strip() == (own or KEEP_HEAP)
@@ -146,8 +146,79 @@ def test_processes_are_in_groups_of_their_own(tmp_path, monkeypatch):
     """Ctrl-C reaches the group of the study alone, which then ends them by SIGTERM."""
     monkeypatch.setattr(sys, "executable", "true")
     training = Training("banded", CONFIG, tmp_path)
-    training.start(None)
+    training.start()
     with contextlib.suppress(ProcessLookupError):
         assert os.getpgid(training.process.pid) == training.process.pid
     training.process.wait()
     training.bar.close()
+
+
+LISTED = """\
+GPU 0: NVIDIA A (UUID: GPU-7f-a)
+GPU 1: NVIDIA A (UUID: GPU-7f-b)
+"""
+DIVIDED = """\
+GPU 0: NVIDIA H (UUID: GPU-7f-a)
+  MIG 1g.18gb     Device  0: (UUID: MIG-7f-c)
+  MIG 1g.18gb     Device  1: (UUID: MIG-7f-d)
+"""
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """Fakes a machine with JAX for CUDA, and what nvidia-smi lists on it."""
+
+    def fake(listed):
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\nprintf '{listed}'\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+
+    (tmp_path / "jax_plugins" / "xla_cuda13").mkdir(parents=True)
+    (tmp_path / "jax_plugins" / "xla_cuda13" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    return fake
+
+
+def test_gpus_are_found_without_cuda(machine, tmp_path, monkeypatch):
+    machine(LISTED)
+    assert runs.visible_gpus() == ["GPU-7f-a", "GPU-7f-b"]
+    machine(DIVIDED)
+    assert runs.visible_gpus() == ["MIG-7f-c", "MIG-7f-d"]
+    for chosen, found in (("3, 1", ["3", "1"]), ("", []), ("2,-1,0", ["2"])):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
+        assert runs.visible_gpus() == found
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    assert runs.visible_gpus() == []
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda,cpu")
+    assert runs.visible_gpus() == ["MIG-7f-c", "MIG-7f-d"]
+    (tmp_path / "jax_plugins" / "xla_cuda13").rename(tmp_path / "removed")
+    assert runs.visible_gpus() == []
+
+
+@pytest.mark.parametrize(
+    "jobs, seen",
+    [
+        (1, ["all"]),
+        (2, ["GPU-7f-a", "GPU-7f-b"]),
+        (3, ["GPU-7f-a", "GPU-7f-b", "GPU-7f-a"]),
+    ],
+)
+def test_each_of_several_trainings_sees_one_gpu(
+    machine, tmp_path, monkeypatch, jobs, seen
+):
+    machine(LISTED)
+    program = tmp_path / "program"
+    program.write_text("#!/bin/sh\necho ${CUDA_VISIBLE_DEVICES-all}\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    monkeypatch.setattr(runs, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(Training, "say_result", lambda self: None)
+    trainings = [Training(str(i), CONFIG, tmp_path / str(i)) for i in range(3)]
+    train(trainings, jobs)
+    said = [training.log.read_text().strip() for training in trainings]
+    assert said[:jobs] == seen
+    assert set(said) == set(seen)
+    assert all(training.core is None for training in trainings)

@@ -57,6 +57,7 @@ setup(
         "openwebtext": [*TEXT, "datasets>=3.6"],
         "prepare": ["importlib_resources>=6.0", "tensorflow-cpu>=2.20"],
         "cuda": ["jax[cuda13]>=0.10"],
+        "cuda12": ["jax[cuda12]>=0.10"],
         "tpu": ["jax[tpu]>=0.10"],
         "kubernetes": ["jax[k8s]>=0.10"],
     },

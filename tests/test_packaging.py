@@ -1,8 +1,13 @@
 """What an installation promises: no TensorFlow, and a light import of kernels."""
 
+import importlib.metadata
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
 
@@ -39,3 +44,17 @@ for module in pkgutil.walk_packages(relattn.__path__, "relattn."):
 heavy = {"tensorflow", "torch"} & set(sys.modules)
 assert not heavy, heavy
 """)
+
+
+@pytest.mark.parametrize(
+    "extra, of_jax", [("cuda", "cuda13"), ("cuda12", "cuda12"), ("tpu", "tpu")]
+)
+def test_an_accelerator_is_an_extra_that_jax_has(extra, of_jax, monkeypatch):
+    found = {}
+    # New environments have no setuptools.
+    fake = SimpleNamespace(setup=found.update, find_packages=lambda include: include)
+    monkeypatch.setitem(sys.modules, "setuptools", fake)
+    runpy.run_path(str(ROOT / "setup.py"))
+    assert found["extras_require"][extra] == [f"jax[{of_jax}]>=0.10"]
+    assert of_jax in importlib.metadata.metadata("jax").get_all("Provides-Extra")
+    assert f"pip install -e '.[{extra}]'" in (ROOT / "README.md").read_text("utf-8")

@@ -37,19 +37,21 @@ PLAIN = {"q": (N, DEPTH), "k": (M, DEPTH), "v": (M, VALUE_DEPTH)}
 CAUSAL = {"q": (N, DEPTH), "k": (N, DEPTH), "v": (N, VALUE_DEPTH)}
 
 
-def linear(name, *, causal=False, **options):
+def linear(name, *, causal=False, eps=None, **options):
     """A row for a feature map; chunks are shorter than the sequence."""
     kernel = kernels.causal_linear_attention if causal else kernels.linear_attention
-    naive_map = compare.naive_map(name, PROJECTION)
+    added = {} if eps is None else {"eps": eps}
+    phi = functools.partial(feature_map(name), **added)
+    naive_map = functools.partial(compare.naive_map(name, PROJECTION), **added)
 
     def apply(q, k, v, key_mask=None):
-        return kernel(q, k, v, feature_map(name), key_mask=key_mask, chunk_size=5)
+        return kernel(q, k, v, phi, key_mask=key_mask, chunk_size=5)
 
     def naive(q, k, v, allowed):
         return reference.linear_attention(q, k, v, naive_map, allowed)
 
     return Mechanism(
-        name=f"{'causal ' if causal else ''}linear, {name} features",
+        name=f"{'causal ' * causal}linear, {name} features{', eps' if added else ''}",
         apply=apply,
         naive=naive,
         shapes=CAUSAL if causal else PLAIN,
@@ -192,7 +194,9 @@ MECHANISMS = [
     linear("positive", **random_kernel("positive")),
     linear("trigonometric", **random_kernel("trigonometric")),
     linear("relu"),
+    linear("positive", eps=0.3),
     linear("positive", causal=True),
+    linear("positive", causal=True, eps=0.3),
     linear("trigonometric", causal=True),
     linear("relu", causal=True),
     Mechanism(

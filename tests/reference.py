@@ -49,10 +49,10 @@ def softmax_attention(q, k, v, allowed, bias=0.0):
     return _weighted_mean(jnp.where(allowed, weights, 0.0), v)
 
 
-def positive_features(x, projection):
-    """exp(w x~ - |x~|^2 / 2) / sqrt(features) of one vector."""
+def positive_features(x, projection, eps=0.0):
+    """(exp(w x~ - |x~|^2 / 2) + eps) / sqrt(features) of one vector."""
     x = x / len(x) ** 0.25
-    return jnp.exp(projection @ x - x @ x / 2) / len(projection) ** 0.5
+    return (jnp.exp(projection @ x - x @ x / 2) + eps) / len(projection) ** 0.5
 
 
 def trigonometric_features(x, projection):

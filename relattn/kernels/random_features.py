@@ -322,24 +322,43 @@ def positive_features(
     x: Float[Array, "*batch n depth"],
     projection: Float[Array, "features projection_depth"],
     *,
+    eps: float = 0.0,
     precision: jax.lax.PrecisionLike = None,
 ) -> Features:
     """Positive random features of the softmax kernel (FAVOR+).
 
-    phi(x) = exp(W x~ - |x~|^2 / 2) / sqrt(features), x~ = x / depth^(1/4), so that
-    E[phi(q) . phi(k)] = exp(q . k / sqrt(depth)).
+    phi(x) = (exp(W x~ - |x~|^2 / 2) + eps) / sqrt(features), x~ = x / depth^(1/4). With
+    eps = 0, E[phi(q) . phi(k)] = exp(q . k / sqrt(depth)).
+
+    A positive ``eps`` pulls attention towards the mean of the values: more bias, less
+    noise. It is a constant, so ``eps`` neither mixes examples nor shows the past the
+    future. Published Performers first divide the features by the largest one, of the
+    token for queries and of the batch for keys, and then add 1e-4. This is much more
+    than eps = 1e-4 here, and depends on the batch. Queries and keys as strategy 1
+    starts (depth 48, 185 features, grid of 16x16, 22 examples), over three draws:
+
+    ==========================  ===============  ================  =============
+    form                        error to exact   change of output  share of eps
+    ==========================  ===============  ================  =============
+    eps = 0                     78-100%          0                 0
+    eps = 1e-4                  78-100%          0.01%             0.02%
+    eps = 0.3                   55-72%           24-25%            40-41%
+    published, 1e-4             59-63%           19-33%            30-48%
+    ==========================  ===============  ================  =============
 
     Args:
         x: Queries or keys, shape ``[*batch, n, depth]``.
         projection: W, from `draw_orthogonal` or `draw_gaussian`.
+        eps: Added to every feature, at least zero.
         precision: Passed to einsum.
 
     Returns:
         Features without factors: exponents of shape ``[*batch, n, features]`` and
-        their bound, max(0, |w|^2 / 2 - 80).
+        their bound, max(0, log(exp(|w|^2 / 2) + eps) - 80).
 
     Raises:
-        ValueError: If the depths of ``x`` and the projection differ.
+        ValueError: If the depths of ``x`` and the projection differ, or ``eps`` is
+            negative.
 
     Example:
         >>> w = draw_orthogonal(jax.random.key(0), 5, 3)
@@ -349,11 +368,16 @@ def positive_features(
     Source:
         Choromanski et al., Rethinking Attention with Performers, lemma 1.
     """
+    if not 0 <= eps < math.inf:
+        raise ValueError(f"eps must be at least 0, got {eps}")
     projected, half_norm = _project(x, projection, precision)
-    exponents = projected - half_norm - 0.5 * math.log(projection.shape[0])
-    half_norms = 0.5 * jnp.sum(jnp.square(projection.astype(jnp.float32)), axis=-1)
-    bound = jnp.maximum(0.0, half_norms - _LARGEST_EXPONENT)
-    return Features(None, exponents, bound)
+    exponents = projected - half_norm
+    largest = 0.5 * jnp.sum(jnp.square(projection.astype(jnp.float32)), axis=-1)
+    if eps:
+        exponents = jnp.logaddexp(exponents, math.log(eps))
+        largest = jnp.logaddexp(largest, math.log(eps))
+    bound = jnp.maximum(0.0, largest - _LARGEST_EXPONENT)
+    return Features(None, exponents - 0.5 * math.log(projection.shape[0]), bound)
 
 
 def trigonometric_features(

@@ -39,6 +39,8 @@ class RandomFeatureAttention(LinearAttention):
         orthogonal: Whether the projection's rows are orthogonal.
         norms: ``"chi"`` or ``"fixed"``, as in `draw_orthogonal`.
         haar: As in `draw_orthogonal`.
+        eps: Added to every feature, as in `positive_features` and `relu_features`; None
+            for their default. Trigonometric features take none.
     """
 
     num_features: int = 0
@@ -46,6 +48,7 @@ class RandomFeatureAttention(LinearAttention):
     orthogonal: bool = True
     norms: str = "chi"
     haar: bool = True
+    eps: float | None = None
     scannable: ClassVar[bool] = False
 
     @classmethod
@@ -57,6 +60,7 @@ class RandomFeatureAttention(LinearAttention):
         num_features: int = 0,
         features: str = "positive",
         norms: str = "chi",
+        eps: float | None = None,
         **options: Any,
     ) -> None:
         """Raises ValueError where the sizes of the model or the options do not fit."""
@@ -73,6 +77,16 @@ class RandomFeatureAttention(LinearAttention):
         if norms not in random_features.NORMS:
             hint = spec.closest(norms, random_features.NORMS)
             raise ValueError(f"unknown norms {norms!r}: {hint}")
+        if eps is None:
+            return
+        if features == "trigonometric":
+            raise ValueError(
+                "trigonometric features may be negative and take no eps: leave out "
+                f"eps={eps}, or use features='positive'"
+            )
+        if eps < 0 or features == "relu" and eps == 0:
+            least = "eps > 0" if features == "relu" else "eps >= 0"
+            raise ValueError(f"features={features!r} need {least}, got eps={eps}")
 
     def feature_map(self, depth: int, *, group: int = 0) -> linear.FeatureMap:
         """The feature map with the layer's projection; for use in the hooks.
@@ -107,8 +121,9 @@ class RandomFeatureAttention(LinearAttention):
 
         name = f"projection_{group}" if group else "projection"
         drawn = self.variable("random_features", name, draw).value
+        options = {} if self.eps is None else {"eps": self.eps}
         return functools.partial(
-            FEATURE_MAPS[self.features], projection=drawn.projection
+            FEATURE_MAPS[self.features], projection=drawn.projection, **options
         )
 
     @property

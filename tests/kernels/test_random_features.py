@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from relattn import kernels, offsets
 from relattn.kernels import random_features as kernel
 from tests import reference
 
@@ -61,6 +62,78 @@ def test_the_bound_keeps_exponents_below_eighty_at_any_depth():
     narrow = kernel.draw_orthogonal(KEY, NUM_FEATURES, DEPTH)
     bound = kernel.positive_features(jnp.ones((1, DEPTH)), narrow).bound
     np.testing.assert_array_equal(bound, 0.0)
+
+
+def test_eps_is_part_of_the_bound():
+    projection = kernel.draw_orthogonal(KEY, NUM_FEATURES, DEPTH)
+    features = kernel.positive_features(jnp.ones((1, DEPTH)), projection, eps=1e37)
+    shifted = features.exponents - features.bound + 0.5 * np.log(NUM_FEATURES)
+    np.testing.assert_allclose(shifted, 80.0, rtol=1e-5)
+
+
+@pytest.mark.parametrize("eps", [-1e-4, float("nan")])
+def test_eps_must_not_be_negative(eps):
+    with pytest.raises(ValueError, match="eps must be at least 0, got"):
+        kernel.positive_features(jnp.ones((2, 2)), jnp.eye(2), eps=eps)
+
+
+def strategy_1(batch, seed):
+    """Queries, keys and values of 8 heads as they start, and their projection."""
+    rng = np.random.default_rng(seed)
+    positions = offsets.grid_positions((16, 16), 1)
+    u = kernels.sinusoids(positions, 64.0 ** (-np.arange(4) / 4), num_prefix=1)
+    coefficients = rng.standard_normal((8, 8, 2)).astype(np.float32)
+    q_positions = jax.vmap(lambda c: kernels.constrained_sinusoids(u, c))(coefficients)
+
+    def content():
+        return rng.standard_normal((batch, 8, 257, 32)).astype(np.float32) / 3**0.5
+
+    q, k = (
+        np.concatenate([x, np.broadcast_to(p, (*x.shape[:-1], 16))], axis=-1)
+        for x, p in ((content(), q_positions), (content(), u))
+    )
+    projection = kernel.draw_orthogonal(jax.random.key(seed), 185, 48)
+    return q, k, content(), projection
+
+
+def published_attention(q, k, v, projection, batch):
+    """With eps = 1e-4 added to features over the largest of the batch of keys."""
+
+    def project(x):
+        x = x / 48**0.25
+        return x @ projection.T, (x**2).sum(-1, keepdims=True) / 2
+
+    (of_q, norm_q), (of_k, norm_k) = project(q), project(k)
+    phi_q = np.exp(of_q - norm_q - of_q.max(-1, keepdims=True)) + 1e-4
+    phi_k = np.exp(of_k - norm_k - project(batch)[0].max()) + 1e-4
+    weights = phi_q @ phi_k.sum(-2)[..., None]
+    return phi_q @ (phi_k.swapaxes(-1, -2) @ v) / weights
+
+
+def test_eps_changes_attention_as_documented():
+    *batch, projection = strategy_1(batch=22, seed=2)
+    # Of the batch, only its largest key matters to an example.
+    q, k, v = (jnp.asarray(x[:2]) for x in batch)
+
+    def attend(eps):
+        phi = functools.partial(
+            kernel.positive_features, projection=projection, eps=eps
+        )
+        return kernels.linear_attention(q, k, v, phi)
+
+    def distance(x, y):
+        return np.linalg.norm(x - y) / np.linalg.norm(y)
+
+    exact = kernels.softmax_attention(q, k, v)
+    plain, added = attend(0.0), attend(0.3)
+    arrays = (np.asarray(x) for x in (q, k, v, projection))
+    published = published_attention(*arrays, batch[1])
+    assert 0.78 < distance(plain, exact) < 1.0
+    assert distance(attend(1e-4), plain) < 2e-4
+    assert 0.24 < distance(added, plain) < 0.255
+    assert 0.55 < distance(added, exact) < 0.72
+    assert 0.19 < distance(published, plain) < 0.33
+    assert 0.59 < distance(published, exact) < 0.63
 
 
 def test_depths_must_agree():

@@ -50,8 +50,10 @@ def expected(attention, variables, x):
     else:
         drawn = variables["random_features"]
 
+        eps = 0.3 if "eps" in attention else 0.0
+
         def phi(vector, name="projection"):
-            return reference.positive_features(vector, drawn[name].projection)
+            return reference.positive_features(vector, drawn[name].projection, eps)
 
         k = project(params["k"], x)
         heads = [
@@ -80,6 +82,8 @@ def expected(attention, variables, x):
         "softmax",
         f"favor(num_features={FEATURES})",
         f"banded(clip=2, num_features={FEATURES})",
+        f"favor(num_features={FEATURES}, eps=0.3)",
+        f"banded(clip=2, num_features={FEATURES}, eps=0.3)",
         f"banded(clip=2, num_features={FEATURES}, separate_projections=True)",
     ],
 )
@@ -153,6 +157,7 @@ CAUSAL = [
     ("softmax", "none"),
     ("favor", "none"),
     ("favor(features='trigonometric')", "none"),
+    ("favor(eps=0.3)", "none"),
     ("softmax", "constrained_sincos"),
     ("favor", "constrained_sincos(content_conditioned=True)"),
     ("favor", "constrained_sincos(content_modulated=True)"),

@@ -6,6 +6,7 @@ Nothing depends on later tokens, not even a stabiliser: see `causal_linear_atten
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -55,9 +56,14 @@ def causal_linear_attention(
     Nothing depends on later tokens, bit for bit. Keys' exponents are shifted by
     `Features.bound`, which looks at no token, or, where a token has one exponent, by
     the largest so far. Denominators are guarded as in `linear_attention`; where all
-    weights underflow, the result is zero: positive features of one key that is far
-    larger than usual, or of ordinary keys in heads deeper than about 224, for which
-    the bound, which grows as the depth, is too far above all exponents.
+    weights underflow, the result is zero.
+
+    Positive features of long keys underflow: no query gives such a key any weight. The
+    median norm of a key from which this happens (50 draws of 110, 266 and 621 features)
+    is 38 at depth 32, 46 at depth 64 and 56 at depth 128; where there is no other key,
+    normal queries get zeros from a norm of 36, 43 and 51 on. In heads deeper than about
+    224 features of ordinary keys underflow too, since the bound grows with the depth.
+    `underflowed` tells which keys are affected. Features with ``eps`` do not underflow.
 
     Args:
         q: Queries, shape ``[*batch, n, depth]``.
@@ -106,6 +112,26 @@ def causal_linear_attention(
         key_mask = split_chunks(key_mask[..., None], size, multiple=parallel)[..., 0]
     _, out = scan_chunks(attend, state, (*tokens, key_mask))
     return join_chunks(out, length)
+
+
+def underflowed(keys: Features) -> Bool[Array, "*batch n"]:
+    """Which keys `causal_linear_attention` gives no weight: all features underflow.
+
+    Args:
+        keys: Their features, with a bound.
+
+    Returns:
+        True where every feature, shifted by its bound, is below the smallest normal
+        float32, shape ``[*batch, n]``.
+
+    Example:
+        >>> from relattn.kernels import draw_orthogonal, positive_features
+        >>> w = draw_orthogonal(jax.random.key(0), 5, 3)
+        >>> underflowed(positive_features(jnp.array([[1.0] * 3, [50.0] * 3]), w))
+        Array([False,  True], dtype=bool)
+    """
+    largest = jnp.max(keys.exponents - keys.bound, axis=-1)
+    return largest < math.log(jnp.finfo(jnp.float32).tiny)
 
 
 def init_linear_state(

@@ -6,11 +6,12 @@ import functools
 from typing import Any, ClassVar
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from relattn import spec
-from relattn.kernels import banded, linear, random_features
+from relattn.kernels import banded, causal_linear, linear, random_features
 from relattn.kernels.unit_norm import unit_norm
 from relattn.nn.attention import Context
 from relattn.nn.linear_attention import LinearAttention
@@ -126,6 +127,23 @@ class RandomFeatureAttention(LinearAttention):
             FEATURE_MAPS[self.features], projection=drawn.projection, **options
         )
 
+    def attend_content(
+        self,
+        q: Float[Array, "batch heads n key_depth"],
+        k: Float[Array, "batch heads n key_depth"],
+        v: Float[Array, "batch heads n depth"],
+        feature_map: linear.FeatureMap,
+        context: Context,
+    ) -> Float[Array, "batch heads n depth"]:
+        """Linear attention; measures the share of keys whose features underflow."""
+        positive = self.features == "positive"
+        if self.causal and positive and self.is_mutable_collection("intermediates"):
+            lost = causal_linear.underflowed(feature_map(jax.lax.stop_gradient(k)))
+            if context.key_mask is not None:
+                lost = lost & context.key_mask
+            self.sow("intermediates", "underflowed_keys", lost.mean())
+        return super().attend_content(q, k, v, feature_map, context)
+
     @property
     def signed(self) -> bool:
         """Trigonometric features may be negative."""
@@ -140,6 +158,10 @@ class FavorAttention(RandomFeatureAttention):
     The projection is the variable ``projection`` of the collection
     ``random_features``: no parameter, redrawn by `relattn.kernels.redraw`. Where the
     position has an offset bias b, weights are multiplied by exp(b), by FFT.
+
+    Causal attention with positive features sows ``underflowed_keys``, the share of keys
+    that are too long to get any weight, which training logs: see
+    `relattn.kernels.causal_linear_attention`.
 
     Attributes:
         normalize: Whether the weights are those of the queries' and keys' directions,

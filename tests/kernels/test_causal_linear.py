@@ -13,6 +13,7 @@ from relattn.kernels.causal_linear import (
     causal_linear_attention,
     causal_linear_attention_step,
     init_linear_state,
+    underflowed,
 )
 from tests import compare, reference
 
@@ -107,6 +108,26 @@ def test_keys_that_cancel_across_chunks_are_guarded_by_their_magnitudes():
             state, q[row], k[row], v[row], feature_map
         )
         np.testing.assert_allclose(out, expected[row], rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("depth", "zero", "underflow"), [(32, 36, 38), (64, 43, 46), (128, 51, 56)]
+)
+def test_long_keys_lose_their_weight_where_documented(depth, zero, underflow):
+    num_features = maps.default_num_features(depth)
+    projection = draw_orthogonal(jax.random.key(0), num_features, depth)
+    phi = compare.feature_map("positive", projection)
+    directions = jax.random.normal(jax.random.key(1), (50, depth))
+    directions /= jnp.linalg.norm(directions, axis=-1, keepdims=True)
+    q = jax.random.normal(jax.random.key(2), (50, 1, depth))
+
+    def share_of_zeros(norm):
+        k = norm * directions[:, None]
+        return (causal_linear_attention(q, k, jnp.ones_like(k), phi) == 0).mean()
+
+    assert share_of_zeros(zero - 5) < 0.1 and share_of_zeros(zero + 5) > 0.9
+    below, above = (phi((underflow + d) * directions) for d in (-5, 5))
+    assert underflowed(below).mean() < 0.1 and underflowed(above).mean() > 0.9
 
 
 def test_features_that_would_need_the_future_are_refused():

@@ -153,6 +153,30 @@ def test_trigonometric_features_count_nonpositive_normalizers():
     assert jnp.isfinite(out).all()
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_causal_positive_features_count_keys_that_underflow(causal):
+    make_attention, _ = build(
+        "favor", "none", dim=DIM, heads=HEADS, num_layers=1, causal=causal
+    )
+    module = make_attention(layer=0)
+    x = jax.random.normal(jax.random.key(1), (2, N, DIM))
+    variables = module.init(jax.random.key(0), x)
+    loud = x.at[0, jnp.array([3, 6])].multiply(1e4)
+    key_mask = jnp.broadcast_to(jnp.arange(N) < 6, (2, N))
+
+    def share(tokens, key_mask=None):
+        _, sown = module.apply(
+            variables, tokens, key_mask=key_mask, mutable=["intermediates"]
+        )
+        return sown["intermediates"]["underflowed_keys"][0] if sown else None
+
+    found = [share(x), share(loud), share(loud, key_mask)]
+    if causal:
+        np.testing.assert_allclose(found, [0, 2 / 14, 1 / 14])
+    else:
+        assert found == [None] * 3
+
+
 CAUSAL = [
     ("softmax", "none"),
     ("favor", "none"),

@@ -38,7 +38,7 @@ class RandomFeatureAttention(LinearAttention):
             with the position's width where one is concatenated.
         features: ``"positive"`` (FAVOR+), ``"trigonometric"`` (FAVOR) or ``"relu"``.
         orthogonal: Whether the projection's rows are orthogonal.
-        norms: ``"chi"`` or ``"fixed"``, as in `draw_orthogonal`.
+        norms: ``"chi"``, or ``"fixed"``, which is biased: see `draw_orthogonal`.
         haar: As in `draw_orthogonal`.
         eps: Added to every feature, as in `positive_features` and `relu_features`; None
             for their default. Trigonometric features take none.

@@ -239,6 +239,23 @@ def test_without_the_sign_fix_the_kernel_is_biased():
     assert abs(standard_errors_from(ancestral, exact)) > 10
 
 
+def test_fixed_norms_are_biased_as_documented():
+    depth, x = 12, jnp.zeros((1, 12)).at[0, 0].set(1.5)
+
+    @jax.jit
+    @jax.vmap
+    def estimate(key):
+        projection = kernel.draw_orthogonal(key, 4 * depth, depth, norms="fixed")
+        features = kernel.positive_features(x, projection).dense()
+        return (features @ features.T)[0, 0]
+
+    exact = np.exp(1.5**2 / depth**0.5)
+    documented = np.exp(-(3.0**4) / (4 * depth * (depth + 2)))
+    samples = np.asarray(estimate(jax.random.split(KEY, 2000)))
+    assert standard_errors_from(samples, exact) < -8
+    assert abs(standard_errors_from(samples, documented * exact)) < 4
+
+
 @pytest.mark.parametrize("sizes", [(0, 5), (7, 0)])
 @pytest.mark.parametrize("draw", [kernel.draw_orthogonal, kernel.draw_gaussian])
 def test_sizes_must_be_positive(draw, sizes):

@@ -133,3 +133,18 @@ def test_remat_keeps_less_for_the_backward_pass(name):
         return sum(leaf.size for leaf in jax.tree.leaves(residuals))
 
     assert kept(True) < kept(False)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_start_as_standard_normals(name):
+    """The CLS token, and the embeddings of a text."""
+    model, _, inputs = make(name, dim=200, num_layers=1)
+
+    @jax.jit
+    def init(key):
+        params = model.init(key, inputs)["params"]
+        return params["embedding"]["embedding"] if name == "gpt" else params["cls"]
+
+    values = init(jax.random.key(0))
+    # Within four standard errors.
+    assert abs(values.std() - 1) < 4 / (2 * values.size) ** 0.5

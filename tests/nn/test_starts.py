@@ -1,0 +1,37 @@
+"""Positions' parameters start with the standard deviation that their papers give."""
+
+import jax
+import numpy as np
+import pytest
+
+from relattn.nn.build import build
+
+DIM, HEADS, LAYERS, GRID = 48, 2, 5, (5, 7)
+# Of a normal distribution cut at two standard deviations.
+TRUNCATED = 0.8796
+
+
+@pytest.mark.parametrize(
+    "position, name, std",
+    [
+        ("constrained_sincos", "coefficients", 1.0),
+        ("sincos_bias", "coefficients", 1.0),
+        ("relative_key", "table", (DIM // HEADS) ** -0.5),
+        ("relative_value", "table", (DIM // HEADS) ** -0.5),
+        ("relative_bias", "table", 0.02 * TRUNCATED),
+        ("t5_bias", "table", DIM**-0.5),
+        ("fourier_bias", "coefficients", 0.02),
+    ],
+)
+def test_standard_deviations_at_the_start(position, name, std):
+    sizes = {"dim": DIM, "heads": HEADS, "num_layers": LAYERS}
+    _, make_position = build("softmax", position, **sizes)
+
+    @jax.jit
+    def init(key):
+        return make_position().init(key, GRID, 1)["params"][name]
+
+    values = np.asarray(init(jax.random.key(0)))
+    # Within four standard errors.
+    assert abs(values.mean()) < 4 * std / values.size**0.5
+    assert abs(values.std() - std) < 4 * std / (2 * values.size) ** 0.5

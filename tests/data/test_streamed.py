@@ -11,7 +11,11 @@ from ml_collections import ConfigDict
 from PIL import Image
 
 from relattn.data import DatasetNotPreparedError, load_data, load_images
-from relattn.data.augment import resized_center_crop
+from relattn.data.augment import (
+    random_flip,
+    random_resized_crop,
+    resized_center_crop,
+)
 from relattn.data.photographs import Photographs
 from relattn.data.prepare import check_archives
 from relattn.data.prepare import main as prepare
@@ -99,6 +103,19 @@ def test_the_batch_of_a_step_is_a_pure_function_of_it(config, augment):
         assert equal(batch, whole[step])
     other = take(data, 1, seed=1)
     assert not equal(other[0], whole[0])
+
+
+def test_training_photographs_are_cropped_and_then_flipped(config):
+    (batch,) = take(load_data(config), 1, seed=3).values()
+    flips = []
+    for place, index in enumerate(indices(batch)):
+        rng = np.random.default_rng([3, 0, place, 1])
+        whole = Image.open(encode_photograph(23, index)).convert("RGB")
+        crop = random_resized_crop(whole, rng, 13)
+        image = random_flip(crop, rng)
+        np.testing.assert_array_equal(batch["image"][place], np.asarray(image))
+        flips.append(image is not crop)
+    assert 0 < sum(flips) < 5
 
 
 def test_crops_and_augmentations_are_fresh_every_epoch(config):

@@ -1,5 +1,7 @@
 """Attention modules against the references, with their own parameters."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -130,6 +132,23 @@ def test_compute_dtype_is_the_module_s_and_parameters_are_float32(attention):
     )
     assert out.dtype == jnp.bfloat16
     assert {leaf.dtype for leaf in jax.tree.leaves(variables)} == {np.dtype("float32")}
+
+
+@pytest.mark.parametrize("attention", ["favor", "banded"])
+def test_options_of_the_draw_reach_it(attention):
+    options = "num_features=5, orthogonal=False, norms='fixed', haar=False"
+    make_attention, _ = build(
+        f"{attention}({options})", "none", dim=DIM, heads=HEADS, num_layers=9
+    )
+    variables = jax.eval_shape(
+        functools.partial(make_attention(layer=7).init, grid=GRID, num_prefix=1),
+        jax.random.key(0),
+        jnp.ones((1, N, DIM)),
+    )
+    drawn = variables["random_features"]["projection"]
+    assert drawn.projection.shape == (5, DEPTH)
+    assert (drawn.layer, drawn.orthogonal) == (7, False)
+    assert (drawn.norms, drawn.haar) == ("fixed", False)
 
 
 def test_random_features_default_to_d_ln_d_of_the_concatenated_depth():

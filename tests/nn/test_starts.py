@@ -1,4 +1,6 @@
-"""Positions' parameters start with the standard deviation that their papers give."""
+"""Parameters of positions and attentions start as their papers say."""
+
+import functools
 
 import jax
 import numpy as np
@@ -35,3 +37,10 @@ def test_standard_deviations_at_the_start(position, name, std):
     # Within four standard errors.
     assert abs(values.mean()) < 4 * std / values.size**0.5
     assert abs(values.std() - std) < 4 * std / (2 * values.size) ** 0.5
+
+
+def test_the_table_of_distances_starts_at_zero():
+    make, _ = build("banded(clip=2)", "none", dim=8, heads=2, num_layers=1)
+    init = functools.partial(make(layer=0).init, grid=(2, 3), num_prefix=1)
+    params = jax.jit(init)(jax.random.key(0), np.ones((1, 7, 8), np.float32))["params"]
+    np.testing.assert_array_equal(params["table"], np.zeros((3, 4)))

@@ -72,6 +72,13 @@ def test_tables_start_as_published(kind, options, bound):
         assert np.abs(table.mean()) < 4 * bound / np.sqrt(3 * table.size)
 
 
+def test_a_single_matrix_starts_as_a_linear_layer_does():
+    module, _, x = make("exact", relative="qk")
+    params = jax.jit(lambda key: module.init(key, x, **CALL))(jax.random.key(0))
+    matrix = np.asarray(params["params"]["v_matrix"])
+    assert 0.9 * DIM**-0.5 < np.abs(matrix).max() <= DIM**-0.5
+
+
 def test_every_option_has_its_parameters():
     exact = shapes_of("exact", relative="qv")
     assert exact["['q_table']"] == exact["['v_table']"] == (ROWS, DIM, HEADS, 3)

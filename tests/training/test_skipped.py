@@ -158,6 +158,7 @@ def test_means_leave_skipped_updates_out(tiny, config):
     assert (first["train_loss"], first["train_grad_norm"]) == (3.0, 1.5)
     assert math.isnan(second["train_loss"]) and math.isnan(second["train_grad_norm"])
     assert (first["train_skipped"], second["train_skipped"]) == (1, 3)
+    assert first["epoch"] == second["epoch"] == 7 / task.steps_per_epoch
     assert first["learning_rate"] == float(task.schedule(5))
     assert second["learning_rate"] == float(task.schedule(3))
     config.max_skipped_updates = 0

@@ -1,0 +1,68 @@
+"""What an evaluation reports: the five best of many classes, seconds of inference."""
+
+import dataclasses
+import types
+
+import flax.linen as nn
+import jax
+import numpy as np
+import pytest
+
+from relattn.training import evaluator
+from relattn.training.parallel import DataParallel
+from tests.training.conftest import make_data
+
+SPLIT = make_data().test
+
+
+class Linear(nn.Module):
+    num_classes: int
+
+    @nn.compact
+    def __call__(self, images, *, deterministic=True):
+        return nn.Dense(self.num_classes)(images.reshape(len(images), -1))
+
+
+def evaluate(num_classes, **options):
+    model = Linear(num_classes)
+    names = tuple(map(str, range(num_classes)))
+    info = dataclasses.replace(make_data().info, class_names=names)
+    parallel = DataParallel(jax.local_devices()[:1])
+    variables = model.init(jax.random.key(0), np.zeros((1, 5, 3, 1), np.float32))
+    variables = parallel.place(variables)
+    evaluate = evaluator.Evaluator(
+        model, lambda batch: batch["image"].astype(np.float32) / 255, info, parallel
+    )
+    (result,) = evaluate(variables, SPLIT, 16, **options)
+    return result
+
+
+@pytest.mark.parametrize("num_classes", [10, 11])
+def test_the_five_best_are_of_more_than_ten_classes(num_classes):
+    result = evaluate(num_classes)
+    assert ("top5_accuracy" in result) == (num_classes > 10)
+    assert result["count"] == len(SPLIT)
+
+
+def test_seconds_leave_compilation_out(monkeypatch):
+    """By a clock that compilation moves on."""
+    now = [0.0]
+    make = evaluator.make_eval_step
+
+    def make_slow_to_compile(*args, **kwargs):
+        step = make(*args, **kwargs)
+
+        def traced(*args):
+            now[0] += 1000
+            return step(*args)
+
+        return traced
+
+    clock = types.SimpleNamespace(perf_counter=lambda: now[0])
+    monkeypatch.setattr(evaluator, "make_eval_step", make_slow_to_compile)
+    monkeypatch.setattr(evaluator, "time", clock)
+    result = evaluate(3, timed=True)
+    assert now == [1000]
+    assert result["seconds"] == 0
+    # The batch that comes twice counts once.
+    assert result["count"] == len(SPLIT)

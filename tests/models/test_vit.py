@@ -65,6 +65,10 @@ def test_a_hybrid_has_softmax_in_its_last_layers():
     assert params["blocks_1"]["attention"]["q"]["kernel"].shape == (2, 12, 12)
     params = shapes_of(build(attention="translution"))["params"]
     assert params["blocks_0"]["attention"]["q_table"].shape[0] == 3
+    options = {"attention": "lor_translution", "num_relative_layers": 1}
+    params = shapes_of(build(qkv_bias=True, **options))["params"]
+    for blocks in ("blocks_0", "blocks_1"):
+        assert set(params[blocks]["attention"]["q"]) == {"kernel", "bias"}
 
 
 def test_random_features_keep_a_block_a_layer():

@@ -49,3 +49,18 @@ def test_adamw_decays_the_weights():
     zero = {"a": jnp.zeros(3)}
     updates, _ = optimizer.update(zero, optimizer.init(params), params)
     np.testing.assert_allclose(updates["a"], -2.0 * 0.05 * 7.0 * np.ones(3), rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["adam", "adamw"])
+def test_adam_averages_as_its_decay_rates_say(name):
+    config = default_config().optimizer
+    config.update(name=name, b1=0.5, b2=0.75)
+    optimizer = make_optimizer(config, lambda step: 2.0)
+    params = {"a": jnp.zeros(3)}
+    state = optimizer.init(params)
+    for gradient in (4.0, 0.0):
+        grads = {"a": jnp.full(3, gradient)}
+        updates, state = optimizer.update(grads, state, params)
+    mean = 0.5 * 0.5 * 4 / (1 - 0.5**2)
+    square = 0.75 * 0.25 * 4**2 / (1 - 0.75**2)
+    np.testing.assert_allclose(updates["a"], -2 * mean / square**0.5 * np.ones(3), 1e-5)

@@ -20,6 +20,7 @@ from ml_collections import ConfigDict
 
 from relattn.data.catalogue import SETS
 from relattn.data.full import check_content
+from relattn.data.manifest import write_manifest
 from relattn.data.paths import expand
 from relattn.data.prepared import data_root, describe, find_prepared, read_prepared
 from relattn.data.streamed import open_streamed
@@ -58,6 +59,9 @@ def prepare(name: str, data_dir: str = "", manual_dir: str = "") -> pathlib.Path
             ),
         )
         folder = pathlib.Path(builder.data_path)
+        # Records have checksums of their own, which their reader verifies.
+        names = sorted(file.name for file in folder.iterdir())
+        write_manifest(folder, (n for n in names if n.endswith((".json", ".txt"))))
     entry = SETS[name]
     if entry.streamed:
         open_streamed(ConfigDict({"name": name}), folder, entry.test_split)

@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from relattn import spec
 from relattn.data.images import ImageSplit
+from relattn.data.manifest import find_damage
 from relattn.data.paths import expand
 
 CHUNK = 1000
@@ -93,9 +94,12 @@ def open_builder(folder: pathlib.Path) -> tfds.core.DatasetBuilder:
         TFDS's builder that reads it.
 
     Raises:
-        ValueError: ``features.json`` names a class that is not TFDS's.
+        ValueError: a file is not as it was when the set was prepared, or
+            ``features.json`` names a class that is not TFDS's.
         OSError: the folder is incomplete.
     """
+    if damage := find_damage(folder):
+        raise ValueError(damage)
     # TFDS imports whatever module that file names.
     for name in _class_names(json.loads((folder / "features.json").read_text("utf-8"))):
         if not (isinstance(name, str) and name.startswith("tensorflow_datasets.")):

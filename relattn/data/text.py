@@ -19,6 +19,7 @@ from relattn.data.batches import (
 from relattn.data.catalogue import EMBEDDED_FOLDER
 from relattn.data.choices import check_choice
 from relattn.data.loader import Loader
+from relattn.data.manifest import find_damage
 from relattn.data.paths import expand
 from relattn.data.source import EvalSplit, TextInfo
 from relattn.data.token_files import (
@@ -247,6 +248,8 @@ def _read_folder(config: ConfigDict, length: int) -> Text:
             f"The folder data.data_dir={folder} is missing: write it by `python -m "
             "relattn.data.prepare_text`."
         )
+    if damage := find_damage(folder):
+        raise ValueError(f"{damage}: copy or prepare the text again.")
     meta = read_meta(folder, config.get("tokenizer", ""))
     tokens = {
         part: open_tokens(folder / file, meta, length + 1)

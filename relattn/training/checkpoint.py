@@ -11,7 +11,6 @@ checkpoint that training has set aside.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -25,12 +24,12 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
 
 from relattn import spec
+from relattn.data.manifest import MANIFEST, sha256
 from relattn.training.aside import DAMAGED
 from relattn.training.errors import CheckpointError, DamagedError
 from relattn.training.meta import check_meta
 from relattn.training.storage import quiet_orbax, system_error
 
-MANIFEST = "manifest.json"
 _TIMES = "_CHECKPOINT_METADATA"
 _INCOMPLETE = ".orbax-checkpoint-tmp"
 
@@ -185,12 +184,6 @@ def _files(checkpoint: Path) -> dict[str, Path]:
         for path in files
         if not path.name.startswith(".")
     }
-
-
-def sha256(path: Path) -> str:
-    """The SHA-256 of a file, as manifests have it."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def checkpoint_steps(folder: Path) -> list[int]:

@@ -7,14 +7,9 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from relattn.data.manifest import MANIFEST, sha256
 from relattn.training.aside import name_aside
-from relattn.training.checkpoint import (
-    MANIFEST,
-    checkpoint_steps,
-    rank,
-    read_meta,
-    sha256,
-)
+from relattn.training.checkpoint import checkpoint_steps, rank, read_meta
 from relattn.training.errors import DamagedError
 
 _SCORES = "metrics/metrics"

@@ -2,6 +2,7 @@
 
 import importlib.util
 import io
+import json
 import pathlib
 import socket
 import sys
@@ -9,9 +10,11 @@ import tarfile
 import urllib.request
 
 import pytest
+import tensorflow_datasets as tfds
 from ml_collections import ConfigDict
 
 from relattn.data.load import load_data, load_images
+from relattn.data.manifest import find_damage
 from relattn.data.prepare import check_archives, main
 from tests.data.conftest import encode_photograph
 
@@ -66,6 +69,23 @@ def test_without_tensorflow(tmp_path, monkeypatch, capsys):
     assert "cifar10 was not prepared: ImportError: no TensorFlow: `pip install" in (
         capsys.readouterr().err
     )
+
+
+def test_the_checksums_of_what_was_prepared(write_set, monkeypatch, tmp_path):
+    prepared = write_set("cifar10", train=11, test=5)[1]
+
+    class Builder:
+        url_infos, data_path = (), str(prepared)
+
+        def download_and_prepare(self, **keys):
+            pass
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(tfds, "builder", lambda *names, **keys: Builder())
+    main(["--name=cifar10", f"--data_dir={tmp_path / 'elsewhere'}"])
+    sums = json.loads((prepared / "manifest.json").read_text())
+    assert list(sums) == ["dataset_info.json", "features.json", "label.labels.txt"]
+    assert find_damage(prepared) == ""
 
 
 def test_unknown_name(capsys):

@@ -7,6 +7,7 @@ import types
 
 import numpy as np
 import pytest
+from ml_collections import ConfigDict
 
 from relattn.data import prepare_text
 from relattn.data.prepare_text import (
@@ -17,6 +18,7 @@ from relattn.data.prepare_text import (
     read_text,
     split_text,
 )
+from relattn.data.text import load_text
 from relattn.data.token_files import open_tokens, read_meta
 from relattn.data.tokenizers import load_tokenizer
 
@@ -56,6 +58,7 @@ def test_bytes_of_a_file(tmp_path):
     assert bytes(train + validation) == TEXT.encode()
     assert len(train) == int(len(TEXT.encode()) * 0.7)
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
+        "manifest.json",
         "meta.json",
         "train.bin",
         "val.bin",
@@ -220,7 +223,27 @@ def test_not_utf8(tmp_path, capsys):
     assert left == {"train.bin.partial"}
 
 
-@pytest.mark.parametrize("name", ["meta.json", "train.bin", "val.bin", "test.bin"])
+@pytest.mark.parametrize("name", ["train.bin", "val.bin"])
+def test_a_flipped_bit_ends_a_run_before_it_starts(tmp_path, name):
+    prepare_files(write(tmp_path, a=TEXT), tmp_path, BYTES, 0.3)
+    config = ConfigDict({"data_dir": str(tmp_path), "context_length": 7})
+    assert load_text(config).info.tokenizer == "bytes"
+    content = bytearray((tmp_path / name).read_bytes())
+    # The low byte of a token: the id stays in range.
+    content[20] ^= 1
+    (tmp_path / name).write_bytes(content)
+    message = (
+        rf"{name} is damaged \(its SHA-256 .*json\): copy or prepare the text again"
+    )
+    with pytest.raises(ValueError, match=message):
+        load_text(config)
+    (tmp_path / "manifest.json").unlink()
+    load_text(config)
+
+
+@pytest.mark.parametrize(
+    "name", ["manifest.json", "meta.json", "train.bin", "val.bin", "test.bin"]
+)
 def test_nothing_is_overwritten(tmp_path, name):
     (tmp_path / name).touch()
     with pytest.raises(FileExistsError, match=f"{name} is there already: choose"):

@@ -7,6 +7,7 @@ import pytest
 
 from relattn.data import prepared
 from relattn.data.images import ImageSplit
+from relattn.data.manifest import write_manifest
 from relattn.data.prepared import content_digest, find_prepared, read_prepared
 
 
@@ -76,6 +77,16 @@ def test_the_newest_version_is_found(write_set):
     (folder.with_name("12.0.0")).mkdir()
     assert find_prepared("mnist", data_dir).name == "10.0.0"
     assert find_prepared("cifar10", data_dir) is None
+
+
+def test_a_flipped_bit_of_a_class_name(write_set):
+    _, folder = write_set("mnist", train=11, test=5)
+    write_manifest(folder, ["label.labels.txt", "features.json"])
+    read_prepared(folder)
+    (folder / "label.labels.txt").write_text("bat\ndog\n")
+    message = r"cannot be read \(ValueError: .*label.labels.txt is damaged .*prepare it"
+    with pytest.raises(ValueError, match=message):
+        read_prepared(folder)
 
 
 @pytest.mark.parametrize("damage", ["features.json", "dataset_info.json", "*train*"])

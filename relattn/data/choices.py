@@ -1,12 +1,13 @@
 """The check of a name against the known ones."""
 
-import difflib
-from collections.abc import Iterable
+from collections.abc import Collection
 
 from relattn import spec
 
 
-def check_choice(key: str, value: str, choices: Iterable[str], where: str = "") -> None:
+def check_choice(
+    key: str, value: str, choices: Collection[str], where: str = ""
+) -> None:
     """Raises unless a value is one of the known ones.
 
     Args:
@@ -16,19 +17,14 @@ def check_choice(key: str, value: str, choices: Iterable[str], where: str = "") 
         where: they are known, for the message.
 
     Raises:
-        ValueError: the value is unknown; the message lists the known ones.
+        ValueError: the value is unknown; the message names the closest.
 
     Example:
-        >>> check_choice("source", "flder", ["folder"])
+        >>> check_choice("data.source", "flder", ["folder"])
         Traceback (most recent call last):
-        ValueError: Unknown source='flder'. Did you mean 'folder'? Known: 'folder'.
+        ValueError: unknown data.source 'flder': did you mean 'folder'? There are: \
+folder
     """
-    choices = list(choices)
-    if value in choices:
-        return
-    shown = spec.shorten(value)
-    start = value[: spec.MAX_SHOWN]
-    close = difflib.get_close_matches(start, choices, n=1, cutoff=0.3)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
-    listed = ", ".join(repr(choice) for choice in choices)
-    raise ValueError(f"Unknown {key}={shown}{where}.{hint} Known: {listed}.")
+    if value not in choices:
+        shown, hint = spec.shorten(value), spec.closest(value, choices)
+        raise ValueError(f"unknown {key} {shown}{where}: {hint}")

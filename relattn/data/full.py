@@ -18,7 +18,7 @@ from relattn.data.prepared import (
 
 
 class DatasetNotPreparedError(FileNotFoundError):
-    """An image set is not on this machine; the message says how to prepare it."""
+    """A data set is not on this machine; the message says how to prepare it."""
 
 
 def read_full(

@@ -51,7 +51,7 @@ def load_data(config: ConfigDict) -> DataSource:
         DatasetNotPreparedError: a set is not there; the message says how to get it.
     """
     source = config.get("source", "embedded")
-    check_choice("data.source", source, list(LOADERS))
+    check_choice("data.source", source, LOADERS)
     # Refused here, before an hour of preparation.
     make_mix(config.get("mix", "none"), "tokens" if source == "text" else "images")
     return LOADERS[source](config)
@@ -96,7 +96,7 @@ def load_images(config: ConfigDict) -> ImageData:
         (4500, 500, 1000, (28, 28, 1))
     """
     source, augment = config.get("source", "embedded"), config.get("augment", "none")
-    check_choice("data.source", source, list(SOURCES))
+    check_choice("data.source", source, SOURCES)
     check_augmentation(augment)
     train, test, class_names, origin = SOURCES[source](config)
     train, validation = split_validation(
@@ -132,7 +132,7 @@ def load_embedded(config: ConfigDict) -> Source:
 
 def load_tfds(config: ConfigDict) -> DataSource:
     """Loads a full set into memory, or opens one that is too large for it."""
-    check_choice("data.name", config.name, list(SETS))
+    check_choice("data.name", config.name, SETS)
     if not SETS[config.name].streamed:
         return load_images(config)
     folder = find_or_prepare(
@@ -143,7 +143,7 @@ def load_tfds(config: ConfigDict) -> DataSource:
 
 def load_full(config: ConfigDict) -> Source:
     """Reads a full set that TFDS prepared, or prepares it first."""
-    check_choice("data.name", config.name, list(SETS))
+    check_choice("data.name", config.name, SETS)
     if SETS[config.name].streamed:
         raise ValueError(
             f"data.name={config.name!r} does not fit into memory: `load_data` opens "

@@ -18,6 +18,7 @@ from relattn.data.batches import (
 )
 from relattn.data.catalogue import EMBEDDED_FOLDER
 from relattn.data.choices import check_choice
+from relattn.data.full import DatasetNotPreparedError
 from relattn.data.loader import Loader
 from relattn.data.manifest import find_damage
 from relattn.data.paths import expand
@@ -199,6 +200,8 @@ def load_text(config: ConfigDict) -> TextData:
         is that of validation.
 
     Raises:
+        DatasetNotPreparedError: OpenWebText has no folder; the message says how to
+            prepare it.
         FileNotFoundError: a file is missing.
         ValueError: a key or a file cannot be used; the message says why.
 
@@ -262,6 +265,13 @@ def _read_folder(config: ConfigDict, length: int) -> Text:
 
 def _read_embedded(config: ConfigDict, length: int) -> Text:
     name = config.get("name", "") or EMBEDDED_TEXTS[0]
+    if name == "openwebtext":
+        raise DatasetNotPreparedError(
+            "data.data_dir is empty: name the folder DIR of OpenWebText's tokens. "
+            "Prepare it once, on a machine with a network: `pip install "
+            "'relattn[openwebtext]'`, then `python -m relattn.data.prepare_text "
+            "--openwebtext --output=DIR`."
+        )
     check_choice("data.name", name, EMBEDDED_TEXTS, " with an empty data.data_dir")
     tokenizer = load_tokenizer(
         config.get("tokenizer", "") or "bytes", config.get("bpe_dir", "")

@@ -10,11 +10,20 @@ def test_known():
 
 
 def test_unknown():
-    message = "^Unknown data.name='cifar' here. Did you mean 'cifar10'. Known: 'mnist',"
+    message = (
+        "^unknown data.name 'cifar' here: did you mean 'cifar10'. There are: cifar10, "
+        "mnist$"
+    )
     with pytest.raises(ValueError, match=message):
         check_choice("data.name", "cifar", ["mnist", "cifar10"], " here")
 
 
 def test_nothing_alike():
-    with pytest.raises(ValueError, match=r"^Unknown data.name='xyz'. Known: 'mnist'.$"):
+    with pytest.raises(ValueError, match="^unknown data.name 'xyz': there are: m"):
         check_choice("data.name", "xyz", {"mnist": 1})
+
+
+def test_a_huge_value_is_cut():
+    with pytest.raises(ValueError, match="^unknown data.name 'aaa") as raised:
+        check_choice("data.name", "a" * 10**6, ["mnist"])
+    assert len(str(raised.value)) < 200

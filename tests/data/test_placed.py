@@ -167,7 +167,7 @@ def test_mnist_on_84_pixels():
 @pytest.mark.parametrize(
     "keys, message",
     [
-        ({"placement": "dynamc"}, "placement='dynamc'. Did you mean 'dynamic'"),
+        ({"placement": "dynamc"}, "placement 'dynamc': did you mean 'dynamic'"),
         ({"canvas": 4}, "canvas=4 is smaller than the images of 3x5.*at least 5"),
         # Of 7 + 2 * 13 images of 2 channels.
         ({"canvas": 10**6}, "canvas=1000000 needs over 17 GB .* must be at most 16133"),

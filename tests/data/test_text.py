@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
-from relattn.data import load_data, text, token_files
+from relattn.data import DatasetNotPreparedError, load_data, text, token_files
 from relattn.data.source import DataSource, EvalSplit
 from relattn.data.text import TokenSplit, embedded_text, load_text
 from relattn.data.token_files import TokenMeta, write_meta, write_tokens
@@ -167,11 +167,20 @@ def test_embedded_text_is_small():
 
 def test_unknown_embedded_text():
     message = (
-        "^Unknown data.name='tinyshakspeare' with an empty data.data_dir. Did you mean "
-        "'tinyshakespeare'. Known: 'tinyshakespeare'"
+        "^unknown data.name 'tinyshakspeare' with an empty data.data_dir: did you mean "
+        "'tinyshakespeare'. There are: tinyshakespeare$"
     )
     with pytest.raises(ValueError, match=message):
         load_text(config_of("", name="tinyshakspeare"))
+
+
+def test_openwebtext_is_prepared_first():
+    message = (
+        "^data.data_dir is empty: name the folder .*'relattn.openwebtext.'.*`python "
+        "-m relattn.data.prepare_text --openwebtext --output=DIR`.$"
+    )
+    with pytest.raises(DatasetNotPreparedError, match=message):
+        load_text(config_of("", name="openwebtext"))
 
 
 @pytest.mark.parametrize("keys", [{}, {"context_length": 0}])

@@ -91,14 +91,14 @@ def test_a_study_survives_a_crash_and_trains_what_is_missing(
     monkeypatch.setitem(PRESETS, "tiny", Preset("Tiny", rows, columns))
     text, failed = study.run_study("tiny", tmp_path, jobs=2, overrides=TINY)
     assert [training.name for training in failed] == ["fails, seed 0"]
-    assert "data.name='openwebtext'" in failed[0].error
+    assert "relattn.data.prepare_text --openwebtext" in failed[0].error
     said = capfd.readouterr().out
     assert said.startswith("tiny: 2 of 2 runs to train")
     assert "works, seed 0: step 1 of 2, validation loss 5." in said
     assert "works, seed 0: a validation loss of 5." in said
     assert (tmp_path / "table.md").read_text() == text
     assert "| fails | – | – |" in text
-    assert "- fails, seed 0: train.py: Unknown data.name=" in text
+    assert "- fails, seed 0: train.py: data.data_dir is empty: " in text
     results = json.loads((tmp_path / "results.json").read_text())
     assert (results["preset"], results["curve"]) == ("tiny", "validation_loss")
     assert results["rows"][0]["columns"]["loss"]["published"] == "1.5"

@@ -54,6 +54,7 @@ _AT_LEAST = {
     "optimizer.weight_decay": 0.0,
     "optimizer.clip_norm": 0.0,
     "schedule.warmup_steps": 0,
+    "schedule.decay_rate": 0.0,
 }
 
 
@@ -89,7 +90,9 @@ def default_config() -> ConfigDict:
             "clip_norm": 0.0,
         }
     )
-    config.schedule = ConfigDict({"name": "constant", "warmup_steps": 0})
+    config.schedule = ConfigDict(
+        {"name": "constant", "warmup_steps": 0, "decay_rate": 1.0}
+    )
     config.redraw_every = 0
     config.max_skipped_updates = 0
     config.early_stopping_epochs = 0
@@ -187,6 +190,11 @@ def check_config(config: ConfigDict) -> None:
         raise ValueError(
             "config.optimizer.weight_decay needs config.optimizer.name='adamw', got "
             f"{given['optimizer.name']!r}"
+        )
+    if given["schedule.decay_rate"] != 1 and given["schedule.name"] != "exponential":
+        raise ValueError(
+            f"config.schedule.decay_rate={given['schedule.decay_rate']} needs "
+            f"config.schedule.name='exponential', got {given['schedule.name']!r}"
         )
     if given["model_axis"] > 1 and given["parallel"] != "mesh":
         raise ValueError(

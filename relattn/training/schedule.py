@@ -7,24 +7,33 @@ import optax
 from jaxtyping import Array, Float, Int
 from ml_collections import ConfigDict
 
-SCHEDULES = ("constant", "cosine")
+SCHEDULES = ("constant", "cosine", "exponential")
 OPTIMIZERS = ("adam", "adamw", "sgd")
 
 
 def make_schedule(
-    name: str, learning_rate: float, *, warmup_steps: int, num_steps: int
+    name: str,
+    learning_rate: float,
+    *,
+    warmup_steps: int,
+    num_steps: int,
+    decay_rate: float = 1.0,
+    steps_per_epoch: int = 1,
 ) -> optax.Schedule:
-    """A learning rate by step: constant or half a cosine, after a linear warm-up.
+    """A learning rate by step, after a linear warm-up.
 
-    lr(s) = learning_rate min(1, (s + 1) / warmup_steps) f(s), with f = 1 or
-    f(s) = (1 + cos(pi (s - warmup_steps) / (num_steps - warmup_steps))) / 2 after the
-    warm-up.
+    lr(s) = learning_rate min(1, (s + 1) / warmup_steps) f(s), with f = 1 for
+    ``"constant"``, f(s) = decay_rate^floor(s / steps_per_epoch) for ``"exponential"``
+    and f(s) = (1 + cos(pi (s - warmup_steps) / (num_steps - warmup_steps))) / 2 after
+    the warm-up for ``"cosine"``.
 
     Args:
-        name: ``"constant"`` or ``"cosine"``.
+        name: ``"constant"``, ``"cosine"`` or ``"exponential"``.
         learning_rate: The largest value.
         warmup_steps: Length of the warm-up; 0 for none.
         num_steps: Length of the run, where the cosine ends at zero.
+        decay_rate: The factor after each epoch, for ``"exponential"``.
+        steps_per_epoch: Length of an epoch, for ``"exponential"``.
 
     Returns:
         A function of the step, counted from zero.
@@ -50,6 +59,8 @@ def make_schedule(
             span = num_steps - warmup_steps
             progress = jnp.clip((done - warmup_steps) / span, 0.0, 1.0)
             rate = rate * 0.5 * (1.0 + jnp.cos(jnp.pi * progress))
+        elif name == "exponential":
+            rate = rate * decay_rate ** jnp.floor(done / steps_per_epoch)
         return learning_rate * rate
 
     return schedule

@@ -81,6 +81,8 @@ class Task:
             config.optimizer.learning_rate,
             warmup_steps=config.schedule.warmup_steps,
             num_steps=num_steps,
+            decay_rate=config.schedule.decay_rate,
+            steps_per_epoch=steps_per_epoch,
         )
         model = models.build_model(config.model, **_sizes(config, info))
         return cls(

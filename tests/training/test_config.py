@@ -25,6 +25,8 @@ def changed(key, value):
         ("optimizer.clip_norm", -1.0, r"clip_norm must be at least 0.0, got -1.0"),
         ("optimizer.weight_decay", 0.1, r"weight_decay needs .*name='adamw'"),
         ("optimizer.name", "adamm", r"unknown config.optimizer.name 'adamm'.*'adam'"),
+        ("schedule.decay_rate", 0.7, r"decay_rate=0.7 needs .*name='exponential', got"),
+        ("schedule.decay_rate", -0.1, r"decay_rate must be at least 0.0, got -0.1"),
         ("schedule.name", "cosin", r"unknown config.schedule.name.*'cosine'"),
         ("optimizer.learning_rate", float("nan"), "must be finite, got nan"),
         ("optimizer.b2", float("-inf"), r"optimizer.b2 must be finite, got -inf"),

@@ -21,6 +21,14 @@ def test_constant():
     np.testing.assert_allclose([schedule(0), schedule(6)], [0.1, 0.1], rtol=1e-6)
 
 
+def test_exponential_decays_after_each_epoch():
+    options = {"warmup_steps": 2, "num_steps": 7, "steps_per_epoch": 3}
+    schedule = make_schedule("exponential", 2.0, decay_rate=0.7, **options)
+    expected = 2.0 * np.array([0.5, 1, 1, 0.7, 0.7, 0.7, 0.49])
+    actual = [float(schedule(jnp.asarray(step))) for step in range(7)]
+    np.testing.assert_allclose(actual, expected, rtol=1e-6)
+
+
 def test_a_warm_up_as_long_as_the_run():
     with pytest.raises(ValueError, match=r"warmup_steps=7 must be less than the 7"):
         make_schedule("constant", 0.1, warmup_steps=7, num_steps=7)

@@ -21,12 +21,7 @@ def _projection(
     module: nn.Module, name: str, shape: tuple[int, ...], grid: offsets.Grid | None
 ) -> Float[Array, "*heads k n"]:
     """A parameter that starts uniform in +-1/sqrt(k), as in published code."""
-    k, n = shape[-2:]
-    if k > n:
-        raise ValueError(
-            f"attention 'linformer' with k={k} needs at least {k} tokens, "
-            f"prefix tokens included, got {n}: choose k <= {n}"
-        )
+    n = shape[-1]
     heads = tuple(range(len(shape) - 2))
     init = nn.initializers.variance_scaling(
         1 / 3, "fan_in", "uniform", in_axis=-2, out_axis=-1, batch_axis=heads
@@ -62,7 +57,8 @@ class LinformerAttention(MultiHeadAttention):
     E and F belong to one length of sequence, prefix tokens included.
 
     Attributes:
-        k: Number of projected keys, at most n.
+        k: Number of projected keys. It may be more than n, as in the baseline of Horn
+            et al.; that saves nothing.
         sharing: ``"none"``: E and F for every head; ``"heads"``: one E and one F;
             ``"key_value"``: one matrix for both; ``"layers"``: one for all layers too.
 

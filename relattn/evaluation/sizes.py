@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -21,6 +22,7 @@ from relattn.evaluation.sizes_translution import (
     translution_sizes,
 )
 from relattn.models import build_model
+from relattn.models.baselines import PUBLISHED_BASELINES
 
 # The published "Rel. S1" and so on, in our terms; "{}" is the setting's number.
 _PERFORMERS = {
@@ -29,6 +31,10 @@ _PERFORMERS = {
     "Rel. S1": ("favor", "constrained_sincos(num_scales={})"),
     "Rel. S2": ("banded(clip={})", "none"),
 }
+_LINFORMER_NOTE = (
+    "the published Linformer embeds a patch of 32x32 pixels; the printed 10.2M is its "
+    "count for three channels"
+)
 _CLS_NOTE = (
     "a Performer has the published count and the 256 of the CLS token, which the "
     "published count leaves out"
@@ -64,16 +70,21 @@ def _baseline_sizes() -> Iterator[Size]:
         if row["model"].startswith("Performer"):
             continue
         name = BASELINES[row["model"]]
-        for channels in (1, 3):
+        forms = {"modern": {"name": name}}
+        if name in PUBLISHED_BASELINES:
+            forms["published"] = PUBLISHED_BASELINES[name]
+        for (form, options), channels in itertools.product(forms.items(), (1, 3)):
             image_shape = (32, 32, channels)
-            model = build_model({"name": name}, num_classes=10, image_shape=image_shape)
+            model = build_model(options, num_classes=10, image_shape=image_shape)
+            linformer = form == "published" and name == "linformer"
             yield Size(
                 model=name,
-                size="",
+                size=form,
                 method=getattr(model, "attention", ""),
                 image="x".join(map(str, image_shape)),
                 params=count_parameters(model, image_shape),
                 published=parameters(row["params"]),
+                note=_LINFORMER_NOTE if linformer else "",
                 table="Horn et al.",
                 printed=row["params"],
             )

@@ -10,8 +10,9 @@ from relattn.models.performer import Performer
 class Linformer(Performer):
     """Classifies images from their pixels, by attention to projected keys and values.
 
-    The Linformer that is a baseline of Horn et al., who state only that it has 10.2M
-    parameters. The sizes here are our choice: `Performer` in 5 layers of width 384 and
+    A baseline of Horn et al. on pixels, as their Performers are. Their own works on one
+    patch of 32x32 pixels (`relattn.models.baselines`). The sizes here are our choice,
+    with the 10.2M parameters that they state: `Performer` in 5 layers of width 384 and
     12 heads, with their heads of 32, their MLP of four times the width and their
     absolute positions; k = 256 for 1,025 tokens, one matrix for the keys and values of
     a layer, as the authors of Linformer choose for sequences of 1,024. With 32x32

@@ -7,6 +7,7 @@ import pytest
 
 from configs import baselines, rpe_vit
 from relattn.models import build_model
+from relattn.models.baselines import PUBLISHED_BASELINES
 from relattn.models.methods import METHODS
 from relattn.nn.build import ATTENTIONS, POSITIONS
 from relattn.training import check_config
@@ -14,7 +15,9 @@ from relattn.training import check_config
 DATASETS = ["mnist", "fashion_mnist", "cifar10"]
 VARIANTS = ["none", "learnable_sincos", "constrained_sincos", "banded"]
 PAIRS = [",".join(pair) for pair in itertools.product(DATASETS, VARIANTS)]
-CONFIGS = [("performer", pair) for pair in ["", "cpu", "smoke", *PAIRS]]
+CONFIGS = [
+    ("performer", pair) for pair in ["", "cpu", "smoke", "smoke,published", *PAIRS]
+]
 CONFIGS += [
     ("baselines", argument)
     for argument in [
@@ -24,6 +27,7 @@ CONFIGS += [
         "resnet18,cifar10",
         "vgg16,fashion_mnist,cpu",
         "linformer,cpu",
+        "linformer,cpu,published",
         "routing,smoke",
     ]
 ]
@@ -70,6 +74,59 @@ def test_config_builds_its_model(name, variant):
         model.init_with_output, jax.random.key(0), jnp.zeros((1, 32, 32, 1))
     )
     assert logits.shape == (1, 10)
+
+
+@pytest.mark.parametrize("dataset", DATASETS)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_published_performers_have_the_recipe_of_the_authors_runs(variant, dataset):
+    config = get_config("performer", f"{variant},{dataset},published")
+    expected = get_config("performer", f"{variant},{dataset}")
+    with expected.unlocked():
+        expected.optimizer.learning_rate = 5e-5
+        expected.model.attention = "favor(eps=1e-4)"
+        if variant == "banded":
+            clip, expected.batch_size = (4, 11) if dataset == DATASETS[1] else (6, 6)
+            options = f"clip={clip}, separate_projections=True, eps=1e-4"
+            expected.model.update(
+                attention=f"banded({options})", dropout=0.0, attention_dropout=0.0
+            )
+    assert config.to_dict() == expected.to_dict()
+
+
+def test_the_clipping_distance_is_an_argument():
+    config = get_config("performer", "banded,clip=2")
+    assert (config.model.attention, config.batch_size) == ("banded(clip=2)", 22)
+    config = get_config("performer", "published,banded,clip=2,cifar10")
+    assert "clip=2" in config.model.attention and config.batch_size == 22
+
+
+@pytest.mark.parametrize("name", ["alexnet", "vgg16", "resnet18", "linformer"])
+def test_published_baselines_have_the_recipe_of_the_notebooks(name):
+    config = get_config("baselines", f"{name},cifar10,published")
+    check_config(config)
+    build_model(config.model, num_classes=10, image_shape=(32, 32, 3))
+    options = {key: config.model[key] for key in PUBLISHED_BASELINES[name]}
+    assert options == PUBLISHED_BASELINES[name]
+    optimizer = config.optimizer
+    assert (optimizer.name, optimizer.b1, optimizer.b2) == ("adam", 0.9, 0.999)
+    assert (config.num_epochs, config.early_stopping_epochs) == (20, 0)
+    assert optimizer.clip_norm == 0
+    of_linformer = (3e-5, 64, "exponential", 0.7)
+    assert (
+        optimizer.learning_rate,
+        config.batch_size,
+        config.schedule.name,
+        config.schedule.decay_rate,
+    ) == (of_linformer if name == "linformer" else (2e-4, 32, "constant", 1.0))
+    assert config.data == get_config("baselines", f"{name},cifar10").data
+
+
+def test_modern_baselines_are_the_default_and_routing_has_no_other():
+    for name in baselines.MODELS:
+        modern = get_config("baselines", f"{name},modern").to_dict()
+        assert modern == get_config("baselines", name).to_dict()
+        published = get_config("baselines", f"{name},published").to_dict()
+        assert (published == modern) == (name == "routing")
 
 
 @pytest.mark.parametrize("name", baselines.MODELS)
@@ -150,6 +207,9 @@ def test_config_says_how_to_launch_it(name):
     [
         ("performer", "fashion_mnits,none", "'fashion_mnits': did you mean 'fashion_m"),
         ("performer", "mnist,banned", "no argument 'banned': did you mean 'banded'"),
+        ("performer", "banded,clip=5", "has clip=2, 4, 6, got 5"),
+        ("performer", "none,clip=2", "has clip=... for 'banded' only, got 'none'"),
+        ("performer", "mnist,publish", "'publish': did you mean 'published'"),
         ("baselines", "resnet", "no argument 'resnet': did you mean 'resnet18'"),
         ("demo", "nnone", "no argument 'nnone': did you mean 'none'"),
         ("translution_vit", "translutoin", "'translutoin': did you mean 'translution'"),

@@ -102,7 +102,7 @@ def _table1(
     datasets: Sequence[str],
     title: str,
     *,
-    cut: str = "",
+    form: str,
     shifts: Mapping[str, Any] | None = None,
 ) -> Preset:
     """Models of table 1 of Horn et al.
@@ -111,38 +111,54 @@ def _table1(
         configs: By configuration the arguments, by the names of the table.
         datasets: Those to train on.
         title: Of the study.
-        cut: One more argument of the configurations, that makes them smaller.
+        form: One more argument of the configurations, ``"published"`` or ``"cpu"``.
         shifts: Options of the evaluation under shifts; None for none.
     """
     published = {row["model"]: row for row in read_published("performer_table1")}
     rows = []
     for config, models in configs.items():
         for model, argument in models.items():
-            arguments = ",".join(filter(None, [argument, cut]))
             runs = {
-                dataset: f"configs/{config}.py:{dataset},{arguments}"
+                dataset: f"configs/{config}.py:{dataset},{argument},{form}"
                 for dataset in datasets
             }
             rows.append(Row(argument, runs, published[model]))
-    return Preset(
-        title=title,
-        rows=rows,
-        columns=[
-            dataclasses.replace(PARAMS, published="params"),
-            *(
-                Column(
-                    name=dataset,
-                    title=f"{dataset}, test accuracy, %",
-                    metric="test_accuracy",
-                    trained=dataset,
-                    unit="percent",
-                    published=f"{dataset}_acc",
-                )
-                for dataset in datasets
-            ),
-        ],
-        shifts=shifts,
+    return Preset(title, rows, _accuracies(datasets), shifts=shifts)
+
+
+def _clip(datasets: Sequence[str]) -> Preset:
+    """Clipping distances of strategy 2 of Horn et al., from their raw results."""
+    rows = []
+    for published in read_published("performer_clip"):
+        clip = published["clip"]
+        runs = {
+            dataset: f"configs/performer.py:{dataset},banded,published,clip={clip}"
+            for dataset in datasets
+        }
+        rows.append(Row(f"clip_{clip}", runs, published))
+    title = (
+        "Performers of strategy 2 with clipping distances of 2, 4 and 6 pixels (raw "
+        "results of Horn et al.)"
     )
+    return Preset(title, rows, _accuracies(datasets))
+
+
+def _accuracies(datasets: Sequence[str]) -> list[Column]:
+    """The number of parameters, and the test accuracy on each data set."""
+    return [
+        dataclasses.replace(PARAMS, published="params"),
+        *(
+            Column(
+                name=dataset,
+                title=f"{dataset}, test accuracy, %",
+                metric="test_accuracy",
+                trained=dataset,
+                unit="percent",
+                published=f"{dataset}_acc",
+            )
+            for dataset in datasets
+        ),
+    ]
 
 
 PRESETS = {
@@ -153,13 +169,14 @@ PRESETS = {
         ("mnist", "fashion_mnist", "cifar10"),
         "Performers on pixels as tokens, and their baselines: test accuracy in % (Horn "
         "et al., table 1)",
+        form="published",
     ),
     "performer_table1_cpu": _table1(
         {"baselines": BASELINES, "performer": _PERFORMERS},
         ("mnist", "fashion_mnist"),
         "Performers on patches of 4x4 pixels as tokens, and their baselines: test "
         "accuracy in %, and under shifts of the test images (Horn et al., table 1)",
-        cut="cpu",
+        form="cpu",
         shifts={"classes": "all", "num_images": 300},
     ),
     "performer_figure1": _table1(
@@ -167,7 +184,9 @@ PRESETS = {
         ("mnist", "fashion_mnist"),
         "Performers on pixels as tokens, and under shifts of the test images (Horn et "
         "al., figure 1)",
+        form="published",
         shifts={},
     ),
+    "performer_clip": _clip(("mnist", "fashion_mnist")),
     **TRANSLUTION_PRESETS,
 }

@@ -142,7 +142,11 @@ def test_table_1_of_horn_et_al_is_in_its_order_and_cut_for_a_cpu():
     models = [row.published["model"] for row in full.rows]
     assert models == published
     assert full.datasets == ["mnist", "fashion_mnist", "cifar10"]
-    assert full.rows[0].runs["cifar10"] == "configs/baselines.py:cifar10,alexnet"
+    alexnet = "configs/baselines.py:cifar10,alexnet,published"
+    assert full.rows[0].runs["cifar10"] == alexnet
+    figure = PRESETS["performer_figure1"]
+    for row in (*full.rows, *figure.rows, *PRESETS["performer_clip"].rows):
+        assert all("published" in config for config in row.runs.values())
     assert cut.datasets == ["mnist", "fashion_mnist"]
     assert cut.shifts == {"classes": "all", "num_images": 300}
     assert [row.name for row in cut.rows] == [row.name for row in full.rows]
@@ -150,6 +154,23 @@ def test_table_1_of_horn_et_al_is_in_its_order_and_cut_for_a_cpu():
         for dataset, config in row.runs.items():
             data = read_config(config).data
             assert (data.name, data.source) == (dataset, "embedded")
+
+
+def test_the_clipping_distances_have_their_batches_and_published_accuracies():
+    preset = PRESETS["performer_clip"]
+    found = {}
+    for row in preset.rows:
+        config = read_config(row.runs["fashion_mnist"])
+        found[config.model.attention[7:13]] = (
+            config.batch_size,
+            row.published["mnist_acc"],
+            row.published["fashion_mnist_acc"],
+        )
+    assert found == {
+        "clip=2": (22, "88.99", "83.02"),
+        "clip=4": (11, "92.46", "86.66"),
+        "clip=6": (6, "94.70", "84.28"),
+    }
 
 
 def test_seeds_train_in_one_run_and_count_one_by_one(tmp_path, monkeypatch, capfd):

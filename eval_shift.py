@@ -2,7 +2,8 @@
 
     python eval_shift.py --workdir=RUN [--workdir=RUN2 ...] --output=DIR
 
-Writes shift.csv, shift.png and summary.md to DIR, and prints the summary.
+Writes shift.csv, shift.png and summary.md to DIR, and prints the summary. With
+the class and the axis of the figure, all three have its published curves too.
 """
 
 import sys

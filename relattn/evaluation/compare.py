@@ -38,6 +38,11 @@ class Comparison:
     max_shift: int
     axis: str
 
+    @property
+    def has_published(self) -> bool:
+        """Whether the published curves are of the same class and axis."""
+        return self.axis == "x" and self.label == PUBLISHED_CLASS
+
     def one_class(self) -> tuple[ShiftCurve, ...]:
         """Curves of the images of the one class that can move both ways.
 
@@ -68,12 +73,11 @@ class Comparison:
         Returns:
             The panels.
         """
-        comparable = self.axis == "x" and self.label == PUBLISHED_CLASS
         return [
             report.Panel(
                 title=f"{dataset}, {images}",
                 curves=[curve for curve in curves if curve.dataset == dataset],
-                published=published and comparable,
+                published=published and self.has_published,
             )
             for dataset in dict.fromkeys(curve.dataset for curve in curves)
         ]
@@ -198,10 +202,12 @@ def shift_report(
         class_name=comparison.class_name,
         max_shift=comparison.max_shift,
         axis=comparison.axis,
+        published=comparison.has_published,
     )
     panels = comparison.panels(shown, images, published=classes != "all")
     with writing(output):
-        report.write_csv(shown, output / "shift.csv")
+        published = classes != "all" and comparison.has_published
+        report.write_csv(shown, output / "shift.csv", published=published)
         report.plot(panels, output / "shift.png", axis=comparison.axis)
         (output / "summary.md").write_text(text)
     return text

@@ -21,6 +21,7 @@ COLUMNS = (
     "accuracy_mean",
     "accuracy_std",
     "num_images",
+    "source",
 )
 
 
@@ -49,12 +50,37 @@ def published_curve(dataset: str, model: str) -> tuple[list[int], list[float]]:
     return shifts, [float(row["accuracy"]) for row in rows]
 
 
-def write_csv(curves: Sequence[ShiftCurve], path: Path) -> None:
-    """Writes one row a curve and shift.
+def published_curves(
+    curves: Sequence[ShiftCurve],
+) -> list[tuple[str, str, dict[int, float]]]:
+    """The published curves of the models and data sets of measured ones.
+
+    Args:
+        curves: Measured curves.
+
+    Returns:
+        For each published curve the data set, the model's published name and the
+        accuracy by shift, at the shifts that were measured.
+    """
+    found = []
+    for dataset, model in dict.fromkeys((c.dataset, c.published) for c in curves):
+        by_shift = dict(zip(*published_curve(dataset, model), strict=True))
+        by_shift = {s: by_shift[s] for s in curves[0].shifts if s in by_shift}
+        if by_shift:
+            found.append((dataset, model, by_shift))
+    return found
+
+
+def write_csv(
+    curves: Sequence[ShiftCurve], path: Path, *, published: bool = False
+) -> None:
+    """Writes one row a curve and shift; ``source`` is ``measured`` or ``published``.
 
     Args:
         curves: What to write.
         path: The file.
+        published: Whether to write the published curves too. They have no run,
+            standard deviation and number of images.
     """
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
@@ -63,7 +89,12 @@ def write_csv(curves: Sequence[ShiftCurve], path: Path) -> None:
             for pixels in curve.shifts:
                 mean, std, count = curve.at(pixels)
                 row = [curve.run, curve.dataset, curve.model, pixels]
-                writer.writerow([*row, f"{mean:.6f}", f"{std:.6f}", count])
+                row += [f"{mean:.6f}", f"{std:.6f}", count, "measured"]
+                writer.writerow(row)
+        for dataset, model, by_shift in published_curves(curves) if published else ():
+            for pixels, accuracy in by_shift.items():
+                row = ["", dataset, model, pixels, f"{accuracy:.6f}", "", ""]
+                writer.writerow([*row, "published"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,15 +153,16 @@ def plot(panels: Sequence[Panel], path: Path, *, axis: str = "x") -> None:
     figure.savefig(path, dpi=150)
 
 
-def table(curves: Sequence[ShiftCurve]) -> str:
+def table(curves: Sequence[ShiftCurve], *, published: bool = False) -> str:
     """A Markdown table of the curves at five of their shifts.
 
     Args:
         curves: Of the same shifts.
+        published: Whether to add the published curves.
 
     Returns:
-        A row a curve: mean, standard deviation and, where it changes with the shift,
-        the number of images.
+        A row a curve: mean, standard deviation and number of images; of published ones
+        the accuracy.
     """
     largest = max(curves[0].shifts)
     middle = 3 * largest // 4
@@ -148,6 +180,10 @@ def table(curves: Sequence[ShiftCurve]) -> str:
             mean, std, count = curve.at(pixels)
             cells.append(f"{mean:.3f} ± {std:.3f} ({count})")
         lines.append("| " + " | ".join(cells) + " |")
+    for dataset, model, by_shift in published_curves(curves) if published else ():
+        cells = [dataset, f"{model} (published)", "–"]
+        cells += [f"{by_shift[s]:.3f}" if s in by_shift else "–" for s in shifts]
+        lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
@@ -158,6 +194,7 @@ def summary(
     class_name: str,
     max_shift: int,
     axis: str,
+    published: bool = False,
 ) -> str:
     """States the figure of one class and the stricter one of all classes.
 
@@ -167,6 +204,7 @@ def summary(
         class_name: Of the one class.
         max_shift: In pixels.
         axis: ``"x"`` or ``"y"``.
+        published: Whether to state the published curves beside those of one class.
 
     Returns:
         Markdown.
@@ -177,7 +215,7 @@ def summary(
             f"The test images of this class that can move {max_shift} pixels both ways "
             "without losing a non-zero pixel. One class alone flatters a model that "
             "names it too often.",
-            table(one_class),
+            table(one_class, published=published),
         ]
     else:
         parts += [

@@ -77,6 +77,7 @@ def test_report_has_a_row_a_shift_and_both_figures(workdir, tmp_path):
         "accuracy_mean",
         "accuracy_std",
         "num_images",
+        "source",
     ]
     assert [int(row["shift_px"]) for row in rows] == [-2, -1, 0, 1, 2]
     assert len({row["num_images"] for row in rows}) == 1

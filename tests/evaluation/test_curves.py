@@ -1,9 +1,18 @@
+import csv
+import dataclasses
+
 import chex
 import numpy as np
 import pytest
 
 from relattn.evaluation.curves import class_index, curves_of
-from relattn.evaluation.report import published_curve, table
+from relattn.evaluation.report import (
+    published_curve,
+    published_curves,
+    summary,
+    table,
+    write_csv,
+)
 from relattn.evaluation.shift import ShiftedAccuracy
 
 
@@ -69,6 +78,46 @@ def test_runs_that_differ_in_their_seed_are_averaged():
 def test_no_image_to_shift_is_an_error():
     with pytest.raises(ValueError, match="no test image of class 0 of mnist can move"):
         curves_of([result(ONE, labels=(1, 1, 1, 1))], 0)
+
+
+def test_the_published_curves_are_written_once_beside_the_measured_ones(tmp_path):
+    curves = curves_of([result(ONE), result(TWO, seed=1, recipe="b")], 1)
+    rows = {}
+    for published in (False, True):
+        write_csv(curves, tmp_path / "shift.csv", published=published)
+        with (tmp_path / "shift.csv").open() as file:
+            rows[published] = list(csv.DictReader(file))
+    assert {row["source"] for row in rows[False]} == {"measured"}
+    assert rows[True][:6] == rows[False]
+    known = dict(zip(*published_curve("mnist", "No Pos."), strict=True))
+    assert rows[True][6:] == [
+        {
+            "run": "",
+            "dataset": "mnist",
+            "model": "No Pos.",
+            "shift_px": str(shift),
+            "accuracy_mean": f"{known[shift]:.6f}",
+            "accuracy_std": "",
+            "num_images": "",
+            "source": "published",
+        }
+        for shift in (-1, 0, 1)
+    ]
+    line = f"| mnist | No Pos. (published) | – | {known[-1]:.3f} |"
+    assert line in table(curves, published=True) and line not in table(curves)
+    text = summary(
+        curves, curves, class_name="1", max_shift=1, axis="x", published=True
+    )
+    assert text.count(line) == 1
+
+
+def test_a_model_without_a_published_curve_has_none():
+    (curve,) = curves_of([result(ONE)], 1)
+    other = dataclasses.replace(curve, published="")
+    elsewhere = dataclasses.replace(curve, dataset="cifar10")
+    assert published_curves([other]) == published_curves([elsewhere]) == []
+    far = dataclasses.replace(curve, shifts=(-9, 0, 9))
+    assert [list(by_shift) for *_, by_shift in published_curves([far])] == [[0]]
 
 
 @pytest.mark.parametrize("dataset", ["mnist", "fashion_mnist"])

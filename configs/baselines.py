@@ -7,8 +7,8 @@ DATASET (``mnist``, ``fashion_mnist``, ``cifar10``), as in
 ``configs/baselines.py:resnet18,cifar10``. The full data sets are prepared once, by
 ``python -m relattn.data.prepare``.
 
-There are two forms of each model. ``modern``, the default, has forms that suit 32x32
-images, and the data, optimiser, batch and stopping of the paper's Performers
+There are two forms of each model. ``modern``, the default, suits 32x32 images and has
+the data, optimiser, batch and stopping of the Performers
 (``configs/performer.py``). ``published`` has the models and recipes of the authors'
 notebooks, as in ``configs/baselines.py:resnet18,cifar10,published``:
 

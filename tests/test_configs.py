@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 from configs import baselines, rpe_vit
+from relattn.evaluation.counts import count_parameters
 from relattn.models import build_model
 from relattn.models.baselines import PUBLISHED_BASELINES
 from relattn.models.methods import METHODS
@@ -91,6 +92,18 @@ def test_published_performers_have_the_recipe_of_the_authors_runs(variant, datas
                 attention=f"banded({options})", dropout=0.0, attention_dropout=0.0
             )
     assert config.to_dict() == expected.to_dict()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_published_performers_have_the_published_number_of_parameters(variant):
+    counts = []
+    for arguments in (variant, f"{variant},published"):
+        config = get_config("performer", arguments)
+        shape = (32, 32, 1)
+        model = build_model(config.model, num_classes=10, image_shape=shape)
+        counts.append(count_parameters(model, shape))
+    # tests/evaluation/test_sizes.py compares the former with the published ones.
+    assert counts[0] == counts[1]
 
 
 def test_the_clipping_distance_is_an_argument():

@@ -137,13 +137,13 @@ def translution(x, w_q, w_k, w_v, rows, allowed):
 
 
 def lor_translution(q, k, v, low, tables, rows, allowed, scale, average=False):
-    """Plain and low-rank outputs; ``q`` or the low-rank queries may be None."""
-    n = len(low[2])
+    """Plain and low-rank outputs; what of them is not there may be None."""
+    n = len(allowed)
     queries, keys, values = (
         None if x is None else jnp.repeat(jnp.expand_dims(x, axis), n, axis)
         for x, axis in zip(low, (1, 0, 0), strict=True)
     )
-    scores, both = 0.0, average and q is not None
+    scores, both, out, low_out = 0.0, average and q is not None, None, None
     if q is not None:
         scores = jnp.einsum("hid,hjd->ijh", q, k)
     if queries is not None:
@@ -151,12 +151,13 @@ def lor_translution(q, k, v, low, tables, rows, allowed, scale, average=False):
         low_k = _project_pairs(keys, tables[1], rows[1])
         scores = scores + jnp.sum(low_q * low_k, axis=-1)
         scores = scores / 2 if both else scores
-    low_v = _project_pairs(values, tables[2], rows[2])
-    low_out = _sum_pairs(scores * scale, low_v, allowed) / (2 if both else 1)
-    if v is None:
-        return None, low_out
-    plain_v = jnp.repeat(jnp.moveaxis(v, 0, 1)[None], n, 0)
-    out = _sum_pairs(scores * scale, plain_v, allowed) / (2 if both else 1)
+    if values is not None:
+        low_v = _project_pairs(values, tables[2], rows[2])
+        low_out = _sum_pairs(scores * scale, low_v, allowed) / (2 if both else 1)
+    if v is not None:
+        plain_v = jnp.repeat(jnp.moveaxis(v, 0, 1)[None], n, 0)
+        out = _sum_pairs(scores * scale, plain_v, allowed)
+        out = out / (2 if both and values is not None else 1)
     return out, low_out
 
 

@@ -89,9 +89,10 @@ def multiply_adds(
     A layer of softmax attention costs 3 n C C' + 2 P C' with C = C' = ``dim`` and P the
     number of pairs of tokens: n^2, or n (n + 1) / 2 where it is causal. Translution
     projects every pair, P (3 C C' + 2 C'). LoR-Translution adds to softmax attention
-    3 n C r + P (3 r^2 + 2 r) + n r C' with r = ``rank * heads``. The output projection
-    and the feed-forward network add n (C'^2 + 2 C ``mlp_dim``). Position encodings are
-    not counted, which add less than 1% here.
+    3 n C r + P (3 r^2 + 2 r) + n r C' with r = ``rank * heads``; in a subset, the score
+    is 2 n C r + P r, the value n C r + P r + n r C', and each table P r^2. The output
+    projection and the feed-forward network add n (C'^2 + 2 C ``mlp_dim``). Position
+    encodings are not counted, which add less than 1% here.
 
     Args:
         attention: Spec of the attention.
@@ -124,7 +125,9 @@ def multiply_adds(
     if name == "lor_translution":
         rank = options.get("rank", 8) * heads
         layer *= options.get("base", True)
-        layer += 3 * n * dim * rank + pairs * (relative * rank**2 + 2 * rank)
-        layer += n * rank * dim
+        subset = options.get("relative", "qkv")
+        scores, values = "q" in subset or "k" in subset, "v" in subset
+        layer += (2 * scores + values) * n * dim * rank + values * n * rank * dim
+        layer += pairs * (relative * rank**2 + (scores + values) * rank)
     layer += n * (square + 2 * dim * mlp_dim)
     return num_layers * layer

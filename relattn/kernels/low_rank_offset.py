@@ -15,8 +15,8 @@ Table = Float[Array, "rows inner heads rank"] | Float[Array, "inner heads rank"]
 
 
 def lor_translution(
-    q: Float[Array, "*batch heads n depth"] | None,
-    k: Float[Array, "*batch heads n depth"] | None,
+    q: Float[Array, "*batch heads n key_depth"] | None,
+    k: Float[Array, "*batch heads n key_depth"] | None,
     v: Float[Array, "*batch heads n depth"] | None,
     low_q: Float[Array, "*batch n inner"] | None,
     low_k: Float[Array, "*batch n inner"] | None,
@@ -42,10 +42,10 @@ def lor_translution(
     `relattn.kernels.offset_projection.translution`.
 
     Args:
-        q: Plain queries, shape ``[*batch, heads, n, depth]``, or None with ``k`` and
-            ``v``: the low-rank part alone.
+        q: Plain queries, shape ``[*batch, heads, n, key_depth]``, or None with ``k``
+            and ``v``: the low-rank part alone.
         k: Plain keys, likewise.
-        v: Plain values, likewise.
+        v: Plain values, shape ``[*batch, heads, n, depth]``, likewise.
         low_q: Tokens for the low-rank queries, shape ``[*batch, n, inner]``, or None
             with ``low_k``, ``t_q`` and ``t_k``: no low-rank score.
         low_k: Tokens for the low-rank keys, likewise.
@@ -58,7 +58,7 @@ def lor_translution(
         grid: Height and width, or length, of the tokens after the prefix.
         num_prefix: Number of prefix tokens.
         key_mask: True for keys that exist, shape ``[*batch, n]``.
-        scale: Of the scores; 1 / sqrt(depth) by default, to be given without ``q``.
+        scale: Of the scores; 1 / sqrt(key_depth) by default, to be given without ``q``.
         average: Whether plain and low-rank parts of scores and outputs are averaged,
             as in the authors' code, not summed, as in their paper. Without plain part
             or without low-rank part nothing is halved.
@@ -99,8 +99,8 @@ def lor_translution(
 
 
 def causal_lor_translution(
-    q: Float[Array, "*batch heads n depth"] | None,
-    k: Float[Array, "*batch heads n depth"] | None,
+    q: Float[Array, "*batch heads n key_depth"] | None,
+    k: Float[Array, "*batch heads n key_depth"] | None,
     v: Float[Array, "*batch heads n depth"] | None,
     low_q: Float[Array, "*batch n inner"] | None,
     low_k: Float[Array, "*batch n inner"] | None,

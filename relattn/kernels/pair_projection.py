@@ -58,8 +58,8 @@ def pair_translution(
 
 
 def pair_lor_translution(
-    q: Float[Array, "*batch heads n depth"] | None,
-    k: Float[Array, "*batch heads n depth"] | None,
+    q: Float[Array, "*batch heads n key_depth"] | None,
+    k: Float[Array, "*batch heads n key_depth"] | None,
     v: Float[Array, "*batch heads n depth"] | None,
     low_q: Float[Array, "*batch n inner"] | None,
     low_k: Float[Array, "*batch n inner"] | None,

@@ -58,8 +58,8 @@ def causal_translution_step(
 
 
 def causal_lor_translution_step(
-    q_i: Float[Array, "*batch heads depth"] | None,
-    k: Float[Array, "*batch heads n depth"] | None,
+    q_i: Float[Array, "*batch heads key_depth"] | None,
+    k: Float[Array, "*batch heads n key_depth"] | None,
     v: Float[Array, "*batch heads n depth"] | None,
     low_q_i: Float[Array, "*batch inner"] | None,
     low_k: Float[Array, "*batch n inner"] | None,
@@ -78,11 +78,11 @@ def causal_lor_translution_step(
     """One token of `relattn.kernels.low_rank_offset.causal_lor_translution`.
 
     Args:
-        q_i: The token's plain query, shape ``[*batch, heads, depth]``, or None as in
-            `causal_lor_translution`, so everywhere.
+        q_i: The token's plain query, shape ``[*batch, heads, key_depth]``, or None as
+            in `causal_lor_translution`, so everywhere.
         k: Plain keys of the token at ``index`` and those before it; what comes after
-            them does not matter. Shape ``[*batch, heads, n, depth]``.
-        v: Plain values, likewise.
+            them does not matter. Shape ``[*batch, heads, n, key_depth]``.
+        v: Plain values, likewise, ``[*batch, heads, n, depth]``.
         low_q_i: The token's own tokens for the low-rank query, ``[*batch, inner]``.
         low_k: Tokens for the low-rank keys, ``[*batch, n, inner]``, like ``k``.
         low_v: Tokens for the low-rank values, likewise.

@@ -148,6 +148,8 @@ class MultiHeadAttention(nn.Module):
                 f"{'no key_mask' if key_mask is None else 'a key_mask'}"
             )
         key_mask = None if key_mask is None else key_mask[:, None]
+        if position is not None and index is not None:
+            position = position.at(index)
         context = Context(grid, num_prefix, position, key_mask, index, shared)
         return self.merge(self.mix(x, context))
 
@@ -158,11 +160,7 @@ class MultiHeadAttention(nn.Module):
         q = self.project(x, self.heads, "q")
         k = self.project(x, self.key_heads, "k") if self.key_heads else None
         v = self.project(x, self.heads, "v")
-        if context.position is not None:
-            if context.index is not None:
-                position = context.position.at(context.index)
-                context = context._replace(position=position)
-            q, k = context.position(q, k, x)
+        q, k = self.with_position(q, k, x, context)
         if context.index is None:
             return self.attend(q, k, v, context)
         q_i, k_i, v_i = (None if x is None else x[..., 0, :] for x in (q, k, v))
@@ -197,6 +195,14 @@ class MultiHeadAttention(nn.Module):
         width = heads * self.depth
         out = Linear(width, use_bias=self.qkv_bias, dtype=self.dtype, name=name)(x)
         return out.reshape(*out.shape[:-1], heads, self.depth).swapaxes(-2, -3)
+
+    def with_position(
+        self, q: Array, k: Array | None, x: Array, context: Context
+    ) -> tuple[Array, Array | None]:
+        """Queries and keys with the position of the site ``heads``, if there is one."""
+        if context.position is None:
+            return q, k
+        return context.position(q, k, x)
 
     def merge(
         self, out: Float[Array, "batch heads n depth"]

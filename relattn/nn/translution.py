@@ -82,24 +82,40 @@ class OffsetAttention(MultiHeadAttention):
         Returns:
             Parameters ``[*rows, *shape]`` or ``shape``, in the compute dtype.
         """
-        rows = self.rows(context)
         found = []
         for name in "qkv":
             if name in self.relative:
-                table = grid_table(
-                    self,
-                    f"{name}_table",
-                    _uniform(bound),
-                    (*rows, *shape),
-                    context.grid,
-                    whose="Translution's",
-                    remedy=", since its matrices are not resized",
-                )
+                found.append(self.offset_table(name, shape, bound, context))
             else:
                 init = _uniform(shape[0] ** -0.5)
-                table = self.param(f"{name}_matrix", init, shape, jnp.float32)
-            found.append(table.astype(self.dtype))
+                matrix = self.param(f"{name}_matrix", init, shape, jnp.float32)
+                found.append(matrix.astype(self.dtype))
         return found
+
+    def offset_table(
+        self, name: str, shape: tuple[int, int, int], bound: float, context: Context
+    ) -> Array:
+        """The table of a projection, a parameter ``[*rows, *shape]``.
+
+        Args:
+            name: ``"q"``, ``"k"`` or ``"v"``.
+            shape: As in `projection_tables`.
+            bound: As in `projection_tables`.
+            context: As in `mix`.
+
+        Returns:
+            The table, in the compute dtype.
+        """
+        table = grid_table(
+            self,
+            f"{name}_table",
+            _uniform(bound),
+            (*self.rows(context), *shape),
+            context.grid,
+            whose="Translution's",
+            remedy=", since its matrices are not resized",
+        )
+        return table.astype(self.dtype)
 
 
 class TranslutionAttention(OffsetAttention):
@@ -157,11 +173,15 @@ class LorTranslutionAttention(OffsetAttention):
     a_ij = (q_i . k_j + (x_i Wq1) Wq2[d] . (x_j Wk1) Wk2[-d]) / sqrt(depth),
     out_i = sum_j softmax_j(a_ij) (x_j Wv + x_j Wv1 Wv2[d] Wv3), d = p_i - p_j.
 
-    Tables start uniform in +-1/(rank heads), as the published ones.
+    Tables start uniform in +-1/(rank heads), as the published ones. Without ``v`` in
+    ``relative`` there is no low-rank value, without ``q`` and ``k`` no low-rank score;
+    with one of the two, the other is x Wq1 or x Wk1 alone. A position of the site
+    ``heads``, such as ``rope2d``, acts on the plain queries and keys.
 
     Attributes:
         rank: Width of a head of the low-rank part.
-        base: Whether there are plain queries, keys and values besides.
+        base: Whether there are plain queries, keys and values besides. Without them
+            ``relative`` is ``"qv"``, ``"kv"`` or ``"qkv"``.
         average: Whether both parts of scores and outputs are averaged, as in the
             authors' code, not summed, as in their paper.
 
@@ -181,11 +201,27 @@ class LorTranslutionAttention(OffsetAttention):
     rank: int = 8
     base: bool = True
     average: bool = False
+    sites: ClassVar[tuple[str, ...]] = ("none", "tokens", "heads")
 
     @classmethod
-    def check(cls, dim: int, heads: int, *, rank: int = 8, **options: Any) -> None:
+    def check(
+        cls,
+        dim: int,
+        heads: int,
+        *,
+        rank: int = 8,
+        base: bool = True,
+        relative: str = "qkv",
+        **options: Any,
+    ) -> None:
         """Raises ValueError where the sizes of the model or the options do not fit."""
-        super().check(dim, heads, **options)
+        super().check(dim, heads, relative=relative, **options)
+        if not base and relative not in ("qv", "kv", "qkv"):
+            raise ValueError(
+                "attention 'lor_translution' with base=False and "
+                f"relative={relative!r} has no scores or no values: choose "
+                "relative='qv', 'kv' or 'qkv'"
+            )
         if rank < 1:
             raise ValueError(
                 "attention 'lor_translution' needs rank >= 1, of a head, got "
@@ -196,18 +232,38 @@ class LorTranslutionAttention(OffsetAttention):
         self, x: Float[Array, "batch n dim"], context: Context
     ) -> Float[Array, "batch heads n depth"]:
         """The heads' outputs."""
-        plain = [None] * 3
+        plain, depth = [None] * 3, self.depth
         if self.base:
-            plain = [self.project(x, self.heads, name) for name in "qkv"]
+            q, k, v = (self.project(x, self.heads, name) for name in "qkv")
+            q, k = self.with_position(q, k, x, context)
+            plain, depth = [q, k, v], q.shape[-1]
+        elif context.position is not None:
+            raise ValueError(
+                "attention 'lor_translution' with base=False has no plain queries and "
+                "keys for the position to act on: choose base=True or position='none'"
+            )
         inner = self.rank * self.heads
-        low = [self._linear(inner, f"low_{name}")(x) for name in "qkv"]
         shape = (inner, self.heads, self.rank)
-        tables = self.projection_tables(shape, 1 / inner, context)
-        options = {"scale": self.depth**-0.5, "average": self.average}
+        scored = "q" in self.relative or "k" in self.relative
+        parts = {"q": scored, "k": scored, "v": "v" in self.relative}
+        low = [
+            self._linear(inner, f"low_{name}")(x) if parts[name] else None
+            for name in "qkv"
+        ]
+        same = jnp.eye(inner, dtype=self.dtype).reshape(shape)
+        tables = [
+            self.offset_table(name, shape, 1 / inner, context)
+            if name in self.relative
+            else (same if parts[name] else None)
+            for name in "qkv"
+        ]
+        options = {"scale": depth**-0.5, "average": self.average}
         if context.index is None:
             out, low_out = self.attend_all(plain, low, tables, options, context)
         else:
             out, low_out = self.attend_one(plain, low, tables, options, context)
+        if low_out is None:
+            return out
         low_out = low_out.swapaxes(-2, -3)
         low_out = low_out.reshape(*low_out.shape[:-2], inner)
         low_out = self._linear(self.dim, "low_out")(low_out)
@@ -217,7 +273,7 @@ class LorTranslutionAttention(OffsetAttention):
 
     def attend_all(
         self, plain: list, low: list, tables: list, options: dict, context: Context
-    ) -> tuple[Array | None, Array]:
+    ) -> tuple[Array | None, Array | None]:
         """The kernel's plain and low-rank outputs, of all tokens."""
         if context.key_mask is not None:
             options["key_mask"] = context.key_mask[:, 0]
@@ -232,13 +288,14 @@ class LorTranslutionAttention(OffsetAttention):
 
     def attend_one(
         self, plain: list, low: list, tables: list, options: dict, context: Context
-    ) -> tuple[Array | None, Array]:
+    ) -> tuple[Array | None, Array | None]:
         """The outputs of one token, in decoding."""
         past = []
         for part, parts in (("plain", plain), ("low", low)):
             q_i, k, v = (None if x is None else x[..., 0, :] for x in parts)
-            if q_i is not None:
+            if k is not None:
                 k = self.remember(f"{part}_keys", k, context)
+            if v is not None:
                 v = self.remember(f"{part}_values", v, context)
             past += [q_i, k, v]
         outs = kernels.causal_lor_translution_step(

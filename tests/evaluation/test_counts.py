@@ -27,6 +27,11 @@ def test_the_formula_by_hand():
     low = 3 * 7 * 6 * 8 + pairs * (3 * 64 + 2 * 8) + 7 * 8 * 6
     assert per_layer("lor_translution(rank=4, base=False)") == low
     assert per_layer("lor_translution(rank=4)") == per_layer("softmax") + low
+    score = 2 * 7 * 6 * 8 + pairs * (64 + 8)
+    value = 7 * 6 * 8 + pairs * (64 + 8) + 7 * 8 * 6
+    for relative, expected in (("k", score), ("v", value), ("qv", score + value)):
+        subset = per_layer(f"lor_translution(rank=4, relative='{relative}')")
+        assert subset == per_layer("softmax") + expected
 
 
 def test_nothing_is_allocated_to_count():

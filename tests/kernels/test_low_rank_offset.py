@@ -31,14 +31,15 @@ def _inputs(length, rows, relative="qkv"):
 
 
 def _expect_equal(
-    kernel, inputs, rows, *, given="ql", masked=False, causal=False, average=False
+    kernel, inputs, rows, *, given="qlv", masked=False, causal=False, average=False
 ):
     """Compares with the reference where only some parts are given.
 
-    ``given`` has q for plain attention, l for the low-rank score.
+    ``given`` has q for plain attention, l for the low-rank score, v for the low-rank
+    values.
     """
-    base, low_score = "q" in given, "l" in given
-    kept = [base] * 3 + [low_score] * 2 + [True] + [low_score] * 2 + [True]
+    base, low_score, low_value = "q" in given, "l" in given, "v" in given
+    kept = [base] * 3 + 2 * [low_score, low_score, low_value]
     length = inputs[3].shape[1]
     mask = np.arange(length) % 4 != 2 if masked else np.ones(length, bool)
     allowed = np.broadcast_to(mask, (length, length))
@@ -59,7 +60,7 @@ def _expect_equal(
             scale=None if base else scale,
             average=average,
         )
-        assert (outputs[0] is None) == (not base)
+        assert [x is not None for x in outputs] == [base, low_value]
         return join(outputs)
 
     def naive(*arrays):
@@ -84,8 +85,9 @@ def _expect_equal(
     ("grid", "num_prefix", "options"),
     [
         ((2, 3), 2, {"masked": True, "average": True}),
-        ((3, 2), 0, {"given": "l", "average": True}),
-        ((3,), 1, {"given": "q", "average": True}),
+        ((3, 2), 0, {"given": "lv", "average": True}),
+        ((3,), 1, {"given": "qv", "average": True}),
+        ((2, 3), 1, {"given": "ql", "masked": True, "average": True}),
     ],
 )
 def test_values_and_gradients_equal_the_reference(grid, num_prefix, options):
@@ -110,7 +112,7 @@ def test_causal_values_and_gradients_equal_the_reference():
     # Two rows more than tokens: a shorter sequence than the model's.
     rows = reference.offset_rows((5,), causal=True)
     kernel, inputs = kernels.causal_lor_translution, _inputs(5, 7, "v")
-    _expect_equal(kernel, inputs, rows, causal=True, given="l", masked=True)
+    _expect_equal(kernel, inputs, rows, causal=True, given="lv", masked=True)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,8 @@ VARIANTS = [
     ("relu(num_features=5)", "circulant_string"),
     ("translution", "none"),
     ("translution(relative='qv')", "learnable_sincos"),
-    ("lor_translution(rank=2)", "none"),
+    ("lor_translution(rank=2, relative='q')", "rope1d"),
+    ("lor_translution(rank=2, relative='v')", "none"),
     ("lor_translution(rank=2, base=False, average=True)", "none"),
 ]
 

@@ -8,7 +8,10 @@ import numpy as np
 import pytest
 
 from relattn import kernels
+from relattn.nn.positions import LayerPosition
+from relattn.nn.relative_positions import Rope2d
 from relattn.nn.translution import LorTranslutionAttention, TranslutionAttention
+from tests import compare, reference
 
 DIM, HEADS, GRID = 6, 2, (2, 3)
 LENGTH, ROWS = 7, 3 * 5 + 3
@@ -87,13 +90,82 @@ def test_every_option_has_its_parameters():
     assert absolute["['k_table']"] == (LENGTH, LENGTH, DIM, HEADS, 3)
     causal = shapes_of("exact", {"grid": (11,)}, causal=True)
     assert causal["['q_table']"] == (11, DIM, HEADS, 3)
-    low = shapes_of("low", rank=5, relative="k")
-    assert low["['k_table']"] == (ROWS, 10, HEADS, 5)
-    assert low["['q_matrix']"] == low["['v_matrix']"] == (10, HEADS, 5)
-    assert low["['low_q']['kernel']"] == (DIM, 10)
-    assert low["['low_out']['kernel']"] == (10, DIM)
-    assert low["['q']['kernel']"] == (DIM, DIM)
     assert "['q']['kernel']" not in shapes_of("low", base=False)
+
+
+@pytest.mark.parametrize("relative", ["q", "k", "v", "qk", "qv", "kv", "qkv"])
+def test_a_subset_has_the_parameters_of_the_published_class(relative):
+    found = shapes_of("low", rank=5, relative=relative, qkv_bias=False)
+    expected = {f"['{name}']['kernel']": (DIM, DIM) for name in ("q", "k", "v", "out")}
+    expected["['out']['bias']"] = (DIM,)
+    # A score needs queries and keys, whichever of them has the table.
+    low = ("q" in relative or "k" in relative) * "qk" + ("v" in relative) * "v"
+    expected |= {f"['low_{name}']['kernel']": (DIM, 10) for name in low}
+    expected |= {f"['{name}_table']": (ROWS, 10, HEADS, 5) for name in relative}
+    if "v" in relative:
+        expected["['low_out']['kernel']"] = (10, DIM)
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("relative", "rotates"),
+    [("q", True), ("v", True), ("kv", False)],
+)
+def test_subsets_and_rotations_equal_the_reference(relative, rotates):
+    dim, rank, base = 8, 3, 10.0
+    module = LorTranslutionAttention(
+        dim, HEADS, rank=rank, relative=relative, average=True, qkv_bias=False
+    )
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(1, LENGTH, dim)), jnp.float32)
+    shapes = jax.eval_shape(lambda: module.init(jax.random.key(0), x, **CALL))
+    leaves, tree = jax.tree.flatten(shapes)
+    leaves = [jnp.asarray(rng.normal(size=(1, *s.shape)), jnp.float32) for s in leaves]
+    position = None
+    if rotates:
+        rope = Rope2d(dim=dim, heads=HEADS, num_layers=1, base=base)
+        position = rope.apply({}, GRID, 1)[0]
+    places = [(0, 0), *np.ndindex(*GRID)]
+
+    def apply(x, *leaves):
+        variables = jax.tree.unflatten(tree, leaves)
+        return module.apply(variables, x[None], position=position, **CALL)[0]
+
+    def naive(x, *leaves):
+        params = jax.tree.unflatten(tree, leaves)["params"]
+
+        def linear(name):
+            return x @ params[name]["kernel"] if name in params else None
+
+        q, k, v = (
+            jnp.moveaxis(linear(name).reshape(LENGTH, HEADS, -1), 1, 0)
+            for name in "qkv"
+        )
+        if rotates:
+            q, k = (
+                jnp.stack([reference.rotary(head, places, base) for head in heads])
+                for heads in (q, k)
+            )
+        # Without a table the heads take their numbers side by side.
+        one = jnp.eye(HEADS * rank).reshape(-1, HEADS, rank)
+        outs = reference.lor_translution(
+            *(q, k, v),
+            [linear(f"low_{name}") for name in "qkv"],
+            [params.get(f"{name}_table", one) for name in "qkv"],
+            reference.offset_rows(GRID, 1),
+            np.ones((LENGTH, LENGTH), bool),
+            (dim / HEADS) ** -0.5,
+            average=True,
+        )
+        out, low_out = (
+            None if heads is None else jnp.moveaxis(heads, 0, 1).reshape(LENGTH, -1)
+            for heads in outs
+        )
+        if low_out is not None:
+            out = out + low_out @ params["low_out"]["kernel"]
+        return out @ params["out"]["kernel"] + params["out"]["bias"]
+
+    compare.expect_equal(jax.vmap(apply), naive, [x, *leaves])
 
 
 @pytest.mark.parametrize(
@@ -134,6 +206,12 @@ def test_averaging_is_an_option():
         ),
         ("low", {}, {"grid": (7, 7)}, "grid 7x7 with num_prefix=0 holds 49 tokens"),
         ("exact", {}, {}, "give grid="),
+        (
+            "low",
+            {"base": False},
+            {**CALL, "position": LayerPosition()},
+            "has no plain queries and keys for the position to act on",
+        ),
         ("low", {"causal": True}, CALL, "causal attention takes no prefix tokens"),
         ("exact", {"causal": True}, {"grid": (5,)}, "too few for a sequence of 7"),
         (
@@ -155,6 +233,8 @@ def test_a_call_that_does_not_fit_is_refused(kind, options, call, message):
         ("low", {"rank": 0}, "needs rank >= 1, of a head, got rank=0"),
         ("low", {"relative": "vq"}, "unknown subset relative='vq' of the projections"),
         ("exact", {"relative": "kqv"}, "unknown subset relative='kqv'"),
+        ("low", {"relative": "v", "base": False}, "has no scores or no values: choose"),
+        ("low", {"relative": "qk", "base": False}, "has no scores or no values"),
     ],
 )
 def test_options_are_checked(kind, options, message):

@@ -10,10 +10,11 @@ relattn.data.prepare_text`` into the folder ``--config.data.data_dir``), as in
 ``configs/translution_gpt.py:openwebtext,A-160,translution``.
 
 METHOD may also be a baseline of table 8: ``no_position``, ``relative_key``,
-``relative_value``, ``relative_bias``, ``gated_positional``, ``rope``. Ablations are
-further arguments: ``rank=16``, ``base=False``, ``relative=qk``, ``average=True``,
-``position=learned``, and ``layers=3`` for a hybrid with the method in its first three
-layers and softmax in the rest.
+``relative_value`` (both beside learned positions of the tokens, which the published
+parameter counts have), ``relative_bias``, ``gated_positional``, ``rope`` (base 10,000).
+Ablations are further arguments: ``rank=16``, ``base=False``, ``relative=qk``,
+``average=True``, ``position=learned``, and ``layers=3`` for a hybrid with the method in
+its first three layers and softmax in the rest.
 
 The argument ``cpu`` is a small GPT, 2 layers of dim 128 with 64 tokens of context, for
 1,000 steps of 12 windows of tinyshakespeare, evaluated every 200: a budget for CPU

@@ -10,10 +10,11 @@ evaluated on both; ``imagenet``), as in
 prepared once, by ``python -m relattn.data.prepare``.
 
 METHOD may also be a baseline of table 4: ``no_position``, ``relative_key``,
-``relative_value``, ``relative_bias``, ``gated_positional``, ``rope``. Ablations are
-further arguments: ``rank=16``, ``base=False``, ``absolute=True``, ``relative=qk``,
-``average=True``, ``position=learned``, and ``layers=3`` for a hybrid with the method in
-its first three layers and softmax in the rest.
+``relative_value`` (both beside learned positions of the tokens, which the published
+parameter counts have), ``relative_bias``, ``gated_positional``, ``rope`` (base 10,000).
+Ablations are further arguments: ``rank=16``, ``base=False``, ``absolute=True``,
+``relative=qk``, ``average=True``, ``position=learned``, and ``layers=3`` for a hybrid
+with the method in its first three layers and softmax in the rest.
 
 The argument ``cpu`` keeps the model and cuts the rest to a budget for two CPU cores:
 of MNIST the images that ship with the package, 4,750 of them to train on, and 200 steps

@@ -199,7 +199,8 @@ def test_ablations_are_arguments():
     assert attention("translution,absolute=True") == "translution(absolute=True)"
     averaged = attention("average=True", "translution_gpt")
     assert averaged == "lor_translution(rank=8, average=True)"
-    config = get_config("translution_vit", "imagenet,A/56")
+    config = get_config("translution_vit", "rope,imagenet,A/56")
+    assert config.model.position == "rope2d(base=10000.0)"
     assert config.data.mix == "cutmix(alpha=1.0) | mixup(alpha=0.8)"
     config = get_config("translution_vit", "translution,position=learned,dynamic,A/7")
     assert config.model.position == "learned"

@@ -9,6 +9,7 @@ from relattn.evaluation.preset import PARAMS, SECONDS, Column, Preset, Row
 from relattn.evaluation.translution_tables import Entry, translution_entries
 
 _PLACEMENTS = {"static": "static", "dynamic": "dynamic"}
+_VECTORS = "relative_key and relative_value beside learned ones"
 
 
 def _entries(*tables: str, size: str = "") -> list[Entry]:
@@ -158,7 +159,7 @@ TRANSLUTION_PRESETS = {
     ),
     "translution_table3": _imagenet("table 3", _entries("3"), "ViTs of three sizes"),
     "translution_table4": _imagenet(
-        "table 4", _entries("4"), "ViT-A/56 with relative positions"
+        "table 4", _entries("4"), f"ViT-A/56 with relative positions ({_VECTORS})"
     ),
     "translution_table5": _mnist(
         "table 5",
@@ -167,7 +168,7 @@ TRANSLUTION_PRESETS = {
     ),
     "translution_table7": _openwebtext("table 7", _entries("7"), "GPTs of three sizes"),
     "translution_table8": _openwebtext(
-        "table 8", _entries("8"), "GPT-A-160 with relative positions"
+        "table 8", _entries("8"), f"GPT-A-160 with relative positions ({_VECTORS})"
     ),
     "translution_table10": _mnist(
         "table 10", _entries("10"), "ViT-A/12 without and with learned positions"

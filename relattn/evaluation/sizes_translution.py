@@ -20,6 +20,10 @@ COST_NOTE = (
 _SLIP_NOTE = (
     "the paper prints another count, a slip: the authors' code gives the same as ours"
 )
+_VECTOR_NOTE = (
+    "relative_key and relative_value stand beside learned positions of the tokens: the "
+    "paper's formulas have none, but without them the counts of table 8 do not come out"
+)
 _MEMORY_NOTE = "the paper could not run this one: out of memory"
 
 _IMAGENET = ((224, 224, 3), 1000)
@@ -109,6 +113,8 @@ def _size(
     elif printed:
         published = parameters(printed)
         note = "" if agrees(params, printed) else _SLIP_NOTE
+    if entry.method in ("relative_key", "relative_value"):
+        note = _VECTOR_NOTE
     return Size(
         model=model,
         size=size,

@@ -7,7 +7,8 @@ from typing import Any
 from relattn import spec
 
 # Name of the method: attention, position of images, position of text. The published
-# counts of the relative vectors have a table of learned positions besides.
+# counts of the relative vectors have a table of learned positions besides, although the
+# paper's formulas do not; the rotary base of 10,000 is that of the authors' code.
 METHODS = {
     "self_attention": ("softmax", "learned", "learned"),
     "no_position": ("softmax", "none", "none"),
@@ -15,7 +16,7 @@ METHODS = {
     "relative_value": ("softmax", *["learned + relative_value"] * 2),
     "relative_bias": ("softmax", "relative_bias", "relative_bias"),
     "gated_positional": ("gated_positional", "none", "none"),
-    "rope": ("softmax", "rope2d", "rope1d"),
+    "rope": ("softmax", "rope2d(base=10000.0)", "rope1d"),
     "lor_translution": ("lor_translution(rank=8)", "none", "none"),
     "translution": ("translution", "none", "none"),
 }

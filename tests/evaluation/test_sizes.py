@@ -171,6 +171,11 @@ def test_counts_are_published_to_the_printed_digits(translution_rows):
     assert counts["GPT-C-160", "self_attention"] == 59_940_096
 
 
+def test_the_position_beside_relative_vectors_is_said(translution_rows):
+    vectors = [row for row in translution_rows if "beside learned" in row.note]
+    assert [row.method for row in vectors] == ["relative_key", "relative_value"] * 2
+
+
 def test_what_did_not_fit_into_memory_is_counted_too(translution_rows):
     counts = {
         row.size: row.params

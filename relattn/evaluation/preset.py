@@ -56,6 +56,7 @@ class Preset:
         rows: Of the table.
         columns: Of the table.
         curve: The metric of validation that is drawn by step.
+        notes: Sentences for below the table.
         shifts: Options of `relattn.evaluation.compare.shift_report`, by which accuracy
             under shifts of the test images is measured too; None for not at all.
     """
@@ -64,6 +65,7 @@ class Preset:
     rows: Sequence[Row]
     columns: Sequence[Column]
     curve: str = "loss"
+    notes: Sequence[str] = ()
     shifts: Mapping[str, Any] | None = None
 
     @property

@@ -10,6 +10,16 @@ from relattn.evaluation.preset import PARAMS, SECONDS, Column, Preset, Row
 from relattn.evaluation.presets_translution import TRANSLUTION_PRESETS
 from relattn.evaluation.publications import read_published
 
+_RPE_VIT_LOSS = (
+    "Validation losses are those at the end of training, smoothed over the "
+    "evaluations. The published ones are quoted from the text, which names "
+    "TensorBoard's smoothing but no weight; ours have its default weight, 0.6."
+)
+_RPE_VIT_INFERENCE = (
+    "Inference is that of {:,} test images on the device below; the published seconds "
+    "are of an A100 on Google Colab, for a number of images that is not stated."
+)
+
 
 def _rpe_vit(datasets: Sequence[str] = ("mnist", "cifar10"), cut: str = "") -> Preset:
     """Tables 1 and 2 of Guoji.
@@ -21,6 +31,11 @@ def _rpe_vit(datasets: Sequence[str] = ("mnist", "cifar10"), cut: str = "") -> P
     tables = [
         row for row in read_published("rpe_vit_tables") if row["dataset"] in datasets
     ]
+    losses = {
+        (row["dataset"], row["attention"], row["position"]): row["final_val_loss"]
+        + ("" if row["smoothed"] == "1" else " (not smoothed)")
+        for row in read_published("rpe_vit_losses")
+    }
     models = dict.fromkeys((row["attention"], row["position"]) for row in tables)
     rows = []
     for model in models:
@@ -41,6 +56,10 @@ def _rpe_vit(datasets: Sequence[str] = ("mnist", "cifar10"), cut: str = "") -> P
                     f"{dataset}_{key}": value
                     for dataset, row in of_model.items()
                     for key, value in row.items()
+                }
+                | {
+                    f"{dataset}_loss": losses.get((dataset, *model), "not quoted")
+                    for dataset in of_model
                 },
             )
         )
@@ -48,6 +67,7 @@ def _rpe_vit(datasets: Sequence[str] = ("mnist", "cifar10"), cut: str = "") -> P
     for dataset in datasets:
         where = f"{dataset}, " if len(datasets) > 1 else ""
         for key, title, metric, unit in (
+            ("loss", "validation loss", "smoothed_validation_loss", "number"),
             ("val_acc", "validation accuracy, %", "validation_accuracy", "percent"),
             ("test_acc", "test accuracy, %", "test_accuracy", "percent"),
             ("inference_s", "inference, s", "inference_seconds", "seconds"),
@@ -59,7 +79,7 @@ def _rpe_vit(datasets: Sequence[str] = ("mnist", "cifar10"), cut: str = "") -> P
                     metric=metric,
                     trained=dataset,
                     unit=unit,
-                    digits=2,
+                    digits=3 if key == "loss" else 2,
                     published=f"{dataset}_{key}",
                 )
             )
@@ -77,6 +97,7 @@ def _rpe_vit(datasets: Sequence[str] = ("mnist", "cifar10"), cut: str = "") -> P
         f"position encodings on {' and '.join(datasets)} (Guoji, tables 1 and 2)",
         rows=rows,
         columns=columns,
+        notes=[_RPE_VIT_LOSS, _RPE_VIT_INFERENCE.format(1000 if cut else 10000)],
     )
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from relattn.evaluation.compare import shift_report
 from relattn.evaluation.presets import PRESETS
-from relattn.evaluation.runs import Training, train
+from relattn.evaluation.runs import Training, read_config, train
 from relattn.evaluation.study_report import (
     plot_study,
     study_results,
@@ -47,7 +47,8 @@ def run_study(
         output: The folder to write to.
         dataset: One of those that the study trains on; "" for all.
         models: Those of the table's rows to train; none for all.
-        seeds: Number of repetitions of each kind, of seeds 0, 1, ...
+        seeds: Number of repetitions of each kind, with the seed of its configuration
+            and those after it.
         together: Number of seeds that train together, in one process; 0 for all.
         jobs: Number of trainings at a time; see `relattn.evaluation.runs.train`.
         overrides: Options of ``train.py``.
@@ -74,10 +75,11 @@ def run_study(
     if models:
         study = study.of(models)
     trainings, groups = [], {}
-    for seed in range(0, seeds, together or seeds):
-        num_seeds = min(together or seeds, seeds - seed)
+    for done in range(0, seeds, together or seeds):
+        num_seeds = min(together or seeds, seeds - done)
         for row in study.rows:
             for trained, config in row.runs.items():
+                seed = read_config(config, overrides).seed + done
                 words = [row.name, *filter(None, [trained])]
                 of = [seed] if num_seeds == 1 else [seed, seed + num_seeds - 1]
                 training = Training(

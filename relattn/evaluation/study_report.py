@@ -21,6 +21,8 @@ UNITS = {
     "seconds": (1.0, 0, ""),
 }
 MISSING = "–"
+# The weight of earlier values in TensorBoard's smoothing, its default.
+SMOOTHING = 0.6
 
 Trainings = Mapping[tuple[str, str], Sequence[Training]]
 
@@ -77,8 +79,37 @@ def _row(row: Row, preset: Preset, finished: Trainings) -> dict[str, Any]:
 
 
 def _results(group: Sequence[Training]) -> list[dict[str, Any]]:
-    """The final metrics of every seed."""
-    return [result for training in group for result in training.results()]
+    """The final metrics of every seed, and its validation loss at the end, smoothed."""
+    results = []
+    for training in group:
+        for seed, result in zip(training.seeds, training.results(), strict=True):
+            name, rows = "validation_loss", training.rows(seed)
+            losses = smooth([row[name] for row in rows if name in row])
+            results.append(result | {f"smoothed_{name}": loss for loss in losses[-1:]})
+    return results
+
+
+def smooth(values: Sequence[float]) -> list[float]:
+    """An exponential moving average, as TensorBoard draws it.
+
+    s_t = (1 - w) sum_{i <= t} w^(t - i) x_i / (1 - w^(t + 1)), w = `SMOOTHING`
+
+    Args:
+        values: By step.
+
+    Returns:
+        As many.
+
+    Example:
+        >>> smooth([1.0, 1.0, 3.0])
+        [1.0, 1.0, 2.020408163265306]
+    """
+    total, weight, smoothed = 0.0, 0.0, []
+    for value in values:
+        total = SMOOTHING * total + (1 - SMOOTHING) * value
+        weight = SMOOTHING * weight + (1 - SMOOTHING)
+        smoothed.append(total / weight)
+    return smoothed
 
 
 def _statistics(values: Sequence[float]) -> dict[str, float | None]:
@@ -161,7 +192,7 @@ def study_table(preset: Preset, results: Mapping[str, Any]) -> str:
             if _has_published(column, rows):
                 cells.append(cell["published"] or MISSING)
         lines.append("| " + " | ".join(cells) + " |")
-    parts = [f"{results['title']}.", "\n".join(lines)]
+    parts = [f"{results['title']}.", "\n".join(lines), *preset.notes]
     if results["seeds"]:
         seeds = ", ".join(map(str, results["seeds"]))
         many = len(results["seeds"]) > 1

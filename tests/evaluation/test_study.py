@@ -125,6 +125,11 @@ def test_the_study_of_guoji_is_nine_models_on_two_data_sets():
     assert row.name == "relu_string_gate"
     assert row.runs["cifar10"] == "configs/rpe_vit.py:cifar10,relu,string_gate"
     assert row.published["cifar10_test_acc"] == "78.16"
+    assert row.published["cifar10_loss"] == "<1.00"
+    assert preset.rows[0].published["cifar10_loss"] == "1.01 (not smoothed)"
+    quoted = [row.published["mnist_loss"] for row in preset.rows]
+    assert quoted[:5] == ["0.062", "0.11", "0.078", "0.092", "0.066"]
+    assert read_config(row.runs["mnist"]).seed == 42
     part = preset.on("mnist")
     assert part.datasets == ["mnist"] and len(part.rows) == 9
     assert {column.trained for column in part.columns} == {"", "mnist"}
@@ -187,12 +192,16 @@ def test_seeds_train_in_one_run_and_count_one_by_one(tmp_path, monkeypatch, capf
         asked.extend(training.name for training in trainings)
         for training in trainings:
             runs = [
-                {"seed": s, "test_accuracy": 0.5 + s / 8, "inference_seconds": 1.0}
+                {
+                    "seed": s,
+                    "test_accuracy": 0.5 + (s - 42) / 8,
+                    "inference_seconds": 1.0,
+                }
                 | {"step": 100, "epochs": 0.7}
                 for s in training.seeds
             ]
             rows = [
-                {"step": step, "seed": s, "validation_loss": step / (1 + s)}
+                {"step": step, "seed": s, "validation_loss": step / (s - 41)}
                 for step in (50, 100)
                 for s in training.seeds
             ]
@@ -210,19 +219,20 @@ def test_seeds_train_in_one_run_and_count_one_by_one(tmp_path, monkeypatch, capf
     text, _ = study.run_study("tiny", tmp_path, seeds=2)
     said = capfd.readouterr().out
     assert "tiny: 1 of 1 runs to train" in said
-    assert "vit, seeds 0 to 1: 50.0%, 62.5% of the test images, 7 s" in said
-    assert "over the seeds 0, 1." in text and ", 2 seeds together" in text
+    # From the seed of the configuration on.
+    assert "vit, seeds 42 to 43: 50.0%, 62.5% of the test images, 7 s" in said
+    assert "over the seeds 42, 43." in text and ", 2 seeds together" in text
     assert "| 56.25 ± 8.84 | 1 |" in text
     results = json.loads((tmp_path / "results.json").read_text())
     run = results["rows"][0]["runs"][""]
-    assert run["seeds"] == [0, 1]
+    assert run["seeds"] == [42, 43]
     assert [result["test_accuracy"] for result in run["results"]] == [0.5, 0.625]
     assert run["curve"]["step"] == [50, 100]
     assert run["curve"]["mean"] == [37.5, 75.0]
     study.run_study("tiny", tmp_path, seeds=2)
-    assert asked == ["vit, seeds 0 to 1"]
+    assert asked == ["vit, seeds 42 to 43"]
     study.run_study("tiny", tmp_path, seeds=3, together=2)
-    assert asked[1:] == ["vit, seed 2"]
+    assert asked[1:] == ["vit, seed 44"]
     assert "2 of 2" not in capfd.readouterr().out
 
 

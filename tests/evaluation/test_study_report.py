@@ -94,3 +94,18 @@ def test_a_study_without_published_rows_and_with_failures(tmp_path):
     results = study_results(preset, {}, [failed])
     assert study_table(preset, results).count("–") == 20
     plot_study(results, tmp_path / "curves.png")
+
+
+def test_losses_are_smoothed_and_notes_stand_below(tmp_path):
+    preset = PRESETS["rpe_vit"].on("mnist").of(["favor"])
+    values = [3.0, 1.0, 2.0]
+    rows = [{"step": i, "validation_loss": v} for i, v in enumerate(values)]
+    result = {"validation_accuracy": 0.75, "inference_seconds": 1.5}
+    done = make_training(tmp_path / "run", rows=rows, **result)
+    text = study_table(preset, study_results(preset, {("favor", "mnist"): [done]}))
+    # Weights of 0.6 to the power of the age.
+    loss = (3 * 0.36 + 1 * 0.6 + 2) / (0.36 + 0.6 + 1)
+    assert f"| favor | 2.71M | {loss:.3f} | 0.11 | 75.00 | 96.94 | 87.50 |" in text
+    assert "quoted from the text" in text
+    assert "Inference is that of 10,000 test images on the device below" in text
+    assert "an A100 on Google Colab" in text and "on 2 x abacus" in text

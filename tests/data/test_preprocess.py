@@ -10,7 +10,7 @@ import pytest
 from ml_collections import ConfigDict
 from PIL import Image
 
-from relattn.data.preprocess import input_shape, preprocess
+from relattn.data.preprocess import input_shape, make_preprocess, preprocess
 from relattn.data.source import ImageInfo
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (3, 28, 28, 1), np.uint8)
@@ -37,6 +37,16 @@ def test_standardises():
     result = np.array(result, np.float64)
     np.testing.assert_allclose(result.mean(axis=(0, 1, 2)), 0, atol=1e-5)
     np.testing.assert_allclose(result.std(axis=(0, 1, 2)), 1, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "keys, mean, std",
+    [({}, 0, 1), ({"standardize": False}, 0, 1), ({"standardize": True}, 0.3, 0.2)],
+)
+def test_a_configuration_says_whether_to_standardise(keys, mean, std):
+    info = ImageInfo("grey", ("a", "b"), (28, 28, 1), (0.3,), (0.2,), 7, "")
+    result = make_preprocess(ConfigDict(keys), info)({"image": IMAGES})
+    chex.assert_trees_all_close(result, (IMAGES / 255 - mean) / std, atol=1e-5)
 
 
 def test_the_change_comes_before_the_resize_and_the_mean():

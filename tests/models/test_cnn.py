@@ -1,5 +1,7 @@
 """The convolutional networks: golden counts, what they compute, what they refuse."""
 
+import functools
+
 import chex
 import flax.linen as nn
 import jax
@@ -11,6 +13,7 @@ import pytest
 from relattn.evaluation.counts import count_parameters
 from relattn.models import MODELS, build_model, resize_grid
 from relattn.models.cnn import CNN, ResidualBlock, average_to_grid, convolve
+from relattn.nn.batch_statistics import BatchNorm
 from relattn.training.state import create_state
 from relattn.training.step import make_train_step
 
@@ -151,6 +154,34 @@ def test_activations_are_of_the_compute_dtype_and_variables_float32(name, dtype)
         if module.startswith(("conv", "block", "hidden")):
             (out,) = jax.tree.leaves(captured["__call__"])
             assert out.dtype == dtype, module
+
+
+@pytest.mark.parametrize(
+    "name, kind, count", [("resnet18", BatchNorm, 20), ("vgg16", nn.Dropout, 2)]
+)
+def test_training_reaches_every_norm_and_dropout(name, kind, count):
+    model, images = make(name), jnp.zeros((3, 32, 32, 1))
+    variables = jax.eval_shape(model.init, jax.random.key(0), images)
+    called = {True: [], False: []}
+
+    def apply(variables, deterministic):
+        def record(call, args, kwargs, context):
+            if isinstance(context.module, kind):
+                called[deterministic].append(kwargs["deterministic"])
+            return call(*args, **kwargs)
+
+        with nn.intercept_methods(record):
+            return model.apply(
+                variables,
+                images,
+                deterministic=deterministic,
+                rngs={"dropout": jax.random.key(0)},
+                mutable=["batch_stats"],
+            )
+
+    for deterministic in called:
+        jax.eval_shape(functools.partial(apply, deterministic=deterministic), variables)
+        assert called[deterministic] == [deterministic] * count
 
 
 @pytest.mark.parametrize("name", NAMES)

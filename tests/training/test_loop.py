@@ -75,7 +75,10 @@ def test_a_resumed_run_ends_as_one_never_interrupted(
     assert untimed_rows(parts) == untimed_rows(whole)
 
 
-def test_throughput_counts_updates_alone(config, tmp_path, one_device, monkeypatch):
+@pytest.mark.parametrize("num_seeds", [1, 2])
+def test_throughput_counts_updates_alone(
+    config, tmp_path, one_device, monkeypatch, num_seeds
+):
     """By a clock that compilation and evaluation move on far, an update by a second."""
     now = [0.0]
     make = task_lib.make_train_step
@@ -101,12 +104,13 @@ def test_throughput_counts_updates_alone(config, tmp_path, one_device, monkeypat
     monkeypatch.setattr(task_lib, "make_train_step", make_slow_to_compile)
     monkeypatch.setattr(loop, "Evaluator", Slow)
     monkeypatch.setattr(loop, "time", clock)
+    config.num_seeds = num_seeds
     result = training.train_and_evaluate(
         config, tmp_path, devices=one_device, on_step=on_step
     )
-    rows = read_rows(tmp_path / "metrics.jsonl")
-    assert {row["examples_per_second"] for row in rows} == {config.batch_size}
-    assert result["examples_per_second"] == config.batch_size
+    rows = [*read_rows(tmp_path / "metrics.jsonl"), *result.get("runs", [result])]
+    rate = num_seeds * config.batch_size
+    assert {row["examples_per_second"] for row in rows} == {rate}
     # Compilation and three evaluations, and the 14 updates after the first.
     assert result["seconds"] == 4 * 1000 + 14
 
@@ -137,12 +141,18 @@ def test_early_stopping_keeps_the_best(config, tmp_path, one_device, capsys):
     assert untimed(again) == untimed(result)
 
 
-def test_evaluation_may_follow_steps_instead_of_epochs(config, tmp_path, one_device):
-    config.eval_every_steps = 4
+@pytest.mark.parametrize(
+    "key, every, steps",
+    [("eval_every_steps", 4, [4, 8, 12, 15]), ("eval_every_epochs", 2, [10, 15])],
+)
+def test_evaluations_follow_steps_or_epochs(
+    config, tmp_path, one_device, key, every, steps
+):
+    config[key] = every
     training.train_and_evaluate(config, tmp_path, devices=one_device)
     rows = read_rows(tmp_path / "metrics.jsonl")
     evaluated = [row["step"] for row in rows if "validation_loss" in row]
-    assert evaluated == [4, 8, 12, 15]
+    assert evaluated == steps
 
 
 def test_the_best_checkpoint_survives_a_restart(config, tmp_path, one_device):

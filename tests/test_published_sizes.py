@@ -79,6 +79,14 @@ def test_what_the_tables_name_is_started():
     assert not any(name.endswith(("cpu", "smoke")) for name in found)
 
 
+def test_sets_of_one_shape_share_a_program():
+    mnist, fashion, cifar = (
+        program(f"configs/performer.py:{name},none")
+        for name in ("mnist", "fashion_mnist", "cifar10")
+    )
+    assert mnist == fashion != cifar
+
+
 @pytest.fixture(scope="module")
 def rows():
     """The table's rows, by configuration."""

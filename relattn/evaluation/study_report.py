@@ -62,7 +62,14 @@ def _row(row: Row, preset: Preset, finished: Trainings) -> dict[str, Any]:
         results = _results(groups.get(of, ()))
         scale, *_ = UNITS[column.unit]
         columns[column.name] = {
-            **_statistics([scale * result[column.metric] for result in results]),
+            **_statistics(
+                [
+                    scale * result[column.metric]
+                    for result in results
+                    # Top-5 accuracy is measured of more than ten classes only.
+                    if column.metric in result
+                ]
+            ),
             "published": row.published.get(column.published, ""),
         }
     metric = f"validation_{preset.curve}"

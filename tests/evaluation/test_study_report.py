@@ -109,3 +109,17 @@ def test_losses_are_smoothed_and_notes_stand_below(tmp_path):
     assert "quoted from the text" in text
     assert "Inference is that of 10,000 test images on the device below" in text
     assert "an A100 on Google Colab" in text and "on 2 x abacus" in text
+
+
+def test_a_metric_that_is_not_measured_is_missing(tmp_path):
+    # Top-5 accuracy is measured of more than ten classes only.
+    preset = PRESETS["translution_table3"]
+    row = preset.rows[0]
+    (trained,) = row.runs
+    results = study_results(
+        preset, {(row.name, trained): [make_training(tmp_path / "run")]}
+    )
+    columns = results["rows"][0]["columns"]
+    assert (columns["top1"]["mean"], columns["top5"]["mean"]) == (87.5, None)
+    cells = study_table(preset, results).splitlines()[4].split(" | ")
+    assert (cells[3], cells[5]) == ("87.50", "–")

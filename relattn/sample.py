@@ -5,18 +5,19 @@ Prints the prompt and what the model makes of it.
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import jax
 import numpy as np
 
+from relattn import command, spec
 from relattn.data import load_tokenizer
 from relattn.models.gpt import generate
 from relattn.training import load_run
-from relattn.training.errors import USER_ERRORS, is_user_error
+
+# More would only fill the memory.
+MAX_SAMPLES = 10**6
 
 
 def sample(
@@ -48,10 +49,20 @@ def sample(
         The texts, prompt included.
 
     Raises:
-        ValueError: If the run is not one of text, its vocabulary is not the
-            tokenizer's, or `relattn.models.gpt.generate` refuses.
+        ValueError: If ``num_samples`` or ``seed`` is out of range, the run is not one
+            of text, its vocabulary is not the tokenizer's, or
+            `relattn.models.gpt.generate` refuses.
         CheckpointError: If there is no complete checkpoint, or it is damaged.
     """
+    if not 1 <= num_samples <= MAX_SAMPLES:
+        raise ValueError(
+            f"num_samples must be from 1 to {MAX_SAMPLES}, got "
+            f"{spec.shorten(num_samples)}"
+        )
+    if not 0 <= seed <= spec.LARGEST:
+        raise ValueError(
+            f"seed must be from 0 to {spec.LARGEST}, got {spec.shorten(seed)}"
+        )
     run = load_run(workdir, checkpoint)
     if run.data.kind != "tokens":
         raise ValueError(f"the run in {workdir} was trained on images, not on text")
@@ -75,15 +86,14 @@ def sample(
     return [tokenizer.decode(text) for text in np.asarray(out)]
 
 
+@command.entry_point
 def main(argv: Sequence[str] | None = None) -> None:
     """Prints texts as the arguments say.
 
     Args:
         argv: Command-line arguments, by default the process's.
     """
-    parser = argparse.ArgumentParser(
-        prog="python -m relattn.sample", description=__doc__.split("\n")[0]
-    )
+    parser = command.Parser("python -m relattn.sample", __doc__)
     parser.add_argument("--workdir", required=True, help="the run directory")
     parser.add_argument("--prompt", default="\n", help="the text to go on from")
     parser.add_argument("--num_samples", type=int, default=1, help="number of texts")
@@ -95,13 +105,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the draws")
     parser.add_argument("--checkpoint", default="best", help="best or latest")
     parser.add_argument("--bpe_dir", default="", help="GPT-2's vocabulary, see README")
-    try:
-        texts = sample(**vars(parser.parse_args(argv)))
-    except (ImportError, *USER_ERRORS) as error:
-        if not isinstance(error, ImportError) and not is_user_error(error):
-            raise
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    given = parser.parse_args(argv)
+    texts = sample(
+        given.workdir,
+        given.prompt,
+        num_samples=given.num_samples,
+        num_tokens=given.num_tokens,
+        temperature=given.temperature,
+        top_k=given.top_k,
+        seed=given.seed,
+        checkpoint=given.checkpoint,
+        bpe_dir=given.bpe_dir,
+    )
     print("\n\n".join(texts))
 
 

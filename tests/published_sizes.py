@@ -22,9 +22,9 @@ from relattn.data.placed import place_on_canvas
 from relattn.data.token_files import FILES, write_tokens
 from relattn.data.tokenizers import TOKENIZERS
 from relattn.evaluation.mesh_memory import measure
-from relattn.evaluation.runs import read_config
 from relattn.evaluation.speed_measure import peak_memory
 from relattn.training import train_and_evaluate
+from relattn.training.config_file import read_config
 from relattn.training.memory import device_bytes, state_bytes
 from relattn.training.mesh import MeshParallel
 from relattn.training.metrics import read_rows

@@ -55,7 +55,10 @@ def test_the_command_prints_the_text(workdir, capsys):
     [
         (["--prompt=To be, or not"], "longer than the weights: config.model.context_l"),
         (["--prompt="], "needs a prompt of at least one token"),
-        (["--top_k=-1"], "must not be negative"),
+        (["--top_k=-1"], "top_k must be from 0 (all) to 256"),
+        (["--top_k=257"], "top_k must be from 0 (all) to 256"),
+        (["--temperature=nan"], "temperature must be 0 or a positive number, got nan"),
+        (["--temperature=inf"], "temperature must be 0 or a positive number, got inf"),
         (["--checkpoint=last"], "checkpoint must be 'best' or 'latest'"),
     ],
 )

@@ -7,19 +7,20 @@ DIR holds the four original archives of each set, in ``mnist/`` and
 this again gets the same images in the same order.
 """
 
-import argparse
 import gzip
 import io
 import pathlib
 import shutil
 import struct
 import tempfile
+from collections.abc import Sequence
 
 import numpy as np
 import tensorflow_datasets as tfds
 from jaxtyping import Bool, Int, Real, UInt8
 from PIL import Image
 
+from relattn import command
 from relattn.data.catalogue import EMBEDDED_FOLDER, EMBEDDED_VERSION, SETS
 from relattn.data.prepared import describe
 
@@ -160,6 +161,7 @@ def write_subset(name: str, source: pathlib.Path, output: pathlib.Path) -> pathl
         The folder written.
     """
     entry = SETS[name]
+    archives = {split: read_archive(source / name, split) for split in ARCHIVES}
 
     class Subset(tfds.core.GeneratorBasedBuilder, skip_registration=True):
         # Within a package TFDS would look for its code by importlib_resources.
@@ -193,7 +195,7 @@ def write_subset(name: str, source: pathlib.Path, output: pathlib.Path) -> pathl
             return {split: self._generate_examples(split) for split in ARCHIVES}
 
         def _generate_examples(self, split):
-            images, labels = read_archive(source / name, split)
+            images, labels = archives[split]
             for position, index in enumerate(
                 select_subset(name, split, images, labels)
             ):
@@ -216,9 +218,10 @@ def write_subset(name: str, source: pathlib.Path, output: pathlib.Path) -> pathl
     return target
 
 
-def main(argv: list[str] | None = None) -> None:
+@command.entry_point
+def main(argv: Sequence[str] | None = None) -> None:
     """Writes both embedded subsets."""
-    parser = argparse.ArgumentParser(prog="python -m relattn.data.embed")
+    parser = command.Parser("python -m relattn.data.embed", __doc__)
     parser.add_argument("--source", type=pathlib.Path, required=True)
     parser.add_argument("--output", type=pathlib.Path, default=EMBEDDED_FOLDER)
     options = parser.parse_args(argv)

@@ -153,5 +153,5 @@ def _prepare_in_subprocess(name: str, data_dir: str, manual_dir: str) -> None:
     if process.returncode:
         lines = tail.decode(errors="replace").strip().splitlines()
         cause = lines[-1] if lines else f"exit status {process.returncode}"
-        cause = cause.removeprefix(f"{name} was not prepared: ")
+        cause = cause.rpartition(f"{name} was not prepared: ")[2]
         raise not_prepared(name, data_dir, cause)

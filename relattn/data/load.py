@@ -97,6 +97,7 @@ def load_images(config: ConfigDict) -> ImageData:
     """
     source, augment = config.get("source", "embedded"), config.get("augment", "none")
     check_choice("data.source", source, SOURCES)
+    _check_name(config)
     check_augmentation(augment)
     train, test, class_names, origin = SOURCES[source](config)
     train, validation = split_validation(
@@ -117,6 +118,11 @@ def load_images(config: ConfigDict) -> ImageData:
     return place_on_canvas(data, config) if config.get("placement", "") else data
 
 
+def _check_name(config: ConfigDict) -> None:
+    if "name" not in config:
+        raise ValueError("config.data.name is missing")
+
+
 def load_embedded(config: ConfigDict) -> Source:
     """Reads a subset that ships with the package."""
     names = [name for name, entry in SETS.items() if entry.embedded]
@@ -132,6 +138,7 @@ def load_embedded(config: ConfigDict) -> Source:
 
 def load_tfds(config: ConfigDict) -> DataSource:
     """Loads a full set into memory, or opens one that is too large for it."""
+    _check_name(config)
     check_choice("data.name", config.name, SETS)
     if not SETS[config.name].streamed:
         return load_images(config)

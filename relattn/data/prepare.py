@@ -7,17 +7,17 @@ archives that TFDS would download, it needs a network. Reading the set afterward
 neither.
 """
 
-import argparse
 import importlib.util
 import pathlib
 import socket
 import urllib.parse
 import urllib.request
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import tensorflow_datasets as tfds
 from ml_collections import ConfigDict
 
+from relattn import command
 from relattn.data.catalogue import SETS
 from relattn.data.full import check_content
 from relattn.data.manifest import write_manifest
@@ -110,9 +110,10 @@ def check_archives(name: str, urls: Iterable[str], manual_dir: str) -> None:
         raise ConnectionError(f"{where}no connection to {address.hostname}") from error
 
 
-def main(argv: list[str] | None = None) -> None:
+@command.entry_point
+def main(argv: Sequence[str] | None = None) -> None:
     """Prepares the set that the arguments name."""
-    parser = argparse.ArgumentParser(prog="python -m relattn.data.prepare")
+    parser = command.Parser("python -m relattn.data.prepare", __doc__)
     parser.add_argument("--name", choices=list(SETS), required=True)
     parser.add_argument("--data_dir", default="")
     parser.add_argument("--manual_dir", default="")
@@ -120,7 +121,9 @@ def main(argv: list[str] | None = None) -> None:
     try:
         folder = prepare(options.name, options.data_dir, options.manual_dir)
     except Exception as error:
-        parser.exit(1, f"{options.name} was not prepared: {describe(error)}\n")
+        raise ValueError(
+            f"{options.name} was not prepared: {describe(error)}"
+        ) from error
     print(f"{options.name} is prepared in {folder}")
 
 

@@ -14,19 +14,19 @@ copy. ``--val_fraction`` sets another share apart.
 without a ``manifest.json``, such as nanoGPT's own, are not verified.
 """
 
-import argparse
 import codecs
 import importlib
 import itertools
 import os
 import pathlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
+from relattn import command
 from relattn.data.manifest import MANIFEST, write_manifest
 from relattn.data.prepared import describe
 from relattn.data.token_files import FILES, META, TokenMeta, write_meta, write_tokens
@@ -305,9 +305,10 @@ def _write(
     return meta
 
 
-def main(argv: list[str] | None = None) -> None:
+@command.entry_point
+def main(argv: Sequence[str] | None = None) -> None:
     """Prepares the text that the arguments name."""
-    parser = argparse.ArgumentParser(prog="python -m relattn.data.prepare_text")
+    parser = command.Parser("python -m relattn.data.prepare_text", __doc__)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--input", nargs="+", type=pathlib.Path, metavar="FILE")
     source.add_argument(
@@ -330,7 +331,7 @@ def main(argv: list[str] | None = None) -> None:
                 options.openwebtext, options.output, tokenizer, **fraction
             )
     except Exception as error:
-        parser.exit(1, f"The text was not prepared: {describe(error)}\n")
+        raise ValueError(f"the text was not prepared: {describe(error)}") from error
     counts = " and ".join(f"{n:,} in {name}" for name, n in meta.num_tokens.items())
     print(f"Tokens of {meta.tokenizer!r} in {options.output}: {counts}.")
 

@@ -2,15 +2,13 @@
 
 ``python -m relattn.evaluation.demo --output=demo``, from the project's root, trains
 ``configs/demo.py`` for each variant and seed by ``train.py``, and leaves ``shift.png``,
-``table.md`` and ``results.json``. Given again, it goes on where it was. Options that it
-does not know go to ``train.py``, as ``--config.num_epochs=3``.
+``table.md`` and ``results.json``. Given again, it goes on where it was. Options
+``--config.key=value``, such as ``--config.num_epochs=3``, go to ``train.py``.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,10 +16,13 @@ from typing import Any
 
 import numpy as np
 
+from relattn import command
 from relattn.evaluation import report
 from relattn.evaluation.compare import compare
 from relattn.evaluation.curves import ShiftCurve
-from relattn.evaluation.runs import Training, read_config, train
+from relattn.evaluation.runs import Training, train
+from relattn.training.config_file import read_config
+from relattn.training.records import usable_folder
 
 CONFIG = "configs/demo.py"
 VARIANTS = ("learnable_sincos", "constrained_sincos")
@@ -51,16 +52,16 @@ def run_demo(
 
     Raises:
         ValueError: If a variant does not exist or the folder is not the project's root.
-        RuntimeError: If a training fails.
+        OSError: If the folder cannot be written to, or a training fails.
     """
     if seeds < 1:
         raise ValueError(f"seeds must be at least 1, got {seeds}")
     if not Path(CONFIG).exists():
         raise ValueError(f"no {CONFIG} here: run the demo from the project's root")
-    output = Path(output)
-    print(f"Training {', '.join(variants)} by {CONFIG}; logs in {output}/*/train.log")
     for variant in variants:
-        read_config(f"{CONFIG}:{variant}")  # Raises where there is no such variant.
+        read_config(f"{CONFIG}:{variant}", overrides)  # Raises where it cannot.
+    output = usable_folder(output, "--output")
+    print(f"Training {', '.join(variants)} by {CONFIG}; logs in {output}/*/train.log")
     trainings = [
         Training(
             label=variant,
@@ -147,9 +148,16 @@ def _cell(mean: float, std: float, seeds: int) -> str:
     return f"{mean:.1%}" if seeds == 1 else f"{mean:.1%} ± {100 * std:.1f}"
 
 
-def main() -> None:
-    """Runs the demo as the command line says."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+@command.entry_point
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the demo as the command line says.
+
+    Args:
+        argv: Command-line arguments, by default the process's.
+    """
+    parser = command.Parser(
+        "python -m relattn.evaluation.demo", __doc__, overrides=True
+    )
     parser.add_argument("--output", default="demo", help="folder to write to")
     parser.add_argument(
         "--variants",
@@ -158,18 +166,15 @@ def main() -> None:
     )
     parser.add_argument("--seeds", type=int, default=1, help="runs of each variant")
     parser.add_argument("--jobs", type=int, default=2, help="trainings at a time")
-    arguments, overrides = parser.parse_known_args()
+    arguments = parser.parse_args(argv)
     start = time.monotonic()
-    try:
-        text = run_demo(
-            arguments.output,
-            variants=arguments.variants.split(","),
-            seeds=arguments.seeds,
-            jobs=arguments.jobs,
-            overrides=overrides,
-        )
-    except (ValueError, RuntimeError) as error:
-        sys.exit(f"error: {error}")
+    text = run_demo(
+        arguments.output,
+        variants=arguments.variants.split(","),
+        seeds=arguments.seeds,
+        jobs=arguments.jobs,
+        overrides=arguments.overrides,
+    )
     print(f"\n{text}\nIn {time.monotonic() - start:.0f} s. Written to", end=" ")
     print(f"{arguments.output}: shift.png, table.md, results.json")
 

@@ -21,12 +21,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from absl import app, flags
 from jax.sharding import NamedSharding, PartitionSpec
-from ml_collections import ConfigDict, config_flags
+from ml_collections import ConfigDict
 from tqdm import tqdm
 
+from relattn import command
 from relattn.data import DataInfo, ImageInfo, TextInfo
+from relattn.training.config import check_config
+from relattn.training.config_file import read_config
+from relattn.training.errors import writing
 from relattn.training.memory import tree_bytes
 from relattn.training.mesh import DATA_AXIS, MeshParallel
 from relattn.training.task import Task
@@ -67,9 +70,17 @@ def describe_data(config: ConfigDict, num_classes: int, vocab_size: int) -> Data
 
     Returns:
         The description, of text if the model is the GPT.
+
+    Raises:
+        ValueError: If the configuration does not say how large the images or the
+            windows of text are.
     """
     name = str(config.data.get("name", "unknown"))
-    if config.model.name == "gpt":
+    is_text = config.model.get("name") == "gpt"
+    key = "context_length" if is_text else "image_size"
+    if key not in config.data:
+        raise ValueError(f"config.data.{key} is missing")
+    if is_text:
         length = config.data.context_length
         return TextInfo(name, "unknown", vocab_size, length, 10**6, "nowhere")
     size = config.data.image_size
@@ -154,11 +165,26 @@ def memory_table(rows: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def main(argv: list[str]) -> None:
-    """Prints a table and, where asked for, writes it as JSON."""
-    del argv
-    given, config = flags.FLAGS, flags.FLAGS.config
-    meshes = [read_mesh(text) for text in given.meshes]
+@command.entry_point
+def main(argv: Sequence[str] | None = None) -> None:
+    """Prints a table and, where asked for, writes it as JSON.
+
+    Args:
+        argv: Command-line arguments, by default the process's.
+    """
+    parser = command.Parser(
+        "python -m relattn.evaluation.mesh_memory", __doc__, overrides=True
+    )
+    add = parser.add_argument
+    add("--config", required=True, help="configs/X.py[:argument]")
+    add("--meshes", default="1x1", help="meshes DATAxMODEL, separated by commas")
+    add("--num_classes", type=int, default=10, help="classes of images")
+    add("--vocab_size", type=int, default=50257, help="tokens of a text's vocabulary")
+    add("--output", default="", help="a JSON file to write")
+    given = parser.parse_args(argv)
+    meshes = [read_mesh(text) for text in given.meshes.split(",")]
+    config = read_config(given.config, given.overrides)
+    check_config(config)
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", max(d * m for d, m in meshes))
     info = describe_data(config, given.num_classes, given.vocab_size)
@@ -174,20 +200,16 @@ def main(argv: list[str]) -> None:
     print(memory_table(rows))
     if given.output:
         result = {
-            "config": given["config"].config_filename,
+            "config": given.config,
             "batch_size": config.batch_size,
             "num_params": task.num_params,
             "jax": jax.__version__,
             "bytes_per_device": rows,
         }
-        Path(given.output).write_text(json.dumps(result, indent=1) + "\n")
+        path = Path(given.output)
+        with writing(path):
+            path.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    config_flags.DEFINE_config_file("config", None, "What to train.")
-    flags.DEFINE_list("meshes", ["1x1"], "Meshes, each DATAxMODEL.")
-    flags.DEFINE_integer("num_classes", 10, "Classes of images.")
-    flags.DEFINE_integer("vocab_size", 50257, "Tokens of a text's vocabulary.")
-    flags.DEFINE_string("output", "", "A JSON file to write.")
-    flags.mark_flag_as_required("config")
-    app.run(main)
+    main()

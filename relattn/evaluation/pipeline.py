@@ -19,11 +19,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-from absl import app, flags
-from ml_collections import ConfigDict, config_flags
+from ml_collections import ConfigDict
 
+from relattn import command
 from relattn import data as data_lib
 from relattn.training.config import check_config
+from relattn.training.config_file import read_config
 from relattn.training.mesh import choose_devices, make_parallel
 from relattn.training.seeds import train_loader
 from relattn.training.task import Task
@@ -50,8 +51,13 @@ def measure(
         ``read_examples_per_second`` without any update.
 
     Raises:
-        ValueError: If the configuration does not fit the data or the devices.
+        ValueError: If the configuration does not fit the data or the devices, or
+            ``steps`` or ``rounds`` is not positive.
     """
+    if min(steps, rounds) < 1:
+        raise ValueError(
+            f"steps and rounds must be at least 1, got {steps} and {rounds}"
+        )
     check_config(config)
     parallel = make_parallel(config, choose_devices(config, devices))
     parallel.check_batch(
@@ -99,18 +105,24 @@ def measure(
     }
 
 
-def main(argv: list[str]) -> None:
-    """Measures as the flags say and prints a line of JSON."""
-    del argv
-    result = measure(
-        flags.FLAGS.config, steps=flags.FLAGS.steps, rounds=flags.FLAGS.rounds
+@command.entry_point
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measures as the options say and prints a line of JSON.
+
+    Args:
+        argv: Command-line arguments, by default the process's.
+    """
+    parser = command.Parser(
+        "python -m relattn.evaluation.pipeline", __doc__, overrides=True
     )
-    print(json.dumps({"config": flags.FLAGS["config"].config_filename, **result}))
+    parser.add_argument("--config", required=True, help="configs/X.py[:argument]")
+    parser.add_argument("--steps", type=int, default=20, help="steps in a turn")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each kind")
+    given = parser.parse_args(argv)
+    config = read_config(given.config, given.overrides)
+    result = measure(config, steps=given.steps, rounds=given.rounds)
+    print(json.dumps({"config": given.config, **result}))
 
 
 if __name__ == "__main__":
-    config_flags.DEFINE_config_file("config", None, "What to train.")
-    flags.DEFINE_integer("steps", 20, "Steps in a turn.")
-    flags.DEFINE_integer("rounds", 5, "Turns of each kind.")
-    flags.mark_flag_as_required("config")
-    app.run(main)
+    main()

@@ -18,13 +18,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from absl import flags
-from ml_collections import ConfigDict, config_flags
 from tqdm import tqdm
 
 from relattn.data import DataInfo, read_info
 from relattn.training.config import complete, differences, to_json
-from relattn.training.errors import explain_flag_error
+from relattn.training.config_file import read_config
 from relattn.training.metrics import Row, read_rows
 from relattn.training.signals import on_signals
 
@@ -187,11 +185,11 @@ class Training:
         """Says how it ended.
 
         Raises:
-            RuntimeError: If it failed; shows the end of its log.
+            ChildProcessError: If it failed; shows the end of its log.
         """
         self.bar.close()
         if self.process.returncode:
-            raise RuntimeError(
+            raise ChildProcessError(
                 f"training {self.name} failed; {self.log} ends with:\n"
                 + self.log.read_text(errors="replace")[-LOG_BYTES:]
             )
@@ -247,38 +245,6 @@ class Training:
         return ended and not differences(there, to_json(config))
 
 
-def read_config(config: str, options: Sequence[str] = ()) -> ConfigDict:
-    """The configuration that ``train.py`` makes of its options.
-
-    Args:
-        config: ``configs/NAME.py``, perhaps with ``:`` and an argument.
-        options: ``--config.key=value``; others are ignored.
-
-    Returns:
-        The configuration.
-
-    Raises:
-        ValueError: If it cannot make one.
-
-    Example:
-        >>> read_config("configs/demo.py:banded", ["--config.num_epochs=3"]).num_epochs
-        3
-    """
-    path, _, argument = config.partition(":")
-    module = importlib.import_module(path.removesuffix(".py").replace("/", "."))
-    result = module.get_config(*filter(None, [argument]))
-    values, argv = flags.FlagValues(), ["train.py", *options]
-    try:
-        config_flags.DEFINE_config_dict("config", result, "", values, sys_argv=argv)
-        values(argv, known_only=True)
-    except Exception as error:
-        problem = explain_flag_error(error)
-        if problem is None:
-            raise
-        raise ValueError(problem) from error
-    return result
-
-
 def train(
     trainings: Sequence[Training], jobs: int, *, keep_going: bool = False
 ) -> None:
@@ -296,7 +262,7 @@ def train(
     from where they were when they are started again.
 
     Raises:
-        RuntimeError: If one fails, unless ``keep_going``.
+        ChildProcessError: If one fails, unless ``keep_going``.
     """
     cores = list(range(os.cpu_count() or 1))
     if hasattr(os, "sched_getaffinity"):
@@ -326,7 +292,7 @@ def train(
                 free.append((training.core, training.gpu))
                 try:
                     training.finish()
-                except RuntimeError as error:
+                except ChildProcessError as error:
                     if not keep_going:
                         raise
                     training.error = str(error)

@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 from tqdm import tqdm
 
+from relattn import command
 from relattn.data import ImageSplit, preprocess
 from relattn.training import Run, make_predict_fn
 from relattn.training.config import FREE_KEYS, flatten
@@ -254,3 +255,13 @@ def _recipe(run: Run) -> str:
     config = flatten(run.config)
     same = {key: config[key] for key in config if key not in (*FREE_KEYS, "seed")}
     return json.dumps(same, sort_keys=True)
+
+
+@command.entry_point
+def main() -> None:
+    """Names the program that uses this module."""
+    raise ValueError("relattn.evaluation.shift is no program: run `eval_shift.py`")
+
+
+if __name__ == "__main__":
+    main()

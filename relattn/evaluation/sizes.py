@@ -5,13 +5,13 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import itertools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from relattn import command
 from relattn.evaluation.counts import Size, count_parameters
 from relattn.evaluation.presets import BASELINES
 from relattn.evaluation.publications import read_published
@@ -99,15 +99,14 @@ def sizes() -> list[Size]:
     return [*_performer_sizes(), *_baseline_sizes(), *translution_sizes()]
 
 
+@command.entry_point
 def main(argv: Sequence[str] | None = None) -> None:
     """Prints the counts.
 
     Args:
         argv: Command-line arguments, by default the process's.
     """
-    parser = argparse.ArgumentParser(
-        prog="python -m relattn.evaluation.sizes", description=__doc__.split("\n")[0]
-    )
+    parser = command.Parser("python -m relattn.evaluation.sizes", __doc__)
     parser.add_argument("--json", action="store_true", help="print a JSON list")
     args = parser.parse_args(argv)
     rows = [dataclasses.asdict(size) for size in sizes()]

@@ -5,13 +5,12 @@
 
 from the project's root, on Linux, trains by ``train.py``, evaluates and saves often,
 reads from ``/proc`` every ten seconds what the process holds, ends it, and leaves the
-samples, their slopes and a figure beside them. Options that it does not know go to
-``train.py``, as ``--config.batch_size=8``.
+samples, their slopes and a figure beside them. Options ``--config.key=value``, such as
+``--config.batch_size=8``, go to ``train.py``.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import math
@@ -25,9 +24,11 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from relattn.evaluation.runs import Training, leaving_on_sigterm, read_config, stop
+from relattn import command
+from relattn.evaluation.runs import Training, leaving_on_sigterm, stop
 from relattn.evaluation.speed_measure import describe_cpu
-from relattn.training.records import write_json
+from relattn.training.config_file import read_config
+from relattn.training.records import usable_folder, usable_workdir, write_json
 
 # What may be gained in an hour, larger than any noise and smaller than any leak that
 # ends a run of a week.
@@ -74,20 +75,23 @@ def run_soak(
 
     Raises:
         ValueError: If the time does not make sense, the run directory holds a run
-            already, or there is no ``/proc``.
-        RuntimeError: If the training ends before the time is up.
+            already, the output is a folder, or there is no ``/proc``.
+        WorkdirError: If a folder cannot be written to.
+        ChildProcessError: If the training ends before the time is up.
     """
     for name, value in {"hours": hours, "interval": interval}.items():
         if not 0 < value < math.inf:
             raise ValueError(f"{name} must be positive, got {value:g}")
-    if training.workdir.exists() and any(training.workdir.iterdir()):
+    if any(usable_workdir(training.workdir).iterdir()):
         raise ValueError(
             f"--workdir {training.workdir} is not empty: a soak starts a run of its own"
         )
     if not Path("/proc/self/status").exists():
         raise ValueError("a soak reads /proc, which only Linux has")
     output = Path(output)
-    output.parent.mkdir(parents=True, exist_ok=True)
+    usable_folder(output.parent, "--output")
+    if output.is_dir():
+        raise ValueError(f"--output {output} is a folder: name a JSON file")
     samples = watch(training, 3600 * hours, interval)
     start = training.record()["starts"][-1]
     every = math.ceil(len(samples) / MAX_SAMPLES)
@@ -122,7 +126,7 @@ def watch(training: Training, seconds: float, interval: float) -> list[Sample]:
         returns.
 
     Raises:
-        RuntimeError: If the training ends before the time is up.
+        ChildProcessError: If the training ends before the time is up.
     """
     metrics = training.workdir / "metrics.jsonl"
     samples: list[Sample] = []
@@ -136,7 +140,7 @@ def watch(training: Training, seconds: float, interval: float) -> list[Sample]:
             time.sleep(interval)
             if training.process.poll() is not None:
                 training.finish()
-                raise RuntimeError(
+                raise ChildProcessError(
                     f"training {training.name} ended before the time was up: give it a "
                     "larger --config.num_steps"
                 )
@@ -324,32 +328,36 @@ def soak_table(result: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> None:
-    """Soaks as the command line says; fails if something grows."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+@command.entry_point
+def main(argv: Sequence[str] | None = None) -> None:
+    """Soaks as the command line says; fails if something grows.
+
+    Args:
+        argv: Command-line arguments, by default the process's.
+    """
+    parser = command.Parser(
+        "python -m relattn.evaluation.soak", __doc__, overrides=True
+    )
     parser.add_argument("--config", required=True, help="configs/X.py[:argument]")
     parser.add_argument("--workdir", required=True, help="the run directory")
     parser.add_argument("--output", default="results/soak.json", help="the JSON file")
     parser.add_argument("--hours", type=float, default=2.0, help="how long")
     parser.add_argument("--interval", type=float, default=10.0, help="of samples, in s")
-    arguments, overrides = parser.parse_known_args()
+    arguments = parser.parse_args(argv)
     training = Training(
         label="soak",
         config=arguments.config,
         workdir=Path(arguments.workdir),
-        overrides=[*OPTIONS, *overrides],
+        overrides=[*OPTIONS, *arguments.overrides],
         malloc=GIVE_BACK,
     )
-    try:
-        read_config(training.config, training.options)
-        result = run_soak(
-            training,
-            arguments.output,
-            hours=arguments.hours,
-            interval=arguments.interval,
-        )
-    except (ValueError, RuntimeError) as error:
-        sys.exit(f"error: {error}")
+    read_config(training.config, training.options)
+    result = run_soak(
+        training,
+        arguments.output,
+        hours=arguments.hours,
+        interval=arguments.interval,
+    )
     print(f"{result['steps']:,} steps in {arguments.hours:g} hours\n")
     print(soak_table(result))
     print(f"Written to {arguments.output} and its figure, .png")

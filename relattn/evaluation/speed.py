@@ -22,7 +22,7 @@ from typing import Any
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from relattn import spec
+from relattn import command, spec
 from relattn.evaluation.speed_cases import CASES, Sizes
 
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -195,6 +195,14 @@ def _names(text: str) -> list[str]:
     return names
 
 
+def _kernels(text: str) -> list[str]:
+    names = _names(text)
+    if not names:
+        known = ", ".join(CASES)
+        raise argparse.ArgumentTypeError(f"name at least one kernel of {known}")
+    return names
+
+
 def _positive(text: str) -> int:
     if not text.strip().isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a positive integer, got {text!r}")
@@ -217,16 +225,16 @@ def _folder(text: str) -> Path:
     return path
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m relattn.evaluation.speed",
-        description=(__doc__ or "").split("\n")[0],
+def _parser() -> command.Parser:
+    parser = command.Parser(
+        "python -m relattn.evaluation.speed",
+        __doc__,
         epilog="kernels and alternatives: " + ", ".join(CASES),
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     default = Sizes(length=1)
     add = parser.add_argument
-    add("--kernel", type=_names, default="linear,causal_linear,banded", help="what")
+    add("--kernel", type=_kernels, default="linear,causal_linear,banded", help="what")
     add("--against", type=_names, default="softmax", help="what to compare with")
     add("--lengths", type=_lengths, default="1024,4096", help="numbers of tokens")
     add("--batch", type=_positive, default=default.batch, help="examples")
@@ -242,6 +250,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+@command.entry_point
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures what the command line asks for.
 
@@ -249,6 +258,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         argv: Command-line arguments, by default the process's.
     """
     options = vars(_parser().parse_args(argv))
+    del options["flagfile"], options["verbosity"]
     output = options.pop("output")
     names, against = options.pop("kernel"), options.pop("against")
     rows: list[dict[str, Any]] = []

@@ -14,13 +14,14 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from relattn import command
 from relattn.evaluation.speed_cases import CASES, Case, Sizes
 
 _MEGABYTE = 1e6
@@ -209,5 +210,24 @@ def peak_memory(device: jax.Device) -> int:
     return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
+@command.entry_point
+def main(argv: Sequence[str] | None = None) -> None:
+    """Prints one measurement.
+
+    Args:
+        argv: Command-line arguments, by default the process's.
+    """
+    parser = command.Parser("python -m relattn.evaluation.speed_measure", __doc__)
+    parser.add_argument("request", type=_request, help="a JSON object")
+    print(json.dumps(measure(**parser.parse_args(argv).request)))
+
+
+def _request(text: str) -> dict[str, Any]:
+    request = json.loads(text)
+    if not isinstance(request, dict) or request.get("kernel") not in CASES:
+        raise ValueError("no such request")
+    return request
+
+
 if __name__ == "__main__":
-    print(json.dumps(measure(**json.loads(sys.argv[1]))))
+    main()

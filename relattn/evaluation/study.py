@@ -4,21 +4,20 @@
 project's root, trains by ``train.py`` what is missing of the preset's runs, and leaves
 ``results.json``, ``table.md``, ``table.csv`` and ``curves.png``. Given again, it goes
 on where it was. A run that fails is reported, and the others go on. Several seeds of a
-model train together, in one process, unless ``--together`` says otherwise. Options that
-it does not know go to ``train.py``, as ``--config.num_steps=50``.
+model train together, in one process, unless ``--together`` says otherwise. Options
+``--config.key=value``, such as ``--config.num_steps=50``, go to ``train.py``.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from relattn import command
 from relattn.evaluation.compare import shift_report
 from relattn.evaluation.presets import PRESETS
-from relattn.evaluation.runs import Training, read_config, train
+from relattn.evaluation.runs import Training, train
 from relattn.evaluation.study_report import (
     plot_study,
     study_results,
@@ -26,6 +25,7 @@ from relattn.evaluation.study_report import (
     write_study_csv,
 )
 from relattn.spec import closest
+from relattn.training.config_file import read_config
 from relattn.training.records import usable_folder, write_json
 
 
@@ -69,11 +69,15 @@ def run_study(
         raise ValueError(f"together must be from 0 (all) to {seeds}, got {together}")
     if not Path("train.py").exists():
         raise ValueError("no train.py here: run the study from the project's root")
-    study, output = PRESETS[preset], Path(output)
+    study = PRESETS[preset]
     if dataset:
         study = study.on(dataset)
     if models:
         study = study.of(models)
+    for row in study.rows:
+        for config in row.runs.values():
+            read_config(config, overrides)  # Raises where it cannot.
+    output = usable_folder(output, "--output")
     trainings, groups = [], {}
     for done in range(0, seeds, together or seeds):
         num_seeds = min(together or seeds, seeds - done)
@@ -93,7 +97,6 @@ def run_study(
                 trainings.append(training)
                 groups.setdefault((row.name, trained), []).append(training)
     missing = [training for training in trainings if not training.is_complete()]
-    usable_folder(output, "--output")
     print(
         f"{preset}: {len(missing)} of {len(trainings)} runs to train; logs in "
         f"{output}/*/train.log",
@@ -120,9 +123,16 @@ def run_study(
     return text, failed
 
 
-def main() -> None:
-    """Runs a study as the command line says."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+@command.entry_point
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs a study as the command line says.
+
+    Args:
+        argv: Command-line arguments, by default the process's.
+    """
+    parser = command.Parser(
+        "python -m relattn.evaluation.study", __doc__, overrides=True
+    )
     names = ", ".join(PRESETS)
     parser.add_argument("--preset", required=True, help=f"which study: {names}")
     parser.add_argument("--output", required=True, help="folder to write to")
@@ -143,28 +153,23 @@ def main() -> None:
         help="trainings at a time; if several, each has one GPU, or without GPUs one "
         "core",
     )
-    arguments, overrides = parser.parse_known_args()
+    arguments = parser.parse_args(argv)
     start = time.monotonic()
-    try:
-        text, failed = run_study(
-            arguments.preset,
-            arguments.output,
-            dataset=arguments.dataset,
-            models=[name for name in arguments.models.split(",") if name],
-            seeds=arguments.seeds,
-            together=arguments.together,
-            jobs=arguments.jobs,
-            overrides=overrides,
-        )
-    except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        sys.exit("\ninterrupted: the same command goes on")
+    text, failed = run_study(
+        arguments.preset,
+        arguments.output,
+        dataset=arguments.dataset,
+        models=[name for name in arguments.models.split(",") if name],
+        seeds=arguments.seeds,
+        together=arguments.together,
+        jobs=arguments.jobs,
+        overrides=arguments.overrides,
+    )
     print(f"\n{text}\nIn {time.monotonic() - start:.0f} s. Written to", end=" ")
     print(f"{arguments.output}: results.json, table.md, table.csv, curves.png")
     if failed:
         names = "; ".join(training.name for training in failed)
-        sys.exit(f"error: not trained: {names}")
+        raise ChildProcessError(f"not trained: {names}")
 
 
 if __name__ == "__main__":

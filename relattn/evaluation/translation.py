@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from relattn import offsets
+from relattn import command, offsets
 from relattn.kernels import redraw
 from relattn.nn.build import ATTENTIONS, OWN, POSITIONS, build
 
@@ -202,8 +203,14 @@ def all_pairs() -> list[tuple[str, str]]:
     ]
 
 
-def main() -> None:
-    """Prints the translation error of every attention with every position."""
+@command.entry_point
+def main(argv: Sequence[str] | None = None) -> None:
+    """Prints the translation error of every attention with every position.
+
+    Args:
+        argv: Command-line arguments, by default the process's.
+    """
+    command.Parser("python -m relattn.evaluation.translation", __doc__).parse_args(argv)
     print("| attention | position | equivariant | error, one draw | mean of 64 draws |")
     print("| --- | --- | --- | --- | --- |")
     for attention, position in (*all_pairs(), *VARIANTS):

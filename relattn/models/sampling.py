@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Key
+
+from relattn import spec
 
 
 def sample_token(
@@ -80,8 +83,8 @@ def generate(
 
     Raises:
         ValueError: If the prompt is empty, holds an id that is not in the vocabulary,
-            the whole is longer than the model's context, or ``temperature`` or
-            ``top_k`` is negative.
+            the whole is longer than the model's context, ``temperature`` is negative
+            or not finite, or ``top_k`` is not from 0 to the size of the vocabulary.
 
     Example:
         >>> from relattn.models import GPT
@@ -104,10 +107,14 @@ def generate(
             f"a prompt of {length} tokens and num_tokens={num_tokens} are longer than "
             f"the weights: config.model.context_length={model.context_length}"
         )
-    if temperature < 0 or top_k < 0:
+    if not 0 <= temperature < math.inf:
         raise ValueError(
-            "temperature and top_k must not be negative, got "
-            f"temperature={temperature} and top_k={top_k}"
+            f"temperature must be 0 or a positive number, got {temperature}"
+        )
+    if not 0 <= top_k <= model.vocab_size:
+        raise ValueError(
+            f"top_k must be from 0 (all) to {model.vocab_size}, the size of the "
+            f"vocabulary, got {spec.shorten(top_k)}"
         )
     ids = np.asarray(prompt)
     if ids.min() < 0 or ids.max() >= model.vocab_size:

@@ -6,9 +6,6 @@ from relattn.training.errors import (
     NonFiniteLossError,
     PreemptedError,
     WorkdirError,
-    explain_flag_error,
-    explain_out_of_memory,
-    is_user_error,
 )
 from relattn.training.loop import train_and_evaluate
 from relattn.training.run import Run, evaluate, load_run, load_runs, make_predict_fn
@@ -26,9 +23,6 @@ __all__ = [
     "create_state",
     "default_config",
     "evaluate",
-    "explain_flag_error",
-    "explain_out_of_memory",
-    "is_user_error",
     "load_run",
     "load_runs",
     "make_eval_step",

@@ -13,7 +13,8 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from relattn.training.errors import USER_ERRORS, WorkdirError
+from relattn.command import USER_ERRORS
+from relattn.training.errors import WorkdirError
 
 # A directory of the network may show a new file to others after some seconds.
 _PATIENCE_SECONDS = 10.0

@@ -83,11 +83,6 @@ def test_select_takes_more_preferred_ones_rather_than_too_few():
     assert len(set(select(labels, 6, [0], preferred, 1).tolist())) == 6
 
 
-def test_a_missing_archive_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match="train-images.*gz is missing"):
-        main([f"--source={tmp_path}", f"--output={tmp_path}"])
-
-
 @pytest.mark.parametrize(
     "content",
     [

@@ -5,9 +5,9 @@ import pathlib
 import pytest
 from ml_collections import ConfigDict
 
+from relattn.command import is_user_error
 from relattn.data import load_data, load_tokenizer
 from relattn.data.paths import expand
-from relattn.training.errors import is_user_error
 from tests.unprivileged import public_folder, without_privileges
 
 NOBODY = "~no.such.user/x"

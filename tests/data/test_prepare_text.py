@@ -216,7 +216,7 @@ def test_not_utf8(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main([*arguments, "--tokenizer=bytes"])
     error = capsys.readouterr().err
-    assert "The text was not prepared: ValueError: " in error
+    assert "the text was not prepared: ValueError: " in error
     assert "a.txt is no UTF-8 text (invalid continuation byte" in error
     # Nothing that looks complete is left behind, so that one can try again.
     left = {path.name for path in (tmp_path / "out").iterdir()}

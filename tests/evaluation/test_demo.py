@@ -42,7 +42,7 @@ def test_demo_refuses_an_unknown_variant(tmp_path):
 
 def test_demo_shows_why_a_training_failed(tmp_path):
     message = "learnable_sincos, seed 0 failed; .*train.log ends with:(.|\n)*num_steps"
-    with pytest.raises(RuntimeError, match=message):
+    with pytest.raises(ChildProcessError, match=message):
         run_demo(
             tmp_path, variants=["learnable_sincos"], overrides=["--config.num_steps=-1"]
         )

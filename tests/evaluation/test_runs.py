@@ -8,18 +8,21 @@ import time
 import pytest
 
 from relattn.evaluation import runs
-from relattn.evaluation.runs import KEEP_HEAP, Training, read_config, train
+from relattn.evaluation.runs import KEEP_HEAP, Training, train
+from relattn.training.config_file import read_config
 from tests.evaluation.trained import CONFIG, IMAGES, TEXT, make_training
 
 
 def test_read_config_is_that_of_train_py():
-    options = ["--config.num_epochs=3", "--verbosity=1", "--config.model.dim", "8"]
+    options = ["--config.num_epochs=3", "--config.model.dim", "8"]
     config = read_config("configs/demo.py", options)
     assert (config.num_epochs, config.model.dim, config.is_locked) == (3, 8, True)
     with pytest.raises(ValueError, match="no argument 'bandd': did you mean 'banded'"):
         read_config("configs/demo.py:bandd")
     with pytest.raises(ValueError, match=r"no --config\.\[...\] key .*num_epochs"):
         read_config(CONFIG, ["--config.num_epoch=3"])
+    with pytest.raises(ValueError, match="'--verbosity=1' is no option --config.key"):
+        read_config(CONFIG, ["--verbosity=1"])
     with pytest.raises(ValueError, match="--config.num_epochs=x: invalid literal"):
         read_config(CONFIG, ["--config.num_epochs=x"])
 

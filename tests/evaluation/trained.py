@@ -4,8 +4,9 @@ import dataclasses
 import json
 
 from relattn.data import ImageInfo, TextInfo
-from relattn.evaluation.runs import Training, read_config
+from relattn.evaluation.runs import Training
 from relattn.training.config import to_json
+from relattn.training.config_file import read_config
 
 CONFIG = "configs/demo.py:banded"
 IMAGES = ImageInfo("a set", ("0", "1"), (5, 3, 1), (0.1,), (0.2,), 200, "somewhere")

@@ -143,6 +143,6 @@ def test_train_py_ends_with_a_code_of_its_own(tmp_path):
     _, said = process.communicate()
     assert process.returncode == 75
     last = checkpoint_steps(workdir / "checkpoints")[-1]
-    assert said.startswith(f"train.py: SIGTERM came, so training ended at step {last} ")
+    assert said.startswith(f"SIGTERM came, so training ended at step {last} ")
     assert said.count("\n") == 1
     assert not list(workdir.glob("checkpoints/*tmp*"))

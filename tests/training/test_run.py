@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from relattn import training
+from relattn.command import is_user_error
 from relattn.training.checkpoint import read_meta
 from relattn.training.metrics import read_rows, write_text
 from tests.training.conftest import make_data
@@ -109,7 +110,7 @@ def test_a_checkpoint_of_a_model_that_cannot_be_built(workdir):
             match=rf"15 says what this version of relattn cannot use \(.*{problem}",
         ) as raised:
             training.load_run(workdir, "latest")
-        assert training.is_user_error(raised.value)
+        assert is_user_error(raised.value)
         assert len(str(raised.value).splitlines()) == 1
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from relattn import training
+from relattn.command import is_user_error
 from relattn.training.checkpoint import CheckpointWriter, checkpoint_steps
 from relattn.training.events import EventsFile
 from relattn.training.records import usable_workdir, write_json
@@ -101,7 +102,7 @@ def test_a_checkpoint_that_cannot_be_written(config, tmp_path, one_device, capfd
             training.train_and_evaluate(
                 config, workdir, devices=one_device, on_step=on_step
             )
-        assert training.is_user_error(error.value)
+        assert is_user_error(error.value)
         assert checkpoint_steps(workdir / "checkpoints") == [5]
         assert training.load_run(workdir).step == 5
         actual = training.train_and_evaluate(config, workdir, devices=one_device)
@@ -160,7 +161,7 @@ def test_metrics_that_cannot_be_written(config, tmp_path, one_device):
         training.train_and_evaluate(
             config, tmp_path, devices=one_device, on_step=on_step
         )
-    assert training.is_user_error(error.value)
+    assert is_user_error(error.value)
     assert checkpoint_steps(tmp_path / "checkpoints") == [5]
     result = training.train_and_evaluate(config, tmp_path, devices=one_device)
     assert result["step"] == 15

@@ -10,6 +10,7 @@ import pytest
 
 from relattn import data as data_lib
 from relattn import models, training
+from relattn.command import is_user_error
 from relattn.data.batches import batch_indices
 from tests.data.conftest import photographs as photographs  # noqa: PLC0414
 from tests.training.conftest import build_tiny
@@ -77,7 +78,7 @@ def test_a_run_resumed_and_loaded_without_its_data(
         patch.setattr(data_lib, "load_data", lambda config: data)
         with pytest.raises(ValueError, match=message) as raised:
             training.train_and_evaluate(streamed, parts, devices=one_device)
-    assert training.is_user_error(raised.value)
+    assert is_user_error(raised.value)
     actual = training.train_and_evaluate(streamed, parts, devices=one_device)
     starts = json.loads((parts / "run.json").read_text())["starts"]
     assert [start["step"] for start in starts] == [0, 2, 4]

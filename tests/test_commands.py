@@ -1,0 +1,291 @@
+"""Every program: its options, and the sentence and exit code that it fails with."""
+
+import importlib
+import io
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from relattn import command, training
+
+ROOT = Path(__file__).parents[1]
+# What each program needs to come as far as an option that does not exist.
+PROGRAMS = {
+    "eval_shift": ["--output=x"],
+    "relattn.data.embed": ["--source=x"],
+    "relattn.data.prepare": ["--name=mnist"],
+    "relattn.data.prepare_text": ["--openwebtext", "--output=x"],
+    "relattn.evaluation.demo": [],
+    "relattn.evaluation.mesh_memory": ["--config=configs/demo.py"],
+    "relattn.evaluation.pipeline": ["--config=configs/demo.py"],
+    "relattn.evaluation.sizes": [],
+    "relattn.evaluation.soak": ["--config=configs/demo.py", "--workdir=x"],
+    "relattn.evaluation.speed": [],
+    "relattn.evaluation.speed_measure": ['{"kernel": "linear"}'],
+    "relattn.evaluation.study": ["--preset=translution_text", "--output=x"],
+    "relattn.evaluation.translation": [],
+    "relattn.sample": ["--workdir=x"],
+    "train": ["--config=configs/demo.py", "--workdir=x"],
+}
+NO_PROGRAM = "relattn.evaluation.shift"
+
+
+def start(program, arguments):
+    importlib.import_module(program).main(arguments)
+
+
+@pytest.fixture
+def refused(capsys, monkeypatch):
+    """Starts a program, which must end with one sentence."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+
+    def refused(program, arguments):
+        with pytest.raises(SystemExit) as raised:
+            start(program, arguments)
+        out, err = capsys.readouterr()
+        assert (raised.value.code, out) == (2, "")
+        assert err.startswith("error: ") and err.count("\n") == 1
+        return err
+
+    return refused
+
+
+def test_every_program_is_here():
+    sources = [*ROOT.glob("*.py"), *ROOT.glob("relattn/**/*.py")]
+    found = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        for path in sources
+        if '__name__ == "__main__"' in path.read_text("utf-8")
+    }
+    assert found == {*PROGRAMS, NO_PROGRAM}
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_an_option_that_does_not_exist(program, refused):
+    error = refused(program, [*PROGRAMS[program], "--no_such=3"])
+    assert "unknown option --no_such: " in error
+
+
+def test_a_module_that_is_no_program(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        importlib.import_module(NO_PROGRAM).main()
+    assert "run `eval_shift.py`" in capsys.readouterr().err
+
+
+DEMO = "--config=configs/demo.py"
+
+
+@pytest.mark.parametrize(
+    "program, arguments, message",
+    [
+        ("eval_shift", ["--output=x"], "no run: name at least one folder by --workdir"),
+        ("eval_shift", ["--workdir=no/run", "--output={}"], "no complete checkpo"),
+        ("eval_shift", ["--output=x", "extra"], "unexpected argument 'extra': options"),
+        ("relattn.data.embed", ["--source={}"], "images-idx3-ubyte.gz is missing: --s"),
+        ("relattn.data.prepare", ["--name=minst"], "invalid choice: 'minst'"),
+        ("relattn.data.prepare_text", ["--output=x"], "--input --openwebtext is requ"),
+        ("relattn.evaluation.demo", ["--output={}/file"], "file is not writable"),
+        ("relattn.evaluation.demo", ["--config.num=3", "--output={}/d"], "key 'num'"),
+        ("relattn.evaluation.demo", ["--seeds=0"], "seeds must be at least 1, got 0"),
+        ("relattn.evaluation.mesh_memory", [DEMO, "--meshes=ax2"], "=ax2: give DATAx"),
+        ("relattn.evaluation.mesh_memory", ["--config={}/a.py"], "a.py cannot be read"),
+        ("relattn.evaluation.pipeline", ["--config=/no/such.py"], "such.py cannot be"),
+        ("relattn.evaluation.pipeline", [DEMO, "--steps=0"], "must be at least 1, got"),
+        ("relattn.evaluation.sizes", ["--foo"], "did you mean '--json'?"),
+        (
+            "relattn.evaluation.soak",
+            ["--config=nope.py", "--workdir={}/run"],
+            "nope.py",
+        ),
+        (
+            "relattn.evaluation.soak",
+            [DEMO, "--workdir={}/file"],
+            "file is not writable",
+        ),
+        ("relattn.evaluation.speed", ["--kernel="], "--kernel: name at least one kern"),
+        ("relattn.evaluation.speed", ["--kernel=lineer"], "did you mean 'linear'?"),
+        ("relattn.evaluation.speed_measure", ["{{"], "request: invalid"),
+        ("relattn.evaluation.speed_measure", ["{{}}"], "request: invalid"),
+        ("relattn.evaluation.study", ["--preset=nope", "--output=x"], "unknown preset"),
+        ("relattn.evaluation.study", ["--preset=rpe_vit", "--output="], "is empty, as"),
+        (
+            "relattn.evaluation.study",
+            ["--preset=rpe_vit_cpu", "--output={}/new", "--config.num=3"],
+            "there is no --config.[...] key 'num'",
+        ),
+        (
+            "relattn.sample",
+            ["--workdir=x", "--num_samples=0"],
+            "from 1 to 1000000, got",
+        ),
+        ("relattn.sample", ["--workdir=x", "--num_samples=-1"], "1 to 1000000, got -1"),
+        (
+            "relattn.sample",
+            ["--workdir=x", f"--seed={10**30}"],
+            "seed must be from 0 to",
+        ),
+        (
+            "relattn.sample",
+            ["--workdir=x", "--seed=10**30"],
+            "--seed: invalid int value",
+        ),
+        ("relattn.sample", ["--workdir={}/no"], "no complete checkpoint in"),
+        ("train", [], "the following arguments are required: --config, --workdir"),
+        ("train", ["--flagfile=/no/such"], "--flagfile cannot be read: "),
+        ("train", ["--flagfile"], "--flagfile cannot be read: "),
+        ("train", [DEMO, "--workdir="], "--workdir is empty, as a variable of the she"),
+        ("train", [DEMO, "--workdir=x", "extra"], "unexpected argument 'extra': opti"),
+        (
+            "train",
+            [f"{DEMO}:bandd", "--workdir=x"],
+            "error: configs/demo.py has no arg",
+        ),
+        ("train", [DEMO, "--workdir=x", "--config.a.b=3"], "no --config.[...] key 'a'"),
+        (
+            "train",
+            [DEMO, "--workdir={}/run", "--config.batch_size=0"],
+            "config.batch_size must be at least 1, got 0",
+        ),
+    ],
+)
+def test_bad_input_is_one_sentence(program, arguments, message, refused, tmp_path):
+    (tmp_path / "file").touch()
+    arguments = [argument.format(tmp_path) for argument in arguments]
+    assert message in refused(program, arguments)
+    assert sorted(tmp_path.rglob("*")) == [tmp_path / "file"]
+
+
+@pytest.mark.parametrize(
+    "source, message",
+    [
+        (b"x = 1\nx / 0\n", "config.py, line 2: ZeroDivisionError: division by zero"),
+        (b"int('three')", "config.py, line 1: ValueError: invalid literal for int()"),
+        (b"import no_such_module", "line 1: ModuleNotFoundError: No module named"),
+        (b"open('/no/such/file')", "line 1: FileNotFoundError: [Errno 2] No such file"),
+        (b"x = 1\0", "null bytes"),
+        (b"\xff", "config.py, line 1, is not Python ("),
+        (b"A title\n\nAnd text.", "config.py, line 1, is not Python (invalid syntax)"),
+        (
+            b"def get_config():\n    return get_config()\n",
+            "config.py, line 2: RecursionError: maximum recursion depth exceeded",
+        ),
+        (b"x = " + 1000 * b"(" + b"1" + 1000 * b")", "config.py"),
+        (b"", "config.py cannot be read (AttributeError: module"),
+        (b"def get_config():\n    return {}\n", "returned dict, not a ConfigDict"),
+        (
+            b"from ml_collections import ConfigDict\nget_config = ConfigDict\n",
+            "error: config.model is missing",
+        ),
+        (
+            b"from relattn.training import default_config\n"
+            b"def get_config():\n    return default_config()\n",
+            "error: config.data.name is missing",
+        ),
+        (
+            b"from relattn.training import default_config\n"
+            b"def get_config():\n    config = default_config()\n"
+            b"    config.data.name = 'mnist'\n    config.data.num_validation = 5\n"
+            b"    return config\n",
+            "error: unknown config.model.name '': there are: ",
+        ),
+    ],
+    ids=range(14),
+)
+def test_a_bad_config_file_is_one_sentence(source, message, refused, tmp_path):
+    path = tmp_path / "config.py"
+    path.write_bytes(source)
+    error = refused("train", [f"--config={path}", f"--workdir={tmp_path / 'run'}"])
+    assert message in error
+
+
+def test_options_from_a_file(refused, tmp_path):
+    (tmp_path / "flags").write_text("--config=configs/demo.py\n--workdir=x\nextra\n")
+    error = refused("train", [f"--flagfile={tmp_path / 'flags'}"])
+    assert "unexpected argument 'extra'" in error
+
+
+def test_overrides_reach_the_training(monkeypatch):
+    given = []
+    monkeypatch.setattr(
+        training, "train_and_evaluate", lambda *args: given.append(args)
+    )
+    words = ["--config", "configs/demo.py:banded", "--workdir", "w", "--config.seed=3"]
+    start("train", [*words, "--config.num_steps", "7", "--noconfig.progress"])
+    ((config, workdir),) = given
+    assert (config.seed, config.num_steps, config.progress, workdir) == (
+        3,
+        7,
+        False,
+        "w",
+    )
+    assert config.model.attention.startswith("banded")
+
+
+@pytest.mark.parametrize(
+    "error, code, said",
+    [
+        (MemoryError("no"), 2, "error: the host ran out of memory (no): lower "),
+        (
+            jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory."),
+            2,
+            "error: a device ran out of memory (Out of memory): lower ",
+        ),
+        (training.PreemptedError("SIGTERM came"), 75, "SIGTERM came\n"),
+        (training.PreemptedError("Ctrl-C", by_hand=True), 130, "Ctrl-C\n"),
+        (KeyboardInterrupt(), 130, "interrupted: "),
+    ],
+)
+def test_what_ends_a_program(error, code, said, capsys):
+    @command.entry_point
+    def main():
+        raise error
+
+    with pytest.raises(SystemExit) as raised:
+        main()
+    assert raised.value.code == code
+    assert capsys.readouterr().err.startswith(said)
+
+
+@pytest.mark.parametrize("error", [KeyError("k"), ValueError("not the package's")])
+def test_other_errors_keep_their_traceback(error):
+    @command.entry_point
+    def main():
+        raise error
+
+    with pytest.raises(type(error), match=re.escape(str(error))):
+        main()
+
+
+def test_characters_that_the_terminal_lacks_are_escaped(monkeypatch):
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+
+    @command.entry_point
+    def main():
+        print("0.5 ± 0.1", flush=True)
+
+    main()
+    assert written.getvalue() == b"0.5 \\xb1 0.1\n"
+
+
+def test_help_without_docstrings():
+    program = (
+        "import contextlib, importlib, sys\n"
+        "for name in sys.argv[1:]:\n"
+        "    with contextlib.suppress(SystemExit):\n"
+        "        importlib.import_module(name).main(['--help'])\n"
+    )
+    run = subprocess.run(
+        [sys.executable, "-OO", "-c", program, *PROGRAMS],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert run.stderr == ""
+    assert run.stdout.count("usage: python ") == len(PROGRAMS)
+    assert run.stdout.count("--verbosity VERBOSITY") == 2 * len(PROGRAMS)

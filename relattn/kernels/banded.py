@@ -14,19 +14,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from relattn.kernels.linear import (
-    FeatureMap,
-    divide_sums,
-    einsum_in_float32,
-    evaluate,
-)
+from relattn.kernels.checks import broadcast_leading, check_arguments
+from relattn.kernels.linear import FeatureMap, divide_sums, evaluate
+from relattn.kernels.precision import wide_einsum, widen
 from relattn.kernels.random_features import Features
 from relattn.offsets import Grid, check_grid
 
 
+@check_arguments
 def banded_attention(
-    q: Float[Array, "*batch n depth"],
-    v: Float[Array, "*batch n value_depth"],
+    q: Float[Array, "*#batch n depth"],
+    v: Float[Array, "*#batch n value_depth"],
     table: Float[Array, "rows depth"],
     feature_map: FeatureMap,
     *,
@@ -41,19 +39,19 @@ def banded_attention(
     dist the Manhattan distance on the grid, clipped at ``clip = rows - 1``. Prefix
     tokens are at distance ``clip`` from every token, themselves included.
 
-    Features, weights and sums are float32. Exponents are shifted before they are
-    exponentiated, by maxima over the rows that the query meets, so that a query's sum
-    of positive weights is at least one. Where weights of both signs (trigonometric
-    features) nearly cancel in a query's sum, the denominator is held at 1e-4 of the
-    sum of their magnitudes, with its sign. A query without keys gives zeros.
-    Derivatives are reverse-mode only.
+    Features, weights and sums are float32 or wider. Exponents are shifted before they
+    are exponentiated, by maxima over the rows that the query meets, so that a query's
+    sum of positive weights is at least one. Where weights of both signs (trigonometric
+    features) nearly cancel in a query's sum, the denominator is held at 1e-4 of the sum
+    of their magnitudes, with its sign. A query without keys gives zeros. Derivatives
+    are reverse-mode only.
 
     Args:
         q: Queries, shape ``[*batch, n, depth]``.
         v: Values, shape ``[*batch, n, value_depth]``.
         table: w, one row a distance from 0 to ``clip``, shape ``[clip + 1, depth]``.
         feature_map: phi, as in `relattn.kernels.linear.linear_attention`.
-        grid: Height and width of the tokens after the prefix.
+        grid: Height and width, or length, of the tokens after the prefix.
         num_prefix: Number of prefix tokens.
         key_mask: True for keys that exist, shape ``[*batch, n]``.
         precision: Passed to einsum.
@@ -62,8 +60,9 @@ def banded_attention(
         Shape ``[*batch, n, value_depth]``, in the dtype of ``v``.
 
     Raises:
-        ValueError: If the table has fewer than two rows, the grid does not hold the
-            tokens, or ``q`` and ``v`` differ in an axis other than the last.
+        ValueError: If shapes or dtypes do not fit together.
+        ValueError: If the table has fewer than two rows, or the grid does not hold the
+            tokens.
 
     Example:
         >>> phi = lambda x: jnp.exp(x)
@@ -76,12 +75,19 @@ def banded_attention(
         Horn et al., Translational Equivariance in Kernelizable Attention, section 2.3,
         strategy 2; normalised, as their code is and their equation is not.
     """
-    _check(q, v, table, grid, num_prefix)
-    values = v.astype(jnp.float32)
-    keys = jnp.ones((v.shape[-2], 1), jnp.float32)
+    check_grid(v.shape[-2], grid, num_prefix)
+    if len(table) < 2:
+        raise ValueError(
+            "table has one row for each distance from 0 to clip, with clip >= 1: "
+            f"expected at least 2 rows, got {len(table)}"
+        )
+    grid = (1, *grid) if len(grid) == 1 else grid
+    q, v = broadcast_leading(q, v)
+    values = widen(v)
+    keys = jnp.ones((v.shape[-2], 1), values.dtype)
     if key_mask is not None:
         values = jnp.where(key_mask[..., None], values, 0.0)
-        keys = key_mask[..., None].astype(jnp.float32)
+        keys = key_mask[..., None].astype(values.dtype)
 
     # Rings further out than the grid is wide are empty: their rows meet no query.
     num_rings = min(len(table) - 1, sum(grid) - 1)
@@ -118,25 +124,6 @@ def banded_attention(
     return out
 
 
-def _check(q, v, table, grid, num_prefix):
-    if len(table) < 2:
-        raise ValueError(
-            "table has one row for each distance from 0 to clip, with clip >= 1: "
-            f"expected at least 2 rows, got {len(table)}"
-        )
-    if q.shape[:-1] != v.shape[:-1]:
-        raise ValueError(
-            "q and v must have the same shape but for the last axis, got "
-            f"{q.shape} and {v.shape}"
-        )
-    if q.shape[-1] != table.shape[-1]:
-        raise ValueError(
-            f"table rows must be as deep as the queries, {q.shape[-1]}, got "
-            f"{table.shape[-1]}"
-        )
-    check_grid(v.shape[-2], grid, num_prefix)
-
-
 def _to_grid(x, grid, num_prefix=0):
     return x[..., num_prefix:, :].reshape(*x.shape[:-2], *grid, x.shape[-1])
 
@@ -157,7 +144,7 @@ def _weigh(queries, rows, present, *, shared_shift, precision):
         Weights and, where the features may be negative, their magnitudes; shape
         ``[*batch n rows]``.
     """
-    dot = functools.partial(einsum_in_float32(precision), "...nf,df->...nd")
+    dot = functools.partial(wide_einsum(precision), "...nf,df->...nd")
     if queries.values is None and shared_shift:
         shift = jax.lax.stop_gradient(rows.exponents.max(axis=0))
         exponents = queries.exponents + shift
@@ -175,7 +162,7 @@ def _weigh(queries, rows, present, *, shared_shift, precision):
     exponents = jnp.where(present, exponents, -jnp.inf)
     largest = jax.lax.stop_gradient(exponents.max(axis=-1, keepdims=True))
     # Finite, so that a query that meets no row has weights of zero, not NaN.
-    scale = jnp.exp(exponents - jnp.maximum(largest, jnp.finfo(jnp.float32).min))
+    scale = jnp.exp(exponents - jnp.maximum(largest, jnp.finfo(exponents.dtype).min))
     if magnitudes is not None:
         magnitudes = jax.lax.stop_gradient(magnitudes * scale)
     return weights * scale, magnitudes

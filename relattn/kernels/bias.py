@@ -12,15 +12,18 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from relattn.kernels.checks import check_arguments
 from relattn.kernels.linear import clear_masked
+from relattn.kernels.precision import wide_einsum, widen
 from relattn.kernels.softmax import softmax_weights, weigh
 from relattn.offsets import Grid, check_grid, num_offsets, offset_index
 
 
+@check_arguments
 def relative_attention(
-    q: Float[Array, "*batch n depth"],
-    k: Float[Array, "*batch n depth"],
-    v: Float[Array, "*batch n value_depth"],
+    q: Float[Array, "*#batch n depth"],
+    k: Float[Array, "*#batch n depth"],
+    v: Float[Array, "*#batch n value_depth"],
     *,
     grid: Grid,
     num_prefix: int = 0,
@@ -55,6 +58,7 @@ def relative_attention(
         Shape ``[*batch, n, value_depth]``, in the dtype of ``v``.
 
     Raises:
+        ValueError: If shapes or dtypes do not fit together.
         ValueError: If the grid does not hold the tokens or a table has not the rows.
 
     Example:
@@ -75,7 +79,10 @@ def relative_attention(
         for name, table in (("key_table", key_table), ("value_table", value_table))
     )
     bias = with_prefix_rows(bias, "bias", rows, num_prefix, axis=-1)
-    total = None if bias is None else bias[..., offset_index(grid, num_prefix)]
+    total = None
+    if bias is not None:
+        # Wide first: its gradient is a sum over many pairs.
+        total = widen(bias)[..., offset_index(grid, num_prefix)]
 
     def to_pairs(per_row):
         return _to_pairs(per_row, grid, num_prefix)
@@ -91,10 +98,11 @@ def relative_attention(
     return out.astype(v.dtype)
 
 
+@check_arguments
 def causal_relative_attention(
-    q: Float[Array, "*batch n depth"],
-    k: Float[Array, "*batch n depth"],
-    v: Float[Array, "*batch n value_depth"],
+    q: Float[Array, "*#batch n depth"],
+    k: Float[Array, "*#batch n depth"],
+    v: Float[Array, "*#batch n value_depth"],
     *,
     key_table: Float[Array, "*#batch key_rows depth"] | None = None,
     value_table: Float[Array, "*#batch value_rows value_depth"] | None = None,
@@ -121,6 +129,7 @@ def causal_relative_attention(
         Shape ``[*batch, n, value_depth]``, in the dtype of ``v``.
 
     Raises:
+        ValueError: If shapes or dtypes do not fit together.
         ValueError: If there are more tokens than a table has offsets for.
 
     Example:
@@ -146,7 +155,10 @@ def causal_relative_attention(
 
     total = None
     if bias is not None:
-        total = to_pairs(jnp.broadcast_to(bias[..., None, :], (*bias.shape, length)))
+        # Wide first: its gradient is a sum over many pairs.
+        bias = widen(bias)[..., None, :]
+        shape = (*bias.shape[:-2], length, length)
+        total = to_pairs(jnp.broadcast_to(bias, shape))
     if key_table is not None:
         total = _add(total, to_pairs(_score(q, key_table, precision)))
     past = jnp.tril(jnp.ones((length, length), bool))
@@ -161,10 +173,11 @@ def causal_relative_attention(
     return out.astype(v.dtype)
 
 
+@check_arguments
 def causal_relative_attention_step(
-    q_i: Float[Array, "*batch depth"],
-    k: Float[Array, "*batch length depth"],
-    v: Float[Array, "*batch length value_depth"],
+    q_i: Float[Array, "*#batch depth"],
+    k: Float[Array, "*#batch length depth"],
+    v: Float[Array, "*#batch length value_depth"],
     *,
     index: Int[Array, ""] | int,
     key_table: Float[Array, "*#batch key_rows depth"] | None = None,
@@ -188,6 +201,7 @@ def causal_relative_attention_step(
         The token's output, shape ``[*batch, value_depth]``, in the dtype of ``v``.
 
     Raises:
+        ValueError: If shapes or dtypes do not fit together.
         ValueError: If a table has not 2 length - 1 rows.
 
     Example:
@@ -203,7 +217,7 @@ def causal_relative_attention_step(
     value_table = rows_of_token(value_table, "value_table", length, index, -2)
     bias = rows_of_token(bias, "bias", length, index, -1)
     q = q_i[..., None, :]
-    total = None if bias is None else bias[..., None, :]
+    total = None if bias is None else widen(bias)[..., None, :]
     if key_table is not None:
         total = _add(total, _score(q, key_table, precision))
     k, v, past = clear_masked(k, v, jnp.arange(length) <= index)
@@ -215,18 +229,12 @@ def causal_relative_attention_step(
 
 
 def _add(total, scores):
-    return scores if total is None else total.astype(jnp.float32) + scores
+    return scores if total is None else total + scores
 
 
 def _score(q, keys, precision):
-    """q_i . r / sqrt(depth) for every row r of a table, in float32."""
-    scores = jnp.einsum(
-        "...nd,...rd->...nr",
-        q,
-        keys,
-        precision=precision,
-        preferred_element_type=jnp.float32,
-    )
+    """q_i . r / sqrt(depth) for every row r of a table, in float32 or wider."""
+    scores = wide_einsum(precision)("...nd,...rd->...nr", q, keys)
     return scores * q.shape[-1] ** -0.5
 
 

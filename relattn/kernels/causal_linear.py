@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float
 
+from relattn.kernels.checks import broadcast_leading, check_arguments
 from relattn.kernels.chunks import (
     KEPT,
     check_chunk_size,
@@ -28,20 +29,21 @@ from relattn.kernels.linear import (
     append_ones,
     clear_masked,
     divide_sums,
-    einsum_in_float32,
     evaluate,
     scale_queries,
 )
+from relattn.kernels.precision import compute_dtype, wide_einsum
 from relattn.kernels.random_features import Features
 
 # Chunks that are worked on at once, for products large enough to be fast.
 _PARALLEL_CHUNKS = 8
 
 
+@check_arguments
 def causal_linear_attention(
-    q: Float[Array, "*batch n depth"],
-    k: Float[Array, "*batch n depth"],
-    v: Float[Array, "*batch n value_depth"],
+    q: Float[Array, "*#batch n depth"],
+    k: Float[Array, "*#batch n depth"],
+    v: Float[Array, "*#batch n value_depth"],
     feature_map: FeatureMap,
     *,
     key_mask: Bool[Array, "*#batch n"] | None = None,
@@ -78,6 +80,7 @@ def causal_linear_attention(
         Shape ``[*batch, n, value_depth]``, in the dtype of ``v``.
 
     Raises:
+        ValueError: If shapes or dtypes do not fit together.
         ValueError: If ``chunk_size`` is less than one, or the features have neither a
             bound nor one exponent a token.
 
@@ -93,8 +96,9 @@ def causal_linear_attention(
         Hua et al., Transformer Quality in Linear Time, section 3.2.
     """
     check_chunk_size(chunk_size)
+    q, k, v = broadcast_leading(q, k, v)
     k, v, key_mask = clear_masked(k, v, key_mask)
-    einsum = einsum_in_float32(precision)
+    einsum = wide_einsum(precision)
     state = init_linear_state(k[..., 0, :], v[..., 0, :], feature_map)
     length = q.shape[-2]
     # With a bound, chunks need nothing of each other but sums: some go side by side.
@@ -134,9 +138,10 @@ def underflowed(keys: Features) -> Bool[Array, "*batch n"]:
     return largest < math.log(jnp.finfo(jnp.float32).tiny)
 
 
+@check_arguments
 def init_linear_state(
-    k_i: Float[Array, "*batch depth"],
-    v_i: Float[Array, "*batch value_depth"],
+    k_i: Float[Array, "*#batch depth"],
+    v_i: Float[Array, "*#batch value_depth"],
     feature_map: FeatureMap,
 ) -> LinearState:
     """The state before the first token, for `causal_linear_attention_step`.
@@ -150,31 +155,34 @@ def init_linear_state(
         A state of no keys.
 
     Raises:
+        ValueError: If shapes or dtypes do not fit together.
         ValueError: If the features have neither a bound nor one exponent a token.
 
     Example:
         >>> init_linear_state(jnp.ones((2, 3)), jnp.ones((2, 5)), jnp.exp).sums.shape
         (2, 3, 6)
     """
-    batch = k_i.shape[:-1]
+    batch = jnp.broadcast_shapes(k_i.shape[:-1], v_i.shape[:-1])
     features = _feature_shapes(feature_map, k_i)
     check_causal(features)
     plain = features.values is None
     num_features = (features.exponents if plain else features.values).shape[-1]
     # With a bound, the bound is the shift and this one stays zero.
     shift = LOWEST if features.bound is None else 0.0
+    dtype = compute_dtype(v_i, *(x.dtype for x in jax.tree.leaves(features)))
     return LinearState(
-        shift=jnp.full((*batch, 1, 1), shift, jnp.float32),
-        sums=jnp.zeros((*batch, num_features, v_i.shape[-1] + 1), jnp.float32),
-        magnitudes=None if plain else jnp.zeros((*batch, num_features, 1), jnp.float32),
+        shift=jnp.full((*batch, 1, 1), shift, dtype),
+        sums=jnp.zeros((*batch, num_features, v_i.shape[-1] + 1), dtype),
+        magnitudes=None if plain else jnp.zeros((*batch, num_features, 1), dtype),
     )
 
 
+@check_arguments
 def causal_linear_attention_step(
     state: LinearState,
-    q_i: Float[Array, "*batch depth"],
-    k_i: Float[Array, "*batch depth"],
-    v_i: Float[Array, "*batch value_depth"],
+    q_i: Float[Array, "*#batch depth"],
+    k_i: Float[Array, "*#batch depth"],
+    v_i: Float[Array, "*#batch value_depth"],
     feature_map: FeatureMap,
     *,
     precision: jax.lax.PrecisionLike = None,
@@ -195,6 +203,9 @@ def causal_linear_attention_step(
     Returns:
         The state after the token, and its output, ``[*batch, value_depth]``.
 
+    Raises:
+        ValueError: If shapes or dtypes do not fit together.
+
     Example:
         >>> x = jnp.ones((2, 3))
         >>> state = init_linear_state(x, x, jax.nn.relu)
@@ -204,10 +215,16 @@ def causal_linear_attention_step(
     Source:
         Katharopoulos et al., Transformers are RNNs, section 3.4.
     """
-    chunk = (q_i[..., None, :], k_i[..., None, :], v_i[..., None, :], None)
-    state, out = _attend_causally(
-        state, chunk, feature_map, einsum_in_float32(precision)
-    )
+    q, k, v = broadcast_leading(*(x[..., None, :] for x in (q_i, k_i, v_i)))
+    found = state.sums.shape
+    expected = (*k.shape[:-2], found[-2], v.shape[-1] + 1)
+    if found != expected:
+        raise ValueError(
+            f"the state has sums of shape {found}, but the token needs {expected}: "
+            "start with init_linear_state of keys and values of its shapes"
+        )
+    einsum = wide_einsum(precision)
+    state, out = _attend_causally(state, (q, k, v, None), feature_map, einsum)
     return state, out[..., 0, :]
 
 
@@ -264,7 +281,7 @@ def _attend_causally(state, tokens, feature_map, einsum, parallel=1):
     size = q.shape[-2] // parallel
     causal = jnp.tril(jnp.ones((size, size), bool))
     if exponents is None:
-        decays, shift = _Decays(causal.astype(jnp.float32), 1.0, 1.0, 1.0), state.shift
+        decays, shift = _Decays(causal.astype(phi_k.dtype), 1.0, 1.0, 1.0), state.shift
     else:
         decays, shift = _running_decays(state.shift, exponents, causal)
 

@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from relattn.kernels.bias import past_rows, rows_of_token
 from relattn.kernels.causal_linear import causal_factors, check_causal
+from relattn.kernels.checks import broadcast_leading, check_arguments
 from relattn.kernels.chunks import check_chunk_size
 from relattn.kernels.linear import (
     LOWEST,
@@ -21,19 +22,20 @@ from relattn.kernels.linear import (
     append_ones,
     clear_masked,
     divide_sums,
-    einsum_in_float32,
     evaluate,
     scale_keys,
     scale_queries,
 )
 from relattn.kernels.offset_sums import fft_sums, pair_sums, rounding_noise
+from relattn.kernels.precision import wide_einsum
 from relattn.kernels.toeplitz import decay_of
 
 
+@check_arguments
 def causal_toeplitz_linear_attention(
-    q: Float[Array, "*batch n depth"],
-    k: Float[Array, "*batch n depth"],
-    v: Float[Array, "*batch n value_depth"],
+    q: Float[Array, "*#batch n depth"],
+    k: Float[Array, "*#batch n depth"],
+    v: Float[Array, "*#batch n value_depth"],
     feature_map: FeatureMap,
     bias: Float[Array, "*#batch rows"],
     *,
@@ -71,6 +73,7 @@ def causal_toeplitz_linear_attention(
         Shape ``[*batch, n, value_depth]``, in the dtype of ``v``.
 
     Raises:
+        ValueError: If shapes or dtypes do not fit together.
         ValueError: If there are more tokens than the table has offsets for, the
             features have neither a bound nor one exponent a token, or a size is less
             than one.
@@ -93,6 +96,7 @@ def causal_toeplitz_linear_attention(
     check_chunk_size(block_size, "block_size")
     length = q.shape[-2]
     decay = decay_of(past_rows(bias, "bias", length, axis=-1))
+    q, k, v = broadcast_leading(q, k, v)
     k, v, key_mask = clear_masked(k, v, key_mask)
     keys = evaluate(feature_map, k)
     check_causal(keys)
@@ -105,12 +109,12 @@ def causal_toeplitz_linear_attention(
     phi_q, phi_k, columns = (_pad(x, padding) for x in (phi_q, phi_k, append_ones(v)))
     if exponents is not None:
         exponents = _pad(exponents, padding, -jnp.inf)
-    einsum = einsum_in_float32(precision)
+    einsum = wide_einsum(precision)
 
     def weigh(phi_q, phi_k, v):
         """Sums of values, and what rounding may add to those of ones."""
         sums = _sum_blocks(phi_q, phi_k, v, exponents, decay, size, chunk_size, einsum)
-        noise = jnp.zeros((*sums.shape[:-1], 1), jnp.float32)
+        noise = jnp.zeros_like(sums[..., :1])
         for level in range(num_levels):
             part = _sum_halves(
                 phi_q, phi_k, v, exponents, decay, size << level, block_size
@@ -126,10 +130,11 @@ def causal_toeplitz_linear_attention(
     return divide_sums(sums, magnitudes, v.dtype, noise)[0]
 
 
+@check_arguments
 def causal_toeplitz_linear_attention_step(
-    q_i: Float[Array, "*batch depth"],
-    k: Float[Array, "*batch length depth"],
-    v: Float[Array, "*batch length value_depth"],
+    q_i: Float[Array, "*#batch depth"],
+    k: Float[Array, "*#batch length depth"],
+    v: Float[Array, "*#batch length value_depth"],
     feature_map: FeatureMap,
     bias: Float[Array, "*#batch rows"],
     *,
@@ -154,6 +159,7 @@ def causal_toeplitz_linear_attention_step(
         The token's output, shape ``[*batch, value_depth]``, in the dtype of ``v``.
 
     Raises:
+        ValueError: If shapes or dtypes do not fit together.
         ValueError: If the table has not 2 length - 1 rows.
 
     Example:
@@ -171,7 +177,7 @@ def causal_toeplitz_linear_attention_step(
     features = evaluate(feature_map, q_i[..., None, :])
     phi_k, shift = scale_keys(evaluate(feature_map, k), past)
     phi_q = scale_queries(features, shift)
-    einsum = einsum_in_float32(precision)
+    einsum = wide_einsum(precision)
     columns = append_ones(v)
 
     def weigh(phi_q, phi_k, v):

@@ -7,15 +7,18 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from relattn.kernels.checks import check_arguments
 from relattn.kernels.linear import clear_masked
+from relattn.kernels.precision import widen
 from relattn.kernels.softmax import masked_softmax, softmax_weights, weigh
 from relattn.offsets import Grid, check_grid, num_offsets, offset_index
 
 
+@check_arguments
 def gated_positional_attention(
-    q: Float[Array, "*batch n depth"],
-    k: Float[Array, "*batch n depth"],
-    v: Float[Array, "*batch n value_depth"],
+    q: Float[Array, "*#batch n depth"],
+    k: Float[Array, "*#batch n depth"],
+    v: Float[Array, "*#batch n value_depth"],
     gate: Float[Array, "*#batch"],
     coefficients: Float[Array, "*#batch features"],
     *,
@@ -47,6 +50,7 @@ def gated_positional_attention(
         Shape ``[*batch, n, value_depth]``, in the dtype of ``v``.
 
     Raises:
+        ValueError: If shapes or dtypes do not fit together.
         ValueError: If the grid does not hold the tokens or w is not as wide as r.
 
     Example:
@@ -69,10 +73,11 @@ def gated_positional_attention(
     return _mix(content, position, gate, v, precision)
 
 
+@check_arguments
 def causal_gated_positional_attention(
-    q: Float[Array, "*batch n depth"],
-    k: Float[Array, "*batch n depth"],
-    v: Float[Array, "*batch n value_depth"],
+    q: Float[Array, "*#batch n depth"],
+    k: Float[Array, "*#batch n depth"],
+    v: Float[Array, "*#batch n value_depth"],
     gate: Float[Array, "*#batch"],
     coefficients: Float[Array, "*#batch features"],
     *,
@@ -94,6 +99,7 @@ def causal_gated_positional_attention(
         Shape ``[*batch, n, value_depth]``, in the dtype of ``v``.
 
     Raises:
+        ValueError: If shapes or dtypes do not fit together.
         ValueError: If w is not as wide as r.
 
     Example:
@@ -114,10 +120,11 @@ def causal_gated_positional_attention(
     return _mix(content, masked_softmax(scores, allowed), gate, v, precision)
 
 
+@check_arguments
 def causal_gated_positional_attention_step(
-    q_i: Float[Array, "*batch depth"],
-    k: Float[Array, "*batch length depth"],
-    v: Float[Array, "*batch length value_depth"],
+    q_i: Float[Array, "*#batch depth"],
+    k: Float[Array, "*#batch length depth"],
+    v: Float[Array, "*#batch length value_depth"],
     gate: Float[Array, "*#batch"],
     coefficients: Float[Array, "*#batch features"],
     *,
@@ -139,6 +146,7 @@ def causal_gated_positional_attention_step(
         The token's output, shape ``[*batch, value_depth]``, in the dtype of ``v``.
 
     Raises:
+        ValueError: If shapes or dtypes do not fit together.
         ValueError: If w is not as wide as r.
 
     Example:
@@ -161,7 +169,7 @@ def causal_gated_positional_attention_step(
 
 
 def _offset_scores(coefficients, grid, num_prefix):
-    """Scores w . r of every table row of `offset_index`, in float32."""
+    """Scores w . r of every table row of `offset_index`, in float32 or wider."""
     sizes = np.array(grid)
     rows = np.indices(2 * sizes - 1).reshape(len(grid), num_offsets(grid)).T
     offset = rows - (sizes - 1)
@@ -177,11 +185,12 @@ def _offset_scores(coefficients, grid, num_prefix):
             f"{coefficients.shape[-1]}"
         )
     # Squares of offsets leave half precision early.
-    features = jnp.asarray(features, jnp.float32)
-    return (coefficients.astype(jnp.float32)[..., None, :] * features).sum(axis=-1)
+    coefficients = widen(coefficients)
+    features = jnp.asarray(features, coefficients.dtype)
+    return (coefficients[..., None, :] * features).sum(axis=-1)
 
 
 def _mix(content, position, gate, v, precision):
-    gate = jax.nn.sigmoid(gate.astype(jnp.float32))[..., None, None]
+    gate = jax.nn.sigmoid(widen(gate))[..., None, None]
     weights = (1 - gate) * content + gate * position
     return weigh(weights, v, precision).astype(v.dtype)

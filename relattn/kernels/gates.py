@@ -7,9 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from relattn.kernels.checks import check_arguments
+from relattn.kernels.precision import wide_einsum, widen
 from relattn.kernels.rotary import mixed_rotary_angles
 
 
+@check_arguments
 def apply_gate(
     x: Float[Array, "*batch n depth"],
     exponents: Float[Array, "*#batch n exponents_depth"],
@@ -21,9 +24,10 @@ def apply_gate(
         exponents: e, of `irpe_exponents` or `string_exponents`.
 
     Returns:
-        Shape and dtype of ``x``; computed in float32.
+        Shape and dtype of ``x``; computed in float32 or wider.
 
     Raises:
+        ValueError: If shapes or dtypes do not fit together.
         ValueError: If ``x`` and the exponents differ in depth.
 
     Example:
@@ -39,17 +43,18 @@ def apply_gate(
             f"a head of depth {x.shape[-1]} needs as many exponents, got "
             f"{exponents.shape[-1]}"
         )
-    scaled = x.astype(jnp.float32) * jnp.exp(exponents.astype(jnp.float32))
+    scaled = widen(x) * jnp.exp(widen(exponents))
     return scaled.astype(x.dtype)
 
 
+@check_arguments
 def irpe_exponents(
     *embeddings: Float[Array, "*batch _ depth"], num_prefix: int = 0
 ) -> Float[Array, "*batch n depth"]:
     """Exponents of the iRPE gate: the embedding of a token's row and of its column.
 
-    e_i = r[row of i] + c[column of i], in float32; zeros for prefix tokens. A function
-    of the absolute position, whatever its name.
+    e_i = r[row of i] + c[column of i], in float32 or wider; zeros for prefix tokens. A
+    function of the absolute position, whatever its name.
 
     Args:
         *embeddings: r ``[*batch, height, depth]`` and c ``[*batch, width, depth]``, or
@@ -60,6 +65,7 @@ def irpe_exponents(
         Shape ``[*batch, num_prefix + height * width, depth]``.
 
     Raises:
+        ValueError: If shapes or dtypes do not fit together.
         ValueError: If there are not one or two embeddings.
 
     Example:
@@ -75,9 +81,9 @@ def irpe_exponents(
             "the iRPE gate has embeddings of rows and columns, or of a line, got "
             f"{len(embeddings)} of them"
         )
-    exponents = embeddings[0].astype(jnp.float32)
+    exponents = widen(embeddings[0])
     if len(embeddings) == 2:
-        columns = embeddings[1].astype(jnp.float32)
+        columns = widen(embeddings[1])
         exponents = exponents[..., :, None, :] + columns[..., None, :, :]
         *batch, height, width, depth = exponents.shape
         exponents = exponents.reshape(*batch, height * width, depth)
@@ -85,6 +91,7 @@ def irpe_exponents(
     return jnp.pad(exponents, prefix)
 
 
+@check_arguments
 def string_exponents(
     positions: Float[Array | np.ndarray, "n axes"],
     frequencies: Float[Array, "*#batch rank frequency_axes"],
@@ -97,8 +104,8 @@ def string_exponents(
     """Exponents of the STRING gate: a low rank of Fourier features of the position.
 
     e_i = g(p_i) A with g(p) = [cos(w_r . p + b_r), sin(w_r . p + b_r)], r = 1 .. rank,
-    in float32; zeros for prefix tokens. A function of the absolute position, whatever
-    its name.
+    in float32 or wider; zeros for prefix tokens. A function of the absolute position,
+    whatever its name.
 
     Args:
         positions: Positions in tokens, shape ``[n, axes]``.
@@ -112,6 +119,7 @@ def string_exponents(
         Shape ``[*batch, n, depth]``.
 
     Raises:
+        ValueError: If shapes or dtypes do not fit together.
         ValueError: If A has not a row for each cosine and sine.
 
     Example:
@@ -130,13 +138,7 @@ def string_exponents(
             f"of {coefficients.shape[-2]}"
         )
     angles = mixed_rotary_angles(positions, frequencies)
-    angles = angles + phases.astype(jnp.float32)[..., None, :]
+    angles = angles + widen(phases)[..., None, :]
     features = jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)
-    exponents = jnp.einsum(
-        "...nr,...rd->...nd",
-        features,
-        coefficients.astype(jnp.float32),
-        precision=precision,
-        preferred_element_type=jnp.float32,
-    )
+    exponents = wide_einsum(precision)("...nr,...rd->...nd", features, coefficients)
     return exponents.at[..., :num_prefix, :].set(0.0)

@@ -8,9 +8,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from relattn.kernels.checks import check_arguments
+from relattn.kernels.precision import widen
 from relattn.kernels.softmax import masked_softmax
 
 
+@check_arguments
 def general_translution(
     x: Float[Array, "*batch n dim"],
     positions: Float[Array, "*#batch n axes"],
@@ -24,8 +27,8 @@ def general_translution(
     out_i = sum_j softmax_j(weight_fn(p_i - p_j, x_i, x_j)) value_fn(p_i - p_j, x_j)
 
     A scan over the queries evaluates both functions for all pairs of one query at a
-    time, and anew in the backward pass. The softmax is float32. A query without keys
-    gives zeros.
+    time, and anew in the backward pass. The softmax is float32 or wider. A query
+    without keys gives zeros.
 
     Args:
         x: Tokens, shape ``[*batch, n, dim]``.
@@ -38,6 +41,9 @@ def general_translution(
 
     Returns:
         Shape ``[*batch, n, width]``, in the dtype of the values.
+
+    Raises:
+        ValueError: If shapes or dtypes do not fit together.
 
     Example:
         Points in space look at those nearby and see where they lie:
@@ -69,10 +75,10 @@ def general_translution(
     def attend(_, query):
         x_i, position = query
         offsets = position[..., None, :] - places
-        scores = weight_fn(offsets, x_i[..., None, :], keys).astype(jnp.float32)
+        scores = widen(weight_fn(offsets, x_i[..., None, :], keys))
         values = value_fn(offsets, keys)
         weights = masked_softmax(scores, key_mask)
-        out = jnp.einsum("...j,...je->...e", weights, values.astype(jnp.float32))
+        out = jnp.einsum("...j,...je->...e", weights, widen(values))
         return None, out.astype(values.dtype)
 
     queries = jnp.moveaxis(x, -2, 0), jnp.moveaxis(positions, -2, 0)

@@ -7,7 +7,6 @@ mixes examples. `relattn.kernels.causal_linear` is the causal form.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -15,12 +14,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from relattn.kernels.checks import check_arguments
 from relattn.kernels.chunks import (
     check_chunk_size,
     join_chunks,
     scan_chunks,
     split_chunks,
 )
+from relattn.kernels.precision import wide_einsum, widen
 from relattn.kernels.random_features import Features
 
 # From [*batch, n, depth] to features; a plain array stands for factors alone.
@@ -52,10 +53,11 @@ class LinearState(NamedTuple):
     magnitudes: Float[Array, "*batch features 1"] | None
 
 
+@check_arguments
 def linear_attention(
-    q: Float[Array, "*batch n depth"],
-    k: Float[Array, "*batch m depth"],
-    v: Float[Array, "*batch m value_depth"],
+    q: Float[Array, "*#batch n depth"],
+    k: Float[Array, "*#batch m depth"],
+    v: Float[Array, "*#batch m value_depth"],
     feature_map: FeatureMap,
     *,
     key_mask: Bool[Array, "*#batch m"] | None = None,
@@ -97,6 +99,7 @@ def linear_attention(
         positive factor, shape ``[*batch, n]``: count those that are not positive.
 
     Raises:
+        ValueError: If shapes or dtypes do not fit together.
         ValueError: If ``chunk_size`` is less than one.
 
     Example:
@@ -111,7 +114,7 @@ def linear_attention(
     """
     check_chunk_size(chunk_size)
     k, v, key_mask = clear_masked(k, v, key_mask)
-    einsum = einsum_in_float32(precision)
+    einsum = wide_einsum(precision)
 
     def sum_chunk(chunk):
         keys, values, mask = chunk
@@ -147,28 +150,21 @@ def linear_attention(
     return (out, normalizer[..., 0]) if return_normalizer else out
 
 
-def einsum_in_float32(precision: jax.lax.PrecisionLike) -> Callable[..., Array]:
-    """Einsum at a precision, with sums in float32."""
-    return functools.partial(
-        jnp.einsum, precision=precision, preferred_element_type=jnp.float32
-    )
-
-
 def clear_masked(
-    k: Float[Array, "*batch m depth"],
-    v: Float[Array, "*batch m value_depth"],
+    k: Float[Array, "*#batch m depth"],
+    v: Float[Array, "*#batch m value_depth"],
     key_mask: Bool[Array, "*#batch m"] | None,
 ) -> tuple[
-    Float[Array, "*batch m depth"],
-    Float[Array, "*batch m value_depth"],
-    Bool[Array, "*batch m"] | None,
+    Float[Array, "*#batch m depth"],
+    Float[Array, "*#batch m value_depth"],
+    Bool[Array, "*#batch m"] | None,
 ]:
     """Zeros for masked keys and values: not even a NaN there reaches the result."""
     if key_mask is None:
         return k, v, None
-    key_mask = jnp.broadcast_to(key_mask, k.shape[:-1])
     kept = key_mask[..., None]
-    return jnp.where(kept, k, 0), jnp.where(kept, v, 0), key_mask
+    k, v = jnp.where(kept, k, 0), jnp.where(kept, v, 0)
+    return k, v, jnp.broadcast_to(key_mask, k.shape[:-1])
 
 
 def evaluate(feature_map: FeatureMap, x: Float[Array, "*batch n depth"]) -> Features:
@@ -176,16 +172,16 @@ def evaluate(feature_map: FeatureMap, x: Float[Array, "*batch n depth"]) -> Feat
     features = feature_map(x)
     if isinstance(features, Features):
         return features
-    values = features.astype(jnp.float32)
-    return Features(values, jnp.zeros((*values.shape[:-1], 1), jnp.float32))
+    values = widen(features)
+    return Features(values, jnp.zeros_like(values[..., :1]))
 
 
 def append_ones(
-    v: Float[Array, "*batch m value_depth"],
+    v: Float[Array, "*#batch m value_depth"],
 ) -> Float[Array, "*batch m width"]:
     """[v, 1], so that one product gives numerators and denominators."""
-    v = v.astype(jnp.float32)
-    return jnp.concatenate([v, jnp.ones((*v.shape[:-1], 1), jnp.float32)], axis=-1)
+    v = widen(v)
+    return jnp.concatenate([v, jnp.ones((*v.shape[:-1], 1), v.dtype)], axis=-1)
 
 
 def scale_keys(
@@ -251,10 +247,10 @@ def _attend_sums(features, state, einsum, dtype):
 
 
 def divide_sums(
-    sums: Float[Array, "*batch n width"],
-    magnitudes: Float[Array, "*batch n 1"] | None,
+    sums: Float[Array, "*#batch n width"],
+    magnitudes: Float[Array, "*#batch n 1"] | None,
     dtype: jnp.dtype,
-    noise: Float[Array, "*batch n 1"] | None = None,
+    noise: Float[Array, "*#batch n 1"] | None = None,
 ) -> tuple[Float[Array, "*batch n value_depth"], Float[Array, "*batch n 1"]]:
     """Numerators by guarded denominators, and the denominators before the guard.
 

@@ -7,14 +7,17 @@ import functools
 import jax
 from jaxtyping import Array, Bool, Float
 
-from relattn.kernels.linear import clear_masked, einsum_in_float32
+from relattn.kernels.checks import check_arguments
+from relattn.kernels.linear import clear_masked
+from relattn.kernels.precision import wide_einsum
 from relattn.kernels.softmax import softmax_attention
 
 
+@check_arguments
 def linformer_attention(
-    q: Float[Array, "*batch n depth"],
-    k: Float[Array, "*batch m depth"],
-    v: Float[Array, "*batch m value_depth"],
+    q: Float[Array, "*#batch n depth"],
+    k: Float[Array, "*#batch m depth"],
+    v: Float[Array, "*#batch m value_depth"],
     key_projection: Float[Array, "*#batch projected m"],
     value_projection: Float[Array, "*#batch projected m"],
     *,
@@ -26,7 +29,7 @@ def linformer_attention(
     out_i = sum_j softmax_j(q_i . (E k)_j / sqrt(depth)) (F v)_j
 
     E and F mix tokens, and so belong to one length of sequence. A masked key adds
-    nothing to E k and F v. Sums are float32.
+    nothing to E k and F v. Sums are float32 or wider.
 
     Args:
         q: Queries, shape ``[*batch, n, depth]``.
@@ -41,6 +44,9 @@ def linformer_attention(
         Shape ``[*batch, n, value_depth]``, in the dtype of ``v``; zeros where no key
         exists.
 
+    Raises:
+        ValueError: If shapes or dtypes do not fit together.
+
     Example:
         >>> import jax.numpy as jnp
         >>> v = jnp.array([[1.0], [2.0], [6.0]])
@@ -53,7 +59,7 @@ def linformer_attention(
         equation 7.
     """
     k, v, _ = clear_masked(k, v, key_mask)
-    project = functools.partial(einsum_in_float32(precision), "...pm,...md->...pd")
+    project = functools.partial(wide_einsum(precision), "...pm,...md->...pd")
     keys, values = project(key_projection, k), project(value_projection, v)
     out = softmax_attention(q, keys, values, precision=precision)
     return out.astype(v.dtype)

@@ -7,15 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
+from relattn.kernels.checks import broadcast_leading, check_arguments
 from relattn.kernels.linear import clear_masked
 from relattn.kernels.softmax import softmax_attention
 from relattn.offsets import check_prefix
 
 
+@check_arguments
 def local_attention(
-    q: Float[Array, "*batch n depth"],
-    k: Float[Array, "*batch n depth"],
-    v: Float[Array, "*batch n value_depth"],
+    q: Float[Array, "*#batch n depth"],
+    k: Float[Array, "*#batch n depth"],
+    v: Float[Array, "*#batch n value_depth"],
     *,
     window: int,
     num_prefix: int = 0,
@@ -43,6 +45,7 @@ def local_attention(
         Shape ``[*batch, n, value_depth]``, in the dtype of ``v``.
 
     Raises:
+        ValueError: If shapes or dtypes do not fit together.
         ValueError: If the window holds no token, or there are fewer tokens than
             ``num_prefix``.
 
@@ -62,8 +65,9 @@ def local_attention(
     n = q.shape[-2]
     check_prefix(n, num_prefix)
     length = n - num_prefix
+    q, k, v = broadcast_leading(q, k, v)
     k, v, key_mask = clear_masked(k, v, key_mask)
-    exists = jnp.ones((n,), bool) if key_mask is None else key_mask
+    exists = jnp.ones(k.shape[:-1], bool) if key_mask is None else key_mask
     prefix = softmax_attention(
         q[..., :num_prefix, :], k, v, key_mask=exists, precision=precision
     )

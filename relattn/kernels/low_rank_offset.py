@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 from jaxtyping import Array, Bool, Float
 
+from relattn.kernels.checks import check_arguments
 from relattn.kernels.offset_tables import OffsetTables
 from relattn.kernels.tables import attend_low_rank, check_low_rank
 from relattn.offsets import Grid, check_grid
@@ -14,6 +15,7 @@ Low = Float[Array, "*batch n inner"]
 Table = Float[Array, "rows inner heads rank"] | Float[Array, "inner heads rank"]
 
 
+@check_arguments
 def lor_translution(
     q: Float[Array, "*batch heads n key_depth"] | None,
     k: Float[Array, "*batch heads n key_depth"] | None,
@@ -70,6 +72,7 @@ def lor_translution(
         for the part that is not there.
 
     Raises:
+        ValueError: If shapes or dtypes do not fit together.
         ValueError: If the grid does not hold the tokens, a table its rows, or arguments
             that belong together are not given together.
 
@@ -98,6 +101,7 @@ def lor_translution(
     )
 
 
+@check_arguments
 def causal_lor_translution(
     q: Float[Array, "*batch heads n key_depth"] | None,
     k: Float[Array, "*batch heads n key_depth"] | None,
@@ -140,6 +144,7 @@ def causal_lor_translution(
         ``out`` and ``low_out``, as in `lor_translution`.
 
     Raises:
+        ValueError: If shapes or dtypes do not fit together.
         ValueError: If a table has fewer rows than there are tokens, or arguments that
             belong together are not given together.
 

@@ -8,6 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from relattn.kernels.checks import check_arguments
+from relattn.kernels.precision import widen
+
 
 def offset_buckets(
     offsets: Int[np.ndarray, "..."],
@@ -61,6 +64,7 @@ def offset_buckets(
     return buckets + num_buckets // 2 * (offsets < 0) if bidirectional else buckets
 
 
+@check_arguments
 def wave_bias(
     offsets: Int[np.ndarray, "rows axes"],
     frequencies: Float[Array, "waves axes"],
@@ -76,7 +80,10 @@ def wave_bias(
         coefficients: (a_r, b_r), shape ``[*heads, waves, 2]``.
 
     Returns:
-        Biases, float32, shape ``[*heads, rows]``.
+        Biases, float32 or wider, shape ``[*heads, rows]``.
+
+    Raises:
+        ValueError: If shapes or dtypes do not fit together.
 
     Example:
         >>> d = np.array([[-1], [0], [1]])
@@ -89,8 +96,7 @@ def wave_bias(
         waves along the axes.
     """
     # The angles of far tokens lose their phase in half precision.
-    offsets = jnp.asarray(offsets, jnp.float32)
-    angles = jnp.sum(offsets[:, None] * frequencies.astype(jnp.float32), axis=-1)
+    angles = jnp.sum(offsets[:, None] * widen(frequencies), axis=-1)
     waves = jnp.stack([jnp.cos(angles), jnp.sin(angles)], axis=-1)
-    coefficients = coefficients.astype(jnp.float32)
+    coefficients = widen(coefficients)
     return jnp.sum(coefficients[..., None, :, :] * waves, axis=(-2, -1))

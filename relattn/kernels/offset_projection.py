@@ -5,11 +5,13 @@ from __future__ import annotations
 import jax
 from jaxtyping import Array, Bool, Float
 
+from relattn.kernels.checks import check_arguments
 from relattn.kernels.offset_tables import OffsetTables
 from relattn.kernels.tables import attend
 from relattn.offsets import Grid, check_grid
 
 
+@check_arguments
 def translution(
     x: Float[Array, "*batch n dim"],
     w_q: Float[Array, "rows dim heads depth"] | Float[Array, "dim heads depth"],
@@ -30,9 +32,9 @@ def translution(
     grid token that meets a prefix token, "out" for a prefix token that meets a grid
     token, "self" for prefix tokens among themselves.
 
-    Scores, softmax and sums are float32. A query without keys gives zeros. Memory is
-    that of scores for every pair, and of queries, keys and values for the pairs of one
-    offset. Derivatives are reverse-mode only.
+    Scores, softmax and sums are float32 or wider. A query without keys gives zeros.
+    Memory is that of scores for every pair, and of queries, keys and values for the
+    pairs of one offset. Derivatives are reverse-mode only.
 
     Args:
         x: Tokens, shape ``[*batch, n, dim]``.
@@ -50,6 +52,7 @@ def translution(
         Shape ``[*batch, heads, n, depth]``, in the dtype of ``x``.
 
     Raises:
+        ValueError: If shapes or dtypes do not fit together.
         ValueError: If the grid does not hold the tokens, or a table its rows.
 
     Example:
@@ -68,6 +71,7 @@ def translution(
     return attend(tables, x, x, projections, key_mask, precision)
 
 
+@check_arguments
 def causal_translution(
     x: Float[Array, "*batch n dim"],
     w_q: Float[Array, "rows dim heads depth"] | Float[Array, "dim heads depth"],
@@ -96,6 +100,7 @@ def causal_translution(
         Shape ``[*batch, heads, n, depth]``, in the dtype of ``x``.
 
     Raises:
+        ValueError: If shapes or dtypes do not fit together.
         ValueError: If a table has fewer rows than there are tokens.
 
     Example:

@@ -23,6 +23,7 @@ from relattn.kernels.offset_scan import (
     rectangle,
     set_row,
 )
+from relattn.kernels.precision import compute_dtype, wide_einsum, widen
 from relattn.offsets import Grid, num_offsets, num_table_rows
 
 
@@ -73,7 +74,7 @@ class OffsetTables:
     def scores(
         self, q: Array, k: Array, t_q: Array | None, t_k: Array | None, precision
     ) -> Array:
-        """q_ij . k_ji of every pair, float32 ``[batch, heads, n, n]``.
+        """q_ij . k_ji of every pair, float32 or wider, ``[batch, heads, n, n]``.
 
         ``q`` and ``k`` are tokens ``[batch, n, width]`` to be projected by their
         tables, or without a table ``[batch, n, heads, depth]``.
@@ -84,7 +85,7 @@ class OffsetTables:
         return _scores(scan, q, k, t_q, t_k)
 
     def values(self, weights: Array, v: Array, t_v: Array, precision) -> Array:
-        """sum_j weights_ij v_j T[i, j], float32 ``[batch, heads, n, depth]``."""
+        """sum_j weights_ij v_j T[i, j] of pairs, wide ``[batch, heads, n, depth]``."""
         shape = t_v.shape[-2:]
         scan = OffsetScan(self.grid, self.num_prefix, self.causal, *shape, precision)
         out = _values(scan, weights, v, t_v)
@@ -98,20 +99,20 @@ def _project(x, table, precision):
 def _pair_scores(scan, q, k, t_q, t_k):
     """Q . k of pairs, [pairs heads], from their tokens and matrices."""
     q, k = _project(q, t_q, scan.precision), _project(k, t_k, scan.precision)
-    products = q.astype(jnp.float32) * k.astype(jnp.float32)
+    products = widen(q) * widen(k)
     return products.reshape(len(products), scan.heads, scan.depth).sum(axis=-1)
 
 
 def _pair_values(scan, weights, v, t_v):
     """Weighted values of pairs, [pairs heads * depth], from tokens and a matrix."""
-    v = _project(v, t_v, scan.precision).astype(jnp.float32)
+    v = widen(_project(v, t_v, scan.precision))
     weighted = weights[..., None] * v.reshape(len(v), scan.heads, scan.depth)
     return weighted.reshape(v.shape)
 
 
 def _wide_zeros(grid):
     """Where many gradients are added up."""
-    return jnp.zeros(grid.shape, jnp.promote_types(grid.dtype, jnp.float32))
+    return jnp.zeros(grid.shape, compute_dtype(grid))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -196,7 +197,7 @@ def _values(scan, weights, v, t_v):
 
     inner = weights[:, :, scan.num_prefix :, scan.num_prefix :]
     width = scan.heads * scan.depth
-    out = jnp.zeros((*grid_v.shape[:-1], width), jnp.float32)
+    out = jnp.zeros((*grid_v.shape[:-1], width), compute_dtype(weights, v, t_v))
     out, _ = scan.over_offsets(step, out, scan.to_slots(inner))
     out = scan.from_grid(out)
     if not scan.num_prefix:
@@ -272,12 +273,7 @@ def _prefix_scores(scan, inner, q, k, rows_q, rows_k):
         for x, rows, row in ((q, rows_q, row_q), (k, rows_k, row_k)):
             x = _project(x, None if rows is None else rows[row], scan.precision)
             pairs.append(x.reshape(*x.shape[:2], scan.heads, scan.depth))
-        return jnp.einsum(
-            "bihd,bjhd->bhij",
-            *pairs,
-            precision=scan.precision,
-            preferred_element_type=jnp.float32,
-        )
+        return wide_einsum(scan.precision)("bihd,bjhd->bhij", *pairs)
 
     into, within, out = range(3)
     top = scores(q[:, :n], within, k[:, :n], within)
@@ -292,7 +288,7 @@ def _prefix_values(scan, inner, weights, v, rows):
     n = scan.num_prefix
 
     def values(weights, v, row):
-        v = _project(v, rows[row], scan.precision).astype(jnp.float32)
+        v = widen(_project(v, rows[row], scan.precision))
         v = v.reshape(*v.shape[:2], scan.heads, scan.depth)
         out = jnp.einsum("bhij,bjhd->bihd", weights, v, precision=scan.precision)
         return out.reshape(*out.shape[:2], scan.heads * scan.depth)

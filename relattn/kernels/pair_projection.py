@@ -5,12 +5,14 @@ from __future__ import annotations
 import jax
 from jaxtyping import Array, Bool, Float
 
+from relattn.kernels.checks import check_arguments
 from relattn.kernels.pair_tables import PairTables
 from relattn.kernels.tables import attend, attend_low_rank, check_low_rank
 
 PairTable = Float[Array, "n n inner heads rank"] | Float[Array, "inner heads rank"]
 
 
+@check_arguments
 def pair_translution(
     x: Float[Array, "*batch n dim"],
     w_q: Float[Array, "n n dim heads depth"] | Float[Array, "dim heads depth"],
@@ -41,6 +43,7 @@ def pair_translution(
         Shape ``[*batch, heads, n, depth]``, in the dtype of ``x``.
 
     Raises:
+        ValueError: If shapes or dtypes do not fit together.
         ValueError: If a table does not hold all pairs.
 
     Example:
@@ -57,6 +60,7 @@ def pair_translution(
     return attend(tables, x, x, projections, key_mask, precision)
 
 
+@check_arguments
 def pair_lor_translution(
     q: Float[Array, "*batch heads n key_depth"] | None,
     k: Float[Array, "*batch heads n key_depth"] | None,
@@ -103,6 +107,7 @@ def pair_lor_translution(
         ``out`` and ``low_out``, as in `lor_translution`.
 
     Raises:
+        ValueError: If shapes or dtypes do not fit together.
         ValueError: If a table does not hold all pairs, or arguments that belong
             together are not given together.
 

@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from relattn.kernels.precision import widen
+
 
 @dataclasses.dataclass(frozen=True)
 class PairTables:
@@ -38,7 +40,7 @@ class PairTables:
     def scores(
         self, q: Array, k: Array, t_q: Array | None, t_k: Array | None, precision
     ) -> Array:
-        """q_ij . k_ji of every pair, float32 ``[batch, heads, n, n]``.
+        """q_ij . k_ji of every pair, float32 or wider, ``[batch, heads, n, n]``.
 
         ``q`` and ``k`` are tokens ``[batch, n, width]`` to be projected by their
         tables, or without a table ``[batch, n, heads, depth]``.
@@ -52,17 +54,17 @@ class PairTables:
                 q_i = jnp.einsum("bc,jche->bjhe", q_i, t_q, precision=precision)
             k_i = _project(k, t_k, precision)
             # Wide before the product, which could overflow.
-            return jnp.sum(q_i.astype(jnp.float32) * k_i, axis=-1)
+            return jnp.sum(widen(q_i) * k_i, axis=-1)
 
         scores = _map(score, (jnp.moveaxis(q, 1, 0), t_q, t_k))
         return scores.transpose(1, 3, 0, 2)
 
     def values(self, weights: Array, v: Array, t_v: Array, precision) -> Array:
-        """sum_j weights_ij v_j T[i, j], float32 ``[batch, heads, n, depth]``."""
+        """sum_j weights_ij v_j T[i, j] of pairs, wide ``[batch, heads, n, depth]``."""
 
         def add(rows):
             weights_i, t_v = rows
-            v_i = _project(v, t_v, precision).astype(jnp.float32)
+            v_i = widen(_project(v, t_v, precision))
             return jnp.einsum("bhj,bjhe->bhe", weights_i, v_i, precision=precision)
 
         out = _map(add, (jnp.moveaxis(weights, 2, 0), t_v))

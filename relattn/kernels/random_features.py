@@ -15,6 +15,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
+from relattn.kernels.checks import check_arguments
+from relattn.kernels.precision import wide_einsum, widen
+
 # A causal sum is at most n exp(80) / sqrt(features), finite for 6,000 equal keys.
 _LARGEST_EXPONENT = 80.0
 
@@ -312,17 +315,12 @@ def _project(
             f"the projection takes vectors of depth {projection.shape[-1]}, got "
             f"{x.shape[-1]}; draw it with depth={x.shape[-1]}"
         )
-    x = x.astype(jnp.float32) * x.shape[-1] ** -0.25
-    projected = jnp.einsum(
-        "...d,fd->...f",
-        x,
-        projection.astype(jnp.float32),
-        precision=precision,
-        preferred_element_type=jnp.float32,
-    )
+    x = widen(x) * x.shape[-1] ** -0.25
+    projected = wide_einsum(precision)("...d,fd->...f", x, widen(projection))
     return projected, 0.5 * jnp.sum(jnp.square(x), axis=-1, keepdims=True)
 
 
+@check_arguments
 def positive_features(
     x: Float[Array, "*batch n depth"],
     projection: Float[Array, "features projection_depth"],
@@ -362,6 +360,7 @@ def positive_features(
         their bound, max(0, log(exp(|w|^2 / 2) + eps) - 80).
 
     Raises:
+        ValueError: If shapes or dtypes do not fit together.
         ValueError: If the depths of ``x`` and the projection differ, or ``eps`` is
             negative.
 
@@ -377,7 +376,7 @@ def positive_features(
         raise ValueError(f"eps must be at least 0, got {eps}")
     projected, half_norm = _project(x, projection, precision)
     exponents = projected - half_norm
-    largest = 0.5 * jnp.sum(jnp.square(projection.astype(jnp.float32)), axis=-1)
+    largest = 0.5 * jnp.sum(jnp.square(widen(projection)), axis=-1)
     if eps:
         exponents = jnp.logaddexp(exponents, math.log(eps))
         largest = jnp.logaddexp(largest, math.log(eps))
@@ -385,6 +384,7 @@ def positive_features(
     return Features(None, exponents - 0.5 * math.log(projection.shape[0]), bound)
 
 
+@check_arguments
 def trigonometric_features(
     x: Float[Array, "*batch n depth"],
     projection: Float[Array, "features projection_depth"],
@@ -406,6 +406,7 @@ def trigonometric_features(
         Features, twice as many as the projection has rows, with one exponent a token.
 
     Raises:
+        ValueError: If shapes or dtypes do not fit together.
         ValueError: If the depths of ``x`` and the projection differ.
 
     Example:
@@ -421,6 +422,7 @@ def trigonometric_features(
     return Features(values / math.sqrt(projection.shape[0]), half_norm)
 
 
+@check_arguments
 def relu_features(
     x: Float[Array, "*batch n depth"],
     projection: Float[Array, "features projection_depth"],
@@ -445,6 +447,7 @@ def relu_features(
         Features whose exponents are zero.
 
     Raises:
+        ValueError: If shapes or dtypes do not fit together.
         ValueError: If the depths of ``x`` and the projection differ.
 
     Example:
@@ -456,5 +459,5 @@ def relu_features(
     """
     projected, half_norm = _project(x, projection, precision)
     if bias is not None:
-        projected = projected + bias.astype(jnp.float32)
+        projected = projected + widen(bias)
     return Features(jax.nn.relu(projected) + eps, jnp.zeros_like(half_norm))

@@ -9,9 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from relattn.kernels.checks import check_arguments
+from relattn.kernels.precision import widen
 from relattn.offsets import Grid
 
 
+@check_arguments
 def resize_table(
     table: Float[Array | np.ndarray, "..."],
     old: Grid,
@@ -37,6 +40,7 @@ def resize_table(
         The table of the new grid, in the dtype of ``table``.
 
     Raises:
+        ValueError: If shapes or dtypes do not fit together.
         ValueError: If the table has not the rows of the old grid, or the new one has
             another number of axes.
 
@@ -62,6 +66,6 @@ def resize_table(
     moved = jnp.moveaxis(jnp.asarray(table), axis, 0)
     rest = moved.shape[1:]
     places = moved[:rows].reshape(*old, *rest)
-    places = jax.image.resize(places, (*new, *rest), "cubic")
+    places = jax.image.resize(widen(places), (*new, *rest), "cubic").astype(moved.dtype)
     resized = jnp.concatenate([places.reshape(-1, *rest), moved[rows:]])
     return jnp.moveaxis(resized, 0, axis)

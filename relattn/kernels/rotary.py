@@ -7,10 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Key
 
+from relattn.kernels.checks import check_arguments
+from relattn.kernels.precision import widen
 from relattn.kernels.sinusoidal import absolute_frequencies
 from relattn.offsets import check_prefix
 
 
+@check_arguments
 def rotary_angles(
     positions: Float[Array | np.ndarray, "n axes"],
     depth: int,
@@ -31,9 +34,10 @@ def rotary_angles(
         num_prefix: Number of leading tokens that have no position.
 
     Returns:
-        Angles, float32, shape ``[n, depth / 2]``.
+        Angles, float32 or wider, shape ``[n, depth / 2]``.
 
     Raises:
+        ValueError: If shapes or dtypes do not fit together.
         ValueError: If ``depth`` is no multiple of twice the number of axes, or there
             are fewer tokens than ``num_prefix``.
 
@@ -53,8 +57,8 @@ def rotary_angles(
             f"divisible by {2 * axes}, got {depth}"
         )
     # The angles of far tokens lose their phase in half precision.
-    positions = jnp.asarray(positions, jnp.float32)
-    frequencies = absolute_frequencies(depth // (2 * axes), base)
+    positions = widen(positions)
+    frequencies = absolute_frequencies(depth // (2 * axes), base, positions.dtype)
     angles = (positions[:, :, None] * frequencies).reshape(num_tokens, -1)
     return angles.at[:num_prefix].set(0.0)
 
@@ -110,6 +114,7 @@ def draw_mixed_frequencies(
     return lengths[:, None] * ways
 
 
+@check_arguments
 def mixed_rotary_angles(
     positions: Float[Array | np.ndarray, "n axes"],
     frequencies: Float[Array, "*batch pairs frequency_axes"],
@@ -127,9 +132,10 @@ def mixed_rotary_angles(
         num_prefix: Number of leading tokens that have no position.
 
     Returns:
-        Angles, float32, shape ``[*batch, n, pairs]``, for `rotate`.
+        Angles, float32 or wider, shape ``[*batch, n, pairs]``, for `rotate`.
 
     Raises:
+        ValueError: If shapes or dtypes do not fit together.
         ValueError: If positions and frequencies have different axes, or there are fewer
             tokens than ``num_prefix``.
 
@@ -148,12 +154,13 @@ def mixed_rotary_angles(
             f"{positions.shape[-1]}"
         )
     # No matrix product, which accelerators would round.
-    positions = jnp.asarray(positions, jnp.float32)[:, None]
-    frequencies = jnp.asarray(frequencies, jnp.float32)[..., None, :, :]
+    positions = widen(positions)[:, None]
+    frequencies = widen(frequencies)[..., None, :, :]
     angles = jnp.sum(positions * frequencies, axis=-1)
     return angles.at[..., :num_prefix, :].set(0.0)
 
 
+@check_arguments
 def rotate(
     x: Float[Array, "*batch n depth"],
     angles: Float[Array, "*#batch n pairs"],
@@ -172,9 +179,10 @@ def rotate(
         interleaved: Pairs are neighbours (2 t, 2 t + 1), not (t, t + depth / 2).
 
     Returns:
-        Shape and dtype of ``x``; computed in float32.
+        Shape and dtype of ``x``; computed in float32 or wider.
 
     Raises:
+        ValueError: If shapes or dtypes do not fit together.
         ValueError: If there is not one angle for each pair.
 
     Example:
@@ -191,7 +199,7 @@ def rotate(
             f"a head of depth {depth} needs {depth / 2:g} angles a token, got "
             f"{angles.shape[-1]}"
         )
-    wide = x.astype(jnp.float32)
+    wide = widen(x)
     if interleaved:
         first, second = wide[..., ::2], wide[..., 1::2]
     else:

@@ -8,16 +8,19 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from relattn.kernels.checks import broadcast_leading, check_arguments
 from relattn.kernels.linear import clear_masked
+from relattn.kernels.precision import widen
 from relattn.kernels.softmax import softmax_attention
 
 _EPSILON = 1e-5
 
 
+@check_arguments
 def routing_attention(
-    q: Float[Array, "*batch n depth"],
-    k: Float[Array, "*batch n depth"],
-    v: Float[Array, "*batch n value_depth"],
+    q: Float[Array, "*#batch n depth"],
+    k: Float[Array, "*#batch n depth"],
+    v: Float[Array, "*#batch n value_depth"],
     centroids: Float[Array, "*#batch clusters depth"],
     *,
     window: int,
@@ -47,6 +50,7 @@ def routing_attention(
         Shape ``[*batch, n, value_depth]``, in the dtype of ``v``.
 
     Raises:
+        ValueError: If shapes or dtypes do not fit together.
         ValueError: If the window holds no token, or more than there are.
 
     Example:
@@ -66,6 +70,7 @@ def routing_attention(
         raise ValueError(
             f"routing needs a window of 1 to n={n} tokens, got window={window}"
         )
+    q, k, v = broadcast_leading(q, k, v)
     k, v, key_mask = clear_masked(k, v, key_mask)
     q, k = _layer_norm(q), _layer_norm(k)
     queries, answered = _choose(q, centroids, window, key_mask)
@@ -73,7 +78,7 @@ def routing_attention(
     out = softmax_attention(
         _gather(q, queries),
         _gather(k, keys),
-        _gather(v.astype(jnp.float32), keys),
+        _gather(widen(v), keys),
         key_mask=exist,
         precision=precision,
     )
@@ -83,6 +88,7 @@ def routing_attention(
     return (total[..., :-1] / jnp.maximum(total[..., -1:], 1.0)).astype(v.dtype)
 
 
+@check_arguments
 def cluster_sums(
     x: Float[Array, "*batch n depth"],
     centroids: Float[Array, "*#batch clusters depth"],
@@ -101,7 +107,10 @@ def cluster_sums(
         key_mask: True for tokens that exist, shape ``[*batch, n]``.
 
     Returns:
-        The sums and the counts, float32, without gradients.
+        The sums and the counts, float32 or wider, without gradients.
+
+    Raises:
+        ValueError: If shapes or dtypes do not fit together.
 
     Example:
         >>> x = jnp.array([[1.0, -1.0], [-1.0, 1.0], [-3.0, 3.0]])
@@ -116,13 +125,14 @@ def cluster_sums(
     x = jax.lax.stop_gradient(_layer_norm(x))
     clusters = centroids.shape[-2]
     nearest = jnp.einsum("...nd,...cd->...nc", x, centroids).argmax(axis=-1)
-    members = jax.nn.one_hot(nearest, clusters, dtype=jnp.float32)
+    members = jax.nn.one_hot(nearest, clusters, dtype=x.dtype)
     if key_mask is not None:
         members = jnp.where(key_mask[..., None], members, 0.0)
     sums = jnp.einsum("...nc,...nd->...cd", members, x) * x.shape[-1] ** -0.5
     return sums, members.sum(axis=-2)
 
 
+@check_arguments
 def update_centroids(
     centroids: Float[Array, "*batch clusters depth"],
     sums: Float[Array, "*batch clusters depth"],
@@ -145,6 +155,9 @@ def update_centroids(
 
     Returns:
         The new centroids, of norm 1.
+
+    Raises:
+        ValueError: If shapes or dtypes do not fit together.
 
     Example:
         >>> mu = jnp.array([[1.0, 0.0], [0.0, 1.0]])
@@ -170,8 +183,8 @@ def unit_vectors(x: Float[Array, "*batch depth"]) -> Float[Array, "*batch depth"
 
 
 def _layer_norm(x: Array) -> Array:
-    """Mean 0 and variance 1 in float32: directions, of the norm sqrt(depth)."""
-    x = x.astype(jnp.float32)
+    """Mean 0 and variance 1 in wide floats: directions, of norm sqrt(depth)."""
+    x = widen(x)
     x = x - x.mean(axis=-1, keepdims=True)
     variance = jnp.square(x).mean(axis=-1, keepdims=True)
     return x * jax.lax.rsqrt(variance + _EPSILON)

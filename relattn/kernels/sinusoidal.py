@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from relattn.kernels.checks import check_arguments
+from relattn.kernels.precision import widen
 from relattn.offsets import check_prefix
 
 
-def _geometric_frequencies(num: int, base: float) -> Float[Array, " num"]:
-    return jnp.asarray(float(base) ** (-np.arange(num) / num), jnp.float32)
+def _geometric_frequencies(
+    num: int, base: float, dtype: jax.typing.DTypeLike
+) -> Float[Array, " num"]:
+    return jnp.asarray(float(base) ** (-np.arange(num) / num), dtype)
 
 
 def length_scale_frequencies(
@@ -42,10 +47,12 @@ def length_scale_frequencies(
             "length scales need num_scales >= 1 and base > 0, got "
             f"num_scales={num_scales} and base={base}"
         )
-    return _geometric_frequencies(num_scales, base)
+    return _geometric_frequencies(num_scales, base, jnp.float32)
 
 
-def absolute_frequencies(num: int, base: float = 32000.0) -> Float[Array, " num"]:
+def absolute_frequencies(
+    num: int, base: float = 32000.0, dtype: jax.typing.DTypeLike = jnp.float32
+) -> Float[Array, " num"]:
     """Initial frequencies of the absolute sinusoids that are added to the tokens.
 
     w_i = base^(-i / num), i = 0 .. num - 1; num is dim / 4 for a grid, so that
@@ -54,9 +61,10 @@ def absolute_frequencies(num: int, base: float = 32000.0) -> Float[Array, " num"
     Args:
         num: Number of frequencies, shared by the axes.
         base: Base of the geometric series.
+        dtype: Of the result.
 
     Returns:
-        Frequencies in radians a token, float32, shape ``[num]``.
+        Frequencies in radians a token, shape ``[num]``.
 
     Raises:
         ValueError: If there is no frequency or ``base`` is not positive.
@@ -74,9 +82,10 @@ def absolute_frequencies(num: int, base: float = 32000.0) -> Float[Array, " num"
             "absolute sinusoids need num >= 1 (a width of at least 2 features an "
             f"axis) and base > 0, got num={num} and base={base}"
         )
-    return _geometric_frequencies(num, base)
+    return _geometric_frequencies(num, base, dtype)
 
 
+@check_arguments
 def sinusoids(
     positions: Float[Array | np.ndarray, "n axes"],
     frequencies: Float[Array | np.ndarray, " scales"],
@@ -94,9 +103,10 @@ def sinusoids(
         num_prefix: Number of leading tokens that have no position.
 
     Returns:
-        Features, float32, shape ``[n, 2 * axes * scales]``.
+        Features, float32 or wider, shape ``[n, 2 * axes * scales]``.
 
     Raises:
+        ValueError: If shapes or dtypes do not fit together.
         ValueError: If ``num_prefix`` is negative or more than ``n``.
 
     Example:
@@ -110,12 +120,12 @@ def sinusoids(
     num_tokens = positions.shape[0]
     check_prefix(num_tokens, num_prefix)
     # The angles of far tokens lose their phase in half precision.
-    positions = jnp.asarray(positions, jnp.float32)
-    angles = positions[:, :, None] * jnp.asarray(frequencies, jnp.float32)
+    angles = widen(positions)[:, :, None] * widen(frequencies)
     pairs = jnp.stack([jnp.sin(angles), jnp.cos(angles)], axis=-1)
     return pairs.reshape(num_tokens, -1).at[:num_prefix].set(0.0)
 
 
+@check_arguments
 def constrained_sinusoids(
     u: Float[Array, "n width"],
     coefficients: Float[Array, "*leading pairs 2"],
@@ -135,9 +145,11 @@ def constrained_sinusoids(
         per_token: Whether every query token brings its own coefficients.
 
     Returns:
-        Position part of the queries, float32, shape ``[*heads, n, 2 * pairs]``.
+        Position part of the queries, float32 or wider, shape ``[*heads, n, 2 *
+        pairs]``.
 
     Raises:
+        ValueError: If shapes or dtypes do not fit together.
         ValueError: If the shapes of ``u`` and ``coefficients`` do not fit.
 
     Example:
@@ -163,9 +175,7 @@ def constrained_sinusoids(
         )
     if not per_token:
         coefficients = coefficients[..., None, :, :]
-    a, b = jnp.moveaxis(jnp.asarray(coefficients, jnp.float32), -1, 0)
-    sines, cosines = jnp.moveaxis(
-        jnp.asarray(u, jnp.float32).reshape(num_tokens, num_pairs, 2), -1, 0
-    )
+    a, b = jnp.moveaxis(widen(coefficients), -1, 0)
+    sines, cosines = jnp.moveaxis(widen(u).reshape(num_tokens, num_pairs, 2), -1, 0)
     rotated = jnp.stack([a * sines - b * cosines, b * sines + a * cosines], axis=-1)
     return rotated.reshape(*rotated.shape[:-2], width)

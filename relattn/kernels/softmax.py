@@ -6,7 +6,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from relattn.kernels.checks import check_arguments
 from relattn.kernels.linear import clear_masked
+from relattn.kernels.precision import wide_einsum, widen
 
 
 def _all_of(*masks: Bool[Array, "..."] | None) -> Bool[Array, "..."] | None:
@@ -28,58 +30,47 @@ def masked_softmax(scores: Array, allowed: Array | None) -> Array:
     if allowed is None:
         return jax.nn.softmax(scores, axis=-1)
     # The lowest number, not -inf: a row without keys stays free of NaN.
-    scores = jnp.where(allowed, scores, jnp.finfo(jnp.float32).min)
+    scores = jnp.where(allowed, scores, jnp.finfo(scores.dtype).min)
     return jnp.where(allowed, jax.nn.softmax(scores, axis=-1), 0.0)
 
 
 def softmax_weights(
-    q: Float[Array, "*batch n depth"],
-    k: Float[Array, "*batch m depth"],
+    q: Float[Array, "*#batch n depth"],
+    k: Float[Array, "*#batch m depth"],
     *,
     mask: Bool[Array, "*#batch n m"] | None = None,
     key_mask: Bool[Array, "*#batch m"] | None = None,
     bias: Float[Array, "*#batch n m"] | None = None,
     precision: jax.lax.PrecisionLike = None,
 ) -> Float[Array, "*batch n m"]:
-    """The float32 weights of `softmax_attention`, and its arguments.
+    """The weights, float32 or wider, of `softmax_attention`, and its arguments.
 
     Masked keys must be finite: see `relattn.kernels.linear.clear_masked`.
     """
     if key_mask is not None:
         key_mask = key_mask[..., None, :]
     allowed = _all_of(mask, key_mask)
-    scores = jnp.einsum(
-        "...nd,...md->...nm",
-        q,
-        k,
-        precision=precision,
-        preferred_element_type=jnp.float32,
-    )
+    scores = wide_einsum(precision)("...nd,...md->...nm", q, k)
     scores = scores * q.shape[-1] ** -0.5
     if bias is not None:
-        scores = scores + bias.astype(jnp.float32)
+        scores = scores + widen(bias)
     return masked_softmax(scores, allowed)
 
 
 def weigh(
-    weights: Float[Array, "*batch n m"],
+    weights: Float[Array, "*#batch n m"],
     v: Float[Array, "*#batch m value_depth"],
     precision: jax.lax.PrecisionLike = None,
 ) -> Float[Array, "*batch n value_depth"]:
-    """Sums of values by weights, in float32."""
-    return jnp.einsum(
-        "...nm,...md->...nd",
-        weights,
-        v.astype(jnp.float32),
-        precision=precision,
-        preferred_element_type=jnp.float32,
-    )
+    """Sums of values by weights, float32 or wider."""
+    return wide_einsum(precision)("...nm,...md->...nd", weights, widen(v))
 
 
+@check_arguments
 def softmax_attention(
-    q: Float[Array, "*batch n depth"],
-    k: Float[Array, "*batch m depth"],
-    v: Float[Array, "*batch m value_depth"],
+    q: Float[Array, "*#batch n depth"],
+    k: Float[Array, "*#batch m depth"],
+    v: Float[Array, "*#batch m value_depth"],
     *,
     mask: Bool[Array, "*#batch n m"] | None = None,
     key_mask: Bool[Array, "*#batch m"] | None = None,
@@ -90,7 +81,8 @@ def softmax_attention(
 
     out_i = sum_j softmax_j(q_i . k_j / sqrt(depth) + bias_ij) v_j
 
-    Scores, softmax and sums are float32. A query that may attend to no key gives zeros.
+    Scores, softmax and sums are float32 or wider. A query that may attend to no key
+    gives zeros.
 
     Args:
         q: Queries, shape ``[*batch, n, depth]``.
@@ -104,6 +96,9 @@ def softmax_attention(
 
     Returns:
         Shape ``[*batch, n, value_depth]``, in the dtype of ``v``.
+
+    Raises:
+        ValueError: If shapes or dtypes do not fit together.
 
     Example:
         >>> x = jnp.eye(3)
@@ -120,10 +115,11 @@ def softmax_attention(
     return weigh(weights, v, precision).astype(v.dtype)
 
 
+@check_arguments
 def causal_softmax_attention(
-    q: Float[Array, "*batch n depth"],
-    k: Float[Array, "*batch n depth"],
-    v: Float[Array, "*batch n value_depth"],
+    q: Float[Array, "*#batch n depth"],
+    k: Float[Array, "*#batch n depth"],
+    v: Float[Array, "*#batch n value_depth"],
     *,
     key_mask: Bool[Array, "*#batch n"] | None = None,
     bias: Float[Array, "*#batch n n"] | None = None,
@@ -143,6 +139,9 @@ def causal_softmax_attention(
 
     Returns:
         Shape ``[*batch, n, value_depth]``, in the dtype of ``v``.
+
+    Raises:
+        ValueError: If shapes or dtypes do not fit together.
 
     Example:
         >>> x = jnp.eye(3)

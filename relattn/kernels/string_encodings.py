@@ -9,9 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from relattn.kernels.checks import check_arguments
+from relattn.kernels.precision import wide_einsum, widen
 from relattn.kernels.rotary import mixed_rotary_angles, rotate
 
 
+@check_arguments
 def cayley_matrix(
     entries: Float[Array, "*batch entries"],
 ) -> Float[Array, "*batch depth depth"]:
@@ -21,9 +24,11 @@ def cayley_matrix(
         entries: Of S below its diagonal, row by row, depth (depth - 1) / 2 of them.
 
     Returns:
-        P, float32, shape ``[*batch, depth, depth]``; the identity where all are zero.
+        P, float32 or wider, shape ``[*batch, depth, depth]``; the identity where all
+        are zero.
 
     Raises:
+        ValueError: If shapes or dtypes do not fit together.
         ValueError: If no matrix has that many entries below its diagonal.
 
     Example:
@@ -41,15 +46,17 @@ def cayley_matrix(
             "a skew-symmetric matrix has depth (depth - 1) / 2 entries below its "
             f"diagonal, got {num_entries}"
         )
-    lower = jnp.zeros((*entries.shape[:-1], depth, depth), jnp.float32)
+    entries = widen(entries)
+    lower = jnp.zeros((*entries.shape[:-1], depth, depth), entries.dtype)
     rows, columns = np.tril_indices(depth, -1)
-    lower = lower.at[..., rows, columns].set(entries.astype(jnp.float32))
+    lower = lower.at[..., rows, columns].set(entries)
     skew = lower - lower.swapaxes(-2, -1)
-    identity = jnp.eye(depth, dtype=jnp.float32)
+    identity = jnp.eye(depth, dtype=entries.dtype)
     # Both factors are functions of S, so their order does not matter.
     return jnp.linalg.solve(identity + skew, identity - skew)
 
 
+@check_arguments
 def cayley_string(
     x: Float[Array, "*batch n depth"],
     angles: Float[Array, "*#batch n pairs"],
@@ -69,9 +76,10 @@ def cayley_string(
         precision: Passed to einsum.
 
     Returns:
-        Shape and dtype of ``x``; computed in float32.
+        Shape and dtype of ``x``; computed in float32 or wider.
 
     Raises:
+        ValueError: If shapes or dtypes do not fit together.
         ValueError: If there is not one angle for each pair of a head's numbers, or P is
             of another depth.
 
@@ -91,20 +99,12 @@ def cayley_string(
             f"a head of depth {depth} needs a matrix of {depth}x{depth}, got "
             f"{matrix.shape[-2]}x{matrix.shape[-1]}"
         )
-
-    def multiply(equation, y):
-        return jnp.einsum(
-            equation,
-            y,
-            matrix,
-            precision=precision,
-            preferred_element_type=jnp.float32,
-        )
-
-    turned = rotate(multiply("...nd,...de->...ne", x.astype(jnp.float32)), angles)
-    return multiply("...ne,...de->...nd", turned).astype(x.dtype)
+    einsum = wide_einsum(precision)
+    turned = rotate(einsum("...nd,...de->...ne", widen(x), matrix), angles)
+    return einsum("...ne,...de->...nd", turned, matrix).astype(x.dtype)
 
 
+@check_arguments
 def circulant_angles(
     positions: Float[Array | np.ndarray, "n axes"],
     circulants: Float[Array, "*batch circulant_axes depth"],
@@ -123,10 +123,11 @@ def circulant_angles(
         num_prefix: Number of leading tokens that have no position.
 
     Returns:
-        Angles, float32, shape ``[*batch, n, depth // 2 + 1]``; of component 0 and, at
-        an even depth, of the last one they are zero.
+        Angles, float32 or wider, shape ``[*batch, n, depth // 2 + 1]``; of component 0
+        and, at an even depth, of the last one they are zero.
 
     Raises:
+        ValueError: If shapes or dtypes do not fit together.
         ValueError: If a head is too narrow to turn, or the axes differ.
 
     Example:
@@ -144,12 +145,13 @@ def circulant_angles(
             "circulant generators turn nothing in a head depth (dim / heads) below 3, "
             f"got {depth}"
         )
-    frequencies = 2 * jnp.fft.rfft(circulants.astype(jnp.float32)).imag
+    frequencies = 2 * jnp.fft.rfft(widen(circulants)).imag
     return mixed_rotary_angles(
         positions, frequencies.swapaxes(-2, -1), num_prefix=num_prefix
     )
 
 
+@check_arguments
 def circulant_string(
     x: Float[Array, "*batch n depth"],
     angles: Float[Array, "*#batch n components"],
@@ -165,9 +167,10 @@ def circulant_string(
         angles: Of `circulant_angles`, shape ``[*batch, n, depth // 2 + 1]``.
 
     Returns:
-        Shape and dtype of ``x``; computed in float32.
+        Shape and dtype of ``x``; computed in float32 or wider.
 
     Raises:
+        ValueError: If shapes or dtypes do not fit together.
         ValueError: If there is not one angle for each component.
 
     Example:
@@ -186,11 +189,12 @@ def circulant_string(
             f"a head of depth {depth} has {depth // 2 + 1} Fourier components, got "
             f"{angles.shape[-1]} angles a token"
         )
-    components = jnp.fft.rfft(x.astype(jnp.float32))
+    components = jnp.fft.rfft(widen(x))
     turned = components * jax.lax.complex(jnp.cos(angles), jnp.sin(angles))
     return jnp.fft.irfft(turned, n=depth).astype(x.dtype)
 
 
+@check_arguments
 def circulants_of(
     frequencies: Float[Array, "*batch components axes"], depth: int
 ) -> Float[Array, "*batch axes {depth}"]:
@@ -203,9 +207,10 @@ def circulants_of(
         depth: Width of a head.
 
     Returns:
-        c, float32, shape ``[*batch, axes, depth]``.
+        c, float32 or wider, shape ``[*batch, axes, depth]``.
 
     Raises:
+        ValueError: If shapes or dtypes do not fit together.
         ValueError: If there is not one frequency for each component that can turn.
 
     Example:
@@ -220,7 +225,7 @@ def circulants_of(
         )
     unturned = depth // 2 + 1 - components - 1
     spectrum = jnp.pad(
-        frequencies.astype(jnp.float32).swapaxes(-2, -1),
+        widen(frequencies).swapaxes(-2, -1),
         [(0, 0)] * (frequencies.ndim - 1) + [(1, unturned)],
     )
     return jnp.fft.irfft(jax.lax.complex(jnp.zeros_like(spectrum), spectrum / 2), depth)

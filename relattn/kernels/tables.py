@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from relattn.kernels.precision import wide_einsum, widen
 from relattn.kernels.softmax import masked_softmax
 
 Precision = jax.lax.PrecisionLike
@@ -32,7 +33,7 @@ class Tables(Protocol):
     def scores(
         self, q: Array, k: Array, t_q: Array | None, t_k: Array | None, precision
     ) -> Array:
-        """q_ij . k_ji of every pair, float32 ``[batch, heads, n, n]``.
+        """q_ij . k_ji of every pair, float32 or wider, ``[batch, heads, n, n]``.
 
         ``q`` and ``k`` are tokens ``[batch, n, width]`` to be projected by their
         tables, or without a table ``[batch, n, heads, depth]``. Pairs that are not
@@ -40,7 +41,7 @@ class Tables(Protocol):
         """
 
     def values(self, weights: Array, v: Array, t_v: Array, precision) -> Array:
-        """sum_j weights_ij v_j T_ij, float32 ``[batch, heads, n, depth]``."""
+        """sum_j weights_ij v_j T_ij, float32 or wider, ``[batch, heads, n, depth]``."""
 
 
 def attend(
@@ -143,13 +144,7 @@ def attend_low_rank(
     scores = 0.0
     if q is not None:
         k, v = (_existing(x, key_mask) for x in (k, v))
-        scores = jnp.einsum(
-            "bhid,bhjd->bhij",
-            q,
-            k,
-            precision=precision,
-            preferred_element_type=jnp.float32,
-        )
+        scores = wide_einsum(precision)("bhid,bhjd->bhij", q, k)
     operands = {}
     for name, (tokens, table) in low.items():
         if tokens is not None:
@@ -212,13 +207,7 @@ def _operand(tables, tokens, name, w, precision):
 
 def _scores(tables, q, k, t_q, t_k, precision):
     if t_q is None and t_k is None:
-        return jnp.einsum(
-            "bihd,bjhd->bhij",
-            q,
-            k,
-            precision=precision,
-            preferred_element_type=jnp.float32,
-        )
+        return wide_einsum(precision)("bihd,bjhd->bhij", q, k)
     return tables.scores(q, k, t_q, t_k, precision)
 
 
@@ -229,10 +218,4 @@ def _values(tables, weights, v, t_v, precision):
 
 
 def _sum_values(weights, v, precision):
-    return jnp.einsum(
-        "bhij,bjhd->bhid",
-        weights,
-        v.astype(jnp.float32),
-        precision=precision,
-        preferred_element_type=jnp.float32,
-    )
+    return wide_einsum(precision)("bhij,bjhd->bhid", weights, widen(v))

@@ -10,25 +10,27 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from relattn.kernels.bias import with_prefix_rows
+from relattn.kernels.checks import broadcast_leading, check_arguments
 from relattn.kernels.chunks import check_chunk_size
 from relattn.kernels.linear import (
     FeatureMap,
     append_ones,
     clear_masked,
     divide_sums,
-    einsum_in_float32,
     evaluate,
     scale_keys,
     scale_queries,
 )
 from relattn.kernels.offset_sums import fft_sums, pair_sums, rounding_noise
+from relattn.kernels.precision import wide_einsum, widen
 from relattn.offsets import Grid, check_grid, num_offsets
 
 
+@check_arguments
 def toeplitz_linear_attention(
-    q: Float[Array, "*batch n depth"],
-    k: Float[Array, "*batch n depth"],
-    v: Float[Array, "*batch n value_depth"],
+    q: Float[Array, "*#batch n depth"],
+    k: Float[Array, "*#batch n depth"],
+    v: Float[Array, "*#batch n value_depth"],
     feature_map: FeatureMap,
     bias: Float[Array, "*#batch rows"],
     *,
@@ -54,11 +56,11 @@ def toeplitz_linear_attention(
     chunk_size) memory.
 
     Exponents are shifted as in `relattn.kernels.linear_attention`, and the largest b is
-    taken out. The FFT is in float32, its error about 1e-7 of the largest terms of a
-    feature, not of the sums: what a query receives from weights 1e-6 times smaller
-    than others of the same feature is noise. A denominator that is smaller than its
-    rounding error is set to that size. Trigonometric features are guarded as in
-    `linear_attention` too.
+    taken out. The FFT is float32 or wider, its error in float32 about 1e-7 of the
+    largest terms of a feature, not of the sums: what a query receives from weights 1e-6
+    times smaller than others of the same feature is noise. A denominator that is
+    smaller than its rounding error is set to that size. Trigonometric features are
+    guarded as in `linear_attention` too.
 
     Args:
         q: Queries, shape ``[*batch, n, depth]``.
@@ -85,6 +87,7 @@ def toeplitz_linear_attention(
         positive factor, shape ``[*batch, n]``.
 
     Raises:
+        ValueError: If shapes or dtypes do not fit together.
         ValueError: If the grid does not hold the tokens, the table has not the rows, or
             ``chunk_size`` or ``block_size`` is less than one.
 
@@ -106,8 +109,9 @@ def toeplitz_linear_attention(
     rows, dense = num_offsets(grid), q.shape[-2] - num_prefix <= dense_size
     bias = with_prefix_rows(bias, "bias", rows, num_prefix, axis=-1)
     decay = decay_of(bias)
+    q, k, v = broadcast_leading(q, k, v)
     k, v, key_mask = clear_masked(k, v, key_mask)
-    einsum = einsum_in_float32(precision)
+    einsum = wide_einsum(precision)
     features = evaluate(feature_map, q)
     phi_k, shift = scale_keys(evaluate(feature_map, k), key_mask)
     phi_q = scale_queries(features, shift)
@@ -149,7 +153,7 @@ def toeplitz_linear_attention(
 
 
 def decay_of(bias: Float[Array, "*batch rows"]) -> Float[Array, "*batch rows"]:
-    """exp(b) in float32, the largest b taken out, which cancels."""
-    bias = bias.astype(jnp.float32)
+    """exp(b), float32 or wider, the largest b taken out, which cancels."""
+    bias = widen(bias)
     largest = jnp.max(bias, axis=-1, keepdims=True)
     return jnp.exp(bias - jax.lax.stop_gradient(largest))

@@ -8,13 +8,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from relattn.kernels.checks import check_arguments
 from relattn.kernels.low_rank_offset import Table
 from relattn.kernels.offset_tables import OffsetTables
+from relattn.kernels.precision import widen
 from relattn.kernels.tables import attend, attend_low_rank, check_low_rank
 
 
+@check_arguments
 def causal_translution_step(
-    x: Float[Array, "*batch n dim"],
+    x: Float[Array, "*batch length dim"],
     w_q: Float[Array, "rows dim heads depth"] | Float[Array, "dim heads depth"],
     w_k: Float[Array, "rows dim heads depth"] | Float[Array, "dim heads depth"],
     w_v: Float[Array, "rows dim heads depth"] | Float[Array, "dim heads depth"],
@@ -40,6 +43,7 @@ def causal_translution_step(
         The token's output, shape ``[*batch, heads, depth]``, in the dtype of ``x``.
 
     Raises:
+        ValueError: If shapes or dtypes do not fit together.
         ValueError: If a table has fewer than n rows.
 
     Example:
@@ -57,6 +61,7 @@ def causal_translution_step(
     return attend(tables, token, x, projections, None, precision)[..., 0, :]
 
 
+@check_arguments
 def causal_lor_translution_step(
     q_i: Float[Array, "*batch heads key_depth"] | None,
     k: Float[Array, "*batch heads n key_depth"] | None,
@@ -99,6 +104,7 @@ def causal_lor_translution_step(
         ``[*batch, heads, rank]``.
 
     Raises:
+        ValueError: If shapes or dtypes do not fit together.
         ValueError: If a table has fewer than n rows, or arguments that belong together
             are not given together.
 
@@ -157,13 +163,13 @@ class _StepTables:
         if t_k is not None:
             k = jnp.einsum("brc,rche->brhe", k, t_k, precision=precision)
         # Wide before the product, which could overflow.
-        scores = jnp.sum(q.astype(jnp.float32) * k, axis=-1)
+        scores = jnp.sum(widen(q) * k, axis=-1)
         return jnp.moveaxis(self._reverse(scores), 1, 2)[:, :, None]
 
     def values(self, weights, v, t_v, precision):
         v = jnp.einsum("brc,rche->brhe", self._reverse(v), t_v, precision=precision)
         weights = jnp.where(self.allowed, self._reverse(weights, axis=3), 0.0)
-        v = v.astype(jnp.float32)
+        v = widen(v)
         return jnp.einsum("bhnr,brhe->bhne", weights, v, precision=precision)
 
     def _reverse(self, x, axis=1):

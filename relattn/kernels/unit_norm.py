@@ -6,10 +6,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from relattn.kernels.checks import check_arguments
+from relattn.kernels.precision import widen
+
 # Below this squared norm a vector has no direction, and stays short.
 _SMALLEST = 1e-6
 
 
+@check_arguments
 def unit_norm(x: Float[Array, "*batch n depth"]) -> Float[Array, "*batch n depth"]:
     """Scales vectors so that feature maps see unit vectors.
 
@@ -26,6 +30,9 @@ def unit_norm(x: Float[Array, "*batch n depth"]) -> Float[Array, "*batch n depth
     Returns:
         The same shape and dtype.
 
+    Raises:
+        ValueError: If shapes or dtypes do not fit together.
+
     Example:
         >>> unit_norm(jnp.ones((1, 16))).round(3)[0, :3].tolist()
         [0.5, 0.5, 0.5]
@@ -34,7 +41,7 @@ def unit_norm(x: Float[Array, "*batch n depth"]) -> Float[Array, "*batch n depth
         Luo et al., Stable, Fast and Accurate: Kernelized Attention with Relative
         Positional Encoding, section 3.3.
     """
-    wide = x.astype(jnp.float32)
+    wide = widen(x)
     squared = jnp.sum(jnp.square(wide), axis=-1, keepdims=True)
     wide = jnp.where(squared < _SMALLEST, jax.lax.stop_gradient(wide), wide)
     squared = jnp.sum(jnp.square(wide), axis=-1, keepdims=True)

@@ -23,7 +23,7 @@ def naive_map(name, projection):
     return functools.partial(function, projection=np.float64(projection))
 
 
-def expect_equal(kernel, naive, inputs, *, tolerance=2e-5):
+def expect_equal(kernel, naive, inputs, *, tolerance=2e-5, double=False):
     """Checks the outputs, and the gradients of a fixed weighted sum of them.
 
     Args:
@@ -31,11 +31,19 @@ def expect_equal(kernel, naive, inputs, *, tolerance=2e-5):
         naive: A function of the inputs without their one leading axis, in float64.
         inputs: Arrays ``[heads, ...]``.
         tolerance: Largest error, relative to the largest number of the array.
+        double: Whether float64 inputs must also give float64 accuracy, 1e-10.
     """
     results = _value_and_gradients(kernel, inputs, jax.jit)
     with jax.enable_x64(True):
         wide = [jnp.asarray(np.asarray(x), jnp.float64) for x in inputs]
         expected = _value_and_gradients(jax.vmap(naive), wide, quick_jit)
+        if double:
+            accurate = _value_and_gradients(kernel, wide, quick_jit)
+            _expect_close(accurate, expected, 1e-10)
+    _expect_close(results, expected, tolerance)
+
+
+def _expect_close(results, expected, tolerance):
     for ours, theirs in zip(results, expected, strict=True):
         scale = np.abs(theirs).max()
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=tolerance * scale)

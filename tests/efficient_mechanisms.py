@@ -60,5 +60,6 @@ MECHANISMS = [
         ),
         naive_local,
         TOKENS,
+        roundings=3,
     ),
 ]

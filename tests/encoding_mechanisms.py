@@ -56,6 +56,8 @@ def encoded(name, encode, naive_encode, depth, parameters):
         shared=tuple(parameters),
         before_mask=tuple(parameters),
         on_grid=True,
+        # Queries and keys, and the gradients of what they share, which cancel in part.
+        roundings=12,
     )
 
 
@@ -130,6 +132,7 @@ def learned(name, *, causal):
         {**inputs(DEPTH), **LEARNED},
         shared=tuple(LEARNED),
         causal=causal,
+        roundings=4,
     )
 
 

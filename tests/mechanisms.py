@@ -28,6 +28,8 @@ from tests.mechanism import (
 )
 
 CLIP = 2
+ON_GRID = {"grid": GRID, "num_prefix": NUM_PREFIX}
+ON_LINE = {"grid": (N,), "num_prefix": 0}
 PROJECTION = kernels.draw_orthogonal(jax.random.key(7), NUM_FEATURES, DEPTH)
 FREQUENCIES = np.array([1.0, 0.3], np.float32)
 feature_map = functools.partial(compare.feature_map, projection=PROJECTION)
@@ -60,17 +62,16 @@ def linear(name, *, causal=False, eps=None, **options):
     )
 
 
-def toeplitz(q, k, v, bias, key_mask=None):
+def toeplitz(q, k, v, bias, key_mask=None, **where):
     return kernels.toeplitz_linear_attention(
         q,
         k,
         v,
         feature_map("positive"),
         bias,
-        grid=GRID,
-        num_prefix=NUM_PREFIX,
         key_mask=key_mask,
         dense_size=0,
+        **(where or ON_GRID),
     )
 
 
@@ -99,25 +100,24 @@ def random_kernel(name):
     return {"estimate": estimate, "expected": softmax_kernel}
 
 
-def banded(q, v, table, key_mask=None):
+def banded(q, v, table, key_mask=None, **where):
     return banded_attention(
         q,
         v,
         table,
         feature_map("positive"),
-        grid=GRID,
-        num_prefix=NUM_PREFIX,
         key_mask=key_mask,
+        **(where or ON_GRID),
     )
 
 
-def naive_banded(q, v, table, allowed):
+def naive_banded(q, v, table, allowed, grid=GRID, num_prefix=NUM_PREFIX):
     def log_phi(x):
         naive_map = jax.vmap(reference.positive_features, (0, None))
         return jnp.log(naive_map(x, np.float64(PROJECTION)))
 
     return reference.banded_attention(
-        q, v, table, log_phi, GRID, NUM_PREFIX, allowed[0]
+        q, v, table, log_phi, grid, num_prefix, allowed[0]
     )
 
 
@@ -126,53 +126,57 @@ def concatenate(content, position):
     return jnp.concatenate([content, position.astype(content.dtype)], axis=-1)
 
 
-def constrained(q, k, v, coefficients, key_mask=None):
-    positions = offsets.grid_positions(GRID, NUM_PREFIX)
-    u = sinusoidal.sinusoids(positions, FREQUENCIES, num_prefix=NUM_PREFIX)
+def constrained(
+    q, k, v, coefficients, key_mask=None, *, grid=GRID, num_prefix=NUM_PREFIX
+):
+    positions = jnp.asarray(offsets.grid_positions(grid, num_prefix), q.dtype)
+    u = sinusoidal.sinusoids(positions, FREQUENCIES, num_prefix=num_prefix)
     q = concatenate(q, sinusoidal.constrained_sinusoids(u, coefficients))
     k = concatenate(k, u)
-    phi = compare.feature_map("positive", WIDE_PROJECTION)
+    phi = compare.feature_map("positive", WIDE_PROJECTION[:, : q.shape[-1]])
     return kernels.linear_attention(q, k, v, phi, key_mask=key_mask, chunk_size=5)
 
 
-def naive_constrained(q, k, v, coefficients, allowed):
-    positions = np.float64(offsets.grid_positions(GRID))
+def naive_constrained(q, k, v, coefficients, allowed, grid=GRID, num_prefix=NUM_PREFIX):
+    positions = np.float64(offsets.grid_positions(grid))
     u = reference.sinusoids(positions, np.float64(FREQUENCIES))
-    u = jnp.concatenate([jnp.zeros((NUM_PREFIX, u.shape[1])), u])
+    u = jnp.concatenate([jnp.zeros((num_prefix, u.shape[1])), u])
     blocks = [jnp.array([[1.0, 0.0], [0.0, 1.0]]), jnp.array([[0.0, 1.0], [-1.0, 0.0]])]
     matrix = jax.scipy.linalg.block_diag(
         *[a * blocks[0] + b * blocks[1] for a, b in coefficients]
     )
-    naive_map = compare.naive_map("positive", WIDE_PROJECTION)
     q = jnp.concatenate([q, u @ matrix], axis=1)
     k = jnp.concatenate([k, u], axis=1)
+    naive_map = compare.naive_map(
+        "positive", np.asarray(WIDE_PROJECTION)[:, : q.shape[1]]
+    )
     return reference.linear_attention(q, k, v, naive_map, allowed)
 
 
-def relative(q, k, v, key_table, value_table, bias, key_mask=None):
+def relative(q, k, v, key_table, value_table, bias, key_mask=None, **where):
     tables = {"key_table": key_table, "value_table": value_table, "bias": bias}
     return kernels.relative_attention(
-        q, k, v, grid=GRID, num_prefix=NUM_PREFIX, key_mask=key_mask, **tables
+        q, k, v, key_mask=key_mask, **tables, **(where or ON_GRID)
     )
 
 
-def gated(q, k, v, gate, coefficients, key_mask=None):
+def gated(q, k, v, gate, coefficients, key_mask=None, **where):
     return kernels.gated_positional_attention(
-        q, k, v, gate, coefficients, grid=GRID, num_prefix=NUM_PREFIX, key_mask=key_mask
+        q, k, v, gate, coefficients, key_mask=key_mask, **(where or ON_GRID)
     )
 
 
-def rotary(q, k, v, key_mask=None):
-    positions = offsets.grid_positions(GRID, NUM_PREFIX)
+def rotary(q, k, v, key_mask=None, *, grid=GRID, num_prefix=NUM_PREFIX):
+    positions = jnp.asarray(offsets.grid_positions(grid, num_prefix), q.dtype)
     angles = kernels.rotary_angles(
-        positions, q.shape[-1], base=100.0, num_prefix=NUM_PREFIX
+        positions, q.shape[-1], base=100.0, num_prefix=num_prefix
     )
     q, k = kernels.rotate(q, angles), kernels.rotate(k, angles)
     return kernels.softmax_attention(q, k, v, key_mask=key_mask)
 
 
-def naive_rotary(q, k, v, allowed):
-    positions = np.float64(offsets.grid_positions(GRID, NUM_PREFIX))
+def naive_rotary(q, k, v, allowed, grid=GRID, num_prefix=NUM_PREFIX):
+    positions = np.float64(offsets.grid_positions(grid, num_prefix))
     q, k = (reference.rotary(x, positions, 100.0) for x in (q, k))
     return reference.softmax_attention(q, k, v, allowed)
 
@@ -206,6 +210,7 @@ MECHANISMS = [
         {**CAUSAL, "coefficients": (4, 2)},
         shared=("coefficients",),
         on_grid=True,
+        roundings=4,
     ),
     Mechanism(
         "linear, offset bias",
@@ -235,6 +240,7 @@ MECHANISMS = [
         key_inputs=("v",),
         loud="table",
         on_grid=True,
+        roundings=2,
     ),
     Mechanism(
         "relative keys, values and bias",
@@ -248,6 +254,7 @@ MECHANISMS = [
         ),
         shared=("key_table", "value_table", "bias"),
         on_grid=True,
+        roundings=2,
     ),
     Mechanism(
         "causal relative keys, values and bias",
@@ -259,6 +266,7 @@ MECHANISMS = [
         shared=("key_table", "value_table", "bias"),
         causal=True,
         on_grid=True,
+        roundings=2,
     ),
     Mechanism(
         "gated positional",
@@ -287,8 +295,62 @@ MECHANISMS = [
         naive_rotary,
         {"q": (N, 8), "k": (N, 8), "v": (N, VALUE_DEPTH)},
         on_grid=True,
+        roundings=2,
     ),
     *encoding_mechanisms.MECHANISMS,
     *translution_mechanisms.MECHANISMS,
     *efficient_mechanisms.MECHANISMS,
+]
+
+
+def on_line(name, apply, naive, shapes, **options):
+    """A row of a kernel that takes a grid, on a line; batch axes come first."""
+    options.setdefault("shared", tuple(name for name in shapes if name not in TOKENS))
+    apply = functools.partial(apply, **ON_LINE)
+    return Mechanism(name, apply, naive, shapes, **options)
+
+
+TOKENS = ("q", "k", "v", "x", "low_q", "low_k", "low_v")
+LINE_ROWS = reference.offset_rows((N,))
+
+# Kernels that take a grid, with a grid of one axis.
+LINES = [
+    on_line(
+        "banded",
+        banded,
+        functools.partial(naive_banded, grid=(1, N), num_prefix=0),
+        {"q": (N, DEPTH), "v": (N, VALUE_DEPTH), "table": (CLIP + 1, DEPTH)},
+        key_inputs=("v",),
+    ),
+    on_line(
+        "linear, offset bias",
+        toeplitz,
+        functools.partial(naive_toeplitz, rows=LINE_ROWS[0]),
+        {**CAUSAL, "bias": (2 * N - 1,)},
+    ),
+    on_line(
+        "relative keys, values and bias",
+        relative,
+        functools.partial(reference.relative_attention, rows=LINE_ROWS[0]),
+        relative_tables(2 * N - 1, 2 * N - 1),
+    ),
+    on_line(
+        "gated positional",
+        gated,
+        functools.partial(reference.gated_positional_attention, **ON_LINE),
+        {**CAUSAL, "gate": (), "coefficients": (2,)},
+    ),
+    on_line(
+        "constrained sinusoids",
+        constrained,
+        functools.partial(naive_constrained, **ON_LINE),
+        {**CAUSAL, "coefficients": (2, 2)},
+    ),
+    on_line(
+        "rotary positions",
+        rotary,
+        functools.partial(naive_rotary, **ON_LINE),
+        {"q": (N, 8), "k": (N, 8), "v": (N, VALUE_DEPTH)},
+    ),
+    *translution_mechanisms.on_line(LINE_ROWS),
 ]

@@ -17,7 +17,7 @@ from absl.testing import parameterized
 from relattn import kernels
 from tests import compare
 from tests.mechanism import BATCH, DEPTH, HEADS, NUM_FEATURES, M, N
-from tests.mechanisms import MECHANISMS
+from tests.mechanisms import LINES, MECHANISMS
 from tests.quick import quick_jit
 
 DRAWS = 2000
@@ -49,6 +49,7 @@ def test_equals_the_naive_reference_in_value_and_gradient(mechanism, masked):
         jax.vmap(apply) if mechanism.shared else apply,
         functools.partial(mechanism.naive, allowed=allowed),
         list(inputs.values()),
+        double=masked,
     )
 
 
@@ -149,6 +150,54 @@ def test_what_masked_keys_hold_does_not_matter(mechanism):
 
 
 @every_mechanism
+def test_a_mask_for_every_example_equals_each_example_alone(mechanism):
+    inputs = mechanism.draw_inputs(BATCH, HEADS)
+    key_mask = jnp.asarray(masks(mechanism))
+    axes = {name: None if name in mechanism.shared else 0 for name in inputs}
+
+    def alone(inputs, key_mask):
+        return mechanism.apply(**inputs, key_mask=key_mask)
+
+    out = quick_jit(mechanism.apply)(**inputs, key_mask=key_mask[:, None])
+    expected = quick_jit(jax.vmap(alone, (axes, 0)))(inputs, key_mask)
+    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("mechanism", LINES, ids=str)
+def test_a_line_with_a_mask_for_every_example_equals_the_reference(mechanism):
+    inputs, key_mask = mechanism.draw_inputs(BATCH), masks(mechanism)
+    apply = quick_jit(mechanism.apply)
+    results = [apply(**inputs, key_mask=jnp.asarray(key_mask)), apply(**inputs)]
+
+    def reference(inputs):
+        return [
+            [
+                mechanism.naive(
+                    *(
+                        x if name in mechanism.shared else x[i]
+                        for name, x in inputs.items()
+                    ),
+                    allowed=mechanism.allowed(exists),
+                )
+                for i, exists in enumerate(examples)
+            ]
+            for examples in (key_mask, np.ones_like(key_mask))
+        ]
+
+    with jax.enable_x64(True):
+        wide = {name: np.float64(x) for name, x in inputs.items()}
+        order = dict.fromkeys(inputs)
+        expected = quick_jit(lambda wide: reference(order | wide))(wide)
+    np.testing.assert_allclose(results, expected, rtol=1e-4, atol=1e-5)
+
+
+def masks(mechanism):
+    """A mask for every example, ``[batch, keys]``; no two are equal."""
+    places = np.arange(mechanism.num_keys)
+    return places % 4 != np.arange(BATCH)[:, None]
+
+
+@every_mechanism
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_stays_finite_when_a_key_is_loud(mechanism, dtype):
     inputs = mechanism.draw_inputs(HEADS, dtype=dtype)
@@ -169,6 +218,28 @@ def test_stays_finite_when_a_key_is_loud(mechanism, dtype):
     if mechanism.causal:
         quiet, _ = value_and_gradients(inputs)
         np.testing.assert_array_equal(out[:, :row], quiet[:, :row])
+
+
+@every_mechanism
+def test_half_precision_equals_single_on_the_same_inputs(mechanism):
+    inputs = mechanism.draw_inputs(HEADS, dtype=jnp.bfloat16)
+
+    @quick_jit
+    def value_and_gradients(inputs):
+        out, pullback = jax.vjp(lambda inputs: mechanism.apply(**inputs), inputs)
+        cotangent = np.cos(np.arange(out.size)).reshape(out.shape)
+        (gradients,) = pullback(jnp.asarray(cotangent, jnp.bfloat16).astype(out.dtype))
+        return {"out": out, **gradients}
+
+    results = value_and_gradients(inputs)
+    single = {name: x.astype(jnp.float32) for name, x in inputs.items()}
+    # The root mean square of one rounding's errors is at most half of this.
+    unit = float(jnp.finfo(jnp.bfloat16).eps) / 2
+    for name, expected in value_and_gradients(single).items():
+        expected = np.float64(expected)
+        error = np.linalg.norm(np.float64(results[name]) - expected)
+        most = 0.65 * mechanism.roundings**0.5 * unit * np.linalg.norm(expected)
+        assert error <= most, (name, error / most)
 
 
 @every_mechanism

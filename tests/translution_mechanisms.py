@@ -56,6 +56,7 @@ def translution(name, kernel, table, rows, **options):
         key_inputs=("x",),
         loud="x",
         queries_from_keys=True,
+        roundings=4,
         **options,
     )
 
@@ -83,6 +84,7 @@ def lor_translution(name, kernel, table, rows, **options):
         plain | low | tables,
         shared=tuple(tables),
         key_inputs=("k", "v", "low_k", "low_v"),
+        roundings=2,
         **options,
     )
 
@@ -124,3 +126,23 @@ MECHANISMS = [
         causal=True,
     ),
 ]
+
+
+def on_line(rows):
+    """Rows of the kernels that take a grid, on a line; ``rows`` of `offset_rows`."""
+    where = {"grid": (N,), "num_prefix": 0}
+    table = (2 * N - 1,)
+    return [
+        translution(
+            "Translution",
+            functools.partial(kernels.translution, **where),
+            table,
+            rows,
+        ),
+        lor_translution(
+            "LoR-Translution",
+            functools.partial(kernels.lor_translution, **where),
+            table,
+            rows,
+        ),
+    ]

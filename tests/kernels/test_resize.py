@@ -24,6 +24,14 @@ def test_is_bicubic_and_keeps_the_rows_of_no_place(old, new):
         np.testing.assert_allclose(out[layer, :-3], expected.reshape(-1, 2), atol=1e-5)
 
 
+def test_half_precision_is_single_precision_rounded_once():
+    table = np.random.default_rng(0).normal(size=(77, 2))
+    table = jnp.asarray(table, jnp.bfloat16)
+    single = resize_table(table.astype(jnp.float32), (7, 11), (3, 5))
+    out = resize_table(table, (7, 11), (3, 5))
+    np.testing.assert_array_equal(out, single.astype(jnp.bfloat16))
+
+
 def test_a_constant_stays_and_the_same_grid_is_the_same_table():
     np.testing.assert_allclose(resize_table(jnp.ones(6), (2, 3), (5, 2)), 1, rtol=1e-6)
     table = jnp.arange(12.0).reshape(6, 2)

@@ -209,7 +209,7 @@ def shift_report(
         published = classes != "all" and comparison.has_published
         report.write_csv(shown, output / "shift.csv", published=published)
         report.plot(panels, output / "shift.png", axis=comparison.axis)
-        (output / "summary.md").write_text(text)
+        (output / "summary.md").write_text(text, "utf-8")
     return text
 
 

@@ -51,13 +51,16 @@ def run_demo(
         The table, in Markdown.
 
     Raises:
-        ValueError: If a variant does not exist or the folder is not the project's root.
+        ValueError: If a variant does not exist, there is none, or the folder is not the
+            project's root.
         OSError: If the folder cannot be written to, or a training fails.
     """
     if seeds < 1:
         raise ValueError(f"seeds must be at least 1, got {seeds}")
     if not Path(CONFIG).exists():
         raise ValueError(f"no {CONFIG} here: run the demo from the project's root")
+    if not variants:
+        raise ValueError("no variant: name at least one by --variants")
     for variant in variants:
         read_config(f"{CONFIG}:{variant}", overrides)  # Raises where it cannot.
     output = usable_folder(output, "--output")
@@ -88,7 +91,7 @@ def run_demo(
     }
     (output / "results.json").write_text(json.dumps(results, indent=2) + "\n")
     text = demo_table(results, comparison.class_name)
-    (output / "table.md").write_text(text)
+    (output / "table.md").write_text(text, "utf-8")
     return text
 
 
@@ -170,7 +173,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     start = time.monotonic()
     text = run_demo(
         arguments.output,
-        variants=arguments.variants.split(","),
+        variants=[name for name in arguments.variants.split(",") if name],
         seeds=arguments.seeds,
         jobs=arguments.jobs,
         overrides=arguments.overrides,

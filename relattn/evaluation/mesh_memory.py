@@ -32,6 +32,7 @@ from relattn.training.config_file import read_config
 from relattn.training.errors import writing
 from relattn.training.memory import tree_bytes
 from relattn.training.mesh import DATA_AXIS, MeshParallel
+from relattn.training.records import usable_folder
 from relattn.training.task import Task
 
 _MESH = re.compile(r"([1-9][0-9]*)x([1-9][0-9]*)")
@@ -185,6 +186,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     meshes = [read_mesh(text) for text in given.meshes.split(",")]
     config = read_config(given.config, given.overrides)
     check_config(config)
+    path = Path(given.output)
+    if given.output:
+        usable_folder(path.parent, "--output")
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", max(d * m for d, m in meshes))
     info = describe_data(config, given.num_classes, given.vocab_size)
@@ -206,7 +210,6 @@ def main(argv: Sequence[str] | None = None) -> None:
             "jax": jax.__version__,
             "bytes_per_device": rows,
         }
-        path = Path(given.output)
         with writing(path):
             path.write_text(json.dumps(result, indent=1) + "\n")
 

@@ -24,6 +24,7 @@ from tqdm import tqdm
 
 from relattn import command, spec
 from relattn.evaluation.speed_cases import CASES, Sizes
+from relattn.training.records import usable_folder
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _PASSES = {"forward": "forward", "forward_backward": "forward + backward"}
@@ -213,18 +214,6 @@ def _lengths(text: str) -> list[int]:
     return [_positive(part) for part in text.split(",")]
 
 
-def _folder(text: str) -> Path:
-    path = Path(text)
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        (path / "speed.jsonl").touch()
-    except OSError as error:
-        raise argparse.ArgumentTypeError(
-            f"cannot write to {text}: {error.strerror}; choose another folder"
-        ) from error
-    return path
-
-
 def _parser() -> command.Parser:
     parser = command.Parser(
         "python -m relattn.evaluation.speed",
@@ -246,7 +235,7 @@ def _parser() -> command.Parser:
     add("--dtype", choices=_DTYPES, default=default.dtype, help="of the inputs")
     add("--repeats", type=_positive, default=5, help="runs after the first")
     add("--backward", action=argparse.BooleanOptionalAction, default=True, help="too")
-    add("--output", type=_folder, default="runs/speed", help="folder to write to")
+    add("--output", default="runs/speed", help="folder to write to")
     return parser
 
 
@@ -259,7 +248,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     options = vars(_parser().parse_args(argv))
     del options["flagfile"], options["verbosity"]
-    output = options.pop("output")
+    output = usable_folder(options.pop("output"), "--output")
     names, against = options.pop("kernel"), options.pop("against")
     rows: list[dict[str, Any]] = []
     with (output / "speed.jsonl").open("w") as file:

@@ -118,7 +118,7 @@ def run_study(
     workdirs = [run.workdir for group in finished.values() for run in group]
     if study.shifts is not None and workdirs:
         text += "\n" + shift_report(workdirs, output / "shift", **study.shifts)
-    (output / "table.md").write_text(text)
+    (output / "table.md").write_text(text, "utf-8")
     plot_study(results, output / "curves.png")
     return text, failed
 

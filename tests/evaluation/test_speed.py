@@ -178,10 +178,3 @@ def test_bad_arguments_are_named(argument, message, capsys):
     with pytest.raises(SystemExit, match="2"):
         speed.main([argument])
     assert message in capsys.readouterr().err
-
-
-def test_a_folder_that_cannot_be_written_is_named(tmp_path, capsys):
-    (tmp_path / "file").touch()
-    with pytest.raises(SystemExit, match="2"):
-        speed.main([f"--output={tmp_path / 'file' / 'folder'}"])
-    assert "choose another folder" in capsys.readouterr().err

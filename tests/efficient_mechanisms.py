@@ -60,6 +60,6 @@ MECHANISMS = [
         ),
         naive_local,
         TOKENS,
-        roundings=3,
+        roundings=(1, 2),
     ),
 ]

@@ -30,9 +30,9 @@ class Mechanism:
             masked keys hold reaches their gradients.
         queries_from_keys: Whether a token's query comes from the same input as its key,
             so that outputs of masked tokens are not compared.
-        roundings: How often a number is rounded to the dtype of the inputs, at most:
-            more than once where an input has several uses, so that its gradients are
-            rounded before they are added, or an encoding returns that dtype.
+        roundings: About how often outputs and gradients are rounded to the dtype of the
+            inputs: more than once where an encoding returns that dtype, or an input has
+            several uses, each with a gradient.
         estimate: From a projection, estimates of the unnormalised kernel, all of
             `expected`; None where nothing is random.
         expected: What `estimate` must be on average.
@@ -49,7 +49,7 @@ class Mechanism:
     on_grid: bool = False
     before_mask: tuple[str, ...] = ()
     queries_from_keys: bool = False
-    roundings: int = 1
+    roundings: tuple[int, int] = (1, 1)
     estimate: Callable | None = None
     expected: Callable | None = None
 

@@ -210,7 +210,7 @@ MECHANISMS = [
         {**CAUSAL, "coefficients": (4, 2)},
         shared=("coefficients",),
         on_grid=True,
-        roundings=4,
+        roundings=(1, 2),
     ),
     Mechanism(
         "linear, offset bias",
@@ -240,7 +240,6 @@ MECHANISMS = [
         key_inputs=("v",),
         loud="table",
         on_grid=True,
-        roundings=2,
     ),
     Mechanism(
         "relative keys, values and bias",
@@ -254,7 +253,6 @@ MECHANISMS = [
         ),
         shared=("key_table", "value_table", "bias"),
         on_grid=True,
-        roundings=2,
     ),
     Mechanism(
         "causal relative keys, values and bias",
@@ -266,7 +264,6 @@ MECHANISMS = [
         shared=("key_table", "value_table", "bias"),
         causal=True,
         on_grid=True,
-        roundings=2,
     ),
     Mechanism(
         "gated positional",
@@ -295,7 +292,6 @@ MECHANISMS = [
         naive_rotary,
         {"q": (N, 8), "k": (N, 8), "v": (N, VALUE_DEPTH)},
         on_grid=True,
-        roundings=2,
     ),
     *encoding_mechanisms.MECHANISMS,
     *translution_mechanisms.MECHANISMS,

@@ -233,12 +233,13 @@ def test_half_precision_equals_single_on_the_same_inputs(mechanism):
 
     results = value_and_gradients(inputs)
     single = {name: x.astype(jnp.float32) for name, x in inputs.items()}
-    # The root mean square of one rounding's errors is at most half of this.
+    # The largest error of one rounding; in the mean it is about half as large.
     unit = float(jnp.finfo(jnp.bfloat16).eps) / 2
     for name, expected in value_and_gradients(single).items():
         expected = np.float64(expected)
         error = np.linalg.norm(np.float64(results[name]) - expected)
-        most = 0.65 * mechanism.roundings**0.5 * unit * np.linalg.norm(expected)
+        roundings = mechanism.roundings[name != "out"]
+        most = 0.8 * roundings**0.5 * unit * np.linalg.norm(expected)
         assert error <= most, (name, error / most)
 
 

@@ -56,7 +56,7 @@ def translution(name, kernel, table, rows, **options):
         key_inputs=("x",),
         loud="x",
         queries_from_keys=True,
-        roundings=4,
+        roundings=(1, 3),
         **options,
     )
 
@@ -84,7 +84,7 @@ def lor_translution(name, kernel, table, rows, **options):
         plain | low | tables,
         shared=tuple(tables),
         key_inputs=("k", "v", "low_k", "low_v"),
-        roundings=2,
+        roundings=(1, 2),
         **options,
     )
 

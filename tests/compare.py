@@ -49,6 +49,39 @@ def _expect_close(results, expected, tolerance):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=tolerance * scale)
 
 
+def expect_equal_second_derivatives(kernel, naive, inputs, *, tolerance=1e-4):
+    """Checks the Hessian of a fixed weighted sum of the outputs, times fixed vectors.
+
+    Args:
+        kernel: A function of the inputs.
+        naive: A function of the inputs without their one leading axis, in float64.
+        inputs: Arrays ``[heads, ...]``.
+        tolerance: Largest error, relative to the largest number of the array.
+    """
+    results = _hessian_product(kernel, inputs)
+    with jax.enable_x64(True):
+        wide = [jnp.asarray(np.asarray(x), jnp.float64) for x in inputs]
+        expected = _hessian_product(jax.vmap(naive), wide)
+    for ours, theirs in zip(results, expected, strict=True):
+        scale = np.abs(theirs).max()
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=tolerance * scale)
+
+
+def _hessian_product(function, inputs):
+    @quick_jit
+    def compiled(*inputs):
+        def weighted(inputs):
+            out = function(*inputs)
+            return jnp.vdot(jnp.cos(jnp.arange(out.size)).reshape(out.shape), out)
+
+        tangents = tuple(
+            jnp.sin(jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape) for x in inputs
+        )
+        return jax.jvp(jax.grad(weighted), (inputs,), (tangents,))[1]
+
+    return compiled(*inputs)
+
+
 def _value_and_gradients(function, inputs, jit):
     @jit
     def compiled(*inputs):

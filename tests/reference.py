@@ -63,8 +63,9 @@ def trigonometric_features(x, projection):
 
 
 def relu_features(x, projection, bias=0.0, eps=1e-3):
-    """max(w x~ + b, 0) + eps of one vector."""
-    return jnp.maximum(projection @ (x / len(x) ** 0.25) + bias, 0) + eps
+    """max(w x~ + b, 0) + eps of one vector; the derivative at zero is zero."""
+    projected = projection @ (x / len(x) ** 0.25) + bias
+    return jnp.where(projected > 0, projected, 0) + eps
 
 
 def linear_attention(q, k, v, feature_map, allowed, bias=0.0):

@@ -460,4 +460,6 @@ def relu_features(
     projected, half_norm = _project(x, projection, precision)
     if bias is not None:
         projected = projected + widen(bias)
-    return Features(jax.nn.relu(projected) + eps, jnp.zeros_like(half_norm))
+    # Second derivatives through a scan lose the rule of jax.nn.relu for zero.
+    rectified = jnp.where(projected <= 0, 0.0, projected)
+    return Features(rectified + eps, jnp.zeros_like(half_norm))

@@ -41,6 +41,22 @@ def test_one_chunk_equals_the_reference(name):
     )
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_second_derivatives_equal_the_reference(name):
+    q, k, v = draw_inputs()
+    # ReLU features of zeros are at their kink.
+    q, k = q.at[:, 1].set(0.0), k.at[:, 2].set(0.0)
+    compare.expect_equal_second_derivatives(
+        lambda q, k, v: causal_linear_attention(
+            q, k, v, feature_map(name), chunk_size=4
+        ),
+        lambda q, k, v: reference.linear_attention(
+            q, k, v, naive_map(name), np.tril(np.ones((N, N), bool))
+        ),
+        (q, k, v),
+    )
+
+
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("chunk_size", [1, 4, 7])
 def test_chunks_change_nothing(chunk_size, masked):

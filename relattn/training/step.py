@@ -201,7 +201,7 @@ def _previous(batch: Batch, axis_name: str | None) -> Batch:
     """The example before each one in the global batch; the last before the first."""
     if axis_name is None:
         return jax.tree.map(lambda x: jnp.roll(x, 1, axis=0), batch)
-    devices = jax.lax.psum(1, axis_name)
+    devices = jax.lax.axis_size(axis_name)
     to_next = [(device, (device + 1) % devices) for device in range(devices)]
 
     def roll(x: Array) -> Array:

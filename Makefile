@@ -33,8 +33,9 @@ test-full:
 	$(MAKE) full VENV=$(VENV)-full EXTRAS=test,prepare
 
 full: $(STAMP)
-	$(PYTEST) -n $(JOBS) --dist=loadfile --no-loadscope-reorder
-	$(PYTEST) -m slow tests/test_published_sizes.py
+	$(PYTEST) -m '' -n $(JOBS) --dist=loadfile --no-loadscope-reorder \
+	  --ignore=tests/test_published_sizes.py
+	$(PYTEST) -m '' tests/test_published_sizes.py
 	cat .cache/published_sizes.md
 
 demo: $(STAMP)

@@ -84,9 +84,26 @@ IN_GPT = [
 ]
 
 
+# A position for every site that an attention can honour; the rest with two attentions.
+ONE_A_SITE = ("none", "learned", "constrained_sincos", "rope1d", "relative_bias")
+WITH_ALL_POSITIONS = ("softmax", "favor")
+
+
+def mark_slow(pairs):
+    """Leaves to the slow tests what differs from another pair in the position only."""
+    for *model, attention, position in pairs:
+        quick = attention in WITH_ALL_POSITIONS or position in ONE_A_SITE
+        marks = () if quick else (pytest.mark.slow,)
+        yield (*model, attention, position), marks
+
+
 def each(pairs):
     """Runs a test on the models of pairs, all tests of a model one after the other."""
-    return pytest.mark.parametrize("model", pairs, ids="-".join, indirect=True)
+    params = [
+        pytest.param(names, marks=marks, id="-".join(names))
+        for names, marks in mark_slow(pairs)
+    ]
+    return pytest.mark.parametrize("model", params, indirect=True)
 
 
 # The causal ones first in both: pytest joins tests by the place in these lists.
@@ -194,7 +211,13 @@ def test_lowers_for_cpu_cuda_and_tpu(model):
     assert exported.platforms == platforms
 
 
-@pytest.mark.parametrize(("attention", "position"), [*all_pairs(), *VARIANTS])
+@pytest.mark.parametrize(
+    ("attention", "position"),
+    [
+        pytest.param(*pair, marks=marks)
+        for pair, marks in mark_slow([*all_pairs(), *VARIANTS])
+    ],
+)
 def test_translation_error_is_what_the_readme_says(attention, position):
     row = re.search(
         rf"^\| `{re.escape(attention)}` \| `{position}` \| ([a-z ]+) \|", README, re.M

@@ -84,10 +84,10 @@ def test_published_performers_have_the_recipe_of_the_authors_runs(variant, datas
     expected = get_config("performer", f"{variant},{dataset}")
     with expected.unlocked():
         expected.optimizer.learning_rate = 5e-5
-        expected.model.attention = "favor(eps=1e-4)"
+        expected.model.attention = "favor(eps=0.3, haar=False)"
         if variant == "banded":
             clip, expected.batch_size = (4, 11) if dataset == DATASETS[1] else (6, 6)
-            options = f"clip={clip}, separate_projections=True, eps=1e-4"
+            options = f"clip={clip}, separate_projections=True, eps=0.3, haar=False"
             expected.model.update(
                 attention=f"banded({options})", dropout=0.0, attention_dropout=0.0
             )

@@ -1,5 +1,7 @@
 """Random and central crops."""
 
+import math
+
 import numpy as np
 import pytest
 from PIL import Image
@@ -41,6 +43,16 @@ def test_the_area_is_uniform_where_every_draw_fits():
     # Up to 3/4 every ratio fits at once, so there the density is constant.
     counts, _ = np.histogram(area, bins=4, range=(0.08, 0.75))
     assert counts.min() > counts.mean() - 4 * np.sqrt(counts.mean())
+
+
+def test_the_ratio_is_log_uniform_where_every_draw_fits():
+    rng = np.random.default_rng(0)
+    boxes = np.array([draw_crop(1009, 1009, rng) for _ in range(6000)])
+    w, h = boxes[:, 2] - boxes[:, 0], boxes[:, 3] - boxes[:, 1]
+    logs = np.log(w / h)[w * h < 0.75 * 1009**2]
+    # The mean is 0, within four standard errors; of a uniform ratio it is 0.027.
+    error = math.log(16 / 9) / math.sqrt(12 * len(logs))
+    assert abs(logs.mean()) < 4 * error < 0.01
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ RNG = np.random.default_rng(0)
 IMAGES = 0.02 * RNG.random((3, 4, 6, 1), np.float32)
 TOKENS = RNG.integers(0, VOCAB, (3, LENGTH), np.int32)
 # What these write is the residual stream: so small that the epsilon of norms is seen.
-WRITERS = re.compile(r"cls|embedding'|'out'")
+WRITERS = re.compile(r"cls|position|embedding'|'out'")
 
 
 def make(name, **options):
@@ -63,7 +63,7 @@ def patches(image):
 
 def naive_performer(image, params):
     x = reference.linear(patches(image), params["embedding"])
-    x = jnp.concatenate([params["cls"][0], x])
+    x = jnp.concatenate([params["cls"][0], x + params["position"]["table"]])
     x = blocks(x, params, np.ones((7, 7), bool))
     return reference.linear(x[0], params["head"])
 
@@ -72,7 +72,7 @@ def naive_vit(image, params):
     x = reference.layer_norm(patches(image), params["patch_norm"])
     x = reference.linear(x, params["embedding"])
     x = reference.layer_norm(x, params["embedding_norm"])
-    x = jnp.concatenate([params["cls"][0], x])
+    x = jnp.concatenate([params["cls"][0], x + params["position"]["table"]])
     x = blocks(x, params, np.ones((7, 7), bool))
     cls = reference.layer_norm(x[:1], params["norm"])[0]
     cls = reference.gelu(reference.linear(cls, params["hidden"]))
@@ -80,7 +80,7 @@ def naive_vit(image, params):
 
 
 def naive_gpt(tokens, params):
-    x = params["embedding"]["embedding"][tokens]
+    x = params["embedding"]["embedding"][tokens] + params["position"]["table"]
     x = blocks(x, params, np.tril(np.ones((LENGTH, LENGTH), bool)))
     x = reference.layer_norm(x, params["norm"])
     x = reference.layer_norm(x, params["head_norm"])
@@ -96,7 +96,7 @@ def naive_gpt(tokens, params):
     ],
 )
 def test_logits_are_those_of_the_formula(name, options, naive):
-    model, variables, inputs = make(name, **options)
+    model, variables, inputs = make(name, position="learned", **options)
     logits = quick_jit(model.apply)(variables, inputs)
     with jax.enable_x64(True):
         params = jax.tree.map(np.float64, variables["params"])

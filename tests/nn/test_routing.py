@@ -92,6 +92,23 @@ def test_heads_are_local_and_routed(layer):
     np.testing.assert_allclose(out, expected, atol=1e-6)
 
 
+def test_queries_and_keys_move_the_centroids(layer):
+    module, variables, x = layer
+
+    @jax.jit
+    def move(params):
+        _, updated = module.apply(
+            {**variables, "params": params}, x, mutable="batch_stats"
+        )
+        return updated["batch_stats"]["centroids"]
+
+    params = variables["params"]
+    moved = move(params)
+    for name in ("q", "k"):
+        other = {**params, name: jax.tree.map(jnp.negative, params[name])}
+        assert np.abs(move(other) - moved).max() > 0.01
+
+
 def test_masked_tokens_do_not_move_the_centroids(layer):
     module, variables, x = layer
     mask = jnp.ones((2, N), bool).at[:, 4].set(False)

@@ -81,6 +81,16 @@ def test_dropout_depends_on_the_step_and_the_key():
     assert len({loss(0, 0), loss(1, 0), loss(0, 1)}) == 3
 
 
+def test_evaluation_has_no_dropout():
+    model = TinyModel(num_classes=3, dropout=0.5)
+    state = create_state(model, optax.sgd(0.1), jax.random.key(3), SHAPE)
+    batch = {**make_batch(), "weight": np.ones(13, np.float32)}
+    sums = jax.jit(make_eval_step(model, identity))(state.variables, batch)
+    logits = model.apply(state.variables, batch["image"])
+    losses = cross_entropy(logits, jnp.asarray(batch["label"]))
+    np.testing.assert_allclose(sums["loss"], losses.sum(), rtol=1e-5)
+
+
 def test_state_is_a_pure_function_of_the_key():
     model, optimizer = TinyModel(num_classes=3), optax.adam(0.1)
     one, same, other = (

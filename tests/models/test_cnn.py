@@ -184,6 +184,20 @@ def test_training_reaches_every_norm_and_dropout(name, kind, count):
         assert called[deterministic] == [deterministic] * count
 
 
+def test_convolutions_start_with_the_standard_deviation_of_he():
+    model, images = make("resnet18"), jnp.zeros((1, 32, 32, 1))
+
+    @jax.jit
+    def init(key):
+        params = model.init(key, images)["params"]
+        return params["block_0_0"]["first_conv"]["kernel"]
+
+    kernel = init(jax.random.key(0))
+    std = (2 / (9 * 64)) ** 0.5
+    # Within four standard errors.
+    assert abs(kernel.std() - std) < 4 * std / (2 * kernel.size) ** 0.5
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_images_too_small_for_the_strides_are_refused(name):
     least = MODELS[name].min_size

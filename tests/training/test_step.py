@@ -101,8 +101,12 @@ def test_state_is_a_pure_function_of_the_key():
     assert not jnp.array_equal(
         one.params["head"]["kernel"], other.params["head"]["kernel"]
     )
-    expected = redraw(one.random_features, jax.random.key(0), 0)
+    key = jax.random.key(0)
+    expected = redraw(one.random_features, key, 0)
     chex.assert_trees_all_equal(one.random_features, expected)
+    rngs = {"params": stream_key(key, "params"), "random_features": key}
+    expected = model.init(rngs, jnp.zeros((1, *SHAPE)))["params"]
+    chex.assert_trees_all_equal(one.params, expected)
 
 
 def test_a_collection_that_training_does_not_carry_is_refused():

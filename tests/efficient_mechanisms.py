@@ -60,6 +60,6 @@ MECHANISMS = [
         ),
         naive_local,
         TOKENS,
-        roundings=(1, 2),
+        roundings=(1, 3),
     ),
 ]

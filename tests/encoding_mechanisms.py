@@ -57,7 +57,7 @@ def encoded(name, encode, naive_encode, depth, parameters):
         before_mask=tuple(parameters),
         on_grid=True,
         # Queries and keys, and the gradients of what they share, which cancel in part.
-        roundings=(2, 8),
+        roundings=(2, 10),
     )
 
 
@@ -132,7 +132,7 @@ def learned(name, *, causal):
         {**inputs(DEPTH), **LEARNED},
         shared=tuple(LEARNED),
         causal=causal,
-        roundings=(1, 3),
+        roundings=(1, 4),
     )
 
 

@@ -210,7 +210,7 @@ MECHANISMS = [
         {**CAUSAL, "coefficients": (4, 2)},
         shared=("coefficients",),
         on_grid=True,
-        roundings=(1, 2),
+        roundings=(1, 3),
     ),
     Mechanism(
         "linear, offset bias",
@@ -253,6 +253,7 @@ MECHANISMS = [
         ),
         shared=("key_table", "value_table", "bias"),
         on_grid=True,
+        roundings=(1, 2),
     ),
     Mechanism(
         "causal relative keys, values and bias",
@@ -264,6 +265,7 @@ MECHANISMS = [
         shared=("key_table", "value_table", "bias"),
         causal=True,
         on_grid=True,
+        roundings=(1, 2),
     ),
     Mechanism(
         "gated positional",
@@ -292,6 +294,7 @@ MECHANISMS = [
         naive_rotary,
         {"q": (N, 8), "k": (N, 8), "v": (N, VALUE_DEPTH)},
         on_grid=True,
+        roundings=(1, 2),
     ),
     *encoding_mechanisms.MECHANISMS,
     *translution_mechanisms.MECHANISMS,

@@ -56,7 +56,7 @@ def translution(name, kernel, table, rows, **options):
         key_inputs=("x",),
         loud="x",
         queries_from_keys=True,
-        roundings=(1, 3),
+        roundings=(1, 4),
         **options,
     )
 

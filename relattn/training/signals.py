@@ -80,8 +80,10 @@ class Preemption:
         return on_signals(handler, *numbers)
 
     def _leave(self, number: int, frame: Any) -> None:
+        # JAX swallows errors while it reads its compilation cache: leave a note too.
+        self.came = signal.Signals(number).name
         raise PreemptedError(
-            f"{signal.Signals(number).name} came outside of the updates; nothing is "
+            f"{self.came} came outside of the updates; nothing is "
             "lost: the same command goes on"
         )
 

@@ -1,5 +1,6 @@
 """SIGTERM: a checkpoint is written, and the same command goes on from it."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -16,6 +17,7 @@ from relattn import data, training
 from relattn.training import loop
 from relattn.training.checkpoint import checkpoint_steps
 from relattn.training.metrics import read_rows
+from relattn.training.signals import Preemption
 from tests.training.interrupted import final_state, untimed
 
 ROOT = Path(__file__).parents[2]
@@ -109,6 +111,13 @@ def test_sigterm_outside_of_the_updates(
 
 
 @pytest.mark.usefixtures("tiny")
+def test_a_swallowed_sigterm_ends_the_run_at_its_next_update():
+    preemption = Preemption()
+    with preemption.handled(), contextlib.suppress(training.PreemptedError):
+        signal.raise_signal(signal.SIGTERM)
+    assert preemption.came == "SIGTERM"
+
+
 def test_signals_are_left_alone_in_another_thread(config, tmp_path, one_device):
     handlers = []
 

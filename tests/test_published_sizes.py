@@ -69,7 +69,7 @@ def test_the_performer_of_the_paper_starts():
 def test_what_the_tables_name_is_started():
     found = configurations()
     for name in (
-        "configs/performer.py:cifar10,banded",
+        "configs/performer.py:cifar10,banded,published",
         "configs/translution_vit.py:imagenet,C/16,translution",
         "configs/translution_gpt.py:openwebtext,B-512,translution",
         "configs/rpe_vit.py:cifar10,relu,string_gate",

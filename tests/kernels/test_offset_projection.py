@@ -98,7 +98,7 @@ def test_leading_axes_and_a_mask_shared_by_them():
             x, *weights, grid=(1, 3), num_prefix=1, key_mask=mask
         )
 
-    out = attend(x, mask[None])
+    out = attend(x, mask[None, None])
     assert out.shape == (2, 3, HEADS, 4, DEPTH)
     np.testing.assert_allclose(out[1, 2], attend(x[1, 2], mask), atol=1e-5)
 

@@ -158,8 +158,8 @@ def test_a_sequence_longer_than_the_weights_is_refused():
             "token id 13; the model's vocabulary has ids",
         ),
         ({"prompt": np.array([[3, -1]])}, "token id -1"),
-        ({"temperature": -1.0}, "must not be negative, got temperature=-1.0"),
-        ({"top_k": -2}, "top_k=-2"),
+        ({"temperature": -1.0}, "0 or a positive number, got -1.0"),
+        ({"top_k": -2}, "from 0 (all) to 13, the size of the vocabulary, got -2"),
     ],
 )
 def test_generate_refuses_with_a_sentence(change, message):

@@ -110,7 +110,6 @@ def test_sigterm_outside_of_the_updates(
     assert training.train_and_evaluate(config, tmp_path, devices=one_device)
 
 
-@pytest.mark.usefixtures("tiny")
 def test_a_swallowed_sigterm_ends_the_run_at_its_next_update():
     preemption = Preemption()
     with preemption.handled(), contextlib.suppress(training.PreemptedError):
@@ -118,6 +117,7 @@ def test_a_swallowed_sigterm_ends_the_run_at_its_next_update():
     assert preemption.came == "SIGTERM"
 
 
+@pytest.mark.usefixtures("tiny")
 def test_signals_are_left_alone_in_another_thread(config, tmp_path, one_device):
     handlers = []
 

@@ -31,26 +31,35 @@ every_random_mechanism = pytest.mark.parametrize(
 )
 
 
-@every_mechanism
-@pytest.mark.parametrize("masked", [False, True])
-def test_equals_the_naive_reference_in_value_and_gradient(mechanism, masked):
-    key_mask = mechanism.key_mask() if masked else np.ones(mechanism.num_keys, bool)
-    allowed = mechanism.allowed(key_mask)
+def _kernel_naive_and_inputs(mechanism, key_mask=None):
+    """What the functions of `tests.compare` take."""
+    allowed = np.ones(mechanism.num_keys, bool) if key_mask is None else key_mask
     # Parameters get a leading axis here, through vmap.
     inputs = dataclasses.replace(mechanism, shared=()).draw_inputs(HEADS)
 
     def apply(*arrays):
-        return mechanism.apply(
-            **dict(zip(inputs, arrays, strict=True)),
-            key_mask=jnp.asarray(key_mask) if masked else None,
-        )
+        named = dict(zip(inputs, arrays, strict=True))
+        mask = None if key_mask is None else jnp.asarray(key_mask)
+        return mechanism.apply(**named, key_mask=mask)
 
-    compare.expect_equal(
+    return (
         jax.vmap(apply) if mechanism.shared else apply,
-        functools.partial(mechanism.naive, allowed=allowed),
+        functools.partial(mechanism.naive, allowed=mechanism.allowed(allowed)),
         list(inputs.values()),
-        double=masked,
     )
+
+
+@every_mechanism
+@pytest.mark.parametrize("masked", [False, True])
+def test_equals_the_naive_reference_in_value_and_gradient(mechanism, masked):
+    key_mask = mechanism.key_mask() if masked else None
+    compare.expect_equal(*_kernel_naive_and_inputs(mechanism, key_mask), double=masked)
+
+
+@pytest.mark.slow
+@every_mechanism
+def test_second_derivatives_equal_the_reference(mechanism):
+    compare.expect_equal_second_derivatives(*_kernel_naive_and_inputs(mechanism))
 
 
 @every_random_mechanism

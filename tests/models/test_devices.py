@@ -17,17 +17,20 @@ from relattn.training.step import make_train_step
 
 SHAPE = (4, 6, 1)
 BATCH, STEPS = 8, 5
-VARIANTS = [
-    ("softmax", "learnable_sincos"),
+# With random features, and with moving statistics.
+QUICK = [
     ("favor", "constrained_sincos"),
+    # Positions keep the tokens apart: rounding changes no choice of a cluster.
+    ("routing(clusters=3, decay=0.5)", "learned"),
+]
+SLOW = [
+    ("softmax", "learnable_sincos"),
     ("banded(clip=2)", "none"),
     ("relu(num_features=5)", "sincos_bias"),
     ("gated_positional", "rope2d"),
     ("translution", "none"),
     ("lor_translution(rank=2)", "none"),
     ("linformer(k=5)", "learned"),
-    # Places keep the tokens apart: a cluster's choice turns on no rounding.
-    ("routing(clusters=3, decay=0.5)", "learned"),
 ]
 
 
@@ -79,10 +82,17 @@ def train(parallel, model, state):
     return parallel.fetch(state)
 
 
-MODELS = [make_performer(*variant) for variant in VARIANTS] + [Residual()]
-
-
-@pytest.mark.parametrize("model", MODELS, ids=[*map(" ".join, VARIANTS), "residual"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        *(pytest.param(make_performer(*v), id=" ".join(v)) for v in QUICK),
+        pytest.param(Residual(), id="residual"),
+        *(
+            pytest.param(make_performer(*v), id=" ".join(v), marks=pytest.mark.slow)
+            for v in SLOW
+        ),
+    ],
+)
 def test_one_device_pmap_and_a_mesh_give_the_same_parameters(model):
     state = jax.jit(lambda key: create_state(model, OPTIMIZER, key, SHAPE))(KEY)
     one = train(DataParallel(jax.local_devices()[:1]), model, state)

@@ -10,6 +10,7 @@ import pytest
 
 from relattn.training import evaluator
 from relattn.training.parallel import DataParallel
+from tests.training.clock import slow_to_compile
 from tests.training.conftest import make_data
 
 SPLIT = make_data().test
@@ -47,19 +48,10 @@ def test_the_five_best_are_of_more_than_ten_classes(num_classes):
 def test_seconds_leave_compilation_out(monkeypatch):
     """By a clock that compilation moves on."""
     now = [0.0]
-    make = evaluator.make_eval_step
-
-    def make_slow_to_compile(*args, **kwargs):
-        step = make(*args, **kwargs)
-
-        def traced(*args):
-            now[0] += 1000
-            return step(*args)
-
-        return traced
+    make = slow_to_compile(evaluator.make_eval_step, now)
 
     clock = types.SimpleNamespace(perf_counter=lambda: now[0])
-    monkeypatch.setattr(evaluator, "make_eval_step", make_slow_to_compile)
+    monkeypatch.setattr(evaluator, "make_eval_step", make)
     monkeypatch.setattr(evaluator, "time", clock)
     result = evaluate(3, timed=True)
     assert now == [1000]

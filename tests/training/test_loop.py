@@ -15,6 +15,7 @@ from relattn.training import run as run_lib
 from relattn.training import task as task_lib
 from relattn.training.checkpoint import checkpoint_steps
 from relattn.training.metrics import read_rows
+from tests.training.clock import slow_to_compile
 from tests.training.conftest import make_data
 from tests.training.interrupted import (
     Interrupted,
@@ -81,16 +82,7 @@ def test_throughput_counts_updates_alone(
 ):
     """By a clock that compilation and evaluation move on far, an update by a second."""
     now = [0.0]
-    make = task_lib.make_train_step
-
-    def make_slow_to_compile(*args, **kwargs):
-        step = make(*args, **kwargs)
-
-        def traced(*args):
-            now[0] += 1000
-            return step(*args)
-
-        return traced
+    make = slow_to_compile(task_lib.make_train_step, now)
 
     class Slow(loop.Evaluator):
         def __call__(self, *args, **kwargs):
@@ -101,7 +93,7 @@ def test_throughput_counts_updates_alone(
         now[0] += done > 1
 
     clock = types.SimpleNamespace(perf_counter=lambda: now[0])
-    monkeypatch.setattr(task_lib, "make_train_step", make_slow_to_compile)
+    monkeypatch.setattr(task_lib, "make_train_step", make)
     monkeypatch.setattr(loop, "Evaluator", Slow)
     monkeypatch.setattr(loop, "time", clock)
     config.num_seeds = num_seeds

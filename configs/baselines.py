@@ -46,7 +46,7 @@ from ml_collections import ConfigDict
 
 from configs.performer import DATASETS, fit_cpu, recipe
 from relattn.arguments import read_arguments
-from relattn.models.baselines import PUBLISHED_BASELINES
+from relattn.models.cnn import PUBLISHED_BASELINES
 
 # As configs/performer.py has it.
 PERFORMER_DROPOUT = {"attention_dropout": 0.1, "dropout": 0.1}

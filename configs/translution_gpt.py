@@ -32,7 +32,7 @@ from ml_collections import ConfigDict
 
 from relattn.arguments import read_arguments
 from relattn.models import SIZES
-from relattn.models.methods import METHODS, method_options
+from relattn.models.variants import METHODS, method_options
 from relattn.training import default_config
 
 DATA = ("tinyshakespeare", "openwebtext")

@@ -84,8 +84,8 @@ from relattn.models import (
     resize_grid,
 )
 from relattn.nn.attention import MultiHeadAttention
-from relattn.nn.build import register_attention, register_position
-from relattn.nn.positions import Position
+from relattn.nn.positions.base import Position
+from relattn.nn.registry import register_attention, register_position
 
 if TYPE_CHECKING:
     from relattn.training import load_run, train_and_evaluate

@@ -8,9 +8,9 @@ import pytest
 from configs import baselines, rpe_vit
 from relattn.evaluation.counts import count_parameters
 from relattn.models import build_model
-from relattn.models.baselines import PUBLISHED_BASELINES
-from relattn.models.methods import METHODS
-from relattn.nn.build import ATTENTIONS, POSITIONS
+from relattn.models.cnn import PUBLISHED_BASELINES
+from relattn.models.variants import METHODS
+from relattn.nn.registry import ATTENTIONS, POSITIONS
 from relattn.training import check_config
 
 DATASETS = ["mnist", "fashion_mnist", "cifar10"]

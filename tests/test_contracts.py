@@ -1,4 +1,4 @@
-"""The contracts that every mechanism, a row of tests/mechanisms.py, must keep.
+"""The contracts that every mechanism, a row of tests/mechanisms/__init__.py, must keep.
 
 Translation error and equality across device counts belong to whole models and are
 measured there.
@@ -15,10 +15,10 @@ import pytest
 from absl.testing import parameterized
 
 from relattn import kernels
-from tests import compare
-from tests.mechanism import BATCH, DEPTH, HEADS, NUM_FEATURES, M, N
+from tests.helpers import compare
+from tests.helpers.quick import quick_jit
 from tests.mechanisms import LINES, MECHANISMS
-from tests.quick import quick_jit
+from tests.mechanisms.base import BATCH, DEPTH, HEADS, NUM_FEATURES, M, N
 
 DRAWS = 2000
 
@@ -32,7 +32,7 @@ every_random_mechanism = pytest.mark.parametrize(
 
 
 def _kernel_naive_and_inputs(mechanism, key_mask=None):
-    """What the functions of `tests.compare` take."""
+    """What the functions of `tests.helpers.compare` take."""
     allowed = np.ones(mechanism.num_keys, bool) if key_mask is None else key_mask
     # Parameters get a leading axis here, through vmap.
     inputs = dataclasses.replace(mechanism, shared=()).draw_inputs(HEADS)

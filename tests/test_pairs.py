@@ -15,8 +15,8 @@ import pytest
 
 from relattn.evaluation.translation import VARIANTS, all_pairs, translation_error
 from relattn.models import build_model
-from relattn.nn.build import ATTENTIONS
-from tests.quick import quick_jit
+from relattn.nn.registry import ATTENTIONS
+from tests.helpers.quick import quick_jit
 
 SIZES = {"dim": 8, "num_layers": 2, "heads": 2, "mlp_dim": 5}
 IMAGE, PATCH, CLASSES = (4, 6, 1), 2, 3

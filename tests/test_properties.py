@@ -21,7 +21,7 @@ from relattn.command import is_user_error
 from relattn.data import input_shape, load_data
 from relattn.data.prepare_text import prepare_files
 from relattn.data.tokenizers import load_tokenizer
-from relattn.nn.build import _RESERVED, ATTENTIONS, POSITIONS, build
+from relattn.nn.registry import _RESERVED, ATTENTIONS, POSITIONS, build
 from relattn.training import check_config, default_config
 from relattn.training.config import flatten
 from relattn.training.config_file import read_config

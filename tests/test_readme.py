@@ -53,7 +53,7 @@ def arguments_of(test):
 
 
 def contract_table():
-    """A row a mechanism of tests/mechanisms.py; tests/test_contracts.py tests them."""
+    """A row for each mechanism that tests/test_contracts.py tests."""
     lines = ["| kernel | " + " | ".join(CONTRACTS) + " |"]
     lines.append("| --- " * (len(CONTRACTS) + 1) + "|")
     kept = [set.intersection(*map(arguments_of, tests)) for tests in CONTRACTS.values()]

@@ -22,7 +22,7 @@ from relattn.evaluation.sizes_translution import (
     translution_sizes,
 )
 from relattn.models import build_model
-from relattn.models.baselines import PUBLISHED_BASELINES
+from relattn.models.cnn import PUBLISHED_BASELINES
 
 # The published "Rel. S1" and so on, in our terms; "{}" is the setting's number.
 _PERFORMERS = {

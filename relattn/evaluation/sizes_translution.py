@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from relattn.evaluation.counts import Size, count_parameters, multiply_adds
 from relattn.evaluation.translution_tables import Entry, translution_entries
 from relattn.models import GPT, SIZES, ViT
-from relattn.models.methods import method_options
+from relattn.models.variants import method_options
 
 COST_NOTE = (
     "the multiply-adds are true ones, of a forward pass of one image or one sequence "

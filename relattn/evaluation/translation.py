@@ -15,7 +15,7 @@ import numpy as np
 
 from relattn import command, offsets
 from relattn.kernels import redraw
-from relattn.nn.build import ATTENTIONS, OWN, POSITIONS, build
+from relattn.nn.registry import ATTENTIONS, OWN, POSITIONS, build
 
 EXACT = 1e-5
 LARGEST_STANDARD_ERROR = 0.1

@@ -29,7 +29,7 @@ class Entry:
     Attributes:
         table: The table's number, or those of two tables that share the row.
         size: Of the model, ``"A/12"`` for images and ``"A-160"`` for text.
-        method: A key of `relattn.models.methods.METHODS`.
+        method: A key of `relattn.models.variants.METHODS`.
         published: The row as printed.
         options: Of the method, such as ``{"rank": 16}``.
     """

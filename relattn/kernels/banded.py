@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from relattn.kernels.checks import broadcast_leading, check_arguments
+from relattn.kernels.feature_maps import Features
 from relattn.kernels.linear import FeatureMap, divide_sums, evaluate
 from relattn.kernels.precision import wide_einsum, widen
-from relattn.kernels.random_features import Features
 from relattn.offsets import Grid, check_grid
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import AbstractArray, Array, Bool, Int
+from jaxtyping import AbstractArray, Array, Bool, Float, Int
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -238,3 +238,20 @@ def _check_mask(name, x, layout, leading, batch):
 
 def _list(words: list[str]) -> str:
     return " and ".join([", ".join(words[:-1]), words[-1]] if words[1:] else words)
+
+
+def clear_masked(
+    k: Float[Array, "*#batch m depth"],
+    v: Float[Array, "*#batch m value_depth"],
+    key_mask: Bool[Array, "*#batch m"] | None,
+) -> tuple[
+    Float[Array, "*#batch m depth"],
+    Float[Array, "*#batch m value_depth"],
+    Bool[Array, "*#batch m"] | None,
+]:
+    """Zeros for masked keys and values: not even a NaN there reaches the result."""
+    if key_mask is None:
+        return k, v, None
+    kept = key_mask[..., None]
+    k, v = jnp.where(kept, k, 0), jnp.where(kept, v, 0)
+    return k, v, jnp.broadcast_to(key_mask, k.shape[:-1])

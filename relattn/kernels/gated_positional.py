@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from relattn.kernels.checks import check_arguments
-from relattn.kernels.linear import clear_masked
+from relattn.kernels.checks import check_arguments, clear_masked
 from relattn.kernels.precision import widen
 from relattn.kernels.softmax import masked_softmax, softmax_weights, weigh
 from relattn.offsets import Grid, check_grid, num_offsets, offset_index

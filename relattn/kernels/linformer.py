@@ -7,8 +7,7 @@ import functools
 import jax
 from jaxtyping import Array, Bool, Float
 
-from relattn.kernels.checks import check_arguments
-from relattn.kernels.linear import clear_masked
+from relattn.kernels.checks import check_arguments, clear_masked
 from relattn.kernels.precision import wide_einsum
 from relattn.kernels.softmax import softmax_attention
 

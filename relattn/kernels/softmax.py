@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from relattn.kernels.checks import check_arguments
-from relattn.kernels.linear import clear_masked
+from relattn.kernels.checks import check_arguments, clear_masked
 from relattn.kernels.precision import wide_einsum, widen
 
 
@@ -45,7 +44,7 @@ def softmax_weights(
 ) -> Float[Array, "*batch n m"]:
     """The weights, float32 or wider, of `softmax_attention`, and its arguments.
 
-    Masked keys must be finite: see `relattn.kernels.linear.clear_masked`.
+    Masked keys must be finite: see `relattn.kernels.checks.clear_masked`.
     """
     if key_mask is not None:
         key_mask = key_mask[..., None, :]

@@ -17,13 +17,13 @@ from relattn.models.cnn import ResNet18 as ResNet18
 from relattn.models.cnn import Vgg16 as Vgg16
 from relattn.models.gpt import GPT as GPT
 from relattn.models.gpt import generate as generate
-from relattn.models.hybrid import SIZES as SIZES
-from relattn.models.linformer import Linformer as Linformer
-from relattn.models.patches import patch_grid as patch_grid
-from relattn.models.performer import Performer as Performer
 from relattn.models.resize import resize_grid as resize_grid
-from relattn.models.routing import RoutingTransformer as RoutingTransformer
+from relattn.models.vit import SIZES as SIZES
+from relattn.models.vit import Linformer as Linformer
+from relattn.models.vit import Performer as Performer
+from relattn.models.vit import RoutingTransformer as RoutingTransformer
 from relattn.models.vit import ViT as ViT
+from relattn.models.vit import patch_grid as patch_grid
 
 MODELS = {
     "performer": Performer,

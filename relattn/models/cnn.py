@@ -13,8 +13,8 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from relattn import spec
-from relattn.nn.batch_statistics import BatchNorm
-from relattn.nn.linear import KERNEL_INIT, Linear, uniform_bias
+from relattn.nn.batch_norm import BatchNorm
+from relattn.nn.blocks import KERNEL_INIT, Linear, uniform_bias
 
 # The scale that a layer before a ReLU keeps (He et al., 2015).
 HE_NORMAL = nn.initializers.he_normal()
@@ -398,3 +398,29 @@ def _halve(
 
 def _head(num_classes: int, features: Float[Array, "batch features"]) -> Array:
     return Linear(num_classes, name="head")(features.astype(jnp.float32))
+
+
+# The options of ``config.model``. The published code has no Routing Transformer. Its
+# Linformer is a ViT of one patch and a CLS token; that k is more than these two tokens
+# is the authors' choice. They also add a learned position to the CLS token, which is
+# learned itself: 256 parameters more than here.
+PUBLISHED_BASELINES = {
+    "alexnet": {"name": "alexnet", "dropout": 0.5, "weight_init": "pytorch"},
+    "vgg16": {"name": "vgg16", "dropout": 0.5, "weight_init": "torchvision"},
+    "resnet18": {
+        "name": "resnet18",
+        "stem": "imagenet",
+        "weight_init": "torchvision",
+    },
+    "linformer": {
+        "name": "vit",
+        "dim": 256,
+        "num_layers": 12,
+        "heads": 8,
+        "mlp_dim": 1024,
+        "patch_size": 32,
+        "attention": "linformer(k=64, sharing='heads')",
+        "position": "learned",
+        "embedding_norms": False,
+    },
+}

@@ -10,11 +10,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from relattn.models.hybrid import SIZES as SIZES
-from relattn.models.hybrid import hybrid
 from relattn.models.sampling import generate as generate
-from relattn.nn.blocks import LAYER_NORM_EPSILON, TransformerBlock, transformer_blocks
-from relattn.nn.linear import Linear
+from relattn.models.vit import SIZES as SIZES
+from relattn.models.vit import hybrid
+from relattn.nn.blocks import (
+    LAYER_NORM_EPSILON,
+    Linear,
+    TransformerBlock,
+    transformer_blocks,
+)
 
 
 class GPT(nn.Module):

@@ -8,7 +8,7 @@ from typing import Any
 import flax.linen as nn
 
 from relattn.models.cnn import CNN
-from relattn.nn.build import build
+from relattn.nn.registry import build
 from relattn.offsets import Grid
 
 

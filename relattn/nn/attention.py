@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from relattn import offsets
-from relattn.kernels import bias, softmax
-from relattn.nn.linear import Linear
+from relattn.kernels import relative, softmax
+from relattn.nn.blocks import Linear
 
 
 class Context(NamedTuple):
@@ -278,10 +278,10 @@ class SoftmaxAttention(MultiHeadAttention):
         tables = self.tables(context)
         options = {"key_mask": context.key_mask, **tables}
         if self.causal:
-            return bias.causal_relative_attention(q, k, v, **options)
+            return relative.causal_relative_attention(q, k, v, **options)
         if not tables:
             return softmax.softmax_attention(q, k, v, **options)
-        return bias.relative_attention(
+        return relative.relative_attention(
             q, k, v, grid=context.grid, num_prefix=context.num_prefix, **options
         )
 
@@ -293,7 +293,7 @@ class SoftmaxAttention(MultiHeadAttention):
         context: Context,
     ) -> Float[Array, "batch heads depth"]:
         """Softmax attention of one token to those so far."""
-        return bias.causal_relative_attention_step(
+        return relative.causal_relative_attention_step(
             q_i,
             self.remember("keys", k_i, context),
             self.remember("values", v_i, context),

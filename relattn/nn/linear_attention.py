@@ -1,12 +1,18 @@
-"""Attention in linear time, whatever its feature map."""
+"""Linear attention: by random features, or by a learned feature map."""
 
 from __future__ import annotations
 
-from typing import ClassVar
+import functools
+from typing import Any, ClassVar
 
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from relattn.kernels import causal_linear, causal_toeplitz, linear, toeplitz
+from relattn import spec
+from relattn.kernels import banded, feature_maps, linear, toeplitz
+from relattn.kernels.feature_maps import unit_norm
 from relattn.nn.attention import Context, MultiHeadAttention
 
 
@@ -52,9 +58,9 @@ class LinearAttention(MultiHeadAttention):
         tables = self.tables(context)
         options = {"key_mask": context.key_mask, **tables}
         if self.causal:
-            attend = causal_linear.causal_linear_attention
+            attend = linear.causal_linear_attention
             if tables:
-                attend = causal_toeplitz.causal_toeplitz_linear_attention
+                attend = toeplitz.causal_toeplitz_linear_attention
             return attend(q, k, v, feature_map, **options)
         attend = linear.linear_attention
         if tables:
@@ -82,7 +88,7 @@ class LinearAttention(MultiHeadAttention):
         feature_map = self.feature_map(q_i.shape[-1])
         tables = self.tables(context)
         if tables:
-            return causal_toeplitz.causal_toeplitz_linear_attention_step(
+            return toeplitz.causal_toeplitz_linear_attention_step(
                 q_i,
                 self.remember("keys", k_i, context),
                 self.remember("values", v_i, context),
@@ -91,11 +97,344 @@ class LinearAttention(MultiHeadAttention):
                 **tables,
             )
         state = self.variable(
-            "cache", "state", causal_linear.init_linear_state, k_i, v_i, feature_map
+            "cache", "state", linear.init_linear_state, k_i, v_i, feature_map
         )
-        after, out_i = causal_linear.causal_linear_attention_step(
+        after, out_i = linear.causal_linear_attention_step(
             state.value, q_i, k_i, v_i, feature_map
         )
         if not self.is_initializing():
             state.value = after
         return out_i
+
+
+FEATURE_MAPS = {
+    "positive": feature_maps.positive_features,
+    "trigonometric": feature_maps.trigonometric_features,
+    "relu": feature_maps.relu_features,
+}
+
+
+# In deeper heads, the weights of causal positive features underflow: see
+# `relattn.kernels.linear.causal_linear_attention`.
+_DEEPEST_CAUSAL_HEAD = 224
+# Every projection of a model is drawn for a number of its own.
+_MOST_LAYERS = 2**16
+
+
+class RandomFeatureAttention(LinearAttention):
+    """Options and state of the attentions that draw random features.
+
+    Attributes:
+        num_features: Number of random features; 0 is int(depth * ln(depth)), depth
+            with the position's width where one is concatenated.
+        features: ``"positive"`` (FAVOR+), ``"trigonometric"`` (FAVOR) or ``"relu"``.
+        orthogonal: Whether the projection's rows are orthogonal.
+        norms: ``"chi"``, or ``"fixed"``, which is biased: see `draw_orthogonal`.
+        haar: As in `draw_orthogonal`.
+        eps: Added to every feature, as in `positive_features` and `relu_features`; None
+            for their default. Trigonometric features take none.
+    """
+
+    num_features: int = 0
+    features: str = "positive"
+    orthogonal: bool = True
+    norms: str = "chi"
+    haar: bool = True
+    eps: float | None = None
+    scannable: ClassVar[bool] = False
+
+    @classmethod
+    def check(
+        cls,
+        dim: int,
+        heads: int,
+        *,
+        num_features: int = 0,
+        features: str = "positive",
+        norms: str = "chi",
+        eps: float | None = None,
+        **options: Any,
+    ) -> None:
+        """Raises ValueError where the sizes of the model or the options do not fit."""
+        super().check(dim, heads, **options)
+        if num_features < 0:
+            raise ValueError(
+                "num_features must be positive, or 0 for int(depth * ln(depth)), got "
+                f"{num_features}"
+            )
+        if features not in FEATURE_MAPS:
+            raise ValueError(
+                f"unknown features {features!r}: {spec.closest(features, FEATURE_MAPS)}"
+            )
+        if norms not in feature_maps.NORMS:
+            hint = spec.closest(norms, feature_maps.NORMS)
+            raise ValueError(f"unknown norms {norms!r}: {hint}")
+        if eps is None:
+            return
+        if features == "trigonometric":
+            raise ValueError(
+                "trigonometric features may be negative and take no eps: leave out "
+                f"eps={eps}, or use features='positive'"
+            )
+        if eps < 0 or features == "relu" and eps == 0:
+            least = "eps > 0" if features == "relu" else "eps >= 0"
+            raise ValueError(f"features={features!r} need {least}, got eps={eps}")
+
+    def feature_map(self, depth: int, *, group: int = 0) -> linear.FeatureMap:
+        """The feature map with the layer's projection; for use in the hooks.
+
+        Args:
+            depth: Width of the queries and keys.
+            group: Which projection, where groups of heads have one each.
+
+        Raises:
+            ValueError: If weights would underflow: causal positive features of a head
+                deeper than 224.
+        """
+        deep = depth > _DEEPEST_CAUSAL_HEAD
+        if deep and self.causal and self.features == "positive":
+            raise ValueError(
+                "causal attention with positive features needs a head depth (dim / "
+                "heads, with the position's width where one is concatenated) of at "
+                f"most {_DEEPEST_CAUSAL_HEAD}, got {depth}"
+            )
+
+        def draw() -> feature_maps.RandomFeatures:
+            return feature_maps.draw_random_features(
+                self.make_rng("random_features"),
+                layer=self.layer + group * _MOST_LAYERS,
+                num_features=self.num_features
+                or feature_maps.default_num_features(depth),
+                depth=depth,
+                orthogonal=self.orthogonal,
+                norms=self.norms,
+                haar=self.haar,
+            )
+
+        name = f"projection_{group}" if group else "projection"
+        drawn = self.variable("random_features", name, draw).value
+        options = {} if self.eps is None else {"eps": self.eps}
+        return functools.partial(
+            FEATURE_MAPS[self.features], projection=drawn.projection, **options
+        )
+
+    def attend_content(
+        self,
+        q: Float[Array, "batch heads n key_depth"],
+        k: Float[Array, "batch heads n key_depth"],
+        v: Float[Array, "batch heads n depth"],
+        feature_map: linear.FeatureMap,
+        context: Context,
+    ) -> Float[Array, "batch heads n depth"]:
+        """Linear attention; measures the share of keys whose features underflow."""
+        positive = self.features == "positive"
+        if self.causal and positive and self.is_mutable_collection("intermediates"):
+            lost = linear.underflowed(feature_map(jax.lax.stop_gradient(k)))
+            if context.key_mask is not None:
+                lost = lost & context.key_mask
+            self.sow("intermediates", "underflowed_keys", lost.mean())
+        return super().attend_content(q, k, v, feature_map, context)
+
+    @property
+    def signed(self) -> bool:
+        """Trigonometric features may be negative."""
+        return self.features == "trigonometric"
+
+
+class FavorAttention(RandomFeatureAttention):
+    """Linear attention with random features of the softmax kernel (Performer).
+
+    out_i = phi(q_i)^T sum_j phi(k_j) v_j^T / phi(q_i)^T sum_j phi(k_j)
+
+    The projection is the variable ``projection`` of the collection
+    ``random_features``: no parameter, redrawn by `relattn.kernels.redraw`. Where the
+    position has an offset bias b, weights are multiplied by exp(b), by FFT.
+
+    Causal attention with positive features sows ``underflowed_keys``, the share of keys
+    that are too long to get any weight, which training logs: see
+    `relattn.kernels.causal_linear_attention`.
+
+    Attributes:
+        normalize: Whether the weights are those of the queries' and keys' directions,
+            exp(cos(q_i, k_j)), which random features estimate more precisely.
+
+    Example:
+        >>> import jax
+        >>> x = jnp.ones((1, 7, 8))
+        >>> module = FavorAttention(dim=8, heads=2, num_features=5)
+        >>> out, variables = module.init_with_output(jax.random.key(0), x)
+        >>> out.shape, sorted(variables)
+        ((1, 7, 8), ['params', 'random_features'])
+
+    Source:
+        Choromanski et al., Rethinking Attention with Performers, section 2; offset
+        bias and directions: Luo et al., Stable, Fast and Accurate: Kernelized Attention
+        with Relative Positional Encoding, section 3.
+    """
+
+    normalize: bool = False
+
+    def feature_map(self, depth: int) -> linear.FeatureMap:
+        """The random features, of queries and keys or of their directions."""
+        feature_map = super().feature_map(depth)
+        if not self.normalize:
+            return feature_map
+        return lambda x: feature_map(unit_norm(x))
+
+
+class BandedAttention(RandomFeatureAttention):
+    """Strategy 2: content heads beside position heads with a clipped distance.
+
+    Content heads are `FavorAttention`'s. A position head weighs key j for query i by
+    phi(q_i).phi(w_d), d the Manhattan distance of i and j clipped at ``clip``; it
+    projects no keys. The table w starts at zero and is shared by the position heads.
+
+    Attributes:
+        clip: The largest distance told apart, in tokens.
+        position_heads: Number of position heads; 0 is half of the heads.
+        separate_projections: Whether position heads have random features of their own,
+            as in the published code, rather than those of the content heads.
+
+    Example:
+        >>> import jax
+        >>> x = jnp.ones((1, 7, 8))
+        >>> module = BandedAttention(dim=8, heads=2, clip=2)
+        >>> out, _ = module.init_with_output(
+        ...     jax.random.key(0), x, grid=(2, 3), num_prefix=1)
+        >>> out.shape
+        (1, 7, 8)
+
+    Source:
+        Horn et al., Translational Equivariance in Kernelizable Attention, section 2.3
+        (strategy 2).
+    """
+
+    clip: int = 6
+    position_heads: int = 0
+    separate_projections: bool = False
+    sites: ClassVar[tuple[str, ...]] = ("none", "tokens")
+    has_causal_form: ClassVar[bool] = False
+
+    @classmethod
+    def check(
+        cls,
+        dim: int,
+        heads: int,
+        *,
+        clip: int = 6,
+        position_heads: int = 0,
+        **options: Any,
+    ) -> None:
+        """Raises ValueError where the sizes of the model or the options do not fit."""
+        super().check(dim, heads, **options)
+        if clip < 1:
+            raise ValueError(f"attention 'banded' needs clip >= 1, got {clip}")
+        if not position_heads and heads % 2:
+            raise ValueError(
+                "attention 'banded' makes half of the heads position heads: "
+                f"config.model.heads must be even, got {heads}; or give position_heads"
+            )
+        if not 0 <= position_heads <= heads:
+            raise ValueError(
+                f"attention 'banded' has {heads} heads, got "
+                f"position_heads={position_heads}"
+            )
+
+    @property
+    def key_heads(self) -> int:
+        """Number of content heads: position heads have no keys."""
+        return self.heads - (self.position_heads or self.heads // 2)
+
+    def attend(
+        self,
+        q: Float[Array, "batch heads n depth"],
+        k: Float[Array, "batch key_heads n depth"] | None,
+        v: Float[Array, "batch heads n depth"],
+        context: Context,
+    ) -> Float[Array, "batch heads n depth"]:
+        """Linear attention in the content heads, banded in the position heads."""
+        table = self.param(
+            "table", nn.initializers.zeros, (self.clip + 1, self.depth), jnp.float32
+        )
+        feature_map = position_map = self.feature_map(self.depth)
+        if self.separate_projections:
+            position_map = self.feature_map(self.depth, group=1)
+        position = banded.banded_attention(
+            q[:, self.key_heads :],
+            v[:, self.key_heads :],
+            table,
+            position_map,
+            grid=context.grid,
+            num_prefix=context.num_prefix,
+            key_mask=context.key_mask,
+        )
+        if k is None:
+            return position
+        content = (q[:, : self.key_heads], k, v[:, : self.key_heads])
+        content = self.attend_content(*content, feature_map, context)
+        return jnp.concatenate([content, position], axis=1)
+
+
+class LearnedReluAttention(LinearAttention):
+    """Linear attention with learned rectified features.
+
+    out_i = phi(q_i)^T sum_j phi(k_j) v_j^T / phi(q_i)^T sum_j phi(k_j) with
+    phi(x) = relu(W x / depth^(1/4) + b) + eps, an attention of its own.
+
+    W and b are a layer's, the same for its heads; they start as those of a `Linear`.
+
+    Attributes:
+        num_features: Number of features; 0 is int(depth * ln(depth)), depth with the
+            position's width where one is concatenated.
+        eps: Added to every feature; keeps the sum of weights above zero.
+
+    Example:
+        >>> import jax
+        >>> x = jnp.ones((1, 7, 8))
+        >>> module = LearnedReluAttention(dim=8, heads=2, num_features=5)
+        >>> out, variables = module.init_with_output(jax.random.key(0), x)
+        >>> out.shape, variables["params"]["projection"].shape
+        ((1, 7, 8), (5, 4))
+
+    Source:
+        Guoji, Improving efficient Vision Transformers with RPEs, section 4.3.
+    """
+
+    num_features: int = 0
+    eps: float = 1e-3
+
+    @classmethod
+    def check(
+        cls,
+        dim: int,
+        heads: int,
+        *,
+        num_features: int = 0,
+        eps: float = 1e-3,
+        **options: Any,
+    ) -> None:
+        """Raises ValueError where the sizes of the model or the options do not fit."""
+        super().check(dim, heads, **options)
+        if num_features < 0:
+            raise ValueError(
+                "attention 'relu' needs num_features >= 1, or 0 for "
+                f"int(depth * ln(depth)), got {num_features}"
+            )
+        if eps <= 0:
+            raise ValueError(
+                "attention 'relu' needs eps > 0, without which the weights of a query "
+                f"can all be zero, got {eps}"
+            )
+
+    def feature_map(self, depth: int) -> linear.FeatureMap:
+        """The feature map with the layer's projection; for use in the hooks."""
+        width = self.num_features or feature_maps.default_num_features(depth)
+        start = nn.initializers.variance_scaling(
+            1 / 3, "fan_in", "uniform", in_axis=-1, out_axis=-2
+        )
+        return functools.partial(
+            feature_maps.relu_features,
+            projection=self.param("projection", start, (width, depth), jnp.float32),
+            bias=self.param("bias", nn.initializers.zeros, (width,), jnp.float32),
+            eps=self.eps,
+        )

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 from relattn import offsets, spec
 from relattn.kernels import linformer
 from relattn.nn.attention import Context, MultiHeadAttention
-from relattn.nn.grid_tables import grid_table
+from relattn.nn.positions.base import grid_table
 
 SHARINGS = ("none", "heads", "key_value", "layers")
 

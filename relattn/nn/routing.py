@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from relattn.kernels import local, routing
+from relattn.kernels import routing
 from relattn.nn.attention import Context, MultiHeadAttention
-from relattn.nn.batch_statistics import mean_over_devices
+from relattn.nn.batch_norm import mean_over_devices
 
 
 class RoutingAttention(MultiHeadAttention):
@@ -93,7 +93,7 @@ class RoutingAttention(MultiHeadAttention):
         outs = []
         if first:
             outs.append(
-                local.local_attention(
+                routing.local_attention(
                     *(x[:, :first] for x in (q, k, v)),
                     window=window,
                     num_prefix=context.num_prefix,

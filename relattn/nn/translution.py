@@ -11,8 +11,8 @@ from jaxtyping import Array, Float
 
 from relattn import kernels, offsets, spec
 from relattn.nn.attention import Context, MultiHeadAttention
-from relattn.nn.grid_tables import grid_table
-from relattn.nn.linear import Linear
+from relattn.nn.blocks import Linear
+from relattn.nn.positions.base import grid_table
 
 _SUBSETS = ("q", "k", "v", "qk", "qv", "kv", "qkv")
 

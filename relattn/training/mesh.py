@@ -11,13 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
-from relattn.training.parallel import (
-    DataParallel,
-    EvalStep,
-    Parallel,
-    Redraw,
-    whole,
-)
+from relattn.training.parallel import DataParallel, EvalStep, Parallel, Redraw, whole
 from relattn.training.step import Batch, TrainStep
 
 DATA_AXIS, MODEL_AXIS = "data", "model"

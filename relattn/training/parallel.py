@@ -15,7 +15,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from relattn.nn.batch_statistics import DEVICE_AXIS
+from relattn.nn.batch_norm import DEVICE_AXIS
 from relattn.training.step import Batch, Metrics, TrainStep
 
 EvalStep = Callable[[Any, Batch], Metrics]

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Key
 
-from relattn.kernels.random_features import redraw
+from relattn.kernels.feature_maps import redraw
 
 CARRIED = ("params", "random_features", "batch_stats")
 

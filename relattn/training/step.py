@@ -64,7 +64,7 @@ def make_train_step(
     they are: `relattn.kernels.redraw` is called between updates. Moving statistics are
     updated once, by the mean over the devices and the parts of what each makes of
     them; modules take the moments of all devices together by
-    `relattn.nn.batch_statistics.mean_over_devices`, those of each part apart.
+    `relattn.nn.batch_norm.mean_over_devices`, those of each part apart.
 
     Args:
         model: Applied with ``deterministic=False`` and a ``dropout`` key.

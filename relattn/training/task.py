@@ -17,7 +17,7 @@ from ml_collections import ConfigDict
 from relattn import data as data_lib
 from relattn import models
 from relattn.data import DataInfo
-from relattn.kernels.random_features import redraw
+from relattn.kernels.feature_maps import redraw
 from relattn.training.config import LARGEST_INT
 from relattn.training.flops import training_flops
 from relattn.training.parallel import Parallel, Redraw

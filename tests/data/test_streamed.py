@@ -11,11 +11,7 @@ from ml_collections import ConfigDict
 from PIL import Image
 
 from relattn.data import DatasetNotPreparedError, load_data, load_images
-from relattn.data.augment import (
-    random_flip,
-    random_resized_crop,
-    resized_center_crop,
-)
+from relattn.data.augment import random_flip, random_resized_crop, resized_center_crop
 from relattn.data.photographs import Photographs
 from relattn.data.prepare import check_archives
 from relattn.data.prepare import main as prepare

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from relattn import offsets
-from relattn.kernels import random_features
+from relattn.kernels import feature_maps
 from relattn.kernels.banded import banded_attention
 from tests import reference
 
@@ -34,7 +34,7 @@ PROJECTION = _random(3, FEATURES, DEPTH)
 
 
 def _positive(x):
-    return random_features.positive_features(x, jnp.asarray(PROJECTION))
+    return feature_maps.positive_features(x, jnp.asarray(PROJECTION))
 
 
 def _log_positive(x):
@@ -163,14 +163,12 @@ def _dense(inputs, feature_map, grid, num_prefix, mask):
 @pytest.mark.parametrize(
     "feature_map",
     [
-        lambda x: random_features.relu_features(x, jnp.asarray(PROJECTION)),
-        lambda x: random_features.trigonometric_features(
+        lambda x: feature_maps.relu_features(x, jnp.asarray(PROJECTION)),
+        lambda x: feature_maps.trigonometric_features(
             x, jnp.asarray(_random(3, 331, DEPTH))
         ),
         lambda x: jax.nn.elu(x) + 1.0,
-        lambda x: random_features.Features(
-            1.0 + jnp.square(x), x, jnp.zeros(x.shape[-1])
-        ),
+        lambda x: feature_maps.Features(1.0 + jnp.square(x), x, jnp.zeros(x.shape[-1])),
     ],
     ids=["relu", "trigonometric", "array", "factors and exponents"],
 )
@@ -199,7 +197,7 @@ def test_other_feature_maps_equal_the_plain_quotient(feature_map, masked):
 def test_weights_that_cancel_are_held_and_finite():
     # One frequency: a row's weight is cos(q - w), and q sits where it vanishes.
     def feature_map(x):
-        return random_features.trigonometric_features(x, jnp.ones((1, DEPTH)))
+        return feature_maps.trigonometric_features(x, jnp.ones((1, DEPTH)))
 
     q, v, table = _inputs((1, 3), 0, 1)
     q = jnp.full_like(q, np.pi / 2 / DEPTH**0.75)

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from relattn import kernels
-from tests import compare, reference
+from tests import reference
+from tests.helpers import compare
 
 DEPTH, VALUE_DEPTH = 5, 3
 

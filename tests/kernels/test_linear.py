@@ -9,7 +9,8 @@ import pytest
 
 from relattn.kernels import Features, draw_gaussian, draw_orthogonal
 from relattn.kernels.linear import linear_attention
-from tests import compare, reference
+from tests import reference
+from tests.helpers import compare
 
 HEADS, N, M, DEPTH, VALUE_DEPTH = 2, 7, 11, 5, 3
 PROJECTION = draw_orthogonal(jax.random.key(1), 13, DEPTH)

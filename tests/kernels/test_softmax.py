@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from relattn.kernels import softmax
-from tests import compare, reference
+from tests import reference
+from tests.helpers import compare
 
 HEADS, N, M, DEPTH, VALUE_DEPTH = 2, 5, 7, 3, 4
 

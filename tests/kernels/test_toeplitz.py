@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from relattn import kernels, offsets
-from relattn.kernels.offset_sums import fft_length
-from tests import compare, reference
-from tests.quick import quick_jit
+from relattn.kernels.toeplitz import fft_length
+from tests import reference
+from tests.helpers import compare
+from tests.helpers.quick import quick_jit
 
 HEADS, DEPTH, VALUE_DEPTH = 2, 5, 3
 PROJECTION = kernels.draw_orthogonal(jax.random.key(1), 13, DEPTH)

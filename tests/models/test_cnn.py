@@ -13,7 +13,7 @@ import pytest
 from relattn.evaluation.counts import count_parameters
 from relattn.models import MODELS, build_model, resize_grid
 from relattn.models.cnn import CNN, ResidualBlock, average_to_grid, convolve
-from relattn.nn.batch_statistics import BatchNorm
+from relattn.nn.batch_norm import BatchNorm
 from relattn.training.state import create_state
 from relattn.training.step import make_train_step
 

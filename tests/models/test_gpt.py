@@ -10,7 +10,7 @@ import pytest
 from relattn.models import build_model
 from relattn.models.gpt import generate
 from relattn.models.sampling import sample_token
-from tests.quick import quick_jit
+from tests.helpers.quick import quick_jit
 
 CONFIG = {"name": "gpt", "dim": 12, "num_layers": 2, "heads": 2, "mlp_dim": 17}
 VOCAB, LENGTH = 13, 7

@@ -10,8 +10,8 @@ import pytest
 from ml_collections import ConfigDict
 
 from relattn.models import build_model
-from relattn.models.performer import patches
-from tests.quick import quick_jit
+from relattn.models.vit import patches
+from tests.helpers.quick import quick_jit
 
 CONFIG = {"name": "performer", "dim": 16, "num_layers": 2, "heads": 2, "mlp_dim": 24}
 SHAPE = (4, 6, 1)

@@ -9,7 +9,7 @@ import pytest
 
 from relattn import offsets
 from relattn.models import build_model, resize_grid
-from relattn.nn.build import ATTENTIONS, POSITIONS
+from relattn.nn.registry import ATTENTIONS, POSITIONS
 from tests import reference
 
 SMALL, LARGE = (3, 5), (5, 7)

@@ -10,7 +10,7 @@ import pytest
 
 from relattn.models import build_model
 from tests import reference
-from tests.quick import quick_jit
+from tests.helpers.quick import quick_jit
 
 SIZES = {"dim": 12, "num_layers": 2, "heads": 2, "mlp_dim": 17, "attention": "softmax"}
 VOCAB, LENGTH, CLASSES = 13, 7, 5

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from relattn.models import SIZES, build_model
-from tests.quick import quick_jit
+from tests.helpers.quick import quick_jit
 
 CONFIG = {"name": "vit", "dim": 12, "num_layers": 3, "heads": 2, "mlp_dim": 17}
 CONFIG |= {"patch_size": 2}

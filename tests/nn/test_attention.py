@@ -9,11 +9,11 @@ import pytest
 
 from relattn.kernels import redraw
 from relattn.nn.attention import Context, SoftmaxAttention
-from relattn.nn.build import build
-from relattn.nn.random_feature_attention import FavorAttention
-from relattn.nn.relative_positions import RelativeTables
+from relattn.nn.linear_attention import FavorAttention
+from relattn.nn.positions.relative import RelativeTables
+from relattn.nn.registry import build
 from tests import reference
-from tests.quick import quick_jit
+from tests.helpers.quick import quick_jit
 
 GRID = (2, 3)
 N, DIM, HEADS, DEPTH = 7, 8, 2, 4

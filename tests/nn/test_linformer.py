@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from relattn.models import build_model
-from relattn.nn.build import build
 from relattn.nn.linformer import SHARINGS, LinformerAttention
+from relattn.nn.registry import build
 from tests import reference
 
 N, GRID, K = 7, (2, 3), 3

@@ -10,7 +10,7 @@ import pytest
 
 from relattn import kernels
 from relattn.models import build_model
-from relattn.nn.build import build
+from relattn.nn.registry import build
 from relattn.nn.routing import RoutingAttention
 from relattn.training.state import create_state
 from relattn.training.step import make_eval_step, make_train_step

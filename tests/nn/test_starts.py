@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from relattn.nn.build import build
+from relattn.nn.registry import build
 
 DIM, HEADS, LAYERS, GRID = 48, 2, 5, (5, 7)
 # Of a normal distribution cut at two standard deviations.

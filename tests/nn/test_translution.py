@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from relattn import kernels
-from relattn.nn.positions import LayerPosition
-from relattn.nn.relative_positions import Rope2d
+from relattn.nn.positions.base import LayerPosition
+from relattn.nn.positions.rotary import Rope2d
 from relattn.nn.translution import LorTranslutionAttention, TranslutionAttention
-from tests import compare, reference
+from tests import reference
+from tests.helpers import compare
 
 DIM, HEADS, GRID = 6, 2, (2, 3)
 LENGTH, ROWS = 7, 3 * 5 + 3

@@ -8,7 +8,7 @@ import optax
 import pytest
 
 from relattn import models, training
-from relattn.nn.batch_statistics import MOMENTUM, BatchNorm
+from relattn.nn.batch_norm import MOMENTUM, BatchNorm
 from relattn.training import seeds
 from relattn.training.parallel import DataParallel
 from relattn.training.state import create_state

@@ -9,7 +9,7 @@ import pytest
 
 from relattn import data as data_lib
 from relattn import training
-from relattn.kernels.random_features import redraw
+from relattn.kernels.feature_maps import redraw
 from relattn.training import evaluator, loop
 from relattn.training import run as run_lib
 from relattn.training import task as task_lib

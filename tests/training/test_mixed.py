@@ -13,7 +13,7 @@ from relattn.training.parallel import DataParallel
 from relattn.training.state import create_state, stream_key
 from relattn.training.step import make_train_step
 from relattn.training.task import Task
-from tests.quick import quick_jit
+from tests.helpers.quick import quick_jit
 from tests.training.conftest import TinyModel, make_data
 
 SHAPE = (5, 3, 1)

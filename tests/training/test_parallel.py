@@ -4,7 +4,7 @@ import numpy as np
 import optax
 import pytest
 
-from relattn.kernels.random_features import redraw
+from relattn.kernels.feature_maps import redraw
 from relattn.training.parallel import DataParallel
 from relattn.training.state import create_state
 from relattn.training.step import make_eval_step, make_train_step

@@ -5,7 +5,7 @@ import jax
 import numpy as np
 import pytest
 
-from relattn.kernels.random_features import redraw
+from relattn.kernels.feature_maps import redraw
 from relattn.training.mesh import make_parallel
 from relattn.training.task import Task
 from tests.training.conftest import make_data

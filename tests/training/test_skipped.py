@@ -19,7 +19,7 @@ from relattn.training.state import create_state
 from relattn.training.step import make_train_step
 from relattn.training.task import Task
 from relattn.training.window import summaries
-from tests.quick import quick_jit
+from tests.helpers.quick import quick_jit
 from tests.training.conftest import TinyModel, make_data
 from tests.training.interrupted import (
     Interrupted,

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from relattn import models
-from relattn.kernels.random_features import redraw
+from relattn.kernels.feature_maps import redraw
 from relattn.training import default_config
 from relattn.training.schedule import make_optimizer, make_schedule
 from relattn.training.state import create_state, stream_key
@@ -17,7 +17,7 @@ from relattn.training.step import (
     make_train_step,
     scalars,
 )
-from tests.quick import quick_jit
+from tests.helpers.quick import quick_jit
 from tests.training.conftest import TinyModel
 
 SHAPE = (5, 3, 1)

@@ -1,0 +1,1 @@
+"""Position encodings as functions on arrays."""

@@ -1,0 +1,166 @@
+"""Biases of the offset: buckets, plane waves, and tables spread over pairs."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from relattn.kernels.checks import check_arguments
+from relattn.kernels.precision import widen
+
+
+def offset_buckets(
+    offsets: Int[np.ndarray, "..."],
+    *,
+    num_buckets: int = 32,
+    max_distance: int = 128,
+    bidirectional: bool = True,
+) -> Int[np.ndarray, "..."]:
+    """The bucket of every offset along an axis: narrow near by, wide far away.
+
+    Distances below half of the buckets have one each; the other half grows as the
+    logarithm of the distance up to ``max_distance``, beyond which there is one.
+
+    Args:
+        offsets: Query position minus key position, whole tokens.
+        num_buckets: Number of buckets.
+        max_distance: From this distance on, all share the last bucket.
+        bidirectional: Whether half of the buckets are those of later keys; else all
+            later keys are in the bucket of offset zero.
+
+    Returns:
+        Buckets, of the shape of ``offsets``.
+
+    Raises:
+        ValueError: If there are too few buckets, or ``max_distance`` is within those of
+            a single distance.
+
+    Example:
+        >>> offset_buckets(np.array([0, 1, 7, 8, 16, 127, 999, -1])).tolist()
+        [0, 1, 7, 8, 10, 15, 15, 17]
+
+    Source:
+        Raffel et al., Exploring the Limits of Transfer Learning (T5), section 2.1; the
+        boundaries: its published code.
+    """
+    sides = 2 if bidirectional else 1
+    num_exact = num_buckets // sides // 2
+    if num_buckets % (2 * sides) or num_exact < 1 or max_distance <= num_exact:
+        raise ValueError(
+            f"offset buckets need num_buckets divisible by {2 * sides} and max_distance"
+            f" > num_buckets / {2 * sides}, got num_buckets={num_buckets} and "
+            f"max_distance={max_distance}"
+        )
+    distances = np.abs(offsets) if bidirectional else np.maximum(offsets, 0)
+    growth = np.log(np.maximum(distances, num_exact) / num_exact)
+    growth = growth / math.log(max_distance / num_exact) * num_exact
+    # A boundary must not fall into the bucket below it by rounding.
+    far = num_exact + np.floor(growth + 1e-6).astype(int)
+    buckets = np.where(distances < num_exact, distances, far)
+    buckets = np.minimum(buckets, num_buckets // sides - 1)
+    return buckets + num_buckets // 2 * (offsets < 0) if bidirectional else buckets
+
+
+@check_arguments
+def wave_bias(
+    offsets: Int[np.ndarray, "rows axes"],
+    frequencies: Float[Array, "waves axes"],
+    coefficients: Float[Array, "*heads waves 2"],
+) -> Float[Array, "*heads rows"]:
+    """A sum of plane waves of the offset.
+
+    b(d) = sum_r a_r cos(w_r . d) + b_r sin(w_r . d).
+
+    Args:
+        offsets: Offsets d in tokens, shape ``[rows, axes]``.
+        frequencies: Vectors w_r in radians a token, shape ``[waves, axes]``.
+        coefficients: (a_r, b_r), shape ``[*heads, waves, 2]``.
+
+    Returns:
+        Biases, float32 or wider, shape ``[*heads, rows]``.
+
+    Raises:
+        ValueError: If shapes or dtypes do not fit together.
+
+    Example:
+        >>> d = np.array([[-1], [0], [1]])
+        >>> wave = jnp.array([[jnp.pi / 2]]), jnp.array([[0.0, 1.0]])
+        >>> wave_bias(d, *wave).round(3).tolist()
+        [-1.0, 0.0, 1.0]
+
+    Source:
+        Horn et al., Translational Equivariance in Kernelizable Attention, lemma 1, for
+        waves along the axes.
+    """
+    # The angles of far tokens lose their phase in half precision.
+    angles = jnp.sum(offsets[:, None] * widen(frequencies), axis=-1)
+    waves = jnp.stack([jnp.cos(angles), jnp.sin(angles)], axis=-1)
+    coefficients = widen(coefficients)
+    return jnp.sum(coefficients[..., None, :, :] * waves, axis=(-2, -1))
+
+
+def with_prefix_rows(
+    table: Float[Array, "..."] | None, name: str, rows: int, num_prefix: int, axis: int
+) -> Float[Array, "..."] | None:
+    """A table with the three rows of prefix tokens, zeros where it has none."""
+    if table is None:
+        return None
+    found = table.shape[axis]
+    more = 3 if num_prefix else 0
+    if found not in (rows, rows + more):
+        raise ValueError(
+            f"{name!r} needs {rows} rows, one an offset"
+            + (f", or {rows + more} with those of prefix tokens" if more else "")
+            + f", got {found}"
+        )
+    if found == rows + more:
+        return table
+    widths = [(0, 0)] * table.ndim
+    widths[axis] = (0, more)
+    return jnp.pad(table, widths)
+
+
+def past_rows(
+    table: Float[Array, "..."] | None, name: str, length: int, axis: int
+) -> Float[Array, "..."] | None:
+    """The rows of the offsets 0 .. length - 1."""
+    if table is None:
+        return None
+    rows = table.shape[axis]
+    if rows % 2 == 0 or rows < 2 * length - 1:
+        raise ValueError(
+            f"{name!r} needs an odd number of rows, at least "
+            f"{2 * length - 1} for a sequence of {length} tokens, got {rows}"
+        )
+    return jax.lax.slice_in_dim(table, rows // 2, rows // 2 + length, axis=axis)
+
+
+def rows_of_token(
+    table: Float[Array, "..."] | None,
+    name: str,
+    length: int,
+    index: Int[Array, ""] | int,
+    axis: int,
+) -> Float[Array, "..."] | None:
+    """What a table of a line holds for the token ``index`` and every key."""
+    if table is None:
+        return None
+    table = jnp.flip(with_prefix_rows(table, name, 2 * length - 1, 0, axis), axis)
+    return jax.lax.dynamic_slice_in_dim(table, length - 1 - index, length, axis)
+
+
+def skew(x: Float[Array, "*batch n offsets"]) -> Float[Array, "*batch n m"]:
+    """y_ij = x_i,(i - j + m - 1), from [..., n, n + m - 1] to [..., n, m].
+
+    Read as one line with rows of n + m, the elements wanted of row i + 1 start
+    n + m - 1 after those of row i.
+    """
+    *leading, num_rows, width = x.shape
+    x = jnp.pad(jnp.flip(x, -1), [(0, 0)] * (x.ndim - 1) + [(0, 1)])
+    x = x.reshape(*leading, num_rows * (width + 1))
+    x = x[..., num_rows - 1 : num_rows - 1 + num_rows * width]
+    return x.reshape(*leading, num_rows, width)[..., : width - num_rows + 1]

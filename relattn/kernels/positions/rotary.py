@@ -1,0 +1,210 @@
+"""Rotary position encoding: queries and keys turn by angles of their positions."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Key
+
+from relattn.kernels.checks import check_arguments
+from relattn.kernels.positions.sinusoids import absolute_frequencies
+from relattn.kernels.precision import widen
+from relattn.offsets import check_prefix
+
+
+@check_arguments
+def rotary_angles(
+    positions: Float[Array | np.ndarray, "n axes"],
+    depth: int,
+    *,
+    base: float = 10000.0,
+    num_prefix: int = 0,
+) -> Float[Array, "n {depth//2}"]:
+    """Angles of every token, one for each pair of a head's numbers.
+
+    An axis has depth / (2 axes) frequencies w_t = base^(-t / (depth / (2 axes))), and
+    the angle of an axis and frequency is w_t p_axis; the axes follow each other.
+    Prefix tokens have angle zero.
+
+    Args:
+        positions: Positions in tokens, shape ``[n, axes]``.
+        depth: Width of a head.
+        base: Base of the geometric series of frequencies.
+        num_prefix: Number of leading tokens that have no position.
+
+    Returns:
+        Angles, float32 or wider, shape ``[n, depth / 2]``.
+
+    Raises:
+        ValueError: If shapes or dtypes do not fit together.
+        ValueError: If ``depth`` is no multiple of twice the number of axes, or there
+            are fewer tokens than ``num_prefix``.
+
+    Example:
+        >>> rotary_angles(np.array([[0.0], [5.0]]), 4, base=100.0).tolist()
+        [[0.0, 0.0], [5.0, 0.5]]
+
+    Source:
+        Su et al., RoFormer, section 3.2.2; axes: Heo et al., Rotary Position Embedding
+        for Vision Transformer, section 3.2.
+    """
+    num_tokens, axes = positions.shape
+    check_prefix(num_tokens, num_prefix)
+    if depth < 1 or depth % (2 * axes):
+        raise ValueError(
+            f"rotary positions of {axes} axes need a head depth (dim / heads) "
+            f"divisible by {2 * axes}, got {depth}"
+        )
+    # The angles of far tokens lose their phase in half precision.
+    positions = widen(positions)
+    frequencies = absolute_frequencies(depth // (2 * axes), base, positions.dtype)
+    angles = (positions[:, :, None] * frequencies).reshape(num_tokens, -1)
+    return angles.at[:num_prefix].set(0.0)
+
+
+def draw_mixed_frequencies(
+    key: Key[Array, ""],
+    num_frequencies: int,
+    axes: int,
+    *,
+    leading: tuple[int, ...] = (),
+    base: float = 0.0,
+) -> Float[Array, "*leading {num_frequencies} {axes}"]:
+    """Frequencies at the start of learned rotations, a vector of the axes each.
+
+    On a grid of two axes half of the vectors w_t point one way, the others at right
+    angles to it, with lengths base^(-t / half); the way is uniform, one draw for each
+    index of ``leading``. On a line w_t = base^(-t / num_frequencies).
+
+    Args:
+        key: A PRNG key.
+        num_frequencies: Number of vectors.
+        axes: 1 or 2.
+        leading: Leading axes: layers, heads.
+        base: Base of the geometric series of lengths; 0 is 10 for two axes and 10,000
+            for one.
+
+    Returns:
+        Radians a token, float32, shape ``[*leading, num_frequencies, axes]``.
+
+    Raises:
+        ValueError: If there is no frequency, or there are more axes than two.
+
+    Example:
+        >>> w = draw_mixed_frequencies(jax.random.key(0), 4, 2, base=100.0)
+        >>> jnp.linalg.norm(w, axis=-1).round(3).tolist()
+        [1.0, 0.10000000149011612, 1.0, 0.10000000149011612]
+
+    Source:
+        Heo et al., Rotary Position Embedding for Vision Transformer, section 3.3; the
+        start: the authors' code.
+    """
+    if axes not in (1, 2):
+        raise ValueError(f"positions have one axis or two, got {axes}")
+    base = base or (10.0 if axes == 2 else 10000.0)
+    if axes == 1:
+        frequencies = absolute_frequencies(num_frequencies, base)
+        return jnp.broadcast_to(frequencies[:, None], (*leading, num_frequencies, 1))
+    half = (num_frequencies + 1) // 2
+    lengths = jnp.tile(absolute_frequencies(half, base), 2)[:num_frequencies]
+    angles = jax.random.uniform(key, (*leading, 1), jnp.float32, maxval=2 * np.pi)
+    angles = angles + jnp.where(jnp.arange(num_frequencies) < half, 0.0, np.pi / 2)
+    ways = jnp.stack([jnp.cos(angles), jnp.sin(angles)], axis=-1)
+    return lengths[:, None] * ways
+
+
+@check_arguments
+def mixed_rotary_angles(
+    positions: Float[Array | np.ndarray, "n axes"],
+    frequencies: Float[Array, "*batch pairs frequency_axes"],
+    *,
+    num_prefix: int = 0,
+) -> Float[Array, "*batch n pairs"]:
+    """Angles of every token from frequencies that mix the axes.
+
+    The angle of token i and pair t is w_t . p_i = sum_axis w_t,axis p_i,axis, so that
+    diagonals are told apart too. Prefix tokens have angle zero.
+
+    Args:
+        positions: Positions in tokens, shape ``[n, axes]``.
+        frequencies: w, radians a token, shape ``[*batch, pairs, axes]``.
+        num_prefix: Number of leading tokens that have no position.
+
+    Returns:
+        Angles, float32 or wider, shape ``[*batch, n, pairs]``, for `rotate`.
+
+    Raises:
+        ValueError: If shapes or dtypes do not fit together.
+        ValueError: If positions and frequencies have different axes, or there are fewer
+            tokens than ``num_prefix``.
+
+    Example:
+        >>> w = jnp.array([[1.0, 0.0], [0.5, 0.5]])
+        >>> mixed_rotary_angles(np.array([[2.0, 4.0]]), w).tolist()
+        [[2.0, 3.0]]
+
+    Source:
+        Heo et al., Rotary Position Embedding for Vision Transformer, section 3.3.
+    """
+    check_prefix(positions.shape[0], num_prefix)
+    if positions.shape[-1] != frequencies.shape[-1]:
+        raise ValueError(
+            f"frequencies of {frequencies.shape[-1]} axes do not fit positions of "
+            f"{positions.shape[-1]}"
+        )
+    # No matrix product, which accelerators would round.
+    positions = widen(positions)[:, None]
+    frequencies = widen(frequencies)[..., None, :, :]
+    angles = jnp.sum(positions * frequencies, axis=-1)
+    return angles.at[..., :num_prefix, :].set(0.0)
+
+
+@check_arguments
+def rotate(
+    x: Float[Array, "*batch n depth"],
+    angles: Float[Array, "*#batch n pairs"],
+    *,
+    interleaved: bool = False,
+) -> Float[Array, "*batch n depth"]:
+    """Turns pairs of a head's numbers by angles.
+
+    (a, b) -> (a cos t - b sin t, a sin t + b cos t), so that the product of a turned
+    query and a turned key depends on the difference of their angles only.
+
+    Args:
+        x: Queries or keys, shape ``[*batch, n, depth]``.
+        angles: What `rotary_angles` or `mixed_rotary_angles` returns, shape
+            ``[*batch, n, depth / 2]``.
+        interleaved: Pairs are neighbours (2 t, 2 t + 1), not (t, t + depth / 2).
+
+    Returns:
+        Shape and dtype of ``x``; computed in float32 or wider.
+
+    Raises:
+        ValueError: If shapes or dtypes do not fit together.
+        ValueError: If there is not one angle for each pair.
+
+    Example:
+        >>> quarter = jnp.full((1, 1), jnp.pi / 2)
+        >>> rotate(jnp.array([[1.0, 1.0]]), quarter).round(3).tolist()
+        [[-1.0, 1.0]]
+
+    Source:
+        Su et al., RoFormer, section 3.2.2.
+    """
+    depth = x.shape[-1]
+    if depth != 2 * angles.shape[-1]:
+        raise ValueError(
+            f"a head of depth {depth} needs {depth / 2:g} angles a token, got "
+            f"{angles.shape[-1]}"
+        )
+    wide = widen(x)
+    if interleaved:
+        first, second = wide[..., ::2], wide[..., 1::2]
+    else:
+        first, second = jnp.split(wide, 2, axis=-1)
+    cosine, sine = jnp.cos(angles), jnp.sin(angles)
+    turned = [first * cosine - second * sine, first * sine + second * cosine]
+    join = jnp.stack if interleaved else jnp.concatenate
+    return join(turned, axis=-1).reshape(x.shape).astype(x.dtype)

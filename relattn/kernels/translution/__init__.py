@@ -1,0 +1,1 @@
+"""Translution: attention whose projections depend on the offset of the pair."""

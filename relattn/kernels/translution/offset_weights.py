@@ -1,0 +1,434 @@
+"""Scores and values of projections that every offset between tokens has for itself.
+
+Loops run over the offsets of a bucket (`relattn.kernels.translution.schedule`): a
+step slices the rectangles of tokens and the matrices of one offset, and nothing larger
+than a rectangle is ever made. The backward pass runs over the same loops, makes the
+projections anew, and writes each matrix' gradient once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from relattn.kernels.precision import compute_dtype, wide_einsum, widen
+from relattn.kernels.translution.schedule import Plan, plan
+from relattn.offsets import Grid, num_offsets, num_table_rows
+
+
+@dataclasses.dataclass(frozen=True)
+class OffsetTables:
+    """Tables ``[rows, width, heads, depth]``, one matrix an offset.
+
+    Attributes:
+        grid: Of the tokens after the prefix.
+        num_prefix: Number of prefix tokens; they have three rows after the offsets'.
+        causal: Whether a token meets only itself and those before it.
+    """
+
+    grid: Grid
+    num_prefix: int = 0
+    causal: bool = False
+
+    @property
+    def length(self) -> int:
+        """The number of tokens."""
+        return self.num_prefix + math.prod(self.grid)
+
+    @property
+    def allowed(self) -> Array | None:
+        """Which keys a query may attend to; None for all."""
+        if not self.causal:
+            return None
+        return jnp.tril(jnp.ones((self.length, self.length), bool))
+
+    def check(self, name: str, table: Array) -> Array:
+        """The table, if it has the rows; ValueError otherwise."""
+        rows = num_table_rows(self.grid, self.num_prefix, causal=self.causal)
+        if self.causal:
+            if table.shape[0] < rows:
+                raise ValueError(
+                    f"{name} has weights for {table.shape[0]} offsets, too few for a "
+                    f"sequence of {rows} tokens; shorten the sequence or build the "
+                    "model for a longer one"
+                )
+        elif table.shape[0] != rows:
+            raise ValueError(
+                f"{name} needs a row for every offset of the grid {self.grid}, and "
+                f"three for prefix tokens where there are any (num_prefix="
+                f"{self.num_prefix}): expected {rows} rows, got {table.shape[0]}"
+            )
+        return table
+
+    def scores(
+        self, q: Array, k: Array, t_q: Array | None, t_k: Array | None, precision
+    ) -> Array:
+        """q_ij . k_ji of every pair, float32 or wider, ``[batch, heads, n, n]``.
+
+        ``q`` and ``k`` are tokens ``[batch, n, width]`` to be projected by their
+        tables, or without a table ``[batch, n, heads, depth]``.
+        """
+        shape = (q if t_q is None else t_q).shape[-2:]
+        scan = OffsetScan(self.grid, self.num_prefix, self.causal, *shape, precision)
+        q, k = (x.reshape(*x.shape[:2], math.prod(x.shape[2:])) for x in (q, k))
+        return _scores(scan, q, k, t_q, t_k)
+
+    def values(self, weights: Array, v: Array, t_v: Array, precision) -> Array:
+        """sum_j weights_ij v_j T[i, j] of pairs, wide ``[batch, heads, n, depth]``."""
+        shape = t_v.shape[-2:]
+        scan = OffsetScan(self.grid, self.num_prefix, self.causal, *shape, precision)
+        out = _values(scan, weights, v, t_v)
+        return out.reshape(*out.shape[:2], *shape).swapaxes(1, 2)
+
+
+def _project(x, table, precision):
+    return x if table is None else jnp.matmul(x, table, precision=precision)
+
+
+def _pair_scores(scan, q, k, t_q, t_k):
+    """Q . k of pairs, [pairs heads], from their tokens and matrices."""
+    q, k = _project(q, t_q, scan.precision), _project(k, t_k, scan.precision)
+    products = widen(q) * widen(k)
+    return products.reshape(len(products), scan.heads, scan.depth).sum(axis=-1)
+
+
+def _pair_values(scan, weights, v, t_v):
+    """Weighted values of pairs, [pairs heads * depth], from tokens and a matrix."""
+    v = widen(_project(v, t_v, scan.precision))
+    weighted = weights[..., None] * v.reshape(len(v), scan.heads, scan.depth)
+    return weighted.reshape(v.shape)
+
+
+def _wide_zeros(grid):
+    """Where many gradients are added up."""
+    return jnp.zeros(grid.shape, compute_dtype(grid))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _scores(scan, q, k, t_q, t_k):
+    grid_q, grid_k = scan.to_grid(q), scan.to_grid(k)
+
+    def step(carry, rows, corners, shape, _):
+        rectangles = (
+            rectangle(grid_q, corners[:2], shape),
+            rectangle(grid_k, corners[2:], shape),
+        )
+        matrices = get_row(t_q, rows[0]), get_row(t_k, rows[1])
+        return carry, _pair_scores(scan, *rectangles, *matrices)
+
+    _, slots = scan.over_offsets(step, None, [None] * len(scan.plan.buckets))
+    scores = scan.from_slots(slots, len(q))
+    if not scan.num_prefix:
+        return scores
+    rows = _prefix_rows(scan, t_q), _prefix_rows(scan, t_k)
+    return _prefix_scores(scan, scores, q, k, *rows)
+
+
+def _scores_forward(scan, q, k, t_q, t_k):
+    return _scores(scan, q, k, t_q, t_k), (q, k, t_q, t_k)
+
+
+def _scores_backward(scan, residuals, cotangent):
+    q, k, t_q, t_k = residuals
+    grid_q, grid_k = scan.to_grid(q), scan.to_grid(k)
+
+    def step(carry, rows, corners, shape, slots):
+        dq, dk, dt_q, dt_k = carry
+        _, pull_back = jax.vjp(
+            functools.partial(_pair_scores, scan),
+            rectangle(grid_q, corners[:2], shape),
+            rectangle(grid_k, corners[2:], shape),
+            get_row(t_q, rows[0]),
+            get_row(t_k, rows[1]),
+        )
+        add_q, add_k, row_q, row_k = pull_back(slots)
+        carry = (
+            add_rectangle(dq, corners[:2], shape, add_q),
+            add_rectangle(dk, corners[2:], shape, add_k),
+            set_row(dt_q, rows[0], row_q),
+            set_row(dt_k, rows[1], row_k),
+        )
+        return carry, None
+
+    inner = cotangent[:, :, scan.num_prefix :, scan.num_prefix :]
+    rows = _prefix_rows(scan, t_q), _prefix_rows(scan, t_k)
+    if scan.num_prefix:
+        _, pull_back = jax.vjp(
+            functools.partial(_prefix_scores, scan, inner), q, k, *rows
+        )
+        add_q, add_k, *rows = pull_back(cotangent)
+    carry = (
+        _wide_zeros(grid_q),
+        _wide_zeros(grid_k),
+        _start_gradient(scan, t_q, rows[0]),
+        _start_gradient(scan, t_k, rows[1]),
+    )
+    (dq, dk, dt_q, dt_k), _ = scan.over_offsets(step, carry, scan.to_slots(inner))
+    dq, dk = scan.from_grid(dq), scan.from_grid(dk)
+    if scan.num_prefix:
+        prefix = [(0, 0), (scan.num_prefix, 0), (0, 0)]
+        dq, dk = jnp.pad(dq, prefix) + add_q, jnp.pad(dk, prefix) + add_k
+    return dq.astype(q.dtype), dk.astype(k.dtype), dt_q, dt_k
+
+
+_scores.defvjp(_scores_forward, _scores_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _values(scan, weights, v, t_v):
+    """[batch n heads * depth]."""
+    grid_v = scan.to_grid(v)
+
+    def step(out, rows, corners, shape, slots):
+        tokens = rectangle(grid_v, corners[2:], shape)
+        values = _pair_values(scan, slots, tokens, get_row(t_v, rows[0]))
+        return add_rectangle(out, corners[:2], shape, values), None
+
+    inner = weights[:, :, scan.num_prefix :, scan.num_prefix :]
+    width = scan.heads * scan.depth
+    out = jnp.zeros((*grid_v.shape[:-1], width), compute_dtype(weights, v, t_v))
+    out, _ = scan.over_offsets(step, out, scan.to_slots(inner))
+    out = scan.from_grid(out)
+    if not scan.num_prefix:
+        return out
+    return _prefix_values(scan, out, weights, v, _prefix_rows(scan, t_v))
+
+
+def _values_forward(scan, weights, v, t_v):
+    return _values(scan, weights, v, t_v), (weights, v, t_v)
+
+
+def _values_backward(scan, residuals, cotangent):
+    weights, v, t_v = residuals
+    prefix = scan.num_prefix
+    grid_v, grid_out = scan.to_grid(v), scan.to_grid(cotangent)
+
+    def step(carry, rows, corners, shape, slots):
+        dv, dt_v = carry
+        _, pull_back = jax.vjp(
+            functools.partial(_pair_values, scan),
+            slots,
+            rectangle(grid_v, corners[2:], shape),
+            get_row(t_v, rows[0]),
+        )
+        slots, add, row = pull_back(rectangle(grid_out, corners[:2], shape))
+        dv = add_rectangle(dv, corners[2:], shape, add)
+        return (dv, set_row(dt_v, rows[0], row)), slots
+
+    rows = _prefix_rows(scan, t_v)
+    if prefix:
+        grid_part = cotangent[:, prefix:]
+        _, pull_back = jax.vjp(
+            functools.partial(_prefix_values, scan, grid_part), weights, v, rows
+        )
+        add_weights, add, rows = pull_back(cotangent)
+    carry = _wide_zeros(grid_v), _start_gradient(scan, t_v, rows)
+    slots = scan.to_slots(weights[:, :, prefix:, prefix:])
+    (dv, dt_v), slots = scan.over_offsets(step, carry, slots)
+    dv, dweights = scan.from_grid(dv), scan.from_slots(slots, len(v))
+    if prefix:
+        dweights = jnp.pad(dweights, [(0, 0)] * 2 + [(prefix, 0)] * 2) + add_weights
+        dv = jnp.pad(dv, [(0, 0), (prefix, 0), (0, 0)]) + add
+    return dweights, dv.astype(v.dtype), dt_v
+
+
+_values.defvjp(_values_forward, _values_backward)
+
+
+def _prefix_rows(scan, table):
+    """The rows "in", "self" and "out"."""
+    if table is None:
+        return None
+    rows = table[num_offsets(scan.grid) :]
+    return rows.reshape(*rows.shape[:2], scan.heads * scan.depth)
+
+
+def _start_gradient(scan, table, rows):
+    """Of a table: the prefix rows' gradient, zeros for the offsets to come."""
+    if table is None:
+        return None
+    if not scan.num_prefix:
+        return jnp.zeros_like(table)
+    rows = rows.reshape(-1, *table.shape[1:])
+    return jnp.pad(rows, [(num_offsets(scan.grid), 0)] + 3 * [(0, 0)])
+
+
+def _prefix_scores(scan, inner, q, k, rows_q, rows_k):
+    """Scores of all pairs, those of the grid being ``inner``."""
+    n = scan.num_prefix
+
+    def scores(q, row_q, k, row_k):
+        pairs = []
+        for x, rows, row in ((q, rows_q, row_q), (k, rows_k, row_k)):
+            x = _project(x, None if rows is None else rows[row], scan.precision)
+            pairs.append(x.reshape(*x.shape[:2], scan.heads, scan.depth))
+        return wide_einsum(scan.precision)("bihd,bjhd->bhij", *pairs)
+
+    into, within, out = range(3)
+    top = scores(q[:, :n], within, k[:, :n], within)
+    right = scores(q[:, :n], out, k[:, n:], into)
+    left = scores(q[:, n:], into, k[:, :n], out)
+    top = jnp.concatenate([top, right], axis=-1)
+    return jnp.concatenate([top, jnp.concatenate([left, inner], axis=-1)], axis=-2)
+
+
+def _prefix_values(scan, inner, weights, v, rows):
+    """Outputs of all tokens, ``inner`` being the grid's sums over the grid."""
+    n = scan.num_prefix
+
+    def values(weights, v, row):
+        v = widen(_project(v, rows[row], scan.precision))
+        v = v.reshape(*v.shape[:2], scan.heads, scan.depth)
+        out = jnp.einsum("bhij,bjhd->bihd", weights, v, precision=scan.precision)
+        return out.reshape(*out.shape[:2], scan.heads * scan.depth)
+
+    into, within, out = range(3)
+    top = values(weights[:, :, :n, :n], v[:, :n], within)
+    top = top + values(weights[:, :, :n, n:], v[:, n:], into)
+    bottom = inner + values(weights[:, :, n:, :n], v[:, :n], out)
+    return jnp.concatenate([top, bottom], axis=1)
+
+
+class OffsetScan(NamedTuple):
+    """What is known before any array, the layouts that follow, and the loops.
+
+    Attributes:
+        grid: Of the tokens after the prefix.
+        num_prefix: Number of prefix tokens.
+        causal: Whether only offsets 0, 1, ... are there.
+        heads: Number of heads.
+        depth: Width of a projection's head.
+        precision: Of products.
+    """
+
+    grid: Grid
+    num_prefix: int
+    causal: bool
+    heads: int
+    depth: int
+    precision: jax.lax.PrecisionLike
+
+    @property
+    def plan(self) -> Plan:
+        """The buckets of the grid."""
+        return plan(self.grid, causal=self.causal)
+
+    def to_grid(self, x: Array) -> Array:
+        """From [batch n width], its prefix left out, to [rows columns batch width].
+
+        Zeros follow the grid's own rows and columns.
+        """
+        x = jnp.moveaxis(x[:, self.num_prefix :], 1, 0)
+        x = x.reshape(*self.plan.shape, *x.shape[1:])
+        return jnp.pad(x, [(0, size) for size in self.plan.padding] + [(0, 0)] * 2)
+
+    def from_grid(self, x: Array) -> Array:
+        """The inverse of `to_grid`: [batch n width] without prefix."""
+        height, width = self.plan.shape
+        x = x[:height, :width].reshape(height * width, *x.shape[2:])
+        return jnp.moveaxis(x, 0, 1)
+
+    def to_slots(self, pairs: Array) -> list[Array]:
+        """From [batch heads n n] without prefix to [pairs heads] of every bucket."""
+        batch = pairs.shape[0]
+        length = math.prod(self.grid)
+        pairs = pairs.transpose(2, 3, 0, 1).reshape(length**2, batch * self.heads)
+        # Places in rectangles that are no pairs read a zero.
+        pairs = jnp.pad(pairs, [(0, 1), (0, 0)])
+        slots = _take(pairs, self.plan.pair_of_slot)
+        slots = slots.reshape(len(slots) * batch, self.heads)
+        result, start = [], 0
+        for bucket in self.plan.buckets:
+            size = math.prod(bucket.shape) * batch
+            stop = start + len(bucket.rows) * size
+            shape = (len(bucket.rows), size, self.heads)
+            result.append(slots[start:stop].reshape(shape))
+            start = stop
+        return result
+
+    def from_slots(self, slots: list[Array], batch: int) -> Array:
+        """The inverse of `to_slots`."""
+        slots = jnp.concatenate(
+            [
+                x.reshape(len(x) * math.prod(bucket.shape), batch * self.heads)
+                for x, bucket in zip(slots, self.plan.buckets, strict=True)
+            ]
+        )
+        if self.causal:
+            slots = jnp.pad(slots, [(0, 1), (0, 0)])
+        pairs = _take(slots, self.plan.slot_of_pair)
+        length = math.prod(self.plan.shape)
+        pairs = pairs.reshape(length, length, batch, self.heads)
+        return pairs.transpose(2, 3, 0, 1)
+
+    def over_offsets(
+        self, step: Callable, carry: Any, slots: list[Array | None]
+    ) -> tuple[Any, list[Any]]:
+        """Scans over the offsets of all buckets.
+
+        Args:
+            step: From a carry, an offset's rows and corners (see `Bucket`), the shape
+                of its rectangles and its slots to a carry and what is to be stacked.
+            carry: The first carry.
+            slots: From `to_slots`, or a None for every bucket.
+
+        Returns:
+            The last carry, and what the steps returned, bucket by bucket.
+        """
+        results = []
+        for bucket, slots_of_bucket in zip(self.plan.buckets, slots, strict=True):
+
+            def body(carry, offset, shape=bucket.shape):
+                return step(carry, *offset[:2], shape, offset[2])
+
+            scanned = (bucket.rows, bucket.corners, slots_of_bucket)
+            carry, result = jax.lax.scan(body, carry, scanned)
+            results.append(result)
+        return carry, results
+
+
+def _take(x, rows):
+    return x.at[rows].get(mode="promise_in_bounds")
+
+
+def rectangle(x: Array, corner: Array, shape: tuple[int, int]) -> Array:
+    """Tokens [height * width * batch, width] of a grid, from a corner on."""
+    x = jax.lax.dynamic_slice(x, _start(corner), (*shape, *x.shape[2:]))
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def add_rectangle(
+    x: Array, corner: Array, shape: tuple[int, int], tokens: Array
+) -> Array:
+    """A grid after tokens were added to it, the inverse of `rectangle`."""
+    old = jax.lax.dynamic_slice(x, _start(corner), (*shape, *x.shape[2:]))
+    new = old + tokens.reshape(old.shape).astype(x.dtype)
+    return jax.lax.dynamic_update_slice(x, new, _start(corner))
+
+
+def _start(corner):
+    """Where a rectangle starts; all indices must have one dtype."""
+    return (*corner, *jnp.zeros(2, corner.dtype))
+
+
+def get_row(table: Array | None, index: Array) -> Array | None:
+    """The matrix [width, heads * depth] of a row, None of None."""
+    if table is None:
+        return None
+    row = jax.lax.dynamic_index_in_dim(table, index, keepdims=False)
+    return row.reshape(len(row), -1)
+
+
+def set_row(table: Array | None, index: Array, row: Array | None) -> Array | None:
+    """A table after a row was written, the inverse of `get_row`."""
+    if table is None:
+        return None
+    row = row.reshape(table.shape[1:])
+    return jax.lax.dynamic_update_index_in_dim(table, row, index, axis=0)

@@ -1,0 +1,467 @@
+"""Position encodings as Flax modules, one for the whole model.
+
+An encoding declares its ``site``. At the site ``tokens`` the module adds to the grid's
+tokens. At the others it returns, for every layer, a pytree: at the site ``heads`` it is
+called on that layer's queries and keys, at the sites ``pairs`` and ``offset_bias`` it
+has tables for the attention's kernel. So parameters that layers share live in one
+place, and what reaches the layers is plain arrays.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import flax
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from relattn import offsets
+from relattn.kernels.positions import sinusoids
+from relattn.kernels.positions.interpolate import resize_table
+from relattn.nn.blocks import uniform_bias
+from relattn.offsets import Grid
+
+Params = Mapping[str, Any]
+
+
+@flax.struct.dataclass
+class LayerPosition:
+    """What of a position encoding reaches one layer; this one changes nothing."""
+
+    def __call__(
+        self, q: Array, k: Array | None, x: Array
+    ) -> tuple[Array, Array | None]:
+        """Queries and keys ``[batch heads n depth]`` with their position.
+
+        ``x [batch n dim]`` is the layer's input.
+        """
+        del x
+        return q, k
+
+    def at(self, index: Int[Array, ""] | int) -> LayerPosition:
+        """What `__call__` needs of the token at ``index`` alone, for decoding."""
+        del index
+        return self
+
+    @property
+    def tables(self) -> dict[str, Array]:
+        """Tables of offsets, by their name in `relattn.kernels.relative_attention`."""
+        return {}
+
+
+class Position(nn.Module):
+    """What every position encoding has: the sizes of the model, and its site.
+
+    A subclass defines ``__call__``: at the site ``tokens`` from the grid's tokens and
+    the grid to tokens; at any other site but ``none`` from the grid and the number of
+    prefix tokens to a `LayerPosition` for every layer.
+
+    Attributes:
+        dim: Width of the tokens.
+        heads: Number of heads.
+        num_layers: Number of layers.
+    """
+
+    dim: int = 0
+    heads: int = 0
+    num_layers: int = 0
+    site: ClassVar[str] = "none"
+
+    def of_tokens(
+        self, tokens: Float[Array, "batch n dim"], grid: Grid
+    ) -> Float[Array, "batch n dim"]:
+        """The grid's tokens, with their position at the site ``tokens``."""
+        return self(tokens, grid) if self.site == "tokens" else tokens
+
+    def of_layers(self, grid: Grid, num_prefix: int) -> list[LayerPosition] | None:
+        """What reaches each layer, or None where nothing does."""
+        if self.site in ("none", "tokens"):
+            return None
+        return self(grid, num_prefix)
+
+    def resize(self, params: Params, old: Grid, new: Grid, num_prefix: int) -> Params:
+        """The parameters for another grid, where they depend on it.
+
+        Args:
+            params: The encoding's parameters.
+            old: The grid that they are of.
+            new: The grid that is wanted.
+            num_prefix: Number of prefix tokens.
+
+        Returns:
+            Those of ``new``; a function of the position keeps its own, and goes on, in
+            tokens, where the old grid ends.
+
+        Raises:
+            ValueError: If the encoding has no meaning on the new grid.
+        """
+        del old, new, num_prefix
+        return params
+
+    def table(
+        self,
+        init: nn.initializers.Initializer,
+        shape: tuple[int, ...],
+        grid: Grid,
+        name: str = "table",
+    ) -> Float[Array, "..."]:
+        """A parameter whose shape depends on the grid; `resize` knows of it."""
+        hints = {"whose": "the position's"}
+        hints["remedy"] = ", or resize its tables by relattn.models.resize_grid"
+        return grid_table(self, name, init, shape, grid, **hints)
+
+
+class NoPosition(Position):
+    """No position: attention sees a set of tokens.
+
+    Example:
+        >>> NoPosition().site
+        'none'
+    """
+
+
+class PositionSum(Position):
+    """Several encodings at once: ``"learned + relative_key"``.
+
+    Attributes:
+        makers: Constructors of the encodings, at most one of them at another site than
+            ``tokens``.
+
+    Example:
+        >>> import jax
+        >>> module = PositionSum(makers=(NoPosition, Sincos), dim=8)
+        >>> module.apply({}, jnp.zeros((1, 6, 8)), (2, 3), method="of_tokens").shape
+        (1, 6, 8)
+    """
+
+    makers: tuple[Callable[..., Position], ...] = ()
+
+    def setup(self) -> None:
+        """Makes the encodings."""
+        self.terms = self.make_terms()
+
+    @nn.nowrap
+    def make_terms(self) -> list[Position]:
+        """The encodings."""
+        sizes = {"dim": self.dim, "heads": self.heads, "num_layers": self.num_layers}
+        return [make(**sizes) for make in self.makers]
+
+    def of_tokens(
+        self, tokens: Float[Array, "batch n dim"], grid: Grid
+    ) -> Float[Array, "batch n dim"]:
+        """The tokens with all encodings of the site ``tokens``."""
+        for term in self.terms:
+            tokens = term.of_tokens(tokens, grid)
+        return tokens
+
+    def of_layers(self, grid: Grid, num_prefix: int) -> list[LayerPosition] | None:
+        """What the one encoding of another site returns."""
+        for term in self.terms:
+            layers = term.of_layers(grid, num_prefix)
+            if layers is not None:
+                return layers
+        return None
+
+    @nn.nowrap
+    def resize(self, params: Params, old: Grid, new: Grid, num_prefix: int) -> Params:
+        """The parameters of every encoding for another grid."""
+        resized = dict(params)
+        for index, term in enumerate(self.make_terms()):
+            name = f"terms_{index}"
+            if name in params:
+                resized[name] = term.resize(params[name], old, new, num_prefix)
+        return resized
+
+
+class Learned(Position):
+    """A learned vector for every place on the grid, added to the tokens.
+
+    Vectors start as N(0, 1), as the CLS token does. Prefix tokens get none.
+
+    Example:
+        >>> import jax
+        >>> tokens = jnp.zeros((1, 6, 8))
+        >>> module = Learned(dim=8)
+        >>> out, _ = module.init_with_output(jax.random.key(0), tokens, (2, 3))
+        >>> out.shape
+        (1, 6, 8)
+
+    Source:
+        Dosovitskiy et al., An Image is Worth 16x16 Words, section 3.1; the start:
+        Translution, the authors' code.
+    """
+
+    site: ClassVar[str] = "tokens"
+
+    @nn.compact
+    def __call__(
+        self, tokens: Float[Array, "batch n dim"], grid: Grid
+    ) -> Float[Array, "batch n dim"]:
+        """Adds the encoding to the grid's tokens; prefix tokens are not given."""
+        shape = (math.prod(grid), self.dim)
+        table = self.table(nn.initializers.normal(1.0), shape, grid)
+        return tokens + table.astype(tokens.dtype)
+
+    def resize(self, params: Params, old: Grid, new: Grid, num_prefix: int) -> Params:
+        """Vectors between those of the old grid, bicubically."""
+        return {"table": resize_table(params["table"], old, new)}
+
+
+class Sincos(Position):
+    """Fixed sinusoids, added to the tokens.
+
+    As `LearnableSincos` at its start, but never trained: no parameters.
+
+    Attributes:
+        base: The slowest frequency is nearly 1 / base.
+
+    Example:
+        >>> tokens = jnp.zeros((1, 6, 8))
+        >>> Sincos(dim=8).apply({}, tokens, (2, 3)).shape
+        (1, 6, 8)
+
+    Source:
+        Vaswani et al., Attention Is All You Need, section 3.5; a share of the width
+        for each axis.
+    """
+
+    base: float = 10000.0
+    site: ClassVar[str] = "tokens"
+
+    @nn.compact
+    def __call__(
+        self, tokens: Float[Array, "batch n dim"], grid: Grid
+    ) -> Float[Array, "batch n dim"]:
+        """Adds the encoding to the grid's tokens; prefix tokens are not given."""
+        num_frequencies = _num_frequencies("sincos", self.dim, grid)
+        frequencies = sinusoids.absolute_frequencies(num_frequencies, self.base)
+        encoding = sinusoids.sinusoids(offsets.grid_positions(grid), frequencies)
+        return tokens + encoding.astype(tokens.dtype)
+
+
+class LearnableSincos(Position):
+    """Absolute sinusoids with learned frequencies, added to the tokens.
+
+    x + p with p = [sin w_i row, cos w_i row, ..., sin w_i column, cos w_i column, ...],
+    dim / 4 frequencies w_i shared by the axes, w_i = base^(-i / (dim/4)) at
+    the start; dim / 2 for text, which has one axis. ``dim`` is a multiple of 4, or 2.
+
+    Attributes:
+        base: Base of the geometric series at the start.
+
+    Example:
+        >>> import jax
+        >>> tokens = jnp.zeros((1, 6, 8))
+        >>> module = LearnableSincos(dim=8)
+        >>> out, _ = module.init_with_output(jax.random.key(0), tokens, (2, 3))
+        >>> out.shape
+        (1, 6, 8)
+
+    Source:
+        Horn et al., Translational Equivariance in Kernelizable Attention, section 3
+        ("Absolute").
+    """
+
+    base: float = 32000.0
+    site: ClassVar[str] = "tokens"
+
+    @nn.compact
+    def __call__(
+        self, tokens: Float[Array, "batch n dim"], grid: Grid
+    ) -> Float[Array, "batch n dim"]:
+        """Adds the encoding to the grid's tokens; prefix tokens are not given."""
+        num_frequencies = _num_frequencies("learnable_sincos", self.dim, grid)
+        frequencies = self.param(
+            "frequencies",
+            lambda _: sinusoids.absolute_frequencies(num_frequencies, self.base),
+        )
+        encoding = sinusoids.sinusoids(offsets.grid_positions(grid), frequencies)
+        return tokens + encoding.astype(tokens.dtype)
+
+
+def _num_frequencies(name: str, dim: int, grid: Grid) -> int:
+    """Frequencies an axis, a sine and a cosine for each."""
+    width = 2 * len(grid)
+    if dim % width:
+        raise ValueError(
+            f"position {name!r} needs config.model.dim divisible by {width}, got {dim}"
+        )
+    return dim // width
+
+
+@flax.struct.dataclass
+class ConstrainedSincosHeads(LayerPosition):
+    """Strategy 1 in one layer: concatenates sinusoids to queries and keys.
+
+    q' = [q, u B], k' = [k, u]; called on ``q``, ``k`` ``[batch heads n depth]`` and
+    the layer's input ``x`` ``[batch n dim]``. With a ``kernel`` W, queries have
+    coefficients x_i W + ``bias`` too: they are added to (a, b), or, where there is a
+    bias, have a block of their own, q' = [q, u B(x_i), u B], k' = [k, u, u].
+
+    Attributes:
+        u: Sinusoids of every token, zeros for prefix tokens.
+        coefficients: (a, b) per head, axis and scale.
+        kernel: From the query token to coefficients, or None.
+        bias: Of the coefficients of the block of their own, or None.
+    """
+
+    u: Float[Array, "n width"]
+    coefficients: Float[Array, "heads pairs 2"]
+    kernel: Float[Array, "dim heads pairs 2"] | None
+    bias: Float[Array, "heads pairs 2"] | None
+
+    def __call__(self, q: Array, k: Array, x: Array) -> tuple[Array, Array]:
+        """Widens queries and keys by the position's blocks."""
+
+        def query_block(coefficients, per_token=False):
+            return sinusoids.constrained_sinusoids(
+                self.u, coefficients, per_token=per_token
+            )
+
+        def concatenate(content, *blocks):
+            blocks = [
+                jnp.broadcast_to(block, (*content.shape[:-1], block.shape[-1]))
+                for block in blocks
+            ]
+            blocks = [block.astype(content.dtype) for block in blocks]
+            return jnp.concatenate([content, *blocks], axis=-1)
+
+        if self.kernel is None:
+            q_blocks = [query_block(self.coefficients)]
+        else:
+            content = jnp.einsum("bnc,chps->bhnps", x, self.kernel.astype(x.dtype))
+            content = content.astype(jnp.float32)
+            if self.bias is None:
+                q_blocks = [query_block(self.coefficients[:, None] + content, True)]
+            else:
+                q_blocks = [
+                    query_block(self.bias[:, None] + content, True),
+                    query_block(self.coefficients),
+                ]
+        return concatenate(q, *q_blocks), concatenate(k, *[self.u] * len(q_blocks))
+
+    def at(self, index: Int[Array, ""] | int) -> ConstrainedSincosHeads:
+        """The encoding of one token, for decoding."""
+        return self.replace(u=jax.lax.dynamic_slice_in_dim(self.u, index, 1))
+
+
+class ConstrainedSincos(Position):
+    """Strategy 1: sinusoids whose score depends on the offset only.
+
+    u(p) = [sin w_s p, cos w_s p] per axis and scale; q' = [q, u B], k' = [k, u] with
+    B = blockdiag([[a, b], [-b, a]]), so that
+    q'.k' = q.k + sum a cos w_s (p_i - p_j) + b sin w_s (p_i - p_j).
+    The length scales w_s are shared by axes and layers; (a, b) belong to a layer, head,
+    axis and scale and start as N(0, 1). Prefix tokens have u = 0.
+
+    Attributes:
+        num_scales: Number of length scales w_s, at the start 64^(-s / num_scales).
+        content_conditioned: Whether there is a second block of the same width, as in
+            the published code, whose (a, b) are a linear function of the query token:
+            q_i' = [q_i, u_i B(x_i), u_i B], k_j' = [k_j, u_j, u_j]. The score then
+            depends on the offset and the query's content.
+        content_modulated: Whether a linear function of the query token, without bias,
+            is added to (a, b) instead: no second block, the same dependence.
+
+    Example:
+        >>> import jax
+        >>> module = ConstrainedSincos(dim=8, heads=2, num_layers=3)
+        >>> layers, _ = module.init_with_output(jax.random.key(0), (2, 3), 1)
+        >>> q, k = jnp.ones((2, 1, 2, 7, 4))
+        >>> q, k = layers[0](q, k, jnp.ones((1, 7, 8)))
+        >>> len(layers), q.shape
+        (3, (1, 2, 7, 20))
+
+    Source:
+        Horn et al., Translational Equivariance in Kernelizable Attention, section 2.3
+        (strategy 1, lemma 1).
+    """
+
+    num_scales: int = 4
+    content_conditioned: bool = False
+    content_modulated: bool = False
+    site: ClassVar[str] = "heads"
+
+    @nn.compact
+    def __call__(self, grid: Grid, num_prefix: int) -> list[ConstrainedSincosHeads]:
+        """The encoding of every layer."""
+        if self.num_scales < 1:
+            raise ValueError(
+                "position 'constrained_sincos' needs num_scales >= 1, got "
+                f"{self.num_scales}"
+            )
+        if self.content_conditioned and self.content_modulated:
+            raise ValueError(
+                "position 'constrained_sincos' takes content_conditioned=True or "
+                "content_modulated=True, not both"
+            )
+        pairs = len(grid) * self.num_scales
+        frequencies = self.param(
+            "frequencies",
+            lambda _: sinusoids.length_scale_frequencies(self.num_scales),
+        )
+        coefficients = self.param(
+            "coefficients",
+            nn.initializers.normal(1.0),
+            (self.num_layers, self.heads, pairs, 2),
+        )
+        kernels = biases = [None] * self.num_layers
+        shape = (self.num_layers, self.dim, self.heads, pairs, 2)
+        if self.content_modulated:
+            init = nn.initializers.normal(self.dim**-0.5)
+            kernels = self.param("kernel", init, shape)
+        if self.content_conditioned:
+            # Those of a linear layer.
+            init = uniform_bias(self.dim)
+            kernels = self.param("kernel", init, shape)
+            biases = self.param("bias", init, (shape[0], *shape[2:]))
+        positions = offsets.grid_positions(grid, num_prefix)
+        u = sinusoids.sinusoids(positions, frequencies, num_prefix=num_prefix)
+        return [
+            ConstrainedSincosHeads(
+                u, coefficients[layer], kernels[layer], biases[layer]
+            )
+            for layer in range(self.num_layers)
+        ]
+
+
+def grid_table(
+    module: nn.Module,
+    name: str,
+    init: nn.initializers.Initializer,
+    shape: tuple[int, ...],
+    grid: Grid,
+    *,
+    whose: str,
+    remedy: str = "",
+) -> Float[Array, "..."]:
+    """A parameter whose shape depends on the grid; refuses the table of another grid.
+
+    Args:
+        module: The module that owns the parameter, in its ``__call__``.
+        name: The parameter's name.
+        init: How it starts.
+        shape: Its shape.
+        grid: Height and width, or length, in tokens.
+        whose: What has the table, for the message.
+        remedy: What to do instead, for the message.
+
+    Returns:
+        The parameter, float32.
+
+    Raises:
+        ValueError: If the module holds a table of another shape.
+    """
+    if module.has_variable("params", name):
+        found = module.get_variable("params", name).shape
+        if found != shape:
+            raise ValueError(
+                f"{whose} {name} has shape {found}; a grid of "
+                f"{'x'.join(map(str, grid))} tokens needs {shape}: give images or "
+                f"sequences of the size that the model was made for{remedy}"
+            )
+    return module.param(name, init, shape, jnp.float32)

@@ -1,0 +1,179 @@
+"""Position encodings that are a bias of the offset, for grids of any size.
+
+Their parameters do not depend on the grid: a model evaluates on grids that it was not
+trained on. Pairs with a prefix token have no offset, and no bias.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import flax.linen as nn
+import jax.numpy as jnp
+
+from relattn import offsets
+from relattn.kernels.positions import sinusoids
+from relattn.kernels.positions.bias import offset_buckets, wave_bias
+from relattn.nn.positions.base import Grid, Position
+from relattn.nn.positions.relative import RelativeTables
+
+
+class T5Bias(Position):
+    """A learned bias for buckets of offsets, which widen with the distance.
+
+    b(d) = sum over the axes of t_axis[bucket(d_axis)], with the buckets of
+    `relattn.kernels.offset_buckets`: along a line, T5's; on a grid, a table for rows
+    and one for columns, summed. Every head has its tables; the layers share them, as
+    in T5. They start as N(0, 1 / dim). Beyond ``max_distance`` all offsets are one.
+
+    Attributes:
+        num_buckets: Number of buckets an axis.
+        max_distance: From this distance on, in tokens, all share a bucket.
+        bidirectional: Whether half of the buckets are for later keys; False suits
+            causal attention.
+
+    Example:
+        >>> import jax
+        >>> module = T5Bias(dim=8, heads=2, num_layers=3)
+        >>> layers, variables = module.init_with_output(jax.random.key(0), (2, 3), 1)
+        >>> layers[0].bias.shape, variables["params"]["table"].shape
+        ((2, 15), (2, 2, 32))
+
+    Source:
+        Raffel et al., Exploring the Limits of Transfer Learning (T5), section 2.1.
+    """
+
+    num_buckets: int = 32
+    max_distance: int = 128
+    bidirectional: bool = True
+    site: ClassVar[str] = "offset_bias"
+
+    @nn.compact
+    def __call__(self, grid: Grid, num_prefix: int) -> list[RelativeTables]:
+        """The tables of every layer, the same for all."""
+        del num_prefix
+        buckets = offset_buckets(
+            offsets.table_offsets(grid),
+            num_buckets=self.num_buckets,
+            max_distance=self.max_distance,
+            bidirectional=self.bidirectional,
+        )
+        table = self.param(
+            "table",
+            nn.initializers.normal(self.dim**-0.5),
+            (len(grid), self.heads, self.num_buckets),
+        )
+        bias = sum(table[axis][:, buckets[:, axis]] for axis in range(len(grid)))
+        return [RelativeTables(bias=bias)] * self.num_layers
+
+
+class SincosBias(Position):
+    """Strategy 1's score as an exact bias, which no feature map approximates.
+
+    b(d) = sum over axes and scales of (a cos w_s d + b sin w_s d) / sqrt(D), D the
+    width of a head with the sinusoids that `ConstrainedSincos` concatenates: what its
+    positions add to the logits. Length scales and coefficients, and how they start,
+    are its own. So random features see the content alone, and attention is translation
+    equivariant for every draw of them.
+
+    Attributes:
+        num_scales: Number of length scales w_s, at the start 64^(-s / num_scales).
+
+    Example:
+        >>> import jax
+        >>> module = SincosBias(dim=8, heads=2, num_layers=3)
+        >>> layers, _ = module.init_with_output(jax.random.key(0), (2, 3), 1)
+        >>> len(layers), layers[0].bias.shape
+        (3, (2, 15))
+
+    Source:
+        Horn et al., Translational Equivariance in Kernelizable Attention, lemma 1, as
+        the bias of Luo et al., Stable, Fast and Accurate: Kernelized Attention with
+        Relative Positional Encoding.
+    """
+
+    num_scales: int = 4
+    site: ClassVar[str] = "offset_bias"
+
+    @nn.compact
+    def __call__(self, grid: Grid, num_prefix: int) -> list[RelativeTables]:
+        """The tables of every layer."""
+        del num_prefix
+        if self.num_scales < 1:
+            raise ValueError(
+                f"position 'sincos_bias' needs num_scales >= 1, got {self.num_scales}"
+            )
+        pairs = len(grid) * self.num_scales
+        scales = self.param(
+            "frequencies",
+            lambda _: sinusoids.length_scale_frequencies(self.num_scales),
+        )
+        coefficients = self.param(
+            "coefficients",
+            nn.initializers.normal(1.0),
+            (self.num_layers, self.heads, pairs, 2),
+        )
+        frequencies = jnp.kron(jnp.eye(len(grid)), scales[:, None])
+        coefficients *= (self.dim // self.heads + 2 * pairs) ** -0.5
+        return _wave_layers(grid, frequencies, coefficients)
+
+
+class FourierBias(Position):
+    """A bias that is a sum of learned plane waves of the offset.
+
+    b(d) = sum_r a_r cos(w_r . d) + b_r sin(w_r . d), with frequency vectors w_r of each
+    layer and coefficients of each layer and head, all learned. Unlike `SincosBias`, a
+    wave may run in any direction. At the start w_r ~ 64^(-r / num_frequencies) N(0, I)
+    and coefficients are N(0, 0.02^2), so that the bias is almost zero.
+
+    Attributes:
+        num_frequencies: Number of waves a layer.
+
+    Example:
+        >>> import jax
+        >>> module = FourierBias(dim=8, heads=2, num_layers=3)
+        >>> layers, _ = module.init_with_output(jax.random.key(0), (5,), 0)
+        >>> len(layers), layers[0].bias.shape
+        (3, (2, 9))
+
+    Source:
+        Rahimi and Recht, Random Features for Large-Scale Kernel Machines, section 3:
+        its sums of waves, with learned frequencies.
+    """
+
+    num_frequencies: int = 16
+    site: ClassVar[str] = "offset_bias"
+
+    @nn.compact
+    def __call__(self, grid: Grid, num_prefix: int) -> list[RelativeTables]:
+        """The tables of every layer."""
+        del num_prefix
+        if self.num_frequencies < 1:
+            raise ValueError(
+                "position 'fourier_bias' needs num_frequencies >= 1, got "
+                f"{self.num_frequencies}"
+            )
+        scales = sinusoids.length_scale_frequencies(self.num_frequencies)
+
+        def init(key, shape):
+            return scales[:, None] * nn.initializers.normal(1.0)(key, shape)
+
+        shape = (self.num_layers, self.num_frequencies, len(grid))
+        frequencies = self.param("frequencies", init, shape)
+        coefficients = self.param(
+            "coefficients",
+            nn.initializers.normal(0.02),
+            (self.num_layers, self.heads, self.num_frequencies, 2),
+        )
+        return _wave_layers(grid, frequencies, coefficients)
+
+
+def _wave_layers(grid, frequencies, coefficients):
+    """Biases of every layer; layers share the frequencies ``[waves, axes]``, or not."""
+    rows = offsets.table_offsets(grid)
+    if frequencies.ndim == 2:
+        frequencies = [frequencies] * len(coefficients)
+    return [
+        RelativeTables(bias=wave_bias(rows, *wave))
+        for wave in zip(frequencies, coefficients, strict=True)
+    ]

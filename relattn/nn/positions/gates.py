@@ -1,0 +1,133 @@
+"""Gates of queries and keys by their position, as Flax modules."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import flax
+import flax.linen as nn
+import jax
+from jaxtyping import Array, Float, Int
+
+from relattn import offsets
+from relattn.kernels.positions import gates, rotary
+from relattn.kernels.positions.interpolate import resize_table
+from relattn.nn.positions.base import Grid, LayerPosition, Params, Position
+
+
+@flax.struct.dataclass
+class GatedHeads(LayerPosition):
+    """Scales the queries and keys of a layer.
+
+    Attributes:
+        exponents: Of the queries and of the keys.
+    """
+
+    exponents: Float[Array, "2 heads n depth"]
+
+    def __call__(self, q: Array, k: Array, x: Array) -> tuple[Array, Array]:
+        """Scaled queries and keys."""
+        del x
+        of_queries, of_keys = self.exponents
+        return gates.apply_gate(q, of_queries), gates.apply_gate(k, of_keys)
+
+    def at(self, index: Int[Array, ""] | int) -> GatedHeads:
+        """The exponents of one token, for decoding."""
+        exponents = jax.lax.dynamic_slice_in_dim(self.exponents, index, 1, axis=-2)
+        return self.replace(exponents=exponents)
+
+
+class IrpeGate(Position):
+    """iRPE gate: scales queries and keys by learned embeddings of row and column.
+
+    q' = q * exp(r_q[row] + c_q[column]), likewise k, with embeddings of their own for
+    every layer and head; on a line one embedding of the place. Zero at the start, so
+    the identity. Prefix tokens are left alone. A function of the absolute position,
+    whatever its name.
+
+    Example:
+        >>> module = IrpeGate(dim=8, heads=2, num_layers=3)
+        >>> layers, variables = module.init_with_output(jax.random.key(0), (2, 3), 1)
+        >>> layers[0].exponents.shape, variables["params"]["rows"].shape
+        ((2, 2, 7, 4), (3, 2, 2, 2, 4))
+
+    Source:
+        Guoji, Improving efficient Vision Transformers with RPEs, section 5.1.
+    """
+
+    site: ClassVar[str] = "heads"
+
+    @nn.compact
+    def __call__(self, grid: Grid, num_prefix: int) -> list[GatedHeads]:
+        """The exponents of every layer."""
+        leading, depth = (self.num_layers, 2, self.heads), self.dim // self.heads
+        embeddings = [
+            self.table(nn.initializers.zeros, (*leading, size, depth), grid, name)
+            for name, size in zip(_axes(grid), grid, strict=True)
+        ]
+        exponents = gates.irpe_exponents(*embeddings, num_prefix=num_prefix)
+        return [GatedHeads(layer) for layer in exponents]
+
+    def resize(self, params: Params, old: Grid, new: Grid, num_prefix: int) -> Params:
+        """Embeddings between those of the old rows and columns, cubically."""
+        del num_prefix
+        return {
+            name: resize_table(params[name], old[i : i + 1], new[i : i + 1], axis=-2)
+            for i, name in enumerate(_axes(old))
+        }
+
+
+def _axes(grid: Grid) -> tuple[str, ...]:
+    return ("rows", "columns") if len(grid) == 2 else ("places",)
+
+
+class StringGate(Position):
+    """STRING gate: scales queries and keys by Fourier features of the position.
+
+    q' = q * exp(g(p) A_q), likewise k, with g(p) = [cos(w_r . p + b_r),
+    sin(w_r . p + b_r)], r = 1 .. rank. Frequencies w and phases b are a layer's, A a
+    layer's and head's. A is zero at the start, so the gate the identity. Prefix tokens
+    are left alone. A function of the absolute position, whatever its name.
+
+    Attributes:
+        rank: Number of frequencies.
+        base: Of their series at the start; 0 is 10 on a grid and 10,000 on a line.
+
+    Example:
+        >>> module = StringGate(dim=8, heads=2, num_layers=3, rank=5)
+        >>> layers, variables = module.init_with_output(jax.random.key(0), (2, 3), 1)
+        >>> layers[0].exponents.shape, variables["params"]["coefficients"].shape
+        ((2, 2, 7, 4), (3, 2, 2, 10, 4))
+
+    Source:
+        Guoji, Improving efficient Vision Transformers with RPEs, section 5.3.
+    """
+
+    rank: int = 8
+    base: float = 0.0
+    site: ClassVar[str] = "heads"
+
+    @nn.compact
+    def __call__(self, grid: Grid, num_prefix: int) -> list[GatedHeads]:
+        """The exponents of every layer."""
+        if self.rank < 1:
+            raise ValueError(
+                f"position 'string_gate' needs rank >= 1, got rank={self.rank}"
+            )
+        layers, zeros = self.num_layers, nn.initializers.zeros
+        frequencies = self.param(
+            "frequencies",
+            lambda key: rotary.draw_mixed_frequencies(
+                key, self.rank, len(grid), leading=(layers,), base=self.base
+            ),
+        )
+        phases = self.param("phases", zeros, (layers, self.rank))
+        shape = (layers, 2, self.heads, 2 * self.rank, self.dim // self.heads)
+        exponents = gates.string_exponents(
+            offsets.grid_positions(grid, num_prefix),
+            frequencies[:, None, None],
+            phases[:, None, None],
+            self.param("coefficients", zeros, shape),
+            num_prefix=num_prefix,
+        )
+        return [GatedHeads(layer) for layer in exponents]

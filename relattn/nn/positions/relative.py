@@ -1,0 +1,146 @@
+"""Relative keys, values and biases: tables with a row for each offset."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import flax
+import flax.linen as nn
+from jaxtyping import Array, Float
+
+from relattn import offsets
+from relattn.kernels.positions.interpolate import resize_table
+from relattn.nn.positions.base import Grid, LayerPosition, Params, Position
+
+
+@flax.struct.dataclass
+class RelativeTables(LayerPosition):
+    """Tables of a layer, one of them or more, for `relattn.kernels.relative_attention`.
+
+    Attributes:
+        key_table: A vector for each head and offset, or None.
+        value_table: A vector for each head and offset, or None.
+        bias: A number for each head and offset, or None.
+    """
+
+    key_table: Float[Array, "heads rows depth"] | None = None
+    value_table: Float[Array, "heads rows depth"] | None = None
+    bias: Float[Array, "heads rows"] | None = None
+
+    @property
+    def tables(self) -> dict[str, Array]:
+        """The tables that there are."""
+        names = ("key_table", "value_table", "bias")
+        named = {name: getattr(self, name) for name in names}
+        return {name: table for name, table in named.items() if table is not None}
+
+
+class _RelativeVectors(Position):
+    site: ClassVar[str] = "pairs"
+    kind: ClassVar[str]
+
+    @nn.compact
+    def __call__(self, grid: Grid, num_prefix: int) -> list[RelativeTables]:
+        """The tables of every layer."""
+        del num_prefix
+        depth = self.dim // self.heads
+        shape = (self.num_layers, self.heads, offsets.num_offsets(grid), depth)
+        table = self.table(nn.initializers.normal(depth**-0.5), shape, grid)
+        return [RelativeTables(**{self.kind: layer}) for layer in table]
+
+    def resize(self, params: Params, old: Grid, new: Grid, num_prefix: int) -> Params:
+        """Vectors between those of the old grid's offsets, bicubically."""
+        del num_prefix
+        sizes = _offset_grids(old, new)
+        return {"table": resize_table(params["table"], *sizes, axis=-2)}
+
+
+class RelativeKey(_RelativeVectors):
+    """Relative key vectors: q_i . (k_j + r_d) / sqrt(depth), d = p_i - p_j.
+
+    Every layer, head and offset has a vector r_d, N(0, 1/depth) at the start. Pairs
+    with a prefix token have none. Causal attention uses the offsets from zero on.
+
+    Example:
+        >>> import jax
+        >>> module = RelativeKey(dim=8, heads=2, num_layers=3)
+        >>> layers, _ = module.init_with_output(jax.random.key(0), (2, 3), 1)
+        >>> len(layers), layers[0].key_table.shape
+        (3, (2, 15, 4))
+
+    Source:
+        Shaw et al., Self-Attention with Relative Position Representations, section
+        3.1, without their clip; two axes and the start: Srinivas et al., Bottleneck
+        Transformers, section 3.
+    """
+
+    kind: ClassVar[str] = "key_table"
+
+
+class RelativeValue(_RelativeVectors):
+    """Relative value vectors: out_i = sum_j alpha_ij (v_j + r_d), d = p_i - p_j.
+
+    Every layer, head and offset has a vector r_d, N(0, 1/depth) at the start. Pairs
+    with a prefix token have none. Causal attention uses the offsets from zero on.
+
+    Example:
+        >>> import jax
+        >>> module = RelativeValue(dim=8, heads=2, num_layers=3)
+        >>> layers, _ = module.init_with_output(jax.random.key(0), (5,), 0)
+        >>> layers[0].value_table.shape
+        (2, 9, 4)
+
+    Source:
+        Shaw et al., Self-Attention with Relative Position Representations, section
+        3.1, without their clip.
+    """
+
+    kind: ClassVar[str] = "value_table"
+
+
+class RelativeBias(Position):
+    """Relative bias: q_i . k_j / sqrt(depth) + b_d, d = p_i - p_j.
+
+    Every layer, head and offset has a number b_d, N(0, 0.02^2) at the start, and where
+    there are prefix tokens so has each kind of pair with one: "in", "self" and "out" of
+    `relattn.offsets.offset_index`. Causal attention uses the offsets from zero on.
+
+    Example:
+        >>> import jax
+        >>> module = RelativeBias(dim=8, heads=2, num_layers=3)
+        >>> layers, _ = module.init_with_output(jax.random.key(0), (2, 3), 1)
+        >>> layers[0].bias.shape
+        (2, 18)
+
+    Source:
+        Liu et al., Swin Transformer, section 3.2.
+    """
+
+    site: ClassVar[str] = "offset_bias"
+
+    @nn.compact
+    def __call__(self, grid: Grid, num_prefix: int) -> list[RelativeTables]:
+        """The tables of every layer."""
+        rows = offsets.num_table_rows(grid, num_prefix)
+        shape = (self.num_layers, self.heads, rows)
+        table = self.table(nn.initializers.truncated_normal(0.02), shape, grid)
+        return [RelativeTables(bias=layer) for layer in table]
+
+    def resize(self, params: Params, old: Grid, new: Grid, num_prefix: int) -> Params:
+        """Numbers between those of the old grid's offsets, bicubically."""
+        sizes = _offset_grids(old, new)
+        others = offsets.num_table_rows(old, num_prefix) - offsets.num_offsets(old)
+        table = resize_table(params["table"], *sizes, axis=-1, num_others=others)
+        return {"table": table}
+
+
+def _offset_grids(old: Grid, new: Grid) -> tuple[Grid, Grid]:
+    """Sizes of the tables of offsets of two grids."""
+    if len(old) == 1:
+        # Causal attention trains one half of it, which would mix with the other.
+        raise ValueError(
+            "a table of offsets on a line is not resized, since causal attention "
+            f"trains its past only: give sequences of up to {old[0]} tokens, or choose "
+            "a position without tables such as 'rope1d'"
+        )
+    return tuple(tuple(2 * size - 1 for size in grid) for grid in (old, new))

@@ -1,0 +1,211 @@
+"""Attention and position encodings by name: the only look-up."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from relattn import spec
+from relattn.nn import attention as attentions
+from relattn.nn import (
+    gated_positional,
+    linear_attention,
+    linformer,
+    routing,
+    translution,
+)
+from relattn.nn.positions import base, bias, gates, relative, rotary
+
+ATTENTIONS = {
+    "softmax": attentions.SoftmaxAttention,
+    "favor": linear_attention.FavorAttention,
+    "relu": linear_attention.LearnedReluAttention,
+    "banded": linear_attention.BandedAttention,
+    "gated_positional": gated_positional.GatedPositionalAttention,
+    "translution": translution.TranslutionAttention,
+    "lor_translution": translution.LorTranslutionAttention,
+    "linformer": linformer.LinformerAttention,
+    "routing": routing.RoutingAttention,
+}
+
+POSITIONS = {
+    "none": base.NoPosition,
+    "learned": base.Learned,
+    "sincos": base.Sincos,
+    "learnable_sincos": base.LearnableSincos,
+    "constrained_sincos": base.ConstrainedSincos,
+    "relative_key": relative.RelativeKey,
+    "relative_value": relative.RelativeValue,
+    "relative_bias": relative.RelativeBias,
+    "t5_bias": bias.T5Bias,
+    "sincos_bias": bias.SincosBias,
+    "fourier_bias": bias.FourierBias,
+    "rope1d": rotary.Rope1d,
+    "rope2d": rotary.Rope2d,
+    "rope2d_mixed": rotary.Rope2dMixed,
+    "cayley_string": rotary.CayleyString,
+    "circulant_string": rotary.CirculantString,
+    "irpe_gate": gates.IrpeGate,
+    "string_gate": gates.StringGate,
+}
+
+# Others are registered by users.
+OWN = frozenset({*ATTENTIONS, *POSITIONS})
+
+# What the model decides, not the spec.
+_RESERVED = ("dim", "heads", "layer", "num_layers", "qkv_bias", "causal")
+_RESERVED += ("dtype", "parent", "name", "args", "kwargs")
+
+
+def register_attention(name: str, module: type) -> None:
+    """Gives an attention of your own a name, for models and configurations.
+
+    Options of the spec are its attributes: ``"cosine(scale=20.0)"``. A run that trained
+    with it is loaded where it has been registered.
+
+    Args:
+        name: A Python name that no attention or position of relattn has. A second call
+            with the same name replaces the first.
+        module: A subclass of `relattn.MultiHeadAttention`.
+
+    Raises:
+        ValueError: If the name is taken by relattn or none of Python.
+        TypeError: If it is no such class.
+
+    Example:
+        >>> import jax, jax.numpy as jnp, relattn
+        >>> class Mean(relattn.MultiHeadAttention):
+        ...     def attend(self, q, k, v, context):
+        ...         return jnp.broadcast_to(v.mean(axis=-2, keepdims=True), v.shape)
+        >>> relattn.register_attention("mean", Mean)
+        >>> vit = relattn.ViT(10, attention="mean", dim=8, heads=2, num_layers=1)
+        >>> images = jnp.zeros((1, 32, 32, 1))
+        >>> vit.init_with_output(jax.random.key(0), images)[0].shape
+        (1, 10)
+    """
+    _register(ATTENTIONS, name, module, attentions.MultiHeadAttention)
+
+
+def register_position(name: str, module: type) -> None:
+    """Gives a position encoding of your own a name, as `register_attention` does.
+
+    Args:
+        name: A Python name that no attention or position of relattn has. A second call
+            with the same name replaces the first.
+        module: A subclass of `relattn.Position`.
+
+    Raises:
+        ValueError: If the name is taken by relattn or none of Python.
+        TypeError: If it is no such class.
+
+    Example:
+        >>> import flax.linen as nn, jax, jax.numpy as jnp, relattn
+        >>> class Rows(relattn.Position):
+        ...     site = "tokens"
+        ...     @nn.compact
+        ...     def __call__(self, tokens, grid):
+        ...         shape = (grid[0], 1, self.dim)
+        ...         rows = self.param("rows", nn.initializers.normal(0.02), shape)
+        ...         rows = jnp.broadcast_to(rows, (*grid, self.dim))
+        ...         return tokens + rows.reshape(-1, self.dim)
+        >>> relattn.register_position("rows", Rows)
+        >>> vit = relattn.ViT(10, position="rows", dim=8, heads=2, num_layers=1)
+        >>> images = jnp.zeros((1, 32, 32, 1))
+        >>> vit.init_with_output(jax.random.key(0), images)[0].shape
+        (1, 10)
+    """
+    _register(POSITIONS, name, module, base.Position)
+
+
+def _register(table: dict[str, Any], name: str, module: type, base: type) -> None:
+    if not issubclass(module, base):
+        raise TypeError(
+            f"{name!r} needs a subclass of relattn.{base.__name__}, got "
+            f"{spec.shorten(module)}"
+        )
+    if not name.isidentifier() or name in OWN:
+        raise ValueError(
+            f"{spec.shorten(name)} cannot be registered: choose a Python name that is "
+            "none of relattn's own"
+        )
+    table[name] = module
+
+
+def build(
+    attention: str,
+    position: str,
+    *,
+    dim: int,
+    heads: int,
+    num_layers: int,
+    causal: bool = False,
+) -> tuple[functools.partial, functools.partial]:
+    """Resolves the specs of an attention and a position, and checks that they fit.
+
+    Args:
+        attention: Spec of an entry of `ATTENTIONS`, ``"favor(num_features=256)"``.
+        position: Spec of an entry of `POSITIONS`, ``"constrained_sincos"``, or a sum of
+            such specs, ``"learned + rope2d"``, of which one at most acts elsewhere than
+            at the site ``tokens``.
+        dim: Width of the tokens.
+        heads: Number of heads.
+        num_layers: Number of layers.
+        causal: Whether a token attends to itself and those before it only.
+
+    Returns:
+        A constructor of the layers' attention (give it ``layer``) and one of the
+        model's position encoding.
+
+    Raises:
+        ValueError: If a name or an option does not exist, the sizes do not fit, the
+            attention does not honour the site of the position, or has no causal form.
+
+    Example:
+        >>> attention, position = build(
+        ...     "favor", "learnable_sincos", dim=8, heads=2, num_layers=1)
+        >>> attention(layer=0).heads
+        2
+    """
+    make_attention = spec.resolve(attention, ATTENTIONS, "attention", _RESERVED)
+    make_position = _resolve_position(position, attention, make_attention.func.sites)
+    if causal and not make_attention.func.has_causal_form:
+        fitting = [name for name, entry in ATTENTIONS.items() if entry.has_causal_form]
+        raise ValueError(
+            f"attention {attention!r} has no causal form; choose from "
+            f"{', '.join(fitting)}"
+        )
+    make_attention.func.check(dim, heads, **make_attention.keywords)
+    make_position = functools.partial(
+        make_position, dim=dim, heads=heads, num_layers=num_layers
+    )
+    make_attention = functools.partial(
+        make_attention, dim=dim, heads=heads, causal=causal
+    )
+    return make_attention, make_position
+
+
+def _resolve_position(
+    position: str, attention: str, sites: tuple[str, ...]
+) -> functools.partial:
+    """The constructor of a position, or of a sum, that the attention honours."""
+    makers = [
+        spec.resolve(term, POSITIONS, "position", _RESERVED)
+        for term in spec.terms(position)
+    ]
+    for term, make in zip(spec.terms(position), makers, strict=True):
+        if make.func.site not in sites:
+            fitting = [name for name, entry in POSITIONS.items() if entry.site in sites]
+            raise ValueError(
+                f"position {term!r} acts at the site {make.func.site!r}, which "
+                f"attention {attention!r} does not honour; it takes position "
+                f"{', '.join(fitting)}"
+            )
+    if len(makers) == 1:
+        return makers[0]
+    others = [make for make in makers if make.func.site not in ("none", "tokens")]
+    if len(others) > 1:
+        raise ValueError(
+            f"position {position!r} has {len(others)} terms that reach the attention; "
+            "a sum takes one, and any number that are added to the tokens"
+        )
+    return functools.partial(base.PositionSum, makers=tuple(makers))

@@ -1,0 +1,93 @@
+"""Comparison of a kernel with its naive reference, values and gradients."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from relattn.kernels import feature_maps
+from tests import reference
+from tests.helpers.quick import quick_jit
+
+
+def feature_map(name, projection):
+    """The feature map of the kernels."""
+    function = getattr(feature_maps, f"{name}_features")
+    return functools.partial(function, projection=projection)
+
+
+def naive_map(name, projection):
+    """The feature map of the references, of one vector."""
+    function = getattr(reference, f"{name}_features")
+    return functools.partial(function, projection=np.float64(projection))
+
+
+def expect_equal(kernel, naive, inputs, *, tolerance=2e-5, double=False):
+    """Checks the outputs, and the gradients of a fixed weighted sum of them.
+
+    Args:
+        kernel: A function of the inputs.
+        naive: A function of the inputs without their one leading axis, in float64.
+        inputs: Arrays ``[heads, ...]``.
+        tolerance: Largest error, relative to the largest number of the array.
+        double: Whether float64 inputs must also give float64 accuracy, 1e-10.
+    """
+    results = _value_and_gradients(kernel, inputs, jax.jit)
+    with jax.enable_x64(True):
+        wide = [jnp.asarray(np.asarray(x), jnp.float64) for x in inputs]
+        expected = _value_and_gradients(jax.vmap(naive), wide, quick_jit)
+        if double:
+            accurate = _value_and_gradients(kernel, wide, quick_jit)
+            _expect_close(accurate, expected, 1e-10)
+    _expect_close(results, expected, tolerance)
+
+
+def _expect_close(results, expected, tolerance):
+    for ours, theirs in zip(results, expected, strict=True):
+        scale = np.abs(theirs).max()
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=tolerance * scale)
+
+
+def expect_equal_second_derivatives(kernel, naive, inputs):
+    """Checks the Hessian of a fixed weighted sum of the outputs, times fixed vectors.
+
+    Both are computed in float64 and agree to 1e-10 of the largest number of an array.
+
+    Args:
+        kernel: A function of the inputs.
+        naive: A function of the inputs without their one leading axis.
+        inputs: Arrays ``[heads, ...]``.
+    """
+    with jax.enable_x64(True):
+        wide = [jnp.asarray(np.asarray(x), jnp.float64) for x in inputs]
+        results = _hessian_product(kernel, wide)
+        expected = _hessian_product(jax.vmap(naive), wide)
+    _expect_close(results, expected, 1e-10)
+
+
+def _hessian_product(function, inputs):
+    @quick_jit
+    def compiled(*inputs):
+        def weighted(inputs):
+            out = function(*inputs)
+            return jnp.vdot(jnp.cos(jnp.arange(out.size)).reshape(out.shape), out)
+
+        tangents = tuple(
+            jnp.sin(jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape) for x in inputs
+        )
+        # Reverse mode twice: some kernels have no forward mode.
+        _, pullback = jax.vjp(jax.grad(weighted), inputs)
+        return pullback(tangents)[0]
+
+    return compiled(*inputs)
+
+
+def _value_and_gradients(function, inputs, jit):
+    @jit
+    def compiled(*inputs):
+        out, pullback = jax.vjp(function, *inputs)
+        cotangent = np.cos(np.arange(out.size)).reshape(out.shape)
+        return out, *pullback(cotangent.astype(out.dtype))
+
+    return compiled(*inputs)

@@ -1,0 +1,384 @@
+"""Every kernel refuses arguments that do not fit, in a sentence with their shapes.
+
+`KERNELS` lists the arrays of every kernel that attends, without leading axes; `REFUSED`
+is what is wrong in a single kernel.
+"""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jaxtyping import Float
+
+from relattn import kernels
+from relattn.kernels import checks
+from tests.helpers.quick import quick_jit
+
+# As many examples as heads: a mask without the axis of heads would broadcast.
+BATCH = HEADS = 2
+N, M, DEPTH, VALUE_DEPTH, INNER, RANK = 7, 5, 6, 3, 4, 2
+
+SELF = {"q": (N, DEPTH), "k": (N, DEPTH), "v": (N, VALUE_DEPTH)}
+CROSS = {"q": (N, DEPTH), "k": (M, DEPTH), "v": (M, VALUE_DEPTH)}
+STEP = {"q_i": (DEPTH,), "k": (N, DEPTH), "v": (N, VALUE_DEPTH)}
+TOKENS = {"x": (N, DEPTH)}
+LOW_RANK = {
+    "q": (HEADS, N, DEPTH),
+    "k": (HEADS, N, DEPTH),
+    "v": (HEADS, N, DEPTH),
+    "low_q": (N, INNER),
+    "low_k": (N, INNER),
+    "low_v": (N, INNER),
+}
+LOW_RANK_STEP = {
+    "q_i": (HEADS, DEPTH),
+    **{name: LOW_RANK[name] for name in ("k", "v", "low_k", "low_v")},
+    "low_q_i": (INNER,),
+}
+
+
+def matrices(names, *shape):
+    return dict.fromkeys(names, np.ones(shape, np.float32))
+
+
+LINE = {"grid": (N,)}
+OFFSETS = {"bias": np.zeros(2 * N - 1, np.float32)}
+POSITIVE = {"feature_map": jax.nn.softplus}
+GATE = {"gate": np.zeros((), np.float32), "coefficients": np.zeros(2, np.float32)}
+WEIGHTS = matrices(("w_q", "w_k", "w_v"), DEPTH, HEADS, DEPTH)
+LOW_WEIGHTS = matrices(("t_q", "t_k", "t_v"), INNER, HEADS, RANK)
+STATE = kernels.init_linear_state(
+    jnp.ones((BATCH, HEADS, DEPTH)), jnp.ones((BATCH, HEADS, VALUE_DEPTH)), jax.nn.relu
+)
+
+# The tokens of every kernel, and its other arguments.
+KERNELS = {
+    "softmax_attention": (CROSS, {}),
+    "causal_softmax_attention": (SELF, {}),
+    "linear_attention": (CROSS, POSITIVE),
+    "causal_linear_attention": (SELF, POSITIVE),
+    "causal_linear_attention_step": (
+        {"q_i": (DEPTH,), "k_i": (DEPTH,), "v_i": (VALUE_DEPTH,)},
+        {"state": STATE, **POSITIVE},
+    ),
+    "toeplitz_linear_attention": (SELF, POSITIVE | OFFSETS | LINE),
+    "causal_toeplitz_linear_attention": (SELF, POSITIVE | OFFSETS),
+    "causal_toeplitz_linear_attention_step": (STEP, POSITIVE | OFFSETS | {"index": 3}),
+    "banded_attention": (
+        {name: SELF[name] for name in ("q", "v")},
+        POSITIVE | LINE | {"table": np.zeros((3, DEPTH), np.float32)},
+    ),
+    "relative_attention": (SELF, OFFSETS | LINE),
+    "causal_relative_attention": (SELF, OFFSETS),
+    "causal_relative_attention_step": (STEP, OFFSETS | {"index": 3}),
+    "gated_positional_attention": (SELF, GATE | LINE),
+    "causal_gated_positional_attention": (SELF, GATE),
+    "causal_gated_positional_attention_step": (STEP, GATE | {"index": 3}),
+    "linformer_attention": (
+        CROSS,
+        matrices(("key_projection", "value_projection"), 2, M),
+    ),
+    "local_attention": (SELF, {"window": 3}),
+    "routing_attention": (SELF, {"window": 3, **matrices(("centroids",), 2, DEPTH)}),
+    "general_translution": (
+        TOKENS,
+        {
+            "positions": np.zeros((N, 2), np.float32),
+            "weight_fn": lambda offset, query, key: (query * key).sum(-1),
+            "value_fn": lambda offset, key: key,
+        },
+    ),
+    "translution": (TOKENS, WEIGHTS | LINE),
+    "causal_translution": (TOKENS, WEIGHTS),
+    "causal_translution_step": (TOKENS, WEIGHTS | {"index": 3}),
+    "pair_translution": (TOKENS, WEIGHTS),
+    "lor_translution": (LOW_RANK, LOW_WEIGHTS | LINE),
+    "causal_lor_translution": (LOW_RANK, LOW_WEIGHTS),
+    "causal_lor_translution_step": (LOW_RANK_STEP, LOW_WEIGHTS | {"index": 3}),
+    "pair_lor_translution": (LOW_RANK, LOW_WEIGHTS),
+    "cluster_sums": (TOKENS, matrices(("centroids",), 2, DEPTH)),
+    "rotate": (TOKENS, matrices(("angles",), N, DEPTH // 2)),
+    "apply_gate": (TOKENS, matrices(("exponents",), N, DEPTH)),
+    "cayley_string": (
+        TOKENS,
+        matrices(("angles",), N, DEPTH // 2) | {"matrix": np.eye(DEPTH)},
+    ),
+    "circulant_string": (TOKENS, matrices(("angles",), N, DEPTH // 2 + 1)),
+    "unit_norm": (TOKENS, {}),
+    "positive_features": (TOKENS, matrices(("projection",), 3, DEPTH)),
+    "trigonometric_features": (TOKENS, matrices(("projection",), 3, DEPTH)),
+    "relu_features": (TOKENS, matrices(("projection",), 3, DEPTH)),
+}
+
+
+def draw(name, *leading, dtype=np.float32):
+    """The tokens of a kernel."""
+    shapes, _ = KERNELS[name]
+    random = np.random.default_rng(0)
+    return {
+        key: jnp.asarray(random.integers(-3, 4, (*leading, *shape)), dtype)
+        for key, shape in shapes.items()
+    }
+
+
+def call(name, tokens, **changes):
+    return getattr(kernels, name)(**{**KERNELS[name][1], **tokens, **changes})
+
+
+def of_kernels(*arguments):
+    """The kernels that take all of some arguments."""
+    return pytest.mark.parametrize(
+        "name",
+        [
+            name
+            for name in KERNELS
+            if set(arguments)
+            <= set(inspect.signature(getattr(kernels, name)).parameters)
+        ],
+    )
+
+
+def num_keys(tokens):
+    return next(tokens[name] for name in ("k", "v", "x") if name in tokens).shape[-2]
+
+
+def shown(x):
+    return str(x.shape).replace("(", r"\(").replace(")", r"\)")
+
+
+def test_the_table_holds_every_kernel_of_tokens():
+    of_tokens = {
+        name
+        for name in kernels.__all__
+        if {"q", "q_i", "x"} & set(_parameters(getattr(kernels, name)))
+    }
+    assert of_tokens == set(KERNELS)
+
+
+def _parameters(function):
+    return inspect.signature(function).parameters if inspect.isroutine(function) else ()
+
+
+@of_kernels("key_mask")
+def test_a_mask_without_the_axis_of_heads_is_refused(name):
+    tokens = draw(name, BATCH, HEADS)
+    mask = jnp.ones((BATCH, num_keys(tokens)), bool)
+    message = rf"key_mask of shape {shown(mask)} .*by key_mask\[:, None\]"
+    with pytest.raises(ValueError, match=message):
+        call(name, tokens, key_mask=mask)
+    with pytest.raises(ValueError, match=r"expected .*, got|does not fit|same"):
+        call(name, tokens, key_mask=mask[:, :-1])
+
+
+@of_kernels("key_mask")
+@pytest.mark.parametrize(
+    "mask",
+    [np.zeros(N), np.full(N, -np.inf, np.float32), np.ones(N, np.int32), [True] * N],
+    ids=["zeros", "minus infinity", "ones", "list"],
+)
+def test_a_mask_that_is_not_boolean_is_refused(name, mask):
+    tokens = draw(name)
+    mask = mask[: num_keys(tokens)]
+    message = r"key_mask must be boolean, .* key_mask == 0 .* key_mask.astype\(bool\)"
+    with pytest.raises(ValueError, match=message):
+        call(name, tokens, key_mask=mask)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("dtype", [np.int32, bool])
+def test_whole_numbers_are_promoted(name, dtype):
+    leading = (BATCH, HEADS) if name == "causal_linear_attention_step" else ()
+    tokens = draw(name, *leading, dtype=dtype)
+
+    def shapes(tokens):
+        return jax.eval_shape(lambda: call(name, tokens))
+
+    expected = shapes({key: x.astype(jnp.float32) for key, x in tokens.items()})
+    assert shapes(tokens) == expected
+    assert {x.dtype for x in jax.tree.leaves(expected)} == {np.dtype(np.float32)}
+
+
+def wider(x, axis=-1):
+    return jnp.concatenate([x, x[..., :1, :] if axis == -2 else x[..., :1]], axis)
+
+
+@of_kernels("k")
+def test_queries_and_keys_of_different_depths_are_refused(name):
+    tokens = draw(name)
+    q = "q" if "q" in tokens else "q_i"
+    changed = {"k": wider(tokens["k"])}
+    message = rf"{q} .*k .* the same (key_)?depth, got shapes {shown(tokens[q])} and"
+    with pytest.raises(ValueError, match=message):
+        call(name, {**tokens, **changed})
+
+
+@of_kernels("k", "v")
+@pytest.mark.parametrize("length", [1, N + 1])
+def test_keys_and_values_of_different_lengths_are_refused(name, length):
+    tokens = draw(name)
+    v = jnp.ones((*tokens["v"].shape[:-2], length, tokens["v"].shape[-1]))
+    message = rf"must have the same (n|m|length), got shapes .* and {shown(v)}"
+    with pytest.raises(ValueError, match=message):
+        call(name, {**tokens, "v": v})
+
+
+@of_kernels("q", "v")
+def test_queries_of_another_length_are_refused_where_tokens_attend_to_themselves(name):
+    tokens = draw(name)
+    if KERNELS[name][0] is CROSS:
+        return
+    q = wider(tokens["q"], -2)
+    with pytest.raises(ValueError, match=rf"must have the same n, got .*{shown(q)}"):
+        call(name, {**tokens, "q": q})
+
+
+@of_kernels("v")
+def test_leading_axes_that_do_not_broadcast_are_refused(name):
+    tokens = {**draw(name, 3), "v": draw(name, 2)["v"]}
+    shapes = f"{shown(tokens['v'])}"
+    message = rf"leading axes \*batch of .* must be the same or broadcast, .*{shapes}"
+    with pytest.raises(ValueError, match=message):
+        call(name, tokens)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, row in KERNELS.items() if row[0] in (SELF, CROSS, STEP)]
+)
+def test_leading_axes_broadcast(name):
+    tokens = draw(name, BATCH, HEADS)
+    first = next(iter(tokens))
+    tokens = {
+        first: tokens[first],
+        "k": tokens["k"][:1],
+        "v": tokens["v"][0],
+    }
+    shapes = KERNELS[name][0]
+    whole = {
+        key: jnp.broadcast_to(x, (BATCH, HEADS, *shapes[key]))
+        for key, x in tokens.items()
+    }
+    # The batch may also be that of the values alone.
+    shared = {**tokens, first: tokens[first][0], "v": whole["v"]}
+    repeated = {**whole, first: jnp.broadcast_to(shared[first], whole[first].shape)}
+    cases = [tokens, shared, whole, repeated]
+    results = quick_jit(lambda cases: [call(name, case) for case in cases])(cases)
+    np.testing.assert_allclose(results[:2], results[2:], rtol=1e-5, atol=1e-6)
+
+
+@of_kernels("v")
+def test_no_keys_are_refused(name):
+    tokens = draw(name)
+    empty = {
+        key: x if key in ("q", "q_i", "low_q", "low_q_i") else x[..., :0, :]
+        for key, x in tokens.items()
+    }
+    if "q" in tokens and KERNELS[name][0] is not CROSS:
+        empty["q"] = tokens["q"][..., :0, :]
+    with pytest.raises(
+        ValueError, match=r"must not be empty along .*, got shape \(.*0,"
+    ):
+        call(name, empty)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, row in KERNELS.items() if row[0] is CROSS]
+)
+def test_no_queries_give_an_empty_output(name):
+    tokens = draw(name, BATCH)
+    out = call(name, {**tokens, "q": tokens["q"][:, :0]})
+    assert out.shape == (BATCH, 0, VALUE_DEPTH)
+
+
+def changed(name, **changes):
+    return lambda: call(name, draw(name), **changes)
+
+
+@pytest.mark.parametrize(
+    ("refused", "message"),
+    [
+        (
+            changed("translution", w_v=np.ones((DEPTH + 1, HEADS, DEPTH))),
+            r"x \[\*batch, n, dim\] and w_v .* must have the same dim, got shapes",
+        ),
+        (
+            changed("pair_lor_translution", t_q=np.ones((INNER, HEADS + 1, RANK))),
+            r"q \[\*batch, heads, n, key_depth\] and t_q .* must have the same heads",
+        ),
+        (
+            changed("linformer_attention", key_projection=np.ones((2, M + 1))),
+            rf"must have the same m, got shapes \({M}, {DEPTH}\) and \(2, {M + 1}\)",
+        ),
+        (
+            changed("relative_attention", key_table=np.ones((2 * N - 1, DEPTH + 1))),
+            r"q .* and key_table \[\*batch, key_rows, depth\] must have the same depth",
+        ),
+        (
+            changed("routing_attention", centroids=np.ones((2, DEPTH + 1))),
+            r"and centroids \[\*batch, clusters, depth\] must have the same depth",
+        ),
+        (
+            changed("general_translution", positions=np.ones((N + 1, 2))),
+            "x .* and positions .* must have the same n, got shapes",
+        ),
+        (
+            changed("rotate", angles=np.ones((N + 1, DEPTH // 2))),
+            "x .* and angles .* must have the same n, got shapes",
+        ),
+        (
+            changed("softmax_attention", q=np.ones(DEPTH)),
+            rf"q must have shape \[\*batch, n, depth\], got shape \({DEPTH},\)",
+        ),
+        (
+            changed("softmax_attention", q=np.ones((N, 0)), k=np.ones((M, 0))),
+            rf"must not be empty along depth, got shape \({N}, 0\)",
+        ),
+        (
+            changed("softmax_attention", q=np.ones((N, DEPTH), np.complex64)),
+            "q must hold real numbers, got complex64",
+        ),
+        (
+            changed("softmax_attention", mask=np.zeros((N, M))),
+            "mask must be boolean",
+        ),
+        (
+            changed("rotate", angles=np.ones((3, N, DEPTH // 2))),
+            r"of x and angles must be the same or broadcast, got shapes x \(7, 6\) and",
+        ),
+        (
+            lambda: kernels.irpe_exponents(np.ones((2, 3)), np.ones((2, 4))),
+            r"embeddings\[0\] .* and embeddings\[1\] .* must have the same depth",
+        ),
+        (
+            lambda: kernels.wave_bias(
+                np.ones((3, 1), int), np.ones((4, 2)), np.ones((4, 2))
+            ),
+            "offsets .* and frequencies .* must have the same axes",
+        ),
+        (
+            lambda: kernels.wave_bias(
+                np.ones((3, 1), int), np.ones((4, 1)), np.ones((4, 3))
+            ),
+            r"coefficients must have shape \[\*heads, waves, 2\], got shape \(4, 3\)",
+        ),
+    ],
+)
+def test_a_sentence_names_the_arrays_and_their_shapes(refused, message):
+    with pytest.raises(ValueError, match=message):
+        refused()
+
+
+def test_the_state_of_another_batch_is_refused():
+    tokens = draw("causal_linear_attention_step", BATCH + 1, HEADS)
+    with pytest.raises(ValueError, match=r"state .* \(2, 2, 6, 4\).* \(3, 2, 6, 4\)"):
+        call("causal_linear_attention_step", tokens)
+
+
+def test_arrays_that_fit_are_passed_on_as_they_are():
+    @checks.check_arguments
+    def pair(q: Float[jax.Array, "n depth"], *, scale=1.0):
+        return q, scale
+
+    q = jnp.ones((2, 3), jnp.bfloat16)
+    assert pair(q, scale=2.0)[0] is q and pair(q=q)[1] == 1.0

@@ -1,0 +1,195 @@
+"""Causal linear attention: chunks, masks, decoding and errors."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from relattn.kernels import Features, draw_orthogonal
+from relattn.kernels import feature_maps as maps
+from relattn.kernels.linear import (
+    causal_linear_attention,
+    causal_linear_attention_step,
+    init_linear_state,
+    underflowed,
+)
+from tests import reference
+from tests.helpers import compare
+
+HEADS, N, DEPTH, VALUE_DEPTH = 2, 11, 5, 3
+PROJECTION = draw_orthogonal(jax.random.key(1), 13, DEPTH)
+feature_map = functools.partial(compare.feature_map, projection=PROJECTION)
+naive_map = functools.partial(compare.naive_map, projection=PROJECTION)
+NAMES = ["positive", "trigonometric", "relu"]
+
+
+def draw_inputs(scale=0.5):
+    keys = jax.random.split(jax.random.key(0), 3)
+    q, k = (scale * jax.random.normal(key, (HEADS, N, DEPTH)) for key in keys[:2])
+    return q, k, jax.random.normal(keys[2], (HEADS, N, VALUE_DEPTH))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_chunk_equals_the_reference(name):
+    compare.expect_equal(
+        lambda q, k, v: causal_linear_attention(q, k, v, feature_map(name)),
+        lambda q, k, v: reference.linear_attention(
+            q, k, v, naive_map(name), np.tril(np.ones((N, N), bool))
+        ),
+        draw_inputs(),
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_second_derivatives_equal_the_reference(name):
+    q, k, v = draw_inputs()
+    # ReLU features of zeros are at their kink.
+    q, k = q.at[:, 1].set(0.0), k.at[:, 2].set(0.0)
+    compare.expect_equal_second_derivatives(
+        lambda q, k, v: causal_linear_attention(
+            q, k, v, feature_map(name), chunk_size=4
+        ),
+        lambda q, k, v: reference.linear_attention(
+            q, k, v, naive_map(name), np.tril(np.ones((N, N), bool))
+        ),
+        (q, k, v),
+    )
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("chunk_size", [1, 4, 7])
+def test_chunks_change_nothing(chunk_size, masked):
+    q, k, v = draw_inputs()
+    key_mask = jnp.asarray(np.arange(N) % 3 != 1) if masked else None
+    for name in NAMES:
+        whole, parts = (
+            causal_linear_attention(
+                q, k, v, feature_map(name), key_mask=key_mask, chunk_size=size
+            )
+            for size in (N, chunk_size)
+        )
+        np.testing.assert_allclose(parts, whole, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("chunk_size", [4, 64])
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_without_keys_give_zeros_and_finite_gradients(name, chunk_size):
+    inputs = draw_inputs()
+    key_mask = jnp.arange(N) >= 5
+
+    def attend(q, k, v):
+        return causal_linear_attention(
+            q, k, v, feature_map(name), key_mask=key_mask, chunk_size=chunk_size
+        )
+
+    out = attend(*inputs)
+    np.testing.assert_array_equal(out[:, :5], 0.0)
+    np.testing.assert_allclose(out[:, 5], inputs[2][:, 5], rtol=1e-5)
+    for gradient in jax.grad(lambda *x: attend(*x).sum(), (0, 1, 2))(*inputs):
+        assert np.isfinite(gradient).all()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_recurrent_step_equals_the_kernel_row_by_row(name):
+    q, k, v = draw_inputs(scale=2.0)
+    expected = causal_linear_attention(q, k, v, feature_map(name), chunk_size=4)
+    step = jax.jit(
+        functools.partial(causal_linear_attention_step, feature_map=feature_map(name))
+    )
+    state = init_linear_state(k[:, 0], v[:, 0], feature_map(name))
+    shapes = jax.tree.map(jnp.shape, state)
+    for i in range(N):
+        state, out = step(state, q[:, i], k[:, i], v[:, i])
+        np.testing.assert_allclose(out, expected[:, i], rtol=2e-4, atol=2e-5)
+    assert jax.tree.map(jnp.shape, state) == shapes
+
+
+def test_keys_that_cancel_across_chunks_are_guarded_by_their_magnitudes():
+    def feature_map(x):
+        return Features(x[..., :1], x[..., 1:])
+
+    q = jnp.array([[1.0, 0.0], [1.0, 0.0]])
+    # Equal and opposite but for a share below 1e-4, with exponents far apart.
+    k = jnp.array([[np.exp(5.0), 0.0], [-1.0 + 4e-5, 5.0]])
+    v = jnp.array([[3.0], [1.0]])
+    # The sum of absolute weights is 2, that of weighted values 3 - 1.
+    expected = [[3.0], [(3 - 1) / (1e-4 * 2)]]
+    for size in (1, 2):
+        out = causal_linear_attention(q, k, v, feature_map, chunk_size=size)
+        np.testing.assert_allclose(out, expected, rtol=1e-3)
+    state = init_linear_state(k[0], v[0], feature_map)
+    for row in range(2):
+        state, out = causal_linear_attention_step(
+            state, q[row], k[row], v[row], feature_map
+        )
+        np.testing.assert_allclose(out, expected[row], rtol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("depth", "zero", "underflow"), [(32, 36, 38), (64, 43, 46), (128, 51, 56)]
+)
+def test_long_keys_lose_their_weight_where_documented(depth, zero, underflow):
+    num_features = maps.default_num_features(depth)
+    projection = draw_orthogonal(jax.random.key(0), num_features, depth)
+    phi = compare.feature_map("positive", projection)
+    directions = jax.random.normal(jax.random.key(1), (50, depth))
+    directions /= jnp.linalg.norm(directions, axis=-1, keepdims=True)
+    q = jax.random.normal(jax.random.key(2), (50, 1, depth))
+
+    def share_of_zeros(norm):
+        k = norm * directions[:, None]
+        return (causal_linear_attention(q, k, jnp.ones_like(k), phi) == 0).mean()
+
+    assert share_of_zeros(zero - 5) < 0.1 and share_of_zeros(zero + 5) > 0.9
+    below, above = (phi((underflow + d) * directions) for d in (-5, 5))
+    assert underflowed(below).mean() < 0.1 and underflowed(above).mean() > 0.9
+
+
+def test_features_that_would_need_the_future_are_refused():
+    def unbounded(x):
+        return Features(None, x.astype(jnp.float32))
+
+    with pytest.raises(ValueError, match="with a bound, or with values and one"):
+        causal_linear_attention(*draw_inputs(), unbounded)
+
+
+def test_chunk_size_must_be_positive():
+    with pytest.raises(ValueError, match="chunk_size must be at least 1, got -3"):
+        causal_linear_attention(*draw_inputs(), feature_map("relu"), chunk_size=-3)
+
+
+@pytest.mark.parametrize("depth", [193, 211])
+def test_deep_heads_neither_overflow_nor_underflow(depth):
+    num_features = maps.default_num_features(depth)
+    projection = draw_orthogonal(jax.random.key(1), num_features, depth)
+    keys = jax.random.split(jax.random.key(0), 3)
+    q, k, v = (jax.random.normal(key, (N, depth)) for key in keys)
+    attend = functools.partial(
+        causal_linear_attention,
+        feature_map=compare.feature_map("positive", projection),
+    )
+    out = attend(q, k, v)
+    with jax.enable_x64(True):
+        expected = reference.linear_attention(
+            *(jnp.float64(np.asarray(x)) for x in (q, k, v)),
+            compare.naive_map("positive", projection),
+            np.tril(np.ones((N, N), bool)),
+        )
+    np.testing.assert_allclose(out, expected, rtol=0, atol=5e-5)
+    gradient = jax.grad(lambda k: jnp.square(attend(q, k, v)).sum())(k)
+    assert np.isfinite(gradient).all() and np.abs(gradient).max() > 0
+
+
+def test_memory_is_linear_in_the_length():
+    def temporary_bytes(length):
+        x = jax.ShapeDtypeStruct((HEADS, length, DEPTH), jnp.float32)
+
+        def loss(q, k, v):
+            return causal_linear_attention(q, k, v, feature_map("positive")).sum()
+
+        compiled = jax.jit(jax.grad(loss, (0, 1, 2))).lower(x, x, x).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert temporary_bytes(2048) < 4.5 * temporary_bytes(512)

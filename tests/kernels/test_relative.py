@@ -1,0 +1,160 @@
+"""Tables of offsets: grids, prefix tokens, decoding, memory and errors."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from relattn import kernels, offsets
+from tests import reference
+from tests.helpers import compare
+
+DEPTH, VALUE_DEPTH = 5, 3
+# Grid, prefix tokens, and whether the tables have rows for them.
+GRIDS = [((3, 4), 0, False), ((2, 5), 2, True), ((5,), 1, False), ((1, 1), 1, True)]
+
+
+def _random(seed, *shape):
+    generator = np.random.default_rng(seed)
+    return jnp.asarray(0.7 * generator.standard_normal(shape), jnp.float32)
+
+
+def _inputs(length, rows):
+    return [
+        _random(0, 1, length, DEPTH),
+        _random(1, 1, length, DEPTH),
+        _random(2, 1, length, VALUE_DEPTH),
+        _random(3, 1, rows, DEPTH),
+        _random(4, 1, rows, VALUE_DEPTH),
+        _random(5, 1, rows),
+    ]
+
+
+@pytest.mark.parametrize(("grid", "num_prefix", "prefix_rows"), GRIDS)
+def test_every_grid_equals_the_reference(grid, num_prefix, prefix_rows):
+    length = num_prefix + math.prod(grid)
+    rows = offsets.num_table_rows(grid, num_prefix if prefix_rows else 0)
+
+    def kernel(q, k, v, key_table, value_table, bias):
+        return kernels.relative_attention(
+            q,
+            k,
+            v,
+            grid=grid,
+            num_prefix=num_prefix,
+            key_table=key_table,
+            value_table=value_table,
+            bias=bias,
+        )
+
+    naive = functools.partial(
+        reference.relative_attention,
+        allowed=np.ones((length, length), bool),
+        rows=reference.offset_rows(grid, num_prefix)[0],
+    )
+    compare.expect_equal(jax.vmap(kernel), naive, _inputs(length, rows))
+
+
+@pytest.mark.parametrize("name", ["key_table", "value_table", "bias"])
+def test_a_table_by_itself(name):
+    q, k, v, *tables = _inputs(7, 13)
+    table = dict(zip(["key_table", "value_table", "bias"], tables, strict=True))[name]
+    plain = kernels.causal_softmax_attention(q, k, v)
+    zero = kernels.causal_relative_attention(q, k, v, **{name: jnp.zeros_like(table)})
+    np.testing.assert_allclose(zero, plain, atol=1e-6)
+    out = kernels.causal_relative_attention(q, k, v, **{name: table})
+    assert not np.allclose(out[:, 1:], plain[:, 1:], atol=1e-2)
+    expected = reference.relative_attention(
+        q[0],
+        k[0],
+        v[0],
+        **{name: table[0]},
+        allowed=np.tril(np.ones((7, 7), bool)),
+        rows=reference.offset_rows((7,))[0],
+    )
+    np.testing.assert_allclose(out[0], expected, atol=1e-5)
+
+
+def test_a_sequence_may_be_shorter_than_its_tables():
+    q, k, v, *tables = _inputs(7, 13)
+    names = ["key_table", "value_table", "bias"]
+    whole = kernels.causal_relative_attention(
+        q, k, v, **dict(zip(names, tables, strict=True))
+    )
+    part = kernels.causal_relative_attention(
+        q[:, :4], k[:, :4], v[:, :4], **dict(zip(names, tables, strict=True))
+    )
+    np.testing.assert_allclose(part, whole[:, :4], atol=1e-6)
+
+
+def test_decoding_equals_attending_to_all_at_once():
+    q, k, v, *tables = _inputs(7, 13)
+    tables = dict(zip(["key_table", "value_table", "bias"], tables, strict=True))
+
+    @jax.jit
+    def step(index):
+        future = jnp.arange(7)[:, None] > index
+        q_i = jax.lax.dynamic_index_in_dim(q, index, axis=1, keepdims=False)
+        # What the cache holds of the future must not matter.
+        seen = (jnp.where(future, 1e3, x) for x in (k, v))
+        return kernels.causal_relative_attention_step(q_i, *seen, index=index, **tables)
+
+    outs = jnp.stack([step(i) for i in range(7)], axis=1)
+    expected = kernels.causal_relative_attention(q, k, v, **tables)
+    np.testing.assert_allclose(outs, expected, atol=1e-6)
+
+
+def test_no_array_holds_a_vector_for_every_pair():
+    side, depth = 8, 64
+
+    def loss(q, key_table, value_table):
+        return kernels.relative_attention(
+            q, q, q, grid=(side, side), key_table=key_table, value_table=value_table
+        ).sum()
+
+    n, rows = side**2, (2 * side - 1) ** 2
+    shapes = [(n, depth), (rows, depth), (rows, depth)]
+    compiled = (
+        jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
+        .lower(*[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes])
+        .compile()
+    )
+    used = compiled.memory_analysis().temp_size_in_bytes
+    assert used < n * n * depth * 4
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda x: kernels.relative_attention(x, x, x, grid=(2, 3)),
+            "grid 2x3 with num_prefix=0 holds 6 tokens, got 7",
+        ),
+        (
+            lambda x: kernels.relative_attention(
+                x, x, x, grid=(2, 3), num_prefix=1, key_table=x
+            ),
+            "'key_table' needs 15 rows, one an offset, or 18 with .*got 7",
+        ),
+        (
+            lambda x: kernels.causal_relative_attention(x, x, x, bias=jnp.ones(11)),
+            "'bias' needs an odd number of rows, at least 13 for a sequence of 7",
+        ),
+        (
+            lambda x: kernels.causal_relative_attention(x, x, x, bias=jnp.ones(14)),
+            "'bias' needs an odd number of rows",
+        ),
+        (
+            lambda x: kernels.causal_relative_attention_step(
+                x[0], x, x, index=0, value_table=x
+            ),
+            "'value_table' needs 13 rows, one an offset, got 7",
+        ),
+    ],
+)
+def test_refuses_tables_that_do_not_fit(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(jnp.ones((7, DEPTH)))

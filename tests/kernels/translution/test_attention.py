@@ -1,0 +1,193 @@
+"""Translution: the naive reference, masks, subsets, prefix tokens and errors."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from relattn import kernels, offsets
+from tests import reference
+from tests.helpers import compare
+
+DIM, HEADS, DEPTH = 5, 2, 3
+# Small grids, for speed: of more than one bucket in tests/test_contracts.py.
+GRIDS = [((3, 2), 0, True), ((2, 3), 2, False), ((3,), 1, True), ((1, 1), 1, False)]
+
+
+def _random(seed, *shape):
+    generator = np.random.default_rng(seed)
+    return jnp.asarray(generator.standard_normal(shape), jnp.float32)
+
+
+def _inputs(length, rows, relative="qkv"):
+    """Tokens and weights with a leading axis of one."""
+    weights = [
+        _random(1 + seed, 1, *([rows] if name in relative else []), DIM, HEADS, DEPTH)
+        for seed, name in enumerate("qkv")
+    ]
+    return [_random(0, 1, length, DIM), *weights]
+
+
+def _allowed(length, masked, causal=False):
+    mask = np.arange(length) % 4 != 2 if masked else np.ones(length, bool)
+    allowed = np.broadcast_to(mask, (length, length))
+    return mask, np.tril(allowed) if causal else allowed
+
+
+def _expect_equal(kernel, inputs, rows, masked, causal=False):
+    mask, allowed = _allowed(inputs[0].shape[1], masked, causal)
+    kernel = functools.partial(kernel, key_mask=jnp.asarray(mask) if masked else None)
+    naive = functools.partial(reference.translution, rows=rows, allowed=allowed)
+    compare.expect_equal(jax.vmap(kernel), naive, inputs)
+
+
+@pytest.mark.parametrize(("grid", "num_prefix", "masked"), GRIDS)
+def test_values_and_gradients_equal_the_reference(grid, num_prefix, masked):
+    length = num_prefix + math.prod(grid)
+    inputs = _inputs(length, offsets.num_table_rows(grid, num_prefix))
+    kernel = functools.partial(kernels.translution, grid=grid, num_prefix=num_prefix)
+    _expect_equal(kernel, inputs, reference.offset_rows(grid, num_prefix), masked)
+
+
+@pytest.mark.parametrize("relative", ["", "q", "k", "v"])
+def test_projections_that_do_not_depend_on_the_offset(relative):
+    inputs = _inputs(4, offsets.num_table_rows((3,), 1), relative)
+    kernel = functools.partial(kernels.translution, grid=(3,), num_prefix=1)
+    _expect_equal(kernel, inputs, reference.offset_rows((3,), 1), masked=True)
+
+
+@pytest.mark.parametrize(
+    ("length", "relative"), [(2, "qkv"), (5, "qkv"), (3, "q"), (3, "kv")]
+)
+def test_causal_values_and_gradients_equal_the_reference(length, relative):
+    # Two rows more than tokens: a shorter sequence than the model's.
+    inputs = _inputs(length, length + 2, relative)
+    rows = reference.offset_rows((length,), causal=True)
+    _expect_equal(kernels.causal_translution, inputs, rows, length > 3, causal=True)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_masked_keys_are_as_good_as_absent_whatever_they_hold(causal):
+    x, *weights = (y[0] for y in _inputs(5, 5 if causal else 9))
+    mask = jnp.arange(5) != 3
+    kernel = functools.partial(kernels.translution, grid=(5,))
+    kernel = kernels.causal_translution if causal else kernel
+
+    @jax.jit
+    def attend(x):
+        out, pull_back = jax.vjp(lambda x: kernel(x, *weights, key_mask=mask), x)
+        # A query of its own makes the masked token's gradient; leave it out.
+        return out[:, mask], pull_back(jnp.ones_like(out).at[:, 3].set(0))[0][mask]
+
+    broken, expected = attend(x.at[3].set(jnp.inf)), attend(x)
+    np.testing.assert_array_equal(broken[0], expected[0])
+    if not causal:
+        nothing = kernel(x, *weights, key_mask=jnp.zeros(5, bool))
+        np.testing.assert_array_equal(nothing, 0)
+
+
+def test_leading_axes_and_a_mask_shared_by_them():
+    _, *weights = (y[0] for y in _inputs(4, 8))
+    x, mask = _random(9, 2, 3, 4, DIM), jnp.arange(4) != 2
+
+    @jax.jit
+    def attend(x, mask):
+        return kernels.translution(
+            x, *weights, grid=(1, 3), num_prefix=1, key_mask=mask
+        )
+
+    out = attend(x, mask[None, None])
+    assert out.shape == (2, 3, HEADS, 4, DEPTH)
+    np.testing.assert_allclose(out[1, 2], attend(x[1, 2], mask), atol=1e-5)
+
+
+def test_half_precision_is_near_single_precision():
+    inputs = [y[0] for y in _inputs(4, 8)]
+    kernel = functools.partial(kernels.translution, grid=(1, 3), num_prefix=1)
+    kernel = jax.jit(kernel)
+    halves = [y.astype(jnp.bfloat16) for y in inputs]
+    out = kernel(*halves)
+    assert out.dtype == jnp.bfloat16
+    expected = kernel(*[y.astype(jnp.float32) for y in halves])
+    error = np.abs(np.float32(out) - expected).max()
+    assert error < 0.1 * np.abs(expected).max()
+
+
+def test_scores_beyond_half_precision_stay_finite():
+    x, table = jnp.full((3, 1), 300.0, jnp.float16), jnp.ones((5, 1, 1, 1))
+    table = table.astype(jnp.float16)
+    grid = kernels.translution(x, *[table] * 2, 0.01 * table, grid=(3,))
+    causal = kernels.causal_translution(x, *[table] * 2, 0.01 * table)
+    for out in (grid, causal):
+        np.testing.assert_allclose(out.ravel(), 3.0, rtol=1e-3)
+
+
+def _temporary_bytes(kernel, *shapes):
+    """Of the compiled forward and backward pass, inputs and outputs left out."""
+
+    def forward_backward(*inputs):
+        out, pull_back = jax.vjp(kernel, *inputs)
+        return out, pull_back(jax.tree.map(jnp.ones_like, out))
+
+    inputs = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    compiled = jax.jit(forward_backward).lower(*inputs).compile()
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
+def _translution_bytes(size, wide):
+    rows = offsets.num_table_rows((size, size), 1)
+    kernel = functools.partial(kernels.translution, grid=(size, size), num_prefix=1)
+    tables = 3 * [(rows, wide, 1, wide)]
+    # Next to the gradients' own memory, as much as one table may be copied.
+    spare = 4 * math.prod(tables[0])
+    return _temporary_bytes(kernel, (1, size**2 + 1, wide), *tables) - spare
+
+
+def _causal_bytes(length, wide):
+    tables = 3 * [(length, wide, 1, wide)]
+    spare = 4 * math.prod(tables[0])
+    kernel = kernels.causal_translution
+    return _temporary_bytes(kernel, (1, length, wide), *tables) - spare
+
+
+def _lor_bytes(size, wide):
+    n, rows = size**2 + 1, offsets.num_table_rows((size, size), 1)
+    kernel = functools.partial(kernels.lor_translution, grid=(size, size), num_prefix=1)
+    shapes = [(1, n, wide)] * 3 + [(n, 8)] * 3 + [(rows, 8, 1, wide)] * 3
+    return _temporary_bytes(kernel, *shapes)
+
+
+@pytest.mark.parametrize(
+    ("temporary_bytes", "sizes", "tokens"),
+    [
+        (_translution_bytes, (4, 9), (17, 82)),
+        (_causal_bytes, (17, 82), (17, 82)),
+        (_lor_bytes, (4, 9), (17, 82)),
+    ],
+)
+def test_memory_grows_as_scores_of_all_pairs_not_as_their_projections(
+    temporary_bytes, sizes, tokens
+):
+    wide = 128
+    few, many = (temporary_bytes(size, wide) for size in sizes)
+    per_pair = (many - few) / 4 / (tokens[1] ** 2 - tokens[0] ** 2)
+    # Some arrays of one score a pair; one of projections would take ``wide`` more.
+    assert per_pair < wide / 2
+
+
+@pytest.mark.parametrize(
+    ("kernel", "length", "rows", "message"),
+    [
+        ("translution", 7, 15, "grid 2x3 with num_prefix=0 holds 6 tokens, got 7"),
+        ("translution", 6, 18, "w_q needs a row for .* expected 15 rows, got 18"),
+        ("causal_translution", 6, 5, "w_q has weights for 5 offsets, too few for a"),
+    ],
+)
+def test_errors_name_what_was_expected(kernel, length, rows, message):
+    options = {"grid": (2, 3)} if kernel == "translution" else {}
+    inputs = [y[0] for y in _inputs(length, rows)]
+    with pytest.raises(ValueError, match=message):
+        getattr(kernels, kernel)(*inputs, **options)

@@ -1,0 +1,79 @@
+"""Projections of every pair: the naive reference, subsets, masks and errors."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from relattn import kernels
+from tests import reference
+from tests.helpers import compare
+
+N, DIM, HEADS, DEPTH, RANK = 7, 5, 2, 3, 2
+
+
+def _random(seed, *shape):
+    generator = np.random.default_rng(seed)
+    return jnp.asarray(generator.standard_normal(shape), jnp.float32)
+
+
+def _tables(*shape, relative="qkv"):
+    return [
+        _random(1 + seed, 1, *((N, N) if name in relative else ()), *shape)
+        for seed, name in enumerate("qkv")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("relative", "masked"), [("qkv", True), ("kv", False), ("q", False)]
+)
+def test_values_and_gradients_equal_the_reference(relative, masked):
+    mask = np.arange(N) % 3 != 1 if masked else np.ones(N, bool)
+    inputs = [_random(0, 1, N, DIM), *_tables(DIM, HEADS, DEPTH, relative=relative)]
+    kernel = functools.partial(
+        kernels.pair_translution, key_mask=jnp.asarray(mask) if masked else None
+    )
+    naive = functools.partial(
+        reference.translution, rows=(None,) * 3, allowed=np.tile(mask, (N, 1))
+    )
+    compare.expect_equal(jax.vmap(kernel), naive, inputs)
+
+
+def test_scores_beyond_half_precision_stay_finite():
+    x, w = jnp.full((3, 1), 300.0, jnp.float16), jnp.ones((3, 3, 1, 1, 1), jnp.float16)
+    out = kernels.pair_translution(x, w, w, 0.01 * w)
+    np.testing.assert_allclose(out.ravel(), 3.0, rtol=1e-3)
+
+
+def test_low_rank_values_and_gradients_equal_the_reference():
+    mask = np.arange(N) % 3 != 1
+    plain = [_random(5 + seed, 1, HEADS, N, DEPTH) for seed in range(3)]
+    low = [_random(8 + seed, 1, N, DIM) for seed in range(3)]
+    inputs = [*plain, *low, *_tables(DIM, HEADS, RANK)]
+
+    def kernel(*inputs):
+        outputs = kernels.pair_lor_translution(*inputs, key_mask=jnp.asarray(mask))
+        return jnp.concatenate(outputs, axis=-1)
+
+    def naive(*inputs):
+        outputs = reference.lor_translution(
+            *inputs[:3],
+            inputs[3:6],
+            inputs[6:],
+            rows=(None,) * 3,
+            allowed=np.tile(mask, (N, 1)),
+            scale=DEPTH**-0.5,
+        )
+        return jnp.concatenate(outputs, axis=-1)
+
+    compare.expect_equal(jax.vmap(kernel), naive, inputs)
+
+
+def test_tables_of_another_length_are_refused():
+    x, w = jnp.ones((N + 1, DIM)), _tables(DIM, HEADS, DEPTH)[0][0]
+    with pytest.raises(
+        ValueError, match=r"must have the same n, got shapes \(8, 5\) and \(7, 7"
+    ):
+        kernels.pair_translution(x, w, w, w)

@@ -1,0 +1,62 @@
+"""The plan of buckets: every pair once, at its rows, with little waste."""
+
+import math
+
+import numpy as np
+import pytest
+
+from relattn import offsets
+from relattn.kernels.translution.schedule import plan
+
+SMALL = [(1, 1), (1, 7), (7, 1), (3, 5), (5, 3), (7, 7), (11, 6), (2,), (13,), (29,)]
+LARGE = [(4, 4), (7, 7), (12, 12), (14, 14), (11, 17), (160,)]
+
+
+def with_causal_lines(grids):
+    """Every grid, and the lines once more as causal ones."""
+    pairs = [(grid, False) for grid in grids]
+    return pairs + [(grid, True) for grid in grids if len(grid) == 1]
+
+
+def _walk(grid, whole):
+    """Every slot: rows of both tables, query, key; those off the grid are skipped."""
+    shape = (1, *grid) if len(grid) == 1 else grid
+    slot = 0
+    for bucket in whole.buckets:
+        for rows, (a, b, c, d) in zip(bucket.rows, bucket.corners, strict=True):
+            ends = np.add([[a, b], [c, d]], bucket.shape)
+            assert (ends <= np.add(shape, whole.padding)).all()
+            for i, j in np.ndindex(bucket.shape):
+                places = [(a + i, b + j), (c + i, d + j)]
+                if all(r < shape[0] and s < shape[1] for r, s in places):
+                    query, key = (r * shape[1] + s for r, s in places)
+                    yield slot, *rows, query, key
+                slot += 1
+
+
+@pytest.mark.parametrize(("grid", "causal"), with_causal_lines(SMALL))
+def test_every_pair_has_one_slot_and_its_rows(grid, causal):
+    whole, length = plan(grid, causal=causal), math.prod(grid)
+    index = offsets.offset_index(grid)
+    seen = set()
+    for slot, row, negative_row, query, key in _walk(grid, whole):
+        if causal:
+            assert row == negative_row == query - key >= 0
+        else:
+            assert (row, negative_row) == (index[query, key], index[key, query])
+        pair = query * length + key
+        assert whole.slot_of_pair[pair] == slot and whole.pair_of_slot[slot] == pair
+        assert pair not in seen
+        seen.add(pair)
+    assert len(seen) == (length * (length + 1) // 2 if causal else length**2)
+    num_slots = len(whole.pair_of_slot)
+    assert (whole.slot_of_pair == num_slots).sum() == length**2 - len(seen)
+    assert (whole.pair_of_slot == length**2).sum() == num_slots - len(seen)
+
+
+@pytest.mark.parametrize(("grid", "causal"), with_causal_lines(LARGE))
+def test_work_grows_as_the_number_of_pairs(grid, causal):
+    whole, length = plan(grid, causal=causal), math.prod(grid)
+    pairs = length * (length + 1) // 2 if causal else length**2
+    assert len(whole.pair_of_slot) < 1.6 * pairs
+    assert len(whole.buckets) <= 16

@@ -1,0 +1,15 @@
+"""Every mechanism, with what the contracts of test_contracts.py must know of it."""
+
+from tests import reference
+from tests.mechanisms import attention, efficient, positions, translution
+from tests.mechanisms.base import N
+
+MECHANISMS = [
+    *attention.MECHANISMS,
+    *positions.MECHANISMS,
+    *translution.MECHANISMS,
+    *efficient.MECHANISMS,
+]
+
+# Kernels that take a grid, with a grid of one axis.
+LINES = [*attention.LINES, *translution.on_line(reference.offset_rows((N,)))]

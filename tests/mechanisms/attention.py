@@ -1,0 +1,346 @@
+"""Softmax and linear attention, with biases, bands, gates and rotations."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from relattn import kernels, offsets
+from relattn.kernels.banded import banded_attention
+from relattn.kernels.positions import sinusoids
+from tests import reference
+from tests.helpers import compare
+from tests.mechanisms.base import (
+    DEPTH,
+    GRID,
+    NUM_FEATURES,
+    NUM_PREFIX,
+    VALUE_DEPTH,
+    M,
+    Mechanism,
+    N,
+)
+
+CLIP = 2
+ON_GRID = {"grid": GRID, "num_prefix": NUM_PREFIX}
+ON_LINE = {"grid": (N,), "num_prefix": 0}
+PROJECTION = kernels.draw_orthogonal(jax.random.key(7), NUM_FEATURES, DEPTH)
+FREQUENCIES = np.array([1.0, 0.3], np.float32)
+feature_map = functools.partial(compare.feature_map, projection=PROJECTION)
+WIDE_PROJECTION = kernels.draw_orthogonal(jax.random.key(8), NUM_FEATURES, DEPTH + 8)
+
+PLAIN = {"q": (N, DEPTH), "k": (M, DEPTH), "v": (M, VALUE_DEPTH)}
+CAUSAL = {"q": (N, DEPTH), "k": (N, DEPTH), "v": (N, VALUE_DEPTH)}
+
+
+def linear(name, *, causal=False, eps=None, **options):
+    """A row for a feature map; chunks are shorter than the sequence."""
+    kernel = kernels.causal_linear_attention if causal else kernels.linear_attention
+    added = {} if eps is None else {"eps": eps}
+    phi = functools.partial(feature_map(name), **added)
+    naive_map = functools.partial(compare.naive_map(name, PROJECTION), **added)
+
+    def apply(q, k, v, key_mask=None):
+        return kernel(q, k, v, phi, key_mask=key_mask, chunk_size=5)
+
+    def naive(q, k, v, allowed):
+        return reference.linear_attention(q, k, v, naive_map, allowed)
+
+    return Mechanism(
+        name=f"{'causal ' * causal}linear, {name} features{', eps' if added else ''}",
+        apply=apply,
+        naive=naive,
+        shapes=CAUSAL if causal else PLAIN,
+        causal=causal,
+        **options,
+    )
+
+
+def toeplitz(q, k, v, bias, key_mask=None, **where):
+    return kernels.toeplitz_linear_attention(
+        q,
+        k,
+        v,
+        feature_map("positive"),
+        bias,
+        key_mask=key_mask,
+        dense_size=0,
+        **(where or ON_GRID),
+    )
+
+
+def causal_toeplitz(q, k, v, bias, key_mask=None):
+    return kernels.causal_toeplitz_linear_attention(
+        q, k, v, feature_map("positive"), bias, key_mask=key_mask, dense_size=7
+    )
+
+
+def naive_toeplitz(q, k, v, bias, allowed, rows):
+    naive_map = compare.naive_map("positive", PROJECTION)
+    bias = reference.of_pairs(bias, rows)
+    return reference.linear_attention(q, k, v, naive_map, allowed, bias)
+
+
+def softmax_kernel(q, k, v):
+    return jnp.exp(q @ k.T / DEPTH**0.5)
+
+
+def random_kernel(name):
+    def estimate(projection, q, k, v):
+        phi = compare.feature_map(name, projection)
+        queries, keys = (phi(x).dense() for x in (q, k))
+        return queries @ keys.T
+
+    return {"estimate": estimate, "expected": softmax_kernel}
+
+
+def banded(q, v, table, key_mask=None, **where):
+    return banded_attention(
+        q,
+        v,
+        table,
+        feature_map("positive"),
+        key_mask=key_mask,
+        **(where or ON_GRID),
+    )
+
+
+def naive_banded(q, v, table, allowed, grid=GRID, num_prefix=NUM_PREFIX):
+    def log_phi(x):
+        naive_map = jax.vmap(reference.positive_features, (0, None))
+        return jnp.log(naive_map(x, np.float64(PROJECTION)))
+
+    return reference.banded_attention(
+        q, v, table, log_phi, grid, num_prefix, allowed[0]
+    )
+
+
+def concatenate(content, position):
+    position = jnp.broadcast_to(position, (*content.shape[:-1], position.shape[-1]))
+    return jnp.concatenate([content, position.astype(content.dtype)], axis=-1)
+
+
+def constrained(
+    q, k, v, coefficients, key_mask=None, *, grid=GRID, num_prefix=NUM_PREFIX
+):
+    positions = jnp.asarray(offsets.grid_positions(grid, num_prefix), q.dtype)
+    u = sinusoids.sinusoids(positions, FREQUENCIES, num_prefix=num_prefix)
+    q = concatenate(q, sinusoids.constrained_sinusoids(u, coefficients))
+    k = concatenate(k, u)
+    phi = compare.feature_map("positive", WIDE_PROJECTION[:, : q.shape[-1]])
+    return kernels.linear_attention(q, k, v, phi, key_mask=key_mask, chunk_size=5)
+
+
+def naive_constrained(q, k, v, coefficients, allowed, grid=GRID, num_prefix=NUM_PREFIX):
+    positions = np.float64(offsets.grid_positions(grid))
+    u = reference.sinusoids(positions, np.float64(FREQUENCIES))
+    u = jnp.concatenate([jnp.zeros((num_prefix, u.shape[1])), u])
+    blocks = [jnp.array([[1.0, 0.0], [0.0, 1.0]]), jnp.array([[0.0, 1.0], [-1.0, 0.0]])]
+    matrix = jax.scipy.linalg.block_diag(
+        *[a * blocks[0] + b * blocks[1] for a, b in coefficients]
+    )
+    q = jnp.concatenate([q, u @ matrix], axis=1)
+    k = jnp.concatenate([k, u], axis=1)
+    naive_map = compare.naive_map(
+        "positive", np.asarray(WIDE_PROJECTION)[:, : q.shape[1]]
+    )
+    return reference.linear_attention(q, k, v, naive_map, allowed)
+
+
+def relative(q, k, v, key_table, value_table, bias, key_mask=None, **where):
+    tables = {"key_table": key_table, "value_table": value_table, "bias": bias}
+    return kernels.relative_attention(
+        q, k, v, key_mask=key_mask, **tables, **(where or ON_GRID)
+    )
+
+
+def gated(q, k, v, gate, coefficients, key_mask=None, **where):
+    return kernels.gated_positional_attention(
+        q, k, v, gate, coefficients, key_mask=key_mask, **(where or ON_GRID)
+    )
+
+
+def rotary(q, k, v, key_mask=None, *, grid=GRID, num_prefix=NUM_PREFIX):
+    positions = jnp.asarray(offsets.grid_positions(grid, num_prefix), q.dtype)
+    angles = kernels.rotary_angles(
+        positions, q.shape[-1], base=100.0, num_prefix=num_prefix
+    )
+    q, k = kernels.rotate(q, angles), kernels.rotate(k, angles)
+    return kernels.softmax_attention(q, k, v, key_mask=key_mask)
+
+
+def naive_rotary(q, k, v, allowed, grid=GRID, num_prefix=NUM_PREFIX):
+    positions = np.float64(offsets.grid_positions(grid, num_prefix))
+    q, k = (reference.rotary(x, positions, 100.0) for x in (q, k))
+    return reference.softmax_attention(q, k, v, allowed)
+
+
+def relative_tables(rows, bias_rows):
+    tables = {"key_table": (rows, DEPTH), "value_table": (rows, VALUE_DEPTH)}
+    return {**CAUSAL, **tables, "bias": (bias_rows,)}
+
+
+MECHANISMS = [
+    Mechanism("softmax", kernels.softmax_attention, reference.softmax_attention, PLAIN),
+    Mechanism(
+        "causal softmax",
+        kernels.causal_softmax_attention,
+        reference.softmax_attention,
+        CAUSAL,
+        causal=True,
+    ),
+    linear("positive", **random_kernel("positive")),
+    linear("trigonometric", **random_kernel("trigonometric")),
+    linear("relu"),
+    linear("positive", eps=0.3),
+    linear("positive", causal=True),
+    linear("positive", causal=True, eps=0.3),
+    linear("trigonometric", causal=True),
+    linear("relu", causal=True),
+    Mechanism(
+        "linear, positive features, constrained sinusoids",
+        constrained,
+        naive_constrained,
+        {**CAUSAL, "coefficients": (4, 2)},
+        shared=("coefficients",),
+        on_grid=True,
+        roundings=(1, 3),
+    ),
+    Mechanism(
+        "linear, offset bias",
+        toeplitz,
+        functools.partial(
+            naive_toeplitz, rows=reference.offset_rows(GRID, NUM_PREFIX)[0]
+        ),
+        {**CAUSAL, "bias": (offsets.num_table_rows(GRID, NUM_PREFIX),)},
+        shared=("bias",),
+        on_grid=True,
+    ),
+    Mechanism(
+        "causal linear, offset bias",
+        causal_toeplitz,
+        functools.partial(naive_toeplitz, rows=reference.offset_rows((N,))[0]),
+        {**CAUSAL, "bias": (2 * N - 1,)},
+        shared=("bias",),
+        causal=True,
+        on_grid=True,
+    ),
+    Mechanism(
+        "banded, positive features",
+        banded,
+        naive_banded,
+        {"q": (N, DEPTH), "v": (N, VALUE_DEPTH), "table": (CLIP + 1, DEPTH)},
+        shared=("table",),
+        key_inputs=("v",),
+        loud="table",
+        on_grid=True,
+    ),
+    Mechanism(
+        "relative keys, values and bias",
+        relative,
+        functools.partial(
+            reference.relative_attention,
+            rows=reference.offset_rows(GRID, NUM_PREFIX)[0],
+        ),
+        relative_tables(
+            offsets.num_offsets(GRID), offsets.num_table_rows(GRID, NUM_PREFIX)
+        ),
+        shared=("key_table", "value_table", "bias"),
+        on_grid=True,
+        roundings=(1, 2),
+    ),
+    Mechanism(
+        "causal relative keys, values and bias",
+        kernels.causal_relative_attention,
+        functools.partial(
+            reference.relative_attention, rows=reference.offset_rows((N,))[0]
+        ),
+        relative_tables(2 * N - 1, 2 * N - 1),
+        shared=("key_table", "value_table", "bias"),
+        causal=True,
+        on_grid=True,
+        roundings=(1, 2),
+    ),
+    Mechanism(
+        "gated positional",
+        gated,
+        functools.partial(
+            reference.gated_positional_attention, grid=GRID, num_prefix=NUM_PREFIX
+        ),
+        {**CAUSAL, "gate": (), "coefficients": (6,)},
+        shared=("gate", "coefficients"),
+        on_grid=True,
+    ),
+    Mechanism(
+        "causal gated positional",
+        kernels.causal_gated_positional_attention,
+        functools.partial(
+            reference.gated_positional_attention, grid=(N,), num_prefix=0
+        ),
+        {**CAUSAL, "gate": (), "coefficients": (2,)},
+        shared=("gate", "coefficients"),
+        causal=True,
+        on_grid=True,
+    ),
+    Mechanism(
+        "softmax, rotary positions of two axes",
+        rotary,
+        naive_rotary,
+        {"q": (N, 8), "k": (N, 8), "v": (N, VALUE_DEPTH)},
+        on_grid=True,
+        roundings=(1, 2),
+    ),
+]
+
+
+def on_line(name, apply, naive, shapes, **options):
+    """A row of a kernel that takes a grid, on a line; batch axes come first."""
+    options.setdefault("shared", tuple(name for name in shapes if name not in TOKENS))
+    apply = functools.partial(apply, **ON_LINE)
+    return Mechanism(name, apply, naive, shapes, **options)
+
+
+TOKENS = ("q", "k", "v", "x", "low_q", "low_k", "low_v")
+LINE_ROWS = reference.offset_rows((N,))
+
+# Kernels that take a grid, with a grid of one axis.
+LINES = [
+    on_line(
+        "banded",
+        banded,
+        functools.partial(naive_banded, grid=(1, N), num_prefix=0),
+        {"q": (N, DEPTH), "v": (N, VALUE_DEPTH), "table": (CLIP + 1, DEPTH)},
+        key_inputs=("v",),
+    ),
+    on_line(
+        "linear, offset bias",
+        toeplitz,
+        functools.partial(naive_toeplitz, rows=LINE_ROWS[0]),
+        {**CAUSAL, "bias": (2 * N - 1,)},
+    ),
+    on_line(
+        "relative keys, values and bias",
+        relative,
+        functools.partial(reference.relative_attention, rows=LINE_ROWS[0]),
+        relative_tables(2 * N - 1, 2 * N - 1),
+    ),
+    on_line(
+        "gated positional",
+        gated,
+        functools.partial(reference.gated_positional_attention, **ON_LINE),
+        {**CAUSAL, "gate": (), "coefficients": (2,)},
+    ),
+    on_line(
+        "constrained sinusoids",
+        constrained,
+        functools.partial(naive_constrained, **ON_LINE),
+        {**CAUSAL, "coefficients": (2, 2)},
+    ),
+    on_line(
+        "rotary positions",
+        rotary,
+        functools.partial(naive_rotary, **ON_LINE),
+        {"q": (N, 8), "k": (N, 8), "v": (N, VALUE_DEPTH)},
+    ),
+]

@@ -1,0 +1,65 @@
+"""Linformer and the Routing Transformer's heads, as rows of mechanisms.py."""
+
+import functools
+
+import numpy as np
+
+from relattn import kernels
+from tests import reference
+from tests.mechanisms.base import DEPTH, NUM_PREFIX, VALUE_DEPTH, M, Mechanism, N
+
+PROJECTED, CLUSTERS = 3, 3
+# Neither the clusters nor the blocks divide the sequence.
+ROUTING_WINDOW, LOCAL_WINDOW = 5, 7
+TOKENS = {"q": (N, DEPTH), "k": (N, DEPTH), "v": (N, VALUE_DEPTH)}
+
+
+def naive_linformer(q, k, v, key_projection, value_projection, allowed):
+    return reference.linformer_attention(
+        q, k, v, key_projection, value_projection, allowed[0]
+    )
+
+
+def naive_routing(q, k, v, centroids, allowed):
+    return reference.routing_attention(q, k, v, centroids, ROUTING_WINDOW, allowed[0])
+
+
+def naive_local(q, k, v, allowed):
+    i, j = np.ogrid[:N, :N]
+    near = abs(i - j) <= LOCAL_WINDOW // 2
+    near = near | (i < NUM_PREFIX) | (j < NUM_PREFIX)
+    return reference.softmax_attention(q, k, v, allowed & near)
+
+
+MECHANISMS = [
+    Mechanism(
+        "Linformer",
+        kernels.linformer_attention,
+        naive_linformer,
+        {
+            "q": (N, DEPTH),
+            "k": (M, DEPTH),
+            "v": (M, VALUE_DEPTH),
+            "key_projection": (PROJECTED, M),
+            "value_projection": (PROJECTED, M),
+        },
+        shared=("key_projection", "value_projection"),
+        on_grid=True,
+    ),
+    Mechanism(
+        "routing",
+        functools.partial(kernels.routing_attention, window=ROUTING_WINDOW),
+        naive_routing,
+        {**TOKENS, "centroids": (CLUSTERS, DEPTH)},
+        shared=("centroids",),
+    ),
+    Mechanism(
+        "local",
+        functools.partial(
+            kernels.local_attention, window=LOCAL_WINDOW, num_prefix=NUM_PREFIX
+        ),
+        naive_local,
+        TOKENS,
+        roundings=(1, 3),
+    ),
+]

@@ -1,0 +1,183 @@
+"""Positions of queries and keys, and the learned feature map, as rows of mechanisms.py.
+
+Every row is attention of turned or scaled queries and keys.
+"""
+
+import functools
+
+import numpy as np
+
+from relattn import kernels, offsets
+from tests import reference
+from tests.mechanisms.base import (
+    DEPTH,
+    GRID,
+    NUM_FEATURES,
+    NUM_PREFIX,
+    VALUE_DEPTH,
+    Mechanism,
+    N,
+)
+
+RANK, EVEN_DEPTH = 3, 6
+POSITIONS = offsets.grid_positions(GRID, NUM_PREFIX)
+LEARNED = {"projection": (NUM_FEATURES, DEPTH), "bias": (NUM_FEATURES,)}
+
+
+def inputs(depth):
+    return {"q": (N, depth), "k": (N, depth), "v": (N, VALUE_DEPTH)}
+
+
+def naive_places():
+    return np.float64(POSITIONS)
+
+
+def encoded(name, encode, naive_encode, depth, parameters):
+    """A row of softmax attention; both functions take queries or keys and parameters.
+
+    One set of parameters serves queries and keys.
+    """
+
+    def apply(q, k, v, key_mask=None, **parameters):
+        q, k = encode(q, **parameters), encode(k, **parameters)
+        return kernels.softmax_attention(q, k, v, key_mask=key_mask)
+
+    # The order of arguments is that of the shapes.
+    def naive(q, k, v, *arrays, allowed):
+        of_name = dict(zip(parameters, arrays, strict=True))
+        q, k = naive_encode(q, **of_name), naive_encode(k, **of_name)
+        return reference.softmax_attention(q, k, v, allowed)
+
+    return Mechanism(
+        f"softmax, {name}",
+        apply,
+        naive,
+        {**inputs(depth), **parameters},
+        shared=tuple(parameters),
+        before_mask=tuple(parameters),
+        on_grid=True,
+        # Queries and keys, and the gradients of what they share, which cancel in part.
+        roundings=(2, 10),
+    )
+
+
+def angles(frequencies):
+    return kernels.mixed_rotary_angles(POSITIONS, frequencies, num_prefix=NUM_PREFIX)
+
+
+def mixed_rotary(x, frequencies):
+    return kernels.rotate(x, angles(frequencies))
+
+
+def naive_mixed_rotary(x, frequencies):
+    return reference.mixed_rotary(x, naive_places(), frequencies)
+
+
+def cayley_string(x, frequencies, skew):
+    matrix = kernels.cayley_matrix(skew)
+    return kernels.cayley_string(x, angles(frequencies), matrix)
+
+
+def naive_cayley_string(x, frequencies, skew):
+    generators = reference.cayley_generators(skew, frequencies)
+    return reference.string(x, naive_places(), generators)
+
+
+def circulant_string(x, circulants):
+    turns = kernels.circulant_angles(POSITIONS, circulants, num_prefix=NUM_PREFIX)
+    return kernels.circulant_string(x, turns)
+
+
+def naive_circulant_string(x, circulants):
+    generators = reference.circulant_generators(circulants)
+    return reference.string(x, naive_places(), generators)
+
+
+def irpe_gate(x, rows, columns):
+    exponents = kernels.irpe_exponents(rows, columns, num_prefix=NUM_PREFIX)
+    return kernels.apply_gate(x, exponents)
+
+
+def naive_irpe_gate(x, rows, columns):
+    return reference.irpe_gate(x, rows, columns, GRID, NUM_PREFIX)
+
+
+def string_gate(x, frequencies, phases, coefficients):
+    exponents = kernels.string_exponents(
+        POSITIONS, frequencies, phases, coefficients, num_prefix=NUM_PREFIX
+    )
+    return kernels.apply_gate(x, exponents)
+
+
+def naive_string_gate(x, frequencies, phases, coefficients):
+    return reference.string_gate(x, frequencies, phases, coefficients, GRID, NUM_PREFIX)
+
+
+def learned_relu(q, k, v, projection, bias, key_mask=None, *, causal):
+    kernel = kernels.causal_linear_attention if causal else kernels.linear_attention
+    phi = functools.partial(kernels.relu_features, projection=projection, bias=bias)
+    return kernel(q, k, v, phi, key_mask=key_mask, chunk_size=5)
+
+
+def naive_learned_relu(q, k, v, projection, bias, allowed):
+    phi = functools.partial(reference.relu_features, projection=projection, bias=bias)
+    return reference.linear_attention(q, k, v, phi, allowed)
+
+
+def learned(name, *, causal):
+    return Mechanism(
+        name,
+        functools.partial(learned_relu, causal=causal),
+        naive_learned_relu,
+        {**inputs(DEPTH), **LEARNED},
+        shared=tuple(LEARNED),
+        causal=causal,
+        roundings=(1, 4),
+    )
+
+
+FREQUENCIES = {"frequencies": (EVEN_DEPTH // 2, 2)}
+
+MECHANISMS = [
+    learned("linear, learned relu features", causal=False),
+    learned("causal linear, learned relu features", causal=True),
+    encoded(
+        "mixed rotary positions",
+        mixed_rotary,
+        naive_mixed_rotary,
+        EVEN_DEPTH,
+        FREQUENCIES,
+    ),
+    encoded(
+        "Cayley-STRING",
+        cayley_string,
+        naive_cayley_string,
+        EVEN_DEPTH,
+        {**FREQUENCIES, "skew": (EVEN_DEPTH * (EVEN_DEPTH - 1) // 2,)},
+    ),
+    encoded(
+        "Circulant-STRING",
+        circulant_string,
+        naive_circulant_string,
+        DEPTH,
+        {"circulants": (2, DEPTH)},
+    ),
+    encoded(
+        "iRPE gate",
+        irpe_gate,
+        naive_irpe_gate,
+        DEPTH,
+        {"rows": (GRID[0], DEPTH), "columns": (GRID[1], DEPTH)},
+    ),
+    encoded(
+        "STRING gate",
+        string_gate,
+        naive_string_gate,
+        DEPTH,
+        {
+            "frequencies": (RANK, 2),
+            "phases": (RANK,),
+            "coefficients": (2 * RANK, DEPTH),
+        },
+    ),
+]

@@ -1,0 +1,148 @@
+"""Translution and LoR-Translution as rows of mechanisms.py."""
+
+import functools
+
+import jax.numpy as jnp
+
+from relattn import kernels, offsets
+from tests import reference
+from tests.mechanisms.base import (
+    DEPTH,
+    GRID,
+    HEADS,
+    NUM_PREFIX,
+    VALUE_DEPTH,
+    Mechanism,
+    N,
+)
+
+LOW, RANK = 3, 2
+ON_GRID = {"grid": GRID, "num_prefix": NUM_PREFIX}
+GRID_TABLE = (offsets.num_table_rows(GRID, NUM_PREFIX),)
+CAUSAL_TABLE = (N + 6,)
+PAIR_TABLE = (N, N)
+
+
+def merge_heads(x):
+    *batch, heads, n, depth = x.shape
+    return x.swapaxes(-2, -3).reshape(*batch, n, heads * depth)
+
+
+def split_heads(x):
+    *tokens, width = x.shape
+    return x.reshape(*tokens, HEADS, width // HEADS).swapaxes(-2, -3)
+
+
+def join(outputs):
+    return jnp.concatenate([merge_heads(x) for x in outputs], axis=-1)
+
+
+def translution(name, kernel, table, rows, **options):
+    """A row; tables of the reference go by pairs where ``rows`` is None."""
+
+    def apply(x, w_q, w_k, w_v, key_mask=None):
+        return merge_heads(kernel(x, w_q, w_k, w_v, key_mask=key_mask))
+
+    def naive(x, w_q, w_k, w_v, allowed):
+        return merge_heads(reference.translution(x, w_q, w_k, w_v, rows, allowed))
+
+    shape = (*table, DEPTH, HEADS, VALUE_DEPTH)
+    return Mechanism(
+        name,
+        apply,
+        naive,
+        {"x": (N, DEPTH), "w_q": shape, "w_k": shape, "w_v": shape},
+        shared=("w_q", "w_k", "w_v"),
+        key_inputs=("x",),
+        loud="x",
+        queries_from_keys=True,
+        roundings=(1, 4),
+        **options,
+    )
+
+
+def lor_translution(name, kernel, table, rows, **options):
+    def apply(q, k, v, low_q, low_k, low_v, t_q, t_k, t_v, key_mask=None):
+        plain = [split_heads(x) for x in (q, k, v)]
+        low = (low_q, low_k, low_v, t_q, t_k, t_v)
+        return join(kernel(*plain, *low, key_mask=key_mask))
+
+    def naive(q, k, v, low_q, low_k, low_v, t_q, t_k, t_v, allowed):
+        plain = [split_heads(x) for x in (q, k, v)]
+        low, tables, scale = (low_q, low_k, low_v), (t_q, t_k, t_v), DEPTH**-0.5
+        return join(
+            reference.lor_translution(*plain, low, tables, rows, allowed, scale)
+        )
+
+    plain = dict.fromkeys(("q", "k", "v"), (N, HEADS * DEPTH))
+    low = dict.fromkeys(("low_q", "low_k", "low_v"), (N, LOW))
+    tables = dict.fromkeys(("t_q", "t_k", "t_v"), (*table, LOW, HEADS, RANK))
+    return Mechanism(
+        name,
+        apply,
+        naive,
+        plain | low | tables,
+        shared=tuple(tables),
+        key_inputs=("k", "v", "low_k", "low_v"),
+        roundings=(1, 2),
+        **options,
+    )
+
+
+MECHANISMS = [
+    translution(
+        "Translution",
+        functools.partial(kernels.translution, **ON_GRID),
+        GRID_TABLE,
+        reference.offset_rows(GRID, NUM_PREFIX),
+        on_grid=True,
+    ),
+    translution(
+        "causal Translution",
+        kernels.causal_translution,
+        CAUSAL_TABLE,
+        reference.offset_rows((N,), causal=True),
+        causal=True,
+    ),
+    translution(
+        "Translution by pairs",
+        kernels.pair_translution,
+        PAIR_TABLE,
+        (None,) * 3,
+        on_grid=True,
+    ),
+    lor_translution(
+        "LoR-Translution",
+        functools.partial(kernels.lor_translution, **ON_GRID),
+        GRID_TABLE,
+        reference.offset_rows(GRID, NUM_PREFIX),
+        on_grid=True,
+    ),
+    lor_translution(
+        "causal LoR-Translution",
+        kernels.causal_lor_translution,
+        CAUSAL_TABLE,
+        reference.offset_rows((N,), causal=True),
+        causal=True,
+    ),
+]
+
+
+def on_line(rows):
+    """Rows of the kernels that take a grid, on a line; ``rows`` of `offset_rows`."""
+    where = {"grid": (N,), "num_prefix": 0}
+    table = (2 * N - 1,)
+    return [
+        translution(
+            "Translution",
+            functools.partial(kernels.translution, **where),
+            table,
+            rows,
+        ),
+        lor_translution(
+            "LoR-Translution",
+            functools.partial(kernels.lor_translution, **where),
+            table,
+            rows,
+        ),
+    ]

@@ -1,0 +1,166 @@
+"""Position encodings: what they add, what they concatenate, what stays invariant."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from relattn import offsets
+from relattn.nn.positions import base
+from tests.helpers.quick import quick_jit
+
+GRID = (3, 5)
+DIM, HEADS, LAYERS, BATCH, DEPTH = 12, 2, 3, 2, 7
+
+
+def test_learnable_sincos_adds_the_published_sinusoids():
+    module = base.LearnableSincos(dim=DIM)
+    tokens = jnp.zeros((BATCH, 15, DIM))
+    added, variables = module.init_with_output(jax.random.key(0), tokens, GRID)
+    frequencies = 32000.0 ** (-np.arange(3) / 3)
+    np.testing.assert_allclose(
+        variables["params"]["frequencies"], frequencies, rtol=1e-6
+    )
+    row, column = 2, 4
+    angles = np.concatenate([row * frequencies, column * frequencies])
+    expected = np.stack([np.sin(angles), np.cos(angles)], axis=-1).reshape(-1)
+    np.testing.assert_allclose(added[1, row * 5 + column], expected, atol=1e-6)
+
+
+def test_learnable_sincos_refuses_a_width_it_cannot_split():
+    with pytest.raises(ValueError, match="dim divisible by 4, got 6"):
+        base.LearnableSincos(dim=6).init(jax.random.key(0), jnp.zeros((1, 15, 6)), GRID)
+
+
+def heads_inputs(**options):
+    module = base.ConstrainedSincos(DIM, HEADS, LAYERS, num_scales=2, **options)
+    variables = module.init(jax.random.key(0), GRID, 1)
+    key_q, key_k, key_x = jax.random.split(jax.random.key(1), 3)
+    q = jax.random.normal(key_q, (BATCH, HEADS, 16, DEPTH))
+    k = jax.random.normal(key_k, (BATCH, HEADS, 16, DEPTH))
+    x = jax.random.normal(key_x, (BATCH, 16, DIM))
+    return module, variables["params"], (q, k, x)
+
+
+def lemma_1(params, x, layer):
+    """The scores of image tokens by Lemma 1, with the coefficients of every query."""
+    coefficients = params["coefficients"][layer][None, :, None]
+    if "kernel" in params:
+        content = jnp.einsum("bic,chps->bhips", x, params["kernel"][layer])
+        coefficients = coefficients + content
+    if "bias" in params:
+        coefficients = coefficients + params["bias"][layer][:, None]
+    if coefficients.shape[2] > 1:
+        coefficients = coefficients[:, :, 1:]
+    delta = offsets.offsets(GRID)
+    scores = 0.0
+    for axis in range(2):
+        for scale in range(2):
+            a, b = jnp.moveaxis(coefficients[..., None, axis * 2 + scale, :], -1, 0)
+            angle = params["frequencies"][scale] * delta[..., axis]
+            scores += a * jnp.cos(angle) + b * jnp.sin(angle)
+    return scores
+
+
+@pytest.mark.parametrize(
+    ("options", "blocks"),
+    [({}, 1), ({"content_modulated": True}, 1), ({"content_conditioned": True}, 2)],
+)
+def test_constrained_sincos_scores_the_offset_and_spares_the_prefix(options, blocks):
+    module, params, (q, k, x) = heads_inputs(**options)
+    layer = 1
+
+    def widen(params, x):
+        layers = module.apply({"params": params}, GRID, 1)
+        assert len(layers) == LAYERS
+        return layers[layer](q, k, x)
+
+    def score(params, x):
+        wide = [vectors[..., DEPTH:] for vectors in widen(params, x)]
+        return jnp.einsum("bhid,bhjd->bhij", *wide)[:, :, 1:, 1:]
+
+    weights = np.random.default_rng(0).normal(size=(BATCH, HEADS, 15, 15))
+
+    def outcome(scores, dtype):
+        """Values, and gradients of what depends on every score."""
+        leaves = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), (params, x))
+
+        def loss(params, x):
+            values = jnp.broadcast_to(scores(params, x), weights.shape)
+            return (weights.astype(dtype) * values).sum(), values
+
+        gradients, values = quick_jit(jax.grad(loss, (0, 1), has_aux=True))(*leaves)
+        return values, gradients
+
+    wide_q, wide_k = widen(params, x)
+    assert wide_q.shape == wide_k.shape == (BATCH, HEADS, 16, DEPTH + blocks * 8)
+    np.testing.assert_array_equal(wide_q[..., :DEPTH], q)
+    np.testing.assert_array_equal(wide_k[..., :DEPTH], k)
+    np.testing.assert_array_equal(wide_k[:, :, 0, DEPTH:], 0)
+    np.testing.assert_array_equal(wide_q[:, :, 0, DEPTH:], 0)
+    found = outcome(score, jnp.float32)
+    with jax.enable_x64(True):
+        expected = outcome(lambda params, x: lemma_1(params, x, layer), jnp.float64)
+    chex.assert_trees_all_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_the_block_of_the_content_is_the_published_one():
+    module, params, (q, k, x) = heads_inputs(content_conditioned=True)
+    assert jax.tree.map(jnp.shape, params) == {
+        "frequencies": (2,),
+        "coefficients": (LAYERS, HEADS, 4, 2),
+        "kernel": (LAYERS, DIM, HEADS, 4, 2),
+        "bias": (LAYERS, HEADS, 4, 2),
+    }
+    # Coefficients of zero leave the block of the content alone, and it comes first.
+    params = {**params, "coefficients": jnp.zeros((LAYERS, HEADS, 4, 2))}
+    wide_q, wide_k = module.apply({"params": params}, GRID, 1)[0](q, k, x)
+    np.testing.assert_array_equal(wide_q[..., DEPTH + 8 :], 0)
+    assert (wide_q[:, :, 1:, DEPTH : DEPTH + 8] != 0).any()
+    np.testing.assert_array_equal(wide_k[..., DEPTH : DEPTH + 8], wide_k[..., -8:])
+    # PyTorch's start of a linear layer.
+    for name in ("kernel", "bias"):
+        assert 0.9 * DIM**-0.5 < jnp.abs(params[name]).max() <= DIM**-0.5
+
+
+def test_the_content_has_one_form_at_a_time():
+    with pytest.raises(ValueError, match="content_modulated=True, not both"):
+        heads_inputs(content_conditioned=True, content_modulated=True)
+
+
+def test_constrained_sincos_shares_its_scales_only():
+    _, params, _ = heads_inputs()
+    shapes = jax.tree.map(jnp.shape, params)
+    assert shapes == {"frequencies": (2,), "coefficients": (LAYERS, HEADS, 4, 2)}
+
+
+def test_constrained_sincos_needs_a_scale():
+    with pytest.raises(ValueError, match="num_scales >= 1, got 0"):
+        base.ConstrainedSincos(DIM, HEADS, LAYERS, num_scales=0).init(
+            jax.random.key(0), GRID, 1
+        )
+
+
+def test_learned_adds_a_vector_for_every_place():
+    module = base.Learned(dim=DIM)
+    tokens = jnp.ones((BATCH, 15, DIM))
+    added, variables = module.init_with_output(jax.random.key(0), tokens, GRID)
+    table = variables["params"]["table"]
+    np.testing.assert_array_equal(added[1], 1 + table)
+    # The standard deviation of N(0, 1), within 4 of its standard errors.
+    assert abs(table.std() - 1) < 4 / (2 * table.size) ** 0.5
+    with pytest.raises(ValueError, match=r"has shape \(15, 12\); a grid of 2x4 tokens"):
+        module.apply(variables, jnp.ones((BATCH, 8, DIM)), (2, 4))
+
+
+def test_sincos_is_learnable_sincos_at_its_start():
+    tokens = jnp.zeros((BATCH, 15, DIM))
+    learnable = base.LearnableSincos(dim=DIM, base=50.0)
+    expected, _ = learnable.init_with_output(jax.random.key(0), tokens, GRID)
+    module = base.Sincos(dim=DIM, base=50.0)
+    out, variables = module.init_with_output(jax.random.key(0), tokens, GRID)
+    np.testing.assert_array_equal(out, expected)
+    assert not variables
+    with pytest.raises(ValueError, match="'sincos' needs config.model.dim divisible"):
+        base.Sincos(dim=6).apply({}, jnp.zeros((1, 15, 6)), GRID)

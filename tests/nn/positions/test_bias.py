@@ -1,0 +1,126 @@
+"""Biases of the offset in attention layers, and on grids of other sizes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from relattn import kernels, offsets
+from relattn.nn.positions.relative import RelativeTables
+from relattn.nn.registry import build
+from tests import reference
+
+GRID, N, DIM, HEADS, DEPTH = (2, 3), 7, 8, 2, 4
+POSITIONS = ["t5_bias(num_buckets=8, max_distance=5)", "sincos_bias", "fourier_bias"]
+
+
+def encode(position, grid, params=None):
+    """Biases of every layer, and the parameters."""
+    _, make_position = build("favor", position, dim=DIM, heads=HEADS, num_layers=3)
+    module = make_position()
+    if params is None:
+        params = module.init(jax.random.key(0), grid, 1)["params"]
+    layers = module.apply({"params": params}, grid, 1)
+    return jnp.stack([layer.bias for layer in layers]), params
+
+
+@pytest.mark.parametrize("position", POSITIONS)
+def test_one_set_of_parameters_fits_every_grid(position):
+    small, params = encode(position, (2, 3))
+    large, _ = encode(position, (5, 4), params)
+    assert small.shape == (3, HEADS, 15) and large.shape == (3, HEADS, 63)
+    large = large.reshape(3, HEADS, 9, 7)[:, :, 3:6, 1:6]
+    np.testing.assert_allclose(large.reshape(small.shape), small, rtol=1e-6)
+    line, _ = encode(position, (5,))
+    assert line.shape == (3, HEADS, 9)
+
+
+def test_t5_s_layers_share_a_table_for_rows_and_one_for_columns():
+    bias, params = encode("t5_bias", GRID)
+    np.testing.assert_array_equal(bias[0], bias[2])
+    buckets = kernels.offset_buckets(offsets.table_offsets(GRID))
+    rows, columns = params["table"]
+    expected = rows[:, buckets[:, 0]] + columns[:, buckets[:, 1]]
+    np.testing.assert_allclose(bias[0], expected, rtol=1e-6)
+
+
+def test_sincos_bias_is_what_strategy_1_adds_to_the_logits():
+    bias, params = encode("sincos_bias(num_scales=2)", GRID)
+    make = build(
+        "favor", "constrained_sincos(num_scales=2)", dim=DIM, heads=HEADS, num_layers=3
+    )[1]
+    q, k = jnp.zeros((2, 1, HEADS, N, DEPTH))
+    layer = make().apply({"params": params}, GRID, 1)[1]
+    q, k = layer(q, k, jnp.zeros((1, N, DIM)))
+    logits = jnp.einsum("bhid,bhjd->hij", q, k) / q.shape[-1] ** 0.5
+    rows = offsets.offset_index(GRID)
+    np.testing.assert_allclose(bias[1][:, rows], logits[:, 1:, 1:], atol=1e-6)
+
+
+@pytest.mark.parametrize("features", ["positive", "relu"])
+def test_linear_attention_weighs_by_the_offset(features):
+    make_attention, _ = build(
+        f"favor(num_features=5, features='{features}', normalize=True)",
+        "fourier_bias",
+        dim=DIM,
+        heads=HEADS,
+        num_layers=3,
+    )
+    bias, _ = encode("relative_bias", GRID)
+    bias = 30 * bias[1]
+    x = jax.random.normal(jax.random.key(1), (2, N, DIM))
+    options = {"grid": GRID, "num_prefix": 1, "position": RelativeTables(bias=bias)}
+    out, variables = make_attention(layer=0).init_with_output(
+        jax.random.key(2), x, **options
+    )
+    params = variables["params"]
+    projection = variables["random_features"]["projection"].projection
+
+    def phi(vector):
+        vector = vector / jnp.linalg.norm(vector) * DEPTH**0.25
+        return getattr(reference, f"{features}_features")(vector, projection)
+
+    def heads_of(name):
+        y = x[0] @ params[name]["kernel"] + params[name]["bias"]
+        return y.reshape(N, HEADS, DEPTH).swapaxes(0, 1)
+
+    pairs = [reference.of_pairs(b, reference.offset_rows(GRID, 1)[0]) for b in bias]
+    heads = [
+        reference.linear_attention(*inputs, phi, np.ones((N, N), bool), b)
+        for *inputs, b in zip(*map(heads_of, "qkv"), pairs, strict=True)
+    ]
+    merged = jnp.stack(heads, axis=1).reshape(N, DIM)
+    expected = merged @ params["out"]["kernel"] + params["out"]["bias"]
+    np.testing.assert_allclose(out[0], expected, atol=2e-5)
+
+
+def test_trigonometric_features_count_nonpositive_normalizers():
+    make_attention, _ = build(
+        "favor(features='trigonometric', num_features=2)",
+        "sincos_bias",
+        dim=DIM,
+        heads=HEADS,
+        num_layers=3,
+    )
+    position = RelativeTables(bias=encode("sincos_bias", GRID)[0][0])
+    x = 3 * jax.random.normal(jax.random.key(1), (2, N, DIM))
+    module = make_attention(layer=0)
+    options = {"grid": GRID, "num_prefix": 1, "position": position}
+    variables = module.init(jax.random.key(0), x, **options)
+    variables = jax.tree.map(lambda leaf: 3 * leaf, variables)
+    out, sown = module.apply(variables, x, **options, mutable=["intermediates"])
+    (fraction,) = sown["intermediates"]["nonpositive_normalizer"]
+    assert 0 < fraction < 1 and jnp.isfinite(out).all()
+
+
+@pytest.mark.parametrize(
+    ("position", "message"),
+    [
+        ("sincos_bias(num_scales=0)", "'sincos_bias' needs num_scales >= 1, got 0"),
+        ("fourier_bias(num_frequencies=0)", "needs num_frequencies >= 1, got 0"),
+        ("t5_bias(num_buckets=6)", "need num_buckets divisible by 4"),
+    ],
+)
+def test_no_waves_and_no_buckets_are_refused(position, message):
+    with pytest.raises(ValueError, match=message):
+        encode(position, GRID)

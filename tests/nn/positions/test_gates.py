@@ -1,0 +1,72 @@
+"""Gates in a layer: their start, their parameters, what they refuse."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from relattn.nn.positions import gates
+from tests import reference
+
+GRID, N, LAYERS, HEADS, DEPTH = (2, 3), 7, 3, 2, 5
+SIZES = {"dim": HEADS * DEPTH, "heads": HEADS, "num_layers": LAYERS}
+MODULES = {"irpe_gate": gates.IrpeGate, "string_gate": gates.StringGate}
+
+both = pytest.mark.parametrize("name", MODULES)
+
+
+def heads_inputs():
+    q, k = jax.random.normal(jax.random.key(1), (2, 1, HEADS, N, DEPTH))
+    return q, k, jnp.ones((1, N, SIZES["dim"]))
+
+
+@both
+@pytest.mark.parametrize("grid", [GRID, (6,)])
+def test_gates_start_as_the_identity(name, grid):
+    @jax.jit
+    def outs(key):
+        layers, _ = MODULES[name](**SIZES).init_with_output(key, grid, 1)
+        return jnp.stack([jnp.stack(layer(*heads_inputs())) for layer in layers])
+
+    for out in outs(jax.random.key(0)):
+        np.testing.assert_array_equal(out, heads_inputs()[:2])
+
+
+@both
+def test_queries_and_keys_of_a_layer_and_head_have_scales_of_their_own(name):
+    module = MODULES[name](**SIZES)
+    shapes = jax.eval_shape(lambda key: module.init(key, GRID, 1), jax.random.key(0))
+    rng = np.random.default_rng(0)
+    variables = jax.tree.map(
+        lambda leaf: jnp.asarray(0.5 * rng.normal(size=leaf.shape), leaf.dtype), shapes
+    )
+    layer, params = module.apply(variables, GRID, 1)[2], variables["params"]
+    q, k, x = heads_inputs()
+    outs = layer(q, k, x)
+    for side, (y, out) in enumerate(zip((q, k), outs, strict=True)):
+        y = np.float64(y[0, 1])
+        if name == "irpe_gate":
+            tables = (
+                np.float64(params[key][2, side, 1]) for key in ("rows", "columns")
+            )
+            expected = reference.irpe_gate(y, *tables, GRID, 1)
+        else:
+            waves = (params["frequencies"][2], params["phases"][2])
+            coefficients = params["coefficients"][2, side, 1]
+            expected = reference.string_gate(y, *waves, coefficients, GRID, 1)
+        np.testing.assert_allclose(out[0, 1], expected, rtol=1e-5, atol=1e-5)
+        np.testing.assert_array_equal(out[0, 1, 0], np.float32(y[0]))
+    one = layer.at(4)(q[:, :, 4:5], k[:, :, 4:5], x[:, :1])
+    np.testing.assert_array_equal(one[1], outs[1][:, :, 4:5])
+
+
+def test_a_gate_needs_a_rank():
+    with pytest.raises(ValueError, match="'string_gate' needs rank >= 1, got rank=0"):
+        gates.StringGate(**SIZES, rank=0).init(jax.random.key(0), GRID, 1)
+
+
+def test_embeddings_belong_to_their_grid():
+    module = gates.IrpeGate(**SIZES)
+    variables = module.init(jax.random.key(0), GRID, 1)
+    with pytest.raises(ValueError, match=r"position's rows has shape .* a grid of 4x3"):
+        module.apply(variables, (4, 3), 1)

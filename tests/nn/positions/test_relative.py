@@ -1,0 +1,86 @@
+"""Relative positions in an attention layer, and what they refuse."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from relattn import offsets
+from relattn.nn.positions import relative
+from relattn.nn.registry import build
+from tests import reference
+
+GRID, N, DIM, HEADS, DEPTH = (2, 3), 7, 8, 2, 4
+
+
+def layer(attention, position, dtype=jnp.float32):
+    """An attention module with its position, parameters of both, and inputs."""
+    make_attention, make_position = build(
+        attention, position, dim=DIM, heads=HEADS, num_layers=2
+    )
+    encoding, variables = make_position().init_with_output(jax.random.key(0), GRID, 1)
+    module = make_attention(layer=0, dtype=dtype)
+    x = jax.random.normal(jax.random.key(1), (2, N, DIM)).astype(dtype)
+    options = {"grid": GRID, "num_prefix": 1, "position": encoding[1]}
+    params = module.init(jax.random.key(2), x, **options)["params"]
+    out = module.apply({"params": params}, x, **options)
+    return out, params, variables.get("params", {}).get("table"), x
+
+
+def heads_of(params, x):
+    """Queries, keys and values of one example."""
+    for name in "qkv":
+        out = x @ params[name]["kernel"] + params[name]["bias"]
+        yield out.reshape(N, HEADS, DEPTH).swapaxes(0, 1)
+
+
+@pytest.mark.parametrize("name", ["key_table", "value_table", "bias"])
+def test_tables_are_a_layer_s_and_a_head_s(name):
+    kinds = {"key_table": "relative_key", "value_table": "relative_value"}
+    out, params, table, x = layer("softmax", kinds.get(name, "relative_bias"))
+    expected = jnp.stack(
+        [
+            reference.relative_attention(
+                *inputs,
+                **{name: table[1, head]},
+                allowed=np.ones((N, N), bool),
+                rows=reference.offset_rows(GRID, 1)[0],
+            )
+            for head, inputs in enumerate(zip(*heads_of(params, x[0]), strict=True))
+        ],
+        axis=1,
+    ).reshape(N, DIM)
+    expected = expected @ params["out"]["kernel"] + params["out"]["bias"]
+    np.testing.assert_allclose(out[0], expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("position", "places", "base"),
+    [
+        ("rope2d(base=10.0)", offsets.grid_positions(GRID, 1), 10.0),
+        ("rope1d", np.array([[0, 0, 1, 2, 3, 4, 5]]).T, 10000.0),
+    ],
+)
+def test_rotary_turns_queries_and_keys_but_not_the_prefix(position, places, base):
+    out, params, _, x = layer("softmax", position)
+    heads = []
+    for q, k, v in zip(*heads_of(params, x[0]), strict=True):
+        q, k = (reference.rotary(y, np.float64(places), base) for y in (q, k))
+        everything = np.ones((N, N), bool)
+        heads.append(reference.softmax_attention(q, k, v, everything))
+    expected = jnp.stack(heads, axis=1).reshape(N, DIM)
+    expected = expected @ params["out"]["kernel"] + params["out"]["bias"]
+    np.testing.assert_allclose(out[0], expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("position", ["relative_key", "relative_bias", "rope2d"])
+def test_compute_dtype_is_the_module_s(position):
+    out, *_ = layer("softmax", position, jnp.bfloat16)
+    assert out.dtype == jnp.bfloat16 and jnp.isfinite(out).all()
+
+
+def test_tables_fit_the_grid_that_they_were_made_for():
+    module = relative.RelativeKey(dim=DIM, heads=HEADS, num_layers=1)
+    variables = module.init(jax.random.key(0), GRID, 1)
+    with pytest.raises(ValueError, match="a grid of 3x3 tokens needs"):
+        module.apply(variables, (3, 3), 1)

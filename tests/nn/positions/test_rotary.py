@@ -1,0 +1,107 @@
+"""Rotations in an attention layer, and what they refuse."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from relattn import offsets
+from relattn.nn.positions import rotary
+from tests import reference
+
+GRID, N, LAYERS, HEADS, DEPTH = (2, 3), 7, 3, 2, 6
+SIZES = {"dim": HEADS * DEPTH, "heads": HEADS, "num_layers": LAYERS}
+MODULES = {
+    "rope2d_mixed": rotary.Rope2dMixed,
+    "cayley_string": rotary.CayleyString,
+    "circulant_string": rotary.CirculantString,
+}
+
+
+def turned(name, x, params, grid=GRID):
+    """Queries of a layer and head by the reference, prefix first."""
+    places = np.float64(offsets.grid_positions(grid, 1))
+    if name == "rope2d_mixed":
+        return reference.mixed_rotary(x, places, params["frequencies"])
+    if name == "cayley_string":
+        generators = reference.cayley_generators(params["skew"], params["frequencies"])
+    else:
+        generators = reference.circulant_generators(params["circulants"])
+    return reference.string(x, places, generators)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_every_layer_and_head_turns_by_its_own_parameters(name):
+    module = MODULES[name](**SIZES)
+    shapes = jax.eval_shape(lambda key: module.init(key, GRID, 1), jax.random.key(0))
+    rng = np.random.default_rng(0)
+    variables = jax.tree.map(
+        lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), leaf.dtype), shapes
+    )
+    q, k = jax.random.normal(jax.random.key(1), (2, 1, HEADS, N, DEPTH))
+
+    @jax.jit
+    def apply(variables):
+        x = jnp.ones((1, N, 12))
+        layers = module.apply(variables, GRID, 1)
+        assert len(layers) == LAYERS
+        one = layers[2].at(4)(q[:, :, 4:5], k[:, :, 4:5], x[:, :1])
+        return jnp.concatenate(layers[2](q, k, x)), one[0]
+
+    outs, one = apply(variables)
+    with jax.enable_x64(True):
+        params = jax.tree.map(lambda x: np.float64(x[2, 1]), variables["params"])
+        expected = jax.jit(jax.vmap(lambda x: turned(name, x, params)))
+        wide = np.float64([q[0, 1], k[0, 1]])
+        np.testing.assert_allclose(outs[:, 1], expected(wide), atol=2e-5)
+    np.testing.assert_allclose(one[0], outs[0, :, 4:5], atol=1e-6)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_heads_start_with_directions_of_their_own(name):
+    layers, _ = MODULES[name](**SIZES).init_with_output(jax.random.key(0), GRID, 1)
+    angles = np.stack([layer.angles[:, -1] for layer in layers])
+    assert len(np.unique(angles[..., 1].round(6))) == LAYERS * HEADS
+    assert np.abs(angles).max() <= np.linalg.norm(np.array(GRID) - 1) + 1e-5
+
+
+def test_cayley_starts_as_rotary_positions():
+    layers, _ = MODULES["cayley_string"](**SIZES).init_with_output(
+        jax.random.key(0), (5,), 0
+    )
+    np.testing.assert_array_equal(layers[1].matrix[1], np.eye(DEPTH))
+    frequencies = 10000.0 ** (-np.arange(3) / 3)
+    np.testing.assert_allclose(layers[1].angles[1, 4], 4 * frequencies, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "dim", "grid", "message"),
+    [
+        ("rope2d_mixed", 12, (5,), "'rope2d_mixed' needs tokens on a grid of height"),
+        ("rope2d_mixed", 14, GRID, r"an even head depth \(dim / heads\), got 7"),
+        ("cayley_string", 14, (5,), r"an even head depth \(dim / heads\), got 7"),
+        ("circulant_string", 4, GRID, r"\(dim / heads\) of at least 3, got 2"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(name, dim, grid, message):
+    module = MODULES[name](dim=dim, heads=2, num_layers=1)
+    with pytest.raises(ValueError, match=message):
+        module.init(jax.random.key(0), grid, 0)
+
+
+def test_a_line_has_no_columns():
+    module = rotary.Rope2d(dim=8, heads=HEADS, num_layers=1)
+    with pytest.raises(ValueError, match="a line of 7; choose 'rope1d'"):
+        module.apply({}, (7,), 0)
+
+
+def test_a_head_must_split_into_pairs_for_every_axis():
+    module = rotary.Rope2d(dim=12, heads=2, num_layers=1)
+    with pytest.raises(ValueError, match="divisible by 4, got 6"):
+        module.apply({}, GRID, 1)
+
+
+def test_a_head_of_odd_depth_has_no_pairs():
+    module = rotary.Rope1d(dim=6, heads=2, num_layers=1)
+    with pytest.raises(ValueError, match="divisible by 2, got 3"):
+        module.apply({}, (5,), 0)

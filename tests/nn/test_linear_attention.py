@@ -1,0 +1,66 @@
+"""Linear attention with learned features."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from relattn.nn.registry import build
+from tests import reference
+
+N, DIM, HEADS, DEPTH = 7, 8, 2, 4
+
+
+def test_module_is_the_kernel_between_linear_projections():
+    make, _ = build(
+        "relu(num_features=5, eps=0.02)", "none", dim=DIM, heads=HEADS, num_layers=1
+    )
+    module = make(layer=0)
+    x = jax.random.normal(jax.random.key(1), (2, N, DIM))
+    params = dict(module.init(jax.random.key(0), x)["params"])
+    assert np.abs(params["projection"]).max() <= DEPTH**-0.5
+    params["bias"] = 0.3 * jax.random.normal(jax.random.key(2), (5,))
+    out = module.apply({"params": params}, x)
+
+    def project(name):
+        y = x[1] @ params[name]["kernel"] + params[name]["bias"]
+        return y.reshape(N, HEADS, DEPTH).swapaxes(0, 1)
+
+    def phi(vector):
+        return reference.relu_features(
+            vector, params["projection"], params["bias"], eps=0.02
+        )
+
+    heads = [
+        reference.linear_attention(*inputs, phi, np.ones((N, N), bool))
+        for inputs in zip(*map(project, "qkv"), strict=True)
+    ]
+    expected = jnp.stack(heads, axis=1).reshape(N, DIM)
+    expected = expected @ params["out"]["kernel"] + params["out"]["bias"]
+    np.testing.assert_allclose(out[1], expected, atol=1e-5)
+
+
+def test_features_default_to_d_ln_d_and_are_scanned_parameters():
+    make, _ = build("relu", "none", dim=32, heads=2, num_layers=1)
+    variables = make(layer=0).init(jax.random.key(0), jnp.ones((1, N, 32)))
+    assert set(variables) == {"params"}
+    projection = variables["params"]["projection"]
+    assert projection.shape == (44, 16)
+    # Uniform in +-1/sqrt(fan-in): the features read vectors of depth 16.
+    assert 0.9 * 16**-0.5 < np.abs(projection).max() <= 16**-0.5
+    assert make.func.scannable
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("relu(num_features=-1)", "'relu' needs num_features >= 1, or 0 for int("),
+        ("relu(eps=0.0)", "'relu' needs eps > 0, without which"),
+        ("relu(haar=False)", "attention 'relu' has no option 'haar'"),
+    ],
+)
+def test_bad_options_are_refused(spec, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        build(spec, "none", dim=DIM, heads=HEADS, num_layers=1)

@@ -1,0 +1,174 @@
+"""The look-up of attentions and positions, and what it refuses."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from relattn.kernels import softmax_attention
+from relattn.models import GPT, ViT, generate
+from relattn.nn import registry as build_module
+from relattn.nn.attention import MultiHeadAttention
+from relattn.nn.positions.base import Position
+from relattn.nn.registry import build, register_attention, register_position
+
+SIZES = {"dim": 24, "heads": 4, "num_layers": 1}
+
+
+@pytest.mark.parametrize(
+    ("attention", "position", "sizes", "message"),
+    [
+        ("favour", "none", {}, "unknown attention 'favour': did you mean 'favor'?"),
+        ("favor", "sincoz", {}, "unknown position 'sincoz': did you mean"),
+        ("favor(num_feature=3)", "none", {}, "did you mean 'num_features'?"),
+        ("favor(dim=3)", "none", {}, "attention 'favor' has no option 'dim'"),
+        ("favor(features='relo')", "none", {}, "features 'relo': did you mean 'relu'"),
+        (
+            "favor(features='trigonometric', eps=0.1)",
+            "none",
+            {},
+            "trigonometric features may be negative and take no eps: leave out eps=0.1",
+        ),
+        ("banded(eps=-0.1)", "none", {}, "need eps >= 0, got eps=-0.1"),
+        ("favor(features='relu', eps=0.0)", "none", {}, "need eps > 0, got eps=0.0"),
+        ("favor(norms='ch')", "none", {}, "unknown norms 'ch': did you mean 'chi'?"),
+        ("favor(num_features=-1)", "none", {}, "num_features must be positive"),
+        ("favor", "none(x=1)", {}, "position 'none' has no option 'x': it takes none"),
+        (
+            "banded",
+            "constrained_sincos",
+            {},
+            "position 'constrained_sincos' acts at the site 'heads', which attention "
+            "'banded' does not honour; it takes position none, learned, sincos",
+        ),
+        (
+            "favor",
+            "learned + relative_key",
+            {},
+            "position 'relative_key' acts at the site 'pairs', which attention 'favor'",
+        ),
+        (
+            "softmax",
+            "rope2d(base=10.0) + learned + relative_bias",
+            {},
+            "has 2 terms that reach the attention; a sum takes one",
+        ),
+        ("softmax", "learned + ropes", {}, "unknown position 'ropes': did you mean"),
+        ("softmax", "none", {"heads": 5}, "heads must divide config.model.dim, got"),
+        ("banded", "none", {"heads": 3}, "heads must be even, got 3"),
+        ("banded(clip=0)", "none", {}, "needs clip >= 1, got 0"),
+        (
+            "banded",
+            "none",
+            {"causal": True},
+            "attention 'banded' has no causal form; choose from softmax, favor",
+        ),
+        ("banded(position_heads=5)", "none", {}, "has 4 heads, got position_heads=5"),
+    ],
+)
+def test_refuses_with_a_sentence(attention, position, sizes, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        build(attention, position, **{**SIZES, **sizes})
+
+
+def test_options_reach_the_modules():
+    attention, position = build(
+        "favor(num_features=7, norms='fixed')",
+        "constrained_sincos(num_scales=2)",
+        **SIZES,
+    )
+    module = attention(layer=3)
+    assert (module.num_features, module.norms, module.layer) == (7, "fixed", 3)
+    assert position().num_scales == 2 and position().heads == 4
+
+
+def test_a_sum_adds_to_the_tokens_and_reaches_the_layers():
+    _, position = build(
+        "softmax",
+        "learned + rope2d(base=7.0) + sincos",
+        **{**SIZES, "heads": 2},
+    )
+    module = position()
+    learned, rope, sincos = module.makers
+    assert rope.keywords == {"base": 7.0}
+    tokens = jnp.zeros((1, 6, 24))
+    variables = module.init(jax.random.key(0), tokens, (2, 3), method="of_tokens")
+    out = module.apply(variables, tokens, (2, 3), method="of_tokens")
+    table = variables["params"]["terms_0"]["table"]
+    expected = sincos(dim=24).apply({}, tokens, (2, 3)) + table
+    np.testing.assert_allclose(out, expected, atol=1e-6)
+    (layer,) = module.apply(variables, (2, 3), 1, method="of_layers")
+    assert layer.angles.shape == (7, 6)
+
+
+class SharpAttention(MultiHeadAttention):
+    sharpness: float = 1.0
+
+    def attend(self, q, k, v, context):
+        return softmax_attention(self.sharpness * q, k, v, key_mask=context.key_mask)
+
+
+@pytest.fixture
+def registered(monkeypatch):
+    for name in ("ATTENTIONS", "POSITIONS"):
+        monkeypatch.setattr(build_module, name, {**getattr(build_module, name)})
+    register_attention("sharp", SharpAttention)
+
+
+def make_vit(attention):
+    return ViT(3, attention=attention, patch_size=2, **SIZES)
+
+
+@pytest.mark.usefixtures("registered")
+def test_a_registered_attention_is_a_model_s_like_any_other():
+    images = jax.random.normal(jax.random.key(0), (2, 6, 4, 1))
+    variables = make_vit("sharp").init(jax.random.key(1), images)
+    # Its layers are not scanned unless it says so.
+    assert "block_0" in variables["params"]
+    once, thrice = (
+        make_vit(f"sharp(sharpness={factor})").apply(variables, images)
+        for factor in (1.0, 3)
+    )
+    assert not np.allclose(once, thrice)
+    params = {**variables["params"]}
+    params["blocks_0"] = jax.tree.map(lambda x: x[None], params.pop("block_0"))
+    plain = make_vit("softmax").apply({"params": params}, images)
+    np.testing.assert_allclose(once, plain, atol=1e-5)
+
+
+@pytest.mark.usefixtures("registered")
+def test_a_registered_attention_promises_nothing_that_it_does_not_say():
+    with pytest.raises(ValueError, match="'sharpnes': did you mean 'sharpness'"):
+        build("sharp(sharpnes=2.0)", "none", **SIZES)
+    with pytest.raises(ValueError, match="'heads', which attention 'sharp' does not"):
+        build("sharp", "rope2d", **SIZES)
+    with pytest.raises(ValueError, match="attention 'sharp' has no causal form"):
+        build("sharp", "none", **SIZES, causal=True)
+
+    class Forgetful(SharpAttention):
+        has_causal_form = True
+
+    # In a notebook a cell is run again.
+    register_attention("sharp", Forgetful)
+    gpt = GPT(5, 7, attention="sharp", **SIZES)
+    tokens = jnp.zeros((1, 1), jnp.int32)
+    variables = gpt.init(jax.random.key(0), tokens)
+    with pytest.raises(NotImplementedError, match="Forgetful cannot decode: it def"):
+        generate(gpt, variables, tokens, 2, key=jax.random.key(1))
+
+
+@pytest.mark.parametrize("name", ["softmax", "rope2d", "my attention", ""])
+def test_names_that_cannot_be_registered(name):
+    with pytest.raises(ValueError, match="cannot be registered: choose a Python name"):
+        register_attention(name, SharpAttention)
+    with pytest.raises(ValueError, match="cannot be registered: choose a Python name"):
+        register_position(name, Position)
+
+
+def test_what_cannot_be_registered():
+    with pytest.raises(TypeError, match="'mine' needs a subclass of relattn.MultiHead"):
+        register_attention("mine", Position)
+    with pytest.raises(TypeError, match="'mine' needs a subclass of relattn.Position"):
+        register_position("mine", SharpAttention)

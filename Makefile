@@ -39,7 +39,7 @@ full: $(STAMP)
 	cat .cache/published_sizes.md
 
 demo: $(STAMP)
-	$(BIN)/python -m relattn.evaluation.demo --output=demo
+	$(BIN)/python -m studies.demo --output=demo
 
 # Some systems ship Python without ensurepip: their own pip then fills the environment.
 $(STAMP): setup.py

@@ -12,7 +12,7 @@ written: the same command goes on.
 from collections.abc import Sequence
 
 from relattn import command, training
-from relattn.training.config_file import read_config
+from relattn.training.config import read_config
 from relattn.training.distributed import initialize
 
 

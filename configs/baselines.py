@@ -28,7 +28,7 @@ accuracy is of the epoch with the best validation accuracy.
 
 The argument ``cpu`` cuts a recipe to a budget for two CPU cores, as it does there, but
 keeps a convolutional network whole; Linformer's k falls with the number of tokens, from
-256 of 1,025 to 16 of 65. ``python -m relattn.evaluation.study
+256 of 1,025 to 16 of 65. ``python -m studies
 --preset=performer_table1_cpu --seeds=3`` measured test accuracies on MNIST and
 Fashion-MNIST of 91.1 ± 0.9 and 76.8 ± 0.5% with ``alexnet``, 90.5 ± 0.6 and 64.2 ± 3.1%
 with ``vgg16``, 93.9 ± 1.5 and 81.3 ± 1.6% with ``resnet18``, 82.5 ± 3.9 and 71.2 ± 1.7%
@@ -45,8 +45,8 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from configs.performer import DATASETS, fit_cpu, recipe
-from relattn.arguments import read_arguments
 from relattn.models.cnn import PUBLISHED_BASELINES
+from relattn.spec import read_arguments
 
 # As configs/performer.py has it.
 PERFORMER_DROPOUT = {"attention_dropout": 0.1, "dropout": 0.1}

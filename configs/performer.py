@@ -25,7 +25,7 @@ position heads.
 The argument ``cpu`` cuts a recipe to a budget for two CPU cores: tokens are patches of
 4x4 pixels, images those of MNIST or Fashion-MNIST that ship with the package, 4,750 of
 them to train on, and there are 200 steps of 32 images, evaluated every 50.
-``python -m relattn.evaluation.study --preset=performer_table1_cpu --seeds=3`` measured
+``python -m studies --preset=performer_table1_cpu --seeds=3`` measured
 test accuracies on MNIST and Fashion-MNIST of 41.7 ± 4.3 and 60.7 ± 3.8% with ``none``,
 72.3 ± 2.4 and 69.3 ± 4.3% with ``learnable_sincos``, 78.3 ± 1.2 and 67.5 ± 1.9% with
 ``constrained_sincos`` and 42.9 ± 2.5 and 61.0 ± 2.8% with ``banded``.
@@ -39,7 +39,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from relattn.arguments import read_arguments
+from relattn.spec import read_arguments
 from relattn.training import default_config
 
 DATASETS = ("mnist", "fashion_mnist", "cifar10")

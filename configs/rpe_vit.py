@@ -17,7 +17,7 @@ Random features are drawn once, as nothing is said of a redraw. The seed is the 
 
 The argument ``cpu`` keeps the model and cuts the rest to a budget for two CPU cores: of
 MNIST the images that ship with the package, 4,750 of them to train on, and 300 steps of
-32 images, evaluated every 60. ``python -m relattn.evaluation.study
+32 images, evaluated every 60. ``python -m studies
 --preset=rpe_vit_cpu --seeds=3`` measured test accuracies of 91.1 ± 1.6% with softmax,
 91.2 to 93.0% with favor and 90.1 to 90.8% with relu.
 
@@ -28,7 +28,7 @@ A run of seconds on the embedded images, for a first look on a CPU:
 
 from ml_collections import ConfigDict
 
-from relattn.arguments import read_arguments
+from relattn.spec import read_arguments
 from relattn.training import default_config
 
 # Epochs and augmentation.

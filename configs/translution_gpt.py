@@ -18,21 +18,21 @@ its first three layers and softmax in the rest.
 
 The argument ``cpu`` is a small GPT, 2 layers of dim 128 with 64 tokens of context, for
 1,000 steps of 12 windows of tinyshakespeare, evaluated every 200: a budget for CPU
-cores. ``python -m relattn.evaluation.study --preset=translution_text`` measured
+cores. ``python -m studies --preset=translution_text`` measured
 validation losses of 2.130 (``self_attention``), 1.935 (``rope``), 1.890
 (``lor_translution``) and 1.878 (``translution``) nats a byte, with one seed.
 
 A run of seconds, for a first look on a CPU, and a sample of what it learned:
 
     python train.py --config=configs/translution_gpt.py:smoke --workdir=runs/smoke
-    python -m relattn.sample --workdir=runs/smoke --prompt="ROMEO:"
+    python -m relattn.evaluation.sample --workdir=runs/smoke --prompt="ROMEO:"
 """
 
 from ml_collections import ConfigDict
 
-from relattn.arguments import read_arguments
 from relattn.models import SIZES
 from relattn.models.variants import METHODS, method_options
+from relattn.spec import read_arguments
 from relattn.training import default_config
 
 DATA = ("tinyshakespeare", "openwebtext")

@@ -19,7 +19,7 @@ with the method in its first three layers and softmax in the rest.
 The argument ``cpu`` keeps the model and cuts the rest to a budget for two CPU cores:
 of MNIST the images that ship with the package, 4,750 of them to train on, and 200 steps
 of 32 images where they are static, 1,000 where they are dynamic, which take longer to
-learn; evaluated five times. ``python -m relattn.evaluation.study
+learn; evaluated five times. ``python -m studies
 --preset=translution_table2_cpu`` measured, with one seed, on static and dynamic test
 images: self-attention 88.9% and 14.4%, LoR-Translution 88.0% and 20.8%, Translution
 88.1% and 16.9%; trained on dynamic ones, on dynamic ones, self-attention 22.6% and
@@ -32,9 +32,9 @@ A run of seconds on the embedded images, for a first look on a CPU:
 
 from ml_collections import ConfigDict
 
-from relattn.arguments import read_arguments
 from relattn.models import SIZES
 from relattn.models.variants import METHODS, method_options
+from relattn.spec import read_arguments
 from relattn.training import default_config
 
 DATA = ("static", "dynamic", "imagenet")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import os
 import re
 import sys
 import types
@@ -17,7 +18,11 @@ from absl import flags, logging
 
 from relattn.spec import closest
 
-_PACKAGE = str(Path(__file__).resolve().parent)
+_ROOT = Path(__file__).resolve().parents[1]
+# An error that they raise is about the user's input.
+_PACKAGES = tuple(
+    f"{_ROOT / name}{os.sep}" for name in ("relattn", "studies", "benchmarks", "tools")
+)
 _OVERRIDE = re.compile(r"--?(no)?config\.")
 # Characters of a message, which may repeat what was given.
 _MAX_LENGTH = 500
@@ -78,7 +83,7 @@ class Parser(argparse.ArgumentParser):
     """Reads a program's options; a mistake in them raises a ValueError.
 
     Args:
-        prog: What starts the program, such as ``"python -m relattn.sample"``.
+        prog: What starts the program, such as ``"python train.py"``.
         doc: The module's docstring; its first line describes the program. None under
             ``python -OO``.
         overrides: Whether to collect options ``--config.key=value`` in the list
@@ -162,7 +167,7 @@ def _split_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def is_user_error(error: BaseException) -> bool:
-    """True for an error that the package itself raised about its input.
+    """True for an error that this project raised about its input.
 
     Such an error says all that a user needs; any other needs its traceback.
 
@@ -170,7 +175,7 @@ def is_user_error(error: BaseException) -> bool:
         error: A caught exception.
 
     Returns:
-        Whether its type is one of `USER_ERRORS` and a line of this package raised it.
+        Whether its type is one of `USER_ERRORS` and a line of this project raised it.
 
     Example:
         >>> is_user_error(ValueError("raised nowhere"))
@@ -181,7 +186,7 @@ def is_user_error(error: BaseException) -> bool:
         return False
     while trace.tb_next is not None:
         trace = trace.tb_next
-    return trace.tb_frame.f_code.co_filename.startswith(_PACKAGE)
+    return trace.tb_frame.f_code.co_filename.startswith(_PACKAGES)
 
 
 def explain_out_of_memory(error: BaseException) -> str | None:

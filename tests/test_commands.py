@@ -15,19 +15,19 @@ ROOT = Path(__file__).parents[1]
 # What each program needs to come as far as an option that does not exist.
 PROGRAMS = {
     "eval_shift": ["--output=x"],
-    "relattn.data.embed": ["--source=x"],
+    "tools.embed": ["--source=x"],
     "relattn.data.prepare": ["--name=mnist"],
     "relattn.data.prepare_text": ["--openwebtext", "--output=x"],
-    "relattn.evaluation.demo": [],
-    "relattn.evaluation.mesh_memory": ["--config=configs/demo.py"],
-    "relattn.evaluation.pipeline": ["--config=configs/demo.py"],
+    "studies.demo": [],
+    "benchmarks.memory": ["--config=configs/demo.py"],
+    "benchmarks.pipeline": ["--config=configs/demo.py"],
     "relattn.evaluation.sizes": [],
-    "relattn.evaluation.soak": ["--config=configs/demo.py", "--workdir=x"],
-    "relattn.evaluation.speed": [],
-    "relattn.evaluation.speed_measure": ['{"kernel": "linear"}'],
-    "relattn.evaluation.study": ["--preset=translution_text", "--output=x"],
+    "benchmarks.soak": ["--config=configs/demo.py", "--workdir=x"],
+    "benchmarks.speed": [],
+    "benchmarks.measure": ['{"kernel": "linear"}'],
+    "studies.__main__": ["--preset=translution_text", "--output=x"],
     "relattn.evaluation.translation": [],
-    "relattn.sample": ["--workdir=x"],
+    "relattn.evaluation.sample": ["--workdir=x"],
     "train": ["--config=configs/demo.py", "--workdir=x"],
 }
 NO_PROGRAM = "relattn.evaluation.shift"
@@ -55,10 +55,11 @@ def refused(capsys, monkeypatch):
 
 
 def test_every_program_is_here():
-    sources = [*ROOT.glob("*.py"), *ROOT.glob("relattn/**/*.py")]
+    folders = ["relattn", "studies", "benchmarks", "tools"]
+    sources = [path for name in folders for path in ROOT.glob(f"{name}/**/*.py")]
     found = {
         ".".join(path.relative_to(ROOT).with_suffix("").parts)
-        for path in sources
+        for path in [*ROOT.glob("*.py"), *sources]
         if '__name__ == "__main__"' in path.read_text("utf-8")
     }
     assert found == {*PROGRAMS, NO_PROGRAM}
@@ -85,58 +86,62 @@ DEMO = "--config=configs/demo.py"
         ("eval_shift", ["--output=x"], "no run: name at least one folder by --workdir"),
         ("eval_shift", ["--workdir=no/run", "--output={}"], "no complete checkpo"),
         ("eval_shift", ["--output=x", "extra"], "unexpected argument 'extra': options"),
-        ("relattn.data.embed", ["--source={}"], "images-idx3-ubyte.gz is missing: --s"),
+        ("tools.embed", ["--source={}"], "images-idx3-ubyte.gz is missing: --s"),
         ("relattn.data.prepare", ["--name=minst"], "invalid choice: 'minst'"),
         ("relattn.data.prepare_text", ["--output=x"], "--input --openwebtext is requ"),
-        ("relattn.evaluation.demo", ["--output={}/file"], "file is not writable"),
-        ("relattn.evaluation.demo", ["--config.num=3", "--output={}/d"], "key 'num'"),
-        ("relattn.evaluation.demo", ["--variants=,"], "no variant: name at least one"),
-        ("relattn.evaluation.demo", ["--seeds=0"], "seeds must be at least 1, got 0"),
-        ("relattn.evaluation.mesh_memory", [DEMO, "--meshes=ax2"], "=ax2: give DATAx"),
-        ("relattn.evaluation.mesh_memory", ["--config={}/a.py"], "a.py cannot be read"),
-        ("relattn.evaluation.pipeline", ["--config=/no/such.py"], "such.py cannot be"),
-        ("relattn.evaluation.pipeline", [DEMO, "--steps=0"], "must be at least 1, got"),
+        ("studies.demo", ["--output={}/file"], "file is not writable"),
+        ("studies.demo", ["--config.num=3", "--output={}/d"], "key 'num'"),
+        ("studies.demo", ["--variants=,"], "no variant: name at least one"),
+        ("studies.demo", ["--seeds=0"], "seeds must be at least 1, got 0"),
+        ("benchmarks.memory", [DEMO, "--meshes=ax2"], "=ax2: give DATAx"),
+        ("benchmarks.memory", ["--config={}/a.py"], "a.py cannot be read"),
+        ("benchmarks.pipeline", ["--config=/no/such.py"], "such.py cannot be"),
+        ("benchmarks.pipeline", [DEMO, "--steps=0"], "must be at least 1, got"),
         ("relattn.evaluation.sizes", ["--foo"], "did you mean '--json'?"),
         (
-            "relattn.evaluation.soak",
+            "benchmarks.soak",
             ["--config=nope.py", "--workdir={}/run"],
             "nope.py",
         ),
         (
-            "relattn.evaluation.soak",
+            "benchmarks.soak",
             [DEMO, "--workdir={}/file"],
             "file is not writable",
         ),
-        ("relattn.evaluation.speed", ["--output={}/file/a"], "Not a directory): choo"),
-        ("relattn.evaluation.speed", ["--output="], "--output is empty, as a variable"),
-        ("relattn.evaluation.speed", ["--kernel="], "--kernel: name at least one kern"),
-        ("relattn.evaluation.speed", ["--kernel=lineer"], "did you mean 'linear'?"),
-        ("relattn.evaluation.speed_measure", ["{{"], "request: invalid"),
-        ("relattn.evaluation.speed_measure", ["{{}}"], "request: invalid"),
-        ("relattn.evaluation.study", ["--preset=nope", "--output=x"], "unknown preset"),
-        ("relattn.evaluation.study", ["--preset=rpe_vit", "--output="], "is empty, as"),
+        ("benchmarks.speed", ["--output={}/file/a"], "Not a directory): choo"),
+        ("benchmarks.speed", ["--output="], "--output is empty, as a variable"),
+        ("benchmarks.speed", ["--kernel="], "--kernel: name at least one kern"),
+        ("benchmarks.speed", ["--kernel=lineer"], "did you mean 'linear'?"),
+        ("benchmarks.measure", ["{{"], "request: invalid"),
+        ("benchmarks.measure", ["{{}}"], "request: invalid"),
+        ("studies.__main__", ["--preset=nope", "--output=x"], "unknown preset"),
+        ("studies.__main__", ["--preset=rpe_vit", "--output="], "is empty, as"),
         (
-            "relattn.evaluation.study",
+            "studies.__main__",
             ["--preset=rpe_vit_cpu", "--output={}/new", "--config.num=3"],
             "there is no --config.[...] key 'num'",
         ),
         (
-            "relattn.sample",
+            "relattn.evaluation.sample",
             ["--workdir=x", "--num_samples=0"],
             "from 1 to 1000000, got",
         ),
-        ("relattn.sample", ["--workdir=x", "--num_samples=-1"], "1 to 1000000, got -1"),
         (
-            "relattn.sample",
+            "relattn.evaluation.sample",
+            ["--workdir=x", "--num_samples=-1"],
+            "1 to 1000000, got -1",
+        ),
+        (
+            "relattn.evaluation.sample",
             ["--workdir=x", f"--seed={10**30}"],
             "seed must be from 0 to",
         ),
         (
-            "relattn.sample",
+            "relattn.evaluation.sample",
             ["--workdir=x", "--seed=10**30"],
             "--seed: invalid int value",
         ),
-        ("relattn.sample", ["--workdir={}/no"], "no complete checkpoint in"),
+        ("relattn.evaluation.sample", ["--workdir={}/no"], "no complete checkpoint in"),
         ("train", [], "the following arguments are required: --config, --workdir"),
         ("train", ["--flagfile=/no/such"], "--flagfile cannot be read: "),
         ("train", ["--flagfile"], "--flagfile cannot be read: "),

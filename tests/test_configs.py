@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 from configs import baselines, rpe_vit
-from relattn.evaluation.counts import count_parameters
+from relattn.evaluation.sizes import count_parameters
 from relattn.models import build_model
 from relattn.models.cnn import PUBLISHED_BASELINES
 from relattn.models.variants import METHODS

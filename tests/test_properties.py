@@ -16,15 +16,14 @@ from ml_collections import ConfigDict
 from PIL import Image
 
 from relattn import spec
-from relattn.arguments import read_arguments
 from relattn.command import is_user_error
 from relattn.data import input_shape, load_data
 from relattn.data.prepare_text import prepare_files
 from relattn.data.tokenizers import load_tokenizer
 from relattn.nn.registry import _RESERVED, ATTENTIONS, POSITIONS, build
+from relattn.spec import read_arguments
 from relattn.training import check_config, default_config
-from relattn.training.config import flatten
-from relattn.training.config_file import read_config
+from relattn.training.config import flatten, read_config
 
 MOST = 1500
 names = st.from_regex(r"[a-zA-Z_]\w{0,11}", fullmatch=True).filter(

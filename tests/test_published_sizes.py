@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from relattn.evaluation.presets import PRESETS
-from tests.published_sizes import BATCH_SIZE, program
+from studies.presets import PRESETS
+from tests.helpers.published_sizes import BATCH_SIZE, program
 
 ROOT = Path(__file__).parents[1]
 SMALL = {"cpu", "smoke"}
@@ -39,7 +39,7 @@ def start(name, **environment):
     kept = {key: os.environ[key] for key in os.environ if key not in NOT_OF_USERS}
     began = time.time()
     process = subprocess.run(
-        [sys.executable, "-m", "tests.published_sizes", name],
+        [sys.executable, "-m", "tests.helpers.published_sizes", name],
         cwd=ROOT,
         env={**kept, **environment},
         capture_output=True,

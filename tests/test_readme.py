@@ -7,8 +7,8 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 
-from relattn.evaluation.presets import PRESETS
 from relattn.evaluation.translation import VARIANTS, all_pairs
+from studies.presets import PRESETS
 from tests import test_contracts
 from tests.mechanisms import MECHANISMS
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.smoke import CONFIGS
+from tests.helpers.smoke import CONFIGS
 
 ROOT = Path(__file__).parents[1]
 
@@ -23,7 +23,13 @@ ROOT = Path(__file__).parents[1]
 )
 def test_smoke_configurations_run_on_simulated_devices(model, counts):
     process = subprocess.run(
-        [sys.executable, "-m", "tests.smoke", model, ",".join(map(str, counts))],
+        [
+            sys.executable,
+            "-m",
+            "tests.helpers.smoke",
+            model,
+            ",".join(map(str, counts)),
+        ],
         cwd=ROOT,
         env={**os.environ, "JAX_PLATFORMS": "cpu"},
         capture_output=True,

@@ -16,7 +16,7 @@ from PIL import Image
 from tensorflow_datasets.core.download import extractor, resource
 
 from relattn.data import load_data
-from relattn.data.prepared import read_prepared
+from relattn.data.tfds import read_prepared
 from relattn.data.tokenizers import load_tokenizer
 from relattn.training.checkpoint import MANIFEST, CheckpointWriter, read_meta
 from tests.data.conftest import write_set as write_set  # noqa: PLC0414
@@ -34,7 +34,7 @@ CALLS = {"eval", "exec", "compile", "__import__", "os.system", "os.popen", "torc
 CALLS |= {"shutil.unpack_archive"}
 EXCEPTIONS = {
     # A configuration is a program, which the user names on the command line.
-    ("relattn/training/config_file.py", "loader.exec_module"),
+    ("relattn/training/config.py", "loader.exec_module"),
 }
 
 
@@ -237,7 +237,7 @@ def test_a_payload_is_refused_and_does_not_run(read, tmp_path, payload, hostile)
     "name", ["features.json", "dataset_info.json", "decoded-train-images.npy"]
 )
 def test_a_payload_in_a_prepared_set(name, write_set, payload, hostile, monkeypatch):
-    monkeypatch.setattr("relattn.data.prepared.MAPPED_BYTES", 0)
+    monkeypatch.setattr("relattn.data.tfds.MAPPED_BYTES", 0)
     _, folder = write_set("mnist", train=3, test=2)
     read_prepared(folder)
     (folder / name).write_bytes(hostile)

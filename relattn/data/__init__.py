@@ -1,22 +1,25 @@
 """Data: embedded subsets, TFDS, image folders and text, behind one protocol."""
 
-from relattn.data.batches import Batch, batch_indices, fill_batch, steps_per_epoch
-from relattn.data.full import DatasetNotPreparedError
-from relattn.data.images import ImageData, ImageSplit
-from relattn.data.load import load_data, load_images
-from relattn.data.loader import Loader
-from relattn.data.mix import Mix, make_mix
-from relattn.data.preprocess import input_shape, make_preprocess, preprocess
-from relattn.data.source import (
+from relattn.data.augment import Mix, make_mix
+from relattn.data.base import (
+    Batch,
     DataInfo,
     DataSource,
     EvalSplit,
     ImageInfo,
+    Loader,
     TextInfo,
+    batch_indices,
+    fill_batch,
     read_info,
+    steps_per_epoch,
 )
-from relattn.data.streamed import StreamedImages, StreamedSplit
+from relattn.data.images import ImageData, ImageSplit
+from relattn.data.load import load_data, load_images
+from relattn.data.preprocess import input_shape, make_preprocess, preprocess
+from relattn.data.streaming import StreamedImages, StreamedSplit
 from relattn.data.text import TextData, TokenSplit, load_text
+from relattn.data.tfds import DatasetNotPreparedError
 from relattn.data.tokenizers import Tokenizer, load_tokenizer
 
 __all__ = [

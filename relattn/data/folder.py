@@ -5,7 +5,7 @@ import pathlib
 import numpy as np
 from tqdm import tqdm
 
-from relattn.data.encoded_images import decode_image, open_image
+from relattn.data.image_io import decode_image, open_image
 from relattn.data.images import ImageSplit
 
 SUFFIXES = (".jpg", ".jpeg", ".png")

@@ -9,18 +9,19 @@ import numpy as np
 from jaxtyping import Float32, Int32, Int64, UInt8
 
 from relattn import spec
-from relattn.data.batch_augment import NUM_DRAWS
-from relattn.data.batches import (
+from relattn.data.augment import NUM_DRAWS
+from relattn.data.base import (
     CACHED_EPOCHS,
     Batch,
+    EvalSplit,
+    ImageInfo,
+    Loader,
     batch_indices,
     check_eval_batch,
     fill_batch,
     part_rows,
     steps_per_epoch,
 )
-from relattn.data.loader import Loader
-from relattn.data.source import EvalSplit, ImageInfo
 
 # Keeps the temporary int64 copy of a chunk near 100 MB.
 CHUNK_BYTES = 2**24
@@ -91,7 +92,7 @@ class ImageData:
         std: likewise.
         origin: a sentence that says where the images came from.
         augment: of training images, a spec of
-            `relattn.data.batch_augment.AUGMENTATIONS`; their batches have ``draws``.
+            `relattn.data.augment.AUGMENTATIONS`; their batches have ``draws``.
     """
 
     name: str

@@ -2,24 +2,21 @@
 
 from ml_collections import ConfigDict
 
-from relattn.data.batch_augment import check_augmentation
-from relattn.data.catalogue import EMBEDDED_FOLDER, EMBEDDED_VERSION, SETS
-from relattn.data.choices import check_choice
+from relattn.data.augment import check_augmentation, make_mix
+from relattn.data.base import DataSource
+from relattn.data.canvas import place_on_canvas
 from relattn.data.folder import read_folder
-from relattn.data.full import find_or_prepare, read_full
 from relattn.data.images import (
     ImageData,
     ImageSplit,
     channel_statistics,
     split_validation,
 )
-from relattn.data.mix import make_mix
 from relattn.data.paths import expand, reading_data
-from relattn.data.placed import place_on_canvas
-from relattn.data.prepared import read_prepared
-from relattn.data.source import DataSource
-from relattn.data.streamed import open_streamed
+from relattn.data.registry import EMBEDDED_FOLDER, EMBEDDED_VERSION, SETS, check_choice
+from relattn.data.streaming import open_streamed
 from relattn.data.text import load_text
+from relattn.data.tfds import find_or_prepare, read_full, read_prepared
 
 Source = tuple[ImageSplit, ImageSplit, tuple[str, ...], str]
 
@@ -31,8 +28,8 @@ def load_data(config: ConfigDict) -> DataSource:
     Args:
         config: with the keys of its source; "embedded", "tfds" and "folder" are those
             of `load_images`, "text" those of `load_text`. All images have ``mix``, a
-            spec of `relattn.data.mix.make_mix`. Photographs that are read as training
-            goes on (``name="imagenet2012"`` of "tfds") have these beside them:
+            spec of `relattn.data.augment.make_mix`. Photographs that are read as
+            training goes on (``name="imagenet2012"`` of "tfds") have these beside them:
 
             - ``image_size``: side of the random crop to train on and of the central
               crop to evaluate on, by default 224;

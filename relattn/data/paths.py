@@ -1,8 +1,14 @@
 """Paths as users write them."""
 
 import contextlib
+import hashlib
+import json
 import pathlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+
+from tqdm import tqdm
+
+from relattn import spec
 
 
 def expand(path: str | pathlib.Path, key: str) -> pathlib.Path:
@@ -57,3 +63,90 @@ or name other data by data.data_dir.
             f"{error.filename} cannot be read ({error.strerror}): make it readable, or "
             "name other data by data.data_dir."
         ) from error
+
+
+MANIFEST = "manifest.json"
+BLOCK_BYTES = 2**20
+
+
+def sha256(path: pathlib.Path, title: str | None = None) -> str:
+    """Returns the SHA-256 of a file.
+
+    Args:
+        path: of the file.
+        title: of a progress bar for what takes more than two seconds, on a terminal;
+            None for no bar.
+
+    Returns:
+        The digest in hexadecimal digits.
+
+    Example:
+        >>> sha256(pathlib.Path("/dev/null"))[:7]
+        'e3b0c44'
+    """
+    digest, block = hashlib.sha256(), memoryview(bytearray(BLOCK_BYTES))
+    with (
+        path.open("rb") as file,
+        tqdm(
+            desc=title,
+            total=path.stat().st_size,
+            unit="B",
+            unit_scale=True,
+            delay=2,
+            disable=True if title is None else None,
+        ) as bar,
+    ):
+        while count := file.readinto(block):
+            digest.update(block[:count])
+            bar.update(count)
+    return digest.hexdigest()
+
+
+def write_manifest(folder: pathlib.Path, names: Iterable[str]) -> None:
+    """Writes the checksums of some files of a folder.
+
+    Args:
+        folder: that holds the files.
+        names: of the files.
+    """
+    sums = {name: sha256(folder / name, f"Checksum of {name}") for name in names}
+    (folder / MANIFEST).write_text(f"{json.dumps(sums, indent=1)}\n", "utf-8")
+
+
+def find_damage(folder: pathlib.Path) -> str:
+    """Compares the files of a folder with their checksums.
+
+    Args:
+        folder: that holds the files, and perhaps a manifest.
+
+    Returns:
+        What is wrong with the first file that is not as it was; "" if all are as they
+        were, or the folder has no manifest.
+
+    Example:
+        >>> import tempfile
+        >>> folder = pathlib.Path(tempfile.mkdtemp())
+        >>> _ = (folder / "val.bin").write_bytes(b"abc")
+        >>> write_manifest(folder, ["val.bin"])
+        >>> find_damage(folder)
+        ''
+        >>> _ = (folder / "val.bin").write_bytes(b"abd")
+        >>> find_damage(folder).removeprefix(str(folder))
+        '/val.bin is damaged (its SHA-256 is not that of manifest.json)'
+    """
+    manifest = folder / MANIFEST
+    if not manifest.is_file():
+        return ""
+    try:
+        sums = json.loads(manifest.read_text("utf-8"))
+    except (ValueError, RecursionError):
+        return f"{manifest} is damaged"
+    if not isinstance(sums, dict):
+        return f"{manifest} is damaged (it is {spec.shorten(sums)})"
+    for name, expected in sums.items():
+        path = folder / name
+        if name != pathlib.PurePath(name).name or not path.is_file():
+            return f"{folder} has no file {spec.shorten(name)}, which {MANIFEST} lists"
+        if sha256(path, f"Verifying {name}") != expected:
+            return f"{path} is damaged (its SHA-256 is not that of {MANIFEST})"
+    return ""

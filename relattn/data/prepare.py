@@ -18,12 +18,16 @@ import tensorflow_datasets as tfds
 from ml_collections import ConfigDict
 
 from relattn import command
-from relattn.data.catalogue import SETS
-from relattn.data.full import check_content
-from relattn.data.manifest import write_manifest
-from relattn.data.paths import expand
-from relattn.data.prepared import data_root, describe, find_prepared, read_prepared
-from relattn.data.streamed import open_streamed
+from relattn.data.paths import expand, write_manifest
+from relattn.data.registry import SETS
+from relattn.data.streaming import open_streamed
+from relattn.data.tfds import (
+    check_content,
+    data_root,
+    describe,
+    find_prepared,
+    read_prepared,
+)
 
 
 def prepare(name: str, data_dir: str = "", manual_dir: str = "") -> pathlib.Path:

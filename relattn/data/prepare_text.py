@@ -27,9 +27,9 @@ import numpy as np
 from tqdm import tqdm
 
 from relattn import command
-from relattn.data.manifest import MANIFEST, write_manifest
-from relattn.data.prepared import describe
-from relattn.data.token_files import FILES, META, TokenMeta, write_meta, write_tokens
+from relattn.data.paths import MANIFEST, write_manifest
+from relattn.data.text import FILES, META, TokenMeta, write_meta, write_tokens
+from relattn.data.tfds import describe
 from relattn.data.tokenizers import TOKENIZERS, TokenIds, Tokenizer, load_tokenizer
 
 OPENWEBTEXT = "Skylion007/openwebtext"

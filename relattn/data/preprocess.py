@@ -11,8 +11,8 @@ from jaxtyping import Array, Float, Float32, UInt8
 from ml_collections import ConfigDict
 
 from relattn import spec
-from relattn.data.batch_augment import augment
-from relattn.data.source import DataInfo
+from relattn.data.augment import augment
+from relattn.data.base import DataInfo
 
 
 def make_preprocess(
@@ -30,7 +30,7 @@ def make_preprocess(
         draws, or its tokens as they are.
 
     Example:
-        >>> from relattn.data.source import ImageInfo
+        >>> from relattn.data.base import ImageInfo
         >>> info = ImageInfo("grey", ("a", "b"), (4, 4, 1), (0.5,), (0.5,), 7, "")
         >>> function = make_preprocess(ConfigDict({"standardize": True}), info)
         >>> function({"image": np.full((1, 4, 4, 1), 255, np.uint8)})[0, 0, 0]

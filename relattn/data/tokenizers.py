@@ -9,8 +9,8 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Array, Integer, UInt16
 
-from relattn.data.choices import check_choice
 from relattn.data.paths import expand
+from relattn.data.registry import check_choice
 
 TokenIds = UInt16[np.ndarray, "_"]
 AnyIds = Integer[Array | np.ndarray, "tokens"] | Sequence[int]

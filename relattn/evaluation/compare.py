@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
-from collections.abc import Sequence
+import difflib
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import numpy as np
+from jaxtyping import Float, Int
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from ml_collections import ConfigDict
 
 from relattn.data import ImageInfo, ImageSplit, load_images
-from relattn.evaluation import report
-from relattn.evaluation.curves import ShiftCurve, class_index, curves_of
 from relattn.evaluation.shift import ShiftedAccuracy, check_shift, shifted_accuracy
+from relattn.evaluation.sizes import read_published
+from relattn.spec import parse
 from relattn.training import Run, load_runs
 from relattn.training.errors import writing
-from relattn.training.records import usable_folder
 from relattn.training.run import check_labels
+from relattn.training.workdir import usable_folder
 
 PUBLISHED_CLASS = 1
 
@@ -61,7 +67,7 @@ class Comparison:
 
     def panels(
         self, curves: Sequence[ShiftCurve], images: str, *, published: bool
-    ) -> list[report.Panel]:
+    ) -> list[Panel]:
         """A panel of the figure for each data set.
 
         Args:
@@ -74,7 +80,7 @@ class Comparison:
             The panels.
         """
         return [
-            report.Panel(
+            Panel(
                 title=f"{dataset}, {images}",
                 curves=[curve for curve in curves if curve.dataset == dataset],
                 published=published and self.has_published,
@@ -196,7 +202,7 @@ def shift_report(
         shown, images = every_class, "all classes"
     else:
         shown, images = one_class, f"class {comparison.class_name}"
-    text = report.summary(
+    text = summary(
         one_class,
         every_class,
         class_name=comparison.class_name,
@@ -207,8 +213,8 @@ def shift_report(
     panels = comparison.panels(shown, images, published=classes != "all")
     with writing(output):
         published = classes != "all" and comparison.has_published
-        report.write_csv(shown, output / "shift.csv", published=published)
-        report.plot(panels, output / "shift.png", axis=comparison.axis)
+        write_csv(shown, output / "shift.csv", published=published)
+        plot(panels, output / "shift.png", axis=comparison.axis)
         (output / "summary.md").write_text(text, "utf-8")
     return text
 
@@ -243,3 +249,405 @@ def _one_label(runs: Sequence[Run], class_name: str) -> tuple[int, str]:
         )
     titles = dict.fromkeys(run.data.class_names[labels[0]] for run in runs)
     return labels[0], f"{labels[0]} ({', '.join(titles)})"
+
+
+MAX_LISTED = 20
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ShiftCurve:
+    """Accuracy against shift, of one run or of several that differ in their seed.
+
+    Attributes:
+        run: The runs' names.
+        dataset: The data set's name.
+        model: What tells the model from others.
+        published: The model's name in the published figure, "" where it has none.
+        shifts: In pixels.
+        mean: The accuracy at each shift, averaged over the runs.
+        std: The standard deviation over the runs; of a single run, the binomial
+            standard deviation sqrt(p (1 - p) / n) of its accuracy p on n images.
+        num_images: Per shift.
+        num_runs: The number of runs.
+    """
+
+    run: str
+    dataset: str
+    model: str
+    published: str
+    shifts: tuple[int, ...]
+    mean: Float[np.ndarray, "shifts"]
+    std: Float[np.ndarray, "shifts"]
+    num_images: Int[np.ndarray, "shifts"]
+    num_runs: int
+
+    def at(self, pixels: int) -> tuple[float, float, int]:
+        """Mean, standard deviation and number of images at one shift."""
+        i = self.shifts.index(pixels)
+        return float(self.mean[i]), float(self.std[i]), int(self.num_images[i])
+
+
+def class_index(name: str, class_names: Sequence[str]) -> int:
+    """The class that a name or a number means.
+
+    Args:
+        name: ``"1"`` or, in any case, ``"trouser"``.
+        class_names: In the order of the labels.
+
+    Returns:
+        The label.
+
+    Raises:
+        ValueError: If there is no such class; names the closest.
+
+    Example:
+        >>> class_index("trouser", ["T-shirt/top", "Trouser"])
+        1
+    """
+    # A number is a label before it is a name.
+    if name.isdecimal() and int(name) < len(class_names):
+        return int(name)
+    known = [str(known).lower() for known in class_names]
+    if name.lower() in known:
+        return known.index(name.lower())
+    similar = difflib.get_close_matches(name.lower(), known, n=1)
+    hint = f"did you mean {class_names[known.index(similar[0])]!r}? " if similar else ""
+    names = ", ".join(class_names) if len(class_names) <= MAX_LISTED else "their names"
+    raise ValueError(
+        f"unknown class {name!r}: {hint}There are: all, 0 to {len(class_names) - 1}, "
+        + names
+    )
+
+
+def model_label(model: str, attention: str, position: str) -> str:
+    """What tells a model from others: its specs, without the defaults, or its name.
+
+    Args:
+        model: Name of the model; one that has an attention goes by it.
+        attention: Spec of the attention, or ""; a plain ``favor`` goes without saying.
+        position: Spec of the position, or ""; ``none`` goes without saying.
+
+    Returns:
+        A label for a legend.
+
+    Example:
+        >>> model_label("performer", "favor", "constrained_sincos(num_scales=4)")
+        'constrained_sincos(num_scales=4)'
+        >>> model_label("performer", "banded(clip=6)", "none")
+        'banded(clip=6)'
+        >>> model_label("performer", "favor", "none"), model_label("alexnet", "", "")
+        ('none', 'alexnet')
+    """
+    attentions = [] if attention == "favor" else [attention or model]
+    positions = [] if position in ("", "none") else [position]
+    return " + ".join(attentions + positions) or "none"
+
+
+def published_name(model: str, attention: str, position: str) -> str:
+    """The name of a model in figure 1 of Horn et al., "" where it is not there.
+
+    Args:
+        model: Name of the model.
+        attention: Spec of the attention.
+        position: Spec of the position.
+
+    Returns:
+        The name.
+
+    Example:
+        >>> published_name("performer", "favor", "constrained_sincos(num_scales=4)")
+        'Rel. S1'
+    """
+    if model != "performer":
+        return ""
+    names = {
+        ("favor", "none"): "No Pos.",
+        ("favor", "learnable_sincos"): "Absolute",
+        ("favor", "constrained_sincos"): "Rel. S1",
+        ("banded", "none"): "Rel. S2",
+    }
+    return names.get((parse(attention)[0], parse(position)[0]), "")
+
+
+def curves_of(
+    results: Iterable[ShiftedAccuracy], label: int | None
+) -> tuple[ShiftCurve, ...]:
+    """Accuracy against shift, runs that differ only in their seed taken together.
+
+    Args:
+        results: One a run.
+        label: The images of this class that allow every shift; or None: at every shift
+            all the images that allow it, of any class.
+
+    Returns:
+        One curve a recipe, in the order of the results.
+
+    Raises:
+        ValueError: If no image is left at some shift.
+    """
+    groups: dict[tuple[str, str], list[ShiftedAccuracy]] = {}
+    for result in results:
+        groups.setdefault((result.dataset, result.recipe), []).append(result)
+    return tuple(_curve(group, label) for group in groups.values())
+
+
+def _curve(group: Sequence[ShiftedAccuracy], label: int | None) -> ShiftCurve:
+    first = group[0]
+    names = first.model, first.attention, first.position
+    accuracies, counts = [], []
+    for result in group:
+        chosen = result.allowed
+        if label is not None:
+            chosen = chosen & result.both_ways & (result.labels == label)
+        count = chosen.sum(axis=1)
+        if not count.all():
+            pixels = first.shifts[int(count.argmin())]
+            what = "test image" if label is None else f"test image of class {label}"
+            raise ValueError(
+                f"no {what} of {first.dataset} can move {abs(pixels)} pixels without "
+                "losing a non-zero one: choose a smaller max_shift"
+            )
+        accuracies.append((result.correct & chosen).sum(axis=1) / count)
+        counts.append(count)
+    mean = np.mean(accuracies, axis=0)
+    if len(group) > 1:
+        std = np.std(accuracies, axis=0, ddof=1)
+    else:
+        std = np.sqrt(mean * (1 - mean) / counts[0])
+    return ShiftCurve(
+        run=" ".join(result.run for result in group),
+        dataset=first.dataset,
+        model=model_label(*names),
+        published=published_name(*names),
+        shifts=first.shifts,
+        mean=mean,
+        std=std,
+        num_images=counts[0],
+        num_runs=len(group),
+    )
+
+
+COLUMNS = (
+    "run",
+    "dataset",
+    "model",
+    "shift_px",
+    "accuracy_mean",
+    "accuracy_std",
+    "num_images",
+    "source",
+)
+
+
+def published_curve(dataset: str, model: str) -> tuple[list[int], list[float]]:
+    """Figure 1 of Horn et al., from its authors' raw results.
+
+    Args:
+        dataset: ``"mnist"`` or ``"fashion_mnist"``; others have no curve.
+        model: ``"Absolute"``, ``"Rel. S1"``, ``"Rel. S2"`` or ``"No Pos."``.
+
+    Returns:
+        Shifts in pixels along x and the accuracies on class 1, both empty where the
+        figure has no such curve.
+
+    Example:
+        >>> shifts, accuracies = published_curve("fashion_mnist", "Rel. S1")
+        >>> shifts[0], accuracies[0]
+        (-8, 0.8963)
+    """
+    rows = [
+        row
+        for row in read_published("performer_figure1")
+        if (row["dataset"], row["model"]) == (dataset, model)
+    ]
+    shifts = [int(row["shift_px"]) for row in rows]
+    return shifts, [float(row["accuracy"]) for row in rows]
+
+
+def published_curves(
+    curves: Sequence[ShiftCurve],
+) -> list[tuple[str, str, dict[int, float]]]:
+    """The published curves of the models and data sets of measured ones.
+
+    Args:
+        curves: Measured curves.
+
+    Returns:
+        For each published curve the data set, the model's published name and the
+        accuracy by shift, at the shifts that were measured.
+    """
+    found = []
+    for dataset, model in dict.fromkeys((c.dataset, c.published) for c in curves):
+        by_shift = dict(zip(*published_curve(dataset, model), strict=True))
+        by_shift = {s: by_shift[s] for s in curves[0].shifts if s in by_shift}
+        if by_shift:
+            found.append((dataset, model, by_shift))
+    return found
+
+
+def write_csv(
+    curves: Sequence[ShiftCurve], path: Path, *, published: bool = False
+) -> None:
+    """Writes one row a curve and shift; ``source`` is ``measured`` or ``published``.
+
+    Args:
+        curves: What to write.
+        path: The file.
+        published: Whether to write the published curves too. They have no run,
+            standard deviation and number of images.
+    """
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(COLUMNS)
+        for curve in curves:
+            for pixels in curve.shifts:
+                mean, std, count = curve.at(pixels)
+                row = [curve.run, curve.dataset, curve.model, pixels]
+                row += [f"{mean:.6f}", f"{std:.6f}", count, "measured"]
+                writer.writerow(row)
+        for dataset, model, by_shift in published_curves(curves) if published else ():
+            for pixels, accuracy in by_shift.items():
+                row = ["", dataset, model, pixels, f"{accuracy:.6f}", "", ""]
+                writer.writerow([*row, "published"])
+
+
+@dataclasses.dataclass(frozen=True)
+class Panel:
+    """One panel of the figure.
+
+    Attributes:
+        title: Which images.
+        curves: Of one data set.
+        published: Whether to draw the published curves, dashed.
+    """
+
+    title: str
+    curves: Sequence[ShiftCurve]
+    published: bool = False
+
+
+def plot(panels: Sequence[Panel], path: Path, *, axis: str = "x") -> None:
+    """Draws accuracy against shift, with a band of one standard deviation.
+
+    Args:
+        panels: From left to right.
+        path: The file; its suffix is the format.
+        axis: ``"x"`` or ``"y"``.
+    """
+    figure = Figure(figsize=(1 + 5 * len(panels), 5), layout="constrained")
+    places = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    lines: dict[str, Line2D] = {}
+    colors: dict[str, str] = {}
+    for place, panel in zip(places, panels, strict=True):
+        for curve in panel.curves:
+            label = _label(curve, panel.curves)
+            color = colors.setdefault(label, f"C{len(colors)}")
+            (lines[label],) = place.plot(curve.shifts, curve.mean, color=color)
+            place.fill_between(
+                curve.shifts,
+                (curve.mean - curve.std).clip(0, 1),
+                (curve.mean + curve.std).clip(0, 1),
+                color=color,
+                alpha=0.2,
+                linewidth=0,
+            )
+            shifts, accuracies = published_curve(curve.dataset, curve.published)
+            if panel.published and shifts:
+                label = f"{curve.published} (published)"
+                (lines[label],) = place.plot(
+                    shifts, accuracies, "--", color=color, lw=1
+                )
+        place.set(title=panel.title, xlabel=f"shift along {axis} in pixels")
+        place.set_ylim(-0.02, 1.02)
+        place.grid(alpha=0.3)
+    places[0].set_ylabel("accuracy")
+    figure.legend(
+        lines.values(), lines.keys(), loc="outside lower center", ncols=2, frameon=False
+    )
+    figure.savefig(path, dpi=150)
+
+
+def table(curves: Sequence[ShiftCurve], *, published: bool = False) -> str:
+    """A Markdown table of the curves at five of their shifts.
+
+    Args:
+        curves: Of the same shifts.
+        published: Whether to add the published curves.
+
+    Returns:
+        A row a curve: mean, standard deviation and number of images; of published ones
+        the accuracy.
+    """
+    largest = max(curves[0].shifts)
+    middle = 3 * largest // 4
+    shifts = list(dict.fromkeys([-largest, -middle, 0, middle, largest]))
+    header = [
+        "data set",
+        "model",
+        "runs",
+        *(f"{pixels:+d} px" if pixels else "0 px" for pixels in shifts),
+    ]
+    lines = ["| " + " | ".join(header) + " |", "| --- " * len(header) + "|"]
+    for curve in curves:
+        cells = [curve.dataset, _label(curve, curves), str(curve.num_runs)]
+        for pixels in shifts:
+            mean, std, count = curve.at(pixels)
+            cells.append(f"{mean:.3f} ± {std:.3f} ({count})")
+        lines.append("| " + " | ".join(cells) + " |")
+    for dataset, model, by_shift in published_curves(curves) if published else ():
+        cells = [dataset, f"{model} (published)", "–"]
+        cells += [f"{by_shift[s]:.3f}" if s in by_shift else "–" for s in shifts]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def summary(
+    one_class: Sequence[ShiftCurve],
+    every_class: Sequence[ShiftCurve],
+    *,
+    class_name: str,
+    max_shift: int,
+    axis: str,
+    published: bool = False,
+) -> str:
+    """States the figure of one class and the stricter one of all classes.
+
+    Args:
+        one_class: Curves of one class, perhaps none.
+        every_class: Curves of all classes.
+        class_name: Of the one class.
+        max_shift: In pixels.
+        axis: ``"x"`` or ``"y"``.
+        published: Whether to state the published curves beside those of one class.
+
+    Returns:
+        Markdown.
+    """
+    parts = [f"# Accuracy under shifts along {axis}", f"## Class {class_name}"]
+    if one_class:
+        parts += [
+            f"The test images of this class that can move {max_shift} pixels both ways "
+            "without losing a non-zero pixel. One class alone flatters a model that "
+            "names it too often.",
+            table(one_class, published=published),
+        ]
+    else:
+        parts += [
+            f"No test image of this class can move {max_shift} pixels both ways "
+            "without losing a non-zero pixel."
+        ]
+    parts += [
+        "## All classes",
+        "At every shift the test images, of any class, that lose no non-zero pixel by "
+        "it: fewer, and other ones, the larger the shift.",
+        table(every_class),
+        "Mean accuracy ± standard deviation (number of images): over the runs that "
+        "differ in their seed; of a single run, the binomial sqrt(p (1 - p) / n).",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _label(curve: ShiftCurve, others: Sequence[ShiftCurve]) -> str:
+    same = [other for other in others if other.dataset == curve.dataset]
+    alike = sum(other.model == curve.model for other in same)
+    return f"{curve.model} [{curve.run}]" if alike > 1 else curve.model

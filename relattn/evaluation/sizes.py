@@ -5,24 +5,26 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
+import decimal
+import functools
+import importlib.resources
 import itertools
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from relattn import command
-from relattn.evaluation.counts import Size, count_parameters
-from relattn.evaluation.presets import BASELINES
-from relattn.evaluation.publications import read_published
-from relattn.evaluation.sizes_translution import (
-    COST_NOTE,
-    agrees,
-    parameters,
-    translution_sizes,
-)
-from relattn.models import build_model
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from relattn import command, spec
+from relattn.models import GPT, SIZES, ViT, build_model
 from relattn.models.cnn import PUBLISHED_BASELINES
+from relattn.models.variants import method_options
 
 # The published "Rel. S1" and so on, in our terms; "{}" is the setting's number.
 _PERFORMERS = {
@@ -149,5 +151,389 @@ def _cells(row: Mapping[str, Any], header: tuple[str, ...]) -> tuple[str, ...]:
     )
 
 
+COST_NOTE = (
+    "the multiply-adds are true ones, of a forward pass of one image or one sequence "
+    "(MAC), beside the paper's figure (FLOPs): Translution projects every pair of "
+    "tokens, which the paper's counter misses, so that there it costs as much as "
+    "self-attention; of text only the pairs that attend are counted here"
+)
+_SLIP_NOTE = (
+    "the paper prints another count, a slip: the authors' code gives the same as ours"
+)
+_VECTOR_NOTE = (
+    "relative_key and relative_value stand beside learned positions of the tokens: the "
+    "paper's formulas have none, but without them the counts of table 8 do not come out"
+)
+_MEMORY_NOTE = "the paper could not run this one: out of memory"
+
+_IMAGENET = ((224, 224, 3), 1000)
+_MNIST = ((84, 84, 1), 10)
+_GPT2_VOCABULARY = 50257
+
+
+def translution_sizes() -> Iterator[Size]:
+    """The rows of tables 2 to 8, 10 and 11, in the paper's order."""
+    for entry in translution_entries():
+        if entry.table in ("7", "8"):
+            yield _gpt(entry)
+        else:
+            data = _MNIST if entry.table in ("2", "5", "10") else _IMAGENET
+            yield _vit(entry, *data)
+
+
+def _vit(entry: Entry, image_shape: tuple[int, int, int], num_classes: int) -> Size:
+    attention, position = method_options(entry.method, **entry.options).values()
+    letter, patch_size = entry.size.split("/")
+    side = int(patch_size)
+    sizes = SIZES[letter]
+    num_patches = (image_shape[0] // side) * (image_shape[1] // side)
+    cost = num_patches * side**2 * image_shape[2] * sizes["dim"]
+    cost += sizes["dim"] * num_classes
+    cost += multiply_adds(attention, num_tokens=num_patches + 1, **sizes)
+    params = _vit_params(letter, side, attention, position, image_shape, num_classes)
+    image = "x".join(map(str, image_shape))
+    return _size(entry, "vit", entry.size, image, params, cost)
+
+
+def _gpt(entry: Entry) -> Size:
+    attention, position = method_options(entry.method, "tokens").values()
+    letter, context = entry.size.split("-")
+    length = int(context)
+    sizes = SIZES[letter]
+    cost = length * sizes["dim"] * _GPT2_VOCABULARY
+    cost += multiply_adds(attention, num_tokens=length, causal=True, **sizes)
+    params = _gpt_params(letter, length, attention, position)
+    return _size(entry, "gpt", f"GPT-{entry.size}", "", params, cost, length)
+
+
+# The tables share many rows.
+@functools.cache
+def _vit_params(
+    letter: str,
+    patch_size: int,
+    attention: str,
+    position: str,
+    image_shape: tuple[int, int, int],
+    num_classes: int,
+) -> int:
+    model = ViT(
+        num_classes,
+        **SIZES[letter],
+        patch_size=patch_size,
+        attention=attention,
+        position=position,
+    )
+    return count_parameters(model, image_shape)
+
+
+@functools.cache
+def _gpt_params(letter: str, length: int, attention: str, position: str) -> int:
+    model = GPT(
+        _GPT2_VOCABULARY,
+        length,
+        **SIZES[letter],
+        attention=attention,
+        position=position,
+    )
+    return count_parameters(model, num_tokens=length)
+
+
+def _size(
+    entry: Entry,
+    model: str,
+    size: str,
+    image: str,
+    params: int,
+    cost: int,
+    num_tokens: int | None = None,
+) -> Size:
+    printed, note, published = entry.published.get("params", ""), "", None
+    if printed == "out of memory":
+        note = _MEMORY_NOTE
+    elif printed:
+        published = parameters(printed)
+        note = "" if agrees(params, printed) else _SLIP_NOTE
+    if entry.method in ("relative_key", "relative_value"):
+        note = _VECTOR_NOTE
+    return Size(
+        model=model,
+        size=size,
+        method=" ".join(entry.words),
+        image=image,
+        params=params,
+        published=published,
+        note=note,
+        table=entry.table,
+        printed=printed,
+        multiply_adds=cost,
+        multiply_adds_per_token=num_tokens and cost // num_tokens,
+        paper_flops=entry.published.get("paper_flops") or "",
+    )
+
+
+def parameters(printed: str) -> int:
+    """A printed count as a number.
+
+    Args:
+        printed: In millions, ``"116.2M"``.
+
+    Returns:
+        The count.
+
+    Example:
+        >>> parameters("116.2M")
+        116200000
+    """
+    return int(decimal.Decimal(printed.removesuffix("M")) * 10**6)
+
+
+def agrees(params: int, printed: str) -> bool:
+    """Whether a count is the printed one, rounded or cut off to its digits.
+
+    Args:
+        params: A count.
+        printed: In millions, ``"116.2M"``.
+
+    Returns:
+        True where they agree.
+
+    Example:
+        >>> agrees(116164138, "116.2M"), agrees(4685032, "4.68M")
+        (True, True)
+        >>> agrees(4875112, "4.89M")
+        False
+    """
+    number = decimal.Decimal(printed.removesuffix("M"))
+    exact = decimal.Decimal(params) / 10**6
+    modes = (decimal.ROUND_HALF_UP, decimal.ROUND_DOWN)
+    return any(exact.quantize(number, mode) == number for mode in modes)
+
+
+# Rows of tables 4 and 8 as methods.
+_POSITIONS = {
+    "no position": "no_position",
+    "absolute": "self_attention",
+    "relative key vector": "relative_key",
+    "relative value vector": "relative_value",
+    "relative bias (Swin)": "relative_bias",
+    "gated positional (ConViT)": "gated_positional",
+    "rotary (RoFormer)": "rope",
+    "lor_translution": "lor_translution",
+    "translution": "translution",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A row of a published table.
+
+    Attributes:
+        table: The table's number, or those of two tables that share the row.
+        size: Of the model, ``"A/12"`` for images and ``"A-160"`` for text.
+        method: A key of `relattn.models.variants.METHODS`.
+        published: The row as printed.
+        options: Of the method, such as ``{"rank": 16}``.
+    """
+
+    table: str
+    size: str
+    method: str
+    published: Mapping[str, str]
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def words(self) -> list[str]:
+        """The method and its options, ``["lor_translution", "rank=2"]``."""
+        words = [self.method]
+        for key, value in self.options.items():
+            words.append(key if value is True else f"{key}={value}")
+        return words
+
+
+def translution_entries() -> Iterator[Entry]:
+    """The rows of tables 2 to 8, 10 and 11, in the paper's order.
+
+    Yields:
+        One entry a row.
+
+    Example:
+        >>> entries = list(translution_entries())
+        >>> entries[0].size, entries[0].method
+        ('A/12', 'self_attention')
+    """
+    for table, name in ("2", "table2_mnist"), ("3", "table3_imagenet"):
+        for row in read_published(f"translution_{name}"):
+            yield Entry(table, row["arch"].removeprefix("ViT-"), row["method"], row)
+    for row in read_published("translution_table4_positions"):
+        yield Entry("4", "A/56", _POSITIONS[row["method"]], row)
+    for row in read_published("translution_table5_absolute"):
+        absolute = {"absolute": True} if row["encoding"] == "absolute" else {}
+        yield Entry("5", "A/12", row["method"], row, absolute)
+    for row in read_published("translution_tables6_11_relenc_dim"):
+        rank, base = int(row["relenc_dim"]), row["with_base_qkv"] == "1"
+        table = "6, 11" if base else "11"
+        options = {"rank": rank} | ({} if base else {"base": False})
+        if rank:
+            yield Entry(table, "A/56", "lor_translution", row, options)
+        else:
+            yield Entry(table, "A/56", "no_position", row)
+    for row in read_published("translution_table7_openwebtext"):
+        yield Entry("7", row["arch"].removeprefix("GPT-"), row["method"], row)
+    for row in read_published("translution_table8_gpt_positions"):
+        yield Entry("8", "A-160", _POSITIONS[row["method"]], row)
+    for row in read_published("translution_table10_input_position"):
+        learned = {"position": "learned"} if row["input_position"] == "1" else {}
+        yield Entry("10", "A/12", row["method"], row, learned)
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """The parameter count of one model, and what it costs.
+
+    Attributes:
+        model: Name of the model.
+        size: Name of its size.
+        method: Its attention and position encoding.
+        image: Height x width x channels of the images; empty for text.
+        params: Our count.
+        published: The published count, None where there is none.
+        note: Why they differ, where they do.
+        table: The published table that has the row.
+        printed: The published count as printed.
+        multiply_adds: True multiply-adds of a forward pass, for an image or for a
+            sequence of text; None where they are not counted.
+        multiply_adds_per_token: The same for one token of text.
+        paper_flops: What the paper states for the same pass, as printed.
+    """
+
+    model: str
+    size: str
+    method: str
+    image: str
+    params: int
+    published: int | None
+    note: str = ""
+    table: str = ""
+    printed: str = ""
+    multiply_adds: int | None = None
+    multiply_adds_per_token: int | None = None
+    paper_flops: str = ""
+
+
+def count_parameters(
+    model: nn.Module,
+    image_shape: tuple[int, int, int] | None = None,
+    *,
+    num_tokens: int = 1,
+) -> int:
+    """Counts the parameters of a model without allocating them.
+
+    Args:
+        model: A module called on images or on token ids.
+        image_shape: Height, width and channels; None for a model of text.
+        num_tokens: Length of a sequence of text.
+
+    Returns:
+        The number of trainable scalars.
+
+    Example:
+        >>> count_parameters(nn.Dense(3), (1, 1, 2))
+        9
+    """
+    example: Array = jnp.zeros((1, num_tokens), jnp.int32)
+    if image_shape is not None:
+        example = jnp.zeros((1, *image_shape))
+    variables = jax.eval_shape(model.init, jax.random.key(0), example)
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(variables["params"]))
+
+
+def multiply_adds(
+    attention: str,
+    *,
+    num_tokens: int,
+    dim: int,
+    num_layers: int,
+    heads: int,
+    mlp_dim: int,
+    causal: bool = False,
+) -> int:
+    """Multiply-adds of a Transformer's blocks in one forward pass.
+
+    A layer of softmax attention costs 3 n C C' + 2 P C' with C = C' = ``dim`` and P the
+    number of pairs of tokens: n^2, or n (n + 1) / 2 where it is causal. Translution
+    projects every pair, P (3 C C' + 2 C'). LoR-Translution adds to softmax attention
+    3 n C r + P (3 r^2 + 2 r) + n r C' with r = ``rank * heads``; in a subset, the score
+    is 2 n C r + P r, the value n C r + P r + n r C', and each table P r^2. The output
+    projection and the feed-forward network add n (C'^2 + 2 C ``mlp_dim``). Position
+    encodings are not counted, which add less than 1% here.
+
+    Args:
+        attention: Spec of the attention.
+        num_tokens: Number of tokens, prefix included.
+        dim: Width of the tokens.
+        num_layers: Number of layers.
+        heads: Number of heads.
+        mlp_dim: Width of the feed-forward networks' hidden layer.
+        causal: Whether a token attends to itself and earlier tokens only.
+
+    Returns:
+        The number of multiply-adds.
+
+    Example:
+        >>> sizes = dict(num_tokens=17, dim=192, num_layers=6, heads=3, mlp_dim=768)
+        >>> multiply_adds("translution", **sizes)
+        226273536
+
+    Source:
+        Translution, section 3.3; its own figures miss that a projection is per pair.
+    """
+    name, options = spec.parse(attention)
+    n, square = num_tokens, dim * dim
+    pairs = n * (n + 1) // 2 if causal else n * n
+    relative = len(options.get("relative", "qkv"))
+    if name == "translution":
+        layer = (pairs * relative + n * (3 - relative)) * square + 2 * pairs * dim
+    else:
+        layer = 3 * n * square + 2 * pairs * dim
+    if name == "lor_translution":
+        rank = options.get("rank", 8) * heads
+        layer *= options.get("base", True)
+        subset = options.get("relative", "qkv")
+        scores, values = "q" in subset or "k" in subset, "v" in subset
+        layer += (2 * scores + values) * n * dim * rank + values * n * rank * dim
+        layer += pairs * (relative * rank**2 + (scores + values) * rank)
+    layer += n * (square + 2 * dim * mlp_dim)
+    return num_layers * layer
+
+
+def read_published(name: str) -> list[dict[str, str]]:
+    """Reads a published table.
+
+    Args:
+        name: Of the file in ``relattn/evaluation/published``, without ``.csv``.
+
+    Returns:
+        Its rows.
+
+    Example:
+        >>> read_published("translution_table2_mnist")[0]["method"]
+        'self_attention'
+    """
+    folder = importlib.resources.files("relattn.evaluation") / "published"
+    with (folder / f"{name}.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
 if __name__ == "__main__":
     main()
+
+
+# The names of Horn et al., and the arguments of configs/baselines.py and
+# configs/performer.py.
+BASELINES = {
+    "AlexNet": "alexnet",
+    "VGG-16": "vgg16",
+    "ResNet-18": "resnet18",
+    "Linformer": "linformer",
+    "Routing Transformer": "routing",
+}

@@ -9,8 +9,12 @@ from relattn.training.errors import (
 )
 from relattn.training.loop import train_and_evaluate
 from relattn.training.run import Run, evaluate, load_run, load_runs, make_predict_fn
-from relattn.training.state import TrainState, create_state
-from relattn.training.step import make_eval_step, make_train_step
+from relattn.training.step import (
+    TrainState,
+    create_state,
+    make_eval_step,
+    make_train_step,
+)
 
 __all__ = [
     "CheckpointError",

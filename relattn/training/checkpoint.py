@@ -12,11 +12,16 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Sequence
+import logging
+import re
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import absl.logging
 import flax.traverse_util
 import jax
 import numpy as np
@@ -24,11 +29,14 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
 
 from relattn import spec
-from relattn.data.manifest import MANIFEST, sha256
-from relattn.training.aside import DAMAGED
+from relattn.data.paths import MANIFEST, sha256
 from relattn.training.errors import CheckpointError, DamagedError
-from relattn.training.meta import check_meta
-from relattn.training.storage import quiet_orbax, system_error
+from relattn.training.run_metadata import (
+    check_meta,
+)
+from relattn.training.workdir import DAMAGED, name_aside
+
+CHECKPOINTS = "checkpoints"
 
 _TIMES = "_CHECKPOINT_METADATA"
 _INCOMPLETE = ".orbax-checkpoint-tmp"
@@ -366,3 +374,144 @@ def array_shapes(tree: Any) -> dict[str, str]:
         )
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
     }
+
+
+_SCORES = "metrics/metrics"
+
+
+def read_latest(folder: Path) -> tuple[int, dict[str, Any]] | None:
+    """The latest intact checkpoint; warns of every later one, which is damaged.
+
+    Args:
+        folder: The ``checkpoints`` folder of a run; need not exist.
+
+    Returns:
+        Its step and what `read_meta` returns, or None if there is no checkpoint.
+
+    Raises:
+        CheckpointError: If there are checkpoints and none is intact; it names what is
+            damaged of the latest. If the latest intact one is of a run that this
+            version of relattn does not understand.
+
+    Example:
+        >>> read_latest(Path("no/such/folder")) is None
+        True
+    """
+    damaged: list[DamagedError] = []
+    for step in reversed(checkpoint_steps(folder)):
+        try:
+            meta = read_meta(folder, step)
+        except DamagedError as error:
+            damaged.append(error)
+            continue
+        for error in damaged:
+            warnings.warn(
+                f"{error.damage}: {folder / str(step)} is used instead", stacklevel=2
+            )
+        return step, meta
+    if damaged:
+        raise damaged[0]
+    return None
+
+
+def set_damaged_aside(folder: Path, latest: int) -> None:
+    """Renames damaged checkpoints to ``<step>.damaged``, so that training can go on.
+
+    Args:
+        folder: The ``checkpoints`` folder of a run; need not exist.
+        latest: The step of `read_latest`: every later checkpoint is damaged, and an
+            earlier one is in the way if its scores are.
+    """
+    for step in checkpoint_steps(folder):
+        checkpoint = folder / str(step)
+        if step > latest or _has_damaged_scores(checkpoint):
+            checkpoint.rename(name_aside(checkpoint))
+
+
+def _has_damaged_scores(checkpoint: Path) -> bool:
+    path = checkpoint / _SCORES
+    if not path.exists():
+        # Left by a run that was killed as it removed the checkpoint.
+        return False
+    try:
+        value, _ = rank(json.loads(path.read_bytes()))
+        if not isinstance(value, int | float):
+            return True
+        sums = json.loads((checkpoint / MANIFEST).read_bytes())
+        return sums[_SCORES] != sha256(path)
+    except FileNotFoundError:
+        return False
+    except (ValueError, LookupError, TypeError, RecursionError):
+        return True
+
+
+# TensorStore raises ValueError("... Failed to write 9 bytes to file 3: REASON [...").
+_TENSORSTORE = re.compile(r"Failed (?:to write|writing)[^[]*: ([A-Z][^:[]*\w)")
+
+
+def system_error(error: BaseException | None) -> str:
+    """The reason of the system that an exception, or one behind it, gives.
+
+    Args:
+        error: What was raised.
+
+    Returns:
+        For example ``"No space left on device"``; "" if the reason is another.
+
+    Example:
+        >>> system_error(OSError(28, "No space left on device"))
+        'No space left on device'
+        >>> system_error(ValueError("Failed to write 9 bytes to file 3: Disk full [x]"))
+        'Disk full'
+    """
+    while error is not None:
+        if isinstance(error, OSError) and error.strerror:
+            return error.strerror
+        found = _TENSORSTORE.search(str(error))
+        if found:
+            return found[1]
+        error = error.__cause__ or error.__context__
+    return ""
+
+
+@contextlib.contextmanager
+def quiet_orbax() -> Iterator[None]:
+    """Keeps orbax from printing the tracebacks of a failed write, which it raises too.
+
+    Yields:
+        Nothing.
+    """
+    _quiet_tensorstore()
+    logger = absl.logging.get_absl_logger()
+    logger.addFilter(_is_no_error_of_orbax)
+    try:
+        yield
+    finally:
+        logger.removeFilter(_is_no_error_of_orbax)
+
+
+def _is_no_error_of_orbax(record: logging.LogRecord) -> bool:
+    return record.levelno < logging.ERROR or "orbax" not in record.pathname
+
+
+def _quiet_tensorstore() -> None:
+    """The same for the other files of that write, which may fail after orbax closed."""
+    if not isinstance(sys.unraisablehook, _UnlessLoopIsClosed):
+        sys.unraisablehook = _UnlessLoopIsClosed(sys.unraisablehook)
+    logging.getLogger("asyncio").addFilter(_is_no_failed_write)
+
+
+class _UnlessLoopIsClosed:
+    """A hook for all but TensorStore's calls of a loop that the first failure ended."""
+
+    def __init__(self, hook: Callable[[Any], None]):
+        self._hook = hook
+
+    def __call__(self, unraisable: Any) -> None:
+        if str(unraisable.exc_value) != "Event loop is closed":
+            self._hook(unraisable)
+
+
+def _is_no_failed_write(record: logging.LogRecord) -> bool:
+    error = record.exc_info[1] if record.exc_info else None
+    return not (error and _TENSORSTORE.search(str(error)))

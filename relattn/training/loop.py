@@ -16,26 +16,23 @@ from ml_collections import ConfigDict
 from tqdm import tqdm
 
 from relattn import data as data_lib
-from relattn.training import distributed, records
-from relattn.training.checkpoint import CheckpointWriter, checkpoint_steps, restore
+from relattn.training import distributed
+from relattn.training import workdir as workdir_lib
+from relattn.training.checkpoint import (
+    CHECKPOINTS,
+    CheckpointWriter,
+    checkpoint_steps,
+    restore,
+    set_damaged_aside,
+)
 from relattn.training.config import check_config, to_json
-from relattn.training.damage import set_damaged_aside
+from relattn.training.cost import warn_if_too_large
+from relattn.training.devices import Parallel, choose_devices, make_parallel
 from relattn.training.errors import PreemptedError
-from relattn.training.evaluator import Evaluator
-from relattn.training.history import BEST_METRICS, History, score
-from relattn.training.lock import lock_workdir
-from relattn.training.memory import warn_if_too_large
-from relattn.training.mesh import choose_devices, make_parallel
-from relattn.training.metrics import MetricsLog, Row
-from relattn.training.parallel import Parallel
-from relattn.training.results import final_results, words
-from relattn.training.resume import check_same_data, read_saved
-from relattn.training.run import CHECKPOINTS
-from relattn.training.seeds import train_loader
-from relattn.training.signals import Preemption
-from relattn.training.step import Metrics
-from relattn.training.task import Task
-from relattn.training.window import (
+from relattn.training.evaluator import Evaluator, final_results, words
+from relattn.training.metrics import (
+    MetricsLog,
+    Row,
     Window,
     is_finite,
     non_finite_error,
@@ -43,6 +40,13 @@ from relattn.training.window import (
     summaries,
     throughput,
 )
+from relattn.training.preemption import Preemption
+from relattn.training.run import check_same_data, read_saved
+from relattn.training.run_metadata import BEST_METRICS, History, score
+from relattn.training.seeds import train_loader
+from relattn.training.step import Metrics
+from relattn.training.task import Task
+from relattn.training.workdir import lock_workdir
 
 
 def train_and_evaluate(
@@ -93,7 +97,7 @@ def train_and_evaluate(
         "config.batch_size", config.batch_size, config.accumulate_steps
     )
     available = len(devices or jax.devices())
-    workdir = records.usable_workdir(workdir)
+    workdir = workdir_lib.usable_workdir(workdir)
     # Several processes must agree on the step: JAX handles their signals.
     preemption = Preemption(handles=jax.process_count() == 1)
     with preemption.handled(), contextlib.ExitStack() as stack:
@@ -195,7 +199,7 @@ class _Loop:
         distributed.barrier("checkpoints read")
         self.log = None
         if distributed.is_primary():
-            records.write_run_json(self.workdir, task, devices, self.start)
+            workdir_lib.write_run_json(self.workdir, task, devices, self.start)
             set_damaged_aside(self.checkpoints, self.start)
             self.log = MetricsLog(self.workdir, self.start)
         distributed.barrier("checkpoints in order")
@@ -217,7 +221,7 @@ class _Loop:
 
     def announce(self, available: int) -> None:
         """Says what is about to happen."""
-        for line in records.announcement(
+        for line in workdir_lib.announcement(
             self.task,
             self.parallel.devices,
             available,
@@ -406,5 +410,5 @@ class _Loop:
             self._say,
         )
         if distributed.is_primary():
-            records.write_json(self.workdir / "result.json", result)
+            workdir_lib.write_json(self.workdir / "result.json", result)
         return result

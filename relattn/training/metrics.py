@@ -5,16 +5,26 @@ from __future__ import annotations
 import csv
 import io
 import json
-import os
+import math
 import re
+import socket
+import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from relattn.training.aside import copy_aside
-from relattn.training.errors import writing
-from relattn.training.events import EventsFile
+import numpy as np
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.record_writer import RecordWriter
+from tensorboardX.summary import scalar
+
+from relattn.training.cost import peak_flops
+from relattn.training.errors import NonFiniteLossError, writing
+from relattn.training.run_metadata import History
+from relattn.training.step import FINITE_METRICS
+from relattn.training.task import Task
+from relattn.training.workdir import copy_aside, write_text
 
 Row = dict[str, int | float]
 
@@ -164,21 +174,175 @@ def _describe(path: Path, unreadable: list[int]) -> str:
     return f"{path} is damaged: rows that cannot be read are left out (line {lines})"
 
 
-def write_text(path: Path, text: str) -> None:
-    """Replaces a file by one with this text, all or nothing, even if power fails.
+class EventsFile:
+    """A new file of events in a folder.
 
     Args:
-        path: The file.
-        text: Its new contents.
+        folder: Where it is made.
+        start_step: TensorBoard forgets what earlier files say of later steps.
 
-    Raises:
-        WorkdirError: If the disk is full or read-only.
+    Example:
+        >>> import tempfile
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> events = EventsFile(folder, start_step=0)
+        >>> events.add(3, {"train/loss": 0.5})
+        >>> events.close()
+        >>> [path.name[:19] for path in folder.iterdir()]
+        ['events.out.tfevents']
     """
-    temporary = path.with_name(path.name + ".tmp")
-    with writing(path):
-        with temporary.open("w") as file:
-            file.write(text)
-            file.flush()
-            # Or a file system may give the new name to a file still empty.
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+
+    def __init__(self, folder: Path, start_step: int):
+        name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}"
+        self._records = RecordWriter(str(folder / name))
+        self._write(file_version="brain.Event:2")
+        if start_step:
+            restart = SessionLog(status=SessionLog.START)
+            self._write(step=start_step + 1, session_log=restart)
+
+    def add(self, step: int, values: dict[str, float]) -> None:
+        """Writes scalars.
+
+        Args:
+            step: Number of updates so far.
+            values: By tag.
+        """
+        for tag, value in values.items():
+            self._write(step=step, summary=scalar(tag, value))
+        self._records.flush()
+
+    def _write(self, **event: Any) -> None:
+        event = Event(wall_time=time.time(), **event)
+        self._records.write(event.SerializeToString())
+
+    def close(self) -> None:
+        """Writes what is left; closes the file even where that fails."""
+        self._records.close()
+
+
+Window = dict[str, np.ndarray]
+
+
+def stack(fetched: Sequence[dict[str, np.ndarray]], num_seeds: int) -> Window:
+    """The metrics of updates as arrays ``[updates, seeds]``.
+
+    Args:
+        fetched: The metrics of each update.
+        num_seeds: How many seeds each is of.
+
+    Returns:
+        By name.
+
+    Example:
+        >>> window = stack([{"loss": np.array(2.0)}, {"loss": np.array(1.0)}], 1)
+        >>> window["loss"].tolist()
+        [[2.0], [1.0]]
+    """
+    return {
+        name: np.reshape([metrics[name] for metrics in fetched], (-1, num_seeds))
+        for name in sorted(fetched[0])
+    }
+
+
+def is_finite(window: Window) -> np.ndarray:
+    """Which updates ``[updates, seeds]`` are finite: loss, gradient and change.
+
+    Args:
+        window: As `stack` returns it.
+
+    Returns:
+        Booleans.
+
+    Example:
+        >>> loss, norm = np.array([[1.0], [np.nan]]), np.ones((2, 1))
+        >>> window = {"loss": loss, "grad_norm": norm, "update_norm": norm}
+        >>> is_finite(window).tolist()
+        [[True], [False]]
+    """
+    return np.all([np.isfinite(window[name]) for name in FINITE_METRICS], axis=0)
+
+
+def summaries(
+    window: Window, task: Task, histories: Sequence[History], done: int
+) -> list[Row]:
+    """A row for each seed: means over the updates of a window that were not skipped.
+
+    Args:
+        window: As `stack` returns it.
+        task: What is trained.
+        histories: Of the seeds, with the updates skipped so far.
+        done: Number of updates so far, those skipped included.
+
+    Returns:
+        The rows; without an update to take the mean of, it is NaN.
+    """
+    rows = []
+    made = is_finite(window)
+    for index, (seed, history) in enumerate(zip(task.seeds, histories, strict=True)):
+        row: Row = {"seed": seed} if len(task.seeds) > 1 else {}
+        for name, values in window.items():
+            kept = values[made[:, index], index]
+            row[f"train_{name}"] = float(np.mean(kept)) if len(kept) else math.nan
+        row["epoch"] = done / task.steps_per_epoch
+        # A skipped update does not move the optimiser along its schedule.
+        count = max(done - history.skipped_updates, 1)
+        row["learning_rate"] = float(task.schedule(count - 1))
+        if task.config.max_skipped_updates:
+            row["train_skipped"] = history.skipped_updates
+        rows.append(row)
+    return rows
+
+
+def throughput(rate: float, task: Task, devices: Sequence[Any]) -> Row:
+    """What a rate of training asks of each device.
+
+    Args:
+        rate: Examples a second, of all seeds and devices.
+        task: What is trained.
+        devices: Those of JAX that share the work.
+
+    Returns:
+        ``examples_per_second``, ``examples_per_second_per_device`` and, where the
+        device's peak is known, ``model_flops_utilization``, a fraction.
+    """
+    row: Row = {
+        "examples_per_second": rate,
+        "examples_per_second_per_device": rate / len(devices),
+    }
+    peak = peak_flops(devices[0].device_kind)
+    if peak is not None:
+        done = rate * task.flops_per_example / len(devices)
+        row["model_flops_utilization"] = done / peak
+    return row
+
+
+def non_finite_error(
+    window: Window, update: int, index: int, task: Task, done: int, last: Path | None
+) -> NonFiniteLossError:
+    """Says which update of a window is not finite, and what to do about it.
+
+    Args:
+        window: As `stack` returns it.
+        update: Its place in the window.
+        index: Of the seed.
+        task: What is trained.
+        done: Number of updates at the end of the window.
+        last: The last checkpoint, if there is one.
+
+    Returns:
+        The error.
+    """
+    step = done - len(window["loss"]) + 1 + update
+    name = next(n for n in FINITE_METRICS if not np.isfinite(window[n][update, index]))
+    skipped = task.config.max_skipped_updates
+    after = f" after {skipped} skipped updates" if skipped else ""
+    of_seed = f" of seed {task.seeds[index]}" if len(task.seeds) > 1 else ""
+    kept = "no checkpoint was written before it"
+    if last is not None:
+        kept = f"the last good checkpoint is {last}"
+    what, value = FINITE_METRICS[name], float(window[name][update, index])
+    return NonFiniteLossError(
+        f"the {what}{of_seed} is {value} at step {step}{after}; {kept}. Lower "
+        "config.optimizer.learning_rate or set config.optimizer.clip_norm, with a new "
+        "--workdir, or go on with a larger config.max_skipped_updates",
+        step,
+    )

@@ -11,25 +11,28 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 from ml_collections import ConfigDict
 
 from relattn import models
 from relattn.data import DataInfo, EvalSplit, input_shape, read_info
-from relattn.training.checkpoint import checkpoint_steps, read_meta, restore
-from relattn.training.config import check_config, complete
-from relattn.training.damage import read_latest
-from relattn.training.errors import CheckpointError
+from relattn.training.checkpoint import (
+    CHECKPOINTS,
+    checkpoint_steps,
+    read_latest,
+    read_meta,
+    restore,
+)
+from relattn.training.config import check_config, complete, differences, to_json
+from relattn.training.devices import make_parallel
+from relattn.training.errors import CheckpointError, WorkdirError
 from relattn.training.evaluator import Evaluator
-from relattn.training.history import BEST_METRICS, History, score
-from relattn.training.mesh import make_parallel
-from relattn.training.meta import understanding
 from relattn.training.metrics import read_rows
+from relattn.training.run_metadata import BEST_METRICS, History, score, understanding
 from relattn.training.seeds import seeds_of, select
 from relattn.training.step import Batch
 from relattn.training.task import Task
-
-CHECKPOINTS = "checkpoints"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -276,4 +279,71 @@ def check_labels(trained: DataInfo, data: DataInfo, where: Path) -> None:
         raise CheckpointError(
             f"{where} predicts {trained.describe_labels()}, but {data.name} has "
             f"{data.describe_labels()}: use the data that it was trained on"
+        )
+
+
+def read_saved(workdir: Path, config: ConfigDict) -> dict[str, Any] | None:
+    """What was saved beside the arrays of the latest intact checkpoint.
+
+    Args:
+        workdir: The run directory.
+        config: What is to be trained there.
+
+    Returns:
+        The meta of `relattn.training.checkpoint.read_latest` and ``step``; None where
+        there is no checkpoint.
+
+    Raises:
+        WorkdirError: If the run is of another configuration.
+        CheckpointError: If no checkpoint is intact, or not the best one.
+
+    Example:
+        >>> read_saved(Path("no/such/folder"), ConfigDict()) is None
+        True
+    """
+    latest = read_latest(workdir / CHECKPOINTS)
+    if latest is None:
+        return None
+    step, meta = latest
+    differing = differences(to_json(complete(meta["config"])), to_json(config))
+    if differing:
+        raise WorkdirError(
+            f"--workdir {workdir} holds a run of another configuration "
+            f"({'; '.join(differing)}): choose another directory or the same values"
+        )
+    histories = History.list_from_json(meta["history"])
+    # The final metrics are those of the best checkpoints: no use without them.
+    for best in {history.best_step for history in histories} - {None, step}:
+        read_meta(workdir / CHECKPOINTS, best)
+    return {**meta, "step": step}
+
+
+def check_same_data(trained: DataInfo, data: DataInfo, where: Path) -> None:
+    """Raises unless a run goes on with the data that it was trained on.
+
+    Args:
+        trained: What the run was trained on.
+        data: What it is to go on with; from elsewhere perhaps.
+        where: The run's checkpoint, for the message.
+
+    Raises:
+        CheckpointError: If anything but ``origin`` differs, the statistics of the
+            images by more than rounding.
+    """
+    check_labels(trained, data, where)
+    before, now = dataclasses.asdict(trained), dataclasses.asdict(data)
+    differing = [
+        f"{name}: {before[name]} there, {now[name]} now"
+        for name in before
+        if name != "origin"
+        and not (
+            np.allclose(before[name], now[name], rtol=1e-4)
+            if name in ("mean", "std")
+            else before[name] == now[name]
+        )
+    ]
+    if differing:
+        raise CheckpointError(
+            f"{where} was trained on other data ({'; '.join(differing)}), and nothing "
+            "was changed: give the data it was trained on, or another --workdir"
         )

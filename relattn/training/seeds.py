@@ -15,8 +15,8 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from relattn.data import Batch, DataSource, Loader
-from relattn.training.parallel import Parallel, Redraw
-from relattn.training.state import TrainState
+from relattn.training.devices import Parallel, Redraw
+from relattn.training.step import TrainState
 
 # The seeds share the step, so that what depends on it alone stays a branch.
 STATE_AXES = TrainState(

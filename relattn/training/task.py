@@ -19,12 +19,11 @@ from relattn import models
 from relattn.data import DataInfo
 from relattn.kernels.feature_maps import redraw
 from relattn.training.config import LARGEST_INT
-from relattn.training.flops import training_flops
-from relattn.training.parallel import Parallel, Redraw
-from relattn.training.schedule import make_optimizer, make_schedule
+from relattn.training.cost import training_flops
+from relattn.training.devices import Parallel, Redraw
+from relattn.training.optimizer import make_optimizer, make_schedule
 from relattn.training.seeds import map_create, map_redraw, map_train_step, seeds_of
-from relattn.training.state import TrainState, create_state
-from relattn.training.step import TrainStep, make_train_step
+from relattn.training.step import TrainState, TrainStep, create_state, make_train_step
 
 INPUT_DTYPES = {"images": jnp.float32, "tokens": jnp.int32}
 

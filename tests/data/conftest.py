@@ -8,7 +8,7 @@ import pytest
 import tensorflow_datasets as tfds
 from PIL import Image
 
-from relattn.data.embed import encode_png
+from tools.embed import encode_png
 
 
 class SmallSet(tfds.core.GeneratorBasedBuilder, skip_registration=True):

@@ -1,107 +1,205 @@
-"""Random and central crops."""
+"""Augmentation of batches: the geometry, and what decides it."""
 
+import dataclasses
+import functools
 import math
 
+import jax
 import numpy as np
 import pytest
+from ml_collections import ConfigDict
 from PIL import Image
 
-from relattn.data.augment import (
-    draw_crop,
-    random_flip,
-    random_resized_crop,
-    resized_center_crop,
-)
+from relattn.data import load_data, load_images, make_mix, make_preprocess
+from relattn.data.augment import augment
+from tests.data.test_images import numbered_data
+
+RNG = np.random.default_rng(0)
 
 
-def ramp(width, height):
-    """Red grows by one a column, green by one a row."""
-    pixels = np.zeros((height, width, 3), np.uint8)
-    pixels[..., 0] = np.arange(width)
-    pixels[..., 1] = np.arange(height)[:, None]
-    return Image.fromarray(pixels)
+def test_rotation_is_that_of_pillow():
+    images = np.zeros((5, 13, 17, 2), np.float32)
+    # Pillow extends the border by half a pixel before the zeros begin.
+    images[:, 4:-4, 4:-4] = RNG.random((5, 5, 9, 2))
+    draws = RNG.random((5, 3)).astype(np.float32)
+    turned = jax.jit(augment, static_argnums=2)(images, draws, "rotate(degrees=30)")
+    for image, draw, ours in zip(images, draws, np.asarray(turned), strict=True):
+        for channel in range(2):
+            theirs = Image.fromarray(image[..., channel]).rotate(
+                (2 * draw[0] - 1) * 30, Image.Resampling.BILINEAR
+            )
+            np.testing.assert_allclose(ours[..., channel], theirs, atol=1e-3)
 
 
-@pytest.mark.parametrize("width, height", [(101, 53), (53, 101), (7, 7)])
-def test_crops_have_the_area_and_shape_promised(width, height):
-    rng = np.random.default_rng(0)
-    boxes = np.array([draw_crop(width, height, rng) for _ in range(500)])
-    w, h = boxes[:, 2] - boxes[:, 0], boxes[:, 3] - boxes[:, 1]
-    assert boxes.min() == 0
-    assert boxes[:, 2].max() == width and boxes[:, 3].max() == height
-    assert w.min() >= 1 and h.min() >= 1
-    # Sides are whole pixels: half a pixel either way.
-    assert np.all((w + 0.5) * (h + 0.5) >= 0.08 * width * height)
-    assert np.all((w + 0.5) / (h - 0.5) >= 3 / 4)
-    assert np.all((w - 0.5) / (h + 0.5) <= 4 / 3)
+def test_flip_and_crop_are_those_of_numpy():
+    images = RNG.random((7, 5, 3, 2)).astype(np.float32)
+    draws = RNG.random((7, 3)).astype(np.float32)
+    draws[:2] = [[0.0, 0.0, 1 - 2**-24], [0.5, 1 - 2**-24, 0.0]]
+    moved = jax.jit(augment, static_argnums=2)(images, draws, "flip_crop(padding=2)")
+    for image, draw, ours in zip(images, draws, np.asarray(moved), strict=True):
+        image = image[:, ::-1] if draw[0] < 0.5 else image
+        row, column = (int(5 * number) for number in draw[1:])
+        padded = np.pad(image, [(2, 2), (2, 2), (0, 0)])
+        theirs = padded[row : row + 5, column : column + 3]
+        np.testing.assert_array_equal(ours, theirs)
 
 
-def test_the_area_is_uniform_where_every_draw_fits():
-    rng = np.random.default_rng(0)
-    boxes = np.array([draw_crop(1009, 1009, rng) for _ in range(1000)])
-    area = (boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1]) / 1009**2
-    # Up to 3/4 every ratio fits at once, so there the density is constant.
-    counts, _ = np.histogram(area, bins=4, range=(0.08, 0.75))
-    assert counts.min() > counts.mean() - 4 * np.sqrt(counts.mean())
+@pytest.mark.parametrize("spec", ["none", "rotate(degrees=0)"])
+def test_nothing_is_left_as_it_was(spec):
+    images = RNG.random((3, 5, 7, 1)).astype(np.float32)
+    same = augment(images, RNG.random((3, 3)).astype(np.float32), spec)
+    np.testing.assert_array_equal(same, images)
 
 
-def test_the_ratio_is_log_uniform_where_every_draw_fits():
-    rng = np.random.default_rng(0)
-    boxes = np.array([draw_crop(1009, 1009, rng) for _ in range(6000)])
-    w, h = boxes[:, 2] - boxes[:, 0], boxes[:, 3] - boxes[:, 1]
-    logs = np.log(w / h)[w * h < 0.75 * 1009**2]
-    # The mean is 0, within four standard errors; of a uniform ratio it is 0.027.
-    error = math.log(16 / 9) / math.sqrt(12 * len(logs))
-    assert abs(logs.mean()) < 4 * error < 0.01
+def make_batch(augmentation, seed, step):
+    data = dataclasses.replace(numbered_data(), augment=augmentation)
+    with data.train_loader(5, seed, step) as loader:
+        return next(loader)[1]
+
+
+def test_draws_are_of_the_image_the_seed_and_the_epoch():
+    # 18 images are 3 batches of 5 an epoch.
+    def draws_by_image(seed, epoch):
+        batches = [make_batch("rotate", seed, 3 * epoch + i) for i in range(3)]
+        return {
+            label: tuple(draw)
+            for batch in batches
+            for label, draw in zip(
+                batch["label"].tolist(), batch["draws"].tolist(), strict=True
+            )
+        }
+
+    first = draws_by_image(0, 0)
+    assert first == draws_by_image(0, 0)
+    assert len(set(first.values())) == 15
+    for other in (draws_by_image(1, 0), draws_by_image(0, 1)):
+        assert not set(first.values()) & set(other.values())
+    assert "draws" not in make_batch("none", 0, 0)
+
+
+def test_only_training_images_are_augmented():
+    config = ConfigDict({"name": "mnist", "num_validation": 7, "standardize": True})
+    config.augment = "flip_crop(padding=3)"
+    data = load_images(config)
+    preprocess = jax.jit(make_preprocess(config, data.info))
+    with data.train_loader(11, seed=0) as loader:
+        _, batch = next(loader)
+    plain = preprocess({"image": batch["image"]})
+    augmented = preprocess(batch)
+    assert augmented.shape == plain.shape == (11, 28, 28, 1)
+    moved = augment(batch["image"] / np.float32(255), batch["draws"], config.augment)
+    expected = (moved - data.mean) / data.std
+    np.testing.assert_allclose(augmented, expected, atol=1e-5)
+    assert np.abs(augmented - plain).max() > 1
+    for batch in data.validation.batches(7):
+        assert "draws" not in batch
 
 
 @pytest.mark.parametrize(
-    "size, box", [((100, 2), (48, 0, 51, 2)), ((2, 100), (0, 48, 2, 51))]
+    ("spec", "message"),
+    [
+        ("rotat", "unknown data.augment 'rotat': did you mean 'rotate'?"),
+        ("rotate(degree=3)", "'rotate' has no option 'degree': did you mean 'degrees'"),
+        ("rotate(degrees=181)", "rotate needs degrees from 0 to 180, got 181"),
+        ("flip_crop(padding=-1)", "needs a padding of at least 0, got -1"),
+        ("randaugment", "unknown data.augment 'randaugment': there are: flip_crop"),
+    ],
 )
-def test_a_shape_without_a_fit_gives_the_centre(monkeypatch, size, box):
-    monkeypatch.setattr("relattn.data.augment.ATTEMPTS", 0)
-    assert draw_crop(*size, np.random.default_rng(0)) == box
+def test_bad_specs_are_refused_as_the_data_are_loaded(spec, message):
+    with pytest.raises(ValueError, match=message.replace("(", r"\(")):
+        load_images(ConfigDict({"name": "mnist", "augment": spec}))
 
 
-def test_the_crop_is_resized():
-    crop = random_resized_crop(ramp(101, 53), np.random.default_rng(3), 11)
-    left, top, right, bottom = draw_crop(101, 53, np.random.default_rng(3))
-    pixels = np.asarray(crop, float)
-    assert pixels.shape == (11, 11, 3)
-    step_x, step_y = (right - left) / 11, (bottom - top) / 11
-    # At the borders a bilinear filter has one side only.
-    inner = np.arange(1, 10)
-    expected = left - 0.5 + (inner + 0.5) * step_x
-    np.testing.assert_allclose(pixels[5, 1:-1, 0], expected, atol=0.6)
-    expected = top - 0.5 + (inner + 0.5) * step_y
-    np.testing.assert_allclose(pixels[1:-1, 5, 1], expected, atol=0.6)
+SIZE = (5, 7)
+DRAWS = 2000
+BOTH = "cutmix(alpha=1.0) | mixup(alpha=0.8)"
 
 
-def test_half_of_the_flips():
-    image = ramp(7, 5)
+@functools.cache
+def draw(text):
+    """Masks of many keys."""
+    keys = jax.random.split(jax.random.key(0), DRAWS)
+    return np.asarray(jax.jit(jax.vmap(lambda key: make_mix(text)(key, SIZE)))(keys))
+
+
+def naive_cutmix(rng, alpha):
+    """The mask as in the paper's algorithm, with torchvision's rounding."""
+    height, width = SIZE
+    ratio = 0.5 * math.sqrt(1 - rng.beta(alpha, alpha))
+    x, y = rng.integers(width), rng.integers(height)
+    half_x, half_y = int(ratio * width), int(ratio * height)
+    mask = np.ones(SIZE)
+    mask[
+        max(y - half_y, 0) : min(y + half_y, height),
+        max(x - half_x, 0) : min(x + half_x, width),
+    ] = 0
+    return mask
+
+
+def standard_errors(ours, theirs):
+    """The difference of two means of samples."""
+    variance = (ours.var(axis=0) + theirs.var(axis=0)) / DRAWS
+    return np.abs(ours.mean(axis=0) - theirs.mean(axis=0)) / np.sqrt(variance)
+
+
+@pytest.mark.parametrize("alpha", [1.0, 0.3])
+def test_cutmix_is_distributed_as_the_naive_one(alpha):
+    ours = draw(f"cutmix(alpha={alpha})")
     rng = np.random.default_rng(0)
-    results = [np.asarray(random_flip(image, rng)) for _ in range(200)]
-    flipped = [np.array_equal(r, np.asarray(image)[:, ::-1]) for r in results]
-    kept = [np.array_equal(r, np.asarray(image)) for r in results]
-    assert sum(flipped) + sum(kept) == 200
-    assert 70 < sum(flipped) < 130
+    theirs = np.stack([naive_cutmix(rng, alpha) for _ in range(DRAWS)])
+    # 35 pixels, and the share of the image with its square.
+    assert standard_errors(ours, theirs).max() < 4
+    shares, expected = ours.mean(axis=(1, 2)), theirs.mean(axis=(1, 2))
+    assert standard_errors(shares, expected) < 4
+    assert standard_errors(shares**2, expected**2) < 4
 
 
-@pytest.mark.parametrize("size", [(101, 53), (53, 101), (53, 53)])
-def test_the_centre(size):
-    image = resized_center_crop(ramp(*size), 43, 53)
-    left, top = round((size[0] - 43) / 2), round((size[1] - 43) / 2)
-    expected = ramp(*size).crop((left, top, left + 43, top + 43))
-    np.testing.assert_array_equal(np.asarray(image), np.asarray(expected))
+def test_cutmix_replaces_one_rectangle():
+    mask = draw("cutmix(alpha=1.0)")
+    assert set(np.unique(mask)) == {0.0, 1.0}
+    rows, columns = (mask == 0).any(axis=2), (mask == 0).any(axis=1)
+    np.testing.assert_array_equal(mask == 0, rows[:, :, None] & columns[:, None])
+    for inside in (rows, columns):
+        # A rectangle without gaps begins at most once.
+        starts = inside[:, 1:] & ~inside[:, :-1]
+        assert (inside[:, 0] + starts.sum(axis=1)).max() == 1
 
 
-def test_the_short_side_is_resized():
-    image = resized_center_crop(ramp(200, 100), 50, 50)
-    pixels = np.asarray(image, float)
-    # Of 100 columns after the resize, 25 .. 74 remain.
-    np.testing.assert_allclose(pixels[25, :, 0], 2 * np.arange(25, 75) + 0.5, atol=0.6)
+def test_mixup_is_beta_distributed():
+    masks = draw("mixup(alpha=0.8)")
+    shares = masks[:, 0, 0]
+    assert (masks == shares[:, None, None]).all()
+    # Var of Beta(a, a): 1 / (4 (2 a + 1)).
+    squares = (shares - 0.5) ** 2
+    assert abs(squares.mean() - 1 / 10.4) < 4 * squares.std() / math.sqrt(DRAWS)
+    assert abs(shares.mean() - 0.5) < 4 * shares.std() / math.sqrt(DRAWS)
 
 
-def test_a_square_that_does_not_fit():
-    with pytest.raises(ValueError, match="short_side=32 with size=33: the square must"):
-        resized_center_crop(ramp(50, 50), 33, 32)
+def test_alternatives_are_equally_likely():
+    masks = draw(BOTH)
+    # MixUp draws 0 or 1 exactly with negligible probability.
+    cut = np.isin(masks[:, 0, 0], [0.0, 1.0])
+    assert abs(cut.mean() - 0.5) < 4 * 0.5 / math.sqrt(DRAWS)
+
+
+def test_none_mixes_nothing():
+    assert make_mix("none") is None
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"mix": "cutmx"}, "unknown data.mix 'cutmx': did you mean 'cutmix'?"),
+        ({"mix": "mixup(beta=1.0)"}, "data.mix 'mixup' has no option 'beta'"),
+        ({"mix": "cutmix | mixup(alpha=0)"}, "mixup needs a positive alpha, got 0"),
+        ({"mix": "cutmix, mixup"}, "'cutmix, mixup' is not a spec"),
+        (
+            {"mix": BOTH, "source": "text"},
+            "mixes images, and the data are text: leave data.mix out",
+        ),
+    ],
+)
+def test_bad_specs_of_mixes_are_refused_as_the_data_are_loaded(config, message):
+    config = ConfigDict({"name": "mnist", "context_length": 5, **config})
+    with pytest.raises(ValueError, match=message.replace("(", r"\(")):
+        load_data(config)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from relattn.data.batches import batch_indices
+from relattn.data.base import DataSource, EvalSplit, batch_indices
 from relattn.data.images import (
     ImageData,
     ImageSplit,
@@ -11,8 +11,7 @@ from relattn.data.images import (
     draw_validation,
     split_validation,
 )
-from relattn.data.source import DataSource, EvalSplit
-from tests.data.parts import expect_parts_to_make_up_the_batches
+from tests.helpers.parts import expect_parts_to_make_up_the_batches
 
 
 def numbered_split(n):

@@ -1,14 +1,16 @@
 """Home directories that there are, and those that there are not."""
 
+import hashlib
+import json
 import pathlib
 
 import pytest
 from ml_collections import ConfigDict
 
 from relattn.command import is_user_error
-from relattn.data import load_data, load_tokenizer
-from relattn.data.paths import expand
-from tests.unprivileged import public_folder, without_privileges
+from relattn.data import load_data, load_tokenizer, paths
+from relattn.data.paths import MANIFEST, expand, find_damage, sha256, write_manifest
+from tests.helpers.unprivileged import public_folder, without_privileges
 
 NOBODY = "~no.such.user/x"
 
@@ -52,3 +54,66 @@ def test_a_vocabulary_in_a_home_that_is_not_known():
     pytest.importorskip("tiktoken")
     with pytest.raises(ValueError, match=f"bpe_dir={NOBODY} begins with a home dir"):
         load_tokenizer("gpt2", NOBODY)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "a.bin").write_bytes(bytes(range(251)))
+    (tmp_path / "b.txt").write_text("cat\ndog\n")
+    write_manifest(tmp_path, ["a.bin", "b.txt"])
+    return tmp_path
+
+
+def flip(path, position, bit=0):
+    """Flips a bit of a file."""
+    content = bytearray(path.read_bytes())
+    content[position] ^= 1 << bit
+    path.write_bytes(content)
+
+
+def test_the_digest_is_that_of_the_whole_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(paths, "BLOCK_BYTES", 7)
+    content = bytes(range(23))
+    (tmp_path / "a").write_bytes(content)
+    assert sha256(tmp_path / "a") == hashlib.sha256(content).hexdigest()
+
+
+def test_unchanged_files(folder):
+    (folder / "test.bin").write_bytes(b"added later")
+    assert find_damage(folder) == ""
+
+
+def test_a_folder_without_a_manifest(folder):
+    (folder / MANIFEST).unlink()
+    flip(folder / "a.bin", 3)
+    assert find_damage(folder) == ""
+
+
+@pytest.mark.parametrize(("name", "position"), [("a.bin", 250), ("b.txt", 0)])
+def test_a_flipped_bit(folder, name, position):
+    flip(folder / name, position)
+    assert find_damage(folder) == (
+        f"{folder / name} is damaged (its SHA-256 is not that of manifest.json)"
+    )
+
+
+def test_a_missing_file(folder):
+    (folder / "b.txt").unlink()
+    message = f"{folder} has no file 'b.txt', which manifest.json lists"
+    assert find_damage(folder) == message
+
+
+@pytest.mark.parametrize("name", ["../a", "/etc/passwd", "", "sub/a"])
+def test_nothing_outside_of_the_folder_is_read(folder, monkeypatch, name):
+    (folder.parent / "a").touch()
+    (folder / MANIFEST).write_text(json.dumps({name: "0"}))
+    monkeypatch.setattr(paths, "sha256", None)
+    assert (
+        find_damage(folder) == f"{folder} has no file {name!r}, which {MANIFEST} lists"
+    )
+
+
+@pytest.mark.parametrize("text", ["{", "[" * 100_000, "7", "caf\xe9"])
+def test_a_manifest_that_is_none(folder, text):
+    (folder / MANIFEST).write_text(text, "latin-1")
+    assert find_damage(folder).startswith(f"{folder / MANIFEST} is damaged")

@@ -14,7 +14,7 @@ import tensorflow_datasets as tfds
 from ml_collections import ConfigDict
 
 from relattn.data.load import load_data, load_images
-from relattn.data.manifest import find_damage
+from relattn.data.paths import find_damage
 from relattn.data.prepare import check_archives, main
 from tests.data.conftest import encode_photograph
 

@@ -18,8 +18,7 @@ from relattn.data.prepare_text import (
     read_text,
     split_text,
 )
-from relattn.data.text import load_text
-from relattn.data.token_files import open_tokens, read_meta
+from relattn.data.text import load_text, open_tokens, read_meta
 from relattn.data.tokenizers import load_tokenizer
 
 SHARED = pathlib.Path(__file__).parents[3] / "shared" / "data"

@@ -10,8 +10,8 @@ import pytest
 from ml_collections import ConfigDict
 from PIL import Image
 
+from relattn.data.base import ImageInfo
 from relattn.data.preprocess import input_shape, make_preprocess, preprocess
-from relattn.data.source import ImageInfo
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (3, 28, 28, 1), np.uint8)
 

@@ -10,7 +10,7 @@ from ml_collections import ConfigDict
 from relattn.data import ImageInfo, ImageSplit, load_images, make_preprocess
 from relattn.evaluation.shift import margins, movable, shift_images, shifted_accuracy
 from relattn.training import Run, default_config
-from tests.evaluation.shifting import moved
+from tests.helpers.shifting import moved
 
 MAX_SHIFT = 8
 

@@ -10,10 +10,8 @@ import pytest
 from relattn.kernels.feature_maps import redraw
 from relattn.models import Performer
 from relattn.models.cnn import ResidualBlock
-from relattn.training.mesh import MeshParallel
-from relattn.training.parallel import DataParallel
-from relattn.training.state import create_state
-from relattn.training.step import make_train_step
+from relattn.training.devices import DataParallel, MeshParallel
+from relattn.training.step import create_state, make_train_step
 
 SHAPE = (4, 6, 1)
 BATCH, STEPS = 8, 5

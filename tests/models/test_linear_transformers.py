@@ -2,7 +2,7 @@
 
 import pytest
 
-from relattn.evaluation.counts import count_parameters
+from relattn.evaluation.sizes import count_parameters
 from relattn.models import build_model
 
 

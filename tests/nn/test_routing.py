@@ -12,8 +12,7 @@ from relattn import kernels
 from relattn.models import build_model
 from relattn.nn.registry import build
 from relattn.nn.routing import RoutingAttention
-from relattn.training.state import create_state
-from relattn.training.step import make_eval_step, make_train_step
+from relattn.training.step import create_state, make_eval_step, make_train_step
 
 SIZES = {"dim": 6, "heads": 2, "num_layers": 2}
 SHAPE = (2, 5, 1)

@@ -10,7 +10,7 @@ import pytest
 
 from relattn import data as data_lib
 from relattn import models
-from relattn.data.batches import part_rows
+from relattn.data.base import part_rows
 from relattn.kernels.feature_maps import draw_random_features, positive_features
 from relattn.training import default_config
 

@@ -10,12 +10,11 @@ import pytest
 from relattn import models, training
 from relattn.nn.batch_norm import MOMENTUM, BatchNorm
 from relattn.training import seeds
-from relattn.training.parallel import DataParallel
-from relattn.training.state import create_state
-from relattn.training.step import make_train_step
+from relattn.training.devices import DataParallel
+from relattn.training.step import create_state, make_train_step
+from tests.helpers.interrupted import Interrupted, interrupt_at
 from tests.training.conftest import TinyModel, make_data
-from tests.training.interrupted import Interrupted, interrupt_at
-from tests.training.test_parallel import batches, run, to_float
+from tests.training.test_devices import batches, run, to_float
 
 SHAPE = (5, 3, 1)
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from relattn.training import evaluator
-from relattn.training.parallel import DataParallel
-from tests.training.clock import slow_to_compile
+from relattn.training.devices import DataParallel
+from tests.helpers.clock import slow_to_compile
 from tests.training.conftest import make_data
 
 SPLIT = make_data().test

@@ -10,8 +10,8 @@ import chex
 import pytest
 
 from relattn.training.checkpoint import checkpoint_steps
-from tests.training.interrupted import final_state, untimed, untimed_rows
-from tests.training.killed import KILLS, NUM_STEPS, TORN
+from tests.helpers.interrupted import final_state, untimed, untimed_rows
+from tests.helpers.killed import KILLS, NUM_STEPS, TORN
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,7 +38,7 @@ def test_a_run_killed_at_random_moments_ends_as_one_never_interrupted(tmp_path):
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
     process = subprocess.run(
-        [sys.executable, "-m", "tests.training.killed", tmp_path],
+        [sys.executable, "-m", "tests.helpers.killed", tmp_path],
         cwd=ROOT,
         env=environment,
         capture_output=True,

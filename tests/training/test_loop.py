@@ -15,15 +15,15 @@ from relattn.training import run as run_lib
 from relattn.training import task as task_lib
 from relattn.training.checkpoint import checkpoint_steps
 from relattn.training.metrics import read_rows
-from tests.training.clock import slow_to_compile
-from tests.training.conftest import make_data
-from tests.training.interrupted import (
+from tests.helpers.clock import slow_to_compile
+from tests.helpers.interrupted import (
     Interrupted,
     final_state,
     interrupt_at,
     untimed,
     untimed_rows,
 )
+from tests.training.conftest import make_data
 
 pytestmark = pytest.mark.usefixtures("tiny")
 

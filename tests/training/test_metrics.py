@@ -4,7 +4,8 @@ import os
 import pytest
 from tensorboardX.proto.event_pb2 import Event
 
-from relattn.training.metrics import MetricsLog, read_rows, write_text
+from relattn.training.metrics import MetricsLog, read_rows
+from relattn.training.workdir import write_text
 
 
 def read_csv(path):

@@ -8,10 +8,8 @@ import optax
 import pytest
 
 from relattn.data import make_mix
-from relattn.training.mesh import MeshParallel
-from relattn.training.parallel import DataParallel
-from relattn.training.state import create_state, stream_key
-from relattn.training.step import make_train_step
+from relattn.training.devices import DataParallel, MeshParallel
+from relattn.training.step import create_state, make_train_step, stream_key
 from relattn.training.task import Task
 from tests.helpers.quick import quick_jit
 from tests.training.conftest import TinyModel, make_data

@@ -7,9 +7,9 @@ from ml_collections import ConfigDict
 
 from relattn import data as data_lib
 from relattn import training
-from relattn.data.placed import place_on_canvas
+from relattn.data.canvas import place_on_canvas
+from tests.helpers.interrupted import Interrupted, interrupt_at
 from tests.training.conftest import make_data
-from tests.training.interrupted import Interrupted, interrupt_at
 
 
 @pytest.fixture

@@ -17,8 +17,8 @@ from relattn import data, training
 from relattn.training import loop
 from relattn.training.checkpoint import checkpoint_steps
 from relattn.training.metrics import read_rows
-from relattn.training.signals import Preemption
-from tests.training.interrupted import final_state, untimed
+from relattn.training.preemption import Preemption
+from tests.helpers.interrupted import final_state, untimed
 
 ROOT = Path(__file__).parents[2]
 # What train.py trains here: the tiny model of the tests.

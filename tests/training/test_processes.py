@@ -14,13 +14,12 @@ import jax
 import pytest
 
 from relattn import training
-from relattn.training.checkpoint import checkpoint_steps
+from relattn.training.checkpoint import CHECKPOINTS, checkpoint_steps
 from relattn.training.config import to_json
 from relattn.training.distributed import initialize
-from relattn.training.lock import lock_workdir
 from relattn.training.metrics import read_rows
-from relattn.training.run import CHECKPOINTS
-from tests.training.interrupted import final_state
+from relattn.training.workdir import lock_workdir
+from tests.helpers.interrupted import final_state
 
 ROOT = Path(__file__).parents[2]
 
@@ -44,7 +43,7 @@ def start(config, *workdirs, pause_at=(0, 0)):
             [
                 sys.executable,
                 "-m",
-                "tests.training.process",
+                "tests.helpers.process",
                 json.dumps(
                     {
                         **request,

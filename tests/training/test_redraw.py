@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from relattn.kernels.feature_maps import redraw
-from relattn.training.mesh import make_parallel
+from relattn.training.devices import make_parallel
 from relattn.training.task import Task
 from tests.training.conftest import make_data
 

@@ -7,7 +7,8 @@ import pytest
 from relattn import training
 from relattn.command import is_user_error
 from relattn.training.checkpoint import read_meta
-from relattn.training.metrics import read_rows, write_text
+from relattn.training.metrics import read_rows
+from relattn.training.workdir import write_text
 from tests.training.conftest import make_data
 from tests.training.test_checkpoint import forge
 

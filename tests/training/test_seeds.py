@@ -12,8 +12,8 @@ from relattn.training import loop, seeds
 from relattn.training import task as task_lib
 from relattn.training.checkpoint import checkpoint_steps
 from relattn.training.metrics import read_rows
+from tests.helpers.interrupted import Interrupted, interrupt_at, untimed_rows
 from tests.training.conftest import make_data
-from tests.training.interrupted import Interrupted, interrupt_at, untimed_rows
 
 pytestmark = pytest.mark.usefixtures("tiny")
 # Of one run in float32, by two programs.

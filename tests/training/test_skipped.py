@@ -13,21 +13,19 @@ import pytest
 from relattn import data as data_lib
 from relattn import training
 from relattn.training import seeds
-from relattn.training.history import History
-from relattn.training.metrics import read_rows
-from relattn.training.state import create_state
-from relattn.training.step import make_train_step
+from relattn.training.metrics import read_rows, summaries
+from relattn.training.run_metadata import History
+from relattn.training.step import create_state, make_train_step
 from relattn.training.task import Task
-from relattn.training.window import summaries
-from tests.helpers.quick import quick_jit
-from tests.training.conftest import TinyModel, make_data
-from tests.training.interrupted import (
+from tests.helpers.interrupted import (
     Interrupted,
     final_state,
     interrupt_at,
     untimed,
     untimed_rows,
 )
+from tests.helpers.quick import quick_jit
+from tests.training.conftest import TinyModel, make_data
 
 SHAPE = (5, 3, 1)
 

@@ -9,13 +9,14 @@ import pytest
 from relattn import models
 from relattn.kernels.feature_maps import redraw
 from relattn.training import default_config
-from relattn.training.schedule import make_optimizer, make_schedule
-from relattn.training.state import create_state, stream_key
+from relattn.training.optimizer import make_optimizer, make_schedule
 from relattn.training.step import (
+    create_state,
     cross_entropy,
     make_eval_step,
     make_train_step,
     scalars,
+    stream_key,
 )
 from tests.helpers.quick import quick_jit
 from tests.training.conftest import TinyModel

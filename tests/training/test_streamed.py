@@ -11,10 +11,10 @@ import pytest
 from relattn import data as data_lib
 from relattn import models, training
 from relattn.command import is_user_error
-from relattn.data.batches import batch_indices
+from relattn.data.base import batch_indices
 from tests.data.conftest import photographs as photographs  # noqa: PLC0414
+from tests.helpers.interrupted import Interrupted, final_state, interrupt_at
 from tests.training.conftest import build_tiny
-from tests.training.interrupted import Interrupted, final_state, interrupt_at
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ from relattn.training import run as run_lib
 from relattn.training.checkpoint import checkpoint_steps
 from relattn.training.evaluator import Evaluator
 from relattn.training.metrics import read_rows
+from tests.helpers.interrupted import Interrupted, interrupt_at
 from tests.training.conftest import TinyText
-from tests.training.interrupted import Interrupted, interrupt_at
 
 
 def test_a_run_on_text_leaves_its_perplexity(text_config, tmp_path, one_device, capsys):

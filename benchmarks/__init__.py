@@ -1,0 +1,1 @@
+"""Benchmarks: speed, memory, the input pipeline, and hours of training."""

@@ -1,0 +1,233 @@
+"""One measurement of `benchmarks.speed`, in a process of its own.
+
+``python -m benchmarks.measure REQUEST`` takes a JSON object with the
+keys of `measure` and prints the result as the last line.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.speed_cases import CASES, Case, Sizes
+from relattn import command
+
+_MEGABYTE = 1e6
+# A measurement starts no further repeat once it has taken this long.
+_LONGEST_SECONDS = 60.0
+
+
+def measure(
+    kernel: str, sizes: dict[str, Any], *, repeats: int = 5, backward: bool = True
+) -> dict[str, Any]:
+    """Times a kernel and the memory it takes beyond its inputs.
+
+    The peak is the device's where it counts (GPU); on CPU that of the process,
+    compilation left out.
+
+    Args:
+        kernel: Key of `CASES`.
+        sizes: The fields of `Sizes`.
+        repeats: Times each is run after the first; the median counts.
+        backward: Whether forward + backward is measured too.
+
+    Returns:
+        Times in milliseconds, memory in megabytes and the machine; or the machine and
+        under ``skipped`` the reason why it was not measured.
+
+    Example:
+        >>> row = measure("linear", {"length": 8, "depth": 4}, repeats=1)
+        >>> row["forward_ms"] > 0 and "forward_backward_memory_mb" in row
+        True
+    """
+    case, sizes = CASES[kernel], Sizes(**sizes)
+    device = jax.devices()[0]
+    row = {"machine": describe_machine(device)}
+    if missing := case.missing():
+        return row | {"skipped": f"{' and '.join(missing)} not installed"}
+    needed = case.needs(sizes)[backward]
+    available = _available_bytes(device)
+    if needed > available:
+        return row | {
+            "skipped": f"about {needed / 1e9:.1f} GB for pairs do not fit in the "
+            f"{available / 1e9:.1f} GB available"
+        }
+    prepare = {"jax": _prepare_jax, "torch": _prepare_torch}[case.framework]
+    for name, run in prepare(case, sizes, backward).items():
+        base = _start_peak(device)
+        run()
+        row[f"{name}_memory_mb"] = max(0, peak_memory(device) - base) / _MEGABYTE
+        times = _time(run, repeats)
+        row[f"{name}_ms"] = statistics.median(times)
+        row[f"{name}_fastest_ms"] = min(times)
+        row[f"{name}_repeats"] = len(times)
+    return row
+
+
+def describe_machine(device: jax.Device) -> dict[str, Any]:
+    """What a time depends on: processor, cores, device, versions."""
+    versions = {"python": platform.python_version(), "jax": jax.__version__}
+    for package in ("torch", "performer-pytorch"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {
+        **describe_cpu(),
+        "platform": device.platform,
+        "device": device.device_kind,
+        **versions,
+    }
+
+
+def describe_cpu() -> dict[str, Any]:
+    """The processor's name and the number of its cores that may be used."""
+    cpu = platform.processor() or platform.machine()
+    information = Path("/proc/cpuinfo")
+    if information.exists():
+        lines = information.read_text().splitlines()
+        names = [line.split(":")[1] for line in lines if line.startswith("model name")]
+        cpu = names[0].strip() if names else cpu
+    return {"cpu": cpu, "cores": _num_cores()}
+
+
+def _num_cores():
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count()
+
+
+def _prepare_jax(case: Case, sizes: Sizes, backward: bool) -> dict[str, Callable]:
+    """Compiled calls that wait for their results."""
+    function, inputs = case.make(sizes)
+
+    def forward_backward(cotangent, *inputs):
+        out, pull_back = jax.vjp(function, *inputs)
+        return out, pull_back(cotangent)
+
+    # Compiled ahead, so that the memory of the compiler does not count.
+    forward = jax.jit(function).lower(*inputs).compile()
+    runs = {"forward": lambda: jax.block_until_ready(forward(*inputs))}
+    if backward:
+        out = jax.eval_shape(function, *inputs)
+        inputs_and_cotangent = [jnp.ones(out.shape, out.dtype), *inputs]
+        both = jax.jit(forward_backward).lower(*inputs_and_cotangent).compile()
+        runs["forward_backward"] = lambda: jax.block_until_ready(
+            both(*inputs_and_cotangent)
+        )
+    return runs
+
+
+def _prepare_torch(case: Case, sizes: Sizes, backward: bool) -> dict[str, Callable]:
+    """Calls after one that warms up."""
+    import torch
+
+    torch.set_num_threads(_num_cores())
+    function, inputs = case.make(sizes)
+
+    def forward():
+        with torch.no_grad():
+            return function(*inputs)
+
+    cotangent = torch.ones_like(forward())
+
+    def forward_backward():
+        return torch.autograd.grad(function(*inputs), inputs, cotangent)
+
+    return {"forward": forward} | (
+        {"forward_backward": forward_backward} if backward else {}
+    )
+
+
+def _time(run: Callable[[], Any], repeats: int) -> list[float]:
+    times, start = [], time.perf_counter()
+    while len(times) < repeats:
+        before = time.perf_counter()
+        run()
+        after = time.perf_counter()
+        times.append(1e3 * (after - before))
+        if after - start > _LONGEST_SECONDS:
+            break
+    return times
+
+
+def _available_bytes(device: jax.Device) -> int:
+    statistics = device.memory_stats()
+    if statistics and "bytes_limit" in statistics:
+        return statistics["bytes_limit"] - statistics.get("bytes_in_use", 0)
+    information = Path("/proc/meminfo")
+    if not information.exists():
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return 1024 * _kilobytes(information, "MemAvailable")
+
+
+def _kilobytes(path: Path, field: str) -> int:
+    """A field of a file such as /proc/meminfo, in kB."""
+    for line in path.read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1])
+    raise ValueError(f"{path} has no field {field}")
+
+
+def _start_peak(device: jax.Device) -> int:
+    """Bytes in use now; peaks count from here where the system can reset them."""
+    statistics = device.memory_stats()
+    if statistics and "bytes_in_use" in statistics:
+        return statistics["bytes_in_use"]
+    try:
+        # Memory that is free but kept would hide what the next run takes.
+        ctypes.CDLL(None).malloc_trim(0)
+        Path("/proc/self/clear_refs").write_text("5")
+        return 1024 * _kilobytes(Path("/proc/self/status"), "VmRSS")
+    except (OSError, AttributeError):
+        return peak_memory(device)
+
+
+def peak_memory(device: jax.Device) -> int:
+    """The most bytes in use so far."""
+    statistics = device.memory_stats()
+    if statistics and "peak_bytes_in_use" in statistics:
+        return statistics["peak_bytes_in_use"]
+    # The high-water mark of ru_maxrss would include the parent's at the fork.
+    status = Path("/proc/self/status")
+    if status.exists():
+        return 1024 * _kilobytes(status, "VmHWM")
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 1024
+    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+@command.entry_point
+def main(argv: Sequence[str] | None = None) -> None:
+    """Prints one measurement.
+
+    Args:
+        argv: Command-line arguments, by default the process's.
+    """
+    parser = command.Parser("python -m benchmarks.measure", __doc__)
+    parser.add_argument("request", type=_request, help="a JSON object")
+    print(json.dumps(measure(**parser.parse_args(argv).request)))
+
+
+def _request(text: str) -> dict[str, Any]:
+    request = json.loads(text)
+    if not isinstance(request, dict) or request.get("kernel") not in CASES:
+        raise ValueError("no such request")
+    return request
+
+
+if __name__ == "__main__":
+    main()

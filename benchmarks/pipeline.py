@@ -1,0 +1,125 @@
+"""Whether the input pipeline keeps up: steps on real batches against one fixed batch.
+
+    python -m benchmarks.pipeline --config=configs/X.py[:argument]
+
+prints one line of JSON: the median time of a step in ms with the training images as
+they come (``pipeline_ms``) and with one batch that is already on the device
+(``fixed_ms``), and the median of their ratios, measured in turns; and the examples a
+second of such training, and of reading, augmenting and placing alone. The few batches
+that are made ahead flatter short turns.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+from ml_collections import ConfigDict
+
+from relattn import command
+from relattn import data as data_lib
+from relattn.training.config import check_config, read_config
+from relattn.training.devices import choose_devices, make_parallel
+from relattn.training.seeds import train_loader
+from relattn.training.task import Task
+
+
+def measure(
+    config: ConfigDict,
+    *,
+    steps: int = 20,
+    rounds: int = 5,
+    devices: Sequence[jax.Device] | None = None,
+) -> dict[str, Any]:
+    """Times training steps with and without the input pipeline, in turns.
+
+    Args:
+        config: As for training.
+        steps: Steps in a turn.
+        rounds: Turns of each kind.
+        devices: Those to use; all local ones by default.
+
+    Returns:
+        ``device``, ``batch_size``, ``fixed_ms``, ``pipeline_ms``, ``ratio``,
+        ``examples_per_second`` on batches as they come, and
+        ``read_examples_per_second`` without any update.
+
+    Raises:
+        ValueError: If the configuration does not fit the data or the devices, or
+            ``steps`` or ``rounds`` is not positive.
+    """
+    if min(steps, rounds) < 1:
+        raise ValueError(
+            f"steps and rounds must be at least 1, got {steps} and {rounds}"
+        )
+    check_config(config)
+    parallel = make_parallel(config, choose_devices(config, devices))
+    parallel.check_batch(
+        "config.batch_size", config.batch_size, config.accumulate_steps
+    )
+    data = data_lib.load_data(config.data)
+    task = Task.build(config, data.info)
+    step = parallel.train_step(task.make_train_step(parallel))
+    state, key = parallel.place(task.create_state()), task.key
+
+    def turn(batches: Iterator[Any]) -> float:
+        nonlocal state
+        start = time.perf_counter()
+        for batch in itertools.islice(batches, steps):
+            state, metrics = step(state, batch, key)
+        jax.block_until_ready((state, metrics))
+        return (time.perf_counter() - start) / steps * 1e3
+
+    def read(batches: Iterator[Any]) -> float:
+        start = time.perf_counter()
+        for batch in itertools.islice(batches, steps):
+            jax.block_until_ready(batch)
+        return (time.perf_counter() - start) / steps * 1e3
+
+    times: dict[str, list[float]] = {"fixed": [], "pipeline": [], "read": []}
+    with train_loader(data, config.batch_size, task.seeds, 0, parallel) as loader:
+        real = (batch for _, batch in loader)
+        fixed = itertools.repeat(next(real))
+        turn(fixed)
+        for _ in range(rounds):
+            times["fixed"].append(turn(fixed))
+            times["pipeline"].append(turn(real))
+            times["read"].append(read(real))
+    median = {kind: statistics.median(values) for kind, values in times.items()}
+    batch_size = config.batch_size * len(task.seeds)
+    ratios = [p / f for p, f in zip(times["pipeline"], times["fixed"], strict=True)]
+    return {
+        "device": f"{len(parallel.devices)} x {parallel.devices[0].device_kind}",
+        "batch_size": config.batch_size,
+        "fixed_ms": median["fixed"],
+        "pipeline_ms": median["pipeline"],
+        "ratio": statistics.median(ratios),
+        "examples_per_second": batch_size / median["pipeline"] * 1e3,
+        "read_examples_per_second": batch_size / median["read"] * 1e3,
+    }
+
+
+@command.entry_point
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measures as the options say and prints a line of JSON.
+
+    Args:
+        argv: Command-line arguments, by default the process's.
+    """
+    parser = command.Parser("python -m benchmarks.pipeline", __doc__, overrides=True)
+    parser.add_argument("--config", required=True, help="configs/X.py[:argument]")
+    parser.add_argument("--steps", type=int, default=20, help="steps in a turn")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each kind")
+    given = parser.parse_args(argv)
+    config = read_config(given.config, given.overrides)
+    result = measure(config, steps=given.steps, rounds=given.rounds)
+    print(json.dumps({"config": given.config, **result}))
+
+
+if __name__ == "__main__":
+    main()

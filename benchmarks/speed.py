@@ -1,0 +1,265 @@
+"""Times and memory of the kernels against other ways to compute the same.
+
+    python -m benchmarks.speed --kernel=linear,banded --lengths=1024,4096 \
+        --against=softmax,gather_band --output=DIR
+
+Every measurement runs in a process of its own. Writes speed.jsonl, a line a
+measurement, and speed.png to the output folder, and prints a table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+from tqdm import tqdm
+
+from benchmarks.speed_cases import CASES, Sizes
+from relattn import command, spec
+from relattn.training.workdir import usable_folder
+
+_DTYPES = ("float32", "bfloat16", "float16")
+_PASSES = {"forward": "forward", "forward_backward": "forward + backward"}
+
+
+def measure_apart(
+    kernel: str, sizes: Sizes, *, repeats: int = 5, backward: bool = True
+) -> dict[str, Any]:
+    """Measures a kernel in a process of its own.
+
+    Args:
+        kernel: Key of `CASES`.
+        sizes: Of the inputs.
+        repeats: Runs after the first; the median counts.
+        backward: Whether forward + backward is measured too.
+
+    Returns:
+        A row: the kernel, the sizes and what `speed_measure.measure` returns. Where the
+        process failed, ``skipped`` says how.
+    """
+    sizes_and_options = {
+        "kernel": kernel,
+        "sizes": dataclasses.asdict(sizes),
+        "repeats": repeats,
+        "backward": backward,
+    }
+    module = "benchmarks.measure"
+    command = [sys.executable, "-m", module, json.dumps(sizes_and_options)]
+    # A GPU's memory taken in advance would count as used.
+    environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | os.environ
+    process = subprocess.run(command, capture_output=True, text=True, env=environment)
+    row = {"kernel": kernel} | dataclasses.asdict(sizes)
+    if process.returncode == 0:
+        return row | json.loads(process.stdout.splitlines()[-1])
+    if process.returncode < 0:
+        reason = f"ended by signal {-process.returncode}, out of memory perhaps"
+    else:
+        reason = (process.stderr.strip().splitlines() or ["no message"])[-1]
+    return row | {"skipped": reason}
+
+
+def compare(
+    names: Sequence[str], against: Sequence[str], lengths: Sequence[int], **options: Any
+) -> Iterator[list[dict[str, Any]]]:
+    """Measures kernels and alternatives, shortest length first.
+
+    Args:
+        names: Keys of `CASES`.
+        against: Keys of `CASES` that every kernel is compared with.
+        lengths: Numbers of tokens.
+        **options: Fields of `Sizes` and arguments of `measure_apart`.
+
+    Yields:
+        The rows of a length. ``ratios`` holds, for every alternative and pass, the
+        alternative's time over the kernel's: above one the kernel is faster.
+    """
+    fields = {field.name for field in dataclasses.fields(Sizes)}
+    sizes = {name: options.pop(name) for name in list(options) if name in fields}
+    cases = list(dict.fromkeys([*names, *against]))
+    with tqdm(total=len(cases) * len(lengths), disable=None) as progress:
+        for length in sorted(lengths):
+            rows = []
+            for name in cases:
+                progress.set_description(f"{name} at {length:,}")
+                rows.append(measure_apart(name, Sizes(length, **sizes), **options))
+                progress.update()
+            add_ratios(rows, against)
+            yield rows
+
+
+def add_ratios(rows: Sequence[dict[str, Any]], against: Sequence[str]) -> None:
+    """Adds to the rows of one length the times of alternatives over their own.
+
+    Args:
+        rows: Of different kernels; gain the key ``ratios``, empty for alternatives.
+        against: Kernels to compare with.
+
+    Example:
+        >>> rows = [{"kernel": "a", "forward_ms": 2}, {"kernel": "b", "forward_ms": 3}]
+        >>> add_ratios(rows, ["b"])
+        >>> rows[0]["ratios"]
+        {'b': {'forward': 1.5}}
+    """
+    by_name = {row["kernel"]: row for row in rows}
+    for row in rows:
+        row["ratios"] = {}
+        for name in against:
+            other = by_name[name]
+            ratios = {
+                kind: other[f"{kind}_ms"] / row[f"{kind}_ms"]
+                for kind in _PASSES
+                if f"{kind}_ms" in row and f"{kind}_ms" in other
+            }
+            if ratios and row["kernel"] not in against:
+                row["ratios"][name] = ratios
+
+
+def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Draws time and memory against the length, both axes logarithmic.
+
+    Args:
+        rows: From `compare`.
+        path: The file; its suffix is the format.
+    """
+    measured = {key for row in rows for key in row}
+    kind = "forward_backward" if "forward_backward_ms" in measured else "forward"
+    figure = Figure(figsize=(10, 4.2), layout="constrained")
+    panels = {f"{kind}_ms": "time in ms", f"{kind}_memory_mb": "peak memory in MB"}
+    for axes, (key, label) in zip(figure.subplots(1, 2), panels.items(), strict=True):
+        for name in dict.fromkeys(row["kernel"] for row in rows):
+            points = [
+                (row["length"], row[key])
+                for row in rows
+                if row["kernel"] == name and row.get(key)
+            ]
+            if points:
+                axes.loglog(*zip(*points, strict=True), "o-", label=name)
+        axes.set(xlabel="length", ylabel=label, title=_PASSES[kind])
+        lengths = sorted({row["length"] for row in rows})
+        axes.set_xticks(lengths, [f"{length:,}" for length in lengths], minor=False)
+        axes.set_xticks([], minor=True)
+        axes.grid(alpha=0.3)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize="small")
+    figure.savefig(path, dpi=150)
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """A table of times, memory and ratios.
+
+    Args:
+        rows: From `compare`.
+
+    Returns:
+        Lines of aligned columns.
+
+    Example:
+        >>> print(table([{"kernel": "a", "length": 8, "skipped": "too long"}]))
+        kernel  length  forward ms  forward + backward ms  MB  speed-up over
+        a            8           -                      -   -  skipped: too long
+    """
+    times = [f"{name} ms" for name in _PASSES.values()]
+    lines = [["kernel", "length", *times, "MB", "speed-up over"]]
+    for row in rows:
+        kind = "forward_backward" if "forward_backward_ms" in row else "forward"
+        ratios = row.get("ratios", {}).items()
+        speed_ups = ", ".join(f"{name} {ratio[kind]:.2f}x" for name, ratio in ratios)
+        reason = f"skipped: {row['skipped']}" if "skipped" in row else ""
+        numbers = [(f"{kind}_ms", ",.1f") for kind in _PASSES]
+        numbers.append((f"{kind}_memory_mb", ",.0f"))
+        cells = [
+            format(row[key], style) if key in row else "-" for key, style in numbers
+        ]
+        lines.append([row["kernel"], f"{row['length']:,}", *cells, reason or speed_ups])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    rendered = []
+    for name, *numbers, last in lines:
+        cells = [cell.rjust(w) for cell, w in zip(numbers, widths[1:-1], strict=True)]
+        rendered.append("  ".join([name.ljust(widths[0]), *cells, last]).rstrip())
+    return "\n".join(rendered)
+
+
+def _names(text: str) -> list[str]:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        if name not in CASES:
+            hint = spec.closest(name, CASES)
+            raise argparse.ArgumentTypeError(f"no kernel {name!r}: {hint}")
+    return names
+
+
+def _kernels(text: str) -> list[str]:
+    names = _names(text)
+    if not names:
+        known = ", ".join(CASES)
+        raise argparse.ArgumentTypeError(f"name at least one kernel of {known}")
+    return names
+
+
+def _positive(text: str) -> int:
+    if not text.strip().isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a positive integer, got {text!r}")
+    return int(text)
+
+
+def _lengths(text: str) -> list[int]:
+    return [_positive(part) for part in text.split(",")]
+
+
+def _parser() -> command.Parser:
+    parser = command.Parser(
+        "python -m benchmarks.speed",
+        __doc__,
+        epilog="kernels and alternatives: " + ", ".join(CASES),
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    default = Sizes(length=1)
+    add = parser.add_argument
+    add("--kernel", type=_kernels, default="linear,causal_linear,banded", help="what")
+    add("--against", type=_names, default="softmax", help="what to compare with")
+    add("--lengths", type=_lengths, default="1024,4096", help="numbers of tokens")
+    add("--batch", type=_positive, default=default.batch, help="examples")
+    add("--heads", type=_positive, default=default.heads, help="heads")
+    add("--depth", type=_positive, default=default.depth, help="width of a head")
+    add("--clip", type=_positive, default=default.clip, help="banded: largest distance")
+    add("--rank", type=_positive, default=default.rank, help="LoR-Translution's")
+    add("--num_features", type=_positive, default=0, help="0: int(depth * ln(depth))")
+    add("--dtype", choices=_DTYPES, default=default.dtype, help="of the inputs")
+    add("--repeats", type=_positive, default=5, help="runs after the first")
+    add("--backward", action=argparse.BooleanOptionalAction, default=True, help="too")
+    add("--output", default="runs/speed", help="folder to write to")
+    return parser
+
+
+@command.entry_point
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measures what the command line asks for.
+
+    Args:
+        argv: Command-line arguments, by default the process's.
+    """
+    options = vars(_parser().parse_args(argv))
+    del options["flagfile"], options["verbosity"]
+    output = usable_folder(options.pop("output"), "--output")
+    names, against = options.pop("kernel"), options.pop("against")
+    rows: list[dict[str, Any]] = []
+    with (output / "speed.jsonl").open("w") as file:
+        for measured in compare(names, against, options.pop("lengths"), **options):
+            for row in measured:
+                print(json.dumps(row), file=file, flush=True)
+            rows += measured
+    plot(rows, output / "speed.png")
+    print(table(rows))
+    print(f"Written to {output}: speed.jsonl, speed.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,415 @@
+"""What `benchmarks.speed` can measure: kernels and what they compare with.
+
+A kernel is added by one entry of `CASES`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.util
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from relattn import kernels, offsets
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """The sizes of one measurement.
+
+    Attributes:
+        length: Number of tokens, a CLS token of kernels on a grid aside.
+        batch: Examples.
+        heads: Heads.
+        depth: Width of a head.
+        clip: The largest distance told apart by the banded kernels.
+        rank: Of LoR-Translution, a head.
+        dtype: Of queries, keys and values.
+        num_features: Random features, 0 for int(depth * ln(depth)).
+    """
+
+    length: int
+    batch: int = 2
+    heads: int = 8
+    depth: int = 32
+    clip: int = 6
+    rank: int = 8
+    dtype: str = "float32"
+    num_features: int = 0
+
+    @property
+    def width(self) -> int:
+        """Width of a token: all heads."""
+        return self.heads * self.depth
+
+    @property
+    def grid(self) -> offsets.Grid:
+        """The grid of ``length`` tokens that is nearest to a square.
+
+        Example:
+            >>> Sizes(length=15).grid
+            (3, 5)
+        """
+        height = math.isqrt(self.length)
+        while self.length % height:
+            height -= 1
+        return height, self.length // height
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One thing that can be measured.
+
+    Attributes:
+        make: From sizes to a function of q, k, v (or others) and its arguments.
+        framework: ``"jax"``, or ``"torch"`` where they are PyTorch's.
+        needs: From sizes an estimate of the bytes alive at once, forward and forward +
+            backward, where they may not fit.
+        requires: Modules that the case imports, beyond the package's own.
+    """
+
+    make: Callable[[Sizes], tuple[Callable[..., Any], Sequence[Any]]]
+    framework: str = "jax"
+    needs: Callable[[Sizes], tuple[float, float]] = lambda sizes: (0, 0)
+    requires: tuple[str, ...] = ()
+
+    def missing(self) -> list[str]:
+        """The modules that are not installed."""
+        return [name for name in self.requires if not importlib.util.find_spec(name)]
+
+
+def _arrays(sizes: Sizes, num_prefix: int = 0) -> list[np.ndarray]:
+    """Queries, keys and values, [batch, heads, num_prefix + length, depth]."""
+    generator = np.random.default_rng(0)
+    shape = (3, sizes.batch, sizes.heads, num_prefix + sizes.length, sizes.depth)
+    return list(generator.standard_normal(shape, np.float32))
+
+
+def _on_device(sizes: Sizes, num_prefix: int = 0) -> list[jax.Array]:
+    return [jnp.asarray(x, sizes.dtype) for x in _arrays(sizes, num_prefix)]
+
+
+def _feature_map(sizes: Sizes) -> kernels.FeatureMap:
+    num = sizes.num_features or kernels.default_num_features(sizes.depth)
+    projection = kernels.draw_orthogonal(jax.random.key(0), num, sizes.depth)
+    return functools.partial(kernels.positive_features, projection=projection)
+
+
+def _of_features(attention):
+    def make(sizes):
+        feature_map = _feature_map(sizes)
+        return lambda q, k, v: attention(q, k, v, feature_map), _on_device(sizes)
+
+    return make
+
+
+def _plain(attention):
+    return lambda sizes: (attention, _on_device(sizes))
+
+
+def _offset_bias(attention, *, causal=False, features=True, **fixed):
+    """A bias for every offset of the grid or, causal, of a line."""
+
+    def make(sizes):
+        grid = (sizes.length,) if causal else sizes.grid
+        options = {**fixed} if causal else {**fixed, "grid": grid}
+        options |= {"feature_map": _feature_map(sizes)} if features else {}
+        shape = (sizes.heads, offsets.num_offsets(grid))
+        inputs = [*_on_device(sizes), jax.random.normal(jax.random.key(1), shape)]
+        return lambda q, k, v, b: attention(q, k, v, bias=b, **options), inputs
+
+    return make
+
+
+def _banded(attention):
+    def make(sizes):
+        q, _, v = _on_device(sizes, num_prefix=1)
+        table = np.random.default_rng(1).standard_normal((sizes.clip + 1, sizes.depth))
+        function = functools.partial(
+            attention, feature_map=_feature_map(sizes), grid=sizes.grid, num_prefix=1
+        )
+        return function, [q, v, jnp.asarray(table, jnp.float32)]
+
+    return make
+
+
+def scan_per_token(q, k, v, feature_map):
+    """Causal linear attention as it is defined, one token a step of a scan."""
+    queries, keys = (feature_map(x).dense() for x in (q, k))
+
+    def step(state, token):
+        sums, normalizer = state
+        query, key, value = token
+        sums = sums + key[..., :, None] * value[..., None, :]
+        normalizer = normalizer + key
+        weights = jnp.einsum("...f,...fe->...e", query, sums)
+        total = jnp.einsum("...f,...f->...", query, normalizer)
+        return (sums, normalizer), weights / total[..., None]
+
+    tokens = [jnp.moveaxis(x, -2, 0) for x in (queries, keys, v)]
+    sums = jnp.zeros((*queries.shape[:-2], queries.shape[-1], v.shape[-1]))
+    _, out = jax.lax.scan(step, (sums, sums[..., 0]), tuple(tokens))
+    return jnp.moveaxis(out, 0, -2).astype(v.dtype)
+
+
+def pairwise_toeplitz(q, k, v, feature_map, bias, *, grid=None):
+    """Linear attention with an offset bias as it is defined: weights of all pairs."""
+    line = (q.shape[-2],)
+    bias = bias[..., offsets.offset_index(grid or line)]
+    bias = bias if grid else jnp.where(np.tri(*line, dtype=bool), bias, -jnp.inf)
+    queries, keys = (feature_map(x).dense() for x in (q, k))
+    weights = jnp.exp(bias) * (queries @ keys.swapaxes(-2, -1))
+    return weights @ v / weights.sum(axis=-1, keepdims=True)
+
+
+def gather_band(q, v, table, feature_map, *, grid, num_prefix):
+    """Banded attention written the obvious way: gathers the band of every query."""
+    clip = len(table) - 1
+    weights = feature_map(q).dense() @ feature_map(table).dense().T
+    far, total = weights[..., clip:], v.sum(axis=-2, keepdims=True)
+    reach = np.arange(1 - clip, clip)
+    band = np.stack(np.meshgrid(reach, reach, indexing="ij"), axis=-1).reshape(-1, 2)
+    band = band[np.abs(band).sum(axis=-1) < clip]
+    keys = offsets.grid_positions(grid).astype(int)[:, None] + band
+    inside = ((keys >= 0) & (keys < grid)).all(axis=-1)
+    indices = np.where(inside, num_prefix + keys @ (grid[1], 1), 0)
+    # A prefix query has no band.
+    prefix = [(num_prefix, 0), (0, 0)]
+    inside, indices = np.pad(inside, prefix), np.pad(indices, prefix)
+    near = (weights - far)[..., np.abs(band).sum(axis=-1)] * inside
+    numerator = jnp.einsum("...nb,...nbe->...ne", near, v[..., indices, :])
+    denominator = near.sum(axis=-1, keepdims=True) + far * v.shape[-2]
+    return ((numerator + far * total) / denominator).astype(v.dtype)
+
+
+def _torch_tensors(sizes):
+    import torch
+
+    dtype = getattr(torch, sizes.dtype)
+    return [torch.tensor(x, dtype=dtype, requires_grad=True) for x in _arrays(sizes)]
+
+
+def _softmax_pytorch(causal):
+    def make(sizes):
+        import torch
+
+        attention = torch.nn.functional.scaled_dot_product_attention
+        return functools.partial(attention, is_causal=causal), _torch_tensors(sizes)
+
+    return make
+
+
+def _performer_pytorch(causal):
+    def make(sizes):
+        from performer_pytorch import FastAttention
+
+        num = sizes.num_features or kernels.default_num_features(sizes.depth)
+        attention = FastAttention(sizes.depth, nb_features=num, causal=causal)
+        return attention, _torch_tensors(sizes)
+
+    return make
+
+
+def _self_attention(attention):
+    """From tokens, its projections included."""
+
+    def make(sizes):
+        def attend(x, w_q, w_k, w_v):
+            q, k, v = (jnp.einsum("bnc,che->bhne", x, w) for w in (w_q, w_k, w_v))
+            return attention(q, k, v)
+
+        weights = _weights(sizes, sizes.width, sizes.heads, sizes.depth)
+        return attend, [_tokens(sizes), *weights]
+
+    return make
+
+
+def _translution(attention, *, causal=False):
+    def make(sizes):
+        options, rows = _of_offsets(sizes, causal)
+        weights = _weights(sizes, rows, sizes.width, sizes.heads, sizes.depth)
+        function = functools.partial(attention, **options)
+        return function, [_tokens(sizes, options.get("num_prefix", 0)), *weights]
+
+    return make
+
+
+def _lor_translution(attention, *, causal=False):
+    """From tokens, as a layer does it: all projections but the last are included."""
+
+    def make(sizes):
+        options, rows = _of_offsets(sizes, causal)
+        inner = sizes.rank * sizes.heads
+
+        def attend(x, plain, down, tables, up):
+            q, k, v = (jnp.einsum("bnc,che->bhne", x, w) for w in plain)
+            low = [x @ w for w in down]
+            out, low_out = attention(q, k, v, *low, *tables, **options)
+            return out + jnp.einsum("bhnr,hrge->bgne", low_out, up)
+
+        return attend, [
+            _tokens(sizes, options.get("num_prefix", 0)),
+            _weights(sizes, sizes.width, sizes.heads, sizes.depth),
+            _weights(sizes, sizes.width, inner),
+            _weights(sizes, rows, inner, sizes.heads, sizes.rank),
+            _weights(sizes, sizes.heads, sizes.rank, sizes.heads, sizes.depth)[0],
+        ]
+
+    return make
+
+
+def _of_offsets(sizes, causal):
+    """Options of a kernel, and the number of rows of its tables."""
+    if causal:
+        return {}, sizes.length
+    options = {"grid": sizes.grid, "num_prefix": 1}
+    return options, offsets.num_table_rows(**options)
+
+
+def _tokens(sizes, num_prefix=0):
+    shape = (sizes.batch, num_prefix + sizes.length, sizes.width)
+    x = np.random.default_rng(0).standard_normal(shape, np.float32)
+    return jnp.asarray(x, sizes.dtype)
+
+
+def _weights(sizes, *shape):
+    """Three arrays, for queries, keys and values."""
+    generator = np.random.default_rng(1)
+    weights = generator.standard_normal((3, *shape), np.float32) / sizes.width**0.5
+    return [jnp.asarray(w, sizes.dtype) for w in weights]
+
+
+def gather_translution(x, w_q, w_k, w_v, *, grid=None, num_prefix=0):
+    """Translution written the obvious way: gathers the weights of every pair."""
+    rows, value_rows, allowed = _rows_of_pairs(x.shape[-2], grid, num_prefix)
+    q = jnp.einsum("bic,ijche->bhije", x, w_q[rows])
+    k = jnp.einsum("bjc,ijche->bhije", x, w_k[rows.T if grid else rows])
+    v = jnp.einsum("bjc,ijche->bhije", x, w_v[value_rows])
+    scores = jnp.einsum("bhije,bhije->bhij", q, k) / w_q.shape[-1] ** 0.5
+    weights = jax.nn.softmax(jnp.where(allowed, scores, -jnp.inf), axis=-1)
+    return jnp.einsum("bhij,bhije->bhie", weights, v)
+
+
+def gather_lor_translution(
+    q, k, v, low_q, low_k, low_v, t_q, t_k, t_v, *, grid=None, num_prefix=0
+):
+    """LoR-Translution written the obvious way: gathers the tables of every pair."""
+    rows, value_rows, allowed = _rows_of_pairs(q.shape[-2], grid, num_prefix)
+    low_q = jnp.einsum("bic,ijche->bhije", low_q, t_q[rows])
+    low_k = jnp.einsum("bjc,ijche->bhije", low_k, t_k[rows.T if grid else rows])
+    low_v = jnp.einsum("bjc,ijche->bhije", low_v, t_v[value_rows])
+    scores = jnp.einsum("bhije,bhije->bhij", low_q, low_k)
+    scores = (scores + jnp.einsum("bhie,bhje->bhij", q, k)) / q.shape[-1] ** 0.5
+    weights = jax.nn.softmax(jnp.where(allowed, scores, -jnp.inf), axis=-1)
+    return weights @ v, jnp.einsum("bhij,bhije->bhie", weights, low_v)
+
+
+def _rows_of_pairs(length, grid, num_prefix):
+    """Rows of queries' tables and of values', and the pairs that attend."""
+    if grid is None:
+        rows = np.arange(length)[:, None] - np.arange(length)
+        return np.maximum(rows, 0), np.maximum(rows, 0), rows >= 0
+    rows = offsets.offset_index(grid, num_prefix)
+    prefix = offsets.is_prefix(grid, num_prefix)
+    value_rows = np.where(prefix | prefix[:, None], rows.T, rows)
+    return rows, value_rows, np.ones_like(rows, bool)
+
+
+def _score_matrices(forward, backward):
+    """Arrays of one float32 for every pair of tokens."""
+
+    def needs(sizes):
+        size = 4 * sizes.batch * sizes.heads * sizes.length**2
+        return forward * size, backward * size
+
+    return needs
+
+
+def _gathered(forward, backward, *, low_rank=False):
+    """Matrices of every pair of tokens, and what they project, float32."""
+
+    def needs(sizes):
+        inner = sizes.rank * sizes.heads if low_rank else sizes.width
+        pair = inner * inner + sizes.batch * inner
+        size = 4 * sizes.length**2 * pair
+        return forward * size, backward * size
+
+    return needs
+
+
+_TORCH = {"framework": "torch", "requires": ("torch",)}
+_PERFORMER = {"framework": "torch", "requires": ("torch", "performer_pytorch")}
+# As measured: scores, weights, their gradients and what lies between.
+_DENSE = {"needs": _score_matrices(2, 5)}
+
+CASES: dict[str, Case] = {
+    "linear": Case(_of_features(kernels.linear_attention)),
+    "causal_linear": Case(_of_features(kernels.causal_linear_attention)),
+    "scan_per_token": Case(_of_features(scan_per_token)),
+    "toeplitz": Case(_offset_bias(kernels.toeplitz_linear_attention)),
+    "causal_toeplitz": Case(
+        _offset_bias(kernels.causal_toeplitz_linear_attention, causal=True)
+    ),
+    "toeplitz_by_pairs": Case(
+        _offset_bias(kernels.toeplitz_linear_attention, dense_size=2**30)
+    ),
+    "toeplitz_by_fft": Case(
+        _offset_bias(kernels.toeplitz_linear_attention, dense_size=0)
+    ),
+    "causal_toeplitz_by_pairs": Case(
+        _offset_bias(
+            kernels.causal_toeplitz_linear_attention, causal=True, dense_size=2**30
+        )
+    ),
+    "causal_toeplitz_by_fft": Case(
+        _offset_bias(
+            kernels.causal_toeplitz_linear_attention, causal=True, dense_size=128
+        )
+    ),
+    "pairwise_toeplitz": Case(_offset_bias(pairwise_toeplitz), **_DENSE),
+    "causal_pairwise_toeplitz": Case(
+        _offset_bias(pairwise_toeplitz, causal=True), **_DENSE
+    ),
+    "relative_bias": Case(
+        _offset_bias(kernels.relative_attention, features=False), **_DENSE
+    ),
+    "causal_relative_bias": Case(
+        _offset_bias(kernels.causal_relative_attention, causal=True, features=False),
+        **_DENSE,
+    ),
+    "banded": Case(_banded(kernels.banded_attention)),
+    "gather_band": Case(_banded(gather_band)),
+    "translution": Case(_translution(kernels.translution)),
+    "causal_translution": Case(_translution(kernels.causal_translution, causal=True)),
+    "lor_translution": Case(_lor_translution(kernels.lor_translution)),
+    "causal_lor_translution": Case(
+        _lor_translution(kernels.causal_lor_translution, causal=True)
+    ),
+    "gather_translution": Case(_translution(gather_translution), needs=_gathered(3, 5)),
+    "gather_causal_translution": Case(
+        _translution(gather_translution, causal=True), needs=_gathered(3, 5)
+    ),
+    "gather_lor_translution": Case(
+        _lor_translution(gather_lor_translution), needs=_gathered(3, 5, low_rank=True)
+    ),
+    "gather_causal_lor_translution": Case(
+        _lor_translution(gather_lor_translution, causal=True),
+        needs=_gathered(3, 5, low_rank=True),
+    ),
+    "self_attention": Case(_self_attention(kernels.softmax_attention), **_DENSE),
+    "causal_self_attention": Case(
+        _self_attention(kernels.causal_softmax_attention), **_DENSE
+    ),
+    "softmax": Case(_plain(kernels.softmax_attention), **_DENSE),
+    "causal_softmax": Case(_plain(kernels.causal_softmax_attention), **_DENSE),
+    "softmax_pytorch": Case(_softmax_pytorch(causal=False), **_TORCH),
+    "causal_softmax_pytorch": Case(_softmax_pytorch(causal=True), **_TORCH),
+    "performer_pytorch": Case(_performer_pytorch(causal=False), **_PERFORMER),
+    "causal_performer_pytorch": Case(_performer_pytorch(causal=True), **_PERFORMER),
+}

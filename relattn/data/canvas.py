@@ -1,0 +1,210 @@
+"""Images placed on a larger canvas: static and dynamic MNIST."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+
+import numpy as np
+from jaxtyping import Int, Int64, UInt8
+from ml_collections import ConfigDict
+
+from relattn import spec
+from relattn.data.base import CACHED_EPOCHS, Batch, EvalSplit
+from relattn.data.images import ImageData, ImageSplit
+from relattn.data.registry import check_choice
+
+PLACEMENTS = ("static", "dynamic")
+# Apart from the orders of the batches, drawn for [seed, epoch], and from `DRAWS`.
+TRAINING, EVALUATION = 1, 2
+# Of the images to evaluate on, which are placed once and stay in memory.
+MOST_BYTES = 2**34
+
+
+def place(
+    images: UInt8[np.ndarray, "n height width channels"],
+    corners: Int[np.ndarray, "n 2"],
+    canvas: int,
+) -> UInt8[np.ndarray, "n {canvas} {canvas} channels"]:
+    """Puts each image on a black canvas, not resized.
+
+    Args:
+        images: [n, height, width, channels].
+        corners: [n, 2], row and column of the upper left pixel of each image.
+        canvas: height and width of the results.
+
+    Returns:
+        [n, canvas, canvas, channels].
+
+    Example:
+        >>> image = np.full((1, 1, 2, 1), 9, np.uint8)
+        >>> place(image, np.array([[1, 0]]), 3)[0, ..., 0].tolist()
+        [[0, 0, 0], [9, 9, 0], [0, 0, 0]]
+    """
+    n, height, width, channels = images.shape
+    placed = np.zeros((n, canvas, canvas, channels), np.uint8)
+    for result, image, (row, column) in zip(placed, images, corners, strict=True):
+        result[row : row + height, column : column + width] = image
+    return placed
+
+
+def centre(
+    num_images: int, image_shape: tuple[int, ...], canvas: int
+) -> Int64[np.ndarray, "{num_images} 2"]:
+    """Returns the corners that centre images, half a pixel up or left where odd."""
+    corner = [(canvas - size) // 2 for size in image_shape[:2]]
+    return np.tile(np.array(corner, np.int64), (num_images, 1))
+
+
+def draw_corners(
+    num_images: int, image_shape: tuple[int, ...], canvas: int, seed: list[int]
+) -> Int64[np.ndarray, "{num_images} 2"]:
+    """Draws corners uniformly among those that keep every pixel.
+
+    Args:
+        num_images: how many.
+        image_shape: (height, width, ...) of the images.
+        canvas: height and width of the canvas.
+        seed: of NumPy's generator.
+
+    Returns:
+        [num_images, 2], rows and columns.
+    """
+    span = [canvas - size + 1 for size in image_shape[:2]]
+    return np.random.default_rng(seed).integers(0, span, (num_images, 2))
+
+
+@functools.lru_cache(maxsize=CACHED_EPOCHS)
+def _training_corners(
+    num_images: int, image_shape: tuple[int, ...], canvas: int, seed: int, epoch: int
+) -> np.ndarray:
+    return draw_corners(num_images, image_shape, canvas, [seed, epoch, TRAINING])
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PlacedData(ImageData):
+    """Images on a canvas, in its centre or anywhere: a `DataSource`.
+
+    ``train`` are the images as they were; a batch of training places them. The other
+    splits are placed already, always at the same positions.
+
+    Attributes:
+        placement: "static" or "dynamic", of training, validation and ``test``.
+        canvas: height and width of the canvas.
+        test_static: the test images in the centre.
+        test_dynamic: the test images anywhere.
+    """
+
+    placement: str
+    canvas: int
+    test_static: ImageSplit
+    test_dynamic: ImageSplit
+
+    @property
+    def image_shape(self) -> tuple[int, int, int]:
+        """(height, width, channels) of the canvas."""
+        return self.canvas, self.canvas, self.train.images.shape[3]
+
+    @property
+    def eval_splits(self) -> Mapping[str, EvalSplit]:
+        """The splits to evaluate on by name; "test" is placed as in training."""
+        tests = {"test_static": self.test_static, "test_dynamic": self.test_dynamic}
+        return {**super().eval_splits, **tests}
+
+    def training_batch(
+        self, indices: Int64[np.ndarray, "batch"], seed: int, epoch: int
+    ) -> Batch:
+        """Returns training images on the canvas.
+
+        Where the placement is dynamic, the position is a function of the image, the
+        seed and the epoch.
+
+        Args:
+            indices: of the images.
+            seed: of the positions.
+            epoch: likewise.
+        """
+        batch = self.train.gather(indices)
+        shape = self.train.images.shape[1:]
+        if self.placement == "static":
+            corners = centre(len(indices), shape, self.canvas)
+        else:
+            n = len(self.train)
+            corners = _training_corners(n, shape, self.canvas, seed, epoch)[indices]
+        return {**batch, "image": place(batch["image"], corners, self.canvas)}
+
+
+def place_on_canvas(data: ImageData, config: ConfigDict) -> PlacedData:
+    """Puts the images of a set on a canvas.
+
+    Args:
+        data: the set.
+        config: with the keys ``placement``, "static" (in the centre) or "dynamic"
+            (anywhere, with equal probability); ``canvas``, its height and width, by
+            default 84; ``split_seed``, of the positions to evaluate on.
+
+    Returns:
+        The same images on the canvas. In training, dynamic positions are drawn anew in
+        each epoch.
+
+    Raises:
+        ValueError: the placement is unknown, or the canvas too small or too large.
+
+    Source:
+        Fan et al., Translution, section 4.1.1.
+    """
+    placement = config.placement
+    check_choice("data.placement", placement, PLACEMENTS)
+    canvas, shape = config.get("canvas", 84), data.image_shape
+    if canvas < max(shape[:2]):
+        raise ValueError(
+            f"data.canvas={spec.shorten(canvas)} is smaller than the images of "
+            f"{shape[0]}x{shape[1]} pixels: it must be at least {max(shape[:2])}."
+        )
+    # The test images are placed both ways.
+    count = (len(data.validation) + 2 * len(data.test)) * shape[2]
+    most = math.isqrt(MOST_BYTES // max(1, count))
+    if canvas > most:
+        raise ValueError(
+            f"data.canvas={spec.shorten(canvas)} needs over {MOST_BYTES / 1e9:.0f} GB "
+            f"for the images to evaluate on: it must be at most {most}."
+        )
+    seed = config.get("split_seed", 0)
+
+    def placed(split: ImageSplit, how: str, number: int) -> ImageSplit:
+        if how == "static":
+            corners = centre(len(split), shape, canvas)
+        else:
+            key = [seed, number, EVALUATION]
+            corners = draw_corners(len(split), shape, canvas, key)
+        return ImageSplit(place(split.images, corners, canvas), split.labels)
+
+    tests = {how: placed(data.test, how, 1) for how in PLACEMENTS}
+    mean, std = _statistics(data, canvas)
+    where = {"static": "in the centre of", "dynamic": "anywhere on"}[placement]
+    return PlacedData(
+        name=data.name,
+        train=data.train,
+        validation=placed(data.validation, placement, 0),
+        test=tests[placement],
+        class_names=data.class_names,
+        mean=mean,
+        std=std,
+        origin=f"{data.origin}, {where} {canvas}x{canvas} pixels",
+        placement=placement,
+        canvas=canvas,
+        test_static=tests["static"],
+        test_dynamic=tests["dynamic"],
+        augment=data.augment,
+    )
+
+
+def _statistics(data: ImageData, canvas: int) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and deviation with the canvas's black pixels counted too."""
+    height, width, _ = data.image_shape
+    share = height * width / canvas**2
+    mean, std = data.mean.astype(np.float64), data.std.astype(np.float64)
+    squares = share * (std**2 + mean**2)
+    mean = share * mean
+    std = np.sqrt(squares - mean**2)
+    return mean.astype(np.float32), std.astype(np.float32)

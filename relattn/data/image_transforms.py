@@ -1,0 +1,259 @@
+"""Square crops of photographs as Pillow images: random to train, central to evaluate.
+
+The results are those of torchvision's ``RandomResizedCrop``, ``Resize`` and
+``CenterCrop`` on Pillow images: bilinear, averaging where an image shrinks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+import numpy as np
+from PIL import Image, ImageEnhance, ImageOps
+
+SCALE = (0.08, 1.0)
+RATIO = (3 / 4, 4 / 3)
+ATTEMPTS = 10
+
+
+def random_resized_crop(
+    image: Image.Image, rng: np.random.Generator, size: int
+) -> Image.Image:
+    """Cuts a random rectangle out and resizes it to a square.
+
+    Its area is a uniform part of 8% to 100% of the image, its width over its height
+    log-uniform between 3/4 and 4/3. Ten draws that do not fit into the image are
+    followed by the largest central rectangle of a shape within these bounds.
+
+    Args:
+        image: of any size.
+        rng: source of the draws.
+        size: side of the result.
+
+    Returns:
+        An image of size x size.
+
+    Example:
+        >>> image = Image.new("RGB", (7, 5))
+        >>> random_resized_crop(image, np.random.default_rng(0), 3).size
+        (3, 3)
+
+    Source: Szegedy et al., "Going deeper with convolutions", 2014, section 6.
+    """
+    box = draw_crop(*image.size, rng)
+    return image.crop(box).resize((size, size), Image.Resampling.BILINEAR)
+
+
+def draw_crop(
+    width: int, height: int, rng: np.random.Generator
+) -> tuple[int, int, int, int]:
+    """Draws the rectangle of `random_resized_crop`.
+
+    Args:
+        width: of the image.
+        height: of the image.
+        rng: source of the draws.
+
+    Returns:
+        (left, top, right, bottom).
+
+    Example:
+        >>> draw_crop(100, 1, np.random.default_rng(0))
+        (49, 0, 50, 1)
+    """
+    low, high = (math.log(ratio) for ratio in RATIO)
+    for _ in range(ATTEMPTS):
+        area = width * height * rng.uniform(*SCALE)
+        ratio = math.exp(rng.uniform(low, high))
+        w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if 0 < w <= width and 0 < h <= height:
+            left = int(rng.integers(width - w + 1))
+            top = int(rng.integers(height - h + 1))
+            return left, top, left + w, top + h
+    w = min(width, round(height * RATIO[1]))
+    h = min(height, round(width / RATIO[0]))
+    left, top = (width - w) // 2, (height - h) // 2
+    return left, top, left + w, top + h
+
+
+def random_flip(image: Image.Image, rng: np.random.Generator) -> Image.Image:
+    """Mirrors left and right with probability 1/2.
+
+    Args:
+        image: of any size.
+        rng: source of the draw.
+
+    Returns:
+        An image of the same size.
+
+    Example:
+        >>> random_flip(Image.new("L", (7, 5)), np.random.default_rng(0)).size
+        (7, 5)
+    """
+    if rng.integers(2):
+        return image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+    return image
+
+
+def resized_center_crop(image: Image.Image, size: int, short_side: int) -> Image.Image:
+    """Resizes the short side and cuts the central square out.
+
+    Args:
+        image: of any size.
+        size: side of the result.
+        short_side: of the image after the resize, at least `size`.
+
+    Returns:
+        An image of size x size.
+
+    Raises:
+        ValueError: `short_side` is less than `size`.
+
+    Example:
+        >>> resized_center_crop(Image.new("RGB", (500, 375)), 224, 256).size
+        (224, 224)
+    """
+    if not 1 <= size <= short_side:
+        raise ValueError(
+            f"short_side={short_side} with size={size}: the square must fit into the "
+            "resized image."
+        )
+    shortest = min(image.size)
+    width, height = (short_side * side // shortest for side in image.size)
+    image = image.resize((width, height), Image.Resampling.BILINEAR)
+    left, top = round((width - size) / 2), round((height - size) / 2)
+    return image.crop((left, top, left + size, top + size))
+
+
+# A magnitude is one of torchvision's 31 bins, 0 .. 30.
+MAX_MAGNITUDE = 30
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """One of the operations that RandAugment draws.
+
+    Attributes:
+        value: from the magnitude, the width and the height to how strongly to apply it.
+        signed: whether the value is negated in half of the draws.
+        apply: from the image and the value to the image changed.
+    """
+
+    value: Callable[[int, int, int], float]
+    signed: bool
+    apply: Callable[[Image.Image, float], Image.Image]
+
+
+def randaugment(
+    image: Image.Image,
+    rng: np.random.Generator,
+    *,
+    num_ops: int = 2,
+    magnitude: int = 9,
+) -> Image.Image:
+    """Applies operations drawn at random, one after another, all of one magnitude.
+
+    Each is one of the 14 of `OPERATIONS` with equal probability, the same again
+    included; what has a direction takes either with probability 1/2. Pixels that come
+    from outside the image are black.
+
+    Args:
+        image: grey ("L") or coloured ("RGB").
+        rng: source of the draws.
+        num_ops: operations to apply.
+        magnitude: 0 .. 30; at 30 shears by 0.3, rotates by 30 degrees, changes colours
+            by 0.9, and so on.
+
+    Returns:
+        An image of the same size and mode.
+
+    Raises:
+        ValueError: ``num_ops`` is negative or ``magnitude`` not within 0 .. 30.
+
+    Example:
+        >>> image = Image.new("RGB", (7, 5), "red")
+        >>> randaugment(image, np.random.default_rng(0)).size
+        (7, 5)
+
+    Source: Cubuk et al., "RandAugment: Practical automated data augmentation with a
+        reduced search space", 2019; operations, their ranges, nearest-neighbour
+        sampling and black filling as torchvision's ``RandAugment(2, 9)``, whose float32
+        strengths make a value differ by 1 here and there.
+    """
+    if num_ops < 0:
+        raise ValueError(f"randaugment: num_ops={num_ops} must be at least 0")
+    if not 0 <= magnitude <= MAX_MAGNITUDE:
+        raise ValueError(
+            f"randaugment: magnitude={magnitude} must be within 0 .. {MAX_MAGNITUDE}"
+        )
+    names = list(OPERATIONS)
+    for _ in range(num_ops):
+        operation = OPERATIONS[names[rng.integers(len(names))]]
+        value = operation.value(magnitude, *image.size)
+        # Drawn for every operation, so that the draws to come depend on none of them.
+        flipped = rng.integers(2) == 1
+        image = operation.apply(
+            image, -value if operation.signed and flipped else value
+        )
+    return image
+
+
+def _affine(image: Image.Image, *inverse: float | int) -> Image.Image:
+    """Moves pixels: row by row, the inverse map from a result's pixel to the source."""
+    return image.transform(
+        image.size, Image.Transform.AFFINE, inverse, Image.Resampling.NEAREST
+    )
+
+
+def _enhance(kind: type) -> Callable[[Image.Image, float], Image.Image]:
+    return lambda image, value: kind(image).enhance(1 + value)
+
+
+def _up_to(limit: float) -> Callable[[int, int, int], float]:
+    return lambda magnitude, width, height: limit * magnitude / MAX_MAGNITUDE
+
+
+OPERATIONS = {
+    "identity": Operation(_up_to(0.0), False, lambda image, _: image),
+    "shear_x": Operation(
+        _up_to(0.3), True, lambda image, value: _affine(image, 1, value, 0, 0, 1, 0)
+    ),
+    "shear_y": Operation(
+        _up_to(0.3), True, lambda image, value: _affine(image, 1, 0, 0, value, 1, 0)
+    ),
+    "translate_x": Operation(
+        lambda magnitude, width, height: 150 / 331 * width * magnitude / MAX_MAGNITUDE,
+        True,
+        lambda image, value: _affine(image, 1, 0, -int(value), 0, 1, 0),
+    ),
+    "translate_y": Operation(
+        lambda magnitude, width, height: 150 / 331 * height * magnitude / MAX_MAGNITUDE,
+        True,
+        lambda image, value: _affine(image, 1, 0, 0, 0, 1, -int(value)),
+    ),
+    "rotate": Operation(_up_to(30.0), True, lambda image, value: image.rotate(value)),
+    "brightness": Operation(_up_to(0.9), True, _enhance(ImageEnhance.Brightness)),
+    "color": Operation(_up_to(0.9), True, _enhance(ImageEnhance.Color)),
+    "contrast": Operation(_up_to(0.9), True, _enhance(ImageEnhance.Contrast)),
+    "sharpness": Operation(_up_to(0.9), True, _enhance(ImageEnhance.Sharpness)),
+    "posterize": Operation(
+        # Bits kept, a whole number: 8 down to 4.
+        lambda magnitude, width, height: 8 - round(4 * magnitude / MAX_MAGNITUDE),
+        False,
+        lambda image, value: ImageOps.posterize(image, int(value)),
+    ),
+    "solarize": Operation(
+        # Values from this on are inverted: none at the lowest magnitude but white.
+        lambda magnitude, width, height: 255 - 255 * magnitude / MAX_MAGNITUDE,
+        False,
+        ImageOps.solarize,
+    ),
+    "autocontrast": Operation(
+        _up_to(0.0), False, lambda image, _: ImageOps.autocontrast(image)
+    ),
+    "equalize": Operation(
+        _up_to(0.0), False, lambda image, _: ImageOps.equalize(image)
+    ),
+}

@@ -1,0 +1,373 @@
+"""Reads image sets that TFDS prepared, without TensorFlow."""
+
+import contextlib
+import hashlib
+import importlib.util
+import json
+import math
+import os
+import pathlib
+import shlex
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow_datasets as tfds
+from absl import logging
+from numpy.lib.format import open_memmap
+from tqdm import tqdm
+
+from relattn import spec
+from relattn.data.images import ImageSplit
+from relattn.data.paths import expand, find_damage
+from relattn.data.registry import SETS, ImageSet
+
+CHUNK = 1000
+# Beyond this many bytes of pixels a split is decoded once into a mapped file.
+MAPPED_BYTES = 4 * 10**9
+
+
+def find_prepared(name: str, data_dir: str) -> pathlib.Path | None:
+    """Returns the folder of the newest prepared version of a set, or None.
+
+    Args:
+        name: as TFDS says it, "mnist" or "imagenet_resized/64x64".
+        data_dir: where TFDS keeps its sets; "" for its default folder.
+
+    Returns:
+        ``<data_dir>/<name>/<version>``, if a complete one exists.
+    """
+    folders = [
+        file.parent
+        for file in (data_root(data_dir) / name).glob("*/dataset_info.json")
+        if tfds.core.Version.is_valid(file.parent.name)
+    ]
+    return max(folders, key=lambda f: tfds.core.Version(f.name), default=None)
+
+
+def data_root(data_dir: str) -> pathlib.Path:
+    """Returns the folder of the prepared sets, TFDS's default for ""."""
+    return expand(data_dir or tfds.core.constants.DATA_DIR, "data_dir")
+
+
+def read_prepared(
+    folder: pathlib.Path, test_split: str = "test"
+) -> tuple[ImageSplit, ImageSplit, tuple[str, ...]]:
+    """Reads the training and test images of a prepared set.
+
+    Into memory, but for a split of more than `MAPPED_BYTES` bytes: that is decoded once
+    into a file beside the set and mapped from there.
+
+    Args:
+        folder: ``<data_dir>/<name>/<version>``, written with
+            ``file_format="array_record"``.
+        test_split: the split that serves as test images.
+
+    Returns:
+        The training images, the test images and the names of the classes.
+
+    Raises:
+        ValueError: the folder is incomplete, damaged or in another file format.
+    """
+    try:
+        builder = open_builder(folder)
+        class_names = tuple(builder.info.features["label"].names)
+        train, test = (
+            _read_split(builder.as_data_source(split), folder, split)
+            for split in ("train", test_split)
+        )
+        for split in (train, test):
+            _check_labels(split.labels, len(class_names))
+    except Exception as error:
+        raise ValueError(
+            f"The image set in {folder} cannot be read ({describe(error)}): prepare it "
+            "again, as array_record, after deleting that folder or in another data_dir."
+        ) from error
+    return train, test, class_names
+
+
+def open_builder(folder: pathlib.Path) -> tfds.core.DatasetBuilder:
+    """Opens a prepared set.
+
+    Args:
+        folder: ``<data_dir>/<name>/<version>``.
+
+    Returns:
+        TFDS's builder that reads it.
+
+    Raises:
+        ValueError: a file is not as it was when the set was prepared, or
+            ``features.json`` names a class that is not TFDS's.
+        OSError: the folder is incomplete.
+    """
+    if damage := find_damage(folder):
+        raise ValueError(damage)
+    # TFDS imports whatever module that file names.
+    for name in _class_names(json.loads((folder / "features.json").read_text("utf-8"))):
+        if not (isinstance(name, str) and name.startswith("tensorflow_datasets.")):
+            raise ValueError(
+                f"features.json names {spec.shorten(name)}, which is no class of TFDS"
+            )
+    return tfds.builder_from_directory(folder)
+
+
+def _class_names(values: Any) -> Iterator[Any]:
+    """What is named as a class, anywhere in the JSON of a set's features."""
+    if isinstance(values, dict):
+        for key, value in values.items():
+            if key in ("pythonClassName", "python_class_name", "type"):
+                yield value
+            yield from _class_names(value)
+    elif isinstance(values, list):
+        for value in values:
+            yield from _class_names(value)
+
+
+def _check_labels(labels: np.ndarray, num_classes: int) -> None:
+    # A label out of range is no error on a device: its loss is NaN, or of another.
+    wrong = np.flatnonzero((labels < 0) | (labels >= num_classes))
+    if wrong.size:
+        raise ValueError(
+            f"image {wrong[0]} has the label {labels[wrong[0]]}, expected 0 to "
+            f"{num_classes - 1}"
+        )
+
+
+def _read_split(source: Sequence, folder: pathlib.Path, split: str) -> ImageSplit:
+    shape = (len(source), *_decode(source, [0])[0]["image"].shape)
+    if math.prod(shape) > MAPPED_BYTES:
+        return _map_split(source, shape, folder / f"decoded-{split}")
+    images, labels = np.empty(shape, np.uint8), np.empty(len(source), np.int32)
+    _fill(source, images, labels, f"Reading {split} images")
+    return ImageSplit(images, labels)
+
+
+def _map_split(source: Sequence, shape: tuple, stem: pathlib.Path) -> ImageSplit:
+    final = [stem.with_name(f"{stem.name}-{kind}.npy") for kind in ("images", "labels")]
+    if not all(path.is_file() for path in final):
+        # Only a complete file gets the name that a later run trusts.
+        # Several processes may come here at once, each with files of its own.
+        own = uuid.uuid4().hex[:8]
+        partial = [path.with_suffix(f".{own}.partial") for path in final]
+        try:
+            images = open_memmap(partial[0], "w+", np.uint8, shape)
+            labels = open_memmap(partial[1], "w+", np.int32, shape[:1])
+            _fill(source, images, labels, f"Decoding into {final[0]}")
+            for array in (images, labels):
+                array.flush()
+            for path, target in zip(partial, final, strict=True):
+                path.replace(target)
+        finally:
+            for path in partial:
+                path.unlink(missing_ok=True)
+    # Copy on write: the validation split moves rows about, in memory only.
+    images, labels = (open_memmap(path, "c") for path in final)
+    for path, array, kind, size in (
+        (final[0], images, np.uint8, shape),
+        (final[1], labels, np.int32, shape[:1]),
+    ):
+        if (array.dtype, array.shape) != (kind, size):
+            raise ValueError(
+                f"{path.name} holds {array.dtype}{list(array.shape)}, expected "
+                f"{np.dtype(kind)}{list(size)}"
+            )
+    return ImageSplit(images, labels)
+
+
+def _fill(source: Sequence, images: np.ndarray, labels: np.ndarray, title: str) -> None:
+    # A bar only for what takes more than two seconds, on a terminal.
+    with tqdm(
+        total=len(source), desc=title, unit=" images", delay=2, disable=None
+    ) as bar:
+        for start in range(0, len(source), CHUNK):
+            keys = list(range(start, min(start + CHUNK, len(source))))
+            for key, example in zip(keys, _decode(source, keys), strict=True):
+                shape, first = example["image"].shape, images.shape[1:]
+                if shape != first:
+                    raise ValueError(f"image {key} is {shape}, the first one {first}")
+                images[key] = example["image"]
+                labels[key] = example["label"]
+            bar.update(len(keys))
+
+
+def _decode(source: Sequence, keys: list[int]) -> Sequence[dict]:
+    with _without_opencv_hint():
+        return source.__getitems__(keys)
+
+
+@contextlib.contextmanager
+def _without_opencv_hint() -> Iterator[None]:
+    """Silences TFDS's advice to install OpenCV: Pillow is fast enough here."""
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity(logging.ERROR)
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+
+
+def content_digest(train: ImageSplit, test: ImageSplit) -> str:
+    """Returns the SHA-256 of all images with their labels, whatever their order.
+
+    Args:
+        train: the training images.
+        test: the test images.
+
+    Returns:
+        The digest of the pairs of image and label, sorted by their bytes.
+    """
+    pairs = [
+        image.tobytes() + label.tobytes()
+        for split in (train, test)
+        for image, label in zip(split.images, split.labels, strict=True)
+    ]
+    return hashlib.sha256(b"".join(sorted(pairs))).hexdigest()
+
+
+def describe(error: BaseException) -> str:
+    """Returns the kind and the first line of an error."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+class DatasetNotPreparedError(FileNotFoundError):
+    """A data set is not on this machine; the message says how to prepare it."""
+
+
+def read_full(
+    name: str, data_dir: str, manual_dir: str
+) -> tuple[ImageSplit, ImageSplit, tuple[str, ...], str]:
+    """Reads a full image set into memory, preparing it first if it is not there.
+
+    Args:
+        name: of the set, one of `SETS`.
+        data_dir: where TFDS keeps its sets; "" for its default folder.
+        manual_dir: archives that need no download; "" for none.
+
+    Returns:
+        The training images, the test images, the names of the classes, and the origin.
+
+    Raises:
+        DatasetNotPreparedError: the set is not there and could not be prepared.
+        ValueError: the set is damaged, or its images are another set's.
+    """
+    folder = find_or_prepare(name, data_dir, manual_dir)
+    entry = SETS[name]
+    train, test, class_names = read_prepared(folder, entry.test_split)
+    check_content(entry, folder, train, test)
+    origin = origin_of(name, folder)
+    return train, test, entry.class_names or class_names, origin
+
+
+def find_or_prepare(name: str, data_dir: str, manual_dir: str) -> pathlib.Path:
+    """Returns the folder of a set, preparing it first if it is not there.
+
+    Preparation runs in a process of its own, since it imports TensorFlow.
+
+    Args:
+        name: of the set, one of `SETS`.
+        data_dir: where TFDS keeps its sets; "" for its default folder.
+        manual_dir: archives that need no download; "" for none.
+
+    Returns:
+        ``<data_dir>/<name>/<version>``.
+
+    Raises:
+        DatasetNotPreparedError: the set is not there and could not be prepared.
+    """
+    folder = find_prepared(name, data_dir)
+    if folder is None:
+        _prepare_in_subprocess(name, data_dir, manual_dir)
+        folder = find_prepared(name, data_dir)
+    return folder
+
+
+def origin_of(name: str, folder: pathlib.Path) -> str:
+    """Says where the images of a prepared set came from."""
+    return f"{name} {folder.name}, prepared by TFDS in {folder}"
+
+
+def check_content(
+    entry: ImageSet, folder: pathlib.Path, train: ImageSplit, test: ImageSplit
+) -> None:
+    """Raises if images or labels are not those that the set is known to have.
+
+    Args:
+        entry: what is known of the set.
+        folder: where it was read.
+        train: its training images.
+        test: its test images.
+
+    Raises:
+        ValueError: they differ.
+    """
+    if entry.digest and content_digest(train, test) != entry.digest:
+        raise ValueError(
+            f"The images or labels in {folder} are not those of {entry.title}; two "
+            "sets whose archives have the same names may have been prepared from one "
+            "downloads folder. Delete that folder and prepare the set again."
+        )
+
+
+def prepare_command(name: str, data_dir: str, manual_dir: str = "") -> list[str]:
+    """Returns the arguments after ``python`` that prepare a set."""
+    command = ["-m", "relattn.data.prepare", f"--name={name}"]
+    if data_dir:
+        command.append(f"--data_dir={data_dir}")
+    if manual_dir:
+        command.append(f"--manual_dir={manual_dir}")
+    return command
+
+
+def not_prepared(name: str, data_dir: str, cause: str) -> DatasetNotPreparedError:
+    """Returns the error that says how to prepare a set, and why it was not."""
+    command = shlex.join(["python", *prepare_command(name, data_dir)])
+    archives = " and ".join(SETS[name].manual_archives)
+    if archives:
+        how = (
+            f"Prepare it once: put {archives}, which its owners hand out on "
+            "registration, into a folder DIR, `pip install 'relattn[prepare]'`, then "
+            f"`{command} --manual_dir=DIR`."
+        )
+    else:
+        how = (
+            "Prepare it once, on a machine with a network: `pip install "
+            f"'relattn[prepare]'`, then `{command}`; or from archives that you already "
+            "have, with --config.data.manual_dir=DIR."
+        )
+    return DatasetNotPreparedError(
+        f"{name} is not prepared in {data_root(data_dir)} ({cause}). {how}"
+    )
+
+
+def _prepare_in_subprocess(name: str, data_dir: str, manual_dir: str) -> None:
+    if importlib.util.find_spec("tensorflow") is None:
+        raise not_prepared(
+            name, data_dir, "TensorFlow, needed for that only, is not installed"
+        )
+    package_root = str(pathlib.Path(__file__).parents[2])
+    paths = [package_root, os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+    }
+    process = subprocess.Popen(
+        [sys.executable, *prepare_command(name, data_dir, manual_dir)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        env=environment,
+    )
+    tail = b""
+    with process:
+        # The bars of a long download are shown as they come.
+        while piece := process.stderr.read1():
+            sys.stderr.write(piece.decode(errors="replace"))
+            tail = (tail + piece)[-4000:]
+    if process.returncode:
+        lines = tail.decode(errors="replace").strip().splitlines()
+        cause = lines[-1] if lines else f"exit status {process.returncode}"
+        cause = cause.rpartition(f"{name} was not prepared: ")[2]
+        raise not_prepared(name, data_dir, cause)

@@ -1,0 +1,551 @@
+"""Training on several devices, perhaps of several processes.
+
+Data parallelism by ``jax.pmap``; the only file that says so. `relattn.training.devices`
+shards parameters too.
+"""
+
+from __future__ import annotations
+
+import abc
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from ml_collections import ConfigDict
+
+from relattn.nn.batch_norm import DEVICE_AXIS
+from relattn.training.step import Batch, Metrics, TrainStep
+
+EvalStep = Callable[[Any, Batch], Metrics]
+# From the random features, the key and the redraw's index to the new features.
+Redraw = Callable[[Any, Any, Any], Any]
+
+
+class Parallel(abc.ABC):
+    """Devices that share the work of a step.
+
+    Batches are global: a device gets its part of the examples. Of several processes,
+    each gives and holds the part of its own devices.
+
+    Attributes:
+        devices: All that take part, in the order of their processes.
+        local_devices: Those of this process.
+        axis_name: The devices' axis, for the step functions; None if they need none.
+    """
+
+    axis_name: str | None
+
+    def __init__(self, devices: Sequence[jax.Device] | None = None):
+        """Uses the given devices, or all."""
+        # JAX can be told to list them by the network between them.
+        self.devices = tuple(
+            sorted(devices or jax.devices(), key=lambda device: device.process_index)
+        )
+        this = jax.process_index()
+        self.local_devices = tuple(d for d in self.devices if d.process_index == this)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether this process holds all of the devices."""
+        return len(self.devices) == len(self.local_devices)
+
+    @property
+    def platform(self) -> str:
+        """Of the devices: "cpu", "gpu" or "tpu"."""
+        return self.devices[0].platform
+
+    @property
+    @abc.abstractmethod
+    def num_shards(self) -> int:
+        """The equal parts that a batch is split in."""
+
+    @property
+    def part(self) -> tuple[int, int]:
+        """Index and number of the part of a batch that this process reads."""
+        owners = [device.process_index for device in self.devices]
+        return process_part(owners, jax.process_index(), self.num_shards)
+
+    def check_batch(self, key: str, batch_size: int, parts: int = 1) -> None:
+        """Raises unless a global batch splits evenly over the devices.
+
+        Args:
+            key: Name of the batch size, for the message.
+            batch_size: Size of the global batch.
+            parts: Parts that each device takes its share in.
+
+        Raises:
+            ValueError: If it does not; names the nearest sizes that do.
+        """
+        n = self.num_shards * parts
+        if batch_size % n:
+            below, above = batch_size // n * n, -(-batch_size // n) * n
+            sizes = f"{below} or {above}" if below else f"{above}"
+            by = f"the {self.num_shards} devices"
+            if parts > 1:
+                by += f" times config.accumulate_steps={parts}"
+            raise ValueError(
+                f"{key}={batch_size} does not divide by {by}; set it to {sizes}"
+            )
+
+    def round_up(self, batch_size: int) -> int:
+        """The smallest batch size, at least the given one, that splits evenly."""
+        return -(-batch_size // self.num_shards) * self.num_shards
+
+    @abc.abstractmethod
+    def local_shapes(self, tree: Any) -> Any:
+        """The shapes and dtypes of what a device holds of arrays."""
+
+    @abc.abstractmethod
+    def create(self, make: Callable[[], Any]) -> Any:
+        """Puts the arrays that a pure function makes on the devices."""
+
+    def template(self, tree: Any) -> Any:
+        """Arrays' shapes and dtypes, and where `restore` is to put them, if it is."""
+        return tree
+
+    @abc.abstractmethod
+    def place(self, tree: Any) -> Any:
+        """Puts arrays, the same in every process, on the devices."""
+
+    @abc.abstractmethod
+    def fetch(self, tree: Any) -> Any:
+        """Copies arrays that are on the devices to NumPy arrays, whole."""
+
+    @abc.abstractmethod
+    def to_save(self, tree: Any) -> Any:
+        """What a checkpoint is written from, by all processes together."""
+
+    @abc.abstractmethod
+    def shard(self, batch: Batch, axis: int = 0) -> Batch:
+        """Splits a batch over the devices and starts sending it there.
+
+        Args:
+            batch: On the host, this process's `part`.
+            axis: That of the examples; 1 where seeds are stacked before it.
+
+        Returns:
+            Arrays for the steps.
+        """
+
+    @abc.abstractmethod
+    def train_step(self, step: TrainStep) -> TrainStep:
+        """Compiles an update for the devices; the old state's memory is reused."""
+
+    @abc.abstractmethod
+    def redraw(self, redraw: Redraw) -> Redraw:
+        """Compiles a redraw of random features, the same on every device."""
+
+    @abc.abstractmethod
+    def eval_step(self, step: EvalStep) -> EvalStep:
+        """Compiles an evaluation step for the devices."""
+
+
+def process_part(
+    owners: Sequence[int], process: int, num_shards: int
+) -> tuple[int, int]:
+    """The part of a batch that a process reads.
+
+    Args:
+        owners: Of each device its process, each with as many, one after the other.
+        process: The one that reads.
+        num_shards: Parts that the devices take the batch in, neighbours the same.
+
+    Returns:
+        The part's index and the number of parts; processes whose devices take the same
+        part read the same.
+
+    Example:
+        >>> process_part([0, 0, 1, 1], process=1, num_shards=4)
+        (1, 2)
+        >>> process_part([0, 0, 1, 1], process=1, num_shards=1)
+        (0, 1)
+    """
+    devices_per_shard = len(owners) // num_shards
+    count = len(owners) // max(devices_per_shard, owners.count(process))
+    return owners.index(process) * count // len(owners), count
+
+
+class DataParallel(Parallel):
+    """Runs the step functions by pmap: each device has a copy of the state.
+
+    Example:
+        >>> parallel = DataParallel(jax.local_devices()[:1])
+        >>> parallel.shard({"label": np.arange(5)})["label"].shape
+        (1, 5)
+    """
+
+    axis_name = DEVICE_AXIS
+
+    @property
+    def num_shards(self) -> int:
+        """The number of devices."""
+        return len(self.devices)
+
+    @property
+    def _mesh(self) -> Mesh:
+        return Mesh(np.array(self.local_devices), (DEVICE_AXIS,))
+
+    def local_shapes(self, tree: Any) -> Any:
+        """The shapes themselves."""
+        return tree
+
+    def create(self, make: Callable[[], Any]) -> Any:
+        """Makes the arrays and puts a copy of each on every device."""
+        return self.place(jax.device_get(make()))
+
+    def place(self, tree: Any) -> Any:
+        """Puts a copy of every array on every device, along a new leading axis."""
+        sharding = NamedSharding(self._mesh, PartitionSpec(DEVICE_AXIS))
+
+        def put(x: Any) -> jax.Array:
+            # By way of the host, lest one device hold all of the copies at once.
+            copy = np.asarray(x)[None]
+            shape = (len(self.local_devices), *copy.shape[1:])
+            return jax.make_array_from_callback(shape, sharding, lambda _: copy)
+
+        return jax.tree.map(put, tree)
+
+    def fetch(self, tree: Any) -> Any:
+        """The first device's copy of replicated arrays, copied to NumPy arrays."""
+        # A view of the device's buffer would change when the state is donated.
+        return jax.tree.map(
+            lambda x: np.array(x.addressable_shards[0].data).reshape(x.shape[1:]), tree
+        )
+
+    def to_save(self, tree: Any) -> Any:
+        """The first device's copy."""
+        return self.fetch(tree)
+
+    def shard(self, batch: Batch, axis: int = 0) -> Batch:
+        """Splits a batch along a new leading axis of this process's devices."""
+        n = len(self.local_devices)
+        sharding = NamedSharding(self._mesh, PartitionSpec(DEVICE_AXIS))
+        parts = {}
+        for key, value in batch.items():
+            before, (size, *after) = value.shape[:axis], value.shape[axis:]
+            split = value.reshape(*before, n, size // n, *after)
+            parts[key] = np.moveaxis(split, axis, 0)
+        return jax.device_put(parts, sharding)
+
+    def train_step(self, step: TrainStep) -> TrainStep:
+        """Maps an update over the devices."""
+        return jax.pmap(
+            step,
+            axis_name=DEVICE_AXIS,
+            in_axes=(0, 0, None),
+            donate_argnums=0,
+            devices=self.devices,
+        )
+
+    def redraw(self, redraw: Redraw) -> Redraw:
+        """Maps a redraw over the devices."""
+        return jax.pmap(
+            redraw,
+            axis_name=DEVICE_AXIS,
+            in_axes=(0, None, None),
+            devices=self.devices,
+        )
+
+    def eval_step(self, step: EvalStep) -> EvalStep:
+        """Maps an evaluation step over the devices."""
+        return jax.pmap(step, axis_name=DEVICE_AXIS, devices=self.devices)
+
+
+def whole(x: jax.Array) -> np.ndarray:
+    """A NumPy copy of an array that may lie on the devices of several processes.
+
+    Args:
+        x: Called by every process with its view of the same array.
+
+    Returns:
+        The whole array.
+
+    Example:
+        >>> whole(jax.numpy.arange(3)).tolist()
+        [0, 1, 2]
+    """
+    if x.is_fully_addressable:
+        return np.array(x)
+    if x.is_fully_replicated:
+        return np.array(x.addressable_data(0))
+    return np.array(multihost_utils.process_allgather(x, tiled=True))
+
+
+DATA_AXIS, MODEL_AXIS = "data", "model"
+
+# Of parameters and of the optimiser's state, by the end of the path: the axes to split
+# over the mesh's model axis, counted from the last, the first that divides evenly.
+# Everything else has a copy on every device.
+SPLIT_AXES: tuple[tuple[str, tuple[int, ...]], ...] = (
+    # [..., offsets, width, heads, depth]
+    (r"attention/[qkv]_table", (-4, -2, -3)),
+    (r"attention/[qkv]_matrix", (-2, -3)),
+    # [..., dim, mlp_dim], [..., mlp_dim] and [..., mlp_dim, dim]
+    (r"feed_forward/hidden/kernel", (-1,)),
+    (r"feed_forward/hidden/bias", (-1,)),
+    (r"feed_forward/out/kernel", (-2,)),
+    # Of tokens [vocabulary, dim], of patches [pixels, dim].
+    (r"embedding/embedding", (-2, -1)),
+    (r"embedding/kernel", (-1,)),
+    (r"head/kernel", (-1, -2)),
+)
+
+
+def partition_spec(path: str, shape: Sequence[int], num_devices: int) -> PartitionSpec:
+    """Which axis of an array is split over the model axis, by `SPLIT_AXES`.
+
+    Args:
+        path: Of the array in the state, such as ``"params/head/kernel"``.
+        shape: Of the array.
+        num_devices: Devices along the model axis.
+
+    Returns:
+        The specification; empty for an array that every device has whole.
+
+    Example:
+        >>> tuple(partition_spec("params/head/kernel", (5, 6), num_devices=2))
+        (None, 'model')
+        >>> tuple(partition_spec("params/attention/q_table", (7, 8, 4, 2), 2))
+        (None, None, 'model', None)
+        >>> tuple(partition_spec("params/cls", (1, 1, 6), 2))
+        ()
+    """
+    if num_devices == 1:
+        return PartitionSpec()
+    for pattern, axes in SPLIT_AXES:
+        if not re.search(f"(^|/){pattern}$", path):
+            continue
+        for axis in axes:
+            if -axis <= len(shape) and shape[axis] % num_devices == 0:
+                names = [None] * len(shape)
+                names[axis] = MODEL_AXIS
+                return PartitionSpec(*names)
+    return PartitionSpec()
+
+
+class MeshParallel(Parallel):
+    """Runs the step functions by jit on a mesh ``(data, model)``.
+
+    The devices along ``data`` share a batch, those along ``model`` the parameters and
+    the optimiser's state, as `SPLIT_AXES` says. The program is that of one device; the
+    compiler divides it and adds the communication. So the results do not depend on the
+    number of devices but for rounding, dropout included.
+
+    Attributes:
+        mesh: Of JAX; neighbours share the parameters.
+
+    Example:
+        >>> parallel = MeshParallel(jax.local_devices()[:1])
+        >>> parallel.shard({"label": np.arange(5)})["label"].shape
+        (5,)
+
+    Source:
+        Xu et al., GSPMD: General and Scalable Parallelization for ML Computation
+        Graphs.
+    """
+
+    axis_name = None
+
+    def __init__(
+        self, devices: Sequence[jax.Device] | None = None, *, model_axis: int = 1
+    ):
+        """Uses the given devices, or all, ``model_axis`` of them for each copy."""
+        super().__init__(devices)
+        n = len(self.devices)
+        if n % model_axis:
+            fitting = ", ".join(str(m) for m in range(1, n + 1) if n % m == 0)
+            raise ValueError(
+                f"config.model_axis={model_axis} does not divide the {n} devices; set "
+                f"it to one of {fitting}"
+            )
+        local = len(self.local_devices)
+        if local % model_axis and model_axis % local:
+            raise ValueError(
+                f"config.model_axis={model_axis} must divide the {local} devices of a "
+                "process, or be a multiple of their number"
+            )
+        self.mesh = Mesh(
+            np.array(self.devices).reshape(-1, model_axis), (DATA_AXIS, MODEL_AXIS)
+        )
+
+    @property
+    def num_shards(self) -> int:
+        """The number of devices along the data axis."""
+        return self.mesh.shape[DATA_AXIS]
+
+    def shardings(self, tree: Any) -> Any:
+        """Where each array of a state, or of a part of it, lies.
+
+        Args:
+            tree: Arrays, or their shapes and dtypes.
+        """
+
+        def sharding(path: Any, leaf: Any) -> NamedSharding:
+            name = jax.tree_util.keystr(path, simple=True, separator="/")
+            spec = partition_spec(name, leaf.shape, self.mesh.shape[MODEL_AXIS])
+            return NamedSharding(self.mesh, spec)
+
+        return jax.tree_util.tree_map_with_path(sharding, tree)
+
+    def local_shapes(self, tree: Any) -> Any:
+        """The shapes of the parts of arrays that a device holds."""
+        return jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(
+                sharding.shard_shape(leaf.shape), leaf.dtype
+            ),
+            tree,
+            self.shardings(tree),
+        )
+
+    def create(self, make: Callable[[], Any]) -> Any:
+        """Makes the arrays where they belong: none is ever whole on one device."""
+        shardings = self.shardings(jax.eval_shape(make))
+        return jax.jit(make, out_shardings=shardings)()
+
+    def template(self, tree: Any) -> Any:
+        """Where arrays belong: no process reads more than its devices hold."""
+        return jax.tree.map(
+            lambda x, sharding: jax.ShapeDtypeStruct(
+                x.shape, x.dtype, sharding=sharding
+            ),
+            tree,
+            self.shardings(tree),
+        )
+
+    def place(self, tree: Any) -> Any:
+        """Puts arrays, or the parts of them, on the devices."""
+
+        def put(x: Any, sharding: NamedSharding) -> jax.Array:
+            if isinstance(x, jax.Array) and x.sharding == sharding:
+                return x
+            return jax.make_array_from_callback(
+                np.shape(x), sharding, lambda index: np.asarray(x)[index]
+            )
+
+        return jax.tree.map(put, tree, self.shardings(tree))
+
+    def fetch(self, tree: Any) -> Any:
+        """Copies arrays to NumPy arrays, whole."""
+        return jax.tree.map(whole, tree)
+
+    def to_save(self, tree: Any) -> Any:
+        """NumPy arrays; of several processes, the arrays as they lie."""
+        return self.fetch(tree) if self.is_alone else tree
+
+    def shard(self, batch: Batch, axis: int = 0) -> Batch:
+        """Splits a batch along its axis of examples."""
+        spec = PartitionSpec(*[None] * axis, DATA_AXIS)
+        sharding = NamedSharding(self.mesh, spec)
+        _, count = self.part
+        placed = {}
+        for key, value in batch.items():
+            shape = list(value.shape)
+            shape[axis] *= count
+            placed[key] = jax.make_array_from_process_local_data(
+                sharding, value, tuple(shape)
+            )
+        return placed
+
+    def train_step(self, step: TrainStep) -> TrainStep:
+        """Compiles an update; the state stays where it lies."""
+
+        def update(state: Any, batch: Batch, key: Any) -> tuple[Any, Any]:
+            state, metrics = step(state, batch, key)
+            state = jax.lax.with_sharding_constraint(state, self.shardings(state))
+            return state, self._everywhere(metrics)
+
+        return jax.jit(update, donate_argnums=0)
+
+    def redraw(self, redraw: Redraw) -> Redraw:
+        """Compiles a redraw."""
+        return jax.jit(lambda *arguments: self._everywhere(redraw(*arguments)))
+
+    def eval_step(self, step: EvalStep) -> EvalStep:
+        """Compiles an evaluation step."""
+        return jax.jit(lambda *arguments: self._everywhere(step(*arguments)))
+
+    def _everywhere(self, tree: Any) -> Any:
+        return jax.lax.with_sharding_constraint(
+            tree, NamedSharding(self.mesh, PartitionSpec())
+        )
+
+
+PARALLEL = ("pmap", "mesh")
+
+
+def choose_devices(
+    config: ConfigDict, devices: Sequence[jax.Device] | None = None
+) -> list[jax.Device]:
+    """The devices that a run trains on: the largest number that divides its batch.
+
+    Every process keeps the same number of its devices, at least one.
+
+    Args:
+        config: With ``batch_size``, ``accumulate_steps`` and ``model_axis``, and with
+            ``num_devices``, which fixes the number unless it is 0.
+        devices: Those to choose from; all by default.
+
+    Returns:
+        The first devices of each process. If no number divides the batch, all of them;
+        `Parallel.check_batch` refuses these.
+
+    Raises:
+        ValueError: If ``config.num_devices`` are not available.
+    """
+    devices = list(devices or jax.devices())
+    by_process: dict[int, list[jax.Device]] = {}
+    for device in devices:
+        by_process.setdefault(device.process_index, []).append(device)
+    num_processes = len(by_process)
+    most = min(len(own) for own in by_process.values())
+
+    def first(count: int) -> list[jax.Device]:
+        return [device for own in by_process.values() for device in own[:count]]
+
+    if config.num_devices:
+        count, rest = divmod(config.num_devices, num_processes)
+        if rest or count > most:
+            of = f" of {num_processes} processes" if num_processes > 1 else ""
+            multiple = f"a multiple of {num_processes}, " if num_processes > 1 else ""
+            raise ValueError(
+                f"config.num_devices={config.num_devices} does not fit the "
+                f"{len(devices)} devices{of}; set it to {multiple}at most "
+                f"{most * num_processes}, or to 0 for as many as divide the batch"
+            )
+        return first(count)
+    for count in range(most, 0, -1):
+        shards, rest = divmod(count * num_processes, config.model_axis)
+        split = count % config.model_axis and config.model_axis % count
+        if rest or split:
+            continue
+        if config.batch_size % (shards * config.accumulate_steps) == 0:
+            return first(count)
+    return devices
+
+
+def make_parallel(
+    config: ConfigDict,
+    devices: Sequence[jax.Device] | None = None,
+    *,
+    model_axis: int | None = None,
+) -> Parallel:
+    """The devices of a run and how they share its work.
+
+    Args:
+        config: With ``parallel``, of `PARALLEL`, and ``model_axis``.
+        devices: Those to use; all by default.
+        model_axis: Instead of the configuration's.
+
+    Returns:
+        By name a `DataParallel` or a `MeshParallel`.
+
+    Raises:
+        ValueError: If the configuration or the number of devices does not fit.
+    """
+    if config.parallel == "mesh":
+        return MeshParallel(devices, model_axis=model_axis or config.model_axis)
+    return DataParallel(devices)

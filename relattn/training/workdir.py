@@ -1,0 +1,388 @@
+"""The run directory: its lock, its records, and what is set aside in it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import tempfile
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import jax
+
+from relattn.data.paths import expand
+from relattn.training.config import to_json
+from relattn.training.errors import WorkdirError, writing
+from relattn.training.task import Task
+
+_PACKAGES = ("relattn", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
+
+
+def usable_folder(folder: str | Path, flag: str) -> Path:
+    """Makes a folder and checks that it can be written to.
+
+    Args:
+        folder: As the command line has it.
+        flag: The option that names it, for the message.
+
+    Returns:
+        Its absolute path.
+
+    Raises:
+        WorkdirError: If it cannot.
+        ValueError: If it begins with a home directory that is not known.
+
+    Example:
+        >>> usable_folder("", "--workdir")
+        Traceback (most recent call last):
+        relattn.training.errors.WorkdirError: --workdir is empty, as a variable of the \
+shell is that was never set: name a directory
+    """
+    if not str(folder):
+        raise WorkdirError(
+            f"{flag} is empty, as a variable of the shell is that was never set: name "
+            "a directory"
+        )
+    if "://" in str(folder):
+        raise WorkdirError(
+            f"{flag} {folder} is an address, not a directory: mount the bucket (by "
+            "gcsfuse, say) and give the path where it is mounted"
+        )
+    path = expand(folder, flag).absolute()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise WorkdirError(
+            f"{flag} {folder} is not writable ({error.strerror or error}): choose "
+            "another directory"
+        ) from error
+    return path
+
+
+def usable_workdir(workdir: str | Path) -> Path:
+    """Makes a run directory and checks that it can be written to.
+
+    Args:
+        workdir: The ``--workdir``.
+
+    Returns:
+        Its absolute path.
+
+    Raises:
+        WorkdirError: If it cannot.
+        ValueError: If it begins with a home directory that is not known.
+    """
+    return usable_folder(workdir, "--workdir")
+
+
+def announcement(
+    task: Task,
+    devices: Sequence[jax.Device],
+    available: int,
+    workdir: Path,
+    start_step: int,
+    finished: bool,
+) -> list[str]:
+    """What a run says before it begins.
+
+    Args:
+        task: What it trains.
+        devices: What it trains on.
+        available: Number of devices that it could train on.
+        workdir: The run directory.
+        start_step: Number of updates behind it.
+        finished: Whether none are before it.
+
+    Returns:
+        The lines.
+    """
+    if finished:
+        return [
+            f"Already at the final step {start_step} of {workdir}: nothing to train."
+        ]
+    seeds = len(task.seeds)
+    together = f" for each of {seeds} seeds" if seeds > 1 else ""
+    idle = []
+    if len(devices) < available and not task.config.num_devices:
+        sizes = [f"config.batch_size={task.config.batch_size}"]
+        for key in ("accumulate_steps", "model_axis"):
+            if task.config[key] > 1:
+                sizes.append(f"config.{key}={task.config[key]}")
+        idle = [
+            f"Using {len(devices)} of {available} devices, the most that fit "
+            f"{', '.join(sizes)}."
+        ]
+    begin = [f"Resuming from step {start_step} of {workdir}."] if start_step else []
+    return [
+        *begin,
+        f"Training {task.num_params:,} parameters{together} on {task.info.origin}: "
+        f"{task.num_steps:,} steps of {task.config.batch_size} examples, "
+        f"{task.steps_per_epoch:,} an epoch, on {len(devices)} x "
+        f"{devices[0].device_kind}.",
+        *idle,
+    ]
+
+
+def write_run_json(
+    workdir: Path, task: Task, devices: Sequence[jax.Device], start_step: int
+) -> None:
+    """Writes, or for a resumed run extends, ``run.json``.
+
+    One that cannot be read is kept as ``run.json.damaged``, with a warning.
+
+    Args:
+        workdir: The run directory.
+        task: What the run trains.
+        devices: What it trains on.
+        start_step: Number of updates behind it.
+    """
+    path = workdir / "run.json"
+    start = {
+        "step": start_step,
+        "time": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
+        "device": devices[0].device_kind,
+        "platform": devices[0].platform,
+        "num_devices": len(devices),
+        "num_processes": jax.process_count(),
+        "versions": versions(),
+        "git_commit": git_commit(),
+    }
+    record = {
+        "config": to_json(task.config),
+        "data": dataclasses.asdict(task.info),
+        "starts": [*(_starts(path) if start_step else []), start],
+    }
+    write_json(path, record)
+
+
+def _starts(path: Path) -> list[Any]:
+    """The starts in a ``run.json``, of which there may be none."""
+    if not path.is_file():
+        return []
+    try:
+        starts = json.loads(path.read_bytes())["starts"]
+        if isinstance(starts, list):
+            return starts
+    except (ValueError, LookupError, TypeError, RecursionError):
+        pass
+    warnings.warn(
+        f"{path} is damaged and begun anew, without the starts that it listed; the old "
+        f"file is kept as {copy_aside(path)}",
+        stacklevel=3,
+    )
+    return []
+
+
+def write_json(path: Path, values: dict[str, Any]) -> None:
+    """Replaces a file by indented JSON, all or nothing.
+
+    Args:
+        path: The file.
+        values: What JSON can hold.
+    """
+    write_text(path, json.dumps(values, indent=2) + "\n")
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages that decide a run's results.
+
+    Returns:
+        By name; ``"not installed"`` where the package is only on the path.
+
+    Example:
+        >>> versions()["jax"] == jax.__version__
+        True
+    """
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def git_commit() -> str | None:
+    """The commit of the package's source, with ``-dirty`` where it was changed.
+
+    Returns:
+        None where the package does not lie in a git checkout of its own.
+    """
+    source = Path(__file__).parent
+
+    def git(*arguments: str) -> str:
+        result = subprocess.run(
+            ["git", *arguments], cwd=source, capture_output=True, text=True, check=True
+        )
+        return result.stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", Path(__file__).name)
+        dirty = git("status", "--porcelain", "--untracked-files=no")
+        return git("rev-parse", "HEAD") + ("-dirty" if dirty else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+try:
+    import fcntl
+except ImportError:  # Windows has no such locks.
+    fcntl = None
+
+LOCK = "lock.json"
+
+
+@contextlib.contextmanager
+def lock_workdir(workdir: Path) -> Iterator[None]:
+    """Keeps a run directory to this process.
+
+    The lock is the system's, ``flock`` on ``lock.json``: it ends with the process,
+    however that ends. The file only says who holds it; what a process that was killed
+    left there does not matter.
+
+    Args:
+        workdir: The run directory, which exists.
+
+    Yields:
+        Nothing.
+
+    Raises:
+        WorkdirError: If another run holds it; names that process and its host.
+
+    Example:
+        >>> import tempfile
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> with lock_workdir(folder):
+        ...     json.loads((folder / LOCK).read_text())["pid"] == os.getpid()
+        True
+    """
+    if fcntl is None:
+        yield
+        return
+    path = workdir / LOCK
+    with _locked(path) as file:
+        with writing(path):
+            file.truncate(0)
+            json.dump({"pid": os.getpid(), "host": socket.gethostname()}, file)
+            file.flush()
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def _locked(path: Path) -> IO[str]:
+    """The file, opened and locked."""
+    while True:
+        with writing(path):
+            file = path.open("a+")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            with file:
+                raise WorkdirError(
+                    f"--workdir {path.parent} is in use by {_holder(file)}: wait until "
+                    "it has ended, or choose another directory"
+                ) from error
+        except OSError as error:
+            warnings.warn(
+                f"{path} cannot be locked ({error.strerror}): start no other run with "
+                "this --workdir",
+                stacklevel=4,
+            )
+            return file
+        # Another run may have removed the file between the two calls.
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                return file
+        file.close()
+
+
+def _holder(file: IO[str]) -> str:
+    file.seek(0)
+    try:
+        record = json.load(file)
+        return f"process {record['pid']} on {record['host']}"
+    except (ValueError, LookupError, TypeError):
+        # It has not written its name yet.
+        return "another process"
+
+
+DAMAGED = ".damaged"
+
+
+def name_aside(path: Path) -> Path:
+    """The first free name for what is damaged.
+
+    Args:
+        path: A file or folder.
+
+    Returns:
+        ``<path>.damaged``, or with a number if it exists.
+
+    Example:
+        >>> name_aside(Path("metrics.jsonl")).name
+        'metrics.jsonl.damaged'
+    """
+    aside, number = path.with_name(f"{path.name}{DAMAGED}"), 1
+    while aside.exists():
+        number += 1
+        aside = path.with_name(f"{path.name}{DAMAGED}{number}")
+    return aside
+
+
+def copy_aside(path: Path) -> Path:
+    """Copies a damaged file that is about to be replaced.
+
+    Args:
+        path: The file, which stays until it is replaced: a kill loses nothing.
+
+    Returns:
+        The copy, see `name_aside`.
+
+    Raises:
+        WorkdirError: If the disk is full or read-only.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "run.json"
+        >>> _ = path.write_text("{")
+        >>> copy_aside(path).read_text()
+        '{'
+    """
+    aside = name_aside(path)
+    with writing(aside):
+        shutil.copyfile(path, aside)
+    return aside
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replaces a file by one with this text, all or nothing, even if power fails.
+
+    Args:
+        path: The file.
+        text: Its new contents.
+
+    Raises:
+        WorkdirError: If the disk is full or read-only.
+    """
+    temporary = path.with_name(path.name + ".tmp")
+    with writing(path):
+        with temporary.open("w") as file:
+            file.write(text)
+            file.flush()
+            # Or a file system may give the new name to a file still empty.
+            os.fsync(file.fileno())
+        os.replace(temporary, path)

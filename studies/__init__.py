@@ -1,0 +1,1 @@
+"""The studies: the published tables, trained and compared."""

@@ -1,0 +1,182 @@
+"""The demo: Performers on real images, compared under shifts of the images.
+
+``python -m studies.demo --output=demo``, from the project's root, trains
+``configs/demo.py`` for each variant and seed by ``train.py``, and leaves ``shift.png``,
+``table.md`` and ``results.json``. Given again, it goes on where it was. Options
+``--config.key=value``, such as ``--config.num_epochs=3``, go to ``train.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from relattn import command
+from relattn.evaluation.compare import ShiftCurve, compare
+from relattn.training.config import read_config
+from relattn.training.workdir import usable_folder
+from studies.launcher import Training, train
+
+CONFIG = "configs/demo.py"
+VARIANTS = ("learnable_sincos", "constrained_sincos")
+CLASS_SHIFT = 8
+ALL_SHIFT = 6
+
+
+def run_demo(
+    output: str | Path,
+    *,
+    variants: Sequence[str] = VARIANTS,
+    seeds: int = 1,
+    jobs: int = 2,
+    overrides: Sequence[str] = (),
+) -> str:
+    """Trains, evaluates under shifts, and writes the figure and the tables.
+
+    Args:
+        output: The folder to write to.
+        variants: Arguments of ``configs/demo.py``.
+        seeds: Number of runs of each variant, of seeds 0, 1, ...
+        jobs: Number of trainings at a time.
+        overrides: Options of ``train.py``.
+
+    Returns:
+        The table, in Markdown.
+
+    Raises:
+        ValueError: If a variant does not exist, there is none, or the folder is not the
+            project's root.
+        OSError: If the folder cannot be written to, or a training fails.
+    """
+    if seeds < 1:
+        raise ValueError(f"seeds must be at least 1, got {seeds}")
+    if not Path(CONFIG).exists():
+        raise ValueError(f"no {CONFIG} here: run the demo from the project's root")
+    if not variants:
+        raise ValueError("no variant: name at least one by --variants")
+    for variant in variants:
+        read_config(f"{CONFIG}:{variant}", overrides)  # Raises where it cannot.
+    output = usable_folder(output, "--output")
+    print(f"Training {', '.join(variants)} by {CONFIG}; logs in {output}/*/train.log")
+    trainings = [
+        Training(
+            label=variant,
+            config=f"{CONFIG}:{variant}",
+            workdir=output / f"{variant}-{seed}",
+            seed=seed,
+            overrides=overrides,
+        )
+        for seed in range(seeds)
+        for variant in variants
+    ]
+    train(trainings, jobs)
+    # By variant, then by seed: the order of the legend.
+    trainings.sort(key=lambda training: variants.index(training.label))
+    comparison = compare([training.workdir for training in trainings])
+    one_class, every_class = comparison.one_class(), comparison.every_class()
+    images = f"class {comparison.class_name}"
+    panels = comparison.panels(one_class, images, published=True)
+    panels += comparison.panels(every_class, "all classes", published=False)
+    comparison.plot(panels, output / "shift.png")
+    results = {
+        variant: _results([t for t in trainings if t.label == variant], one, every)
+        for variant, one, every in zip(variants, one_class, every_class, strict=True)
+    }
+    (output / "results.json").write_text(json.dumps(results, indent=2) + "\n")
+    text = demo_table(results, comparison.class_name)
+    (output / "table.md").write_text(text, "utf-8")
+    return text
+
+
+def _results(
+    trainings: Sequence[Training], one_class: ShiftCurve, every_class: ShiftCurve
+) -> dict[str, Any]:
+    results = [training.result() for training in trainings]
+    return {
+        "seeds": [training.seed for training in trainings],
+        "test_accuracy": [result["test_accuracy"] for result in results],
+        "seconds": [result["seconds"] for result in results],
+        "one_class": _curve(one_class),
+        "every_class": _curve(every_class),
+    }
+
+
+def _curve(curve: ShiftCurve) -> dict[str, Any]:
+    return {
+        "shift_px": list(curve.shifts),
+        "accuracy_mean": curve.mean.tolist(),
+        "accuracy_std": curve.std.tolist(),
+        "num_images": curve.num_images.tolist(),
+    }
+
+
+def demo_table(results: Mapping[str, Mapping[str, Any]], class_name: str) -> str:
+    """The demo's table.
+
+    Args:
+        results: By variant, as in ``results.json``.
+        class_name: Of the class that is shown alone.
+
+    Returns:
+        Markdown: a row a variant, means and, of several seeds, standard deviations.
+    """
+    shown = [("one_class", CLASS_SHIFT), ("every_class", ALL_SHIFT)]
+    header = ["model", "test images, unshifted"]
+    header += [f"class {class_name}, {sign}{CLASS_SHIFT} px" for sign in "-+"]
+    header += [f"all classes, {sign}{ALL_SHIFT} px" for sign in "-+"]
+    lines = ["| " + " | ".join(header) + " |", "| --- " * len(header) + "|"]
+    for variant, result in results.items():
+        seeds = len(result["seeds"])
+        accuracies = result["test_accuracy"]
+        spread = np.std(accuracies, ddof=1) if seeds > 1 else 0.0
+        cells = [variant, _cell(np.mean(accuracies), spread, seeds)]
+        for name, pixels in shown:
+            curve = result[name]
+            for shift in (-pixels, pixels):
+                i = curve["shift_px"].index(shift)
+                mean, std = curve["accuracy_mean"][i], curve["accuracy_std"][i]
+                cells.append(_cell(mean, std, seeds))
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(mean: float, std: float, seeds: int) -> str:
+    return f"{mean:.1%}" if seeds == 1 else f"{mean:.1%} ± {100 * std:.1f}"
+
+
+@command.entry_point
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs the demo as the command line says.
+
+    Args:
+        argv: Command-line arguments, by default the process's.
+    """
+    parser = command.Parser("python -m studies.demo", __doc__, overrides=True)
+    parser.add_argument("--output", default="demo", help="folder to write to")
+    parser.add_argument(
+        "--variants",
+        default=",".join(VARIANTS),
+        help="arguments of configs/demo.py, separated by commas",
+    )
+    parser.add_argument("--seeds", type=int, default=1, help="runs of each variant")
+    parser.add_argument("--jobs", type=int, default=2, help="trainings at a time")
+    arguments = parser.parse_args(argv)
+    start = time.monotonic()
+    text = run_demo(
+        arguments.output,
+        variants=[name for name in arguments.variants.split(",") if name],
+        seeds=arguments.seeds,
+        jobs=arguments.jobs,
+        overrides=arguments.overrides,
+    )
+    print(f"\n{text}\nIn {time.monotonic() - start:.0f} s. Written to", end=" ")
+    print(f"{arguments.output}: shift.png, table.md, results.json")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,505 @@
+"""The studies: for each its runs, its columns and the published rows."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from relattn.evaluation.sizes import (
+    BASELINES,
+    Entry,
+    read_published,
+    translution_entries,
+)
+from relattn.spec import closest
+
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """A column of a study's table: a final metric of the runs.
+
+    Attributes:
+        name: In files.
+        title: For people.
+        metric: The key in a run's ``result.json``.
+        trained: Which of the row's runs it is of; "" for the first that there is.
+        unit: A key of `studies.report.UNITS`.
+        digits: After the point; None for the unit's.
+        published: The column of the published table, "" where it has none.
+    """
+
+    name: str
+    title: str
+    metric: str
+    trained: str = ""
+    unit: str = "number"
+    digits: int | None = None
+    published: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A row of a study's table: a model, trained in one way or several.
+
+    Attributes:
+        name: Of the model; its runs' folders start with it.
+        runs: Configurations with their arguments, by what the model is trained on.
+        published: The row of the published table; empty where it has none.
+    """
+
+    name: str
+    runs: Mapping[str, str]
+    published: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Preset:
+    """A study.
+
+    Attributes:
+        title: A sentence for the head of the table.
+        rows: Of the table.
+        columns: Of the table.
+        curve: The metric of validation that is drawn by step.
+        notes: Sentences for below the table.
+        shifts: Options of `relattn.evaluation.compare.shift_report`, by which accuracy
+            under shifts of the test images is measured too; None for not at all.
+    """
+
+    title: str
+    rows: Sequence[Row]
+    columns: Sequence[Column]
+    curve: str = "loss"
+    notes: Sequence[str] = ()
+    shifts: Mapping[str, Any] | None = None
+
+    @property
+    def datasets(self) -> list[str]:
+        """What its models are trained on."""
+        return list(dict.fromkeys(name for row in self.rows for name in row.runs))
+
+    def of(self, names: Sequence[str]) -> Preset:
+        """The part of the study that trains some models.
+
+        Args:
+            names: Of rows.
+
+        Returns:
+            A smaller study.
+
+        Raises:
+            ValueError: If there is no such row; names the closest.
+
+        Example:
+            >>> rows = [Row("vit", {"": "vit.py"}), Row("gpt", {"": "gpt.py"})]
+            >>> [row.name for row in Preset("Two", rows, []).of(["gpt"]).rows]
+            ['gpt']
+        """
+        known = [row.name for row in self.rows]
+        for name in names:
+            if name not in known:
+                raise ValueError(f"unknown model {name!r}: {closest(name, known)}")
+        rows = [row for row in self.rows if row.name in names]
+        return dataclasses.replace(self, rows=rows)
+
+    def on(self, dataset: str) -> Preset:
+        """The part of the study that trains on one data set.
+
+        Args:
+            dataset: One of ``datasets``.
+
+        Returns:
+            A smaller study.
+
+        Raises:
+            ValueError: If nothing is trained on it; names the closest.
+
+        Example:
+            >>> row = Row("vit", {"mnist": "vit.py:mnist", "cifar10": "vit.py:cifar10"})
+            >>> Preset("Two", [row], []).on("cifar10").datasets
+            ['cifar10']
+        """
+        if dataset not in self.datasets:
+            raise ValueError(
+                f"unknown dataset {dataset!r}: {closest(dataset, self.datasets)}"
+            )
+        rows = [
+            dataclasses.replace(row, runs={dataset: row.runs[dataset]})
+            for row in self.rows
+            if dataset in row.runs
+        ]
+        columns = [column for column in self.columns if column.trained in ("", dataset)]
+        return dataclasses.replace(self, rows=rows, columns=columns)
+
+
+PARAMS = Column("parameters", "parameters", "num_params", unit="millions")
+SECONDS = Column("seconds", "training, s", "seconds", unit="seconds")
+
+
+_PLACEMENTS = {"static": "static", "dynamic": "dynamic"}
+_VECTORS = "relative_key and relative_value beside learned ones"
+
+
+def _entries(*tables: str, size: str = "") -> list[Entry]:
+    return [
+        entry
+        for entry in translution_entries()
+        if entry.table in tables and size in ("", entry.size)
+    ]
+
+
+def _rows(
+    entries: Sequence[Entry], config: str, data: Mapping[str, str], cut: str = ""
+) -> list[Row]:
+    """A row an entry.
+
+    Args:
+        entries: Those of the table.
+        config: The configuration.
+        data: The arguments that choose data, by what the rows say of them.
+        cut: One more argument of the configuration, that makes it smaller.
+    """
+    several = len({entry.size for entry in entries}) > 1
+    rows = []
+    for entry in entries:
+        options = [f"{key}={value}" for key, value in entry.options.items()]
+        arguments = [entry.size, entry.method, *options, *filter(None, [cut])]
+        runs = {
+            trained: f"configs/{config}.py:{','.join([word, *arguments])}"
+            for trained, word in data.items()
+        }
+        size = [entry.size.lower().replace("/", "").replace("-", "")] * several
+        name = "_".join([*size, *entry.words]).replace("=", "_")
+        rows.append(Row(name, runs, entry.published))
+    return rows
+
+
+def _params(entries: Sequence[Entry]) -> Column:
+    printed = all(entry.published.get("params") for entry in entries)
+    return dataclasses.replace(PARAMS, published="params" if printed else "")
+
+
+def _mnist(
+    tables: str,
+    entries: Sequence[Entry],
+    models: str,
+    cut: str = "",
+    static: Collection[str] = (),
+) -> Preset:
+    """A table on MNIST.
+
+    Args:
+        tables: Which, as people say it.
+        entries: Its rows.
+        models: What they are.
+        cut: One more argument of the configuration, that makes it smaller.
+        static: Rows that are trained on static images only.
+    """
+    rows = [
+        dataclasses.replace(row, runs={"static": row.runs["static"]})
+        if row.name in static
+        else row
+        for row in _rows(entries, "translution_vit", _PLACEMENTS, cut)
+    ]
+    return Preset(
+        title=f"{models} on MNIST, in the centre of a canvas (static) or anywhere on "
+        "it (dynamic): test accuracy in %, trained → evaluated (Translution, "
+        f"{tables})",
+        rows=rows,
+        columns=[
+            _params(entries),
+            _accuracy("static", "static", "static_static"),
+            _accuracy("dynamic", "dynamic", "dyn_dyn"),
+            _accuracy("static", "dynamic", "static_dyn"),
+            dataclasses.replace(SECONDS, trained="static"),
+        ],
+    )
+
+
+def _accuracy(trained: str, evaluated: str, published: str) -> Column:
+    return Column(
+        name=f"{trained}_{evaluated}",
+        title=f"{trained} → {evaluated}",
+        metric=f"test_{evaluated}_accuracy",
+        trained=trained,
+        unit="percent",
+        published=published,
+    )
+
+
+def _imagenet(tables: str, entries: Sequence[Entry], models: str) -> Preset:
+    """A table on ImageNet, whose validation images are its test."""
+    percent = {"unit": "percent", "digits": 2}
+    return Preset(
+        title=f"{models} on ImageNet-1K: accuracy in % (Translution, {tables})",
+        rows=_rows(entries, "translution_vit", {"": "imagenet"}),
+        columns=[
+            _params(entries),
+            Column("top1", "top-1", "test_accuracy", published="top1", **percent),
+            Column("top5", "top-5", "test_top5_accuracy", published="top5", **percent),
+            SECONDS,
+        ],
+    )
+
+
+def _openwebtext(tables: str, entries: Sequence[Entry], models: str) -> Preset:
+    """A table on OpenWebText."""
+    return Preset(
+        title=f"{models} on OpenWebText: perplexity (Translution, {tables})",
+        rows=_rows(entries, "translution_gpt", {"": "openwebtext"}),
+        columns=[
+            _params(entries),
+            Column(
+                "perplexity",
+                "perplexity",
+                "validation_perplexity",
+                digits=2,
+                published="perplexity",
+            ),
+            SECONDS,
+        ],
+    )
+
+
+def _tinyshakespeare() -> Preset:
+    methods = ("self_attention", "rope", "lor_translution", "translution")
+    return Preset(
+        title="A small GPT on the bytes of tinyshakespeare: the best validation loss, "
+        "in nats a byte, within equal steps",
+        rows=[
+            Row(method, {"": f"configs/translution_gpt.py:{method},cpu"})
+            for method in methods
+        ],
+        columns=[
+            PARAMS,
+            Column("loss", "validation loss", "validation_loss"),
+            Column("perplexity", "perplexity", "validation_perplexity"),
+            Column("accuracy", "accuracy, %", "validation_accuracy", unit="percent"),
+            SECONDS,
+        ],
+    )
+
+
+TRANSLUTION_PRESETS = {
+    "translution_table2": _mnist("table 2", _entries("2"), "ViT-A"),
+    "translution_table2_cpu": _mnist(
+        "table 2", _entries("2", size="A/12"), "ViT-A/12", "cpu", static=["translution"]
+    ),
+    "translution_table3": _imagenet("table 3", _entries("3"), "ViTs of three sizes"),
+    "translution_table4": _imagenet(
+        "table 4", _entries("4"), f"ViT-A/56 with relative positions ({_VECTORS})"
+    ),
+    "translution_table5": _mnist(
+        "table 5",
+        _entries("5"),
+        "ViT-A/12 with weights of offsets or of pairs of tokens",
+    ),
+    "translution_table7": _openwebtext("table 7", _entries("7"), "GPTs of three sizes"),
+    "translution_table8": _openwebtext(
+        "table 8", _entries("8"), f"GPT-A-160 with relative positions ({_VECTORS})"
+    ),
+    "translution_table10": _mnist(
+        "table 10", _entries("10"), "ViT-A/12 without and with learned positions"
+    ),
+    "translution_table11": _imagenet(
+        "tables 6 and 11",
+        _entries("6, 11", "11"),
+        "ViT-A/56 with and without plain projections",
+    ),
+    "translution_text": _tinyshakespeare(),
+}
+
+
+_RPE_VIT_LOSS = (
+    "Validation losses are those at the end of training, smoothed over the "
+    "evaluations. The published ones are quoted from the text, which names "
+    "TensorBoard's smoothing but no weight; ours have its default weight, 0.6."
+)
+_RPE_VIT_INFERENCE = (
+    "Inference is that of {:,} test images on the device below; the published seconds "
+    "are of an A100 on Google Colab, for a number of images that is not stated."
+)
+
+
+def _rpe_vit(datasets: Sequence[str] = ("mnist", "cifar10"), cut: str = "") -> Preset:
+    """Tables 1 and 2 of Guoji.
+
+    Args:
+        datasets: Those to train on.
+        cut: One more argument of the configuration, that makes it smaller.
+    """
+    tables = [
+        row for row in read_published("rpe_vit_tables") if row["dataset"] in datasets
+    ]
+    losses = {
+        (row["dataset"], row["attention"], row["position"]): row["final_val_loss"]
+        + ("" if row["smoothed"] == "1" else " (not smoothed)")
+        for row in read_published("rpe_vit_losses")
+    }
+    models = dict.fromkeys((row["attention"], row["position"]) for row in tables)
+    rows = []
+    for model in models:
+        of_model = {
+            row["dataset"]: row
+            for row in tables
+            if (row["attention"], row["position"]) == model
+        }
+        arguments = ",".join([*model, *filter(None, [cut])])
+        rows.append(
+            Row(
+                name="_".join(word for word in model if word != "none"),
+                runs={
+                    dataset: f"configs/rpe_vit.py:{dataset},{arguments}"
+                    for dataset in of_model
+                },
+                published={
+                    f"{dataset}_{key}": value
+                    for dataset, row in of_model.items()
+                    for key, value in row.items()
+                }
+                | {
+                    f"{dataset}_loss": losses.get((dataset, *model), "not quoted")
+                    for dataset in of_model
+                },
+            )
+        )
+    columns = [PARAMS]
+    for dataset in datasets:
+        where = f"{dataset}, " if len(datasets) > 1 else ""
+        for key, title, metric, unit in (
+            ("loss", "validation loss", "smoothed_validation_loss", "number"),
+            ("val_acc", "validation accuracy, %", "validation_accuracy", "percent"),
+            ("test_acc", "test accuracy, %", "test_accuracy", "percent"),
+            ("inference_s", "inference, s", "inference_seconds", "seconds"),
+        ):
+            columns.append(
+                Column(
+                    name=f"{dataset}_{key}",
+                    title=where + title,
+                    metric=metric,
+                    trained=dataset,
+                    unit=unit,
+                    digits=3 if key == "loss" else 2,
+                    published=f"{dataset}_{key}",
+                )
+            )
+    columns += [
+        dataclasses.replace(
+            SECONDS,
+            name=f"{dataset}_seconds",
+            trained=dataset,
+            title=f"{dataset}, {SECONDS.title}",
+        )
+        for dataset in datasets
+    ]
+    return Preset(
+        title="A Vision Transformer of 6 layers with softmax and linear attention and "
+        f"position encodings on {' and '.join(datasets)} (Guoji, tables 1 and 2)",
+        rows=rows,
+        columns=columns,
+        notes=[_RPE_VIT_LOSS, _RPE_VIT_INFERENCE.format(1000 if cut else 10000)],
+    )
+
+
+_PERFORMERS = {
+    "Performer (No Pos.)": "none",
+    "Performer (Absolute)": "learnable_sincos",
+    "Performer (Rel. S1)": "constrained_sincos",
+    "Performer (Rel. S2)": "banded",
+}
+
+
+def _table1(
+    configs: Mapping[str, Mapping[str, str]],
+    datasets: Sequence[str],
+    title: str,
+    *,
+    form: str,
+    shifts: Mapping[str, Any] | None = None,
+) -> Preset:
+    """Models of table 1 of Horn et al.
+
+    Args:
+        configs: By configuration the arguments, by the names of the table.
+        datasets: Those to train on.
+        title: Of the study.
+        form: One more argument of the configurations, ``"published"`` or ``"cpu"``.
+        shifts: Options of the evaluation under shifts; None for none.
+    """
+    published = {row["model"]: row for row in read_published("performer_table1")}
+    rows = []
+    for config, models in configs.items():
+        for model, argument in models.items():
+            runs = {
+                dataset: f"configs/{config}.py:{dataset},{argument},{form}"
+                for dataset in datasets
+            }
+            rows.append(Row(argument, runs, published[model]))
+    return Preset(title, rows, _accuracies(datasets), shifts=shifts)
+
+
+def _clip(datasets: Sequence[str]) -> Preset:
+    """Clipping distances of strategy 2 of Horn et al., from their raw results."""
+    rows = []
+    for published in read_published("performer_clip"):
+        clip = published["clip"]
+        runs = {
+            dataset: f"configs/performer.py:{dataset},banded,published,clip={clip}"
+            for dataset in datasets
+        }
+        rows.append(Row(f"clip_{clip}", runs, published))
+    title = (
+        "Performers of strategy 2 with clipping distances of 2, 4 and 6 pixels (raw "
+        "results of Horn et al.)"
+    )
+    return Preset(title, rows, _accuracies(datasets))
+
+
+def _accuracies(datasets: Sequence[str]) -> list[Column]:
+    """The number of parameters, and the test accuracy on each data set."""
+    return [
+        dataclasses.replace(PARAMS, published="params"),
+        *(
+            Column(
+                name=dataset,
+                title=f"{dataset}, test accuracy, %",
+                metric="test_accuracy",
+                trained=dataset,
+                unit="percent",
+                published=f"{dataset}_acc",
+            )
+            for dataset in datasets
+        ),
+    ]
+
+
+PRESETS = {
+    "rpe_vit": _rpe_vit(),
+    "rpe_vit_cpu": _rpe_vit(("mnist",), "cpu"),
+    "performer_table1": _table1(
+        {"baselines": BASELINES, "performer": _PERFORMERS},
+        ("mnist", "fashion_mnist", "cifar10"),
+        "Performers on pixels as tokens, and their baselines: test accuracy in % (Horn "
+        "et al., table 1)",
+        form="published",
+    ),
+    "performer_table1_cpu": _table1(
+        {"baselines": BASELINES, "performer": _PERFORMERS},
+        ("mnist", "fashion_mnist"),
+        "Performers on patches of 4x4 pixels as tokens, and their baselines: test "
+        "accuracy in %, and under shifts of the test images (Horn et al., table 1)",
+        form="cpu",
+        shifts={"classes": "all", "num_images": 300},
+    ),
+    "performer_figure1": _table1(
+        {"performer": _PERFORMERS},
+        ("mnist", "fashion_mnist"),
+        "Performers on pixels as tokens, and under shifts of the test images (Horn et "
+        "al., figure 1)",
+        form="published",
+        shifts={},
+    ),
+    "performer_clip": _clip(("mnist", "fashion_mnist")),
+    **TRANSLUTION_PRESETS,
+}

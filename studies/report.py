@@ -1,0 +1,280 @@
+"""A study's results as JSON, as tables and as curves."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from studies.launcher import Training
+from studies.presets import Column, Preset, Row
+
+# What a metric is multiplied by, and the digits and the suffix that it is shown with.
+UNITS = {
+    "number": (1.0, 3, ""),
+    "percent": (100.0, 1, ""),
+    "millions": (1e-6, 2, "M"),
+    "seconds": (1.0, 0, ""),
+}
+MISSING = "–"
+# The weight of earlier values in TensorBoard's smoothing, its default.
+SMOOTHING = 0.6
+
+Trainings = Mapping[tuple[str, str], Sequence[Training]]
+
+
+def study_results(
+    preset: Preset, finished: Trainings, failed: Sequence[Training] = ()
+) -> dict[str, Any]:
+    """What came of a study.
+
+    Args:
+        preset: The study.
+        finished: The runs that are complete, by row and by what they are trained on.
+        failed: The runs that are not.
+
+    Returns:
+        What ``results.json`` holds: by row the columns' mean and standard deviation
+        over the seeds (None for one seed), in the column's unit, beside the published
+        value as printed, and the runs with their curves.
+    """
+    trainings = [training for group in finished.values() for training in group]
+    return {
+        "title": preset.title,
+        "budgets": list(dict.fromkeys(map(budget, trainings))),
+        "seeds": sorted({seed for training in trainings for seed in training.seeds}),
+        "failed": {training.name: _last_line(training.error) for training in failed},
+        "curve": f"validation_{preset.curve}",
+        "rows": [_row(row, preset, finished) for row in preset.rows],
+    }
+
+
+def _row(row: Row, preset: Preset, finished: Trainings) -> dict[str, Any]:
+    groups = {trained: finished.get((row.name, trained), ()) for trained in row.runs}
+    groups = {trained: group for trained, group in groups.items() if group}
+    columns = {}
+    for column in preset.columns:
+        of = column.trained or next(iter(groups), "")
+        results = _results(groups.get(of, ()))
+        scale, *_ = UNITS[column.unit]
+        columns[column.name] = {
+            **_statistics(
+                [
+                    scale * result[column.metric]
+                    for result in results
+                    # Top-5 accuracy is measured of more than ten classes only.
+                    if column.metric in result
+                ]
+            ),
+            "published": row.published.get(column.published, ""),
+        }
+    metric = f"validation_{preset.curve}"
+    runs = {
+        trained: {
+            "config": row.runs[trained],
+            "seeds": [seed for training in group for seed in training.seeds],
+            "results": _results(group),
+            "curve": _curve(group, metric),
+        }
+        for trained, group in groups.items()
+    }
+    return {"name": row.name, "columns": columns, "runs": runs}
+
+
+def _results(group: Sequence[Training]) -> list[dict[str, Any]]:
+    """The final metrics of every seed, and its validation loss at the end, smoothed."""
+    results = []
+    for training in group:
+        for seed, result in zip(training.seeds, training.results(), strict=True):
+            name, rows = "validation_loss", training.rows(seed)
+            losses = smooth([row[name] for row in rows if name in row])
+            results.append(result | {f"smoothed_{name}": loss for loss in losses[-1:]})
+    return results
+
+
+def smooth(values: Sequence[float]) -> list[float]:
+    """An exponential moving average, as TensorBoard draws it.
+
+    s_t = (1 - w) sum_{i <= t} w^(t - i) x_i / (1 - w^(t + 1)), w = `SMOOTHING`
+
+    Args:
+        values: By step.
+
+    Returns:
+        As many.
+
+    Example:
+        >>> smooth([1.0, 1.0, 3.0])
+        [1.0, 1.0, 2.020408163265306]
+    """
+    total, weight, smoothed = 0.0, 0.0, []
+    for value in values:
+        total = SMOOTHING * total + (1 - SMOOTHING) * value
+        weight = SMOOTHING * weight + (1 - SMOOTHING)
+        smoothed.append(total / weight)
+    return smoothed
+
+
+def _statistics(values: Sequence[float]) -> dict[str, float | None]:
+    # From the first on, equal values have no deviation, not even by rounding.
+    deviations = np.subtract(values, values[:1])
+    return {
+        "mean": float(np.mean(values)) if values else None,
+        "std": float(np.std(deviations, ddof=1)) if len(values) > 1 else None,
+    }
+
+
+def _curve(group: Sequence[Training], metric: str) -> dict[str, list]:
+    """A metric by step, over the seeds; as long as the shortest of its runs."""
+    curves = [
+        [(row["step"], row[metric]) for row in training.rows(seed) if metric in row]
+        for training in group
+        for seed in training.seeds
+    ]
+    points = list(zip(*curves, strict=False))
+    values = np.array([[value for _, value in point] for point in points])
+    many = len(curves) > 1 and len(points) > 0
+    std = values.std(axis=1, ddof=1) if many else np.zeros(len(points))
+    return {
+        "step": [point[0][0] for point in points],
+        "mean": [float(np.mean(row)) for row in values],
+        "std": std.tolist(),
+    }
+
+
+def budget(training: Training) -> str:
+    """What a run took, in a sentence without a full stop.
+
+    Args:
+        training: One that is complete.
+
+    Returns:
+        Steps, examples and device.
+    """
+    record, result, info = training.record(), training.results()[0], training.info()
+    start, batch = record["starts"][-1], record["config"]["batch_size"]
+    if info.kind == "tokens":
+        examples = f"windows of {info.context_length} tokens"
+    else:
+        examples = f"images ({result['epochs']:.3g} epochs of {info.num_train:,})"
+    seeds = training.num_seeds
+    together = f", {seeds} seeds together" if seeds > 1 else ""
+    return (
+        f"{result['step']:,} steps of {batch} {examples}, {info.origin}; on "
+        f"{start['num_devices']} x {start['device']}, jax {start['versions']['jax']}"
+        f"{together}"
+    )
+
+
+def _last_line(text: str) -> str:
+    lines = text.strip().splitlines()
+    return lines[-1] if lines else ""
+
+
+def study_table(preset: Preset, results: Mapping[str, Any]) -> str:
+    """A study's table.
+
+    Args:
+        preset: The study.
+        results: From `study_results`.
+
+    Returns:
+        Markdown: a row a model, means and, of several seeds, standard deviations, the
+        published values beside them, and what it took.
+    """
+    rows = results["rows"]
+    header = ["model"]
+    for column in preset.columns:
+        header += [column.title, *["published"] * _has_published(column, rows)]
+    lines = ["| " + " | ".join(header) + " |", "| --- " * len(header) + "|"]
+    for row in rows:
+        cells = [row["name"]]
+        for column in preset.columns:
+            cell = row["columns"][column.name]
+            cells.append(_cell(cell, column))
+            if _has_published(column, rows):
+                cells.append(cell["published"] or MISSING)
+        lines.append("| " + " | ".join(cells) + " |")
+    parts = [f"{results['title']}.", "\n".join(lines), *preset.notes]
+    if results["seeds"]:
+        seeds = ", ".join(map(str, results["seeds"]))
+        many = len(results["seeds"]) > 1
+        what = "Means ± standard deviations over the seeds" if many else "One seed,"
+        parts.append(f"{what} {seeds}. Each run:")
+        parts.append("\n".join(f"- {line}." for line in results["budgets"]))
+    if results["failed"]:
+        failed = [f"- {name}: {error}" for name, error in results["failed"].items()]
+        parts += ["Runs that failed:", "\n".join(failed)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _has_published(column: Column, rows: Sequence[Mapping[str, Any]]) -> bool:
+    return any(row["columns"][column.name]["published"] for row in rows)
+
+
+def _cell(cell: Mapping[str, Any], column: Column) -> str:
+    _, digits, suffix = UNITS[column.unit]
+    digits = digits if column.digits is None else column.digits
+    if cell["mean"] is None:
+        return MISSING
+    mean = f"{cell['mean']:.{digits}f}{suffix}"
+    if not cell["std"]:
+        return mean
+    return f"{mean} ± {cell['std']:.{digits}f}{suffix}"
+
+
+def write_study_csv(preset: Preset, results: Mapping[str, Any], path: Path) -> None:
+    """Writes the table as numbers, in the columns' units.
+
+    Args:
+        preset: The study.
+        results: From `study_results`.
+        path: The file.
+    """
+    rows = results["rows"]
+    keys = [
+        (column.name, kind)
+        for column in preset.columns
+        for kind in ("mean", "std", *["published"] * _has_published(column, rows))
+    ]
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["model", *("_".join(key) for key in keys)])
+        for row in rows:
+            values = [row["columns"][name][kind] for name, kind in keys]
+            writer.writerow([row["name"], *values])
+
+
+def plot_study(results: Mapping[str, Any], path: Path) -> None:
+    """Draws the curves by step, with a band of one standard deviation.
+
+    Args:
+        results: From `study_results`.
+        path: The file; its suffix is the format.
+    """
+    rows = results["rows"]
+    trained = list(dict.fromkeys(name for row in rows for name in row["runs"])) or [""]
+    figure = Figure(figsize=(1 + 5 * len(trained), 5), layout="constrained")
+    places = figure.subplots(1, len(trained), sharey=True, squeeze=False)[0]
+    lines = {}
+    for place, name in zip(places, trained, strict=True):
+        for i, row in enumerate(rows):
+            if name not in row["runs"]:
+                continue
+            curve = row["runs"][name]["curve"]
+            mean, std = np.array(curve["mean"]), np.array(curve["std"])
+            style = {"color": f"C{i}", "marker": ".", "label": row["name"]}
+            (lines[row["name"]],) = place.plot(curve["step"], mean, **style)
+            place.fill_between(
+                curve["step"], mean - std, mean + std, color=f"C{i}", alpha=0.2, lw=0
+            )
+        place.set(title=name and f"trained on {name}", xlabel="step")
+        place.grid(alpha=0.3)
+    places[0].set_ylabel(results["curve"].replace("_", " "))
+    if lines:
+        figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=2)
+    figure.savefig(path, dpi=150)

@@ -1,0 +1,60 @@
+"""What each device of a mesh holds, without its arrays."""
+
+import jax
+import pytest
+from ml_collections import ConfigDict
+
+from benchmarks.memory import describe_data, measure, read_mesh
+from relattn.training import default_config
+from relattn.training.devices import MeshParallel
+from relattn.training.task import Task
+
+
+@pytest.fixture
+def config():
+    config = default_config()
+    config.model = ConfigDict(
+        {
+            "name": "vit",
+            "attention": "translution",
+            "dim": 16,
+            "num_layers": 2,
+            "heads": 2,
+            "mlp_dim": 12,
+            "patch_size": 4,
+        }
+    )
+    config.data = ConfigDict({"name": "photographs", "image_size": 8})
+    config.batch_size = 8
+    return config
+
+
+def test_a_mesh_splits_the_state(config):
+    task = Task.build(config, describe_data(config, num_classes=4, vocab_size=0))
+    alone, shared = (
+        measure(task, MeshParallel(jax.local_devices()[:n], model_axis=n))
+        for n in (1, 4)
+    )
+    leaves = jax.tree.leaves(task.abstract_state)
+    assert alone["state"] == sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+    # All but norms, biases and the class token is split.
+    assert alone["state"] / 4 < shared["state"] < alone["state"] / 3.5
+    for sizes in (alone, shared):
+        assert 0 < sizes["batch"] < 10_000 and sizes["temporary"] > 0
+        assert sizes["total"] == sum(
+            sizes[kind] for kind in ("state", "batch", "temporary")
+        )
+    assert shared["total"] < alone["total"]
+
+
+def test_text_is_described_by_its_length(config):
+    config.model.name = "gpt"
+    config.data = ConfigDict({"context_length": 7})
+    info = describe_data(config, num_classes=0, vocab_size=11)
+    assert (info.context_length, info.vocab_size) == (7, 11)
+
+
+@pytest.mark.parametrize("text", ["2", "2x", "0x4", "2x4x8", "-1x2", "axb"])
+def test_what_is_no_mesh(text):
+    with pytest.raises(ValueError, match=f"--meshes={text}: give DATAxMODEL"):
+        read_mesh(text)

@@ -1,0 +1,180 @@
+"""The bench: its alternatives compute the same, its rows, its figure and its errors."""
+
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from benchmarks import measure, speed
+from benchmarks.speed_cases import CASES, Case, Sizes
+
+SIZES = {"length": 15, "batch": 1, "heads": 2, "depth": 5, "clip": 2, "num_features": 7}
+
+
+def _output(kernel):
+    function, inputs = CASES[kernel].make(Sizes(**SIZES))
+    return np.asarray(jax.jit(function)(*inputs))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "alternative"),
+    [
+        ("causal_linear", "scan_per_token"),
+        ("toeplitz", "pairwise_toeplitz"),
+        ("toeplitz_by_fft", "toeplitz_by_pairs"),
+        ("causal_toeplitz", "causal_pairwise_toeplitz"),
+        ("banded", "gather_band"),
+        ("translution", "gather_translution"),
+        ("causal_translution", "gather_causal_translution"),
+        ("lor_translution", "gather_lor_translution"),
+        ("causal_lor_translution", "gather_causal_lor_translution"),
+    ],
+)
+def test_alternatives_compute_the_same(kernel, alternative):
+    np.testing.assert_allclose(_output(kernel), _output(alternative), atol=1e-5)
+
+
+def test_grids_are_as_square_as_the_length_allows():
+    assert Sizes(length=1024).grid == (32, 32)
+    assert Sizes(length=35).grid == (5, 7)
+    assert Sizes(length=13).grid == (1, 13)
+
+
+@pytest.mark.parametrize(
+    "kernel", [name for name, case in CASES.items() if case.framework == "jax"]
+)
+def test_every_kernel_is_measured(kernel):
+    row = measure.measure(kernel, SIZES, repeats=2)
+    for kind in ("forward", "forward_backward"):
+        assert 0 < row[f"{kind}_fastest_ms"] <= row[f"{kind}_ms"]
+        assert row[f"{kind}_repeats"] == 2
+    assert row["machine"]["cores"] >= 1
+    assert {"cpu", "platform", "device", "jax", "python"} <= set(row["machine"])
+
+
+def test_memory_is_the_peak_beyond_what_was_in_use(monkeypatch):
+    peaks = iter([12e6, 4e6])
+    runs = dict.fromkeys(("forward", "forward_backward"), lambda: None)
+    monkeypatch.setattr(measure, "_prepare_jax", lambda *_: runs)
+    monkeypatch.setattr(measure, "_start_peak", lambda device: 5_000_000)
+    monkeypatch.setattr(measure, "peak_memory", lambda device: int(next(peaks)))
+    row = measure.measure("linear", SIZES, repeats=1)
+    assert row["forward_memory_mb"] == 7.0
+    # A peak that the system did not reset is no less than nothing.
+    assert row["forward_backward_memory_mb"] == 0
+
+
+@pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="the system resets no peaks"
+)
+def test_the_peak_is_of_what_was_in_use_since_the_start():
+    device = jax.devices("cpu")[0]
+    largest = np.ones(8_000_000)
+    del largest
+    base = measure._start_peak(device)
+    smaller = np.ones(4_000_000)
+    assert smaller.nbytes <= measure.peak_memory(device) - base < 1.5 * smaller.nbytes
+
+
+def test_forward_alone():
+    row = measure.measure("linear", SIZES, repeats=1, backward=False)
+    assert row["forward_ms"] > 0
+    assert "forward_backward_ms" not in row
+
+
+def test_softmax_that_does_not_fit_is_skipped_with_the_reason():
+    row = measure.measure("softmax", SIZES | {"length": 10**7})
+    assert "GB for pairs do not fit in the" in row["skipped"]
+    assert "forward_ms" not in row
+
+
+def test_missing_modules_are_named(monkeypatch):
+    case = Case(CASES["linear"].make, requires=("no_such_module",))
+    monkeypatch.setitem(CASES, "absent", case)
+    row = measure.measure("absent", SIZES)
+    assert row["skipped"] == "no_such_module not installed"
+
+
+def test_a_process_of_its_own_measures_or_says_why_not():
+    row = speed.measure_apart("banded", Sizes(**SIZES), repeats=1)
+    assert row["kernel"] == "banded"
+    assert row["length"] == 15
+    assert row["forward_backward_ms"] > 0
+    row = speed.measure_apart("banded", Sizes(**SIZES | {"dtype": "float7"}))
+    assert "float7" in row["skipped"]
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """Replaces measurements; lists what was asked for."""
+    asked = []
+
+    def measure_apart(kernel, sizes, *, repeats, backward):
+        asked.append((kernel, sizes, repeats, backward))
+        row = {"kernel": kernel, "length": sizes.length}
+        if kernel == "softmax" and sizes.length > 100:
+            return row | {"skipped": "too long"}
+        time = 1.0 + len(kernel) * sizes.length
+        row |= {"forward_ms": time, "forward_memory_mb": 3.0}
+        if backward:
+            row |= {"forward_backward_ms": 3 * time, "forward_backward_memory_mb": 5.0}
+        return row
+
+    monkeypatch.setattr(speed, "measure_apart", measure_apart)
+    return asked
+
+
+def test_command_writes_rows_and_figure_and_prints_a_table(tmp_path, capsys, measured):
+    speed.main(
+        [
+            "--kernel=linear,banded",
+            "--against=softmax",
+            "--lengths=128,64",
+            "--batch=3",
+            "--dtype=bfloat16",
+            "--repeats=7",
+            f"--output={tmp_path / 'new'}",
+        ]
+    )
+    assert [(name, sizes.length) for name, sizes, *_ in measured] == [
+        (name, length)
+        for length in (64, 128)
+        for name in ("linear", "banded", "softmax")
+    ]
+    assert measured[0][1:] == (Sizes(length=64, batch=3, dtype="bfloat16"), 7, True)
+    lines = (tmp_path / "new" / "speed.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    expected = (1 + 7 * 64) / (1 + 6 * 64)
+    assert rows[0]["ratios"]["softmax"]["forward"] == pytest.approx(expected)
+    assert rows[2]["ratios"] == rows[3]["ratios"] == {}
+    assert (tmp_path / "new" / "speed.png").stat().st_size > 1000
+    out = capsys.readouterr().out
+    assert "softmax 1.17x" in out
+    assert "skipped: too long" in out
+
+
+def test_command_without_backward(tmp_path, capsys, measured):
+    speed.main(
+        ["--kernel=linear", "--lengths=64", "--no-backward", f"--output={tmp_path}"]
+    )
+    assert not measured[0][3]
+    assert (tmp_path / "speed.png").exists()
+    assert "softmax 1.17x" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("--kernel=linaer", "no kernel 'linaer': did you mean 'linear'?"),
+        ("--against=softmx", "did you mean 'softmax'?"),
+        ("--lengths=64,-1", "expected a positive integer, got '-1'"),
+        ("--batch=0", "expected a positive integer, got '0'"),
+        ("--dtype=float64", "invalid choice: 'float64'"),
+    ],
+)
+def test_bad_arguments_are_named(argument, message, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        speed.main([argument])
+    assert message in capsys.readouterr().err

@@ -1,0 +1,182 @@
+"""Static and dynamic images: where they are placed, and when anew."""
+
+import itertools
+
+import numpy as np
+import pytest
+from ml_collections import ConfigDict
+
+from relattn.data.base import DataSource, batch_indices
+from relattn.data.canvas import draw_corners, place_on_canvas
+from relattn.data.images import ImageData, ImageSplit, channel_statistics
+from relattn.data.load import load_images
+from tests.helpers.parts import expect_parts_to_make_up_the_batches
+
+SHAPE = (3, 5, 2)
+CANVAS = 11
+
+
+def make_split(n, seed):
+    images = np.random.default_rng(seed).integers(1, 256, (n, *SHAPE), np.uint8)
+    return ImageSplit(images, np.arange(n, dtype=np.int32))
+
+
+def make_data():
+    train = make_split(23, 0)
+    mean, std = channel_statistics(train.images)
+    return ImageData(
+        name="noise",
+        train=train,
+        validation=make_split(7, 1),
+        test=make_split(13, 2),
+        class_names=tuple(map(str, range(23))),
+        mean=mean,
+        std=std,
+        origin="noise",
+    )
+
+
+def placed(placement, **keys):
+    config = ConfigDict({"placement": placement, "canvas": CANVAS, **keys})
+    return place_on_canvas(make_data(), config)
+
+
+def corners_of(images):
+    """Where the pixels other than zero begin; all of them must be there."""
+    occupied = images.any(-1)
+    assert (occupied.sum((1, 2)) == 15).all()
+    return np.stack([occupied.any(2).argmax(1), occupied.any(1).argmax(1)], axis=1)
+
+
+def crop(images):
+    return np.stack(
+        [
+            image[row : row + 3, column : column + 5]
+            for image, (row, column) in zip(images, corners_of(images), strict=True)
+        ]
+    )
+
+
+def batches(data, count, start_step=0, seed=3):
+    with data.train_loader(5, seed, start_step) as loader:
+        return dict(itertools.islice(loader, count))
+
+
+@pytest.mark.parametrize("placement", ["static", "dynamic"])
+def test_images_are_moved_and_nothing_else(placement):
+    data = placed(placement)
+    assert isinstance(data, DataSource)
+    assert data.info.image_shape == data.image_shape == (11, 11, 2)
+    raw = make_data()
+    for step, batch in batches(data, 9).items():
+        indices = batch_indices(23, 5, 3, step)
+        np.testing.assert_array_equal(batch["label"], indices)
+        assert batch["image"].dtype == np.uint8
+        np.testing.assert_array_equal(crop(batch["image"]), raw.train.images[indices])
+    for name, split in data.eval_splits.items():
+        original = raw.validation if name == "validation" else raw.test
+        np.testing.assert_array_equal(split.labels, original.labels)
+        np.testing.assert_array_equal(crop(split.images), original.images)
+
+
+def test_static_images_are_in_the_centre():
+    data = placed("static")
+    splits = data.eval_splits
+    images = [splits[name].images for name in ("validation", "test", "test_static")]
+    images += [batch["image"] for batch in batches(data, 9).values()]
+    for array in images:
+        assert (corners_of(array) == [4, 3]).all()
+    assert len(np.unique(corners_of(splits["test_dynamic"].images), axis=0)) > 5
+    assert splits["test"] is splits["test_static"]
+
+
+def test_dynamic_positions_are_uniform():
+    corners = draw_corners(6300, SHAPE, CANVAS, [0])
+    counts = np.zeros((9, 7), int)
+    np.add.at(counts, tuple(corners.T), 1)
+    # 63 positions with 100 images each, within 5 standard errors.
+    assert (abs(counts - 100) < 5 * np.sqrt(100 * 62 / 63)).all()
+
+
+def test_training_positions_are_fresh_in_each_epoch():
+    data = placed("dynamic")
+    steps = batches(data, 4 * 6)
+
+    def corners(epoch):
+        found = np.full((23, 2), -1)
+        for step in range(4 * epoch, 4 * (epoch + 1)):
+            found[steps[step]["label"]] = corners_of(steps[step]["image"])
+        return found
+
+    epochs = [corners(epoch) for epoch in range(6)]
+    for one, other in itertools.combinations(epochs, 2):
+        both = (one[:, 0] >= 0) & (other[:, 0] >= 0)
+        assert (one[both] != other[both]).any(1).mean() > 0.8
+
+
+def test_training_positions_are_a_function_of_seed_and_step():
+    steps = batches(placed("dynamic"), 11)
+    for step, batch in batches(placed("dynamic"), 4, start_step=6).items():
+        np.testing.assert_array_equal(batch["image"], steps[step]["image"])
+    (other,) = batches(placed("dynamic"), 1, seed=4).values()
+    assert other["image"].tolist() != steps[0]["image"].tolist()
+
+
+def test_positions_to_evaluate_on_are_fixed_by_their_seed():
+    static, dynamic = placed("static"), placed("dynamic")
+    for name in ("test_static", "test_dynamic"):
+        np.testing.assert_array_equal(
+            static.eval_splits[name].images, dynamic.eval_splits[name].images
+        )
+    assert dynamic.test is dynamic.test_dynamic
+    other = placed("dynamic", split_seed=1)
+    assert other.test.images.tolist() != dynamic.test.images.tolist()
+    first = corners_of(dynamic.validation.images)
+    assert first.tolist() != corners_of(dynamic.test.images)[:7].tolist()
+
+
+def test_statistics_count_the_canvas():
+    data = placed("dynamic")
+    images = np.concatenate(
+        [data.training_batch(np.arange(23), 0, epoch)["image"] for epoch in range(2)]
+    )
+    mean, std = channel_statistics(images)
+    np.testing.assert_allclose(data.mean, mean, rtol=1e-5)
+    np.testing.assert_allclose(data.std, std, rtol=1e-5)
+
+
+def test_a_canvas_as_large_as_the_images():
+    data = placed("dynamic", canvas=5)
+    assert set(corners_of(data.test.images)[:, 1]) == {0}
+
+
+def test_mnist_on_84_pixels():
+    config = ConfigDict({"name": "mnist", "num_validation": 11, "placement": "dynamic"})
+    data = load_images(config)
+    assert data.image_shape == (84, 84, 1)
+    assert data.test.images.shape == (1000, 84, 84, 1)
+    assert data.origin.endswith("anywhere on 84x84 pixels")
+    assert load_images(ConfigDict({"name": "mnist", "placement": ""})).image_shape == (
+        28,
+        28,
+        1,
+    )
+
+
+@pytest.mark.parametrize(
+    "keys, message",
+    [
+        ({"placement": "dynamc"}, "placement 'dynamc': did you mean 'dynamic'"),
+        ({"canvas": 4}, "canvas=4 is smaller than the images of 3x5.*at least 5"),
+        # Of 7 + 2 * 13 images of 2 channels.
+        ({"canvas": 10**6}, "canvas=1000000 needs over 17 GB .* must be at most 16133"),
+    ],
+)
+def test_errors(keys, message):
+    with pytest.raises(ValueError, match=message):
+        placed(**{"placement": "static", **keys})
+
+
+def test_processes_share_a_batch():
+    data = placed("dynamic")
+    expect_parts_to_make_up_the_batches(data, batch_size=6, num_parts=3)

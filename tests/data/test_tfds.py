@@ -1,0 +1,296 @@
+"""Reading sets that TFDS prepared."""
+
+import dataclasses
+import importlib.util
+import pathlib
+import shutil
+
+import numpy as np
+import pytest
+from ml_collections import ConfigDict
+
+from relattn.data import tfds
+from relattn.data.images import ImageSplit
+from relattn.data.load import load_images
+from relattn.data.paths import write_manifest
+from relattn.data.registry import SETS
+from relattn.data.tfds import (
+    DatasetNotPreparedError,
+    content_digest,
+    find_prepared,
+    prepare_command,
+    read_prepared,
+)
+
+
+def expected_images(n):
+    rng = np.random.default_rng(n)
+    return np.stack([rng.integers(0, 256, (5, 7), np.uint8) for _ in range(n)])
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_images_labels_and_classes(write_set, monkeypatch, mapped):
+    monkeypatch.setattr("relattn.data.tfds.CHUNK", 3)
+    if mapped:
+        monkeypatch.setattr("relattn.data.tfds.MAPPED_BYTES", 0)
+    _, folder = write_set("mnist", train=11, test=5)
+    for _ in range(2):
+        train, test, class_names = read_prepared(folder)
+        for split, n in ((train, 11), (test, 5)):
+            np.testing.assert_array_equal(split.images[..., 0], expected_images(n))
+            np.testing.assert_array_equal(split.labels, np.arange(n) % 2)
+            assert isinstance(split.images, np.memmap) == mapped
+            split.images[:] = 0
+        assert class_names == ("cat", "dog")
+
+
+def test_a_decoding_cut_short_is_not_trusted(write_set, monkeypatch):
+    monkeypatch.setattr("relattn.data.tfds.MAPPED_BYTES", 0)
+    _, folder = write_set("mnist", train=11, test=5)
+    fill = tfds._fill
+
+    def cut_short(source, images, labels, title):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tfds, "_fill", cut_short)
+    with pytest.raises(KeyboardInterrupt):
+        read_prepared(folder)
+    (folder / "decoded-train-images.7.partial").write_bytes(b"of a killed process")
+    monkeypatch.setattr(tfds, "_fill", fill)
+    train, _, _ = read_prepared(folder)
+    np.testing.assert_array_equal(train.images[..., 0], expected_images(11))
+    left = {path.name for path in folder.glob("*.partial")}
+    assert left == {"decoded-train-images.7.partial"}
+
+
+def test_processes_that_decode_at_once_do_not_meet(write_set, monkeypatch):
+    monkeypatch.setattr("relattn.data.tfds.MAPPED_BYTES", 0)
+    _, folder = write_set("mnist", train=11, test=5)
+    fill = tfds._fill
+
+    def interrupted(source, images, labels, title):
+        images[:3] = 1
+        monkeypatch.setattr(tfds, "_fill", fill)
+        others.append(read_prepared(folder)[0])
+        fill(source, images, labels, title)
+
+    others = []
+    monkeypatch.setattr(tfds, "_fill", interrupted)
+    for train in (read_prepared(folder)[0], *others):
+        np.testing.assert_array_equal(train.images[..., 0], expected_images(11))
+        np.testing.assert_array_equal(train.labels, np.arange(11) % 2)
+    assert len(others) == 1
+
+
+def test_the_newest_version_is_found(write_set):
+    data_dir, folder = write_set("mnist", train=2, test=2)
+    for version in ("3.0.0", "10.0.0", "incomplete.XYZ_11.0.0"):
+        shutil.copytree(folder, folder.with_name(version))
+    (folder.with_name("12.0.0")).mkdir()
+    assert find_prepared("mnist", data_dir).name == "10.0.0"
+    assert find_prepared("cifar10", data_dir) is None
+
+
+def test_a_flipped_bit_of_a_class_name(write_set):
+    _, folder = write_set("mnist", train=11, test=5)
+    write_manifest(folder, ["label.labels.txt", "features.json"])
+    read_prepared(folder)
+    (folder / "label.labels.txt").write_text("bat\ndog\n")
+    message = r"cannot be read \(ValueError: .*label.labels.txt is damaged .*prepare it"
+    with pytest.raises(ValueError, match=message):
+        read_prepared(folder)
+
+
+@pytest.mark.parametrize("damage", ["features.json", "dataset_info.json", "*train*"])
+def test_damaged_sets(write_set, damage):
+    _, folder = write_set("mnist", train=11, test=5)
+    for file in folder.glob(damage):
+        file.write_bytes(file.read_bytes()[:40])
+    with pytest.raises(ValueError, match=r"mnist.3.0.1 cannot be read .*prepare it"):
+        read_prepared(folder)
+
+
+def test_no_module_that_a_set_names_is_imported(write_set, tmp_path, monkeypatch):
+    _, folder = write_set("mnist", train=11, test=5)
+    (tmp_path / "intruder.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    monkeypatch.syspath_prepend(tmp_path)
+    features = (folder / "features.json").read_text()
+    name = "tensorflow_datasets.core.features.image_feature.Image"
+    (folder / "features.json").write_text(features.replace(name, "intruder.Image"))
+    message = r"mnist.3.0.1 cannot be read .*names 'intruder.Image', which is no class"
+    with pytest.raises(ValueError, match=message):
+        read_prepared(folder)
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    "kind, array, problem",
+    [
+        (
+            "images",
+            np.zeros((11, 5, 7, 1), np.int8),
+            r"int8\[11, 5, 7, 1\], expected uin",
+        ),
+        (
+            "images",
+            np.zeros((7, 5, 7, 1), np.uint8),
+            r"uint8\[7, 5, 7, 1\], expected ui",
+        ),
+        ("labels", np.zeros(7, np.int32), r"int32\[7\], expected int32\[11\]"),
+        (
+            "labels",
+            np.full(11, 2, np.int32),
+            "image 0 has the label 2, expected 0 to 1",
+        ),
+        (
+            "labels",
+            np.arange(11, dtype=np.int32) - 1,
+            "image 0 has the label -1, expec",
+        ),
+    ],
+)
+def test_a_decoded_file_of_something_else(write_set, monkeypatch, kind, array, problem):
+    monkeypatch.setattr("relattn.data.tfds.MAPPED_BYTES", 0)
+    _, folder = write_set("mnist", train=11, test=5)
+    read_prepared(folder)
+    np.save(folder / f"decoded-train-{kind}.npy", array)
+    with pytest.raises(ValueError, match=f"cannot be read .*{problem}"):
+        read_prepared(folder)
+
+
+def test_one_image_does_not_stand_for_many_pixels():
+    class Source(list):
+        def __getitems__(self, keys):
+            return [self[key] for key in keys]
+
+    sizes = [(5, 7, 1), (1, 1, 1)]
+    source = Source({"image": np.zeros(size, np.uint8), "label": 0} for size in sizes)
+    images, labels = np.empty((2, 5, 7, 1), np.uint8), np.empty(2, np.int32)
+    with pytest.raises(ValueError, match=r"image 1 is \(1, 1, 1\), the first one"):
+        tfds._fill(source, images, labels, "")
+
+
+def test_missing_test_split(write_set):
+    _, folder = write_set("mnist", train=11)
+    with pytest.raises(ValueError, match="cannot be read .*test"):
+        read_prepared(folder)
+
+
+def test_digest_knows_content_but_not_order():
+    images = expected_images(7)[..., None]
+    labels = np.arange(7, dtype=np.int32)
+
+    def digest(order, labels=labels, cut=4):
+        parts = order[:cut], order[cut:]
+        return content_digest(*(ImageSplit(images[p], labels[p]) for p in parts))
+
+    order = np.arange(7)
+    assert digest(order) == digest(order[::-1]) == digest(order, cut=5)
+    assert digest(order) != digest(order, labels=labels[::-1])
+
+
+def tfds_config(name, data_dir, **keys):
+    return ConfigDict(
+        keys | {"name": name, "source": "tfds", "data_dir": str(data_dir)}
+    )
+
+
+def without_digest(monkeypatch, name):
+    entry = dataclasses.replace(SETS[name], digest="")
+    monkeypatch.setitem(SETS, name, entry)
+
+
+@pytest.mark.parametrize(
+    "name, test_split, first_class",
+    [
+        ("mnist", "test", "0"),
+        ("fashion_mnist", "test", "T-shirt/top"),
+        ("cifar10", "test", "cat"),
+        ("imagenet_resized/64x64", "validation", "cat"),
+    ],
+)
+def test_prepared_sets_are_read(write_set, monkeypatch, name, test_split, first_class):
+    without_digest(monkeypatch, name)
+    data_dir, folder = write_set(name, **{"train": 11, test_split: 5})
+    data = load_images(tfds_config(name, data_dir, num_validation=3))
+    assert (len(data.train), len(data.validation), len(data.test)) == (8, 3, 5)
+    assert data.class_names[0] == first_class
+    assert data.origin == f"{name} 3.0.1, prepared by TFDS in {folder}"
+
+
+def test_images_of_another_set_are_noticed(write_set):
+    data_dir, _ = write_set("fashion_mnist", train=11, test=5)
+    message = "fashion_mnist.3.0.1 are not those of Fashion-MNIST; two sets"
+    with pytest.raises(ValueError, match=message):
+        load_images(tfds_config("fashion_mnist", data_dir))
+
+
+def test_not_prepared_and_no_tensorflow(tmp_path, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(DatasetNotPreparedError) as info:
+        load_images(tfds_config("imagenet_resized/64x64", tmp_path))
+    message = str(info.value)
+    assert f"imagenet_resized/64x64 is not prepared in {tmp_path}" in message
+    assert "TensorFlow, needed for that only, is not installed" in message
+    assert "pip install 'relattn[prepare]'" in message
+    command = (
+        "python -m relattn.data.prepare --name=imagenet_resized/64x64 "
+        f"--data_dir={tmp_path}"
+    )
+    assert f"`{command}`" in message
+    assert "--config.data.manual_dir=DIR" in message
+
+
+@pytest.fixture
+def pretend_tensorflow(tmp_path, monkeypatch):
+    """Replaces the preparation by a program, where TensorFlow seems to be there."""
+
+    def replace(program):
+        script = tmp_path / "prepare.py"
+        script.write_text(program)
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+        monkeypatch.setattr(
+            tfds, "prepare_command", lambda *names: [str(script), *names]
+        )
+
+    return replace
+
+
+def test_not_prepared_and_no_network(tmp_path, pretend_tensorflow, capsys):
+    pretend_tensorflow(
+        "import sys\n"
+        "print('downloading', file=sys.stderr)\n"
+        "sys.exit('cifar10 was not prepared: no connection to host')\n"
+    )
+    with pytest.raises(
+        DatasetNotPreparedError, match=r"\(no connection to host\)\. Prepare it once"
+    ):
+        load_images(tfds_config("cifar10", tmp_path))
+    assert "downloading" in capsys.readouterr().err
+
+
+def test_prepared_in_a_process_of_its_own(
+    write_set, monkeypatch, pretend_tensorflow, tmp_path
+):
+    without_digest(monkeypatch, "mnist")
+    _, folder = write_set("mnist", train=11, test=5)
+    hidden = folder.with_name("hidden")
+    folder.rename(hidden)
+    pretend_tensorflow(
+        "import os, pathlib, sys\n"
+        "import relattn.data.tfds\n"
+        "assert sys.argv[1:] == ['mnist', sys.argv[2], 'archives']\n"
+        f"os.rename({str(hidden)!r}, {str(folder)!r})\n"
+    )
+    data = load_images(tfds_config("mnist", tmp_path, manual_dir="archives"))
+    assert len(data.train) == 11
+
+
+def test_the_command_is_the_one_of_the_message():
+    command = prepare_command("mnist", "a b", "archives")
+    expected = ["-m", "relattn.data.prepare"]
+    expected += ["--name=mnist", "--data_dir=a b", "--manual_dir=archives"]
+    assert command == expected
+    text = str(tfds.not_prepared("mnist", "a b", "why"))
+    assert "`python -m relattn.data.prepare --name=mnist '--data_dir=a b'`" in text
+    assert pathlib.Path(tfds.__file__).with_name("prepare.py").is_file()

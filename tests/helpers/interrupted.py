@@ -1,0 +1,49 @@
+"""Runs that are interrupted, and what they end with."""
+
+from relattn import data as data_lib
+from relattn.training.checkpoint import (
+    CHECKPOINTS,
+    checkpoint_steps,
+    read_meta,
+    restore,
+)
+from relattn.training.config import complete
+from relattn.training.metrics import read_rows
+from relattn.training.task import Task
+
+
+class Interrupted(Exception):
+    pass
+
+
+def interrupt_at(step):
+    """For ``on_step``: raises after an update."""
+
+    def on_step(done):
+        if done == step:
+            raise Interrupted
+
+    return on_step
+
+
+def untimed(result):
+    """A ``result.json`` without what differs from run to run."""
+    timings = ("seconds", "examples_per_second", "inference_seconds")
+    return {key: value for key, value in result.items() if key not in timings}
+
+
+def untimed_rows(workdir):
+    """The rows of a run's metrics without what differs from run to run."""
+    rows = read_rows(workdir / "metrics.jsonl")
+    for row in rows:
+        del row["examples_per_second"], row["examples_per_second_per_device"]
+    return rows
+
+
+def final_state(workdir):
+    """The state in a run's latest checkpoint."""
+    folder = workdir / CHECKPOINTS
+    step = checkpoint_steps(folder)[-1]
+    meta = read_meta(folder, step)
+    task = Task.build(complete(meta["config"]), data_lib.read_info(meta["data"]))
+    return restore(folder, step, task.abstract_state)

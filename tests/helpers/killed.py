@@ -1,0 +1,164 @@
+"""Trains, ends the training by SIGKILL many times, and lets it come to its end.
+
+``python -m tests.helpers.killed FOLDER`` trains once without a kill, in ``whole``, and
+once with, in ``parts``, and prints what happened as JSON. Every attempt is a process
+forked from this one, which has imported all and touched no device.
+"""
+
+import contextlib
+import json
+import os
+import random
+import signal
+import sys
+import time
+import traceback
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+from relattn import data as data_lib
+from relattn import models, training
+from relattn.training import loop
+from relattn.training.checkpoint import checkpoint_steps
+from tests.training.conftest import build_tiny, make_config, make_data
+
+KILLS = 20
+# Of these, at the least, in the middle of a checkpoint write.
+TORN = 6
+# An attempt waits to be killed after so many updates: however quick the machine, the
+# run is long enough.
+UPDATES = 4
+NUM_STEPS = 100
+
+
+def train(workdir, notify=None, pause=None):
+    """Trains in this process; logs the number and the checksum of every batch.
+
+    Args:
+        workdir: The run directory.
+        notify: A pipe that gets a byte for every update.
+        pause: The update after which nothing happens any more.
+    """
+    config = make_config()
+    config.num_steps = NUM_STEPS
+    config.eval_every_steps = 17
+    config.checkpoint_every_steps = 2
+    config.log_every_steps = 3
+    # Most of what an attempt would compile.
+    config.redraw_every = 0
+    log = os.open(f"{workdir}.log", os.O_CREAT | os.O_APPEND | os.O_WRONLY)
+    os.write(log, b"start\n")
+    load = loop.train_loader
+
+    @contextlib.contextmanager
+    def logging_loader(*args):
+        with load(*args) as batches:
+            yield logged(batches)
+
+    def logged(batches):
+        for step, batch in batches:
+            checksum = zlib.crc32(np.asarray(batch["image"]).tobytes())
+            os.write(log, f"{step + 1} {checksum}\n".encode())
+            yield step, batch
+
+    def on_step(done):
+        if notify is not None:
+            os.write(notify, b".")
+            while done == pause:
+                time.sleep(1)
+
+    loop.train_loader = logging_loader
+    models.build_model = build_tiny
+    data_lib.load_data = lambda config: make_data()
+    training.train_and_evaluate(config, workdir, on_step=on_step)
+
+
+def fork(function, *args):
+    """Runs a function in a process of its own; returns its id."""
+    child = os.fork()
+    if child:
+        return child
+    try:
+        function(*args)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
+def unfinished(checkpoints):
+    """What a checkpoint under way looks like, to tell it from an earlier one's rest."""
+    found = {}
+    with contextlib.suppress(FileNotFoundError):
+        for path in checkpoints.glob("*.orbax-checkpoint-tmp"):
+            with contextlib.suppress(FileNotFoundError):
+                found[path.name] = path.stat().st_ctime_ns
+    return found
+
+
+def latest(checkpoints):
+    """The step of the latest complete checkpoint, 0 without one."""
+    return (checkpoint_steps(checkpoints) or [0])[-1]
+
+
+def wait_until(condition, seconds=1.0):
+    """No longer than a second: what is waited for may be over."""
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.001)
+
+
+def attempt(workdir, draw, aimed):
+    """Trains on and kills; returns whether a checkpoint write was cut short."""
+    checkpoints = workdir / "checkpoints"
+    start = latest(checkpoints)
+    before = unfinished(checkpoints)
+    read, write = os.pipe()
+    child = fork(train, workdir, write, start + UPDATES)
+    os.close(write)
+    # Also before the first one, while it restores and compiles.
+    updates = draw.randint(1 if aimed else 0, UPDATES)
+    for _ in range(updates):
+        if not os.read(read, 1):
+            raise RuntimeError("training ended before it was killed")
+    if aimed:
+        wait_until(lambda: unfinished(checkpoints) != before)
+    elif updates > 1:
+        # Some way to the next kill.
+        wait_until(lambda: latest(checkpoints) > start)
+        time.sleep(draw.uniform(0, 0.05))
+    else:
+        time.sleep(draw.uniform(0, 0.5))
+    os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    os.close(read)
+    if not os.WIFSIGNALED(status):
+        raise RuntimeError("training ended before it was killed")
+    after = unfinished(checkpoints)
+    return any(before.get(name) != time for name, time in after.items())
+
+
+def let_end(workdir):
+    _, status = os.waitpid(fork(train, workdir), 0)
+    if status:
+        raise RuntimeError(f"training failed with {status}")
+
+
+def main():
+    folder = Path(sys.argv[1])
+    draw = random.Random(0)
+    # What it compiles, the others find in the cache.
+    let_end(folder / "whole")
+    torn, resumed = [], []
+    while len(torn) < KILLS or sum(torn) < TORN:
+        workdir = folder / "parts"
+        torn.append(attempt(workdir, draw, aimed=len(torn) % 2 == 0))
+        resumed.append(latest(workdir / "checkpoints"))
+    let_end(folder / "parts")
+    print(json.dumps({"torn": torn, "resumed": resumed}))
+
+
+if __name__ == "__main__":
+    main()

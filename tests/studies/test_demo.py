@@ -1,0 +1,77 @@
+import json
+
+import pytest
+
+from studies.demo import demo_table, run_demo
+
+
+def curve(mean):
+    return {
+        "shift_px": list(range(-8, 9)),
+        "accuracy_mean": [mean + pixels / 100 for pixels in range(-8, 9)],
+        "accuracy_std": [0.012] * 17,
+        "num_images": [90] * 17,
+    }
+
+
+def test_demo_table_has_means_and_spreads():
+    results = {
+        "a": {
+            "seeds": [0],
+            "test_accuracy": [0.8],
+            "one_class": curve(0.5),
+            "every_class": curve(0.3),
+        },
+        "b": {
+            "seeds": [0, 1],
+            "test_accuracy": [0.8, 0.9],
+            "one_class": curve(0.5),
+            "every_class": curve(0.3),
+        },
+    }
+    lines = demo_table(results, "1 (Trouser)").splitlines()
+    assert lines[0].startswith("| model | test images, unshifted | class 1 (Trouser), ")
+    assert lines[2] == "| a | 80.0% | 42.0% | 58.0% | 24.0% | 36.0% |"
+    assert lines[3].startswith("| b | 85.0% ± 7.1 | 42.0% ± 1.2 | 58.0% ± 1.2 |")
+
+
+def test_demo_refuses_an_unknown_variant(tmp_path):
+    with pytest.raises(ValueError, match="did you mean 'learnable_sincos'"):
+        run_demo(tmp_path, variants=["learnable_sinco"])
+    with pytest.raises(ValueError, match="seeds must be at least 1, got 0"):
+        run_demo(tmp_path, seeds=0)
+
+
+def test_demo_shows_why_a_training_failed(tmp_path):
+    message = "learnable_sincos, seed 0 failed; .*train.log ends with:(.|\n)*num_steps"
+    with pytest.raises(ChildProcessError, match=message):
+        run_demo(
+            tmp_path, variants=["learnable_sincos"], overrides=["--config.num_steps=-1"]
+        )
+
+
+def test_demo_runs_from_the_root_only(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="run the demo from the project's root"):
+        run_demo(tmp_path)
+
+
+TINY = [
+    "--config.num_steps=2",
+    "--config.schedule.warmup_steps=0",
+    "--config.model.dim=8",
+    "--config.model.heads=2",
+    "--config.model.num_layers=1",
+    "--config.model.mlp_dim=8",
+]
+
+
+def test_demo_trains_compares_and_goes_on_where_it_was(tmp_path, capfd):
+    table = run_demo(tmp_path, overrides=TINY)
+    assert "| learnable_sincos | " in table
+    assert "| constrained_sincos | " in table
+    assert (tmp_path / "table.md").read_text() == table
+    assert (tmp_path / "shift.png").read_bytes()[1:4] == b"PNG"
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["constrained_sincos"]["one_class"]["num_images"] == [90] * 17
+    assert "constrained_sincos, seed 0: " in capfd.readouterr().out

@@ -1,0 +1,227 @@
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+
+import pytest
+
+from relattn.training.config import read_config
+from studies import launcher
+from studies.launcher import KEEP_HEAP, Training, train
+from tests.helpers.trained import CONFIG, IMAGES, TEXT, make_training
+
+
+def test_read_config_is_that_of_train_py():
+    options = ["--config.num_epochs=3", "--config.model.dim", "8"]
+    config = read_config("configs/demo.py", options)
+    assert (config.num_epochs, config.model.dim, config.is_locked) == (3, 8, True)
+    with pytest.raises(ValueError, match="no argument 'bandd': did you mean 'banded'"):
+        read_config("configs/demo.py:bandd")
+    with pytest.raises(ValueError, match=r"no --config\.\[...\] key .*num_epochs"):
+        read_config(CONFIG, ["--config.num_epoch=3"])
+    with pytest.raises(ValueError, match="'--verbosity=1' is no option --config.key"):
+        read_config(CONFIG, ["--verbosity=1"])
+    with pytest.raises(ValueError, match="--config.num_epochs=x: invalid literal"):
+        read_config(CONFIG, ["--config.num_epochs=x"])
+
+
+def test_a_run_is_complete_at_its_last_step_with_its_configuration(tmp_path):
+    assert not Training("banded", CONFIG, tmp_path).is_complete()
+    training = make_training(tmp_path)
+    assert training.is_complete()
+    training.overrides = ["--config.progress=False"]
+    assert training.is_complete()
+    training.overrides = ["--config.num_epochs=30"]
+    assert not training.is_complete()
+    assert not make_training(tmp_path, step=40).is_complete()
+    assert make_training(tmp_path, step=40, stopped_early=True).is_complete()
+
+
+@pytest.mark.parametrize("name", ["run.json", "result.json"])
+@pytest.mark.parametrize("text", ["{", "[]", "{}", "3", '{"config": "x", "step": []}'])
+def test_a_run_with_a_damaged_record_is_not_complete(tmp_path, name, text):
+    training = make_training(tmp_path)
+    (tmp_path / name).write_text(text)
+    assert not training.is_complete()
+
+
+@pytest.mark.parametrize(
+    "info, metric, progress, outcome",
+    [
+        (IMAGES, "accuracy", "accuracy 62.5%", "87.5% of the test images"),
+        (TEXT, "loss", "loss 0.625", "a validation loss of 0.625"),
+    ],
+)
+def test_progress_is_a_line_where_there_is_no_terminal(
+    tmp_path, monkeypatch, capfd, info, metric, progress, outcome
+):
+    row = {"epoch": 2.0, "step": 6, "train_loss": 1.0, "train_accuracy": 0.5}
+    row |= {"examples_per_second": 9.0, "validation_accuracy": 0.625}
+    row |= {f"validation_{metric}": 0.625}
+    training = make_training(tmp_path, info, rows=[row], validation_loss=0.625)
+    monkeypatch.setattr(sys, "executable", "true")
+    train([training], jobs=1)
+    said = capfd.readouterr().out.splitlines()
+    assert said == [
+        f"banded, seed 3: epoch 2 of 20, validation {progress}",
+        f"banded, seed 3: {outcome}, 7 s",
+    ]
+
+
+@pytest.mark.parametrize("own", [None, "glibc.malloc.perturb=1"])
+def test_processes_keep_their_heap_unless_told_otherwise(tmp_path, monkeypatch, own):
+    program = tmp_path / "program"
+    program.write_text("#!/bin/sh\necho $GLIBC_TUNABLES\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    if own:
+        monkeypatch.setenv("GLIBC_TUNABLES", own)
+    training = Training("banded", CONFIG, tmp_path)
+    training.start()
+    assert training.process.wait() == 0
+    training.bar.close()
+    assert training.log.read_text().strip() == (own or KEEP_HEAP)
+
+
+def test_one_that_fails_need_not_end_the_others(tmp_path, capfd):
+    options = ["--config.no_such_key=1"]
+    trainings = [
+        Training("a", CONFIG, tmp_path / "a", overrides=options),
+        Training("b", CONFIG, tmp_path / "b", overrides=options),
+    ]
+    train(trainings, jobs=2, keep_going=True)
+    assert "training b, seed 0 failed" in capfd.readouterr().out
+    for training in trainings:
+        assert "no_such_key" in training.error
+        assert f"{training.log} ends with" in training.error
+
+
+def test_sigterm_ends_the_trainings_too(tmp_path, monkeypatch):
+    program = tmp_path / "program"
+    program.write_text("#!/bin/sh\nexec sleep 600\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    training = Training("banded", CONFIG, tmp_path / "run")
+
+    def send():
+        while training.process is None:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    # Were it not handled, it would end the tests.
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        sender = threading.Thread(target=send)
+        sender.start()
+        with pytest.raises(SystemExit) as leaving:
+            train([training], jobs=1, keep_going=True)
+        sender.join()
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert leaving.value.code == 128 + signal.SIGTERM
+    assert training.process.returncode == -signal.SIGTERM
+
+
+def test_a_training_that_ignores_sigterm_is_killed(tmp_path, monkeypatch):
+    program = tmp_path / "program"
+    program.write_text("#!/bin/sh\ntrap '' TERM\ntouch $0.started\nexec sleep 600\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    monkeypatch.setattr(launcher, "GRACE_SECONDS", 0.1)
+    training = Training("banded", CONFIG, tmp_path / "run")
+
+    def interrupt(*_):
+        while not (tmp_path / "program.started").exists():
+            time.sleep(0.01)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Training, "show", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        train([training], jobs=1)
+    assert training.process.returncode == -signal.SIGKILL
+
+
+def test_processes_are_in_groups_of_their_own(tmp_path, monkeypatch):
+    """Ctrl-C reaches the group of the study alone, which then ends them by SIGTERM."""
+    monkeypatch.setattr(sys, "executable", "true")
+    training = Training("banded", CONFIG, tmp_path)
+    training.start()
+    with contextlib.suppress(ProcessLookupError):
+        assert os.getpgid(training.process.pid) == training.process.pid
+    training.process.wait()
+    training.bar.close()
+
+
+LISTED = """\
+GPU 0: NVIDIA A (UUID: GPU-7f-a)
+GPU 1: NVIDIA A (UUID: GPU-7f-b)
+"""
+DIVIDED = """\
+GPU 0: NVIDIA H (UUID: GPU-7f-a)
+  MIG 1g.18gb     Device  0: (UUID: MIG-7f-c)
+  MIG 1g.18gb     Device  1: (UUID: MIG-7f-d)
+"""
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """Fakes a machine with JAX for CUDA, and what nvidia-smi lists on it."""
+
+    def fake(listed):
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\nprintf '{listed}'\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+
+    (tmp_path / "jax_plugins" / "xla_cuda13").mkdir(parents=True)
+    (tmp_path / "jax_plugins" / "xla_cuda13" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+    return fake
+
+
+def test_gpus_are_found_without_cuda(machine, tmp_path, monkeypatch):
+    machine(LISTED)
+    assert launcher.visible_gpus() == ["GPU-7f-a", "GPU-7f-b"]
+    machine(DIVIDED)
+    assert launcher.visible_gpus() == ["MIG-7f-c", "MIG-7f-d"]
+    for chosen, found in (("3, 1", ["3", "1"]), ("", []), ("2,-1,0", ["2"])):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
+        assert launcher.visible_gpus() == found
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    assert launcher.visible_gpus() == []
+    monkeypatch.setenv("JAX_PLATFORMS", "cuda,cpu")
+    assert launcher.visible_gpus() == ["MIG-7f-c", "MIG-7f-d"]
+    (tmp_path / "jax_plugins" / "xla_cuda13").rename(tmp_path / "removed")
+    assert launcher.visible_gpus() == []
+
+
+@pytest.mark.parametrize(
+    "jobs, seen",
+    [
+        (1, ["all"]),
+        (2, ["GPU-7f-a", "GPU-7f-b"]),
+        (3, ["GPU-7f-a", "GPU-7f-b", "GPU-7f-a"]),
+    ],
+)
+def test_each_of_several_trainings_sees_one_gpu(
+    machine, tmp_path, monkeypatch, jobs, seen
+):
+    machine(LISTED)
+    program = tmp_path / "program"
+    program.write_text("#!/bin/sh\necho ${CUDA_VISIBLE_DEVICES-all}\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    monkeypatch.setattr(launcher, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(Training, "say_result", lambda self: None)
+    trainings = [Training(str(i), CONFIG, tmp_path / str(i)) for i in range(3)]
+    train(trainings, jobs)
+    said = [training.log.read_text().strip() for training in trainings]
+    assert said[:jobs] == seen
+    assert set(said) == set(seen)
+    assert all(training.core is None for training in trainings)

@@ -1,0 +1,305 @@
+import json
+import sys
+
+import pytest
+
+from relattn.evaluation.sizes import read_published, translution_entries
+from relattn.models import SIZES, build_model
+from relattn.training import WorkdirError, check_config
+from relattn.training.config import read_config
+from studies import __main__
+from studies.presets import PRESETS, Column, Preset, Row
+from studies.report import UNITS
+from tests.helpers.trained import make_training
+
+GPT = "configs/translution_gpt.py:self_attention,cpu"
+TINY = [
+    "--config.num_steps=2",
+    "--config.eval_every_steps=1",
+    "--config.eval_batch_size=4096",
+    "--config.schedule.warmup_steps=0",
+    "--config.model.dim=8",
+    "--config.model.heads=2",
+    "--config.model.num_layers=1",
+    "--config.model.mlp_dim=8",
+    "--config.data.context_length=5",
+]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_names_configurations_and_published_values(name):
+    preset = PRESETS[name]
+    names = [row.name for row in preset.rows]
+    assert len(set(names)) == len(names)
+    for row in preset.rows:
+        for trained, config in row.runs.items():
+            check_config(read_config(config))
+            assert "/" not in row.name + trained
+        for column in preset.columns:
+            assert column.unit in UNITS
+            if row.published and column.published:
+                out_of_memory = row.published.get("params") == "out of memory"
+                assert row.published[column.published] or out_of_memory
+
+
+def test_the_cpu_presets_are_within_their_budget():
+    for name, runs, steps in (
+        ("translution_table2_cpu", 5, {200, 1000}),
+        ("translution_text", 4, {1000}),
+        ("performer_table1_cpu", 2 * len(PRESETS["performer_table1"].rows), {200}),
+    ):
+        configs = [c for row in PRESETS[name].rows for c in row.runs.values()]
+        assert len(configs) == runs
+        assert {read_config(config).num_steps for config in configs} == steps
+    full = read_config(PRESETS["translution_table2"].rows[0].runs["static"])
+    cut = read_config(PRESETS["translution_table2_cpu"].rows[0].runs["static"])
+    assert cut.model == full.model
+    assert cut.data.source == "embedded"
+    build_model(cut.model.to_dict(), num_classes=10, image_shape=(84, 84, 1))
+
+
+def test_the_studies_of_translution_train_every_published_row():
+    tables = [2, 3, 4, 5, 7, 8, 10, 11]
+    rows = [row for n in tables for row in PRESETS[f"translution_table{n}"].rows]
+    assert len(rows) == len(list(translution_entries()))
+    models = {row.name: read_config([*row.runs.values()][0]).model for row in rows}
+    attention = "lor_translution(rank=2, base=False)"
+    assert models["lor_translution_rank_2_base_False"].attention == attention
+    assert models["translution_absolute"].attention == "translution(absolute=True)"
+    assert models["lor_translution_position_learned"].position == "learned"
+    assert (models["b32_translution"].dim, models["b32_translution"].patch_size) == (
+        (SIZES["B"]["dim"], 32)
+    )
+    b512 = PRESETS["translution_table7"].of(["b512_lor_translution"]).rows[0]
+    assert b512.published["perplexity"] == "39.92"
+    assert read_config(b512.runs[""]).data.context_length == 512
+    published = PRESETS["translution_table11"].rows[1].published
+    assert (published["relenc_dim"], published["with_base_qkv"]) == ("2", "0")
+
+
+def test_a_study_survives_a_crash_and_trains_what_is_missing(
+    tmp_path, monkeypatch, capfd
+):
+    # The second is not there without data.data_dir.
+    rows = [
+        Row("works", {"": GPT}, {"loss": "1.5"}),
+        Row("fails", {"": GPT.replace("cpu", "openwebtext")}),
+    ]
+    columns = [Column("loss", "loss", "validation_loss", published="loss")]
+    monkeypatch.setitem(PRESETS, "tiny", Preset("Tiny", rows, columns))
+    text, failed = __main__.run_study("tiny", tmp_path, jobs=2, overrides=TINY)
+    assert [training.name for training in failed] == ["fails, seed 0"]
+    assert "relattn.data.prepare_text --openwebtext" in failed[0].error
+    said = capfd.readouterr().out
+    assert said.startswith("tiny: 2 of 2 runs to train")
+    assert "works, seed 0: step 1 of 2, validation loss 5." in said
+    assert "works, seed 0: a validation loss of 5." in said
+    assert (tmp_path / "table.md").read_text() == text
+    assert "| fails | – | – |" in text
+    assert "- fails, seed 0: error: data.data_dir is empty: " in text
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert (results["preset"], results["curve"]) == ("tiny", "validation_loss")
+    assert results["rows"][0]["columns"]["loss"]["published"] == "1.5"
+    run = results["rows"][0]["runs"][""]
+    assert run["curve"]["step"] == [1, 2]
+    assert run["curve"]["mean"][1] == run["results"][0]["validation_loss"]
+    assert (tmp_path / "table.csv").read_text().startswith("model,loss_mean,loss_std,")
+    assert (tmp_path / "curves.png").exists()
+    # From here on nothing can be trained.
+    monkeypatch.setattr(sys, "executable", "false")
+    again, failed = __main__.run_study("tiny", tmp_path, overrides=TINY)
+    assert [training.name for training in failed] == ["fails, seed 0"]
+    assert "tiny: 1 of 2 runs to train" in capfd.readouterr().out
+    assert again.splitlines()[:5] == text.splitlines()[:5]
+    _, failed = __main__.run_study("tiny", tmp_path, overrides=[*TINY[1:]])
+    assert len(failed) == 2
+
+
+def test_the_study_of_guoji_is_nine_models_on_two_data_sets():
+    preset = PRESETS["rpe_vit"]
+    assert preset.datasets == ["mnist", "cifar10"]
+    assert len(preset.rows) == 9
+    row = preset.rows[-1]
+    assert row.name == "relu_string_gate"
+    assert row.runs["cifar10"] == "configs/rpe_vit.py:cifar10,relu,string_gate"
+    assert row.published["cifar10_test_acc"] == "78.16"
+    assert row.published["cifar10_loss"] == "<1.00"
+    assert preset.rows[0].published["cifar10_loss"] == "1.01 (not smoothed)"
+    quoted = [row.published["mnist_loss"] for row in preset.rows]
+    assert quoted[:5] == ["0.062", "0.11", "0.078", "0.092", "0.066"]
+    assert read_config(row.runs["mnist"]).seed == 42
+    part = preset.on("mnist")
+    assert part.datasets == ["mnist"] and len(part.rows) == 9
+    assert {column.trained for column in part.columns} == {"", "mnist"}
+    models = [read_config(row.runs["mnist"]).model for row in part.rows]
+    cut = [read_config(r.runs["mnist"]).model for r in PRESETS["rpe_vit_cpu"].rows]
+    assert [m.to_dict() for m in models] == [m.to_dict() for m in cut]
+    named = {(m.attention, m.position.removeprefix("learned + ")) for m in models}
+    table = {(r["attention"], r["position"]) for r in read_published("rpe_vit_tables")}
+    assert {(a, p.replace("learned", "none")) for a, p in named} == table
+
+
+def test_table_1_of_horn_et_al_is_in_its_order_and_cut_for_a_cpu():
+    full, cut = PRESETS["performer_table1"], PRESETS["performer_table1_cpu"]
+    published = [row["model"] for row in read_published("performer_table1")]
+    models = [row.published["model"] for row in full.rows]
+    assert models == published
+    assert full.datasets == ["mnist", "fashion_mnist", "cifar10"]
+    alexnet = "configs/baselines.py:cifar10,alexnet,published"
+    assert full.rows[0].runs["cifar10"] == alexnet
+    figure = PRESETS["performer_figure1"]
+    for row in (*full.rows, *figure.rows, *PRESETS["performer_clip"].rows):
+        assert all("published" in config for config in row.runs.values())
+    assert cut.datasets == ["mnist", "fashion_mnist"]
+    assert cut.shifts == {"classes": "all", "num_images": 300}
+    assert [row.name for row in cut.rows] == [row.name for row in full.rows]
+    for row in cut.rows:
+        for dataset, config in row.runs.items():
+            data = read_config(config).data
+            assert (data.name, data.source) == (dataset, "embedded")
+
+
+def test_the_clipping_distances_have_their_batches_and_published_accuracies():
+    preset = PRESETS["performer_clip"]
+    found = {}
+    for row in preset.rows:
+        config = read_config(row.runs["fashion_mnist"])
+        found[config.model.attention[7:13]] = (
+            config.batch_size,
+            row.published["mnist_acc"],
+            row.published["fashion_mnist_acc"],
+        )
+    assert found == {
+        "clip=2": (22, "88.99", "83.02"),
+        "clip=4": (11, "92.46", "86.66"),
+        "clip=6": (6, "94.70", "84.28"),
+    }
+
+
+def test_seeds_train_in_one_run_and_count_one_by_one(tmp_path, monkeypatch, capfd):
+    columns = [
+        Column("accuracy", "accuracy", "test_accuracy", unit="percent", digits=2),
+        Column("inference", "inference", "inference_seconds", unit="seconds"),
+    ]
+    config = "configs/rpe_vit.py:smoke,softmax,none"
+    preset = Preset("Tiny", [Row("vit", {"": config})], columns)
+    monkeypatch.setitem(PRESETS, "tiny", preset)
+    asked = []
+
+    def train(trainings, jobs, *, keep_going):
+        asked.extend(training.name for training in trainings)
+        for training in trainings:
+            runs = [
+                {
+                    "seed": s,
+                    "test_accuracy": 0.5 + (s - 42) / 8,
+                    "inference_seconds": 1.0,
+                }
+                | {"step": 100, "epochs": 0.7}
+                for s in training.seeds
+            ]
+            rows = [
+                {"step": step, "seed": s, "validation_loss": step / (s - 41)}
+                for step in (50, 100)
+                for s in training.seeds
+            ]
+            make_training(
+                training.workdir,
+                config=config,
+                seed=training.seed,
+                num_seeds=training.num_seeds,
+                rows=rows,
+                runs=runs,
+            )
+            training.say_result()
+
+    monkeypatch.setattr(__main__, "train", train)
+    text, _ = __main__.run_study("tiny", tmp_path, seeds=2)
+    said = capfd.readouterr().out
+    assert "tiny: 1 of 1 runs to train" in said
+    # From the seed of the configuration on.
+    assert "vit, seeds 42 to 43: 50.0%, 62.5% of the test images, 7 s" in said
+    assert "over the seeds 42, 43." in text and ", 2 seeds together" in text
+    assert "| 56.25 ± 8.84 | 1 |" in text
+    results = json.loads((tmp_path / "results.json").read_text())
+    run = results["rows"][0]["runs"][""]
+    assert run["seeds"] == [42, 43]
+    assert [result["test_accuracy"] for result in run["results"]] == [0.5, 0.625]
+    assert run["curve"]["step"] == [50, 100]
+    assert run["curve"]["mean"] == [37.5, 75.0]
+    __main__.run_study("tiny", tmp_path, seeds=2)
+    assert asked == ["vit, seeds 42 to 43"]
+    __main__.run_study("tiny", tmp_path, seeds=3, together=2)
+    assert asked[1:] == ["vit, seed 44"]
+    assert "2 of 2" not in capfd.readouterr().out
+
+
+def test_shifts_are_evaluated_of_all_runs_together(tmp_path, monkeypatch):
+    preset = PRESETS["performer_figure1"]
+    assert preset.shifts == {} and preset.datasets == ["mnist", "fashion_mnist"]
+    monkeypatch.setattr(__main__, "train", lambda trainings, jobs, keep_going: None)
+    monkeypatch.setattr(__main__, "study_results", lambda *_: {})
+    monkeypatch.setattr(__main__, "study_table", lambda *_: "table\n")
+    for name in ("write_study_csv", "plot_study"):
+        monkeypatch.setattr(__main__, name, lambda *_: None)
+    asked = []
+
+    def shift_report(workdirs, output, **options):
+        asked.append(([folder.name for folder in workdirs], output.name, options))
+        return f"summary of {output.name}"
+
+    monkeypatch.setattr(__main__, "shift_report", shift_report)
+    text, _ = __main__.run_study("performer_figure1", tmp_path, seeds=2)
+    names = ["none", "learnable_sincos", "constrained_sincos", "banded"]
+    folders = [f"{name}-{data}-0-1" for name in names for data in preset.datasets]
+    assert asked == [(folders, "shift", {})]
+    assert text == "table\n\nsummary of shift"
+    assert (tmp_path / "table.md").read_text() == text
+
+
+def test_what_a_study_refuses(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="preset 'translution_txt': did you mean"):
+        __main__.run_study("translution_txt", tmp_path)
+    with pytest.raises(ValueError, match="seeds must be at least 1, got 0"):
+        __main__.run_study("translution_text", tmp_path, seeds=0)
+    with pytest.raises(
+        ValueError, match=r"together must be from 0 \(all\) to 2, got 3"
+    ):
+        __main__.run_study("translution_text", tmp_path, seeds=2, together=3)
+    with pytest.raises(ValueError, match="dataset 'cifar': did you mean 'cifar10'"):
+        __main__.run_study("rpe_vit", tmp_path, dataset="cifar")
+    with pytest.raises(ValueError, match="model 'rop': did you mean 'rope'"):
+        __main__.run_study("translution_text", tmp_path, models=["translution", "rop"])
+    with pytest.raises(ValueError, match="no --config.* key 'num_step'"):
+        __main__.run_study(
+            "translution_text", tmp_path, overrides=["--config.num_step=1"]
+        )
+    (tmp_path / "file").touch()
+    with pytest.raises(WorkdirError, match="--output .*/file is not writable"):
+        __main__.run_study("translution_text", tmp_path / "file")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="run the study from the project's root"):
+        __main__.run_study("translution_text", tmp_path)
+
+
+def test_the_command_ends_as_the_runs_did(tmp_path, monkeypatch, capsys):
+    failed = [make_training(tmp_path, label="a")]
+    asked = []
+
+    def run_study(preset, output, **options):
+        asked.append((preset, output, options))
+        return "the table", failed
+
+    monkeypatch.setattr(__main__, "run_study", run_study)
+    argv = ["--preset=x", "--output=y", "--seeds=2", "--config.num_steps=3"]
+    argv.append("--models=vit,gpt")
+    with pytest.raises(SystemExit, match="2"):
+        __main__.main(argv)
+    out, err = capsys.readouterr()
+    assert "the table" in out and err == "error: not trained: a, seed 3\n"
+    options = {"dataset": "", "models": ["vit", "gpt"], "seeds": 2, "together": 0}
+    options |= {"jobs": 1, "overrides": ["--config.num_steps=3"]}
+    assert asked == [("x", "y", options)]
+    failed.clear()
+    __main__.main(argv)
+    assert "the table" in capsys.readouterr().out

@@ -1,0 +1,177 @@
+"""Going on with a run: after damage, and never as another run."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from relattn import data as data_lib
+from relattn import training
+from relattn.training import loop
+from relattn.training import run as run_lib
+from relattn.training.checkpoint import checkpoint_steps, read_meta
+from tests.helpers.interrupted import (
+    Interrupted,
+    final_state,
+    interrupt_at,
+    untimed,
+    untimed_rows,
+)
+from tests.training.conftest import make_data
+
+pytestmark = pytest.mark.usefixtures("tiny")
+
+
+def test_training_goes_on_from_before_a_damaged_checkpoint(
+    config, tmp_path, one_device
+):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    expected = training.train_and_evaluate(config, whole, devices=one_device)
+    with pytest.raises(Interrupted):
+        training.train_and_evaluate(
+            config, parts, devices=one_device, on_step=interrupt_at(12)
+        )
+    manifest = parts / run_lib.CHECKPOINTS / "10" / "manifest.json"
+    manifest.unlink()
+    with pytest.warns(UserWarning, match=r"10/manifest.json is missing.*5 is used"):
+        actual = training.train_and_evaluate(config, parts, devices=one_device)
+    assert untimed(actual) == untimed(expected)
+    jax.tree.map(np.testing.assert_array_equal, final_state(parts), final_state(whole))
+    assert untimed_rows(parts) == untimed_rows(whole)
+    steps = [checkpoint_steps(run / run_lib.CHECKPOINTS) for run in (parts, whole)]
+    assert steps[0] == steps[1]
+    aside = parts / run_lib.CHECKPOINTS / "10.damaged"
+    assert (aside / "meta" / "metadata").exists()
+
+
+def test_training_goes_on_with_damaged_records(config, tmp_path, one_device):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    training.train_and_evaluate(config, whole, devices=one_device)
+    with pytest.raises(Interrupted):
+        training.train_and_evaluate(
+            config, parts, devices=one_device, on_step=interrupt_at(7)
+        )
+    (parts / "run.json").write_text("")
+    metrics = (parts / "metrics.jsonl").read_text()
+    (parts / "metrics.jsonl").write_text(f"{{\n{metrics}")
+    with (
+        pytest.warns(UserWarning, match=r"run.json is damaged and begun anew"),
+        pytest.warns(UserWarning, match=r"metrics.jsonl is damaged: .* \(line 1\)"),
+    ):
+        training.train_and_evaluate(config, parts, devices=one_device)
+    assert untimed_rows(parts) == untimed_rows(whole)
+    assert (parts / "metrics.jsonl.damaged").read_text() == f"{{\n{metrics}"
+
+
+def test_training_never_starts_anew_over_damaged_checkpoints(
+    config, tmp_path, one_device
+):
+    with pytest.raises(Interrupted):
+        training.train_and_evaluate(
+            config, tmp_path, devices=one_device, on_step=interrupt_at(7)
+        )
+    (tmp_path / run_lib.CHECKPOINTS / "5" / "manifest.json").unlink()
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(training.CheckpointError, match=r"5/manifest.json is missing"):
+        training.train_and_evaluate(config, tmp_path, devices=one_device)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_data_that_changed_are_refused(config, tmp_path, one_device, monkeypatch):
+    with pytest.raises(Interrupted):
+        training.train_and_evaluate(
+            config, tmp_path, devices=one_device, on_step=interrupt_at(7)
+        )
+    data = make_data()
+    fewer = dataclasses.replace(
+        data, train=data_lib.ImageSplit(data.train.images[1:], data.train.labels[1:])
+    )
+    brighter = dataclasses.replace(data, mean=data.mean * 1.1)
+    before = sorted(tmp_path.rglob("*"))
+    for other, what in ((fewer, "num_train: "), (brighter, "mean: ")):
+        with pytest.raises(
+            training.CheckpointError, match=f"was trained on other data .{what}"
+        ):
+            training.train_and_evaluate(
+                config, tmp_path, data=other, devices=one_device
+            )
+    assert sorted(tmp_path.rglob("*")) == before
+    moved = dataclasses.replace(data, origin="another folder")
+    training.train_and_evaluate(config, tmp_path, data=moved, devices=one_device)
+
+
+def test_a_best_checkpoint_that_is_damaged_is_found_before_any_work(
+    config, tmp_path, one_device
+):
+    config.checkpoint_every_steps = 4
+    with pytest.raises(Interrupted):
+        training.train_and_evaluate(
+            config, tmp_path, devices=one_device, on_step=interrupt_at(14)
+        )
+    folder = tmp_path / run_lib.CHECKPOINTS
+    latest = checkpoint_steps(folder)[-1]
+    best = read_meta(folder, latest)["history"]["best_step"]
+    assert best != latest
+    manifest = folder / str(best) / "manifest.json"
+    manifest.unlink()
+    with pytest.raises(training.CheckpointError, match=f"{best}/manifest.json is miss"):
+        training.train_and_evaluate(config, tmp_path, devices=one_device)
+    assert checkpoint_steps(folder)[-1] == latest
+
+
+def test_a_run_of_before_there_was_text_goes_on(
+    config, tmp_path, one_device, monkeypatch
+):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    expected = training.train_and_evaluate(config, whole, devices=one_device)
+    to_json = loop.to_json
+    asdict = loop.dataclasses.asdict
+
+    def old_json(config):
+        return {k: v for k, v in to_json(config).items() if k != "accumulate_steps"}
+
+    def old_asdict(value):
+        values = asdict(value)
+        values.pop("kind", None)
+        for name, best in values.pop("best", {}).items():
+            values[f"best_{name}"] = best
+        return values
+
+    with monkeypatch.context() as patched:
+        patched.setattr(loop, "to_json", old_json)
+        patched.setattr(loop.dataclasses, "asdict", old_asdict)
+        with pytest.raises(Interrupted):
+            training.train_and_evaluate(
+                config, parts, devices=one_device, on_step=interrupt_at(12)
+            )
+    meta = read_meta(parts / run_lib.CHECKPOINTS, 10)
+    assert "accumulate_steps" not in meta["config"] and "kind" not in meta["data"]
+    assert set(meta["history"]) > {"best_accuracy", "best_loss", "best_step"}
+    assert training.load_run(parts).config.accumulate_steps == 1
+    result = training.train_and_evaluate(config, parts, devices=one_device)
+    for key in ("best_step", "validation_loss", "test_loss"):
+        assert result[key] == expected[key]
+
+
+def test_a_workdir_of_another_config_shows_the_difference(config, tmp_path, one_device):
+    training.train_and_evaluate(config, tmp_path, devices=one_device)
+    config.seed = 1
+    config.optimizer.name = "sgd"
+    config.log_every_steps = 7
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(
+        training.WorkdirError,
+        match=r"optimizer.name: 'adam' there, 'sgd' now; seed: 0 there, 1 now\)",
+    ):
+        training.train_and_evaluate(config, tmp_path, devices=one_device)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_foreign_checkpoint_folder_is_left_alone(config, tmp_path):
+    foreign = tmp_path / "checkpoints" / "model.pt"
+    foreign.parent.mkdir()
+    foreign.write_text("weights")
+    with pytest.raises(training.CheckpointError, match=r"model.pt is no checkpoint"):
+        training.train_and_evaluate(config, tmp_path)
+    assert [p.name for p in tmp_path.rglob("*")] == ["checkpoints", "model.pt"]

@@ -1,0 +1,145 @@
+"""One run at a time in a run directory; clocks and host names do not matter."""
+
+import errno
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+
+from relattn import training
+from relattn.training import workdir
+from relattn.training.task import Task
+from relattn.training.workdir import LOCK, lock_workdir, write_run_json
+from tests.training.conftest import make_data
+
+
+@pytest.mark.usefixtures("tiny")
+def test_a_second_run_in_a_directory_is_refused(config, tmp_path, one_device):
+    config.num_epochs, config.redraw_every = 1, 0
+    refused = []
+
+    def on_step(done):
+        if done == 2:
+            before = sorted(tmp_path.rglob("*"))
+            with pytest.raises(training.WorkdirError) as error:
+                training.train_and_evaluate(config, tmp_path, devices=one_device)
+            refused.append(str(error.value))
+            assert sorted(tmp_path.rglob("*")) == before
+
+    training.train_and_evaluate(config, tmp_path, devices=one_device, on_step=on_step)
+    assert refused == [
+        f"--workdir {tmp_path} is in use by process {os.getpid()} on "
+        f"{socket.gethostname()}: wait until it has ended, or choose another directory"
+    ]
+    assert not (tmp_path / LOCK).exists()
+
+
+def test_the_lock_of_a_process_ends_with_it(tmp_path):
+    """Whatever it left in the file: here another host, and a time to come."""
+    path = tmp_path / LOCK
+    hold = "import fcntl, sys; f = open(sys.argv[1]); fcntl.flock(f, fcntl.LOCK_EX); "
+    hold += "print(flush=True); sys.stdin.read()"
+    path.write_text(json.dumps({"pid": 1, "host": "elsewhere"}))
+    tomorrow = time.time() + 86400
+    os.utime(path, (tomorrow, tomorrow))
+    holder = subprocess.Popen(
+        [sys.executable, "-c", hold, path],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    with holder:
+        holder.stdout.readline()
+        with (
+            pytest.raises(training.WorkdirError, match="process 1 on elsewhere: wait"),
+            lock_workdir(tmp_path),
+        ):
+            pass
+        path.write_text("")
+        with (
+            pytest.raises(training.WorkdirError, match="in use by another process: "),
+            lock_workdir(tmp_path),
+        ):
+            pass
+        holder.kill()
+        holder.wait()
+        path.write_text(json.dumps({"pid": 1, "host": "elsewhere"}))
+        os.utime(path, (tomorrow, tomorrow))
+        with lock_workdir(tmp_path):
+            record = {"pid": os.getpid(), "host": socket.gethostname()}
+            assert json.loads(path.read_text()) == record
+    assert not path.exists()
+
+
+def test_a_file_removed_while_it_is_locked_is_not_taken_for_the_lock(
+    tmp_path, monkeypatch
+):
+    class Racing:
+        LOCK_EX, LOCK_NB = workdir.fcntl.LOCK_EX, workdir.fcntl.LOCK_NB
+        calls = 0
+
+        @classmethod
+        def flock(cls, file, operation):
+            cls.calls += 1
+            if cls.calls == 1:
+                (tmp_path / LOCK).unlink()
+
+    monkeypatch.setattr(workdir, "fcntl", Racing)
+    with lock_workdir(tmp_path):
+        assert json.loads((tmp_path / LOCK).read_text())["pid"] == os.getpid()
+    assert Racing.calls == 2
+
+
+def test_where_there_are_no_locks(tmp_path, monkeypatch):
+    class Unsupported:
+        LOCK_EX, LOCK_NB = workdir.fcntl.LOCK_EX, workdir.fcntl.LOCK_NB
+
+        @staticmethod
+        def flock(file, operation):
+            raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
+
+    monkeypatch.setattr(workdir, "fcntl", Unsupported)
+    with (
+        pytest.warns(UserWarning, match="cannot be locked .*: start no other run"),
+        lock_workdir(tmp_path),
+    ):
+        pass
+    monkeypatch.setattr(workdir, "fcntl", None)
+    with lock_workdir(tmp_path):
+        assert not (tmp_path / LOCK).exists()
+
+
+@pytest.fixture
+def task(tiny, config):
+    return Task.build(config, make_data().info)
+
+
+def start_at(workdir, task, devices, step):
+    """The steps of the starts that run.json lists."""
+    write_run_json(workdir, task, devices, step)
+    record = json.loads((workdir / "run.json").read_text())
+    assert record["data"]["name"] == "columns"
+    return [start["step"] for start in record["starts"]]
+
+
+def test_every_start_is_listed(tmp_path, task, one_device):
+    assert start_at(tmp_path, task, one_device, 0) == [0]
+    assert start_at(tmp_path, task, one_device, 3) == [0, 3]
+    assert start_at(tmp_path, task, one_device, 0) == [0]
+
+
+CONTENTS = [b"", b"{}", b"5", b'{"starts": 5}', b"\xff", b"[" * 100000]
+
+
+@pytest.mark.parametrize("content", CONTENTS, ids=lambda content: repr(content[:20]))
+def test_a_run_json_that_cannot_be_read(tmp_path, task, one_device, content):
+    path = tmp_path / "run.json"
+    path.write_bytes(content)
+    message = r"run.json is damaged and begun anew, without the starts .* kept as .*/"
+    with pytest.warns(UserWarning, match=f"{message}run.json.damaged$"):
+        assert start_at(tmp_path, task, one_device, 3) == [3]
+    assert (tmp_path / "run.json.damaged").read_bytes() == content
+    assert start_at(tmp_path, task, one_device, 5) == [3, 5]

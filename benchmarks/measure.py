@@ -48,7 +48,7 @@ def measure(
         under ``skipped`` the reason why it was not measured.
 
     Example:
-        >>> row = measure("linear", {"length": 8, "depth": 4}, repeats=1)
+        >>> row = measure("linear", {"length": 8, "head_dim": 4}, repeats=1)
         >>> row["forward_ms"] > 0 and "forward_backward_memory_mb" in row
         True
     """

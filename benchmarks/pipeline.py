@@ -67,7 +67,7 @@ def measure(
     step = parallel.train_step(task.make_train_step(parallel))
     state, key = parallel.place(task.create_state()), task.key
 
-    def turn(batches: Iterator[Any]) -> float:
+    def rotate(batches: Iterator[Any]) -> float:
         nonlocal state
         start = time.perf_counter()
         for batch in itertools.islice(batches, steps):
@@ -85,10 +85,10 @@ def measure(
     with train_loader(data, config.batch_size, task.seeds, 0, parallel) as loader:
         real = (batch for _, batch in loader)
         fixed = itertools.repeat(next(real))
-        turn(fixed)
+        rotate(fixed)
         for _ in range(rounds):
-            times["fixed"].append(turn(fixed))
-            times["pipeline"].append(turn(real))
+            times["fixed"].append(rotate(fixed))
+            times["pipeline"].append(rotate(real))
             times["read"].append(read(real))
     median = {kind: statistics.median(values) for kind, values in times.items()}
     batch_size = config.batch_size * len(task.seeds)

@@ -227,11 +227,16 @@ def _parser() -> command.Parser:
     add("--against", type=_names, default="softmax", help="what to compare with")
     add("--lengths", type=_lengths, default="1024,4096", help="numbers of tokens")
     add("--batch", type=_positive, default=default.batch, help="examples")
-    add("--heads", type=_positive, default=default.heads, help="heads")
-    add("--depth", type=_positive, default=default.depth, help="width of a head")
+    add("--num_heads", type=_positive, default=default.num_heads, help="heads")
+    add("--head_dim", type=_positive, default=default.head_dim, help="width of a head")
     add("--clip", type=_positive, default=default.clip, help="banded: largest distance")
     add("--rank", type=_positive, default=default.rank, help="LoR-Translution's")
-    add("--num_features", type=_positive, default=0, help="0: int(depth * ln(depth))")
+    add(
+        "--num_features",
+        type=_positive,
+        default=0,
+        help="0: int(head_dim * ln(head_dim))",
+    )
     add("--dtype", choices=_DTYPES, default=default.dtype, help="of the inputs")
     add("--repeats", type=_positive, default=5, help="runs after the first")
     add("--backward", action=argparse.BooleanOptionalAction, default=True, help="too")

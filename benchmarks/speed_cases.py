@@ -26,18 +26,18 @@ class Sizes:
     Attributes:
         length: Number of tokens, a CLS token of kernels on a grid aside.
         batch: Examples.
-        heads: Heads.
-        depth: Width of a head.
+        num_heads: Heads.
+        head_dim: Width of a head.
         clip: The largest distance told apart by the banded kernels.
         rank: Of LoR-Translution, a head.
         dtype: Of queries, keys and values.
-        num_features: Random features, 0 for int(depth * ln(depth)).
+        num_features: Random features, 0 for int(head_dim * ln(head_dim)).
     """
 
     length: int
     batch: int = 2
-    heads: int = 8
-    depth: int = 32
+    num_heads: int = 8
+    head_dim: int = 32
     clip: int = 6
     rank: int = 8
     dtype: str = "float32"
@@ -46,7 +46,7 @@ class Sizes:
     @property
     def width(self) -> int:
         """Width of a token: all heads."""
-        return self.heads * self.depth
+        return self.num_heads * self.head_dim
 
     @property
     def grid(self) -> offsets.Grid:
@@ -85,9 +85,9 @@ class Case:
 
 
 def _arrays(sizes: Sizes, num_prefix: int = 0) -> list[np.ndarray]:
-    """Queries, keys and values, [batch, heads, num_prefix + length, depth]."""
+    """Queries, keys and values, [batch, heads, num_prefix + length, head_dim]."""
     generator = np.random.default_rng(0)
-    shape = (3, sizes.batch, sizes.heads, num_prefix + sizes.length, sizes.depth)
+    shape = (3, sizes.batch, sizes.num_heads, num_prefix + sizes.length, sizes.head_dim)
     return list(generator.standard_normal(shape, np.float32))
 
 
@@ -96,8 +96,8 @@ def _on_device(sizes: Sizes, num_prefix: int = 0) -> list[jax.Array]:
 
 
 def _feature_map(sizes: Sizes) -> kernels.FeatureMap:
-    num = sizes.num_features or kernels.default_num_features(sizes.depth)
-    projection = kernels.draw_orthogonal(jax.random.key(0), num, sizes.depth)
+    num = sizes.num_features or kernels.default_num_features(sizes.head_dim)
+    projection = kernels.draw_orthogonal(jax.random.key(0), num, sizes.head_dim)
     return functools.partial(kernels.positive_features, projection=projection)
 
 
@@ -120,7 +120,7 @@ def _offset_bias(attention, *, causal=False, features=True, **fixed):
         grid = (sizes.length,) if causal else sizes.grid
         options = {**fixed} if causal else {**fixed, "grid": grid}
         options |= {"feature_map": _feature_map(sizes)} if features else {}
-        shape = (sizes.heads, offsets.num_offsets(grid))
+        shape = (sizes.num_heads, offsets.num_offsets(grid))
         inputs = [*_on_device(sizes), jax.random.normal(jax.random.key(1), shape)]
         return lambda q, k, v, b: attention(q, k, v, bias=b, **options), inputs
 
@@ -130,7 +130,9 @@ def _offset_bias(attention, *, causal=False, features=True, **fixed):
 def _banded(attention):
     def make(sizes):
         q, _, v = _on_device(sizes, num_prefix=1)
-        table = np.random.default_rng(1).standard_normal((sizes.clip + 1, sizes.depth))
+        table = np.random.default_rng(1).standard_normal(
+            (sizes.clip + 1, sizes.head_dim)
+        )
         function = functools.partial(
             attention, feature_map=_feature_map(sizes), grid=sizes.grid, num_prefix=1
         )
@@ -209,8 +211,8 @@ def _performer_pytorch(causal):
     def make(sizes):
         from performer_pytorch import FastAttention
 
-        num = sizes.num_features or kernels.default_num_features(sizes.depth)
-        attention = FastAttention(sizes.depth, nb_features=num, causal=causal)
+        num = sizes.num_features or kernels.default_num_features(sizes.head_dim)
+        attention = FastAttention(sizes.head_dim, nb_features=num, causal=causal)
         return attention, _torch_tensors(sizes)
 
     return make
@@ -224,7 +226,7 @@ def _self_attention(attention):
             q, k, v = (jnp.einsum("bnc,che->bhne", x, w) for w in (w_q, w_k, w_v))
             return attention(q, k, v)
 
-        weights = _weights(sizes, sizes.width, sizes.heads, sizes.depth)
+        weights = _weights(sizes, sizes.width, sizes.num_heads, sizes.head_dim)
         return attend, [_tokens(sizes), *weights]
 
     return make
@@ -233,7 +235,7 @@ def _self_attention(attention):
 def _translution(attention, *, causal=False):
     def make(sizes):
         options, rows = _of_offsets(sizes, causal)
-        weights = _weights(sizes, rows, sizes.width, sizes.heads, sizes.depth)
+        weights = _weights(sizes, rows, sizes.width, sizes.num_heads, sizes.head_dim)
         function = functools.partial(attention, **options)
         return function, [_tokens(sizes, options.get("num_prefix", 0)), *weights]
 
@@ -245,7 +247,7 @@ def _lor_translution(attention, *, causal=False):
 
     def make(sizes):
         options, rows = _of_offsets(sizes, causal)
-        inner = sizes.rank * sizes.heads
+        inner = sizes.rank * sizes.num_heads
 
         def attend(x, plain, down, tables, up):
             q, k, v = (jnp.einsum("bnc,che->bhne", x, w) for w in plain)
@@ -255,10 +257,12 @@ def _lor_translution(attention, *, causal=False):
 
         return attend, [
             _tokens(sizes, options.get("num_prefix", 0)),
-            _weights(sizes, sizes.width, sizes.heads, sizes.depth),
+            _weights(sizes, sizes.width, sizes.num_heads, sizes.head_dim),
             _weights(sizes, sizes.width, inner),
-            _weights(sizes, rows, inner, sizes.heads, sizes.rank),
-            _weights(sizes, sizes.heads, sizes.rank, sizes.heads, sizes.depth)[0],
+            _weights(sizes, rows, inner, sizes.num_heads, sizes.rank),
+            _weights(
+                sizes, sizes.num_heads, sizes.rank, sizes.num_heads, sizes.head_dim
+            )[0],
         ]
 
     return make
@@ -325,7 +329,7 @@ def _score_matrices(forward, backward):
     """Arrays of one float32 for every pair of tokens."""
 
     def needs(sizes):
-        size = 4 * sizes.batch * sizes.heads * sizes.length**2
+        size = 4 * sizes.batch * sizes.num_heads * sizes.length**2
         return forward * size, backward * size
 
     return needs
@@ -335,7 +339,7 @@ def _gathered(forward, backward, *, low_rank=False):
     """Matrices of every pair of tokens, and what they project, float32."""
 
     def needs(sizes):
-        inner = sizes.rank * sizes.heads if low_rank else sizes.width
+        inner = sizes.rank * sizes.num_heads if low_rank else sizes.width
         pair = inner * inner + sizes.batch * inner
         size = 4 * sizes.length**2 * pair
         return forward * size, backward * size

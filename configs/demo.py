@@ -40,7 +40,7 @@ def get_config(variant: str = "constrained_sincos") -> ConfigDict:
             "name": "performer",
             "dim": 64,
             "num_layers": 2,
-            "heads": 4,
+            "num_heads": 4,
             "mlp_dim": 256,
             # Narrow: a shift along x by an even number of pixels is one of tokens.
             "patch_size": (4, 2),

@@ -96,7 +96,7 @@ def get_config(arguments: str = "") -> ConfigDict:
         "name": "performer",
         "dim": 256,
         "num_layers": 6,
-        "heads": 8,
+        "num_heads": 8,
         "mlp_dim": 1024,
         "patch_size": 1,
         **VARIANTS[variant],
@@ -183,7 +183,7 @@ def _publish(config: ConfigDict, clip: int) -> None:
 
 def _shrink(config: ConfigDict) -> None:
     """Turns a recipe into a run of seconds."""
-    config.model.update(dim=32, num_layers=2, heads=2, mlp_dim=64, patch_size=4)
+    config.model.update(dim=32, num_layers=2, num_heads=2, mlp_dim=64, patch_size=4)
     config.data.update(source="embedded", num_validation=500)
     config.optimizer.learning_rate = 2e-3
     config.batch_size = 32

@@ -72,7 +72,7 @@ def get_config(arguments: str = "") -> ConfigDict:
             "name": "vit",
             "dim": 256,
             "num_layers": 6,
-            "heads": 8,
+            "num_heads": 8,
             "mlp_dim": 512,
             "patch_size": 4,
             "attention": chosen.get("attention", "favor"),
@@ -135,7 +135,7 @@ def _fit_cpu(config: ConfigDict) -> None:
 def _shrink(config: ConfigDict) -> None:
     """Turns a recipe into a run of seconds."""
     _embed(config, 500)
-    config.model.update(dim=32, num_layers=2, heads=2, mlp_dim=64)
+    config.model.update(dim=32, num_layers=2, num_heads=2, mlp_dim=64)
     config.batch_size = 32
     config.eval_batch_size = 100
     config.num_epochs = 0

@@ -109,7 +109,7 @@ def get_config(arguments: str = "") -> ConfigDict:
 
 def _fit_cpu(config: ConfigDict) -> None:
     """Cuts a recipe to a small model and a budget for CPU cores."""
-    config.model.update(dim=128, num_layers=2, mlp_dim=512, heads=4)
+    config.model.update(dim=128, num_layers=2, mlp_dim=512, num_heads=4)
     config.data.update(name="tinyshakespeare", tokenizer="bytes", context_length=64)
     config.batch_size = 12
     config.eval_batch_size = 128
@@ -122,7 +122,7 @@ def _fit_cpu(config: ConfigDict) -> None:
 
 def _shrink(config: ConfigDict) -> None:
     """Turns a recipe into a run of seconds."""
-    config.model.update(dim=24, num_layers=2, mlp_dim=48, heads=3)
+    config.model.update(dim=24, num_layers=2, mlp_dim=48, num_heads=3)
     config.data.update(name="tinyshakespeare", tokenizer="bytes", context_length=32)
     config.optimizer.learning_rate = 3e-3
     config.eval_batch_size = 256

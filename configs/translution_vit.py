@@ -144,7 +144,7 @@ def _fit_cpu(config: ConfigDict) -> None:
 
 def _shrink(config: ConfigDict) -> None:
     """Turns a recipe into a run of seconds."""
-    config.model.update(dim=24, num_layers=2, mlp_dim=48, heads=3, patch_size=12)
+    config.model.update(dim=24, num_layers=2, mlp_dim=48, num_heads=3, patch_size=12)
     config.data = ConfigDict(_mnist(config.data.get("placement", "static")))
     config.data.update(source="embedded", num_validation=500)
     config.optimizer.learning_rate = 3e-3

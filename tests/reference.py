@@ -83,7 +83,7 @@ def _weighted_mean(weights, v):
 def banded_attention(q, v, table, log_phi, grid, num_prefix=0, key_mask=None):
     """Weights phi(q_i) . phi(w_distance) of every key, normalised; positive features.
 
-    ``log_phi`` maps [n, depth] to the logarithms of features, [n, features].
+    ``log_phi`` maps [n, head_dim] to the logarithms of features, [n, features].
     """
     n, clip = len(q), len(table) - 1
     distances = np.full((n, n), clip)
@@ -128,13 +128,13 @@ def offset_rows(grid, num_prefix=0, causal=False):
 
 
 def translution(x, w_q, w_k, w_v, rows, allowed):
-    """[heads n depth]; tables go by ``rows`` of `offset_rows`, or by pair."""
-    n, depth = len(x), w_q.shape[-1]
+    """[heads n head_dim]; tables go by ``rows`` of `offset_rows`, or by pair."""
+    n, head_dim = len(x), w_q.shape[-1]
     queries, keys = jnp.repeat(x[:, None], n, 1), jnp.repeat(x[None], n, 0)
     q = _project_pairs(queries, w_q, rows[0])
     k = _project_pairs(keys, w_k, rows[1])
     v = _project_pairs(keys, w_v, rows[2])
-    return _sum_pairs(jnp.sum(q * k, axis=-1) / depth**0.5, v, allowed)
+    return _sum_pairs(jnp.sum(q * k, axis=-1) / head_dim**0.5, v, allowed)
 
 
 def lor_translution(q, k, v, low, tables, rows, allowed, scale, average=False):
@@ -163,7 +163,7 @@ def lor_translution(q, k, v, low, tables, rows, allowed, scale, average=False):
 
 
 def _project_pairs(tokens, w, rows):
-    """[n n heads depth] of tokens [n n width]."""
+    """[n n heads head_dim] of tokens [n n width]."""
     w = (
         w[rows]
         if w.ndim == 4
@@ -268,11 +268,13 @@ def gelu(x):
     return x * (1 + jax.scipy.special.erf(x / 2**0.5)) / 2
 
 
-def transformer_block(x, params, heads, allowed):
+def transformer_block(x, params, num_heads, allowed):
     """x + attention(norm(x)), then x + feed_forward(norm(x)); softmax attention."""
     attention, feed_forward = params["attention"], params["feed_forward"]
     y = layer_norm(x, params["attention_norm"])
-    q, k, v = (jnp.split(linear(y, attention[name]), heads, axis=1) for name in "qkv")
+    q, k, v = (
+        jnp.split(linear(y, attention[name]), num_heads, axis=1) for name in "qkv"
+    )
     outputs = [softmax_attention(*qkv, allowed) for qkv in zip(q, k, v, strict=True)]
     x = x + linear(jnp.concatenate(outputs, axis=1), attention["out"])
     y = layer_norm(x, params["feed_forward_norm"])
@@ -280,7 +282,7 @@ def transformer_block(x, params, heads, allowed):
 
 
 def rotary(x, positions, base):
-    """Each axis turns its share of the complex numbers x_t + i x_(t + depth / 2)."""
+    """Each axis turns its share of the complex numbers x_t + i x_(t + head_dim / 2)."""
     half = x.shape[1] // 2
     share = half // len(positions[0])
     angles = [
@@ -292,7 +294,7 @@ def rotary(x, positions, base):
 
 
 def mixed_rotary(x, positions, frequencies):
-    """Pair t, the complex number x_t + i x_(t + depth / 2), turns by w_t . p."""
+    """Pair t, the complex number x_t + i x_(t + head_dim / 2), turns by w_t . p."""
     half = x.shape[1] // 2
     angles = jnp.stack([frequencies @ position for position in positions])
     turned = (x[:, :half] + 1j * x[:, half:]) * jnp.exp(1j * angles)
@@ -300,13 +302,13 @@ def mixed_rotary(x, positions, frequencies):
 
 
 def string(x, positions, generators):
-    """exp(sum_axis p_axis L_axis) x, for generators L [axes, depth, depth]."""
+    """exp(sum_axis p_axis L_axis) x, for generators L [axes, head_dim, head_dim]."""
     generators = jnp.stack(generators)
 
-    def turn(token, position):
+    def rotate(token, position):
         return _exponential(jnp.tensordot(position, generators, 1)) @ token
 
-    return jax.vmap(turn)(x, jnp.asarray(positions))
+    return jax.vmap(rotate)(x, jnp.asarray(positions))
 
 
 def _exponential(matrix):
@@ -321,7 +323,7 @@ def _exponential(matrix):
 
 
 def cayley_generators(entries, frequencies):
-    """P J P^T of every axis, J turning pair (t, t + depth / 2) by w_t, P of Cayley."""
+    """P J P^T of each axis: J rotates pair (t, t + head_dim / 2) by w_t."""
     half, axes = frequencies.shape
     skew = jnp.zeros((2 * half, 2 * half))
     places = [(i, j) for i in range(2 * half) for j in range(i)]
@@ -341,8 +343,8 @@ def cayley_generators(entries, frequencies):
 
 def circulant_generators(circulants):
     """C - C^T of every axis, C with the first column c."""
-    depth = circulants.shape[1]
-    places = [[(i - j) % depth for j in range(depth)] for i in range(depth)]
+    head_dim = circulants.shape[1]
+    places = [[(i - j) % head_dim for j in range(head_dim)] for i in range(head_dim)]
     matrices = [c[np.array(places)] for c in circulants]
     return [matrix - matrix.T for matrix in matrices]
 

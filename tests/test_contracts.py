@@ -18,7 +18,7 @@ from relattn import kernels
 from tests.helpers import compare
 from tests.helpers.quick import quick_jit
 from tests.mechanisms import LINES, MECHANISMS
-from tests.mechanisms.base import BATCH, DEPTH, HEADS, NUM_FEATURES, M, N
+from tests.mechanisms.base import BATCH, HEAD_DIM, HEADS, NUM_FEATURES, M, N
 
 DRAWS = 2000
 
@@ -70,7 +70,7 @@ def test_is_unbiased_within_four_standard_errors(mechanism, draw):
     @jax.jit
     @jax.vmap
     def estimate(key):
-        return mechanism.estimate(draw(key, NUM_FEATURES, DEPTH), **inputs)
+        return mechanism.estimate(draw(key, NUM_FEATURES, HEAD_DIM), **inputs)
 
     samples = np.float64(estimate(jax.random.split(jax.random.key(0), DRAWS)))
     error = samples.std(axis=0, ddof=1) / DRAWS**0.5

@@ -18,7 +18,7 @@ from relattn.models import build_model
 from relattn.nn.registry import ATTENTIONS
 from tests.helpers.quick import quick_jit
 
-SIZES = {"dim": 8, "num_layers": 2, "heads": 2, "mlp_dim": 5}
+SIZES = {"dim": 8, "num_layers": 2, "num_heads": 2, "mlp_dim": 5}
 IMAGE, PATCH, CLASSES = (4, 6, 1), 2, 3
 LENGTH, VOCAB = 7, 11
 BATCH = 3

@@ -116,7 +116,7 @@ def test_any_text_is_a_spec_or_refused(text):
     with refused():
         spec.resolve(text, ATTENTIONS, "attention")
     with refused():
-        build("softmax", text, dim=6, heads=2, num_layers=1)
+        build("softmax", text, dim=6, num_heads=2, num_layers=1)
     with refused():
         read_arguments(text, "configs/x.py", {"size": ["A/7"]}, options={"n": int})
     with refused():
@@ -136,9 +136,9 @@ def specs(draw, table):
 @given(specs(ATTENTIONS), specs(POSITIONS), st.booleans())
 def test_any_options_build_or_are_refused(attention, position, causal):
     with refused():
-        sizes = {"dim": 12, "heads": 2, "num_layers": 2}
+        sizes = {"dim": 12, "num_heads": 2, "num_layers": 2}
         make, _ = build(attention, position, **sizes, causal=causal)
-        assert make(layer=0).heads == 2
+        assert make(layer=0).num_heads == 2
 
 
 @given(

@@ -453,7 +453,7 @@ def multiply_adds(
     num_tokens: int,
     dim: int,
     num_layers: int,
-    heads: int,
+    num_heads: int,
     mlp_dim: int,
     causal: bool = False,
 ) -> int:
@@ -472,7 +472,7 @@ def multiply_adds(
         num_tokens: Number of tokens, prefix included.
         dim: Width of the tokens.
         num_layers: Number of layers.
-        heads: Number of heads.
+        num_heads: Number of heads.
         mlp_dim: Width of the feed-forward networks' hidden layer.
         causal: Whether a token attends to itself and earlier tokens only.
 
@@ -480,7 +480,7 @@ def multiply_adds(
         The number of multiply-adds.
 
     Example:
-        >>> sizes = dict(num_tokens=17, dim=192, num_layers=6, heads=3, mlp_dim=768)
+        >>> sizes = dict(num_tokens=17, dim=192, num_layers=6, num_heads=3, mlp_dim=768)
         >>> multiply_adds("translution", **sizes)
         226273536
 
@@ -496,7 +496,7 @@ def multiply_adds(
     else:
         layer = 3 * n * square + 2 * pairs * dim
     if name == "lor_translution":
-        rank = options.get("rank", 8) * heads
+        rank = options.get("rank", 8) * num_heads
         layer *= options.get("base", True)
         subset = options.get("relative", "qkv")
         scores, values = "q" in subset or "k" in subset, "v" in subset

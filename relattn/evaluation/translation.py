@@ -60,15 +60,15 @@ class _Layer(nn.Module):
     attention: str
     position: str
     dim: int
-    heads: int
+    num_heads: int
 
     @nn.compact
     def __call__(self, x, grid, key_mask):
-        sizes = {"dim": self.dim, "heads": self.heads, "num_layers": 1}
+        sizes = {"dim": self.dim, "num_heads": self.num_heads, "num_layers": 1}
         make_attention, make_position = build(self.attention, self.position, **sizes)
         position = make_position(name="position")
-        x = jnp.concatenate([x[:, :1], position.of_tokens(x[:, 1:], grid)], axis=1)
-        layers = position.of_layers(grid, 1) or [None]
+        x = jnp.concatenate([x[:, :1], position.add_to_tokens(x[:, 1:], grid)], axis=1)
+        layers = position.per_layer(grid, 1) or [None]
         return make_attention(layer=0, name="attention")(
             x, grid=grid, num_prefix=1, position=layers[0], key_mask=key_mask
         )
@@ -82,7 +82,7 @@ def translation_error(
     content: offsets.Grid = (5, 4),
     grid: offsets.Grid = (11, 13),
     dim: int = 32,
-    heads: int = 2,
+    num_heads: int = 2,
     draws: int = 64,
     seed: int = 0,
 ) -> TranslationError:
@@ -100,7 +100,7 @@ def translation_error(
         content: Height and width of the content, in tokens.
         grid: Height and width of the canvas, in tokens.
         dim: Width of the tokens.
-        heads: Number of heads.
+        num_heads: Number of heads.
         draws: Number of draws of the random features.
         seed: Seed of content, parameters and draws.
 
@@ -134,7 +134,7 @@ def translation_error(
     index = np.pad(inside, ((0, 0), (1, 0)))
     x = jnp.zeros((2, num_tokens, dim)).at[both, index].set(tokens)
     key_mask = jnp.zeros((2, num_tokens), bool).at[both, index].set(True)
-    layer = _Layer(attention, position, dim, heads)
+    layer = _Layer(attention, position, dim, num_heads)
 
     # Without jit, whose program would be compiled for every pair.
     tokens_of, mask_of = (jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (x, key_mask))

@@ -23,16 +23,16 @@ from relattn.offsets import Grid, check_grid
 
 @check_arguments
 def banded_attention(
-    q: Float[Array, "*#batch n depth"],
-    v: Float[Array, "*#batch n value_depth"],
-    table: Float[Array, "rows depth"],
+    q: Float[Array, "*#batch n head_dim"],
+    v: Float[Array, "*#batch n value_dim"],
+    table: Float[Array, "rows head_dim"],
     feature_map: FeatureMap,
     *,
     grid: Grid,
     num_prefix: int = 0,
     key_mask: Bool[Array, "*#batch n"] | None = None,
     precision: jax.lax.PrecisionLike = None,
-) -> Float[Array, "*batch n value_depth"]:
+) -> Float[Array, "*batch n value_dim"]:
     """Banded relative-distance attention (strategy 2).
 
     out_i = sum_j phi(q_i) . phi(w_dist(i,j)) v_j / sum_j phi(q_i) . phi(w_dist(i,j)),
@@ -47,9 +47,9 @@ def banded_attention(
     are reverse-mode only.
 
     Args:
-        q: Queries, shape ``[*batch, n, depth]``.
-        v: Values, shape ``[*batch, n, value_depth]``.
-        table: w, one row a distance from 0 to ``clip``, shape ``[clip + 1, depth]``.
+        q: Queries, shape ``[*batch, n, head_dim]``.
+        v: Values, shape ``[*batch, n, value_dim]``.
+        table: w, one row a distance from 0 to ``clip``, shape ``[clip + 1, head_dim]``.
         feature_map: phi, as in `relattn.kernels.linear.linear_attention`.
         grid: Height and width, or length, of the tokens after the prefix.
         num_prefix: Number of prefix tokens.
@@ -57,7 +57,7 @@ def banded_attention(
         precision: Passed to einsum.
 
     Returns:
-        Shape ``[*batch, n, value_depth]``, in the dtype of ``v``.
+        Shape ``[*batch, n, value_dim]``, in the dtype of ``v``.
 
     Raises:
         ValueError: If shapes or dtypes do not fit together.
@@ -96,7 +96,7 @@ def banded_attention(
     total = values.sum(axis=-2, keepdims=True)
     image = _to_grid(values, grid, num_prefix)
 
-    weights, magnitudes = _weigh(
+    weights, magnitudes = _weighted_sum(
         evaluate(feature_map, q[..., num_prefix:, :]),
         evaluate(feature_map, table),
         counts > 0,
@@ -137,7 +137,7 @@ def _count(keys, grid, num_prefix, num_rings):
     return jnp.concatenate([rings, far], axis=-1), num_keys
 
 
-def _weigh(queries, rows, present, *, shared_shift, precision):
+def _weighted_sum(queries, rows, present, *, shared_shift, precision):
     """Weights phi(q_i) . phi(w_d), up to a factor a query; zero where d is absent.
 
     Returns:
@@ -158,7 +158,7 @@ def _weigh(queries, rows, present, *, shared_shift, precision):
         pair = (queries.values, rows.values)
         weights, magnitudes = dot(*pair), dot(*map(jnp.abs, pair))
     else:
-        weights, magnitudes, exponents = _weigh_exactly(queries, rows)
+        weights, magnitudes, exponents = _exact_weighted_sum(queries, rows)
     exponents = jnp.where(present, exponents, -jnp.inf)
     largest = jax.lax.stop_gradient(exponents.max(axis=-1, keepdims=True))
     # Finite, so that a query that meets no row has weights of zero, not NaN.
@@ -168,7 +168,7 @@ def _weigh(queries, rows, present, *, shared_shift, precision):
     return weights * scale, magnitudes
 
 
-def _weigh_exactly(queries, rows):
+def _exact_weighted_sum(queries, rows):
     """Weights, magnitudes and the exponents to scale them by, row by row.
 
     Each pair of a query and a row has a shift of its own, so that rows whose exponents
@@ -176,7 +176,7 @@ def _weigh_exactly(queries, rows):
     """
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
-    def weigh(row):
+    def weighted_sum(row):
         exponents = queries.exponents + row.exponents
         largest = jax.lax.stop_gradient(exponents.max(axis=-1, keepdims=True))
         products = jnp.exp(exponents - largest)
@@ -186,7 +186,7 @@ def _weigh_exactly(queries, rows):
         return products.sum(axis=-1), jnp.abs(products).sum(axis=-1), largest[..., 0]
 
     scanned = Features(rows.values, rows.exponents)
-    results = jax.lax.map(weigh, scanned)
+    results = jax.lax.map(weighted_sum, scanned)
     return jax.tree.map(lambda x: jnp.moveaxis(x, 0, -1), results)
 
 

@@ -68,11 +68,12 @@ def check_arguments(function: Function) -> Function:
     Example:
         >>> from jaxtyping import Float
         >>> @check_arguments
-        ... def dot(q: Float[Array, "n depth"], k: Float[Array, "m depth"]):
+        ... def dot(q: Float[Array, "n head_dim"], k: Float[Array, "m head_dim"]):
         ...     return q @ k.T
         >>> dot(jnp.ones((2, 3)), jnp.ones((5, 4)))
         Traceback (most recent call last):
-        ValueError: q [n, depth] and k [m, depth] must have the same depth, got ...
+        ValueError: q [n, head_dim] and k [m, head_dim] must have the same head_dim, got
+            ...
     """
     signature = inspect.signature(function)
 
@@ -240,13 +241,13 @@ def _list(words: list[str]) -> str:
     return " and ".join([", ".join(words[:-1]), words[-1]] if words[1:] else words)
 
 
-def clear_masked(
-    k: Float[Array, "*#batch m depth"],
-    v: Float[Array, "*#batch m value_depth"],
+def zero_masked(
+    k: Float[Array, "*#batch m head_dim"],
+    v: Float[Array, "*#batch m value_dim"],
     key_mask: Bool[Array, "*#batch m"] | None,
 ) -> tuple[
-    Float[Array, "*#batch m depth"],
-    Float[Array, "*#batch m value_depth"],
+    Float[Array, "*#batch m head_dim"],
+    Float[Array, "*#batch m value_dim"],
     Bool[Array, "*#batch m"] | None,
 ]:
     """Zeros for masked keys and values: not even a NaN there reaches the result."""

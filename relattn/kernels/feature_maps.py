@@ -46,11 +46,11 @@ class Features(NamedTuple):
         return scale if self.values is None else self.values * scale
 
 
-def default_num_features(depth: int) -> int:
-    """The number of features ``int(depth * ln(depth))``, at least one.
+def default_num_features(head_dim: int) -> int:
+    """The number of features ``int(head_dim * ln(head_dim))``, at least one.
 
     Args:
-        depth: Width of a head's queries, positions included where concatenated.
+        head_dim: Width of a head's queries, positions included where concatenated.
 
     Returns:
         The number of features.
@@ -62,32 +62,32 @@ def default_num_features(depth: int) -> int:
     Source:
         Choromanski et al., Rethinking Attention with Performers, theorem 4.
     """
-    return max(1, int(depth * math.log(depth)))
+    return max(1, int(head_dim * math.log(head_dim)))
 
 
-def _check_sizes(num_features: int, depth: int) -> None:
-    if num_features < 1 or depth < 1:
+def _check_sizes(num_features: int, head_dim: int) -> None:
+    if num_features < 1 or head_dim < 1:
         raise ValueError(
-            "num_features and depth must be at least 1, got "
-            f"num_features={num_features} and depth={depth}"
+            "num_features and head_dim must be at least 1, got "
+            f"num_features={num_features} and head_dim={head_dim}"
         )
 
 
 def draw_gaussian(
-    key: Key[Array, ""], num_features: int, depth: int
-) -> Float[Array, "{num_features} {depth}"]:
+    key: Key[Array, ""], num_features: int, head_dim: int
+) -> Float[Array, "{num_features} {head_dim}"]:
     """Draws a projection with independent rows, ``w ~ N(0, I)``.
 
     Args:
         key: A PRNG key.
         num_features: Number of rows.
-        depth: Width of a row.
+        head_dim: Width of a row.
 
     Returns:
-        The projection, float32, shape ``[num_features, depth]``.
+        The projection, float32, shape ``[num_features, head_dim]``.
 
     Raises:
-        ValueError: If ``num_features`` or ``depth`` is less than one.
+        ValueError: If ``num_features`` or ``head_dim`` is less than one.
 
     Example:
         >>> draw_gaussian(jax.random.key(0), 5, 3).shape
@@ -96,19 +96,19 @@ def draw_gaussian(
     Source:
         Choromanski et al., Rethinking Attention with Performers, section 2.3.
     """
-    _check_sizes(num_features, depth)
-    return jax.random.normal(key, (num_features, depth), jnp.float32)
+    _check_sizes(num_features, head_dim)
+    return jax.random.normal(key, (num_features, head_dim), jnp.float32)
 
 
 def draw_orthogonal(
     key: Key[Array, ""],
     num_features: int,
-    depth: int,
+    head_dim: int,
     *,
     norms: str = "chi",
     haar: bool = True,
-) -> Float[Array, "{num_features} {depth}"]:
-    """Draws a projection whose rows are orthogonal within blocks of ``depth`` rows.
+) -> Float[Array, "{num_features} {head_dim}"]:
+    """Draws a projection whose rows are orthogonal within blocks of ``head_dim`` rows.
 
     W = diag(norms) [Q_1; Q_2; ...], each Q uniform (Haar) among the orthogonal
     matrices: the QR decomposition of a Gaussian matrix, columns times sign(diag R).
@@ -116,22 +116,22 @@ def draw_orthogonal(
     unbiased.
 
     ``"fixed"`` norms make them biased: their mean product is about
-    exp(-|q + k|^4 / (4 depth (depth + 2))) times exp(q . k / sqrt(depth)). At depth 48
-    it is 7% too small where |q + k| = 5.3, 11% where it is 6, and 52% where it is
-    sqrt(2 depth), as of independent normal q and k.
+    exp(-|q + k|^4 / (4 head_dim (head_dim + 2))) times exp(q . k / sqrt(head_dim)). At
+    head_dim 48 it is 7% too small where |q + k| = 5.3, 11% where it is 6, and 52% where
+    it is sqrt(2 head_dim), as of independent normal q and k.
 
     Args:
         key: A PRNG key.
-        num_features: Number of rows; the last block is cut where ``depth`` does not
+        num_features: Number of rows; the last block is cut where ``head_dim`` does not
             divide it.
-        depth: Width of a row.
+        head_dim: Width of a row.
         norms: ``"chi"``, independent norms of Gaussian vectors, or ``"fixed"``, all
-            sqrt(depth), which is biased.
+            sqrt(head_dim), which is biased.
         haar: False leaves out the signs, as published Performer code does. Q is then
             not uniform and the features are biased.
 
     Returns:
-        The projection, float32, shape ``[num_features, depth]``.
+        The projection, float32, shape ``[num_features, head_dim]``.
 
     Raises:
         ValueError: If a size is less than one or ``norms`` is unknown.
@@ -145,41 +145,43 @@ def draw_orthogonal(
         Yu et al., Orthogonal Random Features, section 3; the signs: Mezzadri, How to
         generate random matrices from the classical compact groups, section 5.
     """
-    _check_sizes(num_features, depth)
+    _check_sizes(num_features, head_dim)
     if norms not in NORMS:
         raise ValueError(f"norms must be one of {', '.join(NORMS)}, got {norms!r}")
     block_key, norm_key = jax.random.split(key)
-    num_blocks = -(-num_features // depth)
-    gaussian = jax.random.normal(block_key, (num_blocks, depth, depth), jnp.float32)
+    num_blocks = -(-num_features // head_dim)
+    gaussian = jax.random.normal(
+        block_key, (num_blocks, head_dim, head_dim), jnp.float32
+    )
     rows, diagonal = _qr(gaussian)
     if haar:
         rows = rows * jnp.where(diagonal < 0, -1.0, 1.0)[..., None]
-    rows = rows.reshape(num_blocks * depth, depth)[:num_features]
+    rows = rows.reshape(num_blocks * head_dim, head_dim)[:num_features]
     if norms == "fixed":
-        return rows * math.sqrt(depth)
-    gaussian = jax.random.normal(norm_key, (num_features, depth), jnp.float32)
+        return rows * math.sqrt(head_dim)
+    gaussian = jax.random.normal(norm_key, (num_features, head_dim), jnp.float32)
     return rows * jnp.linalg.norm(gaussian, axis=-1, keepdims=True)
 
 
 @jax.jit
 def _qr(
-    matrices: Float[Array, "blocks depth depth"],
-) -> tuple[Float[Array, "blocks depth depth"], Float[Array, "blocks depth"]]:
+    matrices: Float[Array, "blocks head_dim head_dim"],
+) -> tuple[Float[Array, "blocks head_dim head_dim"], Float[Array, "blocks head_dim"]]:
     """Q transposed and the diagonal of R, by Householder reflections, without LAPACK.
 
     LAPACK's calls wait for threads that they block themselves when one program makes
     several of them on few cores. Signs are LAPACK's: -sign of the pivot, but for the
     last column, which is left as it is.
     """
-    depth = matrices.shape[-1]
-    identity = jnp.broadcast_to(jnp.eye(depth, dtype=matrices.dtype), matrices.shape)
+    head_dim = matrices.shape[-1]
+    identity = jnp.broadcast_to(jnp.eye(head_dim, dtype=matrices.dtype), matrices.shape)
 
     def reflect(j: Array, carry: Array) -> Array:
         column = jax.lax.dynamic_index_in_dim(carry, j, axis=-1, keepdims=False)
-        column = jnp.where(jnp.arange(depth) < j, 0.0, column)
+        column = jnp.where(jnp.arange(head_dim) < j, 0.0, column)
         norm = jnp.sqrt(jnp.sum(jnp.square(column), axis=-1, keepdims=True))
         pivot = jax.lax.dynamic_slice_in_dim(column, j, 1, axis=-1)
-        pivot_vector = jnp.arange(depth) == j
+        pivot_vector = jnp.arange(head_dim) == j
         v = column + jnp.where(pivot_vector, jnp.where(pivot < 0, -norm, norm), 0.0)
         # A product and a sum, not a matmul, whose default precision may be lower.
         v, scale = v[..., None], 2.0 / jnp.sum(jnp.square(v), axis=-1)
@@ -188,9 +190,9 @@ def _qr(
 
     # The reflections that make the left half R make the right half Q transposed.
     both = jnp.concatenate([matrices, identity], axis=-1)
-    both = jax.lax.fori_loop(0, depth - 1, reflect, both)
-    diagonal = jnp.diagonal(both[..., :depth], axis1=-2, axis2=-1)
-    return both[..., depth:], diagonal
+    both = jax.lax.fori_loop(0, head_dim - 1, reflect, both)
+    diagonal = jnp.diagonal(both[..., :head_dim], axis1=-2, axis2=-1)
+    return both[..., head_dim:], diagonal
 
 
 @jax.tree_util.register_dataclass
@@ -201,7 +203,7 @@ class RandomFeatures:
     A pytree with one leaf, the projection; the rest is static.
 
     Attributes:
-        projection: Shape ``[num_features, depth]``.
+        projection: Shape ``[num_features, head_dim]``.
         layer: A number of its own for every projection of a model.
         orthogonal: Whether the rows are orthogonal within blocks.
         norms: As in `draw_orthogonal`.
@@ -222,7 +224,7 @@ def draw_random_features(
     layer: int,
     index: int | Int[Array, ""] = 0,
     num_features: int,
-    depth: int,
+    head_dim: int,
     orthogonal: bool = True,
     norms: str = "chi",
     haar: bool = True,
@@ -234,7 +236,7 @@ def draw_random_features(
         layer: A number of its own for every projection of a model.
         index: How many times the projections were redrawn; may be traced.
         num_features: Number of rows.
-        depth: Width of a row.
+        head_dim: Width of a row.
         orthogonal: False draws independent rows.
         norms: As in `draw_orthogonal`.
         haar: As in `draw_orthogonal`.
@@ -247,15 +249,17 @@ def draw_random_features(
 
     Example:
         >>> features = draw_random_features(
-        ...     jax.random.key(0), layer=1, num_features=5, depth=3)
+        ...     jax.random.key(0), layer=1, num_features=5, head_dim=3)
         >>> features.projection.shape
         (5, 3)
     """
     key = jax.random.fold_in(jax.random.fold_in(key, layer), index)
     if orthogonal:
-        projection = draw_orthogonal(key, num_features, depth, norms=norms, haar=haar)
+        projection = draw_orthogonal(
+            key, num_features, head_dim, norms=norms, haar=haar
+        )
     else:
-        projection = draw_gaussian(key, num_features, depth)
+        projection = draw_gaussian(key, num_features, head_dim)
     return RandomFeatures(projection, layer, orthogonal, norms, haar)
 
 
@@ -276,7 +280,7 @@ def redraw(collection: Any, key: Key[Array, ""], index: int | Int[Array, ""]) ->
 
     Example:
         >>> key = jax.random.key(0)
-        >>> first = draw_random_features(key, layer=0, num_features=5, depth=3)
+        >>> first = draw_random_features(key, layer=0, num_features=5, head_dim=3)
         >>> again = redraw({"layer": first}, key, 1)["layer"]
         >>> bool(jnp.array_equal(first.projection, again.projection))
         False
@@ -285,13 +289,13 @@ def redraw(collection: Any, key: Key[Array, ""], index: int | Int[Array, ""]) ->
     def draw(leaf: Any) -> Any:
         if not isinstance(leaf, RandomFeatures):
             return leaf
-        num_features, depth = leaf.projection.shape
+        num_features, head_dim = leaf.projection.shape
         drawn = draw_random_features(
             key,
             layer=leaf.layer,
             index=index,
             num_features=num_features,
-            depth=depth,
+            head_dim=head_dim,
             orthogonal=leaf.orthogonal,
             norms=leaf.norms,
             haar=leaf.haar,
@@ -305,15 +309,15 @@ def redraw(collection: Any, key: Key[Array, ""], index: int | Int[Array, ""]) ->
 
 
 def _project(
-    x: Float[Array, "*batch n depth"],
+    x: Float[Array, "*batch n head_dim"],
     projection: Float[Array, "features projection_depth"],
     precision: jax.lax.PrecisionLike,
 ) -> tuple[Float[Array, "*batch n features"], Float[Array, "*batch n 1"]]:
-    """W x~ and |x~|^2 / 2 in float32, with x~ = x / depth^(1/4)."""
+    """W x~ and |x~|^2 / 2 in float32, with x~ = x / head_dim^(1/4)."""
     if x.shape[-1] != projection.shape[-1]:
         raise ValueError(
-            f"the projection takes vectors of depth {projection.shape[-1]}, got "
-            f"{x.shape[-1]}; draw it with depth={x.shape[-1]}"
+            f"the projection takes vectors of head_dim {projection.shape[-1]}, got "
+            f"{x.shape[-1]}; draw it with head_dim={x.shape[-1]}"
         )
     x = widen(x) * x.shape[-1] ** -0.25
     projected = wide_einsum(precision)("...d,fd->...f", x, widen(projection))
@@ -322,7 +326,7 @@ def _project(
 
 @check_arguments
 def positive_features(
-    x: Float[Array, "*batch n depth"],
+    x: Float[Array, "*batch n head_dim"],
     projection: Float[Array, "features projection_depth"],
     *,
     eps: float = 0.0,
@@ -330,15 +334,15 @@ def positive_features(
 ) -> Features:
     """Positive random features of the softmax kernel (FAVOR+).
 
-    phi(x) = (exp(W x~ - |x~|^2 / 2) + eps) / sqrt(features), x~ = x / depth^(1/4). With
-    eps = 0, E[phi(q) . phi(k)] = exp(q . k / sqrt(depth)).
+    phi(x) = (exp(W x~ - |x~|^2 / 2) + eps) / sqrt(features), x~ = x / head_dim^(1/4).
+    With eps = 0, E[phi(q) . phi(k)] = exp(q . k / sqrt(head_dim)).
 
     A positive ``eps`` pulls attention towards the mean of the values: more bias, less
     noise. It is a constant, so ``eps`` neither mixes examples nor shows the past the
     future. Published Performers first divide the features by the largest one, of the
     token for queries and of the batch for keys, and then add 1e-4. This is much more
     than eps = 1e-4 here, and depends on the batch. Queries and keys as strategy 1
-    starts (depth 48, 185 features, grid of 16x16, 22 examples), over three draws:
+    starts (head_dim 48, 185 features, grid of 16x16, 22 examples), over three draws:
 
     ==========================  ===============  ================  =============
     form                        error to exact   change of output  share of eps
@@ -350,7 +354,7 @@ def positive_features(
     ==========================  ===============  ================  =============
 
     Args:
-        x: Queries or keys, shape ``[*batch, n, depth]``.
+        x: Queries or keys, shape ``[*batch, n, head_dim]``.
         projection: W, from `draw_orthogonal` or `draw_gaussian`.
         eps: Added to every feature, at least zero.
         precision: Passed to einsum.
@@ -361,7 +365,7 @@ def positive_features(
 
     Raises:
         ValueError: If shapes or dtypes do not fit together.
-        ValueError: If the depths of ``x`` and the projection differ, or ``eps`` is
+        ValueError: If the head_dims of ``x`` and the projection differ, or ``eps`` is
             negative.
 
     Example:
@@ -386,7 +390,7 @@ def positive_features(
 
 @check_arguments
 def trigonometric_features(
-    x: Float[Array, "*batch n depth"],
+    x: Float[Array, "*batch n head_dim"],
     projection: Float[Array, "features projection_depth"],
     *,
     precision: jax.lax.PrecisionLike = None,
@@ -394,11 +398,11 @@ def trigonometric_features(
     """Trigonometric random features of the softmax kernel (FAVOR).
 
     phi(x) = exp(|x~|^2 / 2) [cos W x~, sin W x~] / sqrt(features),
-    x~ = x / depth^(1/4), so that E[phi(q) . phi(k)] = exp(q . k / sqrt(depth)).
+    x~ = x / head_dim^(1/4), so that E[phi(q) . phi(k)] = exp(q . k / sqrt(head_dim)).
     The estimate can be negative: see `relattn.kernels.linear.linear_attention`.
 
     Args:
-        x: Queries or keys, shape ``[*batch, n, depth]``.
+        x: Queries or keys, shape ``[*batch, n, head_dim]``.
         projection: W, from `draw_orthogonal` or `draw_gaussian`.
         precision: Passed to einsum.
 
@@ -407,7 +411,7 @@ def trigonometric_features(
 
     Raises:
         ValueError: If shapes or dtypes do not fit together.
-        ValueError: If the depths of ``x`` and the projection differ.
+        ValueError: If the head_dims of ``x`` and the projection differ.
 
     Example:
         >>> w = draw_orthogonal(jax.random.key(0), 5, 3)
@@ -424,7 +428,7 @@ def trigonometric_features(
 
 @check_arguments
 def relu_features(
-    x: Float[Array, "*batch n depth"],
+    x: Float[Array, "*batch n head_dim"],
     projection: Float[Array, "features projection_depth"],
     bias: Float[Array, " features"] | None = None,
     *,
@@ -433,11 +437,11 @@ def relu_features(
 ) -> Features:
     """Rectified features, with a random or a learned projection.
 
-    phi(x) = relu(W x~ + b) + eps, x~ = x / depth^(1/4). They define an attention of
+    phi(x) = relu(W x~ + b) + eps, x~ = x / head_dim^(1/4). They define an attention of
     their own, no estimate of softmax.
 
     Args:
-        x: Queries or keys, shape ``[*batch, n, depth]``.
+        x: Queries or keys, shape ``[*batch, n, head_dim]``.
         projection: W, drawn or learned.
         bias: b, where learned.
         eps: Added to every feature; keeps the sum of weights above zero.
@@ -448,7 +452,7 @@ def relu_features(
 
     Raises:
         ValueError: If shapes or dtypes do not fit together.
-        ValueError: If the depths of ``x`` and the projection differ.
+        ValueError: If the head_dims of ``x`` and the projection differ.
 
     Example:
         >>> relu_features(-jnp.ones((1, 2)), jnp.eye(2)).dense().tolist()
@@ -470,18 +474,20 @@ _SMALLEST = 1e-6
 
 
 @check_arguments
-def unit_norm(x: Float[Array, "*batch n depth"]) -> Float[Array, "*batch n depth"]:
+def unit_norm(
+    x: Float[Array, "*batch n head_dim"],
+) -> Float[Array, "*batch n head_dim"]:
     """Scales vectors so that feature maps see unit vectors.
 
-    x' = depth^(1/4) x / |x|, so that x' / depth^(1/4), which `positive_features` and
-    `trigonometric_features` project, has the norm 1: their weights then estimate
+    x' = head_dim^(1/4) x / |x|, so that x' / head_dim^(1/4), which `positive_features`
+    and `trigonometric_features` project, has the norm 1: their weights then estimate
     exp(cos(q, k)), and their variance is bounded.
 
     A vector shorter than 1e-3 has no direction: it is scaled as one of that length, so
     that zeros stay zeros, and it has no gradient, which would grow as 1 / |x|.
 
     Args:
-        x: Queries or keys, shape ``[*batch, n, depth]``.
+        x: Queries or keys, shape ``[*batch, n, head_dim]``.
 
     Returns:
         The same shape and dtype.

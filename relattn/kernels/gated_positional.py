@@ -7,17 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from relattn.kernels.checks import check_arguments, clear_masked
+from relattn.kernels.checks import check_arguments, zero_masked
 from relattn.kernels.precision import widen
-from relattn.kernels.softmax import masked_softmax, softmax_weights, weigh
+from relattn.kernels.softmax import masked_softmax, softmax_weights, weighted_sum
 from relattn.offsets import Grid, check_grid, num_offsets, offset_index
 
 
 @check_arguments
 def gated_positional_attention(
-    q: Float[Array, "*#batch n depth"],
-    k: Float[Array, "*#batch n depth"],
-    v: Float[Array, "*#batch n value_depth"],
+    q: Float[Array, "*#batch n head_dim"],
+    k: Float[Array, "*#batch n head_dim"],
+    v: Float[Array, "*#batch n value_dim"],
     gate: Float[Array, "*#batch"],
     coefficients: Float[Array, "*#batch features"],
     *,
@@ -25,19 +25,19 @@ def gated_positional_attention(
     num_prefix: int = 0,
     key_mask: Bool[Array, "*#batch n"] | None = None,
     precision: jax.lax.PrecisionLike = None,
-) -> Float[Array, "*batch n value_depth"]:
+) -> Float[Array, "*batch n value_dim"]:
     """Gated positional attention (ConViT).
 
     out_i = sum_j ((1 - g) alpha_ij + g beta_ij) v_j with g = sigmoid(gate),
-    alpha_ij = softmax_j(q_i . k_j / sqrt(depth)), beta_ij = softmax_j(w . r_d) and
+    alpha_ij = softmax_j(q_i . k_j / sqrt(head_dim)), beta_ij = softmax_j(w . r_d) and
     r_d = (|d|^2, d) of the offset d = p_i - p_j; a third kind of feature, one for each
     of "in", "self" and "out" of `relattn.offsets.offset_index`, stands for pairs with a
     prefix token. The weights sum to one, so the published renormalisation is left out.
 
     Args:
-        q: Queries, shape ``[*batch, n, depth]``.
-        k: Keys, shape ``[*batch, n, depth]``.
-        v: Values, shape ``[*batch, n, value_depth]``.
+        q: Queries, shape ``[*batch, n, head_dim]``.
+        k: Keys, shape ``[*batch, n, head_dim]``.
+        v: Values, shape ``[*batch, n, value_dim]``.
         gate: Shape ``[*batch]``.
         coefficients: w, shape ``[*batch, 1 + axes]``, three more with prefix tokens.
         grid: Height and width, or length, of the tokens after the prefix.
@@ -46,7 +46,7 @@ def gated_positional_attention(
         precision: Passed to einsum.
 
     Returns:
-        Shape ``[*batch, n, value_depth]``, in the dtype of ``v``.
+        Shape ``[*batch, n, value_dim]``, in the dtype of ``v``.
 
     Raises:
         ValueError: If shapes or dtypes do not fit together.
@@ -65,7 +65,7 @@ def gated_positional_attention(
     check_grid(q.shape[-2], grid, num_prefix)
     scores = _offset_scores(coefficients, grid, num_prefix)
     scores = scores[..., offset_index(grid, num_prefix)]
-    k, v, key_mask = clear_masked(k, v, key_mask)
+    k, v, key_mask = zero_masked(k, v, key_mask)
     allowed = None if key_mask is None else key_mask[..., None, :]
     content = softmax_weights(q, k, key_mask=key_mask, precision=precision)
     position = masked_softmax(scores, allowed)
@@ -74,28 +74,28 @@ def gated_positional_attention(
 
 @check_arguments
 def causal_gated_positional_attention(
-    q: Float[Array, "*#batch n depth"],
-    k: Float[Array, "*#batch n depth"],
-    v: Float[Array, "*#batch n value_depth"],
+    q: Float[Array, "*#batch n head_dim"],
+    k: Float[Array, "*#batch n head_dim"],
+    v: Float[Array, "*#batch n value_dim"],
     gate: Float[Array, "*#batch"],
     coefficients: Float[Array, "*#batch features"],
     *,
     key_mask: Bool[Array, "*#batch n"] | None = None,
     precision: jax.lax.PrecisionLike = None,
-) -> Float[Array, "*batch n value_depth"]:
+) -> Float[Array, "*batch n value_dim"]:
     """`gated_positional_attention` of every token to itself and its past, on a line.
 
     Args:
-        q: Queries, shape ``[*batch, n, depth]``.
-        k: Keys, shape ``[*batch, n, depth]``.
-        v: Values, shape ``[*batch, n, value_depth]``.
+        q: Queries, shape ``[*batch, n, head_dim]``.
+        k: Keys, shape ``[*batch, n, head_dim]``.
+        v: Values, shape ``[*batch, n, value_dim]``.
         gate: Shape ``[*batch]``.
         coefficients: w, shape ``[*batch, 2]``.
         key_mask: True for keys that exist, shape ``[*batch, n]``.
         precision: Passed to einsum.
 
     Returns:
-        Shape ``[*batch, n, value_depth]``, in the dtype of ``v``.
+        Shape ``[*batch, n, value_dim]``, in the dtype of ``v``.
 
     Raises:
         ValueError: If shapes or dtypes do not fit together.
@@ -113,7 +113,7 @@ def causal_gated_positional_attention(
     grid = (q.shape[-2],)
     scores = _offset_scores(coefficients, grid, 0)[..., offset_index(grid)]
     past = jnp.tril(jnp.ones((grid[0], grid[0]), bool))
-    k, v, key_mask = clear_masked(k, v, key_mask)
+    k, v, key_mask = zero_masked(k, v, key_mask)
     allowed = past if key_mask is None else past & key_mask[..., None, :]
     content = softmax_weights(q, k, mask=past, key_mask=key_mask, precision=precision)
     return _mix(content, masked_softmax(scores, allowed), gate, v, precision)
@@ -121,19 +121,19 @@ def causal_gated_positional_attention(
 
 @check_arguments
 def causal_gated_positional_attention_step(
-    q_i: Float[Array, "*#batch depth"],
-    k: Float[Array, "*#batch length depth"],
-    v: Float[Array, "*#batch length value_depth"],
+    q_i: Float[Array, "*#batch head_dim"],
+    k: Float[Array, "*#batch length head_dim"],
+    v: Float[Array, "*#batch length value_dim"],
     gate: Float[Array, "*#batch"],
     coefficients: Float[Array, "*#batch features"],
     *,
     index: Int[Array, ""] | int,
     precision: jax.lax.PrecisionLike = None,
-) -> Float[Array, "*batch value_depth"]:
+) -> Float[Array, "*batch value_dim"]:
     """One token of `causal_gated_positional_attention`, for decoding.
 
     Args:
-        q_i: The token's query, shape ``[*batch, depth]``.
+        q_i: The token's query, shape ``[*batch, head_dim]``.
         k: Keys so far, its own too; those after it do not matter.
         v: Values so far.
         gate: Shape ``[*batch]``.
@@ -142,7 +142,7 @@ def causal_gated_positional_attention_step(
         precision: Passed to einsum.
 
     Returns:
-        The token's output, shape ``[*batch, value_depth]``, in the dtype of ``v``.
+        The token's output, shape ``[*batch, value_dim]``, in the dtype of ``v``.
 
     Raises:
         ValueError: If shapes or dtypes do not fit together.
@@ -160,7 +160,7 @@ def causal_gated_positional_attention_step(
     scores = jax.lax.dynamic_slice_in_dim(
         jnp.flip(scores, -1), length - 1 - index, length, axis=-1
     )[..., None, :]
-    k, v, exists = clear_masked(k, v, past)
+    k, v, exists = zero_masked(k, v, past)
     q = q_i[..., None, :]
     content = softmax_weights(q, k, key_mask=exists, precision=precision)
     out = _mix(content, masked_softmax(scores, past), gate, v, precision)
@@ -192,4 +192,4 @@ def _offset_scores(coefficients, grid, num_prefix):
 def _mix(content, position, gate, v, precision):
     gate = jax.nn.sigmoid(widen(gate))[..., None, None]
     weights = (1 - gate) * content + gate * position
-    return weigh(weights, v, precision).astype(v.dtype)
+    return weighted_sum(weights, v, precision).astype(v.dtype)

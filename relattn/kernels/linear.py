@@ -17,11 +17,11 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float
 
-from relattn.kernels.checks import broadcast_leading, check_arguments, clear_masked
+from relattn.kernels.checks import broadcast_leading, check_arguments, zero_masked
 from relattn.kernels.feature_maps import Features
 from relattn.kernels.precision import compute_dtype, wide_einsum, widen
 
-# From [*batch, n, depth] to features; a plain array stands for factors alone.
+# From [*batch, n, head_dim] to features; a plain array stands for factors alone.
 FeatureMap = Callable[[Array], Features | Array]
 
 # Where a smaller share than this survives when weights cancel, what is left is noise.
@@ -40,7 +40,7 @@ class LinearState(NamedTuple):
     Attributes:
         shift: Subtracted from the keys' exponents: ``[*batch, 1, features]`` or
             ``[*batch, 1, 1]``.
-        sums: Sum of phi(k) [v, 1], shape ``[*batch, features, value_depth + 1]``.
+        sums: Sum of phi(k) [v, 1], shape ``[*batch, features, value_dim + 1]``.
         magnitudes: Sum of abs(phi(k)), shape ``[*batch, features, 1]``; None where
             every feature is a plain exponential.
     """
@@ -52,9 +52,9 @@ class LinearState(NamedTuple):
 
 @check_arguments
 def linear_attention(
-    q: Float[Array, "*#batch n depth"],
-    k: Float[Array, "*#batch m depth"],
-    v: Float[Array, "*#batch m value_depth"],
+    q: Float[Array, "*#batch n head_dim"],
+    k: Float[Array, "*#batch m head_dim"],
+    v: Float[Array, "*#batch m value_dim"],
     feature_map: FeatureMap,
     *,
     key_mask: Bool[Array, "*#batch m"] | None = None,
@@ -62,8 +62,8 @@ def linear_attention(
     precision: jax.lax.PrecisionLike = None,
     return_normalizer: bool = False,
 ) -> (
-    Float[Array, "*batch n value_depth"]
-    | tuple[Float[Array, "*batch n value_depth"], Float[Array, "*batch n"]]
+    Float[Array, "*batch n value_dim"]
+    | tuple[Float[Array, "*batch n value_dim"], Float[Array, "*batch n"]]
 ):
     """Attention of every query to every key, with weights phi(q_i) . phi(k_j).
 
@@ -79,10 +79,10 @@ def linear_attention(
     the result stays finite. ``return_normalizer`` shows where this happens.
 
     Args:
-        q: Queries, shape ``[*batch, n, depth]``.
-        k: Keys, shape ``[*batch, m, depth]``.
-        v: Values, shape ``[*batch, m, value_depth]``.
-        feature_map: From ``[*batch, n, depth]`` to features, token by token.
+        q: Queries, shape ``[*batch, n, head_dim]``.
+        k: Keys, shape ``[*batch, m, head_dim]``.
+        v: Values, shape ``[*batch, m, value_dim]``.
+        feature_map: From ``[*batch, n, head_dim]`` to features, token by token.
         key_mask: True for keys that exist, shape ``[*batch, m]``. A query without any
             gives zeros.
         chunk_size: Features are made for so many tokens at a time; beyond one chunk
@@ -91,7 +91,7 @@ def linear_attention(
         return_normalizer: Whether to return the denominators too.
 
     Returns:
-        Shape ``[*batch, n, value_depth]``, in the dtype of ``v``. With
+        Shape ``[*batch, n, value_dim]``, in the dtype of ``v``. With
         ``return_normalizer``, also the denominators before the guard, each up to a
         positive factor, shape ``[*batch, n]``: count those that are not positive.
 
@@ -110,7 +110,7 @@ def linear_attention(
         Choromanski et al., Rethinking Attention with Performers, section 2.2.
     """
     check_chunk_size(chunk_size)
-    k, v, key_mask = clear_masked(k, v, key_mask)
+    k, v, key_mask = zero_masked(k, v, key_mask)
     einsum = wide_einsum(precision)
 
     def sum_chunk(chunk):
@@ -147,7 +147,7 @@ def linear_attention(
     return (out, normalizer[..., 0]) if return_normalizer else out
 
 
-def evaluate(feature_map: FeatureMap, x: Float[Array, "*batch n depth"]) -> Features:
+def evaluate(feature_map: FeatureMap, x: Float[Array, "*batch n head_dim"]) -> Features:
     """Features of tokens; a plain array of features has exponents of zero."""
     features = feature_map(x)
     if isinstance(features, Features):
@@ -157,7 +157,7 @@ def evaluate(feature_map: FeatureMap, x: Float[Array, "*batch n depth"]) -> Feat
 
 
 def append_ones(
-    v: Float[Array, "*#batch m value_depth"],
+    v: Float[Array, "*#batch m value_dim"],
 ) -> Float[Array, "*batch m width"]:
     """[v, 1], so that one product gives numerators and denominators."""
     v = widen(v)
@@ -231,7 +231,7 @@ def divide_sums(
     magnitudes: Float[Array, "*#batch n 1"] | None,
     dtype: jnp.dtype,
     noise: Float[Array, "*#batch n 1"] | None = None,
-) -> tuple[Float[Array, "*batch n value_depth"], Float[Array, "*batch n 1"]]:
+) -> tuple[Float[Array, "*batch n value_dim"], Float[Array, "*batch n 1"]]:
     """Numerators by guarded denominators, and the denominators before the guard.
 
     ``magnitudes`` are sums of absolute weights, None where no weight is negative;
@@ -269,15 +269,15 @@ _PARALLEL_CHUNKS = 8
 
 @check_arguments
 def causal_linear_attention(
-    q: Float[Array, "*#batch n depth"],
-    k: Float[Array, "*#batch n depth"],
-    v: Float[Array, "*#batch n value_depth"],
+    q: Float[Array, "*#batch n head_dim"],
+    k: Float[Array, "*#batch n head_dim"],
+    v: Float[Array, "*#batch n value_dim"],
     feature_map: FeatureMap,
     *,
     key_mask: Bool[Array, "*#batch n"] | None = None,
     chunk_size: int = 64,
     precision: jax.lax.PrecisionLike = None,
-) -> Float[Array, "*batch n value_depth"]:
+) -> Float[Array, "*batch n value_dim"]:
     """Attention of every token to itself and those before it, by features.
 
     out_i = phi(q_i)^T S_i / phi(q_i)^T z_i, S_i = sum_{j <= i} phi(k_j) v_j^T,
@@ -290,22 +290,23 @@ def causal_linear_attention(
 
     Positive features of long keys underflow: no query gives such a key any weight. The
     median norm of a key from which this happens (50 draws of 110, 266 and 621 features)
-    is 38 at depth 32, 46 at depth 64 and 56 at depth 128; where there is no other key,
-    normal queries get zeros from a norm of 36, 43 and 51 on. In heads deeper than about
-    224 features of ordinary keys underflow too, since the bound grows with the depth.
-    `underflowed` tells which keys are affected. Features with ``eps`` do not underflow.
+    is 38 at head_dim 32, 46 at head_dim 64 and 56 at head_dim 128; where there is no
+    other key, normal queries get zeros from a norm of 36, 43 and 51 on. In heads deeper
+    than about 224 features of ordinary keys underflow too, since the bound grows with
+    the head_dim. `underflowed` tells which keys are affected. Features with ``eps`` do
+    not underflow.
 
     Args:
-        q: Queries, shape ``[*batch, n, depth]``.
-        k: Keys, shape ``[*batch, n, depth]``.
-        v: Values, shape ``[*batch, n, value_depth]``.
-        feature_map: From ``[*batch, n, depth]`` to features, token by token.
+        q: Queries, shape ``[*batch, n, head_dim]``.
+        k: Keys, shape ``[*batch, n, head_dim]``.
+        v: Values, shape ``[*batch, n, value_dim]``.
+        feature_map: From ``[*batch, n, head_dim]`` to features, token by token.
         key_mask: True for keys that exist, shape ``[*batch, n]``.
         chunk_size: Tokens a chunk.
         precision: Passed to einsum.
 
     Returns:
-        Shape ``[*batch, n, value_depth]``, in the dtype of ``v``.
+        Shape ``[*batch, n, value_dim]``, in the dtype of ``v``.
 
     Raises:
         ValueError: If shapes or dtypes do not fit together.
@@ -325,7 +326,7 @@ def causal_linear_attention(
     """
     check_chunk_size(chunk_size)
     q, k, v = broadcast_leading(q, k, v)
-    k, v, key_mask = clear_masked(k, v, key_mask)
+    k, v, key_mask = zero_masked(k, v, key_mask)
     einsum = wide_einsum(precision)
     state = init_linear_state(k[..., 0, :], v[..., 0, :], feature_map)
     length = q.shape[-2]
@@ -368,8 +369,8 @@ def underflowed(keys: Features) -> Bool[Array, "*batch n"]:
 
 @check_arguments
 def init_linear_state(
-    k_i: Float[Array, "*#batch depth"],
-    v_i: Float[Array, "*#batch value_depth"],
+    k_i: Float[Array, "*#batch head_dim"],
+    v_i: Float[Array, "*#batch value_dim"],
     feature_map: FeatureMap,
 ) -> LinearState:
     """The state before the first token, for `causal_linear_attention_step`.
@@ -377,7 +378,7 @@ def init_linear_state(
     Args:
         k_i: Any key; only its shape matters.
         v_i: Any value; only its shape matters.
-        feature_map: From ``[*batch, n, depth]`` to features.
+        feature_map: From ``[*batch, n, head_dim]`` to features.
 
     Returns:
         A state of no keys.
@@ -408,13 +409,13 @@ def init_linear_state(
 @check_arguments
 def causal_linear_attention_step(
     state: LinearState,
-    q_i: Float[Array, "*#batch depth"],
-    k_i: Float[Array, "*#batch depth"],
-    v_i: Float[Array, "*#batch value_depth"],
+    q_i: Float[Array, "*#batch head_dim"],
+    k_i: Float[Array, "*#batch head_dim"],
+    v_i: Float[Array, "*#batch value_dim"],
     feature_map: FeatureMap,
     *,
     precision: jax.lax.PrecisionLike = None,
-) -> tuple[LinearState, Float[Array, "*batch value_depth"]]:
+) -> tuple[LinearState, Float[Array, "*batch value_dim"]]:
     """One token of `causal_linear_attention`, for decoding.
 
     S_i = S_{i-1} + phi(k_i) v_i^T, z_i = z_{i-1} + phi(k_i),
@@ -422,14 +423,14 @@ def causal_linear_attention_step(
 
     Args:
         state: From `init_linear_state` or the token before; its size is constant.
-        q_i: The token's query, shape ``[*batch, depth]``.
-        k_i: Its key, shape ``[*batch, depth]``.
-        v_i: Its value, shape ``[*batch, value_depth]``.
+        q_i: The token's query, shape ``[*batch, head_dim]``.
+        k_i: Its key, shape ``[*batch, head_dim]``.
+        v_i: Its value, shape ``[*batch, value_dim]``.
         feature_map: As everywhere in the sequence.
         precision: Passed to einsum.
 
     Returns:
-        The state after the token, and its output, ``[*batch, value_depth]``.
+        The state after the token, and its output, ``[*batch, value_dim]``.
 
     Raises:
         ValueError: If shapes or dtypes do not fit together.

@@ -7,40 +7,40 @@ import functools
 import jax
 from jaxtyping import Array, Bool, Float
 
-from relattn.kernels.checks import check_arguments, clear_masked
+from relattn.kernels.checks import check_arguments, zero_masked
 from relattn.kernels.precision import wide_einsum
 from relattn.kernels.softmax import softmax_attention
 
 
 @check_arguments
 def linformer_attention(
-    q: Float[Array, "*#batch n depth"],
-    k: Float[Array, "*#batch m depth"],
-    v: Float[Array, "*#batch m value_depth"],
+    q: Float[Array, "*#batch n head_dim"],
+    k: Float[Array, "*#batch m head_dim"],
+    v: Float[Array, "*#batch m value_dim"],
     key_projection: Float[Array, "*#batch projected m"],
     value_projection: Float[Array, "*#batch projected m"],
     *,
     key_mask: Bool[Array, "*#batch m"] | None = None,
     precision: jax.lax.PrecisionLike = None,
-) -> Float[Array, "*batch n value_depth"]:
+) -> Float[Array, "*batch n value_dim"]:
     """Softmax attention to projected keys and values.
 
-    out_i = sum_j softmax_j(q_i . (E k)_j / sqrt(depth)) (F v)_j
+    out_i = sum_j softmax_j(q_i . (E k)_j / sqrt(head_dim)) (F v)_j
 
     E and F mix tokens, and so belong to one length of sequence. A masked key adds
     nothing to E k and F v. Sums are float32 or wider.
 
     Args:
-        q: Queries, shape ``[*batch, n, depth]``.
-        k: Keys, shape ``[*batch, m, depth]``.
-        v: Values, shape ``[*batch, m, value_depth]``.
+        q: Queries, shape ``[*batch, n, head_dim]``.
+        k: Keys, shape ``[*batch, m, head_dim]``.
+        v: Values, shape ``[*batch, m, value_dim]``.
         key_projection: E, shape ``[*batch, projected, m]``.
         value_projection: F, of the same shape.
         key_mask: True for keys that exist, shape ``[*batch, m]``.
         precision: Passed to einsum.
 
     Returns:
-        Shape ``[*batch, n, value_depth]``, in the dtype of ``v``; zeros where no key
+        Shape ``[*batch, n, value_dim]``, in the dtype of ``v``; zeros where no key
         exists.
 
     Raises:
@@ -57,7 +57,7 @@ def linformer_attention(
         Wang et al., Linformer: Self-Attention with Linear Complexity, section 4,
         equation 7.
     """
-    k, v, _ = clear_masked(k, v, key_mask)
+    k, v, _ = zero_masked(k, v, key_mask)
     project = functools.partial(wide_einsum(precision), "...pm,...md->...pd")
     keys, values = project(key_projection, k), project(value_projection, v)
     out = softmax_attention(q, keys, values, precision=precision)

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from relattn.kernels.checks import check_arguments, clear_masked
+from relattn.kernels.checks import check_arguments, zero_masked
 from relattn.kernels.positions.bias import (
     past_rows,
     rows_of_token,
@@ -20,27 +20,27 @@ from relattn.kernels.positions.bias import (
     with_prefix_rows,
 )
 from relattn.kernels.precision import wide_einsum, widen
-from relattn.kernels.softmax import softmax_weights, weigh
+from relattn.kernels.softmax import softmax_weights, weighted_sum
 from relattn.offsets import Grid, check_grid, num_offsets, offset_index
 
 
 @check_arguments
 def relative_attention(
-    q: Float[Array, "*#batch n depth"],
-    k: Float[Array, "*#batch n depth"],
-    v: Float[Array, "*#batch n value_depth"],
+    q: Float[Array, "*#batch n head_dim"],
+    k: Float[Array, "*#batch n head_dim"],
+    v: Float[Array, "*#batch n value_dim"],
     *,
     grid: Grid,
     num_prefix: int = 0,
-    key_table: Float[Array, "*#batch key_rows depth"] | None = None,
-    value_table: Float[Array, "*#batch value_rows value_depth"] | None = None,
+    key_table: Float[Array, "*#batch key_rows head_dim"] | None = None,
+    value_table: Float[Array, "*#batch value_rows value_dim"] | None = None,
     bias: Float[Array, "*#batch bias_rows"] | None = None,
     key_mask: Bool[Array, "*#batch n"] | None = None,
     precision: jax.lax.PrecisionLike = None,
-) -> Float[Array, "*batch n value_depth"]:
+) -> Float[Array, "*batch n value_dim"]:
     """Softmax attention whose keys, values and scores know the offset.
 
-    a_ij = q_i . (k_j + r_d) / sqrt(depth) + b_d, out_i = sum_j softmax_j(a_ij)
+    a_ij = q_i . (k_j + r_d) / sqrt(head_dim) + b_d, out_i = sum_j softmax_j(a_ij)
     (v_j + s_d), with d = p_i - p_j, ``key_table`` r, ``value_table`` s and ``bias`` b.
 
     A table has a row for every offset, and three more, where there are prefix tokens,
@@ -48,19 +48,19 @@ def relative_attention(
     `relattn.offsets.offset_index`. Without these three, such pairs add nothing.
 
     Args:
-        q: Queries, shape ``[*batch, n, depth]``.
-        k: Keys, shape ``[*batch, n, depth]``.
-        v: Values, shape ``[*batch, n, value_depth]``.
+        q: Queries, shape ``[*batch, n, head_dim]``.
+        k: Keys, shape ``[*batch, n, head_dim]``.
+        v: Values, shape ``[*batch, n, value_dim]``.
         grid: Height and width, or length, of the tokens after the prefix.
         num_prefix: Number of prefix tokens.
-        key_table: r, shape ``[*batch, rows, depth]``.
-        value_table: s, shape ``[*batch, rows, value_depth]``.
+        key_table: r, shape ``[*batch, rows, head_dim]``.
+        value_table: s, shape ``[*batch, rows, value_dim]``.
         bias: b, shape ``[*batch, rows]``.
         key_mask: True for keys that exist, shape ``[*batch, n]``.
         precision: Passed to einsum.
 
     Returns:
-        Shape ``[*batch, n, value_depth]``, in the dtype of ``v``.
+        Shape ``[*batch, n, value_dim]``, in the dtype of ``v``.
 
     Raises:
         ValueError: If shapes or dtypes do not fit together.
@@ -94,44 +94,44 @@ def relative_attention(
 
     if key_table is not None:
         total = _add(total, to_pairs(_score(q, key_table, precision)))
-    k, v, key_mask = clear_masked(k, v, key_mask)
+    k, v, key_mask = zero_masked(k, v, key_mask)
     weights = softmax_weights(q, k, key_mask=key_mask, bias=total, precision=precision)
-    out = weigh(weights, v, precision)
+    out = weighted_sum(weights, v, precision)
     if value_table is not None:
         per_row = _from_pairs(to_pairs, weights, value_table.shape[-2])
-        out = out + weigh(per_row, value_table, precision)
+        out = out + weighted_sum(per_row, value_table, precision)
     return out.astype(v.dtype)
 
 
 @check_arguments
 def causal_relative_attention(
-    q: Float[Array, "*#batch n depth"],
-    k: Float[Array, "*#batch n depth"],
-    v: Float[Array, "*#batch n value_depth"],
+    q: Float[Array, "*#batch n head_dim"],
+    k: Float[Array, "*#batch n head_dim"],
+    v: Float[Array, "*#batch n value_dim"],
     *,
-    key_table: Float[Array, "*#batch key_rows depth"] | None = None,
-    value_table: Float[Array, "*#batch value_rows value_depth"] | None = None,
+    key_table: Float[Array, "*#batch key_rows head_dim"] | None = None,
+    value_table: Float[Array, "*#batch value_rows value_dim"] | None = None,
     bias: Float[Array, "*#batch bias_rows"] | None = None,
     key_mask: Bool[Array, "*#batch n"] | None = None,
     precision: jax.lax.PrecisionLike = None,
-) -> Float[Array, "*batch n value_depth"]:
+) -> Float[Array, "*batch n value_dim"]:
     """`relative_attention` of every token to itself and those before it, on a line.
 
     Tables are those of a line of ``length >= n`` tokens, 2 length - 1 rows, of which
     the offsets 0 .. n - 1 are used.
 
     Args:
-        q: Queries, shape ``[*batch, n, depth]``.
-        k: Keys, shape ``[*batch, n, depth]``.
-        v: Values, shape ``[*batch, n, value_depth]``.
-        key_table: r, shape ``[*batch, rows, depth]``.
-        value_table: s, shape ``[*batch, rows, value_depth]``.
+        q: Queries, shape ``[*batch, n, head_dim]``.
+        k: Keys, shape ``[*batch, n, head_dim]``.
+        v: Values, shape ``[*batch, n, value_dim]``.
+        key_table: r, shape ``[*batch, rows, head_dim]``.
+        value_table: s, shape ``[*batch, rows, value_dim]``.
         bias: b, shape ``[*batch, rows]``.
         key_mask: True for keys that exist, shape ``[*batch, n]``.
         precision: Passed to einsum.
 
     Returns:
-        Shape ``[*batch, n, value_depth]``, in the dtype of ``v``.
+        Shape ``[*batch, n, value_dim]``, in the dtype of ``v``.
 
     Raises:
         ValueError: If shapes or dtypes do not fit together.
@@ -167,43 +167,43 @@ def causal_relative_attention(
     if key_table is not None:
         total = _add(total, to_pairs(_score(q, key_table, precision)))
     past = jnp.tril(jnp.ones((length, length), bool))
-    k, v, key_mask = clear_masked(k, v, key_mask)
+    k, v, key_mask = zero_masked(k, v, key_mask)
     weights = softmax_weights(
         q, k, mask=past, key_mask=key_mask, bias=total, precision=precision
     )
-    out = weigh(weights, v, precision)
+    out = weighted_sum(weights, v, precision)
     if value_table is not None:
         per_row = _from_pairs(to_pairs, weights, length)
-        out = out + weigh(per_row, value_table, precision)
+        out = out + weighted_sum(per_row, value_table, precision)
     return out.astype(v.dtype)
 
 
 @check_arguments
 def causal_relative_attention_step(
-    q_i: Float[Array, "*#batch depth"],
-    k: Float[Array, "*#batch length depth"],
-    v: Float[Array, "*#batch length value_depth"],
+    q_i: Float[Array, "*#batch head_dim"],
+    k: Float[Array, "*#batch length head_dim"],
+    v: Float[Array, "*#batch length value_dim"],
     *,
     index: Int[Array, ""] | int,
-    key_table: Float[Array, "*#batch key_rows depth"] | None = None,
-    value_table: Float[Array, "*#batch value_rows value_depth"] | None = None,
+    key_table: Float[Array, "*#batch key_rows head_dim"] | None = None,
+    value_table: Float[Array, "*#batch value_rows value_dim"] | None = None,
     bias: Float[Array, "*#batch bias_rows"] | None = None,
     precision: jax.lax.PrecisionLike = None,
-) -> Float[Array, "*batch value_depth"]:
+) -> Float[Array, "*batch value_dim"]:
     """One token of `causal_relative_attention`, for decoding.
 
     Args:
-        q_i: The token's query, shape ``[*batch, depth]``.
+        q_i: The token's query, shape ``[*batch, head_dim]``.
         k: Keys so far, its own too; those after it do not matter.
         v: Values so far.
         index: The token's place in the sequence; may be traced.
-        key_table: r, shape ``[*batch, 2 length - 1, depth]``.
-        value_table: s, shape ``[*batch, 2 length - 1, value_depth]``.
+        key_table: r, shape ``[*batch, 2 length - 1, head_dim]``.
+        value_table: s, shape ``[*batch, 2 length - 1, value_dim]``.
         bias: b, shape ``[*batch, 2 length - 1]``.
         precision: Passed to einsum.
 
     Returns:
-        The token's output, shape ``[*batch, value_depth]``, in the dtype of ``v``.
+        The token's output, shape ``[*batch, value_dim]``, in the dtype of ``v``.
 
     Raises:
         ValueError: If shapes or dtypes do not fit together.
@@ -225,11 +225,11 @@ def causal_relative_attention_step(
     total = None if bias is None else widen(bias)[..., None, :]
     if key_table is not None:
         total = _add(total, _score(q, key_table, precision))
-    k, v, past = clear_masked(k, v, jnp.arange(length) <= index)
+    k, v, past = zero_masked(k, v, jnp.arange(length) <= index)
     weights = softmax_weights(q, k, key_mask=past, bias=total, precision=precision)
-    out = weigh(weights, v, precision)
+    out = weighted_sum(weights, v, precision)
     if value_table is not None:
-        out = out + weigh(weights, value_table, precision)
+        out = out + weighted_sum(weights, value_table, precision)
     return out[..., 0, :].astype(v.dtype)
 
 
@@ -238,7 +238,7 @@ def _add(total, scores):
 
 
 def _score(q, keys, precision):
-    """q_i . r / sqrt(depth) for every row r of a table, in float32 or wider."""
+    """q_i . r / sqrt(head_dim) for every row r of a table, in float32 or wider."""
     scores = wide_einsum(precision)("...nd,...rd->...nr", q, keys)
     return scores * q.shape[-1] ** -0.5
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from relattn.kernels.checks import broadcast_leading, check_arguments, clear_masked
+from relattn.kernels.checks import broadcast_leading, check_arguments, zero_masked
 from relattn.kernels.precision import widen
 from relattn.kernels.softmax import softmax_attention
 from relattn.offsets import check_prefix
@@ -19,18 +19,19 @@ _EPSILON = 1e-5
 
 @check_arguments
 def routing_attention(
-    q: Float[Array, "*#batch n depth"],
-    k: Float[Array, "*#batch n depth"],
-    v: Float[Array, "*#batch n value_depth"],
-    centroids: Float[Array, "*#batch clusters depth"],
+    q: Float[Array, "*#batch n head_dim"],
+    k: Float[Array, "*#batch n head_dim"],
+    v: Float[Array, "*#batch n value_dim"],
+    centroids: Float[Array, "*#batch clusters head_dim"],
     *,
     window: int,
     key_mask: Bool[Array, "*#batch n"] | None = None,
     precision: jax.lax.PrecisionLike = None,
-) -> Float[Array, "*batch n value_depth"]:
+) -> Float[Array, "*batch n value_dim"]:
     """Softmax attention within clusters of queries and keys.
 
-    out_i = mean_{c : i in Q_c} sum_{j in K_c} softmax_j(q'_i . k'_j / sqrt(depth)) v_j
+    out_i = mean_{c : i in Q_c} sum_{j in K_c} softmax_j(q'_i . k'_j / sqrt(head_dim))
+    v_j
 
     with q' and k' layer-normalised (mean 0, variance 1), and Q_c and K_c the ``window``
     queries and keys with the largest q'_i . mu_c and k'_j . mu_c. A token may be in
@@ -39,16 +40,16 @@ def routing_attention(
     causal form; it has no gradient. A masked token is never chosen.
 
     Args:
-        q: Queries, shape ``[*batch, n, depth]``.
-        k: Keys, shape ``[*batch, n, depth]``.
-        v: Values, shape ``[*batch, n, value_depth]``.
-        centroids: mu, shape ``[*batch, clusters, depth]``.
+        q: Queries, shape ``[*batch, n, head_dim]``.
+        k: Keys, shape ``[*batch, n, head_dim]``.
+        v: Values, shape ``[*batch, n, value_dim]``.
+        centroids: mu, shape ``[*batch, clusters, head_dim]``.
         window: Number of queries, and of keys, of a cluster, at most n.
         key_mask: True for tokens that exist, shape ``[*batch, n]``.
         precision: Passed to einsum.
 
     Returns:
-        Shape ``[*batch, n, value_depth]``, in the dtype of ``v``.
+        Shape ``[*batch, n, value_dim]``, in the dtype of ``v``.
 
     Raises:
         ValueError: If shapes or dtypes do not fit together.
@@ -72,7 +73,7 @@ def routing_attention(
             f"routing needs a window of 1 to n={n} tokens, got window={window}"
         )
     q, k, v = broadcast_leading(q, k, v)
-    k, v, key_mask = clear_masked(k, v, key_mask)
+    k, v, key_mask = zero_masked(k, v, key_mask)
     q, k = _layer_norm(q), _layer_norm(k)
     queries, answered = _choose(q, centroids, window, key_mask)
     keys, exist = _choose(k, centroids, window, key_mask)
@@ -91,20 +92,20 @@ def routing_attention(
 
 @check_arguments
 def cluster_sums(
-    x: Float[Array, "*batch n depth"],
-    centroids: Float[Array, "*#batch clusters depth"],
+    x: Float[Array, "*batch n head_dim"],
+    centroids: Float[Array, "*#batch clusters head_dim"],
     *,
     key_mask: Bool[Array, "*#batch n"] | None = None,
-) -> tuple[Float[Array, "*batch clusters depth"], Float[Array, "*batch clusters"]]:
+) -> tuple[Float[Array, "*batch clusters head_dim"], Float[Array, "*batch clusters"]]:
     """Sums and counts of the tokens whose nearest centroid is that of a cluster.
 
-    sum_c = sum_{j : c = argmax_c mu_c . x'_j} x'_j / sqrt(depth)
+    sum_c = sum_{j : c = argmax_c mu_c . x'_j} x'_j / sqrt(head_dim)
 
-    with x' layer-normalised, so that x' / sqrt(depth) has the norm 1.
+    with x' layer-normalised, so that x' / sqrt(head_dim) has the norm 1.
 
     Args:
-        x: Queries or keys, shape ``[*batch, n, depth]``.
-        centroids: mu, shape ``[*batch, clusters, depth]``.
+        x: Queries or keys, shape ``[*batch, n, head_dim]``.
+        centroids: mu, shape ``[*batch, clusters, head_dim]``.
         key_mask: True for tokens that exist, shape ``[*batch, n]``.
 
     Returns:
@@ -135,12 +136,12 @@ def cluster_sums(
 
 @check_arguments
 def update_centroids(
-    centroids: Float[Array, "*batch clusters depth"],
-    sums: Float[Array, "*batch clusters depth"],
+    centroids: Float[Array, "*batch clusters head_dim"],
+    sums: Float[Array, "*batch clusters head_dim"],
     counts: Float[Array, "*batch clusters"],
     *,
     decay: float,
-) -> Float[Array, "*batch clusters depth"]:
+) -> Float[Array, "*batch clusters head_dim"]:
     """Moves centroids towards the means of their clusters, on the unit sphere.
 
     mu'_c = u / |u| with u = decay mu_c + (1 - decay) sum_c / count_c
@@ -148,7 +149,7 @@ def update_centroids(
     The centroid of a cluster without tokens stays.
 
     Args:
-        centroids: mu, of norm 1, shape ``[*batch, clusters, depth]``.
+        centroids: mu, of norm 1, shape ``[*batch, clusters, head_dim]``.
         sums: Of `cluster_sums`, over queries, keys and examples.
         counts: Likewise, shape ``[*batch, clusters]``; a scale that both have in
             common does not matter.
@@ -178,13 +179,13 @@ def update_centroids(
     return jnp.where(counts > 0, moved, centroids)
 
 
-def unit_vectors(x: Float[Array, "*batch depth"]) -> Float[Array, "*batch depth"]:
+def unit_vectors(x: Float[Array, "*batch head_dim"]) -> Float[Array, "*batch head_dim"]:
     """Scales vectors to the norm 1; zeros stay zeros."""
     return x * jax.lax.rsqrt(jnp.maximum(jnp.square(x).sum(-1, keepdims=True), 1e-12))
 
 
 def _layer_norm(x: Array) -> Array:
-    """Mean 0 and variance 1 in wide floats: directions, of norm sqrt(depth)."""
+    """Mean 0 and variance 1 in wide floats: directions, of norm sqrt(head_dim)."""
     x = widen(x)
     x = x - x.mean(axis=-1, keepdims=True)
     variance = jnp.square(x).mean(axis=-1, keepdims=True)
@@ -232,34 +233,34 @@ def _scatter(rows: Array, chosen: Array, n: int) -> Array:
 
 @check_arguments
 def local_attention(
-    q: Float[Array, "*#batch n depth"],
-    k: Float[Array, "*#batch n depth"],
-    v: Float[Array, "*#batch n value_depth"],
+    q: Float[Array, "*#batch n head_dim"],
+    k: Float[Array, "*#batch n head_dim"],
+    v: Float[Array, "*#batch n value_dim"],
     *,
     window: int,
     num_prefix: int = 0,
     key_mask: Bool[Array, "*#batch n"] | None = None,
     precision: jax.lax.PrecisionLike = None,
-) -> Float[Array, "*batch n value_depth"]:
+) -> Float[Array, "*batch n value_dim"]:
     """Softmax attention to the tokens at most half a window away, on either side.
 
-    out_i = sum_{|i - j| <= window // 2} softmax_j(q_i . k_j / sqrt(depth)) v_j
+    out_i = sum_{|i - j| <= window // 2} softmax_j(q_i . k_j / sqrt(head_dim)) v_j
 
     Prefix tokens have no place in the sequence: they attend to all tokens, and all
     attend to them. A block of queries takes the keys of its own and the two next
     blocks, under the exact mask.
 
     Args:
-        q: Queries, shape ``[*batch, n, depth]``.
-        k: Keys, shape ``[*batch, n, depth]``.
-        v: Values, shape ``[*batch, n, value_depth]``.
+        q: Queries, shape ``[*batch, n, head_dim]``.
+        k: Keys, shape ``[*batch, n, head_dim]``.
+        v: Values, shape ``[*batch, n, value_dim]``.
         window: Number of tokens that a query sees, itself in their middle.
         num_prefix: Number of prefix tokens.
         key_mask: True for keys that exist, shape ``[*batch, n]``.
         precision: Passed to einsum.
 
     Returns:
-        Shape ``[*batch, n, value_depth]``, in the dtype of ``v``.
+        Shape ``[*batch, n, value_dim]``, in the dtype of ``v``.
 
     Raises:
         ValueError: If shapes or dtypes do not fit together.
@@ -283,7 +284,7 @@ def local_attention(
     check_prefix(n, num_prefix)
     length = n - num_prefix
     q, k, v = broadcast_leading(q, k, v)
-    k, v, key_mask = clear_masked(k, v, key_mask)
+    k, v, key_mask = zero_masked(k, v, key_mask)
     exists = jnp.ones(k.shape[:-1], bool) if key_mask is None else key_mask
     prefix = softmax_attention(
         q[..., :num_prefix, :], k, v, key_mask=exists, precision=precision

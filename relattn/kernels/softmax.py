@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from relattn.kernels.checks import check_arguments, clear_masked
+from relattn.kernels.checks import check_arguments, zero_masked
 from relattn.kernels.precision import wide_einsum, widen
 
 
@@ -34,8 +34,8 @@ def masked_softmax(scores: Array, allowed: Array | None) -> Array:
 
 
 def softmax_weights(
-    q: Float[Array, "*#batch n depth"],
-    k: Float[Array, "*#batch m depth"],
+    q: Float[Array, "*#batch n head_dim"],
+    k: Float[Array, "*#batch m head_dim"],
     *,
     mask: Bool[Array, "*#batch n m"] | None = None,
     key_mask: Bool[Array, "*#batch m"] | None = None,
@@ -44,7 +44,7 @@ def softmax_weights(
 ) -> Float[Array, "*batch n m"]:
     """The weights, float32 or wider, of `softmax_attention`, and its arguments.
 
-    Masked keys must be finite: see `relattn.kernels.checks.clear_masked`.
+    Masked keys must be finite: see `relattn.kernels.checks.zero_masked`.
     """
     if key_mask is not None:
         key_mask = key_mask[..., None, :]
@@ -56,37 +56,37 @@ def softmax_weights(
     return masked_softmax(scores, allowed)
 
 
-def weigh(
+def weighted_sum(
     weights: Float[Array, "*#batch n m"],
-    v: Float[Array, "*#batch m value_depth"],
+    v: Float[Array, "*#batch m value_dim"],
     precision: jax.lax.PrecisionLike = None,
-) -> Float[Array, "*batch n value_depth"]:
+) -> Float[Array, "*batch n value_dim"]:
     """Sums of values by weights, float32 or wider."""
     return wide_einsum(precision)("...nm,...md->...nd", weights, widen(v))
 
 
 @check_arguments
 def softmax_attention(
-    q: Float[Array, "*#batch n depth"],
-    k: Float[Array, "*#batch m depth"],
-    v: Float[Array, "*#batch m value_depth"],
+    q: Float[Array, "*#batch n head_dim"],
+    k: Float[Array, "*#batch m head_dim"],
+    v: Float[Array, "*#batch m value_dim"],
     *,
     mask: Bool[Array, "*#batch n m"] | None = None,
     key_mask: Bool[Array, "*#batch m"] | None = None,
     bias: Float[Array, "*#batch n m"] | None = None,
     precision: jax.lax.PrecisionLike = None,
-) -> Float[Array, "*batch n value_depth"]:
+) -> Float[Array, "*batch n value_dim"]:
     """Softmax attention, with masks and a dense bias.
 
-    out_i = sum_j softmax_j(q_i . k_j / sqrt(depth) + bias_ij) v_j
+    out_i = sum_j softmax_j(q_i . k_j / sqrt(head_dim) + bias_ij) v_j
 
     Scores, softmax and sums are float32 or wider. A query that may attend to no key
     gives zeros.
 
     Args:
-        q: Queries, shape ``[*batch, n, depth]``.
-        k: Keys, shape ``[*batch, m, depth]``.
-        v: Values, shape ``[*batch, m, value_depth]``.
+        q: Queries, shape ``[*batch, n, head_dim]``.
+        k: Keys, shape ``[*batch, m, head_dim]``.
+        v: Values, shape ``[*batch, m, value_dim]``.
         mask: True where query i may attend to key j, shape ``[*batch, n, m]``.
         key_mask: True for keys that exist, shape ``[*batch, m]``; what the others and
             their values hold does not matter.
@@ -94,7 +94,7 @@ def softmax_attention(
         precision: Passed to einsum.
 
     Returns:
-        Shape ``[*batch, n, value_depth]``, in the dtype of ``v``.
+        Shape ``[*batch, n, value_dim]``, in the dtype of ``v``.
 
     Raises:
         ValueError: If shapes or dtypes do not fit together.
@@ -107,37 +107,37 @@ def softmax_attention(
     Source:
         Vaswani et al., Attention Is All You Need, section 3.2.1.
     """
-    k, v, key_mask = clear_masked(k, v, key_mask)
+    k, v, key_mask = zero_masked(k, v, key_mask)
     weights = softmax_weights(
         q, k, mask=mask, key_mask=key_mask, bias=bias, precision=precision
     )
-    return weigh(weights, v, precision).astype(v.dtype)
+    return weighted_sum(weights, v, precision).astype(v.dtype)
 
 
 @check_arguments
 def causal_softmax_attention(
-    q: Float[Array, "*#batch n depth"],
-    k: Float[Array, "*#batch n depth"],
-    v: Float[Array, "*#batch n value_depth"],
+    q: Float[Array, "*#batch n head_dim"],
+    k: Float[Array, "*#batch n head_dim"],
+    v: Float[Array, "*#batch n value_dim"],
     *,
     key_mask: Bool[Array, "*#batch n"] | None = None,
     bias: Float[Array, "*#batch n n"] | None = None,
     precision: jax.lax.PrecisionLike = None,
-) -> Float[Array, "*batch n value_depth"]:
+) -> Float[Array, "*batch n value_dim"]:
     """Softmax attention of every token to itself and those before it.
 
-    out_i = sum_{j <= i} softmax_{j <= i}(q_i . k_j / sqrt(depth) + bias_ij) v_j
+    out_i = sum_{j <= i} softmax_{j <= i}(q_i . k_j / sqrt(head_dim) + bias_ij) v_j
 
     Args:
-        q: Queries, shape ``[*batch, n, depth]``.
-        k: Keys, shape ``[*batch, n, depth]``.
-        v: Values, shape ``[*batch, n, value_depth]``.
+        q: Queries, shape ``[*batch, n, head_dim]``.
+        k: Keys, shape ``[*batch, n, head_dim]``.
+        v: Values, shape ``[*batch, n, value_dim]``.
         key_mask: True for keys that exist, shape ``[*batch, n]``.
         bias: Added to the scores, shape ``[*batch, n, n]``; finite.
         precision: Passed to einsum.
 
     Returns:
-        Shape ``[*batch, n, value_depth]``, in the dtype of ``v``.
+        Shape ``[*batch, n, value_dim]``, in the dtype of ``v``.
 
     Raises:
         ValueError: If shapes or dtypes do not fit together.

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from relattn.kernels.checks import broadcast_leading, check_arguments, clear_masked
+from relattn.kernels.checks import broadcast_leading, check_arguments, zero_masked
 from relattn.kernels.linear import (
     LOWEST,
     FeatureMap,
@@ -42,9 +42,9 @@ from relattn.offsets import Grid, check_grid, num_offsets
 
 @check_arguments
 def toeplitz_linear_attention(
-    q: Float[Array, "*#batch n depth"],
-    k: Float[Array, "*#batch n depth"],
-    v: Float[Array, "*#batch n value_depth"],
+    q: Float[Array, "*#batch n head_dim"],
+    k: Float[Array, "*#batch n head_dim"],
+    v: Float[Array, "*#batch n value_dim"],
     feature_map: FeatureMap,
     bias: Float[Array, "*#batch rows"],
     *,
@@ -57,15 +57,15 @@ def toeplitz_linear_attention(
     precision: jax.lax.PrecisionLike = None,
     return_normalizer: bool = False,
 ) -> (
-    Float[Array, "*batch n value_depth"]
-    | tuple[Float[Array, "*batch n value_depth"], Float[Array, "*batch n"]]
+    Float[Array, "*batch n value_dim"]
+    | tuple[Float[Array, "*batch n value_dim"], Float[Array, "*batch n"]]
 ):
     """Linear attention whose weights are multiplied by exp(b) of the offset.
 
     out_i = phi(q_i)^T S_i / phi(q_i)^T z_i, S_i = sum_j e^(b_d) phi(k_j) v_j^T,
     z_i = sum_j e^(b_d) phi(k_j), d = p_i - p_j: for every feature, S and z are products
     with a Toeplitz matrix, made by FFT. Time is O(n log n) for each product of a
-    feature and a value, memory O(n (features + block_size value_depth)). Since these
+    feature and a value, memory O(n (features + block_size value_dim)). Since these
     products are many, short sequences are faster pair by pair, in O(n^2) time and O(n
     chunk_size) memory.
 
@@ -77,10 +77,10 @@ def toeplitz_linear_attention(
     guarded as in `linear_attention` too.
 
     Args:
-        q: Queries, shape ``[*batch, n, depth]``.
-        k: Keys, shape ``[*batch, n, depth]``.
-        v: Values, shape ``[*batch, n, value_depth]``.
-        feature_map: From ``[*batch, n, depth]`` to features, token by token.
+        q: Queries, shape ``[*batch, n, head_dim]``.
+        k: Keys, shape ``[*batch, n, head_dim]``.
+        v: Values, shape ``[*batch, n, value_dim]``.
+        feature_map: From ``[*batch, n, head_dim]`` to features, token by token.
         bias: b, shape ``[*batch, rows]``, a table as in
             `relattn.kernels.relative_attention`: a row for every offset and, where
             there are prefix tokens, three more for pairs with one, which are zero
@@ -96,7 +96,7 @@ def toeplitz_linear_attention(
         return_normalizer: Whether to return the denominators too.
 
     Returns:
-        Shape ``[*batch, n, value_depth]``, in the dtype of ``v``. With
+        Shape ``[*batch, n, value_dim]``, in the dtype of ``v``. With
         ``return_normalizer``, also the denominators before the guard, each up to a
         positive factor, shape ``[*batch, n]``.
 
@@ -124,7 +124,7 @@ def toeplitz_linear_attention(
     bias = with_prefix_rows(bias, "bias", rows, num_prefix, axis=-1)
     decay = decay_of(bias)
     q, k, v = broadcast_leading(q, k, v)
-    k, v, key_mask = clear_masked(k, v, key_mask)
+    k, v, key_mask = zero_masked(k, v, key_mask)
     einsum = wide_einsum(precision)
     features = evaluate(feature_map, q)
     phi_k, shift = scale_keys(evaluate(feature_map, k), key_mask)
@@ -133,7 +133,7 @@ def toeplitz_linear_attention(
     def split(x):
         return x[..., :num_prefix, :], x[..., num_prefix:, :]
 
-    def weigh(phi_q, phi_k, v):
+    def weighted_sum(phi_q, phi_k, v):
         prefix_q, grid_q = split(phi_q)
         (prefix_k, grid_k), (prefix_v, grid_v) = split(phi_k), split(v)
         inputs = (grid_q, grid_k, grid_v, decay[..., :rows], grid)
@@ -152,11 +152,11 @@ def toeplitz_linear_attention(
         return jnp.concatenate([to_prefix, sums], axis=-2)
 
     columns = append_ones(v)
-    sums = weigh(phi_q, phi_k, columns)
+    sums = weighted_sum(phi_q, phi_k, columns)
     magnitudes = None
     if features.values is not None:
         absolute = (jnp.abs(phi_q), jnp.abs(phi_k), columns[..., -1:])
-        magnitudes = jax.lax.stop_gradient(weigh(*absolute))
+        magnitudes = jax.lax.stop_gradient(weighted_sum(*absolute))
     noise = None
     if not dense:
         # No FFT reaches the prefix tokens.
@@ -175,9 +175,9 @@ def decay_of(bias: Float[Array, "*batch rows"]) -> Float[Array, "*batch rows"]:
 
 @check_arguments
 def causal_toeplitz_linear_attention(
-    q: Float[Array, "*#batch n depth"],
-    k: Float[Array, "*#batch n depth"],
-    v: Float[Array, "*#batch n value_depth"],
+    q: Float[Array, "*#batch n head_dim"],
+    k: Float[Array, "*#batch n head_dim"],
+    v: Float[Array, "*#batch n value_dim"],
     feature_map: FeatureMap,
     bias: Float[Array, "*#batch rows"],
     *,
@@ -186,7 +186,7 @@ def causal_toeplitz_linear_attention(
     chunk_size: int = 128,
     block_size: int = 4,
     precision: jax.lax.PrecisionLike = None,
-) -> Float[Array, "*batch n value_depth"]:
+) -> Float[Array, "*batch n value_dim"]:
     """`toeplitz_linear_attention` of every token to itself and those before it.
 
     out_i = phi(q_i)^T S_i / phi(q_i)^T z_i, S_i = sum_{j <= i} e^(b_(i - j)) phi(k_j)
@@ -199,10 +199,10 @@ def causal_toeplitz_linear_attention(
     and guards are those of `toeplitz_linear_attention`.
 
     Args:
-        q: Queries, shape ``[*batch, n, depth]``.
-        k: Keys, shape ``[*batch, n, depth]``.
-        v: Values, shape ``[*batch, n, value_depth]``.
-        feature_map: From ``[*batch, n, depth]`` to features, token by token.
+        q: Queries, shape ``[*batch, n, head_dim]``.
+        k: Keys, shape ``[*batch, n, head_dim]``.
+        v: Values, shape ``[*batch, n, value_dim]``.
+        feature_map: From ``[*batch, n, head_dim]`` to features, token by token.
         bias: b, shape ``[*batch, rows]``, the table of a line of ``length >= n``
             tokens, 2 length - 1 rows, of which the offsets 0 .. n - 1 are used.
         key_mask: True for keys that exist, shape ``[*batch, n]``.
@@ -212,7 +212,7 @@ def causal_toeplitz_linear_attention(
         precision: Passed to einsum.
 
     Returns:
-        Shape ``[*batch, n, value_depth]``, in the dtype of ``v``.
+        Shape ``[*batch, n, value_dim]``, in the dtype of ``v``.
 
     Raises:
         ValueError: If shapes or dtypes do not fit together.
@@ -239,7 +239,7 @@ def causal_toeplitz_linear_attention(
     length = q.shape[-2]
     decay = decay_of(past_rows(bias, "bias", length, axis=-1))
     q, k, v = broadcast_leading(q, k, v)
-    k, v, key_mask = clear_masked(k, v, key_mask)
+    k, v, key_mask = zero_masked(k, v, key_mask)
     keys = evaluate(feature_map, k)
     check_causal(keys)
     phi_q, phi_k, exponents = causal_factors(evaluate(feature_map, q), keys, key_mask)
@@ -253,7 +253,7 @@ def causal_toeplitz_linear_attention(
         exponents = _pad(exponents, padding, -jnp.inf)
     einsum = wide_einsum(precision)
 
-    def weigh(phi_q, phi_k, v):
+    def weighted_sum(phi_q, phi_k, v):
         """Sums of values, and what rounding may add to those of ones."""
         sums = _sum_blocks(phi_q, phi_k, v, exponents, decay, size, chunk_size, einsum)
         noise = jnp.zeros_like(sums[..., :1])
@@ -264,32 +264,32 @@ def causal_toeplitz_linear_attention(
             sums, noise = jax.tree.map(jnp.add, (sums, noise), part)
         return sums[..., :length, :], noise[..., :length, :]
 
-    sums, noise = weigh(phi_q, phi_k, columns)
+    sums, noise = weighted_sum(phi_q, phi_k, columns)
     magnitudes = None
     if keys.values is not None:
-        magnitudes, _ = weigh(jnp.abs(phi_q), jnp.abs(phi_k), columns[..., -1:])
+        magnitudes, _ = weighted_sum(jnp.abs(phi_q), jnp.abs(phi_k), columns[..., -1:])
         magnitudes = jax.lax.stop_gradient(magnitudes)
     return divide_sums(sums, magnitudes, v.dtype, noise)[0]
 
 
 @check_arguments
 def causal_toeplitz_linear_attention_step(
-    q_i: Float[Array, "*#batch depth"],
-    k: Float[Array, "*#batch length depth"],
-    v: Float[Array, "*#batch length value_depth"],
+    q_i: Float[Array, "*#batch head_dim"],
+    k: Float[Array, "*#batch length head_dim"],
+    v: Float[Array, "*#batch length value_dim"],
     feature_map: FeatureMap,
     bias: Float[Array, "*#batch rows"],
     *,
     index: Int[Array, ""] | int,
     precision: jax.lax.PrecisionLike = None,
-) -> Float[Array, "*batch value_depth"]:
+) -> Float[Array, "*batch value_dim"]:
     """One token of `causal_toeplitz_linear_attention`, for decoding.
 
     There is no state of constant size, since every weight changes with the offset: a
     token costs O(length).
 
     Args:
-        q_i: The token's query, shape ``[*batch, depth]``.
+        q_i: The token's query, shape ``[*batch, head_dim]``.
         k: Keys so far, its own too; those after it do not matter.
         v: Values so far.
         feature_map: As everywhere in the sequence.
@@ -298,7 +298,7 @@ def causal_toeplitz_linear_attention_step(
         precision: Passed to einsum.
 
     Returns:
-        The token's output, shape ``[*batch, value_depth]``, in the dtype of ``v``.
+        The token's output, shape ``[*batch, value_dim]``, in the dtype of ``v``.
 
     Raises:
         ValueError: If shapes or dtypes do not fit together.
@@ -315,21 +315,21 @@ def causal_toeplitz_linear_attention_step(
     past = jnp.arange(length) <= index
     bias = rows_of_token(bias, "bias", length, index, axis=-1)
     decay = decay_of(jnp.where(past, bias, -jnp.inf))[..., None, :]
-    k, v, past = clear_masked(k, v, past)
+    k, v, past = zero_masked(k, v, past)
     features = evaluate(feature_map, q_i[..., None, :])
     phi_k, shift = scale_keys(evaluate(feature_map, k), past)
     phi_q = scale_queries(features, shift)
     einsum = wide_einsum(precision)
     columns = append_ones(v)
 
-    def weigh(phi_q, phi_k, v):
+    def weighted_sum(phi_q, phi_k, v):
         weights = decay * einsum("...if,...jf->...ij", phi_q, phi_k)
         return einsum("...ij,...je->...ie", weights, v)
 
-    sums = weigh(phi_q, phi_k, columns)
+    sums = weighted_sum(phi_q, phi_k, columns)
     magnitudes = None
     if features.values is not None:
-        magnitudes = weigh(jnp.abs(phi_q), jnp.abs(phi_k), columns[..., -1:])
+        magnitudes = weighted_sum(jnp.abs(phi_q), jnp.abs(phi_k), columns[..., -1:])
     return divide_sums(sums, magnitudes, v.dtype)[0][..., 0, :]
 
 

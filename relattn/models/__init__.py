@@ -53,7 +53,7 @@ __all__ = [
     "resize_grid",
 ]
 
-_SIZES = ("dim", "num_layers", "heads", "mlp_dim")
+_SIZES = ("dim", "num_layers", "num_heads", "mlp_dim")
 _RATES = ("dropout", "attention_dropout")
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -92,11 +92,11 @@ def build_model(
 
     Example:
         >>> model = build_model(
-        ...     {"name": "performer", "dim": 8, "heads": 2},
+        ...     {"name": "performer", "dim": 8, "num_heads": 2},
         ...     num_classes=3, image_shape=(4, 4, 1))
-        >>> model.heads
+        >>> model.num_heads
         2
-        >>> model = build_model({"name": "gpt", "dim": 8, "heads": 2},
+        >>> model = build_model({"name": "gpt", "dim": 8, "num_heads": 2},
         ...                     vocab_size=11, context_length=7)
         >>> model.inputs
         'tokens'

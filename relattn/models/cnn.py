@@ -416,7 +416,7 @@ PUBLISHED_BASELINES = {
         "name": "vit",
         "dim": 256,
         "num_layers": 12,
-        "heads": 8,
+        "num_heads": 8,
         "mlp_dim": 1024,
         "patch_size": 32,
         "attention": "linformer(k=64, sharing='heads')",

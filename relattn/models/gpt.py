@@ -27,15 +27,15 @@ class GPT(nn.Module):
     Embeddings start as N(0, 1); queries, keys and values have no bias, nor has the
     head, which is not tied to the embedding. The tokens pass two LayerNorms before the
     head, one after the blocks and one of the head, as in the published models. With
-    ``dim``, ``num_layers``, ``heads`` and ``mlp_dim`` of ``SIZES["A"]`` and so on these
-    are the GPT-A, B and C of Translution.
+    ``dim``, ``num_layers``, ``num_heads`` and ``mlp_dim`` of ``SIZES["A"]`` and so on
+    these are the GPT-A, B and C of Translution.
 
     Attributes:
         vocab_size: Number of tokens that there are.
         context_length: The longest sequence, in tokens.
         dim: Width of the tokens.
         num_layers: Number of blocks.
-        heads: Number of heads.
+        num_heads: Number of heads.
         mlp_dim: Width of the feed-forward networks' hidden layer.
         attention: Spec of the attention.
         position: Spec of the position encoding.
@@ -47,8 +47,8 @@ class GPT(nn.Module):
         remat: Whether the backward pass computes each layer anew, from its input.
 
     Example:
-        >>> model = GPT(vocab_size=11, context_length=7, dim=8, num_layers=1, heads=2,
-        ...             mlp_dim=16, attention="translution")
+        >>> model = GPT(vocab_size=11, context_length=7, dim=8, num_layers=1,
+        ...             num_heads=2, mlp_dim=16, attention="translution")
         >>> tokens = jnp.zeros((1, 5), jnp.int32)
         >>> logits, _ = jax.eval_shape(
         ...     model.init_with_output, jax.random.key(0), tokens)
@@ -63,7 +63,7 @@ class GPT(nn.Module):
     context_length: int
     dim: int = 192
     num_layers: int = 6
-    heads: int = 3
+    num_heads: int = 3
     mlp_dim: int = 768
     attention: str = "softmax"
     position: str = "none"
@@ -101,7 +101,7 @@ class GPT(nn.Module):
             self.attention,
             self.position,
             dim=self.dim,
-            heads=self.heads,
+            num_heads=self.num_heads,
             num_layers=self.num_layers,
             num_relative_layers=self.num_relative_layers,
             causal=True,
@@ -121,10 +121,12 @@ class GPT(nn.Module):
         )(tokens)
         grid = (length,)
         position = make_position(name="position")
-        encoding = position.of_tokens(jnp.zeros((1, length, self.dim), x.dtype), grid)
+        encoding = position.add_to_tokens(
+            jnp.zeros((1, length, self.dim), x.dtype), grid
+        )
         start = 0 if index is None else index
         x = x + jax.lax.dynamic_slice_in_dim(encoding, start, num_tokens, axis=1)
-        layers = position.of_layers(grid, self.num_prefix)
+        layers = position.per_layer(grid, self.num_prefix)
         if layers is not None and index is None:
             # What follows changes nothing before it, and the encodings fit.
             x = jnp.pad(x, ((0, 0), (0, length - num_tokens), (0, 0)))

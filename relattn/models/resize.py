@@ -41,7 +41,7 @@ def resize_grid(
         >>> import jax, jax.numpy as jnp
         >>> from relattn.models import build_model
         >>> model = build_model(
-        ...     {"name": "performer", "dim": 8, "heads": 2, "num_layers": 1,
+        ...     {"name": "performer", "dim": 8, "num_heads": 2, "num_layers": 1,
         ...      "position": "learned"}, num_classes=3, image_shape=(2, 3, 1))
         >>> variables = jax.eval_shape(
         ...     model.init, jax.random.key(0), jnp.ones((1, 2, 3, 1)))
@@ -59,7 +59,7 @@ def resize_grid(
         model.attention,
         model.position,
         dim=model.dim,
-        heads=model.heads,
+        num_heads=model.num_heads,
         num_layers=model.num_layers,
         causal=model.inputs == "tokens",
     )

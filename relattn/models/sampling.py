@@ -88,8 +88,8 @@ def generate(
 
     Example:
         >>> from relattn.models import GPT
-        >>> model = GPT(vocab_size=11, context_length=7, dim=8, num_layers=1, heads=2,
-        ...             mlp_dim=16)
+        >>> model = GPT(vocab_size=11, context_length=7, dim=8, num_layers=1,
+        ...             num_heads=2, mlp_dim=16)
         >>> prompt = jnp.array([[3, 5]])
         >>> variables = model.init(jax.random.key(0), prompt)
         >>> generate(model, variables, prompt, 4, key=jax.random.key(1)).shape

@@ -95,9 +95,9 @@ def patches(
 
 # Translution, table 1.
 SIZES = {
-    "A": {"num_layers": 6, "dim": 192, "heads": 3, "mlp_dim": 768},
-    "B": {"num_layers": 12, "dim": 192, "heads": 3, "mlp_dim": 768},
-    "C": {"num_layers": 12, "dim": 384, "heads": 6, "mlp_dim": 1536},
+    "A": {"num_layers": 6, "dim": 192, "num_heads": 3, "mlp_dim": 768},
+    "B": {"num_layers": 12, "dim": 192, "num_heads": 3, "mlp_dim": 768},
+    "C": {"num_layers": 12, "dim": 384, "num_heads": 6, "mlp_dim": 1536},
 }
 
 
@@ -106,7 +106,7 @@ def hybrid(
     position: str,
     *,
     dim: int,
-    heads: int,
+    num_heads: int,
     num_layers: int,
     num_relative_layers: int = 0,
     qkv_bias: bool = False,
@@ -118,7 +118,7 @@ def hybrid(
         attention: Spec of the first layers' attention.
         position: Spec of the position encoding.
         dim: Width of the tokens.
-        heads: Number of heads.
+        num_heads: Number of heads.
         num_layers: Number of layers.
         num_relative_layers: How many layers use ``attention``; 0 for all.
         qkv_bias: Whether queries, keys and values have a bias.
@@ -132,7 +132,7 @@ def hybrid(
             layers than layers.
 
     Example:
-        >>> attentions, _ = hybrid("lor_translution", "none", dim=8, heads=2,
+        >>> attentions, _ = hybrid("lor_translution", "none", dim=8, num_heads=2,
         ...                        num_layers=3, num_relative_layers=1)
         >>> [attention.func.__name__ for attention in attentions]
         ['LorTranslutionAttention', 'SoftmaxAttention', 'SoftmaxAttention']
@@ -143,7 +143,7 @@ def hybrid(
             f"config.model.num_layers={num_layers}, got {num_relative_layers}"
         )
     make = functools.partial(
-        build, dim=dim, heads=heads, num_layers=num_layers, causal=causal
+        build, dim=dim, num_heads=num_heads, num_layers=num_layers, causal=causal
     )
     first, make_position = make(attention, position)
     first = functools.partial(first, qkv_bias=qkv_bias)
@@ -164,15 +164,15 @@ class ViT(nn.Module):
 
     A patch is embedded by LayerNorm, Linear, LayerNorm; the CLS token, N(0, 1) at the
     start, comes first; a last LayerNorm precedes the head. With ``dim``,
-    ``num_layers``, ``heads`` and ``mlp_dim`` of ``SIZES["A"]`` and so on these are the
-    ViT-A, B and C of Translution. With ``qkv_bias=True``, ``embedding_norms=False`` and
-    ``head="mlp"`` it is the ViT of Guoji.
+    ``num_layers``, ``num_heads`` and ``mlp_dim`` of ``SIZES["A"]`` and so on these are
+    the ViT-A, B and C of Translution. With ``qkv_bias=True``, ``embedding_norms=False``
+    and ``head="mlp"`` it is the ViT of Guoji.
 
     Attributes:
         num_classes: Number of classes.
         dim: Width of the tokens.
         num_layers: Number of blocks.
-        heads: Number of heads.
+        num_heads: Number of heads.
         mlp_dim: Width of the feed-forward networks' hidden layer.
         patch_size: Side of the square patch that is one token, or its height and width,
             in pixels.
@@ -191,7 +191,7 @@ class ViT(nn.Module):
 
     Example:
         >>> import jax
-        >>> model = ViT(num_classes=3, patch_size=2, dim=8, num_layers=2, heads=2,
+        >>> model = ViT(num_classes=3, patch_size=2, dim=8, num_layers=2, num_heads=2,
         ...             mlp_dim=16, attention="translution", num_relative_layers=1)
         >>> images = jnp.zeros((1, 4, 6, 1))
         >>> logits, _ = jax.eval_shape(
@@ -207,7 +207,7 @@ class ViT(nn.Module):
     num_classes: int
     dim: int = 192
     num_layers: int = 6
-    heads: int = 3
+    num_heads: int = 3
     mlp_dim: int = 768
     patch_size: PatchSize = 16
     attention: str = "softmax"
@@ -240,7 +240,7 @@ class ViT(nn.Module):
             self.attention,
             self.position,
             dim=self.dim,
-            heads=self.heads,
+            num_heads=self.num_heads,
             num_layers=self.num_layers,
             num_relative_layers=self.num_relative_layers,
             qkv_bias=self.qkv_bias,
@@ -253,7 +253,7 @@ class ViT(nn.Module):
         if self.embedding_norms:
             x = norm(name="embedding_norm")(x)
         position = make_position(name="position")
-        x = position.of_tokens(x, grid)
+        x = position.add_to_tokens(x, grid)
         cls = self.param("cls", nn.initializers.normal(1.0), (1, 1, self.dim))
         cls = jnp.broadcast_to(cls.astype(x.dtype), (x.shape[0], 1, self.dim))
         x = jnp.concatenate([cls, x], axis=1)
@@ -268,7 +268,7 @@ class ViT(nn.Module):
                 dropout=self.dropout,
                 dtype=self.dtype,
             ),
-            positions=position.of_layers(grid, self.num_prefix),
+            positions=position.per_layer(grid, self.num_prefix),
             grid=grid,
             num_prefix=self.num_prefix,
             remat=self.remat,
@@ -293,7 +293,7 @@ class Performer(nn.Module):
         num_classes: Number of classes.
         dim: Width of the tokens.
         num_layers: Number of blocks.
-        heads: Number of heads.
+        num_heads: Number of heads.
         mlp_dim: Width of the feed-forward networks' hidden layer.
         patch_size: Side of the square patch that is one token, or its height and width,
             in pixels.
@@ -306,7 +306,8 @@ class Performer(nn.Module):
 
     Example:
         >>> import jax
-        >>> model = Performer(num_classes=3, dim=8, num_layers=1, heads=2, mlp_dim=16)
+        >>> model = Performer(num_classes=3, dim=8, num_layers=1, num_heads=2,
+        ...                   mlp_dim=16)
         >>> images = jnp.zeros((1, 5, 7, 1))
         >>> logits, _ = model.init_with_output(jax.random.key(0), images)
         >>> logits.shape
@@ -320,7 +321,7 @@ class Performer(nn.Module):
     num_classes: int
     dim: int = 256
     num_layers: int = 6
-    heads: int = 8
+    num_heads: int = 8
     mlp_dim: int = 1024
     patch_size: PatchSize = 1
     attention: str = "favor"
@@ -346,13 +347,13 @@ class Performer(nn.Module):
             self.attention,
             self.position,
             dim=self.dim,
-            heads=self.heads,
+            num_heads=self.num_heads,
             num_layers=self.num_layers,
         )
         tokens, grid = patches(images, self.patch_size)
         x = Linear(self.dim, dtype=self.dtype, name="embedding")(tokens)
         position = make_position(name="position")
-        x = position.of_tokens(x, grid)
+        x = position.add_to_tokens(x, grid)
         cls = self.param("cls", nn.initializers.normal(1.0), (1, 1, self.dim))
         cls = jnp.broadcast_to(cls.astype(x.dtype), (x.shape[0], 1, self.dim))
         x = jnp.concatenate([cls, x], axis=1)
@@ -367,7 +368,7 @@ class Performer(nn.Module):
                 dropout=self.dropout,
                 dtype=self.dtype,
             ),
-            positions=position.of_layers(grid, self.num_prefix),
+            positions=position.per_layer(grid, self.num_prefix),
             scan=self.scan,
             grid=grid,
             num_prefix=self.num_prefix,
@@ -394,7 +395,7 @@ class Linformer(Performer):
     Example:
         >>> import jax, jax.numpy as jnp
         >>> model = Linformer(
-        ...     num_classes=3, dim=8, num_layers=1, heads=2, mlp_dim=16,
+        ...     num_classes=3, dim=8, num_layers=1, num_heads=2, mlp_dim=16,
         ...     attention="linformer(k=5)")
         >>> images = jnp.zeros((1, 5, 7, 1))
         >>> logits, _ = jax.eval_shape(
@@ -409,7 +410,7 @@ class Linformer(Performer):
 
     dim: int = 384
     num_layers: int = 5
-    heads: int = 12
+    num_heads: int = 12
     mlp_dim: int = 1536
     attention: str = "linformer(k=256, sharing='key_value')"
     position: str = "learnable_sincos"
@@ -431,7 +432,7 @@ class RoutingTransformer(Performer):
     Example:
         >>> import jax, jax.numpy as jnp
         >>> model = RoutingTransformer(
-        ...     num_classes=3, dim=8, num_layers=1, heads=2, mlp_dim=16,
+        ...     num_classes=3, dim=8, num_layers=1, num_heads=2, mlp_dim=16,
         ...     attention="routing(clusters=3)")
         >>> images = jnp.zeros((1, 5, 7, 1))
         >>> logits, variables = jax.eval_shape(
@@ -446,7 +447,7 @@ class RoutingTransformer(Performer):
 
     dim: int = 320
     num_layers: int = 9
-    heads: int = 10
+    num_heads: int = 10
     mlp_dim: int = 1280
     attention: str = "routing(clusters=8)"
     position: str = "learned"

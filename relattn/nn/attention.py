@@ -52,7 +52,7 @@ class MultiHeadAttention(nn.Module):
 
     Attributes:
         dim: Width of the tokens.
-        heads: Number of heads; divides ``dim``.
+        num_heads: Number of heads; divides ``dim``.
         layer: Index of the layer in the model.
         qkv_bias: Whether queries, keys and values have a bias.
         causal: Whether a token attends to itself and those before it only.
@@ -60,7 +60,7 @@ class MultiHeadAttention(nn.Module):
     """
 
     dim: int
-    heads: int
+    num_heads: int
     layer: int = 0
     qkv_bias: bool = True
     causal: bool = False
@@ -75,13 +75,13 @@ class MultiHeadAttention(nn.Module):
     has_grid_tables: ClassVar[bool] = False
 
     @classmethod
-    def check(cls, dim: int, heads: int, **options: Any) -> None:
+    def check(cls, dim: int, num_heads: int, **options: Any) -> None:
         """Raises ValueError where the sizes of the model or the options do not fit."""
         del options
-        if heads < 1 or dim % heads:
+        if num_heads < 1 or dim % num_heads:
             raise ValueError(
-                "config.model.heads must divide config.model.dim, got "
-                f"dim={dim} and heads={heads}"
+                "config.model.num_heads must divide config.model.dim, got "
+                f"dim={dim} and num_heads={num_heads}"
             )
 
     @classmethod
@@ -95,14 +95,14 @@ class MultiHeadAttention(nn.Module):
         return None
 
     @property
-    def depth(self) -> int:
+    def head_dim(self) -> int:
         """Width of a head."""
-        return self.dim // self.heads
+        return self.dim // self.num_heads
 
     @property
     def key_heads(self) -> int:
         """Number of heads that have keys."""
-        return self.heads
+        return self.num_heads
 
     @nn.compact
     def __call__(
@@ -155,11 +155,11 @@ class MultiHeadAttention(nn.Module):
 
     def mix(
         self, x: Float[Array, "batch n dim"], context: Context
-    ) -> Float[Array, "batch heads n depth"]:
+    ) -> Float[Array, "batch heads n head_dim"]:
         """The heads' outputs: projects, applies the position, and attends."""
-        q = self.project(x, self.heads, "q")
+        q = self.project(x, self.num_heads, "q")
         k = self.project(x, self.key_heads, "k") if self.key_heads else None
-        v = self.project(x, self.heads, "v")
+        v = self.project(x, self.num_heads, "v")
         q, k = self.with_position(q, k, x, context)
         if context.index is None:
             return self.attend(q, k, v, context)
@@ -168,33 +168,33 @@ class MultiHeadAttention(nn.Module):
 
     def attend(
         self,
-        q: Float[Array, "batch heads n key_depth"],
-        k: Float[Array, "batch key_heads n key_depth"] | None,
-        v: Float[Array, "batch heads n depth"],
+        q: Float[Array, "batch heads n head_dim"],
+        k: Float[Array, "batch key_heads n head_dim"] | None,
+        v: Float[Array, "batch heads n value_dim"],
         context: Context,
-    ) -> Float[Array, "batch heads n depth"]:
+    ) -> Float[Array, "batch heads n value_dim"]:
         """The heads' outputs: the kernel."""
         raise NotImplementedError(f"{type(self).__name__} defines no attend")
 
     def attend_step(
         self,
-        q_i: Float[Array, "batch heads key_depth"],
-        k_i: Float[Array, "batch key_heads key_depth"] | None,
-        v_i: Float[Array, "batch heads depth"],
+        q_i: Float[Array, "batch heads head_dim"],
+        k_i: Float[Array, "batch key_heads head_dim"] | None,
+        v_i: Float[Array, "batch heads value_dim"],
         context: Context,
-    ) -> Float[Array, "batch heads depth"]:
+    ) -> Float[Array, "batch heads value_dim"]:
         """The heads' outputs for the token at ``context.index``, in decoding."""
         raise NotImplementedError(
             f"{type(self).__name__} cannot decode: it defines no attend_step"
         )
 
     def project(
-        self, x: Float[Array, "batch n dim"], heads: int, name: str
-    ) -> Float[Array, "batch {heads} n depth"]:
-        """A linear projection to ``heads`` heads; for use in the hooks."""
-        width = heads * self.depth
+        self, x: Float[Array, "batch n dim"], num_heads: int, name: str
+    ) -> Float[Array, "batch {num_heads} n head_dim"]:
+        """A linear projection to ``num_heads`` heads; for use in the hooks."""
+        width = num_heads * self.head_dim
         out = Linear(width, use_bias=self.qkv_bias, dtype=self.dtype, name=name)(x)
-        return out.reshape(*out.shape[:-1], heads, self.depth).swapaxes(-2, -3)
+        return out.reshape(*out.shape[:-1], num_heads, self.head_dim).swapaxes(-2, -3)
 
     def with_position(
         self, q: Array, k: Array | None, x: Array, context: Context
@@ -205,14 +205,14 @@ class MultiHeadAttention(nn.Module):
         return context.position(q, k, x)
 
     def merge(
-        self, out: Float[Array, "batch heads n depth"]
+        self, out: Float[Array, "batch heads n head_dim"]
     ) -> Float[Array, "batch n dim"]:
         """Concatenates the heads and projects them."""
         out = out.swapaxes(-2, -3)
         out = out.reshape(*out.shape[:-2], self.dim)
         return Linear(self.dim, dtype=self.dtype, name="out")(out)
 
-    def remember(
+    def update_cache(
         self, name: str, row: Float[Array, "*batch width"], context: Context
     ) -> Float[Array, "*batch length width"]:
         """Writes a token's row into the cache ``name``, and returns the whole cache.
@@ -244,11 +244,11 @@ class MultiHeadAttention(nn.Module):
 
 
 class SoftmaxAttention(MultiHeadAttention):
-    """Exact attention: softmax(q.k / sqrt(depth)).
+    """Exact attention: softmax(q.k / sqrt(head_dim)).
 
     Example:
         >>> x = jnp.ones((1, 7, 8))
-        >>> module = SoftmaxAttention(dim=8, heads=2)
+        >>> module = SoftmaxAttention(dim=8, num_heads=2)
         >>> out, _ = module.init_with_output(jax.random.key(0), x)
         >>> out.shape
         (1, 7, 8)
@@ -269,11 +269,11 @@ class SoftmaxAttention(MultiHeadAttention):
 
     def attend(
         self,
-        q: Float[Array, "batch heads n key_depth"],
-        k: Float[Array, "batch heads n key_depth"],
-        v: Float[Array, "batch heads n depth"],
+        q: Float[Array, "batch heads n head_dim"],
+        k: Float[Array, "batch heads n head_dim"],
+        v: Float[Array, "batch heads n value_dim"],
         context: Context,
-    ) -> Float[Array, "batch heads n depth"]:
+    ) -> Float[Array, "batch heads n value_dim"]:
         """Softmax attention."""
         tables = self.tables(context)
         options = {"key_mask": context.key_mask, **tables}
@@ -287,16 +287,16 @@ class SoftmaxAttention(MultiHeadAttention):
 
     def attend_step(
         self,
-        q_i: Float[Array, "batch heads key_depth"],
-        k_i: Float[Array, "batch heads key_depth"],
-        v_i: Float[Array, "batch heads depth"],
+        q_i: Float[Array, "batch heads head_dim"],
+        k_i: Float[Array, "batch heads head_dim"],
+        v_i: Float[Array, "batch heads value_dim"],
         context: Context,
-    ) -> Float[Array, "batch heads depth"]:
+    ) -> Float[Array, "batch heads value_dim"]:
         """Softmax attention of one token to those so far."""
         return relative.causal_relative_attention_step(
             q_i,
-            self.remember("keys", k_i, context),
-            self.remember("values", v_i, context),
+            self.update_cache("keys", k_i, context),
+            self.update_cache("values", v_i, context),
             index=context.index,
             **self.tables(context),
         )

@@ -196,7 +196,7 @@ def transformer_blocks(
 
     Example:
         >>> from relattn.nn.registry import build
-        >>> attention, _ = build("softmax", "none", dim=8, heads=2, num_layers=3)
+        >>> attention, _ = build("softmax", "none", dim=8, num_heads=2, num_layers=3)
         >>> class Model(nn.Module):
         ...     @nn.compact
         ...     def __call__(self, x):

@@ -29,7 +29,7 @@ class GatedPositionalAttention(MultiHeadAttention):
     Example:
         >>> import jax
         >>> x = jnp.ones((1, 7, 8))
-        >>> module = GatedPositionalAttention(dim=8, heads=2)
+        >>> module = GatedPositionalAttention(dim=8, num_heads=2)
         >>> out, variables = module.init_with_output(
         ...     jax.random.key(0), x, grid=(2, 3), num_prefix=1)
         >>> out.shape, variables["params"]["coefficients"].shape
@@ -47,11 +47,11 @@ class GatedPositionalAttention(MultiHeadAttention):
 
     def attend(
         self,
-        q: Float[Array, "batch heads n key_depth"],
-        k: Float[Array, "batch heads n key_depth"],
-        v: Float[Array, "batch heads n depth"],
+        q: Float[Array, "batch heads n head_dim"],
+        k: Float[Array, "batch heads n head_dim"],
+        v: Float[Array, "batch heads n value_dim"],
         context: Context,
-    ) -> Float[Array, "batch heads n depth"]:
+    ) -> Float[Array, "batch heads n value_dim"]:
         """Gated positional attention."""
         inputs = (q, k, v, *self.gates(context))
         if self.causal:
@@ -67,16 +67,16 @@ class GatedPositionalAttention(MultiHeadAttention):
 
     def attend_step(
         self,
-        q_i: Float[Array, "batch heads key_depth"],
-        k_i: Float[Array, "batch heads key_depth"],
-        v_i: Float[Array, "batch heads depth"],
+        q_i: Float[Array, "batch heads head_dim"],
+        k_i: Float[Array, "batch heads head_dim"],
+        v_i: Float[Array, "batch heads value_dim"],
         context: Context,
-    ) -> Float[Array, "batch heads depth"]:
+    ) -> Float[Array, "batch heads value_dim"]:
         """Gated positional attention of one token to those so far."""
         return gated_positional.causal_gated_positional_attention_step(
             q_i,
-            self.remember("keys", k_i, context),
-            self.remember("values", v_i, context),
+            self.update_cache("keys", k_i, context),
+            self.update_cache("values", v_i, context),
             *self.gates(context),
             index=context.index,
         )
@@ -91,15 +91,15 @@ class GatedPositionalAttention(MultiHeadAttention):
         def init(_) -> Array:
             return jnp.asarray(self.locality * self.start(context), jnp.float32)
 
-        gate = self.param("gate", nn.initializers.ones, (self.heads,), jnp.float32)
+        gate = self.param("gate", nn.initializers.ones, (self.num_heads,), jnp.float32)
         return gate, self.param("coefficients", init)
 
     def start(self, context: Context) -> Float[np.ndarray, "heads features"]:
         """Coefficients w at the start."""
         axes = len(context.grid)
-        side = self.heads if axes == 1 else int(np.ceil(self.heads**0.5))
-        places = offsets.grid_positions((side,) * axes)[: self.heads]
+        side = self.num_heads if axes == 1 else int(np.ceil(self.num_heads**0.5))
+        places = offsets.grid_positions((side,) * axes)[: self.num_heads]
         if not self.causal:
             places = places - side // 2
-        w = np.concatenate([np.full((self.heads, 1), -1.0), 2 * places], axis=1)
+        w = np.concatenate([np.full((self.num_heads, 1), -1.0), 2 * places], axis=1)
         return np.pad(w, [(0, 0), (0, 3 if context.num_prefix else 0)])

@@ -26,8 +26,8 @@ class LinearAttention(MultiHeadAttention):
     has_causal_form: ClassVar[bool] = True
     scannable: ClassVar[bool] = True
 
-    def feature_map(self, depth: int) -> linear.FeatureMap:
-        """The feature map of the layer, for queries and keys of a depth."""
+    def feature_map(self, head_dim: int) -> linear.FeatureMap:
+        """The feature map of the layer, for queries and keys of a head_dim."""
         raise NotImplementedError
 
     @property
@@ -37,23 +37,23 @@ class LinearAttention(MultiHeadAttention):
 
     def attend(
         self,
-        q: Float[Array, "batch heads n key_depth"],
-        k: Float[Array, "batch heads n key_depth"],
-        v: Float[Array, "batch heads n depth"],
+        q: Float[Array, "batch heads n head_dim"],
+        k: Float[Array, "batch heads n head_dim"],
+        v: Float[Array, "batch heads n value_dim"],
         context: Context,
-    ) -> Float[Array, "batch heads n depth"]:
+    ) -> Float[Array, "batch heads n value_dim"]:
         """Linear attention."""
         feature_map = self.feature_map(q.shape[-1])
         return self.attend_content(q, k, v, feature_map, context)
 
     def attend_content(
         self,
-        q: Float[Array, "batch heads n key_depth"],
-        k: Float[Array, "batch heads n key_depth"],
-        v: Float[Array, "batch heads n depth"],
+        q: Float[Array, "batch heads n head_dim"],
+        k: Float[Array, "batch heads n head_dim"],
+        v: Float[Array, "batch heads n value_dim"],
         feature_map: linear.FeatureMap,
         context: Context,
-    ) -> Float[Array, "batch heads n depth"]:
+    ) -> Float[Array, "batch heads n value_dim"]:
         """Linear attention; counts the weights' sums that are not positive."""
         tables = self.tables(context)
         options = {"key_mask": context.key_mask, **tables}
@@ -76,11 +76,11 @@ class LinearAttention(MultiHeadAttention):
 
     def attend_step(
         self,
-        q_i: Float[Array, "batch heads key_depth"],
-        k_i: Float[Array, "batch heads key_depth"],
-        v_i: Float[Array, "batch heads depth"],
+        q_i: Float[Array, "batch heads head_dim"],
+        k_i: Float[Array, "batch heads head_dim"],
+        v_i: Float[Array, "batch heads value_dim"],
         context: Context,
-    ) -> Float[Array, "batch heads depth"]:
+    ) -> Float[Array, "batch heads value_dim"]:
         """One step of causal linear attention; the cache is its state.
 
         With an offset bias, the cache is the keys and values so far.
@@ -90,8 +90,8 @@ class LinearAttention(MultiHeadAttention):
         if tables:
             return toeplitz.causal_toeplitz_linear_attention_step(
                 q_i,
-                self.remember("keys", k_i, context),
-                self.remember("values", v_i, context),
+                self.update_cache("keys", k_i, context),
+                self.update_cache("values", v_i, context),
                 feature_map,
                 index=context.index,
                 **tables,
@@ -125,8 +125,8 @@ class RandomFeatureAttention(LinearAttention):
     """Options and state of the attentions that draw random features.
 
     Attributes:
-        num_features: Number of random features; 0 is int(depth * ln(depth)), depth
-            with the position's width where one is concatenated.
+        num_features: Number of random features; 0 is int(head_dim * ln(head_dim)),
+            head_dim with the position's width where one is concatenated.
         features: ``"positive"`` (FAVOR+), ``"trigonometric"`` (FAVOR) or ``"relu"``.
         orthogonal: Whether the projection's rows are orthogonal.
         norms: ``"chi"``, or ``"fixed"``, which is biased: see `draw_orthogonal`.
@@ -147,7 +147,7 @@ class RandomFeatureAttention(LinearAttention):
     def check(
         cls,
         dim: int,
-        heads: int,
+        num_heads: int,
         *,
         num_features: int = 0,
         features: str = "positive",
@@ -156,11 +156,11 @@ class RandomFeatureAttention(LinearAttention):
         **options: Any,
     ) -> None:
         """Raises ValueError where the sizes of the model or the options do not fit."""
-        super().check(dim, heads, **options)
+        super().check(dim, num_heads, **options)
         if num_features < 0:
             raise ValueError(
-                "num_features must be positive, or 0 for int(depth * ln(depth)), got "
-                f"{num_features}"
+                "num_features must be positive, or 0 for int(head_dim * ln(head_dim)), "
+                f"got {num_features}"
             )
         if features not in FEATURE_MAPS:
             raise ValueError(
@@ -180,23 +180,23 @@ class RandomFeatureAttention(LinearAttention):
             least = "eps > 0" if features == "relu" else "eps >= 0"
             raise ValueError(f"features={features!r} need {least}, got eps={eps}")
 
-    def feature_map(self, depth: int, *, group: int = 0) -> linear.FeatureMap:
+    def feature_map(self, head_dim: int, *, group: int = 0) -> linear.FeatureMap:
         """The feature map with the layer's projection; for use in the hooks.
 
         Args:
-            depth: Width of the queries and keys.
+            head_dim: Width of the queries and keys.
             group: Which projection, where groups of heads have one each.
 
         Raises:
             ValueError: If weights would underflow: causal positive features of a head
                 deeper than 224.
         """
-        deep = depth > _DEEPEST_CAUSAL_HEAD
+        deep = head_dim > _DEEPEST_CAUSAL_HEAD
         if deep and self.causal and self.features == "positive":
             raise ValueError(
-                "causal attention with positive features needs a head depth (dim / "
+                "causal attention with positive features needs a head_dim (dim / "
                 "heads, with the position's width where one is concatenated) of at "
-                f"most {_DEEPEST_CAUSAL_HEAD}, got {depth}"
+                f"most {_DEEPEST_CAUSAL_HEAD}, got {head_dim}"
             )
 
         def draw() -> feature_maps.RandomFeatures:
@@ -204,8 +204,8 @@ class RandomFeatureAttention(LinearAttention):
                 self.make_rng("random_features"),
                 layer=self.layer + group * _MOST_LAYERS,
                 num_features=self.num_features
-                or feature_maps.default_num_features(depth),
-                depth=depth,
+                or feature_maps.default_num_features(head_dim),
+                head_dim=head_dim,
                 orthogonal=self.orthogonal,
                 norms=self.norms,
                 haar=self.haar,
@@ -220,12 +220,12 @@ class RandomFeatureAttention(LinearAttention):
 
     def attend_content(
         self,
-        q: Float[Array, "batch heads n key_depth"],
-        k: Float[Array, "batch heads n key_depth"],
-        v: Float[Array, "batch heads n depth"],
+        q: Float[Array, "batch heads n head_dim"],
+        k: Float[Array, "batch heads n head_dim"],
+        v: Float[Array, "batch heads n value_dim"],
         feature_map: linear.FeatureMap,
         context: Context,
-    ) -> Float[Array, "batch heads n depth"]:
+    ) -> Float[Array, "batch heads n value_dim"]:
         """Linear attention; measures the share of keys whose features underflow."""
         positive = self.features == "positive"
         if self.causal and positive and self.is_mutable_collection("intermediates"):
@@ -261,7 +261,7 @@ class FavorAttention(RandomFeatureAttention):
     Example:
         >>> import jax
         >>> x = jnp.ones((1, 7, 8))
-        >>> module = FavorAttention(dim=8, heads=2, num_features=5)
+        >>> module = FavorAttention(dim=8, num_heads=2, num_features=5)
         >>> out, variables = module.init_with_output(jax.random.key(0), x)
         >>> out.shape, sorted(variables)
         ((1, 7, 8), ['params', 'random_features'])
@@ -274,9 +274,9 @@ class FavorAttention(RandomFeatureAttention):
 
     normalize: bool = False
 
-    def feature_map(self, depth: int) -> linear.FeatureMap:
+    def feature_map(self, head_dim: int) -> linear.FeatureMap:
         """The random features, of queries and keys or of their directions."""
-        feature_map = super().feature_map(depth)
+        feature_map = super().feature_map(head_dim)
         if not self.normalize:
             return feature_map
         return lambda x: feature_map(unit_norm(x))
@@ -298,7 +298,7 @@ class BandedAttention(RandomFeatureAttention):
     Example:
         >>> import jax
         >>> x = jnp.ones((1, 7, 8))
-        >>> module = BandedAttention(dim=8, heads=2, clip=2)
+        >>> module = BandedAttention(dim=8, num_heads=2, clip=2)
         >>> out, _ = module.init_with_output(
         ...     jax.random.key(0), x, grid=(2, 3), num_prefix=1)
         >>> out.shape
@@ -319,46 +319,47 @@ class BandedAttention(RandomFeatureAttention):
     def check(
         cls,
         dim: int,
-        heads: int,
+        num_heads: int,
         *,
         clip: int = 6,
         position_heads: int = 0,
         **options: Any,
     ) -> None:
         """Raises ValueError where the sizes of the model or the options do not fit."""
-        super().check(dim, heads, **options)
+        super().check(dim, num_heads, **options)
         if clip < 1:
             raise ValueError(f"attention 'banded' needs clip >= 1, got {clip}")
-        if not position_heads and heads % 2:
+        if not position_heads and num_heads % 2:
             raise ValueError(
                 "attention 'banded' makes half of the heads position heads: "
-                f"config.model.heads must be even, got {heads}; or give position_heads"
+                f"config.model.num_heads must be even, got {num_heads}; or give "
+                "position_heads"
             )
-        if not 0 <= position_heads <= heads:
+        if not 0 <= position_heads <= num_heads:
             raise ValueError(
-                f"attention 'banded' has {heads} heads, got "
+                f"attention 'banded' has {num_heads} heads, got "
                 f"position_heads={position_heads}"
             )
 
     @property
     def key_heads(self) -> int:
         """Number of content heads: position heads have no keys."""
-        return self.heads - (self.position_heads or self.heads // 2)
+        return self.num_heads - (self.position_heads or self.num_heads // 2)
 
     def attend(
         self,
-        q: Float[Array, "batch heads n depth"],
-        k: Float[Array, "batch key_heads n depth"] | None,
-        v: Float[Array, "batch heads n depth"],
+        q: Float[Array, "batch heads n head_dim"],
+        k: Float[Array, "batch key_heads n head_dim"] | None,
+        v: Float[Array, "batch heads n head_dim"],
         context: Context,
-    ) -> Float[Array, "batch heads n depth"]:
+    ) -> Float[Array, "batch heads n head_dim"]:
         """Linear attention in the content heads, banded in the position heads."""
         table = self.param(
-            "table", nn.initializers.zeros, (self.clip + 1, self.depth), jnp.float32
+            "table", nn.initializers.zeros, (self.clip + 1, self.head_dim), jnp.float32
         )
-        feature_map = position_map = self.feature_map(self.depth)
+        feature_map = position_map = self.feature_map(self.head_dim)
         if self.separate_projections:
-            position_map = self.feature_map(self.depth, group=1)
+            position_map = self.feature_map(self.head_dim, group=1)
         position = banded.banded_attention(
             q[:, self.key_heads :],
             v[:, self.key_heads :],
@@ -379,19 +380,19 @@ class LearnedReluAttention(LinearAttention):
     """Linear attention with learned rectified features.
 
     out_i = phi(q_i)^T sum_j phi(k_j) v_j^T / phi(q_i)^T sum_j phi(k_j) with
-    phi(x) = relu(W x / depth^(1/4) + b) + eps, an attention of its own.
+    phi(x) = relu(W x / head_dim^(1/4) + b) + eps, an attention of its own.
 
     W and b are a layer's, the same for its heads; they start as those of a `Linear`.
 
     Attributes:
-        num_features: Number of features; 0 is int(depth * ln(depth)), depth with the
-            position's width where one is concatenated.
+        num_features: Number of features; 0 is int(head_dim * ln(head_dim)), head_dim
+            with the position's width where one is concatenated.
         eps: Added to every feature; keeps the sum of weights above zero.
 
     Example:
         >>> import jax
         >>> x = jnp.ones((1, 7, 8))
-        >>> module = LearnedReluAttention(dim=8, heads=2, num_features=5)
+        >>> module = LearnedReluAttention(dim=8, num_heads=2, num_features=5)
         >>> out, variables = module.init_with_output(jax.random.key(0), x)
         >>> out.shape, variables["params"]["projection"].shape
         ((1, 7, 8), (5, 4))
@@ -407,18 +408,18 @@ class LearnedReluAttention(LinearAttention):
     def check(
         cls,
         dim: int,
-        heads: int,
+        num_heads: int,
         *,
         num_features: int = 0,
         eps: float = 1e-3,
         **options: Any,
     ) -> None:
         """Raises ValueError where the sizes of the model or the options do not fit."""
-        super().check(dim, heads, **options)
+        super().check(dim, num_heads, **options)
         if num_features < 0:
             raise ValueError(
                 "attention 'relu' needs num_features >= 1, or 0 for "
-                f"int(depth * ln(depth)), got {num_features}"
+                f"int(head_dim * ln(head_dim)), got {num_features}"
             )
         if eps <= 0:
             raise ValueError(
@@ -426,15 +427,15 @@ class LearnedReluAttention(LinearAttention):
                 f"can all be zero, got {eps}"
             )
 
-    def feature_map(self, depth: int) -> linear.FeatureMap:
+    def feature_map(self, head_dim: int) -> linear.FeatureMap:
         """The feature map with the layer's projection; for use in the hooks."""
-        width = self.num_features or feature_maps.default_num_features(depth)
+        width = self.num_features or feature_maps.default_num_features(head_dim)
         start = nn.initializers.variance_scaling(
             1 / 3, "fan_in", "uniform", in_axis=-1, out_axis=-2
         )
         return functools.partial(
             feature_maps.relu_features,
-            projection=self.param("projection", start, (width, depth), jnp.float32),
+            projection=self.param("projection", start, (width, head_dim), jnp.float32),
             bias=self.param("bias", nn.initializers.zeros, (width,), jnp.float32),
             eps=self.eps,
         )

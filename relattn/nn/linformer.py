@@ -52,7 +52,7 @@ class SharedProjection(nn.Module):
 class LinformerAttention(MultiHeadAttention):
     """Linear attention to k projected keys and values.
 
-    softmax(q (E k)^T / sqrt(depth)) F v, E and F [k, n] learned.
+    softmax(q (E k)^T / sqrt(head_dim)) F v, E and F [k, n] learned.
 
     E and F belong to one length of sequence, prefix tokens included.
 
@@ -65,7 +65,7 @@ class LinformerAttention(MultiHeadAttention):
     Example:
         >>> import jax, jax.numpy as jnp
         >>> x = jnp.ones((1, 7, 8))
-        >>> module = LinformerAttention(dim=8, heads=2, k=3)
+        >>> module = LinformerAttention(dim=8, num_heads=2, k=3)
         >>> out, variables = module.init_with_output(jax.random.key(0), x)
         >>> out.shape, variables["params"]["key_projection"].shape
         ((1, 7, 8), (2, 3, 7))
@@ -83,14 +83,14 @@ class LinformerAttention(MultiHeadAttention):
     def check(
         cls,
         dim: int,
-        heads: int,
+        num_heads: int,
         *,
         k: int = 64,
         sharing: str = "none",
         **options: Any,
     ) -> None:
         """Raises ValueError where the sizes of the model or the options do not fit."""
-        super().check(dim, heads, **options)
+        super().check(dim, num_heads, **options)
         if k < 1:
             raise ValueError(f"attention 'linformer' needs k >= 1, got {k}")
         if sharing not in SHARINGS:
@@ -109,11 +109,11 @@ class LinformerAttention(MultiHeadAttention):
 
     def attend(
         self,
-        q: Float[Array, "batch heads n depth"],
-        k: Float[Array, "batch heads n depth"],
-        v: Float[Array, "batch heads n depth"],
+        q: Float[Array, "batch heads n head_dim"],
+        k: Float[Array, "batch heads n head_dim"],
+        v: Float[Array, "batch heads n head_dim"],
         context: Context,
-    ) -> Float[Array, "batch heads n depth"]:
+    ) -> Float[Array, "batch heads n head_dim"]:
         """Attention to projected keys and values."""
         matrices = self.projections(k.shape[-2], context)
         return linformer.linformer_attention(
@@ -136,7 +136,7 @@ class LinformerAttention(MultiHeadAttention):
         if self.sharing == "key_value":
             matrix = _projection(self, "projection", (self.k, n), context.grid)
             return matrix, matrix
-        heads = (self.heads,) if self.sharing == "none" else ()
+        heads = (self.num_heads,) if self.sharing == "none" else ()
         return tuple(
             _projection(self, f"{name}_projection", (*heads, self.k, n), context.grid)
             for name in ("key", "value")

@@ -53,7 +53,7 @@ POSITIONS = {
 OWN = frozenset({*ATTENTIONS, *POSITIONS})
 
 # What the model decides, not the spec.
-_RESERVED = ("dim", "heads", "layer", "num_layers", "qkv_bias", "causal")
+_RESERVED = ("dim", "num_heads", "layer", "num_layers", "qkv_bias", "causal")
 _RESERVED += ("dtype", "parent", "name", "args", "kwargs")
 
 
@@ -78,7 +78,7 @@ def register_attention(name: str, module: type) -> None:
         ...     def attend(self, q, k, v, context):
         ...         return jnp.broadcast_to(v.mean(axis=-2, keepdims=True), v.shape)
         >>> relattn.register_attention("mean", Mean)
-        >>> vit = relattn.ViT(10, attention="mean", dim=8, heads=2, num_layers=1)
+        >>> vit = relattn.ViT(10, attention="mean", dim=8, num_heads=2, num_layers=1)
         >>> images = jnp.zeros((1, 32, 32, 1))
         >>> vit.init_with_output(jax.random.key(0), images)[0].shape
         (1, 10)
@@ -109,7 +109,7 @@ def register_position(name: str, module: type) -> None:
         ...         rows = jnp.broadcast_to(rows, (*grid, self.dim))
         ...         return tokens + rows.reshape(-1, self.dim)
         >>> relattn.register_position("rows", Rows)
-        >>> vit = relattn.ViT(10, position="rows", dim=8, heads=2, num_layers=1)
+        >>> vit = relattn.ViT(10, position="rows", dim=8, num_heads=2, num_layers=1)
         >>> images = jnp.zeros((1, 32, 32, 1))
         >>> vit.init_with_output(jax.random.key(0), images)[0].shape
         (1, 10)
@@ -136,7 +136,7 @@ def build(
     position: str,
     *,
     dim: int,
-    heads: int,
+    num_heads: int,
     num_layers: int,
     causal: bool = False,
 ) -> tuple[functools.partial, functools.partial]:
@@ -148,7 +148,7 @@ def build(
             such specs, ``"learned + rope2d"``, of which one at most acts elsewhere than
             at the site ``tokens``.
         dim: Width of the tokens.
-        heads: Number of heads.
+        num_heads: Number of heads.
         num_layers: Number of layers.
         causal: Whether a token attends to itself and those before it only.
 
@@ -162,8 +162,8 @@ def build(
 
     Example:
         >>> attention, position = build(
-        ...     "favor", "learnable_sincos", dim=8, heads=2, num_layers=1)
-        >>> attention(layer=0).heads
+        ...     "favor", "learnable_sincos", dim=8, num_heads=2, num_layers=1)
+        >>> attention(layer=0).num_heads
         2
     """
     make_attention = spec.resolve(attention, ATTENTIONS, "attention", _RESERVED)
@@ -174,12 +174,12 @@ def build(
             f"attention {attention!r} has no causal form; choose from "
             f"{', '.join(fitting)}"
         )
-    make_attention.func.check(dim, heads, **make_attention.keywords)
+    make_attention.func.check(dim, num_heads, **make_attention.keywords)
     make_position = functools.partial(
-        make_position, dim=dim, heads=heads, num_layers=num_layers
+        make_position, dim=dim, num_heads=num_heads, num_layers=num_layers
     )
     make_attention = functools.partial(
-        make_attention, dim=dim, heads=heads, causal=causal
+        make_attention, dim=dim, num_heads=num_heads, causal=causal
     )
     return make_attention, make_position
 

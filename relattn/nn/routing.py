@@ -34,7 +34,7 @@ class RoutingAttention(MultiHeadAttention):
 
     Example:
         >>> x = jnp.ones((1, 7, 8))
-        >>> module = RoutingAttention(dim=8, heads=2, clusters=3)
+        >>> module = RoutingAttention(dim=8, num_heads=2, clusters=3)
         >>> out, variables = module.init_with_output(jax.random.key(0), x)
         >>> out.shape, variables["batch_stats"]["centroids"].shape
         ((1, 7, 8), (1, 3, 4))
@@ -56,7 +56,7 @@ class RoutingAttention(MultiHeadAttention):
     def check(
         cls,
         dim: int,
-        heads: int,
+        num_heads: int,
         *,
         clusters: int = 8,
         window: int = 0,
@@ -65,7 +65,7 @@ class RoutingAttention(MultiHeadAttention):
         **options: Any,
     ) -> None:
         """Raises ValueError where the sizes of the model or the options do not fit."""
-        super().check(dim, heads, **options)
+        super().check(dim, num_heads, **options)
         if clusters < 1:
             raise ValueError(f"attention 'routing' needs clusters >= 1, got {clusters}")
         if window < 0:
@@ -73,23 +73,24 @@ class RoutingAttention(MultiHeadAttention):
                 "attention 'routing' needs window >= 1, or 0 for n / clusters, got "
                 f"{window}"
             )
-        if local_heads is not None and not 0 <= local_heads <= heads:
+        if local_heads is not None and not 0 <= local_heads <= num_heads:
             raise ValueError(
-                f"attention 'routing' has {heads} heads, got local_heads={local_heads}"
+                f"attention 'routing' has {num_heads} heads, got local_heads="
+                f"{local_heads}"
             )
         if not 0 <= decay <= 1:
             raise ValueError(f"attention 'routing' needs decay in [0, 1], got {decay}")
 
     def attend(
         self,
-        q: Float[Array, "batch heads n depth"],
-        k: Float[Array, "batch heads n depth"],
-        v: Float[Array, "batch heads n depth"],
+        q: Float[Array, "batch heads n head_dim"],
+        k: Float[Array, "batch heads n head_dim"],
+        v: Float[Array, "batch heads n head_dim"],
         context: Context,
-    ) -> Float[Array, "batch heads n depth"]:
+    ) -> Float[Array, "batch heads n head_dim"]:
         """Local attention in the first heads, routed in the rest."""
         window = self.window or -(-q.shape[-2] // self.clusters)
-        first = self.heads // 2 if self.local_heads is None else self.local_heads
+        first = self.num_heads // 2 if self.local_heads is None else self.local_heads
         outs = []
         if first:
             outs.append(
@@ -100,7 +101,7 @@ class RoutingAttention(MultiHeadAttention):
                     key_mask=context.key_mask,
                 )
             )
-        if first < self.heads:
+        if first < self.num_heads:
             q, k, v = (x[:, first:] for x in (q, k, v))
             centroids = self.centroids(q, k, context.key_mask)
             outs.append(
@@ -112,17 +113,17 @@ class RoutingAttention(MultiHeadAttention):
 
     def centroids(
         self,
-        q: Float[Array, "batch heads n depth"],
-        k: Float[Array, "batch heads n depth"],
+        q: Float[Array, "batch heads n head_dim"],
+        k: Float[Array, "batch heads n head_dim"],
         key_mask: Bool[Array, "batch 1 n"] | None,
-    ) -> Float[Array, "heads clusters depth"]:
+    ) -> Float[Array, "heads clusters head_dim"]:
         """The centroids that route this batch; in training, it moves those of the next.
 
         The gradients leave them alone.
         """
 
         def start() -> Array:
-            shape = (q.shape[1], self.clusters, self.depth)
+            shape = (q.shape[1], self.clusters, self.head_dim)
             return routing.unit_vectors(
                 jax.random.normal(self.make_rng("params"), shape)
             )

@@ -40,10 +40,10 @@ class OffsetAttention(MultiHeadAttention):
 
     @classmethod
     def check(
-        cls, dim: int, heads: int, *, relative: str = "qkv", **options: Any
+        cls, dim: int, num_heads: int, *, relative: str = "qkv", **options: Any
     ) -> None:
         """Raises ValueError where the sizes of the model or the options do not fit."""
-        super().check(dim, heads, **options)
+        super().check(dim, num_heads, **options)
         if relative not in _SUBSETS:
             raise ValueError(
                 f"unknown subset relative={relative!r} of the projections: "
@@ -75,7 +75,7 @@ class OffsetAttention(MultiHeadAttention):
         """Tables of the projections in ``relative``, one matrix each for the rest.
 
         Args:
-            shape: Of a matrix, ``(width, heads, depth)``.
+            shape: Of a matrix, ``(width, heads, head_dim)``.
             bound: Tables start uniform in +-``bound``, single matrices as a `Linear`.
             context: As in `mix`.
 
@@ -121,7 +121,7 @@ class OffsetAttention(MultiHeadAttention):
 class TranslutionAttention(OffsetAttention):
     """Translution: queries, keys and values are projected by their pair's offset.
 
-    out_i = sum_j softmax_j(x_i Wq[d] . x_j Wk[-d] / sqrt(depth)) x_j Wv[d],
+    out_i = sum_j softmax_j(x_i Wq[d] . x_j Wk[-d] / sqrt(head_dim)) x_j Wv[d],
     d = p_i - p_j.
 
     Tables have a matrix for every offset on the grid, and three for prefix tokens; a
@@ -131,7 +131,7 @@ class TranslutionAttention(OffsetAttention):
 
     Example:
         >>> x = jnp.ones((1, 7, 8))
-        >>> module = TranslutionAttention(dim=8, heads=2)
+        >>> module = TranslutionAttention(dim=8, num_heads=2)
         >>> init = lambda key: module.init(key, x, grid=(2, 3), num_prefix=1)
         >>> params = jax.eval_shape(init, jax.random.key(0))["params"]
         >>> params["q_table"].shape
@@ -144,13 +144,13 @@ class TranslutionAttention(OffsetAttention):
 
     def mix(
         self, x: Float[Array, "batch n dim"], context: Context
-    ) -> Float[Array, "batch heads n depth"]:
+    ) -> Float[Array, "batch heads n head_dim"]:
         """The heads' outputs."""
         x = x.astype(self.dtype)
-        shape = (self.dim, self.heads, self.depth)
+        shape = (self.dim, self.num_heads, self.head_dim)
         tables = self.projection_tables(shape, 1 / self.dim, context)
         if context.index is not None:
-            x = self.remember("tokens", x[..., 0, :], context)
+            x = self.update_cache("tokens", x[..., 0, :], context)
             out = kernels.causal_translution_step(x, *tables, index=context.index)
             return out[..., None, :]
         key_mask = None if context.key_mask is None else context.key_mask[:, 0]
@@ -170,7 +170,7 @@ class TranslutionAttention(OffsetAttention):
 class LorTranslutionAttention(OffsetAttention):
     """LoR-Translution: softmax attention and a low-rank Translution beside it.
 
-    a_ij = (q_i . k_j + (x_i Wq1) Wq2[d] . (x_j Wk1) Wk2[-d]) / sqrt(depth),
+    a_ij = (q_i . k_j + (x_i Wq1) Wq2[d] . (x_j Wk1) Wk2[-d]) / sqrt(head_dim),
     out_i = sum_j softmax_j(a_ij) (x_j Wv + x_j Wv1 Wv2[d] Wv3), d = p_i - p_j.
 
     Tables start uniform in +-1/(rank heads), as the published ones. Without ``v`` in
@@ -187,7 +187,7 @@ class LorTranslutionAttention(OffsetAttention):
 
     Example:
         >>> x = jnp.ones((1, 7, 8))
-        >>> module = LorTranslutionAttention(dim=8, heads=2, rank=3)
+        >>> module = LorTranslutionAttention(dim=8, num_heads=2, rank=3)
         >>> init = lambda key: module.init(key, x, grid=(2, 3), num_prefix=1)
         >>> params = jax.eval_shape(init, jax.random.key(0))["params"]
         >>> params["q_table"].shape
@@ -207,7 +207,7 @@ class LorTranslutionAttention(OffsetAttention):
     def check(
         cls,
         dim: int,
-        heads: int,
+        num_heads: int,
         *,
         rank: int = 8,
         base: bool = True,
@@ -215,7 +215,7 @@ class LorTranslutionAttention(OffsetAttention):
         **options: Any,
     ) -> None:
         """Raises ValueError where the sizes of the model or the options do not fit."""
-        super().check(dim, heads, relative=relative, **options)
+        super().check(dim, num_heads, relative=relative, **options)
         if not base and relative not in ("qv", "kv", "qkv"):
             raise ValueError(
                 "attention 'lor_translution' with base=False and "
@@ -230,20 +230,20 @@ class LorTranslutionAttention(OffsetAttention):
 
     def mix(
         self, x: Float[Array, "batch n dim"], context: Context
-    ) -> Float[Array, "batch heads n depth"]:
+    ) -> Float[Array, "batch heads n head_dim"]:
         """The heads' outputs."""
-        plain, depth = [None] * 3, self.depth
+        plain, head_dim = [None] * 3, self.head_dim
         if self.base:
-            q, k, v = (self.project(x, self.heads, name) for name in "qkv")
+            q, k, v = (self.project(x, self.num_heads, name) for name in "qkv")
             q, k = self.with_position(q, k, x, context)
-            plain, depth = [q, k, v], q.shape[-1]
+            plain, head_dim = [q, k, v], q.shape[-1]
         elif context.position is not None:
             raise ValueError(
                 "attention 'lor_translution' with base=False has no plain queries and "
                 "keys for the position to act on: choose base=True or position='none'"
             )
-        inner = self.rank * self.heads
-        shape = (inner, self.heads, self.rank)
+        inner = self.rank * self.num_heads
+        shape = (inner, self.num_heads, self.rank)
         scored = "q" in self.relative or "k" in self.relative
         parts = {"q": scored, "k": scored, "v": "v" in self.relative}
         low = [
@@ -257,7 +257,7 @@ class LorTranslutionAttention(OffsetAttention):
             else (same if parts[name] else None)
             for name in "qkv"
         ]
-        options = {"scale": depth**-0.5, "average": self.average}
+        options = {"scale": head_dim**-0.5, "average": self.average}
         if context.index is None:
             out, low_out = self.attend_all(plain, low, tables, options, context)
         else:
@@ -267,7 +267,7 @@ class LorTranslutionAttention(OffsetAttention):
         low_out = low_out.swapaxes(-2, -3)
         low_out = low_out.reshape(*low_out.shape[:-2], inner)
         low_out = self._linear(self.dim, "low_out")(low_out)
-        low_out = low_out.reshape(*low_out.shape[:-1], self.heads, self.depth)
+        low_out = low_out.reshape(*low_out.shape[:-1], self.num_heads, self.head_dim)
         low_out = low_out.swapaxes(-2, -3)
         return low_out if out is None else out + low_out
 
@@ -294,9 +294,9 @@ class LorTranslutionAttention(OffsetAttention):
         for part, parts in (("plain", plain), ("low", low)):
             q_i, k, v = (None if x is None else x[..., 0, :] for x in parts)
             if k is not None:
-                k = self.remember(f"{part}_keys", k, context)
+                k = self.update_cache(f"{part}_keys", k, context)
             if v is not None:
-                v = self.remember(f"{part}_values", v, context)
+                v = self.update_cache(f"{part}_values", v, context)
             past += [q_i, k, v]
         outs = kernels.causal_lor_translution_step(
             *past, *tables, index=context.index, **options

@@ -281,7 +281,7 @@ DATA_AXIS, MODEL_AXIS = "data", "model"
 # over the mesh's model axis, counted from the last, the first that divides evenly.
 # Everything else has a copy on every device.
 SPLIT_AXES: tuple[tuple[str, tuple[int, ...]], ...] = (
-    # [..., offsets, width, heads, depth]
+    # [..., offsets, width, heads, head_dim]
     (r"attention/[qkv]_table", (-4, -2, -3)),
     (r"attention/[qkv]_matrix", (-2, -3)),
     # [..., dim, mlp_dim], [..., mlp_dim] and [..., mlp_dim, dim]

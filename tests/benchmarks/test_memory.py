@@ -19,7 +19,7 @@ def config():
             "attention": "translution",
             "dim": 16,
             "num_layers": 2,
-            "heads": 2,
+            "num_heads": 2,
             "mlp_dim": 12,
             "patch_size": 4,
         }

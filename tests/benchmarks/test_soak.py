@@ -17,7 +17,7 @@ from benchmarks.soak import (
 from studies.launcher import Training
 
 CONFIG = "configs/performer.py:smoke"
-SIZE = ["dim=8", "heads=2", "num_layers=1", "mlp_dim=8", "patch_size=16"]
+SIZE = ["dim=8", "num_heads=2", "num_layers=1", "mlp_dim=8", "patch_size=16"]
 TINY = [f"--config.model.{size}" for size in SIZE]
 
 

@@ -10,7 +10,14 @@ import pytest
 from benchmarks import measure, speed
 from benchmarks.speed_cases import CASES, Case, Sizes
 
-SIZES = {"length": 15, "batch": 1, "heads": 2, "depth": 5, "clip": 2, "num_features": 7}
+SIZES = {
+    "length": 15,
+    "batch": 1,
+    "num_heads": 2,
+    "head_dim": 5,
+    "clip": 2,
+    "num_features": 7,
+}
 
 
 def _output(kernel):

@@ -22,7 +22,7 @@ def workdir(tmp_path_factory):
     with config.unlocked():
         config.num_steps = 3
         config.progress = False
-        config.model.update(dim=6, heads=2, num_layers=1, mlp_dim=7)
+        config.model.update(dim=6, num_heads=2, num_layers=1, mlp_dim=7)
         config.data.update(data_dir=str(folder), name="", context_length=13)
         config.eval_batch_size = 16
     folder = tmp_path_factory.mktemp("run")

@@ -101,7 +101,7 @@ def test_baselines_are_published_to_the_printed_digits(all_rows):
 def by_hand(row):
     """The count of a row's model, from the sizes of its arrays."""
     letter, number = re.fullmatch(r"(?:GPT-)?([ABC])[/-](\d+)", row.size).groups()
-    layers, dim, heads, number = {
+    layers, dim, num_heads, number = {
         "A": (6, 192, 3, int(number)),
         "B": (12, 192, 3, int(number)),
         "C": (12, 384, 6, int(number)),
@@ -134,15 +134,15 @@ def by_hand(row):
         layer += 3 * dim**2
     if method == "lor_translution":
         ranks = [word for word in options if word.startswith("rank")]
-        inner = heads * int(ranks[0][5:] if ranks else 8)
+        inner = num_heads * int(ranks[0][5:] if ranks else 8)
         layer += 4 * dim * inner + 3 * table * inner**2
     offsets = 2 * tokens - 1 if row.model == "gpt" else table - 3
     if method in ("relative_key", "relative_value"):
         layer += offsets * dim
     elif method == "relative_bias":
-        layer += heads * (offsets + 3 * (row.model == "vit"))
+        layer += num_heads * (offsets + 3 * (row.model == "vit"))
     elif method == "gated_positional":
-        layer += heads * (1 + (2 if row.model == "gpt" else 6))
+        layer += num_heads * (1 + (2 if row.model == "gpt" else 6))
     return total + layers * layer
 
 
@@ -263,7 +263,7 @@ def test_table_shows_both_counts(all_rows, monkeypatch, capsys):
     assert "out of memory" in out
 
 
-SIZES = {"num_tokens": 7, "dim": 6, "num_layers": 3, "heads": 2, "mlp_dim": 11}
+SIZES = {"num_tokens": 7, "dim": 6, "num_layers": 3, "num_heads": 2, "mlp_dim": 11}
 OTHER_PRODUCTS = 7 * (6 * 6 + 2 * 6 * 11)
 
 

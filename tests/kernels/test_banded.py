@@ -13,7 +13,7 @@ from relattn.kernels import feature_maps
 from relattn.kernels.banded import banded_attention
 from tests import reference
 
-DEPTH, VALUE_DEPTH, FEATURES = 5, 3, 13
+HEAD_DIM, VALUE_DIM, FEATURES = 5, 3, 13
 
 
 def _random(seed, *shape, scale=1.0):
@@ -24,13 +24,13 @@ def _random(seed, *shape, scale=1.0):
 def _inputs(grid, num_prefix, clip, *batch, q_scale=1.0, table_scale=1.0):
     n = num_prefix + math.prod(grid)
     return (
-        jnp.asarray(_random(0, *batch, n, DEPTH, scale=q_scale)),
-        jnp.asarray(_random(1, *batch, n, VALUE_DEPTH)),
-        jnp.asarray(_random(2, clip + 1, DEPTH, scale=table_scale)),
+        jnp.asarray(_random(0, *batch, n, HEAD_DIM, scale=q_scale)),
+        jnp.asarray(_random(1, *batch, n, VALUE_DIM)),
+        jnp.asarray(_random(2, clip + 1, HEAD_DIM, scale=table_scale)),
     )
 
 
-PROJECTION = _random(3, FEATURES, DEPTH)
+PROJECTION = _random(3, FEATURES, HEAD_DIM)
 
 
 def _positive(x):
@@ -165,7 +165,7 @@ def _dense(inputs, feature_map, grid, num_prefix, mask):
     [
         lambda x: feature_maps.relu_features(x, jnp.asarray(PROJECTION)),
         lambda x: feature_maps.trigonometric_features(
-            x, jnp.asarray(_random(3, 331, DEPTH))
+            x, jnp.asarray(_random(3, 331, HEAD_DIM))
         ),
         lambda x: jax.nn.elu(x) + 1.0,
         lambda x: feature_maps.Features(1.0 + jnp.square(x), x, jnp.zeros(x.shape[-1])),
@@ -182,7 +182,7 @@ def test_other_feature_maps_equal_the_plain_quotient(feature_map, masked):
         num_prefix=2,
         key_mask=jnp.asarray(mask) if masked else None,
     )
-    weights = _random(5, 17, VALUE_DEPTH)
+    weights = _random(5, 17, VALUE_DIM)
 
     @jax.jit
     @functools.partial(jax.grad, argnums=(0, 1, 2), has_aux=True)
@@ -197,10 +197,10 @@ def test_other_feature_maps_equal_the_plain_quotient(feature_map, masked):
 def test_weights_that_cancel_are_held_and_finite():
     # One frequency: a row's weight is cos(q - w), and q sits where it vanishes.
     def feature_map(x):
-        return feature_maps.trigonometric_features(x, jnp.ones((1, DEPTH)))
+        return feature_maps.trigonometric_features(x, jnp.ones((1, HEAD_DIM)))
 
     q, v, table = _inputs((1, 3), 0, 1)
-    q = jnp.full_like(q, np.pi / 2 / DEPTH**0.75)
+    q = jnp.full_like(q, np.pi / 2 / HEAD_DIM**0.75)
     out, gradients = _ours((q, v, 0 * table), feature_map, grid=(1, 3))
     assert all(bool(jnp.isfinite(x).all()) for x in [out, *gradients])
 
@@ -264,17 +264,17 @@ def test_no_keys_give_zeros_and_finite_gradients(num_prefix):
 
 def test_interior_outputs_move_with_the_image():
     q, v, table = _inputs((11, 13), 0, 2)
-    image = np.zeros((11, 13, VALUE_DEPTH), np.float32)
-    image[4:7, 5:8] = _random(6, 3, 3, VALUE_DEPTH)
+    image = np.zeros((11, 13, VALUE_DIM), np.float32)
+    image[4:7, 5:8] = _random(6, 3, 3, VALUE_DIM)
     one_query = jnp.broadcast_to(q[:1], q.shape)
 
     @jax.jit
     def attend(image):
-        v = image.reshape(-1, VALUE_DEPTH)
+        v = image.reshape(-1, VALUE_DIM)
         return banded_attention(one_query, v, table, _positive, grid=(11, 13))
 
-    out = attend(image).reshape(11, 13, VALUE_DEPTH)
-    moved = attend(np.roll(image, (1, -2), (0, 1))).reshape(11, 13, VALUE_DEPTH)
+    out = attend(image).reshape(11, 13, VALUE_DIM)
+    moved = attend(np.roll(image, (1, -2), (0, 1))).reshape(11, 13, VALUE_DIM)
     np.testing.assert_allclose(moved[4:9, 3:8], out[3:8, 5:10], atol=1e-6)
 
 
@@ -296,10 +296,13 @@ def test_work_is_linear_in_length_and_clip():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"table": jnp.ones((1, DEPTH))}, "expected at least 2 rows, got 1"),
+        ({"table": jnp.ones((1, HEAD_DIM))}, "expected at least 2 rows, got 1"),
         ({"grid": (5, 3), "num_prefix": 0}, "holds 15 tokens, got 16"),
-        ({"v": jnp.ones((15, VALUE_DEPTH))}, "must have the same n, got shapes"),
-        ({"table": jnp.ones((3, 7))}, r"same depth, got shapes \(16, 5\) and \(3, 7\)"),
+        ({"v": jnp.ones((15, VALUE_DIM))}, "must have the same n, got shapes"),
+        (
+            {"table": jnp.ones((3, 7))},
+            r"same head_dim, got shapes \(16, 5\) and \(3, 7\)",
+        ),
     ],
 )
 def test_errors_name_what_was_expected(change, message):

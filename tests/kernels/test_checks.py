@@ -18,22 +18,22 @@ from tests.helpers.quick import quick_jit
 
 # As many examples as heads: a mask without the axis of heads would broadcast.
 BATCH = HEADS = 2
-N, M, DEPTH, VALUE_DEPTH, INNER, RANK = 7, 5, 6, 3, 4, 2
+N, M, HEAD_DIM, VALUE_DIM, INNER, RANK = 7, 5, 6, 3, 4, 2
 
-SELF = {"q": (N, DEPTH), "k": (N, DEPTH), "v": (N, VALUE_DEPTH)}
-CROSS = {"q": (N, DEPTH), "k": (M, DEPTH), "v": (M, VALUE_DEPTH)}
-STEP = {"q_i": (DEPTH,), "k": (N, DEPTH), "v": (N, VALUE_DEPTH)}
-TOKENS = {"x": (N, DEPTH)}
+SELF = {"q": (N, HEAD_DIM), "k": (N, HEAD_DIM), "v": (N, VALUE_DIM)}
+CROSS = {"q": (N, HEAD_DIM), "k": (M, HEAD_DIM), "v": (M, VALUE_DIM)}
+STEP = {"q_i": (HEAD_DIM,), "k": (N, HEAD_DIM), "v": (N, VALUE_DIM)}
+TOKENS = {"x": (N, HEAD_DIM)}
 LOW_RANK = {
-    "q": (HEADS, N, DEPTH),
-    "k": (HEADS, N, DEPTH),
-    "v": (HEADS, N, DEPTH),
+    "q": (HEADS, N, HEAD_DIM),
+    "k": (HEADS, N, HEAD_DIM),
+    "v": (HEADS, N, HEAD_DIM),
     "low_q": (N, INNER),
     "low_k": (N, INNER),
     "low_v": (N, INNER),
 }
 LOW_RANK_STEP = {
-    "q_i": (HEADS, DEPTH),
+    "q_i": (HEADS, HEAD_DIM),
     **{name: LOW_RANK[name] for name in ("k", "v", "low_k", "low_v")},
     "low_q_i": (INNER,),
 }
@@ -47,10 +47,10 @@ LINE = {"grid": (N,)}
 OFFSETS = {"bias": np.zeros(2 * N - 1, np.float32)}
 POSITIVE = {"feature_map": jax.nn.softplus}
 GATE = {"gate": np.zeros((), np.float32), "coefficients": np.zeros(2, np.float32)}
-WEIGHTS = matrices(("w_q", "w_k", "w_v"), DEPTH, HEADS, DEPTH)
+WEIGHTS = matrices(("w_q", "w_k", "w_v"), HEAD_DIM, HEADS, HEAD_DIM)
 LOW_WEIGHTS = matrices(("t_q", "t_k", "t_v"), INNER, HEADS, RANK)
 STATE = kernels.init_linear_state(
-    jnp.ones((BATCH, HEADS, DEPTH)), jnp.ones((BATCH, HEADS, VALUE_DEPTH)), jax.nn.relu
+    jnp.ones((BATCH, HEADS, HEAD_DIM)), jnp.ones((BATCH, HEADS, VALUE_DIM)), jax.nn.relu
 )
 
 # The tokens of every kernel, and its other arguments.
@@ -60,7 +60,7 @@ KERNELS = {
     "linear_attention": (CROSS, POSITIVE),
     "causal_linear_attention": (SELF, POSITIVE),
     "causal_linear_attention_step": (
-        {"q_i": (DEPTH,), "k_i": (DEPTH,), "v_i": (VALUE_DEPTH,)},
+        {"q_i": (HEAD_DIM,), "k_i": (HEAD_DIM,), "v_i": (VALUE_DIM,)},
         {"state": STATE, **POSITIVE},
     ),
     "toeplitz_linear_attention": (SELF, POSITIVE | OFFSETS | LINE),
@@ -68,7 +68,7 @@ KERNELS = {
     "causal_toeplitz_linear_attention_step": (STEP, POSITIVE | OFFSETS | {"index": 3}),
     "banded_attention": (
         {name: SELF[name] for name in ("q", "v")},
-        POSITIVE | LINE | {"table": np.zeros((3, DEPTH), np.float32)},
+        POSITIVE | LINE | {"table": np.zeros((3, HEAD_DIM), np.float32)},
     ),
     "relative_attention": (SELF, OFFSETS | LINE),
     "causal_relative_attention": (SELF, OFFSETS),
@@ -81,7 +81,7 @@ KERNELS = {
         matrices(("key_projection", "value_projection"), 2, M),
     ),
     "local_attention": (SELF, {"window": 3}),
-    "routing_attention": (SELF, {"window": 3, **matrices(("centroids",), 2, DEPTH)}),
+    "routing_attention": (SELF, {"window": 3, **matrices(("centroids",), 2, HEAD_DIM)}),
     "general_translution": (
         TOKENS,
         {
@@ -98,18 +98,18 @@ KERNELS = {
     "causal_lor_translution": (LOW_RANK, LOW_WEIGHTS),
     "causal_lor_translution_step": (LOW_RANK_STEP, LOW_WEIGHTS | {"index": 3}),
     "pair_lor_translution": (LOW_RANK, LOW_WEIGHTS),
-    "cluster_sums": (TOKENS, matrices(("centroids",), 2, DEPTH)),
-    "rotate": (TOKENS, matrices(("angles",), N, DEPTH // 2)),
-    "apply_gate": (TOKENS, matrices(("exponents",), N, DEPTH)),
+    "cluster_sums": (TOKENS, matrices(("centroids",), 2, HEAD_DIM)),
+    "rotate": (TOKENS, matrices(("angles",), N, HEAD_DIM // 2)),
+    "apply_gate": (TOKENS, matrices(("exponents",), N, HEAD_DIM)),
     "cayley_string": (
         TOKENS,
-        matrices(("angles",), N, DEPTH // 2) | {"matrix": np.eye(DEPTH)},
+        matrices(("angles",), N, HEAD_DIM // 2) | {"matrix": np.eye(HEAD_DIM)},
     ),
-    "circulant_string": (TOKENS, matrices(("angles",), N, DEPTH // 2 + 1)),
+    "circulant_string": (TOKENS, matrices(("angles",), N, HEAD_DIM // 2 + 1)),
     "unit_norm": (TOKENS, {}),
-    "positive_features": (TOKENS, matrices(("projection",), 3, DEPTH)),
-    "trigonometric_features": (TOKENS, matrices(("projection",), 3, DEPTH)),
-    "relu_features": (TOKENS, matrices(("projection",), 3, DEPTH)),
+    "positive_features": (TOKENS, matrices(("projection",), 3, HEAD_DIM)),
+    "trigonometric_features": (TOKENS, matrices(("projection",), 3, HEAD_DIM)),
+    "relu_features": (TOKENS, matrices(("projection",), 3, HEAD_DIM)),
 }
 
 
@@ -149,12 +149,12 @@ def shown(x):
 
 
 def test_the_table_holds_every_kernel_of_tokens():
-    of_tokens = {
+    add_to_tokens = {
         name
         for name in kernels.__all__
         if {"q", "q_i", "x"} & set(_parameters(getattr(kernels, name)))
     }
-    assert of_tokens == set(KERNELS)
+    assert add_to_tokens == set(KERNELS)
 
 
 def _parameters(function):
@@ -209,7 +209,7 @@ def test_queries_and_keys_of_different_depths_are_refused(name):
     tokens = draw(name)
     q = "q" if "q" in tokens else "q_i"
     changed = {"k": wider(tokens["k"])}
-    message = rf"{q} .*k .* the same (key_)?depth, got shapes {shown(tokens[q])} and"
+    message = rf"{q} .*k .* the same head_dim, got shapes {shown(tokens[q])} and"
     with pytest.raises(ValueError, match=message):
         call(name, {**tokens, **changed})
 
@@ -288,7 +288,7 @@ def test_no_keys_are_refused(name):
 def test_no_queries_give_an_empty_output(name):
     tokens = draw(name, BATCH)
     out = call(name, {**tokens, "q": tokens["q"][:, :0]})
-    assert out.shape == (BATCH, 0, VALUE_DEPTH)
+    assert out.shape == (BATCH, 0, VALUE_DIM)
 
 
 def changed(name, **changes):
@@ -299,43 +299,43 @@ def changed(name, **changes):
     ("refused", "message"),
     [
         (
-            changed("translution", w_v=np.ones((DEPTH + 1, HEADS, DEPTH))),
+            changed("translution", w_v=np.ones((HEAD_DIM + 1, HEADS, HEAD_DIM))),
             r"x \[\*batch, n, dim\] and w_v .* must have the same dim, got shapes",
         ),
         (
             changed("pair_lor_translution", t_q=np.ones((INNER, HEADS + 1, RANK))),
-            r"q \[\*batch, heads, n, key_depth\] and t_q .* must have the same heads",
+            r"q \[\*batch, heads, n, head_dim\] and t_q .* must have the same heads",
         ),
         (
             changed("linformer_attention", key_projection=np.ones((2, M + 1))),
-            rf"must have the same m, got shapes \({M}, {DEPTH}\) and \(2, {M + 1}\)",
+            rf"must have the same m, got shapes \({M}, {HEAD_DIM}\) and \(2, {M + 1}\)",
         ),
         (
-            changed("relative_attention", key_table=np.ones((2 * N - 1, DEPTH + 1))),
-            r"q .* and key_table \[\*batch, key_rows, depth\] must have the same depth",
+            changed("relative_attention", key_table=np.ones((2 * N - 1, HEAD_DIM + 1))),
+            r"q .* and key_table \[.*key_rows, head_dim\] must have the same head_dim",
         ),
         (
-            changed("routing_attention", centroids=np.ones((2, DEPTH + 1))),
-            r"and centroids \[\*batch, clusters, depth\] must have the same depth",
+            changed("routing_attention", centroids=np.ones((2, HEAD_DIM + 1))),
+            r"and centroids \[.*, clusters, head_dim\] must have the same head_dim",
         ),
         (
             changed("general_translution", positions=np.ones((N + 1, 2))),
             "x .* and positions .* must have the same n, got shapes",
         ),
         (
-            changed("rotate", angles=np.ones((N + 1, DEPTH // 2))),
+            changed("rotate", angles=np.ones((N + 1, HEAD_DIM // 2))),
             "x .* and angles .* must have the same n, got shapes",
         ),
         (
-            changed("softmax_attention", q=np.ones(DEPTH)),
-            rf"q must have shape \[\*batch, n, depth\], got shape \({DEPTH},\)",
+            changed("softmax_attention", q=np.ones(HEAD_DIM)),
+            rf"q must have shape \[\*batch, n, head_dim\], got shape \({HEAD_DIM},\)",
         ),
         (
             changed("softmax_attention", q=np.ones((N, 0)), k=np.ones((M, 0))),
-            rf"must not be empty along depth, got shape \({N}, 0\)",
+            rf"must not be empty along head_dim, got shape \({N}, 0\)",
         ),
         (
-            changed("softmax_attention", q=np.ones((N, DEPTH), np.complex64)),
+            changed("softmax_attention", q=np.ones((N, HEAD_DIM), np.complex64)),
             "q must hold real numbers, got complex64",
         ),
         (
@@ -343,12 +343,12 @@ def changed(name, **changes):
             "mask must be boolean",
         ),
         (
-            changed("rotate", angles=np.ones((3, N, DEPTH // 2))),
+            changed("rotate", angles=np.ones((3, N, HEAD_DIM // 2))),
             r"of x and angles must be the same or broadcast, got shapes x \(7, 6\) and",
         ),
         (
             lambda: kernels.irpe_exponents(np.ones((2, 3)), np.ones((2, 4))),
-            r"embeddings\[0\] .* and embeddings\[1\] .* must have the same depth",
+            r"embeddings\[0\] .* and embeddings\[1\] .* must have the same head_dim",
         ),
         (
             lambda: kernels.wave_bias(
@@ -377,7 +377,7 @@ def test_the_state_of_another_batch_is_refused():
 
 def test_arrays_that_fit_are_passed_on_as_they_are():
     @checks.check_arguments
-    def pair(q: Float[jax.Array, "n depth"], *, scale=1.0):
+    def pair(q: Float[jax.Array, "n head_dim"], *, scale=1.0):
         return q, scale
 
     q = jnp.ones((2, 3), jnp.bfloat16)

@@ -13,18 +13,18 @@ from relattn.kernels import feature_maps as kernel
 from tests import reference
 from tests.helpers import compare
 
-NUM_FEATURES, DEPTH = 7, 5
+NUM_FEATURES, HEAD_DIM = 7, 5
 KEY = jax.random.key(3)
 
 
 @pytest.mark.parametrize("name", ["positive", "trigonometric", "relu"])
 def test_dense_features_equal_the_reference(name):
-    x = 2 * jax.random.normal(KEY, (2, 3, DEPTH))
-    projection = kernel.draw_orthogonal(KEY, NUM_FEATURES, DEPTH)
+    x = 2 * jax.random.normal(KEY, (2, 3, HEAD_DIM))
+    projection = kernel.draw_orthogonal(KEY, NUM_FEATURES, HEAD_DIM)
     features = getattr(kernel, f"{name}_features")(x, projection).dense()
     with jax.enable_x64(True):
         wide = [jnp.asarray(np.asarray(a), jnp.float64) for a in (x, projection)]
-        rows = wide[0].reshape(-1, DEPTH)
+        rows = wide[0].reshape(-1, HEAD_DIM)
         naive = getattr(reference, f"{name}_features")
         expected = jnp.stack([naive(row, wide[1]) for row in rows])
     error = np.abs(np.reshape(features, expected.shape) - np.asarray(expected))
@@ -32,8 +32,8 @@ def test_dense_features_equal_the_reference(name):
 
 
 def test_learned_relu_features_add_their_bias():
-    x = jax.random.normal(KEY, (3, DEPTH))
-    projection = kernel.draw_gaussian(KEY, NUM_FEATURES, DEPTH)
+    x = jax.random.normal(KEY, (3, HEAD_DIM))
+    projection = kernel.draw_gaussian(KEY, NUM_FEATURES, HEAD_DIM)
     bias = jnp.arange(NUM_FEATURES) - 3.0
     features = kernel.relu_features(x, projection, bias, eps=0.25).dense()
     for row, vector in zip(features, x, strict=True):
@@ -43,8 +43,8 @@ def test_learned_relu_features_add_their_bias():
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_features_of_low_precision_inputs_are_float32(dtype):
-    x = jax.random.normal(KEY, (3, DEPTH)).astype(dtype)
-    projection = kernel.draw_orthogonal(KEY, NUM_FEATURES, DEPTH)
+    x = jax.random.normal(KEY, (3, HEAD_DIM)).astype(dtype)
+    projection = kernel.draw_orthogonal(KEY, NUM_FEATURES, HEAD_DIM)
     for feature_map in (kernel.positive_features, kernel.trigonometric_features):
         features = feature_map(x, projection)
         wide = feature_map(x.astype(jnp.float32), projection)
@@ -53,21 +53,21 @@ def test_features_of_low_precision_inputs_are_float32(dtype):
 
 
 def test_the_bound_keeps_exponents_below_eighty_at_any_depth():
-    depth = 401
-    projection = kernel.draw_orthogonal(KEY, NUM_FEATURES, depth)
+    head_dim = 401
+    projection = kernel.draw_orthogonal(KEY, NUM_FEATURES, head_dim)
     # The worst key of every feature: k~ = w.
-    keys = projection * depth**0.25
+    keys = projection * head_dim**0.25
     features = kernel.positive_features(keys, projection)
     shifted = features.exponents - features.bound
     assert shifted.max() <= 80 and np.diag(shifted).min() > 70
-    narrow = kernel.draw_orthogonal(KEY, NUM_FEATURES, DEPTH)
-    bound = kernel.positive_features(jnp.ones((1, DEPTH)), narrow).bound
+    narrow = kernel.draw_orthogonal(KEY, NUM_FEATURES, HEAD_DIM)
+    bound = kernel.positive_features(jnp.ones((1, HEAD_DIM)), narrow).bound
     np.testing.assert_array_equal(bound, 0.0)
 
 
 def test_eps_is_part_of_the_bound():
-    projection = kernel.draw_orthogonal(KEY, NUM_FEATURES, DEPTH)
-    features = kernel.positive_features(jnp.ones((1, DEPTH)), projection, eps=1e37)
+    projection = kernel.draw_orthogonal(KEY, NUM_FEATURES, HEAD_DIM)
+    features = kernel.positive_features(jnp.ones((1, HEAD_DIM)), projection, eps=1e37)
     shifted = features.exponents - features.bound + 0.5 * np.log(NUM_FEATURES)
     np.testing.assert_allclose(shifted, 80.0, rtol=1e-5)
 
@@ -138,20 +138,20 @@ def test_eps_changes_attention_as_documented():
 
 
 def test_depths_must_agree():
-    projection = kernel.draw_gaussian(KEY, NUM_FEATURES, DEPTH)
-    with pytest.raises(ValueError, match="depth 5, got 3; draw it with depth=3"):
+    projection = kernel.draw_gaussian(KEY, NUM_FEATURES, HEAD_DIM)
+    with pytest.raises(ValueError, match="head_dim 5, got 3; draw it with head_dim=3"):
         kernel.positive_features(jnp.ones((2, 3)), projection)
 
 
 @pytest.mark.parametrize("num_features", [3, 5, 13])
 def test_rows_are_orthogonal_within_blocks(num_features):
-    projection = kernel.draw_orthogonal(KEY, num_features, DEPTH, norms="fixed")
-    assert projection.shape == (num_features, DEPTH)
+    projection = kernel.draw_orthogonal(KEY, num_features, HEAD_DIM, norms="fixed")
+    assert projection.shape == (num_features, HEAD_DIM)
     assert projection.dtype == jnp.float32
-    for start in range(0, num_features, DEPTH):
-        block = projection[start : start + DEPTH]
+    for start in range(0, num_features, HEAD_DIM):
+        block = projection[start : start + HEAD_DIM]
         np.testing.assert_allclose(
-            block @ block.T, DEPTH * np.eye(len(block)), atol=1e-5
+            block @ block.T, HEAD_DIM * np.eye(len(block)), atol=1e-5
         )
 
 
@@ -163,22 +163,22 @@ def test_rows_of_deep_heads_are_orthogonal():
 
 
 @pytest.mark.parametrize("haar", [True, False])
-@pytest.mark.parametrize("depth", [1, 2, 5, 48])
-def test_rows_are_those_of_lapack(depth, haar):
-    rows = kernel.draw_orthogonal(KEY, 3 * depth, depth, norms="fixed", haar=haar)
+@pytest.mark.parametrize("head_dim", [1, 2, 5, 48])
+def test_rows_are_those_of_lapack(head_dim, haar):
+    rows = kernel.draw_orthogonal(KEY, 3 * head_dim, head_dim, norms="fixed", haar=haar)
     block_key, _ = jax.random.split(KEY)
-    gaussian = np.float64(jax.random.normal(block_key, (3, depth, depth)))
+    gaussian = np.float64(jax.random.normal(block_key, (3, head_dim, head_dim)))
     q, r = np.linalg.qr(gaussian)
     if haar:
         q *= np.sign(np.diagonal(r, axis1=1, axis2=2))[:, None, :]
-    expected = q.swapaxes(1, 2).reshape(rows.shape) * depth**0.5
+    expected = q.swapaxes(1, 2).reshape(rows.shape) * head_dim**0.5
     np.testing.assert_allclose(rows, expected, atol=1e-5)
 
 
 # LAPACK's and cuSOLVER's decompositions are custom calls.
 @pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
 def test_a_draw_calls_no_library(platform):
-    draw = jax.jit(lambda key: kernel.draw_orthogonal(key, NUM_FEATURES, DEPTH))
+    draw = jax.jit(lambda key: kernel.draw_orthogonal(key, NUM_FEATURES, HEAD_DIM))
     key = jax.eval_shape(lambda: jax.random.key(0))
     exported = jax.export.export(draw, platforms=[platform])(key)
     assert "custom_call" not in exported.mlir_module()
@@ -193,14 +193,14 @@ def test_draws_of_a_key_stay_the_same():
     np.testing.assert_allclose(drawn, orthogonal, atol=1e-5)
     of_a_layer = [[1.153859, 1.071999], [0.232691, -0.250460], [-1.622414, 0.834958]]
     drawn = kernel.draw_random_features(
-        KEY, layer=4, index=2, num_features=3, depth=2
+        KEY, layer=4, index=2, num_features=3, head_dim=2
     ).projection
     np.testing.assert_allclose(drawn, of_a_layer, atol=1e-5)
 
 
 def draw_many(num, **kwargs):
     draw = functools.partial(
-        kernel.draw_orthogonal, num_features=NUM_FEATURES, depth=DEPTH, **kwargs
+        kernel.draw_orthogonal, num_features=NUM_FEATURES, head_dim=HEAD_DIM, **kwargs
     )
     return np.asarray(jax.jit(jax.vmap(draw))(jax.random.split(KEY, num)))
 
@@ -227,8 +227,8 @@ def test_without_the_sign_fix_the_rows_are_not_uniform():
 
 
 def test_without_the_sign_fix_the_kernel_is_biased():
-    x = jnp.zeros((1, DEPTH)).at[0, 0].set(1.0)
-    exact = np.exp(DEPTH**-0.5)
+    x = jnp.zeros((1, HEAD_DIM)).at[0, 0].set(1.0)
+    exact = np.exp(HEAD_DIM**-0.5)
 
     def estimate(projection):
         features = kernel.positive_features(x, projection).dense()
@@ -241,17 +241,17 @@ def test_without_the_sign_fix_the_kernel_is_biased():
 
 
 def test_fixed_norms_are_biased_as_documented():
-    depth, x = 12, jnp.zeros((1, 12)).at[0, 0].set(1.5)
+    head_dim, x = 12, jnp.zeros((1, 12)).at[0, 0].set(1.5)
 
     @jax.jit
     @jax.vmap
     def estimate(key):
-        projection = kernel.draw_orthogonal(key, 4 * depth, depth, norms="fixed")
+        projection = kernel.draw_orthogonal(key, 4 * head_dim, head_dim, norms="fixed")
         features = kernel.positive_features(x, projection).dense()
         return (features @ features.T)[0, 0]
 
-    exact = np.exp(1.5**2 / depth**0.5)
-    documented = np.exp(-(3.0**4) / (4 * depth * (depth + 2)))
+    exact = np.exp(1.5**2 / head_dim**0.5)
+    documented = np.exp(-(3.0**4) / (4 * head_dim * (head_dim + 2)))
     samples = np.asarray(estimate(jax.random.split(KEY, 2000)))
     assert standard_errors_from(samples, exact) < -8
     assert abs(standard_errors_from(samples, documented * exact)) < 4
@@ -275,7 +275,7 @@ def test_default_number_of_features():
 
 def draw(layer, index=0, **kwargs):
     return kernel.draw_random_features(
-        KEY, layer=layer, index=index, num_features=7, depth=5, **kwargs
+        KEY, layer=layer, index=index, num_features=7, head_dim=5, **kwargs
     )
 
 

@@ -12,7 +12,7 @@ from relattn import kernels
 from tests import reference
 from tests.helpers import compare
 
-DEPTH, VALUE_DEPTH = 5, 3
+HEAD_DIM, VALUE_DIM = 5, 3
 
 
 def _random(seed, *shape):
@@ -22,9 +22,9 @@ def _random(seed, *shape):
 
 def _inputs(length, width):
     return [
-        _random(0, 2, length, DEPTH),
-        _random(1, 2, length, DEPTH),
-        _random(2, 2, length, VALUE_DEPTH),
+        _random(0, 2, length, HEAD_DIM),
+        _random(1, 2, length, HEAD_DIM),
+        _random(2, 2, length, VALUE_DIM),
         _random(3, 2),
         _random(4, 2, width),
     ]

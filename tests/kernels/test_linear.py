@@ -12,8 +12,8 @@ from relattn.kernels.linear import linear_attention
 from tests import reference
 from tests.helpers import compare
 
-HEADS, N, M, DEPTH, VALUE_DEPTH = 2, 7, 11, 5, 3
-PROJECTION = draw_orthogonal(jax.random.key(1), 13, DEPTH)
+HEADS, N, M, HEAD_DIM, VALUE_DIM = 2, 7, 11, 5, 3
+PROJECTION = draw_orthogonal(jax.random.key(1), 13, HEAD_DIM)
 feature_map = functools.partial(compare.feature_map, projection=PROJECTION)
 naive_map = functools.partial(compare.naive_map, projection=PROJECTION)
 NAMES = ["positive", "trigonometric", "relu"]
@@ -21,9 +21,9 @@ NAMES = ["positive", "trigonometric", "relu"]
 
 def draw_inputs(n=N, m=M, scale=0.5):
     keys = jax.random.split(jax.random.key(0), 3)
-    q = scale * jax.random.normal(keys[0], (HEADS, n, DEPTH))
-    k = scale * jax.random.normal(keys[1], (HEADS, m, DEPTH))
-    return q, k, jax.random.normal(keys[2], (HEADS, m, VALUE_DEPTH))
+    q = scale * jax.random.normal(keys[0], (HEADS, n, HEAD_DIM))
+    k = scale * jax.random.normal(keys[1], (HEADS, m, HEAD_DIM))
+    return q, k, jax.random.normal(keys[2], (HEADS, m, VALUE_DIM))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -107,7 +107,7 @@ def test_masked_keys_may_hold_nan():
 
 def test_a_plain_array_of_features_is_learned_through():
     q, k, v = draw_inputs()
-    weight = draw_gaussian(jax.random.key(2), 13, DEPTH)
+    weight = draw_gaussian(jax.random.key(2), 13, HEAD_DIM)
 
     def attend(weight):
         return linear_attention(q, k, v, lambda x: jax.nn.softplus(x @ weight.T))
@@ -192,7 +192,7 @@ def test_chunk_size_must_be_positive():
 
 def test_memory_is_linear_in_the_length():
     def temporary_bytes(length):
-        x = jax.ShapeDtypeStruct((HEADS, length, DEPTH), jnp.float32)
+        x = jax.ShapeDtypeStruct((HEADS, length, HEAD_DIM), jnp.float32)
 
         def loss(q, k, v):
             out = linear_attention(q, k, v, feature_map("positive"), chunk_size=64)

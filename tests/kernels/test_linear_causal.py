@@ -18,8 +18,8 @@ from relattn.kernels.linear import (
 from tests import reference
 from tests.helpers import compare
 
-HEADS, N, DEPTH, VALUE_DEPTH = 2, 11, 5, 3
-PROJECTION = draw_orthogonal(jax.random.key(1), 13, DEPTH)
+HEADS, N, HEAD_DIM, VALUE_DIM = 2, 11, 5, 3
+PROJECTION = draw_orthogonal(jax.random.key(1), 13, HEAD_DIM)
 feature_map = functools.partial(compare.feature_map, projection=PROJECTION)
 naive_map = functools.partial(compare.naive_map, projection=PROJECTION)
 NAMES = ["positive", "trigonometric", "relu"]
@@ -27,8 +27,8 @@ NAMES = ["positive", "trigonometric", "relu"]
 
 def draw_inputs(scale=0.5):
     keys = jax.random.split(jax.random.key(0), 3)
-    q, k = (scale * jax.random.normal(key, (HEADS, N, DEPTH)) for key in keys[:2])
-    return q, k, jax.random.normal(keys[2], (HEADS, N, VALUE_DEPTH))
+    q, k = (scale * jax.random.normal(key, (HEADS, N, HEAD_DIM)) for key in keys[:2])
+    return q, k, jax.random.normal(keys[2], (HEADS, N, VALUE_DIM))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -128,15 +128,15 @@ def test_keys_that_cancel_across_chunks_are_guarded_by_their_magnitudes():
 
 
 @pytest.mark.parametrize(
-    ("depth", "zero", "underflow"), [(32, 36, 38), (64, 43, 46), (128, 51, 56)]
+    ("head_dim", "zero", "underflow"), [(32, 36, 38), (64, 43, 46), (128, 51, 56)]
 )
-def test_long_keys_lose_their_weight_where_documented(depth, zero, underflow):
-    num_features = maps.default_num_features(depth)
-    projection = draw_orthogonal(jax.random.key(0), num_features, depth)
+def test_long_keys_lose_their_weight_where_documented(head_dim, zero, underflow):
+    num_features = maps.default_num_features(head_dim)
+    projection = draw_orthogonal(jax.random.key(0), num_features, head_dim)
     phi = compare.feature_map("positive", projection)
-    directions = jax.random.normal(jax.random.key(1), (50, depth))
+    directions = jax.random.normal(jax.random.key(1), (50, head_dim))
     directions /= jnp.linalg.norm(directions, axis=-1, keepdims=True)
-    q = jax.random.normal(jax.random.key(2), (50, 1, depth))
+    q = jax.random.normal(jax.random.key(2), (50, 1, head_dim))
 
     def share_of_zeros(norm):
         k = norm * directions[:, None]
@@ -160,12 +160,12 @@ def test_chunk_size_must_be_positive():
         causal_linear_attention(*draw_inputs(), feature_map("relu"), chunk_size=-3)
 
 
-@pytest.mark.parametrize("depth", [193, 211])
-def test_deep_heads_neither_overflow_nor_underflow(depth):
-    num_features = maps.default_num_features(depth)
-    projection = draw_orthogonal(jax.random.key(1), num_features, depth)
+@pytest.mark.parametrize("head_dim", [193, 211])
+def test_deep_heads_neither_overflow_nor_underflow(head_dim):
+    num_features = maps.default_num_features(head_dim)
+    projection = draw_orthogonal(jax.random.key(1), num_features, head_dim)
     keys = jax.random.split(jax.random.key(0), 3)
-    q, k, v = (jax.random.normal(key, (N, depth)) for key in keys)
+    q, k, v = (jax.random.normal(key, (N, head_dim)) for key in keys)
     attend = functools.partial(
         causal_linear_attention,
         feature_map=compare.feature_map("positive", projection),
@@ -184,7 +184,7 @@ def test_deep_heads_neither_overflow_nor_underflow(depth):
 
 def test_memory_is_linear_in_the_length():
     def temporary_bytes(length):
-        x = jax.ShapeDtypeStruct((HEADS, length, DEPTH), jnp.float32)
+        x = jax.ShapeDtypeStruct((HEADS, length, HEAD_DIM), jnp.float32)
 
         def loss(q, k, v):
             return causal_linear_attention(q, k, v, feature_map("positive")).sum()

@@ -12,7 +12,7 @@ from relattn import kernels, offsets
 from tests import reference
 from tests.helpers import compare
 
-DEPTH, VALUE_DEPTH = 5, 3
+HEAD_DIM, VALUE_DIM = 5, 3
 # Grid, prefix tokens, and whether the tables have rows for them.
 GRIDS = [((3, 4), 0, False), ((2, 5), 2, True), ((5,), 1, False), ((1, 1), 1, True)]
 
@@ -24,11 +24,11 @@ def _random(seed, *shape):
 
 def _inputs(length, rows):
     return [
-        _random(0, 1, length, DEPTH),
-        _random(1, 1, length, DEPTH),
-        _random(2, 1, length, VALUE_DEPTH),
-        _random(3, 1, rows, DEPTH),
-        _random(4, 1, rows, VALUE_DEPTH),
+        _random(0, 1, length, HEAD_DIM),
+        _random(1, 1, length, HEAD_DIM),
+        _random(2, 1, length, VALUE_DIM),
+        _random(3, 1, rows, HEAD_DIM),
+        _random(4, 1, rows, VALUE_DIM),
         _random(5, 1, rows),
     ]
 
@@ -108,7 +108,7 @@ def test_decoding_equals_attending_to_all_at_once():
 
 
 def test_no_array_holds_a_vector_for_every_pair():
-    side, depth = 8, 64
+    side, head_dim = 8, 64
 
     def loss(q, key_table, value_table):
         return kernels.relative_attention(
@@ -116,14 +116,14 @@ def test_no_array_holds_a_vector_for_every_pair():
         ).sum()
 
     n, rows = side**2, (2 * side - 1) ** 2
-    shapes = [(n, depth), (rows, depth), (rows, depth)]
+    shapes = [(n, head_dim), (rows, head_dim), (rows, head_dim)]
     compiled = (
         jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
         .lower(*[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes])
         .compile()
     )
     used = compiled.memory_analysis().temp_size_in_bytes
-    assert used < n * n * depth * 4
+    assert used < n * n * head_dim * 4
 
 
 @pytest.mark.parametrize(
@@ -157,4 +157,4 @@ def test_no_array_holds_a_vector_for_every_pair():
 )
 def test_refuses_tables_that_do_not_fit(call, message):
     with pytest.raises(ValueError, match=message):
-        call(jnp.ones((7, DEPTH)))
+        call(jnp.ones((7, HEAD_DIM)))

@@ -11,7 +11,7 @@ from relattn import kernels
 from tests import reference
 from tests.helpers import compare
 
-N, DEPTH, CLUSTERS, WINDOW = 11, 5, 3, 4
+N, HEAD_DIM, CLUSTERS, WINDOW = 11, 5, 3, 4
 
 
 def normalise(x):
@@ -21,12 +21,12 @@ def normalise(x):
 
 
 def inputs():
-    x = np.random.default_rng(0).normal(size=(3, N, DEPTH))
+    x = np.random.default_rng(0).normal(size=(3, N, HEAD_DIM))
     return jnp.asarray(x, jnp.float32)
 
 
 def centroids():
-    mu = np.random.default_rng(1).normal(size=(CLUSTERS, DEPTH))
+    mu = np.random.default_rng(1).normal(size=(CLUSTERS, HEAD_DIM))
     return jnp.asarray(mu / np.linalg.norm(mu, axis=-1, keepdims=True), jnp.float32)
 
 
@@ -45,7 +45,7 @@ def by_loops(q, k, v, mu, window, exists):
 
         keys = chosen(k)
         for i in chosen(q):
-            weights = np.exp([q[i] @ k[j] / DEPTH**0.5 for j in keys])
+            weights = np.exp([q[i] @ k[j] / HEAD_DIM**0.5 for j in keys])
             outs[i].append(weights / weights.sum() @ v[keys])
     zeros = np.zeros(v.shape[1])
     return np.stack([np.mean(out, axis=0) if out else zeros for out in outs]), outs
@@ -100,10 +100,10 @@ def test_centroids_move_to_the_mean_of_their_tokens():
         return kernels.update_centroids(mu, sums.sum(0), counts.sum(0), decay=0.9)
 
     moved = move(mu, mask)
-    tokens = normalise(x)[:, mask].reshape(-1, DEPTH)
+    tokens = normalise(x)[:, mask].reshape(-1, HEAD_DIM)
     nearest = (tokens @ np.float64(mu).T).argmax(axis=1)
     for cluster in range(CLUSTERS):
-        mean = tokens[nearest == cluster].mean(axis=0) / DEPTH**0.5
+        mean = tokens[nearest == cluster].mean(axis=0) / HEAD_DIM**0.5
         expected = 0.9 * np.float64(mu[cluster]) + 0.1 * mean
         expected /= np.linalg.norm(expected)
         np.testing.assert_allclose(moved[cluster], expected, atol=1e-6)

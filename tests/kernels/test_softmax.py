@@ -9,14 +9,14 @@ from relattn.kernels import softmax
 from tests import reference
 from tests.helpers import compare
 
-HEADS, N, M, DEPTH, VALUE_DEPTH = 2, 5, 7, 3, 4
+HEADS, N, M, HEAD_DIM, VALUE_DIM = 2, 5, 7, 3, 4
 
 
 def draw_inputs(seed=0, m=M):
     keys = jax.random.split(jax.random.key(seed), 4)
-    q = jax.random.normal(keys[0], (HEADS, N, DEPTH))
-    k = jax.random.normal(keys[1], (HEADS, m, DEPTH))
-    v = jax.random.normal(keys[2], (HEADS, m, VALUE_DEPTH))
+    q = jax.random.normal(keys[0], (HEADS, N, HEAD_DIM))
+    k = jax.random.normal(keys[1], (HEADS, m, HEAD_DIM))
+    v = jax.random.normal(keys[2], (HEADS, m, VALUE_DIM))
     bias = jax.random.normal(keys[3], (HEADS, N, m))
     return q, k, v, bias
 

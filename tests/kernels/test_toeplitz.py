@@ -14,8 +14,8 @@ from tests import reference
 from tests.helpers import compare
 from tests.helpers.quick import quick_jit
 
-HEADS, DEPTH, VALUE_DEPTH = 2, 5, 3
-PROJECTION = kernels.draw_orthogonal(jax.random.key(1), 13, DEPTH)
+HEADS, HEAD_DIM, VALUE_DIM = 2, 5, 3
+PROJECTION = kernels.draw_orthogonal(jax.random.key(1), 13, HEAD_DIM)
 feature_map = functools.partial(compare.feature_map, projection=PROJECTION)
 naive_map = functools.partial(compare.naive_map, projection=PROJECTION)
 NAMES = ["positive", "trigonometric"]
@@ -23,7 +23,7 @@ NAMES = ["positive", "trigonometric"]
 
 def draw_inputs(n, rows):
     generator = np.random.default_rng(0)
-    shapes = [(n, DEPTH), (n, DEPTH), (n, VALUE_DEPTH), (rows,)]
+    shapes = [(n, HEAD_DIM), (n, HEAD_DIM), (n, VALUE_DIM), (rows,)]
     return [
         jnp.asarray(0.6 * generator.standard_normal((HEADS, *shape)), jnp.float32)
         for shape in shapes
@@ -294,13 +294,13 @@ def test_moved_content_gives_the_same_to_the_rounding_of_an_fft():
 
 def test_memory_holds_the_transforms_of_a_block_of_features():
     n, features, width = 512, 96, 24
-    projection = kernels.draw_gaussian(jax.random.key(0), features, DEPTH)
+    projection = kernels.draw_gaussian(jax.random.key(0), features, HEAD_DIM)
     positive = functools.partial(kernels.positive_features, projection=projection)
 
     def loss(attend, q, v, bias):
         return attend(q, q, v, positive, bias, dense_size=128, block_size=2).sum()
 
-    shapes = [(n, DEPTH), (n, width - 1), (2 * n - 1,)]
+    shapes = [(n, HEAD_DIM), (n, width - 1), (2 * n - 1,)]
     shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     on_grid = functools.partial(kernels.toeplitz_linear_attention, grid=(n,))
     for attend in (on_grid, kernels.causal_toeplitz_linear_attention):
@@ -376,4 +376,4 @@ def test_lengths_of_transforms_have_small_factors():
 )
 def test_refuses_what_does_not_fit(call, message):
     with pytest.raises(ValueError, match=message):
-        call(jnp.ones((7, DEPTH)))
+        call(jnp.ones((7, HEAD_DIM)))

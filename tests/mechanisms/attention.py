@@ -12,11 +12,11 @@ from relattn.kernels.positions import sinusoids
 from tests import reference
 from tests.helpers import compare
 from tests.mechanisms.base import (
-    DEPTH,
     GRID,
+    HEAD_DIM,
     NUM_FEATURES,
     NUM_PREFIX,
-    VALUE_DEPTH,
+    VALUE_DIM,
     M,
     Mechanism,
     N,
@@ -25,13 +25,13 @@ from tests.mechanisms.base import (
 CLIP = 2
 ON_GRID = {"grid": GRID, "num_prefix": NUM_PREFIX}
 ON_LINE = {"grid": (N,), "num_prefix": 0}
-PROJECTION = kernels.draw_orthogonal(jax.random.key(7), NUM_FEATURES, DEPTH)
+PROJECTION = kernels.draw_orthogonal(jax.random.key(7), NUM_FEATURES, HEAD_DIM)
 FREQUENCIES = np.array([1.0, 0.3], np.float32)
 feature_map = functools.partial(compare.feature_map, projection=PROJECTION)
-WIDE_PROJECTION = kernels.draw_orthogonal(jax.random.key(8), NUM_FEATURES, DEPTH + 8)
+WIDE_PROJECTION = kernels.draw_orthogonal(jax.random.key(8), NUM_FEATURES, HEAD_DIM + 8)
 
-PLAIN = {"q": (N, DEPTH), "k": (M, DEPTH), "v": (M, VALUE_DEPTH)}
-CAUSAL = {"q": (N, DEPTH), "k": (N, DEPTH), "v": (N, VALUE_DEPTH)}
+PLAIN = {"q": (N, HEAD_DIM), "k": (M, HEAD_DIM), "v": (M, VALUE_DIM)}
+CAUSAL = {"q": (N, HEAD_DIM), "k": (N, HEAD_DIM), "v": (N, VALUE_DIM)}
 
 
 def linear(name, *, causal=False, eps=None, **options):
@@ -83,7 +83,7 @@ def naive_toeplitz(q, k, v, bias, allowed, rows):
 
 
 def softmax_kernel(q, k, v):
-    return jnp.exp(q @ k.T / DEPTH**0.5)
+    return jnp.exp(q @ k.T / HEAD_DIM**0.5)
 
 
 def random_kernel(name):
@@ -177,7 +177,7 @@ def naive_rotary(q, k, v, allowed, grid=GRID, num_prefix=NUM_PREFIX):
 
 
 def relative_tables(rows, bias_rows):
-    tables = {"key_table": (rows, DEPTH), "value_table": (rows, VALUE_DEPTH)}
+    tables = {"key_table": (rows, HEAD_DIM), "value_table": (rows, VALUE_DIM)}
     return {**CAUSAL, **tables, "bias": (bias_rows,)}
 
 
@@ -230,7 +230,7 @@ MECHANISMS = [
         "banded, positive features",
         banded,
         naive_banded,
-        {"q": (N, DEPTH), "v": (N, VALUE_DEPTH), "table": (CLIP + 1, DEPTH)},
+        {"q": (N, HEAD_DIM), "v": (N, VALUE_DIM), "table": (CLIP + 1, HEAD_DIM)},
         shared=("table",),
         key_inputs=("v",),
         loud="table",
@@ -287,7 +287,7 @@ MECHANISMS = [
         "softmax, rotary positions of two axes",
         rotary,
         naive_rotary,
-        {"q": (N, 8), "k": (N, 8), "v": (N, VALUE_DEPTH)},
+        {"q": (N, 8), "k": (N, 8), "v": (N, VALUE_DIM)},
         on_grid=True,
         roundings=(1, 2),
     ),
@@ -310,7 +310,7 @@ LINES = [
         "banded",
         banded,
         functools.partial(naive_banded, grid=(1, N), num_prefix=0),
-        {"q": (N, DEPTH), "v": (N, VALUE_DEPTH), "table": (CLIP + 1, DEPTH)},
+        {"q": (N, HEAD_DIM), "v": (N, VALUE_DIM), "table": (CLIP + 1, HEAD_DIM)},
         key_inputs=("v",),
     ),
     on_line(
@@ -341,6 +341,6 @@ LINES = [
         "rotary positions",
         rotary,
         functools.partial(naive_rotary, **ON_LINE),
-        {"q": (N, 8), "k": (N, 8), "v": (N, VALUE_DEPTH)},
+        {"q": (N, 8), "k": (N, 8), "v": (N, VALUE_DIM)},
     ),
 ]

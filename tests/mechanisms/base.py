@@ -6,7 +6,7 @@ from collections.abc import Callable
 import jax.numpy as jnp
 import numpy as np
 
-BATCH, HEADS, N, M, DEPTH, VALUE_DEPTH, NUM_FEATURES = 3, 2, 13, 11, 5, 7, 17
+BATCH, HEADS, N, M, HEAD_DIM, VALUE_DIM, NUM_FEATURES = 3, 2, 13, 11, 5, 7, 17
 GRID, NUM_PREFIX = (3, 4), 1
 
 

@@ -6,12 +6,12 @@ import numpy as np
 
 from relattn import kernels
 from tests import reference
-from tests.mechanisms.base import DEPTH, NUM_PREFIX, VALUE_DEPTH, M, Mechanism, N
+from tests.mechanisms.base import HEAD_DIM, NUM_PREFIX, VALUE_DIM, M, Mechanism, N
 
 PROJECTED, CLUSTERS = 3, 3
 # Neither the clusters nor the blocks divide the sequence.
 ROUTING_WINDOW, LOCAL_WINDOW = 5, 7
-TOKENS = {"q": (N, DEPTH), "k": (N, DEPTH), "v": (N, VALUE_DEPTH)}
+TOKENS = {"q": (N, HEAD_DIM), "k": (N, HEAD_DIM), "v": (N, VALUE_DIM)}
 
 
 def naive_linformer(q, k, v, key_projection, value_projection, allowed):
@@ -37,9 +37,9 @@ MECHANISMS = [
         kernels.linformer_attention,
         naive_linformer,
         {
-            "q": (N, DEPTH),
-            "k": (M, DEPTH),
-            "v": (M, VALUE_DEPTH),
+            "q": (N, HEAD_DIM),
+            "k": (M, HEAD_DIM),
+            "v": (M, VALUE_DIM),
             "key_projection": (PROJECTED, M),
             "value_projection": (PROJECTED, M),
         },
@@ -50,7 +50,7 @@ MECHANISMS = [
         "routing",
         functools.partial(kernels.routing_attention, window=ROUTING_WINDOW),
         naive_routing,
-        {**TOKENS, "centroids": (CLUSTERS, DEPTH)},
+        {**TOKENS, "centroids": (CLUSTERS, HEAD_DIM)},
         shared=("centroids",),
     ),
     Mechanism(

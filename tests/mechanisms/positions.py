@@ -10,29 +10,29 @@ import numpy as np
 from relattn import kernels, offsets
 from tests import reference
 from tests.mechanisms.base import (
-    DEPTH,
     GRID,
+    HEAD_DIM,
     NUM_FEATURES,
     NUM_PREFIX,
-    VALUE_DEPTH,
+    VALUE_DIM,
     Mechanism,
     N,
 )
 
-RANK, EVEN_DEPTH = 3, 6
+RANK, EVEN_HEAD_DIM = 3, 6
 POSITIONS = offsets.grid_positions(GRID, NUM_PREFIX)
-LEARNED = {"projection": (NUM_FEATURES, DEPTH), "bias": (NUM_FEATURES,)}
+LEARNED = {"projection": (NUM_FEATURES, HEAD_DIM), "bias": (NUM_FEATURES,)}
 
 
-def inputs(depth):
-    return {"q": (N, depth), "k": (N, depth), "v": (N, VALUE_DEPTH)}
+def inputs(head_dim):
+    return {"q": (N, head_dim), "k": (N, head_dim), "v": (N, VALUE_DIM)}
 
 
 def naive_places():
     return np.float64(POSITIONS)
 
 
-def encoded(name, encode, naive_encode, depth, parameters):
+def encoded(name, encode, naive_encode, head_dim, parameters):
     """A row of softmax attention; both functions take queries or keys and parameters.
 
     One set of parameters serves queries and keys.
@@ -52,7 +52,7 @@ def encoded(name, encode, naive_encode, depth, parameters):
         f"softmax, {name}",
         apply,
         naive,
-        {**inputs(depth), **parameters},
+        {**inputs(head_dim), **parameters},
         shared=tuple(parameters),
         before_mask=tuple(parameters),
         on_grid=True,
@@ -129,14 +129,14 @@ def learned(name, *, causal):
         name,
         functools.partial(learned_relu, causal=causal),
         naive_learned_relu,
-        {**inputs(DEPTH), **LEARNED},
+        {**inputs(HEAD_DIM), **LEARNED},
         shared=tuple(LEARNED),
         causal=causal,
         roundings=(1, 4),
     )
 
 
-FREQUENCIES = {"frequencies": (EVEN_DEPTH // 2, 2)}
+FREQUENCIES = {"frequencies": (EVEN_HEAD_DIM // 2, 2)}
 
 MECHANISMS = [
     learned("linear, learned relu features", causal=False),
@@ -145,39 +145,39 @@ MECHANISMS = [
         "mixed rotary positions",
         mixed_rotary,
         naive_mixed_rotary,
-        EVEN_DEPTH,
+        EVEN_HEAD_DIM,
         FREQUENCIES,
     ),
     encoded(
         "Cayley-STRING",
         cayley_string,
         naive_cayley_string,
-        EVEN_DEPTH,
-        {**FREQUENCIES, "skew": (EVEN_DEPTH * (EVEN_DEPTH - 1) // 2,)},
+        EVEN_HEAD_DIM,
+        {**FREQUENCIES, "skew": (EVEN_HEAD_DIM * (EVEN_HEAD_DIM - 1) // 2,)},
     ),
     encoded(
         "Circulant-STRING",
         circulant_string,
         naive_circulant_string,
-        DEPTH,
-        {"circulants": (2, DEPTH)},
+        HEAD_DIM,
+        {"circulants": (2, HEAD_DIM)},
     ),
     encoded(
         "iRPE gate",
         irpe_gate,
         naive_irpe_gate,
-        DEPTH,
-        {"rows": (GRID[0], DEPTH), "columns": (GRID[1], DEPTH)},
+        HEAD_DIM,
+        {"rows": (GRID[0], HEAD_DIM), "columns": (GRID[1], HEAD_DIM)},
     ),
     encoded(
         "STRING gate",
         string_gate,
         naive_string_gate,
-        DEPTH,
+        HEAD_DIM,
         {
             "frequencies": (RANK, 2),
             "phases": (RANK,),
-            "coefficients": (2 * RANK, DEPTH),
+            "coefficients": (2 * RANK, HEAD_DIM),
         },
     ),
 ]

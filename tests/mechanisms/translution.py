@@ -7,11 +7,11 @@ import jax.numpy as jnp
 from relattn import kernels, offsets
 from tests import reference
 from tests.mechanisms.base import (
-    DEPTH,
     GRID,
+    HEAD_DIM,
     HEADS,
     NUM_PREFIX,
-    VALUE_DEPTH,
+    VALUE_DIM,
     Mechanism,
     N,
 )
@@ -24,8 +24,8 @@ PAIR_TABLE = (N, N)
 
 
 def merge_heads(x):
-    *batch, heads, n, depth = x.shape
-    return x.swapaxes(-2, -3).reshape(*batch, n, heads * depth)
+    *batch, num_heads, n, head_dim = x.shape
+    return x.swapaxes(-2, -3).reshape(*batch, n, num_heads * head_dim)
 
 
 def split_heads(x):
@@ -46,12 +46,12 @@ def translution(name, kernel, table, rows, **options):
     def naive(x, w_q, w_k, w_v, allowed):
         return merge_heads(reference.translution(x, w_q, w_k, w_v, rows, allowed))
 
-    shape = (*table, DEPTH, HEADS, VALUE_DEPTH)
+    shape = (*table, HEAD_DIM, HEADS, VALUE_DIM)
     return Mechanism(
         name,
         apply,
         naive,
-        {"x": (N, DEPTH), "w_q": shape, "w_k": shape, "w_v": shape},
+        {"x": (N, HEAD_DIM), "w_q": shape, "w_k": shape, "w_v": shape},
         shared=("w_q", "w_k", "w_v"),
         key_inputs=("x",),
         loud="x",
@@ -69,12 +69,12 @@ def lor_translution(name, kernel, table, rows, **options):
 
     def naive(q, k, v, low_q, low_k, low_v, t_q, t_k, t_v, allowed):
         plain = [split_heads(x) for x in (q, k, v)]
-        low, tables, scale = (low_q, low_k, low_v), (t_q, t_k, t_v), DEPTH**-0.5
+        low, tables, scale = (low_q, low_k, low_v), (t_q, t_k, t_v), HEAD_DIM**-0.5
         return join(
             reference.lor_translution(*plain, low, tables, rows, allowed, scale)
         )
 
-    plain = dict.fromkeys(("q", "k", "v"), (N, HEADS * DEPTH))
+    plain = dict.fromkeys(("q", "k", "v"), (N, HEADS * HEAD_DIM))
     low = dict.fromkeys(("low_q", "low_k", "low_v"), (N, LOW))
     tables = dict.fromkeys(("t_q", "t_k", "t_v"), (*table, LOW, HEADS, RANK))
     return Mechanism(

@@ -46,7 +46,7 @@ def make_performer(attention, position):
         num_classes=3,
         dim=8,
         num_layers=1,
-        heads=2,
+        num_heads=2,
         mlp_dim=12,
         attention=attention,
         position=position,

@@ -12,7 +12,7 @@ from relattn.models.gpt import generate
 from relattn.models.sampling import sample_token
 from tests.helpers.quick import quick_jit
 
-CONFIG = {"name": "gpt", "dim": 12, "num_layers": 2, "heads": 2, "mlp_dim": 17}
+CONFIG = {"name": "gpt", "dim": 12, "num_layers": 2, "num_heads": 2, "mlp_dim": 17}
 VOCAB, LENGTH = 13, 7
 VARIANTS = [
     ("softmax", "learnable_sincos"),

@@ -13,7 +13,13 @@ from relattn.models import build_model
 from relattn.models.vit import patches
 from tests.helpers.quick import quick_jit
 
-CONFIG = {"name": "performer", "dim": 16, "num_layers": 2, "heads": 2, "mlp_dim": 24}
+CONFIG = {
+    "name": "performer",
+    "dim": 16,
+    "num_layers": 2,
+    "num_heads": 2,
+    "mlp_dim": 24,
+}
 SHAPE = (4, 6, 1)
 # Others are among the pairs of tests/test_pairs.py.
 VARIANTS = [
@@ -133,7 +139,10 @@ def test_patches_run_row_by_row():
         ({"patch_size": 3}, "patch_size=3 does not divide the image of 4x6 pixels"),
         ({"patch_size": (2, 5)}, "patch_size=(2, 5) does not divide the image of 4x6"),
         ({"patch_size": (2, 3, 1)}, "must be one side or a height and a width"),
-        ({"heads": 3}, "heads must divide config.model.dim, got dim=16 and heads=3"),
+        (
+            {"num_heads": 3},
+            "heads must divide config.model.dim, got dim=16 and num_heads=3",
+        ),
         ({"attention": "banded(clip=0)"}, "needs clip >= 1, got 0"),
         ({"attention": "favour"}, "unknown attention 'favour': did you mean 'favor'?"),
         ({"position": "lernable_sincos"}, "did you mean 'learnable_sincos'?"),
@@ -142,7 +151,7 @@ def test_patches_run_row_by_row():
         ({"dtype": None}, "dtype must be one of float32, bfloat16, float16, got None"),
         ({"dim": 0}, "config.model.dim must be at least 1, got 0"),
         ({"dim": 16.0}, "model 'performer' needs dim of type int, got 16.0"),
-        ({"heads": "2"}, "model 'performer' needs heads of type int, got '2'"),
+        ({"num_heads": "2"}, "model 'performer' needs heads of type int, got '2'"),
         ({"mlp_dim": 10**30}, "model 'performer' needs mlp_dim of type int, got 1000"),
         ({"num_layers": -1}, "config.model.num_layers must be at least 1, got -1"),
         ({"attention": 3}, "model 'performer' needs attention of type str, got 3"),

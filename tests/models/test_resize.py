@@ -13,7 +13,7 @@ from relattn.nn.registry import ATTENTIONS, POSITIONS
 from tests import reference
 
 SMALL, LARGE = (3, 5), (5, 7)
-SIZES = {"dim": 8, "heads": 2, "num_layers": 2}
+SIZES = {"dim": 8, "num_heads": 2, "num_layers": 2}
 
 
 def shape_of(leaf):

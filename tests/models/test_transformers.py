@@ -12,7 +12,13 @@ from relattn.models import build_model
 from tests import reference
 from tests.helpers.quick import quick_jit
 
-SIZES = {"dim": 12, "num_layers": 2, "heads": 2, "mlp_dim": 17, "attention": "softmax"}
+SIZES = {
+    "dim": 12,
+    "num_layers": 2,
+    "num_heads": 2,
+    "mlp_dim": 17,
+    "attention": "softmax",
+}
 VOCAB, LENGTH, CLASSES = 13, 7, 5
 MODELS = ("performer", "vit", "gpt")
 RNG = np.random.default_rng(0)
@@ -49,7 +55,7 @@ def blocks(x, params, allowed):
             of_layer = jax.tree.map(operator.itemgetter(layer), params["blocks_0"])
         else:
             of_layer = params[f"block_{layer}"]
-        x = reference.transformer_block(x, of_layer, SIZES["heads"], allowed)
+        x = reference.transformer_block(x, of_layer, SIZES["num_heads"], allowed)
     return x
 
 

@@ -10,7 +10,7 @@ import pytest
 from relattn.models import SIZES, build_model
 from tests.helpers.quick import quick_jit
 
-CONFIG = {"name": "vit", "dim": 12, "num_layers": 3, "heads": 2, "mlp_dim": 17}
+CONFIG = {"name": "vit", "dim": 12, "num_layers": 3, "num_heads": 2, "mlp_dim": 17}
 CONFIG |= {"patch_size": 2}
 SHAPE = (4, 6, 1)
 ATTENTIONS = ["softmax", "translution", "lor_translution(rank=2)"]
@@ -102,7 +102,7 @@ def test_the_sizes_are_those_of_the_paper():
 
 def test_the_vit_of_guoji_has_its_own_embedding_biases_and_head():
     """Counted by hand for 6 layers of dim 256 on 49 patches of 16 pixels."""
-    options = {"dim": 256, "num_layers": 6, "heads": 8, "mlp_dim": 512}
+    options = {"dim": 256, "num_layers": 6, "num_heads": 8, "mlp_dim": 512}
     options |= {"patch_size": 4, "position": "learned", "qkv_bias": True}
     options |= {"embedding_norms": False, "head": "mlp"}
     model = build_model(

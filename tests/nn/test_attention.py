@@ -16,13 +16,15 @@ from tests import reference
 from tests.helpers.quick import quick_jit
 
 GRID = (2, 3)
-N, DIM, HEADS, DEPTH = 7, 8, 2, 4
+N, DIM, HEADS, HEAD_DIM = 7, 8, 2, 4
 FEATURES = 5
 
 
 def layer(attention, position="none"):
     """An initialised attention module, without its position encoding."""
-    make_attention, _ = build(attention, position, dim=DIM, heads=HEADS, num_layers=1)
+    make_attention, _ = build(
+        attention, position, dim=DIM, num_heads=HEADS, num_layers=1
+    )
     module = make_attention(layer=0)
     x = jax.random.normal(jax.random.key(1), (2, N, DIM))
     variables = module.init(jax.random.key(0), x, grid=GRID, num_prefix=1)
@@ -35,7 +37,7 @@ def layer(attention, position="none"):
 
 def project(params, x):
     out = x @ params["kernel"] + params["bias"]
-    return out.reshape(len(x), -1, DEPTH).swapaxes(0, 1)
+    return out.reshape(len(x), -1, HEAD_DIM).swapaxes(0, 1)
 
 
 def expected(attention, variables, x):
@@ -124,7 +126,7 @@ def test_masked_tokens_do_not_reach_the_others(attention):
 
 @pytest.mark.parametrize("attention", ["softmax", "favor", "banded(clip=2)"])
 def test_compute_dtype_is_the_module_s_and_parameters_are_float32(attention):
-    make_attention, _ = build(attention, "none", dim=DIM, heads=HEADS, num_layers=1)
+    make_attention, _ = build(attention, "none", dim=DIM, num_heads=HEADS, num_layers=1)
     module = make_attention(layer=0, dtype=jnp.bfloat16)
     x = jnp.ones((1, N, DIM), jnp.bfloat16)
     out, variables = module.init_with_output(
@@ -138,7 +140,7 @@ def test_compute_dtype_is_the_module_s_and_parameters_are_float32(attention):
 def test_options_of_the_draw_reach_it(attention):
     options = "num_features=5, orthogonal=False, norms='fixed', haar=False"
     make_attention, _ = build(
-        f"{attention}({options})", "none", dim=DIM, heads=HEADS, num_layers=9
+        f"{attention}({options})", "none", dim=DIM, num_heads=HEADS, num_layers=9
     )
     variables = jax.eval_shape(
         functools.partial(make_attention(layer=7).init, grid=GRID, num_prefix=1),
@@ -146,14 +148,14 @@ def test_options_of_the_draw_reach_it(attention):
         jnp.ones((1, N, DIM)),
     )
     drawn = variables["random_features"]["projection"]
-    assert drawn.projection.shape == (5, DEPTH)
+    assert drawn.projection.shape == (5, HEAD_DIM)
     assert (drawn.layer, drawn.orthogonal) == (7, False)
     assert (drawn.norms, drawn.haar) == ("fixed", False)
 
 
 def test_random_features_default_to_d_ln_d_of_the_concatenated_depth():
     make_attention, make_position = build(
-        "favor", "constrained_sincos(num_scales=4)", dim=64, heads=2, num_layers=1
+        "favor", "constrained_sincos(num_scales=4)", dim=64, num_heads=2, num_layers=1
     )
     position = make_position().init_with_output(jax.random.key(0), GRID, 1)[0][0]
     variables = make_attention(layer=0).init(
@@ -175,7 +177,7 @@ def test_trigonometric_features_count_nonpositive_normalizers():
 @pytest.mark.parametrize("causal", [True, False])
 def test_causal_positive_features_count_keys_that_underflow(causal):
     make_attention, _ = build(
-        "favor", "none", dim=DIM, heads=HEADS, num_layers=1, causal=causal
+        "favor", "none", dim=DIM, num_heads=HEADS, num_layers=1, causal=causal
     )
     module = make_attention(layer=0)
     x = jax.random.normal(jax.random.key(1), (2, N, DIM))
@@ -224,7 +226,7 @@ CAUSAL = [
 def causal_layer(attention, position):
     """A causal attention with the position of its layer, if it has one."""
     make_attention, make_position = build(
-        attention, position, dim=DIM, heads=HEADS, num_layers=1, causal=True
+        attention, position, dim=DIM, num_heads=HEADS, num_layers=1, causal=True
     )
     if position == "none":
         encoding = None
@@ -290,7 +292,7 @@ def test_causal_attention_takes_no_prefix():
 @pytest.mark.parametrize("causal", [False, True])
 def test_decoding_refuses_what_it_cannot_honour(causal):
     make_attention, _ = build(
-        "softmax", "none", dim=DIM, heads=HEADS, num_layers=1, causal=causal
+        "softmax", "none", dim=DIM, num_heads=HEADS, num_layers=1, causal=causal
     )
     mask = jnp.ones((1, 1), bool) if causal else None
     with pytest.raises(ValueError, match="decoding needs causal=True and no key_mask"):
@@ -303,7 +305,7 @@ def test_only_the_tables_that_multiply_are_rounded():
     vectors = jnp.ones((2, 5, 3))
     tables = {"key_table": vectors, "value_table": vectors}
     position = RelativeTables(**tables, bias=jnp.full((2, 5), 7.9))
-    module = SoftmaxAttention(dim=6, heads=2, dtype=jnp.bfloat16)
+    module = SoftmaxAttention(dim=6, num_heads=2, dtype=jnp.bfloat16)
     found = module.tables(Context((3,), 0, position, None, None, None))
     assert found["key_table"].dtype == found["value_table"].dtype == jnp.bfloat16
     np.testing.assert_array_equal(found["bias"], position.bias)
@@ -314,7 +316,7 @@ def test_only_the_tables_that_multiply_are_rounded():
 )
 def test_causal_positive_features_of_deeper_heads_are_refused(options):
     def shapes(options):
-        module = FavorAttention(dim=227, heads=1, num_features=3, **options)
+        module = FavorAttention(dim=227, num_heads=1, num_features=3, **options)
         x = jax.ShapeDtypeStruct((1, 5, 227), jnp.float32)
         return jax.eval_shape(module.init, jax.random.key(0), x)
 

@@ -42,7 +42,7 @@ def test_the_layer_is_its_formula_in_the_compute_dtype():
     np.testing.assert_allclose(out, x @ kernel, rtol=1e-5, atol=1e-5)
 
 
-SIZES = {"dim": 6, "heads": 2, "num_layers": 2}
+SIZES = {"dim": 6, "num_heads": 2, "num_layers": 2}
 X = jnp.asarray(np.random.default_rng(0).normal(size=(2, 7, 6)), jnp.float32)
 
 
@@ -68,7 +68,7 @@ class Model(nn.Module):
             x.astype(self.dtype),
             [attention] * 2,
             block,
-            positions=position(name="position").of_layers((2, 3), 1),
+            positions=position(name="position").per_layer((2, 3), 1),
             scan=self.scan,
             remat=self.remat,
             grid=(2, 3),
@@ -183,7 +183,7 @@ def test_dropout_differs_by_layer_and_key():
 @pytest.mark.parametrize("part", ["attention", "feed_forward"])
 def test_each_part_has_its_own_dropout_rate(part):
     x = jnp.asarray(np.random.default_rng(2).normal(size=(4, 50, 6)), jnp.float32)
-    attention, _ = build("softmax", "none", dim=6, heads=2, num_layers=1)
+    attention, _ = build("softmax", "none", dim=6, num_heads=2, num_layers=1)
     rates = {"attention": 0.2, "feed_forward": 0.6}
     block = TransformerBlock(
         functools.partial(attention, layer=0),

@@ -8,11 +8,11 @@ import pytest
 from relattn.nn.gated_positional import GatedPositionalAttention
 from tests import reference
 
-GRID, N, DIM, HEADS, DEPTH = (2, 3), 7, 8, 2, 4
+GRID, N, DIM, HEADS, HEAD_DIM = (2, 3), 7, 8, 2, 4
 
 
 def test_module_is_the_kernel_between_linear_projections():
-    module = GatedPositionalAttention(dim=DIM, heads=HEADS)
+    module = GatedPositionalAttention(dim=DIM, num_heads=HEADS)
     x = jax.random.normal(jax.random.key(1), (1, N, DIM))
     options = {"grid": GRID, "num_prefix": 1}
     variables = module.init(jax.random.key(0), x, **options)
@@ -23,7 +23,7 @@ def test_module_is_the_kernel_between_linear_projections():
 
     def project(name):
         y = x[0] @ params[name]["kernel"] + params[name]["bias"]
-        return y.reshape(N, HEADS, DEPTH).swapaxes(0, 1)
+        return y.reshape(N, HEADS, HEAD_DIM).swapaxes(0, 1)
 
     heads = [
         reference.gated_positional_attention(
@@ -47,7 +47,9 @@ def test_module_is_the_kernel_between_linear_projections():
     ],
 )
 def test_heads_start_around_places_of_their_own(heads, causal, options, centres):
-    module = GatedPositionalAttention(dim=12, heads=heads, causal=causal, locality=0.5)
+    module = GatedPositionalAttention(
+        dim=12, num_heads=heads, causal=causal, locality=0.5
+    )
     x = jnp.ones((1, N if "num_prefix" in options else 8, 12))
     params = module.init(jax.random.key(0), x, **options)["params"]
     np.testing.assert_array_equal(params["gate"], 1)
@@ -60,6 +62,6 @@ def test_heads_start_around_places_of_their_own(heads, causal, options, centres)
 
 def test_needs_the_grid():
     with pytest.raises(ValueError, match="goes by offsets: give grid="):
-        GatedPositionalAttention(dim=8, heads=2).init(
+        GatedPositionalAttention(dim=8, num_heads=2).init(
             jax.random.key(0), jnp.ones((1, 7, 8))
         )

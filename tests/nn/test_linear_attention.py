@@ -10,23 +10,23 @@ import pytest
 from relattn.nn.registry import build
 from tests import reference
 
-N, DIM, HEADS, DEPTH = 7, 8, 2, 4
+N, DIM, HEADS, HEAD_DIM = 7, 8, 2, 4
 
 
 def test_module_is_the_kernel_between_linear_projections():
     make, _ = build(
-        "relu(num_features=5, eps=0.02)", "none", dim=DIM, heads=HEADS, num_layers=1
+        "relu(num_features=5, eps=0.02)", "none", dim=DIM, num_heads=HEADS, num_layers=1
     )
     module = make(layer=0)
     x = jax.random.normal(jax.random.key(1), (2, N, DIM))
     params = dict(module.init(jax.random.key(0), x)["params"])
-    assert np.abs(params["projection"]).max() <= DEPTH**-0.5
+    assert np.abs(params["projection"]).max() <= HEAD_DIM**-0.5
     params["bias"] = 0.3 * jax.random.normal(jax.random.key(2), (5,))
     out = module.apply({"params": params}, x)
 
     def project(name):
         y = x[1] @ params[name]["kernel"] + params[name]["bias"]
-        return y.reshape(N, HEADS, DEPTH).swapaxes(0, 1)
+        return y.reshape(N, HEADS, HEAD_DIM).swapaxes(0, 1)
 
     def phi(vector):
         return reference.relu_features(
@@ -43,12 +43,12 @@ def test_module_is_the_kernel_between_linear_projections():
 
 
 def test_features_default_to_d_ln_d_and_are_scanned_parameters():
-    make, _ = build("relu", "none", dim=32, heads=2, num_layers=1)
+    make, _ = build("relu", "none", dim=32, num_heads=2, num_layers=1)
     variables = make(layer=0).init(jax.random.key(0), jnp.ones((1, N, 32)))
     assert set(variables) == {"params"}
     projection = variables["params"]["projection"]
     assert projection.shape == (44, 16)
-    # Uniform in +-1/sqrt(fan-in): the features read vectors of depth 16.
+    # Uniform in +-1/sqrt(fan-in): the features read vectors of head_dim 16.
     assert 0.9 * 16**-0.5 < np.abs(projection).max() <= 16**-0.5
     assert make.func.scannable
 
@@ -63,4 +63,4 @@ def test_features_default_to_d_ln_d_and_are_scanned_parameters():
 )
 def test_bad_options_are_refused(spec, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        build(spec, "none", dim=DIM, heads=HEADS, num_layers=1)
+        build(spec, "none", dim=DIM, num_heads=HEADS, num_layers=1)

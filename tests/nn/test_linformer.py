@@ -13,7 +13,7 @@ from relattn.nn.registry import build
 from tests import reference
 
 N, GRID, K = 7, (2, 3), 3
-SIZES = {"dim": 6, "heads": 2, "num_layers": 3}
+SIZES = {"dim": 6, "num_heads": 2, "num_layers": 3}
 
 
 def make(sharing, **options):
@@ -41,7 +41,7 @@ def test_sharing_is_what_it_says(sharing, count):
 
 @pytest.mark.parametrize("k", [K, N + 4])
 def test_module_is_the_reference_between_linear_projections(k):
-    module = LinformerAttention(dim=6, heads=2, k=k)
+    module = LinformerAttention(dim=6, num_heads=2, k=k)
     x = jax.random.normal(jax.random.key(1), (1, N, 6))
     out, variables = jax.jit(module.init_with_output)(jax.random.key(0), x)
 
@@ -79,6 +79,6 @@ def test_bad_options_are_refused(attention, causal, message):
 
 
 def test_layers_share_only_in_a_model():
-    module = LinformerAttention(dim=6, heads=2, k=K, sharing="layers")
+    module = LinformerAttention(dim=6, num_heads=2, k=K, sharing="layers")
     with pytest.raises(ValueError, match="the projection that the model owns: give sh"):
         module.init(jax.random.key(0), jnp.ones((1, N, 6)))

@@ -14,7 +14,7 @@ from relattn.nn.attention import MultiHeadAttention
 from relattn.nn.positions.base import Position
 from relattn.nn.registry import build, register_attention, register_position
 
-SIZES = {"dim": 24, "heads": 4, "num_layers": 1}
+SIZES = {"dim": 24, "num_heads": 4, "num_layers": 1}
 
 
 @pytest.mark.parametrize(
@@ -56,8 +56,13 @@ SIZES = {"dim": 24, "heads": 4, "num_layers": 1}
             "has 2 terms that reach the attention; a sum takes one",
         ),
         ("softmax", "learned + ropes", {}, "unknown position 'ropes': did you mean"),
-        ("softmax", "none", {"heads": 5}, "heads must divide config.model.dim, got"),
-        ("banded", "none", {"heads": 3}, "heads must be even, got 3"),
+        (
+            "softmax",
+            "none",
+            {"num_heads": 5},
+            "heads must divide config.model.dim, got",
+        ),
+        ("banded", "none", {"num_heads": 3}, "heads must be even, got 3"),
         ("banded(clip=0)", "none", {}, "needs clip >= 1, got 0"),
         (
             "banded",
@@ -81,25 +86,25 @@ def test_options_reach_the_modules():
     )
     module = attention(layer=3)
     assert (module.num_features, module.norms, module.layer) == (7, "fixed", 3)
-    assert position().num_scales == 2 and position().heads == 4
+    assert position().num_scales == 2 and position().num_heads == 4
 
 
 def test_a_sum_adds_to_the_tokens_and_reaches_the_layers():
     _, position = build(
         "softmax",
         "learned + rope2d(base=7.0) + sincos",
-        **{**SIZES, "heads": 2},
+        **{**SIZES, "num_heads": 2},
     )
     module = position()
     learned, rope, sincos = module.makers
     assert rope.keywords == {"base": 7.0}
     tokens = jnp.zeros((1, 6, 24))
-    variables = module.init(jax.random.key(0), tokens, (2, 3), method="of_tokens")
-    out = module.apply(variables, tokens, (2, 3), method="of_tokens")
+    variables = module.init(jax.random.key(0), tokens, (2, 3), method="add_to_tokens")
+    out = module.apply(variables, tokens, (2, 3), method="add_to_tokens")
     table = variables["params"]["terms_0"]["table"]
     expected = sincos(dim=24).apply({}, tokens, (2, 3)) + table
     np.testing.assert_allclose(out, expected, atol=1e-6)
-    (layer,) = module.apply(variables, (2, 3), 1, method="of_layers")
+    (layer,) = module.apply(variables, (2, 3), 1, method="per_layer")
     assert layer.angles.shape == (7, 6)
 
 

@@ -14,7 +14,7 @@ from relattn.nn.registry import build
 from relattn.nn.routing import RoutingAttention
 from relattn.training.step import create_state, make_eval_step, make_train_step
 
-SIZES = {"dim": 6, "heads": 2, "num_layers": 2}
+SIZES = {"dim": 6, "num_heads": 2, "num_layers": 2}
 SHAPE = (2, 5, 1)
 N, PREFIX = 11, 1
 
@@ -54,7 +54,7 @@ def test_training_moves_the_centroids_of_every_layer_and_evaluation_does_not():
 
 @pytest.fixture(scope="module")
 def layer():
-    module = RoutingAttention(dim=6, heads=2, clusters=3, local_heads=1, decay=0.5)
+    module = RoutingAttention(dim=6, num_heads=2, clusters=3, local_heads=1, decay=0.5)
     x = jnp.asarray(np.random.default_rng(0).normal(size=(2, N, 6)), jnp.float32)
     variables = jax.jit(module.init)(jax.random.key(0), x)
     return module, variables, x
@@ -139,6 +139,6 @@ def test_bad_options_are_refused(attention, causal, message):
 
 
 def test_a_window_is_no_longer_than_the_sequence():
-    module = RoutingAttention(dim=6, heads=2, window=N + 1, local_heads=0)
+    module = RoutingAttention(dim=6, num_heads=2, window=N + 1, local_heads=0)
     with pytest.raises(ValueError, match="1 to n=11 tokens, got window=12"):
         jax.eval_shape(module.init, jax.random.key(0), jnp.ones((1, N, 6)))

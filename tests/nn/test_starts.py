@@ -26,7 +26,7 @@ TRUNCATED = 0.8796
     ],
 )
 def test_standard_deviations_at_the_start(position, name, std):
-    sizes = {"dim": DIM, "heads": HEADS, "num_layers": LAYERS}
+    sizes = {"dim": DIM, "num_heads": HEADS, "num_layers": LAYERS}
     _, make_position = build("softmax", position, **sizes)
 
     @jax.jit
@@ -40,7 +40,7 @@ def test_standard_deviations_at_the_start(position, name, std):
 
 
 def test_the_table_of_distances_starts_at_zero():
-    make, _ = build("banded(clip=2)", "none", dim=8, heads=2, num_layers=1)
+    make, _ = build("banded(clip=2)", "none", dim=8, num_heads=2, num_layers=1)
     init = functools.partial(make(layer=0).init, grid=(2, 3), num_prefix=1)
     params = jax.jit(init)(jax.random.key(0), np.ones((1, 7, 8), np.float32))["params"]
     np.testing.assert_array_equal(params["table"], np.zeros((3, 4)))

@@ -22,7 +22,7 @@ MODULES = {"exact": TranslutionAttention, "low": LorTranslutionAttention}
 
 def make(kind, call=CALL, **options):
     """A module with parameters large enough for every part to be seen, and tokens."""
-    module = MODULES[kind](dim=DIM, heads=HEADS, **options)
+    module = MODULES[kind](dim=DIM, num_heads=HEADS, **options)
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=(2, LENGTH, DIM)), jnp.float32)
     shapes = jax.eval_shape(lambda: module.init(jax.random.key(0), x, **call))
@@ -124,7 +124,7 @@ def test_subsets_and_rotations_equal_the_reference(relative, rotates):
     leaves = [jnp.asarray(rng.normal(size=(1, *s.shape)), jnp.float32) for s in leaves]
     position = None
     if rotates:
-        rope = Rope2d(dim=dim, heads=HEADS, num_layers=1, base=base)
+        rope = Rope2d(dim=dim, num_heads=HEADS, num_layers=1, base=base)
         position = rope.apply({}, GRID, 1)[0]
     places = [(0, 0), *np.ndindex(*GRID)]
 

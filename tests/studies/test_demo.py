@@ -60,7 +60,7 @@ TINY = [
     "--config.num_steps=2",
     "--config.schedule.warmup_steps=0",
     "--config.model.dim=8",
-    "--config.model.heads=2",
+    "--config.model.num_heads=2",
     "--config.model.num_layers=1",
     "--config.model.mlp_dim=8",
 ]

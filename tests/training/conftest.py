@@ -32,7 +32,7 @@ class TinyModel(nn.Module):
                 self.make_rng("random_features"),
                 layer=0,
                 num_features=7,
-                depth=self.width,
+                head_dim=self.width,
             ),
         )
         features = positive_features(jnp.tanh(x), drawn.value.projection).dense()

@@ -77,7 +77,7 @@ def test_peaks_by_the_name_of_a_device(kind, peak):
 
 @pytest.mark.parametrize("remat", [False, True])
 def test_training_counts_each_multiply_add_of_the_model_six_times(remat):
-    sizes = {"dim": 6, "num_layers": 2, "heads": 3, "mlp_dim": 7}
+    sizes = {"dim": 6, "num_layers": 2, "num_heads": 3, "mlp_dim": 7}
     model = GPT(vocab_size=11, context_length=5, remat=remat, **sizes)
     tokens = jax.ShapeDtypeStruct((1, 5), "int32")
     # Causal softmax attention weighs all pairs, and masks.

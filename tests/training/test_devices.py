@@ -157,7 +157,7 @@ KEY = jax.random.key(7)
 
 
 def vit(attention, **options):
-    sizes = {"dim": 8, "num_layers": 2, "heads": 2, "mlp_dim": 12, "patch_size": 2}
+    sizes = {"dim": 8, "num_layers": 2, "num_heads": 2, "mlp_dim": 12, "patch_size": 2}
     options |= {"attention": attention, "position": "none", "num_classes": 3}
     return ViT(**sizes, **options)
 

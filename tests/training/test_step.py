@@ -140,7 +140,7 @@ def test_a_whole_train_step_lowers_for_every_platform(attention):
         "name": "performer",
         "dim": 8,
         "num_layers": 1,
-        "heads": 2,
+        "num_heads": 2,
         "mlp_dim": 16,
         "attention": attention,
     }
@@ -196,7 +196,7 @@ def test_what_saves_memory_changes_an_update_by_rounding(
         "name": "vit",
         "dim": 8,
         "num_layers": 2,
-        "heads": 2,
+        "num_heads": 2,
         "mlp_dim": 12,
         "patch_size": 2,
         "attention": "translution",

@@ -14,13 +14,13 @@ from relattn.kernels.precision import wide_einsum, widen
 
 @check_arguments
 def apply_gate(
-    x: Float[Array, "*batch n depth"],
+    x: Float[Array, "*batch n head_dim"],
     exponents: Float[Array, "*#batch n exponents_depth"],
-) -> Float[Array, "*batch n depth"]:
+) -> Float[Array, "*batch n head_dim"]:
     """Scales queries or keys: x_i * exp(e_i), number by number.
 
     Args:
-        x: Queries or keys, shape ``[*batch, n, depth]``.
+        x: Queries or keys, shape ``[*batch, n, head_dim]``.
         exponents: e, of `irpe_exponents` or `string_exponents`.
 
     Returns:
@@ -28,7 +28,7 @@ def apply_gate(
 
     Raises:
         ValueError: If shapes or dtypes do not fit together.
-        ValueError: If ``x`` and the exponents differ in depth.
+        ValueError: If ``x`` and the exponents differ in head_dim.
 
     Example:
         >>> exponents = jnp.log(jnp.array([[2.0, 1.0]]))
@@ -40,8 +40,7 @@ def apply_gate(
     """
     if x.shape[-1] != exponents.shape[-1]:
         raise ValueError(
-            f"a head of depth {x.shape[-1]} needs as many exponents, got "
-            f"{exponents.shape[-1]}"
+            f"head_dim {x.shape[-1]} needs as many exponents, got {exponents.shape[-1]}"
         )
     scaled = widen(x) * jnp.exp(widen(exponents))
     return scaled.astype(x.dtype)
@@ -49,20 +48,21 @@ def apply_gate(
 
 @check_arguments
 def irpe_exponents(
-    *embeddings: Float[Array, "*batch _ depth"], num_prefix: int = 0
-) -> Float[Array, "*batch n depth"]:
+    *embeddings: Float[Array, "*batch _ head_dim"], num_prefix: int = 0
+) -> Float[Array, "*batch n head_dim"]:
     """Exponents of the iRPE gate: the embedding of a token's row and of its column.
 
     e_i = r[row of i] + c[column of i], in float32 or wider; zeros for prefix tokens. A
     function of the absolute position, whatever its name.
 
     Args:
-        *embeddings: r ``[*batch, height, depth]`` and c ``[*batch, width, depth]``, or
-            one ``[*batch, length, depth]`` for a line.
+        *embeddings: r ``[*batch, height, head_dim]`` and c
+            ``[*batch, width, head_dim]``, or one ``[*batch, length, head_dim]`` for a
+            line.
         num_prefix: Number of leading tokens that have no position.
 
     Returns:
-        Shape ``[*batch, num_prefix + height * width, depth]``.
+        Shape ``[*batch, num_prefix + height * width, head_dim]``.
 
     Raises:
         ValueError: If shapes or dtypes do not fit together.
@@ -85,8 +85,8 @@ def irpe_exponents(
     if len(embeddings) == 2:
         columns = widen(embeddings[1])
         exponents = exponents[..., :, None, :] + columns[..., None, :, :]
-        *batch, height, width, depth = exponents.shape
-        exponents = exponents.reshape(*batch, height * width, depth)
+        *batch, height, width, head_dim = exponents.shape
+        exponents = exponents.reshape(*batch, height * width, head_dim)
     prefix = [(0, 0)] * (exponents.ndim - 2) + [(num_prefix, 0), (0, 0)]
     return jnp.pad(exponents, prefix)
 
@@ -96,11 +96,11 @@ def string_exponents(
     positions: Float[Array | np.ndarray, "n axes"],
     frequencies: Float[Array, "*#batch rank frequency_axes"],
     phases: Float[Array, "*#batch rank"],
-    coefficients: Float[Array, "*batch features depth"],
+    coefficients: Float[Array, "*batch features head_dim"],
     *,
     num_prefix: int = 0,
     precision: jax.lax.PrecisionLike = None,
-) -> Float[Array, "*batch n depth"]:
+) -> Float[Array, "*batch n head_dim"]:
     """Exponents of the STRING gate: a low rank of Fourier features of the position.
 
     e_i = g(p_i) A with g(p) = [cos(w_r . p + b_r), sin(w_r . p + b_r)], r = 1 .. rank,
@@ -111,12 +111,12 @@ def string_exponents(
         positions: Positions in tokens, shape ``[n, axes]``.
         frequencies: w, radians a token, shape ``[*batch, rank, axes]``.
         phases: b, shape ``[*batch, rank]``.
-        coefficients: A, shape ``[*batch, 2 rank, depth]``.
+        coefficients: A, shape ``[*batch, 2 rank, head_dim]``.
         num_prefix: Number of leading tokens that have no position.
         precision: Passed to einsum.
 
     Returns:
-        Shape ``[*batch, n, depth]``.
+        Shape ``[*batch, n, head_dim]``.
 
     Raises:
         ValueError: If shapes or dtypes do not fit together.

@@ -16,29 +16,29 @@ from relattn.offsets import check_prefix
 @check_arguments
 def rotary_angles(
     positions: Float[Array | np.ndarray, "n axes"],
-    depth: int,
+    head_dim: int,
     *,
     base: float = 10000.0,
     num_prefix: int = 0,
-) -> Float[Array, "n {depth//2}"]:
+) -> Float[Array, "n {head_dim//2}"]:
     """Angles of every token, one for each pair of a head's numbers.
 
-    An axis has depth / (2 axes) frequencies w_t = base^(-t / (depth / (2 axes))), and
-    the angle of an axis and frequency is w_t p_axis; the axes follow each other.
+    An axis has head_dim / (2 axes) frequencies w_t = base^(-t / (head_dim / (2 axes))),
+    and the angle of an axis and frequency is w_t p_axis; the axes follow each other.
     Prefix tokens have angle zero.
 
     Args:
         positions: Positions in tokens, shape ``[n, axes]``.
-        depth: Width of a head.
+        head_dim: Width of a head.
         base: Base of the geometric series of frequencies.
         num_prefix: Number of leading tokens that have no position.
 
     Returns:
-        Angles, float32 or wider, shape ``[n, depth / 2]``.
+        Angles, float32 or wider, shape ``[n, head_dim / 2]``.
 
     Raises:
         ValueError: If shapes or dtypes do not fit together.
-        ValueError: If ``depth`` is no multiple of twice the number of axes, or there
+        ValueError: If ``head_dim`` is no multiple of twice the number of axes, or there
             are fewer tokens than ``num_prefix``.
 
     Example:
@@ -51,14 +51,14 @@ def rotary_angles(
     """
     num_tokens, axes = positions.shape
     check_prefix(num_tokens, num_prefix)
-    if depth < 1 or depth % (2 * axes):
+    if head_dim < 1 or head_dim % (2 * axes):
         raise ValueError(
-            f"rotary positions of {axes} axes need a head depth (dim / heads) "
-            f"divisible by {2 * axes}, got {depth}"
+            f"rotary positions of {axes} axes need a head_dim (dim / num_heads) "
+            f"divisible by {2 * axes}, got {head_dim}"
         )
     # The angles of far tokens lose their phase in half precision.
     positions = widen(positions)
-    frequencies = absolute_frequencies(depth // (2 * axes), base, positions.dtype)
+    frequencies = absolute_frequencies(head_dim // (2 * axes), base, positions.dtype)
     angles = (positions[:, :, None] * frequencies).reshape(num_tokens, -1)
     return angles.at[:num_prefix].set(0.0)
 
@@ -162,21 +162,21 @@ def mixed_rotary_angles(
 
 @check_arguments
 def rotate(
-    x: Float[Array, "*batch n depth"],
+    x: Float[Array, "*batch n head_dim"],
     angles: Float[Array, "*#batch n pairs"],
     *,
     interleaved: bool = False,
-) -> Float[Array, "*batch n depth"]:
+) -> Float[Array, "*batch n head_dim"]:
     """Turns pairs of a head's numbers by angles.
 
     (a, b) -> (a cos t - b sin t, a sin t + b cos t), so that the product of a turned
     query and a turned key depends on the difference of their angles only.
 
     Args:
-        x: Queries or keys, shape ``[*batch, n, depth]``.
+        x: Queries or keys, shape ``[*batch, n, head_dim]``.
         angles: What `rotary_angles` or `mixed_rotary_angles` returns, shape
-            ``[*batch, n, depth / 2]``.
-        interleaved: Pairs are neighbours (2 t, 2 t + 1), not (t, t + depth / 2).
+            ``[*batch, n, head_dim / 2]``.
+        interleaved: Pairs are neighbours (2 t, 2 t + 1), not (t, t + head_dim / 2).
 
     Returns:
         Shape and dtype of ``x``; computed in float32 or wider.
@@ -193,10 +193,10 @@ def rotate(
     Source:
         Su et al., RoFormer, section 3.2.2.
     """
-    depth = x.shape[-1]
-    if depth != 2 * angles.shape[-1]:
+    head_dim = x.shape[-1]
+    if head_dim != 2 * angles.shape[-1]:
         raise ValueError(
-            f"a head of depth {depth} needs {depth / 2:g} angles a token, got "
+            f"head_dim {head_dim} needs {head_dim / 2:g} angles a token, got "
             f"{angles.shape[-1]}"
         )
     wide = widen(x)

@@ -19,18 +19,18 @@ from relattn.offsets import Grid, check_grid
 @check_arguments
 def translution(
     x: Float[Array, "*batch n dim"],
-    w_q: Float[Array, "rows dim heads depth"] | Float[Array, "dim heads depth"],
-    w_k: Float[Array, "rows dim heads depth"] | Float[Array, "dim heads depth"],
-    w_v: Float[Array, "rows dim heads depth"] | Float[Array, "dim heads depth"],
+    w_q: Float[Array, "rows dim heads head_dim"] | Float[Array, "dim heads head_dim"],
+    w_k: Float[Array, "rows dim heads head_dim"] | Float[Array, "dim heads head_dim"],
+    w_v: Float[Array, "rows dim heads head_dim"] | Float[Array, "dim heads head_dim"],
     *,
     grid: Grid,
     num_prefix: int = 0,
     key_mask: Bool[Array, "*#batch n"] | None = None,
     precision: jax.lax.PrecisionLike = None,
-) -> Float[Array, "*batch heads n depth"]:
+) -> Float[Array, "*batch heads n head_dim"]:
     """Translution on a grid.
 
-    out_i = sum_j softmax_j(x_i Wq[d] . x_j Wk[-d] / sqrt(depth)) x_j Wv[d],
+    out_i = sum_j softmax_j(x_i Wq[d] . x_j Wk[-d] / sqrt(head_dim)) x_j Wv[d],
     d = p_i - p_j.
 
     A pair with a prefix token has the row of the token that is projected: "in" for a
@@ -44,8 +44,8 @@ def translution(
     Args:
         x: Tokens, shape ``[*batch, n, dim]``.
         w_q: Of queries: a table with the rows of `relattn.offsets.offset_index`,
-            ``[rows, dim, heads, depth]``, or one matrix for all offsets,
-            ``[dim, heads, depth]``.
+            ``[rows, dim, heads, head_dim]``, or one matrix for all offsets,
+            ``[dim, heads, head_dim]``.
         w_k: Of keys, likewise.
         w_v: Of values, likewise.
         grid: Height and width, or length, of the tokens after the prefix.
@@ -54,7 +54,7 @@ def translution(
         precision: Passed to einsum.
 
     Returns:
-        Shape ``[*batch, heads, n, depth]``, in the dtype of ``x``.
+        Shape ``[*batch, heads, n, head_dim]``, in the dtype of ``x``.
 
     Raises:
         ValueError: If shapes or dtypes do not fit together.
@@ -79,30 +79,30 @@ def translution(
 @check_arguments
 def causal_translution(
     x: Float[Array, "*batch n dim"],
-    w_q: Float[Array, "rows dim heads depth"] | Float[Array, "dim heads depth"],
-    w_k: Float[Array, "rows dim heads depth"] | Float[Array, "dim heads depth"],
-    w_v: Float[Array, "rows dim heads depth"] | Float[Array, "dim heads depth"],
+    w_q: Float[Array, "rows dim heads head_dim"] | Float[Array, "dim heads head_dim"],
+    w_k: Float[Array, "rows dim heads head_dim"] | Float[Array, "dim heads head_dim"],
+    w_v: Float[Array, "rows dim heads head_dim"] | Float[Array, "dim heads head_dim"],
     *,
     key_mask: Bool[Array, "*#batch n"] | None = None,
     precision: jax.lax.PrecisionLike = None,
-) -> Float[Array, "*batch heads n depth"]:
+) -> Float[Array, "*batch heads n head_dim"]:
     """Translution of every token with itself and those before it.
 
     out_i = sum_{j <= i} softmax_{j <= i}(a_ij) x_j Wv[d],
-    a_ij = x_i Wq[d] . x_j Wk[d] / sqrt(depth), d = i - j.
+    a_ij = x_i Wq[d] . x_j Wk[d] / sqrt(head_dim), d = i - j.
 
     Args:
         x: Tokens, shape ``[*batch, n, dim]``.
         w_q: Of queries: a table of the offsets 0, 1, ..., at least n of them,
-            ``[rows, dim, heads, depth]``, or one matrix for all offsets,
-            ``[dim, heads, depth]``.
+            ``[rows, dim, heads, head_dim]``, or one matrix for all offsets,
+            ``[dim, heads, head_dim]``.
         w_k: Of keys, likewise.
         w_v: Of values, likewise.
         key_mask: True for keys that exist, shape ``[*batch, n]``.
         precision: Passed to einsum.
 
     Returns:
-        Shape ``[*batch, heads, n, depth]``, in the dtype of ``x``.
+        Shape ``[*batch, heads, n, head_dim]``, in the dtype of ``x``.
 
     Raises:
         ValueError: If shapes or dtypes do not fit together.
@@ -123,16 +123,16 @@ def causal_translution(
     return attend(tables, x, x, projections, key_mask, precision)
 
 
-Heads = Float[Array, "*batch heads n depth"]
+Heads = Float[Array, "*batch heads n value_dim"]
 Low = Float[Array, "*batch n inner"]
 Table = Float[Array, "rows inner heads rank"] | Float[Array, "inner heads rank"]
 
 
 @check_arguments
 def lor_translution(
-    q: Float[Array, "*batch heads n key_depth"] | None,
-    k: Float[Array, "*batch heads n key_depth"] | None,
-    v: Float[Array, "*batch heads n depth"] | None,
+    q: Float[Array, "*batch heads n head_dim"] | None,
+    k: Float[Array, "*batch heads n head_dim"] | None,
+    v: Float[Array, "*batch heads n value_dim"] | None,
     low_q: Float[Array, "*batch n inner"] | None,
     low_k: Float[Array, "*batch n inner"] | None,
     low_v: Float[Array, "*batch n inner"] | None,
@@ -157,10 +157,10 @@ def lor_translution(
     `relattn.kernels.translution.attention.translution`.
 
     Args:
-        q: Plain queries, shape ``[*batch, heads, n, key_depth]``, or None with ``k``
+        q: Plain queries, shape ``[*batch, heads, n, head_dim]``, or None with ``k``
             and ``v``: the low-rank part alone.
         k: Plain keys, likewise.
-        v: Plain values, shape ``[*batch, heads, n, depth]``, likewise.
+        v: Plain values, shape ``[*batch, heads, n, value_dim]``, likewise.
         low_q: Tokens for the low-rank queries, shape ``[*batch, n, inner]``, or None
             with ``low_k``, ``t_q`` and ``t_k``: no low-rank score.
         low_k: Tokens for the low-rank keys, likewise.
@@ -173,14 +173,14 @@ def lor_translution(
         grid: Height and width, or length, of the tokens after the prefix.
         num_prefix: Number of prefix tokens.
         key_mask: True for keys that exist, shape ``[*batch, n]``.
-        scale: Of the scores; 1 / sqrt(key_depth) by default, to be given without ``q``.
+        scale: Of the scores; 1 / sqrt(head_dim) by default, to be given without ``q``.
         average: Whether plain and low-rank parts of scores and outputs are averaged,
             as in the authors' code, not summed, as in their paper. Without plain part
             or without low-rank part nothing is halved.
         precision: Passed to einsum.
 
     Returns:
-        ``out``, shape ``[*batch, heads, n, depth]`` in the dtype of ``v``, and
+        ``out``, shape ``[*batch, heads, n, value_dim]`` in the dtype of ``v``, and
         ``low_out``, shape ``[*batch, heads, n, rank]`` in the dtype of ``low_v``; None
         for the part that is not there.
 
@@ -216,9 +216,9 @@ def lor_translution(
 
 @check_arguments
 def causal_lor_translution(
-    q: Float[Array, "*batch heads n key_depth"] | None,
-    k: Float[Array, "*batch heads n key_depth"] | None,
-    v: Float[Array, "*batch heads n depth"] | None,
+    q: Float[Array, "*batch heads n head_dim"] | None,
+    k: Float[Array, "*batch heads n head_dim"] | None,
+    v: Float[Array, "*batch heads n value_dim"] | None,
     low_q: Float[Array, "*batch n inner"] | None,
     low_k: Float[Array, "*batch n inner"] | None,
     low_v: Float[Array, "*batch n inner"] | None,
@@ -290,16 +290,16 @@ PairTable = Float[Array, "n n inner heads rank"] | Float[Array, "inner heads ran
 @check_arguments
 def pair_translution(
     x: Float[Array, "*batch n dim"],
-    w_q: Float[Array, "n n dim heads depth"] | Float[Array, "dim heads depth"],
-    w_k: Float[Array, "n n dim heads depth"] | Float[Array, "dim heads depth"],
-    w_v: Float[Array, "n n dim heads depth"] | Float[Array, "dim heads depth"],
+    w_q: Float[Array, "n n dim heads head_dim"] | Float[Array, "dim heads head_dim"],
+    w_k: Float[Array, "n n dim heads head_dim"] | Float[Array, "dim heads head_dim"],
+    w_v: Float[Array, "n n dim heads head_dim"] | Float[Array, "dim heads head_dim"],
     *,
     key_mask: Bool[Array, "*#batch n"] | None = None,
     precision: jax.lax.PrecisionLike = None,
-) -> Float[Array, "*batch heads n depth"]:
+) -> Float[Array, "*batch heads n head_dim"]:
     """Self-attention whose projections belong to the pair of tokens.
 
-    out_i = sum_j softmax_j(x_i Wq[i, j] . x_j Wk[i, j] / sqrt(depth)) x_j Wv[i, j]
+    out_i = sum_j softmax_j(x_i Wq[i, j] . x_j Wk[i, j] / sqrt(head_dim)) x_j Wv[i, j]
 
     Masks, numerics and memory are those of
     `relattn.kernels.translution.attention.translution`.
@@ -307,15 +307,15 @@ def pair_translution(
     Args:
         x: Tokens, shape ``[*batch, n, dim]``.
         w_q: Of queries: a table, first axis the query, second the key,
-            ``[n, n, dim, heads, depth]``, or one matrix for all pairs,
-            ``[dim, heads, depth]``.
+            ``[n, n, dim, heads, head_dim]``, or one matrix for all pairs,
+            ``[dim, heads, head_dim]``.
         w_k: Of keys, likewise; the query first here too.
         w_v: Of values, likewise.
         key_mask: True for keys that exist, shape ``[*batch, n]``.
         precision: Passed to einsum.
 
     Returns:
-        Shape ``[*batch, heads, n, depth]``, in the dtype of ``x``.
+        Shape ``[*batch, heads, n, head_dim]``, in the dtype of ``x``.
 
     Raises:
         ValueError: If shapes or dtypes do not fit together.
@@ -337,9 +337,9 @@ def pair_translution(
 
 @check_arguments
 def pair_lor_translution(
-    q: Float[Array, "*batch heads n key_depth"] | None,
-    k: Float[Array, "*batch heads n key_depth"] | None,
-    v: Float[Array, "*batch heads n depth"] | None,
+    q: Float[Array, "*batch heads n head_dim"] | None,
+    k: Float[Array, "*batch heads n head_dim"] | None,
+    v: Float[Array, "*batch heads n value_dim"] | None,
     low_q: Float[Array, "*batch n inner"] | None,
     low_k: Float[Array, "*batch n inner"] | None,
     low_v: Float[Array, "*batch n inner"] | None,
@@ -352,7 +352,7 @@ def pair_lor_translution(
     average: bool = False,
     precision: jax.lax.PrecisionLike = None,
 ) -> tuple[
-    Float[Array, "*batch heads n depth"] | None,
+    Float[Array, "*batch heads n value_dim"] | None,
     Float[Array, "*batch heads n rank"] | None,
 ]:
     """LoR-Translution whose low-rank projections belong to the pair of tokens.
@@ -411,13 +411,13 @@ def pair_lor_translution(
 @check_arguments
 def causal_translution_step(
     x: Float[Array, "*batch length dim"],
-    w_q: Float[Array, "rows dim heads depth"] | Float[Array, "dim heads depth"],
-    w_k: Float[Array, "rows dim heads depth"] | Float[Array, "dim heads depth"],
-    w_v: Float[Array, "rows dim heads depth"] | Float[Array, "dim heads depth"],
+    w_q: Float[Array, "rows dim heads head_dim"] | Float[Array, "dim heads head_dim"],
+    w_k: Float[Array, "rows dim heads head_dim"] | Float[Array, "dim heads head_dim"],
+    w_v: Float[Array, "rows dim heads head_dim"] | Float[Array, "dim heads head_dim"],
     *,
     index: Int[Array, ""] | int,
     precision: jax.lax.PrecisionLike = None,
-) -> Float[Array, "*batch heads depth"]:
+) -> Float[Array, "*batch heads head_dim"]:
     """One token of `relattn.kernels.translution.attention.causal_translution`.
 
     Keys and values depend on the offset, so what is kept of earlier tokens is the
@@ -433,7 +433,7 @@ def causal_translution_step(
         precision: Passed to einsum.
 
     Returns:
-        The token's output, shape ``[*batch, heads, depth]``, in the dtype of ``x``.
+        The token's output, shape ``[*batch, heads, head_dim]``, in the dtype of ``x``.
 
     Raises:
         ValueError: If shapes or dtypes do not fit together.
@@ -456,9 +456,9 @@ def causal_translution_step(
 
 @check_arguments
 def causal_lor_translution_step(
-    q_i: Float[Array, "*batch heads key_depth"] | None,
-    k: Float[Array, "*batch heads n key_depth"] | None,
-    v: Float[Array, "*batch heads n depth"] | None,
+    q_i: Float[Array, "*batch heads head_dim"] | None,
+    k: Float[Array, "*batch heads n head_dim"] | None,
+    v: Float[Array, "*batch heads n value_dim"] | None,
     low_q_i: Float[Array, "*batch inner"] | None,
     low_k: Float[Array, "*batch n inner"] | None,
     low_v: Float[Array, "*batch n inner"] | None,
@@ -471,16 +471,17 @@ def causal_lor_translution_step(
     average: bool = False,
     precision: jax.lax.PrecisionLike = None,
 ) -> tuple[
-    Float[Array, "*batch heads depth"] | None, Float[Array, "*batch heads rank"] | None
+    Float[Array, "*batch heads value_dim"] | None,
+    Float[Array, "*batch heads rank"] | None,
 ]:
     """One token of `relattn.kernels.translution.attention.causal_lor_translution`.
 
     Args:
-        q_i: The token's plain query, shape ``[*batch, heads, key_depth]``, or None as
+        q_i: The token's plain query, shape ``[*batch, heads, head_dim]``, or None as
             in `causal_lor_translution`, so everywhere.
         k: Plain keys of the token at ``index`` and those before it; what comes after
-            them does not matter. Shape ``[*batch, heads, n, key_depth]``.
-        v: Plain values, likewise, ``[*batch, heads, n, depth]``.
+            them does not matter. Shape ``[*batch, heads, n, head_dim]``.
+        v: Plain values, likewise, ``[*batch, heads, n, value_dim]``.
         low_q_i: The token's own tokens for the low-rank query, ``[*batch, inner]``.
         low_k: Tokens for the low-rank keys, ``[*batch, n, inner]``, like ``k``.
         low_v: Tokens for the low-rank values, likewise.
@@ -493,7 +494,7 @@ def causal_lor_translution_step(
         precision: Passed to einsum.
 
     Returns:
-        The token's ``out``, ``[*batch, heads, depth]``, and ``low_out``,
+        The token's ``out``, ``[*batch, heads, value_dim]``, and ``low_out``,
         ``[*batch, heads, rank]``.
 
     Raises:

@@ -36,12 +36,12 @@ class Tables(Protocol):
         """q_ij . k_ji of every pair, float32 or wider, ``[batch, heads, n, n]``.
 
         ``q`` and ``k`` are tokens ``[batch, n, width]`` to be projected by their
-        tables, or without a table ``[batch, n, heads, depth]``. Pairs that are not
+        tables, or without a table ``[batch, n, heads, head_dim]``. Pairs that are not
         allowed have finite scores.
         """
 
     def values(self, weights: Array, v: Array, t_v: Array, precision) -> Array:
-        """sum_j weights_ij v_j T_ij, float32 or wider, ``[batch, heads, n, depth]``."""
+        """sum_j weights_ij v_j T_ij, float32 or wider, ``[*, n, head_dim]``."""
 
 
 def attend(
@@ -59,12 +59,12 @@ def attend(
         queries: Tokens, ``[*batch, n, dim]``.
         keys: Tokens, the same where all attend to all.
         projections: Of queries, keys and values, in this order, by name: tables, or
-            one matrix ``[dim, heads, depth]`` for all pairs.
+            one matrix ``[dim, heads, head_dim]`` for all pairs.
         key_mask: True for keys that exist, ``[*batch, n]``.
         precision: Passed to einsum.
 
     Returns:
-        ``[*batch, heads, n, depth]``.
+        ``[*batch, heads, n, head_dim]``.
     """
     batch = queries.shape[:-2]
     key_mask = _flat_mask(key_mask, batch, tables.length)
@@ -76,8 +76,8 @@ def attend(
         for x, (name, w) in zip(tokens, projections.items(), strict=True)
     )
     scores = _scores(tables, q, k, t_q, t_k, precision)
-    depth = next(iter(projections.values())).shape[-1]
-    weights = masked_softmax(scores * depth**-0.5, _allowed(tables, key_mask))
+    head_dim = next(iter(projections.values())).shape[-1]
+    weights = masked_softmax(scores * head_dim**-0.5, _allowed(tables, key_mask))
     out = _values(tables, weights, v, t_v, precision)
     return out.astype(queries.dtype).reshape(*batch, *out.shape[1:])
 
@@ -97,8 +97,8 @@ def check_low_rank(plain: tuple, low: tuple, tables: tuple, scale: float | None)
         raise ValueError("no scores: give q, k and v, or low_q, low_k, t_q and t_k")
     if scale is None:
         raise ValueError(
-            "scale has no default without q: give 1 / sqrt(depth), depth that of the "
-            "values of a head"
+            "scale has no default without q: give 1 / sqrt(head_dim), with the "
+            "head_dim of the values"
         )
     return low[0].shape[-2]
 
@@ -117,12 +117,12 @@ def attend_low_rank(
 
     Args:
         tables: What tables are indexed by.
-        plain: Queries, keys and values, ``[*batch, heads, n, depth]``, or None.
+        plain: Queries, keys and values, ``[*batch, heads, n, head_dim]``, or None.
         low: Of queries, keys and values, in this order, by the name of the table:
             tokens ``[*batch, n, inner]`` and the table, or one matrix
             ``[inner, heads, rank]``; or None and None.
         key_mask: True for keys that exist, ``[*batch, n]``.
-        scale: Of the scores, by default 1 / sqrt(depth).
+        scale: Of the scores, by default 1 / sqrt(head_dim).
         average: Whether plain and low-rank parts are averaged, not summed.
         precision: Passed to einsum.
 

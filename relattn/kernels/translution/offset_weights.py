@@ -25,7 +25,7 @@ from relattn.offsets import Grid, num_offsets, num_table_rows
 
 @dataclasses.dataclass(frozen=True)
 class OffsetTables:
-    """Tables ``[rows, width, heads, depth]``, one matrix an offset.
+    """Tables ``[rows, width, heads, head_dim]``, one matrix an offset.
 
     Attributes:
         grid: Of the tokens after the prefix.
@@ -73,7 +73,7 @@ class OffsetTables:
         """q_ij . k_ji of every pair, float32 or wider, ``[batch, heads, n, n]``.
 
         ``q`` and ``k`` are tokens ``[batch, n, width]`` to be projected by their
-        tables, or without a table ``[batch, n, heads, depth]``.
+        tables, or without a table ``[batch, n, heads, head_dim]``.
         """
         shape = (q if t_q is None else t_q).shape[-2:]
         scan = OffsetScan(self.grid, self.num_prefix, self.causal, *shape, precision)
@@ -81,7 +81,7 @@ class OffsetTables:
         return _scores(scan, q, k, t_q, t_k)
 
     def values(self, weights: Array, v: Array, t_v: Array, precision) -> Array:
-        """sum_j weights_ij v_j T[i, j] of pairs, wide ``[batch, heads, n, depth]``."""
+        """sum_j weights_ij v_j T[i, j] of pairs, wide ``[*, n, head_dim]``."""
         shape = t_v.shape[-2:]
         scan = OffsetScan(self.grid, self.num_prefix, self.causal, *shape, precision)
         out = _values(scan, weights, v, t_v)
@@ -96,13 +96,13 @@ def _pair_scores(scan, q, k, t_q, t_k):
     """Q . k of pairs, [pairs heads], from their tokens and matrices."""
     q, k = _project(q, t_q, scan.precision), _project(k, t_k, scan.precision)
     products = widen(q) * widen(k)
-    return products.reshape(len(products), scan.heads, scan.depth).sum(axis=-1)
+    return products.reshape(len(products), scan.num_heads, scan.head_dim).sum(axis=-1)
 
 
 def _pair_values(scan, weights, v, t_v):
-    """Weighted values of pairs, [pairs heads * depth], from tokens and a matrix."""
+    """Weighted values of pairs, [pairs heads * head_dim], from tokens and a matrix."""
     v = widen(_project(v, t_v, scan.precision))
-    weighted = weights[..., None] * v.reshape(len(v), scan.heads, scan.depth)
+    weighted = weights[..., None] * v.reshape(len(v), scan.num_heads, scan.head_dim)
     return weighted.reshape(v.shape)
 
 
@@ -183,7 +183,7 @@ _scores.defvjp(_scores_forward, _scores_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _values(scan, weights, v, t_v):
-    """[batch n heads * depth]."""
+    """[batch n heads * head_dim]."""
     grid_v = scan.to_grid(v)
 
     def step(out, rows, corners, shape, slots):
@@ -192,7 +192,7 @@ def _values(scan, weights, v, t_v):
         return add_rectangle(out, corners[:2], shape, values), None
 
     inner = weights[:, :, scan.num_prefix :, scan.num_prefix :]
-    width = scan.heads * scan.depth
+    width = scan.num_heads * scan.head_dim
     out = jnp.zeros((*grid_v.shape[:-1], width), compute_dtype(weights, v, t_v))
     out, _ = scan.over_offsets(step, out, scan.to_slots(inner))
     out = scan.from_grid(out)
@@ -247,7 +247,7 @@ def _prefix_rows(scan, table):
     if table is None:
         return None
     rows = table[num_offsets(scan.grid) :]
-    return rows.reshape(*rows.shape[:2], scan.heads * scan.depth)
+    return rows.reshape(*rows.shape[:2], scan.num_heads * scan.head_dim)
 
 
 def _start_gradient(scan, table, rows):
@@ -268,7 +268,7 @@ def _prefix_scores(scan, inner, q, k, rows_q, rows_k):
         pairs = []
         for x, rows, row in ((q, rows_q, row_q), (k, rows_k, row_k)):
             x = _project(x, None if rows is None else rows[row], scan.precision)
-            pairs.append(x.reshape(*x.shape[:2], scan.heads, scan.depth))
+            pairs.append(x.reshape(*x.shape[:2], scan.num_heads, scan.head_dim))
         return wide_einsum(scan.precision)("bihd,bjhd->bhij", *pairs)
 
     into, within, out = range(3)
@@ -285,9 +285,9 @@ def _prefix_values(scan, inner, weights, v, rows):
 
     def values(weights, v, row):
         v = widen(_project(v, rows[row], scan.precision))
-        v = v.reshape(*v.shape[:2], scan.heads, scan.depth)
+        v = v.reshape(*v.shape[:2], scan.num_heads, scan.head_dim)
         out = jnp.einsum("bhij,bjhd->bihd", weights, v, precision=scan.precision)
-        return out.reshape(*out.shape[:2], scan.heads * scan.depth)
+        return out.reshape(*out.shape[:2], scan.num_heads * scan.head_dim)
 
     into, within, out = range(3)
     top = values(weights[:, :, :n, :n], v[:, :n], within)
@@ -303,16 +303,16 @@ class OffsetScan(NamedTuple):
         grid: Of the tokens after the prefix.
         num_prefix: Number of prefix tokens.
         causal: Whether only offsets 0, 1, ... are there.
-        heads: Number of heads.
-        depth: Width of a projection's head.
+        num_heads: Number of heads.
+        head_dim: Width of a projection's head.
         precision: Of products.
     """
 
     grid: Grid
     num_prefix: int
     causal: bool
-    heads: int
-    depth: int
+    num_heads: int
+    head_dim: int
     precision: jax.lax.PrecisionLike
 
     @property
@@ -339,16 +339,16 @@ class OffsetScan(NamedTuple):
         """From [batch heads n n] without prefix to [pairs heads] of every bucket."""
         batch = pairs.shape[0]
         length = math.prod(self.grid)
-        pairs = pairs.transpose(2, 3, 0, 1).reshape(length**2, batch * self.heads)
+        pairs = pairs.transpose(2, 3, 0, 1).reshape(length**2, batch * self.num_heads)
         # Places in rectangles that are no pairs read a zero.
         pairs = jnp.pad(pairs, [(0, 1), (0, 0)])
         slots = _take(pairs, self.plan.pair_of_slot)
-        slots = slots.reshape(len(slots) * batch, self.heads)
+        slots = slots.reshape(len(slots) * batch, self.num_heads)
         result, start = [], 0
         for bucket in self.plan.buckets:
             size = math.prod(bucket.shape) * batch
             stop = start + len(bucket.rows) * size
-            shape = (len(bucket.rows), size, self.heads)
+            shape = (len(bucket.rows), size, self.num_heads)
             result.append(slots[start:stop].reshape(shape))
             start = stop
         return result
@@ -357,7 +357,7 @@ class OffsetScan(NamedTuple):
         """The inverse of `to_slots`."""
         slots = jnp.concatenate(
             [
-                x.reshape(len(x) * math.prod(bucket.shape), batch * self.heads)
+                x.reshape(len(x) * math.prod(bucket.shape), batch * self.num_heads)
                 for x, bucket in zip(slots, self.plan.buckets, strict=True)
             ]
         )
@@ -365,7 +365,7 @@ class OffsetScan(NamedTuple):
             slots = jnp.pad(slots, [(0, 1), (0, 0)])
         pairs = _take(slots, self.plan.slot_of_pair)
         length = math.prod(self.plan.shape)
-        pairs = pairs.reshape(length, length, batch, self.heads)
+        pairs = pairs.reshape(length, length, batch, self.num_heads)
         return pairs.transpose(2, 3, 0, 1)
 
     def over_offsets(
@@ -419,7 +419,7 @@ def _start(corner):
 
 
 def get_row(table: Array | None, index: Array) -> Array | None:
-    """The matrix [width, heads * depth] of a row, None of None."""
+    """The matrix [width, heads * head_dim] of a row, None of None."""
     if table is None:
         return None
     row = jax.lax.dynamic_index_in_dim(table, index, keepdims=False)

@@ -19,7 +19,7 @@ from relattn.kernels.precision import widen
 
 @dataclasses.dataclass(frozen=True)
 class PairTables:
-    """Tables ``[n, n, width, heads, depth]``, one matrix a (query, key).
+    """Tables ``[n, n, width, heads, head_dim]``, one matrix a (query, key).
 
     Attributes:
         length: n, the number of tokens.
@@ -43,7 +43,7 @@ class PairTables:
         """q_ij . k_ji of every pair, float32 or wider, ``[batch, heads, n, n]``.
 
         ``q`` and ``k`` are tokens ``[batch, n, width]`` to be projected by their
-        tables, or without a table ``[batch, n, heads, depth]``.
+        tables, or without a table ``[batch, n, heads, head_dim]``.
         """
 
         def score(rows):
@@ -60,7 +60,7 @@ class PairTables:
         return scores.transpose(1, 3, 0, 2)
 
     def values(self, weights: Array, v: Array, t_v: Array, precision) -> Array:
-        """sum_j weights_ij v_j T[i, j] of pairs, wide ``[batch, heads, n, depth]``."""
+        """sum_j weights_ij v_j T[i, j] of pairs, wide ``[*, n, head_dim]``."""
 
         def add(rows):
             weights_i, t_v = rows
@@ -72,7 +72,7 @@ class PairTables:
 
 
 def _project(tokens: Array, table: Array | None, precision) -> Array:
-    """Tokens [batch, n, width] by their rows [n, width, heads, depth], if any."""
+    """Tokens [batch, n, width] by their rows [n, width, heads, head_dim], if any."""
     if table is None:
         return tokens
     return jnp.einsum("bjc,jche->bjhe", tokens, table, precision=precision)

@@ -1,7 +1,8 @@
 """Position encodings as Flax modules, one for the whole model.
 
 An encoding declares its ``site``. At the site ``tokens`` the module adds to the grid's
-tokens. At the others it returns, for every layer, a pytree: at the site ``heads`` it is
+tokens. At the others it returns, for every layer, a pytree: at the site ``heads``
+    it is
 called on that layer's queries and keys, at the sites ``pairs`` and ``offset_bias`` it
 has tables for the attention's kernel. So parameters that layers share live in one
 place, and what reaches the layers is plain arrays.
@@ -35,7 +36,7 @@ class LayerPosition:
     def __call__(
         self, q: Array, k: Array | None, x: Array
     ) -> tuple[Array, Array | None]:
-        """Queries and keys ``[batch heads n depth]`` with their position.
+        """Queries and keys ``[batch heads n head_dim]`` with their position.
 
         ``x [batch n dim]`` is the layer's input.
         """
@@ -62,22 +63,22 @@ class Position(nn.Module):
 
     Attributes:
         dim: Width of the tokens.
-        heads: Number of heads.
+        num_heads: Number of heads.
         num_layers: Number of layers.
     """
 
     dim: int = 0
-    heads: int = 0
+    num_heads: int = 0
     num_layers: int = 0
     site: ClassVar[str] = "none"
 
-    def of_tokens(
+    def add_to_tokens(
         self, tokens: Float[Array, "batch n dim"], grid: Grid
     ) -> Float[Array, "batch n dim"]:
         """The grid's tokens, with their position at the site ``tokens``."""
         return self(tokens, grid) if self.site == "tokens" else tokens
 
-    def of_layers(self, grid: Grid, num_prefix: int) -> list[LayerPosition] | None:
+    def per_layer(self, grid: Grid, num_prefix: int) -> list[LayerPosition] | None:
         """What reaches each layer, or None where nothing does."""
         if self.site in ("none", "tokens"):
             return None
@@ -134,7 +135,7 @@ class PositionSum(Position):
     Example:
         >>> import jax
         >>> module = PositionSum(makers=(NoPosition, Sincos), dim=8)
-        >>> module.apply({}, jnp.zeros((1, 6, 8)), (2, 3), method="of_tokens").shape
+        >>> module.apply({}, jnp.zeros((1, 6, 8)), (2, 3), method="add_to_tokens").shape
         (1, 6, 8)
     """
 
@@ -147,21 +148,25 @@ class PositionSum(Position):
     @nn.nowrap
     def make_terms(self) -> list[Position]:
         """The encodings."""
-        sizes = {"dim": self.dim, "heads": self.heads, "num_layers": self.num_layers}
+        sizes = {
+            "dim": self.dim,
+            "num_heads": self.num_heads,
+            "num_layers": self.num_layers,
+        }
         return [make(**sizes) for make in self.makers]
 
-    def of_tokens(
+    def add_to_tokens(
         self, tokens: Float[Array, "batch n dim"], grid: Grid
     ) -> Float[Array, "batch n dim"]:
         """The tokens with all encodings of the site ``tokens``."""
         for term in self.terms:
-            tokens = term.of_tokens(tokens, grid)
+            tokens = term.add_to_tokens(tokens, grid)
         return tokens
 
-    def of_layers(self, grid: Grid, num_prefix: int) -> list[LayerPosition] | None:
+    def per_layer(self, grid: Grid, num_prefix: int) -> list[LayerPosition] | None:
         """What the one encoding of another site returns."""
         for term in self.terms:
-            layers = term.of_layers(grid, num_prefix)
+            layers = term.per_layer(grid, num_prefix)
             if layers is not None:
                 return layers
         return None
@@ -297,7 +302,7 @@ def _num_frequencies(name: str, dim: int, grid: Grid) -> int:
 class ConstrainedSincosHeads(LayerPosition):
     """Strategy 1 in one layer: concatenates sinusoids to queries and keys.
 
-    q' = [q, u B], k' = [k, u]; called on ``q``, ``k`` ``[batch heads n depth]`` and
+    q' = [q, u B], k' = [k, u]; called on ``q``, ``k`` ``[batch heads n head_dim]`` and
     the layer's input ``x`` ``[batch n dim]``. With a ``kernel`` W, queries have
     coefficients x_i W + ``bias`` too: they are added to (a, b), or, where there is a
     bias, have a block of their own, q' = [q, u B(x_i), u B], k' = [k, u, u].
@@ -369,7 +374,7 @@ class ConstrainedSincos(Position):
 
     Example:
         >>> import jax
-        >>> module = ConstrainedSincos(dim=8, heads=2, num_layers=3)
+        >>> module = ConstrainedSincos(dim=8, num_heads=2, num_layers=3)
         >>> layers, _ = module.init_with_output(jax.random.key(0), (2, 3), 1)
         >>> q, k = jnp.ones((2, 1, 2, 7, 4))
         >>> q, k = layers[0](q, k, jnp.ones((1, 7, 8)))
@@ -407,10 +412,10 @@ class ConstrainedSincos(Position):
         coefficients = self.param(
             "coefficients",
             nn.initializers.normal(1.0),
-            (self.num_layers, self.heads, pairs, 2),
+            (self.num_layers, self.num_heads, pairs, 2),
         )
         kernels = biases = [None] * self.num_layers
-        shape = (self.num_layers, self.dim, self.heads, pairs, 2)
+        shape = (self.num_layers, self.dim, self.num_heads, pairs, 2)
         if self.content_modulated:
             init = nn.initializers.normal(self.dim**-0.5)
             kernels = self.param("kernel", init, shape)

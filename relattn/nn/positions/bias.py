@@ -34,7 +34,7 @@ class T5Bias(Position):
 
     Example:
         >>> import jax
-        >>> module = T5Bias(dim=8, heads=2, num_layers=3)
+        >>> module = T5Bias(dim=8, num_heads=2, num_layers=3)
         >>> layers, variables = module.init_with_output(jax.random.key(0), (2, 3), 1)
         >>> layers[0].bias.shape, variables["params"]["table"].shape
         ((2, 15), (2, 2, 32))
@@ -61,7 +61,7 @@ class T5Bias(Position):
         table = self.param(
             "table",
             nn.initializers.normal(self.dim**-0.5),
-            (len(grid), self.heads, self.num_buckets),
+            (len(grid), self.num_heads, self.num_buckets),
         )
         bias = sum(table[axis][:, buckets[:, axis]] for axis in range(len(grid)))
         return [RelativeTables(bias=bias)] * self.num_layers
@@ -81,7 +81,7 @@ class SincosBias(Position):
 
     Example:
         >>> import jax
-        >>> module = SincosBias(dim=8, heads=2, num_layers=3)
+        >>> module = SincosBias(dim=8, num_heads=2, num_layers=3)
         >>> layers, _ = module.init_with_output(jax.random.key(0), (2, 3), 1)
         >>> len(layers), layers[0].bias.shape
         (3, (2, 15))
@@ -111,10 +111,10 @@ class SincosBias(Position):
         coefficients = self.param(
             "coefficients",
             nn.initializers.normal(1.0),
-            (self.num_layers, self.heads, pairs, 2),
+            (self.num_layers, self.num_heads, pairs, 2),
         )
         frequencies = jnp.kron(jnp.eye(len(grid)), scales[:, None])
-        coefficients *= (self.dim // self.heads + 2 * pairs) ** -0.5
+        coefficients *= (self.dim // self.num_heads + 2 * pairs) ** -0.5
         return _wave_layers(grid, frequencies, coefficients)
 
 
@@ -131,7 +131,7 @@ class FourierBias(Position):
 
     Example:
         >>> import jax
-        >>> module = FourierBias(dim=8, heads=2, num_layers=3)
+        >>> module = FourierBias(dim=8, num_heads=2, num_layers=3)
         >>> layers, _ = module.init_with_output(jax.random.key(0), (5,), 0)
         >>> len(layers), layers[0].bias.shape
         (3, (2, 9))
@@ -163,7 +163,7 @@ class FourierBias(Position):
         coefficients = self.param(
             "coefficients",
             nn.initializers.normal(0.02),
-            (self.num_layers, self.heads, self.num_frequencies, 2),
+            (self.num_layers, self.num_heads, self.num_frequencies, 2),
         )
         return _wave_layers(grid, frequencies, coefficients)
 

@@ -23,7 +23,7 @@ class GatedHeads(LayerPosition):
         exponents: Of the queries and of the keys.
     """
 
-    exponents: Float[Array, "2 heads n depth"]
+    exponents: Float[Array, "2 heads n head_dim"]
 
     def __call__(self, q: Array, k: Array, x: Array) -> tuple[Array, Array]:
         """Scaled queries and keys."""
@@ -46,7 +46,7 @@ class IrpeGate(Position):
     whatever its name.
 
     Example:
-        >>> module = IrpeGate(dim=8, heads=2, num_layers=3)
+        >>> module = IrpeGate(dim=8, num_heads=2, num_layers=3)
         >>> layers, variables = module.init_with_output(jax.random.key(0), (2, 3), 1)
         >>> layers[0].exponents.shape, variables["params"]["rows"].shape
         ((2, 2, 7, 4), (3, 2, 2, 2, 4))
@@ -60,9 +60,12 @@ class IrpeGate(Position):
     @nn.compact
     def __call__(self, grid: Grid, num_prefix: int) -> list[GatedHeads]:
         """The exponents of every layer."""
-        leading, depth = (self.num_layers, 2, self.heads), self.dim // self.heads
+        leading, head_dim = (
+            (self.num_layers, 2, self.num_heads),
+            self.dim // self.num_heads,
+        )
         embeddings = [
-            self.table(nn.initializers.zeros, (*leading, size, depth), grid, name)
+            self.table(nn.initializers.zeros, (*leading, size, head_dim), grid, name)
             for name, size in zip(_axes(grid), grid, strict=True)
         ]
         exponents = gates.irpe_exponents(*embeddings, num_prefix=num_prefix)
@@ -94,7 +97,7 @@ class StringGate(Position):
         base: Of their series at the start; 0 is 10 on a grid and 10,000 on a line.
 
     Example:
-        >>> module = StringGate(dim=8, heads=2, num_layers=3, rank=5)
+        >>> module = StringGate(dim=8, num_heads=2, num_layers=3, rank=5)
         >>> layers, variables = module.init_with_output(jax.random.key(0), (2, 3), 1)
         >>> layers[0].exponents.shape, variables["params"]["coefficients"].shape
         ((2, 2, 7, 4), (3, 2, 2, 10, 4))
@@ -122,7 +125,7 @@ class StringGate(Position):
             ),
         )
         phases = self.param("phases", zeros, (layers, self.rank))
-        shape = (layers, 2, self.heads, 2 * self.rank, self.dim // self.heads)
+        shape = (layers, 2, self.num_heads, 2 * self.rank, self.dim // self.num_heads)
         exponents = gates.string_exponents(
             offsets.grid_positions(grid, num_prefix),
             frequencies[:, None, None],

@@ -23,8 +23,8 @@ class RelativeTables(LayerPosition):
         bias: A number for each head and offset, or None.
     """
 
-    key_table: Float[Array, "heads rows depth"] | None = None
-    value_table: Float[Array, "heads rows depth"] | None = None
+    key_table: Float[Array, "heads rows head_dim"] | None = None
+    value_table: Float[Array, "heads rows head_dim"] | None = None
     bias: Float[Array, "heads rows"] | None = None
 
     @property
@@ -43,9 +43,9 @@ class _RelativeVectors(Position):
     def __call__(self, grid: Grid, num_prefix: int) -> list[RelativeTables]:
         """The tables of every layer."""
         del num_prefix
-        depth = self.dim // self.heads
-        shape = (self.num_layers, self.heads, offsets.num_offsets(grid), depth)
-        table = self.table(nn.initializers.normal(depth**-0.5), shape, grid)
+        head_dim = self.dim // self.num_heads
+        shape = (self.num_layers, self.num_heads, offsets.num_offsets(grid), head_dim)
+        table = self.table(nn.initializers.normal(head_dim**-0.5), shape, grid)
         return [RelativeTables(**{self.kind: layer}) for layer in table]
 
     def resize(self, params: Params, old: Grid, new: Grid, num_prefix: int) -> Params:
@@ -56,14 +56,14 @@ class _RelativeVectors(Position):
 
 
 class RelativeKey(_RelativeVectors):
-    """Relative key vectors: q_i . (k_j + r_d) / sqrt(depth), d = p_i - p_j.
+    """Relative key vectors: q_i . (k_j + r_d) / sqrt(head_dim), d = p_i - p_j.
 
-    Every layer, head and offset has a vector r_d, N(0, 1/depth) at the start. Pairs
+    Every layer, head and offset has a vector r_d, N(0, 1/head_dim) at the start. Pairs
     with a prefix token have none. Causal attention uses the offsets from zero on.
 
     Example:
         >>> import jax
-        >>> module = RelativeKey(dim=8, heads=2, num_layers=3)
+        >>> module = RelativeKey(dim=8, num_heads=2, num_layers=3)
         >>> layers, _ = module.init_with_output(jax.random.key(0), (2, 3), 1)
         >>> len(layers), layers[0].key_table.shape
         (3, (2, 15, 4))
@@ -80,12 +80,12 @@ class RelativeKey(_RelativeVectors):
 class RelativeValue(_RelativeVectors):
     """Relative value vectors: out_i = sum_j alpha_ij (v_j + r_d), d = p_i - p_j.
 
-    Every layer, head and offset has a vector r_d, N(0, 1/depth) at the start. Pairs
+    Every layer, head and offset has a vector r_d, N(0, 1/head_dim) at the start. Pairs
     with a prefix token have none. Causal attention uses the offsets from zero on.
 
     Example:
         >>> import jax
-        >>> module = RelativeValue(dim=8, heads=2, num_layers=3)
+        >>> module = RelativeValue(dim=8, num_heads=2, num_layers=3)
         >>> layers, _ = module.init_with_output(jax.random.key(0), (5,), 0)
         >>> layers[0].value_table.shape
         (2, 9, 4)
@@ -99,7 +99,7 @@ class RelativeValue(_RelativeVectors):
 
 
 class RelativeBias(Position):
-    """Relative bias: q_i . k_j / sqrt(depth) + b_d, d = p_i - p_j.
+    """Relative bias: q_i . k_j / sqrt(head_dim) + b_d, d = p_i - p_j.
 
     Every layer, head and offset has a number b_d, N(0, 0.02^2) at the start, and where
     there are prefix tokens so has each kind of pair with one: "in", "self" and "out" of
@@ -107,7 +107,7 @@ class RelativeBias(Position):
 
     Example:
         >>> import jax
-        >>> module = RelativeBias(dim=8, heads=2, num_layers=3)
+        >>> module = RelativeBias(dim=8, num_heads=2, num_layers=3)
         >>> layers, _ = module.init_with_output(jax.random.key(0), (2, 3), 1)
         >>> layers[0].bias.shape
         (2, 18)
@@ -122,7 +122,7 @@ class RelativeBias(Position):
     def __call__(self, grid: Grid, num_prefix: int) -> list[RelativeTables]:
         """The tables of every layer."""
         rows = offsets.num_table_rows(grid, num_prefix)
-        shape = (self.num_layers, self.heads, rows)
+        shape = (self.num_layers, self.num_heads, rows)
         table = self.table(nn.initializers.truncated_normal(0.02), shape, grid)
         return [RelativeTables(bias=layer) for layer in table]
 

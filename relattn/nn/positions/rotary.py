@@ -17,7 +17,7 @@ from relattn.nn.positions.base import Grid, LayerPosition, Position
 
 
 @flax.struct.dataclass
-class TurnedHeads(LayerPosition):
+class RotatedHeads(LayerPosition):
     """Turns the queries and keys of a layer; a subclass defines `turn`.
 
     Attributes:
@@ -26,23 +26,23 @@ class TurnedHeads(LayerPosition):
 
     angles: Float[Array, "*heads n pairs"]
 
-    def turn(self, x: Array) -> Array:
+    def rotate(self, x: Array) -> Array:
         """Queries or keys, turned."""
         raise NotImplementedError
 
     def __call__(self, q: Array, k: Array, x: Array) -> tuple[Array, Array]:
         """Turned queries and keys."""
         del x
-        return self.turn(q), self.turn(k)
+        return self.rotate(q), self.rotate(k)
 
-    def at(self, index: Int[Array, ""] | int) -> TurnedHeads:
+    def at(self, index: Int[Array, ""] | int) -> RotatedHeads:
         """The angles of one token, for decoding."""
         angles = jax.lax.dynamic_slice_in_dim(self.angles, index, 1, axis=-2)
         return self.replace(angles=angles)
 
 
 @flax.struct.dataclass
-class RotaryHeads(TurnedHeads):
+class RotaryHeads(RotatedHeads):
     """Turns pairs of a head's numbers.
 
     Attributes:
@@ -51,7 +51,7 @@ class RotaryHeads(TurnedHeads):
 
     interleaved: bool = flax.struct.field(pytree_node=False, default=False)
 
-    def turn(self, x: Array) -> Array:
+    def rotate(self, x: Array) -> Array:
         """Queries or keys, turned."""
         return rotary.rotate(x, self.angles, interleaved=self.interleaved)
 
@@ -60,16 +60,17 @@ class Rope1d(Position):
     """Rotary positions along a line; the tokens of an image count row by row.
 
     Queries and keys turn, pair by pair of a head's numbers, by angles w_t p_i with
-    w_t = base^(-2 t / depth), so that their products depend on p_i - p_j only. Prefix
-    tokens do not turn, so that products with theirs depend on the place. No parameters.
+    w_t = base^(-2 t / head_dim), so that their products depend on p_i - p_j only.
+    Prefix tokens do not turn, so that products with theirs depend on the place. No
+    parameters.
 
     Attributes:
         base: The slowest frequency is nearly 1 / base.
-        interleaved: Pairs are neighbours (2 t, 2 t + 1), not (t, t + depth / 2).
+        interleaved: Pairs are neighbours (2 t, 2 t + 1), not (t, t + head_dim / 2).
 
     Example:
         >>> import jax.numpy as jnp
-        >>> layers = Rope1d(dim=8, heads=2, num_layers=3).apply({}, (5,), 0)
+        >>> layers = Rope1d(dim=8, num_heads=2, num_layers=3).apply({}, (5,), 0)
         >>> q, k = layers[0](*jnp.ones((2, 1, 2, 5, 4)), jnp.ones((1, 5, 8)))
         >>> q.shape
         (1, 2, 5, 4)
@@ -94,15 +95,15 @@ class Rope1d(Position):
 class Rope2d(Position):
     """Rotary positions on a grid: half of the pairs turn by row, half by column.
 
-    As `Rope1d` in each half, with frequencies base^(-t / (depth / 4)). Prefix tokens do
-    not turn. No parameters.
+    As `Rope1d` in each half, with frequencies base^(-t / (head_dim / 4)). Prefix tokens
+    do not turn. No parameters.
 
     Attributes:
         base: The slowest frequency is nearly 1 / base.
-        interleaved: Pairs are neighbours (2 t, 2 t + 1), not (t, t + depth / 2).
+        interleaved: Pairs are neighbours (2 t, 2 t + 1), not (t, t + head_dim / 2).
 
     Example:
-        >>> layers = Rope2d(dim=8, heads=2, num_layers=3).apply({}, (2, 3), 1)
+        >>> layers = Rope2d(dim=8, num_heads=2, num_layers=3).apply({}, (2, 3), 1)
         >>> layers[0].angles.shape
         (7, 2)
 
@@ -148,7 +149,7 @@ def _rotary_layers(
 ) -> list[RotaryHeads]:
     angles = rotary.rotary_angles(
         positions,
-        module.dim // module.heads,
+        module.dim // module.num_heads,
         base=module.base,
         num_prefix=num_prefix,
     )
@@ -169,9 +170,9 @@ class LearnedRotation(Position):
     site: ClassVar[str] = "heads"
 
     @property
-    def depth(self) -> int:
+    def head_dim(self) -> int:
         """Width of a head."""
-        return self.dim // self.heads
+        return self.dim // self.num_heads
 
     def draw(
         self, key: Key[Array, ""], num_frequencies: int, grid: Grid
@@ -181,7 +182,7 @@ class LearnedRotation(Position):
             key,
             num_frequencies,
             len(grid),
-            leading=(self.num_layers, self.heads),
+            leading=(self.num_layers, self.num_heads),
             base=self.base,
         )
 
@@ -189,12 +190,12 @@ class LearnedRotation(Position):
         self, grid: Grid, num_prefix: int
     ) -> Float[Array, "layers heads n pairs"]:
         """Angles of the tokens from the parameter ``frequencies``; in ``__call__``."""
-        if self.depth % 2:
+        if self.head_dim % 2:
             raise ValueError(
-                "rotary positions need an even head depth (dim / heads), got "
-                f"{self.depth}"
+                "rotary positions need an even head_dim (dim / num_heads), got "
+                f"{self.head_dim}"
             )
-        frequencies = self.param("frequencies", self.draw, self.depth // 2, grid)
+        frequencies = self.param("frequencies", self.draw, self.head_dim // 2, grid)
         positions = offsets.grid_positions(grid, num_prefix)
         return rotary.mixed_rotary_angles(positions, frequencies, num_prefix=num_prefix)
 
@@ -206,11 +207,11 @@ class Rope2dMixed(LearnedRotation):
     so that products depend on p_i - p_j only. Prefix tokens do not turn.
 
     Attributes:
-        interleaved: Pairs are neighbours (2 t, 2 t + 1), not (t, t + depth / 2).
+        interleaved: Pairs are neighbours (2 t, 2 t + 1), not (t, t + head_dim / 2).
 
     Example:
         >>> import jax
-        >>> module = Rope2dMixed(dim=12, heads=2, num_layers=3)
+        >>> module = Rope2dMixed(dim=12, num_heads=2, num_layers=3)
         >>> layers, _ = module.init_with_output(jax.random.key(0), (2, 3), 1)
         >>> layers[0].angles.shape
         (2, 7, 3)
@@ -230,16 +231,16 @@ class Rope2dMixed(LearnedRotation):
 
 
 @flax.struct.dataclass
-class CayleyHeads(TurnedHeads):
+class CayleyHeads(RotatedHeads):
     """Cayley-STRING in one layer.
 
     Attributes:
         matrix: The learned basis of each head.
     """
 
-    matrix: Float[Array, "heads depth depth"]
+    matrix: Float[Array, "heads head_dim head_dim"]
 
-    def turn(self, x: Array) -> Array:
+    def rotate(self, x: Array) -> Array:
         """Queries or keys, turned."""
         return string.cayley_string(x, self.angles, self.matrix)
 
@@ -253,7 +254,7 @@ class CayleyString(LearnedRotation):
 
     Example:
         >>> import jax
-        >>> module = CayleyString(dim=12, heads=2, num_layers=3)
+        >>> module = CayleyString(dim=12, num_heads=2, num_layers=3)
         >>> layers, _ = module.init_with_output(jax.random.key(0), (5,), 0)
         >>> layers[0].angles.shape, layers[0].matrix.shape
         ((2, 5, 3), (2, 6, 6))
@@ -267,18 +268,18 @@ class CayleyString(LearnedRotation):
     def __call__(self, grid: Grid, num_prefix: int) -> list[CayleyHeads]:
         """Angles and basis of every layer."""
         angles = self.angles(grid, num_prefix)
-        entries = self.depth * (self.depth - 1) // 2
-        shape = (self.num_layers, self.heads, entries)
+        entries = self.head_dim * (self.head_dim - 1) // 2
+        shape = (self.num_layers, self.num_heads, entries)
         skew = self.param("skew", nn.initializers.zeros, shape)
         matrices = string.cayley_matrix(skew)
         return [CayleyHeads(*layer) for layer in zip(angles, matrices, strict=True)]
 
 
 @flax.struct.dataclass
-class CirculantHeads(TurnedHeads):
+class CirculantHeads(RotatedHeads):
     """Circulant-STRING in one layer."""
 
-    def turn(self, x: Array) -> Array:
+    def rotate(self, x: Array) -> Array:
         """Queries or keys, turned."""
         return string.circulant_string(x, self.angles)
 
@@ -287,13 +288,13 @@ class CirculantString(LearnedRotation):
     """Circulant-STRING: learned commuting circulant generators, on grid or line.
 
     R(p) = exp(sum_axis p_axis L_axis), L = C - C^T with a learned circulant matrix C
-    for every layer, head and axis, applied by FFT in O(depth log depth). It starts as
-    a rotation of Fourier components with the frequencies of `Rope2dMixed`. Products
-    depend on p_i - p_j only. Prefix tokens do not turn.
+    for every layer, head and axis, applied by FFT in O(head_dim log head_dim). It
+    starts as a rotation of Fourier components with the frequencies of `Rope2dMixed`.
+    Products depend on p_i - p_j only. Prefix tokens do not turn.
 
     Example:
         >>> import jax
-        >>> module = CirculantString(dim=10, heads=2, num_layers=3)
+        >>> module = CirculantString(dim=10, num_heads=2, num_layers=3)
         >>> layers, variables = module.init_with_output(jax.random.key(0), (2, 3), 1)
         >>> layers[0].angles.shape, variables["params"]["circulants"].shape
         ((2, 7, 3), (3, 2, 2, 5))
@@ -308,13 +309,13 @@ class CirculantString(LearnedRotation):
         """The angles of every layer."""
 
         def init(key: Key[Array, ""]) -> Array:
-            if self.depth < 3:
+            if self.head_dim < 3:
                 raise ValueError(
-                    "position 'circulant_string' needs a head depth (dim / heads) of "
-                    f"at least 3, got {self.depth}"
+                    "position 'circulant_string' needs a head_dim (dim / num_heads) of "
+                    f"at least 3, got {self.head_dim}"
                 )
-            frequencies = self.draw(key, (self.depth - 1) // 2, grid)
-            return string.circulants_of(frequencies, self.depth)
+            frequencies = self.draw(key, (self.head_dim - 1) // 2, grid)
+            return string.circulants_of(frequencies, self.head_dim)
 
         angles = string.circulant_angles(
             offsets.grid_positions(grid, num_prefix),

@@ -55,7 +55,7 @@ def test_layers_and_heads_are_leading_axes():
     [
         (
             lambda: kernels.apply_gate(jnp.ones((1, 4)), jnp.ones((1, 3))),
-            "depth 4 needs as many exponents, got 3",
+            "head_dim 4 needs as many exponents, got 3",
         ),
         (
             lambda: kernels.irpe_exponents(*[jnp.ones((2, 3))] * 3),

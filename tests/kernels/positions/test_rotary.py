@@ -72,9 +72,9 @@ def test_half_precision_keeps_its_dtype_and_far_phases():
 
 
 def test_refuses_a_depth_that_does_not_split():
-    with pytest.raises(ValueError, match="2 axes need a head depth.*by 4, got 6"):
+    with pytest.raises(ValueError, match="2 axes need a head_dim.*by 4, got 6"):
         rotary_angles(np.zeros((3, 2), np.float32), 6)
-    with pytest.raises(ValueError, match="depth 6 needs 3 angles a token, got 2"):
+    with pytest.raises(ValueError, match="head_dim 6 needs 3 angles a token, got 2"):
         rotate(jnp.ones((3, 6)), jnp.ones((3, 2)))
     for angles in (
         lambda x, n: rotary_angles(x, 4, num_prefix=n),

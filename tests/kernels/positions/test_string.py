@@ -24,18 +24,18 @@ def circulant(places, num_prefix=0):
     return lambda x: kernels.circulant_string(x, angles)
 
 
-both = pytest.mark.parametrize(("string", "depth"), [(cayley, 6), (circulant, 7)])
+both = pytest.mark.parametrize(("string", "head_dim"), [(cayley, 6), (circulant, 7)])
 
 
 @both
-def test_scores_do_not_change_under_a_common_shift(string, depth):
+def test_scores_do_not_change_under_a_common_shift(string, head_dim):
     places = offsets.grid_positions(GRID)
-    q, k = jax.random.normal(jax.random.key(2), (2, 15, depth))
+    q, k = jax.random.normal(jax.random.key(2), (2, 15, head_dim))
 
     @jax.jit
     def scores(shift):
-        turn = string(places + shift)
-        return turn(q) @ turn(k).T
+        rotate = string(places + shift)
+        return rotate(q) @ rotate(k).T
 
     before = scores(np.float32([0.0, 0.0]))
     np.testing.assert_allclose(scores(np.float32([7.0, -3.0])), before, atol=5e-5)
@@ -43,40 +43,40 @@ def test_scores_do_not_change_under_a_common_shift(string, depth):
 
 
 @both
-def test_rotations_are_orthogonal_and_add_up(string, depth):
+def test_rotations_are_orthogonal_and_add_up(string, head_dim):
     @jax.jit
     def turned(place):
-        return string(jnp.broadcast_to(place, (depth, 2)))(jnp.eye(depth))
+        return string(jnp.broadcast_to(place, (head_dim, 2)))(jnp.eye(head_dim))
 
     def matrix(*place):
         return np.asarray(turned(np.float32(place)))
 
     first, second = matrix(2.0, -1.0), matrix(0.5, 3.0)
-    np.testing.assert_allclose(first @ first.T, np.eye(depth), atol=2e-6)
+    np.testing.assert_allclose(first @ first.T, np.eye(head_dim), atol=2e-6)
     # The generators commute, so the order of the rotations does not matter.
     np.testing.assert_allclose(first @ second, matrix(2.5, 2.0), atol=1e-5)
-    np.testing.assert_allclose(matrix(0.0, 0.0), np.eye(depth), atol=2e-6)
+    np.testing.assert_allclose(matrix(0.0, 0.0), np.eye(head_dim), atol=2e-6)
 
 
 @both
-def test_prefix_tokens_and_dtypes_are_kept(string, depth):
-    x = np.random.default_rng(0).normal(size=(17, depth)).astype(np.float32)
-    turn = jax.jit(
+def test_prefix_tokens_and_dtypes_are_kept(string, head_dim):
+    x = np.random.default_rng(0).normal(size=(17, head_dim)).astype(np.float32)
+    rotate = jax.jit(
         lambda x: string(offsets.grid_positions(GRID, 2) + 1, num_prefix=2)(x)
     )
-    out = np.asarray(turn(jnp.asarray(x)))
+    out = np.asarray(rotate(jnp.asarray(x)))
     np.testing.assert_allclose(out[:2], x[:2], atol=2e-6)
     assert (np.abs(out[2:] - x[2:]).max(axis=1) > 0.1).all()
     half = jax.ShapeDtypeStruct(x.shape, jnp.bfloat16)
-    assert jax.eval_shape(turn, half).dtype == jnp.bfloat16
+    assert jax.eval_shape(rotate, half).dtype == jnp.bfloat16
 
 
-@pytest.mark.parametrize("depth", [3, 8])
-def test_circulants_turn_fourier_components_by_their_frequencies(depth):
-    components = (depth - 1) // 2
+@pytest.mark.parametrize("head_dim", [3, 8])
+def test_circulants_turn_fourier_components_by_their_frequencies(head_dim):
+    components = (head_dim - 1) // 2
     w = jax.random.normal(jax.random.key(0), (5, components, 2))
-    circulants = kernels.circulants_of(w, depth)
-    assert circulants.shape == (5, 2, depth)
+    circulants = kernels.circulants_of(w, head_dim)
+    assert circulants.shape == (5, 2, head_dim)
     angles = kernels.circulant_angles(np.float32([[2.0, 3.0]]), circulants)
     expected = w @ jnp.array([2.0, 3.0])
     np.testing.assert_allclose(angles[:, 0, 1 : components + 1], expected, atol=1e-5)
@@ -91,19 +91,19 @@ def test_circulants_turn_fourier_components_by_their_frequencies(depth):
             lambda: kernels.cayley_string(
                 jnp.ones((1, 4)), jnp.ones((1, 2)), jnp.eye(3)
             ),
-            "depth 4 needs a matrix of 4x4, got 3x3",
+            "head_dim 4 needs a matrix of 4x4, got 3x3",
         ),
         (
             lambda: kernels.circulant_angles(np.ones((1, 1)), jnp.ones((1, 2))),
-            "turn nothing in a head depth .* below 3, got 2",
+            "rotate nothing where head_dim .* below 3, got 2",
         ),
         (
             lambda: kernels.circulant_string(jnp.ones((1, 7)), jnp.ones((1, 7))),
-            "depth 7 has 4 Fourier components, got 7 angles",
+            "head_dim 7 has 4 Fourier components, got 7 angles",
         ),
         (
             lambda: kernels.circulants_of(jnp.ones((3, 1)), 5),
-            "depth 5 has 2 Fourier components that can turn, got 3",
+            "head_dim 5 has 2 Fourier components that can rotate, got 3",
         ),
     ],
 )

@@ -12,7 +12,7 @@ from relattn import kernels, offsets
 from tests import reference
 from tests.helpers import compare
 
-DIM, HEADS, DEPTH = 5, 2, 3
+DIM, HEADS, HEAD_DIM = 5, 2, 3
 # Small grids, for speed: of more than one bucket in tests/test_contracts.py.
 GRIDS = [((3, 2), 0, True), ((2, 3), 2, False), ((3,), 1, True), ((1, 1), 1, False)]
 
@@ -25,7 +25,9 @@ def _random(seed, *shape):
 def _inputs(length, rows, relative="qkv"):
     """Tokens and weights with a leading axis of one."""
     weights = [
-        _random(1 + seed, 1, *([rows] if name in relative else []), DIM, HEADS, DEPTH)
+        _random(
+            1 + seed, 1, *([rows] if name in relative else []), DIM, HEADS, HEAD_DIM
+        )
         for seed, name in enumerate("qkv")
     ]
     return [_random(0, 1, length, DIM), *weights]
@@ -100,7 +102,7 @@ def test_leading_axes_and_a_mask_shared_by_them():
         )
 
     out = attend(x, mask[None, None])
-    assert out.shape == (2, 3, HEADS, 4, DEPTH)
+    assert out.shape == (2, 3, HEADS, 4, HEAD_DIM)
     np.testing.assert_allclose(out[1, 2], attend(x[1, 2], mask), atol=1e-5)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from relattn import kernels
 
-BATCH, N, DIM, HEADS, DEPTH, INNER, RANK = 2, 7, 5, 2, 3, 4, 2
+BATCH, N, DIM, HEADS, HEAD_DIM, INNER, RANK = 2, 7, 5, 2, 3, 4, 2
 
 
 def _random(seed, *shape):
@@ -25,7 +25,7 @@ def _table(seed, *shape, of, relative):
 def test_translution_token_by_token(relative):
     x = _random(0, BATCH, N, DIM)
     weights = [
-        _table(seed, DIM, HEADS, DEPTH, of=name, relative=relative)
+        _table(seed, DIM, HEADS, HEAD_DIM, of=name, relative=relative)
         for seed, name in enumerate("qkv")
     ]
     expected = kernels.causal_translution(x, *weights)
@@ -43,7 +43,7 @@ def test_scores_beyond_half_precision_stay_finite():
 
 
 def test_the_precision_reaches_every_product():
-    x, w = _random(0, N, DIM), _random(1, N, DIM, HEADS, DEPTH)
+    x, w = _random(0, N, DIM), _random(1, N, DIM, HEADS, HEAD_DIM)
     step = functools.partial(kernels.causal_translution_step, precision="highest")
     program = str(jax.make_jaxpr(functools.partial(step, index=2))(x, w, w, w))
     highest = program.count("precision=(Precision.HIGHEST")
@@ -53,7 +53,7 @@ def test_the_precision_reaches_every_product():
 @pytest.mark.parametrize("relative", ["qkv", "qv", "k"])
 @pytest.mark.parametrize("base", [True, False])
 def test_lor_translution_token_by_token(relative, base):
-    plain = [_random(seed, BATCH, HEADS, N, DEPTH) for seed in range(3)]
+    plain = [_random(seed, BATCH, HEADS, N, HEAD_DIM) for seed in range(3)]
     q, k, v = plain if base else (None, None, None)
     low_q, low_k, low_v = (_random(3 + seed, BATCH, N, INNER) for seed in range(3))
     tables = [
@@ -80,7 +80,7 @@ def test_lor_translution_token_by_token(relative, base):
 
 
 def test_lor_translution_without_a_low_rank_score():
-    q, k, v = (_random(seed, BATCH, HEADS, N, DEPTH) for seed in range(3))
+    q, k, v = (_random(seed, BATCH, HEADS, N, HEAD_DIM) for seed in range(3))
     low_v, t_v = _random(3, BATCH, N, INNER), _random(4, N, INNER, HEADS, RANK)
     low = (None, None, low_v, None, None, t_v)
     expected = kernels.causal_lor_translution(q, k, v, *low)
@@ -90,6 +90,6 @@ def test_lor_translution_without_a_low_rank_score():
 
 
 def test_a_sequence_longer_than_the_weights_is_refused():
-    x, w = jnp.ones((5, DIM)), jnp.ones((3, DIM, HEADS, DEPTH))
+    x, w = jnp.ones((5, DIM)), jnp.ones((3, DIM, HEADS, HEAD_DIM))
     with pytest.raises(ValueError, match="w_q has weights for 3 offsets, too few for"):
         kernels.causal_translution_step(x, w, w, w, index=0)

@@ -12,7 +12,7 @@ from relattn import kernels, offsets
 from tests import reference
 from tests.helpers import compare
 
-HEADS, DEPTH, INNER, RANK = 2, 5, 3, 2
+HEADS, HEAD_DIM, INNER, RANK = 2, 5, 3, 2
 
 
 def _random(seed, *shape):
@@ -22,7 +22,7 @@ def _random(seed, *shape):
 
 def _inputs(length, rows, relative="qkv"):
     """Plain, low-rank and table arrays, each with a leading axis of one."""
-    plain = [_random(seed, 1, HEADS, length, DEPTH) for seed in range(3)]
+    plain = [_random(seed, 1, HEADS, length, HEAD_DIM) for seed in range(3)]
     low = [_random(3 + seed, 1, length, INNER) for seed in range(3)]
     tables = [
         _random(6 + seed, 1, *([rows] if name in relative else []), INNER, HEADS, RANK)
@@ -45,7 +45,7 @@ def _expect_equal(
     mask = np.arange(length) % 4 != 2 if masked else np.ones(length, bool)
     allowed = np.broadcast_to(mask, (length, length))
     allowed = np.tril(allowed) if causal else allowed
-    scale = DEPTH**-0.5 if base else 0.6
+    scale = HEAD_DIM**-0.5 if base else 0.6
 
     def fill(arrays):
         arrays = iter(arrays)

@@ -11,7 +11,7 @@ from relattn import kernels
 from tests import reference
 from tests.helpers import compare
 
-N, DIM, HEADS, DEPTH, RANK = 7, 5, 2, 3, 2
+N, DIM, HEADS, HEAD_DIM, RANK = 7, 5, 2, 3, 2
 
 
 def _random(seed, *shape):
@@ -31,7 +31,7 @@ def _tables(*shape, relative="qkv"):
 )
 def test_values_and_gradients_equal_the_reference(relative, masked):
     mask = np.arange(N) % 3 != 1 if masked else np.ones(N, bool)
-    inputs = [_random(0, 1, N, DIM), *_tables(DIM, HEADS, DEPTH, relative=relative)]
+    inputs = [_random(0, 1, N, DIM), *_tables(DIM, HEADS, HEAD_DIM, relative=relative)]
     kernel = functools.partial(
         kernels.pair_translution, key_mask=jnp.asarray(mask) if masked else None
     )
@@ -49,7 +49,7 @@ def test_scores_beyond_half_precision_stay_finite():
 
 def test_low_rank_values_and_gradients_equal_the_reference():
     mask = np.arange(N) % 3 != 1
-    plain = [_random(5 + seed, 1, HEADS, N, DEPTH) for seed in range(3)]
+    plain = [_random(5 + seed, 1, HEADS, N, HEAD_DIM) for seed in range(3)]
     low = [_random(8 + seed, 1, N, DIM) for seed in range(3)]
     inputs = [*plain, *low, *_tables(DIM, HEADS, RANK)]
 
@@ -64,7 +64,7 @@ def test_low_rank_values_and_gradients_equal_the_reference():
             inputs[6:],
             rows=(None,) * 3,
             allowed=np.tile(mask, (N, 1)),
-            scale=DEPTH**-0.5,
+            scale=HEAD_DIM**-0.5,
         )
         return jnp.concatenate(outputs, axis=-1)
 
@@ -72,7 +72,7 @@ def test_low_rank_values_and_gradients_equal_the_reference():
 
 
 def test_tables_of_another_length_are_refused():
-    x, w = jnp.ones((N + 1, DIM)), _tables(DIM, HEADS, DEPTH)[0][0]
+    x, w = jnp.ones((N + 1, DIM)), _tables(DIM, HEADS, HEAD_DIM)[0][0]
     with pytest.raises(
         ValueError, match=r"must have the same n, got shapes \(8, 5\) and \(7, 7"
     ):

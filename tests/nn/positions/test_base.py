@@ -11,7 +11,7 @@ from relattn.nn.positions import base
 from tests.helpers.quick import quick_jit
 
 GRID = (3, 5)
-DIM, HEADS, LAYERS, BATCH, DEPTH = 12, 2, 3, 2, 7
+DIM, HEADS, LAYERS, BATCH, HEAD_DIM = 12, 2, 3, 2, 7
 
 
 def test_learnable_sincos_adds_the_published_sinusoids():
@@ -37,8 +37,8 @@ def heads_inputs(**options):
     module = base.ConstrainedSincos(DIM, HEADS, LAYERS, num_scales=2, **options)
     variables = module.init(jax.random.key(0), GRID, 1)
     key_q, key_k, key_x = jax.random.split(jax.random.key(1), 3)
-    q = jax.random.normal(key_q, (BATCH, HEADS, 16, DEPTH))
-    k = jax.random.normal(key_k, (BATCH, HEADS, 16, DEPTH))
+    q = jax.random.normal(key_q, (BATCH, HEADS, 16, HEAD_DIM))
+    k = jax.random.normal(key_k, (BATCH, HEADS, 16, HEAD_DIM))
     x = jax.random.normal(key_x, (BATCH, 16, DIM))
     return module, variables["params"], (q, k, x)
 
@@ -77,7 +77,7 @@ def test_constrained_sincos_scores_the_offset_and_spares_the_prefix(options, blo
         return layers[layer](q, k, x)
 
     def score(params, x):
-        wide = [vectors[..., DEPTH:] for vectors in widen(params, x)]
+        wide = [vectors[..., HEAD_DIM:] for vectors in widen(params, x)]
         return jnp.einsum("bhid,bhjd->bhij", *wide)[:, :, 1:, 1:]
 
     weights = np.random.default_rng(0).normal(size=(BATCH, HEADS, 15, 15))
@@ -94,11 +94,11 @@ def test_constrained_sincos_scores_the_offset_and_spares_the_prefix(options, blo
         return values, gradients
 
     wide_q, wide_k = widen(params, x)
-    assert wide_q.shape == wide_k.shape == (BATCH, HEADS, 16, DEPTH + blocks * 8)
-    np.testing.assert_array_equal(wide_q[..., :DEPTH], q)
-    np.testing.assert_array_equal(wide_k[..., :DEPTH], k)
-    np.testing.assert_array_equal(wide_k[:, :, 0, DEPTH:], 0)
-    np.testing.assert_array_equal(wide_q[:, :, 0, DEPTH:], 0)
+    assert wide_q.shape == wide_k.shape == (BATCH, HEADS, 16, HEAD_DIM + blocks * 8)
+    np.testing.assert_array_equal(wide_q[..., :HEAD_DIM], q)
+    np.testing.assert_array_equal(wide_k[..., :HEAD_DIM], k)
+    np.testing.assert_array_equal(wide_k[:, :, 0, HEAD_DIM:], 0)
+    np.testing.assert_array_equal(wide_q[:, :, 0, HEAD_DIM:], 0)
     found = outcome(score, jnp.float32)
     with jax.enable_x64(True):
         expected = outcome(lambda params, x: lemma_1(params, x, layer), jnp.float64)
@@ -116,9 +116,11 @@ def test_the_block_of_the_content_is_the_published_one():
     # Coefficients of zero leave the block of the content alone, and it comes first.
     params = {**params, "coefficients": jnp.zeros((LAYERS, HEADS, 4, 2))}
     wide_q, wide_k = module.apply({"params": params}, GRID, 1)[0](q, k, x)
-    np.testing.assert_array_equal(wide_q[..., DEPTH + 8 :], 0)
-    assert (wide_q[:, :, 1:, DEPTH : DEPTH + 8] != 0).any()
-    np.testing.assert_array_equal(wide_k[..., DEPTH : DEPTH + 8], wide_k[..., -8:])
+    np.testing.assert_array_equal(wide_q[..., HEAD_DIM + 8 :], 0)
+    assert (wide_q[:, :, 1:, HEAD_DIM : HEAD_DIM + 8] != 0).any()
+    np.testing.assert_array_equal(
+        wide_k[..., HEAD_DIM : HEAD_DIM + 8], wide_k[..., -8:]
+    )
     # PyTorch's start of a linear layer.
     for name in ("kernel", "bias"):
         assert 0.9 * DIM**-0.5 < jnp.abs(params[name]).max() <= DIM**-0.5

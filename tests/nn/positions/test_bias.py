@@ -10,13 +10,13 @@ from relattn.nn.positions.relative import RelativeTables
 from relattn.nn.registry import build
 from tests import reference
 
-GRID, N, DIM, HEADS, DEPTH = (2, 3), 7, 8, 2, 4
+GRID, N, DIM, HEADS, HEAD_DIM = (2, 3), 7, 8, 2, 4
 POSITIONS = ["t5_bias(num_buckets=8, max_distance=5)", "sincos_bias", "fourier_bias"]
 
 
 def encode(position, grid, params=None):
     """Biases of every layer, and the parameters."""
-    _, make_position = build("favor", position, dim=DIM, heads=HEADS, num_layers=3)
+    _, make_position = build("favor", position, dim=DIM, num_heads=HEADS, num_layers=3)
     module = make_position()
     if params is None:
         params = module.init(jax.random.key(0), grid, 1)["params"]
@@ -47,9 +47,13 @@ def test_t5_s_layers_share_a_table_for_rows_and_one_for_columns():
 def test_sincos_bias_is_what_strategy_1_adds_to_the_logits():
     bias, params = encode("sincos_bias(num_scales=2)", GRID)
     make = build(
-        "favor", "constrained_sincos(num_scales=2)", dim=DIM, heads=HEADS, num_layers=3
+        "favor",
+        "constrained_sincos(num_scales=2)",
+        dim=DIM,
+        num_heads=HEADS,
+        num_layers=3,
     )[1]
-    q, k = jnp.zeros((2, 1, HEADS, N, DEPTH))
+    q, k = jnp.zeros((2, 1, HEADS, N, HEAD_DIM))
     layer = make().apply({"params": params}, GRID, 1)[1]
     q, k = layer(q, k, jnp.zeros((1, N, DIM)))
     logits = jnp.einsum("bhid,bhjd->hij", q, k) / q.shape[-1] ** 0.5
@@ -63,7 +67,7 @@ def test_linear_attention_weighs_by_the_offset(features):
         f"favor(num_features=5, features='{features}', normalize=True)",
         "fourier_bias",
         dim=DIM,
-        heads=HEADS,
+        num_heads=HEADS,
         num_layers=3,
     )
     bias, _ = encode("relative_bias", GRID)
@@ -77,12 +81,12 @@ def test_linear_attention_weighs_by_the_offset(features):
     projection = variables["random_features"]["projection"].projection
 
     def phi(vector):
-        vector = vector / jnp.linalg.norm(vector) * DEPTH**0.25
+        vector = vector / jnp.linalg.norm(vector) * HEAD_DIM**0.25
         return getattr(reference, f"{features}_features")(vector, projection)
 
     def heads_of(name):
         y = x[0] @ params[name]["kernel"] + params[name]["bias"]
-        return y.reshape(N, HEADS, DEPTH).swapaxes(0, 1)
+        return y.reshape(N, HEADS, HEAD_DIM).swapaxes(0, 1)
 
     pairs = [reference.of_pairs(b, reference.offset_rows(GRID, 1)[0]) for b in bias]
     heads = [
@@ -99,7 +103,7 @@ def test_trigonometric_features_count_nonpositive_normalizers():
         "favor(features='trigonometric', num_features=2)",
         "sincos_bias",
         dim=DIM,
-        heads=HEADS,
+        num_heads=HEADS,
         num_layers=3,
     )
     position = RelativeTables(bias=encode("sincos_bias", GRID)[0][0])

@@ -8,15 +8,15 @@ import pytest
 from relattn.nn.positions import gates
 from tests import reference
 
-GRID, N, LAYERS, HEADS, DEPTH = (2, 3), 7, 3, 2, 5
-SIZES = {"dim": HEADS * DEPTH, "heads": HEADS, "num_layers": LAYERS}
+GRID, N, LAYERS, HEADS, HEAD_DIM = (2, 3), 7, 3, 2, 5
+SIZES = {"dim": HEADS * HEAD_DIM, "num_heads": HEADS, "num_layers": LAYERS}
 MODULES = {"irpe_gate": gates.IrpeGate, "string_gate": gates.StringGate}
 
 both = pytest.mark.parametrize("name", MODULES)
 
 
 def heads_inputs():
-    q, k = jax.random.normal(jax.random.key(1), (2, 1, HEADS, N, DEPTH))
+    q, k = jax.random.normal(jax.random.key(1), (2, 1, HEADS, N, HEAD_DIM))
     return q, k, jnp.ones((1, N, SIZES["dim"]))
 
 

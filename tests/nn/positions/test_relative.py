@@ -10,13 +10,13 @@ from relattn.nn.positions import relative
 from relattn.nn.registry import build
 from tests import reference
 
-GRID, N, DIM, HEADS, DEPTH = (2, 3), 7, 8, 2, 4
+GRID, N, DIM, HEADS, HEAD_DIM = (2, 3), 7, 8, 2, 4
 
 
 def layer(attention, position, dtype=jnp.float32):
     """An attention module with its position, parameters of both, and inputs."""
     make_attention, make_position = build(
-        attention, position, dim=DIM, heads=HEADS, num_layers=2
+        attention, position, dim=DIM, num_heads=HEADS, num_layers=2
     )
     encoding, variables = make_position().init_with_output(jax.random.key(0), GRID, 1)
     module = make_attention(layer=0, dtype=dtype)
@@ -31,7 +31,7 @@ def heads_of(params, x):
     """Queries, keys and values of one example."""
     for name in "qkv":
         out = x @ params[name]["kernel"] + params[name]["bias"]
-        yield out.reshape(N, HEADS, DEPTH).swapaxes(0, 1)
+        yield out.reshape(N, HEADS, HEAD_DIM).swapaxes(0, 1)
 
 
 @pytest.mark.parametrize("name", ["key_table", "value_table", "bias"])
@@ -80,7 +80,7 @@ def test_compute_dtype_is_the_module_s(position):
 
 
 def test_tables_fit_the_grid_that_they_were_made_for():
-    module = relative.RelativeKey(dim=DIM, heads=HEADS, num_layers=1)
+    module = relative.RelativeKey(dim=DIM, num_heads=HEADS, num_layers=1)
     variables = module.init(jax.random.key(0), GRID, 1)
     with pytest.raises(ValueError, match="a grid of 3x3 tokens needs"):
         module.apply(variables, (3, 3), 1)

@@ -9,8 +9,8 @@ from relattn import offsets
 from relattn.nn.positions import rotary
 from tests import reference
 
-GRID, N, LAYERS, HEADS, DEPTH = (2, 3), 7, 3, 2, 6
-SIZES = {"dim": HEADS * DEPTH, "heads": HEADS, "num_layers": LAYERS}
+GRID, N, LAYERS, HEADS, HEAD_DIM = (2, 3), 7, 3, 2, 6
+SIZES = {"dim": HEADS * HEAD_DIM, "num_heads": HEADS, "num_layers": LAYERS}
 MODULES = {
     "rope2d_mixed": rotary.Rope2dMixed,
     "cayley_string": rotary.CayleyString,
@@ -38,7 +38,7 @@ def test_every_layer_and_head_turns_by_its_own_parameters(name):
     variables = jax.tree.map(
         lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), leaf.dtype), shapes
     )
-    q, k = jax.random.normal(jax.random.key(1), (2, 1, HEADS, N, DEPTH))
+    q, k = jax.random.normal(jax.random.key(1), (2, 1, HEADS, N, HEAD_DIM))
 
     @jax.jit
     def apply(variables):
@@ -69,7 +69,7 @@ def test_cayley_starts_as_rotary_positions():
     layers, _ = MODULES["cayley_string"](**SIZES).init_with_output(
         jax.random.key(0), (5,), 0
     )
-    np.testing.assert_array_equal(layers[1].matrix[1], np.eye(DEPTH))
+    np.testing.assert_array_equal(layers[1].matrix[1], np.eye(HEAD_DIM))
     frequencies = 10000.0 ** (-np.arange(3) / 3)
     np.testing.assert_allclose(layers[1].angles[1, 4], 4 * frequencies, rtol=1e-6)
 
@@ -78,30 +78,30 @@ def test_cayley_starts_as_rotary_positions():
     ("name", "dim", "grid", "message"),
     [
         ("rope2d_mixed", 12, (5,), "'rope2d_mixed' needs tokens on a grid of height"),
-        ("rope2d_mixed", 14, GRID, r"an even head depth \(dim / heads\), got 7"),
-        ("cayley_string", 14, (5,), r"an even head depth \(dim / heads\), got 7"),
-        ("circulant_string", 4, GRID, r"\(dim / heads\) of at least 3, got 2"),
+        ("rope2d_mixed", 14, GRID, r"an even head_dim \(dim / num_heads\), got 7"),
+        ("cayley_string", 14, (5,), r"an even head_dim \(dim / num_heads\), got 7"),
+        ("circulant_string", 4, GRID, r"\(dim / num_heads\) of at least 3, got 2"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(name, dim, grid, message):
-    module = MODULES[name](dim=dim, heads=2, num_layers=1)
+    module = MODULES[name](dim=dim, num_heads=2, num_layers=1)
     with pytest.raises(ValueError, match=message):
         module.init(jax.random.key(0), grid, 0)
 
 
 def test_a_line_has_no_columns():
-    module = rotary.Rope2d(dim=8, heads=HEADS, num_layers=1)
+    module = rotary.Rope2d(dim=8, num_heads=HEADS, num_layers=1)
     with pytest.raises(ValueError, match="a line of 7; choose 'rope1d'"):
         module.apply({}, (7,), 0)
 
 
 def test_a_head_must_split_into_pairs_for_every_axis():
-    module = rotary.Rope2d(dim=12, heads=2, num_layers=1)
+    module = rotary.Rope2d(dim=12, num_heads=2, num_layers=1)
     with pytest.raises(ValueError, match="divisible by 4, got 6"):
         module.apply({}, GRID, 1)
 
 
 def test_a_head_of_odd_depth_has_no_pairs():
-    module = rotary.Rope1d(dim=6, heads=2, num_layers=1)
+    module = rotary.Rope1d(dim=6, num_heads=2, num_layers=1)
     with pytest.raises(ValueError, match="divisible by 2, got 3"):
         module.apply({}, (5,), 0)

@@ -1,10 +1,11 @@
-# make test            lint and every test, doctests and notebooks included
-# make test-full       the same, compiled as users do and with TensorFlow; then every
-#                      configuration starts at its published size; takes hours
-# make demo            train, shift and compare, on two cores
-# make test PYTHON=python3.12    the same under another interpreter
+# make test            lint, tests, doctests and notebooks
+# make test-full       all tests, with XLA's optimisations and with TensorFlow; then
+#                      starts every configuration at its published size; takes hours
+# make demo            trains two models, shifts the images and compares, on two cores
+# make tables          writes the generated tables of README.md and docs/
+# make test PYTHON=python3.12    uses another interpreter
 #
-# Each target makes its virtual environment on first use and reuses it afterwards.
+# Each target makes a virtual environment on first use and reuses it.
 
 PYTHON ?= python3
 JOBS ?= 2
@@ -20,9 +21,9 @@ export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
 export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0
 export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES ?= -1
 
-.PHONY: test test-full full demo clean
+.PHONY: test test-full full demo tables clean
 
-# Small programs take longer to optimise than to run.
+# Optimising small programs takes longer than running them.
 test: export JAX_DISABLE_MOST_OPTIMIZATIONS ?= 1
 test: $(STAMP)
 	$(BIN)/ruff check .
@@ -41,7 +42,10 @@ full: $(STAMP)
 demo: $(STAMP)
 	$(BIN)/python -m studies.demo --output=demo
 
-# Some systems ship Python without ensurepip: their own pip then fills the environment.
+tables: $(STAMP)
+	$(BIN)/python -m tools.tables
+
+# Where Python lacks ensurepip, the system's pip installs into the environment.
 $(STAMP): setup.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "relattn needs Python 3.11 or newer: name one by make PYTHON=..."; exit 1; }

@@ -1,0 +1,170 @@
+"""Writes the tables of README.md and docs/ that follow from the code and its tests.
+
+``make tables`` runs ``python -m tools.tables``, which replaces the text between the
+markers ``<!-- table: NAME -->`` and ``<!-- end of table -->``. Names restrict it to
+some tables: ``python -m tools.tables contracts pairs``. The table ``translation`` takes
+minutes, since it measures every layer; the others take seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import io
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from relattn.data.registry import SETS
+from relattn.evaluation import translation
+from relattn.models import MODELS
+from relattn.nn.registry import ATTENTIONS, POSITIONS
+from tests import test_contracts, test_pairs
+from tests.mechanisms import MECHANISMS
+
+ROOT = Path(__file__).parents[1]
+DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+BLOCK = re.compile(r"(<!-- table: (\w+) -->\n)(.*?)(<!-- end of table -->)", re.DOTALL)
+
+# The tests of each column: a mechanism has a tick if all of them run for it.
+CONTRACTS = {
+    "reference, value and gradient": [
+        test_contracts.test_equals_the_naive_reference_in_value_and_gradient
+    ],
+    "unbiased": [test_contracts.test_is_unbiased_within_four_standard_errors],
+    "causal, bit for bit": [test_contracts.test_the_future_changes_nothing_bit_for_bit],
+    "batch independent, masked exactly": [
+        test_contracts.test_an_example_does_not_depend_on_its_batch,
+        test_contracts.test_what_masked_keys_hold_does_not_matter,
+    ],
+    "finite": [test_contracts.test_stays_finite_when_a_key_is_loud],
+    "vmap, jit, pmap": [
+        test_contracts.test_vmap_equals_leading_axes,
+        test_contracts.VariantsTest,
+    ],
+    "lowers for cpu, cuda, tpu": [test_contracts.test_lowers_for_cpu_cuda_and_tpu],
+}
+
+
+def _mechanisms_with(test: Any) -> set[str]:
+    """Returns the names of the mechanisms that a contract's test runs for."""
+    if test is test_contracts.VariantsTest:
+        names = re.findall(
+            r"^test_variants_agree_(.*)__with", "\n".join(dir(test)), re.M
+        )
+        # With jit, with pmap and without jit.
+        return {
+            name for name, count in collections.Counter(names).items() if count == 3
+        }
+    if {"skip", "skipif", "xfail"} & {mark.name for mark in test.pytestmark}:
+        raise ValueError(f"{test.__name__} may be skipped: it gives no tick")
+    return {
+        mechanism.name
+        for mark in test.pytestmark
+        if mark.args[0] == "mechanism"
+        for mechanism in mark.args[1]
+    }
+
+
+def contracts() -> str:
+    """Returns a row for each mechanism, a tick for each contract that it keeps."""
+    kept = [
+        set.intersection(*map(_mechanisms_with, tests)) for tests in CONTRACTS.values()
+    ]
+    rows = [
+        [mechanism.name, *("✓" if mechanism.name in names else "–" for names in kept)]
+        for mechanism in MECHANISMS
+    ]
+    return _table(["kernel", *CONTRACTS], rows)
+
+
+def pairs() -> str:
+    """Returns the models in which each attention is tested with each position."""
+
+    def cell(attention: str, position: str) -> str:
+        if ("gpt", attention, position) in test_pairs.IN_GPT:
+            return "✓"
+        return "ViT" if ("vit", attention, position) in test_pairs.IN_VIT else "–"
+
+    rows = [
+        [f"`{position}`", *(cell(attention, position) for attention in ATTENTIONS)]
+        for position in POSITIONS
+    ]
+    return _table(["position", *(f"`{name}`" for name in ATTENTIONS)], rows)
+
+
+def contents() -> str:
+    """Returns the names that a configuration may use."""
+    names = {
+        "[Attentions](docs/attentions.md)": ATTENTIONS,
+        "[Positions](docs/positions.md)": POSITIONS,
+        "[Models](docs/training.md)": MODELS,
+        "[Data](docs/data.md)": [*SETS, "folder", "text"],
+    }
+    rows = [
+        [title, ", ".join(f"`{name}`" for name in group)]
+        for title, group in names.items()
+    ]
+    return _table(["what", "names in a configuration"], rows)
+
+
+def translation_errors() -> str:
+    """Measures the translation error of every pair; takes minutes."""
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        translation.main([])
+    return output.getvalue().rstrip()
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "contents": contents,
+    "contracts": contracts,
+    "pairs": pairs,
+    "translation": translation_errors,
+}
+
+
+def read_tables() -> dict[str, str]:
+    """Returns the tables of the documents by name, as they are now."""
+    return {
+        name: body.strip()
+        for path in DOCUMENTS
+        for _, name, body, _ in BLOCK.findall(path.read_text("utf-8"))
+    }
+
+
+def write_tables(names: Sequence[str]) -> None:
+    """Replaces tables of the documents."""
+    for path in DOCUMENTS:
+        text = path.read_text("utf-8")
+        new = BLOCK.sub(lambda block: _replace(block, names), text)
+        if new != text:
+            path.write_text(new, "utf-8")
+            print(f"wrote {path.relative_to(ROOT)}")
+
+
+def _replace(block: re.Match, names: Sequence[str]) -> str:
+    start, name, _, end = block.groups()
+    return f"{start}{TABLES[name]()}\n{end}" if name in names else block[0]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Writes the tables that are named, by default all."""
+    parser = argparse.ArgumentParser(prog="python -m tools.tables")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(TABLES))
+    names = parser.parse_args(argv).names or list(TABLES)
+    for name in names:
+        if name not in TABLES:
+            parser.error(f"unknown table {name!r}: there are {', '.join(TABLES)}")
+    write_tables(names)
+
+
+if __name__ == "__main__":
+    main()

@@ -13,7 +13,7 @@ results, as in ``configs/performer.py:mnist,constrained_sincos,published``:
 
 - learning rate 5e-5, where the text has 5e-4;
 - ``haar=False``, and ``eps=0.3``: the code adds 1e-4 to features that it first divides
-  by the largest of the batch, and a constant of that size is 0.3 (docs/using.md);
+  by the largest of the batch, and a constant of that size is 0.3 (docs/attentions.md);
 - ``banded`` without dropout, with batches of 22, 11 and 6 images for ``clip=2``,
   ``clip=4`` and ``clip=6``, and with random features of their own for the position
   heads. The default is ``clip=6``, but ``clip=4`` on Fashion-MNIST, where the printed

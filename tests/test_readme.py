@@ -24,25 +24,20 @@ def test_readme_is_short():
     assert len(read("README.md").splitlines()) <= 200
 
 
-def test_every_table_is_in_one_document():
-    names = [
-        block[1]
-        for path in tables.DOCUMENTS
-        for block in tables.BLOCK.findall(path.read_text("utf-8"))
-    ]
-    assert sorted(names) == sorted(tables.TABLES)
+def test_every_table_is_in_a_document():
+    assert {name for name, _ in tables.read_tables()} == {*tables.TABLES}
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in tables.TABLES if name != "translation"]
-)
+@pytest.mark.parametrize("name", [n for n in tables.TABLES if n != "translation"])
 def test_table_is_current(name):
-    assert tables.read_tables()[name] == tables.TABLES[name](), "run make tables"
+    current = tables.TABLES[name]()
+    for found, text in tables.read_tables():
+        assert found != name or text == current, "run make tables"
 
 
 def test_translation_table_lists_every_pair():
     """tests/test_pairs.py compares its numbers."""
-    table = tables.read_tables()["translation"]
+    table = dict(tables.read_tables())["translation"]
     rows = re.findall(r"^\| `([^`]+)` \| `(\w+)` \|", table, re.M)
     assert rows == [*all_pairs(), *VARIANTS], "run make tables"
 

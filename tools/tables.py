@@ -1,4 +1,4 @@
-"""Writes the tables of README.md and docs/ that follow from the code and its tests.
+"""Writes the tables of README.md and docs/ that follow from code, tests and results.
 
 ``make tables`` runs ``python -m tools.tables``, which replaces the text between the
 markers ``<!-- table: NAME -->`` and ``<!-- end of table -->``. Names restrict it to
@@ -20,13 +20,19 @@ from typing import Any
 from relattn.data.registry import SETS
 from relattn.evaluation import translation
 from relattn.models import MODELS
-from relattn.nn.registry import ATTENTIONS, POSITIONS
+from relattn.nn import registry
 from tests import test_contracts, test_pairs
 from tests.mechanisms import MECHANISMS
+from tools import result_tables
+from tools.result_tables import markdown
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 BLOCK = re.compile(r"(<!-- table: (\w+) -->\n)(.*?)(<!-- end of table -->)", re.DOTALL)
+
+# Without what users, or tests in the same process, have registered.
+ATTENTIONS = [name for name in registry.ATTENTIONS if name in registry.OWN]
+POSITIONS = [name for name in registry.POSITIONS if name in registry.OWN]
 
 # The tests of each column: a mechanism has a tick if all of them run for it.
 CONTRACTS = {
@@ -77,7 +83,7 @@ def contracts() -> str:
         [mechanism.name, *("✓" if mechanism.name in names else "–" for names in kept)]
         for mechanism in MECHANISMS
     ]
-    return _table(["kernel", *CONTRACTS], rows)
+    return markdown(["kernel", *CONTRACTS], rows)
 
 
 def pairs() -> str:
@@ -92,7 +98,7 @@ def pairs() -> str:
         [f"`{position}`", *(cell(attention, position) for attention in ATTENTIONS)]
         for position in POSITIONS
     ]
-    return _table(["position", *(f"`{name}`" for name in ATTENTIONS)], rows)
+    return markdown(["position", *(f"`{name}`" for name in ATTENTIONS)], rows)
 
 
 def contents() -> str:
@@ -107,7 +113,7 @@ def contents() -> str:
         [title, ", ".join(f"`{name}`" for name in group)]
         for title, group in names.items()
     ]
-    return _table(["what", "names in a configuration"], rows)
+    return markdown(["what", "names in a configuration"], rows)
 
 
 def translation_errors() -> str:
@@ -118,26 +124,22 @@ def translation_errors() -> str:
     return output.getvalue().rstrip()
 
 
-def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
 TABLES: dict[str, Callable[[], str]] = {
     "contents": contents,
     "contracts": contracts,
     "pairs": pairs,
     "translation": translation_errors,
+    **result_tables.TABLES,
 }
 
 
-def read_tables() -> dict[str, str]:
-    """Returns the tables of the documents by name, as they are now."""
-    return {
-        name: body.strip()
+def read_tables() -> list[tuple[str, str]]:
+    """Returns the name and the text of every table of the documents, as it is now."""
+    return [
+        (name, body.strip())
         for path in DOCUMENTS
         for _, name, body, _ in BLOCK.findall(path.read_text("utf-8"))
-    }
+    ]
 
 
 def write_tables(names: Sequence[str]) -> None:

@@ -105,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--top_k", type=int, default=0, help="0: the whole vocabulary")
     parser.add_argument("--seed", type=int, default=0, help="of the draws")
     parser.add_argument("--checkpoint", default="best", help="best or latest")
-    parser.add_argument("--bpe_dir", default="", help="GPT-2's vocabulary, see README")
+    parser.add_argument("--bpe_dir", default="", help="folder of GPT-2's vocabulary")
     given = parser.parse_args(argv)
     texts = sample(
         given.workdir,

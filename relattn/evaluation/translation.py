@@ -1,6 +1,6 @@
 """Translation error: how an attention layer's output changes when its content moves.
 
-``python -m relattn.evaluation.translation`` prints the table of the README.
+``python -m relattn.evaluation.translation`` prints the table of docs/contracts.md.
 """
 
 from __future__ import annotations

@@ -1,0 +1,235 @@
+"""Tables of docs/ from the measurements in results/."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from studies.demo import demo_table
+
+RESULTS = Path(__file__).parents[1] / "results"
+MISSING = "–"
+
+_GUOJI = {"rope2d": "RoPE", "irpe_gate": "iRPE gate", "string_gate": "STRING gate"}
+_LABELS = {
+    "self_attention": "self-attention",
+    "rope": "self-attention, RoPE",
+    "lor_translution": "LoR-Translution",
+    "translution": "Translution",
+    "none": "Performer, none",
+    "learnable_sincos": "Performer, learnable_sincos",
+    "constrained_sincos": "Performer, constrained_sincos",
+    "banded": "Performer, banded",
+    **{
+        f"{attention}_{name}": f"{attention}, {label}"
+        for attention in ("favor", "relu")
+        for name, label in _GUOJI.items()
+    },
+}
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Returns a table in Markdown.
+
+    Args:
+        header: Titles of the columns.
+        rows: Cells of each row.
+
+    Returns:
+        The lines, without a newline at the end.
+
+    Example:
+        >>> print(markdown(["name", "value"], [["a", "1"]]))
+        | name | value |
+        | --- | --- |
+        | a | 1 |
+    """
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def study(file: str, columns: Mapping[str, str], extra: str = "") -> str:
+    """Returns the table of a study: mean ± standard deviation (published value).
+
+    Args:
+        file: In ``results/``, as `studies` writes it.
+        columns: Titles of the columns, by their names in the file.
+        extra: A last column, whose means in seconds are shown alone.
+
+    Returns:
+        The table, with the number of parameters of each model.
+    """
+    rows = []
+    for row in json.loads((RESULTS / file).read_text("utf-8"))["rows"]:
+        cells = [f"{row['columns']['parameters']['mean']:.2f}M"]
+        cells += [_value(row["columns"][name]) for name in columns]
+        cells += [f"{row['columns'][extra]['mean']:.1f} s"] if extra else []
+        rows.append([_label(row["name"]), *cells])
+    titles = [*columns.values(), *(["inference"] if extra else [])]
+    return markdown(["model", "parameters", *titles], rows)
+
+
+def _value(value: Mapping[str, Any]) -> str:
+    published = value["published"] and f" ({value['published']})"
+    if value.get("mean") is None:
+        return f"not trained{published}"
+    # Losses are below 10, accuracies above.
+    digits = 1 if value["mean"] > 10 else 3
+    spread = "" if value["std"] is None else f" ± {value['std']:.{digits}f}"
+    return f"{value['mean']:.{digits}f}{spread}{published}"
+
+
+def _label(name: str) -> str:
+    name = name.split("(")[0]
+    return _LABELS.get(name, name)
+
+
+def shifts() -> str:
+    """Returns the accuracies on MNIST of the models of table 1 under shifts."""
+    titles = {-8: "8 pixels left", -4: "4 left", 0: "unshifted"}
+    titles |= {4: "4 right", 8: "8 right"}
+    models: dict[str, dict[int, str]] = {}
+    file = RESULTS / "performer_table1_cpu_shift.csv"
+    with file.open(encoding="utf-8") as lines:
+        for row in csv.DictReader(lines):
+            mean, std = (100 * float(row[f"accuracy_{key}"]) for key in ("mean", "std"))
+            if row["dataset"] == "mnist":
+                cells = models.setdefault(row["model"], {})
+                cells[int(row["shift_px"])] = f"{mean:.0f} ± {std:.0f}"
+    rows = [
+        [_label(name), *(cells[shift] for shift in titles)]
+        for name, cells in models.items()
+    ]
+    return markdown(["model", *titles.values()], rows)
+
+
+def demo() -> str:
+    """Returns the table of the demo."""
+    results = json.loads((RESULTS / "demo.json").read_text("utf-8"))
+    return demo_table(results, "1 (Trouser)").rstrip()
+
+
+def speed(
+    file: str,
+    kernels: Mapping[str, Sequence[str]],
+    sizes: Mapping[str, Mapping[str, int]],
+) -> str:
+    """Returns time and memory, forward and backward.
+
+    Args:
+        file: In ``results/``, as `benchmarks.speed` writes it.
+        kernels: Names in the file by their titles; the first that was measured counts.
+        sizes: What identifies the rows of a column, by its title.
+
+    Returns:
+        The table.
+    """
+    lines = (RESULTS / file).read_text("utf-8").splitlines()
+    measured = [json.loads(line) for line in lines]
+
+    def cell(names: Sequence[str], size: Mapping[str, int]) -> str:
+        for row in measured:
+            same = size.items() <= row.items() and row["kernel"] in names
+            if same and row.get("forward_backward_ms"):
+                memory = row["forward_backward_memory_mb"]
+                memory = (
+                    f"{memory:.0f} MB" if memory < 1000 else f"{memory / 1e3:.1f} GB"
+                )
+                return f"{row['forward_backward_ms']:,.0f} ms, {memory}"
+        return MISSING
+
+    rows = [
+        [title, *(cell(names, size) for size in sizes.values())]
+        for title, names in kernels.items()
+    ]
+    return markdown(["kernel", *sizes], rows)
+
+
+def mesh_memory() -> str:
+    """Returns what each device of a mesh holds."""
+    file = RESULTS / "translution_mesh_memory.json"
+    rows = [
+        [
+            str(row["data"] * row["model"]),
+            f"{row['data']} x {row['model']}",
+            *(f"{row[key] / 1e9:.2f} GB" for key in ("state", "temporary", "total")),
+        ]
+        for row in json.loads(file.read_text("utf-8"))["bytes_per_device"]
+    ]
+    held = ["parameters and optimiser", "temporary", "total"]
+    return markdown(["devices", "data x model", *held], rows)
+
+
+def _lengths(**size: int) -> dict[str, dict[str, int]]:
+    return {f"{n:,} tokens": {"length": n, **size} for n in (1024, 4096, 16384)}
+
+
+def _translution(name: str) -> list[str]:
+    """Returns the names of a kernel and of its causal form."""
+    if name.startswith("gather_"):
+        return [name, name.replace("gather_", "gather_causal_")]
+    return [name, f"causal_{name}"]
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "demo": demo,
+    "rpe_vit": lambda: study(
+        "rpe_vit_mnist_cpu.json",
+        {"mnist_val_acc": "validation", "mnist_test_acc": "test"},
+        "mnist_inference_s",
+    ),
+    "performer_table1": lambda: study(
+        "performer_table1_cpu.json",
+        {"mnist": "MNIST", "fashion_mnist": "Fashion-MNIST"},
+    ),
+    "performer_shift": shifts,
+    "translution_mnist": lambda: study(
+        "translution_mnist_cpu.json",
+        {
+            "static_static": "static → static",
+            "static_dynamic": "static → dynamic",
+            "dynamic_dynamic": "dynamic → dynamic",
+        },
+    ),
+    "translution_text": lambda: study(
+        "translution_text_cpu.json", {"loss": "validation loss, nats a byte"}
+    ),
+    "speed_linear": lambda: speed(
+        "speed_cpu.jsonl",
+        {
+            "linear": ["linear"],
+            "causal linear": ["causal_linear"],
+            "banded, clip 6": ["banded"],
+            "softmax": ["softmax"],
+            "causal linear, a scan per token": ["scan_per_token"],
+        },
+        _lengths(batch=2),
+    ),
+    "speed_translution": lambda: speed(
+        "speed_translution_cpu.jsonl",
+        {
+            "Translution": _translution("translution"),
+            "Translution, gathered": _translution("gather_translution"),
+            "LoR-Translution, rank 8": _translution("lor_translution"),
+            "LoR-Translution, gathered": _translution("gather_lor_translution"),
+            "self-attention": _translution("self_attention"),
+        },
+        {
+            "7x7 and CLS, batch 8": {"length": 49, "batch": 8},
+            "12x12 and CLS, batch 32": {"length": 144, "batch": 32},
+            "causal, 160 tokens, batch 8": {"length": 160, "batch": 8},
+        },
+    ),
+    "speed_toeplitz": lambda: speed(
+        "speed_toeplitz_cpu.jsonl",
+        {
+            "by pairs, O(n^2)": ["toeplitz_by_pairs"],
+            "by FFT, O(n log n)": ["toeplitz_by_fft"],
+        },
+        _lengths(batch=1),
+    ),
+    "mesh_memory": mesh_memory,
+}

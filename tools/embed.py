@@ -21,8 +21,8 @@ from jaxtyping import Bool, Int, Real, UInt8
 from PIL import Image
 
 from relattn import command
+from relattn.data.paths import describe_error
 from relattn.data.registry import EMBEDDED_FOLDER, EMBEDDED_VERSION, SETS
-from relattn.data.tfds import describe
 
 SELECTION_SEED = 2021
 NUM_TRAIN = 5000
@@ -64,7 +64,7 @@ def read_archive(folder: pathlib.Path, split: str) -> tuple[np.ndarray, np.ndarr
             arrays.append(array.reshape(shape))
         except Exception as error:
             raise ValueError(
-                f"{path} is damaged ({describe(error)}): download it again."
+                f"{path} is damaged ({describe_error(error)}): download it again."
             ) from error
     return arrays[0], arrays[1].astype(np.int64)
 

@@ -8,7 +8,7 @@ import pathlib
 
 from PIL import Image, UnidentifiedImageError
 
-from relattn.data.tfds import describe
+from relattn.data.paths import describe_error
 
 # Pillow knows many more, EPS among them, which it gives to Ghostscript to run.
 FORMATS = ("JPEG", "PNG")
@@ -38,7 +38,7 @@ def open_image(
     except UnidentifiedImageError as error:
         raise _unreadable(where, "no header of a JPEG or a PNG", hint) from error
     except Exception as error:
-        raise _unreadable(where, describe(error), hint) from error
+        raise _unreadable(where, describe_error(error), hint) from error
     pixels, most = image.width * image.height, Image.MAX_IMAGE_PIXELS
     if most is not None and pixels > most:
         raise _unreadable(where, f"it states {pixels:,} pixels, over {most:,}", hint)
@@ -70,7 +70,7 @@ def decode_image(
     try:
         return image.convert(mode)
     except Exception as error:
-        raise _unreadable(where, describe(error), hint) from error
+        raise _unreadable(where, describe_error(error), hint) from error
 
 
 def _unreadable(where: str, problem: str, hint: str) -> ValueError:

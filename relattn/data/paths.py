@@ -65,6 +65,23 @@ or name other data by data.data_dir.
         ) from error
 
 
+def describe_error(error: BaseException) -> str:
+    r"""Returns the type and the first line of an error.
+
+    Args:
+        error: A caught exception.
+
+    Returns:
+        One line.
+
+    Example:
+        >>> describe_error(ValueError("wrong value\nin line 7"))
+        'ValueError: wrong value'
+    """
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
 MANIFEST = "manifest.json"
 BLOCK_BYTES = 2**20
 

@@ -18,13 +18,12 @@ import tensorflow_datasets as tfds
 from ml_collections import ConfigDict
 
 from relattn import command
-from relattn.data.paths import expand, write_manifest
+from relattn.data.paths import describe_error, expand, write_manifest
 from relattn.data.registry import SETS
 from relattn.data.streaming import open_streamed
 from relattn.data.tfds import (
     check_content,
     data_root,
-    describe,
     find_prepared,
     read_prepared,
 )
@@ -126,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         folder = prepare(options.name, options.data_dir, options.manual_dir)
     except Exception as error:
         raise ValueError(
-            f"{options.name} was not prepared: {describe(error)}"
+            f"{options.name} was not prepared: {describe_error(error)}"
         ) from error
     print(f"{options.name} is prepared in {folder}")
 

@@ -27,9 +27,8 @@ import numpy as np
 from tqdm import tqdm
 
 from relattn import command
-from relattn.data.paths import MANIFEST, write_manifest
+from relattn.data.paths import MANIFEST, describe_error, write_manifest
 from relattn.data.text import FILES, META, TokenMeta, write_meta, write_tokens
-from relattn.data.tfds import describe
 from relattn.data.tokenizers import TOKENIZERS, TokenIds, Tokenizer, load_tokenizer
 
 OPENWEBTEXT = "Skylion007/openwebtext"
@@ -331,7 +330,9 @@ def main(argv: Sequence[str] | None = None) -> None:
                 options.openwebtext, options.output, tokenizer, **fraction
             )
     except Exception as error:
-        raise ValueError(f"the text was not prepared: {describe(error)}") from error
+        raise ValueError(
+            f"the text was not prepared: {describe_error(error)}"
+        ) from error
     counts = " and ".join(f"{n:,} in {name}" for name, n in meta.num_tokens.items())
     print(f"Tokens of {meta.tokenizer!r} in {options.output}: {counts}.")
 

@@ -37,7 +37,8 @@ from relattn.data.image_transforms import (
     resized_center_crop,
 )
 from relattn.data.images import draw_validation
-from relattn.data.tfds import describe, open_builder, origin_of
+from relattn.data.paths import describe_error
+from relattn.data.tfds import open_builder, origin_of, reading_prepared
 
 AUGMENTATIONS = {"none": lambda image, rng: image, "randaugment": randaugment}
 # Steps are counted without end.
@@ -83,7 +84,7 @@ class Photographs:
             # TFDS reads them together, and does not say which is damaged.
             raise ValueError(
                 f"One of the records {', '.join(map(str, keys))} of {self.origin} "
-                f"cannot be read ({describe(error)}): {hint}."
+                f"cannot be read ({describe_error(error)}): {hint}."
             ) from error
         for key, record in zip(keys, records, strict=True):
             where, label = f"Record {key} of {self.origin}", int(record["label"])
@@ -332,17 +333,12 @@ def open_streamed(
             damaged or in another file format.
     """
     size, short_side, augment, num_workers = _check(config)
-    try:
+    with reading_prepared(folder):
         builder = open_builder(folder)
         class_names = tuple(builder.info.features["label"].names)
         train, test = (
             _open_split(builder, split, folder) for split in ("train", test_split)
         )
-    except Exception as error:
-        raise ValueError(
-            f"The image set in {folder} cannot be read ({describe(error)}): prepare it "
-            "again, as array_record, after deleting that folder or in another data_dir."
-        ) from error
     chosen = draw_validation(
         len(train), config.get("num_validation", 0), config.get("split_seed", 0)
     )

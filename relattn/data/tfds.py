@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from relattn import spec
 from relattn.data.images import ImageSplit
-from relattn.data.paths import expand, find_damage
+from relattn.data.paths import describe_error, expand, find_damage
 from relattn.data.registry import SETS, ImageSet
 
 CHUNK = 1000
@@ -72,7 +72,7 @@ def read_prepared(
     Raises:
         ValueError: the folder is incomplete, damaged or in another file format.
     """
-    try:
+    with reading_prepared(folder):
         builder = open_builder(folder)
         class_names = tuple(builder.info.features["label"].names)
         train, test = (
@@ -81,12 +81,20 @@ def read_prepared(
         )
         for split in (train, test):
             _check_labels(split.labels, len(class_names))
+    return train, test, class_names
+
+
+@contextlib.contextmanager
+def reading_prepared(folder: pathlib.Path) -> Iterator[None]:
+    """Re-raises any error as a ValueError that says how to prepare the set again."""
+    try:
+        yield
     except Exception as error:
         raise ValueError(
-            f"The image set in {folder} cannot be read ({describe(error)}): prepare it "
-            "again, as array_record, after deleting that folder or in another data_dir."
+            f"The image set in {folder} cannot be read ({describe_error(error)}): "
+            "prepare it again, as array_record, after deleting that folder or in "
+            "another data_dir."
         ) from error
-    return train, test, class_names
 
 
 def open_builder(folder: pathlib.Path) -> tfds.core.DatasetBuilder:
@@ -225,12 +233,6 @@ def content_digest(train: ImageSplit, test: ImageSplit) -> str:
         for image, label in zip(split.images, split.labels, strict=True)
     ]
     return hashlib.sha256(b"".join(sorted(pairs))).hexdigest()
-
-
-def describe(error: BaseException) -> str:
-    """Returns the kind and the first line of an error."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 class DatasetNotPreparedError(FileNotFoundError):

@@ -1,6 +1,5 @@
 """From text to token ids and back: bytes, or GPT-2's byte-pair encoding."""
 
-import hashlib
 import importlib
 import pathlib
 from collections.abc import Sequence
@@ -9,7 +8,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Array, Integer, UInt16
 
-from relattn.data.paths import expand
+from relattn.data.paths import expand, sha256
 from relattn.data.registry import check_choice
 
 TokenIds = UInt16[np.ndarray, "_"]
@@ -187,7 +186,7 @@ def check_bpe_files(folder: pathlib.Path) -> None:
                 f"{path} is missing: bpe_dir must hold GPT-2's encoder.json and "
                 "vocab.bpe."
             )
-        if hashlib.sha256(path.read_bytes()).hexdigest() != digest:
+        if sha256(path) != digest:
             raise ValueError(
                 f"{path} is not GPT-2's (its SHA-256 differs): copy the file again."
             )

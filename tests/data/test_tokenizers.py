@@ -1,5 +1,6 @@
 """Text to ids and back."""
 
+import hashlib
 import json
 import pathlib
 import sys
@@ -69,7 +70,7 @@ def test_merges_are_those_of_the_files(tmp_path, monkeypatch):
     pytest.importorskip("tiktoken")
     write_small_bpe(tmp_path)
     digests = {
-        name: tokenizers.hashlib.sha256((tmp_path / name).read_bytes()).hexdigest()
+        name: hashlib.sha256((tmp_path / name).read_bytes()).hexdigest()
         for name in tokenizers.GPT2_FILES
     }
     monkeypatch.setattr(tokenizers, "GPT2_FILES", digests)

@@ -1,54 +1,30 @@
-"""Data: embedded subsets, TFDS, image folders and text, behind one protocol."""
+"""Data sets: embedded subsets, TFDS, image folders and text, behind one protocol."""
 
-from relattn.data.augment import Mix, make_mix
-from relattn.data.base import (
-    Batch,
-    DataInfo,
-    DataSource,
-    EvalSplit,
-    ImageInfo,
-    Loader,
-    TextInfo,
-    batch_indices,
-    fill_batch,
-    read_info,
-    steps_per_epoch,
-)
-from relattn.data.images import ImageData, ImageSplit
-from relattn.data.load import load_data, load_images
-from relattn.data.preprocess import input_shape, make_preprocess, preprocess
-from relattn.data.streaming import StreamedImages, StreamedSplit
-from relattn.data.text import TextData, TokenSplit, load_text
-from relattn.data.tfds import DatasetNotPreparedError
-from relattn.data.tokenizers import Tokenizer, load_tokenizer
-
-__all__ = [
-    "Batch",
-    "DataInfo",
-    "DataSource",
-    "DatasetNotPreparedError",
-    "EvalSplit",
-    "ImageData",
-    "ImageInfo",
-    "ImageSplit",
-    "Loader",
-    "Mix",
-    "StreamedImages",
-    "StreamedSplit",
-    "TextData",
-    "TextInfo",
-    "TokenSplit",
-    "Tokenizer",
-    "batch_indices",
-    "fill_batch",
-    "input_shape",
-    "load_data",
-    "load_images",
-    "load_text",
-    "load_tokenizer",
-    "make_mix",
-    "make_preprocess",
-    "preprocess",
-    "read_info",
-    "steps_per_epoch",
-]
+from relattn.data.augment import Mix as Mix
+from relattn.data.augment import make_mix as make_mix
+from relattn.data.base import Batch as Batch
+from relattn.data.base import DataInfo as DataInfo
+from relattn.data.base import DataSource as DataSource
+from relattn.data.base import EvalSplit as EvalSplit
+from relattn.data.base import ImageInfo as ImageInfo
+from relattn.data.base import Loader as Loader
+from relattn.data.base import TextInfo as TextInfo
+from relattn.data.base import batch_indices as batch_indices
+from relattn.data.base import fill_batch as fill_batch
+from relattn.data.base import read_info as read_info
+from relattn.data.base import steps_per_epoch as steps_per_epoch
+from relattn.data.images import ImageData as ImageData
+from relattn.data.images import ImageSplit as ImageSplit
+from relattn.data.load import load_data as load_data
+from relattn.data.load import load_images as load_images
+from relattn.data.preprocess import input_shape as input_shape
+from relattn.data.preprocess import make_preprocess as make_preprocess
+from relattn.data.preprocess import preprocess as preprocess
+from relattn.data.streaming import StreamedImages as StreamedImages
+from relattn.data.streaming import StreamedSplit as StreamedSplit
+from relattn.data.text import TextData as TextData
+from relattn.data.text import TokenSplit as TokenSplit
+from relattn.data.text import load_text as load_text
+from relattn.data.tfds import DatasetNotPreparedError as DatasetNotPreparedError
+from relattn.data.tokenizers import Tokenizer as Tokenizer
+from relattn.data.tokenizers import load_tokenizer as load_tokenizer

@@ -1,4 +1,4 @@
-"""No input becomes code: nothing unpickles, evaluates or extracts what it reads."""
+"""No input is executed: the package never unpickles, evaluates or extracts input."""
 
 import ast
 import hashlib
@@ -33,13 +33,13 @@ ARCHIVES = {"tarfile", "zipfile", "patoolib", "py7zr", "rarfile"}
 CALLS = {"eval", "exec", "compile", "__import__", "os.system", "os.popen", "torch.load"}
 CALLS |= {"shutil.unpack_archive"}
 EXCEPTIONS = {
-    # A configuration is a program, which the user names on the command line.
+    # A configuration is a program that the user passes on the command line.
     ("relattn/training/config.py", "loader.exec_module"),
 }
 
 
 def dotted(node):
-    """The name that is called, such as np.load; "" where it has none."""
+    """Returns the dotted name of a call, such as np.load; "" if it has none."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute):
@@ -48,7 +48,7 @@ def dotted(node):
 
 
 def dangers(source):
-    """What in a program could turn its input into code, or files elsewhere."""
+    """Yields the calls and imports that could execute input or write other files."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import | ast.ImportFrom):
             modules = [alias.name for alias in node.names]
@@ -77,7 +77,7 @@ def dangers(source):
             yield f"{name} by a shell"
 
 
-def test_nothing_in_the_package_runs_or_extracts_its_input():
+def test_package_has_no_dangerous_calls():
     found = {
         (path.relative_to(ROOT).as_posix(), danger)
         for path in SOURCES
@@ -109,12 +109,12 @@ def test_nothing_in_the_package_runs_or_extracts_its_input():
         "subprocess.run(command, shell=True)",
     ],
 )
-def test_such_a_program_would_be_found(source):
+def test_dangerous_calls_are_detected(source):
     assert list(dangers(source))
 
 
 def write_tar(names):
-    """An archive with these names, and links to elsewhere."""
+    """Writes an archive with these names and with links to outside files."""
     file = io.BytesIO()
     with tarfile.open(fileobj=file, mode="w") as archive:
         for name in names:
@@ -128,7 +128,7 @@ def write_tar(names):
 
 
 def write_zip(names):
-    """An archive with these names."""
+    """Writes an archive with these names."""
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w") as archive:
         for name in names:
@@ -137,8 +137,8 @@ def write_zip(names):
 
 
 @pytest.mark.parametrize("write", [write_tar, write_zip])
-def test_tfds_extracts_into_its_folder_alone(write):
-    """It does so in `relattn.data.prepare`, the only place that extracts archives."""
+def test_tfds_extracts_into_its_folder_only(write):
+    """TFDS extracts archives in `relattn.data.prepare`, the only code that does."""
     names = ["../a", "b/../../c", "/d", "e/f"]
     method = resource.ExtractMethod[write.__name__.removeprefix("write_").upper()]
     members = extractor.iter_archive(write(names), method)
@@ -146,7 +146,7 @@ def test_tfds_extracts_into_its_folder_alone(write):
 
 
 class Payload:
-    """An object that leaves a file behind when it is unpickled."""
+    """An object that creates a file when it is unpickled."""
 
     def __init__(self, path):
         self.path = path
@@ -157,13 +157,13 @@ class Payload:
 
 @pytest.fixture
 def payload(tmp_path):
-    """Leaves tmp_path/ran behind where it is run."""
+    """Creates tmp_path/ran when unpickled."""
     return Payload(tmp_path / "ran")
 
 
 @pytest.fixture(params=["pickle", "npy", "npz"])
 def hostile(payload, request):
-    """A file that runs the payload when it is unpickled, without or with NumPy."""
+    """Returns a file that runs the payload if unpickled, directly or by NumPy."""
     array = np.array([payload, payload], dtype=object)
     file = io.BytesIO()
     if request.param == "pickle":
@@ -175,7 +175,7 @@ def hostile(payload, request):
     return file.getvalue() + bytes(len(file.getvalue()) % 2)
 
 
-def in_a_folder_of_images(folder, hostile):
+def read_image_folder(folder, hostile):
     for name in ("train/a/1.png", "train/a/2.png", "test/a/1.png"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         Image.new("L", (5, 3)).save(folder / name)
@@ -183,7 +183,7 @@ def in_a_folder_of_images(folder, hostile):
     load_data(ConfigDict({"name": "a", "source": "folder", "data_dir": str(folder)}))
 
 
-def in_a_folder_of_tokens(name):
+def token_folder_reader(name):
     def read(folder, hostile):
         for part in ("train.bin", "val.bin"):
             (folder / part).write_bytes(bytes(100))
@@ -194,7 +194,7 @@ def in_a_folder_of_tokens(name):
     return read
 
 
-def in_a_checkpoint(folder, hostile):
+def read_checkpoint(folder, hostile):
     writer = CheckpointWriter(folder)
     writer.save(3, {"w": np.zeros(5, np.float32)}, {}, [0.5])
     writer.close()
@@ -208,7 +208,7 @@ def in_a_checkpoint(folder, hostile):
     read_meta(folder, 3)
 
 
-def in_a_vocabulary(folder, hostile):
+def read_vocabulary(folder, hostile):
     for name in ("encoder.json", "vocab.bpe"):
         (folder / name).write_bytes(hostile)
     load_tokenizer("gpt2", str(folder))
@@ -217,14 +217,14 @@ def in_a_vocabulary(folder, hostile):
 @pytest.mark.parametrize(
     "read",
     [
-        in_a_folder_of_images,
-        in_a_folder_of_tokens("train.bin"),
-        in_a_folder_of_tokens("meta.json"),
-        in_a_checkpoint,
-        in_a_vocabulary,
+        read_image_folder,
+        token_folder_reader("train.bin"),
+        token_folder_reader("meta.json"),
+        read_checkpoint,
+        read_vocabulary,
     ],
 )
-def test_a_payload_is_refused_and_does_not_run(read, tmp_path, payload, hostile):
+def test_payload_raises_and_does_not_run(read, tmp_path, payload, hostile):
     folder = tmp_path / "input"
     folder.mkdir()
     with pytest.raises((ValueError, OSError), match=str(folder)) as raised:
@@ -236,7 +236,9 @@ def test_a_payload_is_refused_and_does_not_run(read, tmp_path, payload, hostile)
 @pytest.mark.parametrize(
     "name", ["features.json", "dataset_info.json", "decoded-train-images.npy"]
 )
-def test_a_payload_in_a_prepared_set(name, write_set, payload, hostile, monkeypatch):
+def test_payload_in_prepared_set_raises_and_does_not_run(
+    name, write_set, payload, hostile, monkeypatch
+):
     monkeypatch.setattr("relattn.data.tfds.MAPPED_BYTES", 0)
     _, folder = write_set("mnist", train=3, test=2)
     read_prepared(folder)
@@ -247,6 +249,6 @@ def test_a_payload_in_a_prepared_set(name, write_set, payload, hostile, monkeypa
     assert not payload.path.exists()
 
 
-def test_the_payload_would_run(payload):
+def test_payload_runs_when_unpickled(payload):
     pickle.loads(pickle.dumps(payload))
     assert payload.path.exists()

@@ -1,1 +1,1 @@
-"""Tools that make what the repository holds."""
+"""Tools that write the data files in this repository."""

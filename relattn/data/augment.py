@@ -1,4 +1,4 @@
-"""Augmentation of batches under jit: of small images, and CutMix and MixUp."""
+"""Augmentation of batches under jit: rotation, flip and crop, CutMix, MixUp."""
 
 import math
 from collections.abc import Callable
@@ -10,8 +10,54 @@ from jaxtyping import Array, Float, Key
 
 from relattn import spec
 
-# Numbers drawn for an image; an augmentation uses the first of them.
+# Random numbers per image; an augmentation uses the first of them.
 NUM_DRAWS = 3
+# Function from a key and (height, width) to the weight of the image in every pixel.
+Mix = Callable[[Key[Array, ""], tuple[int, int]], Float[Array, "height width"]]
+
+
+def augment(
+    images: Float[Array | np.ndarray, "batch height width channels"],
+    draws: Float[Array | np.ndarray, "batch draws"],
+    augmentation: str,
+) -> Float[Array, "batch height width channels"]:
+    """Augments a batch of images.
+
+    Args:
+        images: [batch, height, width, channels].
+        draws: [batch, NUM_DRAWS], uniform in [0, 1).
+        augmentation: A spec of `AUGMENTATIONS`, for example "rotate(degrees=10)".
+
+    Returns:
+        Images of the same shape.
+
+    Raises:
+        ValueError: If the augmentation is unknown, or an option is invalid.
+
+    Example:
+        >>> augment(jnp.ones((2, 5, 7, 3)), jnp.zeros((2, 3)), "rotate").shape
+        (2, 5, 7, 3)
+    """
+    function = spec.resolve(
+        augmentation, AUGMENTATIONS, "data.augment", reserved=("images", "draws")
+    )
+    return function(jnp.asarray(images), jnp.asarray(draws))
+
+
+def check_augmentation(augmentation: str) -> None:
+    """Raises ValueError unless a spec names an augmentation with valid options.
+
+    Args:
+        augmentation: A spec of `AUGMENTATIONS`.
+
+    Raises:
+        ValueError: If the augmentation is unknown, or an option is invalid.
+    """
+    jax.eval_shape(
+        lambda images, draws: augment(images, draws, augmentation),
+        jax.ShapeDtypeStruct((1, 1, 1, 1), jnp.float32),
+        jax.ShapeDtypeStruct((1, NUM_DRAWS), jnp.float32),
+    )
 
 
 def rotate(
@@ -20,22 +66,22 @@ def rotate(
     *,
     degrees: int | float = 10,
 ) -> Float[Array, "batch height width channels"]:
-    """Turns each image about its centre, by an angle uniform in +-degrees.
+    """Rotates each image about its centre by an angle uniform in +-degrees.
 
-    The pixel (x, y) of the result, counted from the centre and y downwards, is the
-    image at (x cos a - y sin a, x sin a + y cos a), bilinear, with zeros around the
-    image; positive angles are counter-clockwise.
+    The result at (x, y), relative to the centre with y downwards, is the image at
+    (x cos a - y sin a, x sin a + y cos a), interpolated bilinearly, with zeros outside
+    of the image. Positive angles are counter-clockwise.
 
     Args:
         images: [batch, height, width, channels].
         draws: [batch, at least 1], uniform in [0, 1).
-        degrees: the largest angle.
+        degrees: Largest angle.
 
     Returns:
         Images of the same shape.
 
     Raises:
-        ValueError: `degrees` is not between 0 and 180.
+        ValueError: If `degrees` is not between 0 and 180.
 
     Example:
         >>> image = jnp.eye(3)[None, :, :, None]
@@ -50,7 +96,7 @@ def rotate(
     y = jnp.arange(height)[:, None] - (height - 1) / 2
     x = jnp.arange(width)[None, :] - (width - 1) / 2
 
-    def turn(image: Array, angle: Array) -> Array:
+    def rotate_one(image: Array, angle: Array) -> Array:
         cos, sin = jnp.cos(angle), jnp.sin(angle)
         rows = sin * x + cos * y + (height - 1) / 2
         columns = cos * x - sin * y + (width - 1) / 2
@@ -63,7 +109,7 @@ def rotate(
         )(image)
 
     angles = (2 * draws[:, 0] - 1) * math.radians(degrees)
-    return jax.vmap(turn)(images, angles)
+    return jax.vmap(rotate_one)(images, angles)
 
 
 def flip_crop(
@@ -72,22 +118,21 @@ def flip_crop(
     *,
     padding: int = 4,
 ) -> Float[Array, "batch height width channels"]:
-    """Mirrors half of the images left and right, and moves each up to `padding` pixels.
+    """Flips each image left-right with probability 1/2, and crops it at random.
 
-    That is a crop of the image's size, anywhere with equal probability, of the image
-    with `padding` rows and columns of zeros around it.
+    Each image is padded with `padding` rows and columns of zeros on every side; the
+    crop has the original size and a uniformly random position.
 
     Args:
         images: [batch, height, width, channels].
-        draws: [batch, at least 3], uniform in [0, 1): of the flip, the row and the
-            column.
-        padding: in pixels.
+        draws: [batch, at least 3], uniform in [0, 1): flip, row and column.
+        padding: Number of pixels.
 
     Returns:
         Images of the same shape.
 
     Raises:
-        ValueError: `padding` is negative.
+        ValueError: If `padding` is negative.
 
     Example:
         >>> image = jnp.array([1.0, 2.0, 3.0]).reshape(1, 1, 3, 1)
@@ -101,95 +146,94 @@ def flip_crop(
         )
     flipped = (draws[:, 0] < 0.5)[:, None, None, None]
     images = jnp.where(flipped, images[:, :, ::-1], images)
-    around = [(0, 0), (padding, padding), (padding, padding), (0, 0)]
+    widths = [(0, 0), (padding, padding), (padding, padding), (0, 0)]
     corners = jnp.floor(draws[:, 1:3] * (2 * padding + 1)).astype(jnp.int32)
 
     def crop(padded: Array, corner: Array) -> Array:
         start = (corner[0], corner[1], 0)
         return jax.lax.dynamic_slice(padded, start, images.shape[1:])
 
-    return jax.vmap(crop)(jnp.pad(images, around), corners)
+    return jax.vmap(crop)(jnp.pad(images, widths), corners)
 
 
-def keep(
+def identity(
     images: Float[Array, "batch height width channels"],
     draws: Float[Array, "batch draws"],
 ) -> Float[Array, "batch height width channels"]:
-    """Changes nothing."""
+    """Returns the images unchanged."""
     del draws
     return images
 
 
-AUGMENTATIONS = {"none": keep, "rotate": rotate, "flip_crop": flip_crop}
+AUGMENTATIONS = {"none": identity, "rotate": rotate, "flip_crop": flip_crop}
 
 
-def augment(
-    images: Float[Array | np.ndarray, "batch height width channels"],
-    draws: Float[Array | np.ndarray, "batch draws"],
-    augmentation: str,
-) -> Float[Array, "batch height width channels"]:
-    """Augments a batch of images as a spec says.
+def make_mix(text: str, kind: str = "images") -> Mix | None:
+    """Returns the function that draws the mask to mix a batch with.
+
+    mixed_i = mask image_i + (1 - mask) image_(i-1),
+    loss_i = mean(mask) loss(label_i) + (1 - mean(mask)) loss(label_(i-1))
+
+    One mask serves the whole batch; the first image is mixed with the last.
 
     Args:
-        images: [batch, height, width, channels].
-        draws: [batch, NUM_DRAWS], uniform in [0, 1).
-        augmentation: a spec of `AUGMENTATIONS`, "rotate(degrees=10)".
+        text: A spec of `MIXES`, or several joined by ``|``, one of which is drawn for
+            every batch with equal probability; "none" for no mixing.
+        kind: "images", or "tokens", which cannot be mixed.
 
     Returns:
-        Images of the same shape.
+        A function from a key and (height, width) to the mask [height, width]; None
+        for "none".
 
     Raises:
-        ValueError: there is no such augmentation, or an option does not fit.
+        ValueError: If a spec is unknown, an option is invalid, or the data are text.
 
     Example:
-        >>> augment(jnp.ones((2, 5, 7, 3)), jnp.zeros((2, 3)), "rotate").shape
-        (2, 5, 7, 3)
+        >>> mix = make_mix("cutmix(alpha=1.0) | mixup(alpha=0.8)")
+        >>> mix(jax.random.key(0), (5, 7)).shape
+        (5, 7)
     """
-    function = spec.resolve(
-        augmentation, AUGMENTATIONS, "data.augment", reserved=("images", "draws")
-    )
-    return function(jnp.asarray(images), jnp.asarray(draws))
+    if text == "none":
+        return None
+    if kind != "images":
+        raise ValueError(
+            f"data.mix={spec.shorten(text)} mixes images, but the data are text: "
+            "remove data.mix"
+        )
+    choices = [
+        spec.resolve(choice, MIXES, "data.mix", reserved=("key", "size"))
+        for choice in spec.alternatives(text)
+    ]
 
+    def mix(key: Key[Array, ""], size: tuple[int, int]) -> Array:
+        choice_key, key = jax.random.split(key)
+        masks = jnp.stack([choice(key, size) for choice in choices])
+        return masks[jax.random.randint(choice_key, (), 0, len(choices))]
 
-def check_augmentation(augmentation: str) -> None:
-    """Raises unless a spec names an augmentation and options that it has.
-
-    Args:
-        augmentation: a spec of `AUGMENTATIONS`.
-
-    Raises:
-        ValueError: there is no such augmentation, or an option does not fit.
-    """
-    jax.eval_shape(
-        lambda images, draws: augment(images, draws, augmentation),
-        jax.ShapeDtypeStruct((1, 1, 1, 1), jnp.float32),
-        jax.ShapeDtypeStruct((1, NUM_DRAWS), jnp.float32),
-    )
-
-
-# From a key and (height, width) to the weight of the image in every pixel.
-Mix = Callable[[Key[Array, ""], tuple[int, int]], Float[Array, "height width"]]
+    # Raises on options out of range now, not in the first step.
+    jax.eval_shape(lambda key: mix(key, (1, 1)), jax.random.key(0))
+    return mix
 
 
 def cutmix(
     key: Key[Array, ""], size: tuple[int, int], *, alpha: float = 1.0
 ) -> Float[Array, "height width"]:
-    """CutMix: replaces a random rectangle of the image.
+    """Draws the mask of CutMix, which replaces a random rectangle of the image.
 
     The rectangle has 2 floor(height r) by 2 floor(width r) pixels, r = sqrt(1 - s) / 2,
-    s ~ Beta(alpha, alpha). Its centre is uniform over the pixels; what lies outside of
-    the image is cut off.
+    s ~ Beta(alpha, alpha). Its centre is uniform over the pixels; the rectangle is
+    clipped to the image.
 
     Args:
-        key: of the random numbers.
-        size: height and width.
-        alpha: of the Beta distribution.
+        key: PRNG key.
+        size: Height and width.
+        alpha: Parameter of the Beta distribution.
 
     Returns:
         [height, width], 0 in the rectangle and 1 elsewhere.
 
     Raises:
-        ValueError: `alpha` is not positive.
+        ValueError: If `alpha` is not positive.
 
     Example:
         >>> mask = cutmix(jax.random.key(0), (5, 7))
@@ -213,18 +257,18 @@ def cutmix(
 def mixup(
     key: Key[Array, ""], size: tuple[int, int], *, alpha: float = 1.0
 ) -> Float[Array, "height width"]:
-    """MixUp: the same weight s ~ Beta(alpha, alpha) for every pixel.
+    """Draws the mask of MixUp, one weight s ~ Beta(alpha, alpha) for every pixel.
 
     Args:
-        key: of the random number.
-        size: height and width.
-        alpha: of the Beta distribution.
+        key: PRNG key.
+        size: Height and width.
+        alpha: Parameter of the Beta distribution.
 
     Returns:
         [height, width], all s.
 
     Raises:
-        ValueError: `alpha` is not positive.
+        ValueError: If `alpha` is not positive.
 
     Example:
         >>> mask = mixup(jax.random.key(0), (5, 7), alpha=0.8)
@@ -244,50 +288,3 @@ def _draw_share(key: Array, name: str, alpha: float) -> Array:
 
 
 MIXES = {"cutmix": cutmix, "mixup": mixup}
-
-
-def make_mix(text: str, kind: str = "images") -> Mix | None:
-    """Makes the function that draws how a batch is mixed.
-
-    mixed_i = mask image_i + (1 - mask) image_(i-1),
-    loss_i = mean(mask) loss(label_i) + (1 - mean(mask)) loss(label_(i-1))
-
-    The mask is one for the whole batch; the first image is mixed with the last.
-
-    Args:
-        text: a spec of `MIXES`, or several joined by ``|``, of which every batch uses
-            one at random with equal probability; "none" for no mixing.
-        kind: "images", or "tokens", which cannot be mixed.
-
-    Returns:
-        A function from a key and (height, width) to the mask [height, width]; None
-        for "none".
-
-    Raises:
-        ValueError: there is no such spec, an option does not fit, or the data are text.
-
-    Example:
-        >>> mix = make_mix("cutmix(alpha=1.0) | mixup(alpha=0.8)")
-        >>> mix(jax.random.key(0), (5, 7)).shape
-        (5, 7)
-    """
-    if text == "none":
-        return None
-    if kind != "images":
-        raise ValueError(
-            f"data.mix={spec.shorten(text)} mixes images, and the data are text: "
-            "leave data.mix out"
-        )
-    choices = [
-        spec.resolve(choice, MIXES, "data.mix", reserved=("key", "size"))
-        for choice in spec.alternatives(text)
-    ]
-
-    def mix(key: Key[Array, ""], size: tuple[int, int]) -> Array:
-        choice_key, key = jax.random.split(key)
-        masks = jnp.stack([choice(key, size) for choice in choices])
-        return masks[jax.random.randint(choice_key, (), 0, len(choices))]
-
-    # Options out of range are refused here, not in the first step.
-    jax.eval_shape(lambda key: mix(key, (1, 1)), jax.random.key(0))
-    return mix

@@ -1,10 +1,9 @@
-"""What training asks of a data set: the protocol that every source implements.
+"""The data protocol: what a data set offers to training and evaluation.
 
-A batch is a dictionary of arrays that share their first axis. Images have ``image``
-[batch, h, w, c], uint8 as stored, and ``label`` [batch]; text has ``tokens``
-[batch, n], int32, and ``label`` [batch, n], the next tokens. Evaluation adds
-``weight``, float32 of the shape of ``label``, which is 0 where a label counts for
-nothing.
+A batch is a dictionary of arrays that share their first axis. A batch of images has
+``image`` [batch, h, w, c], uint8 as stored, and ``label`` [batch]. A batch of text has
+``tokens`` [batch, n], int32, and ``label`` [batch, n], the next tokens. Evaluation adds
+``weight``, float32 in the shape of ``label``: labels of weight 0 do not count.
 """
 
 from __future__ import annotations
@@ -21,20 +20,83 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Int64
 
+Batch = dict[str, np.ndarray]
+# Cache size of per-epoch draws: several seeds may train together.
+CACHED_EPOCHS = 8
+
+
+@runtime_checkable
+class DataSource(Protocol):
+    """A data set, ready for training.
+
+    Attributes:
+        info: Description of the data; its fields are JSON-serialisable.
+        eval_splits: "validation" and "test", and optionally more test sets, named
+            "test_...".
+    """
+
+    @property
+    def info(self) -> DataInfo:
+        """Describes the data to the model."""
+
+    @property
+    def eval_splits(self) -> Mapping[str, EvalSplit]:
+        """Returns the evaluation splits by name."""
+
+    def train_loader(
+        self,
+        batch_size: int,
+        seed: int,
+        start_step: int = 0,
+        place: Callable[[Batch], Any] | None = None,
+        part: tuple[int, int] = (0, 1),
+    ) -> AbstractContextManager[Iterator[tuple[int, Any]]]:
+        """Iterates over (step, batch) without end, starting at any step.
+
+        The batch of a step is a pure function of the arguments, so a run resumes
+        exactly. `Loader` is such an iterator for sources that compute a batch from its
+        step.
+
+        Args:
+            batch_size: Number of examples in a batch.
+            seed: Seed of the example order and of all other random draws.
+            start_step: First step.
+            place: Function applied to each batch ahead of time, for example a transfer
+                to a device; its result is yielded instead.
+            part: Part of each batch to read, see `relattn.data.base.part_rows`.
+        """
+
+
+@runtime_checkable
+class EvalSplit(Protocol):
+    """Examples to evaluate on."""
+
+    def __len__(self) -> int:
+        """Returns the number of examples: images, or windows of text; may be 0."""
+
+    def batches(
+        self, batch_size: int, part: tuple[int, int] = (0, 1)
+    ) -> Iterator[Batch]:
+        """Yields every example once, in batches of one fixed size with ``weight``.
+
+        Padding of the last batch has weight 0, see `fill_batch`. With several
+        processes, each reads its ``part`` of every batch, see `part_rows`.
+        """
+
 
 @dataclasses.dataclass(frozen=True)
 class ImageInfo:
-    """What a model needs to know of the images that it was trained on.
+    """Description of the images that a model is trained on.
 
     Attributes:
-        name: of the set.
-        class_names: in the order of the labels.
-        image_shape: height, width and channels as stored in a batch.
-        mean: of the training images by channel, of values in [0, 1].
-        std: their standard deviation.
-        num_train: number of training images.
-        origin: a sentence that says where the images came from.
-        kind: always "images".
+        name: Name of the data set.
+        class_names: Class names in label order.
+        image_shape: Height, width and channels as stored in a batch.
+        mean: Mean of the training images per channel, values in [0, 1].
+        std: Standard deviation of the training images per channel.
+        num_train: Number of training images.
+        origin: Where the images came from, in words.
+        kind: Always "images".
     """
 
     name: str
@@ -48,36 +110,36 @@ class ImageInfo:
 
     @property
     def num_classes(self) -> int:
-        """The number of classes."""
+        """Returns the number of classes."""
         return len(self.class_names)
 
     @property
     def labels(self) -> tuple[Any, ...]:
-        """What labels mean; data with other ones are another task."""
+        """Identifies the meaning of the labels; it differs between tasks."""
         return self.class_names
 
     def describe_labels(self) -> str:
-        """Says in a few words what labels mean."""
+        """Describes the labels in a few words."""
         names = self.class_names
         return f"{len(names)} classes ({names[0]!r} to {names[-1]!r})"
 
     def steps_per_epoch(self, batch_size: int) -> int:
-        """Updates in an epoch; ValueError if there are too few images for one."""
+        """Returns the number of updates in an epoch, see `steps_per_epoch`."""
         return steps_per_epoch(self.num_train, batch_size)
 
 
 @dataclasses.dataclass(frozen=True)
 class TextInfo:
-    """What a model needs to know of the text that it was trained on.
+    """Description of the text that a model is trained on.
 
     Attributes:
-        name: of the text.
-        tokenizer: its name, for instance "bytes" or "gpt2".
-        vocab_size: number of different tokens.
-        context_length: tokens in a window.
-        num_train: windows in what counts as an epoch.
-        origin: a sentence that says where the text came from.
-        kind: always "tokens".
+        name: Name of the text.
+        tokenizer: Name of the tokenizer, for example "bytes" or "gpt2".
+        vocab_size: Number of different tokens.
+        context_length: Number of tokens in a window.
+        num_train: Number of windows in an epoch.
+        origin: Where the text came from, in words.
+        kind: Always "tokens".
     """
 
     name: str
@@ -90,15 +152,15 @@ class TextInfo:
 
     @property
     def labels(self) -> tuple[Any, ...]:
-        """What labels mean; data with other ones are another task."""
+        """Identifies the meaning of the labels; it differs between tasks."""
         return (self.tokenizer, self.vocab_size)
 
     def describe_labels(self) -> str:
-        """Says in a few words what labels mean."""
+        """Describes the labels in a few words."""
         return f"the {self.vocab_size:,} tokens of {self.tokenizer!r}"
 
     def steps_per_epoch(self, batch_size: int) -> int:
-        """Updates in an epoch; ValueError if it has too few windows for one."""
+        """Returns the number of updates in an epoch, see `steps_per_epoch`."""
         return steps_per_epoch(self.num_train, batch_size, "windows")
 
 
@@ -107,10 +169,11 @@ INFOS = {"images": ImageInfo, "tokens": TextInfo}
 
 
 def read_info(values: Mapping[str, Any]) -> DataInfo:
-    """Reads what `dataclasses.asdict` gave, after JSON made lists of tuples.
+    """Restores a description from `dataclasses.asdict` after a round trip through JSON.
 
     Args:
-        values: of an `ImageInfo`, which may lack its ``kind``, or of a `TextInfo`.
+        values: Fields of an `ImageInfo`, optionally without ``kind``, or of a
+            `TextInfo`. Lists are converted to tuples.
 
     Returns:
         The description.
@@ -124,89 +187,26 @@ def read_info(values: Mapping[str, Any]) -> DataInfo:
     return INFOS[arguments.get("kind", "images")](**arguments)
 
 
-@runtime_checkable
-class EvalSplit(Protocol):
-    """Examples to evaluate on."""
-
-    def __len__(self) -> int:
-        """Number of examples: images, or windows of text; perhaps none."""
-
-    def batches(
-        self, batch_size: int, part: tuple[int, int] = (0, 1)
-    ) -> Iterator[Batch]:
-        """Yields every example once, in batches of one fixed size with ``weight``.
-
-        Examples that only fill the last batch up have weight 0, see `fill_batch`. Of
-        several processes each asks for its ``part`` of every batch, see `part_rows`.
-        """
-
-
-@runtime_checkable
-class DataSource(Protocol):
-    """A data set, ready for training.
-
-    Attributes:
-        info: what a model needs to know of it; JSON can hold its fields.
-        eval_splits: "validation" and "test", and perhaps more test sets, named
-            "test_...".
-    """
-
-    @property
-    def info(self) -> DataInfo:
-        """What a model needs to know of the data."""
-
-    @property
-    def eval_splits(self) -> Mapping[str, EvalSplit]:
-        """The splits to evaluate on by name."""
-
-    def train_loader(
-        self,
-        batch_size: int,
-        seed: int,
-        start_step: int = 0,
-        place: Callable[[Batch], Any] | None = None,
-        part: tuple[int, int] = (0, 1),
-    ) -> AbstractContextManager[Iterator[tuple[int, Any]]]:
-        """Iterates for ever over (step, batch), from any step on.
-
-        The batch of a step is a pure function of the arguments, so that a run resumes
-        exactly; `Loader` is such an iterator for sources that make a batch from its
-        step.
-
-        Args:
-            batch_size: examples in a batch.
-            seed: of the order of the examples, and of what else is drawn.
-            start_step: the first step.
-            place: applied to each batch ahead of time, for instance to send it to a
-                device; what it returns is yielded.
-            part: of each batch to read, see `relattn.data.base.part_rows`.
-        """
-
-
-Batch = dict[str, np.ndarray]
-# Some seeds may train together, each in an epoch's order of its own.
-CACHED_EPOCHS = 8
-
-
 def batch_indices(
     num_examples: int, batch_size: int, seed: int, step: int
 ) -> Int64[np.ndarray, "{batch_size}"]:
-    """Returns the examples of the batch of a training step.
+    """Returns the indices of the examples in the batch of a training step.
 
-    Every epoch, ``num_examples // batch_size`` steps, visits the examples in an order
-    of its own; the remainder that does not fill a batch waits for another epoch.
+    An epoch has ``num_examples // batch_size`` steps and visits the examples in a
+    random order that differs between epochs. It leaves out the remainder that does not
+    fill a batch.
 
     Args:
-        num_examples: size of the training split.
-        batch_size: examples in a batch.
-        seed: of the orders.
-        step: of training, from 0.
+        num_examples: Size of the training split.
+        batch_size: Number of examples in a batch.
+        seed: Seed of the orders.
+        step: Training step, from 0.
 
     Returns:
         [batch_size], all different.
 
     Raises:
-        ValueError: there are fewer examples than a batch needs.
+        ValueError: If there are fewer examples than a batch needs.
 
     Example:
         >>> first = batch_indices(7, 3, seed=0, step=0)
@@ -214,21 +214,21 @@ def batch_indices(
         >>> len({*first.tolist(), *second.tolist()})
         6
     """
-    epoch, place = divmod(step, steps_per_epoch(num_examples, batch_size))
-    order = _order(num_examples, seed, epoch)
-    return order[place * batch_size : (place + 1) * batch_size]
+    epoch, position = divmod(step, steps_per_epoch(num_examples, batch_size))
+    order = _epoch_order(num_examples, seed, epoch)
+    return order[position * batch_size : (position + 1) * batch_size]
 
 
 def steps_per_epoch(num_examples: int, batch_size: int, unit: str = "images") -> int:
     """Returns the number of whole batches in an epoch.
 
     Args:
-        num_examples: in an epoch.
-        batch_size: examples in a batch.
-        unit: what an example is, for the message.
+        num_examples: Number of examples in an epoch.
+        batch_size: Number of examples in a batch.
+        unit: What an example is, for the error message.
 
     Raises:
-        ValueError: there are fewer examples than a batch needs.
+        ValueError: If there are fewer examples than a batch needs.
     """
     if not 1 <= batch_size <= num_examples:
         raise ValueError(
@@ -239,7 +239,7 @@ def steps_per_epoch(num_examples: int, batch_size: int, unit: str = "images") ->
 
 
 @functools.lru_cache(maxsize=CACHED_EPOCHS)
-def _order(num_examples: int, seed: int, epoch: int) -> np.ndarray:
+def _epoch_order(num_examples: int, seed: int, epoch: int) -> np.ndarray:
     order = np.random.default_rng([seed, epoch]).permutation(num_examples)
     order.setflags(write=False)
     return order
@@ -249,11 +249,11 @@ def part_rows(batch_size: int, part: tuple[int, int]) -> slice:
     """Returns the rows of a batch that one of several processes reads.
 
     Args:
-        batch_size: examples in the batch of all processes.
-        part: its index and the number of parts, equal and one after the other.
+        batch_size: Number of examples in the batch of all processes.
+        part: (index, count); the parts are equal and contiguous.
 
     Raises:
-        ValueError: the batch does not divide by the number of parts.
+        ValueError: If the batch does not divide by the number of parts.
 
     Example:
         >>> part_rows(6, part=(1, 2))
@@ -270,15 +270,15 @@ def part_rows(batch_size: int, part: tuple[int, int]) -> slice:
 
 
 def fill_batch(batch: Batch, batch_size: int) -> Batch:
-    """Fills a batch up with zeros, so that all batches have one size.
+    """Pads a batch with zeros, so that all batches have one size.
 
     Args:
-        batch: arrays of at most `batch_size` rows.
-        batch_size: rows of the result.
+        batch: Arrays of at most `batch_size` rows.
+        batch_size: Number of rows of the result.
 
     Returns:
-        The arrays, and "weight", float32 of the shape of "label": 1 where it is not
-        there, 0 for filling.
+        The padded arrays and "weight", float32 in the shape of "label": 0 for padding,
+        elsewhere the weight of the batch, or 1 if it has none.
 
     Example:
         >>> fill_batch({"label": np.array([3, 5])}, 3)["weight"].tolist()
@@ -293,22 +293,24 @@ def fill_batch(batch: Batch, batch_size: int) -> Batch:
 
 
 def check_eval_batch(batch_size: int) -> None:
-    """Raises ValueError unless a batch of evaluation has an example."""
+    """Raises ValueError unless an evaluation batch has at least one example."""
     if batch_size < 1:
         raise ValueError(f"eval batch_size={batch_size}: it must be at least 1.")
 
 
 class Loader:
-    """Iterates for ever over (step, batch), from any step on.
+    """Iterates over (step, batch) without end, preparing batches in a thread.
 
-    It has no state but the step: a loader started at step s yields what any other
-    yields from s on.
+    The step is its only state: a loader started at step s yields what any other loader
+    yields from step s on.
 
     Args:
-        make_batch: the batch of a step, a pure function of the step; run in the thread.
-        start_step: the first step.
-        place: applied to each batch in the thread, for instance to send it to a device.
-        ahead: batches prepared in advance.
+        make_batch: Returns the batch of a step, a pure function of the step; called in
+            the thread.
+        start_step: First step.
+        place: Function applied to each batch in the thread, for example a transfer to
+            a device; its result is yielded instead.
+        ahead: Number of batches prepared in advance.
 
     Example:
         >>> import numpy as np
@@ -354,7 +356,7 @@ class Loader:
         return step, batch
 
     def close(self) -> None:
-        """Stops the thread; the loader cannot be used after."""
+        """Stops the thread; the loader cannot be used afterwards."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def __enter__(self) -> "Loader":

@@ -1,4 +1,6 @@
-"""Images placed on a larger canvas: static and dynamic MNIST."""
+"""Image sets on a larger canvas: static and dynamic MNIST."""
+
+from __future__ import annotations
 
 import dataclasses
 import functools
@@ -15,10 +17,130 @@ from relattn.data.images import ImageData, ImageSplit
 from relattn.data.registry import check_choice
 
 PLACEMENTS = ("static", "dynamic")
-# Apart from the orders of the batches, drawn for [seed, epoch], and from `DRAWS`.
+# Random streams, distinct from the batch order's [seed, epoch] and from
+# `relattn.data.images.DRAWS`.
 TRAINING, EVALUATION = 1, 2
-# Of the images to evaluate on, which are placed once and stay in memory.
-MOST_BYTES = 2**34
+# Limit for the evaluation images, which are placed once and stay in memory.
+MAX_EVAL_BYTES = 2**34
+
+
+def place_on_canvas(data: ImageData, config: ConfigDict) -> PlacedData:
+    """Puts the images of a set on a canvas.
+
+    Args:
+        data: The set.
+        config: Options of the data: ``placement``, "static" (in the centre) or
+            "dynamic" (anywhere, with equal probability); ``canvas``, its height and
+            width, by default 84; ``split_seed``, the seed of the evaluation positions.
+
+    Returns:
+        The same images on the canvas. Dynamic training positions are drawn again in
+        each epoch.
+
+    Raises:
+        ValueError: If the placement is unknown, or the canvas too small or too large.
+
+    Source:
+        Fan et al., Translution, section 4.1.1.
+    """
+    placement = config.placement
+    check_choice("data.placement", placement, PLACEMENTS)
+    canvas, shape = config.get("canvas", 84), data.image_shape
+    if canvas < max(shape[:2]):
+        raise ValueError(
+            f"data.canvas={spec.shorten(canvas)} is smaller than the images of "
+            f"{shape[0]}x{shape[1]} pixels: it must be at least {max(shape[:2])}."
+        )
+    # The test images are placed both ways.
+    count = (len(data.validation) + 2 * len(data.test)) * shape[2]
+    max_canvas = math.isqrt(MAX_EVAL_BYTES // max(1, count))
+    if canvas > max_canvas:
+        raise ValueError(
+            f"data.canvas={spec.shorten(canvas)} needs over "
+            f"{MAX_EVAL_BYTES / 1e9:.0f} GB for the evaluation images: it must be at "
+            f"most {max_canvas}."
+        )
+    seed = config.get("split_seed", 0)
+
+    def place_split(split: ImageSplit, how: str, number: int) -> ImageSplit:
+        if how == "static":
+            corners = centre_corners(len(split), shape, canvas)
+        else:
+            key = [seed, number, EVALUATION]
+            corners = draw_corners(len(split), shape, canvas, key)
+        return ImageSplit(place(split.images, corners, canvas), split.labels)
+
+    tests = {how: place_split(data.test, how, 1) for how in PLACEMENTS}
+    mean, std = _canvas_statistics(data, canvas)
+    where = {"static": "in the centre of", "dynamic": "anywhere on"}[placement]
+    return PlacedData(
+        name=data.name,
+        train=data.train,
+        validation=place_split(data.validation, placement, 0),
+        test=tests[placement],
+        class_names=data.class_names,
+        mean=mean,
+        std=std,
+        origin=f"{data.origin}, {where} {canvas}x{canvas} pixels",
+        placement=placement,
+        canvas=canvas,
+        test_static=tests["static"],
+        test_dynamic=tests["dynamic"],
+        augment=data.augment,
+    )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PlacedData(ImageData):
+    """Images on a canvas, in the centre or anywhere: a `DataSource`.
+
+    ``train`` holds the original images, which `training_batch` places. The other splits
+    are placed already, at fixed positions.
+
+    Attributes:
+        placement: "static" or "dynamic": placement of training, validation and
+            ``test``.
+        canvas: Height and width of the canvas.
+        test_static: Test images in the centre.
+        test_dynamic: Test images anywhere.
+    """
+
+    placement: str
+    canvas: int
+    test_static: ImageSplit
+    test_dynamic: ImageSplit
+
+    @property
+    def image_shape(self) -> tuple[int, int, int]:
+        """Returns (height, width, channels) of the canvas."""
+        return self.canvas, self.canvas, self.train.images.shape[3]
+
+    @property
+    def eval_splits(self) -> Mapping[str, EvalSplit]:
+        """Returns the evaluation splits by name; "test" is placed as in training."""
+        tests = {"test_static": self.test_static, "test_dynamic": self.test_dynamic}
+        return {**super().eval_splits, **tests}
+
+    def training_batch(
+        self, indices: Int64[np.ndarray, "batch"], seed: int, epoch: int
+    ) -> Batch:
+        """Returns training images on the canvas.
+
+        A dynamic position is a function of the image, the seed and the epoch.
+
+        Args:
+            indices: Indices of the images.
+            seed: Seed of the positions.
+            epoch: Epoch of the positions.
+        """
+        batch = self.train.gather(indices)
+        shape = self.train.images.shape[1:]
+        if self.placement == "static":
+            corners = centre_corners(len(indices), shape, self.canvas)
+        else:
+            n = len(self.train)
+            corners = _training_corners(n, shape, self.canvas, seed, epoch)[indices]
+        return {**batch, "image": place(batch["image"], corners, self.canvas)}
 
 
 def place(
@@ -26,12 +148,12 @@ def place(
     corners: Int[np.ndarray, "n 2"],
     canvas: int,
 ) -> UInt8[np.ndarray, "n {canvas} {canvas} channels"]:
-    """Puts each image on a black canvas, not resized.
+    """Puts each image on a black canvas, without resizing it.
 
     Args:
         images: [n, height, width, channels].
         corners: [n, 2], row and column of the upper left pixel of each image.
-        canvas: height and width of the results.
+        canvas: Height and width of the results.
 
     Returns:
         [n, canvas, canvas, channels].
@@ -48,10 +170,10 @@ def place(
     return placed
 
 
-def centre(
+def centre_corners(
     num_images: int, image_shape: tuple[int, ...], canvas: int
 ) -> Int64[np.ndarray, "{num_images} 2"]:
-    """Returns the corners that centre images, half a pixel up or left where odd."""
+    """Returns the corners that centre images, rounded up and left."""
     corner = [(canvas - size) // 2 for size in image_shape[:2]]
     return np.tile(np.array(corner, np.int64), (num_images, 1))
 
@@ -59,13 +181,13 @@ def centre(
 def draw_corners(
     num_images: int, image_shape: tuple[int, ...], canvas: int, seed: list[int]
 ) -> Int64[np.ndarray, "{num_images} 2"]:
-    """Draws corners uniformly among those that keep every pixel.
+    """Draws corners uniformly, such that every image lies within the canvas.
 
     Args:
-        num_images: how many.
+        num_images: Number of corners.
         image_shape: (height, width, ...) of the images.
-        canvas: height and width of the canvas.
-        seed: of NumPy's generator.
+        canvas: Height and width of the canvas.
+        seed: Seed of NumPy's generator.
 
     Returns:
         [num_images, 2], rows and columns.
@@ -81,126 +203,8 @@ def _training_corners(
     return draw_corners(num_images, image_shape, canvas, [seed, epoch, TRAINING])
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class PlacedData(ImageData):
-    """Images on a canvas, in its centre or anywhere: a `DataSource`.
-
-    ``train`` are the images as they were; a batch of training places them. The other
-    splits are placed already, always at the same positions.
-
-    Attributes:
-        placement: "static" or "dynamic", of training, validation and ``test``.
-        canvas: height and width of the canvas.
-        test_static: the test images in the centre.
-        test_dynamic: the test images anywhere.
-    """
-
-    placement: str
-    canvas: int
-    test_static: ImageSplit
-    test_dynamic: ImageSplit
-
-    @property
-    def image_shape(self) -> tuple[int, int, int]:
-        """(height, width, channels) of the canvas."""
-        return self.canvas, self.canvas, self.train.images.shape[3]
-
-    @property
-    def eval_splits(self) -> Mapping[str, EvalSplit]:
-        """The splits to evaluate on by name; "test" is placed as in training."""
-        tests = {"test_static": self.test_static, "test_dynamic": self.test_dynamic}
-        return {**super().eval_splits, **tests}
-
-    def training_batch(
-        self, indices: Int64[np.ndarray, "batch"], seed: int, epoch: int
-    ) -> Batch:
-        """Returns training images on the canvas.
-
-        Where the placement is dynamic, the position is a function of the image, the
-        seed and the epoch.
-
-        Args:
-            indices: of the images.
-            seed: of the positions.
-            epoch: likewise.
-        """
-        batch = self.train.gather(indices)
-        shape = self.train.images.shape[1:]
-        if self.placement == "static":
-            corners = centre(len(indices), shape, self.canvas)
-        else:
-            n = len(self.train)
-            corners = _training_corners(n, shape, self.canvas, seed, epoch)[indices]
-        return {**batch, "image": place(batch["image"], corners, self.canvas)}
-
-
-def place_on_canvas(data: ImageData, config: ConfigDict) -> PlacedData:
-    """Puts the images of a set on a canvas.
-
-    Args:
-        data: the set.
-        config: with the keys ``placement``, "static" (in the centre) or "dynamic"
-            (anywhere, with equal probability); ``canvas``, its height and width, by
-            default 84; ``split_seed``, of the positions to evaluate on.
-
-    Returns:
-        The same images on the canvas. In training, dynamic positions are drawn anew in
-        each epoch.
-
-    Raises:
-        ValueError: the placement is unknown, or the canvas too small or too large.
-
-    Source:
-        Fan et al., Translution, section 4.1.1.
-    """
-    placement = config.placement
-    check_choice("data.placement", placement, PLACEMENTS)
-    canvas, shape = config.get("canvas", 84), data.image_shape
-    if canvas < max(shape[:2]):
-        raise ValueError(
-            f"data.canvas={spec.shorten(canvas)} is smaller than the images of "
-            f"{shape[0]}x{shape[1]} pixels: it must be at least {max(shape[:2])}."
-        )
-    # The test images are placed both ways.
-    count = (len(data.validation) + 2 * len(data.test)) * shape[2]
-    most = math.isqrt(MOST_BYTES // max(1, count))
-    if canvas > most:
-        raise ValueError(
-            f"data.canvas={spec.shorten(canvas)} needs over {MOST_BYTES / 1e9:.0f} GB "
-            f"for the images to evaluate on: it must be at most {most}."
-        )
-    seed = config.get("split_seed", 0)
-
-    def placed(split: ImageSplit, how: str, number: int) -> ImageSplit:
-        if how == "static":
-            corners = centre(len(split), shape, canvas)
-        else:
-            key = [seed, number, EVALUATION]
-            corners = draw_corners(len(split), shape, canvas, key)
-        return ImageSplit(place(split.images, corners, canvas), split.labels)
-
-    tests = {how: placed(data.test, how, 1) for how in PLACEMENTS}
-    mean, std = _statistics(data, canvas)
-    where = {"static": "in the centre of", "dynamic": "anywhere on"}[placement]
-    return PlacedData(
-        name=data.name,
-        train=data.train,
-        validation=placed(data.validation, placement, 0),
-        test=tests[placement],
-        class_names=data.class_names,
-        mean=mean,
-        std=std,
-        origin=f"{data.origin}, {where} {canvas}x{canvas} pixels",
-        placement=placement,
-        canvas=canvas,
-        test_static=tests["static"],
-        test_dynamic=tests["dynamic"],
-        augment=data.augment,
-    )
-
-
-def _statistics(data: ImageData, canvas: int) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and deviation with the canvas's black pixels counted too."""
+def _canvas_statistics(data: ImageData, canvas: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns mean and standard deviation including the black pixels of the canvas."""
     height, width, _ = data.image_shape
     share = height * width / canvas**2
     mean, std = data.mean.astype(np.float64), data.std.astype(np.float64)

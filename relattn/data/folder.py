@@ -1,4 +1,4 @@
-"""Images in folders, one folder a class."""
+"""Reads images from folders, one folder per class."""
 
 import pathlib
 
@@ -17,19 +17,19 @@ def read_folder(
 ) -> tuple[ImageSplit, ImageSplit, tuple[str, ...], str]:
     """Reads ``train/<class>/*`` and ``test/<class>/*`` into memory.
 
-    The classes are numbered in the order of their names, the images are in the order
-    of class and file name. They have one channel if they are grey, else three.
+    Classes are numbered in the order of their names; images are sorted by class and
+    file name. Grey images have one channel, colour images three.
 
     Args:
-        root: the folder that holds ``train`` and ``test``.
+        root: The folder that holds ``train`` and ``test``.
 
     Returns:
-        The training images, the test images, the names of the classes, and the origin.
+        The training images, the test images, the class names and the origin.
 
     Raises:
-        FileNotFoundError: `root` or one of its two folders is missing.
-        ValueError: a folder holds no images, an image cannot be read, has another size
-            than the first, or belongs to a class without training images.
+        FileNotFoundError: If `root` or one of its two folders is missing.
+        ValueError: If a folder holds no images, or an image cannot be read, differs in
+            size from the first, or belongs to a class without training images.
     """
     train_files = list_images(root / "train")
     test_files = list_images(root / "test")
@@ -37,7 +37,8 @@ def read_folder(
     for file in test_files:
         if file.parent.name not in class_names:
             raise ValueError(
-                f"{file}: the class {file.parent.name!r} has no training images."
+                f"{file}: the class {file.parent.name!r} has no training images: add "
+                "some or delete its test images."
             )
     train = _read_split(train_files, class_names, train_files[0])
     test = _read_split(test_files, class_names, train_files[0])
@@ -50,12 +51,11 @@ def read_folder(
 def list_images(folder: pathlib.Path) -> list[pathlib.Path]:
     """Returns the image files of ``<folder>/<class>/``, sorted.
 
-    Left out are files and classes with a name that begins with a dot, and what is no
-    file.
+    Hidden files, hidden folders and anything that is not a file are left out.
 
     Raises:
-        FileNotFoundError: the folder is missing.
-        ValueError: it holds no images.
+        FileNotFoundError: If the folder is missing.
+        ValueError: If it holds no images.
     """
     if not folder.is_dir():
         raise FileNotFoundError(f"The image folder {folder} is missing: {LAYOUT}.")
@@ -65,7 +65,7 @@ def list_images(folder: pathlib.Path) -> list[pathlib.Path]:
         if file.suffix.lower() in SUFFIXES
         and not file.name.startswith(".")
         and not file.parent.name.startswith(".")
-        # A named pipe would be waited for.
+        # Reading a named pipe would block.
         and file.is_file()
     )
     if not files:
@@ -74,18 +74,18 @@ def list_images(folder: pathlib.Path) -> list[pathlib.Path]:
 
 
 def _read_split(
-    files: list[pathlib.Path], class_names: tuple[str, ...], model: pathlib.Path
+    files: list[pathlib.Path], class_names: tuple[str, ...], first: pathlib.Path
 ) -> ImageSplit:
-    shape = _read_image(model).shape
+    shape = _read_image(first).shape
     labels = {name: label for label, name in enumerate(class_names)}
     images = np.empty((len(files), *shape), np.uint8)
     title = f"Reading {files[0].parents[1].name} images"
     bar = tqdm(files, desc=title, unit=" images", delay=2, disable=None)
     for index, file in enumerate(bar):
-        image = _read_image(file, shape, model)
+        image = _read_image(file, shape, first)
         if image.shape[2] > shape[2]:
-            raise ValueError(f"{file} is in colour, but {model} is grey: convert one.")
-        # A grey image among coloured ones is repeated in all three channels.
+            raise ValueError(f"{file} is in colour, but {first} is grey: convert one.")
+        # A grey image among colour images is broadcast to all three channels.
         images[index] = image
     return ImageSplit(
         images, np.array([labels[file.parent.name] for file in files], np.int32)
@@ -93,13 +93,13 @@ def _read_split(
 
 
 def _read_image(
-    file: pathlib.Path, shape: tuple[int, ...] = (), model: pathlib.Path | None = None
+    file: pathlib.Path, shape: tuple[int, ...] = (), first: pathlib.Path | None = None
 ) -> np.ndarray:
     with open_image(file, str(file)) as image:
-        # Before it is decoded: a file of another size may be a very large one.
+        # Checked before decoding: an image of another size may be very large.
         if shape and image.size != shape[1::-1]:
             raise ValueError(
-                f"{file} has {image.width}x{image.height} pixels, but {model} has "
+                f"{file} has {image.width}x{image.height} pixels, but {first} has "
                 f"{shape[1]}x{shape[0]}: resize all images to one size."
             )
         grey = image.mode in ("1", "L", "LA")

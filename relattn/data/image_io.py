@@ -1,6 +1,7 @@
-"""Encoded images: JPEG and PNG from anywhere, decoded without trust in what they say.
+"""Decodes untrusted JPEG and PNG images.
 
-A header may state any size, and Pillow raises errors of any kind on damaged bytes.
+A header may claim any size, and Pillow raises errors of any type on damaged bytes. Here
+every such error becomes a ValueError that names the image.
 """
 
 import io
@@ -10,9 +11,9 @@ from PIL import Image, UnidentifiedImageError
 
 from relattn.data.paths import describe_error
 
-# Pillow knows many more, EPS among them, which it gives to Ghostscript to run.
+# Pillow supports many more, for example EPS, which it runs in Ghostscript.
 FORMATS = ("JPEG", "PNG")
-# Of 8 bits a channel or fewer: Pillow cuts off what others hold beyond 255.
+# Modes of at most 8 bits per channel: Pillow clips the values of others at 255.
 MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK")
 
 
@@ -22,26 +23,27 @@ def open_image(
     """Reads the header of an image.
 
     Args:
-        source: a file, or its contents.
-        where: the image is, for the message.
-        hint: what to do, for the end of the message.
+        source: A file, or its contents.
+        where: Name of the image in the error message.
+        hint: Fix at the end of the error message.
 
     Returns:
         The image; its pixels are not decoded yet.
 
     Raises:
-        ValueError: it is no JPEG or PNG, or states more pixels than
+        ValueError: If it is not a JPEG or PNG, or claims more pixels than
             ``PIL.Image.MAX_IMAGE_PIXELS``.
     """
     try:
         image = Image.open(source, formats=FORMATS)
     except UnidentifiedImageError as error:
-        raise _unreadable(where, "no header of a JPEG or a PNG", hint) from error
+        raise _unreadable(where, "not a JPEG or PNG", hint) from error
     except Exception as error:
         raise _unreadable(where, describe_error(error), hint) from error
-    pixels, most = image.width * image.height, Image.MAX_IMAGE_PIXELS
-    if most is not None and pixels > most:
-        raise _unreadable(where, f"it states {pixels:,} pixels, over {most:,}", hint)
+    pixels, limit = image.width * image.height, Image.MAX_IMAGE_PIXELS
+    if limit is not None and pixels > limit:
+        problem = f"it claims {pixels:,} pixels, the limit is {limit:,}"
+        raise _unreadable(where, problem, hint)
     return image
 
 
@@ -51,21 +53,21 @@ def decode_image(
     """Decodes the pixels of an image.
 
     Args:
-        image: from `open_image`.
-        mode: of the result, "L" or "RGB".
-        where: the image is, for the message.
-        hint: what to do, for the end of the message.
+        image: Result of `open_image`.
+        mode: Mode of the result, "L" or "RGB".
+        where: Name of the image in the error message.
+        hint: Fix at the end of the error message.
 
     Returns:
         The image in memory.
 
     Raises:
-        ValueError: it is damaged, or its pixels are of none of `MODES`.
+        ValueError: If it is damaged, or its mode is not one of `MODES`.
     """
     if image.mode not in MODES:
         raise ValueError(
-            f"{where} has pixels of mode {image.mode}: convert it to 8 bits a channel, "
-            f"one of {', '.join(MODES)}."
+            f"{where} has pixels of mode {image.mode}: convert it to 8 bits per "
+            f"channel, one of the modes {', '.join(MODES)}."
         )
     try:
         return image.convert(mode)

@@ -1,7 +1,7 @@
-"""Square crops of photographs as Pillow images: random to train, central to evaluate.
+"""Transforms of single Pillow images on the host: crops, flips and RandAugment.
 
-The results are those of torchvision's ``RandomResizedCrop``, ``Resize`` and
-``CenterCrop`` on Pillow images: bilinear, averaging where an image shrinks.
+The crops equal torchvision's ``RandomResizedCrop``, ``Resize`` and ``CenterCrop`` on
+Pillow images: bilinear, with antialiasing.
 """
 
 from __future__ import annotations
@@ -16,21 +16,23 @@ from PIL import Image, ImageEnhance, ImageOps
 SCALE = (0.08, 1.0)
 RATIO = (3 / 4, 4 / 3)
 ATTEMPTS = 10
+# A magnitude is one of torchvision's 31 bins, 0 .. 30.
+MAX_MAGNITUDE = 30
 
 
 def random_resized_crop(
     image: Image.Image, rng: np.random.Generator, size: int
 ) -> Image.Image:
-    """Cuts a random rectangle out and resizes it to a square.
+    """Crops a random rectangle and resizes it to a square.
 
-    Its area is a uniform part of 8% to 100% of the image, its width over its height
-    log-uniform between 3/4 and 4/3. Ten draws that do not fit into the image are
-    followed by the largest central rectangle of a shape within these bounds.
+    The area is uniform in 8% to 100% of the image, the aspect ratio (width over height)
+    log-uniform in 3/4 to 4/3. If ten draws do not fit into the image, the result is the
+    largest central rectangle with an aspect ratio within these bounds.
 
     Args:
-        image: of any size.
-        rng: source of the draws.
-        size: side of the result.
+        image: Image of any size.
+        rng: Random generator.
+        size: Side of the result.
 
     Returns:
         An image of size x size.
@@ -52,9 +54,9 @@ def draw_crop(
     """Draws the rectangle of `random_resized_crop`.
 
     Args:
-        width: of the image.
-        height: of the image.
-        rng: source of the draws.
+        width: Width of the image.
+        height: Height of the image.
+        rng: Random generator.
 
     Returns:
         (left, top, right, bottom).
@@ -79,11 +81,11 @@ def draw_crop(
 
 
 def random_flip(image: Image.Image, rng: np.random.Generator) -> Image.Image:
-    """Mirrors left and right with probability 1/2.
+    """Flips an image left-right with probability 1/2.
 
     Args:
-        image: of any size.
-        rng: source of the draw.
+        image: Image of any size.
+        rng: Random generator.
 
     Returns:
         An image of the same size.
@@ -98,18 +100,18 @@ def random_flip(image: Image.Image, rng: np.random.Generator) -> Image.Image:
 
 
 def resized_center_crop(image: Image.Image, size: int, short_side: int) -> Image.Image:
-    """Resizes the short side and cuts the central square out.
+    """Resizes the short side and crops the central square.
 
     Args:
-        image: of any size.
-        size: side of the result.
-        short_side: of the image after the resize, at least `size`.
+        image: Image of any size.
+        size: Side of the result.
+        short_side: Short side of the image after the resize, at least `size`.
 
     Returns:
         An image of size x size.
 
     Raises:
-        ValueError: `short_side` is less than `size`.
+        ValueError: If `short_side` is less than `size`.
 
     Example:
         >>> resized_center_crop(Image.new("RGB", (500, 375)), 224, 256).size
@@ -127,25 +129,6 @@ def resized_center_crop(image: Image.Image, size: int, short_side: int) -> Image
     return image.crop((left, top, left + size, top + size))
 
 
-# A magnitude is one of torchvision's 31 bins, 0 .. 30.
-MAX_MAGNITUDE = 30
-
-
-@dataclasses.dataclass(frozen=True)
-class Operation:
-    """One of the operations that RandAugment draws.
-
-    Attributes:
-        value: from the magnitude, the width and the height to how strongly to apply it.
-        signed: whether the value is negated in half of the draws.
-        apply: from the image and the value to the image changed.
-    """
-
-    value: Callable[[int, int, int], float]
-    signed: bool
-    apply: Callable[[Image.Image, float], Image.Image]
-
-
 def randaugment(
     image: Image.Image,
     rng: np.random.Generator,
@@ -153,24 +136,24 @@ def randaugment(
     num_ops: int = 2,
     magnitude: int = 9,
 ) -> Image.Image:
-    """Applies operations drawn at random, one after another, all of one magnitude.
+    """Applies random operations of one magnitude, one after another.
 
-    Each is one of the 14 of `OPERATIONS` with equal probability, the same again
-    included; what has a direction takes either with probability 1/2. Pixels that come
-    from outside the image are black.
+    Each is drawn from the 14 `OPERATIONS` with equal probability and with replacement;
+    a signed operation takes either sign with probability 1/2. Pixels from outside the
+    image are black.
 
     Args:
-        image: grey ("L") or coloured ("RGB").
-        rng: source of the draws.
-        num_ops: operations to apply.
-        magnitude: 0 .. 30; at 30 shears by 0.3, rotates by 30 degrees, changes colours
-            by 0.9, and so on.
+        image: Grey ("L") or colour ("RGB") image.
+        rng: Random generator.
+        num_ops: Number of operations to apply.
+        magnitude: 0 .. 30; 30 shears by 0.3, rotates by 30 degrees, changes colours by
+            0.9, and so on.
 
     Returns:
         An image of the same size and mode.
 
     Raises:
-        ValueError: ``num_ops`` is negative or ``magnitude`` not within 0 .. 30.
+        ValueError: If ``num_ops`` is negative or ``magnitude`` not within 0 .. 30.
 
     Example:
         >>> image = Image.new("RGB", (7, 5), "red")
@@ -178,9 +161,9 @@ def randaugment(
         (7, 5)
 
     Source: Cubuk et al., "RandAugment: Practical automated data augmentation with a
-        reduced search space", 2019; operations, their ranges, nearest-neighbour
-        sampling and black filling as torchvision's ``RandAugment(2, 9)``, whose float32
-        strengths make a value differ by 1 here and there.
+        reduced search space", 2019. Operations, ranges, nearest-neighbour sampling and
+        black filling as in torchvision's ``RandAugment(2, 9)``; torchvision computes
+        strengths in float32, so some pixel values differ by 1.
     """
     if num_ops < 0:
         raise ValueError(f"randaugment: num_ops={num_ops} must be at least 0")
@@ -192,7 +175,7 @@ def randaugment(
     for _ in range(num_ops):
         operation = OPERATIONS[names[rng.integers(len(names))]]
         value = operation.value(magnitude, *image.size)
-        # Drawn for every operation, so that the draws to come depend on none of them.
+        # Drawn for every operation, so that later draws do not depend on this one.
         flipped = rng.integers(2) == 1
         image = operation.apply(
             image, -value if operation.signed and flipped else value
@@ -200,8 +183,23 @@ def randaugment(
     return image
 
 
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """An operation of RandAugment.
+
+    Attributes:
+        value: Returns the strength for (magnitude, width, height).
+        signed: True if the strength is negated with probability 1/2.
+        apply: Applies the operation to (image, strength).
+    """
+
+    value: Callable[[int, int, int], float]
+    signed: bool
+    apply: Callable[[Image.Image, float], Image.Image]
+
+
 def _affine(image: Image.Image, *inverse: float | int) -> Image.Image:
-    """Moves pixels: row by row, the inverse map from a result's pixel to the source."""
+    """Applies an affine map, given the two rows of its inverse, result to source."""
     return image.transform(
         image.size, Image.Transform.AFFINE, inverse, Image.Resampling.NEAREST
     )
@@ -239,13 +237,13 @@ OPERATIONS = {
     "contrast": Operation(_up_to(0.9), True, _enhance(ImageEnhance.Contrast)),
     "sharpness": Operation(_up_to(0.9), True, _enhance(ImageEnhance.Sharpness)),
     "posterize": Operation(
-        # Bits kept, a whole number: 8 down to 4.
+        # Number of bits kept, an integer: 8 down to 4.
         lambda magnitude, width, height: 8 - round(4 * magnitude / MAX_MAGNITUDE),
         False,
         lambda image, value: ImageOps.posterize(image, int(value)),
     ),
     "solarize": Operation(
-        # Values from this on are inverted: none at the lowest magnitude but white.
+        # Values from this threshold on are inverted: only white at magnitude 0.
         lambda magnitude, width, height: 255 - 255 * magnitude / MAX_MAGNITUDE,
         False,
         ImageOps.solarize,

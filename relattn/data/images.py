@@ -1,4 +1,4 @@
-"""Images and labels in memory, and how validation images are set apart."""
+"""Image sets in memory: batches, validation split, channel statistics."""
 
 import dataclasses
 import functools
@@ -23,9 +23,9 @@ from relattn.data.base import (
     steps_per_epoch,
 )
 
-# Keeps the temporary int64 copy of a chunk near 100 MB.
+# Limits the temporary int64 copy of a chunk to about 100 MB.
 CHUNK_BYTES = 2**24
-# Of random numbers: the orders of the batches are drawn for [seed, epoch] alone.
+# Random stream of the augmentation, distinct from the batch order's [seed, epoch].
 DRAWS = 3
 
 
@@ -54,15 +54,16 @@ class ImageSplit:
         """Yields every example once, in order, in batches of one fixed size.
 
         Args:
-            batch_size: the last batch is filled up with black images of weight 0.
-            part: of each batch to yield, see `part_rows`.
+            batch_size: Number of images in a batch; the last batch is padded with
+                black images of weight 0.
+            part: Part of each batch to yield, see `part_rows`.
 
         Yields:
             {"image": uint8 [batch_size, h, w, c], "label": int32 [batch_size],
-            "weight": float32 [batch_size], 1 for an example and 0 for filling}.
+            "weight": float32 [batch_size], 1 for an example and 0 for padding}.
 
         Raises:
-            ValueError: `batch_size` is not positive.
+            ValueError: If `batch_size` is not positive.
 
         Example:
             >>> images, labels = np.zeros((5, 2, 2, 1), np.uint8), np.zeros(5, np.int32)
@@ -71,11 +72,11 @@ class ImageSplit:
             [[1.0, 1.0, 1.0], [1.0, 1.0, 0.0]]
         """
         check_eval_batch(batch_size)
-        own = part_rows(batch_size, part)
+        local = part_rows(batch_size, part)
         for start in range(0, len(self), batch_size):
-            rows = slice(start + own.start, start + own.stop)
+            rows = slice(start + local.start, start + local.stop)
             batch = {"image": self.images[rows], "label": self.labels[rows]}
-            yield fill_batch(batch, own.stop - own.start)
+            yield fill_batch(batch, local.stop - local.start)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -83,16 +84,17 @@ class ImageData:
     """An image set in memory, ready for training: a `DataSource`.
 
     Attributes:
-        name: of the set.
-        train: images to train on.
-        validation: images taken from the training images, perhaps none.
-        test: images never trained on.
-        class_names: in the order of the labels.
-        mean: of the training images per channel, values in [0, 1].
-        std: likewise.
-        origin: a sentence that says where the images came from.
-        augment: of training images, a spec of
-            `relattn.data.augment.AUGMENTATIONS`; their batches have ``draws``.
+        name: Name of the set.
+        train: Training images.
+        validation: Images held out from the training images; may be empty.
+        test: Test images.
+        class_names: Class names in label order.
+        mean: Mean of the training images per channel, values in [0, 1].
+        std: Standard deviation of the training images per channel.
+        origin: Where the images came from, in words.
+        augment: Augmentation of training images, a spec of
+            `relattn.data.augment.AUGMENTATIONS`. Other than "none", it adds ``draws``
+            to the training batches.
     """
 
     name: str
@@ -107,18 +109,18 @@ class ImageData:
 
     @property
     def num_classes(self) -> int:
-        """The number of classes."""
+        """Returns the number of classes."""
         return len(self.class_names)
 
     @property
     def image_shape(self) -> tuple[int, int, int]:
-        """(height, width, channels) as stored, before any resizing."""
+        """Returns (height, width, channels) as stored, before any resizing."""
         height, width, channels = self.train.images.shape[1:]
         return height, width, channels
 
     @property
     def info(self) -> ImageInfo:
-        """What a model needs to know of the images."""
+        """Describes the images to the model."""
         return ImageInfo(
             name=self.name,
             class_names=self.class_names,
@@ -131,7 +133,7 @@ class ImageData:
 
     @property
     def eval_splits(self) -> Mapping[str, EvalSplit]:
-        """The splits to evaluate on by name."""
+        """Returns the evaluation splits by name."""
         return {"validation": self.validation, "test": self.test}
 
     def train_loader(
@@ -142,10 +144,10 @@ class ImageData:
         place: Callable[[Batch], Any] | None = None,
         part: tuple[int, int] = (0, 1),
     ) -> Loader:
-        """Iterates over the batches of training, see `DataSource.train_loader`.
+        """Iterates over training batches, see `DataSource.train_loader`.
 
         Raises:
-            ValueError: there are fewer images than a batch needs.
+            ValueError: If there are fewer images than a batch needs.
         """
         n = len(self.train)
         steps, rows = steps_per_epoch(n, batch_size), part_rows(batch_size, part)
@@ -155,7 +157,7 @@ class ImageData:
             epoch = step // steps
             batch = self.training_batch(indices, seed, epoch)
             if self.augment != "none":
-                batch["draws"] = _draw(n, seed, epoch)[indices]
+                batch["draws"] = _epoch_draws(n, seed, epoch)[indices]
             return batch
 
         return Loader(make_batch, start_step, place=place)
@@ -163,20 +165,20 @@ class ImageData:
     def training_batch(
         self, indices: Int64[np.ndarray, "batch"], seed: int, epoch: int
     ) -> Batch:
-        """Returns training images as a model trains on them.
+        """Returns a batch of training images; subclasses may change it in each epoch.
 
         Args:
-            indices: of the images.
-            seed: of what is drawn anew in each epoch; here, nothing is.
-            epoch: likewise.
+            indices: Indices of the images.
+            seed: Seed of what a subclass draws; unused here.
+            epoch: Epoch of what a subclass draws; unused here.
         """
         del seed, epoch
         return self.train.gather(indices)
 
 
 @functools.lru_cache(maxsize=CACHED_EPOCHS)
-def _draw(num_images: int, seed: int, epoch: int) -> np.ndarray:
-    """What decides the augmentation of every image in an epoch."""
+def _epoch_draws(num_images: int, seed: int, epoch: int) -> np.ndarray:
+    """Draws the random numbers that augment each image in an epoch."""
     rng = np.random.default_rng([seed, epoch, DRAWS])
     draws = rng.random((num_images, NUM_DRAWS), np.float32)
     draws.setflags(write=False)
@@ -186,21 +188,21 @@ def _draw(num_images: int, seed: int, epoch: int) -> np.ndarray:
 def split_validation(
     split: ImageSplit, num_validation: int, split_seed: int
 ) -> tuple[ImageSplit, ImageSplit]:
-    """Sets random images apart for validation, the same for the same seed.
+    """Holds out random images for validation, the same for the same seed.
 
-    The images are not copied: rows change places within `split`, whose arrays the two
-    results view.
+    The images are not copied: rows are swapped within `split`, and both results are
+    views of its arrays.
 
     Args:
         split: n images, reordered in place.
-        num_validation: how many to set apart.
-        split_seed: decides which.
+        num_validation: Number of images to hold out.
+        split_seed: Seed that selects them.
 
     Returns:
         The remaining training images and the validation images.
 
     Raises:
-        ValueError: `num_validation` is negative or leaves no training image.
+        ValueError: If `num_validation` is negative or leaves no training image.
 
     Example:
         >>> labels = np.arange(7, dtype=np.int32)
@@ -225,18 +227,18 @@ def split_validation(
 def draw_validation(
     num_examples: int, num_validation: int, split_seed: int
 ) -> Int64[np.ndarray, "{num_validation}"]:
-    """Draws which images are set apart for validation.
+    """Draws the indices of the images that are held out for validation.
 
     Args:
-        num_examples: training images.
-        num_validation: how many to set apart.
-        split_seed: decides which.
+        num_examples: Number of training images.
+        num_validation: Number of images to hold out.
+        split_seed: Seed of the draw.
 
     Returns:
         [num_validation], all different, in random order.
 
     Raises:
-        ValueError: `num_validation` is negative or leaves no training image, or
+        ValueError: If `num_validation` is negative or leaves no training image, or
             `split_seed` is negative.
 
     Example:
@@ -247,7 +249,7 @@ def draw_validation(
         raise ValueError(
             f"data.num_validation={spec.shorten(num_validation)} of {num_examples} "
             f"training images: it must be at least 0 and at most {num_examples - 1}, "
-            "so that images remain to train on."
+            "to leave images for training."
         )
     if split_seed < 0:
         shown = spec.shorten(split_seed)
@@ -259,7 +261,7 @@ def draw_validation(
 def channel_statistics(
     images: UInt8[np.ndarray, "n height width channels"],
 ) -> tuple[Float32[np.ndarray, "channels"], Float32[np.ndarray, "channels"]]:
-    """Returns the mean and standard deviation per channel, exact, values in [0, 1].
+    """Returns the exact mean and standard deviation per channel, values in [0, 1].
 
     Args:
         images: [n, height, width, channels].

@@ -1,4 +1,4 @@
-"""`load_data`: a data set from a configuration; `load_images`: one in memory."""
+"""Loads data sets from a configuration: `load_data`, `load_images`."""
 
 from ml_collections import ConfigDict
 
@@ -18,73 +18,79 @@ from relattn.data.streaming import open_streamed
 from relattn.data.text import load_text
 from relattn.data.tfds import find_or_prepare, read_full, read_prepared
 
-Source = tuple[ImageSplit, ImageSplit, tuple[str, ...], str]
+# Training images, test images, class names and origin.
+Images = tuple[ImageSplit, ImageSplit, tuple[str, ...], str]
 
 
 @reading_data()
 def load_data(config: ConfigDict) -> DataSource:
-    """Loads the data that a configuration's ``source`` names.
+    """Loads the data set that a configuration selects.
 
     Args:
-        config: with the keys of its source; "embedded", "tfds" and "folder" are those
-            of `load_images`, "text" those of `load_text`. All images have ``mix``, a
-            spec of `relattn.data.augment.make_mix`. Photographs that are read as
-            training goes on (``name="imagenet2012"`` of "tfds") have these beside them:
+        config: Options of the data. ``source`` is "embedded", "tfds" or "folder", with
+            the options of `load_images`, or "text", with those of `load_text`. Images
+            also have ``mix``, a spec of `relattn.data.augment.make_mix`. Photographs
+            that are read during training (``name="imagenet2012"`` from "tfds") also
+            have
 
-            - ``image_size``: side of the random crop to train on and of the central
-              crop to evaluate on, by default 224;
-            - ``short_side``: that an image is resized to before the central crop; 0,
-              the default, for 256 / 224 of ``image_size``;
-            - ``augment``: of training images, after the random crop and flip:
+            - ``image_size``: side of the random crop in training and of the central
+              crop in evaluation, by default 224;
+            - ``short_side``: short side of an image before the central crop; 0, the
+              default, is 256 / 224 of ``image_size``;
+            - ``augment``: augmentation of training images after random crop and flip:
               "randaugment(num_ops=2, magnitude=9)", or "none", the default;
-            - ``num_workers``: processes that read; 0, the default, for one thread.
+            - ``num_workers``: number of processes that read; 0, the default, reads in
+              one thread.
 
     Returns:
         The data.
 
     Raises:
-        ValueError: the source is unknown, or as the source's loader says.
-        OSError: a file cannot be read.
-        DatasetNotPreparedError: a set is not there; the message says how to get it.
+        ValueError: If the source is unknown, or an option of the source is invalid.
+        OSError: If a file cannot be read.
+        DatasetNotPreparedError: If a set is not prepared; the message says how to
+            prepare it.
     """
     source = config.get("source", "embedded")
     check_choice("data.source", source, LOADERS)
-    # Refused here, before an hour of preparation.
+    # Fails before the set is prepared, which may take an hour.
     make_mix(config.get("mix", "none"), "tokens" if source == "text" else "images")
     return LOADERS[source](config)
 
 
 @reading_data()
 def load_images(config: ConfigDict) -> ImageData:
-    """Loads an image set into memory as a configuration says.
+    """Loads an image set into memory.
 
     Args:
-        config: with the keys
+        config: Options of the data:
 
-            - ``name``: of the set, for instance "mnist";
-            - ``source``: "embedded" (the subsets that ship with the package), "tfds"
-              (full sets, prepared once) or "folder" (``train/<class>/*.jpg`` and
-              ``test/<class>/*.jpg``);
-            - ``data_dir``: of the prepared sets ("" for TFDS's default) or the image
-              folder;
-            - ``manual_dir``: archives that you already have, for preparation;
-            - ``num_validation``, ``split_seed``: the training images set apart;
+            - ``name``: name of the set, for example "mnist";
+            - ``source``: "embedded" (the subsets that ship with the package, the
+              default), "tfds" (full sets, prepared once) or "folder"
+              (``train/<class>/*.jpg`` and ``test/<class>/*.jpg``);
+            - ``data_dir``: folder of the prepared sets ("" for TFDS's default), or the
+              image folder;
+            - ``manual_dir``: folder of archives for preparation without download;
+            - ``num_validation``, ``split_seed``: number of training images held out
+              for validation, by default 0, and the seed that selects them;
             - ``placement``, ``canvas``: "static" or "dynamic" puts the images on a
               larger canvas, see `place_on_canvas`; "" does not;
-            - ``augment``: of training images, "rotate(degrees=10)",
+            - ``augment``: augmentation of training images, "rotate(degrees=10)",
               "flip_crop(padding=4)" or "none".
 
-            All but ``name`` may be missing: an embedded set without validation images.
+            Only ``name`` is required.
 
     Returns:
         The images, in memory or memory-mapped.
 
     Raises:
-        ValueError: an unknown name, source or augmentation, a damaged set, or a
-            `num_validation` that leaves no training image.
-        DatasetNotPreparedError: the set is not there; the message says how to get it.
-        FileNotFoundError: the image folder is not there.
-        OSError: a file cannot be read.
+        ValueError: If the name, source or augmentation is unknown, the set is damaged,
+            or `num_validation` leaves no training image.
+        DatasetNotPreparedError: If the set is not prepared; the message says how to
+            prepare it.
+        FileNotFoundError: If the image folder is missing.
+        OSError: If a file cannot be read.
 
     Example:
         >>> from ml_collections import ConfigDict
@@ -93,10 +99,10 @@ def load_images(config: ConfigDict) -> ImageData:
         (4500, 500, 1000, (28, 28, 1))
     """
     source, augment = config.get("source", "embedded"), config.get("augment", "none")
-    check_choice("data.source", source, SOURCES)
+    check_choice("data.source", source, READERS)
     _check_name(config)
     check_augmentation(augment)
-    train, test, class_names, origin = SOURCES[source](config)
+    train, test, class_names, origin = READERS[source](config)
     train, validation = split_validation(
         train, config.get("num_validation", 0), config.get("split_seed", 0)
     )
@@ -117,10 +123,12 @@ def load_images(config: ConfigDict) -> ImageData:
 
 def _check_name(config: ConfigDict) -> None:
     if "name" not in config:
-        raise ValueError("config.data.name is missing")
+        raise ValueError(
+            "config.data.name is missing: set it to the name of a data set."
+        )
 
 
-def load_embedded(config: ConfigDict) -> Source:
+def _read_embedded(config: ConfigDict) -> Images:
     """Reads a subset that ships with the package."""
     names = [name for name, entry in SETS.items() if entry.embedded]
     check_choice("data.name", config.name, names, ' of the source "embedded"')
@@ -133,8 +141,31 @@ def load_embedded(config: ConfigDict) -> Source:
     return train, test, class_names, origin
 
 
-def load_tfds(config: ConfigDict) -> DataSource:
-    """Loads a full set into memory, or opens one that is too large for it."""
+def _read_tfds(config: ConfigDict) -> Images:
+    """Reads a full set from TFDS, preparing it first if necessary."""
+    check_choice("data.name", config.name, SETS)
+    if SETS[config.name].streamed:
+        raise ValueError(
+            f"data.name={config.name!r} does not fit into memory: open it with "
+            "`load_data` instead of `load_images`."
+        )
+    return read_full(
+        config.name, config.get("data_dir", ""), config.get("manual_dir", "")
+    )
+
+
+def _read_folder(config: ConfigDict) -> Images:
+    """Reads a folder of images."""
+    if not config.get("data_dir", ""):
+        raise ValueError(
+            'data.data_dir is empty: data.source="folder" needs the folder that holds '
+            "train/<class>/*.jpg and test/<class>/*.jpg."
+        )
+    return read_folder(expand(config.data_dir, "data.data_dir"))
+
+
+def _load_tfds(config: ConfigDict) -> DataSource:
+    """Loads a full set into memory, or opens it for streaming if it is too large."""
     _check_name(config)
     check_choice("data.name", config.name, SETS)
     if not SETS[config.name].streamed:
@@ -145,28 +176,5 @@ def load_tfds(config: ConfigDict) -> DataSource:
     return open_streamed(config, folder, SETS[config.name].test_split)
 
 
-def load_full(config: ConfigDict) -> Source:
-    """Reads a full set that TFDS prepared, or prepares it first."""
-    check_choice("data.name", config.name, SETS)
-    if SETS[config.name].streamed:
-        raise ValueError(
-            f"data.name={config.name!r} does not fit into memory: `load_data` opens "
-            "it, `load_images` cannot."
-        )
-    return read_full(
-        config.name, config.get("data_dir", ""), config.get("manual_dir", "")
-    )
-
-
-def load_folder(config: ConfigDict) -> Source:
-    """Reads a folder of images."""
-    if not config.get("data_dir", ""):
-        raise ValueError(
-            'data.data_dir is empty: data.source="folder" needs the folder that holds '
-            "train/<class>/*.jpg and test/<class>/*.jpg."
-        )
-    return read_folder(expand(config.data_dir, "data.data_dir"))
-
-
-SOURCES = {"embedded": load_embedded, "tfds": load_full, "folder": load_folder}
-LOADERS = {**dict.fromkeys(SOURCES, load_images), "tfds": load_tfds, "text": load_text}
+READERS = {"embedded": _read_embedded, "tfds": _read_tfds, "folder": _read_folder}
+LOADERS = {**dict.fromkeys(READERS, load_images), "tfds": _load_tfds, "text": load_text}

@@ -1,4 +1,4 @@
-"""Paths as users write them."""
+"""Data files: their paths, checksums and read errors."""
 
 import contextlib
 import hashlib
@@ -10,19 +10,22 @@ from tqdm import tqdm
 
 from relattn import spec
 
+MANIFEST = "manifest.json"
+BLOCK_BYTES = 2**20
+
 
 def expand(path: str | pathlib.Path, key: str) -> pathlib.Path:
-    """Puts a home directory in the place of ``~`` or ``~name``.
+    """Expands ``~`` and ``~user`` to a home directory.
 
     Args:
-        path: of a file or folder.
-        key: the name of the argument or configuration key, for the message.
+        path: Path of a file or folder.
+        key: Name of the argument or configuration key, for the error message.
 
     Returns:
         The path.
 
     Raises:
-        ValueError: there is no such user, or its home directory is not known.
+        ValueError: If there is no such user, or the home directory is unknown.
 
     Example:
         >>> expand("runs/first", "--workdir").name
@@ -32,27 +35,27 @@ def expand(path: str | pathlib.Path, key: str) -> pathlib.Path:
         return pathlib.Path(path).expanduser()
     except RuntimeError as error:
         raise ValueError(
-            f"{key}={path} begins with a home directory that is not known here: write "
-            "the path in full."
+            f"{key}={path} begins with a home directory that is unknown: write the "
+            "full path."
         ) from error
 
 
 @contextlib.contextmanager
 def reading_data() -> Iterator[None]:
-    """Makes of what the system says of a file of data a sentence that names it.
+    """Re-raises any OSError about a file with a message that names the file.
 
     Yields:
         Nothing.
 
     Raises:
-        OSError: what runs in the context raised one of the system.
+        OSError: If a file cannot be read in the context.
 
     Example:
         >>> with reading_data():
         ...     raise PermissionError(13, "Permission denied", "a/train.bin")
         Traceback (most recent call last):
         OSError: a/train.bin cannot be read (Permission denied): make it readable, \
-or name other data by data.data_dir.
+or set data.data_dir to other data.
     """
     try:
         yield
@@ -61,7 +64,7 @@ or name other data by data.data_dir.
             raise
         raise OSError(
             f"{error.filename} cannot be read ({error.strerror}): make it readable, or "
-            "name other data by data.data_dir."
+            "set data.data_dir to other data."
         ) from error
 
 
@@ -82,17 +85,13 @@ def describe_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-MANIFEST = "manifest.json"
-BLOCK_BYTES = 2**20
-
-
 def sha256(path: pathlib.Path, title: str | None = None) -> str:
     """Returns the SHA-256 of a file.
 
     Args:
-        path: of the file.
-        title: of a progress bar for what takes more than two seconds, on a terminal;
-            None for no bar.
+        path: Path of the file.
+        title: Title of a progress bar, shown on a terminal after two seconds; None
+            shows no bar.
 
     Returns:
         The digest in hexadecimal digits.
@@ -120,25 +119,25 @@ def sha256(path: pathlib.Path, title: str | None = None) -> str:
 
 
 def write_manifest(folder: pathlib.Path, names: Iterable[str]) -> None:
-    """Writes the checksums of some files of a folder.
+    """Writes ``manifest.json``, the checksums of files in a folder.
 
     Args:
-        folder: that holds the files.
-        names: of the files.
+        folder: The folder that holds the files.
+        names: Names of the files.
     """
     sums = {name: sha256(folder / name, f"Checksum of {name}") for name in names}
     (folder / MANIFEST).write_text(f"{json.dumps(sums, indent=1)}\n", "utf-8")
 
 
 def find_damage(folder: pathlib.Path) -> str:
-    """Compares the files of a folder with their checksums.
+    """Compares the files of a folder with the checksums in its ``manifest.json``.
 
     Args:
-        folder: that holds the files, and perhaps a manifest.
+        folder: The folder that holds the files.
 
     Returns:
-        What is wrong with the first file that is not as it was; "" if all are as they
-        were, or the folder has no manifest.
+        The problem of the first file that differs; "" if no file differs, or the
+        folder has no manifest.
 
     Example:
         >>> import tempfile

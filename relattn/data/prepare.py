@@ -2,8 +2,8 @@
 
     python -m relattn.data.prepare --name=mnist [--data_dir=DIR] [--manual_dir=DIR]
 
-needs ``pip install relattn[prepare]``. Without ``--manual_dir``, a folder of the
-archives that TFDS would download, it needs a network. Reading the set afterwards needs
+needs ``pip install relattn[prepare]``, and a network unless ``--manual_dir`` names a
+folder of the archives that TFDS would download. Reading the set afterwards needs
 neither.
 """
 
@@ -21,48 +21,45 @@ from relattn import command
 from relattn.data.paths import describe_error, expand, write_manifest
 from relattn.data.registry import SETS
 from relattn.data.streaming import open_streamed
-from relattn.data.tfds import (
-    check_content,
-    data_root,
-    find_prepared,
-    read_prepared,
-)
+from relattn.data.tfds import check_content, data_root, find_prepared, read_prepared
 
 
 def prepare(name: str, data_dir: str = "", manual_dir: str = "") -> pathlib.Path:
-    """Writes a set in array_record format, unless it is there.
+    """Writes a set in array_record format, unless it exists.
 
     Args:
-        name: of the set, one of `SETS`.
-        data_dir: where TFDS keeps its sets; "" for its default folder.
-        manual_dir: archives that need no download; "" for none.
+        name: Name of the set, one of `SETS`.
+        data_dir: Folder of TFDS's sets; "" for its default folder.
+        manual_dir: Folder of archives that are not downloaded; "" for none.
 
     Returns:
         The folder of the set.
 
     Raises:
-        ImportError: TensorFlow is not installed.
-        ConnectionError: archives are missing and their host cannot be reached.
-        FileNotFoundError: archives are missing that cannot be downloaded.
-        ValueError: the images are not those of the set.
+        ImportError: If TensorFlow is not installed.
+        ConnectionError: If archives are missing and their host cannot be reached.
+        FileNotFoundError: If archives are missing that cannot be downloaded.
+        ValueError: If the images are not those of the set.
     """
     folder = find_prepared(name, data_dir)
     if folder is None:
         if importlib.util.find_spec("tensorflow") is None:
-            raise ImportError("no TensorFlow: `pip install 'relattn[prepare]'` first")
+            raise ImportError(
+                "TensorFlow is not installed: `pip install 'relattn[prepare]'`"
+            )
         root = data_root(data_dir)
         builder = tfds.builder(name, data_dir=root, file_format="array_record")
         check_archives(name, builder.url_infos, manual_dir)
         builder.download_and_prepare(
-            # TFDS caches what it extracted by file name, and MNIST's archives are named
-            # like Fashion-MNIST's: each set needs a folder of its own.
+            # TFDS caches extracted files by name, and MNIST's archives have the same
+            # names as Fashion-MNIST's: each set needs a separate folder.
             download_dir=root / "downloads" / name,
             download_config=tfds.download.DownloadConfig(
                 manual_dir=expand(manual_dir, "manual_dir") if manual_dir else None
             ),
         )
         folder = pathlib.Path(builder.data_path)
-        # Records have checksums of their own, which their reader verifies.
+        # Records are left out: they contain checksums, which their reader verifies.
         names = sorted(file.name for file in folder.iterdir())
         write_manifest(folder, (n for n in names if n.endswith((".json", ".txt"))))
     entry = SETS[name]
@@ -75,18 +72,18 @@ def prepare(name: str, data_dir: str = "", manual_dir: str = "") -> pathlib.Path
 
 
 def check_archives(name: str, urls: Iterable[str], manual_dir: str) -> None:
-    """Raises if archives are missing that cannot be downloaded either.
+    """Raises an error if archives are missing and cannot be downloaded.
 
-    TFDS would try again for minutes before it says so.
+    TFDS would retry for minutes before it fails.
 
     Args:
-        name: of the set.
-        urls: of its archives.
-        manual_dir: archives that need no download; "" for none.
+        name: Name of the set.
+        urls: URLs of its archives.
+        manual_dir: Folder of archives that are not downloaded; "" for none.
 
     Raises:
-        ConnectionError: the host of a missing archive cannot be reached.
-        FileNotFoundError: a missing archive is handed out by its owners alone.
+        ConnectionError: If the host of a missing archive cannot be reached.
+        FileNotFoundError: If only its owners distribute a missing archive.
     """
     folder = expand(manual_dir, "manual_dir") if manual_dir else None
     for file in SETS[name].manual_archives:
@@ -101,7 +98,7 @@ def check_archives(name: str, urls: Iterable[str], manual_dir: str) -> None:
         needed = file.startswith(SETS[name].archive_prefix)
         if needed and not (folder and (folder / file).is_file()):
             missing[file] = urllib.parse.urlsplit(url)
-    # Behind a proxy only a real download can tell.
+    # Behind a proxy this check is impossible: the download is tried.
     if not missing or urllib.request.getproxies():
         return
     address = next(iter(missing.values()))

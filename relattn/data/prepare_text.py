@@ -3,15 +3,19 @@
     python -m relattn.data.prepare_text --input a.txt b.txt --output=DIR
     python -m relattn.data.prepare_text --openwebtext --output=DIR
 
-with ``--tokenizer=gpt2`` (the default; ``--bpe_dir=DIR`` names the folder of its
-``encoder.json`` and ``vocab.bpe``, else tiktoken downloads them) or ``bytes``. Of plain
-files, taken one after another, the last tenth is for validation. OpenWebText needs
-``pip install relattn[openwebtext]`` and a network; ``--openwebtext=DIR`` reads a local
-copy. ``--val_fraction`` sets another share apart.
+Options:
 
-``manifest.json`` holds the SHA-256 of the files. A run verifies them before it trains:
-12 seconds for the 17 GB of OpenWebText, where a core hashes 1.4 GB a second. Files
-without a ``manifest.json``, such as nanoGPT's own, are not verified.
+- ``--tokenizer``: ``gpt2`` (the default) or ``bytes``;
+- ``--bpe_dir=DIR``: folder of GPT-2's ``encoder.json`` and ``vocab.bpe``; without it,
+  tiktoken downloads them;
+- ``--openwebtext=DIR``: reads a local copy; without DIR, OpenWebText needs
+  ``pip install relattn[openwebtext]`` and a network;
+- ``--val_fraction``: share of the text for validation, by default the last tenth of
+  the plain files in order, or 0.0005 of OpenWebText's documents.
+
+``manifest.json`` holds the SHA-256 of the files. A run verifies them before training:
+12 seconds for the 17 GB of OpenWebText at 1.4 GB per second and core. Files without a
+``manifest.json``, such as nanoGPT's, are not verified.
 """
 
 import codecs
@@ -37,13 +41,12 @@ FILE_VAL_FRACTION = 0.1
 DOCUMENT_VAL_FRACTION = 0.0005
 DOCUMENT_SPLIT_SEED = 2357
 BLOCK_BYTES = 2**18
-# Texts encoded side by side: tiktoken leaves Python's lock to other threads.
-TEXTS_AT_ONCE = 64
-
-# In UTF-8, the bytes within a character are 10xxxxxx.
+# Number of texts encoded in parallel threads: tiktoken releases Python's lock.
+NUM_PARALLEL_TEXTS = 64
+# UTF-8 continuation bytes, 10xxxxxx.
 CONTINUATION = bytes(range(0x80, 0xC0))
 
-# A text, and whether a document ends with it.
+# A text, and True if a document ends with it.
 Piece = tuple[str, bool]
 
 
@@ -55,22 +58,22 @@ def prepare_files(
 ) -> TokenMeta:
     """Writes the tokens of plain text files.
 
-    With more than one file, each ends with the tokenizer's end of text, if it has one.
+    Several files each end with the tokenizer's end-of-text token, if it has one.
 
     Args:
-        inputs: UTF-8 text files, in this order.
-        output: the folder to write.
-        tokenizer: to encode them with.
-        val_fraction: the share of the bytes, at the end, set apart for validation.
+        inputs: UTF-8 text files, in order.
+        output: Folder to write.
+        tokenizer: Tokenizer that encodes the text.
+        val_fraction: Share of the bytes, at the end, for validation.
 
     Returns:
-        What was written.
+        The description of the written files.
 
     Raises:
-        FileNotFoundError: an input is missing.
-        FileExistsError: `output` holds token files already.
-        ValueError: `val_fraction` is not between 0 and 1, a file is not UTF-8, or the
-            text is too short to be split.
+        FileNotFoundError: If an input is missing.
+        FileExistsError: If `output` holds token files already.
+        ValueError: If `val_fraction` is not between 0 and 1, a file is not UTF-8, or
+            the text is too short to split.
 
     Example:
         >>> import tempfile
@@ -89,8 +92,8 @@ def prepare_files(
     cut = _next_character(inputs, sizes, int(total * (1 - val_fraction)))
     if not 0 < cut < total:
         raise ValueError(
-            f"{total} bytes of text with val_fraction={val_fraction}: too few to train "
-            "and to validate on."
+            f"{total} bytes of text with val_fraction={val_fraction} leave no text for "
+            "training or validation: use more text."
         )
     several = len(inputs) > 1
 
@@ -116,25 +119,25 @@ def prepare_documents(
     tokenizer: Tokenizer,
     val_fraction: float = DOCUMENT_VAL_FRACTION,
 ) -> TokenMeta:
-    """Writes the tokens of a set of documents that Hugging Face `datasets` reads.
+    """Writes the tokens of a document set, read by Hugging Face's `datasets`.
 
-    Each document ends with the tokenizer's end of text, if it has one. The documents
-    for validation are drawn as nanoGPT draws them.
+    Each document ends with the tokenizer's end-of-text token, if it has one. The
+    validation documents are drawn in the same way as in nanoGPT.
 
     Args:
-        name: of the set, or a folder of its Parquet files; its documents are the
+        name: Name of the set, or a folder of its Parquet files; the documents are the
             column ``text`` of the split ``train``.
-        output: the folder to write.
-        tokenizer: to encode them with.
-        val_fraction: the share of the documents for validation.
+        output: Folder to write.
+        tokenizer: Tokenizer that encodes the text.
+        val_fraction: Share of the documents for validation.
 
     Returns:
-        What was written.
+        The description of the written files.
 
     Raises:
-        ImportError: `datasets` is not installed.
-        FileExistsError: `output` holds token files already.
-        ValueError: `val_fraction` is not between 0 and 1, there are fewer than two
+        ImportError: If `datasets` is not installed.
+        FileExistsError: If `output` holds token files already.
+        ValueError: If `val_fraction` is not between 0 and 1, there are fewer than two
             documents, or they have no ``text``.
     """
     _check_arguments(output, val_fraction)
@@ -142,7 +145,7 @@ def prepare_documents(
         datasets = importlib.import_module("datasets")
     except ImportError as error:
         raise ImportError(
-            "OpenWebText is read by Hugging Face's datasets: `pip install "
+            "OpenWebText needs Hugging Face's datasets: `pip install "
             "'relattn[openwebtext]'`."
         ) from error
     documents = datasets.load_dataset(name, split="train")
@@ -151,8 +154,8 @@ def prepare_documents(
         raise ValueError(f"{name} has no column 'text' (it has {listed}).")
     if len(documents) < 2:
         raise ValueError(
-            f"{name} has {len(documents)} documents: at least 2 are needed, to train "
-            "and to validate on."
+            f"{name} has {len(documents)} documents: training and validation need at "
+            "least 2."
         )
     split = documents.train_test_split(
         test_size=val_fraction, seed=DOCUMENT_SPLIT_SEED, shuffle=True
@@ -162,7 +165,7 @@ def prepare_documents(
 
 
 def _texts(documents: Any) -> Iterator[Piece]:
-    for batch in documents.iter(batch_size=TEXTS_AT_ONCE):
+    for batch in documents.iter(batch_size=NUM_PARALLEL_TEXTS):
         for text in batch["text"]:
             yield text, True
 
@@ -173,12 +176,12 @@ def _check_arguments(output: pathlib.Path, val_fraction: float) -> None:
     for name in (META, MANIFEST, *FILES.values()):
         if (output / name).exists():
             raise FileExistsError(
-                f"{output / name} is there already: choose another output or delete it."
+                f"{output / name} exists already: choose another output or delete it."
             )
 
 
 def _next_character(inputs: list[pathlib.Path], sizes: list[int], position: int) -> int:
-    """Moves a position in the bytes of all files on to where a character begins."""
+    """Moves a byte position in the joined files forward to the start of a character."""
     start = 0
     for path, size in zip(inputs, sizes, strict=True):
         if position < start + size:
@@ -191,18 +194,18 @@ def _next_character(inputs: list[pathlib.Path], sizes: list[int], position: int)
 
 
 def read_text(path: pathlib.Path, begin: int, end: int) -> Iterator[str]:
-    """Reads a part of a UTF-8 file, block by block.
+    """Reads the bytes [begin, end) of a UTF-8 file, block by block.
 
     Args:
-        path: of the file.
-        begin: the first byte.
-        end: after the last byte.
+        path: Path of the file.
+        begin: First byte.
+        end: End, exclusive.
 
     Yields:
         The text.
 
     Raises:
-        ValueError: the file is not UTF-8.
+        ValueError: If the file is not UTF-8.
     """
     decoder = codecs.getincrementaldecoder("utf-8")()
     with path.open("rb") as file:
@@ -214,19 +217,19 @@ def read_text(path: pathlib.Path, begin: int, end: int) -> Iterator[str]:
                 yield decoder.decode(block, final=begin >= end or not block)
             except UnicodeDecodeError as error:
                 raise ValueError(
-                    f"{path} is no UTF-8 text ({error.reason} before byte {begin}): "
-                    "convert it first."
+                    f"{path} is not UTF-8 text ({error.reason} before byte {begin}): "
+                    "convert it to UTF-8."
                 ) from error
 
 
 def split_text(blocks: Iterable[str]) -> Iterator[str]:
-    r"""Splits text where GPT-2's encoding of the parts is that of the whole.
+    r"""Splits text such that GPT-2 encodes the parts and the whole to the same ids.
 
-    Its words never reach across a line break that something other than white space
-    follows, and the line break begins a word there.
+    Every split is before a line break that is not followed by white space: there,
+    GPT-2's word splitting always starts a new word.
 
     Args:
-        blocks: the text, cut anywhere.
+        blocks: The text, split anywhere.
 
     Yields:
         The same text; every part but the first begins with such a line break.
@@ -250,21 +253,22 @@ def split_text(blocks: Iterable[str]) -> Iterator[str]:
 
 
 def encode_pieces(pieces: Iterable[Piece], tokenizer: Tokenizer) -> Iterator[TokenIds]:
-    """Encodes texts, several at a time, and ends each document.
+    """Encodes texts in parallel and appends the end-of-text token to each document.
 
     Args:
-        pieces: texts, each with whether a document ends there.
-        tokenizer: to encode them with; one without an end of text ends no document.
+        pieces: Pairs of a text and True if a document ends with it.
+        tokenizer: Tokenizer that encodes the text; without an end-of-text token,
+            nothing is appended.
 
     Yields:
-        The ids of the texts in their order.
+        The ids of each text, in order.
     """
     ending = np.array(
         [] if tokenizer.end_of_text is None else [tokenizer.end_of_text], np.uint16
     )
     pieces = iter(pieces)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        while batch := list(itertools.islice(pieces, TEXTS_AT_ONCE)):
+        while batch := list(itertools.islice(pieces, NUM_PARALLEL_TEXTS)):
             encoded = pool.map(tokenizer.encode, [text for text, _ in batch])
             for tokens, (_, ends) in zip(encoded, batch, strict=True):
                 yield np.concatenate([tokens, ending]) if ends else tokens
@@ -276,10 +280,7 @@ def _write(
     tokenizer: Tokenizer,
     origin: str,
 ) -> TokenMeta:
-    """Writes the parts, then ``meta.json`` and ``manifest.json``.
-
-    The parts get their names when all are complete.
-    """
+    """Writes the parts, renames them when complete, and adds meta and manifest."""
     output.mkdir(parents=True, exist_ok=True)
     counts = {}
     with tqdm(
@@ -330,9 +331,8 @@ def main(argv: Sequence[str] | None = None) -> None:
                 options.openwebtext, options.output, tokenizer, **fraction
             )
     except Exception as error:
-        raise ValueError(
-            f"the text was not prepared: {describe_error(error)}"
-        ) from error
+        problem = describe_error(error)
+        raise ValueError(f"the text was not prepared: {problem}") from error
     counts = " and ".join(f"{n:,} in {name}" for name, n in meta.num_tokens.items())
     print(f"Tokens of {meta.tokenizer!r} in {options.output}: {counts}.")
 

@@ -1,4 +1,4 @@
-"""From uint8 images as stored to the float images that a model sees, under jit."""
+"""Converts batches as stored to model inputs, under jit."""
 
 import functools
 from collections.abc import Callable
@@ -18,16 +18,16 @@ from relattn.data.base import DataInfo
 def make_preprocess(
     config: ConfigDict, info: DataInfo
 ) -> Callable[[dict[str, Any]], Array]:
-    """Makes the function from a batch to what the model sees, under jit.
+    """Returns the function that converts a batch to model inputs, for use under jit.
 
     Args:
-        config: of the data; ``image_size`` (by default the height as stored),
-            ``standardize`` and ``augment`` serve images.
-        info: of the data.
+        config: Options of the data; ``image_size`` (by default the height as stored),
+            ``standardize`` and ``augment`` apply to images.
+        info: Description of the data.
 
     Returns:
-        A function of a batch: `preprocess` of its images, augmented where the batch has
-        draws, or its tokens as they are.
+        A function of a batch that returns `preprocess` of its images, augmented if the
+        batch has ``draws``, or its tokens unchanged.
 
     Example:
         >>> from relattn.data.base import ImageInfo
@@ -60,17 +60,17 @@ def make_preprocess(
 
 
 def input_shape(config: ConfigDict, info: DataInfo) -> tuple[int, ...]:
-    """Returns the shape of one example as the model sees it.
+    """Returns the shape of one example as model input.
 
     Args:
-        config: of the data.
-        info: of the data.
+        config: Options of the data.
+        info: Description of the data.
 
     Returns:
-        (height, width, channels) of an image, (context_length,) of a text.
+        (height, width, channels) for images, (context_length,) for text.
 
     Raises:
-        ValueError: ``image_size`` < 1.
+        ValueError: If ``image_size`` < 1.
     """
     if info.kind == "tokens":
         return (info.context_length,)
@@ -89,25 +89,26 @@ def preprocess(
     std: Float[Array | np.ndarray, "channels"] | None = None,
     change: Callable[[Array], Array] | None = None,
 ) -> Float32[Array, "batch {image_size} {image_size} channels"]:
-    """Scales to [0, 1], resizes bilinearly and, with `mean` and `std`, standardises.
+    """Scales images to [0, 1], resizes them and, given `mean` and `std`, standardises.
 
     x -> (resize(change(x / 255)) - mean) / std
 
-    Pixel centres lie at half-integers and a smaller result is averaged (antialiased),
-    as Pillow and torchvision do.
+    The resize is bilinear with pixel centres at half-integers and antialiasing, as in
+    Pillow and torchvision.
 
     Args:
         images: uint8 [batch, height, width, channels].
-        image_size: height and width of the result.
-        mean: [channels], of values in [0, 1]; None leaves the values in [0, 1].
-        std: [channels]; given with `mean`.
-        change: of the images in [0, 1], before they are resized; None for none.
+        image_size: Height and width of the result.
+        mean: [channels], for values in [0, 1]; None leaves the values in [0, 1].
+        std: [channels]; required with `mean`.
+        change: Function applied to the images in [0, 1] before the resize; None for
+            none.
 
     Returns:
         float32 [batch, image_size, image_size, channels].
 
     Raises:
-        ValueError: only one of `mean` and `std` is given, or `image_size` < 1.
+        ValueError: If only one of `mean` and `std` is given, or `image_size` < 1.
 
     Example:
         >>> images = np.full((1, 28, 28, 1), 255, np.uint8)

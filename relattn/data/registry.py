@@ -1,4 +1,4 @@
-"""The image sets known by name: their classes, splits and terms of use."""
+"""Registry of the image sets: their classes, splits and licences."""
 
 import dataclasses
 import pathlib
@@ -12,19 +12,20 @@ EMBEDDED_VERSION = "1.0.0"
 
 @dataclasses.dataclass(frozen=True)
 class ImageSet:
-    """What is known of an image set before it is read.
+    """Properties of an image set that are known before it is read.
 
     Attributes:
-        title: its name in prose.
-        test_split: the TFDS split used as test images.
-        embedded: whether a subset of it ships with the package.
-        class_names: where TFDS knows the classes by number only.
-        archive_prefix: of the file names of its archives, among others of TFDS's set.
-        manual_archives: those that nobody but its owners may hand out.
-        streamed: whether its images differ in size and are too many for memory.
-        digest: of the full set, see `content_digest`; "" where it is not known.
-        licence: and attribution, for the embedded ones.
-        citation: BibTeX, for the embedded ones.
+        title: Name in prose.
+        test_split: TFDS split used as test images.
+        embedded: True if a subset ships with the package.
+        class_names: Class names, where TFDS has numbers only.
+        archive_prefix: Prefix of the archives that the set needs, where TFDS lists
+            more.
+        manual_archives: Archives that only the owners of the set distribute.
+        streamed: True if the images differ in size and do not fit into memory.
+        digest: `content_digest` of the full set; "" if unknown.
+        licence: Licence and attribution of an embedded set.
+        citation: BibTeX entry of an embedded set.
     """
 
     title: str
@@ -95,16 +96,16 @@ SETS = {
 def check_choice(
     key: str, value: str, choices: Collection[str], where: str = ""
 ) -> None:
-    """Raises unless a value is one of the known ones.
+    """Raises ValueError unless a value is one of the known values.
 
     Args:
-        key: the name of the argument or configuration key.
-        value: what was given.
-        choices: the known values.
-        where: they are known, for the message.
+        key: Name of the argument or configuration key.
+        value: The value to check.
+        choices: The known values.
+        where: Restriction of the known values, appended to the value in the message.
 
     Raises:
-        ValueError: the value is unknown; the message names the closest.
+        ValueError: If the value is unknown; the message names the closest known value.
 
     Example:
         >>> check_choice("data.source", "flder", ["folder"])

@@ -1,4 +1,4 @@
-"""Reads image sets that TFDS prepared, without TensorFlow."""
+"""Reads image sets that TFDS prepared, without TensorFlow, and starts preparation."""
 
 import contextlib
 import hashlib
@@ -26,19 +26,71 @@ from relattn.data.paths import describe_error, expand, find_damage
 from relattn.data.registry import SETS, ImageSet
 
 CHUNK = 1000
-# Beyond this many bytes of pixels a split is decoded once into a mapped file.
+# A larger split is decoded once into a memory-mapped file.
 MAPPED_BYTES = 4 * 10**9
+
+
+class DatasetNotPreparedError(FileNotFoundError):
+    """A data set is not prepared; the message says how to prepare it."""
+
+
+def read_full(
+    name: str, data_dir: str, manual_dir: str
+) -> tuple[ImageSplit, ImageSplit, tuple[str, ...], str]:
+    """Reads a full image set into memory, preparing it first if necessary.
+
+    Args:
+        name: Name of the set, one of `SETS`.
+        data_dir: Folder of TFDS's sets; "" for its default folder.
+        manual_dir: Folder of archives that are not downloaded; "" for none.
+
+    Returns:
+        The training images, the test images, the class names and the origin.
+
+    Raises:
+        DatasetNotPreparedError: If the set is missing and cannot be prepared.
+        ValueError: If the set is damaged, or holds the images of another set.
+    """
+    folder = find_or_prepare(name, data_dir, manual_dir)
+    entry = SETS[name]
+    train, test, class_names = read_prepared(folder, entry.test_split)
+    check_content(entry, folder, train, test)
+    origin = describe_origin(name, folder)
+    return train, test, entry.class_names or class_names, origin
+
+
+def find_or_prepare(name: str, data_dir: str, manual_dir: str) -> pathlib.Path:
+    """Returns the folder of a set, preparing the set first if necessary.
+
+    Preparation runs in a separate process, since it imports TensorFlow.
+
+    Args:
+        name: Name of the set, one of `SETS`.
+        data_dir: Folder of TFDS's sets; "" for its default folder.
+        manual_dir: Folder of archives that are not downloaded; "" for none.
+
+    Returns:
+        ``<data_dir>/<name>/<version>``.
+
+    Raises:
+        DatasetNotPreparedError: If the set is missing and cannot be prepared.
+    """
+    folder = find_prepared(name, data_dir)
+    if folder is None:
+        _prepare_in_subprocess(name, data_dir, manual_dir)
+        folder = find_prepared(name, data_dir)
+    return folder
 
 
 def find_prepared(name: str, data_dir: str) -> pathlib.Path | None:
     """Returns the folder of the newest prepared version of a set, or None.
 
     Args:
-        name: as TFDS says it, "mnist" or "imagenet_resized/64x64".
-        data_dir: where TFDS keeps its sets; "" for its default folder.
+        name: TFDS's name, for example "mnist" or "imagenet_resized/64x64".
+        data_dir: Folder of TFDS's sets; "" for its default folder.
 
     Returns:
-        ``<data_dir>/<name>/<version>``, if a complete one exists.
+        ``<data_dir>/<name>/<version>``, or None if no complete version exists.
     """
     folders = [
         file.parent
@@ -53,24 +105,29 @@ def data_root(data_dir: str) -> pathlib.Path:
     return expand(data_dir or tfds.core.constants.DATA_DIR, "data_dir")
 
 
+def describe_origin(name: str, folder: pathlib.Path) -> str:
+    """Describes where the images of a prepared set came from."""
+    return f"{name} {folder.name}, prepared by TFDS in {folder}"
+
+
 def read_prepared(
     folder: pathlib.Path, test_split: str = "test"
 ) -> tuple[ImageSplit, ImageSplit, tuple[str, ...]]:
     """Reads the training and test images of a prepared set.
 
-    Into memory, but for a split of more than `MAPPED_BYTES` bytes: that is decoded once
-    into a file beside the set and mapped from there.
+    A split of more than `MAPPED_BYTES` bytes is decoded once into a file in the folder
+    and memory-mapped; a smaller one is read into memory.
 
     Args:
         folder: ``<data_dir>/<name>/<version>``, written with
             ``file_format="array_record"``.
-        test_split: the split that serves as test images.
+        test_split: Split used as test images.
 
     Returns:
-        The training images, the test images and the names of the classes.
+        The training images, the test images and the class names.
 
     Raises:
-        ValueError: the folder is incomplete, damaged or in another file format.
+        ValueError: If the folder is incomplete, damaged or in another file format.
     """
     with reading_prepared(folder):
         builder = open_builder(folder)
@@ -92,7 +149,7 @@ def reading_prepared(folder: pathlib.Path) -> Iterator[None]:
     except Exception as error:
         raise ValueError(
             f"The image set in {folder} cannot be read ({describe_error(error)}): "
-            "prepare it again, as array_record, after deleting that folder or in "
+            "prepare it again as array_record, after deleting that folder or in "
             "another data_dir."
         ) from error
 
@@ -107,23 +164,23 @@ def open_builder(folder: pathlib.Path) -> tfds.core.DatasetBuilder:
         TFDS's builder that reads it.
 
     Raises:
-        ValueError: a file is not as it was when the set was prepared, or
-            ``features.json`` names a class that is not TFDS's.
-        OSError: the folder is incomplete.
+        ValueError: If a file has changed since the preparation, or ``features.json``
+            names a class that is not from TFDS.
+        OSError: If the folder is incomplete.
     """
     if damage := find_damage(folder):
         raise ValueError(damage)
-    # TFDS imports whatever module that file names.
+    # TFDS imports any module that features.json names.
     for name in _class_names(json.loads((folder / "features.json").read_text("utf-8"))):
         if not (isinstance(name, str) and name.startswith("tensorflow_datasets.")):
             raise ValueError(
-                f"features.json names {spec.shorten(name)}, which is no class of TFDS"
+                f"features.json names {spec.shorten(name)}, which is not a TFDS class"
             )
     return tfds.builder_from_directory(folder)
 
 
 def _class_names(values: Any) -> Iterator[Any]:
-    """What is named as a class, anywhere in the JSON of a set's features."""
+    """Yields every class name in the JSON of a set's features."""
     if isinstance(values, dict):
         for key, value in values.items():
             if key in ("pythonClassName", "python_class_name", "type"):
@@ -135,7 +192,7 @@ def _class_names(values: Any) -> Iterator[Any]:
 
 
 def _check_labels(labels: np.ndarray, num_classes: int) -> None:
-    # A label out of range is no error on a device: its loss is NaN, or of another.
+    # A device raises no error on a label out of range: the loss is silently wrong.
     wrong = np.flatnonzero((labels < 0) | (labels >= num_classes))
     if wrong.size:
         raise ValueError(
@@ -156,10 +213,10 @@ def _read_split(source: Sequence, folder: pathlib.Path, split: str) -> ImageSpli
 def _map_split(source: Sequence, shape: tuple, stem: pathlib.Path) -> ImageSplit:
     final = [stem.with_name(f"{stem.name}-{kind}.npy") for kind in ("images", "labels")]
     if not all(path.is_file() for path in final):
-        # Only a complete file gets the name that a later run trusts.
-        # Several processes may come here at once, each with files of its own.
-        own = uuid.uuid4().hex[:8]
-        partial = [path.with_suffix(f".{own}.partial") for path in final]
+        # Files are renamed once complete, so that later runs can trust the final name.
+        # Several processes may decode at once, each into its own files.
+        suffix = uuid.uuid4().hex[:8]
+        partial = [path.with_suffix(f".{suffix}.partial") for path in final]
         try:
             images = open_memmap(partial[0], "w+", np.uint8, shape)
             labels = open_memmap(partial[1], "w+", np.int32, shape[:1])
@@ -171,7 +228,7 @@ def _map_split(source: Sequence, shape: tuple, stem: pathlib.Path) -> ImageSplit
         finally:
             for path in partial:
                 path.unlink(missing_ok=True)
-    # Copy on write: the validation split moves rows about, in memory only.
+    # Copy-on-write: the validation split reorders rows in memory only.
     images, labels = (open_memmap(path, "c") for path in final)
     for path, array, kind, size in (
         (final[0], images, np.uint8, shape),
@@ -186,7 +243,7 @@ def _map_split(source: Sequence, shape: tuple, stem: pathlib.Path) -> ImageSplit
 
 
 def _fill(source: Sequence, images: np.ndarray, labels: np.ndarray, title: str) -> None:
-    # A bar only for what takes more than two seconds, on a terminal.
+    # The bar appears on a terminal after two seconds.
     with tqdm(
         total=len(source), desc=title, unit=" images", delay=2, disable=None
     ) as bar:
@@ -217,15 +274,37 @@ def _without_opencv_hint() -> Iterator[None]:
         logging.set_verbosity(verbosity)
 
 
-def content_digest(train: ImageSplit, test: ImageSplit) -> str:
-    """Returns the SHA-256 of all images with their labels, whatever their order.
+def check_content(
+    entry: ImageSet, folder: pathlib.Path, train: ImageSplit, test: ImageSplit
+) -> None:
+    """Raises ValueError if images or labels are not those of the set.
 
     Args:
-        train: the training images.
-        test: the test images.
+        entry: Registry entry of the set.
+        folder: Folder of the set.
+        train: Training images of the set.
+        test: Test images of the set.
+
+    Raises:
+        ValueError: If they differ from the registry's digest.
+    """
+    if entry.digest and content_digest(train, test) != entry.digest:
+        raise ValueError(
+            f"The images or labels in {folder} are not those of {entry.title}, perhaps "
+            "because two sets with equal archive names were prepared from one "
+            "downloads folder: delete that folder and prepare the set again."
+        )
+
+
+def content_digest(train: ImageSplit, test: ImageSplit) -> str:
+    """Returns the SHA-256 of all images and labels, independent of their order.
+
+    Args:
+        train: Training images.
+        test: Test images.
 
     Returns:
-        The digest of the pairs of image and label, sorted by their bytes.
+        The digest of the (image, label) pairs, sorted by their bytes.
     """
     pairs = [
         image.tobytes() + label.tobytes()
@@ -235,87 +314,8 @@ def content_digest(train: ImageSplit, test: ImageSplit) -> str:
     return hashlib.sha256(b"".join(sorted(pairs))).hexdigest()
 
 
-class DatasetNotPreparedError(FileNotFoundError):
-    """A data set is not on this machine; the message says how to prepare it."""
-
-
-def read_full(
-    name: str, data_dir: str, manual_dir: str
-) -> tuple[ImageSplit, ImageSplit, tuple[str, ...], str]:
-    """Reads a full image set into memory, preparing it first if it is not there.
-
-    Args:
-        name: of the set, one of `SETS`.
-        data_dir: where TFDS keeps its sets; "" for its default folder.
-        manual_dir: archives that need no download; "" for none.
-
-    Returns:
-        The training images, the test images, the names of the classes, and the origin.
-
-    Raises:
-        DatasetNotPreparedError: the set is not there and could not be prepared.
-        ValueError: the set is damaged, or its images are another set's.
-    """
-    folder = find_or_prepare(name, data_dir, manual_dir)
-    entry = SETS[name]
-    train, test, class_names = read_prepared(folder, entry.test_split)
-    check_content(entry, folder, train, test)
-    origin = origin_of(name, folder)
-    return train, test, entry.class_names or class_names, origin
-
-
-def find_or_prepare(name: str, data_dir: str, manual_dir: str) -> pathlib.Path:
-    """Returns the folder of a set, preparing it first if it is not there.
-
-    Preparation runs in a process of its own, since it imports TensorFlow.
-
-    Args:
-        name: of the set, one of `SETS`.
-        data_dir: where TFDS keeps its sets; "" for its default folder.
-        manual_dir: archives that need no download; "" for none.
-
-    Returns:
-        ``<data_dir>/<name>/<version>``.
-
-    Raises:
-        DatasetNotPreparedError: the set is not there and could not be prepared.
-    """
-    folder = find_prepared(name, data_dir)
-    if folder is None:
-        _prepare_in_subprocess(name, data_dir, manual_dir)
-        folder = find_prepared(name, data_dir)
-    return folder
-
-
-def origin_of(name: str, folder: pathlib.Path) -> str:
-    """Says where the images of a prepared set came from."""
-    return f"{name} {folder.name}, prepared by TFDS in {folder}"
-
-
-def check_content(
-    entry: ImageSet, folder: pathlib.Path, train: ImageSplit, test: ImageSplit
-) -> None:
-    """Raises if images or labels are not those that the set is known to have.
-
-    Args:
-        entry: what is known of the set.
-        folder: where it was read.
-        train: its training images.
-        test: its test images.
-
-    Raises:
-        ValueError: they differ.
-    """
-    if entry.digest and content_digest(train, test) != entry.digest:
-        raise ValueError(
-            f"The images or labels in {folder} are not those of {entry.title}; two "
-            "sets whose archives have the same names may have been prepared from one "
-            "downloads folder. Delete that folder and prepare the set again."
-        )
-
-
 def prepare_command(name: str, data_dir: str, manual_dir: str = "") -> list[str]:
-    """Returns the arguments after ``python`` that prepare a set."""
+    """Returns the arguments of ``python`` that prepare a set."""
     command = ["-m", "relattn.data.prepare", f"--name={name}"]
     if data_dir:
         command.append(f"--data_dir={data_dir}")
@@ -325,30 +325,30 @@ def prepare_command(name: str, data_dir: str, manual_dir: str = "") -> list[str]
 
 
 def not_prepared(name: str, data_dir: str, cause: str) -> DatasetNotPreparedError:
-    """Returns the error that says how to prepare a set, and why it was not."""
+    """Returns the error that says why a set is not prepared and how to prepare it."""
     command = shlex.join(["python", *prepare_command(name, data_dir)])
     archives = " and ".join(SETS[name].manual_archives)
     if archives:
-        how = (
-            f"Prepare it once: put {archives}, which its owners hand out on "
+        fix = (
+            f"Prepare it once: put {archives}, which its owners distribute after "
             "registration, into a folder DIR, `pip install 'relattn[prepare]'`, then "
             f"`{command} --manual_dir=DIR`."
         )
     else:
-        how = (
+        fix = (
             "Prepare it once, on a machine with a network: `pip install "
             f"'relattn[prepare]'`, then `{command}`; or from archives that you already "
             "have, with --config.data.manual_dir=DIR."
         )
     return DatasetNotPreparedError(
-        f"{name} is not prepared in {data_root(data_dir)} ({cause}). {how}"
+        f"{name} is not prepared in {data_root(data_dir)} ({cause}). {fix}"
     )
 
 
 def _prepare_in_subprocess(name: str, data_dir: str, manual_dir: str) -> None:
     if importlib.util.find_spec("tensorflow") is None:
         raise not_prepared(
-            name, data_dir, "TensorFlow, needed for that only, is not installed"
+            name, data_dir, "TensorFlow, required for preparation only, is missing"
         )
     package_root = str(pathlib.Path(__file__).parents[2])
     paths = [package_root, os.environ.get("PYTHONPATH", "")]
@@ -364,7 +364,7 @@ def _prepare_in_subprocess(name: str, data_dir: str, manual_dir: str) -> None:
     )
     tail = b""
     with process:
-        # The bars of a long download are shown as they come.
+        # Forwards the progress bars of a long download.
         while piece := process.stderr.read1():
             sys.stderr.write(piece.decode(errors="replace"))
             tail = (tail + piece)[-4000:]

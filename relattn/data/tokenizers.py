@@ -1,4 +1,4 @@
-"""From text to token ids and back: bytes, or GPT-2's byte-pair encoding."""
+"""Tokenizers: UTF-8 bytes and GPT-2's byte-pair encoding."""
 
 import importlib
 import pathlib
@@ -15,7 +15,7 @@ TokenIds = UInt16[np.ndarray, "_"]
 AnyIds = Integer[Array | np.ndarray, "tokens"] | Sequence[int]
 
 END_OF_TEXT = "<|endoftext|>"
-# How GPT-2 cuts text into words before it merges bytes.
+# GPT-2 splits text into these words before it merges bytes.
 GPT2_WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 GPT2_FILES = {
     "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
@@ -28,9 +28,9 @@ class Tokenizer(Protocol):
     """Encodes text as ids below `vocab_size`, and decodes them.
 
     Attributes:
-        name: as `load_tokenizer` knows it.
-        vocab_size: number of different ids.
-        end_of_text: the id that ends a document; None if there is none.
+        name: Name for `load_tokenizer`.
+        vocab_size: Number of different ids.
+        end_of_text: Id that ends a document; None if there is none.
     """
 
     name: str
@@ -38,14 +38,14 @@ class Tokenizer(Protocol):
     end_of_text: int | None
 
     def encode(self, text: str) -> TokenIds:
-        """Returns the ids of a text; nothing in it is taken as a special token."""
+        """Returns the ids of a text, without parsing special tokens in it."""
 
     def decode(self, tokens: AnyIds) -> str:
-        """Returns the text of ids; bytes that are no UTF-8 become U+FFFD."""
+        """Returns the text of ids; invalid UTF-8 becomes U+FFFD."""
 
 
 class ByteTokenizer:
-    """The 256 bytes of UTF-8.
+    """Encodes text as its UTF-8 bytes, 256 ids.
 
     Example:
         >>> tokenizer = ByteTokenizer()
@@ -67,23 +67,23 @@ class ByteTokenizer:
         """Returns the text of the bytes.
 
         Raises:
-            ValueError: an id is no byte.
+            ValueError: If an id is not a byte.
         """
         return bytes(check_ids(tokens, self.vocab_size)).decode(errors="replace")
 
 
 class Gpt2Tokenizer:
-    """GPT-2's byte-pair encoding, by tiktoken.
+    """Encodes text with GPT-2's byte-pair encoding, through tiktoken.
 
     Args:
-        bpe_dir: the folder of ``encoder.json`` and ``vocab.bpe``; "" downloads them
-            once into tiktoken's own cache.
+        bpe_dir: Folder of ``encoder.json`` and ``vocab.bpe``; "" downloads them once
+            into tiktoken's cache.
 
     Raises:
-        ImportError: tiktoken is not installed.
-        FileNotFoundError: a file is missing in `bpe_dir`.
-        ValueError: a file is not GPT-2's.
-        ConnectionError: the vocabulary could not be downloaded.
+        ImportError: If tiktoken is not installed.
+        FileNotFoundError: If a file is missing in `bpe_dir`.
+        ValueError: If a file differs from GPT-2's.
+        ConnectionError: If the vocabulary could not be downloaded.
 
     Source:
         Radford et al. 2019, Language Models are Unsupervised Multitask Learners.
@@ -108,7 +108,7 @@ class Gpt2Tokenizer:
             ranks = load.data_gym_to_mergeable_bpe_ranks(
                 vocab_bpe_file=str(folder / "vocab.bpe"),
                 encoder_json_file=str(folder / "encoder.json"),
-                # With the digests tiktoken never trusts its cache of another folder.
+                # Digests keep tiktoken from using its cache of another folder.
                 vocab_bpe_hash=GPT2_FILES["vocab.bpe"],
                 encoder_json_hash=GPT2_FILES["encoder.json"],
             )
@@ -125,7 +125,7 @@ class Gpt2Tokenizer:
         except (OSError, ValueError) as error:
             raise ConnectionError(
                 f"GPT-2's vocabulary could not be downloaded ({type(error).__name__}): "
-                "name a folder that holds encoder.json and vocab.bpe as bpe_dir."
+                "set bpe_dir to a folder that holds encoder.json and vocab.bpe."
             ) from error
 
     def encode(self, text: str) -> TokenIds:
@@ -136,7 +136,7 @@ class Gpt2Tokenizer:
         """Returns the text of the ids.
 
         Raises:
-            ValueError: an id is outside the vocabulary.
+            ValueError: If an id is outside the vocabulary.
         """
         return self._encoding.decode(check_ids(tokens, self.vocab_size))
 
@@ -149,17 +149,18 @@ def load_tokenizer(name: str, bpe_dir: str = "") -> Tokenizer:
 
     Args:
         name: "bytes" or "gpt2".
-        bpe_dir: of "gpt2", the folder of ``encoder.json`` and ``vocab.bpe``; "" lets
+        bpe_dir: Folder of ``encoder.json`` and ``vocab.bpe`` for "gpt2"; "" lets
             tiktoken download them once.
 
     Returns:
         The tokenizer.
 
     Raises:
-        ValueError: the name is unknown, or a file in `bpe_dir` is not GPT-2's.
-        ImportError: tiktoken is not installed.
-        FileNotFoundError: a file is missing in `bpe_dir`.
-        ConnectionError: the vocabulary could not be downloaded.
+        ValueError: If the name is unknown, or a file in `bpe_dir` differs from
+            GPT-2's.
+        ImportError: If tiktoken is not installed.
+        FileNotFoundError: If a file is missing in `bpe_dir`.
+        ConnectionError: If the vocabulary could not be downloaded.
 
     Example:
         >>> load_tokenizer("bytes").encode("to be")
@@ -170,14 +171,14 @@ def load_tokenizer(name: str, bpe_dir: str = "") -> Tokenizer:
 
 
 def check_bpe_files(folder: pathlib.Path) -> None:
-    """Raises unless a folder holds GPT-2's vocabulary.
+    """Raises an error unless a folder holds GPT-2's vocabulary.
 
     Args:
-        folder: of ``encoder.json`` and ``vocab.bpe``.
+        folder: Folder of ``encoder.json`` and ``vocab.bpe``.
 
     Raises:
-        FileNotFoundError: one of them is missing.
-        ValueError: one of them is not GPT-2's.
+        FileNotFoundError: If one of them is missing.
+        ValueError: If one of them differs from GPT-2's.
     """
     for name, digest in GPT2_FILES.items():
         path = folder / name
@@ -193,17 +194,17 @@ def check_bpe_files(folder: pathlib.Path) -> None:
 
 
 def check_ids(tokens: AnyIds, vocab_size: int) -> list[int]:
-    """Returns ids as a list of Python integers.
+    """Checks the range of ids and returns them as a list of Python integers.
 
     Args:
-        tokens: the ids.
-        vocab_size: number of different ids.
+        tokens: The ids.
+        vocab_size: Number of different ids.
 
     Returns:
         The same ids.
 
     Raises:
-        ValueError: an id is negative or not below `vocab_size`.
+        ValueError: If an id is negative or not below `vocab_size`.
 
     Example:
         >>> check_ids([3, 256], 256)

@@ -12,7 +12,7 @@ from tools.embed import encode_png
 
 
 class SmallSet(tfds.core.GeneratorBasedBuilder, skip_registration=True):
-    """Random grey images, of the sizes that `splits` says."""
+    """Random grey images; `splits` gives the size of each split."""
 
     __module__ = "conftest"
     VERSION = tfds.core.Version("3.0.1")
@@ -38,7 +38,7 @@ class SmallSet(tfds.core.GeneratorBasedBuilder, skip_registration=True):
 
 @pytest.fixture
 def write_set(tmp_path):
-    """Writes a small set and returns its data_dir and its folder."""
+    """Returns a function that writes a small set, returning data_dir and folder."""
 
     def write(name, file_format="array_record", **splits):
         name, _, config = name.partition("/")
@@ -55,7 +55,7 @@ def write_set(tmp_path):
 
 
 class SmallPhotographs(SmallSet, skip_registration=True):
-    """Coarse noise of many sizes, colour and grey, JPEG and PNG: ImageNet's layout."""
+    """Noise images of many sizes, colour and grey, JPEG and PNG, like ImageNet."""
 
     VERSION = tfds.core.Version("5.1.0")
 
@@ -79,7 +79,7 @@ class SmallPhotographs(SmallSet, skip_registration=True):
 
 
 def encode_photograph(n, index):
-    """A file of a split of n; the image's grey level is about 10 times its index."""
+    """Encodes an image of a split of n; its grey level is about 10 times its index."""
     rng = np.random.default_rng([n, index])
     height, width = rng.integers(23, 61, 2)
     coarse = rng.integers(0, 7, (8, 8, 3), np.uint8) + np.uint8(10 * index)
@@ -93,7 +93,7 @@ def encode_photograph(n, index):
 
 @pytest.fixture(scope="session")
 def photographs(tmp_path_factory):
-    """The data_dir of a small set named imagenet2012."""
+    """Returns the data_dir of a small set named imagenet2012."""
     data_dir = tmp_path_factory.mktemp("photographs")
     members = {"name": "imagenet2012", "splits": {"train": 23, "validation": 7}}
     members["__module__"] = "conftest"

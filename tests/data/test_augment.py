@@ -1,4 +1,4 @@
-"""Augmentation of batches: the geometry, and what decides it."""
+"""Augmentation and mixing of batches: geometry, draws, distributions, errors."""
 
 import dataclasses
 import functools
@@ -17,13 +17,13 @@ from tests.data.test_images import numbered_data
 RNG = np.random.default_rng(0)
 
 
-def test_rotation_is_that_of_pillow():
+def test_rotation_equals_pillow():
     images = np.zeros((5, 13, 17, 2), np.float32)
     # Pillow extends the border by half a pixel before the zeros begin.
     images[:, 4:-4, 4:-4] = RNG.random((5, 5, 9, 2))
     draws = RNG.random((5, 3)).astype(np.float32)
-    turned = jax.jit(augment, static_argnums=2)(images, draws, "rotate(degrees=30)")
-    for image, draw, ours in zip(images, draws, np.asarray(turned), strict=True):
+    rotated = jax.jit(augment, static_argnums=2)(images, draws, "rotate(degrees=30)")
+    for image, draw, ours in zip(images, draws, np.asarray(rotated), strict=True):
         for channel in range(2):
             theirs = Image.fromarray(image[..., channel]).rotate(
                 (2 * draw[0] - 1) * 30, Image.Resampling.BILINEAR
@@ -31,7 +31,7 @@ def test_rotation_is_that_of_pillow():
             np.testing.assert_allclose(ours[..., channel], theirs, atol=1e-3)
 
 
-def test_flip_and_crop_are_those_of_numpy():
+def test_flip_and_crop_equal_numpy():
     images = RNG.random((7, 5, 3, 2)).astype(np.float32)
     draws = RNG.random((7, 3)).astype(np.float32)
     draws[:2] = [[0.0, 0.0, 1 - 2**-24], [0.5, 1 - 2**-24, 0.0]]
@@ -45,7 +45,7 @@ def test_flip_and_crop_are_those_of_numpy():
 
 
 @pytest.mark.parametrize("spec", ["none", "rotate(degrees=0)"])
-def test_nothing_is_left_as_it_was(spec):
+def test_identity_augmentations_change_nothing(spec):
     images = RNG.random((3, 5, 7, 1)).astype(np.float32)
     same = augment(images, RNG.random((3, 3)).astype(np.float32), spec)
     np.testing.assert_array_equal(same, images)
@@ -57,8 +57,8 @@ def make_batch(augmentation, seed, step):
         return next(loader)[1]
 
 
-def test_draws_are_of_the_image_the_seed_and_the_epoch():
-    # 18 images are 3 batches of 5 an epoch.
+def test_draws_depend_on_image_seed_and_epoch():
+    # 18 images give 3 batches of 5 per epoch.
     def draws_by_image(seed, epoch):
         batches = [make_batch("rotate", seed, 3 * epoch + i) for i in range(3)]
         return {
@@ -105,7 +105,7 @@ def test_only_training_images_are_augmented():
         ("randaugment", "unknown data.augment 'randaugment': there are: flip_crop"),
     ],
 )
-def test_bad_specs_are_refused_as_the_data_are_loaded(spec, message):
+def test_invalid_augment_raises_on_load(spec, message):
     with pytest.raises(ValueError, match=message.replace("(", r"\(")):
         load_images(ConfigDict({"name": "mnist", "augment": spec}))
 
@@ -117,13 +117,13 @@ BOTH = "cutmix(alpha=1.0) | mixup(alpha=0.8)"
 
 @functools.cache
 def draw(text):
-    """Masks of many keys."""
+    """Draws the masks of many keys."""
     keys = jax.random.split(jax.random.key(0), DRAWS)
     return np.asarray(jax.jit(jax.vmap(lambda key: make_mix(text)(key, SIZE)))(keys))
 
 
 def naive_cutmix(rng, alpha):
-    """The mask as in the paper's algorithm, with torchvision's rounding."""
+    """Draws a mask by the paper's algorithm, with torchvision's rounding."""
     height, width = SIZE
     ratio = 0.5 * math.sqrt(1 - rng.beta(alpha, alpha))
     x, y = rng.integers(width), rng.integers(height)
@@ -137,17 +137,17 @@ def naive_cutmix(rng, alpha):
 
 
 def standard_errors(ours, theirs):
-    """The difference of two means of samples."""
+    """Returns the difference of two sample means in standard errors."""
     variance = (ours.var(axis=0) + theirs.var(axis=0)) / DRAWS
     return np.abs(ours.mean(axis=0) - theirs.mean(axis=0)) / np.sqrt(variance)
 
 
 @pytest.mark.parametrize("alpha", [1.0, 0.3])
-def test_cutmix_is_distributed_as_the_naive_one(alpha):
+def test_cutmix_has_the_distribution_of_the_naive_version(alpha):
     ours = draw(f"cutmix(alpha={alpha})")
     rng = np.random.default_rng(0)
     theirs = np.stack([naive_cutmix(rng, alpha) for _ in range(DRAWS)])
-    # 35 pixels, and the share of the image with its square.
+    # Means of 35 pixels, of the share and of its square.
     assert standard_errors(ours, theirs).max() < 4
     shares, expected = ours.mean(axis=(1, 2)), theirs.mean(axis=(1, 2))
     assert standard_errors(shares, expected) < 4
@@ -182,7 +182,7 @@ def test_alternatives_are_equally_likely():
     assert abs(cut.mean() - 0.5) < 4 * 0.5 / math.sqrt(DRAWS)
 
 
-def test_none_mixes_nothing():
+def test_mix_none_returns_none():
     assert make_mix("none") is None
 
 
@@ -195,11 +195,11 @@ def test_none_mixes_nothing():
         ({"mix": "cutmix, mixup"}, "'cutmix, mixup' is not a spec"),
         (
             {"mix": BOTH, "source": "text"},
-            "mixes images, and the data are text: leave data.mix out",
+            "mixes images, but the data are text: remove data.mix",
         ),
     ],
 )
-def test_bad_specs_of_mixes_are_refused_as_the_data_are_loaded(config, message):
+def test_invalid_mix_raises_on_load(config, message):
     config = ConfigDict({"name": "mnist", "context_length": 5, **config})
     with pytest.raises(ValueError, match=message.replace("(", r"\(")):
         load_data(config)

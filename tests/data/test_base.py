@@ -1,4 +1,4 @@
-"""What a run remembers of its data."""
+"""Data descriptions, batch order, padding, parts and the loader."""
 
 import dataclasses
 import itertools
@@ -39,18 +39,18 @@ TEXT = TextInfo(
 
 
 @pytest.mark.parametrize("info", [IMAGES, TEXT])
-def test_json_holds_all_of_it(info):
+def test_info_round_trips_through_json(info):
     values = json.loads(json.dumps(dataclasses.asdict(info)))
     assert read_info(values) == info
 
 
-def test_a_run_from_before_there_was_text_is_of_images():
+def test_info_without_kind_is_of_images():
     values = dataclasses.asdict(IMAGES)
     del values["kind"]
     assert read_info(values) == IMAGES
 
 
-def test_too_few_examples_for_a_batch():
+def test_too_few_examples_for_a_batch_raise():
     with pytest.raises(ValueError, match="batch_size=13 with 11 training windows"):
         TEXT.steps_per_epoch(13)
     assert IMAGES.steps_per_epoch(13) == 7
@@ -67,7 +67,7 @@ def test_an_epoch_visits_each_example_at_most_once():
     assert len(set(seen.tolist())) == 20 == 5 * steps_per_epoch(23, 5)
 
 
-def test_each_epoch_has_its_own_order_and_remainder():
+def test_order_and_remainder_differ_between_epochs():
     first, second = (
         np.concatenate([batch_indices(23, 5, 0, 4 * e + s) for s in range(4)])
         for e in range(2)
@@ -76,25 +76,25 @@ def test_each_epoch_has_its_own_order_and_remainder():
     assert set(first.tolist()) != set(second.tolist())
 
 
-def test_pure_function_of_seed_and_step():
+def test_batch_indices_are_a_pure_function_of_seed_and_step():
     forwards = [batch_indices(23, 5, 3, step).tolist() for step in range(12)]
     backwards = [batch_indices(23, 5, 3, step).tolist() for step in reversed(range(12))]
     assert forwards == backwards[::-1]
     assert batch_indices(23, 5, 4, 0).tolist() != forwards[0]
 
 
-def test_the_order_never_changes_between_versions():
+def test_order_is_stable_across_versions():
     assert batch_indices(23, 5, 0, 0).tolist() == [18, 4, 20, 10, 11]
 
 
 @pytest.mark.parametrize("batch_size", [0, 24])
-def test_batch_that_cannot_be_filled(batch_size):
+def test_invalid_batch_size_raises(batch_size):
     message = f"batch_size={batch_size} with 23 training images.*between 1 and 23"
     with pytest.raises(ValueError, match=message):
         batch_indices(23, batch_size, 0, 0)
 
 
-def test_gather():
+def test_gather_returns_images_and_labels():
     split = random_split(7)
     batch = split.gather(np.array([5, 0, 2]))
     assert batch["label"].tolist() == [5, 0, 2]
@@ -102,7 +102,7 @@ def test_gather():
 
 
 @pytest.mark.parametrize("n", [0, 1, 5, 13])
-def test_evaluation_sees_every_example_once(n):
+def test_eval_batches_yield_every_example_once(n):
     split = random_split(n)
     batches = list(split.batches(5))
     assert all(len(array) == 5 for batch in batches for array in batch.values())
@@ -122,7 +122,7 @@ def test_eval_batch_size_must_be_positive():
         next(random_split(3).batches(0))
 
 
-def test_a_batch_that_processes_cannot_share():
+def test_batch_size_not_divisible_by_processes_raises():
     with pytest.raises(ValueError, match="batch_size=7 does not divide by the 3 p"):
         part_rows(7, (0, 3))
 
@@ -133,14 +133,14 @@ SPLIT = ImageSplit(
 )
 
 
-def batch_of(step):
+def make_batch(step):
     return SPLIT.gather(batch_indices(23, 5, 1, step))
 
 
 @pytest.mark.parametrize("start_step", [0, 3, 10])
 @pytest.mark.parametrize("ahead", [0, 2])
-def test_batches_follow_from_the_step(start_step, ahead):
-    with Loader(batch_of, start_step, ahead=ahead) as loader:
+def test_loader_yields_the_batch_of_each_step(start_step, ahead):
+    with Loader(make_batch, start_step, ahead=ahead) as loader:
         for expected, (step, batch) in enumerate(
             itertools.islice(loader, 9), start_step
         ):
@@ -150,31 +150,31 @@ def test_batches_follow_from_the_step(start_step, ahead):
             np.testing.assert_array_equal(batch["image"], SPLIT.images[indices])
 
 
-def test_place_runs_ahead_in_the_thread():
+def test_place_runs_in_the_loader_thread():
     names = []
 
     def place(batch):
         names.append(threading.current_thread().name)
         return batch["label"].sum()
 
-    with Loader(batch_of, place=place) as loader:
+    with Loader(make_batch, place=place) as loader:
         _, total = next(loader)
     assert total == batch_indices(23, 5, 1, 0).sum()
     assert all(name.startswith("loader") for name in names)
 
 
-def test_an_error_of_the_thread_is_raised_here():
+def test_error_in_the_thread_is_raised_by_next():
     def place(batch):
         raise RuntimeError("no such device")
 
     with (
-        Loader(batch_of, place=place) as loader,
+        Loader(make_batch, place=place) as loader,
         pytest.raises(RuntimeError, match="no such device"),
     ):
         next(loader)
 
 
-def test_closing_stops_the_thread():
-    loader = Loader(batch_of)
+def test_close_stops_the_thread():
+    loader = Loader(make_batch)
     loader.close()
     assert not any(t.name.startswith("loader") for t in threading.enumerate())

@@ -1,4 +1,4 @@
-"""Static and dynamic images: where they are placed, and when anew."""
+"""Static and dynamic placement on a canvas."""
 
 import itertools
 
@@ -10,7 +10,7 @@ from relattn.data.base import DataSource, batch_indices
 from relattn.data.canvas import draw_corners, place_on_canvas
 from relattn.data.images import ImageData, ImageSplit, channel_statistics
 from relattn.data.load import load_images
-from tests.helpers.parts import expect_parts_to_make_up_the_batches
+from tests.helpers.parts import check_parts_equal_batches
 
 SHAPE = (3, 5, 2)
 CANVAS = 11
@@ -41,8 +41,8 @@ def placed(placement, **keys):
     return place_on_canvas(make_data(), config)
 
 
-def corners_of(images):
-    """Where the pixels other than zero begin; all of them must be there."""
+def find_corners(images):
+    """Returns the corners of the non-zero pixels, all of which must be present."""
     occupied = images.any(-1)
     assert (occupied.sum((1, 2)) == 15).all()
     return np.stack([occupied.any(2).argmax(1), occupied.any(1).argmax(1)], axis=1)
@@ -52,7 +52,7 @@ def crop(images):
     return np.stack(
         [
             image[row : row + 3, column : column + 5]
-            for image, (row, column) in zip(images, corners_of(images), strict=True)
+            for image, (row, column) in zip(images, find_corners(images), strict=True)
         ]
     )
 
@@ -63,7 +63,7 @@ def batches(data, count, start_step=0, seed=3):
 
 
 @pytest.mark.parametrize("placement", ["static", "dynamic"])
-def test_images_are_moved_and_nothing_else(placement):
+def test_placement_keeps_pixels_and_labels(placement):
     data = placed(placement)
     assert isinstance(data, DataSource)
     assert data.info.image_shape == data.image_shape == (11, 11, 2)
@@ -79,14 +79,14 @@ def test_images_are_moved_and_nothing_else(placement):
         np.testing.assert_array_equal(crop(split.images), original.images)
 
 
-def test_static_images_are_in_the_centre():
+def test_static_images_are_centred():
     data = placed("static")
     splits = data.eval_splits
     images = [splits[name].images for name in ("validation", "test", "test_static")]
     images += [batch["image"] for batch in batches(data, 9).values()]
     for array in images:
-        assert (corners_of(array) == [4, 3]).all()
-    assert len(np.unique(corners_of(splits["test_dynamic"].images), axis=0)) > 5
+        assert (find_corners(array) == [4, 3]).all()
+    assert len(np.unique(find_corners(splits["test_dynamic"].images), axis=0)) > 5
     assert splits["test"] is splits["test_static"]
 
 
@@ -98,14 +98,14 @@ def test_dynamic_positions_are_uniform():
     assert (abs(counts - 100) < 5 * np.sqrt(100 * 62 / 63)).all()
 
 
-def test_training_positions_are_fresh_in_each_epoch():
+def test_training_positions_differ_between_epochs():
     data = placed("dynamic")
     steps = batches(data, 4 * 6)
 
     def corners(epoch):
         found = np.full((23, 2), -1)
         for step in range(4 * epoch, 4 * (epoch + 1)):
-            found[steps[step]["label"]] = corners_of(steps[step]["image"])
+            found[steps[step]["label"]] = find_corners(steps[step]["image"])
         return found
 
     epochs = [corners(epoch) for epoch in range(6)]
@@ -114,7 +114,7 @@ def test_training_positions_are_fresh_in_each_epoch():
         assert (one[both] != other[both]).any(1).mean() > 0.8
 
 
-def test_training_positions_are_a_function_of_seed_and_step():
+def test_training_positions_are_a_pure_function_of_seed_and_step():
     steps = batches(placed("dynamic"), 11)
     for step, batch in batches(placed("dynamic"), 4, start_step=6).items():
         np.testing.assert_array_equal(batch["image"], steps[step]["image"])
@@ -122,7 +122,7 @@ def test_training_positions_are_a_function_of_seed_and_step():
     assert other["image"].tolist() != steps[0]["image"].tolist()
 
 
-def test_positions_to_evaluate_on_are_fixed_by_their_seed():
+def test_evaluation_positions_depend_on_split_seed_only():
     static, dynamic = placed("static"), placed("dynamic")
     for name in ("test_static", "test_dynamic"):
         np.testing.assert_array_equal(
@@ -131,11 +131,11 @@ def test_positions_to_evaluate_on_are_fixed_by_their_seed():
     assert dynamic.test is dynamic.test_dynamic
     other = placed("dynamic", split_seed=1)
     assert other.test.images.tolist() != dynamic.test.images.tolist()
-    first = corners_of(dynamic.validation.images)
-    assert first.tolist() != corners_of(dynamic.test.images)[:7].tolist()
+    first = find_corners(dynamic.validation.images)
+    assert first.tolist() != find_corners(dynamic.test.images)[:7].tolist()
 
 
-def test_statistics_count_the_canvas():
+def test_statistics_include_the_canvas():
     data = placed("dynamic")
     images = np.concatenate(
         [data.training_batch(np.arange(23), 0, epoch)["image"] for epoch in range(2)]
@@ -145,12 +145,12 @@ def test_statistics_count_the_canvas():
     np.testing.assert_allclose(data.std, std, rtol=1e-5)
 
 
-def test_a_canvas_as_large_as_the_images():
+def test_canvas_as_large_as_the_images():
     data = placed("dynamic", canvas=5)
-    assert set(corners_of(data.test.images)[:, 1]) == {0}
+    assert set(find_corners(data.test.images)[:, 1]) == {0}
 
 
-def test_mnist_on_84_pixels():
+def test_mnist_on_canvas_of_84_pixels():
     config = ConfigDict({"name": "mnist", "num_validation": 11, "placement": "dynamic"})
     data = load_images(config)
     assert data.image_shape == (84, 84, 1)
@@ -168,15 +168,15 @@ def test_mnist_on_84_pixels():
     [
         ({"placement": "dynamc"}, "placement 'dynamc': did you mean 'dynamic'"),
         ({"canvas": 4}, "canvas=4 is smaller than the images of 3x5.*at least 5"),
-        # Of 7 + 2 * 13 images of 2 channels.
+        # 7 + 2 * 13 images with 2 channels.
         ({"canvas": 10**6}, "canvas=1000000 needs over 17 GB .* must be at most 16133"),
     ],
 )
-def test_errors(keys, message):
+def test_invalid_options_raise(keys, message):
     with pytest.raises(ValueError, match=message):
         placed(**{"placement": "static", **keys})
 
 
-def test_processes_share_a_batch():
+def test_process_parts_equal_the_batch():
     data = placed("dynamic")
-    expect_parts_to_make_up_the_batches(data, batch_size=6, num_parts=3)
+    check_parts_equal_batches(data, batch_size=6, num_parts=3)

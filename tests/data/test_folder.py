@@ -1,4 +1,4 @@
-"""Images in folders, one folder a class."""
+"""Image folders, one folder per class."""
 
 import os
 
@@ -39,7 +39,7 @@ def test_classes_and_files_are_sorted(root):
     assert origin == f"PNG files in {root}"
 
 
-def test_load_images_reads_a_folder_under_any_name(root):
+def test_load_images_accepts_any_name_for_a_folder(root):
     config = ConfigDict({"name": "my flowers", "source": "folder"})
     config.data_dir = str(root)
     config.num_validation = 1
@@ -52,7 +52,7 @@ def test_load_images_reads_a_folder_under_any_name(root):
     )
 
 
-def test_jpeg_is_named_in_the_origin(root):
+def test_origin_names_the_file_formats(root):
     write(root, "test/a/1.jpeg", np.zeros((3, 5, 3)))
     assert read_folder(root)[-1] == f"JPEG and PNG files in {root}"
 
@@ -65,19 +65,19 @@ def test_grey_images_have_one_channel(tmp_path):
     assert (test.images == 11).all()
 
 
-def test_grey_among_coloured_ones_is_repeated(root):
+def test_grey_image_in_colour_set_is_repeated(root):
     write(root, "test/a/1.png", np.full((3, 5), 11))
     _, test, _, _ = read_folder(root)
     assert (test.images[0] == 11).all() and test.images.shape[-1] == 3
 
 
-def test_coloured_among_grey_ones(root):
+def test_colour_image_in_grey_set_raises(root):
     write(root, "train/a/1.png", np.full((3, 5), 11))
     with pytest.raises(ValueError, match=r"3.png is in colour, but .*1.png is grey"):
         read_folder(root)
 
 
-def test_pixels_of_16_bits(tmp_path):
+def test_16_bit_pixels_raise(tmp_path):
     for name in ("train/a/1.png", "test/a/1.png"):
         path = write(tmp_path, name, np.zeros((3, 5)))
         Image.fromarray(np.full((3, 5), 1000, np.uint16)).save(path)
@@ -87,7 +87,7 @@ def test_pixels_of_16_bits(tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK"])
-def test_pixels_of_8_bits(tmp_path, mode):
+def test_8_bit_modes_are_read(tmp_path, mode):
     suffix = "jpg" if mode == "CMYK" else "png"
     for part in ("train", "test"):
         path = tmp_path / part / "a" / f"1.{suffix}"
@@ -97,9 +97,9 @@ def test_pixels_of_8_bits(tmp_path, mode):
     assert read_folder(tmp_path)[0].images.shape == (1, 3, 5, channels)
 
 
-def test_what_is_no_file_or_hidden_is_left_out(root):
+def test_hidden_files_and_non_files_are_left_out(root):
     expected = read_folder(root)
-    # Reading it would wait for a writer, for ever.
+    # Reading a pipe without a writer would block.
     os.mkfifo(root / "train" / "a" / "x.png")
     (root / "train" / "a" / "y.png").mkdir()
     write(root, "train/.hid/1.png", np.zeros((7, 7, 3)))
@@ -110,19 +110,19 @@ def test_what_is_no_file_or_hidden_is_left_out(root):
         np.testing.assert_array_equal(ours.images, theirs.images)
 
 
-def test_mixed_sizes(root):
+def test_mixed_sizes_raise(root):
     write(root, "train/b/7.png", np.zeros((7, 11, 3)))
     with pytest.raises(ValueError, match=r"b/7.png has 11x7 pixels, but .* has 5x3"):
         read_folder(root)
 
 
-def test_corrupt_image(root):
+def test_corrupt_image_raises(root):
     (root / "train" / "b" / "1.PNG").write_bytes(b"not an image")
     with pytest.raises(ValueError, match=r"1.PNG cannot be read as an image"):
         read_folder(root)
 
 
-def test_truncated_image(root):
+def test_truncated_image_raises(root):
     path = write(
         root, "train/b/4.jpg", np.random.default_rng(0).integers(0, 256, (3, 5, 3))
     )
@@ -131,7 +131,7 @@ def test_truncated_image(root):
         read_folder(root)
 
 
-def test_a_size_that_a_header_states_is_checked_before_decoding(root, monkeypatch):
+def test_image_size_is_checked_before_decoding(root, monkeypatch):
     write(root, "train/b/7.png", np.zeros((7, 11, 3)))
     decode = folder.decode_image
 
@@ -144,29 +144,29 @@ def test_a_size_that_a_header_states_is_checked_before_decoding(root, monkeypatc
         read_folder(root)
 
 
-def test_class_without_training_images(root):
+def test_class_without_training_images_raises(root):
     write(root, "test/c/1.png", np.zeros((3, 5, 3)))
     with pytest.raises(ValueError, match="class 'c' has no training images"):
         read_folder(root)
 
 
-def test_missing_folder(tmp_path):
+def test_missing_folder_raises(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"train is missing: expected train/"):
         read_folder(tmp_path)
 
 
-def test_missing_test_folder(tmp_path):
+def test_missing_test_folder_raises(tmp_path):
     write(tmp_path, "train/a/1.png", np.zeros((3, 5, 3)))
     with pytest.raises(FileNotFoundError, match=r"test is missing: expected train/"):
         read_folder(tmp_path)
 
 
-def test_folder_without_images(tmp_path):
+def test_folder_without_images_raises(tmp_path):
     (tmp_path / "train" / "a").mkdir(parents=True)
     with pytest.raises(ValueError, match=r"train holds no images: expected train/"):
         read_folder(tmp_path)
 
 
-def test_data_dir_must_be_given():
+def test_empty_data_dir_raises():
     with pytest.raises(ValueError, match="data.data_dir is empty"):
         load_images(ConfigDict({"name": "flowers", "source": "folder"}))

@@ -1,4 +1,4 @@
-"""Images that lie about themselves are refused with one sentence."""
+"""Bad images raise one sentence that names the image."""
 
 import io
 import struct
@@ -19,7 +19,7 @@ def encode(file_format, size=(5, 3)):
 
 
 def with_size(png, width, height):
-    """A PNG whose header states another size, with a checksum that fits."""
+    """Replaces the size in the header of a PNG, with a valid checksum."""
     header = b"IHDR" + struct.pack(">II", width, height) + png[24:29]
     return png[:12] + header + struct.pack(">I", zlib.crc32(header)) + png[33:]
 
@@ -33,7 +33,7 @@ def read(content):
         return np.asarray(decode_image(image, "RGB", "1.png", "delete it"))
 
 
-def test_an_honest_image():
+def test_valid_images_are_decoded():
     np.testing.assert_array_equal(read(PNG), PIXELS)
     np.testing.assert_array_equal(read(with_size(PNG, 5, 3)), PIXELS)
     assert read(JPEG).shape == (3, 5, 3)
@@ -42,7 +42,7 @@ def test_an_honest_image():
 @pytest.mark.parametrize(
     "content, problem",
     [
-        # Pillow warns of the first, and refuses the second.
+        # Pillow warns about the first and rejects the second.
         (with_size(PNG, 10_000, 10_000), ""),
         (with_size(PNG, 2**31 - 1, 2**31 - 1), "DecompressionBombError: Image size"),
         (with_size(PNG, 500, 300), "OSError: image file is truncated"),
@@ -50,23 +50,25 @@ def test_an_honest_image():
         (PNG[:50], ""),
         (PNG[:20], ""),
         (JPEG[:-20], "OSError: image file is truncated"),
-        (b"", "no header of a JPEG or a PNG"),
-        (b"to be, or not to be", "no header of a JPEG or a PNG"),
-        # Pillow gives these to Ghostscript, or decodes them by code little used.
-        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 5 3\n", "no header of a JPEG"),
-        (encode("GIF")[0], "no header of a JPEG or a PNG"),
+        (b"", "not a JPEG or PNG"),
+        (b"to be, or not to be", "not a JPEG or PNG"),
+        # Pillow would run Ghostscript on EPS, and its GIF decoder is rarely used.
+        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 5 3\n", "not a JPEG or PNG"),
+        (encode("GIF")[0], "not a JPEG or PNG"),
     ],
 )
-def test_a_lie_is_one_sentence(content, problem):
+def test_bad_image_raises_one_sentence(content, problem):
     message = rf"^1\.png cannot be read as an image \({problem}.*\): delete it\.$"
     with pytest.raises(ValueError, match=message) as raised:
         read(content)
     assert len(str(raised.value)) < 300
 
 
-def test_pixels_over_the_limit_are_not_decoded(monkeypatch):
+def test_image_over_the_pixel_limit_raises(monkeypatch):
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 14)
-    message = r"^1\.png cannot be .*(states 15 pixels, over 14|\(15 pixels\) exceeds)"
+    message = (
+        r"^1\.png cannot be .*(claims 15 pixels, the limit is 14|\(15 pixels\) exceeds)"
+    )
     with pytest.raises(ValueError, match=message):
         open_image(io.BytesIO(PNG), "1.png")
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)

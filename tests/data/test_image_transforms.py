@@ -1,4 +1,4 @@
-"""Random and central crops."""
+"""Crops, flips and RandAugment of Pillow images."""
 
 import collections
 import math
@@ -18,7 +18,7 @@ from relattn.data.image_transforms import (
 
 
 def ramp(width, height):
-    """Red grows by one a column, green by one a row."""
+    """Returns an image whose red is the column and whose green is the row."""
     pixels = np.zeros((height, width, 3), np.uint8)
     pixels[..., 0] = np.arange(width)
     pixels[..., 1] = np.arange(height)[:, None]
@@ -26,34 +26,34 @@ def ramp(width, height):
 
 
 @pytest.mark.parametrize("width, height", [(101, 53), (53, 101), (7, 7)])
-def test_crops_have_the_area_and_shape_promised(width, height):
+def test_crop_area_and_ratio_are_in_range(width, height):
     rng = np.random.default_rng(0)
     boxes = np.array([draw_crop(width, height, rng) for _ in range(500)])
     w, h = boxes[:, 2] - boxes[:, 0], boxes[:, 3] - boxes[:, 1]
     assert boxes.min() == 0
     assert boxes[:, 2].max() == width and boxes[:, 3].max() == height
     assert w.min() >= 1 and h.min() >= 1
-    # Sides are whole pixels: half a pixel either way.
+    # Sides are rounded to whole pixels, by up to half a pixel.
     assert np.all((w + 0.5) * (h + 0.5) >= 0.08 * width * height)
     assert np.all((w + 0.5) / (h - 0.5) >= 3 / 4)
     assert np.all((w - 0.5) / (h + 0.5) <= 4 / 3)
 
 
-def test_the_area_is_uniform_where_every_draw_fits():
+def test_crop_area_is_uniform():
     rng = np.random.default_rng(0)
     boxes = np.array([draw_crop(1009, 1009, rng) for _ in range(1000)])
     area = (boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1]) / 1009**2
-    # Up to 3/4 every ratio fits at once, so there the density is constant.
+    # Up to an area of 3/4 every ratio fits, so the density is constant there.
     counts, _ = np.histogram(area, bins=4, range=(0.08, 0.75))
     assert counts.min() > counts.mean() - 4 * np.sqrt(counts.mean())
 
 
-def test_the_ratio_is_log_uniform_where_every_draw_fits():
+def test_crop_ratio_is_log_uniform():
     rng = np.random.default_rng(0)
     boxes = np.array([draw_crop(1009, 1009, rng) for _ in range(6000)])
     w, h = boxes[:, 2] - boxes[:, 0], boxes[:, 3] - boxes[:, 1]
     logs = np.log(w / h)[w * h < 0.75 * 1009**2]
-    # The mean is 0, within four standard errors; of a uniform ratio it is 0.027.
+    # The mean is 0 within four standard errors; a uniform ratio would give 0.027.
     error = math.log(16 / 9) / math.sqrt(12 * len(logs))
     assert abs(logs.mean()) < 4 * error < 0.01
 
@@ -61,18 +61,18 @@ def test_the_ratio_is_log_uniform_where_every_draw_fits():
 @pytest.mark.parametrize(
     "size, box", [((100, 2), (48, 0, 51, 2)), ((2, 100), (0, 48, 2, 51))]
 )
-def test_a_shape_without_a_fit_gives_the_centre(monkeypatch, size, box):
+def test_crop_falls_back_to_the_centre(monkeypatch, size, box):
     monkeypatch.setattr("relattn.data.image_transforms.ATTEMPTS", 0)
     assert draw_crop(*size, np.random.default_rng(0)) == box
 
 
-def test_the_crop_is_resized():
+def test_random_crop_is_resized():
     crop = random_resized_crop(ramp(101, 53), np.random.default_rng(3), 11)
     left, top, right, bottom = draw_crop(101, 53, np.random.default_rng(3))
     pixels = np.asarray(crop, float)
     assert pixels.shape == (11, 11, 3)
     step_x, step_y = (right - left) / 11, (bottom - top) / 11
-    # At the borders a bilinear filter has one side only.
+    # At the borders the bilinear filter is one-sided.
     inner = np.arange(1, 10)
     expected = left - 0.5 + (inner + 0.5) * step_x
     np.testing.assert_allclose(pixels[5, 1:-1, 0], expected, atol=0.6)
@@ -80,7 +80,7 @@ def test_the_crop_is_resized():
     np.testing.assert_allclose(pixels[1:-1, 5, 1], expected, atol=0.6)
 
 
-def test_half_of_the_flips():
+def test_flip_probability_is_one_half():
     image = ramp(7, 5)
     rng = np.random.default_rng(0)
     results = [np.asarray(random_flip(image, rng)) for _ in range(200)]
@@ -91,21 +91,21 @@ def test_half_of_the_flips():
 
 
 @pytest.mark.parametrize("size", [(101, 53), (53, 101), (53, 53)])
-def test_the_centre(size):
+def test_central_crop_is_centred(size):
     image = resized_center_crop(ramp(*size), 43, 53)
     left, top = round((size[0] - 43) / 2), round((size[1] - 43) / 2)
     expected = ramp(*size).crop((left, top, left + 43, top + 43))
     np.testing.assert_array_equal(np.asarray(image), np.asarray(expected))
 
 
-def test_the_short_side_is_resized():
+def test_short_side_is_resized():
     image = resized_center_crop(ramp(200, 100), 50, 50)
     pixels = np.asarray(image, float)
-    # Of 100 columns after the resize, 25 .. 74 remain.
+    # Columns 25 .. 74 of the 100 after the resize remain.
     np.testing.assert_allclose(pixels[25, :, 0], 2 * np.arange(25, 75) + 0.5, atol=0.6)
 
 
-def test_a_square_that_does_not_fit():
+def test_square_larger_than_short_side_raises():
     with pytest.raises(ValueError, match="short_side=32 with size=33: the square must"):
         resized_center_crop(ramp(50, 50), 33, 32)
 
@@ -125,8 +125,8 @@ def apply(name, image, magnitude, sign=1):
     return np.asarray(operation.apply(image, value))
 
 
-# As published: torchvision's RandAugment with num_magnitude_bins=31, for an image of
-# 224 x 160.
+# Strengths of torchvision's RandAugment with num_magnitude_bins=31, for an image of
+# 224 x 160, at magnitudes 9 and 30.
 PUBLISHED = {
     "identity": (0, 0, False),
     "shear_x": (0.09, 0.3, True),
@@ -145,7 +145,7 @@ PUBLISHED = {
 }
 
 
-def test_strengths_are_the_published_ones():
+def test_strengths_equal_the_published_ones():
     assert list(OPERATIONS) == list(PUBLISHED)
     for name, (at_9, at_30, signed) in PUBLISHED.items():
         operation = OPERATIONS[name]
@@ -161,7 +161,7 @@ def test_magnitude_0_changes_nothing(name, image):
 
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("name", ["shear_x", "translate_x", "shear_y", "translate_y"])
-def test_shears_and_translations(name, sign, image):
+def test_shears_and_translations_equal_numpy(name, sign, image):
     along_x = name.endswith("x")
     pixels = np.asarray(image)
     if not along_x:
@@ -181,12 +181,12 @@ def test_shears_and_translations(name, sign, image):
     np.testing.assert_array_equal(result, expected)
 
 
-def test_rotation(image):
+def test_rotation_equals_numpy(image):
     result = apply("rotate", image, 9)
     angle = np.deg2rad(9)
     rows, columns = np.mgrid[:HEIGHT, :WIDTH]
     x, y = columns + 0.5 - WIDTH / 2, rows + 0.5 - HEIGHT / 2
-    # Counter-clockwise as seen, with rows that grow downwards.
+    # Counter-clockwise, with rows counted downwards.
     source_x = np.floor(x * np.cos(angle) - y * np.sin(angle) + WIDTH / 2).astype(int)
     source_y = np.floor(x * np.sin(angle) + y * np.cos(angle) + HEIGHT / 2).astype(int)
     inside = (source_x >= 0) & (source_x < WIDTH)
@@ -194,12 +194,12 @@ def test_rotation(image):
     expected = np.zeros_like(np.asarray(image))
     expected[inside] = np.asarray(image)[source_y[inside], source_x[inside]]
     different = (result != expected).any(-1).mean()
-    # A pixel on the border between two is rounded either way.
+    # Positions halfway between two pixels may round differently.
     assert different < 0.01
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-def test_enhancements(sign, image):
+def test_colour_enhancements_equal_numpy(sign, image):
     pixels = np.asarray(image, float)
     grey = np.asarray(image.convert("L"), float)
     factor = 1 + sign * 0.27
@@ -213,12 +213,12 @@ def test_enhancements(sign, image):
         np.testing.assert_allclose(result, values.clip(0, 255), atol=1.3, err_msg=name)
 
 
-def test_sharpness_acts_on_edges(image):
+def test_sharpness_changes_the_contrast_of_edges(image):
     spread = [np.std(apply("sharpness", image, 30, sign)) for sign in (-1, 1)]
     assert spread[0] < np.std(np.asarray(image)) < spread[1]
 
 
-def test_operations_on_values(image):
+def test_operations_on_pixel_values(image):
     pixels = np.asarray(image)
     np.testing.assert_array_equal(apply("posterize", image, 9), pixels & 0xFE)
     np.testing.assert_array_equal(apply("posterize", image, 30), pixels & 0xF0)
@@ -238,7 +238,7 @@ def test_operations_keep_size_and_mode(mode, image):
         assert (result.size, result.mode) == (image.size, mode), name
 
 
-def test_every_operation_and_sign_is_drawn_equally(image, monkeypatch):
+def test_operations_and_signs_are_drawn_uniformly(image, monkeypatch):
     counts = collections.Counter()
     for name, operation in OPERATIONS.items():
 
@@ -259,7 +259,7 @@ def test_every_operation_and_sign_is_drawn_equally(image, monkeypatch):
         assert abs(count - mean) < 4 * np.sqrt(mean)
 
 
-def test_a_generator_decides_all(image):
+def test_randaugment_is_a_function_of_the_generator(image):
     first, again, other = (
         randaugment(image, np.random.default_rng(seed), num_ops=5, magnitude=17)
         for seed in (7, 7, 8)
@@ -278,6 +278,6 @@ def test_a_generator_decides_all(image):
         ({"magnitude": -1}, "magnitude=-1 must be within 0 .. 30"),
     ],
 )
-def test_bad_options(image, options, message):
+def test_invalid_options_raise(image, options, message):
     with pytest.raises(ValueError, match=message):
         randaugment(image, np.random.default_rng(0), **options)

@@ -1,4 +1,4 @@
-"""Images in memory: validation split, channel statistics, batches of training."""
+"""Image sets in memory: validation split, channel statistics, training batches."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from relattn.data.images import (
     draw_validation,
     split_validation,
 )
-from tests.helpers.parts import expect_parts_to_make_up_the_batches
+from tests.helpers.parts import check_parts_equal_batches
 
 
 def numbered_split(n):
@@ -21,7 +21,7 @@ def numbered_split(n):
 
 
 @pytest.mark.parametrize("num_validation", [0, 1, 11, 22])
-def test_validation_images_leave_the_training_images(num_validation):
+def test_validation_split_partitions_the_images(num_validation):
     train, validation = split_validation(numbered_split(23), num_validation, 7)
     assert len(validation) == num_validation
     assert sorted([*train.labels, *validation.labels]) == list(range(23))
@@ -29,7 +29,7 @@ def test_validation_images_leave_the_training_images(num_validation):
         assert (split.images == split.labels[:, None, None, None]).all()
 
 
-def test_the_seed_decides_and_nothing_else():
+def test_validation_split_depends_on_the_seed_only():
     def chosen(seed):
         return set(split_validation(numbered_split(101), 13, seed)[1].labels.tolist())
 
@@ -38,7 +38,7 @@ def test_the_seed_decides_and_nothing_else():
     assert chosen(0) == set(np.random.default_rng(0).permutation(101)[:13].tolist())
 
 
-def test_images_are_not_copied():
+def test_validation_split_does_not_copy():
     split = numbered_split(23)
     train, validation = split_validation(split, 5, 0)
     assert np.shares_memory(train.images, split.images)
@@ -46,13 +46,13 @@ def test_images_are_not_copied():
 
 
 @pytest.mark.parametrize("num_validation", [-1, 23, 24])
-def test_num_validation_out_of_range(num_validation):
+def test_num_validation_out_of_range_raises(num_validation):
     message = f"data.num_validation={num_validation} of 23 training images.*at most 22"
     with pytest.raises(ValueError, match=message):
         split_validation(numbered_split(23), num_validation, 0)
 
 
-def test_statistics_are_those_of_numpy(monkeypatch):
+def test_statistics_equal_numpy(monkeypatch):
     monkeypatch.setattr("relattn.data.images.CHUNK_BYTES", 5 * 7 * 3 * 4)
     images = np.random.default_rng(0).integers(0, 256, (11, 5, 7, 3), np.uint8)
     mean, std = channel_statistics(images)
@@ -77,7 +77,7 @@ def numbered_data():
 
 
 @pytest.mark.parametrize("start_step", [0, 7])
-def test_training_batches_are_those_of_the_step(start_step):
+def test_train_loader_yields_the_batch_of_each_step(start_step):
     data = numbered_data()
     with data.train_loader(5, 1, start_step, place=lambda batch: batch) as loader:
         for expected, (step, batch) in zip(range(start_step, 11), loader, strict=False):
@@ -87,7 +87,7 @@ def test_training_batches_are_those_of_the_step(start_step):
             np.testing.assert_array_equal(batch["image"], data.train.images[indices])
 
 
-def test_images_in_memory_are_a_source():
+def test_image_data_is_a_data_source():
     data = numbered_data()
     assert isinstance(data, DataSource)
     assert all(isinstance(split, EvalSplit) for split in data.eval_splits.values())
@@ -101,15 +101,15 @@ def test_images_in_memory_are_a_source():
     assert info.steps_per_epoch(5) == 3
 
 
-def test_a_batch_larger_than_the_training_images():
+def test_batch_larger_than_training_set_raises():
     with pytest.raises(ValueError, match="batch_size=29 with 18 training images"):
         numbered_data().train_loader(29, 0)
 
 
-def test_processes_share_a_batch():
-    expect_parts_to_make_up_the_batches(numbered_data(), batch_size=6, num_parts=3)
+def test_process_parts_equal_the_batch():
+    check_parts_equal_batches(numbered_data(), batch_size=6, num_parts=3)
 
 
-def test_a_seed_must_not_be_negative():
+def test_negative_split_seed_raises():
     with pytest.raises(ValueError, match="data.split_seed=-1: it must be at least 0"):
         draw_validation(7, 3, -1)

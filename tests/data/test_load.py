@@ -1,4 +1,4 @@
-"""`load_images` and its errors; nothing imports TensorFlow."""
+"""`load_images` and its errors, without TensorFlow."""
 
 import pathlib
 import subprocess
@@ -13,7 +13,7 @@ from relattn.data.load import load_images
 ROOT = pathlib.Path(__file__).parents[2]
 
 
-def test_an_embedded_set():
+def test_embedded_set_is_loaded():
     config = FrozenConfigDict({"name": "fashion_mnist", "num_validation": 701})
     data = load_images(config)
     sizes = (len(data.train), len(data.validation), len(data.test))
@@ -26,7 +26,7 @@ def test_an_embedded_set():
     assert "subset of Fashion-MNIST" in data.origin
 
 
-def test_the_validation_images_are_the_same_for_everyone():
+def test_validation_images_depend_on_split_seed_only():
     def load(**keys):
         return load_images(ConfigDict({"name": "mnist", "num_validation": 53} | keys))
 
@@ -58,13 +58,13 @@ def test_the_validation_images_are_the_same_for_everyone():
         ),
     ],
 )
-def test_errors(keys, message):
+def test_invalid_options_raise(keys, message):
     with pytest.raises(ValueError, match=message):
         load_images(ConfigDict(keys))
 
 
-def test_reading_never_imports_tensorflow(tmp_path):
-    # A TensorFlow that cannot be imported unnoticed, whether or not one is installed.
+def test_reading_does_not_import_tensorflow(tmp_path):
+    # A fake TensorFlow makes any import of it fail, even if TensorFlow is installed.
     fake = tmp_path / "tensorflow" / "__init__.py"
     fake.parent.mkdir()
     fake.write_text("raise RuntimeError('TensorFlow was imported')")

@@ -1,4 +1,4 @@
-"""Home directories that there are, and those that there are not."""
+"""Home directories, unreadable files and checksums."""
 
 import hashlib
 import json
@@ -15,7 +15,7 @@ from tests.helpers.unprivileged import public_folder, without_privileges
 NOBODY = "~no.such.user/x"
 
 
-def test_a_home_is_expanded(monkeypatch):
+def test_home_directory_is_expanded(monkeypatch):
     monkeypatch.setenv("HOME", "/a/home")
     assert expand("~/x", "data_dir") == pathlib.Path("/a/home/x")
     assert expand("x/~", "data_dir") == pathlib.Path("x/~")
@@ -29,13 +29,13 @@ def test_a_home_is_expanded(monkeypatch):
         {"source": "text", "context_length": 3},
     ],
 )
-def test_a_home_that_is_not_known(keys):
+def test_unknown_home_directory_raises(keys):
     with pytest.raises(ValueError, match=f"data_dir={NOBODY} begins with a home dir"):
         load_data(ConfigDict({**keys, "data_dir": NOBODY}))
 
 
 @pytest.mark.parametrize("inside", [True, False])
-def test_data_that_may_not_be_read(inside):
+def test_unreadable_data_raise(inside):
     keys = {"source": "text", "context_length": 3}
     with public_folder() as folder:
         data = folder / "data"
@@ -50,7 +50,7 @@ def test_data_that_may_not_be_read(inside):
         assert is_user_error(error.value)
 
 
-def test_a_vocabulary_in_a_home_that_is_not_known():
+def test_vocabulary_in_unknown_home_directory_raises():
     pytest.importorskip("tiktoken")
     with pytest.raises(ValueError, match=f"bpe_dir={NOBODY} begins with a home dir"):
         load_tokenizer("gpt2", NOBODY)
@@ -71,40 +71,40 @@ def flip(path, position, bit=0):
     path.write_bytes(content)
 
 
-def test_the_digest_is_that_of_the_whole_file(tmp_path, monkeypatch):
+def test_sha256_covers_the_whole_file(tmp_path, monkeypatch):
     monkeypatch.setattr(paths, "BLOCK_BYTES", 7)
     content = bytes(range(23))
     (tmp_path / "a").write_bytes(content)
     assert sha256(tmp_path / "a") == hashlib.sha256(content).hexdigest()
 
 
-def test_unchanged_files(folder):
+def test_unchanged_files_are_not_damaged(folder):
     (folder / "test.bin").write_bytes(b"added later")
     assert find_damage(folder) == ""
 
 
-def test_a_folder_without_a_manifest(folder):
+def test_folder_without_manifest_is_not_checked(folder):
     (folder / MANIFEST).unlink()
     flip(folder / "a.bin", 3)
     assert find_damage(folder) == ""
 
 
 @pytest.mark.parametrize(("name", "position"), [("a.bin", 250), ("b.txt", 0)])
-def test_a_flipped_bit(folder, name, position):
+def test_flipped_bit_is_found(folder, name, position):
     flip(folder / name, position)
     assert find_damage(folder) == (
         f"{folder / name} is damaged (its SHA-256 is not that of manifest.json)"
     )
 
 
-def test_a_missing_file(folder):
+def test_missing_file_is_found(folder):
     (folder / "b.txt").unlink()
     message = f"{folder} has no file 'b.txt', which manifest.json lists"
     assert find_damage(folder) == message
 
 
 @pytest.mark.parametrize("name", ["../a", "/etc/passwd", "", "sub/a"])
-def test_nothing_outside_of_the_folder_is_read(folder, monkeypatch, name):
+def test_files_outside_the_folder_are_not_read(folder, monkeypatch, name):
     (folder.parent / "a").touch()
     (folder / MANIFEST).write_text(json.dumps({name: "0"}))
     monkeypatch.setattr(paths, "sha256", None)
@@ -114,6 +114,6 @@ def test_nothing_outside_of_the_folder_is_read(folder, monkeypatch, name):
 
 
 @pytest.mark.parametrize("text", ["{", "[" * 100_000, "7", "caf\xe9"])
-def test_a_manifest_that_is_none(folder, text):
+def test_invalid_manifest_is_damaged(folder, text):
     (folder / MANIFEST).write_text(text, "latin-1")
     assert find_damage(folder).startswith(f"{folder / MANIFEST} is damaged")

@@ -1,4 +1,4 @@
-"""`python -m relattn.data.prepare`."""
+"""`python -m relattn.data.prepare`: archives, checksums, TensorFlow."""
 
 import importlib.util
 import io
@@ -38,40 +38,40 @@ def no_network(monkeypatch):
     monkeypatch.setattr(urllib.request, "getproxies", dict)
 
 
-def test_no_network(no_network):
+def test_unreachable_host_raises(no_network):
     with pytest.raises(ConnectionError, match=r"^no connection to nowhere.invalid$"):
         check_archives("mnist", URLS, "")
 
 
-def test_missing_archives_are_named(no_network, tmp_path):
+def test_missing_archives_are_named_in_the_error(no_network, tmp_path):
     (tmp_path / "one.gz").touch()
     message = r"^two.gz not in .* and no connection to nowhere.invalid$"
     with pytest.raises(ConnectionError, match=message):
         check_archives("mnist", URLS, str(tmp_path))
 
 
-def test_archives_at_hand_need_no_network(no_network, tmp_path):
+def test_local_archives_need_no_network(no_network, tmp_path):
     for name in ("one.gz", "two.gz", "Imagenet64_val_npz.zip"):
         (tmp_path / name).touch()
     check_archives("mnist", URLS, str(tmp_path))
     check_archives("imagenet_resized/64x64", IMAGENET_URLS, str(tmp_path))
 
 
-def test_behind_a_proxy_the_download_is_tried(no_network, monkeypatch):
+def test_download_is_tried_behind_a_proxy(no_network, monkeypatch):
     monkeypatch.setattr(urllib.request, "getproxies", lambda: {"https": "proxy:3128"})
     check_archives("mnist", URLS, "")
 
 
-def test_without_tensorflow(tmp_path, monkeypatch, capsys):
+def test_missing_tensorflow_is_an_error(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(SystemExit):
         main(["--name=cifar10", f"--data_dir={tmp_path}"])
-    assert "cifar10 was not prepared: ImportError: no TensorFlow: `pip install" in (
+    assert "cifar10 was not prepared: ImportError: TensorFlow is not installed: `" in (
         capsys.readouterr().err
     )
 
 
-def test_the_checksums_of_what_was_prepared(write_set, monkeypatch, tmp_path):
+def test_prepare_writes_checksums(write_set, monkeypatch, tmp_path):
     prepared = write_set("cifar10", train=11, test=5)[1]
 
     class Builder:
@@ -88,7 +88,7 @@ def test_the_checksums_of_what_was_prepared(write_set, monkeypatch, tmp_path):
     assert find_damage(prepared) == ""
 
 
-def test_unknown_name(capsys):
+def test_unknown_name_is_an_error(capsys):
     with pytest.raises(SystemExit):
         main(["--name=minst"])
     assert "invalid choice: 'minst'" in capsys.readouterr().err
@@ -96,12 +96,12 @@ def test_unknown_name(capsys):
 
 @needs_tensorflow
 @pytest.mark.filterwarnings("ignore")
-def test_both_sets_of_equal_file_names(tmp_path):
+def test_sets_with_equal_archive_names_are_prepared(tmp_path):
     for name in ("mnist", "fashion_mnist"):
         config = ConfigDict({"name": name, "source": "tfds", "num_validation": 5000})
         config.data_dir = str(tmp_path)
         archives = ORIGINALS / name
-        # Else they are downloaded.
+        # Without the archives they are downloaded.
         config.manual_dir = str(archives) if archives.is_dir() else ""
         data = load_images(config)
         sizes = (len(data.train), len(data.validation), len(data.test))
@@ -110,7 +110,7 @@ def test_both_sets_of_equal_file_names(tmp_path):
 
 
 def tar(files):
-    """A tar archive in memory of the files by name."""
+    """Returns a tar archive in memory with the given files."""
     archive = io.BytesIO()
     with tarfile.open(fileobj=archive, mode="w") as writer:
         for name, content in files.items():
@@ -123,7 +123,7 @@ def tar(files):
 
 @needs_tensorflow
 @pytest.mark.filterwarnings("ignore")
-def test_imagenet_from_its_archives(tmp_path):
+def test_imagenet_is_prepared_from_its_archives(tmp_path):
     train = {
         f"{synset}.tar": tar(
             {f"{synset}_{i}.JPEG": encode_photograph(7, i) for i in range(5)}

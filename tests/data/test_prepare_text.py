@@ -1,4 +1,4 @@
-"""`python -m relattn.data.prepare_text`."""
+"""`python -m relattn.data.prepare_text`: files, documents, splitting, errors."""
 
 import importlib.util
 import pathlib
@@ -29,7 +29,7 @@ TEXT = "To be,\r\n\n or nöt\n\n\nto be — that is\nthe  question:\n" * 7
 
 
 class Ending:
-    """Bytes, and an end of text."""
+    """The byte tokenizer with an end-of-text token."""
 
     name, vocab_size, end_of_text = "bytes", 257, 256
     encode, decode = BYTES.encode, BYTES.decode
@@ -47,7 +47,7 @@ def write(folder, **texts):
     return paths
 
 
-def test_bytes_of_a_file(tmp_path):
+def test_file_is_split_and_written_as_bytes(tmp_path):
     meta = prepare_files(write(tmp_path, a=TEXT), tmp_path / "out", BYTES, 0.3)
     assert meta == read_meta(tmp_path / "out")
     assert (meta.tokenizer, meta.vocab_size) == ("bytes", 256)
@@ -64,7 +64,7 @@ def test_bytes_of_a_file(tmp_path):
     ]
 
 
-def test_several_files_end_with_the_end_of_text(tmp_path):
+def test_several_files_end_with_end_of_text(tmp_path):
     inputs = write(tmp_path, a="abc", empty="", b="defg", c="hij")
     meta = prepare_files(inputs, tmp_path / "out", Ending(), 0.5)
     train, validation = read_parts(tmp_path / "out", meta)
@@ -72,8 +72,8 @@ def test_several_files_end_with_the_end_of_text(tmp_path):
     assert validation == [*b"fg", 256, *b"hij", 256]
 
 
-def test_the_cut_is_between_characters(tmp_path):
-    # Half of these 10 bytes is within the second character.
+def test_files_are_split_between_characters(tmp_path):
+    # The split at 0.55 of these bytes would fall inside a character.
     (path,) = write(tmp_path, a="ab€€éc")
     meta = prepare_files([path], tmp_path / "out", BYTES, 0.45)
     train, validation = (bytes(part).decode() for part in read_parts(tmp_path / "out"))
@@ -82,7 +82,7 @@ def test_the_cut_is_between_characters(tmp_path):
 
 
 @pytest.mark.parametrize("block", [1, 3, 17, 2**18])
-def test_blocks_lose_nothing(tmp_path, monkeypatch, block):
+def test_blocks_contain_all_of_the_text(tmp_path, monkeypatch, block):
     monkeypatch.setattr(prepare_text, "BLOCK_BYTES", block)
     (path,) = write(tmp_path, a=TEXT)
     size = path.stat().st_size
@@ -92,7 +92,7 @@ def test_blocks_lose_nothing(tmp_path, monkeypatch, block):
 
 @needs_bpe
 @pytest.mark.parametrize("seed", range(5))
-def test_gpt2_ids_of_the_parts_are_those_of_the_whole(seed):
+def test_gpt2_ids_of_parts_equal_those_of_the_whole(seed):
     tokenizer = load_tokenizer("gpt2", str(BPE))
     rng = np.random.default_rng(seed)
     letters = list("ab'st1 ,.  \n\n\n\r\t\x1c\x85\u3000é—")
@@ -106,7 +106,7 @@ def test_gpt2_ids_of_the_parts_are_those_of_the_whole(seed):
 
 
 @needs_bpe
-def test_tinyshakespeare_as_nanogpt_counts_it(tmp_path, capsys):
+def test_tinyshakespeare_has_the_token_counts_of_nanogpt(tmp_path, capsys):
     text = SHARED / "text" / "tinyshakespeare.txt"
     main([f"--input={text}", f"--output={tmp_path / 'out'}", f"--bpe_dir={BPE}"])
     meta = read_meta(tmp_path / "out")
@@ -119,7 +119,7 @@ def test_tinyshakespeare_as_nanogpt_counts_it(tmp_path, capsys):
 
 
 class Documents(list):
-    """As much of a `datasets.Dataset` as is used."""
+    """The parts of `datasets.Dataset` that are used."""
 
     column_names = ["text"]
 
@@ -134,7 +134,7 @@ class Documents(list):
 
 @pytest.fixture
 def documents(monkeypatch):
-    """Stands in for `datasets`, which is no requirement of the tests."""
+    """Replaces `datasets`, which the tests do not require."""
     found = Documents(["a", "bc", "def", "", "ghij"])
     module = types.ModuleType("datasets")
     module.load_dataset = lambda name, split: found
@@ -142,7 +142,7 @@ def documents(monkeypatch):
     return found
 
 
-def test_documents_end_with_the_end_of_text(tmp_path, documents):
+def test_documents_end_with_end_of_text(tmp_path, documents):
     meta = prepare_documents("set", tmp_path / "out", Ending(), 0.4)
     train, validation = read_parts(tmp_path / "out", meta)
     assert train == [*b"def", 256, 256, *b"ghij", 256]
@@ -150,24 +150,24 @@ def test_documents_end_with_the_end_of_text(tmp_path, documents):
     assert meta.origin == "the documents of set"
 
 
-def test_documents_without_text(tmp_path, documents):
+def test_documents_without_text_column_raise(tmp_path, documents):
     documents.column_names = ["id", "story"]
     message = r"^set has no column 'text' \(it has id, story\)\.$"
     with pytest.raises(ValueError, match=message):
         prepare_documents("set", tmp_path, BYTES)
 
 
-def test_one_document(tmp_path, documents):
+def test_one_document_raises(tmp_path, documents):
     del documents[1:]
-    with pytest.raises(ValueError, match="^set has 1 documents: at least 2 are needed"):
+    with pytest.raises(ValueError, match="^set has 1 documents: training and"):
         prepare_documents("set", tmp_path, BYTES)
 
 
-def test_without_datasets(tmp_path, monkeypatch, capsys):
+def test_missing_datasets_is_an_error(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(SystemExit):
         main(["--openwebtext", f"--output={tmp_path}", "--tokenizer=bytes"])
-    message = "ImportError: OpenWebText is read by Hugging Face's datasets: `pip"
+    message = "ImportError: OpenWebText needs Hugging Face's datasets: `pip"
     assert message in capsys.readouterr().err
 
 
@@ -175,7 +175,7 @@ def test_without_datasets(tmp_path, monkeypatch, capsys):
     importlib.util.find_spec("datasets") is None, reason="datasets is not installed"
 )
 @pytest.mark.filterwarnings("ignore")
-def test_a_local_copy_in_the_layout_of_openwebtext(tmp_path, monkeypatch):
+def test_local_copy_with_the_layout_of_openwebtext(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     parquet = importlib.import_module("pyarrow.parquet")
     pyarrow = importlib.import_module("pyarrow")
@@ -193,42 +193,42 @@ def test_a_local_copy_in_the_layout_of_openwebtext(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("fraction", [0.0, 1.0, -0.1])
-def test_fraction_out_of_range(tmp_path, fraction):
+def test_val_fraction_out_of_range_raises(tmp_path, fraction):
     with pytest.raises(ValueError, match=f"^val_fraction={fraction}: it must be"):
         prepare_files([], tmp_path, BYTES, fraction)
 
 
-def test_missing_input(tmp_path):
+def test_missing_input_raises(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"^The input .*b\.txt is missing\.$"):
         prepare_files([tmp_path / "b.txt"], tmp_path, BYTES)
 
 
-def test_text_too_short(tmp_path):
-    message = r"^1 bytes of text with val_fraction=0\.1: too few to train and to valida"
+def test_text_too_short_to_split_raises(tmp_path):
+    message = r"^1 bytes of text with val_fraction=0\.1 leave no text for training or"
     with pytest.raises(ValueError, match=message):
         prepare_files(write(tmp_path, a="a"), tmp_path / "out", BYTES)
 
 
-def test_not_utf8(tmp_path, capsys):
+def test_invalid_utf8_is_an_error(tmp_path, capsys):
     (tmp_path / "a.txt").write_bytes(b"caf\xe9 au lait")
     arguments = [f"--input={tmp_path / 'a.txt'}", f"--output={tmp_path / 'out'}"]
     with pytest.raises(SystemExit):
         main([*arguments, "--tokenizer=bytes"])
     error = capsys.readouterr().err
     assert "the text was not prepared: ValueError: " in error
-    assert "a.txt is no UTF-8 text (invalid continuation byte" in error
-    # Nothing that looks complete is left behind, so that one can try again.
+    assert "a.txt is not UTF-8 text (invalid continuation byte" in error
+    # No complete file is left behind, so that the command can be repeated.
     left = {path.name for path in (tmp_path / "out").iterdir()}
     assert left == {"train.bin.partial"}
 
 
 @pytest.mark.parametrize("name", ["train.bin", "val.bin"])
-def test_a_flipped_bit_ends_a_run_before_it_starts(tmp_path, name):
+def test_flipped_bit_raises_on_load(tmp_path, name):
     prepare_files(write(tmp_path, a=TEXT), tmp_path, BYTES, 0.3)
     config = ConfigDict({"data_dir": str(tmp_path), "context_length": 7})
     assert load_text(config).info.tokenizer == "bytes"
     content = bytearray((tmp_path / name).read_bytes())
-    # The low byte of a token: the id stays in range.
+    # Flips a low byte, so that the id stays in range.
     content[20] ^= 1
     (tmp_path / name).write_bytes(content)
     message = (
@@ -243,7 +243,7 @@ def test_a_flipped_bit_ends_a_run_before_it_starts(tmp_path, name):
 @pytest.mark.parametrize(
     "name", ["manifest.json", "meta.json", "train.bin", "val.bin", "test.bin"]
 )
-def test_nothing_is_overwritten(tmp_path, name):
+def test_existing_files_are_not_overwritten(tmp_path, name):
     (tmp_path / name).touch()
-    with pytest.raises(FileExistsError, match=f"{name} is there already: choose"):
+    with pytest.raises(FileExistsError, match=f"{name} exists already: choose"):
         prepare_files(write(tmp_path, a=TEXT), tmp_path, BYTES)

@@ -16,12 +16,12 @@ from relattn.data.preprocess import input_shape, make_preprocess, preprocess
 IMAGES = np.random.default_rng(0).integers(0, 256, (3, 28, 28, 1), np.uint8)
 
 
-def test_same_size_only_scales():
+def test_images_of_the_same_size_are_only_scaled():
     chex.assert_trees_all_close(preprocess(IMAGES, image_size=28), IMAGES / 255)
 
 
 @pytest.mark.parametrize("size", [32, 13])
-def test_resizes_as_pillow_does(size):
+def test_resize_equals_pillow(size):
     images = preprocess(IMAGES, image_size=size)
     for ours, image in zip(np.array(images), IMAGES, strict=True):
         theirs = Image.fromarray(image[..., 0].astype(np.float32))
@@ -29,7 +29,7 @@ def test_resizes_as_pillow_does(size):
         np.testing.assert_allclose(ours[..., 0], np.asarray(theirs) / 255, atol=2e-6)
 
 
-def test_standardises():
+def test_standardised_images_have_mean_0_and_std_1():
     images = np.random.default_rng(1).integers(0, 256, (101, 28, 28, 3), np.uint8)
     mean, std = (images / 255).mean(axis=(0, 1, 2)), (images / 255).std(axis=(0, 1, 2))
     mean, std = mean.astype(np.float32), std.astype(np.float32)
@@ -43,13 +43,13 @@ def test_standardises():
     "keys, mean, std",
     [({}, 0, 1), ({"standardize": False}, 0, 1), ({"standardize": True}, 0.3, 0.2)],
 )
-def test_a_configuration_says_whether_to_standardise(keys, mean, std):
+def test_standardize_is_an_option(keys, mean, std):
     info = ImageInfo("grey", ("a", "b"), (28, 28, 1), (0.3,), (0.2,), 7, "")
     result = make_preprocess(ConfigDict(keys), info)({"image": IMAGES})
     chex.assert_trees_all_close(result, (IMAGES / 255 - mean) / std, atol=1e-5)
 
 
-def test_the_change_comes_before_the_resize_and_the_mean():
+def test_change_is_applied_before_resize_and_standardisation():
     def change(images):
         return jnp.roll(images, 3, axis=2) ** 2
 
@@ -65,7 +65,7 @@ def test_the_change_comes_before_the_resize_and_the_mean():
     chex.assert_trees_all_close(result, (resized - 0.3) / 0.2, atol=1e-5)
 
 
-def test_under_jit_and_one_image_at_a_time():
+def test_preprocess_under_jit_and_on_single_images():
     function = functools.partial(preprocess, image_size=32)
     expected = function(IMAGES)
     chex.assert_trees_all_close(jax.jit(function)(IMAGES), expected, atol=1e-6)
@@ -74,17 +74,17 @@ def test_under_jit_and_one_image_at_a_time():
         chex.assert_trees_all_close(one[0], expected[index], atol=1e-6)
 
 
-def test_mean_without_std():
+def test_mean_without_std_raises():
     with pytest.raises(ValueError, match="mean and std go together"):
         preprocess(IMAGES, image_size=28, mean=np.zeros(1, np.float32))
 
 
-def test_image_size_must_be_positive():
+def test_image_size_of_0_raises():
     with pytest.raises(ValueError, match="image_size=0: it must be at least 1"):
         preprocess(IMAGES, image_size=0)
 
 
-def test_image_size_of_a_configuration_must_be_positive():
+def test_negative_image_size_in_config_raises():
     info = ImageInfo("grey", ("a", "b"), (4, 4, 1), (0.5,), (0.5,), 7, "")
     with pytest.raises(ValueError, match="data.image_size=-4: it must be at least 1"):
         input_shape(ConfigDict({"image_size": -4}), info)

@@ -1,4 +1,4 @@
-"""Photographs read as training goes on: order, augmentation, workers, bad input."""
+"""Streamed photographs: order, augmentation, workers, bad input."""
 
 import importlib.util
 import itertools
@@ -21,7 +21,7 @@ from relattn.data.prepare import check_archives
 from relattn.data.prepare import main as prepare
 from relattn.data.streaming import Photographs
 from tests.data.conftest import encode_photograph
-from tests.helpers.parts import expect_parts_to_make_up_the_batches
+from tests.helpers.parts import check_parts_equal_batches
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def take(data, num_steps, batch_size=5, seed=0, start_step=0):
 
 
 def indices(batch):
-    """Which photographs a batch holds, from their grey level."""
+    """Returns the indices of the photographs in a batch, from their grey level."""
     return np.round((batch["image"].mean((1, 2, 3)) - 3) / 10).astype(int)
 
 
@@ -51,7 +51,7 @@ def equal(first, second):
     return all(np.array_equal(first[key], second[key]) for key in first)
 
 
-def test_what_a_model_needs_to_know(config, photographs):
+def test_streamed_images_are_a_data_source(config, photographs):
     data = load_data(config)
     assert isinstance(data, DataSource)
     info = data.info
@@ -66,7 +66,7 @@ def test_what_a_model_needs_to_know(config, photographs):
     assert [len(split) for split in data.eval_splits.values()] == [3, 7]
 
 
-def test_an_epoch_visits_every_photograph_once(config):
+def test_epoch_visits_every_photograph_once(config):
     data = load_data(config)
     steps = take(data, 8)
     assert list(steps) == list(range(8))
@@ -83,7 +83,7 @@ def test_an_epoch_visits_every_photograph_once(config):
         np.testing.assert_array_equal(batch["label"], indices(batch) % 3)
 
 
-def test_validation_photographs_depend_on_the_seed_alone(config):
+def test_validation_photographs_depend_on_split_seed_only(config):
     def held_out(**keys):
         split = load_data(ConfigDict({**config, **keys})).eval_splits["validation"]
         return [indices(batch).tolist() for batch in split.batches(3)]
@@ -93,7 +93,7 @@ def test_validation_photographs_depend_on_the_seed_alone(config):
 
 
 @pytest.mark.parametrize("augment", ["none", "randaugment(num_ops=2, magnitude=9)"])
-def test_the_batch_of_a_step_is_a_pure_function_of_it(config, augment):
+def test_batch_is_a_pure_function_of_the_step(config, augment):
     config.augment = augment
     data = load_data(config)
     whole = take(data, 9)
@@ -105,20 +105,20 @@ def test_the_batch_of_a_step_is_a_pure_function_of_it(config, augment):
     assert not equal(other[0], whole[0])
 
 
-def test_training_photographs_are_cropped_and_then_flipped(config):
+def test_training_photographs_are_cropped_then_flipped(config):
     (batch,) = take(load_data(config), 1, seed=3).values()
     flips = []
-    for place, index in enumerate(indices(batch)):
-        rng = np.random.default_rng([3, 0, place, 1])
+    for row, index in enumerate(indices(batch)):
+        rng = np.random.default_rng([3, 0, row, 1])
         whole = Image.open(encode_photograph(23, index)).convert("RGB")
         crop = random_resized_crop(whole, rng, 13)
         image = random_flip(crop, rng)
-        np.testing.assert_array_equal(batch["image"][place], np.asarray(image))
+        np.testing.assert_array_equal(batch["image"][row], np.asarray(image))
         flips.append(image is not crop)
     assert 0 < sum(flips) < 5
 
 
-def test_crops_and_augmentations_are_fresh_every_epoch(config):
+def test_crops_and_augmentations_differ_between_epochs(config):
     data = load_data(config)
     first, second = take(data, 4), take(data, 4, start_step=4)
     image = {}
@@ -135,7 +135,7 @@ def test_crops_and_augmentations_are_fresh_every_epoch(config):
     assert all(equal(unchanged[step], first[step]) for step in first)
 
 
-def test_central_crops_to_evaluate_on(config):
+def test_evaluation_uses_central_crops(config):
     config.short_side = 17
     batches = list(load_data(config).eval_splits["test"].batches(4))
     assert [batch["weight"].tolist() for batch in batches] == [[1] * 4, [1, 1, 1, 0]]
@@ -156,7 +156,7 @@ def test_central_crops_to_evaluate_on(config):
         list(load_data(config).eval_splits["test"].batches(0))
 
 
-def test_the_short_side_follows_the_size(config):
+def test_short_side_default_scales_with_image_size(config):
     config.image_size = 14
     splits = load_data(config).eval_splits
     assert splits["test"].short_side == 16
@@ -165,7 +165,7 @@ def test_the_short_side_follows_the_size(config):
     assert (splits["test"].image_size, splits["test"].short_side) == (224, 256)
 
 
-def test_worker_processes_change_nothing(config):
+def test_worker_processes_yield_the_same_batches(config):
     config.augment = "randaugment(num_ops=2, magnitude=9)"
     expected = take(load_data(config), 3, start_step=3)
     config.num_workers = 2
@@ -174,12 +174,12 @@ def test_worker_processes_change_nothing(config):
     assert list(actual) == list(expected) == [3, 4, 5]
     for step, batch in expected.items():
         assert equal(batch, actual[step])
-        # No view of memory that the workers share.
+        # A copy, not a view of the workers' shared memory.
         assert type(actual[step]["image"]) is np.ndarray
     assert "tensorflow" not in sys.modules
 
 
-def test_batches_are_placed_ahead(config):
+def test_place_is_applied_to_batches(config):
     with load_data(config).train_loader(5, 0, place=indices) as loader:
         step, placed = next(loader)
     assert step == 0 and placed.shape == (5,)
@@ -211,24 +211,25 @@ def test_batches_are_placed_ahead(config):
         ({"num_validation": 23}, "data.num_validation=23 of 23 training images"),
     ],
 )
-def test_bad_keys(config, keys, message):
+def test_invalid_options_raise(config, keys, message):
     config.update(keys)
     with pytest.raises(ValueError, match=message):
         load_data(config)
 
 
-def test_too_large_for_memory(config):
+def test_load_images_raises_for_streamed_set(config):
     with pytest.raises(ValueError, match="'imagenet2012' does not fit into memory"):
         load_images(config)
 
 
-def test_not_prepared(config, tmp_path, monkeypatch):
+def test_set_not_prepared_raises(config, tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     config.data_dir = str(tmp_path)
     message = (
-        rf"^imagenet2012 is not prepared in {tmp_path} \(TensorFlow, needed for that "
-        r"only, is not installed\)\. Prepare it once: put ILSVRC2012_img_train.tar and "
-        r"ILSVRC2012_img_val.tar, .* `pip install 'relattn\[prepare\]'`, then `python "
+        rf"^imagenet2012 is not prepared in {tmp_path} \(TensorFlow, required "
+        r"for preparation only, is missing\)\. Prepare it once: put "
+        r"ILSVRC2012_img_train.tar and ILSVRC2012_img_val.tar, .* `pip install "
+        r"'relattn\[prepare\]'`, then `python "
         rf"-m relattn.data.prepare --name=imagenet2012 --data_dir={tmp_path} "
         r"--manual_dir=DIR`\.$"
     )
@@ -236,7 +237,7 @@ def test_not_prepared(config, tmp_path, monkeypatch):
         load_data(config)
 
 
-def test_archives_to_prepare_from(tmp_path):
+def test_missing_archives_raise(tmp_path):
     message = "^ILSVRC2012_img_train.tar needs --manual_dir; register with its owners"
     with pytest.raises(FileNotFoundError, match=message):
         check_archives("imagenet2012", [], "")
@@ -248,13 +249,13 @@ def test_archives_to_prepare_from(tmp_path):
     check_archives("imagenet2012", [], str(tmp_path))
 
 
-def test_a_prepared_set_is_left_alone(photographs, capsys):
+def test_prepare_accepts_a_prepared_set(photographs, capsys):
     prepare(["--name=imagenet2012", f"--data_dir={photographs}"])
     assert "imagenet2012 is prepared in" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("damage", ["features.json", "*train*"])
-def test_a_damaged_set(config, photographs, tmp_path, damage):
+def test_damaged_set_raises(config, photographs, tmp_path, damage):
     shutil.copytree(photographs, tmp_path / "copy")
     config.data_dir = str(tmp_path / "copy")
     for file in (tmp_path / "copy").glob(f"imagenet2012/*/{damage}"):
@@ -263,7 +264,7 @@ def test_a_damaged_set(config, photographs, tmp_path, damage):
         load_data(config)
 
 
-def test_a_damaged_photograph(tmp_path):
+def test_damaged_photograph_raises(tmp_path):
     class Records(list):
         def __getitems__(self, keys):
             if 4 in keys:
@@ -291,7 +292,7 @@ def test_a_damaged_photograph(tmp_path):
             list(images.read([position]))
 
 
-def test_processes_share_a_batch(config):
+def test_process_parts_equal_the_batch(config):
     config.augment = "randaugment(num_ops=2, magnitude=9)"
     data = load_data(config)
-    expect_parts_to_make_up_the_batches(data, batch_size=6, num_parts=3)
+    check_parts_equal_batches(data, batch_size=6, num_parts=3)

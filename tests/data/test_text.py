@@ -1,4 +1,4 @@
-"""Windows of text: random ones to train on, every token once to evaluate on."""
+"""Text data: random training windows, evaluation windows, token files."""
 
 import itertools
 import json
@@ -23,7 +23,7 @@ from relattn.data.text import (
     write_tokens,
 )
 from relattn.data.tokenizers import load_tokenizer
-from tests.helpers.parts import expect_parts_to_make_up_the_batches
+from tests.helpers.parts import check_parts_equal_batches
 
 META = TokenMeta("bytes", 256)
 LENGTH = 7
@@ -33,11 +33,11 @@ def random_tokens(n, vocab_size=256):
     return np.random.default_rng(n).integers(0, vocab_size, n).astype(np.uint16)
 
 
-def split_of(n, length=LENGTH):
+def make_split(n, length=LENGTH):
     return TokenSplit(random_tokens(n), length, META, "The text")
 
 
-def config_of(folder, **keys):
+def make_config(folder, **keys):
     keys = {"context_length": LENGTH, **keys}
     return ConfigDict({"source": "text", "data_dir": str(folder), **keys})
 
@@ -51,8 +51,8 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_a_folder_of_token_files(folder):
-    data = load_data(config_of(folder))
+def test_folder_of_token_files_is_loaded(folder):
+    data = load_data(make_config(folder))
     assert isinstance(data, DataSource)
     assert all(isinstance(split, EvalSplit) for split in data.eval_splits.values())
     assert list(data.eval_splits) == ["validation", "test"]
@@ -66,23 +66,23 @@ def test_a_folder_of_token_files(folder):
     np.testing.assert_array_equal(data.train.tokens, random_tokens(101))
 
 
-def test_test_file(folder):
+def test_test_file_is_used(folder):
     write_tokens(folder / "test.bin", [random_tokens(29)])
-    data = load_text(config_of(folder, name="numbers", windows_per_epoch=1000))
+    data = load_text(make_config(folder, name="numbers", windows_per_epoch=1000))
     np.testing.assert_array_equal(data.test.tokens, random_tokens(29))
     assert (data.info.name, data.info.num_train) == ("numbers", 1000)
 
 
-def test_files_of_nanogpt(folder):
+def test_nanogpt_files_are_loaded(folder):
     (folder / "meta.json").unlink()
-    data = load_text(config_of(folder, tokenizer="gpt2"))
+    data = load_text(make_config(folder, tokenizer="gpt2"))
     assert (data.info.tokenizer, data.info.vocab_size) == ("gpt2", 50257)
     assert data.info.origin == f"the tokens in {folder}"
 
 
 @pytest.mark.parametrize("n", [LENGTH + 1, LENGTH + 2, 101])
-def test_windows_come_from_everywhere(n):
-    split = split_of(n)
+def test_windows_are_drawn_from_all_positions(n):
+    split = make_split(n)
     starts = set()
     for step in range(40):
         batch = split.draw(5, seed=3, step=step)
@@ -94,13 +94,13 @@ def test_windows_come_from_everywhere(n):
         for row in np.concatenate([batch["tokens"], batch["label"][:, -1:]], axis=1):
             (start,) = np.flatnonzero((windows == row).all(axis=1))
             starts.add(int(start))
-    # All of them, or nearly: 200 draws from 94 miss about 11.
+    # Nearly all positions: 200 draws from 94 miss about 11.
     assert starts <= set(range(n - LENGTH))
     assert len(starts) >= 0.75 * (n - LENGTH)
 
 
 def test_windows_are_a_pure_function_of_seed_and_step():
-    split = split_of(101)
+    split = make_split(101)
     forwards = [split.draw(5, 3, step)["label"].tolist() for step in range(6)]
     backwards = [split.draw(5, 3, step)["label"].tolist() for step in range(5, -1, -1)]
     assert forwards == backwards[::-1]
@@ -108,13 +108,13 @@ def test_windows_are_a_pure_function_of_seed_and_step():
     assert len({str(window) for window in forwards}) == 6
 
 
-def test_the_draws_never_change_between_versions():
+def test_draws_are_stable_across_versions():
     split = TokenSplit(np.arange(251, dtype=np.uint16), 7, META, "Numbers")
     assert split.draw(5, 0, 0)["tokens"][:, 0].tolist() == [207, 155, 124, 65, 75]
 
 
-def test_loader_goes_on_from_any_step(folder):
-    data = load_text(config_of(folder))
+def test_loader_starts_at_any_step(folder):
+    data = load_text(make_config(folder))
     with data.train_loader(5, seed=1, start_step=3) as loader:
         for expected, (step, batch) in enumerate(itertools.islice(loader, 3), 3):
             assert step == expected
@@ -124,8 +124,8 @@ def test_loader_goes_on_from_any_step(folder):
         assert next(loader) == (0, data.train.draw(5, 1, 0)["label"].sum())
 
 
-def test_epoch_without_a_batch(folder):
-    data = load_text(config_of(folder, windows_per_epoch=3))
+def test_epoch_smaller_than_a_batch_raises(folder):
+    data = load_text(make_config(folder, windows_per_epoch=3))
     with pytest.raises(ValueError, match="batch_size=5 with 3 training windows: it mu"):
         data.train_loader(5, seed=0)
 
@@ -133,7 +133,7 @@ def test_epoch_without_a_batch(folder):
 @pytest.mark.parametrize("batch_size", [1, 3, 50])
 @pytest.mark.parametrize("n", [8, 9, 15, 23, 101])
 def test_evaluation_predicts_every_token_once(n, batch_size):
-    split = split_of(n)
+    split = make_split(n)
     batches = list(split.batches(batch_size))
     assert all(a.shape == (batch_size, LENGTH) for b in batches for a in b.values())
     assert len(batches) == -(-len(split) // batch_size)
@@ -149,12 +149,12 @@ def test_evaluation_predicts_every_token_once(n, batch_size):
     np.testing.assert_array_equal(np.concatenate(labels), split.tokens[1:])
 
 
-def test_eval_batch_size_must_be_positive():
+def test_eval_batch_size_of_0_raises():
     with pytest.raises(ValueError, match="batch_size=0: it must be at least 1"):
-        next(split_of(23).batches(0))
+        next(make_split(23).batches(0))
 
 
-def test_embedded_text():
+def test_embedded_text_is_loaded():
     data = load_text(ConfigDict({"context_length": 64}))
     assert data.info.name == "tinyshakespeare"
     assert data.info.origin == (
@@ -176,83 +176,83 @@ def test_embedded_text_is_small():
     assert os.path.getsize(path) < 400_000
 
 
-def test_unknown_embedded_text():
+def test_unknown_embedded_text_raises():
     message = (
         "^unknown data.name 'tinyshakspeare' with an empty data.data_dir: did you mean "
         "'tinyshakespeare'. There are: tinyshakespeare$"
     )
     with pytest.raises(ValueError, match=message):
-        load_text(config_of("", name="tinyshakspeare"))
+        load_text(make_config("", name="tinyshakspeare"))
 
 
-def test_openwebtext_is_prepared_first():
+def test_openwebtext_without_folder_raises():
     message = (
-        "^data.data_dir is empty: name the folder .*'relattn.openwebtext.'.*`python "
-        "-m relattn.data.prepare_text --openwebtext --output=DIR`.$"
+        "^data.data_dir is empty: set it to the folder .*'relattn.openwebtext.'.*"
+        "`python -m relattn.data.prepare_text --openwebtext --output=DIR`.$"
     )
     with pytest.raises(DatasetNotPreparedError, match=message):
-        load_text(config_of("", name="openwebtext"))
+        load_text(make_config("", name="openwebtext"))
 
 
 @pytest.mark.parametrize("keys", [{}, {"context_length": 0}])
-def test_context_length_is_needed(keys):
+def test_missing_context_length_raises(keys):
     with pytest.raises(ValueError, match="^data.context_length=0: it must be at least"):
         load_text(ConfigDict(keys))
 
 
-def test_negative_epoch(folder):
+def test_negative_windows_per_epoch_raises(folder):
     with pytest.raises(ValueError, match="^data.windows_per_epoch=-1: it must be at l"):
-        load_text(config_of(folder, windows_per_epoch=-1))
+        load_text(make_config(folder, windows_per_epoch=-1))
 
 
-def test_text_shorter_than_a_window(folder):
+def test_text_shorter_than_a_window_raises(folder):
     message = r"val\.bin holds 23 tokens, but a window of data\.context_length=23 and"
     with pytest.raises(ValueError, match=message):
-        load_text(config_of(folder, context_length=23))
+        load_text(make_config(folder, context_length=23))
     message = "^The validation text of tinyshakespeare holds 111540 tokens, but a windo"
     with pytest.raises(ValueError, match=message):
-        load_text(config_of("", context_length=200_000))
+        load_text(make_config("", context_length=200_000))
 
 
-def test_missing_folder(tmp_path):
-    message = r"^The folder data\.data_dir=.*plays is missing: write it by"
+def test_missing_folder_raises(tmp_path):
+    message = r"^The folder data\.data_dir=.*plays is missing: write it with"
     with pytest.raises(FileNotFoundError, match=message):
-        load_text(config_of(tmp_path / "plays"))
+        load_text(make_config(tmp_path / "plays"))
 
 
-def test_missing_file(folder):
+def test_missing_val_file_raises(folder):
     (folder / "val.bin").unlink()
-    with pytest.raises(FileNotFoundError, match=r"val\.bin is missing: write it by"):
-        load_text(config_of(folder))
+    with pytest.raises(FileNotFoundError, match=r"val\.bin is missing: write it with"):
+        load_text(make_config(folder))
 
 
-def test_empty_file(folder):
+def test_empty_train_file_raises(folder):
     (folder / "train.bin").write_bytes(b"")
     with pytest.raises(ValueError, match=r"train\.bin is empty: prepare the text"):
-        load_text(config_of(folder))
+        load_text(make_config(folder))
 
 
-def test_odd_sized_file(folder):
+def test_odd_sized_train_file_raises(folder):
     (folder / "train.bin").write_bytes(bytes(23))
     with pytest.raises(ValueError, match=r"train\.bin has an odd size, 23 bytes"):
-        load_text(config_of(folder))
+        load_text(make_config(folder))
 
 
-def test_another_tokenizer(folder):
+def test_tokenizer_other_than_meta_raises(folder):
     message = r"^data\.tokenizer='gpt2', but .*meta\.json says 'bytes'"
     with pytest.raises(ValueError, match=message):
-        load_text(config_of(folder, tokenizer="gpt2"))
+        load_text(make_config(folder, tokenizer="gpt2"))
 
 
-def test_id_out_of_range_in_a_large_file(folder, monkeypatch):
+def test_id_out_of_range_in_large_file_raises_when_read(folder, monkeypatch):
     tokens = random_tokens(101)
     tokens[:] = 300
     write_tokens(folder / "train.bin", [tokens])
     message = r"train\.bin holds the token id 300 at position 0, out of range"
     with pytest.raises(ValueError, match=message):
-        load_text(config_of(folder))
+        load_text(make_config(folder))
     monkeypatch.setattr(text_lib, "CHECKED_TOKENS", 23)
-    data = load_text(config_of(folder))
+    data = load_text(make_config(folder))
     first = np.random.default_rng([0, 0]).integers(101 - LENGTH, size=5)[0]
     message = rf"train\.bin holds the token id 300 at position {first}, out of range"
     with (
@@ -262,22 +262,22 @@ def test_id_out_of_range_in_a_large_file(folder, monkeypatch):
         next(loader)
 
 
-def test_a_file_cut_short_while_it_is_read(folder):
-    data = load_text(config_of(folder))
+def test_file_truncated_while_read_raises(folder):
+    data = load_text(make_config(folder))
     path = folder / "train.bin"
     os.truncate(path, 99 * 2)
-    with pytest.raises(ValueError, match=r"train\.bin was cut short from 101 .* to 99"):
+    with pytest.raises(ValueError, match=r"train\.bin was truncated from 101 .* to 99"):
         data.train.draw(batch_size=2, seed=0, step=0)
     path.unlink()
     data.train.draw(batch_size=2, seed=0, step=0)
     os.truncate(folder / "val.bin", 0)
-    with pytest.raises(ValueError, match=r"val\.bin was cut short"):
+    with pytest.raises(ValueError, match=r"val\.bin was truncated"):
         next(data.validation.batches(2))
 
 
-def test_processes_share_a_batch(folder):
-    data = load_text(config_of(folder))
-    expect_parts_to_make_up_the_batches(data, batch_size=6, num_parts=3)
+def test_process_parts_equal_the_batch(folder):
+    data = load_text(make_config(folder))
+    check_parts_equal_batches(data, batch_size=6, num_parts=3)
 
 
 BYTES = TokenMeta("bytes", 256)
@@ -285,23 +285,23 @@ GOOD = {"tokenizer": "bytes", "vocab_size": 256}
 TOKENS = np.random.default_rng(0).integers(0, 256, 23).astype(np.uint16)
 
 
-def test_written_in_pieces_and_mapped(tmp_path):
+def test_tokens_written_in_pieces_are_mapped(tmp_path):
     path = tmp_path / "train.bin"
     assert write_tokens(path, [TOKENS[:5], TOKENS[5:5], TOKENS[5:]]) == 23
-    # nanoGPT's layout: nothing but little-endian 16-bit integers.
+    # nanoGPT's layout: little-endian 16-bit integers only.
     assert path.read_bytes() == TOKENS.astype("<u2").tobytes()
     tokens = open_tokens(path, BYTES, min_tokens=23)
     assert isinstance(tokens, np.memmap) and not tokens.flags.writeable
     np.testing.assert_array_equal(tokens, TOKENS)
 
 
-def test_meta_round_trip(tmp_path):
+def test_meta_round_trips(tmp_path):
     meta = TokenMeta("gpt2", 50257, {"train.bin": 7, "val.bin": 3}, "a file")
     write_meta(tmp_path, meta)
     assert read_meta(tmp_path) == read_meta(tmp_path, "gpt2") == meta
 
 
-def test_files_of_nanogpt_need_the_tokenizer(tmp_path):
+def test_missing_meta_needs_the_tokenizer(tmp_path):
     assert read_meta(tmp_path, "gpt2") == TokenMeta("gpt2", 50257)
     message = r"meta\.json is missing: set data\.tokenizer to the one .*'bytes', 'gpt2'"
     with pytest.raises(ValueError, match=message):
@@ -310,7 +310,7 @@ def test_files_of_nanogpt_need_the_tokenizer(tmp_path):
         read_meta(tmp_path, "char")
 
 
-def test_a_file_of_another_tokenizer(tmp_path):
+def test_read_meta_of_another_tokenizer_raises(tmp_path):
     write_meta(tmp_path, BYTES)
     message = r"data\.tokenizer='gpt2', but .*meta\.json says 'bytes': prepare the text"
     with pytest.raises(ValueError, match=message):
@@ -331,7 +331,7 @@ def test_a_file_of_another_tokenizer(tmp_path):
         ({**GOOD, "num_tokens": 7}, "num_tokens is 7"),
     ],
 )
-def test_damaged_meta(tmp_path, values, what):
+def test_damaged_meta_raises(tmp_path, values, what):
     (tmp_path / "meta.json").write_text(json.dumps(values))
     with pytest.raises(ValueError, match=rf"meta\.json cannot be used \(.*{what}"):
         read_meta(tmp_path)
@@ -348,7 +348,7 @@ def test_damaged_meta(tmp_path, values, what):
     ],
     ids=["brace", "nested", "tokenizer", "vocab_size", "num_tokens"],
 )
-def test_meta_that_is_no_json_or_a_huge_one(tmp_path, text, what):
+def test_invalid_or_huge_meta_raises_a_short_error(tmp_path, text, what):
     (tmp_path / "meta.json").write_text(text)
     message = rf"meta\.json cannot be used \(.*{what}.*prepare the text again"
     with pytest.raises(ValueError, match=message) as raised:
@@ -356,25 +356,27 @@ def test_meta_that_is_no_json_or_a_huge_one(tmp_path, text, what):
     assert len(str(raised.value)) < 500
 
 
-def test_a_file_that_is_missing(tmp_path):
-    message = r"train\.bin is missing: write it by `python -m relattn\.data\.prepare_te"
+def test_open_missing_file_raises(tmp_path):
+    message = (
+        r"train\.bin is missing: write it with `python -m relattn\.data\.prepare_te"
+    )
     with pytest.raises(FileNotFoundError, match=message):
         open_tokens(tmp_path / "train.bin", BYTES)
 
 
-def test_a_file_that_is_empty(tmp_path):
+def test_open_empty_file_raises(tmp_path):
     (tmp_path / "val.bin").touch()
     with pytest.raises(ValueError, match=r"val\.bin is empty: prepare the text again"):
         open_tokens(tmp_path / "val.bin", BYTES)
 
 
-def test_a_file_of_an_odd_size(tmp_path):
+def test_open_odd_sized_file_raises(tmp_path):
     (tmp_path / "val.bin").write_bytes(b"abc")
-    with pytest.raises(ValueError, match=r"val\.bin has an odd size, 3 bytes: it does"):
+    with pytest.raises(ValueError, match=r"val\.bin has an odd size, 3 bytes, so it"):
         open_tokens(tmp_path / "val.bin", BYTES)
 
 
-def test_file_shorter_than_a_window(tmp_path):
+def test_open_file_shorter_than_a_window_raises(tmp_path):
     write_tokens(tmp_path / "val.bin", [TOKENS])
     message = (
         r"val\.bin holds 23 tokens, but a window of data\.context_length=23 and the "
@@ -384,14 +386,14 @@ def test_file_shorter_than_a_window(tmp_path):
         open_tokens(tmp_path / "val.bin", BYTES, min_tokens=24)
 
 
-def test_file_cut_short(tmp_path):
+def test_open_file_with_wrong_token_count_raises(tmp_path):
     write_tokens(tmp_path / "train.bin", [TOKENS])
     meta = TokenMeta("bytes", 256, {"train.bin": 29})
     with pytest.raises(ValueError, match=r"holds 23 tokens, but meta\.json says 29"):
         open_tokens(tmp_path / "train.bin", meta)
 
 
-def test_id_out_of_range(tmp_path, monkeypatch):
+def test_id_out_of_range_raises(tmp_path, monkeypatch):
     path = tmp_path / "train.bin"
     write_tokens(path, [TOKENS, np.array([256], np.uint16)])
     message = (
@@ -399,13 +401,13 @@ def test_id_out_of_range(tmp_path, monkeypatch):
     )
     with pytest.raises(ValueError, match=message):
         open_tokens(path, BYTES)
-    # A large file is not read from end to end before training begins.
+    # A large file is not read completely before training.
     monkeypatch.setattr(text_lib, "CHECKED_TOKENS", 23)
     tokens = open_tokens(path, BYTES)
     message = "window 3 holds the token id 256 at position 3, out of range"
     with pytest.raises(ValueError, match=message):
         check_range(tokens[20:], BYTES, "window 3")
-    places = np.arange(4).reshape(2, 2) + 20
+    positions = np.arange(4).reshape(2, 2) + 20
     message = "window 3 holds the token id 256 at position 23, out of range"
     with pytest.raises(ValueError, match=message):
-        check_range(tokens[places], BYTES, "window 3", places)
+        check_range(tokens[positions], BYTES, "window 3", positions)

@@ -1,4 +1,4 @@
-"""Reading sets that TFDS prepared."""
+"""Reading prepared sets, damage, and starting the preparation."""
 
 import dataclasses
 import importlib.util
@@ -29,7 +29,7 @@ def expected_images(n):
 
 
 @pytest.mark.parametrize("mapped", [False, True])
-def test_images_labels_and_classes(write_set, monkeypatch, mapped):
+def test_images_labels_and_classes_are_read(write_set, monkeypatch, mapped):
     monkeypatch.setattr("relattn.data.tfds.CHUNK", 3)
     if mapped:
         monkeypatch.setattr("relattn.data.tfds.MAPPED_BYTES", 0)
@@ -44,15 +44,15 @@ def test_images_labels_and_classes(write_set, monkeypatch, mapped):
         assert class_names == ("cat", "dog")
 
 
-def test_a_decoding_cut_short_is_not_trusted(write_set, monkeypatch):
+def test_interrupted_decoding_is_repeated(write_set, monkeypatch):
     monkeypatch.setattr("relattn.data.tfds.MAPPED_BYTES", 0)
     _, folder = write_set("mnist", train=11, test=5)
     fill = tfds._fill
 
-    def cut_short(source, images, labels, title):
+    def interrupt(source, images, labels, title):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(tfds, "_fill", cut_short)
+    monkeypatch.setattr(tfds, "_fill", interrupt)
     with pytest.raises(KeyboardInterrupt):
         read_prepared(folder)
     (folder / "decoded-train-images.7.partial").write_bytes(b"of a killed process")
@@ -63,7 +63,7 @@ def test_a_decoding_cut_short_is_not_trusted(write_set, monkeypatch):
     assert left == {"decoded-train-images.7.partial"}
 
 
-def test_processes_that_decode_at_once_do_not_meet(write_set, monkeypatch):
+def test_concurrent_decoding_does_not_conflict(write_set, monkeypatch):
     monkeypatch.setattr("relattn.data.tfds.MAPPED_BYTES", 0)
     _, folder = write_set("mnist", train=11, test=5)
     fill = tfds._fill
@@ -82,7 +82,7 @@ def test_processes_that_decode_at_once_do_not_meet(write_set, monkeypatch):
     assert len(others) == 1
 
 
-def test_the_newest_version_is_found(write_set):
+def test_newest_version_is_found(write_set):
     data_dir, folder = write_set("mnist", train=2, test=2)
     for version in ("3.0.0", "10.0.0", "incomplete.XYZ_11.0.0"):
         shutil.copytree(folder, folder.with_name(version))
@@ -91,7 +91,7 @@ def test_the_newest_version_is_found(write_set):
     assert find_prepared("cifar10", data_dir) is None
 
 
-def test_a_flipped_bit_of_a_class_name(write_set):
+def test_changed_class_name_raises(write_set):
     _, folder = write_set("mnist", train=11, test=5)
     write_manifest(folder, ["label.labels.txt", "features.json"])
     read_prepared(folder)
@@ -102,7 +102,7 @@ def test_a_flipped_bit_of_a_class_name(write_set):
 
 
 @pytest.mark.parametrize("damage", ["features.json", "dataset_info.json", "*train*"])
-def test_damaged_sets(write_set, damage):
+def test_damaged_sets_raise(write_set, damage):
     _, folder = write_set("mnist", train=11, test=5)
     for file in folder.glob(damage):
         file.write_bytes(file.read_bytes()[:40])
@@ -110,14 +110,14 @@ def test_damaged_sets(write_set, damage):
         read_prepared(folder)
 
 
-def test_no_module_that_a_set_names_is_imported(write_set, tmp_path, monkeypatch):
+def test_modules_named_by_a_set_are_not_imported(write_set, tmp_path, monkeypatch):
     _, folder = write_set("mnist", train=11, test=5)
     (tmp_path / "intruder.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     monkeypatch.syspath_prepend(tmp_path)
     features = (folder / "features.json").read_text()
     name = "tensorflow_datasets.core.features.image_feature.Image"
     (folder / "features.json").write_text(features.replace(name, "intruder.Image"))
-    message = r"mnist.3.0.1 cannot be read .*names 'intruder.Image', which is no class"
+    message = r"mnist.3.0.1 cannot be read .*names 'intruder.Image', which is not"
     with pytest.raises(ValueError, match=message):
         read_prepared(folder)
     assert not (tmp_path / "ran").exists()
@@ -149,7 +149,7 @@ def test_no_module_that_a_set_names_is_imported(write_set, tmp_path, monkeypatch
         ),
     ],
 )
-def test_a_decoded_file_of_something_else(write_set, monkeypatch, kind, array, problem):
+def test_wrong_decoded_file_raises(write_set, monkeypatch, kind, array, problem):
     monkeypatch.setattr("relattn.data.tfds.MAPPED_BYTES", 0)
     _, folder = write_set("mnist", train=11, test=5)
     read_prepared(folder)
@@ -158,7 +158,7 @@ def test_a_decoded_file_of_something_else(write_set, monkeypatch, kind, array, p
         read_prepared(folder)
 
 
-def test_one_image_does_not_stand_for_many_pixels():
+def test_image_of_another_shape_is_not_broadcast():
     class Source(list):
         def __getitems__(self, keys):
             return [self[key] for key in keys]
@@ -170,13 +170,13 @@ def test_one_image_does_not_stand_for_many_pixels():
         tfds._fill(source, images, labels, "")
 
 
-def test_missing_test_split(write_set):
+def test_missing_test_split_raises(write_set):
     _, folder = write_set("mnist", train=11)
     with pytest.raises(ValueError, match="cannot be read .*test"):
         read_prepared(folder)
 
 
-def test_digest_knows_content_but_not_order():
+def test_digest_depends_on_content_but_not_order():
     images = expected_images(7)[..., None]
     labels = np.arange(7, dtype=np.int32)
 
@@ -218,20 +218,20 @@ def test_prepared_sets_are_read(write_set, monkeypatch, name, test_split, first_
     assert data.origin == f"{name} 3.0.1, prepared by TFDS in {folder}"
 
 
-def test_images_of_another_set_are_noticed(write_set):
+def test_images_of_another_set_raise(write_set):
     data_dir, _ = write_set("fashion_mnist", train=11, test=5)
-    message = "fashion_mnist.3.0.1 are not those of Fashion-MNIST; two sets"
+    message = "fashion_mnist.3.0.1 are not those of Fashion-MNIST, perhaps"
     with pytest.raises(ValueError, match=message):
         load_images(tfds_config("fashion_mnist", data_dir))
 
 
-def test_not_prepared_and_no_tensorflow(tmp_path, monkeypatch):
+def test_not_prepared_without_tensorflow_raises(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(DatasetNotPreparedError) as info:
         load_images(tfds_config("imagenet_resized/64x64", tmp_path))
     message = str(info.value)
     assert f"imagenet_resized/64x64 is not prepared in {tmp_path}" in message
-    assert "TensorFlow, needed for that only, is not installed" in message
+    assert "TensorFlow, required for preparation only, is missing" in message
     assert "pip install 'relattn[prepare]'" in message
     command = (
         "python -m relattn.data.prepare --name=imagenet_resized/64x64 "
@@ -242,8 +242,8 @@ def test_not_prepared_and_no_tensorflow(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def pretend_tensorflow(tmp_path, monkeypatch):
-    """Replaces the preparation by a program, where TensorFlow seems to be there."""
+def fake_preparation(tmp_path, monkeypatch):
+    """Replaces the preparation with a script and pretends TensorFlow is installed."""
 
     def replace(program):
         script = tmp_path / "prepare.py"
@@ -256,8 +256,8 @@ def pretend_tensorflow(tmp_path, monkeypatch):
     return replace
 
 
-def test_not_prepared_and_no_network(tmp_path, pretend_tensorflow, capsys):
-    pretend_tensorflow(
+def test_not_prepared_without_network_raises(tmp_path, fake_preparation, capsys):
+    fake_preparation(
         "import sys\n"
         "print('downloading', file=sys.stderr)\n"
         "sys.exit('cifar10 was not prepared: no connection to host')\n"
@@ -269,14 +269,14 @@ def test_not_prepared_and_no_network(tmp_path, pretend_tensorflow, capsys):
     assert "downloading" in capsys.readouterr().err
 
 
-def test_prepared_in_a_process_of_its_own(
-    write_set, monkeypatch, pretend_tensorflow, tmp_path
+def test_set_is_prepared_in_a_separate_process(
+    write_set, monkeypatch, fake_preparation, tmp_path
 ):
     without_digest(monkeypatch, "mnist")
     _, folder = write_set("mnist", train=11, test=5)
     hidden = folder.with_name("hidden")
     folder.rename(hidden)
-    pretend_tensorflow(
+    fake_preparation(
         "import os, pathlib, sys\n"
         "import relattn.data.tfds\n"
         "assert sys.argv[1:] == ['mnist', sys.argv[2], 'archives']\n"
@@ -286,7 +286,7 @@ def test_prepared_in_a_process_of_its_own(
     assert len(data.train) == 11
 
 
-def test_the_command_is_the_one_of_the_message():
+def test_message_contains_the_prepare_command():
     command = prepare_command("mnist", "a b", "archives")
     expected = ["-m", "relattn.data.prepare"]
     expected += ["--name=mnist", "--data_dir=a b", "--manual_dir=archives"]

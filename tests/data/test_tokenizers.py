@@ -1,4 +1,4 @@
-"""Text to ids and back."""
+"""Byte and GPT-2 tokenizers."""
 
 import hashlib
 import json
@@ -23,7 +23,7 @@ def gpt2():
     return load_tokenizer("gpt2", str(BPE))
 
 
-def test_bytes_are_utf8():
+def test_byte_tokenizer_encodes_utf8():
     tokenizer = load_tokenizer("bytes")
     assert isinstance(tokenizer, Tokenizer)
     tokens = tokenizer.encode(TEXT)
@@ -33,30 +33,30 @@ def test_bytes_are_utf8():
     assert tokenizer.encode("").shape == (0,)
 
 
-def test_a_cut_character_is_replaced():
+def test_incomplete_character_is_replaced():
     assert load_tokenizer("bytes").decode([97, 195]) == "a\N{REPLACEMENT CHARACTER}"
 
 
 @needs_bpe
-def test_gpt2_ids_are_the_published_ones(gpt2):
-    # Of the GPT-2 release: "Hello world" is 15496 995.
+def test_gpt2_ids_equal_the_published_ones(gpt2):
+    # GPT-2 release: "Hello world" is 15496 995.
     assert gpt2.encode("Hello world").tolist() == [15496, 995]
     assert gpt2.encode("\n\n").tolist() == [628]
     assert (gpt2.vocab_size, gpt2.end_of_text) == (50257, 50256)
 
 
 @needs_bpe
-def test_gpt2_round_trip(gpt2):
+def test_gpt2_round_trips(gpt2):
     tokens = gpt2.encode(TEXT)
     assert tokens.dtype == np.uint16
     assert gpt2.decode(tokens) == TEXT
-    # Text that looks like the special token is text.
+    # Text that spells the special token is encoded as text.
     assert gpt2.end_of_text not in tokens
     assert gpt2.decode([gpt2.end_of_text]) == "<|endoftext|>"
 
 
 def write_small_bpe(folder):
-    """A vocabulary of the 256 bytes and the two merges "a b" and "ab c"."""
+    """Writes a vocabulary of 256 bytes and the two merges "a b" and "ab c"."""
     shown = [b for b in range(256) if chr(b).isprintable() and chr(b) != " "]
     hidden = [b for b in range(256) if b not in shown]
     letters = [chr(b) for b in shown] + [chr(256 + i) for i in range(len(hidden))]
@@ -66,7 +66,7 @@ def write_small_bpe(folder):
     (folder / "vocab.bpe").write_text("#version: 0.2\na b\nab c\n")
 
 
-def test_merges_are_those_of_the_files(tmp_path, monkeypatch):
+def test_merges_are_read_from_the_files(tmp_path, monkeypatch):
     pytest.importorskip("tiktoken")
     write_small_bpe(tmp_path)
     digests = {
@@ -83,7 +83,7 @@ def test_merges_are_those_of_the_files(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["gtp2", "Bytes", ""])
-def test_unknown_tokenizer(name):
+def test_unknown_tokenizer_raises(name):
     hint = {"gtp2": "did you mean 'gpt2'. T", "Bytes": "did you mean 'bytes'. T"}
     message = f"^unknown tokenizer '{name}': {hint.get(name, 't')}here are: bytes, gpt2"
     with pytest.raises(ValueError, match=message):
@@ -91,45 +91,45 @@ def test_unknown_tokenizer(name):
 
 
 @pytest.mark.parametrize("token", [-1, 256])
-def test_id_out_of_range(token):
+def test_byte_id_out_of_range_raises(token):
     message = f"^Token id {token} is out of range: expected 0 to 255"
     with pytest.raises(ValueError, match=message):
         load_tokenizer("bytes").decode([3, token])
 
 
 @needs_bpe
-def test_gpt2_id_out_of_range(gpt2):
+def test_gpt2_id_out_of_range_raises(gpt2):
     with pytest.raises(ValueError, match="id 50257 is out of range: expected 0 to"):
         gpt2.decode(np.array([50257]))
 
 
-def test_bpe_file_missing(tmp_path):
+def test_missing_bpe_file_raises(tmp_path):
     pytest.importorskip("tiktoken")
     message = r"encoder\.json is missing: bpe_dir must hold GPT-2's encoder\.json and"
     with pytest.raises(FileNotFoundError, match=message):
         load_tokenizer("gpt2", str(tmp_path))
 
 
-def test_bpe_file_of_another_vocabulary(tmp_path):
+def test_bpe_file_of_another_vocabulary_raises(tmp_path):
     pytest.importorskip("tiktoken")
     write_small_bpe(tmp_path)
     with pytest.raises(ValueError, match=r"encoder\.json is not GPT-2's \(its SHA-256"):
         load_tokenizer("gpt2", str(tmp_path))
 
 
-def test_without_a_network(tmp_path, monkeypatch):
+def test_failed_download_raises(tmp_path, monkeypatch):
     tiktoken = pytest.importorskip("tiktoken")
 
     def refuse(name):
         raise OSError("Name or service not known")
 
     monkeypatch.setattr(tiktoken, "get_encoding", refuse)
-    message = r"could not be downloaded \(OSError\): name a folder that holds encoder"
+    message = r"could not be downloaded \(OSError\): set bpe_dir to a folder"
     with pytest.raises(ConnectionError, match=message):
         load_tokenizer("gpt2")
 
 
-def test_without_tiktoken(monkeypatch):
+def test_missing_tiktoken_raises(monkeypatch):
     monkeypatch.setitem(sys.modules, "tiktoken", None)
     message = r"\"gpt2\" needs tiktoken: `pip install 'relattn\[text\]'`"
     with pytest.raises(ImportError, match=message):

@@ -1,12 +1,12 @@
-"""What several processes read of a data set's batches."""
+"""Checks the parts of batches that several processes read."""
 
 import itertools
 
 import numpy as np
 
 
-def expect_parts_to_make_up_the_batches(data, batch_size, num_parts):
-    """Compares the parts of every batch, one after the other, with the whole."""
+def check_parts_equal_batches(data, batch_size, num_parts):
+    """Checks that the concatenated parts of every batch equal the whole batch."""
 
     def train(part):
         with data.train_loader(batch_size, 3, 2, part=part) as loader:
@@ -18,7 +18,7 @@ def expect_parts_to_make_up_the_batches(data, batch_size, num_parts):
     for read in (train, evaluate):
         whole = read((0, 1))
         parts = [read((index, num_parts)) for index in range(num_parts)]
-        for batch, *of_batch in zip(whole, *parts, strict=True):
+        for batch, *batch_parts in zip(whole, *parts, strict=True):
             for name, value in batch.items():
-                joined = np.concatenate([part[name] for part in of_batch])
+                joined = np.concatenate([part[name] for part in batch_parts])
                 np.testing.assert_array_equal(joined, value)

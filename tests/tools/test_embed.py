@@ -1,4 +1,4 @@
-"""The embedded subsets are what `python -m tools.embed` draws."""
+"""The embedded subsets equal the selection of `python -m tools.embed`."""
 
 import gzip
 import pathlib
@@ -21,7 +21,7 @@ needs_originals = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_sizes_and_class_balance(name):
+def test_embedded_sets_have_their_sizes_and_class_balance(name):
     data = load_images(ConfigDict({"name": name}))
     assert (len(data.train), len(data.test)) == (5000, 1000)
     assert data.class_names == SETS[name].class_names
@@ -31,7 +31,7 @@ def test_sizes_and_class_balance(name):
 
 
 @pytest.mark.parametrize(("name", "expected"), [("mnist", 100), ("fashion_mnist", 90)])
-def test_enough_of_class_1_can_move(name, expected):
+def test_enough_images_of_class_1_can_move(name, expected):
     test = load_images(ConfigDict({"name": name})).test
     images = test.images[test.labels == 1]
     at_28 = movable(images[..., 0], 8)
@@ -40,12 +40,12 @@ def test_enough_of_class_1_can_move(name, expected):
     assert (at_28 == at_32).all()
 
 
-def test_all_of_it_is_small():
+def test_embedded_data_are_small():
     size = sum(p.stat().st_size for p in EMBEDDED_FOLDER.rglob("*") if p.is_file())
     assert size <= 8e6
 
 
-def test_licence_and_attribution_are_there():
+def test_licence_and_attribution_are_included():
     text = (EMBEDDED_FOLDER / "README.md").read_text()
     for words in ("Attribution-ShareAlike 3.0", "Burges", "Zalando SE", "AS IS"):
         assert words in text
@@ -55,20 +55,20 @@ def test_licence_and_attribution_are_there():
 
 
 @needs_originals
-def test_written_again_with_the_same_images_in_the_same_order(tmp_path, capsys):
+def test_rewriting_gives_the_same_images_in_the_same_order(tmp_path, capsys):
     main([f"--source={ORIGINALS}", f"--output={tmp_path}"])
     assert "fashion_mnist" in capsys.readouterr().out
     for name in NAMES:
-        place = pathlib.Path(name) / EMBEDDED_VERSION
-        *again, names = read_prepared(tmp_path / place)
-        *shipped, shipped_names = read_prepared(EMBEDDED_FOLDER / place)
+        folder = pathlib.Path(name) / EMBEDDED_VERSION
+        *again, names = read_prepared(tmp_path / folder)
+        *shipped, shipped_names = read_prepared(EMBEDDED_FOLDER / folder)
         assert names == shipped_names
         for new, old in zip(again, shipped, strict=True):
             np.testing.assert_array_equal(new.images, old.images)
             np.testing.assert_array_equal(new.labels, old.labels)
 
 
-def test_select_balances_and_prefers():
+def test_select_balances_classes_and_prefers_marked_images():
     labels = np.repeat(np.arange(3), 11)
     preferred = (labels == 1) & (np.arange(33) % 2 == 0)
     chosen = select(labels, 17, [0], preferred, 4)
@@ -77,7 +77,7 @@ def test_select_balances_and_prefers():
     np.testing.assert_array_equal(chosen, select(labels, 17, [0], preferred, 4))
 
 
-def test_select_takes_more_preferred_ones_rather_than_too_few():
+def test_select_fills_up_with_preferred_images():
     labels = np.zeros(7, np.int64)
     preferred = np.arange(7) < 5
     assert len(set(select(labels, 6, [0], preferred, 1).tolist())) == 6
@@ -90,13 +90,14 @@ def test_select_takes_more_preferred_ones_rather_than_too_few():
         b"not gzip",
         gzip.compress(b""),
         gzip.compress(b"\0\0\x08\x03\0\0"),
-        # It states more images than it holds.
+        # The header claims more images than the file holds.
         gzip.compress(b"\0\0\x08\x03" + 3 * b"\xff\xff\xff\xff"),
     ],
-    # gzip writes the time into its header, and test processes must agree on names.
+    # Fixed ids: gzip writes the time into its header, and pytest-xdist needs equal
+    # names in all processes.
     ids=["empty", "no gzip", "no header", "half a header", "no images"],
 )
-def test_a_damaged_archive_is_named(tmp_path, content):
+def test_damaged_archive_raises(tmp_path, content):
     (tmp_path / "train-images-idx3-ubyte.gz").write_bytes(content)
     with pytest.raises(ValueError, match=r"train-images.*gz is damaged \(.*download"):
         read_archive(tmp_path, "train")

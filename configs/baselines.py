@@ -2,40 +2,42 @@
 
     python train.py --config=configs/baselines.py:MODEL,DATASET --workdir=DIR
 
-trains MODEL (``alexnet``, ``vgg16``, ``resnet18``, ``linformer``, ``routing``) on
-DATASET (``mnist``, ``fashion_mnist``, ``cifar10``), as in
-``configs/baselines.py:resnet18,cifar10``. The full data sets are prepared once, by
-``python -m relattn.data.prepare``.
+MODEL: ``alexnet``, ``vgg16``, ``resnet18``, ``linformer`` or ``routing``. DATASET:
+``mnist``, ``fashion_mnist`` or ``cifar10``, prepared once with ``python -m
+relattn.data.prepare``. Example: ``configs/baselines.py:resnet18,cifar10``.
 
-There are two forms of each model. ``modern``, the default, suits 32x32 images and has
-the data, optimiser, batch and stopping of the Performers
-(``configs/performer.py``). ``published`` has the models and recipes of the authors'
-notebooks, as in ``configs/baselines.py:resnet18,cifar10,published``:
+``modern``, the default, has models for 32x32 images and the recipe of the Performers
+(``configs/performer.py``). ``published``, as in
+``configs/baselines.py:resnet18,cifar10,published``, has the models and recipes of the
+authors' notebooks:
 
 - AlexNet with three dropouts of 0.5, VGG-16 and ResNet-18 as in torchvision, ResNet-18
-  with its stem for ImageNet: Adam(0.9, 0.999) with learning rate 2e-4, 20 epochs of
+  with the stem for ImageNet: Adam(0.9, 0.999) with learning rate 2e-4, 20 epochs of
   batches of 32, no clipping.
-- Linformer on patches of 32x32 pixels, so on two tokens with CLS: dim 256, 12 layers,
-  8 heads, k = 64; learning rate 3e-5, 20 epochs of batches of 64. The learning rate
-  falls by the factor 0.7 after each epoch, by the scheduler that the notebook makes.
-  Its training loop never steps that scheduler; for a constant learning rate add
+- Linformer on patches of 32x32 pixels, hence on two tokens including CLS: dim 256, 12
+  layers, 8 heads, k = 64; learning rate 3e-5, multiplied by 0.7 after each epoch, 20
+  epochs of batches of 64. The notebook creates this schedule but never steps it; for a
+  constant learning rate add
   ``--config.schedule.name=constant --config.schedule.decay_rate=1.0``.
-- The authors published no code of the Routing Transformer. Here ``published`` is the
-  same as ``modern``.
+- Routing Transformer: the authors published no code, so ``published`` equals
+  ``modern``.
 
-The authors tested the weights after the last epoch; here, as everywhere, the test
-accuracy is of the epoch with the best validation accuracy.
+The authors report the test accuracy after the last epoch; here, as in all
+configurations, it is that of the epoch with the best validation accuracy.
 
-The argument ``cpu`` cuts a recipe to a budget for two CPU cores, as it does there, but
-keeps a convolutional network whole; Linformer's k falls with the number of tokens, from
-256 of 1,025 to 16 of 65. ``python -m studies
---preset=performer_table1_cpu --seeds=3`` measured test accuracies on MNIST and
-Fashion-MNIST of 91.1 ± 0.9 and 76.8 ± 0.5% with ``alexnet``, 90.5 ± 0.6 and 64.2 ± 3.1%
-with ``vgg16``, 93.9 ± 1.5 and 81.3 ± 1.6% with ``resnet18``, 82.5 ± 3.9 and 71.2 ± 1.7%
-with ``linformer`` and 79.1 ± 5.0 and 73.6 ± 1.5% with ``routing``.
+``cpu`` reduces a recipe to two CPU cores as in ``configs/performer.py``, but keeps
+convolutional networks unchanged; Linformer's k falls with the number of tokens, from
+256 of 1,025 to 16 of 65. Test accuracy (%) by
+``python -m studies --preset=performer_table1_cpu --seeds=3``:
 
-A run of seconds on the embedded images, with ``vgg16`` and ``resnet18`` a minute or
-two:
+                 MNIST        Fashion-MNIST
+    alexnet      91.1 ± 0.9   76.8 ± 0.5
+    vgg16        90.5 ± 0.6   64.2 ± 3.1
+    resnet18     93.9 ± 1.5   81.3 ± 1.6
+    linformer    82.5 ± 3.9   71.2 ± 1.7
+    routing      79.1 ± 5.0   73.6 ± 1.5
+
+A run of seconds on the embedded images (``vgg16`` and ``resnet18``: a minute or two):
 
     python train.py --config=configs/baselines.py:alexnet,smoke --workdir=runs/smoke
 """
@@ -48,7 +50,7 @@ from configs.performer import DATASETS, fit_cpu, recipe
 from relattn.models.cnn import PUBLISHED_BASELINES
 from relattn.spec import read_arguments
 
-# As configs/performer.py has it.
+# Dropout of configs/performer.py.
 PERFORMER_DROPOUT = {"attention_dropout": 0.1, "dropout": 0.1}
 MODELS = {
     "alexnet": {"name": "alexnet", "dtype": "float32"},
@@ -84,7 +86,7 @@ MODELS = {
 
 
 def get_config(arguments: str = "") -> ConfigDict:
-    """The recipe for a model and a data set.
+    """Returns the recipe for a model and a data set.
 
     Args:
         arguments: Any of a model, a data set, ``modern`` or ``published``, and ``cpu``
@@ -94,7 +96,7 @@ def get_config(arguments: str = "") -> ConfigDict:
         The locked configuration.
 
     Raises:
-        ValueError: If an argument does not exist; names the closest.
+        ValueError: If an argument is unknown; the message names the closest.
     """
     chosen, _ = read_arguments(
         arguments,
@@ -112,7 +114,7 @@ def get_config(arguments: str = "") -> ConfigDict:
 
 
 def _published(name: str, dataset: str) -> ConfigDict:
-    """The recipe of the authors' notebooks."""
+    """Returns the recipe of the authors' notebooks."""
     options: dict[str, Any] = {"dtype": "float32"}
     if name == "linformer":
         options |= {"attention_dropout": 0.0, "dropout": 0.0, "remat": False}
@@ -129,14 +131,14 @@ def _published(name: str, dataset: str) -> ConfigDict:
 
 
 def _fit_cpu(config: ConfigDict) -> None:
-    """Cuts a recipe to a budget for two CPU cores."""
+    """Reduces a recipe to two CPU cores."""
     fit_cpu(config)
     if config.model.name == "linformer":
         config.model.attention = "linformer(k=16, sharing='key_value')"
 
 
 def _shrink(config: ConfigDict) -> None:
-    """Turns a recipe into a run of seconds, or of a minute or two."""
+    """Reduces a recipe to a run of seconds, or of a minute or two."""
     _fit_cpu(config)
     config.num_steps = 20
     config.eval_every_steps = 10

@@ -2,13 +2,15 @@
 
     python train.py --config=configs/demo.py:VARIANT --workdir=DIR
 
-VARIANT is ``none``, ``learnable_sincos`` (absolute), ``constrained_sincos`` (strategy
-1) or ``banded`` (strategy 2). ``make demo`` trains two of them and compares the two
-under shifts of the images.
+VARIANT: ``none``, ``learnable_sincos`` (absolute), ``constrained_sincos`` (strategy 1)
+or ``banded`` (strategy 2). ``make demo`` trains ``learnable_sincos`` and
+``constrained_sincos`` and compares them under image shifts (results: docs/results.md).
 
-Measured over seeds 0, 1, 2, with biases that started at zero: 82.3% of the test images
-with ``learnable_sincos``, 81.2% with ``constrained_sincos``. With biases that start as
-today, seed 0: 80.3% and 78.9%. Under shifts: see docs/results.md.
+Recipe: 20 epochs of batches of 64, AdamW with learning rate 2e-3, cosine schedule with
+50 warmup steps, clipping at 0.5, no redraw.
+
+Measured test accuracy of ``learnable_sincos`` and ``constrained_sincos``: 80.3% and
+78.9% (seed 0); with biases initialised to zero, 82.3% and 81.2% (seeds 0, 1, 2).
 """
 
 from ml_collections import ConfigDict
@@ -19,7 +21,7 @@ from relattn.training import default_config
 
 
 def get_config(variant: str = "constrained_sincos") -> ConfigDict:
-    """The demo's recipe.
+    """Returns the recipe of the demo.
 
     Args:
         variant: Name of a variant.
@@ -28,7 +30,7 @@ def get_config(variant: str = "constrained_sincos") -> ConfigDict:
         The locked configuration.
 
     Raises:
-        ValueError: If the variant does not exist; names the closest.
+        ValueError: If the variant is unknown; the message names the closest.
     """
     if variant not in VARIANTS:
         raise ValueError(
@@ -42,7 +44,7 @@ def get_config(variant: str = "constrained_sincos") -> ConfigDict:
             "num_layers": 2,
             "num_heads": 4,
             "mlp_dim": 256,
-            # Narrow: a shift along x by an even number of pixels is one of tokens.
+            # Two pixels wide: an even shift along x shifts whole tokens.
             "patch_size": (4, 2),
             **VARIANTS[variant],
             "attention_dropout": 0.0,
@@ -65,7 +67,7 @@ def get_config(variant: str = "constrained_sincos") -> ConfigDict:
     )
     config.batch_size = 64
     config.num_epochs = 20
-    # A redraw costs epochs to recover from, more than so short a run has.
+    # Recovering from a redraw would take more epochs than this short run has.
     config.redraw_every = 0
     config.optimizer.update(name="adamw", learning_rate=2e-3, clip_norm=0.5)
     config.schedule.update(name="cosine", warmup_steps=50)

@@ -2,35 +2,40 @@
 
     python train.py --config=configs/performer.py:DATASET,VARIANT --workdir=DIR
 
-trains VARIANT (``none``, ``learnable_sincos``: absolute, ``constrained_sincos``:
-strategy 1, ``banded``: strategy 2) on DATASET (``mnist``, ``fashion_mnist``,
-``cifar10``), as in ``configs/performer.py:fashion_mnist,constrained_sincos``. The full
-data sets are prepared once, by ``python -m relattn.data.prepare``.
+DATASET: ``mnist``, ``fashion_mnist`` or ``cifar10``, prepared once with ``python -m
+relattn.data.prepare``. VARIANT: ``none``, ``learnable_sincos`` (absolute),
+``constrained_sincos`` (strategy 1) or ``banded`` (strategy 2). Example:
+``configs/performer.py:fashion_mnist,constrained_sincos``.
 
-By default the recipe is that of the paper's text. The argument ``published`` gives the
-recipe of the runs behind its tables and its figure, from the authors' code and raw
-results, as in ``configs/performer.py:mnist,constrained_sincos,published``:
+Recipe of the paper's text: Adam(0.9, 0.98) with learning rate 5e-4, batches of 22,
+clipping at 0.5, 5,000 validation images, early stopping after 20 epochs without gain,
+redraw every 1,000 steps.
 
-- learning rate 5e-5, where the text has 5e-4;
-- ``haar=False``, and ``eps=0.3``: the code adds 1e-4 to features that it first divides
-  by the largest of the batch, and a constant of that size is 0.3 (docs/attentions.md);
-- ``banded`` without dropout, with batches of 22, 11 and 6 images for ``clip=2``,
-  ``clip=4`` and ``clip=6``, and with random features of their own for the position
-  heads. The default is ``clip=6``, but ``clip=4`` on Fashion-MNIST, where the printed
-  86.7 is that of clip 4 (clip 6 has 84.3).
+``published``, as in ``configs/performer.py:mnist,constrained_sincos,published``, is the
+recipe behind the paper's tables and figure, from the authors' code and raw results:
 
-One detail differs from the authors' code: it never redraws the random features of the
+- learning rate 5e-5;
+- ``haar=False`` and ``eps=0.3``: the code adds 1e-4 to features after dividing them by
+  the maximum of the batch, which corresponds to a constant of 0.3 (docs/attentions.md);
+- ``banded`` without dropout, with separate random features for the position heads, and
+  batches of 22, 11 and 6 for ``clip=2``, ``clip=4`` and ``clip=6``. The default is
+  ``clip=6``, but ``clip=4`` on Fashion-MNIST, where the printed 86.7 is the result of
+  clip 4 (clip 6: 84.3).
+
+One difference remains: the authors' code never redraws the random features of the
 position heads.
 
-The argument ``cpu`` cuts a recipe to a budget for two CPU cores: tokens are patches of
-4x4 pixels, images those of MNIST or Fashion-MNIST that ship with the package, 4,750 of
-them to train on, and there are 200 steps of 32 images, evaluated every 50.
-``python -m studies --preset=performer_table1_cpu --seeds=3`` measured
-test accuracies on MNIST and Fashion-MNIST of 41.7 ± 4.3 and 60.7 ± 3.8% with ``none``,
-72.3 ± 2.4 and 69.3 ± 4.3% with ``learnable_sincos``, 78.3 ± 1.2 and 67.5 ± 1.9% with
-``constrained_sincos`` and 42.9 ± 2.5 and 61.0 ± 2.8% with ``banded``.
+``cpu`` reduces a recipe to two CPU cores: patches of 4x4 pixels, the embedded images
+(4,750 for training), 200 steps of 32 images, evaluation every 50. Test accuracy (%) by
+``python -m studies --preset=performer_table1_cpu --seeds=3``:
 
-A run of seconds on the embedded images, for a first look on a CPU:
+                            MNIST        Fashion-MNIST
+    none                    41.7 ± 4.3   60.7 ± 3.8
+    learnable_sincos        72.3 ± 2.4   69.3 ± 4.3
+    constrained_sincos      78.3 ± 1.2   67.5 ± 1.9
+    banded                  42.9 ± 2.5   61.0 ± 2.8
+
+A run of seconds on the embedded images:
 
     python train.py --config=configs/performer.py:smoke --workdir=runs/smoke
 """
@@ -52,12 +57,12 @@ VARIANTS = {
     },
     "banded": {"attention": "banded(clip=6)", "position": "none"},
 }
-# Clipping distances of strategy 2, and the batch sizes of the published runs.
+# Batch sizes of the published runs by clipping distance of strategy 2.
 CLIPS = {2: 22, 4: 11, 6: 6}
 
 
 def get_config(arguments: str = "") -> ConfigDict:
-    """The recipe for a data set and a variant.
+    """Returns the recipe for a data set and a variant.
 
     Args:
         arguments: Any of a data set, a variant, ``published``, ``clip=2``, ``clip=4``
@@ -68,7 +73,7 @@ def get_config(arguments: str = "") -> ConfigDict:
         The locked configuration.
 
     Raises:
-        ValueError: If an argument does not exist; names the closest.
+        ValueError: If an argument is unknown; the message names the closest.
     """
     chosen, options = read_arguments(
         arguments,
@@ -117,10 +122,10 @@ def get_config(arguments: str = "") -> ConfigDict:
 
 
 def recipe(model: dict[str, Any], dataset: str) -> ConfigDict:
-    """The recipe of the paper for a model.
+    """Returns the recipe of the paper for a model.
 
     Args:
-        model: What ``config.model`` is.
+        model: Values of ``config.model``.
         dataset: One of `DATASETS`.
 
     Returns:
@@ -151,10 +156,10 @@ def recipe(model: dict[str, Any], dataset: str) -> ConfigDict:
 
 
 def fit_cpu(config: ConfigDict) -> None:
-    """Cuts a recipe to a budget for two CPU cores; pixels are taken in patches.
+    """Reduces a recipe to two CPU cores, with patches instead of pixels.
 
     Args:
-        config: Of `recipe`; changed in place.
+        config: Result of `recipe`, changed in place.
     """
     if config.model.get("patch_size") == 1:
         config.model.patch_size = 4
@@ -167,7 +172,7 @@ def fit_cpu(config: ConfigDict) -> None:
 
 
 def _publish(config: ConfigDict, clip: int) -> None:
-    """Turns the recipe of the paper's text into that of the published runs."""
+    """Changes the recipe of the paper's text to that of the published runs."""
     config.optimizer.learning_rate = 5e-5
     features = "eps=0.3, haar=False"
     if config.model.attention == "favor":
@@ -182,7 +187,7 @@ def _publish(config: ConfigDict, clip: int) -> None:
 
 
 def _shrink(config: ConfigDict) -> None:
-    """Turns a recipe into a run of seconds."""
+    """Reduces a recipe to a run of seconds."""
     config.model.update(dim=32, num_layers=2, num_heads=2, mlp_dim=64, patch_size=4)
     config.data.update(source="embedded", num_validation=500)
     config.optimizer.learning_rate = 2e-3

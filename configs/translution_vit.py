@@ -2,30 +2,34 @@
 
     python train.py --config=configs/translution_vit.py:DATA,SIZE,METHOD --workdir=DIR
 
-trains METHOD (``self_attention``, ``lor_translution``, ``translution``) in the size
-SIZE (``A/12``: ViT-A with patches of 12 pixels; A, B or C, and any patch that divides
-the image) on DATA (``static`` or ``dynamic``: MNIST on a canvas of 84x84 pixels, and
-evaluated on both; ``imagenet``), as in
-``configs/translution_vit.py:dynamic,A/12,lor_translution``. The full data sets are
-prepared once, by ``python -m relattn.data.prepare``.
+DATA: ``static`` or ``dynamic`` (MNIST on a canvas of 84x84 pixels, evaluated on both)
+or ``imagenet``, prepared once with ``python -m relattn.data.prepare``. SIZE: ``A/12``
+is ViT-A with patches of 12 pixels; A, B or C, and any patch that divides the image.
+METHOD: ``self_attention``, ``lor_translution``, ``translution``, or a baseline of table
+4: ``no_position``, ``relative_key``, ``relative_value`` (both with learned token
+positions in addition, as in the published parameter counts), ``relative_bias``,
+``gated_positional``, ``rope`` (base 10,000). Example:
+``configs/translution_vit.py:dynamic,A/12,lor_translution``.
 
-METHOD may also be a baseline of table 4: ``no_position``, ``relative_key``,
-``relative_value`` (both beside learned positions of the tokens, which the published
-parameter counts have), ``relative_bias``, ``gated_positional``, ``rope`` (base 10,000).
-Ablations are further arguments: ``rank=16``, ``base=False``, ``absolute=True``,
-``relative=qk``, ``average=True``, ``position=learned``, and ``layers=3`` for a hybrid
-with the method in its first three layers and softmax in the rest.
+Ablations: ``rank=16``, ``base=False``, ``absolute=True``, ``relative=qk``,
+``average=True``, ``position=learned``, and ``layers=3`` for a hybrid with the method in
+the first three layers and softmax in the others.
 
-The argument ``cpu`` keeps the model and cuts the rest to a budget for two CPU cores:
-of MNIST the images that ship with the package, 4,750 of them to train on, and 200 steps
-of 32 images where they are static, 1,000 where they are dynamic, which take longer to
-learn; evaluated five times. ``python -m studies
---preset=translution_table2_cpu`` measured, with one seed, on static and dynamic test
-images: self-attention 88.9% and 14.4%, LoR-Translution 88.0% and 20.8%, Translution
-88.1% and 16.9%; trained on dynamic ones, on dynamic ones, self-attention 22.6% and
-LoR-Translution 31.7%.
+Recipe: AdamW with learning rate 3e-4 and weight decay 0.05, batches of 256, cosine
+schedule, 300 epochs; ImageNet with RandAugment(2, 9), CutMix(1.0) or MixUp(0.8).
 
-A run of seconds on the embedded images, for a first look on a CPU:
+``cpu`` keeps the model and reduces the rest to two CPU cores: the embedded MNIST (4,750
+images for training), 200 steps of 32 images, or 1,000 steps for ``dynamic``, which is
+slower to learn, and five evaluations. Test accuracy (%) by
+``python -m studies --preset=translution_table2_cpu``, one seed:
+
+    trained on         static               dynamic
+    tested on          static   dynamic     dynamic
+    self-attention     88.9     14.4        22.6
+    LoR-Translution    88.0     20.8        31.7
+    Translution        88.1     16.9
+
+A run of seconds on the embedded images:
 
     python train.py --config=configs/translution_vit.py:smoke --workdir=runs/smoke
 """
@@ -51,17 +55,17 @@ OPTIONS = {
 
 
 def get_config(arguments: str = "") -> ConfigDict:
-    """The recipe for data, a size and a method.
+    """Returns the recipe for a data set, a size and a method.
 
     Args:
-        arguments: Any of data, a size, a method, options, and ``cpu`` or ``smoke``,
-            separated by commas; by default ``static,A/12,lor_translution``.
+        arguments: Any of a data set, a size, a method, options, and ``cpu`` or
+            ``smoke``, separated by commas; by default ``static,A/12,lor_translution``.
 
     Returns:
         The locked configuration.
 
     Raises:
-        ValueError: If an argument does not exist; names the closest.
+        ValueError: If an argument is unknown; the message names the closest.
     """
     chosen, options = read_arguments(
         arguments,
@@ -130,7 +134,7 @@ def _imagenet() -> dict:
 
 
 def _fit_cpu(config: ConfigDict) -> None:
-    """Cuts a recipe to a budget for two CPU cores; the model stays."""
+    """Reduces a recipe to two CPU cores, with the same model."""
     config.data = ConfigDict(_mnist(config.data.get("placement", "static")))
     config.data.update(source="embedded", num_validation=250)
     config.batch_size = 32
@@ -143,7 +147,7 @@ def _fit_cpu(config: ConfigDict) -> None:
 
 
 def _shrink(config: ConfigDict) -> None:
-    """Turns a recipe into a run of seconds."""
+    """Reduces a recipe to a run of seconds."""
     config.model.update(dim=24, num_layers=2, mlp_dim=48, num_heads=3, patch_size=12)
     config.data = ConfigDict(_mnist(config.data.get("placement", "static")))
     config.data.update(source="embedded", num_validation=500)

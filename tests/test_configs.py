@@ -1,3 +1,5 @@
+"""The configurations: completeness, recipes, arguments, errors."""
+
 import importlib
 import itertools
 
@@ -79,7 +81,7 @@ def test_config_builds_its_model(name, variant):
 
 @pytest.mark.parametrize("dataset", DATASETS)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_published_performers_have_the_recipe_of_the_authors_runs(variant, dataset):
+def test_published_performers_have_the_authors_recipe(variant, dataset):
     config = get_config("performer", f"{variant},{dataset},published")
     expected = get_config("performer", f"{variant},{dataset}")
     with expected.unlocked():
@@ -95,18 +97,18 @@ def test_published_performers_have_the_recipe_of_the_authors_runs(variant, datas
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_published_performers_have_the_published_number_of_parameters(variant):
+def test_published_performers_have_the_published_parameter_count(variant):
     counts = []
     for arguments in (variant, f"{variant},published"):
         config = get_config("performer", arguments)
         shape = (32, 32, 1)
         model = build_model(config.model, num_classes=10, image_shape=shape)
         counts.append(count_parameters(model, shape))
-    # tests/evaluation/test_sizes.py compares the former with the published ones.
+    # tests/evaluation/test_sizes.py compares the first with the published counts.
     assert counts[0] == counts[1]
 
 
-def test_the_clipping_distance_is_an_argument():
+def test_clip_is_an_argument():
     config = get_config("performer", "banded,clip=2")
     assert (config.model.attention, config.batch_size) == ("banded(clip=2)", 22)
     config = get_config("performer", "published,banded,clip=2,cifar10")
@@ -114,7 +116,7 @@ def test_the_clipping_distance_is_an_argument():
 
 
 @pytest.mark.parametrize("name", ["alexnet", "vgg16", "resnet18", "linformer"])
-def test_published_baselines_have_the_recipe_of_the_notebooks(name):
+def test_published_baselines_have_the_notebooks_recipe(name):
     config = get_config("baselines", f"{name},cifar10,published")
     check_config(config)
     build_model(config.model, num_classes=10, image_shape=(32, 32, 3))
@@ -124,17 +126,17 @@ def test_published_baselines_have_the_recipe_of_the_notebooks(name):
     assert (optimizer.name, optimizer.b1, optimizer.b2) == ("adam", 0.9, 0.999)
     assert (config.num_epochs, config.early_stopping_epochs) == (20, 0)
     assert optimizer.clip_norm == 0
-    of_linformer = (3e-5, 64, "exponential", 0.7)
+    linformer = (3e-5, 64, "exponential", 0.7)
     assert (
         optimizer.learning_rate,
         config.batch_size,
         config.schedule.name,
         config.schedule.decay_rate,
-    ) == (of_linformer if name == "linformer" else (2e-4, 32, "constant", 1.0))
+    ) == (linformer if name == "linformer" else (2e-4, 32, "constant", 1.0))
     assert config.data == get_config("baselines", f"{name},cifar10").data
 
 
-def test_modern_baselines_are_the_default_and_routing_has_no_other():
+def test_modern_is_the_default_and_the_only_form_of_routing():
     for name in baselines.MODELS:
         modern = get_config("baselines", f"{name},modern").to_dict()
         assert modern == get_config("baselines", name).to_dict()
@@ -143,7 +145,7 @@ def test_modern_baselines_are_the_default_and_routing_has_no_other():
 
 
 @pytest.mark.parametrize("name", baselines.MODELS)
-def test_baselines_build_and_have_the_recipe_of_the_performers(name):
+def test_baselines_build_and_have_the_performers_recipe(name):
     for cut in ("", ",cpu"):
         config = get_config("baselines", f"{name},cifar10{cut}")
         performer = get_config("performer", f"none,cifar10{cut}")
@@ -155,7 +157,7 @@ def test_baselines_build_and_have_the_recipe_of_the_performers(name):
         assert config.to_dict() == performer.to_dict()
 
 
-def test_the_cpu_cut_takes_patches_instead_of_pixels():
+def test_cpu_recipe_uses_patches_instead_of_pixels():
     config = get_config("performer", "cpu,banded,fashion_mnist")
     assert (config.data.name, config.data.source) == ("fashion_mnist", "embedded")
     assert (config.model.patch_size, config.num_steps, config.batch_size) == (
@@ -169,7 +171,7 @@ def test_the_cpu_cut_takes_patches_instead_of_pixels():
 
 
 @pytest.mark.parametrize("name", ["linformer", "routing"])
-def test_the_sizes_of_a_baseline_are_those_of_its_model(name):
+def test_baseline_sizes_equal_the_model_defaults(name):
     sizes = get_config("baselines", name).model.to_dict()
     for option in ("dtype", "dropout", "attention_dropout"):
         del sizes[option]
@@ -211,7 +213,7 @@ def test_ablations_are_arguments():
     "name",
     ["performer", "baselines", "demo", "translution_vit", "translution_gpt", "rpe_vit"],
 )
-def test_config_says_how_to_launch_it(name):
+def test_config_docstring_has_the_launch_command(name):
     command = f"python train.py --config=configs/{name}.py:"
     assert command in importlib.import_module(f"configs.{name}").__doc__
 
@@ -235,12 +237,12 @@ def test_config_says_how_to_launch_it(name):
         ("rpe_vit", "mnist,rope", "no argument 'rope': did you mean 'rope2d'"),
     ],
 )
-def test_unknown_argument_is_refused_with_the_closest(name, argument, message):
+def test_unknown_argument_raises_with_the_closest(name, argument, message):
     with pytest.raises(ValueError, match=message):
         get_config(name, argument)
 
 
-def test_the_arguments_choose_the_recipe():
+def test_arguments_select_the_recipe():
     config = get_config("performer", "cifar10,banded")
     assert (config.data.name, config.data.standardize) == ("cifar10", True)
     assert config.model.attention == "banded(clip=6)"
@@ -251,20 +253,20 @@ def test_the_arguments_choose_the_recipe():
 
 @pytest.mark.parametrize("attention", sorted({*rpe_vit.ATTENTIONS} & {*ATTENTIONS}))
 @pytest.mark.parametrize("position", sorted({*rpe_vit.POSITIONS} & {*POSITIONS}))
-def test_the_models_of_guoji_build(attention, position):
+def test_guoji_models_build(attention, position):
     config = get_config("rpe_vit", f"cifar10,{attention},{position},smoke")
     data = config.data
     assert (data.name, data.source, data.split_seed) == ("mnist", "embedded", 42)
     build_model(config.model, num_classes=10, image_shape=(28, 28, 1))
 
 
-def test_the_recipe_of_guoji_has_its_epochs_and_steps():
+def test_guoji_recipe_has_the_published_epochs_and_steps():
     steps = {}
     for data, num_train in (("mnist", 55_000), ("cifar10", 45_000)):
         config = get_config("rpe_vit", data)
         assert config.data.num_validation == 5000 and config.data.standardize
         steps[data] = config.num_epochs * (num_train // config.batch_size)
-    # The paper counts from 0: 8,579 and 35,099.
+    # The paper counts steps from 0: 8,579 and 35,099.
     assert steps == {"mnist": 8_580, "cifar10": 35_100}
     assert get_config("rpe_vit", "cifar10").data.augment == "flip_crop(padding=4)"
     cut = get_config("rpe_vit", "cpu,relu")

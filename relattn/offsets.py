@@ -1,8 +1,7 @@
 """Grids of tokens: positions, offsets and distances, as static NumPy arrays.
 
-A grid is ``(height, width)``, its tokens numbered row by row, or ``(length,)`` for
-text. Prefix tokens (CLS) come before them, ``num_prefix`` of them, and have no
-position.
+A grid is ``(height, width)``, with tokens numbered row by row, or ``(length,)`` for
+text. ``num_prefix`` prefix tokens (CLS) come first and have no position.
 """
 
 from __future__ import annotations
@@ -16,15 +15,17 @@ Grid = tuple[int, ...]
 
 
 def check_grid(num_tokens: int, grid: Grid, num_prefix: int = 0) -> None:
-    """Raises unless ``num_tokens`` is ``num_prefix`` and the product of the grid.
+    """Checks that a grid and its prefix hold exactly ``num_tokens`` tokens.
+
+    num_tokens = num_prefix + height * width, or num_prefix + length.
 
     Args:
-        num_tokens: Length of the sequence that is to lie on the grid.
+        num_tokens: Length of the sequence, prefix included.
         grid: Height and width, or length, in tokens.
-        num_prefix: Number of prefix tokens before the grid's.
+        num_prefix: Number of prefix tokens.
 
     Raises:
-        ValueError: If the grid is empty or does not hold the tokens.
+        ValueError: If the grid is empty or holds another number of tokens.
 
     Example:
         >>> check_grid(13, (3, 4), num_prefix=1)
@@ -43,26 +44,27 @@ def check_grid(num_tokens: int, grid: Grid, num_prefix: int = 0) -> None:
 
 
 def check_prefix(num_tokens: int, num_prefix: int) -> None:
-    """Raises unless ``num_prefix`` of the tokens can come first.
+    """Checks that ``num_prefix`` is between 0 and ``num_tokens``.
 
     Args:
         num_tokens: Length of the sequence.
         num_prefix: Number of prefix tokens.
 
     Raises:
-        ValueError: If there are fewer tokens, or the number is negative.
+        ValueError: If ``num_prefix`` is negative or exceeds ``num_tokens``.
 
     Example:
         >>> check_prefix(3, 1)
     """
     if not 0 <= num_prefix <= num_tokens:
         raise ValueError(
-            f"num_prefix lies between 0 and the {num_tokens} tokens, got {num_prefix}"
+            f"num_prefix must be between 0 and the number of tokens, {num_tokens}, got "
+            f"{num_prefix}"
         )
 
 
 def grid_positions(grid: Grid, num_prefix: int = 0) -> Float[np.ndarray, "n axes"]:
-    """Row and column, or index, of every token; zeros for prefix tokens.
+    """Returns the row and column, or index, of every token; zeros for prefix tokens.
 
     Args:
         grid: Height and width, or length, in tokens.
@@ -81,14 +83,14 @@ def grid_positions(grid: Grid, num_prefix: int = 0) -> Float[np.ndarray, "n axes
 
 
 def is_prefix(grid: Grid, num_prefix: int = 0) -> Bool[np.ndarray, " n"]:
-    """True for prefix tokens, False for the grid's.
+    """Marks prefix tokens with True and grid tokens with False.
 
     Args:
         grid: Height and width, or length, in tokens.
         num_prefix: Number of prefix tokens.
 
     Returns:
-        A mask, one element a token.
+        A mask, shape ``[n]``.
 
     Example:
         >>> is_prefix((1, 2), num_prefix=1).tolist()
@@ -98,14 +100,16 @@ def is_prefix(grid: Grid, num_prefix: int = 0) -> Bool[np.ndarray, " n"]:
 
 
 def offsets(grid: Grid) -> Int[np.ndarray, "n n axes"]:
-    """Offset of every pair of grid tokens: query position minus key position.
+    """Computes the offset of every pair of grid tokens.
+
+    offset(i, j) = p_i - p_j, query position minus key position.
 
     Args:
         grid: Height and width, or length, in tokens.
 
     Returns:
         Offsets in rows and columns, shape ``[height * width, height * width, 2]``, or
-        in tokens, ``[length, length, 1]``.
+        in tokens, shape ``[length, length, 1]``.
 
     Example:
         >>> offsets((1, 3))[:, 0, 1].tolist()
@@ -116,18 +120,18 @@ def offsets(grid: Grid) -> Int[np.ndarray, "n n axes"]:
 
 
 def distances(grid: Grid, clip: int, num_prefix: int = 0) -> Int[np.ndarray, "n n"]:
-    """Clipped Manhattan distance of every pair of tokens.
+    """Computes the clipped Manhattan distance of every pair of tokens.
 
     distance(i, j) = min(|rows| + |columns| of the offset, clip). A prefix token is at
-    distance ``clip`` from every token, itself included.
+    distance ``clip`` from every token, including itself.
 
     Args:
         grid: Height and width, or length, in tokens.
-        clip: The largest distance told apart, in tokens.
+        clip: Largest distance, in tokens; larger ones become ``clip``.
         num_prefix: Number of prefix tokens.
 
     Returns:
-        Distances, shape ``[n, n]``, n the number of tokens, prefix included.
+        Distances in tokens, shape ``[n, n]``, with n = num_prefix + grid tokens.
 
     Example:
         >>> distances((1, 3), clip=2, num_prefix=1)[1].tolist()
@@ -144,13 +148,13 @@ def distances(grid: Grid, clip: int, num_prefix: int = 0) -> Int[np.ndarray, "n 
 
 
 def num_offsets(grid: Grid) -> int:
-    """Number of different offsets on a grid: the product of 2 size - 1.
+    """Counts the different offsets on a grid: the product of 2 size - 1.
 
     Args:
         grid: Height and width, or length, in tokens.
 
     Returns:
-        The number.
+        The number of offsets.
 
     Example:
         >>> num_offsets((3, 4))
@@ -160,7 +164,7 @@ def num_offsets(grid: Grid) -> int:
 
 
 def table_offsets(grid: Grid) -> Int[np.ndarray, "rows axes"]:
-    """Offset of every row of a table, in the order of `offset_index`.
+    """Returns the offset of every table row, in the order of `offset_index`.
 
     Args:
         grid: Height and width, or length, in tokens.
@@ -178,19 +182,18 @@ def table_offsets(grid: Grid) -> Int[np.ndarray, "rows axes"]:
 
 
 def num_table_rows(grid: Grid, num_prefix: int = 0, *, causal: bool = False) -> int:
-    """Number of rows of a table that has one for every kind of pair of tokens.
+    """Counts the rows of a table with one row for each kind of token pair.
 
     Args:
         grid: Height and width, or length, in tokens.
         num_prefix: Number of prefix tokens.
-        causal: Whether a token meets only itself and those before it.
+        causal: Whether tokens attend only to themselves and earlier tokens.
 
     Returns:
-        `num_offsets`, and three more where there are prefix tokens; the length where
-        ``causal``.
+        `num_offsets`, plus three if there are prefix tokens; the length if ``causal``.
 
     Raises:
-        ValueError: If ``causal`` and the grid is no line or has prefix tokens.
+        ValueError: If ``causal`` with a grid of two axes or with prefix tokens.
 
     Example:
         >>> num_table_rows((3, 4)), num_table_rows((3, 4), num_prefix=1)
@@ -209,18 +212,19 @@ def num_table_rows(grid: Grid, num_prefix: int = 0, *, causal: bool = False) -> 
 
 
 def offset_index(grid: Grid, num_prefix: int = 0) -> Int[np.ndarray, "n n"]:
-    """Row of a table of offsets for every pair (token, partner).
+    """Returns the table row of every pair (token, partner).
 
-    Rows are the offsets, token minus partner, row-major, the most negative first. With
-    prefix tokens three rows follow: "in", a grid token with a prefix token; "self", a
-    prefix token with a prefix token; "out", a prefix token with a grid token.
+    Rows are the offsets, token minus partner, in row-major order, the most negative
+    first. With prefix tokens, three more rows follow: "in", a grid token with a prefix
+    token; "self", a prefix token with a prefix token; "out", a prefix token with a grid
+    token.
 
     Args:
         grid: Height and width, or length, in tokens.
         num_prefix: Number of prefix tokens.
 
     Returns:
-        Rows, shape ``[n, n]``, n the number of tokens, prefix included.
+        Rows, shape ``[n, n]``, with n = num_prefix + grid tokens.
 
     Example:
         >>> offset_index((2,), num_prefix=1).tolist()

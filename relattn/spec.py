@@ -1,7 +1,8 @@
-"""Spec strings: ``"favor(num_features=256)"`` names an entry and its options.
+"""Parses spec strings such as ``"favor(num_features=256)"`` and config file arguments.
 
-A spec is a name, or a call of a name with literal keyword values. It is parsed, never
-evaluated.
+A spec is a name, or a call of a name with literal keyword values. Configuration files
+take a comma-separated string of words and ``key=value`` options. Both are parsed, never
+evaluated, and errors name the closest valid name.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ import warnings
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-# Longer ones are no specs: a parser of Python may crash on what is nested too deeply.
+# Length limit: deeply nested input can crash ast.parse.
 MAX_LENGTH = 500
-# Characters of a wrong value in a message.
+# Length limit of a value shown in an error message.
 MAX_SHOWN = 80
-# Of a number in 64 bits.
+# The largest 64-bit integer.
 LARGEST = 2**63 - 1
-# Of an option's annotation, such as "int | None".
+# Types that each name in an option's annotation, such as "int | None", accepts.
 _TYPES = {
     "bool": (bool,),
     "int": (int,),
@@ -32,65 +33,6 @@ _TYPES = {
 }
 
 
-def shorten(value: Any) -> str:
-    """A value as an error message shows it.
-
-    Args:
-        value: Anything that was given in the place of something else.
-
-    Returns:
-        Its `repr`, one line, cut where it is long.
-
-    Example:
-        >>> shorten("a" * 1000000)[-9:], len(shorten("a" * 1000000))
-        ('aaaaaa...', 83)
-    """
-    try:
-        shown = " ".join(repr(value).splitlines())
-    except ValueError:
-        # Python writes no integer of more than some thousand digits.
-        shown = f"a huge {type(value).__name__}"
-    return shown if len(shown) <= MAX_SHOWN else f"{shown[:MAX_SHOWN]}..."
-
-
-def is_finite(value: float | int) -> bool:
-    """Whether a number is neither NaN nor infinite nor an integer beyond 64 bits.
-
-    Args:
-        value: Any number.
-
-    Returns:
-        The answer.
-
-    Example:
-        >>> is_finite(1e30), is_finite(10**30), is_finite(float("nan"))
-        (True, False, False)
-    """
-    return math.isfinite(value) if type(value) is float else abs(value) <= LARGEST
-
-
-def closest(name: str, names: Collection[str]) -> str:
-    """The names that exist, the most similar one first: the end of an error message.
-
-    Args:
-        name: What was asked for.
-        names: What there is.
-
-    Returns:
-        ``"did you mean 'x'? There are: ..."``, without the question where nothing is
-        similar.
-
-    Example:
-        >>> closest("favour", ["favor", "softmax"])
-        "did you mean 'favor'? There are: favor, softmax"
-    """
-    listed = "there are: " + ", ".join(sorted(names))
-    similar = difflib.get_close_matches(name[:MAX_SHOWN], list(names), n=1, cutoff=0.5)
-    if not similar:
-        return listed
-    return f"did you mean {similar[0]!r}? T{listed[1:]}"
-
-
 def parse(spec: str) -> tuple[str, dict[str, Any]]:
     """Splits a spec into its name and its keyword options.
 
@@ -98,10 +40,10 @@ def parse(spec: str) -> tuple[str, dict[str, Any]]:
         spec: For example ``"banded(clip=6)"`` or ``"none"``.
 
     Returns:
-        The name, and a dict of literal values.
+        The name, and the options as a dict of literal values.
 
     Raises:
-        ValueError: If it is not a name or a call with literal keyword values.
+        ValueError: If ``spec`` is not a name or a call with literal keyword values.
 
     Example:
         >>> parse("favor(num_features=256, norms='fixed')")
@@ -128,27 +70,14 @@ def parse(spec: str) -> tuple[str, dict[str, Any]]:
     return tree.func.id, options
 
 
-def _parse_expression(text: str) -> ast.expr | None:
-    """The syntax tree of a Python expression, or None where the text is none."""
-    if len(text) > MAX_LENGTH:
-        return None
-    try:
-        with warnings.catch_warnings():
-            # Such as an escape in a string that Python will refuse one day.
-            warnings.simplefilter("error")
-            return ast.parse(text.strip(), mode="eval").body
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return None
-
-
 def terms(spec: str) -> list[str]:
-    """Splits a sum of specs.
+    """Splits a sum of specs, ``a + b``, into its terms.
 
     Args:
         spec: One spec, or several joined by ``+``.
 
     Returns:
-        The specs; the whole where it is no sum.
+        The terms; a single one if ``spec`` is not a sum.
 
     Example:
         >>> terms("learned + rope2d(base=10)")
@@ -158,13 +87,13 @@ def terms(spec: str) -> list[str]:
 
 
 def alternatives(spec: str) -> list[str]:
-    """Splits alternatives of specs.
+    """Splits alternatives, ``a | b``, into specs.
 
     Args:
         spec: One spec, or several joined by ``|``.
 
     Returns:
-        The specs; the whole where there is one only.
+        The specs; a single one if there is no ``|``.
 
     Example:
         >>> alternatives("cutmix | mixup(alpha=0.8)")
@@ -173,39 +102,26 @@ def alternatives(spec: str) -> list[str]:
     return _split(spec, ast.BitOr)
 
 
-def _split(spec: str, operator: type[ast.operator]) -> list[str]:
-    tree, found = _parse_expression(spec), []
-    while isinstance(tree, ast.BinOp) and isinstance(tree.op, operator):
-        found.append(tree.right)
-        tree = tree.left
-    if not found:
-        return [spec]
-    try:
-        return [ast.unparse(term) for term in (tree, *reversed(found))]
-    except RecursionError:
-        return [spec]
-
-
 def resolve(
     spec: str,
     table: Mapping[str, Callable[..., Any]],
     what: str,
     reserved: Collection[str] = (),
 ) -> functools.partial:
-    """Looks a spec up in a table of constructors.
+    """Looks up a spec in a table of constructors and binds its options.
 
     Args:
         spec: A spec string.
         table: Constructors by name.
-        what: What the table holds, the config key for messages: ``"attention"``.
-        reserved: Parameters of the constructors that a spec may not set.
+        what: The config key, such as ``"attention"``, for error messages.
+        reserved: Constructor parameters that a spec must not set.
 
     Returns:
         The constructor with the spec's options bound.
 
     Raises:
-        ValueError: If the name or one of the options does not exist, naming the
-            closest, or a value is not of the option's type.
+        ValueError: If the spec is invalid, its name or an option does not exist, or a
+            value has the wrong type. The message names the closest valid name.
 
     Example:
         >>> resolve("point(real=2)", {"point": complex}, "shape")(imag=1)
@@ -225,19 +141,20 @@ def resolve(
 
 
 def read_option(where: str, value: Any, parameter: inspect.Parameter) -> Any:
-    """Checks a value against the annotation of the parameter that takes it.
+    """Checks a literal value against the annotation of its parameter.
 
     Args:
-        where: It is given, for the message.
+        where: What takes the parameter, for error messages.
         value: Any literal.
-        parameter: Annotated ``bool``, ``int``, ``float``, ``str`` or ``None``, or by
-            some of these; any other annotation takes what comes.
+        parameter: Its annotation may be ``bool``, ``int``, ``float``, ``str``,
+            ``None`` or a union of these; other annotations accept any value.
 
     Returns:
-        The value; for a ``float`` an integer will do.
+        The value; an integer given for a ``float`` becomes a float.
 
     Raises:
-        ValueError: If it is of another type, or no finite number.
+        ValueError: If the type does not match, or a number is not finite or exceeds 64
+            bits.
 
     Example:
         >>> parameter = inspect.signature(parse).parameters["spec"]
@@ -265,22 +182,23 @@ def read_arguments(
     patterns: Mapping[str, str] | None = None,
     options: Mapping[str, type] | None = None,
 ) -> tuple[dict[str, str], dict[str, Any]]:
-    """Sorts a configuration's arguments into choices and ``key=value`` options.
+    """Splits a config file's arguments into chosen words and ``key=value`` options.
 
     Args:
-        arguments: Words and options, separated by commas, in any order.
-        where: The configuration's file, for messages.
-        choices: The words that there are, by what they choose. No word chooses two
-            things; of two words that choose the same the last one counts.
-        patterns: Regular expressions of choices whose words are examples.
-        options: The types of values, by key.
+        arguments: Words and options, separated by commas, in any order, as in
+            ``--config=configs/x.py:A/12,rank=16``.
+        where: Path of the configuration file, for error messages.
+        choices: Valid words of each setting; a word belongs to one setting only. If
+            two words choose the same setting, the last one counts.
+        patterns: Regular expressions for settings that accept more than their words.
+        options: Type of the value of each key.
 
     Returns:
-        The chosen words, and the options' values.
+        The chosen word of each setting, and the value of each key; only those given.
 
     Raises:
-        ValueError: If a word or a key does not exist, naming the closest, or a value
-            is not of its type.
+        ValueError: If a word or key does not exist, or a value has the wrong type. The
+            message names the closest valid name.
 
     Example:
         >>> read_arguments(
@@ -293,16 +211,18 @@ def read_arguments(
     chosen, values = {}, {}
     for argument in filter(None, arguments.split(",")):
         key, equals, value = argument.partition("=")
+        # An option.
         if equals:
             if key not in options:
                 hint = closest(key, options)
                 raise ValueError(f"{where} has no option {shorten(key)}: {hint}")
-            values[key] = _read(value, options[key])
+            values[key] = _parse_literal(value, options[key])
             if values[key] is None:
                 raise ValueError(
                     f"{where} needs {key}={options[key].__name__}, got {shorten(value)}"
                 )
             continue
+        # A word: find the setting that it belongs to.
         for what, words in choices.items():
             known = argument in words
             if known or (what in patterns and re.fullmatch(patterns[what], argument)):
@@ -315,8 +235,94 @@ def read_arguments(
     return chosen, values
 
 
-def _read(value: str, kind: type) -> Any:
-    """A literal of a type, or None; a string needs no quotes."""
+def closest(name: str, names: Collection[str]) -> str:
+    """Suggests the most similar name and lists all names, for an error message.
+
+    Args:
+        name: The unknown name.
+        names: The valid names.
+
+    Returns:
+        ``"did you mean 'x'? There are: ..."``, or ``"there are: ..."`` if no name is
+        similar.
+
+    Example:
+        >>> closest("favour", ["favor", "softmax"])
+        "did you mean 'favor'? There are: favor, softmax"
+    """
+    listed = "there are: " + ", ".join(sorted(names))
+    similar = difflib.get_close_matches(name[:MAX_SHOWN], list(names), n=1, cutoff=0.5)
+    if not similar:
+        return listed
+    return f"did you mean {similar[0]!r}? T{listed[1:]}"
+
+
+def shorten(value: Any) -> str:
+    """Formats a value for an error message.
+
+    Args:
+        value: Any value.
+
+    Returns:
+        Its `repr` on one line, cut after `MAX_SHOWN` characters.
+
+    Example:
+        >>> shorten("a" * 1000000)[-9:], len(shorten("a" * 1000000))
+        ('aaaaaa...', 83)
+    """
+    try:
+        shown = " ".join(repr(value).splitlines())
+    except ValueError:
+        # Python refuses to print integers of more than a few thousand digits.
+        shown = f"a huge {type(value).__name__}"
+    return shown if len(shown) <= MAX_SHOWN else f"{shown[:MAX_SHOWN]}..."
+
+
+def is_finite(value: float | int) -> bool:
+    """Checks that a number is finite and, if an integer, fits into 64 bits.
+
+    Args:
+        value: Any number.
+
+    Returns:
+        True if it is.
+
+    Example:
+        >>> is_finite(1e30), is_finite(10**30), is_finite(float("nan"))
+        (True, False, False)
+    """
+    return math.isfinite(value) if type(value) is float else abs(value) <= LARGEST
+
+
+def _parse_expression(text: str) -> ast.expr | None:
+    """Parses a Python expression; returns None if it is invalid or too long."""
+    if len(text) > MAX_LENGTH:
+        return None
+    try:
+        with warnings.catch_warnings():
+            # For example, invalid escapes in strings, a SyntaxError in later Pythons.
+            warnings.simplefilter("error")
+            return ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+
+
+def _split(spec: str, operator: type[ast.operator]) -> list[str]:
+    """Splits a chain of one binary operator; other text stays in one piece."""
+    tree, found = _parse_expression(spec), []
+    while isinstance(tree, ast.BinOp) and isinstance(tree.op, operator):
+        found.append(tree.right)
+        tree = tree.left
+    if not found:
+        return [spec]
+    try:
+        return [ast.unparse(term) for term in (tree, *reversed(found))]
+    except RecursionError:
+        return [spec]
+
+
+def _parse_literal(value: str, kind: type) -> Any:
+    """Parses a literal of a type (a string without quotes); None if it is not one."""
     if kind is str:
         return value
     if len(value) > MAX_LENGTH:

@@ -1,4 +1,4 @@
-"""Grids, offsets and distances."""
+"""Tests grids, offsets and distances."""
 
 import itertools
 
@@ -10,7 +10,7 @@ from relattn import offsets
 GRID = (3, 5)
 
 
-def test_positions_run_row_by_row_after_the_prefix():
+def test_positions_are_row_major_after_prefix():
     positions = offsets.grid_positions(GRID, num_prefix=2)
     assert positions[:2].tolist() == [[0, 0], [0, 0]]
     expected = list(itertools.product(range(3), range(5)))
@@ -26,7 +26,7 @@ def test_offset_is_query_minus_key():
 
 
 @pytest.mark.parametrize("clip", [1, 4, 11])
-def test_distance_is_clipped_manhattan_and_the_prefix_is_far(clip):
+def test_distance_is_clipped_manhattan_and_clip_for_prefix(clip):
     table = offsets.distances(GRID, clip, num_prefix=1)
     assert (table[0] == clip).all() and (table[:, 0] == clip).all()
     tokens = list(itertools.product(range(3), range(5)))
@@ -35,7 +35,7 @@ def test_distance_is_clipped_manhattan_and_the_prefix_is_far(clip):
         assert table[1 + i, 1 + j] == expected
 
 
-def test_check_grid_names_what_it_expected():
+def test_check_grid_names_expected_tokens():
     offsets.check_grid(16, GRID, num_prefix=1)
     with pytest.raises(ValueError, match="3x5 with num_prefix=1 holds 16 .* got 17"):
         offsets.check_grid(17, GRID, num_prefix=1)
@@ -43,7 +43,7 @@ def test_check_grid_names_what_it_expected():
         offsets.check_grid(0, (0, 5))
 
 
-def test_a_line_is_a_grid_of_one_axis():
+def test_line_is_grid_of_one_axis():
     assert offsets.grid_positions((3,), num_prefix=1).tolist() == [[0], [0], [1], [2]]
     assert offsets.offsets((3,))[2, 0].tolist() == [2]
     assert offsets.distances((3,), clip=1)[0].tolist() == [0, 1, 1]
@@ -54,7 +54,7 @@ def test_a_line_is_a_grid_of_one_axis():
 
 @pytest.mark.parametrize("grid", [(3, 5), (5, 2), (7,), (1, 1)])
 @pytest.mark.parametrize("num_prefix", [0, 2])
-def test_every_kind_of_pair_has_a_row_of_its_own(grid, num_prefix):
+def test_every_kind_of_pair_has_its_row(grid, num_prefix):
     rows = {}
     index = offsets.offset_index(grid, num_prefix)
     tokens = [None] * num_prefix + list(itertools.product(*map(range, grid)))
@@ -73,7 +73,7 @@ def test_every_kind_of_pair_has_a_row_of_its_own(grid, num_prefix):
     )
 
 
-def test_causal_offsets_need_a_line_without_prefix():
+def test_causal_table_needs_line_without_prefix():
     assert offsets.num_table_rows((7,), causal=True) == 7
     for grid, num_prefix in (((3, 5), 0), ((7,), 1)):
         with pytest.raises(ValueError, match=r"need a grid \(length,\) and no prefix"):

@@ -1,4 +1,4 @@
-"""Whatever is given as input is used, or refused by one sentence of bounded length."""
+"""Property tests: any input is used, or rejected with a short one-line error."""
 
 import contextlib
 import inspect
@@ -25,9 +25,9 @@ from relattn.spec import read_arguments
 from relattn.training import check_config, default_config
 from relattn.training.config import flatten, read_config
 
-MOST = 1500
+MAX_MESSAGE = 1500
 names = st.from_regex(r"[a-zA-Z_]\w{0,11}", fullmatch=True).filter(
-    # Python reads an identifier in one of its Unicode forms.
+    # Python normalises non-ASCII identifiers.
     lambda name: name.isascii() and not keyword.iskeyword(name)
 )
 numbers = st.integers() | st.floats(allow_nan=False, allow_infinity=False)
@@ -79,18 +79,18 @@ texts = st.text() | st.lists(fragments, max_size=12).map("".join)
 
 
 @contextlib.contextmanager
-def refused(*errors):
-    """Passes, or ends in one of the errors, of the package, with one sentence."""
-    refusal = None
+def allow_user_error(*errors):
+    """Allows user errors of the package; their message must be one short line."""
+    raised = None
     try:
         yield
     except (ValueError, *errors) as error:
-        refusal = error
-    if refusal is not None:
-        message = str(refusal)
-        assert 0 < len(message) < MOST
+        raised = error
+    if raised is not None:
+        message = str(raised)
+        assert 0 < len(message) < MAX_MESSAGE
         assert len(message.splitlines()) == 1
-        assert is_user_error(refusal)
+        assert is_user_error(raised)
 
 
 def write_spec(name, options):
@@ -98,7 +98,7 @@ def write_spec(name, options):
 
 
 @given(names, st.dictionaries(names, literals, max_size=3))
-def test_a_spec_is_read_as_it_was_written(name, options):
+def test_parse_inverts_writing_a_spec(name, options):
     text = write_spec(name, options)
     assume(len(text) <= spec.MAX_LENGTH)
     assert spec.parse(text) == (name, options)
@@ -109,23 +109,23 @@ def test_a_spec_is_read_as_it_was_written(name, options):
 @given(texts)
 @example("(" * 10_000 + ")" * 10_000)
 @example("a" * 1_000_000)
-def test_any_text_is_a_spec_or_refused(text):
-    with refused():
+def test_any_text_parses_or_raises(text):
+    with allow_user_error():
         name, options = spec.parse(text)
         assert name.isidentifier() and all(key.isidentifier() for key in options)
-    with refused():
+    with allow_user_error():
         spec.resolve(text, ATTENTIONS, "attention")
-    with refused():
+    with allow_user_error():
         build("softmax", text, dim=6, num_heads=2, num_layers=1)
-    with refused():
+    with allow_user_error():
         read_arguments(text, "configs/x.py", {"size": ["A/7"]}, options={"n": int})
-    with refused():
+    with allow_user_error():
         read_arguments(f"n={text}", "configs/x.py", {}, options={"n": int})
 
 
 @st.composite
 def specs(draw, table):
-    """An entry of a table with options of its own, of any value."""
+    """Draws a spec: an entry of a table with one of its options, of any value."""
     name = draw(st.sampled_from(sorted(table)))
     known = sorted({"x", *inspect.signature(table[name]).parameters} - {*_RESERVED})
     keys = draw(st.lists(st.sampled_from(known), max_size=1))
@@ -134,8 +134,8 @@ def specs(draw, table):
 
 
 @given(specs(ATTENTIONS), specs(POSITIONS), st.booleans())
-def test_any_options_build_or_are_refused(attention, position, causal):
-    with refused():
+def test_any_options_build_or_raise(attention, position, causal):
+    with allow_user_error():
         sizes = {"dim": 12, "num_heads": 2, "num_layers": 2}
         make, _ = build(attention, position, **sizes, causal=causal)
         assert make(layer=0).num_heads == 2
@@ -150,15 +150,15 @@ def test_any_options_build_or_are_refused(attention, position, causal):
 @example({"optimizer.learning_rate": float("nan")})
 @example({"seed": 10**5000})
 @example({"optimizer.b1": -(10**400)})
-def test_any_values_make_a_configuration_or_are_refused(changes):
+def test_any_config_values_are_valid_or_raise(changes):
     config = default_config().to_dict()
     for key, value in changes.items():
         *path, last = key.split(".")
-        place = config
+        section = config
         for part in path:
-            place = place.setdefault(part, {})
-        place[last] = value
-    with refused():
+            section = section.setdefault(part, {})
+        section[last] = value
+    with allow_user_error():
         check_config(ConfigDict(config))
 
 
@@ -170,8 +170,8 @@ few = st.sampled_from(["1", "7", "0.5", "adam", "favor", "True", "(2, 2)", "{'a'
 
 
 @given(st.sampled_from(KEYS), few | texts | scalars.map(str))
-def test_any_override_is_taken_or_refused(key, text):
-    with refused():
+def test_any_override_is_valid_or_raises(key, text):
+    with allow_user_error():
         config = read_config("configs/demo.py", [f"--config.{key}={text}"])
         check_config(config)
 
@@ -195,7 +195,7 @@ other_images = st.builds(
 
 @st.composite
 def damaged(draw, files):
-    """A file, some of whose bytes are others, cut or repeated."""
+    """Draws a file with changed, deleted or cut bytes."""
     content = bytearray(draw(files))
     for _ in range(draw(st.integers(0, 3))):
         content[draw(st.integers(0, len(content) - 1))] = draw(st.integers(0, 255))
@@ -208,12 +208,12 @@ def damaged(draw, files):
     st.none() | other_images | damaged(good_images) | damaged(other_images),
     st.sampled_from(["a", "b"]),
 )
-def test_any_files_are_images_or_refused(files, last, test_class):
+def test_any_files_load_as_images_or_raise(files, last, test_class):
     files = files if last is None else [*files, last]
-    with tempfile.TemporaryDirectory() as folder, refused(OSError):
+    with tempfile.TemporaryDirectory() as folder, allow_user_error(OSError):
         for index, content in enumerate(files):
-            place = f"test/{test_class}" if index == 0 else "train/a"
-            file = Path(folder, place, f"{index}.png")
+            subfolder = f"test/{test_class}" if index == 0 else "train/a"
+            file = Path(folder, subfolder, f"{index}.png")
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_bytes(content)
         keys = {"name": "a", "source": "folder", "data_dir": folder}
@@ -236,12 +236,12 @@ whole = st.integers() | st.sampled_from([-(10**2000), 2**70, 10**2000])
 @example(1, -1, 5, 5, "")
 @example(1, 0, 10**6, 5, "static")
 @example(1, 0, 5, -4, "")
-def test_any_numbers_suit_the_images_or_are_refused(
+def test_any_image_settings_are_valid_or_raise(
     num_validation, split_seed, canvas, image_size, placement
 ):
-    with tempfile.TemporaryDirectory() as folder, refused():
-        for index, place in enumerate(["test/a", "train/a", "train/a", "train/a"]):
-            file = Path(folder, place, f"{index}.png")
+    with tempfile.TemporaryDirectory() as folder, allow_user_error():
+        for index, part in enumerate(["test/a", "train/a", "train/a", "train/a"]):
+            file = Path(folder, part, f"{index}.png")
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_bytes(encode((5, 3), "L", "PNG"))
         config = ConfigDict({"name": "a", "source": "folder", "data_dir": folder})
@@ -276,8 +276,8 @@ metas = (fields | values).map(lambda meta: json.dumps(meta).encode()) | st.binar
     st.none() | st.just(b'{"tokenizer": "bytes", "vocab_size": 256}') | metas,
     st.sampled_from(["bytes", "bytes", ""]),
 )
-def test_any_files_are_tokens_or_refused(train, validation, meta, tokenizer):
-    with tempfile.TemporaryDirectory() as folder, refused(OSError):
+def test_any_files_load_as_tokens_or_raise(train, validation, meta, tokenizer):
+    with tempfile.TemporaryDirectory() as folder, allow_user_error(OSError):
         files = {"train.bin": train, "val.bin": validation, "meta.json": meta}
         for name, content in files.items():
             if content is not None:
@@ -291,8 +291,8 @@ def test_any_files_are_tokens_or_refused(train, validation, meta, tokenizer):
 
 
 @given(st.lists(st.binary() | st.text().map(str.encode), min_size=1, max_size=3))
-def test_any_files_are_text_or_refused(contents):
-    with tempfile.TemporaryDirectory() as folder, refused(OSError):
+def test_any_files_are_tokenized_or_raise(contents):
+    with tempfile.TemporaryDirectory() as folder, allow_user_error(OSError):
         files = [Path(folder, f"{index}.txt") for index in range(len(contents))]
         for file, content in zip(files, contents, strict=True):
             file.write_bytes(content)
@@ -306,10 +306,13 @@ def test_any_files_are_text_or_refused(contents):
         assert tokenizer.decode(np.concatenate(tokens)) == text
 
 
-def test_a_refusal_is_short_and_the_packages():
-    with pytest.raises(AssertionError, match="assert 2 == 1"), refused():
+def test_allow_user_error_checks_message_and_origin():
+    with pytest.raises(AssertionError, match="assert 2 == 1"), allow_user_error():
         raise ValueError("two\nlines")
-    with pytest.raises(AssertionError, match=f"{MOST} < {MOST}"), refused():
-        raise ValueError("a" * MOST)
-    with pytest.raises(AssertionError, match="is_user_error"), refused():
+    with (
+        pytest.raises(AssertionError, match=f"{MAX_MESSAGE} < {MAX_MESSAGE}"),
+        allow_user_error(),
+    ):
+        raise ValueError("a" * MAX_MESSAGE)
+    with pytest.raises(AssertionError, match="is_user_error"), allow_user_error():
         raise ValueError("of a test")

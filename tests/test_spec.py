@@ -1,4 +1,4 @@
-"""Spec strings: what parses, and what is refused with a sentence."""
+"""Tests spec strings: valid ones and error messages."""
 
 import pytest
 
@@ -53,7 +53,7 @@ def test_parse(text, expected):
         "a\n+ b\r\n",
     ],
 )
-def test_parse_refuses_what_is_not_a_literal_call(text):
+def test_parse_rejects_all_but_literal_calls(text):
     if text.startswith("a(x=["):
         text = text.replace("]", "", 1)
     with pytest.raises(ValueError, match="is not a spec: write a name") as raised:
@@ -73,11 +73,11 @@ def test_parse_refuses_what_is_not_a_literal_call(text):
         ("a + " + "-" * 400 + "b", ["a + " + "-" * 400 + "b"]),
     ],
 )
-def test_terms_of_a_sum(text, expected):
+def test_terms_splits_sums(text, expected):
     assert spec.terms(text) == expected
 
 
-def test_resolve_names_the_closest():
+def test_resolve_names_closest():
     def favor(num_features=0):
         return num_features
 
@@ -93,15 +93,15 @@ def test_resolve_names_the_closest():
         spec.resolve("favor(num_features=3)", table, "attention", ("num_features",))
 
 
-def test_resolve_checks_the_types_of_options():
+def test_resolve_checks_types_of_options():
     def favor(num_features: int = 0, eps: float = 1e-3, *, haar: "bool | None" = None):
         return num_features, eps, haar
 
     def resolve(text):
         return spec.resolve(text, {"favor": favor}, "attention")
 
-    made = resolve("favor(num_features=3, eps=1, haar=None)")()
-    assert made == (3, 1, None) and isinstance(made[1], float)
+    result = resolve("favor(num_features=3, eps=1, haar=None)")()
+    assert result == (3, 1, None) and isinstance(result[1], float)
     for text, needed in [
         ("num_features='3'", "num_features of type int, got '3'"),
         ("num_features=True", "num_features of type int, got True"),
@@ -115,7 +115,7 @@ def test_resolve_checks_the_types_of_options():
             resolve(f"favor({text})")
 
 
-def test_long_values_are_cut_in_messages():
+def test_messages_cut_long_values():
     assert spec.shorten("a" * 80) == "'" + "a" * 79 + "..."
     assert spec.shorten({"a": 1}) == "{'a': 1}"
     assert spec.shorten(10**5000) == "a huge int"

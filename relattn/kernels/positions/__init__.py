@@ -1,1 +1,1 @@
-"""Position encodings as functions on arrays."""
+"""Position encodings as pure functions on arrays."""

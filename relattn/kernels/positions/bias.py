@@ -1,4 +1,4 @@
-"""Biases of the offset: buckets, plane waves, and tables spread over pairs."""
+"""Biases that are functions of the offset, and tables with a row for each offset."""
 
 from __future__ import annotations
 
@@ -20,24 +20,25 @@ def offset_buckets(
     max_distance: int = 128,
     bidirectional: bool = True,
 ) -> Int[np.ndarray, "..."]:
-    """The bucket of every offset along an axis: narrow near by, wide far away.
+    """Computes the T5 bucket of every offset along an axis.
 
-    Distances below half of the buckets have one each; the other half grows as the
-    logarithm of the distance up to ``max_distance``, beyond which there is one.
+    bucket(d) = |d| if |d| < half, else half + floor(half log(|d| / half) /
+    log(max_distance / half)), at most 2 half - 1, with 2 half buckets per direction.
+    Negative offsets (later keys) use the second half of the buckets.
 
     Args:
-        offsets: Query position minus key position, whole tokens.
+        offsets: Query position minus key position, in tokens.
         num_buckets: Number of buckets.
-        max_distance: From this distance on, all share the last bucket.
-        bidirectional: Whether half of the buckets are those of later keys; else all
-            later keys are in the bucket of offset zero.
+        max_distance: Distances from this one on share the last bucket, in tokens.
+        bidirectional: Whether half of the buckets are for later keys. Otherwise all
+            later keys share the bucket of offset zero.
 
     Returns:
-        Buckets, of the shape of ``offsets``.
+        Buckets 0 .. ``num_buckets`` - 1, same shape as ``offsets``.
 
     Raises:
-        ValueError: If there are too few buckets, or ``max_distance`` is within those of
-            a single distance.
+        ValueError: If ``num_buckets`` cannot be split evenly, or ``max_distance`` is at
+            most half the buckets of a direction.
 
     Example:
         >>> offset_buckets(np.array([0, 1, 7, 8, 16, 127, 999, -1])).tolist()
@@ -58,7 +59,7 @@ def offset_buckets(
     distances = np.abs(offsets) if bidirectional else np.maximum(offsets, 0)
     growth = np.log(np.maximum(distances, num_exact) / num_exact)
     growth = growth / math.log(max_distance / num_exact) * num_exact
-    # A boundary must not fall into the bucket below it by rounding.
+    # Rounding must not move a boundary into the bucket below it.
     far = num_exact + np.floor(growth + 1e-6).astype(int)
     buckets = np.where(distances < num_exact, distances, far)
     buckets = np.minimum(buckets, num_buckets // sides - 1)
@@ -71,13 +72,13 @@ def wave_bias(
     frequencies: Float[Array, "waves axes"],
     coefficients: Float[Array, "*heads waves 2"],
 ) -> Float[Array, "*heads rows"]:
-    """A sum of plane waves of the offset.
+    """Computes a bias that is a sum of plane waves of the offset.
 
-    b(d) = sum_r a_r cos(w_r . d) + b_r sin(w_r . d).
+    b(d) = sum_r a_r cos(w_r . d) + b_r sin(w_r . d)
 
     Args:
         offsets: Offsets d in tokens, shape ``[rows, axes]``.
-        frequencies: Vectors w_r in radians a token, shape ``[waves, axes]``.
+        frequencies: Vectors w_r in radians per token, shape ``[waves, axes]``.
         coefficients: (a_r, b_r), shape ``[*heads, waves, 2]``.
 
     Returns:
@@ -96,7 +97,7 @@ def wave_bias(
         Horn et al., Translational Equivariance in Kernelizable Attention, lemma 1, for
         waves along the axes.
     """
-    # The angles of far tokens lose their phase in half precision.
+    # In half precision, large angles lose their phase.
     angles = jnp.sum(offsets[:, None] * widen(frequencies), axis=-1)
     waves = jnp.stack([jnp.cos(angles), jnp.sin(angles)], axis=-1)
     coefficients = widen(coefficients)
@@ -106,14 +107,14 @@ def wave_bias(
 def with_prefix_rows(
     table: Float[Array, "..."] | None, name: str, rows: int, num_prefix: int, axis: int
 ) -> Float[Array, "..."] | None:
-    """A table with the three rows of prefix tokens, zeros where it has none."""
+    """Appends the three rows of prefix tokens, zeros, to a table without them."""
     if table is None:
         return None
     found = table.shape[axis]
     more = 3 if num_prefix else 0
     if found not in (rows, rows + more):
         raise ValueError(
-            f"{name!r} needs {rows} rows, one an offset"
+            f"{name!r} needs {rows} rows, one for each offset"
             + (f", or {rows + more} with those of prefix tokens" if more else "")
             + f", got {found}"
         )
@@ -127,7 +128,7 @@ def with_prefix_rows(
 def past_rows(
     table: Float[Array, "..."] | None, name: str, length: int, axis: int
 ) -> Float[Array, "..."] | None:
-    """The rows of the offsets 0 .. length - 1."""
+    """Returns the rows of the offsets 0 .. length - 1 of a line's table."""
     if table is None:
         return None
     rows = table.shape[axis]
@@ -146,7 +147,7 @@ def rows_of_token(
     index: Int[Array, ""] | int,
     axis: int,
 ) -> Float[Array, "..."] | None:
-    """What a table of a line holds for the token ``index`` and every key."""
+    """Returns the rows of the offsets index - j of a line's table, for every key j."""
     if table is None:
         return None
     table = jnp.flip(with_prefix_rows(table, name, 2 * length - 1, 0, axis), axis)
@@ -154,10 +155,10 @@ def rows_of_token(
 
 
 def skew(x: Float[Array, "*batch n offsets"]) -> Float[Array, "*batch n m"]:
-    """y_ij = x_i,(i - j + m - 1), from [..., n, n + m - 1] to [..., n, m].
+    """Computes y_ij = x_i,(i - j + m - 1), from [..., n, n + m - 1] to [..., n, m].
 
-    Read as one line with rows of n + m, the elements wanted of row i + 1 start
-    n + m - 1 after those of row i.
+    With rows flipped, padded to n + m and read as one line, the elements wanted of row
+    i + 1 start n + m - 1 after those of row i.
     """
     *leading, num_rows, width = x.shape
     x = jnp.pad(jnp.flip(x, -1), [(0, 0)] * (x.ndim - 1) + [(0, 1)])

@@ -1,4 +1,4 @@
-"""Gates: the numbers of queries and keys are scaled by functions of their position."""
+"""Gates: scale queries and keys by functions of their position."""
 
 from __future__ import annotations
 
@@ -17,18 +17,21 @@ def apply_gate(
     x: Float[Array, "*batch n head_dim"],
     exponents: Float[Array, "*#batch n exponents_depth"],
 ) -> Float[Array, "*batch n head_dim"]:
-    """Scales queries or keys: x_i * exp(e_i), number by number.
+    """Scales the components of queries or keys by exp(exponents).
+
+    x'_i = x_i * exp(e_i)
 
     Args:
         x: Queries or keys, shape ``[*batch, n, head_dim]``.
-        exponents: e, of `irpe_exponents` or `string_exponents`.
+        exponents: e, from `irpe_exponents` or `string_exponents`, shape
+            ``[*batch, n, head_dim]``.
 
     Returns:
         Shape and dtype of ``x``; computed in float32 or wider.
 
     Raises:
         ValueError: If shapes or dtypes do not fit together.
-        ValueError: If ``x`` and the exponents differ in head_dim.
+        ValueError: If ``x`` and ``exponents`` differ in head_dim.
 
     Example:
         >>> exponents = jnp.log(jnp.array([[2.0, 1.0]]))
@@ -40,7 +43,8 @@ def apply_gate(
     """
     if x.shape[-1] != exponents.shape[-1]:
         raise ValueError(
-            f"head_dim {x.shape[-1]} needs as many exponents, got {exponents.shape[-1]}"
+            f"head_dim {x.shape[-1]} needs {x.shape[-1]} exponents for each token, got "
+            f"{exponents.shape[-1]}"
         )
     scaled = widen(x) * jnp.exp(widen(exponents))
     return scaled.astype(x.dtype)
@@ -50,16 +54,16 @@ def apply_gate(
 def irpe_exponents(
     *embeddings: Float[Array, "*batch _ head_dim"], num_prefix: int = 0
 ) -> Float[Array, "*batch n head_dim"]:
-    """Exponents of the iRPE gate: the embedding of a token's row and of its column.
+    """Computes the exponents of the iRPE gate from row and column embeddings.
 
-    e_i = r[row of i] + c[column of i], in float32 or wider; zeros for prefix tokens. A
-    function of the absolute position, whatever its name.
+    e_i = r[row of i] + c[column of i], in float32 or wider; zeros for prefix tokens.
+    Despite its name, the gate is a function of the absolute position.
 
     Args:
         *embeddings: r ``[*batch, height, head_dim]`` and c
             ``[*batch, width, head_dim]``, or one ``[*batch, length, head_dim]`` for a
             line.
-        num_prefix: Number of leading tokens that have no position.
+        num_prefix: Number of prefix tokens.
 
     Returns:
         Shape ``[*batch, num_prefix + height * width, head_dim]``.
@@ -78,8 +82,8 @@ def irpe_exponents(
     """
     if len(embeddings) not in (1, 2):
         raise ValueError(
-            "the iRPE gate has embeddings of rows and columns, or of a line, got "
-            f"{len(embeddings)} of them"
+            "the iRPE gate needs embeddings of rows and columns, or of a line, got "
+            f"{len(embeddings)} embeddings"
         )
     exponents = widen(embeddings[0])
     if len(embeddings) == 2:
@@ -101,18 +105,18 @@ def string_exponents(
     num_prefix: int = 0,
     precision: jax.lax.PrecisionLike = None,
 ) -> Float[Array, "*batch n head_dim"]:
-    """Exponents of the STRING gate: a low rank of Fourier features of the position.
+    """Computes the exponents of the STRING gate from Fourier features of positions.
 
     e_i = g(p_i) A with g(p) = [cos(w_r . p + b_r), sin(w_r . p + b_r)], r = 1 .. rank,
-    in float32 or wider; zeros for prefix tokens. A function of the absolute position,
-    whatever its name.
+    in float32 or wider; zeros for prefix tokens. Despite its name, the gate is a
+    function of the absolute position.
 
     Args:
         positions: Positions in tokens, shape ``[n, axes]``.
-        frequencies: w, radians a token, shape ``[*batch, rank, axes]``.
-        phases: b, shape ``[*batch, rank]``.
+        frequencies: w, radians per token, shape ``[*batch, rank, axes]``.
+        phases: b, in radians, shape ``[*batch, rank]``.
         coefficients: A, shape ``[*batch, 2 rank, head_dim]``.
-        num_prefix: Number of leading tokens that have no position.
+        num_prefix: Number of prefix tokens.
         precision: Passed to einsum.
 
     Returns:
@@ -120,12 +124,12 @@ def string_exponents(
 
     Raises:
         ValueError: If shapes or dtypes do not fit together.
-        ValueError: If A has not a row for each cosine and sine.
+        ValueError: If A does not have one row for each cosine and sine.
 
     Example:
         >>> w, b = jnp.array([[jnp.pi]]), jnp.zeros(1)
-        >>> places = np.arange(3, dtype=np.float32)[:, None]
-        >>> string_exponents(places, w, b, jnp.eye(2))[:, 0].tolist()
+        >>> p = np.arange(3, dtype=np.float32)[:, None]
+        >>> string_exponents(p, w, b, jnp.eye(2))[:, 0].tolist()
         [1.0, -1.0, 1.0]
 
     Source:
@@ -134,9 +138,10 @@ def string_exponents(
     rank = frequencies.shape[-2]
     if coefficients.shape[-2] != 2 * rank:
         raise ValueError(
-            f"{rank} frequencies have {2 * rank} cosines and sines, got coefficients "
-            f"of {coefficients.shape[-2]}"
+            f"{rank} frequencies need {2 * rank} rows of coefficients, one for each "
+            f"cosine and sine, got {coefficients.shape[-2]}"
         )
+    # w_r . p_i + b_r
     angles = mixed_rotary_angles(positions, frequencies)
     angles = angles + widen(phases)[..., None, :]
     features = jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)

@@ -1,4 +1,4 @@
-"""Tables of one grid resized for another."""
+"""Resizes position tables from one grid to another."""
 
 from __future__ import annotations
 
@@ -23,26 +23,29 @@ def resize_table(
     axis: int = 0,
     num_others: int = 0,
 ) -> Float[Array, "..."]:
-    """Interpolates a table with a row for every place on a grid, bicubically.
+    """Interpolates a table with one row per grid position, bicubically.
 
-    The centres of the places lie at half-integers of both grids, stretched over each
-    other. A smaller grid is averaged, by the cubic kernel as wide as the old places.
+    new(p) = sum_q kernel((p' - q) / max(scale, 1)) old(q) / the sum of kernels, axis by
+    axis, with scale = old size / new size and p' = (p + 1/2) scale - 1/2: the centres
+    of positions lie at half-integers of both grids. To a smaller grid, the wider kernel
+    averages.
 
     Args:
         table: Its ``axis`` has the rows of the grid, numbered row by row, and then
-            ``num_others`` rows of no place, which are kept.
+            ``num_others`` rows without a position, which are kept.
         old: Height and width, or length, of the table's grid.
-        new: Those of the grid that is wanted.
+        new: Height and width, or length, of the new grid.
         axis: The axis of the rows.
         num_others: Number of rows after those of the grid.
 
     Returns:
-        The table of the new grid, in the dtype of ``table``.
+        The table of the new grid, in the dtype of ``table``. Along ``axis`` it has the
+        rows of the new grid and then the ``num_others`` rows.
 
     Raises:
         ValueError: If shapes or dtypes do not fit together.
-        ValueError: If the table has not the rows of the old grid, or the new one has
-            another number of axes.
+        ValueError: If the table does not have the rows of the old grid, or the grids
+            differ in their number of axes.
 
     Example:
         >>> resize_table(jnp.array([1.0, 3.0, 99.0]), (2,), (4,), num_others=1).shape
@@ -61,11 +64,12 @@ def resize_table(
     if table.shape[axis] != rows + num_others:
         raise ValueError(
             f"a table of the grid {'x'.join(map(str, old))} has {rows + num_others} "
-            f"rows, got {table.shape[axis]}: name the grid that it was made for"
+            f"rows, got {table.shape[axis]}: pass the grid of the table as old"
         )
     moved = jnp.moveaxis(jnp.asarray(table), axis, 0)
     rest = moved.shape[1:]
-    places = moved[:rows].reshape(*old, *rest)
-    places = jax.image.resize(widen(places), (*new, *rest), "cubic").astype(moved.dtype)
-    resized = jnp.concatenate([places.reshape(-1, *rest), moved[rows:]])
+    on_grid = moved[:rows].reshape(*old, *rest)
+    on_grid = jax.image.resize(widen(on_grid), (*new, *rest), "cubic")
+    on_grid = on_grid.astype(moved.dtype).reshape(-1, *rest)
+    resized = jnp.concatenate([on_grid, moved[rows:]])
     return jnp.moveaxis(resized, 0, axis)

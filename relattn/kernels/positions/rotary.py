@@ -1,4 +1,4 @@
-"""Rotary position encoding: queries and keys turn by angles of their positions."""
+"""Rotates queries and keys by position-dependent angles (RoPE)."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ def rotary_angles(
     base: float = 10000.0,
     num_prefix: int = 0,
 ) -> Float[Array, "n {head_dim//2}"]:
-    """Angles of every token, one for each pair of a head's numbers.
+    """Computes the angles of every token, one for each pair of a head's components.
 
-    An axis has head_dim / (2 axes) frequencies w_t = base^(-t / (head_dim / (2 axes))),
-    and the angle of an axis and frequency is w_t p_axis; the axes follow each other.
-    Prefix tokens have angle zero.
+    angle = w_t p_axis with w_t = base^(-t / num), t = 0 .. num - 1, and num =
+    head_dim / (2 axes) frequencies for each axis; the axes are concatenated. Prefix
+    tokens have angle zero.
 
     Args:
         positions: Positions in tokens, shape ``[n, axes]``.
         head_dim: Width of a head.
         base: Base of the geometric series of frequencies.
-        num_prefix: Number of leading tokens that have no position.
+        num_prefix: Number of prefix tokens.
 
     Returns:
-        Angles, float32 or wider, shape ``[n, head_dim / 2]``.
+        Angles in radians, float32 or wider, shape ``[n, head_dim / 2]``.
 
     Raises:
         ValueError: If shapes or dtypes do not fit together.
-        ValueError: If ``head_dim`` is no multiple of twice the number of axes, or there
-            are fewer tokens than ``num_prefix``.
+        ValueError: If ``head_dim`` is not a multiple of twice the number of axes, or
+            ``num_prefix`` exceeds n.
 
     Example:
         >>> rotary_angles(np.array([[0.0], [5.0]]), 4, base=100.0).tolist()
@@ -56,7 +56,7 @@ def rotary_angles(
             f"rotary positions of {axes} axes need a head_dim (dim / num_heads) "
             f"divisible by {2 * axes}, got {head_dim}"
         )
-    # The angles of far tokens lose their phase in half precision.
+    # In half precision, large angles lose their phase.
     positions = widen(positions)
     frequencies = absolute_frequencies(head_dim // (2 * axes), base, positions.dtype)
     angles = (positions[:, :, None] * frequencies).reshape(num_tokens, -1)
@@ -71,25 +71,25 @@ def draw_mixed_frequencies(
     leading: tuple[int, ...] = (),
     base: float = 0.0,
 ) -> Float[Array, "*leading {num_frequencies} {axes}"]:
-    """Frequencies at the start of learned rotations, a vector of the axes each.
+    """Draws the initial frequency vectors of learned rotations.
 
-    On a grid of two axes half of the vectors w_t point one way, the others at right
-    angles to it, with lengths base^(-t / half); the way is uniform, one draw for each
-    index of ``leading``. On a line w_t = base^(-t / num_frequencies).
+    Two axes: w_t = base^(-t / half) (cos u, sin u), t = 0 .. half - 1, and the other
+    half at right angles to these, with u uniform, drawn for each index of ``leading``.
+    One axis: w_t = base^(-t / num_frequencies).
 
     Args:
         key: A PRNG key.
         num_frequencies: Number of vectors.
         axes: 1 or 2.
-        leading: Leading axes: layers, heads.
-        base: Base of the geometric series of lengths; 0 is 10 for two axes and 10,000
-            for one.
+        leading: Sizes of leading axes, such as layers and heads.
+        base: Base of the geometric series of lengths; 0 means 10 for two axes and
+            10,000 for one.
 
     Returns:
-        Radians a token, float32, shape ``[*leading, num_frequencies, axes]``.
+        Radians per token, float32, shape ``[*leading, num_frequencies, axes]``.
 
     Raises:
-        ValueError: If there is no frequency, or there are more axes than two.
+        ValueError: If ``num_frequencies`` is less than 1, or ``axes`` is not 1 or 2.
 
     Example:
         >>> w = draw_mixed_frequencies(jax.random.key(0), 4, 2, base=100.0)
@@ -97,11 +97,11 @@ def draw_mixed_frequencies(
         [1.0, 0.10000000149011612, 1.0, 0.10000000149011612]
 
     Source:
-        Heo et al., Rotary Position Embedding for Vision Transformer, section 3.3; the
-        start: the authors' code.
+        Heo et al., Rotary Position Embedding for Vision Transformer, section 3.3;
+        initialisation: the authors' code.
     """
     if axes not in (1, 2):
-        raise ValueError(f"positions have one axis or two, got {axes}")
+        raise ValueError(f"axes must be 1 or 2, got {axes}")
     base = base or (10.0 if axes == 2 else 10000.0)
     if axes == 1:
         frequencies = absolute_frequencies(num_frequencies, base)
@@ -110,8 +110,8 @@ def draw_mixed_frequencies(
     lengths = jnp.tile(absolute_frequencies(half, base), 2)[:num_frequencies]
     angles = jax.random.uniform(key, (*leading, 1), jnp.float32, maxval=2 * np.pi)
     angles = angles + jnp.where(jnp.arange(num_frequencies) < half, 0.0, np.pi / 2)
-    ways = jnp.stack([jnp.cos(angles), jnp.sin(angles)], axis=-1)
-    return lengths[:, None] * ways
+    directions = jnp.stack([jnp.cos(angles), jnp.sin(angles)], axis=-1)
+    return lengths[:, None] * directions
 
 
 @check_arguments
@@ -121,23 +121,23 @@ def mixed_rotary_angles(
     *,
     num_prefix: int = 0,
 ) -> Float[Array, "*batch n pairs"]:
-    """Angles of every token from frequencies that mix the axes.
+    """Computes the angles of every token from frequencies that mix the axes.
 
-    The angle of token i and pair t is w_t . p_i = sum_axis w_t,axis p_i,axis, so that
-    diagonals are told apart too. Prefix tokens have angle zero.
+    angle_it = w_t . p_i = sum_axis w_t,axis p_i,axis for token i and pair t, so
+    diagonal offsets differ too. Prefix tokens have angle zero.
 
     Args:
         positions: Positions in tokens, shape ``[n, axes]``.
-        frequencies: w, radians a token, shape ``[*batch, pairs, axes]``.
-        num_prefix: Number of leading tokens that have no position.
+        frequencies: w, radians per token, shape ``[*batch, pairs, axes]``.
+        num_prefix: Number of prefix tokens.
 
     Returns:
-        Angles, float32 or wider, shape ``[*batch, n, pairs]``, for `rotate`.
+        Angles in radians, float32 or wider, shape ``[*batch, n, pairs]``, for `rotate`.
 
     Raises:
         ValueError: If shapes or dtypes do not fit together.
-        ValueError: If positions and frequencies have different axes, or there are fewer
-            tokens than ``num_prefix``.
+        ValueError: If positions and frequencies differ in their number of axes, or
+            ``num_prefix`` exceeds n.
 
     Example:
         >>> w = jnp.array([[1.0, 0.0], [0.5, 0.5]])
@@ -153,7 +153,7 @@ def mixed_rotary_angles(
             f"frequencies of {frequencies.shape[-1]} axes do not fit positions of "
             f"{positions.shape[-1]}"
         )
-    # No matrix product, which accelerators would round.
+    # A product and a sum, not a matmul, which accelerators compute in lower precision.
     positions = widen(positions)[:, None]
     frequencies = widen(frequencies)[..., None, :, :]
     angles = jnp.sum(positions * frequencies, axis=-1)
@@ -167,16 +167,16 @@ def rotate(
     *,
     interleaved: bool = False,
 ) -> Float[Array, "*batch n head_dim"]:
-    """Turns pairs of a head's numbers by angles.
+    """Rotates pairs of a head's components by angles.
 
-    (a, b) -> (a cos t - b sin t, a sin t + b cos t), so that the product of a turned
-    query and a turned key depends on the difference of their angles only.
+    (a, b) -> (a cos t - b sin t, a sin t + b cos t). The product of a rotated query and
+    a rotated key depends only on the difference of their angles.
 
     Args:
         x: Queries or keys, shape ``[*batch, n, head_dim]``.
-        angles: What `rotary_angles` or `mixed_rotary_angles` returns, shape
+        angles: Angles in radians from `rotary_angles` or `mixed_rotary_angles`, shape
             ``[*batch, n, head_dim / 2]``.
-        interleaved: Pairs are neighbours (2 t, 2 t + 1), not (t, t + head_dim / 2).
+        interleaved: Whether pairs are (2 t, 2 t + 1) instead of (t, t + head_dim / 2).
 
     Returns:
         Shape and dtype of ``x``; computed in float32 or wider.
@@ -196,7 +196,7 @@ def rotate(
     head_dim = x.shape[-1]
     if head_dim != 2 * angles.shape[-1]:
         raise ValueError(
-            f"head_dim {head_dim} needs {head_dim / 2:g} angles a token, got "
+            f"head_dim {head_dim} needs {head_dim / 2:g} angles per token, got "
             f"{angles.shape[-1]}"
         )
     wide = widen(x)
@@ -205,6 +205,6 @@ def rotate(
     else:
         first, second = jnp.split(wide, 2, axis=-1)
     cosine, sine = jnp.cos(angles), jnp.sin(angles)
-    turned = [first * cosine - second * sine, first * sine + second * cosine]
+    rotated = [first * cosine - second * sine, first * sine + second * cosine]
     join = jnp.stack if interleaved else jnp.concatenate
-    return join(turned, axis=-1).reshape(x.shape).astype(x.dtype)
+    return join(rotated, axis=-1).reshape(x.shape).astype(x.dtype)

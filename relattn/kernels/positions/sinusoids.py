@@ -1,4 +1,4 @@
-"""Sinusoids of positions, absolute and constrained to depend on offsets only."""
+"""Sinusoids of positions: absolute, or constrained so that scores depend on offsets."""
 
 from __future__ import annotations
 
@@ -12,28 +12,22 @@ from relattn.kernels.precision import widen
 from relattn.offsets import check_prefix
 
 
-def _geometric_frequencies(
-    num: int, base: float, dtype: jax.typing.DTypeLike
-) -> Float[Array, " num"]:
-    return jnp.asarray(float(base) ** (-np.arange(num) / num), dtype)
-
-
 def length_scale_frequencies(
     num_scales: int, base: float = 64.0
 ) -> Float[Array, " num_scales"]:
-    """Initial frequencies of the constrained sinusoids.
+    """Computes the initial frequencies of the constrained sinusoids.
 
-    w_s = base^(-s / num_scales), s = 0 .. num_scales - 1.
+    w_s = base^(-s / num_scales), s = 0 .. num_scales - 1
 
     Args:
         num_scales: Number of length scales, shared by the axes.
         base: Base of the geometric series.
 
     Returns:
-        Frequencies in radians a token, float32, shape ``[num_scales]``.
+        Frequencies in radians per token, float32, shape ``[num_scales]``.
 
     Raises:
-        ValueError: If there is no scale or ``base`` is not positive.
+        ValueError: If ``num_scales`` is less than 1 or ``base`` is not positive.
 
     Example:
         >>> [round(float(w), 4) for w in length_scale_frequencies(4)]
@@ -53,21 +47,21 @@ def length_scale_frequencies(
 def absolute_frequencies(
     num: int, base: float = 32000.0, dtype: jax.typing.DTypeLike = jnp.float32
 ) -> Float[Array, " num"]:
-    """Initial frequencies of the absolute sinusoids that are added to the tokens.
+    """Computes the initial frequencies of the absolute sinusoids added to the tokens.
 
-    w_i = base^(-i / num), i = 0 .. num - 1; num is dim / 4 for a grid, so that
-    ``sinusoids`` of its two axes is ``dim`` wide.
+    w_i = base^(-i / num), i = 0 .. num - 1. For a grid num is dim / 4, so that
+    `sinusoids` of its two axes has width dim.
 
     Args:
         num: Number of frequencies, shared by the axes.
         base: Base of the geometric series.
-        dtype: Of the result.
+        dtype: Dtype of the result.
 
     Returns:
-        Frequencies in radians a token, shape ``[num]``.
+        Frequencies in radians per token, shape ``[num]``.
 
     Raises:
-        ValueError: If there is no frequency or ``base`` is not positive.
+        ValueError: If ``num`` is less than 1 or ``base`` is not positive.
 
     Example:
         >>> absolute_frequencies(2, base=100.0).round(3).tolist()[0]
@@ -79,7 +73,7 @@ def absolute_frequencies(
     """
     if num < 1 or base <= 0:
         raise ValueError(
-            "absolute sinusoids need num >= 1 (a width of at least 2 features an "
+            "absolute sinusoids need num >= 1 (a width of at least 2 features per "
             f"axis) and base > 0, got num={num} and base={base}"
         )
     return _geometric_frequencies(num, base, dtype)
@@ -92,15 +86,15 @@ def sinusoids(
     *,
     num_prefix: int = 0,
 ) -> Float[Array, "n 2*axes*scales"]:
-    """Sines and cosines of positions, frequencies shared by the axes.
+    """Computes sines and cosines of positions, with frequencies shared by the axes.
 
-    u(p) = [sin w_s p_axis, cos w_s p_axis] for every axis, then every scale s; zeros
-    for prefix tokens.
+    u(p) = [sin w_s p_axis, cos w_s p_axis] for every axis and, within it, every scale
+    s; zeros for prefix tokens.
 
     Args:
-        positions: Positions in tokens, whole or fractional, shape ``[n, axes]``.
-        frequencies: Radians a token, shape ``[scales]``.
-        num_prefix: Number of leading tokens that have no position.
+        positions: Positions in tokens, possibly fractional, shape ``[n, axes]``.
+        frequencies: w, radians per token, shape ``[scales]``.
+        num_prefix: Number of prefix tokens.
 
     Returns:
         Features, float32 or wider, shape ``[n, 2 * axes * scales]``.
@@ -119,7 +113,7 @@ def sinusoids(
     """
     num_tokens = positions.shape[0]
     check_prefix(num_tokens, num_prefix)
-    # The angles of far tokens lose their phase in half precision.
+    # In half precision, large angles lose their phase.
     angles = widen(positions)[:, :, None] * widen(frequencies)
     pairs = jnp.stack([jnp.sin(angles), jnp.cos(angles)], axis=-1)
     return pairs.reshape(num_tokens, -1).at[:num_prefix].set(0.0)
@@ -132,25 +126,27 @@ def constrained_sinusoids(
     *,
     per_token: bool = False,
 ) -> Float[Array, "*heads n width"]:
-    """The query side of sinusoids whose score depends on the offset only.
+    """Computes the query side of sinusoids whose scores depend only on the offset.
 
-    u B with B = blockdiag([[a, b], [-b, a]]) acting on row vectors. Against the key
-    side ``u`` it scores (Lemma 1)
-    q_i.k_j = sum_s a_s cos w_s (p_i - p_j) + b_s sin w_s (p_i - p_j).
+    q_i = u_i B with B = blockdiag([[a, b], [-b, a]]) acting on row vectors. With the
+    keys k_j = u_j the scores are (Lemma 1)
+    q_i . k_j = sum_s a_s cos w_s (p_i - p_j) + b_s sin w_s (p_i - p_j).
 
     Args:
-        u: What ``sinusoids`` returns, shape ``[n, 2 * pairs]``.
+        u: Result of `sinusoids`, shape ``[n, 2 * pairs]``.
         coefficients: The pair (a, b) of every axis and scale, in the order of ``u``,
-            shape ``[*heads, pairs, 2]``; with ``per_token`` ``[*heads, n, pairs, 2]``.
-        per_token: Whether every query token brings its own coefficients.
+            shape ``[*heads, pairs, 2]``, or ``[*heads, n, pairs, 2]`` with
+            ``per_token``.
+        per_token: Whether every query token has separate coefficients.
 
     Returns:
-        Position part of the queries, float32 or wider, shape ``[*heads, n, 2 *
-        pairs]``.
+        Position part of the queries, float32 or wider, shape
+        ``[*heads, n, 2 * pairs]``.
 
     Raises:
         ValueError: If shapes or dtypes do not fit together.
-        ValueError: If the shapes of ``u`` and ``coefficients`` do not fit.
+        ValueError: If ``coefficients`` do not have one pair for each sine and cosine of
+            ``u``.
 
     Example:
         >>> u = sinusoids(jnp.array([[0.0], [1.0]]), jnp.array([0.5]))
@@ -165,17 +161,25 @@ def constrained_sinusoids(
     *leading, num_pairs, _ = coefficients.shape
     if width != 2 * num_pairs:
         raise ValueError(
-            f"coefficients hold {num_pairs} pairs, for sinusoids of width "
+            f"{num_pairs} pairs of coefficients need sinusoids of width "
             f"{2 * num_pairs}, got u of width {width}"
         )
     if per_token and (not leading or leading[-1] != num_tokens):
         raise ValueError(
-            f"coefficients per token have shape [*heads, {num_tokens}, {num_pairs}, 2]"
+            f"coefficients per token need shape [*heads, {num_tokens}, {num_pairs}, 2]"
             f", got {list(coefficients.shape)}"
         )
     if not per_token:
         coefficients = coefficients[..., None, :, :]
     a, b = jnp.moveaxis(widen(coefficients), -1, 0)
     sines, cosines = jnp.moveaxis(widen(u).reshape(num_tokens, num_pairs, 2), -1, 0)
+    # [sin, cos] B for every pair.
     rotated = jnp.stack([a * sines - b * cosines, b * sines + a * cosines], axis=-1)
     return rotated.reshape(*rotated.shape[:-2], width)
+
+
+def _geometric_frequencies(
+    num: int, base: float, dtype: jax.typing.DTypeLike
+) -> Float[Array, " num"]:
+    """Computes base^(-i / num), i = 0 .. num - 1."""
+    return jnp.asarray(float(base) ** (-np.arange(num) / num), dtype)

@@ -1,4 +1,4 @@
-"""STRING: queries and keys turn by learned commuting generators, one for each axis."""
+"""Rotates queries and keys by learned commuting generators, one per axis (STRING)."""
 
 from __future__ import annotations
 
@@ -18,19 +18,21 @@ from relattn.kernels.precision import wide_einsum, widen
 def cayley_matrix(
     entries: Float[Array, "*batch entries"],
 ) -> Float[Array, "*batch head_dim head_dim"]:
-    """The orthogonal matrix P = (I - S) (I + S)^-1 of a skew-symmetric S.
+    """Computes an orthogonal matrix from a skew-symmetric one (Cayley transform).
+
+    P = (I - S) (I + S)^-1 with S = -S^T
 
     Args:
-        entries: Of S below its diagonal, row by row, head_dim (head_dim - 1) / 2 of
-            them.
+        entries: Entries of S below its diagonal, row by row, shape
+            ``[*batch, head_dim (head_dim - 1) / 2]``.
 
     Returns:
-        P, float32 or wider, shape ``[*batch, head_dim, head_dim]``; the identity where
-        all are zero.
+        P, float32 or wider, shape ``[*batch, head_dim, head_dim]``; the identity if all
+        entries are zero.
 
     Raises:
         ValueError: If shapes or dtypes do not fit together.
-        ValueError: If no matrix has that many entries below its diagonal.
+        ValueError: If the number of entries is not head_dim (head_dim - 1) / 2.
 
     Example:
         >>> cayley_matrix(jnp.ones(1)).round(3).tolist()  # S = [[0, -1], [1, 0]]
@@ -44,8 +46,8 @@ def cayley_matrix(
     head_dim = (1 + math.isqrt(1 + 8 * num_entries)) // 2
     if num_entries < 1 or head_dim * (head_dim - 1) != 2 * num_entries:
         raise ValueError(
-            "a skew-symmetric matrix has head_dim (head_dim - 1) / 2 entries below its "
-            f"diagonal, got {num_entries}"
+            "a skew-symmetric matrix needs head_dim (head_dim - 1) / 2 entries below "
+            f"its diagonal, got {num_entries}"
         )
     entries = widen(entries)
     lower = jnp.zeros((*entries.shape[:-1], head_dim, head_dim), entries.dtype)
@@ -53,7 +55,7 @@ def cayley_matrix(
     lower = lower.at[..., rows, columns].set(entries)
     skew = lower - lower.swapaxes(-2, -1)
     identity = jnp.eye(head_dim, dtype=entries.dtype)
-    # Both factors are functions of S, so their order does not matter.
+    # (I + S)^-1 (I - S) = P: functions of S commute.
     return jnp.linalg.solve(identity + skew, identity - skew)
 
 
@@ -65,15 +67,16 @@ def cayley_string(
     *,
     precision: jax.lax.PrecisionLike = None,
 ) -> Float[Array, "*batch n head_dim"]:
-    """Cayley-STRING: rotary positions in a learned basis.
+    """Rotates queries and keys in a learned basis (Cayley-STRING).
 
-    R(p) x with R(p) = P RoPE(p) P^T = exp(sum_axis p_axis L_axis), so that
-    R(p_i) q . R(p_j) k depends on p_i - p_j only, and a token of angle zero stays.
+    x' = R(p) x with R(p) = P RoPE(p) P^T = exp(sum_axis p_axis L_axis). R(p_i) q .
+    R(p_j) k depends only on p_i - p_j, and tokens with angle zero do not change.
 
     Args:
         x: Queries or keys, shape ``[*batch, n, head_dim]``.
-        angles: Of `mixed_rotary_angles`, shape ``[*batch, n, head_dim / 2]``.
-        matrix: P, of `cayley_matrix`, shape ``[*batch, head_dim, head_dim]``.
+        angles: Angles in radians from `mixed_rotary_angles`, shape
+            ``[*batch, n, head_dim / 2]``.
+        matrix: P, from `cayley_matrix`, shape ``[*batch, head_dim, head_dim]``.
         precision: Passed to einsum.
 
     Returns:
@@ -81,8 +84,8 @@ def cayley_string(
 
     Raises:
         ValueError: If shapes or dtypes do not fit together.
-        ValueError: If there is not one angle for each pair of a head's numbers, or P is
-            of another head_dim.
+        ValueError: If there is not one angle for each pair of components, or P and
+            ``x`` differ in head_dim.
 
     Example:
         >>> quarter = jnp.full((1, 1), jnp.pi / 2)
@@ -101,8 +104,9 @@ def cayley_string(
             f"{matrix.shape[-2]}x{matrix.shape[-1]}"
         )
     einsum = wide_einsum(precision)
-    turned = rotate(einsum("...nd,...de->...ne", widen(x), matrix), angles)
-    return einsum("...ne,...de->...nd", turned, matrix).astype(x.dtype)
+    # P RoPE(p) P^T x
+    rotated = rotate(einsum("...nd,...de->...ne", widen(x), matrix), angles)
+    return einsum("...ne,...de->...nd", rotated, matrix).astype(x.dtype)
 
 
 @check_arguments
@@ -112,24 +116,25 @@ def circulant_angles(
     *,
     num_prefix: int = 0,
 ) -> Float[Array, "*batch n {circulants.shape[-1]//2+1}"]:
-    """Angles by which Circulant-STRING turns the Fourier components of a head.
+    """Computes the angles by which Circulant-STRING rotates Fourier components.
 
-    The circulant matrix C with first column c has the eigenvalues c^ = FFT(c), so
-    L = C - C^T has 2 i Im c^; the angle of component f is
-    sum_axis p_axis 2 Im c^_axis,f. Prefix tokens have angle zero.
+    angle_f = sum_axis p_axis 2 Im FFT(c_axis)_f for component f: the circulant matrix C
+    with first column c has the eigenvalues FFT(c), so L = C - C^T has 2 i Im FFT(c).
+    Prefix tokens have angle zero.
 
     Args:
         positions: Positions in tokens, shape ``[n, axes]``.
         circulants: c of every axis, shape ``[*batch, axes, head_dim]``.
-        num_prefix: Number of leading tokens that have no position.
+        num_prefix: Number of prefix tokens.
 
     Returns:
-        Angles, float32 or wider, shape ``[*batch, n, head_dim // 2 + 1]``; of component
-        0 and, at an even head_dim, of the last one they are zero.
+        Angles in radians, float32 or wider, shape ``[*batch, n, head_dim // 2 + 1]``;
+        zero for component 0 and, if head_dim is even, for the last one.
 
     Raises:
         ValueError: If shapes or dtypes do not fit together.
-        ValueError: If a head is too narrow to turn, or the axes differ.
+        ValueError: If head_dim is less than 3, or positions and circulants differ in
+            their number of axes.
 
     Example:
         >>> c = jnp.array([[0.0, 1.0, 0.0, 0.0]])
@@ -157,15 +162,16 @@ def circulant_string(
     x: Float[Array, "*batch n head_dim"],
     angles: Float[Array, "*#batch n components"],
 ) -> Float[Array, "*batch n head_dim"]:
-    """Circulant-STRING: turns the Fourier components of queries and keys.
+    """Rotates the Fourier components of queries and keys (Circulant-STRING).
 
-    R(p) x with R(p) = exp(sum_axis p_axis L_axis), L = C - C^T: circulant matrices
-    commute, so that R(p_i) q . R(p_j) k depends on p_i - p_j only. By FFT in
-    O(head_dim log head_dim) a token.
+    x' = R(p) x with R(p) = exp(sum_axis p_axis L_axis), L = C - C^T. Circulant matrices
+    commute, so R(p_i) q . R(p_j) k depends only on p_i - p_j. The FFT takes
+    O(head_dim log head_dim) time per token.
 
     Args:
         x: Queries or keys, shape ``[*batch, n, head_dim]``.
-        angles: Of `circulant_angles`, shape ``[*batch, n, head_dim // 2 + 1]``.
+        angles: Angles in radians from `circulant_angles`, shape
+            ``[*batch, n, head_dim // 2 + 1]``.
 
     Returns:
         Shape and dtype of ``x``; computed in float32 or wider.
@@ -188,23 +194,25 @@ def circulant_string(
     if angles.shape[-1] != head_dim // 2 + 1:
         raise ValueError(
             f"head_dim {head_dim} has {head_dim // 2 + 1} Fourier components, got "
-            f"{angles.shape[-1]} angles a token"
+            f"{angles.shape[-1]} angles per token"
         )
     components = jnp.fft.rfft(widen(x))
-    turned = components * jax.lax.complex(jnp.cos(angles), jnp.sin(angles))
-    return jnp.fft.irfft(turned, n=head_dim).astype(x.dtype)
+    # Times e^(i angle_f).
+    rotated = components * jax.lax.complex(jnp.cos(angles), jnp.sin(angles))
+    return jnp.fft.irfft(rotated, n=head_dim).astype(x.dtype)
 
 
 @check_arguments
 def circulants_of(
     frequencies: Float[Array, "*batch components axes"], head_dim: int
 ) -> Float[Array, "*batch axes {head_dim}"]:
-    """The circulants that turn Fourier component f = 1, 2, .. by w_f . p.
+    """Computes circulants that rotate Fourier component f = 1, 2, .. by w_f . p.
 
-    c = IFFT(i w / 2), so that the angles of `circulant_angles` are w . p.
+    c = IFFT(i w / 2), the inverse of `circulant_angles`
 
     Args:
-        frequencies: w, radians a token, shape ``[*batch, (head_dim - 1) // 2, axes]``.
+        frequencies: w, radians per token, shape
+            ``[*batch, (head_dim - 1) // 2, axes]``.
         head_dim: Width of a head.
 
     Returns:
@@ -212,11 +220,15 @@ def circulants_of(
 
     Raises:
         ValueError: If shapes or dtypes do not fit together.
-        ValueError: If there is not one frequency for each component that can turn.
+        ValueError: If there is not one frequency for each component that can rotate.
 
     Example:
         >>> (8 * circulants_of(jnp.ones((1, 1)), 4)).round().astype(int).tolist()
         [[0, -2, 0, 2]]
+
+    Source:
+        Schenck et al., Learning the RoPEs: Better 2D and 3D Position Encodings with
+        STRING, section 3 (Circulant-STRING).
     """
     components = (head_dim - 1) // 2
     if components < 1 or frequencies.shape[-2] != components:
@@ -224,10 +236,11 @@ def circulants_of(
             f"head_dim {head_dim} has {max(components, 0)} Fourier components that can "
             f"rotate, got {frequencies.shape[-2]} frequencies"
         )
-    unturned = head_dim // 2 + 1 - components - 1
+    # Component 0 and, if head_dim is even, the last one do not rotate.
+    num_last = head_dim // 2 - components
     spectrum = jnp.pad(
         widen(frequencies).swapaxes(-2, -1),
-        [(0, 0)] * (frequencies.ndim - 1) + [(1, unturned)],
+        [(0, 0)] * (frequencies.ndim - 1) + [(1, num_last)],
     )
     return jnp.fft.irfft(
         jax.lax.complex(jnp.zeros_like(spectrum), spectrum / 2), head_dim

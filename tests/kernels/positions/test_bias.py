@@ -1,4 +1,4 @@
-"""Biases that are functions of the offset."""
+"""Tests biases that are functions of the offset."""
 
 import math
 
@@ -12,7 +12,7 @@ from tests import reference
 
 
 def naive_bucket(offset, num_buckets, max_distance, bidirectional):
-    """One bucket by T5's rule, boundaries compared as powers."""
+    """Computes one bucket by T5's rule, comparing boundaries as integer powers."""
     first = 0
     if bidirectional:
         num_buckets //= 2
@@ -28,7 +28,7 @@ def naive_bucket(offset, num_buckets, max_distance, bidirectional):
 
 @pytest.mark.parametrize("bidirectional", [False, True])
 @pytest.mark.parametrize(("num_buckets", "max_distance"), [(32, 128), (8, 11), (4, 3)])
-def test_buckets_are_those_of_t5(num_buckets, max_distance, bidirectional):
+def test_buckets_match_t5(num_buckets, max_distance, bidirectional):
     distances = np.arange(-150, 151)
     options = {
         "num_buckets": num_buckets,
@@ -45,13 +45,13 @@ def test_buckets_are_those_of_t5(num_buckets, max_distance, bidirectional):
     "options",
     [{"num_buckets": 6}, {"num_buckets": 2}, {"num_buckets": 8, "max_distance": 2}],
 )
-def test_buckets_that_make_no_sense_are_refused(options):
+def test_invalid_bucket_options_raise(options):
     message = r"need num_buckets divisible by 4 and max_distance > num_buckets / 4, got"
     with pytest.raises(ValueError, match=message):
         kernels.offset_buckets(np.arange(3), **options)
 
 
-def test_waves_along_the_axes_are_lemma_1():
+def test_waves_along_axes_match_lemma_1():
     generator = np.random.default_rng(0)
     scales, coefficients = generator.uniform(0, 2, 3), generator.normal(size=(6, 2))
     grid = (2, 5)
@@ -61,13 +61,13 @@ def test_waves_along_the_axes_are_lemma_1():
         jnp.asarray(coefficients, jnp.float32),
     )
     with jax.enable_x64(True):
-        places = np.float64(offsets.grid_positions(grid))
-        expected = reference.constrained_scores(places, places, scales, coefficients)
+        p = np.float64(offsets.grid_positions(grid))
+        expected = reference.constrained_scores(p, p, scales, coefficients)
     rows = offsets.offset_index(grid)
     np.testing.assert_allclose(bias[rows], expected, atol=1e-5)
 
 
-def test_a_wave_may_run_across_the_axes():
+def test_wave_may_be_diagonal():
     d = np.array([[3, -5], [0, 2]])
     wave = jnp.array([[0.3, 1.1]]), jnp.array([[0.7, -0.4]])
     angles = d @ np.array([0.3, 1.1])
@@ -76,7 +76,7 @@ def test_a_wave_may_run_across_the_axes():
     assert math.isclose(kernels.wave_bias(0 * d, *wave)[0], 0.7, rel_tol=1e-6)
 
 
-def test_offsets_of_rows_are_those_of_pairs():
+def test_table_offsets_match_offsets_of_pairs():
     grid = (3, 4)
     rows = offsets.table_offsets(grid)
     np.testing.assert_array_equal(

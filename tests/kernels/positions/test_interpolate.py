@@ -1,4 +1,4 @@
-"""Tables resized: the reference, the rows that are kept, what is refused."""
+"""Tests resizing of position tables."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +12,7 @@ from tests import reference
     ("old", "new"),
     [((3, 5), (7, 11)), ((7, 11), (3, 5)), ((5, 3), (5, 7)), ((5,), (3,))],
 )
-def test_is_bicubic_and_keeps_the_rows_of_no_place(old, new):
+def test_matches_reference_and_keeps_rows_without_position(old, new):
     rows = int(np.prod(old))
     table = np.random.default_rng(0).normal(size=(2, rows + 3, 2)).astype(np.float32)
     out = resize_table(table, old, new, axis=1, num_others=3)
@@ -24,7 +24,7 @@ def test_is_bicubic_and_keeps_the_rows_of_no_place(old, new):
         np.testing.assert_allclose(out[layer, :-3], expected.reshape(-1, 2), atol=1e-5)
 
 
-def test_half_precision_is_single_precision_rounded_once():
+def test_half_precision_is_rounded_once():
     table = np.random.default_rng(0).normal(size=(77, 2))
     table = jnp.asarray(table, jnp.bfloat16)
     single = resize_table(table.astype(jnp.float32), (7, 11), (3, 5))
@@ -32,14 +32,16 @@ def test_half_precision_is_single_precision_rounded_once():
     np.testing.assert_array_equal(out, single.astype(jnp.bfloat16))
 
 
-def test_a_constant_stays_and_the_same_grid_is_the_same_table():
+def test_constant_tables_and_same_grid_are_unchanged():
     np.testing.assert_allclose(resize_table(jnp.ones(6), (2, 3), (5, 2)), 1, rtol=1e-6)
     table = jnp.arange(12.0).reshape(6, 2)
     np.testing.assert_array_equal(resize_table(table, (2, 3), (2, 3)), table)
 
 
-def test_refuses_another_grid():
-    with pytest.raises(ValueError, match="of the grid 2x3 has 6 rows, got 7: name"):
+def test_wrong_grid_raises():
+    with pytest.raises(
+        ValueError, match="of the grid 2x3 has 6 rows, got 7: pass the grid"
+    ):
         resize_table(jnp.ones(7), (2, 3), (3, 3))
     with pytest.raises(ValueError, match="of 2 axes cannot be resized to 1"):
         resize_table(jnp.ones(6), (2, 3), (6,))

@@ -1,4 +1,4 @@
-"""Rotary positions: what they turn, what stays invariant, errors."""
+"""Tests rotary positions: values, invariance, prefix tokens and errors."""
 
 import functools
 
@@ -19,7 +19,7 @@ from tests.helpers import compare
 
 
 @pytest.mark.parametrize("positions", [np.arange(7.0)[:, None], np.eye(5, 2) * 3])
-def test_equals_multiplication_by_complex_numbers(positions):
+def test_matches_multiplication_by_complex_numbers(positions):
     positions = positions.astype(np.float32)
     x = jax.random.normal(jax.random.key(0), (2, len(positions), 8))
     angles = rotary_angles(positions, 8, base=100.0)
@@ -31,21 +31,21 @@ def test_equals_multiplication_by_complex_numbers(positions):
 
 
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_scores_depend_on_the_offset_only(interleaved):
+def test_scores_depend_only_on_offset(interleaved):
     q, k = jax.random.normal(jax.random.key(0), (2, 1, 12))
     angles = rotary_angles(offsets.grid_positions((4, 5)), 12, base=10.0)
-    turned = [
+    rotated = [
         rotate(jnp.broadcast_to(x, (20, 12)), angles, interleaved=interleaved)
         for x in (q, k)
     ]
-    scores = (turned[0] @ turned[1].T).reshape(4, 5, 4, 5)
+    scores = (rotated[0] @ rotated[1].T).reshape(4, 5, 4, 5)
     np.testing.assert_allclose(
         scores[1:, 1:, 1:, 1:], scores[:-1, :-1, :-1, :-1], atol=2e-5
     )
     assert np.asarray(scores).std() > 0.1
 
 
-def test_pairs_are_neighbours_or_half_a_head_apart():
+def test_pairs_are_half_split_or_interleaved():
     x = jnp.array([[1.0, 2.0, 3.0, 4.0]])
     quarter = jnp.array([[jnp.pi / 2, 0.0]])
     np.testing.assert_allclose(rotate(x, quarter), [[-3, 2, 1, 4]], atol=1e-6)
@@ -54,7 +54,7 @@ def test_pairs_are_neighbours_or_half_a_head_apart():
     )
 
 
-def test_prefix_tokens_are_left_alone():
+def test_prefix_tokens_are_unchanged():
     positions = offsets.grid_positions((3,), num_prefix=2) + 1
     angles = rotary_angles(positions, 4, num_prefix=2)
     x = jnp.ones((5, 4))
@@ -62,7 +62,7 @@ def test_prefix_tokens_are_left_alone():
     assert (rotate(x, angles)[2:] != 1).all()
 
 
-def test_half_precision_keeps_its_dtype_and_far_phases():
+def test_half_precision_keeps_dtype_and_phase_of_far_tokens():
     positions = np.array([[4001.0]], np.float32)
     x = jnp.ones((1, 8), jnp.bfloat16)
     out = rotate(x, rotary_angles(positions, 8))
@@ -71,37 +71,39 @@ def test_half_precision_keeps_its_dtype_and_far_phases():
     np.testing.assert_allclose(np.float64(out), expected, atol=1e-2)
 
 
-def test_refuses_a_depth_that_does_not_split():
+def test_wrong_head_dim_or_num_prefix_raises():
     with pytest.raises(ValueError, match="2 axes need a head_dim.*by 4, got 6"):
         rotary_angles(np.zeros((3, 2), np.float32), 6)
-    with pytest.raises(ValueError, match="head_dim 6 needs 3 angles a token, got 2"):
+    with pytest.raises(ValueError, match="head_dim 6 needs 3 angles per token, got 2"):
         rotate(jnp.ones((3, 6)), jnp.ones((3, 2)))
     for angles in (
         lambda x, n: rotary_angles(x, 4, num_prefix=n),
         lambda x, n: mixed_rotary_angles(x, jnp.ones((3, 1)), num_prefix=n),
     ):
         for num_prefix in (9, -1):
-            with pytest.raises(ValueError, match=f"the 3 tokens.*got {num_prefix}"):
+            with pytest.raises(
+                ValueError, match=f"number of tokens, 3, got {num_prefix}"
+            ):
                 angles(np.zeros((3, 1), np.float32), num_prefix)
 
 
-def test_mixed_angles_turn_by_the_offset_along_diagonals_too():
+def test_scores_with_mixed_angles_depend_only_on_offset():
     w = draw_mixed_frequencies(jax.random.key(0), 3, 2, leading=(2,))
     q, k = jax.random.normal(jax.random.key(1), (2, 2, 20, 6))
-    places = offsets.grid_positions((4, 5))
+    positions = offsets.grid_positions((4, 5))
 
     @jax.jit
     def scores(shift):
-        angles = mixed_rotary_angles(places + shift, w)
-        turned = [rotate(x, angles) for x in (q, k)]
-        return jnp.einsum("hid,hjd->hij", *turned)
+        angles = mixed_rotary_angles(positions + shift, w)
+        rotated = [rotate(x, angles) for x in (q, k)]
+        return jnp.einsum("hid,hjd->hij", *rotated)
 
     before = scores(np.float32([0.0, 0.0]))
     np.testing.assert_allclose(scores(np.float32([7.0, -3.0])), before, atol=5e-5)
     assert np.abs(before - q @ k.swapaxes(1, 2)).max() > 0.1
 
 
-def test_mixed_frequencies_start_at_right_angles():
+def test_initial_mixed_frequencies_are_at_right_angles():
     w = np.asarray(draw_mixed_frequencies(jax.random.key(0), 5, 2, leading=(3, 7)))
     assert w.shape == (3, 7, 5, 2)
     lengths = np.linalg.norm(w, axis=-1)
@@ -116,18 +118,18 @@ def test_mixed_frequencies_start_at_right_angles():
     np.testing.assert_allclose(line[1, :, 0], 100.0 ** (-np.arange(4) / 4), rtol=1e-6)
 
 
-def test_mixed_angles_spare_the_prefix_and_refuse_other_axes():
+def test_mixed_angles_of_prefix_are_zero_and_wrong_axes_raise():
     angles = mixed_rotary_angles(np.ones((5, 2)), jnp.ones((3, 2)), num_prefix=2)
     np.testing.assert_array_equal(
         angles, np.repeat([[0.0], [2.0]], [2, 3], 0).repeat(3, 1)
     )
     with pytest.raises(ValueError, match="frequencies of 1 axes do not fit positions"):
         mixed_rotary_angles(np.ones((5, 2)), jnp.ones((3, 1)))
-    with pytest.raises(ValueError, match="one axis or two, got 3"):
+    with pytest.raises(ValueError, match="axes must be 1 or 2, got 3"):
         draw_mixed_frequencies(jax.random.key(0), 4, 3)
 
 
-def test_drawn_frequencies_are_single_precision_where_double_is_enabled():
+def test_drawn_frequencies_are_float32_with_x64_enabled():
     with jax.enable_x64(True):
         w = draw_mixed_frequencies(jax.random.key(0), 5, 2)
     assert w.dtype == jnp.float32

@@ -1,4 +1,4 @@
-"""Sinusoids, absolute and constrained: Lemma 1, invariance, shapes and errors."""
+"""Tests absolute and constrained sinusoids: Lemma 1, invariance, shapes and errors."""
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ def _scores(positions, frequencies, coefficients):
 
 
 @pytest.mark.parametrize("num_prefix", [0, 2])
-def test_sinusoids_equal_the_reference_with_zeros_for_the_prefix(num_prefix):
+def test_sinusoids_match_reference_with_zeros_for_prefix(num_prefix):
     positions = grid_positions(GRID, num_prefix)
     frequencies = jnp.array([1.0, 0.4, 0.07])
     result = kernel.sinusoids(positions, frequencies, num_prefix=num_prefix)
@@ -38,19 +38,19 @@ def test_sinusoids_equal_the_reference_with_zeros_for_the_prefix(num_prefix):
     np.testing.assert_allclose(result[num_prefix:], expected, atol=1e-6)
 
 
-def test_lemma_1_scores_and_their_gradients_equal_the_float64_reference():
+def test_scores_and_gradients_match_lemma_1():
     frequencies = np.array([1.0, 0.37, 0.11], np.float32)
     coefficients = _random(0, PAIRS, 2)
-    # The naive reference goes pair by pair: 7 tokens of the grid will do.
+    # Only 7 tokens of the grid: the naive reference loops over pairs.
     tokens = _grid()[5:12]
     weights = _random(1, 7, 7)
 
     def loss(scores):
         return lambda w, c: (weights * scores(w, c)).sum()
 
-    ours = loss(lambda w, c: _scores(tokens, w, c))
+    kernel_loss = loss(lambda w, c: _scores(tokens, w, c))
     values = _scores(tokens, jnp.asarray(frequencies), jnp.asarray(coefficients))
-    gradients = jax.grad(ours, (0, 1))(
+    gradients = jax.grad(kernel_loss, (0, 1))(
         jnp.asarray(frequencies), jnp.asarray(coefficients)
     )
     with jax.enable_x64(True):
@@ -71,7 +71,7 @@ def test_lemma_1_scores_and_their_gradients_equal_the_float64_reference():
 
 
 @pytest.mark.parametrize("shift", [(7.0, -3.0), (0.3, 1.7)])
-def test_score_is_invariant_under_a_common_shift(shift):
+def test_scores_are_invariant_under_common_shift(shift):
     frequencies = kernel.length_scale_frequencies(SCALES)
     coefficients = jnp.asarray(_random(2, PAIRS, 2))
     before = _scores(_grid(), frequencies, coefficients)
@@ -87,7 +87,7 @@ def test_unconstrained_projection_is_not_invariant():
     assert jnp.abs(moved @ matrix @ moved.T - u @ matrix @ u.T).max() > 0.1
 
 
-def test_query_side_is_u_times_the_block_diagonal_matrix():
+def test_query_side_is_u_times_block_diagonal_matrix():
     u = kernel.sinusoids(_grid(), kernel.length_scale_frequencies(SCALES))
     coefficients = jnp.asarray(_random(4, PAIRS, 2))
     matrix = np.zeros((2 * PAIRS, 2 * PAIRS), np.float32)
@@ -122,7 +122,7 @@ def test_prefix_tokens_score_zero_as_query_and_as_key():
     assert (scores[:, 0] == 0).all()
 
 
-def test_absolute_sinusoids_are_as_wide_as_the_tokens():
+def test_absolute_sinusoids_have_width_of_tokens():
     dim = 20
     frequencies = kernel.absolute_frequencies(dim // 4)
     expected = [32000 ** (-i / 5) for i in range(5)]
@@ -130,12 +130,12 @@ def test_absolute_sinusoids_are_as_wide_as_the_tokens():
     assert kernel.sinusoids(_grid(), frequencies).shape == (15, dim)
 
 
-def test_length_scales_are_the_published_ones():
+def test_length_scales_match_published_ones():
     expected = [64 ** (-s / 4) for s in range(4)]
     np.testing.assert_allclose(kernel.length_scale_frequencies(4), expected, rtol=1e-6)
 
 
-def test_angles_are_float32_whatever_the_input():
+def test_angles_of_half_precision_inputs_are_float32():
     positions = jnp.array([[1000.0]], jnp.float32)
     result = kernel.sinusoids(positions, jnp.array([1.0], jnp.bfloat16))
     assert result.dtype == jnp.float32
@@ -150,7 +150,7 @@ def test_angles_are_float32_whatever_the_input():
         (lambda: kernel.absolute_frequencies(0), "num >= 1"),
         (
             lambda: kernel.sinusoids(jnp.ones((3, 2)), jnp.ones(2), num_prefix=4),
-            "between 0 and the 3 tokens, got 4",
+            "between 0 and the number of tokens, 3, got 4",
         ),
         (
             lambda: kernel.constrained_sinusoids(jnp.ones((3, 8)), jnp.ones((3, 2))),
@@ -164,6 +164,6 @@ def test_angles_are_float32_whatever_the_input():
         ),
     ],
 )
-def test_errors_name_what_was_expected(call, message):
+def test_errors_name_expected_values(call, message):
     with pytest.raises(ValueError, match=message):
         call()

@@ -1,4 +1,4 @@
-"""STRING: what is orthogonal, what stays invariant, what it refuses."""
+"""Tests STRING: orthogonality, invariance, prefix tokens and errors."""
 
 import jax
 import jax.numpy as jnp
@@ -10,17 +10,17 @@ from relattn import kernels, offsets
 GRID = (3, 5)
 
 
-def cayley(places, num_prefix=0):
+def cayley(positions, num_prefix=0):
     key_w, key_s = jax.random.split(jax.random.key(0))
     w = kernels.draw_mixed_frequencies(key_w, 3, 2)
     matrix = kernels.cayley_matrix(jax.random.normal(key_s, (15,)))
-    angles = kernels.mixed_rotary_angles(places, w, num_prefix=num_prefix)
+    angles = kernels.mixed_rotary_angles(positions, w, num_prefix=num_prefix)
     return lambda x: kernels.cayley_string(x, angles, matrix)
 
 
-def circulant(places, num_prefix=0):
+def circulant(positions, num_prefix=0):
     circulants = jax.random.normal(jax.random.key(1), (2, 7))
-    angles = kernels.circulant_angles(places, circulants, num_prefix=num_prefix)
+    angles = kernels.circulant_angles(positions, circulants, num_prefix=num_prefix)
     return lambda x: kernels.circulant_string(x, angles)
 
 
@@ -28,13 +28,13 @@ both = pytest.mark.parametrize(("string", "head_dim"), [(cayley, 6), (circulant,
 
 
 @both
-def test_scores_do_not_change_under_a_common_shift(string, head_dim):
-    places = offsets.grid_positions(GRID)
+def test_scores_are_invariant_under_common_shift(string, head_dim):
+    positions = offsets.grid_positions(GRID)
     q, k = jax.random.normal(jax.random.key(2), (2, 15, head_dim))
 
     @jax.jit
     def scores(shift):
-        rotate = string(places + shift)
+        rotate = string(positions + shift)
         return rotate(q) @ rotate(k).T
 
     before = scores(np.float32([0.0, 0.0]))
@@ -43,13 +43,13 @@ def test_scores_do_not_change_under_a_common_shift(string, head_dim):
 
 
 @both
-def test_rotations_are_orthogonal_and_add_up(string, head_dim):
+def test_rotations_are_orthogonal_and_additive(string, head_dim):
     @jax.jit
-    def turned(place):
-        return string(jnp.broadcast_to(place, (head_dim, 2)))(jnp.eye(head_dim))
+    def rotated_basis(position):
+        return string(jnp.broadcast_to(position, (head_dim, 2)))(jnp.eye(head_dim))
 
-    def matrix(*place):
-        return np.asarray(turned(np.float32(place)))
+    def matrix(*position):
+        return np.asarray(rotated_basis(np.float32(position)))
 
     first, second = matrix(2.0, -1.0), matrix(0.5, 3.0)
     np.testing.assert_allclose(first @ first.T, np.eye(head_dim), atol=2e-6)
@@ -59,7 +59,7 @@ def test_rotations_are_orthogonal_and_add_up(string, head_dim):
 
 
 @both
-def test_prefix_tokens_and_dtypes_are_kept(string, head_dim):
+def test_prefix_tokens_and_dtype_are_kept(string, head_dim):
     x = np.random.default_rng(0).normal(size=(17, head_dim)).astype(np.float32)
     rotate = jax.jit(
         lambda x: string(offsets.grid_positions(GRID, 2) + 1, num_prefix=2)(x)
@@ -72,7 +72,7 @@ def test_prefix_tokens_and_dtypes_are_kept(string, head_dim):
 
 
 @pytest.mark.parametrize("head_dim", [3, 8])
-def test_circulants_turn_fourier_components_by_their_frequencies(head_dim):
+def test_circulants_rotate_fourier_components_by_their_frequencies(head_dim):
     components = (head_dim - 1) // 2
     w = jax.random.normal(jax.random.key(0), (5, components, 2))
     circulants = kernels.circulants_of(w, head_dim)
@@ -107,6 +107,6 @@ def test_circulants_turn_fourier_components_by_their_frequencies(head_dim):
         ),
     ],
 )
-def test_errors_name_what_was_expected(call, message):
+def test_errors_name_expected_values(call, message):
     with pytest.raises(ValueError, match=message):
         call()

@@ -1,7 +1,7 @@
-"""Checks of a kernel's arguments against its annotations, before any work is done.
+"""Checks kernel arguments against annotations; helpers for masks and leading axes.
 
-Only the tests enforce annotations themselves. These checks serve every caller: they
-look at shapes and dtypes alone, and so cost nothing once a function is compiled.
+The annotations themselves are enforced only in tests. These checks run on every call.
+They only read shapes and dtypes, so they cost nothing once a function is compiled.
 """
 
 from __future__ import annotations
@@ -17,70 +17,39 @@ import numpy as np
 from jaxtyping import AbstractArray, Array, Bool, Float, Int
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-
 # Arguments that hold keys: none of their axes may be empty.
 _KEYS = ("k", "v", "low_k", "low_v", "key_mask")
 
 
-class _Layout(NamedTuple):
-    """An annotation of an array.
-
-    Attributes:
-        kind: `Float`, `Bool` or `Int`.
-        batch: The name of the leading axes, or None where there are none.
-        broadcast: Whether the leading axes may broadcast.
-        axes: Names of the other axes; a number is a size.
-    """
-
-    kind: type
-    batch: str | None
-    broadcast: bool
-    axes: tuple[str, ...]
-
-    def __str__(self) -> str:
-        leading = () if self.batch is None else (f"*{self.batch}",)
-        return f"[{', '.join((*leading, *self.axes))}]"
-
-    def fits(self, ndim: int) -> bool:
-        """Whether an array of so many axes can have the layout."""
-        least = len(self.axes)
-        return ndim == least if self.batch is None else ndim >= least
-
-    def leading(self, x: Array | np.ndarray) -> tuple[int, ...]:
-        """The leading axes of an array."""
-        return x.shape[: x.ndim - len(self.axes)]
-
-
 def check_arguments(function: Function) -> Function:
-    """Makes a kernel refuse arguments that do not fit its annotations.
+    """Checks a kernel's arguments against its annotations on every call.
 
-    Axes of one name must have one size, leading axes ``*#batch`` must broadcast, masks
-    must be boolean and have all leading axes or none, and no axis may be empty but
-    that of the queries, ``n``, and leading axes. Integers and booleans where floats are
-    annotated become float32.
+    Axes with the same name must have the same size. Leading axes ``*#batch`` must
+    broadcast. Masks must be boolean and have all leading axes or none. Only leading
+    axes and the query axis ``n`` may be empty. Integers and booleans become float32
+    where floats are annotated.
 
     Args:
         function: A kernel with jaxtyping annotations.
 
     Returns:
-        The kernel; it raises ValueError, in a sentence with the shapes.
+        The kernel; it raises ValueError with the shapes if arguments do not fit.
 
     Example:
         >>> from jaxtyping import Float
         >>> @check_arguments
-        ... def dot(q: Float[Array, "n head_dim"], k: Float[Array, "m head_dim"]):
+        ... def dot(q: Float[Array, "n dim"], k: Float[Array, "m dim"]):
         ...     return q @ k.T
         >>> dot(jnp.ones((2, 3)), jnp.ones((5, 4)))
         Traceback (most recent call last):
-        ValueError: q [n, head_dim] and k [m, head_dim] must have the same head_dim, got
-            ...
+        ValueError: q [n, dim] and k [m, dim] must have the same dim, got shapes ...
     """
     signature = inspect.signature(function)
 
     @functools.cache
     def layouts():
         hints = typing.get_type_hints(function)
-        found = {name: _layouts(hints.get(name)) for name in signature.parameters}
+        found = {name: _parse_layouts(hints.get(name)) for name in signature.parameters}
         return {name: choices for name, choices in found.items() if choices}
 
     @functools.wraps(function)
@@ -93,16 +62,16 @@ def check_arguments(function: Function) -> Function:
                 continue
             if signature.parameters[name].kind is inspect.Parameter.VAR_POSITIONAL:
                 value = tuple(
-                    _read(f"{name}[{i}]", x, choices) for i, x in enumerate(value)
+                    _to_array(f"{name}[{i}]", x, choices) for i, x in enumerate(value)
                 )
                 members = [(f"{name}[{i}]", x) for i, x in enumerate(value)]
             else:
-                value = _read(name, value, choices)
+                value = _to_array(name, value, choices)
                 members = [(name, value)]
             bound.arguments[name] = value
             for label, x in members:
                 arrays[label] = x
-                chosen[label] = _choose(label, x, choices)
+                chosen[label] = _choose_layout(label, x, choices)
         _check_sizes(arrays, chosen, layouts())
         _check_leading(arrays, chosen)
         return function(*bound.args, **bound.kwargs)
@@ -111,13 +80,62 @@ def check_arguments(function: Function) -> Function:
 
 
 def broadcast_leading(*arrays: Array) -> list[Array]:
-    """Arrays ``[*batch, n, width]`` with one shape of leading axes."""
+    """Broadcasts the leading axes of arrays ``[*batch, n, width]`` to one shape."""
     leading = np.broadcast_shapes(*(x.shape[:-2] for x in arrays))
     return [jnp.broadcast_to(x, (*leading, *x.shape[-2:])) for x in arrays]
 
 
-def _layouts(hint):
-    """The layouts that an annotation allows; none where it is of no array."""
+def zero_masked(
+    k: Float[Array, "*#batch m head_dim"],
+    v: Float[Array, "*#batch m value_dim"],
+    key_mask: Bool[Array, "*#batch m"] | None,
+) -> tuple[
+    Float[Array, "*#batch m head_dim"],
+    Float[Array, "*#batch m value_dim"],
+    Bool[Array, "*#batch m"] | None,
+]:
+    """Sets masked keys and values to zero, so that even a NaN there has no effect.
+
+    The returned mask is broadcast to the shape ``[*batch, m]`` of the keys.
+    """
+    if key_mask is None:
+        return k, v, None
+    kept = key_mask[..., None]
+    k, v = jnp.where(kept, k, 0), jnp.where(kept, v, 0)
+    return k, v, jnp.broadcast_to(key_mask, k.shape[:-1])
+
+
+class _Layout(NamedTuple):
+    """The shape and kind that an array annotation requires.
+
+    Attributes:
+        kind: `Float`, `Bool` or `Int`.
+        batch: The name of the leading axes, or None if there are none.
+        broadcast: Whether the leading axes may broadcast.
+        axes: Names of the other axes; a number is a fixed size.
+    """
+
+    kind: type
+    batch: str | None
+    broadcast: bool
+    axes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        leading = () if self.batch is None else (f"*{self.batch}",)
+        return f"[{', '.join((*leading, *self.axes))}]"
+
+    def fits(self, ndim: int) -> bool:
+        """Checks that an array with this number of axes can have the layout."""
+        own = len(self.axes)
+        return ndim == own if self.batch is None else ndim >= own
+
+    def leading(self, x: Array | np.ndarray) -> tuple[int, ...]:
+        """Returns the sizes of an array's leading axes."""
+        return x.shape[: x.ndim - len(self.axes)]
+
+
+def _parse_layouts(hint):
+    """Parses the layouts that an annotation allows; empty if it is not an array."""
     layouts = []
     for choice in typing.get_args(hint) or (hint,):
         if not (isinstance(choice, type) and issubclass(choice, AbstractArray)):
@@ -131,17 +149,17 @@ def _layouts(hint):
     return tuple(dict.fromkeys(layouts))
 
 
-def _read(name, x, choices):
-    """The argument as an array of the annotated kind."""
+def _to_array(name, x, choices):
+    """Converts an argument to an array of the annotated kind."""
     kind = choices[0].kind
     dtype = getattr(x, "dtype", None)
     if kind is Bool:
         if dtype is None or not jnp.issubdtype(dtype, jnp.bool):
             found = type(x).__name__ if dtype is None else dtype
             raise ValueError(
-                f"{name} must be boolean, True where there is something to attend to, "
-                f"got {found}: write {name} == 0 for a mask of 0 and -inf that is "
-                f"added to scores, {name}.astype(bool) for a mask of ones and zeros"
+                f"{name} must be boolean, True where attention is allowed, got "
+                f"{found}: pass {name} == 0 for an additive mask of 0 and -inf, "
+                f"{name}.astype(bool) for a mask of ones and zeros"
             )
         return jnp.asarray(x)
     x = x if kind is Int and dtype is not None else jnp.asarray(x)
@@ -152,7 +170,8 @@ def _read(name, x, choices):
     return jnp.asarray(x, jnp.float32)
 
 
-def _choose(name, x, choices):
+def _choose_layout(name, x, choices):
+    """Returns the first layout that fits the number of axes."""
     for layout in choices:
         if layout.fits(x.ndim):
             return layout
@@ -161,8 +180,8 @@ def _choose(name, x, choices):
 
 
 def _check_sizes(arrays, chosen, layouts):
-    """Axes of one name have one size, and those that must not be empty are not."""
-    of_keys = {
+    """Checks that axes with the same name have the same size and are not empty."""
+    key_axes = {
         axis
         for name in _KEYS
         for layout in layouts.get(name, ())
@@ -177,7 +196,7 @@ def _check_sizes(arrays, chosen, layouts):
                 raise ValueError(
                     f"{name} must have shape {layout}, got shape {x.shape}"
                 )
-            if size == 0 and (axis != "n" or axis in of_keys):
+            if size == 0 and (axis != "n" or axis in key_axes):
                 raise ValueError(
                     f"{name} {layout} must not be empty along {axis}, got shape "
                     f"{x.shape}"
@@ -185,8 +204,8 @@ def _check_sizes(arrays, chosen, layouts):
             if not axis.isidentifier() or axis == "_":
                 continue
             other = first.setdefault(axis, name)
-            place = chosen[other].axes.index(axis) - len(chosen[other].axes)
-            if arrays[other].shape[place] != size:
+            index = chosen[other].axes.index(axis) - len(chosen[other].axes)
+            if arrays[other].shape[index] != size:
                 raise ValueError(
                     f"{other} {chosen[other]} and {name} {layout} must have the same "
                     f"{axis}, got shapes {arrays[other].shape} and {x.shape}"
@@ -194,7 +213,7 @@ def _check_sizes(arrays, chosen, layouts):
 
 
 def _check_leading(arrays, chosen):
-    """Leading axes broadcast; those of a mask are all there, or none."""
+    """Checks that leading axes broadcast and that masks have all of them or none."""
     batches = {layout.batch for layout in chosen.values()} - {None}
     for batch in batches:
         names = [name for name, layout in chosen.items() if layout.batch == batch]
@@ -208,16 +227,17 @@ def _check_leading(arrays, chosen):
         if shape is None or any(
             leading[name] != shape and not chosen[name].broadcast for name in others
         ):
-            shapes = _list([f"{name} {arrays[name].shape}" for name in others])
+            shapes = _join_words([f"{name} {arrays[name].shape}" for name in others])
             raise ValueError(
-                f"the leading axes *{batch} of {_list(others)} must be the same or "
-                f"broadcast, got shapes {shapes}"
+                f"the leading axes *{batch} of {_join_words(others)} must be the same "
+                f"or broadcast, got shapes {shapes}"
             )
         for name in masks:
-            _check_mask(name, arrays[name], chosen[name], leading[name], shape)
+            _check_mask(name, arrays[name], leading[name], shape)
 
 
-def _check_mask(name, x, layout, leading, batch):
+def _check_mask(name, x, leading, batch):
+    """Checks that the leading axes of a mask are complete and broadcast."""
     own = x.shape[len(leading) :]
     if not leading:
         return
@@ -228,31 +248,15 @@ def _check_mask(name, x, layout, leading, batch):
     missing = len(batch) - len(leading)
     hint = ""
     if 0 < missing < len(batch):
-        places = ", ".join([":"] * len(leading) + ["None"] * missing)
-        hint = f"; add the missing axis of heads by {name}[{places}]"
+        index = ", ".join([":"] * len(leading) + ["None"] * missing)
+        hint = f"; add the missing heads axis with {name}[{index}]"
     raise ValueError(
         f"{name} of shape {x.shape} does not fit the leading axes {batch} of the other "
-        f"arguments: expected {own} or {(*batch, *own)}, 1 in place of a leading axis "
-        f"that shares a mask{hint}"
+        f"arguments: expected {own} or {(*batch, *own)}, with size 1 for leading axes "
+        f"that share a mask{hint}"
     )
 
 
-def _list(words: list[str]) -> str:
+def _join_words(words: list[str]) -> str:
+    """Joins words as in "a, b and c"."""
     return " and ".join([", ".join(words[:-1]), words[-1]] if words[1:] else words)
-
-
-def zero_masked(
-    k: Float[Array, "*#batch m head_dim"],
-    v: Float[Array, "*#batch m value_dim"],
-    key_mask: Bool[Array, "*#batch m"] | None,
-) -> tuple[
-    Float[Array, "*#batch m head_dim"],
-    Float[Array, "*#batch m value_dim"],
-    Bool[Array, "*#batch m"] | None,
-]:
-    """Zeros for masked keys and values: not even a NaN there reaches the result."""
-    if key_mask is None:
-        return k, v, None
-    kept = key_mask[..., None]
-    k, v = jnp.where(kept, k, 0), jnp.where(kept, v, 0)
-    return k, v, jnp.broadcast_to(key_mask, k.shape[:-1])

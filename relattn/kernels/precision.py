@@ -1,4 +1,4 @@
-"""The precision of exponentials, sums and denominators: float32 at least."""
+"""Compute dtypes: exponentials, sums and denominators are float32 or wider."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from jaxtyping import Array
 
 
 def compute_dtype(*arrays: Array | np.ndarray | np.dtype) -> np.dtype:
-    """The dtype to compute in: that of the arrays, but float32 at least.
+    """Returns the dtype to compute in: that of the arrays, at least float32.
 
     Args:
-        *arrays: What is computed with, or its dtypes.
+        *arrays: Arrays of the computation, or their dtypes.
 
     Returns:
-        float32, or float64 where an array is.
+        float32, or float64 if an array is float64.
 
     Example:
         >>> compute_dtype(jnp.ones(2, jnp.bfloat16), jnp.ones(3, jnp.float16))
@@ -27,12 +27,12 @@ def compute_dtype(*arrays: Array | np.ndarray | np.dtype) -> np.dtype:
 
 
 def widen(x: Array | np.ndarray) -> Array:
-    """An array in the dtype to compute in."""
+    """Converts an array to its `compute_dtype`."""
     return jnp.asarray(x, compute_dtype(x))
 
 
 def wide_einsum(precision: jax.lax.PrecisionLike) -> Callable[..., Array]:
-    """Einsum at a precision, whose sums and result are in `compute_dtype`."""
+    """Returns an einsum whose sums and result are in the operands' `compute_dtype`."""
 
     def einsum(equation: str, *operands: Array) -> Array:
         return jnp.einsum(

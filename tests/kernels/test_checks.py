@@ -1,7 +1,6 @@
-"""Every kernel refuses arguments that do not fit, in a sentence with their shapes.
+"""Tests that every kernel rejects arguments that do not fit, and names their shapes.
 
-`KERNELS` lists the arrays of every kernel that attends, without leading axes; `REFUSED`
-is what is wrong in a single kernel.
+`KERNELS` lists the arrays of every kernel that takes tokens, without leading axes.
 """
 
 import inspect
@@ -16,7 +15,7 @@ from relattn import kernels
 from relattn.kernels import checks
 from tests.helpers.quick import quick_jit
 
-# As many examples as heads: a mask without the axis of heads would broadcast.
+# Equal sizes: a mask without the heads axis would broadcast silently.
 BATCH = HEADS = 2
 N, M, HEAD_DIM, VALUE_DIM, INNER, RANK = 7, 5, 6, 3, 4, 2
 
@@ -53,7 +52,7 @@ STATE = kernels.init_linear_state(
     jnp.ones((BATCH, HEADS, HEAD_DIM)), jnp.ones((BATCH, HEADS, VALUE_DIM)), jax.nn.relu
 )
 
-# The tokens of every kernel, and its other arguments.
+# For every kernel: the shapes of its tokens, and its other arguments.
 KERNELS = {
     "softmax_attention": (CROSS, {}),
     "causal_softmax_attention": (SELF, {}),
@@ -114,7 +113,7 @@ KERNELS = {
 
 
 def draw(name, *leading, dtype=np.float32):
-    """The tokens of a kernel."""
+    """Draws the tokens of a kernel."""
     shapes, _ = KERNELS[name]
     random = np.random.default_rng(0)
     return {
@@ -127,8 +126,8 @@ def call(name, tokens, **changes):
     return getattr(kernels, name)(**{**KERNELS[name][1], **tokens, **changes})
 
 
-def of_kernels(*arguments):
-    """The kernels that take all of some arguments."""
+def kernels_with(*arguments):
+    """Parametrizes a test by the kernels that take all of some arguments."""
     return pytest.mark.parametrize(
         "name",
         [
@@ -144,41 +143,42 @@ def num_keys(tokens):
     return next(tokens[name] for name in ("k", "v", "x") if name in tokens).shape[-2]
 
 
-def shown(x):
+def shape_pattern(x):
+    """Returns the shape of an array as a regular expression."""
     return str(x.shape).replace("(", r"\(").replace(")", r"\)")
 
 
-def test_the_table_holds_every_kernel_of_tokens():
-    add_to_tokens = {
+def test_table_lists_every_kernel_that_takes_tokens():
+    names = {
         name
         for name in kernels.__all__
         if {"q", "q_i", "x"} & set(_parameters(getattr(kernels, name)))
     }
-    assert add_to_tokens == set(KERNELS)
+    assert names == set(KERNELS)
 
 
 def _parameters(function):
     return inspect.signature(function).parameters if inspect.isroutine(function) else ()
 
 
-@of_kernels("key_mask")
-def test_a_mask_without_the_axis_of_heads_is_refused(name):
+@kernels_with("key_mask")
+def test_mask_without_heads_axis_raises(name):
     tokens = draw(name, BATCH, HEADS)
     mask = jnp.ones((BATCH, num_keys(tokens)), bool)
-    message = rf"key_mask of shape {shown(mask)} .*by key_mask\[:, None\]"
+    message = rf"key_mask of shape {shape_pattern(mask)} .*with key_mask\[:, None\]"
     with pytest.raises(ValueError, match=message):
         call(name, tokens, key_mask=mask)
     with pytest.raises(ValueError, match=r"expected .*, got|does not fit|same"):
         call(name, tokens, key_mask=mask[:, :-1])
 
 
-@of_kernels("key_mask")
+@kernels_with("key_mask")
 @pytest.mark.parametrize(
     "mask",
     [np.zeros(N), np.full(N, -np.inf, np.float32), np.ones(N, np.int32), [True] * N],
     ids=["zeros", "minus infinity", "ones", "list"],
 )
-def test_a_mask_that_is_not_boolean_is_refused(name, mask):
+def test_non_boolean_mask_raises(name, mask):
     tokens = draw(name)
     mask = mask[: num_keys(tokens)]
     message = r"key_mask must be boolean, .* key_mask == 0 .* key_mask.astype\(bool\)"
@@ -188,7 +188,7 @@ def test_a_mask_that_is_not_boolean_is_refused(name, mask):
 
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("dtype", [np.int32, bool])
-def test_whole_numbers_are_promoted(name, dtype):
+def test_integers_and_booleans_become_float32(name, dtype):
     leading = (BATCH, HEADS) if name == "causal_linear_attention_step" else ()
     tokens = draw(name, *leading, dtype=dtype)
 
@@ -200,44 +200,49 @@ def test_whole_numbers_are_promoted(name, dtype):
     assert {x.dtype for x in jax.tree.leaves(expected)} == {np.dtype(np.float32)}
 
 
-def wider(x, axis=-1):
+def extend(x, axis=-1):
+    """Makes an axis one longer."""
     return jnp.concatenate([x, x[..., :1, :] if axis == -2 else x[..., :1]], axis)
 
 
-@of_kernels("k")
-def test_queries_and_keys_of_different_depths_are_refused(name):
+@kernels_with("k")
+def test_different_head_dims_of_queries_and_keys_raise(name):
     tokens = draw(name)
     q = "q" if "q" in tokens else "q_i"
-    changed = {"k": wider(tokens["k"])}
-    message = rf"{q} .*k .* the same head_dim, got shapes {shown(tokens[q])} and"
+    changed = {"k": extend(tokens["k"])}
+    message = (
+        rf"{q} .*k .* the same head_dim, got shapes {shape_pattern(tokens[q])} and"
+    )
     with pytest.raises(ValueError, match=message):
         call(name, {**tokens, **changed})
 
 
-@of_kernels("k", "v")
+@kernels_with("k", "v")
 @pytest.mark.parametrize("length", [1, N + 1])
-def test_keys_and_values_of_different_lengths_are_refused(name, length):
+def test_different_lengths_of_keys_and_values_raise(name, length):
     tokens = draw(name)
     v = jnp.ones((*tokens["v"].shape[:-2], length, tokens["v"].shape[-1]))
-    message = rf"must have the same (n|m|length), got shapes .* and {shown(v)}"
+    message = rf"must have the same (n|m|length), got shapes .* and {shape_pattern(v)}"
     with pytest.raises(ValueError, match=message):
         call(name, {**tokens, "v": v})
 
 
-@of_kernels("q", "v")
-def test_queries_of_another_length_are_refused_where_tokens_attend_to_themselves(name):
+@kernels_with("q", "v")
+def test_different_lengths_of_queries_and_keys_raise_in_self_attention(name):
     tokens = draw(name)
     if KERNELS[name][0] is CROSS:
         return
-    q = wider(tokens["q"], -2)
-    with pytest.raises(ValueError, match=rf"must have the same n, got .*{shown(q)}"):
+    q = extend(tokens["q"], -2)
+    with pytest.raises(
+        ValueError, match=rf"must have the same n, got .*{shape_pattern(q)}"
+    ):
         call(name, {**tokens, "q": q})
 
 
-@of_kernels("v")
-def test_leading_axes_that_do_not_broadcast_are_refused(name):
+@kernels_with("v")
+def test_leading_axes_that_do_not_broadcast_raise(name):
     tokens = {**draw(name, 3), "v": draw(name, 2)["v"]}
-    shapes = f"{shown(tokens['v'])}"
+    shapes = shape_pattern(tokens["v"])
     message = rf"leading axes \*batch of .* must be the same or broadcast, .*{shapes}"
     with pytest.raises(ValueError, match=message):
         call(name, tokens)
@@ -259,7 +264,7 @@ def test_leading_axes_broadcast(name):
         key: jnp.broadcast_to(x, (BATCH, HEADS, *shapes[key]))
         for key, x in tokens.items()
     }
-    # The batch may also be that of the values alone.
+    # Only the values have the whole batch.
     shared = {**tokens, first: tokens[first][0], "v": whole["v"]}
     repeated = {**whole, first: jnp.broadcast_to(shared[first], whole[first].shape)}
     cases = [tokens, shared, whole, repeated]
@@ -267,8 +272,8 @@ def test_leading_axes_broadcast(name):
     np.testing.assert_allclose(results[:2], results[2:], rtol=1e-5, atol=1e-6)
 
 
-@of_kernels("v")
-def test_no_keys_are_refused(name):
+@kernels_with("v")
+def test_empty_keys_raise(name):
     tokens = draw(name)
     empty = {
         key: x if key in ("q", "q_i", "low_q", "low_q_i") else x[..., :0, :]
@@ -285,65 +290,68 @@ def test_no_keys_are_refused(name):
 @pytest.mark.parametrize(
     "name", [name for name, row in KERNELS.items() if row[0] is CROSS]
 )
-def test_no_queries_give_an_empty_output(name):
+def test_empty_queries_give_empty_output(name):
     tokens = draw(name, BATCH)
     out = call(name, {**tokens, "q": tokens["q"][:, :0]})
     assert out.shape == (BATCH, 0, VALUE_DIM)
 
 
-def changed(name, **changes):
+def call_with(name, **changes):
+    """Returns a call of a kernel with some arguments changed."""
     return lambda: call(name, draw(name), **changes)
 
 
 @pytest.mark.parametrize(
-    ("refused", "message"),
+    ("invalid_call", "message"),
     [
         (
-            changed("translution", w_v=np.ones((HEAD_DIM + 1, HEADS, HEAD_DIM))),
+            call_with("translution", w_v=np.ones((HEAD_DIM + 1, HEADS, HEAD_DIM))),
             r"x \[\*batch, n, dim\] and w_v .* must have the same dim, got shapes",
         ),
         (
-            changed("pair_lor_translution", t_q=np.ones((INNER, HEADS + 1, RANK))),
+            call_with("pair_lor_translution", t_q=np.ones((INNER, HEADS + 1, RANK))),
             r"q \[\*batch, heads, n, head_dim\] and t_q .* must have the same heads",
         ),
         (
-            changed("linformer_attention", key_projection=np.ones((2, M + 1))),
+            call_with("linformer_attention", key_projection=np.ones((2, M + 1))),
             rf"must have the same m, got shapes \({M}, {HEAD_DIM}\) and \(2, {M + 1}\)",
         ),
         (
-            changed("relative_attention", key_table=np.ones((2 * N - 1, HEAD_DIM + 1))),
+            call_with(
+                "relative_attention", key_table=np.ones((2 * N - 1, HEAD_DIM + 1))
+            ),
             r"q .* and key_table \[.*key_rows, head_dim\] must have the same head_dim",
         ),
         (
-            changed("routing_attention", centroids=np.ones((2, HEAD_DIM + 1))),
+            call_with("routing_attention", centroids=np.ones((2, HEAD_DIM + 1))),
             r"and centroids \[.*, clusters, head_dim\] must have the same head_dim",
         ),
         (
-            changed("general_translution", positions=np.ones((N + 1, 2))),
+            call_with("general_translution", positions=np.ones((N + 1, 2))),
             "x .* and positions .* must have the same n, got shapes",
         ),
         (
-            changed("rotate", angles=np.ones((N + 1, HEAD_DIM // 2))),
+            call_with("rotate", angles=np.ones((N + 1, HEAD_DIM // 2))),
             "x .* and angles .* must have the same n, got shapes",
         ),
         (
-            changed("softmax_attention", q=np.ones(HEAD_DIM)),
+            call_with("softmax_attention", q=np.ones(HEAD_DIM)),
             rf"q must have shape \[\*batch, n, head_dim\], got shape \({HEAD_DIM},\)",
         ),
         (
-            changed("softmax_attention", q=np.ones((N, 0)), k=np.ones((M, 0))),
+            call_with("softmax_attention", q=np.ones((N, 0)), k=np.ones((M, 0))),
             rf"must not be empty along head_dim, got shape \({N}, 0\)",
         ),
         (
-            changed("softmax_attention", q=np.ones((N, HEAD_DIM), np.complex64)),
+            call_with("softmax_attention", q=np.ones((N, HEAD_DIM), np.complex64)),
             "q must hold real numbers, got complex64",
         ),
         (
-            changed("softmax_attention", mask=np.zeros((N, M))),
+            call_with("softmax_attention", mask=np.zeros((N, M))),
             "mask must be boolean",
         ),
         (
-            changed("rotate", angles=np.ones((3, N, HEAD_DIM // 2))),
+            call_with("rotate", angles=np.ones((3, N, HEAD_DIM // 2))),
             r"of x and angles must be the same or broadcast, got shapes x \(7, 6\) and",
         ),
         (
@@ -364,18 +372,18 @@ def changed(name, **changes):
         ),
     ],
 )
-def test_a_sentence_names_the_arrays_and_their_shapes(refused, message):
+def test_errors_name_arrays_and_shapes(invalid_call, message):
     with pytest.raises(ValueError, match=message):
-        refused()
+        invalid_call()
 
 
-def test_the_state_of_another_batch_is_refused():
+def test_state_of_another_batch_raises():
     tokens = draw("causal_linear_attention_step", BATCH + 1, HEADS)
     with pytest.raises(ValueError, match=r"state .* \(2, 2, 6, 4\).* \(3, 2, 6, 4\)"):
         call("causal_linear_attention_step", tokens)
 
 
-def test_arrays_that_fit_are_passed_on_as_they_are():
+def test_valid_arrays_are_passed_unchanged():
     @checks.check_arguments
     def pair(q: Float[jax.Array, "n head_dim"], *, scale=1.0):
         return q, scale

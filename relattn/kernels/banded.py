@@ -1,8 +1,8 @@
-"""Attention whose weights depend on the query and on the distance of the key only.
+"""Banded attention: weights depend on the query and the clipped distance of the key.
 
-All keys at one distance share a weight, so the values are summed over rings of equal
-distance first. The rings do not depend on the queries, and each follows from the one
-inside it: time and memory are O(n clip).
+All keys at the same distance share a weight, so values are first summed over rings of
+equal distance. The rings do not depend on the queries, and each is computed from the
+next smaller one. Time and memory are O(n clip).
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ def banded_attention(
     key_mask: Bool[Array, "*#batch n"] | None = None,
     precision: jax.lax.PrecisionLike = None,
 ) -> Float[Array, "*batch n value_dim"]:
-    """Banded relative-distance attention (strategy 2).
+    """Computes banded relative-distance attention (strategy 2).
 
     out_i = sum_j phi(q_i) . phi(w_dist(i,j)) v_j / sum_j phi(q_i) . phi(w_dist(i,j)),
-    dist the Manhattan distance on the grid, clipped at ``clip = rows - 1``. Prefix
-    tokens are at distance ``clip`` from every token, themselves included.
+    with dist the Manhattan distance on the grid, clipped at ``clip = rows - 1``. Prefix
+    tokens are at distance ``clip`` from every token, including themselves.
 
-    Features, weights and sums are float32 or wider. Exponents are shifted before they
-    are exponentiated, by maxima over the rows that the query meets, so that a query's
-    sum of positive weights is at least one. Where weights of both signs (trigonometric
-    features) nearly cancel in a query's sum, the denominator is held at 1e-4 of the sum
-    of their magnitudes, with its sign. A query without keys gives zeros. Derivatives
-    are reverse-mode only.
+    Features, weights and sums are float32 or wider. Exponents are shifted by their
+    maximum over the table rows at which the query has keys, so that positive weights
+    sum to at least one for each query. If weights of both signs (trigonometric
+    features) nearly cancel, the denominator is clamped to 1e-4 of the sum of their
+    magnitudes and keeps its sign. A query without keys gives zeros. Only reverse-mode
+    differentiation is supported.
 
     Args:
         q: Queries, shape ``[*batch, n, head_dim]``.
         v: Values, shape ``[*batch, n, value_dim]``.
-        table: w, one row a distance from 0 to ``clip``, shape ``[clip + 1, head_dim]``.
+        table: w, a row for each distance 0 .. ``clip``, shape ``[clip + 1, head_dim]``.
         feature_map: phi, as in `relattn.kernels.linear.linear_attention`.
         grid: Height and width, or length, of the tokens after the prefix.
         num_prefix: Number of prefix tokens.
@@ -73,12 +73,12 @@ def banded_attention(
 
     Source:
         Horn et al., Translational Equivariance in Kernelizable Attention, section 2.3,
-        strategy 2; normalised, as their code is and their equation is not.
+        strategy 2; normalised as in their code, not their equation.
     """
     check_grid(v.shape[-2], grid, num_prefix)
     if len(table) < 2:
         raise ValueError(
-            "table has one row for each distance from 0 to clip, with clip >= 1: "
+            "table needs one row for each distance from 0 to clip, with clip >= 1: "
             f"expected at least 2 rows, got {len(table)}"
         )
     grid = (1, *grid) if len(grid) == 1 else grid
@@ -89,23 +89,25 @@ def banded_attention(
         values = jnp.where(key_mask[..., None], values, 0.0)
         keys = key_mask[..., None].astype(values.dtype)
 
-    # Rings further out than the grid is wide are empty: their rows meet no query.
+    # Distances on the grid are at most sum(grid) - 2: drop rows that have no keys.
     num_rings = min(len(table) - 1, sum(grid) - 1)
     table = jnp.concatenate([table[:num_rings], table[-1:]])
-    counts, num_keys = _count(keys, grid, num_prefix, num_rings)
+    # Number of keys at each distance of each query, and sum_j v_j.
+    counts, num_keys = _count_keys(keys, grid, num_prefix, num_rings)
     total = values.sum(axis=-2, keepdims=True)
     image = _to_grid(values, grid, num_prefix)
 
-    weights, magnitudes = _weighted_sum(
+    # phi(q_i) . phi(w_d) for every query of the grid and distance d.
+    weights, magnitudes = _row_weights(
         evaluate(feature_map, q[..., num_prefix:, :]),
         evaluate(feature_map, table),
         counts > 0,
-        # Without a mask every query of a grid this large meets every row.
+        # Without a mask, each query of such a grid has keys at every distance.
         shared_shift=key_mask is None and num_rings <= grid[0] // 2 + grid[1] // 2,
         precision=precision,
     )
     near, far = weights[..., :-1], weights[..., -1:]
-    # Far values are all values less the rings, so a ring weighs by the difference.
+    # sum_j far v_j, corrected by (near_d - far) times the ring sum of each distance d.
     correction = _ring_sum(_to_grid(near - far, grid), image)
     num_tokens = math.prod(grid)
     correction = correction.reshape(*v.shape[:-2], num_tokens, v.shape[-1])
@@ -116,7 +118,7 @@ def banded_attention(
     sums = jnp.concatenate([numerator, denominator], axis=-1)
     out, _ = divide_sums(sums, magnitudes, v.dtype)
     if num_prefix:
-        # A prefix query weighs all keys alike, whatever the weight.
+        # All keys have the same distance from a prefix query: their mean.
         mean = total / jnp.maximum(num_keys, 1.0)
         shape = (*v.shape[:-2], num_prefix, v.shape[-1])
         prefix = jnp.broadcast_to(mean, shape).astype(v.dtype)
@@ -125,11 +127,12 @@ def banded_attention(
 
 
 def _to_grid(x, grid, num_prefix=0):
+    """Reshapes grid tokens from [*batch, n, e] to [*batch, height, width, e]."""
     return x[..., num_prefix:, :].reshape(*x.shape[:-2], *grid, x.shape[-1])
 
 
-def _count(keys, grid, num_prefix, num_rings):
-    """Numbers of keys at every distance, [*batch n rows], and of all keys."""
+def _count_keys(keys, grid, num_prefix, num_rings):
+    """Counts keys by distance, [*batch, n, rows], and all keys, [*batch, 1, 1]."""
     rings = jnp.concatenate(_rings(_to_grid(keys, grid, num_prefix), num_rings), -1)
     rings = rings.reshape(*keys.shape[:-2], math.prod(grid), num_rings)
     num_keys = keys.sum(axis=-2, keepdims=True)
@@ -137,14 +140,14 @@ def _count(keys, grid, num_prefix, num_rings):
     return jnp.concatenate([rings, far], axis=-1), num_keys
 
 
-def _weighted_sum(queries, rows, present, *, shared_shift, precision):
-    """Weights phi(q_i) . phi(w_d), up to a factor a query; zero where d is absent.
+def _row_weights(queries, rows, present, *, shared_shift, precision):
+    """Computes phi(q_i) . phi(w_d) up to a factor per query; zero if no key is at d.
 
-    Returns:
-        Weights and, where the features may be negative, their magnitudes; shape
-        ``[*batch n rows]``.
+    Also returns the weights' magnitudes, or None if no feature is negative. Both have
+    shape ``[*batch, n, rows]``.
     """
     dot = functools.partial(wide_einsum(precision), "...nf,df->...nd")
+    # One shift for each feature, the maximum over rows, then one for each query.
     if queries.values is None and shared_shift:
         shift = jax.lax.stop_gradient(rows.exponents.max(axis=0))
         exponents = queries.exponents + shift
@@ -153,30 +156,31 @@ def _weighted_sum(queries, rows, present, *, shared_shift, precision):
         return dot(jnp.exp(exponents - largest), keys), None
 
     if queries.values is not None and queries.exponents.shape[-1] == 1:
-        # The exponent of a query is a factor of all its weights: it cancels.
+        # A query's single exponent scales all its weights, so it cancels.
         exponents = rows.exponents[:, 0]
         pair = (queries.values, rows.values)
         weights, magnitudes = dot(*pair), dot(*map(jnp.abs, pair))
     else:
-        weights, magnitudes, exponents = _exact_weighted_sum(queries, rows)
+        weights, magnitudes, exponents = _exact_row_weights(queries, rows)
+    # Shift by the maximum over the rows with keys.
     exponents = jnp.where(present, exponents, -jnp.inf)
     largest = jax.lax.stop_gradient(exponents.max(axis=-1, keepdims=True))
-    # Finite, so that a query that meets no row has weights of zero, not NaN.
+    # Finite, so that a query without keys has zero weights, not NaN.
     scale = jnp.exp(exponents - jnp.maximum(largest, jnp.finfo(exponents.dtype).min))
     if magnitudes is not None:
         magnitudes = jax.lax.stop_gradient(magnitudes * scale)
     return weights * scale, magnitudes
 
 
-def _exact_weighted_sum(queries, rows):
-    """Weights, magnitudes and the exponents to scale them by, row by row.
+def _exact_row_weights(queries, rows):
+    """Computes weights, magnitudes and the exponents that scale them, row by row.
 
-    Each pair of a query and a row has a shift of its own, so that rows whose exponents
-    lie far apart, of which a query may meet the smaller only, do not underflow.
+    Each pair of a query and a row is shifted separately. Otherwise a query that has
+    keys only at the rows with small exponents would underflow.
     """
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
-    def weighted_sum(row):
+    def row_weights(row):
         exponents = queries.exponents + row.exponents
         largest = jax.lax.stop_gradient(exponents.max(axis=-1, keepdims=True))
         products = jnp.exp(exponents - largest)
@@ -186,49 +190,55 @@ def _exact_weighted_sum(queries, rows):
         return products.sum(axis=-1), jnp.abs(products).sum(axis=-1), largest[..., 0]
 
     scanned = Features(rows.values, rows.exponents)
-    results = jax.lax.map(weighted_sum, scanned)
+    results = jax.lax.map(row_weights, scanned)
     return jax.tree.map(lambda x: jnp.moveaxis(x, 0, -1), results)
 
 
 def _pad(x, margin):
-    """Zeros around the grid, [*batch height width e]."""
+    """Pads the grid of [*batch, height, width, e] with zeros."""
     pads = [(0, 0)] * (x.ndim - 3) + [(margin, margin)] * 2 + [(0, 0)]
-    # Recomputing the padding for every slice would cost more than all the sums.
+    # Without the barrier XLA recomputes the padding for every slice, which costs more
+    # than all the sums.
     return jax.lax.optimization_barrier(jnp.pad(x, pads))
 
 
 def _rings(x, num):
-    """Sums over the tokens at distance 0 .. num - 1, each [*batch height width e].
+    """Sums x over the tokens at distance 0 .. num - 1, each [*batch, height, width, e].
 
-    The ring at distance d is the pair of tokens d columns away, the part below and the
-    part above; below_d at row r is pair_{d-1} + below_{d-1} at row r + 1.
+    ring_d[r] = pair_d[r] + below_d[r] + above_d[r], where pair_d sums the two tokens d
+    columns away in the same row, below_d[r] = (pair_{d-1} + below_{d-1})[r + 1] and
+    above_d[r] = (pair_{d-1} + above_{d-1})[r - 1].
     """
     height, width = x.shape[-3:-1]
     margin = num - 1
     padded = _pad(x, margin)
     num_rows = height + 2 * margin
 
-    def inner(part, start):
+    def grid_rows(part, start):
         return part[..., start : start + height, :, :]
 
+    # ring_0 = x = pair_0.
     rings = [x]
     pair = padded[..., margin : margin + width, :]
     below = above = jnp.zeros_like(pair)
     for d in range(1, num):
-        # below holds the padded rows 0 .. num_rows - d, above d .. num_rows.
+        # below holds the padded rows 0 .. num_rows - d - 1, above d .. num_rows - 1.
         below = (pair[..., : num_rows - d + 1, :, :] + below)[..., 1:, :, :]
         above = (pair[..., d - 1 :, :, :] + above)[..., :-1, :, :]
+        # pair_d = x[column - d] + x[column + d].
         left = padded[..., margin - d : margin - d + width, :]
         pair = left + padded[..., margin + d : margin + d + width, :]
         rings.append(
-            inner(pair, margin) + inner(below, margin) + inner(above, margin - d)
+            grid_rows(pair, margin)
+            + grid_rows(below, margin)
+            + grid_rows(above, margin - d)
         )
     return rings
 
 
 @jax.custom_vjp
 def _ring_sum(weights, x):
-    """Sum over d of weights_d times the ring at distance d of x, [*batch h w e]."""
+    """Computes sum_d weights_d ring_d(x): [*batch, height, width, e]."""
     rings = _rings(x, weights.shape[-1])
     return sum(weights[..., d, None] * ring for d, ring in enumerate(rings))
 
@@ -240,7 +250,7 @@ def _ring_sum_forward(weights, x):
 def _ring_sum_backward(residuals, cotangent):
     weights, x = residuals
     rings = jnp.stack(_rings(x, weights.shape[-1]), axis=-2)
-    # XLA would sum the rings anew for every weight.
+    # Without the barrier XLA recomputes the rings for every weight.
     rings = jax.lax.optimization_barrier(rings)
     return (
         jnp.einsum("...de,...e->...d", rings, cotangent),
@@ -252,10 +262,10 @@ _ring_sum.defvjp(_ring_sum_forward, _ring_sum_backward)
 
 
 def _sum_of_rings(weights, x):
-    """Sum over d of the ring at distance d of weights_d x, the adjoint in x.
+    """Computes sum_d ring_d(weights_d x), the adjoint of `_ring_sum` in x.
 
-    A ring operator is its own adjoint. The sum runs from the outermost ring inwards,
-    `_rings` in reverse: what is d rows away moves one row nearer at every step.
+    ring_d is self-adjoint. The loop runs from d = num - 1 down to 0, `_rings` in
+    reverse: each step moves the partial sums below and above one row nearer.
     """
     height, width = x.shape[-3:-1]
     num = weights.shape[-1]
@@ -263,19 +273,27 @@ def _sum_of_rings(weights, x):
     weights, x = _pad(weights, margin), _pad(x, margin)
     num_rows = height + 2 * margin
 
-    def inner(part, start):
+    def grid_rows(part, start):
         return part[..., start : start + height, :, :]
 
     result = 0.0
     below = above = jnp.zeros_like(x)
     for step in range(num):
         d = margin - step
+        # weights_d x.
         ring = weights[..., d, None] * x
-        # below holds the padded rows 0 .. num_rows - step, above step .. num_rows.
-        row = inner(ring, margin) + inner(below, margin) + inner(above, margin - step)
+        # below holds the padded rows 0 .. num_rows - step - 1, above step ..
+        # num_rows - 1; row sums weights_{d+s} x over the rows s above and s below.
+        row = (
+            grid_rows(ring, margin)
+            + grid_rows(below, margin)
+            + grid_rows(above, margin - step)
+        )
+        # The two tokens d columns away, or the token itself.
         left = row[..., margin - d : margin - d + width, :]
         right = row[..., margin + d : margin + d + width, :]
         result = result + (left + right if d else left)
+        # Move the sums one row nearer.
         below = (ring[..., : num_rows - step, :, :] + below)[..., 1:, :, :]
         above = (ring[..., step:, :, :] + above)[..., :-1, :, :]
     return result

@@ -1,6 +1,9 @@
-"""Linear attention weighted by a function of the offset; O(n log n), by FFT.
+"""Linear attention with a bias of the offset, by FFT or by pairs; also causal.
 
-`relattn.kernels.toeplitz` is the causal form.
+The weight of key j for query i is e^(b_d) phi(q_i) . phi(k_j) with the offset
+d = p_i - p_j. Sums over keys are products with Toeplitz matrices e^(b_d), one for each
+feature and value: long sequences use FFTs, short ones the weights of all pairs. The
+causal form splits the sequence into blocks, and decoding takes one query at a time.
 """
 
 from __future__ import annotations
@@ -60,21 +63,22 @@ def toeplitz_linear_attention(
     Float[Array, "*batch n value_dim"]
     | tuple[Float[Array, "*batch n value_dim"], Float[Array, "*batch n"]]
 ):
-    """Linear attention whose weights are multiplied by exp(b) of the offset.
+    """Computes linear attention whose weights are multiplied by exp(b) of the offset.
 
     out_i = phi(q_i)^T S_i / phi(q_i)^T z_i, S_i = sum_j e^(b_d) phi(k_j) v_j^T,
-    z_i = sum_j e^(b_d) phi(k_j), d = p_i - p_j: for every feature, S and z are products
-    with a Toeplitz matrix, made by FFT. Time is O(n log n) for each product of a
-    feature and a value, memory O(n (features + block_size value_dim)). Since these
-    products are many, short sequences are faster pair by pair, in O(n^2) time and O(n
-    chunk_size) memory.
+    z_i = sum_j e^(b_d) phi(k_j), d = p_i - p_j.
+
+    For every feature, S and z are products with a Toeplitz matrix. By FFT they take
+    O(n log n) time for each pair of a feature and a value, and O(n (features +
+    block_size value_dim)) memory. Short sequences are faster pair by pair, in O(n^2)
+    time and O(n chunk_size) memory.
 
     Exponents are shifted as in `relattn.kernels.linear_attention`, and the largest b is
-    taken out. The FFT is float32 or wider, its error in float32 about 1e-7 of the
-    largest terms of a feature, not of the sums: what a query receives from weights 1e-6
-    times smaller than others of the same feature is noise. A denominator that is
-    smaller than its rounding error is set to that size. Trigonometric features are
-    guarded as in `linear_attention` too.
+    subtracted. The FFT is float32 or wider. In float32 its error is about 1e-7 of the
+    largest terms of a feature, not of the sums: the contribution of weights 1e-6 times
+    smaller than others of the same feature is noise. A denominator below its rounding
+    error is set to that error. Trigonometric features are guarded as in
+    `linear_attention`.
 
     Args:
         q: Queries, shape ``[*batch, n, head_dim]``.
@@ -82,47 +86,48 @@ def toeplitz_linear_attention(
         v: Values, shape ``[*batch, n, value_dim]``.
         feature_map: From ``[*batch, n, head_dim]`` to features, token by token.
         bias: b, shape ``[*batch, rows]``, a table as in
-            `relattn.kernels.relative_attention`: a row for every offset and, where
-            there are prefix tokens, three more for pairs with one, which are zero
-            without these.
+            `relattn.kernels.relative_attention`: a row for every offset. With prefix
+            tokens it may have three more rows for pairs with one; otherwise their b is
+            zero.
         grid: Height and width, or length, of the tokens after the prefix.
         num_prefix: Number of prefix tokens.
-        key_mask: True for keys that exist, shape ``[*batch, n]``. A query without any
-            gives zeros.
-        dense_size: Grids of at most so many tokens are weighed pair by pair.
-        chunk_size: Queries that are weighed at a time, pair by pair.
-        block_size: Features that are transformed at a time, by FFT.
+        key_mask: True for keys that exist, shape ``[*batch, n]``. If there are none,
+            the output is zero.
+        dense_size: Largest number of grid tokens for which sums go pair by pair.
+        chunk_size: Number of queries at a time, pair by pair.
+        block_size: Number of features at a time, by FFT.
         precision: Passed to einsum.
         return_normalizer: Whether to return the denominators too.
 
     Returns:
         Shape ``[*batch, n, value_dim]``, in the dtype of ``v``. With
-        ``return_normalizer``, also the denominators before the guard, each up to a
+        ``return_normalizer``, also the denominators before the guards, each up to a
         positive factor, shape ``[*batch, n]``.
 
     Raises:
         ValueError: If shapes or dtypes do not fit together.
-        ValueError: If the grid does not hold the tokens, the table has not the rows, or
-            ``chunk_size`` or ``block_size`` is less than one.
+        ValueError: If the grid does not hold the tokens, the table has the wrong number
+            of rows, or ``chunk_size`` or ``block_size`` is less than one.
 
     Example:
         >>> x = jnp.zeros((3, 1))
-        >>> far = jnp.array([0.0, 0.0, 0.0, 50.0, 0.0])  # the key one to the left
+        >>> left = jnp.array([0.0, 0.0, 0.0, 50.0, 0.0])  # favours offset 1
         >>> out = toeplitz_linear_attention(
-        ...     x, x, jnp.eye(3), jnp.exp, far, grid=(3,))
+        ...     x, x, jnp.eye(3), jnp.exp, left, grid=(3,))
         >>> out[1].round(3).tolist()
         [1.0, 0.0, 0.0]
 
     Source:
         Luo et al., Stable, Fast and Accurate: Kernelized Attention with Relative
-        Positional Encoding, section 3.2; two axes and prefix tokens are ours.
+        Positional Encoding, section 3.2; grids and prefix tokens are ours.
     """
     check_grid(q.shape[-2], grid, num_prefix)
     check_chunk_size(chunk_size)
     check_chunk_size(block_size, "block_size")
     rows, dense = num_offsets(grid), q.shape[-2] - num_prefix <= dense_size
     bias = with_prefix_rows(bias, "bias", rows, num_prefix, axis=-1)
-    decay = decay_of(bias)
+    # e^(b_d) for every table row.
+    decay = _exp_bias(bias)
     q, k, v = broadcast_leading(q, k, v)
     k, v, key_mask = zero_masked(k, v, key_mask)
     einsum = wide_einsum(precision)
@@ -143,13 +148,16 @@ def toeplitz_linear_attention(
             sums = fft_sums(*inputs, block_size)
         if not num_prefix:
             return sums
-        of_prefix = einsum("...mf,...me->...fe", prefix_k, prefix_v)
-        of_grid = einsum("...mf,...me->...fe", grid_k, grid_v)
-        of_in, of_self, of_out = jnp.moveaxis(decay[..., rows:, None, None], -3, 0)
-        sums = sums + of_in * einsum("...nf,...fe->...ne", grid_q, of_prefix)
-        to_prefix = of_self * of_prefix + of_out * of_grid
-        to_prefix = einsum("...nf,...fe->...ne", prefix_q, to_prefix)
-        return jnp.concatenate([to_prefix, sums], axis=-2)
+        # S of the prefix keys and of the grid keys, without e^b; e^b of "in", "self"
+        # and "out" pairs.
+        prefix_state = einsum("...mf,...me->...fe", prefix_k, prefix_v)
+        grid_state = einsum("...mf,...me->...fe", grid_k, grid_v)
+        inward, own, outward = jnp.moveaxis(decay[..., rows:, None, None], -3, 0)
+        # Grid queries: add the prefix keys. Prefix queries: prefix and grid keys.
+        sums = sums + inward * einsum("...nf,...fe->...ne", grid_q, prefix_state)
+        prefix_sums = own * prefix_state + outward * grid_state
+        prefix_sums = einsum("...nf,...fe->...ne", prefix_q, prefix_sums)
+        return jnp.concatenate([prefix_sums, sums], axis=-2)
 
     columns = append_ones(v)
     sums = weighted_sum(phi_q, phi_k, columns)
@@ -159,18 +167,11 @@ def toeplitz_linear_attention(
         magnitudes = jax.lax.stop_gradient(weighted_sum(*absolute))
     noise = None
     if not dense:
-        # No FFT reaches the prefix tokens.
+        # The prefix tokens are summed without FFTs: no rounding noise.
         noise = rounding_noise(split(phi_q)[1], split(phi_k)[1], decay[..., :rows])
         noise = jnp.pad(noise, [(0, 0)] * (noise.ndim - 2) + [(num_prefix, 0), (0, 0)])
     out, normalizer = divide_sums(sums, magnitudes, v.dtype, noise)
     return (out, normalizer[..., 0]) if return_normalizer else out
-
-
-def decay_of(bias: Float[Array, "*batch rows"]) -> Float[Array, "*batch rows"]:
-    """exp(b), float32 or wider, the largest b taken out, which cancels."""
-    bias = widen(bias)
-    largest = jnp.max(bias, axis=-1, keepdims=True)
-    return jnp.exp(bias - jax.lax.stop_gradient(largest))
 
 
 @check_arguments
@@ -187,16 +188,16 @@ def causal_toeplitz_linear_attention(
     block_size: int = 4,
     precision: jax.lax.PrecisionLike = None,
 ) -> Float[Array, "*batch n value_dim"]:
-    """`toeplitz_linear_attention` of every token to itself and those before it.
+    """Computes `toeplitz_linear_attention` of every token to itself and earlier ones.
 
     out_i = phi(q_i)^T S_i / phi(q_i)^T z_i, S_i = sum_{j <= i} e^(b_(i - j)) phi(k_j)
-    v_j^T, z_i = sum_{j <= i} e^(b_(i - j)) phi(k_j). Time is O(n log^2 n) for each
-    product of a feature and a value.
+    v_j^T, z_i = sum_{j <= i} e^(b_(i - j)) phi(k_j).
 
-    Nothing depends on later tokens, bit for bit: blocks of tokens are weighed pair by
-    pair within, and each FFT transforms tokens earlier than all that it reaches.
-    Exponents are shifted as in `relattn.kernels.causal_linear_attention`; precision
-    and guards are those of `toeplitz_linear_attention`.
+    Time is O(n log^2 n) for each pair of a feature and a value. Outputs do not depend
+    on later tokens, bit for bit: sums within a block go pair by pair, and each FFT only
+    adds earlier tokens to later ones. Exponents are shifted as in
+    `relattn.kernels.causal_linear_attention`. Precision and guards are those of
+    `toeplitz_linear_attention`.
 
     Args:
         q: Queries, shape ``[*batch, n, head_dim]``.
@@ -204,11 +205,11 @@ def causal_toeplitz_linear_attention(
         v: Values, shape ``[*batch, n, value_dim]``.
         feature_map: From ``[*batch, n, head_dim]`` to features, token by token.
         bias: b, shape ``[*batch, rows]``, the table of a line of ``length >= n``
-            tokens, 2 length - 1 rows, of which the offsets 0 .. n - 1 are used.
+            tokens: 2 length - 1 rows, of which the offsets 0 .. n - 1 are used.
         key_mask: True for keys that exist, shape ``[*batch, n]``.
-        dense_size: Largest number of tokens a block.
-        chunk_size: Queries of a block that are weighed at a time.
-        block_size: Features that are transformed at a time, by FFT.
+        dense_size: Largest number of tokens in a block.
+        chunk_size: Number of queries of a block at a time, pair by pair.
+        block_size: Number of features at a time, by FFT.
         precision: Passed to einsum.
 
     Returns:
@@ -216,34 +217,36 @@ def causal_toeplitz_linear_attention(
 
     Raises:
         ValueError: If shapes or dtypes do not fit together.
-        ValueError: If there are more tokens than the table has offsets for, the
-            features have neither a bound nor one exponent a token, or a size is less
-            than one.
+        ValueError: If the table has fewer offsets than there are tokens or an even
+            number of rows, the features have neither a bound nor one exponent per
+            token, or a size is less than one.
 
     Example:
         >>> x = jnp.zeros((3, 1))
-        >>> far = jnp.array([0.0, 0.0, 0.0, 0.0, 50.0])  # the key two to the left
+        >>> left = jnp.array([0.0, 0.0, 0.0, 0.0, 50.0])  # favours offset 2
         >>> out = causal_toeplitz_linear_attention(
-        ...     x, x, jnp.eye(3), jax.nn.softplus, far)
+        ...     x, x, jnp.eye(3), jax.nn.softplus, left)
         >>> out[2].round(3).tolist()
         [1.0, 0.0, 0.0]
 
     Source:
         Luo et al., Stable, Fast and Accurate: Kernelized Attention with Relative
-        Positional Encoding, section 3.2; the squares: van der Hoeven, Relax, but Don't
+        Positional Encoding, section 3.2; the blocks: van der Hoeven, Relax, but Don't
         be Too Lazy, section 3.
     """
     check_chunk_size(dense_size, "dense_size")
     check_chunk_size(chunk_size)
     check_chunk_size(block_size, "block_size")
     length = q.shape[-2]
-    decay = decay_of(past_rows(bias, "bias", length, axis=-1))
+    # e^(b_d) for d = 0 .. n - 1.
+    decay = _exp_bias(past_rows(bias, "bias", length, axis=-1))
     q, k, v = broadcast_leading(q, k, v)
     k, v, key_mask = zero_masked(k, v, key_mask)
     keys = evaluate(feature_map, k)
     check_causal(keys)
     phi_q, phi_k, exponents = causal_factors(evaluate(feature_map, q), keys, key_mask)
-    # Equal blocks, so that the squares, twice as large each, end where they do.
+    # 2^num_levels blocks of equal size, at most dense_size, after padding: the halves
+    # of every level are whole blocks.
     num_levels = (-(-length // dense_size) - 1).bit_length()
     size = -(-length // 2**num_levels)
     padding = size * 2**num_levels - length
@@ -254,9 +257,11 @@ def causal_toeplitz_linear_attention(
     einsum = wide_einsum(precision)
 
     def weighted_sum(phi_q, phi_k, v):
-        """Sums of values, and what rounding may add to those of ones."""
+        """Computes sums of values, and the rounding noise of sums of ones."""
+        # Keys in the query's own block, pair by pair.
         sums = _sum_blocks(phi_q, phi_k, v, exponents, decay, size, chunk_size, einsum)
         noise = jnp.zeros_like(sums[..., :1])
+        # Keys in the left half of the query's pair of halves, level by level, by FFT.
         for level in range(num_levels):
             part = _sum_halves(
                 phi_q, phi_k, v, exponents, decay, size << level, block_size
@@ -283,18 +288,22 @@ def causal_toeplitz_linear_attention_step(
     index: Int[Array, ""] | int,
     precision: jax.lax.PrecisionLike = None,
 ) -> Float[Array, "*batch value_dim"]:
-    """One token of `causal_toeplitz_linear_attention`, for decoding.
+    """Computes `causal_toeplitz_linear_attention` for one token, for decoding.
 
-    There is no state of constant size, since every weight changes with the offset: a
-    token costs O(length).
+    out_i = phi(q_i)^T S_i / phi(q_i)^T z_i, i = ``index``, with S_i and z_i as in
+    `causal_toeplitz_linear_attention`.
+
+    Every weight changes with the offset, so there is no state of constant size: a token
+    costs O(length).
 
     Args:
         q_i: The token's query, shape ``[*batch, head_dim]``.
-        k: Keys so far, its own too; those after it do not matter.
-        v: Values so far.
-        feature_map: As everywhere in the sequence.
+        k: Keys up to and including the token's, shape ``[*batch, length, head_dim]``;
+            later ones are ignored.
+        v: Values, shape ``[*batch, length, value_dim]``, same as `k`.
+        feature_map: From ``[*batch, n, head_dim]`` to features, token by token.
         bias: b, shape ``[*batch, 2 length - 1]``.
-        index: The token's place in the sequence; may be traced.
+        index: The token's position in the sequence; may be traced.
         precision: Passed to einsum.
 
     Returns:
@@ -302,19 +311,24 @@ def causal_toeplitz_linear_attention_step(
 
     Raises:
         ValueError: If shapes or dtypes do not fit together.
-        ValueError: If the table has not 2 length - 1 rows.
+        ValueError: If the table does not have 2 length - 1 rows.
 
     Example:
         >>> x = jnp.zeros((3, 1))
-        >>> far = jnp.array([0.0, 0.0, 0.0, 0.0, 50.0])
+        >>> left = jnp.array([0.0, 0.0, 0.0, 0.0, 50.0])  # favours offset 2
         >>> causal_toeplitz_linear_attention_step(
-        ...     x[2], x, jnp.eye(3), jnp.exp, far, index=2).round(3).tolist()
+        ...     x[2], x, jnp.eye(3), jnp.exp, left, index=2).round(3).tolist()
         [1.0, 0.0, 0.0]
+
+    Source:
+        Luo et al., Stable, Fast and Accurate: Kernelized Attention with Relative
+        Positional Encoding, section 3.2.
     """
     length = k.shape[-2]
     past = jnp.arange(length) <= index
     bias = rows_of_token(bias, "bias", length, index, axis=-1)
-    decay = decay_of(jnp.where(past, bias, -jnp.inf))[..., None, :]
+    # e^(b_(index - j)), zero for later keys.
+    decay = _exp_bias(jnp.where(past, bias, -jnp.inf))[..., None, :]
     k, v, past = zero_masked(k, v, past)
     features = evaluate(feature_map, q_i[..., None, :])
     phi_k, shift = scale_keys(evaluate(feature_map, k), past)
@@ -333,66 +347,6 @@ def causal_toeplitz_linear_attention_step(
     return divide_sums(sums, magnitudes, v.dtype)[0][..., 0, :]
 
 
-def _sum_blocks(phi_q, phi_k, v, exponents, decay, size, chunk_size, einsum):
-    """Sums over the keys of a query's own block, up to it."""
-    future = [(0, 0)] * (decay.ndim - 1) + [(size - 1, 0)]
-    decay = jnp.pad(decay[..., :size], future)[..., None, :]
-    if exponents is not None:
-        exponents = (exponents, _running_largest(exponents))
-        exponents = tuple(_blocks(x, size) for x in exponents)
-    blocks = (_blocks(x, size) for x in (phi_q, phi_k, v))
-    sums = pair_sums(*blocks, decay, (size,), chunk_size, einsum, exponents)
-    return sums.reshape(v.shape)
-
-
-def _sum_halves(phi_q, phi_k, v, exponents, decay, size, block_size):
-    """Sums over left halves for the queries of right ones, ``size`` tokens a half.
-
-    And what rounding may add to those of ones; zeros for the left halves.
-    """
-    queries = _blocks(phi_q, 2 * size)[..., size:, :]
-    keys, v_left = (_blocks(x, 2 * size)[..., :size, :] for x in (phi_k, v))
-    decay = decay[..., None, 1 : 2 * size]
-    scale = 1.0
-    if exponents is not None:
-        left = _blocks(exponents, 2 * size)[..., :size, :]
-        shift = jnp.maximum(jnp.max(left, axis=-2, keepdims=True), LOWEST)
-        shift = jax.lax.stop_gradient(shift)
-        keys = keys * jnp.exp(left - shift)
-        largest = _blocks(_running_largest(exponents), 2 * size)
-        scale = jnp.exp(shift - largest[..., size:, :])
-    sums = fft_sums(queries, keys, v_left, decay, (size,), block_size)
-    noise = rounding_noise(queries, keys, decay)
-
-    def join(x):
-        x = jnp.pad(x * scale, [(0, 0)] * (x.ndim - 2) + [(size, 0), (0, 0)])
-        return x.reshape(*v.shape[:-1], x.shape[-1])
-
-    return join(sums), join(noise)
-
-
-def _pad(x, padding, value=0.0):
-    widths = [(0, 0)] * (x.ndim - 2) + [(0, padding), (0, 0)]
-    return jnp.pad(x, widths, constant_values=value)
-
-
-def _blocks(x, size):
-    """From [*batch, n, width] to [*batch, blocks, size, width]."""
-    return x.reshape(*x.shape[:-2], x.shape[-2] // size, size, x.shape[-1])
-
-
-def _running_largest(exponents):
-    """The largest exponent among the keys up to each."""
-    largest = jax.lax.cummax(exponents, axis=exponents.ndim - 2)
-    return jax.lax.stop_gradient(jnp.maximum(largest, LOWEST))
-
-
-# What an FFT's rounding adds, relative to the norms of what it convolves, in units of
-# the dtype's eps: measured at up to 2e-7 in float32, and growing as the square root of
-# the logarithm of the length.
-_ROUNDING = 8.4
-
-
 def fft_sums(
     phi_q: Float[Array, "*batch n features"],
     phi_k: Float[Array, "*batch n features"],
@@ -401,37 +355,40 @@ def fft_sums(
     grid: Grid,
     block_size: int,
 ) -> Float[Array, "*batch n width"]:
-    """sum_f phi(q_i)_f sum_j decay_(i - j) phi(k_j)_f v_j for the tokens of a grid.
+    """Computes sum_f phi(q_i)_f sum_j decay_(i - j) phi(k_j)_f v_j by FFT.
 
     Args:
         phi_q: Features of the queries, shape ``[*batch, n, features]``.
-        phi_k: Features of the keys, of the same shape.
+        phi_k: Features of the keys, shape ``[*batch, n, features]``.
         v: Values, shape ``[*batch, n, width]``.
-        decay: A factor for every offset, in the order of the rows of
-            `relattn.offsets.offset_index`.
-        grid: Of the n tokens.
-        block_size: Features that are worked on at a time; in the backward pass their
-            transforms are made anew.
+        decay: A factor for every offset, in the order of
+            `relattn.offsets.offset_index`, shape ``[*batch, rows]``.
+        grid: Grid of the n tokens.
+        block_size: Number of features at a time. The backward pass recomputes their
+            transforms.
 
     Returns:
         Shape ``[*batch, n, width]``.
     """
+    # Query i is at index i + size - 1 of the convolution, where nothing wraps around.
     axes = tuple(range(-len(grid), 0))
     lengths = tuple(fft_length(2 * size - 1) for size in grid)
     kept = (..., *(slice(size - 1, 2 * size - 1) for size in grid))
     transform = functools.partial(jnp.fft.rfftn, s=lengths, axes=axes)
     rows = tuple(2 * size - 1 for size in grid)
     spectrum = transform(decay.reshape(*decay.shape[:-1], 1, 1, *rows))
-    # Tokens come last: that is where transforms are fast.
+    # Tokens come last: FFTs are fastest along the last axes.
     v = v.swapaxes(-2, -1)
     factors = (phi_q.swapaxes(-2, -1), phi_k.swapaxes(-2, -1))
 
     def add_block(sums, block):
         queries, keys = block
+        # phi(k_j)_f v_j, convolved with decay over the grid.
         x = keys[..., :, None, :] * v[..., None, :, :]
         x = transform(x.reshape(*x.shape[:-1], *grid)) * spectrum
         x = jnp.fft.irfftn(x, s=lengths, axes=axes)[kept]
         x = x.reshape(*x.shape[: -len(grid)], math.prod(grid))
+        # Times phi(q_i)_f, summed over the features of the block.
         return sums + jnp.sum(queries[..., :, None, :] * x, axis=-3), None
 
     sums, _ = scan_chunks(
@@ -451,7 +408,10 @@ def pair_sums(
     exponents: tuple[Float[Array, "*batch n 1"], Float[Array, "*batch n 1"]]
     | None = None,
 ) -> Float[Array, "*batch n width"]:
-    """What `fft_sums` computes, by the weights of all pairs of tokens.
+    """Computes the sums of `fft_sums` from the weights of all pairs of tokens.
+
+    sum_j weight_ij v_j with weight_ij = decay_(i - j) phi(q_i) . phi(k_j), multiplied
+    by exp(min(a_j - r_i, 0)) if ``exponents`` (a, r) are given.
 
     Args:
         phi_q: As in `fft_sums`.
@@ -459,10 +419,10 @@ def pair_sums(
         v: As in `fft_sums`.
         decay: As in `fft_sums`.
         grid: As in `fft_sums`.
-        chunk_size: Queries that are weighed at a time, but at least one row of the
-            grid; in the backward pass their weights are made anew.
-        einsum: Makes the products.
-        exponents: a and r, where weights are also multiplied by exp(min(a_j - r_i, 0)).
+        chunk_size: Number of queries at a time, at least one row of the grid. The
+            backward pass recomputes their weights.
+        einsum: Computes the products.
+        exponents: a and r, or None.
 
     Returns:
         Shape ``[*batch, n, width]``.
@@ -473,27 +433,31 @@ def pair_sums(
     size = max(1, chunk_size // width) * width
     chunks = split_chunks(queries, size, multiple=width)
     num_chunks, num_rows = len(chunks[0]), chunks[0].shape[-2] // width
-    # What a query of each column meets: [*batch, columns, columns, offsets of rows].
+    # decay by pair of columns: [*batch, query column, key column, row offset].
     bands = decay.reshape(*leading, 2 * height - 1, 1, 2 * width - 1)
     bands = jnp.broadcast_to(bands, (*bands.shape[:-2], width, 2 * width - 1))
     bands = jnp.moveaxis(skew(bands), -3, -1)
+    # Zeros for the rows that pad the last chunk.
     bands = jnp.pad(
         bands, [(0, 0)] * (bands.ndim - 1) + [(0, num_chunks * num_rows - height)]
     )
 
     def attend(_, chunk):
         first, queries, *shift = chunk
-        seen = num_rows + height - 1
-        factors = jax.lax.dynamic_slice_in_dim(bands, first, seen, axis=-1)
-        factors = factors[..., None, :]
-        factors = skew(jnp.broadcast_to(factors, (*factors.shape[:-2], num_rows, seen)))
-        # From [columns, columns of keys, rows, rows of keys] to [queries, keys].
+        # decay by pair of tokens: the row offsets of the chunk, then pairs of rows.
+        num_row_offsets = num_rows + height - 1
+        factors = jax.lax.dynamic_slice_in_dim(bands, first, num_row_offsets, axis=-1)
+        shape = (*factors.shape[:-1], num_rows, num_row_offsets)
+        factors = skew(jnp.broadcast_to(factors[..., None, :], shape))
+        # From [query column, key column, query row, key row] to [queries, keys].
         axes = len(leading) + np.array([2, 0, 3, 1])
         factors = factors.transpose(*range(len(leading)), *axes)
         factors = factors.reshape(*leading, num_rows * width, num_tokens)
         if exponents is not None:
+            # Times exp(min(a_j - r_i, 0)).
             differences = exponents[0].swapaxes(-2, -1) - shift[0]
             factors *= jnp.exp(jnp.where(differences > 0, 0.0, differences))
+        # Times phi(q_i) . phi(k_j), then the sum over keys.
         weights = factors * einsum("...if,...jf->...ij", queries, phi_k)
         return None, einsum("...ij,...je->...ie", weights, v)
 
@@ -509,10 +473,10 @@ def rounding_noise(
     phi_k: Float[Array, "*batch m features"],
     decay: Float[Array, "*#batch rows"],
 ) -> Float[Array, "*batch n 1"]:
-    """What rounding may add to `fft_sums` of ones: about five standard deviations.
+    """Bounds the rounding error of `fft_sums` of ones: about five standard deviations.
 
-    About 1e-6, in float32, of |decay| sum_f |phi(q_i)_f| |phi(k)_f|, with the norms
-    over offsets and keys.
+    In float32 it is about 1e-6 |decay| sum_f |phi(q_i)_f| |phi(k)_f|, with norms over
+    offsets and keys.
     """
     phi_q, phi_k, decay = jax.lax.stop_gradient((phi_q, phi_k, decay))
     keys = jnp.linalg.norm(phi_k, axis=-2)
@@ -522,8 +486,14 @@ def rounding_noise(
     return noise[..., None]
 
 
+# Rounding error of an FFT convolution relative to the norms of its inputs, in units of
+# the dtype's eps. Measured errors in float32 are up to 2e-7 and grow as the square root
+# of the logarithm of the length.
+_ROUNDING = 8.4
+
+
 def fft_length(size: int) -> int:
-    """The smallest 2^a 3^b 5^c that is at least ``size``: FFTs of it are fast.
+    """Computes the smallest 2^a 3^b 5^c >= ``size``, for fast FFTs.
 
     Example:
         >>> fft_length(7), fft_length(121), fft_length(2047)
@@ -539,3 +509,70 @@ def fft_length(size: int) -> int:
     while not is_smooth(size):
         size += 1
     return size
+
+
+def _exp_bias(bias: Float[Array, "*batch rows"]) -> Float[Array, "*batch rows"]:
+    """Computes exp(b - max b) in float32 or wider; the maximum cancels."""
+    bias = widen(bias)
+    largest = jnp.max(bias, axis=-1, keepdims=True)
+    return jnp.exp(bias - jax.lax.stop_gradient(largest))
+
+
+def _sum_blocks(phi_q, phi_k, v, exponents, decay, size, chunk_size, einsum):
+    """Sums over the keys of a query's own block, up to the query."""
+    # Zeros for the offsets of later keys.
+    future = [(0, 0)] * (decay.ndim - 1) + [(size - 1, 0)]
+    decay = jnp.pad(decay[..., :size], future)[..., None, :]
+    if exponents is not None:
+        exponents = (exponents, _running_max(exponents))
+        exponents = tuple(_split_blocks(x, size) for x in exponents)
+    blocks = (_split_blocks(x, size) for x in (phi_q, phi_k, v))
+    sums = pair_sums(*blocks, decay, (size,), chunk_size, einsum, exponents)
+    return sums.reshape(v.shape)
+
+
+def _sum_halves(phi_q, phi_k, v, exponents, decay, size, block_size):
+    """Sums over the keys of left halves for the queries of right halves.
+
+    A half has ``size`` tokens. Also returns the rounding noise of sums of ones. Both
+    are zero for the queries of left halves.
+    """
+    queries = _split_blocks(phi_q, 2 * size)[..., size:, :]
+    keys, v_left = (_split_blocks(x, 2 * size)[..., :size, :] for x in (phi_k, v))
+    # Offsets from a right to a left half: 1 .. 2 size - 1.
+    decay = decay[..., None, 1 : 2 * size]
+    scale = 1.0
+    if exponents is not None:
+        # Keys times e^(a_j - shift), sums times e^(shift - r_i), r the running maximum.
+        left = _split_blocks(exponents, 2 * size)[..., :size, :]
+        shift = jnp.maximum(jnp.max(left, axis=-2, keepdims=True), LOWEST)
+        shift = jax.lax.stop_gradient(shift)
+        keys = keys * jnp.exp(left - shift)
+        running_max = _split_blocks(_running_max(exponents), 2 * size)
+        scale = jnp.exp(shift - running_max[..., size:, :])
+    sums = fft_sums(queries, keys, v_left, decay, (size,), block_size)
+    noise = rounding_noise(queries, keys, decay)
+
+    def join(x):
+        # Zeros for the left halves, then one axis of tokens again.
+        x = jnp.pad(x * scale, [(0, 0)] * (x.ndim - 2) + [(size, 0), (0, 0)])
+        return x.reshape(*v.shape[:-1], x.shape[-1])
+
+    return join(sums), join(noise)
+
+
+def _pad(x, padding, value=0.0):
+    """Pads the end of the token axis of [*batch, n, width]."""
+    widths = [(0, 0)] * (x.ndim - 2) + [(0, padding), (0, 0)]
+    return jnp.pad(x, widths, constant_values=value)
+
+
+def _split_blocks(x, size):
+    """Reshapes [*batch, n, width] to [*batch, blocks, size, width]."""
+    return x.reshape(*x.shape[:-2], x.shape[-2] // size, size, x.shape[-1])
+
+
+def _running_max(exponents):
+    """Computes r_i = max_{j <= i} a_j of the keys' exponents a."""
+    largest = jax.lax.cummax(exponents, axis=exponents.ndim - 2)
+    return jax.lax.stop_gradient(jnp.maximum(largest, LOWEST))

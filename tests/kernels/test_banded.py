@@ -1,4 +1,4 @@
-"""Banded attention: the naive reference, masks, prefix tokens, extremes and cost."""
+"""Tests banded attention: values, masks, prefix tokens, large inputs and cost."""
 
 import functools
 import math
@@ -47,8 +47,8 @@ def _mask(n, *batch):
     return np.random.default_rng(4).random((*batch, n)) < 0.6
 
 
-def _in_float64(inputs, **options):
-    """The reference's values and gradients of a weighted sum, in float64."""
+def _reference(inputs, **options):
+    """Computes the reference's output and gradients of a weighted sum in float64."""
     with jax.enable_x64(True):
         inputs = [jnp.asarray(x, jnp.float64) for x in inputs]
         weights = jnp.asarray(_random(5, *inputs[1].shape), jnp.float64)
@@ -62,7 +62,7 @@ def _in_float64(inputs, **options):
         return np.asarray(out), [np.asarray(x) for x in gradients]
 
 
-def _ours(inputs, feature_map=_positive, **options):
+def _kernel(inputs, feature_map=_positive, **options):
     weights = _random(5, *inputs[1].shape)
 
     @jax.jit
@@ -75,8 +75,8 @@ def _ours(inputs, feature_map=_positive, **options):
     return out, grads
 
 
-def _assert_close(ours, expected, tolerance):
-    for x, y in zip([ours[0], *ours[1]], [expected[0], *expected[1]], strict=True):
+def _assert_close(actual, expected, tolerance):
+    for x, y in zip([actual[0], *actual[1]], [expected[0], *expected[1]], strict=True):
         np.testing.assert_allclose(x, y, atol=tolerance * max(1.0, np.abs(y).max()))
 
 
@@ -95,62 +95,60 @@ def _assert_close(ours, expected, tolerance):
         ((1, 1), 0, 1, False),
     ],
 )
-def test_values_and_gradients_equal_the_float64_reference(
-    grid, num_prefix, clip, masked
-):
+def test_values_and_gradients_match_reference(grid, num_prefix, clip, masked):
     inputs = _inputs(grid, num_prefix, clip)
     mask = _mask(len(inputs[0])) if masked else None
     options = {"grid": grid, "num_prefix": num_prefix}
-    expected = _in_float64(inputs, key_mask=mask, **options)
+    expected = _reference(inputs, key_mask=mask, **options)
     mask = None if mask is None else jnp.asarray(mask)
-    _assert_close(_ours(inputs, key_mask=mask, **options), expected, 1e-5)
+    _assert_close(_kernel(inputs, key_mask=mask, **options), expected, 1e-5)
 
 
 @pytest.mark.parametrize("scales", [(20.0, 1.0), (1.0, 20.0), (20.0, 20.0)])
 @pytest.mark.parametrize(
     ("clip", "masked"), [(3, False), (6, False), (3, True)], ids=str
 )
-def test_huge_queries_and_tables_are_exact(clip, masked, scales):
-    # Rows whose exponents lie far apart: a query may meet only the smaller ones.
+def test_large_queries_and_tables_match_reference(clip, masked, scales):
+    # Exponents of rows differ widely, and a query may have keys only at small ones.
     inputs = _inputs((3, 5), 1, clip, q_scale=scales[0], table_scale=scales[1])
     mask = _mask(16) if masked else None
     options = {"grid": (3, 5), "num_prefix": 1}
-    expected = _in_float64(inputs, key_mask=mask, **options)
+    expected = _reference(inputs, key_mask=mask, **options)
     mask = None if mask is None else jnp.asarray(mask)
-    ours = _ours(inputs, key_mask=mask, **options)
-    np.testing.assert_allclose(ours[0], expected[0], atol=2e-3)
-    assert all(bool(jnp.isfinite(x).all()) for x in ours[1])
+    actual = _kernel(inputs, key_mask=mask, **options)
+    np.testing.assert_allclose(actual[0], expected[0], atol=2e-3)
+    assert all(bool(jnp.isfinite(x).all()) for x in actual[1])
 
 
 @pytest.mark.parametrize("clip", [3, 4])
-def test_a_row_that_the_middle_does_not_meet_is_no_measure_of_its_weights(clip):
-    # The last row is far above all others, and the middle of the grid has no key there
-    # beyond three steps.
+def test_shift_ignores_rows_without_keys(clip):
+    # The last row has much larger exponents than the others, but the middle of the
+    # grid has no keys more than three steps away.
     q, v, table = _inputs((3, 5), 0, clip, table_scale=20.0)
     inputs = q, v, table.at[-1].set(0.0)
-    expected = _in_float64(inputs, grid=(3, 5), num_prefix=0)
-    ours = _ours(inputs, grid=(3, 5))
-    np.testing.assert_allclose(ours[0], expected[0], atol=2e-3)
+    expected = _reference(inputs, grid=(3, 5), num_prefix=0)
+    actual = _kernel(inputs, grid=(3, 5))
+    np.testing.assert_allclose(actual[0], expected[0], atol=2e-3)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("masked", [False, True])
-def test_half_precision_is_finite_and_keeps_its_dtype(dtype, masked):
+def test_half_precision_is_finite_and_keeps_dtype(dtype, masked):
     inputs = _inputs((3, 5), 1, 3, q_scale=20.0)
     mask = jnp.asarray(_mask(16)) if masked else None
     halves = [x.astype(dtype) for x in inputs]
-    out, gradients = _ours(halves, grid=(3, 5), num_prefix=1, key_mask=mask)
+    out, gradients = _kernel(halves, grid=(3, 5), num_prefix=1, key_mask=mask)
     assert out.dtype == dtype
     assert all(bool(jnp.isfinite(x).all()) for x in [out, *gradients])
     rounded = [x.astype(jnp.float32) for x in halves]
-    expected, _ = _ours(rounded, grid=(3, 5), num_prefix=1, key_mask=mask)
+    expected, _ = _kernel(rounded, grid=(3, 5), num_prefix=1, key_mask=mask)
     np.testing.assert_allclose(
         out.astype(jnp.float32), expected, atol=4 * float(jnp.finfo(dtype).eps)
     )
 
 
 def _dense(inputs, feature_map, grid, num_prefix, mask):
-    """The plain quotient of sums over keys, features multiplied out."""
+    """Computes the output from dense features and weights of all pairs."""
     q, v, table = inputs
     distances = offsets.distances(grid, len(table) - 1, num_prefix)
     phi = [feature_map(x) for x in (q, table)]
@@ -172,10 +170,10 @@ def _dense(inputs, feature_map, grid, num_prefix, mask):
     ],
     ids=["relu", "trigonometric", "array", "factors and exponents"],
 )
-def test_other_feature_maps_equal_the_plain_quotient(feature_map, masked):
+def test_other_feature_maps_match_dense_attention(feature_map, masked):
     inputs = _inputs((3, 5), 2, 3, q_scale=0.3, table_scale=0.3)
     mask = _mask(17) if masked else np.ones(17, bool)
-    out, gradients = _ours(
+    out, gradients = _kernel(
         inputs,
         feature_map,
         grid=(3, 5),
@@ -194,18 +192,18 @@ def test_other_feature_maps_equal_the_plain_quotient(feature_map, masked):
     _assert_close((out, gradients), (expected, expected_gradients), 1e-4)
 
 
-def test_weights_that_cancel_are_held_and_finite():
-    # One frequency: a row's weight is cos(q - w), and q sits where it vanishes.
+def test_cancelling_weights_give_finite_values_and_gradients():
+    # With one frequency a row's weight is cos(q - w), here zero.
     def feature_map(x):
         return feature_maps.trigonometric_features(x, jnp.ones((1, HEAD_DIM)))
 
     q, v, table = _inputs((1, 3), 0, 1)
     q = jnp.full_like(q, np.pi / 2 / HEAD_DIM**0.75)
-    out, gradients = _ours((q, v, 0 * table), feature_map, grid=(1, 3))
+    out, gradients = _kernel((q, v, 0 * table), feature_map, grid=(1, 3))
     assert all(bool(jnp.isfinite(x).all()) for x in [out, *gradients])
 
 
-def test_prefix_queries_average_and_prefix_keys_are_far():
+def test_prefix_queries_average_values_and_prefix_keys_are_at_clip():
     grid, clip = (3, 5), 2
     q, v, table = _inputs(grid, 1, clip)
 
@@ -222,7 +220,7 @@ def test_prefix_queries_average_and_prefix_keys_are_far():
         np.testing.assert_allclose(change[i], scores[i, clip] / total, atol=1e-6)
 
 
-def test_leading_axes_and_a_mask_shared_by_the_heads():
+def test_mask_broadcasts_over_heads():
     q, v, table = _inputs((3, 5), 1, 4, 2, 3)
     mask = jnp.asarray(_mask(16, 2, 1))
 
@@ -237,22 +235,22 @@ def test_leading_axes_and_a_mask_shared_by_the_heads():
     np.testing.assert_allclose(attend(q, v, mask), expected, atol=1e-6)
 
 
-def test_masked_keys_are_as_good_as_absent_whatever_they_hold():
+def test_masked_values_are_ignored_even_if_nan():
     q, v, table = _inputs((3, 5), 1, 2)
     mask = jnp.asarray(_mask(16))
     broken = jnp.where(mask[:, None], v, jnp.nan)
     options = {"grid": (3, 5), "num_prefix": 1, "key_mask": mask}
-    expected = _ours((q, v, table), **options)
-    out, gradients = _ours((q, broken, table), **options)
+    expected = _kernel((q, v, table), **options)
+    out, gradients = _kernel((q, broken, table), **options)
     np.testing.assert_array_equal(out, expected[0])
     for gradient, other in zip(gradients, expected[1], strict=True):
         np.testing.assert_array_equal(gradient, other)
 
 
 @pytest.mark.parametrize("num_prefix", [0, 2])
-def test_no_keys_give_zeros_and_finite_gradients(num_prefix):
+def test_without_keys_output_is_zero_and_gradients_finite(num_prefix):
     inputs = _inputs((3, 5), num_prefix, 2)
-    out, gradients = _ours(
+    out, gradients = _kernel(
         inputs,
         grid=(3, 5),
         num_prefix=num_prefix,
@@ -262,7 +260,7 @@ def test_no_keys_give_zeros_and_finite_gradients(num_prefix):
     assert all(bool(jnp.isfinite(x).all()) for x in gradients)
 
 
-def test_interior_outputs_move_with_the_image():
+def test_interior_outputs_are_translation_equivariant():
     q, v, table = _inputs((11, 13), 0, 2)
     image = np.zeros((11, 13, VALUE_DIM), np.float32)
     image[4:7, 5:8] = _random(6, 3, 3, VALUE_DIM)
@@ -278,7 +276,7 @@ def test_interior_outputs_move_with_the_image():
     np.testing.assert_allclose(moved[4:9, 3:8], out[3:8, 5:10], atol=1e-6)
 
 
-def test_work_is_linear_in_length_and_clip():
+def test_flops_are_linear_in_length_and_clip():
     def flops(grid, clip):
         inputs = _inputs(grid, 1, clip)
 
@@ -305,7 +303,7 @@ def test_work_is_linear_in_length_and_clip():
         ),
     ],
 )
-def test_errors_name_what_was_expected(change, message):
+def test_errors_name_expected_values(change, message):
     q, v, table = _inputs((3, 5), 1, 2)
     arguments = {"q": q, "v": v, "table": table, "grid": (3, 5), "num_prefix": 1}
     with pytest.raises(ValueError, match=message):

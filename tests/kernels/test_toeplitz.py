@@ -1,4 +1,4 @@
-"""Offset biases in linear attention: grids, features, precision, memory, errors."""
+"""Tests linear attention with offset biases: values, precision, memory and errors."""
 
 import functools
 import math
@@ -45,7 +45,7 @@ def naive(q, k, v, bias, *, name, allowed, rows):
         ((1, 1), 1, True, "positive", False, {}),
     ],
 )
-def test_every_grid_equals_the_reference(
+def test_matches_reference_on_every_grid(
     grid, num_prefix, prefix_rows, name, masked, options
 ):
     n = num_prefix + math.prod(grid)
@@ -82,7 +82,7 @@ def test_every_grid_equals_the_reference(
         (7, "trigonometric", {}),
     ],
 )
-def test_causal_equals_the_reference(n, name, options):
+def test_causal_matches_reference(n, name, options):
     mask = np.arange(n) % 4 != 0
 
     def kernel(q, k, v, bias):
@@ -109,7 +109,7 @@ def test_causal_equals_the_reference(n, name, options):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_future_changes_nothing_bit_for_bit(name):
+def test_later_tokens_have_no_effect(name):
     n = 23
     q, k, v, bias = draw_inputs(n, 2 * n - 1)
     attend = quick_jit(
@@ -123,12 +123,12 @@ def test_the_future_changes_nothing_bit_for_bit(name):
     )
     out = attend(q, k, v)
     for first in range(1, n):
-        loud = [x.at[:, first:].multiply(-30.0) for x in (q, k, v)]
-        np.testing.assert_array_equal(attend(*loud)[:, :first], out[:, :first])
+        changed = [x.at[:, first:].multiply(-30.0) for x in (q, k, v)]
+        np.testing.assert_array_equal(attend(*changed)[:, :first], out[:, :first])
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_rows_without_keys_give_zeros_and_finite_gradients(name):
+def test_queries_without_keys_give_zeros_and_finite_gradients(name):
     n = 11
     inputs = draw_inputs(n, 2 * n - 1)
     mask = jnp.arange(n) >= 5
@@ -151,7 +151,7 @@ def test_rows_without_keys_give_zeros_and_finite_gradients(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_decoding_equals_attending_to_all_at_once(name):
+def test_decoding_matches_causal_attention(name):
     n = 7
     q, k, v, bias = draw_inputs(n, 2 * n - 1)
     expected = kernels.causal_toeplitz_linear_attention(
@@ -162,7 +162,7 @@ def test_decoding_equals_attending_to_all_at_once(name):
     def step(index):
         future = jnp.arange(n)[:, None] > index
         q_i = jax.lax.dynamic_index_in_dim(q, index, axis=1, keepdims=False)
-        # What the cache holds of the future must not matter.
+        # Later entries of the cache must have no effect.
         seen = (jnp.where(future, 1e3, x) for x in (k, v))
         return kernels.causal_toeplitz_linear_attention_step(
             q_i, *seen, feature_map(name), bias, index=index
@@ -172,7 +172,7 @@ def test_decoding_equals_attending_to_all_at_once(name):
     np.testing.assert_allclose(outs, expected, rtol=1e-4, atol=2e-6)
 
 
-def test_a_longer_table_and_a_common_bias_change_nothing():
+def test_longer_table_and_constant_bias_have_no_effect():
     n = 11
     q, k, v, bias = draw_inputs(n, 2 * n - 1)
     attend = quick_jit(
@@ -188,7 +188,7 @@ def test_a_longer_table_and_a_common_bias_change_nothing():
     np.testing.assert_allclose(attend(q, k, v, bias=bias + 300), out, atol=1e-4)
 
 
-def test_no_bias_is_plain_linear_attention():
+def test_zero_bias_gives_linear_attention():
     q, k, v, _ = draw_inputs(13, 1)
     attend = functools.partial(
         kernels.toeplitz_linear_attention,
@@ -201,8 +201,8 @@ def test_no_bias_is_plain_linear_attention():
     np.testing.assert_allclose(out, plain, atol=1e-6)
 
 
-def test_what_drowns_in_rounding_is_guarded():
-    # The one key is far below the largest weight for all queries but the last ones.
+def test_weights_below_rounding_noise_are_guarded():
+    # For all but the last queries the only key has a weight far below the largest one.
     n, near = 64, -40.0
     q, k, v, _ = draw_inputs(n, 1)
     bias = jnp.where(jnp.arange(2 * n - 1) < n - 1 + 50, near, 0.0)
@@ -230,8 +230,8 @@ def test_what_drowns_in_rounding_is_guarded():
         assert np.isfinite(gradient).all()
 
 
-def test_what_is_above_rounding_is_left_alone():
-    # Denominators of some 2e-5 of the largest weight, with one key far away.
+def test_weights_above_rounding_noise_are_exact():
+    # With a single distant key, denominators are about 2e-5 of the largest weight.
     n = 64
     q, k, v, _ = draw_inputs(n, 1)
     far = jnp.arange(2 * n - 1) >= n - 1 + 50
@@ -250,7 +250,7 @@ def test_what_is_above_rounding_is_left_alone():
     assert error < 0.1 * np.abs(v[:, 0]).max()
 
 
-def test_precision_of_a_long_sequence():
+def test_fft_precision_on_long_sequence():
     n = 4096
     generator = np.random.default_rng(0)
     phi = jnp.asarray(generator.uniform(0.1, 2.0, (n, 1)), jnp.float32)
@@ -262,11 +262,11 @@ def test_precision_of_a_long_sequence():
     rows = (np.arange(0, n, 97)[:, None] - np.arange(n)) + n - 1
     weights = np.exp(np.float64(bias))[rows] * np.float64(phi)[:, 0]
     expected = weights @ v / weights.sum(axis=1, keepdims=True)
-    # An average of n random values is small: the error is relative to the values.
+    # Averages of n random values are small: the error is relative to the values.
     np.testing.assert_allclose(out[::97], expected, rtol=0, atol=2e-6)
 
 
-def test_moved_content_gives_the_same_to_the_rounding_of_an_fft():
+def test_is_translation_equivariant_up_to_fft_rounding():
     grid, shift = (11, 13), 3 * 13 + 5
     q, k, v, bias = draw_inputs(143, offsets.num_offsets(grid))
     inside = (offsets.grid_positions(grid) < (6, 7)).all(axis=1)
@@ -292,7 +292,7 @@ def test_moved_content_gives_the_same_to_the_rounding_of_an_fft():
     assert (difference != 0).any()
 
 
-def test_memory_holds_the_transforms_of_a_block_of_features():
+def test_memory_holds_transforms_of_one_block_of_features():
     n, features, width = 512, 96, 24
     projection = kernels.draw_gaussian(jax.random.key(0), features, HEAD_DIM)
     positive = functools.partial(kernels.positive_features, projection=projection)
@@ -310,7 +310,7 @@ def test_memory_holds_the_transforms_of_a_block_of_features():
         assert used < n * features * width * 4
 
 
-def test_lengths_of_transforms_have_small_factors():
+def test_fft_lengths_have_small_factors():
     assert [fft_length(size) for size in (1, 7, 11, 13, 31, 241)] == [
         1,
         8,
@@ -334,7 +334,7 @@ def test_lengths_of_transforms_have_small_factors():
             lambda x: kernels.toeplitz_linear_attention(
                 x, x, x, jnp.exp, jnp.ones(16), grid=(2, 3), num_prefix=1
             ),
-            "'bias' needs 15 rows, one an offset, or 18 with those of prefix.*got 16",
+            "'bias' needs 15 rows, one for each offset, or 18 with those of.*got 16",
         ),
         (
             lambda x: kernels.toeplitz_linear_attention(
@@ -370,10 +370,10 @@ def test_lengths_of_transforms_have_small_factors():
             lambda x: kernels.causal_toeplitz_linear_attention_step(
                 x[0], x, x, jnp.exp, jnp.ones(7), index=0
             ),
-            "'bias' needs 13 rows, one an offset, got 7",
+            "'bias' needs 13 rows, one for each offset, got 7",
         ),
     ],
 )
-def test_refuses_what_does_not_fit(call, message):
+def test_invalid_arguments_raise(call, message):
     with pytest.raises(ValueError, match=message):
         call(jnp.ones((7, HEAD_DIM)))

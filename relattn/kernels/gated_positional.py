@@ -1,4 +1,4 @@
-"""Gated positional attention: content and position attend apart, a gate mixes them."""
+"""Gated positional attention: a gate mixes content and position weights (ConViT)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 from relattn.kernels.checks import check_arguments, zero_masked
 from relattn.kernels.precision import widen
 from relattn.kernels.softmax import masked_softmax, softmax_weights, weighted_sum
-from relattn.offsets import Grid, check_grid, num_offsets, offset_index
+from relattn.offsets import Grid, check_grid, offset_index, table_offsets
 
 
 @check_arguments
@@ -26,20 +26,23 @@ def gated_positional_attention(
     key_mask: Bool[Array, "*#batch n"] | None = None,
     precision: jax.lax.PrecisionLike = None,
 ) -> Float[Array, "*batch n value_dim"]:
-    """Gated positional attention (ConViT).
+    """Computes gated positional attention (ConViT).
 
     out_i = sum_j ((1 - g) alpha_ij + g beta_ij) v_j with g = sigmoid(gate),
     alpha_ij = softmax_j(q_i . k_j / sqrt(head_dim)), beta_ij = softmax_j(w . r_d) and
-    r_d = (|d|^2, d) of the offset d = p_i - p_j; a third kind of feature, one for each
-    of "in", "self" and "out" of `relattn.offsets.offset_index`, stands for pairs with a
-    prefix token. The weights sum to one, so the published renormalisation is left out.
+    r_d = (|d|^2, d) of the offset d = p_i - p_j.
+
+    With prefix tokens, r has three more components: indicators of "in", "self" and
+    "out" pairs as in `relattn.offsets.offset_index`. The weights sum to one, so the
+    published renormalisation is left out.
 
     Args:
         q: Queries, shape ``[*batch, n, head_dim]``.
         k: Keys, shape ``[*batch, n, head_dim]``.
         v: Values, shape ``[*batch, n, value_dim]``.
-        gate: Shape ``[*batch]``.
-        coefficients: w, shape ``[*batch, 1 + axes]``, three more with prefix tokens.
+        gate: Gate before the sigmoid, shape ``[*batch]``.
+        coefficients: w, shape ``[*batch, 1 + axes]``, or ``[*batch, 4 + axes]`` with
+            prefix tokens.
         grid: Height and width, or length, of the tokens after the prefix.
         num_prefix: Number of prefix tokens.
         key_mask: True for keys that exist, shape ``[*batch, n]``.
@@ -50,11 +53,11 @@ def gated_positional_attention(
 
     Raises:
         ValueError: If shapes or dtypes do not fit together.
-        ValueError: If the grid does not hold the tokens or w is not as wide as r.
+        ValueError: If the grid does not hold the tokens, or w and r differ in width.
 
     Example:
         >>> x = jnp.zeros((3, 1))
-        >>> w = jnp.array([-9.0, 18.0])  # |d|^2 - 2 d is least at d = 1, the left
+        >>> w = jnp.array([-9.0, 18.0])  # w . r_d is largest at d = 1
         >>> gated_positional_attention(
         ...     x, x, jnp.eye(3), jnp.array(99.0), w, grid=(3,))[1].round(3).tolist()
         [1.0, 0.0, 0.0]
@@ -83,13 +86,17 @@ def causal_gated_positional_attention(
     key_mask: Bool[Array, "*#batch n"] | None = None,
     precision: jax.lax.PrecisionLike = None,
 ) -> Float[Array, "*batch n value_dim"]:
-    """`gated_positional_attention` of every token to itself and its past, on a line.
+    """Computes `gated_positional_attention` of tokens to themselves and earlier ones.
+
+    out_i = sum_{j <= i} ((1 - g) alpha_ij + g beta_ij) v_j with g = sigmoid(gate),
+    alpha_ij = softmax_{j <= i}(q_i . k_j / sqrt(head_dim)),
+    beta_ij = softmax_{j <= i}(w . r_d) and r_d = (d^2, d) of the offset d = i - j.
 
     Args:
         q: Queries, shape ``[*batch, n, head_dim]``.
         k: Keys, shape ``[*batch, n, head_dim]``.
         v: Values, shape ``[*batch, n, value_dim]``.
-        gate: Shape ``[*batch]``.
+        gate: Gate before the sigmoid, shape ``[*batch]``.
         coefficients: w, shape ``[*batch, 2]``.
         key_mask: True for keys that exist, shape ``[*batch, n]``.
         precision: Passed to einsum.
@@ -99,7 +106,7 @@ def causal_gated_positional_attention(
 
     Raises:
         ValueError: If shapes or dtypes do not fit together.
-        ValueError: If w is not as wide as r.
+        ValueError: If w and r differ in width.
 
     Example:
         >>> x, w = jnp.zeros((3, 1)), jnp.array([-9.0, 18.0])
@@ -130,15 +137,19 @@ def causal_gated_positional_attention_step(
     index: Int[Array, ""] | int,
     precision: jax.lax.PrecisionLike = None,
 ) -> Float[Array, "*batch value_dim"]:
-    """One token of `causal_gated_positional_attention`, for decoding.
+    """Computes `causal_gated_positional_attention` for one token, for decoding.
+
+    out_i = sum_{j <= i} ((1 - g) alpha_ij + g beta_ij) v_j, i = ``index``, with
+    weights as in `causal_gated_positional_attention`.
 
     Args:
         q_i: The token's query, shape ``[*batch, head_dim]``.
-        k: Keys so far, its own too; those after it do not matter.
-        v: Values so far.
-        gate: Shape ``[*batch]``.
+        k: Keys up to and including the token's, shape ``[*batch, length, head_dim]``;
+            later ones are ignored.
+        v: Values, shape ``[*batch, length, value_dim]``, same as `k`.
+        gate: Gate before the sigmoid, shape ``[*batch]``.
         coefficients: w, shape ``[*batch, 2]``.
-        index: The token's place in the sequence; may be traced.
+        index: The token's position in the sequence; may be traced.
         precision: Passed to einsum.
 
     Returns:
@@ -146,17 +157,21 @@ def causal_gated_positional_attention_step(
 
     Raises:
         ValueError: If shapes or dtypes do not fit together.
-        ValueError: If w is not as wide as r.
+        ValueError: If w and r differ in width.
 
     Example:
         >>> x, w = jnp.zeros((3, 1)), jnp.array([-9.0, 18.0])
         >>> causal_gated_positional_attention_step(
         ...     x[2], x, jnp.eye(3), jnp.array(99.0), w, index=2).round(3).tolist()
         [0.0, 1.0, 0.0]
+
+    Source:
+        d'Ascoli et al., ConViT, section 3; Translution, appendix E, 5.
     """
     length = k.shape[-2]
     past = jnp.arange(length) <= index
     scores = _offset_scores(coefficients, (length,), 0)
+    # w . r_(index - j) for every key j.
     scores = jax.lax.dynamic_slice_in_dim(
         jnp.flip(scores, -1), length - 1 - index, length, axis=-1
     )[..., None, :]
@@ -168,28 +183,29 @@ def causal_gated_positional_attention_step(
 
 
 def _offset_scores(coefficients, grid, num_prefix):
-    """Scores w . r of every table row of `offset_index`, in float32 or wider."""
-    sizes = np.array(grid)
-    rows = np.indices(2 * sizes - 1).reshape(len(grid), num_offsets(grid)).T
-    offset = rows - (sizes - 1)
-    features = np.concatenate([(offset**2).sum(-1, keepdims=True), offset], axis=-1)
+    """Computes w . r for every table row of `offset_index`, in float32 or wider."""
+    # r_d = (|d|^2, d).
+    d = table_offsets(grid)
+    features = np.concatenate([(d**2).sum(-1, keepdims=True), d], axis=-1)
     if num_prefix:
+        # Indicators of the rows "in", "self" and "out".
         features = np.pad(features, [(0, 3), (0, 3)])
         features[-3:, -3:] = np.eye(3)
     width = features.shape[-1]
     if coefficients.shape[-1] != width:
         raise ValueError(
             f"gated positional attention on a grid of {len(grid)} axes and "
-            f"num_prefix={num_prefix} has {width} coefficients, got "
+            f"num_prefix={num_prefix} needs {width} coefficients, got "
             f"{coefficients.shape[-1]}"
         )
-    # Squares of offsets leave half precision early.
+    # Squares of offsets soon exceed what half precision can represent.
     coefficients = widen(coefficients)
     features = jnp.asarray(features, coefficients.dtype)
     return (coefficients[..., None, :] * features).sum(axis=-1)
 
 
 def _mix(content, position, gate, v, precision):
+    """Computes sum_j ((1 - g) alpha_ij + g beta_ij) v_j with g = sigmoid(gate)."""
     gate = jax.nn.sigmoid(widen(gate))[..., None, None]
     weights = (1 - gate) * content + gate * position
     return weighted_sum(weights, v, precision).astype(v.dtype)

@@ -1,4 +1,4 @@
-"""Attention to keys and values projected along the sequence: linear in the length."""
+"""Linformer: attention to keys and values projected along the sequence."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ def linformer_attention(
     key_mask: Bool[Array, "*#batch m"] | None = None,
     precision: jax.lax.PrecisionLike = None,
 ) -> Float[Array, "*batch n value_dim"]:
-    """Softmax attention to projected keys and values.
+    """Computes softmax attention to projected keys and values, linear in the length.
 
     out_i = sum_j softmax_j(q_i . (E k)_j / sqrt(head_dim)) (F v)_j
 
-    E and F mix tokens, and so belong to one length of sequence. A masked key adds
-    nothing to E k and F v. Sums are float32 or wider.
+    E and F mix tokens, so they fit a single sequence length. A masked key adds nothing
+    to E k and F v. Sums are float32 or wider.
 
     Args:
         q: Queries, shape ``[*batch, n, head_dim]``.
         k: Keys, shape ``[*batch, m, head_dim]``.
         v: Values, shape ``[*batch, m, value_dim]``.
         key_projection: E, shape ``[*batch, projected, m]``.
-        value_projection: F, of the same shape.
+        value_projection: F, shape ``[*batch, projected, m]``.
         key_mask: True for keys that exist, shape ``[*batch, m]``.
         precision: Passed to einsum.
 
     Returns:
-        Shape ``[*batch, n, value_dim]``, in the dtype of ``v``; zeros where no key
-        exists.
+        Shape ``[*batch, n, value_dim]``, in the dtype of ``v``; zeros if every key is
+        masked.
 
     Raises:
         ValueError: If shapes or dtypes do not fit together.

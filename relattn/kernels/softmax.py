@@ -1,4 +1,4 @@
-"""Dot-product attention with softmax weights: exact, quadratic in the length."""
+"""Softmax attention: exact, with time and memory quadratic in the length."""
 
 from __future__ import annotations
 
@@ -8,61 +8,6 @@ from jaxtyping import Array, Bool, Float
 
 from relattn.kernels.checks import check_arguments, zero_masked
 from relattn.kernels.precision import wide_einsum, widen
-
-
-def _all_of(*masks: Bool[Array, "..."] | None) -> Bool[Array, "..."] | None:
-    """Where every mask that was given is True."""
-    given = [mask for mask in masks if mask is not None]
-    if not given:
-        return None
-    allowed = given[0]
-    for mask in given[1:]:
-        allowed = allowed & mask
-    return allowed
-
-
-def masked_softmax(scores: Array, allowed: Array | None) -> Array:
-    """Softmax over the last axis where ``allowed``, zeros elsewhere.
-
-    A row in which nothing is allowed is zero.
-    """
-    if allowed is None:
-        return jax.nn.softmax(scores, axis=-1)
-    # The lowest number, not -inf: a row without keys stays free of NaN.
-    scores = jnp.where(allowed, scores, jnp.finfo(scores.dtype).min)
-    return jnp.where(allowed, jax.nn.softmax(scores, axis=-1), 0.0)
-
-
-def softmax_weights(
-    q: Float[Array, "*#batch n head_dim"],
-    k: Float[Array, "*#batch m head_dim"],
-    *,
-    mask: Bool[Array, "*#batch n m"] | None = None,
-    key_mask: Bool[Array, "*#batch m"] | None = None,
-    bias: Float[Array, "*#batch n m"] | None = None,
-    precision: jax.lax.PrecisionLike = None,
-) -> Float[Array, "*batch n m"]:
-    """The weights, float32 or wider, of `softmax_attention`, and its arguments.
-
-    Masked keys must be finite: see `relattn.kernels.checks.zero_masked`.
-    """
-    if key_mask is not None:
-        key_mask = key_mask[..., None, :]
-    allowed = _all_of(mask, key_mask)
-    scores = wide_einsum(precision)("...nd,...md->...nm", q, k)
-    scores = scores * q.shape[-1] ** -0.5
-    if bias is not None:
-        scores = scores + widen(bias)
-    return masked_softmax(scores, allowed)
-
-
-def weighted_sum(
-    weights: Float[Array, "*#batch n m"],
-    v: Float[Array, "*#batch m value_dim"],
-    precision: jax.lax.PrecisionLike = None,
-) -> Float[Array, "*batch n value_dim"]:
-    """Sums of values by weights, float32 or wider."""
-    return wide_einsum(precision)("...nm,...md->...nd", weights, widen(v))
 
 
 @check_arguments
@@ -76,21 +21,21 @@ def softmax_attention(
     bias: Float[Array, "*#batch n m"] | None = None,
     precision: jax.lax.PrecisionLike = None,
 ) -> Float[Array, "*batch n value_dim"]:
-    """Softmax attention, with masks and a dense bias.
+    """Computes softmax attention, with masks and a dense bias.
 
     out_i = sum_j softmax_j(q_i . k_j / sqrt(head_dim) + bias_ij) v_j
 
-    Scores, softmax and sums are float32 or wider. A query that may attend to no key
-    gives zeros.
+    Scores, softmax and sums are float32 or wider. A query without allowed keys gives
+    zeros.
 
     Args:
         q: Queries, shape ``[*batch, n, head_dim]``.
         k: Keys, shape ``[*batch, m, head_dim]``.
         v: Values, shape ``[*batch, m, value_dim]``.
         mask: True where query i may attend to key j, shape ``[*batch, n, m]``.
-        key_mask: True for keys that exist, shape ``[*batch, m]``; what the others and
-            their values hold does not matter.
-        bias: Added to the scores, shape ``[*batch, n, m]``; finite.
+        key_mask: True for keys that exist, shape ``[*batch, m]``. Other keys and their
+            values are ignored, whatever they hold.
+        bias: Added to the scores, shape ``[*batch, n, m]``; must be finite.
         precision: Passed to einsum.
 
     Returns:
@@ -124,7 +69,7 @@ def causal_softmax_attention(
     bias: Float[Array, "*#batch n n"] | None = None,
     precision: jax.lax.PrecisionLike = None,
 ) -> Float[Array, "*batch n value_dim"]:
-    """Softmax attention of every token to itself and those before it.
+    """Computes softmax attention of every token to itself and earlier tokens.
 
     out_i = sum_{j <= i} softmax_{j <= i}(q_i . k_j / sqrt(head_dim) + bias_ij) v_j
 
@@ -133,7 +78,7 @@ def causal_softmax_attention(
         k: Keys, shape ``[*batch, n, head_dim]``.
         v: Values, shape ``[*batch, n, value_dim]``.
         key_mask: True for keys that exist, shape ``[*batch, n]``.
-        bias: Added to the scores, shape ``[*batch, n, n]``; finite.
+        bias: Added to the scores, shape ``[*batch, n, n]``; must be finite.
         precision: Passed to einsum.
 
     Returns:
@@ -155,3 +100,58 @@ def causal_softmax_attention(
     return softmax_attention(
         q, k, v, mask=mask, key_mask=key_mask, bias=bias, precision=precision
     )
+
+
+def softmax_weights(
+    q: Float[Array, "*#batch n head_dim"],
+    k: Float[Array, "*#batch m head_dim"],
+    *,
+    mask: Bool[Array, "*#batch n m"] | None = None,
+    key_mask: Bool[Array, "*#batch m"] | None = None,
+    bias: Float[Array, "*#batch n m"] | None = None,
+    precision: jax.lax.PrecisionLike = None,
+) -> Float[Array, "*batch n m"]:
+    """Computes the weights of `softmax_attention` in float32 or wider.
+
+    Masked keys must be finite: see `relattn.kernels.checks.zero_masked`.
+    """
+    if key_mask is not None:
+        key_mask = key_mask[..., None, :]
+    allowed = _combine_masks(mask, key_mask)
+    scores = wide_einsum(precision)("...nd,...md->...nm", q, k)
+    scores = scores * q.shape[-1] ** -0.5
+    if bias is not None:
+        scores = scores + widen(bias)
+    return masked_softmax(scores, allowed)
+
+
+def weighted_sum(
+    weights: Float[Array, "*#batch n m"],
+    v: Float[Array, "*#batch m value_dim"],
+    precision: jax.lax.PrecisionLike = None,
+) -> Float[Array, "*batch n value_dim"]:
+    """Computes sum_j weights_ij v_j in float32 or wider."""
+    return wide_einsum(precision)("...nm,...md->...nd", weights, widen(v))
+
+
+def masked_softmax(scores: Array, allowed: Array | None) -> Array:
+    """Computes a softmax over the allowed entries of the last axis; zeros elsewhere.
+
+    A row without allowed entries is zero.
+    """
+    if allowed is None:
+        return jax.nn.softmax(scores, axis=-1)
+    # The lowest finite number, not -inf: a row without keys must not give NaN.
+    scores = jnp.where(allowed, scores, jnp.finfo(scores.dtype).min)
+    return jnp.where(allowed, jax.nn.softmax(scores, axis=-1), 0.0)
+
+
+def _combine_masks(*masks: Bool[Array, "..."] | None) -> Bool[Array, "..."] | None:
+    """Combines the given masks with a logical and; None if there are none."""
+    given = [mask for mask in masks if mask is not None]
+    if not given:
+        return None
+    allowed = given[0]
+    for mask in given[1:]:
+        allowed = allowed & mask
+    return allowed

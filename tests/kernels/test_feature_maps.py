@@ -1,4 +1,4 @@
-"""Feature maps, orthogonal draws and redraws."""
+"""Tests feature maps, orthogonal draws and redraws."""
 
 import dataclasses
 import functools
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from relattn import kernels, offsets
-from relattn.kernels import feature_maps as kernel
+from relattn.kernels import feature_maps
 from tests import reference
 from tests.helpers import compare
 
@@ -18,10 +18,10 @@ KEY = jax.random.key(3)
 
 
 @pytest.mark.parametrize("name", ["positive", "trigonometric", "relu"])
-def test_dense_features_equal_the_reference(name):
+def test_dense_features_match_reference(name):
     x = 2 * jax.random.normal(KEY, (2, 3, HEAD_DIM))
-    projection = kernel.draw_orthogonal(KEY, NUM_FEATURES, HEAD_DIM)
-    features = getattr(kernel, f"{name}_features")(x, projection).dense()
+    projection = feature_maps.draw_orthogonal(KEY, NUM_FEATURES, HEAD_DIM)
+    features = getattr(feature_maps, f"{name}_features")(x, projection).dense()
     with jax.enable_x64(True):
         wide = [jnp.asarray(np.asarray(a), jnp.float64) for a in (x, projection)]
         rows = wide[0].reshape(-1, HEAD_DIM)
@@ -31,55 +31,60 @@ def test_dense_features_equal_the_reference(name):
     assert (error.max(axis=-1) < 3e-6 * np.abs(expected).max(axis=-1)).all()
 
 
-def test_learned_relu_features_add_their_bias():
+def test_relu_features_add_bias():
     x = jax.random.normal(KEY, (3, HEAD_DIM))
-    projection = kernel.draw_gaussian(KEY, NUM_FEATURES, HEAD_DIM)
+    projection = feature_maps.draw_gaussian(KEY, NUM_FEATURES, HEAD_DIM)
     bias = jnp.arange(NUM_FEATURES) - 3.0
-    features = kernel.relu_features(x, projection, bias, eps=0.25).dense()
+    features = feature_maps.relu_features(x, projection, bias, eps=0.25).dense()
     for row, vector in zip(features, x, strict=True):
         expected = reference.relu_features(vector, projection, bias, eps=0.25)
         np.testing.assert_allclose(row, expected, rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_features_of_low_precision_inputs_are_float32(dtype):
+def test_features_of_half_precision_inputs_are_float32(dtype):
     x = jax.random.normal(KEY, (3, HEAD_DIM)).astype(dtype)
-    projection = kernel.draw_orthogonal(KEY, NUM_FEATURES, HEAD_DIM)
-    for feature_map in (kernel.positive_features, kernel.trigonometric_features):
+    projection = feature_maps.draw_orthogonal(KEY, NUM_FEATURES, HEAD_DIM)
+    for feature_map in (
+        feature_maps.positive_features,
+        feature_maps.trigonometric_features,
+    ):
         features = feature_map(x, projection)
         wide = feature_map(x.astype(jnp.float32), projection)
         assert features.exponents.dtype == jnp.float32
         np.testing.assert_array_equal(features.dense(), wide.dense())
 
 
-def test_the_bound_keeps_exponents_below_eighty_at_any_depth():
+def test_bound_keeps_exponents_below_eighty_at_any_head_dim():
     head_dim = 401
-    projection = kernel.draw_orthogonal(KEY, NUM_FEATURES, head_dim)
-    # The worst key of every feature: k~ = w.
+    projection = feature_maps.draw_orthogonal(KEY, NUM_FEATURES, head_dim)
+    # The key with the largest exponent of every feature: k~ = w.
     keys = projection * head_dim**0.25
-    features = kernel.positive_features(keys, projection)
+    features = feature_maps.positive_features(keys, projection)
     shifted = features.exponents - features.bound
     assert shifted.max() <= 80 and np.diag(shifted).min() > 70
-    narrow = kernel.draw_orthogonal(KEY, NUM_FEATURES, HEAD_DIM)
-    bound = kernel.positive_features(jnp.ones((1, HEAD_DIM)), narrow).bound
+    narrow = feature_maps.draw_orthogonal(KEY, NUM_FEATURES, HEAD_DIM)
+    bound = feature_maps.positive_features(jnp.ones((1, HEAD_DIM)), narrow).bound
     np.testing.assert_array_equal(bound, 0.0)
 
 
-def test_eps_is_part_of_the_bound():
-    projection = kernel.draw_orthogonal(KEY, NUM_FEATURES, HEAD_DIM)
-    features = kernel.positive_features(jnp.ones((1, HEAD_DIM)), projection, eps=1e37)
+def test_bound_includes_eps():
+    projection = feature_maps.draw_orthogonal(KEY, NUM_FEATURES, HEAD_DIM)
+    features = feature_maps.positive_features(
+        jnp.ones((1, HEAD_DIM)), projection, eps=1e37
+    )
     shifted = features.exponents - features.bound + 0.5 * np.log(NUM_FEATURES)
     np.testing.assert_allclose(shifted, 80.0, rtol=1e-5)
 
 
 @pytest.mark.parametrize("eps", [-1e-4, float("nan")])
-def test_eps_must_not_be_negative(eps):
+def test_negative_eps_raises(eps):
     with pytest.raises(ValueError, match="eps must be at least 0, got"):
-        kernel.positive_features(jnp.ones((2, 2)), jnp.eye(2), eps=eps)
+        feature_maps.positive_features(jnp.ones((2, 2)), jnp.eye(2), eps=eps)
 
 
 def strategy_1(batch, seed):
-    """Queries, keys and values of 8 heads as they start, and their projection."""
+    """Draws queries, keys and values of 8 heads at initialisation, and a projection."""
     rng = np.random.default_rng(seed)
     positions = offsets.grid_positions((16, 16), 1)
     u = kernels.sinusoids(positions, 64.0 ** (-np.arange(4) / 4), num_prefix=1)
@@ -93,32 +98,32 @@ def strategy_1(batch, seed):
         np.concatenate([x, np.broadcast_to(p, (*x.shape[:-1], 16))], axis=-1)
         for x, p in ((content(), q_positions), (content(), u))
     )
-    projection = kernel.draw_orthogonal(jax.random.key(seed), 185, 48)
+    projection = feature_maps.draw_orthogonal(jax.random.key(seed), 185, 48)
     return q, k, content(), projection
 
 
 def published_attention(q, k, v, projection, batch):
-    """With eps = 1e-4 added to features over the largest of the batch of keys."""
+    """Attends with eps = 1e-4 added to features relative to the batch's largest one."""
 
     def project(x):
         x = x / 48**0.25
         return x @ projection.T, (x**2).sum(-1, keepdims=True) / 2
 
-    (of_q, norm_q), (of_k, norm_k) = project(q), project(k)
-    phi_q = np.exp(of_q - norm_q - of_q.max(-1, keepdims=True)) + 1e-4
-    phi_k = np.exp(of_k - norm_k - project(batch)[0].max()) + 1e-4
+    (w_q, norm_q), (w_k, norm_k) = project(q), project(k)
+    phi_q = np.exp(w_q - norm_q - w_q.max(-1, keepdims=True)) + 1e-4
+    phi_k = np.exp(w_k - norm_k - project(batch)[0].max()) + 1e-4
     weights = phi_q @ phi_k.sum(-2)[..., None]
     return phi_q @ (phi_k.swapaxes(-1, -2) @ v) / weights
 
 
-def test_eps_changes_attention_as_documented():
+def test_effect_of_eps_is_as_documented():
     *batch, projection = strategy_1(batch=22, seed=2)
-    # Of the batch, only its largest key matters to an example.
+    # The rest of the batch enters an example only through its largest key.
     q, k, v = (jnp.asarray(x[:2]) for x in batch)
 
     def attend(eps):
         phi = functools.partial(
-            kernel.positive_features, projection=projection, eps=eps
+            feature_maps.positive_features, projection=projection, eps=eps
         )
         return kernels.linear_attention(q, k, v, phi)
 
@@ -137,15 +142,17 @@ def test_eps_changes_attention_as_documented():
     assert 0.59 < distance(published, exact) < 0.63
 
 
-def test_depths_must_agree():
-    projection = kernel.draw_gaussian(KEY, NUM_FEATURES, HEAD_DIM)
+def test_different_head_dims_raise():
+    projection = feature_maps.draw_gaussian(KEY, NUM_FEATURES, HEAD_DIM)
     with pytest.raises(ValueError, match="head_dim 5, got 3; draw it with head_dim=3"):
-        kernel.positive_features(jnp.ones((2, 3)), projection)
+        feature_maps.positive_features(jnp.ones((2, 3)), projection)
 
 
 @pytest.mark.parametrize("num_features", [3, 5, 13])
 def test_rows_are_orthogonal_within_blocks(num_features):
-    projection = kernel.draw_orthogonal(KEY, num_features, HEAD_DIM, norms="fixed")
+    projection = feature_maps.draw_orthogonal(
+        KEY, num_features, HEAD_DIM, norms="fixed"
+    )
     assert projection.shape == (num_features, HEAD_DIM)
     assert projection.dtype == jnp.float32
     for start in range(0, num_features, HEAD_DIM):
@@ -155,8 +162,8 @@ def test_rows_are_orthogonal_within_blocks(num_features):
         )
 
 
-def test_rows_of_deep_heads_are_orthogonal():
-    rows = kernel.draw_orthogonal(KEY, 300, 256, norms="fixed") / 16
+def test_rows_are_orthogonal_at_large_head_dim():
+    rows = feature_maps.draw_orthogonal(KEY, 300, 256, norms="fixed") / 16
     for block in (rows[:256], rows[256:]):
         block = np.float64(block)
         np.testing.assert_allclose(block @ block.T, np.eye(len(block)), atol=1e-5)
@@ -164,8 +171,10 @@ def test_rows_of_deep_heads_are_orthogonal():
 
 @pytest.mark.parametrize("haar", [True, False])
 @pytest.mark.parametrize("head_dim", [1, 2, 5, 48])
-def test_rows_are_those_of_lapack(head_dim, haar):
-    rows = kernel.draw_orthogonal(KEY, 3 * head_dim, head_dim, norms="fixed", haar=haar)
+def test_rows_match_lapack(head_dim, haar):
+    rows = feature_maps.draw_orthogonal(
+        KEY, 3 * head_dim, head_dim, norms="fixed", haar=haar
+    )
     block_key, _ = jax.random.split(KEY)
     gaussian = np.float64(jax.random.normal(block_key, (3, head_dim, head_dim)))
     q, r = np.linalg.qr(gaussian)
@@ -175,32 +184,41 @@ def test_rows_are_those_of_lapack(head_dim, haar):
     np.testing.assert_allclose(rows, expected, atol=1e-5)
 
 
-# LAPACK's and cuSOLVER's decompositions are custom calls.
+# Decompositions by LAPACK or cuSOLVER would be custom calls.
 @pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
-def test_a_draw_calls_no_library(platform):
-    draw = jax.jit(lambda key: kernel.draw_orthogonal(key, NUM_FEATURES, HEAD_DIM))
+def test_draw_lowers_without_lapack(platform):
+    draw = jax.jit(
+        lambda key: feature_maps.draw_orthogonal(key, NUM_FEATURES, HEAD_DIM)
+    )
     key = jax.eval_shape(lambda: jax.random.key(0))
     exported = jax.export.export(draw, platforms=[platform])(key)
     assert "custom_call" not in exported.mlir_module()
 
 
-def test_draws_of_a_key_stay_the_same():
+def test_draws_of_a_key_are_unchanged():
     gaussian = [[-1.446257, 1.539381, 0.382506], [1.970702, -0.587667, 0.209416]]
-    drawn = kernel.draw_gaussian(KEY, 2, 3)
+    drawn = feature_maps.draw_gaussian(KEY, 2, 3)
     np.testing.assert_allclose(drawn, gaussian, atol=1e-5)
     orthogonal = [[-1.905793, -0.393762], [0.062659, -0.303266], [0.275281, 1.089174]]
-    drawn = kernel.draw_orthogonal(KEY, 3, 2)
+    drawn = feature_maps.draw_orthogonal(KEY, 3, 2)
     np.testing.assert_allclose(drawn, orthogonal, atol=1e-5)
-    of_a_layer = [[1.153859, 1.071999], [0.232691, -0.250460], [-1.622414, 0.834958]]
-    drawn = kernel.draw_random_features(
+    layer_projection = [
+        [1.153859, 1.071999],
+        [0.232691, -0.250460],
+        [-1.622414, 0.834958],
+    ]
+    drawn = feature_maps.draw_random_features(
         KEY, layer=4, index=2, num_features=3, head_dim=2
     ).projection
-    np.testing.assert_allclose(drawn, of_a_layer, atol=1e-5)
+    np.testing.assert_allclose(drawn, layer_projection, atol=1e-5)
 
 
 def draw_many(num, **kwargs):
     draw = functools.partial(
-        kernel.draw_orthogonal, num_features=NUM_FEATURES, head_dim=HEAD_DIM, **kwargs
+        feature_maps.draw_orthogonal,
+        num_features=NUM_FEATURES,
+        head_dim=HEAD_DIM,
+        **kwargs,
     )
     return np.asarray(jax.jit(jax.vmap(draw))(jax.random.split(KEY, num)))
 
@@ -219,35 +237,37 @@ def test_chi_norms_make_every_row_gaussian():
     assert np.abs(standard_errors_from(rows**4, 3.0)).max() < 4
 
 
-def test_without_the_sign_fix_the_rows_are_not_uniform():
+def test_rows_without_sign_fix_are_not_uniform():
     uniform = draw_many(500)[:, 0, 0]
-    ancestral = draw_many(500, haar=False)[:, 0, 0]
+    unfixed = draw_many(500, haar=False)[:, 0, 0]
     assert abs(standard_errors_from(uniform, 0.0)) < 4
-    assert abs(standard_errors_from(ancestral, 0.0)) > 20
+    assert abs(standard_errors_from(unfixed, 0.0)) > 20
 
 
-def test_without_the_sign_fix_the_kernel_is_biased():
+def test_features_without_sign_fix_are_biased():
     x = jnp.zeros((1, HEAD_DIM)).at[0, 0].set(1.0)
     exact = np.exp(HEAD_DIM**-0.5)
 
     def estimate(projection):
-        features = kernel.positive_features(x, projection).dense()
+        features = feature_maps.positive_features(x, projection).dense()
         return (features @ features.T)[0, 0]
 
     uniform = jax.vmap(estimate)(draw_many(2000))
-    ancestral = jax.vmap(estimate)(draw_many(2000, haar=False))
+    unfixed = jax.vmap(estimate)(draw_many(2000, haar=False))
     assert abs(standard_errors_from(uniform, exact)) < 4
-    assert abs(standard_errors_from(ancestral, exact)) > 10
+    assert abs(standard_errors_from(unfixed, exact)) > 10
 
 
-def test_fixed_norms_are_biased_as_documented():
+def test_bias_of_fixed_norms_is_as_documented():
     head_dim, x = 12, jnp.zeros((1, 12)).at[0, 0].set(1.5)
 
     @jax.jit
     @jax.vmap
     def estimate(key):
-        projection = kernel.draw_orthogonal(key, 4 * head_dim, head_dim, norms="fixed")
-        features = kernel.positive_features(x, projection).dense()
+        projection = feature_maps.draw_orthogonal(
+            key, 4 * head_dim, head_dim, norms="fixed"
+        )
+        features = feature_maps.positive_features(x, projection).dense()
         return (features @ features.T)[0, 0]
 
     exact = np.exp(1.5**2 / head_dim**0.5)
@@ -258,35 +278,35 @@ def test_fixed_norms_are_biased_as_documented():
 
 
 @pytest.mark.parametrize("sizes", [(0, 5), (7, 0)])
-@pytest.mark.parametrize("draw", [kernel.draw_orthogonal, kernel.draw_gaussian])
-def test_sizes_must_be_positive(draw, sizes):
+@pytest.mark.parametrize(
+    "draw", [feature_maps.draw_orthogonal, feature_maps.draw_gaussian]
+)
+def test_sizes_below_one_raise(draw, sizes):
     with pytest.raises(ValueError, match="must be at least 1, got num_features="):
         draw(KEY, *sizes)
 
 
-def test_unknown_norms_name_the_known():
+def test_unknown_norms_raise_and_name_valid_ones():
     with pytest.raises(ValueError, match="one of chi, fixed, got 'gauss'"):
-        kernel.draw_orthogonal(KEY, 7, 5, norms="gauss")
+        feature_maps.draw_orthogonal(KEY, 7, 5, norms="gauss")
 
 
-def test_default_number_of_features():
-    assert [kernel.default_num_features(d) for d in (1, 32, 48)] == [1, 110, 185]
+def test_default_num_features():
+    assert [feature_maps.default_num_features(d) for d in (1, 32, 48)] == [1, 110, 185]
 
 
 def draw(layer, index=0, **kwargs):
-    return kernel.draw_random_features(
+    return feature_maps.draw_random_features(
         KEY, layer=layer, index=index, num_features=7, head_dim=5, **kwargs
     )
 
 
-def test_redraw_is_a_pure_function_of_key_layer_and_index():
+def test_redraw_depends_only_on_key_layer_and_index():
     collection = {"a": [draw(0), draw(1, norms="fixed")], "b": jnp.ones(3)}
-    drawn = kernel.redraw(collection, KEY, 11)
-    again = kernel.redraw(kernel.redraw(collection, KEY, 2), KEY, 11)
-    for ours, theirs in zip(
-        jax.tree.leaves(drawn), jax.tree.leaves(again), strict=True
-    ):
-        np.testing.assert_array_equal(ours, theirs)
+    drawn = feature_maps.redraw(collection, KEY, 11)
+    again = feature_maps.redraw(feature_maps.redraw(collection, KEY, 2), KEY, 11)
+    for one, other in zip(jax.tree.leaves(drawn), jax.tree.leaves(again), strict=True):
+        np.testing.assert_array_equal(one, other)
     assert jax.tree.structure(drawn) == jax.tree.structure(collection)
     np.testing.assert_array_equal(
         drawn["a"][1].projection, draw(1, 11, norms="fixed").projection
@@ -298,7 +318,7 @@ def test_redraw_is_a_pure_function_of_key_layer_and_index():
             assert np.abs(one.projection - other.projection).min() > 0
 
 
-def test_redraw_inside_a_compiled_step_keeps_shapes_and_dtypes():
+def test_redraw_in_compiled_step_keeps_shapes_and_dtypes():
     features = dataclasses.replace(
         draw(2), projection=draw(2).projection.astype(jnp.bfloat16)
     )
@@ -307,7 +327,7 @@ def test_redraw_inside_a_compiled_step_keeps_shapes_and_dtypes():
     def step(collection, number):
         return jax.lax.cond(
             number % 5 == 0,
-            lambda c: kernel.redraw(c, KEY, number // 5),
+            lambda c: feature_maps.redraw(c, KEY, number // 5),
             lambda c: c,
             collection,
         )
@@ -320,7 +340,7 @@ def test_redraw_inside_a_compiled_step_keeps_shapes_and_dtypes():
     )
 
 
-def test_feature_maps_see_unit_vectors():
+def test_unit_norm_gives_unit_vectors_to_feature_maps():
     x = jax.random.normal(jax.random.key(0), (7, 5)) * jnp.arange(1, 8)[:, None]
     tilde = kernels.unit_norm(x) / 5**0.25
     np.testing.assert_allclose(jnp.linalg.norm(tilde, axis=-1), 1.0, rtol=1e-6)
@@ -329,7 +349,7 @@ def test_feature_maps_see_unit_vectors():
     )
 
 
-def test_gradients_equal_the_reference():
+def test_unit_norm_matches_reference():
     x = jax.random.normal(jax.random.key(0), (2, 7, 5))
 
     def naive(x):
@@ -339,7 +359,7 @@ def test_gradients_equal_the_reference():
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-def test_short_vectors_stay_short_and_have_no_gradient(dtype):
+def test_unit_norm_of_short_vectors_stays_short_without_gradient(dtype):
     x = jnp.array([[0.0, 0.0, 0.0], [1e-5, 0.0, -2e-5], [3.0, 0.0, -4.0]], dtype)
     out, pullback = jax.vjp(kernels.unit_norm, x)
     assert out.dtype == dtype

@@ -1,4 +1,4 @@
-"""Gated positional attention: grids, prefix tokens, decoding and errors."""
+"""Tests gated positional attention: grids, prefix tokens, decoding and errors."""
 
 import functools
 import math
@@ -34,7 +34,7 @@ def _inputs(length, width):
     ("grid", "num_prefix", "width", "masked"),
     [((3, 2), 2, 6, True), ((3, 4), 0, 3, False), ((5,), 1, 5, False)],
 )
-def test_every_grid_equals_the_reference(grid, num_prefix, width, masked):
+def test_matches_reference_on_every_grid(grid, num_prefix, width, masked):
     length = num_prefix + math.prod(grid)
     mask = np.arange(length) % 4 != 2 if masked else np.ones(length, bool)
     compare.expect_equal(
@@ -54,7 +54,7 @@ def test_every_grid_equals_the_reference(grid, num_prefix, width, masked):
     )
 
 
-def test_decoding_equals_attending_to_all_at_once():
+def test_decoding_matches_causal_attention():
     q, k, v, gate, coefficients = _inputs(7, 2)
 
     @jax.jit
@@ -71,18 +71,18 @@ def test_decoding_equals_attending_to_all_at_once():
     np.testing.assert_allclose(outs, expected, atol=1e-6)
 
 
-def test_an_open_gate_sees_positions_only():
+def test_large_gate_attends_by_position_only():
     q, k, v, _, _ = _inputs(6, 3)
-    coefficients = jnp.array([-20.0, 0.0, 40.0])  # one column to the left
+    coefficients = jnp.array([-20.0, 0.0, 40.0])  # favours the key at the left
     out = kernels.gated_positional_attention(
         q, k, v, jnp.array(50.0), coefficients, grid=(2, 3)
     )
     np.testing.assert_allclose(out[:, [1, 2, 4, 5]], v[:, [0, 1, 3, 4]], atol=1e-5)
 
 
-def test_refuses_coefficients_that_do_not_fit():
+def test_wrong_number_of_coefficients_raises():
     q, k, v, gate, coefficients = _inputs(7, 3)
-    message = "grid of 2 axes and num_prefix=1 has 6 coefficients, got 3"
+    message = "grid of 2 axes and num_prefix=1 needs 6 coefficients, got 3"
     with pytest.raises(ValueError, match=message):
         kernels.gated_positional_attention(
             q, k, v, gate, coefficients, grid=(2, 3), num_prefix=1

@@ -1,4 +1,4 @@
-"""Linformer's projection of keys and values along the sequence."""
+"""Tests Linformer attention."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ import numpy as np
 from relattn import kernels
 
 
-def test_without_keys_there_is_nothing():
+def test_without_keys_output_is_zero():
     x = np.random.default_rng(0).normal(size=(3, 5, 2)).astype(np.float32)
     matrix = np.ones((2, 5), np.float32)
     mask = np.array([True, False, True])[:, None] & np.ones(5, bool)
@@ -15,7 +15,7 @@ def test_without_keys_there_is_nothing():
     assert (out[1] == 0).all() and (out[::2] != 0).all()
 
 
-def test_the_identity_gives_softmax_attention():
+def test_identity_projection_gives_softmax_attention():
     q, k, v = np.random.default_rng(0).normal(size=(3, 2, 5, 7)).astype(np.float32)
 
     @jax.jit

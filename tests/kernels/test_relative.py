@@ -1,4 +1,4 @@
-"""Tables of offsets: grids, prefix tokens, decoding, memory and errors."""
+"""Tests relative attention: grids, prefix tokens, decoding, memory and errors."""
 
 import functools
 import math
@@ -13,7 +13,7 @@ from tests import reference
 from tests.helpers import compare
 
 HEAD_DIM, VALUE_DIM = 5, 3
-# Grid, prefix tokens, and whether the tables have rows for them.
+# Grid, number of prefix tokens, and whether the tables have rows for them.
 GRIDS = [((3, 4), 0, False), ((2, 5), 2, True), ((5,), 1, False), ((1, 1), 1, True)]
 
 
@@ -34,7 +34,7 @@ def _inputs(length, rows):
 
 
 @pytest.mark.parametrize(("grid", "num_prefix", "prefix_rows"), GRIDS)
-def test_every_grid_equals_the_reference(grid, num_prefix, prefix_rows):
+def test_matches_reference_on_every_grid(grid, num_prefix, prefix_rows):
     length = num_prefix + math.prod(grid)
     rows = offsets.num_table_rows(grid, num_prefix if prefix_rows else 0)
 
@@ -59,7 +59,7 @@ def test_every_grid_equals_the_reference(grid, num_prefix, prefix_rows):
 
 
 @pytest.mark.parametrize("name", ["key_table", "value_table", "bias"])
-def test_a_table_by_itself(name):
+def test_single_table_matches_reference(name):
     q, k, v, *tables = _inputs(7, 13)
     table = dict(zip(["key_table", "value_table", "bias"], tables, strict=True))[name]
     plain = kernels.causal_softmax_attention(q, k, v)
@@ -78,7 +78,7 @@ def test_a_table_by_itself(name):
     np.testing.assert_allclose(out[0], expected, atol=1e-5)
 
 
-def test_a_sequence_may_be_shorter_than_its_tables():
+def test_sequence_may_be_shorter_than_tables():
     q, k, v, *tables = _inputs(7, 13)
     names = ["key_table", "value_table", "bias"]
     whole = kernels.causal_relative_attention(
@@ -90,7 +90,7 @@ def test_a_sequence_may_be_shorter_than_its_tables():
     np.testing.assert_allclose(part, whole[:, :4], atol=1e-6)
 
 
-def test_decoding_equals_attending_to_all_at_once():
+def test_decoding_matches_causal_attention():
     q, k, v, *tables = _inputs(7, 13)
     tables = dict(zip(["key_table", "value_table", "bias"], tables, strict=True))
 
@@ -98,7 +98,7 @@ def test_decoding_equals_attending_to_all_at_once():
     def step(index):
         future = jnp.arange(7)[:, None] > index
         q_i = jax.lax.dynamic_index_in_dim(q, index, axis=1, keepdims=False)
-        # What the cache holds of the future must not matter.
+        # Later entries of the cache must have no effect.
         seen = (jnp.where(future, 1e3, x) for x in (k, v))
         return kernels.causal_relative_attention_step(q_i, *seen, index=index, **tables)
 
@@ -107,7 +107,7 @@ def test_decoding_equals_attending_to_all_at_once():
     np.testing.assert_allclose(outs, expected, atol=1e-6)
 
 
-def test_no_array_holds_a_vector_for_every_pair():
+def test_memory_has_no_vector_per_pair():
     side, head_dim = 8, 64
 
     def loss(q, key_table, value_table):
@@ -137,7 +137,7 @@ def test_no_array_holds_a_vector_for_every_pair():
             lambda x: kernels.relative_attention(
                 x, x, x, grid=(2, 3), num_prefix=1, key_table=x
             ),
-            "'key_table' needs 15 rows, one an offset, or 18 with .*got 7",
+            "'key_table' needs 15 rows, one for each offset, or 18 with .*got 7",
         ),
         (
             lambda x: kernels.causal_relative_attention(x, x, x, bias=jnp.ones(11)),
@@ -151,10 +151,10 @@ def test_no_array_holds_a_vector_for_every_pair():
             lambda x: kernels.causal_relative_attention_step(
                 x[0], x, x, index=0, value_table=x
             ),
-            "'value_table' needs 13 rows, one an offset, got 7",
+            "'value_table' needs 13 rows, one for each offset, got 7",
         ),
     ],
 )
-def test_refuses_tables_that_do_not_fit(call, message):
+def test_tables_that_do_not_fit_raise(call, message):
     with pytest.raises(ValueError, match=message):
         call(jnp.ones((7, HEAD_DIM)))

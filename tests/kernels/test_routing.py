@@ -1,4 +1,4 @@
-"""Routing: who is chosen, what several clusters give, how centroids move."""
+"""Tests routing attention, centroid updates and local attention."""
 
 import functools
 
@@ -33,8 +33,8 @@ def centroids():
 attend = jax.jit(kernels.routing_attention, static_argnames="window")
 
 
-def by_loops(q, k, v, mu, window, exists):
-    """Algorithm 1, token by token."""
+def naive_routing(q, k, v, mu, window, exists):
+    """Computes algorithm 1 token by token; also returns the outputs per cluster."""
     q, k, v, mu = normalise(q), normalise(k), np.float64(v), np.float64(mu)
     outs = [[] for _ in q]
     for centroid in mu:
@@ -52,18 +52,18 @@ def by_loops(q, k, v, mu, window, exists):
 
 
 @pytest.mark.parametrize("num_tokens", [N, 3])
-def test_clusters_are_those_of_plain_loops(num_tokens):
+def test_clusters_match_naive_routing(num_tokens):
     exists = np.arange(N) < num_tokens
     q, k, v = inputs()
     out = attend(q, k, v, centroids(), window=WINDOW, key_mask=exists)
-    expected, outs = by_loops(q, k, v, centroids(), WINDOW, exists)
+    expected, outs = naive_routing(q, k, v, centroids(), WINDOW, exists)
     np.testing.assert_allclose(out, expected, atol=2e-6)
-    # A token that nobody chose is zero, one that several did is their mean.
+    # Some tokens are in no cluster, some in one, some in several.
     counts = {len(found) for found in outs}
     assert {0, 1, 2} <= counts if num_tokens == N else counts == {0, CLUSTERS}
 
 
-def test_one_cluster_of_all_tokens_is_softmax_attention():
+def test_single_cluster_of_all_tokens_is_softmax_attention():
     q, k, v = inputs()
     out = attend(q, k, v, centroids()[:1], window=N)
     directions = (np.float32(normalise(x)) for x in (q, k))
@@ -71,7 +71,7 @@ def test_one_cluster_of_all_tokens_is_softmax_attention():
     np.testing.assert_allclose(out, expected, atol=2e-6)
 
 
-def test_gradients_flow_through_values_and_not_through_the_choice():
+def test_cluster_assignment_has_no_gradient():
     def loss(q, mu):
         k, v = keys
         out = kernels.routing_attention(q, k, v, mu, window=WINDOW)
@@ -79,18 +79,18 @@ def test_gradients_flow_through_values_and_not_through_the_choice():
         return jnp.sin(out).sum() + sums.sum() + counts.sum()
 
     keys = inputs()[1:]
-    of_q, of_mu = jax.jit(jax.grad(loss, (0, 1)))(inputs()[0], centroids())
-    assert (of_mu == 0).all() and (of_q != 0).any()
+    q_gradient, mu_gradient = jax.jit(jax.grad(loss, (0, 1)))(inputs()[0], centroids())
+    assert (mu_gradient == 0).all() and (q_gradient != 0).any()
 
 
 @pytest.mark.parametrize("window", [0, N + 1])
-def test_a_window_of_no_tokens_or_too_many(window):
+def test_invalid_window_raises(window):
     q, k, v = inputs()
     with pytest.raises(ValueError, match=rf"1 to n=11 tokens, got window={window}"):
         kernels.routing_attention(q, k, v, centroids(), window=window)
 
 
-def test_centroids_move_to_the_mean_of_their_tokens():
+def test_centroids_move_to_mean_of_their_tokens():
     x, mu = inputs(), centroids()
     mask = np.arange(N) % 3 != 0
 
@@ -107,7 +107,7 @@ def test_centroids_move_to_the_mean_of_their_tokens():
         expected = 0.9 * np.float64(mu[cluster]) + 0.1 * mean
         expected /= np.linalg.norm(expected)
         np.testing.assert_allclose(moved[cluster], expected, atol=1e-6)
-    # A cluster without tokens stays.
+    # Centroids of empty clusters do not change.
     np.testing.assert_array_equal(move(mu, np.zeros(N, bool)), mu)
 
 
@@ -117,10 +117,10 @@ def random(*shape):
 
 @pytest.mark.parametrize(
     ("window", "num_prefix", "n"),
-    # Blocks that do not divide the sequence; a window longer than it.
+    # Blocks that do not divide the sequence; a window longer than the sequence.
     [(4, 2, 11), (23, 0, 5)],
 )
-def test_every_window_equals_the_reference(window, num_prefix, n):
+def test_local_attention_matches_reference(window, num_prefix, n):
     inputs = list(random(3, 2, n, 3))
     i, j = np.ogrid[:n, :n]
     near = abs(i - j) <= window // 2
@@ -136,21 +136,23 @@ def test_every_window_equals_the_reference(window, num_prefix, n):
     )
 
 
-def test_a_window_of_one_token_is_the_token():
+def test_local_window_of_one_token_returns_its_value():
     x, v = random(2, 5, 3)
     attend = jax.jit(functools.partial(kernels.local_attention, window=1))
     np.testing.assert_array_equal(attend(x, x, v), v)
 
 
-def test_a_window_holds_a_token():
+def test_empty_local_window_raises():
     x = jnp.ones((5, 2))
     with pytest.raises(ValueError, match="local attention needs window >= 1, got 0"):
         kernels.local_attention(x, x, x, window=0)
 
 
-def test_there_are_no_fewer_tokens_than_prefix_tokens():
+def test_local_attention_checks_num_prefix():
     x = jnp.ones((1, 3))
-    with pytest.raises(ValueError, match="between 0 and the 1 tokens, got 2"):
+    with pytest.raises(
+        ValueError, match="between 0 and the number of tokens, 1, got 2"
+    ):
         kernels.local_attention(x, x, x, window=3, num_prefix=2)
-    everything = kernels.local_attention(x, x, x, window=3, num_prefix=1)
-    np.testing.assert_allclose(everything, x, rtol=1e-6)
+    out = kernels.local_attention(x, x, x, window=3, num_prefix=1)
+    np.testing.assert_allclose(out, x, rtol=1e-6)

@@ -1,4 +1,4 @@
-"""Softmax attention against the naive reference."""
+"""Tests softmax attention against the naive reference."""
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ def draw_inputs(seed=0, m=M):
     return q, k, v, bias
 
 
-def test_bias_and_both_masks_equal_the_reference():
+def test_bias_and_both_masks_match_reference():
     mask = np.arange(N * M).reshape(N, M) % 3 != 0
     key_mask = np.arange(M) != 2
     compare.expect_equal(
@@ -35,7 +35,7 @@ def test_bias_and_both_masks_equal_the_reference():
     )
 
 
-def test_causal_equals_the_reference():
+def test_causal_matches_reference():
     key_mask = np.arange(N) != 1
     compare.expect_equal(
         lambda q, k, v, bias: softmax.causal_softmax_attention(
@@ -48,7 +48,7 @@ def test_causal_equals_the_reference():
     )
 
 
-def test_a_query_without_keys_gives_zeros_and_finite_gradients():
+def test_query_without_keys_gives_zeros_and_finite_gradients():
     q, k, v, _ = draw_inputs()
     mask = jnp.ones((N, M), bool).at[2].set(False)
 
@@ -62,7 +62,7 @@ def test_a_query_without_keys_gives_zeros_and_finite_gradients():
         assert np.isfinite(gradient).all()
 
 
-def test_masks_and_bias_broadcast_against_leading_axes():
+def test_masks_and_bias_broadcast_over_leading_axes():
     q, k, v, bias = (jnp.stack([x, 2 * x]) for x in draw_inputs())
     mask = jnp.asarray(np.arange(N * M).reshape(N, M) % 2 == 0)
     key_mask = jnp.asarray(np.arange(2 * M).reshape(2, 1, M) % 3 != 0)
@@ -76,7 +76,7 @@ def test_masks_and_bias_broadcast_against_leading_axes():
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_low_precision_inputs_are_summed_in_float32(dtype):
+def test_half_precision_inputs_are_summed_in_float32(dtype):
     q, k, v, _ = (x.astype(dtype) for x in draw_inputs())
     out = softmax.softmax_attention(q, k, v)
     wide = softmax.softmax_attention(*(x.astype(jnp.float32) for x in (q, k, v)))

@@ -269,6 +269,9 @@ def default_num_features(head_dim: int) -> int:
     Returns:
         The number of features.
 
+    Raises:
+        ValueError: If ``head_dim`` is less than one.
+
     Example:
         >>> default_num_features(48)
         185

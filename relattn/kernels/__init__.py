@@ -26,10 +26,6 @@ from relattn.kernels.gated_positional import (
 from relattn.kernels.linear import FeatureMap as FeatureMap
 from relattn.kernels.linear import LinearState as LinearState
 from relattn.kernels.linear import causal_linear_attention as causal_linear_attention
-from relattn.kernels.linear import (
-    causal_linear_attention_step as causal_linear_attention_step,
-)
-from relattn.kernels.linear import init_linear_state as init_linear_state
 from relattn.kernels.linear import linear_attention as linear_attention
 from relattn.kernels.linformer import linformer_attention as linformer_attention
 from relattn.kernels.positions.bias import offset_buckets as offset_buckets
@@ -114,7 +110,6 @@ __all__ = [
     "causal_gated_positional_attention",
     "causal_gated_positional_attention_step",
     "causal_linear_attention",
-    "causal_linear_attention_step",
     "causal_lor_translution",
     "causal_lor_translution_step",
     "causal_relative_attention",
@@ -138,7 +133,6 @@ __all__ = [
     "draw_random_features",
     "gated_positional_attention",
     "general_translution",
-    "init_linear_state",
     "irpe_exponents",
     "length_scale_frequencies",
     "linear_attention",

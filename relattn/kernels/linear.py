@@ -275,25 +275,35 @@ def causal_linear_attention(
     feature_map: FeatureMap,
     *,
     key_mask: Bool[Array, "*#batch n"] | None = None,
+    state: LinearState | None = None,
+    return_state: bool = False,
     chunk_size: int = 64,
     precision: jax.lax.PrecisionLike = None,
-) -> Float[Array, "*batch n value_dim"]:
-    """Attention of every token to itself and those before it, by features.
+) -> (
+    Float[Array, "*batch n value_dim"]
+    | tuple[Float[Array, "*batch n value_dim"], LinearState]
+):
+    """Computes linear attention of every token to itself and the tokens before it.
 
     out_i = phi(q_i)^T S_i / phi(q_i)^T z_i, S_i = sum_{j <= i} phi(k_j) v_j^T,
     z_i = sum_{j <= i} phi(k_j): masked products within a chunk, sums between chunks.
 
+    The state holds S and z, and its size does not depend on the number of tokens. A
+    call with n tokens, and one with m more tokens that continues from the returned
+    state, give the outputs of one call with n + m tokens. With the whole prompt the
+    call fills a decoder's state, with one token it is a decoding step.
+
     Nothing depends on later tokens, bit for bit. Keys' exponents are shifted by
-    `Features.bound`, which looks at no token, or, where a token has one exponent, by
-    the largest so far. Denominators are guarded as in `linear_attention`; where all
-    weights underflow, the result is zero.
+    `Features.bound`, which does not depend on the data, or, where a token has one
+    exponent, by the largest exponent so far. Denominators are guarded as in
+    `linear_attention`; where all weights underflow, the result is zero.
 
     Positive features of long keys underflow: no query gives such a key any weight. The
     median norm of a key from which this happens (50 draws of 110, 266 and 621 features)
     is 38 at head_dim 32, 46 at head_dim 64 and 56 at head_dim 128; where there is no
-    other key, normal queries get zeros from a norm of 36, 43 and 51 on. In heads deeper
-    than about 224 features of ordinary keys underflow too, since the bound grows with
-    the head_dim. `underflowed` tells which keys are affected. Features with ``eps`` do
+    other key, normal queries get zeros from a norm of 36, 43 and 51 on. With head_dim
+    above about 224, features of ordinary keys underflow too, since the bound grows with
+    head_dim. `underflowed` returns which keys are affected. Features with ``eps`` do
     not underflow.
 
     Args:
@@ -302,49 +312,71 @@ def causal_linear_attention(
         v: Values, shape ``[*batch, n, value_dim]``.
         feature_map: From ``[*batch, n, head_dim]`` to features, token by token.
         key_mask: True for keys that exist, shape ``[*batch, n]``.
-        chunk_size: Tokens a chunk.
+        state: The state that an earlier call returned for the tokens before these; None
+            if there are none.
+        return_state: Whether to return the state after these tokens too.
+        chunk_size: Number of tokens in a chunk.
         precision: Passed to einsum.
 
     Returns:
-        Shape ``[*batch, n, value_dim]``, in the dtype of ``v``.
+        Shape ``[*batch, n, value_dim]``, in the dtype of ``v``. With ``return_state``,
+        also the state.
 
     Raises:
         ValueError: If shapes or dtypes do not fit together.
-        ValueError: If ``chunk_size`` is less than one, or the features have neither a
-            bound nor one exponent a token.
+        ValueError: If ``chunk_size`` is less than one, the features have neither a
+            bound nor one exponent per token, or the state has other shapes.
 
     Example:
         >>> from relattn.kernels import draw_orthogonal, positive_features
         >>> w = draw_orthogonal(jax.random.key(0), 5, 3)
-        >>> x = jnp.eye(3)
-        >>> causal_linear_attention(x, x, x, lambda x: positive_features(x, w))[0]
+        >>> x, feature_map = jnp.eye(3), lambda x: positive_features(x, w)
+        >>> out = causal_linear_attention(x, x, x, feature_map)
+        >>> out[0]
         Array([1., 0., 0.], dtype=float32)
+        >>> prompt, last = x[:2], x[2:]
+        >>> _, state = causal_linear_attention(
+        ...     prompt, prompt, prompt, feature_map, return_state=True)
+        >>> out_2 = causal_linear_attention(last, last, last, feature_map, state=state)
+        >>> bool(jnp.allclose(out_2, out[2:], atol=1e-6))
+        True
 
     Source:
         Choromanski et al., Rethinking Attention with Performers, section 2.5; chunks:
-        Hua et al., Transformer Quality in Linear Time, section 3.2.
+        Hua et al., Transformer Quality in Linear Time, section 3.2; state:
+        Katharopoulos et al., Transformers are RNNs, section 3.4.
     """
     check_chunk_size(chunk_size)
     q, k, v = broadcast_leading(q, k, v)
     k, v, key_mask = zero_masked(k, v, key_mask)
     einsum = wide_einsum(precision)
-    state = init_linear_state(k[..., 0, :], v[..., 0, :], feature_map)
-    length = q.shape[-2]
-    # With a bound, chunks need nothing of each other but sums: some go side by side.
-    bounded = _feature_shapes(feature_map, k[..., 0, :]).bound is not None
-    parallel = _PARALLEL_CHUNKS if bounded and length > chunk_size else 1
+    length, parallel = q.shape[-2], 1
+    if state is None or length > chunk_size:
+        features = _feature_shapes(feature_map, k)
+        check_causal(features)
+        if state is None:
+            state = _empty_causal(features, v)
+        # With a bound, only sums pass between chunks: several are computed in parallel.
+        if features.bound is not None and length > chunk_size:
+            parallel = _PARALLEL_CHUNKS
 
     def attend(state, tokens):
         return _attend_causally(state, tokens, feature_map, einsum, parallel)
 
     if length <= chunk_size:
-        return attend(state, (q, k, v, key_mask))[1]
-    size = parallel * chunk_size
-    tokens = split_chunks((q, k, v), size, multiple=parallel)
-    if key_mask is not None:
-        key_mask = split_chunks(key_mask[..., None], size, multiple=parallel)[..., 0]
-    _, out = scan_chunks(attend, state, (*tokens, key_mask))
-    return join_chunks(out, length)
+        state, out = attend(state, (q, k, v, key_mask))
+    else:
+        if return_state and key_mask is None:
+            # Masks the zeros that fill the last chunk, which have features too.
+            key_mask = jnp.ones(k.shape[:-1], bool)
+        size = parallel * chunk_size
+        tokens = split_chunks((q, k, v), size, multiple=parallel)
+        if key_mask is not None:
+            key_mask = split_chunks(key_mask[..., None], size, multiple=parallel)
+            key_mask = key_mask[..., 0]
+        state, chunks = scan_chunks(attend, state, (*tokens, key_mask))
+        out = join_chunks(chunks, length)
+    return (out, state) if return_state else out
 
 
 def underflowed(keys: Features) -> Bool[Array, "*batch n"]:
@@ -365,96 +397,6 @@ def underflowed(keys: Features) -> Bool[Array, "*batch n"]:
     """
     largest = jnp.max(keys.exponents - keys.bound, axis=-1)
     return largest < math.log(jnp.finfo(jnp.float32).tiny)
-
-
-@check_arguments
-def init_linear_state(
-    k_i: Float[Array, "*#batch head_dim"],
-    v_i: Float[Array, "*#batch value_dim"],
-    feature_map: FeatureMap,
-) -> LinearState:
-    """The state before the first token, for `causal_linear_attention_step`.
-
-    Args:
-        k_i: Any key; only its shape matters.
-        v_i: Any value; only its shape matters.
-        feature_map: From ``[*batch, n, head_dim]`` to features.
-
-    Returns:
-        A state of no keys.
-
-    Raises:
-        ValueError: If shapes or dtypes do not fit together.
-        ValueError: If the features have neither a bound nor one exponent a token.
-
-    Example:
-        >>> init_linear_state(jnp.ones((2, 3)), jnp.ones((2, 5)), jnp.exp).sums.shape
-        (2, 3, 6)
-    """
-    batch = jnp.broadcast_shapes(k_i.shape[:-1], v_i.shape[:-1])
-    features = _feature_shapes(feature_map, k_i)
-    check_causal(features)
-    plain = features.values is None
-    num_features = (features.exponents if plain else features.values).shape[-1]
-    # With a bound, the bound is the shift and this one stays zero.
-    shift = LOWEST if features.bound is None else 0.0
-    dtype = compute_dtype(v_i, *(x.dtype for x in jax.tree.leaves(features)))
-    return LinearState(
-        shift=jnp.full((*batch, 1, 1), shift, dtype),
-        sums=jnp.zeros((*batch, num_features, v_i.shape[-1] + 1), dtype),
-        magnitudes=None if plain else jnp.zeros((*batch, num_features, 1), dtype),
-    )
-
-
-@check_arguments
-def causal_linear_attention_step(
-    state: LinearState,
-    q_i: Float[Array, "*#batch head_dim"],
-    k_i: Float[Array, "*#batch head_dim"],
-    v_i: Float[Array, "*#batch value_dim"],
-    feature_map: FeatureMap,
-    *,
-    precision: jax.lax.PrecisionLike = None,
-) -> tuple[LinearState, Float[Array, "*batch value_dim"]]:
-    """One token of `causal_linear_attention`, for decoding.
-
-    S_i = S_{i-1} + phi(k_i) v_i^T, z_i = z_{i-1} + phi(k_i),
-    out_i = phi(q_i)^T S_i / phi(q_i)^T z_i.
-
-    Args:
-        state: From `init_linear_state` or the token before; its size is constant.
-        q_i: The token's query, shape ``[*batch, head_dim]``.
-        k_i: Its key, shape ``[*batch, head_dim]``.
-        v_i: Its value, shape ``[*batch, value_dim]``.
-        feature_map: As everywhere in the sequence.
-        precision: Passed to einsum.
-
-    Returns:
-        The state after the token, and its output, ``[*batch, value_dim]``.
-
-    Raises:
-        ValueError: If shapes or dtypes do not fit together.
-
-    Example:
-        >>> x = jnp.ones((2, 3))
-        >>> state = init_linear_state(x, x, jax.nn.relu)
-        >>> causal_linear_attention_step(state, x, x, x, jax.nn.relu)[1].tolist()
-        [[1.0, 1.0, 1.0], [1.0, 1.0, 1.0]]
-
-    Source:
-        Katharopoulos et al., Transformers are RNNs, section 3.4.
-    """
-    q, k, v = broadcast_leading(*(x[..., None, :] for x in (q_i, k_i, v_i)))
-    found = state.sums.shape
-    expected = (*k.shape[:-2], found[-2], v.shape[-1] + 1)
-    if found != expected:
-        raise ValueError(
-            f"the state has sums of shape {found}, but the token needs {expected}: "
-            "start with init_linear_state of keys and values of its shapes"
-        )
-    einsum = wide_einsum(precision)
-    state, out = _attend_causally(state, (q, k, v, None), feature_map, einsum)
-    return state, out[..., 0, :]
 
 
 def check_causal(features: Any) -> None:
@@ -493,20 +435,42 @@ def causal_factors(
     return scale_queries(queries, bound), phi, None
 
 
-def _feature_shapes(feature_map, k_i):
-    """The shapes of one token's features."""
+def _feature_shapes(feature_map, k):
+    """Returns the shapes and dtypes of one token's features."""
     return jax.eval_shape(
         functools.partial(evaluate, feature_map),
-        jax.ShapeDtypeStruct((*k_i.shape[:-1], 1, k_i.shape[-1]), k_i.dtype),
+        jax.ShapeDtypeStruct((*k.shape[:-2], 1, k.shape[-1]), k.dtype),
+    )
+
+
+def _empty_causal(features, v):
+    """Returns the state before the first token, for features of these shapes."""
+    batch = v.shape[:-2]
+    signed = features.values is not None
+    num_features = (features.values if signed else features.exponents).shape[-1]
+    # With a bound, the bound is the shift and this one stays zero.
+    shift = LOWEST if features.bound is None else 0.0
+    dtype = compute_dtype(v, *(x.dtype for x in jax.tree.leaves(features)))
+    return LinearState(
+        shift=jnp.full((*batch, 1, 1), shift, dtype),
+        sums=jnp.zeros((*batch, num_features, v.shape[-1] + 1), dtype),
+        magnitudes=jnp.zeros((*batch, num_features, 1), dtype) if signed else None,
     )
 
 
 def _attend_causally(state, tokens, feature_map, einsum, parallel=1):
-    """The state after some tokens, and their outputs, in chunks side by side."""
+    """Returns the state after the tokens, and their outputs, by parallel chunks."""
     q, k, v, mask = tokens
     phi_q, phi_k, exponents = causal_factors(
         evaluate(feature_map, q), evaluate(feature_map, k), mask
     )
+    expected = (*phi_k.shape[:-2], phi_k.shape[-1], v.shape[-1] + 1)
+    if state.sums.shape != expected:
+        raise ValueError(
+            f"the state has sums of shape {state.sums.shape}, but these tokens and "
+            f"features need {expected}: give the state that causal_linear_attention "
+            "returned for the tokens before, or None for the first tokens"
+        )
     size = q.shape[-2] // parallel
     causal = jnp.tril(jnp.ones((size, size), bool))
     if exponents is None:

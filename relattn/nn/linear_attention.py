@@ -96,15 +96,16 @@ class LinearAttention(MultiHeadAttention):
                 index=context.index,
                 **tables,
             )
-        state = self.variable(
-            "cache", "state", linear.init_linear_state, k_i, v_i, feature_map
-        )
-        after, out_i = linear.causal_linear_attention_step(
-            state.value, q_i, k_i, v_i, feature_map
+        tokens = (x[..., None, :] for x in (q_i, k_i, v_i))
+        out, state = linear.causal_linear_attention(
+            *tokens,
+            feature_map,
+            state=self.get_variable("cache", "state"),
+            return_state=True,
         )
         if not self.is_initializing():
-            state.value = after
-        return out_i
+            self.put_variable("cache", "state", state)
+        return out[..., 0, :]
 
 
 FEATURE_MAPS = {

@@ -48,9 +48,6 @@ POSITIVE = {"feature_map": jax.nn.softplus}
 GATE = {"gate": np.zeros((), np.float32), "coefficients": np.zeros(2, np.float32)}
 WEIGHTS = matrices(("w_q", "w_k", "w_v"), HEAD_DIM, HEADS, HEAD_DIM)
 LOW_WEIGHTS = matrices(("t_q", "t_k", "t_v"), INNER, HEADS, RANK)
-STATE = kernels.init_linear_state(
-    jnp.ones((BATCH, HEADS, HEAD_DIM)), jnp.ones((BATCH, HEADS, VALUE_DIM)), jax.nn.relu
-)
 
 # For every kernel: the shapes of its tokens, and its other arguments.
 KERNELS = {
@@ -58,10 +55,6 @@ KERNELS = {
     "causal_softmax_attention": (SELF, {}),
     "linear_attention": (CROSS, POSITIVE),
     "causal_linear_attention": (SELF, POSITIVE),
-    "causal_linear_attention_step": (
-        {"q_i": (HEAD_DIM,), "k_i": (HEAD_DIM,), "v_i": (VALUE_DIM,)},
-        {"state": STATE, **POSITIVE},
-    ),
     "toeplitz_linear_attention": (SELF, POSITIVE | OFFSETS | LINE),
     "causal_toeplitz_linear_attention": (SELF, POSITIVE | OFFSETS),
     "causal_toeplitz_linear_attention_step": (STEP, POSITIVE | OFFSETS | {"index": 3}),
@@ -189,8 +182,7 @@ def test_non_boolean_mask_raises(name, mask):
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("dtype", [np.int32, bool])
 def test_integers_and_booleans_become_float32(name, dtype):
-    leading = (BATCH, HEADS) if name == "causal_linear_attention_step" else ()
-    tokens = draw(name, *leading, dtype=dtype)
+    tokens = draw(name, dtype=dtype)
 
     def shapes(tokens):
         return jax.eval_shape(lambda: call(name, tokens))
@@ -375,12 +367,6 @@ def call_with(name, **changes):
 def test_errors_name_arrays_and_shapes(invalid_call, message):
     with pytest.raises(ValueError, match=message):
         invalid_call()
-
-
-def test_state_of_another_batch_raises():
-    tokens = draw("causal_linear_attention_step", BATCH + 1, HEADS)
-    with pytest.raises(ValueError, match=r"state .* \(2, 2, 6, 4\).* \(3, 2, 6, 4\)"):
-        call("causal_linear_attention_step", tokens)
 
 
 def test_valid_arrays_are_passed_unchanged():

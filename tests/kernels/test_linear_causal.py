@@ -2,6 +2,7 @@
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,14 +10,10 @@ import pytest
 
 from relattn.kernels import Features, draw_orthogonal
 from relattn.kernels import feature_maps as maps
-from relattn.kernels.linear import (
-    causal_linear_attention,
-    causal_linear_attention_step,
-    init_linear_state,
-    underflowed,
-)
+from relattn.kernels.linear import causal_linear_attention, underflowed
 from tests import reference
 from tests.helpers import compare
+from tests.helpers.quick import quick_jit
 
 HEADS, N, HEAD_DIM, VALUE_DIM = 2, 11, 5, 3
 PROJECTION = draw_orthogonal(jax.random.key(1), 13, HEAD_DIM)
@@ -91,19 +88,48 @@ def test_rows_without_keys_give_zeros_and_finite_gradients(name, chunk_size):
         assert np.isfinite(gradient).all()
 
 
+@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("name", NAMES)
-def test_the_recurrent_step_equals_the_kernel_row_by_row(name):
-    q, k, v = draw_inputs(scale=2.0)
-    expected = causal_linear_attention(q, k, v, feature_map(name), chunk_size=4)
-    step = jax.jit(
-        functools.partial(causal_linear_attention_step, feature_map=feature_map(name))
+def test_continuing_from_a_state_equals_one_call(name, masked):
+    inputs = draw_inputs(scale=2.0)
+    key_mask = np.arange(N) % 3 != 1 if masked else None
+
+    def attend(starts, chunk_size, q, k, v):
+        outs, state = [], None
+        for start, stop in zip(starts, [*starts[1:], N], strict=True):
+            out, state = causal_linear_attention(
+                *(x[:, start:stop] for x in (q, k, v)),
+                feature_map(name),
+                key_mask=None if key_mask is None else key_mask[start:stop],
+                state=state,
+                return_state=True,
+                chunk_size=chunk_size,
+            )
+            outs.append(out)
+        return jnp.concatenate(outs, axis=1), state
+
+    @quick_jit
+    def value_and_gradients(inputs):
+        results = []
+        # At once, in two parts of padded chunks, and token by token.
+        for starts, chunk_size in (([0], N), ([0, 6], 4), (range(N), 64)):
+            attend_parts = functools.partial(attend, starts, chunk_size)
+            out, pullback = jax.vjp(lambda *x, f=attend_parts: f(*x)[0], *inputs)
+            cotangent = jnp.cos(jnp.arange(out.size)).reshape(out.shape)
+            results.append((out, pullback(cotangent), attend_parts(*inputs)[1]))
+        return results
+
+    (whole, gradients, state), *others = value_and_gradients(inputs)
+    expected = causal_linear_attention(
+        *inputs, feature_map(name), key_mask=key_mask, chunk_size=N
     )
-    state = init_linear_state(k[:, 0], v[:, 0], feature_map(name))
-    shapes = jax.tree.map(jnp.shape, state)
-    for i in range(N):
-        state, out = step(state, q[:, i], k[:, i], v[:, i])
-        np.testing.assert_allclose(out, expected[:, i], rtol=2e-4, atol=2e-5)
-    assert jax.tree.map(jnp.shape, state) == shapes
+    np.testing.assert_allclose(whole, expected, rtol=1e-5, atol=1e-5)
+    for out, other_gradients, other_state in others:
+        np.testing.assert_allclose(out, whole, rtol=2e-4, atol=2e-5)
+        for found, wanted in zip(other_gradients, gradients, strict=True):
+            scale = np.abs(wanted).max()
+            np.testing.assert_allclose(found, wanted, rtol=0, atol=5e-5 * scale)
+        chex.assert_trees_all_close(other_state, state, rtol=2e-4, atol=2e-5)
 
 
 def test_keys_that_cancel_across_chunks_are_guarded_by_their_magnitudes():
@@ -119,12 +145,11 @@ def test_keys_that_cancel_across_chunks_are_guarded_by_their_magnitudes():
     for size in (1, 2):
         out = causal_linear_attention(q, k, v, feature_map, chunk_size=size)
         np.testing.assert_allclose(out, expected, rtol=1e-3)
-    state = init_linear_state(k[0], v[0], feature_map)
-    for row in range(2):
-        state, out = causal_linear_attention_step(
-            state, q[row], k[row], v[row], feature_map
-        )
-        np.testing.assert_allclose(out, expected[row], rtol=1e-3)
+    _, state = causal_linear_attention(
+        q[:1], k[:1], v[:1], feature_map, return_state=True
+    )
+    out = causal_linear_attention(q[1:], k[1:], v[1:], feature_map, state=state)
+    np.testing.assert_allclose(out, expected[1:], rtol=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -153,6 +178,20 @@ def test_features_that_would_need_the_future_are_refused():
 
     with pytest.raises(ValueError, match="with a bound, or with values and one"):
         causal_linear_attention(*draw_inputs(), unbounded)
+
+
+@pytest.mark.parametrize("chunk_size", [4, 64])
+def test_a_state_of_other_shapes_is_refused(chunk_size):
+    inputs = draw_inputs()
+    _, state = causal_linear_attention(*inputs, feature_map("relu"), return_state=True)
+    attend = functools.partial(
+        causal_linear_attention, state=state, chunk_size=chunk_size
+    )
+    message = r"state has sums of shape \(2, 13, 4\), but these .* need \({}\)"
+    with pytest.raises(ValueError, match=message.format("3, 2, 13, 4")):
+        attend(*(jnp.stack([x] * 3) for x in inputs), feature_map("relu"))
+    with pytest.raises(ValueError, match=message.format("2, 26, 4")):
+        attend(*inputs, feature_map("trigonometric"))
 
 
 def test_chunk_size_must_be_positive():

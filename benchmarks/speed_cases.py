@@ -234,10 +234,10 @@ def _self_attention(attention):
 
 def _translution(attention, *, causal=False):
     def make(sizes):
-        options, rows = _of_offsets(sizes, causal)
+        index, rows = _offset_index(sizes, causal)
         weights = _weights(sizes, rows, sizes.width, sizes.num_heads, sizes.head_dim)
-        function = functools.partial(attention, **options)
-        return function, [_tokens(sizes, options.get("num_prefix", 0)), *weights]
+        function = functools.partial(attention, index=index)
+        return function, [_tokens(sizes, index.num_prefix), *weights]
 
     return make
 
@@ -246,17 +246,17 @@ def _lor_translution(attention, *, causal=False):
     """From tokens, as a layer does it: all projections but the last are included."""
 
     def make(sizes):
-        options, rows = _of_offsets(sizes, causal)
+        index, rows = _offset_index(sizes, causal)
         inner = sizes.rank * sizes.num_heads
 
         def attend(x, plain, down, tables, up):
-            q, k, v = (jnp.einsum("bnc,che->bhne", x, w) for w in plain)
-            low = [x @ w for w in down]
-            out, low_out = attention(q, k, v, *low, *tables, **options)
+            qkv = tuple(jnp.einsum("bnc,che->bhne", x, w) for w in plain)
+            low = tuple(x @ w for w in down)
+            out, low_out = attention(qkv, low, tuple(tables), index=index)
             return out + jnp.einsum("bhnr,hrge->bgne", low_out, up)
 
         return attend, [
-            _tokens(sizes, options.get("num_prefix", 0)),
+            _tokens(sizes, index.num_prefix),
             _weights(sizes, sizes.width, sizes.num_heads, sizes.head_dim),
             _weights(sizes, sizes.width, inner),
             _weights(sizes, rows, inner, sizes.num_heads, sizes.rank),
@@ -268,12 +268,12 @@ def _lor_translution(attention, *, causal=False):
     return make
 
 
-def _of_offsets(sizes, causal):
-    """Options of a kernel, and the number of rows of its tables."""
+def _offset_index(sizes, causal):
+    """Index of a kernel's tables, and the number of their rows."""
     if causal:
-        return {}, sizes.length
-    options = {"grid": sizes.grid, "num_prefix": 1}
-    return options, offsets.num_table_rows(**options)
+        return kernels.CausalOffsets(sizes.length), sizes.length
+    index = kernels.Offsets(sizes.grid, num_prefix=1)
+    return index, index.rows
 
 
 def _tokens(sizes, num_prefix=0):
@@ -289,24 +289,23 @@ def _weights(sizes, *shape):
     return [jnp.asarray(w, sizes.dtype) for w in weights]
 
 
-def gather_translution(x, w_q, w_k, w_v, *, grid=None, num_prefix=0):
+def gather_translution(x, w_q, w_k, w_v, *, index):
     """Translution written the obvious way: gathers the weights of every pair."""
-    rows, value_rows, allowed = _rows_of_pairs(x.shape[-2], grid, num_prefix)
+    rows, value_rows, allowed = _rows_of_pairs(index)
     q = jnp.einsum("bic,ijche->bhije", x, w_q[rows])
-    k = jnp.einsum("bjc,ijche->bhije", x, w_k[rows.T if grid else rows])
+    k = jnp.einsum("bjc,ijche->bhije", x, w_k[rows if index.causal else rows.T])
     v = jnp.einsum("bjc,ijche->bhije", x, w_v[value_rows])
     scores = jnp.einsum("bhije,bhije->bhij", q, k) / w_q.shape[-1] ** 0.5
     weights = jax.nn.softmax(jnp.where(allowed, scores, -jnp.inf), axis=-1)
     return jnp.einsum("bhij,bhije->bhie", weights, v)
 
 
-def gather_lor_translution(
-    q, k, v, low_q, low_k, low_v, t_q, t_k, t_v, *, grid=None, num_prefix=0
-):
+def gather_lor_translution(qkv, low, tables, *, index):
     """LoR-Translution written the obvious way: gathers the tables of every pair."""
-    rows, value_rows, allowed = _rows_of_pairs(q.shape[-2], grid, num_prefix)
+    (q, k, v), (low_q, low_k, low_v), (t_q, t_k, t_v) = qkv, low, tables
+    rows, value_rows, allowed = _rows_of_pairs(index)
     low_q = jnp.einsum("bic,ijche->bhije", low_q, t_q[rows])
-    low_k = jnp.einsum("bjc,ijche->bhije", low_k, t_k[rows.T if grid else rows])
+    low_k = jnp.einsum("bjc,ijche->bhije", low_k, t_k[rows if index.causal else rows.T])
     low_v = jnp.einsum("bjc,ijche->bhije", low_v, t_v[value_rows])
     scores = jnp.einsum("bhije,bhije->bhij", low_q, low_k)
     scores = (scores + jnp.einsum("bhie,bhje->bhij", q, k)) / q.shape[-1] ** 0.5
@@ -314,13 +313,13 @@ def gather_lor_translution(
     return weights @ v, jnp.einsum("bhij,bhije->bhie", weights, low_v)
 
 
-def _rows_of_pairs(length, grid, num_prefix):
+def _rows_of_pairs(index):
     """Rows of queries' tables and of values', and the pairs that attend."""
-    if grid is None:
-        rows = np.arange(length)[:, None] - np.arange(length)
+    if index.causal:
+        rows = np.arange(index.length)[:, None] - np.arange(index.length)
         return np.maximum(rows, 0), np.maximum(rows, 0), rows >= 0
-    rows = offsets.offset_index(grid, num_prefix)
-    prefix = offsets.is_prefix(grid, num_prefix)
+    rows = offsets.offset_index(index.grid, index.num_prefix)
+    prefix = offsets.is_prefix(index.grid, index.num_prefix)
     value_rows = np.where(prefix | prefix[:, None], rows.T, rows)
     return rows, value_rows, np.ones_like(rows, bool)
 
@@ -390,10 +389,10 @@ CASES: dict[str, Case] = {
     "banded": Case(_banded(kernels.banded_attention)),
     "gather_band": Case(_banded(gather_band)),
     "translution": Case(_translution(kernels.translution)),
-    "causal_translution": Case(_translution(kernels.causal_translution, causal=True)),
+    "causal_translution": Case(_translution(kernels.translution, causal=True)),
     "lor_translution": Case(_lor_translution(kernels.lor_translution)),
     "causal_lor_translution": Case(
-        _lor_translution(kernels.causal_lor_translution, causal=True)
+        _lor_translution(kernels.lor_translution, causal=True)
     ),
     "gather_translution": Case(_translution(gather_translution), needs=_gathered(3, 5)),
     "gather_causal_translution": Case(

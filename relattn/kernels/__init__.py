@@ -78,31 +78,27 @@ from relattn.kernels.toeplitz import (
     toeplitz_linear_attention as toeplitz_linear_attention,
 )
 from relattn.kernels.translution.attention import (
-    causal_lor_translution as causal_lor_translution,
-)
-from relattn.kernels.translution.attention import (
     causal_lor_translution_step as causal_lor_translution_step,
-)
-from relattn.kernels.translution.attention import (
-    causal_translution as causal_translution,
 )
 from relattn.kernels.translution.attention import (
     causal_translution_step as causal_translution_step,
 )
 from relattn.kernels.translution.attention import lor_translution as lor_translution
-from relattn.kernels.translution.attention import (
-    pair_lor_translution as pair_lor_translution,
-)
-from relattn.kernels.translution.attention import pair_translution as pair_translution
 from relattn.kernels.translution.attention import translution as translution
 from relattn.kernels.translution.general import (
     general_translution as general_translution,
 )
+from relattn.kernels.translution.offset_weights import CausalOffsets as CausalOffsets
+from relattn.kernels.translution.offset_weights import Offsets as Offsets
+from relattn.kernels.translution.pair_weights import Pairs as Pairs
 
 __all__ = [
+    "CausalOffsets",
     "FeatureMap",
     "Features",
     "LinearState",
+    "Offsets",
+    "Pairs",
     "RandomFeatures",
     "absolute_frequencies",
     "apply_gate",
@@ -110,14 +106,12 @@ __all__ = [
     "causal_gated_positional_attention",
     "causal_gated_positional_attention_step",
     "causal_linear_attention",
-    "causal_lor_translution",
     "causal_lor_translution_step",
     "causal_relative_attention",
     "causal_relative_attention_step",
     "causal_softmax_attention",
     "causal_toeplitz_linear_attention",
     "causal_toeplitz_linear_attention_step",
-    "causal_translution",
     "causal_translution_step",
     "cayley_matrix",
     "cayley_string",
@@ -141,8 +135,6 @@ __all__ = [
     "lor_translution",
     "mixed_rotary_angles",
     "offset_buckets",
-    "pair_lor_translution",
-    "pair_translution",
     "positive_features",
     "redraw",
     "relative_attention",

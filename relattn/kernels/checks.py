@@ -18,7 +18,7 @@ from jaxtyping import AbstractArray, Array, Bool, Float, Int
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 # Arguments that hold keys: none of their axes may be empty.
-_KEYS = ("k", "v", "low_k", "low_v", "key_mask")
+_KEYS = ("k", "v", "key_mask")
 
 
 def check_arguments(function: Function) -> Function:
@@ -27,7 +27,8 @@ def check_arguments(function: Function) -> Function:
     Axes with the same name must have the same size. Leading axes ``*#batch`` must
     broadcast. Masks must be boolean and have all leading axes or none. Only leading
     axes and the query axis ``n`` may be empty. Integers and booleans become float32
-    where floats are annotated.
+    where floats are annotated. Members of a tuple are checked like arguments and named
+    ``qkv[0]``.
 
     Args:
         function: A kernel with jaxtyping annotations.
@@ -50,28 +51,36 @@ def check_arguments(function: Function) -> Function:
     def layouts():
         hints = typing.get_type_hints(function)
         found = {name: _parse_layouts(hints.get(name)) for name in signature.parameters}
-        return {name: choices for name, choices in found.items() if choices}
+        return {name: choices for name, choices in found.items() if any(choices)}
 
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
         arrays, chosen = {}, {}
+
+        def read(name, value, choices):
+            if value is None:
+                return None
+            value = _to_array(name, value, choices)
+            arrays[name], chosen[name] = value, _choose_layout(name, value, choices)
+            return value
+
         for name, choices in layouts().items():
             value = bound.arguments.get(name)
             if value is None:
                 continue
             if signature.parameters[name].kind is inspect.Parameter.VAR_POSITIONAL:
-                value = tuple(
-                    _to_array(f"{name}[{i}]", x, choices) for i, x in enumerate(value)
+                choices = (choices,) * len(value)
+            if isinstance(choices[0], _Layout):
+                bound.arguments[name] = read(name, value, choices)
+                continue
+            if len(value) != len(choices):
+                raise ValueError(
+                    f"{name} must be a tuple of {len(choices)}, got {len(value)}"
                 )
-                members = [(f"{name}[{i}]", x) for i, x in enumerate(value)]
-            else:
-                value = _to_array(name, value, choices)
-                members = [(name, value)]
-            bound.arguments[name] = value
-            for label, x in members:
-                arrays[label] = x
-                chosen[label] = _choose_layout(label, x, choices)
+            bound.arguments[name] = tuple(
+                read(f"{name}[{i}]", x, choices[i]) for i, x in enumerate(value)
+            )
         _check_sizes(arrays, chosen, layouts())
         _check_leading(arrays, chosen)
         return function(*bound.args, **bound.kwargs)
@@ -135,7 +144,12 @@ class _Layout(NamedTuple):
 
 
 def _parse_layouts(hint):
-    """Parses the layouts that an annotation allows; empty if it is not an array."""
+    """Parses the layouts that an annotation allows; empty if it is not an array.
+
+    Parses a tuple member by member.
+    """
+    if typing.get_origin(hint) is tuple:
+        return tuple(_parse_layouts(member) for member in typing.get_args(hint))
     layouts = []
     for choice in typing.get_args(hint) or (hint,):
         if not (isinstance(choice, type) and issubclass(choice, AbstractArray)):

@@ -66,6 +66,16 @@ class OffsetAttention(MultiHeadAttention):
             )
         return (len(offsets.is_prefix(grid, num_prefix)),) * 2
 
+    def table_index(
+        self, length: int, context: Context
+    ) -> kernels.Offsets | kernels.CausalOffsets | kernels.Pairs:
+        """The index of the tables' rows, for the kernels."""
+        if self.absolute:
+            return kernels.Pairs(length)
+        if self.causal:
+            return kernels.CausalOffsets(length)
+        return kernels.Offsets(context.grid, context.num_prefix)
+
     def projection_tables(
         self,
         shape: tuple[int, int, int],
@@ -154,17 +164,8 @@ class TranslutionAttention(OffsetAttention):
             out = kernels.causal_translution_step(x, *tables, index=context.index)
             return out[..., None, :]
         key_mask = None if context.key_mask is None else context.key_mask[:, 0]
-        if self.absolute:
-            return kernels.pair_translution(x, *tables, key_mask=key_mask)
-        if self.causal:
-            return kernels.causal_translution(x, *tables, key_mask=key_mask)
-        return kernels.translution(
-            x,
-            *tables,
-            grid=context.grid,
-            num_prefix=context.num_prefix,
-            key_mask=key_mask,
-        )
+        index = self.table_index(x.shape[-2], context)
+        return kernels.translution(x, *tables, index=index, key_mask=key_mask)
 
 
 class LorTranslutionAttention(OffsetAttention):
@@ -232,11 +233,11 @@ class LorTranslutionAttention(OffsetAttention):
         self, x: Float[Array, "batch n dim"], context: Context
     ) -> Float[Array, "batch heads n head_dim"]:
         """The heads' outputs."""
-        plain, head_dim = [None] * 3, self.head_dim
+        plain, head_dim = (None,) * 3, self.head_dim
         if self.base:
             q, k, v = (self.project(x, self.num_heads, name) for name in "qkv")
             q, k = self.with_position(q, k, x, context)
-            plain, head_dim = [q, k, v], q.shape[-1]
+            plain, head_dim = (q, k, v), q.shape[-1]
         elif context.position is not None:
             raise ValueError(
                 "attention 'lor_translution' with base=False has no plain queries and "
@@ -246,20 +247,25 @@ class LorTranslutionAttention(OffsetAttention):
         shape = (inner, self.num_heads, self.rank)
         scored = "q" in self.relative or "k" in self.relative
         parts = {"q": scored, "k": scored, "v": "v" in self.relative}
-        low = [
+        low = tuple(
             self._linear(inner, f"low_{name}")(x) if parts[name] else None
             for name in "qkv"
-        ]
+        )
         same = jnp.eye(inner, dtype=self.dtype).reshape(shape)
-        tables = [
+        tables = tuple(
             self.offset_table(name, shape, 1 / inner, context)
             if name in self.relative
             else (same if parts[name] else None)
             for name in "qkv"
-        ]
+        )
         options = {"scale": head_dim**-0.5, "average": self.average}
         if context.index is None:
-            out, low_out = self.attend_all(plain, low, tables, options, context)
+            if context.key_mask is not None:
+                options["key_mask"] = context.key_mask[:, 0]
+            index = self.table_index(x.shape[-2], context)
+            out, low_out = kernels.lor_translution(
+                plain, low, tables, index=index, **options
+            )
         else:
             out, low_out = self.attend_one(plain, low, tables, options, context)
         if low_out is None:
@@ -271,23 +277,8 @@ class LorTranslutionAttention(OffsetAttention):
         low_out = low_out.swapaxes(-2, -3)
         return low_out if out is None else out + low_out
 
-    def attend_all(
-        self, plain: list, low: list, tables: list, options: dict, context: Context
-    ) -> tuple[Array | None, Array | None]:
-        """The kernel's plain and low-rank outputs, of all tokens."""
-        if context.key_mask is not None:
-            options["key_mask"] = context.key_mask[:, 0]
-        if self.absolute:
-            kernel = kernels.pair_lor_translution
-        elif self.causal:
-            kernel = kernels.causal_lor_translution
-        else:
-            kernel = kernels.lor_translution
-            options |= {"grid": context.grid, "num_prefix": context.num_prefix}
-        return kernel(*plain, *low, *tables, **options)
-
     def attend_one(
-        self, plain: list, low: list, tables: list, options: dict, context: Context
+        self, plain: tuple, low: tuple, tables: tuple, options: dict, context: Context
     ) -> tuple[Array | None, Array | None]:
         """The outputs of one token, in decoding."""
         past = []
@@ -297,7 +288,7 @@ class LorTranslutionAttention(OffsetAttention):
                 k = self.update_cache(f"{part}_keys", k, context)
             if v is not None:
                 v = self.update_cache(f"{part}_values", v, context)
-            past += [q_i, k, v]
+            past.append((q_i, k, v))
         outs = kernels.causal_lor_translution_step(
             *past, *tables, index=context.index, **options
         )

@@ -24,17 +24,19 @@ CROSS = {"q": (N, HEAD_DIM), "k": (M, HEAD_DIM), "v": (M, VALUE_DIM)}
 STEP = {"q_i": (HEAD_DIM,), "k": (N, HEAD_DIM), "v": (N, VALUE_DIM)}
 TOKENS = {"x": (N, HEAD_DIM)}
 LOW_RANK = {
-    "q": (HEADS, N, HEAD_DIM),
-    "k": (HEADS, N, HEAD_DIM),
-    "v": (HEADS, N, HEAD_DIM),
-    "low_q": (N, INNER),
-    "low_k": (N, INNER),
-    "low_v": (N, INNER),
+    **dict.fromkeys(("q", "k", "v"), (HEADS, N, HEAD_DIM)),
+    **dict.fromkeys(("low_q", "low_k", "low_v"), (N, INNER)),
 }
 LOW_RANK_STEP = {
     "q_i": (HEADS, HEAD_DIM),
     **{name: LOW_RANK[name] for name in ("k", "v", "low_k", "low_v")},
     "low_q_i": (INNER,),
+}
+# Arguments that are tuples, and what their members are called here.
+TUPLES = {
+    "qkv": (("q", "q_i"), ("k",), ("v",)),
+    "low": (("low_q", "low_q_i"), ("low_k",), ("low_v",)),
+    "tables": (("t_q",), ("t_k",), ("t_v",)),
 }
 
 
@@ -48,6 +50,7 @@ POSITIVE = {"feature_map": jax.nn.softplus}
 GATE = {"gate": np.zeros((), np.float32), "coefficients": np.zeros(2, np.float32)}
 WEIGHTS = matrices(("w_q", "w_k", "w_v"), HEAD_DIM, HEADS, HEAD_DIM)
 LOW_WEIGHTS = matrices(("t_q", "t_k", "t_v"), INNER, HEADS, RANK)
+INDEX = {"index": kernels.Offsets((N,))}
 
 # For every kernel: the shapes of its tokens, and its other arguments.
 KERNELS = {
@@ -82,14 +85,10 @@ KERNELS = {
             "value_fn": lambda offset, key: key,
         },
     ),
-    "translution": (TOKENS, WEIGHTS | LINE),
-    "causal_translution": (TOKENS, WEIGHTS),
+    "translution": (TOKENS, WEIGHTS | INDEX),
     "causal_translution_step": (TOKENS, WEIGHTS | {"index": 3}),
-    "pair_translution": (TOKENS, WEIGHTS),
-    "lor_translution": (LOW_RANK, LOW_WEIGHTS | LINE),
-    "causal_lor_translution": (LOW_RANK, LOW_WEIGHTS),
+    "lor_translution": (LOW_RANK, LOW_WEIGHTS | INDEX),
     "causal_lor_translution_step": (LOW_RANK_STEP, LOW_WEIGHTS | {"index": 3}),
-    "pair_lor_translution": (LOW_RANK, LOW_WEIGHTS),
     "cluster_sums": (TOKENS, matrices(("centroids",), 2, HEAD_DIM)),
     "rotate": (TOKENS, matrices(("angles",), N, HEAD_DIM // 2)),
     "apply_gate": (TOKENS, matrices(("exponents",), N, HEAD_DIM)),
@@ -105,6 +104,10 @@ KERNELS = {
 }
 
 
+def _parameters(function):
+    return inspect.signature(function).parameters if inspect.isroutine(function) else ()
+
+
 def draw(name, *leading, dtype=np.float32):
     """Draws the tokens of a kernel."""
     shapes, _ = KERNELS[name]
@@ -116,7 +119,14 @@ def draw(name, *leading, dtype=np.float32):
 
 
 def call(name, tokens, **changes):
-    return getattr(kernels, name)(**{**KERNELS[name][1], **tokens, **changes})
+    kernel = getattr(kernels, name)
+    arguments = {**KERNELS[name][1], **tokens, **changes}
+    for argument in TUPLES.keys() & _parameters(kernel):
+        arguments[argument] = tuple(
+            arguments.pop(next(member for member in members if member in arguments))
+            for members in TUPLES[argument]
+        )
+    return kernel(**arguments)
 
 
 def kernels_with(*arguments):
@@ -127,7 +137,7 @@ def kernels_with(*arguments):
             name
             for name in KERNELS
             if set(arguments)
-            <= set(inspect.signature(getattr(kernels, name)).parameters)
+            <= {*KERNELS[name][0], *_parameters(getattr(kernels, name))}
         ],
     )
 
@@ -145,13 +155,9 @@ def test_table_lists_every_kernel_that_takes_tokens():
     names = {
         name
         for name in kernels.__all__
-        if {"q", "q_i", "x"} & set(_parameters(getattr(kernels, name)))
+        if {"q", "q_i", "x", "qkv"} & set(_parameters(getattr(kernels, name)))
     }
     assert names == set(KERNELS)
-
-
-def _parameters(function):
-    return inspect.signature(function).parameters if inspect.isroutine(function) else ()
 
 
 @kernels_with("key_mask")
@@ -202,9 +208,9 @@ def test_different_head_dims_of_queries_and_keys_raise(name):
     tokens = draw(name)
     q = "q" if "q" in tokens else "q_i"
     changed = {"k": extend(tokens["k"])}
-    message = (
-        rf"{q} .*k .* the same head_dim, got shapes {shape_pattern(tokens[q])} and"
-    )
+    names = (r"qkv\[0\]", r"qkv\[1\]") if "low_k" in tokens else (q, "k")
+    message = rf"{names[0]} .*{names[1]} .* the same head_dim, got shapes "
+    message += rf"{shape_pattern(tokens[q])} and"
     with pytest.raises(ValueError, match=message):
         call(name, {**tokens, **changed})
 
@@ -301,8 +307,15 @@ def call_with(name, **changes):
             r"x \[\*batch, n, dim\] and w_v .* must have the same dim, got shapes",
         ),
         (
-            call_with("pair_lor_translution", t_q=np.ones((INNER, HEADS + 1, RANK))),
-            r"q \[\*batch, heads, n, head_dim\] and t_q .* must have the same heads",
+            call_with("lor_translution", t_q=np.ones((INNER, HEADS + 1, RANK))),
+            r"qkv\[0\] \[\*batch, heads, n, head_dim\] and tables\[0\] .* must have "
+            "the same heads",
+        ),
+        (
+            lambda: kernels.lor_translution(
+                (None, None), (None,) * 3, (None,) * 3, **INDEX
+            ),
+            "qkv must be a tuple of 3, got 2",
         ),
         (
             call_with("linformer_attention", key_projection=np.ones((2, M + 1))),

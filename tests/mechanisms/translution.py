@@ -1,7 +1,5 @@
 """Translution and LoR-Translution as rows of mechanisms.py."""
 
-import functools
-
 import jax.numpy as jnp
 
 from relattn import kernels, offsets
@@ -17,10 +15,18 @@ from tests.mechanisms.base import (
 )
 
 LOW, RANK = 3, 2
-ON_GRID = {"grid": GRID, "num_prefix": NUM_PREFIX}
 GRID_TABLE = (offsets.num_table_rows(GRID, NUM_PREFIX),)
 CAUSAL_TABLE = (N + 6,)
 PAIR_TABLE = (N, N)
+
+
+def index_grid(length):
+    del length
+    return kernels.Offsets(GRID, NUM_PREFIX)
+
+
+def index_line(length):
+    return kernels.Offsets((length,))
 
 
 def merge_heads(x):
@@ -37,11 +43,13 @@ def join(outputs):
     return jnp.concatenate([merge_heads(x) for x in outputs], axis=-1)
 
 
-def translution(name, kernel, table, rows, **options):
-    """A row; tables of the reference go by pairs where ``rows`` is None."""
+def translution(name, make_index, table, rows, **options):
+    """A row; ``rows`` is None where tables of the reference are indexed by pairs."""
 
     def apply(x, w_q, w_k, w_v, key_mask=None):
-        return merge_heads(kernel(x, w_q, w_k, w_v, key_mask=key_mask))
+        index = make_index(x.shape[-2])
+        out = kernels.translution(x, w_q, w_k, w_v, index=index, key_mask=key_mask)
+        return merge_heads(out)
 
     def naive(x, w_q, w_k, w_v, allowed):
         return merge_heads(reference.translution(x, w_q, w_k, w_v, rows, allowed))
@@ -61,11 +69,14 @@ def translution(name, kernel, table, rows, **options):
     )
 
 
-def lor_translution(name, kernel, table, rows, **options):
+def lor_translution(name, make_index, table, rows, **options):
     def apply(q, k, v, low_q, low_k, low_v, t_q, t_k, t_v, key_mask=None):
-        plain = [split_heads(x) for x in (q, k, v)]
-        low = (low_q, low_k, low_v, t_q, t_k, t_v)
-        return join(kernel(*plain, *low, key_mask=key_mask))
+        qkv = tuple(split_heads(x) for x in (q, k, v))
+        low, tables = (low_q, low_k, low_v), (t_q, t_k, t_v)
+        index = make_index(q.shape[-2])
+        return join(
+            kernels.lor_translution(qkv, low, tables, index=index, key_mask=key_mask)
+        )
 
     def naive(q, k, v, low_q, low_k, low_v, t_q, t_k, t_v, allowed):
         plain = [split_heads(x) for x in (q, k, v)]
@@ -92,35 +103,35 @@ def lor_translution(name, kernel, table, rows, **options):
 MECHANISMS = [
     translution(
         "Translution",
-        functools.partial(kernels.translution, **ON_GRID),
+        index_grid,
         GRID_TABLE,
         reference.offset_rows(GRID, NUM_PREFIX),
         on_grid=True,
     ),
     translution(
         "causal Translution",
-        kernels.causal_translution,
+        kernels.CausalOffsets,
         CAUSAL_TABLE,
         reference.offset_rows((N,), causal=True),
         causal=True,
     ),
     translution(
         "Translution by pairs",
-        kernels.pair_translution,
+        kernels.Pairs,
         PAIR_TABLE,
         (None,) * 3,
         on_grid=True,
     ),
     lor_translution(
         "LoR-Translution",
-        functools.partial(kernels.lor_translution, **ON_GRID),
+        index_grid,
         GRID_TABLE,
         reference.offset_rows(GRID, NUM_PREFIX),
         on_grid=True,
     ),
     lor_translution(
         "causal LoR-Translution",
-        kernels.causal_lor_translution,
+        kernels.CausalOffsets,
         CAUSAL_TABLE,
         reference.offset_rows((N,), causal=True),
         causal=True,
@@ -130,18 +141,17 @@ MECHANISMS = [
 
 def on_line(rows):
     """Rows of the kernels that take a grid, on a line; ``rows`` of `offset_rows`."""
-    where = {"grid": (N,), "num_prefix": 0}
     table = (2 * N - 1,)
     return [
         translution(
             "Translution",
-            functools.partial(kernels.translution, **where),
+            index_line,
             table,
             rows,
         ),
         lor_translution(
             "LoR-Translution",
-            functools.partial(kernels.lor_translution, **where),
+            index_line,
             table,
             rows,
         ),

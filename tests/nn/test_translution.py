@@ -42,7 +42,7 @@ def test_the_module_is_the_kernel_before_a_linear_projection():
     module, variables, x = make("exact")
     params = variables["params"]
     tables = [params[f"{name}_table"] for name in "qkv"]
-    heads = kernels.translution(x, *tables, **CALL)
+    heads = kernels.translution(x, *tables, index=kernels.Offsets(**CALL))
     heads = heads.swapaxes(1, 2).reshape(2, LENGTH, DIM)
     expected = heads @ params["out"]["kernel"] + params["out"]["bias"]
     out = jax.jit(lambda v: module.apply(v, x, **CALL))(variables)

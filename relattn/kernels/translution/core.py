@@ -1,4 +1,4 @@
-"""Attention with tables of projections, whatever their rows are indexed by."""
+"""Attention with tables of projections, for any index of their rows."""
 
 from __future__ import annotations
 
@@ -13,53 +13,64 @@ from relattn.kernels.precision import wide_einsum, widen
 from relattn.kernels.softmax import masked_softmax
 
 Precision = jax.lax.PrecisionLike
+# Queries, keys and values, or what belongs to them; None for a part that is not there.
+Three = tuple[Array | None, Array | None, Array | None]
 
 
 @runtime_checkable
-class Tables(Protocol):
-    """What the rows of tables stand for: offsets or pairs of tokens."""
+class Index(Protocol):
+    """Maps pairs of tokens to rows of tables: `Offsets`, `CausalOffsets` or `Pairs`."""
 
     @property
     def length(self) -> int:
-        """The number of tokens."""
+        """Number of tokens."""
 
     @property
     def allowed(self) -> Array | None:
         """Which keys a query may attend to, ``[n, n]``; None for all."""
 
-    def check(self, name: str, table: Array) -> Array:
-        """The table; ValueError if it lacks rows."""
+    def check_length(self, num_tokens: int) -> None:
+        """Raises ValueError if the index is for another number of tokens."""
+
+    def check_table(self, name: str, table: Array) -> Array:
+        """Returns the table; raises ValueError if it lacks rows."""
 
     def scores(
         self, q: Array, k: Array, t_q: Array | None, t_k: Array | None, precision
     ) -> Array:
-        """q_ij . k_ji of every pair, float32 or wider, ``[batch, heads, n, n]``.
+        """Computes q_ij . k_ji of all pairs, ``[batch, heads, n, n]``.
 
-        ``q`` and ``k`` are tokens ``[batch, n, width]`` to be projected by their
-        tables, or without a table ``[batch, n, heads, head_dim]``. Pairs that are not
-        allowed have finite scores.
+        ``q`` and ``k`` are tokens ``[batch, n, width]``, projected by their tables, or,
+        without a table, ``[batch, n, heads, head_dim]``. The scores of pairs that are
+        not allowed are finite. The result is float32 or wider.
         """
 
     def values(self, weights: Array, v: Array, t_v: Array, precision) -> Array:
-        """sum_j weights_ij v_j T_ij, float32 or wider, ``[*, n, head_dim]``."""
+        """Computes sum_j weights_ij v_j T_ij, ``[*, n, head_dim]``."""
+
+
+def check_num_tokens(index: Index, num_tokens: int) -> None:
+    """Raises ValueError if an index is for another number of tokens."""
+    if num_tokens != index.length:
+        raise ValueError(f"index={index} does not fit {num_tokens} tokens")
 
 
 def attend(
-    tables: Tables,
+    index: Index,
     queries: Array,
     keys: Array,
-    projections: dict[str, Array],
+    weights: tuple[Array, Array, Array],
     key_mask: Array | None,
     precision: Precision,
 ) -> Array:
-    """Attention whose queries, keys and values are projections of tokens.
+    """Computes attention whose queries, keys and values are projections of tokens.
 
     Args:
-        tables: What tables are indexed by.
+        index: Index of the tables' rows.
         queries: Tokens, ``[*batch, n, dim]``.
-        keys: Tokens, the same where all attend to all.
-        projections: Of queries, keys and values, in this order, by name: tables, or
-            one matrix ``[dim, heads, head_dim]`` for all pairs.
+        keys: Tokens, same as ``queries`` except in decoding.
+        weights: Tables of queries, keys and values, or one matrix
+            ``[dim, heads, head_dim]`` for all pairs.
         key_mask: True for keys that exist, ``[*batch, n]``.
         precision: Passed to einsum.
 
@@ -67,110 +78,121 @@ def attend(
         ``[*batch, heads, n, head_dim]``.
     """
     batch = queries.shape[:-2]
-    key_mask = _flat_mask(key_mask, batch, tables.length)
+    key_mask = _flat_mask(key_mask, batch, index.length)
     queries, keys = _one_batch_axis(queries, 1), _one_batch_axis(keys, 1)
-    keys = _existing(keys, key_mask)
-    tokens = (queries, keys, keys)
+    keys = _zero_masked(keys, key_mask)
+    # Tokens with their tables, or x W without a table.
     (q, t_q), (k, t_k), (v, t_v) = (
-        _operand(tables, x, name, w, precision)
-        for x, (name, w) in zip(tokens, projections.items(), strict=True)
+        _operand(index, x, name, w, precision)
+        for x, name, w in zip(
+            (queries, keys, keys), ("w_q", "w_k", "w_v"), weights, strict=True
+        )
     )
-    scores = _scores(tables, q, k, t_q, t_k, precision)
-    head_dim = next(iter(projections.values())).shape[-1]
-    weights = masked_softmax(scores * head_dim**-0.5, _allowed(tables, key_mask))
-    out = _values(tables, weights, v, t_v, precision)
+    # alpha_ij = softmax_j(q_ij . k_ji / sqrt(head_dim))
+    scores = _scores(index, q, k, t_q, t_k, precision)
+    head_dim = weights[0].shape[-1]
+    alpha = masked_softmax(scores * head_dim**-0.5, _allowed(index, key_mask))
+    # out_i = sum_j alpha_ij v_ij
+    out = _values(index, alpha, v, t_v, precision)
     return out.astype(queries.dtype).reshape(*batch, *out.shape[1:])
 
 
-def check_low_rank(plain: tuple, low: tuple, tables: tuple, scale: float | None) -> int:
-    """The number of tokens; ValueError unless the arguments belong together."""
+def check_low_rank(qkv: Three, low: Three, tables: Three, scale: float | None) -> int:
+    """Returns the number of tokens; raises ValueError if arrays are missing."""
     for names, arrays in (
-        ("q, k and v", plain),
-        ("low_q, low_k, t_q and t_k", (*low[:2], *tables[:2])),
-        ("low_v and t_v", (low[2], tables[2])),
+        ("qkv[0], qkv[1] and qkv[2]", qkv),
+        ("low[0], low[1], tables[0] and tables[1]", (*low[:2], *tables[:2])),
+        ("low[2] and tables[2]", (low[2], tables[2])),
     ):
         if any(x is None for x in arrays) and any(x is not None for x in arrays):
-            raise ValueError(f"{names} must be given together, or None together")
-    if plain[0] is not None:
-        return plain[0].shape[-2]
+            raise ValueError(f"{names} must all be arrays or all be None")
+    if qkv[0] is not None:
+        return qkv[0].shape[-2]
     if low[0] is None:
-        raise ValueError("no scores: give q, k and v, or low_q, low_k, t_q and t_k")
+        raise ValueError(
+            "no scores: give qkv, or low[0], low[1], tables[0] and tables[1]"
+        )
     if scale is None:
         raise ValueError(
-            "scale has no default without q: give 1 / sqrt(head_dim), with the "
+            "scale has no default without qkv: give 1 / sqrt(head_dim), with the "
             "head_dim of the values"
         )
     return low[0].shape[-2]
 
 
 def attend_low_rank(
-    tables: Tables,
-    plain: tuple[Array | None, Array | None, Array | None],
-    low: dict[str, tuple[Array | None, Array | None]],
+    index: Index,
+    qkv: Three,
+    low: Three,
+    tables: Three,
     *,
     key_mask: Array | None,
     scale: float | None,
     average: bool,
     precision: Precision,
 ) -> tuple[Array | None, Array | None]:
-    """Attention by plain queries, keys and values and a low-rank part beside them.
+    """Computes attention with plain queries, keys and values plus a low-rank part.
 
     Args:
-        tables: What tables are indexed by.
-        plain: Queries, keys and values, ``[*batch, heads, n, head_dim]``, or None.
-        low: Of queries, keys and values, in this order, by the name of the table:
-            tokens ``[*batch, n, inner]`` and the table, or one matrix
-            ``[inner, heads, rank]``; or None and None.
+        index: Index of the tables' rows.
+        qkv: Queries, keys and values, ``[*batch, heads, n, head_dim]``, or None.
+        low: Tokens of the low-rank queries, keys and values, ``[*batch, n, inner]``, or
+            None.
+        tables: Their tables, or one matrix ``[inner, heads, rank]``, or None.
         key_mask: True for keys that exist, ``[*batch, n]``.
-        scale: Of the scores, by default 1 / sqrt(head_dim).
-        average: Whether plain and low-rank parts are averaged, not summed.
+        scale: Factor of the scores; None for 1 / sqrt(head_dim).
+        average: Whether to average the plain and low-rank parts instead of adding them.
         precision: Passed to einsum.
 
     Returns:
-        The plain and the low-rank output, or None in their place.
+        The plain and the low-rank output, each None if its part is not given.
     """
-    first = next(x for x in (plain[0], low["t_q"][0]) if x is not None)
-    axes = 2 if plain[0] is not None else 1
+    first, axes = (qkv[0], 2) if qkv[0] is not None else (low[0], 1)
     batch = first.shape[: -axes - 1]
-    key_mask = _flat_mask(key_mask, batch, tables.length)
-    q, k, v = (None if x is None else _one_batch_axis(x, 2) for x in plain)
-    # Nothing is halved where there is nothing to average with.
+    key_mask = _flat_mask(key_mask, batch, index.length)
+    q, k, v = (None if x is None else _one_batch_axis(x, 2) for x in qkv)
+    # A part without counterpart is not halved.
     average = average and q is not None
-    half_scores = 0.5 if average and low["t_q"][0] is not None else 1.0
-    half_values = 0.5 if average and low["t_v"][0] is not None else 1.0
+    half_scores = 0.5 if average and low[0] is not None else 1.0
+    half_values = 0.5 if average and low[2] is not None else 1.0
     if scale is None:
         scale = q.shape[-1] ** -0.5
 
+    # q_i . k_j
     scores = 0.0
     if q is not None:
-        k, v = (_existing(x, key_mask) for x in (k, v))
+        k, v = (_zero_masked(x, key_mask) for x in (k, v))
         scores = wide_einsum(precision)("bhid,bhjd->bhij", q, k)
-    operands = {}
-    for name, (tokens, table) in low.items():
+    # Tokens with their tables, or low T without a table.
+    operands = [None] * 3
+    for i, (tokens, table) in enumerate(zip(low, tables, strict=True)):
         if tokens is not None:
             tokens = _one_batch_axis(tokens, 1)
-            tokens = tokens if name == "t_q" else _existing(tokens, key_mask)
-            operands[name] = _operand(tables, tokens, name, table, precision)
-    if "t_q" in operands:
-        (low_q, t_q), (low_k, t_k) = operands["t_q"], operands["t_k"]
-        scores = scores + _scores(tables, low_q, low_k, t_q, t_k, precision)
-    weights = masked_softmax(scores * (scale * half_scores), _allowed(tables, key_mask))
+            tokens = tokens if i == 0 else _zero_masked(tokens, key_mask)
+            operands[i] = _operand(index, tokens, f"tables[{i}]", table, precision)
+    # + low_q_i Tq[d] . low_k_j Tk[-d]
+    if operands[0] is not None:
+        (low_q, t_q), (low_k, t_k) = operands[:2]
+        scores = scores + _scores(index, low_q, low_k, t_q, t_k, precision)
+    alpha = masked_softmax(scores * (scale * half_scores), _allowed(index, key_mask))
 
     def finish(out, dtype):
         return (half_values * out).astype(dtype).reshape(*batch, *out.shape[1:])
 
     out = low_out = None
+    # out_i = sum_j alpha_ij v_j
     if v is not None:
-        out = _sum_values(weights, jnp.moveaxis(v, 1, 2), precision)
+        out = _sum_values(alpha, jnp.moveaxis(v, 1, 2), precision)
         out = finish(out, v.dtype)
-    if "t_v" in operands:
-        low_v, t_v = operands["t_v"]
-        low_out = finish(_values(tables, weights, low_v, t_v, precision), low_v.dtype)
+    # low_out_i = sum_j alpha_ij low_v_j Tv[d]
+    if operands[2] is not None:
+        low_v, t_v = operands[2]
+        low_out = finish(_values(index, alpha, low_v, t_v, precision), low_v.dtype)
     return out, low_out
 
 
 def _one_batch_axis(x, trailing):
-    """From [*batch, ..., n, width] to [batch, ..., n, width]."""
+    """Flattens the batch axes: [batch, ..., n, width]."""
     axis = x.ndim - trailing - 1
     return x.reshape(math.prod(x.shape[:axis]), *x.shape[axis:])
 
@@ -182,39 +204,39 @@ def _flat_mask(key_mask, batch, length):
     return key_mask.reshape(math.prod(batch), length)
 
 
-def _existing(keys, key_mask):
-    """Zeros for keys that do not exist, whatever they hold."""
+def _zero_masked(keys, key_mask):
+    """Zeros the masked keys, even if they hold NaN."""
     if key_mask is None:
         return keys
     mask = key_mask[:, :, None] if keys.ndim == 3 else key_mask[:, None, :, None]
     return jnp.where(mask, keys, 0)
 
 
-def _allowed(tables, key_mask):
-    """Which keys a query may attend to, [batch heads n n]."""
+def _allowed(index, key_mask):
+    """Combines the index's and the caller's masks, [batch heads n n]."""
     if key_mask is None:
-        return tables.allowed
+        return index.allowed
     key_mask = key_mask[:, None, None, :]
-    return key_mask if tables.allowed is None else tables.allowed & key_mask
+    return key_mask if index.allowed is None else index.allowed & key_mask
 
 
-def _operand(tables, tokens, name, w, precision):
-    """Tokens and their table, or projected tokens and None."""
+def _operand(index, tokens, name, w, precision):
+    """Returns tokens and their table, or projected tokens and None."""
     if w.ndim == 3:
         return jnp.einsum("bnc,che->bnhe", tokens, w, precision=precision), None
-    return tokens, tables.check(name, w)
+    return tokens, index.check_table(name, w)
 
 
-def _scores(tables, q, k, t_q, t_k, precision):
+def _scores(index, q, k, t_q, t_k, precision):
     if t_q is None and t_k is None:
         return wide_einsum(precision)("bihd,bjhd->bhij", q, k)
-    return tables.scores(q, k, t_q, t_k, precision)
+    return index.scores(q, k, t_q, t_k, precision)
 
 
-def _values(tables, weights, v, t_v, precision):
+def _values(index, weights, v, t_v, precision):
     if t_v is None:
         return _sum_values(weights, v, precision)
-    return tables.values(weights, v, t_v, precision)
+    return index.values(weights, v, t_v, precision)
 
 
 def _sum_values(weights, v, precision):

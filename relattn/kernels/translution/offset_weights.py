@@ -12,80 +12,152 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
 from relattn.kernels.precision import compute_dtype, wide_einsum, widen
+from relattn.kernels.translution.core import check_num_tokens
 from relattn.kernels.translution.schedule import Plan, plan
-from relattn.offsets import Grid, num_offsets, num_table_rows
+from relattn.offsets import Grid, check_grid, num_offsets, num_table_rows
 
 
-@dataclasses.dataclass(frozen=True)
-class OffsetTables:
-    """Tables ``[rows, width, heads, head_dim]``, one matrix an offset.
-
-    Attributes:
-        grid: Of the tokens after the prefix.
-        num_prefix: Number of prefix tokens; they have three rows after the offsets'.
-        causal: Whether a token meets only itself and those before it.
-    """
+class _OffsetIndex:
+    """Base of `Offsets` and `CausalOffsets`: loops over the offsets."""
 
     grid: Grid
-    num_prefix: int = 0
-    causal: bool = False
-
-    @property
-    def length(self) -> int:
-        """The number of tokens."""
-        return self.num_prefix + math.prod(self.grid)
-
-    @property
-    def allowed(self) -> Array | None:
-        """Which keys a query may attend to; None for all."""
-        if not self.causal:
-            return None
-        return jnp.tril(jnp.ones((self.length, self.length), bool))
-
-    def check(self, name: str, table: Array) -> Array:
-        """The table, if it has the rows; ValueError otherwise."""
-        rows = num_table_rows(self.grid, self.num_prefix, causal=self.causal)
-        if self.causal:
-            if table.shape[0] < rows:
-                raise ValueError(
-                    f"{name} has weights for {table.shape[0]} offsets, too few for a "
-                    f"sequence of {rows} tokens; shorten the sequence or build the "
-                    "model for a longer one"
-                )
-        elif table.shape[0] != rows:
-            raise ValueError(
-                f"{name} needs a row for every offset of the grid {self.grid}, and "
-                f"three for prefix tokens where there are any (num_prefix="
-                f"{self.num_prefix}): expected {rows} rows, got {table.shape[0]}"
-            )
-        return table
+    num_prefix: int
+    causal: ClassVar[bool]
 
     def scores(
         self, q: Array, k: Array, t_q: Array | None, t_k: Array | None, precision
     ) -> Array:
-        """q_ij . k_ji of every pair, float32 or wider, ``[batch, heads, n, n]``.
-
-        ``q`` and ``k`` are tokens ``[batch, n, width]`` to be projected by their
-        tables, or without a table ``[batch, n, heads, head_dim]``.
-        """
+        """Computes q_ij . k_ji of all pairs; see `Index`."""
         shape = (q if t_q is None else t_q).shape[-2:]
         scan = OffsetScan(self.grid, self.num_prefix, self.causal, *shape, precision)
         q, k = (x.reshape(*x.shape[:2], math.prod(x.shape[2:])) for x in (q, k))
         return _scores(scan, q, k, t_q, t_k)
 
     def values(self, weights: Array, v: Array, t_v: Array, precision) -> Array:
-        """sum_j weights_ij v_j T[i, j] of pairs, wide ``[*, n, head_dim]``."""
+        """Computes sum_j weights_ij v_j T_ij; see `Index`."""
         shape = t_v.shape[-2:]
         scan = OffsetScan(self.grid, self.num_prefix, self.causal, *shape, precision)
         out = _values(scan, weights, v, t_v)
         return out.reshape(*out.shape[:2], *shape).swapaxes(1, 2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Offsets(_OffsetIndex):
+    """Index of tables by the offset on a grid: d = p_i - p_j, and -d for the keys.
+
+    Tables have the rows of `relattn.offsets.offset_index`: one for every offset and,
+    with prefix tokens, three more. A pair with a prefix token takes the row of the
+    token that is projected: "in" for a grid token paired with a prefix token, "out" for
+    a prefix token paired with a grid token, "self" for two prefix tokens.
+
+    Attributes:
+        grid: Height and width, or length, of the tokens after the prefix.
+        num_prefix: Number of prefix tokens.
+
+    Example:
+        >>> index = Offsets((2, 3), num_prefix=1)
+        >>> index.length, index.rows
+        (7, 18)
+
+    Source:
+        Translution: Unifying Self-attention and Convolution, section 3.3, appendix H.
+    """
+
+    grid: Grid
+    num_prefix: int = 0
+    causal: ClassVar[bool] = False
+    allowed: ClassVar[None] = None
+
+    @property
+    def length(self) -> int:
+        """Number of tokens."""
+        return self.num_prefix + math.prod(self.grid)
+
+    @property
+    def rows(self) -> int:
+        """Number of rows of a table."""
+        return num_table_rows(self.grid, self.num_prefix)
+
+    def check_length(self, num_tokens: int) -> None:
+        """Raises ValueError unless the grid and the prefix hold the tokens."""
+        check_grid(num_tokens, self.grid, self.num_prefix)
+
+    def check_table(self, name: str, table: Array) -> Array:
+        """Returns the table; raises ValueError if its rows do not fit the grid."""
+        _check_axes(name, table)
+        if table.shape[0] != self.rows:
+            raise ValueError(
+                f"{name} needs a row for every offset of the grid {self.grid}, and "
+                f"three for prefix tokens where there are any (num_prefix="
+                f"{self.num_prefix}): expected {self.rows} rows, got {table.shape[0]}"
+            )
+        return table
+
+
+@dataclasses.dataclass(frozen=True)
+class CausalOffsets(_OffsetIndex):
+    """Index of tables by the offset to earlier tokens: d = i - j, for j <= i.
+
+    Queries, keys and values all take row d. Tables have rows for the offsets 0, 1, ...,
+    at least as many as there are tokens.
+
+    Attributes:
+        length: Number of tokens.
+
+    Example:
+        >>> from relattn.kernels import translution
+        >>> x, w = jnp.ones((2, 1)), jnp.zeros((2, 1, 1, 1))
+        >>> w_v = w.at[:, 0, 0, 0].set(jnp.array([2.0, 4.0]))  # d = 0, 1
+        >>> translution(x, w, w, w_v, index=CausalOffsets(2)).tolist()
+        [[[2.0], [3.0]]]
+
+    Source:
+        Translution: Unifying Self-attention and Convolution, appendix C.
+    """
+
+    length: int
+    num_prefix: ClassVar[int] = 0
+    causal: ClassVar[bool] = True
+
+    @property
+    def grid(self) -> Grid:
+        """The line of the tokens."""
+        return (self.length,)
+
+    @property
+    def allowed(self) -> Array:
+        """True for keys up to the query, ``[n, n]``."""
+        return jnp.tril(jnp.ones((self.length, self.length), bool))
+
+    def check_length(self, num_tokens: int) -> None:
+        """Raises ValueError if the index is for another number of tokens."""
+        check_num_tokens(self, num_tokens)
+
+    def check_table(self, name: str, table: Array) -> Array:
+        """Returns the table; raises ValueError if it has too few rows."""
+        _check_axes(name, table)
+        if table.shape[0] < self.length:
+            raise ValueError(
+                f"{name} has weights for {table.shape[0]} offsets, too few for a "
+                f"sequence of {self.length} tokens; shorten the sequence or build the "
+                "model for a longer one"
+            )
+        return table
+
+
+def _check_axes(name, table):
+    if table.ndim != 4:
+        raise ValueError(
+            f"{name} needs one axis of rows, [rows, width, heads, head_dim], got shape "
+            f"{table.shape}: a table of pairs needs index=Pairs({table.shape[0]})"
+        )
 
 
 def _project(x, table, precision):

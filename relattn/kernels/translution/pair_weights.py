@@ -1,7 +1,7 @@
-"""Scores and values of projections that every pair of tokens has for itself.
+"""Scores and values with a projection for every pair of tokens.
 
-Scans over the queries hold the projections of one query's pairs at a time, and make
-them anew in the backward pass.
+Scans over the queries hold the projections of one query's pairs at a time. The backward
+pass computes them again.
 """
 
 from __future__ import annotations
@@ -15,36 +15,50 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from relattn.kernels.precision import widen
+from relattn.kernels.translution.core import check_num_tokens
 
 
 @dataclasses.dataclass(frozen=True)
-class PairTables:
-    """Tables ``[n, n, width, heads, head_dim]``, one matrix a (query, key).
+class Pairs:
+    """Index of tables by the pair of tokens: W[i, j], the query first.
+
+    Tables have a matrix for every pair, ``[n, n, width, heads, head_dim]``. Their first
+    axis is the query and the second the key, in the tables of keys and values too.
 
     Attributes:
         length: n, the number of tokens.
+
+    Example:
+        >>> from relattn.kernels import translution
+        >>> x, w = jnp.ones((2, 3)), jnp.ones((2, 2, 3, 1, 1))
+        >>> translution(x, w, w, w, index=Pairs(2)).tolist()
+        [[[3.0], [3.0]]]
+
+    Source:
+        Translution: Unifying Self-attention and Convolution, table 5.
     """
 
     length: int
     allowed: ClassVar[None] = None
 
-    def check(self, name: str, table: Array) -> Array:
-        """The table, if it holds all pairs; ValueError otherwise."""
-        if table.shape[:2] != (self.length, self.length):
+    def check_length(self, num_tokens: int) -> None:
+        """Raises ValueError if the index is for another number of tokens."""
+        check_num_tokens(self, num_tokens)
+
+    def check_table(self, name: str, table: Array) -> Array:
+        """Returns the table; raises ValueError if it does not hold all pairs."""
+        if table.ndim != 5 or table.shape[:2] != (self.length, self.length):
             raise ValueError(
-                f"{name} needs a matrix for every pair of {self.length} tokens: "
-                f"expected [{self.length}, {self.length}, ...], got {table.shape}"
+                f"{name} needs a matrix for every pair of tokens: expected "
+                f"[{self.length}, {self.length}, width, heads, head_dim], got "
+                f"{table.shape}"
             )
         return table
 
     def scores(
         self, q: Array, k: Array, t_q: Array | None, t_k: Array | None, precision
     ) -> Array:
-        """q_ij . k_ji of every pair, float32 or wider, ``[batch, heads, n, n]``.
-
-        ``q`` and ``k`` are tokens ``[batch, n, width]`` to be projected by their
-        tables, or without a table ``[batch, n, heads, head_dim]``.
-        """
+        """Computes q_ij . k_ji of all pairs; see `Index`."""
 
         def score(rows):
             q_i, t_q, t_k = rows
@@ -53,14 +67,14 @@ class PairTables:
             else:
                 q_i = jnp.einsum("bc,jche->bjhe", q_i, t_q, precision=precision)
             k_i = _project(k, t_k, precision)
-            # Wide before the product, which could overflow.
+            # Widened before the product, which could overflow.
             return jnp.sum(widen(q_i) * k_i, axis=-1)
 
         scores = _map(score, (jnp.moveaxis(q, 1, 0), t_q, t_k))
         return scores.transpose(1, 3, 0, 2)
 
     def values(self, weights: Array, v: Array, t_v: Array, precision) -> Array:
-        """sum_j weights_ij v_j T[i, j] of pairs, wide ``[*, n, head_dim]``."""
+        """Computes sum_j weights_ij v_j T_ij; see `Index`."""
 
         def add(rows):
             weights_i, t_v = rows
@@ -72,7 +86,7 @@ class PairTables:
 
 
 def _project(tokens: Array, table: Array | None, precision) -> Array:
-    """Tokens [batch, n, width] by their rows [n, width, heads, head_dim], if any."""
+    """Projects tokens [batch, n, width] by [n, width, heads, head_dim], if given."""
     if table is None:
         return tokens
     return jnp.einsum("bjc,jche->bjhe", tokens, table, precision=precision)

@@ -1,5 +1,6 @@
 """Translution: the naive reference, masks, subsets, prefix tokens and errors."""
 
+import dataclasses
 import functools
 import math
 
@@ -39,9 +40,13 @@ def _allowed(length, masked, causal=False):
     return mask, np.tril(allowed) if causal else allowed
 
 
-def _expect_equal(kernel, inputs, rows, masked, causal=False):
+def _expect_equal(index, inputs, rows, masked, causal=False):
     mask, allowed = _allowed(inputs[0].shape[1], masked, causal)
-    kernel = functools.partial(kernel, key_mask=jnp.asarray(mask) if masked else None)
+    kernel = functools.partial(
+        kernels.translution,
+        index=index,
+        key_mask=jnp.asarray(mask) if masked else None,
+    )
     naive = functools.partial(reference.translution, rows=rows, allowed=allowed)
     compare.expect_equal(jax.vmap(kernel), naive, inputs)
 
@@ -50,15 +55,15 @@ def _expect_equal(kernel, inputs, rows, masked, causal=False):
 def test_values_and_gradients_equal_the_reference(grid, num_prefix, masked):
     length = num_prefix + math.prod(grid)
     inputs = _inputs(length, offsets.num_table_rows(grid, num_prefix))
-    kernel = functools.partial(kernels.translution, grid=grid, num_prefix=num_prefix)
-    _expect_equal(kernel, inputs, reference.offset_rows(grid, num_prefix), masked)
+    index = kernels.Offsets(grid, num_prefix)
+    _expect_equal(index, inputs, reference.offset_rows(grid, num_prefix), masked)
 
 
 @pytest.mark.parametrize("relative", ["", "q", "k", "v"])
 def test_projections_that_do_not_depend_on_the_offset(relative):
     inputs = _inputs(4, offsets.num_table_rows((3,), 1), relative)
-    kernel = functools.partial(kernels.translution, grid=(3,), num_prefix=1)
-    _expect_equal(kernel, inputs, reference.offset_rows((3,), 1), masked=True)
+    index = kernels.Offsets((3,), num_prefix=1)
+    _expect_equal(index, inputs, reference.offset_rows((3,), 1), masked=True)
 
 
 @pytest.mark.parametrize(
@@ -68,15 +73,16 @@ def test_causal_values_and_gradients_equal_the_reference(length, relative):
     # Two rows more than tokens: a shorter sequence than the model's.
     inputs = _inputs(length, length + 2, relative)
     rows = reference.offset_rows((length,), causal=True)
-    _expect_equal(kernels.causal_translution, inputs, rows, length > 3, causal=True)
+    index = kernels.CausalOffsets(length)
+    _expect_equal(index, inputs, rows, length > 3, causal=True)
 
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_masked_keys_are_as_good_as_absent_whatever_they_hold(causal):
     x, *weights = (y[0] for y in _inputs(5, 5 if causal else 9))
     mask = jnp.arange(5) != 3
-    kernel = functools.partial(kernels.translution, grid=(5,))
-    kernel = kernels.causal_translution if causal else kernel
+    index = kernels.CausalOffsets(5) if causal else kernels.Offsets((5,))
+    kernel = functools.partial(kernels.translution, index=index)
 
     @jax.jit
     def attend(x):
@@ -97,9 +103,8 @@ def test_leading_axes_and_a_mask_shared_by_them():
 
     @jax.jit
     def attend(x, mask):
-        return kernels.translution(
-            x, *weights, grid=(1, 3), num_prefix=1, key_mask=mask
-        )
+        index = kernels.Offsets((1, 3), num_prefix=1)
+        return kernels.translution(x, *weights, index=index, key_mask=mask)
 
     out = attend(x, mask[None, None])
     assert out.shape == (2, 3, HEADS, 4, HEAD_DIM)
@@ -108,8 +113,8 @@ def test_leading_axes_and_a_mask_shared_by_them():
 
 def test_half_precision_is_near_single_precision():
     inputs = [y[0] for y in _inputs(4, 8)]
-    kernel = functools.partial(kernels.translution, grid=(1, 3), num_prefix=1)
-    kernel = jax.jit(kernel)
+    index = kernels.Offsets((1, 3), num_prefix=1)
+    kernel = jax.jit(functools.partial(kernels.translution, index=index))
     halves = [y.astype(jnp.bfloat16) for y in inputs]
     out = kernel(*halves)
     assert out.dtype == jnp.bfloat16
@@ -121,9 +126,8 @@ def test_half_precision_is_near_single_precision():
 def test_scores_beyond_half_precision_stay_finite():
     x, table = jnp.full((3, 1), 300.0, jnp.float16), jnp.ones((5, 1, 1, 1))
     table = table.astype(jnp.float16)
-    grid = kernels.translution(x, *[table] * 2, 0.01 * table, grid=(3,))
-    causal = kernels.causal_translution(x, *[table] * 2, 0.01 * table)
-    for out in (grid, causal):
+    for index in (kernels.Offsets((3,)), kernels.CausalOffsets(3)):
+        out = kernels.translution(x, *[table] * 2, 0.01 * table, index=index)
         np.testing.assert_allclose(out.ravel(), 3.0, rtol=1e-3)
 
 
@@ -141,7 +145,8 @@ def _temporary_bytes(kernel, *shapes):
 
 def _translution_bytes(size, wide):
     rows = offsets.num_table_rows((size, size), 1)
-    kernel = functools.partial(kernels.translution, grid=(size, size), num_prefix=1)
+    index = kernels.Offsets((size, size), num_prefix=1)
+    kernel = functools.partial(kernels.translution, index=index)
     tables = 3 * [(rows, wide, 1, wide)]
     # Next to the gradients' own memory, as much as one table may be copied.
     spare = 4 * math.prod(tables[0])
@@ -151,13 +156,17 @@ def _translution_bytes(size, wide):
 def _causal_bytes(length, wide):
     tables = 3 * [(length, wide, 1, wide)]
     spare = 4 * math.prod(tables[0])
-    kernel = kernels.causal_translution
+    kernel = functools.partial(kernels.translution, index=kernels.CausalOffsets(length))
     return _temporary_bytes(kernel, (1, length, wide), *tables) - spare
 
 
 def _lor_bytes(size, wide):
     n, rows = size**2 + 1, offsets.num_table_rows((size, size), 1)
-    kernel = functools.partial(kernels.lor_translution, grid=(size, size), num_prefix=1)
+    index = kernels.Offsets((size, size), num_prefix=1)
+
+    def kernel(*x):
+        return kernels.lor_translution(x[:3], x[3:6], x[6:], index=index)
+
     shapes = [(1, n, wide)] * 3 + [(n, 8)] * 3 + [(rows, 8, 1, wide)] * 3
     return _temporary_bytes(kernel, *shapes)
 
@@ -181,15 +190,54 @@ def test_memory_grows_as_scores_of_all_pairs_not_as_their_projections(
 
 
 @pytest.mark.parametrize(
-    ("kernel", "length", "rows", "message"),
+    ("index", "length", "rows", "message"),
     [
-        ("translution", 7, 15, "grid 2x3 with num_prefix=0 holds 6 tokens, got 7"),
-        ("translution", 6, 18, "w_q needs a row for .* expected 15 rows, got 18"),
-        ("causal_translution", 6, 5, "w_q has weights for 5 offsets, too few for a"),
+        (
+            kernels.Offsets((2, 3)),
+            7,
+            15,
+            "grid 2x3 with num_prefix=0 holds 6 tokens, got 7",
+        ),
+        (
+            kernels.Offsets((2, 3)),
+            6,
+            18,
+            "w_q needs a row for .* expected 15 rows, got 18",
+        ),
+        (
+            kernels.CausalOffsets(6),
+            7,
+            7,
+            r"index=CausalOffsets\(length=6\) does not fit 7 tokens",
+        ),
+        (
+            kernels.CausalOffsets(6),
+            6,
+            5,
+            "w_q has weights for 5 offsets, too few for a",
+        ),
+        (kernels.Pairs(6), 7, 7, r"index=Pairs\(length=6\) does not fit 7 tokens"),
+        (
+            kernels.Pairs(6),
+            6,
+            6,
+            r"w_q needs a matrix for every pair of tokens: expected \[6, 6, ",
+        ),
     ],
 )
-def test_errors_name_what_was_expected(kernel, length, rows, message):
-    options = {"grid": (2, 3)} if kernel == "translution" else {}
+def test_errors_name_what_was_expected(index, length, rows, message):
     inputs = [y[0] for y in _inputs(length, rows)]
     with pytest.raises(ValueError, match=message):
-        getattr(kernels, kernel)(*inputs, **options)
+        kernels.translution(*inputs, index=index)
+
+
+@pytest.mark.parametrize("index", [kernels.Offsets((4,)), kernels.CausalOffsets(4)])
+def test_a_table_of_pairs_is_refused_by_offsets(index):
+    x, w = _random(0, 4, DIM), _random(1, 4, 4, DIM, HEADS, HEAD_DIM)
+    with pytest.raises(ValueError, match=r"w_q needs one axis of rows.*index=Pairs"):
+        kernels.translution(x, w, w, w, index=index)
+
+
+def test_an_index_is_static():
+    indices = [kernels.Offsets((2, 3), 1), kernels.CausalOffsets(6), kernels.Pairs(6)]
+    assert len({*indices, *map(dataclasses.replace, indices)}) == 3

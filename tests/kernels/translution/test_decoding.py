@@ -28,7 +28,7 @@ def test_translution_token_by_token(relative):
         _table(seed, DIM, HEADS, HEAD_DIM, of=name, relative=relative)
         for seed, name in enumerate("qkv")
     ]
-    expected = kernels.causal_translution(x, *weights)
+    expected = kernels.translution(x, *weights, index=kernels.CausalOffsets(N))
     step = jax.jit(kernels.causal_translution_step)
     for index in range(N):
         past = x.at[:, index + 1 :].set(9.0)
@@ -54,15 +54,15 @@ def test_the_precision_reaches_every_product():
 @pytest.mark.parametrize("base", [True, False])
 def test_lor_translution_token_by_token(relative, base):
     plain = [_random(seed, BATCH, HEADS, N, HEAD_DIM) for seed in range(3)]
-    q, k, v = plain if base else (None, None, None)
-    low_q, low_k, low_v = (_random(3 + seed, BATCH, N, INNER) for seed in range(3))
-    tables = [
+    qkv = tuple(plain) if base else (None,) * 3
+    low = tuple(_random(3 + seed, BATCH, N, INNER) for seed in range(3))
+    tables = tuple(
         _table(seed, INNER, HEADS, RANK, of=name, relative=relative)
         for seed, name in enumerate("qkv")
-    ]
+    )
     options = {"scale": None if base else 0.6, "average": relative == "qkv"}
-    expected = kernels.causal_lor_translution(
-        q, k, v, low_q, low_k, low_v, *tables, **options
+    expected = kernels.lor_translution(
+        qkv, low, tables, index=kernels.CausalOffsets(N), **options
     )
     step = jax.jit(functools.partial(kernels.causal_lor_translution_step, **options))
     for index in range(N):
@@ -70,9 +70,13 @@ def test_lor_translution_token_by_token(relative, base):
         def past(x, index=index):
             return None if x is None else x.at[..., index + 1 :, :].set(9.0)
 
-        q_i = None if q is None else q[:, :, index]
-        low = low_q[:, index], past(low_k), past(low_v)
-        outputs = step(q_i, past(k), past(v), *low, *tables, index=index)
+        q_i = None if qkv[0] is None else qkv[0][:, :, index]
+        outputs = step(
+            (q_i, *map(past, qkv[1:])),
+            (low[0][:, index], *map(past, low[1:])),
+            tables,
+            index=index,
+        )
         assert (outputs[0] is None) == (not base)
         for out, whole in zip(outputs, expected, strict=True):
             if out is not None:
@@ -81,10 +85,14 @@ def test_lor_translution_token_by_token(relative, base):
 
 def test_lor_translution_without_a_low_rank_score():
     q, k, v = (_random(seed, BATCH, HEADS, N, HEAD_DIM) for seed in range(3))
-    low_v, t_v = _random(3, BATCH, N, INNER), _random(4, N, INNER, HEADS, RANK)
-    low = (None, None, low_v, None, None, t_v)
-    expected = kernels.causal_lor_translution(q, k, v, *low)
-    outputs = kernels.causal_lor_translution_step(q[:, :, 4], k, v, *low, index=4)
+    low = (None, None, _random(3, BATCH, N, INNER))
+    tables = (None, None, _random(4, N, INNER, HEADS, RANK))
+    expected = kernels.lor_translution(
+        (q, k, v), low, tables, index=kernels.CausalOffsets(N)
+    )
+    outputs = kernels.causal_lor_translution_step(
+        (q[:, :, 4], k, v), low, tables, index=4
+    )
     for out, whole in zip(outputs, expected, strict=True):
         np.testing.assert_allclose(out, whole[:, :, 4], atol=2e-6)
 

@@ -107,5 +107,5 @@ def test_whole_positions_give_translution():
         return jnp.einsum("...nc,...nce->...ne", key, rows(w[2], offset))
 
     out = kernels.general_translution(x, positions, score, value)
-    expected = kernels.translution(x, *w, grid=(2, 3))[0]
+    expected = kernels.translution(x, *w, index=kernels.Offsets((2, 3)))[0]
     np.testing.assert_allclose(out, expected, atol=1e-5)

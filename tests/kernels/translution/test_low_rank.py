@@ -1,6 +1,5 @@
 """LoR-Translution: the naive reference, subsets, parts left out, and errors."""
 
-import functools
 import math
 
 import jax
@@ -32,7 +31,7 @@ def _inputs(length, rows, relative="qkv"):
 
 
 def _expect_equal(
-    kernel, inputs, rows, *, given="qlv", masked=False, causal=False, average=False
+    index, inputs, rows, *, given="qlv", masked=False, causal=False, average=False
 ):
     """Compares with the reference where only some parts are given.
 
@@ -55,8 +54,12 @@ def _expect_equal(
         return jnp.concatenate([x for x in outputs if x is not None], axis=-1)
 
     def apply(*arrays):
-        outputs = kernel(
-            *fill(arrays),
+        arrays = tuple(fill(arrays))
+        outputs = kernels.lor_translution(
+            arrays[:3],
+            arrays[3:6],
+            arrays[6:],
+            index=index,
             key_mask=jnp.asarray(mask) if masked else None,
             scale=None if base else scale,
             average=average,
@@ -95,53 +98,54 @@ def test_values_and_gradients_equal_the_reference(grid, num_prefix, options):
     inputs = _inputs(
         num_prefix + math.prod(grid), offsets.num_table_rows(grid, num_prefix)
     )
-    kernel = functools.partial(
-        kernels.lor_translution, grid=grid, num_prefix=num_prefix
-    )
+    index = kernels.Offsets(grid, num_prefix)
     rows = reference.offset_rows(grid, num_prefix)
-    _expect_equal(kernel, inputs, rows, **options)
+    _expect_equal(index, inputs, rows, **options)
 
 
 @pytest.mark.parametrize("relative", ["", "q", "kv"])
 def test_projections_that_do_not_depend_on_the_offset(relative):
     inputs = _inputs(4, offsets.num_table_rows((3,), 1), relative)
-    kernel = functools.partial(kernels.lor_translution, grid=(3,), num_prefix=1)
-    _expect_equal(kernel, inputs, reference.offset_rows((3,), 1))
+    index = kernels.Offsets((3,), num_prefix=1)
+    _expect_equal(index, inputs, reference.offset_rows((3,), 1))
 
 
 def test_causal_values_and_gradients_equal_the_reference():
     # Two rows more than tokens: a shorter sequence than the model's.
     rows = reference.offset_rows((5,), causal=True)
-    kernel, inputs = kernels.causal_lor_translution, _inputs(5, 7, "v")
-    _expect_equal(kernel, inputs, rows, causal=True, given="lv", masked=True)
+    index, inputs = kernels.CausalOffsets(5), _inputs(5, 7, "v")
+    _expect_equal(index, inputs, rows, causal=True, given="lv", masked=True)
 
 
 @pytest.mark.parametrize(
     ("left_out", "message"),
     [
-        ("q", "q, k and v must be given together"),
-        ("v", "q, k and v must be given together"),
-        ("t_q", "low_q, low_k, t_q and t_k must be given together"),
-        ("low_v", "low_v and t_v must be given together"),
-        ("q k v low_q low_k t_q t_k", "no scores: give q, k and v, or low_q"),
-        ("q k v", "scale has no default without q"),
+        ("q", r"qkv\[0\], qkv\[1\] and qkv\[2\] must all be"),
+        ("v", r"qkv\[0\], qkv\[1\] and qkv\[2\] must all be"),
+        ("t_q", r"low\[0\], low\[1\], tables\[0\] and tables\[1\] must all be"),
+        ("low_v", r"low\[2\] and tables\[2\] must all be"),
+        ("q k v low_q low_k t_q t_k", r"no scores: give qkv, or low\[0\]"),
+        ("q k v", "scale has no default without qkv"),
     ],
 )
 def test_arguments_that_belong_together(left_out, message):
     names = ["q", "k", "v", "low_q", "low_k", "low_v", "t_q", "t_k", "t_v"]
-    inputs = {
-        name: None if name in left_out.split() else x[0]
+    arrays = tuple(
+        None if name in left_out.split() else x[0]
         for name, x in zip(names, _inputs(3, 3), strict=True)
-    }
+    )
+    inputs = arrays[:3], arrays[3:6], arrays[6:]
     with pytest.raises(ValueError, match=message):
-        kernels.causal_lor_translution(**inputs)
+        kernels.lor_translution(*inputs, index=kernels.CausalOffsets(3))
 
 
 def test_tables_and_grids_that_do_not_fit():
-    inputs = [x[0] for x in _inputs(5, 4)]
-    with pytest.raises(ValueError, match="t_q has weights for 4 offsets, too few for"):
-        kernels.causal_lor_translution(*inputs)
-    with pytest.raises(ValueError, match="t_q needs a row for .* expected 9 rows, got"):
-        kernels.lor_translution(*inputs, grid=(5,))
-    with pytest.raises(ValueError, match="grid 2x3 with num_prefix=0 holds 6 tokens"):
-        kernels.lor_translution(*inputs, grid=(2, 3))
+    arrays = tuple(x[0] for x in _inputs(5, 4))
+    for index, message in (
+        (kernels.CausalOffsets(5), r"tables\[0\] has weights for 4 offsets, too few"),
+        (kernels.Offsets((5,)), r"tables\[0\] needs a row for .* expected 9 rows, got"),
+        (kernels.Offsets((2, 3)), "grid 2x3 with num_prefix=0 holds 6 tokens, got 5"),
+        (kernels.Pairs(6), r"index=Pairs\(length=6\) does not fit 5 tokens"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            kernels.lor_translution(arrays[:3], arrays[3:6], arrays[6:], index=index)

@@ -33,7 +33,9 @@ def test_values_and_gradients_equal_the_reference(relative, masked):
     mask = np.arange(N) % 3 != 1 if masked else np.ones(N, bool)
     inputs = [_random(0, 1, N, DIM), *_tables(DIM, HEADS, HEAD_DIM, relative=relative)]
     kernel = functools.partial(
-        kernels.pair_translution, key_mask=jnp.asarray(mask) if masked else None
+        kernels.translution,
+        index=kernels.Pairs(N),
+        key_mask=jnp.asarray(mask) if masked else None,
     )
     naive = functools.partial(
         reference.translution, rows=(None,) * 3, allowed=np.tile(mask, (N, 1))
@@ -43,7 +45,7 @@ def test_values_and_gradients_equal_the_reference(relative, masked):
 
 def test_scores_beyond_half_precision_stay_finite():
     x, w = jnp.full((3, 1), 300.0, jnp.float16), jnp.ones((3, 3, 1, 1, 1), jnp.float16)
-    out = kernels.pair_translution(x, w, w, 0.01 * w)
+    out = kernels.translution(x, w, w, 0.01 * w, index=kernels.Pairs(3))
     np.testing.assert_allclose(out.ravel(), 3.0, rtol=1e-3)
 
 
@@ -54,7 +56,13 @@ def test_low_rank_values_and_gradients_equal_the_reference():
     inputs = [*plain, *low, *_tables(DIM, HEADS, RANK)]
 
     def kernel(*inputs):
-        outputs = kernels.pair_lor_translution(*inputs, key_mask=jnp.asarray(mask))
+        outputs = kernels.lor_translution(
+            inputs[:3],
+            inputs[3:6],
+            inputs[6:],
+            index=kernels.Pairs(N),
+            key_mask=jnp.asarray(mask),
+        )
         return jnp.concatenate(outputs, axis=-1)
 
     def naive(*inputs):
@@ -76,4 +84,4 @@ def test_tables_of_another_length_are_refused():
     with pytest.raises(
         ValueError, match=r"must have the same n, got shapes \(8, 5\) and \(7, 7"
     ):
-        kernels.pair_translution(x, w, w, w)
+        kernels.translution(x, w, w, w, index=kernels.Pairs(N))

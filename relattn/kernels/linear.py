@@ -1,8 +1,8 @@
-"""Linear attention by feature maps, in chunks: time and memory linear in the length.
+"""Linear attention by feature maps, also causal: linear time and memory, in chunks.
 
-Exponents stay apart from factors (`Features`) and are shifted before they are
-exponentiated. The shifts cancel exactly, so no gradient flows through them, and none
-mixes examples. `relattn.kernels.linear` is the causal form.
+Exponents are kept separate from factors (`Features`) and shifted before they are
+exponentiated. The shifts cancel exactly, so no gradient flows through them. No shift
+mixes examples, and in causal attention none depends on later tokens.
 """
 
 from __future__ import annotations
@@ -21,28 +21,37 @@ from relattn.kernels.checks import broadcast_leading, check_arguments, zero_mask
 from relattn.kernels.feature_maps import Features
 from relattn.kernels.precision import compute_dtype, wide_einsum, widen
 
-# From [*batch, n, head_dim] to features; a plain array stands for factors alone.
+# Maps [*batch, n, head_dim] to features; a plain array has no exponents.
 FeatureMap = Callable[[Array], Features | Array]
 
-# Where a smaller share than this survives when weights cancel, what is left is noise.
+# If weights cancel to less than this share of their magnitudes, the rest is noise.
 _SMALLEST_SHARE = 1e-4
 
-# A denominator below this has no weights left: they underflowed, or there was no key.
+# A denominator below this has no weights: they underflowed, or there are no keys.
 _NO_WEIGHT = 1e-36
 
-# The shift before the first key; finite, so that differences of shifts are numbers.
+# The shift before the first key; finite, so that differences of shifts are not NaN.
 LOWEST = float(jnp.finfo(jnp.float32).min)
+
+# Number of chunks that are computed in parallel, so that products are large enough to
+# be fast.
+_PARALLEL_CHUNKS = 8
+
+# Name (`jax.ad_checkpoint.checkpoint_name`) of arrays that the forward pass keeps: they
+# are small and expensive to compute again.
+KEPT = "kept"
 
 
 class LinearState(NamedTuple):
-    """Sums over keys: all that a query needs of them, whatever their number.
+    """Sums over keys, of a size that does not depend on the number of keys.
 
     Attributes:
         shift: Subtracted from the keys' exponents: ``[*batch, 1, features]`` or
             ``[*batch, 1, 1]``.
-        sums: Sum of phi(k) [v, 1], shape ``[*batch, features, value_dim + 1]``.
-        magnitudes: Sum of abs(phi(k)), shape ``[*batch, features, 1]``; None where
-            every feature is a plain exponential.
+        sums: S and z, the sum of phi(k) [v, 1], shape
+            ``[*batch, features, value_dim + 1]``.
+        magnitudes: Sum of abs(phi(k)), shape ``[*batch, features, 1]``; None if every
+            feature is a plain exponential.
     """
 
     shift: Float[Array, "*batch 1 features"] | Float[Array, "*batch 1 1"]
@@ -65,30 +74,30 @@ def linear_attention(
     Float[Array, "*batch n value_dim"]
     | tuple[Float[Array, "*batch n value_dim"], Float[Array, "*batch n"]]
 ):
-    """Attention of every query to every key, with weights phi(q_i) . phi(k_j).
+    """Computes linear attention, with weights phi(q_i) . phi(k_j).
 
     out_i = phi(q_i)^T S / phi(q_i)^T z, S = sum_j phi(k_j) v_j^T, z = sum_j phi(k_j).
 
-    With the exponents a_jf of the keys and b_if of the queries, computed as
-    exp(b_if + c_f - r_i) and exp(a_jf - c_f), c_f = max_j a_jf,
+    Keys have exponents a_jf and queries b_if. Their features are computed as
+    exp(a_jf - c_f) and exp(b_if + c_f - r_i), c_f = max_j a_jf,
     r_i = max_f (b_if + c_f): for positive features the denominator is at least one.
 
-    Trigonometric features can make a denominator near or below zero. Nothing is
-    clipped to hide it: a negative one is divided by as it is; one that is smaller than
-    1e-4 of the sum of absolute products is set to that size, with its sign, so that
-    the result stays finite. ``return_normalizer`` shows where this happens.
+    Trigonometric features can give a denominator near or below zero. A negative
+    denominator is used unchanged. One smaller than 1e-4 of the sum of absolute products
+    is set to that size and keeps its sign, so that the result stays finite.
+    ``return_normalizer`` shows where this happens.
 
     Args:
         q: Queries, shape ``[*batch, n, head_dim]``.
         k: Keys, shape ``[*batch, m, head_dim]``.
         v: Values, shape ``[*batch, m, value_dim]``.
         feature_map: From ``[*batch, n, head_dim]`` to features, token by token.
-        key_mask: True for keys that exist, shape ``[*batch, m]``. A query without any
+        key_mask: True for keys that exist, shape ``[*batch, m]``. A query without keys
             gives zeros.
-        chunk_size: Features are made for so many tokens at a time; beyond one chunk
-            they are made anew in the backward pass.
+        chunk_size: Number of tokens whose features are computed at a time. With more
+            than one chunk, the backward pass computes them again.
         precision: Passed to einsum.
-        return_normalizer: Whether to return the denominators too.
+        return_normalizer: Whether to also return the denominators.
 
     Returns:
         Shape ``[*batch, n, value_dim]``, in the dtype of ``v``. With
@@ -121,6 +130,7 @@ def linear_attention(
         features = evaluate(feature_map, queries)
         return _attend_sums(features, state, einsum, v.dtype)
 
+    # S and z, chunk by chunk.
     if k.shape[-2] <= chunk_size:
         state = sum_chunk((k, v, key_mask))
     else:
@@ -135,6 +145,7 @@ def linear_attention(
 
         state, _ = scan_chunks(add_chunk, empty, chunks)
 
+    # phi(q_i)^T S / phi(q_i)^T z, chunk by chunk.
     if q.shape[-2] <= chunk_size:
         out, normalizer = attend(q, state)
     else:
@@ -145,126 +156,6 @@ def linear_attention(
         _, chunks = scan_chunks(attend_chunk, None, split_chunks(q, chunk_size))
         out, normalizer = join_chunks(chunks, q.shape[-2])
     return (out, normalizer[..., 0]) if return_normalizer else out
-
-
-def evaluate(feature_map: FeatureMap, x: Float[Array, "*batch n head_dim"]) -> Features:
-    """Features of tokens; a plain array of features has exponents of zero."""
-    features = feature_map(x)
-    if isinstance(features, Features):
-        return features
-    values = widen(features)
-    return Features(values, jnp.zeros_like(values[..., :1]))
-
-
-def append_ones(
-    v: Float[Array, "*#batch m value_dim"],
-) -> Float[Array, "*batch m width"]:
-    """[v, 1], so that one product gives numerators and denominators."""
-    v = widen(v)
-    return jnp.concatenate([v, jnp.ones((*v.shape[:-1], 1), v.dtype)], axis=-1)
-
-
-def scale_keys(
-    features: Features, mask: Bool[Array, "*batch m"] | None
-) -> tuple[
-    Float[Array, "*batch m features"],
-    Float[Array, "*batch 1 features"] | Float[Array, "*batch 1 1"],
-]:
-    """Keys' features, largest exponents brought to zero, and the shift that does it."""
-    exponents = features.exponents
-    if mask is not None:
-        exponents = jnp.where(mask[..., None], exponents, -jnp.inf)
-    shift = jnp.maximum(jnp.max(exponents, axis=-2, keepdims=True), LOWEST)
-    shift = jax.lax.stop_gradient(shift)
-    phi = jnp.exp(exponents - shift)
-    return (phi if features.values is None else phi * features.values), shift
-
-
-def _sum_keys(features, v, mask, einsum):
-    phi, shift = scale_keys(features, mask)
-    magnitudes = None
-    if features.values is not None:
-        magnitudes = jax.lax.stop_gradient(jnp.sum(jnp.abs(phi), axis=-2)[..., None])
-    sums = einsum("...mf,...me->...fe", phi, append_ones(v))
-    return LinearState(shift, sums, magnitudes)
-
-
-def _empty(state):
-    """A state of no keys, of the same shapes."""
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), state)
-    return zeros._replace(shift=jnp.full_like(zeros.shift, LOWEST))
-
-
-def _merge(a, b):
-    """The state of the keys of both."""
-    shift = jnp.maximum(a.shift, b.shift)
-
-    def rescaled(state):
-        factor = jnp.exp(state.shift - shift).swapaxes(-2, -1)
-        return jax.tree.map(lambda x: x * factor, (state.sums, state.magnitudes))
-
-    return LinearState(shift, *jax.tree.map(jnp.add, rescaled(a), rescaled(b)))
-
-
-def scale_queries(
-    features: Features, shift: Float[Array, "..."]
-) -> Float[Array, "*batch n features"]:
-    """Queries' features, their largest exponent brought to zero in every row."""
-    exponents = features.exponents + shift
-    largest = jnp.max(exponents, axis=-1, keepdims=True)
-    phi = jnp.exp(exponents - jax.lax.stop_gradient(largest))
-    return phi if features.values is None else phi * features.values
-
-
-def _attend_sums(features, state, einsum, dtype):
-    phi = scale_queries(features, state.shift)
-    sums = einsum("...nf,...fe->...ne", phi, state.sums)
-    if state.magnitudes is None:
-        return divide_sums(sums, None, dtype)
-    phi = jax.lax.stop_gradient(jnp.abs(phi))
-    magnitudes = einsum("...nf,...fe->...ne", phi, state.magnitudes)
-    return divide_sums(sums, magnitudes, dtype)
-
-
-def divide_sums(
-    sums: Float[Array, "*#batch n width"],
-    magnitudes: Float[Array, "*#batch n 1"] | None,
-    dtype: jnp.dtype,
-    noise: Float[Array, "*#batch n 1"] | None = None,
-) -> tuple[Float[Array, "*batch n value_dim"], Float[Array, "*batch n 1"]]:
-    """Numerators by guarded denominators, and the denominators before the guard.
-
-    ``magnitudes`` are sums of absolute weights, None where no weight is negative;
-    ``noise`` is what rounding may have added to a denominator.
-    """
-    numerator, normalizer = sums[..., :-1], sums[..., -1:]
-    denominator = normalizer
-    if magnitudes is not None:
-        smallest = _SMALLEST_SHARE * magnitudes
-        smallest = smallest if noise is None else jnp.maximum(smallest, noise)
-        guard = jnp.where(normalizer < 0, -smallest, smallest)
-        denominator = jnp.where(jnp.abs(normalizer) < smallest, guard, normalizer)
-    elif noise is not None:
-        denominator = jnp.where(normalizer < noise, noise, normalizer)
-    denominator = jnp.where(jnp.abs(denominator) < _NO_WEIGHT, 1.0, denominator)
-    out = _divide(numerator, denominator)
-    return out.astype(dtype), normalizer
-
-
-@jax.custom_jvp
-def _divide(numerator, denominator):
-    return numerator / denominator
-
-
-@_divide.defjvp
-def _divide_jvp(primals, tangents):
-    """JAX's own rule squares the denominator, which could underflow."""
-    out = _divide(*primals)
-    return out, (tangents[0] - out * tangents[1]) / primals[1]
-
-
-# Chunks that are worked on at once, for products large enough to be fast.
-_PARALLEL_CHUNKS = 8
 
 
 @check_arguments
@@ -314,7 +205,7 @@ def causal_linear_attention(
         key_mask: True for keys that exist, shape ``[*batch, n]``.
         state: The state that an earlier call returned for the tokens before these; None
             if there are none.
-        return_state: Whether to return the state after these tokens too.
+        return_state: Whether to also return the state after these tokens.
         chunk_size: Number of tokens in a chunk.
         precision: Passed to einsum.
 
@@ -380,10 +271,10 @@ def causal_linear_attention(
 
 
 def underflowed(keys: Features) -> Bool[Array, "*batch n"]:
-    """Which keys `causal_linear_attention` gives no weight: all features underflow.
+    """Finds keys that get no weight in `causal_linear_attention`, by underflow.
 
     Args:
-        keys: Their features, with a bound.
+        keys: Features of the keys, with a bound.
 
     Returns:
         True where every feature, shifted by its bound, is below the smallest normal
@@ -399,14 +290,132 @@ def underflowed(keys: Features) -> Bool[Array, "*batch n"]:
     return largest < math.log(jnp.finfo(jnp.float32).tiny)
 
 
+def evaluate(feature_map: FeatureMap, x: Float[Array, "*batch n head_dim"]) -> Features:
+    """Computes the features of tokens; a plain array gets exponents of zero."""
+    features = feature_map(x)
+    if isinstance(features, Features):
+        return features
+    values = widen(features)
+    return Features(values, jnp.zeros_like(values[..., :1]))
+
+
+def append_ones(
+    v: Float[Array, "*#batch m value_dim"],
+) -> Float[Array, "*batch m width"]:
+    """Returns [v, 1], so that one product gives numerators and denominators."""
+    v = widen(v)
+    return jnp.concatenate([v, jnp.ones((*v.shape[:-1], 1), v.dtype)], axis=-1)
+
+
+def scale_keys(
+    features: Features, mask: Bool[Array, "*batch m"] | None
+) -> tuple[
+    Float[Array, "*batch m features"],
+    Float[Array, "*batch 1 features"] | Float[Array, "*batch 1 1"],
+]:
+    """Returns the keys' features, shifted to largest exponent zero, and the shift."""
+    exponents = features.exponents
+    if mask is not None:
+        exponents = jnp.where(mask[..., None], exponents, -jnp.inf)
+    shift = jnp.maximum(jnp.max(exponents, axis=-2, keepdims=True), LOWEST)
+    shift = jax.lax.stop_gradient(shift)
+    phi = jnp.exp(exponents - shift)
+    return (phi if features.values is None else phi * features.values), shift
+
+
+def _sum_keys(features, v, mask, einsum):
+    """Returns the state of keys: S_f = sum_j e^(a_jf - c_f) v_j^T, and z_f."""
+    phi, shift = scale_keys(features, mask)
+    magnitudes = None
+    if features.values is not None:
+        magnitudes = jax.lax.stop_gradient(jnp.sum(jnp.abs(phi), axis=-2)[..., None])
+    sums = einsum("...mf,...me->...fe", phi, append_ones(v))
+    return LinearState(shift, sums, magnitudes)
+
+
+def _empty(state):
+    """Returns the state of no keys, with the same shapes."""
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), state)
+    return zeros._replace(shift=jnp.full_like(zeros.shift, LOWEST))
+
+
+def _merge(a, b):
+    """Adds two states, after bringing them to the same shift."""
+    shift = jnp.maximum(a.shift, b.shift)
+
+    def rescaled(state):
+        factor = jnp.exp(state.shift - shift).swapaxes(-2, -1)
+        return jax.tree.map(lambda x: x * factor, (state.sums, state.magnitudes))
+
+    return LinearState(shift, *jax.tree.map(jnp.add, rescaled(a), rescaled(b)))
+
+
+def scale_queries(
+    features: Features, shift: Float[Array, "..."]
+) -> Float[Array, "*batch n features"]:
+    """Returns the queries' features, each row shifted to largest exponent zero."""
+    exponents = features.exponents + shift
+    largest = jnp.max(exponents, axis=-1, keepdims=True)
+    phi = jnp.exp(exponents - jax.lax.stop_gradient(largest))
+    return phi if features.values is None else phi * features.values
+
+
+def _attend_sums(features, state, einsum, dtype):
+    """Returns phi(q_i)^T S / phi(q_i)^T z, and the denominators before the guard."""
+    phi = scale_queries(features, state.shift)
+    sums = einsum("...nf,...fe->...ne", phi, state.sums)
+    if state.magnitudes is None:
+        return divide_sums(sums, None, dtype)
+    phi = jax.lax.stop_gradient(jnp.abs(phi))
+    magnitudes = einsum("...nf,...fe->...ne", phi, state.magnitudes)
+    return divide_sums(sums, magnitudes, dtype)
+
+
+def divide_sums(
+    sums: Float[Array, "*#batch n width"],
+    magnitudes: Float[Array, "*#batch n 1"] | None,
+    dtype: jnp.dtype,
+    noise: Float[Array, "*#batch n 1"] | None = None,
+) -> tuple[Float[Array, "*batch n value_dim"], Float[Array, "*batch n 1"]]:
+    """Divides by guarded denominators; also returns them before the guard.
+
+    ``magnitudes`` are sums of absolute weights, None if no weight is negative;
+    ``noise`` bounds the rounding errors of the denominators.
+    """
+    numerator, normalizer = sums[..., :-1], sums[..., -1:]
+    denominator = normalizer
+    if magnitudes is not None:
+        smallest = _SMALLEST_SHARE * magnitudes
+        smallest = smallest if noise is None else jnp.maximum(smallest, noise)
+        guard = jnp.where(normalizer < 0, -smallest, smallest)
+        denominator = jnp.where(jnp.abs(normalizer) < smallest, guard, normalizer)
+    elif noise is not None:
+        denominator = jnp.where(normalizer < noise, noise, normalizer)
+    denominator = jnp.where(jnp.abs(denominator) < _NO_WEIGHT, 1.0, denominator)
+    out = _divide(numerator, denominator)
+    return out.astype(dtype), normalizer
+
+
+@jax.custom_jvp
+def _divide(numerator, denominator):
+    return numerator / denominator
+
+
+@_divide.defjvp
+def _divide_jvp(primals, tangents):
+    """Avoids the square of the denominator in JAX's rule, which could underflow."""
+    out = _divide(*primals)
+    return out, (tangents[0] - out * tangents[1]) / primals[1]
+
+
 def check_causal(features: Any) -> None:
-    """Raises ValueError unless features can be shifted without the future."""
+    """Raises ValueError if the shift of the features needs later tokens."""
     one_exponent = features.values is not None and features.exponents.shape[-1] == 1
     if features.bound is None and not one_exponent:
         raise ValueError(
             "causal linear attention needs Features with a bound, or with values and "
-            f"one exponent a token, got exponents of shape {features.exponents.shape} "
-            "and no bound"
+            "one exponent per token, got no bound and exponents of shape "
+            f"{features.exponents.shape}"
         )
 
 
@@ -417,9 +426,10 @@ def causal_factors(
     Float[Array, "*batch n features"],
     Float[Array, "*batch n 1"] | None,
 ]:
-    """Features of queries and keys, shifted by nothing that looks at other tokens.
+    """Returns features of queries and keys, shifted independently of other tokens.
 
-    The last are exponents that the keys' still lack, where they have one a token.
+    Without a bound, the features of the keys lack their exponents, one per token, which
+    are returned last.
     """
     if keys.bound is None:
         exponents = keys.exponents
@@ -471,6 +481,7 @@ def _attend_causally(state, tokens, feature_map, einsum, parallel=1):
             f"features need {expected}: give the state that causal_linear_attention "
             "returned for the tokens before, or None for the first tokens"
         )
+    # Factors of the pairs j <= i of a chunk, and of the sums before it.
     size = q.shape[-2] // parallel
     causal = jnp.tril(jnp.ones((size, size), bool))
     if exponents is None:
@@ -483,12 +494,14 @@ def _attend_causally(state, tokens, feature_map, einsum, parallel=1):
 
     def attend(phi_q, phi_k, v, before):
         phi_q, phi_k, v = chunks(phi_q), chunks(phi_k), chunks(v)
+        # S and z of each chunk, then of all keys before each chunk.
         sums = einsum("...jf,...je->...fe", phi_k * decays.keys, v)
         totals = jnp.concatenate([before[..., None, :, :], sums], axis=-3)
         totals = jnp.cumsum(totals, axis=-3)
         earlier, after = totals[..., :-1, :, :], totals[..., -1, :, :]
         if exponents is not None:
             after = decays.state * before + sums[..., 0, :, :]
+        # sum_{j <= i} phi(q_i) . phi(k_j) [v_j, 1] within the chunk, + phi(q_i)^T S.
         weights = decays.pairs * einsum("...if,...jf->...ij", phi_q, phi_k)
         within = einsum("...ij,...je->...ie", weights, v)
         past = einsum("...if,...fe->...ie", phi_q, earlier)
@@ -511,16 +524,16 @@ def _attend_causally(state, tokens, feature_map, einsum, parallel=1):
 
 
 class _Decays(NamedTuple):
-    """Factors that bring sums with different shifts to the same one."""
+    """Factors that bring sums with different shifts to the same shift."""
 
-    pairs: Array  # Keys of the chunk, to each query's shift; zero for later keys.
+    pairs: Array  # Keys of the chunk, to each query's shift; 0 for later keys.
     past: Array | float  # The state before the chunk, to each query's shift.
     keys: Array | float  # Keys of the chunk, to the shift after it.
     state: Array | float  # The state before the chunk, to the shift after it.
 
 
 def _running_decays(shift, exponents, causal):
-    """Shifts every query by the largest exponent among the keys up to it."""
+    """Computes decays that shift each query by the largest exponent up to it."""
     earlier = jnp.where(causal, exponents.swapaxes(-2, -1), -jnp.inf)
     largest = jax.lax.stop_gradient(jnp.max(earlier, axis=-1, keepdims=True))
     largest = jnp.maximum(largest, shift)
@@ -534,29 +547,24 @@ def _running_decays(shift, exponents, causal):
     return decays, last
 
 
-# The name (`jax.ad_checkpoint.checkpoint_name`) of what is cheap to keep and costly to
-# compute anew.
-KEPT = "kept"
-
-
 def check_chunk_size(chunk_size: int, name: str = "chunk_size") -> None:
-    """Raises ValueError unless a chunk holds a token."""
+    """Raises ValueError if a chunk size is less than one."""
     if chunk_size < 1:
         raise ValueError(f"{name} must be at least 1, got {chunk_size}")
 
 
 def scan_chunks(body: Callable, state: Any, chunks: Any) -> tuple[Any, Any]:
-    """Scans over chunks; the backward pass computes anew all but what is `KEPT`."""
+    """Scans over chunks; the backward pass computes all but `KEPT` arrays again."""
     policy = jax.checkpoint_policies.save_only_these_names(KEPT)
     body = jax.checkpoint(body, prevent_cse=False, policy=policy)
     return jax.lax.scan(body, state, chunks)
 
 
 def split_chunks(tree: Any, chunk_size: int, multiple: int = 1) -> Any:
-    """From [*batch, n, width] to [chunks, *batch, chunk, width].
+    """Splits [*batch, n, width] into [chunks, *batch, chunk, width].
 
-    Chunks are of equal length, a multiple of ``multiple`` and at most ``chunk_size``,
-    which is one too; zeros fill up the last.
+    Chunks have equal lengths: a multiple of ``multiple``, at most ``chunk_size``, which
+    is one too. Zeros fill the last chunk.
     """
 
     def split(x):
@@ -573,7 +581,7 @@ def split_chunks(tree: Any, chunk_size: int, multiple: int = 1) -> Any:
 
 
 def join_chunks(tree: Any, length: int) -> Any:
-    """From [chunks, *batch, chunk, width] to [*batch, length, width]."""
+    """Joins [chunks, *batch, chunk, width] to [*batch, length, width]."""
 
     def join(x):
         x = jnp.moveaxis(x, 0, -3)

@@ -22,21 +22,22 @@ def general_translution(
     *,
     key_mask: Bool[Array, "*#batch n"] | None = None,
 ) -> Float[Array, "*batch n width"]:
-    """Attention by functions of the offsets between continuous positions.
+    """Computes attention by functions of the offsets between continuous positions.
 
     out_i = sum_j softmax_j(weight_fn(p_i - p_j, x_i, x_j)) value_fn(p_i - p_j, x_j)
 
     A scan over the queries evaluates both functions for all pairs of one query at a
-    time, and anew in the backward pass. The softmax is float32 or wider. A query
-    without keys gives zeros.
+    time; the backward pass evaluates them again. The softmax is float32 or wider. A
+    query without keys gives zeros.
 
     Args:
         x: Tokens, shape ``[*batch, n, dim]``.
-        positions: Of the tokens, in any number of dimensions, ``[*batch, n, axes]``.
-        weight_fn: From offsets ``[*batch, n, axes]``, queries ``[*batch, 1, dim]`` and
+        positions: Positions of the tokens, in any number of dimensions,
+            ``[*batch, n, axes]``.
+        weight_fn: Maps offsets ``[*batch, n, axes]``, queries ``[*batch, 1, dim]`` and
             keys ``[*batch, n, dim]`` to scores ``[*batch, n]``.
-        value_fn: From offsets ``[*batch, n, axes]`` and keys ``[*batch, n, dim]`` to
-            values ``[*batch, n, width]``. Both functions treat pairs one by one.
+        value_fn: Maps offsets ``[*batch, n, axes]`` and keys ``[*batch, n, dim]`` to
+            values ``[*batch, n, width]``. Both functions must act on each pair alone.
         key_mask: True for keys that exist, shape ``[*batch, n]``.
 
     Returns:
@@ -46,7 +47,7 @@ def general_translution(
         ValueError: If shapes or dtypes do not fit together.
 
     Example:
-        Points in space look at those nearby and see where they lie:
+        Points in space attend to nearby points and sum their offsets:
 
         >>> points = jnp.array([[0.0, 0.0, 0.0], [0.5, 0.0, 0.0], [9.0, 9.0, 9.0]])
         >>> features = jnp.zeros((3, 2))
@@ -66,15 +67,15 @@ def general_translution(
     """
     batch = x.shape[:-2]
     positions = jnp.broadcast_to(positions, (*batch, *positions.shape[-2:]))
-    keys, places = x, positions
+    keys, key_positions = x, positions
     if key_mask is not None:
-        # Whatever keys hold that do not exist, it must not spoil a sum.
+        # Masked keys may hold NaN.
         keys = jnp.where(key_mask[..., None], keys, 0)
-        places = jnp.where(key_mask[..., None], places, 0)
+        key_positions = jnp.where(key_mask[..., None], key_positions, 0)
 
     def attend(_, query):
         x_i, position = query
-        offsets = position[..., None, :] - places
+        offsets = position[..., None, :] - key_positions
         scores = widen(weight_fn(offsets, x_i[..., None, :], keys))
         values = value_fn(offsets, keys)
         weights = masked_softmax(scores, key_mask)

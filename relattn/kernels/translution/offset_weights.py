@@ -1,9 +1,9 @@
-"""Scores and values of projections that every offset between tokens has for itself.
+"""Scores and values with a projection for every offset between tokens.
 
-Loops run over the offsets of a bucket (`relattn.kernels.translution.schedule`): a
-step slices the rectangles of tokens and the matrices of one offset, and nothing larger
-than a rectangle is ever made. The backward pass runs over the same loops, makes the
-projections anew, and writes each matrix' gradient once.
+Loops run over the offsets of a bucket (`relattn.kernels.translution.schedule`). A step
+slices the rectangles of tokens and the matrices of one offset; no larger projection is
+materialised. The backward pass runs the same loops, computes the projections again, and
+writes the gradient of each matrix once.
 """
 
 from __future__ import annotations
@@ -165,26 +165,27 @@ def _project(x, table, precision):
 
 
 def _pair_scores(scan, q, k, t_q, t_k):
-    """Q . k of pairs, [pairs heads], from their tokens and matrices."""
+    """Computes q . k of pairs, [pairs heads], from their tokens and matrices."""
     q, k = _project(q, t_q, scan.precision), _project(k, t_k, scan.precision)
     products = widen(q) * widen(k)
     return products.reshape(len(products), scan.num_heads, scan.head_dim).sum(axis=-1)
 
 
 def _pair_values(scan, weights, v, t_v):
-    """Weighted values of pairs, [pairs heads * head_dim], from tokens and a matrix."""
+    """Computes weighted values of pairs, [pairs heads * head_dim]."""
     v = widen(_project(v, t_v, scan.precision))
     weighted = weights[..., None] * v.reshape(len(v), scan.num_heads, scan.head_dim)
     return weighted.reshape(v.shape)
 
 
 def _wide_zeros(grid):
-    """Where many gradients are added up."""
+    """Returns zeros, float32 or wider, to accumulate gradients of a grid."""
     return jnp.zeros(grid.shape, compute_dtype(grid))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _scores(scan, q, k, t_q, t_k):
+    """Computes q_ij . k_ji of all pairs, offset by offset, [batch heads n n]."""
     grid_q, grid_k = scan.to_grid(q), scan.to_grid(k)
 
     def step(carry, rows, corners, shape, _):
@@ -229,6 +230,7 @@ def _scores_backward(scan, residuals, cotangent):
         )
         return carry, None
 
+    # Gradients of the pairs with a prefix token.
     inner = cotangent[:, :, scan.num_prefix :, scan.num_prefix :]
     rows = _prefix_rows(scan, t_q), _prefix_rows(scan, t_k)
     if scan.num_prefix:
@@ -236,6 +238,7 @@ def _scores_backward(scan, residuals, cotangent):
             functools.partial(_prefix_scores, scan, inner), q, k, *rows
         )
         add_q, add_k, *rows = pull_back(cotangent)
+    # Gradients of the pairs of the grid, offset by offset.
     carry = (
         _wide_zeros(grid_q),
         _wide_zeros(grid_k),
@@ -255,7 +258,7 @@ _scores.defvjp(_scores_forward, _scores_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _values(scan, weights, v, t_v):
-    """[batch n heads * head_dim]."""
+    """Computes sum_j weights_ij v_j T[d], offset by offset, [batch n width]."""
     grid_v = scan.to_grid(v)
 
     def step(out, rows, corners, shape, slots):
@@ -294,6 +297,7 @@ def _values_backward(scan, residuals, cotangent):
         dv = add_rectangle(dv, corners[2:], shape, add)
         return (dv, set_row(dt_v, rows[0], row)), slots
 
+    # Gradients of the pairs with a prefix token.
     rows = _prefix_rows(scan, t_v)
     if prefix:
         grid_part = cotangent[:, prefix:]
@@ -301,6 +305,7 @@ def _values_backward(scan, residuals, cotangent):
             functools.partial(_prefix_values, scan, grid_part), weights, v, rows
         )
         add_weights, add, rows = pull_back(cotangent)
+    # Gradients of the pairs of the grid, offset by offset.
     carry = _wide_zeros(grid_v), _start_gradient(scan, t_v, rows)
     slots = scan.to_slots(weights[:, :, prefix:, prefix:])
     (dv, dt_v), slots = scan.over_offsets(step, carry, slots)
@@ -315,7 +320,7 @@ _values.defvjp(_values_forward, _values_backward)
 
 
 def _prefix_rows(scan, table):
-    """The rows "in", "self" and "out"."""
+    """Returns the rows "in", "self" and "out"."""
     if table is None:
         return None
     rows = table[num_offsets(scan.grid) :]
@@ -323,7 +328,7 @@ def _prefix_rows(scan, table):
 
 
 def _start_gradient(scan, table, rows):
-    """Of a table: the prefix rows' gradient, zeros for the offsets to come."""
+    """Returns a table's gradient: that of the prefix rows, zeros for the offsets."""
     if table is None:
         return None
     if not scan.num_prefix:
@@ -333,7 +338,7 @@ def _start_gradient(scan, table, rows):
 
 
 def _prefix_scores(scan, inner, q, k, rows_q, rows_k):
-    """Scores of all pairs, those of the grid being ``inner``."""
+    """Adds the scores of the prefix tokens to those of the grid, ``inner``."""
     n = scan.num_prefix
 
     def scores(q, row_q, k, row_k):
@@ -352,7 +357,7 @@ def _prefix_scores(scan, inner, q, k, rows_q, rows_k):
 
 
 def _prefix_values(scan, inner, weights, v, rows):
-    """Outputs of all tokens, ``inner`` being the grid's sums over the grid."""
+    """Adds the terms of the prefix tokens to the grid's sums, ``inner``."""
     n = scan.num_prefix
 
     def values(weights, v, row):
@@ -369,15 +374,15 @@ def _prefix_values(scan, inner, weights, v, rows):
 
 
 class OffsetScan(NamedTuple):
-    """What is known before any array, the layouts that follow, and the loops.
+    """Static sizes, the layouts of arrays that follow from them, and the loops.
 
     Attributes:
-        grid: Of the tokens after the prefix.
+        grid: Height and width, or length, of the tokens after the prefix.
         num_prefix: Number of prefix tokens.
-        causal: Whether only offsets 0, 1, ... are there.
+        causal: Whether to use the offsets 0, 1, ... only.
         num_heads: Number of heads.
         head_dim: Width of a projection's head.
-        precision: Of products.
+        precision: Precision of the products.
     """
 
     grid: Grid
@@ -389,30 +394,30 @@ class OffsetScan(NamedTuple):
 
     @property
     def plan(self) -> Plan:
-        """The buckets of the grid."""
+        """Returns the buckets of the grid."""
         return plan(self.grid, causal=self.causal)
 
     def to_grid(self, x: Array) -> Array:
-        """From [batch n width], its prefix left out, to [rows columns batch width].
+        """Moves [batch n width] without its prefix to [rows columns batch width].
 
-        Zeros follow the grid's own rows and columns.
+        Zeros pad the rows and columns.
         """
         x = jnp.moveaxis(x[:, self.num_prefix :], 1, 0)
         x = x.reshape(*self.plan.shape, *x.shape[1:])
         return jnp.pad(x, [(0, size) for size in self.plan.padding] + [(0, 0)] * 2)
 
     def from_grid(self, x: Array) -> Array:
-        """The inverse of `to_grid`: [batch n width] without prefix."""
+        """Inverts `to_grid`: returns [batch n width] without prefix."""
         height, width = self.plan.shape
         x = x[:height, :width].reshape(height * width, *x.shape[2:])
         return jnp.moveaxis(x, 0, 1)
 
     def to_slots(self, pairs: Array) -> list[Array]:
-        """From [batch heads n n] without prefix to [pairs heads] of every bucket."""
+        """Moves [batch heads n n] without prefix to [offsets pairs heads] of buckets."""
         batch = pairs.shape[0]
         length = math.prod(self.grid)
         pairs = pairs.transpose(2, 3, 0, 1).reshape(length**2, batch * self.num_heads)
-        # Places in rectangles that are no pairs read a zero.
+        # Slots without a pair read a zero.
         pairs = jnp.pad(pairs, [(0, 1), (0, 0)])
         slots = _take(pairs, self.plan.pair_of_slot)
         slots = slots.reshape(len(slots) * batch, self.num_heads)
@@ -426,7 +431,7 @@ class OffsetScan(NamedTuple):
         return result
 
     def from_slots(self, slots: list[Array], batch: int) -> Array:
-        """The inverse of `to_slots`."""
+        """Inverts `to_slots`."""
         slots = jnp.concatenate(
             [
                 x.reshape(len(x) * math.prod(bucket.shape), batch * self.num_heads)
@@ -446,13 +451,13 @@ class OffsetScan(NamedTuple):
         """Scans over the offsets of all buckets.
 
         Args:
-            step: From a carry, an offset's rows and corners (see `Bucket`), the shape
-                of its rectangles and its slots to a carry and what is to be stacked.
+            step: Maps a carry, an offset's rows and corners (see `Bucket`), the shape
+                of its rectangles and its slots to a carry and an output.
             carry: The first carry.
-            slots: From `to_slots`, or a None for every bucket.
+            slots: Result of `to_slots`, or a None for every bucket.
 
         Returns:
-            The last carry, and what the steps returned, bucket by bucket.
+            The last carry, and the stacked outputs of each bucket.
         """
         results = []
         for bucket, slots_of_bucket in zip(self.plan.buckets, slots, strict=True):
@@ -471,7 +476,7 @@ def _take(x, rows):
 
 
 def rectangle(x: Array, corner: Array, shape: tuple[int, int]) -> Array:
-    """Tokens [height * width * batch, width] of a grid, from a corner on."""
+    """Slices the tokens of a rectangle, [height * width * batch, width]."""
     x = jax.lax.dynamic_slice(x, _start(corner), (*shape, *x.shape[2:]))
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
@@ -479,19 +484,19 @@ def rectangle(x: Array, corner: Array, shape: tuple[int, int]) -> Array:
 def add_rectangle(
     x: Array, corner: Array, shape: tuple[int, int], tokens: Array
 ) -> Array:
-    """A grid after tokens were added to it, the inverse of `rectangle`."""
+    """Adds tokens to a rectangle of a grid, the transpose of `rectangle`."""
     old = jax.lax.dynamic_slice(x, _start(corner), (*shape, *x.shape[2:]))
     new = old + tokens.reshape(old.shape).astype(x.dtype)
     return jax.lax.dynamic_update_slice(x, new, _start(corner))
 
 
 def _start(corner):
-    """Where a rectangle starts; all indices must have one dtype."""
+    """Returns the start of a slice; all indices must have the same dtype."""
     return (*corner, *jnp.zeros(2, corner.dtype))
 
 
 def get_row(table: Array | None, index: Array) -> Array | None:
-    """The matrix [width, heads * head_dim] of a row, None of None."""
+    """Returns the matrix [width, heads * head_dim] of a row, None without a table."""
     if table is None:
         return None
     row = jax.lax.dynamic_index_in_dim(table, index, keepdims=False)
@@ -499,7 +504,7 @@ def get_row(table: Array | None, index: Array) -> Array | None:
 
 
 def set_row(table: Array | None, index: Array, row: Array | None) -> Array | None:
-    """A table after a row was written, the inverse of `get_row`."""
+    """Writes a row of a table, the inverse of `get_row`."""
     if table is None:
         return None
     row = row.reshape(table.shape[1:])

@@ -1,8 +1,8 @@
-"""The order in which offsets are worked on: buckets of rectangles of equal size.
+"""The order of the offsets: buckets of rectangles with equal sizes.
 
 The pairs of grid tokens at one offset are a rectangle of queries and one of keys.
-Their sizes differ from offset to offset, and compiled loops need equal ones: a bucket
-is a set of offsets whose rectangles are taken as large as the largest of them.
+Compiled loops need equal sizes, which differ between offsets. A bucket is a set of
+offsets whose rectangles are padded to the size of the largest.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class Bucket:
 
     Attributes:
         shape: Height and width of a rectangle.
-        rows: Of a table of queries or values, and of a table of keys, int32
-            ``[offsets, 2]``.
-        corners: Row and column where the rectangle of queries starts, then that of
+        rows: Row of each offset in tables of queries or values, and in tables of keys,
+            int32 ``[offsets, 2]``.
+        corners: Row and column where the rectangle of queries starts, then those of the
             keys, int32 ``[offsets, 4]``.
     """
 
@@ -38,16 +38,16 @@ class Bucket:
 class Plan:
     """All offsets of a grid, in buckets.
 
-    A slot is a place in a rectangle of an offset; slots are numbered in the order of
+    A slot is a position in a rectangle of an offset. Slots are numbered in the order of
     the buckets, their offsets, and their rectangles row by row.
 
     Attributes:
         shape: Height and width of the grid; a line is one row.
-        padding: Rows and columns that rectangles reach beyond the grid.
+        padding: Rows and columns by which rectangles exceed the grid.
         buckets: The buckets.
-        slot_of_pair: For every (query, key), query-major, the slot; the number of slots
-            where there is none.
-        pair_of_slot: For every slot the pair, or the number of pairs.
+        slot_of_pair: Slot of every (query, key), query-major; the number of slots for a
+            pair without slot.
+        pair_of_slot: Pair of every slot; the number of pairs for a slot without pair.
     """
 
     shape: tuple[int, int]
@@ -59,12 +59,13 @@ class Plan:
 
 @functools.lru_cache(maxsize=64)
 def plan(grid: Grid, *, causal: bool = False, max_buckets: int = 16) -> Plan:
-    """The buckets of a grid.
+    """Divides the offsets of a grid into buckets.
 
     Args:
         grid: Height and width, or length.
-        causal: Whether only offsets 0, 1, ... of a line are there.
-        max_buckets: The most buckets; more waste less work and take longer to compile.
+        causal: Whether to use the offsets 0, 1, ... of a line only.
+        max_buckets: Largest number of buckets; more buckets waste less work and take
+            longer to compile.
 
     Returns:
         The plan.
@@ -103,13 +104,13 @@ def plan(grid: Grid, *, causal: bool = False, max_buckets: int = 16) -> Plan:
 
 
 def _split_axes(shape, max_buckets):
-    """Ranges of magnitudes for both axes, as many as allowed, that waste the least.
+    """Splits the magnitudes of both axes into the ranges that waste the least work.
 
-    A range wastes about the square of its length: equal ranges waste the least.
+    A range wastes about the square of its length, so equal ranges are best.
     """
     waste = {}
-    # Shorter ranges than this take longer to compile and save next to nothing, as do
-    # any on an axis of a few tokens.
+    # Shorter ranges take longer to compile and save almost nothing, as does any split of
+    # an axis with few tokens.
     shortest = [max(2, math.isqrt(size)) for size in shape]
     most = [
         -(-size // least) if size > 3 else 1
@@ -127,7 +128,7 @@ def _split_axes(shape, max_buckets):
 
 
 def _table_rows(offsets, shape, causal):
-    """Rows of offsets in tables of queries or values, and of their negatives."""
+    """Returns the rows of offsets and of their negatives in tables."""
     if causal:
         return np.stack([offsets[:, 1]] * 2, axis=1)
     sizes = np.array(shape)
@@ -136,14 +137,14 @@ def _table_rows(offsets, shape, causal):
 
 
 def _number(buckets, shape):
-    """Slots of pairs, and pairs of slots."""
+    """Numbers the slots: returns `Plan.slot_of_pair` and `Plan.pair_of_slot`."""
     pairs = []
     for bucket in buckets:
         # Query row and column, key row and column of every slot.
         inner = np.indices(bucket.shape).reshape(2, -1).T
-        places = bucket.corners[:, None] + np.tile(inner, 2)
-        inside = (places < np.tile(shape, 2)).all(axis=-1)
-        tokens = places @ np.array([[shape[1], 0], [1, 0], [0, shape[1]], [0, 1]])
+        coordinates = bucket.corners[:, None] + np.tile(inner, 2)
+        inside = (coordinates < np.tile(shape, 2)).all(axis=-1)
+        tokens = coordinates @ np.array([[shape[1], 0], [1, 0], [0, shape[1]], [0, 1]])
         num_tokens = math.prod(shape)
         pair = tokens @ np.array([num_tokens, 1])
         pairs.append(np.where(inside, pair, num_tokens**2).ravel())

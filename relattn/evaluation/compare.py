@@ -7,6 +7,7 @@ import dataclasses
 import difflib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -18,9 +19,8 @@ from relattn.data import ImageInfo, ImageSplit, load_images
 from relattn.evaluation.shift import ShiftedAccuracy, check_shift, shifted_accuracy
 from relattn.evaluation.sizes import read_published
 from relattn.spec import parse
-from relattn.training import Run, load_runs
 from relattn.training.errors import writing
-from relattn.training.run import check_labels
+from relattn.training.run import SavedRun, check_labels, open_run
 from relattn.training.workdir import usable_folder
 
 PUBLISHED_CLASS = 1
@@ -126,42 +126,55 @@ def compare(
     folders = [Path(workdir).name for workdir in workdirs]
     if len(set(folders)) < len(folders):
         folders = [str(workdir) for workdir in workdirs]
-    runs, names = [], []
-    for workdir, name in zip(workdirs, folders, strict=True):
-        seeds = load_runs(workdir, checkpoint, image_size)
-        runs += seeds
-        names += [
-            f"{name}:{run.config.seed}" if len(seeds) > 1 else name for run in seeds
-        ]
+    # All are checked before the first is evaluated.
+    runs = [open_run(workdir, checkpoint, image_size) for workdir in workdirs]
     for run in runs:
-        if run.data.kind != "images":
+        if run.task.info.kind != "images":
             raise ValueError(
-                f"{run.workdir} was trained on {run.data.kind}: only runs on images "
-                "can be shifted"
+                f"{run.workdir} was trained on {run.task.info.kind}: only runs on "
+                "images can be shifted"
             )
-        check_shift(max_shift, axis, run.config.data.image_size)
-    label, title = _one_label(runs, class_name)
-    tests: dict[str, tuple[ImageSplit, ImageInfo]] = {}
+        check_shift(max_shift, axis, run.task.config.data.image_size)
+    label, title = _one_label([run.task.info for run in runs], class_name)
+    test_splits: dict[str, tuple[ImageSplit, ImageInfo]] = {}
     results = []
-    for run, name in zip(runs, names, strict=True):
-        config = ConfigDict(run.config.data.to_dict())
-        if data_dir is not None:
-            if config.source == "embedded":
-                raise ValueError(
-                    f"--data_dir={data_dir} is not for {run.workdir}, which was "
-                    "trained on images that ship with relattn: leave it out"
-                )
-            config.data_dir = data_dir
+    for run, name in zip(runs, folders, strict=True):
+        config = _test_config(run, data_dir)
         key = config.to_json()
-        if key not in tests:
+        if key not in test_splits:
             data = load_images(config)
-            tests[key] = _first(data.test, num_images), data.info
-        split, info = tests[key]
+            test_splits[key] = _first(data.test, num_images), data.info
+        split, info = test_splits[key]
         _check_data(run, info)
-        results.append(
-            shifted_accuracy(run, split, name=name, max_shift=max_shift, axis=axis)
+        results += _shifted_accuracies(
+            run, split, name=name, max_shift=max_shift, axis=axis
         )
     return Comparison(tuple(results), label, title, max_shift, axis)
+
+
+def _test_config(run: SavedRun, data_dir: str | None) -> ConfigDict:
+    config = ConfigDict(run.task.config.data.to_dict())
+    if data_dir is not None:
+        if config.source == "embedded":
+            raise ValueError(
+                f"--data_dir={data_dir} does not apply to {run.workdir}, which was "
+                "trained on images that ship with relattn: leave it out"
+            )
+        config.data_dir = data_dir
+    return config
+
+
+def _shifted_accuracies(
+    saved: SavedRun, split: ImageSplit, *, name: str, **options: Any
+) -> list[ShiftedAccuracy]:
+    """Evaluates every seed of a run, whose arrays are in memory only here."""
+    several = len(saved.seeds) > 1
+    return [
+        shifted_accuracy(
+            run, split, name=f"{name}:{run.config.seed}" if several else name, **options
+        )
+        for run in saved.load()
+    ]
 
 
 def shift_report(
@@ -219,9 +232,10 @@ def shift_report(
     return text
 
 
-def _check_data(run: Run, info: ImageInfo) -> None:
-    check_labels(run.data, info, run.workdir)
-    channels, given = run.data.image_shape[2], info.image_shape[2]
+def _check_data(run: SavedRun, info: ImageInfo) -> None:
+    trained = run.task.info
+    check_labels(trained, info, run.workdir)
+    channels, given = trained.image_shape[2], info.image_shape[2]
     if channels != given:
         raise ValueError(
             f"{run.workdir} sees images of {channels} channels, but those of "
@@ -240,14 +254,14 @@ def _first(split: ImageSplit, num_images: int | None) -> ImageSplit:
     return ImageSplit(split.images[:num_images], split.labels[:num_images])
 
 
-def _one_label(runs: Sequence[Run], class_name: str) -> tuple[int, str]:
-    labels = [class_index(class_name, run.data.class_names) for run in runs]
+def _one_label(infos: Sequence[ImageInfo], class_name: str) -> tuple[int, str]:
+    labels = [class_index(class_name, info.class_names) for info in infos]
     if len(set(labels)) > 1:
         raise ValueError(
             f"class {class_name!r} has different labels in the runs' data sets: give "
             "its number"
         )
-    titles = dict.fromkeys(run.data.class_names[labels[0]] for run in runs)
+    titles = dict.fromkeys(info.class_names[labels[0]] for info in infos)
     return labels[0], f"{labels[0]} ({', '.join(titles)})"
 
 

@@ -30,8 +30,8 @@ from relattn.training.errors import CheckpointError, WorkdirError
 from relattn.training.evaluator import Evaluator
 from relattn.training.metrics import read_rows
 from relattn.training.run_metadata import BEST_METRICS, History, score, understanding
-from relattn.training.seeds import seeds_of, select
-from relattn.training.step import Batch
+from relattn.training.seeds import select
+from relattn.training.step import Batch, TrainState
 from relattn.training.task import Task
 
 
@@ -72,16 +72,16 @@ def load_run(
     """Loads a run from its directory, without its data.
 
     With ``image_size`` the model sees images of another size than in training, as many
-    more or fewer patches, and `relattn.models.resize_grid` fits its parameters.
+    more or fewer patches, and `relattn.models.resize_grid` resizes its parameters.
 
     Args:
         workdir: The run directory.
-        checkpoint: ``"best"``, by validation accuracy or, of text, loss, or
-            ``"latest"``. A run that was never evaluated has no best; its latest is
-            loaded. Where the latest is damaged, a warning names the one before it,
-            which is taken instead, unless the damaged one is the best.
-        image_size: Height and width, in pixels, of the images that the model is to
-            see; None is those that it was trained on.
+        checkpoint: ``"best"``, by validation accuracy or, for text, loss; or
+            ``"latest"``. A run that was never evaluated has no best checkpoint; its
+            latest is loaded. If the latest is damaged, the one before it is loaded with
+            a warning, unless the damaged one is the best.
+        image_size: Height and width, in pixels, of the images that the model will see;
+            None for the size of training.
         seed: Which of the seeds that were trained together; None for the first.
 
     Returns:
@@ -93,78 +93,151 @@ def load_run(
         CheckpointError: If there is no intact checkpoint, the best is damaged, or its
             model cannot be built.
     """
-    if checkpoint not in ("best", "latest"):
-        raise ValueError(f"checkpoint must be 'best' or 'latest', got {checkpoint!r}")
-    workdir = Path(workdir)
-    folder = workdir / CHECKPOINTS
-    step, meta = _latest(workdir)
-    config = complete(meta["config"])
-    seeds = seeds_of(config)
-    seed = seeds[0] if seed is None else seed
-    if seed not in seeds:
-        raise ValueError(
-            f"{workdir} has no seed {seed}: there are {', '.join(map(str, seeds))}"
-        )
-    index = seeds.index(seed)
-    history = History.list_from_json(meta["history"])[index]
-    info = read_info(meta["data"])
-    if checkpoint == "best":
-        _check_best(workdir, step, history, info.kind, seed)
-        if history.best_step not in (None, step):
-            step = history.best_step
-            read_meta(folder, step)
-    with understanding(folder / str(step)):
-        check_config(config)
-        task = Task.build(config, info)
-        template = task.abstract_state
-    state = restore(folder, step, template)
-    variables = select(state, index, len(seeds)).variables
-    config.update(seed=seed, num_seeds=1)
-    if image_size is not None:
-        task, variables = _resized(task, variables, image_size)
-    return Run(
-        config=task.config,
-        model=task.model,
-        variables=variables,
-        step=step,
-        data=task.info,
-        preprocess=task.preprocess,
-        workdir=workdir,
-        checkpoint=checkpoint,
-    )
+    saved = open_run(workdir, checkpoint, image_size)
+    (run,) = saved.load([saved.seeds[0] if seed is None else seed])
+    return run
 
 
 def load_runs(
     workdir: str | Path, checkpoint: str = "best", image_size: int | None = None
 ) -> list[Run]:
-    """Loads every seed of a run, see `load_run`.
+    """Loads every seed of a run; each checkpoint is verified and read once.
 
     Args:
         workdir: The run directory.
-        checkpoint: ``"best"`` or ``"latest"``.
-        image_size: Of the images that the model is to see.
+        checkpoint: As in `load_run`.
+        image_size: As in `load_run`.
 
     Returns:
-        One run a seed.
+        One run for each seed.
     """
-    _, meta = _latest(Path(workdir))
-    seeds = seeds_of(complete(meta["config"]))
-    return [
-        load_run(workdir, checkpoint, image_size=image_size, seed=seed)
-        for seed in seeds
-    ]
+    return open_run(workdir, checkpoint, image_size).load()
 
 
-def _latest(workdir: Path) -> tuple[int, dict[str, Any]]:
-    """The step of the latest intact checkpoint and its meta."""
+@dataclasses.dataclass(frozen=True)
+class SavedRun:
+    """A run in its directory, before its arrays are read; `open_run` returns it.
+
+    Attributes:
+        workdir: The run directory.
+        checkpoint: ``"best"`` or ``"latest"``.
+        step: The latest intact checkpoint.
+        trained: The task of the training run.
+        task: The same task for images of the requested size.
+        histories: The history of each seed.
+    """
+
+    workdir: Path
+    checkpoint: str
+    step: int
+    trained: Task
+    task: Task
+    histories: list[History]
+
+    @property
+    def seeds(self) -> range:
+        """The seeds that were trained together."""
+        return self.trained.seeds
+
+    def load(self, seeds: Sequence[int] | None = None) -> list[Run]:
+        """Reads the parameters of seeds; each checkpoint is verified and read once.
+
+        Args:
+            seeds: Some of `seeds`; None for all.
+
+        Returns:
+            One run for each seed, in their order.
+
+        Raises:
+            ValueError: If a seed was not trained.
+            CheckpointError: If a checkpoint is damaged or of another model.
+        """
+        seeds = self.seeds if seeds is None else seeds
+        steps = {seed: self._step(seed) for seed in seeds}
+        folder = self.workdir / CHECKPOINTS
+        runs = {}
+        for step in dict.fromkeys(steps.values()):
+            if step != self.step:
+                read_meta(folder, step)
+            state = restore(folder, step, self.trained.abstract_state)
+            for seed in steps:
+                if steps[seed] == step:
+                    runs[seed] = self._run(seed, step, state)
+        return [runs[seed] for seed in seeds]
+
+    def _step(self, seed: int) -> int:
+        """The step of a seed's checkpoint."""
+        if seed not in self.seeds:
+            raise ValueError(
+                f"{self.workdir} has no seed {seed}: there are "
+                f"{', '.join(map(str, self.seeds))}"
+            )
+        history = self.histories[self.seeds.index(seed)]
+        if self.checkpoint == "latest":
+            return self.step
+        _check_best(self.workdir, self.step, history, self.task.info.kind, seed)
+        return self.step if history.best_step is None else history.best_step
+
+    def _run(self, seed: int, step: int, state: TrainState) -> Run:
+        state = select(state, self.seeds.index(seed), len(self.seeds))
+        variables = state.variables
+        if self.task is not self.trained:
+            variables = _resize(self.trained, self.task, variables)
+        config = ConfigDict(self.task.config.to_dict())
+        config.update(seed=seed, num_seeds=1)
+        return Run(
+            config=config,
+            model=self.task.model,
+            variables=variables,
+            step=step,
+            data=self.task.info,
+            preprocess=self.task.preprocess,
+            workdir=self.workdir,
+            checkpoint=self.checkpoint,
+        )
+
+
+def open_run(
+    workdir: str | Path, checkpoint: str = "best", image_size: int | None = None
+) -> SavedRun:
+    """Verifies the latest checkpoint of a run and builds its model.
+
+    Args:
+        workdir: The run directory.
+        checkpoint: As in `load_run`.
+        image_size: As in `load_run`.
+
+    Returns:
+        The run, without its arrays.
+
+    Raises:
+        ValueError: If ``checkpoint`` is neither, or the model cannot see images of
+            another size.
+        CheckpointError: If there is no intact checkpoint, or its model cannot be built.
+    """
+    if checkpoint not in ("best", "latest"):
+        raise ValueError(f"checkpoint must be 'best' or 'latest', got {checkpoint!r}")
+    workdir = Path(workdir)
     folder = workdir / CHECKPOINTS
     latest = read_latest(folder)
     if latest is None:
         raise CheckpointError(
             f"no complete checkpoint in {folder}: is {workdir} the --workdir of a run, "
-            "and did the run get as far as its first evaluation?"
+            "and did the run reach its first evaluation?"
         )
-    return latest
+    step, meta = latest
+    config = complete(meta["config"])
+    with understanding(folder / str(step)):
+        check_config(config)
+        trained = Task.build(config, read_info(meta["data"]))
+    return SavedRun(
+        workdir=workdir,
+        checkpoint=checkpoint,
+        step=step,
+        trained=trained,
+        task=trained if image_size is None else _with_image_size(trained, image_size),
+        histories=History.list_from_json(meta["history"]),
+    )
 
 
 def _check_best(
@@ -187,21 +260,27 @@ def _check_best(
             )
 
 
-def _resized(task: Task, variables: Any, image_size: int) -> tuple[Task, Any]:
-    """The task with images of another size, and the variables for it."""
+def _with_image_size(task: Task, image_size: int) -> Task:
+    """Returns the task for images of another size."""
     if task.info.kind != "images":
         raise ValueError(
-            f"image_size={image_size} is of images, but the run was trained on "
-            f"{task.info.kind}"
+            f"image_size={image_size} needs a run on images, but this one was trained "
+            f"on {task.info.kind}"
         )
     config = ConfigDict(task.config.to_dict())
     config.data.image_size = image_size
-    resized = Task.build(config, task.info)
+    return Task.build(config, task.info)
+
+
+def _resize(trained: Task, task: Task, variables: Any) -> Any:
+    """Resizes variables to the images of another task."""
     grids = [
-        models.patch_grid(*input_shape(of.data, task.info)[:2], task.model.patch_size)
-        for of in (task.config, config)
+        models.patch_grid(
+            *input_shape(each.config.data, each.info)[:2], each.model.patch_size
+        )
+        for each in (trained, task)
     ]
-    return resized, jax.device_get(models.resize_grid(task.model, variables, *grids))
+    return jax.device_get(models.resize_grid(trained.model, variables, *grids))
 
 
 Inputs = Float[Array, "batch height width channels"] | Int[Array, "batch n"]

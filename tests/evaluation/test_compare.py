@@ -1,6 +1,8 @@
 import csv
 import dataclasses
+import gc
 import importlib
+import weakref
 
 import chex
 import jax
@@ -13,6 +15,7 @@ from relattn.data import TextInfo, load_images
 from relattn.evaluation import compare as compare_lib
 from relattn.evaluation.compare import (
     class_index,
+    compare,
     curves_of,
     published_curve,
     published_curves,
@@ -31,6 +34,7 @@ from relattn.training import (
     make_predict_fn,
     train_and_evaluate,
 )
+from relattn.training.run import SavedRun, open_run
 from tests.helpers.shifting import moved
 
 
@@ -112,7 +116,10 @@ def test_report_of_the_first_images(workdir, tmp_path):
         ({"classes": "trouserr"}, "did you mean 'Trouser'"),
         ({"num_images": 0}, "num_images=0 must be from 1 to 1000"),
         ({"num_images": 1001}, "num_images=1001 must be from 1 to 1000"),
-        ({"data_dir": "data"}, "--data_dir=data is not for .* ship with relattn: leav"),
+        (
+            {"data_dir": "data"},
+            "--data_dir=data does not apply to .* with relattn: leav",
+        ),
         ({"max_shift": 31}, "no test image of fashion_mnist can move 31 pixels"),
     ],
 )
@@ -139,12 +146,11 @@ def test_an_output_that_cannot_be_is_refused_first(tmp_path, output, message):
 
 
 def test_runs_on_other_data_are_refused(workdir, tmp_path, monkeypatch):
-    run = load_run(workdir)
+    saved = open_run(workdir)
     text = TextInfo("plays", "bytes", 256, 7, 100, "a file")
+    task = dataclasses.replace(saved.task, info=text)
     monkeypatch.setattr(
-        compare_lib,
-        "load_runs",
-        lambda *_: [dataclasses.replace(run, data=text)],
+        compare_lib, "open_run", lambda *_: dataclasses.replace(saved, task=task)
     )
     message = "tiny was trained on tokens: only runs on images can be shifted"
     with pytest.raises(ValueError, match=message):
@@ -205,17 +211,38 @@ def test_a_checkpoint_of_another_model_is_refused(workdir, tmp_path):
     assert sorted(workdir.rglob("*")) == before
 
 
-def test_seeds_of_one_run_are_averaged(workdir, tmp_path, monkeypatch):
-    def load_two(folder, checkpoint, image_size):
-        assert image_size is None
-        runs = [load_run(folder, checkpoint) for _ in range(2)]
+class TwoSeeds(SavedRun):
+    """A run of one seed, taken for two."""
+
+    seeds = range(2)
+
+    def load(self):
+        runs = [load_run(self.workdir) for _ in self.seeds]
         runs[1].config.seed = 1
         return runs
 
-    monkeypatch.setattr(compare_lib, "load_runs", load_two)
+
+def test_seeds_of_one_run_are_averaged(workdir, tmp_path, monkeypatch):
+    saved = TwoSeeds(**vars(open_run(workdir)))
+    monkeypatch.setattr(compare_lib, "open_run", lambda *_: saved)
     shift_report([workdir], tmp_path, max_shift=1)
     with (tmp_path / "shift.csv").open() as file:
         assert {row["run"] for row in csv.DictReader(file)} == {"tiny:0 tiny:1"}
+
+
+def test_one_run_is_in_memory_at_a_time(workdir, monkeypatch):
+    load, loaded = SavedRun.load, []
+
+    def load_alone(self):
+        gc.collect()
+        assert all(array() is None for array in loaded)
+        runs = load(self)
+        loaded.extend(map(weakref.ref, jax.tree.leaves(runs[0].variables)))
+        return runs
+
+    monkeypatch.setattr(SavedRun, "load", load_alone)
+    compare([workdir] * 2, max_shift=0, num_images=1)
+    assert len(loaded) > 2
 
 
 def test_a_run_sees_images_of_another_size(workdir, tmp_path):

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from relattn import training
+from relattn.training import checkpoint as checkpoint_lib
 from relattn.training import loop, seeds
+from relattn.training import run as run_lib
 from relattn.training import task as task_lib
 from relattn.training.checkpoint import checkpoint_steps
 from relattn.training.metrics import read_rows
@@ -30,6 +32,24 @@ def close(one, other):
             np.testing.assert_allclose(value, other[key], rtol=RTOL, err_msg=key)
         else:
             assert value == other[key], key
+
+
+def count_reads(monkeypatch):
+    """The steps that are verified and restored from now on."""
+    reads = {"_verify": [], "restore": []}
+    verify, restore = checkpoint_lib._verify, run_lib.restore
+
+    def verify_counted(checkpoint):
+        reads["_verify"].append(int(checkpoint.name))
+        return verify(checkpoint)
+
+    def restore_counted(folder, step, template):
+        reads["restore"].append(step)
+        return restore(folder, step, template)
+
+    monkeypatch.setattr(checkpoint_lib, "_verify", verify_counted)
+    monkeypatch.setattr(run_lib, "restore", restore_counted)
+    return reads
 
 
 @pytest.fixture
@@ -70,8 +90,12 @@ def test_each_seed_is_as_if_alone(seeds_config, tmp_path, monkeypatch, one_by_on
             assert one.step == other.step
             assert one.config.to_dict() == other.config.to_dict()
             chex.assert_trees_all_close(one.variables, other.variables, atol=1e-5)
+    reads = count_reads(monkeypatch)
     loaded = training.load_runs(tmp_path / "all")
     assert [run.config.seed for run in loaded] == [5, 6, 7]
+    best = {run["best_step"] for run in together["runs"]}
+    assert sorted(reads["restore"]) == sorted(best)
+    assert sorted(reads["_verify"]) == sorted(best | {15})
     test = make_data().test
     scores = training.evaluate(loaded[0], test, 8)
     first = together["runs"][0]

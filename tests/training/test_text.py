@@ -65,7 +65,7 @@ def test_every_token_counts_once(text_config, tmp_path, one_device):
 
 def test_a_text_has_no_image_size(text_config, tmp_path, one_device):
     training.train_and_evaluate(text_config, tmp_path, devices=one_device)
-    with pytest.raises(ValueError, match="image_size=8 is of images, but the run was"):
+    with pytest.raises(ValueError, match="image_size=8 needs a run on images, but"):
         training.load_run(tmp_path, image_size=8)
 
 

@@ -24,9 +24,8 @@ from ml_collections import ConfigDict
 from relattn import command
 from relattn import data as data_lib
 from relattn.training.config import check_config, read_config
-from relattn.training.devices import choose_devices, make_parallel
-from relattn.training.seeds import train_loader
-from relattn.training.task import Task
+from relattn.training.devices import make_training_parallel
+from relattn.training.seeds import make_task
 
 
 def measure(
@@ -58,12 +57,9 @@ def measure(
             f"steps and rounds must be at least 1, got {steps} and {rounds}"
         )
     check_config(config)
-    parallel = make_parallel(config, choose_devices(config, devices))
-    parallel.check_batch(
-        "config.batch_size", config.batch_size, config.accumulate_steps
-    )
+    parallel = make_training_parallel(config, devices)
     data = data_lib.load_data(config.data)
-    task = Task.build(config, data.info)
+    task = make_task(config, data.info)
     step = parallel.train_step(task.make_train_step(parallel))
     state, key = parallel.place(task.create_state()), task.key
 
@@ -82,7 +78,7 @@ def measure(
         return (time.perf_counter() - start) / steps * 1e3
 
     times: dict[str, list[float]] = {"fixed": [], "pipeline": [], "read": []}
-    with train_loader(data, config.batch_size, task.seeds, 0, parallel) as loader:
+    with task.loader(data, 0, parallel) as loader:
         real = (batch for _, batch in loader)
         fixed = itertools.repeat(next(real))
         rotate(fixed)
@@ -91,7 +87,6 @@ def measure(
             times["pipeline"].append(rotate(real))
             times["read"].append(read(real))
     median = {kind: statistics.median(values) for kind, values in times.items()}
-    batch_size = config.batch_size * len(task.seeds)
     ratios = [p / f for p, f in zip(times["pipeline"], times["fixed"], strict=True)]
     return {
         "device": f"{len(parallel.devices)} x {parallel.devices[0].device_kind}",
@@ -99,8 +94,8 @@ def measure(
         "fixed_ms": median["fixed"],
         "pipeline_ms": median["pipeline"],
         "ratio": statistics.median(ratios),
-        "examples_per_second": batch_size / median["pipeline"] * 1e3,
-        "read_examples_per_second": batch_size / median["read"] * 1e3,
+        "examples_per_second": task.examples_per_step / median["pipeline"] * 1e3,
+        "read_examples_per_second": task.examples_per_step / median["read"] * 1e3,
     }
 
 

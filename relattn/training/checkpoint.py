@@ -45,23 +45,19 @@ _INCOMPLETE = ".orbax-checkpoint-tmp"
 _NO_SCORE = -1e30
 
 
-def rank(metrics: dict[str, Any], seed: int = 0) -> tuple[float, int]:
-    """Orders checkpoints by a seed's score, the earlier one first among equals."""
-    if "scores" in metrics:
-        return metrics["scores"][seed], -metrics["step"]
-    # Runs of before there was text have the accuracy, -1 where not evaluated.
-    score = metrics["score"] if "score" in metrics else metrics["validation_accuracy"]
-    return score, -metrics["step"]
+def rank(metrics: dict[str, Any], index: int = 0) -> tuple[float, int]:
+    """Orders checkpoints by one of their scores, the earlier one first if equal."""
+    return metrics["scores"][index], -metrics["step"]
 
 
 class CheckpointWriter:
-    """Saves checkpoints in the background; keeps the latest two and each seed's best.
+    """Saves checkpoints in the background; keeps the latest two and each score's best.
 
     Attributes:
         folder: Where the checkpoints lie.
     """
 
-    def __init__(self, folder: Path, num_seeds: int = 1):
+    def __init__(self, folder: Path, num_scores: int = 1):
         """Prepares to write into the folder, which is made if it is not there."""
         self.folder = folder.absolute()
         self._step = 0
@@ -71,11 +67,11 @@ class CheckpointWriter:
                 # Without metrics: left by a run that was killed as it removed it.
                 *(
                     checkpoint_managers.BestN(
-                        get_metric_fn=partial(rank, seed=seed),
+                        get_metric_fn=partial(rank, index=index),
                         n=1,
                         keep_checkpoints_without_metrics=False,
                     )
-                    for seed in range(num_seeds)
+                    for index in range(num_scores)
                 ),
             ]
         )
@@ -115,8 +111,8 @@ class CheckpointWriter:
             step: Number of updates so far.
             state: A pytree of NumPy arrays, not to be changed afterwards.
             meta: JSON values to keep beside it.
-            scores: Of each seed; the checkpoint with its largest is kept. None where
-                the seed was not evaluated.
+            scores: The checkpoint with the largest value of each is kept; None for one
+                that was not evaluated.
 
         Raises:
             CheckpointError: If the checkpoint before it could not be written, or this

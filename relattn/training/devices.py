@@ -527,6 +527,29 @@ def choose_devices(
     return devices
 
 
+def make_training_parallel(
+    config: ConfigDict, devices: Sequence[jax.Device] | None = None
+) -> Parallel:
+    """Chooses the devices of a training run, see `choose_devices`.
+
+    Args:
+        config: A checked configuration.
+        devices: Devices to choose from; all by default.
+
+    Returns:
+        The devices.
+
+    Raises:
+        ValueError: If the configuration, its batch or the number of devices does not
+            fit.
+    """
+    parallel = make_parallel(config, choose_devices(config, devices))
+    parallel.check_batch(
+        "config.batch_size", config.batch_size, config.accumulate_steps
+    )
+    return parallel
+
+
 def make_parallel(
     config: ConfigDict,
     devices: Sequence[jax.Device] | None = None,

@@ -1,4 +1,4 @@
-"""Evaluation of a model on a split, over the devices."""
+"""Evaluates a model on a split, over the devices, and a run's best checkpoints."""
 
 from __future__ import annotations
 
@@ -10,54 +10,42 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import flax.linen as nn
 import jax
 import numpy as np
-from jaxtyping import Array
 
-from relattn.data import DataInfo, EvalSplit
+from relattn.data import EvalSplit
 from relattn.training.checkpoint import CHECKPOINTS, read_meta, restore
-from relattn.training.devices import Parallel
+from relattn.training.devices import EvalStep, Parallel
 from relattn.training.distributed import from_primary
 from relattn.training.run_metadata import BEST_METRICS, History
-from relattn.training.seeds import map_eval_step, select
-from relattn.training.step import Batch, make_eval_step
 from relattn.training.task import Task
 
-# With ten classes or fewer the five best are half of them.
-TOP5_CLASSES = 10
-# Batches on their way to the devices at a time.
+# Batches in flight to the devices.
 AHEAD = 3
+# The largest exponent whose exponential is a float.
+LARGEST_EXPONENT = 709.0
 
 
 class Evaluator:
-    """Evaluates a model, or one of several seeds, compiled once for each batch size.
+    """Evaluates a model, compiled once for each batch size.
 
     Args:
-        model: Applied with ``deterministic=True``.
-        preprocess: From a batch to what the model sees.
-        info: The data's description.
+        step: The pure function of `relattn.training.step.make_eval_step`; its sums may
+            have a leading axis of models, such as seeds.
         parallel: The devices.
-        num_seeds: How many sets of variables there are, stacked if several.
+        is_text: Whether to report perplexity.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        preprocess: Callable[[Batch], Array],
-        info: DataInfo,
-        parallel: Parallel,
-        num_seeds: int = 1,
-    ):
+    def __init__(self, step: EvalStep, parallel: Parallel, *, is_text: bool):
         self._parallel = parallel
-        self._is_text = info.kind == "tokens"
-        top5 = not self._is_text and info.num_classes > TOP5_CLASSES
-        step = make_eval_step(
-            model, preprocess, top5=top5, axis_name=parallel.axis_name
-        )
-        step = map_eval_step(step, num_seeds, parallel.platform)
+        self._is_text = is_text
         self._step = parallel.eval_step(step)
-        self._num_seeds = num_seeds
+
+    @classmethod
+    def of_task(cls, task: Task, parallel: Parallel) -> Evaluator:
+        """Returns the evaluator of a task's model."""
+        step = task.make_eval_step(parallel)
+        return cls(step, parallel, is_text=task.info.kind == "tokens")
 
     def __call__(
         self, variables: Any, split: EvalSplit, batch_size: int, *, timed: bool = False
@@ -69,14 +57,14 @@ class Evaluator:
             split: The examples.
             batch_size: Size of the global batch, rounded up to a multiple of the
                 devices that share it.
-            timed: Whether to wait for every batch, first for its arrival on the devices
-                and then for its metrics, and to sum the seconds of the latter; the
-                first batch comes twice, so that compilation is not among them.
+            timed: Whether to measure the seconds from a batch's arrival on the devices
+                to its metrics, batch by batch. The first batch runs twice, so that
+                compilation is not measured.
 
         Returns:
-            For each seed ``loss`` and ``accuracy``, means over the labels, and their
-            ``count``; of images of more than ten classes ``top5_accuracy``; of text
-            ``perplexity``, exp(loss); and of a timed evaluation ``seconds``.
+            For each model ``loss`` and ``accuracy``, means over the labels, and their
+            ``count``; for images of more than ten classes ``top5_accuracy``; for text
+            ``perplexity``, exp(loss); and for a timed evaluation ``seconds``.
 
         Raises:
             ValueError: If the split is empty.
@@ -107,29 +95,24 @@ class Evaluator:
                 collect()
         while pending:
             collect()
-        results = []
-        for seed in range(self._num_seeds):
-            of_seed = {
-                name: float(np.reshape(total, self._num_seeds)[seed])
-                for name, total in totals.items()
-            }
-            results.append(self._result(of_seed))
-            if timed:
-                results[-1]["seconds"] = seconds
+        # One model without a leading axis is a list of one.
+        rows = zip(*map(np.ravel, totals.values()), strict=True)
+        results = [self._means(dict(zip(totals, row, strict=True))) for row in rows]
+        for result in results if timed else ():
+            result["seconds"] = seconds
         return results
 
-    def _result(self, totals: dict[str, float]) -> dict[str, float]:
-        count = totals["count"]
+    def _means(self, totals: dict[str, np.float64]) -> dict[str, float]:
+        count = float(totals["count"])
         result = {
-            "loss": totals["loss"] / count,
-            "accuracy": totals["correct"] / count,
+            "loss": float(totals["loss"]) / count,
+            "accuracy": float(totals["correct"]) / count,
             "count": count,
         }
         if "correct_top5" in totals:
-            result["top5_accuracy"] = totals["correct_top5"] / count
+            result["top5_accuracy"] = float(totals["correct_top5"]) / count
         if self._is_text:
-            # The largest exponent whose exponential is a float.
-            result["perplexity"] = math.exp(min(result["loss"], 709.0))
+            result["perplexity"] = math.exp(min(result["loss"], LARGEST_EXPONENT))
         return result
 
 
@@ -143,74 +126,99 @@ def final_results(
     step: int,
     say: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Evaluates the best checkpoint of every seed.
+    """Evaluates the best checkpoints of a run; each is verified and read once.
 
     Args:
-        task: What was trained.
-        histories: Of the seeds.
-        splits: By name; "validation" was evaluated in training.
-        evaluator: Of a single seed.
+        task: The task that was trained.
+        histories: The history of each seed.
+        splits: Splits by name; "validation" was evaluated in training.
+        evaluator: The evaluator of ``task.single``.
         parallel: The devices.
         workdir: The run directory.
         step: Number of updates.
-        say: Told the results.
+        say: Called with a line for each seed.
 
     Returns:
-        What ``result.json`` holds: the metrics of the one seed, or for several what
+        What ``result.json`` holds: the metrics of the one seed, or of several what
         they share and, in the list ``runs``, the metrics of each. ``inference_seconds``
         is the time of the compiled model on the test split, batch by batch from the
-        devices' memory, without compilation and loading; not of a test split that is
-        the validation split.
+        devices' memory, without compilation and loading. It is left out if the test
+        split is the validation split.
     """
-    seeds, kind = task.seeds, task.info.kind
-    metric = BEST_METRICS[kind][0]
+    metric = BEST_METRICS[task.info.kind][0]
     folder = workdir / CHECKPOINTS
-    runs = []
+    template = parallel.template(task.abstract_state)
+    runs: dict[int, dict[str, Any]] = {}
+    for best_step in dict.fromkeys(history.best_step for history in histories):
+        from_primary(partial(read_meta, folder, best_step))
+        states = task.unstack(restore(folder, best_step, template))
+        for index, history in enumerate(histories):
+            if history.best_step != best_step:
+                continue
+            variables = parallel.place(states[index].variables)
+            scores = _split_scores(task, history, splits, evaluator, variables)
+            runs[index] = _result(task, history, scores, step)
     for index, history in enumerate(histories):
-        from_primary(partial(read_meta, folder, history.best_step))
-        template = parallel.template(task.abstract_state)
-        best = restore(folder, history.best_step, template)
-        best = select(best, index, len(seeds))
-        variables = parallel.place(best.variables)
-        # A split may have two names.
-        results = {id(splits["validation"]): history.best}
-        for name, split in splits.items():
-            if id(split) not in results:
-                (results[id(split)],) = evaluator(
-                    variables, split, task.config.eval_batch_size, timed=name == "test"
-                )
-        result = {
-            "step": history.stopped_step or step,
-            "num_steps": task.num_steps,
-            "epochs": (history.stopped_step or step) / task.steps_per_epoch,
-            "stopped_early": history.stopped_early,
-            "num_params": task.num_params,
-            "best_step": history.best_step,
-            "skipped_updates": history.skipped_updates,
-        }
-        for name, split in splits.items():
-            for key, value in results[id(split)].items():
-                if key not in ("count", "seconds"):
-                    result[f"{name}_{key}"] = value
-        if "seconds" in results[id(splits["test"])]:
-            result["inference_seconds"] = results[id(splits["test"])]["seconds"]
-        result["seconds"] = history.seconds
-        result["examples_per_second"] = history.examples_per_second
-        if len(seeds) > 1:
-            result = {"seed": seeds[index], **result}
-        runs.append(result)
         tests = [
-            f"{name.replace('_', ' ')} {metric} {result[f'{name}_{metric}']:.4f}"
+            f"{name.replace('_', ' ')} {metric} {runs[index][f'{name}_{metric}']:.4f}"
             for name in splits
             if name != "validation"
         ]
-        of_seed = f"Seed {seeds[index]}: best" if len(seeds) > 1 else "Best"
         say(
-            f"{of_seed} validation {metric} {history.best[metric]:.4f} at step "
-            f"{history.best_step}; {', '.join(tests)}. Everything is in {workdir}."
+            f"{history.prefix}best validation {metric} "
+            f"{history.best[metric]:.4f} at step {history.best_step}; "
+            f"{', '.join(tests)}. Everything is in {workdir}."
         )
-    if len(runs) == 1:
-        return runs[0]
+    results = [runs[index] for index in range(len(histories))]
+    return results[0] if len(results) == 1 else _joined(task, results, step)
+
+
+def _split_scores(
+    task: Task,
+    history: History,
+    splits: Mapping[str, EvalSplit],
+    evaluator: Evaluator,
+    variables: Any,
+) -> dict[str, dict[str, float]]:
+    """Evaluates on every split once, also if it has two names."""
+    scores = {id(splits["validation"]): history.best}
+    batch_size = task.config.eval_batch_size
+    for name, split in splits.items():
+        if id(split) not in scores:
+            (scores[id(split)],) = evaluator(
+                variables, split, batch_size, timed=name == "test"
+            )
+    return {name: scores[id(split)] for name, split in splits.items()}
+
+
+def _result(
+    task: Task, history: History, scores: dict[str, dict[str, float]], step: int
+) -> dict[str, Any]:
+    """The final metrics of one seed."""
+    result: dict[str, Any] = {} if history.seed is None else {"seed": history.seed}
+    step = history.stopped_step or step
+    result |= {
+        "step": step,
+        "num_steps": task.num_steps,
+        "epochs": step / task.steps_per_epoch,
+        "stopped_early": history.stopped_early,
+        "num_params": task.num_params,
+        "best_step": history.best_step,
+        "skipped_updates": history.skipped_updates,
+    }
+    for name, metrics in scores.items():
+        for key, value in metrics.items():
+            if key not in ("count", "seconds"):
+                result[f"{name}_{key}"] = value
+    if "seconds" in scores["test"]:
+        result["inference_seconds"] = scores["test"]["seconds"]
+    result["seconds"] = history.seconds
+    result["examples_per_second"] = history.examples_per_second
+    return result
+
+
+def _joined(task: Task, runs: list[dict[str, Any]], step: int) -> dict[str, Any]:
+    """The final metrics of several seeds: what they share, and each seed's own."""
     return {
         "step": step,
         "num_steps": task.num_steps,
@@ -222,17 +230,17 @@ def final_results(
     }
 
 
-def words(metrics: Mapping[str, float]) -> str:
-    """Metrics in a line.
+def format_metrics(metrics: Mapping[str, float]) -> str:
+    """Formats metrics as a line.
 
     Args:
-        metrics: By name.
+        metrics: Values by name.
 
     Returns:
         For example ``"top5 accuracy 0.9000, loss 1.2000"``.
 
     Example:
-        >>> words({"top5_accuracy": 0.9, "loss": 1.2})
+        >>> format_metrics({"top5_accuracy": 0.9, "loss": 1.2})
         'top5 accuracy 0.9000, loss 1.2000'
     """
     return ", ".join(

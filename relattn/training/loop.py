@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,24 +26,22 @@ from relattn.training.checkpoint import (
 )
 from relattn.training.config import check_config, to_json
 from relattn.training.cost import warn_if_too_large
-from relattn.training.devices import Parallel, choose_devices, make_parallel
+from relattn.training.devices import Parallel, make_training_parallel
 from relattn.training.errors import PreemptedError
-from relattn.training.evaluator import Evaluator, final_results, words
+from relattn.training.evaluator import Evaluator, final_results, format_metrics
 from relattn.training.metrics import (
     MetricsLog,
+    MetricsWindow,
     Row,
-    Window,
-    is_finite,
-    non_finite_error,
-    stack,
-    summaries,
+    count_skipped,
+    summarize,
     throughput,
 )
 from relattn.training.preemption import Preemption
 from relattn.training.run import check_same_data, read_saved
 from relattn.training.run_metadata import BEST_METRICS, History, score
-from relattn.training.seeds import train_loader
-from relattn.training.step import Metrics
+from relattn.training.seeds import make_task
+from relattn.training.step import Batch
 from relattn.training.task import Task
 from relattn.training.workdir import lock_workdir
 
@@ -92,33 +89,40 @@ def train_and_evaluate(
             if one is due.
     """
     check_config(config)
-    parallel = make_parallel(config, choose_devices(config, devices))
-    parallel.check_batch(
-        "config.batch_size", config.batch_size, config.accumulate_steps
-    )
-    available = len(devices or jax.devices())
+    parallel = make_training_parallel(config, devices)
     workdir = workdir_lib.usable_workdir(workdir)
     # Several processes must agree on the step: JAX handles their signals.
     preemption = Preemption(handles=jax.process_count() == 1)
-    with preemption.handled(), contextlib.ExitStack() as stack:
-        # One process locks for all.
+    with preemption.handled(), _locked(workdir):
+        saved = distributed.from_primary(lambda: read_saved(workdir, config))
+        if data is None:
+            data = distributed.primary_first(lambda: data_lib.load_data(config.data))
+        _check_data(data, saved, workdir)
+        task = make_task(config, data.info)
+        warn_if_too_large(
+            parallel.local_shapes(task.abstract_state), parallel.local_devices
+        )
+        loop = TrainLoop(task, data, parallel, preemption, workdir, saved)
+        loop.announce(available=len(devices or jax.devices()))
+        if not loop.finished:
+            with preemption.updates(), loop.outputs():
+                loop.train(on_step)
+            distributed.barrier("trained")
+        return loop.finish()
+
+
+@contextlib.contextmanager
+def _locked(workdir: Path) -> Iterator[None]:
+    """Keeps a run directory to this run; process 0 holds the lock for all."""
+    with contextlib.ExitStack() as stack:
         distributed.from_primary(lambda: stack.enter_context(lock_workdir(workdir)))
         distributed.check_shared(workdir)
-        return _run(config, workdir, data, parallel, available, preemption, on_step)
+        yield
 
 
-def _run(
-    config: ConfigDict,
-    workdir: Path,
-    data: data_lib.DataSource | None,
-    parallel: Parallel,
-    available: int,
-    preemption: Preemption,
-    on_step: Callable[[int], None] | None,
-) -> dict[str, Any]:
-    saved = distributed.from_primary(lambda: read_saved(workdir, config))
-    if data is None:
-        data = distributed.primary_first(lambda: data_lib.load_data(config.data))
+def _check_data(
+    data: data_lib.DataSource, saved: dict[str, Any] | None, workdir: Path
+) -> None:
     if not len(data.eval_splits["validation"]):
         raise ValueError(
             "config.data.num_validation must be at least 1: the best checkpoint is "
@@ -127,21 +131,34 @@ def _run(
     if saved:
         checkpoint = workdir / CHECKPOINTS / str(saved["step"])
         check_same_data(data_lib.read_info(saved["data"]), data.info, checkpoint)
-    task = Task.build(config, data.info)
-    warn_if_too_large(
-        parallel.local_shapes(task.abstract_state), parallel.local_devices
-    )
-    loop = _Loop(task, data, parallel, preemption, workdir, saved)
-    loop.announce(available)
-    if not loop.finished:
-        with preemption.updates(), loop:
-            loop.train(on_step)
-        distributed.barrier("trained")
-    return loop.finish()
 
 
-class _Loop:
-    """A run under way."""
+@dataclasses.dataclass(frozen=True)
+class Due:
+    """What follows an update.
+
+    Attributes:
+        log: Write a row of metrics.
+        evaluate: Evaluate on the validation split.
+        save: Write a checkpoint.
+        preempted: The signal that ends training, or "".
+    """
+
+    log: bool
+    evaluate: bool
+    save: bool
+    preempted: str
+
+
+class TrainLoop:
+    """Updates a state; after some updates logs, evaluates, saves or stops.
+
+    Attributes:
+        task: The task, of one seed or several.
+        state: The state on the devices.
+        histories: The history of each seed.
+        saved_step: Number of updates in the latest checkpoint.
+    """
 
     def __init__(
         self,
@@ -152,253 +169,258 @@ class _Loop:
         workdir: Path,
         saved: dict[str, Any] | None,
     ):
+        """Creates the state, or restores it from the latest checkpoint."""
         self.task = task
+        self.config = task.config
         self.data = data
         self.parallel = parallel
-        self.workdir = workdir
         self.preemption = preemption
-        self.histories = [History() for _ in task.seeds]
+        self.workdir = workdir
+        self.checkpoints = workdir / CHECKPOINTS
         if saved:
-            self.histories = History.list_from_json(saved["history"])
-        self.start = saved["step"] if saved else 0
-        if saved:
+            self.saved_step = saved["step"]
+            self.histories = [History(**values) for values in saved["history"]]
             template = parallel.template(task.abstract_state)
-            saved_state = restore(self.checkpoints, self.start, template)
-            self.state = parallel.place(saved_state)
+            self.state = parallel.place(
+                restore(self.checkpoints, self.saved_step, template)
+            )
         else:
+            self.saved_step = 0
+            self.histories = task.new_histories()
             self.state = parallel.create(task.create_state)
+        self.key = task.key
         self.train_step = parallel.train_step(task.make_train_step(parallel))
         redraw = task.make_redraw()
         self.redraw = redraw and parallel.redraw(redraw)
-        self.evaluator = Evaluator(
-            task.model, task.preprocess, task.info, parallel, len(task.seeds)
+        self.evaluator = Evaluator.of_task(task, parallel)
+        self.eval_every = (
+            self.config.eval_every_steps
+            or self.config.eval_every_epochs * task.steps_per_epoch
         )
 
     @property
-    def checkpoints(self) -> Path:
-        return self.workdir / CHECKPOINTS
-
-    @property
-    def shows_progress(self) -> bool:
-        return self.task.config.progress and distributed.is_primary()
-
-    @property
-    def kind(self) -> str:
-        return self.task.info.kind
-
-    @property
     def finished(self) -> bool:
-        return self.start >= self.task.num_steps or self.stopped_early
+        """Whether the last step is saved, or early stopping has ended every seed."""
+        return self.saved_step >= self.task.num_steps or all(
+            history.stopped_early for history in self.histories
+        )
+
+    def train(self, on_step: Callable[[int], None] | None) -> None:
+        """Updates until the last step or early stopping."""
+        first_step = self.saved_step
+        with self.task.loader(self.data, first_step, self.parallel) as batches:
+            for step, batch in batches:
+                done = step + 1
+                self.update(batch, done)
+                if step == first_step:
+                    self.wait_for_compilation(done)
+                if on_step is not None:
+                    on_step(done)
+                due = self.due(done)
+                if not due.log:
+                    continue
+                rows = self.summarize(done)
+                if due.evaluate:
+                    self.evaluate(done, rows)
+                self.log(done, rows)
+                if due.save:
+                    self.save(done, rows)
+                if due.preempted:
+                    raise self.preempted(done, due.preempted)
+                if self.finished:
+                    break
+                self.window.restart_timer()
+
+    def update(self, batch: Batch, done: int) -> None:
+        """Changes the state by one update."""
+        self.state, metrics = self.train_step(self.state, batch, self.key)
+        if self.redraw and done % self.config.redraw_every == 0:
+            self.state = self.state.replace(random_features=self._draw(done))
+        self.window.add(metrics)
+        self.bar.update(self.task.examples_per_step)
+
+    def _draw(self, done: int) -> Any:
+        """Returns the random features after a number of updates."""
+        index = done // self.config.redraw_every
+        return self.redraw(self.state.random_features, self.key, index)
+
+    def wait_for_compilation(self, done: int) -> None:
+        """Leaves compilation out of the throughput."""
+        drawn = self._draw(done) if self.redraw else None
+        jax.block_until_ready((self.state, drawn))
+        self.window.restart_timer()
+
+    def due(self, done: int) -> Due:
+        """Returns what follows an update."""
+        preempted = self.preemption.came
+        if distributed.all_preempted(done):
+            preempted = "SIGTERM"
+        evaluate = done == self.task.num_steps or done % self.eval_every == 0
+        save_every = self.config.checkpoint_every_steps
+        save = evaluate or bool(preempted or (save_every and done % save_every == 0))
+        log = save or done % self.config.log_every_steps == 0
+        return Due(log, evaluate, save, preempted)
+
+    def summarize(self, done: int) -> list[Row]:
+        """Averages the metrics since the last row, to one row for each seed.
+
+        Raises:
+            NonFiniteLossError: If too many of them are not finite.
+        """
+        window, seconds, updates = self.window.take(self.parallel.fetch)
+        count_skipped(
+            window,
+            self.histories,
+            done,
+            self.config.max_skipped_updates,
+            self._last_checkpoint,
+        )
+        examples = updates * self.config.batch_size
+        for history in self.histories:
+            history.timed_seconds += seconds / len(self.histories)
+            history.timed_examples += examples
+        rate = examples * len(self.histories) / max(seconds, 1e-9)
+        speed = throughput(rate, self.task, self.parallel.devices)
+        rows = summarize(window, self.task, self.histories, done)
+        return [row | speed for row in rows]
+
+    def _last_checkpoint(self) -> Path | None:
+        """Waits for the checkpoint that is being written; returns the last one."""
+        self.writer.close()
+        steps = checkpoint_steps(self.checkpoints)
+        return self.checkpoints / str(steps[-1]) if steps else None
+
+    def evaluate(self, done: int, rows: list[Row]) -> None:
+        """Adds the validation metrics to the rows of seeds that still train."""
+        results = self.evaluator(
+            self.state.variables,
+            self.data.eval_splits["validation"],
+            self.config.eval_batch_size,
+        )
+        kind, epochs = self.task.info.kind, self.config.early_stopping_epochs
+        for history, row, result in zip(self.histories, rows, results, strict=True):
+            if history.stopped_early:
+                continue
+            del result["count"]
+            row |= {f"validation_{name}": value for name, value in result.items()}
+            history.add(done, result, kind)
+            self._say(
+                f"{history.prefix}step {done}/{self.task.num_steps} (epoch "
+                f"{row['epoch']:.4g}): loss {row['train_loss']:.4f}, accuracy "
+                f"{row['train_accuracy']:.4f}; validation {format_metrics(result)}; "
+                f"{row['examples_per_second']:,.0f} examples/s"
+            )
+            if (
+                epochs
+                and done - history.best_step >= epochs * self.task.steps_per_epoch
+            ):
+                history.stopped_early, history.stopped_step = True, done
+                self._say(
+                    f"{history.prefix}stopping early, no gain in validation "
+                    f"{BEST_METRICS[kind][0]} in {epochs} epochs."
+                )
+
+    def log(self, done: int, rows: list[Row]) -> None:
+        """Writes the rows of the seeds that took part in the last update."""
+        self.bar.set_postfix(
+            loss=f"{np.mean([row['train_loss'] for row in rows]):.3f}",
+            accuracy=f"{np.mean([row['train_accuracy'] for row in rows]):.3f}",
+        )
+        if self.metrics_log is not None:
+            for history, row in zip(self.histories, rows, strict=True):
+                if not history.ended_before(done):
+                    self.metrics_log.write(done, row)
+
+    def save(self, done: int, rows: list[Row]) -> None:
+        """Starts to write a checkpoint."""
+        self.saved_step = done
+        seconds = time.perf_counter() - self.began
+        for history in self.histories:
+            history.seconds = seconds / len(self.histories)
+        meta = {
+            "config": to_json(self.config),
+            "data": dataclasses.asdict(self.task.info),
+            "history": [dataclasses.asdict(history) for history in self.histories],
+        }
+        kind = self.task.info.kind
+        name = BEST_METRICS[kind][0]
+        values = [row.get(f"validation_{name}") for row in rows]
+        scores = [None if v is None else score({name: v}, kind) for v in values]
+        self.writer.save(done, self.parallel.to_save(self.state), meta, scores)
+
+    def preempted(self, done: int, signal: str) -> PreemptedError:
+        """Returns the error that ends training after a signal, with a checkpoint."""
+        return PreemptedError(
+            f"{signal} came, so training ended at step {done} of "
+            f"{self.task.num_steps} with {self.checkpoints / str(done)}; the same "
+            "command goes on from there",
+            done,
+            by_hand=signal == "SIGINT",
+        )
+
+    @contextlib.contextmanager
+    def outputs(self) -> Iterator[None]:
+        """Opens the checkpoints, the metrics and the progress bar of a start."""
+        distributed.barrier("checkpoints read")
+        self.metrics_log = None
+        with contextlib.ExitStack() as stack:
+            if distributed.is_primary():
+                workdir_lib.write_run_json(
+                    self.workdir, self.task, self.parallel.devices, self.saved_step
+                )
+                set_damaged_aside(self.checkpoints, self.saved_step)
+                self.metrics_log = MetricsLog(self.workdir, self.saved_step)
+            distributed.barrier("checkpoints in order")
+            self.writer = CheckpointWriter(self.checkpoints, len(self.histories))
+            # Closed last: its error, a missing checkpoint, matters more than a row's.
+            stack.callback(self.writer.close)
+            if self.metrics_log is not None:
+                stack.callback(self.metrics_log.close)
+            self.bar = stack.enter_context(self._progress_bar())
+            self.window = MetricsWindow()
+            spent = sum(history.seconds for history in self.histories)
+            self.began = time.perf_counter() - spent
+            yield
+
+    def _progress_bar(self) -> tqdm:
+        return tqdm(
+            total=self.task.num_steps * self.task.examples_per_step,
+            initial=self.saved_step * self.task.examples_per_step,
+            unit=" examples",
+            unit_scale=True,
+            disable=None if self._shows_progress else True,
+            dynamic_ncols=True,
+        )
 
     @property
-    def stopped_early(self) -> bool:
-        return all(history.stopped_early for history in self.histories)
-
-    def __enter__(self) -> _Loop:
-        task, devices = self.task, self.parallel.devices
-        distributed.barrier("checkpoints read")
-        self.log = None
-        if distributed.is_primary():
-            workdir_lib.write_run_json(self.workdir, task, devices, self.start)
-            set_damaged_aside(self.checkpoints, self.start)
-            self.log = MetricsLog(self.workdir, self.start)
-        distributed.barrier("checkpoints in order")
-        self.writer = CheckpointWriter(self.checkpoints, len(task.seeds))
-        spent = sum(history.seconds for history in self.histories)
-        self.began = time.perf_counter() - spent
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        with contextlib.ExitStack() as stack:
-            # Called last: a checkpoint that is not there matters more than a row.
-            stack.callback(self.writer.close)
-            if self.log is not None:
-                stack.callback(self.log.close)
+    def _shows_progress(self) -> bool:
+        return self.config.progress and distributed.is_primary()
 
     def _say(self, text: str) -> None:
-        if self.shows_progress:
-            tqdm.write(text)
+        if self._shows_progress:
+            tqdm.write(text[0].upper() + text[1:])
 
     def announce(self, available: int) -> None:
-        """Says what is about to happen."""
+        """Prints what the run is about to do.
+
+        Args:
+            available: Number of devices that it could use.
+        """
         for line in workdir_lib.announcement(
             self.task,
             self.parallel.devices,
             available,
             self.workdir,
-            self.start,
+            self.saved_step,
             self.finished,
         ):
             self._say(line)
 
-    def train(self, on_step: Callable[[int], None] | None) -> None:
-        """Updates until the last step or early stopping."""
-        config, task = self.task.config, self.task
-        eval_every = config.eval_every_steps
-        eval_every = eval_every or config.eval_every_epochs * task.steps_per_epoch
-        key = task.key
-        # Of all seeds together.
-        batch_size = config.batch_size * len(task.seeds)
-        pending: list[Metrics] = []
-        # Every checkpoint moves self.start on.
-        first_step = self.start
-        window_start, untimed = time.perf_counter(), 0
-        bar = tqdm(
-            total=task.num_steps * batch_size,
-            initial=self.start * batch_size,
-            unit=" examples",
-            unit_scale=True,
-            disable=None if self.shows_progress else True,
-            dynamic_ncols=True,
-        )
-        loader = train_loader(
-            self.data, config.batch_size, task.seeds, self.start, self.parallel
-        )
-        with loader as batches, bar:
-            for step, batch in batches:
-                self.state, metrics = self.train_step(self.state, batch, key)
-                done = step + 1
-                if self.redraw and done % config.redraw_every == 0:
-                    self.state = self.state.replace(random_features=self._drawn(done))
-                pending.append(metrics)
-                if step == first_step:
-                    # Compilation is no part of the throughput.
-                    jax.block_until_ready(
-                        (metrics, self._drawn(done) if self.redraw else None)
-                    )
-                    window_start, untimed = time.perf_counter(), 1
-                bar.update(batch_size)
-                if on_step is not None:
-                    on_step(done)
-                at_end = done == task.num_steps
-                evaluating = at_end or done % eval_every == 0
-                every = config.checkpoint_every_steps
-                came = self.preemption.came
-                if distributed.all_preempted(done):
-                    came = "SIGTERM"
-                saving = evaluating or came or bool(every and done % every == 0)
-                if not saving and done % config.log_every_steps:
-                    continue
-                window = self._fetch(pending, done)
-                seconds = time.perf_counter() - window_start
-                examples = (len(pending) - untimed) * config.batch_size
-                pending, untimed = [], 0
-                for history in self.histories:
-                    history.timed_seconds += seconds / len(task.seeds)
-                    history.timed_examples += examples
-                rate = examples * len(task.seeds) / max(seconds, 1e-9)
-                rows = [
-                    {**row, **throughput(rate, task, self.parallel.devices)}
-                    for row in summaries(window, task, self.histories, done)
-                ]
-                bar.set_postfix(
-                    loss=f"{np.mean([row['train_loss'] for row in rows]):.3f}",
-                    accuracy=f"{np.mean([row['train_accuracy'] for row in rows]):.3f}",
-                )
-                running = [not history.stopped_early for history in self.histories]
-                scores = [None] * len(rows)
-                if evaluating:
-                    scores = self._validate(done, rows)
-                if self.log is not None:
-                    for row in itertools.compress(rows, running):
-                        self.log.write(done, row)
-                if saving:
-                    self._save(done, scores)
-                if came:
-                    raise PreemptedError(
-                        f"{came} came, so training ended at step {done} of "
-                        f"{task.num_steps} with {self.checkpoints / str(done)}; the "
-                        "same command goes on from there",
-                        done,
-                        by_hand=came == "SIGINT",
-                    )
-                window_start = time.perf_counter()
-                if at_end or self.stopped_early:
-                    break
-
-    def _drawn(self, done: int) -> Any:
-        """The random features after a number of updates."""
-        index = done // self.task.config.redraw_every
-        return self.redraw(self.state.random_features, self.task.key, index)
-
-    def _fetch(self, pending: list[Metrics], done: int) -> Window:
-        """Metrics since the last row; raises if too many are not finite."""
-        window = stack(self.parallel.fetch(pending), len(self.task.seeds))
-        for update, index in np.argwhere(~is_finite(window)):
-            history = self.histories[index]
-            if history.stopped_early:
-                continue
-            if history.skipped_updates < self.task.config.max_skipped_updates:
-                history.skipped_updates += 1
-                continue
-            self.writer.close()
-            steps = checkpoint_steps(self.checkpoints)
-            last = self.checkpoints / str(steps[-1]) if steps else None
-            raise non_finite_error(
-                window, int(update), int(index), self.task, done, last
-            )
-        return window
-
-    def _validate(self, done: int, rows: list[Row]) -> list[float | None]:
-        """Evaluates on the validation split; fills the rows and keeps the histories.
-
-        Returns:
-            The score of each seed; None for one that early stopping has ended.
-        """
-        config = self.task.config
-        results = self.evaluator(
-            self.state.variables,
-            self.data.eval_splits["validation"],
-            config.eval_batch_size,
-        )
-        patience = config.early_stopping_epochs * self.task.steps_per_epoch
-        scores = []
-        for seed, row, result, history in zip(
-            self.task.seeds, rows, results, self.histories, strict=True
-        ):
-            if history.stopped_early:
-                scores.append(None)
-                continue
-            del result["count"]
-            scores.append(score(result, self.kind))
-            row |= {f"validation_{name}": value for name, value in result.items()}
-            history.add(done, result, self.kind)
-            if patience and done - history.best_step >= patience:
-                history.stopped_early, history.stopped_step = True, done
-            of_seed = f"seed {seed}, " if len(rows) > 1 else ""
-            self._say(
-                f"{of_seed}step {done}/{self.task.num_steps} (epoch "
-                f"{row['epoch']:.4g}): loss {row['train_loss']:.4f}, accuracy "
-                f"{row['train_accuracy']:.4f}; validation {words(result)}; "
-                f"{row['examples_per_second']:,.0f} examples/s"
-            )
-            if history.stopped_early:
-                self._say(
-                    f"Stopping {of_seed}early: no gain in validation "
-                    f"{BEST_METRICS[self.kind][0]} in {config.early_stopping_epochs} "
-                    "epochs."
-                )
-        return scores
-
-    def _save(self, done: int, scores: list[float | None]) -> None:
-        self.start = done
-        seconds = time.perf_counter() - self.began
-        for history in self.histories:
-            history.seconds = seconds / len(self.histories)
-        histories = [dataclasses.asdict(history) for history in self.histories]
-        meta = {
-            "config": to_json(self.task.config),
-            "data": dataclasses.asdict(self.task.info),
-            "history": histories if len(histories) > 1 else histories[0],
-        }
-        state = self.parallel.to_save(self.state)
-        self.writer.save(done, state, meta, scores)
-
     def finish(self) -> dict[str, Any]:
         """Evaluates the best checkpoints on the test splits; writes ``result.json``."""
         task, evaluator = self.task, self.evaluator
-        if len(task.seeds) > 1:
-            evaluator = Evaluator(task.model, task.preprocess, task.info, self.parallel)
+        if task is not task.single:
+            evaluator = Evaluator.of_task(task.single, self.parallel)
         result = final_results(
             task,
             self.histories,
@@ -406,7 +428,7 @@ class _Loop:
             evaluator,
             self.parallel,
             self.workdir,
-            self.start,
+            self.saved_step,
             self._say,
         )
         if distributed.is_primary():

@@ -10,7 +10,7 @@ import re
 import socket
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -219,38 +219,60 @@ class EventsFile:
         self._records.close()
 
 
+# Metrics of updates as arrays ``[updates, seeds]``.
 Window = dict[str, np.ndarray]
 
 
-def stack(fetched: Sequence[dict[str, np.ndarray]], num_seeds: int) -> Window:
-    """The metrics of updates as arrays ``[updates, seeds]``.
-
-    Args:
-        fetched: The metrics of each update.
-        num_seeds: How many seeds each is of.
-
-    Returns:
-        By name.
+class MetricsWindow:
+    """Aggregates step metrics over a logging interval, and times its updates.
 
     Example:
-        >>> window = stack([{"loss": np.array(2.0)}, {"loss": np.array(1.0)}], 1)
-        >>> window["loss"].tolist()
-        [[2.0], [1.0]]
+        >>> window = MetricsWindow()
+        >>> window.add({"loss": np.array(2.0)})
+        >>> window.add({"loss": np.array(1.0)})
+        >>> values, seconds, updates = window.take(fetch=lambda tree: tree)
+        >>> values["loss"].tolist(), updates
+        ([[2.0], [1.0]], 2)
     """
-    return {
-        name: np.reshape([metrics[name] for metrics in fetched], (-1, num_seeds))
-        for name in sorted(fetched[0])
-    }
+
+    def __init__(self) -> None:
+        self._metrics: list[dict[str, Any]] = []
+        self.restart_timer()
+
+    def restart_timer(self) -> None:
+        """Leaves out of the timing the time and the updates so far."""
+        self._start = time.perf_counter()
+        self._untimed = len(self._metrics)
+
+    def add(self, metrics: dict[str, Any]) -> None:
+        """Adds the metrics of an update, still on the devices."""
+        self._metrics.append(metrics)
+
+    def take(self, fetch: Callable[[Any], Any]) -> tuple[Window, float, int]:
+        """Empties the window.
+
+        Args:
+            fetch: Copies metrics from the devices.
+
+        Returns:
+            The metrics, the seconds since the timer started and the updates in them.
+        """
+        fetched = fetch(self._metrics)
+        seconds = time.perf_counter() - self._start
+        updates = len(fetched) - self._untimed
+        self._metrics, self._untimed = [], 0
+        values = {
+            name: np.reshape([metrics[name] for metrics in fetched], (len(fetched), -1))
+            for name in sorted(fetched[0])
+        }
+        return values, seconds, updates
 
 
 def is_finite(window: Window) -> np.ndarray:
-    """Which updates ``[updates, seeds]`` are finite: loss, gradient and change.
+    """Returns which updates ``[updates, seeds]`` have finite `FINITE_METRICS`.
 
     Args:
-        window: As `stack` returns it.
-
-    Returns:
-        Booleans.
+        window: As `MetricsWindow.take` returns it.
 
     Example:
         >>> loss, norm = np.array([[1.0], [np.nan]]), np.ones((2, 1))
@@ -261,29 +283,29 @@ def is_finite(window: Window) -> np.ndarray:
     return np.all([np.isfinite(window[name]) for name in FINITE_METRICS], axis=0)
 
 
-def summaries(
+def summarize(
     window: Window, task: Task, histories: Sequence[History], done: int
 ) -> list[Row]:
-    """A row for each seed: means over the updates of a window that were not skipped.
+    """Averages the finite updates of a window to one row for each seed.
 
     Args:
-        window: As `stack` returns it.
-        task: What is trained.
-        histories: Of the seeds, with the updates skipped so far.
+        window: As `MetricsWindow.take` returns it.
+        task: The task that is trained.
+        histories: The history of each seed, with the updates skipped so far.
         done: Number of updates so far, those skipped included.
 
     Returns:
-        The rows; without an update to take the mean of, it is NaN.
+        The rows. A mean over no update is NaN.
     """
     rows = []
-    made = is_finite(window)
-    for index, (seed, history) in enumerate(zip(task.seeds, histories, strict=True)):
-        row: Row = {"seed": seed} if len(task.seeds) > 1 else {}
+    finite = is_finite(window)
+    for index, history in enumerate(histories):
+        row: Row = {} if history.seed is None else {"seed": history.seed}
         for name, values in window.items():
-            kept = values[made[:, index], index]
+            kept = values[finite[:, index], index]
             row[f"train_{name}"] = float(np.mean(kept)) if len(kept) else math.nan
         row["epoch"] = done / task.steps_per_epoch
-        # A skipped update does not move the optimiser along its schedule.
+        # A skipped update does not advance the optimiser's schedule.
         count = max(done - history.skipped_updates, 1)
         row["learning_rate"] = float(task.schedule(count - 1))
         if task.config.max_skipped_updates:
@@ -315,34 +337,45 @@ def throughput(rate: float, task: Task, devices: Sequence[Any]) -> Row:
     return row
 
 
-def non_finite_error(
-    window: Window, update: int, index: int, task: Task, done: int, last: Path | None
-) -> NonFiniteLossError:
-    """Says which update of a window is not finite, and what to do about it.
+def count_skipped(
+    window: Window,
+    histories: Sequence[History],
+    done: int,
+    max_skipped: int,
+    last_checkpoint: Callable[[], Path | None],
+) -> None:
+    """Counts the updates of a window that are not finite.
 
     Args:
-        window: As `stack` returns it.
-        update: Its place in the window.
-        index: Of the seed.
-        task: What is trained.
-        done: Number of updates at the end of the window.
-        last: The last checkpoint, if there is one.
+        window: As `MetricsWindow.take` returns it.
+        histories: The history of each seed; their counts are increased.
+        done: Number of updates so far.
+        max_skipped: ``config.max_skipped_updates``.
+        last_checkpoint: Returns the last checkpoint, if there is one, for the message.
 
-    Returns:
-        The error.
+    Raises:
+        NonFiniteLossError: At the first one beyond ``max_skipped``.
     """
-    step = done - len(window["loss"]) + 1 + update
-    name = next(n for n in FINITE_METRICS if not np.isfinite(window[n][update, index]))
-    skipped = task.config.max_skipped_updates
-    after = f" after {skipped} skipped updates" if skipped else ""
-    of_seed = f" of seed {task.seeds[index]}" if len(task.seeds) > 1 else ""
-    kept = "no checkpoint was written before it"
-    if last is not None:
-        kept = f"the last good checkpoint is {last}"
-    what, value = FINITE_METRICS[name], float(window[name][update, index])
-    return NonFiniteLossError(
-        f"the {what}{of_seed} is {value} at step {step}{after}; {kept}. Lower "
-        "config.optimizer.learning_rate or set config.optimizer.clip_norm, with a new "
-        "--workdir, or go on with a larger config.max_skipped_updates",
-        step,
-    )
+    num_updates = len(window["loss"])
+    for update, index in np.argwhere(~is_finite(window)):
+        history = histories[index]
+        if history.stopped_early:
+            continue
+        if history.skipped_updates < max_skipped:
+            history.skipped_updates += 1
+            continue
+        values = {name: float(window[name][update, index]) for name in FINITE_METRICS}
+        name = next(name for name, value in values.items() if not np.isfinite(value))
+        step = done - num_updates + 1 + int(update)
+        after = f" after {max_skipped} skipped updates" if max_skipped else ""
+        last = last_checkpoint()
+        kept = "no checkpoint was written before it"
+        if last is not None:
+            kept = f"the last good checkpoint is {last}"
+        raise NonFiniteLossError(
+            f"{history.prefix}the {FINITE_METRICS[name]} is {values[name]} at step "
+            f"{step}{after}; {kept}. Lower config.optimizer.learning_rate or set "
+            "config.optimizer.clip_norm, with a new --workdir, or go on with a larger "
+            "config.max_skipped_updates",
+            step,
+        )

@@ -30,9 +30,9 @@ from relattn.training.errors import CheckpointError, WorkdirError
 from relattn.training.evaluator import Evaluator
 from relattn.training.metrics import read_rows
 from relattn.training.run_metadata import BEST_METRICS, History, score, understanding
-from relattn.training.seeds import select
-from relattn.training.step import Batch, TrainState
-from relattn.training.task import Task
+from relattn.training.seeds import make_task
+from relattn.training.step import Batch, make_eval_step
+from relattn.training.task import Task, counts_top5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,10 +159,12 @@ class SavedRun:
         for step in dict.fromkeys(steps.values()):
             if step != self.step:
                 read_meta(folder, step)
-            state = restore(folder, step, self.trained.abstract_state)
-            for seed in steps:
-                if steps[seed] == step:
-                    runs[seed] = self._run(seed, step, state)
+            states = self.trained.unstack(
+                restore(folder, step, self.trained.abstract_state)
+            )
+            for seed, state in zip(self.seeds, states, strict=True):
+                if steps.get(seed) == step:
+                    runs[seed] = self._run(seed, step, state.variables)
         return [runs[seed] for seed in seeds]
 
     def _step(self, seed: int) -> int:
@@ -178,9 +180,7 @@ class SavedRun:
         _check_best(self.workdir, self.step, history, self.task.info.kind, seed)
         return self.step if history.best_step is None else history.best_step
 
-    def _run(self, seed: int, step: int, state: TrainState) -> Run:
-        state = select(state, self.seeds.index(seed), len(self.seeds))
-        variables = state.variables
+    def _run(self, seed: int, step: int, variables: dict[str, Any]) -> Run:
         if self.task is not self.trained:
             variables = _resize(self.trained, self.task, variables)
         config = ConfigDict(self.task.config.to_dict())
@@ -229,14 +229,14 @@ def open_run(
     config = complete(meta["config"])
     with understanding(folder / str(step)):
         check_config(config)
-        trained = Task.build(config, read_info(meta["data"]))
+        trained = make_task(config, read_info(meta["data"]))
     return SavedRun(
         workdir=workdir,
         checkpoint=checkpoint,
         step=step,
         trained=trained,
         task=trained if image_size is None else _with_image_size(trained, image_size),
-        histories=History.list_from_json(meta["history"]),
+        histories=[History(**values) for values in meta["history"]],
     )
 
 
@@ -269,7 +269,7 @@ def _with_image_size(task: Task, image_size: int) -> Task:
         )
     config = ConfigDict(task.config.to_dict())
     config.data.image_size = image_size
-    return Task.build(config, task.info)
+    return make_task(config, task.info)
 
 
 def _resize(trained: Task, task: Task, variables: Any) -> Any:
@@ -338,7 +338,13 @@ def evaluate(
     devices = devices or jax.devices()
     model_axis = math.gcd(run.config.model_axis, len(devices))
     parallel = make_parallel(run.config, devices, model_axis=model_axis)
-    evaluator = Evaluator(run.model, run.preprocess, run.data, parallel)
+    step = make_eval_step(
+        run.model,
+        run.preprocess,
+        top5=counts_top5(run.data),
+        axis_name=parallel.axis_name,
+    )
+    evaluator = Evaluator(step, parallel, is_text=run.data.kind == "tokens")
     (result,) = evaluator(parallel.place(run.variables), split, batch_size)
     return result
 
@@ -390,7 +396,7 @@ def read_saved(workdir: Path, config: ConfigDict) -> dict[str, Any] | None:
             f"--workdir {workdir} holds a run of another configuration "
             f"({'; '.join(differing)}): choose another directory or the same values"
         )
-    histories = History.list_from_json(meta["history"])
+    histories = [History(**values) for values in meta["history"]]
     # The final metrics are those of the best checkpoints: no use without them.
     for best in {history.best_step for history in histories} - {None, step}:
         read_meta(workdir / CHECKPOINTS, best)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from ml_collections import ConfigDict
 
@@ -20,12 +20,21 @@ from relattn.data import DataInfo
 from relattn.kernels.feature_maps import redraw
 from relattn.training.config import LARGEST_INT
 from relattn.training.cost import training_flops
-from relattn.training.devices import Parallel, Redraw
+from relattn.training.devices import EvalStep, Parallel, Redraw
 from relattn.training.optimizer import make_optimizer, make_schedule
-from relattn.training.seeds import map_create, map_redraw, map_train_step, seeds_of
-from relattn.training.step import TrainState, TrainStep, create_state, make_train_step
+from relattn.training.run_metadata import History
+from relattn.training.step import (
+    Batch,
+    TrainState,
+    TrainStep,
+    create_state,
+    make_eval_step,
+    make_train_step,
+)
 
 INPUT_DTYPES = {"images": jnp.float32, "tokens": jnp.int32}
+# Of ten classes, five are half: top-5 accuracy says little.
+TOP5_CLASSES = 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,56 +106,29 @@ class Task:
         )
 
     @property
+    def single(self) -> Task:
+        """The task of one seed: this one."""
+        return self
+
+    @property
     def seeds(self) -> range:
-        """The seeds that train together."""
-        return seeds_of(self.config)
+        """The seeds that train together: one."""
+        return range(self.config.seed, self.config.seed + 1)
 
     @property
     def key(self) -> jax.Array:
-        """The run's key, or of several seeds their stacked keys."""
-        if len(self.seeds) == 1:
-            return jax.random.key(self.config.seed)
-        return jax.vmap(jax.random.key)(np.array(self.seeds))
+        """The run's key."""
+        return jax.random.key(self.config.seed)
 
-    def create_state(self) -> TrainState:
-        """The state before the first update, of several seeds stacked."""
-        create = functools.partial(
-            create_state,
-            self.model,
-            self.optimizer,
-            input_shape=data_lib.input_shape(self.config.data, self.info),
-            dtype=INPUT_DTYPES[self.info.kind],
-        )
-        return jax.jit(map_create(create, len(self.seeds)))(self.key)
-
-    def make_train_step(self, parallel: Parallel) -> TrainStep:
-        """The update, a pure function; of several seeds on stacked arguments.
-
-        Args:
-            parallel: The devices that it will be mapped over.
-        """
-        step = make_train_step(
-            self.model,
-            self.optimizer,
-            self.preprocess,
-            accumulate_steps=self.config.accumulate_steps,
-            skip_non_finite=self.config.max_skipped_updates > 0,
-            mix=self.mix,
-            axis_name=parallel.axis_name,
-        )
-        return map_train_step(step, len(self.seeds), parallel.platform)
-
-    def make_redraw(self) -> Redraw | None:
-        """The redraw of the random features; None where the run has none."""
-        drawn = jax.tree.leaves(self.abstract_state.random_features)
-        if not drawn or not 0 < self.config.redraw_every <= self.num_steps:
-            return None
-        return map_redraw(redraw, len(self.seeds))
+    @property
+    def examples_per_step(self) -> int:
+        """Examples in the batch of one update."""
+        return self.config.batch_size
 
     @functools.cached_property
-    def abstract_state(self) -> TrainState:
-        """The shapes and dtypes of the state, without computing it."""
-        return jax.eval_shape(self.create_state)
+    def num_params(self) -> int:
+        """The number of parameters."""
+        return sum(leaf.size for leaf in jax.tree.leaves(self.abstract_state.params))
 
     @functools.cached_property
     def flops_per_example(self) -> int:
@@ -155,11 +137,99 @@ class Task:
         inputs = jax.ShapeDtypeStruct((1, *shape), INPUT_DTYPES[self.info.kind])
         return training_flops(self.model, inputs)
 
-    @property
-    def num_params(self) -> int:
-        """The number of parameters of one seed."""
-        leaves = jax.tree.leaves(self.abstract_state.params)
-        return sum(leaf.size for leaf in leaves) // len(self.seeds)
+    def describe_size(self) -> str:
+        """Returns the number of parameters in words."""
+        return f"{self.num_params:,} parameters"
+
+    def new_histories(self) -> list[History]:
+        """Returns an empty history."""
+        return [History()]
+
+    def init(self, key: Any) -> TrainState:
+        """Returns the state before the first update, a pure function of the key."""
+        return create_state(
+            self.model,
+            self.optimizer,
+            key,
+            input_shape=data_lib.input_shape(self.config.data, self.info),
+            dtype=INPUT_DTYPES[self.info.kind],
+        )
+
+    def create_state(self) -> TrainState:
+        """Returns the state before the first update."""
+        return jax.jit(self.init)(self.key)
+
+    @functools.cached_property
+    def abstract_state(self) -> TrainState:
+        """The shapes and dtypes of the state, without computing it."""
+        return jax.eval_shape(self.create_state)
+
+    def make_train_step(self, parallel: Parallel) -> TrainStep:
+        """Makes the update, a pure function.
+
+        Args:
+            parallel: The devices that it will be mapped over.
+        """
+        return make_train_step(
+            self.model,
+            self.optimizer,
+            self.preprocess,
+            accumulate_steps=self.config.accumulate_steps,
+            skip_non_finite=self.config.max_skipped_updates > 0,
+            mix=self.mix,
+            axis_name=parallel.axis_name,
+        )
+
+    def make_eval_step(self, parallel: Parallel) -> EvalStep:
+        """Makes the evaluation of a batch, a pure function.
+
+        Args:
+            parallel: The devices that it will be mapped over.
+        """
+        return make_eval_step(
+            self.model,
+            self.preprocess,
+            top5=counts_top5(self.info),
+            axis_name=parallel.axis_name,
+        )
+
+    def make_redraw(self) -> Redraw | None:
+        """Makes the redraw of the random features; None if the run has none."""
+        drawn = jax.tree.leaves(self.abstract_state.random_features)
+        if not drawn or not 0 < self.config.redraw_every <= self.num_steps:
+            return None
+        return redraw
+
+    def unstack(self, state: TrainState) -> list[TrainState]:
+        """Returns the state of each seed: of this one."""
+        return [state]
+
+    def loader(
+        self, data: data_lib.DataSource, start_step: int, parallel: Parallel
+    ) -> contextlib.AbstractContextManager[Iterator[tuple[int, Batch]]]:
+        """Iterates over (step, batch), with batches on the devices ahead of time.
+
+        Args:
+            data: The data set.
+            start_step: The first step.
+            parallel: The devices.
+        """
+        return data.train_loader(
+            self.config.batch_size,
+            self.config.seed,
+            start_step,
+            parallel.shard,
+            parallel.part,
+        )
+
+
+def counts_top5(info: DataInfo) -> bool:
+    """Returns whether top-5 accuracy is reported: for images of more than 10 classes.
+
+    Args:
+        info: The data's description.
+    """
+    return info.kind == "images" and info.num_classes > TOP5_CLASSES
 
 
 def _sizes(config: ConfigDict, info: DataInfo) -> dict[str, Any]:

@@ -112,8 +112,6 @@ def announcement(
         return [
             f"Already at the final step {start_step} of {workdir}: nothing to train."
         ]
-    seeds = len(task.seeds)
-    together = f" for each of {seeds} seeds" if seeds > 1 else ""
     idle = []
     if len(devices) < available and not task.config.num_devices:
         sizes = [f"config.batch_size={task.config.batch_size}"]
@@ -127,7 +125,7 @@ def announcement(
     begin = [f"Resuming from step {start_step} of {workdir}."] if start_step else []
     return [
         *begin,
-        f"Training {task.num_params:,} parameters{together} on {task.info.origin}: "
+        f"Training {task.describe_size()} on {task.info.origin}: "
         f"{task.num_steps:,} steps of {task.config.batch_size} examples, "
         f"{task.steps_per_epoch:,} an epoch, on {len(devices)} x "
         f"{devices[0].device_kind}.",

@@ -9,7 +9,7 @@ from relattn.training.checkpoint import (
 )
 from relattn.training.config import complete
 from relattn.training.metrics import read_rows
-from relattn.training.task import Task
+from relattn.training.seeds import make_task
 
 
 class Interrupted(Exception):
@@ -45,5 +45,5 @@ def final_state(workdir):
     folder = workdir / CHECKPOINTS
     step = checkpoint_steps(folder)[-1]
     meta = read_meta(folder, step)
-    task = Task.build(complete(meta["config"]), data_lib.read_info(meta["data"]))
+    task = make_task(complete(meta["config"]), data_lib.read_info(meta["data"]))
     return restore(folder, step, task.abstract_state)

@@ -20,8 +20,8 @@ import numpy as np
 
 from relattn import data as data_lib
 from relattn import models, training
-from relattn.training import loop
 from relattn.training.checkpoint import checkpoint_steps
+from relattn.training.task import Task
 from tests.training.conftest import build_tiny, make_config, make_data
 
 KILLS = 20
@@ -50,11 +50,11 @@ def train(workdir, notify=None, pause=None):
     config.redraw_every = 0
     log = os.open(f"{workdir}.log", os.O_CREAT | os.O_APPEND | os.O_WRONLY)
     os.write(log, b"start\n")
-    load = loop.train_loader
+    load = Task.loader
 
     @contextlib.contextmanager
-    def logging_loader(*args):
-        with load(*args) as batches:
+    def logging_loader(task, *args):
+        with load(task, *args) as batches:
             yield logged(batches)
 
     def logged(batches):
@@ -69,7 +69,7 @@ def train(workdir, notify=None, pause=None):
             while done == pause:
                 time.sleep(1)
 
-    loop.train_loader = logging_loader
+    Task.loader = logging_loader
     models.build_model = build_tiny
     data_lib.load_data = lambda config: make_data()
     training.train_and_evaluate(config, workdir, on_step=on_step)

@@ -125,9 +125,12 @@ def test_stacked_seeds_keep_their_own(monkeypatch):
     parallel = DataParallel(jax.local_devices()[:2])
     model, optimizer = Normalised(), optax.sgd(0.3)
     step = make_train_step(model, optimizer, to_float, axis_name=parallel.axis_name)
-    mapped = parallel.train_step(seeds.map_train_step(step, 2, "cpu"))
+    mapped = parallel.train_step(seeds.map_train_step(step, "cpu"))
     keys = jax.vmap(jax.random.key)(np.arange(2))
-    create = seeds.map_create(lambda key: create_state(model, optimizer, key, SHAPE), 2)
+    create = jax.vmap(
+        lambda key: create_state(model, optimizer, key, SHAPE),
+        out_axes=seeds.STATE_AXES,
+    )
     one, other = batches(2)
     batch = jax.tree.map(lambda *x: np.stack(x), one, other)
     state, _ = mapped(

@@ -40,7 +40,7 @@ from tests.helpers.interrupted import final_state, untimed, untimed_rows
 from tests.helpers.unprivileged import public_folder, without_privileges
 
 INFO = TextInfo("a text", "bytes", 256, 7, 200, "somewhere")
-META = {"config": {}, "data": dataclasses.asdict(INFO), "history": {}}
+META = {"config": {}, "data": dataclasses.asdict(INFO), "history": [{}]}
 
 
 def make_state(step, width=5):
@@ -96,14 +96,14 @@ def test_the_latest_two_and_the_earliest_best_are_kept(tmp_path):
 
 
 def test_the_best_of_every_seed_is_kept(tmp_path):
-    writer = CheckpointWriter(tmp_path, num_seeds=3)
+    writer = CheckpointWriter(tmp_path, num_scores=3)
     scores = {1: [0.9, 0.1, 0.2], 2: [0.5, 0.8, 0.2], 3: [0.1, 0.2, 0.2]}
     scores |= {5: [0.5, None, 0.1], 7: [None] * 3}
     for step, values in scores.items():
         writer.save(step, make_state(step), {}, values)
     writer.close()
     assert checkpoint_steps(tmp_path) == [1, 2, 5, 7]
-    writer = CheckpointWriter(tmp_path, num_seeds=3)
+    writer = CheckpointWriter(tmp_path, num_scores=3)
     writer.save(8, make_state(8), {}, [0.1, 0.9, None])
     writer.close()
     assert checkpoint_steps(tmp_path) == [1, 7, 8]
@@ -112,16 +112,6 @@ def test_the_best_of_every_seed_is_kept(tmp_path):
 def test_scores_may_be_negative(tmp_path):
     save(tmp_path, {1: -3.0, 2: -2.0, 3: None, 4: -2.5, 5: None})
     assert checkpoint_steps(tmp_path) == [2, 4, 5]
-
-
-def test_checkpoints_of_before_there_was_text_keep_their_rank(folder):
-    metrics = folder / "7" / "metrics" / "metrics"
-    metrics.write_text(json.dumps({"validation_accuracy": 0.5, "step": 7}))
-    save(folder, {8: 0.4, 9: 0.3, 11: 0.2})
-    assert checkpoint_steps(folder) == [7, 9, 11]
-    metrics.write_text(json.dumps({"score": 0.5, "step": 7}))
-    save(folder, {12: 0.4})
-    assert checkpoint_steps(folder) == [7, 11, 12]
 
 
 def test_what_a_kill_left_of_a_removed_checkpoint_goes_at_last(folder):
@@ -213,12 +203,13 @@ def forge(checkpoint, meta):
         ({"history": [5]}, "history has 5"),
         ({"arrays": [1]}, r"arrays is \[1\]"),
         ({"arrays": {"w": 5}}, r"arrays has \{'w': 5\}"),
-        ({"history": {"best_step": "../../x"}}, "best_step is '../../x'"),
-        ({"history": {"best_step": True}}, "best_step is True"),
-        ({"history": {"seconds": "x"}}, "'seconds' is 'x'"),
-        ({"history": {"best": 5}}, "best is 5"),
-        ({"history": {"best": {"loss": []}}}, r"'loss' is \[\]"),
-        ({"history": {"best_step": 10**300}}, "best_step is 1000"),
+        ({"history": [{"best_step": "../../x"}]}, "best_step is '../../x'"),
+        ({"history": [{"best_step": True}]}, "best_step is True"),
+        ({"history": [{"seed": "x"}]}, "'seed' is 'x'"),
+        ({"history": [{"seconds": "x"}]}, "'seconds' is 'x'"),
+        ({"history": [{"best": 5}]}, "best is 5"),
+        ({"history": [{"best": {"loss": []}}]}, r"'loss' is \[\]"),
+        ({"history": [{"best_step": 10**300}]}, "best_step is 1000"),
     ],
 )
 def test_meta_of_another_type(folder, change, problem):
@@ -247,11 +238,11 @@ def test_meta_that_is_no_object(folder):
     [
         ({"config": {"model": 5}}, ".*"),
         ({"config": {"seed": "x"}}, "TypeError"),
-        ({"config": {"num_seeds": 0}}, "1 seeds with num_seeds=0"),
-        ({"config": {"num_seeds": 10**9}}, "1 seeds with num_seeds=1000000000"),
-        ({"history": []}, "0 seeds with num_seeds=1"),
-        ({"history": {"zz": 1}}, "TypeError: .*'zz'"),
-        ({"history": {"best": {}, "best_step": 7}}, "KeyError: 'loss'"),
+        ({"config": {"num_seeds": 0}}, "1 histories of 0 seeds"),
+        ({"config": {"num_seeds": 10**9}}, "1 histories of 1000000000 seeds"),
+        ({"history": []}, "0 histories of 1 seeds"),
+        ({"history": [{"zz": 1}]}, "TypeError: .*'zz'"),
+        ({"history": [{"best": {}, "best_step": 7}]}, "KeyError: 'loss'"),
         ({"data": {**META["data"], "kind": "x"}}, "KeyError: 'x'"),
         ({"data": {**META["data"], "z": "x"}}, "TypeError: .*'z'"),
         ({"data": {"name": "a text"}}, "TypeError: .*missing"),
@@ -261,19 +252,10 @@ def test_meta_that_makes_no_sense(folder, change, problem):
     forge(folder / "7", {**read_meta(folder, 7), **change})
     with pytest.raises(
         CheckpointError,
-        match=rf"/7 says what this version of relattn cannot use \({problem}.*\): load",
+        match=rf"/7 has metadata that this version .* cannot use \({problem}.*\): load",
     ) as raised:
         read_meta(folder, 7)
     assert len(str(raised.value).splitlines()) == 1
-
-
-def test_meta_of_earlier_versions(folder):
-    meta = read_meta(folder, 7)
-    images = {"name": "a", "class_names": ["b", "c"], "image_shape": [5, 3, 1]}
-    images |= {"mean": [0.5], "std": [0.5], "num_train": 5, "origin": "somewhere"}
-    history = {"best_accuracy": 0.5, "best_loss": 2.0, "best_step": 7}
-    forge(folder / "7", {**meta, "data": images, "history": history})
-    assert read_meta(folder, 7)["history"] == history
 
 
 def test_another_model_is_refused_with_the_differing_paths(folder):
@@ -288,7 +270,7 @@ def test_another_model_is_refused_with_the_differing_paths(folder):
         restore(folder, 7, smaller)
 
 
-def test_a_checkpoint_of_before_there_were_statistics(tmp_path):
+def test_empty_collections_may_be_absent(tmp_path):
     state = make_state(7)
     before = {name: value for name, value in vars(state).items() if value != {}}
     assert set(before) == {"step", "params", "opt_state"}

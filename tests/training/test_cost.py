@@ -146,7 +146,7 @@ def test_a_model_that_cannot_fit_is_announced_before_it_is_built(
     def stop(*args):
         raise Stop
 
-    monkeypatch.setattr(loop, "_Loop", stop)
+    monkeypatch.setattr(loop, "TrainLoop", stop)
     message = r"state need 0.0 MB on 2 devices, but cpu has 0.0 MB: .* config.model or"
     with pytest.warns(UserWarning, match=message), pytest.raises(Stop):
         training.train_and_evaluate(config, tmp_path, devices=jax.local_devices()[:2])

@@ -16,8 +16,8 @@ from relattn.training.devices import (
     choose_devices,
     process_part,
 )
+from relattn.training.seeds import make_task
 from relattn.training.step import create_state, make_eval_step, make_train_step
-from relattn.training.task import Task
 from tests.helpers.interrupted import Interrupted, final_state, interrupt_at
 from tests.training.conftest import TinyModel, make_data
 
@@ -241,7 +241,7 @@ def test_what_a_mesh_trained_is_evaluated_on_any_devices(config, tmp_path, tiny)
 def test_seeds_train_together_on_a_mesh(config, tiny):
     config.update(num_seeds=2)
     config.model.dropout = 0.0
-    task = Task.build(config, make_data().info)
+    task = make_task(config, make_data().info)
     batch = next(batches(1))
     batch = {name: np.stack([value, value[::-1]]) for name, value in batch.items()}
     results = []

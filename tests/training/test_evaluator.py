@@ -10,6 +10,8 @@ import pytest
 
 from relattn.training import evaluator
 from relattn.training.devices import DataParallel
+from relattn.training.step import make_eval_step
+from relattn.training.task import counts_top5
 from tests.helpers.clock import slow_to_compile
 from tests.training.conftest import make_data
 
@@ -24,16 +26,20 @@ class Linear(nn.Module):
         return nn.Dense(self.num_classes)(images.reshape(len(images), -1))
 
 
-def evaluate(num_classes, **options):
+def evaluate(num_classes, make_eval_step=make_eval_step, **options):
     model = Linear(num_classes)
     names = tuple(map(str, range(num_classes)))
     info = dataclasses.replace(make_data().info, class_names=names)
     parallel = DataParallel(jax.local_devices()[:1])
     variables = model.init(jax.random.key(0), np.zeros((1, 5, 3, 1), np.float32))
     variables = parallel.place(variables)
-    evaluate = evaluator.Evaluator(
-        model, lambda batch: batch["image"].astype(np.float32) / 255, info, parallel
+    step = make_eval_step(
+        model,
+        lambda batch: batch["image"].astype(np.float32) / 255,
+        top5=counts_top5(info),
+        axis_name=parallel.axis_name,
     )
+    evaluate = evaluator.Evaluator(step, parallel, is_text=False)
     (result,) = evaluate(variables, SPLIT, 16, **options)
     return result
 
@@ -48,12 +54,11 @@ def test_the_five_best_are_of_more_than_ten_classes(num_classes):
 def test_seconds_leave_compilation_out(monkeypatch):
     """By a clock that compilation moves on."""
     now = [0.0]
-    make = slow_to_compile(evaluator.make_eval_step, now)
+    make = slow_to_compile(make_eval_step, now)
 
     clock = types.SimpleNamespace(perf_counter=lambda: now[0])
-    monkeypatch.setattr(evaluator, "make_eval_step", make)
     monkeypatch.setattr(evaluator, "time", clock)
-    result = evaluate(3, timed=True)
+    result = evaluate(3, make, timed=True)
     assert now == [1000]
     assert result["seconds"] == 0
     # The batch that comes twice counts once.

@@ -1,4 +1,5 @@
 import json
+import time
 import types
 
 import chex
@@ -10,7 +11,7 @@ import pytest
 from relattn import data as data_lib
 from relattn import training
 from relattn.kernels.feature_maps import redraw
-from relattn.training import evaluator, loop
+from relattn.training import loop, metrics
 from relattn.training import run as run_lib
 from relattn.training import task as task_lib
 from relattn.training.checkpoint import checkpoint_steps
@@ -92,10 +93,11 @@ def test_throughput_counts_updates_alone(
     def on_step(done):
         now[0] += done > 1
 
-    clock = types.SimpleNamespace(perf_counter=lambda: now[0])
+    clock = types.SimpleNamespace(perf_counter=lambda: now[0], time=time.time)
     monkeypatch.setattr(task_lib, "make_train_step", make)
     monkeypatch.setattr(loop, "Evaluator", Slow)
     monkeypatch.setattr(loop, "time", clock)
+    monkeypatch.setattr(metrics, "time", clock)
     config.num_seeds = num_seeds
     result = training.train_and_evaluate(
         config, tmp_path, devices=one_device, on_step=on_step
@@ -265,13 +267,13 @@ def test_nothing_is_traced_twice(config, tmp_path, monkeypatch):
     chex.clear_trace_counter()
     redraw_once = chex.assert_max_traces(redraw, n=1)
     monkeypatch.setattr(task_lib, "redraw", redraw_once)
-    for module, name in ((task_lib, "make_train_step"), (evaluator, "make_eval_step")):
-        make = getattr(module, name)
+    for name in ("make_train_step", "make_eval_step"):
+        make = getattr(task_lib, name)
 
         def make_counted(*args, make=make, **kwargs):
             return chex.assert_max_traces(make(*args, **kwargs), n=1)
 
-        monkeypatch.setattr(module, name, make_counted)
+        monkeypatch.setattr(task_lib, name, make_counted)
     training.train_and_evaluate(config, tmp_path, devices=jax.local_devices()[:2])
 
 

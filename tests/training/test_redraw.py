@@ -7,6 +7,7 @@ import pytest
 
 from relattn.kernels.feature_maps import redraw
 from relattn.training.devices import make_parallel
+from relattn.training.seeds import make_task
 from relattn.training.task import Task
 from tests.training.conftest import make_data
 
@@ -31,7 +32,7 @@ def test_an_update_has_no_branch(config, parallel):
 @pytest.mark.parametrize("num_seeds", [1, 3])
 def test_every_device_draws_what_a_seed_draws_alone(config, parallel, num_seeds):
     config.update(parallel=parallel, num_seeds=num_seeds)
-    task = Task.build(config, make_data().info)
+    task = make_task(config, make_data().info)
     devices = make_parallel(config)
     before = devices.create(task.create_state).random_features
     after = devices.redraw(task.make_redraw())(before, task.key, 5)

@@ -108,7 +108,7 @@ def test_a_checkpoint_of_a_model_that_cannot_be_built(workdir):
         forge(folder / "15", {**meta, "config": {**meta["config"], **change}})
         with pytest.raises(
             training.CheckpointError,
-            match=rf"15 says what this version of relattn cannot use \(.*{problem}",
+            match=rf"15 has metadata that this version .* cannot use \(.*{problem}",
         ) as raised:
             training.load_run(workdir, "latest")
         assert is_user_error(raised.value)

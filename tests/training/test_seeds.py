@@ -151,7 +151,7 @@ def test_early_stopping_is_of_each_seed(seeds_config, tmp_path, one_device, caps
     last = {row["seed"]: row["step"] for row in rows}
     assert last == {5: 10, 6: 10, 7: 20}
     assert checkpoint_steps(tmp_path / "checkpoints") == [5, 15, 20]
-    assert "Stopping seed 7, early: no gain" in capsys.readouterr().out
+    assert "Seed 7: stopping early, no gain" in capsys.readouterr().out
 
 
 def test_a_non_finite_loss_names_its_seed(
@@ -172,7 +172,7 @@ def test_a_non_finite_loss_names_its_seed(
         return poisoned
 
     monkeypatch.setattr(task_lib, "make_train_step", make_poisoned)
-    message = "the loss of seed 6 is inf at step 3;"
+    message = "seed 6: the loss is inf at step 3;"
     with pytest.raises(training.NonFiniteLossError, match=message):
         training.train_and_evaluate(seeds_config, tmp_path, devices=one_device)
 

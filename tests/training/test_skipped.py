@@ -13,7 +13,7 @@ import pytest
 from relattn import data as data_lib
 from relattn import training
 from relattn.training import seeds
-from relattn.training.metrics import read_rows, summaries
+from relattn.training.metrics import read_rows, summarize
 from relattn.training.run_metadata import History
 from relattn.training.step import create_state, make_train_step
 from relattn.training.task import Task
@@ -143,7 +143,7 @@ def test_each_seed_skips_its_own(poisoned, tmp_path, monkeypatch):
 
 
 def test_means_leave_skipped_updates_out(tiny, config):
-    config.max_skipped_updates, config.num_seeds = 9, 2
+    config.max_skipped_updates = 9
     config.schedule.name = "cosine"
     task = Task.build(config, make_data().info)
     window = {
@@ -152,7 +152,7 @@ def test_means_leave_skipped_updates_out(tiny, config):
         "update_norm": np.ones((3, 2), np.float32),
     }
     histories = [History(skipped_updates=1), History(skipped_updates=3)]
-    first, second = summaries(window, task, histories, 7)
+    first, second = summarize(window, task, histories, 7)
     assert (first["train_loss"], first["train_grad_norm"]) == (3.0, 1.5)
     assert math.isnan(second["train_loss"]) and math.isnan(second["train_grad_norm"])
     assert (first["train_skipped"], second["train_skipped"]) == (1, 3)
@@ -160,7 +160,7 @@ def test_means_leave_skipped_updates_out(tiny, config):
     assert first["learning_rate"] == float(task.schedule(5))
     assert second["learning_rate"] == float(task.schedule(3))
     config.max_skipped_updates = 0
-    assert "train_skipped" not in summaries(window, task, histories, 7)[0]
+    assert "train_skipped" not in summarize(window, task, histories, 7)[0]
 
 
 def test_the_number_of_skipped_updates_is_not_negative(config, tmp_path):

@@ -1,9 +1,9 @@
-"""How accuracy holds when the test images are shifted: figure 1 of Horn et al.
+"""Measures accuracy on shifted test images: figure 1 of Horn et al.
 
     python eval_shift.py --workdir=RUN [--workdir=RUN2 ...] --output=DIR
 
-Writes shift.csv, shift.png and summary.md to DIR, and prints the summary. With
-the class and the axis of the figure, all three have its published curves too.
+Writes shift.csv, shift.png and summary.md to DIR, and prints the summary. For the class
+and the axis of the published figure, all three include its curves.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from relattn.evaluation.compare import shift_report
 
 @command.entry_point
 def main(argv: Sequence[str] | None = None) -> None:
-    """Evaluates the runs that the options name.
+    """Parses the options and evaluates the runs.
 
     Args:
         argv: Command-line arguments, by default the process's.
@@ -28,22 +28,22 @@ def main(argv: Sequence[str] | None = None) -> None:
     add(
         "--classes",
         default="1",
-        help="a class, by number or name: its test images that can move max_shift "
-        "pixels both ways; or all: the images of every class, at the shifts they allow",
+        help="a class, by number or name, to use its test images that can move "
+        "max_shift pixels both ways; or all: every image at the shifts that it allows",
     )
     add("--checkpoint", default="best", help="best or latest")
     add(
         "--image_size",
         type=int,
-        help="size of the images in pixels, if not the one of training: the models' "
-        "tables of positions are resized",
+        help="size of the images in pixels, if not that of training; the models' "
+        "position tables are resized",
     )
     add(
         "--num_images",
         type=int,
-        help="number of test images, the first that there are, if not all",
+        help="number of test images to use, from the first; by default all",
     )
-    add("--data_dir", help="the data set, if it has moved")
+    add("--data_dir", help="folder of the data set, if it has moved")
     given = parser.parse_args(argv)
     summary = shift_report(
         given.workdir,

@@ -23,70 +23,76 @@ from relattn.training.errors import writing
 from relattn.training.run import SavedRun, check_labels, open_run
 from relattn.training.workdir import usable_folder
 
+# The class of the published curves.
 PUBLISHED_CLASS = 1
+# Class names listed in a message.
+MAX_LISTED = 20
+
+COLUMNS = (
+    "run",
+    "dataset",
+    "model",
+    "shift_px",
+    "accuracy_mean",
+    "accuracy_std",
+    "num_images",
+    "source",
+)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Comparison:
-    """Runs under shifts.
+def shift_report(
+    workdirs: Sequence[str | Path],
+    output: str | Path,
+    *,
+    classes: str = "1",
+    **options,
+) -> str:
+    """Evaluates runs under shifts; writes ``shift.csv``, ``shift.png``, ``summary.md``.
 
-    Attributes:
-        results: One a run.
-        label: Of the class that is shown alone.
-        class_name: Its number and name.
-        max_shift: In pixels, both ways.
-        axis: ``"x"`` or ``"y"``.
+    Args:
+        workdirs: Folders of runs. Runs that differ only in their seed are averaged.
+        output: The folder to write to.
+        classes: ``"all"``, or the class of the curves, by name or number; with
+            ``"all"`` the summary's one class is 1.
+        **options: Options of `compare`.
+
+    Returns:
+        The summary, in Markdown, with the curves of one class and of all.
+
+    Raises:
+        ValueError: If an argument does not fit the runs, or no image allows a shift.
+        CheckpointError: As for `compare`.
+        WorkdirError: If the folder is not writable; raised before any work.
     """
-
-    results: tuple[ShiftedAccuracy, ...]
-    label: int
-    class_name: str
-    max_shift: int
-    axis: str
-
-    @property
-    def has_published(self) -> bool:
-        """Whether the published curves are of the same class and axis."""
-        return self.axis == "x" and self.label == PUBLISHED_CLASS
-
-    def one_class(self) -> tuple[ShiftCurve, ...]:
-        """Curves of the images of the one class that can move both ways.
-
-        Raises:
-            ValueError: If there is no such image.
-        """
-        return curves_of(self.results, self.label)
-
-    def every_class(self) -> tuple[ShiftCurve, ...]:
-        """Curves of all images at the shifts they allow.
-
-        Raises:
-            ValueError: If no image allows some shift.
-        """
-        return curves_of(self.results, None)
-
-    def panels(
-        self, curves: Sequence[ShiftCurve], images: str, *, published: bool
-    ) -> list[Panel]:
-        """A panel of the figure for each data set.
-
-        Args:
-            curves: From `one_class` or `every_class`.
-            images: Which images these are, for the titles.
-            published: Whether to draw the published curves where they are of the same
-                class and axis.
-
-        Returns:
-            The panels.
-        """
-        return [
-            Panel(
-                title=f"{dataset}, {images}",
-                curves=[curve for curve in curves if curve.dataset == dataset],
-                published=published and self.has_published,
-            )
-            for dataset in dict.fromkeys(curve.dataset for curve in curves)
-        ]
+    output = usable_folder(output, "--output")
+    class_name = "1" if classes == "all" else classes
+    comparison = compare(workdirs, class_name=class_name, **options)
+    every_class = comparison.every_class()
+    try:
+        one_class = comparison.one_class()
+    except ValueError:
+        if classes != "all":
+            raise
+        one_class = ()
+    if classes == "all":
+        shown, images = every_class, "all classes"
+    else:
+        shown, images = one_class, f"class {comparison.class_name}"
+    text = summary(
+        one_class,
+        every_class,
+        class_name=comparison.class_name,
+        max_shift=comparison.max_shift,
+        axis=comparison.axis,
+        published=comparison.has_published,
+    )
+    panels = comparison.panels(shown, images, published=classes != "all")
+    with writing(output):
+        published = classes != "all" and comparison.has_published
+        write_csv(shown, output / "shift.csv", published=published)
+        plot(panels, output / "shift.png", axis=comparison.axis)
+        (output / "summary.md").write_text(text, "utf-8")
+    return text
 
 
 def compare(
@@ -100,25 +106,25 @@ def compare(
     data_dir: str | None = None,
     num_images: int | None = None,
 ) -> Comparison:
-    """Evaluates runs on their test images at every shift.
+    """Evaluates runs on their test images at every shift, one run after the other.
 
     Args:
         workdirs: Folders of runs.
-        max_shift: In pixels, both ways.
+        max_shift: Largest shift in pixels, both ways.
         axis: ``"x"`` or ``"y"``.
-        class_name: The class that is shown alone, by name or number.
+        class_name: The class that has its own curves, by name or number.
         checkpoint: ``"best"`` or ``"latest"``.
         image_size: Height and width of the images, in pixels, to which the models are
-            resized; None is the size that each was trained on.
-        data_dir: Where the data set lies now; None is where it lay in training.
-        num_images: Number of test images, the first that there are; None for all.
+            resized; None for the size of training.
+        data_dir: The folder of the data set; None for the folder of training.
+        num_images: Number of test images to use, from the first; None for all.
 
     Returns:
-        What each run classifies rightly.
+        Which images each run classifies correctly.
 
     Raises:
         ValueError: If an argument does not fit the runs, or a run is not of images.
-        CheckpointError: If a folder holds no run with a checkpoint, or the data have
+        CheckpointError: If a folder has no run with a checkpoint, or the data have
             other classes than a run predicts.
     """
     if not workdirs:
@@ -126,7 +132,7 @@ def compare(
     folders = [Path(workdir).name for workdir in workdirs]
     if len(set(folders)) < len(folders):
         folders = [str(workdir) for workdir in workdirs]
-    # All are checked before the first is evaluated.
+    # Check all runs before evaluating the first.
     runs = [open_run(workdir, checkpoint, image_size) for workdir in workdirs]
     for run in runs:
         if run.task.info.kind != "images":
@@ -177,68 +183,13 @@ def _shifted_accuracies(
     ]
 
 
-def shift_report(
-    workdirs: Sequence[str | Path],
-    output: str | Path,
-    *,
-    classes: str = "1",
-    **options,
-) -> str:
-    """Writes ``shift.csv``, ``shift.png`` and ``summary.md`` about runs under shifts.
-
-    Args:
-        workdirs: Folders of runs. Those that differ only in their seed are averaged.
-        output: The folder to write to.
-        classes: ``"all"``, or the class of the curves, by name or number; with
-            ``"all"`` the summary's one class is 1.
-        **options: Of `compare`.
-
-    Returns:
-        The summary, in Markdown. It states the curves of one class and of all.
-
-    Raises:
-        ValueError: If an argument does not fit the runs, or no image can be shifted so.
-        CheckpointError: As `compare` says.
-        WorkdirError: If the folder cannot be written to, before any work.
-    """
-    output = usable_folder(output, "--output")
-    class_name = "1" if classes == "all" else classes
-    comparison = compare(workdirs, class_name=class_name, **options)
-    every_class = comparison.every_class()
-    try:
-        one_class = comparison.one_class()
-    except ValueError:
-        if classes != "all":
-            raise
-        one_class = ()
-    if classes == "all":
-        shown, images = every_class, "all classes"
-    else:
-        shown, images = one_class, f"class {comparison.class_name}"
-    text = summary(
-        one_class,
-        every_class,
-        class_name=comparison.class_name,
-        max_shift=comparison.max_shift,
-        axis=comparison.axis,
-        published=comparison.has_published,
-    )
-    panels = comparison.panels(shown, images, published=classes != "all")
-    with writing(output):
-        published = classes != "all" and comparison.has_published
-        write_csv(shown, output / "shift.csv", published=published)
-        plot(panels, output / "shift.png", axis=comparison.axis)
-        (output / "summary.md").write_text(text, "utf-8")
-    return text
-
-
 def _check_data(run: SavedRun, info: ImageInfo) -> None:
     trained = run.task.info
     check_labels(trained, info, run.workdir)
     channels, given = trained.image_shape[2], info.image_shape[2]
     if channels != given:
         raise ValueError(
-            f"{run.workdir} sees images of {channels} channels, but those of "
+            f"{run.workdir} was trained on images of {channels} channels, but those of "
             f"{info.name} have {given}: use the data that it was trained on"
         )
 
@@ -265,24 +216,84 @@ def _one_label(infos: Sequence[ImageInfo], class_name: str) -> tuple[int, str]:
     return labels[0], f"{labels[0]} ({', '.join(titles)})"
 
 
-MAX_LISTED = 20
+@dataclasses.dataclass(frozen=True, eq=False)
+class Comparison:
+    """The accuracy of several runs under shifts.
+
+    Attributes:
+        results: The results of each run.
+        label: The label of the class that has its own curves.
+        class_name: Its number and name.
+        max_shift: In pixels, both ways.
+        axis: ``"x"`` or ``"y"``.
+    """
+
+    results: tuple[ShiftedAccuracy, ...]
+    label: int
+    class_name: str
+    max_shift: int
+    axis: str
+
+    @property
+    def has_published(self) -> bool:
+        """Whether the published curves are of the same class and axis."""
+        return self.axis == "x" and self.label == PUBLISHED_CLASS
+
+    def one_class(self) -> tuple[ShiftCurve, ...]:
+        """Returns the curves of the images of the one class that can move both ways.
+
+        Raises:
+            ValueError: If there is no such image.
+        """
+        return curves_of(self.results, self.label)
+
+    def every_class(self) -> tuple[ShiftCurve, ...]:
+        """Returns the curves of all images at the shifts that they allow.
+
+        Raises:
+            ValueError: If no image allows one of the shifts.
+        """
+        return curves_of(self.results, None)
+
+    def panels(
+        self, curves: Sequence[ShiftCurve], images: str, *, published: bool
+    ) -> list[Panel]:
+        """Makes a panel of the figure for each data set.
+
+        Args:
+            curves: Curves of `one_class` or `every_class`.
+            images: The name of these images, for the titles.
+            published: Whether to draw the published curves, if they are of the same
+                class and axis.
+
+        Returns:
+            The panels.
+        """
+        return [
+            Panel(
+                title=f"{dataset}, {images}",
+                curves=[curve for curve in curves if curve.dataset == dataset],
+                published=published and self.has_published,
+            )
+            for dataset in dict.fromkeys(curve.dataset for curve in curves)
+        ]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ShiftCurve:
-    """Accuracy against shift, of one run or of several that differ in their seed.
+    """Accuracy by shift, of one run or of several that differ in their seed.
 
     Attributes:
-        run: The runs' names.
-        dataset: The data set's name.
-        model: What tells the model from others.
-        published: The model's name in the published figure, "" where it has none.
-        shifts: In pixels.
+        run: The names of the runs.
+        dataset: The name of the data set.
+        model: The label of the model, see `model_label`.
+        published: The model's name in the published figure, or "".
+        shifts: Shifts in pixels.
         mean: The accuracy at each shift, averaged over the runs.
-        std: The standard deviation over the runs; of a single run, the binomial
+        std: The standard deviation over the runs; for a single run, the binomial
             standard deviation sqrt(p (1 - p) / n) of its accuracy p on n images.
-        num_images: Per shift.
-        num_runs: The number of runs.
+        num_images: Number of images at each shift.
+        num_runs: Number of runs.
     """
 
     run: str
@@ -296,23 +307,24 @@ class ShiftCurve:
     num_runs: int
 
     def at(self, pixels: int) -> tuple[float, float, int]:
-        """Mean, standard deviation and number of images at one shift."""
+        """Returns mean, standard deviation and number of images at one shift."""
         i = self.shifts.index(pixels)
         return float(self.mean[i]), float(self.std[i]), int(self.num_images[i])
 
 
 def class_index(name: str, class_names: Sequence[str]) -> int:
-    """The class that a name or a number means.
+    """Finds the label of a class.
 
     Args:
-        name: ``"1"`` or, in any case, ``"trouser"``.
-        class_names: In the order of the labels.
+        name: The class's number or name, such as ``"1"`` or ``"trouser"``; upper and
+            lower case are the same.
+        class_names: Names in the order of the labels.
 
     Returns:
         The label.
 
     Raises:
-        ValueError: If there is no such class; names the closest.
+        ValueError: If there is no such class; the message has the closest.
 
     Example:
         >>> class_index("trouser", ["T-shirt/top", "Trouser"])
@@ -334,15 +346,15 @@ def class_index(name: str, class_names: Sequence[str]) -> int:
 
 
 def model_label(model: str, attention: str, position: str) -> str:
-    """What tells a model from others: its specs, without the defaults, or its name.
+    """Makes a model's label for a legend: its specs without defaults, or its name.
 
     Args:
-        model: Name of the model; one that has an attention goes by it.
-        attention: Spec of the attention, or ""; a plain ``favor`` goes without saying.
-        position: Spec of the position, or ""; ``none`` goes without saying.
+        model: Name of the model, used if it has no attention.
+        attention: Spec of the attention, or ""; a plain ``favor`` is left out.
+        position: Spec of the position, or ""; ``none`` is left out.
 
     Returns:
-        A label for a legend.
+        The label.
 
     Example:
         >>> model_label("performer", "favor", "constrained_sincos(num_scales=4)")
@@ -358,7 +370,7 @@ def model_label(model: str, attention: str, position: str) -> str:
 
 
 def published_name(model: str, attention: str, position: str) -> str:
-    """The name of a model in figure 1 of Horn et al., "" where it is not there.
+    """Returns the name of a model in figure 1 of Horn et al., "" if it is not there.
 
     Args:
         model: Name of the model.
@@ -386,18 +398,18 @@ def published_name(model: str, attention: str, position: str) -> str:
 def curves_of(
     results: Iterable[ShiftedAccuracy], label: int | None
 ) -> tuple[ShiftCurve, ...]:
-    """Accuracy against shift, runs that differ only in their seed taken together.
+    """Computes accuracy by shift, averaged over runs that differ only in their seed.
 
     Args:
-        results: One a run.
-        label: The images of this class that allow every shift; or None: at every shift
-            all the images that allow it, of any class.
+        results: The results of each run.
+        label: A class, to use its images that allow every shift; or None, to use at
+            every shift all images that allow it.
 
     Returns:
-        One curve a recipe, in the order of the results.
+        One curve for each recipe, in the order of the results.
 
     Raises:
-        ValueError: If no image is left at some shift.
+        ValueError: If no image is left at one of the shifts.
     """
     groups: dict[tuple[str, str], list[ShiftedAccuracy]] = {}
     for result in results:
@@ -441,28 +453,16 @@ def _curve(group: Sequence[ShiftedAccuracy], label: int | None) -> ShiftCurve:
     )
 
 
-COLUMNS = (
-    "run",
-    "dataset",
-    "model",
-    "shift_px",
-    "accuracy_mean",
-    "accuracy_std",
-    "num_images",
-    "source",
-)
-
-
 def published_curve(dataset: str, model: str) -> tuple[list[int], list[float]]:
-    """Figure 1 of Horn et al., from its authors' raw results.
+    """Returns a curve of figure 1 of Horn et al., from its authors' raw results.
 
     Args:
         dataset: ``"mnist"`` or ``"fashion_mnist"``; others have no curve.
         model: ``"Absolute"``, ``"Rel. S1"``, ``"Rel. S2"`` or ``"No Pos."``.
 
     Returns:
-        Shifts in pixels along x and the accuracies on class 1, both empty where the
-        figure has no such curve.
+        Shifts in pixels along x and the accuracies on class 1, both empty if the figure
+        has no such curve.
 
     Example:
         >>> shifts, accuracies = published_curve("fashion_mnist", "Rel. S1")
@@ -481,14 +481,14 @@ def published_curve(dataset: str, model: str) -> tuple[list[int], list[float]]:
 def published_curves(
     curves: Sequence[ShiftCurve],
 ) -> list[tuple[str, str, dict[int, float]]]:
-    """The published curves of the models and data sets of measured ones.
+    """Returns the published curves of the measured models and data sets.
 
     Args:
         curves: Measured curves.
 
     Returns:
         For each published curve the data set, the model's published name and the
-        accuracy by shift, at the shifts that were measured.
+        accuracy by shift, at the measured shifts.
     """
     found = []
     for dataset, model in dict.fromkeys((c.dataset, c.published) for c in curves):
@@ -502,13 +502,15 @@ def published_curves(
 def write_csv(
     curves: Sequence[ShiftCurve], path: Path, *, published: bool = False
 ) -> None:
-    """Writes one row a curve and shift; ``source`` is ``measured`` or ``published``.
+    """Writes a row for each curve and shift to a CSV file.
+
+    The column ``source`` is ``measured`` or ``published``.
 
     Args:
-        curves: What to write.
+        curves: Measured curves.
         path: The file.
-        published: Whether to write the published curves too. They have no run,
-            standard deviation and number of images.
+        published: Whether to add the published curves. They have no run, standard
+            deviation and number of images.
     """
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
@@ -530,8 +532,8 @@ class Panel:
     """One panel of the figure.
 
     Attributes:
-        title: Which images.
-        curves: Of one data set.
+        title: The title: data set and images.
+        curves: Curves of one data set.
         published: Whether to draw the published curves, dashed.
     """
 
@@ -541,23 +543,23 @@ class Panel:
 
 
 def plot(panels: Sequence[Panel], path: Path, *, axis: str = "x") -> None:
-    """Draws accuracy against shift, with a band of one standard deviation.
+    """Plots accuracy against shift, with a band of one standard deviation.
 
     Args:
-        panels: From left to right.
+        panels: Panels from left to right.
         path: The file; its suffix is the format.
         axis: ``"x"`` or ``"y"``.
     """
     figure = Figure(figsize=(1 + 5 * len(panels), 5), layout="constrained")
-    places = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
+    axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     lines: dict[str, Line2D] = {}
     colors: dict[str, str] = {}
-    for place, panel in zip(places, panels, strict=True):
+    for ax, panel in zip(axes, panels, strict=True):
         for curve in panel.curves:
             label = _label(curve, panel.curves)
             color = colors.setdefault(label, f"C{len(colors)}")
-            (lines[label],) = place.plot(curve.shifts, curve.mean, color=color)
-            place.fill_between(
+            (lines[label],) = ax.plot(curve.shifts, curve.mean, color=color)
+            ax.fill_between(
                 curve.shifts,
                 (curve.mean - curve.std).clip(0, 1),
                 (curve.mean + curve.std).clip(0, 1),
@@ -568,13 +570,11 @@ def plot(panels: Sequence[Panel], path: Path, *, axis: str = "x") -> None:
             shifts, accuracies = published_curve(curve.dataset, curve.published)
             if panel.published and shifts:
                 label = f"{curve.published} (published)"
-                (lines[label],) = place.plot(
-                    shifts, accuracies, "--", color=color, lw=1
-                )
-        place.set(title=panel.title, xlabel=f"shift along {axis} in pixels")
-        place.set_ylim(-0.02, 1.02)
-        place.grid(alpha=0.3)
-    places[0].set_ylabel("accuracy")
+                (lines[label],) = ax.plot(shifts, accuracies, "--", color=color, lw=1)
+        ax.set(title=panel.title, xlabel=f"shift along {axis} in pixels")
+        ax.set_ylim(-0.02, 1.02)
+        ax.grid(alpha=0.3)
+    axes[0].set_ylabel("accuracy")
     figure.legend(
         lines.values(), lines.keys(), loc="outside lower center", ncols=2, frameon=False
     )
@@ -582,15 +582,15 @@ def plot(panels: Sequence[Panel], path: Path, *, axis: str = "x") -> None:
 
 
 def table(curves: Sequence[ShiftCurve], *, published: bool = False) -> str:
-    """A Markdown table of the curves at five of their shifts.
+    """Makes a Markdown table of the curves at five of their shifts.
 
     Args:
-        curves: Of the same shifts.
+        curves: Curves with the same shifts.
         published: Whether to add the published curves.
 
     Returns:
-        A row a curve: mean, standard deviation and number of images; of published ones
-        the accuracy.
+        A row for each curve: mean, standard deviation and number of images; for a
+        published curve the accuracy.
     """
     largest = max(curves[0].shifts)
     middle = 3 * largest // 4
@@ -624,15 +624,15 @@ def summary(
     axis: str,
     published: bool = False,
 ) -> str:
-    """States the figure of one class and the stricter one of all classes.
+    """Summarises the accuracy on one class and, a stricter measure, on all classes.
 
     Args:
         one_class: Curves of one class, perhaps none.
         every_class: Curves of all classes.
-        class_name: Of the one class.
-        max_shift: In pixels.
+        class_name: The name of the one class.
+        max_shift: Largest shift in pixels.
         axis: ``"x"`` or ``"y"``.
-        published: Whether to state the published curves beside those of one class.
+        published: Whether to add the published curves to those of one class.
 
     Returns:
         Markdown.
@@ -641,8 +641,8 @@ def summary(
     if one_class:
         parts += [
             f"The test images of this class that can move {max_shift} pixels both ways "
-            "without losing a non-zero pixel. One class alone flatters a model that "
-            "names it too often.",
+            "without losing a non-zero pixel. Accuracy on one class favours a model "
+            "that predicts it too often.",
             table(one_class, published=published),
         ]
     else:
@@ -652,11 +652,11 @@ def summary(
         ]
     parts += [
         "## All classes",
-        "At every shift the test images, of any class, that lose no non-zero pixel by "
-        "it: fewer, and other ones, the larger the shift.",
+        "At every shift, the test images of any class that lose no non-zero pixel by "
+        "it. Larger shifts use fewer, and different, images.",
         table(every_class),
-        "Mean accuracy ± standard deviation (number of images): over the runs that "
-        "differ in their seed; of a single run, the binomial sqrt(p (1 - p) / n).",
+        "Mean accuracy ± standard deviation (number of images) over the runs that "
+        "differ in their seed; for a single run, the binomial sqrt(p (1 - p) / n).",
     ]
     return "\n\n".join(parts) + "\n"
 

@@ -1,7 +1,7 @@
-"""How accuracy holds when the test images are shifted (Horn et al., figure 1).
+"""Measures accuracy on shifted test images (Horn et al., figure 1).
 
-The images are resized as for the model, shifted by whole pixels with zeros moving in,
-and only then standardised. Positive shifts go right (axis x) or down (axis y).
+Images are resized to the model's size, shifted by whole pixels, filled with zeros, and
+then standardised. Positive shifts move right (axis x) or down (axis y).
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ AXES = {"y": 1, "x": 2}
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ShiftedAccuracy:
-    """Which test images one run classifies rightly at each shift.
+    """Which test images one run classifies correctly at each shift.
 
     Attributes:
         run: The run's name.
         dataset: The data set's name.
         model: Name of the model.
-        attention: Spec of its attention, "" where it has none.
-        position: Spec of its position, "" where it has none.
+        attention: Spec of its attention, "" if it has none.
+        position: Spec of its position, "" if it has none.
         recipe: The run's configuration without its seed; runs that share it are
-            repetitions of each other.
-        shifts: In pixels.
-        correct: Whether the image is classified rightly; False where not allowed.
+            averaged.
+        shifts: Shifts in pixels.
+        correct: Whether the image is classified correctly; False if not allowed.
         allowed: Whether the image loses no non-zero pixel at this shift.
         both_ways: Whether the image allows every shift.
         labels: The images' classes.
@@ -57,16 +57,16 @@ class ShiftedAccuracy:
 
 
 def check_shift(max_shift: int, axis: str, image_size: int) -> None:
-    """Raises unless images of this size can be shifted so.
+    """Checks that images of this size can be shifted.
 
     Args:
-        max_shift: In pixels, both ways.
+        max_shift: Largest shift in pixels, both ways.
         axis: ``"x"`` or ``"y"``.
         image_size: Height and width of the images.
 
     Raises:
-        ValueError: If the axis does not exist, or the shift is negative or would move
-            every pixel out of the image.
+        ValueError: If the axis is unknown, or the shift is negative or moves every
+            pixel out of the image.
 
     Example:
         >>> check_shift(8, "x", image_size=32)
@@ -83,7 +83,7 @@ def check_shift(max_shift: int, axis: str, image_size: int) -> None:
 def margins(
     images: Float[np.ndarray, "n height width channels"], axis: str = "x"
 ) -> Int[np.ndarray, "n 2"]:
-    """How far each image can move without losing a non-zero pixel.
+    """Computes how far each image can move without losing a non-zero pixel.
 
     Args:
         images: Shape ``[n, height, width, channels]``.
@@ -91,7 +91,7 @@ def margins(
 
     Returns:
         Empty columns (rows) before and after the object, shape ``[n, 2]``: the largest
-        shifts left and right (up and down). An empty image has all of them twice.
+        shifts left and right (up and down). For an empty image both are its size.
 
     Example:
         >>> image = np.zeros((1, 1, 5, 1), np.float32)
@@ -111,12 +111,12 @@ def movable(
     max_shift: int,
     axis: str = "x",
 ) -> Bool[np.ndarray, "n"]:
-    """Which images can move both ways without losing a non-zero pixel.
+    """Returns which images can move both ways without losing a non-zero pixel.
 
     Args:
-        images: Shape ``[n, height, width, channels]``, as the model sees them but for
-            standardisation.
-        max_shift: In pixels.
+        images: Resized images before standardisation, shape
+            ``[n, height, width, channels]``.
+        max_shift: Largest shift in pixels.
         axis: ``"x"`` or ``"y"``.
 
     Returns:
@@ -143,11 +143,11 @@ def shift_images(
     pixels: int | Int[Array, ""],
     axis: str = "x",
 ) -> Float[Array, "batch height width channels"]:
-    """Shifts images by whole pixels; zeros move in.
+    """Shifts images by whole pixels and fills with zeros.
 
     Args:
         images: Shape ``[batch, height, width, channels]``.
-        pixels: Positive to the right (down); it may be traced.
+        pixels: The shift, positive to the right (down); may be traced.
         axis: ``"x"`` or ``"y"``.
 
     Returns:
@@ -178,13 +178,13 @@ def shifted_accuracy(
     Args:
         run: A trained model.
         split: Its test images.
-        name: The run's name; by default its folder's.
+        name: The run's name; by default that of its folder.
         max_shift: The shifts are ``-max_shift..max_shift``.
         axis: ``"x"`` or ``"y"``.
         progress: Whether to show a progress bar on a terminal.
 
     Returns:
-        Which images are right at which shift.
+        Which images are classified correctly at each shift.
 
     Raises:
         ValueError: If the axis or the shift does not fit the images.
@@ -209,7 +209,7 @@ def shifted_accuracy(
             chosen = np.flatnonzero(allowed[i])
             for start in range(0, len(chosen), batch_size):
                 batch = chosen[start : start + batch_size]
-                # The last batch is padded, so that one trace serves all.
+                # Pad the last batch, so that the model is traced once.
                 padded = np.resize(batch, batch_size)
                 right = is_correct(images[padded], split.labels[padded], pixels)
                 correct[i, batch] = right[: len(batch)]
@@ -259,8 +259,8 @@ def _recipe(run: Run) -> str:
 
 @command.entry_point
 def main() -> None:
-    """Names the program that uses this module."""
-    raise ValueError("relattn.evaluation.shift is no program: run `eval_shift.py`")
+    """Raises an error with the program to run instead."""
+    raise ValueError("relattn.evaluation.shift is not a program: run `eval_shift.py`")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,16 @@
 """Checkpoints: written in the background by orbax, verified before they are read.
 
-``checkpoints/<step>/`` holds ``state`` (arrays), ``meta`` (JSON: the configuration, the
-data, the history of the run, the arrays' paths and shapes), ``metrics`` (JSON: the
-scores) and ``manifest.json``, the SHA-256 of every file in these three folders. Orbax
-writes the files beside them last; they may be missing, so they are not verified. A
-folder without its final name is incomplete and ignored, and so is ``<step>.damaged``, a
-checkpoint that training has set aside.
+``checkpoints/<step>/`` holds
+
+- ``state``: the arrays,
+- ``meta``: JSON, the configuration, the data, the history of each seed, and the paths
+  and shapes of the arrays,
+- ``metrics``: JSON, the scores,
+- ``manifest.json``: the SHA-256 of every file in these three folders.
+
+Other files in it are orbax's. It writes them last; they may be missing, so they are not
+verified. A folder is incomplete until it gets its final name, and ignored until then.
+Training renames a damaged checkpoint to ``<step>.damaged``, which is ignored too.
 """
 
 from __future__ import annotations
@@ -31,40 +36,34 @@ from orbax.checkpoint import checkpoint_managers
 from relattn import spec
 from relattn.data.paths import MANIFEST, sha256
 from relattn.training.errors import CheckpointError, DamagedError
-from relattn.training.run_metadata import (
-    check_meta,
-)
+from relattn.training.run_metadata import check_meta
 from relattn.training.workdir import DAMAGED, name_aside
 
 CHECKPOINTS = "checkpoints"
 
 _TIMES = "_CHECKPOINT_METADATA"
 _INCOMPLETE = ".orbax-checkpoint-tmp"
+_SCORES = "metrics/metrics"
 
-# Below any score: a state that was not evaluated.
+# The score of a state that was not evaluated, below any other.
 _NO_SCORE = -1e30
-
-
-def rank(metrics: dict[str, Any], index: int = 0) -> tuple[float, int]:
-    """Orders checkpoints by one of their scores, the earlier one first if equal."""
-    return metrics["scores"][index], -metrics["step"]
 
 
 class CheckpointWriter:
     """Saves checkpoints in the background; keeps the latest two and each score's best.
 
     Attributes:
-        folder: Where the checkpoints lie.
+        folder: The folder of the checkpoints.
     """
 
     def __init__(self, folder: Path, num_scores: int = 1):
-        """Prepares to write into the folder, which is made if it is not there."""
+        """Creates the folder if needed; each checkpoint will have that many scores."""
         self.folder = folder.absolute()
         self._step = 0
         policy = checkpoint_managers.AnyPreservationPolicy(
             [
                 checkpoint_managers.LatestN(2),
-                # Without metrics: left by a run that was killed as it removed it.
+                # One without metrics was being removed when a run was killed.
                 *(
                     checkpoint_managers.BestN(
                         get_metric_fn=partial(rank, index=index),
@@ -75,7 +74,7 @@ class CheckpointWriter:
                 ),
             ]
         )
-        # Without best_fn the metrics are not written, and forgotten by a restart.
+        # Without best_fn, orbax writes no metrics, and a restart would not have them.
         options = ocp.CheckpointManagerOptions(
             best_fn=rank,
             preservation_policy=policy,
@@ -83,7 +82,7 @@ class CheckpointWriter:
                 post_finalization_callback=self._write_manifest
             ),
         )
-        with self._saying_why():
+        with self._explain_errors():
             self._manager = self._open(options)
         self._quiet = contextlib.ExitStack()
         self._quiet.enter_context(quiet_orbax())
@@ -92,10 +91,10 @@ class CheckpointWriter:
         try:
             return ocp.CheckpointManager(self.folder, options=options)
         except (ValueError, TypeError, LookupError, RecursionError) as error:
-            # It parses the times of all checkpoints, though no policy here asks.
+            # Orbax parses the times of all checkpoints; no policy here uses them.
             raise CheckpointError(
                 f"orbax cannot read a {_TIMES} in {self.folder} "
-                f"({type(error).__name__}): remove it, as nothing else needs it"
+                f"({type(error).__name__}): remove that file, which is not needed"
             ) from error
 
     def save(
@@ -105,20 +104,20 @@ class CheckpointWriter:
         meta: dict[str, Any],
         scores: Sequence[float | None],
     ) -> None:
-        """Starts to write a checkpoint and returns.
+        """Starts to write a checkpoint in the background.
 
         Args:
             step: Number of updates so far.
-            state: A pytree of NumPy arrays, not to be changed afterwards.
-            meta: JSON values to keep beside it.
+            state: A pytree of NumPy arrays, which must not change afterwards.
+            meta: JSON values to store with it.
             scores: The checkpoint with the largest value of each is kept; None for one
                 that was not evaluated.
 
         Raises:
-            CheckpointError: If the checkpoint before it could not be written, or this
-                one cannot.
+            CheckpointError: If this checkpoint, or the one before it, cannot be
+                written.
         """
-        with self._saying_why():
+        with self._explain_errors():
             self._manager.wait_until_finished()
         self._step = step
         arrays = array_shapes(state)
@@ -133,11 +132,11 @@ class CheckpointWriter:
             "scores": [_NO_SCORE if score is None else score for score in scores],
             "step": step,
         }
-        with self._saying_why():
+        with self._explain_errors():
             self._manager.save(step, args=items, metrics=metrics, force=True)
 
     def _write_manifest(self) -> None:
-        # Orbax calls this just before it gives the folder its final name.
+        # Orbax calls this just before it renames the folder to its final name.
         unfinished = sorted(self.folder.glob(f"{self._step}{_INCOMPLETE}*"))
         folder = unfinished[0] if unfinished else self.folder / str(self._step)
         sums = {name: sha256(path) for name, path in _files(folder).items()}
@@ -150,17 +149,17 @@ class CheckpointWriter:
             CheckpointError: If the last checkpoint could not be written.
         """
         try:
-            with self._saying_why():
+            with self._explain_errors():
                 self._manager.wait_until_finished()
         finally:
-            # What is left of a failed write raises once more.
+            # A write that failed raises a second time.
             with contextlib.suppress(Exception):
                 self._manager.close()
             self._quiet.close()
 
     @contextlib.contextmanager
-    def _saying_why(self) -> Iterator[None]:
-        """Makes of a failure of the system a sentence."""
+    def _explain_errors(self) -> Iterator[None]:
+        """Re-raises errors of the system as CheckpointError with the fix."""
         try:
             yield
         except Exception as error:
@@ -173,34 +172,62 @@ class CheckpointWriter:
                 kept = f"the last good checkpoint is {self.folder / str(steps[-1])}"
             target = self.folder / str(self._step) if self._step else self.folder
             raise CheckpointError(
-                f"{target} cannot be written ({reason}); {kept}: make room, or the "
-                "directory writable, and give the same command again"
+                f"{target} cannot be written ({reason}); {kept}: free some space, or "
+                "make the directory writable, and repeat the command"
             ) from error
 
 
-def _files(checkpoint: Path) -> dict[str, Path]:
-    """The files of a checkpoint that its manifest lists, by name."""
-    # Orbax still writes the commit's time into the files outside of the items.
-    files = sorted(path for path in checkpoint.glob("*/**/*") if path.is_file())
-    # Hidden ones are left by others: a network's file system, a file browser.
-    return {
-        path.relative_to(checkpoint).as_posix(): path
-        for path in files
-        if not path.name.startswith(".")
-    }
+def rank(metrics: dict[str, Any], index: int = 0) -> tuple[float, int]:
+    """Returns the key that orders checkpoints by a score; earlier wins if equal."""
+    return metrics["scores"][index], -metrics["step"]
 
 
-def checkpoint_steps(folder: Path) -> list[int]:
-    """The steps of the complete checkpoints in a folder, in order.
+def read_latest(folder: Path) -> tuple[int, dict[str, Any]] | None:
+    """Finds the latest intact checkpoint; warns about every later, damaged one.
 
     Args:
         folder: The ``checkpoints`` folder of a run; need not exist.
 
     Returns:
-        Perhaps none.
+        Its step and its metadata, see `read_meta`; None if there is no checkpoint.
 
     Raises:
-        CheckpointError: If something else lies in the folder.
+        DamagedError: If there are checkpoints and none is intact; about the latest.
+        CheckpointError: If this version of relattn cannot use the metadata of the
+            latest intact one.
+
+    Example:
+        >>> read_latest(Path("no/such/folder")) is None
+        True
+    """
+    damaged: list[DamagedError] = []
+    for step in reversed(checkpoint_steps(folder)):
+        try:
+            meta = read_meta(folder, step)
+        except DamagedError as error:
+            damaged.append(error)
+            continue
+        for error in damaged:
+            warnings.warn(
+                f"{error.damage}: {folder / str(step)} is used instead", stacklevel=2
+            )
+        return step, meta
+    if damaged:
+        raise damaged[0]
+    return None
+
+
+def checkpoint_steps(folder: Path) -> list[int]:
+    """Lists the steps of the complete checkpoints in a folder, in order.
+
+    Args:
+        folder: The ``checkpoints`` folder of a run; need not exist.
+
+    Returns:
+        The steps, perhaps none.
+
+    Raises:
+        CheckpointError: If the folder holds anything else.
 
     Example:
         >>> checkpoint_steps(Path("no/such/folder"))
@@ -216,13 +243,13 @@ def checkpoint_steps(folder: Path) -> list[int]:
             steps.append(int(entry.name))
         elif not _is_ignored(entry.name):
             raise CheckpointError(
-                f"{entry} is no checkpoint of relattn: move it out of {folder}"
+                f"{entry} is not a checkpoint of relattn: move it out of {folder}"
             )
     return sorted(steps)
 
 
 def _is_step(name: str) -> bool:
-    # Neither "²", which is a digit to Python, nor "007", which is no name of step 7.
+    # Not "²", which is a digit to Python, nor "007", which is not the name of step 7.
     return name.isascii() and name.isdigit() and name == str(int(name))
 
 
@@ -231,19 +258,18 @@ def _is_ignored(name: str) -> bool:
 
 
 def read_meta(folder: Path, step: int) -> dict[str, Any]:
-    """Verifies every file of a checkpoint and returns what was saved beside its arrays.
+    """Verifies every file of a checkpoint and returns its metadata.
 
     Args:
         folder: The ``checkpoints`` folder of a run.
-        step: Which checkpoint.
+        step: The checkpoint's step.
 
     Returns:
         The ``meta`` given to `CheckpointWriter.save`, and ``arrays``.
 
     Raises:
-        DamagedError: If a file is missing, damaged or not in the manifest; it names the
-            file.
-        CheckpointError: If this version of relattn does not understand what was saved.
+        DamagedError: If a file is missing, damaged or not in the manifest.
+        CheckpointError: If this version of relattn cannot use the metadata.
     """
     checkpoint = folder / str(step)
     _verify(checkpoint)
@@ -251,11 +277,11 @@ def read_meta(folder: Path, step: int) -> dict[str, Any]:
 
 
 def _verify(checkpoint: Path) -> None:
-    """Raises unless the manifest lists every file with its SHA-256, and no other."""
+    """Checks that the manifest lists exactly the files, with their SHA-256."""
     manifest = checkpoint / MANIFEST
     if not manifest.is_file():
         raise DamagedError(
-            f"{manifest} is missing: {checkpoint} is damaged or no checkpoint of "
+            f"{manifest} is missing: {checkpoint} is damaged or not a checkpoint of "
             "relattn"
         )
     try:
@@ -276,23 +302,34 @@ def _verify(checkpoint: Path) -> None:
             raise DamagedError(f"{path} is damaged (its SHA-256 is not the manifest's)")
 
 
+def _files(checkpoint: Path) -> dict[str, Path]:
+    """Returns the files of a checkpoint that its manifest lists, by name."""
+    # Files at the top level are left out: orbax still writes the commit's time to them.
+    files = sorted(path for path in checkpoint.glob("*/**/*") if path.is_file())
+    # Network file systems and file browsers leave hidden files.
+    return {
+        path.relative_to(checkpoint).as_posix(): path
+        for path in files
+        if not path.name.startswith(".")
+    }
+
+
 def restore(folder: Path, step: int, template: Any) -> Any:
     """Reads the arrays of a checkpoint into the structure of a template.
 
     Args:
         folder: The ``checkpoints`` folder of a run.
-        step: Which checkpoint, verified before by `read_meta`.
+        step: The checkpoint's step; `read_meta` must have verified it.
         template: A pytree of arrays or of their shapes and dtypes, perhaps with
             shardings.
 
     Returns:
-        The template's structure, filled bit for bit as saved: with NumPy arrays, or,
-        where there are shardings, with arrays of JAX, of which each process reads its
-        part.
+        The arrays, bit for bit as saved, in the template's structure: NumPy arrays, or
+        with shardings JAX arrays, of which each process reads its part.
 
     Raises:
-        CheckpointError: If paths, shapes or dtypes differ; it names them.
-        DamagedError: If the files do not hold what ``meta`` says.
+        CheckpointError: If paths, shapes or dtypes differ; the message has them.
+        DamagedError: If the files do not match the metadata.
     """
     checkpoint = folder / str(step)
     stored = _read_meta(checkpoint)["arrays"]
@@ -328,7 +365,7 @@ def restore(folder: Path, step: int, template: Any) -> Any:
 
 
 def _read_meta(checkpoint: Path) -> dict[str, Any]:
-    # Without the others, which orbax would wait for.
+    # In this process alone: orbax would wait for the others.
     this = jax.process_index()
     alone = ocp.options.MultiprocessingOptions(
         primary_host=this, active_processes={this}, barrier_sync_key_prefix=f"{this}"
@@ -352,7 +389,7 @@ def _read(reader: ocp.Checkpointer, checkpoint: Path, **args: Any) -> Any:
 
 
 def array_shapes(tree: Any) -> dict[str, str]:
-    """Dtype and shape of every array of a pytree by path, in the order of its leaves.
+    """Describes every array of a pytree by path, in the order of its leaves.
 
     Args:
         tree: Arrays, or their shapes and dtypes.
@@ -372,51 +409,13 @@ def array_shapes(tree: Any) -> dict[str, str]:
     }
 
 
-_SCORES = "metrics/metrics"
-
-
-def read_latest(folder: Path) -> tuple[int, dict[str, Any]] | None:
-    """The latest intact checkpoint; warns of every later one, which is damaged.
-
-    Args:
-        folder: The ``checkpoints`` folder of a run; need not exist.
-
-    Returns:
-        Its step and what `read_meta` returns, or None if there is no checkpoint.
-
-    Raises:
-        CheckpointError: If there are checkpoints and none is intact; it names what is
-            damaged of the latest. If the latest intact one is of a run that this
-            version of relattn does not understand.
-
-    Example:
-        >>> read_latest(Path("no/such/folder")) is None
-        True
-    """
-    damaged: list[DamagedError] = []
-    for step in reversed(checkpoint_steps(folder)):
-        try:
-            meta = read_meta(folder, step)
-        except DamagedError as error:
-            damaged.append(error)
-            continue
-        for error in damaged:
-            warnings.warn(
-                f"{error.damage}: {folder / str(step)} is used instead", stacklevel=2
-            )
-        return step, meta
-    if damaged:
-        raise damaged[0]
-    return None
-
-
 def set_damaged_aside(folder: Path, latest: int) -> None:
     """Renames damaged checkpoints to ``<step>.damaged``, so that training can go on.
 
     Args:
         folder: The ``checkpoints`` folder of a run; need not exist.
-        latest: The step of `read_latest`: every later checkpoint is damaged, and an
-            earlier one is in the way if its scores are.
+        latest: The step of `read_latest`. Every later checkpoint is damaged; an earlier
+            one is renamed only if its scores are damaged, since orbax reads them.
     """
     for step in checkpoint_steps(folder):
         checkpoint = folder / str(step)
@@ -427,7 +426,7 @@ def set_damaged_aside(folder: Path, latest: int) -> None:
 def _has_damaged_scores(checkpoint: Path) -> bool:
     path = checkpoint / _SCORES
     if not path.exists():
-        # Left by a run that was killed as it removed the checkpoint.
+        # The checkpoint was being removed when a run was killed.
         return False
     try:
         value, _ = rank(json.loads(path.read_bytes()))
@@ -446,13 +445,14 @@ _TENSORSTORE = re.compile(r"Failed (?:to write|writing)[^[]*: ([A-Z][^:[]*\w)")
 
 
 def system_error(error: BaseException | None) -> str:
-    """The reason of the system that an exception, or one behind it, gives.
+    """Returns the system's reason for an error, or for one of its causes.
 
     Args:
-        error: What was raised.
+        error: The error.
 
     Returns:
-        For example ``"No space left on device"``; "" if the reason is another.
+        For example ``"No space left on device"``; "" if it is not an error of the
+        system.
 
     Example:
         >>> system_error(OSError(28, "No space left on device"))
@@ -472,33 +472,33 @@ def system_error(error: BaseException | None) -> str:
 
 @contextlib.contextmanager
 def quiet_orbax() -> Iterator[None]:
-    """Keeps orbax from printing the tracebacks of a failed write, which it raises too.
+    """Suppresses the tracebacks that orbax prints for errors that it also raises.
 
     Yields:
         Nothing.
     """
     _quiet_tensorstore()
     logger = absl.logging.get_absl_logger()
-    logger.addFilter(_is_no_error_of_orbax)
+    logger.addFilter(_is_not_orbax_error)
     try:
         yield
     finally:
-        logger.removeFilter(_is_no_error_of_orbax)
+        logger.removeFilter(_is_not_orbax_error)
 
 
-def _is_no_error_of_orbax(record: logging.LogRecord) -> bool:
+def _is_not_orbax_error(record: logging.LogRecord) -> bool:
     return record.levelno < logging.ERROR or "orbax" not in record.pathname
 
 
 def _quiet_tensorstore() -> None:
-    """The same for the other files of that write, which may fail after orbax closed."""
-    if not isinstance(sys.unraisablehook, _UnlessLoopIsClosed):
-        sys.unraisablehook = _UnlessLoopIsClosed(sys.unraisablehook)
-    logging.getLogger("asyncio").addFilter(_is_no_failed_write)
+    """Suppresses errors of other files of a failed write, after orbax has closed."""
+    if not isinstance(sys.unraisablehook, _IgnoreClosedLoop):
+        sys.unraisablehook = _IgnoreClosedLoop(sys.unraisablehook)
+    logging.getLogger("asyncio").addFilter(_is_not_failed_write)
 
 
-class _UnlessLoopIsClosed:
-    """A hook for all but TensorStore's calls of a loop that the first failure ended."""
+class _IgnoreClosedLoop:
+    """Ignores TensorStore's calls of an event loop that the first failure closed."""
 
     def __init__(self, hook: Callable[[Any], None]):
         self._hook = hook
@@ -508,6 +508,6 @@ class _UnlessLoopIsClosed:
             self._hook(unraisable)
 
 
-def _is_no_failed_write(record: logging.LogRecord) -> bool:
+def _is_not_failed_write(record: logging.LogRecord) -> bool:
     error = record.exc_info[1] if record.exc_info else None
     return not (error and _TENSORSTORE.search(str(error)))

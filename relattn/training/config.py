@@ -1,4 +1,4 @@
-"""The configuration of a run: its keys, their checks, and how two of them differ."""
+"""The configuration of a run: defaults, checks, differences, and reading a file."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from relattn.command import one_line
 from relattn.training.devices import PARALLEL
 from relattn.training.optimizer import OPTIMIZERS, SCHEDULES
 
-# Keys that a run may go on with other values of: they change nothing of what it
-# computes, or only what an update that is not finite does.
+# Keys that may change when a run resumes: they do not affect its results, or only what
+# happens after an update that is not finite.
 FREE_KEYS = (
     "progress",
     "parallel",
@@ -35,9 +35,13 @@ FREE_KEYS = (
     "data.num_workers",
 )
 
-# Of what a device counts and computes, in 32 bits.
+# Devices count and compute in 32 bits.
 LARGEST_INT = 2**31 - 1
 LARGEST_FLOAT = float(np.finfo(np.float32).max)
+
+_MODULE = "relattn_config"
+_HINT = "--config names a file with get_config(), such as configs/demo.py"
+_FLAG_MODULES = {"absl", "ast", "ml_collections"}
 
 _AT_LEAST = {
     "num_seeds": 1,
@@ -65,10 +69,10 @@ _AT_LEAST = {
 
 
 def default_config() -> ConfigDict:
-    """Every key of training with its default; ``model`` and ``data`` are to be filled.
+    """Returns every key of training with its default value.
 
     Returns:
-        An unlocked configuration.
+        An unlocked configuration; ``model`` and ``data`` are empty, to be filled in.
 
     Example:
         >>> config = default_config()
@@ -106,7 +110,7 @@ def default_config() -> ConfigDict:
     config.eval_every_steps = 0
     config.checkpoint_every_steps = 0
     config.log_every_steps = 50
-    config.parallel = "pmap"
+    config.parallel = PARALLEL[0]
     config.model_axis = 1
     config.num_devices = 0
     config.progress = True
@@ -114,13 +118,13 @@ def default_config() -> ConfigDict:
 
 
 def complete(values: Mapping[str, Any]) -> ConfigDict:
-    """The configuration of a run of any version, as this version writes it.
+    """Rebuilds a configuration; missing keys of training get their defaults.
 
     Args:
-        values: As `to_json` returned it.
+        values: Nested dictionaries, as `to_json` returns them.
 
     Returns:
-        The configuration; keys of training that were not there yet have their defaults.
+        The configuration.
 
     Example:
         >>> complete({"seed": 3}).accumulate_steps
@@ -132,12 +136,12 @@ def complete(values: Mapping[str, Any]) -> ConfigDict:
 
 
 def check_config(config: ConfigDict) -> None:
-    """Raises unless every key of training is there and has a value that makes sense.
+    """Checks the names, types and ranges of the keys of training.
 
     The keys of ``model`` and ``data`` are checked where they are used.
 
     Args:
-        config: As `default_config` returns it.
+        config: A configuration like `default_config`.
 
     Raises:
         ValueError: If a key is missing, unknown, of another type or out of range.
@@ -224,10 +228,10 @@ def _check_type(key: str, value: Any, default: Any) -> None:
 
 
 def to_json(config: ConfigDict) -> dict[str, Any]:
-    """The configuration as JSON holds it: tuples are lists.
+    """Converts a configuration to JSON values: tuples become lists.
 
     Args:
-        config: Any configuration of plain values.
+        config: A configuration of plain values.
 
     Returns:
         Nested dictionaries.
@@ -240,14 +244,14 @@ def to_json(config: ConfigDict) -> dict[str, Any]:
 
 
 def flatten(config: Mapping[str, Any] | ConfigDict, prefix: str = "") -> dict[str, Any]:
-    """The values of a nested configuration by dotted key.
+    """Flattens a nested configuration to dotted keys.
 
     Args:
         config: Nested mappings.
-        prefix: Put before every key.
+        prefix: Added before every key.
 
     Returns:
-        One entry a value; an empty mapping has none.
+        One entry for each value; an empty mapping has none.
 
     Example:
         >>> flatten({"a": {"b": 1}, "c": 2})
@@ -263,11 +267,11 @@ def flatten(config: Mapping[str, Any] | ConfigDict, prefix: str = "") -> dict[st
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """What differs between the configurations of two runs, `FREE_KEYS` apart.
+    """Lists the differences of two configurations, except for `FREE_KEYS`.
 
     Args:
-        old: As `to_json` returns it.
-        new: Likewise.
+        old: A configuration as `to_json` returns it.
+        new: Another one.
 
     Returns:
         A phrase for each key that differs, with both values.
@@ -288,17 +292,12 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     return result
 
 
-_MODULE = "relattn_config"
-_HINT = "--config names a file with get_config(), such as configs/demo.py"
-_FLAG_MODULES = {"absl", "ast", "ml_collections"}
-
-
 def read_config(config: str, options: Sequence[str] = ()) -> ConfigDict:
-    """Calls ``get_config`` of a file and overrides keys of what it returns.
+    """Calls ``get_config`` of a file and overrides keys of the result.
 
     Args:
         config: ``configs/NAME.py``, perhaps with ``:`` and an argument.
-        options: ``--config.key=value``.
+        options: Overrides such as ``--config.key=value``.
 
     Returns:
         The configuration, locked.
@@ -314,7 +313,7 @@ def read_config(config: str, options: Sequence[str] = ()) -> ConfigDict:
     path, _, argument = config.partition(":")
     loader = SourceFileLoader(_MODULE, path)
     module = module_from_spec(spec_from_loader(_MODULE, loader))
-    # A dataclass looks up its module there.
+    # Dataclasses look up their module in sys.modules.
     sys.modules[_MODULE] = module
     try:
         loader.exec_module(module)
@@ -335,12 +334,12 @@ def read_config(config: str, options: Sequence[str] = ()) -> ConfigDict:
             raise
         raise ValueError(problem) from error
     if rest:
-        raise ValueError(f"{rest[0]!r} is no option --config.key=value")
+        raise ValueError(f"{rest[0]!r} is not an option --config.key=value")
     return result
 
 
 def _explain_file(error: Exception, path: str, argument: str) -> str:
-    """What is wrong with a configuration's file, in one sentence."""
+    """Describes in one sentence what is wrong with a configuration file."""
     if isinstance(error, SyntaxError):
         line = f", line {error.lineno}," if error.lineno else ""
         return one_line(
@@ -353,7 +352,7 @@ def _explain_file(error: Exception, path: str, argument: str) -> str:
     ]
     in_get_config = bool(frames) and frames[0][0] == "get_config"
     if argument and in_get_config and isinstance(error, ValueError):
-        # It refuses the argument.
+        # get_config refuses the argument.
         return str(error)
     problem = f"{type(error).__name__}: {error}"
     if frames:
@@ -364,7 +363,7 @@ def _explain_file(error: Exception, path: str, argument: str) -> str:
 
 
 def _explain_override(error: Exception) -> str | None:
-    """What is wrong with ``--config.key=value``; None for an error in other code."""
+    """Describes an error in ``--config.key=value``; None for one in other code."""
     if isinstance(error, flags.Error):
         return one_line(error)
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]

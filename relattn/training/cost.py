@@ -1,4 +1,4 @@
-"""How much arithmetic a step is, and how much of it a device can do."""
+"""The cost of training: operations and memory, and what a device can do."""
 
 from __future__ import annotations
 
@@ -17,9 +17,12 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 
 from relattn.training.step import TrainState
 
-# Peak operations a second of a device as JAX counts them, dense products in bfloat16
-# (V100: float16), from the makers' data sheets.
-# A part of a GPU (MIG) has none here. A device of TPU7x is one of its chip's two cores.
+# The memory limit of a container, in bytes.
+CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
+
+# Peak operations per second of dense bfloat16 products (V100: float16) on a JAX device,
+# from the makers' data sheets; unknown for a part of a GPU (MIG). A device of TPU7x is
+# one of its chip's two cores.
 PEAKS = (
     (r"MIG", None),
     (r"B200", 2250e12),
@@ -43,13 +46,13 @@ PEAKS = (
 
 
 def peak_flops(device_kind: str) -> float | None:
-    """The most operations a second that a device does, by its maker.
+    """Returns the peak operations per second of a device, from its data sheet.
 
     Args:
-        device_kind: As JAX names it.
+        device_kind: JAX's name of the device.
 
     Returns:
-        Of dense products in bfloat16; None where it is not known, as of CPUs.
+        The peak of dense bfloat16 products; None if it is not known, as for CPUs.
 
     Example:
         >>> peak_flops("NVIDIA H100 80GB HBM3"), peak_flops("cpu")
@@ -62,18 +65,18 @@ def peak_flops(device_kind: str) -> float | None:
 
 
 def training_flops(model: nn.Module, inputs: jax.ShapeDtypeStruct) -> int:
-    """Operations of a model's matrix products, forward and backward.
+    """Counts the operations of a model's matrix products, forward and backward.
 
-    Three times those of the forward pass: the backward pass has two products for each,
-    one by its inputs and one by its weights. What is computed anew to save memory does
-    not count.
+    The count is three times that of the forward pass: for each product, the backward
+    pass has two, for the gradients of its inputs and of its weights. Recomputation to
+    save memory does not count.
 
     Args:
-        model: Called on the inputs, with ``deterministic=True``.
-        inputs: Their shape and dtype, of one example or more.
+        model: A model, called on the inputs with ``deterministic=True``.
+        inputs: The shape and dtype of one or more examples.
 
     Returns:
-        The number, of all these examples.
+        The number of operations for all these examples.
 
     Example:
         >>> images = jax.ShapeDtypeStruct((2, 3), "float32")
@@ -98,13 +101,14 @@ def _zeros(inputs: jax.ShapeDtypeStruct) -> jax.Array:
 
 
 def matmul_flops(function: Callable[..., Any], *arguments: Any) -> int:
-    """Floating-point operations of a function's matrix products and convolutions.
+    """Counts the operations of a function's matrix products and convolutions.
 
-    A product of [m, k] and [k, n] counts 2 m k n. The body of a scan counts as often as
-    it runs, that of a while loop of unknown length once, of a branch the dearest.
+    A product of [m, k] and [k, n] counts 2 m k n. The body of a scan counts once for
+    each iteration, that of a while loop of unknown length once; of branches, the most
+    expensive counts.
 
     Args:
-        function: Of JAX.
+        function: A JAX function.
         *arguments: Arrays, or their shapes and dtypes.
 
     Returns:
@@ -151,19 +155,16 @@ def _jaxprs(parameters: dict[str, Any]) -> list[Jaxpr]:
     return found
 
 
-CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
-
-
 def state_bytes(state: TrainState) -> int:
-    """Bytes of the parameters, their gradients and the optimiser's state.
+    """Counts the bytes of the parameters, their gradients and the optimiser's state.
 
-    What an update holds at least, whatever the batch; activations come on top.
+    This is the least memory of an update; activations need more.
 
     Args:
         state: Arrays, or their shapes and dtypes.
 
     Returns:
-        The sum on one device.
+        The bytes on one device.
 
     Example:
         >>> params = {"w": jax.ShapeDtypeStruct((3, 5), "float32")}
@@ -176,7 +177,7 @@ def state_bytes(state: TrainState) -> int:
 
 
 def tree_bytes(tree: Any) -> int:
-    """Bytes of the arrays of a pytree.
+    """Counts the bytes of the arrays of a pytree.
 
     Args:
         tree: Arrays, or their shapes and dtypes.
@@ -192,13 +193,13 @@ def tree_bytes(tree: Any) -> int:
 
 
 def device_bytes(device: Any) -> int | None:
-    """Bytes of memory that a device may use; of a CPU, the machine's.
+    """Returns the bytes of memory that a device may use; for a CPU, the machine's.
 
     Args:
-        device: A device of JAX.
+        device: A JAX device.
 
     Returns:
-        None where it is not known.
+        The bytes; None if they are not known.
     """
     if device.platform == "cpu":
         return _host_bytes()
@@ -208,18 +209,18 @@ def device_bytes(device: Any) -> int | None:
 def _host_bytes() -> int:
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
-        # "max", where a container has no limit of its own, is no number.
+        # The file holds "max" if the container has no limit.
         return min(total, int(CGROUP_LIMIT.read_text()))
     except (OSError, ValueError):
         return total
 
 
 def warn_if_too_large(state: TrainState, devices: Sequence[Any]) -> None:
-    """Warns if a training state cannot fit the devices, each of which holds a copy.
+    """Warns if a training state does not fit on the devices.
 
     Args:
-        state: Shapes and dtypes of the state.
-        devices: Those of JAX to train on.
+        state: Shapes and dtypes of the state on one device.
+        devices: The JAX devices to train on.
     """
     device = devices[0]
     available = device_bytes(device)

@@ -1,7 +1,7 @@
-"""Training on several devices, perhaps of several processes.
+"""Devices that share the work of a training step, in one process or several.
 
-Data parallelism by ``jax.pmap``; the only file that says so. `relattn.training.devices`
-shards parameters too.
+`DataParallel` maps a step over copies of the state by ``jax.pmap``; `MeshParallel`
+compiles it for a mesh that can also split the parameters.
 """
 
 from __future__ import annotations
@@ -18,30 +18,148 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
 from relattn.nn.batch_norm import DEVICE_AXIS
-from relattn.training.step import Batch, Metrics, TrainStep
+from relattn.training.step import Batch, EvalStep, TrainStep
 
-EvalStep = Callable[[Any, Batch], Metrics]
-# From the random features, the key and the redraw's index to the new features.
+# Maps random features, a key and the index of a redraw to new features.
 Redraw = Callable[[Any, Any, Any], Any]
+
+# Values of ``config.parallel``; the first is the default.
+PARALLEL = ("pmap", "mesh")
+
+DATA_AXIS, MODEL_AXIS = "data", "model"
+
+# Parameters (and their optimiser state) to split over the mesh's model axis, by the end
+# of their path, and the candidate axes: the first that divides evenly is split.
+# Every other array has a copy on every device.
+SPLIT_AXES: tuple[tuple[str, tuple[int, ...]], ...] = (
+    # [..., offsets, width, heads, head_dim]
+    (r"attention/[qkv]_table", (-4, -2, -3)),
+    (r"attention/[qkv]_matrix", (-2, -3)),
+    # [..., dim, mlp_dim], [..., mlp_dim] and [..., mlp_dim, dim]
+    (r"feed_forward/hidden/kernel", (-1,)),
+    (r"feed_forward/hidden/bias", (-1,)),
+    (r"feed_forward/out/kernel", (-2,)),
+    # Of tokens [vocabulary, dim], of patches [pixels, dim].
+    (r"embedding/embedding", (-2, -1)),
+    (r"embedding/kernel", (-1,)),
+    (r"head/kernel", (-1, -2)),
+)
+
+
+def make_training_parallel(
+    config: ConfigDict, devices: Sequence[jax.Device] | None = None
+) -> Parallel:
+    """Chooses the devices of a training run, see `choose_devices`.
+
+    Args:
+        config: A checked configuration.
+        devices: Devices to choose from; all by default.
+
+    Returns:
+        The devices.
+
+    Raises:
+        ValueError: If the configuration, its batch or the number of devices does not
+            fit.
+    """
+    parallel = make_parallel(config, choose_devices(config, devices))
+    parallel.check_batch(
+        "config.batch_size", config.batch_size, config.accumulate_steps
+    )
+    return parallel
+
+
+def make_parallel(
+    config: ConfigDict,
+    devices: Sequence[jax.Device] | None = None,
+    *,
+    model_axis: int | None = None,
+) -> Parallel:
+    """Makes the `Parallel` that ``config.parallel`` names.
+
+    Args:
+        config: A configuration with ``parallel`` and ``model_axis``.
+        devices: Devices to use; all by default.
+        model_axis: Overrides ``config.model_axis``.
+
+    Returns:
+        A `DataParallel` or a `MeshParallel`.
+
+    Raises:
+        ValueError: If the configuration or the number of devices does not fit.
+    """
+    if config.parallel == "mesh":
+        return MeshParallel(devices, model_axis=model_axis or config.model_axis)
+    return DataParallel(devices)
+
+
+def choose_devices(
+    config: ConfigDict, devices: Sequence[jax.Device] | None = None
+) -> list[jax.Device]:
+    """Chooses the largest number of devices that divides the batch of a run.
+
+    Every process keeps the same number of its devices, at least one.
+
+    Args:
+        config: A configuration with ``batch_size``, ``accumulate_steps``,
+            ``model_axis``, and ``num_devices``, which fixes the number unless it is 0.
+        devices: Devices to choose from; all by default.
+
+    Returns:
+        The first devices of each process; all of them if no number divides the batch,
+        which `Parallel.check_batch` reports.
+
+    Raises:
+        ValueError: If ``config.num_devices`` are not available.
+    """
+    devices = list(devices or jax.devices())
+    by_process: dict[int, list[jax.Device]] = {}
+    for device in devices:
+        by_process.setdefault(device.process_index, []).append(device)
+    num_processes = len(by_process)
+    most = min(len(own) for own in by_process.values())
+
+    def first(count: int) -> list[jax.Device]:
+        return [device for own in by_process.values() for device in own[:count]]
+
+    if config.num_devices:
+        count, rest = divmod(config.num_devices, num_processes)
+        if rest or count > most:
+            shared = f" of {num_processes} processes" if num_processes > 1 else ""
+            multiple = f"a multiple of {num_processes}, " if num_processes > 1 else ""
+            raise ValueError(
+                f"config.num_devices={config.num_devices} does not fit the "
+                f"{len(devices)} devices{shared}; set it to {multiple}at most "
+                f"{most * num_processes}, or to 0 for as many as divide the batch"
+            )
+        return first(count)
+    for count in range(most, 0, -1):
+        shards, rest = divmod(count * num_processes, config.model_axis)
+        split = count % config.model_axis and config.model_axis % count
+        if rest or split:
+            continue
+        if config.batch_size % (shards * config.accumulate_steps) == 0:
+            return first(count)
+    return devices
 
 
 class Parallel(abc.ABC):
     """Devices that share the work of a step.
 
-    Batches are global: a device gets its part of the examples. Of several processes,
-    each gives and holds the part of its own devices.
+    Batches are global: each device takes a part of the examples. Each process reads the
+    part of its own devices.
 
     Attributes:
-        devices: All that take part, in the order of their processes.
-        local_devices: Those of this process.
-        axis_name: The devices' axis, for the step functions; None if they need none.
+        devices: All devices that take part, in the order of their processes.
+        local_devices: The devices of this process.
+        axis_name: The name of the devices' axis in step functions; None without one.
     """
 
     axis_name: str | None
 
     def __init__(self, devices: Sequence[jax.Device] | None = None):
         """Uses the given devices, or all."""
-        # JAX can be told to list them by the network between them.
+        # JAX can list them by network topology instead of by process.
         self.devices = tuple(
             sorted(devices or jax.devices(), key=lambda device: device.process_index)
         )
@@ -55,13 +173,13 @@ class Parallel(abc.ABC):
 
     @property
     def platform(self) -> str:
-        """Of the devices: "cpu", "gpu" or "tpu"."""
+        """The platform of the devices: "cpu", "gpu" or "tpu"."""
         return self.devices[0].platform
 
     @property
     @abc.abstractmethod
     def num_shards(self) -> int:
-        """The equal parts that a batch is split in."""
+        """Number of equal parts that a batch is split into."""
 
     @property
     def part(self) -> tuple[int, int]:
@@ -70,15 +188,15 @@ class Parallel(abc.ABC):
         return process_part(owners, jax.process_index(), self.num_shards)
 
     def check_batch(self, key: str, batch_size: int, parts: int = 1) -> None:
-        """Raises unless a global batch splits evenly over the devices.
+        """Checks that a global batch splits evenly over the devices.
 
         Args:
             key: Name of the batch size, for the message.
             batch_size: Size of the global batch.
-            parts: Parts that each device takes its share in.
+            parts: Number of parts in which each device processes its share.
 
         Raises:
-            ValueError: If it does not; names the nearest sizes that do.
+            ValueError: If it does not; the message has the nearest sizes that do.
         """
         n = self.num_shards * parts
         if batch_size % n:
@@ -92,19 +210,19 @@ class Parallel(abc.ABC):
             )
 
     def round_up(self, batch_size: int) -> int:
-        """The smallest batch size, at least the given one, that splits evenly."""
+        """Rounds a batch size up to one that splits evenly."""
         return -(-batch_size // self.num_shards) * self.num_shards
 
     @abc.abstractmethod
     def local_shapes(self, tree: Any) -> Any:
-        """The shapes and dtypes of what a device holds of arrays."""
+        """Returns the shapes and dtypes of the parts of arrays on one device."""
 
     @abc.abstractmethod
     def create(self, make: Callable[[], Any]) -> Any:
-        """Puts the arrays that a pure function makes on the devices."""
+        """Puts the arrays that a pure function returns on the devices."""
 
     def template(self, tree: Any) -> Any:
-        """Arrays' shapes and dtypes, and where `restore` is to put them, if it is."""
+        """Returns the template for `restore`: shapes, dtypes and perhaps shardings."""
         return tree
 
     @abc.abstractmethod
@@ -113,27 +231,27 @@ class Parallel(abc.ABC):
 
     @abc.abstractmethod
     def fetch(self, tree: Any) -> Any:
-        """Copies arrays that are on the devices to NumPy arrays, whole."""
+        """Copies whole arrays from the devices to NumPy arrays."""
 
     @abc.abstractmethod
     def to_save(self, tree: Any) -> Any:
-        """What a checkpoint is written from, by all processes together."""
+        """Returns what all processes together write to a checkpoint."""
 
     @abc.abstractmethod
     def shard(self, batch: Batch, axis: int = 0) -> Batch:
-        """Splits a batch over the devices and starts sending it there.
+        """Splits a batch over the devices and starts to copy it there.
 
         Args:
-            batch: On the host, this process's `part`.
-            axis: That of the examples; 1 where seeds are stacked before it.
+            batch: This process's `part`, on the host.
+            axis: The axis of the examples; 1 if stacked batches come before it.
 
         Returns:
-            Arrays for the steps.
+            Arrays on the devices.
         """
 
     @abc.abstractmethod
     def train_step(self, step: TrainStep) -> TrainStep:
-        """Compiles an update for the devices; the old state's memory is reused."""
+        """Compiles an update for the devices; the old state is donated."""
 
     @abc.abstractmethod
     def redraw(self, redraw: Redraw) -> Redraw:
@@ -142,31 +260,6 @@ class Parallel(abc.ABC):
     @abc.abstractmethod
     def eval_step(self, step: EvalStep) -> EvalStep:
         """Compiles an evaluation step for the devices."""
-
-
-def process_part(
-    owners: Sequence[int], process: int, num_shards: int
-) -> tuple[int, int]:
-    """The part of a batch that a process reads.
-
-    Args:
-        owners: Of each device its process, each with as many, one after the other.
-        process: The one that reads.
-        num_shards: Parts that the devices take the batch in, neighbours the same.
-
-    Returns:
-        The part's index and the number of parts; processes whose devices take the same
-        part read the same.
-
-    Example:
-        >>> process_part([0, 0, 1, 1], process=1, num_shards=4)
-        (1, 2)
-        >>> process_part([0, 0, 1, 1], process=1, num_shards=1)
-        (0, 1)
-    """
-    devices_per_shard = len(owners) // num_shards
-    count = len(owners) // max(devices_per_shard, owners.count(process))
-    return owners.index(process) * count // len(owners), count
 
 
 class DataParallel(Parallel):
@@ -182,7 +275,7 @@ class DataParallel(Parallel):
 
     @property
     def num_shards(self) -> int:
-        """The number of devices."""
+        """Number of devices."""
         return len(self.devices)
 
     @property
@@ -190,11 +283,11 @@ class DataParallel(Parallel):
         return Mesh(np.array(self.local_devices), (DEVICE_AXIS,))
 
     def local_shapes(self, tree: Any) -> Any:
-        """The shapes themselves."""
+        """Returns the shapes themselves: every device has a copy."""
         return tree
 
     def create(self, make: Callable[[], Any]) -> Any:
-        """Makes the arrays and puts a copy of each on every device."""
+        """Calls the function and puts a copy of each array on every device."""
         return self.place(jax.device_get(make()))
 
     def place(self, tree: Any) -> Any:
@@ -202,7 +295,7 @@ class DataParallel(Parallel):
         sharding = NamedSharding(self._mesh, PartitionSpec(DEVICE_AXIS))
 
         def put(x: Any) -> jax.Array:
-            # By way of the host, lest one device hold all of the copies at once.
+            # Through the host, so that no device holds all of the copies at once.
             copy = np.asarray(x)[None]
             shape = (len(self.local_devices), *copy.shape[1:])
             return jax.make_array_from_callback(shape, sharding, lambda _: copy)
@@ -210,14 +303,14 @@ class DataParallel(Parallel):
         return jax.tree.map(put, tree)
 
     def fetch(self, tree: Any) -> Any:
-        """The first device's copy of replicated arrays, copied to NumPy arrays."""
-        # A view of the device's buffer would change when the state is donated.
+        """Copies the first device's arrays to NumPy arrays."""
+        # A view of the device's buffer would change once the state is donated.
         return jax.tree.map(
             lambda x: np.array(x.addressable_shards[0].data).reshape(x.shape[1:]), tree
         )
 
     def to_save(self, tree: Any) -> Any:
-        """The first device's copy."""
+        """Copies the first device's arrays to NumPy arrays."""
         return self.fetch(tree)
 
     def shard(self, batch: Batch, axis: int = 0) -> Batch:
@@ -255,88 +348,16 @@ class DataParallel(Parallel):
         return jax.pmap(step, axis_name=DEVICE_AXIS, devices=self.devices)
 
 
-def whole(x: jax.Array) -> np.ndarray:
-    """A NumPy copy of an array that may lie on the devices of several processes.
-
-    Args:
-        x: Called by every process with its view of the same array.
-
-    Returns:
-        The whole array.
-
-    Example:
-        >>> whole(jax.numpy.arange(3)).tolist()
-        [0, 1, 2]
-    """
-    if x.is_fully_addressable:
-        return np.array(x)
-    if x.is_fully_replicated:
-        return np.array(x.addressable_data(0))
-    return np.array(multihost_utils.process_allgather(x, tiled=True))
-
-
-DATA_AXIS, MODEL_AXIS = "data", "model"
-
-# Of parameters and of the optimiser's state, by the end of the path: the axes to split
-# over the mesh's model axis, counted from the last, the first that divides evenly.
-# Everything else has a copy on every device.
-SPLIT_AXES: tuple[tuple[str, tuple[int, ...]], ...] = (
-    # [..., offsets, width, heads, head_dim]
-    (r"attention/[qkv]_table", (-4, -2, -3)),
-    (r"attention/[qkv]_matrix", (-2, -3)),
-    # [..., dim, mlp_dim], [..., mlp_dim] and [..., mlp_dim, dim]
-    (r"feed_forward/hidden/kernel", (-1,)),
-    (r"feed_forward/hidden/bias", (-1,)),
-    (r"feed_forward/out/kernel", (-2,)),
-    # Of tokens [vocabulary, dim], of patches [pixels, dim].
-    (r"embedding/embedding", (-2, -1)),
-    (r"embedding/kernel", (-1,)),
-    (r"head/kernel", (-1, -2)),
-)
-
-
-def partition_spec(path: str, shape: Sequence[int], num_devices: int) -> PartitionSpec:
-    """Which axis of an array is split over the model axis, by `SPLIT_AXES`.
-
-    Args:
-        path: Of the array in the state, such as ``"params/head/kernel"``.
-        shape: Of the array.
-        num_devices: Devices along the model axis.
-
-    Returns:
-        The specification; empty for an array that every device has whole.
-
-    Example:
-        >>> tuple(partition_spec("params/head/kernel", (5, 6), num_devices=2))
-        (None, 'model')
-        >>> tuple(partition_spec("params/attention/q_table", (7, 8, 4, 2), 2))
-        (None, None, 'model', None)
-        >>> tuple(partition_spec("params/cls", (1, 1, 6), 2))
-        ()
-    """
-    if num_devices == 1:
-        return PartitionSpec()
-    for pattern, axes in SPLIT_AXES:
-        if not re.search(f"(^|/){pattern}$", path):
-            continue
-        for axis in axes:
-            if -axis <= len(shape) and shape[axis] % num_devices == 0:
-                names = [None] * len(shape)
-                names[axis] = MODEL_AXIS
-                return PartitionSpec(*names)
-    return PartitionSpec()
-
-
 class MeshParallel(Parallel):
     """Runs the step functions by jit on a mesh ``(data, model)``.
 
     The devices along ``data`` share a batch, those along ``model`` the parameters and
-    the optimiser's state, as `SPLIT_AXES` says. The program is that of one device; the
-    compiler divides it and adds the communication. So the results do not depend on the
-    number of devices but for rounding, dropout included.
+    the optimiser's state, see `SPLIT_AXES`. The program is that of one device; the
+    compiler divides it and adds the communication. So the results, dropout included,
+    do not depend on the number of devices except for rounding.
 
     Attributes:
-        mesh: Of JAX; neighbours share the parameters.
+        mesh: The JAX mesh; neighbouring devices share the parameters.
 
     Example:
         >>> parallel = MeshParallel(jax.local_devices()[:1])
@@ -374,11 +395,11 @@ class MeshParallel(Parallel):
 
     @property
     def num_shards(self) -> int:
-        """The number of devices along the data axis."""
+        """Number of devices along the data axis."""
         return self.mesh.shape[DATA_AXIS]
 
     def shardings(self, tree: Any) -> Any:
-        """Where each array of a state, or of a part of it, lies.
+        """Returns the sharding of each array of a state, or of a part of one.
 
         Args:
             tree: Arrays, or their shapes and dtypes.
@@ -392,7 +413,7 @@ class MeshParallel(Parallel):
         return jax.tree_util.tree_map_with_path(sharding, tree)
 
     def local_shapes(self, tree: Any) -> Any:
-        """The shapes of the parts of arrays that a device holds."""
+        """Returns the shapes and dtypes of the parts of arrays on one device."""
         return jax.tree.map(
             lambda leaf, sharding: jax.ShapeDtypeStruct(
                 sharding.shard_shape(leaf.shape), leaf.dtype
@@ -402,12 +423,12 @@ class MeshParallel(Parallel):
         )
 
     def create(self, make: Callable[[], Any]) -> Any:
-        """Makes the arrays where they belong: none is ever whole on one device."""
+        """Creates the arrays sharded: none is ever whole on one device."""
         shardings = self.shardings(jax.eval_shape(make))
         return jax.jit(make, out_shardings=shardings)()
 
     def template(self, tree: Any) -> Any:
-        """Where arrays belong: no process reads more than its devices hold."""
+        """Adds shardings, so that a process reads only what its devices hold."""
         return jax.tree.map(
             lambda x, sharding: jax.ShapeDtypeStruct(
                 x.shape, x.dtype, sharding=sharding
@@ -429,11 +450,11 @@ class MeshParallel(Parallel):
         return jax.tree.map(put, tree, self.shardings(tree))
 
     def fetch(self, tree: Any) -> Any:
-        """Copies arrays to NumPy arrays, whole."""
+        """Copies whole arrays to NumPy arrays."""
         return jax.tree.map(whole, tree)
 
     def to_save(self, tree: Any) -> Any:
-        """NumPy arrays; of several processes, the arrays as they lie."""
+        """Returns NumPy arrays, or with several processes the sharded arrays."""
         return self.fetch(tree) if self.is_alone else tree
 
     def shard(self, batch: Batch, axis: int = 0) -> Batch:
@@ -451,124 +472,102 @@ class MeshParallel(Parallel):
         return placed
 
     def train_step(self, step: TrainStep) -> TrainStep:
-        """Compiles an update; the state stays where it lies."""
+        """Compiles an update; the state keeps its shardings."""
 
         def update(state: Any, batch: Batch, key: Any) -> tuple[Any, Any]:
             state, metrics = step(state, batch, key)
             state = jax.lax.with_sharding_constraint(state, self.shardings(state))
-            return state, self._everywhere(metrics)
+            return state, self._replicate(metrics)
 
         return jax.jit(update, donate_argnums=0)
 
     def redraw(self, redraw: Redraw) -> Redraw:
         """Compiles a redraw."""
-        return jax.jit(lambda *arguments: self._everywhere(redraw(*arguments)))
+        return jax.jit(lambda *arguments: self._replicate(redraw(*arguments)))
 
     def eval_step(self, step: EvalStep) -> EvalStep:
         """Compiles an evaluation step."""
-        return jax.jit(lambda *arguments: self._everywhere(step(*arguments)))
+        return jax.jit(lambda *arguments: self._replicate(step(*arguments)))
 
-    def _everywhere(self, tree: Any) -> Any:
+    def _replicate(self, tree: Any) -> Any:
         return jax.lax.with_sharding_constraint(
             tree, NamedSharding(self.mesh, PartitionSpec())
         )
 
 
-PARALLEL = ("pmap", "mesh")
-
-
-def choose_devices(
-    config: ConfigDict, devices: Sequence[jax.Device] | None = None
-) -> list[jax.Device]:
-    """The devices that a run trains on: the largest number that divides its batch.
-
-    Every process keeps the same number of its devices, at least one.
+def process_part(
+    owners: Sequence[int], process: int, num_shards: int
+) -> tuple[int, int]:
+    """Returns the part of a batch that a process reads.
 
     Args:
-        config: With ``batch_size``, ``accumulate_steps`` and ``model_axis``, and with
-            ``num_devices``, which fixes the number unless it is 0.
-        devices: Those to choose from; all by default.
+        owners: The process of each device; grouped, with equally many for each process.
+        process: The process that reads.
+        num_shards: Number of parts that the devices split the batch into; neighbouring
+            devices may share one.
 
     Returns:
-        The first devices of each process. If no number divides the batch, all of them;
-        `Parallel.check_batch` refuses these.
+        The part's index and the number of parts; processes whose devices share a part
+        read the same.
 
-    Raises:
-        ValueError: If ``config.num_devices`` are not available.
+    Example:
+        >>> process_part([0, 0, 1, 1], process=1, num_shards=4)
+        (1, 2)
+        >>> process_part([0, 0, 1, 1], process=1, num_shards=1)
+        (0, 1)
     """
-    devices = list(devices or jax.devices())
-    by_process: dict[int, list[jax.Device]] = {}
-    for device in devices:
-        by_process.setdefault(device.process_index, []).append(device)
-    num_processes = len(by_process)
-    most = min(len(own) for own in by_process.values())
+    devices_per_shard = len(owners) // num_shards
+    count = len(owners) // max(devices_per_shard, owners.count(process))
+    return owners.index(process) * count // len(owners), count
 
-    def first(count: int) -> list[jax.Device]:
-        return [device for own in by_process.values() for device in own[:count]]
 
-    if config.num_devices:
-        count, rest = divmod(config.num_devices, num_processes)
-        if rest or count > most:
-            of = f" of {num_processes} processes" if num_processes > 1 else ""
-            multiple = f"a multiple of {num_processes}, " if num_processes > 1 else ""
-            raise ValueError(
-                f"config.num_devices={config.num_devices} does not fit the "
-                f"{len(devices)} devices{of}; set it to {multiple}at most "
-                f"{most * num_processes}, or to 0 for as many as divide the batch"
-            )
-        return first(count)
-    for count in range(most, 0, -1):
-        shards, rest = divmod(count * num_processes, config.model_axis)
-        split = count % config.model_axis and config.model_axis % count
-        if rest or split:
+def partition_spec(path: str, shape: Sequence[int], num_devices: int) -> PartitionSpec:
+    """Returns which axis of an array is split over the model axis, by `SPLIT_AXES`.
+
+    Args:
+        path: Path of the array in the state, such as ``"params/head/kernel"``.
+        shape: Shape of the array.
+        num_devices: Devices along the model axis.
+
+    Returns:
+        The specification; empty if every device has a copy.
+
+    Example:
+        >>> tuple(partition_spec("params/head/kernel", (5, 6), num_devices=2))
+        (None, 'model')
+        >>> tuple(partition_spec("params/attention/q_table", (7, 8, 4, 2), 2))
+        (None, None, 'model', None)
+        >>> tuple(partition_spec("params/cls", (1, 1, 6), 2))
+        ()
+    """
+    if num_devices == 1:
+        return PartitionSpec()
+    for pattern, axes in SPLIT_AXES:
+        if not re.search(f"(^|/){pattern}$", path):
             continue
-        if config.batch_size % (shards * config.accumulate_steps) == 0:
-            return first(count)
-    return devices
+        for axis in axes:
+            if -axis <= len(shape) and shape[axis] % num_devices == 0:
+                names = [None] * len(shape)
+                names[axis] = MODEL_AXIS
+                return PartitionSpec(*names)
+    return PartitionSpec()
 
 
-def make_training_parallel(
-    config: ConfigDict, devices: Sequence[jax.Device] | None = None
-) -> Parallel:
-    """Chooses the devices of a training run, see `choose_devices`.
-
-    Args:
-        config: A checked configuration.
-        devices: Devices to choose from; all by default.
-
-    Returns:
-        The devices.
-
-    Raises:
-        ValueError: If the configuration, its batch or the number of devices does not
-            fit.
-    """
-    parallel = make_parallel(config, choose_devices(config, devices))
-    parallel.check_batch(
-        "config.batch_size", config.batch_size, config.accumulate_steps
-    )
-    return parallel
-
-
-def make_parallel(
-    config: ConfigDict,
-    devices: Sequence[jax.Device] | None = None,
-    *,
-    model_axis: int | None = None,
-) -> Parallel:
-    """The devices of a run and how they share its work.
+def whole(x: jax.Array) -> np.ndarray:
+    """Copies an array on the devices of one or several processes to a NumPy array.
 
     Args:
-        config: With ``parallel``, of `PARALLEL`, and ``model_axis``.
-        devices: Those to use; all by default.
-        model_axis: Instead of the configuration's.
+        x: The array; every process calls with its view of it.
 
     Returns:
-        By name a `DataParallel` or a `MeshParallel`.
+        The whole array.
 
-    Raises:
-        ValueError: If the configuration or the number of devices does not fit.
+    Example:
+        >>> whole(jax.numpy.arange(3)).tolist()
+        [0, 1, 2]
     """
-    if config.parallel == "mesh":
-        return MeshParallel(devices, model_axis=model_axis or config.model_axis)
-    return DataParallel(devices)
+    if x.is_fully_addressable:
+        return np.array(x)
+    if x.is_fully_replicated:
+        return np.array(x.addressable_data(0))
+    return np.array(multihost_utils.process_allgather(x, tiled=True))

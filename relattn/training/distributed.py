@@ -1,4 +1,4 @@
-"""Several processes, one for each host or device, that train one model together."""
+"""Several processes that train one model together, one for each host or device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jax.experimental import multihost_utils
 from relattn.command import USER_ERRORS
 from relattn.training.errors import WorkdirError
 
-# A directory of the network may show a new file to others after some seconds.
+# A network directory may show a new file to other hosts after some seconds.
 _PATIENCE_SECONDS = 10.0
 MOST_SECONDS = 10**6
 
@@ -28,28 +28,28 @@ def initialize(
     *,
     heartbeat_seconds: int = 100,
 ) -> None:
-    """Joins this process to the others; to be called before any other use of JAX.
+    """Connects this process to the others; call it before any other use of JAX.
 
-    Without arguments JAX asks the cluster's environment: SLURM, Open MPI, Kubernetes or
-    a TPU's.
+    Without arguments, JAX reads the cluster's environment: SLURM, Open MPI, Kubernetes
+    or TPU.
 
     Args:
-        coordinator: ``HOST:PORT`` of process 0, which all can reach.
-        num_processes: How many there are.
-        process_id: This one's number, from 0.
-        heartbeat_seconds: A process that says nothing for so long has died: the others
-            end.
+        coordinator: ``HOST:PORT`` of process 0, which all processes can reach.
+        num_processes: The number of processes.
+        process_id: The index of this process, from 0.
+        heartbeat_seconds: After this time without a sign of life, a process counts as
+            dead, and the others end.
 
     Raises:
-        ValueError: If only some of the arguments are given, or none and JAX knows no
-            cluster here, or one makes no sense.
+        ValueError: If an argument is missing or out of range, or all are missing and
+            JAX finds no cluster.
         ConnectionError: If the other processes cannot be reached.
     """
     given = (bool(coordinator), num_processes > 0, process_id >= 0)
     if any(given) and not all(given):
         raise ValueError(
             "--coordinator=HOST:PORT, --num_processes and --process_id go together: "
-            "give all three, or --distributed alone where the cluster tells them"
+            "give all three, or --distributed alone on a cluster that JAX supports"
         )
     if all(given) and process_id >= num_processes:
         raise ValueError(
@@ -61,7 +61,7 @@ def initialize(
         raise ValueError(
             f"--coordinator={coordinator} must be HOST:PORT, such as 10.0.0.1:1234"
         )
-    # JAX would end the process without a word, or wait for weeks.
+    # JAX would end the process without a message, or wait for weeks.
     if not 1 <= heartbeat_seconds <= MOST_SECONDS:
         raise ValueError(
             f"--heartbeat_seconds={heartbeat_seconds} must be from 1 to {MOST_SECONDS}"
@@ -75,7 +75,7 @@ def initialize(
         )
     except ValueError as error:
         raise ValueError(
-            "--distributed found no cluster that JAX knows (SLURM, Open MPI, "
+            "--distributed found no cluster that JAX supports (SLURM, Open MPI, "
             "Kubernetes, TPU): give --coordinator=HOST:PORT, --num_processes and "
             f"--process_id ({error})"
         ) from error
@@ -88,27 +88,27 @@ def initialize(
 
 
 def barrier(name: str) -> None:
-    """Waits until every process has come here.
+    """Waits until every process has reached this call.
 
     Args:
-        name: Of the place, the same in all.
+        name: Name of the barrier, the same in all processes.
     """
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(name)
 
 
 def from_primary(make: Callable[[], Any]) -> Any:
-    """What a function gives in process 0, in every process.
+    """Calls a function in process 0 and returns its value in every process.
 
     Args:
-        make: Called in process 0 alone; gives what JSON can hold.
+        make: Called in process 0 only; returns a value that JSON can hold.
 
     Returns:
-        Its value; a tuple comes as a list.
+        The value; a tuple becomes a list.
 
     Raises:
-        Exception: In process 0 what ``make`` raises.
-        ValueError: In the others, with its message, if it is one for users.
+        Exception: In process 0, any error of ``make``.
+        ValueError: In the others, with the same message, if it is an error for users.
 
     Example:
         >>> from_primary(lambda: {"step": 3})
@@ -135,16 +135,16 @@ def from_primary(make: Callable[[], Any]) -> Any:
 
 
 def primary_first(make: Callable[[], Any]) -> Any:
-    """Calls a function in process 0, and when it is done in the other processes.
+    """Calls a function in process 0, and afterwards in the other processes.
 
-    So that what it leaves on a disk is there for the others, who would else write it at
-    the same time.
+    The others find the files that process 0 wrote, instead of writing them at the same
+    time.
 
     Args:
         make: Called once in every process.
 
     Returns:
-        What it gives in this process.
+        Its value in this process.
 
     Example:
         >>> primary_first(lambda: 3)
@@ -156,14 +156,14 @@ def primary_first(make: Callable[[], Any]) -> Any:
 
 
 def check_shared(workdir: Path) -> None:
-    """Raises unless all processes see one run directory.
+    """Checks that all processes see the same run directory.
 
     Args:
         workdir: The run directory, in each process.
 
     Raises:
-        WorkdirError: In every process, if one of them does not see what process 0
-            writes there.
+        WorkdirError: In every process, if one of them does not see a file that process
+            0 writes there.
     """
     if jax.process_count() == 1:
         return
@@ -179,17 +179,17 @@ def check_shared(workdir: Path) -> None:
         mark.unlink()
     if not seen.all():
         raise WorkdirError(
-            f"--workdir {workdir} is not one directory for all processes: process "
-            f"{int(np.argmin(seen))} does not see what process 0 writes there; give a "
-            "directory that all hosts share"
+            f"--workdir {workdir} is not shared by all processes: process "
+            f"{int(np.argmin(seen))} does not see a file that process 0 wrote there; "
+            "give a directory that all hosts share"
         )
 
 
 def all_preempted(step: int) -> bool:
-    """Whether the processes, of which some got SIGTERM, have agreed to end here.
+    """Returns whether the processes end at this step because some got SIGTERM.
 
     Args:
-        step: Called by every process after the same updates.
+        step: The step; every process calls after the same updates.
     """
     return jax.process_count() > 1 and multihost_utils.reached_preemption_sync_point(
         step
@@ -197,5 +197,5 @@ def all_preempted(step: int) -> bool:
 
 
 def is_primary() -> bool:
-    """Whether this process writes what one alone should: logs, and on the screen."""
+    """Returns whether this process writes logs and output: process 0 does."""
     return jax.process_index() == 0

@@ -1,4 +1,4 @@
-"""What training raises beside ValueError: each message is one sentence with the fix."""
+"""The errors of training; each message is one sentence with the fix."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ class WorkdirError(OSError):
 
 
 class CheckpointError(OSError):
-    """A checkpoint is missing, damaged or of another model, or cannot be written."""
+    """A checkpoint is missing, damaged, of another model, or cannot be written."""
 
 
 class DamagedError(CheckpointError):
     """A file of a checkpoint is damaged or missing.
 
     Attributes:
-        damage: What is wrong with which file.
+        damage: The file and what is wrong with it.
     """
 
     def __init__(self, damage: str):
@@ -38,7 +38,7 @@ class NonFiniteLossError(FloatingPointError):
     """The loss or its gradient became NaN or infinite.
 
     Attributes:
-        step: The update at which it happened, counted from one.
+        step: The update, counted from one.
     """
 
     def __init__(self, message: str, step: int):
@@ -47,14 +47,13 @@ class NonFiniteLossError(FloatingPointError):
 
 
 class PreemptedError(Exception):
-    """A signal ended a run, with a checkpoint or where none was due.
-
-    The same call goes on.
+    """A signal ended a run; the same call resumes it.
 
     Attributes:
-        step: Number of updates in the checkpoint; 0 where none was written.
-        by_hand: Whether it was Ctrl-C, not SIGTERM.
-        exit_code: Of the program, 130 after Ctrl-C and 75 (EX_TEMPFAIL) after SIGTERM.
+        step: Number of updates in the checkpoint; 0 if none was needed.
+        by_hand: Whether the signal was Ctrl-C, not SIGTERM.
+        exit_code: The program's exit code: 130 after Ctrl-C, 75 (EX_TEMPFAIL) after
+            SIGTERM.
     """
 
     def __init__(self, message: str, step: int = 0, *, by_hand: bool = False):
@@ -66,7 +65,7 @@ class PreemptedError(Exception):
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Makes of a failure to write a file a sentence that names it.
+    """Re-raises OSError as WorkdirError naming the file.
 
     Args:
         path: The file, in a run directory.
@@ -75,21 +74,21 @@ def writing(path: Path) -> Iterator[None]:
         Nothing.
 
     Raises:
-        WorkdirError: If what runs in the context raises an OSError.
+        WorkdirError: If the body of the context raises an OSError.
 
     Example:
         >>> with writing(Path("metrics.csv")):
         ...     raise OSError(28, "No space left on device")
         Traceback (most recent call last):
         relattn.training.errors.WorkdirError: metrics.csv cannot be written (No space \
-left on device); what was written before is intact: make room, or the directory \
-writable, and give the same command again
+left on device); earlier files are intact: free some space, or make the directory \
+writable, and repeat the command
     """
     try:
         yield
     except OSError as error:
         raise WorkdirError(
-            f"{path} cannot be written ({error.strerror or error}); what was written "
-            "before is intact: make room, or the directory writable, and give the same "
-            "command again"
+            f"{path} cannot be written ({error.strerror or error}); earlier files are "
+            "intact: free some space, or make the directory writable, and repeat the "
+            "command"
         ) from error

@@ -15,9 +15,10 @@ import numpy as np
 
 from relattn.data import EvalSplit
 from relattn.training.checkpoint import CHECKPOINTS, read_meta, restore
-from relattn.training.devices import EvalStep, Parallel
+from relattn.training.devices import Parallel
 from relattn.training.distributed import from_primary
 from relattn.training.run_metadata import BEST_METRICS, History
+from relattn.training.step import EvalStep
 from relattn.training.task import Task
 
 # Batches in flight to the devices.

@@ -54,27 +54,26 @@ def train_and_evaluate(
     devices: Sequence[jax.Device] | None = None,
     on_step: Callable[[int], None] | None = None,
 ) -> dict[str, Any]:
-    """Trains as a configuration says, or goes on with a run that was interrupted.
+    """Trains and evaluates a model, or resumes a run that was interrupted.
 
     Args:
-        config: As `relattn.training.default_config`, with ``model`` and ``data``
-            filled.
+        config: A configuration like `relattn.training.default_config`, with ``model``
+            and ``data`` filled in.
         workdir: The run directory: checkpoints, metrics, ``run.json``,
-            ``result.json``. The same command on it goes on from its last intact
-            checkpoint and ends with the parameters of a run never interrupted; later
-            checkpoints, which are damaged, are renamed to ``<step>.damaged``.
-        data: What to train on, instead of what ``config.data`` names; the same at every
-            start.
-        devices: Those to use, all by default; if ``config.batch_size`` does not divide
-            by their number, the largest number of them that it divides by.
-        on_step: Called after each update was started, with the number of updates.
+            ``result.json``. A second call resumes from the last intact checkpoint and
+            ends with the same parameters as a run that was not interrupted. Later,
+            damaged checkpoints are renamed to ``<step>.damaged``.
+        data: The data set, instead of ``config.data``; the same at every call.
+        devices: Devices to choose from; all by default. Uses the largest number of
+            them that divides ``config.batch_size``.
+        on_step: Called with the number of updates after each update is dispatched.
 
     Returns:
-        The final metrics, as in ``result.json``: among them ``test_accuracy``, of the
-        checkpoint with the best ``validation_accuracy``, or of text the best
-        ``validation_loss``; every further test set has its own, such as
-        ``test_static_accuracy``. Seeds that train together have theirs in the list
-        ``runs``, as if each had been trained alone.
+        The metrics in ``result.json``: among them ``test_accuracy``, at the checkpoint
+        with the best ``validation_accuracy``, or for text the best
+        ``validation_loss``. Every further test set has its own, such as
+        ``test_static_accuracy``. With several seeds, the list ``runs`` has the metrics
+        of each, as if it had been trained alone.
 
     Raises:
         ValueError: If the configuration, the data or the device count do not fit.
@@ -84,14 +83,14 @@ def train_and_evaluate(
             cannot be written.
         NonFiniteLossError: If the loss or its gradient is NaN or infinite in more than
             ``config.max_skipped_updates`` updates of a seed.
-        PreemptedError: If SIGTERM came, in the main thread, or in the updates Ctrl-C:
-            there a checkpoint is written after the update under way, and the evaluation
-            if one is due.
+        PreemptedError: If SIGTERM, or during updates Ctrl-C, reaches the main thread.
+            During updates, a checkpoint is written after the current update and the
+            evaluation that is due.
     """
     check_config(config)
     parallel = make_training_parallel(config, devices)
     workdir = workdir_lib.usable_workdir(workdir)
-    # Several processes must agree on the step: JAX handles their signals.
+    # With several processes, JAX handles signals: they must agree on the last step.
     preemption = Preemption(handles=jax.process_count() == 1)
     with preemption.handled(), _locked(workdir):
         saved = distributed.from_primary(lambda: read_saved(workdir, config))
@@ -352,8 +351,8 @@ class TrainLoop:
         """Returns the error that ends training after a signal, with a checkpoint."""
         return PreemptedError(
             f"{signal} came, so training ended at step {done} of "
-            f"{self.task.num_steps} with {self.checkpoints / str(done)}; the same "
-            "command goes on from there",
+            f"{self.task.num_steps} with {self.checkpoints / str(done)}; repeat "
+            "the command to resume",
             done,
             by_hand=signal == "SIGINT",
         )

@@ -1,4 +1,4 @@
-"""Metrics of a run on disk: JSON lines, CSV and TensorBoard events."""
+"""Metrics of a run: aggregated over an interval, then written to files."""
 
 from __future__ import annotations
 
@@ -26,201 +26,12 @@ from relattn.training.step import FINITE_METRICS
 from relattn.training.task import Task
 from relattn.training.workdir import copy_aside, write_text
 
+# A row of metrics by name.
 Row = dict[str, int | float]
+# Metrics of several updates, each an array ``[updates, seeds]``.
+Window = dict[str, np.ndarray]
 
 _SPLIT = re.compile(r"^(train|validation)_")
-
-
-class MetricsLog:
-    """Writes rows by step to ``metrics.jsonl``, ``metrics.csv`` and TensorBoard.
-
-    Rows beyond the step that a run starts from are dropped first, so that a resumed
-    run leaves the rows of one never interrupted. A file with lines that cannot be read
-    is kept as ``metrics.jsonl.damaged``.
-
-    Attributes:
-        workdir: The run directory.
-
-    Example:
-        >>> import tempfile
-        >>> folder = Path(tempfile.mkdtemp())
-        >>> log = MetricsLog(folder, start_step=0)
-        >>> log.write(3, {"train_loss": 0.5})
-        >>> log.close()
-        >>> (folder / "metrics.csv").read_text().splitlines()
-        ['step,train_loss', '3,0.5']
-    """
-
-    def __init__(self, workdir: Path, start_step: int):
-        """Opens the files for a run that starts, or goes on, after ``start_step``."""
-        self.workdir = workdir
-        path = workdir / "metrics.jsonl"
-        rows, unreadable = _parse(path)
-        if unreadable:
-            warnings.warn(
-                f"{_describe(path, unreadable)}; the whole file is kept as "
-                f"{copy_aside(path)}",
-                stacklevel=2,
-            )
-        rows = [row for row in rows if row["step"] <= start_step]
-        write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
-        self._columns = list(dict.fromkeys(key for row in rows for key in row))
-        self._rewrite_csv()
-        with writing(workdir / "events.out.tfevents"):
-            self._events = EventsFile(workdir, start_step)
-
-    def write(self, step: int, values: Mapping[str, int | float]) -> None:
-        """Adds a row; of seeds that train together, each has its own.
-
-        Args:
-            step: Number of updates so far.
-            values: By name; ``train_loss`` is ``train/loss`` in TensorBoard, and with
-                a ``seed`` among them ``train/loss/seed_3``.
-        """
-        row: Row = {"step": step, **values}
-        path = self.workdir / "metrics.jsonl"
-        with writing(path), path.open("a") as file:
-            file.write(json.dumps(row) + "\n")
-        new = [key for key in row if key not in self._columns]
-        if new:
-            self._columns += new
-            self._rewrite_csv()
-        else:
-            path = self.workdir / "metrics.csv"
-            with writing(path), path.open("a", newline="") as file:
-                self._csv(file).writerow(row)
-        suffix = f"/seed_{values['seed']}" if "seed" in values else ""
-        with writing(self.workdir / "events.out.tfevents"):
-            self._events.add(
-                step,
-                {
-                    _SPLIT.sub(r"\1/", name) + suffix: value
-                    for name, value in values.items()
-                    if name != "seed"
-                },
-            )
-
-    def _csv(self, file: Any) -> csv.DictWriter:
-        return csv.DictWriter(file, self._columns, lineterminator="\n")
-
-    def _rewrite_csv(self) -> None:
-        if not self._columns:
-            (self.workdir / "metrics.csv").unlink(missing_ok=True)
-            return
-        text = io.StringIO()
-        writer = self._csv(text)
-        writer.writeheader()
-        # Read anew: rows that are kept would grow without end.
-        writer.writerows(read_rows(self.workdir / "metrics.jsonl"))
-        write_text(self.workdir / "metrics.csv", text.getvalue())
-
-    def close(self) -> None:
-        """Writes what is left."""
-        with writing(self.workdir / "events.out.tfevents"):
-            self._events.close()
-
-
-def read_rows(path: Path) -> list[Row]:
-    """The rows of a ``metrics.jsonl``.
-
-    A last line cut short by a crash is left out. Any other line that is no row is left
-    out too, with a warning.
-
-    Args:
-        path: The file; need not exist.
-
-    Returns:
-        Rows in the order of the file.
-
-    Example:
-        >>> read_rows(Path("no/such/file"))
-        []
-    """
-    rows, unreadable = _parse(path)
-    if unreadable:
-        warnings.warn(_describe(path, unreadable), stacklevel=2)
-    return rows
-
-
-def _parse(path: Path) -> tuple[list[Row], list[int]]:
-    """The rows of a file, and the numbers of the lines that are none."""
-    rows: list[Row] = []
-    unreadable: list[int] = []
-    if not path.is_file():
-        return rows, unreadable
-    lines = path.read_bytes().split(b"\n")
-    for number, line in enumerate(lines, start=1):
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            row = None
-        if _is_row(row):
-            rows.append(row)
-        elif number < len(lines):
-            unreadable.append(number)
-    return rows, unreadable
-
-
-def _is_row(row: Any) -> bool:
-    return (
-        isinstance(row, dict)
-        and type(row.get("step")) is int
-        and all(isinstance(value, int | float) for value in row.values())
-    )
-
-
-def _describe(path: Path, unreadable: list[int]) -> str:
-    lines = ", ".join(map(str, unreadable[:5])) + ", ..." * (len(unreadable) > 5)
-    return f"{path} is damaged: rows that cannot be read are left out (line {lines})"
-
-
-class EventsFile:
-    """A new file of events in a folder.
-
-    Args:
-        folder: Where it is made.
-        start_step: TensorBoard forgets what earlier files say of later steps.
-
-    Example:
-        >>> import tempfile
-        >>> folder = Path(tempfile.mkdtemp())
-        >>> events = EventsFile(folder, start_step=0)
-        >>> events.add(3, {"train/loss": 0.5})
-        >>> events.close()
-        >>> [path.name[:19] for path in folder.iterdir()]
-        ['events.out.tfevents']
-    """
-
-    def __init__(self, folder: Path, start_step: int):
-        name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}"
-        self._records = RecordWriter(str(folder / name))
-        self._write(file_version="brain.Event:2")
-        if start_step:
-            restart = SessionLog(status=SessionLog.START)
-            self._write(step=start_step + 1, session_log=restart)
-
-    def add(self, step: int, values: dict[str, float]) -> None:
-        """Writes scalars.
-
-        Args:
-            step: Number of updates so far.
-            values: By tag.
-        """
-        for tag, value in values.items():
-            self._write(step=step, summary=scalar(tag, value))
-        self._records.flush()
-
-    def _write(self, **event: Any) -> None:
-        event = Event(wall_time=time.time(), **event)
-        self._records.write(event.SerializeToString())
-
-    def close(self) -> None:
-        """Writes what is left; closes the file even where that fails."""
-        self._records.close()
-
-
-# Metrics of updates as arrays ``[updates, seeds]``.
-Window = dict[str, np.ndarray]
 
 
 class MetricsWindow:
@@ -283,60 +94,6 @@ def is_finite(window: Window) -> np.ndarray:
     return np.all([np.isfinite(window[name]) for name in FINITE_METRICS], axis=0)
 
 
-def summarize(
-    window: Window, task: Task, histories: Sequence[History], done: int
-) -> list[Row]:
-    """Averages the finite updates of a window to one row for each seed.
-
-    Args:
-        window: As `MetricsWindow.take` returns it.
-        task: The task that is trained.
-        histories: The history of each seed, with the updates skipped so far.
-        done: Number of updates so far, those skipped included.
-
-    Returns:
-        The rows. A mean over no update is NaN.
-    """
-    rows = []
-    finite = is_finite(window)
-    for index, history in enumerate(histories):
-        row: Row = {} if history.seed is None else {"seed": history.seed}
-        for name, values in window.items():
-            kept = values[finite[:, index], index]
-            row[f"train_{name}"] = float(np.mean(kept)) if len(kept) else math.nan
-        row["epoch"] = done / task.steps_per_epoch
-        # A skipped update does not advance the optimiser's schedule.
-        count = max(done - history.skipped_updates, 1)
-        row["learning_rate"] = float(task.schedule(count - 1))
-        if task.config.max_skipped_updates:
-            row["train_skipped"] = history.skipped_updates
-        rows.append(row)
-    return rows
-
-
-def throughput(rate: float, task: Task, devices: Sequence[Any]) -> Row:
-    """What a rate of training asks of each device.
-
-    Args:
-        rate: Examples a second, of all seeds and devices.
-        task: What is trained.
-        devices: Those of JAX that share the work.
-
-    Returns:
-        ``examples_per_second``, ``examples_per_second_per_device`` and, where the
-        device's peak is known, ``model_flops_utilization``, a fraction.
-    """
-    row: Row = {
-        "examples_per_second": rate,
-        "examples_per_second_per_device": rate / len(devices),
-    }
-    peak = peak_flops(devices[0].device_kind)
-    if peak is not None:
-        done = rate * task.flops_per_example / len(devices)
-        row["model_flops_utilization"] = done / peak
-    return row
-
-
 def count_skipped(
     window: Window,
     histories: Sequence[History],
@@ -375,7 +132,249 @@ def count_skipped(
         raise NonFiniteLossError(
             f"{history.prefix}the {FINITE_METRICS[name]} is {values[name]} at step "
             f"{step}{after}; {kept}. Lower config.optimizer.learning_rate or set "
-            "config.optimizer.clip_norm, with a new --workdir, or go on with a larger "
+            "config.optimizer.clip_norm, with a new --workdir, or resume with a larger "
             "config.max_skipped_updates",
             step,
         )
+
+
+def summarize(
+    window: Window, task: Task, histories: Sequence[History], done: int
+) -> list[Row]:
+    """Averages the finite updates of a window to one row for each seed.
+
+    Args:
+        window: As `MetricsWindow.take` returns it.
+        task: The task that is trained.
+        histories: The history of each seed, with the updates skipped so far.
+        done: Number of updates so far, those skipped included.
+
+    Returns:
+        The rows. A mean over no update is NaN.
+    """
+    rows = []
+    finite = is_finite(window)
+    for index, history in enumerate(histories):
+        row: Row = {} if history.seed is None else {"seed": history.seed}
+        for name, values in window.items():
+            kept = values[finite[:, index], index]
+            row[f"train_{name}"] = float(np.mean(kept)) if len(kept) else math.nan
+        row["epoch"] = done / task.steps_per_epoch
+        # A skipped update does not advance the optimiser's schedule.
+        count = max(done - history.skipped_updates, 1)
+        row["learning_rate"] = float(task.schedule(count - 1))
+        if task.config.max_skipped_updates:
+            row["train_skipped"] = history.skipped_updates
+        rows.append(row)
+    return rows
+
+
+def throughput(rate: float, task: Task, devices: Sequence[Any]) -> Row:
+    """Computes the throughput of each device.
+
+    Args:
+        rate: Examples per second, of all seeds and devices.
+        task: The task that is trained.
+        devices: The JAX devices that share the work.
+
+    Returns:
+        ``examples_per_second``, ``examples_per_second_per_device`` and, if the device's
+        peak is known, ``model_flops_utilization``, a fraction.
+    """
+    row: Row = {
+        "examples_per_second": rate,
+        "examples_per_second_per_device": rate / len(devices),
+    }
+    peak = peak_flops(devices[0].device_kind)
+    if peak is not None:
+        done = rate * task.flops_per_example / len(devices)
+        row["model_flops_utilization"] = done / peak
+    return row
+
+
+class MetricsLog:
+    """Writes rows by step to ``metrics.jsonl``, ``metrics.csv`` and TensorBoard.
+
+    Rows after the step that a run starts from are dropped first, so that a resumed run
+    leaves the same rows as one that was not interrupted. A file with unreadable lines
+    is kept as ``metrics.jsonl.damaged``.
+
+    Attributes:
+        workdir: The run directory.
+
+    Example:
+        >>> import tempfile
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> log = MetricsLog(folder, start_step=0)
+        >>> log.write(3, {"train_loss": 0.5})
+        >>> log.close()
+        >>> (folder / "metrics.csv").read_text().splitlines()
+        ['step,train_loss', '3,0.5']
+    """
+
+    def __init__(self, workdir: Path, start_step: int):
+        """Opens the files for a run that starts or resumes after ``start_step``."""
+        self.workdir = workdir
+        path = workdir / "metrics.jsonl"
+        rows, unreadable = _parse(path)
+        if unreadable:
+            warnings.warn(
+                f"{_describe(path, unreadable)}; the whole file is kept as "
+                f"{copy_aside(path)}",
+                stacklevel=2,
+            )
+        rows = [row for row in rows if row["step"] <= start_step]
+        write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
+        self._columns = list(dict.fromkeys(key for row in rows for key in row))
+        self._rewrite_csv()
+        with writing(workdir / "events.out.tfevents"):
+            self._events = EventsFile(workdir, start_step)
+
+    def write(self, step: int, values: Mapping[str, int | float]) -> None:
+        """Adds a row; each of several seeds has its own.
+
+        Args:
+            step: Number of updates so far.
+            values: Values by name. ``train_loss`` is ``train/loss`` in TensorBoard, or
+                ``train/loss/seed_3`` in a row with a ``seed``.
+        """
+        row: Row = {"step": step, **values}
+        path = self.workdir / "metrics.jsonl"
+        with writing(path), path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        new = [key for key in row if key not in self._columns]
+        if new:
+            self._columns += new
+            self._rewrite_csv()
+        else:
+            path = self.workdir / "metrics.csv"
+            with writing(path), path.open("a", newline="") as file:
+                self._csv(file).writerow(row)
+        suffix = f"/seed_{values['seed']}" if "seed" in values else ""
+        with writing(self.workdir / "events.out.tfevents"):
+            self._events.add(
+                step,
+                {
+                    _SPLIT.sub(r"\1/", name) + suffix: value
+                    for name, value in values.items()
+                    if name != "seed"
+                },
+            )
+
+    def _csv(self, file: Any) -> csv.DictWriter:
+        return csv.DictWriter(file, self._columns, lineterminator="\n")
+
+    def _rewrite_csv(self) -> None:
+        if not self._columns:
+            (self.workdir / "metrics.csv").unlink(missing_ok=True)
+            return
+        text = io.StringIO()
+        writer = self._csv(text)
+        writer.writeheader()
+        # Read again from the file: rows kept in memory would grow without limit.
+        writer.writerows(read_rows(self.workdir / "metrics.jsonl"))
+        write_text(self.workdir / "metrics.csv", text.getvalue())
+
+    def close(self) -> None:
+        """Flushes and closes the files."""
+        with writing(self.workdir / "events.out.tfevents"):
+            self._events.close()
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Reads the rows of a ``metrics.jsonl``.
+
+    A last line that a crash cut short is left out. Any other line that is not a row is
+    left out with a warning.
+
+    Args:
+        path: The file; need not exist.
+
+    Returns:
+        Rows in the order of the file.
+
+    Example:
+        >>> read_rows(Path("no/such/file"))
+        []
+    """
+    rows, unreadable = _parse(path)
+    if unreadable:
+        warnings.warn(_describe(path, unreadable), stacklevel=2)
+    return rows
+
+
+def _parse(path: Path) -> tuple[list[Row], list[int]]:
+    """Returns the rows of a file, and the numbers of lines that are not rows."""
+    rows: list[Row] = []
+    unreadable: list[int] = []
+    if not path.is_file():
+        return rows, unreadable
+    lines = path.read_bytes().split(b"\n")
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            row = None
+        if _is_row(row):
+            rows.append(row)
+        elif number < len(lines):
+            unreadable.append(number)
+    return rows, unreadable
+
+
+def _is_row(row: Any) -> bool:
+    return (
+        isinstance(row, dict)
+        and type(row.get("step")) is int
+        and all(isinstance(value, int | float) for value in row.values())
+    )
+
+
+def _describe(path: Path, unreadable: list[int]) -> str:
+    lines = ", ".join(map(str, unreadable[:5])) + ", ..." * (len(unreadable) > 5)
+    return f"{path} is damaged: rows that cannot be read are left out (line {lines})"
+
+
+class EventsFile:
+    """A new file of TensorBoard events.
+
+    Args:
+        folder: The folder of the file.
+        start_step: TensorBoard drops values of later steps in earlier files.
+
+    Example:
+        >>> import tempfile
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> events = EventsFile(folder, start_step=0)
+        >>> events.add(3, {"train/loss": 0.5})
+        >>> events.close()
+        >>> [path.name[:19] for path in folder.iterdir()]
+        ['events.out.tfevents']
+    """
+
+    def __init__(self, folder: Path, start_step: int):
+        name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}"
+        self._records = RecordWriter(str(folder / name))
+        self._write(file_version="brain.Event:2")
+        if start_step:
+            restart = SessionLog(status=SessionLog.START)
+            self._write(step=start_step + 1, session_log=restart)
+
+    def add(self, step: int, values: dict[str, float]) -> None:
+        """Writes scalars.
+
+        Args:
+            step: Number of updates so far.
+            values: By tag.
+        """
+        for tag, value in values.items():
+            self._write(step=step, summary=scalar(tag, value))
+        self._records.flush()
+
+    def _write(self, **event: Any) -> None:
+        event = Event(wall_time=time.time(), **event)
+        self._records.write(event.SerializeToString())
+
+    def close(self) -> None:
+        """Flushes and closes the file, even if flushing fails."""
+        self._records.close()

@@ -1,4 +1,4 @@
-"""Learning-rate schedules and optimisers, from the configuration."""
+"""Learning-rate schedules and optimisers of a configuration."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def make_schedule(
     decay_rate: float = 1.0,
     steps_per_epoch: int = 1,
 ) -> optax.Schedule:
-    """A learning rate by step, after a linear warm-up.
+    """Makes a learning-rate schedule with a linear warm-up.
 
     lr(s) = learning_rate min(1, (s + 1) / warmup_steps) f(s), with f = 1 for
     ``"constant"``, f(s) = decay_rate^floor(s / steps_per_epoch) for ``"exponential"``
@@ -29,17 +29,17 @@ def make_schedule(
 
     Args:
         name: ``"constant"``, ``"cosine"`` or ``"exponential"``.
-        learning_rate: The largest value.
-        warmup_steps: Length of the warm-up; 0 for none.
-        num_steps: Length of the run, where the cosine ends at zero.
-        decay_rate: The factor after each epoch, for ``"exponential"``.
-        steps_per_epoch: Length of an epoch, for ``"exponential"``.
+        learning_rate: The peak learning rate.
+        warmup_steps: Steps of the warm-up; 0 for none.
+        num_steps: Steps of the run, at the end of which the cosine is zero.
+        decay_rate: The factor for each epoch, for ``"exponential"``.
+        steps_per_epoch: Steps of an epoch, for ``"exponential"``.
 
     Returns:
         A function of the step, counted from zero.
 
     Raises:
-        ValueError: If the warm-up leaves no step after it.
+        ValueError: If the warm-up is as long as the run.
 
     Example:
         >>> schedule = make_schedule("cosine", 1.0, warmup_steps=2, num_steps=4)
@@ -69,10 +69,10 @@ def make_schedule(
 def make_optimizer(
     config: ConfigDict, schedule: optax.Schedule
 ) -> optax.GradientTransformation:
-    """The optimiser of ``config.optimizer``, with gradients clipped by global norm.
+    """Makes the optimiser of ``config.optimizer``, with clipping by global norm.
 
     Args:
-        config: Keys ``name``, ``b1``, ``b2``, ``weight_decay``, ``clip_norm``.
+        config: ``name``, ``b1``, ``b2``, ``weight_decay`` and ``clip_norm``.
         schedule: The learning rate.
 
     Returns:

@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C, handled for as long as something runs."""
+"""Handles SIGTERM and Ctrl-C during training."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from relattn.training.errors import PreemptedError
 
 @contextlib.contextmanager
 def on_signals(handler: Callable[[int, Any], None], *numbers: int) -> Iterator[None]:
-    """Handles signals by a function; afterwards by what handled them before.
+    """Installs a signal handler in a context, and the previous one afterwards.
 
-    Only in the main thread: signals are its own, and elsewhere nothing changes.
+    Only the main thread can handle signals; in another thread nothing changes.
 
     Args:
-        handler: Called with the signal's number and the frame that it interrupted.
-        *numbers: Of the signals.
+        handler: Called with the signal's number and the interrupted frame.
+        *numbers: The signals' numbers.
 
     Yields:
         Nothing.
@@ -37,20 +37,20 @@ def on_signals(handler: Callable[[int, Any], None], *numbers: int) -> Iterator[N
         yield
     finally:
         for number, old in before.items():
-            # None stands for a handler that was not installed from Python.
+            # None is a handler that was not installed from Python.
             signal.signal(number, signal.SIG_DFL if old is None else old)
 
 
 class Preemption:
-    """What SIGTERM does to a run, and Ctrl-C in its updates.
+    """Ends a run after SIGTERM, or after Ctrl-C during its updates.
 
-    In `updates` both only leave a note, so that the run can end after the update under
-    way, with a checkpoint; a second Ctrl-C interrupts at once. Elsewhere there is
-    nothing to save, and SIGTERM ends the run where it is.
+    Inside `updates`, a signal is only recorded, so that the run can end after the
+    current update, with a checkpoint; a second Ctrl-C interrupts immediately. Elsewhere
+    there is nothing to save, and SIGTERM ends the run immediately.
 
     Attributes:
-        handles: Whether it handles signals at all.
-        came: The name of the signal that came in the updates, or "".
+        handles: Whether to handle signals at all.
+        came: The name of the recorded signal, or "".
 
     Example:
         >>> preemption = Preemption()
@@ -65,12 +65,12 @@ class Preemption:
         self.came = ""
 
     def handled(self) -> contextlib.AbstractContextManager[None]:
-        """Ends what runs in the context by `PreemptedError` when SIGTERM comes."""
-        return self._on(self._leave, signal.SIGTERM)
+        """Raises `PreemptedError` in the context when SIGTERM comes."""
+        return self._on(self._raise, signal.SIGTERM)
 
     def updates(self) -> contextlib.AbstractContextManager[None]:
-        """Keeps the name of the first signal that comes in the context."""
-        return self._on(self._note, signal.SIGTERM, signal.SIGINT)
+        """Records the name of the first signal that comes in the context."""
+        return self._on(self._record, signal.SIGTERM, signal.SIGINT)
 
     def _on(
         self, handler: Callable[[int, Any], None], *numbers: int
@@ -79,15 +79,15 @@ class Preemption:
             return contextlib.nullcontext()
         return on_signals(handler, *numbers)
 
-    def _leave(self, number: int, frame: Any) -> None:
-        # JAX swallows errors while it reads its compilation cache: leave a note too.
+    def _raise(self, number: int, frame: Any) -> None:
+        # Also record it: JAX swallows errors while it reads its compilation cache.
         self.came = signal.Signals(number).name
         raise PreemptedError(
-            f"{self.came} came outside of the updates; nothing is "
-            "lost: the same command goes on"
+            f"{self.came} came outside of the updates; nothing is lost: repeat the "
+            "command to resume"
         )
 
-    def _note(self, number: int, frame: Any) -> None:
+    def _record(self, number: int, frame: Any) -> None:
         self.came = self.came or signal.Signals(number).name
         if number == signal.SIGINT:
             signal.signal(number, signal.default_int_handler)

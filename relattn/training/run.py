@@ -1,4 +1,4 @@
-"""A trained run: loading it, predicting with it, evaluating it."""
+"""A trained run: loads it, predicts with it, evaluates it, and checks its data."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ from relattn.training.task import Task, counts_top5
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A trained model and all that it takes to use it.
+    """A trained model and everything needed to use it.
 
     Attributes:
-        config: The configuration that it was trained with, but for the
-            ``data.image_size`` that `load_run` was asked for.
+        config: The configuration of training, except for ``data.image_size`` if
+            `load_run` changed it.
         model: The Flax module.
         variables: Parameters, random features and moving statistics, on the host.
-        step: Number of updates behind them.
+        step: Number of updates in the checkpoint.
         data: The description of the training data.
-        preprocess: From a batch, such as ``{"image": uint8 [batch, h, w, channels]}``,
-            to what the model sees, float32 ``[batch, size, size, channels]``; jit-able.
+        preprocess: Maps a batch, such as ``{"image": uint8 [batch, h, w, channels]}``,
+            to the model's inputs, float32 ``[batch, size, size, channels]``; jit-able.
         workdir: The run directory.
         checkpoint: ``"best"`` or ``"latest"``.
     """
@@ -243,7 +243,7 @@ def open_run(
 def _check_best(
     workdir: Path, latest: int, history: History, kind: str, seed: int
 ) -> None:
-    """Raises if a checkpoint after the latest intact one had the best score."""
+    """Checks that no damaged checkpoint after the latest intact one was the best."""
     folder = workdir / CHECKPOINTS
     damaged = [step for step in checkpoint_steps(folder) if step > latest]
     name, _ = BEST_METRICS[kind]
@@ -255,8 +255,8 @@ def _check_best(
         if score({name: value}, kind) > best:
             raise CheckpointError(
                 f"{folder / str(row['step'])}, with the best validation {name} "
-                f"({value:.4f}), is damaged; nothing was changed: restore it, train on "
-                "by the same command to write it anew, or load the 'latest'"
+                f"({value:.4f}), is damaged; nothing was changed: restore it, resume "
+                "training to write it again, or load the 'latest'"
             )
 
 
@@ -287,14 +287,14 @@ Inputs = Float[Array, "batch height width channels"] | Int[Array, "batch n"]
 
 
 def make_predict_fn(run: Run) -> Callable[[Inputs], Float[Array, "batch ... classes"]]:
-    """A compiled function from preprocessed images, or tokens, to logits.
+    """Makes a compiled function from preprocessed images, or tokens, to logits.
 
     Args:
         run: A trained run.
 
     Returns:
-        The function, for one device. It is compiled once for each batch size: fill a
-        last, smaller batch up.
+        The function, for one device. It is compiled for each batch size, so pad a last,
+        smaller batch.
     """
     apply = jax.jit(lambda variables, inputs: run.model.apply(variables, inputs))
     variables = jax.device_put(run.variables)
@@ -312,26 +312,25 @@ def evaluate(
     devices: Sequence[jax.Device] | None = None,
     info: DataInfo | None = None,
 ) -> dict[str, float]:
-    """Loss and accuracy of a run on a split of a data set.
+    """Evaluates a run on a split of a data set.
 
-    The devices share the work as in training, ``config.parallel``; where they do not
-    divide by ``config.model_axis``, its largest part that they divide by takes its
-    place.
+    The devices share the work as in training, see ``config.parallel``. If their number
+    is not a multiple of ``config.model_axis``, the greatest common divisor replaces it.
 
     Args:
         run: A trained run.
         split: The examples.
         batch_size: Size of the global batch, rounded up to a multiple of the devices
             that share it.
-        devices: Those to use; all by default.
-        info: The description of the split's data set, to be compared with the run's.
+        devices: Devices to use; all by default.
+        info: The description of the split's data set, compared with the run's.
 
     Returns:
-        As `relattn.training.evaluator.Evaluator` says.
+        Loss and accuracy, see `relattn.training.evaluator.Evaluator`.
 
     Raises:
         ValueError: If the split is empty.
-        CheckpointError: If ``info`` has other labels than the run predicts.
+        CheckpointError: If the labels of ``info`` are not those that the run predicts.
     """
     if info is not None:
         check_labels(run.data, info, run.workdir)
@@ -350,11 +349,11 @@ def evaluate(
 
 
 def check_labels(trained: DataInfo, data: DataInfo, where: Path) -> None:
-    """Raises unless data have the labels that a model predicts.
+    """Checks that data have the labels that a model predicts.
 
     Args:
-        trained: What the model was trained on.
-        data: What it is to be used on.
+        trained: The description of the training data.
+        data: The description of the data to use.
         where: The model's run or checkpoint, for the message.
 
     Raises:
@@ -368,19 +367,19 @@ def check_labels(trained: DataInfo, data: DataInfo, where: Path) -> None:
 
 
 def read_saved(workdir: Path, config: ConfigDict) -> dict[str, Any] | None:
-    """What was saved beside the arrays of the latest intact checkpoint.
+    """Reads the metadata of the checkpoint that a run resumes from.
 
     Args:
         workdir: The run directory.
-        config: What is to be trained there.
+        config: The configuration to train.
 
     Returns:
-        The meta of `relattn.training.checkpoint.read_latest` and ``step``; None where
+        The metadata of `relattn.training.checkpoint.read_latest` and ``step``; None if
         there is no checkpoint.
 
     Raises:
-        WorkdirError: If the run is of another configuration.
-        CheckpointError: If no checkpoint is intact, or not the best one.
+        WorkdirError: If the directory holds a run of another configuration.
+        CheckpointError: If no checkpoint is intact, or a best one is damaged.
 
     Example:
         >>> read_saved(Path("no/such/folder"), ConfigDict()) is None
@@ -397,23 +396,23 @@ def read_saved(workdir: Path, config: ConfigDict) -> dict[str, Any] | None:
             f"({'; '.join(differing)}): choose another directory or the same values"
         )
     histories = [History(**values) for values in meta["history"]]
-    # The final metrics are those of the best checkpoints: no use without them.
+    # The run ends with the evaluation of the best checkpoints.
     for best in {history.best_step for history in histories} - {None, step}:
         read_meta(workdir / CHECKPOINTS, best)
     return {**meta, "step": step}
 
 
 def check_same_data(trained: DataInfo, data: DataInfo, where: Path) -> None:
-    """Raises unless a run goes on with the data that it was trained on.
+    """Checks that a run resumes with the data that it was trained on.
 
     Args:
-        trained: What the run was trained on.
-        data: What it is to go on with; from elsewhere perhaps.
+        trained: The description of the training data.
+        data: The description of the data to resume with.
         where: The run's checkpoint, for the message.
 
     Raises:
-        CheckpointError: If anything but ``origin`` differs, the statistics of the
-            images by more than rounding.
+        CheckpointError: If anything except ``origin`` differs; statistics of images may
+            differ by rounding.
     """
     check_labels(trained, data, where)
     before, now = dataclasses.asdict(trained), dataclasses.asdict(data)
@@ -430,5 +429,5 @@ def check_same_data(trained: DataInfo, data: DataInfo, where: Path) -> None:
     if differing:
         raise CheckpointError(
             f"{where} was trained on other data ({'; '.join(differing)}), and nothing "
-            "was changed: give the data it was trained on, or another --workdir"
+            "was changed: use the data it was trained on, or another --workdir"
         )

@@ -1,4 +1,4 @@
-"""What a checkpoint stores beside its arrays: each seed's history, and its checks."""
+"""The metadata of a checkpoint: the history of each seed, and checks."""
 
 from __future__ import annotations
 

@@ -13,9 +13,9 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from relattn.data import Batch, DataInfo, DataSource, Loader
-from relattn.training.devices import EvalStep, Parallel, Redraw
+from relattn.training.devices import Parallel, Redraw
 from relattn.training.run_metadata import History
-from relattn.training.step import TrainState, TrainStep
+from relattn.training.step import EvalStep, TrainState, TrainStep
 from relattn.training.task import Task
 
 # The seeds share the step, so that a branch on the step stays a branch under vmap.
@@ -49,7 +49,7 @@ class SeedsTask(Task):
     """Several seeds of a task that train together, stacked along a leading axis.
 
     Every method maps that of `single`, the task of one seed, over the seeds. A seed's
-    results are those of a run of its own: it has its own parameters, batches and random
+    results are those of a separate run: it has its own parameters, batches and random
     numbers.
     """
 

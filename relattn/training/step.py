@@ -1,4 +1,4 @@
-"""The state of a run on the device, and the streams of randomness of its seed."""
+"""The training state, and the update and evaluation steps as pure functions."""
 
 from __future__ import annotations
 
@@ -16,17 +16,24 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from relattn.data import Mix
 from relattn.kernels.feature_maps import redraw
 
+Batch = dict[str, Any]
+Metrics = dict[str, Array]
+
+# The variable collections that training keeps in its state.
 CARRIED = ("params", "random_features", "batch_stats")
+
+# Metrics that are finite in a good update, and their names in messages.
+FINITE_METRICS = {"loss": "loss", "grad_norm": "gradient", "update_norm": "update"}
 
 
 @flax.struct.dataclass
 class TrainState:
-    """All that an update changes.
+    """Everything that an update changes.
 
     Attributes:
-        step: Number of updates so far, int32; the position in the data follows from it.
-        params: Parameters.
-        opt_state: State of the optimiser.
+        step: Number of updates so far, int32; it determines the position in the data.
+        params: The parameters.
+        opt_state: The state of the optimiser.
         random_features: The collection of random projections, perhaps empty.
         batch_stats: The collection of moving statistics, float arrays, perhaps empty.
     """
@@ -39,12 +46,12 @@ class TrainState:
 
     @property
     def variables(self) -> dict[str, Any]:
-        """What the model is applied with."""
+        """The variables for ``model.apply``."""
         return {"params": self.params, **self.collections}
 
     @property
     def collections(self) -> dict[str, Any]:
-        """What the model is applied with beside its parameters."""
+        """The variables other than the parameters."""
         return {
             "random_features": self.random_features,
             "batch_stats": self.batch_stats,
@@ -52,14 +59,14 @@ class TrainState:
 
 
 def stream_key(key: Key[Array, ""], name: str) -> Key[Array, ""]:
-    """The key of a named stream of randomness.
+    """Derives the key of a named random stream.
 
     Args:
         key: The run's key, ``jax.random.key(seed)``. Random features use it directly.
-        name: For example ``"dropout"``.
+        name: The stream's name, such as ``"dropout"``.
 
     Returns:
-        A key that no layer's or step's number can collide with.
+        A key that does not collide with ``fold_in`` of the index of a layer or step.
 
     Example:
         >>> key = jax.random.key(0)
@@ -76,21 +83,21 @@ def create_state(
     input_shape: tuple[int, ...],
     dtype: Any = jnp.float32,
 ) -> TrainState:
-    """The state before the first update, a pure function of the key.
+    """Creates the state before the first update, a pure function of the key.
 
     Args:
-        model: Called on inputs ``[batch, *input_shape]``.
-        optimizer: Gives the optimiser's state.
+        model: A model of inputs ``[batch, *input_shape]``.
+        optimizer: The optimiser.
         key: The run's key.
-        input_shape: Height, width and channels of an image as the model sees it, or
-            the length of a text.
-        dtype: Of the inputs.
+        input_shape: Height, width and channels of a preprocessed image, or the length
+            of a text.
+        dtype: The dtype of the inputs.
 
     Returns:
-        The state; projections are those of redraw index 0.
+        The state; random projections have redraw index 0.
 
     Raises:
-        ValueError: If the model keeps a collection that training does not carry.
+        ValueError: If the model has a collection that is not in `CARRIED`.
 
     Example:
         >>> state = create_state(
@@ -107,8 +114,8 @@ def create_state(
     for collection in variables:
         if collection not in (*CARRIED, "intermediates"):
             raise ValueError(
-                f"the model keeps a collection {collection!r}; training carries "
-                f"{', '.join(map(repr, CARRIED))} only"
+                f"the model has a collection {collection!r}; training supports only "
+                f"{', '.join(map(repr, CARRIED))}"
             )
     params = variables["params"]
     return TrainState(
@@ -120,18 +127,14 @@ def create_state(
     )
 
 
-Batch = dict[str, Any]
-Metrics = dict[str, Array]
 TrainStep = Callable[[TrainState, Batch, Key[Array, "..."]], tuple[TrainState, Metrics]]
-
-# Metrics that are finite in a good update, and what they are of.
-FINITE_METRICS = {"loss": "loss", "grad_norm": "gradient", "update_norm": "update"}
+EvalStep = Callable[[Any, Batch], Metrics]
 
 
 def cross_entropy(
     logits: Float[Array, "*batch classes"], labels: Int[Array, "*batch"]
 ) -> Float[Array, "*batch"]:
-    """Negative log-likelihood of the labels, in float32.
+    """Computes the negative log-likelihood of the labels, in float32.
 
     loss = log sum_c exp(logits_c) - logits_label
 
@@ -141,7 +144,7 @@ def cross_entropy(
             ``[*batch]``.
 
     Returns:
-        One loss a label.
+        One loss for each label.
 
     Example:
         >>> loss = cross_entropy(jnp.zeros((1, 4)), jnp.array([2]))
@@ -165,32 +168,33 @@ def make_train_step(
 ) -> Callable[[TrainState, Batch, Key[Array, ""]], tuple[TrainState, Metrics]]:
     """Makes the pure function of one update, ``step(state, batch, key)``.
 
-    A batch holds what ``preprocess`` reads and ``label``; ``key`` is the run's key.
-    Dropout's key is a function of (key, step, device, part). Random features stay as
-    they are: `relattn.kernels.redraw` is called between updates. Moving statistics are
-    updated once, by the mean over the devices and the parts of what each makes of
-    them; modules take the moments of all devices together by
-    `relattn.nn.batch_norm.mean_over_devices`, those of each part apart.
+    ``batch`` has ``label`` and the input of ``preprocess``; ``key`` is the run's key.
+    The dropout key is a function of (key, step, device, part). Random features do not
+    change: `relattn.kernels.redraw` is called between updates. Moving statistics are
+    updated once, by the mean of their updates over the devices and the parts. Modules
+    average moments over the devices by `relattn.nn.batch_norm.mean_over_devices`, and
+    over each part separately.
 
     Args:
-        model: Applied with ``deterministic=False`` and a ``dropout`` key.
-        optimizer: Applied to the gradients' mean over the devices.
-        preprocess: From a batch to what the model sees.
-        accumulate_steps: Equal parts that a device takes its batch in, one after the
-            other, in the memory of one part; the update is that of the whole batch.
-        skip_non_finite: Whether an update whose loss or gradient, meaned over the
-            devices, or whose change of the parameters is not finite changes nothing but
-            the step.
+        model: The model, applied with ``deterministic=False`` and a ``dropout`` key.
+        optimizer: The optimiser, applied to the gradients' mean over the devices.
+        preprocess: Maps a batch to the model's inputs.
+        accumulate_steps: Number of equal parts in which a device processes its batch,
+            one after the other, with the memory of one part; the update is that of the
+            whole batch.
+        skip_non_finite: Whether to change only the step if the loss or the gradient,
+            averaged over the devices, or the change of the parameters is not finite.
         mix: Draws the mask that mixes each image with the one before it in the global
             batch, see `relattn.data.make_mix`, from a key of (key, step) that all
             devices and parts share; None for no mixing. The loss is that of the soft
-            labels, and ``accuracy`` counts the label of the larger weight.
-        axis_name: The axis of the devices, under a parallel map; None for one device.
+            labels, and ``accuracy`` counts the label of larger weight.
+        axis_name: The name of the devices' axis under a parallel map; None without one.
 
     Returns:
         The function; its metrics are ``loss``, ``accuracy``, ``grad_norm`` (before
-        clipping), ``update_norm`` (of what is added to the parameters) and the scalars
-        that the model sows as ``intermediates``, means over the global batch.
+        clipping), ``update_norm`` (the norm of the change of the parameters) and the
+        scalars that the model sows as ``intermediates``, averaged over the global
+        batch.
 
     Raises:
         ValueError: If ``accumulate_steps`` is less than one.
@@ -292,7 +296,7 @@ def make_train_step(
 
 
 def _select(finite: Bool[Array, ""], new: TrainState, old: TrainState) -> TrainState:
-    """What an update changes, from the new state if it is finite, else the old one."""
+    """Selects the new parameters, optimiser state and statistics if they are finite."""
     changed = ("params", "opt_state", "batch_stats")
     chosen = {
         name: jax.tree.map(
@@ -304,7 +308,7 @@ def _select(finite: Bool[Array, ""], new: TrainState, old: TrainState) -> TrainS
 
 
 def _previous(batch: Batch, axis_name: str | None) -> Batch:
-    """The example before each one in the global batch; the last before the first."""
+    """Rolls the global batch by one: the last example comes before the first."""
     if axis_name is None:
         return jax.tree.map(lambda x: jnp.roll(x, 1, axis=0), batch)
     devices = jax.lax.axis_size(axis_name)
@@ -320,14 +324,14 @@ def _previous(batch: Batch, axis_name: str | None) -> Batch:
 def _mean_over_parts(
     function: Callable[[Batch, Array], Any], batch: Batch, parts: int
 ) -> Any:
-    """The mean of a function over equal parts of a batch, taken one after the other."""
+    """Averages a function over equal parts of a batch, one after the other."""
     size = len(batch["label"])
     if size % parts:
         raise ValueError(
-            f"config.accumulate_steps={parts} does not divide the {size} examples that "
-            "a device has of config.batch_size; change one of them"
+            f"config.accumulate_steps={parts} does not divide the {size} examples of "
+            "config.batch_size on a device; change one of them"
         )
-    # Every parts-th example, so that each part lies on all devices of a mesh.
+    # Each part takes every parts-th example, so that it is on all devices of a mesh.
     split = jax.tree.map(
         lambda x: x.reshape(-1, parts, *x.shape[1:]).swapaxes(0, 1), batch
     )
@@ -354,15 +358,15 @@ def make_eval_step(
     """Makes the pure function ``step(variables, batch)`` of one evaluation batch.
 
     Args:
-        model: Applied with ``deterministic=True``.
-        preprocess: From a batch to what the model sees.
-        top5: Whether to count the labels among the five largest logits too.
-        axis_name: The axis of the devices, under a parallel map; None for one device.
+        model: The model, applied with ``deterministic=True``.
+        preprocess: Maps a batch to the model's inputs.
+        top5: Whether to also count labels among the five largest logits.
+        axis_name: The name of the devices' axis under a parallel map; None without one.
 
     Returns:
-        The function. A batch holds what ``preprocess`` reads, ``label`` and ``weight``,
-        0 for a label that does not count; the result is the sums ``loss``, ``correct``,
-        perhaps ``correct_top5``, and ``count`` over the global batch.
+        The function. ``batch`` has the input of ``preprocess``, ``label``, and
+        ``weight``, 0 for a label that does not count. The result is the sums ``loss``,
+        ``correct``, perhaps ``correct_top5``, and ``count`` over the global batch.
 
     Example:
         >>> class Zeros(nn.Module):
@@ -395,14 +399,13 @@ def make_eval_step(
 
 
 def scalars(intermediates: Any) -> Metrics:
-    """The scalars that a model sowed, by path; where one was sown often, the mean.
+    """Returns the scalars that a model sowed by path, averaged if sown several times.
 
     Args:
         intermediates: The collection: tuples of values in nested dictionaries.
 
     Returns:
-        For example ``{"block_0/attention/normalizer": ...}``; anything but scalars is
-        left out.
+        For example ``{"block_0/attention/normalizer": ...}``; arrays are left out.
 
     Example:
         >>> one, two = jnp.array(1.0), jnp.array(2.0)

@@ -1,4 +1,4 @@
-"""What a configuration trains: the model, its optimiser and how data reach it."""
+"""A task: the model, its optimiser, its steps and the loader of its data."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from relattn.data import DataInfo
 from relattn.kernels.feature_maps import redraw
 from relattn.training.config import LARGEST_INT
 from relattn.training.cost import training_flops
-from relattn.training.devices import EvalStep, Parallel, Redraw
+from relattn.training.devices import Parallel, Redraw
 from relattn.training.optimizer import make_optimizer, make_schedule
 from relattn.training.run_metadata import History
 from relattn.training.step import (
     Batch,
+    EvalStep,
     TrainState,
     TrainStep,
     create_state,
@@ -33,13 +34,15 @@ from relattn.training.step import (
 )
 
 INPUT_DTYPES = {"images": jnp.float32, "tokens": jnp.int32}
-# Of ten classes, five are half: top-5 accuracy says little.
+# Top-5 accuracy means little where five is half of the classes.
 TOP5_CLASSES = 10
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A model, its optimiser and how data reach it.
+    """Everything that a configuration defines for training one seed.
+
+    `relattn.training.seeds.SeedsTask` has the same interface for several seeds.
 
     Attributes:
         config: The run's configuration.
@@ -47,8 +50,8 @@ class Task:
         model: The Flax module.
         optimizer: The optax transformation.
         schedule: The learning rate by step.
-        preprocess: From a batch to what the model sees; jit-able.
-        mix: Draws how the images of a batch are mixed; None for no mixing.
+        preprocess: Maps a batch to the model's inputs; jit-able.
+        mix: Draws the mask that mixes images of a batch; None for no mixing.
         steps_per_epoch: Updates in an epoch.
         num_steps: Updates in the whole run.
     """
@@ -65,7 +68,7 @@ class Task:
 
     @classmethod
     def build(cls, config: ConfigDict, info: DataInfo) -> Task:
-        """Builds everything from a checked configuration.
+        """Builds the task of a checked configuration.
 
         Args:
             config: The run's configuration.
@@ -233,7 +236,7 @@ def counts_top5(info: DataInfo) -> bool:
 
 
 def _sizes(config: ConfigDict, info: DataInfo) -> dict[str, Any]:
-    """What `build_model` needs to know of the data."""
+    """Returns the sizes of the data that `build_model` needs."""
     if info.kind == "tokens":
         return {"vocab_size": info.vocab_size, "context_length": info.context_length}
     shape = data_lib.input_shape(config.data, info)

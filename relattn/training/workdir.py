@@ -1,4 +1,4 @@
-"""The run directory: its lock, its records, and what is set aside in it."""
+"""The run directory: its lock, its records, and damaged files in it."""
 
 from __future__ import annotations
 
@@ -25,38 +25,43 @@ from relattn.training.config import to_json
 from relattn.training.errors import WorkdirError, writing
 from relattn.training.task import Task
 
+try:
+    import fcntl
+except ImportError:  # Windows has no flock.
+    fcntl = None
+
+LOCK = "lock.json"
+DAMAGED = ".damaged"
+
 _PACKAGES = ("relattn", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
 def usable_folder(folder: str | Path, flag: str) -> Path:
-    """Makes a folder and checks that it can be written to.
+    """Creates a folder and checks that it is writable.
 
     Args:
-        folder: As the command line has it.
-        flag: The option that names it, for the message.
+        folder: The folder, as given on the command line.
+        flag: The command-line option, for the message.
 
     Returns:
         Its absolute path.
 
     Raises:
-        WorkdirError: If it cannot.
-        ValueError: If it begins with a home directory that is not known.
+        WorkdirError: If it is not writable.
+        ValueError: If it begins with an unknown home directory.
 
     Example:
         >>> usable_folder("", "--workdir")
         Traceback (most recent call last):
-        relattn.training.errors.WorkdirError: --workdir is empty, as a variable of the \
-shell is that was never set: name a directory
+        relattn.training.errors.WorkdirError: --workdir is empty (unset shell \
+variable?): name a directory
     """
     if not str(folder):
-        raise WorkdirError(
-            f"{flag} is empty, as a variable of the shell is that was never set: name "
-            "a directory"
-        )
+        raise WorkdirError(f"{flag} is empty (unset shell variable?): name a directory")
     if "://" in str(folder):
         raise WorkdirError(
-            f"{flag} {folder} is an address, not a directory: mount the bucket (by "
-            "gcsfuse, say) and give the path where it is mounted"
+            f"{flag} {folder} is an address, not a directory: mount the bucket (for "
+            "example with gcsfuse) and give the path where it is mounted"
         )
     path = expand(folder, flag).absolute()
     try:
@@ -72,17 +77,13 @@ shell is that was never set: name a directory
 
 
 def usable_workdir(workdir: str | Path) -> Path:
-    """Makes a run directory and checks that it can be written to.
+    """Creates a run directory and checks that it is writable, see `usable_folder`.
 
     Args:
         workdir: The ``--workdir``.
 
     Returns:
         Its absolute path.
-
-    Raises:
-        WorkdirError: If it cannot.
-        ValueError: If it begins with a home directory that is not known.
     """
     return usable_folder(workdir, "--workdir")
 
@@ -95,15 +96,15 @@ def announcement(
     start_step: int,
     finished: bool,
 ) -> list[str]:
-    """What a run says before it begins.
+    """Describes a run before it starts.
 
     Args:
-        task: What it trains.
-        devices: What it trains on.
+        task: The task.
+        devices: The devices that it trains on.
         available: Number of devices that it could train on.
         workdir: The run directory.
-        start_step: Number of updates behind it.
-        finished: Whether none are before it.
+        start_step: Number of updates in the checkpoint that it starts from.
+        finished: Whether there is nothing left to train.
 
     Returns:
         The lines.
@@ -136,15 +137,15 @@ def announcement(
 def write_run_json(
     workdir: Path, task: Task, devices: Sequence[jax.Device], start_step: int
 ) -> None:
-    """Writes, or for a resumed run extends, ``run.json``.
+    """Writes ``run.json``; a resumed run adds its start to the list there.
 
-    One that cannot be read is kept as ``run.json.damaged``, with a warning.
+    A file that cannot be read is kept as ``run.json.damaged``, with a warning.
 
     Args:
         workdir: The run directory.
-        task: What the run trains.
-        devices: What it trains on.
-        start_step: Number of updates behind it.
+        task: The task.
+        devices: The devices that the run trains on.
+        start_step: Number of updates in the checkpoint that it starts from.
     """
     path = workdir / "run.json"
     start = {
@@ -166,7 +167,7 @@ def write_run_json(
 
 
 def _starts(path: Path) -> list[Any]:
-    """The starts in a ``run.json``, of which there may be none."""
+    """Reads the starts in a ``run.json``; without the file there are none."""
     if not path.is_file():
         return []
     try:
@@ -176,28 +177,28 @@ def _starts(path: Path) -> list[Any]:
     except (ValueError, LookupError, TypeError, RecursionError):
         pass
     warnings.warn(
-        f"{path} is damaged and begun anew, without the starts that it listed; the old "
-        f"file is kept as {copy_aside(path)}",
+        f"{path} is damaged and written again without its list of starts; the old file "
+        f"is kept as {copy_aside(path)}",
         stacklevel=3,
     )
     return []
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:
-    """Replaces a file by indented JSON, all or nothing.
+    """Replaces a file atomically by indented JSON.
 
     Args:
         path: The file.
-        values: What JSON can hold.
+        values: Values that JSON can hold.
     """
     write_text(path, json.dumps(values, indent=2) + "\n")
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that decide a run's results.
+    """Returns the versions of Python and of the packages that affect results.
 
     Returns:
-        By name; ``"not installed"`` where the package is only on the path.
+        Versions by name; ``"not installed"`` for a package that is only on the path.
 
     Example:
         >>> versions()["jax"] == jax.__version__
@@ -213,10 +214,10 @@ def versions() -> dict[str, str]:
 
 
 def git_commit() -> str | None:
-    """The commit of the package's source, with ``-dirty`` where it was changed.
+    """Returns the commit of the package's source, with ``-dirty`` if it was changed.
 
     Returns:
-        None where the package does not lie in a git checkout of its own.
+        The commit; None if the package is not in its own git checkout.
     """
     source = Path(__file__).parent
 
@@ -234,21 +235,13 @@ def git_commit() -> str | None:
         return None
 
 
-try:
-    import fcntl
-except ImportError:  # Windows has no such locks.
-    fcntl = None
-
-LOCK = "lock.json"
-
-
 @contextlib.contextmanager
 def lock_workdir(workdir: Path) -> Iterator[None]:
-    """Keeps a run directory to this process.
+    """Locks a run directory for this process.
 
     The lock is the system's, ``flock`` on ``lock.json``: it ends with the process,
-    however that ends. The file only says who holds it; what a process that was killed
-    left there does not matter.
+    even after a kill. The file's text is only for messages, so a file left by a process
+    that was killed does no harm.
 
     Args:
         workdir: The run directory, which exists.
@@ -257,7 +250,8 @@ def lock_workdir(workdir: Path) -> Iterator[None]:
         Nothing.
 
     Raises:
-        WorkdirError: If another run holds it; names that process and its host.
+        WorkdirError: If another run holds the lock; the message has its process and
+            host.
 
     Example:
         >>> import tempfile
@@ -282,7 +276,7 @@ def lock_workdir(workdir: Path) -> Iterator[None]:
 
 
 def _locked(path: Path) -> IO[str]:
-    """The file, opened and locked."""
+    """Opens and locks the file."""
     while True:
         with writing(path):
             file = path.open("a+")
@@ -314,15 +308,12 @@ def _holder(file: IO[str]) -> str:
         record = json.load(file)
         return f"process {record['pid']} on {record['host']}"
     except (ValueError, LookupError, TypeError):
-        # It has not written its name yet.
+        # It has not written its process id yet.
         return "another process"
 
 
-DAMAGED = ".damaged"
-
-
 def name_aside(path: Path) -> Path:
-    """The first free name for what is damaged.
+    """Returns the first free name for a damaged file or folder.
 
     Args:
         path: A file or folder.
@@ -345,7 +336,7 @@ def copy_aside(path: Path) -> Path:
     """Copies a damaged file that is about to be replaced.
 
     Args:
-        path: The file, which stays until it is replaced: a kill loses nothing.
+        path: The file. It is copied, not moved, so that a kill loses nothing.
 
     Returns:
         The copy, see `name_aside`.
@@ -367,7 +358,7 @@ def copy_aside(path: Path) -> Path:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replaces a file by one with this text, all or nothing, even if power fails.
+    """Replaces a file atomically, even if power fails.
 
     Args:
         path: The file.
@@ -381,6 +372,6 @@ def write_text(path: Path, text: str) -> None:
         with temporary.open("w") as file:
             file.write(text)
             file.flush()
-            # Or a file system may give the new name to a file still empty.
+            # Otherwise the file system may rename a file that is still empty.
             os.fsync(file.fileno())
         os.replace(temporary, path)

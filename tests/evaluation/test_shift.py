@@ -25,7 +25,7 @@ def test_shift_moves_every_pixel_and_fills_with_zeros(axis, pixels):
 
 
 @pytest.mark.parametrize("axis", ["x", "y"])
-def test_movable_images_lose_nothing_and_the_others_do(axis):
+def test_only_movable_images_lose_nothing(axis):
     rng = np.random.default_rng(1)
     images = (rng.random((50, 11, 13, 1)) < 0.02).astype(np.float32)
     for max_shift in (0, 1, 3, 10):
@@ -59,7 +59,7 @@ def test_unknown_axis_is_refused():
         movable(np.zeros((1, 3, 5, 1), np.float32), 1, "z")
 
 
-def test_the_embedded_images_can_move():
+def test_enough_embedded_images_can_move():
     data = load_images(ConfigDict({"name": "fashion_mnist"}))
     images = np.pad(data.test.images, ((0, 0), (2, 2), (2, 2), (0, 0))) / np.float32(
         255
@@ -82,7 +82,7 @@ class SeesBlack(nn.Module):
 
 @pytest.mark.parametrize("standardize, black", [(True, -1.5), (False, 0.0)])
 def test_images_are_standardised_after_the_shift(tmp_path, standardize, black):
-    """What moves in is as black as the background: -mean / std."""
+    """Zeros move in and become the background: -mean / std."""
     config = default_config()
     config.model.name = "sees_black"
     config.data.update(name="dots", image_size=5, standardize=standardize)

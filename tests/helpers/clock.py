@@ -1,15 +1,15 @@
-"""A clock that compilation moves on."""
+"""A clock that compilation advances."""
 
 
 def slow_to_compile(make, now):
-    """Makes each compilation of the steps that ``make`` makes take 1,000 seconds.
+    """Advances a clock by 1,000 seconds for each compilation of a step.
 
     Args:
-        make: Makes a step, a function that is compiled when it is traced.
-        now: A list of the time, in seconds; changed in place.
+        make: Makes a step, a function that is traced once for each compilation.
+        now: A list with the time, in seconds; changed in place.
 
     Returns:
-        A function to put in the place of ``make``.
+        A function to use instead of ``make``.
     """
 
     def make_slow(*args, **kwargs):

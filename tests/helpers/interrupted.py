@@ -1,4 +1,4 @@
-"""Runs that are interrupted, and what they end with."""
+"""Interrupts runs, and reads what they leave."""
 
 from relattn import data as data_lib
 from relattn.training.checkpoint import (
@@ -17,7 +17,7 @@ class Interrupted(Exception):
 
 
 def interrupt_at(step):
-    """For ``on_step``: raises after an update."""
+    """Makes an ``on_step`` that raises after an update."""
 
     def on_step(done):
         if done == step:
@@ -27,13 +27,13 @@ def interrupt_at(step):
 
 
 def untimed(result):
-    """A ``result.json`` without what differs from run to run."""
+    """Returns a ``result.json`` without timings."""
     timings = ("seconds", "examples_per_second", "inference_seconds")
     return {key: value for key, value in result.items() if key not in timings}
 
 
 def untimed_rows(workdir):
-    """The rows of a run's metrics without what differs from run to run."""
+    """Reads the rows of a run's metrics without timings."""
     rows = read_rows(workdir / "metrics.jsonl")
     for row in rows:
         del row["examples_per_second"], row["examples_per_second_per_device"]
@@ -41,7 +41,7 @@ def untimed_rows(workdir):
 
 
 def final_state(workdir):
-    """The state in a run's latest checkpoint."""
+    """Restores the state of a run's latest checkpoint."""
     folder = workdir / CHECKPOINTS
     step = checkpoint_steps(folder)[-1]
     meta = read_meta(folder, step)

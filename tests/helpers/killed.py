@@ -1,8 +1,8 @@
-"""Trains, ends the training by SIGKILL many times, and lets it come to its end.
+"""Trains, kills the training by SIGKILL many times, and lets it finish.
 
-``python -m tests.helpers.killed FOLDER`` trains once without a kill, in ``whole``, and
-once with, in ``parts``, and prints what happened as JSON. Every attempt is a process
-forked from this one, which has imported all and touched no device.
+``python -m tests.helpers.killed FOLDER`` trains once without kills, in ``whole``, and
+once with kills, in ``parts``, and prints what happened as JSON. Every attempt is a
+process forked from this one, which has imported everything and used no device.
 """
 
 import contextlib
@@ -25,10 +25,10 @@ from relattn.training.task import Task
 from tests.training.conftest import build_tiny, make_config, make_data
 
 KILLS = 20
-# Of these, at the least, in the middle of a checkpoint write.
+# At least so many of them during a checkpoint write.
 TORN = 6
-# An attempt waits to be killed after so many updates: however quick the machine, the
-# run is long enough.
+# An attempt stops after so many updates until it is killed, so that the run is long
+# enough on a fast machine.
 UPDATES = 4
 NUM_STEPS = 100
 
@@ -38,15 +38,15 @@ def train(workdir, notify=None, pause=None):
 
     Args:
         workdir: The run directory.
-        notify: A pipe that gets a byte for every update.
-        pause: The update after which nothing happens any more.
+        notify: A pipe to which every update writes a byte.
+        pause: The update after which training stops and waits.
     """
     config = make_config()
     config.num_steps = NUM_STEPS
     config.eval_every_steps = 17
     config.checkpoint_every_steps = 2
     config.log_every_steps = 3
-    # Most of what an attempt would compile.
+    # Redraws would be most of what an attempt compiles.
     config.redraw_every = 0
     log = os.open(f"{workdir}.log", os.O_CREAT | os.O_APPEND | os.O_WRONLY)
     os.write(log, b"start\n")
@@ -76,7 +76,7 @@ def train(workdir, notify=None, pause=None):
 
 
 def fork(function, *args):
-    """Runs a function in a process of its own; returns its id."""
+    """Runs a function in a new process; returns its id."""
     child = os.fork()
     if child:
         return child
@@ -89,7 +89,7 @@ def fork(function, *args):
 
 
 def unfinished(checkpoints):
-    """What a checkpoint under way looks like, to tell it from an earlier one's rest."""
+    """Finds unfinished checkpoints and their times; earlier kills leave some too."""
     found = {}
     with contextlib.suppress(FileNotFoundError):
         for path in checkpoints.glob("*.orbax-checkpoint-tmp"):
@@ -99,26 +99,26 @@ def unfinished(checkpoints):
 
 
 def latest(checkpoints):
-    """The step of the latest complete checkpoint, 0 without one."""
+    """Returns the step of the latest complete checkpoint, 0 without one."""
     return (checkpoint_steps(checkpoints) or [0])[-1]
 
 
 def wait_until(condition, seconds=1.0):
-    """No longer than a second: what is waited for may be over."""
+    """Waits, but at most a second: the condition may be over."""
     end = time.monotonic() + seconds
     while not condition() and time.monotonic() < end:
         time.sleep(0.001)
 
 
 def attempt(workdir, draw, aimed):
-    """Trains on and kills; returns whether a checkpoint write was cut short."""
+    """Resumes and kills; returns whether a checkpoint write was cut short."""
     checkpoints = workdir / "checkpoints"
     start = latest(checkpoints)
     before = unfinished(checkpoints)
     read, write = os.pipe()
     child = fork(train, workdir, write, start + UPDATES)
     os.close(write)
-    # Also before the first one, while it restores and compiles.
+    # Zero updates: while it restores and compiles.
     updates = draw.randint(1 if aimed else 0, UPDATES)
     for _ in range(updates):
         if not os.read(read, 1):
@@ -126,7 +126,7 @@ def attempt(workdir, draw, aimed):
     if aimed:
         wait_until(lambda: unfinished(checkpoints) != before)
     elif updates > 1:
-        # Some way to the next kill.
+        # Kills need some progress between them.
         wait_until(lambda: latest(checkpoints) > start)
         time.sleep(draw.uniform(0, 0.05))
     else:
@@ -149,7 +149,7 @@ def let_end(workdir):
 def main():
     folder = Path(sys.argv[1])
     draw = random.Random(0)
-    # What it compiles, the others find in the cache.
+    # It fills the compilation cache for the others.
     let_end(folder / "whole")
     torn, resumed = [], []
     while len(torn) < KILLS or sum(torn) < TORN:

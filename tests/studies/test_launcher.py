@@ -21,7 +21,7 @@ def test_read_config_is_that_of_train_py():
         read_config("configs/demo.py:bandd")
     with pytest.raises(ValueError, match=r"no --config\.\[...\] key .*num_epochs"):
         read_config(CONFIG, ["--config.num_epoch=3"])
-    with pytest.raises(ValueError, match="'--verbosity=1' is no option --config.key"):
+    with pytest.raises(ValueError, match="'--verbosity=1' is not an option --config"):
         read_config(CONFIG, ["--verbosity=1"])
     with pytest.raises(ValueError, match="--config.num_epochs=x: invalid literal"):
         read_config(CONFIG, ["--config.num_epochs=x"])

@@ -1,4 +1,4 @@
-"""Tiny models, images and texts, built and loaded by training as real ones are."""
+"""Tiny models, images and texts for the tests of training."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Moving statistics: carried, checkpointed, frozen in evaluation, of all devices."""
+"""Moving statistics: checkpointed, frozen in evaluation, averaged over devices."""
 
 import chex
 import flax.linen as nn
@@ -40,7 +40,7 @@ class NormalisedWithFeatures(TinyModel):
 
 
 def updates(model, devices, count=3, accumulate_steps=1):
-    """The state after SGD, which does not hide a gradient of the wrong scale."""
+    """The state after SGD, which does not hide a wrong scale of the gradient."""
     _, state, _ = run(
         DataParallel(devices),
         optax.sgd(0.3),
@@ -64,7 +64,7 @@ def moved(averages, *batches):
     )
 
 
-def test_statistics_are_those_of_all_devices():
+def test_batch_statistics_are_averaged_over_devices():
     model, devices = NormalisedWithFeatures(num_classes=3), jax.local_devices()
     one, four = (updates(model, devices[:count]) for count in (1, 4))
     chex.assert_trees_all_close(one.params, four.params, atol=2e-6)
@@ -75,7 +75,7 @@ def test_statistics_are_those_of_all_devices():
     chex.assert_trees_all_close(four.batch_stats["norm"], expected, atol=1e-6)
 
 
-def test_parts_of_a_batch_are_one_update_of_the_averages():
+def test_accumulation_updates_moving_averages_once():
     state = updates(Normalised(), jax.local_devices()[:1], count=1, accumulate_steps=5)
     (batch,) = batches(1)
     images = to_float(batch)
@@ -93,7 +93,7 @@ def averages(run, steps):
     return result
 
 
-def test_seeds_resume_as_if_never_interrupted(
+def test_resumed_seeds_equal_an_uninterrupted_run(
     tiny, config, tmp_path, one_device, monkeypatch
 ):
     monkeypatch.setattr(models, "build_model", lambda config, **sizes: Normalised())
@@ -110,7 +110,7 @@ def test_seeds_resume_as_if_never_interrupted(
     )
     for one, other in zip(whole, parts, strict=True):
         chex.assert_trees_all_equal(one.variables, other.variables)
-        # Three evaluations have left alone what 15 updates made.
+        # Three evaluations have not changed the result of 15 updates.
         chex.assert_trees_all_close(
             one.variables["batch_stats"]["norm"], averages(one, 15), rtol=1e-4
         )
@@ -120,7 +120,7 @@ def test_seeds_resume_as_if_never_interrupted(
     np.testing.assert_allclose(scores["loss"], expected, rtol=1e-4)
 
 
-def test_stacked_seeds_keep_their_own(monkeypatch):
+def test_stacked_seeds_have_separate_statistics(monkeypatch):
     monkeypatch.setattr(seeds, "ONE_BY_ONE", ())
     parallel = DataParallel(jax.local_devices()[:2])
     model, optimizer = Normalised(), optax.sgd(0.3)
@@ -137,5 +137,5 @@ def test_stacked_seeds_keep_their_own(monkeypatch):
         parallel.place(jax.jit(create)(keys)), parallel.shard(batch, axis=1), keys
     )
     stats = parallel.fetch(state).batch_stats["norm"]["mean"]
-    expected = [[(1 - MOMENTUM) * to_float(of_seed).mean()] for of_seed in (one, other)]
+    expected = [[(1 - MOMENTUM) * to_float(batch).mean()] for batch in (one, other)]
     np.testing.assert_allclose(stats, expected, rtol=1e-5)

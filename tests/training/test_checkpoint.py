@@ -76,7 +76,7 @@ def contents(folder):
     return {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
-def test_what_is_restored_is_what_was_saved(folder):
+def test_restore_returns_what_was_saved(folder):
     assert read_meta(folder, 7)["note"] == [7]
     template = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), make_state(7)
@@ -95,7 +95,7 @@ def test_the_latest_two_and_the_earliest_best_are_kept(tmp_path):
     assert checkpoint_steps(tmp_path) == [2, 8, 9]
 
 
-def test_the_best_of_every_seed_is_kept(tmp_path):
+def test_the_best_checkpoint_of_every_seed_is_kept(tmp_path):
     writer = CheckpointWriter(tmp_path, num_scores=3)
     scores = {1: [0.9, 0.1, 0.2], 2: [0.5, 0.8, 0.2], 3: [0.1, 0.2, 0.2]}
     scores |= {5: [0.5, None, 0.1], 7: [None] * 3}
@@ -114,7 +114,7 @@ def test_scores_may_be_negative(tmp_path):
     assert checkpoint_steps(tmp_path) == [2, 4, 5]
 
 
-def test_what_a_kill_left_of_a_removed_checkpoint_goes_at_last(folder):
+def test_half_removed_checkpoints_are_removed_later(folder):
     shutil.copytree(folder / "7", folder / "3")
     shutil.rmtree(folder / "3" / "metrics")
     save(folder, {9: 0.1, 11: 0.2, 13: 0.3})
@@ -130,7 +130,7 @@ def test_incomplete_folders_are_ignored(folder):
     assert read_meta(folder, 9)["note"] == [9]
 
 
-def test_every_flipped_bit_is_found_and_the_file_named(folder):
+def test_every_flipped_bit_is_found(folder):
     paths = [p for p in (folder / "7").glob("*/**/*") if p.is_file()]
     assert len(paths) > 5
     for path in paths:
@@ -146,7 +146,7 @@ def test_every_flipped_bit_is_found_and_the_file_named(folder):
     read_meta(folder, 7)
 
 
-def test_a_missing_file_is_named(folder):
+def test_a_missing_file_is_reported(folder):
     (folder / "7" / "state" / "_METADATA").unlink()
     with pytest.raises(CheckpointError, match=r"state/_METADATA is missing"):
         read_meta(folder, 7)
@@ -160,7 +160,7 @@ def test_a_foreign_checkpoint_is_refused(folder):
 
 
 @pytest.mark.parametrize("text", ["", "{", "\xff", "5", "[[1, 2]]", "[" * 100000])
-def test_a_manifest_that_is_none(folder, text):
+def test_an_invalid_manifest_is_refused(folder, text):
     (folder / "7" / MANIFEST).write_bytes(text.encode("latin1"))
     with pytest.raises(DamagedError, match=r"7/manifest.json is damaged"):
         read_meta(folder, 7)
@@ -176,7 +176,7 @@ def test_every_file_must_be_in_the_manifest(folder, name):
         read_meta(folder, 7)
 
 
-def test_the_manifest_does_not_lead_out_of_the_checkpoint(folder):
+def test_manifest_paths_outside_the_checkpoint_are_refused(folder):
     manifest = folder / "7" / MANIFEST
     sums = json.loads(manifest.read_text())
     manifest.write_text(json.dumps({**sums, "../../secret": ""}))
@@ -185,7 +185,7 @@ def test_the_manifest_does_not_lead_out_of_the_checkpoint(folder):
 
 
 def forge(checkpoint, meta):
-    """Rewrites what a checkpoint says, and its SHA-256."""
+    """Replaces the metadata of a checkpoint and their SHA-256."""
     path, manifest = checkpoint / "meta" / "metadata", checkpoint / MANIFEST
     path.write_text(json.dumps(meta))
     sums = json.loads(manifest.read_text())
@@ -212,14 +212,14 @@ def forge(checkpoint, meta):
         ({"history": [{"best_step": 10**300}]}, "best_step is 1000"),
     ],
 )
-def test_meta_of_another_type(folder, change, problem):
+def test_metadata_of_another_type_is_refused(folder, change, problem):
     forge(folder / "7", {**read_meta(folder, 7), **change})
     with pytest.raises(DamagedError, match=rf"metadata is damaged \({problem}"):
         read_meta(folder, 7)
 
 
 @pytest.mark.parametrize("name", ["config", "data", "history", "arrays"])
-def test_meta_that_lacks_something(folder, name):
+def test_missing_metadata_is_refused(folder, name):
     meta = read_meta(folder, 7)
     del meta[name]
     forge(folder / "7", meta)
@@ -227,7 +227,7 @@ def test_meta_that_lacks_something(folder, name):
         read_meta(folder, 7)
 
 
-def test_meta_that_is_no_object(folder):
+def test_metadata_that_is_not_an_object_is_refused(folder):
     forge(folder / "7", [1])
     with pytest.raises(DamagedError, match=r"metadata is damaged \(it is \[1\]\)"):
         read_meta(folder, 7)
@@ -248,7 +248,7 @@ def test_meta_that_is_no_object(folder):
         ({"data": {"name": "a text"}}, "TypeError: .*missing"),
     ],
 )
-def test_meta_that_makes_no_sense(folder, change, problem):
+def test_metadata_that_cannot_be_used_is_refused(folder, change, problem):
     forge(folder / "7", {**read_meta(folder, 7), **change})
     with pytest.raises(
         CheckpointError,
@@ -285,7 +285,7 @@ def test_empty_collections_may_be_absent(tmp_path):
         restore(tmp_path, 7, template)
 
 
-def test_a_file_in_place_of_the_folder(tmp_path):
+def test_a_file_instead_of_the_folder_is_refused(tmp_path):
     (tmp_path / "checkpoints").write_text("")
     with pytest.raises(CheckpointError, match="is a file, not a folder"):
         checkpoint_steps(tmp_path / "checkpoints")
@@ -294,12 +294,12 @@ def test_a_file_in_place_of_the_folder(tmp_path):
 @pytest.mark.parametrize(
     "name", ["notes.txt", "140 (copy)", "\N{SUPERSCRIPT TWO}", "07"]
 )
-def test_what_is_no_checkpoint_is_to_be_moved_away(folder, name):
+def test_other_entries_in_the_folder_are_refused(folder, name):
     (folder / name).mkdir()
     with pytest.raises(CheckpointError) as raised:
         checkpoint_steps(folder)
     assert str(raised.value) == (
-        f"{folder / name} is no checkpoint of relattn: move it out of {folder}"
+        f"{folder / name} is not a checkpoint of relattn: move it out of {folder}"
     )
 
 
@@ -314,12 +314,12 @@ def flip(path):
 
 
 @pytest.mark.parametrize("damage", [truncate, flip, Path.unlink])
-def test_whatever_is_damaged_the_checkpoint_before_it_is_used(folder, damage):
+def test_any_damage_falls_back_to_the_checkpoint_before(folder, damage):
     save(folder, {11: 0.3})
     paths = [p for p in (folder / "11").glob("*/**/*") if p.is_file()]
     manifest = folder / "11" / MANIFEST
     for path in [*paths, manifest]:
-        # A bit of the manifest is one of the name or the sum of another file.
+        # A bit of the manifest changes the name or the SHA-256 of another file.
         named = r"\S+" if path == manifest else path.name
         original = path.read_bytes()
         if not original:
@@ -339,10 +339,10 @@ def empty(path):
 
 
 @pytest.mark.parametrize("damage", [truncate, flip, empty, Path.unlink])
-def test_files_beside_the_items_are_not_needed(folder, damage):
-    beside = [path for path in (folder / "7").iterdir() if path.is_file()]
-    assert "_CHECKPOINT_METADATA" in [path.name for path in beside]
-    for path in beside:
+def test_orbax_files_at_the_top_level_are_not_needed(folder, damage):
+    others = [path for path in (folder / "7").iterdir() if path.is_file()]
+    assert "_CHECKPOINT_METADATA" in [path.name for path in others]
+    for path in others:
         if path.name != MANIFEST:
             damage(path)
     assert read_latest(folder)[0] == 7
@@ -353,10 +353,10 @@ def test_files_beside_the_items_are_not_needed(folder, damage):
 
 
 @pytest.mark.parametrize("text", ["5", "[" * 100000, '{"item_handlers": 5}'])
-def test_times_that_orbax_cannot_read(folder, text):
+def test_checkpoint_times_that_orbax_cannot_read(folder, text):
     (folder / "7" / "_CHECKPOINT_METADATA").write_text(text)
     assert read_latest(folder)[0] == 7
-    message = rf"cannot read a _CHECKPOINT_METADATA in {folder} \(.*\): remove it"
+    message = rf"cannot read a _CHECKPOINT_METADATA in {folder} \(.*\): remove that"
     with pytest.raises(CheckpointError, match=message):
         save(folder, {11: 0.3})
     (folder / "7" / "_CHECKPOINT_METADATA").unlink()
@@ -364,7 +364,7 @@ def test_times_that_orbax_cannot_read(folder, text):
     assert checkpoint_steps(folder) == [7, 11]
 
 
-def test_several_damaged_checkpoints_are_named_and_the_latest_if_all_are(tmp_path):
+def test_all_damaged_checkpoints_are_reported(tmp_path):
     save(tmp_path, {5: 0.5, 7: 0.4, 11: 0.3})
     for step in (7, 11):
         flip(tmp_path / str(step) / "meta" / "metadata")
@@ -381,7 +381,7 @@ def test_several_damaged_checkpoints_are_named_and_the_latest_if_all_are(tmp_pat
     assert contents(tmp_path) == before
 
 
-def test_damaged_checkpoints_are_set_aside_and_written_anew(folder):
+def test_damaged_checkpoints_are_renamed_and_written_again(folder):
     for number in ("", "2"):
         save(folder, {11: 0.3, 13: 0.2})
         for step in (11, 13):
@@ -411,7 +411,7 @@ def write(text):
         write(json.dumps({"scores": "x"})),
     ],
 )
-def test_an_earlier_checkpoint_with_damaged_scores_is_set_aside(folder, damage):
+def test_an_earlier_checkpoint_with_damaged_scores_is_renamed(folder, damage):
     save(folder, {11: 0.3})
     damage(folder / "7" / "metrics" / "metrics")
     set_damaged_aside(folder, 11)
@@ -420,7 +420,7 @@ def test_an_earlier_checkpoint_with_damaged_scores_is_set_aside(folder, damage):
     assert (folder / "7.damaged" / MANIFEST).exists()
 
 
-def test_what_a_kill_left_of_a_removed_checkpoint_is_not_set_aside(folder):
+def test_half_removed_checkpoints_are_not_renamed(folder):
     save(folder, {11: 0.6})
     (folder / "7" / MANIFEST).unlink()
     set_damaged_aside(folder, 11)
@@ -431,9 +431,9 @@ def test_what_a_kill_left_of_a_removed_checkpoint_is_not_set_aside(folder):
 
 @contextlib.contextmanager
 def files_of_at_most(size):
-    """Every write beyond that fails, in this process."""
+    """Makes every write beyond that size fail in this process."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    # What is compiled meanwhile is not kept, which would be such a write.
+    # Nothing is written to the compilation cache meanwhile.
     keep_from = jax.config.jax_persistent_cache_min_compile_time_secs
     jax.config.update("jax_persistent_cache_min_compile_time_secs", math.inf)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
@@ -446,7 +446,7 @@ def files_of_at_most(size):
 
 @contextlib.contextmanager
 def disk_of_a_megabyte(folder):
-    """False where mounting is not allowed."""
+    """Mounts a small disk; yields False if mounting is not allowed."""
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder]
     try:
@@ -462,7 +462,7 @@ def disk_of_a_megabyte(folder):
 
 @contextlib.contextmanager
 def filled(folder):
-    """No space but for small files."""
+    """Fills a disk, except for space for small files."""
     filler = folder / "filler"
     with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
         while True:
@@ -475,13 +475,13 @@ def filled(folder):
 
 
 def wait_for_a_checkpoint(workdir):
-    """It is written in the background."""
+    """Waits, since it is written in the background."""
     while not checkpoint_steps(workdir / "checkpoints"):
         time.sleep(0.01)
 
 
 @pytest.mark.usefixtures("tiny")
-def test_a_checkpoint_that_cannot_be_written(config, tmp_path, one_device, capfd):
+def test_a_checkpoint_write_error_is_reported(config, tmp_path, one_device, capfd):
     config.redraw_every = 0
     with config.unlocked():
         config.model.width = 101
@@ -501,7 +501,7 @@ def test_a_checkpoint_that_cannot_be_written(config, tmp_path, one_device, capfd
             pytest.raises(
                 training.CheckpointError,
                 match=rf"/10 cannot be written \({reason}\); the last good checkpoint "
-                r"is .*/5: make room, or the directory writable, and give the same",
+                r"is .*/5: free some space, or make the directory writable, and rep",
             ) as error,
         ):
             training.train_and_evaluate(
@@ -523,10 +523,8 @@ def test_a_checkpoint_that_cannot_be_written(config, tmp_path, one_device, capfd
     assert "Traceback" not in "".join(capfd.readouterr())
 
 
-def test_what_fails_after_the_writer_was_closed_is_not_printed(
-    tmp_path, caplog, monkeypatch
-):
-    """A write of many files fails once, and its other files whenever they are due."""
+def test_errors_after_the_writer_closed_are_not_printed(tmp_path, caplog, monkeypatch):
+    """After the first error of a write, its other files fail later."""
     raised = []
 
     def hook(unraisable):
@@ -547,7 +545,7 @@ def test_what_fails_after_the_writer_was_closed_is_not_printed(
 
 
 @pytest.mark.usefixtures("tiny")
-def test_metrics_that_cannot_be_written(config, tmp_path, one_device):
+def test_a_metrics_write_error_is_reported(config, tmp_path, one_device):
     config.redraw_every = 0
     full = contextlib.ExitStack()
 
@@ -560,7 +558,7 @@ def test_metrics_that_cannot_be_written(config, tmp_path, one_device):
         full,
         pytest.raises(
             training.WorkdirError,
-            match=r"metrics.jsonl cannot be written \(File too large\); what was",
+            match=r"metrics.jsonl cannot be written \(File too large\); earlier",
         ) as error,
     ):
         training.train_and_evaluate(
@@ -572,8 +570,8 @@ def test_metrics_that_cannot_be_written(config, tmp_path, one_device):
     assert result["step"] == 15
 
 
-def test_events_fail_at_once_where_the_disk_is_full(tmp_path):
-    """A writer with a queue and a thread would wait for ever."""
+def test_events_fail_immediately_on_a_full_disk(tmp_path):
+    """A writer with a queue and a thread would wait forever."""
     events = EventsFile(tmp_path, start_step=0)
     many = {f"train/{name}": 0.5 for name in range(99)}
     with files_of_at_most(100), pytest.raises(OSError, match="File too large"):
@@ -581,7 +579,7 @@ def test_events_fail_at_once_where_the_disk_is_full(tmp_path):
     events.close()
 
 
-def test_a_file_that_cannot_be_replaced_stays(tmp_path):
+def test_a_file_that_cannot_be_replaced_is_kept(tmp_path):
     path = tmp_path / "result.json"
     write_json(path, {"step": 3})
     with (
@@ -603,7 +601,7 @@ def public():
 
 
 @pytest.mark.usefixtures("tiny")
-def test_a_read_only_directory(config, public, one_device):
+def test_a_read_only_directory_is_not_changed(config, public, one_device):
     config.redraw_every = 0
     workdir = public / "run"
     training.train_and_evaluate(config, workdir, devices=one_device)
@@ -626,10 +624,10 @@ def test_a_read_only_directory(config, public, one_device):
 
 def test_an_empty_directory_name_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(training.WorkdirError, match="--workdir is empty, as a"):
+    with pytest.raises(training.WorkdirError, match="--workdir is empty .unset"):
         usable_workdir("")
 
 
-def test_a_home_that_is_not_known_is_refused():
+def test_an_unknown_home_directory_is_refused():
     with pytest.raises(ValueError, match=r"^--workdir=~no.such.user/x begins with a h"):
         usable_workdir("~no.such.user/x")

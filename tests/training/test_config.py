@@ -45,7 +45,7 @@ def test_values_out_of_range(key, value, message):
         check_config(changed(key, value))
 
 
-def test_the_last_of_several_seeds_fits_as_well():
+def test_the_last_of_several_seeds_is_in_range():
     config = changed("seed", 2**63 - 1)
     check_config(config)
     config.num_seeds = 2
@@ -53,7 +53,7 @@ def test_the_last_of_several_seeds_fits_as_well():
         check_config(config)
 
 
-def test_epochs_have_no_more_steps_than_a_device_counts():
+def test_the_number_of_steps_fits_32_bits():
     config = default_config()
     config.num_epochs = 2**30
     check_config(config)
@@ -88,7 +88,7 @@ def test_long_keys_and_values_are_cut():
         check_config(config)
 
 
-def test_an_integer_will_do_for_a_float():
+def test_an_integer_is_accepted_for_a_float():
     check_config(changed("optimizer.clip_norm", 1))
 
 
@@ -124,7 +124,7 @@ def test_differences_leave_free_keys_out():
     ]
 
 
-def test_a_run_of_before_a_key_existed_had_its_default():
+def test_missing_keys_get_their_default():
     config = default_config()
     config.optimizer.clip_norm = 1
     config.model.name = "performer"

@@ -1,4 +1,4 @@
-"""Counting the arithmetic of a step, and what a device could do of it."""
+"""The operations of a step, and the peak of a device."""
 
 import re
 import types
@@ -22,12 +22,12 @@ from tests.training.conftest import TinyModel, make_data
 W = jnp.ones((5, 5))
 
 
-def test_a_scan_counts_as_often_as_it_runs():
+def test_a_scan_counts_every_iteration():
     def scan(x):
         return jax.lax.scan(lambda x, _: (x @ W, None), x, length=7)[0].sum()
 
     assert matmul_flops(scan, jnp.ones((3, 5))) == 7 * 2 * 3 * 5 * 5
-    # The backward pass: one product by the matrix; it is a constant.
+    # The backward pass has one product: the matrix is a constant.
     gradient = jax.grad(jax.jit(scan))
     assert matmul_flops(gradient, jnp.ones((3, 5))) == 2 * 7 * 2 * 3 * 5 * 5
 
@@ -80,7 +80,7 @@ def test_training_counts_each_multiply_add_of_the_model_six_times(remat):
     sizes = {"dim": 6, "num_layers": 2, "num_heads": 3, "mlp_dim": 7}
     model = GPT(vocab_size=11, context_length=5, remat=remat, **sizes)
     tokens = jax.ShapeDtypeStruct((1, 5), "int32")
-    # Causal softmax attention weighs all pairs, and masks.
+    # Causal softmax attention computes all pairs, then masks.
     layers = multiply_adds("softmax", num_tokens=5, **sizes)
     assert training_flops(model, tokens) == 3 * 2 * (layers + 5 * 6 * 11)
 
@@ -111,7 +111,7 @@ def abstract_state(optimizer):
 @pytest.mark.parametrize(
     "optimizer, copies", [(optax.sgd(0.1), 2), (optax.adam(0.1), 4)]
 )
-def test_parameters_gradients_and_the_optimisers_state_count(optimizer, copies):
+def test_state_bytes_include_gradients(optimizer, copies):
     state = abstract_state(optimizer)
     params = 15 * 11 + 11 + (11 + 7) * 3 + 3
     features = cost.tree_bytes(state.random_features)
@@ -135,9 +135,7 @@ def test_the_warning_has_the_figures(monkeypatch):
 
 
 @pytest.mark.usefixtures("tiny")
-def test_a_model_that_cannot_fit_is_announced_before_it_is_built(
-    config, tmp_path, monkeypatch
-):
+def test_a_model_that_does_not_fit_is_warned_about_first(config, tmp_path, monkeypatch):
     monkeypatch.setattr(cost, "device_bytes", lambda device: 2000)
 
     class Stop(Exception):
@@ -152,7 +150,7 @@ def test_a_model_that_cannot_fit_is_announced_before_it_is_built(
         training.train_and_evaluate(config, tmp_path, devices=jax.local_devices()[:2])
 
 
-def test_what_fits_is_no_warning(monkeypatch):
+def test_a_model_that_fits_gives_no_warning(monkeypatch):
     state = abstract_state(optax.adam(0.1))
     devices = jax.local_devices()
     needed = len(devices) * cost.state_bytes(state)

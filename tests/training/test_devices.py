@@ -119,7 +119,7 @@ def test_the_old_state_is_donated():
 
 
 @pytest.mark.parametrize("count", [1, 4])
-def test_evaluation_sums_leave_filling_out(count):
+def test_evaluation_sums_leave_padding_out(count):
     chex.clear_trace_counter()
     parallel = DataParallel(jax.local_devices()[:count])
     model, key = TinyModel(num_classes=3), jax.random.key(0)
@@ -167,7 +167,7 @@ def test_tables_are_split_by_their_offsets():
     assert parallel.num_shards == 2
 
     def make():
-        # On 2x2 patches and a class token: 3 * 3 + 3 = 12 offsets.
+        # 2x2 patches and a class token have 3 * 3 + 3 = 12 offsets.
         return create_state(vit("translution"), optax.adam(0.1), KEY, (4, 4, 1))
 
     state = parallel.create(make)
@@ -199,7 +199,7 @@ def test_dropout_in_parts_does_not_depend_on_the_devices():
     chex.assert_trees_all_close(one[1:], four[1:], atol=1e-6)
 
 
-def test_a_run_goes_on_by_pmap_and_on_a_mesh(config, tmp_path, tiny):
+def test_a_run_resumes_with_pmap_and_on_a_mesh(config, tmp_path, tiny):
     config.model.dropout = 0.0
     config.optimizer.name = "sgd"
     config.checkpoint_every_steps = 3
@@ -225,7 +225,7 @@ def test_a_run_goes_on_by_pmap_and_on_a_mesh(config, tmp_path, tiny):
     assert expected.step == state.step
 
 
-def test_what_a_mesh_trained_is_evaluated_on_any_devices(config, tmp_path, tiny):
+def test_a_run_of_a_mesh_is_evaluated_on_any_devices(config, tmp_path, tiny):
     config.update(parallel="mesh", model_axis=2, num_steps=3)
     training.train_and_evaluate(config, tmp_path)
     run, split = training.load_run(tmp_path), make_data().test
@@ -256,7 +256,7 @@ def test_seeds_train_together_on_a_mesh(config, tiny):
     chex.assert_trees_all_close(*results, atol=1e-6)
 
 
-def test_bad_meshes(config, tmp_path, tiny):
+def test_meshes_that_do_not_fit_are_refused(config, tmp_path, tiny):
     config.model_axis = 3
     with pytest.raises(ValueError, match="model_axis=3 needs config.parallel='mesh'"):
         training.train_and_evaluate(config, tmp_path)
@@ -290,9 +290,9 @@ ONE, TWO, ODD = [0] * 8, [0] * 4 + [1] * 4, [0] * 3 + [1] * 3
         (ONE, {"batch_size": 22, "num_devices": 3}, range(3)),
         (TWO, {"batch_size": 30}, [0, 1, 2, 4, 5, 6]),
         (TWO, {"batch_size": 30, "num_devices": 4}, [0, 1, 4, 5]),
-        # None at all is no choice: the batch is refused on all of them.
+        # No number divides the batch: all devices, so that check_batch refuses it.
         (TWO, {"batch_size": 21}, range(8)),
-        # A copy on the last device of one process and the first of the next.
+        # No copy may span the last device of one process and the first of the next.
         (ODD, {"batch_size": 12, "model_axis": 2}, [0, 1, 3, 4]),
     ],
 )
@@ -311,14 +311,14 @@ def test_a_run_takes_the_most_devices_that_its_batch_fits(owners, changes, chose
         (TWO, 10, "the 8 devices of 2 processes; set it to a multiple of 2, at most 8"),
     ],
 )
-def test_a_number_of_devices_that_there_is_not(owners, count, message):
+def test_more_devices_than_available_are_refused(owners, count, message):
     config = training.default_config()
     config.num_devices = count
     with pytest.raises(ValueError, match=f"num_devices={count} does not fit {message}"):
         choose_devices(config, devices_of(*owners))
 
 
-def test_copies_that_do_not_fit_the_processes():
+def test_a_model_axis_that_does_not_fit_the_processes():
     message = "model_axis=3 must divide the 2 devices of a process, or be a multiple"
     with pytest.raises(ValueError, match=message):
         MeshParallel(devices_of(0, 0, 1, 1, 2, 2), model_axis=3)
@@ -336,12 +336,12 @@ def test_devices_are_taken_process_by_process():
         (1, 8, 8, [(0, 1)]),
         (2, 4, 8, [(0, 2), (1, 2)]),
         (2, 4, 4, [(0, 2), (1, 2)]),
-        # A group of four devices is of two processes, which read the same.
+        # Four devices share a part; their two processes read the same.
         (4, 2, 2, [(0, 2), (0, 2), (1, 2), (1, 2)]),
         (4, 2, 1, [(0, 1)] * 4),
     ],
 )
-def test_which_part_of_a_batch_a_process_reads(num_processes, local, num_shards, parts):
+def test_process_part(num_processes, local, num_shards, parts):
     owners = [index for index in range(num_processes) for _ in range(local)]
     found = [
         process_part(owners, process, num_shards) for process in range(num_processes)

@@ -16,7 +16,7 @@ def raised_by(function):
     raise AssertionError("nothing was raised")
 
 
-def test_only_what_the_package_raises_is_a_users_error():
+def test_only_errors_of_the_package_are_user_errors():
     config = default_config()
     config.batch_size = 0
     assert is_user_error(raised_by(lambda: check_config(config)))
@@ -40,14 +40,14 @@ def test_only_what_the_package_raises_is_a_users_error():
         pytest.param("model=" + "-" * 10**5 + "1", "cannot be read", id="nested"),
     ],
 )
-def test_an_override_that_cannot_be_is_one_sentence(override, message):
+def test_an_invalid_override_is_one_sentence(override, message):
     with pytest.raises(ValueError, match=message) as raised:
         read_config("configs/demo.py", [f"--config.{override}"])
     assert len(str(raised.value)) < 600
     assert len(str(raised.value).splitlines()) == 1
 
 
-def test_memory_that_runs_out_is_one_sentence():
+def test_running_out_of_memory_is_one_sentence():
     message = "RESOURCE_EXHAUSTED: Out of memory allocating 7 bytes.\nA\nlong\ntable"
     text = explain_out_of_memory(jax.errors.JaxRuntimeError(message))
     assert text.startswith("a device ran out of memory (Out of memory allocating 7 b")
@@ -59,5 +59,5 @@ def test_memory_that_runs_out_is_one_sentence():
     assert text.startswith("the host ran out of memory (Unable to allocate 7 TiB): ")
 
 
-def test_the_error_knows_its_step():
+def test_the_error_has_its_step():
     assert NonFiniteLossError("the loss is nan", 8).step == 8

@@ -1,4 +1,4 @@
-"""What an evaluation reports: the five best of many classes, seconds of inference."""
+"""Top-5 accuracy and the seconds of inference."""
 
 import dataclasses
 import types
@@ -45,14 +45,14 @@ def evaluate(num_classes, make_eval_step=make_eval_step, **options):
 
 
 @pytest.mark.parametrize("num_classes", [10, 11])
-def test_the_five_best_are_of_more_than_ten_classes(num_classes):
+def test_top5_accuracy_needs_more_than_ten_classes(num_classes):
     result = evaluate(num_classes)
     assert ("top5_accuracy" in result) == (num_classes > 10)
     assert result["count"] == len(SPLIT)
 
 
 def test_seconds_leave_compilation_out(monkeypatch):
-    """By a clock that compilation moves on."""
+    """With a clock that compilation advances."""
     now = [0.0]
     make = slow_to_compile(make_eval_step, now)
 
@@ -61,5 +61,5 @@ def test_seconds_leave_compilation_out(monkeypatch):
     result = evaluate(3, make, timed=True)
     assert now == [1000]
     assert result["seconds"] == 0
-    # The batch that comes twice counts once.
+    # The batch that runs twice counts once.
     assert result["count"] == len(SPLIT)

@@ -1,4 +1,4 @@
-"""``kill -9`` at any moment loses nothing but what the last checkpoint lacks."""
+"""``kill -9`` at any moment loses only the updates after the last checkpoint."""
 
 import json
 import os
@@ -28,7 +28,7 @@ def read_log(path):
 
 
 @pytest.mark.usefixtures("tiny")
-def test_a_run_killed_at_random_moments_ends_as_one_never_interrupted(tmp_path):
+def test_a_run_killed_at_random_moments_ends_like_an_uninterrupted_one(tmp_path):
     environment = {
         **os.environ,
         "PYTHONPATH": str(ROOT),

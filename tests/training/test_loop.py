@@ -29,7 +29,7 @@ from tests.training.conftest import make_data
 pytestmark = pytest.mark.usefixtures("tiny")
 
 
-def test_a_run_leaves_its_results(config, tmp_path, one_device):
+def test_a_run_writes_its_results(config, tmp_path, one_device):
     result = training.train_and_evaluate(config, tmp_path, devices=one_device)
     assert result["step"] == result["num_steps"] == 15
     assert result["epochs"] == 3
@@ -54,7 +54,7 @@ def test_a_run_leaves_its_results(config, tmp_path, one_device):
 
 
 @pytest.mark.parametrize("stop", [3, 9, 13])
-def test_a_resumed_run_ends_as_one_never_interrupted(
+def test_a_resumed_run_equals_an_uninterrupted_one(
     config, tmp_path, one_device, stop, capsys
 ):
     config.checkpoint_every_steps = 3
@@ -81,7 +81,7 @@ def test_a_resumed_run_ends_as_one_never_interrupted(
 def test_throughput_counts_updates_alone(
     config, tmp_path, one_device, monkeypatch, num_seeds
 ):
-    """By a clock that compilation and evaluation move on far, an update by a second."""
+    """With a clock that compilation and evaluation advance far, and updates little."""
     now = [0.0]
     make = slow_to_compile(task_lib.make_train_step, now)
 
@@ -109,7 +109,7 @@ def test_throughput_counts_updates_alone(
     assert result["seconds"] == 4 * 1000 + 14
 
 
-def test_a_finished_run_says_so(config, tmp_path, one_device, capsys):
+def test_a_finished_run_only_reports(config, tmp_path, one_device, capsys):
     first = training.train_and_evaluate(config, tmp_path, devices=one_device)
     config.progress = True
     again = training.train_and_evaluate(config, tmp_path, devices=one_device)
@@ -210,7 +210,7 @@ def test_a_non_finite_loss_names_its_step(
 def test_parameters_that_are_not_finite_are_never_saved(
     config, tmp_path, one_device, monkeypatch, skipped
 ):
-    """Loss and gradient are finite where the optimiser makes NaN of them."""
+    """Loss and gradient are finite, but the optimiser returns NaN."""
 
     def make_optimizer(*args):
         def update(grads, state, params=None):
@@ -233,7 +233,7 @@ def test_parameters_that_are_not_finite_are_never_saved(
     chex.assert_tree_all_finite(final_state(tmp_path).params)
 
 
-def test_a_huge_learning_rate_is_caught(config, tmp_path, one_device):
+def test_a_huge_learning_rate_is_an_error(config, tmp_path, one_device):
     config.optimizer.name = "sgd"
     config.optimizer.learning_rate = 1e30
     with pytest.raises(training.NonFiniteLossError, match="no checkpoint was written"):
@@ -285,7 +285,7 @@ def test_all_devices_train_and_evaluate(config, tmp_path):
     assert result["test_accuracy"] > 0.6
 
 
-def test_a_run_in_parts_ends_as_one_in_whole_batches(config, tmp_path):
+def test_accumulation_equals_whole_batches(config, tmp_path):
     config.model.dropout = 0.0
     config.optimizer.name = "sgd"
     config.num_epochs = 1
@@ -307,7 +307,7 @@ def test_a_run_in_parts_ends_as_one_in_whole_batches(config, tmp_path):
         )
 
 
-def test_every_test_set_and_the_five_best_are_reported(
+def test_every_test_set_and_top5_accuracy_are_reported(
     config, tmp_path, one_device, monkeypatch, capsys
 ):
     data = make_data()
@@ -358,13 +358,13 @@ def test_a_batch_that_does_not_divide_is_an_error_before_any_work(config, tmp_pa
     assert not (tmp_path / "run").exists()
 
 
-def test_a_workdir_that_is_not_writable(config, tmp_path):
+def test_a_workdir_that_is_not_writable_is_refused(config, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(training.WorkdirError, match="is not writable"):
         training.train_and_evaluate(config, tmp_path / "file" / "run")
 
 
-def test_an_address_is_no_workdir(config):
+def test_an_address_is_not_a_workdir(config):
     with pytest.raises(training.WorkdirError, match="gs://bucket/run is an address"):
         training.train_and_evaluate(config, "gs://bucket/run")
 

@@ -40,7 +40,7 @@ UNREADABLE += [b'["step": 2}', b"[" * 100000]
 
 
 @pytest.mark.parametrize("line", UNREADABLE, ids=lambda line: repr(line[:20]))
-def test_a_line_that_cannot_be_read(tmp_path, line):
+def test_an_unreadable_line_is_left_out(tmp_path, line):
     path = tmp_path / "metrics.jsonl"
     content = b'%s\n{"step": 3}\n%s\n{"step": 5}\n' % (line, line)
     path.write_bytes(content)
@@ -57,7 +57,7 @@ def test_a_line_that_cannot_be_read(tmp_path, line):
 
 
 @pytest.mark.parametrize("line", [b"", b'{"step": 7, "tr', b"\xff"])
-def test_a_last_line_cut_short_is_no_damage(tmp_path, line):
+def test_a_last_line_cut_short_gives_no_warning(tmp_path, line):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 3}\n' + line)
     assert read_rows(path) == [{"step": 3}]
@@ -65,9 +65,7 @@ def test_a_last_line_cut_short_is_no_damage(tmp_path, line):
     assert sorted(file.name for file in tmp_path.glob("metrics.jsonl*")) == [path.name]
 
 
-def test_a_file_is_on_the_disk_before_it_takes_the_place_of_another(
-    tmp_path, monkeypatch
-):
+def test_a_file_is_synced_before_it_replaces_another(tmp_path, monkeypatch):
     path, synced = tmp_path / "result.json", []
     path.write_text("old")
 
@@ -80,7 +78,7 @@ def test_a_file_is_on_the_disk_before_it_takes_the_place_of_another(
     assert path.read_text() == "newer"
 
 
-def test_a_run_that_starts_anew_starts_empty(tmp_path):
+def test_a_new_run_starts_with_empty_metrics(tmp_path):
     log = MetricsLog(tmp_path, 0)
     log.write(3, {"train_loss": 1.0})
     log.close()

@@ -1,4 +1,4 @@
-"""Training on mixed images: the loss, the update, and where it must not differ."""
+"""Training on mixed images: the loss, the update, devices and parts."""
 
 import chex
 import jax
@@ -46,7 +46,7 @@ def run(parallel, steps=3, **options):
 
 
 @pytest.mark.parametrize("number", [1, 3])
-def test_an_update_is_that_of_mixed_images_and_soft_labels(number):
+def test_an_update_uses_mixed_images_and_soft_labels(number):
     key, batch = jax.random.key(3), make_data().train.gather(np.arange(13))
     state = create_state(MODEL, OPTIMIZER, key, SHAPE)
     state = state.replace(step=jnp.int32(number))
@@ -89,7 +89,7 @@ def test_devices_and_parts_change_nothing(parallel, options):
     chex.assert_trees_all_close(many_metrics, one_metrics, atol=1e-5)
 
 
-def test_the_configuration_decides(tiny, config):
+def test_the_configuration_selects_mixing(tiny, config):
     data, losses = make_data(), {}
     batch = data.train.gather(np.arange(12))
     for mix in (None, "none", "mixup"):

@@ -29,7 +29,7 @@ def test_static_training_is_evaluated_on_both(placed_config, tmp_path, one_devic
     for metric in ("accuracy", "loss"):
         assert result[f"test_{metric}"] == result[f"test_static_{metric}"]
     assert result["test_static_accuracy"] > 0.5
-    # Columns that have moved are other classes.
+    # Columns that have moved belong to other classes.
     assert result["test_dynamic_accuracy"] < result["test_static_accuracy"]
     run = training.load_run(tmp_path)
     source = data_lib.load_data(placed_config.data)

@@ -1,4 +1,4 @@
-"""SIGTERM: a checkpoint is written, and the same command goes on from it."""
+"""SIGTERM: a checkpoint is written, and the same command resumes from it."""
 
 import contextlib
 import os
@@ -47,7 +47,7 @@ def signal_at(step, number=signal.SIGTERM):
 
 @pytest.mark.usefixtures("tiny")
 @pytest.mark.parametrize("step", [7, 10])
-def test_a_preempted_run_ends_as_one_never_interrupted(
+def test_a_preempted_run_equals_an_uninterrupted_one(
     config, tmp_path, one_device, step
 ):
     config.redraw_every = 0
@@ -57,7 +57,7 @@ def test_a_preempted_run_ends_as_one_never_interrupted(
     try:
         with pytest.raises(
             training.PreemptedError,
-            match=rf"ended at step {step} of 15 with .*/{step}; the same command goes",
+            match=rf"ended at step {step} of 15 with .*/{step}; repeat the command",
         ) as error:
             training.train_and_evaluate(
                 config, parts, devices=one_device, on_step=signal_at(step)
@@ -104,7 +104,7 @@ def test_sigterm_outside_of_the_updates(
         signal.raise_signal(signal.SIGTERM)
 
     monkeypatch.setattr(place, when, interrupted)
-    with pytest.raises(training.PreemptedError, match="nothing is lost: the same"):
+    with pytest.raises(training.PreemptedError, match="nothing is lost: repeat"):
         training.train_and_evaluate(config, tmp_path, devices=one_device)
     monkeypatch.setattr(place, when, function)
     assert training.train_and_evaluate(config, tmp_path, devices=one_device)
@@ -134,7 +134,7 @@ def test_signals_are_left_alone_in_another_thread(config, tmp_path, one_device):
     assert set(handlers) == {signal.getsignal(signal.SIGTERM)}
 
 
-def test_train_py_ends_with_a_code_of_its_own(tmp_path):
+def test_train_py_has_its_own_exit_code(tmp_path):
     path, workdir = tmp_path / "config.py", tmp_path / "run"
     path.write_text(CONFIG)
     command = [sys.executable, "train.py", f"--config={path}", f"--workdir={workdir}"]

@@ -65,7 +65,7 @@ def start(config, *workdirs, pause_at=(0, 0)):
 
 
 def finish(processes):
-    """Waits for processes; what they printed as errors."""
+    """Waits for processes; returns what they printed as errors."""
     try:
         return [process.communicate(timeout=300)[1] for process in processes]
     finally:
@@ -94,7 +94,7 @@ def config(config):
 
 @pytest.fixture
 def expected(config, tiny, tmp_path):
-    """The state and the rows of the metrics of a single process on four devices."""
+    """Returns the state and the metrics of a single process on four devices."""
     workdir = tmp_path / "alone"
     training.train_and_evaluate(config, workdir)
     return final_state(workdir), read_rows(workdir / "metrics.jsonl")
@@ -116,22 +116,22 @@ def expect_the_same(workdir, expected):
     )
 
 
-def test_when_one_is_killed_the_other_ends_and_both_go_on(config, expected, tmp_path):
+def test_a_killed_process_ends_the_other_and_both_resume(config, expected, tmp_path):
     workdir = tmp_path / "two"
     first, second = start(config, workdir, pause_at=(0, 7))
-    # The checkpoint of step 3 is complete when that of step 5 is begun.
+    # The checkpoint of step 3 is complete once that of step 5 has begun.
     wait_for_step(second, 7)
     second.send_signal(signal.SIGKILL)
     error, _ = finish([first, second])
     assert first.returncode not in (0, None)
-    # By JAX, or by a collective operation whose other end is gone.
+    # JAX ends it, or a collective operation without the other process.
     assert re.search("another task died|Connection (reset|closed)|heartbeat", error)
     assert 3 <= checkpoint_steps(workdir / CHECKPOINTS)[-1] < 10
     run(config, workdir)
     expect_the_same(workdir, expected)
 
 
-def test_a_mesh_over_two_processes_that_are_killed_and_go_on(config, tiny, tmp_path):
+def test_a_mesh_over_two_killed_processes_resumes(config, tiny, tmp_path):
     config.update(parallel="mesh", model_axis=2)
     training.train_and_evaluate(config, tmp_path / "alone on a mesh")
     processes = start(config, tmp_path / "two", pause_at=(7, 0))
@@ -163,12 +163,12 @@ def test_directories_that_are_not_shared(config, tmp_path):
     for process, error in zip(processes, errors, strict=True):
         assert process.returncode == 1
         assert "WorkdirError: --workdir" in error
-        assert "process 1 does not see what process 0 writes there" in error
+        assert "process 1 does not see a file that process 0 wrote" in error
     assert not (tmp_path / "one" / "checkpoints").exists()
 
 
-def test_what_process_0_refuses_ends_all(config, tmp_path):
-    """It locks the directory, and reads what was saved there, for the others too."""
+def test_an_error_in_process_0_ends_all(config, tmp_path):
+    """Process 0 locks the directory and reads the checkpoint for the others too."""
     with lock_workdir(tmp_path):
         processes = start(config, tmp_path)
         errors = finish(processes)
@@ -184,10 +184,10 @@ def test_what_process_0_refuses_ends_all(config, tmp_path):
         (("127.0.0.1:1", 2, 2), "--process_id=2 must be below --num_processes=2"),
         (("127.0.0.1", 2, 0), "--coordinator=127.0.0.1 must be HOST:PORT, such as"),
         (("host:70000", 2, 0), "--coordinator=host:70000 must be HOST:PORT"),
-        ((), "--distributed found no cluster that JAX knows"),
+        ((), "--distributed found no cluster that JAX supports"),
     ],
 )
-def test_flags_that_do_not_fit(arguments, message, monkeypatch):
+def test_flags_that_do_not_fit_are_refused(arguments, message, monkeypatch):
     def find_no_cluster(*arguments, **options):
         raise ValueError("coordinator_address should be defined.")
 
@@ -197,6 +197,6 @@ def test_flags_that_do_not_fit(arguments, message, monkeypatch):
 
 
 @pytest.mark.parametrize("seconds", [-1, 0, 2**40])
-def test_a_heartbeat_that_makes_no_sense(seconds):
+def test_a_heartbeat_out_of_range_is_refused(seconds):
     with pytest.raises(ValueError, match=rf"--heartbeat_seconds={seconds} must be fro"):
         initialize("127.0.0.1:1", 2, 0, heartbeat_seconds=seconds)

@@ -51,7 +51,7 @@ def test_every_device_draws_what_a_seed_draws_alone(config, parallel, num_seeds)
         chex.assert_trees_all_close(mine, expected, atol=1e-6)
 
 
-def test_a_run_without_a_redraw_compiles_none(config):
+def test_a_run_without_redraws_compiles_none(config):
     info = make_data().info
     for redraw_every, num_steps in ((0, 15), (16, 15)):
         config.update(redraw_every=redraw_every, num_steps=num_steps)

@@ -22,7 +22,7 @@ def workdir(config, tmp_path, one_device):
     return tmp_path
 
 
-def test_a_run_predicts_as_it_was_evaluated(workdir, config):
+def test_predictions_equal_the_evaluation(workdir, config):
     result = training.train_and_evaluate(
         config, workdir, devices=jax.local_devices()[:1]
     )
@@ -69,7 +69,7 @@ def contents(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_a_damaged_checkpoint_is_named_and_never_replaced_by_a_worse_one(
+def test_a_damaged_best_checkpoint_is_not_replaced_by_a_worse_one(
     config, tmp_path, one_device
 ):
     config.optimizer.learning_rate = 1e-9
@@ -96,7 +96,7 @@ def test_a_damaged_checkpoint_is_named_and_never_replaced_by_a_worse_one(
         training.load_run(tmp_path)
 
 
-def test_a_checkpoint_of_a_model_that_cannot_be_built(workdir):
+def test_a_model_that_cannot_be_built_is_reported(workdir):
     folder = workdir / "checkpoints"
     meta = read_meta(folder, 15)
     changes = {
@@ -115,7 +115,7 @@ def test_a_checkpoint_of_a_model_that_cannot_be_built(workdir):
         assert len(str(raised.value).splitlines()) == 1
 
 
-def test_metrics_that_are_damaged(workdir):
+def test_damaged_metrics_give_a_warning(workdir):
     best = training.load_run(workdir).step
     path = workdir / "metrics.jsonl"
     content = path.read_bytes()

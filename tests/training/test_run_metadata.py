@@ -1,4 +1,4 @@
-"""Going on with a run: after damage, and never as another run."""
+"""Resuming a run: after damage, and never as another run."""
 
 import dataclasses
 
@@ -23,9 +23,7 @@ from tests.training.conftest import make_data
 pytestmark = pytest.mark.usefixtures("tiny")
 
 
-def test_training_goes_on_from_before_a_damaged_checkpoint(
-    config, tmp_path, one_device
-):
+def test_training_resumes_before_a_damaged_checkpoint(config, tmp_path, one_device):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     expected = training.train_and_evaluate(config, whole, devices=one_device)
     with pytest.raises(Interrupted):
@@ -45,7 +43,7 @@ def test_training_goes_on_from_before_a_damaged_checkpoint(
     assert (aside / "meta" / "metadata").exists()
 
 
-def test_training_goes_on_with_damaged_records(config, tmp_path, one_device):
+def test_training_resumes_with_damaged_records(config, tmp_path, one_device):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     training.train_and_evaluate(config, whole, devices=one_device)
     with pytest.raises(Interrupted):
@@ -56,7 +54,7 @@ def test_training_goes_on_with_damaged_records(config, tmp_path, one_device):
     metrics = (parts / "metrics.jsonl").read_text()
     (parts / "metrics.jsonl").write_text(f"{{\n{metrics}")
     with (
-        pytest.warns(UserWarning, match=r"run.json is damaged and begun anew"),
+        pytest.warns(UserWarning, match=r"run.json is damaged and written again"),
         pytest.warns(UserWarning, match=r"metrics.jsonl is damaged: .* \(line 1\)"),
     ):
         training.train_and_evaluate(config, parts, devices=one_device)
@@ -64,9 +62,7 @@ def test_training_goes_on_with_damaged_records(config, tmp_path, one_device):
     assert (parts / "metrics.jsonl.damaged").read_text() == f"{{\n{metrics}"
 
 
-def test_training_never_starts_anew_over_damaged_checkpoints(
-    config, tmp_path, one_device
-):
+def test_training_never_restarts_over_damaged_checkpoints(config, tmp_path, one_device):
     with pytest.raises(Interrupted):
         training.train_and_evaluate(
             config, tmp_path, devices=one_device, on_step=interrupt_at(7)
@@ -120,7 +116,7 @@ def test_a_best_checkpoint_that_is_damaged_is_found_before_any_work(
     assert checkpoint_steps(folder)[-1] == latest
 
 
-def test_a_config_key_that_a_checkpoint_lacks_has_its_default(
+def test_a_key_missing_in_a_checkpoint_has_its_default(
     config, tmp_path, one_device, monkeypatch
 ):
     to_json = loop.to_json
@@ -159,6 +155,6 @@ def test_a_foreign_checkpoint_folder_is_left_alone(config, tmp_path):
     foreign = tmp_path / "checkpoints" / "model.pt"
     foreign.parent.mkdir()
     foreign.write_text("weights")
-    with pytest.raises(training.CheckpointError, match=r"model.pt is no checkpoint"):
+    with pytest.raises(training.CheckpointError, match=r"model.pt is not a checkpoint"):
         training.train_and_evaluate(config, tmp_path)
     assert [p.name for p in tmp_path.rglob("*")] == ["checkpoints", "model.pt"]

@@ -1,4 +1,4 @@
-"""Seeds that train together are those that train alone."""
+"""Seeds that train together equal separate runs."""
 
 import json
 
@@ -18,12 +18,12 @@ from tests.helpers.interrupted import Interrupted, interrupt_at, untimed_rows
 from tests.training.conftest import make_data
 
 pytestmark = pytest.mark.usefixtures("tiny")
-# Of one run in float32, by two programs.
+# Between two programs of the same run in float32.
 RTOL = 1e-4
 
 
 def close(one, other):
-    """Equal in what is counted, close in what is computed; timings apart."""
+    """Checks that counts are equal and metrics close; timings are left out."""
     assert set(one) == set(other)
     for key, value in one.items():
         if "second" in key:
@@ -35,7 +35,7 @@ def close(one, other):
 
 
 def count_reads(monkeypatch):
-    """The steps that are verified and restored from now on."""
+    """Records the steps that are verified and restored."""
     reads = {"_verify": [], "restore": []}
     verify, restore = checkpoint_lib._verify, run_lib.restore
 
@@ -59,7 +59,9 @@ def seeds_config(config):
 
 
 @pytest.mark.parametrize("one_by_one", [True, False])
-def test_each_seed_is_as_if_alone(seeds_config, tmp_path, monkeypatch, one_by_one):
+def test_each_seed_equals_a_separate_run(
+    seeds_config, tmp_path, monkeypatch, one_by_one
+):
     if not one_by_one:
         monkeypatch.setattr(seeds, "ONE_BY_ONE", ())
     devices = jax.local_devices()[:2]
@@ -71,7 +73,7 @@ def test_each_seed_is_as_if_alone(seeds_config, tmp_path, monkeypatch, one_by_on
     assert (together["step"], together["num_steps"]) == (15, 15)
     rows = read_rows(tmp_path / "all" / "metrics.jsonl")
     seeds_config.num_seeds = 1
-    # Of one program a seed is enough.
+    # For one of the programs, one seed is enough.
     for run in together["runs"][2 * one_by_one :: 2]:
         seeds_config.seed = seed = run.pop("seed")
         alone = tmp_path / str(seed)
@@ -104,7 +106,7 @@ def test_each_seed_is_as_if_alone(seeds_config, tmp_path, monkeypatch, one_by_on
         training.load_run(tmp_path / "all", seed=8)
 
 
-def test_together_they_resume_bit_for_bit(seeds_config, tmp_path, one_device):
+def test_seeds_resume_bit_for_bit(seeds_config, tmp_path, one_device):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
 
     training.train_and_evaluate(seeds_config, whole, devices=one_device)
@@ -121,7 +123,7 @@ def test_together_they_resume_bit_for_bit(seeds_config, tmp_path, one_device):
     assert untimed_rows(whole) == untimed_rows(parts)
 
 
-def test_early_stopping_is_of_each_seed(seeds_config, tmp_path, one_device, capsys):
+def test_seeds_stop_early_separately(seeds_config, tmp_path, one_device, capsys):
     """The last seed gains in the third epoch, the others stop after the second."""
     accuracies = {5: [0.5, 0.4, 0.9, 0.9], 6: [0.5] * 4, 7: [0.5, 0.6, 0.7, 0.6]}
 

@@ -1,4 +1,4 @@
-"""Updates that are not finite are skipped, as often as config.max_skipped_updates."""
+"""At most config.max_skipped_updates updates that are not finite are skipped."""
 
 import math
 
@@ -31,7 +31,7 @@ SHAPE = (5, 3, 1)
 
 
 class Root(nn.Module):
-    """At zero its values are finite, its gradients are not."""
+    """A model whose values are finite at zero, but whose gradients are not."""
 
     @nn.compact
     def __call__(self, images, *, deterministic=True):
@@ -40,7 +40,7 @@ class Root(nn.Module):
 
 
 @pytest.mark.parametrize("model, bad", [(TinyModel(3), np.nan), (Root(), 0.0)])
-def test_a_skipped_update_changes_the_step_alone(model, bad):
+def test_a_skipped_update_changes_only_the_step(model, bad):
     optimizer, key = optax.adam(0.1), jax.random.key(3)
     state = create_state(model, optimizer, key, SHAPE).replace(step=jnp.int32(6))
     step = quick_jit(
@@ -129,7 +129,7 @@ def test_skipped_updates_are_counted_and_survive_a_restart(poisoned, tmp_path):
     chex.assert_trees_all_equal(final_state(parts), final_state(whole))
 
 
-def test_each_seed_skips_its_own(poisoned, tmp_path, monkeypatch):
+def test_each_seed_skips_its_own_updates(poisoned, tmp_path, monkeypatch):
     # By vmap, as on accelerators.
     monkeypatch.setattr(seeds, "ONE_BY_ONE", ())
     poisoned.num_seeds, poisoned.max_skipped_updates = 3, 3

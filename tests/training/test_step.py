@@ -61,7 +61,7 @@ def test_an_update_is_the_gradients():
     assert int(new.step) == 1
 
 
-def test_the_loss_is_taken_in_float32():
+def test_the_loss_is_computed_in_float32():
     logits = jnp.array([[100.0, 0.5, 0.0]], jnp.bfloat16)
     loss = cross_entropy(logits, jnp.array([1]))
     assert loss.dtype == jnp.float32
@@ -110,14 +110,14 @@ def test_state_is_a_pure_function_of_the_key():
     chex.assert_trees_all_equal(one.params, expected)
 
 
-def test_a_collection_that_training_does_not_carry_is_refused():
+def test_an_unknown_collection_is_refused():
     class Cached(nn.Module):
         @nn.compact
         def __call__(self, images):
             return self.variable("cache", "images", lambda: images).value
 
     with pytest.raises(
-        ValueError, match="keeps a collection 'cache'; .* 'batch_stats' only"
+        ValueError, match="has a collection 'cache'; .*only .*'batch_stats'"
     ):
         create_state(Cached(), optax.sgd(0.1), jax.random.key(0), SHAPE)
 
@@ -189,9 +189,7 @@ def test_an_accumulated_update_is_that_of_the_whole_batch(parts):
         ({"dtype": "bfloat16", "remat": True}, 3, 2**-5),
     ],
 )
-def test_what_saves_memory_changes_an_update_by_rounding(
-    changes, accumulate_steps, error
-):
+def test_remat_changes_an_update_by_rounding(changes, accumulate_steps, error):
     config = {
         "name": "vit",
         "dim": 8,
@@ -244,7 +242,7 @@ def test_every_part_has_its_own_dropout():
     assert len(losses) == 3
 
 
-def test_a_batch_that_cannot_be_taken_in_parts():
+def test_a_batch_that_does_not_split_into_parts():
     model, optimizer = TinyModel(num_classes=3), optax.sgd(0.1)
     state = create_state(model, optimizer, jax.random.key(0), SHAPE)
     step = make_train_step(model, optimizer, identity, accumulate_steps=5)

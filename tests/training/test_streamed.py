@@ -1,4 +1,4 @@
-"""Training on photographs that are read as it goes on."""
+"""Training on photographs that are read during training."""
 
 import collections
 import dataclasses
@@ -36,7 +36,7 @@ def streamed(config, photographs, monkeypatch):
 
 
 class Damaged(collections.abc.Sequence):
-    """Records of which one is no image."""
+    """Records, one of which is not an image."""
 
     def __init__(self, records, damaged):
         self.records, self.damaged = records, damaged
@@ -53,7 +53,7 @@ class Damaged(collections.abc.Sequence):
 
 
 def damage(data):
-    """Damages a photograph of the first step, which the next epoch takes again."""
+    """Damages a photograph of the first step, which the next epoch reads again."""
     index = batch_indices(len(data.train), batch_size=5, seed=0, step=0)[0]
     record = int(data.train.indices[index])
     photographs = dataclasses.replace(
@@ -71,7 +71,7 @@ def test_a_run_resumed_and_loaded_without_its_data(
         training.train_and_evaluate(
             streamed, parts, devices=one_device, on_step=interrupt_at(3)
         )
-    # A photograph that is damaged meanwhile ends the run, and costs no step before it.
+    # A photograph damaged meanwhile ends the run, but no earlier step is lost.
     data, record = damage(data_lib.load_data(streamed.data))
     message = f"^Record {record} of the train images in .* cannot be read as an image"
     with monkeypatch.context() as patch:

@@ -28,7 +28,7 @@ def test_a_run_on_text_leaves_its_perplexity(text_config, tmp_path, one_device, 
         loss = result[f"{split}_loss"]
         assert result[f"{split}_perplexity"] == pytest.approx(math.exp(loss))
         assert f"{split} loss {loss:.4f}" in said
-    # One split of two names.
+    # One split has two names.
     assert result["test_loss"] == result["validation_loss"]
     evaluated = [
         row for row in read_rows(tmp_path / "metrics.jsonl") if "validation_loss" in row
@@ -63,13 +63,13 @@ def test_every_token_counts_once(text_config, tmp_path, one_device):
     assert run.data == source.info
 
 
-def test_a_text_has_no_image_size(text_config, tmp_path, one_device):
+def test_image_size_of_a_text_is_refused(text_config, tmp_path, one_device):
     training.train_and_evaluate(text_config, tmp_path, devices=one_device)
     with pytest.raises(ValueError, match="image_size=8 needs a run on images, but"):
         training.load_run(tmp_path, image_size=8)
 
 
-def test_a_resumed_run_ends_as_one_never_interrupted(text_config, tmp_path, one_device):
+def test_a_resumed_run_equals_an_uninterrupted_one(text_config, tmp_path, one_device):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     training.train_and_evaluate(text_config, whole, devices=one_device)
     with pytest.raises(Interrupted):
@@ -81,7 +81,7 @@ def test_a_resumed_run_ends_as_one_never_interrupted(text_config, tmp_path, one_
     jax.tree.map(np.testing.assert_array_equal, runs[0].variables, runs[1].variables)
 
 
-def test_the_checkpoint_of_least_loss_is_kept(
+def test_the_checkpoint_with_the_lowest_loss_is_kept(
     text_config, tmp_path, one_device, monkeypatch
 ):
     losses = iter([3.0, 1.0, 2.0, 4.0, 5.0])
@@ -105,7 +105,7 @@ def test_the_checkpoint_of_least_loss_is_kept(
         (TinyText(tokenizer="bytes"), "the 13 tokens of 'bytes'"),
     ],
 )
-def test_another_vocabulary_than_the_checkpoints(
+def test_another_vocabulary_is_refused(
     text_config, tmp_path, one_device, monkeypatch, source, found
 ):
     training.train_and_evaluate(text_config, tmp_path, devices=one_device)

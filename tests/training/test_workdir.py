@@ -39,7 +39,7 @@ def test_a_second_run_in_a_directory_is_refused(config, tmp_path, one_device):
 
 
 def test_the_lock_of_a_process_ends_with_it(tmp_path):
-    """Whatever it left in the file: here another host, and a time to come."""
+    """Whatever the file says: here another host, and a time in the future."""
     path = tmp_path / LOCK
     hold = "import fcntl, sys; f = open(sys.argv[1]); fcntl.flock(f, fcntl.LOCK_EX); "
     hold += "print(flush=True); sys.stdin.read()"
@@ -74,9 +74,7 @@ def test_the_lock_of_a_process_ends_with_it(tmp_path):
     assert not path.exists()
 
 
-def test_a_file_removed_while_it_is_locked_is_not_taken_for_the_lock(
-    tmp_path, monkeypatch
-):
+def test_a_removed_lock_file_does_not_count(tmp_path, monkeypatch):
     class Racing:
         LOCK_EX, LOCK_NB = workdir.fcntl.LOCK_EX, workdir.fcntl.LOCK_NB
         calls = 0
@@ -93,7 +91,7 @@ def test_a_file_removed_while_it_is_locked_is_not_taken_for_the_lock(
     assert Racing.calls == 2
 
 
-def test_where_there_are_no_locks(tmp_path, monkeypatch):
+def test_a_file_system_without_locks(tmp_path, monkeypatch):
     class Unsupported:
         LOCK_EX, LOCK_NB = workdir.fcntl.LOCK_EX, workdir.fcntl.LOCK_NB
 
@@ -118,7 +116,7 @@ def task(tiny, config):
 
 
 def start_at(workdir, task, devices, step):
-    """The steps of the starts that run.json lists."""
+    """Returns the steps of the starts in run.json."""
     write_run_json(workdir, task, devices, step)
     record = json.loads((workdir / "run.json").read_text())
     assert record["data"]["name"] == "columns"
@@ -135,10 +133,10 @@ CONTENTS = [b"", b"{}", b"5", b'{"starts": 5}', b"\xff", b"[" * 100000]
 
 
 @pytest.mark.parametrize("content", CONTENTS, ids=lambda content: repr(content[:20]))
-def test_a_run_json_that_cannot_be_read(tmp_path, task, one_device, content):
+def test_an_unreadable_run_json(tmp_path, task, one_device, content):
     path = tmp_path / "run.json"
     path.write_bytes(content)
-    message = r"run.json is damaged and begun anew, without the starts .* kept as .*/"
+    message = r"run.json is damaged and written again without its list .* kept as .*/"
     with pytest.warns(UserWarning, match=f"{message}run.json.damaged$"):
         assert start_at(tmp_path, task, one_device, 3) == [3]
     assert (tmp_path / "run.json.damaged").read_bytes() == content

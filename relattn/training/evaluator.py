@@ -140,11 +140,11 @@ def final_results(
         say: Called with a line for each seed.
 
     Returns:
-        What ``result.json`` holds: the metrics of the one seed, or of several what
-        they share and, in the list ``runs``, the metrics of each. ``inference_seconds``
-        is the time of the compiled model on the test split, batch by batch from the
-        devices' memory, without compilation and loading. It is left out if the test
-        split is the validation split.
+        The contents of ``result.json``: the metrics of the one seed, or for several
+        seeds the shared metrics and, in the list ``runs``, the metrics of each.
+        ``inference_seconds`` is the time of the compiled model on the test split, batch
+        by batch from the devices' memory, without compilation and loading. It is left
+        out if the test split is the validation split.
     """
     metric = BEST_METRICS[task.info.kind][0]
     folder = workdir / CHECKPOINTS
@@ -195,7 +195,7 @@ def _split_scores(
 def _result(
     task: Task, history: History, scores: dict[str, dict[str, float]], step: int
 ) -> dict[str, Any]:
-    """The final metrics of one seed."""
+    """Collects the final metrics of one seed."""
     result: dict[str, Any] = {} if history.seed is None else {"seed": history.seed}
     step = history.stopped_step or step
     result |= {
@@ -219,7 +219,7 @@ def _result(
 
 
 def _joined(task: Task, runs: list[dict[str, Any]], step: int) -> dict[str, Any]:
-    """The final metrics of several seeds: what they share, and each seed's own."""
+    """Collects the final metrics of several seeds: shared ones, and each seed's."""
     return {
         "step": step,
         "num_steps": task.num_steps,

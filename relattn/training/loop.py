@@ -134,7 +134,7 @@ def _check_data(
 
 @dataclasses.dataclass(frozen=True)
 class Due:
-    """What follows an update.
+    """The actions that are due after an update.
 
     Attributes:
         log: Write a row of metrics.
@@ -250,7 +250,7 @@ class TrainLoop:
         self.window.restart_timer()
 
     def due(self, done: int) -> Due:
-        """Returns what follows an update."""
+        """Returns the actions that are due after an update."""
         preempted = self.preemption.came
         if distributed.all_preempted(done):
             preempted = "SIGTERM"

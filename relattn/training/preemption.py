@@ -49,7 +49,7 @@ class Preemption:
     there is nothing to save, and SIGTERM ends the run immediately.
 
     Attributes:
-        handles: Whether to handle signals at all.
+        handles: Whether to handle signals.
         came: The name of the recorded signal, or "".
 
     Example:

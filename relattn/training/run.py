@@ -168,7 +168,7 @@ class SavedRun:
         return [runs[seed] for seed in seeds]
 
     def _step(self, seed: int) -> int:
-        """The step of a seed's checkpoint."""
+        """Returns the step of a seed's checkpoint."""
         if seed not in self.seeds:
             raise ValueError(
                 f"{self.workdir} has no seed {seed}: there are "

@@ -11,14 +11,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from relattn.models.sampling import generate as generate
-from relattn.models.vit import SIZES as SIZES
-from relattn.models.vit import hybrid
 from relattn.nn.blocks import (
     LAYER_NORM_EPSILON,
     Linear,
     TransformerBlock,
     transformer_blocks,
 )
+from relattn.nn.registry import layer_attentions
 
 
 class GPT(nn.Module):
@@ -97,7 +96,7 @@ class GPT(nn.Module):
         Raises:
             ValueError: If the sequence is longer than ``context_length``.
         """
-        attentions, make_position = hybrid(
+        attentions, make_position = layer_attentions(
             self.attention,
             self.position,
             dim=self.dim,

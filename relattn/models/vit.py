@@ -1,4 +1,9 @@
-"""Patches: how images become tokens on a grid."""
+"""Vision Transformers: one model, `ViT`, and three of its settings.
+
+`Performer`, `Linformer` and `RoutingTransformer` are `ViT` with other defaults: the
+sizes of the papers' models, pixels as tokens, and no LayerNorms around the embedding or
+before the head. `SIZES` has the sizes A, B and C of Translution.
+"""
 
 from __future__ import annotations
 
@@ -17,22 +22,31 @@ from relattn.nn.blocks import (
     TransformerBlock,
     transformer_blocks,
 )
-from relattn.nn.registry import build
+from relattn.nn.registry import layer_attentions
 
-# The side of a square, or height and width; a config from JSON has a list.
+# The side of a square, or height and width. A config read from JSON has a list.
 PatchSize = int | Sequence[int]
+
+# Translution, table 1.
+SIZES = {
+    "A": {"num_layers": 6, "dim": 192, "num_heads": 3, "mlp_dim": 768},
+    "B": {"num_layers": 12, "dim": 192, "num_heads": 3, "mlp_dim": 768},
+    "C": {"num_layers": 12, "dim": 384, "num_heads": 6, "mlp_dim": 1536},
+}
+
+HEADS = ("linear", "mlp")
 
 
 def patch_grid(height: int, width: int, patch_size: PatchSize) -> tuple[int, int]:
-    """The grid of an image's patches.
+    """Computes the grid of an image's patches.
 
     Args:
-        height: Of the image, in pixels.
-        width: Of the image, in pixels.
+        height: Height of the image, in pixels.
+        width: Width of the image, in pixels.
         patch_size: Side of a square patch, or height and width, in pixels.
 
     Returns:
-        Height and width, in tokens.
+        Height and width of the grid, in tokens.
 
     Raises:
         ValueError: If the patch does not divide the image, or is larger than it.
@@ -62,10 +76,10 @@ def patch_grid(height: int, width: int, patch_size: PatchSize) -> tuple[int, int
     return (height // patch[0], width // patch[1])
 
 
-def patches(
+def extract_patches(
     images: Float[Array, "batch height width channels"], patch_size: PatchSize
 ) -> tuple[Float[Array, "batch n patch"], tuple[int, int]]:
-    """Cuts images into patches, row by row.
+    """Cuts images into patches, in row-major order.
 
     Args:
         images: Shape ``[batch, height, width, channels]``.
@@ -79,10 +93,10 @@ def patches(
 
     Example:
         >>> import jax.numpy as jnp
-        >>> tokens, grid = patches(jnp.zeros((1, 4, 6, 3)), 2)
+        >>> tokens, grid = extract_patches(jnp.zeros((1, 4, 6, 3)), 2)
         >>> tokens.shape, grid
         ((1, 6, 12), (2, 3))
-        >>> patches(jnp.zeros((1, 4, 6, 3)), (4, 2))[1]
+        >>> extract_patches(jnp.zeros((1, 4, 6, 3)), (4, 2))[1]
         (1, 3)
     """
     batch, height, width, channels = images.shape
@@ -93,80 +107,14 @@ def patches(
     return tokens, grid
 
 
-# Translution, table 1.
-SIZES = {
-    "A": {"num_layers": 6, "dim": 192, "num_heads": 3, "mlp_dim": 768},
-    "B": {"num_layers": 12, "dim": 192, "num_heads": 3, "mlp_dim": 768},
-    "C": {"num_layers": 12, "dim": 384, "num_heads": 6, "mlp_dim": 1536},
-}
-
-
-def hybrid(
-    attention: str,
-    position: str,
-    *,
-    dim: int,
-    num_heads: int,
-    num_layers: int,
-    num_relative_layers: int = 0,
-    qkv_bias: bool = False,
-    causal: bool = False,
-) -> tuple[list[functools.partial], functools.partial]:
-    """The attention of every layer: the first of one kind, the rest softmax.
-
-    Args:
-        attention: Spec of the first layers' attention.
-        position: Spec of the position encoding.
-        dim: Width of the tokens.
-        num_heads: Number of heads.
-        num_layers: Number of layers.
-        num_relative_layers: How many layers use ``attention``; 0 for all.
-        qkv_bias: Whether queries, keys and values have a bias.
-        causal: Whether a token attends to itself and earlier tokens only.
-
-    Returns:
-        A constructor of an attention for each layer, and one of the position encoding.
-
-    Raises:
-        ValueError: If `relattn.nn.registry.build` refuses, or there are more relative
-            layers than layers.
-
-    Example:
-        >>> attentions, _ = hybrid("lor_translution", "none", dim=8, num_heads=2,
-        ...                        num_layers=3, num_relative_layers=1)
-        >>> [attention.func.__name__ for attention in attentions]
-        ['LorTranslutionAttention', 'SoftmaxAttention', 'SoftmaxAttention']
-    """
-    if not 0 <= num_relative_layers <= num_layers:
-        raise ValueError(
-            "config.model.num_relative_layers must be from 0 (all layers) to "
-            f"config.model.num_layers={num_layers}, got {num_relative_layers}"
-        )
-    make = functools.partial(
-        build, dim=dim, num_heads=num_heads, num_layers=num_layers, causal=causal
-    )
-    first, make_position = make(attention, position)
-    first = functools.partial(first, qkv_bias=qkv_bias)
-    num_first = num_relative_layers or num_layers
-    attentions = [first] * num_first
-    if num_first < num_layers:
-        rest, _ = make("softmax", position)
-        rest = functools.partial(rest, qkv_bias=qkv_bias)
-        attentions += [rest] * (num_layers - num_first)
-    return attentions, make_position
-
-
-HEADS = ("linear", "mlp")
-
-
 class ViT(nn.Module):
     """Classifies images from their patches: embedding, CLS token, blocks, head.
 
-    A patch is embedded by LayerNorm, Linear, LayerNorm; the CLS token, N(0, 1) at the
-    start, comes first; a last LayerNorm precedes the head. With ``dim``,
-    ``num_layers``, ``num_heads`` and ``mlp_dim`` of ``SIZES["A"]`` and so on these are
-    the ViT-A, B and C of Translution. With ``qkv_bias=True``, ``embedding_norms=False``
-    and ``head="mlp"`` it is the ViT of Guoji.
+    A patch is embedded by LayerNorm, Linear, LayerNorm. The CLS token comes first and
+    starts as N(0, 1). A final LayerNorm precedes the head. With ``dim``,
+    ``num_layers``, ``num_heads`` and ``mlp_dim`` from ``SIZES["A"]`` and so on these
+    are the ViT-A, B and C of Translution. With ``qkv_bias=True``,
+    ``embedding_norms=False`` and ``head="mlp"`` it is the ViT of Guoji.
 
     Attributes:
         num_classes: Number of classes.
@@ -178,16 +126,19 @@ class ViT(nn.Module):
             in pixels.
         attention: Spec of the attention.
         position: Spec of the position encoding.
-        num_relative_layers: The first layers, which use ``attention``; the rest use
-            softmax; 0 for all layers.
+        num_relative_layers: Number of leading layers that use ``attention``; the rest
+            use softmax; 0 for all layers.
         attention_dropout: Dropout rate of the attentions' outputs.
         dropout: Dropout rate of the feed-forward networks.
         qkv_bias: Whether queries, keys and values have a bias.
         embedding_norms: Whether LayerNorms surround the embedding's linear layer.
+        final_norm: Whether a LayerNorm precedes the head.
         head: ``"linear"``, or ``"mlp"``: a hidden layer of ``mlp_dim`` and exact GELU
             before it.
+        scan_layers: Whether equal layers are compiled once, by `jax.lax.scan`; their
+            parameters are then stacked.
         dtype: Compute dtype; parameters are float32.
-        remat: Whether the backward pass computes each layer anew, from its input.
+        remat: Whether the backward pass recomputes each layer from its input.
 
     Example:
         >>> import jax
@@ -217,7 +168,9 @@ class ViT(nn.Module):
     dropout: float = 0.0
     qkv_bias: bool = False
     embedding_norms: bool = True
+    final_norm: bool = True
     head: str = "linear"
+    scan_layers: bool = True
     dtype: Any = jnp.float32
     remat: bool = False
     inputs: ClassVar[str] = "images"
@@ -230,13 +183,13 @@ class ViT(nn.Module):
         *,
         deterministic: bool = True,
     ) -> Float[Array, "batch classes"]:
-        """Class logits of a batch of images."""
+        """Computes the class logits of a batch of images."""
         if self.head not in HEADS:
             raise ValueError(
                 f"unknown config.model.head {spec.shorten(self.head)}: "
                 + spec.closest(self.head, HEADS)
             )
-        attentions, make_position = hybrid(
+        attentions, make_position = layer_attentions(
             self.attention,
             self.position,
             dim=self.dim,
@@ -246,7 +199,7 @@ class ViT(nn.Module):
             qkv_bias=self.qkv_bias,
         )
         norm = functools.partial(nn.LayerNorm, LAYER_NORM_EPSILON, dtype=self.dtype)
-        x, grid = patches(images, self.patch_size)
+        x, grid = extract_patches(images, self.patch_size)
         if self.embedding_norms:
             x = norm(name="patch_norm")(x)
         x = Linear(self.dim, dtype=self.dtype, name="embedding")(x)
@@ -269,40 +222,32 @@ class ViT(nn.Module):
                 dtype=self.dtype,
             ),
             positions=position.per_layer(grid, self.num_prefix),
+            scan=self.scan_layers,
             grid=grid,
             num_prefix=self.num_prefix,
             remat=self.remat,
             deterministic=deterministic,
         )
-        cls = norm(name="norm")(x[:, 0]).astype(jnp.float32)
+        cls = x[:, 0]
+        if self.final_norm:
+            cls = norm(name="norm")(cls)
+        cls = cls.astype(jnp.float32)
         if self.head == "mlp":
             cls = nn.gelu(Linear(self.mlp_dim, name="hidden")(cls), approximate=False)
         return Linear(self.num_classes, name="head")(cls)
 
 
-class Performer(nn.Module):
-    """Classifies images from their pixels: embedding, CLS token, blocks, linear head.
+class Performer(ViT):
+    """The pixel Performer: `ViT` on pixels, with linear attention.
 
     With ``attention="favor"`` and ``position`` ``"none"``, ``"learnable_sincos"`` or
     ``"constrained_sincos"``, or with ``attention="banded(clip=6)"``, these are the
     Performers of Horn et al. (no position, absolute, strategy 1, strategy 2). They have
-    as many parameters as published and the 256 of the CLS token, which the published
-    count leaves out.
+    the published number of parameters plus the 256 of the CLS token, which the
+    published count leaves out. Queries, keys and values have a bias; there are no
+    LayerNorms around the embedding or before the head.
 
-    Attributes:
-        num_classes: Number of classes.
-        dim: Width of the tokens.
-        num_layers: Number of blocks.
-        num_heads: Number of heads.
-        mlp_dim: Width of the feed-forward networks' hidden layer.
-        patch_size: Side of the square patch that is one token, or its height and width,
-            in pixels.
-        attention: Spec of the attention.
-        position: Spec of the position encoding.
-        attention_dropout: Dropout rate of the attentions' outputs.
-        dropout: Dropout rate of the feed-forward networks.
-        dtype: Compute dtype; parameters are float32.
-        remat: Whether the backward pass computes each layer anew, from its input.
+    Attributes are those of `ViT`.
 
     Example:
         >>> import jax
@@ -318,79 +263,31 @@ class Performer(nn.Module):
         and appendix A.2.
     """
 
-    num_classes: int
     dim: int = 256
     num_layers: int = 6
     num_heads: int = 8
     mlp_dim: int = 1024
     patch_size: PatchSize = 1
     attention: str = "favor"
-    position: str = "none"
-    attention_dropout: float = 0.0
-    dropout: float = 0.0
-    dtype: Any = jnp.float32
-    remat: bool = False
-    inputs: ClassVar[str] = "images"
-    num_prefix: ClassVar[int] = 1
-    # Whether equal layers are compiled once.
-    scan: ClassVar[bool] = False
-
-    @nn.compact
-    def __call__(
-        self,
-        images: Float[Array, "batch height width channels"],
-        *,
-        deterministic: bool = True,
-    ) -> Float[Array, "batch classes"]:
-        """Class logits of a batch of images."""
-        make_attention, make_position = build(
-            self.attention,
-            self.position,
-            dim=self.dim,
-            num_heads=self.num_heads,
-            num_layers=self.num_layers,
-        )
-        tokens, grid = patches(images, self.patch_size)
-        x = Linear(self.dim, dtype=self.dtype, name="embedding")(tokens)
-        position = make_position(name="position")
-        x = position.add_to_tokens(x, grid)
-        cls = self.param("cls", nn.initializers.normal(1.0), (1, 1, self.dim))
-        cls = jnp.broadcast_to(cls.astype(x.dtype), (x.shape[0], 1, self.dim))
-        x = jnp.concatenate([cls, x], axis=1)
-        x = transformer_blocks(
-            x,
-            [make_attention] * self.num_layers,
-            functools.partial(
-                TransformerBlock,
-                dim=self.dim,
-                mlp_dim=self.mlp_dim,
-                attention_dropout=self.attention_dropout,
-                dropout=self.dropout,
-                dtype=self.dtype,
-            ),
-            positions=position.per_layer(grid, self.num_prefix),
-            scan=self.scan,
-            grid=grid,
-            num_prefix=self.num_prefix,
-            remat=self.remat,
-            deterministic=deterministic,
-        )
-        return Linear(self.num_classes, name="head")(x[:, 0].astype(jnp.float32))
+    qkv_bias: bool = True
+    embedding_norms: bool = False
+    final_norm: bool = False
+    scan_layers: bool = False
 
 
 class Linformer(Performer):
-    """Classifies images from their pixels, by attention to projected keys and values.
+    """The pixel Linformer: `Performer` with attention to projected keys and values.
 
-    A baseline of Horn et al. on pixels, as their Performers are. Their own works on one
-    patch of 32x32 pixels (`relattn.models.cnn`). The sizes here are our choice,
-    with the 10.2M parameters that they state: `Performer` in 5 layers of width 384 and
-    12 heads, with their heads of 32, their MLP of four times the width and their
-    absolute positions; k = 256 for 1,025 tokens, one matrix for the keys and values of
-    a layer, as the authors of Linformer choose for sequences of 1,024. With 32x32
+    A baseline of Horn et al. Theirs has one patch of 32x32 pixels
+    (`relattn.models.cnn`); this one has pixels, as their Performers do. The sizes are
+    our choice, with the 10.2M parameters that they state: 5 layers of width 384 and 12
+    heads, with their heads of 32, their MLP of four times the width and their absolute
+    positions; k = 256 for 1,025 tokens, and one matrix for the keys and values of a
+    layer, which the authors of Linformer choose for sequences of 1,024. With 32x32
     images and ten classes it has 10,189,418 parameters for one channel, 10,190,186 for
     three.
 
-    Attributes are those of `Performer`.
+    Attributes are those of `ViT`.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -414,20 +311,20 @@ class Linformer(Performer):
     mlp_dim: int = 1536
     attention: str = "linformer(k=256, sharing='key_value')"
     position: str = "learnable_sincos"
-    scan: ClassVar[bool] = True
+    scan_layers: bool = True
 
 
 class RoutingTransformer(Performer):
-    """Classifies images from their pixels, by attention in clusters and neighbourhoods.
+    """The pixel Routing Transformer: `Performer` with routed and local attention.
 
-    The Routing Transformer that is a baseline of Horn et al., who state only that it
-    has 11.4M parameters. The sizes here are our choice: `Performer` in 9 layers of
-    width 320 and 10 heads, half of them local, with their heads of 32 and their MLP of
-    four times the width; learned positions; 8 clusters, whose window is 129 of the
-    1,025 tokens. With 32x32 images and ten classes it has 11,428,490 parameters for one
-    channel, 11,429,130 for three; the centroids are none.
+    A baseline of Horn et al., who state only that it has 11.4M parameters. The sizes
+    are our choice: 9 layers of width 320 and 10 heads, half of them local, with their
+    heads of 32 and their MLP of four times the width; learned positions; 8 clusters,
+    whose window is 129 of the 1,025 tokens. With 32x32 images and ten classes it has
+    11,428,490 parameters for one channel, 11,429,130 for three; the centroids are not
+    parameters.
 
-    Attributes are those of `Performer`.
+    Attributes are those of `ViT`.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -451,4 +348,4 @@ class RoutingTransformer(Performer):
     mlp_dim: int = 1280
     attention: str = "routing(clusters=8)"
     position: str = "learned"
-    scan: ClassVar[bool] = True
+    scan_layers: bool = True

@@ -184,6 +184,62 @@ def build(
     return make_attention, make_position
 
 
+def layer_attentions(
+    attention: str,
+    position: str,
+    *,
+    dim: int,
+    num_heads: int,
+    num_layers: int,
+    num_relative_layers: int = 0,
+    qkv_bias: bool = False,
+    causal: bool = False,
+) -> tuple[list[functools.partial], functools.partial]:
+    """Resolves the specs of a model: an attention for each layer, and the position.
+
+    The first ``num_relative_layers`` layers use ``attention``, the rest use softmax.
+
+    Args:
+        attention: Spec of the first layers' attention.
+        position: Spec of the position encoding.
+        dim: Width of the tokens.
+        num_heads: Number of heads.
+        num_layers: Number of layers.
+        num_relative_layers: Number of layers that use ``attention``; 0 for all.
+        qkv_bias: Whether queries, keys and values have a bias.
+        causal: Whether a token attends only to itself and earlier tokens.
+
+    Returns:
+        A constructor of an attention for each layer, and a constructor of the position
+        encoding. Layers with equal attentions have the same constructor.
+
+    Raises:
+        ValueError: If `build` raises it, or if there are more relative layers than
+            layers.
+
+    Example:
+        >>> attentions, _ = layer_attentions(
+        ...     "lor_translution", "none", dim=8, num_heads=2, num_layers=3,
+        ...     num_relative_layers=1)
+        >>> [attention.func.__name__ for attention in attentions]
+        ['LorTranslutionAttention', 'SoftmaxAttention', 'SoftmaxAttention']
+    """
+    if not 0 <= num_relative_layers <= num_layers:
+        raise ValueError(
+            "config.model.num_relative_layers must be from 0 (all layers) to "
+            f"config.model.num_layers={num_layers}, got {num_relative_layers}"
+        )
+    sizes = {"dim": dim, "num_heads": num_heads, "num_layers": num_layers}
+    first, make_position = build(attention, position, causal=causal, **sizes)
+    num_first = num_relative_layers or num_layers
+    attentions = [functools.partial(first, qkv_bias=qkv_bias)] * num_first
+    if num_first < num_layers:
+        rest, _ = build("softmax", position, causal=causal, **sizes)
+        rest = functools.partial(rest, qkv_bias=qkv_bias)
+        attentions += [rest] * (num_layers - num_first)
+    return attentions, make_position
+
+
 def _resolve_position(
     position: str, attention: str, sites: tuple[str, ...]
 ) -> functools.partial:

@@ -10,7 +10,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from relattn.models import build_model
-from relattn.models.vit import patches
+from relattn.models.vit import extract_patches
 from tests.helpers.quick import quick_jit
 
 CONFIG = {
@@ -123,10 +123,10 @@ def test_half_precision_keeps_float32_parameters_and_logits():
 
 def test_patches_run_row_by_row():
     images = jnp.arange(2 * 4 * 6 * 1.0).reshape(2, 4, 6, 1)
-    tokens, grid = patches(images, 2)
+    tokens, grid = extract_patches(images, 2)
     assert grid == (2, 3) and tokens.shape == (2, 6, 4)
     np.testing.assert_array_equal(tokens[1, 4], images[1, 2:4, 2:4, 0].reshape(-1))
-    tokens, grid = patches(images, [4, 2])
+    tokens, grid = extract_patches(images, [4, 2])
     assert grid == (1, 3) and tokens.shape == (2, 3, 8)
     np.testing.assert_array_equal(tokens[1, 2], images[1, :, 4:, 0].reshape(-1))
 
@@ -151,7 +151,7 @@ def test_patches_run_row_by_row():
         ({"dtype": None}, "dtype must be one of float32, bfloat16, float16, got None"),
         ({"dim": 0}, "config.model.dim must be at least 1, got 0"),
         ({"dim": 16.0}, "model 'performer' needs dim of type int, got 16.0"),
-        ({"num_heads": "2"}, "model 'performer' needs heads of type int, got '2'"),
+        ({"num_heads": "2"}, "model 'performer' needs num_heads of type int, got '2'"),
         ({"mlp_dim": 10**30}, "model 'performer' needs mlp_dim of type int, got 1000"),
         ({"num_layers": -1}, "config.model.num_layers must be at least 1, got -1"),
         ({"attention": 3}, "model 'performer' needs attention of type str, got 3"),

@@ -15,7 +15,7 @@ import numpy as np
 
 from relattn import command, offsets
 from relattn.kernels import redraw
-from relattn.nn.registry import ATTENTIONS, OWN, POSITIONS, build
+from relattn.nn.registry import ATTENTIONS, BUILT_IN, POSITIONS, build
 
 EXACT = 1e-5
 LARGEST_STANDARD_ERROR = 0.1
@@ -199,7 +199,7 @@ def all_pairs() -> list[tuple[str, str]]:
         (attention, position)
         for attention, of_attention in ATTENTIONS.items()
         for position, of_position in POSITIONS.items()
-        if of_position.site in of_attention.sites and {attention, position} <= OWN
+        if of_position.site in of_attention.sites and {attention, position} <= BUILT_IN
     ]
 
 

@@ -74,24 +74,27 @@ class MultiHeadAttention(nn.Module):
     # Whether parameters belong to one grid, and have no meaning on another.
     has_grid_tables: ClassVar[bool] = False
 
-    @classmethod
-    def check(cls, dim: int, num_heads: int, **options: Any) -> None:
-        """Raises ValueError where the sizes of the model or the options do not fit."""
-        del options
-        if num_heads < 1 or dim % num_heads:
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check()
+
+    @nn.nowrap
+    def check(self) -> None:
+        """Raises ValueError if the attributes are invalid; called on every instance."""
+        if self.num_heads < 1 or self.dim % self.num_heads:
             raise ValueError(
                 "config.model.num_heads must divide config.model.dim, got "
-                f"dim={dim} and num_heads={num_heads}"
+                f"dim={self.dim} and num_heads={self.num_heads}"
             )
 
-    @classmethod
-    def make_shared(cls, **options: Any) -> Callable[..., nn.Module] | None:
-        """Makes the module of what all layers with the same options share, if any.
+    @nn.nowrap
+    def make_shared(self) -> Callable[..., nn.Module] | None:
+        """Returns the constructor of the module that layers share, or None.
 
-        `relattn.nn.blocks.transformer_blocks` makes it in the model, calls it with the
-        number of tokens and the grid, and gives every layer what it returns.
+        `relattn.nn.blocks.transformer_blocks` builds the module once in the model,
+        calls it with the number of tokens and the grid, and passes the result to the
+        layers.
         """
-        del options
         return None
 
     @property

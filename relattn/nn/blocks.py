@@ -261,7 +261,7 @@ def _shared(
     made = {}
     for layer, attention in enumerate(attentions):
         if id(attention) not in made:
-            make = attention.func.make_shared(**attention.keywords)
+            make = attention(parent=None).make_shared()
             made[id(attention)] = make and make(name=f"shared_{layer}")(n, grid)
     return [made[id(attention)] for attention in attentions]
 

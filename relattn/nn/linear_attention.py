@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import flax.linen as nn
 import jax
@@ -144,24 +144,15 @@ class RandomFeatureAttention(LinearAttention):
     eps: float | None = None
     scannable: ClassVar[bool] = False
 
-    @classmethod
-    def check(
-        cls,
-        dim: int,
-        num_heads: int,
-        *,
-        num_features: int = 0,
-        features: str = "positive",
-        norms: str = "chi",
-        eps: float | None = None,
-        **options: Any,
-    ) -> None:
-        """Raises ValueError where the sizes of the model or the options do not fit."""
-        super().check(dim, num_heads, **options)
-        if num_features < 0:
+    @nn.nowrap
+    def check(self) -> None:
+        """Raises ValueError if the attributes are invalid."""
+        super().check()
+        features, norms, eps = self.features, self.norms, self.eps
+        if self.num_features < 0:
             raise ValueError(
                 "num_features must be positive, or 0 for int(head_dim * ln(head_dim)), "
-                f"got {num_features}"
+                f"got {self.num_features}"
             )
         if features not in FEATURE_MAPS:
             raise ValueError(
@@ -316,30 +307,22 @@ class BandedAttention(RandomFeatureAttention):
     sites: ClassVar[tuple[str, ...]] = ("none", "tokens")
     has_causal_form: ClassVar[bool] = False
 
-    @classmethod
-    def check(
-        cls,
-        dim: int,
-        num_heads: int,
-        *,
-        clip: int = 6,
-        position_heads: int = 0,
-        **options: Any,
-    ) -> None:
-        """Raises ValueError where the sizes of the model or the options do not fit."""
-        super().check(dim, num_heads, **options)
-        if clip < 1:
-            raise ValueError(f"attention 'banded' needs clip >= 1, got {clip}")
-        if not position_heads and num_heads % 2:
+    @nn.nowrap
+    def check(self) -> None:
+        """Raises ValueError if the attributes are invalid."""
+        super().check()
+        if self.clip < 1:
+            raise ValueError(f"attention 'banded' needs clip >= 1, got {self.clip}")
+        if not self.position_heads and self.num_heads % 2:
             raise ValueError(
                 "attention 'banded' makes half of the heads position heads: "
-                f"config.model.num_heads must be even, got {num_heads}; or give "
+                f"config.model.num_heads must be even, got {self.num_heads}; or give "
                 "position_heads"
             )
-        if not 0 <= position_heads <= num_heads:
+        if not 0 <= self.position_heads <= self.num_heads:
             raise ValueError(
-                f"attention 'banded' has {num_heads} heads, got "
-                f"position_heads={position_heads}"
+                f"attention 'banded' has {self.num_heads} heads, got "
+                f"position_heads={self.position_heads}"
             )
 
     @property
@@ -405,27 +388,19 @@ class LearnedReluAttention(LinearAttention):
     num_features: int = 0
     eps: float = 1e-3
 
-    @classmethod
-    def check(
-        cls,
-        dim: int,
-        num_heads: int,
-        *,
-        num_features: int = 0,
-        eps: float = 1e-3,
-        **options: Any,
-    ) -> None:
-        """Raises ValueError where the sizes of the model or the options do not fit."""
-        super().check(dim, num_heads, **options)
-        if num_features < 0:
+    @nn.nowrap
+    def check(self) -> None:
+        """Raises ValueError if the attributes are invalid."""
+        super().check()
+        if self.num_features < 0:
             raise ValueError(
                 "attention 'relu' needs num_features >= 1, or 0 for "
-                f"int(head_dim * ln(head_dim)), got {num_features}"
+                f"int(head_dim * ln(head_dim)), got {self.num_features}"
             )
-        if eps <= 0:
+        if self.eps <= 0:
             raise ValueError(
                 "attention 'relu' needs eps > 0, without which the weights of a query "
-                f"can all be zero, got {eps}"
+                f"can all be zero, got {self.eps}"
             )
 
     def feature_map(self, head_dim: int) -> linear.FeatureMap:

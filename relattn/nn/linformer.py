@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import flax.linen as nn
 from jaxtyping import Array, Float
@@ -79,33 +79,24 @@ class LinformerAttention(MultiHeadAttention):
     scannable: ClassVar[bool] = True
     has_grid_tables: ClassVar[bool] = True
 
-    @classmethod
-    def check(
-        cls,
-        dim: int,
-        num_heads: int,
-        *,
-        k: int = 64,
-        sharing: str = "none",
-        **options: Any,
-    ) -> None:
-        """Raises ValueError where the sizes of the model or the options do not fit."""
-        super().check(dim, num_heads, **options)
-        if k < 1:
-            raise ValueError(f"attention 'linformer' needs k >= 1, got {k}")
-        if sharing not in SHARINGS:
+    @nn.nowrap
+    def check(self) -> None:
+        """Raises ValueError if the attributes are invalid."""
+        super().check()
+        if self.k < 1:
+            raise ValueError(f"attention 'linformer' needs k >= 1, got {self.k}")
+        if self.sharing not in SHARINGS:
             raise ValueError(
-                f"unknown sharing={sharing!r} of attention 'linformer': "
-                f"{spec.closest(str(sharing), SHARINGS)}"
+                f"unknown sharing={self.sharing!r} of attention 'linformer': "
+                f"{spec.closest(str(self.sharing), SHARINGS)}"
             )
 
-    @classmethod
-    def make_shared(
-        cls, *, k: int = 64, sharing: str = "none", **options: Any
-    ) -> Callable[..., nn.Module] | None:
-        """The projection of all layers, with ``sharing="layers"``."""
-        del options
-        return functools.partial(SharedProjection, k) if sharing == "layers" else None
+    @nn.nowrap
+    def make_shared(self) -> Callable[..., nn.Module] | None:
+        """Returns the constructor of all layers' projection if ``sharing="layers"``."""
+        if self.sharing != "layers":
+            return None
+        return functools.partial(SharedProjection, self.k)
 
     def attend(
         self,

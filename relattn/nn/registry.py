@@ -1,31 +1,40 @@
-"""Attention and position encodings by name: the only look-up."""
+"""Attentions and position encodings by name: the only look-up.
+
+A model resolves the specs of its configuration here, `layer_attentions` for all layers,
+`build` for one kind. To add an attention or a position encoding, add its class to
+`ATTENTIONS` or `POSITIONS`; from outside relattn, call `register_attention` or
+`register_position`.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
 from relattn import spec
-from relattn.nn import attention as attentions
-from relattn.nn import (
-    gated_positional,
-    linear_attention,
-    linformer,
-    routing,
-    translution,
+from relattn.nn.attention import MultiHeadAttention, SoftmaxAttention
+from relattn.nn.gated_positional import GatedPositionalAttention
+from relattn.nn.linear_attention import (
+    BandedAttention,
+    FavorAttention,
+    LearnedReluAttention,
 )
+from relattn.nn.linformer import LinformerAttention
 from relattn.nn.positions import base, bias, gates, relative, rotary
+from relattn.nn.routing import RoutingAttention
+from relattn.nn.translution import LorTranslutionAttention, TranslutionAttention
 
 ATTENTIONS = {
-    "softmax": attentions.SoftmaxAttention,
-    "favor": linear_attention.FavorAttention,
-    "relu": linear_attention.LearnedReluAttention,
-    "banded": linear_attention.BandedAttention,
-    "gated_positional": gated_positional.GatedPositionalAttention,
-    "translution": translution.TranslutionAttention,
-    "lor_translution": translution.LorTranslutionAttention,
-    "linformer": linformer.LinformerAttention,
-    "routing": routing.RoutingAttention,
+    "softmax": SoftmaxAttention,
+    "favor": FavorAttention,
+    "relu": LearnedReluAttention,
+    "banded": BandedAttention,
+    "gated_positional": GatedPositionalAttention,
+    "translution": TranslutionAttention,
+    "lor_translution": LorTranslutionAttention,
+    "linformer": LinformerAttention,
+    "routing": RoutingAttention,
 }
 
 POSITIONS = {
@@ -49,28 +58,31 @@ POSITIONS = {
     "string_gate": gates.StringGate,
 }
 
-# Others are registered by users.
-OWN = frozenset({*ATTENTIONS, *POSITIONS})
+# The entries above; users register others.
+BUILT_IN = frozenset({*ATTENTIONS, *POSITIONS})
 
-# What the model decides, not the spec.
-_RESERVED = ("dim", "num_heads", "layer", "num_layers", "qkv_bias", "causal")
-_RESERVED += ("dtype", "parent", "name", "args", "kwargs")
+# The model sets these attributes, not the spec.
+_RESERVED = {
+    field.name
+    for module in (MultiHeadAttention, base.Position)
+    for field in dataclasses.fields(module)
+}
 
 
 def register_attention(name: str, module: type) -> None:
-    """Gives an attention of your own a name, for models and configurations.
+    """Registers a user-defined attention under a name, for models and configurations.
 
-    Options of the spec are its attributes: ``"cosine(scale=20.0)"``. A run that trained
-    with it is loaded where it has been registered.
+    The attributes of the class are options of the spec: ``"cosine(scale=20.0)"``. A run
+    that was trained with the attention loads only where it is registered.
 
     Args:
-        name: A Python name that no attention or position of relattn has. A second call
-            with the same name replaces the first.
+        name: A Python identifier that names no attention or position of relattn. A
+            second call with the same name replaces the first.
         module: A subclass of `relattn.MultiHeadAttention`.
 
     Raises:
-        ValueError: If the name is taken by relattn or none of Python.
-        TypeError: If it is no such class.
+        ValueError: If relattn uses the name, or it is not a Python identifier.
+        TypeError: If ``module`` is not such a subclass.
 
     Example:
         >>> import jax, jax.numpy as jnp, relattn
@@ -83,20 +95,20 @@ def register_attention(name: str, module: type) -> None:
         >>> vit.init_with_output(jax.random.key(0), images)[0].shape
         (1, 10)
     """
-    _register(ATTENTIONS, name, module, attentions.MultiHeadAttention)
+    _register(ATTENTIONS, name, module, MultiHeadAttention)
 
 
 def register_position(name: str, module: type) -> None:
-    """Gives a position encoding of your own a name, as `register_attention` does.
+    """Registers a user-defined position encoding; see `register_attention`.
 
     Args:
-        name: A Python name that no attention or position of relattn has. A second call
-            with the same name replaces the first.
+        name: A Python identifier that names no attention or position of relattn. A
+            second call with the same name replaces the first.
         module: A subclass of `relattn.Position`.
 
     Raises:
-        ValueError: If the name is taken by relattn or none of Python.
-        TypeError: If it is no such class.
+        ValueError: If relattn uses the name, or it is not a Python identifier.
+        TypeError: If ``module`` is not such a subclass.
 
     Example:
         >>> import flax.linen as nn, jax, jax.numpy as jnp, relattn
@@ -123,10 +135,10 @@ def _register(table: dict[str, Any], name: str, module: type, base: type) -> Non
             f"{name!r} needs a subclass of relattn.{base.__name__}, got "
             f"{spec.shorten(module)}"
         )
-    if not name.isidentifier() or name in OWN:
+    if not name.isidentifier() or name in BUILT_IN:
         raise ValueError(
-            f"{spec.shorten(name)} cannot be registered: choose a Python name that is "
-            "none of relattn's own"
+            f"{spec.shorten(name)} cannot be registered: choose a Python identifier "
+            "that names no attention or position of relattn"
         )
     table[name] = module
 
@@ -145,20 +157,21 @@ def build(
     Args:
         attention: Spec of an entry of `ATTENTIONS`, ``"favor(num_features=256)"``.
         position: Spec of an entry of `POSITIONS`, ``"constrained_sincos"``, or a sum of
-            such specs, ``"learned + rope2d"``, of which one at most acts elsewhere than
-            at the site ``tokens``.
+            specs, ``"learned + rope2d"``. At most one term of a sum may act at another
+            site than ``tokens``.
         dim: Width of the tokens.
         num_heads: Number of heads.
         num_layers: Number of layers.
-        causal: Whether a token attends to itself and those before it only.
+        causal: Whether a token attends only to itself and earlier tokens.
 
     Returns:
-        A constructor of the layers' attention (give it ``layer``) and one of the
+        A constructor of the layers' attention (call it with ``layer=``) and one of the
         model's position encoding.
 
     Raises:
-        ValueError: If a name or an option does not exist, the sizes do not fit, the
-            attention does not honour the site of the position, or has no causal form.
+        ValueError: If a name or an option does not exist, an option or a size is
+            invalid, or the attention does not honour the site of the position or has
+            no causal form.
 
     Example:
         >>> attention, position = build(
@@ -174,13 +187,14 @@ def build(
             f"attention {attention!r} has no causal form; choose from "
             f"{', '.join(fitting)}"
         )
-    make_attention.func.check(dim, num_heads, **make_attention.keywords)
     make_position = functools.partial(
         make_position, dim=dim, num_heads=num_heads, num_layers=num_layers
     )
     make_attention = functools.partial(
         make_attention, dim=dim, num_heads=num_heads, causal=causal
     )
+    # The instance checks its attributes.
+    make_attention(parent=None)
     return make_attention, make_position
 
 
@@ -243,7 +257,7 @@ def layer_attentions(
 def _resolve_position(
     position: str, attention: str, sites: tuple[str, ...]
 ) -> functools.partial:
-    """The constructor of a position, or of a sum, that the attention honours."""
+    """Resolves the spec of a position, or a sum, for the sites of an attention."""
     makers = [
         spec.resolve(term, POSITIONS, "position", _RESERVED)
         for term in spec.terms(position)

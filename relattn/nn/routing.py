@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
@@ -52,34 +53,28 @@ class RoutingAttention(MultiHeadAttention):
     has_causal_form: ClassVar[bool] = False
     scannable: ClassVar[bool] = True
 
-    @classmethod
-    def check(
-        cls,
-        dim: int,
-        num_heads: int,
-        *,
-        clusters: int = 8,
-        window: int = 0,
-        local_heads: int | None = None,
-        decay: float = 0.999,
-        **options: Any,
-    ) -> None:
-        """Raises ValueError where the sizes of the model or the options do not fit."""
-        super().check(dim, num_heads, **options)
-        if clusters < 1:
-            raise ValueError(f"attention 'routing' needs clusters >= 1, got {clusters}")
-        if window < 0:
+    @nn.nowrap
+    def check(self) -> None:
+        """Raises ValueError if the attributes are invalid."""
+        super().check()
+        if self.clusters < 1:
+            raise ValueError(
+                f"attention 'routing' needs clusters >= 1, got {self.clusters}"
+            )
+        if self.window < 0:
             raise ValueError(
                 "attention 'routing' needs window >= 1, or 0 for n / clusters, got "
-                f"{window}"
+                f"{self.window}"
             )
-        if local_heads is not None and not 0 <= local_heads <= num_heads:
+        if self.local_heads is not None and not 0 <= self.local_heads <= self.num_heads:
             raise ValueError(
-                f"attention 'routing' has {num_heads} heads, got local_heads="
-                f"{local_heads}"
+                f"attention 'routing' has {self.num_heads} heads, got local_heads="
+                f"{self.local_heads}"
             )
-        if not 0 <= decay <= 1:
-            raise ValueError(f"attention 'routing' needs decay in [0, 1], got {decay}")
+        if not 0 <= self.decay <= 1:
+            raise ValueError(
+                f"attention 'routing' needs decay in [0, 1], got {self.decay}"
+            )
 
     def attend(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import flax.linen as nn
 import jax
@@ -38,16 +38,14 @@ class OffsetAttention(MultiHeadAttention):
     scannable: ClassVar[bool] = True
     has_grid_tables: ClassVar[bool] = True
 
-    @classmethod
-    def check(
-        cls, dim: int, num_heads: int, *, relative: str = "qkv", **options: Any
-    ) -> None:
-        """Raises ValueError where the sizes of the model or the options do not fit."""
-        super().check(dim, num_heads, **options)
-        if relative not in _SUBSETS:
+    @nn.nowrap
+    def check(self) -> None:
+        """Raises ValueError if the attributes are invalid."""
+        super().check()
+        if self.relative not in _SUBSETS:
             raise ValueError(
-                f"unknown subset relative={relative!r} of the projections: "
-                f"{spec.closest(str(relative), _SUBSETS)}"
+                f"unknown subset relative={self.relative!r} of the projections: "
+                f"{spec.closest(str(self.relative), _SUBSETS)}"
             )
 
     def rows(self, context: Context) -> tuple[int, ...]:
@@ -204,29 +202,20 @@ class LorTranslutionAttention(OffsetAttention):
     average: bool = False
     sites: ClassVar[tuple[str, ...]] = ("none", "tokens", "heads")
 
-    @classmethod
-    def check(
-        cls,
-        dim: int,
-        num_heads: int,
-        *,
-        rank: int = 8,
-        base: bool = True,
-        relative: str = "qkv",
-        **options: Any,
-    ) -> None:
-        """Raises ValueError where the sizes of the model or the options do not fit."""
-        super().check(dim, num_heads, relative=relative, **options)
-        if not base and relative not in ("qv", "kv", "qkv"):
+    @nn.nowrap
+    def check(self) -> None:
+        """Raises ValueError if the attributes are invalid."""
+        super().check()
+        if not self.base and self.relative not in ("qv", "kv", "qkv"):
             raise ValueError(
                 "attention 'lor_translution' with base=False and "
-                f"relative={relative!r} has no scores or no values: choose "
+                f"relative={self.relative!r} has no scores or no values: choose "
                 "relative='qv', 'kv' or 'qkv'"
             )
-        if rank < 1:
+        if self.rank < 1:
             raise ValueError(
                 "attention 'lor_translution' needs rank >= 1, of a head, got "
-                f"rank={rank}"
+                f"rank={self.rank}"
             )
 
     def mix(

@@ -9,7 +9,7 @@ import pytest
 
 from relattn.kernels import softmax_attention
 from relattn.models import GPT, ViT, generate
-from relattn.nn import registry as build_module
+from relattn.nn import registry
 from relattn.nn.attention import MultiHeadAttention
 from relattn.nn.positions.base import Position
 from relattn.nn.registry import build, register_attention, register_position
@@ -118,7 +118,7 @@ class SharpAttention(MultiHeadAttention):
 @pytest.fixture
 def registered(monkeypatch):
     for name in ("ATTENTIONS", "POSITIONS"):
-        monkeypatch.setattr(build_module, name, {**getattr(build_module, name)})
+        monkeypatch.setattr(registry, name, {**getattr(registry, name)})
     register_attention("sharp", SharpAttention)
 
 
@@ -166,9 +166,9 @@ def test_a_registered_attention_promises_nothing_that_it_does_not_say():
 
 @pytest.mark.parametrize("name", ["softmax", "rope2d", "my attention", ""])
 def test_names_that_cannot_be_registered(name):
-    with pytest.raises(ValueError, match="cannot be registered: choose a Python name"):
+    with pytest.raises(ValueError, match="cannot be registered: choose a Python id"):
         register_attention(name, SharpAttention)
-    with pytest.raises(ValueError, match="cannot be registered: choose a Python name"):
+    with pytest.raises(ValueError, match="cannot be registered: choose a Python id"):
         register_position(name, Position)
 
 

@@ -240,4 +240,4 @@ def test_a_call_that_does_not_fit_is_refused(kind, options, call, message):
 )
 def test_options_are_checked(kind, options, message):
     with pytest.raises(ValueError, match=re.escape(message)):
-        MODULES[kind].check(DIM, HEADS, **options)
+        MODULES[kind](DIM, HEADS, **options)

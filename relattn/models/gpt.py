@@ -126,9 +126,8 @@ class GPT(nn.Module):
         start = 0 if index is None else index
         x = x + jax.lax.dynamic_slice_in_dim(encoding, start, num_tokens, axis=1)
         layers = position.per_layer(grid, self.num_prefix)
-        if layers is not None and index is None:
-            # What follows changes nothing before it, and the encodings fit.
-            x = jnp.pad(x, ((0, 0), (0, length - num_tokens), (0, 0)))
+        if layers is not None and index is None and num_tokens < length:
+            layers = [layer.slice(0, num_tokens) for layer in layers]
         x = transformer_blocks(
             x,
             attentions,
@@ -148,6 +147,6 @@ class GPT(nn.Module):
             deterministic=deterministic,
         )
         norm = functools.partial(nn.LayerNorm, LAYER_NORM_EPSILON, dtype=self.dtype)
-        x = norm(name="head_norm")(norm(name="norm")(x[:, :num_tokens]))
+        x = norm(name="head_norm")(norm(name="norm")(x))
         head = Linear(self.vocab_size, use_bias=False, dtype=self.dtype, name="head")
         return head(x).astype(jnp.float32)

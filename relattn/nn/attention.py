@@ -152,7 +152,7 @@ class MultiHeadAttention(nn.Module):
             )
         key_mask = None if key_mask is None else key_mask[:, None]
         if position is not None and index is not None:
-            position = position.at(index)
+            position = position.slice(index, 1)
         context = Context(grid, num_prefix, position, key_mask, index, shared)
         return self.merge(self.mix(x, context))
 

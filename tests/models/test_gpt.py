@@ -2,14 +2,15 @@
 
 import re
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from relattn.models import build_model
-from relattn.models.gpt import generate
+from relattn.models import build_model, generate
 from relattn.models.sampling import sample_token
+from relattn.nn.blocks import FeedForward
 from tests.helpers.quick import quick_jit
 
 CONFIG = {"name": "gpt", "dim": 12, "num_layers": 2, "num_heads": 2, "mlp_dim": 17}
@@ -63,6 +64,27 @@ def test_decoding_equals_full_recomputation(attention, position):
     )
     np.testing.assert_array_equal(out[:, :2], tokens[:, :2])
     np.testing.assert_array_equal(apply(variables, out)[:, 1:-1].argmax(-1), out[:, 2:])
+
+
+@pytest.mark.parametrize("position", ["rope1d", "irpe_gate", "learned + t5_bias"])
+def test_short_sequences_are_not_padded(position):
+    model, variables, tokens = make(position=position)
+    lengths = []
+
+    def record(call, args, kwargs, context):
+        if isinstance(context.module, FeedForward):
+            lengths.append(args[0].shape[1])
+        return call(*args, **kwargs)
+
+    @quick_jit
+    def both(variables, tokens):
+        padded = jnp.pad(tokens[:, :4], ((0, 0), (0, LENGTH - 4)))
+        with nn.intercept_methods(record):
+            short = model.apply(variables, tokens[:, :4])
+        return short, model.apply(variables, padded)[:, :4]
+
+    np.testing.assert_allclose(*both(variables, tokens), rtol=1e-5, atol=2e-5)
+    assert set(lengths) == {4}
 
 
 def test_a_key_draws_its_tokens():

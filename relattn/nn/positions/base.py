@@ -31,26 +31,37 @@ Params = Mapping[str, Any]
 
 @flax.struct.dataclass
 class LayerPosition:
-    """What of a position encoding reaches one layer; this one changes nothing."""
+    """The position encoding of one layer, a pytree; this one changes nothing.
+
+    At the site ``heads`` a subclass defines `__call__`, and `slice` if it has an array
+    with a row for each token; at the sites ``pairs`` and ``offset_bias`` it defines
+    `tables`.
+    """
 
     def __call__(
         self, q: Array, k: Array | None, x: Array
     ) -> tuple[Array, Array | None]:
-        """Queries and keys ``[batch heads n head_dim]`` with their position.
+        """Applies the position to queries and keys.
 
-        ``x [batch n dim]`` is the layer's input.
+        Args:
+            q: Queries, shape ``[batch, heads, n, head_dim]``.
+            k: Keys, shape ``[batch, heads, n, head_dim]``, or None.
+            x: The layer's input, shape ``[batch, n, dim]``.
+
+        Returns:
+            Queries and keys with their position; both may be wider.
         """
         del x
         return q, k
 
-    def at(self, index: Int[Array, ""] | int) -> LayerPosition:
-        """What `__call__` needs of the token at ``index`` alone, for decoding."""
-        del index
+    def slice(self, start: Int[Array, ""] | int, num_tokens: int) -> LayerPosition:
+        """Returns the encoding of ``num_tokens`` tokens from position ``start`` on."""
+        del start, num_tokens
         return self
 
     @property
     def tables(self) -> dict[str, Array]:
-        """Tables of offsets, by their name in `relattn.kernels.relative_attention`."""
+        """Tables of offsets, by argument of `relattn.kernels.relative_attention`."""
         return {}
 
 
@@ -349,9 +360,11 @@ class ConstrainedSincosHeads(LayerPosition):
                 ]
         return concatenate(q, *q_blocks), concatenate(k, *[self.u] * len(q_blocks))
 
-    def at(self, index: Int[Array, ""] | int) -> ConstrainedSincosHeads:
-        """The encoding of one token, for decoding."""
-        return self.replace(u=jax.lax.dynamic_slice_in_dim(self.u, index, 1))
+    def slice(
+        self, start: Int[Array, ""] | int, num_tokens: int
+    ) -> ConstrainedSincosHeads:
+        """Returns the encoding of ``num_tokens`` tokens from position ``start`` on."""
+        return self.replace(u=jax.lax.dynamic_slice_in_dim(self.u, start, num_tokens))
 
 
 class ConstrainedSincos(Position):

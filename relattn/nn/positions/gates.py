@@ -31,9 +31,11 @@ class GatedHeads(LayerPosition):
         of_queries, of_keys = self.exponents
         return gates.apply_gate(q, of_queries), gates.apply_gate(k, of_keys)
 
-    def at(self, index: Int[Array, ""] | int) -> GatedHeads:
-        """The exponents of one token, for decoding."""
-        exponents = jax.lax.dynamic_slice_in_dim(self.exponents, index, 1, axis=-2)
+    def slice(self, start: Int[Array, ""] | int, num_tokens: int) -> GatedHeads:
+        """Returns the exponents of ``num_tokens`` tokens from position ``start`` on."""
+        exponents = jax.lax.dynamic_slice_in_dim(
+            self.exponents, start, num_tokens, axis=-2
+        )
         return self.replace(exponents=exponents)
 
 

@@ -35,9 +35,9 @@ class RotatedHeads(LayerPosition):
         del x
         return self.rotate(q), self.rotate(k)
 
-    def at(self, index: Int[Array, ""] | int) -> RotatedHeads:
-        """The angles of one token, for decoding."""
-        angles = jax.lax.dynamic_slice_in_dim(self.angles, index, 1, axis=-2)
+    def slice(self, start: Int[Array, ""] | int, num_tokens: int) -> RotatedHeads:
+        """Returns the angles of ``num_tokens`` tokens from position ``start`` on."""
+        angles = jax.lax.dynamic_slice_in_dim(self.angles, start, num_tokens, axis=-2)
         return self.replace(angles=angles)
 
 

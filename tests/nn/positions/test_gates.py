@@ -56,7 +56,7 @@ def test_queries_and_keys_of_a_layer_and_head_have_scales_of_their_own(name):
             expected = reference.string_gate(y, *waves, coefficients, GRID, 1)
         np.testing.assert_allclose(out[0, 1], expected, rtol=1e-5, atol=1e-5)
         np.testing.assert_array_equal(out[0, 1, 0], np.float32(y[0]))
-    one = layer.at(4)(q[:, :, 4:5], k[:, :, 4:5], x[:, :1])
+    one = layer.slice(4, 1)(q[:, :, 4:5], k[:, :, 4:5], x[:, :1])
     np.testing.assert_array_equal(one[1], outs[1][:, :, 4:5])
 
 

@@ -45,7 +45,7 @@ def test_every_layer_and_head_turns_by_its_own_parameters(name):
         x = jnp.ones((1, N, 12))
         layers = module.apply(variables, GRID, 1)
         assert len(layers) == LAYERS
-        one = layers[2].at(4)(q[:, :, 4:5], k[:, :, 4:5], x[:, :1])
+        one = layers[2].slice(4, 1)(q[:, :, 4:5], k[:, :, 4:5], x[:, :1])
         return jnp.concatenate(layers[2](q, k, x)), one[0]
 
     outs, one = apply(variables)

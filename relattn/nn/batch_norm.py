@@ -1,7 +1,7 @@
-"""Moving statistics of batches, the same on one device and on many.
+"""Batch statistics that are the same on one device and on several.
 
-A module keeps them in the collection ``batch_stats``, which training carries from
-update to update and evaluation leaves alone.
+Modules store moving averages in the collection ``batch_stats``. Training updates them;
+evaluation only reads them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-# The axis of the devices, wherever data parallelism binds one.
+# The name of the axis of devices in data parallelism.
 DEVICE_AXIS = "devices"
 
 # PyTorch's defaults, with which the published models were trained.
@@ -22,18 +22,17 @@ EPSILON = 1e-5
 
 
 def mean_over_devices(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """The mean of an array over the devices that share a batch.
+    """Averages an array over the devices that share a batch.
 
-    mean_d x_d under a parallel map over the axis `DEVICE_AXIS`, x itself elsewhere: so
-    a module's statistics are those of the whole batch, and it need not know whether
-    there are devices.
+    mean_d x_d under a parallel map over the axis `DEVICE_AXIS`; x itself elsewhere. So
+    a module's statistics are those of the whole batch on any number of devices.
 
     Args:
-        x: Of each device an array of the same shape, such as the moments of its part
-            of the batch.
+        x: An array of the same shape on each device, such as the moments of the
+            device's part of the batch.
 
     Returns:
-        The same on every device.
+        The mean, on every device.
 
     Example:
         >>> float(mean_over_devices(jnp.float32(3)))
@@ -45,19 +44,19 @@ def mean_over_devices(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     try:
         return jax.lax.pmean(x, DEVICE_AXIS)
     except NameError:
-        # No such axis is bound: one device has the whole batch.
+        # The axis is not bound: one device has the whole batch.
         return x
 
 
 class BatchNorm(nn.Module):
-    """Batch normalisation over all axes but the last, and over the devices.
+    """Normalises batches over all axes but the last, and over the devices.
 
-    y = scale (x - mean) / sqrt(variance + epsilon) + bias, by the moments of the whole
-    batch in training, by their moving averages, with weight `MOMENTUM` on the past, in
-    evaluation. Moments are taken in float32; the variance is the biased one.
+    y = scale (x - mean) / sqrt(variance + epsilon) + bias. Training uses the moments of
+    the whole batch; evaluation uses their moving averages, with weight `MOMENTUM` on
+    the past. Moments are computed in float32; the variance is the biased one.
 
     Attributes:
-        dtype: Of the result; parameters and statistics are float32.
+        dtype: Dtype of the result; parameters and statistics are float32.
 
     Example:
         >>> x = jnp.array([[1.0], [3.0]])

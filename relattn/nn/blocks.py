@@ -1,4 +1,8 @@
-"""Linear layers and Transformer blocks."""
+"""Linear layers, pre-norm Transformer blocks, and the loop over a model's blocks.
+
+`Linear` starts as PyTorch's linear layer, with which the published models were trained.
+`transformer_blocks` compiles equal layers once, by a scan.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +17,15 @@ from jaxtyping import Array, Bool, Float, Int
 
 from relattn import offsets
 
-# Uniform in +-1/sqrt(fan-in), PyTorch's default, with which the published models were
-# trained. Flax's own start is sqrt(3) times wider: queries and keys are then so long
-# that random features estimate their attention poorly.
+# Uniform in +-1/sqrt(fan_in), PyTorch's default. Flax's default is sqrt(3) times wider:
+# queries and keys are then so long that random features estimate attention poorly.
 KERNEL_INIT = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
+# PyTorch's default.
+LAYER_NORM_EPSILON = 1e-5
 
 
 def uniform_bias(fan_in: int) -> nn.initializers.Initializer:
-    """The start of a bias in PyTorch: uniform in +-1/sqrt(fan_in), as the weights.
+    """Returns PyTorch's initializer of biases: uniform in +-1/sqrt(fan_in).
 
     Args:
         fan_in: Number of inputs of each output of the layer.
@@ -45,14 +50,14 @@ def uniform_bias(fan_in: int) -> nn.initializers.Initializer:
 
 
 class Linear(nn.Module):
-    """A linear layer, x W + b.
+    """Applies a linear layer, x W + b.
 
     W and b start uniform in +-1/sqrt(inputs), PyTorch's default.
 
     Attributes:
         features: Number of outputs.
-        use_bias: Whether there is a b.
-        dtype: Compute dtype, by default that of the input; parameters are float32.
+        use_bias: Whether the layer has a bias b.
+        dtype: Compute dtype; None for that of the input. Parameters are float32.
 
     Example:
         >>> layer = Linear(3)
@@ -80,12 +85,8 @@ class Linear(nn.Module):
         return y if bias is None else y + bias
 
 
-# PyTorch's default, with which the published models were trained.
-LAYER_NORM_EPSILON = 1e-5
-
-
 class FeedForward(nn.Module):
-    """The position-wise network: Dense, exact GELU, Dense.
+    """Applies the feed-forward network to every token: Linear, exact GELU, Linear.
 
     Attributes:
         dim: Width of the tokens.
@@ -111,10 +112,10 @@ class FeedForward(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """A pre-norm block: x + attention(norm(x)), then x + feed_forward(norm(x)).
+    """Applies a pre-norm block: x + attention(norm(x)), then x + feed_forward(norm(x)).
 
     Attributes:
-        attention: Makes the attention module; called with ``name`` and ``dtype``.
+        attention: Constructor of the attention; called with ``name`` and ``dtype``.
         dim: Width of the tokens.
         mlp_dim: Width of the feed-forward network's hidden layer.
         attention_dropout: Dropout rate of the attention's output.
@@ -142,7 +143,7 @@ class TransformerBlock(nn.Module):
         shared: Any = None,
         deterministic: bool = True,
     ) -> Float[Array, "batch n dim"]:
-        """Applies the block; arguments as in `relattn.nn.attention`."""
+        """Applies the block; arguments as in `MultiHeadAttention.__call__`."""
 
         def norm(name: str) -> nn.LayerNorm:
             return nn.LayerNorm(LAYER_NORM_EPSILON, dtype=self.dtype, name=name)
@@ -172,23 +173,24 @@ def transformer_blocks(
     remat: bool = False,
     **options: Any,
 ) -> Float[Array, "batch n dim"]:
-    """Applies the blocks of a model, compiling equal layers once; for ``__call__``.
+    """Applies the blocks of a model and compiles equal layers once; for ``__call__``.
 
-    Neighbours with the same attention are one scanned block ``blocks_FIRST``, FIRST the
-    index of its first layer, whose parameters have a leading axis of layers; so a model
-    of 12 layers compiles like one of a single layer. The backward pass keeps no copy of
-    their parameters. Attentions that draw random
-    features, and all with ``scan=False``, have blocks of their own, ``block_LAYER``.
-    What layers with the same attention share is the model's, ``shared_FIRST``.
+    Consecutive layers with the same attention are one scanned block ``blocks_FIRST``,
+    where FIRST is the index of the first layer. Its parameters have a leading axis of
+    layers, so a model of 12 layers compiles like a model of one layer. The backward
+    pass keeps no copy of the parameters. Attentions that draw random features have a
+    block for each layer, ``block_LAYER``; so do all attentions with ``scan=False``.
+    The module shared by layers with the same attention is ``shared_FIRST``.
 
     Args:
         x: Tokens, shape ``[batch, n, dim]``.
-        attentions: A constructor for each layer, as `relattn.nn.registry` gives it.
-        make_block: Makes a `TransformerBlock`; called with its attention and name.
-        positions: What the position encoding returned for each layer, if anything.
+        attentions: A constructor for each layer, from `relattn.nn.registry`.
+        make_block: Constructor of a `TransformerBlock`; called with its attention and
+            ``name``.
+        positions: A `LayerPosition` for each layer, or None.
         scan: Whether to scan equal layers.
-        remat: Whether to keep only the input of each layer for the backward pass, which
-            then computes the layer anew.
+        remat: Whether the backward pass keeps only the input of each layer and
+            recomputes the layer.
         **options: Further arguments of the blocks' call.
 
     Returns:
@@ -225,7 +227,7 @@ def transformer_blocks(
             continue
         block = make_block(attention, name=f"blocks_{first}")
         stacked = [jnp.stack(values) for values in zip(*leaves, strict=True)]
-        policy = None if remat else _not_of_parameters
+        policy = None if remat else _save_no_parameters
         x, _ = nn.scan(
             nn.remat(body, prevent_cse=False, policy=policy),
             variable_axes={
@@ -236,17 +238,17 @@ def transformer_blocks(
             },
             split_rngs={"params": True, "dropout": True},
             length=last - first,
-            # Nothing is shared by the layers; looking for it would trace them twice.
+            # Layers share no constants; the check would trace them twice.
             check_constancy_invariants=False,
         )(block, x, stacked)
     return x
 
 
-def _not_of_parameters(primitive: Any, *inputs: Any, **_: Any) -> bool:
-    """What to keep for the backward pass: no reshaped or cast copies of parameters.
+def _save_no_parameters(primitive: Any, *inputs: Any, **_: Any) -> bool:
+    """Checkpoint policy: saves everything except reshaped or cast parameters.
 
-    A layer's parameters themselves cost nothing, since they are an input of the scan.
-    Complex numbers, of an FFT, are computed anew: JAX cannot keep them.
+    The parameters themselves cost nothing, since they are an input of the scan. Complex
+    results of an FFT are recomputed: JAX cannot save them.
     """
     if any(jnp.iscomplexobj(x) for x in inputs):
         return False
@@ -257,19 +259,19 @@ def _not_of_parameters(primitive: Any, *inputs: Any, **_: Any) -> bool:
 def _shared(
     attentions: Sequence[functools.partial], n: int, grid: offsets.Grid
 ) -> list[Any]:
-    """For every layer, what those with its attention share."""
-    made = {}
+    """Returns, for each layer, what layers with its attention share."""
+    shared = {}
     for layer, attention in enumerate(attentions):
-        if id(attention) not in made:
+        if id(attention) not in shared:
             make = attention(parent=None).make_shared()
-            made[id(attention)] = make and make(name=f"shared_{layer}")(n, grid)
-    return [made[id(attention)] for attention in attentions]
+            shared[id(attention)] = make and make(name=f"shared_{layer}")(n, grid)
+    return [shared[id(attention)] for attention in attentions]
 
 
 def _equal_layers(
     attentions: Sequence[functools.partial], scan: bool
 ) -> Iterator[tuple[int, int]]:
-    """First and last + 1 of the layers that may share a compiled block."""
+    """Yields the ranges ``[first, last)`` of layers that share a compiled block."""
     first = 0
     while first < len(attentions):
         last = first + 1

@@ -1,4 +1,4 @@
-"""Linformer: attention to keys and values projected along the sequence."""
+"""Linformer: softmax attention to keys and values projected along the sequence."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SHARINGS = ("none", "heads", "key_value", "layers")
 def _projection(
     module: nn.Module, name: str, shape: tuple[int, ...], grid: offsets.Grid | None
 ) -> Float[Array, "*heads k n"]:
-    """A parameter that starts uniform in +-1/sqrt(k), as in published code."""
+    """Returns a parameter that starts uniform in +-1/sqrt(k), as in published code."""
     n = shape[-1]
     heads = tuple(range(len(shape) - 2))
     init = nn.initializers.variance_scaling(
@@ -30,7 +30,7 @@ def _projection(
 
 
 class SharedProjection(nn.Module):
-    """The matrix E = F of all layers, owned by the model.
+    """The matrix E = F that all layers share; a module of the model.
 
     Attributes:
         k: Number of projected keys.
@@ -45,22 +45,22 @@ class SharedProjection(nn.Module):
 
     @nn.compact
     def __call__(self, n: int, grid: offsets.Grid | None) -> Float[Array, "k n"]:
-        """The projection of a sequence of n tokens."""
+        """Returns the projection for a sequence of n tokens."""
         return _projection(self, "projection", (self.k, n), grid)
 
 
 class LinformerAttention(MultiHeadAttention):
-    """Linear attention to k projected keys and values.
+    """Attends to k projected keys and values.
 
-    softmax(q (E k)^T / sqrt(head_dim)) F v, E and F [k, n] learned.
+    softmax(q (E k)^T / sqrt(head_dim)) F v, with learned E and F of shape [k, n].
 
-    E and F belong to one length of sequence, prefix tokens included.
+    E and F belong to one sequence length, prefix tokens included.
 
     Attributes:
-        k: Number of projected keys. It may be more than n, as in the baseline of Horn
+        k: Number of projected keys. It may be larger than n, as in the baseline of Horn
             et al.; that saves nothing.
-        sharing: ``"none"``: E and F for every head; ``"heads"``: one E and one F;
-            ``"key_value"``: one matrix for both; ``"layers"``: one for all layers too.
+        sharing: ``"none"``: every head has an E and an F; ``"heads"``: the heads share
+            them; ``"key_value"``: E = F; ``"layers"``: all layers share one matrix.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -105,7 +105,7 @@ class LinformerAttention(MultiHeadAttention):
         v: Float[Array, "batch heads n head_dim"],
         context: Context,
     ) -> Float[Array, "batch heads n head_dim"]:
-        """Attention to projected keys and values."""
+        """Computes attention to projected keys and values."""
         matrices = self.projections(k.shape[-2], context)
         return linformer.linformer_attention(
             q,
@@ -116,12 +116,12 @@ class LinformerAttention(MultiHeadAttention):
         )
 
     def projections(self, n: int, context: Context) -> tuple[Array, Array]:
-        """E and F, of every head or of all."""
+        """Returns E and F, with or without an axis of heads."""
         if self.sharing == "layers":
             if context.shared is None:
                 raise ValueError(
-                    "attention 'linformer' with sharing='layers' takes the projection "
-                    "that the model owns: give shared="
+                    "attention 'linformer' with sharing='layers' needs the model's "
+                    "projection: give shared="
                 )
             return context.shared, context.shared
         if self.sharing == "key_value":

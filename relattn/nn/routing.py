@@ -1,4 +1,4 @@
-"""The Routing Transformer: attention within clusters, and among neighbours."""
+"""The Routing Transformer's attention: within clusters, and local."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ from relattn.nn.batch_norm import mean_over_devices
 
 
 class RoutingAttention(MultiHeadAttention):
-    """Routed heads attend within clusters of tokens, local heads to their neighbours.
+    """Attends within clusters of tokens in routed heads, to neighbours in local heads.
 
-    As in `relattn.kernels.routing_attention` and `relattn.kernels.local_attention`,
-    with the same window: a routed query sees the window of its cluster, a local one as
-    many tokens around it, and those of the prefix.
+    The heads are `relattn.kernels.routing_attention` and
+    `relattn.kernels.local_attention`, with the same window: a routed query attends to
+    the ``window`` tokens of its cluster, a local query to as many tokens around it and
+    to the prefix tokens.
 
-    The centroids are the variable ``centroids`` of the collection ``batch_stats``: no
-    parameter, they start as random directions of norm 1, and move, wherever the
-    collection is mutable, to the means of the queries and keys nearest to them in the
-    whole batch, of all devices.
+    The centroids are not parameters: they are the variable ``centroids`` in the
+    collection ``batch_stats``. They start as random unit vectors. When the collection
+    is mutable, they move to the means of the nearest queries and keys, over the batches
+    of all devices.
 
     Attributes:
         clusters: Number of clusters of a routed head.
-        window: Number of tokens of a cluster; 0 is n / clusters, rounded up, n with the
-            prefix tokens. A token may be in several clusters, or in none.
-        local_heads: Number of local heads; None is half of the heads.
+        window: Number of tokens of a cluster; 0 for ceil(n / clusters), where n
+            includes the prefix tokens. A token may be in several clusters, or in none.
+        local_heads: Number of local heads; None for half of the heads.
         decay: Weight of a centroid's past in its moving average.
 
     Example:
@@ -49,7 +50,7 @@ class RoutingAttention(MultiHeadAttention):
     window: int = 0
     local_heads: int | None = None
     decay: float = 0.999
-    # Which tokens a cluster chooses depends on all of them, the future too.
+    # The tokens of a cluster depend on all tokens, including later ones.
     has_causal_form: ClassVar[bool] = False
     scannable: ClassVar[bool] = True
 
@@ -83,7 +84,7 @@ class RoutingAttention(MultiHeadAttention):
         v: Float[Array, "batch heads n head_dim"],
         context: Context,
     ) -> Float[Array, "batch heads n head_dim"]:
-        """Local attention in the first heads, routed in the rest."""
+        """Computes local attention in the first heads, routed in the rest."""
         window = self.window or -(-q.shape[-2] // self.clusters)
         first = self.num_heads // 2 if self.local_heads is None else self.local_heads
         outs = []
@@ -112,26 +113,26 @@ class RoutingAttention(MultiHeadAttention):
         k: Float[Array, "batch heads n head_dim"],
         key_mask: Bool[Array, "batch 1 n"] | None,
     ) -> Float[Array, "heads clusters head_dim"]:
-        """The centroids that route this batch; in training, it moves those of the next.
+        """Returns the centroids for this batch; in training, updates the variable.
 
-        The gradients leave them alone.
+        The centroids have no gradient.
         """
 
-        def start() -> Array:
+        def init() -> Array:
             shape = (q.shape[1], self.clusters, self.head_dim)
             return routing.unit_vectors(
                 jax.random.normal(self.make_rng("params"), shape)
             )
 
-        variable = self.variable("batch_stats", "centroids", start)
+        variable = self.variable("batch_stats", "centroids", init)
         centroids = variable.value
         if self.is_mutable_collection("batch_stats") and not self.is_initializing():
             both = [
                 routing.cluster_sums(x, centroids, key_mask=key_mask) for x in (q, k)
             ]
             sums, counts = (
-                mean_over_devices((of_q + of_k).sum(axis=0))
-                for of_q, of_k in zip(*both, strict=True)
+                mean_over_devices((from_q + from_k).sum(axis=0))
+                for from_q, from_k in zip(*both, strict=True)
             )
             variable.value = routing.update_centroids(
                 centroids, sums, counts, decay=self.decay

@@ -1,4 +1,4 @@
-"""Linformer's projections: what shares them, how they start, what they refuse."""
+"""Tests Linformer's projections: sharing, initial values, errors."""
 
 import re
 
@@ -27,7 +27,7 @@ def make(sharing, **options):
     ("sharing", "count"),
     [("none", 3 * 2 * 2), ("heads", 3 * 2), ("key_value", 3), ("layers", 1)],
 )
-def test_sharing_is_what_it_says(sharing, count):
+def test_parameters_are_shared_as_documented(sharing, count):
     model, images = make(sharing)
     params = jax.eval_shape(model.init, jax.random.key(0), images)["params"]
     sizes = [
@@ -40,7 +40,7 @@ def test_sharing_is_what_it_says(sharing, count):
 
 
 @pytest.mark.parametrize("k", [K, N + 4])
-def test_module_is_the_reference_between_linear_projections(k):
+def test_output_equals_the_reference_with_linear_projections(k):
     module = LinformerAttention(dim=6, num_heads=2, k=k)
     x = jax.random.normal(jax.random.key(1), (1, N, 6))
     out, variables = jax.jit(module.init_with_output)(jax.random.key(0), x)
@@ -61,7 +61,7 @@ def test_module_is_the_reference_between_linear_projections(k):
 
     params = variables["params"]
     np.testing.assert_allclose(out[0], expected(params), atol=1e-5)
-    # Uniform in +-1/sqrt(k), whatever the number of heads.
+    # Uniform in +-1/sqrt(k) for any number of heads.
     assert 0.8 * k**-0.5 < np.abs(params["key_projection"]).max() <= k**-0.5
 
 
@@ -73,12 +73,12 @@ def test_module_is_the_reference_between_linear_projections(k):
         ("linformer", True, "attention 'linformer' has no causal form; choose from"),
     ],
 )
-def test_bad_options_are_refused(attention, causal, message):
+def test_invalid_options_raise(attention, causal, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         build(attention, "none", **SIZES, causal=causal)
 
 
-def test_layers_share_only_in_a_model():
+def test_sharing_over_layers_needs_a_model():
     module = LinformerAttention(dim=6, num_heads=2, k=K, sharing="layers")
-    with pytest.raises(ValueError, match="the projection that the model owns: give sh"):
+    with pytest.raises(ValueError, match="needs the model's projection: give shared="):
         module.init(jax.random.key(0), jnp.ones((1, N, 6)))

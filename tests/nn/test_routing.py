@@ -1,4 +1,4 @@
-"""Routing attention: its heads, and the centroids that training moves."""
+"""Tests routing attention: its heads, and how training updates the centroids."""
 
 import re
 
@@ -27,7 +27,7 @@ def norms(centroids):
     return np.linalg.norm(centroids, axis=-1)
 
 
-def test_training_moves_the_centroids_of_every_layer_and_evaluation_does_not():
+def test_only_training_updates_the_centroids_of_every_layer():
     config = {"name": "vit", "mlp_dim": 5, "patch_size": 1, **SIZES}
     config["attention"] = "routing(clusters=3, decay=0.9)"
     model = build_model(config, num_classes=3, image_shape=SHAPE)
@@ -48,7 +48,7 @@ def test_training_moves_the_centroids_of_every_layer_and_evaluation_does_not():
     assert np.isfinite(metrics["loss"])
     assert (np.abs(moved - start).max(axis=(1, 3)) > 1e-3).any(axis=1).all()
     np.testing.assert_allclose(norms(moved), 1, rtol=1e-5)
-    # Flax would refuse a write to the collection here.
+    # A write to the collection would raise here.
     jax.eval_shape(make_eval_step(model, images_of), after.variables, batch)
 
 
@@ -60,7 +60,7 @@ def layer():
     return module, variables, x
 
 
-def test_heads_are_local_and_routed(layer):
+def test_the_first_heads_are_local_and_the_rest_routed(layer):
     module, variables, x = layer
     params, centroids = variables["params"], variables["batch_stats"]["centroids"]
     mask = np.arange(N) % 5 != 2
@@ -91,7 +91,7 @@ def test_heads_are_local_and_routed(layer):
     np.testing.assert_allclose(out, expected, atol=1e-6)
 
 
-def test_queries_and_keys_move_the_centroids(layer):
+def test_centroids_depend_on_queries_and_keys(layer):
     module, variables, x = layer
 
     @jax.jit
@@ -108,7 +108,7 @@ def test_queries_and_keys_move_the_centroids(layer):
         assert np.abs(move(other) - moved).max() > 0.01
 
 
-def test_masked_tokens_do_not_move_the_centroids(layer):
+def test_centroids_do_not_depend_on_masked_tokens(layer):
     module, variables, x = layer
     mask = jnp.ones((2, N), bool).at[:, 4].set(False)
 
@@ -133,12 +133,12 @@ def test_masked_tokens_do_not_move_the_centroids(layer):
         ("routing", True, "attention 'routing' has no causal form; choose from"),
     ],
 )
-def test_bad_options_are_refused(attention, causal, message):
+def test_invalid_options_raise(attention, causal, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         build(attention, "none", **SIZES, causal=causal)
 
 
-def test_a_window_is_no_longer_than_the_sequence():
+def test_a_window_longer_than_the_sequence_raises():
     module = RoutingAttention(dim=6, num_heads=2, window=N + 1, local_heads=0)
     with pytest.raises(ValueError, match="1 to n=11 tokens, got window=12"):
         jax.eval_shape(module.init, jax.random.key(0), jnp.ones((1, N, 6)))

@@ -1,11 +1,11 @@
-"""Position encodings as Flax modules, one for the whole model.
+"""Position encodings as Flax modules: base classes, sums, vectors and sinusoids.
 
-An encoding declares its ``site``. At the site ``tokens`` the module adds to the grid's
-tokens. At the others it returns, for every layer, a pytree: at the site ``heads``
-    it is
-called on that layer's queries and keys, at the sites ``pairs`` and ``offset_bias`` it
-has tables for the attention's kernel. So parameters that layers share live in one
-place, and what reaches the layers is plain arrays.
+A model has one encoding for all layers, which declares the ``site`` where it acts. At
+the site ``tokens`` it adds a vector to each token of the grid. At the other sites it
+returns a `LayerPosition` for each layer: at the site ``heads`` the layer calls it on
+queries and keys; at the sites ``pairs`` and ``offset_bias`` it has tables for the
+attention's kernel. So parameters that layers share exist once, and the layers receive
+plain arrays.
 """
 
 from __future__ import annotations
@@ -65,12 +65,51 @@ class LayerPosition:
         return {}
 
 
-class Position(nn.Module):
-    """What every position encoding has: the sizes of the model, and its site.
+def grid_table(
+    module: nn.Module,
+    name: str,
+    init: nn.initializers.Initializer,
+    shape: tuple[int, ...],
+    grid: Grid,
+    *,
+    whose: str,
+    remedy: str = "",
+) -> Float[Array, "..."]:
+    """Returns a parameter whose shape depends on the grid; raises for another grid.
 
-    A subclass defines ``__call__``: at the site ``tokens`` from the grid's tokens and
-    the grid to tokens; at any other site but ``none`` from the grid and the number of
-    prefix tokens to a `LayerPosition` for every layer.
+    Args:
+        module: The module with the parameter, in its ``__call__``.
+        name: Name of the parameter.
+        init: Its initializer.
+        shape: Its shape.
+        grid: Height and width, or length, in tokens.
+        whose: What the table belongs to, for the message.
+        remedy: A further way to fix the error, for the message.
+
+    Returns:
+        The parameter, float32.
+
+    Raises:
+        ValueError: If the module's variables have a table of another shape.
+    """
+    if module.has_variable("params", name):
+        found = module.get_variable("params", name).shape
+        if found != shape:
+            raise ValueError(
+                f"{whose} {name} has shape {found}; a grid of "
+                f"{'x'.join(map(str, grid))} tokens needs {shape}: give images or "
+                f"sequences of the size that the model was built for{remedy}"
+            )
+    return module.param(name, init, shape, jnp.float32)
+
+
+class Position(nn.Module):
+    """Base class of position encodings.
+
+    A subclass sets ``site`` and defines ``__call__``. At the site ``tokens`` it maps
+    the grid's tokens and the grid to tokens; at the other sites, except ``none``, it
+    maps the grid and the number of prefix tokens to a list of `LayerPosition`, one for
+    each layer.
 
     Attributes:
         dim: Width of the tokens.
@@ -86,30 +125,30 @@ class Position(nn.Module):
     def add_to_tokens(
         self, tokens: Float[Array, "batch n dim"], grid: Grid
     ) -> Float[Array, "batch n dim"]:
-        """The grid's tokens, with their position at the site ``tokens``."""
+        """Adds the encoding to the grid's tokens at the site ``tokens``."""
         return self(tokens, grid) if self.site == "tokens" else tokens
 
     def per_layer(self, grid: Grid, num_prefix: int) -> list[LayerPosition] | None:
-        """What reaches each layer, or None where nothing does."""
+        """Returns the encoding of each layer, or None at ``none`` and ``tokens``."""
         if self.site in ("none", "tokens"):
             return None
         return self(grid, num_prefix)
 
     def resize(self, params: Params, old: Grid, new: Grid, num_prefix: int) -> Params:
-        """The parameters for another grid, where they depend on it.
+        """Resizes the parameters that depend on the grid to another grid.
 
         Args:
             params: The encoding's parameters.
-            old: The grid that they are of.
-            new: The grid that is wanted.
+            old: The grid of ``params``.
+            new: The new grid.
             num_prefix: Number of prefix tokens.
 
         Returns:
-            Those of ``new``; a function of the position keeps its own, and goes on, in
-            tokens, where the old grid ends.
+            Parameters for ``new``. Functions of the position are returned unchanged:
+            positions count tokens and continue beyond the old grid.
 
         Raises:
-            ValueError: If the encoding has no meaning on the new grid.
+            ValueError: If the parameters cannot be resized.
         """
         del old, new, num_prefix
         return params
@@ -121,14 +160,14 @@ class Position(nn.Module):
         grid: Grid,
         name: str = "table",
     ) -> Float[Array, "..."]:
-        """A parameter whose shape depends on the grid; `resize` knows of it."""
+        """Returns a parameter whose shape depends on the grid; `resize` resizes it."""
         hints = {"whose": "the position's"}
         hints["remedy"] = ", or resize its tables by relattn.models.resize_grid"
         return grid_table(self, name, init, shape, grid, **hints)
 
 
 class NoPosition(Position):
-    """No position: attention sees a set of tokens.
+    """Encodes no position: attention sees a set of tokens.
 
     Example:
         >>> NoPosition().site
@@ -137,10 +176,10 @@ class NoPosition(Position):
 
 
 class PositionSum(Position):
-    """Several encodings at once: ``"learned + relative_key"``.
+    """Combines several encodings: ``"learned + relative_key"``.
 
     Attributes:
-        makers: Constructors of the encodings, at most one of them at another site than
+        makers: Constructors of the encodings. At most one acts at another site than
             ``tokens``.
 
     Example:
@@ -153,12 +192,12 @@ class PositionSum(Position):
     makers: tuple[Callable[..., Position], ...] = ()
 
     def setup(self) -> None:
-        """Makes the encodings."""
+        """Creates the encodings."""
         self.terms = self.make_terms()
 
     @nn.nowrap
     def make_terms(self) -> list[Position]:
-        """The encodings."""
+        """Returns the encodings, as new modules."""
         sizes = {
             "dim": self.dim,
             "num_heads": self.num_heads,
@@ -169,13 +208,13 @@ class PositionSum(Position):
     def add_to_tokens(
         self, tokens: Float[Array, "batch n dim"], grid: Grid
     ) -> Float[Array, "batch n dim"]:
-        """The tokens with all encodings of the site ``tokens``."""
+        """Adds all encodings at the site ``tokens`` to the grid's tokens."""
         for term in self.terms:
             tokens = term.add_to_tokens(tokens, grid)
         return tokens
 
     def per_layer(self, grid: Grid, num_prefix: int) -> list[LayerPosition] | None:
-        """What the one encoding of another site returns."""
+        """Returns the layers' encodings from the one term at another site."""
         for term in self.terms:
             layers = term.per_layer(grid, num_prefix)
             if layers is not None:
@@ -184,7 +223,7 @@ class PositionSum(Position):
 
     @nn.nowrap
     def resize(self, params: Params, old: Grid, new: Grid, num_prefix: int) -> Params:
-        """The parameters of every encoding for another grid."""
+        """Resizes the parameters of every encoding."""
         resized = dict(params)
         for index, term in enumerate(self.make_terms()):
             name = f"terms_{index}"
@@ -194,9 +233,9 @@ class PositionSum(Position):
 
 
 class Learned(Position):
-    """A learned vector for every place on the grid, added to the tokens.
+    """Adds a learned vector for each grid position to the tokens.
 
-    Vectors start as N(0, 1), as the CLS token does. Prefix tokens get none.
+    Vectors start as N(0, 1), like the CLS token. Prefix tokens get none.
 
     Example:
         >>> import jax
@@ -217,20 +256,20 @@ class Learned(Position):
     def __call__(
         self, tokens: Float[Array, "batch n dim"], grid: Grid
     ) -> Float[Array, "batch n dim"]:
-        """Adds the encoding to the grid's tokens; prefix tokens are not given."""
+        """Adds the encoding to the grid's tokens, without prefix tokens."""
         shape = (math.prod(grid), self.dim)
         table = self.table(nn.initializers.normal(1.0), shape, grid)
         return tokens + table.astype(tokens.dtype)
 
     def resize(self, params: Params, old: Grid, new: Grid, num_prefix: int) -> Params:
-        """Vectors between those of the old grid, bicubically."""
+        """Interpolates the vectors bicubically."""
         return {"table": resize_table(params["table"], old, new)}
 
 
 class Sincos(Position):
-    """Fixed sinusoids, added to the tokens.
+    """Adds fixed sinusoids to the tokens.
 
-    As `LearnableSincos` at its start, but never trained: no parameters.
+    They equal the initial values of `LearnableSincos`. No parameters.
 
     Attributes:
         base: The slowest frequency is nearly 1 / base.
@@ -241,8 +280,8 @@ class Sincos(Position):
         (1, 6, 8)
 
     Source:
-        Vaswani et al., Attention Is All You Need, section 3.5; a share of the width
-        for each axis.
+        Vaswani et al., Attention Is All You Need, section 3.5, with an equal part of
+        the width for each axis.
     """
 
     base: float = 10000.0
@@ -252,7 +291,7 @@ class Sincos(Position):
     def __call__(
         self, tokens: Float[Array, "batch n dim"], grid: Grid
     ) -> Float[Array, "batch n dim"]:
-        """Adds the encoding to the grid's tokens; prefix tokens are not given."""
+        """Adds the encoding to the grid's tokens, without prefix tokens."""
         num_frequencies = _num_frequencies("sincos", self.dim, grid)
         frequencies = sinusoids.absolute_frequencies(num_frequencies, self.base)
         encoding = sinusoids.sinusoids(offsets.grid_positions(grid), frequencies)
@@ -260,14 +299,15 @@ class Sincos(Position):
 
 
 class LearnableSincos(Position):
-    """Absolute sinusoids with learned frequencies, added to the tokens.
+    """Adds absolute sinusoids with learned frequencies to the tokens.
 
-    x + p with p = [sin w_i row, cos w_i row, ..., sin w_i column, cos w_i column, ...],
-    dim / 4 frequencies w_i shared by the axes, w_i = base^(-i / (dim/4)) at
-    the start; dim / 2 for text, which has one axis. ``dim`` is a multiple of 4, or 2.
+    x + p with p = [sin w_i row, cos w_i row, ..., sin w_i column, cos w_i column, ...].
+    The axes share dim / 4 frequencies, with initial values w_i = base^(-i / (dim / 4));
+    text has one axis and dim / 2 frequencies. ``dim`` must be divisible by 4, for text
+    by 2.
 
     Attributes:
-        base: Base of the geometric series at the start.
+        base: Base of the initial geometric series.
 
     Example:
         >>> import jax
@@ -289,7 +329,7 @@ class LearnableSincos(Position):
     def __call__(
         self, tokens: Float[Array, "batch n dim"], grid: Grid
     ) -> Float[Array, "batch n dim"]:
-        """Adds the encoding to the grid's tokens; prefix tokens are not given."""
+        """Adds the encoding to the grid's tokens, without prefix tokens."""
         num_frequencies = _num_frequencies("learnable_sincos", self.dim, grid)
         frequencies = self.param(
             "frequencies",
@@ -300,7 +340,7 @@ class LearnableSincos(Position):
 
 
 def _num_frequencies(name: str, dim: int, grid: Grid) -> int:
-    """Frequencies an axis, a sine and a cosine for each."""
+    """Returns the number of frequencies per axis; each has a sine and a cosine."""
     width = 2 * len(grid)
     if dim % width:
         raise ValueError(
@@ -313,16 +353,15 @@ def _num_frequencies(name: str, dim: int, grid: Grid) -> int:
 class ConstrainedSincosHeads(LayerPosition):
     """Strategy 1 in one layer: concatenates sinusoids to queries and keys.
 
-    q' = [q, u B], k' = [k, u]; called on ``q``, ``k`` ``[batch heads n head_dim]`` and
-    the layer's input ``x`` ``[batch n dim]``. With a ``kernel`` W, queries have
-    coefficients x_i W + ``bias`` too: they are added to (a, b), or, where there is a
-    bias, have a block of their own, q' = [q, u B(x_i), u B], k' = [k, u, u].
+    q' = [q, u B], k' = [k, u]. A ``kernel`` W adds coefficients x_i W of the query
+    token to (a, b). With a ``bias`` too, the coefficients x_i W + bias form a separate
+    block instead: q' = [q, u B(x_i), u B], k' = [k, u, u].
 
     Attributes:
         u: Sinusoids of every token, zeros for prefix tokens.
         coefficients: (a, b) per head, axis and scale.
-        kernel: From the query token to coefficients, or None.
-        bias: Of the coefficients of the block of their own, or None.
+        kernel: W, from the query token to coefficients, or None.
+        bias: Bias of the separate block's coefficients, or None.
     """
 
     u: Float[Array, "n width"]
@@ -331,7 +370,7 @@ class ConstrainedSincosHeads(LayerPosition):
     bias: Float[Array, "heads pairs 2"] | None
 
     def __call__(self, q: Array, k: Array, x: Array) -> tuple[Array, Array]:
-        """Widens queries and keys by the position's blocks."""
+        """Concatenates the blocks of the position to queries and keys."""
 
         def query_block(coefficients, per_token=False):
             return sinusoids.constrained_sinusoids(
@@ -368,22 +407,24 @@ class ConstrainedSincosHeads(LayerPosition):
 
 
 class ConstrainedSincos(Position):
-    """Strategy 1: sinusoids whose score depends on the offset only.
+    """Strategy 1: concatenates sinusoids whose score depends only on the offset.
 
     u(p) = [sin w_s p, cos w_s p] per axis and scale; q' = [q, u B], k' = [k, u] with
     B = blockdiag([[a, b], [-b, a]]), so that
     q'.k' = q.k + sum a cos w_s (p_i - p_j) + b sin w_s (p_i - p_j).
-    The length scales w_s are shared by axes and layers; (a, b) belong to a layer, head,
-    axis and scale and start as N(0, 1). Prefix tokens have u = 0.
+    Axes and layers share the length scales w_s. Each layer, head, axis and scale has
+    its (a, b), which start as N(0, 1). Prefix tokens have u = 0.
 
     Attributes:
-        num_scales: Number of length scales w_s, at the start 64^(-s / num_scales).
+        num_scales: Number of length scales w_s, with initial values
+            64^(-s / num_scales).
         content_conditioned: Whether there is a second block of the same width, as in
             the published code, whose (a, b) are a linear function of the query token:
             q_i' = [q_i, u_i B(x_i), u_i B], k_j' = [k_j, u_j, u_j]. The score then
             depends on the offset and the query's content.
         content_modulated: Whether a linear function of the query token, without bias,
-            is added to (a, b) instead: no second block, the same dependence.
+            is added to (a, b) instead. The score depends on the same, without a second
+            block.
 
     Example:
         >>> import jax
@@ -406,7 +447,7 @@ class ConstrainedSincos(Position):
 
     @nn.compact
     def __call__(self, grid: Grid, num_prefix: int) -> list[ConstrainedSincosHeads]:
-        """The encoding of every layer."""
+        """Returns the encoding of each layer."""
         if self.num_scales < 1:
             raise ValueError(
                 "position 'constrained_sincos' needs num_scales >= 1, got "
@@ -433,7 +474,7 @@ class ConstrainedSincos(Position):
             init = nn.initializers.normal(self.dim**-0.5)
             kernels = self.param("kernel", init, shape)
         if self.content_conditioned:
-            # Those of a linear layer.
+            # Initial values of a linear layer.
             init = uniform_bias(self.dim)
             kernels = self.param("kernel", init, shape)
             biases = self.param("bias", init, (shape[0], *shape[2:]))
@@ -445,41 +486,3 @@ class ConstrainedSincos(Position):
             )
             for layer in range(self.num_layers)
         ]
-
-
-def grid_table(
-    module: nn.Module,
-    name: str,
-    init: nn.initializers.Initializer,
-    shape: tuple[int, ...],
-    grid: Grid,
-    *,
-    whose: str,
-    remedy: str = "",
-) -> Float[Array, "..."]:
-    """A parameter whose shape depends on the grid; refuses the table of another grid.
-
-    Args:
-        module: The module that owns the parameter, in its ``__call__``.
-        name: The parameter's name.
-        init: How it starts.
-        shape: Its shape.
-        grid: Height and width, or length, in tokens.
-        whose: What has the table, for the message.
-        remedy: What to do instead, for the message.
-
-    Returns:
-        The parameter, float32.
-
-    Raises:
-        ValueError: If the module holds a table of another shape.
-    """
-    if module.has_variable("params", name):
-        found = module.get_variable("params", name).shape
-        if found != shape:
-            raise ValueError(
-                f"{whose} {name} has shape {found}; a grid of "
-                f"{'x'.join(map(str, grid))} tokens needs {shape}: give images or "
-                f"sequences of the size that the model was made for{remedy}"
-            )
-    return module.param(name, init, shape, jnp.float32)

@@ -1,7 +1,8 @@
-"""Position encodings that are a bias of the offset, for grids of any size.
+"""Offset biases for grids of any size: T5 buckets and sums of waves.
 
-Their parameters do not depend on the grid: a model evaluates on grids that it was not
-trained on. Pairs with a prefix token have no offset, and no bias.
+Their parameters do not depend on the grid, so a model can be evaluated on grids that it
+was not trained on. Pairs with a prefix token have no offset and no bias.
+`relattn.nn.positions.relative.RelativeBias` has a table for one grid instead.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ from relattn.nn.positions.relative import RelativeTables
 
 
 class T5Bias(Position):
-    """A learned bias for buckets of offsets, which widen with the distance.
+    """Adds a learned bias for each bucket of offsets; buckets widen with the distance.
 
     b(d) = sum over the axes of t_axis[bucket(d_axis)], with the buckets of
-    `relattn.kernels.offset_buckets`: along a line, T5's; on a grid, a table for rows
-    and one for columns, summed. Every head has its tables; the layers share them, as
-    in T5. They start as N(0, 1 / dim). Beyond ``max_distance`` all offsets are one.
+    `relattn.kernels.offset_buckets`: on a line T5's; on a grid the sum of a table for
+    rows and one for columns. Every head has its tables; as in T5 the layers share them.
+    They start as N(0, 1 / dim).
 
     Attributes:
-        num_buckets: Number of buckets an axis.
-        max_distance: From this distance on, in tokens, all share a bucket.
-        bidirectional: Whether half of the buckets are for later keys; False suits
+        num_buckets: Number of buckets per axis.
+        max_distance: All distances from this one on, in tokens, share a bucket.
+        bidirectional: Whether half of the buckets are for later keys; use False for
             causal attention.
 
     Example:
@@ -50,7 +51,7 @@ class T5Bias(Position):
 
     @nn.compact
     def __call__(self, grid: Grid, num_prefix: int) -> list[RelativeTables]:
-        """The tables of every layer, the same for all."""
+        """Returns the tables of each layer, the same for all."""
         del num_prefix
         buckets = offset_buckets(
             offsets.table_offsets(grid),
@@ -68,16 +69,17 @@ class T5Bias(Position):
 
 
 class SincosBias(Position):
-    """Strategy 1's score as an exact bias, which no feature map approximates.
+    """Adds the score of strategy 1 as an exact bias, without random features.
 
-    b(d) = sum over axes and scales of (a cos w_s d + b sin w_s d) / sqrt(D), D the
-    width of a head with the sinusoids that `ConstrainedSincos` concatenates: what its
-    positions add to the logits. Length scales and coefficients, and how they start,
-    are its own. So random features see the content alone, and attention is translation
-    equivariant for every draw of them.
+    b(d) = sum over axes and scales of (a cos w_s d + b sin w_s d) / sqrt(D), where D is
+    the width of a head with the sinusoids that `ConstrainedSincos` concatenates. This
+    is what its positions add to the logits, with the same length scales, coefficients
+    and initial values. Random features then approximate the content alone, and
+    attention is translation equivariant for every draw of them.
 
     Attributes:
-        num_scales: Number of length scales w_s, at the start 64^(-s / num_scales).
+        num_scales: Number of length scales w_s, with initial values
+            64^(-s / num_scales).
 
     Example:
         >>> import jax
@@ -97,7 +99,7 @@ class SincosBias(Position):
 
     @nn.compact
     def __call__(self, grid: Grid, num_prefix: int) -> list[RelativeTables]:
-        """The tables of every layer."""
+        """Returns the tables of each layer."""
         del num_prefix
         if self.num_scales < 1:
             raise ValueError(
@@ -119,15 +121,15 @@ class SincosBias(Position):
 
 
 class FourierBias(Position):
-    """A bias that is a sum of learned plane waves of the offset.
+    """Adds a bias that is a sum of learned plane waves of the offset.
 
-    b(d) = sum_r a_r cos(w_r . d) + b_r sin(w_r . d), with frequency vectors w_r of each
-    layer and coefficients of each layer and head, all learned. Unlike `SincosBias`, a
-    wave may run in any direction. At the start w_r ~ 64^(-r / num_frequencies) N(0, I)
-    and coefficients are N(0, 0.02^2), so that the bias is almost zero.
+    b(d) = sum_r a_r cos(w_r . d) + b_r sin(w_r . d). Each layer learns frequency
+    vectors w_r, each layer and head coefficients. Unlike in `SincosBias`, a wave may
+    have any direction. Initial values are w_r ~ 64^(-r / num_frequencies) N(0, I) and
+    coefficients ~ N(0, 0.02^2), so that the bias is almost zero.
 
     Attributes:
-        num_frequencies: Number of waves a layer.
+        num_frequencies: Number of waves per layer.
 
     Example:
         >>> import jax
@@ -137,8 +139,8 @@ class FourierBias(Position):
         (3, (2, 9))
 
     Source:
-        Rahimi and Recht, Random Features for Large-Scale Kernel Machines, section 3:
-        its sums of waves, with learned frequencies.
+        Rahimi and Recht, Random Features for Large-Scale Kernel Machines, section 3,
+        with learned frequencies.
     """
 
     num_frequencies: int = 16
@@ -146,7 +148,7 @@ class FourierBias(Position):
 
     @nn.compact
     def __call__(self, grid: Grid, num_prefix: int) -> list[RelativeTables]:
-        """The tables of every layer."""
+        """Returns the tables of each layer."""
         del num_prefix
         if self.num_frequencies < 1:
             raise ValueError(
@@ -169,7 +171,7 @@ class FourierBias(Position):
 
 
 def _wave_layers(grid, frequencies, coefficients):
-    """Biases of every layer; layers share the frequencies ``[waves, axes]``, or not."""
+    """Returns the bias of each layer; frequencies may lack the axis of layers."""
     rows = offsets.table_offsets(grid)
     if frequencies.ndim == 2:
         frequencies = [frequencies] * len(coefficients)

@@ -1,4 +1,4 @@
-"""Gates of queries and keys by their position, as Flax modules."""
+"""Position gates: scale queries and keys by functions of the absolute position."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ class GatedHeads(LayerPosition):
     """Scales the queries and keys of a layer.
 
     Attributes:
-        exponents: Of the queries and of the keys.
+        exponents: Logarithms of the scales, of the queries and of the keys.
     """
 
     exponents: Float[Array, "2 heads n head_dim"]
 
     def __call__(self, q: Array, k: Array, x: Array) -> tuple[Array, Array]:
-        """Scaled queries and keys."""
+        """Scales queries and keys."""
         del x
-        of_queries, of_keys = self.exponents
-        return gates.apply_gate(q, of_queries), gates.apply_gate(k, of_keys)
+        q_exponents, k_exponents = self.exponents
+        return gates.apply_gate(q, q_exponents), gates.apply_gate(k, k_exponents)
 
     def slice(self, start: Int[Array, ""] | int, num_tokens: int) -> GatedHeads:
         """Returns the exponents of ``num_tokens`` tokens from position ``start`` on."""
@@ -42,10 +42,10 @@ class GatedHeads(LayerPosition):
 class IrpeGate(Position):
     """iRPE gate: scales queries and keys by learned embeddings of row and column.
 
-    q' = q * exp(r_q[row] + c_q[column]), likewise k, with embeddings of their own for
-    every layer and head; on a line one embedding of the place. Zero at the start, so
-    the identity. Prefix tokens are left alone. A function of the absolute position,
-    whatever its name.
+    q' = q * exp(r_q[row] + c_q[column]), k' = k * exp(r_k[row] + c_k[column]). Every
+    layer and head has its embeddings; on a line there is one of the position. They
+    start at zero, so the gate starts as the identity. Prefix tokens are not scaled.
+    Despite its name, the gate is a function of the absolute position.
 
     Example:
         >>> module = IrpeGate(dim=8, num_heads=2, num_layers=3)
@@ -61,11 +61,9 @@ class IrpeGate(Position):
 
     @nn.compact
     def __call__(self, grid: Grid, num_prefix: int) -> list[GatedHeads]:
-        """The exponents of every layer."""
-        leading, head_dim = (
-            (self.num_layers, 2, self.num_heads),
-            self.dim // self.num_heads,
-        )
+        """Returns the exponents of each layer."""
+        leading = (self.num_layers, 2, self.num_heads)
+        head_dim = self.dim // self.num_heads
         embeddings = [
             self.table(nn.initializers.zeros, (*leading, size, head_dim), grid, name)
             for name, size in zip(_axes(grid), grid, strict=True)
@@ -74,7 +72,7 @@ class IrpeGate(Position):
         return [GatedHeads(layer) for layer in exponents]
 
     def resize(self, params: Params, old: Grid, new: Grid, num_prefix: int) -> Params:
-        """Embeddings between those of the old rows and columns, cubically."""
+        """Interpolates the embeddings of rows and columns cubically."""
         del num_prefix
         return {
             name: resize_table(params[name], old[i : i + 1], new[i : i + 1], axis=-2)
@@ -83,20 +81,22 @@ class IrpeGate(Position):
 
 
 def _axes(grid: Grid) -> tuple[str, ...]:
-    return ("rows", "columns") if len(grid) == 2 else ("places",)
+    return ("rows", "columns") if len(grid) == 2 else ("positions",)
 
 
 class StringGate(Position):
     """STRING gate: scales queries and keys by Fourier features of the position.
 
-    q' = q * exp(g(p) A_q), likewise k, with g(p) = [cos(w_r . p + b_r),
-    sin(w_r . p + b_r)], r = 1 .. rank. Frequencies w and phases b are a layer's, A a
-    layer's and head's. A is zero at the start, so the gate the identity. Prefix tokens
-    are left alone. A function of the absolute position, whatever its name.
+    q' = q * exp(g(p) A_q), k' = k * exp(g(p) A_k), with g(p) = [cos(w_r . p + b_r),
+    sin(w_r . p + b_r)], r = 1 .. rank. Each layer has frequencies w and phases b, each
+    layer and head its A. A starts at zero, so the gate starts as the identity. Prefix
+    tokens are not scaled. Despite its name, the gate is a function of the absolute
+    position.
 
     Attributes:
         rank: Number of frequencies.
-        base: Of their series at the start; 0 is 10 on a grid and 10,000 on a line.
+        base: Base of the initial series of frequencies; 0 for 10 on a grid and 10,000
+            on a line.
 
     Example:
         >>> module = StringGate(dim=8, num_heads=2, num_layers=3, rank=5)
@@ -114,7 +114,7 @@ class StringGate(Position):
 
     @nn.compact
     def __call__(self, grid: Grid, num_prefix: int) -> list[GatedHeads]:
-        """The exponents of every layer."""
+        """Returns the exponents of each layer."""
         if self.rank < 1:
             raise ValueError(
                 f"position 'string_gate' needs rank >= 1, got rank={self.rank}"

@@ -1,4 +1,4 @@
-"""Relative keys, values and biases: tables with a row for each offset."""
+"""Relative keys, values and biases: learned tables with a row for each offset."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from relattn.nn.positions.base import Grid, LayerPosition, Params, Position
 
 @flax.struct.dataclass
 class RelativeTables(LayerPosition):
-    """Tables of a layer, one of them or more, for `relattn.kernels.relative_attention`.
+    """Tables of a layer for `relattn.kernels.relative_attention`.
 
     Attributes:
         key_table: A vector for each head and offset, or None.
         value_table: A vector for each head and offset, or None.
-        bias: A number for each head and offset, or None.
+        bias: A scalar for each head and offset, or None.
     """
 
     key_table: Float[Array, "heads rows head_dim"] | None = None
@@ -29,7 +29,7 @@ class RelativeTables(LayerPosition):
 
     @property
     def tables(self) -> dict[str, Array]:
-        """The tables that there are."""
+        """The tables that are not None, by name."""
         names = ("key_table", "value_table", "bias")
         named = {name: getattr(self, name) for name in names}
         return {name: table for name, table in named.items() if table is not None}
@@ -41,7 +41,7 @@ class _RelativeVectors(Position):
 
     @nn.compact
     def __call__(self, grid: Grid, num_prefix: int) -> list[RelativeTables]:
-        """The tables of every layer."""
+        """Returns the tables of each layer."""
         del num_prefix
         head_dim = self.dim // self.num_heads
         shape = (self.num_layers, self.num_heads, offsets.num_offsets(grid), head_dim)
@@ -49,17 +49,17 @@ class _RelativeVectors(Position):
         return [RelativeTables(**{self.kind: layer}) for layer in table]
 
     def resize(self, params: Params, old: Grid, new: Grid, num_prefix: int) -> Params:
-        """Vectors between those of the old grid's offsets, bicubically."""
+        """Interpolates the vectors bicubically over the offsets."""
         del num_prefix
         sizes = _offset_grids(old, new)
         return {"table": resize_table(params["table"], *sizes, axis=-2)}
 
 
 class RelativeKey(_RelativeVectors):
-    """Relative key vectors: q_i . (k_j + r_d) / sqrt(head_dim), d = p_i - p_j.
+    """Adds relative vectors to keys: q_i . (k_j + r_d) / sqrt(head_dim), d = p_i - p_j.
 
-    Every layer, head and offset has a vector r_d, N(0, 1/head_dim) at the start. Pairs
-    with a prefix token have none. Causal attention uses the offsets from zero on.
+    Every layer, head and offset has a vector r_d, which starts as N(0, 1/head_dim).
+    Pairs with a prefix token have none. Causal attention uses offsets >= 0.
 
     Example:
         >>> import jax
@@ -78,10 +78,10 @@ class RelativeKey(_RelativeVectors):
 
 
 class RelativeValue(_RelativeVectors):
-    """Relative value vectors: out_i = sum_j alpha_ij (v_j + r_d), d = p_i - p_j.
+    """Adds relative vectors to values: sum_j alpha_ij (v_j + r_d), d = p_i - p_j.
 
-    Every layer, head and offset has a vector r_d, N(0, 1/head_dim) at the start. Pairs
-    with a prefix token have none. Causal attention uses the offsets from zero on.
+    Every layer, head and offset has a vector r_d, which starts as N(0, 1/head_dim).
+    Pairs with a prefix token have none. Causal attention uses offsets >= 0.
 
     Example:
         >>> import jax
@@ -99,11 +99,11 @@ class RelativeValue(_RelativeVectors):
 
 
 class RelativeBias(Position):
-    """Relative bias: q_i . k_j / sqrt(head_dim) + b_d, d = p_i - p_j.
+    """Adds a relative bias: q_i . k_j / sqrt(head_dim) + b_d, d = p_i - p_j.
 
-    Every layer, head and offset has a number b_d, N(0, 0.02^2) at the start, and where
-    there are prefix tokens so has each kind of pair with one: "in", "self" and "out" of
-    `relattn.offsets.offset_index`. Causal attention uses the offsets from zero on.
+    Every layer, head and offset has a scalar b_d, which starts as N(0, 0.02^2). With
+    prefix tokens there are three more for pairs with a prefix token: "in", "self" and
+    "out" of `relattn.offsets.offset_index`. Causal attention uses offsets >= 0.
 
     Example:
         >>> import jax
@@ -120,14 +120,14 @@ class RelativeBias(Position):
 
     @nn.compact
     def __call__(self, grid: Grid, num_prefix: int) -> list[RelativeTables]:
-        """The tables of every layer."""
+        """Returns the tables of each layer."""
         rows = offsets.num_table_rows(grid, num_prefix)
         shape = (self.num_layers, self.num_heads, rows)
         table = self.table(nn.initializers.truncated_normal(0.02), shape, grid)
         return [RelativeTables(bias=layer) for layer in table]
 
     def resize(self, params: Params, old: Grid, new: Grid, num_prefix: int) -> Params:
-        """Numbers between those of the old grid's offsets, bicubically."""
+        """Interpolates the biases bicubically over the offsets."""
         sizes = _offset_grids(old, new)
         others = offsets.num_table_rows(old, num_prefix) - offsets.num_offsets(old)
         table = resize_table(params["table"], *sizes, axis=-1, num_others=others)
@@ -135,12 +135,12 @@ class RelativeBias(Position):
 
 
 def _offset_grids(old: Grid, new: Grid) -> tuple[Grid, Grid]:
-    """Sizes of the tables of offsets of two grids."""
+    """Returns the grids of offsets of two grids."""
     if len(old) == 1:
-        # Causal attention trains one half of it, which would mix with the other.
+        # Causal attention trains only one half; interpolation would mix in the other.
         raise ValueError(
             "a table of offsets on a line is not resized, since causal attention "
-            f"trains its past only: give sequences of up to {old[0]} tokens, or choose "
-            "a position without tables such as 'rope1d'"
+            f"trains only half of it: give sequences of up to {old[0]} tokens, or "
+            "choose a position without tables such as 'rope1d'"
         )
     return tuple(tuple(2 * size - 1 for size in grid) for grid in (old, new))

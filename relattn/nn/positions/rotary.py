@@ -1,4 +1,9 @@
-"""Rotations of queries and keys by position-dependent angles: RoPE and STRING."""
+"""Rotary positions (RoPE) and STRING: rotate queries and keys by their positions.
+
+The angles are fixed (`Rope1d`, `Rope2d`) or learned (`Rope2dMixed`, `CayleyString`,
+`CirculantString`). Products of rotated queries and keys depend only on the offset
+p_i - p_j. Prefix tokens are not rotated: products with them depend on the position.
+"""
 
 from __future__ import annotations
 
@@ -18,20 +23,20 @@ from relattn.nn.positions.base import Grid, LayerPosition, Position
 
 @flax.struct.dataclass
 class RotatedHeads(LayerPosition):
-    """Turns the queries and keys of a layer; a subclass defines `turn`.
+    """Rotates the queries and keys of a layer; a subclass defines `rotate`.
 
     Attributes:
-        angles: One for each token and pair of a head's numbers, of all heads or each.
+        angles: An angle for each token and pair of components, per head or for all.
     """
 
     angles: Float[Array, "*heads n pairs"]
 
     def rotate(self, x: Array) -> Array:
-        """Queries or keys, turned."""
+        """Rotates queries or keys."""
         raise NotImplementedError
 
     def __call__(self, q: Array, k: Array, x: Array) -> tuple[Array, Array]:
-        """Turned queries and keys."""
+        """Rotates queries and keys."""
         del x
         return self.rotate(q), self.rotate(k)
 
@@ -43,7 +48,7 @@ class RotatedHeads(LayerPosition):
 
 @flax.struct.dataclass
 class RotaryHeads(RotatedHeads):
-    """Turns pairs of a head's numbers.
+    """Rotates pairs of a head's components.
 
     Attributes:
         interleaved: As in `relattn.kernels.rotate`.
@@ -52,16 +57,15 @@ class RotaryHeads(RotatedHeads):
     interleaved: bool = flax.struct.field(pytree_node=False, default=False)
 
     def rotate(self, x: Array) -> Array:
-        """Queries or keys, turned."""
+        """Rotates queries or keys."""
         return rotary.rotate(x, self.angles, interleaved=self.interleaved)
 
 
 class Rope1d(Position):
-    """Rotary positions along a line; the tokens of an image count row by row.
+    """Rotates queries and keys by position-dependent angles (RoPE), on a line.
 
-    Queries and keys turn, pair by pair of a head's numbers, by angles w_t p_i with
-    w_t = base^(-2 t / head_dim), so that their products depend on p_i - p_j only.
-    Prefix tokens do not turn, so that products with theirs depend on the place. No
+    Pair t of a head's components is rotated by the angle w_t p_i with
+    w_t = base^(-2 t / head_dim). The tokens of an image count row by row. No
     parameters.
 
     Attributes:
@@ -85,18 +89,17 @@ class Rope1d(Position):
 
     @nn.compact
     def __call__(self, grid: Grid, num_prefix: int) -> list[RotaryHeads]:
-        """The angles of every layer, the same for all."""
-        places = np.arange(math.prod(grid), dtype=np.float32)
-        return _rotary_layers(
-            self, np.pad(places, (num_prefix, 0))[:, None], num_prefix
-        )
+        """Returns the angles of each layer, the same for all."""
+        positions = np.arange(math.prod(grid), dtype=np.float32)
+        positions = np.pad(positions, (num_prefix, 0))[:, None]
+        return _rotary_layers(self, positions, num_prefix)
 
 
 class Rope2d(Position):
-    """Rotary positions on a grid: half of the pairs turn by row, half by column.
+    """Rotates queries and keys by position-dependent angles (RoPE), on a grid.
 
-    As `Rope1d` in each half, with frequencies base^(-t / (head_dim / 4)). Prefix tokens
-    do not turn. No parameters.
+    The row gives the angles of half of the pairs, the column those of the other half,
+    with the frequencies w_t = base^(-t / (head_dim / 4)) in each. No parameters.
 
     Attributes:
         base: The slowest frequency is nearly 1 / base.
@@ -117,7 +120,7 @@ class Rope2d(Position):
 
     @nn.compact
     def __call__(self, grid: Grid, num_prefix: int) -> list[RotaryHeads]:
-        """The angles of every layer, the same for all."""
+        """Returns the angles of each layer, the same for all."""
         check_plane("rope2d", grid)
         return _rotary_layers(
             self, offsets.grid_positions(grid, num_prefix), num_prefix
@@ -125,14 +128,14 @@ class Rope2d(Position):
 
 
 def check_plane(name: str, grid: Grid) -> None:
-    """Raises unless tokens lie on a grid of two axes.
+    """Checks that a grid has two axes.
 
     Args:
-        name: Of the position, for the message.
+        name: Name of the position, for the message.
         grid: Height and width, in tokens.
 
     Raises:
-        ValueError: If it is a line.
+        ValueError: If the grid is a line.
 
     Example:
         >>> check_plane("rope2d", (2, 3))
@@ -157,13 +160,14 @@ def _rotary_layers(
 
 
 class LearnedRotation(Position):
-    """What rotations with learned frequencies share: how these start.
+    """Base class of rotations with learned frequencies.
 
-    Every layer and head has frequencies of its own, vectors of the axes; those of
-    `relattn.kernels.draw_mixed_frequencies` at the start.
+    Every layer and head has frequency vectors, with one component per axis. Their
+    initial values are those of `relattn.kernels.draw_mixed_frequencies`.
 
     Attributes:
-        base: Of the series of frequencies; 0 is 10 on a grid and 10,000 on a line.
+        base: Base of the initial series of frequencies; 0 for 10 on a grid and 10,000
+            on a line.
     """
 
     base: float = 0.0
@@ -177,7 +181,7 @@ class LearnedRotation(Position):
     def draw(
         self, key: Key[Array, ""], num_frequencies: int, grid: Grid
     ) -> Float[Array, "layers heads frequencies axes"]:
-        """Frequencies at the start, for every layer and head."""
+        """Draws initial frequencies for every layer and head."""
         return rotary.draw_mixed_frequencies(
             key,
             num_frequencies,
@@ -189,7 +193,7 @@ class LearnedRotation(Position):
     def angles(
         self, grid: Grid, num_prefix: int
     ) -> Float[Array, "layers heads n pairs"]:
-        """Angles of the tokens from the parameter ``frequencies``; in ``__call__``."""
+        """Computes angles from the parameter ``frequencies``; for ``__call__``."""
         if self.head_dim % 2:
             raise ValueError(
                 "rotary positions need an even head_dim (dim / num_heads), got "
@@ -201,10 +205,10 @@ class LearnedRotation(Position):
 
 
 class Rope2dMixed(LearnedRotation):
-    """Rotary positions on a grid with learned frequencies that mix its axes.
+    """Rotates queries and keys by learned frequencies that mix the axes of a grid.
 
-    Pair t of a head's numbers turns by w_t . p_i, w_t learned for every layer and head,
-    so that products depend on p_i - p_j only. Prefix tokens do not turn.
+    Pair t of a head's components is rotated by the angle w_t . p_i; every layer and
+    head learns its vectors w_t.
 
     Attributes:
         interleaved: Pairs are neighbours (2 t, 2 t + 1), not (t, t + head_dim / 2).
@@ -224,7 +228,7 @@ class Rope2dMixed(LearnedRotation):
 
     @nn.compact
     def __call__(self, grid: Grid, num_prefix: int) -> list[RotaryHeads]:
-        """The angles of every layer."""
+        """Returns the angles of each layer."""
         check_plane("rope2d_mixed", grid)
         angles = self.angles(grid, num_prefix)
         return [RotaryHeads(layer, self.interleaved) for layer in angles]
@@ -232,7 +236,7 @@ class Rope2dMixed(LearnedRotation):
 
 @flax.struct.dataclass
 class CayleyHeads(RotatedHeads):
-    """Cayley-STRING in one layer.
+    """Rotates the queries and keys of a layer in a learned basis (Cayley-STRING).
 
     Attributes:
         matrix: The learned basis of each head.
@@ -241,16 +245,16 @@ class CayleyHeads(RotatedHeads):
     matrix: Float[Array, "heads head_dim head_dim"]
 
     def rotate(self, x: Array) -> Array:
-        """Queries or keys, turned."""
+        """Rotates queries or keys."""
         return string.cayley_string(x, self.angles, self.matrix)
 
 
 class CayleyString(LearnedRotation):
-    """Cayley-STRING: rotary positions in a learned orthogonal basis, on grid or line.
+    """Rotates queries and keys in a learned orthogonal basis, on a grid or a line.
 
-    R(p) = P RoPE(p) P^T = exp(sum_axis p_axis L_axis), P = (I - S) (I + S)^-1 with a
-    learned skew-symmetric S for every layer and head, zero at the start; frequencies as
-    `Rope2dMixed`. Products depend on p_i - p_j only. Prefix tokens do not turn.
+    R(p) = P RoPE(p) P^T = exp(sum_axis p_axis L_axis), P = (I - S) (I + S)^-1. Every
+    layer and head learns a skew-symmetric S, which starts at zero, and the frequencies
+    of `Rope2dMixed`.
 
     Example:
         >>> import jax
@@ -266,7 +270,7 @@ class CayleyString(LearnedRotation):
 
     @nn.compact
     def __call__(self, grid: Grid, num_prefix: int) -> list[CayleyHeads]:
-        """Angles and basis of every layer."""
+        """Returns angles and basis of each layer."""
         angles = self.angles(grid, num_prefix)
         entries = self.head_dim * (self.head_dim - 1) // 2
         shape = (self.num_layers, self.num_heads, entries)
@@ -277,20 +281,19 @@ class CayleyString(LearnedRotation):
 
 @flax.struct.dataclass
 class CirculantHeads(RotatedHeads):
-    """Circulant-STRING in one layer."""
+    """Rotates the queries and keys of a layer by FFT (Circulant-STRING)."""
 
     def rotate(self, x: Array) -> Array:
-        """Queries or keys, turned."""
+        """Rotates queries or keys."""
         return string.circulant_string(x, self.angles)
 
 
 class CirculantString(LearnedRotation):
-    """Circulant-STRING: learned commuting circulant generators, on grid or line.
+    """Rotates queries and keys by learned circulant generators, on a grid or a line.
 
-    R(p) = exp(sum_axis p_axis L_axis), L = C - C^T with a learned circulant matrix C
-    for every layer, head and axis, applied by FFT in O(head_dim log head_dim). It
-    starts as a rotation of Fourier components with the frequencies of `Rope2dMixed`.
-    Products depend on p_i - p_j only. Prefix tokens do not turn.
+    R(p) = exp(sum_axis p_axis L_axis), L = C - C^T. Every layer, head and axis learns a
+    circulant matrix C. R is applied by FFT in O(head_dim log head_dim). It starts as a
+    rotation of Fourier components with the frequencies of `Rope2dMixed`.
 
     Example:
         >>> import jax
@@ -306,7 +309,7 @@ class CirculantString(LearnedRotation):
 
     @nn.compact
     def __call__(self, grid: Grid, num_prefix: int) -> list[CirculantHeads]:
-        """The angles of every layer."""
+        """Returns the angles of each layer."""
 
         def init(key: Key[Array, ""]) -> Array:
             if self.head_dim < 3:

@@ -1,4 +1,4 @@
-"""Position encodings: what they add, what they concatenate, what stays invariant."""
+"""Tests absolute sinusoids, learned vectors and constrained sinusoids."""
 
 import chex
 import jax
@@ -28,7 +28,7 @@ def test_learnable_sincos_adds_the_published_sinusoids():
     np.testing.assert_allclose(added[1, row * 5 + column], expected, atol=1e-6)
 
 
-def test_learnable_sincos_refuses_a_width_it_cannot_split():
+def test_learnable_sincos_with_an_indivisible_width_raises():
     with pytest.raises(ValueError, match="dim divisible by 4, got 6"):
         base.LearnableSincos(dim=6).init(jax.random.key(0), jnp.zeros((1, 15, 6)), GRID)
 
@@ -44,7 +44,7 @@ def heads_inputs(**options):
 
 
 def lemma_1(params, x, layer):
-    """The scores of image tokens by Lemma 1, with the coefficients of every query."""
+    """Computes the scores of image tokens by Lemma 1."""
     coefficients = params["coefficients"][layer][None, :, None]
     if "kernel" in params:
         content = jnp.einsum("bic,chps->bhips", x, params["kernel"][layer])
@@ -67,7 +67,9 @@ def lemma_1(params, x, layer):
     ("options", "blocks"),
     [({}, 1), ({"content_modulated": True}, 1), ({"content_conditioned": True}, 2)],
 )
-def test_constrained_sincos_scores_the_offset_and_spares_the_prefix(options, blocks):
+def test_constrained_sincos_score_equals_lemma_1_and_is_zero_for_the_prefix(
+    options, blocks
+):
     module, params, (q, k, x) = heads_inputs(**options)
     layer = 1
 
@@ -83,7 +85,7 @@ def test_constrained_sincos_scores_the_offset_and_spares_the_prefix(options, blo
     weights = np.random.default_rng(0).normal(size=(BATCH, HEADS, 15, 15))
 
     def outcome(scores, dtype):
-        """Values, and gradients of what depends on every score."""
+        """Computes scores, and gradients of a weighted sum of all scores."""
         leaves = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), (params, x))
 
         def loss(params, x):
@@ -105,7 +107,7 @@ def test_constrained_sincos_scores_the_offset_and_spares_the_prefix(options, blo
     chex.assert_trees_all_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_the_block_of_the_content_is_the_published_one():
+def test_content_conditioned_block_is_as_published():
     module, params, (q, k, x) = heads_inputs(content_conditioned=True)
     assert jax.tree.map(jnp.shape, params) == {
         "frequencies": (2,),
@@ -113,7 +115,7 @@ def test_the_block_of_the_content_is_the_published_one():
         "kernel": (LAYERS, DIM, HEADS, 4, 2),
         "bias": (LAYERS, HEADS, 4, 2),
     }
-    # Coefficients of zero leave the block of the content alone, and it comes first.
+    # With zero coefficients only the block of the content remains; it comes first.
     params = {**params, "coefficients": jnp.zeros((LAYERS, HEADS, 4, 2))}
     wide_q, wide_k = module.apply({"params": params}, GRID, 1)[0](q, k, x)
     np.testing.assert_array_equal(wide_q[..., HEAD_DIM + 8 :], 0)
@@ -121,42 +123,42 @@ def test_the_block_of_the_content_is_the_published_one():
     np.testing.assert_array_equal(
         wide_k[..., HEAD_DIM : HEAD_DIM + 8], wide_k[..., -8:]
     )
-    # PyTorch's start of a linear layer.
+    # PyTorch's initial values of a linear layer.
     for name in ("kernel", "bias"):
         assert 0.9 * DIM**-0.5 < jnp.abs(params[name]).max() <= DIM**-0.5
 
 
-def test_the_content_has_one_form_at_a_time():
+def test_both_forms_of_content_raise():
     with pytest.raises(ValueError, match="content_modulated=True, not both"):
         heads_inputs(content_conditioned=True, content_modulated=True)
 
 
-def test_constrained_sincos_shares_its_scales_only():
+def test_constrained_sincos_shares_only_its_scales():
     _, params, _ = heads_inputs()
     shapes = jax.tree.map(jnp.shape, params)
     assert shapes == {"frequencies": (2,), "coefficients": (LAYERS, HEADS, 4, 2)}
 
 
-def test_constrained_sincos_needs_a_scale():
+def test_constrained_sincos_without_scales_raises():
     with pytest.raises(ValueError, match="num_scales >= 1, got 0"):
         base.ConstrainedSincos(DIM, HEADS, LAYERS, num_scales=0).init(
             jax.random.key(0), GRID, 1
         )
 
 
-def test_learned_adds_a_vector_for_every_place():
+def test_learned_adds_a_vector_for_every_position():
     module = base.Learned(dim=DIM)
     tokens = jnp.ones((BATCH, 15, DIM))
     added, variables = module.init_with_output(jax.random.key(0), tokens, GRID)
     table = variables["params"]["table"]
     np.testing.assert_array_equal(added[1], 1 + table)
-    # The standard deviation of N(0, 1), within 4 of its standard errors.
+    # The standard deviation of N(0, 1), within 4 standard errors.
     assert abs(table.std() - 1) < 4 / (2 * table.size) ** 0.5
     with pytest.raises(ValueError, match=r"has shape \(15, 12\); a grid of 2x4 tokens"):
         module.apply(variables, jnp.ones((BATCH, 8, DIM)), (2, 4))
 
 
-def test_sincos_is_learnable_sincos_at_its_start():
+def test_sincos_equals_initial_learnable_sincos():
     tokens = jnp.zeros((BATCH, 15, DIM))
     learnable = base.LearnableSincos(dim=DIM, base=50.0)
     expected, _ = learnable.init_with_output(jax.random.key(0), tokens, GRID)

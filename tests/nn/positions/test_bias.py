@@ -1,4 +1,4 @@
-"""Biases of the offset in attention layers, and on grids of other sizes."""
+"""Tests offset biases in attention layers and on grids of other sizes."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ POSITIONS = ["t5_bias(num_buckets=8, max_distance=5)", "sincos_bias", "fourier_b
 
 
 def encode(position, grid, params=None):
-    """Biases of every layer, and the parameters."""
+    """Returns the biases of each layer, and the parameters."""
     _, make_position = build("favor", position, dim=DIM, num_heads=HEADS, num_layers=3)
     module = make_position()
     if params is None:
@@ -25,7 +25,7 @@ def encode(position, grid, params=None):
 
 
 @pytest.mark.parametrize("position", POSITIONS)
-def test_one_set_of_parameters_fits_every_grid(position):
+def test_parameters_fit_every_grid(position):
     small, params = encode(position, (2, 3))
     large, _ = encode(position, (5, 4), params)
     assert small.shape == (3, HEADS, 15) and large.shape == (3, HEADS, 63)
@@ -35,7 +35,7 @@ def test_one_set_of_parameters_fits_every_grid(position):
     assert line.shape == (3, HEADS, 9)
 
 
-def test_t5_s_layers_share_a_table_for_rows_and_one_for_columns():
+def test_t5_layers_share_a_table_for_rows_and_one_for_columns():
     bias, params = encode("t5_bias", GRID)
     np.testing.assert_array_equal(bias[0], bias[2])
     buckets = kernels.offset_buckets(offsets.table_offsets(GRID))
@@ -44,7 +44,7 @@ def test_t5_s_layers_share_a_table_for_rows_and_one_for_columns():
     np.testing.assert_allclose(bias[0], expected, rtol=1e-6)
 
 
-def test_sincos_bias_is_what_strategy_1_adds_to_the_logits():
+def test_sincos_bias_equals_the_logits_of_strategy_1():
     bias, params = encode("sincos_bias(num_scales=2)", GRID)
     make = build(
         "favor",
@@ -62,7 +62,7 @@ def test_sincos_bias_is_what_strategy_1_adds_to_the_logits():
 
 
 @pytest.mark.parametrize("features", ["positive", "relu"])
-def test_linear_attention_weighs_by_the_offset(features):
+def test_linear_attention_multiplies_weights_by_exp_bias(features):
     make_attention, _ = build(
         f"favor(num_features=5, features='{features}', normalize=True)",
         "fourier_bias",
@@ -84,14 +84,14 @@ def test_linear_attention_weighs_by_the_offset(features):
         vector = vector / jnp.linalg.norm(vector) * HEAD_DIM**0.25
         return getattr(reference, f"{features}_features")(vector, projection)
 
-    def heads_of(name):
+    def project(name):
         y = x[0] @ params[name]["kernel"] + params[name]["bias"]
         return y.reshape(N, HEADS, HEAD_DIM).swapaxes(0, 1)
 
     pairs = [reference.of_pairs(b, reference.offset_rows(GRID, 1)[0]) for b in bias]
     heads = [
         reference.linear_attention(*inputs, phi, np.ones((N, N), bool), b)
-        for *inputs, b in zip(*map(heads_of, "qkv"), pairs, strict=True)
+        for *inputs, b in zip(*map(project, "qkv"), pairs, strict=True)
     ]
     merged = jnp.stack(heads, axis=1).reshape(N, DIM)
     expected = merged @ params["out"]["kernel"] + params["out"]["bias"]
@@ -125,6 +125,6 @@ def test_trigonometric_features_count_nonpositive_normalizers():
         ("t5_bias(num_buckets=6)", "need num_buckets divisible by 4"),
     ],
 )
-def test_no_waves_and_no_buckets_are_refused(position, message):
+def test_invalid_options_raise(position, message):
     with pytest.raises(ValueError, match=message):
         encode(position, GRID)

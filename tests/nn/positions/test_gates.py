@@ -1,4 +1,4 @@
-"""Gates in a layer: their start, their parameters, what they refuse."""
+"""Tests gates in a layer: initial values, parameters, errors."""
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ def test_gates_start_as_the_identity(name, grid):
 
 
 @both
-def test_queries_and_keys_of_a_layer_and_head_have_scales_of_their_own(name):
+def test_queries_and_keys_of_each_layer_and_head_have_their_scales(name):
     module = MODULES[name](**SIZES)
     shapes = jax.eval_shape(lambda key: module.init(key, GRID, 1), jax.random.key(0))
     rng = np.random.default_rng(0)
@@ -60,12 +60,12 @@ def test_queries_and_keys_of_a_layer_and_head_have_scales_of_their_own(name):
     np.testing.assert_array_equal(one[1], outs[1][:, :, 4:5])
 
 
-def test_a_gate_needs_a_rank():
+def test_rank_zero_raises():
     with pytest.raises(ValueError, match="'string_gate' needs rank >= 1, got rank=0"):
         gates.StringGate(**SIZES, rank=0).init(jax.random.key(0), GRID, 1)
 
 
-def test_embeddings_belong_to_their_grid():
+def test_embeddings_of_another_grid_raise():
     module = gates.IrpeGate(**SIZES)
     variables = module.init(jax.random.key(0), GRID, 1)
     with pytest.raises(ValueError, match=r"position's rows has shape .* a grid of 4x3"):

@@ -1,4 +1,4 @@
-"""Relative positions in an attention layer, and what they refuse."""
+"""Tests relative and rotary positions in an attention layer."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ GRID, N, DIM, HEADS, HEAD_DIM = (2, 3), 7, 8, 2, 4
 
 
 def layer(attention, position, dtype=jnp.float32):
-    """An attention module with its position, parameters of both, and inputs."""
+    """Applies an attention with its position; returns output, parameters and inputs."""
     make_attention, make_position = build(
         attention, position, dim=DIM, num_heads=HEADS, num_layers=2
     )
@@ -28,14 +28,14 @@ def layer(attention, position, dtype=jnp.float32):
 
 
 def heads_of(params, x):
-    """Queries, keys and values of one example."""
+    """Yields queries, keys and values of one example."""
     for name in "qkv":
         out = x @ params[name]["kernel"] + params[name]["bias"]
         yield out.reshape(N, HEADS, HEAD_DIM).swapaxes(0, 1)
 
 
 @pytest.mark.parametrize("name", ["key_table", "value_table", "bias"])
-def test_tables_are_a_layer_s_and_a_head_s(name):
+def test_each_layer_and_head_uses_its_table(name):
     kinds = {"key_table": "relative_key", "value_table": "relative_value"}
     out, params, table, x = layer("softmax", kinds.get(name, "relative_bias"))
     expected = jnp.stack(
@@ -55,17 +55,17 @@ def test_tables_are_a_layer_s_and_a_head_s(name):
 
 
 @pytest.mark.parametrize(
-    ("position", "places", "base"),
+    ("position", "positions", "base"),
     [
         ("rope2d(base=10.0)", offsets.grid_positions(GRID, 1), 10.0),
         ("rope1d", np.array([[0, 0, 1, 2, 3, 4, 5]]).T, 10000.0),
     ],
 )
-def test_rotary_turns_queries_and_keys_but_not_the_prefix(position, places, base):
+def test_rotary_rotates_queries_and_keys_except_the_prefix(position, positions, base):
     out, params, _, x = layer("softmax", position)
     heads = []
     for q, k, v in zip(*heads_of(params, x[0]), strict=True):
-        q, k = (reference.rotary(y, np.float64(places), base) for y in (q, k))
+        q, k = (reference.rotary(y, np.float64(positions), base) for y in (q, k))
         everything = np.ones((N, N), bool)
         heads.append(reference.softmax_attention(q, k, v, everything))
     expected = jnp.stack(heads, axis=1).reshape(N, DIM)
@@ -74,12 +74,12 @@ def test_rotary_turns_queries_and_keys_but_not_the_prefix(position, places, base
 
 
 @pytest.mark.parametrize("position", ["relative_key", "relative_bias", "rope2d"])
-def test_compute_dtype_is_the_module_s(position):
+def test_output_has_the_compute_dtype(position):
     out, *_ = layer("softmax", position, jnp.bfloat16)
     assert out.dtype == jnp.bfloat16 and jnp.isfinite(out).all()
 
 
-def test_tables_fit_the_grid_that_they_were_made_for():
+def test_tables_of_another_grid_raise():
     module = relative.RelativeKey(dim=DIM, num_heads=HEADS, num_layers=1)
     variables = module.init(jax.random.key(0), GRID, 1)
     with pytest.raises(ValueError, match="a grid of 3x3 tokens needs"):

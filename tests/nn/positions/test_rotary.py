@@ -1,4 +1,4 @@
-"""Rotations in an attention layer, and what they refuse."""
+"""Tests learned rotations in a layer: parameters, initial values, errors."""
 
 import jax
 import jax.numpy as jnp
@@ -18,20 +18,20 @@ MODULES = {
 }
 
 
-def turned(name, x, params, grid=GRID):
-    """Queries of a layer and head by the reference, prefix first."""
-    places = np.float64(offsets.grid_positions(grid, 1))
+def rotated(name, x, params, grid=GRID):
+    """Rotates queries of a layer and head by the reference, prefix first."""
+    positions = np.float64(offsets.grid_positions(grid, 1))
     if name == "rope2d_mixed":
-        return reference.mixed_rotary(x, places, params["frequencies"])
+        return reference.mixed_rotary(x, positions, params["frequencies"])
     if name == "cayley_string":
         generators = reference.cayley_generators(params["skew"], params["frequencies"])
     else:
         generators = reference.circulant_generators(params["circulants"])
-    return reference.string(x, places, generators)
+    return reference.string(x, positions, generators)
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_every_layer_and_head_turns_by_its_own_parameters(name):
+def test_each_layer_and_head_rotates_by_its_parameters(name):
     module = MODULES[name](**SIZES)
     shapes = jax.eval_shape(lambda key: module.init(key, GRID, 1), jax.random.key(0))
     rng = np.random.default_rng(0)
@@ -51,21 +51,21 @@ def test_every_layer_and_head_turns_by_its_own_parameters(name):
     outs, one = apply(variables)
     with jax.enable_x64(True):
         params = jax.tree.map(lambda x: np.float64(x[2, 1]), variables["params"])
-        expected = jax.jit(jax.vmap(lambda x: turned(name, x, params)))
+        expected = jax.jit(jax.vmap(lambda x: rotated(name, x, params)))
         wide = np.float64([q[0, 1], k[0, 1]])
         np.testing.assert_allclose(outs[:, 1], expected(wide), atol=2e-5)
     np.testing.assert_allclose(one[0], outs[0, :, 4:5], atol=1e-6)
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_heads_start_with_directions_of_their_own(name):
+def test_heads_start_with_different_directions(name):
     layers, _ = MODULES[name](**SIZES).init_with_output(jax.random.key(0), GRID, 1)
     angles = np.stack([layer.angles[:, -1] for layer in layers])
     assert len(np.unique(angles[..., 1].round(6))) == LAYERS * HEADS
     assert np.abs(angles).max() <= np.linalg.norm(np.array(GRID) - 1) + 1e-5
 
 
-def test_cayley_starts_as_rotary_positions():
+def test_cayley_string_starts_as_rope():
     layers, _ = MODULES["cayley_string"](**SIZES).init_with_output(
         jax.random.key(0), (5,), 0
     )
@@ -83,25 +83,25 @@ def test_cayley_starts_as_rotary_positions():
         ("circulant_string", 4, GRID, r"\(dim / num_heads\) of at least 3, got 2"),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused(name, dim, grid, message):
+def test_invalid_sizes_raise(name, dim, grid, message):
     module = MODULES[name](dim=dim, num_heads=2, num_layers=1)
     with pytest.raises(ValueError, match=message):
         module.init(jax.random.key(0), grid, 0)
 
 
-def test_a_line_has_no_columns():
+def test_rope2d_on_a_line_raises():
     module = rotary.Rope2d(dim=8, num_heads=HEADS, num_layers=1)
     with pytest.raises(ValueError, match="a line of 7; choose 'rope1d'"):
         module.apply({}, (7,), 0)
 
 
-def test_a_head_must_split_into_pairs_for_every_axis():
+def test_rope2d_with_an_indivisible_head_dim_raises():
     module = rotary.Rope2d(dim=12, num_heads=2, num_layers=1)
     with pytest.raises(ValueError, match="divisible by 4, got 6"):
         module.apply({}, GRID, 1)
 
 
-def test_a_head_of_odd_depth_has_no_pairs():
+def test_rope1d_with_an_odd_head_dim_raises():
     module = rotary.Rope1d(dim=6, num_heads=2, num_layers=1)
     with pytest.raises(ValueError, match="divisible by 2, got 3"):
         module.apply({}, (5,), 0)

@@ -81,17 +81,20 @@ class GPT(nn.Module):
         *,
         deterministic: bool = True,
         index: Int[Array, ""] | int | None = None,
-    ) -> Float[Array, "batch n vocab"]:
+    ) -> Float[Array, "batch _n vocab"]:
         """Logits of the token after each token.
 
         Args:
             tokens: Ids below ``vocab_size``, shape ``[batch, n]``.
             deterministic: Whether dropout is off.
-            index: In incremental decoding, where ``n`` is 1, the token's index in the
-                sequence; the collection ``cache``, to be mutable, has its past.
+            index: In decoding, the position of the last token. ``tokens`` is that token
+                alone, which attends to the mutable collection ``cache``; or it is the
+                whole sequence (prefill), which fills the cache, and tokens after
+                ``index`` are padding.
 
         Returns:
-            Logits, float32, shape ``[batch, n, vocab_size]``.
+            Logits, float32, shape ``[batch, n, vocab_size]``; in decoding those of the
+            last token, shape ``[batch, 1, vocab_size]``.
 
         Raises:
             ValueError: If the sequence is longer than ``context_length``.
@@ -123,11 +126,8 @@ class GPT(nn.Module):
         encoding = position.add_to_tokens(
             jnp.zeros((1, length, self.dim), x.dtype), grid
         )
-        start = 0 if index is None else index
+        start = index if index is not None and num_tokens == 1 else 0
         x = x + jax.lax.dynamic_slice_in_dim(encoding, start, num_tokens, axis=1)
-        layers = position.per_layer(grid, self.num_prefix)
-        if layers is not None and index is None and num_tokens < length:
-            layers = [layer.slice(0, num_tokens) for layer in layers]
         x = transformer_blocks(
             x,
             attentions,
@@ -139,13 +139,15 @@ class GPT(nn.Module):
                 dropout=self.dropout,
                 dtype=self.dtype,
             ),
-            positions=layers,
+            positions=position.per_layer(grid, self.num_prefix),
             grid=grid,
             num_prefix=self.num_prefix,
             index=None if index is None else jnp.asarray(index),
             remat=self.remat,
             deterministic=deterministic,
         )
+        if index is not None and num_tokens > 1:
+            x = jax.lax.dynamic_slice_in_dim(x, index, 1, axis=1)
         norm = functools.partial(nn.LayerNorm, LAYER_NORM_EPSILON, dtype=self.dtype)
         x = norm(name="head_norm")(norm(name="norm")(x))
         head = Linear(self.vocab_size, use_bias=False, dtype=self.dtype, name="head")

@@ -64,10 +64,11 @@ def generate(
 ) -> Int[Array, "batch total"]:
     """Continues prompts with tokens drawn from the model, one after the other.
 
-    Decoding is incremental: every layer keeps what it needs of earlier tokens (keys and
-    values, or its inputs) in the collection ``cache``, so that a token costs one row of
-    attention and not a whole sequence. Prompts of another length and other
-    temperatures, with the same length in the end, are not compiled anew.
+    One call of the model computes the prompt and fills the cache: the keys and values,
+    inputs or state of every layer, in the collection ``cache``. Each further token then
+    costs one row of attention. The prompt is padded to the final length, so that a
+    prompt of another length with the same final length, or another temperature, does
+    not recompile.
 
     Args:
         model: A `GPT`.
@@ -122,30 +123,31 @@ def generate(
             f"the prompt holds token id {ids.max() if ids.min() >= 0 else ids.min()}; "
             f"the model's vocabulary has ids 0 to {model.vocab_size - 1}"
         )
-    forced = jnp.zeros((total, batch), jnp.int32).at[:length].set(ids.T)
+    tokens = jnp.zeros((batch, total), jnp.int32).at[:, :length].set(ids)
     traced = (jnp.int32(length), jnp.float32(temperature))
     greedy = bool(temperature == 0)
-    return _decode(model, greedy, top_k, variables, forced, key, *traced)
+    return _generate(model, greedy, top_k, variables, tokens, key, *traced)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _decode(model, greedy, top_k, variables, forced, key, length, temperature):
+def _generate(model, greedy, top_k, variables, tokens, key, length, temperature):
+    """Replaces the tokens from ``length`` on, which are padding, by drawn tokens."""
     apply = functools.partial(model.apply, mutable=["cache"])
-    first = forced[0][:, None]
-    _, shapes = jax.eval_shape(apply, variables, first, index=0)
-    cache = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
 
-    def body(carry, index):
-        cache, token = carry
-        logits, cache = apply({**variables, **cache}, token[:, None], index=index)
-        key_i, logits = jax.random.fold_in(key, index), logits[:, 0]
+    def draw(logits, index):
+        key_i = jax.random.fold_in(key, index)
         if greedy:
-            drawn = sample_token(key_i, logits, temperature=0.0)
-        else:
-            drawn = _draw(key_i, logits, temperature, top_k)
-        token = jnp.where(index + 1 < length, forced[index + 1], drawn)
-        return (cache, token), token
+            return sample_token(key_i, logits[:, 0], temperature=0.0)
+        return _draw(key_i, logits[:, 0], temperature, top_k)
 
-    steps = jnp.arange(len(forced) - 1)
-    _, tokens = jax.lax.scan(body, (cache, forced[0]), steps)
-    return jnp.concatenate([forced[:1], tokens]).T
+    def step(index, carry):
+        tokens, cache, drawn = carry
+        tokens = tokens.at[:, index].set(drawn)
+        logits, cache = apply({**variables, **cache}, drawn[:, None], index=index)
+        return tokens, cache, draw(logits, index)
+
+    # Prefill: one call for the prompt, padded to the final length.
+    logits, cache = apply(variables, tokens, index=length - 1)
+    carry = (tokens, cache, draw(logits, length - 1))
+    tokens, _, last = jax.lax.fori_loop(length, tokens.shape[1] - 1, step, carry)
+    return tokens.at[:, -1].set(last)

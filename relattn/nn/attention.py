@@ -21,16 +21,16 @@ from relattn.nn.blocks import Linear
 
 
 class Context(NamedTuple):
-    """What an attention knows of its tokens beside their content.
+    """The arguments of an attention's call, other than the tokens.
 
     Attributes:
         grid: Height and width, or length, of the tokens after the prefix. In decoding,
-            the length that there is room for.
+            the length of the cache.
         num_prefix: Number of prefix tokens.
-        position: What the position encoding returned for the layer, or None.
-        key_mask: True for tokens that may be attended to, ``[batch 1 n]``, or None.
-        index: In decoding, the place of the one token in its sequence; else None.
-        shared: What the layers of a model share, of `MultiHeadAttention.make_shared`.
+        position: The layer's `relattn.nn.positions.base.LayerPosition`, or None.
+        key_mask: True for tokens that may be attended to, ``[batch, 1, n]``, or None.
+        index: In decoding, the position of the last token; otherwise None.
+        shared: The output of the module that `MultiHeadAttention.make_shared` makes.
     """
 
     grid: offsets.Grid | None
@@ -45,10 +45,10 @@ class MultiHeadAttention(nn.Module):
     """What every attention has: its size, its projections, its call.
 
     A subclass defines `attend`, from queries, keys and values to the heads' outputs,
-    or, where it has no such things, `mix`, from tokens to the heads' outputs. To
-    decode token by token it defines `attend_step`, or looks at ``context.index`` in
-    `mix`. Its class attributes say what else it can. `relattn.register_attention` gives
-    it a name.
+    or `mix`, from tokens to the heads' outputs. For decoding it also defines
+    `attend_step`, or overrides `decode`, or handles ``context.index`` in `mix`. Its
+    class attributes declare what it supports. `relattn.register_attention` registers it
+    under a name.
 
     Attributes:
         dim: Width of the tokens.
@@ -127,10 +127,11 @@ class MultiHeadAttention(nn.Module):
             num_prefix: Number of prefix tokens.
             position: What a position encoding returned for this layer.
             key_mask: False for tokens that nobody may attend to, ``[batch, n]``.
-            index: In decoding, where ``x`` is one token, its place in the sequence; the
-                mutable collection ``cache`` holds what came before, and ``grid`` is
-                the length ``(length,)`` that there is room for.
-            shared: What the module of `make_shared` returned.
+            index: In decoding, the position of the last token. ``x`` is that token
+                alone, which attends to the mutable collection ``cache``; or it is the
+                whole sequence from position 0 (prefill), which fills the cache, and
+                tokens after ``index`` are padding. ``grid`` is the length of the cache.
+            shared: The output of the module that `make_shared` makes.
 
         Returns:
             Shape ``[batch, n, dim]``.
@@ -151,8 +152,9 @@ class MultiHeadAttention(nn.Module):
                 f"{'no key_mask' if key_mask is None else 'a key_mask'}"
             )
         key_mask = None if key_mask is None else key_mask[:, None]
-        if position is not None and index is not None:
-            position = position.slice(index, 1)
+        if position is not None and self.causal:
+            one = index is not None and x.shape[-2] == 1
+            position = position.slice(index if one else 0, x.shape[-2])
         context = Context(grid, num_prefix, position, key_mask, index, shared)
         return self.merge(self.mix(x, context))
 
@@ -166,8 +168,7 @@ class MultiHeadAttention(nn.Module):
         q, k = self.with_position(q, k, x, context)
         if context.index is None:
             return self.attend(q, k, v, context)
-        q_i, k_i, v_i = (None if x is None else x[..., 0, :] for x in (q, k, v))
-        return self.attend_step(q_i, k_i, v_i, context)[..., None, :]
+        return self.decode(q, k, v, context)
 
     def attend(
         self,
@@ -179,14 +180,35 @@ class MultiHeadAttention(nn.Module):
         """The heads' outputs: the kernel."""
         raise NotImplementedError(f"{type(self).__name__} defines no attend")
 
+    def decode(
+        self,
+        q: Float[Array, "batch heads n head_dim"],
+        k: Float[Array, "batch heads n head_dim"],
+        v: Float[Array, "batch heads n value_dim"],
+        context: Context,
+    ) -> Float[Array, "batch heads n value_dim"]:
+        """Computes the heads' outputs in decoding; caches keys and values."""
+        keys = self.update_cache("keys", k, context)
+        values = self.update_cache("values", v, context)
+        if q.shape[-2] > 1:
+            return self.attend(q, k, v, context)
+        return self.attend_step(q[..., 0, :], keys, values, context)[..., None, :]
+
     def attend_step(
         self,
         q_i: Float[Array, "batch heads head_dim"],
-        k_i: Float[Array, "batch key_heads head_dim"] | None,
-        v_i: Float[Array, "batch heads value_dim"],
+        k: Float[Array, "batch heads length head_dim"],
+        v: Float[Array, "batch heads length value_dim"],
         context: Context,
     ) -> Float[Array, "batch heads value_dim"]:
-        """The heads' outputs for the token at ``context.index``, in decoding."""
+        """Computes the heads' outputs for the token at ``context.index``.
+
+        Args:
+            q_i: The token's query.
+            k: Cached keys of the tokens up to and including it; ignore those after it.
+            v: Cached values, in the same order.
+            context: As in `mix`.
+        """
         raise NotImplementedError(
             f"{type(self).__name__} cannot decode: it defines no attend_step"
         )
@@ -216,23 +238,26 @@ class MultiHeadAttention(nn.Module):
         return Linear(self.dim, dtype=self.dtype, name="out")(out)
 
     def update_cache(
-        self, name: str, row: Float[Array, "*batch width"], context: Context
+        self, name: str, rows: Float[Array, "*batch n width"], context: Context
     ) -> Float[Array, "*batch length width"]:
-        """Writes a token's row into the cache ``name``, and returns the whole cache.
+        """Writes the tokens' rows into the cache ``name``, and returns the whole cache.
 
         Args:
-            name: Name of the variable of the collection ``cache``.
-            row: What is to be kept of the token at ``context.index``.
+            name: Name of the variable in the collection ``cache``.
+            rows: One row for the token at ``context.index``, or, in prefill, a row for
+                every token from position 0 on.
             context: As in `mix`.
 
         Returns:
-            The rows of all tokens so far; zeros after them.
+            The rows of all positions; those after ``context.index`` are meaningless.
         """
-        shape = (*row.shape[:-1], *context.grid, row.shape[-1])
-        cache = self.variable("cache", name, jnp.zeros, shape, row.dtype)
+        *batch, num_rows, width = rows.shape
+        shape = (*batch, *context.grid, width)
+        cache = self.variable("cache", name, jnp.zeros, shape, rows.dtype)
         if not self.is_initializing():
-            cache.value = jax.lax.dynamic_update_index_in_dim(
-                cache.value, row, context.index, axis=-2
+            start = context.index if num_rows == 1 else 0
+            cache.value = jax.lax.dynamic_update_slice_in_dim(
+                cache.value, rows, start, axis=-2
             )
         return cache.value
 
@@ -291,15 +316,11 @@ class SoftmaxAttention(MultiHeadAttention):
     def attend_step(
         self,
         q_i: Float[Array, "batch heads head_dim"],
-        k_i: Float[Array, "batch heads head_dim"],
-        v_i: Float[Array, "batch heads value_dim"],
+        k: Float[Array, "batch heads length head_dim"],
+        v: Float[Array, "batch heads length value_dim"],
         context: Context,
     ) -> Float[Array, "batch heads value_dim"]:
-        """Softmax attention of one token to those so far."""
+        """Computes softmax attention of one token to the tokens up to it."""
         return relative.causal_relative_attention_step(
-            q_i,
-            self.update_cache("keys", k_i, context),
-            self.update_cache("values", v_i, context),
-            index=context.index,
-            **self.tables(context),
+            q_i, k, v, index=context.index, **self.tables(context)
         )

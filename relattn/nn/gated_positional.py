@@ -68,17 +68,13 @@ class GatedPositionalAttention(MultiHeadAttention):
     def attend_step(
         self,
         q_i: Float[Array, "batch heads head_dim"],
-        k_i: Float[Array, "batch heads head_dim"],
-        v_i: Float[Array, "batch heads value_dim"],
+        k: Float[Array, "batch heads length head_dim"],
+        v: Float[Array, "batch heads length value_dim"],
         context: Context,
     ) -> Float[Array, "batch heads value_dim"]:
-        """Gated positional attention of one token to those so far."""
+        """Computes gated positional attention of one token to the tokens up to it."""
         return gated_positional.causal_gated_positional_attention_step(
-            q_i,
-            self.update_cache("keys", k_i, context),
-            self.update_cache("values", v_i, context),
-            *self.gates(context),
-            index=context.index,
+            q_i, k, v, *self.gates(context), index=context.index
         )
 
     def gates(

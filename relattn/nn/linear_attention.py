@@ -74,38 +74,52 @@ class LinearAttention(MultiHeadAttention):
         self.sow("intermediates", "nonpositive_normalizer", (normalizer <= 0).mean())
         return out
 
-    def attend_step(
+    def decode(
         self,
-        q_i: Float[Array, "batch heads head_dim"],
-        k_i: Float[Array, "batch heads head_dim"],
-        v_i: Float[Array, "batch heads value_dim"],
+        q: Float[Array, "batch heads n head_dim"],
+        k: Float[Array, "batch heads n head_dim"],
+        v: Float[Array, "batch heads n value_dim"],
         context: Context,
-    ) -> Float[Array, "batch heads value_dim"]:
-        """One step of causal linear attention; the cache is its state.
+    ) -> Float[Array, "batch heads n value_dim"]:
+        """Computes the heads' outputs in decoding; caches the state.
 
-        With an offset bias, the cache is the keys and values so far.
+        With an offset bias there is no state: keys and values are cached.
         """
-        feature_map = self.feature_map(q_i.shape[-1])
-        tables = self.tables(context)
-        if tables:
-            return toeplitz.causal_toeplitz_linear_attention_step(
-                q_i,
-                self.update_cache("keys", k_i, context),
-                self.update_cache("values", v_i, context),
-                feature_map,
-                index=context.index,
-                **tables,
-            )
-        tokens = (x[..., None, :] for x in (q_i, k_i, v_i))
+        if self.tables(context):
+            return super().decode(q, k, v, context)
+        state, key_mask = self.get_variable("cache", "state"), None
+        if q.shape[-2] > 1:
+            # The state must not include padding.
+            state, key_mask = None, jnp.arange(q.shape[-2]) <= context.index
         out, state = linear.causal_linear_attention(
-            *tokens,
-            feature_map,
-            state=self.get_variable("cache", "state"),
+            q,
+            k,
+            v,
+            self.feature_map(q.shape[-1]),
+            key_mask=key_mask,
+            state=state,
             return_state=True,
         )
         if not self.is_initializing():
             self.put_variable("cache", "state", state)
-        return out[..., 0, :]
+        return out
+
+    def attend_step(
+        self,
+        q_i: Float[Array, "batch heads head_dim"],
+        k: Float[Array, "batch heads length head_dim"],
+        v: Float[Array, "batch heads length value_dim"],
+        context: Context,
+    ) -> Float[Array, "batch heads value_dim"]:
+        """Computes biased linear attention of one token to the tokens up to it."""
+        return toeplitz.causal_toeplitz_linear_attention_step(
+            q_i,
+            k,
+            v,
+            self.feature_map(q_i.shape[-1]),
+            index=context.index,
+            **self.tables(context),
+        )
 
 
 FEATURE_MAPS = {

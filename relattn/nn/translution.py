@@ -158,9 +158,12 @@ class TranslutionAttention(OffsetAttention):
         shape = (self.dim, self.num_heads, self.head_dim)
         tables = self.projection_tables(shape, 1 / self.dim, context)
         if context.index is not None:
-            x = self.update_cache("tokens", x[..., 0, :], context)
-            out = kernels.causal_translution_step(x, *tables, index=context.index)
-            return out[..., None, :]
+            past = self.update_cache("tokens", x, context)
+            if x.shape[-2] == 1:
+                out = kernels.causal_translution_step(
+                    past, *tables, index=context.index
+                )
+                return out[..., None, :]
         key_mask = None if context.key_mask is None else context.key_mask[:, 0]
         index = self.table_index(x.shape[-2], context)
         return kernels.translution(x, *tables, index=index, key_mask=key_mask)
@@ -248,15 +251,18 @@ class LorTranslutionAttention(OffsetAttention):
             for name in "qkv"
         )
         options = {"scale": head_dim**-0.5, "average": self.average}
-        if context.index is None:
+        past = None
+        if context.index is not None:
+            past = self.update_caches(plain, low, context)
+        if past is not None and x.shape[-2] == 1:
+            out, low_out = self.attend_one(past, tables, options, context)
+        else:
             if context.key_mask is not None:
                 options["key_mask"] = context.key_mask[:, 0]
             index = self.table_index(x.shape[-2], context)
             out, low_out = kernels.lor_translution(
                 plain, low, tables, index=index, **options
             )
-        else:
-            out, low_out = self.attend_one(plain, low, tables, options, context)
         if low_out is None:
             return out
         low_out = low_out.swapaxes(-2, -3)
@@ -266,20 +272,23 @@ class LorTranslutionAttention(OffsetAttention):
         low_out = low_out.swapaxes(-2, -3)
         return low_out if out is None else out + low_out
 
-    def attend_one(
-        self, plain: tuple, low: tuple, tables: tuple, options: dict, context: Context
-    ) -> tuple[Array | None, Array | None]:
-        """The outputs of one token, in decoding."""
+    def update_caches(self, plain: tuple, low: tuple, context: Context) -> list[tuple]:
+        """Caches keys and values; returns (q_i, k, v), plain and low-rank."""
         past = []
-        for part, parts in (("plain", plain), ("low", low)):
-            q_i, k, v = (None if x is None else x[..., 0, :] for x in parts)
+        for part, (q, k, v) in (("plain", plain), ("low", low)):
             if k is not None:
                 k = self.update_cache(f"{part}_keys", k, context)
             if v is not None:
                 v = self.update_cache(f"{part}_values", v, context)
-            past.append((q_i, k, v))
+            past.append((None if q is None else q[..., 0, :], k, v))
+        return past
+
+    def attend_one(
+        self, past: list[tuple], tables: tuple, options: dict, context: Context
+    ) -> tuple[Array | None, Array | None]:
+        """Computes the outputs of one token, in decoding."""
         outs = kernels.causal_lor_translution_step(
-            *past, *tables, index=context.index, **options
+            *past, tables, index=context.index, **options
         )
         return tuple(x if x is None else x[..., None, :] for x in outs)
 

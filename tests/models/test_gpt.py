@@ -87,6 +87,44 @@ def test_short_sequences_are_not_padded(position):
     assert set(lengths) == {4}
 
 
+@pytest.mark.parametrize(
+    ("attention", "position"),
+    [
+        ("softmax", "learned + relative_bias"),
+        ("favor", "none"),
+        ("translution", "none"),
+        ("lor_translution(rank=2)", "rope1d"),
+    ],
+)
+def test_tokens_equal_those_drawn_from_full_forward_passes(attention, position):
+    model, variables, tokens = make(attention=attention, position=position)
+    key, options = jax.random.key(3), {"temperature": 0.7, "top_k": 5}
+    apply = quick_jit(model.apply)
+    expected = tokens.at[:, 3:].set(0)
+    for index in range(2, LENGTH - 1):
+        logits = apply(variables, expected)[:, index]
+        drawn = sample_token(jax.random.fold_in(key, index), logits, **options)
+        expected = expected.at[:, index + 1].set(drawn)
+    out = generate(model, variables, tokens[:, :3], LENGTH - 3, key=key, **options)
+    np.testing.assert_array_equal(out, expected)
+
+
+def test_a_prompt_is_one_call_of_the_model():
+    model, variables, tokens = make()
+    lengths = []
+
+    def record(call, args, kwargs, context):
+        if isinstance(context.module, FeedForward):
+            lengths.append(args[0].shape[1])
+        return call(*args, **kwargs)
+
+    with nn.intercept_methods(record):
+        # No other test has this top_k, so that the program is traced here.
+        generate(model, variables, tokens[:, :3], 4, key=jax.random.key(0), top_k=4)
+    # The prompt, padded to the final length, and a token.
+    assert set(lengths) == {7, 1}
+
+
 def test_a_key_draws_its_tokens():
     model, variables, tokens = make()
 

@@ -253,7 +253,7 @@ def test_causal_attention_does_not_see_the_future(attention, position):
 
 
 @pytest.mark.parametrize(("attention", "position"), CAUSAL)
-def test_decoding_equals_attending_to_all_at_once(attention, position):
+def test_decoding_equals_full_attention(attention, position):
     module, variables, x, encoding = causal_layer(attention, position)
 
     def apply(variables, x, index):
@@ -274,13 +274,22 @@ def test_decoding_equals_attending_to_all_at_once(attention, position):
         out, cache = apply({**variables, **cache}, token[:, None], index)
         return cache, out[:, 0]
 
-    @quick_jit
-    def both(cache, x):
-        _, outs = jax.lax.scan(step, cache, (jnp.arange(N), x.swapaxes(0, 1)))
-        expected = module.apply(variables, x, grid=(N,), position=encoding)
-        return outs.swapaxes(0, 1), expected
+    def decode(cache, x, start):
+        inputs = (jnp.arange(start, N), x[:, start:].swapaxes(0, 1))
+        return jax.lax.scan(step, cache, inputs)[1].swapaxes(0, 1)
 
-    np.testing.assert_allclose(*both(cache, x), atol=2e-6)
+    @quick_jit
+    def outputs(cache, x):
+        # Prefill with three tokens, followed by padding.
+        padded = x[:, :5].at[:, 3:].set(17.0)
+        prompt, filled = apply(variables, padded, 2)
+        prefilled = jnp.concatenate([prompt[:, :3], decode(filled, x, 3)], axis=1)
+        expected = module.apply(variables, x, grid=(N,), position=encoding)
+        return decode(cache, x, 0), prefilled, expected
+
+    decoded, prefilled, expected = outputs(cache, x)
+    np.testing.assert_allclose(decoded, expected, atol=2e-6)
+    np.testing.assert_allclose(prefilled, expected, atol=2e-6)
 
 
 def test_causal_attention_takes_no_prefix():

@@ -67,9 +67,7 @@ def lemma_1(params, x, layer):
     ("options", "blocks"),
     [({}, 1), ({"content_modulated": True}, 1), ({"content_conditioned": True}, 2)],
 )
-def test_constrained_sincos_score_equals_lemma_1_and_is_zero_for_the_prefix(
-    options, blocks
-):
+def test_constrained_sincos_equals_lemma_1_and_is_zero_for_the_prefix(options, blocks):
     module, params, (q, k, x) = heads_inputs(**options)
     layer = 1
 

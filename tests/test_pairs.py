@@ -1,6 +1,6 @@
-"""Every attention with every position encoding, in the ViT and, causal, in the GPT.
+"""Tests every attention with every position encoding, in the ViT and the causal GPT.
 
-What the kernels alone must keep is in test_contracts.py.
+test_contracts.py tests the kernels alone.
 """
 
 import functools
@@ -34,13 +34,13 @@ DOCUMENT = (Path(__file__).parents[1] / "docs" / "contracts.md").read_text("utf-
 
 
 class Results(NamedTuple):
-    """What one program computes.
+    """Results of one program.
 
     Attributes:
-        logits: Of the batch.
-        one_by_one: The same, each example by itself, through vmap.
-        gradients: Of a loss by the parameters.
-        half: The logits of the model in bfloat16.
+        logits: Logits of the batch.
+        one_by_one: Logits of each example alone, by vmap.
+        gradients: Gradients of a loss with respect to the parameters.
+        half: Logits of the model in bfloat16.
     """
 
     logits: jax.Array
@@ -53,9 +53,9 @@ class Model(NamedTuple):
     """A small model and how to call it.
 
     Attributes:
-        apply: From parameters and inputs to logits, float32.
-        evaluate: Compiled, from parameters and inputs to `Results`.
-        params: Large enough for every part to be seen.
+        apply: Maps parameters and inputs to logits, float32.
+        evaluate: Maps parameters and inputs to `Results`; compiled.
+        params: Parameters so large that every part matters.
         inputs: A batch.
     """
 
@@ -74,7 +74,7 @@ def build(model, attention, position, dtype):
     return build_model(config, num_classes=CLASSES, image_shape=IMAGE)
 
 
-# Tokens of a line have no second axis to turn by.
+# These need tokens on a grid with two axes.
 ON_PLANES = ("rope2d", "rope2d_mixed")
 IN_VIT = [("vit", *pair) for pair in all_pairs()]
 IN_GPT = [
@@ -84,21 +84,21 @@ IN_GPT = [
 ]
 
 
-# A position for every site that an attention can honour.
+# One position for each site that an attention can honour.
 ONE_A_SITE = ("none", "learned", "constrained_sincos", "rope1d", "relative_bias")
-# The attentions that `make test` tries with every position, by model.
+# The attentions that `make test` runs with every position, by model.
 WITH_ALL_POSITIONS = {"vit": ("softmax", "favor"), "gpt": ("softmax",)}
 
 
 def mark_slow(pairs):
-    """Leaves to the slow tests what differs from another pair in the position only."""
+    """Marks pairs as slow that differ from another pair only in the position."""
     for model, attention, position in pairs:
         quick = attention in WITH_ALL_POSITIONS[model] or position in ONE_A_SITE
         yield (model, attention, position), () if quick else (pytest.mark.slow,)
 
 
 def each(pairs):
-    """Runs a test on the models of pairs, all tests of a model one after the other."""
+    """Parametrizes a test by pairs; all tests of a model run in succession."""
     params = [
         pytest.param(names, marks=marks, id="-".join(names))
         for names, marks in mark_slow(pairs)
@@ -106,14 +106,14 @@ def each(pairs):
     return pytest.mark.parametrize("model", params, indirect=True)
 
 
-# The causal ones first in both: pytest joins tests by the place in these lists.
+# Causal pairs come first in both: pytest groups tests by the index in these lists.
 every_pair, every_causal_pair = each([*IN_GPT, *IN_VIT]), each(IN_GPT)
 
 
 @pytest.fixture(scope="module")
 def model(request):
-    # Kept no longer than its tests: a program takes some 500 of a process's 65,530
-    # memory maps.
+    # Released after its tests: a program takes some 500 of a process's 65,530 memory
+    # maps.
     return make(request.param)
 
 
@@ -147,17 +147,17 @@ def make(names):
 
 
 @every_pair
-def test_learns_from_every_parameter(model):
+def test_every_parameter_has_a_gradient(model):
     gradients = model.evaluate(model.params, model.inputs).gradients
     for path, leaf in jax.tree_util.tree_leaves_with_path(gradients):
         name = jax.tree_util.keystr(path)
-        # The head reads CLS only, to which all tokens are equally far.
+        # The head reads only CLS, which is at the same distance from all tokens.
         if not re.search(r"block_1.*\['table'\]", name):
             assert jnp.abs(leaf).max() > 1e-6, name
 
 
 @pytest.mark.parametrize("position", ON_PLANES)
-def test_a_line_has_no_second_axis(position):
+def test_positions_on_planes_raise_for_text(position):
     with pytest.raises(ValueError, match="needs tokens on a grid of height and width"):
         make(("gpt", "softmax", position))
 
@@ -172,13 +172,13 @@ def test_an_example_does_not_depend_on_its_batch(model):
 
 
 @every_pair
-def test_one_by_one_equals_the_batch(model):
+def test_vmap_over_examples_equals_the_batch(model):
     results = model.evaluate(model.params, model.inputs)
     np.testing.assert_allclose(results.one_by_one, results.logits, rtol=1e-4, atol=1e-5)
 
 
 @every_pair
-def test_stays_finite_where_tokens_are_loud(model):
+def test_outputs_are_finite_for_large_tokens(model):
     def scale(path, leaf):
         name = jax.tree_util.keystr(path)
         return 20.0 * leaf if re.search(r"attention_norm.*scale", name) else leaf
@@ -191,7 +191,7 @@ def test_stays_finite_where_tokens_are_loud(model):
 
 
 @every_causal_pair
-def test_what_follows_changes_nothing_bit_for_bit(model):
+def test_earlier_outputs_do_not_depend_on_later_tokens(model):
     logits = model.evaluate(model.params, model.inputs).logits
     changed = model.evaluate(model.params, model.inputs.at[:, 4:].set(0)).logits
     np.testing.assert_array_equal(changed[:, :4], logits[:, :4])
@@ -200,7 +200,7 @@ def test_what_follows_changes_nothing_bit_for_bit(model):
 
 @each(IN_VIT)
 def test_lowers_for_cpu_cuda_and_tpu(model):
-    """The causal kernels by themselves: test_contracts.py."""
+    """Tests the ViT; test_contracts.py tests the causal kernels."""
 
     def gradients(params, inputs):
         return jax.grad(lambda params: model.apply(params, inputs).sum())(params)
@@ -234,5 +234,5 @@ def test_translation_error_equals_the_documented_one(attention, position):
         stated = [float(row[2]), float(row[3])]
         np.testing.assert_allclose([error.single, error.mean], stated, rtol=0.5)
     if error.verdict == "in expectation":
-        # The point of the distinction: one draw alone errs by far more.
+        # A single draw has a far larger error.
         assert error.single > 4 * error.mean

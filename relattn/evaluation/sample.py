@@ -14,7 +14,7 @@ import numpy as np
 
 from relattn import command, spec
 from relattn.data import load_tokenizer
-from relattn.models.gpt import generate
+from relattn.models import generate
 from relattn.training import load_run
 
 # More would only fill the memory.
@@ -52,7 +52,7 @@ def sample(
     Raises:
         ValueError: If ``num_samples`` or ``seed`` is out of range, the run is not one
             of text, its vocabulary is not the tokenizer's, or
-            `relattn.models.gpt.generate` refuses.
+            `relattn.models.generate` raises it.
         CheckpointError: If there is no complete checkpoint, or it is damaged.
     """
     if not 1 <= num_samples <= MAX_SAMPLES:

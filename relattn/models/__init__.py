@@ -1,4 +1,4 @@
-"""Models built from the attention modules."""
+"""Models by name, and their construction from a configuration."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import jax.numpy as jnp
 from ml_collections import ConfigDict
 
 from relattn import spec
-from relattn.models.cnn import AlexNet as AlexNet
-from relattn.models.cnn import ResNet18 as ResNet18
-from relattn.models.cnn import Vgg16 as Vgg16
-from relattn.models.gpt import GPT as GPT
-from relattn.models.gpt import generate as generate
-from relattn.models.resize import resize_grid as resize_grid
-from relattn.models.vit import SIZES as SIZES
-from relattn.models.vit import Linformer as Linformer
-from relattn.models.vit import Performer as Performer
-from relattn.models.vit import RoutingTransformer as RoutingTransformer
-from relattn.models.vit import ViT as ViT
-from relattn.models.vit import patch_grid as patch_grid
+from relattn.models.cnn import AlexNet, ResNet18, Vgg16
+from relattn.models.gpt import GPT
+from relattn.models.resize import resize_grid
+from relattn.models.sampling import generate
+from relattn.models.vit import (
+    SIZES,
+    Linformer,
+    Performer,
+    RoutingTransformer,
+    ViT,
+    patch_grid,
+)
 
 MODELS = {
     "performer": Performer,
@@ -57,8 +57,8 @@ _SIZES = ("dim", "num_layers", "num_heads", "mlp_dim")
 _RATES = ("dropout", "attention_dropout")
 _DTYPES = ("float32", "bfloat16", "float16")
 
-# What the data decides, not the config.
-_OF_DATA = {
+# Arguments that come from the data, by the model's kind of inputs.
+_DATA_ARGUMENTS = {
     "images": ("num_classes", "image_shape"),
     "tokens": ("vocab_size", "context_length"),
 }
@@ -73,22 +73,22 @@ def build_model(
     vocab_size: int | None = None,
     context_length: int | None = None,
 ) -> nn.Module:
-    """Builds the model of ``config.model`` and checks it against the data.
+    """Builds the model of ``config.model`` and checks that it fits the data.
 
     Args:
-        config: ``name`` of the model and the values of its attributes.
-        num_classes: Of images: the number of classes of the data.
-        image_shape: Of images: height, width and channels as the model sees them.
-        vocab_size: Of text: the number of tokens that there are.
-        context_length: Of text: the longest sequence, in tokens.
+        config: ``name`` of the model, and the values of its attributes.
+        num_classes: For images: number of classes.
+        image_shape: For images: height, width and channels of the model's inputs.
+        vocab_size: For text: size of the vocabulary.
+        context_length: For text: length of the longest sequence, in tokens.
 
     Returns:
-        The module, called on images ``[batch, height, width, channels]`` or on token
-        ids ``[batch, n]``: its class attribute ``inputs`` says which.
+        The module. Its class attribute ``inputs`` is ``"images"`` for inputs ``[batch,
+        height, width, channels]``, or ``"tokens"`` for token ids ``[batch, n]``.
 
     Raises:
-        ValueError: If a name, an option or a size does not fit, or the model is not one
-            for the data.
+        ValueError: If a name, an option or a size is invalid, or the model is not for
+            this kind of data.
 
     Example:
         >>> model = build_model(
@@ -127,23 +127,23 @@ def build_model(
         "vocab_size": vocab_size,
         "context_length": context_length,
     }
-    needed = {key: given[key] for key in _OF_DATA[inputs]}
+    needed = {key: given[key] for key in _DATA_ARGUMENTS[inputs]}
     if None in needed.values():
         raise ValueError(
-            f"model {name!r} is one of {inputs} and needs {' and '.join(needed)}: "
-            f"config.data is not of {inputs}"
+            f"model {name!r} is for {inputs} and needs {' and '.join(needed)}: "
+            f"config.data has no {inputs}"
         )
     example = jnp.zeros((1, 1), jnp.int32)
     if inputs == "images":
         example = jnp.zeros((1, *needed.pop("image_shape")))
     model = MODELS[name](**needed, **options)
-    # Tracing is cheap and finds every size that does not fit, before any work.
+    # Tracing is cheap and finds invalid sizes before any work.
     jax.eval_shape(model.init, jax.random.key(0), example)
     return model
 
 
 def _check_value(option: str, value: Any) -> None:
-    """Raises ValueError unless a value of ``config.model`` makes sense anywhere."""
+    """Raises ValueError if a value of ``config.model`` is invalid for any model."""
     problem = ""
     if option in _SIZES and value < 1:
         problem = "must be at least 1"

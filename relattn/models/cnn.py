@@ -1,4 +1,8 @@
-"""Convolutional networks, adapted to 32x32 pixels as is usual for CIFAR-10."""
+"""Convolutional networks for small images: AlexNet, VGG-16 and ResNet-18.
+
+They are adapted to 32x32 pixels as is usual for CIFAR-10. `PUBLISHED_BASELINES` has the
+options of the baselines of Horn et al.
+"""
 
 from __future__ import annotations
 
@@ -16,31 +20,31 @@ from relattn import spec
 from relattn.nn.batch_norm import BatchNorm
 from relattn.nn.blocks import KERNEL_INIT, Linear, uniform_bias
 
-# The scale that a layer before a ReLU keeps (He et al., 2015).
+# Keeps the scale of layers before a ReLU (He et al., 2015).
 HE_NORMAL = nn.initializers.he_normal()
-# How the weights of convolutions start, by `CNN.weight_init`.
+# Initializers of convolutions' weights, by `CNN.weight_init`.
 INITS = {
     "he": HE_NORMAL,
     "torchvision": nn.initializers.variance_scaling(2.0, "fan_out", "normal"),
     "pytorch": KERNEL_INIT,
 }
 STEMS = ("cifar", "imagenet")
-# Channels and convolutions between two pools.
+# Channels and number of convolutions between two pools.
 VGG_STAGES = ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3))
 
 
 class CNN(nn.Module):
-    """What the convolutional networks have in common; not a network itself.
+    """Base class of the convolutional networks.
 
-    Their parameters fit images of every size from ``min_size`` on.
+    Their parameters fit images of all sizes from ``min_size`` on.
 
     Attributes:
         num_classes: Number of classes.
         dtype: Compute dtype; parameters and statistics are float32.
-        weight_init: How weights start. ``"he"``: normal, by He et al. with the fan-in;
-            ``"torchvision"``: as VGG and ResNet do there, by He et al. with the
-            fan-out; both with biases of zero. ``"pytorch"``: weights and biases uniform
-            in +-1/sqrt(fan-in), the default of PyTorch's layers.
+        weight_init: Initial values of the weights. ``"he"``: He normal with the fan-in;
+            ``"torchvision"``: He normal with the fan-out, as in torchvision's VGG and
+            ResNet; both with zero biases. ``"pytorch"``: weights and biases uniform in
+            +-1/sqrt(fan_in), the default of PyTorch's layers.
     """
 
     num_classes: int
@@ -48,11 +52,11 @@ class CNN(nn.Module):
     weight_init: str = "he"
     inputs: ClassVar[str] = "images"
     min_size: ClassVar[int] = 1
-    # They work on pixels.
+    # Inputs are pixels.
     patch_size: ClassVar[int] = 1
 
     def check(self, images: Float[Array, "batch height width channels"]) -> None:
-        """Raises unless the options exist and the strides leave something of images.
+        """Checks the options, and that the images are large enough for the strides.
 
         Args:
             images: Shape ``[batch, height, width, channels]``.
@@ -65,21 +69,21 @@ class CNN(nn.Module):
         if min(height, width) < self.min_size:
             raise ValueError(
                 f"config.data.image_size must be at least {self.min_size} for "
-                f"{type(self).__name__}, whose strides leave nothing of an image of "
-                f"{height}x{width} pixels"
+                f"{type(self).__name__}, whose strides reduce an image of "
+                f"{height}x{width} pixels to nothing"
             )
 
 
 def check_choice(option: str, value: str, choices: Collection[str]) -> None:
-    """Raises unless an option of a model has one of its values.
+    """Checks the value of an option.
 
     Args:
         option: Its name in ``config.model``.
-        value: What it was given.
-        choices: The values that there are.
+        value: Its value.
+        choices: The valid values.
 
     Raises:
-        ValueError: If there is no such value; names the closest.
+        ValueError: If the value is not valid; names the closest.
     """
     if value not in choices:
         hint = spec.closest(value, choices)
@@ -87,13 +91,13 @@ def check_choice(option: str, value: str, choices: Collection[str]) -> None:
 
 
 class AlexNet(CNN):
-    """Classifies images by five convolutions and a linear layer.
+    """Classifies images with five convolutions and a linear layer (AlexNet).
 
-    The adaptation that is usual for CIFAR-10: the first convolution has stride 4 on
-    images padded by 5 pixels, pools are 2x2, and one linear layer replaces the three,
-    so that 32x32 images become 256 features. It has 2,472,266 parameters for three
-    channels and ten classes, 2,456,778 for one channel; of larger images the last grid
-    is averaged. The baseline of Horn et al. has ``dropout=0.5`` and
+    This is the usual adaptation to CIFAR-10: the first convolution has stride 4 on
+    images padded by 5 pixels, pools are 2x2, and one linear layer replaces three, so
+    that 32x32 images become 256 features. For larger images the last grid is averaged.
+    It has 2,472,266 parameters for three channels and ten classes, 2,456,778 for one
+    channel. The baseline of Horn et al. has ``dropout=0.5`` and
     ``weight_init="pytorch"``.
 
     Attributes:
@@ -113,7 +117,7 @@ class AlexNet(CNN):
     """
 
     dropout: float = 0.0
-    # (29 + 10 - 11) // 4 + 1 = 8, which three pools halve to 1.
+    # (29 + 10 - 11) // 4 + 1 = 8, and three pools halve it to 1.
     min_size: ClassVar[int] = 29
 
     @nn.compact
@@ -123,7 +127,7 @@ class AlexNet(CNN):
         *,
         deterministic: bool = True,
     ) -> Float[Array, "batch classes"]:
-        """Class logits of a batch of images."""
+        """Computes the class logits of a batch of images."""
         self.check(images)
         conv = functools.partial(_conv, dtype=self.dtype, weight_init=self.weight_init)
 
@@ -139,12 +143,12 @@ class AlexNet(CNN):
 
 
 class Vgg16(CNN):
-    """Classifies images by thirteen 3x3 convolutions and three linear layers.
+    """Classifies images with 13 convolutions and three linear layers (VGG-16).
 
-    Configuration D without batch normalisation, as published: its features are averaged
-    to a 7x7 grid, or repeated where there are fewer, as of a 32x32 image the single
-    one, so that the linear layers are those for ImageNet. It has 134,301,514 parameters
-    for three channels and ten classes, 134,300,362 for one channel. With
+    This is configuration D without batch normalisation, as published: convolutions are
+    3x3. Features are averaged to a 7x7 grid, or repeated if there are fewer (a 32x32
+    image has one), so that the linear layers are those for ImageNet. It has 134,301,514
+    parameters for three channels and ten classes, 134,300,362 for one channel. With
     ``weight_init="torchvision"``, as in the baseline of Horn et al., the weights of the
     three linear layers start as N(0, 0.01^2) and their biases at zero.
 
@@ -165,7 +169,7 @@ class Vgg16(CNN):
     """
 
     dropout: float = 0.5
-    # Five pools halve it to 1.
+    # Five pools halve 32 to 1.
     min_size: ClassVar[int] = 32
 
     @nn.compact
@@ -175,7 +179,7 @@ class Vgg16(CNN):
         *,
         deterministic: bool = True,
     ) -> Float[Array, "batch classes"]:
-        """Class logits of a batch of images."""
+        """Computes the class logits of a batch of images."""
         self.check(images)
         conv = functools.partial(_conv, dtype=self.dtype, weight_init=self.weight_init)
         x = images
@@ -197,13 +201,13 @@ class Vgg16(CNN):
 
 
 class ResidualBlock(nn.Module):
-    """relu(shortcut(x) + norm(conv(relu(norm(conv(x)))))), with 3x3 convolutions.
+    """Computes relu(shortcut(x) + norm(conv(relu(norm(conv(x)))))), conv being 3x3.
 
     Attributes:
-        channels: Of the result.
-        stride: Of the first convolution.
+        channels: Number of channels of the result.
+        stride: Stride of the first convolution.
         dtype: Compute dtype.
-        weight_init: How weights start, as in `CNN`.
+        weight_init: As in `CNN`.
     """
 
     channels: int
@@ -234,19 +238,19 @@ class ResidualBlock(nn.Module):
 
 
 class ResNet18(CNN):
-    """Classifies images by eight residual blocks.
+    """Classifies images with eight residual blocks (ResNet-18).
 
-    The adaptation that is usual for CIFAR-10: a 3x3 convolution of stride 1 without
-    pooling replaces the 7x7 one before the blocks. It has 11,173,962 parameters for
-    three channels and ten classes, 11,172,810 for one channel. Batch normalisation is
-    by the moments of all devices together.
+    This is the usual adaptation to CIFAR-10: a 3x3 convolution of stride 1 without
+    pooling replaces the 7x7 convolution before the blocks. It has 11,173,962 parameters
+    for three channels and ten classes, 11,172,810 for one channel. Batch normalisation
+    uses the moments over all devices.
 
     The baseline of Horn et al. has ``stem="imagenet"`` and
     ``weight_init="torchvision"``: 11,181,642 parameters for three channels, 11,175,370
     for one. Its first blocks see 8x8 pixels of a 32x32 image.
 
     Attributes:
-        stem: What precedes the blocks: ``"cifar"``, or ``"imagenet"``: the 7x7
+        stem: Layers before the blocks: ``"cifar"``, or ``"imagenet"``: the 7x7
             convolution of stride 2 and a max-pool of 3x3 pixels and stride 2.
 
     Example:
@@ -271,7 +275,7 @@ class ResNet18(CNN):
         *,
         deterministic: bool = True,
     ) -> Float[Array, "batch classes"]:
-        """Class logits of a batch of images."""
+        """Computes the class logits of a batch of images."""
         self.check(images)
         check_choice("stem", self.stem, STEMS)
         size, stride = (7, 2) if self.stem == "imagenet" else (3, 1)
@@ -295,9 +299,9 @@ def average_to_grid(
 ) -> Float[Array, "batch rows columns channels"]:
     """Averages features over equal parts of their grid.
 
-    Part i of n has the rows from floor(i height / n) to ceil((i + 1) height / n), and
-    likewise columns: parts overlap where n does not divide, and repeat where n is
-    larger.
+    Part i of n has the rows from floor(i height / n) to ceil((i + 1) height / n);
+    columns are divided in the same way. Parts overlap if n does not divide the size,
+    and repeat if n is larger.
 
     Args:
         x: Shape ``[batch, height, width, channels]``.
@@ -313,9 +317,9 @@ def average_to_grid(
     """
     weights = []
     for size, parts in zip(x.shape[1:3], grid, strict=True):
-        part, place = np.arange(parts)[:, None], np.arange(size)
-        inside = place >= part * size // parts
-        inside &= place < -(-(part + 1) * size // parts)
+        part, index = np.arange(parts)[:, None], np.arange(size)
+        inside = index >= part * size // parts
+        inside &= index < -(-(part + 1) * size // parts)
         weights.append((inside / inside.sum(1, keepdims=True)).astype(x.dtype))
     return jnp.einsum("rh,bhwc,kw->brkc", weights[0], x, weights[1])
 
@@ -327,17 +331,17 @@ def convolve(
     padding: Sequence[tuple[int, int]],
     **options: Any,
 ) -> Float[Array, "batch _height _width features"]:
-    """A convolution, as `jax.lax.conv_general_dilated` computes it.
+    """Computes a convolution, like `jax.lax.conv_general_dilated`.
 
-    Where the kernel is larger than the images it is one product of matrices: XLA has
-    only a loop for it on CPUs, 40 times slower.
+    If the kernel is larger than the images this is one matrix product: XLA on CPUs has
+    only a loop for it, which is 40 times slower.
 
     Args:
         x: Shape ``[batch, height, width, channels]``.
         kernel: Shape ``[rows, columns, channels, features]``.
-        strides: Of rows and columns.
+        strides: Strides over rows and columns.
         padding: Zeros before and after the rows, and the columns.
-        **options: Of `jax.lax.conv_general_dilated`.
+        **options: Options of `jax.lax.conv_general_dilated`.
 
     Returns:
         Shape ``[batch, height', width', features]``.
@@ -371,7 +375,7 @@ def _conv(
     dtype: Any = jnp.float32,
     weight_init: str = "he",
 ) -> Float[Array, "batch _height _width _channels"]:
-    """A convolution that keeps the grid, but for its stride."""
+    """Applies a convolution with padding that keeps the grid, apart from the stride."""
     bias_init = nn.initializers.zeros
     if weight_init == "pytorch":
         bias_init = uniform_bias(size**2 * x.shape[-1])
@@ -400,10 +404,10 @@ def _head(num_classes: int, features: Float[Array, "batch features"]) -> Array:
     return Linear(num_classes, name="head")(features.astype(jnp.float32))
 
 
-# The options of ``config.model``. The published code has no Routing Transformer. Its
-# Linformer is a ViT of one patch and a CLS token; that k is more than these two tokens
-# is the authors' choice. They also add a learned position to the CLS token, which is
-# learned itself: 256 parameters more than here.
+# Options of ``config.model``. The published code has no Routing Transformer. Its
+# Linformer is a ViT with one patch and a CLS token; k is larger than these two tokens,
+# as the authors chose. They also add a learned position to the learned CLS token: 256
+# parameters more than here.
 PUBLISHED_BASELINES = {
     "alexnet": {"name": "alexnet", "dropout": 0.5, "weight_init": "pytorch"},
     "vgg16": {"name": "vgg16", "dropout": 0.5, "weight_init": "torchvision"},

@@ -1,4 +1,4 @@
-"""The generative Transformer over tokens of text, with any causal attention."""
+"""The generative Transformer for text, with any causal attention."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from relattn.models.sampling import generate as generate
 from relattn.nn.blocks import (
     LAYER_NORM_EPSILON,
     Linear,
@@ -21,29 +20,29 @@ from relattn.nn.registry import layer_attentions
 
 
 class GPT(nn.Module):
-    """Predicts each next token from those before: embedding, causal blocks, head.
+    """Predicts each next token from earlier tokens: embedding, causal blocks, head.
 
-    Embeddings start as N(0, 1); queries, keys and values have no bias, nor has the
-    head, which is not tied to the embedding. The tokens pass two LayerNorms before the
-    head, one after the blocks and one of the head, as in the published models. With
-    ``dim``, ``num_layers``, ``num_heads`` and ``mlp_dim`` of ``SIZES["A"]`` and so on
-    these are the GPT-A, B and C of Translution.
+    Embeddings start as N(0, 1). Queries, keys, values and the head have no bias; the
+    head is not tied to the embedding. As in the published models, two LayerNorms follow
+    each other before the head. With ``dim``, ``num_layers``, ``num_heads`` and
+    ``mlp_dim`` from ``SIZES["A"]`` and so on these are the GPT-A, B and C of
+    Translution.
 
     Attributes:
-        vocab_size: Number of tokens that there are.
-        context_length: The longest sequence, in tokens.
+        vocab_size: Size of the vocabulary.
+        context_length: Length of the longest sequence, in tokens.
         dim: Width of the tokens.
         num_layers: Number of blocks.
         num_heads: Number of heads.
         mlp_dim: Width of the feed-forward networks' hidden layer.
         attention: Spec of the attention.
         position: Spec of the position encoding.
-        num_relative_layers: The first layers, which use ``attention``; the rest use
-            softmax; 0 for all layers.
+        num_relative_layers: Number of leading layers that use ``attention``; the rest
+            use softmax; 0 for all layers.
         attention_dropout: Dropout rate of the attentions' outputs.
         dropout: Dropout rate of the feed-forward networks.
         dtype: Compute dtype; parameters are float32.
-        remat: Whether the backward pass computes each layer anew, from its input.
+        remat: Whether the backward pass recomputes each layer from its input.
 
     Example:
         >>> model = GPT(vocab_size=11, context_length=7, dim=8, num_layers=1,
@@ -82,7 +81,7 @@ class GPT(nn.Module):
         deterministic: bool = True,
         index: Int[Array, ""] | int | None = None,
     ) -> Float[Array, "batch _n vocab"]:
-        """Logits of the token after each token.
+        """Computes the logits of the token after each token.
 
         Args:
             tokens: Ids below ``vocab_size``, shape ``[batch, n]``.
@@ -111,7 +110,7 @@ class GPT(nn.Module):
         length, num_tokens = self.context_length, tokens.shape[1]
         if num_tokens > length:
             raise ValueError(
-                f"the sequence of {num_tokens} tokens is longer than the weights: "
+                f"the sequence of {num_tokens} tokens is longer than "
                 f"config.model.context_length={length}"
             )
         x = nn.Embed(

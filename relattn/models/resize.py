@@ -1,4 +1,4 @@
-"""Trained parameters for another grid of tokens than the one they were trained on."""
+"""Resizes trained parameters to another grid of tokens."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from relattn.offsets import Grid
 def resize_grid(
     model: nn.Module, variables: Mapping[str, Any], old: Grid, new: Grid
 ) -> dict[str, Any]:
-    """Resizes what depends on the grid, so that a model sees images of another size.
+    """Resizes the parameters that depend on the grid, for images of another size.
 
-    Tables with a row for every place, offset, row or column (`learned`,
-    `relative_key`, `relative_value`, `relative_bias`, `irpe_gate`) are stretched,
-    bicubically, and rows of prefix tokens kept. Functions of the position have nothing
-    to resize: positions count tokens, and go on where the old grid ends. A
-    convolutional network has nothing that depends on the grid.
+    Tables with a row for each position, offset, row or column (`learned`,
+    `relative_key`, `relative_value`, `relative_bias`, `irpe_gate`) are interpolated
+    bicubically; rows of prefix tokens are kept. Functions of the position need no
+    resizing: positions count tokens and continue beyond the old grid. Convolutional
+    networks have no parameters that depend on the grid.
 
     Args:
-        model: Of `relattn.models.build_model`; the size of its images does not matter.
-        variables: Its variables, trained on images of ``old`` tokens.
-        old: Height and width in tokens, of a convolutional network in pixels, or the
+        model: A model from `relattn.models.build_model`, for images of any size.
+        variables: Its variables, trained on the grid ``old``.
+        old: Height and width in tokens (for a convolutional network in pixels), or the
             length of a text.
-        new: Those that are wanted.
+        new: The new grid, in the same units.
 
     Returns:
-        The variables for ``new``; what does not depend on the grid is the same.
+        The variables for ``new``; those that do not depend on the grid are unchanged.
 
     Raises:
-        ValueError: If the model has parameters that belong to one grid only, or
-            ``variables`` are not of ``old``.
+        ValueError: If parameters of the model cannot be resized, or the shapes of
+            ``variables`` are not those of ``old``.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -68,9 +68,9 @@ def resize_grid(
     if attention.func.has_grid_tables:
         shown = ["x".join(map(str, grid)) for grid in (old, new)]
         raise ValueError(
-            f"attention {model.attention!r} has matrices that belong to the grid of "
-            f"{shown[0]} tokens, which have no meaning on one of {shown[1]}: train on "
-            "the grid that you evaluate on"
+            f"attention {model.attention!r} has matrices for the grid of {shown[0]} "
+            f"tokens, which cannot be resized to {shown[1]}: train on the grid of the "
+            "evaluation"
         )
     params = dict(variables["params"])
     if "position" in params:

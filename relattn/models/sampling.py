@@ -1,4 +1,4 @@
-"""Sampling from a model of text, token by token."""
+"""Samples text from a model: prefill of the prompt, then token by token."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def sample_token(
     temperature: float = 1.0,
     top_k: int = 0,
 ) -> Int[Array, " batch"]:
-    """Draws a token from softmax(logits / temperature), the ``top_k`` likeliest only.
+    """Draws a token from softmax(logits / temperature) of the ``top_k`` likeliest.
 
     Args:
         key: A PRNG key.
         logits: Shape ``[batch, vocab]``.
-        temperature: 0 takes the likeliest token.
-        top_k: Number of tokens to choose from; 0 for all.
+        temperature: Divides the logits; 0 takes the likeliest token.
+        top_k: Number of likeliest tokens to draw from; 0 for all.
 
     Returns:
         Token ids, shape ``[batch]``.
@@ -45,7 +45,7 @@ def sample_token(
 
 
 def _draw(key, logits, temperature, top_k):
-    """As `sample_token`, at a temperature above 0 that may be traced."""
+    """Same as `sample_token`, for a temperature > 0 that may be traced."""
     if top_k:
         kept = jax.lax.top_k(logits, min(top_k, logits.shape[-1]))[0][:, -1:]
         logits = jnp.where(logits < kept, -jnp.inf, logits)
@@ -62,7 +62,7 @@ def generate(
     temperature: float | Float[Array, ""] = 1.0,
     top_k: int = 0,
 ) -> Int[Array, "batch total"]:
-    """Continues prompts with tokens drawn from the model, one after the other.
+    """Continues prompts with tokens drawn from the model.
 
     One call of the model computes the prompt and fills the cache: the keys and values,
     inputs or state of every layer, in the collection ``cache``. Each further token then
@@ -77,15 +77,16 @@ def generate(
         num_tokens: Number of tokens to draw.
         key: A PRNG key; the same key draws the same tokens.
         temperature: Divides the logits; 0 takes the likeliest token.
-        top_k: Number of likeliest tokens to choose from; 0 for all.
+        top_k: Number of likeliest tokens to draw from; 0 for all.
 
     Returns:
         The prompts and their continuations, shape ``[batch, prompt + num_tokens]``.
 
     Raises:
-        ValueError: If the prompt is empty, holds an id that is not in the vocabulary,
-            the whole is longer than the model's context, ``temperature`` is negative
-            or not finite, or ``top_k`` is not from 0 to the size of the vocabulary.
+        ValueError: If the prompt is empty or has an id that is not in the vocabulary,
+            prompt and continuation are longer than the model's context, ``temperature``
+            is negative or not finite, or ``top_k`` is not from 0 to the size of the
+            vocabulary.
 
     Example:
         >>> from relattn.models import GPT
@@ -106,7 +107,7 @@ def generate(
     if total > model.context_length:
         raise ValueError(
             f"a prompt of {length} tokens and num_tokens={num_tokens} are longer than "
-            f"the weights: config.model.context_length={model.context_length}"
+            f"config.model.context_length={model.context_length}"
         )
     if not 0 <= temperature < math.inf:
         raise ValueError(
@@ -120,7 +121,7 @@ def generate(
     ids = np.asarray(prompt)
     if ids.min() < 0 or ids.max() >= model.vocab_size:
         raise ValueError(
-            f"the prompt holds token id {ids.max() if ids.min() >= 0 else ids.min()}; "
+            f"the prompt has token id {ids.max() if ids.min() >= 0 else ids.min()}; "
             f"the model's vocabulary has ids 0 to {model.vocab_size - 1}"
         )
     tokens = jnp.zeros((batch, total), jnp.int32).at[:, :length].set(ids)

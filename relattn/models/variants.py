@@ -1,4 +1,4 @@
-"""The methods that Translution's tables compare, as attention and position."""
+"""The methods compared in Translution's tables, as attention and position."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Any
 from relattn import spec
 
 # Name of the method: attention, position of images, position of text. The published
-# counts of the relative vectors have a table of learned positions besides, although the
-# paper's formulas do not; the rotary base of 10,000 is that of the authors' code.
+# parameter counts of the relative vectors include a table of learned positions, which
+# the paper's formulas do not have. The rotary base of 10,000 is that of the authors'
+# code.
 METHODS = {
     "self_attention": ("softmax", "learned", "learned"),
     "no_position": ("softmax", "none", "none"),
@@ -25,13 +26,13 @@ METHODS = {
 def method_options(
     name: str, inputs: str = "images", position: str = "", **options: Any
 ) -> dict[str, str]:
-    """The attention and position of a method, with options of the attention changed.
+    """Returns the specs of a method's attention and position.
 
     Args:
         name: A key of `METHODS`.
         inputs: ``"images"`` or ``"tokens"``.
-        position: Spec of another position than the method's; empty for that.
-        **options: Of the attention, ``rank=16``.
+        position: Spec of a position that replaces the method's; empty for the method's.
+        **options: Options of the attention to change, for example ``rank=16``.
 
     Returns:
         The values of ``config.model.attention`` and ``config.model.position``.
@@ -47,11 +48,11 @@ def method_options(
     """
     if name not in METHODS:
         raise ValueError(f"unknown method {name!r}: {spec.closest(name, METHODS)}")
-    attention, of_images, of_text = METHODS[name]
+    attention, image_position, text_position = METHODS[name]
     kind, values = spec.parse(attention)
     values |= options
     if values:
         listed = ", ".join(f"{key}={value!r}" for key, value in values.items())
         kind = f"{kind}({listed})"
-    position = position or (of_images if inputs == "images" else of_text)
-    return {"attention": kind, "position": position}
+    default = image_position if inputs == "images" else text_position
+    return {"attention": kind, "position": position or default}

@@ -1,1 +1,1 @@
-"""Flax modules that own the parameters of the kernels."""
+"""Flax modules with the parameters of the kernels."""

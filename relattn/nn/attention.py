@@ -1,8 +1,7 @@
-"""Multi-head attention modules: they own the projections, the kernels do the rest.
+"""The base class of attention modules, and softmax attention.
 
-All are called as ``attention(x, grid=, num_prefix=, position=, key_mask=)``, where
-``position`` is what a position encoding returned for the layer. `MultiHeadAttention`
-has the one ``__call__``; a subclass fills in one of its hooks.
+`MultiHeadAttention` has the linear projections, the ``__call__`` of all attentions, and
+the cache for decoding. Subclasses fill in its hooks, most with one call of a kernel.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class Context(NamedTuple):
 
 
 class MultiHeadAttention(nn.Module):
-    """What every attention has: its size, its projections, its call.
+    """Base class of attentions: sizes, projections, call and cache.
 
     A subclass defines `attend`, from queries, keys and values to the heads' outputs,
     or `mix`, from tokens to the heads' outputs. For decoding it also defines
@@ -55,7 +54,7 @@ class MultiHeadAttention(nn.Module):
         num_heads: Number of heads; divides ``dim``.
         layer: Index of the layer in the model.
         qkv_bias: Whether queries, keys and values have a bias.
-        causal: Whether a token attends to itself and those before it only.
+        causal: Whether a token attends only to itself and earlier tokens.
         dtype: Compute dtype; parameters are float32.
     """
 
@@ -65,13 +64,14 @@ class MultiHeadAttention(nn.Module):
     qkv_bias: bool = True
     causal: bool = False
     dtype: Any = jnp.float32
+    # Sites of position encodings that the attention honours.
     sites: ClassVar[tuple[str, ...]] = ("none", "tokens")
-    # Whether `attend` or `mix` hides the future where ``self.causal``.
+    # Whether `attend` or `mix` is causal if ``self.causal``.
     has_causal_form: ClassVar[bool] = False
-    # Whether nothing but parameters and position tells one layer from another, so that
-    # equal layers may be compiled once.
+    # Whether layers differ only in parameters and position, so that equal layers can be
+    # scanned.
     scannable: ClassVar[bool] = False
-    # Whether parameters belong to one grid, and have no meaning on another.
+    # Whether parameters fit one grid only and cannot be resized.
     has_grid_tables: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
@@ -104,7 +104,7 @@ class MultiHeadAttention(nn.Module):
 
     @property
     def key_heads(self) -> int:
-        """Number of heads that have keys."""
+        """Number of heads with keys."""
         return self.num_heads
 
     @nn.compact
@@ -119,14 +119,14 @@ class MultiHeadAttention(nn.Module):
         index: Int[Array, ""] | int | None = None,
         shared: Any = None,
     ) -> Float[Array, "batch n dim"]:
-        """Attends.
+        """Applies the attention.
 
         Args:
             x: Tokens, shape ``[batch, n, dim]``.
             grid: Height and width, or length, of the tokens after the prefix.
             num_prefix: Number of prefix tokens.
-            position: What a position encoding returned for this layer.
-            key_mask: False for tokens that nobody may attend to, ``[batch, n]``.
+            position: The layer's `relattn.nn.positions.base.LayerPosition`, or None.
+            key_mask: True for tokens that may be attended to, shape ``[batch, n]``.
             index: In decoding, the position of the last token. ``x`` is that token
                 alone, which attends to the mutable collection ``cache``; or it is the
                 whole sequence from position 0 (prefill), which fills the cache, and
@@ -137,12 +137,12 @@ class MultiHeadAttention(nn.Module):
             Shape ``[batch, n, dim]``.
 
         Raises:
-            ValueError: If a causal attention is given prefix tokens, or decoding is
-                asked of one that is not causal, or with a ``key_mask``.
+            ValueError: If causal attention has prefix tokens, or decoding is not
+                causal or has a ``key_mask``.
         """
         if self.causal and num_prefix:
             raise ValueError(
-                "causal attention takes no prefix tokens, which everyone would see: "
+                "causal attention takes no prefix tokens, which all tokens would see: "
                 f"expected num_prefix=0, got {num_prefix}"
             )
         if index is not None and (not self.causal or key_mask is not None):
@@ -161,7 +161,7 @@ class MultiHeadAttention(nn.Module):
     def mix(
         self, x: Float[Array, "batch n dim"], context: Context
     ) -> Float[Array, "batch heads n head_dim"]:
-        """The heads' outputs: projects, applies the position, and attends."""
+        """Projects, applies the position, and computes the heads' outputs."""
         q = self.project(x, self.num_heads, "q")
         k = self.project(x, self.key_heads, "k") if self.key_heads else None
         v = self.project(x, self.num_heads, "v")
@@ -177,7 +177,7 @@ class MultiHeadAttention(nn.Module):
         v: Float[Array, "batch heads n value_dim"],
         context: Context,
     ) -> Float[Array, "batch heads n value_dim"]:
-        """The heads' outputs: the kernel."""
+        """Computes the heads' outputs; calls the kernel."""
         raise NotImplementedError(f"{type(self).__name__} defines no attend")
 
     def decode(
@@ -216,7 +216,7 @@ class MultiHeadAttention(nn.Module):
     def project(
         self, x: Float[Array, "batch n dim"], num_heads: int, name: str
     ) -> Float[Array, "batch {num_heads} n head_dim"]:
-        """A linear projection to ``num_heads`` heads; for use in the hooks."""
+        """Projects tokens to ``num_heads`` heads; for the hooks."""
         width = num_heads * self.head_dim
         out = Linear(width, use_bias=self.qkv_bias, dtype=self.dtype, name=name)(x)
         return out.reshape(*out.shape[:-1], num_heads, self.head_dim).swapaxes(-2, -3)
@@ -224,7 +224,7 @@ class MultiHeadAttention(nn.Module):
     def with_position(
         self, q: Array, k: Array | None, x: Array, context: Context
     ) -> tuple[Array, Array | None]:
-        """Queries and keys with the position of the site ``heads``, if there is one."""
+        """Applies the position of the site ``heads``, if any, to queries and keys."""
         if context.position is None:
             return q, k
         return context.position(q, k, x)
@@ -232,7 +232,7 @@ class MultiHeadAttention(nn.Module):
     def merge(
         self, out: Float[Array, "batch heads n head_dim"]
     ) -> Float[Array, "batch n dim"]:
-        """Concatenates the heads and projects them."""
+        """Concatenates the heads and applies the output projection."""
         out = out.swapaxes(-2, -3)
         out = out.reshape(*out.shape[:-2], self.dim)
         return Linear(self.dim, dtype=self.dtype, name="out")(out)
@@ -262,9 +262,9 @@ class MultiHeadAttention(nn.Module):
         return cache.value
 
     def tables(self, context: Context) -> dict[str, Array]:
-        """The tables of offsets that the position has, vectors in the compute dtype."""
+        """Returns the position's tables of offsets, vectors in the compute dtype."""
         tables = {} if context.position is None else context.position.tables
-        # Kernels add a bias in float32: rounding it would change exp(b) by percents.
+        # Kernels add the bias in float32: rounding it would change exp(b) by percents.
         return {
             name: table if name == "bias" else table.astype(self.dtype)
             for name, table in tables.items()
@@ -272,7 +272,7 @@ class MultiHeadAttention(nn.Module):
 
 
 class SoftmaxAttention(MultiHeadAttention):
-    """Exact attention: softmax(q.k / sqrt(head_dim)).
+    """Computes exact attention, softmax(q.k / sqrt(head_dim)) v.
 
     Example:
         >>> x = jnp.ones((1, 7, 8))
@@ -302,7 +302,7 @@ class SoftmaxAttention(MultiHeadAttention):
         v: Float[Array, "batch heads n value_dim"],
         context: Context,
     ) -> Float[Array, "batch heads n value_dim"]:
-        """Softmax attention."""
+        """Computes softmax attention."""
         tables = self.tables(context)
         options = {"key_mask": context.key_mask, **tables}
         if self.causal:

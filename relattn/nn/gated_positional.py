@@ -1,4 +1,4 @@
-"""Gated positional attention."""
+"""Gated positional attention (ConViT)."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from relattn.nn.attention import Context, MultiHeadAttention
 
 
 class GatedPositionalAttention(MultiHeadAttention):
-    """Attention by content and attention by offset, mixed by a gate of each head.
+    """Mixes attention by content and attention by offset with a gate for each head.
 
-    As in `relattn.kernels.gated_positional_attention`. Gates start at 1; the attention
-    by offset starts around one place next to the query for each head, like a
-    convolution: w = locality (-1, 2 c), c the head's place on the smallest square that
-    holds the heads, or on a line, for causal attention of the past only. Pairs with a
-    prefix token start at zero.
+    The equation is that of `relattn.kernels.gated_positional_attention`. Gates start at
+    1. In each head the attention by offset starts around one position next to the
+    query, like a convolution: w = locality (-1, 2 c), where c is the head's position on
+    the smallest square that holds the heads; for text it is on a line, for causal
+    attention in the past. Pairs with a prefix token start at zero.
 
     Attributes:
-        locality: How narrow the attention by offset starts.
+        locality: Initial inverse width of the attention by offset.
 
     Example:
         >>> import jax
@@ -36,8 +36,8 @@ class GatedPositionalAttention(MultiHeadAttention):
         ((1, 7, 8), (2, 6))
 
     Source:
-        d'Ascoli et al., ConViT, section 3, with every head local at the start; there,
-        no prefix token takes part.
+        d'Ascoli et al., ConViT, section 3, where heads start local and there are no
+        prefix tokens.
     """
 
     locality: float = 1.0
@@ -52,7 +52,7 @@ class GatedPositionalAttention(MultiHeadAttention):
         v: Float[Array, "batch heads n value_dim"],
         context: Context,
     ) -> Float[Array, "batch heads n value_dim"]:
-        """Gated positional attention."""
+        """Computes gated positional attention."""
         inputs = (q, k, v, *self.gates(context))
         if self.causal:
             return gated_positional.causal_gated_positional_attention(
@@ -80,22 +80,22 @@ class GatedPositionalAttention(MultiHeadAttention):
     def gates(
         self, context: Context
     ) -> tuple[Float[Array, " heads"], Float[Array, "heads features"]]:
-        """Gates and coefficients of the heads."""
+        """Returns the gates and coefficients of the heads."""
         if context.grid is None:
-            raise ValueError("attention 'gated_positional' goes by offsets: give grid=")
+            raise ValueError("attention 'gated_positional' needs offsets: give grid=")
 
         def init(_) -> Array:
-            return jnp.asarray(self.locality * self.start(context), jnp.float32)
+            return jnp.asarray(self.locality * self.centres(context), jnp.float32)
 
         gate = self.param("gate", nn.initializers.ones, (self.num_heads,), jnp.float32)
         return gate, self.param("coefficients", init)
 
-    def start(self, context: Context) -> Float[np.ndarray, "heads features"]:
-        """Coefficients w at the start."""
+    def centres(self, context: Context) -> Float[np.ndarray, "heads features"]:
+        """Returns the initial coefficients w for locality 1."""
         axes = len(context.grid)
         side = self.num_heads if axes == 1 else int(np.ceil(self.num_heads**0.5))
-        places = offsets.grid_positions((side,) * axes)[: self.num_heads]
+        c = offsets.grid_positions((side,) * axes)[: self.num_heads]
         if not self.causal:
-            places = places - side // 2
-        w = np.concatenate([np.full((self.num_heads, 1), -1.0), 2 * places], axis=1)
+            c = c - side // 2
+        w = np.concatenate([np.full((self.num_heads, 1), -1.0), 2 * c], axis=1)
         return np.pad(w, [(0, 0), (0, 3 if context.num_prefix else 0)])

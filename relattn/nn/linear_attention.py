@@ -1,4 +1,10 @@
-"""Linear attention: by random features, or by a learned feature map."""
+"""Linear attention modules, with random or learned features.
+
+`LinearAttention` calls the kernels with the feature map of a subclass. `FavorAttention`
+(Performer) and `BandedAttention` (strategy 2) draw random features; their projection is
+not a parameter but a variable in the collection ``random_features``.
+`LearnedReluAttention` learns its features.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +23,10 @@ from relattn.nn.attention import Context, MultiHeadAttention
 
 
 class LinearAttention(MultiHeadAttention):
-    """Weights phi(q_i) . phi(k_j), times exp(b) of the offset where a position has one.
+    """Base class of attentions with weights phi(q_i) . phi(k_j).
 
-    A subclass defines `feature_map`.
+    With an offset bias b the weights are multiplied by exp(b), by FFT. A subclass
+    defines `feature_map`.
     """
 
     sites: ClassVar[tuple[str, ...]] = ("none", "tokens", "heads", "offset_bias")
@@ -27,12 +34,12 @@ class LinearAttention(MultiHeadAttention):
     scannable: ClassVar[bool] = True
 
     def feature_map(self, head_dim: int) -> linear.FeatureMap:
-        """The feature map of the layer, for queries and keys of a head_dim."""
+        """Returns the layer's feature map for queries and keys of width head_dim."""
         raise NotImplementedError
 
     @property
     def signed(self) -> bool:
-        """Whether features may be negative, and so the sum of a query's weights."""
+        """Whether features, and so the sum of a query's weights, may be negative."""
         return False
 
     def attend(
@@ -42,7 +49,7 @@ class LinearAttention(MultiHeadAttention):
         v: Float[Array, "batch heads n value_dim"],
         context: Context,
     ) -> Float[Array, "batch heads n value_dim"]:
-        """Linear attention."""
+        """Computes linear attention."""
         feature_map = self.feature_map(q.shape[-1])
         return self.attend_content(q, k, v, feature_map, context)
 
@@ -54,7 +61,7 @@ class LinearAttention(MultiHeadAttention):
         feature_map: linear.FeatureMap,
         context: Context,
     ) -> Float[Array, "batch heads n value_dim"]:
-        """Linear attention; counts the weights' sums that are not positive."""
+        """Computes linear attention; sows the share of sums of weights <= 0."""
         tables = self.tables(context)
         options = {"key_mask": context.key_mask, **tables}
         if self.causal:
@@ -129,21 +136,21 @@ FEATURE_MAPS = {
 }
 
 
-# In deeper heads, the weights of causal positive features underflow: see
-# `relattn.kernels.linear.causal_linear_attention`.
-_DEEPEST_CAUSAL_HEAD = 224
-# Every projection of a model is drawn for a number of its own.
-_MOST_LAYERS = 2**16
+# In wider heads, the weights of causal positive features underflow: see
+# `relattn.kernels.causal_linear_attention`.
+_MAX_CAUSAL_HEAD_DIM = 224
+# Separates the seeds of a layer's projections: larger than any number of layers.
+_MAX_LAYERS = 2**16
 
 
 class RandomFeatureAttention(LinearAttention):
-    """Options and state of the attentions that draw random features.
+    """Base class of linear attentions that draw random features.
 
     Attributes:
-        num_features: Number of random features; 0 is int(head_dim * ln(head_dim)),
-            head_dim with the position's width where one is concatenated.
+        num_features: Number of random features; 0 for int(head_dim * ln(head_dim)),
+            where head_dim includes the width of a concatenated position.
         features: ``"positive"`` (FAVOR+), ``"trigonometric"`` (FAVOR) or ``"relu"``.
-        orthogonal: Whether the projection's rows are orthogonal.
+        orthogonal: Whether the rows of the projection are orthogonal.
         norms: ``"chi"``, or ``"fixed"``, which is biased: see `draw_orthogonal`.
         haar: As in `draw_orthogonal`.
         eps: Added to every feature, as in `positive_features` and `relu_features`; None
@@ -187,28 +194,28 @@ class RandomFeatureAttention(LinearAttention):
             raise ValueError(f"features={features!r} need {least}, got eps={eps}")
 
     def feature_map(self, head_dim: int, *, group: int = 0) -> linear.FeatureMap:
-        """The feature map with the layer's projection; for use in the hooks.
+        """Returns the feature map with the layer's projection; for the hooks.
 
         Args:
             head_dim: Width of the queries and keys.
-            group: Which projection, where groups of heads have one each.
+            group: Index of the projection, where groups of heads have one each.
 
         Raises:
-            ValueError: If weights would underflow: causal positive features of a head
-                deeper than 224.
+            ValueError: If weights would underflow: causal positive features with
+                head_dim > 224.
         """
-        deep = head_dim > _DEEPEST_CAUSAL_HEAD
-        if deep and self.causal and self.features == "positive":
+        wide = head_dim > _MAX_CAUSAL_HEAD_DIM
+        if wide and self.causal and self.features == "positive":
             raise ValueError(
                 "causal attention with positive features needs a head_dim (dim / "
-                "heads, with the position's width where one is concatenated) of at "
-                f"most {_DEEPEST_CAUSAL_HEAD}, got {head_dim}"
+                "num_heads, plus the width of a concatenated position) of at most "
+                f"{_MAX_CAUSAL_HEAD_DIM}, got {head_dim}"
             )
 
         def draw() -> feature_maps.RandomFeatures:
             return feature_maps.draw_random_features(
                 self.make_rng("random_features"),
-                layer=self.layer + group * _MOST_LAYERS,
+                layer=self.layer + group * _MAX_LAYERS,
                 num_features=self.num_features
                 or feature_maps.default_num_features(head_dim),
                 head_dim=head_dim,
@@ -232,7 +239,7 @@ class RandomFeatureAttention(LinearAttention):
         feature_map: linear.FeatureMap,
         context: Context,
     ) -> Float[Array, "batch heads n value_dim"]:
-        """Linear attention; measures the share of keys whose features underflow."""
+        """Computes linear attention; sows the share of keys that underflow."""
         positive = self.features == "positive"
         if self.causal and positive and self.is_mutable_collection("intermediates"):
             lost = linear.underflowed(feature_map(jax.lax.stop_gradient(k)))
@@ -248,21 +255,21 @@ class RandomFeatureAttention(LinearAttention):
 
 
 class FavorAttention(RandomFeatureAttention):
-    """Linear attention with random features of the softmax kernel (Performer).
+    """Computes linear attention with random features of the softmax kernel (Performer).
 
     out_i = phi(q_i)^T sum_j phi(k_j) v_j^T / phi(q_i)^T sum_j phi(k_j)
 
-    The projection is the variable ``projection`` of the collection
-    ``random_features``: no parameter, redrawn by `relattn.kernels.redraw`. Where the
-    position has an offset bias b, weights are multiplied by exp(b), by FFT.
+    The projection is the variable ``projection`` in the collection
+    ``random_features``; `relattn.kernels.redraw` redraws it. With an offset bias b the
+    weights are multiplied by exp(b), by FFT.
 
     Causal attention with positive features sows ``underflowed_keys``, the share of keys
-    that are too long to get any weight, which training logs: see
-    `relattn.kernels.causal_linear_attention`.
+    that are too long to get any weight (see `relattn.kernels.causal_linear_attention`).
+    Training logs it.
 
     Attributes:
-        normalize: Whether the weights are those of the queries' and keys' directions,
-            exp(cos(q_i, k_j)), which random features estimate more precisely.
+        normalize: Whether queries and keys are normalised, so that the weights are
+            exp(cos(q_i, k_j)). Random features estimate these more precisely.
 
     Example:
         >>> import jax
@@ -274,14 +281,14 @@ class FavorAttention(RandomFeatureAttention):
 
     Source:
         Choromanski et al., Rethinking Attention with Performers, section 2; offset
-        bias and directions: Luo et al., Stable, Fast and Accurate: Kernelized Attention
-        with Relative Positional Encoding, section 3.
+        bias and normalisation: Luo et al., Stable, Fast and Accurate: Kernelized
+        Attention with Relative Positional Encoding, section 3.
     """
 
     normalize: bool = False
 
     def feature_map(self, head_dim: int) -> linear.FeatureMap:
-        """The random features, of queries and keys or of their directions."""
+        """Returns the random features, of normalised inputs if ``normalize``."""
         feature_map = super().feature_map(head_dim)
         if not self.normalize:
             return feature_map
@@ -289,17 +296,18 @@ class FavorAttention(RandomFeatureAttention):
 
 
 class BandedAttention(RandomFeatureAttention):
-    """Strategy 2: content heads beside position heads with a clipped distance.
+    """Strategy 2: content heads, and position heads with a clipped distance.
 
-    Content heads are `FavorAttention`'s. A position head weighs key j for query i by
-    phi(q_i).phi(w_d), d the Manhattan distance of i and j clipped at ``clip``; it
-    projects no keys. The table w starts at zero and is shared by the position heads.
+    Content heads are those of `FavorAttention`. In a position head the weight of key j
+    for query i is phi(q_i) . phi(w_d), where d is the Manhattan distance of i and j
+    clipped at ``clip``; keys are not projected. The position heads share the table w,
+    which starts at zero.
 
     Attributes:
-        clip: The largest distance told apart, in tokens.
-        position_heads: Number of position heads; 0 is half of the heads.
-        separate_projections: Whether position heads have random features of their own,
-            as in the published code, rather than those of the content heads.
+        clip: Distance from which on all distances are equal, in tokens.
+        position_heads: Number of position heads; 0 for half of the heads.
+        separate_projections: Whether position heads draw separate random features, as
+            in the published code, instead of using those of the content heads.
 
     Example:
         >>> import jax
@@ -351,7 +359,7 @@ class BandedAttention(RandomFeatureAttention):
         v: Float[Array, "batch heads n head_dim"],
         context: Context,
     ) -> Float[Array, "batch heads n head_dim"]:
-        """Linear attention in the content heads, banded in the position heads."""
+        """Computes linear attention in content heads, banded in position heads."""
         table = self.param(
             "table", nn.initializers.zeros, (self.clip + 1, self.head_dim), jnp.float32
         )
@@ -375,16 +383,16 @@ class BandedAttention(RandomFeatureAttention):
 
 
 class LearnedReluAttention(LinearAttention):
-    """Linear attention with learned rectified features.
+    """Computes linear attention with learned ReLU features.
 
     out_i = phi(q_i)^T sum_j phi(k_j) v_j^T / phi(q_i)^T sum_j phi(k_j) with
-    phi(x) = relu(W x / head_dim^(1/4) + b) + eps, an attention of its own.
+    phi(x) = relu(W x / head_dim^(1/4) + b) + eps. It does not approximate softmax.
 
-    W and b are a layer's, the same for its heads; they start as those of a `Linear`.
+    The heads of a layer share W and b, which start like those of a `Linear`.
 
     Attributes:
-        num_features: Number of features; 0 is int(head_dim * ln(head_dim)), head_dim
-            with the position's width where one is concatenated.
+        num_features: Number of features; 0 for int(head_dim * ln(head_dim)), where
+            head_dim includes the width of a concatenated position.
         eps: Added to every feature; keeps the sum of weights above zero.
 
     Example:
@@ -418,14 +426,14 @@ class LearnedReluAttention(LinearAttention):
             )
 
     def feature_map(self, head_dim: int) -> linear.FeatureMap:
-        """The feature map with the layer's projection; for use in the hooks."""
+        """Returns the feature map with the layer's parameters; for the hooks."""
         width = self.num_features or feature_maps.default_num_features(head_dim)
-        start = nn.initializers.variance_scaling(
+        init = nn.initializers.variance_scaling(
             1 / 3, "fan_in", "uniform", in_axis=-1, out_axis=-2
         )
         return functools.partial(
             feature_maps.relu_features,
-            projection=self.param("projection", start, (width, head_dim), jnp.float32),
+            projection=self.param("projection", init, (width, head_dim), jnp.float32),
             bias=self.param("bias", nn.initializers.zeros, (width,), jnp.float32),
             eps=self.eps,
         )

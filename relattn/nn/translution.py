@@ -1,4 +1,8 @@
-"""Translution and LoR-Translution: attention whose projections depend on the offset."""
+"""Translution and LoR-Translution: attention whose projections depend on the offset.
+
+`OffsetAttention` has the tables of both; `TranslutionAttention` is the exact form,
+`LorTranslutionAttention` adds a low-rank form to softmax attention.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +29,11 @@ def _uniform(bound: float) -> nn.initializers.Initializer:
 
 
 class OffsetAttention(MultiHeadAttention):
-    """What Translution and LoR-Translution share: their tables.
+    """Base class of Translution and LoR-Translution, with their tables.
 
     Attributes:
-        relative: Which of the projections depend on the offset: a subset of ``"qkv"``.
-        absolute: Whether they depend on the pair of tokens instead, (query, key).
+        relative: The projections that depend on the offset, a subset of ``"qkv"``.
+        absolute: Whether they depend on the pair of tokens (query, key) instead.
     """
 
     relative: str = "qkv"
@@ -49,10 +53,10 @@ class OffsetAttention(MultiHeadAttention):
             )
 
     def rows(self, context: Context) -> tuple[int, ...]:
-        """The leading axes of a table."""
+        """Returns the leading axes of a table."""
         if context.grid is None:
             raise ValueError(
-                "Translution's tables have a row for every offset on a grid: give grid="
+                "Translution's tables have a row for each offset of a grid: give grid="
             )
         grid, num_prefix = context.grid, context.num_prefix
         if not self.absolute:
@@ -67,7 +71,7 @@ class OffsetAttention(MultiHeadAttention):
     def table_index(
         self, length: int, context: Context
     ) -> kernels.Offsets | kernels.CausalOffsets | kernels.Pairs:
-        """The index of the tables' rows, for the kernels."""
+        """Returns the index of the tables' rows, for the kernels."""
         if self.absolute:
             return kernels.Pairs(length)
         if self.causal:
@@ -80,11 +84,11 @@ class OffsetAttention(MultiHeadAttention):
         bound: float,
         context: Context,
     ) -> list[Array]:
-        """Tables of the projections in ``relative``, one matrix each for the rest.
+        """Returns a table for each projection in ``relative``, a matrix for the rest.
 
         Args:
-            shape: Of a matrix, ``(width, heads, head_dim)``.
-            bound: Tables start uniform in +-``bound``, single matrices as a `Linear`.
+            shape: Shape of a matrix, ``(width, heads, head_dim)``.
+            bound: Tables start uniform in +-``bound``, single matrices as in `Linear`.
             context: As in `mix`.
 
         Returns:
@@ -103,7 +107,7 @@ class OffsetAttention(MultiHeadAttention):
     def offset_table(
         self, name: str, shape: tuple[int, int, int], bound: float, context: Context
     ) -> Array:
-        """The table of a projection, a parameter ``[*rows, *shape]``.
+        """Returns the table of a projection, a parameter ``[*rows, *shape]``.
 
         Args:
             name: ``"q"``, ``"k"`` or ``"v"``.
@@ -127,15 +131,15 @@ class OffsetAttention(MultiHeadAttention):
 
 
 class TranslutionAttention(OffsetAttention):
-    """Translution: queries, keys and values are projected by their pair's offset.
+    """Projects queries, keys and values with a matrix for each offset (Translution).
 
     out_i = sum_j softmax_j(x_i Wq[d] . x_j Wk[-d] / sqrt(head_dim)) x_j Wv[d],
     d = p_i - p_j.
 
-    Tables have a matrix for every offset on the grid, and three for prefix tokens; a
-    causal one has a matrix for each offset 0, 1, ...; with ``absolute`` for every pair.
-    They start uniform in +-1/dim, as the published ones, and have no biases. Positions
-    of the site ``tokens`` are added before; none is needed.
+    Tables have a matrix for each offset on the grid, and three for prefix tokens;
+    causal tables have one for each offset 0, 1, ...; with ``absolute`` there is one for
+    each pair. They start uniform in +-1/dim, as published, and have no biases. No
+    position is needed; one at the site ``tokens`` is possible.
 
     Example:
         >>> x = jnp.ones((1, 7, 8))
@@ -153,7 +157,7 @@ class TranslutionAttention(OffsetAttention):
     def mix(
         self, x: Float[Array, "batch n dim"], context: Context
     ) -> Float[Array, "batch heads n head_dim"]:
-        """The heads' outputs."""
+        """Computes the heads' outputs."""
         x = x.astype(self.dtype)
         shape = (self.dim, self.num_heads, self.head_dim)
         tables = self.projection_tables(shape, 1 / self.dim, context)
@@ -170,22 +174,22 @@ class TranslutionAttention(OffsetAttention):
 
 
 class LorTranslutionAttention(OffsetAttention):
-    """LoR-Translution: softmax attention and a low-rank Translution beside it.
+    """Adds low-rank Translution to softmax attention (LoR-Translution).
 
     a_ij = (q_i . k_j + (x_i Wq1) Wq2[d] . (x_j Wk1) Wk2[-d]) / sqrt(head_dim),
     out_i = sum_j softmax_j(a_ij) (x_j Wv + x_j Wv1 Wv2[d] Wv3), d = p_i - p_j.
 
-    Tables start uniform in +-1/(rank heads), as the published ones. Without ``v`` in
+    Tables start uniform in +-1/(rank num_heads), as published. Without ``v`` in
     ``relative`` there is no low-rank value, without ``q`` and ``k`` no low-rank score;
     with one of the two, the other is x Wq1 or x Wk1 alone. A position of the site
     ``heads``, such as ``rope2d``, acts on the plain queries and keys.
 
     Attributes:
         rank: Width of a head of the low-rank part.
-        base: Whether there are plain queries, keys and values besides. Without them
-            ``relative`` is ``"qv"``, ``"kv"`` or ``"qkv"``.
-        average: Whether both parts of scores and outputs are averaged, as in the
-            authors' code, not summed, as in their paper.
+        base: Whether to include the plain queries, keys and values. Without them
+            ``relative`` must be ``"qv"``, ``"kv"`` or ``"qkv"``.
+        average: Whether scores and outputs are the averages of both parts, as in the
+            authors' code, instead of the sums, as in their paper.
 
     Example:
         >>> x = jnp.ones((1, 7, 8))
@@ -224,7 +228,7 @@ class LorTranslutionAttention(OffsetAttention):
     def mix(
         self, x: Float[Array, "batch n dim"], context: Context
     ) -> Float[Array, "batch heads n head_dim"]:
-        """The heads' outputs."""
+        """Computes the heads' outputs."""
         plain, head_dim = (None,) * 3, self.head_dim
         if self.base:
             q, k, v = (self.project(x, self.num_heads, name) for name in "qkv")

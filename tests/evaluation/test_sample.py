@@ -53,7 +53,7 @@ def test_the_command_prints_the_text(workdir, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--prompt=To be, or not"], "longer than the weights: config.model.context_l"),
+        (["--prompt=To be, or not"], "longer than config.model.context_length="),
         (["--prompt="], "needs a prompt of at least one token"),
         (["--top_k=-1"], "top_k must be from 0 (all) to 256"),
         (["--top_k=257"], "top_k must be from 0 (all) to 256"),

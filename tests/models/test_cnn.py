@@ -1,4 +1,4 @@
-"""The convolutional networks: golden counts, what they compute, what they refuse."""
+"""Tests the convolutional networks: parameter counts, outputs, errors."""
 
 import functools
 
@@ -16,7 +16,7 @@ from relattn.models.cnn import CNN, ResidualBlock, average_to_grid, convolve
 from relattn.nn.batch_norm import BatchNorm
 from relattn.training.step import create_state, make_train_step
 
-# To the published digits 2.5M, 134M and 11.2M.
+# These round to the published 2.5M, 134M and 11.2M.
 GOLDEN = {
     ("alexnet", 3): 2_472_266,
     ("alexnet", 1): 2_456_778,
@@ -44,7 +44,7 @@ def make(name, shape=(32, 32, 1), **options):
 
 
 @pytest.mark.parametrize(("name", "channels"), GOLDEN)
-def test_counts_are_golden(name, channels):
+def test_parameter_counts(name, channels):
     shape = (32, 32, channels)
     assert count_parameters(make(name, shape), shape) == GOLDEN[name, channels]
     published = make(name, shape, **PUBLISHED[name])
@@ -52,7 +52,7 @@ def test_counts_are_golden(name, channels):
 
 
 def start(path, **options):
-    """A parameter at its start; the others are not computed."""
+    """Returns the initial value of one parameter; the others are not computed."""
     model = make(**options)
 
     @jax.jit
@@ -82,7 +82,7 @@ def start(path, **options):
         ("vgg16", "head/bias", 0),
     ],
 )
-def test_published_weights_start_as_the_authors(name, path, std):
+def test_published_weights_start_as_in_the_authors_code(name, path, std):
     weights = start(path, name=name, **PUBLISHED[name])
     # Within 4 standard errors.
     assert abs(weights.std() - std) <= 4 * std / (2 * weights.size) ** 0.5
@@ -91,7 +91,7 @@ def test_published_weights_start_as_the_authors(name, path, std):
 
 
 def captured(model, kind, key, images):
-    """What the layers of a kind return in training, by name."""
+    """Returns the outputs of the layers of a kind in training, by name."""
     _, state = model.init_with_output(
         {"params": key, "dropout": key},
         images,
@@ -110,7 +110,7 @@ def shapes(model, kind):
     return {name: out["__call__"][0].shape for name, out in outputs.items()}
 
 
-def test_published_alexnet_drops_after_three_convolutions():
+def test_published_alexnet_has_dropout_after_three_convolutions():
     assert shapes(make("alexnet", **PUBLISHED["alexnet"]), nn.Dropout) == {
         "Dropout_0": (5, 8, 8, 64),
         "Dropout_1": (5, 2, 2, 384),
@@ -139,7 +139,7 @@ def test_published_resnet_starts_its_blocks_on_8x8_pixels():
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_activations_are_of_the_compute_dtype_and_variables_float32(name, dtype):
+def test_activations_have_the_compute_dtype_and_variables_are_float32(name, dtype):
     model, images = make(name, dtype=dtype), jnp.zeros((3, 32, 32, 1))
     variables = jax.eval_shape(model.init, jax.random.key(0), images)
     assert {str(leaf.dtype) for leaf in jax.tree.leaves(variables)} == {"float32"}
@@ -183,7 +183,7 @@ def test_training_reaches_every_norm_and_dropout(name, kind, count):
         assert called[deterministic] == [deterministic] * count
 
 
-def test_convolutions_start_with_the_standard_deviation_of_he():
+def test_convolutions_start_as_he_normal():
     model, images = make("resnet18"), jnp.zeros((1, 32, 32, 1))
 
     @jax.jit
@@ -198,12 +198,12 @@ def test_convolutions_start_with_the_standard_deviation_of_he():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_images_too_small_for_the_strides_are_refused(name):
+def test_images_too_small_for_the_strides_raise(name):
     least = MODELS[name].min_size
     for shape in ((least, least + 5, 1), (least + 7, least, 3)):
         make(name, shape)
     if least > 1:
-        message = f"must be at least {least} for .* an image of {least}x{least - 1} "
+        message = f"must be at least {least} for .* image of {least}x{least - 1} "
         with pytest.raises(ValueError, match=message):
             make(name, (least, least - 1, 1))
 
@@ -226,12 +226,12 @@ def test_images_too_small_for_the_strides_are_refused(name):
         ),
     ],
 )
-def test_options_of_other_models_are_refused(options, message):
+def test_options_of_other_models_raise(options, message):
     with pytest.raises(ValueError, match=message):
         make(**{"name": "alexnet", **options})
 
 
-def test_a_residual_block_is_its_formula():
+def test_a_residual_block_equals_its_formula():
     rng = np.random.default_rng(0)
     x = rng.normal(size=(2, 5, 7, 3)).astype(np.float32)
     block = ResidualBlock(4, 2)
@@ -242,7 +242,7 @@ def test_a_residual_block_is_its_formula():
     params, stats = variables["params"], variables["batch_stats"]
 
     def convolve(x, name, stride):
-        """Pixel by pixel, and the norm of evaluation."""
+        """Convolves pixel by pixel, then normalises as in evaluation."""
         kernel = np.float64(params[f"{name}_conv"]["kernel"])
         size = len(kernel)
         x = np.pad(x, ((0, 0), *[(size // 2,) * 2] * 2, (0, 0)))
@@ -257,8 +257,9 @@ def test_a_residual_block_is_its_formula():
                 for i in rows
             ]
         )
-        norm, of = params[f"{name}_norm"], stats[f"{name}_norm"]
-        y = (np.moveaxis(y, 2, 0) - of["mean"]) / np.sqrt(of["variance"] + 1e-5)
+        norm, moments = params[f"{name}_norm"], stats[f"{name}_norm"]
+        y = np.moveaxis(y, 2, 0) - moments["mean"]
+        y = y / np.sqrt(moments["variance"] + 1e-5)
         return y * norm["scale"] + norm["bias"]
 
     y = convolve(np.maximum(convolve(x, "first", 2), 0), "second", 1)
@@ -269,7 +270,7 @@ def test_a_residual_block_is_its_formula():
 
 
 @pytest.mark.parametrize("grid", [(2, 3), (3, 2), (5, 2), (7, 5)])
-def test_convolutions_by_windows_are_convolutions(grid):
+def test_convolve_with_a_large_kernel_equals_lax(grid):
     rng = np.random.default_rng(0)
     x = rng.normal(size=(2, *grid, 3)).astype(np.float32)
     kernel = rng.normal(size=(5, 3, 3, 4)).astype(np.float32)
@@ -287,13 +288,13 @@ def test_convolutions_by_windows_are_convolutions(grid):
     chex.assert_trees_all_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
-def test_averages_are_over_equal_parts():
+def test_average_to_grid_averages_over_equal_parts():
     x = np.random.default_rng(0).normal(size=(2, 5, 3, 2)).astype(np.float32)
     expected = np.stack(
         [
-            x[:, start:end, place].mean(1)
+            x[:, start:end, column].mean(1)
             for start, end in ((0, 3), (2, 5))
-            for place in (0, 0, 1, 1, 2, 2)
+            for column in (0, 0, 1, 1, 2, 2)
         ],
         axis=1,
     ).reshape(2, 2, 6, 2)
@@ -303,7 +304,7 @@ def test_averages_are_over_equal_parts():
     np.testing.assert_array_equal(one, np.broadcast_to(x[:, :1, :1], (2, 7, 7, 2)))
 
 
-def test_parameters_fit_images_of_another_size():
+def test_resize_grid_leaves_convolutions_unchanged():
     model = make("resnet18")
     variables = jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 32, 32, 1)))
     resized = resize_grid(model, variables, (32, 32), (48, 40))

@@ -1,4 +1,4 @@
-"""Whole models trained on one device, by pmap and on a mesh end the same."""
+"""Tests that models train the same on one device, by pmap and on a mesh."""
 
 import chex
 import flax.linen as nn
@@ -15,10 +15,10 @@ from relattn.training.step import create_state, make_train_step
 
 SHAPE = (4, 6, 1)
 BATCH, STEPS = 8, 5
-# With random features, and with moving statistics.
+# Models with random features, and with moving averages.
 QUICK = [
     ("favor", "constrained_sincos"),
-    # Positions keep the tokens apart: rounding changes no choice of a cluster.
+    # Positions separate the tokens, so that rounding changes no cluster.
     ("routing(clusters=3, decay=0.5)", "learned"),
 ]
 SLOW = [
@@ -33,7 +33,7 @@ SLOW = [
 
 
 class Residual(nn.Module):
-    """A block of a residual network."""
+    """Classifies images with one residual block."""
 
     @nn.compact
     def __call__(self, images, *, deterministic=True):

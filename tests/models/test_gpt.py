@@ -1,4 +1,4 @@
-"""The generative Transformer: causality, lengths, and decoding."""
+"""Tests the GPT and `generate`: causality, lengths, prefill and decoding."""
 
 import re
 
@@ -37,7 +37,7 @@ def build(**options):
 
 
 def make(**options):
-    """A model with parameters large enough for every part to be seen, and tokens."""
+    """Returns a model, variables so large that every part matters, and tokens."""
     model = build(**options)
     tokens = np.random.default_rng(1).integers(0, VOCAB, (3, LENGTH), np.int32)
     shapes = jax.eval_shape(model.init, jax.random.key(0), tokens)
@@ -53,11 +53,11 @@ def test_decoding_equals_full_recomputation(attention, position):
     model, variables, tokens = make(attention=attention, position=position)
     apply = quick_jit(model.apply)
     full = apply(variables, tokens)
-    # Causal, bit for bit.
+    # Earlier outputs do not depend on later tokens, bit for bit.
     changed = apply(variables, tokens.at[:, 5:].set(0))
     np.testing.assert_array_equal(changed[:, :5], full[:, :5])
     assert not np.allclose(changed[:, 5:], full[:, 5:])
-    # A shorter sequence is the beginning of a longer one.
+    # A shorter sequence has the same outputs.
     np.testing.assert_allclose(apply(variables, tokens[:, :4]), full[:, :4], atol=2e-5)
     out = generate(
         model, variables, tokens[:, :2], 5, key=jax.random.key(3), temperature=0.0
@@ -125,7 +125,7 @@ def test_a_prompt_is_one_call_of_the_model():
     assert set(lengths) == {7, 1}
 
 
-def test_a_key_draws_its_tokens():
+def test_a_key_determines_the_tokens():
     model, variables, tokens = make()
 
     def draw(seed, **options):
@@ -137,15 +137,15 @@ def test_a_key_draws_its_tokens():
     np.testing.assert_array_equal(draw(0, top_k=1), draw(1, temperature=0.0))
 
 
-def test_every_token_is_drawn_by_a_key_of_its_own():
+def test_each_token_is_drawn_with_a_different_key():
     model, variables, tokens = make()
     uniform = jax.tree.map(jnp.zeros_like, variables)
     out = generate(model, uniform, tokens[:, :1], 6, key=jax.random.key(0))
-    # One key for all six would draw the same token six times.
+    # The same key would draw the same token six times.
     assert all(len(np.unique(row)) > 2 for row in out[:, 1:])
 
 
-def test_lengths_of_prompts_and_temperatures_are_not_compiled_anew(monkeypatch):
+def test_prompt_lengths_and_temperatures_do_not_recompile(monkeypatch):
     traced = []
     categorical = jax.random.categorical
 
@@ -164,7 +164,8 @@ def test_lengths_of_prompts_and_temperatures_are_not_compiled_anew(monkeypatch):
             7 - length,
             key=jax.random.key(0),
             temperature=temperature,
-            top_k=3,  # No other test's, so that its program is this test's own.
+            # No other test has this top_k, so that the program is traced here.
+            top_k=3,
         )
 
     first = draw(2, 1.0)
@@ -183,26 +184,26 @@ def test_samples_follow_the_distribution():
     )
     expected = np.array([0.25, 0.09, 0.0225, 0.0]) / 0.3625
     found = np.bincount(np.asarray(draws), minlength=4) / 4000
-    # Four standard errors of a frequency of 4,000 draws.
+    # Four standard errors of the frequencies in 4,000 draws.
     errors = 4 * np.sqrt(expected * (1 - expected) / 4000)
     assert (np.abs(found - expected) <= errors).all()
 
 
-def test_a_table_has_a_row_an_offset():
+def test_a_causal_table_has_a_row_for_each_offset():
     _, variables, _ = make(attention="translution")
     table = variables["params"]["blocks_0"]["attention"]["k_table"]
     assert table.shape == (2, LENGTH, 12, 2, 6)
 
 
-def test_half_precision_keeps_float32_logits():
+def test_bfloat16_models_have_float32_logits():
     model, variables, tokens = make(dtype="bfloat16", attention="lor_translution")
     logits = jax.jit(model.apply)(variables, tokens)
     assert logits.dtype == jnp.float32 and jnp.isfinite(logits).all()
 
 
-def test_a_sequence_longer_than_the_weights_is_refused():
+def test_a_sequence_longer_than_the_context_raises():
     model, variables, tokens = make()
-    message = "sequence of 14 tokens is longer than the weights: config.model.context_"
+    message = "sequence of 14 tokens is longer than config.model.context_length=7"
     with pytest.raises(ValueError, match=message):
         model.apply(variables, jnp.concatenate([tokens, tokens], axis=1))
 
@@ -210,7 +211,7 @@ def test_a_sequence_longer_than_the_weights_is_refused():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_tokens": 6}, "2 tokens and num_tokens=6 are longer than the weights"),
+        ({"num_tokens": 6}, "2 tokens and num_tokens=6 are longer than config.model"),
         ({"num_tokens": 0}, "num_tokens >= 1, got 2 and 0"),
         ({"prompt": np.zeros((3, 0), np.int32)}, "at least one token"),
         (
@@ -222,7 +223,7 @@ def test_a_sequence_longer_than_the_weights_is_refused():
         ({"top_k": -2}, "from 0 (all) to 13, the size of the vocabulary, got -2"),
     ],
 )
-def test_generate_refuses_with_a_sentence(change, message):
+def test_invalid_arguments_of_generate_raise(change, message):
     model, variables, tokens = make()
     arguments = {"prompt": tokens[:, :2], "num_tokens": 2, "key": jax.random.key(0)}
     with pytest.raises(ValueError, match=re.escape(message)):
@@ -237,11 +238,11 @@ def test_generate_refuses_with_a_sentence(change, message):
         ({"context_length": 5}, "model 'gpt' has no option 'context_length'"),
     ],
 )
-def test_bad_configs_are_refused(options, message):
+def test_invalid_configs_raise(options, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         build(**options)
 
 
-def test_images_have_no_text_model():
-    with pytest.raises(ValueError, match="'gpt' is one of tokens and needs vocab_size"):
+def test_a_text_model_for_images_raises():
+    with pytest.raises(ValueError, match="'gpt' is for tokens and needs vocab_size"):
         build_model(CONFIG, num_classes=3, image_shape=(4, 4, 1))

@@ -1,4 +1,4 @@
-"""Linformer and the Routing Transformer on pixels: published sizes."""
+"""Tests the sizes of the pixel Linformer and Routing Transformer."""
 
 import pytest
 
@@ -15,7 +15,7 @@ from relattn.models import build_model
         ("routing", 3, 11_429_130),
     ],
 )
-def test_they_are_as_large_as_published(name, channels, count):
+def test_parameter_counts_are_as_published(name, channels, count):
     shape = (32, 32, channels)
     model = build_model({"name": name}, num_classes=10, image_shape=shape)
     assert count_parameters(model, shape) == count
@@ -23,8 +23,8 @@ def test_they_are_as_large_as_published(name, channels, count):
     assert f"{count / 1e6:.1f}M" == published
 
 
-def test_counts_are_those_by_hand():
-    # A block; embedding, CLS, head; projections and frequencies, or positions.
+def test_parameter_counts_equal_counts_by_hand():
+    # Blocks, embedding, CLS and head; the rest is projections and positions.
     def rest(dim, layers):
         block = 4 * dim * (dim + 1) + 8 * dim**2 + 5 * dim + 4 * dim
         return layers * block + 2 * dim + dim + 10 * (dim + 1)

@@ -1,4 +1,4 @@
-"""The pixel Performer and its construction from a config."""
+"""Tests the pixel Performer and its construction from a config."""
 
 import re
 
@@ -21,7 +21,7 @@ CONFIG = {
     "mlp_dim": 24,
 }
 SHAPE = (4, 6, 1)
-# Others are among the pairs of tests/test_pairs.py.
+# tests/test_pairs.py has further pairs.
 VARIANTS = [
     ("favor", "constrained_sincos"),
     ("favor", "constrained_sincos(content_conditioned=True)"),
@@ -39,10 +39,10 @@ def make(**options):
 
 
 @pytest.mark.parametrize(("attention", "position"), VARIANTS)
-def test_every_variant_learns_from_every_parameter(attention, position):
+def test_every_parameter_has_a_gradient(attention, position):
     model, variables, images = make(attention=attention, position=position)
     params = variables.pop("params")
-    # A zero table and zero biases would hide what depends on them.
+    # Zero tables and biases would hide parameters behind them.
     leaves, structure = jax.tree.flatten(params)
     keys = jax.random.split(jax.random.key(2), len(leaves))
     noise = [
@@ -60,7 +60,7 @@ def test_every_variant_learns_from_every_parameter(attention, position):
     # softmax(q.(k + b)) does not depend on b: its gradient is rounding.
     unused = [r"\['k'\]\['bias'\]"]
     if attention.startswith("banded"):
-        # The head reads CLS only, to which all tokens are equally far.
+        # The head reads only CLS, which is at the same distance from all tokens.
         unused += [r"block_1.*\['table'\]", r"block_1.*\['q'\]"]
     for path, leaf in jax.tree_util.tree_leaves_with_path(gradients):
         name = jax.tree_util.keystr(path)
@@ -69,7 +69,7 @@ def test_every_variant_learns_from_every_parameter(attention, position):
 
 
 @pytest.mark.parametrize(("attention", "position"), VARIANTS)
-def test_an_example_does_not_see_its_batch(attention, position):
+def test_an_example_does_not_depend_on_its_batch(attention, position):
     model, variables, images = make(attention=attention, position=position)
     apply = quick_jit(model.apply)
     logits = apply(variables, images)
@@ -77,7 +77,7 @@ def test_an_example_does_not_see_its_batch(attention, position):
     np.testing.assert_array_equal(apply(variables, others)[0], logits[0])
 
 
-def test_without_position_the_model_sees_a_set():
+def test_without_position_the_model_is_permutation_invariant():
     model, variables, images = make(attention="favor", position="none")
     logits = model.apply(variables, images)
     shuffled = images[:, :, jnp.array([3, 0, 5, 1, 4, 2])]
@@ -87,19 +87,19 @@ def test_without_position_the_model_sees_a_set():
     assert not np.allclose(model.apply(variables, shuffled), logits, atol=1e-3)
 
 
-def test_a_config_dict_will_do():
+def test_config_dicts_are_accepted():
     config = ConfigDict(CONFIG).lock()
     assert build_model(config, num_classes=3, image_shape=SHAPE).num_layers == 2
 
 
-def test_layers_draw_projections_of_their_own():
+def test_layers_draw_different_projections():
     _, variables, _ = make(attention="favor")
     features = jax.tree.leaves(variables["random_features"])
     assert len(features) == 2
     assert not np.allclose(features[0], features[1])
 
 
-def test_dropout_acts_in_training_only():
+def test_dropout_acts_only_in_training():
     model, variables, images = make(dropout=0.5, attention_dropout=0.5)
     apply = model.apply
     chex.assert_trees_all_equal(apply(variables, images), apply(variables, images))
@@ -112,7 +112,7 @@ def test_dropout_acts_in_training_only():
     assert not np.allclose(*outs)
 
 
-def test_half_precision_keeps_float32_parameters_and_logits():
+def test_bfloat16_models_have_float32_parameters_and_logits():
     model, variables, images = make(
         dtype="bfloat16", attention="favor", position="constrained_sincos"
     )
@@ -121,7 +121,7 @@ def test_half_precision_keeps_float32_parameters_and_logits():
     assert {leaf.dtype for leaf in jax.tree.leaves(variables)} == {np.dtype("float32")}
 
 
-def test_patches_run_row_by_row():
+def test_patches_are_in_row_major_order():
     images = jnp.arange(2 * 4 * 6 * 1.0).reshape(2, 4, 6, 1)
     tokens, grid = extract_patches(images, 2)
     assert grid == (2, 3) and tokens.shape == (2, 6, 4)
@@ -164,6 +164,6 @@ def test_patches_run_row_by_row():
         ({"dim" * 99: 1}, "model 'performer' has no option 'dimdim"),
     ],
 )
-def test_bad_configs_are_refused_before_any_work(options, message):
+def test_invalid_configs_raise(options, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         make(**options)

@@ -1,4 +1,4 @@
-"""Grids that change: what goes on as it was, what is resized, what is refused."""
+"""Tests resizing to another grid: tables, functions of the position, errors."""
 
 import re
 
@@ -24,7 +24,7 @@ def offset_grid(grid):
     return tuple(2 * size - 1 for size in grid)
 
 
-# Where the rows of a position's tables are, and the grid that these rows have.
+# For each table of a position: the axis of its rows, and the grid of these rows.
 TABLES = {
     "learned": {"table": (0, lambda grid: grid)},
     "relative_key": {"table": (-2, offset_grid)},
@@ -35,7 +35,7 @@ TABLES = {
 
 
 def encode(module, params, grid):
-    """The encoding of a layer by place, or by offset, ``[*grid, ...]``."""
+    """Computes the encoding of a layer by position or offset, ``[*grid, ...]``."""
     variables = {"params": params}
     if module.site == "tokens":
         tokens = jnp.zeros((1, np.prod(grid), SIZES["dim"]))
@@ -55,7 +55,7 @@ def encode(module, params, grid):
 
 
 def draw_params(module, grid):
-    """Parameters large enough to be seen."""
+    """Draws parameters so large that they matter."""
 
     def init(key):
         if module.site == "tokens":
@@ -94,7 +94,7 @@ def test_tables_are_resized_both_ways(name, old, new):
 
 
 @pytest.mark.parametrize("name", sorted(POSITIONS.keys() - TABLES))
-def test_functions_of_the_position_are_the_same_on_every_grid(name):
+def test_functions_of_the_position_are_equal_on_every_grid(name):
     module = POSITIONS[name](**SIZES)
     params = draw_params(module, SMALL)
     assert module.resize(params, SMALL, LARGE, 1) is params
@@ -103,9 +103,9 @@ def test_functions_of_the_position_are_the_same_on_every_grid(name):
         lambda params: [encode(module, params, grid) for grid in (SMALL, LARGE)]
     )(params)
     if name == "rope1d":
-        # It counts row by row: the beginning of the line.
+        # Positions count row by row: compare the beginning of the line.
         small, large = small.reshape(1, 15, -1), large.reshape(1, 35, -1)
-    # What both grids have; offsets are around zero.
+    # Compare the positions of both grids; offsets are centred at zero.
     centred = small.shape[:2] == offset_grid(SMALL)
     for axis, size in enumerate(small.shape[:2]):
         start = (large.shape[axis] - size) // 2 if centred else 0
@@ -121,7 +121,7 @@ def make(grid, **options):
 
 
 @pytest.mark.parametrize("position", ["learned + relative_bias", "irpe_gate"])
-def test_a_model_sees_images_of_another_size(position):
+def test_a_resized_model_accepts_images_of_another_size(position):
     model, images = make(SMALL, position=position)
     variables = jax.jit(model.init)(jax.random.key(0), images)
     resized = resize_grid(model, variables, SMALL, LARGE)
@@ -145,12 +145,12 @@ def test_a_model_sees_images_of_another_size(position):
         ("linformer(k=3, sharing='layers')", "Linformer's projection"),
     ],
 )
-def test_matrices_of_a_grid_belong_to_it(attention, table):
+def test_resizing_matrices_of_a_grid_raises(attention, table):
     model, images = make(SMALL, attention=attention)
     variables = jax.eval_shape(model.init, jax.random.key(0), images)
     message = (
-        f"attention {attention!r} has matrices that belong to the grid of 3x5 tokens, "
-        "which have no meaning on one of 5x7"
+        f"attention {attention!r} has matrices for the grid of 3x5 tokens, which "
+        "cannot be resized to 5x7"
     )
     with pytest.raises(ValueError, match=re.escape(message)):
         resize_grid(model, variables, SMALL, LARGE)
@@ -159,12 +159,12 @@ def test_matrices_of_a_grid_belong_to_it(attention, table):
         jax.eval_shape(model.apply, variables, larger)
 
 
-def test_only_translution_and_linformer_have_them():
-    belonging = [name for name, entry in ATTENTIONS.items() if entry.has_grid_tables]
-    assert belonging == ["translution", "lor_translution", "linformer"]
+def test_only_translution_and_linformer_have_matrices_of_a_grid():
+    names = [name for name, entry in ATTENTIONS.items() if entry.has_grid_tables]
+    assert names == ["translution", "lor_translution", "linformer"]
 
 
-def test_a_text_model_takes_a_longer_text():
+def test_resizing_a_text_model_to_longer_text():
     def make(length, position):
         config = {"name": "gpt", "mlp_dim": 11, **SIZES, "position": position}
         model = build_model(config, vocab_size=13, context_length=length)

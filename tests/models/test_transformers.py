@@ -1,4 +1,4 @@
-"""Performer, ViT and GPT: their formulas, and the options that they hand to blocks."""
+"""Tests Performer, ViT and GPT: formulas, and the options passed to blocks."""
 
 import operator
 import re
@@ -24,12 +24,12 @@ MODELS = ("performer", "vit", "gpt")
 RNG = np.random.default_rng(0)
 IMAGES = 0.02 * RNG.random((3, 4, 6, 1), np.float32)
 TOKENS = RNG.integers(0, VOCAB, (3, LENGTH), np.int32)
-# What these write is the residual stream: so small that the epsilon of norms is seen.
+# These write to the residual stream: so small that the epsilon of norms matters.
 WRITERS = re.compile(r"cls|position|embedding'|'out'")
 
 
 def make(name, **options):
-    """A model, random parameters and inputs."""
+    """Returns a model, random variables and inputs."""
     config = {"name": name, **SIZES, **options}
     if name == "gpt":
         model = build_model(config, vocab_size=VOCAB, context_length=LENGTH)
@@ -52,10 +52,10 @@ def make(name, **options):
 def blocks(x, params, allowed):
     for layer in range(SIZES["num_layers"]):
         if "blocks_0" in params:
-            of_layer = jax.tree.map(operator.itemgetter(layer), params["blocks_0"])
+            block = jax.tree.map(operator.itemgetter(layer), params["blocks_0"])
         else:
-            of_layer = params[f"block_{layer}"]
-        x = reference.transformer_block(x, of_layer, SIZES["num_heads"], allowed)
+            block = params[f"block_{layer}"]
+        x = reference.transformer_block(x, block, SIZES["num_heads"], allowed)
     return x
 
 
@@ -101,7 +101,7 @@ def naive_gpt(tokens, params):
         ("gpt", {}, naive_gpt),
     ],
 )
-def test_logits_are_those_of_the_formula(name, options, naive):
+def test_logits_equal_the_formula(name, options, naive):
     model, variables, inputs = make(name, position="learned", **options)
     logits = quick_jit(model.apply)(variables, inputs)
     with jax.enable_x64(True):
@@ -114,7 +114,7 @@ def test_logits_are_those_of_the_formula(name, options, naive):
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("rate", ["attention_dropout", "dropout"])
-def test_either_dropout_acts_alone(name, rate):
+def test_each_dropout_acts_alone(name, rate):
     model, variables, inputs = make(name, num_layers=1, **{rate: 0.5})
 
     @quick_jit
@@ -128,7 +128,7 @@ def test_either_dropout_acts_alone(name, rate):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_remat_keeps_less_for_the_backward_pass(name):
+def test_remat_saves_less_for_the_backward_pass(name):
     def kept(remat):
         model, variables, inputs = make(name, remat=remat)
 
@@ -143,7 +143,7 @@ def test_remat_keeps_less_for_the_backward_pass(name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_tokens_start_as_standard_normals(name):
-    """The CLS token, and the embeddings of a text."""
+    """Tests the CLS token, and the embeddings of text."""
     model, _, inputs = make(name, dim=200, num_layers=1)
 
     @jax.jit

@@ -1,4 +1,4 @@
-"""The Vision Transformer: its variants, hybrids, and what it refuses."""
+"""Tests the Vision Transformer: variants, hybrids, errors."""
 
 import re
 
@@ -30,7 +30,7 @@ def shapes_of(model):
 
 
 def make(**options):
-    """A model with parameters large enough for every part to be seen, and images."""
+    """Returns a model, variables so large that every part matters, and images."""
     model = build(**options)
     rng = np.random.default_rng(0)
     images = jnp.asarray(rng.random((3, *SHAPE), np.float32))
@@ -44,7 +44,7 @@ def make(**options):
 @pytest.mark.parametrize(
     ("attention", "position"), [*((name, "none") for name in ATTENTIONS), *POSITIONS]
 )
-def test_every_variant_learns_from_every_parameter(attention, position):
+def test_every_parameter_has_a_gradient(attention, position):
     model, variables, images = make(
         attention=attention, position=position, num_relative_layers=2
     )
@@ -57,9 +57,9 @@ def test_every_variant_learns_from_every_parameter(attention, position):
         assert jnp.abs(leaf).max() > 1e-6, jax.tree_util.keystr(path)
 
 
-def test_a_hybrid_has_softmax_in_its_last_layers():
+def test_the_last_layers_of_a_hybrid_use_softmax():
     params = shapes_of(build(attention="translution", num_relative_layers=1))["params"]
-    # One table row an offset of the grid of 2x3, and three for CLS.
+    # A row for each offset of the 2x3 grid, and three for CLS.
     table = params["blocks_0"]["attention"]["q_table"]
     assert table.shape == (1, 3 * 5 + 3, 12, 2, 6)
     assert params["blocks_1"]["attention"]["q"]["kernel"].shape == (2, 12, 12)
@@ -71,13 +71,13 @@ def test_a_hybrid_has_softmax_in_its_last_layers():
         assert set(params[blocks]["attention"]["q"]) == {"kernel", "bias"}
 
 
-def test_random_features_keep_a_block_a_layer():
+def test_layers_with_random_features_have_a_block_each():
     variables = shapes_of(build(attention="favor", num_relative_layers=2))
     assert set(variables["params"]) >= {"block_0", "block_1", "blocks_2"}
     assert set(variables["random_features"]) == {"block_0", "block_1"}
 
 
-def test_translution_needs_no_position_to_tell_patches_apart():
+def test_translution_without_position_depends_on_the_order():
     moved = jnp.array([2, 3, 0, 1, 4, 5])
     for attention, differ in (("softmax", False), ("translution", True)):
         model, variables, images = make(attention=attention)
@@ -87,7 +87,7 @@ def test_translution_needs_no_position_to_tell_patches_apart():
         assert np.allclose(logits, shuffled, atol=1e-6) != differ
 
 
-def test_half_precision_keeps_float32_parameters_and_logits():
+def test_bfloat16_models_have_float32_parameters_and_logits():
     model, variables, images = make(dtype="bfloat16", attention="translution")
     logits = jax.jit(model.apply)(variables, images)
     assert logits.dtype == jnp.float32 and jnp.isfinite(logits).all()
@@ -95,13 +95,13 @@ def test_half_precision_keeps_float32_parameters_and_logits():
     assert dtypes == {np.dtype("float32")}
 
 
-def test_the_sizes_are_those_of_the_paper():
+def test_sizes_are_as_published():
     rows = [tuple(SIZES[name].values()) for name in "ABC"]
     assert rows == [(6, 192, 3, 768), (12, 192, 3, 768), (12, 384, 6, 1536)]
 
 
-def test_the_vit_of_guoji_has_its_own_embedding_biases_and_head():
-    """Counted by hand for 6 layers of dim 256 on 49 patches of 16 pixels."""
+def test_parameter_count_of_guojis_vit():
+    """Compares with a count by hand: 6 layers of dim 256, 49 patches of 16 pixels."""
     options = {"dim": 256, "num_layers": 6, "num_heads": 8, "mlp_dim": 512}
     options |= {"patch_size": 4, "position": "learned", "qkv_bias": True}
     options |= {"embedding_norms": False, "head": "mlp"}
@@ -122,7 +122,7 @@ def test_the_vit_of_guoji_has_its_own_embedding_biases_and_head():
     assert not {"patch_norm", "embedding_norm"} & set(params)
 
 
-def test_the_hidden_layer_of_the_head_is_seen():
+def test_the_mlp_head_has_gradients():
     model, variables, images = make(
         head="mlp", embedding_norms=False, qkv_bias=True, num_layers=1
     )
@@ -132,7 +132,7 @@ def test_the_hidden_layer_of_the_head_is_seen():
 
     gradients = quick_jit(jax.grad(loss))(variables)
     for path, leaf in jax.tree_util.tree_leaves_with_path(gradients):
-        # A common bias of the keys cancels in softmax.
+        # A bias that all keys share cancels in softmax.
         if "'k']['bias'" not in jax.tree_util.keystr(path):
             assert jnp.abs(leaf).max() > 1e-6, jax.tree_util.keystr(path)
 
@@ -155,13 +155,11 @@ def test_the_hidden_layer_of_the_head_is_seen():
         ({"vocab_size": 7}, "model 'vit' has no option 'vocab_size'"),
     ],
 )
-def test_bad_configs_are_refused_before_any_work(options, message):
+def test_invalid_configs_raise(options, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         build(**options)
 
 
-def test_text_has_no_image_model():
-    with pytest.raises(
-        ValueError, match="'vit' is one of images and needs num_classes"
-    ):
+def test_an_image_model_for_text_raises():
+    with pytest.raises(ValueError, match="'vit' is for images and needs num_classes"):
         build_model(CONFIG, vocab_size=11, context_length=7)

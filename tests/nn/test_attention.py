@@ -1,4 +1,4 @@
-"""Attention modules against the references, with their own parameters."""
+"""Tests attention modules against the references, with their parameters."""
 
 import functools
 
@@ -21,7 +21,7 @@ FEATURES = 5
 
 
 def layer(attention, position="none"):
-    """An initialised attention module, without its position encoding."""
+    """Returns an initialised attention module without position, and tokens."""
     make_attention, _ = build(
         attention, position, dim=DIM, num_heads=HEADS, num_layers=1
     )
@@ -41,7 +41,7 @@ def project(params, x):
 
 
 def expected(attention, variables, x):
-    """The layer's output for one example, by the references in float64."""
+    """Computes the layer's output for one example by the references, in float64."""
     params = variables["params"]
     q, v = project(params["q"], x), project(params["v"], x)
     everything = np.ones((N, N), bool)
@@ -91,7 +91,7 @@ def expected(attention, variables, x):
         f"banded(clip=2, num_features={FEATURES}, separate_projections=True)",
     ],
 )
-def test_module_is_the_kernel_between_linear_projections(attention):
+def test_output_equals_the_reference_with_linear_projections(attention):
     module, variables, x = layer(attention)
     out = module.apply(variables, x, grid=GRID, num_prefix=1)
     with jax.enable_x64(True):
@@ -111,7 +111,7 @@ def test_separate_projections_are_drawn_independently():
 
 
 @pytest.mark.parametrize("attention", ["softmax", "favor", "banded(clip=2)"])
-def test_masked_tokens_do_not_reach_the_others(attention):
+def test_outputs_do_not_depend_on_masked_tokens(attention):
     module, variables, x = layer(attention)
     mask = jnp.arange(N) != 4
     mask = jnp.stack([mask, mask])
@@ -125,7 +125,7 @@ def test_masked_tokens_do_not_reach_the_others(attention):
 
 
 @pytest.mark.parametrize("attention", ["softmax", "favor", "banded(clip=2)"])
-def test_compute_dtype_is_the_module_s_and_parameters_are_float32(attention):
+def test_output_has_the_compute_dtype_and_parameters_are_float32(attention):
     make_attention, _ = build(attention, "none", dim=DIM, num_heads=HEADS, num_layers=1)
     module = make_attention(layer=0, dtype=jnp.bfloat16)
     x = jnp.ones((1, N, DIM), jnp.bfloat16)
@@ -137,7 +137,7 @@ def test_compute_dtype_is_the_module_s_and_parameters_are_float32(attention):
 
 
 @pytest.mark.parametrize("attention", ["favor", "banded"])
-def test_options_of_the_draw_reach_it(attention):
+def test_draws_use_the_options(attention):
     options = "num_features=5, orthogonal=False, norms='fixed', haar=False"
     make_attention, _ = build(
         f"{attention}({options})", "none", dim=DIM, num_heads=HEADS, num_layers=9
@@ -153,7 +153,7 @@ def test_options_of_the_draw_reach_it(attention):
     assert (drawn.norms, drawn.haar) == ("fixed", False)
 
 
-def test_random_features_default_to_d_ln_d_of_the_concatenated_depth():
+def test_default_num_features_is_d_ln_d_with_the_concatenated_width():
     make_attention, make_position = build(
         "favor", "constrained_sincos(num_scales=4)", dim=64, num_heads=2, num_layers=1
     )
@@ -165,7 +165,7 @@ def test_random_features_default_to_d_ln_d_of_the_concatenated_depth():
     assert projection.shape == (185, 48)
 
 
-def test_trigonometric_features_count_nonpositive_normalizers():
+def test_trigonometric_features_sow_the_share_of_nonpositive_normalizers():
     module, variables, x = layer("favor(features='trigonometric', num_features=2)")
     variables = jax.tree.map(lambda leaf: leaf * 3, variables)
     out, sown = module.apply(variables, x, mutable=["intermediates"])
@@ -175,7 +175,7 @@ def test_trigonometric_features_count_nonpositive_normalizers():
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_causal_positive_features_count_keys_that_underflow(causal):
+def test_causal_positive_features_sow_the_share_of_underflowed_keys(causal):
     make_attention, _ = build(
         "favor", "none", dim=DIM, num_heads=HEADS, num_layers=1, causal=causal
     )
@@ -224,7 +224,7 @@ CAUSAL = [
 
 
 def causal_layer(attention, position):
-    """A causal attention with the position of its layer, if it has one."""
+    """Returns a causal attention, its variables, tokens and position."""
     make_attention, make_position = build(
         attention, position, dim=DIM, num_heads=HEADS, num_layers=1, causal=True
     )
@@ -240,7 +240,7 @@ def causal_layer(attention, position):
 
 
 @pytest.mark.parametrize(("attention", "position"), CAUSAL[:2])
-def test_causal_attention_does_not_see_the_future(attention, position):
+def test_causal_attention_does_not_depend_on_later_tokens(attention, position):
     module, variables, x, encoding = causal_layer(attention, position)
 
     @quick_jit
@@ -292,14 +292,14 @@ def test_decoding_equals_full_attention(attention, position):
     np.testing.assert_allclose(prefilled, expected, atol=2e-6)
 
 
-def test_causal_attention_takes_no_prefix():
+def test_causal_attention_with_prefix_tokens_raises():
     module, variables, x, _ = causal_layer("softmax", "none")
     with pytest.raises(ValueError, match="causal attention takes no prefix.*got 1"):
         module.apply(variables, x, grid=(2, 3), num_prefix=1)
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_decoding_refuses_what_it_cannot_honour(causal):
+def test_decoding_without_causal_or_with_a_mask_raises(causal):
     make_attention, _ = build(
         "softmax", "none", dim=DIM, num_heads=HEADS, num_layers=1, causal=causal
     )
@@ -310,7 +310,7 @@ def test_decoding_refuses_what_it_cannot_honour(causal):
         )
 
 
-def test_only_the_tables_that_multiply_are_rounded():
+def test_vectors_are_cast_and_biases_stay_float32():
     vectors = jnp.ones((2, 5, 3))
     tables = {"key_table": vectors, "value_table": vectors}
     position = RelativeTables(**tables, bias=jnp.full((2, 5), 7.9))
@@ -323,7 +323,7 @@ def test_only_the_tables_that_multiply_are_rounded():
 @pytest.mark.parametrize(
     "options", [{"causal": False}, {"causal": True, "features": "trigonometric"}, None]
 )
-def test_causal_positive_features_of_deeper_heads_are_refused(options):
+def test_causal_positive_features_with_wide_heads_raise(options):
     def shapes(options):
         module = FavorAttention(dim=227, num_heads=1, num_features=3, **options)
         x = jax.ShapeDtypeStruct((1, 5, 227), jnp.float32)

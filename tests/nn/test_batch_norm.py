@@ -1,3 +1,5 @@
+"""Tests batch normalisation, on one device and on several."""
+
 import chex
 import flax.linen as nn
 import jax
@@ -19,7 +21,7 @@ def make_inputs(*shape):
     return (3 + 2 * rng.normal(size=shape)).astype(np.float32)
 
 
-def test_the_mean_is_over_the_devices_where_there_are_any():
+def test_mean_over_devices_is_the_mean_or_the_identity():
     x = make_inputs(4, 3)
     mean = jax.pmap(mean_over_devices, axis_name=DEVICE_AXIS)(x)
     np.testing.assert_allclose(mean, np.tile(x.mean(0), (4, 1)), rtol=1e-6)
@@ -29,7 +31,7 @@ def test_the_mean_is_over_the_devices_where_there_are_any():
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_batch_norm_is_flax_s(deterministic):
+def test_batch_norm_equals_flax(deterministic):
     x, cotangent = make_inputs(5, 2, 3, 7), make_inputs(5, 2, 3, 7)[::-1]
     rng = np.random.default_rng(1)
     params = {name: rng.normal(size=7).astype(np.float32) for name in ("scale", "bias")}
@@ -58,7 +60,7 @@ def test_batch_norm_is_flax_s(deterministic):
     chex.assert_trees_all_close(one, other, rtol=1e-4, atol=1e-4)
 
 
-def test_half_precision_has_float32_moments():
+def test_float16_inputs_have_float32_moments():
     # In float16 the squares overflow.
     x = jnp.asarray(1000 * make_inputs(5, 2), jnp.float16)
     norm = BatchNorm(jnp.float16)

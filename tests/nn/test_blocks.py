@@ -1,4 +1,4 @@
-"""The linear layer's start."""
+"""Tests linear layers, Transformer blocks, and scanned layers."""
 
 import functools
 import operator
@@ -15,19 +15,19 @@ from tests import reference
 from tests.helpers.quick import quick_jit
 
 
-def test_weights_and_biases_start_uniform_within_the_inverse_root_of_fan_in():
+def test_weights_and_biases_start_uniform_within_the_bound():
     layer = Linear(401)
     params = layer.init(jax.random.key(0), jnp.zeros((1, 25)))["params"]
     kernel = np.asarray(params["kernel"])
     assert np.abs(kernel).max() <= 0.2
-    # A uniform distribution's standard deviation, within 4 of its standard errors.
+    # The standard deviation of a uniform distribution, within 4 standard errors.
     np.testing.assert_allclose(kernel.std(), 0.2 / 3**0.5, rtol=4 * 0.45 / 10025**0.5)
     bias = np.asarray(params["bias"])
     assert np.abs(bias).max() <= 0.2
     np.testing.assert_allclose(bias.std(), 0.2 / 3**0.5, rtol=4 * 0.45 / 401**0.5)
 
 
-def test_the_layer_is_its_formula_in_the_compute_dtype():
+def test_linear_equals_its_formula_in_the_compute_dtype():
     rng = np.random.default_rng(0)
     x, kernel = rng.normal(size=(2, 3, 5)), rng.normal(size=(5, 7))
     params = {"kernel": jnp.asarray(kernel, jnp.float32), "bias": jnp.arange(7.0)}
@@ -93,7 +93,7 @@ def random_variables(model):
         ("linformer(k=3, sharing='layers')", "none"),
     ],
 )
-def test_scanned_layers_equal_layers_one_after_another(attention, position):
+def test_scanned_layers_equal_unrolled_layers(attention, position):
     scanned = Model(attention, position)
     params = random_variables(scanned)["params"]
     layers = {key: params[key] for key in params if key != "blocks_0"}
@@ -136,10 +136,10 @@ def test_the_backward_pass_keeps_no_copy_of_the_tables(dtype):
     assert {leaf.dtype for leaf in large} == {jnp.dtype("float32")}
 
 
-def test_blocks_are_their_formula():
+def test_blocks_equal_the_reference():
     model = Model("softmax")
     variables = random_variables(model)
-    # So small that the epsilon of the norms is seen.
+    # So small that the epsilon of the norms matters.
     x = 0.01 * X
     out = jax.jit(model.apply)(variables, x)
 
@@ -159,7 +159,7 @@ def test_blocks_are_their_formula():
 def test_dropout_differs_by_layer_and_key():
     model = Model("softmax", dropout=0.5)
     params = jax.tree.map(jnp.zeros_like, random_variables(model))["params"]
-    # What a layer adds to each of the six numbers of a token is 1, then dropout.
+    # Each layer adds 1 to each component of a token, then dropout acts.
     feed_forward = params["blocks_0"]["feed_forward"]
     feed_forward["hidden"]["bias"] += 1.0
     feed_forward["out"]["kernel"] += jnp.eye(11, 6) / nn.gelu(1.0, approximate=False)
@@ -176,7 +176,7 @@ def test_dropout_differs_by_layer_and_key():
     )
     np.testing.assert_array_equal(apply(0), apply(0))
     assert not np.allclose(apply(0), apply(1))
-    # Neither layer keeps 1 / 0.5, one of them does, both do.
+    # No layer, one layer, or both layers keep the component, scaled by 1 / 0.5.
     assert np.unique(np.round(apply(0), 3)).tolist() == [0, 2, 4]
 
 
@@ -195,7 +195,7 @@ def test_each_part_has_its_own_dropout_rate(part):
     options = {"grid": (50,), "num_prefix": 0}
     init = jax.jit(functools.partial(block.init, **options))
     params = init(jax.random.key(0), x)["params"]
-    # The other part adds nothing; this one the activations, or the attention's output.
+    # The other part adds nothing; this part adds its activations or heads' outputs.
     other = "feed_forward" if part == "attention" else "attention"
     params[other] = jax.tree.map(jnp.zeros_like, params[other])
     params[part]["out"] = {"kernel": jnp.eye(6), "bias": jnp.zeros(6)}
@@ -220,11 +220,11 @@ def test_layers_start_differently():
     params = jax.jit(Model("softmax").init)(jax.random.key(0), X)["params"]["blocks_0"]
     for kernel in (params["attention"]["q"], params["feed_forward"]["out"]):
         assert not np.allclose(*kernel["kernel"])
-    # Uniform in +-1/sqrt(fan-in), not in that of the layers together.
+    # Uniform in +-1/sqrt(fan_in) of one layer, not of all layers.
     assert 0.9 * 6**-0.5 < np.abs(params["attention"]["q"]["kernel"]).max() <= 6**-0.5
 
 
-def test_only_attentions_without_random_features_are_scanned():
+def test_layers_with_random_features_are_not_scanned():
     for attention, scan, names in (
         ("softmax", True, {"blocks_0"}),
         ("softmax", False, {"block_0", "block_1"}),
@@ -235,7 +235,7 @@ def test_only_attentions_without_random_features_are_scanned():
 
 
 @pytest.mark.parametrize("attention", ["translution", "favor(num_features=3)"])
-def test_layers_computed_anew_are_the_same_and_keep_less(attention):
+def test_remat_gives_equal_gradients_and_keeps_less(attention):
     variables = random_variables(Model(attention))
     params = variables.pop("params")
 
@@ -257,9 +257,9 @@ def test_layers_computed_anew_are_the_same_and_keep_less(attention):
         *result, pullback = apply(params)
         return result, sum(leaf.size for leaf in jax.tree.leaves(pullback))
 
-    (plain, kept), (anew, kept_anew) = differentiate(False), differentiate(True)
+    (plain, kept), (remat, kept_remat) = differentiate(False), differentiate(True)
     for expected, found in zip(
-        jax.tree.leaves(plain), jax.tree.leaves(anew), strict=True
+        jax.tree.leaves(plain), jax.tree.leaves(remat), strict=True
     ):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
-    assert kept_anew < kept
+    assert kept_remat < kept

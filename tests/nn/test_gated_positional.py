@@ -1,4 +1,4 @@
-"""The start of gated positional attention, and what it refuses."""
+"""Tests gated positional attention: outputs, initial values, errors."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from tests import reference
 GRID, N, DIM, HEADS, HEAD_DIM = (2, 3), 7, 8, 2, 4
 
 
-def test_module_is_the_kernel_between_linear_projections():
+def test_output_equals_the_reference_with_linear_projections():
     module = GatedPositionalAttention(dim=DIM, num_heads=HEADS)
     x = jax.random.normal(jax.random.key(1), (1, N, DIM))
     options = {"grid": GRID, "num_prefix": 1}
@@ -46,7 +46,7 @@ def test_module_is_the_kernel_between_linear_projections():
         (4, True, {"grid": (8,)}, [[0], [1], [2], [3]]),
     ],
 )
-def test_heads_start_around_places_of_their_own(heads, causal, options, centres):
+def test_heads_start_around_different_positions(heads, causal, options, centres):
     module = GatedPositionalAttention(
         dim=12, num_heads=heads, causal=causal, locality=0.5
     )
@@ -60,8 +60,8 @@ def test_heads_start_around_places_of_their_own(heads, causal, options, centres)
     np.testing.assert_array_equal(w[:, 1 + axes :], 0)
 
 
-def test_needs_the_grid():
-    with pytest.raises(ValueError, match="goes by offsets: give grid="):
+def test_a_missing_grid_raises():
+    with pytest.raises(ValueError, match="needs offsets: give grid="):
         GatedPositionalAttention(dim=8, num_heads=2).init(
             jax.random.key(0), jnp.ones((1, 7, 8))
         )

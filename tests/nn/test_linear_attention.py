@@ -1,4 +1,4 @@
-"""Linear attention with learned features."""
+"""Tests linear attention with learned features."""
 
 import re
 
@@ -13,7 +13,7 @@ from tests import reference
 N, DIM, HEADS, HEAD_DIM = 7, 8, 2, 4
 
 
-def test_module_is_the_kernel_between_linear_projections():
+def test_output_equals_the_reference_with_linear_projections():
     make, _ = build(
         "relu(num_features=5, eps=0.02)", "none", dim=DIM, num_heads=HEADS, num_layers=1
     )
@@ -42,13 +42,13 @@ def test_module_is_the_kernel_between_linear_projections():
     np.testing.assert_allclose(out[1], expected, atol=1e-5)
 
 
-def test_features_default_to_d_ln_d_and_are_scanned_parameters():
+def test_default_num_features_is_d_ln_d_and_layers_are_scannable():
     make, _ = build("relu", "none", dim=32, num_heads=2, num_layers=1)
     variables = make(layer=0).init(jax.random.key(0), jnp.ones((1, N, 32)))
     assert set(variables) == {"params"}
     projection = variables["params"]["projection"]
     assert projection.shape == (44, 16)
-    # Uniform in +-1/sqrt(fan-in): the features read vectors of head_dim 16.
+    # Uniform in +-1/sqrt(fan_in), with fan_in = head_dim = 16.
     assert 0.9 * 16**-0.5 < np.abs(projection).max() <= 16**-0.5
     assert make.func.scannable
 
@@ -61,6 +61,6 @@ def test_features_default_to_d_ln_d_and_are_scanned_parameters():
         ("relu(haar=False)", "attention 'relu' has no option 'haar'"),
     ],
 )
-def test_bad_options_are_refused(spec, message):
+def test_invalid_options_raise(spec, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         build(spec, "none", dim=DIM, num_heads=HEADS, num_layers=1)

@@ -1,4 +1,4 @@
-"""The look-up of attentions and positions, and what it refuses."""
+"""Tests the registry of attentions and positions, and its errors."""
 
 import re
 
@@ -73,7 +73,7 @@ SIZES = {"dim": 24, "num_heads": 4, "num_layers": 1}
         ("banded(position_heads=5)", "none", {}, "has 4 heads, got position_heads=5"),
     ],
 )
-def test_refuses_with_a_sentence(attention, position, sizes, message):
+def test_invalid_specs_raise(attention, position, sizes, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         build(attention, position, **{**SIZES, **sizes})
 
@@ -89,7 +89,7 @@ def test_options_reach_the_modules():
     assert position().num_scales == 2 and position().num_heads == 4
 
 
-def test_a_sum_adds_to_the_tokens_and_reaches_the_layers():
+def test_a_sum_adds_to_tokens_and_returns_layers():
     _, position = build(
         "softmax",
         "learned + rope2d(base=7.0) + sincos",
@@ -127,10 +127,10 @@ def make_vit(attention):
 
 
 @pytest.mark.usefixtures("registered")
-def test_a_registered_attention_is_a_model_s_like_any_other():
+def test_a_model_uses_a_registered_attention():
     images = jax.random.normal(jax.random.key(0), (2, 6, 4, 1))
     variables = make_vit("sharp").init(jax.random.key(1), images)
-    # Its layers are not scanned unless it says so.
+    # Layers are not scanned by default.
     assert "block_0" in variables["params"]
     once, thrice = (
         make_vit(f"sharp(sharpness={factor})").apply(variables, images)
@@ -144,7 +144,7 @@ def test_a_registered_attention_is_a_model_s_like_any_other():
 
 
 @pytest.mark.usefixtures("registered")
-def test_a_registered_attention_promises_nothing_that_it_does_not_say():
+def test_a_registered_attention_has_only_the_declared_features():
     with pytest.raises(ValueError, match="'sharpnes': did you mean 'sharpness'"):
         build("sharp(sharpnes=2.0)", "none", **SIZES)
     with pytest.raises(ValueError, match="'heads', which attention 'sharp' does not"):
@@ -152,27 +152,27 @@ def test_a_registered_attention_promises_nothing_that_it_does_not_say():
     with pytest.raises(ValueError, match="attention 'sharp' has no causal form"):
         build("sharp", "none", **SIZES, causal=True)
 
-    class Forgetful(SharpAttention):
+    class CausalAttention(SharpAttention):
         has_causal_form = True
 
-    # In a notebook a cell is run again.
-    register_attention("sharp", Forgetful)
+    # A notebook may run a cell again.
+    register_attention("sharp", CausalAttention)
     gpt = GPT(5, 7, attention="sharp", **SIZES)
     tokens = jnp.zeros((1, 1), jnp.int32)
     variables = gpt.init(jax.random.key(0), tokens)
-    with pytest.raises(NotImplementedError, match="Forgetful cannot decode: it def"):
+    with pytest.raises(NotImplementedError, match="CausalAttention cannot decode"):
         generate(gpt, variables, tokens, 2, key=jax.random.key(1))
 
 
 @pytest.mark.parametrize("name", ["softmax", "rope2d", "my attention", ""])
-def test_names_that_cannot_be_registered(name):
+def test_registering_an_invalid_name_raises(name):
     with pytest.raises(ValueError, match="cannot be registered: choose a Python id"):
         register_attention(name, SharpAttention)
     with pytest.raises(ValueError, match="cannot be registered: choose a Python id"):
         register_position(name, Position)
 
 
-def test_what_cannot_be_registered():
+def test_registering_another_class_raises():
     with pytest.raises(TypeError, match="'mine' needs a subclass of relattn.MultiHead"):
         register_attention("mine", Position)
     with pytest.raises(TypeError, match="'mine' needs a subclass of relattn.Position"):

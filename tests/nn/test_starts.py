@@ -1,4 +1,4 @@
-"""Parameters of positions and attentions start as their papers say."""
+"""Tests that parameters of positions and attentions start as published."""
 
 import functools
 
@@ -9,7 +9,7 @@ import pytest
 from relattn.nn.registry import build
 
 DIM, HEADS, LAYERS, GRID = 48, 2, 5, (5, 7)
-# Of a normal distribution cut at two standard deviations.
+# Standard deviation of a normal distribution truncated at two standard deviations.
 TRUNCATED = 0.8796
 
 
@@ -25,7 +25,7 @@ TRUNCATED = 0.8796
         ("fourier_bias", "coefficients", 0.02),
     ],
 )
-def test_standard_deviations_at_the_start(position, name, std):
+def test_initial_standard_deviations(position, name, std):
     sizes = {"dim": DIM, "num_heads": HEADS, "num_layers": LAYERS}
     _, make_position = build("softmax", position, **sizes)
 
@@ -39,7 +39,7 @@ def test_standard_deviations_at_the_start(position, name, std):
     assert abs(values.std() - std) < 4 * std / (2 * values.size) ** 0.5
 
 
-def test_the_table_of_distances_starts_at_zero():
+def test_the_banded_table_starts_at_zero():
     make, _ = build("banded(clip=2)", "none", dim=8, num_heads=2, num_layers=1)
     init = functools.partial(make(layer=0).init, grid=(2, 3), num_prefix=1)
     params = jax.jit(init)(jax.random.key(0), np.ones((1, 7, 8), np.float32))["params"]

@@ -1,4 +1,4 @@
-"""Translution's modules: their parameters, options, and what they refuse."""
+"""Tests the Translution modules: parameters, options, errors."""
 
 import re
 
@@ -21,7 +21,7 @@ MODULES = {"exact": TranslutionAttention, "low": LorTranslutionAttention}
 
 
 def make(kind, call=CALL, **options):
-    """A module with parameters large enough for every part to be seen, and tokens."""
+    """Returns a module, parameters so large that every part matters, and tokens."""
     module = MODULES[kind](dim=DIM, num_heads=HEADS, **options)
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.normal(size=(2, LENGTH, DIM)), jnp.float32)
@@ -38,7 +38,7 @@ def shapes_of(kind, call=CALL, **options):
     return {jax.tree_util.keystr(path): leaf.shape for path, leaf in params}
 
 
-def test_the_module_is_the_kernel_before_a_linear_projection():
+def test_output_equals_the_kernel_and_a_linear_projection():
     module, variables, x = make("exact")
     params = variables["params"]
     tables = [params[f"{name}_table"] for name in "qkv"]
@@ -49,7 +49,7 @@ def test_the_module_is_the_kernel_before_a_linear_projection():
     np.testing.assert_allclose(out, expected, rtol=0, atol=1e-5)
 
 
-def test_the_low_rank_module_is_softmax_attention_where_its_tables_are_zero():
+def test_low_rank_with_zero_tables_equals_softmax_attention():
     module, variables, x = make("low", rank=3, qkv_bias=False)
     params = variables["params"]
     zero = {name: 0 * params[name] for name in ("q_table", "v_table")}
@@ -76,14 +76,14 @@ def test_tables_start_as_published(kind, options, bound):
         assert np.abs(table.mean()) < 4 * bound / np.sqrt(3 * table.size)
 
 
-def test_a_single_matrix_starts_as_a_linear_layer_does():
+def test_a_single_matrix_starts_like_a_linear_layer():
     module, _, x = make("exact", relative="qk")
     params = jax.jit(lambda key: module.init(key, x, **CALL))(jax.random.key(0))
     matrix = np.asarray(params["params"]["v_matrix"])
     assert 0.9 * DIM**-0.5 < np.abs(matrix).max() <= DIM**-0.5
 
 
-def test_every_option_has_its_parameters():
+def test_options_determine_the_parameters():
     exact = shapes_of("exact", relative="qv")
     assert exact["['q_table']"] == exact["['v_table']"] == (ROWS, DIM, HEADS, 3)
     assert exact["['k_matrix']"] == (DIM, HEADS, 3) and "['k_table']" not in exact
@@ -95,11 +95,11 @@ def test_every_option_has_its_parameters():
 
 
 @pytest.mark.parametrize("relative", ["q", "k", "v", "qk", "qv", "kv", "qkv"])
-def test_a_subset_has_the_parameters_of_the_published_class(relative):
+def test_a_subset_has_the_published_parameters(relative):
     found = shapes_of("low", rank=5, relative=relative, qkv_bias=False)
     expected = {f"['{name}']['kernel']": (DIM, DIM) for name in ("q", "k", "v", "out")}
     expected["['out']['bias']"] = (DIM,)
-    # A score needs queries and keys, whichever of them has the table.
+    # A score needs both queries and keys, even if only one has a table.
     low = ("q" in relative or "k" in relative) * "qk" + ("v" in relative) * "v"
     expected |= {f"['low_{name}']['kernel']": (DIM, 10) for name in low}
     expected |= {f"['{name}_table']": (ROWS, 10, HEADS, 5) for name in relative}
@@ -126,7 +126,7 @@ def test_subsets_and_rotations_equal_the_reference(relative, rotates):
     if rotates:
         rope = Rope2d(dim=dim, num_heads=HEADS, num_layers=1, base=base)
         position = rope.apply({}, GRID, 1)[0]
-    places = [(0, 0), *np.ndindex(*GRID)]
+    positions = [(0, 0), *np.ndindex(*GRID)]
 
     def apply(x, *leaves):
         variables = jax.tree.unflatten(tree, leaves)
@@ -144,10 +144,10 @@ def test_subsets_and_rotations_equal_the_reference(relative, rotates):
         )
         if rotates:
             q, k = (
-                jnp.stack([reference.rotary(head, places, base) for head in heads])
+                jnp.stack([reference.rotary(head, positions, base) for head in heads])
                 for heads in (q, k)
             )
-        # Without a table the heads take their numbers side by side.
+        # Without a table, each head takes its slice of the components.
         one = jnp.eye(HEADS * rank).reshape(-1, HEADS, rank)
         outs = reference.lor_translution(
             *(q, k, v),
@@ -177,7 +177,7 @@ def test_subsets_and_rotations_equal_the_reference(relative, rotates):
         ("low", {"rank": 2, "average": True, "absolute": True}),
     ],
 )
-def test_a_key_mask_is_honoured(kind, options):
+def test_outputs_do_not_depend_on_masked_keys(kind, options):
     module, variables, x = make(kind, **options)
     mask = jnp.arange(LENGTH) != 4
     mask = jnp.stack([mask, jnp.ones(LENGTH, bool)])
@@ -188,7 +188,7 @@ def test_a_key_mask_is_honoured(kind, options):
     assert not np.allclose(out[1, others], changed[1, others])
 
 
-def test_averaging_is_an_option():
+def test_average_changes_the_output():
     outs = []
     for average in (False, True):
         module, variables, x = make("low", average=average)
@@ -223,7 +223,7 @@ def test_averaging_is_an_option():
         ),
     ],
 )
-def test_a_call_that_does_not_fit_is_refused(kind, options, call, message):
+def test_invalid_calls_raise(kind, options, call, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         make(kind, call, **options)
 
@@ -238,6 +238,6 @@ def test_a_call_that_does_not_fit_is_refused(kind, options, call, message):
         ("low", {"relative": "qk", "base": False}, "has no scores or no values"),
     ],
 )
-def test_options_are_checked(kind, options, message):
+def test_invalid_options_raise(kind, options, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         MODULES[kind](DIM, HEADS, **options)

@@ -1,4 +1,4 @@
-"""What the programs share: how they read their options and how they fail."""
+"""Options and error messages of the command-line programs."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from absl import flags, logging
 
 from relattn.spec import closest
 
 _ROOT = Path(__file__).resolve().parents[1]
-# An error that they raise is about the user's input.
+# The errors that these packages raise are about the user's input.
 _PACKAGES = tuple(
     f"{_ROOT / name}{os.sep}" for name in ("relattn", "studies", "benchmarks", "tools")
 )
 _OVERRIDE = re.compile(r"--?(no)?config\.")
-# Characters of a message, which may repeat what was given.
+# Characters of a message, which may quote the input.
 _MAX_LENGTH = 500
 
 BAD_INPUT = 2
@@ -33,17 +32,17 @@ USER_ERRORS = (ValueError, OSError, ImportError, FloatingPointError)
 
 
 def entry_point(main: Callable[..., None]) -> Callable[..., None]:
-    """Makes a program fail with one sentence on stderr.
+    """Decorates a program's main function: user errors become one sentence on stderr.
 
-    The exit code is the error's attribute ``exit_code``, `BAD_INPUT` if it has none.
-    Errors that are not the user's keep their traceback. Characters that the terminal's
-    encoding lacks are escaped.
+    The exit code is the error's attribute ``exit_code``, or `BAD_INPUT` without one.
+    Other errors keep their traceback. Characters that the terminal's encoding lacks are
+    escaped.
 
     Args:
-        main: The program's function.
+        main: The main function.
 
     Returns:
-        The function, which raises SystemExit instead of an error of the user's.
+        The function, which raises SystemExit instead of a user error.
 
     Example:
         >>> @entry_point
@@ -63,7 +62,8 @@ def entry_point(main: Callable[..., None]) -> Callable[..., None]:
             main(*args, **kwargs)
         except KeyboardInterrupt:
             print(
-                "interrupted: the same command goes on or starts again", file=sys.stderr
+                "interrupted: run the same command to continue or restart",
+                file=sys.stderr,
             )
             sys.exit(INTERRUPTED)
         except Exception as error:
@@ -80,15 +80,15 @@ def entry_point(main: Callable[..., None]) -> Callable[..., None]:
 
 
 class Parser(argparse.ArgumentParser):
-    """Reads a program's options; a mistake in them raises a ValueError.
+    """Parses a program's options; raises ValueError where argparse would exit.
 
     Args:
-        prog: What starts the program, such as ``"python train.py"``.
+        prog: The command, such as ``"python train.py"``.
         doc: The module's docstring; its first line describes the program. None under
             ``python -OO``.
-        overrides: Whether to collect options ``--config.key=value`` in the list
-            ``overrides`` of the result.
-        **kwargs: More arguments of `argparse.ArgumentParser`.
+        overrides: If True, the result's list ``overrides`` collects options
+            ``--config.key=value``.
+        **kwargs: Other arguments of `argparse.ArgumentParser`.
 
     Example:
         >>> parser = Parser("python train.py", "Trains.", overrides=True)
@@ -106,19 +106,22 @@ class Parser(argparse.ArgumentParser):
         description = (doc or "").split("\n")[0]
         super().__init__(prog, description=description, allow_abbrev=False, **kwargs)
         self._overrides = overrides
-        self.add_argument("--flagfile", help="a file of options, one on each line")
+        self.add_argument("--flagfile", help="a file of options, one per line")
         self.add_argument(
-            "--verbosity", type=int, default=-1, help="-1 logs warnings, 0 more, 1 all"
+            "--verbosity",
+            type=int,
+            default=-1,
+            help="log level: -1 warnings, 0 info, 1 debug",
         )
 
     def parse_args(
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> argparse.Namespace:
-        """Reads the options.
+        """Parses the options.
 
         Args:
-            args: Those of the command line; None for the process's.
-            namespace: As in `argparse`.
+            args: The arguments; None for those of the process.
+            namespace: Same as in `argparse`.
 
         Returns:
             The values by name.
@@ -127,11 +130,7 @@ class Parser(argparse.ArgumentParser):
             ValueError: If an option is unknown, missing or has a wrong value, or a
                 ``--flagfile`` cannot be read.
         """
-        words = sys.argv[1:] if args is None else list(args)
-        try:
-            words = flags.FlagValues().read_flags_from_files(words, force_gnu=True)
-        except (flags.Error, OSError, ValueError) as error:
-            raise ValueError(f"--flagfile cannot be read: {one_line(error)}") from error
+        words = _expand_flagfiles(sys.argv[1:] if args is None else args)
         given, unknown = self.parse_known_args(words, namespace)
         names = [f"--{name}" for name in vars(given)]
         if self._overrides:
@@ -143,17 +142,41 @@ class Parser(argparse.ArgumentParser):
             raise ValueError(
                 f"unexpected argument {unknown[0]!r}: options are --name=value"
             )
-        # Orbax logs every file that it touches.
+        # Orbax and TFDS log to absl. Orbax logs every file that it opens.
+        from absl import logging
+
         logging.set_verbosity(given.verbosity)
         return given
 
     def error(self, message: str) -> None:
-        """Raises a ValueError, where argparse ends the process."""
+        """Raises ValueError; argparse would end the process."""
         raise ValueError(one_line(message).removeprefix("argument "))
 
 
+def _expand_flagfiles(words: Sequence[str]) -> list[str]:
+    """Replaces every ``--flagfile`` by the options in its file; files may nest."""
+    result, words, read = [], list(words), set()
+    while words:
+        word = words.pop(0)
+        option, equals, path = word.partition("=")
+        if option != "--flagfile":
+            result.append(word)
+            continue
+        path = path if equals or not words else words.pop(0)
+        if path in read:
+            raise ValueError(f"--flagfile cannot be read: {path} is given twice")
+        read.add(path)
+        try:
+            lines = Path(path).read_text("utf-8").splitlines()
+        except (OSError, ValueError) as error:
+            raise ValueError(f"--flagfile cannot be read: {one_line(error)}") from error
+        lines = [line.strip() for line in lines]
+        words = [line for line in lines if line and line[0] != "#"] + words
+    return result
+
+
 def _split_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """``--config.key=value``, the value perhaps in the next word, and the rest."""
+    """Splits off ``--config.key=value``; the value may be the next word."""
     overrides, rest, words = [], [], list(words)
     while words:
         word = words.pop(0)
@@ -167,15 +190,15 @@ def _split_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def is_user_error(error: BaseException) -> bool:
-    """True for an error that this project raised about its input.
+    """Returns True for an error that this project raised about its input.
 
-    Such an error says all that a user needs; any other needs its traceback.
+    The message of such an error is enough; other errors need their traceback.
 
     Args:
         error: A caught exception.
 
     Returns:
-        Whether its type is one of `USER_ERRORS` and a line of this project raised it.
+        True if its type is in `USER_ERRORS` and it was raised in this project's code.
 
     Example:
         >>> is_user_error(ValueError("raised nowhere"))
@@ -190,13 +213,13 @@ def is_user_error(error: BaseException) -> bool:
 
 
 def explain_out_of_memory(error: BaseException) -> str | None:
-    """What to do where the memory of a device, or of the host, does not suffice.
+    """Explains an out-of-memory error of a device or the host, with the remedies.
 
     Args:
         error: A caught exception.
 
     Returns:
-        One sentence; None for any other error.
+        One sentence; None for other errors.
 
     Example:
         >>> error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
@@ -210,24 +233,24 @@ def explain_out_of_memory(error: BaseException) -> str | None:
         _, exhausted, reason = str(error).partition("RESOURCE_EXHAUSTED")
         if not isinstance(error, jax.errors.JaxRuntimeError) or not exhausted:
             return None
-    # XLA may go on with a table of what it holds.
+    # XLA may append a table of its buffers.
     reason = one_line(reason.lstrip(": ").split("\n")[0]).rstrip(".")
     return (
         f"{where} ran out of memory ({reason}): lower config.batch_size or "
         "config.eval_batch_size, raise config.accumulate_steps, set "
-        "config.model.remat=True, or divide the model among devices by "
+        "config.model.remat=True, or shard the model over devices with "
         'config.parallel="mesh"'
     )
 
 
 def one_line(message: object) -> str:
-    r"""A message in one line, cut where it is long.
+    r"""Puts a message on one line and truncates it.
 
     Args:
-        message: Text, or an error.
+        message: A string or an error.
 
     Returns:
-        The text, with single spaces for line breaks.
+        The message, with line breaks replaced by spaces.
 
     Example:
         >>> one_line(ValueError("wrong:\n  3"))

@@ -4,35 +4,38 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
+# The oldest versions that pass the tests: .github/lower-bounds.txt.
 REQUIREMENTS = [
-    "absl-py>=2.5",
-    "array_record>=0.8",
-    "chex>=0.1.92",
-    "flax>=0.12",
-    "grain>=0.2.16",
+    "flax>=0.10.7",
     "jax>=0.10",
-    "jaxtyping>=0.3",
-    "matplotlib>=3.11",
-    "ml-collections>=1.1",
-    "numpy>=2.4",
-    "optax>=0.2.8",
-    "orbax-checkpoint>=0.12",
-    "pillow>=13.0",
-    "tensorboardX>=2.6",
-    "tensorflow-datasets>=4.9.10",
-    "tqdm>=4.70",
+    "jaxtyping>=0.3.6",
+    "numpy>=2.0.2",
 ]
-NOTEBOOKS = ["ipykernel>=7.4", "nbclient>=0.11", "nbformat>=5.11"]
-TEXT = ["tiktoken>=0.9"]
+TRAIN = [
+    "absl-py>=2.1",
+    "array_record>=0.8.1",
+    "grain>=0.2.12",
+    "matplotlib>=3.8.4",
+    "ml-collections>=1.1",
+    "optax>=0.2.5",
+    "orbax-checkpoint>=0.11.40",
+    "pillow>=9.5",
+    "tensorboardX>=2.6.2.2",
+    "tensorflow-datasets>=4.9.10",
+    "tqdm>=4.64",
+]
+NOTEBOOKS = [*TRAIN, "ipykernel>=7.4", "nbclient>=0.11", "nbformat>=5.11"]
+TEXT = [*TRAIN, "tiktoken>=0.9"]
 TEST = [
     *NOTEBOOKS,
-    *TEXT,
     "beartype>=0.23",
+    "chex>=0.1.90",
     "hypothesis>=6.170",
     "import-linter>=2.16",
     "pytest>=9.2",
     "pytest-xdist>=3.8",
     "ruff>=0.17",
+    "tiktoken>=0.9",
 ]
 
 setup(
@@ -51,11 +54,16 @@ setup(
     },
     install_requires=REQUIREMENTS,
     extras_require={
+        "train": TRAIN,
         "test": TEST,
         "notebooks": NOTEBOOKS,
         "text": TEXT,
         "openwebtext": [*TEXT, "datasets>=3.6"],
-        "prepare": ["importlib_resources>=6.0", "tensorflow-cpu>=2.20"],
+        "prepare": [
+            *TRAIN,
+            "importlib_resources>=6.0",
+            "tensorflow-cpu>=2.20",
+        ],
         "cuda": ["jax[cuda13]>=0.10"],
         "cuda12": ["jax[cuda12]>=0.10"],
         "tpu": ["jax[tpu]>=0.10"],

@@ -1,6 +1,7 @@
-"""What an installation promises: no TensorFlow, and a light import of kernels."""
+"""What an installation needs, imports and declares."""
 
 import importlib.metadata
+import re
 import runpy
 import subprocess
 import sys
@@ -9,7 +10,18 @@ from types import SimpleNamespace
 
 import pytest
 
+from relattn import extras
+
 ROOT = Path(__file__).parents[1]
+LOWER_BOUNDS = ROOT / ".github" / "lower-bounds.txt"
+# Import name -> name in setup.py, where they differ.
+DISTRIBUTIONS = {
+    "absl": "absl-py",
+    "ml_collections": "ml-collections",
+    "orbax": "orbax-checkpoint",
+    "PIL": "pillow",
+    "tensorflow_datasets": "tensorflow-datasets",
+}
 
 
 def run(code):
@@ -19,14 +31,48 @@ def run(code):
     assert run.returncode == 0, run.stderr
 
 
-def test_kernels_and_models_need_nothing_of_training():
+@pytest.fixture
+def metadata(monkeypatch):
+    """The arguments of setup()."""
+    found = {}
+    # New environments have no setuptools.
+    fake = SimpleNamespace(setup=found.update, find_packages=lambda include: include)
+    monkeypatch.setitem(sys.modules, "setuptools", fake)
+    runpy.run_path(str(ROOT / "setup.py"))
+    return found
+
+
+def names(requirements):
+    return {re.split("[<>=]", requirement)[0] for requirement in requirements}
+
+
+def test_library_needs_only_its_requirements():
+    run("""
+import runpy, sys
+from importlib.machinery import PathFinder
+from relattn.extras import TRAIN
+
+class Finder(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        hidden = {*TRAIN, "chex", "beartype", "tensorstore"}
+        if name.partition(".")[0] not in hidden:
+            return PathFinder.find_spec(name, path, target)
+
+sys.meta_path[sys.meta_path.index(PathFinder)] = Finder
+for name in {name for name in sys.modules if name.partition(".")[0] == "relattn"}:
+    del sys.modules[name]
+runpy.run_path("tests/helpers/library.py")
+""")
+
+
+def test_import_of_relattn_leaves_the_trainer_out():
     run("""
 import sys, relattn
-heavy = {"grain", "orbax", "tensorflow_datasets", "matplotlib"} & set(sys.modules)
-assert not heavy, heavy
-assert set(relattn.__all__) <= set(dir(relattn))
-from relattn import *
-assert load_run is relattn.training.load_run and relattn.data.load_images
+from relattn.extras import TRAIN
+loaded = set(TRAIN) & set(sys.modules)
+assert loaded <= {"absl", "optax", "orbax"}, loaded
+assert relattn.load_run is relattn.training.load_run and relattn.data.load_images
 try:
     relattn.train_and_evaluat
 except AttributeError as error:
@@ -46,15 +92,35 @@ assert not heavy, heavy
 """)
 
 
+def test_library_requires_four_packages(metadata):
+    assert names(metadata["install_requires"]) == {"flax", "jax", "jaxtyping", "numpy"}
+
+
+def test_train_extra_lists_what_the_trainer_checks(metadata):
+    needed = {DISTRIBUTIONS.get(name, name) for name in extras.TRAIN}
+    assert names(metadata["extras_require"]["train"]) == needed
+
+
+@pytest.mark.parametrize("extra", ["notebooks", "openwebtext", "prepare", "text"])
+def test_extras_include_the_trainer(extra, metadata):
+    found = metadata["extras_require"]
+    assert set(found["train"]) < set(found[extra])
+    assert set(found["train"]) < set(found["test"])
+
+
+def test_lower_bounds_are_the_pinned_versions(metadata):
+    requirements = [*metadata["install_requires"], *metadata["extras_require"]["train"]]
+    lines = LOWER_BOUNDS.read_text("utf-8").splitlines()
+    pins = dict(line.split("==") for line in lines if not line.startswith("#"))
+    for requirement in requirements:
+        name, bound = requirement.split(">=")
+        assert f"{pins[name]}.0".startswith(f"{bound}."), requirement
+
+
 @pytest.mark.parametrize(
-    "extra, of_jax", [("cuda", "cuda13"), ("cuda12", "cuda12"), ("tpu", "tpu")]
+    "extra, extra_of_jax", [("cuda", "cuda13"), ("cuda12", "cuda12"), ("tpu", "tpu")]
 )
-def test_an_accelerator_is_an_extra_that_jax_has(extra, of_jax, monkeypatch):
-    found = {}
-    # New environments have no setuptools.
-    fake = SimpleNamespace(setup=found.update, find_packages=lambda include: include)
-    monkeypatch.setitem(sys.modules, "setuptools", fake)
-    runpy.run_path(str(ROOT / "setup.py"))
-    assert found["extras_require"][extra] == [f"jax[{of_jax}]>=0.10"]
-    assert of_jax in importlib.metadata.metadata("jax").get_all("Provides-Extra")
+def test_accelerator_extras_exist_in_jax(extra, extra_of_jax, metadata):
+    assert metadata["extras_require"][extra] == [f"jax[{extra_of_jax}]>=0.10"]
+    assert extra_of_jax in importlib.metadata.metadata("jax").get_all("Provides-Extra")
     assert f"pip install -e '.[{extra}]'" in (ROOT / "README.md").read_text("utf-8")

@@ -1,5 +1,9 @@
 """Data sets: embedded subsets, TFDS, image folders and text, behind one protocol."""
 
+from relattn.extras import require_train
+
+require_train(__name__)
+
 from relattn.data.augment import Mix as Mix
 from relattn.data.augment import make_mix as make_mix
 from relattn.data.base import Batch as Batch

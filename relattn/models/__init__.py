@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, Protocol, runtime_checkable
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from ml_collections import ConfigDict
 
 from relattn import spec
 from relattn.models.cnn import AlexNet, ResNet18, Vgg16
@@ -65,8 +64,17 @@ _DATA_ARGUMENTS = {
 _RESERVED = ("num_classes", "vocab_size", "context_length", "parent")
 
 
+@runtime_checkable
+class Options(Protocol):
+    """A mapping from names to values: a dict or an ml_collections.ConfigDict."""
+
+    def keys(self) -> Iterable[str]: ...
+
+    def __getitem__(self, name: str) -> Any: ...
+
+
 def build_model(
-    config: ConfigDict | Mapping[str, Any],
+    config: Options,
     *,
     num_classes: int | None = None,
     image_shape: tuple[int, int, int] | None = None,

@@ -1,5 +1,9 @@
 """Training: the loop, its state and its checkpoints."""
 
+from relattn.extras import require_train
+
+require_train(__name__)
+
 from relattn.training.config import check_config, default_config
 from relattn.training.errors import (
     CheckpointError,

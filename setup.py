@@ -6,7 +6,7 @@ from setuptools import find_packages, setup
 
 # The oldest versions that pass the tests: .github/lower-bounds.txt.
 REQUIREMENTS = [
-    "flax>=0.10.7",
+    "flax>=0.12.2",
     "jax>=0.10",
     "jaxtyping>=0.3.6",
     "numpy>=2.0.2",

@@ -1,6 +1,165 @@
-"""``python -m studies``: see `studies.study`."""
+"""A study: the runs of a published table, their table and their curves.
 
-from studies.study import main
+``python -m studies --preset=translution_text --output=DIR``, from the
+project's root, trains by ``train.py`` what is missing of the preset's runs, and leaves
+``results.json``, ``table.md``, ``table.csv`` and ``curves.png``. Given again, it goes
+on where it was. A run that fails is reported, and the others go on. Several seeds of a
+model train together, in one process, unless ``--together`` says otherwise. Options
+``--config.key=value``, such as ``--config.num_steps=50``, go to ``train.py``.
+"""
 
-if __name__ == "__main__":
-    main()
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from relattn import command
+from relattn.evaluation.compare import shift_report
+from relattn.spec import closest
+from relattn.training.config import read_config
+from relattn.training.workdir import usable_folder, write_json
+from studies.launcher import Training, train
+from studies.presets import PRESETS
+from studies.report import plot_study, study_results, study_table, write_study_csv
+
+
+def run_study(
+    preset: str,
+    output: str | Path,
+    *,
+    dataset: str = "",
+    models: Sequence[str] = (),
+    seeds: int = 1,
+    together: int = 0,
+    jobs: int = 1,
+    overrides: Sequence[str] = (),
+) -> tuple[str, list[Training]]:
+    """Trains what is missing of a study, and writes its tables and curves.
+
+    Args:
+        preset: A key of `studies.presets.PRESETS`.
+        output: The folder to write to.
+        dataset: One of those that the study trains on; "" for all.
+        models: Those of the table's rows to train; none for all.
+        seeds: Number of repetitions of each kind, with the seed of its configuration
+            and those after it.
+        together: Number of seeds that train together, in one process; 0 for all.
+        jobs: Number of trainings at a time; see `studies.launcher.train`.
+        overrides: Options of ``train.py``.
+
+    Returns:
+        The table, in Markdown, and the runs that failed.
+
+    Raises:
+        ValueError: If the preset does not exist, an option does not fit, or the folder
+            is not the project's root.
+        OSError: If the folder cannot be written to, or a run cannot be loaded.
+    """
+    if preset not in PRESETS:
+        raise ValueError(f"unknown preset {preset!r}: {closest(preset, PRESETS)}")
+    if seeds < 1:
+        raise ValueError(f"seeds must be at least 1, got {seeds}")
+    if not 0 <= together <= seeds:
+        raise ValueError(f"together must be from 0 (all) to {seeds}, got {together}")
+    if not Path("train.py").exists():
+        raise ValueError("no train.py here: run the study from the project's root")
+    study = PRESETS[preset]
+    if dataset:
+        study = study.on(dataset)
+    if models:
+        study = study.of(models)
+    for row in study.rows:
+        for config in row.runs.values():
+            read_config(config, overrides)  # Raises where it cannot.
+    output = usable_folder(output, "--output")
+    trainings, groups = [], {}
+    for done in range(0, seeds, together or seeds):
+        num_seeds = min(together or seeds, seeds - done)
+        for row in study.rows:
+            for trained, config in row.runs.items():
+                seed = read_config(config, overrides).seed + done
+                words = [row.name, *filter(None, [trained])]
+                of = [seed] if num_seeds == 1 else [seed, seed + num_seeds - 1]
+                training = Training(
+                    label=", ".join(words),
+                    config=config,
+                    workdir=output / "-".join([*words, *map(str, of)]),
+                    seed=seed,
+                    num_seeds=num_seeds,
+                    overrides=overrides,
+                )
+                trainings.append(training)
+                groups.setdefault((row.name, trained), []).append(training)
+    missing = [training for training in trainings if not training.is_complete()]
+    print(
+        f"{preset}: {len(missing)} of {len(trainings)} runs to train; logs in "
+        f"{output}/*/train.log",
+        flush=True,
+    )
+    for training in trainings:
+        if training not in missing:
+            training.say_result()
+    train(missing, jobs, keep_going=True)
+    failed = [training for training in trainings if training.error]
+    finished = {
+        key: [training for training in group if not training.error]
+        for key, group in groups.items()
+    }
+    results = {"preset": preset, **study_results(study, finished, failed)}
+    text = study_table(study, results)
+    write_json(output / "results.json", results)
+    write_study_csv(study, results, output / "table.csv")
+    workdirs = [run.workdir for group in finished.values() for run in group]
+    if study.shifts is not None and workdirs:
+        text += "\n" + shift_report(workdirs, output / "shift", **study.shifts)
+    (output / "table.md").write_text(text, "utf-8")
+    plot_study(results, output / "curves.png")
+    return text, failed
+
+
+@command.entry_point
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs a study as the command line says.
+
+    Args:
+        argv: Command-line arguments, by default the process's.
+    """
+    parser = command.Parser("python -m studies", __doc__, overrides=True)
+    names = ", ".join(PRESETS)
+    parser.add_argument("--preset", required=True, help=f"which study: {names}")
+    parser.add_argument("--output", required=True, help="folder to write to")
+    parser.add_argument("--dataset", default="", help="the only one to train on")
+    parser.add_argument("--models", default="", help="the only rows: NAME,NAME")
+    parser.add_argument("--seeds", type=int, default=1, help="repetitions of each kind")
+    parser.add_argument(
+        "--together",
+        type=int,
+        default=0,
+        help="seeds that one process trains at once; by default all, fewer where "
+        "memory does not hold them, 1 for a process each",
+    )
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=1,
+        help="trainings at a time; if several, each has one GPU, or without GPUs one "
+        "core",
+    )
+    arguments = parser.parse_args(argv)
+    start = time.monotonic()
+    text, failed = run_study(
+        arguments.preset,
+        arguments.output,
+        dataset=arguments.dataset,
+        models=[name for name in arguments.models.split(",") if name],
+        seeds=arguments.seeds,
+        together=arguments.together,
+        jobs=arguments.jobs,
+        overrides=arguments.overrides,
+    )
+    print(f"\n{text}\nIn {time.monotonic() - start:.0f} s. Written to", end=" ")
+    print(f"{arguments.output}: results.json, table.md, table.csv, curves.png")
+    if failed:
+        names = "; ".join(training.name for training in failed)
+        raise ChildProcessError(f"not trained: {names}")

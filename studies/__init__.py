@@ -1,1 +1,1 @@
-"""The studies: the published tables, trained and compared."""
+"""Studies: train the models of the published tables and compare the results."""

@@ -1,11 +1,11 @@
-"""A study: the runs of a published table, their table and their curves.
+"""Runs a study: trains the models of a published table and writes the results.
 
-``python -m studies --preset=translution_text --output=DIR``, from the
-project's root, trains by ``train.py`` what is missing of the preset's runs, and leaves
-``results.json``, ``table.md``, ``table.csv`` and ``curves.png``. Given again, it goes
-on where it was. A run that fails is reported, and the others go on. Several seeds of a
-model train together, in one process, unless ``--together`` says otherwise. Options
-``--config.key=value``, such as ``--config.num_steps=50``, go to ``train.py``.
+``python -m studies --preset=translution_text --output=DIR``, from the project's root,
+trains the missing runs of the preset with ``train.py`` and writes ``results.json``,
+``table.md``, ``table.csv`` and ``curves.png``. The same command continues where the
+study stopped. If a run fails, it is reported and the others continue. The seeds of
+a model train together in one process; ``--together`` changes this. Options
+``--config.key=value``, such as ``--config.num_steps=50``, are passed to ``train.py``.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ def run_study(
     jobs: int = 1,
     overrides: Sequence[str] = (),
 ) -> tuple[str, list[Training]]:
-    """Trains what is missing of a study, and writes its tables and curves.
+    """Trains the missing runs of a study and writes its tables and curves.
 
     Args:
         preset: A key of `studies.presets.PRESETS`.
-        output: The folder to write to.
-        dataset: One of those that the study trains on; "" for all.
-        models: Those of the table's rows to train; none for all.
-        seeds: Number of repetitions of each kind, with the seed of its configuration
-            and those after it.
-        together: Number of seeds that train together, in one process; 0 for all.
-        jobs: Number of trainings at a time; see `studies.launcher.train`.
+        output: The output folder.
+        dataset: The only data set to train on; "" for all.
+        models: Names of the rows to train; empty for all.
+        seeds: Number of runs per row and data set; the first has the seed of the
+            configuration, the next that seed plus 1, and so on.
+        together: Number of seeds that one process trains; 0 for all.
+        jobs: Number of parallel processes; see `studies.launcher.train`.
         overrides: Options of ``train.py``.
 
     Returns:
-        The table, in Markdown, and the runs that failed.
+        The table in Markdown, and the failed runs.
 
     Raises:
-        ValueError: If the preset does not exist, an option does not fit, or the folder
-            is not the project's root.
+        ValueError: If the preset does not exist, an option is invalid, or the current
+            folder is not the project's root.
         OSError: If the folder cannot be written to, or a run cannot be loaded.
     """
     if preset not in PRESETS:
@@ -71,7 +71,7 @@ def run_study(
         study = study.of(models)
     for row in study.rows:
         for config in row.runs.values():
-            read_config(config, overrides)  # Raises where it cannot.
+            read_config(config, overrides)  # Raises before anything is trained.
     output = usable_folder(output, "--output")
     trainings, groups = [], {}
     for done in range(0, seeds, together or seeds):
@@ -80,11 +80,11 @@ def run_study(
             for trained, config in row.runs.items():
                 seed = read_config(config, overrides).seed + done
                 words = [row.name, *filter(None, [trained])]
-                of = [seed] if num_seeds == 1 else [seed, seed + num_seeds - 1]
+                named = [seed] if num_seeds == 1 else [seed, seed + num_seeds - 1]
                 training = Training(
                     label=", ".join(words),
                     config=config,
-                    workdir=output / "-".join([*words, *map(str, of)]),
+                    workdir=output / "-".join([*words, *map(str, named)]),
                     seed=seed,
                     num_seeds=num_seeds,
                     overrides=overrides,
@@ -120,31 +120,29 @@ def run_study(
 
 @command.entry_point
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs a study as the command line says.
+    """Runs a study.
 
     Args:
         argv: Command-line arguments, by default the process's.
     """
     parser = command.Parser("python -m studies", __doc__, overrides=True)
     names = ", ".join(PRESETS)
-    parser.add_argument("--preset", required=True, help=f"which study: {names}")
-    parser.add_argument("--output", required=True, help="folder to write to")
-    parser.add_argument("--dataset", default="", help="the only one to train on")
-    parser.add_argument("--models", default="", help="the only rows: NAME,NAME")
-    parser.add_argument("--seeds", type=int, default=1, help="repetitions of each kind")
+    parser.add_argument("--preset", required=True, help=f"the study: {names}")
+    parser.add_argument("--output", required=True, help="output folder")
+    parser.add_argument("--dataset", default="", help="train on this one only")
+    parser.add_argument("--models", default="", help="train these rows only: NAME,NAME")
+    parser.add_argument("--seeds", type=int, default=1, help="runs per model")
     parser.add_argument(
         "--together",
         type=int,
         default=0,
-        help="seeds that one process trains at once; by default all, fewer where "
-        "memory does not hold them, 1 for a process each",
+        help="seeds per process; 0 (default) for all; use fewer if memory is short",
     )
     parser.add_argument(
         "--jobs",
         type=int,
         default=1,
-        help="trainings at a time; if several, each has one GPU, or without GPUs one "
-        "core",
+        help="parallel processes; if several, each uses one GPU, or one core",
     )
     arguments = parser.parse_args(argv)
     start = time.monotonic()
@@ -163,3 +161,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if failed:
         names = "; ".join(training.name for training in failed)
         raise ChildProcessError(f"not trained: {names}")
+
+
+if __name__ == "__main__":
+    main()

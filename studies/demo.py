@@ -1,9 +1,10 @@
-"""The demo: Performers on real images, compared under shifts of the images.
+"""Runs the demo: trains Performers and compares them under shifts of the images.
 
 ``python -m studies.demo --output=demo``, from the project's root, trains
-``configs/demo.py`` for each variant and seed by ``train.py``, and leaves ``shift.png``,
-``table.md`` and ``results.json``. Given again, it goes on where it was. Options
-``--config.key=value``, such as ``--config.num_epochs=3``, go to ``train.py``.
+``configs/demo.py`` for each variant and seed with ``train.py``, and writes
+``shift.png``, ``table.md`` and ``results.json``. The same command continues an
+interrupted demo. Options ``--config.key=value``, such as ``--config.num_epochs=3``, are
+passed to ``train.py``.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from relattn import command
-from relattn.evaluation.compare import ShiftCurve, compare
+from relattn.evaluation.compare import ShiftCurve, compare, plot
 from relattn.training.config import read_config
 from relattn.training.workdir import usable_folder
 from studies.launcher import Training, train
@@ -36,21 +37,21 @@ def run_demo(
     jobs: int = 2,
     overrides: Sequence[str] = (),
 ) -> str:
-    """Trains, evaluates under shifts, and writes the figure and the tables.
+    """Trains the models, evaluates them under shifts, writes the figure and table.
 
     Args:
-        output: The folder to write to.
+        output: The output folder.
         variants: Arguments of ``configs/demo.py``.
-        seeds: Number of runs of each variant, of seeds 0, 1, ...
-        jobs: Number of trainings at a time.
+        seeds: Number of runs per variant, with seeds 0, 1, ...
+        jobs: Number of parallel processes.
         overrides: Options of ``train.py``.
 
     Returns:
-        The table, in Markdown.
+        The table in Markdown.
 
     Raises:
-        ValueError: If a variant does not exist, there is none, or the folder is not the
-            project's root.
+        ValueError: If there is no variant, a variant does not exist, or the current
+            folder is not the project's root.
         OSError: If the folder cannot be written to, or a training fails.
     """
     if seeds < 1:
@@ -60,9 +61,11 @@ def run_demo(
     if not variants:
         raise ValueError("no variant: name at least one by --variants")
     for variant in variants:
-        read_config(f"{CONFIG}:{variant}", overrides)  # Raises where it cannot.
+        read_config(
+            f"{CONFIG}:{variant}", overrides
+        )  # Raises before anything is trained.
     output = usable_folder(output, "--output")
-    print(f"Training {', '.join(variants)} by {CONFIG}; logs in {output}/*/train.log")
+    print(f"Training {', '.join(variants)} of {CONFIG}; logs in {output}/*/train.log")
     trainings = [
         Training(
             label=variant,
@@ -75,14 +78,14 @@ def run_demo(
         for variant in variants
     ]
     train(trainings, jobs)
-    # By variant, then by seed: the order of the legend.
+    # Sorted by variant, then seed: the order of the legend.
     trainings.sort(key=lambda training: variants.index(training.label))
     comparison = compare([training.workdir for training in trainings])
     one_class, every_class = comparison.one_class(), comparison.every_class()
     images = f"class {comparison.class_name}"
     panels = comparison.panels(one_class, images, published=True)
     panels += comparison.panels(every_class, "all classes", published=False)
-    comparison.plot(panels, output / "shift.png")
+    plot(panels, output / "shift.png")
     results = {
         variant: _results([t for t in trainings if t.label == variant], one, every)
         for variant, one, every in zip(variants, one_class, every_class, strict=True)
@@ -116,14 +119,15 @@ def _curve(curve: ShiftCurve) -> dict[str, Any]:
 
 
 def demo_table(results: Mapping[str, Mapping[str, Any]], class_name: str) -> str:
-    """The demo's table.
+    """Formats the demo's table.
 
     Args:
-        results: By variant, as in ``results.json``.
-        class_name: Of the class that is shown alone.
+        results: Results by variant, as in ``results.json``.
+        class_name: Name of the class with separate columns.
 
     Returns:
-        Markdown: a row a variant, means and, of several seeds, standard deviations.
+        Markdown: one row per variant, with means and standard deviations (if several
+        seeds).
     """
     shown = [("one_class", CLASS_SHIFT), ("every_class", ALL_SHIFT)]
     header = ["model", "test images, unshifted"]
@@ -151,20 +155,20 @@ def _cell(mean: float, std: float, seeds: int) -> str:
 
 @command.entry_point
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the demo as the command line says.
+    """Runs the demo.
 
     Args:
         argv: Command-line arguments, by default the process's.
     """
     parser = command.Parser("python -m studies.demo", __doc__, overrides=True)
-    parser.add_argument("--output", default="demo", help="folder to write to")
+    parser.add_argument("--output", default="demo", help="output folder")
     parser.add_argument(
         "--variants",
         default=",".join(VARIANTS),
         help="arguments of configs/demo.py, separated by commas",
     )
-    parser.add_argument("--seeds", type=int, default=1, help="runs of each variant")
-    parser.add_argument("--jobs", type=int, default=2, help="trainings at a time")
+    parser.add_argument("--seeds", type=int, default=1, help="runs per variant")
+    parser.add_argument("--jobs", type=int, default=2, help="parallel processes")
     arguments = parser.parse_args(argv)
     start = time.monotonic()
     text = run_demo(

@@ -1,4 +1,4 @@
-"""Runs of ``train.py`` in processes of their own, side by side, with progress."""
+"""Runs ``train.py`` in parallel processes, with progress bars."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from relattn.training.preemption import on_signals
 
 POLL_SECONDS = 0.5
 LOG_BYTES = 2000
-# What clusters leave between SIGTERM and SIGKILL.
+# Usual time between SIGTERM and SIGKILL on clusters.
 GRACE_SECONDS = 30.0
-# On CPUs, XLA's temporaries come from malloc: a heap in huge pages that is kept, not
-# given back to the system after every step, saves most page faults.
+# On CPUs, XLA allocates temporary buffers with malloc. Huge pages, and a heap that is
+# not returned to the system after every step, avoid most page faults.
 KEEP_HEAP = ":".join(
     f"glibc.malloc.{option}"
     for option in (
@@ -45,22 +45,22 @@ BAR = "{desc} {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
 
 @dataclasses.dataclass
 class Training:
-    """One run of ``train.py`` in a process of its own.
+    """One run of ``train.py`` in a separate process.
 
     Attributes:
-        label: What is trained, for people.
-        config: Its configuration, ``configs/demo.py:banded``.
-        workdir: Its folder.
-        seed: Of the run, or the first of its seeds.
-        num_seeds: How many seeds the one process trains together.
+        label: Name of the model, for messages.
+        config: The configuration, ``configs/demo.py:banded``.
+        workdir: The run directory.
+        seed: The seed, or the first of several.
+        num_seeds: Number of seeds to train together.
         overrides: More options of ``train.py``.
-        core: The core it is bound to; None leaves that to the system.
-        gpu: The only GPU it sees, as in CUDA_VISIBLE_DEVICES; None for all.
+        core: CPU core to bind the process to; None for any.
+        gpu: The only visible GPU, as in CUDA_VISIBLE_DEVICES; None for all.
         malloc: Options of glibc's malloc.
-        process: Once started.
-        bar: Its progress bar, once started.
-        shown: How many rows of its log the bar has shown.
-        error: Why it failed, or "".
+        process: The process, after the start.
+        bar: The progress bar, after the start.
+        shown: Number of rows of metrics shown so far.
+        error: Message of the failure, or "".
     """
 
     label: str
@@ -79,24 +79,24 @@ class Training:
 
     @property
     def name(self) -> str:
-        """Of the run, for people."""
+        """The label and the seeds, for messages."""
         if self.num_seeds == 1:
             return f"{self.label}, seed {self.seed}"
         return f"{self.label}, seeds {self.seed} to {self.seeds[-1]}"
 
     @property
     def seeds(self) -> range:
-        """The seeds that it trains."""
+        """The seeds of the run."""
         return range(self.seed, self.seed + self.num_seeds)
 
     @property
     def log(self) -> Path:
-        """The file that its output goes to."""
+        """The file with the output of the process."""
         return self.workdir / "train.log"
 
     @property
     def options(self) -> list[str]:
-        """What changes its configuration."""
+        """The options that change the configuration."""
         return [
             f"--config.seed={self.seed}",
             f"--config.num_seeds={self.num_seeds}",
@@ -108,8 +108,8 @@ class Training:
         """Starts the process.
 
         Args:
-            core: The core to bind it to; None leaves that to the system.
-            gpu: The only GPU that it sees; None for all.
+            core: CPU core to bind the process to; None for any.
+            gpu: The only visible GPU; None for all.
         """
         command = [
             sys.executable,
@@ -128,7 +128,7 @@ class Training:
         if gpu is not None:
             environment["CUDA_VISIBLE_DEVICES"] = gpu
         with self.log.open("w") as log:
-            # In a group of its own, lest Ctrl-C reach it beside `stop`.
+            # A new process group: Ctrl-C must not reach it; `stop` ends it.
             self.process = subprocess.Popen(
                 command,
                 stdout=log,
@@ -148,13 +148,13 @@ class Training:
         )
 
     def show(self) -> None:
-        """Brings its bar up to what it has logged; without a terminal, prints lines."""
+        """Updates the progress bar from the log; without a terminal, prints lines."""
         rows = self.rows()
         if len(rows) <= self.shown:
             return
         config = self.record()["config"]
-        in_epoch = self.info().steps_per_epoch(config["batch_size"])
-        total = config["num_steps"] or config["num_epochs"] * in_epoch
+        epoch_steps = self.info().steps_per_epoch(config["batch_size"])
+        total = config["num_steps"] or config["num_epochs"] * epoch_steps
         for row in rows[self.shown :]:
             self.bar.set_postfix(
                 {
@@ -173,18 +173,18 @@ class Training:
 
     def _progress(self, row: Row, total: int) -> str:
         config = self.record()["config"]
-        place = f"step {row['step']} of {total}"
+        position = f"step {row['step']} of {total}"
         if not config["num_steps"]:
-            place = f"epoch {row['epoch']:.0f} of {config['num_epochs']}"
+            position = f"epoch {row['epoch']:.0f} of {config['num_epochs']}"
         if self.info().kind == "tokens":
-            return f"{place}, validation loss {row['validation_loss']:.3f}"
-        return f"{place}, validation accuracy {row['validation_accuracy']:.1%}"
+            return f"{position}, validation loss {row['validation_loss']:.3f}"
+        return f"{position}, validation accuracy {row['validation_accuracy']:.1%}"
 
     def finish(self) -> None:
-        """Says how it ended.
+        """Closes the progress bar and prints the result.
 
         Raises:
-            ChildProcessError: If it failed; shows the end of its log.
+            ChildProcessError: If the run failed; with the end of its log.
         """
         self.bar.close()
         if self.process.returncode:
@@ -195,7 +195,7 @@ class Training:
         self.say_result()
 
     def say_result(self) -> None:
-        """Says what came of it."""
+        """Prints the result."""
         results = self.results()
         if self.info().kind == "tokens":
             losses = [f"{result['validation_loss']:.3f}" for result in results]
@@ -206,32 +206,32 @@ class Training:
         tqdm.write(f"{self.name}: {outcome}, {self.result()['seconds']:.0f} s")
 
     def rows(self, seed: int | None = None) -> list[Row]:
-        """What it has logged, of all seeds or of one."""
+        """Reads the rows of metrics of one seed; None for all seeds."""
         rows = read_rows(self.workdir / "metrics.jsonl")
         return [row for row in rows if seed in (None, row.get("seed", seed))]
 
     def record(self) -> dict[str, Any]:
-        """What it says about itself, its ``run.json``."""
+        """Reads ``run.json``."""
         return json.loads((self.workdir / "run.json").read_text())
 
     def info(self) -> DataInfo:
-        """Of its data."""
+        """Reads the description of the data."""
         return read_info(self.record()["data"])
 
     def result(self) -> dict[str, Any]:
-        """Its final metrics."""
+        """Reads the final metrics."""
         return json.loads((self.workdir / "result.json").read_text())
 
     def results(self) -> list[dict[str, Any]]:
-        """The final metrics of each seed."""
+        """Reads the final metrics of each seed."""
         result = self.result()
         return result.get("runs", [result])
 
     def is_complete(self) -> bool:
-        """Whether it has run to its end, with the configuration that it has now.
+        """Checks that the run has ended, with the current configuration.
 
         Raises:
-            ValueError: If the configuration does not exist or an option does not fit.
+            ValueError: If the configuration does not exist or an option is invalid.
         """
         config = read_config(self.config, self.options)
         try:
@@ -239,7 +239,7 @@ class Training:
             ended = result["stopped_early"] or result["step"] >= result["num_steps"]
             there = to_json(complete(self.record()["config"]))
         except (OSError, ValueError, LookupError, TypeError, AttributeError):
-            # Missing or damaged, which train.py mends.
+            # Missing or damaged: train.py continues or starts again.
             return False
         return ended and not differences(there, to_json(config))
 
@@ -247,21 +247,20 @@ class Training:
 def train(
     trainings: Sequence[Training], jobs: int, *, keep_going: bool = False
 ) -> None:
-    """Runs trainings side by side, with a progress bar each.
+    """Runs trainings in parallel, with a progress bar each.
+
+    Ctrl-C and SIGTERM end the trainings too; the same call continues them.
 
     Args:
-        trainings: What to train; those that are complete take a few seconds.
-        jobs: How many at a time. If several, each sees one GPU, which they share only
-            if there are fewer GPUs than jobs. Without GPUs each is bound to a core of
-            its own, which uses small models' cores better than sharing them.
-        keep_going: Whether one that fails is reported, in its ``error`` too, and the
-            others go on.
-
-    Whatever ends this process, Ctrl-C or SIGTERM, ends the trainings too, which go on
-    from where they were when they are started again.
+        trainings: The trainings; complete ones take a few seconds.
+        jobs: Number of parallel processes. If several, each sees one GPU, shared only
+            if there are fewer GPUs than jobs. Without GPUs, each is bound to one core,
+            which is faster for small models than sharing cores.
+        keep_going: If True, a failed training is printed and has its ``error`` set, and
+            the others continue.
 
     Raises:
-        ChildProcessError: If one fails, unless ``keep_going``.
+        ChildProcessError: If a training fails, unless ``keep_going``.
     """
     cores = list(range(os.cpu_count() or 1))
     if hasattr(os, "sched_getaffinity"):
@@ -299,11 +298,11 @@ def train(
 
 
 def visible_gpus() -> list[str]:
-    """The GPUs that JAX would use here, found without starting CUDA.
+    """Lists the GPUs that JAX would use, without initializing CUDA.
 
     Returns:
-        Entries for CUDA_VISIBLE_DEVICES: those of the variable, if it is set; none if
-        JAX is installed without CUDA or JAX_PLATFORMS names another platform.
+        Entries for CUDA_VISIBLE_DEVICES, from the variable if it is set; empty if JAX
+        has no CUDA plugin or JAX_PLATFORMS names another platform.
     """
     platforms = os.environ.get("JAX_PLATFORMS", "")
     if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
@@ -316,23 +315,23 @@ def visible_gpus() -> list[str]:
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is not None:
         names = [name.strip() for name in chosen.split(",")]
-        # CUDA ignores what follows an entry that names no GPU.
+        # CUDA ignores all entries after an invalid one.
         return list(itertools.takewhile(lambda name: name not in ("", "-1"), names))
     try:
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True)
     except OSError:
         return []
-    # CUDA may number GPUs in another order than nvidia-smi.
+    # UUIDs, since CUDA may number GPUs in another order than nvidia-smi.
     uuids = re.findall(r"UUID: ([^)]+)\)", listed.stdout)
-    # Where GPUs are divided, CUDA sees their parts alone.
+    # On a partitioned GPU, CUDA sees only the partitions.
     return [uuid for uuid in uuids if uuid.startswith("MIG-")] or uuids
 
 
 def stop(trainings: Sequence[Training]) -> None:
-    """Ends those that run; each first writes a checkpoint, if it is quick.
+    """Ends running trainings; each has `GRACE_SECONDS` to write a checkpoint.
 
     Args:
-        trainings: Perhaps not all of them started.
+        trainings: Trainings, started or not.
     """
     running = [training.process for training in trainings if training.process]
     for process in running:
@@ -347,7 +346,7 @@ def stop(trainings: Sequence[Training]) -> None:
 
 
 def leaving_on_sigterm() -> contextlib.AbstractContextManager[None]:
-    """Makes SIGTERM leave as an exception does; elsewhere than here it just kills."""
+    """Makes SIGTERM raise SystemExit, so that the caller can end its children."""
     return on_signals(_leave, signal.SIGTERM)
 
 

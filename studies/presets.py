@@ -1,4 +1,8 @@
-"""The studies: for each its runs, its columns and the published rows."""
+"""Presets: the runs, columns and published values of every study.
+
+Reading order: the dataclasses `Column`, `Row` and `Preset`; the tables of Translution,
+of Guoji (``rpe_vit``) and of Horn et al. (``performer``); and the dict `PRESETS`.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +24,13 @@ class Column:
     """A column of a study's table: a final metric of the runs.
 
     Attributes:
-        name: In files.
-        title: For people.
-        metric: The key in a run's ``result.json``.
-        trained: Which of the row's runs it is of; "" for the first that there is.
-        unit: A key of `studies.report.UNITS`.
-        digits: After the point; None for the unit's.
-        published: The column of the published table, "" where it has none.
+        name: Name in files.
+        title: Title in tables.
+        metric: Key in the run's ``result.json``.
+        trained: Key of the row's run; "" for the first run.
+        unit: Key of `studies.report.UNITS`.
+        digits: Number of decimals; None for the default of the unit.
+        published: Column of the published table; "" if it has none.
     """
 
     name: str
@@ -40,12 +44,12 @@ class Column:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A row of a study's table: a model, trained in one way or several.
+    """A row of a study's table: a model, trained on one or more data sets.
 
     Attributes:
-        name: Of the model; its runs' folders start with it.
-        runs: Configurations with their arguments, by what the model is trained on.
-        published: The row of the published table; empty where it has none.
+        name: Name of the model; the folders of its runs start with it.
+        runs: Configurations with their arguments, by data set.
+        published: Row of the published table; empty if there is none.
     """
 
     name: str
@@ -58,13 +62,13 @@ class Preset:
     """A study.
 
     Attributes:
-        title: A sentence for the head of the table.
-        rows: Of the table.
-        columns: Of the table.
-        curve: The metric of validation that is drawn by step.
-        notes: Sentences for below the table.
-        shifts: Options of `relattn.evaluation.compare.shift_report`, by which accuracy
-            under shifts of the test images is measured too; None for not at all.
+        title: Sentence above the table.
+        rows: Rows of the table.
+        columns: Columns of the table.
+        curve: Validation metric to plot over steps.
+        notes: Sentences below the table.
+        shifts: Options of `relattn.evaluation.compare.shift_report`, which measures the
+            accuracy under shifts of the test images; None to skip it.
     """
 
     title: str
@@ -76,20 +80,20 @@ class Preset:
 
     @property
     def datasets(self) -> list[str]:
-        """What its models are trained on."""
+        """Lists the data sets of the runs."""
         return list(dict.fromkeys(name for row in self.rows for name in row.runs))
 
     def of(self, names: Sequence[str]) -> Preset:
-        """The part of the study that trains some models.
+        """Selects rows by name.
 
         Args:
-            names: Of rows.
+            names: Names of rows.
 
         Returns:
             A smaller study.
 
         Raises:
-            ValueError: If there is no such row; names the closest.
+            ValueError: If there is no such row; suggests the closest name.
 
         Example:
             >>> rows = [Row("vit", {"": "vit.py"}), Row("gpt", {"": "gpt.py"})]
@@ -104,7 +108,7 @@ class Preset:
         return dataclasses.replace(self, rows=rows)
 
     def on(self, dataset: str) -> Preset:
-        """The part of the study that trains on one data set.
+        """Selects the runs on one data set.
 
         Args:
             dataset: One of ``datasets``.
@@ -113,7 +117,7 @@ class Preset:
             A smaller study.
 
         Raises:
-            ValueError: If nothing is trained on it; names the closest.
+            ValueError: If no run uses it; suggests the closest name.
 
         Example:
             >>> row = Row("vit", {"mnist": "vit.py:mnist", "cifar10": "vit.py:cifar10"})
@@ -138,7 +142,7 @@ SECONDS = Column("seconds", "training, s", "seconds", unit="seconds")
 
 
 _PLACEMENTS = {"static": "static", "dynamic": "dynamic"}
-_VECTORS = "relative_key and relative_value beside learned ones"
+_VECTORS = "relative_key and relative_value in addition to learned ones"
 
 
 def _entries(*tables: str, size: str = "") -> list[Entry]:
@@ -152,13 +156,13 @@ def _entries(*tables: str, size: str = "") -> list[Entry]:
 def _rows(
     entries: Sequence[Entry], config: str, data: Mapping[str, str], cut: str = ""
 ) -> list[Row]:
-    """A row an entry.
+    """Makes one row per entry.
 
     Args:
-        entries: Those of the table.
-        config: The configuration.
-        data: The arguments that choose data, by what the rows say of them.
-        cut: One more argument of the configuration, that makes it smaller.
+        entries: Entries of the table.
+        config: Name of the configuration.
+        data: Key of a run -> argument of the configuration that selects the data.
+        cut: Another argument, which makes the run smaller.
     """
     several = len({entry.size for entry in entries}) > 1
     rows = []
@@ -187,14 +191,14 @@ def _mnist(
     cut: str = "",
     static: Collection[str] = (),
 ) -> Preset:
-    """A table on MNIST.
+    """Makes the preset of a table on MNIST.
 
     Args:
-        tables: Which, as people say it.
-        entries: Its rows.
-        models: What they are.
-        cut: One more argument of the configuration, that makes it smaller.
-        static: Rows that are trained on static images only.
+        tables: Number of the table, for the title.
+        entries: Entries of the table.
+        models: Description of the models, for the title.
+        cut: Another argument of the configuration, which makes the run smaller.
+        static: Names of rows to train on static images only.
     """
     rows = [
         dataclasses.replace(row, runs={"static": row.runs["static"]})
@@ -229,7 +233,7 @@ def _accuracy(trained: str, evaluated: str, published: str) -> Column:
 
 
 def _imagenet(tables: str, entries: Sequence[Entry], models: str) -> Preset:
-    """A table on ImageNet, whose validation images are its test."""
+    """Makes the preset of a table on ImageNet, tested on its validation images."""
     percent = {"unit": "percent", "digits": 2}
     return Preset(
         title=f"{models} on ImageNet-1K: accuracy in % (Translution, {tables})",
@@ -244,7 +248,7 @@ def _imagenet(tables: str, entries: Sequence[Entry], models: str) -> Preset:
 
 
 def _openwebtext(tables: str, entries: Sequence[Entry], models: str) -> Preset:
-    """A table on OpenWebText."""
+    """Makes the preset of a table on OpenWebText."""
     return Preset(
         title=f"{models} on OpenWebText: perplexity (Translution, {tables})",
         rows=_rows(entries, "translution_gpt", {"": "openwebtext"}),
@@ -312,22 +316,22 @@ TRANSLUTION_PRESETS = {
 
 
 _RPE_VIT_LOSS = (
-    "Validation losses are those at the end of training, smoothed over the "
-    "evaluations. The published ones are quoted from the text, which names "
-    "TensorBoard's smoothing but no weight; ours have its default weight, 0.6."
+    "Validation losses are final values, smoothed over the evaluations. The published "
+    "ones are quoted from the text, which names TensorBoard's smoothing but no weight; "
+    "ours use its default weight, 0.6."
 )
 _RPE_VIT_INFERENCE = (
-    "Inference is that of {:,} test images on the device below; the published seconds "
-    "are of an A100 on Google Colab, for a number of images that is not stated."
+    "Inference is timed on {:,} test images on the device below; the published times "
+    "are for an A100 on Google Colab and a number of images that is not stated."
 )
 
 
 def _rpe_vit(datasets: Sequence[str] = ("mnist", "cifar10"), cut: str = "") -> Preset:
-    """Tables 1 and 2 of Guoji.
+    """Makes the preset of tables 1 and 2 of Guoji.
 
     Args:
-        datasets: Those to train on.
-        cut: One more argument of the configuration, that makes it smaller.
+        datasets: Data sets to train on.
+        cut: Another argument of the configuration, which makes the run smaller.
     """
     tables = [
         row for row in read_published("rpe_vit_tables") if row["dataset"] in datasets
@@ -340,7 +344,7 @@ def _rpe_vit(datasets: Sequence[str] = ("mnist", "cifar10"), cut: str = "") -> P
     models = dict.fromkeys((row["attention"], row["position"]) for row in tables)
     rows = []
     for model in models:
-        of_model = {
+        by_dataset = {
             row["dataset"]: row
             for row in tables
             if (row["attention"], row["position"]) == model
@@ -351,16 +355,16 @@ def _rpe_vit(datasets: Sequence[str] = ("mnist", "cifar10"), cut: str = "") -> P
                 name="_".join(word for word in model if word != "none"),
                 runs={
                     dataset: f"configs/rpe_vit.py:{dataset},{arguments}"
-                    for dataset in of_model
+                    for dataset in by_dataset
                 },
                 published={
                     f"{dataset}_{key}": value
-                    for dataset, row in of_model.items()
+                    for dataset, row in by_dataset.items()
                     for key, value in row.items()
                 }
                 | {
                     f"{dataset}_loss": losses.get((dataset, *model), "not quoted")
-                    for dataset in of_model
+                    for dataset in by_dataset
                 },
             )
         )
@@ -418,14 +422,14 @@ def _table1(
     form: str,
     shifts: Mapping[str, Any] | None = None,
 ) -> Preset:
-    """Models of table 1 of Horn et al.
+    """Makes a preset of models of table 1 of Horn et al.
 
     Args:
-        configs: By configuration the arguments, by the names of the table.
-        datasets: Those to train on.
-        title: Of the study.
-        form: One more argument of the configurations, ``"published"`` or ``"cpu"``.
-        shifts: Options of the evaluation under shifts; None for none.
+        configs: Configuration -> model name in the table -> argument.
+        datasets: Data sets to train on.
+        title: Title of the study.
+        form: Another argument of the configurations, ``"published"`` or ``"cpu"``.
+        shifts: Options of the evaluation under shifts; None to skip it.
     """
     published = {row["model"]: row for row in read_published("performer_table1")}
     rows = []
@@ -440,7 +444,7 @@ def _table1(
 
 
 def _clip(datasets: Sequence[str]) -> Preset:
-    """Clipping distances of strategy 2 of Horn et al., from their raw results."""
+    """Makes the preset of clipping distances, strategy 2, from the raw results."""
     rows = []
     for published in read_published("performer_clip"):
         clip = published["clip"]
@@ -457,7 +461,7 @@ def _clip(datasets: Sequence[str]) -> Preset:
 
 
 def _accuracies(datasets: Sequence[str]) -> list[Column]:
-    """The number of parameters, and the test accuracy on each data set."""
+    """Makes columns for the parameters and the test accuracy on each data set."""
     return [
         dataclasses.replace(PARAMS, published="params"),
         *(

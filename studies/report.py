@@ -1,4 +1,4 @@
-"""A study's results as JSON, as tables and as curves."""
+"""Writes a study's results as JSON, tables and curves."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from studies.launcher import Training
 from studies.presets import Column, Preset, Row
 
-# What a metric is multiplied by, and the digits and the suffix that it is shown with.
+# Unit -> factor, number of decimals and suffix of the displayed value.
 UNITS = {
     "number": (1.0, 3, ""),
     "percent": (100.0, 1, ""),
@@ -21,7 +21,7 @@ UNITS = {
     "seconds": (1.0, 0, ""),
 }
 MISSING = "–"
-# The weight of earlier values in TensorBoard's smoothing, its default.
+# Weight of earlier values; the default of TensorBoard.
 SMOOTHING = 0.6
 
 Trainings = Mapping[tuple[str, str], Sequence[Training]]
@@ -30,17 +30,17 @@ Trainings = Mapping[tuple[str, str], Sequence[Training]]
 def study_results(
     preset: Preset, finished: Trainings, failed: Sequence[Training] = ()
 ) -> dict[str, Any]:
-    """What came of a study.
+    """Collects the results of a study.
 
     Args:
         preset: The study.
-        finished: The runs that are complete, by row and by what they are trained on.
-        failed: The runs that are not.
+        finished: The complete runs, by row name and data set.
+        failed: The failed runs.
 
     Returns:
-        What ``results.json`` holds: by row the columns' mean and standard deviation
-        over the seeds (None for one seed), in the column's unit, beside the published
-        value as printed, and the runs with their curves.
+        The content of ``results.json``. Each row has for every column the mean and the
+        standard deviation over the seeds (None for one seed) in the column's unit, the
+        published value as printed, and its runs with their curves.
     """
     trainings = [training for group in finished.values() for training in group]
     return {
@@ -58,15 +58,15 @@ def _row(row: Row, preset: Preset, finished: Trainings) -> dict[str, Any]:
     groups = {trained: group for trained, group in groups.items() if group}
     columns = {}
     for column in preset.columns:
-        of = column.trained or next(iter(groups), "")
-        results = _results(groups.get(of, ()))
+        trained = column.trained or next(iter(groups), "")
+        results = _results(groups.get(trained, ()))
         scale, *_ = UNITS[column.unit]
         columns[column.name] = {
             **_statistics(
                 [
                     scale * result[column.metric]
                     for result in results
-                    # Top-5 accuracy is measured of more than ten classes only.
+                    # Top-5 accuracy is measured only with more than ten classes.
                     if column.metric in result
                 ]
             ),
@@ -86,7 +86,7 @@ def _row(row: Row, preset: Preset, finished: Trainings) -> dict[str, Any]:
 
 
 def _results(group: Sequence[Training]) -> list[dict[str, Any]]:
-    """The final metrics of every seed, and its validation loss at the end, smoothed."""
+    """Returns the final metrics of every seed, with the smoothed validation loss."""
     results = []
     for training in group:
         for seed, result in zip(training.seeds, training.results(), strict=True):
@@ -97,15 +97,15 @@ def _results(group: Sequence[Training]) -> list[dict[str, Any]]:
 
 
 def smooth(values: Sequence[float]) -> list[float]:
-    """An exponential moving average, as TensorBoard draws it.
+    """Computes an exponential moving average, as TensorBoard does.
 
     s_t = (1 - w) sum_{i <= t} w^(t - i) x_i / (1 - w^(t + 1)), w = `SMOOTHING`
 
     Args:
-        values: By step.
+        values: Values by step.
 
     Returns:
-        As many.
+        The smoothed values.
 
     Example:
         >>> smooth([1.0, 1.0, 3.0])
@@ -120,7 +120,7 @@ def smooth(values: Sequence[float]) -> list[float]:
 
 
 def _statistics(values: Sequence[float]) -> dict[str, float | None]:
-    # From the first on, equal values have no deviation, not even by rounding.
+    # Relative to the first value: equal values then have deviation 0 exactly.
     deviations = np.subtract(values, values[:1])
     return {
         "mean": float(np.mean(values)) if values else None,
@@ -129,7 +129,7 @@ def _statistics(values: Sequence[float]) -> dict[str, float | None]:
 
 
 def _curve(group: Sequence[Training], metric: str) -> dict[str, list]:
-    """A metric by step, over the seeds; as long as the shortest of its runs."""
+    """Averages a metric over the seeds by step, up to the end of the shortest run."""
     curves = [
         [(row["step"], row[metric]) for row in training.rows(seed) if metric in row]
         for training in group
@@ -147,13 +147,13 @@ def _curve(group: Sequence[Training], metric: str) -> dict[str, list]:
 
 
 def budget(training: Training) -> str:
-    """What a run took, in a sentence without a full stop.
+    """Describes the budget of a run: steps, examples and device.
 
     Args:
-        training: One that is complete.
+        training: A complete run.
 
     Returns:
-        Steps, examples and device.
+        A phrase for a list.
     """
     record, result, info = training.record(), training.results()[0], training.info()
     start, batch = record["starts"][-1], record["config"]["batch_size"]
@@ -176,15 +176,15 @@ def _last_line(text: str) -> str:
 
 
 def study_table(preset: Preset, results: Mapping[str, Any]) -> str:
-    """A study's table.
+    """Formats a study's table.
 
     Args:
         preset: The study.
-        results: From `study_results`.
+        results: The output of `study_results`.
 
     Returns:
-        Markdown: a row a model, means and, of several seeds, standard deviations, the
-        published values beside them, and what it took.
+        Markdown: one row per model with means, standard deviations (if several seeds)
+        and published values; then the budgets of the runs.
     """
     rows = results["rows"]
     header = ["model"]
@@ -232,7 +232,7 @@ def write_study_csv(preset: Preset, results: Mapping[str, Any], path: Path) -> N
 
     Args:
         preset: The study.
-        results: From `study_results`.
+        results: The output of `study_results`.
         path: The file.
     """
     rows = results["rows"]
@@ -250,31 +250,31 @@ def write_study_csv(preset: Preset, results: Mapping[str, Any], path: Path) -> N
 
 
 def plot_study(results: Mapping[str, Any], path: Path) -> None:
-    """Draws the curves by step, with a band of one standard deviation.
+    """Plots the curves over steps, with a band of one standard deviation.
 
     Args:
-        results: From `study_results`.
-        path: The file; its suffix is the format.
+        results: The output of `study_results`.
+        path: The file; its suffix selects the format.
     """
     rows = results["rows"]
     trained = list(dict.fromkeys(name for row in rows for name in row["runs"])) or [""]
     figure = Figure(figsize=(1 + 5 * len(trained), 5), layout="constrained")
-    places = figure.subplots(1, len(trained), sharey=True, squeeze=False)[0]
+    panels = figure.subplots(1, len(trained), sharey=True, squeeze=False)[0]
     lines = {}
-    for place, name in zip(places, trained, strict=True):
+    for panel, name in zip(panels, trained, strict=True):
         for i, row in enumerate(rows):
             if name not in row["runs"]:
                 continue
             curve = row["runs"][name]["curve"]
             mean, std = np.array(curve["mean"]), np.array(curve["std"])
             style = {"color": f"C{i}", "marker": ".", "label": row["name"]}
-            (lines[row["name"]],) = place.plot(curve["step"], mean, **style)
-            place.fill_between(
+            (lines[row["name"]],) = panel.plot(curve["step"], mean, **style)
+            panel.fill_between(
                 curve["step"], mean - std, mean + std, color=f"C{i}", alpha=0.2, lw=0
             )
-        place.set(title=name and f"trained on {name}", xlabel="step")
-        place.grid(alpha=0.3)
-    places[0].set_ylabel(results["curve"].replace("_", " "))
+        panel.set(title=name and f"trained on {name}", xlabel="step")
+        panel.grid(alpha=0.3)
+    panels[0].set_ylabel(results["curve"].replace("_", " "))
     if lines:
         figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=2)
     figure.savefig(path, dpi=150)

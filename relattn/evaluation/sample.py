@@ -1,7 +1,7 @@
-"""Text from a trained model.
+"""Generates text with a trained model.
 
 ``python -m relattn.evaluation.sample --workdir=RUN --prompt=...`` prints the prompt and
-the text with which the model continues it.
+its continuation.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from relattn.data import load_tokenizer
 from relattn.models import generate
 from relattn.training import load_run
 
-# More would only fill the memory.
+# Guards against a typo that would fill the memory.
 MAX_SAMPLES = 10**6
 
 
@@ -33,26 +33,26 @@ def sample(
     checkpoint: str = "best",
     bpe_dir: str = "",
 ) -> list[str]:
-    """Continues a text by a run's model.
+    """Continues a prompt with the model of a run.
 
     Args:
         workdir: The run directory.
-        prompt: The text to go on from, at least a token long.
-        num_samples: Number of texts, of different draws.
-        num_tokens: Tokens to draw; 0 for as many as the model's context holds.
-        temperature: Divides the logits; 0 takes the likeliest token.
-        top_k: Number of likeliest tokens to choose from; 0 for all.
-        seed: Of the draws.
+        prompt: Text to continue, at least one token.
+        num_samples: Number of continuations to draw.
+        num_tokens: Number of tokens to draw; 0 fills the model's context.
+        temperature: Divisor of the logits; 0 takes the most likely token.
+        top_k: Number of most likely tokens to draw from; 0 for all.
+        seed: Seed of the draws.
         checkpoint: ``"best"`` or ``"latest"``.
-        bpe_dir: Of the tokenizer ``gpt2``, as in `relattn.data.load_tokenizer`.
+        bpe_dir: Folder of the ``gpt2`` tokenizer; see `relattn.data.load_tokenizer`.
 
     Returns:
-        The texts, prompt included.
+        The texts, including the prompt.
 
     Raises:
-        ValueError: If ``num_samples`` or ``seed`` is out of range, the run is not one
-            of text, its vocabulary is not the tokenizer's, or
-            `relattn.models.generate` raises it.
+        ValueError: If ``num_samples`` or ``seed`` is out of range, the run was not
+            trained on text, its vocabulary does not match the tokenizer, or
+            `relattn.models.generate` rejects an argument.
         CheckpointError: If there is no complete checkpoint, or it is damaged.
     """
     if not 1 <= num_samples <= MAX_SAMPLES:
@@ -70,8 +70,8 @@ def sample(
     tokenizer = load_tokenizer(run.data.tokenizer, bpe_dir)
     if tokenizer.vocab_size != run.data.vocab_size:
         raise ValueError(
-            f"the checkpoint has a vocabulary of {run.data.vocab_size} tokens, the "
-            f"tokenizer {tokenizer.name!r} one of {tokenizer.vocab_size}"
+            f"the checkpoint has a vocabulary of {run.data.vocab_size} tokens, but the "
+            f"tokenizer {tokenizer.name!r} has {tokenizer.vocab_size}"
         )
     tokens = tokenizer.encode(prompt).astype(np.int32)
     room = run.data.context_length - len(tokens)
@@ -89,21 +89,19 @@ def sample(
 
 @command.entry_point
 def main(argv: Sequence[str] | None = None) -> None:
-    """Prints texts as the arguments say.
+    """Prints the generated texts.
 
     Args:
         argv: Command-line arguments, by default the process's.
     """
     parser = command.Parser("python -m relattn.evaluation.sample", __doc__)
     parser.add_argument("--workdir", required=True, help="the run directory")
-    parser.add_argument("--prompt", default="\n", help="the text to go on from")
+    parser.add_argument("--prompt", default="\n", help="text to continue")
     parser.add_argument("--num_samples", type=int, default=1, help="number of texts")
-    parser.add_argument(
-        "--num_tokens", type=int, default=0, help="0: as many as the context holds"
-    )
-    parser.add_argument("--temperature", type=float, default=1.0, help="0: likeliest")
-    parser.add_argument("--top_k", type=int, default=0, help="0: the whole vocabulary")
-    parser.add_argument("--seed", type=int, default=0, help="of the draws")
+    parser.add_argument("--num_tokens", type=int, default=0, help="0 fills the context")
+    parser.add_argument("--temperature", type=float, default=1.0, help="0: greedy")
+    parser.add_argument("--top_k", type=int, default=0, help="0: all tokens")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the draws")
     parser.add_argument("--checkpoint", default="best", help="best or latest")
     parser.add_argument("--bpe_dir", default="", help="folder of GPT-2's vocabulary")
     given = parser.parse_args(argv)

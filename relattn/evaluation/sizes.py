@@ -1,6 +1,9 @@
-"""Exact parameter counts of the named models, beside the published ones.
+"""Counts the parameters of the named models and compares them to the papers.
 
-``python -m relattn.evaluation.sizes`` prints a table, ``--json`` a list of objects.
+``python -m relattn.evaluation.sizes`` prints a table; with ``--json``, a JSON list.
+
+A published table is a CSV file (`read_published`). A row of it is an `Entry`
+(`translution_entries`); with our count and cost it is a `Size` (`sizes`).
 """
 
 from __future__ import annotations
@@ -26,21 +29,132 @@ from relattn.models import GPT, SIZES, ViT, build_model
 from relattn.models.cnn import PUBLISHED_BASELINES
 from relattn.models.variants import method_options
 
-# The published "Rel. S1" and so on, in our terms; "{}" is the setting's number.
+# Model names in Horn et al. -> arguments of configs/baselines.py.
+BASELINES = {
+    "AlexNet": "alexnet",
+    "VGG-16": "vgg16",
+    "ResNet-18": "resnet18",
+    "Linformer": "linformer",
+    "Routing Transformer": "routing",
+}
+
+# Model names in Horn et al. -> attention and position; "{}" is the setting's number.
 _PERFORMERS = {
     "No Pos.": ("favor", "none"),
     "Absolute": ("favor", "learnable_sincos"),
     "Rel. S1": ("favor", "constrained_sincos(num_scales={})"),
     "Rel. S2": ("banded(clip={})", "none"),
 }
+
+# Rows of Translution's tables 4 and 8 -> methods.
+_POSITIONS = {
+    "no position": "no_position",
+    "absolute": "self_attention",
+    "relative key vector": "relative_key",
+    "relative value vector": "relative_value",
+    "relative bias (Swin)": "relative_bias",
+    "gated positional (ConViT)": "gated_positional",
+    "rotary (RoFormer)": "rope",
+    "lor_translution": "lor_translution",
+    "translution": "translution",
+}
+
+_IMAGENET = ((224, 224, 3), 1000)
+_MNIST = ((84, 84, 1), 10)
+_GPT2_VOCABULARY = 50257
+
+_CLS_NOTE = (
+    "a Performer has 256 parameters more than published: the published counts omit "
+    "the CLS token"
+)
 _LINFORMER_NOTE = (
     "the published Linformer embeds a patch of 32x32 pixels; the printed 10.2M is its "
     "count for three channels"
 )
-_CLS_NOTE = (
-    "a Performer has the published count and the 256 of the CLS token, which the "
-    "published count leaves out"
+_SLIP_NOTE = (
+    "the paper prints another count by mistake: the authors' code gives our count"
 )
+_VECTOR_NOTE = (
+    "relative_key and relative_value are combined with learned positions: the paper's "
+    "formulas have none, but the counts of table 8 include them"
+)
+_MEMORY_NOTE = "the paper could not run this model: out of memory"
+COST_NOTE = (
+    "MAC counts the multiply-adds of a forward pass of one image or one sequence; "
+    "FLOPs is the paper's figure. Translution projects every pair of tokens; the "
+    "paper's counter misses this and gives it the cost of self-attention. For text, "
+    "MAC counts only the pairs that attend"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A row of a published table.
+
+    Attributes:
+        table: Number of the table, or of two tables that share the row.
+        size: Model size, ``"A/12"`` for images or ``"A-160"`` for text.
+        method: A key of `relattn.models.variants.METHODS`.
+        published: The row as printed.
+        options: Options of the method, such as ``{"rank": 16}``.
+    """
+
+    table: str
+    size: str
+    method: str
+    published: Mapping[str, str]
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def words(self) -> list[str]:
+        """Returns the method and its options, ``["lor_translution", "rank=2"]``."""
+        words = [self.method]
+        for key, value in self.options.items():
+            words.append(key if value is True else f"{key}={value}")
+        return words
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """The parameter count and the cost of one model.
+
+    Attributes:
+        model: Name of the model.
+        size: Name of its size.
+        method: Its attention and position encoding.
+        image: Height x width x channels of the images; empty for text.
+        params: Our count.
+        published: The published count; None if there is none.
+        note: Reason for a difference between the two.
+        table: The published table with this row.
+        printed: The published count as printed.
+        multiply_adds: Multiply-adds of a forward pass of one image or one sequence of
+            text; None if not counted.
+        multiply_adds_per_token: The same, per token of text.
+        paper_flops: The paper's figure for the same pass, as printed.
+    """
+
+    model: str
+    size: str
+    method: str
+    image: str
+    params: int
+    published: int | None
+    note: str = ""
+    table: str = ""
+    printed: str = ""
+    multiply_adds: int | None = None
+    multiply_adds_per_token: int | None = None
+    paper_flops: str = ""
+
+
+def sizes() -> list[Size]:
+    """Counts the parameters of every named size.
+
+    Returns:
+        One `Size` per model, in the order of the published tables.
+    """
+    return [*_performer_sizes(), *_baseline_sizes(), *translution_sizes()]
 
 
 def _performer_sizes() -> Iterator[Size]:
@@ -92,87 +206,8 @@ def _baseline_sizes() -> Iterator[Size]:
             )
 
 
-def sizes() -> list[Size]:
-    """The parameter counts of every named size.
-
-    Returns:
-        One entry a model, in the order of the published tables.
-    """
-    return [*_performer_sizes(), *_baseline_sizes(), *translution_sizes()]
-
-
-@command.entry_point
-def main(argv: Sequence[str] | None = None) -> None:
-    """Prints the counts.
-
-    Args:
-        argv: Command-line arguments, by default the process's.
-    """
-    parser = command.Parser("python -m relattn.evaluation.sizes", __doc__)
-    parser.add_argument("--json", action="store_true", help="print a JSON list")
-    args = parser.parse_args(argv)
-    rows = [dataclasses.asdict(size) for size in sizes()]
-    if args.json:
-        print(json.dumps(rows, indent=2))
-        return
-    header = ("table", "model", "size", "method", "image")
-    numbers = ("params", "published", "difference", "MAC", "FLOPs in paper")
-    table = [header + numbers]
-    table += [_cells(row, header) for row in rows]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    for line in table:
-        cells = [
-            cell.rjust(width) if index >= len(header) else cell.ljust(width)
-            for index, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ]
-        print("  ".join(cells).rstrip())
-    for note in sorted({row["note"] for row in rows if row["note"]}):
-        print(f"Note: {note}.")
-    print(f"Note: {COST_NOTE}.")
-
-
-def _cells(row: Mapping[str, Any], header: tuple[str, ...]) -> tuple[str, ...]:
-    """A line of the table; a count printed in millions differs by its digits only."""
-    published, difference = row["printed"] or "-", ""
-    if row["published"] is not None and not row["printed"]:
-        published = f"{row['published']:,}"
-        difference = f"{row['params'] - row['published']:+,}"
-    elif row["published"] is not None and not agrees(row["params"], published):
-        difference = f"{(row['params'] - row['published']) / 1e6:+.2f}M"
-    cost = "" if row["multiply_adds"] is None else f"{row['multiply_adds'] / 1e6:,.1f}M"
-    names = tuple(row[name] for name in header)
-    return (
-        *names,
-        f"{row['params']:,}",
-        published,
-        difference,
-        cost,
-        row["paper_flops"],
-    )
-
-
-COST_NOTE = (
-    "the multiply-adds are true ones, of a forward pass of one image or one sequence "
-    "(MAC), beside the paper's figure (FLOPs): Translution projects every pair of "
-    "tokens, which the paper's counter misses, so that there it costs as much as "
-    "self-attention; of text only the pairs that attend are counted here"
-)
-_SLIP_NOTE = (
-    "the paper prints another count, a slip: the authors' code gives the same as ours"
-)
-_VECTOR_NOTE = (
-    "relative_key and relative_value stand beside learned positions of the tokens: the "
-    "paper's formulas have none, but without them the counts of table 8 do not come out"
-)
-_MEMORY_NOTE = "the paper could not run this one: out of memory"
-
-_IMAGENET = ((224, 224, 3), 1000)
-_MNIST = ((84, 84, 1), 10)
-_GPT2_VOCABULARY = 50257
-
-
 def translution_sizes() -> Iterator[Size]:
-    """The rows of tables 2 to 8, 10 and 11, in the paper's order."""
+    """Yields the sizes of Translution's tables 2 to 8, 10 and 11, in this order."""
     for entry in translution_entries():
         if entry.table in ("7", "8"):
             yield _gpt(entry)
@@ -206,7 +241,7 @@ def _gpt(entry: Entry) -> Size:
     return _size(entry, "gpt", f"GPT-{entry.size}", "", params, cost, length)
 
 
-# The tables share many rows.
+# Cached, since the tables share many rows.
 @functools.cache
 def _vit_params(
     letter: str,
@@ -271,90 +306,11 @@ def _size(
     )
 
 
-def parameters(printed: str) -> int:
-    """A printed count as a number.
-
-    Args:
-        printed: In millions, ``"116.2M"``.
-
-    Returns:
-        The count.
-
-    Example:
-        >>> parameters("116.2M")
-        116200000
-    """
-    return int(decimal.Decimal(printed.removesuffix("M")) * 10**6)
-
-
-def agrees(params: int, printed: str) -> bool:
-    """Whether a count is the printed one, rounded or cut off to its digits.
-
-    Args:
-        params: A count.
-        printed: In millions, ``"116.2M"``.
-
-    Returns:
-        True where they agree.
-
-    Example:
-        >>> agrees(116164138, "116.2M"), agrees(4685032, "4.68M")
-        (True, True)
-        >>> agrees(4875112, "4.89M")
-        False
-    """
-    number = decimal.Decimal(printed.removesuffix("M"))
-    exact = decimal.Decimal(params) / 10**6
-    modes = (decimal.ROUND_HALF_UP, decimal.ROUND_DOWN)
-    return any(exact.quantize(number, mode) == number for mode in modes)
-
-
-# Rows of tables 4 and 8 as methods.
-_POSITIONS = {
-    "no position": "no_position",
-    "absolute": "self_attention",
-    "relative key vector": "relative_key",
-    "relative value vector": "relative_value",
-    "relative bias (Swin)": "relative_bias",
-    "gated positional (ConViT)": "gated_positional",
-    "rotary (RoFormer)": "rope",
-    "lor_translution": "lor_translution",
-    "translution": "translution",
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class Entry:
-    """A row of a published table.
-
-    Attributes:
-        table: The table's number, or those of two tables that share the row.
-        size: Of the model, ``"A/12"`` for images and ``"A-160"`` for text.
-        method: A key of `relattn.models.variants.METHODS`.
-        published: The row as printed.
-        options: Of the method, such as ``{"rank": 16}``.
-    """
-
-    table: str
-    size: str
-    method: str
-    published: Mapping[str, str]
-    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-
-    @property
-    def words(self) -> list[str]:
-        """The method and its options, ``["lor_translution", "rank=2"]``."""
-        words = [self.method]
-        for key, value in self.options.items():
-            words.append(key if value is True else f"{key}={value}")
-        return words
-
-
 def translution_entries() -> Iterator[Entry]:
-    """The rows of tables 2 to 8, 10 and 11, in the paper's order.
+    """Reads the rows of Translution's tables 2 to 8, 10 and 11.
 
     Yields:
-        One entry a row.
+        One entry per row, in the paper's order.
 
     Example:
         >>> entries = list(translution_entries())
@@ -386,38 +342,22 @@ def translution_entries() -> Iterator[Entry]:
         yield Entry("10", "A/12", row["method"], row, learned)
 
 
-@dataclasses.dataclass(frozen=True)
-class Size:
-    """The parameter count of one model, and what it costs.
+def read_published(name: str) -> list[dict[str, str]]:
+    """Reads a published table.
 
-    Attributes:
-        model: Name of the model.
-        size: Name of its size.
-        method: Its attention and position encoding.
-        image: Height x width x channels of the images; empty for text.
-        params: Our count.
-        published: The published count, None where there is none.
-        note: Why they differ, where they do.
-        table: The published table that has the row.
-        printed: The published count as printed.
-        multiply_adds: True multiply-adds of a forward pass, for an image or for a
-            sequence of text; None where they are not counted.
-        multiply_adds_per_token: The same for one token of text.
-        paper_flops: What the paper states for the same pass, as printed.
+    Args:
+        name: File in ``relattn/evaluation/published``, without ``.csv``.
+
+    Returns:
+        The rows, as dicts.
+
+    Example:
+        >>> read_published("translution_table2_mnist")[0]["method"]
+        'self_attention'
     """
-
-    model: str
-    size: str
-    method: str
-    image: str
-    params: int
-    published: int | None
-    note: str = ""
-    table: str = ""
-    printed: str = ""
-    multiply_adds: int | None = None
-    multiply_adds_per_token: int | None = None
-    paper_flops: str = ""
+    folder = importlib.resources.files("relattn.evaluation") / "published"
+    with (folder / f"{name}.csv").open() as file:
+        return list(csv.DictReader(file))
 
 
 def count_parameters(
@@ -430,11 +370,11 @@ def count_parameters(
 
     Args:
         model: A module called on images or on token ids.
-        image_shape: Height, width and channels; None for a model of text.
-        num_tokens: Length of a sequence of text.
+        image_shape: Height, width and channels; None for a text model.
+        num_tokens: Length of the text sequence.
 
     Returns:
-        The number of trainable scalars.
+        The number of trainable parameters.
 
     Example:
         >>> count_parameters(nn.Dense(3), (1, 1, 2))
@@ -474,7 +414,7 @@ def multiply_adds(
         num_layers: Number of layers.
         num_heads: Number of heads.
         mlp_dim: Width of the feed-forward networks' hidden layer.
-        causal: Whether a token attends to itself and earlier tokens only.
+        causal: If True, tokens attend only to themselves and earlier tokens.
 
     Returns:
         The number of multiply-adds.
@@ -485,7 +425,7 @@ def multiply_adds(
         226273536
 
     Source:
-        Translution, section 3.3; its own figures miss that a projection is per pair.
+        Translution, section 3.3. The paper's figures project per token, not per pair.
     """
     name, options = spec.parse(attention)
     n, square = num_tokens, dim * dim
@@ -506,34 +446,93 @@ def multiply_adds(
     return num_layers * layer
 
 
-def read_published(name: str) -> list[dict[str, str]]:
-    """Reads a published table.
+def parameters(printed: str) -> int:
+    """Converts a printed count to a number.
 
     Args:
-        name: Of the file in ``relattn/evaluation/published``, without ``.csv``.
+        printed: In millions, ``"116.2M"``.
 
     Returns:
-        Its rows.
+        The count.
 
     Example:
-        >>> read_published("translution_table2_mnist")[0]["method"]
-        'self_attention'
+        >>> parameters("116.2M")
+        116200000
     """
-    folder = importlib.resources.files("relattn.evaluation") / "published"
-    with (folder / f"{name}.csv").open() as file:
-        return list(csv.DictReader(file))
+    return int(decimal.Decimal(printed.removesuffix("M")) * 10**6)
+
+
+def agrees(params: int, printed: str) -> bool:
+    """Checks a count against a printed one, rounded or truncated to its digits.
+
+    Args:
+        params: A count.
+        printed: In millions, ``"116.2M"``.
+
+    Returns:
+        True if they agree.
+
+    Example:
+        >>> agrees(116164138, "116.2M"), agrees(4685032, "4.68M")
+        (True, True)
+        >>> agrees(4875112, "4.89M")
+        False
+    """
+    number = decimal.Decimal(printed.removesuffix("M"))
+    exact = decimal.Decimal(params) / 10**6
+    modes = (decimal.ROUND_HALF_UP, decimal.ROUND_DOWN)
+    return any(exact.quantize(number, mode) == number for mode in modes)
+
+
+@command.entry_point
+def main(argv: Sequence[str] | None = None) -> None:
+    """Prints the counts as a table or as JSON.
+
+    Args:
+        argv: Command-line arguments, by default the process's.
+    """
+    parser = command.Parser("python -m relattn.evaluation.sizes", __doc__)
+    parser.add_argument("--json", action="store_true", help="print a JSON list")
+    args = parser.parse_args(argv)
+    rows = [dataclasses.asdict(size) for size in sizes()]
+    if args.json:
+        print(json.dumps(rows, indent=2))
+        return
+    header = ("table", "model", "size", "method", "image")
+    numbers = ("params", "published", "difference", "MAC", "FLOPs in paper")
+    table = [header + numbers]
+    table += [_cells(row, header) for row in rows]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    for line in table:
+        cells = [
+            cell.rjust(width) if index >= len(header) else cell.ljust(width)
+            for index, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ]
+        print("  ".join(cells).rstrip())
+    for note in sorted({row["note"] for row in rows if row["note"]}):
+        print(f"Note: {note}.")
+    print(f"Note: {COST_NOTE}.")
+
+
+def _cells(row: Mapping[str, Any], header: tuple[str, ...]) -> tuple[str, ...]:
+    """Formats a row; counts printed in millions are compared to their digits."""
+    published, difference = row["printed"] or "-", ""
+    if row["published"] is not None and not row["printed"]:
+        published = f"{row['published']:,}"
+        difference = f"{row['params'] - row['published']:+,}"
+    elif row["published"] is not None and not agrees(row["params"], published):
+        difference = f"{(row['params'] - row['published']) / 1e6:+.2f}M"
+    cost = "" if row["multiply_adds"] is None else f"{row['multiply_adds'] / 1e6:,.1f}M"
+    names = tuple(row[name] for name in header)
+    return (
+        *names,
+        f"{row['params']:,}",
+        published,
+        difference,
+        cost,
+        row["paper_flops"],
+    )
 
 
 if __name__ == "__main__":
     main()
-
-
-# The names of Horn et al., and the arguments of configs/baselines.py and
-# configs/performer.py.
-BASELINES = {
-    "AlexNet": "alexnet",
-    "VGG-16": "vgg16",
-    "ResNet-18": "resnet18",
-    "Linformer": "linformer",
-    "Routing Transformer": "routing",
-}

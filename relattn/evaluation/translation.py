@@ -1,4 +1,4 @@
-"""Translation error: how an attention layer's output changes when its content moves.
+"""Measures how an attention layer's output changes when its content is shifted.
 
 ``python -m relattn.evaluation.translation`` prints the table of docs/contracts.md.
 """
@@ -28,9 +28,9 @@ class TranslationError:
     Errors are relative to the norm of the output.
 
     Attributes:
-        single: Root mean square over the draws of a single draw's error.
+        single: Root mean square of the errors of single draws.
         mean: Error of the output averaged over the draws.
-        standard_error: Standard error of ``mean`` by chance alone.
+        standard_error: Standard error of ``mean`` due to the finite number of draws.
     """
 
     single: float
@@ -39,23 +39,23 @@ class TranslationError:
 
     @property
     def verdict(self) -> str:
-        """Whether the layer is translation equivariant, as measured.
+        """Classifies the layer's translation equivariance.
 
-        ``"exact"``; ``"no"``, where the mean is over 4 standard errors; ``"in
-        expectation"``, where it is within 2, about one of which chance alone gives;
-        or ``"too noisy to tell"``.
+        ``"exact"`` if single draws have no error; ``"no"`` if the mean error exceeds 4
+        standard errors; ``"in expectation"`` if it is at most 2 (about 1 is expected by
+        chance); otherwise ``"too noisy to tell"``.
         """
         if self.single <= EXACT:
             return "exact"
         if self.mean > 4 * self.standard_error:
             return "no"
-        by_chance = self.mean <= 2 * self.standard_error
+        within_noise = self.mean <= 2 * self.standard_error
         precise = self.standard_error <= LARGEST_STANDARD_ERROR
-        return "in expectation" if by_chance and precise else "too noisy to tell"
+        return "in expectation" if within_noise and precise else "too noisy to tell"
 
 
 class _Layer(nn.Module):
-    """A position encoding and one attention layer, as in the models."""
+    """One attention layer with a position encoding, composed as in the models."""
 
     attention: str
     position: str
@@ -88,27 +88,27 @@ def translation_error(
 ) -> TranslationError:
     """Measures the translation error of an attention layer.
 
-    Random content lies on an otherwise empty (masked) canvas, with a CLS token before
-    it. It is moved by whole tokens; y and y' are the content's outputs before and
-    after. The error is |y' - y| / |y|, for single draws of the random features and
-    parameters, and for the mean over draws of the random features.
+    Random content is placed on an otherwise empty (masked) canvas, after a CLS token,
+    and shifted by whole tokens. With y and y' the content's outputs before and after,
+    the error is |y' - y| / |y|: for single draws of the random features, and for the
+    mean over the draws.
 
     Args:
         attention: Spec of an attention.
         position: Spec of a position encoding.
-        shift: Rows and columns by which the content moves, in tokens.
+        shift: Shift of the content, rows and columns in tokens.
         content: Height and width of the content, in tokens.
         grid: Height and width of the canvas, in tokens.
         dim: Width of the tokens.
         num_heads: Number of heads.
         draws: Number of draws of the random features.
-        seed: Seed of content, parameters and draws.
+        seed: Seed of the content, parameters and draws.
 
     Returns:
         The errors.
 
     Raises:
-        ValueError: If the moved content does not fit on the canvas.
+        ValueError: If the shifted content does not fit on the canvas.
 
     Example:
         >>> translation_error("softmax", "none", draws=2).verdict
@@ -116,30 +116,32 @@ def translation_error(
     """
     if any(c + s > g for c, s, g in zip(content, shift, grid, strict=True)):
         raise ValueError(
-            f"content {content} moved by {shift} does not fit on the canvas {grid}"
+            f"content {content} shifted by {shift} does not fit on the canvas {grid}"
         )
     content_key, init_key, table_key, draw_key = jax.random.split(
         jax.random.key(seed), 4
     )
     tokens = jax.random.normal(content_key, (1 + content[0] * content[1], dim))
 
-    def places(corner: offsets.Grid):
+    def positions(corner: offsets.Grid):
         rows = np.arange(corner[0], corner[0] + content[0])
         columns = np.arange(corner[1], corner[1] + content[1])
         return 1 + (rows[:, None] * grid[1] + columns).reshape(-1)
 
-    # A batch of two: the content before and after.
+    # A batch of two: the content before and after the shift.
     num_tokens, both = 1 + grid[0] * grid[1], np.array([[0], [1]])
-    inside = np.stack([places((0, 0)), places(shift)])
+    inside = np.stack([positions((0, 0)), positions(shift)])
     index = np.pad(inside, ((0, 0), (1, 0)))
     x = jnp.zeros((2, num_tokens, dim)).at[both, index].set(tokens)
     key_mask = jnp.zeros((2, num_tokens), bool).at[both, index].set(True)
     layer = _Layer(attention, position, dim, num_heads)
 
-    # Without jit, whose program would be compiled for every pair.
-    tokens_of, mask_of = (jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (x, key_mask))
-    variables = layer.lazy_init(init_key, tokens_of, grid, mask_of)
-    # Tables start at zero, where position heads would see no position at all.
+    # Not under jit, which would compile a program for every pair.
+    tokens_spec, mask_spec = (
+        jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (x, key_mask)
+    )
+    variables = layer.lazy_init(init_key, tokens_spec, grid, mask_spec)
+    # Position tables start at zero; random ones make positions matter.
     leaves, structure = jax.tree.flatten(variables["params"])
     keys = jax.random.split(table_key, len(leaves))
     params = [
@@ -151,17 +153,17 @@ def translation_error(
 
     @jax.jit
     def outputs(variables, indices):
-        def of_draw(index):
+        def output(index):
             features = redraw(drawn, draw_key, index)
             state = {**variables, "random_features": features}
             return layer.apply(state, x, grid, key_mask)[both, inside]
 
-        return jax.lax.map(of_draw, indices)
+        return jax.lax.map(output, indices)
 
     if jax.tree.leaves(drawn):
         all_outputs = np.asarray(outputs(variables, jnp.arange(draws)))
     else:
-        # All draws are equal; two make a variance of 0.
+        # Without random features all draws are equal: two give a variance of 0.
         draws = 2
         all_outputs = np.repeat(outputs(variables, jnp.arange(1)), draws, axis=0)
     y, y_moved = np.moveaxis(all_outputs, 1, 0)
@@ -175,7 +177,7 @@ def translation_error(
     )
 
 
-# Options that change what holds, with a position that shows it.
+# Options that change the verdict, each with a position that shows it.
 VARIANTS = (
     ("favor(features='trigonometric')", "constrained_sincos"),
     ("favor(features='trigonometric')", "sincos_bias"),
@@ -186,10 +188,10 @@ VARIANTS = (
 
 
 def all_pairs() -> list[tuple[str, str]]:
-    """Every attention of relattn with every position encoding that it honours.
+    """Lists every attention with every single position encoding that it supports.
 
     Returns:
-        Their names; one encoding alone, no sums.
+        Pairs of names.
 
     Example:
         >>> ("banded", "sincos") in all_pairs(), ("banded", "rope2d") in all_pairs()
@@ -197,15 +199,16 @@ def all_pairs() -> list[tuple[str, str]]:
     """
     return [
         (attention, position)
-        for attention, of_attention in ATTENTIONS.items()
-        for position, of_position in POSITIONS.items()
-        if of_position.site in of_attention.sites and {attention, position} <= BUILT_IN
+        for attention, attention_entry in ATTENTIONS.items()
+        for position, position_entry in POSITIONS.items()
+        if position_entry.site in attention_entry.sites
+        and {attention, position} <= BUILT_IN
     ]
 
 
 @command.entry_point
 def main(argv: Sequence[str] | None = None) -> None:
-    """Prints the translation error of every attention with every position.
+    """Prints a table of the translation errors of all pairs.
 
     Args:
         argv: Command-line arguments, by default the process's.

@@ -1,4 +1,4 @@
-"""Sampling from a run."""
+"""Text generation with the model of a run."""
 
 import dataclasses
 import importlib
@@ -30,7 +30,7 @@ def workdir(tmp_path_factory):
     return folder
 
 
-def test_a_prompt_is_continued_to_the_end_of_the_context(workdir):
+def test_sample_fills_the_context_and_depends_on_the_seed(workdir):
     texts = sample_lib.sample(workdir, "ROMEO:", num_samples=2, top_k=5)
     assert len(texts) == 2 and texts[0] != texts[1]
     assert all(text.startswith("ROMEO:") for text in texts)
@@ -40,7 +40,7 @@ def test_a_prompt_is_continued_to_the_end_of_the_context(workdir):
     )
 
 
-def test_the_command_prints_the_text(workdir, capsys):
+def test_command_prints_the_text(workdir, capsys):
     arguments = ["--prompt=To be", "--num_tokens=3", "--temperature=0"]
     sample_lib.main([f"--workdir={workdir}", *arguments])
     printed = capsys.readouterr().out
@@ -62,7 +62,7 @@ def test_the_command_prints_the_text(workdir, capsys):
         (["--checkpoint=last"], "checkpoint must be 'best' or 'latest'"),
     ],
 )
-def test_bad_input_is_one_sentence(workdir, capsys, arguments, message):
+def test_invalid_input_fails_with_one_sentence(workdir, capsys, arguments, message):
     with pytest.raises(SystemExit, match="2"):
         sample_lib.main([f"--workdir={workdir}", *arguments])
     error = capsys.readouterr().err
@@ -70,14 +70,14 @@ def test_bad_input_is_one_sentence(workdir, capsys, arguments, message):
     assert len(error.splitlines()) == 1
 
 
-def test_a_run_of_another_vocabulary_is_refused(workdir, monkeypatch):
+def test_other_vocabulary_or_data_is_rejected(workdir, monkeypatch):
     def load(change):
         run = training.load_run(workdir)
         info = dataclasses.replace(run.data, **change)
         return lambda *_: dataclasses.replace(run, data=info)
 
     monkeypatch.setattr(sample_lib, "load_run", load({"vocab_size": 300}))
-    message = "vocabulary of 300 tokens, the tokenizer 'bytes' one of 256"
+    message = "vocabulary of 300 tokens, but the tokenizer 'bytes' has 256"
     with pytest.raises(ValueError, match=message):
         sample_lib.sample(workdir, "To be")
     monkeypatch.setattr(sample_lib, "load_run", load({"kind": "images"}))

@@ -1,4 +1,4 @@
-"""Golden parameter counts."""
+"""Parameter counts against published and hand-computed ones."""
 
 import collections
 import csv
@@ -32,8 +32,8 @@ GOLDEN = {
 
 
 # Linformer by hand: 12 layers of four products of 256 x 256, two projections of 2 x 64,
-# an MLP of width 1,024 and two norms; besides them the embedding of the patch, CLS, a
-# position, a norm and the head.
+# an MLP of width 1,024 and two norms; plus the patch embedding, CLS, a position, a norm
+# and the head.
 LAYER = 4 * 256**2 + 256 + 2 * 2 * 64 + 2 * 256 * 1024 + 1024 + 256 + 4 * 256
 REST = 256 + 256 + 256 + 2 * 256 + 257 * 10
 PUBLISHED_BASELINES = {
@@ -71,13 +71,13 @@ def translution_rows(all_rows):
     return [row for row in all_rows if row.table != "Horn et al."]
 
 
-def test_counts_are_the_published_ones_and_the_cls_token(rows):
+def test_performer_counts_are_published_plus_cls_token(rows):
     counts = {(row.method, row.image): row.params for row in rows}
     assert counts == {key: count + CLS for key, count in GOLDEN.items()}
     assert all(row.params == row.published + CLS for row in rows)
 
 
-def test_baselines_are_published_to_the_printed_digits(all_rows):
+def test_baseline_counts_match_the_printed_digits(all_rows):
     baselines = [
         row
         for row in all_rows
@@ -98,8 +98,8 @@ def test_baselines_are_published_to_the_printed_digits(all_rows):
     assert images["32x32x1"] == images["32x32x3"] == len(baselines) / 2
 
 
-def by_hand(row):
-    """The count of a row's model, from the sizes of its arrays."""
+def count_by_hand(row):
+    """Counts a row's parameters from the shapes of the arrays."""
     letter, number = re.fullmatch(r"(?:GPT-)?([ABC])[/-](\d+)", row.size).groups()
     layers, dim, num_heads, number = {
         "A": (6, 192, 3, int(number)),
@@ -146,7 +146,7 @@ def by_hand(row):
     return total + layers * layer
 
 
-def test_every_row_of_the_tables_is_there(translution_rows):
+def test_all_rows_of_the_tables_are_present(translution_rows):
     tables = collections.Counter(row.table for row in translution_rows)
     expected = {"2": 6, "3": 27, "4": 9, "5": 4, "6, 11": 6, "11": 5}
     assert tables == expected | {"7": 15, "8": 9, "10": 4}
@@ -154,12 +154,12 @@ def test_every_row_of_the_tables_is_there(translution_rows):
     assert {"translution absolute", "lor_translution rank=2 base=False"} <= methods
 
 
-def test_counts_are_those_by_hand(translution_rows):
+def test_counts_equal_those_by_hand(translution_rows):
     for row in translution_rows:
-        assert row.params == by_hand(row), (row.size, row.method)
+        assert row.params == count_by_hand(row), (row.size, row.method)
 
 
-def test_counts_are_published_to_the_printed_digits(translution_rows):
+def test_translution_counts_match_the_printed_digits(translution_rows):
     slips = {}
     for row in translution_rows:
         if row.published is not None and not agrees(row.params, row.printed):
@@ -173,12 +173,12 @@ def test_counts_are_published_to_the_printed_digits(translution_rows):
     assert counts["GPT-C-160", "self_attention"] == 59_940_096
 
 
-def test_the_position_beside_relative_vectors_is_said(translution_rows):
-    vectors = [row for row in translution_rows if "beside learned" in row.note]
+def test_relative_vectors_have_a_note_on_learned_positions(translution_rows):
+    vectors = [row for row in translution_rows if "combined with learned" in row.note]
     assert [row.method for row in vectors] == ["relative_key", "relative_value"] * 2
 
 
-def test_what_did_not_fit_into_memory_is_counted_too(translution_rows):
+def test_rows_out_of_memory_are_counted(translution_rows):
     counts = {
         row.size: row.params
         for row in translution_rows
@@ -196,20 +196,20 @@ def test_what_did_not_fit_into_memory_is_counted_too(translution_rows):
     }
 
 
-def test_costs_are_true_ones_beside_the_papers(translution_rows):
+def test_multiply_adds_count_a_projection_per_pair(translution_rows):
     rows = {(row.size, row.method): row for row in translution_rows}
     translution = {
         size: rows[size, "translution"].multiply_adds
         for size in ("A/56", "A/12", "A/7")
     }
-    # 256 M, 1.8 G and 14 G, where the paper prints 75.86M, 140.5M and 436.6M.
+    # The paper prints 75.86M, 140.5M and 436.6M.
     assert translution == {
         "A/56": 255_366_912,
         "A/12": 1_765_529_472,
         "A/7": 14_289_624_192,
     }
     assert rows["A/7", "translution"].paper_flops == "436.6M"
-    # Of self-attention the paper's counter is right, but for norms and the softmax.
+    # For self-attention the paper also counts norms and the softmax.
     for size, printed in (("A/56", 75.86e6), ("A/16", 644.8e6), ("C/16", 4.609e9)):
         ours = rows[size, "self_attention"].multiply_adds
         assert 0.98 * printed < ours < printed
@@ -221,13 +221,13 @@ def test_costs_are_true_ones_beside_the_papers(translution_rows):
 @pytest.mark.parametrize(
     "path", sorted(PUBLISHED.glob("translution*.csv")), ids=lambda path: path.stem
 )
-def test_the_published_tables_are_copied_whole(path):
+def test_published_tables_are_complete_copies(path):
     copy = importlib.resources.files("relattn.evaluation") / "published" / path.name
     assert copy.read_text() == path.read_text()
 
 
 @pytest.mark.skipif(not PUBLISHED.exists(), reason="needs ../shared/published")
-def test_the_published_counts_are_transcribed_whole(rows):
+def test_published_counts_are_complete(rows):
     with (PUBLISHED / "performer_param_counts.csv").open() as file:
         published = [int(row["params"]) for row in csv.DictReader(file)]
     assert [row.published for row in rows] == published
@@ -243,7 +243,7 @@ def test_json_lists_the_rows(all_rows, monkeypatch, capsys):
     )
 
 
-def test_table_shows_both_counts(all_rows, monkeypatch, capsys):
+def test_table_shows_our_and_published_counts(all_rows, monkeypatch, capsys):
     monkeypatch.setattr(sizes, "sizes", lambda: all_rows)
     sizes.main([])
     out = capsys.readouterr().out
@@ -259,7 +259,7 @@ def test_table_shows_both_counts(all_rows, monkeypatch, capsys):
     assert row.split() in lines
     row = "Horn et al. routing modern routing(clusters=8) 32x32x1 11,428,490 11.4M"
     assert row.split() in lines
-    assert "the paper's counter misses" in out
+    assert "paper's counter misses" in out
     assert "out of memory" in out
 
 
@@ -267,7 +267,7 @@ SIZES = {"num_tokens": 7, "dim": 6, "num_layers": 3, "num_heads": 2, "mlp_dim": 
 OTHER_PRODUCTS = 7 * (6 * 6 + 2 * 6 * 11)
 
 
-def test_the_formula_by_hand():
+def test_multiply_adds_by_hand():
     def per_layer(attention, **options):
         cost = multiply_adds(attention, **(SIZES | options))
         assert cost % 3 == 0
@@ -291,7 +291,7 @@ def test_the_formula_by_hand():
         assert subset == per_layer("softmax") + expected
 
 
-def test_nothing_is_allocated_to_count():
+def test_count_parameters_allocates_nothing():
     class Huge(nn.Module):
         @nn.compact
         def __call__(self, tokens):
@@ -302,7 +302,7 @@ def test_nothing_is_allocated_to_count():
     assert count_parameters(Huge(), num_tokens=5) == 10**13
 
 
-def test_printed_digits_are_rounded_or_cut_off():
+def test_agrees_accepts_rounded_and_truncated_digits():
     assert agrees(4_685_032, "4.69M") and agrees(4_685_032, "4.68M")
     assert not agrees(4_685_032, "4.70M") and not agrees(4_685_032, "4.67M")
     assert agrees(116_164_138, "116.2M") and not agrees(59_940_096, "60.0M")

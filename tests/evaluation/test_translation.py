@@ -1,4 +1,4 @@
-"""The measured translation error of attentions with position encodings."""
+"""Measured translation errors of attentions with position encodings."""
 
 import pytest
 
@@ -18,16 +18,16 @@ def test_verdict(attention, position, verdict):
     assert error.verdict == verdict, error
 
 
-def test_strategy_1_as_a_bias_is_exact_for_every_draw():
+def test_sincos_bias_is_exact_for_every_draw():
     exact, concatenated = (
         translation_error("favor", position, draws=16)
         for position in ("sincos_bias", "constrained_sincos")
     )
-    # No draw's error is more than the root of their number times the mean square's.
+    # The largest error is at most sqrt(draws) times the root mean square.
     assert 16**0.5 * exact.single <= 1e-5
     assert concatenated.single > 0.01
 
 
-def test_content_must_stay_on_the_canvas():
-    with pytest.raises(ValueError, match=r"moved by \(9, 0\) does not fit"):
+def test_content_that_leaves_the_canvas_is_rejected():
+    with pytest.raises(ValueError, match=r"shifted by \(9, 0\) does not fit"):
         translation_error("softmax", "none", shift=(9, 0))

@@ -14,7 +14,7 @@ def curve(mean):
     }
 
 
-def test_demo_table_has_means_and_spreads():
+def test_demo_table_has_means_and_standard_deviations():
     results = {
         "a": {
             "seeds": [0],
@@ -35,14 +35,14 @@ def test_demo_table_has_means_and_spreads():
     assert lines[3].startswith("| b | 85.0% ± 7.1 | 42.0% ± 1.2 | 58.0% ± 1.2 |")
 
 
-def test_demo_refuses_an_unknown_variant(tmp_path):
+def test_invalid_variants_and_seeds_are_rejected(tmp_path):
     with pytest.raises(ValueError, match="did you mean 'learnable_sincos'"):
         run_demo(tmp_path, variants=["learnable_sinco"])
     with pytest.raises(ValueError, match="seeds must be at least 1, got 0"):
         run_demo(tmp_path, seeds=0)
 
 
-def test_demo_shows_why_a_training_failed(tmp_path):
+def test_error_has_the_log_of_the_failed_training(tmp_path):
     message = "learnable_sincos, seed 0 failed; .*train.log ends with:(.|\n)*num_steps"
     with pytest.raises(ChildProcessError, match=message):
         run_demo(
@@ -50,7 +50,7 @@ def test_demo_shows_why_a_training_failed(tmp_path):
         )
 
 
-def test_demo_runs_from_the_root_only(tmp_path, monkeypatch):
+def test_demo_runs_only_in_the_root_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match="run the demo from the project's root"):
         run_demo(tmp_path)
@@ -66,7 +66,7 @@ TINY = [
 ]
 
 
-def test_demo_trains_compares_and_goes_on_where_it_was(tmp_path, capfd):
+def test_demo_trains_and_compares(tmp_path, capfd):
     table = run_demo(tmp_path, overrides=TINY)
     assert "| learnable_sincos | " in table
     assert "| constrained_sincos | " in table

@@ -13,7 +13,7 @@ from studies.launcher import KEEP_HEAP, Training, train
 from tests.helpers.trained import CONFIG, IMAGES, TEXT, make_training
 
 
-def test_read_config_is_that_of_train_py():
+def test_read_config_applies_overrides():
     options = ["--config.num_epochs=3", "--config.model.dim", "8"]
     config = read_config("configs/demo.py", options)
     assert (config.num_epochs, config.model.dim, config.is_locked) == (3, 8, True)
@@ -27,7 +27,7 @@ def test_read_config_is_that_of_train_py():
         read_config(CONFIG, ["--config.num_epochs=x"])
 
 
-def test_a_run_is_complete_at_its_last_step_with_its_configuration(tmp_path):
+def test_run_is_complete_at_its_last_step_with_its_configuration(tmp_path):
     assert not Training("banded", CONFIG, tmp_path).is_complete()
     training = make_training(tmp_path)
     assert training.is_complete()
@@ -41,7 +41,7 @@ def test_a_run_is_complete_at_its_last_step_with_its_configuration(tmp_path):
 
 @pytest.mark.parametrize("name", ["run.json", "result.json"])
 @pytest.mark.parametrize("text", ["{", "[]", "{}", "3", '{"config": "x", "step": []}'])
-def test_a_run_with_a_damaged_record_is_not_complete(tmp_path, name, text):
+def test_run_with_damaged_files_is_not_complete(tmp_path, name, text):
     training = make_training(tmp_path)
     (tmp_path / name).write_text(text)
     assert not training.is_complete()
@@ -54,7 +54,7 @@ def test_a_run_with_a_damaged_record_is_not_complete(tmp_path, name, text):
         (TEXT, "loss", "loss 0.625", "a validation loss of 0.625"),
     ],
 )
-def test_progress_is_a_line_where_there_is_no_terminal(
+def test_progress_is_printed_without_a_terminal(
     tmp_path, monkeypatch, capfd, info, metric, progress, outcome
 ):
     row = {"epoch": 2.0, "step": 6, "train_loss": 1.0, "train_accuracy": 0.5}
@@ -71,7 +71,7 @@ def test_progress_is_a_line_where_there_is_no_terminal(
 
 
 @pytest.mark.parametrize("own", [None, "glibc.malloc.perturb=1"])
-def test_processes_keep_their_heap_unless_told_otherwise(tmp_path, monkeypatch, own):
+def test_malloc_options_are_set_unless_the_user_sets_them(tmp_path, monkeypatch, own):
     program = tmp_path / "program"
     program.write_text("#!/bin/sh\necho $GLIBC_TUNABLES\n")
     program.chmod(0o755)
@@ -86,7 +86,7 @@ def test_processes_keep_their_heap_unless_told_otherwise(tmp_path, monkeypatch, 
     assert training.log.read_text().strip() == (own or KEEP_HEAP)
 
 
-def test_one_that_fails_need_not_end_the_others(tmp_path, capfd):
+def test_keep_going_continues_after_a_failure(tmp_path, capfd):
     options = ["--config.no_such_key=1"]
     trainings = [
         Training("a", CONFIG, tmp_path / "a", overrides=options),
@@ -99,7 +99,7 @@ def test_one_that_fails_need_not_end_the_others(tmp_path, capfd):
         assert f"{training.log} ends with" in training.error
 
 
-def test_sigterm_ends_the_trainings_too(tmp_path, monkeypatch):
+def test_sigterm_ends_the_trainings(tmp_path, monkeypatch):
     program = tmp_path / "program"
     program.write_text("#!/bin/sh\nexec sleep 600\n")
     program.chmod(0o755)
@@ -111,7 +111,7 @@ def test_sigterm_ends_the_trainings_too(tmp_path, monkeypatch):
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    # Were it not handled, it would end the tests.
+    # Without a handler, SIGTERM would end the tests.
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         sender = threading.Thread(target=send)
@@ -126,7 +126,7 @@ def test_sigterm_ends_the_trainings_too(tmp_path, monkeypatch):
     assert training.process.returncode == -signal.SIGTERM
 
 
-def test_a_training_that_ignores_sigterm_is_killed(tmp_path, monkeypatch):
+def test_training_that_ignores_sigterm_is_killed(tmp_path, monkeypatch):
     program = tmp_path / "program"
     program.write_text("#!/bin/sh\ntrap '' TERM\ntouch $0.started\nexec sleep 600\n")
     program.chmod(0o755)
@@ -145,8 +145,8 @@ def test_a_training_that_ignores_sigterm_is_killed(tmp_path, monkeypatch):
     assert training.process.returncode == -signal.SIGKILL
 
 
-def test_processes_are_in_groups_of_their_own(tmp_path, monkeypatch):
-    """Ctrl-C reaches the group of the study alone, which then ends them by SIGTERM."""
+def test_each_process_has_its_own_process_group(tmp_path, monkeypatch):
+    """Ctrl-C then reaches only the study, which sends SIGTERM to the processes."""
     monkeypatch.setattr(sys, "executable", "true")
     training = Training("banded", CONFIG, tmp_path)
     training.start()
@@ -169,7 +169,7 @@ GPU 0: NVIDIA H (UUID: GPU-7f-a)
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
-    """Fakes a machine with JAX for CUDA, and what nvidia-smi lists on it."""
+    """Fakes JAX's CUDA plugin and the output of nvidia-smi."""
 
     def fake(listed):
         (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\nprintf '{listed}'\n")
@@ -184,7 +184,7 @@ def machine(tmp_path, monkeypatch):
     return fake
 
 
-def test_gpus_are_found_without_cuda(machine, tmp_path, monkeypatch):
+def test_visible_gpus_needs_no_cuda(machine, tmp_path, monkeypatch):
     machine(LISTED)
     assert launcher.visible_gpus() == ["GPU-7f-a", "GPU-7f-b"]
     machine(DIVIDED)
@@ -209,7 +209,7 @@ def test_gpus_are_found_without_cuda(machine, tmp_path, monkeypatch):
         (3, ["GPU-7f-a", "GPU-7f-b", "GPU-7f-a"]),
     ],
 )
-def test_each_of_several_trainings_sees_one_gpu(
+def test_each_parallel_training_sees_one_gpu(
     machine, tmp_path, monkeypatch, jobs, seen
 ):
     machine(LISTED)

@@ -27,7 +27,7 @@ TINY = [
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_names_configurations_and_published_values(name):
+def test_presets_name_valid_configurations_and_published_values(name):
     preset = PRESETS[name]
     names = [row.name for row in preset.rows]
     assert len(set(names)) == len(names)
@@ -42,7 +42,7 @@ def test_a_preset_names_configurations_and_published_values(name):
                 assert row.published[column.published] or out_of_memory
 
 
-def test_the_cpu_presets_are_within_their_budget():
+def test_cpu_presets_are_within_their_budget():
     for name, runs, steps in (
         ("translution_table2_cpu", 5, {200, 1000}),
         ("translution_text", 4, {1000}),
@@ -58,7 +58,7 @@ def test_the_cpu_presets_are_within_their_budget():
     build_model(cut.model.to_dict(), num_classes=10, image_shape=(84, 84, 1))
 
 
-def test_the_studies_of_translution_train_every_published_row():
+def test_translution_presets_have_all_published_rows():
     tables = [2, 3, 4, 5, 7, 8, 10, 11]
     rows = [row for n in tables for row in PRESETS[f"translution_table{n}"].rows]
     assert len(rows) == len(list(translution_entries()))
@@ -77,10 +77,10 @@ def test_the_studies_of_translution_train_every_published_row():
     assert (published["relenc_dim"], published["with_base_qkv"]) == ("2", "0")
 
 
-def test_a_study_survives_a_crash_and_trains_what_is_missing(
+def test_study_continues_after_a_failure_and_trains_missing_runs(
     tmp_path, monkeypatch, capfd
 ):
-    # The second is not there without data.data_dir.
+    # The second run has no data.
     rows = [
         Row("works", {"": GPT}, {"loss": "1.5"}),
         Row("fails", {"": GPT.replace("cpu", "openwebtext")}),
@@ -105,7 +105,7 @@ def test_a_study_survives_a_crash_and_trains_what_is_missing(
     assert run["curve"]["mean"][1] == run["results"][0]["validation_loss"]
     assert (tmp_path / "table.csv").read_text().startswith("model,loss_mean,loss_std,")
     assert (tmp_path / "curves.png").exists()
-    # From here on nothing can be trained.
+    # Every training fails from here on.
     monkeypatch.setattr(sys, "executable", "false")
     again, failed = __main__.run_study("tiny", tmp_path, overrides=TINY)
     assert [training.name for training in failed] == ["fails, seed 0"]
@@ -115,7 +115,7 @@ def test_a_study_survives_a_crash_and_trains_what_is_missing(
     assert len(failed) == 2
 
 
-def test_the_study_of_guoji_is_nine_models_on_two_data_sets():
+def test_rpe_vit_preset_has_nine_models_on_two_data_sets():
     preset = PRESETS["rpe_vit"]
     assert preset.datasets == ["mnist", "cifar10"]
     assert len(preset.rows) == 9
@@ -139,7 +139,7 @@ def test_the_study_of_guoji_is_nine_models_on_two_data_sets():
     assert {(a, p.replace("learned", "none")) for a, p in named} == table
 
 
-def test_table_1_of_horn_et_al_is_in_its_order_and_cut_for_a_cpu():
+def test_performer_presets_have_the_order_of_table_1():
     full, cut = PRESETS["performer_table1"], PRESETS["performer_table1_cpu"]
     published = [row["model"] for row in read_published("performer_table1")]
     models = [row.published["model"] for row in full.rows]
@@ -159,7 +159,7 @@ def test_table_1_of_horn_et_al_is_in_its_order_and_cut_for_a_cpu():
             assert (data.name, data.source) == (dataset, "embedded")
 
 
-def test_the_clipping_distances_have_their_batches_and_published_accuracies():
+def test_clip_preset_has_published_batches_and_accuracies():
     preset = PRESETS["performer_clip"]
     found = {}
     for row in preset.rows:
@@ -176,7 +176,7 @@ def test_the_clipping_distances_have_their_batches_and_published_accuracies():
     }
 
 
-def test_seeds_train_in_one_run_and_count_one_by_one(tmp_path, monkeypatch, capfd):
+def test_seeds_train_in_one_process(tmp_path, monkeypatch, capfd):
     columns = [
         Column("accuracy", "accuracy", "test_accuracy", unit="percent", digits=2),
         Column("inference", "inference", "inference_seconds", unit="seconds"),
@@ -217,7 +217,7 @@ def test_seeds_train_in_one_run_and_count_one_by_one(tmp_path, monkeypatch, capf
     text, _ = __main__.run_study("tiny", tmp_path, seeds=2)
     said = capfd.readouterr().out
     assert "tiny: 1 of 1 runs to train" in said
-    # From the seed of the configuration on.
+    # The first seed is that of the configuration.
     assert "vit, seeds 42 to 43: 50.0%, 62.5% of the test images, 7 s" in said
     assert "over the seeds 42, 43." in text and ", 2 seeds together" in text
     assert "| 56.25 ± 8.84 | 1 |" in text
@@ -234,7 +234,7 @@ def test_seeds_train_in_one_run_and_count_one_by_one(tmp_path, monkeypatch, capf
     assert "2 of 2" not in capfd.readouterr().out
 
 
-def test_shifts_are_evaluated_of_all_runs_together(tmp_path, monkeypatch):
+def test_shifts_are_evaluated_for_all_runs(tmp_path, monkeypatch):
     preset = PRESETS["performer_figure1"]
     assert preset.shifts == {} and preset.datasets == ["mnist", "fashion_mnist"]
     monkeypatch.setattr(__main__, "train", lambda trainings, jobs, keep_going: None)
@@ -257,7 +257,7 @@ def test_shifts_are_evaluated_of_all_runs_together(tmp_path, monkeypatch):
     assert (tmp_path / "table.md").read_text() == text
 
 
-def test_what_a_study_refuses(tmp_path, monkeypatch):
+def test_invalid_arguments_are_rejected(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="preset 'translution_txt': did you mean"):
         __main__.run_study("translution_txt", tmp_path)
     with pytest.raises(ValueError, match="seeds must be at least 1, got 0"):
@@ -282,7 +282,7 @@ def test_what_a_study_refuses(tmp_path, monkeypatch):
         __main__.run_study("translution_text", tmp_path)
 
 
-def test_the_command_ends_as_the_runs_did(tmp_path, monkeypatch, capsys):
+def test_command_fails_if_a_run_failed(tmp_path, monkeypatch, capsys):
     failed = [make_training(tmp_path, label="a")]
     asked = []
 

@@ -21,7 +21,7 @@ def image_run(workdir, seed, static, dynamic, losses=(2.0, 1.0)):
     )
 
 
-def test_means_stand_beside_the_published_values(tmp_path):
+def test_table_has_means_and_published_values(tmp_path):
     finished = {
         ("self_attention", "static"): [
             image_run(tmp_path, 0, 0.80, 0.10),
@@ -63,13 +63,13 @@ def test_means_stand_beside_the_published_values(tmp_path):
     assert (tmp_path / "curves.png").read_bytes()[1:4] == b"PNG"
 
 
-def test_equal_values_have_no_deviation_by_rounding(tmp_path):
+def test_equal_values_have_zero_deviation(tmp_path):
     runs = [image_run(tmp_path, seed, 0.123, 0.1) for seed in range(3)]
     results = study_results(TABLE2, {("self_attention", "static"): runs})
     assert results["rows"][0]["columns"]["static_static"]["std"] == 0.0
 
 
-def test_a_study_without_published_rows_and_with_failures(tmp_path):
+def test_table_without_published_values_and_with_failures(tmp_path):
     preset = PRESETS["translution_text"]
     rows = [{"step": 10, "validation_loss": 2.0}]
     losses = {"validation_loss": 2.0, "validation_perplexity": 7.389}
@@ -91,23 +91,23 @@ def test_a_study_without_published_rows_and_with_failures(tmp_path):
     plot_study(results, tmp_path / "curves.png")
 
 
-def test_losses_are_smoothed_and_notes_stand_below(tmp_path):
+def test_losses_are_smoothed_and_notes_are_printed(tmp_path):
     preset = PRESETS["rpe_vit"].on("mnist").of(["favor"])
     values = [3.0, 1.0, 2.0]
     rows = [{"step": i, "validation_loss": v} for i, v in enumerate(values)]
     result = {"validation_accuracy": 0.75, "inference_seconds": 1.5}
     done = make_training(tmp_path / "run", rows=rows, **result)
     text = study_table(preset, study_results(preset, {("favor", "mnist"): [done]}))
-    # Weights of 0.6 to the power of the age.
+    # Weights are powers of 0.6.
     loss = (3 * 0.36 + 1 * 0.6 + 2) / (0.36 + 0.6 + 1)
     assert f"| favor | 2.71M | {loss:.3f} | 0.11 | 75.00 | 96.94 | 87.50 |" in text
     assert "quoted from the text" in text
-    assert "Inference is that of 10,000 test images on the device below" in text
+    assert "Inference is timed on 10,000 test images on the device below" in text
     assert "an A100 on Google Colab" in text and "on 2 x abacus" in text
 
 
-def test_a_metric_that_is_not_measured_is_missing(tmp_path):
-    # Top-5 accuracy is measured of more than ten classes only.
+def test_missing_metrics_are_dashes(tmp_path):
+    # Top-5 accuracy is measured only with more than ten classes.
     preset = PRESETS["translution_table3"]
     row = preset.rows[0]
     (trained,) = row.runs

@@ -1,1 +1,1 @@
-"""Benchmarks: speed, memory, the input pipeline, and hours of training."""
+"""Benchmarks: speed, memory, input pipeline and hours of training."""

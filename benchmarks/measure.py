@@ -1,7 +1,7 @@
-"""One measurement of `benchmarks.speed`, in a process of its own.
+"""Measures the time and memory of one kernel, for `benchmarks.speed`.
 
-``python -m benchmarks.measure REQUEST`` takes a JSON object with the
-keys of `measure` and prints the result as the last line.
+``python -m benchmarks.measure REQUEST`` takes a JSON object with the arguments of
+`measure` and prints the result as the last line.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from benchmarks.speed_cases import CASES, Case, Sizes
 from relattn import command
 
 _MEGABYTE = 1e6
-# A measurement starts no further repeat once it has taken this long.
+# No further repeat starts after this time.
 _LONGEST_SECONDS = 60.0
 
 
 def measure(
     kernel: str, sizes: dict[str, Any], *, repeats: int = 5, backward: bool = True
 ) -> dict[str, Any]:
-    """Times a kernel and the memory it takes beyond its inputs.
+    """Measures a kernel's time and its peak memory beyond the inputs.
 
-    The peak is the device's where it counts (GPU); on CPU that of the process,
-    compilation left out.
+    The peak is that of the device if it has memory statistics (GPU), else that of the
+    process (CPU), without compilation.
 
     Args:
         kernel: Key of `CASES`.
         sizes: The fields of `Sizes`.
-        repeats: Times each is run after the first; the median counts.
-        backward: Whether forward + backward is measured too.
+        repeats: Number of runs after the first; the result is their median.
+        backward: If True, also measures forward + backward.
 
     Returns:
-        Times in milliseconds, memory in megabytes and the machine; or the machine and
-        under ``skipped`` the reason why it was not measured.
+        Times in milliseconds, memory in megabytes and ``machine``; or ``machine`` and
+        ``skipped``, the reason why nothing was measured.
 
     Example:
         >>> row = measure("linear", {"length": 8, "head_dim": 4}, repeats=1)
@@ -77,7 +77,7 @@ def measure(
 
 
 def describe_machine(device: jax.Device) -> dict[str, Any]:
-    """What a time depends on: processor, cores, device, versions."""
+    """Describes the machine: processor, cores, device and versions."""
     versions = {"python": platform.python_version(), "jax": jax.__version__}
     for package in ("torch", "performer-pytorch"):
         try:
@@ -93,7 +93,7 @@ def describe_machine(device: jax.Device) -> dict[str, Any]:
 
 
 def describe_cpu() -> dict[str, Any]:
-    """The processor's name and the number of its cores that may be used."""
+    """Returns the processor's name and the number of usable cores."""
     cpu = platform.processor() or platform.machine()
     information = Path("/proc/cpuinfo")
     if information.exists():
@@ -110,14 +110,14 @@ def _num_cores():
 
 
 def _prepare_jax(case: Case, sizes: Sizes, backward: bool) -> dict[str, Callable]:
-    """Compiled calls that wait for their results."""
+    """Makes compiled functions that block until the result is ready."""
     function, inputs = case.make(sizes)
 
     def forward_backward(cotangent, *inputs):
         out, pull_back = jax.vjp(function, *inputs)
         return out, pull_back(cotangent)
 
-    # Compiled ahead, so that the memory of the compiler does not count.
+    # Compiled ahead of time, so that the compiler's memory is not counted.
     forward = jax.jit(function).lower(*inputs).compile()
     runs = {"forward": lambda: jax.block_until_ready(forward(*inputs))}
     if backward:
@@ -131,7 +131,7 @@ def _prepare_jax(case: Case, sizes: Sizes, backward: bool) -> dict[str, Callable
 
 
 def _prepare_torch(case: Case, sizes: Sizes, backward: bool) -> dict[str, Callable]:
-    """Calls after one that warms up."""
+    """Makes functions to time, after a warm-up call."""
     import torch
 
     torch.set_num_threads(_num_cores())
@@ -174,7 +174,7 @@ def _available_bytes(device: jax.Device) -> int:
 
 
 def _kilobytes(path: Path, field: str) -> int:
-    """A field of a file such as /proc/meminfo, in kB."""
+    """Reads a field of a file such as /proc/meminfo, in kB."""
     for line in path.read_text().splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1])
@@ -182,12 +182,12 @@ def _kilobytes(path: Path, field: str) -> int:
 
 
 def _start_peak(device: jax.Device) -> int:
-    """Bytes in use now; peaks count from here where the system can reset them."""
+    """Resets the peak if the system allows it; returns the bytes in use."""
     statistics = device.memory_stats()
     if statistics and "bytes_in_use" in statistics:
         return statistics["bytes_in_use"]
     try:
-        # Memory that is free but kept would hide what the next run takes.
+        # Free memory that malloc keeps would hide the use of the next run.
         ctypes.CDLL(None).malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")
         return 1024 * _kilobytes(Path("/proc/self/status"), "VmRSS")
@@ -196,11 +196,11 @@ def _start_peak(device: jax.Device) -> int:
 
 
 def peak_memory(device: jax.Device) -> int:
-    """The most bytes in use so far."""
+    """Returns the peak number of bytes in use."""
     statistics = device.memory_stats()
     if statistics and "peak_bytes_in_use" in statistics:
         return statistics["peak_bytes_in_use"]
-    # The high-water mark of ru_maxrss would include the parent's at the fork.
+    # ru_maxrss would include the parent's memory at the fork.
     status = Path("/proc/self/status")
     if status.exists():
         return 1024 * _kilobytes(status, "VmHWM")

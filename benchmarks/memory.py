@@ -1,14 +1,13 @@
-"""Memory of a training step by device, on meshes that need not be there.
+"""Computes the memory of a training step per device, on simulated meshes.
 
     python -m benchmarks.memory \
         --config=configs/translution_vit.py:imagenet,C/16,translution \
         --meshes=1x1,2x4,16x4 --num_classes=1000
 
-compiles the step of a configuration for simulated devices, without allocating its
-arrays and without its data, and prints what each device holds. A mesh ``DATAxMODEL``
-splits the batch in DATA parts and parameters in MODEL parts, see
-`relattn.training.devices`. The compiler is that of CPUs: another platform's will differ
-in what it needs beside the state, ``temporary``.
+compiles the training step of a configuration for simulated devices, without its arrays
+and data, and prints the memory per device. A mesh ``DATAxMODEL`` splits the batch into
+DATA parts and the parameters into MODEL parts; see `relattn.training.devices`. The
+compiler is that for CPUs: on other platforms the ``temporary`` memory differs.
 """
 
 from __future__ import annotations
@@ -42,13 +41,13 @@ def read_mesh(text: str) -> tuple[int, int]:
     """Reads the sizes of a mesh.
 
     Args:
-        text: Such as ``"2x4"``.
+        text: The mesh, such as ``"2x4"``.
 
     Returns:
-        Devices along the data and along the model axis.
+        Number of devices along the data and the model axis.
 
     Raises:
-        ValueError: If it is nothing of the kind.
+        ValueError: If the text is not a mesh.
 
     Example:
         >>> read_mesh("2x4")
@@ -61,19 +60,18 @@ def read_mesh(text: str) -> tuple[int, int]:
 
 
 def describe_data(config: ConfigDict, num_classes: int, vocab_size: int) -> DataInfo:
-    """What a model needs to know of data that are not there.
+    """Describes the data to the model, without reading them.
 
     Args:
-        config: Of the run.
-        num_classes: Of images.
-        vocab_size: Of text.
+        config: Configuration of the run.
+        num_classes: Number of classes, for images.
+        vocab_size: Number of tokens, for text.
 
     Returns:
-        The description, of text if the model is the GPT.
+        A `TextInfo` if the model is the GPT, else an `ImageInfo`.
 
     Raises:
-        ValueError: If the configuration does not say how large the images or the
-            windows of text are.
+        ValueError: If the configuration has no image size or context length.
     """
     name = str(config.data.get("name", "unknown"))
     is_text = config.model.get("name") == "gpt"
@@ -92,15 +90,15 @@ def describe_data(config: ConfigDict, num_classes: int, vocab_size: int) -> Data
 
 
 def measure(task: Task, parallel: MeshParallel) -> dict[str, int]:
-    """Compiles a step of training for a mesh and reads what a device holds.
+    """Compiles a training step for a mesh and reads its memory per device.
 
     Args:
-        task: What is trained.
+        task: The task to train.
         parallel: The mesh.
 
     Returns:
-        In bytes of a device: ``state``, the parameters and the optimiser's state;
-        ``batch``; ``temporary``, all else, gradients and activations among them; and
+        Bytes per device: ``state``, the parameters and the optimizer's state;
+        ``batch``; ``temporary``, all else, such as gradients and activations; and
         ``total``, their sum.
     """
     state = _with_shardings(
@@ -140,13 +138,13 @@ def _abstract_batch(task: Task) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def memory_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A table in Markdown.
+    """Formats a table in Markdown.
 
     Args:
-        rows: Of each mesh ``data``, ``model`` and what `measure` returned.
+        rows: For each mesh ``data``, ``model`` and the output of `measure`.
 
     Returns:
-        A row a mesh, sizes in gigabytes of 10^9 bytes.
+        One row per mesh, sizes in gigabytes of 10^9 bytes.
 
     Example:
         >>> row = {"data": 2, "model": 4, "state": 3e9, "temporary": 5e8, "total": 4e9}
@@ -155,7 +153,7 @@ def memory_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """
     kinds = ("state", "temporary", "total")
     lines = [
-        "| devices | data x model | parameters and optimiser | temporary | total |",
+        "| devices | data x model | parameters and optimizer | temporary | total |",
         "| ---: | :---: | ---: | ---: | ---: |",
     ]
     for row in rows:
@@ -167,7 +165,7 @@ def memory_table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 @command.entry_point
 def main(argv: Sequence[str] | None = None) -> None:
-    """Prints a table and, where asked for, writes it as JSON.
+    """Prints a table and, with ``--output``, writes it as JSON.
 
     Args:
         argv: Command-line arguments, by default the process's.
@@ -176,9 +174,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     add = parser.add_argument
     add("--config", required=True, help="configs/X.py[:argument]")
     add("--meshes", default="1x1", help="meshes DATAxMODEL, separated by commas")
-    add("--num_classes", type=int, default=10, help="classes of images")
-    add("--vocab_size", type=int, default=50257, help="tokens of a text's vocabulary")
-    add("--output", default="", help="a JSON file to write")
+    add("--num_classes", type=int, default=10, help="classes, for images")
+    add("--vocab_size", type=int, default=50257, help="vocabulary, for text")
+    add("--output", default="", help="JSON file to write")
     given = parser.parse_args(argv)
     meshes = [read_mesh(text) for text in given.meshes.split(",")]
     config = read_config(given.config, given.overrides)

@@ -1,12 +1,12 @@
-"""Whether the input pipeline keeps up: steps on real batches against one fixed batch.
+"""Times training steps with the input pipeline and with one fixed batch.
 
     python -m benchmarks.pipeline --config=configs/X.py[:argument]
 
-prints one line of JSON: the median time of a step in ms with the training images as
-they come (``pipeline_ms``) and with one batch that is already on the device
-(``fixed_ms``), and the median of their ratios, measured in turns; and the examples a
-second of such training, and of reading, augmenting and placing alone. The few batches
-that are made ahead flatter short turns.
+prints one line of JSON: the median time of a step in ms with batches from the pipeline
+(``pipeline_ms``) and with one batch that is already on the device (``fixed_ms``), and
+the median of their ratios, measured in alternating rounds; and the examples per second
+of this training, and of reading, augmenting and placing alone. Prefetched batches make
+short rounds look faster.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ def measure(
     rounds: int = 5,
     devices: Sequence[jax.Device] | None = None,
 ) -> dict[str, Any]:
-    """Times training steps with and without the input pipeline, in turns.
+    """Times training steps with and without the input pipeline, in alternation.
 
     Args:
-        config: As for training.
-        steps: Steps in a turn.
-        rounds: Turns of each kind.
-        devices: Those to use; all local ones by default.
+        config: Configuration of a training.
+        steps: Steps per round.
+        rounds: Rounds of each kind.
+        devices: Devices to use; all local ones by default.
 
     Returns:
         ``device``, ``batch_size``, ``fixed_ms``, ``pipeline_ms``, ``ratio``,
-        ``examples_per_second`` on batches as they come, and
-        ``read_examples_per_second`` without any update.
+        ``examples_per_second`` with the pipeline, and ``read_examples_per_second``
+        without updates.
 
     Raises:
         ValueError: If the configuration does not fit the data or the devices, or
@@ -63,7 +63,7 @@ def measure(
     step = parallel.train_step(task.make_train_step(parallel))
     state, key = parallel.place(task.create_state()), task.key
 
-    def rotate(batches: Iterator[Any]) -> float:
+    def train(batches: Iterator[Any]) -> float:
         nonlocal state
         start = time.perf_counter()
         for batch in itertools.islice(batches, steps):
@@ -81,10 +81,10 @@ def measure(
     with task.loader(data, 0, parallel) as loader:
         real = (batch for _, batch in loader)
         fixed = itertools.repeat(next(real))
-        rotate(fixed)
+        train(fixed)  # Compiles.
         for _ in range(rounds):
-            times["fixed"].append(rotate(fixed))
-            times["pipeline"].append(rotate(real))
+            times["fixed"].append(train(fixed))
+            times["pipeline"].append(train(real))
             times["read"].append(read(real))
     median = {kind: statistics.median(values) for kind, values in times.items()}
     ratios = [p / f for p, f in zip(times["pipeline"], times["fixed"], strict=True)]
@@ -101,15 +101,15 @@ def measure(
 
 @command.entry_point
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures as the options say and prints a line of JSON.
+    """Prints the measurement as a line of JSON.
 
     Args:
         argv: Command-line arguments, by default the process's.
     """
     parser = command.Parser("python -m benchmarks.pipeline", __doc__, overrides=True)
     parser.add_argument("--config", required=True, help="configs/X.py[:argument]")
-    parser.add_argument("--steps", type=int, default=20, help="steps in a turn")
-    parser.add_argument("--rounds", type=int, default=5, help="turns of each kind")
+    parser.add_argument("--steps", type=int, default=20, help="steps per round")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of each kind")
     given = parser.parse_args(argv)
     config = read_config(given.config, given.overrides)
     result = measure(config, steps=given.steps, rounds=given.rounds)

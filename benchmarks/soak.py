@@ -1,12 +1,12 @@
-"""A soak: training for hours, watched for memory and file handles that leak.
+"""Trains for hours and checks for leaks of memory, file handles and threads.
 
     python -m benchmarks.soak --config=configs/X.py[:argument] \
         --workdir=DIR --hours=2 --output=results/soak.json
 
-from the project's root, on Linux, trains by ``train.py``, evaluates and saves often,
-reads from ``/proc`` every ten seconds what the process holds, ends it, and leaves the
-samples, their slopes and a figure beside them. Options ``--config.key=value``, such as
-``--config.batch_size=8``, go to ``train.py``.
+from the project's root, on Linux, runs ``train.py`` with frequent evaluations and
+checkpoints, samples the resources of the process from ``/proc`` every ten seconds, ends
+it, and writes the samples, their slopes and a figure. Options ``--config.key=value``,
+such as ``--config.batch_size=8``, are passed to ``train.py``.
 """
 
 from __future__ import annotations
@@ -30,14 +30,13 @@ from relattn.training.config import read_config
 from relattn.training.workdir import usable_folder, usable_workdir, write_json
 from studies.launcher import Training, leaving_on_sigterm, stop
 
-# What may be gained in an hour, larger than any noise and smaller than any leak that
-# ends a run of a week.
+# Allowed growth per hour: above the noise, below a leak that would end a week-long run.
 LIMITS = {"resident_mb": 10.0, "file_handles": 1.0, "threads": 1.0, "memory_maps": 10.0}
 WARM_UP = 0.1
 CRITERION = (
-    "least squares over the samples after the first tenth: flat where the slope plus 2 "
-    "standard errors is within the limit, growing where it is not and the slope minus "
-    "2 standard errors is above zero, undecided elsewhere"
+    "least squares over the samples after the first tenth: flat if the slope plus 2 "
+    "standard errors is within the limit; otherwise growing if the slope minus 2 "
+    "standard errors is above zero; otherwise undecided"
 )
 MIN_SAMPLES, MAX_SAMPLES = 8, 200
 OPTIONS = (
@@ -47,8 +46,8 @@ OPTIONS = (
     "--config.checkpoint_every_steps=100",
     "--config.progress=False",
 )
-# What is freed goes back to the system at once. By default glibc keeps tens of MB of it
-# and lets go of them by turns, in which a leak of a few MB an hour cannot be seen.
+# Returns freed memory to the system at once. By default glibc keeps tens of MB and
+# releases them at irregular times, which hides a leak of a few MB per hour.
 GIVE_BACK = ":".join(
     f"glibc.malloc.{option}"
     for option in ("arena_max=1", "mmap_threshold=65536", "trim_threshold=131072")
@@ -61,21 +60,21 @@ Sample = dict[str, int | float]
 def run_soak(
     training: Training, output: str | Path, *, hours: float, interval: float = 10.0
 ) -> dict[str, Any]:
-    """Trains for a time, and writes what the process held meanwhile.
+    """Runs a training for a time and writes the resources it used.
 
     Args:
-        training: What to train, longer than the time.
-        output: The JSON file; the figure has its name and the suffix ``.png``.
-        hours: The time, which counts from the first row of metrics.
+        training: The training, longer than the time.
+        output: The JSON file; the figure has the same name with suffix ``.png``.
+        hours: Time from the first row of metrics.
         interval: Seconds between two samples.
 
     Returns:
-        What the file holds: a row of ``quantities`` for each of `LIMITS`, by
-        `summarize`, and at most `MAX_SAMPLES` of the samples.
+        The content of the file: under ``quantities`` the output of `summarize` for each
+        of `LIMITS`, and at most `MAX_SAMPLES` samples.
 
     Raises:
-        ValueError: If the time does not make sense, the run directory holds a run
-            already, the output is a folder, or there is no ``/proc``.
+        ValueError: If a time is not positive, the run directory is not empty, the
+            output is a folder, or there is no ``/proc``.
         WorkdirError: If a folder cannot be written to.
         ChildProcessError: If the training ends before the time is up.
     """
@@ -84,10 +83,10 @@ def run_soak(
             raise ValueError(f"{name} must be positive, got {value:g}")
     if any(usable_workdir(training.workdir).iterdir()):
         raise ValueError(
-            f"--workdir {training.workdir} is not empty: a soak starts a run of its own"
+            f"--workdir {training.workdir} is not empty: a soak starts a new run"
         )
     if not Path("/proc/self/status").exists():
-        raise ValueError("a soak reads /proc, which only Linux has")
+        raise ValueError("a soak reads /proc, which needs Linux")
     output = Path(output)
     usable_folder(output.parent, "--output")
     if output.is_dir():
@@ -114,16 +113,16 @@ def run_soak(
 
 
 def watch(training: Training, seconds: float, interval: float) -> list[Sample]:
-    """Trains for a time and samples what the process holds.
+    """Runs a training for a time and samples the resources of its process.
 
     Args:
-        training: What to train.
-        seconds: From its first row of metrics on.
+        training: The training.
+        seconds: Time from the first row of metrics.
         interval: Seconds between two samples.
 
     Returns:
-        At least `MIN_SAMPLES`: ``seconds``, ``step`` and what `measure_process`
-        returns.
+        At least `MIN_SAMPLES` samples: ``seconds``, ``step`` and the output of
+        `measure_process`.
 
     Raises:
         ChildProcessError: If the training ends before the time is up.
@@ -157,10 +156,10 @@ def watch(training: Training, seconds: float, interval: float) -> list[Sample]:
 
 
 def measure_process(pid: int) -> Sample:
-    """What a process holds, by ``/proc``.
+    """Reads the resources of a process from ``/proc``.
 
     Args:
-        pid: Of the process.
+        pid: ID of the process.
 
     Returns:
         ``resident_mb``, in 10^6 bytes, and the numbers of ``file_handles``,
@@ -182,13 +181,13 @@ def measure_process(pid: int) -> Sample:
 
 
 def last_step(path: Path) -> int | None:
-    """The step of the last whole row of a ``metrics.jsonl``; reads no more than it.
+    """Reads the step of the last complete row of a ``metrics.jsonl``.
 
     Args:
-        path: The file; need not exist.
+        path: The file; may not exist yet.
 
     Returns:
-        None where there is no row yet.
+        The step; None if there is no row yet.
     """
     try:
         with path.open("rb") as file:
@@ -201,16 +200,16 @@ def last_step(path: Path) -> int | None:
 
 
 def summarize(samples: Sequence[Sample], name: str) -> dict[str, Any]:
-    """How one quantity went on.
+    """Summarizes one quantity over time.
 
     Args:
-        samples: In the order of time.
-        name: One of `LIMITS`.
+        samples: Samples in order of time.
+        name: Key of `LIMITS`.
 
     Returns:
         ``first``, ``last`` and ``max``; ``slope_per_hour`` and its ``standard_error``
-        after the warm-up, the same of the second half, and the ``verdict`` that
-        `CRITERION` describes.
+        after the warm-up; the same for the second half; and the ``verdict`` by
+        `CRITERION`.
 
     Example:
         >>> times = range(0, 7200, 600)
@@ -243,17 +242,17 @@ def summarize(samples: Sequence[Sample], name: str) -> dict[str, Any]:
 def fit_slope(
     samples: Sequence[Sample], name: str, start: float
 ) -> tuple[float, float]:
-    """A line through a quantity over time, by least squares.
+    """Fits a line to a quantity over time by least squares.
 
     Args:
-        samples: In the order of time.
-        name: Of the quantity.
-        start: The part of the samples that is left out; at least 3 are not.
+        samples: Samples in order of time.
+        name: Name of the quantity.
+        start: Fraction of the samples to skip; at least 3 must remain.
 
     Returns:
-        Its slope per hour and the slope's standard error, of residuals e_t that depend
-        on the one before: their variance times (1 + r) / (1 - r) with
-        r = sum_t e_t e_(t-1) / sum_t e_t^2, 0 where that is negative.
+        The slope per hour and its standard error. For autocorrelated residuals e_t the
+        variance is multiplied by (1 + r) / (1 - r) with
+        r = max(0, sum_t e_t e_(t-1) / sum_t e_t^2).
 
     Example:
         >>> fit_slope([{"seconds": 1800 * i, "a": i} for i in range(4)], "a", 0.1)
@@ -279,12 +278,12 @@ def fit_slope(
 def plot_soak(
     samples: Sequence[Sample], quantities: dict[str, dict[str, Any]], path: Path
 ) -> None:
-    """Draws memory, and the numbers of handles, threads and maps, over time.
+    """Plots memory, and the numbers of handles, threads and maps, over time.
 
     Args:
-        samples: From `watch`.
-        quantities: By name, from `summarize`.
-        path: The file; its suffix is the format.
+        samples: Samples from `watch`.
+        quantities: Summaries from `summarize`, by name.
+        path: The file; its suffix selects the format.
     """
     hours = [sample["seconds"] / 3600 for sample in samples]
     figure = Figure(figsize=(10, 4.2), layout="constrained")
@@ -307,13 +306,13 @@ def plot_soak(
 
 
 def soak_table(result: dict[str, Any]) -> str:
-    """The outcome in a few lines.
+    """Formats the result as a table.
 
     Args:
-        result: From `run_soak`.
+        result: The output of `run_soak`.
 
     Returns:
-        Markdown: a row a quantity.
+        Markdown with one row per quantity.
     """
     lines = [
         "| | first | last | largest | an hour | limit | |",
@@ -330,7 +329,7 @@ def soak_table(result: dict[str, Any]) -> str:
 
 @command.entry_point
 def main(argv: Sequence[str] | None = None) -> None:
-    """Soaks as the command line says; fails if something grows.
+    """Runs the soak; fails if a quantity grows.
 
     Args:
         argv: Command-line arguments, by default the process's.
@@ -339,8 +338,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--config", required=True, help="configs/X.py[:argument]")
     parser.add_argument("--workdir", required=True, help="the run directory")
     parser.add_argument("--output", default="results/soak.json", help="the JSON file")
-    parser.add_argument("--hours", type=float, default=2.0, help="how long")
-    parser.add_argument("--interval", type=float, default=10.0, help="of samples, in s")
+    parser.add_argument("--hours", type=float, default=2.0, help="duration")
+    parser.add_argument(
+        "--interval", type=float, default=10.0, help="seconds between samples"
+    )
     arguments = parser.parse_args(argv)
     training = Training(
         label="soak",

@@ -1,9 +1,9 @@
-"""Times and memory of the kernels against other ways to compute the same.
+"""Compares the time and memory of kernels with other implementations.
 
     python -m benchmarks.speed --kernel=linear,banded --lengths=1024,4096 \
         --against=softmax,gather_band --output=DIR
 
-Every measurement runs in a process of its own. Writes speed.jsonl, a line a
+Every measurement runs in a separate process. Writes speed.jsonl, one line per
 measurement, and speed.png to the output folder, and prints a table.
 """
 
@@ -33,17 +33,17 @@ _PASSES = {"forward": "forward", "forward_backward": "forward + backward"}
 def measure_apart(
     kernel: str, sizes: Sizes, *, repeats: int = 5, backward: bool = True
 ) -> dict[str, Any]:
-    """Measures a kernel in a process of its own.
+    """Measures a kernel in a separate process.
 
     Args:
         kernel: Key of `CASES`.
-        sizes: Of the inputs.
-        repeats: Runs after the first; the median counts.
-        backward: Whether forward + backward is measured too.
+        sizes: Sizes of the inputs.
+        repeats: Number of runs after the first; the result is their median.
+        backward: If True, also measures forward + backward.
 
     Returns:
-        A row: the kernel, the sizes and what `speed_measure.measure` returns. Where the
-        process failed, ``skipped`` says how.
+        A row: the kernel, the sizes and the output of `benchmarks.measure.measure`. If
+        the process failed, ``skipped`` has the reason.
     """
     sizes_and_options = {
         "kernel": kernel,
@@ -53,14 +53,14 @@ def measure_apart(
     }
     module = "benchmarks.measure"
     command = [sys.executable, "-m", module, json.dumps(sizes_and_options)]
-    # A GPU's memory taken in advance would count as used.
+    # Preallocated GPU memory would count as used.
     environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | os.environ
     process = subprocess.run(command, capture_output=True, text=True, env=environment)
     row = {"kernel": kernel} | dataclasses.asdict(sizes)
     if process.returncode == 0:
         return row | json.loads(process.stdout.splitlines()[-1])
     if process.returncode < 0:
-        reason = f"ended by signal {-process.returncode}, out of memory perhaps"
+        reason = f"killed by signal {-process.returncode} (out of memory?)"
     else:
         reason = (process.stderr.strip().splitlines() or ["no message"])[-1]
     return row | {"skipped": reason}
@@ -69,17 +69,17 @@ def measure_apart(
 def compare(
     names: Sequence[str], against: Sequence[str], lengths: Sequence[int], **options: Any
 ) -> Iterator[list[dict[str, Any]]]:
-    """Measures kernels and alternatives, shortest length first.
+    """Measures kernels and alternatives by increasing length.
 
     Args:
         names: Keys of `CASES`.
-        against: Keys of `CASES` that every kernel is compared with.
+        against: Keys of `CASES` to compare every kernel with.
         lengths: Numbers of tokens.
         **options: Fields of `Sizes` and arguments of `measure_apart`.
 
     Yields:
-        The rows of a length. ``ratios`` holds, for every alternative and pass, the
-        alternative's time over the kernel's: above one the kernel is faster.
+        The rows of one length. ``ratios`` has for every alternative and pass the
+        alternative's time divided by the kernel's: above 1, the kernel is faster.
     """
     fields = {field.name for field in dataclasses.fields(Sizes)}
     sizes = {name: options.pop(name) for name in list(options) if name in fields}
@@ -96,11 +96,11 @@ def compare(
 
 
 def add_ratios(rows: Sequence[dict[str, Any]], against: Sequence[str]) -> None:
-    """Adds to the rows of one length the times of alternatives over their own.
+    """Adds ratios of times, alternative over kernel, to the rows of one length.
 
     Args:
-        rows: Of different kernels; gain the key ``ratios``, empty for alternatives.
-        against: Kernels to compare with.
+        rows: Rows of different kernels; the key ``ratios`` is added.
+        against: Kernels to compare with; their own ratios are empty.
 
     Example:
         >>> rows = [{"kernel": "a", "forward_ms": 2}, {"kernel": "b", "forward_ms": 3}]
@@ -123,11 +123,11 @@ def add_ratios(rows: Sequence[dict[str, Any]], against: Sequence[str]) -> None:
 
 
 def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draws time and memory against the length, both axes logarithmic.
+    """Plots time and memory over the length, on logarithmic axes.
 
     Args:
-        rows: From `compare`.
-        path: The file; its suffix is the format.
+        rows: Rows from `compare`.
+        path: The file; its suffix selects the format.
     """
     measured = {key for row in rows for key in row}
     kind = "forward_backward" if "forward_backward_ms" in measured else "forward"
@@ -153,10 +153,10 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """A table of times, memory and ratios.
+    """Formats a table of times, memory and ratios.
 
     Args:
-        rows: From `compare`.
+        rows: Rows from `compare`.
 
     Returns:
         Lines of aligned columns.
@@ -223,30 +223,47 @@ def _parser() -> command.Parser:
     )
     default = Sizes(length=1)
     add = parser.add_argument
-    add("--kernel", type=_kernels, default="linear,causal_linear,banded", help="what")
-    add("--against", type=_names, default="softmax", help="what to compare with")
+    add(
+        "--kernel", type=_kernels, default="linear,causal_linear,banded", help="kernels"
+    )
+    add("--against", type=_names, default="softmax", help="kernels to compare with")
     add("--lengths", type=_lengths, default="1024,4096", help="numbers of tokens")
-    add("--batch", type=_positive, default=default.batch, help="examples")
+    add("--batch", type=_positive, default=default.batch, help="batch size")
     add("--num_heads", type=_positive, default=default.num_heads, help="heads")
-    add("--head_dim", type=_positive, default=default.head_dim, help="width of a head")
-    add("--clip", type=_positive, default=default.clip, help="banded: largest distance")
-    add("--rank", type=_positive, default=default.rank, help="LoR-Translution's")
+    add(
+        "--head_dim",
+        type=_positive,
+        default=default.head_dim,
+        help="components per head",
+    )
+    add(
+        "--clip",
+        type=_positive,
+        default=default.clip,
+        help="largest distance of banded",
+    )
+    add("--rank", type=_positive, default=default.rank, help="rank of LoR-Translution")
     add(
         "--num_features",
         type=_positive,
         default=0,
-        help="0: int(head_dim * ln(head_dim))",
+        help="0 for int(head_dim * ln(head_dim))",
     )
-    add("--dtype", choices=_DTYPES, default=default.dtype, help="of the inputs")
+    add("--dtype", choices=_DTYPES, default=default.dtype, help="dtype of the inputs")
     add("--repeats", type=_positive, default=5, help="runs after the first")
-    add("--backward", action=argparse.BooleanOptionalAction, default=True, help="too")
-    add("--output", default="runs/speed", help="folder to write to")
+    add(
+        "--backward",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="measure",
+    )
+    add("--output", default="runs/speed", help="output folder")
     return parser
 
 
 @command.entry_point
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures what the command line asks for.
+    """Measures kernels, writes the rows and the figure, and prints the table.
 
     Args:
         argv: Command-line arguments, by default the process's.

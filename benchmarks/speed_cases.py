@@ -1,6 +1,6 @@
-"""What `benchmarks.speed` can measure: kernels and what they compare with.
+"""Kernels that `benchmarks.speed` can measure, and alternatives to compare with.
 
-A kernel is added by one entry of `CASES`.
+To add a kernel, add an entry to `CASES`.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ class Sizes:
     """The sizes of one measurement.
 
     Attributes:
-        length: Number of tokens, a CLS token of kernels on a grid aside.
-        batch: Examples.
-        num_heads: Heads.
-        head_dim: Width of a head.
-        clip: The largest distance told apart by the banded kernels.
-        rank: Of LoR-Translution, a head.
-        dtype: Of queries, keys and values.
-        num_features: Random features, 0 for int(head_dim * ln(head_dim)).
+        length: Number of tokens, without the CLS token of kernels on a grid.
+        batch: Batch size.
+        num_heads: Number of heads.
+        head_dim: Components per head.
+        clip: Largest distance of the banded kernels.
+        rank: Rank per head of LoR-Translution.
+        dtype: Dtype of queries, keys and values.
+        num_features: Number of random features; 0 for int(head_dim * ln(head_dim)).
     """
 
     length: int
@@ -45,12 +45,12 @@ class Sizes:
 
     @property
     def width(self) -> int:
-        """Width of a token: all heads."""
+        """Components per token: all heads."""
         return self.num_heads * self.head_dim
 
     @property
     def grid(self) -> offsets.Grid:
-        """The grid of ``length`` tokens that is nearest to a square.
+        """The most nearly square grid with ``length`` tokens.
 
         Example:
             >>> Sizes(length=15).grid
@@ -64,14 +64,14 @@ class Sizes:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One thing that can be measured.
+    """A function to measure.
 
     Attributes:
-        make: From sizes to a function of q, k, v (or others) and its arguments.
-        framework: ``"jax"``, or ``"torch"`` where they are PyTorch's.
-        needs: From sizes an estimate of the bytes alive at once, forward and forward +
-            backward, where they may not fit.
-        requires: Modules that the case imports, beyond the package's own.
+        make: Maps sizes to the function and its arguments.
+        framework: ``"jax"`` or ``"torch"``.
+        needs: Maps sizes to an estimate of the peak bytes of forward and of forward +
+            backward, for cases that may not fit into memory.
+        requires: Optional modules that the case imports.
     """
 
     make: Callable[[Sizes], tuple[Callable[..., Any], Sequence[Any]]]
@@ -80,12 +80,12 @@ class Case:
     requires: tuple[str, ...] = ()
 
     def missing(self) -> list[str]:
-        """The modules that are not installed."""
+        """Lists the required modules that are not installed."""
         return [name for name in self.requires if not importlib.util.find_spec(name)]
 
 
 def _arrays(sizes: Sizes, num_prefix: int = 0) -> list[np.ndarray]:
-    """Queries, keys and values, [batch, heads, num_prefix + length, head_dim]."""
+    """Draws q, k and v, [batch, num_heads, num_prefix + length, head_dim]."""
     generator = np.random.default_rng(0)
     shape = (3, sizes.batch, sizes.num_heads, num_prefix + sizes.length, sizes.head_dim)
     return list(generator.standard_normal(shape, np.float32))
@@ -101,7 +101,7 @@ def _feature_map(sizes: Sizes) -> kernels.FeatureMap:
     return functools.partial(kernels.positive_features, projection=projection)
 
 
-def _of_features(attention):
+def _with_features(attention):
     def make(sizes):
         feature_map = _feature_map(sizes)
         return lambda q, k, v: attention(q, k, v, feature_map), _on_device(sizes)
@@ -114,7 +114,7 @@ def _plain(attention):
 
 
 def _offset_bias(attention, *, causal=False, features=True, **fixed):
-    """A bias for every offset of the grid or, causal, of a line."""
+    """Adds a bias for every offset of the grid or, if causal, of a line."""
 
     def make(sizes):
         grid = (sizes.length,) if causal else sizes.grid
@@ -142,7 +142,7 @@ def _banded(attention):
 
 
 def scan_per_token(q, k, v, feature_map):
-    """Causal linear attention as it is defined, one token a step of a scan."""
+    """Causal linear attention by definition: a scan with one token per step."""
     queries, keys = (feature_map(x).dense() for x in (q, k))
 
     def step(state, token):
@@ -161,7 +161,7 @@ def scan_per_token(q, k, v, feature_map):
 
 
 def pairwise_toeplitz(q, k, v, feature_map, bias, *, grid=None):
-    """Linear attention with an offset bias as it is defined: weights of all pairs."""
+    """Linear attention with an offset bias by definition: weights of all pairs."""
     line = (q.shape[-2],)
     bias = bias[..., offsets.offset_index(grid or line)]
     bias = bias if grid else jnp.where(np.tri(*line, dtype=bool), bias, -jnp.inf)
@@ -171,7 +171,7 @@ def pairwise_toeplitz(q, k, v, feature_map, bias, *, grid=None):
 
 
 def gather_band(q, v, table, feature_map, *, grid, num_prefix):
-    """Banded attention written the obvious way: gathers the band of every query."""
+    """Banded attention, naive: gathers the band of every query."""
     clip = len(table) - 1
     weights = feature_map(q).dense() @ feature_map(table).dense().T
     far, total = weights[..., clip:], v.sum(axis=-2, keepdims=True)
@@ -219,7 +219,7 @@ def _performer_pytorch(causal):
 
 
 def _self_attention(attention):
-    """From tokens, its projections included."""
+    """Includes the projections of the tokens."""
 
     def make(sizes):
         def attend(x, w_q, w_k, w_v):
@@ -243,7 +243,7 @@ def _translution(attention, *, causal=False):
 
 
 def _lor_translution(attention, *, causal=False):
-    """From tokens, as a layer does it: all projections but the last are included."""
+    """Includes all projections of a layer except the last."""
 
     def make(sizes):
         index, rows = _offset_index(sizes, causal)
@@ -269,7 +269,7 @@ def _lor_translution(attention, *, causal=False):
 
 
 def _offset_index(sizes, causal):
-    """Index of a kernel's tables, and the number of their rows."""
+    """Returns the index of a kernel's tables and the number of their rows."""
     if causal:
         return kernels.CausalOffsets(sizes.length), sizes.length
     index = kernels.Offsets(sizes.grid, num_prefix=1)
@@ -283,15 +283,15 @@ def _tokens(sizes, num_prefix=0):
 
 
 def _weights(sizes, *shape):
-    """Three arrays, for queries, keys and values."""
+    """Draws three arrays, for queries, keys and values."""
     generator = np.random.default_rng(1)
     weights = generator.standard_normal((3, *shape), np.float32) / sizes.width**0.5
     return [jnp.asarray(w, sizes.dtype) for w in weights]
 
 
 def gather_translution(x, w_q, w_k, w_v, *, index):
-    """Translution written the obvious way: gathers the weights of every pair."""
-    rows, value_rows, allowed = _rows_of_pairs(index)
+    """Translution, naive: gathers the weights of every pair."""
+    rows, value_rows, allowed = _pair_rows(index)
     q = jnp.einsum("bic,ijche->bhije", x, w_q[rows])
     k = jnp.einsum("bjc,ijche->bhije", x, w_k[rows if index.causal else rows.T])
     v = jnp.einsum("bjc,ijche->bhije", x, w_v[value_rows])
@@ -301,9 +301,9 @@ def gather_translution(x, w_q, w_k, w_v, *, index):
 
 
 def gather_lor_translution(qkv, low, tables, *, index):
-    """LoR-Translution written the obvious way: gathers the tables of every pair."""
+    """LoR-Translution, naive: gathers the tables of every pair."""
     (q, k, v), (low_q, low_k, low_v), (t_q, t_k, t_v) = qkv, low, tables
-    rows, value_rows, allowed = _rows_of_pairs(index)
+    rows, value_rows, allowed = _pair_rows(index)
     low_q = jnp.einsum("bic,ijche->bhije", low_q, t_q[rows])
     low_k = jnp.einsum("bjc,ijche->bhije", low_k, t_k[rows if index.causal else rows.T])
     low_v = jnp.einsum("bjc,ijche->bhije", low_v, t_v[value_rows])
@@ -313,8 +313,8 @@ def gather_lor_translution(qkv, low, tables, *, index):
     return weights @ v, jnp.einsum("bhij,bhije->bhie", weights, low_v)
 
 
-def _rows_of_pairs(index):
-    """Rows of queries' tables and of values', and the pairs that attend."""
+def _pair_rows(index):
+    """Returns table rows for queries and for values, and the pairs that attend."""
     if index.causal:
         rows = np.arange(index.length)[:, None] - np.arange(index.length)
         return np.maximum(rows, 0), np.maximum(rows, 0), rows >= 0
@@ -325,7 +325,7 @@ def _rows_of_pairs(index):
 
 
 def _score_matrices(forward, backward):
-    """Arrays of one float32 for every pair of tokens."""
+    """Estimates arrays with one float32 per pair of tokens."""
 
     def needs(sizes):
         size = 4 * sizes.batch * sizes.num_heads * sizes.length**2
@@ -335,7 +335,7 @@ def _score_matrices(forward, backward):
 
 
 def _gathered(forward, backward, *, low_rank=False):
-    """Matrices of every pair of tokens, and what they project, float32."""
+    """Estimates gathered matrices and projections per pair of tokens, float32."""
 
     def needs(sizes):
         inner = sizes.rank * sizes.num_heads if low_rank else sizes.width
@@ -348,13 +348,13 @@ def _gathered(forward, backward, *, low_rank=False):
 
 _TORCH = {"framework": "torch", "requires": ("torch",)}
 _PERFORMER = {"framework": "torch", "requires": ("torch", "performer_pytorch")}
-# As measured: scores, weights, their gradients and what lies between.
+# Measured: scores, weights, their gradients and temporaries.
 _DENSE = {"needs": _score_matrices(2, 5)}
 
 CASES: dict[str, Case] = {
-    "linear": Case(_of_features(kernels.linear_attention)),
-    "causal_linear": Case(_of_features(kernels.causal_linear_attention)),
-    "scan_per_token": Case(_of_features(scan_per_token)),
+    "linear": Case(_with_features(kernels.linear_attention)),
+    "causal_linear": Case(_with_features(kernels.causal_linear_attention)),
+    "scan_per_token": Case(_with_features(scan_per_token)),
     "toeplitz": Case(_offset_bias(kernels.toeplitz_linear_attention)),
     "causal_toeplitz": Case(
         _offset_bias(kernels.causal_toeplitz_linear_attention, causal=True)

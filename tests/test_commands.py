@@ -1,4 +1,4 @@
-"""Every program: its options, and the sentence and exit code that it fails with."""
+"""Options, error messages and exit codes of all programs."""
 
 import importlib
 import io
@@ -12,7 +12,7 @@ import pytest
 from relattn import command, training
 
 ROOT = Path(__file__).parents[1]
-# What each program needs to come as far as an option that does not exist.
+# Required arguments of each program.
 PROGRAMS = {
     "eval_shift": ["--output=x"],
     "tools.embed": ["--source=x"],
@@ -39,7 +39,7 @@ def start(program, arguments):
 
 @pytest.fixture
 def refused(capsys, monkeypatch):
-    """Starts a program, which must end with one sentence."""
+    """Returns a function that starts a program, which must fail with one sentence."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
 
@@ -54,24 +54,26 @@ def refused(capsys, monkeypatch):
     return refused
 
 
-def test_every_program_is_here():
+def test_all_programs_are_listed():
     folders = ["relattn", "studies", "benchmarks", "tools"]
     sources = [path for name in folders for path in ROOT.glob(f"{name}/**/*.py")]
-    found = {
-        ".".join(path.relative_to(ROOT).with_suffix("").parts)
-        for path in [*ROOT.glob("*.py"), *sources]
-        if '__name__ == "__main__"' in path.read_text("utf-8")
-    }
+    found = set()
+    for path in [*ROOT.glob("*.py"), *sources]:
+        _, start, rest = path.read_text("utf-8").partition('__name__ == "__main__":')
+        if start:
+            found.add(".".join(path.relative_to(ROOT).with_suffix("").parts))
+            # Names defined below would be missing when the program runs.
+            assert rest.count("\n") <= 2, path
     assert found == {*PROGRAMS, NO_PROGRAM}
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_an_option_that_does_not_exist(program, refused):
+def test_unknown_options_are_rejected(program, refused):
     error = refused(program, [*PROGRAMS[program], "--no_such=3"])
     assert "unknown option --no_such: " in error
 
 
-def test_a_module_that_is_no_program(capsys):
+def test_module_without_a_program(capsys):
     with pytest.raises(SystemExit, match="2"):
         importlib.import_module(NO_PROGRAM).main()
     assert "run `eval_shift.py`" in capsys.readouterr().err
@@ -160,7 +162,9 @@ DEMO = "--config=configs/demo.py"
         ),
     ],
 )
-def test_bad_input_is_one_sentence(program, arguments, message, refused, tmp_path):
+def test_invalid_input_fails_with_one_sentence(
+    program, arguments, message, refused, tmp_path
+):
     (tmp_path / "file").touch()
     arguments = [argument.format(tmp_path) for argument in arguments]
     assert message in refused(program, arguments)
@@ -203,17 +207,24 @@ def test_bad_input_is_one_sentence(program, arguments, message, refused, tmp_pat
     ],
     ids=range(14),
 )
-def test_a_bad_config_file_is_one_sentence(source, message, refused, tmp_path):
+def test_invalid_config_file_fails_with_one_sentence(
+    source, message, refused, tmp_path
+):
     path = tmp_path / "config.py"
     path.write_bytes(source)
     error = refused("train", [f"--config={path}", f"--workdir={tmp_path / 'run'}"])
     assert message in error
 
 
-def test_options_from_a_file(refused, tmp_path):
-    (tmp_path / "flags").write_text("--config=configs/demo.py\n--workdir=x\nextra\n")
-    error = refused("train", [f"--flagfile={tmp_path / 'flags'}"])
+def test_options_are_read_from_a_file(refused, tmp_path):
+    outer, inner = tmp_path / "outer", tmp_path / "inner"
+    outer.write_text(f"# A comment.\n--config={DEMO}\n\n--flagfile\n{inner}\nextra\n")
+    inner.write_text("--workdir=x\n")
+    error = refused("train", [f"--flagfile={outer}"])
     assert "unexpected argument 'extra'" in error
+    inner.write_text(f"--flagfile={outer}\n")
+    error = refused("train", [f"--flagfile={outer}"])
+    assert error == f"error: --flagfile cannot be read: {outer} is given twice\n"
 
 
 def test_overrides_reach_the_training(monkeypatch):
@@ -247,7 +258,7 @@ def test_overrides_reach_the_training(monkeypatch):
         (KeyboardInterrupt(), 130, "interrupted: "),
     ],
 )
-def test_what_ends_a_program(error, code, said, capsys):
+def test_exit_codes_and_messages(error, code, said, capsys):
     @command.entry_point
     def main():
         raise error
@@ -268,7 +279,7 @@ def test_other_errors_keep_their_traceback(error):
         main()
 
 
-def test_characters_that_the_terminal_lacks_are_escaped(monkeypatch):
+def test_characters_missing_in_the_encoding_are_escaped(monkeypatch):
     written = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
 

@@ -1,4 +1,4 @@
-"""What each device of a mesh holds, without its arrays."""
+"""Memory per device of a mesh, without allocating arrays."""
 
 import jax
 import pytest
@@ -29,7 +29,7 @@ def config():
     return config
 
 
-def test_a_mesh_splits_the_state(config):
+def test_mesh_splits_the_state(config):
     task = Task.build(config, describe_data(config, num_classes=4, vocab_size=0))
     alone, shared = (
         measure(task, MeshParallel(jax.local_devices()[:n], model_axis=n))
@@ -37,7 +37,7 @@ def test_a_mesh_splits_the_state(config):
     )
     leaves = jax.tree.leaves(task.abstract_state)
     assert alone["state"] == sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
-    # All but norms, biases and the class token is split.
+    # All except norms, biases and the class token is split.
     assert alone["state"] / 4 < shared["state"] < alone["state"] / 3.5
     for sizes in (alone, shared):
         assert 0 < sizes["batch"] < 10_000 and sizes["temporary"] > 0
@@ -47,7 +47,7 @@ def test_a_mesh_splits_the_state(config):
     assert shared["total"] < alone["total"]
 
 
-def test_text_is_described_by_its_length(config):
+def test_text_data_has_the_context_length(config):
     config.model.name = "gpt"
     config.data = ConfigDict({"context_length": 7})
     info = describe_data(config, num_classes=0, vocab_size=11)
@@ -55,6 +55,6 @@ def test_text_is_described_by_its_length(config):
 
 
 @pytest.mark.parametrize("text", ["2", "2x", "0x4", "2x4x8", "-1x2", "axb"])
-def test_what_is_no_mesh(text):
+def test_invalid_meshes_are_rejected(text):
     with pytest.raises(ValueError, match=f"--meshes={text}: give DATAxMODEL"):
         read_mesh(text)

@@ -8,7 +8,7 @@ from tests.training.conftest import build_tiny, make_data
 from tests.training.conftest import config as config
 
 
-def test_real_and_fixed_batches_are_timed(config, monkeypatch):
+def test_measure_times_pipeline_and_fixed_batches(config, monkeypatch):
     monkeypatch.setattr(models, "build_model", build_tiny)
     monkeypatch.setattr(data_lib, "load_data", lambda config: make_data())
     devices = jax.local_devices()[:2]

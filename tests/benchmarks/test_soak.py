@@ -21,7 +21,7 @@ SIZE = ["dim=8", "num_heads=2", "num_layers=1", "mlp_dim=8", "patch_size=16"]
 TINY = [f"--config.model.{size}" for size in SIZE]
 
 
-def test_slope_is_that_of_the_line_with_its_standard_error():
+def test_fit_slope_recovers_a_line_in_white_noise():
     rng = np.random.default_rng(3)
     times = np.arange(720) * 10.0
     noise = rng.normal(scale=2.0, size=720)
@@ -39,7 +39,7 @@ def test_slope_is_that_of_the_line_with_its_standard_error():
     )
 
 
-def test_standard_error_is_that_of_slopes_of_a_wandering_quantity():
+def test_standard_error_accounts_for_autocorrelation():
     rng = np.random.default_rng(5)
     slopes, errors = [], []
     for _ in range(300):
@@ -58,7 +58,7 @@ def test_standard_error_is_that_of_slopes_of_a_wandering_quantity():
     "slope, scale, verdict",
     [(0, 1, "flat"), (8, 1, "flat"), (15, 1, "growing"), (15, 300, "undecided")],
 )
-def test_verdict_weighs_slope_and_error_against_the_limit(slope, scale, verdict):
+def test_verdict_compares_slope_and_error_to_the_limit(slope, scale, verdict):
     wobble = np.tile([1, -1, -1, 1], 50) * scale
     samples = [
         {"seconds": 36 * i, "resident_mb": slope * i / 100 + wobble[i]}
@@ -70,7 +70,7 @@ def test_verdict_weighs_slope_and_error_against_the_limit(slope, scale, verdict)
     assert summary["max"] == max(sample["resident_mb"] for sample in samples)
 
 
-def test_last_step_reads_whole_rows_only(tmp_path):
+def test_last_step_skips_incomplete_rows(tmp_path):
     path = tmp_path / "metrics.jsonl"
     assert last_step(path) is None
     path.write_text('{"step": 3')
@@ -79,7 +79,7 @@ def test_last_step_reads_whole_rows_only(tmp_path):
     assert last_step(path) == 4
 
 
-def test_soak_watches_a_training_and_ends_it(tmp_path):
+def test_soak_samples_a_training_and_ends_it(tmp_path):
     training = Training("soak", CONFIG, tmp_path / "run", overrides=[*OPTIONS, *TINY])
     output = tmp_path / "results" / "soak.json"
     result = run_soak(training, output, hours=1 / 3600, interval=0.1)
@@ -93,11 +93,11 @@ def test_soak_watches_a_training_and_ends_it(tmp_path):
     times = [sample["seconds"] for sample in result["samples"]]
     assert times == sorted(times) and times[0] == 0 and times[-1] >= 1
     assert output.with_suffix(".png").read_bytes()[1:4] == b"PNG"
-    with pytest.raises(ValueError, match="is not empty: a soak starts a run"):
+    with pytest.raises(ValueError, match="is not empty: a soak starts a new run"):
         run_soak(training, output, hours=1.0)
 
 
-def test_a_training_that_ends_early_is_an_error(tmp_path, monkeypatch, capsys):
+def test_training_that_ends_early_is_an_error(tmp_path, monkeypatch, capsys):
     training = Training("soak", CONFIG, tmp_path / "run")
     for name in ("hours", "interval"):
         with pytest.raises(ValueError, match=f"{name} must be positive, got 0"):

@@ -1,4 +1,4 @@
-"""The bench: its alternatives compute the same, its rows, its figure and its errors."""
+"""The speed benchmark: kernels, rows, figure and errors."""
 
 import json
 from pathlib import Path
@@ -39,11 +39,11 @@ def _output(kernel):
         ("causal_lor_translution", "gather_causal_lor_translution"),
     ],
 )
-def test_alternatives_compute_the_same(kernel, alternative):
+def test_alternatives_equal_the_kernels(kernel, alternative):
     np.testing.assert_allclose(_output(kernel), _output(alternative), atol=1e-5)
 
 
-def test_grids_are_as_square_as_the_length_allows():
+def test_grids_are_nearly_square():
     assert Sizes(length=1024).grid == (32, 32)
     assert Sizes(length=35).grid == (5, 7)
     assert Sizes(length=13).grid == (1, 13)
@@ -52,7 +52,7 @@ def test_grids_are_as_square_as_the_length_allows():
 @pytest.mark.parametrize(
     "kernel", [name for name, case in CASES.items() if case.framework == "jax"]
 )
-def test_every_kernel_is_measured(kernel):
+def test_all_kernels_are_measured(kernel):
     row = measure.measure(kernel, SIZES, repeats=2)
     for kind in ("forward", "forward_backward"):
         assert 0 < row[f"{kind}_fastest_ms"] <= row[f"{kind}_ms"]
@@ -61,7 +61,7 @@ def test_every_kernel_is_measured(kernel):
     assert {"cpu", "platform", "device", "jax", "python"} <= set(row["machine"])
 
 
-def test_memory_is_the_peak_beyond_what_was_in_use(monkeypatch):
+def test_memory_is_the_peak_beyond_the_use_before(monkeypatch):
     peaks = iter([12e6, 4e6])
     runs = dict.fromkeys(("forward", "forward_backward"), lambda: None)
     monkeypatch.setattr(measure, "_prepare_jax", lambda *_: runs)
@@ -69,14 +69,14 @@ def test_memory_is_the_peak_beyond_what_was_in_use(monkeypatch):
     monkeypatch.setattr(measure, "peak_memory", lambda device: int(next(peaks)))
     row = measure.measure("linear", SIZES, repeats=1)
     assert row["forward_memory_mb"] == 7.0
-    # A peak that the system did not reset is no less than nothing.
+    # Memory is never negative, even if the system did not reset the peak.
     assert row["forward_backward_memory_mb"] == 0
 
 
 @pytest.mark.skipif(
-    not Path("/proc/self/clear_refs").exists(), reason="the system resets no peaks"
+    not Path("/proc/self/clear_refs").exists(), reason="the system cannot reset peaks"
 )
-def test_the_peak_is_of_what_was_in_use_since_the_start():
+def test_peak_counts_from_the_start():
     device = jax.devices("cpu")[0]
     largest = np.ones(8_000_000)
     del largest
@@ -85,13 +85,13 @@ def test_the_peak_is_of_what_was_in_use_since_the_start():
     assert smaller.nbytes <= measure.peak_memory(device) - base < 1.5 * smaller.nbytes
 
 
-def test_forward_alone():
+def test_measure_without_backward():
     row = measure.measure("linear", SIZES, repeats=1, backward=False)
     assert row["forward_ms"] > 0
     assert "forward_backward_ms" not in row
 
 
-def test_softmax_that_does_not_fit_is_skipped_with_the_reason():
+def test_kernel_that_exceeds_memory_is_skipped():
     row = measure.measure("softmax", SIZES | {"length": 10**7})
     assert "GB for pairs do not fit in the" in row["skipped"]
     assert "forward_ms" not in row
@@ -104,7 +104,7 @@ def test_missing_modules_are_named(monkeypatch):
     assert row["skipped"] == "no_such_module not installed"
 
 
-def test_a_process_of_its_own_measures_or_says_why_not():
+def test_measure_apart_returns_a_row_or_a_reason():
     row = speed.measure_apart("banded", Sizes(**SIZES), repeats=1)
     assert row["kernel"] == "banded"
     assert row["length"] == 15
@@ -115,7 +115,7 @@ def test_a_process_of_its_own_measures_or_says_why_not():
 
 @pytest.fixture
 def measured(monkeypatch):
-    """Replaces measurements; lists what was asked for."""
+    """Replaces measurements and lists the requests."""
     asked = []
 
     def measure_apart(kernel, sizes, *, repeats, backward):
@@ -133,7 +133,7 @@ def measured(monkeypatch):
     return asked
 
 
-def test_command_writes_rows_and_figure_and_prints_a_table(tmp_path, capsys, measured):
+def test_command_writes_files_and_prints_a_table(tmp_path, capsys, measured):
     speed.main(
         [
             "--kernel=linear,banded",
@@ -181,7 +181,7 @@ def test_command_without_backward(tmp_path, capsys, measured):
         ("--dtype=float64", "invalid choice: 'float64'"),
     ],
 )
-def test_bad_arguments_are_named(argument, message, capsys):
+def test_invalid_arguments_are_rejected(argument, message, capsys):
     with pytest.raises(SystemExit, match="2"):
         speed.main([argument])
     assert message in capsys.readouterr().err

@@ -35,23 +35,6 @@ MODELS = {
     "routing": RoutingTransformer,
 }
 
-__all__ = [
-    "GPT",
-    "MODELS",
-    "SIZES",
-    "AlexNet",
-    "Linformer",
-    "Performer",
-    "ResNet18",
-    "RoutingTransformer",
-    "Vgg16",
-    "ViT",
-    "build_model",
-    "generate",
-    "patch_grid",
-    "resize_grid",
-]
-
 _SIZES = ("dim", "num_layers", "num_heads", "mlp_dim")
 _RATES = ("dropout", "attention_dropout")
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -68,7 +51,9 @@ _RESERVED = ("num_classes", "vocab_size", "context_length", "parent")
 class Options(Protocol):
     """A mapping from names to values: a dict or an ml_collections.ConfigDict."""
 
-    def keys(self) -> Iterable[str]: ...
+    def keys(self) -> Iterable[str]:
+        """Returns the names."""
+        ...
 
     def __getitem__(self, name: str) -> Any: ...
 

@@ -1,1 +1,14 @@
-"""Flax modules with the parameters of the kernels."""
+"""Flax modules: attentions and position encodings, with the parameters of the kernels.
+
+`ATTENTIONS` and `POSITIONS` list all by name; `build` looks them up.
+"""
+
+from relattn.nn.attention import Context as Context
+from relattn.nn.attention import MultiHeadAttention as MultiHeadAttention
+from relattn.nn.positions.base import LayerPosition as LayerPosition
+from relattn.nn.positions.base import Position as Position
+from relattn.nn.registry import ATTENTIONS as ATTENTIONS
+from relattn.nn.registry import POSITIONS as POSITIONS
+from relattn.nn.registry import build as build
+from relattn.nn.registry import register_attention as register_attention
+from relattn.nn.registry import register_position as register_position

@@ -4,37 +4,19 @@ from relattn.extras import require_train
 
 require_train(__name__)
 
-from relattn.training.config import check_config, default_config
-from relattn.training.errors import (
-    CheckpointError,
-    NonFiniteLossError,
-    PreemptedError,
-    WorkdirError,
-)
-from relattn.training.loop import train_and_evaluate
-from relattn.training.run import Run, evaluate, load_run, load_runs, make_predict_fn
-from relattn.training.step import (
-    TrainState,
-    create_state,
-    make_eval_step,
-    make_train_step,
-)
-
-__all__ = [
-    "CheckpointError",
-    "NonFiniteLossError",
-    "PreemptedError",
-    "Run",
-    "TrainState",
-    "WorkdirError",
-    "check_config",
-    "create_state",
-    "default_config",
-    "evaluate",
-    "load_run",
-    "load_runs",
-    "make_eval_step",
-    "make_predict_fn",
-    "make_train_step",
-    "train_and_evaluate",
-]
+from relattn.training.config import check_config as check_config
+from relattn.training.config import default_config as default_config
+from relattn.training.errors import CheckpointError as CheckpointError
+from relattn.training.errors import NonFiniteLossError as NonFiniteLossError
+from relattn.training.errors import PreemptedError as PreemptedError
+from relattn.training.errors import WorkdirError as WorkdirError
+from relattn.training.loop import train_and_evaluate as train_and_evaluate
+from relattn.training.run import Run as Run
+from relattn.training.run import evaluate as evaluate
+from relattn.training.run import load_run as load_run
+from relattn.training.run import load_runs as load_runs
+from relattn.training.run import make_predict_fn as make_predict_fn
+from relattn.training.step import TrainState as TrainState
+from relattn.training.step import create_state as create_state
+from relattn.training.step import make_eval_step as make_eval_step
+from relattn.training.step import make_train_step as make_train_step

@@ -1,4 +1,4 @@
-"""Evaluation: shift robustness, sizes and speed."""
+"""Evaluation: shifts, translation error, parameter counts and text samples."""
 
 from relattn.extras import require_train
 

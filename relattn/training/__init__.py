@@ -1,4 +1,4 @@
-"""Training: the loop, its state and its checkpoints."""
+"""Training: configuration, loop, checkpoints and trained runs."""
 
 from relattn.extras import require_train
 

@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[1]
 PROGRAMS = {
     "eval_shift": ["--output=x"],
     "tools.embed": ["--source=x"],
+    "tools.tables": [],
     "relattn.data.prepare": ["--name=mnist"],
     "relattn.data.prepare_text": ["--openwebtext", "--output=x"],
     "studies.demo": [],
@@ -89,6 +90,7 @@ DEMO = "--config=configs/demo.py"
         ("eval_shift", ["--workdir=no/run", "--output={}"], "no complete checkpo"),
         ("eval_shift", ["--output=x", "extra"], "unexpected argument 'extra': options"),
         ("tools.embed", ["--source={}"], "images-idx3-ubyte.gz is missing: --s"),
+        ("tools.tables", ["contract"], "table 'contract': did you mean 'contracts'?"),
         ("relattn.data.prepare", ["--name=minst"], "invalid choice: 'minst'"),
         ("relattn.data.prepare_text", ["--output=x"], "--input --openwebtext is requ"),
         ("studies.demo", ["--output={}/file"], "file is not writable"),

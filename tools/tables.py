@@ -8,7 +8,6 @@ minutes, since it measures every layer; the others take seconds.
 
 from __future__ import annotations
 
-import argparse
 import collections
 import contextlib
 import io
@@ -17,6 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from relattn import command, spec
 from relattn.data.registry import SETS
 from relattn.evaluation import translation
 from relattn.models import MODELS
@@ -157,14 +157,19 @@ def _replace(block: re.Match, names: Sequence[str]) -> str:
     return f"{start}{TABLES[name]()}\n{end}" if name in names else block[0]
 
 
+@command.entry_point
 def main(argv: Sequence[str] | None = None) -> None:
-    """Writes the tables that are named, by default all."""
-    parser = argparse.ArgumentParser(prog="python -m tools.tables")
+    """Writes the named tables, by default all.
+
+    Args:
+        argv: Command-line arguments, by default the process's.
+    """
+    parser = command.Parser("python -m tools.tables", __doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(TABLES))
     names = parser.parse_args(argv).names or list(TABLES)
     for name in names:
         if name not in TABLES:
-            parser.error(f"unknown table {name!r}: there are {', '.join(TABLES)}")
+            raise ValueError(f"unknown table {name!r}: {spec.closest(name, TABLES)}")
     write_tables(names)
 
 

@@ -1,4 +1,4 @@
-"""Flax modules: attentions and position encodings, with the parameters of the kernels.
+"""Flax modules: attentions and position encodings, with their parameters.
 
 `ATTENTIONS` and `POSITIONS` list all by name; `build` looks them up.
 """

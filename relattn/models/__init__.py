@@ -11,18 +11,18 @@ import jax
 import jax.numpy as jnp
 
 from relattn import spec
-from relattn.models.cnn import AlexNet, ResNet18, Vgg16
-from relattn.models.gpt import GPT
-from relattn.models.resize import resize_grid
-from relattn.models.sampling import generate
-from relattn.models.vit import (
-    SIZES,
-    Linformer,
-    Performer,
-    RoutingTransformer,
-    ViT,
-    patch_grid,
-)
+from relattn.models.cnn import AlexNet as AlexNet
+from relattn.models.cnn import ResNet18 as ResNet18
+from relattn.models.cnn import Vgg16 as Vgg16
+from relattn.models.gpt import GPT as GPT
+from relattn.models.resize import resize_grid as resize_grid
+from relattn.models.sampling import generate as generate
+from relattn.models.vit import SIZES as SIZES
+from relattn.models.vit import Linformer as Linformer
+from relattn.models.vit import Performer as Performer
+from relattn.models.vit import RoutingTransformer as RoutingTransformer
+from relattn.models.vit import ViT as ViT
+from relattn.models.vit import patch_grid as patch_grid
 
 MODELS = {
     "performer": Performer,

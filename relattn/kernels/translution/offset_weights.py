@@ -413,7 +413,7 @@ class OffsetScan(NamedTuple):
         return jnp.moveaxis(x, 0, 1)
 
     def to_slots(self, pairs: Array) -> list[Array]:
-        """Moves [batch heads n n] without prefix to [offsets pairs heads] of buckets."""
+        """Moves [batch heads n n] without prefix to [offsets pairs heads] by bucket."""
         batch = pairs.shape[0]
         length = math.prod(self.grid)
         pairs = pairs.transpose(2, 3, 0, 1).reshape(length**2, batch * self.num_heads)

@@ -20,7 +20,7 @@ from relattn.command import is_user_error
 from relattn.data import input_shape, load_data
 from relattn.data.prepare_text import prepare_files
 from relattn.data.tokenizers import load_tokenizer
-from relattn.nn.registry import _RESERVED, ATTENTIONS, POSITIONS, build
+from relattn.nn.registry import ATTENTIONS, POSITIONS, SET_BY_MODEL, build
 from relattn.spec import read_arguments
 from relattn.training import check_config, default_config
 from relattn.training.config import flatten, read_config
@@ -127,7 +127,7 @@ def test_any_text_parses_or_raises(text):
 def specs(draw, table):
     """Draws a spec: an entry of a table with one of its options, of any value."""
     name = draw(st.sampled_from(sorted(table)))
-    known = sorted({"x", *inspect.signature(table[name]).parameters} - {*_RESERVED})
+    known = sorted({"x", *inspect.signature(table[name]).parameters} - {*SET_BY_MODEL})
     keys = draw(st.lists(st.sampled_from(known), max_size=1))
     small = st.integers(1, 9) | st.sampled_from([0, -1.5, 1e30, "none", "qk", True])
     return write_spec(name, {key: draw(small | literals) for key in keys})

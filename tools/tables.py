@@ -31,8 +31,8 @@ DOCUMENTS = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 BLOCK = re.compile(r"(<!-- table: (\w+) -->\n)(.*?)(<!-- end of table -->)", re.DOTALL)
 
 # Without what users, or tests in the same process, have registered.
-ATTENTIONS = [name for name in registry.ATTENTIONS if name in registry.OWN]
-POSITIONS = [name for name in registry.POSITIONS if name in registry.OWN]
+ATTENTIONS = [name for name in registry.ATTENTIONS if name in registry.BUILT_IN]
+POSITIONS = [name for name in registry.POSITIONS if name in registry.BUILT_IN]
 
 # The tests of each column: a mechanism has a tick if all of them run for it.
 CONTRACTS = {

@@ -62,7 +62,7 @@ POSITIONS = {
 BUILT_IN = frozenset({*ATTENTIONS, *POSITIONS})
 
 # The model sets these attributes, not the spec.
-_RESERVED = {
+SET_BY_MODEL = {
     field.name
     for module in (MultiHeadAttention, base.Position)
     for field in dataclasses.fields(module)
@@ -179,7 +179,7 @@ def build(
         >>> attention(layer=0).num_heads
         2
     """
-    make_attention = spec.resolve(attention, ATTENTIONS, "attention", _RESERVED)
+    make_attention = spec.resolve(attention, ATTENTIONS, "attention", SET_BY_MODEL)
     make_position = _resolve_position(position, attention, make_attention.func.sites)
     if causal and not make_attention.func.has_causal_form:
         fitting = [name for name, entry in ATTENTIONS.items() if entry.has_causal_form]
@@ -259,7 +259,7 @@ def _resolve_position(
 ) -> functools.partial:
     """Resolves the spec of a position, or a sum, for the sites of an attention."""
     makers = [
-        spec.resolve(term, POSITIONS, "position", _RESERVED)
+        spec.resolve(term, POSITIONS, "position", SET_BY_MODEL)
         for term in spec.terms(position)
     ]
     for term, make in zip(spec.terms(position), makers, strict=True):

@@ -43,4 +43,4 @@ def test_a_test_that_may_be_skipped_gives_no_tick():
 
 
 def test_only_built_in_attentions_are_listed():
-    assert set(tables.ATTENTIONS) <= tables.registry.OWN
+    assert set(tables.ATTENTIONS) <= tables.registry.BUILT_IN

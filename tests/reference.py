@@ -1,7 +1,7 @@
-"""Naive float64 references of every kernel, written to be read.
+"""Naive float64 references of every kernel, written for readability.
 
-Each function takes and returns arrays without leading axes and forms all n x m weights.
-Run them under ``jax.enable_x64(True)``.
+Each function takes and returns arrays without leading axes and computes all n x m
+weights. Run them under ``jax.enable_x64(True)``.
 """
 
 import jax
@@ -10,7 +10,7 @@ import numpy as np
 
 
 def sinusoids(positions, frequencies):
-    """[sin w p, cos w p] for every axis of a position, then every frequency."""
+    """Returns [sin w p, cos w p] for every axis of a position, then every frequency."""
     rows = []
     for position in positions:
         row = []
@@ -23,7 +23,7 @@ def sinusoids(positions, frequencies):
 
 
 def constrained_scores(query_positions, key_positions, frequencies, coefficients):
-    """Lemma 1: sum of a cos w (p_i - p_j) + b sin w (p_i - p_j); [n, m] scores.
+    """Returns the scores of lemma 1: sum a cos w (p_i - p_j) + b sin w (p_i - p_j).
 
     ``coefficients`` holds (a, b) for every axis, then every frequency.
     """
@@ -44,44 +44,44 @@ def constrained_scores(query_positions, key_positions, frequencies, coefficients
 
 
 def softmax_attention(q, k, v, allowed, bias=0.0):
-    """Over the keys that ``allowed [n, m]`` lets a query see."""
+    """Computes softmax attention over the keys in ``allowed``, ``[n, m]``."""
     weights = jnp.exp(q @ k.T / q.shape[1] ** 0.5 + bias)
     return _weighted_mean(jnp.where(allowed, weights, 0.0), v)
 
 
 def positive_features(x, projection, eps=0.0):
-    """(exp(w x~ - |x~|^2 / 2) + eps) / sqrt(features) of one vector."""
+    """Returns (exp(w x~ - |x~|^2 / 2) + eps) / sqrt(features) of one vector."""
     x = x / len(x) ** 0.25
     return (jnp.exp(projection @ x - x @ x / 2) + eps) / len(projection) ** 0.5
 
 
 def trigonometric_features(x, projection):
-    """exp(|x~|^2 / 2) [cos w x~, sin w x~] / sqrt(features) of one vector."""
+    """Returns exp(|x~|^2 / 2) [cos w x~, sin w x~] / sqrt(features) of one vector."""
     x = x / len(x) ** 0.25
     waves = jnp.concatenate([jnp.cos(projection @ x), jnp.sin(projection @ x)])
     return jnp.exp(x @ x / 2) * waves / len(projection) ** 0.5
 
 
 def relu_features(x, projection, bias=0.0, eps=1e-3):
-    """max(w x~ + b, 0) + eps of one vector; the derivative at zero is zero."""
+    """Returns max(w x~ + b, 0) + eps of one vector; the derivative at zero is 0."""
     projected = projection @ (x / len(x) ** 0.25) + bias
     return jnp.where(projected > 0, projected, 0) + eps
 
 
 def linear_attention(q, k, v, feature_map, allowed, bias=0.0):
-    """Weights phi(q_i) . phi(k_j) exp(b_ij), for a map of single vectors."""
+    """Computes attention with weights phi(q_i) . phi(k_j) exp(b_ij)."""
     weights = jax.vmap(feature_map)(q) @ jax.vmap(feature_map)(k).T * jnp.exp(bias)
     return _weighted_mean(jnp.where(allowed, weights, 0.0), v)
 
 
 def _weighted_mean(weights, v):
-    """Zeros where there is nothing to weigh."""
+    """Returns the weighted mean of the values, zeros without weights."""
     total = weights.sum(axis=1, keepdims=True)
     return weights @ v / jnp.where(total == 0, 1.0, total)
 
 
 def banded_attention(q, v, table, log_phi, grid, num_prefix=0, key_mask=None):
-    """Weights phi(q_i) . phi(w_distance) of every key, normalised; positive features.
+    """Computes attention with weights phi(q_i) . phi(w_distance); positive features.
 
     ``log_phi`` maps [n, head_dim] to the logarithms of features, [n, features].
     """
@@ -98,10 +98,10 @@ def banded_attention(q, v, table, log_phi, grid, num_prefix=0, key_mask=None):
 
 
 def offset_rows(grid, num_prefix=0, causal=False):
-    """Rows of the tables of queries, keys and values for every (query, key).
+    """Returns rows of the tables of queries, keys and values for every (query, key).
 
-    Offsets row-major, the most negative first, then "in", "self" and "out"; a row goes
-    by the token that is projected.
+    Offsets are row-major, the most negative first, then "in", "self" and "out". The row
+    belongs to the token that is projected.
     """
     positions = [None] * num_prefix + list(np.ndindex(*grid))
     first = int(np.prod([2 * size - 1 for size in grid]))
@@ -122,13 +122,13 @@ def offset_rows(grid, num_prefix=0, causal=False):
         return row(key, query) if None in (query, key) else row(query, key)
 
     return [
-        np.array([[of(i, j) for j in positions] for i in positions])
-        for of in (row, lambda i, j: row(j, i), value_row)
+        np.array([[row_of(i, j) for j in positions] for i in positions])
+        for row_of in (row, lambda i, j: row(j, i), value_row)
     ]
 
 
 def translution(x, w_q, w_k, w_v, rows, allowed):
-    """[heads n head_dim]; tables go by ``rows`` of `offset_rows`, or by pair."""
+    """Computes [heads n head_dim]; ``rows`` as in `offset_rows`, None for pairs."""
     n, head_dim = len(x), w_q.shape[-1]
     queries, keys = jnp.repeat(x[:, None], n, 1), jnp.repeat(x[None], n, 0)
     q = _project_pairs(queries, w_q, rows[0])
@@ -138,7 +138,7 @@ def translution(x, w_q, w_k, w_v, rows, allowed):
 
 
 def lor_translution(q, k, v, low, tables, rows, allowed, scale, average=False):
-    """Plain and low-rank outputs; what of them is not there may be None."""
+    """Computes plain and low-rank outputs; arrays of a missing part are None."""
     n = len(allowed)
     queries, keys, values = (
         None if x is None else jnp.repeat(jnp.expand_dims(x, axis), n, axis)
@@ -163,7 +163,7 @@ def lor_translution(q, k, v, low, tables, rows, allowed, scale, average=False):
 
 
 def _project_pairs(tokens, w, rows):
-    """[n n heads head_dim] of tokens [n n width]."""
+    """Projects tokens [n n width] to [n n heads head_dim]."""
     w = (
         w[rows]
         if w.ndim == 4
@@ -179,8 +179,8 @@ def _sum_pairs(scores, v, allowed):
     return jnp.einsum("ijh,ijhe->hie", weights, v)
 
 
-def of_pairs(table, rows):
-    """What a table holds for every pair; rows that it lacks are zero."""
+def gather_rows(table, rows):
+    """Gathers a table's row of every pair; missing rows are zero."""
     if table is None:
         return 0.0
     missing = max(rows.max() + 1 - len(table), 0)
@@ -190,22 +190,22 @@ def of_pairs(table, rows):
 def relative_attention(
     q, k, v, key_table=None, value_table=None, bias=None, *, allowed, rows
 ):
-    """Tables go by ``rows`` [n, n]; rows that a table lacks are zero."""
-    pair_keys = k[None] + of_pairs(key_table, rows)
+    """Computes relative attention; ``rows`` [n, n] index the tables."""
+    pair_keys = k[None] + gather_rows(key_table, rows)
     scores = jnp.einsum(
         "id,ijd->ij", q, jnp.broadcast_to(pair_keys, (len(q), *k.shape))
     )
-    weights = jnp.exp(scores / q.shape[1] ** 0.5 + of_pairs(bias, rows))
+    weights = jnp.exp(scores / q.shape[1] ** 0.5 + gather_rows(bias, rows))
     weights = jnp.where(allowed, weights, 0.0)
     total = weights.sum(axis=1, keepdims=True)
-    pair_values = v + of_pairs(value_table, rows)
+    pair_values = v + gather_rows(value_table, rows)
     pair_values = jnp.broadcast_to(pair_values, (len(q), *v.shape))
     weights = weights / jnp.where(total == 0, 1.0, total)
     return jnp.einsum("ij,ijd->id", weights, pair_values)
 
 
 def gated_positional_attention(q, k, v, gate, coefficients, allowed, grid, num_prefix):
-    """(1 - g) of softmax attention and g of attention by w . (|d|^2, d)."""
+    """Computes (1 - g) softmax attention + g attention with scores w . (|d|^2, d)."""
     positions = [None] * num_prefix + [np.array(p) for p in np.ndindex(*grid)]
     prefix_kinds = np.zeros((3 if num_prefix else 0, 1 + len(grid)))
 
@@ -223,7 +223,7 @@ def gated_positional_attention(q, k, v, gate, coefficients, allowed, grid, num_p
 
 
 def linformer_attention(q, k, v, key_projection, value_projection, exists):
-    """Every query sees all weighted sums of the keys that exist."""
+    """Computes attention to weighted sums of the keys that exist."""
     used = np.flatnonzero(exists)
     keys = key_projection[:, used] @ k[used]
     values = value_projection[:, used] @ v[used]
@@ -231,7 +231,7 @@ def linformer_attention(q, k, v, key_projection, value_projection, exists):
 
 
 def routing_attention(q, k, v, centroids, window, exists):
-    """A token is in a cluster if fewer than ``window`` tokens are closer to it."""
+    """Computes routing attention: a cluster has the ``window`` closest tokens."""
     q, k = _layer_norm(q), _layer_norm(k)
     n = len(q)
     first = np.tril(np.ones((n, n), bool), -1)
@@ -264,12 +264,12 @@ def linear(x, params):
 
 
 def gelu(x):
-    """x times the probability that a standard normal number is less."""
+    """Returns x times the probability that a standard normal number is less than x."""
     return x * (1 + jax.scipy.special.erf(x / 2**0.5)) / 2
 
 
 def transformer_block(x, params, num_heads, allowed):
-    """x + attention(norm(x)), then x + feed_forward(norm(x)); softmax attention."""
+    """Computes x + attention(norm(x)), then x + feed_forward(norm(x)), with softmax."""
     attention, feed_forward = params["attention"], params["feed_forward"]
     y = layer_norm(x, params["attention_norm"])
     q, k, v = (
@@ -282,27 +282,27 @@ def transformer_block(x, params, num_heads, allowed):
 
 
 def rotary(x, positions, base):
-    """Each axis turns its share of the complex numbers x_t + i x_(t + head_dim / 2)."""
+    """Rotates the complex numbers x_t + i x_(t + head_dim / 2), a share per axis."""
     half = x.shape[1] // 2
     share = half // len(positions[0])
     angles = [
         [p * base ** (-t / share) for p in position for t in range(share)]
         for position in positions
     ]
-    turned = (x[:, :half] + 1j * x[:, half:]) * jnp.exp(1j * jnp.array(angles))
-    return jnp.concatenate([turned.real, turned.imag], axis=1)
+    rotated = (x[:, :half] + 1j * x[:, half:]) * jnp.exp(1j * jnp.array(angles))
+    return jnp.concatenate([rotated.real, rotated.imag], axis=1)
 
 
 def mixed_rotary(x, positions, frequencies):
-    """Pair t, the complex number x_t + i x_(t + head_dim / 2), turns by w_t . p."""
+    """Rotates pair t, the complex number x_t + i x_(t + head_dim / 2), by w_t . p."""
     half = x.shape[1] // 2
     angles = jnp.stack([frequencies @ position for position in positions])
-    turned = (x[:, :half] + 1j * x[:, half:]) * jnp.exp(1j * angles)
-    return jnp.concatenate([turned.real, turned.imag], axis=1)
+    rotated = (x[:, :half] + 1j * x[:, half:]) * jnp.exp(1j * angles)
+    return jnp.concatenate([rotated.real, rotated.imag], axis=1)
 
 
 def string(x, positions, generators):
-    """exp(sum_axis p_axis L_axis) x, for generators L [axes, head_dim, head_dim]."""
+    """Returns exp(sum_axis p_axis L_axis) x, L of [axes, head_dim, head_dim]."""
     generators = jnp.stack(generators)
 
     def rotate(token, position):
@@ -312,7 +312,7 @@ def string(x, positions, generators):
 
 
 def _exponential(matrix):
-    """Taylor's series of matrix / 2^6, squared six times."""
+    """Sums the Taylor series of exp(matrix / 2^6), then squares it six times."""
     total = term = jnp.eye(len(matrix))
     for k in range(1, 15):
         term = term @ matrix / (2**6 * k)
@@ -323,53 +323,52 @@ def _exponential(matrix):
 
 
 def cayley_generators(entries, frequencies):
-    """P J P^T of each axis: J rotates pair (t, t + head_dim / 2) by w_t."""
+    """Returns P J P^T of each axis; J rotates pair (t, t + head_dim / 2) by w_t."""
     half, axes = frequencies.shape
     skew = jnp.zeros((2 * half, 2 * half))
-    places = [(i, j) for i in range(2 * half) for j in range(i)]
-    for (i, j), entry in zip(places, entries, strict=True):
+    indices = [(i, j) for i in range(2 * half) for j in range(i)]
+    for (i, j), entry in zip(indices, entries, strict=True):
         skew = skew.at[i, j].set(entry).at[j, i].set(-entry)
     identity = jnp.eye(2 * half)
     basis = (identity - skew) @ jnp.linalg.inv(identity + skew)
     generators = []
     for axis in range(axes):
-        turns = jnp.zeros((2 * half, 2 * half))
+        rotation = jnp.zeros((2 * half, 2 * half))
         for t in range(half):
             w = frequencies[t, axis]
-            turns = turns.at[t + half, t].set(w).at[t, t + half].set(-w)
-        generators.append(basis @ turns @ basis.T)
+            rotation = rotation.at[t + half, t].set(w).at[t, t + half].set(-w)
+        generators.append(basis @ rotation @ basis.T)
     return generators
 
 
 def circulant_generators(circulants):
-    """C - C^T of every axis, C with the first column c."""
+    """Returns C - C^T of every axis; c is the first column of C."""
     head_dim = circulants.shape[1]
-    places = [[(i - j) % head_dim for j in range(head_dim)] for i in range(head_dim)]
-    matrices = [c[np.array(places)] for c in circulants]
+    indices = [[(i - j) % head_dim for j in range(head_dim)] for i in range(head_dim)]
+    matrices = [c[np.array(indices)] for c in circulants]
     return [matrix - matrix.T for matrix in matrices]
 
 
 def irpe_gate(x, rows, columns, grid, num_prefix):
-    """Every number of a token times exp(its row's embedding plus its column's)."""
-    places = list(np.ndindex(*grid))
-    scales = [jnp.exp(rows[i] + columns[j]) for i, j in places]
+    """Multiplies a token by exp(its row's embedding + its column's), elementwise."""
+    scales = [jnp.exp(rows[i] + columns[j]) for i, j in np.ndindex(*grid)]
     return jnp.concatenate([x[:num_prefix], x[num_prefix:] * jnp.stack(scales)])
 
 
 def string_gate(x, frequencies, phases, coefficients, grid, num_prefix):
-    """Every number of a token times exp([cos(w . p + b), sin(w . p + b)] A)."""
+    """Multiplies a token by exp([cos(w . p + b), sin(w . p + b)] A), elementwise."""
     scales = []
-    for place in np.ndindex(*grid):
-        angles = frequencies @ jnp.array(place, float) + phases
+    for position in np.ndindex(*grid):
+        angles = frequencies @ jnp.array(position, float) + phases
         waves = jnp.concatenate([jnp.cos(angles), jnp.sin(angles)])
         scales.append(jnp.exp(waves @ coefficients))
     return jnp.concatenate([x[:num_prefix], x[num_prefix:] * jnp.stack(scales)])
 
 
 def resize(table, new):
-    """Keys' cubic kernel (a = -1/2) of every axis, widened to average a smaller grid.
+    """Resizes with Keys' cubic kernel (a = -1/2), widened for a smaller grid.
 
-    ``table`` is ``[*old, *rest]``; places lie at half-integers.
+    ``table`` is ``[*old, *rest]``; positions are half-integers.
     """
 
     def cubic(t):

@@ -1,7 +1,6 @@
-"""The contracts that every mechanism, a row of tests/mechanisms/__init__.py, must keep.
+"""Tests the contracts of every mechanism, a row of tests/mechanisms.
 
-Translation error and equality across device counts belong to whole models and are
-measured there.
+Translation error and equality across device counts are tested on whole models.
 """
 
 import dataclasses
@@ -32,9 +31,9 @@ every_random_mechanism = pytest.mark.parametrize(
 
 
 def _kernel_naive_and_inputs(mechanism, key_mask=None):
-    """What the functions of `tests.helpers.compare` take."""
+    """Returns the arguments of the functions in `tests.helpers.compare`."""
     allowed = np.ones(mechanism.num_keys, bool) if key_mask is None else key_mask
-    # Parameters get a leading axis here, through vmap.
+    # vmap gives parameters a leading axis too.
     inputs = dataclasses.replace(mechanism, shared=()).draw_inputs(HEADS)
 
     def apply(*arrays):
@@ -51,7 +50,7 @@ def _kernel_naive_and_inputs(mechanism, key_mask=None):
 
 @every_mechanism
 @pytest.mark.parametrize("masked", [False, True])
-def test_equals_the_naive_reference_in_value_and_gradient(mechanism, masked):
+def test_value_and_gradient_equal_the_reference(mechanism, masked):
     key_mask = mechanism.key_mask() if masked else None
     compare.expect_equal(*_kernel_naive_and_inputs(mechanism, key_mask), double=masked)
 
@@ -79,7 +78,7 @@ def test_is_unbiased_within_four_standard_errors(mechanism, draw):
 
 
 @every_causal_mechanism
-def test_the_future_changes_nothing_bit_for_bit(mechanism):
+def test_later_tokens_change_nothing_bit_for_bit(mechanism):
     inputs = mechanism.draw_inputs(HEADS)
     apply = jax.jit(mechanism.apply)
     out = np.asarray(apply(**inputs))
@@ -95,7 +94,7 @@ def test_the_future_changes_nothing_bit_for_bit(mechanism):
 
 
 @every_mechanism
-def test_an_example_does_not_depend_on_its_batch(mechanism):
+def test_example_does_not_depend_on_its_batch(mechanism):
     inputs = mechanism.draw_inputs(BATCH, HEADS)
     others = {
         name: x if name in mechanism.shared else x.at[1:].multiply(-9.0)
@@ -108,7 +107,7 @@ def test_an_example_does_not_depend_on_its_batch(mechanism):
 
 
 @every_mechanism
-def test_what_masked_keys_hold_does_not_matter(mechanism):
+def test_masked_keys_and_padding_have_no_effect(mechanism):
     inputs = mechanism.draw_inputs(HEADS)
     key_mask = jnp.asarray(mechanism.key_mask())
 
@@ -127,17 +126,17 @@ def test_what_masked_keys_hold_does_not_matter(mechanism):
         out, pullback = jax.vjp(lambda inputs: apply(**inputs), inputs)
         cotangent = jnp.cos(jnp.arange(out.size)).reshape(out.shape)
         if mechanism.queries_from_keys:
-            # A masked token's own query gives gradients to all that it meets.
+            # The query of a masked token has gradients to other tokens.
             cotangent = jnp.where(key_mask[:, None], cotangent, 0.0)
         (gradients,) = pullback(cotangent)
-        left_out = mechanism.before_mask
-        gradients = {name: x for name, x in gradients.items() if name not in left_out}
+        skipped = mechanism.before_mask
+        gradients = {name: x for name, x in gradients.items() if name not in skipped}
         return out, gradients
 
     out, gradients = value_and_gradients(with_masked(jnp.nan))
     expected, expected_gradients = value_and_gradients(inputs)
     if mechanism.queries_from_keys:
-        # Its query is NaN too, and with it every gradient.
+        # The query is NaN too, and so are all gradients.
         _, gradients = value_and_gradients(with_masked(9.0))
     np.testing.assert_array_equal(out[:, compared], expected[:, compared])
     assert np.isfinite(out[:, compared]).all()
@@ -159,7 +158,7 @@ def test_what_masked_keys_hold_does_not_matter(mechanism):
 
 
 @every_mechanism
-def test_a_mask_for_every_example_equals_each_example_alone(mechanism):
+def test_mask_per_example_equals_each_example_alone(mechanism):
     inputs = mechanism.draw_inputs(BATCH, HEADS)
     key_mask = jnp.asarray(masks(mechanism))
     axes = {name: None if name in mechanism.shared else 0 for name in inputs}
@@ -173,7 +172,7 @@ def test_a_mask_for_every_example_equals_each_example_alone(mechanism):
 
 
 @pytest.mark.parametrize("mechanism", LINES, ids=str)
-def test_a_line_with_a_mask_for_every_example_equals_the_reference(mechanism):
+def test_mask_per_example_on_a_line_equals_the_reference(mechanism):
     inputs, key_mask = mechanism.draw_inputs(BATCH), masks(mechanism)
     apply = quick_jit(mechanism.apply)
     results = [apply(**inputs, key_mask=jnp.asarray(key_mask)), apply(**inputs)]
@@ -201,19 +200,21 @@ def test_a_line_with_a_mask_for_every_example_equals_the_reference(mechanism):
 
 
 def masks(mechanism):
-    """A mask for every example, ``[batch, keys]``; no two are equal."""
-    places = np.arange(mechanism.num_keys)
-    return places % 4 != np.arange(BATCH)[:, None]
+    """Returns a different mask for every example, ``[batch, keys]``."""
+    keys = np.arange(mechanism.num_keys)
+    return keys % 4 != np.arange(BATCH)[:, None]
 
 
 @every_mechanism
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
-def test_stays_finite_when_a_key_is_loud(mechanism, dtype):
+def test_large_key_gives_finite_values_and_gradients(mechanism, dtype):
     inputs = mechanism.draw_inputs(HEADS, dtype=dtype)
-    row = mechanism.shapes[mechanism.loud][0] - 2
-    loud = {
+    row = mechanism.shapes[mechanism.scaled_input][0] - 2
+    scaled = {
         **inputs,
-        mechanism.loud: inputs[mechanism.loud].at[..., row, :].multiply(20),
+        mechanism.scaled_input: inputs[mechanism.scaled_input]
+        .at[..., row, :]
+        .multiply(20),
     }
 
     @quick_jit
@@ -221,12 +222,12 @@ def test_stays_finite_when_a_key_is_loud(mechanism, dtype):
         out, pullback = jax.vjp(lambda inputs: mechanism.apply(**inputs), inputs)
         return out, pullback(jnp.ones_like(out))
 
-    out, gradients = value_and_gradients(loud)
+    out, gradients = value_and_gradients(scaled)
     assert out.dtype == dtype
     chex.assert_tree_all_finite((out, gradients))
     if mechanism.causal:
-        quiet, _ = value_and_gradients(inputs)
-        np.testing.assert_array_equal(out[:, :row], quiet[:, :row])
+        expected, _ = value_and_gradients(inputs)
+        np.testing.assert_array_equal(out[:, :row], expected[:, :row])
 
 
 @every_mechanism
@@ -242,7 +243,7 @@ def test_half_precision_equals_single_on_the_same_inputs(mechanism):
 
     results = value_and_gradients(inputs)
     single = {name: x.astype(jnp.float32) for name, x in inputs.items()}
-    # The largest error of one rounding; in the mean it is about half as large.
+    # The largest relative error of one rounding; the mean error is about half.
     unit = float(jnp.finfo(jnp.bfloat16).eps) / 2
     for name, expected in value_and_gradients(single).items():
         expected = np.float64(expected)
@@ -284,7 +285,7 @@ def test_single_precision_stays_single_where_double_is_enabled(mechanism):
 
 
 @every_mechanism
-def test_a_batch_may_be_empty(mechanism):
+def test_batch_may_be_empty(mechanism):
     inputs = mechanism.draw_inputs(0, HEADS)
     key_mask = jnp.asarray(mechanism.key_mask())
     for options in ({}, {"key_mask": key_mask}):
@@ -305,7 +306,7 @@ def _value_and_gradients(mechanism, **options):
 
 
 class VariantsTest(chex.TestCase):
-    """The same result with and without jit, and on devices side by side."""
+    """Compares results with jit, without jit, and with pmap."""
 
     @chex.variants(with_jit=True, without_jit=True, with_pmap=True)
     @parameterized.named_parameters(

@@ -37,15 +37,17 @@ POSITIONS = [name for name in registry.POSITIONS if name in registry.BUILT_IN]
 # The tests of each column: a mechanism has a tick if all of them run for it.
 CONTRACTS = {
     "reference, value and gradient": [
-        test_contracts.test_equals_the_naive_reference_in_value_and_gradient
+        test_contracts.test_value_and_gradient_equal_the_reference
     ],
     "unbiased": [test_contracts.test_is_unbiased_within_four_standard_errors],
-    "causal, bit for bit": [test_contracts.test_the_future_changes_nothing_bit_for_bit],
-    "batch independent, masked exactly": [
-        test_contracts.test_an_example_does_not_depend_on_its_batch,
-        test_contracts.test_what_masked_keys_hold_does_not_matter,
+    "causal, bit for bit": [
+        test_contracts.test_later_tokens_change_nothing_bit_for_bit
     ],
-    "finite": [test_contracts.test_stays_finite_when_a_key_is_loud],
+    "batch independent, masked exactly": [
+        test_contracts.test_example_does_not_depend_on_its_batch,
+        test_contracts.test_masked_keys_and_padding_have_no_effect,
+    ],
+    "finite": [test_contracts.test_large_key_gives_finite_values_and_gradients],
     "vmap, jit, pmap": [
         test_contracts.test_vmap_equals_leading_axes,
         test_contracts.VariantsTest,

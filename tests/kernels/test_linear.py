@@ -1,4 +1,4 @@
-"""Linear attention: chunks, masks, normalisers and errors."""
+"""Tests linear attention: chunks, masks, normalisers and errors."""
 
 import functools
 
@@ -40,7 +40,7 @@ def test_one_chunk_equals_the_reference(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_second_derivatives_equal_the_reference(name):
     q, k, v = draw_inputs()
-    # ReLU features of zeros are at their kink.
+    # At zero, ReLU features are not differentiable.
     q, k = q.at[:, 1].set(0.0), k.at[:, 2].set(0.0)
     compare.expect_equal_second_derivatives(
         lambda q, k, v: linear_attention(q, k, v, feature_map(name), chunk_size=4),
@@ -53,7 +53,7 @@ def test_second_derivatives_equal_the_reference(name):
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("chunk_size", [1, 4, 7])
-def test_chunks_change_nothing(chunk_size, masked):
+def test_chunks_do_not_change_the_output(chunk_size, masked):
     q, k, v = draw_inputs()
     key_mask = jnp.asarray(np.arange(M) % 3 != 1) if masked else None
     for name in NAMES:
@@ -105,7 +105,7 @@ def test_masked_keys_may_hold_nan():
     np.testing.assert_array_equal(attend(q, k + nan, v + nan), attend(q, k, v))
 
 
-def test_a_plain_array_of_features_is_learned_through():
+def test_gradients_flow_through_a_plain_array_of_features():
     q, k, v = draw_inputs()
     weight = draw_gaussian(jax.random.key(2), 13, HEAD_DIM)
 
@@ -125,7 +125,7 @@ def test_a_plain_array_of_features_is_learned_through():
 
 
 @pytest.mark.parametrize("chunk_size", [4, 64])
-def test_positive_normalizers_are_at_least_one_and_cancel(chunk_size):
+def test_positive_normalizers_are_at_least_one(chunk_size):
     for scale in (0.5, 5.0):
         q, k, v = draw_inputs(scale=scale)
         out, normalizer = linear_attention(
@@ -141,7 +141,7 @@ def test_positive_normalizers_are_at_least_one_and_cancel(chunk_size):
 
 
 @pytest.mark.parametrize("chunk_size", [4, 64])
-def test_nonpositive_trigonometric_normalizers_are_reported(chunk_size):
+def test_negative_trigonometric_normalizers_are_returned(chunk_size):
     q, k, v = draw_inputs(scale=3.0)
     out, normalizer = linear_attention(
         q,
@@ -160,7 +160,7 @@ def test_nonpositive_trigonometric_normalizers_are_reported(chunk_size):
 
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
-def test_a_vanishing_normalizer_is_guarded_with_its_sign(sign):
+def test_small_normalizer_is_clamped_with_its_sign(sign):
     k = jnp.array([[1.0], [-1.0 + sign * 1e-6]])
     v = jnp.array([[2.0], [0.0]])
     out, normalizer = linear_attention(
@@ -171,8 +171,8 @@ def test_a_vanishing_normalizer_is_guarded_with_its_sign(sign):
 
 
 @pytest.mark.parametrize("chunk_size", [1, 2])
-def test_keys_that_cancel_across_chunks_are_guarded_by_their_magnitudes(chunk_size):
-    # Equal and opposite but for a share below 1e-4, with exponents far apart.
+def test_keys_that_cancel_across_chunks_are_clamped(chunk_size):
+    # Opposite weights that cancel to a share below 1e-4; exponents are far apart.
     k = jnp.array([[np.exp(5.0), 0.0], [-1.0 + 4e-5, 5.0]])
     out = linear_attention(
         jnp.array([[1.0, 0.0]]),
@@ -181,7 +181,7 @@ def test_keys_that_cancel_across_chunks_are_guarded_by_their_magnitudes(chunk_si
         lambda x: Features(x[..., :1], x[..., 1:]),
         chunk_size=chunk_size,
     )
-    # The sum of absolute weights is 2, that of weighted values 3 - 1.
+    # Absolute weights sum to 2, weighted values to 3 - 1.
     np.testing.assert_allclose(out, [[(3 - 1) / (1e-4 * 2)]], rtol=1e-3)
 
 
@@ -203,5 +203,5 @@ def test_memory_is_linear_in_the_length():
 
     short, long = temporary_bytes(512), temporary_bytes(2048)
     assert long < 4.5 * short
-    # Less than the features of all tokens would take.
+    # Less than the features of all tokens.
     assert long < HEADS * 2048 * len(PROJECTION) * 4 * 2

@@ -1,4 +1,4 @@
-"""Causal linear attention: chunks, masks, decoding and errors."""
+"""Tests causal linear attention: chunks, masks, states and errors."""
 
 import functools
 
@@ -42,7 +42,7 @@ def test_one_chunk_equals_the_reference(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_second_derivatives_equal_the_reference(name):
     q, k, v = draw_inputs()
-    # ReLU features of zeros are at their kink.
+    # At zero, ReLU features are not differentiable.
     q, k = q.at[:, 1].set(0.0), k.at[:, 2].set(0.0)
     compare.expect_equal_second_derivatives(
         lambda q, k, v: causal_linear_attention(
@@ -57,7 +57,7 @@ def test_second_derivatives_equal_the_reference(name):
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("chunk_size", [1, 4, 7])
-def test_chunks_change_nothing(chunk_size, masked):
+def test_chunks_do_not_change_the_output(chunk_size, masked):
     q, k, v = draw_inputs()
     key_mask = jnp.asarray(np.arange(N) % 3 != 1) if masked else None
     for name in NAMES:
@@ -111,7 +111,7 @@ def test_continuing_from_a_state_equals_one_call(name, masked):
     @quick_jit
     def value_and_gradients(inputs):
         results = []
-        # At once, in two parts of padded chunks, and token by token.
+        # In one call, in two calls with padded chunks, and token by token.
         for starts, chunk_size in (([0], N), ([0, 6], 4), (range(N), 64)):
             attend_parts = functools.partial(attend, starts, chunk_size)
             out, pullback = jax.vjp(lambda *x, f=attend_parts: f(*x)[0], *inputs)
@@ -132,15 +132,15 @@ def test_continuing_from_a_state_equals_one_call(name, masked):
         chex.assert_trees_all_close(other_state, state, rtol=2e-4, atol=2e-5)
 
 
-def test_keys_that_cancel_across_chunks_are_guarded_by_their_magnitudes():
+def test_keys_that_cancel_across_chunks_are_clamped():
     def feature_map(x):
         return Features(x[..., :1], x[..., 1:])
 
     q = jnp.array([[1.0, 0.0], [1.0, 0.0]])
-    # Equal and opposite but for a share below 1e-4, with exponents far apart.
+    # Opposite weights that cancel to a share below 1e-4; exponents are far apart.
     k = jnp.array([[np.exp(5.0), 0.0], [-1.0 + 4e-5, 5.0]])
     v = jnp.array([[3.0], [1.0]])
-    # The sum of absolute weights is 2, that of weighted values 3 - 1.
+    # Absolute weights sum to 2, weighted values to 3 - 1.
     expected = [[3.0], [(3 - 1) / (1e-4 * 2)]]
     for size in (1, 2):
         out = causal_linear_attention(q, k, v, feature_map, chunk_size=size)
@@ -155,7 +155,7 @@ def test_keys_that_cancel_across_chunks_are_guarded_by_their_magnitudes():
 @pytest.mark.parametrize(
     ("head_dim", "zero", "underflow"), [(32, 36, 38), (64, 43, 46), (128, 51, 56)]
 )
-def test_long_keys_lose_their_weight_where_documented(head_dim, zero, underflow):
+def test_long_keys_underflow_at_the_documented_norms(head_dim, zero, underflow):
     num_features = maps.default_num_features(head_dim)
     projection = draw_orthogonal(jax.random.key(0), num_features, head_dim)
     phi = compare.feature_map("positive", projection)
@@ -172,7 +172,7 @@ def test_long_keys_lose_their_weight_where_documented(head_dim, zero, underflow)
     assert underflowed(below).mean() < 0.1 and underflowed(above).mean() > 0.9
 
 
-def test_features_that_would_need_the_future_are_refused():
+def test_features_that_depend_on_later_tokens_raise():
     def unbounded(x):
         return Features(None, x.astype(jnp.float32))
 
@@ -181,7 +181,7 @@ def test_features_that_would_need_the_future_are_refused():
 
 
 @pytest.mark.parametrize("chunk_size", [4, 64])
-def test_a_state_of_other_shapes_is_refused(chunk_size):
+def test_state_of_other_shapes_raises(chunk_size):
     inputs = draw_inputs()
     _, state = causal_linear_attention(*inputs, feature_map("relu"), return_state=True)
     attend = functools.partial(

@@ -1,4 +1,4 @@
-"""Every mechanism, with what the contracts of test_contracts.py must know of it."""
+"""The table of mechanisms that tests/test_contracts.py tests."""
 
 from tests import reference
 from tests.mechanisms import attention, efficient, positions, translution
@@ -11,5 +11,5 @@ MECHANISMS = [
     *efficient.MECHANISMS,
 ]
 
-# Kernels that take a grid, with a grid of one axis.
+# Kernels that take a grid, on a grid of one axis.
 LINES = [*attention.LINES, *translution.on_line(reference.offset_rows((N,)))]

@@ -1,4 +1,4 @@
-"""Softmax and linear attention, with biases, bands, gates and rotations."""
+"""Rows: softmax and linear attention, with biases, bands, gates and rotations."""
 
 import functools
 
@@ -35,7 +35,7 @@ CAUSAL = {"q": (N, HEAD_DIM), "k": (N, HEAD_DIM), "v": (N, VALUE_DIM)}
 
 
 def linear(name, *, causal=False, eps=None, **options):
-    """A row for a feature map; chunks are shorter than the sequence."""
+    """Returns the row of a feature map; chunks are shorter than the sequence."""
     kernel = kernels.causal_linear_attention if causal else kernels.linear_attention
     added = {} if eps is None else {"eps": eps}
     phi = functools.partial(feature_map(name), **added)
@@ -78,7 +78,7 @@ def causal_toeplitz(q, k, v, bias, key_mask=None):
 
 def naive_toeplitz(q, k, v, bias, allowed, rows):
     naive_map = compare.naive_map("positive", PROJECTION)
-    bias = reference.of_pairs(bias, rows)
+    bias = reference.gather_rows(bias, rows)
     return reference.linear_attention(q, k, v, naive_map, allowed, bias)
 
 
@@ -233,7 +233,7 @@ MECHANISMS = [
         {"q": (N, HEAD_DIM), "v": (N, VALUE_DIM), "table": (CLIP + 1, HEAD_DIM)},
         shared=("table",),
         key_inputs=("v",),
-        loud="table",
+        scaled_input="table",
         on_grid=True,
     ),
     Mechanism(
@@ -295,7 +295,7 @@ MECHANISMS = [
 
 
 def on_line(name, apply, naive, shapes, **options):
-    """A row of a kernel that takes a grid, on a line; batch axes come first."""
+    """Returns the row of a kernel that takes a grid, on a line."""
     options.setdefault("shared", tuple(name for name in shapes if name not in TOKENS))
     apply = functools.partial(apply, **ON_LINE)
     return Mechanism(name, apply, naive, shapes, **options)
@@ -304,7 +304,7 @@ def on_line(name, apply, naive, shapes, **options):
 TOKENS = ("q", "k", "v", "x", "low_q", "low_k", "low_v")
 LINE_ROWS = reference.offset_rows((N,))
 
-# Kernels that take a grid, with a grid of one axis.
+# Kernels that take a grid, on a grid of one axis.
 LINES = [
     on_line(
         "banded",

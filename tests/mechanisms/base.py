@@ -1,4 +1,4 @@
-"""What the contracts of test_contracts.py must know of a mechanism, and their sizes."""
+"""A row of the table of mechanisms, and the sizes of its inputs."""
 
 import dataclasses
 from collections.abc import Callable
@@ -12,30 +12,30 @@ GRID, NUM_PREFIX = (3, 4), 1
 
 @dataclasses.dataclass(frozen=True)
 class Mechanism:
-    """A mechanism and what a contract has to know of it.
+    """A mechanism, its reference, and the properties that contracts depend on.
 
     Attributes:
-        name: Of the test.
-        apply: From inputs, each ``[*batch, tokens, width]``, and ``key_mask=`` to
+        name: Name of the mechanism, in test ids and tables.
+        apply: Maps inputs, each ``[*batch, tokens, width]``, and ``key_mask=`` to
             outputs ``[*batch, n, width]``.
-        naive: The reference: from inputs without leading axes, and which keys a query
-            may attend to, ``[n, m]``.
+        naive: The reference: maps inputs without leading axes, and the keys that a
+            query may attend to, ``[n, m]``, to outputs.
         shapes: Shape of every input, by name, without leading axes.
         shared: Inputs that never have leading axes: parameters.
-        key_inputs: Inputs that hold a row for every key.
-        loud: The input in which one row is scaled by 20.
-        causal: Whether a token sees only itself and those before it.
+        key_inputs: Inputs with a row for every key.
+        scaled_input: The input in which one row is scaled by 20.
+        causal: Whether a token attends only to itself and earlier tokens.
         on_grid: Whether the number of tokens is fixed by a grid.
-        before_mask: Parameters that change keys before the mask is known, so that what
-            masked keys hold reaches their gradients.
-        queries_from_keys: Whether a token's query comes from the same input as its key,
-            so that outputs of masked tokens are not compared.
+        before_mask: Parameters that act on keys before the mask does, so that masked
+            keys affect their gradients.
+        queries_from_keys: Whether a token's query and key come from the same input, so
+            that outputs of masked tokens are not compared.
         roundings: About how often outputs and gradients are rounded to the dtype of the
-            inputs: more than once where an encoding returns that dtype, or an input has
+            inputs: more than once if an encoding returns that dtype, or an input has
             several uses, each with a gradient.
-        estimate: From a projection, estimates of the unnormalised kernel, all of
-            `expected`; None where nothing is random.
-        expected: What `estimate` must be on average.
+        estimate: Maps a projection to estimates of the unnormalised kernel; None if
+            nothing is random.
+        expected: Returns the mean that `estimate` must have.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Mechanism:
     shapes: dict[str, tuple[int, ...]]
     shared: tuple[str, ...] = ()
     key_inputs: tuple[str, ...] = ("k", "v")
-    loud: str = "k"
+    scaled_input: str = "k"
     causal: bool = False
     on_grid: bool = False
     before_mask: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""Linformer and the Routing Transformer's heads, as rows of mechanisms.py."""
+"""Rows: Linformer and the heads of the Routing Transformer."""
 
 import functools
 
@@ -9,7 +9,7 @@ from tests import reference
 from tests.mechanisms.base import HEAD_DIM, NUM_PREFIX, VALUE_DIM, M, Mechanism, N
 
 PROJECTED, CLUSTERS = 3, 3
-# Neither the clusters nor the blocks divide the sequence.
+# Neither the clusters nor the windows divide the number of tokens.
 ROUTING_WINDOW, LOCAL_WINDOW = 5, 7
 TOKENS = {"q": (N, HEAD_DIM), "k": (N, HEAD_DIM), "v": (N, VALUE_DIM)}
 

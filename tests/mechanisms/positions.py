@@ -1,7 +1,4 @@
-"""Positions of queries and keys, and the learned feature map, as rows of mechanisms.py.
-
-Every row is attention of turned or scaled queries and keys.
-"""
+"""Rows: attention with rotated or scaled queries and keys, or learned features."""
 
 import functools
 
@@ -28,24 +25,24 @@ def inputs(head_dim):
     return {"q": (N, head_dim), "k": (N, head_dim), "v": (N, VALUE_DIM)}
 
 
-def naive_places():
+def naive_positions():
     return np.float64(POSITIONS)
 
 
 def encoded(name, encode, naive_encode, head_dim, parameters):
-    """A row of softmax attention; both functions take queries or keys and parameters.
+    """Returns a row of softmax attention with encoded queries and keys.
 
-    One set of parameters serves queries and keys.
+    Both functions take queries or keys and the parameters, which both share.
     """
 
     def apply(q, k, v, key_mask=None, **parameters):
         q, k = encode(q, **parameters), encode(k, **parameters)
         return kernels.softmax_attention(q, k, v, key_mask=key_mask)
 
-    # The order of arguments is that of the shapes.
+    # The arguments have the order of the shapes.
     def naive(q, k, v, *arrays, allowed):
-        of_name = dict(zip(parameters, arrays, strict=True))
-        q, k = naive_encode(q, **of_name), naive_encode(k, **of_name)
+        named = dict(zip(parameters, arrays, strict=True))
+        q, k = naive_encode(q, **named), naive_encode(k, **named)
         return reference.softmax_attention(q, k, v, allowed)
 
     return Mechanism(
@@ -56,7 +53,7 @@ def encoded(name, encode, naive_encode, head_dim, parameters):
         shared=tuple(parameters),
         before_mask=tuple(parameters),
         on_grid=True,
-        # Queries and keys, and the gradients of what they share, which cancel in part.
+        # Queries and keys are rounded; the gradients that they share cancel in part.
         roundings=(2, 10),
     )
 
@@ -70,7 +67,7 @@ def mixed_rotary(x, frequencies):
 
 
 def naive_mixed_rotary(x, frequencies):
-    return reference.mixed_rotary(x, naive_places(), frequencies)
+    return reference.mixed_rotary(x, naive_positions(), frequencies)
 
 
 def cayley_string(x, frequencies, skew):
@@ -80,17 +77,17 @@ def cayley_string(x, frequencies, skew):
 
 def naive_cayley_string(x, frequencies, skew):
     generators = reference.cayley_generators(skew, frequencies)
-    return reference.string(x, naive_places(), generators)
+    return reference.string(x, naive_positions(), generators)
 
 
 def circulant_string(x, circulants):
-    turns = kernels.circulant_angles(POSITIONS, circulants, num_prefix=NUM_PREFIX)
-    return kernels.circulant_string(x, turns)
+    angles = kernels.circulant_angles(POSITIONS, circulants, num_prefix=NUM_PREFIX)
+    return kernels.circulant_string(x, angles)
 
 
 def naive_circulant_string(x, circulants):
     generators = reference.circulant_generators(circulants)
-    return reference.string(x, naive_places(), generators)
+    return reference.string(x, naive_positions(), generators)
 
 
 def irpe_gate(x, rows, columns):

@@ -1,4 +1,4 @@
-"""Translution and LoR-Translution as rows of mechanisms.py."""
+"""Rows: Translution and LoR-Translution."""
 
 import jax.numpy as jnp
 
@@ -44,7 +44,7 @@ def join(outputs):
 
 
 def translution(name, make_index, table, rows, **options):
-    """A row; ``rows`` is None where tables of the reference are indexed by pairs."""
+    """Returns a row; ``rows`` index the tables of the reference, None for pairs."""
 
     def apply(x, w_q, w_k, w_v, key_mask=None):
         index = make_index(x.shape[-2])
@@ -62,7 +62,7 @@ def translution(name, make_index, table, rows, **options):
         {"x": (N, HEAD_DIM), "w_q": shape, "w_k": shape, "w_v": shape},
         shared=("w_q", "w_k", "w_v"),
         key_inputs=("x",),
-        loud="x",
+        scaled_input="x",
         queries_from_keys=True,
         roundings=(1, 4),
         **options,
@@ -140,7 +140,7 @@ MECHANISMS = [
 
 
 def on_line(rows):
-    """Rows of the kernels that take a grid, on a line; ``rows`` of `offset_rows`."""
+    """Returns the rows of kernels that take a grid, on a line."""
     table = (2 * N - 1,)
     return [
         translution(

@@ -109,8 +109,8 @@ def _split_axes(shape, max_buckets):
     A range wastes about the square of its length, so equal ranges are best.
     """
     waste = {}
-    # Shorter ranges take longer to compile and save almost nothing; so does any split
-    # of an axis with few tokens.
+    # Shorter ranges take longer to compile and save almost nothing, as does a split of
+    # an axis with few tokens.
     shortest = [max(2, math.isqrt(size)) for size in shape]
     most = [
         -(-size // least) if size > 3 else 1

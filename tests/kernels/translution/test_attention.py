@@ -1,4 +1,4 @@
-"""Translution: the naive reference, masks, subsets, prefix tokens and errors."""
+"""Tests Translution: reference, masks, subsets, prefix tokens and errors."""
 
 import dataclasses
 import functools
@@ -14,7 +14,7 @@ from tests import reference
 from tests.helpers import compare
 
 DIM, HEADS, HEAD_DIM = 5, 2, 3
-# Small grids, for speed: of more than one bucket in tests/test_contracts.py.
+# Small grids, for speed; tests/test_contracts.py has grids of several buckets.
 GRIDS = [((3, 2), 0, True), ((2, 3), 2, False), ((3,), 1, True), ((1, 1), 1, False)]
 
 
@@ -24,7 +24,7 @@ def _random(seed, *shape):
 
 
 def _inputs(length, rows, relative="qkv"):
-    """Tokens and weights with a leading axis of one."""
+    """Returns tokens and weights with a leading axis of one."""
     weights = [
         _random(
             1 + seed, 1, *([rows] if name in relative else []), DIM, HEADS, HEAD_DIM
@@ -70,7 +70,7 @@ def test_projections_that_do_not_depend_on_the_offset(relative):
     ("length", "relative"), [(2, "qkv"), (5, "qkv"), (3, "q"), (3, "kv")]
 )
 def test_causal_values_and_gradients_equal_the_reference(length, relative):
-    # Two rows more than tokens: a shorter sequence than the model's.
+    # Tables have two more rows than there are tokens.
     inputs = _inputs(length, length + 2, relative)
     rows = reference.offset_rows((length,), causal=True)
     index = kernels.CausalOffsets(length)
@@ -78,7 +78,7 @@ def test_causal_values_and_gradients_equal_the_reference(length, relative):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_masked_keys_are_as_good_as_absent_whatever_they_hold(causal):
+def test_masked_keys_have_no_effect(causal):
     x, *weights = (y[0] for y in _inputs(5, 5 if causal else 9))
     mask = jnp.arange(5) != 3
     index = kernels.CausalOffsets(5) if causal else kernels.Offsets((5,))
@@ -87,7 +87,7 @@ def test_masked_keys_are_as_good_as_absent_whatever_they_hold(causal):
     @jax.jit
     def attend(x):
         out, pull_back = jax.vjp(lambda x: kernel(x, *weights, key_mask=mask), x)
-        # A query of its own makes the masked token's gradient; leave it out.
+        # The masked token has a gradient through its query; leave it out.
         return out[:, mask], pull_back(jnp.ones_like(out).at[:, 3].set(0))[0][mask]
 
     broken, expected = attend(x.at[3].set(jnp.inf)), attend(x)
@@ -97,7 +97,7 @@ def test_masked_keys_are_as_good_as_absent_whatever_they_hold(causal):
         np.testing.assert_array_equal(nothing, 0)
 
 
-def test_leading_axes_and_a_mask_shared_by_them():
+def test_leading_axes_share_a_mask():
     _, *weights = (y[0] for y in _inputs(4, 8))
     x, mask = _random(9, 2, 3, 4, DIM), jnp.arange(4) != 2
 
@@ -132,7 +132,7 @@ def test_scores_beyond_half_precision_stay_finite():
 
 
 def _temporary_bytes(kernel, *shapes):
-    """Of the compiled forward and backward pass, inputs and outputs left out."""
+    """Returns temporary bytes of the compiled forward and backward pass."""
 
     def forward_backward(*inputs):
         out, pull_back = jax.vjp(kernel, *inputs)
@@ -148,7 +148,7 @@ def _translution_bytes(size, wide):
     index = kernels.Offsets((size, size), num_prefix=1)
     kernel = functools.partial(kernels.translution, index=index)
     tables = 3 * [(rows, wide, 1, wide)]
-    # Next to the gradients' own memory, as much as one table may be copied.
+    # Besides the gradients, one table may be copied.
     spare = 4 * math.prod(tables[0])
     return _temporary_bytes(kernel, (1, size**2 + 1, wide), *tables) - spare
 
@@ -179,13 +179,13 @@ def _lor_bytes(size, wide):
         (_lor_bytes, (4, 9), (17, 82)),
     ],
 )
-def test_memory_grows_as_scores_of_all_pairs_not_as_their_projections(
+def test_memory_grows_like_the_scores_not_the_projections(
     temporary_bytes, sizes, tokens
 ):
     wide = 128
     few, many = (temporary_bytes(size, wide) for size in sizes)
     per_pair = (many - few) / 4 / (tokens[1] ** 2 - tokens[0] ** 2)
-    # Some arrays of one score a pair; one of projections would take ``wide`` more.
+    # A few scores per pair; projections would take ``wide`` numbers per pair.
     assert per_pair < wide / 2
 
 
@@ -225,19 +225,19 @@ def test_memory_grows_as_scores_of_all_pairs_not_as_their_projections(
         ),
     ],
 )
-def test_errors_name_what_was_expected(index, length, rows, message):
+def test_errors_state_the_expected_sizes(index, length, rows, message):
     inputs = [y[0] for y in _inputs(length, rows)]
     with pytest.raises(ValueError, match=message):
         kernels.translution(*inputs, index=index)
 
 
 @pytest.mark.parametrize("index", [kernels.Offsets((4,)), kernels.CausalOffsets(4)])
-def test_a_table_of_pairs_is_refused_by_offsets(index):
+def test_table_of_pairs_with_offsets_raises(index):
     x, w = _random(0, 4, DIM), _random(1, 4, 4, DIM, HEADS, HEAD_DIM)
     with pytest.raises(ValueError, match=r"w_q needs one axis of rows.*index=Pairs"):
         kernels.translution(x, w, w, w, index=index)
 
 
-def test_an_index_is_static():
+def test_index_is_hashable():
     indices = [kernels.Offsets((2, 3), 1), kernels.CausalOffsets(6), kernels.Pairs(6)]
     assert len({*indices, *map(dataclasses.replace, indices)}) == 3

@@ -1,4 +1,4 @@
-"""Decoding steps equal the whole sequence at once, whatever comes after."""
+"""Tests decoding steps against the whole sequence at once."""
 
 import functools
 
@@ -22,7 +22,7 @@ def _table(seed, *shape, of, relative):
 
 
 @pytest.mark.parametrize("relative", ["qkv", "qv", "k"])
-def test_translution_token_by_token(relative):
+def test_translution_steps_equal_the_whole_sequence(relative):
     x = _random(0, BATCH, N, DIM)
     weights = [
         _table(seed, DIM, HEADS, HEAD_DIM, of=name, relative=relative)
@@ -42,7 +42,7 @@ def test_scores_beyond_half_precision_stay_finite():
     np.testing.assert_allclose(out, [[3.0]], rtol=1e-3)
 
 
-def test_the_precision_reaches_every_product():
+def test_precision_is_passed_to_every_product():
     x, w = _random(0, N, DIM), _random(1, N, DIM, HEADS, HEAD_DIM)
     step = functools.partial(kernels.causal_translution_step, precision="highest")
     program = str(jax.make_jaxpr(functools.partial(step, index=2))(x, w, w, w))
@@ -52,7 +52,7 @@ def test_the_precision_reaches_every_product():
 
 @pytest.mark.parametrize("relative", ["qkv", "qv", "k"])
 @pytest.mark.parametrize("base", [True, False])
-def test_lor_translution_token_by_token(relative, base):
+def test_lor_translution_steps_equal_the_whole_sequence(relative, base):
     plain = [_random(seed, BATCH, HEADS, N, HEAD_DIM) for seed in range(3)]
     qkv = tuple(plain) if base else (None,) * 3
     low = tuple(_random(3 + seed, BATCH, N, INNER) for seed in range(3))
@@ -83,7 +83,7 @@ def test_lor_translution_token_by_token(relative, base):
                 np.testing.assert_allclose(out, whole[:, :, index], atol=2e-6)
 
 
-def test_lor_translution_without_a_low_rank_score():
+def test_lor_translution_step_without_low_rank_score():
     q, k, v = (_random(seed, BATCH, HEADS, N, HEAD_DIM) for seed in range(3))
     low = (None, None, _random(3, BATCH, N, INNER))
     tables = (None, None, _random(4, N, INNER, HEADS, RANK))
@@ -97,7 +97,7 @@ def test_lor_translution_without_a_low_rank_score():
         np.testing.assert_allclose(out, whole[:, :, 4], atol=2e-6)
 
 
-def test_a_sequence_longer_than_the_weights_is_refused():
+def test_sequence_longer_than_the_table_raises():
     x, w = jnp.ones((5, DIM)), jnp.ones((3, DIM, HEADS, HEAD_DIM))
     with pytest.raises(ValueError, match="w_q has weights for 3 offsets, too few for"):
         kernels.causal_translution_step(x, w, w, w, index=0)

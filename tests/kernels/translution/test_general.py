@@ -1,4 +1,4 @@
-"""General Translution on a cloud of points: the definition, masks, and equivariance."""
+"""Tests general Translution on points: definition, masks and equivariance."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ def _random(seed, *shape):
 
 
 def _cloud():
-    """Features, points in space, and weights of the two functions."""
+    """Returns features, points in space, and weights of the two functions."""
     weights = _random(2, DIM, DIM), _random(3, 3, DIM), _random(4, 3 + DIM, WIDTH)
     return _random(0, BATCH, N, DIM), _random(1, BATCH, N, 3), weights
 
@@ -72,7 +72,7 @@ def test_values_and_gradients_equal_the_definition(masked):
         np.testing.assert_allclose(x, y, rtol=0, atol=2e-5 * np.abs(y).max())
 
 
-def test_moving_the_cloud_changes_nothing_and_turning_it_does():
+def test_output_is_invariant_to_translation_but_not_reflection():
     x, points, weights = _cloud()
     out = _attend(x, points, weights)
     moved = _attend(x, points + jnp.array([1.0, -2.0, 0.5]), weights)
@@ -80,7 +80,7 @@ def test_moving_the_cloud_changes_nothing_and_turning_it_does():
     assert np.abs(_attend(x, -points, weights) - out).max() > 0.1
 
 
-def test_masked_points_are_as_good_as_absent_whatever_they_hold():
+def test_masked_points_have_no_effect():
     x, points, weights = _cloud()
     mask = jnp.arange(N) < N - 2
     broken = x.at[:, N - 2 :].set(jnp.nan), points.at[:, N - 2 :].set(jnp.nan)
@@ -90,7 +90,7 @@ def test_masked_points_are_as_good_as_absent_whatever_they_hold():
     assert (_attend(x, points, weights, key_mask=jnp.zeros(N, bool)) == 0).all()
 
 
-def test_whole_positions_give_translution():
+def test_integer_positions_equal_translution():
     x, w = _random(0, 6, DIM), _random(1, 3, 15, DIM, 1, WIDTH)
     positions = jnp.asarray(offsets.grid_positions((2, 3)))
 

@@ -1,4 +1,4 @@
-"""LoR-Translution: the naive reference, subsets, parts left out, and errors."""
+"""Tests LoR-Translution: reference, subsets, missing parts and errors."""
 
 import math
 
@@ -20,7 +20,7 @@ def _random(seed, *shape):
 
 
 def _inputs(length, rows, relative="qkv"):
-    """Plain, low-rank and table arrays, each with a leading axis of one."""
+    """Returns plain, low-rank and table arrays with a leading axis of one."""
     plain = [_random(seed, 1, HEADS, length, HEAD_DIM) for seed in range(3)]
     low = [_random(3 + seed, 1, length, INNER) for seed in range(3)]
     tables = [
@@ -33,10 +33,10 @@ def _inputs(length, rows, relative="qkv"):
 def _expect_equal(
     index, inputs, rows, *, given="qlv", masked=False, causal=False, average=False
 ):
-    """Compares with the reference where only some parts are given.
+    """Compares with the reference when only some parts are given.
 
-    ``given`` has q for plain attention, l for the low-rank score, v for the low-rank
-    values.
+    ``given`` contains q for plain attention, l for the low-rank score, v for the
+    low-rank values.
     """
     base, low_score, low_value = "q" in given, "l" in given, "v" in given
     kept = [base] * 3 + 2 * [low_score, low_score, low_value]
@@ -111,7 +111,7 @@ def test_projections_that_do_not_depend_on_the_offset(relative):
 
 
 def test_causal_values_and_gradients_equal_the_reference():
-    # Two rows more than tokens: a shorter sequence than the model's.
+    # Tables have two more rows than there are tokens.
     rows = reference.offset_rows((5,), causal=True)
     index, inputs = kernels.CausalOffsets(5), _inputs(5, 7, "v")
     _expect_equal(index, inputs, rows, causal=True, given="lv", masked=True)
@@ -128,7 +128,7 @@ def test_causal_values_and_gradients_equal_the_reference():
         ("q k v", "scale has no default without qkv"),
     ],
 )
-def test_arguments_that_belong_together(left_out, message):
+def test_missing_arguments_raise(left_out, message):
     names = ["q", "k", "v", "low_q", "low_k", "low_v", "t_q", "t_k", "t_v"]
     arrays = tuple(
         None if name in left_out.split() else x[0]
@@ -139,7 +139,7 @@ def test_arguments_that_belong_together(left_out, message):
         kernels.lor_translution(*inputs, index=kernels.CausalOffsets(3))
 
 
-def test_tables_and_grids_that_do_not_fit():
+def test_tables_and_grids_of_wrong_size_raise():
     arrays = tuple(x[0] for x in _inputs(5, 4))
     for index, message in (
         (kernels.CausalOffsets(5), r"tables\[0\] has weights for 4 offsets, too few"),

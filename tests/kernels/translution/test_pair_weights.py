@@ -1,4 +1,4 @@
-"""Projections of every pair: the naive reference, subsets, masks and errors."""
+"""Tests projections for every pair: reference, subsets, masks and errors."""
 
 import functools
 
@@ -79,7 +79,7 @@ def test_low_rank_values_and_gradients_equal_the_reference():
     compare.expect_equal(jax.vmap(kernel), naive, inputs)
 
 
-def test_tables_of_another_length_are_refused():
+def test_tables_of_another_length_raise():
     x, w = jnp.ones((N + 1, DIM)), _tables(DIM, HEADS, HEAD_DIM)[0][0]
     with pytest.raises(
         ValueError, match=r"must have the same n, got shapes \(8, 5\) and \(7, 7"

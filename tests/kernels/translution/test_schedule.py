@@ -1,4 +1,4 @@
-"""The plan of buckets: every pair once, at its rows, with little waste."""
+"""Tests the plan of buckets: every pair once, at its rows, with little waste."""
 
 import math
 
@@ -13,13 +13,13 @@ LARGE = [(4, 4), (7, 7), (12, 12), (14, 14), (11, 17), (160,)]
 
 
 def with_causal_lines(grids):
-    """Every grid, and the lines once more as causal ones."""
+    """Returns every grid, and each line also as a causal one."""
     pairs = [(grid, False) for grid in grids]
     return pairs + [(grid, True) for grid in grids if len(grid) == 1]
 
 
 def _walk(grid, whole):
-    """Every slot: rows of both tables, query, key; those off the grid are skipped."""
+    """Yields slot, rows of both tables, query and key of every slot on the grid."""
     shape = (1, *grid) if len(grid) == 1 else grid
     slot = 0
     for bucket in whole.buckets:
@@ -27,9 +27,9 @@ def _walk(grid, whole):
             ends = np.add([[a, b], [c, d]], bucket.shape)
             assert (ends <= np.add(shape, whole.padding)).all()
             for i, j in np.ndindex(bucket.shape):
-                places = [(a + i, b + j), (c + i, d + j)]
-                if all(r < shape[0] and s < shape[1] for r, s in places):
-                    query, key = (r * shape[1] + s for r, s in places)
+                cells = [(a + i, b + j), (c + i, d + j)]
+                if all(r < shape[0] and s < shape[1] for r, s in cells):
+                    query, key = (r * shape[1] + s for r, s in cells)
                     yield slot, *rows, query, key
                 slot += 1
 
@@ -55,7 +55,7 @@ def test_every_pair_has_one_slot_and_its_rows(grid, causal):
 
 
 @pytest.mark.parametrize(("grid", "causal"), with_causal_lines(LARGE))
-def test_work_grows_as_the_number_of_pairs(grid, causal):
+def test_work_grows_like_the_number_of_pairs(grid, causal):
     whole, length = plan(grid, causal=causal), math.prod(grid)
     pairs = length * (length + 1) // 2 if causal else length**2
     assert len(whole.pair_of_slot) < 1.6 * pairs

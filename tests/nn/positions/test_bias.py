@@ -88,7 +88,7 @@ def test_linear_attention_multiplies_weights_by_exp_bias(features):
         y = x[0] @ params[name]["kernel"] + params[name]["bias"]
         return y.reshape(N, HEADS, HEAD_DIM).swapaxes(0, 1)
 
-    pairs = [reference.of_pairs(b, reference.offset_rows(GRID, 1)[0]) for b in bias]
+    pairs = [reference.gather_rows(b, reference.offset_rows(GRID, 1)[0]) for b in bias]
     heads = [
         reference.linear_attention(*inputs, phi, np.ones((N, N), bool), b)
         for *inputs, b in zip(*map(project, "qkv"), pairs, strict=True)

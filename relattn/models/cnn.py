@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 
 from relattn import spec
 from relattn.nn.batch_norm import BatchNorm
-from relattn.nn.blocks import KERNEL_INIT, Linear, uniform_bias
+from relattn.nn.blocks import KERNEL_INIT, Linear, uniform
 
 # Keeps the scale of layers before a ReLU (He et al., 2015).
 HE_NORMAL = nn.initializers.he_normal()
@@ -378,7 +378,7 @@ def _conv(
     """Applies a convolution with padding that keeps the grid, apart from the stride."""
     bias_init = nn.initializers.zeros
     if weight_init == "pytorch":
-        bias_init = uniform_bias(size**2 * x.shape[-1])
+        bias_init = uniform((size**2 * x.shape[-1]) ** -0.5)
     conv = nn.Conv(
         channels,
         (size, size),

@@ -24,24 +24,25 @@ KERNEL_INIT = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
 LAYER_NORM_EPSILON = 1e-5
 
 
-def uniform_bias(fan_in: int) -> nn.initializers.Initializer:
-    """Returns PyTorch's initializer of biases: uniform in +-1/sqrt(fan_in).
+def uniform(bound: float) -> nn.initializers.Initializer:
+    """Returns an initializer that is uniform in +-``bound``.
+
+    With 1/sqrt(fan_in) it is PyTorch's initializer of biases.
 
     Args:
-        fan_in: Number of inputs of each output of the layer.
+        bound: Largest absolute value.
 
     Returns:
         An initializer.
 
     Example:
-        >>> bias = uniform_bias(16)(jax.random.key(0), (1000,))
+        >>> bias = uniform(0.25)(jax.random.key(0), (1000,))
         >>> 0.2 < float(abs(bias).max()) <= 0.25
         True
 
     Source:
         PyTorch, ``torch.nn.Linear`` and ``torch.nn.Conv2d``.
     """
-    bound = fan_in**-0.5
 
     def init(key, shape, dtype=jnp.float32):
         return jax.random.uniform(key, shape, dtype, -bound, bound)
@@ -79,7 +80,7 @@ class Linear(nn.Module):
         kernel = self.param("kernel", KERNEL_INIT, (fan_in, self.features))
         bias = None
         if self.use_bias:
-            bias = self.param("bias", uniform_bias(fan_in), (self.features,))
+            bias = self.param("bias", uniform(fan_in**-0.5), (self.features,))
         x, kernel, bias = nn.dtypes.promote_dtype(x, kernel, bias, dtype=self.dtype)
         y = x @ kernel
         return y if bias is None else y + bias

@@ -21,6 +21,17 @@ from relattn.kernels import banded, feature_maps, linear, toeplitz
 from relattn.kernels.feature_maps import unit_norm
 from relattn.nn.attention import Context, MultiHeadAttention
 
+FEATURE_MAPS = {
+    "positive": feature_maps.positive_features,
+    "trigonometric": feature_maps.trigonometric_features,
+    "relu": feature_maps.relu_features,
+}
+# In wider heads, the weights of causal positive features underflow: see
+# `relattn.kernels.causal_linear_attention`.
+_MAX_CAUSAL_HEAD_DIM = 224
+# Separates the seeds of a layer's projections: larger than any number of layers.
+_MAX_LAYERS = 2**16
+
 
 class LinearAttention(MultiHeadAttention):
     """Base class of attentions with weights phi(q_i) . phi(k_j).
@@ -127,20 +138,6 @@ class LinearAttention(MultiHeadAttention):
             index=context.index,
             **self.tables(context),
         )
-
-
-FEATURE_MAPS = {
-    "positive": feature_maps.positive_features,
-    "trigonometric": feature_maps.trigonometric_features,
-    "relu": feature_maps.relu_features,
-}
-
-
-# In wider heads, the weights of causal positive features underflow: see
-# `relattn.kernels.causal_linear_attention`.
-_MAX_CAUSAL_HEAD_DIM = 224
-# Separates the seeds of a layer's projections: larger than any number of layers.
-_MAX_LAYERS = 2**16
 
 
 class RandomFeatureAttention(LinearAttention):

@@ -9,23 +9,15 @@ from __future__ import annotations
 from typing import ClassVar
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from relattn import kernels, offsets, spec
 from relattn.nn.attention import Context, MultiHeadAttention
-from relattn.nn.blocks import Linear
+from relattn.nn.blocks import Linear, uniform
 from relattn.nn.positions.base import grid_table
 
 _SUBSETS = ("q", "k", "v", "qk", "qv", "kv", "qkv")
-
-
-def _uniform(bound: float) -> nn.initializers.Initializer:
-    def init(key, shape, dtype=jnp.float32):
-        return jax.random.uniform(key, shape, dtype, -bound, bound)
-
-    return init
 
 
 class OffsetAttention(MultiHeadAttention):
@@ -99,7 +91,7 @@ class OffsetAttention(MultiHeadAttention):
             if name in self.relative:
                 found.append(self.offset_table(name, shape, bound, context))
             else:
-                init = _uniform(shape[0] ** -0.5)
+                init = uniform(shape[0] ** -0.5)
                 matrix = self.param(f"{name}_matrix", init, shape, jnp.float32)
                 found.append(matrix.astype(self.dtype))
         return found
@@ -121,7 +113,7 @@ class OffsetAttention(MultiHeadAttention):
         table = grid_table(
             self,
             f"{name}_table",
-            _uniform(bound),
+            uniform(bound),
             (*self.rows(context), *shape),
             context.grid,
             whose="Translution's",
@@ -142,6 +134,7 @@ class TranslutionAttention(OffsetAttention):
     position is needed; one at the site ``tokens`` is possible.
 
     Example:
+        >>> import jax
         >>> x = jnp.ones((1, 7, 8))
         >>> module = TranslutionAttention(dim=8, num_heads=2)
         >>> init = lambda key: module.init(key, x, grid=(2, 3), num_prefix=1)
@@ -192,6 +185,7 @@ class LorTranslutionAttention(OffsetAttention):
             authors' code, instead of the sums, as in their paper.
 
     Example:
+        >>> import jax
         >>> x = jnp.ones((1, 7, 8))
         >>> module = LorTranslutionAttention(dim=8, num_heads=2, rank=3)
         >>> init = lambda key: module.init(key, x, grid=(2, 3), num_prefix=1)

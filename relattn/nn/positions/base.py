@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int
 from relattn import offsets
 from relattn.kernels.positions import sinusoids
 from relattn.kernels.positions.interpolate import resize_table
-from relattn.nn.blocks import uniform_bias
+from relattn.nn.blocks import uniform
 from relattn.offsets import Grid
 
 Params = Mapping[str, Any]
@@ -475,7 +475,7 @@ class ConstrainedSincos(Position):
             kernels = self.param("kernel", init, shape)
         if self.content_conditioned:
             # Initial values of a linear layer.
-            init = uniform_bias(self.dim)
+            init = uniform(self.dim**-0.5)
             kernels = self.param("kernel", init, shape)
             biases = self.param("bias", init, (shape[0], *shape[2:]))
         positions = offsets.grid_positions(grid, num_prefix)

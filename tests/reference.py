@@ -91,10 +91,11 @@ def banded_attention(q, v, table, log_phi, grid, num_prefix=0, key_mask=None):
         for j in range(num_prefix, n):
             (a, b), (c, d) = (divmod(token - num_prefix, grid[1]) for token in (i, j))
             distances[i, j] = min(abs(a - c) + abs(b - d), clip)
-    allowed = np.ones(n, bool) if key_mask is None else np.asarray(key_mask)
-    products = log_phi(q)[:, None] + log_phi(table)[distances[:, allowed]]
+    products = log_phi(q)[:, None] + log_phi(table)[distances]
     scores = jax.nn.logsumexp(products, axis=-1)
-    return jax.nn.softmax(scores, axis=-1) @ v[allowed]
+    if key_mask is not None:
+        scores = jnp.where(key_mask, scores, -jnp.inf)
+    return jax.nn.softmax(scores, axis=-1) @ v
 
 
 def offset_rows(grid, num_prefix=0, causal=False):
@@ -224,9 +225,8 @@ def gated_positional_attention(q, k, v, gate, coefficients, allowed, grid, num_p
 
 def linformer_attention(q, k, v, key_projection, value_projection, exists):
     """Computes attention to weighted sums of the keys that exist."""
-    used = np.flatnonzero(exists)
-    keys = key_projection[:, used] @ k[used]
-    values = value_projection[:, used] @ v[used]
+    keys = jnp.where(exists, key_projection, 0.0) @ k
+    values = jnp.where(exists, value_projection, 0.0) @ v
     return softmax_attention(q, keys, values, np.ones((len(q), len(keys)), bool))
 
 

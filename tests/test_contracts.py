@@ -30,9 +30,8 @@ every_random_mechanism = pytest.mark.parametrize(
 )
 
 
-def _kernel_naive_and_inputs(mechanism, key_mask=None):
-    """Returns the arguments of the functions in `tests.helpers.compare`."""
-    allowed = np.ones(mechanism.num_keys, bool) if key_mask is None else key_mask
+def _kernel_and_inputs(mechanism, key_mask=None):
+    """Returns a function of arrays with one leading axis, and the arrays."""
     # vmap gives parameters a leading axis too.
     inputs = dataclasses.replace(mechanism, shared=()).draw_inputs(HEADS)
 
@@ -41,24 +40,31 @@ def _kernel_naive_and_inputs(mechanism, key_mask=None):
         mask = None if key_mask is None else jnp.asarray(key_mask)
         return mechanism.apply(**named, key_mask=mask)
 
-    return (
-        jax.vmap(apply) if mechanism.shared else apply,
-        functools.partial(mechanism.naive, allowed=mechanism.allowed(allowed)),
-        list(inputs.values()),
-    )
+    return jax.vmap(apply) if mechanism.shared else apply, list(inputs.values())
 
 
 @every_mechanism
 @pytest.mark.parametrize("masked", [False, True])
 def test_value_and_gradient_equal_the_reference(mechanism, masked):
     key_mask = mechanism.key_mask() if masked else None
-    compare.expect_equal(*_kernel_naive_and_inputs(mechanism, key_mask), double=masked)
+    kernel, inputs = _kernel_and_inputs(mechanism, key_mask)
+    exists = np.ones(mechanism.num_keys, bool) if key_mask is None else key_mask
+    compare.expect_equal(
+        kernel,
+        mechanism.naive,
+        inputs,
+        allowed=mechanism.allowed(exists),
+        double=masked,
+    )
 
 
 @pytest.mark.slow
 @every_mechanism
 def test_second_derivatives_equal_the_reference(mechanism):
-    compare.expect_equal_second_derivatives(*_kernel_naive_and_inputs(mechanism))
+    kernel, inputs = _kernel_and_inputs(mechanism)
+    allowed = mechanism.allowed(np.ones(mechanism.num_keys, bool))
+    naive = functools.partial(mechanism.naive, allowed=allowed)
+    compare.expect_equal_second_derivatives(kernel, naive, inputs)
 
 
 @every_random_mechanism
@@ -305,15 +311,32 @@ def _value_and_gradients(mechanism, **options):
     )
 
 
-class VariantsTest(chex.TestCase):
-    """Compares results with jit, without jit, and with pmap."""
+named_mechanisms = parameterized.named_parameters(
+    (mechanism.name, mechanism) for mechanism in MECHANISMS
+)
 
-    @chex.variants(with_jit=True, without_jit=True, with_pmap=True)
-    @parameterized.named_parameters(
-        (mechanism.name, mechanism) for mechanism in MECHANISMS
-    )
-    def test_variants_agree(self, mechanism):
-        inputs = mechanism.draw_inputs(HEADS)
-        out = self.variant(lambda inputs: mechanism.apply(**inputs))(inputs)
-        expected = quick_jit(mechanism.apply)(**inputs)
-        np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6)
+
+def expect_agreement(test, mechanism):
+    inputs = mechanism.draw_inputs(HEADS)
+    out = test.variant(lambda inputs: mechanism.apply(**inputs))(inputs)
+    expected = quick_jit(mechanism.apply)(**inputs)
+    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6)
+
+
+class PmapTest(chex.TestCase):
+    """Compares results with pmap and with jit."""
+
+    @chex.variants(with_pmap=True)
+    @named_mechanisms
+    def test_pmap_agrees(self, mechanism):
+        expect_agreement(self, mechanism)
+
+
+@pytest.mark.slow
+class JitTest(chex.TestCase):
+    """Compares results with and without jit."""
+
+    @chex.variants(with_jit=True, without_jit=True)
+    @named_mechanisms
+    def test_jit_agrees(self, mechanism):
+        expect_agreement(self, mechanism)

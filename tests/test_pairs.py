@@ -214,10 +214,9 @@ def test_lowers_for_cpu_cuda_and_tpu(model):
 @pytest.mark.parametrize(
     ("attention", "position"),
     [
-        pytest.param(*pair, marks=marks)
-        for (_, *pair), marks in mark_slow(
-            ("vit", *pair) for pair in [*all_pairs(), *VARIANTS]
-        )
+        pytest.param(*pair, marks=() if is_quick else (pytest.mark.slow,))
+        for pair in [*all_pairs(), *VARIANTS]
+        for is_quick in [pair[0] in WITH_ALL_POSITIONS["vit"] or pair[1] == "none"]
     ],
 )
 def test_translation_error_equals_the_documented_one(attention, position):

@@ -8,7 +8,6 @@ minutes, since it measures every layer; the others take seconds.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import io
 import re
@@ -50,7 +49,7 @@ CONTRACTS = {
     "finite": [test_contracts.test_large_key_gives_finite_values_and_gradients],
     "vmap, jit, pmap": [
         test_contracts.test_vmap_equals_leading_axes,
-        test_contracts.VariantsTest,
+        test_contracts.PmapTest,
     ],
     "lowers for cpu, cuda, tpu": [test_contracts.test_lowers_for_cpu_cuda_and_tpu],
 }
@@ -58,14 +57,9 @@ CONTRACTS = {
 
 def _mechanisms_with(test: Any) -> set[str]:
     """Returns the names of the mechanisms that a contract's test runs for."""
-    if test is test_contracts.VariantsTest:
-        names = re.findall(
-            r"^test_variants_agree_(.*)__with", "\n".join(dir(test)), re.M
-        )
-        # With jit, with pmap and without jit.
-        return {
-            name for name, count in collections.Counter(names).items() if count == 3
-        }
+    if test is test_contracts.PmapTest:
+        pattern = r"^test_pmap_agrees_(.*)__with_pmap$"
+        return set(re.findall(pattern, "\n".join(dir(test)), re.M))
     if {"skip", "skipif", "xfail"} & {mark.name for mark in test.pytestmark}:
         raise ValueError(f"{test.__name__} may be skipped: it gives no tick")
     return {

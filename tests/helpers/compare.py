@@ -23,24 +23,37 @@ def naive_map(name, projection):
     return functools.partial(function, projection=np.float64(projection))
 
 
-def expect_equal(kernel, naive, inputs, *, tolerance=2e-5, double=False):
+def expect_equal(kernel, naive, inputs, *, allowed=None, tolerance=2e-5, double=False):
     """Checks the outputs, and the gradients of a fixed weighted sum of them.
 
     Args:
         kernel: A function of the inputs.
         naive: A function of the inputs without their one leading axis, in float64.
         inputs: Arrays ``[heads, ...]``.
+        allowed: Argument of ``naive``: the keys of each query. It is traced, so that
+            all masks share one program.
         tolerance: Largest error, relative to the largest number of the array.
         double: Whether float64 inputs must also give float64 accuracy, 1e-10.
     """
     results = _value_and_gradients(kernel, inputs, jax.jit)
     with jax.enable_x64(True):
         wide = [jnp.asarray(np.asarray(x), jnp.float64) for x in inputs]
-        expected = _value_and_gradients(jax.vmap(naive), wide, quick_jit)
+        expected = _value_and_gradients(
+            _over_heads(naive, allowed), wide, quick_jit, allowed
+        )
         if double:
             accurate = _value_and_gradients(kernel, wide, quick_jit)
             _expect_close(accurate, expected, 1e-10)
     _expect_close(results, expected, tolerance)
+
+
+def _over_heads(naive, allowed):
+    """Returns ``naive`` of inputs with a leading axis and, if given, of ``allowed``."""
+    if allowed is None:
+        return jax.vmap(naive)
+    return lambda *inputs, allowed: jax.vmap(functools.partial(naive, allowed=allowed))(
+        *inputs
+    )
 
 
 def _expect_close(results, expected, tolerance):
@@ -83,11 +96,11 @@ def _hessian_product(function, inputs):
     return compiled(*inputs)
 
 
-def _value_and_gradients(function, inputs, jit):
+def _value_and_gradients(function, inputs, jit, allowed=None):
     @jit
-    def compiled(*inputs):
-        out, pullback = jax.vjp(function, *inputs)
+    def compiled(*inputs, **constants):
+        out, pullback = jax.vjp(functools.partial(function, **constants), *inputs)
         cotangent = np.cos(np.arange(out.size)).reshape(out.shape)
         return out, *pullback(cotangent.astype(out.dtype))
 
-    return compiled(*inputs)
+    return compiled(*inputs, **({} if allowed is None else {"allowed": allowed}))

@@ -163,6 +163,7 @@ def test_long_keys_underflow_at_the_documented_norms(head_dim, zero, underflow):
     directions /= jnp.linalg.norm(directions, axis=-1, keepdims=True)
     q = jax.random.normal(jax.random.key(2), (50, 1, head_dim))
 
+    @quick_jit
     def share_of_zeros(norm):
         k = norm * directions[:, None]
         return (causal_linear_attention(q, k, jnp.ones_like(k), phi) == 0).mean()
@@ -209,15 +210,17 @@ def test_deep_heads_neither_overflow_nor_underflow(head_dim):
         causal_linear_attention,
         feature_map=compare.feature_map("positive", projection),
     )
-    out = attend(q, k, v)
+    out = quick_jit(attend)(q, k, v)
+    naive = functools.partial(
+        reference.linear_attention,
+        feature_map=compare.naive_map("positive", projection),
+        allowed=np.tril(np.ones((N, N), bool)),
+    )
     with jax.enable_x64(True):
-        expected = reference.linear_attention(
-            *(jnp.float64(np.asarray(x)) for x in (q, k, v)),
-            compare.naive_map("positive", projection),
-            np.tril(np.ones((N, N), bool)),
-        )
+        wide = (jnp.float64(np.asarray(x)) for x in (q, k, v))
+        expected = quick_jit(naive)(*wide)
     np.testing.assert_allclose(out, expected, rtol=0, atol=5e-5)
-    gradient = jax.grad(lambda k: jnp.square(attend(q, k, v)).sum())(k)
+    gradient = quick_jit(jax.grad(lambda k: jnp.square(attend(q, k, v)).sum()))(k)
     assert np.isfinite(gradient).all() and np.abs(gradient).max() > 0
 
 

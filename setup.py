@@ -33,6 +33,7 @@ TEST = [
     "hypothesis>=6.170",
     "import-linter>=2.16",
     "pytest>=9.2",
+    "pytest-timeout>=2.4",
     "pytest-xdist>=3.8",
     "ruff>=0.17",
     "tiktoken>=0.9",

@@ -46,17 +46,20 @@ __version__ = "0.1.0.dev0"
 
 # Imported on first use: they need the extra `train`, and Orbax, Grain and TFDS take
 # almost as long to import as JAX and Flax.
-_PACKAGES = ("data", "evaluation", "training")
 _TRAINING = ("load_run", "train_and_evaluate")
 
 
 def __getattr__(name: str) -> Any:
-    if name in _PACKAGES:
-        return importlib.import_module(f"relattn.{name}")
+    if name == "data":
+        return importlib.import_module("relattn.data")
+    if name == "evaluation":
+        return importlib.import_module("relattn.evaluation")
+    if name == "training":
+        return importlib.import_module("relattn.training")
     if name in _TRAINING:
         return getattr(importlib.import_module("relattn.training"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_PACKAGES, *_TRAINING})
+    return sorted({*globals(), "data", "evaluation", "training", *_TRAINING})

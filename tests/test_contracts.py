@@ -212,7 +212,14 @@ def masks(mechanism):
 
 
 @every_mechanism
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        jnp.float32,
+        jnp.bfloat16,
+        pytest.param(jnp.float16, marks=pytest.mark.slow),
+    ],
+)
 def test_large_key_gives_finite_values_and_gradients(mechanism, dtype):
     inputs = mechanism.draw_inputs(HEADS, dtype=dtype)
     row = mechanism.shapes[mechanism.scaled_input][0] - 2

@@ -7,10 +7,15 @@ import pytest
 from nbclient import NotebookClient
 
 ROOT = pathlib.Path(__file__).parents[1]
-NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+NOTEBOOKS = [
+    pytest.param(path, id=path.stem, marks=marks)
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb"))
+    # It measures many encodings: as long as the other two together.
+    for marks in [[pytest.mark.slow] if path.stem.startswith("03") else []]
+]
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", NOTEBOOKS)
 def test_runs_and_is_stored_without_outputs(path):
     notebook = nbformat.read(path, as_version=4)
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]

@@ -131,6 +131,7 @@ def test_a_killed_process_ends_the_other_and_both_resume(config, expected, tmp_p
     expect_the_same(workdir, expected)
 
 
+@pytest.mark.slow
 def test_a_mesh_over_two_killed_processes_resumes(config, tiny, tmp_path):
     config.update(parallel="mesh", model_axis=2)
     training.train_and_evaluate(config, tmp_path / "alone on a mesh")

@@ -1,5 +1,7 @@
 """What every test shares: four simulated devices, and how programs are compiled."""
 
+import gc
+import os
 import tempfile
 
 import chex
@@ -21,6 +23,8 @@ def pytest_configure(config):
     Many files train the same small models. Other processes do not share the folder,
     since they may be killed as they write.
     """
+    # With one thread per device, two collectives of a program can wait for each other.
+    os.environ.setdefault("NPROC", str(2 * NUM_DEVICES))
     chex.set_n_cpu_devices(NUM_DEVICES)
     if jax.config.jax_compilation_cache_dir is None:
         folder = tempfile.TemporaryDirectory()
@@ -34,6 +38,11 @@ def pytest_collection_modifyitems(items):
     """Puts the longest files first, so that no process is left waiting for another."""
     longest = ["test_notebooks.py", "test_pairs.py", "test_contracts.py"]
     items.sort(key=lambda item: tuple(item.path.name != name for name in longest))
+
+
+def pytest_collection_finish():
+    """Leaves what importing made out of every later garbage collection."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="module")

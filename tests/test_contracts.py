@@ -215,9 +215,8 @@ def masks(mechanism):
 @pytest.mark.parametrize(
     "dtype",
     [
-        jnp.float32,
         jnp.bfloat16,
-        pytest.param(jnp.float16, marks=pytest.mark.slow),
+        *(pytest.param(x, marks=pytest.mark.slow) for x in (jnp.float32, jnp.float16)),
     ],
 )
 def test_large_key_gives_finite_values_and_gradients(mechanism, dtype):

@@ -15,18 +15,21 @@ from tests.helpers.quick import quick_jit
 
 CONFIG = {"name": "gpt", "dim": 12, "num_layers": 2, "num_heads": 2, "mlp_dim": 17}
 VOCAB, LENGTH = 13, 7
-VARIANTS = [
+# tests/nn/test_attention.py decodes with a layer of each attention.
+QUICK = [
     ("softmax", "learnable_sincos"),
+    ("favor", "sincos_bias"),
+    ("relu(num_features=5)", "circulant_string"),
+    ("translution", "none"),
+    ("lor_translution(rank=2, relative='q')", "rope1d"),
+]
+SLOW = [
     ("softmax", "constrained_sincos"),
     ("softmax", "learned + relative_value"),
     ("gated_positional", "sincos"),
     ("softmax", "rope1d"),
     ("favor", "none"),
-    ("favor", "sincos_bias"),
-    ("relu(num_features=5)", "circulant_string"),
-    ("translution", "none"),
     ("translution(relative='qv')", "learnable_sincos"),
-    ("lor_translution(rank=2, relative='q')", "rope1d"),
     ("lor_translution(rank=2, relative='v')", "none"),
     ("lor_translution(rank=2, base=False, average=True)", "none"),
 ]
@@ -48,7 +51,10 @@ def make(**options):
     return model, variables, jnp.asarray(tokens)
 
 
-@pytest.mark.parametrize(("attention", "position"), VARIANTS)
+@pytest.mark.parametrize(
+    ("attention", "position"),
+    [*QUICK, *(pytest.param(*names, marks=pytest.mark.slow) for names in SLOW)],
+)
 def test_decoding_equals_full_recomputation(attention, position):
     model, variables, tokens = make(attention=attention, position=position)
     apply = quick_jit(model.apply)

@@ -93,13 +93,17 @@ def expected(attention, variables, x):
 )
 def test_output_equals_the_reference_with_linear_projections(attention):
     module, variables, x = layer(attention)
-    out = module.apply(variables, x, grid=GRID, num_prefix=1)
+    apply = functools.partial(module.apply, grid=GRID, num_prefix=1)
+    out = quick_jit(apply)(variables, x)
     with jax.enable_x64(True):
         wide = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float64), (variables, x))
-        for index in range(2):
-            np.testing.assert_allclose(
-                out[index], expected(attention, wide[0], wide[1][index]), atol=2e-5
-            )
+        naive = quick_jit(
+            lambda variables, x: [
+                expected(attention, variables, x[0]),
+                expected(attention, variables, x[1]),
+            ]
+        )
+        np.testing.assert_allclose(out, naive(*wide), atol=2e-5)
 
 
 def test_separate_projections_are_drawn_independently():

@@ -146,6 +146,8 @@ def test_a_mesh_over_two_killed_processes_resumes(config, tiny, tmp_path):
 
 
 def test_sigterm_of_one_ends_both_at_the_same_step(config, tmp_path):
+    # JAX looks for the signal once a second.
+    config.update(num_epochs=200)
     processes = start(config, tmp_path, pause_at=(0, 2))
     wait_for_step(processes[1], 2)
     processes[1].send_signal(signal.SIGTERM)
@@ -155,7 +157,7 @@ def test_sigterm_of_one_ends_both_at_the_same_step(config, tmp_path):
         assert process.returncode == 1
         assert "PreemptedError: SIGTERM came, so training ended at step" in error
     (step,) = {re.search("ended at step ([0-9]+)", error)[1] for error in errors}
-    assert checkpoint_steps(tmp_path / CHECKPOINTS)[-1] == int(step) < 10
+    assert checkpoint_steps(tmp_path / CHECKPOINTS)[-1] == int(step) < 1000
 
 
 def test_directories_that_are_not_shared(config, tmp_path):

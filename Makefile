@@ -25,7 +25,6 @@ export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES ?= -1
 
 # Optimising small programs takes longer than running them.
 test: export JAX_DISABLE_MOST_OPTIMIZATIONS ?= 1
-test: export XLA_FLAGS ?= --xla_cpu_use_fusion_emitters=false
 test: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .

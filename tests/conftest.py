@@ -23,6 +23,10 @@ def pytest_configure(config):
     Many files train the same small models. Other processes do not share the folder,
     since they may be killed as they write.
     """
+    # This option of XLA exists only in JAX 0.10.
+    if "JAX_DISABLE_MOST_OPTIMIZATIONS" in os.environ and jax.__version__ < "0.11":
+        flags = os.environ.get("XLA_FLAGS", "")
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_use_fusion_emitters=false"
     # With one thread per device, two collectives of a program can wait for each other.
     os.environ.setdefault("NPROC", str(2 * NUM_DEVICES))
     chex.set_n_cpu_devices(NUM_DEVICES)

@@ -38,22 +38,25 @@ def expect_equal(kernel, naive, inputs, *, allowed=None, tolerance=2e-5, double=
     results = _value_and_gradients(kernel, inputs, jax.jit)
     with jax.enable_x64(True):
         wide = [jnp.asarray(np.asarray(x), jnp.float64) for x in inputs]
-        expected = _value_and_gradients(
-            _over_heads(naive, allowed), wide, quick_jit, allowed
-        )
+        expected = _compiled_reference(naive, allowed is not None)(*wide, allowed)
         if double:
             accurate = _value_and_gradients(kernel, wide, quick_jit)
             _expect_close(accurate, expected, 1e-10)
     _expect_close(results, expected, tolerance)
 
 
-def _over_heads(naive, allowed):
-    """Returns ``naive`` of inputs with a leading axis and, if given, of ``allowed``."""
-    if allowed is None:
-        return jax.vmap(naive)
-    return lambda *inputs, allowed: jax.vmap(functools.partial(naive, allowed=allowed))(
-        *inputs
-    )
+@functools.cache
+def _compiled_reference(naive, masked):
+    """Compiles ``naive``, over heads, once for all masks."""
+
+    @quick_jit
+    def compiled(*inputs_and_allowed):
+        *inputs, allowed = inputs_and_allowed
+        options = {"allowed": allowed} if masked else {}
+        mapped = jax.vmap(functools.partial(naive, **options))
+        return _pull_back(mapped, inputs)
+
+    return compiled
 
 
 def _expect_close(results, expected, tolerance):
@@ -96,11 +99,11 @@ def _hessian_product(function, inputs):
     return compiled(*inputs)
 
 
-def _value_and_gradients(function, inputs, jit, allowed=None):
-    @jit
-    def compiled(*inputs, **constants):
-        out, pullback = jax.vjp(functools.partial(function, **constants), *inputs)
-        cotangent = np.cos(np.arange(out.size)).reshape(out.shape)
-        return out, *pullback(cotangent.astype(out.dtype))
+def _value_and_gradients(function, inputs, jit):
+    return jit(lambda *inputs: _pull_back(function, inputs))(*inputs)
 
-    return compiled(*inputs, **({} if allowed is None else {"allowed": allowed}))
+
+def _pull_back(function, inputs):
+    out, pullback = jax.vjp(function, *inputs)
+    cotangent = np.cos(np.arange(out.size)).reshape(out.shape)
+    return out, *pullback(cotangent.astype(out.dtype))

@@ -27,7 +27,8 @@ def layer(attention, position="none"):
     )
     module = make_attention(layer=0)
     x = jax.random.normal(jax.random.key(1), (2, N, DIM))
-    variables = module.init(jax.random.key(0), x, grid=GRID, num_prefix=1)
+    init = functools.partial(module.init, grid=GRID, num_prefix=1)
+    variables = quick_jit(init)(jax.random.key(0), x)
     params = dict(variables["params"])
     if "table" in params:
         shape = params["table"].shape
@@ -235,11 +236,14 @@ def causal_layer(attention, position):
     if position == "none":
         encoding = None
     else:
-        layers, _ = make_position().init_with_output(jax.random.key(3), (N,), 0)
-        encoding = layers[0]
+        init = functools.partial(make_position().init_with_output, grid=(N,))
+        encoding = quick_jit(lambda key: init(key, num_prefix=0)[0][0])(
+            jax.random.key(3)
+        )
     module = make_attention(layer=0)
     x = jax.random.normal(jax.random.key(1), (2, N, DIM))
-    variables = module.init(jax.random.key(0), x, grid=(N,), position=encoding)
+    init = functools.partial(module.init, grid=(N,), position=encoding)
+    variables = quick_jit(init)(jax.random.key(0), x)
     return module, variables, x, encoding
 
 

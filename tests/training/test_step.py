@@ -1,3 +1,5 @@
+import functools
+
 import chex
 import flax.linen as nn
 import jax
@@ -211,7 +213,8 @@ def test_remat_changes_an_update_by_rounding(changes, accumulate_steps, error):
         model = models.build_model(
             config | changes, num_classes=3, image_shape=(4, 6, 1)
         )
-        state = create_state(model, optimizer, key, (4, 6, 1))
+        create = functools.partial(create_state, model, optimizer)
+        state = quick_jit(lambda key: create(key, (4, 6, 1)))(key)
         assert {leaf.dtype for leaf in jax.tree.leaves(state.params)} == {
             np.dtype(np.float32)
         }

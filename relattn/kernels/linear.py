@@ -21,7 +21,7 @@ from relattn.kernels.checks import broadcast_leading, check_arguments, zero_mask
 from relattn.kernels.feature_maps import Features
 from relattn.kernels.precision import compute_dtype, wide_einsum, widen
 
-# Maps [*batch, n, head_dim] to features; a plain array has no exponents.
+# Maps [*batch, n, head_dim] to features; a plain array gets exponents of zero.
 FeatureMap = Callable[[Array], Features | Array]
 
 # If weights cancel to less than this share of their magnitudes, the rest is noise.
@@ -174,7 +174,7 @@ def causal_linear_attention(
     Float[Array, "*batch n value_dim"]
     | tuple[Float[Array, "*batch n value_dim"], LinearState]
 ):
-    """Computes linear attention of every token to itself and the tokens before it.
+    """Computes linear attention of every token to itself and earlier tokens.
 
     out_i = phi(q_i)^T S_i / phi(q_i)^T z_i, S_i = sum_{j <= i} phi(k_j) v_j^T,
     z_i = sum_{j <= i} phi(k_j): masked products within a chunk, sums between chunks.

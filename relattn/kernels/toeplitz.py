@@ -91,17 +91,17 @@ def toeplitz_linear_attention(
             zero.
         grid: Height and width, or length, of the tokens after the prefix.
         num_prefix: Number of prefix tokens.
-        key_mask: True for keys that exist, shape ``[*batch, n]``. If there are none,
-            the output is zero.
+        key_mask: True for keys that exist, shape ``[*batch, n]``. A query without keys
+            gives zeros.
         dense_size: Largest number of grid tokens for which sums go pair by pair.
         chunk_size: Number of queries at a time, pair by pair.
         block_size: Number of features at a time, by FFT.
         precision: Passed to einsum.
-        return_normalizer: Whether to return the denominators too.
+        return_normalizer: Whether to also return the denominators.
 
     Returns:
         Shape ``[*batch, n, value_dim]``, in the dtype of ``v``. With
-        ``return_normalizer``, also the denominators before the guards, each up to a
+        ``return_normalizer``, also the denominators before the guard, each up to a
         positive factor, shape ``[*batch, n]``.
 
     Raises:

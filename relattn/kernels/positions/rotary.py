@@ -86,7 +86,8 @@ def draw_mixed_frequencies(
             10,000 for one.
 
     Returns:
-        Radians per token, float32, shape ``[*leading, num_frequencies, axes]``.
+        Frequencies in radians per token, float32, shape
+        ``[*leading, num_frequencies, axes]``.
 
     Raises:
         ValueError: If ``num_frequencies`` is less than 1, or ``axes`` is not 1 or 2.

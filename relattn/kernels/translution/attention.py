@@ -186,7 +186,10 @@ def causal_translution_step(
     index: Int[Array, ""] | int,
     precision: jax.lax.PrecisionLike = None,
 ) -> Float[Array, "*batch heads head_dim"]:
-    """Computes one token of `translution` with `CausalOffsets`, for decoding.
+    """Computes `translution` with `CausalOffsets` for one token, for decoding.
+
+    out_i = sum_{j <= i} softmax_{j <= i}(x_i Wq[d] . x_j Wk[d] / sqrt(head_dim))
+    x_j Wv[d], d = i - j, i = ``index``.
 
     Keys and values depend on the offset, so the cache holds the tokens themselves. A
     step costs the projections of ``length`` pairs.
@@ -197,7 +200,7 @@ def causal_translution_step(
             ``[rows, dim, heads, head_dim]``, or one matrix ``[dim, heads, head_dim]``.
         w_k: Weights of the keys, same shapes as ``w_q``.
         w_v: Weights of the values, same shapes as ``w_q``.
-        index: Position of the token in the sequence, below ``length``; may be traced.
+        index: The token's position in the sequence, below ``length``; may be traced.
         precision: Passed to einsum.
 
     Returns:
@@ -243,9 +246,12 @@ def causal_lor_translution_step(
     Float[Array, "*batch heads value_dim"] | None,
     Float[Array, "*batch heads rank"] | None,
 ]:
-    """Computes one token of `lor_translution` with `CausalOffsets`, for decoding.
+    """Computes `lor_translution` with `CausalOffsets` for one token, for decoding.
 
-    Keys and values after ``index`` have no effect.
+    a_ij = (q_i . k_j + low_q_i Tq[d] . low_k_j Tk[d]) scale,
+    out_i = sum_{j <= i} softmax_{j <= i}(a_ij) v_j,
+    low_out_i = sum_{j <= i} softmax_{j <= i}(a_ij) low_v_j Tv[d], d = i - j,
+    i = ``index``. Keys and values after ``index`` have no effect.
 
     Args:
         qkv: The token's query ``[*batch, heads, head_dim]``, the keys
@@ -256,7 +262,7 @@ def causal_lor_translution_step(
             for the low-rank keys and values, ``[*batch, length, inner]``; or None, as
             in `lor_translution`.
         tables: As in `lor_translution`: at least ``length`` rows, or one matrix.
-        index: Position of the token in the sequence, below ``length``; may be traced.
+        index: The token's position in the sequence, below ``length``; may be traced.
         scale: As in `lor_translution`.
         average: As in `lor_translution`.
         precision: Passed to einsum.

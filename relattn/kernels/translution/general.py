@@ -32,7 +32,7 @@ def general_translution(
 
     Args:
         x: Tokens, shape ``[*batch, n, dim]``.
-        positions: Positions of the tokens, in any number of dimensions,
+        positions: Positions of the tokens, in any number of dimensions, shape
             ``[*batch, n, axes]``.
         weight_fn: Maps offsets ``[*batch, n, axes]``, queries ``[*batch, 1, dim]`` and
             keys ``[*batch, n, dim]`` to scores ``[*batch, n]``.

@@ -205,8 +205,8 @@ class MultiHeadAttention(nn.Module):
 
         Args:
             q_i: The token's query.
-            k: Cached keys of the tokens up to and including it; ignore those after it.
-            v: Cached values, in the same order.
+            k: Cached keys of all positions; ignore those after ``context.index``.
+            v: Cached values, same as `k`.
             context: As in `mix`.
         """
         raise NotImplementedError(
@@ -262,7 +262,7 @@ class MultiHeadAttention(nn.Module):
         return cache.value
 
     def tables(self, context: Context) -> dict[str, Array]:
-        """Returns the position's tables of offsets, vectors in the compute dtype."""
+        """Returns the position's tables by name; vectors have the compute dtype."""
         tables = {} if context.position is None else context.position.tables
         # Kernels add the bias in float32: rounding it would change exp(b) by percents.
         return {

@@ -260,7 +260,7 @@ def _save_no_parameters(primitive: Any, *inputs: Any, **_: Any) -> bool:
 def _shared(
     attentions: Sequence[functools.partial], n: int, grid: offsets.Grid
 ) -> list[Any]:
-    """Returns, for each layer, what layers with its attention share."""
+    """Returns, for each layer, the output of the module that it shares."""
     shared = {}
     for layer, attention in enumerate(attentions):
         if id(attention) not in shared:

@@ -20,7 +20,7 @@ class GatedPositionalAttention(MultiHeadAttention):
     The equation is that of `relattn.kernels.gated_positional_attention`. Gates start at
     1. In each head the attention by offset starts around one position next to the
     query, like a convolution: w = locality (-1, 2 c), where c is the head's position on
-    the smallest square that holds the heads; for text it is on a line, for causal
+    the smallest square that holds the heads; for text, c is on a line, and for causal
     attention in the past. Pairs with a prefix token start at zero.
 
     Attributes:

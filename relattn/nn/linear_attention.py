@@ -36,8 +36,8 @@ _MAX_LAYERS = 2**16
 class LinearAttention(MultiHeadAttention):
     """Base class of attentions with weights phi(q_i) . phi(k_j).
 
-    With an offset bias b the weights are multiplied by exp(b), by FFT. A subclass
-    defines `feature_map`.
+    With an offset bias b the weights are multiplied by exp(b), as in
+    `relattn.kernels.toeplitz_linear_attention`. A subclass defines `feature_map`.
     """
 
     sites: ClassVar[tuple[str, ...]] = ("none", "tokens", "heads", "offset_bias")
@@ -197,6 +197,9 @@ class RandomFeatureAttention(LinearAttention):
             head_dim: Width of the queries and keys.
             group: Index of the projection, where groups of heads have one each.
 
+        Returns:
+            The feature map.
+
         Raises:
             ValueError: If weights would underflow: causal positive features with
                 head_dim > 224.
@@ -258,7 +261,7 @@ class FavorAttention(RandomFeatureAttention):
 
     The projection is the variable ``projection`` in the collection
     ``random_features``; `relattn.kernels.redraw` redraws it. With an offset bias b the
-    weights are multiplied by exp(b), by FFT.
+    weights are multiplied by exp(b), as in `relattn.kernels.toeplitz_linear_attention`.
 
     Causal attention with positive features sows ``underflowed_keys``, the share of keys
     that are too long to get any weight (see `relattn.kernels.causal_linear_attention`).
@@ -293,7 +296,7 @@ class FavorAttention(RandomFeatureAttention):
 
 
 class BandedAttention(RandomFeatureAttention):
-    """Strategy 2: content heads, and position heads with a clipped distance.
+    """Attends by content in some heads, by clipped distance in others (strategy 2).
 
     Content heads are those of `FavorAttention`. In a position head the weight of key j
     for query i is phi(q_i) . phi(w_d), where d is the Manhattan distance of i and j
@@ -385,7 +388,8 @@ class LearnedReluAttention(LinearAttention):
     out_i = phi(q_i)^T sum_j phi(k_j) v_j^T / phi(q_i)^T sum_j phi(k_j) with
     phi(x) = relu(W x / head_dim^(1/4) + b) + eps. It does not approximate softmax.
 
-    The heads of a layer share W and b, which start like those of a `Linear`.
+    The heads of a layer share W, which starts like that of a `Linear`, and b, which
+    starts at zero.
 
     Attributes:
         num_features: Number of features; 0 for int(head_dim * ln(head_dim)), where

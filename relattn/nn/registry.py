@@ -1,8 +1,8 @@
 """Attentions and position encodings by name: the only look-up.
 
-A model resolves the specs of its configuration here, `layer_attentions` for all layers,
-`build` for one kind. To add an attention or a position encoding, add its class to
-`ATTENTIONS` or `POSITIONS`; from outside relattn, call `register_attention` or
+A model resolves the specs of its configuration here: by `layer_attentions` for all
+layers, or by `build` for one kind. To add an attention or a position encoding, add its
+class to `ATTENTIONS` or `POSITIONS`; from outside relattn, call `register_attention` or
 `register_position`.
 """
 

@@ -351,7 +351,7 @@ def _num_frequencies(name: str, dim: int, grid: Grid) -> int:
 
 @flax.struct.dataclass
 class ConstrainedSincosHeads(LayerPosition):
-    """Strategy 1 in one layer: concatenates sinusoids to queries and keys.
+    """Concatenates sinusoids to the queries and keys of a layer (strategy 1).
 
     q' = [q, u B], k' = [k, u]. A ``kernel`` W adds coefficients x_i W of the query
     token to (a, b). With a ``bias`` too, the coefficients x_i W + bias form a separate
@@ -407,7 +407,7 @@ class ConstrainedSincosHeads(LayerPosition):
 
 
 class ConstrainedSincos(Position):
-    """Strategy 1: concatenates sinusoids whose score depends only on the offset.
+    """Concatenates sinusoids whose score depends only on the offset (strategy 1).
 
     u(p) = [sin w_s p, cos w_s p] per axis and scale; q' = [q, u B], k' = [k, u] with
     B = blockdiag([[a, b], [-b, a]]), so that
@@ -423,8 +423,8 @@ class ConstrainedSincos(Position):
             q_i' = [q_i, u_i B(x_i), u_i B], k_j' = [k_j, u_j, u_j]. The score then
             depends on the offset and the query's content.
         content_modulated: Whether a linear function of the query token, without bias,
-            is added to (a, b) instead. The score depends on the same, without a second
-            block.
+            is added to (a, b) instead. The score depends on the same quantities,
+            without a second block.
 
     Example:
         >>> import jax

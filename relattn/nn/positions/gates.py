@@ -40,10 +40,10 @@ class GatedHeads(LayerPosition):
 
 
 class IrpeGate(Position):
-    """iRPE gate: scales queries and keys by learned embeddings of row and column.
+    """Scales queries and keys by learned embeddings of row and column (iRPE gate).
 
     q' = q * exp(r_q[row] + c_q[column]), k' = k * exp(r_k[row] + c_k[column]). Every
-    layer and head has its embeddings; on a line there is one of the position. They
+    layer and head has its embeddings; on a line there is one for each position. They
     start at zero, so the gate starts as the identity. Prefix tokens are not scaled.
     Despite its name, the gate is a function of the absolute position.
 
@@ -85,7 +85,7 @@ def _axes(grid: Grid) -> tuple[str, ...]:
 
 
 class StringGate(Position):
-    """STRING gate: scales queries and keys by Fourier features of the position.
+    """Scales queries and keys by Fourier features of the position (STRING gate).
 
     q' = q * exp(g(p) A_q), k' = k * exp(g(p) A_k), with g(p) = [cos(w_r . p + b_r),
     sin(w_r . p + b_r)], r = 1 .. rank. Each layer has frequencies w and phases b, each

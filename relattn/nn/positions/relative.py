@@ -78,9 +78,9 @@ class RelativeKey(_RelativeVectors):
 
 
 class RelativeValue(_RelativeVectors):
-    """Adds relative vectors to values: sum_j alpha_ij (v_j + r_d), d = p_i - p_j.
+    """Adds relative vectors to values: sum_j alpha_ij (v_j + s_d), d = p_i - p_j.
 
-    Every layer, head and offset has a vector r_d, which starts as N(0, 1/head_dim).
+    Every layer, head and offset has a vector s_d, which starts as N(0, 1/head_dim).
     Pairs with a prefix token have none. Causal attention uses offsets >= 0.
 
     Example:

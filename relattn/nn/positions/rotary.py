@@ -70,7 +70,7 @@ class Rope1d(Position):
 
     Attributes:
         base: The slowest frequency is nearly 1 / base.
-        interleaved: Pairs are neighbours (2 t, 2 t + 1), not (t, t + head_dim / 2).
+        interleaved: Whether pairs are (2 t, 2 t + 1) instead of (t, t + head_dim / 2).
 
     Example:
         >>> import jax.numpy as jnp
@@ -103,7 +103,7 @@ class Rope2d(Position):
 
     Attributes:
         base: The slowest frequency is nearly 1 / base.
-        interleaved: Pairs are neighbours (2 t, 2 t + 1), not (t, t + head_dim / 2).
+        interleaved: Whether pairs are (2 t, 2 t + 1) instead of (t, t + head_dim / 2).
 
     Example:
         >>> layers = Rope2d(dim=8, num_heads=2, num_layers=3).apply({}, (2, 3), 1)
@@ -211,7 +211,7 @@ class Rope2dMixed(LearnedRotation):
     head learns its vectors w_t.
 
     Attributes:
-        interleaved: Pairs are neighbours (2 t, 2 t + 1), not (t, t + head_dim / 2).
+        interleaved: Whether pairs are (2 t, 2 t + 1) instead of (t, t + head_dim / 2).
 
     Example:
         >>> import jax

@@ -333,8 +333,8 @@ def convolve(
 ) -> Float[Array, "batch _height _width features"]:
     """Computes a convolution, like `jax.lax.conv_general_dilated`.
 
-    If the kernel is larger than the images this is one matrix product: XLA on CPUs has
-    only a loop for it, which is 40 times slower.
+    If the kernel is larger than the images, the convolution is computed as one matrix
+    product: XLA on CPUs has only a loop for it, which is 40 times slower.
 
     Args:
         x: Shape ``[batch, height, width, channels]``.

@@ -23,13 +23,13 @@ def sample_token(
     temperature: float = 1.0,
     top_k: int = 0,
 ) -> Int[Array, " batch"]:
-    """Draws a token from softmax(logits / temperature) of the ``top_k`` likeliest.
+    """Draws a token from softmax(logits / temperature), restricted to ``top_k`` tokens.
 
     Args:
         key: A PRNG key.
         logits: Shape ``[batch, vocab]``.
-        temperature: Divides the logits; 0 takes the likeliest token.
-        top_k: Number of likeliest tokens to draw from; 0 for all.
+        temperature: Divides the logits; 0 takes the most likely token.
+        top_k: Number of most likely tokens to draw from; 0 for all.
 
     Returns:
         Token ids, shape ``[batch]``.
@@ -76,8 +76,8 @@ def generate(
         prompt: Token ids, at least one, shape ``[batch, prompt]``.
         num_tokens: Number of tokens to draw.
         key: A PRNG key; the same key draws the same tokens.
-        temperature: Divides the logits; 0 takes the likeliest token.
-        top_k: Number of likeliest tokens to draw from; 0 for all.
+        temperature: Divides the logits; 0 takes the most likely token.
+        top_k: Number of most likely tokens to draw from; 0 for all.
 
     Returns:
         The prompts and their continuations, shape ``[batch, prompt + num_tokens]``.

@@ -279,13 +279,13 @@ class Linformer(Performer):
     """The pixel Linformer: `Performer` with attention to projected keys and values.
 
     A baseline of Horn et al. Theirs has one patch of 32x32 pixels
-    (`relattn.models.cnn`); this one has pixels, as their Performers do. The sizes are
-    our choice, with the 10.2M parameters that they state: 5 layers of width 384 and 12
-    heads, with their heads of 32, their MLP of four times the width and their absolute
-    positions; k = 256 for 1,025 tokens, and one matrix for the keys and values of a
-    layer, which the authors of Linformer choose for sequences of 1,024. With 32x32
-    images and ten classes it has 10,189,418 parameters for one channel, 10,190,186 for
-    three.
+    (`relattn.models.cnn.PUBLISHED_BASELINES`); this one has pixels as tokens, like
+    their Performers. Horn et al. state 10.2M parameters; the sizes are our choice: 5
+    layers of width 384, and, as in their Performers, heads of 32, an MLP of four times
+    the width and absolute positions. k is 256 for 1,025 tokens, and the keys and values
+    of a layer share one matrix, which the authors of Linformer choose for sequences of
+    1,024. With 32x32 images and ten classes the model has 10,189,418 parameters for one
+    channel, 10,190,186 for three.
 
     Attributes are those of `ViT`.
 
@@ -318,11 +318,11 @@ class RoutingTransformer(Performer):
     """The pixel Routing Transformer: `Performer` with routed and local attention.
 
     A baseline of Horn et al., who state only that it has 11.4M parameters. The sizes
-    are our choice: 9 layers of width 320 and 10 heads, half of them local, with their
-    heads of 32 and their MLP of four times the width; learned positions; 8 clusters,
-    whose window is 129 of the 1,025 tokens. With 32x32 images and ten classes it has
-    11,428,490 parameters for one channel, 11,429,130 for three; the centroids are not
-    parameters.
+    are our choice: 9 layers of width 320 with 10 heads, half of them local, and, as in
+    their Performers, heads of 32 and an MLP of four times the width; learned positions;
+    8 clusters, whose window is 129 of the 1,025 tokens. With 32x32 images and ten
+    classes the model has 11,428,490 parameters for one channel, 11,429,130 for three;
+    the centroids are not parameters.
 
     Attributes are those of `ViT`.
 

@@ -21,7 +21,7 @@ import numpy as np
 from jaxtyping import Int64
 
 Batch = dict[str, np.ndarray]
-# Cache size of per-epoch draws: several seeds may train together.
+# Number of epochs whose draws are cached: several seeds may train together.
 CACHED_EPOCHS = 8
 
 
@@ -115,7 +115,7 @@ class ImageInfo:
 
     @property
     def labels(self) -> tuple[Any, ...]:
-        """Identifies the meaning of the labels; it differs between tasks."""
+        """Identifies the meaning of the labels: the class names."""
         return self.class_names
 
     def describe_labels(self) -> str:
@@ -152,7 +152,7 @@ class TextInfo:
 
     @property
     def labels(self) -> tuple[Any, ...]:
-        """Identifies the meaning of the labels; it differs between tasks."""
+        """Identifies the meaning of the labels: tokenizer and vocabulary size."""
         return (self.tokenizer, self.vocab_size)
 
     def describe_labels(self) -> str:
@@ -227,8 +227,15 @@ def steps_per_epoch(num_examples: int, batch_size: int, unit: str = "images") ->
         batch_size: Number of examples in a batch.
         unit: What an example is, for the error message.
 
+    Returns:
+        The number of batches; a remainder that does not fill a batch is left out.
+
     Raises:
         ValueError: If there are fewer examples than a batch needs.
+
+    Example:
+        >>> steps_per_epoch(7, 3)
+        2
     """
     if not 1 <= batch_size <= num_examples:
         raise ValueError(
@@ -251,6 +258,9 @@ def part_rows(batch_size: int, part: tuple[int, int]) -> slice:
     Args:
         batch_size: Number of examples in the batch of all processes.
         part: (index, count); the parts are equal and contiguous.
+
+    Returns:
+        The slice of the rows.
 
     Raises:
         ValueError: If the batch does not divide by the number of parts.

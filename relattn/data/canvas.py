@@ -132,6 +132,9 @@ class PlacedData(ImageData):
             indices: Indices of the images.
             seed: Seed of the positions.
             epoch: Epoch of the positions.
+
+        Returns:
+            The same batch as `ImageSplit.gather`, with images on the canvas.
         """
         batch = self.train.gather(indices)
         shape = self.train.images.shape[1:]
@@ -173,7 +176,7 @@ def place(
 def centre_corners(
     num_images: int, image_shape: tuple[int, ...], canvas: int
 ) -> Int64[np.ndarray, "{num_images} 2"]:
-    """Returns the corners that centre images, rounded up and left."""
+    """Returns the corners that centre images, rounded towards the upper left."""
     corner = [(canvas - size) // 2 for size in image_shape[:2]]
     return np.tile(np.array(corner, np.int64), (num_images, 1))
 

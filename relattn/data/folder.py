@@ -96,7 +96,7 @@ def _read_image(
     file: pathlib.Path, shape: tuple[int, ...] = (), first: pathlib.Path | None = None
 ) -> np.ndarray:
     with open_image(file, str(file)) as image:
-        # Checked before decoding: an image of another size may be very large.
+        # Before decoding: an image of another size may be very large.
         if shape and image.size != shape[1::-1]:
             raise ValueError(
                 f"{file} has {image.width}x{image.height} pixels, but {first} has "

@@ -42,7 +42,8 @@ def random_resized_crop(
         >>> random_resized_crop(image, np.random.default_rng(0), 3).size
         (3, 3)
 
-    Source: Szegedy et al., "Going deeper with convolutions", 2014, section 6.
+    Source:
+        Szegedy et al., Going Deeper with Convolutions, section 6.
     """
     box = draw_crop(*image.size, rng)
     return image.crop(box).resize((size, size), Image.Resampling.BILINEAR)
@@ -138,9 +139,9 @@ def randaugment(
 ) -> Image.Image:
     """Applies random operations of one magnitude, one after another.
 
-    Each is drawn from the 14 `OPERATIONS` with equal probability and with replacement;
-    a signed operation takes either sign with probability 1/2. Pixels from outside the
-    image are black.
+    Each operation is one of the 14 `OPERATIONS`, drawn with equal probability and with
+    replacement; a signed operation takes either sign with probability 1/2. Pixels from
+    outside the image are black.
 
     Args:
         image: Grey ("L") or colour ("RGB") image.
@@ -160,10 +161,11 @@ def randaugment(
         >>> randaugment(image, np.random.default_rng(0)).size
         (7, 5)
 
-    Source: Cubuk et al., "RandAugment: Practical automated data augmentation with a
-        reduced search space", 2019. Operations, ranges, nearest-neighbour sampling and
-        black filling as in torchvision's ``RandAugment(2, 9)``; torchvision computes
-        strengths in float32, so some pixel values differ by 1.
+    Source:
+        Cubuk et al., RandAugment: Practical Automated Data Augmentation with a Reduced
+        Search Space. Operations, ranges, nearest-neighbour sampling and black filling
+        as in torchvision's ``RandAugment(2, 9)``; torchvision computes strengths in
+        float32, so some pixel values differ by 1.
     """
     if num_ops < 0:
         raise ValueError(f"randaugment: num_ops={num_ops} must be at least 0")

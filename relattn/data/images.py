@@ -169,8 +169,11 @@ class ImageData:
 
         Args:
             indices: Indices of the images.
-            seed: Seed of what a subclass draws; unused here.
-            epoch: Epoch of what a subclass draws; unused here.
+            seed: Seed of a subclass's draws; unused here.
+            epoch: Epoch of a subclass's draws; unused here.
+
+        Returns:
+            The batch, as `ImageSplit.gather` returns it.
         """
         del seed, epoch
         return self.train.gather(indices)

@@ -59,7 +59,7 @@ def prepare(name: str, data_dir: str = "", manual_dir: str = "") -> pathlib.Path
             ),
         )
         folder = pathlib.Path(builder.data_path)
-        # Records are left out: they contain checksums, which their reader verifies.
+        # Record files are left out: they contain checksums, verified by their reader.
         names = sorted(file.name for file in folder.iterdir())
         write_manifest(folder, (n for n in names if n.endswith((".json", ".txt"))))
     entry = SETS[name]

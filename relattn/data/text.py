@@ -450,7 +450,7 @@ def open_tokens(
 
 
 def check_not_truncated(tokens: TokenIds) -> None:
-    """Raises ValueError if the file of memory-mapped tokens was truncated meanwhile.
+    """Raises ValueError if the file of memory-mapped tokens has been truncated.
 
     Reading past its end kills the process, or returns zeros.
 

@@ -86,7 +86,7 @@ class Gpt2Tokenizer:
         ConnectionError: If the vocabulary could not be downloaded.
 
     Source:
-        Radford et al. 2019, Language Models are Unsupervised Multitask Learners.
+        Radford et al., Language Models are Unsupervised Multitask Learners.
     """
 
     name = "gpt2"

@@ -23,7 +23,7 @@ _PACKAGES = tuple(
     f"{_ROOT / name}{os.sep}" for name in ("relattn", "studies", "benchmarks", "tools")
 )
 _OVERRIDE = re.compile(r"--?(no)?config\.")
-# Characters of a message, which may quote the input.
+# Length limit of a message in characters: it may quote the input.
 _MAX_LENGTH = 500
 
 BAD_INPUT = 2
@@ -35,7 +35,7 @@ def entry_point(main: Callable[..., None]) -> Callable[..., None]:
     """Decorates a program's main function: user errors become one sentence on stderr.
 
     The exit code is the error's attribute ``exit_code``, or `BAD_INPUT` without one.
-    Other errors keep their traceback. Characters that the terminal's encoding lacks are
+    Other errors keep their traceback. Characters missing in the terminal's encoding are
     escaped.
 
     Args:

@@ -22,7 +22,7 @@ def require_train(package: str) -> None:
     """Checks that the packages of the extra ``train`` are installed.
 
     Args:
-        package: the package of relattn that needs them, for the message.
+        package: The package of relattn that needs them, for the message.
 
     Raises:
         ImportError: If one is missing.

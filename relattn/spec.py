@@ -285,7 +285,7 @@ def is_finite(value: float | int) -> bool:
         value: Any number.
 
     Returns:
-        True if it is.
+        True if it is finite and fits.
 
     Example:
         >>> is_finite(1e30), is_finite(10**30), is_finite(float("nan"))

@@ -8,9 +8,10 @@
 - ``metrics``: JSON, the scores,
 - ``manifest.json``: the SHA-256 of every file in these three folders.
 
-Other files in it are orbax's. It writes them last; they may be missing, so they are not
-verified. A folder is incomplete until it gets its final name, and ignored until then.
-Training renames a damaged checkpoint to ``<step>.damaged``, which is ignored too.
+The other files in the folder are orbax's. They are written last and may be missing, so
+they are not verified. A folder is incomplete until it gets its final name, and ignored
+until then. Training renames a damaged checkpoint to ``<step>.damaged``, which is
+ignored too.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class CheckpointWriter:
         policy = checkpoint_managers.AnyPreservationPolicy(
             [
                 checkpoint_managers.LatestN(2),
-                # One without metrics was being removed when a run was killed.
+                # A checkpoint without metrics was being removed when a run was killed.
                 *(
                     checkpoint_managers.BestN(
                         get_metric_fn=partial(rank, index=index),

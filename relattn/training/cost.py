@@ -65,7 +65,7 @@ def peak_flops(device_kind: str) -> float | None:
 
 
 def training_flops(model: nn.Module, inputs: jax.ShapeDtypeStruct) -> int:
-    """Counts the operations of a model's matrix products, forward and backward.
+    """Counts the operations of a model's matrix products in a training step.
 
     The count is three times that of the forward pass: for each product, the backward
     pass has two, for the gradients of its inputs and of its weights. Recomputation to

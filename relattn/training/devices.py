@@ -39,7 +39,7 @@ SPLIT_AXES: tuple[tuple[str, tuple[int, ...]], ...] = (
     (r"feed_forward/hidden/kernel", (-1,)),
     (r"feed_forward/hidden/bias", (-1,)),
     (r"feed_forward/out/kernel", (-2,)),
-    # Of tokens [vocabulary, dim], of patches [pixels, dim].
+    # Embedding of tokens [vocabulary, dim], of patches [pixels, dim].
     (r"embedding/embedding", (-2, -1)),
     (r"embedding/kernel", (-1,)),
     (r"head/kernel", (-1, -2)),
@@ -403,6 +403,9 @@ class MeshParallel(Parallel):
 
         Args:
             tree: Arrays, or their shapes and dtypes.
+
+        Returns:
+            Shardings, in the same structure.
         """
 
         def sharding(path: Any, leaf: Any) -> NamedSharding:
@@ -522,7 +525,7 @@ def process_part(
 
 
 def partition_spec(path: str, shape: Sequence[int], num_devices: int) -> PartitionSpec:
-    """Returns which axis of an array is split over the model axis, by `SPLIT_AXES`.
+    """Returns how an array is split over the model axis, by `SPLIT_AXES`.
 
     Args:
         path: Path of the array in the state, such as ``"params/head/kernel"``.

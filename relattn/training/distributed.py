@@ -186,10 +186,13 @@ def check_shared(workdir: Path) -> None:
 
 
 def all_preempted(step: int) -> bool:
-    """Returns whether the processes end at this step because some got SIGTERM.
+    """Checks whether the processes end at this step because some got SIGTERM.
 
     Args:
         step: The step; every process calls after the same updates.
+
+    Returns:
+        True in all processes or in none.
     """
     return jax.process_count() > 1 and multihost_utils.reached_preemption_sync_point(
         step
@@ -197,5 +200,5 @@ def all_preempted(step: int) -> bool:
 
 
 def is_primary() -> bool:
-    """Returns whether this process writes logs and output: process 0 does."""
+    """Returns True for process 0, which writes logs and output."""
     return jax.process_index() == 0

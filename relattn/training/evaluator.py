@@ -28,7 +28,7 @@ LARGEST_EXPONENT = 709.0
 
 
 class Evaluator:
-    """Evaluates a model, compiled once for each batch size.
+    """Evaluates a model on splits; compiles it once for each batch size.
 
     Args:
         step: The pure function of `relattn.training.step.make_eval_step`; its sums may
@@ -181,7 +181,7 @@ def _split_scores(
     evaluator: Evaluator,
     variables: Any,
 ) -> dict[str, dict[str, float]]:
-    """Evaluates on every split once, also if it has two names."""
+    """Evaluates on every split once, even if it has two names."""
     scores = {id(splits["validation"]): history.best}
     batch_size = task.config.eval_batch_size
     for name, split in splits.items():

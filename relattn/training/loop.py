@@ -112,7 +112,7 @@ def train_and_evaluate(
 
 @contextlib.contextmanager
 def _locked(workdir: Path) -> Iterator[None]:
-    """Keeps a run directory to this run; process 0 holds the lock for all."""
+    """Locks a run directory for this run; process 0 holds the lock for all."""
     with contextlib.ExitStack() as stack:
         distributed.from_primary(lambda: stack.enter_context(lock_workdir(workdir)))
         distributed.check_shared(workdir)
@@ -205,7 +205,7 @@ class TrainLoop:
         )
 
     def train(self, on_step: Callable[[int], None] | None) -> None:
-        """Updates until the last step or early stopping."""
+        """Updates the state until the last step or early stopping."""
         first_step = self.saved_step
         with self.task.loader(self.data, first_step, self.parallel) as batches:
             for step, batch in batches:
@@ -231,7 +231,7 @@ class TrainLoop:
                 self.window.restart_timer()
 
     def update(self, batch: Batch, done: int) -> None:
-        """Changes the state by one update."""
+        """Applies one update to the state."""
         self.state, metrics = self.train_step(self.state, batch, self.key)
         if self.redraw and done % self.config.redraw_every == 0:
             self.state = self.state.replace(random_features=self._draw(done))
@@ -244,7 +244,7 @@ class TrainLoop:
         return self.redraw(self.state.random_features, self.key, index)
 
     def wait_for_compilation(self, done: int) -> None:
-        """Leaves compilation out of the throughput."""
+        """Waits for the first update, so that the throughput excludes compilation."""
         drawn = self._draw(done) if self.redraw else None
         jax.block_until_ready((self.state, drawn))
         self.window.restart_timer()
@@ -264,7 +264,7 @@ class TrainLoop:
         """Averages the metrics since the last row, to one row for each seed.
 
         Raises:
-            NonFiniteLossError: If too many of them are not finite.
+            NonFiniteLossError: If the metrics of too many updates are not finite.
         """
         window, seconds, updates = self.window.take(self.parallel.fetch)
         count_skipped(
@@ -359,7 +359,7 @@ class TrainLoop:
 
     @contextlib.contextmanager
     def outputs(self) -> Iterator[None]:
-        """Opens the checkpoints, the metrics and the progress bar of a start."""
+        """Opens the checkpoints, the metrics and the progress bar."""
         distributed.barrier("checkpoints read")
         self.metrics_log = None
         with contextlib.ExitStack() as stack:
@@ -403,7 +403,7 @@ class TrainLoop:
         """Prints what the run is about to do.
 
         Args:
-            available: Number of devices that it could use.
+            available: Number of devices that the run could use.
         """
         for line in workdir_lib.announcement(
             self.task,

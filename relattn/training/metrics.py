@@ -51,7 +51,7 @@ class MetricsWindow:
         self.restart_timer()
 
     def restart_timer(self) -> None:
-        """Leaves out of the timing the time and the updates so far."""
+        """Excludes the time and the updates so far from the timing."""
         self._start = time.perf_counter()
         self._untimed = len(self._metrics)
 
@@ -66,7 +66,8 @@ class MetricsWindow:
             fetch: Copies metrics from the devices.
 
         Returns:
-            The metrics, the seconds since the timer started and the updates in them.
+            The metrics, the seconds since the timer started, and the number of updates
+            in these seconds.
         """
         fetched = fetch(self._metrics)
         seconds = time.perf_counter() - self._start
@@ -80,10 +81,13 @@ class MetricsWindow:
 
 
 def is_finite(window: Window) -> np.ndarray:
-    """Returns which updates ``[updates, seeds]`` have finite `FINITE_METRICS`.
+    """Returns which updates have finite `FINITE_METRICS`.
 
     Args:
         window: As `MetricsWindow.take` returns it.
+
+    Returns:
+        Shape ``[updates, seeds]``.
 
     Example:
         >>> loss, norm = np.array([[1.0], [np.nan]]), np.ones((2, 1))
@@ -108,10 +112,10 @@ def count_skipped(
         histories: The history of each seed; their counts are increased.
         done: Number of updates so far.
         max_skipped: ``config.max_skipped_updates``.
-        last_checkpoint: Returns the last checkpoint, if there is one, for the message.
+        last_checkpoint: Returns the last checkpoint for the message, or None.
 
     Raises:
-        NonFiniteLossError: At the first one beyond ``max_skipped``.
+        NonFiniteLossError: At the first such update beyond ``max_skipped``.
     """
     num_updates = len(window["loss"])
     for update, index in np.argwhere(~is_finite(window)):
@@ -285,7 +289,7 @@ def read_rows(path: Path) -> list[Row]:
     """Reads the rows of a ``metrics.jsonl``.
 
     A last line that a crash cut short is left out. Any other line that is not a row is
-    left out with a warning.
+    left out too, with a warning.
 
     Args:
         path: The file; need not exist.
@@ -365,7 +369,7 @@ class EventsFile:
 
         Args:
             step: Number of updates so far.
-            values: By tag.
+            values: Scalars by tag.
         """
         for tag, value in values.items():
             self._write(step=step, summary=scalar(tag, value))

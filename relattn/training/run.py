@@ -71,8 +71,9 @@ def load_run(
 ) -> Run:
     """Loads a run from its directory, without its data.
 
-    With ``image_size`` the model sees images of another size than in training, as many
-    more or fewer patches, and `relattn.models.resize_grid` resizes its parameters.
+    With ``image_size``, the model takes images of another size than in training, as
+    more or fewer patches of the same size; `relattn.models.resize_grid` resizes its
+    parameters.
 
     Args:
         workdir: The run directory.

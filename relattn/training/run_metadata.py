@@ -27,19 +27,20 @@ _WORST = -1e29
 
 @dataclasses.dataclass
 class History:
-    """The progress of one seed that its state does not hold; in every checkpoint.
+    """The progress of one seed beyond its state; stored in every checkpoint.
 
     Attributes:
         seed: The seed, if several train together; else None.
         best: The validation metrics of the best checkpoint so far.
-        best_step: Its step; None before the first evaluation.
+        best_step: Step of that checkpoint; None before the first evaluation.
         stopped_early: Whether early stopping ended training.
-        stopped_step: The step at which it did; 0 if it did not.
+        stopped_step: The step of early stopping; 0 if training did not stop early.
         skipped_updates: Number of updates that were not finite and skipped.
         seconds: Time spent, restarts included; shared equally by seeds that train
             together.
-        timed_seconds: Part of it in updates, without compilation and evaluation.
-        timed_examples: The examples of those updates.
+        timed_seconds: Part of ``seconds`` spent in updates, without compilation and
+            evaluation.
+        timed_examples: Number of examples in those updates.
     """
 
     seed: int | None = None
@@ -102,7 +103,7 @@ def check_meta(meta: Any, checkpoint: Path) -> dict[str, Any]:
         checkpoint: The checkpoint's folder, for the message.
 
     Returns:
-        The same, with ``config``, ``data``, ``history`` and ``arrays``.
+        The metadata, with ``config``, ``data``, ``history`` and ``arrays``.
 
     Raises:
         DamagedError: If one of them is absent or of another type.

@@ -172,6 +172,9 @@ class Task:
 
         Args:
             parallel: The devices that it will be mapped over.
+
+        Returns:
+            The function, see `relattn.training.step.make_train_step`.
         """
         return make_train_step(
             self.model,
@@ -188,6 +191,9 @@ class Task:
 
         Args:
             parallel: The devices that it will be mapped over.
+
+        Returns:
+            The function, see `relattn.training.step.make_eval_step`.
         """
         return make_eval_step(
             self.model,
@@ -216,6 +222,9 @@ class Task:
             data: The data set.
             start_step: The first step.
             parallel: The devices.
+
+        Returns:
+            A context manager that yields the iterator.
         """
         return data.train_loader(
             self.config.batch_size,
@@ -227,10 +236,13 @@ class Task:
 
 
 def counts_top5(info: DataInfo) -> bool:
-    """Returns whether top-5 accuracy is reported: for images of more than 10 classes.
+    """Checks whether top-5 accuracy is reported.
 
     Args:
         info: The data's description.
+
+    Returns:
+        True for images of more than `TOP5_CLASSES` classes.
     """
     return info.kind == "images" and info.num_classes > TOP5_CLASSES
 

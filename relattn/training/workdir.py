@@ -101,7 +101,7 @@ def announcement(
     Args:
         task: The task.
         devices: The devices that it trains on.
-        available: Number of devices that it could train on.
+        available: Number of devices that it could train on, for the message.
         workdir: The run directory.
         start_step: Number of updates in the checkpoint that it starts from.
         finished: Whether there is nothing left to train.

@@ -114,7 +114,7 @@ def compare(
         axis: ``"x"`` or ``"y"``.
         class_name: The class that has its own curves, by name or number.
         checkpoint: ``"best"`` or ``"latest"``.
-        image_size: Height and width of the images, in pixels, to which the models are
+        image_size: Height and width of the images, in pixels, for which the models are
             resized; None for the size of training.
         data_dir: The folder of the data set; None for the folder of training.
         num_images: Number of test images to use, from the first; None for all.
@@ -173,7 +173,7 @@ def _test_config(run: SavedRun, data_dir: str | None) -> ConfigDict:
 def _shifted_accuracies(
     saved: SavedRun, split: ImageSplit, *, name: str, **options: Any
 ) -> list[ShiftedAccuracy]:
-    """Evaluates every seed of a run, whose arrays are in memory only here."""
+    """Evaluates every seed of a run; its arrays are in memory only in this call."""
     several = len(saved.seeds) > 1
     return [
         shifted_accuracy(
@@ -223,8 +223,8 @@ class Comparison:
     Attributes:
         results: The results of each run.
         label: The label of the class that has its own curves.
-        class_name: Its number and name.
-        max_shift: In pixels, both ways.
+        class_name: Number and name of this class.
+        max_shift: Largest shift in pixels, both ways.
         axis: ``"x"`` or ``"y"``.
     """
 

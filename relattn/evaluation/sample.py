@@ -40,7 +40,7 @@ def sample(
         prompt: Text to continue, at least one token.
         num_samples: Number of continuations to draw.
         num_tokens: Number of tokens to draw; 0 fills the model's context.
-        temperature: Divisor of the logits; 0 takes the most likely token.
+        temperature: Divides the logits; 0 takes the most likely token.
         top_k: Number of most likely tokens to draw from; 0 for all.
         seed: Seed of the draws.
         checkpoint: ``"best"`` or ``"latest"``.

@@ -397,7 +397,7 @@ def multiply_adds(
     mlp_dim: int,
     causal: bool = False,
 ) -> int:
-    """Multiply-adds of a Transformer's blocks in one forward pass.
+    """Counts the multiply-adds of a Transformer's blocks in one forward pass.
 
     A layer of softmax attention costs 3 n C C' + 2 P C' with C = C' = ``dim`` and P the
     number of pairs of tokens: n^2, or n (n + 1) / 2 where it is causal. Translution
@@ -405,7 +405,7 @@ def multiply_adds(
     3 n C r + P (3 r^2 + 2 r) + n r C' with r = ``rank * heads``; in a subset, the score
     is 2 n C r + P r, the value n C r + P r + n r C', and each table P r^2. The output
     projection and the feed-forward network add n (C'^2 + 2 C ``mlp_dim``). Position
-    encodings are not counted, which add less than 1% here.
+    encodings, which add less than 1% here, are not counted.
 
     Args:
         attention: Spec of the attention.
@@ -450,7 +450,7 @@ def parameters(printed: str) -> int:
     """Converts a printed count to a number.
 
     Args:
-        printed: In millions, ``"116.2M"``.
+        printed: A count in millions, ``"116.2M"``.
 
     Returns:
         The count.
@@ -467,7 +467,7 @@ def agrees(params: int, printed: str) -> bool:
 
     Args:
         params: A count.
-        printed: In millions, ``"116.2M"``.
+        printed: A count in millions, ``"116.2M"``.
 
     Returns:
         True if they agree.
@@ -515,7 +515,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _cells(row: Mapping[str, Any], header: tuple[str, ...]) -> tuple[str, ...]:
-    """Formats a row; counts printed in millions are compared to their digits."""
+    """Formats a row; compares counts printed in millions to their digits."""
     published, difference = row["printed"] or "-", ""
     if row["published"] is not None and not row["printed"]:
         published = f"{row['published']:,}"

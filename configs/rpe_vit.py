@@ -10,10 +10,10 @@ seeds in one run.
 
 Recipe: batches of 128; MNIST 20 epochs with rotation by up to 10 degrees, CIFAR-10 100
 epochs with flip and padded crop; 5,000 validation images; seed 42. The paper states
-these and the sizes, but not optimiser, learning rate, dropout and the hidden size of
-the head: here AdamW and the cosine schedule of Translution's Vision Transformers
-(3e-4), 0.1, and ``mlp_dim``. Random features are drawn once: the paper mentions no
-redraw.
+these and the sizes, but not the optimiser, the learning rate, dropout and the hidden
+size of the head. Here they are AdamW with the cosine schedule of Translution's Vision
+Transformers, 3e-4, 0.1 and ``mlp_dim``. Random features are drawn once: the paper
+mentions no redraw.
 
 ``cpu`` keeps the model and reduces the rest to two CPU cores: the embedded MNIST (4,750
 images for training), 300 steps of 32 images, evaluation every 60. Test accuracy by

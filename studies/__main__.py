@@ -129,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     names = ", ".join(PRESETS)
     parser.add_argument("--preset", required=True, help=f"the study: {names}")
     parser.add_argument("--output", required=True, help="output folder")
-    parser.add_argument("--dataset", default="", help="train on this one only")
+    parser.add_argument("--dataset", default="", help="train on this data set only")
     parser.add_argument("--models", default="", help="train these rows only: NAME,NAME")
     parser.add_argument("--seeds", type=int, default=1, help="runs per model")
     parser.add_argument(

@@ -184,7 +184,7 @@ class Training:
         """Closes the progress bar and prints the result.
 
         Raises:
-            ChildProcessError: If the run failed; with the end of its log.
+            ChildProcessError: If the run failed; the message has the end of its log.
         """
         self.bar.close()
         if self.process.returncode:
@@ -247,7 +247,7 @@ class Training:
 def train(
     trainings: Sequence[Training], jobs: int, *, keep_going: bool = False
 ) -> None:
-    """Runs trainings in parallel, with a progress bar each.
+    """Runs trainings in parallel, each with a progress bar.
 
     Ctrl-C and SIGTERM end the trainings too; the same call continues them.
 
@@ -298,7 +298,7 @@ def train(
 
 
 def visible_gpus() -> list[str]:
-    """Lists the GPUs that JAX would use, without initializing CUDA.
+    """Lists the GPUs that JAX would use, without initialising CUDA.
 
     Returns:
         Entries for CUDA_VISIBLE_DEVICES, from the variable if it is set; empty if JAX

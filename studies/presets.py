@@ -163,6 +163,9 @@ def _rows(
         config: Name of the configuration.
         data: Key of a run -> argument of the configuration that selects the data.
         cut: Another argument, which makes the run smaller.
+
+    Returns:
+        The rows.
     """
     several = len({entry.size for entry in entries}) > 1
     rows = []

@@ -97,7 +97,7 @@ def measure(task: Task, parallel: MeshParallel) -> dict[str, int]:
         parallel: The mesh.
 
     Returns:
-        Bytes per device: ``state``, the parameters and the optimizer's state;
+        Bytes per device: ``state``, the parameters and the optimiser's state;
         ``batch``; ``temporary``, all else, such as gradients and activations; and
         ``total``, their sum.
     """
@@ -153,7 +153,7 @@ def memory_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """
     kinds = ("state", "temporary", "total")
     lines = [
-        "| devices | data x model | parameters and optimizer | temporary | total |",
+        "| devices | data x model | parameters and optimiser | temporary | total |",
         "| ---: | :---: | ---: | ---: | ---: |",
     ]
     for row in rows:

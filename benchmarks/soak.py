@@ -200,7 +200,7 @@ def last_step(path: Path) -> int | None:
 
 
 def summarize(samples: Sequence[Sample], name: str) -> dict[str, Any]:
-    """Summarizes one quantity over time.
+    """Summarises one quantity over time.
 
     Args:
         samples: Samples in order of time.

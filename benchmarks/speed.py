@@ -255,7 +255,7 @@ def _parser() -> command.Parser:
         "--backward",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="measure",
+        help="also measure forward + backward",
     )
     add("--output", default="runs/speed", help="output folder")
     return parser

@@ -114,7 +114,7 @@ def _plain(attention):
 
 
 def _offset_bias(attention, *, causal=False, features=True, **fixed):
-    """Adds a bias for every offset of the grid or, if causal, of a line."""
+    """Makes a case with a bias for every offset of the grid or, if causal, a line."""
 
     def make(sizes):
         grid = (sizes.length,) if causal else sizes.grid
@@ -219,7 +219,7 @@ def _performer_pytorch(causal):
 
 
 def _self_attention(attention):
-    """Includes the projections of the tokens."""
+    """Makes a case that includes the projections of the tokens."""
 
     def make(sizes):
         def attend(x, w_q, w_k, w_v):
@@ -243,7 +243,7 @@ def _translution(attention, *, causal=False):
 
 
 def _lor_translution(attention, *, causal=False):
-    """Includes all projections of a layer except the last."""
+    """Makes a case that includes all projections of a layer except the last."""
 
     def make(sizes):
         index, rows = _offset_index(sizes, causal)
@@ -325,7 +325,7 @@ def _pair_rows(index):
 
 
 def _score_matrices(forward, backward):
-    """Estimates arrays with one float32 per pair of tokens."""
+    """Estimates the bytes of arrays with one float32 per pair of tokens."""
 
     def needs(sizes):
         size = 4 * sizes.batch * sizes.num_heads * sizes.length**2
@@ -335,7 +335,7 @@ def _score_matrices(forward, backward):
 
 
 def _gathered(forward, backward, *, low_rank=False):
-    """Estimates gathered matrices and projections per pair of tokens, float32."""
+    """Estimates the bytes of float32 matrices and projections per pair of tokens."""
 
     def needs(sizes):
         inner = sizes.rank * sizes.num_heads if low_rank else sizes.width

@@ -1,1 +1,1 @@
-"""Tools that write the data files in this repository."""
+"""Tools that write the embedded images, and the tables of the documents."""

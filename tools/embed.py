@@ -110,7 +110,8 @@ def select(
         seed: Seed of NumPy's generator.
         preferred: [n], True for the images from which `num_preferred` are drawn first,
             in each class that has any.
-        num_preferred: Number of preferred images; more only if the others run out.
+        num_preferred: Number of preferred images; more are drawn only if the others run
+            out.
 
     Returns:
         [count], in random order.

@@ -1,4 +1,4 @@
-"""Tables of docs/ from the measurements in results/."""
+"""Makes tables of README.md and docs/ from the measurements in results/."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def study(file: str, columns: Mapping[str, str], extra: str = "") -> str:
     """Returns the table of a study: mean ± standard deviation (published value).
 
     Args:
-        file: In ``results/``, as `studies` writes it.
+        file: Name of a file in ``results/``, as `studies` writes it.
         columns: Titles of the columns, by their names in the file.
         extra: A last column, whose means in seconds are shown alone.
 
@@ -120,9 +120,10 @@ def speed(
     """Returns time and memory, forward and backward.
 
     Args:
-        file: In ``results/``, as `benchmarks.speed` writes it.
-        kernels: Names in the file by their titles; the first that was measured counts.
-        sizes: What identifies the rows of a column, by its title.
+        file: Name of a file in ``results/``, as `benchmarks.speed` writes it.
+        kernels: For each title of a row, names of kernels in the file; the first that
+            was measured counts.
+        sizes: For each title of a column, the sizes that identify its measurements.
 
     Returns:
         The table.

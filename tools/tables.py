@@ -71,7 +71,7 @@ def _mechanisms_with(test: Any) -> set[str]:
 
 
 def contracts() -> str:
-    """Returns a row for each mechanism, a tick for each contract that it keeps."""
+    """Returns a row for each mechanism, with a tick for each contract that it meets."""
     kept = [
         set.intersection(*map(_mechanisms_with, tests)) for tests in CONTRACTS.values()
     ]
@@ -130,7 +130,7 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def read_tables() -> list[tuple[str, str]]:
-    """Returns the name and the text of every table of the documents, as it is now."""
+    """Returns the name and the present text of every table of the documents."""
     return [
         (name, body.strip())
         for path in DOCUMENTS

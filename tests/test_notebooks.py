@@ -10,7 +10,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 NOTEBOOKS = [
     pytest.param(path, id=path.stem, marks=marks)
     for path in sorted((ROOT / "notebooks").glob("*.ipynb"))
-    # It measures many encodings: as long as the other two together.
+    # The third measures many encodings and takes as long as the other two together.
     for marks in [[pytest.mark.slow] if path.stem.startswith("03") else []]
 ]
 

@@ -1,4 +1,4 @@
-"""What an installation needs, imports and declares."""
+"""The requirements, imports and extras of an installation."""
 
 import importlib.metadata
 import re
@@ -33,7 +33,7 @@ def run(code):
 
 @pytest.fixture
 def metadata(monkeypatch):
-    """The arguments of setup()."""
+    """Returns the arguments of setup()."""
     found = {}
     # New environments have no setuptools.
     fake = SimpleNamespace(setup=found.update, find_packages=lambda include: include)

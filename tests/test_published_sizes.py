@@ -1,4 +1,4 @@
-"""Every configuration that a study or a file in configs/ names starts as published."""
+"""Every configuration of the studies and of configs/ starts at its published size."""
 
 import json
 import math
@@ -17,12 +17,12 @@ ROOT = Path(__file__).parents[1]
 SMALL = {"cpu", "smoke"}
 TIMEOUT = 600
 TABLE = ROOT / ".cache" / "published_sizes.md"
-# Simulated devices bring threads with them, and tests compile in a hurry.
+# Simulated devices start more threads, and tests compile with few optimisations.
 NOT_OF_USERS = ("XLA_FLAGS", "JAX_DISABLE_MOST_OPTIMIZATIONS")
 
 
 def configurations():
-    """Those of all studies at their published size, and the defaults of every file."""
+    """Lists the studies' configurations of published size, and every file's default."""
     runs = [
         config
         for preset in PRESETS.values()
@@ -35,7 +35,7 @@ def configurations():
 
 
 def start(name, **environment):
-    """What a process that starts a configuration saw; raises if it fails or hangs."""
+    """Starts a configuration in a process and returns its output; it must not fail."""
     kept = {key: os.environ[key] for key in os.environ if key not in NOT_OF_USERS}
     began = time.time()
     process = subprocess.run(
@@ -57,7 +57,7 @@ def expect_an_update(seen):
 
 
 def test_the_performer_of_the_paper_starts():
-    # Its orthogonal draws, of six layers in one program, once waited for each other.
+    # The orthogonal draws of six layers in one program once deadlocked.
     seen = start(
         "configs/performer.py:mnist,constrained_sincos",
         JAX_DISABLE_MOST_OPTIMIZATIONS="1",
@@ -113,7 +113,7 @@ def test_starts(name, rows):
 
 
 def markdown(rows):
-    """A table of what was seen so far."""
+    """Formats the rows so far as a table."""
     lines = [
         f"Batches of {BATCH_SIZE}, from the start of the process to the first update.",
         "",

@@ -70,7 +70,7 @@ def test_links_resolve(path):
 
 
 def anchors(text):
-    """The anchors that GitHub gives to headings."""
+    """Returns the anchors that GitHub gives to headings."""
     headings = re.findall(r"^#+ (.+)$", text, re.M)
     words = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings)
     return {heading.replace(" ", "-") for heading in words}

@@ -1,4 +1,4 @@
-"""Interrupts runs, and reads what they leave."""
+"""Interrupts runs, and reads the files that they leave."""
 
 from relattn import data as data_lib
 from relattn.training.checkpoint import (

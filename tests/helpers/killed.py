@@ -25,10 +25,10 @@ from relattn.training.task import Task
 from tests.training.conftest import build_tiny, make_config, make_data
 
 KILLS = 20
-# At least so many of them during a checkpoint write.
+# Minimum number of kills during a checkpoint write.
 TORN = 6
-# An attempt stops after so many updates until it is killed, so that the run is long
-# enough on a fast machine.
+# An attempt stops after this number of updates and waits to be killed, so that the run
+# is long enough on a fast machine.
 UPDATES = 4
 NUM_STEPS = 100
 
@@ -46,7 +46,7 @@ def train(workdir, notify=None, pause=None):
     config.eval_every_steps = 17
     config.checkpoint_every_steps = 2
     config.log_every_steps = 3
-    # Redraws would be most of what an attempt compiles.
+    # Compiling the redraws would take most of an attempt.
     config.redraw_every = 0
     log = os.open(f"{workdir}.log", os.O_CREAT | os.O_APPEND | os.O_WRONLY)
     os.write(log, b"start\n")
@@ -89,7 +89,7 @@ def fork(function, *args):
 
 
 def unfinished(checkpoints):
-    """Finds unfinished checkpoints and their times; earlier kills leave some too."""
+    """Finds unfinished checkpoints, also those of earlier kills, and their times."""
     found = {}
     with contextlib.suppress(FileNotFoundError):
         for path in checkpoints.glob("*.orbax-checkpoint-tmp"):
@@ -104,7 +104,7 @@ def latest(checkpoints):
 
 
 def wait_until(condition, seconds=1.0):
-    """Waits, but at most a second: the condition may be over."""
+    """Waits for a condition, but at most a second: it may have passed unseen."""
     end = time.monotonic() + seconds
     while not condition() and time.monotonic() < end:
         time.sleep(0.001)
@@ -118,7 +118,7 @@ def attempt(workdir, draw, aimed):
     read, write = os.pipe()
     child = fork(train, workdir, write, start + UPDATES)
     os.close(write)
-    # Zero updates: while it restores and compiles.
+    # With zero updates the kill comes while the attempt restores and compiles.
     updates = draw.randint(1 if aimed else 0, UPDATES)
     for _ in range(updates):
         if not os.read(read, 1):
@@ -149,7 +149,7 @@ def let_end(workdir):
 def main():
     folder = Path(sys.argv[1])
     draw = random.Random(0)
-    # It fills the compilation cache for the others.
+    # The first run fills the compilation cache for the others.
     let_end(folder / "whole")
     torn, resumed = [], []
     while len(torn) < KILLS or sum(torn) < TORN:

@@ -1,8 +1,8 @@
 """Runs one of the processes that train a tiny model together, for test_processes.py.
 
 ``python -m tests.helpers.process REQUEST``: REQUEST is a JSON object with ``config``,
-``workdir``, ``port``, ``num_processes``, ``process_id`` and ``pause_at``, a step after
-which the process waits for a line, or 0.
+``workdir``, ``port``, ``num_processes``, ``process_id`` and ``pause_at``, the step
+after which the process waits for a line on its standard input, or 0.
 """
 
 import json

@@ -1,9 +1,9 @@
 """Starts a configuration at its published size, on noise in place of its data.
 
 ``python -m tests.helpers.published_sizes CONFIG`` trains the real model until its
-first update is logged and prints what it saw as JSON; only the batch is cut. A model
-whose training does not fit into memory is compiled, not run. Run by
-test_published_sizes.py.
+first update is logged, and prints the measurements as JSON; only the batch is smaller.
+A model whose training does not fit into memory is compiled, not run.
+test_published_sizes.py runs this program.
 """
 
 import json
@@ -39,17 +39,17 @@ STORED = {
     "cifar10": ((32, 32, 3), 10),
     "imagenet2012": ((224, 224, 3), 1000),
 }
-# The first update of 355 million parameters took 14.3 GB, 40 bytes a parameter: 2.5
+# The first update of 355 million parameters took 14.3 GB, 40 bytes per parameter: 2.5
 # times what `state_bytes` counts. Some memory is left for the rest of the machine.
 NEEDED, USABLE = 2.5, 0.85
 
 
 class Started(Exception):
-    """The first update is logged."""
+    """Raised once the first update is logged."""
 
 
 def read(name):
-    """The configuration of a name, with its batch cut."""
+    """Reads a configuration, with a small batch."""
     config = read_config(name)
     config.batch_size = BATCH_SIZE * config.accumulate_steps
     config.eval_batch_size = BATCH_SIZE
@@ -59,7 +59,7 @@ def read(name):
 
 
 def program(name):
-    """What a configuration compiles, as a string: data sets of one shape share it."""
+    """Identifies the compiled program; data sets of the same shape share it."""
     config = read(name).to_dict()
     data = config["data"]
     stored = STORED.get(data.pop("name"))
@@ -69,7 +69,7 @@ def program(name):
 
 
 def make_data(config, folder):
-    """Noise of the shape, the vocabulary and the classes of a configuration's data."""
+    """Makes noise with the shape, vocabulary and classes of a configuration's data."""
     rng, data = np.random.default_rng(0), config.data
     if data.source == "text":
         vocab_size = TOKENIZERS[data.tokenizer].vocab_size
@@ -119,7 +119,7 @@ def start(name):
 
 
 def cost():
-    """The time, and the most memory that this process has used."""
+    """Returns the time, and the peak memory of this process."""
     return {"time": time.time(), "memory": peak_memory(jax.devices()[0])}
 
 

@@ -13,9 +13,9 @@ OPTIONS = {
 
 
 def quick_jit(function):
-    """`jax.jit` without most of the compiler's optimisations, where it has the options.
+    """Compiles like `jax.jit`, without most of the compiler's optimisations.
 
-    A version of XLA that has dropped one of them gets none.
+    If this version of XLA lacks one of the options, none is passed.
     """
     return jax.jit(function, compiler_options=_options())
 

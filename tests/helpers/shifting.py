@@ -1,10 +1,10 @@
-"""What the tests of shifts share."""
+"""A naive shift, for the tests of shifts."""
 
 import numpy as np
 
 
 def moved(image, pixels, axis):
-    """Shifts one image pixel by pixel."""
+    """Shifts one image, pixel by pixel."""
     out = np.zeros_like(image)
     height, width, _ = image.shape
     for i in range(height):

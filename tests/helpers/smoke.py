@@ -1,7 +1,8 @@
 """A step of every smoke configuration on simulated devices; run by test_smoke.py.
 
 ``python -m tests.helpers.smoke MODEL COUNT,COUNT``: MODEL is ``configured``, or
-``tiny`` for a small one in its place. Prints a line of JSON for each run.
+``tiny`` to replace the configured model with a small one. COUNT is a number of devices.
+Prints a line of JSON for each run.
 """
 
 import dataclasses
@@ -25,7 +26,7 @@ CONFIGS = ["performer", "baselines", "translution_vit", "translution_gpt", "rpe_
 
 @dataclasses.dataclass
 class FirstBatch:
-    """A split that is evaluated on its first batch alone."""
+    """A split of which only the first batch is evaluated."""
 
     split: Any
 
@@ -46,7 +47,7 @@ class FewBatches:
 
 
 def run(name, count):
-    """What a run of one step says of itself."""
+    """Runs one step; returns the configuration, the devices used and the test loss."""
     config = importlib.import_module(f"configs.{name}").get_config("smoke")
     config.update(num_epochs=0, num_steps=1, progress=False)
     config.schedule.warmup_steps = 0

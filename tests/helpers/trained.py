@@ -23,7 +23,7 @@ def make_training(
     rows=(),
     **result,
 ):
-    """A complete run, with these rows of metrics and this result."""
+    """Makes the folder of a complete run with given rows of metrics and result."""
     workdir.mkdir(exist_ok=True)
     training = Training(label, config, workdir, seed=seed, num_seeds=num_seeds)
     values = to_json(read_config(config, training.options))

@@ -1,4 +1,4 @@
-"""What others than the superuser, who may read and write everything, cannot do."""
+"""Runs code without the privileges of the superuser, who may access every file."""
 
 import contextlib
 import os
@@ -24,7 +24,7 @@ def without_privileges():
 
 @contextlib.contextmanager
 def public_folder():
-    """Everybody may enter it, unlike those of pytest."""
+    """Makes a folder that every user may enter, unlike the folders of pytest."""
     folder = Path(tempfile.mkdtemp())
     folder.chmod(0o755)
     try:

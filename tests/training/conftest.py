@@ -157,7 +157,7 @@ def tiny(monkeypatch):
 
 
 def make_config():
-    """Three epochs of five steps on the tiny images."""
+    """Returns the configuration of three epochs of five steps on the tiny images."""
     config = default_config()
     config.model.name = "tiny"
     config.model.dropout = 0.2
@@ -176,19 +176,19 @@ def make_config():
 
 @pytest.fixture
 def config():
-    """Three epochs of five steps on the tiny images."""
+    """Returns the configuration of three epochs of five steps on the tiny images."""
     return make_config()
 
 
 @pytest.fixture
 def one_device():
-    """The first device alone: quicker where parallelism is not the point."""
+    """Returns the first device alone, for speed where parallelism does not matter."""
     return jax.local_devices()[:1]
 
 
 @pytest.fixture
 def text_config(tiny, monkeypatch, config):
-    """The same run, on the tiny text."""
+    """Returns the same configuration for the tiny text."""
     monkeypatch.setattr(data_lib, "load_data", lambda config: TinyText())
     with config.unlocked():
         del config.data.image_size, config.data.standardize

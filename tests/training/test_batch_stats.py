@@ -40,7 +40,7 @@ class NormalisedWithFeatures(TinyModel):
 
 
 def updates(model, devices, count=3, accumulate_steps=1):
-    """The state after SGD, which does not hide a wrong scale of the gradient."""
+    """Returns the state after SGD, which shows a wrong scale of the gradient."""
     _, state, _ = run(
         DataParallel(devices),
         optax.sgd(0.3),
@@ -85,7 +85,7 @@ def test_accumulation_updates_moving_averages_once():
 
 
 def averages(run, steps):
-    """The moving averages of the images after a run's updates, by hand."""
+    """Computes the moving averages of the images after a run's updates by hand."""
     result = {"mean": np.zeros(1), "variance": np.ones(1)}
     with make_data().train_loader(run.config.batch_size, run.config.seed) as loader:
         for _, (_, batch) in zip(range(steps), loader, strict=False):

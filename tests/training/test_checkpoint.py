@@ -433,7 +433,7 @@ def test_half_removed_checkpoints_are_not_renamed(folder):
 def files_of_at_most(size):
     """Makes every write beyond that size fail in this process."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    # Nothing is written to the compilation cache meanwhile.
+    # Disables the compilation cache, whose writes would fail too.
     keep_from = jax.config.jax_persistent_cache_min_compile_time_secs
     jax.config.update("jax_persistent_cache_min_compile_time_secs", math.inf)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))

@@ -52,7 +52,7 @@ def test_top5_accuracy_needs_more_than_ten_classes(num_classes):
 
 
 def test_seconds_leave_compilation_out(monkeypatch):
-    """With a clock that compilation advances."""
+    """Uses a clock that compilation advances."""
     now = [0.0]
     make = slow_to_compile(make_eval_step, now)
 

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def read_log(path):
-    """The batches (step, checksum) of every attempt."""
+    """Reads the batches (step, checksum) of every attempt."""
     attempts = []
     for line in path.read_text().splitlines():
         if line == "start":
@@ -32,7 +32,7 @@ def test_a_run_killed_at_random_moments_ends_like_an_uninterrupted_one(tmp_path)
     environment = {
         **os.environ,
         "PYTHONPATH": str(ROOT),
-        # One of its own: a kill may leave half an entry.
+        # A separate cache: a kill may leave half an entry.
         "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
@@ -58,7 +58,7 @@ def test_a_run_killed_at_random_moments_ends_like_an_uninterrupted_one(tmp_path)
     (expected,) = read_log(tmp_path / "whole.log")
     assert [step for step, _ in expected] == list(range(1, NUM_STEPS + 1))
     attempts = read_log(tmp_path / "parts.log")
-    # From the last complete checkpoint on, the batches of the run that went through.
+    # From the last complete checkpoint on, the batches equal those without kills.
     for start, batches in zip([0, *report["resumed"]], attempts, strict=True):
         assert batches == expected[start : start + len(batches)]
     assert attempts[-1] == expected[report["resumed"][-1] :]

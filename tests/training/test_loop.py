@@ -81,7 +81,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
 def test_throughput_counts_updates_alone(
     config, tmp_path, one_device, monkeypatch, num_seeds
 ):
-    """With a clock that compilation and evaluation advance far, and updates little."""
+    """Uses a clock that compilation and evaluation advance far, and updates little."""
     now = [0.0]
     make = slow_to_compile(task_lib.make_train_step, now)
 

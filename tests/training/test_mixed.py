@@ -25,7 +25,7 @@ def to_float(batch):
 
 
 def run(parallel, steps=3, **options):
-    """The updates of batches of 12 images, and their metrics."""
+    """Runs updates on batches of 12 images; returns the parameters and the metrics."""
     key, train = jax.random.key(7), make_data(num_train=12 * steps).train
     step = make_train_step(
         MODEL,

@@ -27,7 +27,8 @@ ROOT = Path(__file__).parents[2]
 def start(config, *workdirs, pause_at=(0, 0)):
     """Starts two processes, in one directory or in two; the caller ends them.
 
-    Each waits after its step of ``pause_at``, or never: it would end before a signal.
+    Each process waits after its step in ``pause_at``, if it has one, so that it does
+    not end before the signal.
     """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -65,7 +66,7 @@ def start(config, *workdirs, pause_at=(0, 0)):
 
 
 def finish(processes):
-    """Waits for processes; returns what they printed as errors."""
+    """Waits for processes; returns their error output."""
     try:
         return [process.communicate(timeout=300)[1] for process in processes]
     finally:

@@ -64,7 +64,7 @@ def test_a_skipped_update_changes_only_the_step(model, bad):
 
 
 class Poisoned(data_lib.ImageData):
-    """One image of the batches of some updates is not a number."""
+    """Data in which one image of some updates' batches is NaN."""
 
     updates = {}
 
@@ -84,7 +84,7 @@ class Poisoned(data_lib.ImageData):
 
 @pytest.fixture
 def poisoned(tiny, monkeypatch, config):
-    """Updates 3 and 8 of seed 0 are not finite, 2, 6 and 7 of seed 2."""
+    """Makes updates 3 and 8 of seed 0, and 2, 6 and 7 of seed 2, not finite."""
     monkeypatch.setattr(Poisoned, "updates", {0: (3, 8), 2: (2, 6, 7)})
     data = Poisoned(**vars(make_data()))
     monkeypatch.setattr(data_lib, "load_data", lambda config: data)

@@ -181,7 +181,7 @@ def test_an_accumulated_update_is_that_of_the_whole_batch(parts):
     assert int(new.step) == 1
 
 
-# A rounding of bfloat16 is at most 2^-9 of a value; a gradient takes some dozens.
+# A rounding in bfloat16 changes a value by at most 2^-9; a gradient has some dozens.
 @pytest.mark.parametrize(
     "changes, accumulate_steps, error",
     [

@@ -71,7 +71,7 @@ def test_a_run_resumed_and_loaded_without_its_data(
         training.train_and_evaluate(
             streamed, parts, devices=one_device, on_step=interrupt_at(3)
         )
-    # A photograph damaged meanwhile ends the run, but no earlier step is lost.
+    # A photograph damaged in between ends the run, but no earlier step is lost.
     data, record = damage(data_lib.load_data(streamed.data))
     message = f"^Record {record} of the train images in .* cannot be read as an image"
     with monkeypatch.context() as patch:

@@ -39,7 +39,7 @@ def test_a_second_run_in_a_directory_is_refused(config, tmp_path, one_device):
 
 
 def test_the_lock_of_a_process_ends_with_it(tmp_path):
-    """Whatever the file says: here another host, and a time in the future."""
+    """The contents of the file do not matter: here another host and a future time."""
     path = tmp_path / LOCK
     hold = "import fcntl, sys; f = open(sys.argv[1]); fcntl.flock(f, fcntl.LOCK_EX); "
     hold += "print(flush=True); sys.stdin.read()"

@@ -1,4 +1,4 @@
-# make test            lint, tests, doctests and notebooks
+# make test            lint, tests, doctests and a notebook
 # make test-full       all tests, with XLA's optimisations and with TensorFlow; then
 #                      starts every configuration at its published size; takes hours
 # make demo            trains two models, shifts the images and compares, on two cores

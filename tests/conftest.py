@@ -51,6 +51,6 @@ def pytest_collection_finish():
 
 @pytest.fixture(autouse=True, scope="module")
 def _free_programs():
-    """Forgets what a file has compiled: memory maps of a process are limited."""
+    """Clears what a file has compiled: memory maps of a process are limited."""
     yield
     jax.clear_caches()

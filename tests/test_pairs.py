@@ -86,14 +86,15 @@ IN_GPT = [
 
 # One position for each site that an attention can honour.
 ONE_A_SITE = ("none", "learned", "rope1d", "relative_bias")
-# The attentions that `make test` runs with every position, by model.
-WITH_ALL_POSITIONS = {"vit": ("softmax", "favor"), "gpt": ("softmax",)}
+# The attentions whose ViT `make test` runs with every position.
+WITH_ALL_POSITIONS = ("softmax", "favor")
 
 
 def mark_slow(pairs):
     """Marks pairs as slow that differ from another pair only in the position."""
     for model, attention, position in pairs:
-        quick = attention in WITH_ALL_POSITIONS[model] or position in ONE_A_SITE
+        all_positions = model == "vit" and attention in WITH_ALL_POSITIONS
+        quick = all_positions or position in ONE_A_SITE
         yield (model, attention, position), () if quick else (pytest.mark.slow,)
 
 
@@ -217,9 +218,11 @@ def test_lowers_for_cpu_cuda_and_tpu(model):
         pytest.param(*pair, marks=() if is_quick else (pytest.mark.slow,))
         for pair in [*all_pairs(), *VARIANTS]
         for is_quick in [
-            pair[0] == "softmax"
-            or pair not in VARIANTS
-            and pair[1] in ("none", "relative_bias")
+            pair not in VARIANTS
+            and (
+                pair[0] == "softmax"
+                or pair[1] in ("relative_bias", "constrained_sincos")
+            )
         ]
     ],
 )

@@ -73,7 +73,7 @@ class RandomFeatures:
 @check_arguments
 def positive_features(
     x: Float[Array, "*batch n head_dim"],
-    projection: Float[Array, "features projection_depth"],
+    projection: Float[Array, "features projection_dim"],
     *,
     eps: float = 0.0,
     precision: jax.lax.PrecisionLike = None,
@@ -139,7 +139,7 @@ def positive_features(
 @check_arguments
 def trigonometric_features(
     x: Float[Array, "*batch n head_dim"],
-    projection: Float[Array, "features projection_depth"],
+    projection: Float[Array, "features projection_dim"],
     *,
     precision: jax.lax.PrecisionLike = None,
 ) -> Features:
@@ -179,7 +179,7 @@ def trigonometric_features(
 @check_arguments
 def relu_features(
     x: Float[Array, "*batch n head_dim"],
-    projection: Float[Array, "features projection_depth"],
+    projection: Float[Array, "features projection_dim"],
     bias: Float[Array, " features"] | None = None,
     *,
     eps: float = 1e-3,
@@ -472,7 +472,7 @@ def redraw(collection: Any, key: Key[Array, ""], index: int | Int[Array, ""]) ->
 
 def _project(
     x: Float[Array, "*batch n head_dim"],
-    projection: Float[Array, "features projection_depth"],
+    projection: Float[Array, "features projection_dim"],
     precision: jax.lax.PrecisionLike,
 ) -> tuple[Float[Array, "*batch n features"], Float[Array, "*batch n 1"]]:
     """Computes W x~ and |x~|^2 / 2, float32 or wider, with x~ = x / head_dim^(1/4)."""

@@ -20,6 +20,7 @@ from relattn import spec
 from relattn.kernels import banded, feature_maps, linear, toeplitz
 from relattn.kernels.feature_maps import unit_norm
 from relattn.nn.attention import Context, MultiHeadAttention
+from relattn.nn.blocks import uniform
 
 FEATURE_MAPS = {
     "positive": feature_maps.positive_features,
@@ -388,8 +389,7 @@ class LearnedReluAttention(LinearAttention):
     out_i = phi(q_i)^T sum_j phi(k_j) v_j^T / phi(q_i)^T sum_j phi(k_j) with
     phi(x) = relu(W x / head_dim^(1/4) + b) + eps. It does not approximate softmax.
 
-    The heads of a layer share W, which starts like that of a `Linear`, and b, which
-    starts at zero.
+    The heads of a layer share W and b, which start like those of a `Linear`.
 
     Attributes:
         num_features: Number of features; 0 for int(head_dim * ln(head_dim)), where
@@ -429,12 +429,10 @@ class LearnedReluAttention(LinearAttention):
     def feature_map(self, head_dim: int) -> linear.FeatureMap:
         """Returns the feature map with the layer's parameters; for the hooks."""
         width = self.num_features or feature_maps.default_num_features(head_dim)
-        init = nn.initializers.variance_scaling(
-            1 / 3, "fan_in", "uniform", in_axis=-1, out_axis=-2
-        )
+        init = uniform(head_dim**-0.5)
         return functools.partial(
             feature_maps.relu_features,
             projection=self.param("projection", init, (width, head_dim), jnp.float32),
-            bias=self.param("bias", nn.initializers.zeros, (width,), jnp.float32),
+            bias=self.param("bias", init, (width,), jnp.float32),
             eps=self.eps,
         )

@@ -15,13 +15,11 @@ from relattn.training.step import create_state, make_train_step
 
 SHAPE = (4, 6, 1)
 BATCH, STEPS = 8, 5
-# Models with random features, and with moving averages.
-QUICK = [
-    ("favor", "constrained_sincos"),
+# A residual network has moving averages.
+QUICK = [("favor", "constrained_sincos")]
+SLOW = [
     # Positions separate the tokens, so that rounding changes no cluster.
     ("routing(clusters=3, decay=0.5)", "learned"),
-]
-SLOW = [
     ("softmax", "learnable_sincos"),
     ("banded(clip=2)", "none"),
     ("relu(num_features=5)", "sincos_bias"),

@@ -46,10 +46,12 @@ def test_default_num_features_is_d_ln_d_and_layers_are_scannable():
     make, _ = build("relu", "none", dim=32, num_heads=2, num_layers=1)
     variables = make(layer=0).init(jax.random.key(0), jnp.ones((1, N, 32)))
     assert set(variables) == {"params"}
-    projection = variables["params"]["projection"]
-    assert projection.shape == (44, 16)
-    # Uniform in +-1/sqrt(fan_in), with fan_in = head_dim = 16.
-    assert 0.9 * 16**-0.5 < np.abs(projection).max() <= 16**-0.5
+    shapes = {"projection": (44, 16), "bias": (44,)}
+    for name, shape in shapes.items():
+        start = variables["params"][name]
+        assert start.shape == shape
+        # Uniform in +-1/sqrt(fan_in), with fan_in = head_dim = 16.
+        assert 0.9 * 16**-0.5 < np.abs(start).max() <= 16**-0.5
     assert make.func.scannable
 
 

@@ -15,7 +15,7 @@ from relattn.kernels.precision import wide_einsum, widen
 @check_arguments
 def apply_gate(
     x: Float[Array, "*batch n head_dim"],
-    exponents: Float[Array, "*#batch n exponents_depth"],
+    exponents: Float[Array, "*#batch n exponents_dim"],
 ) -> Float[Array, "*batch n head_dim"]:
     """Scales the components of queries or keys by exp(exponents).
 

@@ -63,7 +63,7 @@ def cayley_matrix(
 def cayley_string(
     x: Float[Array, "*batch n head_dim"],
     angles: Float[Array, "*#batch n pairs"],
-    matrix: Float[Array, "*#batch matrix_depth matrix_depth"],
+    matrix: Float[Array, "*#batch matrix_dim matrix_dim"],
     *,
     precision: jax.lax.PrecisionLike = None,
 ) -> Float[Array, "*batch n head_dim"]:

@@ -15,7 +15,7 @@ from relattn.training.step import create_state, make_train_step
 
 SHAPE = (4, 6, 1)
 BATCH, STEPS = 8, 5
-# A residual network has moving averages.
+# Models with random features; `Residual` has moving averages.
 QUICK = [("favor", "constrained_sincos")]
 SLOW = [
     # Positions separate the tokens, so that rounding changes no cluster.

@@ -33,16 +33,16 @@ def expect_equal(kernel, naive, inputs, *, allowed=None, tolerance=2e-5, double=
         allowed: Argument of ``naive``: the keys of each query. It is traced, so that
             all masks share one program.
         tolerance: Largest error, relative to the largest number of the array.
-        double: Whether float64 inputs must also give float64 accuracy, 1e-10.
+        double: Whether the kernel gets the inputs in float64, with tolerance 1e-10.
     """
-    results = _value_and_gradients(kernel, inputs, jax.jit)
     with jax.enable_x64(True):
         wide = [jnp.asarray(np.asarray(x), jnp.float64) for x in inputs]
         expected = _compiled_reference(naive, allowed is not None)(*wide, allowed)
         if double:
-            accurate = _value_and_gradients(kernel, wide, quick_jit)
-            _expect_close(accurate, expected, 1e-10)
-    _expect_close(results, expected, tolerance)
+            results = _value_and_gradients(kernel, wide, quick_jit)
+    if not double:
+        results = _value_and_gradients(kernel, inputs, jax.jit)
+    _expect_close(results, expected, 1e-10 if double else tolerance)
 
 
 @functools.cache

@@ -23,11 +23,8 @@ CONFIG = {
 SHAPE = (4, 6, 1)
 # tests/test_pairs.py has further pairs.
 VARIANTS = [
-    ("favor", "constrained_sincos"),
     ("favor", "constrained_sincos(content_conditioned=True)"),
     ("favor", "constrained_sincos(content_modulated=True)"),
-    ("favor(features='trigonometric')", "none"),
-    ("favor(features='relu')", "none"),
     ("banded(clip=2, position_heads=2)", "learnable_sincos"),
 ]
 

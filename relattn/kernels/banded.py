@@ -16,7 +16,13 @@ from jaxtyping import Array, Bool, Float
 
 from relattn.kernels.checks import broadcast_leading, check_arguments
 from relattn.kernels.feature_maps import Features
-from relattn.kernels.linear import FeatureMap, divide_sums, evaluate
+from relattn.kernels.linear import (
+    FeatureMap,
+    check_feature_maps,
+    divide_sums,
+    key_features,
+    query_features,
+)
 from relattn.kernels.precision import wide_einsum, widen
 from relattn.offsets import Grid, check_grid
 
@@ -50,7 +56,8 @@ def banded_attention(
         q: Queries, shape ``[*batch, n, head_dim]``.
         v: Values, shape ``[*batch, n, value_dim]``.
         table: w, a row for each distance 0 .. ``clip``, shape ``[clip + 1, head_dim]``.
-        feature_map: phi, as in `relattn.kernels.linear.linear_attention`.
+        feature_map: phi, as in `relattn.kernels.linear.linear_attention`; the second of
+            a pair is the map of the table.
         grid: Height and width, or length, of the tokens after the prefix.
         num_prefix: Number of prefix tokens.
         key_mask: True for keys that exist, shape ``[*batch, n]``.
@@ -76,6 +83,7 @@ def banded_attention(
         strategy 2; normalised as in their code, not their equation.
     """
     check_grid(v.shape[-2], grid, num_prefix)
+    check_feature_maps(feature_map, q, table)
     if len(table) < 2:
         raise ValueError(
             "table needs one row for each distance from 0 to clip, with clip >= 1: "
@@ -99,8 +107,8 @@ def banded_attention(
 
     # phi(q_i) . phi(w_d) for every query of the grid and distance d.
     weights, magnitudes = _row_weights(
-        evaluate(feature_map, q[..., num_prefix:, :]),
-        evaluate(feature_map, table),
+        query_features(feature_map, q[..., num_prefix:, :]),
+        key_features(feature_map, table),
         counts > 0,
         # Without a mask, each query of such a grid has keys at every distance.
         shared_shift=key_mask is None and num_rings <= grid[0] // 2 + grid[1] // 2,

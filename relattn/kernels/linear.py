@@ -15,14 +15,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from relattn.kernels.checks import broadcast_leading, check_arguments, zero_masked
 from relattn.kernels.feature_maps import Features
 from relattn.kernels.precision import compute_dtype, wide_einsum, widen
 
-# Maps [*batch, n, head_dim] to features; a plain array gets exponents of zero.
-FeatureMap = Callable[[Array], Features | Array]
+# Maps [*batch, n, head_dim] to features; a plain array gets exponents of zero. A
+# pair has a map of queries and one of keys.
+_Map = Callable[[Array], Features | Array]
+FeatureMap = _Map | tuple[_Map, _Map]
 
 # If weights cancel to less than this share of their magnitudes, the rest is noise.
 _SMALLEST_SHARE = 1e-4
@@ -91,7 +93,8 @@ def linear_attention(
         q: Queries, shape ``[*batch, n, head_dim]``.
         k: Keys, shape ``[*batch, m, head_dim]``.
         v: Values, shape ``[*batch, m, value_dim]``.
-        feature_map: From ``[*batch, n, head_dim]`` to features, token by token.
+        feature_map: From ``[*batch, n, head_dim]`` to features, token by token; or a
+            pair of such functions, of queries and of keys.
         key_mask: True for keys that exist, shape ``[*batch, m]``. A query without keys
             gives zeros.
         chunk_size: Number of tokens whose features are computed at a time. With more
@@ -119,15 +122,16 @@ def linear_attention(
         Choromanski et al., Rethinking Attention with Performers, section 2.2.
     """
     check_chunk_size(chunk_size)
+    check_feature_maps(feature_map, q, k)
     k, v, key_mask = zero_masked(k, v, key_mask)
     einsum = wide_einsum(precision)
 
     def sum_chunk(chunk):
         keys, values, mask = chunk
-        return _sum_keys(evaluate(feature_map, keys), values, mask, einsum)
+        return _sum_keys(key_features(feature_map, keys), values, mask, einsum)
 
     def attend(queries, state):
-        features = evaluate(feature_map, queries)
+        features = query_features(feature_map, queries)
         return _attend_sums(features, state, einsum, v.dtype)
 
     # S and z, chunk by chunk.
@@ -166,6 +170,7 @@ def causal_linear_attention(
     feature_map: FeatureMap,
     *,
     key_mask: Bool[Array, "*#batch n"] | None = None,
+    segment_ids: Int[Array, "*#batch n"] | None = None,
     state: LinearState | None = None,
     return_state: bool = False,
     chunk_size: int = 64,
@@ -201,8 +206,12 @@ def causal_linear_attention(
         q: Queries, shape ``[*batch, n, head_dim]``.
         k: Keys, shape ``[*batch, n, head_dim]``.
         v: Values, shape ``[*batch, n, value_dim]``.
-        feature_map: From ``[*batch, n, head_dim]`` to features, token by token.
+        feature_map: From ``[*batch, n, head_dim]`` to features, token by token; or a
+            pair of such functions, of queries and of keys.
         key_mask: True for keys that exist, shape ``[*batch, n]``.
+        segment_ids: For packed sequences: a token attends only to tokens since the id
+            last changed, shape ``[*batch, n]``. The first token continues the sequence
+            of ``state``.
         state: The state that an earlier call returned for the tokens before these; None
             if there are none.
         return_state: Whether to also return the state after these tokens.
@@ -238,8 +247,10 @@ def causal_linear_attention(
         Katharopoulos et al., Transformers are RNNs, section 3.4.
     """
     check_chunk_size(chunk_size)
+    check_feature_maps(feature_map, q, k)
     q, k, v = broadcast_leading(q, k, v)
     k, v, key_mask = zero_masked(k, v, key_mask)
+    starts = _segment_starts(segment_ids, k.shape[:-1])
     einsum = wide_einsum(precision)
     length, parallel = q.shape[-2], 1
     if state is None or length > chunk_size:
@@ -248,24 +259,28 @@ def causal_linear_attention(
         if state is None:
             state = _empty_causal(features, v)
         # With a bound, only sums pass between chunks: several are computed in parallel.
-        if features.bound is not None and length > chunk_size:
+        bounded = features.bound is not None and starts is None
+        if bounded and length > chunk_size:
             parallel = _PARALLEL_CHUNKS
 
     def attend(state, tokens):
         return _attend_causally(state, tokens, feature_map, einsum, parallel)
 
     if length <= chunk_size:
-        state, out = attend(state, (q, k, v, key_mask))
+        state, out = attend(state, (q, k, v, key_mask, starts))
     else:
         if return_state and key_mask is None:
             # Masks the zeros that fill the last chunk, which have features too.
             key_mask = jnp.ones(k.shape[:-1], bool)
         size = parallel * chunk_size
         tokens = split_chunks((q, k, v), size, multiple=parallel)
-        if key_mask is not None:
-            key_mask = split_chunks(key_mask[..., None], size, multiple=parallel)
-            key_mask = key_mask[..., 0]
-        state, chunks = scan_chunks(attend, state, (*tokens, key_mask))
+        masks = [
+            None
+            if mask is None
+            else split_chunks(mask[..., None], size, parallel)[..., 0]
+            for mask in (key_mask, starts)
+        ]
+        state, chunks = scan_chunks(attend, state, (*tokens, *masks))
         out = join_chunks(chunks, length)
     return (out, state) if return_state else out
 
@@ -290,8 +305,41 @@ def underflowed(keys: Features) -> Bool[Array, "*batch n"]:
     return largest < math.log(jnp.finfo(jnp.float32).tiny)
 
 
-def evaluate(feature_map: FeatureMap, x: Float[Array, "*batch n head_dim"]) -> Features:
-    """Computes the features of tokens; a plain array gets exponents of zero."""
+def query_features(
+    feature_map: FeatureMap, q: Float[Array, "*batch n head_dim"]
+) -> Features:
+    """Computes the features of queries; a plain array gets exponents of zero."""
+    query_map = feature_map[0] if isinstance(feature_map, tuple) else feature_map
+    return _evaluate(query_map, q)
+
+
+def key_features(
+    feature_map: FeatureMap, k: Float[Array, "*batch m head_dim"]
+) -> Features:
+    """Computes the features of keys, as `query_features`."""
+    key_map = feature_map[1] if isinstance(feature_map, tuple) else feature_map
+    return _evaluate(key_map, k)
+
+
+def check_feature_maps(feature_map: FeatureMap, q: Array, k: Array) -> None:
+    """Checks that a pair of feature maps returns features of one kind and number."""
+    if not isinstance(feature_map, tuple):
+        return
+    token = [jax.ShapeDtypeStruct((1, x.shape[-1]), x.dtype) for x in (q, k)]
+    maps = [functools.partial(f, feature_map) for f in (query_features, key_features)]
+    shapes = [
+        jax.tree.map(jnp.shape, jax.eval_shape(*each))
+        for each in zip(maps, token, strict=True)
+    ]
+    # Only the keys' bound is used.
+    if shapes[0][:2] != shapes[1][:2]:
+        raise ValueError(
+            "the feature maps of queries and keys must return features of the same "
+            f"shape, got {shapes[0]} and {shapes[1]} for one token"
+        )
+
+
+def _evaluate(feature_map, x):
     features = feature_map(x)
     if isinstance(features, Features):
         return features
@@ -448,7 +496,7 @@ def causal_factors(
 def _feature_shapes(feature_map, k):
     """Returns the shapes and dtypes of one token's features."""
     return jax.eval_shape(
-        functools.partial(evaluate, feature_map),
+        functools.partial(key_features, feature_map),
         jax.ShapeDtypeStruct((*k.shape[:-2], 1, k.shape[-1]), k.dtype),
     )
 
@@ -470,9 +518,9 @@ def _empty_causal(features, v):
 
 def _attend_causally(state, tokens, feature_map, einsum, parallel=1):
     """Returns the state after the tokens, and their outputs, by parallel chunks."""
-    q, k, v, mask = tokens
+    q, k, v, mask, starts = tokens
     phi_q, phi_k, exponents = causal_factors(
-        evaluate(feature_map, q), evaluate(feature_map, k), mask
+        query_features(feature_map, q), key_features(feature_map, k), mask
     )
     expected = (*phi_k.shape[:-2], phi_k.shape[-1], v.shape[-1] + 1)
     if state.sums.shape != expected:
@@ -483,11 +531,18 @@ def _attend_causally(state, tokens, feature_map, einsum, parallel=1):
         )
     # Factors of the pairs j <= i of a chunk, and of the sums before it.
     size = q.shape[-2] // parallel
-    causal = jnp.tril(jnp.ones((size, size), bool))
-    if exponents is None:
-        decays, shift = _Decays(causal.astype(phi_k.dtype), 1.0, 1.0, 1.0), state.shift
+    allowed, continues = jnp.tril(jnp.ones((size, size), bool)), None
+    if starts is not None:
+        # Number of segments that start in the chunk, up to each token.
+        segment = jnp.cumsum(starts, axis=-1)
+        allowed &= segment[..., :, None] == segment[..., None, :]
+        continues = (segment == 0)[..., None]
+    if exponents is not None:
+        decays, shift = _running_decays(state.shift, exponents, allowed, continues)
+    elif starts is not None:
+        decays, shift = _decays(phi_k.dtype, allowed, continues), state.shift
     else:
-        decays, shift = _running_decays(state.shift, exponents, causal)
+        decays, shift = _Decays(allowed.astype(phi_k.dtype), 1.0, 1.0, 1.0), state.shift
 
     def chunks(x):
         return x.reshape(*x.shape[:-2], parallel, size, x.shape[-1])
@@ -499,7 +554,7 @@ def _attend_causally(state, tokens, feature_map, einsum, parallel=1):
         totals = jnp.concatenate([before[..., None, :, :], sums], axis=-3)
         totals = jnp.cumsum(totals, axis=-3)
         earlier, after = totals[..., :-1, :, :], totals[..., -1, :, :]
-        if exponents is not None:
+        if parallel == 1:
             after = decays.state * before + sums[..., 0, :, :]
         # sum_{j <= i} phi(q_i) . phi(k_j) [v_j, 1] within the chunk, + phi(q_i)^T S.
         weights = decays.pairs * einsum("...if,...jf->...ij", phi_q, phi_k)
@@ -532,19 +587,38 @@ class _Decays(NamedTuple):
     state: Array | float  # The state before the chunk, to the shift after it.
 
 
-def _running_decays(shift, exponents, causal):
-    """Computes decays that shift each query by the largest exponent up to it."""
-    earlier = jnp.where(causal, exponents.swapaxes(-2, -1), -jnp.inf)
-    largest = jax.lax.stop_gradient(jnp.max(earlier, axis=-1, keepdims=True))
-    largest = jnp.maximum(largest, shift)
-    last = largest[..., -1:, :]
-    decays = _Decays(
-        pairs=jnp.exp(earlier - largest)[..., None, :, :],
-        past=jnp.exp(shift - largest)[..., None, :, :],
-        keys=jnp.exp(exponents - last)[..., None, :, :],
-        state=jnp.exp(shift - last),
+def _decays(dtype, pairs, past):
+    """Returns the decays of keys and state, which are those of the last query."""
+    pairs, past = pairs.astype(dtype), past.astype(dtype)
+    return _Decays(
+        pairs=pairs[..., None, :, :],
+        past=past[..., None, :, :],
+        keys=pairs[..., None, -1, :, None],
+        state=past[..., -1:, :],
     )
-    return decays, last
+
+
+def _running_decays(shift, exponents, allowed, continues):
+    """Computes decays that shift each query by the largest exponent of its keys."""
+    earlier = jnp.where(allowed, exponents.swapaxes(-2, -1), -jnp.inf)
+    largest = jax.lax.stop_gradient(jnp.max(earlier, axis=-1, keepdims=True))
+    if continues is not None:
+        shift = jnp.where(continues, shift, LOWEST)
+    largest = jnp.maximum(largest, shift)
+    past = jnp.exp(shift - largest)
+    if continues is not None:
+        past = jnp.where(continues, past, 0.0)
+    decays = _decays(exponents.dtype, jnp.exp(earlier - largest), past)
+    return decays, largest[..., -1:, :]
+
+
+def _segment_starts(segment_ids, shape):
+    """Returns where a token's segment is another than that of the token before."""
+    if segment_ids is None:
+        return None
+    segment_ids = jnp.broadcast_to(segment_ids, shape)
+    before = jnp.concatenate([segment_ids[..., :1], segment_ids[..., :-1]], axis=-1)
+    return segment_ids != before
 
 
 def check_chunk_size(chunk_size: int, name: str = "chunk_size") -> None:

@@ -35,6 +35,7 @@ def relative_attention(
     key_table: Float[Array, "*#batch key_rows head_dim"] | None = None,
     value_table: Float[Array, "*#batch value_rows value_dim"] | None = None,
     bias: Float[Array, "*#batch bias_rows"] | None = None,
+    mask: Bool[Array, "*#batch n n"] | None = None,
     key_mask: Bool[Array, "*#batch n"] | None = None,
     precision: jax.lax.PrecisionLike = None,
 ) -> Float[Array, "*batch n value_dim"]:
@@ -56,6 +57,7 @@ def relative_attention(
         key_table: r, shape ``[*batch, rows, head_dim]``.
         value_table: s, shape ``[*batch, rows, value_dim]``.
         bias: b, shape ``[*batch, rows]``.
+        mask: True where query i may attend to key j, shape ``[*batch, n, n]``.
         key_mask: True for keys that exist, shape ``[*batch, n]``.
         precision: Passed to einsum.
 
@@ -97,7 +99,9 @@ def relative_attention(
     if key_table is not None:
         scores = _add_scores(scores, to_pairs(_score_rows(q, key_table, precision)))
     k, v, key_mask = zero_masked(k, v, key_mask)
-    weights = softmax_weights(q, k, key_mask=key_mask, bias=scores, precision=precision)
+    weights = softmax_weights(
+        q, k, mask=mask, key_mask=key_mask, bias=scores, precision=precision
+    )
     out = weighted_sum(weights, v, precision)
     if value_table is not None:
         # sum_j weight_ij s_d: the weights are summed by row first.
@@ -115,6 +119,7 @@ def causal_relative_attention(
     key_table: Float[Array, "*#batch key_rows head_dim"] | None = None,
     value_table: Float[Array, "*#batch value_rows value_dim"] | None = None,
     bias: Float[Array, "*#batch bias_rows"] | None = None,
+    mask: Bool[Array, "*#batch n n"] | None = None,
     key_mask: Bool[Array, "*#batch n"] | None = None,
     precision: jax.lax.PrecisionLike = None,
 ) -> Float[Array, "*batch n value_dim"]:
@@ -133,6 +138,7 @@ def causal_relative_attention(
         key_table: r, shape ``[*batch, rows, head_dim]``.
         value_table: s, shape ``[*batch, rows, value_dim]``.
         bias: b, shape ``[*batch, rows]``.
+        mask: True where query i may attend to key j, shape ``[*batch, n, n]``.
         key_mask: True for keys that exist, shape ``[*batch, n]``.
         precision: Passed to einsum.
 
@@ -176,9 +182,10 @@ def causal_relative_attention(
     if key_table is not None:
         scores = _add_scores(scores, to_pairs(_score_rows(q, key_table, precision)))
     past = jnp.tril(jnp.ones((length, length), bool))
+    mask = past if mask is None else mask & past
     k, v, key_mask = zero_masked(k, v, key_mask)
     weights = softmax_weights(
-        q, k, mask=past, key_mask=key_mask, bias=scores, precision=precision
+        q, k, mask=mask, key_mask=key_mask, bias=scores, precision=precision
     )
     out = weighted_sum(weights, v, precision)
     if value_table is not None:

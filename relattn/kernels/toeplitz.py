@@ -25,9 +25,11 @@ from relattn.kernels.linear import (
     causal_factors,
     check_causal,
     check_chunk_size,
+    check_feature_maps,
     divide_sums,
-    evaluate,
     join_chunks,
+    key_features,
+    query_features,
     scale_keys,
     scale_queries,
     scan_chunks,
@@ -84,7 +86,8 @@ def toeplitz_linear_attention(
         q: Queries, shape ``[*batch, n, head_dim]``.
         k: Keys, shape ``[*batch, n, head_dim]``.
         v: Values, shape ``[*batch, n, value_dim]``.
-        feature_map: From ``[*batch, n, head_dim]`` to features, token by token.
+        feature_map: From ``[*batch, n, head_dim]`` to features, token by token; or a
+            pair of such functions, of queries and of keys.
         bias: b, shape ``[*batch, rows]``, a table as in
             `relattn.kernels.relative_attention`: a row for every offset. With prefix
             tokens it may have three more rows for pairs with one; otherwise their b is
@@ -124,6 +127,7 @@ def toeplitz_linear_attention(
     check_grid(q.shape[-2], grid, num_prefix)
     check_chunk_size(chunk_size)
     check_chunk_size(block_size, "block_size")
+    check_feature_maps(feature_map, q, k)
     rows, dense = num_offsets(grid), q.shape[-2] - num_prefix <= dense_size
     bias = with_prefix_rows(bias, "bias", rows, num_prefix, axis=-1)
     # e^(b_d) for every table row.
@@ -131,8 +135,8 @@ def toeplitz_linear_attention(
     q, k, v = broadcast_leading(q, k, v)
     k, v, key_mask = zero_masked(k, v, key_mask)
     einsum = wide_einsum(precision)
-    features = evaluate(feature_map, q)
-    phi_k, shift = scale_keys(evaluate(feature_map, k), key_mask)
+    features = query_features(feature_map, q)
+    phi_k, shift = scale_keys(key_features(feature_map, k), key_mask)
     phi_q = scale_queries(features, shift)
 
     def split(x):
@@ -203,7 +207,8 @@ def causal_toeplitz_linear_attention(
         q: Queries, shape ``[*batch, n, head_dim]``.
         k: Keys, shape ``[*batch, n, head_dim]``.
         v: Values, shape ``[*batch, n, value_dim]``.
-        feature_map: From ``[*batch, n, head_dim]`` to features, token by token.
+        feature_map: From ``[*batch, n, head_dim]`` to features, token by token; or a
+            pair of such functions, of queries and of keys.
         bias: b, shape ``[*batch, rows]``, the table of a line of ``length >= n``
             tokens: 2 length - 1 rows, of which the offsets 0 .. n - 1 are used.
         key_mask: True for keys that exist, shape ``[*batch, n]``.
@@ -237,14 +242,17 @@ def causal_toeplitz_linear_attention(
     check_chunk_size(dense_size, "dense_size")
     check_chunk_size(chunk_size)
     check_chunk_size(block_size, "block_size")
+    check_feature_maps(feature_map, q, k)
     length = q.shape[-2]
     # e^(b_d) for d = 0 .. n - 1.
     decay = _exp_bias(past_rows(bias, "bias", length, axis=-1))
     q, k, v = broadcast_leading(q, k, v)
     k, v, key_mask = zero_masked(k, v, key_mask)
-    keys = evaluate(feature_map, k)
+    keys = key_features(feature_map, k)
     check_causal(keys)
-    phi_q, phi_k, exponents = causal_factors(evaluate(feature_map, q), keys, key_mask)
+    phi_q, phi_k, exponents = causal_factors(
+        query_features(feature_map, q), keys, key_mask
+    )
     # 2^num_levels blocks of equal size, at most dense_size, after padding: the halves
     # of every level are whole blocks.
     num_levels = (-(-length // dense_size) - 1).bit_length()
@@ -301,7 +309,8 @@ def causal_toeplitz_linear_attention_step(
         k: Keys up to and including the token's, shape ``[*batch, length, head_dim]``;
             later ones are ignored.
         v: Values, shape ``[*batch, length, value_dim]``, same as `k`.
-        feature_map: From ``[*batch, n, head_dim]`` to features, token by token.
+        feature_map: From ``[*batch, n, head_dim]`` to features, token by token; or a
+            pair of such functions, of queries and of keys.
         bias: b, shape ``[*batch, 2 length - 1]``.
         index: The token's position in the sequence; may be traced.
         precision: Passed to einsum.
@@ -324,14 +333,15 @@ def causal_toeplitz_linear_attention_step(
         Luo et al., Stable, Fast and Accurate: Kernelized Attention with Relative
         Positional Encoding, section 3.2.
     """
+    check_feature_maps(feature_map, q_i, k)
     length = k.shape[-2]
     past = jnp.arange(length) <= index
     bias = rows_of_token(bias, "bias", length, index, axis=-1)
     # e^(b_(index - j)), zero for later keys.
     decay = _exp_bias(jnp.where(past, bias, -jnp.inf))[..., None, :]
     k, v, past = zero_masked(k, v, past)
-    features = evaluate(feature_map, q_i[..., None, :])
-    phi_k, shift = scale_keys(evaluate(feature_map, k), past)
+    features = query_features(feature_map, q_i[..., None, :])
+    phi_k, shift = scale_keys(key_features(feature_map, k), past)
     phi_q = scale_queries(features, shift)
     einsum = wide_einsum(precision)
     columns = append_ones(v)

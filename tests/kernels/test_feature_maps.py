@@ -12,6 +12,7 @@ from relattn import kernels, offsets
 from relattn.kernels import feature_maps
 from tests import reference
 from tests.helpers import compare
+from tests.helpers.quick import quick_jit
 
 NUM_FEATURES, HEAD_DIM = 7, 5
 KEY = jax.random.key(3)
@@ -369,3 +370,68 @@ def test_unit_norm_of_short_vectors_stays_short_without_gradient(dtype):
     np.testing.assert_array_equal(gradient[:2], 0.0)
     expected = 3**0.25 / 5 * np.array([1.12, 1.0, 0.84])
     np.testing.assert_allclose(gradient[2].astype(jnp.float32), expected, rtol=1e-2)
+
+
+GRID, N, VALUE_DIM = (2, 3), 6, 3
+KERNELS = {
+    "linear": kernels.linear_attention,
+    "causal linear": kernels.causal_linear_attention,
+    "toeplitz": lambda q, k, v, feature_map, bias: kernels.toeplitz_linear_attention(
+        q, k, v, feature_map, grid=GRID, bias=bias
+    ),
+    "causal toeplitz": lambda q, k, v, feature_map, bias: (
+        kernels.causal_toeplitz_linear_attention(q, k, v, feature_map, bias=bias)
+    ),
+    "causal toeplitz step": lambda q, k, v, feature_map, bias: (
+        kernels.causal_toeplitz_linear_attention_step(
+            q[4], k, v, feature_map, bias=bias, index=4
+        )
+    ),
+    "banded": lambda q, k, v, feature_map: kernels.banded_attention(
+        q, v, k[:2], feature_map, grid=GRID
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_pair_of_maps_equals_one_map_of_tokens_mapped_beforehand(name):
+    kernel = KERNELS[name]
+    keys = jax.random.split(KEY, 4)
+    q, k = jax.random.normal(keys[0], (2, N, HEAD_DIM))
+    v = jax.random.normal(keys[1], (N, VALUE_DIM))
+    to_q, to_k = jax.random.normal(keys[2], (2, HEAD_DIM, HEAD_DIM)) / 2
+    bias = jax.random.normal(keys[3], (15 if name == "toeplitz" else 11,))
+    options = {"bias": bias} if "toeplitz" in name else {}
+    feature_map = functools.partial(
+        feature_maps.positive_features,
+        projection=feature_maps.draw_orthogonal(KEY, NUM_FEATURES, HEAD_DIM),
+    )
+    pair = (lambda x: feature_map(x @ to_q), lambda x: feature_map(x @ to_k))
+
+    def by_pair(q, k, v):
+        return kernel(q, k, v, pair, **options)
+
+    def beforehand(q, k, v):
+        return kernel(q @ to_q, k @ to_k, v, feature_map, **options)
+
+    @quick_jit
+    def pull_back(q, k, v):
+        results = []
+        for function in (by_pair, beforehand):
+            out, pullback = jax.vjp(function, q, k, v)
+            results.append((out, pullback(jnp.cos(out))))
+        return results
+
+    results, expected = pull_back(q, k, v)
+    for ours, theirs in zip(*map(jax.tree.leaves, (results, expected)), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_maps_of_different_numbers_of_features_raise(name):
+    x = jnp.ones((N, HEAD_DIM))
+    bias = jnp.zeros(15 if name == "toeplitz" else 11)
+    options = {"bias": bias} if "toeplitz" in name else {}
+    pair = (lambda x: x[..., :3], lambda x: x[..., :2])
+    with pytest.raises(ValueError, match="queries and keys must return features of"):
+        KERNELS[name](x, x, x, pair, **options)

@@ -239,3 +239,53 @@ def test_memory_is_linear_in_the_length():
         return compiled.memory_analysis().temp_size_in_bytes
 
     assert temporary_bytes(2048) < 4.5 * temporary_bytes(512)
+
+
+SEGMENTS = np.repeat([4, 1, 7, 0], [2, 5, 1, 3])
+
+
+@pytest.mark.parametrize("chunk_size", [3, N])
+@pytest.mark.parametrize("name", NAMES)
+def test_segments_equal_the_reference(name, chunk_size):
+    exists = np.arange(N) % 5 != 2
+    allowed = np.tril(SEGMENTS[:, None] == SEGMENTS) & exists
+    compare.expect_equal(
+        lambda q, k, v: causal_linear_attention(
+            q,
+            k,
+            v,
+            feature_map(name),
+            key_mask=jnp.asarray(exists),
+            segment_ids=jnp.asarray(SEGMENTS),
+            chunk_size=chunk_size,
+        ),
+        lambda q, k, v: reference.linear_attention(q, k, v, naive_map(name), allowed),
+        draw_inputs(),
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_segment_continues_from_a_state(name):
+    q, k, v = draw_inputs()
+    # The first segments have by far the largest features.
+    k = k.at[:, SEGMENTS != 0].multiply(9.0)
+
+    @quick_jit
+    def attend(q, k, v):
+        def call(start, stop, ids=None, state=None):
+            return causal_linear_attention(
+                *(x[:, start:stop] for x in (q, k, v)),
+                feature_map(name),
+                segment_ids=ids,
+                state=state,
+                return_state=True,
+                chunk_size=4,
+            )
+
+        _, state = call(0, N - 1, jnp.asarray(SEGMENTS[:-1]))
+        last, _ = call(N - 1, N, state=state)
+        alone, _ = call(N - 3, N)
+        return last, alone[:, 2:]
+
+    last, expected = attend(q, k, v)
+    np.testing.assert_allclose(last, expected, rtol=1e-5, atol=1e-6)

@@ -58,6 +58,26 @@ def test_matches_reference_on_every_grid(grid, num_prefix, prefix_rows):
     compare.expect_equal(jax.vmap(kernel), naive, _inputs(length, rows))
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_masked_pairs_match_the_reference(causal):
+    length, rows = 7, 13
+    mask = np.random.default_rng(6).random((length, length)) < 0.6
+    mask[3] = False
+
+    def kernel(q, k, v, key_table, value_table, bias):
+        tables = {"key_table": key_table, "value_table": value_table, "bias": bias}
+        if causal:
+            return kernels.causal_relative_attention(q, k, v, mask=mask, **tables)
+        return kernels.relative_attention(q, k, v, grid=(length,), mask=mask, **tables)
+
+    naive = functools.partial(
+        reference.relative_attention,
+        allowed=np.tril(mask) if causal else mask,
+        rows=reference.offset_rows((length,))[0],
+    )
+    compare.expect_equal(jax.vmap(kernel), naive, _inputs(length, rows))
+
+
 @pytest.mark.parametrize("name", ["key_table", "value_table", "bias"])
 def test_single_table_matches_reference(name):
     q, k, v, *tables = _inputs(7, 13)

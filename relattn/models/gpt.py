@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from relattn.nn.blocks import (
     LAYER_NORM_EPSILON,
@@ -34,6 +34,7 @@ class GPT(nn.Module):
         dim: Width of the tokens.
         num_layers: Number of blocks.
         num_heads: Number of heads.
+        head_dim: Width of a head; 0 for dim / num_heads.
         mlp_dim: Width of the feed-forward networks' hidden layer.
         attention: Spec of the attention.
         position: Spec of the position encoding.
@@ -62,6 +63,7 @@ class GPT(nn.Module):
     dim: int = 192
     num_layers: int = 6
     num_heads: int = 3
+    head_dim: int = 0
     mlp_dim: int = 768
     attention: str = "softmax"
     position: str = "none"
@@ -78,6 +80,8 @@ class GPT(nn.Module):
         self,
         tokens: Int[Array, "batch n"],
         *,
+        key_mask: Bool[Array, "batch n"] | None = None,
+        segment_ids: Int[Array, "batch n"] | None = None,
         deterministic: bool = True,
         index: Int[Array, ""] | int | None = None,
     ) -> Float[Array, "batch _n vocab"]:
@@ -85,6 +89,10 @@ class GPT(nn.Module):
 
         Args:
             tokens: Ids below ``vocab_size``, shape ``[batch, n]``.
+            key_mask: True for tokens that exist, shape ``[batch, n]``.
+            segment_ids: For packed sequences: tokens attend only to tokens with the
+                same id, shape ``[batch, n]``. Absolute positions count on over
+                segments.
             deterministic: Whether dropout is off.
             index: In decoding, the position of the last token. ``tokens`` is that token
                 alone, which attends to the mutable collection ``cache``; or it is the
@@ -104,6 +112,7 @@ class GPT(nn.Module):
             dim=self.dim,
             num_heads=self.num_heads,
             num_layers=self.num_layers,
+            head_dim=self.head_dim,
             num_relative_layers=self.num_relative_layers,
             causal=True,
         )
@@ -141,6 +150,8 @@ class GPT(nn.Module):
             positions=position.per_layer(grid, self.num_prefix),
             grid=grid,
             num_prefix=self.num_prefix,
+            key_mask=key_mask,
+            segment_ids=segment_ids,
             index=None if index is None else jnp.asarray(index),
             remat=self.remat,
             deterministic=deterministic,

@@ -59,6 +59,7 @@ def resize_grid(
         model.attention,
         model.position,
         dim=model.dim,
+        head_dim=model.head_dim,
         num_heads=model.num_heads,
         num_layers=model.num_layers,
         causal=model.inputs == "tokens",

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from relattn import spec
 from relattn.nn.blocks import (
@@ -121,6 +121,7 @@ class ViT(nn.Module):
         dim: Width of the tokens.
         num_layers: Number of blocks.
         num_heads: Number of heads.
+        head_dim: Width of a head; 0 for dim / num_heads.
         mlp_dim: Width of the feed-forward networks' hidden layer.
         patch_size: Side of the square patch that is one token, or its height and width,
             in pixels.
@@ -159,6 +160,7 @@ class ViT(nn.Module):
     dim: int = 192
     num_layers: int = 6
     num_heads: int = 3
+    head_dim: int = 0
     mlp_dim: int = 768
     patch_size: PatchSize = 16
     attention: str = "softmax"
@@ -181,9 +183,20 @@ class ViT(nn.Module):
         self,
         images: Float[Array, "batch height width channels"],
         *,
+        key_mask: Bool[Array, "batch patches"] | None = None,
         deterministic: bool = True,
     ) -> Float[Array, "batch classes"]:
-        """Computes the class logits of a batch of images."""
+        """Computes the class logits of a batch of images.
+
+        Args:
+            images: Shape ``[batch, height, width, channels]``.
+            key_mask: True for patches that exist, row by row, shape
+                ``[batch, patches]``: for images padded to one size.
+            deterministic: Whether dropout is off.
+
+        Returns:
+            Logits, float32, shape ``[batch, num_classes]``.
+        """
         if self.head not in HEADS:
             raise ValueError(
                 f"unknown config.model.head {spec.shorten(self.head)}: "
@@ -195,6 +208,7 @@ class ViT(nn.Module):
             dim=self.dim,
             num_heads=self.num_heads,
             num_layers=self.num_layers,
+            head_dim=self.head_dim,
             num_relative_layers=self.num_relative_layers,
             qkv_bias=self.qkv_bias,
         )
@@ -210,6 +224,10 @@ class ViT(nn.Module):
         cls = self.param("cls", nn.initializers.normal(1.0), (1, 1, self.dim))
         cls = jnp.broadcast_to(cls.astype(x.dtype), (x.shape[0], 1, self.dim))
         x = jnp.concatenate([cls, x], axis=1)
+        if key_mask is not None:
+            key_mask = jnp.pad(
+                key_mask, [(0, 0), (self.num_prefix, 0)], constant_values=True
+            )
         x = transformer_blocks(
             x,
             attentions,
@@ -225,6 +243,7 @@ class ViT(nn.Module):
             scan=self.scan_layers,
             grid=grid,
             num_prefix=self.num_prefix,
+            key_mask=key_mask,
             remat=self.remat,
             deterministic=deterministic,
         )

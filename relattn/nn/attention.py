@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from relattn import offsets
 from relattn.kernels import relative, softmax
-from relattn.nn.blocks import Linear
+from relattn.nn.blocks import Linear, default_head_dim
 
 
 class Context(NamedTuple):
@@ -27,17 +27,23 @@ class Context(NamedTuple):
             the length of the cache.
         num_prefix: Number of prefix tokens.
         position: The layer's `relattn.nn.positions.base.LayerPosition`, or None.
-        key_mask: True for tokens that may be attended to, ``[batch, 1, n]``, or None.
+        key_mask: True for tokens that may be attended to, ``[batch, 1, m]``, or None.
         index: In decoding, the position of the last token; otherwise None.
+        memory: Tokens that give the keys and values, ``[batch, m, dim_memory]``; None
+            for the attention's own tokens.
+        segment_ids: Tokens attend only to tokens with the same id, ``[batch, 1, n]``,
+            or None.
         shared: The output of the module that `MultiHeadAttention.make_shared` makes.
     """
 
     grid: offsets.Grid | None
     num_prefix: int
     position: Any
-    key_mask: Bool[Array, "batch 1 n"] | None
+    key_mask: Bool[Array, "batch 1 m"] | None
     index: Int[Array, ""] | int | None
     shared: Any
+    memory: Float[Array, "batch m dim_memory"] | None = None
+    segment_ids: Int[Array, "batch 1 n"] | None = None
 
 
 class MultiHeadAttention(nn.Module):
@@ -51,7 +57,8 @@ class MultiHeadAttention(nn.Module):
 
     Attributes:
         dim: Width of the tokens.
-        num_heads: Number of heads; divides ``dim``.
+        num_heads: Number of heads.
+        head_dim: Width of a head; by default dim / num_heads.
         layer: Index of the layer in the model.
         qkv_bias: Whether queries, keys and values have a bias.
         causal: Whether a token attends only to itself and earlier tokens.
@@ -60,6 +67,7 @@ class MultiHeadAttention(nn.Module):
 
     dim: int
     num_heads: int
+    head_dim: int = 0
     layer: int = 0
     qkv_bias: bool = True
     causal: bool = False
@@ -68,6 +76,8 @@ class MultiHeadAttention(nn.Module):
     sites: ClassVar[tuple[str, ...]] = ("none", "tokens")
     # Whether `attend` or `mix` is causal if ``self.causal``.
     has_causal_form: ClassVar[bool] = False
+    # Whether `attend` takes keys and values of another sequence.
+    has_cross_form: ClassVar[bool] = False
     # Whether layers differ only in parameters and position, so that equal layers can be
     # scanned.
     scannable: ClassVar[bool] = False
@@ -75,17 +85,25 @@ class MultiHeadAttention(nn.Module):
     has_grid_tables: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
+        self.head_dim = self.head_dim or default_head_dim(self.dim, self.num_heads)
         super().__post_init__()
         self.check()
 
     @nn.nowrap
     def check(self) -> None:
         """Raises ValueError if the attributes are invalid; called on every instance."""
-        if self.num_heads < 1 or self.dim % self.num_heads:
+        if self.num_heads < 1 or self.head_dim < 1:
             raise ValueError(
-                "config.model.num_heads must divide config.model.dim, got "
+                "config.model.num_heads must divide config.model.dim, or "
+                "config.model.head_dim be given, got "
                 f"dim={self.dim} and num_heads={self.num_heads}"
             )
+
+    @nn.nowrap
+    def takes_segments(self, position: Any) -> bool:
+        """Returns whether `attend` honours ``segment_ids`` with this position."""
+        del position
+        return False
 
     @nn.nowrap
     def make_shared(self) -> Callable[..., nn.Module] | None:
@@ -96,11 +114,6 @@ class MultiHeadAttention(nn.Module):
         layers.
         """
         return None
-
-    @property
-    def head_dim(self) -> int:
-        """Width of a head."""
-        return self.dim // self.num_heads
 
     @property
     def key_heads(self) -> int:
@@ -115,7 +128,9 @@ class MultiHeadAttention(nn.Module):
         grid: offsets.Grid | None = None,
         num_prefix: int = 0,
         position: Any = None,
-        key_mask: Bool[Array, "batch n"] | None = None,
+        key_mask: Bool[Array, "batch m"] | None = None,
+        segment_ids: Int[Array, "batch n"] | None = None,
+        memory: Float[Array, "batch m dim_memory"] | None = None,
         index: Int[Array, ""] | int | None = None,
         shared: Any = None,
     ) -> Float[Array, "batch n dim"]:
@@ -126,7 +141,12 @@ class MultiHeadAttention(nn.Module):
             grid: Height and width, or length, of the tokens after the prefix.
             num_prefix: Number of prefix tokens.
             position: The layer's `relattn.nn.positions.base.LayerPosition`, or None.
-            key_mask: True for tokens that may be attended to, shape ``[batch, n]``.
+            key_mask: True for tokens that may be attended to, shape ``[batch, n]``, or
+                ``[batch, m]`` with ``memory``.
+            segment_ids: For packed sequences: tokens attend only to tokens with the
+                same id, shape ``[batch, n]``. Equal ids stand side by side.
+            memory: Tokens that give the keys and values (cross-attention), shape
+                ``[batch, m, dim_memory]``; ``x`` by default.
             index: In decoding, the position of the last token. ``x`` is that token
                 alone, which attends to the mutable collection ``cache``; or it is the
                 whole sequence from position 0 (prefill), which fills the cache, and
@@ -137,34 +157,55 @@ class MultiHeadAttention(nn.Module):
             Shape ``[batch, n, dim]``.
 
         Raises:
-            ValueError: If causal attention has prefix tokens, or decoding is not
-                causal or has a ``key_mask``.
+            ValueError: If causal attention has prefix tokens, decoding is not causal
+                or has a mask, or the attention cannot honour ``memory`` or
+                ``segment_ids``.
         """
         if self.causal and num_prefix:
             raise ValueError(
                 "causal attention takes no prefix tokens, which all tokens would see: "
                 f"expected num_prefix=0, got {num_prefix}"
             )
-        if index is not None and (not self.causal or key_mask is not None):
+        masks = {"key_mask": key_mask, "segment_ids": segment_ids}
+        given = [name for name, mask in masks.items() if mask is not None]
+        if index is not None and (not self.causal or given):
             raise ValueError(
-                "decoding needs causal=True and no key_mask, got "
-                f"causal={self.causal} and "
-                f"{'no key_mask' if key_mask is None else 'a key_mask'}"
+                "decoding needs causal=True and no key_mask or segment_ids, got "
+                f"causal={self.causal} and {' and '.join(given) or 'neither'}"
             )
+        if memory is not None and (
+            self.causal or not self.has_cross_form or position is not None
+        ):
+            raise ValueError(
+                f"{type(self).__name__} takes no memory: cross-attention needs a "
+                "non-causal attention such as 'softmax', 'favor' or 'relu', without a "
+                "position in the layer"
+            )
+        if segment_ids is not None and not self.takes_segments(position):
+            raise ValueError(
+                f"{type(self).__name__} cannot separate packed sequences here: leave "
+                "out segment_ids, or use attention 'softmax', or a causal linear "
+                "attention without an offset bias"
+            )
+        # An axis for the heads.
         key_mask = None if key_mask is None else key_mask[:, None]
+        segment_ids = None if segment_ids is None else segment_ids[:, None]
         if position is not None and self.causal:
             one = index is not None and x.shape[-2] == 1
             position = position.slice(index if one else 0, x.shape[-2])
-        context = Context(grid, num_prefix, position, key_mask, index, shared)
+        context = Context(
+            grid, num_prefix, position, key_mask, index, shared, memory, segment_ids
+        )
         return self.merge(self.mix(x, context))
 
     def mix(
         self, x: Float[Array, "batch n dim"], context: Context
     ) -> Float[Array, "batch heads n head_dim"]:
         """Projects, applies the position, and computes the heads' outputs."""
+        source = x if context.memory is None else context.memory
         q = self.project(x, self.num_heads, "q")
-        k = self.project(x, self.key_heads, "k") if self.key_heads else None
-        v = self.project(x, self.num_heads, "v")
+        k = self.project(source, self.key_heads, "k") if self.key_heads else None
+        v = self.project(source, self.num_heads, "v")
         q, k = self.with_position(q, k, x, context)
         if context.index is None:
             return self.attend(q, k, v, context)
@@ -173,8 +214,8 @@ class MultiHeadAttention(nn.Module):
     def attend(
         self,
         q: Float[Array, "batch heads n head_dim"],
-        k: Float[Array, "batch key_heads n head_dim"] | None,
-        v: Float[Array, "batch heads n value_dim"],
+        k: Float[Array, "batch key_heads m head_dim"] | None,
+        v: Float[Array, "batch heads m value_dim"],
         context: Context,
     ) -> Float[Array, "batch heads n value_dim"]:
         """Computes the heads' outputs; calls the kernel."""
@@ -234,7 +275,7 @@ class MultiHeadAttention(nn.Module):
     ) -> Float[Array, "batch n dim"]:
         """Concatenates the heads and applies the output projection."""
         out = out.swapaxes(-2, -3)
-        out = out.reshape(*out.shape[:-2], self.dim)
+        out = out.reshape(*out.shape[:-2], -1)
         return Linear(self.dim, dtype=self.dtype, name="out")(out)
 
     def update_cache(
@@ -293,18 +334,28 @@ class SoftmaxAttention(MultiHeadAttention):
         "offset_bias",
     )
     has_causal_form: ClassVar[bool] = True
+    has_cross_form: ClassVar[bool] = True
     scannable: ClassVar[bool] = True
+
+    @nn.nowrap
+    def takes_segments(self, position: Any) -> bool:
+        """Returns True: a mask separates sequences."""
+        del position
+        return True
 
     def attend(
         self,
         q: Float[Array, "batch heads n head_dim"],
-        k: Float[Array, "batch heads n head_dim"],
-        v: Float[Array, "batch heads n value_dim"],
+        k: Float[Array, "batch heads m head_dim"],
+        v: Float[Array, "batch heads m value_dim"],
         context: Context,
     ) -> Float[Array, "batch heads n value_dim"]:
         """Computes softmax attention."""
         tables = self.tables(context)
-        options = {"key_mask": context.key_mask, **tables}
+        ids, mask = context.segment_ids, None
+        if ids is not None:
+            mask = ids[..., :, None] == ids[..., None, :]
+        options = {"mask": mask, "key_mask": context.key_mask, **tables}
         if self.causal:
             return relative.causal_relative_attention(q, k, v, **options)
         if not tables:

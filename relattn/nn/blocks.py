@@ -24,6 +24,11 @@ KERNEL_INIT = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
 LAYER_NORM_EPSILON = 1e-5
 
 
+def default_head_dim(dim: int, num_heads: int) -> int:
+    """Returns dim / num_heads, the default width of a head; 0 if it is no integer."""
+    return dim // num_heads if num_heads > 0 and dim % num_heads == 0 else 0
+
+
 def uniform(bound: float) -> nn.initializers.Initializer:
     """Returns an initializer that is uniform in +-``bound``.
 
@@ -140,6 +145,7 @@ class TransformerBlock(nn.Module):
         num_prefix: int,
         position: Any = None,
         key_mask: Bool[Array, "batch n"] | None = None,
+        segment_ids: Int[Array, "batch n"] | None = None,
         index: Int[Array, ""] | None = None,
         shared: Any = None,
         deterministic: bool = True,
@@ -155,6 +161,7 @@ class TransformerBlock(nn.Module):
             num_prefix=num_prefix,
             position=position,
             key_mask=key_mask,
+            segment_ids=segment_ids,
             index=index,
             shared=shared,
         )

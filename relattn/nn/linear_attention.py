@@ -43,6 +43,7 @@ class LinearAttention(MultiHeadAttention):
 
     sites: ClassVar[tuple[str, ...]] = ("none", "tokens", "heads", "offset_bias")
     has_causal_form: ClassVar[bool] = True
+    has_cross_form: ClassVar[bool] = True
     scannable: ClassVar[bool] = True
 
     def feature_map(self, head_dim: int) -> linear.FeatureMap:
@@ -54,11 +55,16 @@ class LinearAttention(MultiHeadAttention):
         """Whether features, and so the sum of a query's weights, may be negative."""
         return False
 
+    @nn.nowrap
+    def takes_segments(self, position: Any) -> bool:
+        """Returns whether the attention is causal, without an offset bias."""
+        return self.causal and not (position and position.tables)
+
     def attend(
         self,
         q: Float[Array, "batch heads n head_dim"],
-        k: Float[Array, "batch heads n head_dim"],
-        v: Float[Array, "batch heads n value_dim"],
+        k: Float[Array, "batch heads m head_dim"],
+        v: Float[Array, "batch heads m value_dim"],
         context: Context,
     ) -> Float[Array, "batch heads n value_dim"]:
         """Computes linear attention."""
@@ -68,8 +74,8 @@ class LinearAttention(MultiHeadAttention):
     def attend_content(
         self,
         q: Float[Array, "batch heads n head_dim"],
-        k: Float[Array, "batch heads n head_dim"],
-        v: Float[Array, "batch heads n value_dim"],
+        k: Float[Array, "batch heads m head_dim"],
+        v: Float[Array, "batch heads m value_dim"],
         feature_map: linear.FeatureMap,
         context: Context,
     ) -> Float[Array, "batch heads n value_dim"]:
@@ -80,6 +86,8 @@ class LinearAttention(MultiHeadAttention):
             attend = linear.causal_linear_attention
             if tables:
                 attend = toeplitz.causal_toeplitz_linear_attention
+            else:
+                options["segment_ids"] = context.segment_ids
             return attend(q, k, v, feature_map, **options)
         attend = linear.linear_attention
         if tables:
@@ -235,8 +243,8 @@ class RandomFeatureAttention(LinearAttention):
     def attend_content(
         self,
         q: Float[Array, "batch heads n head_dim"],
-        k: Float[Array, "batch heads n head_dim"],
-        v: Float[Array, "batch heads n value_dim"],
+        k: Float[Array, "batch heads m head_dim"],
+        v: Float[Array, "batch heads m value_dim"],
         feature_map: linear.FeatureMap,
         context: Context,
     ) -> Float[Array, "batch heads n value_dim"]:
@@ -329,6 +337,7 @@ class BandedAttention(RandomFeatureAttention):
     separate_projections: bool = False
     sites: ClassVar[tuple[str, ...]] = ("none", "tokens")
     has_causal_form: ClassVar[bool] = False
+    has_cross_form: ClassVar[bool] = False
 
     @nn.nowrap
     def check(self) -> None:

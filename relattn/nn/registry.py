@@ -150,6 +150,8 @@ def build(
     dim: int,
     num_heads: int,
     num_layers: int,
+    head_dim: int = 0,
+    qkv_bias: bool = True,
     causal: bool = False,
 ) -> tuple[functools.partial, functools.partial]:
     """Resolves the specs of an attention and a position, and checks that they fit.
@@ -162,6 +164,8 @@ def build(
         dim: Width of the tokens.
         num_heads: Number of heads.
         num_layers: Number of layers.
+        head_dim: Width of a head; 0 for dim / num_heads.
+        qkv_bias: Whether queries, keys and values have a bias.
         causal: Whether a token attends only to itself and earlier tokens.
 
     Returns:
@@ -187,11 +191,10 @@ def build(
             f"attention {attention!r} has no causal form; choose from "
             f"{', '.join(fitting)}"
         )
-    make_position = functools.partial(
-        make_position, dim=dim, num_heads=num_heads, num_layers=num_layers
-    )
+    sizes = {"dim": dim, "num_heads": num_heads, "head_dim": head_dim}
+    make_position = functools.partial(make_position, num_layers=num_layers, **sizes)
     make_attention = functools.partial(
-        make_attention, dim=dim, num_heads=num_heads, causal=causal
+        make_attention, qkv_bias=qkv_bias, causal=causal, **sizes
     )
     # The instance checks its attributes.
     make_attention(parent=None)
@@ -205,6 +208,7 @@ def layer_attentions(
     dim: int,
     num_heads: int,
     num_layers: int,
+    head_dim: int = 0,
     num_relative_layers: int = 0,
     qkv_bias: bool = False,
     causal: bool = False,
@@ -219,6 +223,7 @@ def layer_attentions(
         dim: Width of the tokens.
         num_heads: Number of heads.
         num_layers: Number of layers.
+        head_dim: Width of a head; 0 for dim / num_heads.
         num_relative_layers: Number of layers that use ``attention``; 0 for all.
         qkv_bias: Whether queries, keys and values have a bias.
         causal: Whether a token attends only to itself and earlier tokens.
@@ -243,13 +248,19 @@ def layer_attentions(
             "config.model.num_relative_layers must be from 0 (all layers) to "
             f"config.model.num_layers={num_layers}, got {num_relative_layers}"
         )
-    sizes = {"dim": dim, "num_heads": num_heads, "num_layers": num_layers}
-    first, make_position = build(attention, position, causal=causal, **sizes)
+    options = {
+        "dim": dim,
+        "num_heads": num_heads,
+        "num_layers": num_layers,
+        "head_dim": head_dim,
+        "qkv_bias": qkv_bias,
+        "causal": causal,
+    }
+    first, make_position = build(attention, position, **options)
     num_first = num_relative_layers or num_layers
-    attentions = [functools.partial(first, qkv_bias=qkv_bias)] * num_first
+    attentions = [first] * num_first
     if num_first < num_layers:
-        rest, _ = build("softmax", position, causal=causal, **sizes)
-        rest = functools.partial(rest, qkv_bias=qkv_bias)
+        rest, _ = build("softmax", position, **options)
         attentions += [rest] * (num_layers - num_first)
     return attentions, make_position
 

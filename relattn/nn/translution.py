@@ -265,7 +265,7 @@ class LorTranslutionAttention(OffsetAttention):
             return out
         low_out = low_out.swapaxes(-2, -3)
         low_out = low_out.reshape(*low_out.shape[:-2], inner)
-        low_out = self._linear(self.dim, "low_out")(low_out)
+        low_out = self._linear(self.num_heads * self.head_dim, "low_out")(low_out)
         low_out = low_out.reshape(*low_out.shape[:-1], self.num_heads, self.head_dim)
         low_out = low_out.swapaxes(-2, -3)
         return low_out if out is None else out + low_out

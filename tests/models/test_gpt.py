@@ -252,3 +252,17 @@ def test_invalid_configs_raise(options, message):
 def test_a_text_model_for_images_raises():
     with pytest.raises(ValueError, match="'gpt' is for tokens and needs vocab_size"):
         build_model(CONFIG, num_classes=3, image_shape=(4, 4, 1))
+
+
+def test_padding_and_other_segments_have_no_effect():
+    model, variables, tokens = make(position="rope1d")
+    apply = quick_jit(model.apply)
+    exists = jnp.arange(LENGTH) >= jnp.array([[0], [2], [3]])
+    logits = apply(variables, tokens, key_mask=exists)
+    changed = apply(variables, jnp.where(exists, tokens, 0), key_mask=exists)
+    np.testing.assert_array_equal(changed[exists], logits[exists])
+    assert not np.allclose(apply(variables, tokens)[1:], logits[1:], atol=1e-3)
+    # The last tokens alone, and packed behind others.
+    packed = apply(variables, tokens, segment_ids=exists.astype(int))
+    alone = apply(variables, tokens[2:, 3:])
+    np.testing.assert_allclose(packed[2:, 3:], alone, atol=2e-5)

@@ -163,3 +163,15 @@ def test_invalid_configs_raise(options, message):
 def test_an_image_model_for_text_raises():
     with pytest.raises(ValueError, match="'vit' is for images and needs num_classes"):
         build_model(CONFIG, vocab_size=11, context_length=7)
+
+
+@pytest.mark.parametrize("attention", ["softmax", "favor", "lor_translution(rank=2)"])
+def test_masked_patches_have_no_effect(attention):
+    model, variables, images = make(attention=attention, position="learned")
+    key_mask = jnp.asarray(np.arange(18).reshape(3, 6) % 3 != 1)
+    pixels = jnp.repeat(key_mask.reshape(3, 2, 3), 2, axis=1).repeat(2, axis=2)
+    changed = jnp.where(pixels[..., None], images, 17.0)
+    apply = quick_jit(model.apply)
+    logits = apply(variables, images, key_mask=key_mask)
+    np.testing.assert_array_equal(apply(variables, changed, key_mask=key_mask), logits)
+    assert not np.allclose(apply(variables, images), logits, atol=1e-3)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from relattn import kernels
 from relattn.kernels import redraw
 from relattn.nn.attention import Context, SoftmaxAttention
 from relattn.nn.linear_attention import FavorAttention
@@ -342,3 +343,148 @@ def test_causal_positive_features_with_wide_heads_raise(options):
         return
     with pytest.raises(ValueError, match="positive features needs .* 224, got 227"):
         shapes({"causal": True})
+
+
+@pytest.mark.parametrize("attention", ["softmax", f"favor(num_features={FEATURES})"])
+def test_cross_attention_equals_the_kernel(attention):
+    make, _ = build(attention, "none", dim=DIM, num_heads=HEADS, num_layers=1)
+    module, rng = make(layer=0), np.random.default_rng(0)
+    x, memory = (
+        jnp.asarray(rng.normal(size=shape), jnp.float32)
+        for shape in ((3, N, DIM), (3, 11, 5))
+    )
+    key_mask = jnp.asarray(np.arange(33).reshape(3, 11) % 4 != 1)
+
+    @quick_jit
+    def outs(key, x, memory):
+        out, variables = module.init_with_output(
+            key, x, memory=memory, key_mask=key_mask
+        )
+        params = variables["params"]
+        q, k, v = (
+            (tokens @ params[name]["kernel"] + params[name]["bias"])
+            .reshape(*tokens.shape[:2], HEADS, HEAD_DIM)
+            .swapaxes(1, 2)
+            for name, tokens in (("q", x), ("k", memory), ("v", memory))
+        )
+        options = {"key_mask": key_mask[:, None]}
+        if attention == "softmax":
+            heads = kernels.softmax_attention(q, k, v, **options)
+        else:
+            feature_map = functools.partial(
+                kernels.positive_features,
+                projection=variables["random_features"]["projection"].projection,
+            )
+            heads = kernels.linear_attention(q, k, v, feature_map, **options)
+        merged = heads.swapaxes(1, 2).reshape(3, N, DIM)
+        return out, merged @ params["out"]["kernel"] + params["out"]["bias"]
+
+    out, expected = outs(jax.random.key(0), x, memory)
+    np.testing.assert_allclose(out, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("attention", "options"), [("banded(clip=2)", {}), ("softmax", {"causal": True})]
+)
+def test_attention_without_a_cross_form_raises(attention, options):
+    make, _ = build(
+        attention, "none", dim=DIM, num_heads=HEADS, num_layers=1, **options
+    )
+    x = jnp.ones((1, N, DIM))
+    with pytest.raises(
+        ValueError, match="takes no memory: cross-attention needs a non"
+    ):
+        make(layer=0).init(jax.random.key(0), x, memory=x)
+
+
+@pytest.mark.parametrize(
+    ("attention", "position", "causal"),
+    [
+        ("softmax", "none", False),
+        ("softmax", "rope1d", True),
+        ("softmax", "relative_bias", False),
+        ("softmax", "relative_bias", True),
+        ("favor", "none", True),
+        ("relu", "rope1d", True),
+    ],
+)
+def test_packed_sequences_equal_separate_ones(attention, position, causal):
+    make, make_position = build(
+        attention,
+        position,
+        dim=DIM,
+        num_heads=HEADS,
+        num_layers=1,
+        causal=causal,
+    )
+    module, lengths = make(layer=0), (3, N - 3)
+    x = jax.random.normal(jax.random.key(1), (2, N, DIM))
+    ids = jnp.repeat(jnp.array([5, 2]), jnp.array(lengths), total_repeat_length=N)
+
+    @quick_jit
+    def outs(key, x):
+        encoding = None
+        if position != "none":
+            layers, tables = make_position().init_with_output(key, (N,), 0)
+            encoding = layers[0]
+            if position == "relative_bias":
+                bias = jnp.sin(jnp.arange(encoding.bias.size, dtype=jnp.float32))
+                encoding = encoding.replace(bias=bias.reshape(encoding.bias.shape))
+        call = functools.partial(module.apply, grid=(N,), position=encoding)
+        variables = module.init(key, x, grid=(N,), position=encoding)
+        packed = call(variables, x, segment_ids=jnp.stack([ids, ids]))
+        # Each sequence alone, at the end of a padded one, or at its start.
+        first = call(variables, x, key_mask=jnp.stack([ids == 5] * 2))
+        second = call(variables, x, key_mask=jnp.stack([ids == 2] * 2))
+        return packed, jnp.concatenate([first[:, :3], second[:, 3:]], axis=1)
+
+    packed, expected = outs(jax.random.key(0), x)
+    np.testing.assert_allclose(packed, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("attention", "position", "causal"),
+    [("favor", "none", False), ("favor", "relative_bias", True)],
+)
+def test_attention_that_cannot_separate_sequences_raises(attention, position, causal):
+    make, make_position = build(
+        attention, position, dim=DIM, num_heads=HEADS, num_layers=1, causal=causal
+    )
+    layer, ids = None, jnp.zeros((1, N), int)
+    if position != "none":
+        layer = make_position().init_with_output(jax.random.key(0), (N,), 0)[0][0]
+    with pytest.raises(ValueError, match="cannot separate packed sequences here: leav"):
+        make(layer=0).init(
+            jax.random.key(0), jnp.ones((1, N, DIM)), position=layer, segment_ids=ids
+        )
+
+
+@pytest.mark.parametrize(
+    ("attention", "position"),
+    [
+        ("softmax", "rope1d"),
+        ("softmax", "irpe_gate"),
+        ("softmax", "relative_key"),
+        ("relu", "relative_bias"),
+        ("favor", "string_gate"),
+        ("lor_translution(rank=2)", "learned"),
+        ("routing(clusters=2)", "learned"),
+    ],
+)
+def test_heads_may_have_any_width(attention, position):
+    make, make_position = build(
+        attention, position, dim=7, num_heads=3, num_layers=1, head_dim=4
+    )
+    module, x = make(layer=0), jnp.ones((1, 6, 7))
+
+    def init(key):
+        layer = None
+        if position != "learned":
+            layer = make_position().init_with_output(key, (6,), 0)[0][0]
+        return module.init_with_output(key, x, grid=(6,), position=layer)
+
+    out, variables = jax.eval_shape(init, jax.random.key(0))
+    assert out.shape == x.shape
+    assert variables["params"]["out"]["kernel"].shape == (12, 7)
+    with pytest.raises(ValueError, match="num_heads must divide config.model.dim, or"):
+        build(attention, "none", dim=7, num_heads=3, num_layers=1)

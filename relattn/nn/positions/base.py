@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Int
 from relattn import offsets
 from relattn.kernels.positions import sinusoids
 from relattn.kernels.positions.interpolate import resize_table
-from relattn.nn.blocks import uniform
+from relattn.nn.blocks import default_head_dim, uniform
 from relattn.offsets import Grid
 
 Params = Mapping[str, Any]
@@ -115,12 +115,18 @@ class Position(nn.Module):
         dim: Width of the tokens.
         num_heads: Number of heads.
         num_layers: Number of layers.
+        head_dim: Width of a head; by default dim / num_heads.
     """
 
     dim: int = 0
     num_heads: int = 0
     num_layers: int = 0
+    head_dim: int = 0
     site: ClassVar[str] = "none"
+
+    def __post_init__(self) -> None:
+        self.head_dim = self.head_dim or default_head_dim(self.dim, self.num_heads)
+        super().__post_init__()
 
     def add_to_tokens(
         self, tokens: Float[Array, "batch n dim"], grid: Grid
@@ -202,6 +208,7 @@ class PositionSum(Position):
             "dim": self.dim,
             "num_heads": self.num_heads,
             "num_layers": self.num_layers,
+            "head_dim": self.head_dim,
         }
         return [make(**sizes) for make in self.makers]
 

@@ -116,7 +116,7 @@ class SincosBias(Position):
             (self.num_layers, self.num_heads, pairs, 2),
         )
         frequencies = jnp.kron(jnp.eye(len(grid)), scales[:, None])
-        coefficients *= (self.dim // self.num_heads + 2 * pairs) ** -0.5
+        coefficients *= (self.head_dim + 2 * pairs) ** -0.5
         return _wave_layers(grid, frequencies, coefficients)
 
 

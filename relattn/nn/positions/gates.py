@@ -63,9 +63,10 @@ class IrpeGate(Position):
     def __call__(self, grid: Grid, num_prefix: int) -> list[GatedHeads]:
         """Returns the exponents of each layer."""
         leading = (self.num_layers, 2, self.num_heads)
-        head_dim = self.dim // self.num_heads
         embeddings = [
-            self.table(nn.initializers.zeros, (*leading, size, head_dim), grid, name)
+            self.table(
+                nn.initializers.zeros, (*leading, size, self.head_dim), grid, name
+            )
             for name, size in zip(_axes(grid), grid, strict=True)
         ]
         exponents = gates.irpe_exponents(*embeddings, num_prefix=num_prefix)
@@ -127,7 +128,7 @@ class StringGate(Position):
             ),
         )
         phases = self.param("phases", zeros, (layers, self.rank))
-        shape = (layers, 2, self.num_heads, 2 * self.rank, self.dim // self.num_heads)
+        shape = (layers, 2, self.num_heads, 2 * self.rank, self.head_dim)
         exponents = gates.string_exponents(
             offsets.grid_positions(grid, num_prefix),
             frequencies[:, None, None],

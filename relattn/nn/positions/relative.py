@@ -43,9 +43,9 @@ class _RelativeVectors(Position):
     def __call__(self, grid: Grid, num_prefix: int) -> list[RelativeTables]:
         """Returns the tables of each layer."""
         del num_prefix
-        head_dim = self.dim // self.num_heads
-        shape = (self.num_layers, self.num_heads, offsets.num_offsets(grid), head_dim)
-        table = self.table(nn.initializers.normal(head_dim**-0.5), shape, grid)
+        rows, width = offsets.num_offsets(grid), self.head_dim
+        shape = (self.num_layers, self.num_heads, rows, width)
+        table = self.table(nn.initializers.normal(width**-0.5), shape, grid)
         return [RelativeTables(**{self.kind: layer}) for layer in table]
 
     def resize(self, params: Params, old: Grid, new: Grid, num_prefix: int) -> Params:

@@ -152,7 +152,7 @@ def _rotary_layers(
 ) -> list[RotaryHeads]:
     angles = rotary.rotary_angles(
         positions,
-        module.dim // module.num_heads,
+        module.head_dim,
         base=module.base,
         num_prefix=num_prefix,
     )
@@ -172,11 +172,6 @@ class LearnedRotation(Position):
 
     base: float = 0.0
     site: ClassVar[str] = "heads"
-
-    @property
-    def head_dim(self) -> int:
-        """Width of a head."""
-        return self.dim // self.num_heads
 
     def draw(
         self, key: Key[Array, ""], num_frequencies: int, grid: Grid

@@ -35,6 +35,8 @@ from relattn.models import build_model as build_model
 from relattn.models import generate as generate
 from relattn.nn import MultiHeadAttention as MultiHeadAttention
 from relattn.nn import Position as Position
+from relattn.nn import attention_fn as attention_fn
+from relattn.nn import dot_product_attention as dot_product_attention
 from relattn.nn import register_attention as register_attention
 from relattn.nn import register_position as register_position
 

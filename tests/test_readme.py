@@ -122,3 +122,17 @@ def test_guide_runs_and_its_decoding_steps_equal_the_causal_kernels():
     )
     assert scope["logits"].shape == scope["cosine_logits"].shape == (2, 10)
     assert not np.isnan(scope["masked"]).any()
+
+
+def test_drop_in_guide_runs():
+    scope = run_examples(read("docs/drop_in.md"))
+    exact = scope["exact"]
+    assert exact.shape == scope["linear"].shape == scope["biased"].shape
+    assert scope["out"].shape == scope["nnx_out"].shape == (2, 49, 32)
+    assert not np.isnan(scope["out"]).any()
+
+
+def test_nnx_guide_trains_a_vit():
+    scope = run_examples(read("docs/nnx.md"))
+    assert scope["accuracy"] > 0.7
+    assert scope["num_projections"] == 2

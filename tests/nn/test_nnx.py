@@ -1,0 +1,144 @@
+"""Tests the NNX modules against the Linen modules."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from relattn.kernels import draw_random_features
+from relattn.nn import ATTENTIONS, build
+from relattn.nn.nnx import MultiHeadAttention, Position, RandomFeatures, redraw
+
+GRID, N, DIM, HEADS, LAYERS = (2, 3), 7, 8, 2, 3
+SIZES = {"dim": DIM, "num_heads": HEADS}
+OPTIONS = {
+    "banded": "banded(clip=2)",
+    "linformer": "linformer(k=5)",
+    "routing": "routing(clusters=2)",
+    "lor_translution": "lor_translution(rank=2)",
+}
+
+
+def draw(*shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_attention_equals_linen_with_its_variables(name):
+    spec = OPTIONS.get(name, name)
+    ours = MultiHeadAttention(
+        spec, **SIZES, layer=1, grid=GRID, num_prefix=1, rngs=nnx.Rngs(0)
+    )
+    make, _ = build(spec, "none", num_layers=LAYERS, **SIZES)
+    linen, x = make(layer=1), draw(2, N, DIM)
+    call = {"grid": GRID, "num_prefix": 1}
+    variables = linen.init(jax.random.key(3), x, **call)
+    assert jax.tree.structure(ours.to_linen()) == jax.tree.structure(variables)
+    ours.update_from_linen(variables)
+    chex.assert_trees_all_equal(ours.to_linen(), variables)
+    np.testing.assert_array_equal(ours(x), linen.apply(variables, x, **call))
+    with pytest.raises(ValueError, match="the variables do not fit the module"):
+        ours.update_from_linen({"params": variables["params"]["out"]})
+
+
+@pytest.mark.parametrize(
+    ("attention", "position"),
+    [("softmax", "none"), ("favor", "learned + rope2d"), ("softmax", "relative_key")],
+)
+def test_position_equals_linen_with_its_variables(attention, position):
+    ours = Position(
+        position,
+        attention,
+        **SIZES,
+        num_layers=LAYERS,
+        grid=GRID,
+        num_prefix=1,
+        rngs=nnx.Rngs(0),
+    )
+    _, make = build(attention, position, num_layers=LAYERS, **SIZES)
+    linen, variables, x = make(), ours.to_linen(), draw(2, N - 1, DIM)
+    added = linen.apply(variables, x, GRID, method="add_to_tokens")
+    np.testing.assert_array_equal(ours.add_to_tokens(x), added)
+    layers = linen.apply(variables, GRID, 1, method="per_layer") or [None] * LAYERS
+    chex.assert_trees_all_equal(ours.per_layer(), layers)
+
+
+def test_attention_that_does_not_honour_the_position_raises():
+    with pytest.raises(ValueError, match="position 'relative_key' acts at the site"):
+        Position(
+            "relative_key",
+            "favor",
+            **SIZES,
+            num_layers=1,
+            grid=GRID,
+            rngs=nnx.Rngs(0),
+        )
+
+
+class Model(nnx.Module):
+    """Two layers of FAVOR+ attention with rotary positions, and a head."""
+
+    def __init__(self, rngs):
+        self.position = Position(
+            "learned + rope2d", "favor", **SIZES, num_layers=2, grid=GRID, rngs=rngs
+        )
+        self.attentions = nnx.List(
+            [
+                MultiHeadAttention("favor", **SIZES, layer=i, grid=GRID, rngs=rngs)
+                for i in range(2)
+            ]
+        )
+        self.head = nnx.Linear(DIM, 5, rngs=rngs)
+
+    def __call__(self, x):
+        x = self.position.add_to_tokens(x)
+        layers = self.position.per_layer()
+        for attention, layer in zip(self.attentions, layers, strict=True):
+            x = x + attention(x, position=layer)
+        return self.head(x.mean(axis=1))
+
+
+def test_training_updates_parameters_and_redraws_features():
+    model, key = Model(nnx.Rngs(0)), jax.random.key(5)
+    optimizer = nnx.Optimizer(model, optax.adam(0.01), wrt=nnx.Param)
+    x, labels = draw(11, N - 1, DIM), jnp.arange(11) % 5
+
+    @nnx.jit
+    def train_step(model, optimizer, x, labels):
+        def loss_fn(model):
+            losses = optax.softmax_cross_entropy_with_integer_labels(model(x), labels)
+            return losses.mean()
+
+        loss, gradients = nnx.value_and_grad(loss_fn)(model)
+        optimizer.update(model, gradients)
+        return loss
+
+    before = nnx.state(model, RandomFeatures)
+    losses = []
+    for step in range(60):
+        if step == 30:
+            redrawn = nnx.jit(redraw)
+            redrawn(model, key, 1)
+        losses.append(float(train_step(model, optimizer, x, labels)))
+    assert losses[29] < 0.7 * losses[0] and losses[-1] < losses[29]
+    first, second = model.attentions
+    for layer, attention in enumerate((first, second)):
+        features = attention.projection.get_value()
+        expected = draw_random_features(
+            key,
+            layer=layer,
+            index=1,
+            num_features=features.projection.shape[0],
+            head_dim=features.projection.shape[1],
+        )
+        chex.assert_trees_all_close(features, expected, atol=1e-6)
+    assert len(jax.tree.leaves(before)) == 2
+
+
+def test_layers_share_no_random_features():
+    first, second = Model(nnx.Rngs(0)).attentions
+    features = [m.projection.get_value().projection for m in (first, second)]
+    assert not np.allclose(*features)

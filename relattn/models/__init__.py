@@ -142,6 +142,8 @@ def _check_value(option: str, value: Any) -> None:
         problem = "must be at least 1"
     elif option in _RATES and not 0 <= value < 1:
         problem = "must be from 0 to below 1"
+    elif option == "norm_eps" and not value > 0:
+        problem = "must be positive"
     elif option == "patch_size":
         sides = value if isinstance(value, list | tuple) else [value]
         if not all(type(side) is int for side in sides):

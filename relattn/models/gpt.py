@@ -22,11 +22,12 @@ from relattn.nn.registry import layer_attentions
 class GPT(nn.Module):
     """Predicts each next token from earlier tokens: embedding, causal blocks, head.
 
-    Embeddings start as N(0, 1). Queries, keys, values and the head have no bias; the
-    head is not tied to the embedding. As in the published models, two LayerNorms follow
-    each other before the head. With ``dim``, ``num_layers``, ``num_heads`` and
-    ``mlp_dim`` from ``SIZES["A"]`` and so on these are the GPT-A, B and C of
-    Translution.
+    Embeddings start as N(0, 1). By default queries, keys, values and the head have no
+    bias, the head is not tied to the embedding and, as in the published models, two
+    LayerNorms follow each other before the head. With ``dim``, ``num_layers``,
+    ``num_heads`` and ``mlp_dim`` from ``SIZES["A"]`` and so on these are the GPT-A, B
+    and C of Translution. GPT-2 has ``position="learned"``, ``qkv_bias=True``,
+    ``head_norm=False``, ``tie_head=True`` and ``approximate_gelu=True``.
 
     Attributes:
         vocab_size: Size of the vocabulary.
@@ -42,6 +43,11 @@ class GPT(nn.Module):
             use softmax; 0 for all layers.
         attention_dropout: Dropout rate of the attentions' outputs.
         dropout: Dropout rate of the feed-forward networks.
+        qkv_bias: Whether queries, keys and values have a bias.
+        head_norm: Whether a second LayerNorm follows the final LayerNorm.
+        tie_head: Whether the head's matrix is the transposed embedding.
+        norm_eps: The LayerNorms' constant added to the variance.
+        approximate_gelu: Whether GELU is its tanh approximation instead of exact.
         dtype: Compute dtype; parameters are float32.
         remat: Whether the backward pass recomputes each layer from its input.
 
@@ -70,6 +76,11 @@ class GPT(nn.Module):
     num_relative_layers: int = 0
     attention_dropout: float = 0.0
     dropout: float = 0.0
+    qkv_bias: bool = False
+    head_norm: bool = True
+    tie_head: bool = False
+    norm_eps: float = LAYER_NORM_EPSILON
+    approximate_gelu: bool = False
     dtype: Any = jnp.float32
     remat: bool = False
     inputs: ClassVar[str] = "tokens"
@@ -114,6 +125,7 @@ class GPT(nn.Module):
             num_layers=self.num_layers,
             head_dim=self.head_dim,
             num_relative_layers=self.num_relative_layers,
+            qkv_bias=self.qkv_bias,
             causal=True,
         )
         length, num_tokens = self.context_length, tokens.shape[1]
@@ -122,13 +134,14 @@ class GPT(nn.Module):
                 f"the sequence of {num_tokens} tokens is longer than "
                 f"config.model.context_length={length}"
             )
-        x = nn.Embed(
+        embedding = nn.Embed(
             self.vocab_size,
             self.dim,
             embedding_init=nn.initializers.normal(1.0),
             dtype=self.dtype,
             name="embedding",
-        )(tokens)
+        )
+        x = embedding(tokens)
         grid = (length,)
         position = make_position(name="position")
         encoding = position.add_to_tokens(
@@ -146,6 +159,8 @@ class GPT(nn.Module):
                 attention_dropout=self.attention_dropout,
                 dropout=self.dropout,
                 dtype=self.dtype,
+                norm_eps=self.norm_eps,
+                approximate_gelu=self.approximate_gelu,
             ),
             positions=position.per_layer(grid, self.num_prefix),
             grid=grid,
@@ -158,7 +173,11 @@ class GPT(nn.Module):
         )
         if index is not None and num_tokens > 1:
             x = jax.lax.dynamic_slice_in_dim(x, index, 1, axis=1)
-        norm = functools.partial(nn.LayerNorm, LAYER_NORM_EPSILON, dtype=self.dtype)
-        x = norm(name="head_norm")(norm(name="norm")(x))
+        norm = functools.partial(nn.LayerNorm, self.norm_eps, dtype=self.dtype)
+        x = norm(name="norm")(x)
+        if self.head_norm:
+            x = norm(name="head_norm")(x)
+        if self.tie_head:
+            return embedding.attend(x).astype(jnp.float32)
         head = Linear(self.vocab_size, use_bias=False, dtype=self.dtype, name="head")
         return head(x).astype(jnp.float32)

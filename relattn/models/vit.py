@@ -134,6 +134,7 @@ class ViT(nn.Module):
         qkv_bias: Whether queries, keys and values have a bias.
         embedding_norms: Whether LayerNorms surround the embedding's linear layer.
         final_norm: Whether a LayerNorm precedes the head.
+        norm_eps: The LayerNorms' constant added to the variance.
         head: ``"linear"``, or ``"mlp"``: a hidden layer of ``mlp_dim`` and exact GELU
             before it.
         scan_layers: Whether equal layers are compiled once, by `jax.lax.scan`; their
@@ -171,6 +172,7 @@ class ViT(nn.Module):
     qkv_bias: bool = False
     embedding_norms: bool = True
     final_norm: bool = True
+    norm_eps: float = LAYER_NORM_EPSILON
     head: str = "linear"
     scan_layers: bool = True
     dtype: Any = jnp.float32
@@ -212,7 +214,7 @@ class ViT(nn.Module):
             num_relative_layers=self.num_relative_layers,
             qkv_bias=self.qkv_bias,
         )
-        norm = functools.partial(nn.LayerNorm, LAYER_NORM_EPSILON, dtype=self.dtype)
+        norm = functools.partial(nn.LayerNorm, self.norm_eps, dtype=self.dtype)
         x, grid = extract_patches(images, self.patch_size)
         if self.embedding_norms:
             x = norm(name="patch_norm")(x)
@@ -238,6 +240,7 @@ class ViT(nn.Module):
                 attention_dropout=self.attention_dropout,
                 dropout=self.dropout,
                 dtype=self.dtype,
+                norm_eps=self.norm_eps,
             ),
             positions=position.per_layer(grid, self.num_prefix),
             scan=self.scan_layers,

@@ -92,19 +92,21 @@ class Linear(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Applies the feed-forward network to every token: Linear, exact GELU, Linear.
+    """Applies the feed-forward network to every token: Linear, GELU, Linear.
 
     Attributes:
         dim: Width of the tokens.
         mlp_dim: Width of the hidden layer.
         dropout: Dropout rate after the activation.
         dtype: Compute dtype.
+        approximate_gelu: Whether GELU is its tanh approximation instead of exact.
     """
 
     dim: int
     mlp_dim: int
     dropout: float = 0.0
     dtype: Any = jnp.float32
+    approximate_gelu: bool = False
 
     @nn.compact
     def __call__(
@@ -112,7 +114,7 @@ class FeedForward(nn.Module):
     ) -> Float[Array, "batch n dim"]:
         """Applies the network to every token."""
         x = Linear(self.mlp_dim, dtype=self.dtype, name="hidden")(x)
-        x = nn.gelu(x, approximate=False)
+        x = nn.gelu(x, approximate=self.approximate_gelu)
         x = nn.Dropout(self.dropout)(x, deterministic=deterministic)
         return Linear(self.dim, dtype=self.dtype, name="out")(x)
 
@@ -127,6 +129,8 @@ class TransformerBlock(nn.Module):
         attention_dropout: Dropout rate of the attention's output.
         dropout: Dropout rate of the feed-forward network.
         dtype: Compute dtype.
+        norm_eps: The LayerNorms' constant added to the variance.
+        approximate_gelu: Whether GELU is its tanh approximation instead of exact.
     """
 
     attention: Callable[..., nn.Module]
@@ -135,6 +139,8 @@ class TransformerBlock(nn.Module):
     attention_dropout: float = 0.0
     dropout: float = 0.0
     dtype: Any = jnp.float32
+    norm_eps: float = LAYER_NORM_EPSILON
+    approximate_gelu: bool = False
 
     @nn.compact
     def __call__(
@@ -153,7 +159,7 @@ class TransformerBlock(nn.Module):
         """Applies the block; arguments as in `MultiHeadAttention.__call__`."""
 
         def norm(name: str) -> nn.LayerNorm:
-            return nn.LayerNorm(LAYER_NORM_EPSILON, dtype=self.dtype, name=name)
+            return nn.LayerNorm(self.norm_eps, dtype=self.dtype, name=name)
 
         y = self.attention(name="attention", dtype=self.dtype)(
             norm("attention_norm")(x),
@@ -167,7 +173,12 @@ class TransformerBlock(nn.Module):
         )
         x = x + nn.Dropout(self.attention_dropout)(y, deterministic=deterministic)
         return x + FeedForward(
-            self.dim, self.mlp_dim, self.dropout, self.dtype, name="feed_forward"
+            self.dim,
+            self.mlp_dim,
+            self.dropout,
+            self.dtype,
+            self.approximate_gelu,
+            name="feed_forward",
         )(norm("feed_forward_norm")(x), deterministic=deterministic)
 
 

@@ -1,0 +1,471 @@
+"""Converts checkpoints of other libraries: python -m relattn.convert --source=timm ...
+
+    python -m relattn.convert --source=timm --checkpoint=FILE --output=DIR
+
+reads a file of safetensors, or a file of PyTorch where torch is installed, and writes
+``config.json`` and ``model.safetensors`` for `relattn.load_pretrained`. With
+``--source=run``, ``--checkpoint`` is the directory of a run. ``--num_heads`` is needed
+where the heads are not 64 wide and no ``config.json`` lies beside the checkpoint.
+
+A source is a table: for each of our parameters a function and the names of the tensors
+that it takes. ``{}`` stands for the index of a layer.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from relattn.models import pretrained
+from relattn.models.safetensors import read_safetensors
+
+HEAD_DIM = 64
+
+Tensors = Mapping[str, np.ndarray]
+Table = dict[str, tuple]
+
+
+class Converted(NamedTuple):
+    """The contents of ``config.json``, and arrays by the names of `flatten`."""
+
+    config: dict[str, Any]
+    tensors: dict[str, np.ndarray]
+
+
+def convert(
+    source: str,
+    checkpoint: str | Path,
+    output: str | Path,
+    *,
+    num_heads: int = 0,
+) -> dict[str, Any]:
+    """Converts a checkpoint and writes ``config.json`` and ``model.safetensors``.
+
+    Args:
+        source: A key of `SOURCES`, or ``"run"``.
+        checkpoint: The file; for a run its directory.
+        output: Folder for the two files; nothing is written if anything does not fit.
+        num_heads: Number of heads; 0 for that of the ``config.json`` beside the
+            checkpoint, or else heads of 64.
+
+    Returns:
+        The contents of ``config.json``.
+
+    Raises:
+        ValueError: If the source is unknown, or tensors are missing, unexpected or of
+            another shape.
+        ImportError: If the file is PyTorch's, and torch is not installed.
+    """
+    if source == "run":
+        from relattn.training import load_run
+
+        run = load_run(checkpoint)
+        run.save_pretrained(output)
+        return run.pretrained_config()
+    if source not in SOURCES:
+        from relattn.spec import closest, shorten
+
+        known = [*SOURCES, "run"]
+        raise ValueError(
+            f"unknown --source {shorten(source)}: {closest(source, known)}"
+        )
+    tensors = read_checkpoint(checkpoint)
+    beside = Path(checkpoint).with_name("config.json")
+    settings = json.loads(beside.read_text("utf-8")) if beside.is_file() else {}
+    if num_heads:
+        settings["num_heads"] = num_heads
+    try:
+        converted = SOURCES[source](tensors, settings)
+    except KeyError as error:
+        raise ValueError(
+            f"{checkpoint} is no checkpoint of {source}: missing {error.args[0]}"
+        ) from error
+    except ValueError as error:
+        raise ValueError(f"{checkpoint}: {error}") from error
+    model = pretrained.build(converted.config)
+    like = pretrained.abstract(model, converted.config)
+    variables = pretrained.unflatten(model, like, converted.tensors, checkpoint)
+    pretrained.save_pretrained(output, converted.config, variables)
+    return converted.config
+
+
+def read_checkpoint(path: str | Path) -> dict[str, np.ndarray]:
+    """Reads the tensors of a file of safetensors or PyTorch.
+
+    Args:
+        path: ``*.safetensors``, or a file that ``torch.load(weights_only=True)`` reads.
+
+    Returns:
+        An array for each name, without the prefix ``module.`` of parallel training.
+
+    Raises:
+        ValueError: If the file is damaged, or holds objects other than tensors.
+        ImportError: If the file is PyTorch's, and torch is not installed.
+    """
+    if Path(path).suffix == ".safetensors":
+        return read_safetensors(path)
+    try:
+        import torch
+    except ImportError as error:
+        raise ImportError(
+            f"{path} is no .safetensors file; to read PyTorch's: pip install torch"
+        ) from error
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"there is no file {path}")
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise ValueError(
+            f"{path} is damaged or holds more than tensors: save its state_dict() "
+            "alone, by code that you trust, and convert that"
+        ) from error
+    for key in ("state_dict", "model"):
+        state = state.get(key, state) if isinstance(state, Mapping) else state
+    tensors = {}
+    for name, tensor in state.items():
+        if not hasattr(tensor, "detach"):
+            raise ValueError(f"{path} holds more than tensors: {name!r}")
+        if tensor.dtype == torch.bfloat16:
+            tensor = tensor.float()
+        tensors[name.removeprefix("module.")] = tensor.detach().numpy()
+    return tensors
+
+
+def apply_table(
+    table: Table, tensors: Tensors, num_layers: int, ignored: str = "$^"
+) -> dict[str, np.ndarray]:
+    """Computes our parameters from the tensors of a checkpoint.
+
+    Args:
+        table: For each of our names a function, and the names of its arguments.
+        tensors: The checkpoint.
+        num_layers: Number of layers, which ``{}`` counts.
+        ignored: Pattern of tensors that are no parameters.
+
+    Returns:
+        An array for each of our names, with the prefix ``params.``.
+
+    Raises:
+        ValueError: If tensors are missing, unexpected or of another shape.
+    """
+    entries = {}
+    for name, (function, *sources) in table.items():
+        for layer in range(num_layers) if "{}" in name else [0]:
+            theirs = [source.format(layer) for source in sources]
+            entries[name.format(layer)] = (function, theirs)
+    wanted = {source for _, sources in entries.values() for source in sources}
+    missing = sorted(wanted - set(tensors))
+    extra = [
+        name
+        for name in tensors
+        if name not in wanted and not re.fullmatch(ignored, name)
+    ]
+    problems = {"missing": missing, "unexpected": extra}
+    found = [
+        f"{kind} {pretrained.shorten(names)}"
+        for kind, names in problems.items()
+        if names
+    ]
+    if found:
+        raise ValueError("the tensors are not those of this model: " + "; ".join(found))
+    result = {}
+    for name, (function, sources) in entries.items():
+        arrays = [np.asarray(tensors[source]) for source in sources]
+        try:
+            result[f"params.{name}"] = function(*arrays)
+        except (ValueError, IndexError) as error:
+            shapes = [
+                f"{source} {array.shape}"
+                for source, array in zip(sources, arrays, strict=True)
+            ]
+            raise ValueError(f"wrong shape: {', '.join(shapes)}") from error
+    return result
+
+
+def _same(x: np.ndarray) -> np.ndarray:
+    return x
+
+
+def _linear(ours: str, theirs: str) -> Table:
+    """A linear layer of PyTorch: its weight is [outputs, inputs]."""
+    return {
+        f"{ours}.kernel": (np.transpose, f"{theirs}.weight"),
+        f"{ours}.bias": (_same, f"{theirs}.bias"),
+    }
+
+
+def _norm(ours: str, theirs: str) -> Table:
+    return {
+        f"{ours}.scale": (_same, f"{theirs}.weight"),
+        f"{ours}.bias": (_same, f"{theirs}.bias"),
+    }
+
+
+def _third(index: int, axis: int, x: np.ndarray) -> np.ndarray:
+    """Takes q, k or v from a matrix or a bias that has all three, one by one."""
+    return np.split(x, 3, axis)[index]
+
+
+def _fused(weight: str, bias: str = "", *, transposed: bool = True) -> Table:
+    """The projections of q, k and v from one fused layer."""
+    table = {}
+    for index, name in enumerate("qkv"):
+        part = functools.partial(_third, index, 0 if transposed else -1)
+        kernel = functools.partial(_transposed_third, index) if transposed else part
+        table[f"layers.{{}}.attention.{name}.kernel"] = (kernel, weight)
+        if bias:
+            table[f"layers.{{}}.attention.{name}.bias"] = (part, bias)
+    return table
+
+
+def _transposed_third(index: int, x: np.ndarray) -> np.ndarray:
+    return _third(index, 0, x).T
+
+
+def _patches(x: np.ndarray) -> np.ndarray:
+    """A convolution's kernel [dim, channels, height, width] as a matrix of patches."""
+    dim, channels, height, width = x.shape
+    return x.transpose(2, 3, 1, 0).reshape(height * width * channels, dim)
+
+
+def _num_layers(tensors: Tensors, pattern: str) -> int:
+    """Counts layers by the names of tensors; the pattern has the index as a group."""
+    found = [re.match(pattern, name) for name in tensors]
+    return 1 + max((int(match[1]) for match in found if match), default=-1)
+
+
+def _num_heads(settings: Mapping[str, Any], key: str, dim: int) -> int:
+    """Returns the number of heads, which tensors do not show."""
+    heads = settings.get("num_heads") or settings.get(key) or dim // HEAD_DIM
+    if not heads:
+        raise ValueError(f"the width of {dim} has no heads of 64: give --num_heads")
+    return heads
+
+
+def _vit_embedding(cls: str, position: str, convolution: str) -> Table:
+    """The embedding; a position of CLS is a part of our CLS token."""
+    return {
+        "embedding.kernel": (_patches, f"{convolution}.weight"),
+        "embedding.bias": (_same, f"{convolution}.bias"),
+        "position.learned.table": (lambda x: x[0, 1:], position),
+        "cls": (lambda x, p: x + p[:, :1], cls, position),
+    }
+
+
+def _vit_config(
+    tensors: Tensors,
+    settings: Mapping[str, Any],
+    *,
+    position: str,
+    convolution: str,
+    hidden: str,
+    head: str,
+    num_layers: int,
+    norm_eps: float,
+) -> dict[str, Any]:
+    """The configuration of a ViT, from the shapes of its tensors."""
+    distilled = [name for name in tensors if re.search(r"dist(illation)?_token", name)]
+    if distilled:
+        raise ValueError(
+            f"{distilled[0]} is a distillation token, which relattn's ViT does not "
+            "have: convert a ViT or DeiT trained without distillation"
+        )
+    dim, channels, *patch = tensors[f"{convolution}.weight"].shape
+    grid = _grid(tensors[position].shape[1] - 1, settings, patch)
+    model = {
+        "name": "vit",
+        "dim": dim,
+        "num_layers": num_layers,
+        "num_heads": _num_heads(settings, "num_attention_heads", dim),
+        "mlp_dim": tensors[f"{hidden.format(0)}.weight"].shape[0],
+        "patch_size": patch,
+        "attention": "softmax",
+        "position": "learned",
+        "qkv_bias": True,
+        "embedding_norms": False,
+        "norm_eps": settings.get("layer_norm_eps", norm_eps),
+    }
+    shape = [rows * side for rows, side in zip(grid, patch, strict=True)]
+    return {
+        "model": model,
+        "num_classes": tensors[f"{head}.weight"].shape[0],
+        "image_shape": [*shape, channels],
+    }
+
+
+def _grid(count: int, settings: Mapping[str, Any], patch: list[int]) -> tuple[int, int]:
+    """The grid of a number of positions: square, or from ``image_size``."""
+    side = math.isqrt(count)
+    size = settings.get("image_size")
+    if isinstance(size, list):
+        grid = (size[0] // patch[0], size[1] // patch[1])
+    else:
+        grid = (side, side)
+    if math.prod(grid) != count:
+        raise ValueError(
+            f"{count} positions are no square grid: give image_size=[height, width] in "
+            "a config.json beside the checkpoint"
+        )
+    return grid
+
+
+TIMM = {
+    **_vit_embedding("cls_token", "pos_embed", "patch_embed.proj"),
+    **_norm("layers.{}.attention_norm", "blocks.{}.norm1"),
+    **_fused("blocks.{}.attn.qkv.weight", "blocks.{}.attn.qkv.bias"),
+    **_linear("layers.{}.attention.out", "blocks.{}.attn.proj"),
+    **_norm("layers.{}.feed_forward_norm", "blocks.{}.norm2"),
+    **_linear("layers.{}.feed_forward.hidden", "blocks.{}.mlp.fc1"),
+    **_linear("layers.{}.feed_forward.out", "blocks.{}.mlp.fc2"),
+    **_norm("norm", "norm"),
+    **_linear("head", "head"),
+}
+
+
+def timm(tensors: Tensors, settings: Mapping[str, Any]) -> Converted:
+    """Converts timm's ``vit_*_patch*`` with a CLS token."""
+    num_layers = _num_layers(tensors, r"blocks\.(\d+)\.")
+    config = _vit_config(
+        tensors,
+        settings,
+        position="pos_embed",
+        convolution="patch_embed.proj",
+        hidden="blocks.{}.mlp.fc1",
+        head="head",
+        num_layers=num_layers,
+        norm_eps=1e-6,
+    )
+    return Converted(config, apply_table(TIMM, tensors, num_layers))
+
+
+_HF_LAYER = "vit.encoder.layer.{}."
+HF_VIT = {
+    **_vit_embedding(
+        "vit.embeddings.cls_token",
+        "vit.embeddings.position_embeddings",
+        "vit.embeddings.patch_embeddings.projection",
+    ),
+    **_norm("layers.{}.attention_norm", _HF_LAYER + "layernorm_before"),
+    **_linear("layers.{}.attention.q", _HF_LAYER + "attention.attention.query"),
+    **_linear("layers.{}.attention.k", _HF_LAYER + "attention.attention.key"),
+    **_linear("layers.{}.attention.v", _HF_LAYER + "attention.attention.value"),
+    **_linear("layers.{}.attention.out", _HF_LAYER + "attention.output.dense"),
+    **_norm("layers.{}.feed_forward_norm", _HF_LAYER + "layernorm_after"),
+    **_linear("layers.{}.feed_forward.hidden", _HF_LAYER + "intermediate.dense"),
+    **_linear("layers.{}.feed_forward.out", _HF_LAYER + "output.dense"),
+    **_norm("norm", "vit.layernorm"),
+    **_linear("head", "classifier"),
+}
+
+
+def hf_vit(tensors: Tensors, settings: Mapping[str, Any]) -> Converted:
+    """Converts ``ViTForImageClassification`` of transformers."""
+    activation = settings.get("hidden_act", "gelu")
+    if activation != "gelu":
+        raise ValueError(f"hidden_act={activation!r} is not relattn's: expected 'gelu'")
+    num_layers = _num_layers(tensors, r"vit\.encoder\.layer\.(\d+)\.")
+    config = _vit_config(
+        tensors,
+        settings,
+        position="vit.embeddings.position_embeddings",
+        convolution="vit.embeddings.patch_embeddings.projection",
+        hidden=_HF_LAYER + "intermediate.dense",
+        head="classifier",
+        num_layers=num_layers,
+        norm_eps=1e-12,
+    )
+    return Converted(config, apply_table(HF_VIT, tensors, num_layers))
+
+
+def _conv1d(ours: str, theirs: str) -> Table:
+    """GPT-2's linear layer: its weight is [inputs, outputs], like ours."""
+    return {
+        f"{ours}.kernel": (_same, f"{theirs}.weight"),
+        f"{ours}.bias": (_same, f"{theirs}.bias"),
+    }
+
+
+HF_GPT2 = {
+    "embedding.embedding": (_same, "wte.weight"),
+    "position.learned.table": (_same, "wpe.weight"),
+    **_norm("layers.{}.attention_norm", "h.{}.ln_1"),
+    **_fused("h.{}.attn.c_attn.weight", "h.{}.attn.c_attn.bias", transposed=False),
+    **_conv1d("layers.{}.attention.out", "h.{}.attn.c_proj"),
+    **_norm("layers.{}.feed_forward_norm", "h.{}.ln_2"),
+    **_conv1d("layers.{}.feed_forward.hidden", "h.{}.mlp.c_fc"),
+    **_conv1d("layers.{}.feed_forward.out", "h.{}.mlp.c_proj"),
+    **_norm("norm", "ln_f"),
+}
+
+
+def hf_gpt2(tensors: Tensors, settings: Mapping[str, Any]) -> Converted:
+    """Converts ``GPT2LMHeadModel`` or ``GPT2Model`` of transformers."""
+    activation = settings.get("activation_function", "gelu_new")
+    if activation != "gelu_new":
+        raise ValueError(
+            f"activation_function={activation!r} is not relattn's: expected 'gelu_new'"
+        )
+    tensors = {k.removeprefix("transformer."): x for k, x in tensors.items()}
+    vocab_size, dim = tensors["wte.weight"].shape
+    head = tensors.pop("lm_head.weight", None)
+    if head is not None and not np.array_equal(head, tensors["wte.weight"]):
+        raise ValueError("lm_head.weight is not tied to wte.weight, as GPT-2's is")
+    num_layers = _num_layers(tensors, r"h\.(\d+)\.")
+    model = {
+        "name": "gpt",
+        "dim": dim,
+        "num_layers": num_layers,
+        "num_heads": _num_heads(settings, "n_head", dim),
+        "mlp_dim": tensors["h.0.mlp.c_fc.weight"].shape[1],
+        "attention": "softmax",
+        "position": "learned",
+        "qkv_bias": True,
+        "head_norm": False,
+        "tie_head": True,
+        "approximate_gelu": True,
+        "norm_eps": settings.get("layer_norm_epsilon", 1e-5),
+    }
+    config = {
+        "model": model,
+        "vocab_size": vocab_size,
+        "context_length": tensors["wpe.weight"].shape[0],
+    }
+    # Older files hold the causal mask.
+    masks = r"h\.\d+\.attn\.(masked_)?bias"
+    return Converted(config, apply_table(HF_GPT2, tensors, num_layers, masks))
+
+
+SOURCES: dict[str, Callable[[Tensors, Mapping[str, Any]], Converted]] = {
+    "timm": timm,
+    "hf_vit": hf_vit,
+    "hf_gpt2": hf_gpt2,
+}
+
+
+def main(args: list[str] | None = None) -> None:
+    """Converts a checkpoint; the program's entry point."""
+    from relattn.command import Parser
+
+    parser = Parser("python -m relattn.convert", __doc__)
+    parser.add_argument("--source", required=True, help=", ".join([*SOURCES, "run"]))
+    parser.add_argument("--checkpoint", required=True, help="a file, or a run")
+    parser.add_argument("--output", required=True, help="folder for the two files")
+    parser.add_argument("--num_heads", type=int, default=0, help="number of heads")
+    given = parser.parse_args(args)
+    config = convert(
+        given.source, given.checkpoint, given.output, num_heads=given.num_heads
+    )
+    print(f"wrote {given.output}: {config['model']}")
+
+
+if __name__ == "__main__":
+    from relattn.command import entry_point
+
+    entry_point(main)()

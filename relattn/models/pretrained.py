@@ -1,0 +1,273 @@
+"""Saves and loads models with their weights: ``config.json`` and ``model.safetensors``.
+
+Files name a parameter by layer, ``params.layers.3.attention.q.kernel``, and by position
+encoding, ``params.position.learned.table``, so that the names do not depend on which
+layers a model compiles together, or on further encodings. `flatten` gives these names;
+`unflatten` checks them and assembles a model's variables from them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from relattn import models, spec
+from relattn.models.resize import resize_grid
+from relattn.models.safetensors import read_safetensors, write_safetensors
+
+CONFIG, WEIGHTS = "config.json", "model.safetensors"
+# Sizes that come from the data, by the model's kind of inputs.
+SIZES = {
+    "images": ("num_classes", "image_shape"),
+    "tokens": ("vocab_size", "context_length"),
+}
+_BLOCK = re.compile(r"(blocks?)_(\d+)")
+_MAX_SHOWN = 8
+
+Variables = Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Pretrained:
+    """A model with its weights.
+
+    Attributes:
+        model: The Flax module.
+        variables: Its variables, for ``model.apply``.
+        config: The contents of ``config.json``: ``model`` and the sizes of the data.
+    """
+
+    model: nn.Module
+    variables: dict[str, Any]
+    config: dict[str, Any]
+
+
+def load_pretrained(
+    folder: str | Path, *, image_size: int | tuple[int, int] | None = None
+) -> Pretrained:
+    """Loads a model that `relattn.convert` or ``run.save_pretrained`` wrote.
+
+    Args:
+        folder: Has ``config.json`` and ``model.safetensors``.
+        image_size: Side, or height and width, of the images that the model will see, in
+            pixels; None for the size of training. Tables of positions are interpolated
+            bicubically, see `relattn.models.resize_grid`.
+
+    Returns:
+        The model, its variables and its configuration.
+
+    Raises:
+        FileNotFoundError: If a file is missing.
+        ValueError: If a file is damaged, the tensors are not those of the model, or the
+            model cannot be resized.
+
+    Example:
+        >>> import tempfile, relattn
+        >>> config = {"model": {"name": "vit", "dim": 8, "num_heads": 2,
+        ...                     "num_layers": 1, "mlp_dim": 16, "patch_size": 2},
+        ...           "num_classes": 3, "image_shape": [4, 6, 1]}
+        >>> model = build(config)
+        >>> variables = model.init(jax.random.key(0), jnp.zeros((1, 4, 6, 1)))
+        >>> folder = tempfile.mkdtemp()
+        >>> save_pretrained(folder, config, variables)
+        >>> loaded = relattn.load_pretrained(folder)
+        >>> loaded.model.apply(loaded.variables, jnp.zeros((1, 4, 6, 1))).shape
+        (1, 3)
+    """
+    folder = Path(folder)
+    try:
+        config = json.loads((folder / CONFIG).read_text("utf-8"))
+        model = build(config)
+    except (KeyError, TypeError, json.JSONDecodeError) as error:
+        raise ValueError(
+            f"{folder / CONFIG} describes no model of relattn ({error}): convert other "
+            "checkpoints with python -m relattn.convert"
+        ) from error
+    tensors = read_safetensors(folder / WEIGHTS)
+    variables = unflatten(model, abstract(model, config), tensors, folder / WEIGHTS)
+    if image_size is not None:
+        if model.inputs != "images":
+            raise ValueError(f"image_size={image_size} needs a model of images")
+        size = (image_size,) * 2 if isinstance(image_size, int) else tuple(image_size)
+        variables = resize_images(model, variables, config["image_shape"], size)
+        config = {**config, "image_shape": [*size, config["image_shape"][2]]}
+    return Pretrained(model, variables, config)
+
+
+def save_pretrained(
+    folder: str | Path, config: Mapping[str, Any], variables: Variables
+) -> None:
+    """Writes ``config.json`` and ``model.safetensors``; `load_pretrained` reads them.
+
+    Args:
+        folder: Created if needed; the two files are replaced.
+        config: ``model``, as for `relattn.models.build_model`, and the sizes of the
+            data: ``num_classes`` and ``image_shape``, or ``vocab_size`` and
+            ``context_length``. Other keys are kept.
+        variables: The model's variables.
+
+    Raises:
+        ValueError: If the configuration describes no model.
+    """
+    tensors = flatten(build(config), variables)
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_safetensors(folder / WEIGHTS, tensors)
+    text = json.dumps(config, indent=2, default=list)
+    (folder / CONFIG).write_text(text + "\n", "utf-8")
+
+
+def build(config: Mapping[str, Any]) -> nn.Module:
+    """Builds the model of a ``config.json``."""
+    sizes = SIZES[models.MODELS[config["model"]["name"]].inputs]
+    values = {name: config[name] for name in sizes}
+    if "image_shape" in values:
+        values["image_shape"] = tuple(values["image_shape"])
+    return models.build_model(config["model"], **values)
+
+
+def abstract(model: nn.Module, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the shapes and dtypes of a model's variables."""
+    if model.inputs == "images":
+        example = jnp.zeros((1, *config["image_shape"]))
+    else:
+        example = jnp.zeros((1, 1), jnp.int32)
+    variables = jax.eval_shape(model.init, jax.random.key(0), example)
+    carried = ("params", "random_features", "batch_stats")
+    return {name: variables[name] for name in carried if name in variables}
+
+
+def resize_images(
+    model: nn.Module, variables: Variables, old: Any, new: Any
+) -> dict[str, Any]:
+    """Resizes variables from one image size to another, in pixels."""
+    patch_size = getattr(model, "patch_size", 1)
+    grids = [models.patch_grid(*size[:2], patch_size) for size in (old, new)]
+    return resize_grid(model, variables, *grids)
+
+
+def flatten(model: nn.Module, variables: Variables) -> dict[str, np.ndarray]:
+    """Names a model's variables by layer and position encoding.
+
+    Args:
+        model: The model.
+        variables: Its variables.
+
+    Returns:
+        An array for each name, on the host.
+
+    Raises:
+        ValueError: If a name has a dot.
+    """
+    flat = {}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(variables)[0]:
+        names, stacked = _names(model, path, leaf.shape)
+        leaf = np.asarray(leaf)
+        flat.update(zip(names, leaf if stacked else [leaf], strict=True))
+    return flat
+
+
+def unflatten(
+    model: nn.Module,
+    like: Variables,
+    tensors: Mapping[str, Any],
+    where: str | Path,
+) -> dict[str, Any]:
+    """Assembles a model's variables from named arrays; checks every name and shape.
+
+    Args:
+        model: The model.
+        like: Shapes and dtypes of its variables.
+        tensors: An array for each name of `flatten`.
+        where: The source of the arrays, for the message.
+
+    Returns:
+        Variables with the structure of ``like``.
+
+    Raises:
+        ValueError: If an array is missing, unexpected or of another shape.
+    """
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(like)
+    places, shapes = [], {}
+    for path, leaf in leaves:
+        names, stacked = _names(model, path, leaf.shape)
+        places.append((names, stacked, leaf.dtype))
+        shapes |= dict.fromkeys(names, tuple(leaf.shape[stacked:]))
+    check_tensors(shapes, tensors, where)
+    result = []
+    for names, stacked, dtype in places:
+        arrays = [np.asarray(tensors[name]).astype(dtype) for name in names]
+        result.append(jnp.asarray(np.stack(arrays) if stacked else arrays[0]))
+    return jax.tree.unflatten(treedef, result)
+
+
+def check_tensors(
+    shapes: Mapping[str, tuple[int, ...]],
+    tensors: Mapping[str, Any],
+    where: str | Path,
+) -> None:
+    """Checks that arrays have exactly the expected names and shapes.
+
+    Args:
+        shapes: The expected shape of each name.
+        tensors: The arrays.
+        where: Their source, for the message.
+
+    Raises:
+        ValueError: If an array is missing, unexpected or of another shape.
+
+    Example:
+        >>> check_tensors({"a": (2,)}, {"b": np.ones(3)}, "model.safetensors")
+        Traceback (most recent call last):
+        ValueError: model.safetensors does not fit the model: missing a; unexpected b
+    """
+    problems = {
+        "missing": [name for name in shapes if name not in tensors],
+        "unexpected": [name for name in tensors if name not in shapes],
+        "of another shape": [
+            f"{name} {tuple(tensors[name].shape)} instead of {shape}"
+            for name, shape in shapes.items()
+            if name in tensors and tuple(tensors[name].shape) != shape
+        ],
+    }
+    found = [f"{kind} {shorten(names)}" for kind, names in problems.items() if names]
+    if found:
+        raise ValueError(f"{where} does not fit the model: {'; '.join(found)}")
+
+
+def shorten(names: list[str]) -> str:
+    """Joins the first names of a list and counts the rest."""
+    rest = len(names) - _MAX_SHOWN
+    more = f" and {rest} more" if rest > 0 else ""
+    return ", ".join(names[:_MAX_SHOWN]) + more
+
+
+def _names(model: nn.Module, path: Any, shape: Any) -> tuple[list[str], bool]:
+    """Names a leaf; returns several names, and True, for a leaf of stacked layers."""
+    keys = [getattr(key, "key", None) or getattr(key, "name", "") for key in path]
+    if keys[1] == "position":
+        terms = [term.partition("(")[0] for term in spec.terms(model.position)]
+        term = int(keys.pop(2).removeprefix("terms_")) if len(terms) > 1 else 0
+        # Two encodings of the same name are told apart by their order.
+        again = f"_{term}" if terms.count(terms[term]) > 1 else ""
+        keys.insert(2, terms[term] + again)
+    for place, key in enumerate(keys):
+        match = _BLOCK.fullmatch(key)
+        if match:
+            stacked = match[1] == "blocks"
+            first, count = int(match[2]), shape[0] if stacked else 1
+            before, after = keys[:place], keys[place + 1 :]
+            return [
+                ".".join([*before, "layers", str(layer), *after])
+                for layer in range(first, first + count)
+            ], stacked
+    return [".".join(keys)], False

@@ -1,0 +1,126 @@
+"""Conversion, saving and loading of pretrained models."""
+
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import relattn
+from relattn.convert import SOURCES, convert
+from relattn.models import pretrained
+from relattn.models.safetensors import read_safetensors, write_safetensors
+
+FIXTURES = Path(__file__).parents[1] / "pretrained"
+# The issue's bound on the difference, of the largest logit.
+BOUND = 1e-4
+
+
+def assert_logits_equal(found, expected):
+    difference = np.abs(np.asarray(found) - expected).max()
+    assert difference < BOUND * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_logits_equal_pytorch(source, tmp_path):
+    convert(source, FIXTURES / source / "model.safetensors", tmp_path)
+    loaded = relattn.load_pretrained(tmp_path)
+    expected = read_safetensors(FIXTURES / source / "expected.safetensors")
+    logits = loaded.model.apply(loaded.variables, jnp.asarray(expected["inputs"]))
+    assert_logits_equal(logits, expected["logits"])
+
+
+def test_positions_interpolate_as_timm(tmp_path):
+    convert("timm", FIXTURES / "timm" / "model.safetensors", tmp_path)
+    loaded = relattn.load_pretrained(tmp_path, image_size=(10, 14))
+    assert loaded.config["image_shape"] == [10, 14, 3]
+    expected = read_safetensors(FIXTURES / "timm" / "expected.safetensors")
+    inputs = jnp.asarray(expected["large_inputs"])
+    logits = loaded.model.apply(loaded.variables, inputs)
+    assert_logits_equal(logits, expected["large_logits"])
+
+
+def rewrite(folder, change):
+    """Copies timm's fixture, with changed tensors."""
+    shutil.copytree(FIXTURES / "timm", folder, dirs_exist_ok=True)
+    path = folder / "model.safetensors"
+    tensors = {name: np.array(x) for name, x in read_safetensors(path).items()}
+    change(tensors)
+    write_safetensors(path, tensors)
+    return path
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda x: x.pop("blocks.1.norm2.bias"), r"missing blocks\.1\.norm2\.bias"),
+        (lambda x: x.pop("pos_embed"), "missing pos_embed"),
+        (lambda x: x.update(extra=np.ones(3)), "unexpected extra"),
+        (
+            lambda x: x.update({"norm.bias": np.ones(14, np.float32)}),
+            r"params\.norm\.bias \(14,\) instead of \(15,\)",
+        ),
+        (
+            lambda x: x.update({"blocks.0.attn.qkv.bias": np.ones(44)}),
+            r"wrong shape: blocks\.0\.attn\.qkv\.bias \(44,\)",
+        ),
+        (lambda x: x.update(dist_token=np.ones((1, 1, 15))), "distillation token"),
+    ],
+)
+def test_other_tensors_are_refused(change, message, tmp_path):
+    path = rewrite(tmp_path / "in", change)
+    with pytest.raises(ValueError, match=message):
+        convert("timm", path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("keep", [0, 7, 100, 17000])
+def test_truncated_file_is_refused(keep, tmp_path):
+    path = tmp_path / "model.safetensors"
+    path.write_bytes((FIXTURES / "timm" / "model.safetensors").read_bytes()[:keep])
+    with pytest.raises(ValueError, match="truncated"):
+        read_safetensors(path)
+
+
+def test_saved_weights_of_another_model_are_refused(tmp_path):
+    convert("timm", FIXTURES / "timm" / "model.safetensors", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["model"]["num_layers"] = 3
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"missing params\.layers\.2\.attention\."):
+        relattn.load_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"attention": "softmax", "position": "learned + rope2d_mixed"},
+        {"attention": "favor", "position": "none"},
+        {"attention": "translution", "num_relative_layers": 1},
+        {"attention": "routing(clusters=2)", "position": "learned"},
+    ],
+)
+def test_every_variable_survives_saving(model, tmp_path):
+    sizes = {"dim": 6, "num_heads": 3, "num_layers": 2, "mlp_dim": 7, "patch_size": 2}
+    config = {"model": {"name": "vit", **sizes, **model}}
+    config |= {"num_classes": 5, "image_shape": [4, 6, 1]}
+    module = pretrained.build(config)
+    images = jax.random.normal(jax.random.key(1), (2, 4, 6, 1))
+    variables = jax.jit(module.init)(jax.random.key(0), images)
+    pretrained.save_pretrained(tmp_path, config, variables)
+    loaded = relattn.load_pretrained(tmp_path)
+    carried = {name: variables[name] for name in loaded.variables}
+    jax.tree.map(np.testing.assert_array_equal, carried, loaded.variables)
+
+
+def test_file_is_read_by_safetensors_and_back(tmp_path):
+    safetensors = pytest.importorskip("safetensors.numpy")
+    tensors = {"b": np.arange(6, dtype=np.float32).reshape(2, 3), "a": np.array(7)}
+    write_safetensors(tmp_path / "ours", tensors)
+    read = safetensors.load_file(tmp_path / "ours")
+    safetensors.save_file(tensors, tmp_path / "theirs")
+    for found in (read, read_safetensors(tmp_path / "theirs")):
+        jax.tree.map(np.testing.assert_array_equal, dict(found), tensors)

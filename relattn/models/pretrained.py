@@ -170,7 +170,7 @@ def flatten(model: nn.Module, variables: Variables) -> dict[str, np.ndarray]:
     """
     flat = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(variables)[0]:
-        names, stacked = _names(model, path, leaf.shape)
+        names, stacked = leaf_names(model, path, leaf.shape)
         leaf = np.asarray(leaf)
         flat.update(zip(names, leaf if stacked else [leaf], strict=True))
     return flat
@@ -199,7 +199,7 @@ def unflatten(
     leaves, treedef = jax.tree_util.tree_flatten_with_path(like)
     places, shapes = [], {}
     for path, leaf in leaves:
-        names, stacked = _names(model, path, leaf.shape)
+        names, stacked = leaf_names(model, path, leaf.shape)
         places.append((names, stacked, leaf.dtype))
         shapes |= dict.fromkeys(names, tuple(leaf.shape[stacked:]))
     check_tensors(shapes, tensors, where)
@@ -251,7 +251,7 @@ def shorten(names: list[str]) -> str:
     return ", ".join(names[:_MAX_SHOWN]) + more
 
 
-def _names(model: nn.Module, path: Any, shape: Any) -> tuple[list[str], bool]:
+def leaf_names(model: nn.Module, path: Any, shape: Any) -> tuple[list[str], bool]:
     """Names a leaf; returns several names, and True, for a leaf of stacked layers."""
     keys = [getattr(key, "key", None) or getattr(key, "name", "") for key in path]
     if keys[1] == "position":

@@ -83,6 +83,8 @@ def default_config() -> ConfigDict:
     config = ConfigDict()
     config.seed = 0
     config.num_seeds = 1
+    config.init_from = ""
+    config.init_skip = ""
     config.model = ConfigDict()
     config.data = ConfigDict()
     config.batch_size = 64

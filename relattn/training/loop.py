@@ -29,6 +29,7 @@ from relattn.training.cost import warn_if_too_large
 from relattn.training.devices import Parallel, make_training_parallel
 from relattn.training.errors import PreemptedError
 from relattn.training.evaluator import Evaluator, final_results, format_metrics
+from relattn.training.initialize import initial_state
 from relattn.training.metrics import (
     MetricsLog,
     MetricsWindow,
@@ -186,7 +187,10 @@ class TrainLoop:
         else:
             self.saved_step = 0
             self.histories = task.new_histories()
-            self.state = parallel.create(task.create_state)
+            if self.config.init_from:
+                self.state = parallel.place(initial_state(task))
+            else:
+                self.state = parallel.create(task.create_state)
         self.key = task.key
         self.train_step = parallel.train_step(task.make_train_step(parallel))
         redraw = task.make_redraw()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from ml_collections import ConfigDict
 
 from relattn import models
 from relattn.data import DataInfo, EvalSplit, input_shape, read_info
+from relattn.models import pretrained
 from relattn.training.checkpoint import (
     CHECKPOINTS,
     checkpoint_steps,
@@ -60,6 +62,95 @@ class Run:
     preprocess: Callable[[Batch], jax.Array]
     workdir: Path
     checkpoint: str
+
+    def pretrained_config(self) -> dict[str, Any]:
+        """Returns the contents of ``config.json``, see `save_pretrained`."""
+        config = to_json(self.config)
+        if self.data.kind == "tokens":
+            sizes = {
+                "vocab_size": self.data.vocab_size,
+                "context_length": self.data.context_length,
+            }
+        else:
+            sizes = {
+                "num_classes": self.data.num_classes,
+                "image_shape": list(input_shape(self.config.data, self.data)),
+            }
+        return {
+            "model": config["model"],
+            **sizes,
+            "step": self.step,
+            "checkpoint": self.checkpoint,
+            "data": dataclasses.asdict(self.data),
+            "training": config,
+        }
+
+    def save_pretrained(
+        self, folder: str | Path, *, license: str = "unspecified"
+    ) -> None:
+        """Writes the model to hand on: `relattn.load_pretrained` reads it.
+
+        Writes ``config.json``, ``model.safetensors`` and a model card ``README.md``.
+
+        Args:
+            folder: Created if needed; the three files are replaced.
+            license: Licence of the weights, for the card.
+        """
+        config = self.pretrained_config()
+        pretrained.save_pretrained(folder, config, self.variables)
+        text = model_card(config, read_result(self.workdir), license)
+        (Path(folder) / "README.md").write_text(text, "utf-8")
+
+
+def read_result(workdir: Path) -> dict[str, Any]:
+    """Returns the metrics of a finished run, or an empty dictionary."""
+    path = workdir / "result.json"
+    return json.loads(path.read_text("utf-8")) if path.is_file() else {}
+
+
+def model_card(config: dict[str, Any], metrics: dict[str, Any], license: str) -> str:
+    """Describes a trained model in Markdown: model, data, metrics and licence."""
+    data = config["data"]
+    rows = [
+        f"| {name} | {value} |"
+        for name, value in metrics.items()
+        if isinstance(value, int | float)
+    ]
+    statistics = [
+        f"Inputs have the mean {data[name]} removed"
+        if name == "mean"
+        else f"and are divided by {data[name]}."
+        for name in ("mean", "std")
+        if name in data
+    ]
+    lines = [
+        "---",
+        "library_name: relattn",
+        f"license: {license}",
+        "---",
+        f"# {config['model']['name']} on {data['name']}",
+        "```python",
+        "import relattn",
+        'pretrained = relattn.load_pretrained("THIS FOLDER")',
+        "logits = pretrained.model.apply(pretrained.variables, inputs)",
+        "```",
+        "## Model",
+        "```json",
+        json.dumps(config["model"], indent=2),
+        "```",
+        "## Data",
+        f"{data['name']}: {data['num_train']} training examples, from "
+        f"{data['origin']}.",
+        *statistics,
+        "## Metrics",
+        f"The {config['checkpoint']} checkpoint, after {config['step']} updates.",
+        "",
+        *(["| metric | value |", "| --- | --- |", *rows] if rows else []),
+        "",
+        "## Licence",
+        f"Of the weights: {license}.",
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def load_run(

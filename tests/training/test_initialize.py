@@ -1,0 +1,93 @@
+"""Training from converted models and from runs: config.init_from."""
+
+import jax
+import numpy as np
+import pytest
+
+import relattn
+from relattn.data import ImageInfo
+from relattn.models import pretrained
+from relattn.training.config import default_config
+from relattn.training.initialize import initial_state
+from relattn.training.seeds import make_task
+
+INFO = ImageInfo("a set", tuple("01234"), (6, 6, 1), (0.1,), (0.2,), 200, "somewhere")
+SIZES = {"dim": 12, "num_heads": 3, "num_layers": 2, "mlp_dim": 7, "patch_size": 2}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """A softmax ViT for images of 6x6 pixels and five classes."""
+    model = {"name": "vit", "position": "learned", "qkv_bias": True, **SIZES}
+    config = {"model": model, "num_classes": 5, "image_shape": [6, 6, 1]}
+    module = pretrained.build(config)
+    images = np.zeros((1, 6, 6, 1), np.float32)
+    variables = jax.jit(module.init)(jax.random.key(3), images)
+    folder = tmp_path_factory.mktemp("source")
+    pretrained.save_pretrained(folder, config, variables)
+    return folder
+
+
+def task(source, *, info=INFO, num_seeds=1, init_skip="", **model):
+    config = default_config()
+    model = {"name": "vit", "position": "learned", "qkv_bias": True, **SIZES, **model}
+    config.model.update(model)
+    config.data.update({"name": "mnist", "image_size": 6})
+    config.num_seeds = num_seeds
+    config.init_from = str(source)
+    config.init_skip = init_skip
+    return make_task(config, info)
+
+
+def flat(model, params):
+    return pretrained.flatten(model, {"params": params})
+
+
+def test_swapped_attention_keeps_every_other_parameter(source):
+    new = task(
+        source,
+        attention="favor(num_features=8)",
+        position="learned + sincos_bias",
+        init_skip="sincos_bias",
+    )
+    found = flat(new.model, initial_state(new).params)
+    loaded = relattn.load_pretrained(source)
+    for name, array in flat(loaded.model, loaded.variables["params"]).items():
+        np.testing.assert_array_equal(found[name], array, err_msg=name)
+    start = flat(new.model, new.create_state().params)
+    rest = [name for name in found if "sincos_bias" in name]
+    assert rest
+    for name in rest:
+        np.testing.assert_array_equal(found[name], start[name])
+
+
+def test_what_does_not_fit_is_named(source):
+    info = ImageInfo("a set", ("0", "1"), (6, 6, 1), (0.1,), (0.2,), 200, "here")
+    new = task(source, info=info, position="none")
+    message = (
+        r"without a value .*: params\.head\.bias, params\.head\.kernel; "
+        r"without a place .*: params\.position\.learned\.table; .*init_skip"
+    )
+    with pytest.raises(ValueError, match=message):
+        initial_state(new)
+    new = task(source, info=info, position="none", init_skip="head, position")
+    initial_state(new)
+
+
+def test_skipped_parameters_start_as_without_a_source(source):
+    new = task(source, init_skip="attention.q")
+    found = flat(new.model, initial_state(new).params)
+    start = flat(new.model, new.create_state().params)
+    name = "params.layers.1.attention.q.kernel"
+    np.testing.assert_array_equal(found[name], start[name])
+    other = "params.layers.1.attention.k.kernel"
+    assert not np.array_equal(found[other], start[other])
+
+
+def test_every_seed_starts_from_the_source(source):
+    params = initial_state(task(source, num_seeds=3)).params
+    head = params["head"]["kernel"]
+    assert head.shape == (3, 12, 5)
+    loaded = relattn.load_pretrained(source).variables["params"]["head"]["kernel"]
+    for seed in range(3):
+        np.testing.assert_array_equal(head[seed], loaded)

@@ -442,10 +442,129 @@ def hf_gpt2(tensors: Tensors, settings: Mapping[str, Any]) -> Converted:
     return Converted(config, apply_table(HF_GPT2, tensors, num_layers, masks))
 
 
+def _offset_table(flip: bool, heads: int, cls: bool, x: np.ndarray) -> np.ndarray:
+    """A table [rows, inputs, outputs] in our order of offsets and of CLS rows.
+
+    The authors index queries and keys by the offset of the other sign, causal queries
+    from the end, and have the rows of CLS in the order self, in, out.
+    """
+    rows, prefix = (x[:-3], x[-3:][[1, 0, 2]]) if cls else (x, x[:0])
+    x = np.concatenate([rows[::-1] if flip else rows, prefix])
+    return x.reshape(*x.shape[:2], heads, -1)
+
+
+def _translution_layers(tensors: Tensors, heads: int, text: bool) -> tuple[Table, dict]:
+    """The attention's part of the table, and the attention's options."""
+    first, layer = "translution.layers.0.0.", "translution.layers.{}.0."
+    low = f"{first}to_qkv.weight" in tensors
+    table: Table = _fused(f"{layer}to_qkv.weight") if low else {}
+    relative = ""
+    for name in "qkv":
+        theirs = f"to_{name}2" if low else f"to_{name}"
+        if f"{first}{theirs}.unique_params" in tensors:
+            relative += name
+            flip = name == "q" if text else name in "qk"
+            order = functools.partial(_offset_table, flip, heads, not text)
+            table[f"layers.{{}}.attention.{name}_table"] = (
+                order,
+                f"{layer}{theirs}.unique_params",
+            )
+        if f"{first}to_{name}1.weight" in tensors:
+            ours = f"layers.{{}}.attention.low_{name}.kernel"
+            table[ours] = (np.transpose, f"{layer}to_{name}1.weight")
+    if f"{first}to_v3.weight" in tensors:
+        ours = "layers.{}.attention.low_out.kernel"
+        table[ours] = (np.transpose, f"{layer}to_v3.weight")
+    if not low:
+        return table, {"attention": "translution"}
+    if not relative:
+        return table, {"attention": "softmax"}
+    inner = tensors[f"{first}to_{relative[-1]}1.weight"].shape[0]
+    attention = (
+        f"lor_translution(rank={inner // heads}, relative={relative!r}, average=True)"
+    )
+    return table, {"attention": attention}
+
+
+TRANSLUTION = {
+    **_norm("layers.{}.attention_norm", "translution.layers.{}.0.norm"),
+    **_linear("layers.{}.attention.out", "translution.layers.{}.0.to_out.0"),
+    **_norm("layers.{}.feed_forward_norm", "translution.layers.{}.1.net.0"),
+    **_linear("layers.{}.feed_forward.hidden", "translution.layers.{}.1.net.1"),
+    **_linear("layers.{}.feed_forward.out", "translution.layers.{}.1.net.4"),
+    **_norm("norm", "translution.norm"),
+}
+TRANSLUTION_VIT = {
+    **_norm("patch_norm", "to_patch_embedding.1"),
+    **_linear("embedding", "to_patch_embedding.2"),
+    **_norm("embedding_norm", "to_patch_embedding.3"),
+    **_linear("head", "mlp_head"),
+}
+TRANSLUTION_GPT = {
+    "embedding.embedding": (_same, "wte.weight"),
+    **_norm("head_norm", "norm"),
+    "head.kernel": (np.transpose, "output_head.weight"),
+}
+
+
+def translution(tensors: Tensors, settings: Mapping[str, Any]) -> Converted:
+    """Converts the ViT and the GPT of Translution's authors, exact or LoR."""
+    text = "wte.weight" in tensors
+    dim = tensors["translution.norm.weight"].shape[0]
+    heads = _num_heads(settings, "num_heads", dim)
+    num_layers = _num_layers(tensors, r"translution\.layers\.(\d+)\.")
+    attention, options = _translution_layers(tensors, heads, text)
+    table = {**TRANSLUTION, **attention}
+    model = {
+        "name": "gpt" if text else "vit",
+        "dim": dim,
+        "num_layers": num_layers,
+        "num_heads": heads,
+        "mlp_dim": tensors["translution.layers.0.1.net.1.weight"].shape[0],
+        **options,
+    }
+    if text:
+        table |= TRANSLUTION_GPT
+        length = tensors["translution.layers.0.0.causal"].shape[-1]
+        config = {"vocab_size": tensors["wte.weight"].shape[0]}
+        config["context_length"] = length
+        if "wpe.weight" in tensors:
+            model["position"] = "learned"
+            table["position.learned.table"] = (_same, "wpe.weight")
+    else:
+        table |= TRANSLUTION_VIT
+        width = tensors["to_patch_embedding.2.weight"].shape[1]
+        # The side of the patch is whole for one number of channels only.
+        channels = 1 if math.isqrt(width) ** 2 == width else 3
+        side = math.isqrt(width // channels)
+        model["patch_size"] = side
+        rows = {k: len(x) for k, x in tensors.items() if k.endswith("unique_params")}
+        if "pos_embedding" in tensors:
+            count = tensors["pos_embedding"].shape[1] - 1
+        elif rows:
+            count = ((math.isqrt(next(iter(rows.values())) - 3) + 1) // 2) ** 2
+        else:
+            count = (settings.get("image_size", 0) // side) ** 2
+        grid = _grid(count, settings, [side, side])
+        config = {"num_classes": tensors["mlp_head.weight"].shape[0]}
+        config["image_shape"] = [grid[0] * side, grid[1] * side, channels]
+        if "pos_embedding" in tensors:
+            model["position"] = "learned"
+            table["position.learned.table"] = (lambda x: x[0, 1:], "pos_embedding")
+            table["cls"] = (lambda x, p: x + p[:, :1], "cls_token", "pos_embedding")
+        else:
+            table["cls"] = (_same, "cls_token")
+    masks = r"translution\.layers\.\d+\.0\.causal"
+    return Converted(
+        {"model": model, **config}, apply_table(table, tensors, num_layers, masks)
+    )
+
+
 SOURCES: dict[str, Callable[[Tensors, Mapping[str, Any]], Converted]] = {
     "timm": timm,
     "hf_vit": hf_vit,
     "hf_gpt2": hf_gpt2,
+    "translution": translution,
 }
 
 

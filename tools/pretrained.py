@@ -126,7 +126,190 @@ def write_hf_gpt2(folder: pathlib.Path) -> None:
     write_safetensors(folder / "expected.safetensors", expected)
 
 
-WRITERS = {"timm": write_timm, "hf_vit": write_hf_vit, "hf_gpt2": write_hf_gpt2}
+def draw_state(shapes: dict[str, tuple[int, ...]]) -> dict:
+    """Draws the tensors of a checkpoint."""
+    import torch
+
+    generator = torch.Generator().manual_seed(SEED)
+    return {
+        name: SCALE * torch.randn(shape, generator=generator)
+        for name, shape in shapes.items()
+    }
+
+
+def translution_shapes(dim, mlp_dim, num_layers, rows, low) -> dict:
+    """Names and shapes of the layers of Translution's authors.
+
+    With ``low``, the inner width of LoR-Translution, without tables of queries.
+    """
+    shapes = {}
+    for layer in range(num_layers):
+        attention = f"translution.layers.{layer}.0."
+        if low:
+            shapes[f"{attention}to_qkv.weight"] = (3 * dim, dim)
+            for name in "qkv":
+                shapes[f"{attention}to_{name}1.weight"] = (low, dim)
+            for name in "kv":
+                shapes[f"{attention}to_{name}2.unique_params"] = (rows, low, low)
+            shapes[f"{attention}to_v3.weight"] = (dim, low)
+        else:
+            for name in "qkv":
+                shapes[f"{attention}to_{name}.unique_params"] = (rows, dim, dim)
+        net = f"translution.layers.{layer}.1.net."
+        for name, shape in {
+            f"{attention}norm": (dim,),
+            f"{attention}to_out.0": (dim, dim),
+            f"{net}0": (dim,),
+            f"{net}1": (mlp_dim, dim),
+            f"{net}4": (dim, mlp_dim),
+        }.items():
+            shapes |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
+    return shapes | {f"translution.norm.{name}": (dim,) for name in ("weight", "bias")}
+
+
+def translution_blocks(state, x, heads: int, num_layers: int, index, reversed_index):
+    """Applies the layers and the final norm, by the authors' definition.
+
+    ``index`` [n, n] has the table row of keys and values, for query and key; that of
+    queries is ``reversed_index``, for key and query.
+    """
+    import torch
+    import torch.nn.functional as F
+
+    def norm(name, x):
+        return F.layer_norm(
+            x, x.shape[-1:], state[f"{name}.weight"], state[f"{name}.bias"]
+        )
+
+    def linear(name, x):
+        return F.linear(x, state[f"{name}.weight"], state.get(f"{name}.bias"))
+
+    def split(x):
+        return x.unflatten(-1, (heads, -1))
+
+    def pairs(name, x, index):
+        """[batch, i, j, heads, depth]: token j by the row of (i, j)."""
+        weights = state[f"{name}.unique_params"][index]
+        return split(torch.einsum("bjc,ijcd->bijd", x, weights))
+
+    n = x.shape[1]
+    causal = "translution.layers.0.0.causal" in state
+    future = torch.ones(n, n).triu(1).bool() & causal
+    for layer in range(num_layers):
+        name = f"translution.layers.{layer}.0."
+        y = norm(f"{name}norm", x)
+        scale = (x.shape[-1] // heads) ** -0.5
+        low = f"{name}to_qkv.weight" in state
+        if low:
+            plain = [split(z) for z in linear(f"{name}to_qkv", y).chunk(3, -1)]
+            q = split(linear(f"{name}to_q1", y))[:, :, None]
+            k = pairs(f"{name}to_k2", linear(f"{name}to_k1", y), index)
+            v = pairs(f"{name}to_v2", linear(f"{name}to_v1", y), index)
+        else:
+            q = pairs(f"{name}to_q", y, reversed_index).transpose(1, 2)
+            k = pairs(f"{name}to_k", y, index)
+            v = pairs(f"{name}to_v", y, index)
+        scores = (q * k).sum(-1)
+        if low:
+            plain_scores = torch.einsum("bihd,bjhd->bijh", plain[0], plain[1])
+            scores = (scores + plain_scores) / 2
+        scores = (scores * scale).masked_fill(future[None, :, :, None], -torch.inf)
+        weights = scores.softmax(2)
+        out = torch.einsum("bijh,bijhd->bihd", weights, v).flatten(2)
+        if low:
+            plain_out = torch.einsum("bijh,bjhd->bihd", weights, plain[2]).flatten(2)
+            out = (plain_out + linear(f"{name}to_v3", out)) / 2
+        x = x + linear(f"{name}to_out.0", out)
+        net = f"translution.layers.{layer}.1.net."
+        x = x + linear(f"{net}4", F.gelu(linear(f"{net}1", norm(f"{net}0", x))))
+    return norm("translution.norm", x)
+
+
+def write_translution(folder: pathlib.Path, low: int = 0) -> None:
+    """Writes the ViT of Translution, exact or LoR, with the authors' names."""
+    import torch
+    import torch.nn.functional as F
+    from safetensors.torch import save_file
+
+    dim, heads, layers, side, patch, classes = 6, 2, 2, 3, 2, 5
+    width = 3 * patch**2
+    shapes = translution_shapes(dim, 7, layers, (2 * side - 1) ** 2 + 3, low)
+    shapes |= {"cls_token": (1, 1, dim), "pos_embedding": (1, side**2 + 1, dim)}
+    for name, shape in {
+        "to_patch_embedding.1": (width,),
+        "to_patch_embedding.2": (dim, width),
+        "to_patch_embedding.3": (dim,),
+        "mlp_head": (classes, dim),
+    }.items():
+        shapes |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
+    state = draw_state(shapes)
+    save_file(state, folder / "model.safetensors")
+    (folder / "config.json").write_text(f'{{"num_heads": {heads}}}\n')
+    rows = (2 * side - 1) ** 2
+    index = torch.full((side**2 + 1,) * 2, rows)
+    index[0, 1:], index[1:, 0] = rows + 1, rows + 2
+    for i in range(side**2):
+        for j in range(side**2):
+            down, right = i // side - j // side, i % side - j % side
+            index[1 + i, 1 + j] = (down + side - 1) * (2 * side - 1) + right + side - 1
+    images = draw_images(side * patch, side * patch)
+    x = torch.from_numpy(images).reshape(2, side, patch, side, patch, 3)
+    x = x.transpose(2, 3).reshape(2, side**2, width)
+
+    def part(index):
+        name = f"to_patch_embedding.{index}"
+        return state[f"{name}.weight"], state[f"{name}.bias"]
+
+    x = F.linear(F.layer_norm(x, (width,), *part(1)), *part(2))
+    x = F.layer_norm(x, (dim,), *part(3))
+    x = torch.cat([state["cls_token"].expand(2, -1, -1), x], 1)
+    x = x + state["pos_embedding"]
+    x = translution_blocks(state, x, heads, layers, index, index)
+    logits = F.linear(x[:, 0], state["mlp_head.weight"], state["mlp_head.bias"])
+    expected = {"inputs": images, "logits": logits.numpy()}
+    write_safetensors(folder / "expected.safetensors", expected)
+
+
+def write_lor_translution(folder: pathlib.Path) -> None:
+    """Writes the ViT of LoR-Translution, with tables of keys and values."""
+    write_translution(folder, low=4)
+
+
+def write_translution_gpt(folder: pathlib.Path) -> None:
+    """Writes the GPT of Translution with the authors' names."""
+    import torch
+    import torch.nn.functional as F
+    from safetensors.torch import save_file
+
+    dim, heads, layers, length, vocab_size = 6, 2, 2, 7, 23
+    shapes = translution_shapes(dim, 5, layers, length, 0)
+    shapes |= {"wte.weight": (vocab_size, dim), "output_head.weight": (vocab_size, dim)}
+    shapes |= {"norm.weight": (dim,), "norm.bias": (dim,)}
+    state = draw_state(shapes)
+    for layer in range(layers):
+        mask = torch.ones(1, 1, length, length).tril()
+        state[f"translution.layers.{layer}.0.causal"] = mask
+    save_file(state, folder / "model.safetensors")
+    (folder / "config.json").write_text(f'{{"num_heads": {heads}}}\n')
+    offset = torch.arange(length)[:, None] - torch.arange(length)
+    tokens = np.random.default_rng(SEED).integers(vocab_size, size=(2, length))
+    x = state["wte.weight"][torch.from_numpy(tokens)]
+    index, reversed_index = offset.clamp(min=0), offset.clamp(max=0) + length - 1
+    x = translution_blocks(state, x, heads, layers, index, reversed_index)
+    x = F.layer_norm(x, (dim,), state["norm.weight"], state["norm.bias"])
+    logits = F.linear(x, state["output_head.weight"])
+    expected = {"inputs": tokens.astype(np.int32), "logits": logits.numpy()}
+    write_safetensors(folder / "expected.safetensors", expected)
+
+
+WRITERS = {
+    "timm": write_timm,
+    "hf_vit": write_hf_vit,
+    "hf_gpt2": write_hf_gpt2,
+    "translution": write_translution,
+    "translution_lor": write_lor_translution,
+    "translution_gpt": write_translution_gpt,
+}
 
 
 def main(args: list[str] | None = None) -> None:

@@ -24,11 +24,15 @@ def assert_logits_equal(found, expected):
     assert difference < BOUND * np.abs(expected).max()
 
 
-@pytest.mark.parametrize("source", SOURCES)
-def test_logits_equal_pytorch(source, tmp_path):
-    convert(source, FIXTURES / source / "model.safetensors", tmp_path)
+CHECKPOINTS = [path.parent.name for path in sorted(FIXTURES.glob("*/config.json"))]
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_logits_equal_pytorch(name, tmp_path):
+    (source,) = [source for source in SOURCES if name.startswith(source)]
+    convert(source, FIXTURES / name / "model.safetensors", tmp_path)
     loaded = relattn.load_pretrained(tmp_path)
-    expected = read_safetensors(FIXTURES / source / "expected.safetensors")
+    expected = read_safetensors(FIXTURES / name / "expected.safetensors")
     logits = loaded.model.apply(loaded.variables, jnp.asarray(expected["inputs"]))
     assert_logits_equal(logits, expected["logits"])
 

@@ -57,19 +57,19 @@ def timm_model(**sizes):
     return randomize(VisionTransformer(**sizes))
 
 
-def hf_vit_model(**sizes):
+def hf_vit_model(scale: float = SCALE, **sizes):
     """Makes a random ViTForImageClassification of transformers."""
     from transformers import ViTConfig, ViTForImageClassification
 
-    return randomize(ViTForImageClassification(ViTConfig(**sizes)))
+    return randomize(ViTForImageClassification(ViTConfig(**sizes)), scale)
 
 
-def hf_gpt2_model(**sizes):
+def hf_gpt2_model(scale: float = SCALE, **sizes):
     """Makes a random GPT2LMHeadModel of transformers."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     ends = {"bos_token_id": 0, "eos_token_id": 0}
-    return randomize(GPT2LMHeadModel(GPT2Config(**ends, **sizes)))
+    return randomize(GPT2LMHeadModel(GPT2Config(**ends, **sizes)), scale)
 
 
 def text_logits(model, tokens: np.ndarray) -> np.ndarray:

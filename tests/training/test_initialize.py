@@ -5,6 +5,9 @@ import numpy as np
 import pytest
 
 import relattn
+from relattn import data as data_lib
+from relattn import training
+from relattn.convert import convert
 from relattn.data import ImageInfo
 from relattn.models import pretrained
 from relattn.training.config import default_config
@@ -12,6 +15,28 @@ from relattn.training.initialize import initial_state
 from relattn.training.seeds import make_task
 
 INFO = ImageInfo("a set", tuple("01234"), (6, 6, 1), (0.1,), (0.2,), 200, "somewhere")
+
+
+def make_data():
+    """Images of noise in three classes."""
+    rng = np.random.default_rng(0)
+
+    def split(n):
+        images = rng.integers(0, 256, (n, 5, 5, 1), dtype=np.uint8)
+        return data_lib.ImageSplit(images, rng.integers(0, 3, n).astype(np.int32))
+
+    return data_lib.ImageData(
+        name="columns",
+        train=split(23),
+        validation=split(11),
+        test=split(13),
+        class_names=("left", "middle", "right"),
+        mean=np.array([0.4], np.float32),
+        std=np.array([0.2], np.float32),
+        origin="noise",
+    )
+
+
 SIZES = {"dim": 12, "num_heads": 3, "num_layers": 2, "mlp_dim": 7, "patch_size": 2}
 
 
@@ -91,3 +116,43 @@ def test_every_seed_starts_from_the_source(source):
     loaded = relattn.load_pretrained(source).variables["params"]["head"]["kernel"]
     for seed in range(3):
         np.testing.assert_array_equal(head[seed], loaded)
+
+
+def train(workdir, **options):
+    config = default_config()
+    config.model.update({"name": "vit", **SIZES, "patch_size": 1})
+    config.data.image_size = 5
+    config.update({"num_steps": 2, "num_epochs": 0, "progress": False, **options})
+    config.update({"batch_size": 8, "eval_every_steps": 2})
+    training.train_and_evaluate(
+        config, workdir, data=make_data(), devices=jax.local_devices()[:1]
+    )
+    return training.load_run(workdir)
+
+
+def test_run_is_saved_converted_and_trained_on(tmp_path):
+    run = train(tmp_path / "run")
+    run.save_pretrained(tmp_path / "saved", license="cc0-1.0")
+    convert("run", tmp_path / "run", tmp_path / "converted")
+    for folder in (tmp_path / "saved", tmp_path / "converted"):
+        loaded = relattn.load_pretrained(folder)
+        jax.tree.map(
+            np.testing.assert_array_equal,
+            loaded.variables["params"],
+            run.variables["params"],
+        )
+        assert loaded.config["image_shape"] == [5, 5, 1]
+        assert loaded.config["data"]["class_names"] == ["left", "middle", "right"]
+    card = (tmp_path / "saved" / "README.md").read_text()
+    for text in ("license: cc0-1.0", "# vit on columns", "| test_accuracy | "):
+        assert text in card
+    # An update this small changes no float32.
+    still = {"learning_rate": 1e-30}
+    with_run = train(
+        tmp_path / "more", init_from=str(tmp_path / "run"), optimizer=still
+    )
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        with_run.variables["params"],
+        run.variables["params"],
+    )

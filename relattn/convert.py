@@ -560,11 +560,96 @@ def translution(tensors: Tensors, settings: Mapping[str, Any]) -> Converted:
     )
 
 
+_PERFORMER_LAYER = "performer.net.layers.{}."
+PERFORMER = {
+    "cls": (lambda x: x[None, None], "class_query"),
+    **_linear("embedding", "content_embedding"),
+    **_norm("layers.{}.attention_norm", _PERFORMER_LAYER + "0.norm"),
+    **_linear("layers.{}.attention.v", _PERFORMER_LAYER + "0.fn.to_v"),
+    **_linear("layers.{}.attention.out", _PERFORMER_LAYER + "0.fn.to_out"),
+    **_norm("layers.{}.feed_forward_norm", _PERFORMER_LAYER + "1.norm"),
+    **_linear("layers.{}.feed_forward.hidden", _PERFORMER_LAYER + "1.fn.fn.w1"),
+    **_linear("layers.{}.feed_forward.out", _PERFORMER_LAYER + "1.fn.fn.w2"),
+    **_linear("head", "output_layer"),
+}
+_FREQUENCIES = "positional_embedding.inv_freq"
+_PROJECTION = "0.fn.fast_attention.projection_matrix"
+# The constant that the authors' code adds to features.
+PERFORMER_EPS = 1e-4
+
+
+def _coefficients(heads: int, *arrays: np.ndarray) -> np.ndarray:
+    """(a, b) [layers, heads, pairs, 2], from alpha and beta of each layer."""
+    stacked = np.stack(arrays).reshape(len(arrays) // 2, 2, heads, -1)
+    return np.moveaxis(stacked, 1, -1)
+
+
+def performer(tensors: Tensors, settings: Mapping[str, Any]) -> Converted:
+    """Converts the Performers of Horn et al.: no position, absolute, strategy 1.
+
+    The authors add eps to features after subtracting a maximum over the batch; ours is
+    a constant that depends on no token, so outputs are close to theirs, not equal.
+    """
+    if _PERFORMER_LAYER.format(0) + _PROJECTION not in tensors:
+        raise ValueError("only Performers without position heads are converted")
+    num_layers = _num_layers(tensors, r"performer\.net\.layers\.(\d+)\.")
+    dim, channels = tensors["content_embedding.weight"].shape
+    heads = _num_heads(settings, "heads", dim)
+    num_features = tensors[_PERFORMER_LAYER.format(0) + _PROJECTION].shape[0]
+    model = {
+        "name": "performer",
+        "dim": dim,
+        "num_layers": num_layers,
+        "num_heads": heads,
+        "mlp_dim": tensors[_PERFORMER_LAYER.format(0) + "1.fn.fn.w1.weight"].shape[0],
+        "attention": f"favor(num_features={num_features}, eps={PERFORMER_EPS}, "
+        "haar=False)",
+        "position": "none",
+    }
+    table = dict(PERFORMER)
+    content = ""
+    if f"{_PERFORMER_LAYER.format(0)}0.fn.to_q.alpha" in tensors:
+        content = ".content_linear"
+        scales = tensors[_FREQUENCIES].shape[0]
+        model["position"] = f"constrained_sincos(num_scales={scales})"
+        table["position.constrained_sincos.frequencies"] = (_same, _FREQUENCIES)
+        table["position.constrained_sincos.coefficients"] = (
+            functools.partial(_coefficients, heads),
+            *(
+                f"{_PERFORMER_LAYER.format(layer)}0.fn.to_q.{name}"
+                for layer in range(num_layers)
+                for name in ("alpha", "beta")
+            ),
+        )
+    elif _FREQUENCIES in tensors:
+        model["position"] = "learnable_sincos"
+        table["position.learnable_sincos.frequencies"] = (_same, _FREQUENCIES)
+    for name in "qk":
+        theirs = f"{_PERFORMER_LAYER}0.fn.to_{name}{content}"
+        table |= _linear(f"layers.{{}}.attention.{name}", theirs)
+    projection = "layers.{}.attention.projection.projection"
+    table[projection] = (_same, _PERFORMER_LAYER + _PROJECTION)
+    buffers = r"performer\.calls_since_last_redraw|.*\.offdiag_matrix"
+    arrays = apply_table(table, tensors, num_layers, buffers)
+    # Projections are no parameters.
+    end = ".attention.projection.projection"
+    for name in [name for name in arrays if name.endswith(end)]:
+        arrays[f"random_features{name.removeprefix('params')}"] = arrays.pop(name)
+    side = settings.get("image_size", 32)
+    config = {
+        "model": model,
+        "num_classes": tensors["output_layer.weight"].shape[0],
+        "image_shape": [side, side, channels],
+    }
+    return Converted(config, arrays)
+
+
 SOURCES: dict[str, Callable[[Tensors, Mapping[str, Any]], Converted]] = {
     "timm": timm,
     "hf_vit": hf_vit,
     "hf_gpt2": hf_gpt2,
     "translution": translution,
+    "performer": performer,
 }
 
 

@@ -302,6 +302,86 @@ def write_translution_gpt(folder: pathlib.Path) -> None:
     write_safetensors(folder / "expected.safetensors", expected)
 
 
+def write_performer(folder: pathlib.Path) -> None:
+    """Writes a Performer of strategy 1 with the authors' names.
+
+    Logits are those with eps = 0: the authors' eps follows a maximum over the batch.
+    """
+    import torch
+    import torch.nn.functional as F
+    from safetensors.torch import save_file
+
+    dim, heads, layers, size, classes, scales, features = 6, 2, 2, 5, 3, 2, 7
+    pairs = 2 * scales
+    shapes = {"class_query": (dim,), "positional_embedding.inv_freq": (scales,)}
+    linears = {"content_embedding": (dim, 1), "output_layer": (classes, dim)}
+    for layer in range(layers):
+        name = f"performer.net.layers.{layer}."
+        for end in ("to_q.content_linear", "to_k.content_linear", "to_v", "to_out"):
+            linears[f"{name}0.fn.{end}"] = (dim, dim)
+        linears |= {f"{name}0.norm": (dim,), f"{name}1.norm": (dim,)}
+        linears[f"{name}1.fn.fn.w1"] = (4 * dim, dim)
+        linears[f"{name}1.fn.fn.w2"] = (dim, 4 * dim)
+        for end in ("alpha", "beta"):
+            shapes[f"{name}0.fn.to_q.{end}"] = (pairs * heads,)
+        depth = dim // heads + 2 * pairs
+        projection = f"{name}0.fn.fast_attention.projection_matrix"
+        shapes[projection] = (features, depth)
+    for name, shape in linears.items():
+        shapes |= {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
+    state = draw_state(shapes)
+    state["performer.calls_since_last_redraw"] = torch.tensor(3)
+    save_file(state, folder / "model.safetensors")
+    settings = {"heads": heads, "image_size": size}
+    (folder / "config.json").write_text(json.dumps(settings) + "\n")
+
+    def linear(name, x):
+        return F.linear(x, state[f"{name}.weight"], state[f"{name}.bias"])
+
+    def norm(name, x):
+        return F.layer_norm(x, (dim,), state[f"{name}.weight"], state[f"{name}.bias"])
+
+    def split(x):
+        return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+    images = draw_images(size, size, 1)
+    x = linear("content_embedding", torch.from_numpy(images).flatten(1, 2))
+    x = torch.cat([state["class_query"].expand(2, 1, -1), x], 1)
+    rows, columns = torch.meshgrid(*[torch.arange(size)] * 2, indexing="ij")
+    positions = torch.stack([rows, columns], -1).reshape(-1, 2, 1)
+    angles = (positions * state["positional_embedding.inv_freq"]).flatten(1)
+    # [tokens, pairs, (sine, cosine)]; CLS has zeros.
+    u = F.pad(torch.stack([angles.sin(), angles.cos()], -1), (0, 0, 0, 0, 1, 0))
+    for layer in range(layers):
+        name = f"performer.net.layers.{layer}."
+        y = norm(f"{name}0.norm", x)
+        a, b = (
+            state[f"{name}0.fn.to_q.{end}"].reshape(heads, 1, pairs)
+            for end in ("alpha", "beta")
+        )
+        sine, cosine = u[..., 0], u[..., 1]
+        turned = torch.stack([sine * a - cosine * b, sine * b + cosine * a], -1)
+        q = split(linear(f"{name}0.fn.to_q.content_linear", y))
+        k = split(linear(f"{name}0.fn.to_k.content_linear", y))
+        q = torch.cat([q, turned.flatten(2).expand(2, -1, -1, -1)], -1)
+        k = torch.cat([k, u.flatten(1).expand(2, heads, -1, -1)], -1)
+        projection = state[f"{name}0.fn.fast_attention.projection_matrix"]
+
+        def features_of(x, projection=projection):
+            x = x * x.shape[-1] ** -0.25
+            return (x @ projection.T - (x**2).sum(-1, keepdim=True) / 2).exp()
+
+        weights = features_of(q) @ features_of(k).transpose(-1, -2)
+        weights = weights / weights.sum(-1, keepdim=True)
+        out = weights @ split(linear(f"{name}0.fn.to_v", y))
+        x = x + linear(f"{name}0.fn.to_out", out.transpose(1, 2).flatten(2))
+        hidden = F.gelu(linear(f"{name}1.fn.fn.w1", norm(f"{name}1.norm", x)))
+        x = x + linear(f"{name}1.fn.fn.w2", hidden)
+    logits = linear("output_layer", x[:, 0])
+    expected = {"inputs": images, "logits": logits.numpy()}
+    write_safetensors(folder / "expected.safetensors", expected)
+
+
 WRITERS = {
     "timm": write_timm,
     "hf_vit": write_hf_vit,
@@ -309,6 +389,7 @@ WRITERS = {
     "translution": write_translution,
     "translution_lor": write_lor_translution,
     "translution_gpt": write_translution_gpt,
+    "performer": write_performer,
 }
 
 

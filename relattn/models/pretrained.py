@@ -84,6 +84,8 @@ def load_pretrained(
         (1, 3)
     """
     folder = Path(folder)
+    if not (folder / CONFIG).is_file():
+        raise FileNotFoundError(f"{folder} holds no model: it has no {CONFIG}")
     try:
         config = json.loads((folder / CONFIG).read_text("utf-8"))
         model = build(config)

@@ -53,6 +53,8 @@ def read_safetensors(path: str | Path) -> dict[str, np.ndarray]:
         >>> read_safetensors(path)["a"].shape
         (2, 3)
     """
+    if not os.path.isfile(path):
+        raise FileNotFoundError(f"there is no file {path}")
     size = os.path.getsize(path)
     data = np.memmap(path, np.uint8, "r") if size else np.zeros(0, np.uint8)
     start = 8 + int.from_bytes(data[:8].tobytes(), "little")

@@ -32,3 +32,4 @@ from relattn.data.text import load_text as load_text
 from relattn.data.tfds import DatasetNotPreparedError as DatasetNotPreparedError
 from relattn.data.tokenizers import Tokenizer as Tokenizer
 from relattn.data.tokenizers import load_tokenizer as load_tokenizer
+from relattn.data.user_images import read_images as read_images

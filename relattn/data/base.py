@@ -97,6 +97,8 @@ class ImageInfo:
         num_train: Number of training images.
         origin: Where the images came from, in words.
         kind: Always "images".
+        streamed: Whether the images are photographs of any size, cropped to
+            ``image_shape`` when they are read.
     """
 
     name: str
@@ -107,6 +109,7 @@ class ImageInfo:
     num_train: int
     origin: str
     kind: str = "images"
+    streamed: bool = False
 
     @property
     def num_classes(self) -> int:

@@ -1,4 +1,4 @@
-"""Decodes untrusted JPEG and PNG images.
+"""Decodes untrusted JPEG, PNG and WebP images.
 
 A header may claim any size, and Pillow raises errors of any type on damaged bytes. Here
 every such error becomes a ValueError that names the image.
@@ -12,9 +12,10 @@ from PIL import Image, UnidentifiedImageError
 from relattn.data.paths import describe_error
 
 # Pillow supports many more, for example EPS, which it runs in Ghostscript.
-FORMATS = ("JPEG", "PNG")
+FORMATS = ("JPEG", "PNG", "WEBP")
 # Modes of at most 8 bits per channel: Pillow clips the values of others at 255.
 MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK")
+GREY_MODES = ("1", "L", "LA")
 
 
 def open_image(
@@ -31,13 +32,13 @@ def open_image(
         The image; its pixels are not decoded yet.
 
     Raises:
-        ValueError: If it is not a JPEG or PNG, or claims more pixels than
+        ValueError: If it is not a JPEG, PNG or WebP, or claims more pixels than
             ``PIL.Image.MAX_IMAGE_PIXELS``.
     """
     try:
         image = Image.open(source, formats=FORMATS)
     except UnidentifiedImageError as error:
-        raise _unreadable(where, "not a JPEG or PNG", hint) from error
+        raise _unreadable(where, "not a JPEG, PNG or WebP", hint) from error
     except Exception as error:
         raise _unreadable(where, describe_error(error), hint) from error
     pixels, limit = image.width * image.height, Image.MAX_IMAGE_PIXELS

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32, UInt8
+from jaxtyping import Array, Float, Float32, Shaped
 from ml_collections import ConfigDict
 
 from relattn import spec
@@ -82,7 +82,7 @@ def input_shape(config: ConfigDict, info: DataInfo) -> tuple[int, ...]:
 
 
 def preprocess(
-    images: UInt8[Array | np.ndarray, "batch height width channels"],
+    images: Shaped[Array | np.ndarray, "batch height width channels"],
     *,
     image_size: int,
     mean: Float[Array | np.ndarray, "channels"] | None = None,
@@ -108,7 +108,8 @@ def preprocess(
         float32 [batch, image_size, image_size, channels].
 
     Raises:
-        ValueError: If only one of `mean` and `std` is given, or `image_size` < 1.
+        ValueError: If only one of `mean` and `std` is given, `image_size` < 1, or the
+            images are not uint8.
 
     Example:
         >>> images = np.full((1, 28, 28, 1), 255, np.uint8)
@@ -119,6 +120,11 @@ def preprocess(
         raise ValueError(f"image_size={image_size}: it must be at least 1.")
     if (mean is None) != (std is None):
         raise ValueError("mean and std go together: give both or neither.")
+    if images.dtype != np.uint8:
+        raise ValueError(
+            f"images are {images.dtype}, expected uint8 from 0 to 255: for values in "
+            "[0, 1] give (255 * images).round().astype(np.uint8)"
+        )
     batch, height, width, channels = images.shape
     values = jnp.asarray(images, jnp.float32) / 255
     if change is not None:

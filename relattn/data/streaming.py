@@ -41,6 +41,7 @@ from relattn.data.image_transforms import (
 from relattn.data.images import draw_validation
 from relattn.data.paths import describe_error
 from relattn.data.tfds import describe_origin, open_builder, reading_prepared
+from relattn.data.user_images import short_side
 
 AUGMENTATIONS = {"none": lambda image, rng: image, "randaugment": randaugment}
 # Statistics of ImageNet's training images, the usual choice for photographs.
@@ -67,7 +68,7 @@ def open_streamed(
         ValueError: If an option is invalid, or the folder is incomplete, damaged or in
             another file format.
     """
-    size, short_side, augment, num_workers = _read_options(config)
+    size, side, augment, num_workers = _read_options(config)
     with reading_prepared(folder):
         builder = open_builder(folder)
         class_names = tuple(builder.info.features["label"].names)
@@ -87,9 +88,10 @@ def open_streamed(
         std=STD,
         num_train=len(train),
         origin=describe_origin(config.name, folder),
+        streamed=True,
     )
     splits = {
-        name: StreamedSplit(photographs, size, short_side, num_workers)
+        name: StreamedSplit(photographs, size, side, num_workers)
         for name, photographs in (("validation", validation), ("test", test))
     }
     return StreamedImages(info, train, splits, augment, num_workers)
@@ -98,10 +100,10 @@ def open_streamed(
 def _read_options(config: ConfigDict) -> tuple[int, int, str, int]:
     """Returns the checked image_size, short_side, augment and num_workers."""
     size, num_workers = config.get("image_size", 224), config.get("num_workers", 0)
-    short_side = config.get("short_side", 0) or round(size * 256 / 224)
-    if not 1 <= size <= short_side:
+    side = short_side(config)
+    if not 1 <= size <= side:
         raise ValueError(
-            f"data.image_size={size} with data.short_side={short_side}: it must be at "
+            f"data.image_size={size} with data.short_side={side}: it must be at "
             "least 1 and at most the short side that images are resized to."
         )
     if num_workers < 0:
@@ -112,7 +114,7 @@ def _read_options(config: ConfigDict) -> tuple[int, int, str, int]:
         augment, AUGMENTATIONS, "data.augment", reserved=("image", "rng")
     )
     function(Image.new("RGB", (1, 1)), rng=np.random.default_rng(0))
-    return size, short_side, augment, num_workers
+    return size, side, augment, num_workers
 
 
 def _open_split(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -22,14 +22,17 @@ def sample_token(
     *,
     temperature: float = 1.0,
     top_k: int = 0,
+    top_p: float = 1.0,
 ) -> Int[Array, " batch"]:
-    """Draws a token from softmax(logits / temperature), restricted to ``top_k`` tokens.
+    """Draws a token from softmax(logits / temperature), restricted to likely tokens.
 
     Args:
         key: A PRNG key.
         logits: Shape ``[batch, vocab]``.
         temperature: Divides the logits; 0 takes the most likely token.
         top_k: Number of most likely tokens to draw from; 0 for all.
+        top_p: Draws from the fewest most likely tokens whose probabilities sum to at
+            least ``top_p`` (nucleus sampling); 1 for all.
 
     Returns:
         Token ids, shape ``[batch]``.
@@ -38,76 +41,102 @@ def sample_token(
         >>> logits = jnp.log(jnp.array([[0.1, 0.6, 0.3]]))
         >>> sample_token(jax.random.key(0), logits, temperature=0.0).tolist()
         [1]
+        >>> sample_token(jax.random.key(0), logits, top_p=0.5).tolist()
+        [1]
+
+    Source:
+        Nucleus sampling: Holtzman et al., The Curious Case of Neural Text
+        Degeneration, section 3.1.
     """
     if temperature == 0:
         return logits.argmax(-1).astype(jnp.int32)
-    return _draw(key, logits, temperature, top_k)
+    return _draw(key, logits, temperature, top_k, None if top_p == 1 else top_p)
 
 
-def _draw(key, logits, temperature, top_k):
-    """Same as `sample_token`, for a temperature > 0 that may be traced."""
+def _draw(key, logits, temperature, top_k, top_p):
+    """Same as `sample_token`, for a temperature > 0; a top_p of None keeps all."""
     if top_k:
         kept = jax.lax.top_k(logits, min(top_k, logits.shape[-1]))[0][:, -1:]
         logits = jnp.where(logits < kept, -jnp.inf, logits)
-    return jax.random.categorical(key, logits / temperature).astype(jnp.int32)
+    logits = logits / temperature
+    if top_p is not None:
+        ordered = jnp.sort(logits, axis=-1, descending=True)
+        probabilities = jax.nn.softmax(ordered, axis=-1)
+        # A token is kept if those before it sum to less than top_p.
+        before = jnp.cumsum(probabilities, axis=-1) - probabilities
+        kept = jnp.where(before < top_p, ordered, jnp.inf).min(-1, keepdims=True)
+        logits = jnp.where(logits < kept, -jnp.inf, logits)
+    return jax.random.categorical(key, logits).astype(jnp.int32)
+
+
+Prompts = (
+    Int[Array, "batch prompt"]
+    | Int[np.ndarray, "batch prompt"]
+    | Sequence[Sequence[int] | Array | np.ndarray]
+)
 
 
 def generate(
     model: nn.Module,
     variables: Mapping[str, Any],
-    prompt: Int[Array, "batch prompt"] | Int[np.ndarray, "batch prompt"],
+    prompt: Prompts,
     num_tokens: int,
     *,
     key: Key[Array, ""],
     temperature: float | Float[Array, ""] = 1.0,
     top_k: int = 0,
+    top_p: float = 1.0,
+    stop_token: int | None = None,
 ) -> Int[Array, "batch total"]:
     """Continues prompts with tokens drawn from the model.
 
-    One call of the model computes the prompt and fills the cache: the keys and values,
-    inputs or state of every layer, in the collection ``cache``. Each further token then
-    costs one row of attention. The prompt is padded to the final length, so that a
-    prompt of another length with the same final length, or another temperature, does
-    not recompile.
+    One call of the model computes the shortest prompt and fills the cache: the keys and
+    values, inputs or state of every layer, in the collection ``cache``. Each further
+    token, also of a longer prompt, then costs one row of attention. The prompt is
+    padded to the final length, so that a prompt of another length with the same final
+    length, or another temperature, does not recompile.
+
+    Where the text is longer than the model's context, the model reads it window by
+    window: once a window is full, the next one begins with the last half of it.
 
     Args:
         model: A `GPT`.
         variables: Its variables.
-        prompt: Token ids, at least one, shape ``[batch, prompt]``.
-        num_tokens: Number of tokens to draw.
+        prompt: Token ids, at least one in each prompt: an array ``[batch, prompt]``, or
+            a list of prompts of different lengths.
+        num_tokens: Number of tokens to draw after the longest prompt. Shorter prompts
+            are continued to the same length.
         key: A PRNG key; the same key draws the same tokens.
         temperature: Divides the logits; 0 takes the most likely token.
         top_k: Number of most likely tokens to draw from; 0 for all.
+        top_p: Draws from the fewest most likely tokens whose probabilities sum to at
+            least ``top_p``; 1 for all.
+        stop_token: A token after which a text ends, once it is drawn; the rest of its
+            row is the same token. None for no such token.
 
     Returns:
-        The prompts and their continuations, shape ``[batch, prompt + num_tokens]``.
+        The prompts and their continuations, shape ``[batch, prompt + num_tokens]`` of
+        the longest prompt.
 
     Raises:
-        ValueError: If the prompt is empty or has an id that is not in the vocabulary,
-            prompt and continuation are longer than the model's context, ``temperature``
-            is negative or not finite, or ``top_k`` is not from 0 to the size of the
-            vocabulary.
+        ValueError: If a prompt is empty or has an id that is not in the vocabulary, or
+            an option is out of range.
 
     Example:
         >>> from relattn.models import GPT
         >>> model = GPT(vocab_size=11, context_length=7, dim=8, num_layers=1,
         ...             num_heads=2, mlp_dim=16)
-        >>> prompt = jnp.array([[3, 5]])
-        >>> variables = model.init(jax.random.key(0), prompt)
-        >>> generate(model, variables, prompt, 4, key=jax.random.key(1)).shape
-        (1, 6)
+        >>> prompt = [[3, 5], [2]]
+        >>> variables = model.init(jax.random.key(0), jnp.array([[3, 5]]))
+        >>> generate(model, variables, prompt, 9, key=jax.random.key(1)).shape
+        (2, 11)
     """
-    batch, length = prompt.shape
-    total = length + num_tokens
-    if not length or num_tokens < 1:
+    rows = [np.asarray(row) for row in prompt]
+    lengths = np.array([len(row) for row in rows], np.int32)
+    if not rows or not lengths.min() or num_tokens < 1:
         raise ValueError(
             "generate needs a prompt of at least one token and num_tokens >= 1, got "
-            f"{length} and {num_tokens}"
-        )
-    if total > model.context_length:
-        raise ValueError(
-            f"a prompt of {length} tokens and num_tokens={num_tokens} are longer than "
-            f"config.model.context_length={model.context_length}"
+            f"{lengths.min() if rows else 'none'} and {num_tokens}"
         )
     if not 0 <= temperature < math.inf:
         raise ValueError(
@@ -118,37 +147,76 @@ def generate(
             f"top_k must be from 0 (all) to {model.vocab_size}, the size of the "
             f"vocabulary, got {spec.shorten(top_k)}"
         )
-    ids = np.asarray(prompt)
+    if not 0 < top_p <= 1:
+        raise ValueError(f"top_p must be above 0 and at most 1 (all), got {top_p}")
+    ids = np.concatenate([*rows, [] if stop_token is None else [stop_token]])
     if ids.min() < 0 or ids.max() >= model.vocab_size:
+        wrong = ids.max() if ids.min() >= 0 else ids.min()
         raise ValueError(
-            f"the prompt has token id {ids.max() if ids.min() >= 0 else ids.min()}; "
-            f"the model's vocabulary has ids 0 to {model.vocab_size - 1}"
+            f"the prompt or stop_token has token id {int(wrong)}; the model's "
+            f"vocabulary has ids 0 to {model.vocab_size - 1}"
         )
-    tokens = jnp.zeros((batch, total), jnp.int32).at[:, :length].set(ids)
-    traced = (jnp.int32(length), jnp.float32(temperature))
-    greedy = bool(temperature == 0)
-    return _generate(model, greedy, top_k, variables, tokens, key, *traced)
+    total, context = int(lengths.max()) + num_tokens, model.context_length
+    if context < 2:
+        raise ValueError(
+            f"config.model.context_length={context} has no room for a drawn token: "
+            "use a model with a context of at least 2"
+        )
+    tokens = np.zeros((len(rows), total), np.int32)
+    for row, given in zip(tokens, rows, strict=True):
+        row[: len(given)] = given
+    static = (bool(temperature == 0), top_k, -1 if stop_token is None else stop_token)
+    options = (jnp.float32(temperature), None if top_p == 1 else jnp.float32(top_p))
+    known = int(lengths.min())
+    while known < total:
+        start = 0 if known < context else known - (context + 1) // 2
+        window = slice(start, min(start + context, total))
+        draws = jax.random.fold_in(key, start) if start else key
+        tokens[:, window] = _generate(
+            model,
+            *static,
+            variables,
+            tokens[:, window],
+            draws,
+            jnp.int32(known - start),
+            lengths - start,
+            *options,
+        )
+        known = window.stop
+    return jnp.asarray(tokens)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _generate(model, greedy, top_k, variables, tokens, key, length, temperature):
-    """Replaces the tokens from ``length`` on, which are padding, by drawn tokens."""
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _generate(
+    model, greedy, top_k, stop, variables, tokens, key, known, lengths, temperature,
+    top_p,
+):  # fmt: skip
+    """Draws the tokens from ``known`` on; those before ``lengths`` are prompts."""
     apply = functools.partial(model.apply, mutable=["cache"])
 
     def draw(logits, index):
         key_i = jax.random.fold_in(key, index)
         if greedy:
             return sample_token(key_i, logits[:, 0], temperature=0.0)
-        return _draw(key_i, logits[:, 0], temperature, top_k)
+        return _draw(key_i, logits[:, 0], temperature, top_k, top_p)
+
+    def write(tokens, index, drawn):
+        """Writes drawn tokens at an index, except in a prompt or after the end."""
+        last = tokens[:, index - 1]
+        drawn = jnp.where((last == stop) & (index > lengths), stop, drawn)
+        drawn = jnp.where(index < lengths, tokens[:, index], drawn)
+        return tokens.at[:, index].set(drawn)
 
     def step(index, carry):
         tokens, cache, drawn = carry
-        tokens = tokens.at[:, index].set(drawn)
-        logits, cache = apply({**variables, **cache}, drawn[:, None], index=index)
+        tokens = write(tokens, index, drawn)
+        row = jax.lax.dynamic_slice_in_dim(tokens, index, 1, axis=1)
+        logits, cache = apply({**variables, **cache}, row, index=index)
         return tokens, cache, draw(logits, index)
 
     # Prefill: one call for the prompt, padded to the final length.
-    logits, cache = apply(variables, tokens, index=length - 1)
-    carry = (tokens, cache, draw(logits, length - 1))
-    tokens, _, last = jax.lax.fori_loop(length, tokens.shape[1] - 1, step, carry)
-    return tokens.at[:, -1].set(last)
+    logits, cache = apply(variables, tokens, index=known - 1)
+    carry = (tokens, cache, draw(logits, known - 1))
+    last = tokens.shape[1] - 1
+    tokens, _, drawn = jax.lax.fori_loop(known, last, step, carry)
+    return write(tokens, last, drawn)

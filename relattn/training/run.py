@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -16,9 +17,12 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 from ml_collections import ConfigDict
 
+from relattn import data as data_lib
 from relattn import models
-from relattn.data import DataInfo, EvalSplit, input_shape, read_info
+from relattn.data import DataInfo, DataSource, EvalSplit, input_shape, read_info
 from relattn.models import pretrained
+from relattn.spec import closest
+from relattn.training import predict as predict_lib
 from relattn.training.checkpoint import (
     CHECKPOINTS,
     checkpoint_steps,
@@ -31,6 +35,7 @@ from relattn.training.devices import make_parallel
 from relattn.training.errors import CheckpointError, WorkdirError
 from relattn.training.evaluator import Evaluator
 from relattn.training.metrics import read_rows
+from relattn.training.predict import Predictions
 from relattn.training.run_metadata import BEST_METRICS, History, score, understanding
 from relattn.training.seeds import make_task
 from relattn.training.step import Batch, make_eval_step
@@ -39,7 +44,10 @@ from relattn.training.task import Task, counts_top5
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A trained model and everything needed to use it.
+    """A trained model and everything needed to use it; `load_run` returns it.
+
+    `predict`, `evaluate` and `generate` are what most users need; `make_predict_fn`
+    returns the compiled model.
 
     Attributes:
         config: The configuration of training, except for ``data.image_size`` if
@@ -62,6 +70,130 @@ class Run:
     preprocess: Callable[[Batch], jax.Array]
     workdir: Path
     checkpoint: str
+
+    @functools.cached_property
+    def _probabilities(self) -> Callable[[jax.Array], jax.Array]:
+        """Maps stored images to class probabilities; compiled once."""
+
+        @jax.jit
+        def function(variables: Any, images: jax.Array) -> jax.Array:
+            logits = self.model.apply(variables, self.preprocess({"image": images}))
+            return jax.nn.softmax(logits.astype(jnp.float32))
+
+        return functools.partial(function, jax.device_put(self.variables))
+
+    def predict(
+        self, images: Any, *, batch_size: int = 256, progress: bool = True
+    ) -> Predictions:
+        """Predicts the classes of images.
+
+        Args:
+            images: An image or several: paths of JPEG, PNG or WebP files, PIL images,
+                or arrays of integers from 0 to 255, ``[n, height, width, channels]``.
+                An image of another size than in training is scaled and cropped to the
+                central part; an array of the stored size is taken unchanged.
+            batch_size: Number of images that the model sees at once.
+            progress: Whether to show a progress bar on a terminal.
+
+        Returns:
+            The class probabilities, and the names and numbers of the most likely
+            classes.
+
+        Raises:
+            ValueError: If the run is on text, an image cannot be read, or its values,
+                channels or size do not fit.
+        """
+        return predict_lib.predict(
+            self, self._probabilities, images, batch_size, progress
+        )
+
+    def evaluate(
+        self,
+        data: DataSource | EvalSplit | str | Path | None = None,
+        *,
+        split: str = "test",
+        batch_size: int = 256,
+        bpe_dir: str = "",
+    ) -> dict[str, float]:
+        """Evaluates the run.
+
+        Args:
+            data: A data set, whose classes must be those of training; a split of one;
+                for a run on text also the path of a text file; None for the data of
+                training.
+            split: The split of a data set: ``"validation"`` or ``"test"``.
+            batch_size: Size of the global batch.
+            bpe_dir: Folder of the ``gpt2`` tokenizer, for a text file.
+
+        Returns:
+            Loss, accuracy and count, see `relattn.training.evaluator.Evaluator`; for a
+            text file also ``bits_per_token`` and ``bits_per_byte``.
+
+        Raises:
+            ValueError: If the data are empty or of another kind.
+            CheckpointError: If they have other labels than the run predicts.
+        """
+        if isinstance(data, str | Path):
+            text, num_bytes = predict_lib.read_text_split(self, data, bpe_dir)
+            result = evaluate(self, text, batch_size)
+            bits = result["loss"] / math.log(2)
+            bits_per_byte = bits * result["count"] / num_bytes
+            return result | {"bits_per_token": bits, "bits_per_byte": bits_per_byte}
+        info = None
+        if data is None:
+            data = data_lib.load_data(self.config.data)
+        if isinstance(data, DataSource):
+            info, splits = data.info, data.eval_splits
+            if split not in splits:
+                raise ValueError(f"unknown split {split!r}: {closest(split, splits)}")
+            data = splits[split]
+        return evaluate(self, data, batch_size, info=info)
+
+    def generate(
+        self,
+        prompt: str | Sequence[str],
+        *,
+        num_tokens: int = 0,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        stop: str = "",
+        seed: int = 0,
+        bpe_dir: str = "",
+    ) -> str | list[str]:
+        """Continues a text, or several, with a run on text.
+
+        Args:
+            prompt: A text to continue, at least one token, or a list of texts.
+            num_tokens: Number of tokens to draw; 0 fills the model's context. More than
+                fit into the context are drawn window by window, see
+                `relattn.models.generate`.
+            temperature: Divisor of the logits; 0 takes the most likely token.
+            top_k: Number of most likely tokens to draw from; 0 for all.
+            top_p: Draws from the fewest most likely tokens whose probabilities sum to
+                at least ``top_p``; 1 for all.
+            stop: A text of one token that ends the continuation, which leaves it out;
+                "" for the tokenizer's end of text, if it has one.
+            seed: Seed of the draws.
+            bpe_dir: Folder of the ``gpt2`` tokenizer; "" for that of training.
+
+        Returns:
+            The text, or a list of texts, including the prompt.
+
+        Raises:
+            ValueError: If the run is on images, or an argument is out of range.
+        """
+        return predict_lib.generate(
+            self,
+            prompt,
+            num_tokens=num_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            stop=stop,
+            seed=seed,
+            bpe_dir=bpe_dir,
+        )
 
     def pretrained_config(self) -> dict[str, Any]:
         """Returns the contents of ``config.json``, see `save_pretrained`."""

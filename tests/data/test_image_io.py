@@ -50,11 +50,14 @@ def test_valid_images_are_decoded():
         (PNG[:50], ""),
         (PNG[:20], ""),
         (JPEG[:-20], "OSError: image file is truncated"),
-        (b"", "not a JPEG or PNG"),
-        (b"to be, or not to be", "not a JPEG or PNG"),
+        (b"", "not a JPEG, PNG or WebP"),
+        (b"to be, or not to be", "not a JPEG, PNG or WebP"),
         # Pillow would run Ghostscript on EPS, and its GIF decoder is rarely used.
-        (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 5 3\n", "not a JPEG or PNG"),
-        (encode("GIF")[0], "not a JPEG or PNG"),
+        (
+            b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 5 3\n",
+            "not a JPEG, PNG or WebP",
+        ),
+        (encode("GIF")[0], "not a JPEG, PNG or WebP"),
     ],
 )
 def test_bad_image_raises_one_sentence(content, problem):

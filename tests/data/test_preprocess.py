@@ -88,3 +88,8 @@ def test_negative_image_size_in_config_raises():
     info = ImageInfo("grey", ("a", "b"), (4, 4, 1), (0.5,), (0.5,), 7, "")
     with pytest.raises(ValueError, match="data.image_size=-4: it must be at least 1"):
         input_shape(ConfigDict({"image_size": -4}), info)
+
+
+def test_floats_are_refused():
+    with pytest.raises(ValueError, match="images are float32, expected uint8 from 0"):
+        preprocess(np.zeros((1, 2, 2, 1), np.float32), image_size=2)

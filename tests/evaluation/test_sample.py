@@ -4,10 +4,12 @@ import dataclasses
 import importlib
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from relattn import training
+from relattn.evaluation import perplexity
 from relattn.evaluation import sample as sample_lib
 
 
@@ -30,14 +32,32 @@ def workdir(tmp_path_factory):
     return folder
 
 
-def test_sample_fills_the_context_and_depends_on_the_seed(workdir):
-    texts = sample_lib.sample(workdir, "ROMEO:", num_samples=2, top_k=5)
+def test_texts_fill_the_context_and_depend_on_the_seed(workdir):
+    run = training.load_run(workdir)
+    texts = run.generate(["ROMEO:"] * 2, top_k=5)
     assert len(texts) == 2 and texts[0] != texts[1]
     assert all(text.startswith("ROMEO:") for text in texts)
-    assert texts == sample_lib.sample(workdir, "ROMEO:", num_samples=2, top_k=5)
-    assert texts != sample_lib.sample(
-        workdir, "ROMEO:", num_samples=2, top_k=5, seed=1, checkpoint="latest"
-    )
+    assert texts == run.generate(["ROMEO:"] * 2, top_k=5)
+    assert texts != run.generate(["ROMEO:"] * 2, top_k=5, seed=1)
+
+
+def test_prompts_of_different_lengths_and_past_the_context(workdir):
+    run = training.load_run(workdir)
+    prompts = ["To be, or not to be", "To"]
+    texts = run.generate(prompts, num_tokens=17, temperature=0.0)
+    assert texts[1] == run.generate("To", num_tokens=17, temperature=0.0)
+    for text, prompt in zip(texts, prompts, strict=True):
+        assert text.startswith(prompt) and len(text) > len(prompt)
+
+
+def test_a_stop_text_ends_the_continuation(workdir):
+    run = training.load_run(workdir)
+    text = run.generate("To be", num_tokens=37)
+    stop = next(character for character in text[7:] if character.isascii())
+    cut = run.generate("To be", num_tokens=37, stop=stop)
+    assert cut == "To be" + text[5:].partition(stop)[0]
+    with pytest.raises(ValueError, match="stop='end' is 3 tokens .*: give a text of"):
+        run.generate("To be", stop="end")
 
 
 def test_command_prints_the_text(workdir, capsys):
@@ -45,15 +65,16 @@ def test_command_prints_the_text(workdir, capsys):
     sample_lib.main([f"--workdir={workdir}", *arguments])
     printed = capsys.readouterr().out
     assert printed.startswith("To be")
-    assert printed.rstrip("\n") == sample_lib.sample(
-        workdir, "To be", num_tokens=3, temperature=0.0
-    )[0].rstrip("\n")
+    run = training.load_run(workdir)
+    text = run.generate("To be", num_tokens=3, temperature=0.0)
+    assert printed.rstrip("\n") == text.rstrip("\n")
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--prompt=To be, or not"], "longer than config.model.context_length="),
+        (["--top_p=0"], "top_p must be above 0 and at most 1 (all), got 0.0"),
+        ([f"--seed={10**30}"], "seed must be from 0 to"),
         (["--prompt="], "needs a prompt of at least one token"),
         (["--top_k=-1"], "top_k must be from 0 (all) to 256"),
         (["--top_k=257"], "top_k must be from 0 (all) to 256"),
@@ -70,16 +91,55 @@ def test_invalid_input_fails_with_one_sentence(workdir, capsys, arguments, messa
     assert len(error.splitlines()) == 1
 
 
-def test_other_vocabulary_or_data_is_rejected(workdir, monkeypatch):
-    def load(change):
-        run = training.load_run(workdir)
-        info = dataclasses.replace(run.data, **change)
-        return lambda *_: dataclasses.replace(run, data=info)
+def test_other_vocabulary_or_data_is_rejected(workdir):
+    run = training.load_run(workdir)
 
-    monkeypatch.setattr(sample_lib, "load_run", load({"vocab_size": 300}))
+    def changed(**change):
+        info = dataclasses.replace(run.data, **change)
+        return dataclasses.replace(run, data=info)
+
     message = "vocabulary of 300 tokens, but the tokenizer 'bytes' has 256"
     with pytest.raises(ValueError, match=message):
-        sample_lib.sample(workdir, "To be")
-    monkeypatch.setattr(sample_lib, "load_run", load({"kind": "images"}))
+        changed(vocab_size=300).generate("To be")
     with pytest.raises(ValueError, match="was trained on images, not on text"):
-        sample_lib.sample(workdir, "To be")
+        changed(kind="images").generate("To be")
+    with pytest.raises(ValueError, match="was trained on text, not on images"):
+        run.predict("image.png")
+
+
+def test_perplexity_of_a_text_file(workdir, tmp_path, capsys):
+    run = training.load_run(workdir)
+    text = "To be, or nöt to be, that is the question."
+    path = tmp_path / "a.txt"
+    path.write_text(text, "utf-8")
+    found = run.evaluate(path)
+    tokens = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
+    nats = 0.0
+    for start in range(0, len(tokens) - 1, 13):
+        window = tokens[start : start + 14]
+        logits = run.model.apply(run.variables, jnp.asarray(window[None, :-1]))
+        scores = jax.nn.log_softmax(logits)[0]
+        nats -= float(scores[np.arange(len(window) - 1), window[1:]].sum())
+    assert found["count"] == len(tokens) - 1
+    np.testing.assert_allclose(found["loss"], nats / found["count"], rtol=1e-5)
+    bits = nats / found["count"] / np.log(2)
+    np.testing.assert_allclose(found["bits_per_token"], bits, rtol=1e-5)
+    # A token is a byte.
+    assert found["bits_per_byte"] == pytest.approx(found["bits_per_token"])
+    perplexity.main([f"--workdir={workdir}", f"--input={path}"])
+    printed = capsys.readouterr().out
+    assert f"{bits:.4f} bits per byte, on {len(tokens) - 1} tokens" in printed
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"a", "has 1 tokens: give at least 2"), (b"to\xff", "not UTF-8 .* at byte 2")],
+)
+def test_a_text_file_that_cannot_be_evaluated(workdir, tmp_path, content, message):
+    path = tmp_path / "a.txt"
+    path.write_bytes(content)
+    run = training.load_run(workdir)
+    with pytest.raises(ValueError, match=message):
+        run.evaluate(path)
+    with pytest.raises(FileNotFoundError, match="The text file .* is missing"):
+        run.evaluate(tmp_path / "b.txt")

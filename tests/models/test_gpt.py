@@ -1,5 +1,6 @@
 """Tests the GPT and `generate`: causality, lengths, prefill and decoding."""
 
+import functools
 import re
 
 import flax.linen as nn
@@ -151,6 +152,57 @@ def test_each_token_is_drawn_with_a_different_key():
     assert all(len(np.unique(row)) > 2 for row in out[:, 1:])
 
 
+def test_prompts_of_different_lengths_are_continued_as_if_alone():
+    model, variables, tokens = make(attention="favor")
+    prompts = [tokens[0, :4], tokens[1, :1], tokens[2 % len(tokens), :2]]
+    options = {"key": jax.random.key(0), "temperature": 0.0}
+    out = generate(model, variables, prompts, 3, **options)
+    assert out.shape == (3, 7)
+    for row, prompt in zip(out, prompts, strict=True):
+        alone = generate(model, variables, prompt[None], 7 - len(prompt), **options)
+        np.testing.assert_array_equal(row, alone[0])
+
+
+def test_a_text_longer_than_the_context_is_continued_window_by_window():
+    model, variables, tokens = make()
+    options = {"key": jax.random.key(0), "temperature": 0.0}
+    out = generate(model, variables, tokens[:, :3], 10, **options)
+    assert out.shape == (len(tokens), 13)
+    first = generate(model, variables, tokens[:, :3], LENGTH - 3, **options)
+    np.testing.assert_array_equal(out[:, :LENGTH], first)
+    # The second window begins with the last 4 of 7 tokens, the third with those of it.
+    for start, stop in ((3, 10), (6, 13)):
+        known = start + (LENGTH + 1) // 2
+        window = generate(
+            model, variables, out[:, start:known], stop - known, **options
+        )
+        np.testing.assert_array_equal(out[:, start:stop], window)
+
+
+def test_a_text_ends_with_the_stop_token():
+    model, variables, tokens = make()
+    options = {"key": jax.random.key(0), "temperature": 0.0}
+    plain = np.asarray(generate(model, variables, tokens[:, :2], 11, **options))
+    stop = int(plain[0, 4])
+    # A stop token in the prompt ends nothing.
+    prompt = np.array(tokens[:, :2])
+    out = generate(model, variables, prompt, 11, stop_token=stop, **options)
+    for row, expected in zip(np.asarray(out), plain, strict=True):
+        ends = np.flatnonzero(expected[2:] == stop)
+        end = ends[0] + 3 if len(ends) else len(row)
+        np.testing.assert_array_equal(row[:end], expected[:end])
+        assert (row[end:] == stop).all()
+
+
+def test_top_p_keeps_the_fewest_tokens_with_that_probability():
+    logits = jnp.log(jnp.array([[0.1, 0.45, 0.15, 0.3]]))
+    keys = jax.random.split(jax.random.key(0), 307)
+    expected = {0.4: {1}, 0.5: {1, 3}, 0.8: {1, 2, 3}, 1.0: {0, 1, 2, 3}}
+    for top_p, kept in expected.items():
+        draw = functools.partial(sample_token, logits=logits, top_p=top_p)
+        assert set(jax.vmap(draw)(keys).ravel().tolist()) == kept
+
+
 def test_prompt_lengths_and_temperatures_do_not_recompile(monkeypatch):
     traced = []
     categorical = jax.random.categorical
@@ -217,7 +269,9 @@ def test_a_sequence_longer_than_the_context_raises():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_tokens": 6}, "2 tokens and num_tokens=6 are longer than config.model"),
+        ({"top_p": 0.0}, "top_p must be above 0 and at most 1 (all), got 0.0"),
+        ({"stop_token": 13}, "stop_token has token id 13"),
+        ({"prompt": [[3], []]}, "at least one token and num_tokens >= 1, got 0 and 2"),
         ({"num_tokens": 0}, "num_tokens >= 1, got 2 and 0"),
         ({"prompt": np.zeros((3, 0), np.int32)}, "at least one token"),
         (

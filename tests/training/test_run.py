@@ -1,8 +1,10 @@
+import dataclasses
 import json
 
 import jax
 import numpy as np
 import pytest
+from PIL import Image
 
 from relattn import training
 from relattn.command import is_user_error
@@ -42,6 +44,82 @@ def test_predictions_equal_the_evaluation(workdir, config):
     logits = predict(images)
     assert np.mean(np.argmax(logits, -1) == test.labels) == scores["accuracy"]
     np.testing.assert_array_equal(predict(images), logits)
+
+
+def test_predict_takes_arrays_pil_images_and_files(workdir, tmp_path):
+    run = training.load_run(workdir)
+    images = make_data().test.images[:7]
+    found = run.predict(images, batch_size=3)
+    logits = training.make_predict_fn(run)(run.preprocess({"image": images}))
+    expected = jax.nn.softmax(logits)
+    np.testing.assert_allclose(found.probabilities, expected, rtol=1e-5)
+    assert found.labels.tolist() == np.argmax(expected, -1).tolist()
+    names = ("left", "middle", "right")
+    assert found.classes == [names[label] for label in found.labels]
+    pictures = [Image.fromarray(image[..., 0]) for image in images]
+    paths = [tmp_path / f"{i}.png" for i in range(len(images))]
+    for picture, path in zip(pictures, paths, strict=True):
+        picture.save(path)
+    same = (images[..., 0], images.astype(int), list(images), pictures, paths)
+    for given in same:
+        again = run.predict(given, batch_size=3)
+        np.testing.assert_array_equal(again.probabilities, found.probabilities)
+    for one in (paths[1], str(paths[1]), pictures[1], images[1], images[1, ..., 0]):
+        np.testing.assert_allclose(
+            run.predict(one).probabilities, found.probabilities[1:2], rtol=1e-5
+        )
+    assert run.predict([]).probabilities.shape == (0, 3)
+
+
+def test_predict_scales_images_of_another_size(workdir):
+    run = training.load_run(workdir)
+    image = make_data().test.images[3, ..., 0]
+    large = Image.fromarray(image.repeat(4, 0).repeat(4, 1))
+    scaled = np.asarray(large.resize((3, 5), Image.Resampling.BILINEAR))
+    expected = run.predict(scaled).probabilities
+    np.testing.assert_array_equal(run.predict(large).probabilities, expected)
+    wide = np.zeros((3, 20, 52), np.uint8)
+    wide[:, :, 20:32] = np.asarray(large)
+    # Only the first change is in the central part, of width 12.
+    wide[1, :, 22:25] = 255
+    wide[2, :, :10] = 255
+    plain, inside, outside = run.predict(wide).probabilities
+    np.testing.assert_array_equal(outside, plain)
+    assert not np.allclose(inside, plain)
+
+
+@pytest.mark.parametrize(
+    ("images", "message"),
+    [
+        (np.ones((2, 5, 3, 1)) / 2, r"from 0.5 to 0.5, .*: give \(255 \* images\)"),
+        (np.full((5, 3), 200.0), r"from 200 to 200, .*: give images.round\(\)"),
+        (-np.ones((5, 3)), "from -1 to -1, .*: give images that are not standardised"),
+        (np.ones((5, 3), bool), "image 0 has bool values from 1 to 1"),
+        (np.full((5, 3), 256), "from 256 to 256: scale them to 0 to 255"),
+        (np.zeros((2, 5, 3, 3), np.uint8), r"shape \(5, 3, 3\), but .*width, 1\]"),
+        (np.zeros(7, np.uint8), r"shape \(7,\), expected \[n, height, width, 1\]"),
+        (Image.new("RGB", (3, 5)), "image 0 is in colour .*: convert it with"),
+        (".", "is a folder: give a list of image files"),
+    ],
+)
+def test_predict_refuses_other_values_and_channels(workdir, images, message):
+    run = training.load_run(workdir)
+    with pytest.raises(ValueError, match=message) as raised:
+        run.predict(images)
+    assert is_user_error(raised.value)
+
+
+def test_a_run_evaluates_its_own_data_and_other_data(workdir):
+    run = training.load_run(workdir)
+    data = make_data()
+    expected = training.evaluate(run, data.test)
+    assert run.evaluate() == run.evaluate(data) == run.evaluate(data.test) == expected
+    assert run.evaluate(data, split="validation")["count"] == 23
+    with pytest.raises(ValueError, match="unknown split 'tests': did you mean 'test'"):
+        run.evaluate(data, split="tests")
+    other = dataclasses.replace(data, class_names=("a", "b", "c"))
+    with pytest.raises(training.CheckpointError, match="use the data that it was"):
+        run.evaluate(other)
 
 
 def test_latest_is_the_last_step(workdir):

@@ -1,0 +1,43 @@
+"""Measures how well a trained model predicts a text file.
+
+``python -m relattn.evaluation.perplexity --workdir=RUN --input=FILE`` prints perplexity
+and bits, per token and per byte. Bits per byte compare models with other tokenizers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from relattn import command
+from relattn.training import load_run
+
+
+@command.entry_point
+def main(argv: Sequence[str] | None = None) -> None:
+    """Prints the measures of each file.
+
+    Args:
+        argv: Command-line arguments, by default the process's.
+    """
+    parser = command.Parser("python -m relattn.evaluation.perplexity", __doc__)
+    add = parser.add_argument
+    add("--workdir", required=True, help="the run directory")
+    add("--input", required=True, nargs="+", help="UTF-8 text files")
+    add("--checkpoint", default="best", help="best or latest")
+    add("--batch_size", type=int, default=64, help="windows of text at once")
+    add("--bpe_dir", default="", help="folder of GPT-2's vocabulary")
+    given = parser.parse_args(argv)
+    run = load_run(given.workdir, given.checkpoint)
+    for path in given.input:
+        found = run.evaluate(path, batch_size=given.batch_size, bpe_dir=given.bpe_dir)
+        print(
+            f"{path}: perplexity {found['perplexity']:.4g} per token, "
+            f"{found['bits_per_token']:.4f} bits per token, "
+            f"{found['bits_per_byte']:.4f} bits per byte, on {found['count']:,.0f} "
+            f"tokens, each from those before it in its window of "
+            f"{run.data.context_length}"
+        )
+
+
+if __name__ == "__main__":
+    main()

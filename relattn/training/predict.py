@@ -1,0 +1,221 @@
+"""What a trained run answers: classes of images, continuations of a text."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+from jaxtyping import Float, Int
+from tqdm import tqdm
+
+from relattn import models, spec
+from relattn.data import Tokenizer, TokenSplit, load_tokenizer, read_images
+from relattn.data.text import TokenMeta
+from relattn.data.user_images import as_sequence
+
+if TYPE_CHECKING:
+    from relattn.training.run import Run
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Predictions:
+    """Class probabilities of images.
+
+    Attributes:
+        probabilities: float32 ``[n, classes]``; rows sum to 1.
+        class_names: Class names in label order.
+
+    Example:
+        >>> found = Predictions(np.float32([[0.25, 0.75]]), ("cat", "dog"))
+        >>> found.classes, found.labels.tolist()
+        (['dog'], [1])
+    """
+
+    probabilities: Float[np.ndarray, "n classes"]
+    class_names: tuple[str, ...]
+
+    @property
+    def labels(self) -> Int[np.ndarray, "n"]:
+        """The most likely class of each image, as a number."""
+        return self.probabilities.argmax(axis=-1)
+
+    @property
+    def classes(self) -> list[str]:
+        """The most likely class of each image, by name."""
+        return [self.class_names[label] for label in self.labels]
+
+
+def predict(
+    run: Run,
+    probabilities: Callable[[Any], jax.Array],
+    images: Any,
+    batch_size: int,
+    progress: bool,
+) -> Predictions:
+    """Predicts the classes of images; see `Run.predict`.
+
+    Args:
+        run: A run on images.
+        probabilities: Maps stored images to class probabilities.
+        images: See `Run.predict`.
+        batch_size: Number of images in a batch.
+        progress: Whether to show a progress bar on a terminal.
+
+    Returns:
+        The class probabilities.
+    """
+    require_kind(run, "images")
+    images = as_sequence(images, run.data.image_shape[2])
+    batch_size = max(1, min(batch_size, len(images)))
+    found = [np.zeros((0, run.data.num_classes), np.float32)]
+    with tqdm(
+        total=len(images),
+        desc="Predicting",
+        unit=" images",
+        delay=2,
+        disable=None if progress else True,
+    ) as bar:
+        for batch in read_images(images, run.data, run.config.data, batch_size):
+            # A fixed batch size is compiled once.
+            padding = [(0, batch_size - len(batch))] + [(0, 0)] * 3
+            out = np.asarray(probabilities(np.pad(batch, padding)))
+            found.append(out[: len(batch)])
+            bar.update(len(batch))
+    return Predictions(np.concatenate(found), run.data.class_names)
+
+
+def generate(
+    run: Run,
+    prompt: str | Sequence[str],
+    *,
+    num_tokens: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    stop: str,
+    seed: int,
+    bpe_dir: str,
+) -> str | list[str]:
+    """Continues prompts; see `Run.generate`."""
+    tokenizer = read_tokenizer(run, bpe_dir)
+    if not 0 <= seed <= spec.LARGEST:
+        raise ValueError(
+            f"seed must be from 0 to {spec.LARGEST}, got {spec.shorten(seed)}"
+        )
+    prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+    tokens = [tokenizer.encode(text).astype(np.int32) for text in prompts]
+    lengths = [len(row) for row in tokens]
+    stop_token = _stop_token(stop, tokenizer)
+    out = models.generate(
+        run.model,
+        run.variables,
+        tokens,
+        num_tokens or max(run.data.context_length - max(lengths, default=0), 1),
+        key=jax.random.key(seed),
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        stop_token=stop_token,
+    )
+    texts = []
+    for row, length in zip(np.asarray(out), lengths, strict=True):
+        row = row[: length + num_tokens] if num_tokens else row
+        ends = np.flatnonzero(row[length:] == stop_token)
+        row = row[: length + ends[0]] if len(ends) else row
+        texts.append(tokenizer.decode(row))
+    return texts[0] if isinstance(prompt, str) else texts
+
+
+def _stop_token(stop: str, tokenizer: Tokenizer) -> int | None:
+    if not stop:
+        return tokenizer.end_of_text
+    tokens = tokenizer.encode(stop)
+    if len(tokens) != 1:
+        raise ValueError(
+            f"stop={spec.shorten(stop)} is {len(tokens)} tokens of the tokenizer "
+            f"{tokenizer.name!r}: give a text of one token"
+        )
+    return int(tokens[0])
+
+
+def read_tokenizer(run: Run, bpe_dir: str = "") -> Tokenizer:
+    """Loads the tokenizer of a run on text.
+
+    Args:
+        run: The run.
+        bpe_dir: Folder of the ``gpt2`` tokenizer; "" for that of training.
+
+    Returns:
+        The tokenizer.
+
+    Raises:
+        ValueError: If the run is not of text, or its vocabulary is not the tokenizer's.
+    """
+    require_kind(run, "tokens")
+    folder = bpe_dir or run.config.data.get("bpe_dir", "")
+    tokenizer = load_tokenizer(run.data.tokenizer, folder)
+    if tokenizer.vocab_size != run.data.vocab_size:
+        raise ValueError(
+            f"the checkpoint has a vocabulary of {run.data.vocab_size} tokens, but the "
+            f"tokenizer {tokenizer.name!r} has {tokenizer.vocab_size}"
+        )
+    return tokenizer
+
+
+def read_text_split(
+    run: Run, path: str | Path, bpe_dir: str = ""
+) -> tuple[TokenSplit, int]:
+    """Reads a text file as windows of the model's context.
+
+    Args:
+        run: A run on text.
+        path: A UTF-8 text file.
+        bpe_dir: Folder of the ``gpt2`` tokenizer; "" for that of training.
+
+    Returns:
+        The windows, and the number of bytes that they predict: those of every token but
+        the first.
+
+    Raises:
+        FileNotFoundError: If the file is missing.
+        ValueError: If it is not UTF-8, or has fewer than two tokens.
+    """
+    tokenizer = read_tokenizer(run, bpe_dir)
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"The text file {path} is missing")
+    try:
+        text = path.read_bytes().decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{path} is not UTF-8 text ({error.reason} at byte {error.start}): convert "
+            "it to UTF-8"
+        ) from error
+    tokens = tokenizer.encode(text)
+    if len(tokens) < 2:
+        raise ValueError(f"{path} has {len(tokens)} tokens: give at least 2")
+    first = tokenizer.decode(tokens[:1])
+    # A token that ends inside a character decodes to U+FFFD; a byte is one byte.
+    skipped = 1 if tokenizer.name == "bytes" else len(first.encode())
+    meta = TokenMeta(tokenizer.name, tokenizer.vocab_size)
+    split = TokenSplit(tokens, run.data.context_length, meta, str(path))
+    return split, len(text.encode()) - skipped
+
+
+def require_kind(run: Run, kind: str) -> None:
+    """Raises ValueError unless a run is on images, or on tokens.
+
+    Args:
+        run: The run.
+        kind: ``"images"`` or ``"tokens"``.
+    """
+    names = {"images": "images", "tokens": "text"}
+    if run.data.kind != kind:
+        raise ValueError(
+            f"the run in {run.workdir} was trained on {names[run.data.kind]}, not on "
+            f"{names[kind]}"
+        )

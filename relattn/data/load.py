@@ -1,11 +1,13 @@
 """Loads data sets from a configuration: `load_data`, `load_images`."""
 
+import pathlib
+
 from ml_collections import ConfigDict
 
 from relattn.data.augment import check_augmentation, make_mix
 from relattn.data.base import DataSource
 from relattn.data.canvas import place_on_canvas
-from relattn.data.folder import read_folder
+from relattn.data.folder import find_files, read_folder
 from relattn.data.images import (
     ImageData,
     ImageSplit,
@@ -14,12 +16,12 @@ from relattn.data.images import (
 )
 from relattn.data.paths import expand, reading_data
 from relattn.data.registry import EMBEDDED_FOLDER, EMBEDDED_VERSION, SETS, check_choice
-from relattn.data.streaming import open_streamed
+from relattn.data.streaming import open_folder, open_streamed
 from relattn.data.text import load_text
 from relattn.data.tfds import find_or_prepare, read_full, read_prepared
 
-# Training images, test images, class names and origin.
-Images = tuple[ImageSplit, ImageSplit, tuple[str, ...], str]
+# Training images, test images (None: the validation images), class names and origin.
+Images = tuple[ImageSplit, ImageSplit | None, tuple[str, ...], str]
 
 
 @reading_data()
@@ -30,8 +32,8 @@ def load_data(config: ConfigDict) -> DataSource:
         config: Options of the data. ``source`` is "embedded", "tfds" or "folder", with
             the options of `load_images`, or "text", with those of `load_text`. Images
             also have ``mix``, a spec of `relattn.data.augment.make_mix`. Photographs
-            that are read during training (``name="imagenet2012"`` from "tfds") also
-            have
+            that are read during training (``name="imagenet2012"`` from "tfds", and
+            folders of images that differ in size or take more than 1 GiB) also have
 
             - ``image_size``: side of the random crop in training and of the central
               crop in evaluation, by default 224;
@@ -68,7 +70,7 @@ def load_images(config: ConfigDict) -> ImageData:
             - ``name``: name of the set, for example "mnist";
             - ``source``: "embedded" (the subsets that ship with the package, the
               default), "tfds" (full sets, prepared once) or "folder"
-              (``train/<class>/*.jpg`` and ``test/<class>/*.jpg``);
+              (``train/<class>/*.jpg`` and optionally ``test/<class>/*.jpg``);
             - ``data_dir``: folder of the prepared sets ("" for TFDS's default), or the
               image folder;
             - ``manual_dir``: folder of archives for preparation without download;
@@ -111,7 +113,7 @@ def load_images(config: ConfigDict) -> ImageData:
         config.name,
         train,
         validation,
-        test,
+        validation if test is None else test,
         class_names,
         mean,
         std,
@@ -156,12 +158,23 @@ def _read_tfds(config: ConfigDict) -> Images:
 
 def _read_folder(config: ConfigDict) -> Images:
     """Reads a folder of images."""
+    return read_folder(_folder(config))
+
+
+def _folder(config: ConfigDict) -> pathlib.Path:
     if not config.get("data_dir", ""):
         raise ValueError(
             'data.data_dir is empty: data.source="folder" needs the folder that holds '
-            "train/<class>/*.jpg and test/<class>/*.jpg."
+            "train/<class>/*.jpg."
         )
-    return read_folder(expand(config.data_dir, "data.data_dir"))
+    return expand(config.data_dir, "data.data_dir")
+
+
+def _load_folder(config: ConfigDict) -> DataSource:
+    """Loads a folder into memory, or opens photographs of any size for streaming."""
+    _check_name(config)
+    files = find_files(_folder(config))
+    return load_images(config) if files.fit_memory() else open_folder(config, files)
 
 
 def _load_tfds(config: ConfigDict) -> DataSource:
@@ -177,4 +190,9 @@ def _load_tfds(config: ConfigDict) -> DataSource:
 
 
 READERS = {"embedded": _read_embedded, "tfds": _read_tfds, "folder": _read_folder}
-LOADERS = {**dict.fromkeys(READERS, load_images), "tfds": _load_tfds, "text": load_text}
+LOADERS = {
+    **dict.fromkeys(READERS, load_images),
+    "tfds": _load_tfds,
+    "folder": _load_folder,
+    "text": load_text,
+}

@@ -31,6 +31,7 @@ from relattn.data.base import (
     part_rows,
     steps_per_epoch,
 )
+from relattn.data.folder import FileRecords, FolderFiles
 from relattn.data.image_io import decode_image, open_image
 from relattn.data.image_transforms import (
     randaugment,
@@ -68,13 +69,62 @@ def open_streamed(
         ValueError: If an option is invalid, or the folder is incomplete, damaged or in
             another file format.
     """
-    size, side, augment, num_workers = _read_options(config)
+    options = _read_options(config)
     with reading_prepared(folder):
         builder = open_builder(folder)
         class_names = tuple(builder.info.features["label"].names)
         train, test = (
             _open_split(builder, split, folder) for split in ("train", test_split)
         )
+    origin = describe_origin(config.name, folder)
+    return _make_streamed(config, options, train, test, class_names, origin)
+
+
+def open_folder(config: ConfigDict, files: FolderFiles) -> StreamedImages:
+    """Opens a folder of photographs of any size.
+
+    Args:
+        config: Options of the data, see `load_data`.
+        files: The image files. Without test images, the validation images are the test
+            images.
+
+    Returns:
+        The photographs.
+
+    Raises:
+        ValueError: If an option is invalid.
+    """
+    options = _read_options(config)
+    files.warn()
+    train, test = (
+        Photographs(
+            FileRecords(paths, files.labels(paths)),
+            indices=np.arange(len(paths)),
+            num_classes=len(files.class_names),
+            origin=f"the images in {files.root}",
+            hint="replace or delete it",
+        )
+        for paths in (files.train, files.test)
+    )
+    return _make_streamed(
+        config,
+        options,
+        train,
+        test if files.test else None,
+        files.class_names,
+        files.origin,
+    )
+
+
+def _make_streamed(
+    config: ConfigDict,
+    options: tuple[int, int, str, int],
+    train: Photographs,
+    test: Photographs | None,
+    class_names: tuple[str, ...],
+    origin: str,
+) -> StreamedImages:
+    size, side, augment, num_workers = options
     chosen = draw_validation(
         len(train), config.get("num_validation", 0), config.get("split_seed", 0)
     )
@@ -87,13 +137,15 @@ def open_streamed(
         mean=MEAN,
         std=STD,
         num_train=len(train),
-        origin=describe_origin(config.name, folder),
+        origin=origin,
         streamed=True,
     )
     splits = {
         name: StreamedSplit(photographs, size, side, num_workers)
         for name, photographs in (("validation", validation), ("test", test))
+        if photographs is not None
     }
+    splits.setdefault("test", splits["validation"])
     return StreamedImages(info, train, splits, augment, num_workers)
 
 
@@ -226,16 +278,18 @@ class Photographs:
     """Encoded images of any size with labels, read from files one by one.
 
     Attributes:
-        records: TFDS's data source, with images as bytes.
+        records: TFDS's data source, with images as bytes, or the files of a folder.
         indices: [n], indices of the records that belong to the split.
         num_classes: Number of classes; labels are below it.
         origin: Name of the split in error messages.
+        hint: Fix at the end of error messages.
     """
 
-    records: Sequence
+    records: Sequence | FileRecords
     indices: Int64[np.ndarray, "n"]
     num_classes: int
     origin: str
+    hint: str = "prepare the set again"
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -252,7 +306,6 @@ class Photographs:
             ValueError: If a record or its image cannot be decoded, or its label is out
                 of range.
         """
-        hint = "prepare the set again"
         keys = self.indices[positions].tolist()
         try:
             records = self.records.__getitems__(keys)
@@ -260,17 +313,18 @@ class Photographs:
             # TFDS reads a batch of records and does not report which one is damaged.
             raise ValueError(
                 f"One of the records {', '.join(map(str, keys))} of {self.origin} "
-                f"cannot be read ({describe_error(error)}): {hint}."
+                f"cannot be read ({describe_error(error)}): {self.hint}."
             ) from error
         for key, record in zip(keys, records, strict=True):
-            where, label = f"Record {key} of {self.origin}", int(record["label"])
+            where = record.get("where", f"Record {key} of {self.origin}")
+            label = int(record["label"])
             if not 0 <= label < self.num_classes:
                 raise ValueError(
                     f"{where} has the label {label}, expected 0 to "
-                    f"{self.num_classes - 1}: {hint}."
+                    f"{self.num_classes - 1}: {self.hint}."
                 )
-            with open_image(io.BytesIO(record["image"]), where, hint) as image:
-                yield decode_image(image, "RGB", where, hint), label
+            with open_image(io.BytesIO(record["image"]), where, self.hint) as image:
+                yield decode_image(image, "RGB", where, self.hint), label
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

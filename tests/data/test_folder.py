@@ -9,7 +9,8 @@ from PIL import Image
 
 from relattn.data import folder
 from relattn.data.folder import read_folder
-from relattn.data.load import load_images
+from relattn.data.images import ImageData
+from relattn.data.load import load_data, load_images
 
 
 def write(root, name, pixels):
@@ -29,7 +30,6 @@ def root(tmp_path):
 
 
 def test_classes_and_files_are_sorted(root):
-    (root / "train" / "a" / "notes.txt").write_text("not an image")
     train, test, class_names, origin = read_folder(root)
     assert class_names == ("a", "b")
     assert train.images.shape == (3, 3, 5, 3) and train.images.dtype == np.uint8
@@ -97,17 +97,32 @@ def test_8_bit_modes_are_read(tmp_path, mode):
     assert read_folder(tmp_path)[0].images.shape == (1, 3, 5, channels)
 
 
-def test_hidden_files_and_non_files_are_left_out(root):
+def test_what_is_left_out_is_named(root):
     expected = read_folder(root)
     # Reading a pipe without a writer would block.
     os.mkfifo(root / "train" / "a" / "x.png")
     (root / "train" / "a" / "y.png").mkdir()
+    (root / "train" / "c").mkdir()
+    (root / "test" / "b" / "notes.txt").write_text("not an image")
     write(root, "train/.hid/1.png", np.zeros((7, 7, 3)))
     write(root, "test/b/.1.png", np.zeros((7, 7, 3)))
-    found = read_folder(root)
+    message = (
+        r"left out 1 classes without images \(train/c\), 1 sub-folders of classes "
+        r"\(train/a/y.png\), 1 other files \(train/a/x.png\), 1 other files "
+        r"\(test/b/notes.txt\)"
+    )
+    with pytest.warns(UserWarning, match=message):
+        found = read_folder(root)
     assert found[2:] == expected[2:] == (("a", "b"), f"PNG files in {root}")
     for ours, theirs in zip(found[:2], expected[:2], strict=True):
         np.testing.assert_array_equal(ours.images, theirs.images)
+
+
+def test_many_names_are_cut(root):
+    for index in range(5):
+        (root / "train" / f"c{index}").mkdir()
+    with pytest.warns(UserWarning, match=r"5 classes .*c0, train/c1, train/c2, ...\)"):
+        read_folder(root)
 
 
 def test_mixed_sizes_raise(root):
@@ -155,10 +170,52 @@ def test_missing_folder_raises(tmp_path):
         read_folder(tmp_path)
 
 
-def test_missing_test_folder_raises(tmp_path):
-    write(tmp_path, "train/a/1.png", np.zeros((3, 5, 3)))
-    with pytest.raises(FileNotFoundError, match=r"test is missing: expected train/"):
-        read_folder(tmp_path)
+def test_without_test_images_those_of_validation_are_used(tmp_path):
+    for index in range(7):
+        write(tmp_path, f"train/a/{index}.webp", np.full((3, 5, 3), index))
+    config = ConfigDict({"name": "mine", "source": "folder", "num_validation": 2})
+    config.data_dir = str(tmp_path)
+    data = load_data(config)
+    assert isinstance(data, ImageData)
+    assert data.eval_splits["test"] is data.eval_splits["validation"]
+    assert data.info.origin == (
+        f"WebP files in {tmp_path}, without test/: the validation images are the test "
+        "images"
+    )
+
+
+def test_images_of_several_sizes_are_streamed(tmp_path):
+    sizes = {"a": (11, 7), "b": (13, 17)}
+    for label, (name, (height, width)) in enumerate(sizes.items()):
+        for index in range(3):
+            pixels = np.full((height, width, 3), 100 * label + index)
+            write(tmp_path, f"train/{name}/{index}.png", pixels)
+    write(tmp_path, "test/b/1.png", np.full((5, 23), 211))
+    config = ConfigDict({"name": "mine", "source": "folder", "num_validation": 2})
+    config.update(data_dir=str(tmp_path), image_size=5)
+    data = load_data(config)
+    assert data.info.image_shape == (5, 5, 3) and data.info.streamed
+    assert (data.info.num_train, data.info.class_names) == (4, ("a", "b"))
+    (batch,) = data.eval_splits["test"].batches(2)
+    assert (batch["image"][0] == 211).all() and batch["label"][0] == 1
+    with data.train_loader(4, seed=0) as loader:
+        _, batch = next(loader)
+    assert batch["image"].shape == (4, 5, 5, 3)
+    colors = batch["image"][:, 0, 0, 0]
+    assert (batch["image"] == colors[:, None, None, None]).all()
+    np.testing.assert_array_equal(colors // 100, batch["label"])
+    assert len(set(colors.tolist())) == 4
+    file = tmp_path / "test" / "b" / "1.png"
+    file.write_bytes(file.read_bytes()[:-30])
+    with pytest.raises(ValueError, match=r"b/1.png cannot be .*: replace or delete it"):
+        list(data.eval_splits["test"].batches(2))
+
+
+def test_large_images_of_one_size_are_streamed(root, monkeypatch):
+    files = folder.find_files(root)
+    assert files.fit_memory()
+    monkeypatch.setattr(folder, "MEMORY_BYTES", 3 * 3 * 5 * 4 - 1)
+    assert not files.fit_memory()
 
 
 def test_folder_without_images_raises(tmp_path):

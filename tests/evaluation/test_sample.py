@@ -114,10 +114,10 @@ def test_perplexity_of_a_text_file(workdir, tmp_path, capsys):
     path.write_text(text, "utf-8")
     found = run.evaluate(path)
     tokens = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
-    nats = 0.0
+    predict, nats = training.make_predict_fn(run), 0.0
     for start in range(0, len(tokens) - 1, 13):
         window = tokens[start : start + 14]
-        logits = run.model.apply(run.variables, jnp.asarray(window[None, :-1]))
+        logits = predict(jnp.asarray(window[None, :-1]))
         scores = jax.nn.log_softmax(logits)[0]
         nats -= float(scores[np.arange(len(window) - 1), window[1:]].sum())
     assert found["count"] == len(tokens) - 1

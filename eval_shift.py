@@ -43,6 +43,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         type=int,
         help="number of test images to use, from the first; by default all",
     )
+    add(
+        "--border",
+        default="zeros",
+        help="what moves into an image: zeros; wrap (what leaves it on the other "
+        "side); or, for photographs, crop (the rest of a larger image). With wrap and "
+        "crop, all images allow all shifts",
+    )
     add("--data_dir", help="folder of the data set, if it has moved")
     given = parser.parse_args(argv)
     summary = shift_report(
@@ -55,6 +62,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         image_size=given.image_size,
         data_dir=given.data_dir,
         num_images=given.num_images,
+        border=given.border,
     )
     print(summary)
     print(f"Written to {given.output}: shift.csv, shift.png, summary.md")

@@ -33,11 +33,12 @@ _TYPES = {
 }
 
 
-def parse(spec: str) -> tuple[str, dict[str, Any]]:
+def parse(spec: str, what: str = "") -> tuple[str, dict[str, Any]]:
     """Splits a spec into its name and its keyword options.
 
     Args:
         spec: For example ``"banded(clip=6)"`` or ``"none"``.
+        what: What the spec is of, for the message; "" leaves it out.
 
     Returns:
         The name, and the options as a dict of literal values.
@@ -49,11 +50,12 @@ def parse(spec: str) -> tuple[str, dict[str, Any]]:
         >>> parse("favor(num_features=256, norms='fixed')")
         ('favor', {'num_features': 256, 'norms': 'fixed'})
     """
+    shown = f"{what}={shorten(spec)}" if what else shorten(spec)
     problem = ValueError(
-        f"{shorten(spec)} is not a spec: write a name, or a name with literal keyword "
-        "values such as 'favor(num_features=256)'"
+        f"{shown} is not a spec: write a name, or a name with literal keyword values "
+        "such as 'favor(num_features=256)'"
     )
-    tree = _parse_expression(spec)
+    tree = _parse_expression(spec) if isinstance(spec, str) else None
     if tree is None:
         raise problem
     if isinstance(tree, ast.Name):
@@ -127,7 +129,7 @@ def resolve(
         >>> resolve("point(real=2)", {"point": complex}, "shape")(imag=1)
         (2+1j)
     """
-    name, options = parse(spec)
+    name, options = parse(spec, what)
     if name not in table:
         raise ValueError(f"unknown {what} {shorten(name)}: {closest(name, table)}")
     parameters = inspect.signature(table[name]).parameters

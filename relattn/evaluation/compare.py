@@ -15,8 +15,14 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from ml_collections import ConfigDict
 
-from relattn.data import ImageInfo, ImageSplit, load_images
-from relattn.evaluation.shift import ShiftedAccuracy, check_shift, shifted_accuracy
+from relattn.data import EvalSplit, ImageInfo, ImageSplit, StreamedSplit, load_data
+from relattn.evaluation.shift import (
+    BORDERS,
+    ShiftedAccuracy,
+    check_border,
+    check_shift,
+    shifted_accuracy,
+)
 from relattn.evaluation.sizes import read_published
 from relattn.spec import parse
 from relattn.training.errors import writing
@@ -84,6 +90,7 @@ def shift_report(
         class_name=comparison.class_name,
         max_shift=comparison.max_shift,
         axis=comparison.axis,
+        border=comparison.border,
         published=comparison.has_published,
     )
     panels = comparison.panels(shown, images, published=classes != "all")
@@ -105,6 +112,7 @@ def compare(
     image_size: int | None = None,
     data_dir: str | None = None,
     num_images: int | None = None,
+    border: str = "zeros",
 ) -> Comparison:
     """Evaluates runs on their test images at every shift, one run after the other.
 
@@ -118,6 +126,7 @@ def compare(
             resized; None for the size of training.
         data_dir: The folder of the data set; None for the folder of training.
         num_images: Number of test images to use, from the first; None for all.
+        border: What moves into an image: see `shifted_accuracy`.
 
     Returns:
         Which images each run classifies correctly.
@@ -141,21 +150,22 @@ def compare(
                 "images can be shifted"
             )
         check_shift(max_shift, axis, run.task.config.data.image_size)
+        check_border(border, run.task.info.streamed, str(run.workdir))
     label, title = _one_label([run.task.info for run in runs], class_name)
-    test_splits: dict[str, tuple[ImageSplit, ImageInfo]] = {}
+    test_splits: dict[str, tuple[EvalSplit, ImageInfo]] = {}
     results = []
     for run, name in zip(runs, folders, strict=True):
         config = _test_config(run, data_dir)
         key = config.to_json()
         if key not in test_splits:
-            data = load_images(config)
-            test_splits[key] = _first(data.test, num_images), data.info
+            data = load_data(config)
+            test_splits[key] = _first(data.eval_splits["test"], num_images), data.info
         split, info = test_splits[key]
         _check_data(run, info)
         results += _shifted_accuracies(
-            run, split, name=name, max_shift=max_shift, axis=axis
+            run, split, name=name, max_shift=max_shift, axis=axis, border=border
         )
-    return Comparison(tuple(results), label, title, max_shift, axis)
+    return Comparison(tuple(results), label, title, max_shift, axis, border)
 
 
 def _test_config(run: SavedRun, data_dir: str | None) -> ConfigDict:
@@ -171,7 +181,7 @@ def _test_config(run: SavedRun, data_dir: str | None) -> ConfigDict:
 
 
 def _shifted_accuracies(
-    saved: SavedRun, split: ImageSplit, *, name: str, **options: Any
+    saved: SavedRun, split: EvalSplit, *, name: str, **options: Any
 ) -> list[ShiftedAccuracy]:
     """Evaluates every seed of a run; its arrays are in memory only in this call."""
     several = len(saved.seeds) > 1
@@ -194,7 +204,7 @@ def _check_data(run: SavedRun, info: ImageInfo) -> None:
         )
 
 
-def _first(split: ImageSplit, num_images: int | None) -> ImageSplit:
+def _first(split: EvalSplit, num_images: int | None) -> EvalSplit:
     if num_images is None:
         return split
     if not 1 <= num_images <= len(split):
@@ -202,6 +212,12 @@ def _first(split: ImageSplit, num_images: int | None) -> ImageSplit:
             f"num_images={num_images} must be from 1 to {len(split)}, the number of "
             "test images"
         )
+    if isinstance(split, StreamedSplit):
+        photographs = split.photographs
+        first = dataclasses.replace(
+            photographs, indices=photographs.indices[:num_images]
+        )
+        return dataclasses.replace(split, photographs=first)
     return ImageSplit(split.images[:num_images], split.labels[:num_images])
 
 
@@ -226,6 +242,7 @@ class Comparison:
         class_name: Number and name of this class.
         max_shift: Largest shift in pixels, both ways.
         axis: ``"x"`` or ``"y"``.
+        border: What moves into an image.
     """
 
     results: tuple[ShiftedAccuracy, ...]
@@ -233,11 +250,13 @@ class Comparison:
     class_name: str
     max_shift: int
     axis: str
+    border: str = "zeros"
 
     @property
     def has_published(self) -> bool:
-        """Whether the published curves are of the same class and axis."""
-        return self.axis == "x" and self.label == PUBLISHED_CLASS
+        """Whether the published curves are of the same class, axis and border."""
+        shift = self.axis, self.label, self.border
+        return shift == ("x", PUBLISHED_CLASS, "zeros")
 
     def one_class(self) -> tuple[ShiftCurve, ...]:
         """Returns the curves of the images of the one class that can move both ways.
@@ -350,7 +369,7 @@ def model_label(model: str, attention: str, position: str) -> str:
 
     Args:
         model: Name of the model, used if it has no attention.
-        attention: Spec of the attention, or ""; a plain ``favor`` is left out.
+        attention: Spec of the attention, or "".
         position: Spec of the position, or ""; ``none`` is left out.
 
     Returns:
@@ -358,15 +377,12 @@ def model_label(model: str, attention: str, position: str) -> str:
 
     Example:
         >>> model_label("performer", "favor", "constrained_sincos(num_scales=4)")
-        'constrained_sincos(num_scales=4)'
-        >>> model_label("performer", "banded(clip=6)", "none")
-        'banded(clip=6)'
+        'favor + constrained_sincos(num_scales=4)'
         >>> model_label("performer", "favor", "none"), model_label("alexnet", "", "")
-        ('none', 'alexnet')
+        ('favor', 'alexnet')
     """
-    attentions = [] if attention == "favor" else [attention or model]
     positions = [] if position in ("", "none") else [position]
-    return " + ".join(attentions + positions) or "none"
+    return " + ".join([attention or model, *positions])
 
 
 def published_name(model: str, attention: str, position: str) -> str:
@@ -571,7 +587,11 @@ def plot(panels: Sequence[Panel], path: Path, *, axis: str = "x") -> None:
             if panel.published and shifts:
                 label = f"{curve.published} (published)"
                 (lines[label],) = ax.plot(shifts, accuracies, "--", color=color, lw=1)
-        ax.set(title=panel.title, xlabel=f"shift along {axis} in pixels")
+        counts = np.concatenate([curve.num_images for curve in panel.curves])
+        images = f"{counts.max():,} images"
+        if counts.min() < counts.max():
+            images = f"{counts.min():,} to {images}, by shift"
+        ax.set(title=panel.title, xlabel=f"shift along {axis} in pixels\n({images})")
         ax.set_ylim(-0.02, 1.02)
         ax.grid(alpha=0.3)
     axes[0].set_ylabel("accuracy")
@@ -622,6 +642,7 @@ def summary(
     class_name: str,
     max_shift: int,
     axis: str,
+    border: str = "zeros",
     published: bool = False,
 ) -> str:
     """Summarises the accuracy on one class and, a stricter measure, on all classes.
@@ -632,17 +653,23 @@ def summary(
         class_name: The name of the one class.
         max_shift: Largest shift in pixels.
         axis: ``"x"`` or ``"y"``.
+        border: What moves into an image.
         published: Whether to add the published curves to those of one class.
 
     Returns:
         Markdown.
     """
     parts = [f"# Accuracy under shifts along {axis}", f"## Class {class_name}"]
+    every = "At every shift, the test images of any class that lose no non-zero pixel "
+    every += "by it. Larger shifts use fewer, and different, images."
+    one = f"The test images of this class that can move {max_shift} pixels both ways "
+    one += "without losing a non-zero pixel."
+    if border != "zeros":
+        one = "All test images of this class."
+        every = f"All test images. {BORDERS[border]}."
     if one_class:
         parts += [
-            f"The test images of this class that can move {max_shift} pixels both ways "
-            "without losing a non-zero pixel. Accuracy on one class favours a model "
-            "that predicts it too often.",
+            f"{one} Accuracy on one class favours a model that predicts it too often.",
             table(one_class, published=published),
         ]
     else:
@@ -652,8 +679,7 @@ def summary(
         ]
     parts += [
         "## All classes",
-        "At every shift, the test images of any class that lose no non-zero pixel by "
-        "it. Larger shifts use fewer, and different, images.",
+        every,
         table(every_class),
         "Mean accuracy ± standard deviation (number of images) over the runs that "
         "differ in their seed; for a single run, the binomial sqrt(p (1 - p) / n).",

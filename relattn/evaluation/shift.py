@@ -1,13 +1,16 @@
 """Measures accuracy on shifted test images (Horn et al., figure 1).
 
 Images are resized to the model's size, shifted by whole pixels, filled with zeros, and
-then standardised. Positive shifts move right (axis x) or down (axis y).
+then standardised. Photographs fill the image: a crop of a larger one moves, or the
+shift wraps around. Positive shifts move right (axis x) or down (axis y).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -17,11 +20,17 @@ from jaxtyping import Array, Bool, Float, Int
 from tqdm import tqdm
 
 from relattn import command
-from relattn.data import ImageSplit, preprocess
+from relattn.data import ImageSplit, StreamedSplit, preprocess
+from relattn.spec import closest
 from relattn.training import Run, make_predict_fn
 from relattn.training.config import FREE_KEYS, flatten
 
 AXES = {"y": 1, "x": 2}
+BORDERS = {
+    "zeros": "Zeros move into the image",
+    "wrap": "What leaves the image on one side comes back on the other",
+    "crop": "The image is a crop of a larger one, which moves",
+}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -77,6 +86,34 @@ def check_shift(max_shift: int, axis: str, image_size: int) -> None:
         raise ValueError(
             f"max_shift={max_shift} does not fit images of {image_size} pixels: "
             f"choose one from 0 to {image_size - 1}"
+        )
+
+
+def check_border(border: str, streamed: bool, where: str) -> None:
+    """Checks that images can be shifted with this border.
+
+    Args:
+        border: A key of `BORDERS`.
+        streamed: Whether the images are photographs, see `relattn.data.ImageInfo`.
+        where: The run, for the message.
+
+    Raises:
+        ValueError: If the border is unknown or does not fit the images.
+
+    Example:
+        >>> check_border("wrap", streamed=True, where="runs/a")
+    """
+    if border not in BORDERS:
+        raise ValueError(f"unknown border {border!r}: {closest(border, BORDERS)}")
+    if streamed and border == "zeros":
+        raise ValueError(
+            f"{where} was trained on photographs, which fill the image: choose "
+            "--border=crop or --border=wrap"
+        )
+    if not streamed and border == "crop":
+        raise ValueError(
+            f"{where} was trained on images in memory, which have no larger crop: "
+            "choose --border=zeros or --border=wrap"
         )
 
 
@@ -166,11 +203,12 @@ def shift_images(
 
 def shifted_accuracy(
     run: Run,
-    split: ImageSplit,
+    split: ImageSplit | StreamedSplit,
     *,
     name: str = "",
     max_shift: int = 8,
     axis: str = "x",
+    border: str = "zeros",
     progress: bool = True,
 ) -> ShiftedAccuracy:
     """Evaluates a run on every image at every shift that the image allows.
@@ -181,24 +219,58 @@ def shifted_accuracy(
         name: The run's name; by default that of its folder.
         max_shift: The shifts are ``-max_shift..max_shift``.
         axis: ``"x"`` or ``"y"``.
+        border: ``"zeros"`` move into the image, which allows shifts that lose no
+            non-zero pixel; or all images allow all shifts, and the shift wraps around
+            (``"wrap"``), or, for photographs, moves a crop of a larger image
+            (``"crop"``).
         progress: Whether to show a progress bar on a terminal.
 
     Returns:
         Which images are classified correctly at each shift.
 
     Raises:
-        ValueError: If the axis or the shift does not fit the images.
+        ValueError: If the axis, the shift or the border does not fit the images.
     """
     image_size = run.config.data.image_size
     check_shift(max_shift, axis, image_size)
-    batch_size = run.config.eval_batch_size
-    images = _resized(split.images, image_size, batch_size)
+    check_border(border, run.data.streamed, str(run.workdir))
     shifts = tuple(range(-max_shift, max_shift + 1))
+    name = name or Path(run.workdir).name
+    if border == "zeros":
+        found = _filled(run, split, name, shifts, axis, progress)
+    else:
+        found = _moved(run, split, name, shifts, axis, border, progress)
+    correct, allowed, labels = found
+    return ShiftedAccuracy(
+        run=name,
+        dataset=run.config.data.name,
+        model=run.config.model.name,
+        attention=getattr(run.model, "attention", ""),
+        position=getattr(run.model, "position", ""),
+        recipe=_recipe(run),
+        shifts=shifts,
+        correct=correct,
+        allowed=allowed,
+        both_ways=allowed.all(axis=0),
+        labels=labels,
+    )
+
+
+def _filled(
+    run: Run,
+    split: ImageSplit,
+    name: str,
+    shifts: tuple[int, ...],
+    axis: str,
+    progress: bool,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Fills with zeros; returns what is correct and allowed, and the labels."""
+    image_size, batch_size = run.config.data.image_size, run.config.eval_batch_size
+    images = _resized(split.images, image_size, batch_size)
     free = margins(images, axis)
     allowed = np.stack([free[:, 0] >= -s if s < 0 else free[:, 1] >= s for s in shifts])
     correct = np.zeros_like(allowed)
-    is_correct = _correct_fn(run, axis)
-    name = name or Path(run.workdir).name
+    is_correct = _correct_fn(run, functools.partial(shift_images, axis=axis))
     with tqdm(
         total=int(allowed.sum()),
         desc=f"shifts of {name}",
@@ -214,19 +286,57 @@ def shifted_accuracy(
                 right = is_correct(images[padded], split.labels[padded], pixels)
                 correct[i, batch] = right[: len(batch)]
                 bar.update(len(batch))
-    return ShiftedAccuracy(
-        run=name,
-        dataset=run.config.data.name,
-        model=run.config.model.name,
-        attention=getattr(run.model, "attention", ""),
-        position=getattr(run.model, "position", ""),
-        recipe=_recipe(run),
-        shifts=shifts,
-        correct=correct,
-        allowed=allowed,
-        both_ways=free.min(axis=1) >= max_shift,
-        labels=np.asarray(split.labels),
-    )
+    return correct, allowed, np.asarray(split.labels)
+
+
+def _moved(
+    run: Run,
+    split: ImageSplit | StreamedSplit,
+    name: str,
+    shifts: tuple[int, ...],
+    axis: str,
+    border: str,
+    progress: bool,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Same as `_filled`, wrapping around or moving a crop of a larger image."""
+    size, largest = run.config.data.image_size, shifts[-1]
+    padded_size = size
+    if border == "crop":
+        padded_size = size + 2 * largest
+        if padded_size > split.short_side:
+            raise ValueError(
+                f"max_shift={largest} needs crops of {padded_size} pixels, but the "
+                f"photographs have a short side of {split.short_side}: choose at most "
+                f"{(split.short_side - size) // 2}, or --border=wrap"
+            )
+        split = dataclasses.replace(split, image_size=padded_size)
+
+    def move(images, pixels):
+        if border == "wrap":
+            return jnp.roll(images, pixels, AXES[axis])
+        start = dict.fromkeys(AXES.values(), largest)
+        start[AXES[axis]] = largest - pixels
+        corner = (0, start[1], start[2], 0)
+        shape = (len(images), size, size, images.shape[3])
+        return jax.lax.dynamic_slice(images, corner, shape)
+
+    is_correct = _correct_fn(run, move)
+    resize = jax.jit(functools.partial(preprocess, image_size=padded_size))
+    correct, labels = [], []
+    with tqdm(
+        total=len(split) * len(shifts),
+        desc=f"shifts of {name}",
+        unit="image",
+        disable=None if progress else True,
+    ) as bar:
+        for batch in split.batches(run.config.eval_batch_size):
+            images, real = resize(batch["image"]), batch["weight"] > 0
+            right = [is_correct(images, batch["label"], pixels) for pixels in shifts]
+            correct.append(np.stack(right)[:, real])
+            labels.append(batch["label"][real])
+            bar.update(len(shifts) * int(real.sum()))
+    all_correct = np.concatenate(correct, axis=1)
+    return all_correct, np.ones_like(all_correct), np.concatenate(labels)
 
 
 def _resized(images: np.ndarray, image_size: int, batch_size: int) -> np.ndarray:
@@ -235,12 +345,12 @@ def _resized(images: np.ndarray, image_size: int, batch_size: int) -> np.ndarray
     return np.concatenate([resize(images[i : i + batch_size]) for i in starts])
 
 
-def _correct_fn(run: Run, axis: str):
+def _correct_fn(run: Run, move: Callable[..., jax.Array]):
     predict = make_predict_fn(run)
 
     @jax.jit
     def shift(images, pixels):
-        images = shift_images(images, pixels, axis)
+        images = move(images, pixels)
         if not run.config.data.standardize:
             return images
         return (images - jnp.asarray(run.data.mean)) / jnp.asarray(run.data.std)

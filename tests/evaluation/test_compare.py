@@ -171,7 +171,7 @@ def test_data_with_other_classes_are_refused(workdir, tmp_path, monkeypatch):
         ),
     ]:
         other = dataclasses.replace(data, **change)
-        monkeypatch.setattr(compare_lib, "load_images", lambda config, x=other: x)
+        monkeypatch.setattr(compare_lib, "load_data", lambda config, x=other: x)
         with pytest.raises((CheckpointError, ValueError), match=message):
             shift_report([workdir], tmp_path, max_shift=1)
 

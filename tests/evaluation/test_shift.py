@@ -6,8 +6,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from ml_collections import ConfigDict
+from PIL import Image
 
-from relattn.data import ImageInfo, ImageSplit, load_images, make_preprocess
+from relattn.data import (
+    ImageInfo,
+    ImageSplit,
+    StreamedSplit,
+    load_images,
+    make_preprocess,
+)
+from relattn.data.folder import FileRecords
+from relattn.data.streaming import Photographs
 from relattn.evaluation.shift import margins, movable, shift_images, shifted_accuracy
 from relattn.training import Run, default_config
 from tests.helpers.shifting import moved
@@ -101,3 +110,78 @@ def test_images_are_standardised_after_the_shift(tmp_path, standardize, black):
     assert found.allowed[:, 2].tolist() == [False, False, True, True, True]
     assert found.correct[:, 2].tolist() == [False, False, False, True, True]
     assert found.allowed[:, :2].all() and found.correct[:, :2].all()
+
+
+class FirstPixels(nn.Module):
+    """Answers 1 where the first pixel is brighter than the one before the last."""
+
+    @nn.compact
+    def __call__(self, images):
+        return jnp.stack([images[:, 0, -2, 0], images[:, 0, 0, 0]], axis=-1)
+
+
+def first_pixels_run(info, image_size, where):
+    config = default_config()
+    config.model.name = "first_pixels"
+    config.data.update(name="noise", image_size=image_size, standardize=True)
+    config.eval_batch_size = 2
+    preprocess = make_preprocess(config.data, info)
+    return Run(config, FirstPixels(), {}, 1, info, preprocess, where, "latest")
+
+
+def answers(images):
+    return images[:, 0, 0, 0] > images[:, 0, -2, 0]
+
+
+@pytest.mark.parametrize("axis", ["x", "y"])
+def test_a_shift_wraps_around(tmp_path, axis):
+    info = ImageInfo("noise", ("0", "1"), (5, 5, 1), (0.3,), (0.2,), 7, "noise")
+    run = first_pixels_run(info, 5, tmp_path)
+    rng = np.random.default_rng(0)
+    images = rng.integers(0, 256, (7, 5, 5, 1), dtype=np.uint8)
+    labels = rng.integers(0, 2, 7).astype(np.int32)
+    split = ImageSplit(images, labels)
+    found = shifted_accuracy(run, split, max_shift=2, axis=axis, border="wrap")
+    assert found.allowed.all() and found.both_ways.all()
+    np.testing.assert_array_equal(found.labels, labels)
+    for row, pixels in enumerate((-2, -1, 0, 1, 2)):
+        rolled = np.roll(images, pixels, axis={"y": 1, "x": 2}[axis])
+        expected = answers(rolled) == labels
+        np.testing.assert_array_equal(found.correct[row], expected)
+    with pytest.raises(ValueError, match="which have no larger crop: choose --border"):
+        shifted_accuracy(run, split, max_shift=2, border="crop")
+    with pytest.raises(ValueError, match="unknown border 'warp': did you mean 'wrap'"):
+        shifted_accuracy(run, split, max_shift=2, border="warp")
+
+
+@pytest.mark.parametrize("axis", ["x", "y"])
+def test_a_crop_of_photographs_moves(tmp_path, axis):
+    rng = np.random.default_rng(0)
+    pixels = rng.integers(0, 256, (3, 11, 11, 3), dtype=np.uint8)
+    files = [tmp_path / f"{i}.png" for i in range(3)]
+    for file, image in zip(files, pixels, strict=True):
+        Image.fromarray(image).save(file)
+    labels = np.array([0, 1, 1], np.int32)
+    photographs = Photographs(FileRecords(files, labels), np.arange(3), 2, "noise")
+    split = StreamedSplit(photographs, image_size=5, short_side=11, num_workers=0)
+    statistics = (0.3,) * 3, (0.2,) * 3
+    info = ImageInfo(
+        "noise", ("0", "1"), (5, 5, 3), *statistics, 7, "noise", streamed=True
+    )
+    run = first_pixels_run(info, 5, tmp_path)
+    found = shifted_accuracy(run, split, max_shift=3, axis=axis, border="crop")
+    assert found.allowed.all()
+    np.testing.assert_array_equal(found.labels, labels)
+    for row, shift in enumerate(range(-3, 4)):
+        # What moves right shows more of the left.
+        top, left = (3, 3 - shift) if axis == "x" else (3 - shift, 3)
+        crop = pixels[:, top : top + 5, left : left + 5]
+        expected = answers(crop) == labels
+        np.testing.assert_array_equal(found.correct[row], expected)
+    (batch,) = split.batches(3)
+    np.testing.assert_array_equal(batch["image"], pixels[:, 3:8, 3:8])
+    message = "max_shift=4 needs crops of 13 pixels, .* short side of 11: choose .* 3,"
+    with pytest.raises(ValueError, match=message):
+        shifted_accuracy(run, split, max_shift=4, border="crop")
+    with pytest.raises(ValueError, match="trained on photographs, which fill the imag"):
+        shifted_accuracy(run, split, max_shift=3)

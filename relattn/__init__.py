@@ -34,6 +34,7 @@ from relattn.models import ViT as ViT
 from relattn.models import build_model as build_model
 from relattn.models import generate as generate
 from relattn.models.pretrained import load_pretrained as load_pretrained
+from relattn.nn import LayerPosition as LayerPosition
 from relattn.nn import MultiHeadAttention as MultiHeadAttention
 from relattn.nn import Position as Position
 from relattn.nn import attention_fn as attention_fn
@@ -42,6 +43,7 @@ from relattn.nn import register_attention as register_attention
 from relattn.nn import register_position as register_position
 
 if TYPE_CHECKING:
+    from relattn.data import register_data as register_data
     from relattn.training import load_run as load_run
     from relattn.training import train_and_evaluate as train_and_evaluate
 
@@ -49,7 +51,11 @@ __version__ = "0.1.0.dev0"
 
 # Imported on first use: they need the extra `train`, and Orbax, Grain and TFDS take
 # almost as long to import as JAX and Flax.
-_TRAINING = ("load_run", "train_and_evaluate")
+_LAZY = {
+    "load_run": "relattn.training",
+    "register_data": "relattn.data",
+    "train_and_evaluate": "relattn.training",
+}
 
 
 def __getattr__(name: str) -> Any:
@@ -59,10 +65,10 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module("relattn.evaluation")
     if name == "training":
         return importlib.import_module("relattn.training")
-    if name in _TRAINING:
-        return getattr(importlib.import_module("relattn.training"), name)
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), "data", "evaluation", "training", *_TRAINING})
+    return sorted({*globals(), "data", "evaluation", "training", *_LAZY})

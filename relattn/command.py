@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import importlib
 import os
 import re
 import sys
@@ -97,7 +98,7 @@ class Parser(argparse.ArgumentParser):
         >>> parser.parse_args(["--verbose"])
         Traceback (most recent call last):
         ValueError: unknown option --verbose: did you mean '--verbosity'? There are: \
---flagfile, --verbosity
+--flagfile, --import, --verbosity
     """
 
     def __init__(
@@ -107,6 +108,14 @@ class Parser(argparse.ArgumentParser):
         super().__init__(prog, description=description, allow_abbrev=False, **kwargs)
         self._overrides = overrides
         self.add_argument("--flagfile", help="a file of options, one per line")
+        self.add_argument(
+            "--import",
+            action="append",
+            default=[],
+            metavar="MODULE",
+            help="a Python module to import first, such as one that registers an "
+            "attention; repeatable",
+        )
         self.add_argument(
             "--verbosity",
             type=int,
@@ -128,7 +137,7 @@ class Parser(argparse.ArgumentParser):
 
         Raises:
             ValueError: If an option is unknown, missing or has a wrong value, or a
-                ``--flagfile`` cannot be read.
+                ``--flagfile`` or ``--import`` cannot be read.
         """
         words = _expand_flagfiles(sys.argv[1:] if args is None else args)
         given, unknown = self.parse_known_args(words, namespace)
@@ -146,11 +155,25 @@ class Parser(argparse.ArgumentParser):
         from absl import logging
 
         logging.set_verbosity(given.verbosity)
+        for name in getattr(given, "import"):
+            _import(name)
         return given
 
     def error(self, message: str) -> None:
         """Raises ValueError; argparse would end the process."""
         raise ValueError(one_line(message).removeprefix("argument "))
+
+
+def _import(name: str) -> None:
+    """Imports a module from the Python path or the current folder."""
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        importlib.import_module(name)
+    except Exception as error:
+        raise ValueError(
+            f"--import={name} failed ({type(error).__name__}: {one_line(error)})"
+        ) from error
 
 
 def _expand_flagfiles(words: Sequence[str]) -> list[str]:

@@ -10,6 +10,7 @@ import jax
 import pytest
 
 from relattn import command, training
+from relattn.nn import ATTENTIONS
 
 ROOT = Path(__file__).parents[1]
 # Required arguments of each program.
@@ -296,3 +297,18 @@ def test_help_without_docstrings(program, monkeypatch, capsys):
     with pytest.raises(SystemExit, match="0"):
         start(program, ["--help"])
     assert capsys.readouterr().out.startswith("usage: python ")
+
+
+def test_import_runs_a_module_of_the_current_folder(tmp_path, monkeypatch):
+    (tmp_path / "registers_a_mean.py").write_text(
+        "import relattn\n\nclass Mean(relattn.MultiHeadAttention):\n    pass\n\n"
+        "relattn.register_attention('imported_mean', Mean)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    parser = command.Parser("python x.py", "Does nothing.")
+    with pytest.raises(ValueError, match="--import=no.such failed .ModuleNotFoundErr"):
+        parser.parse_args(["--import=no.such"])
+    assert "imported_mean" not in ATTENTIONS
+    parser.parse_args(["--import=registers_a_mean"])
+    assert ATTENTIONS.pop("imported_mean").__name__ == "Mean"

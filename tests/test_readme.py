@@ -6,8 +6,10 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from ml_collections import ConfigDict
 
 from relattn import kernels
+from relattn.data import load_data
 from relattn.evaluation.translation import VARIANTS, all_pairs
 from studies.presets import PRESETS
 from tools import tables
@@ -111,6 +113,12 @@ def test_first_example_has_the_stated_error():
     assert jnp.linalg.norm(estimate - exact) > max(norm, error_of_mean)
 
 
+def test_own_data_are_selected_by_name():
+    run_examples(read("docs/data.md"))
+    config = ConfigDict({"source": "noise", "num_validation": 70})
+    assert load_data(config).info.num_train == 630
+
+
 def test_guide_runs_and_its_decoding_steps_equal_the_causal_kernels():
     scope = run_examples(read("docs/using.md"))
     i = scope["i"]
@@ -121,6 +129,11 @@ def test_guide_runs_and_its_decoding_steps_equal_the_causal_kernels():
         scope["relative_2"], scope["relative"][..., 2, :], rtol=1e-4, atol=1e-5
     )
     assert scope["logits"].shape == scope["cosine_logits"].shape == (2, 10)
+    assert scope["alibi_logits"].shape == (2, 10)
+    (layer,) = scope["Alibi"](dim=8, num_heads=2, num_layers=1).per_layer((3,), 0)
+    # Offsets -2 .. 2.
+    expected = -np.array([[1 / 16], [1 / 256]]) * np.array([2, 1, 0, 1, 2])
+    np.testing.assert_allclose(layer.tables["bias"], expected)
     assert not np.isnan(scope["masked"]).any()
 
 

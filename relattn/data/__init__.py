@@ -21,6 +21,7 @@ from relattn.data.images import ImageData as ImageData
 from relattn.data.images import ImageSplit as ImageSplit
 from relattn.data.load import load_data as load_data
 from relattn.data.load import load_images as load_images
+from relattn.data.load import register_data as register_data
 from relattn.data.preprocess import input_shape as input_shape
 from relattn.data.preprocess import make_preprocess as make_preprocess
 from relattn.data.preprocess import preprocess as preprocess

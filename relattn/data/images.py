@@ -1,8 +1,10 @@
 """Image sets in memory: batches, validation split, channel statistics."""
 
+from __future__ import annotations
+
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -107,6 +109,62 @@ class ImageData:
     origin: str
     augment: str = dataclasses.field(default="none", kw_only=True)
 
+    @classmethod
+    def from_arrays(
+        cls,
+        name: str,
+        images: np.ndarray,
+        labels: np.ndarray,
+        class_names: Sequence[str],
+        *,
+        num_validation: int,
+        test_images: np.ndarray | None = None,
+        test_labels: np.ndarray | None = None,
+        split_seed: int = 0,
+        augment: str = "none",
+    ) -> ImageData:
+        """Makes a data set of arrays of your own.
+
+        Args:
+            name: Name of the set.
+            images: uint8 ``[n, height, width, channels]``, from 0 to 255.
+            labels: Integers ``[n]``, from 0 to the number of classes - 1.
+            class_names: Class names in label order.
+            num_validation: Number of images to hold out for validation.
+            test_images: Test images; None for those of validation.
+            test_labels: Their labels.
+            split_seed: Seed that selects the validation images.
+            augment: Augmentation of the training images.
+
+        Returns:
+            The data, with copies of the arrays.
+
+        Raises:
+            ValueError: If an array has another type, shape or range.
+
+        Example:
+            >>> images = np.zeros((7, 5, 5, 1), np.uint8)
+            >>> labels = np.arange(7) % 2
+            >>> data = ImageData.from_arrays(
+            ...     "stripes", images, labels, ("rows", "columns"), num_validation=2
+            ... )
+            >>> len(data.train), len(data.test)
+            (5, 2)
+        """
+        whole = _check_split(images, labels, len(class_names), "images")
+        train, validation = split_validation(whole, num_validation, split_seed)
+        test = validation
+        if test_images is not None:
+            test = _check_split(
+                test_images, test_labels, len(class_names), "test_images"
+            )
+        mean, std = channel_statistics(train.images)
+        names = tuple(class_names)
+        origin = f"arrays of {len(images)} images"
+        return cls(
+            name, train, validation, test, names, mean, std, origin, augment=augment
+        )
+
     @property
     def num_classes(self) -> int:
         """Returns the number of classes."""
@@ -177,6 +235,30 @@ class ImageData:
         """
         del seed, epoch
         return self.train.gather(indices)
+
+
+def _check_split(
+    images: np.ndarray, labels: np.ndarray | None, num_classes: int, name: str
+) -> ImageSplit:
+    images, labels = np.array(images), np.asarray(labels)
+    if images.dtype != np.uint8 or images.ndim != 4:
+        raise ValueError(
+            f"{name} has shape {images.shape} and type {images.dtype}, expected uint8 "
+            "[n, height, width, channels]: for values in [0, 1] give (255 * images)"
+            ".round().astype(np.uint8)"
+        )
+    integers = np.issubdtype(labels.dtype, np.integer)
+    if labels.shape != images.shape[:1] or not integers:
+        raise ValueError(
+            f"the labels of {name} have shape {labels.shape} and type {labels.dtype}, "
+            f"expected {len(images)} integers"
+        )
+    if not 0 <= labels.min(initial=0) <= labels.max(initial=0) < num_classes:
+        raise ValueError(
+            f"the labels of {name} are from {labels.min()} to {labels.max()}, expected "
+            f"0 to {num_classes - 1}"
+        )
+    return ImageSplit(images, labels.astype(np.int32))
 
 
 @functools.lru_cache(maxsize=CACHED_EPOCHS)

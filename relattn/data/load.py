@@ -1,9 +1,11 @@
 """Loads data sets from a configuration: `load_data`, `load_images`."""
 
 import pathlib
+from collections.abc import Callable
 
 from ml_collections import ConfigDict
 
+from relattn import spec
 from relattn.data.augment import check_augmentation, make_mix
 from relattn.data.base import DataSource
 from relattn.data.canvas import place_on_canvas
@@ -189,10 +191,44 @@ def _load_tfds(config: ConfigDict) -> DataSource:
     return open_streamed(config, folder, SETS[config.name].test_split)
 
 
+def register_data(name: str, loader: Callable[[ConfigDict], DataSource]) -> None:
+    """Registers data of your own as a ``config.data.source``.
+
+    Args:
+        name: A Python identifier that names no source of relattn. A second call with
+            the same name replaces the first.
+        loader: Loads the data from the options ``config.data``.
+
+    Raises:
+        ValueError: If relattn uses the name, or it is not a Python identifier.
+
+    Example:
+        >>> from ml_collections import ConfigDict
+        >>> def load_stripes(config):
+        ...     images = np.zeros((7, 5, 5, 1), np.uint8)
+        ...     return ImageData.from_arrays(
+        ...         "stripes", images, np.arange(7) % 2, ("rows", "columns"),
+        ...         num_validation=config.num_validation,
+        ...     )
+        >>> register_data("stripes", load_stripes)
+        >>> config = ConfigDict({"source": "stripes", "num_validation": 3})
+        >>> load_data(config).info.num_train
+        4
+    """
+    if not name.isidentifier() or name in BUILT_IN:
+        raise ValueError(
+            f"{spec.shorten(name)} cannot be registered: choose a Python identifier "
+            f"that is not one of {', '.join(sorted(BUILT_IN))}"
+        )
+    LOADERS[name] = loader
+
+
 READERS = {"embedded": _read_embedded, "tfds": _read_tfds, "folder": _read_folder}
-LOADERS = {
+LOADERS: dict[str, Callable[[ConfigDict], DataSource]] = {
     **dict.fromkeys(READERS, load_images),
     "tfds": _load_tfds,
     "folder": _load_folder,
     "text": load_text,
 }
+# The entries above; users register others.
+BUILT_IN = frozenset(LOADERS)

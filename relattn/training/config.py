@@ -35,6 +35,10 @@ FREE_KEYS = (
     "data.num_workers",
 )
 
+# Keys that may also change when a run goes on: the schedules except the cosine do not
+# depend on them.
+LENGTH_KEYS = ("num_epochs", "num_steps")
+
 # Devices count and compute in 32 bits.
 LARGEST_INT = 2**31 - 1
 LARGEST_FLOAT = float(np.finfo(np.float32).max)
@@ -268,12 +272,15 @@ def flatten(config: Mapping[str, Any] | ConfigDict, prefix: str = "") -> dict[st
     return result
 
 
-def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Lists the differences of two configurations, except for `FREE_KEYS`.
+def differences(
+    old: Mapping[str, Any], new: Mapping[str, Any], free: Sequence[str] = FREE_KEYS
+) -> list[str]:
+    """Lists the differences of two configurations.
 
     Args:
         old: A configuration as `to_json` returns it.
         new: Another one.
+        free: Keys that may differ.
 
     Returns:
         A phrase for each key that differs, with both values.
@@ -285,7 +292,7 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     old_values, new_values = flatten(old), flatten(new)
     missing = object()
     result = []
-    for key in sorted({*old_values, *new_values} - set(FREE_KEYS)):
+    for key in sorted({*old_values, *new_values} - set(free)):
         before = old_values.get(key, missing)
         now = new_values.get(key, missing)
         if before != now:

@@ -30,7 +30,14 @@ from relattn.training.checkpoint import (
     read_meta,
     restore,
 )
-from relattn.training.config import check_config, complete, differences, to_json
+from relattn.training.config import (
+    FREE_KEYS,
+    LENGTH_KEYS,
+    check_config,
+    complete,
+    differences,
+    to_json,
+)
 from relattn.training.devices import make_parallel
 from relattn.training.errors import CheckpointError, WorkdirError
 from relattn.training.evaluator import Evaluator
@@ -602,7 +609,8 @@ def read_saved(workdir: Path, config: ConfigDict) -> dict[str, Any] | None:
         there is no checkpoint.
 
     Raises:
-        WorkdirError: If the directory holds a run of another configuration.
+        WorkdirError: If the directory holds a run of another configuration, or a longer
+            run. Another length is allowed, unless the schedule is the cosine.
         CheckpointError: If no checkpoint is intact, or a best one is damaged.
 
     Example:
@@ -613,11 +621,24 @@ def read_saved(workdir: Path, config: ConfigDict) -> dict[str, Any] | None:
     if latest is None:
         return None
     step, meta = latest
-    differing = differences(to_json(complete(meta["config"])), to_json(config))
+    before = to_json(complete(meta["config"]))
+    has_cosine = config.schedule.name == "cosine"
+    free = FREE_KEYS if has_cosine else (*FREE_KEYS, *LENGTH_KEYS)
+    differing = differences(before, to_json(config), free)
     if differing:
+        hint = "choose another directory or the same values"
+        if not differences(before, to_json(config), (*FREE_KEYS, *LENGTH_KEYS)):
+            hint += ", since the cosine schedule depends on the length of the run"
         raise WorkdirError(
             f"--workdir {workdir} holds a run of another configuration "
-            f"({'; '.join(differing)}): choose another directory or the same values"
+            f"({'; '.join(differing)}): {hint}"
+        )
+    per_epoch = read_info(meta["data"]).steps_per_epoch(config.batch_size)
+    num_steps = config.num_steps or config.num_epochs * per_epoch
+    if num_steps < step:
+        raise WorkdirError(
+            f"--workdir {workdir} holds a run of {step} steps, but the configuration "
+            f"has {num_steps}: choose another directory or a longer run"
         )
     histories = [History(**values) for values in meta["history"]]
     # The run ends with the evaluation of the best checkpoints.

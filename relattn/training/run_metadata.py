@@ -194,7 +194,13 @@ it
         reason = " ".join(str(error).split())[:_MAX_REASON]
         if not isinstance(error, ValueError):
             reason = f"{type(error).__name__}: {reason}"
+        hint = "load it with the version that wrote it"
+        if reason.startswith(("unknown attention", "unknown position")):
+            hint += (
+                ", or first import the module that registers it, in programs by "
+                "--import=MODULE"
+            )
         raise CheckpointError(
             f"{checkpoint} has metadata that this version of relattn cannot use "
-            f"({reason}): load it with the version that wrote it"
+            f"({reason}): {hint}"
         ) from error

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict, FrozenConfigDict
 
-from relattn.data.load import load_images
+from relattn.data.images import ImageData
+from relattn.data.load import load_data, load_images, register_data
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -77,3 +78,34 @@ def test_reading_does_not_import_tensorflow(tmp_path):
         "assert 'tensorflow' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-W", "error", "-c", program], check=True)
+
+
+def test_a_source_of_relattn_is_not_replaced():
+    for name in ("folder", "not a name"):
+        with pytest.raises(ValueError, match=f"'{name}' cannot be registered: choose"):
+            register_data(name, load_data)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"images": np.zeros((7, 5, 3, 1))}, "images has shape .* type float64, expec"),
+        ({"images": np.zeros((7, 5, 3), np.uint8)}, r"images has shape \(7, 5, 3\)"),
+        ({"labels": np.zeros(5, int)}, r"images have shape \(5,\) .* expected 7 integ"),
+        ({"labels": np.zeros(7)}, "and type float64, expected 7 integers"),
+        ({"labels": np.full(7, 2)}, "are from 2 to 2, expected 0 to 1"),
+        ({"test_labels": None}, "labels of test_images have shape"),
+    ],
+)
+def test_arrays_of_another_type_shape_or_range_are_refused(change, message):
+    images, labels = np.zeros((7, 5, 3, 1), np.uint8), np.zeros(7, int)
+    arguments = {
+        "images": images,
+        "labels": labels,
+        "test_images": images,
+        "test_labels": labels,
+    }
+    with pytest.raises(ValueError, match=message):
+        ImageData.from_arrays(
+            "mine", class_names=("a", "b"), num_validation=1, **arguments | change
+        )

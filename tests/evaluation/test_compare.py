@@ -192,7 +192,7 @@ def test_a_convolutional_network_and_a_performer_share_a_figure(workdir, tmp_pat
     text = shift_report([workdir, baseline], tmp_path / "out", max_shift=1)
     with (tmp_path / "out" / "shift.csv").open() as file:
         models = [row["model"] for row in csv.DictReader(file)]
-    assert models == ["learned"] * 3 + ["alexnet"] * 3
+    assert models == ["favor + learned"] * 3 + ["alexnet"] * 3
     assert "| fashion_mnist | alexnet | 1 |" in text
     assert load_run(baseline, image_size=40).config.data.image_size == 40
     with pytest.raises(ValueError, match="must be at least 29 for AlexNet, .* 28x28"):
@@ -331,7 +331,7 @@ def test_runs_that_differ_in_their_seed_are_averaged():
     chex.assert_trees_all_close(curve.std, np.array([0.5, 0.0, 1.0]) / np.sqrt(2))
     two = curves_of([result(ONE), result(TWO, seed=1, recipe="b")], 1)
     assert [curve.run for curve in two] == ["run0", "run1"]
-    assert "| none [run1] |" in table(two).replace("| mnist ", "")
+    assert "| favor [run1] |" in table(two).replace("| mnist ", "")
 
 
 def test_no_image_to_shift_is_an_error():

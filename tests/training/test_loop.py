@@ -1,3 +1,4 @@
+import functools
 import json
 import time
 import types
@@ -375,3 +376,37 @@ def test_validation_images_are_needed(config, tmp_path, monkeypatch):
     )
     with pytest.raises(ValueError, match=r"num_validation must be at least 1"):
         training.train_and_evaluate(config, tmp_path)
+
+
+@pytest.mark.parametrize("schedule", ["constant", "exponential"])
+def test_a_finished_run_goes_on_like_a_longer_one(
+    config, tmp_path, one_device, schedule
+):
+    config.schedule.name = schedule
+    if schedule == "exponential":
+        config.schedule.decay_rate = 0.5
+    train = functools.partial(training.train_and_evaluate, devices=one_device)
+    train(config, tmp_path / "short")
+    config.num_epochs = 5
+    result = train(config, tmp_path / "short")
+    assert result["step"] == result["num_steps"] == 25
+    train(config, tmp_path / "long")
+    chex.assert_trees_all_equal(
+        final_state(tmp_path / "short").params, final_state(tmp_path / "long").params
+    )
+    config.num_steps = 24
+    message = "holds a run of 25 steps, but the configuration has 24: choose another"
+    with pytest.raises(training.WorkdirError, match=message):
+        train(config, tmp_path / "short")
+
+
+def test_a_cosine_run_does_not_go_on(config, tmp_path, one_device):
+    config.schedule.name = "cosine"
+    training.train_and_evaluate(config, tmp_path, devices=one_device)
+    config.num_epochs = 5
+    message = (
+        r"num_epochs: 3 there, 5 now\): choose another directory or the same values, "
+        "since the cosine schedule depends on the length of the run"
+    )
+    with pytest.raises(training.WorkdirError, match=message):
+        training.train_and_evaluate(config, tmp_path, devices=one_device)

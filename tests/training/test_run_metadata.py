@@ -1,6 +1,7 @@
 """Resuming a run: after damage, and never as another run."""
 
 import dataclasses
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -8,9 +9,11 @@ import pytest
 
 from relattn import data as data_lib
 from relattn import training
+from relattn.nn import build
 from relattn.training import loop
 from relattn.training import run as run_lib
 from relattn.training.checkpoint import checkpoint_steps, read_meta
+from relattn.training.run_metadata import understanding
 from tests.helpers.interrupted import (
     Interrupted,
     final_state,
@@ -158,3 +161,12 @@ def test_a_foreign_checkpoint_folder_is_left_alone(config, tmp_path):
     with pytest.raises(training.CheckpointError, match=r"model.pt is not a checkpoint"):
         training.train_and_evaluate(config, tmp_path)
     assert [p.name for p in tmp_path.rglob("*")] == ["checkpoints", "model.pt"]
+
+
+def test_an_attention_registered_elsewhere_is_to_be_imported():
+    message = "first import the module that registers it, in programs by --import=MOD"
+    with (
+        pytest.raises(training.CheckpointError, match=message),
+        understanding(Path("7")),
+    ):
+        build("cosine", "none", dim=8, num_heads=2, num_layers=1)

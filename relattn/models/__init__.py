@@ -23,6 +23,7 @@ from relattn.models.vit import Performer as Performer
 from relattn.models.vit import RoutingTransformer as RoutingTransformer
 from relattn.models.vit import ViT as ViT
 from relattn.models.vit import patch_grid as patch_grid
+from relattn.models.weights import attention_weights as attention_weights
 
 MODELS = {
     "performer": Performer,

@@ -254,6 +254,7 @@ def transformer_blocks(
                 "batch_stats": 0,
                 "cache": 0,
                 "intermediates": 0,
+                "attention_weights": 0,
             },
             split_rngs={"params": True, "dropout": True},
             length=last - first,

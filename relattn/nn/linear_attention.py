@@ -366,9 +366,9 @@ class BandedAttention(RandomFeatureAttention):
         self,
         q: Float[Array, "batch heads n head_dim"],
         k: Float[Array, "batch key_heads n head_dim"] | None,
-        v: Float[Array, "batch heads n head_dim"],
+        v: Float[Array, "batch heads n value_dim"],
         context: Context,
-    ) -> Float[Array, "batch heads n head_dim"]:
+    ) -> Float[Array, "batch heads n value_dim"]:
         """Computes linear attention in content heads, banded in position heads."""
         table = self.param(
             "table", nn.initializers.zeros, (self.clip + 1, self.head_dim), jnp.float32

@@ -102,9 +102,9 @@ class LinformerAttention(MultiHeadAttention):
         self,
         q: Float[Array, "batch heads n head_dim"],
         k: Float[Array, "batch heads n head_dim"],
-        v: Float[Array, "batch heads n head_dim"],
+        v: Float[Array, "batch heads n value_dim"],
         context: Context,
-    ) -> Float[Array, "batch heads n head_dim"]:
+    ) -> Float[Array, "batch heads n value_dim"]:
         """Computes attention to projected keys and values."""
         matrices = self.projections(k.shape[-2], context)
         return linformer.linformer_attention(

@@ -81,9 +81,9 @@ class RoutingAttention(MultiHeadAttention):
         self,
         q: Float[Array, "batch heads n head_dim"],
         k: Float[Array, "batch heads n head_dim"],
-        v: Float[Array, "batch heads n head_dim"],
+        v: Float[Array, "batch heads n value_dim"],
         context: Context,
-    ) -> Float[Array, "batch heads n head_dim"]:
+    ) -> Float[Array, "batch heads n value_dim"]:
         """Computes local attention in the first heads, routed in the rest."""
         window = self.window or -(-q.shape[-2] // self.clusters)
         first = self.num_heads // 2 if self.local_heads is None else self.local_heads

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -96,6 +96,22 @@ class OffsetAttention(MultiHeadAttention):
                 found.append(matrix.astype(self.dtype))
         return found
 
+    def sow_weights(
+        self, q: Array, k: Array, low: tuple, tables: tuple, index: Any, options: dict
+    ) -> None:
+        """Sows the weights: the outputs of LoR-Translution for identity values."""
+        n = q.shape[-2]
+        identity = jnp.broadcast_to(jnp.eye(n, dtype=q.dtype), (*q.shape[:-1], n))
+        qkv = (q, k, identity)
+        weights, _ = kernels.lor_translution(qkv, low, tables, index=index, **options)
+        # A layer may be traced twice: the last weights replace those before.
+        self.sow(
+            "attention_weights",
+            "weights",
+            weights.astype(jnp.float32),
+            reduce_fn=lambda _, new: new,
+        )
+
     def offset_table(
         self, name: str, shape: tuple[int, int, int], bound: float, context: Context
     ) -> Array:
@@ -163,6 +179,11 @@ class TranslutionAttention(OffsetAttention):
                 return out[..., None, :]
         key_mask = None if context.key_mask is None else context.key_mask[:, 0]
         index = self.table_index(x.shape[-2], context)
+        if self.is_mutable_collection("attention_weights"):
+            zeros = jnp.zeros((len(x), self.num_heads, x.shape[1], 1), x.dtype)
+            options = {"scale": self.head_dim**-0.5, "key_mask": key_mask}
+            scores = (x, x, None), (*tables[:2], None)
+            self.sow_weights(zeros, zeros, *scores, index, options)
         return kernels.translution(x, *tables, index=index, key_mask=key_mask)
 
 
@@ -258,6 +279,12 @@ class LorTranslutionAttention(OffsetAttention):
             if context.key_mask is not None:
                 options["key_mask"] = context.key_mask[:, 0]
             index = self.table_index(x.shape[-2], context)
+            if self.is_mutable_collection("attention_weights"):
+                zeros = jnp.zeros((len(x), self.num_heads, x.shape[1], 1), self.dtype)
+                q, k = plain[:2] if self.base else (zeros, zeros)
+                scaled = options | {"average": self.average and self.base}
+                scores = (*low[:2], None), (*tables[:2], None)
+                self.sow_weights(q, k, *scores, index, scaled)
             out, low_out = kernels.lor_translution(
                 plain, low, tables, index=index, **options
             )

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 from tqdm import tqdm
@@ -86,6 +87,27 @@ def predict(
             found.append(out[: len(batch)])
             bar.update(len(batch))
     return Predictions(np.concatenate(found), run.data.class_names)
+
+
+def attention_weights(
+    run: Run, inputs: Any, layer: int
+) -> Float[np.ndarray, "batch heads n n"]:
+    """Computes the attention weights of a layer; see `Run.attention_weights`."""
+    if run.data.kind == "tokens":
+        tokens = read_tokenizer(run).encode(inputs)[None].astype(np.int32)
+        inputs = jnp.asarray(tokens)
+    else:
+        channels = run.data.image_shape[2]
+        count = max(1, len(as_sequence(inputs, channels)))
+        images = next(read_images(inputs, run.data, run.config.data, count))
+        inputs = run.preprocess({"image": images})
+    layers = models.attention_weights(run.model, run.variables, inputs)
+    if not -len(layers) <= layer < len(layers):
+        raise ValueError(
+            f"layer={layer}: the model has layers 0 to {len(layers) - 1}, or -1 for "
+            "the last"
+        )
+    return np.asarray(layers[layer])
 
 
 def generate(

@@ -156,6 +156,25 @@ class Run:
             data = splits[split]
         return evaluate(self, data, batch_size, info=info)
 
+    def attention_weights(
+        self, inputs: Any, *, layer: int = -1
+    ) -> Float[np.ndarray, "batch heads n n"]:
+        """Computes the attention weights of a layer, of any attention.
+
+        Args:
+            inputs: A few images, as for `predict`, or, for a run on text, a text.
+            layer: The layer; negative numbers count from the last.
+
+        Returns:
+            Queries, then keys, both with prefix tokens such as CLS first; see
+            `relattn.models.attention_weights`.
+
+        Raises:
+            ValueError: If the model has no attention or no such layer, or the inputs do
+                not fit.
+        """
+        return predict_lib.attention_weights(self, inputs, layer)
+
     def generate(
         self,
         prompt: str | Sequence[str],

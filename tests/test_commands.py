@@ -31,6 +31,7 @@ PROGRAMS = {
     "relattn.evaluation.translation": [],
     "relattn.evaluation.sample": ["--workdir=x"],
     "relattn.evaluation.perplexity": ["--workdir=x", "--input=x"],
+    "relattn.evaluation.report": ["--workdir=x"],
     "train": ["--config=configs/demo.py", "--workdir=x"],
 }
 NO_PROGRAM = "relattn.evaluation.shift"

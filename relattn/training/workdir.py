@@ -369,7 +369,7 @@ def write_text(path: Path, text: str) -> None:
     """
     temporary = path.with_name(path.name + ".tmp")
     with writing(path):
-        with temporary.open("w") as file:
+        with temporary.open("w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             # Otherwise the file system may rename a file that is still empty.

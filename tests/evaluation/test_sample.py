@@ -11,6 +11,7 @@ import pytest
 from relattn import training
 from relattn.evaluation import perplexity
 from relattn.evaluation import sample as sample_lib
+from relattn.evaluation.report import report
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +106,21 @@ def test_other_vocabulary_or_data_is_rejected(workdir):
         changed(kind="images").generate("To be")
     with pytest.raises(ValueError, match="was trained on text, not on images"):
         run.predict("image.png")
+
+
+def test_attention_weights_of_a_text(workdir):
+    run = training.load_run(workdir)
+    weights = run.attention_weights("To be", layer=0)
+    assert weights.shape == (1, 2, 5, 5)
+    np.testing.assert_allclose(weights.sum(axis=-1), 1, rtol=1e-5)
+    assert not np.triu(weights, 1).any()
+    with pytest.raises(ValueError, match="layer=1: the model has layers 0 to 0, or -1"):
+        run.attention_weights("To be", layer=1)
+
+
+def test_a_report_has_a_sample(workdir):
+    page = report(training.load_run(workdir))
+    assert "<h2>A sample</h2>" in page and "<h2>Confusion matrix</h2>" not in page
 
 
 def test_perplexity_of_a_text_file(workdir, tmp_path, capsys):

@@ -1,0 +1,311 @@
+"""Writes a trained run's report: one HTML page that needs no other file.
+
+``python -m relattn.evaluation.report --workdir=RUN`` writes ``RUN/report.html``: results
+and curves; for images the confusion matrix, the accuracy of each class, the most
+confident errors and attention maps; for text a sample; and the configuration.
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float, Int
+from matplotlib.figure import Figure
+
+from relattn import command, models
+from relattn.data import load_data
+from relattn.training import Run, load_run
+from relattn.training.config import flatten
+from relattn.training.metrics import read_rows
+from relattn.training.run import check_labels
+from relattn.training.workdir import write_text
+
+# A larger confusion matrix is shown as a list of the most frequent confusions.
+MAX_MATRIX = 30
+MAX_CONFUSIONS = 20
+NUM_ERRORS = 12
+NUM_MAPS = 4
+
+STYLE = """
+:root { color-scheme: light dark; }
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto;
+  padding: 0 1rem; }
+h2 { margin-top: 2.5rem; border-bottom: 1px solid #8886; }
+img { max-width: 100%; height: auto; background: white; border-radius: 6px; }
+.scroll { overflow-x: auto; max-height: 32rem; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+td, th { padding: 0.2rem 0.8rem; border-bottom: 1px solid #8884; text-align: left; }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; padding: 1rem;
+  border: 1px solid #8886; border-radius: 6px; }
+"""
+
+
+def report(run: Run, *, num_images: int | None = None) -> str:
+    """Makes the report of a run.
+
+    Args:
+        run: A trained run; its data are loaded.
+        num_images: Number of test images to use, from the first; None for all.
+
+    Returns:
+        An HTML page without links to other files.
+
+    Raises:
+        ValueError: If ``num_images`` is less than 1, or the data cannot be loaded.
+        CheckpointError: If the data have other classes than those of training.
+    """
+    if num_images is not None and num_images < 1:
+        raise ValueError(f"num_images={num_images}: it must be at least 1")
+    title = f"Run {run.workdir.name} on {run.data.name}"
+    rows = read_rows(run.workdir / "metrics.jsonl")
+    rows = [row for row in rows if row.get("seed", run.config.seed) == run.config.seed]
+    parts = [
+        f"<h1>{html.escape(title)}</h1>",
+        f"<p>The {run.checkpoint} checkpoint, step {run.step:,}. Data: "
+        f"{html.escape(run.data.origin)}.</p>",
+        "<h2>Results</h2>",
+        _table(("measure", "value"), _results(run).items()),
+        "<h2>Curves</h2>",
+        _curves(rows),
+    ]
+    parts += (
+        _image_parts(run, num_images)
+        if run.data.kind == "images"
+        else [
+            "<h2>A sample</h2>",
+            f"<pre>{html.escape(str(run.generate(chr(10))))}</pre>",
+        ]
+    )
+    parts += [
+        "<h2>Configuration</h2>",
+        _table(("key", "value"), flatten(run.config).items()),
+    ]
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        '<link rel="icon" href="data:,">\n'
+        f"<title>{html.escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n"
+        "<body>\n" + "\n".join(parts) + "\n</body>\n</html>\n"
+    )
+
+
+def confusion_matrix(
+    labels: Int[np.ndarray, "n"], predicted: Int[np.ndarray, "n"], num_classes: int
+) -> Int[np.ndarray, "{num_classes} {num_classes}"]:
+    """Counts the images of each class by the class that was predicted.
+
+    Args:
+        labels: The true classes.
+        predicted: The predicted classes.
+        num_classes: Number of classes.
+
+    Returns:
+        Counts: a row for each true class, a column for each predicted one.
+
+    Example:
+        >>> confusion_matrix(np.array([0, 1, 1]), np.array([0, 0, 1]), 2).tolist()
+        [[1, 0], [1, 1]]
+    """
+    counts = np.zeros((num_classes, num_classes), int)
+    np.add.at(counts, (labels, predicted), 1)
+    return counts
+
+
+def _results(run: Run) -> dict[str, Any]:
+    """Returns what ``result.json`` says about the run's seed."""
+    path = run.workdir / "result.json"
+    if not path.is_file():
+        return {"state": "not finished: there is no result.json"}
+    result = json.loads(path.read_text("utf-8"))
+    runs = {each["seed"]: each for each in result.pop("runs", [])}
+    result |= runs.get(run.config.seed, {})
+    return {name.replace("_", " "): value for name, value in result.items()}
+
+
+def _curves(rows: Sequence[Mapping[str, Any]]) -> str:
+    figure = Figure(figsize=(10, 3.5), layout="constrained")
+    for ax, metric in zip(figure.subplots(1, 2), ("loss", "accuracy"), strict=True):
+        for split in ("train", "validation"):
+            name = f"{split}_{metric}"
+            points = [(row["step"], row[name]) for row in rows if name in row]
+            if points:
+                ax.plot(*zip(*points, strict=True), label=split)
+        ax.set(xlabel="step", ylabel=metric)
+        ax.grid(alpha=0.3)
+        if ax.lines:
+            ax.legend(frameon=False)
+    return _image(figure, "Loss and accuracy by step, in training and validation")
+
+
+def _image_parts(run: Run, num_images: int | None) -> list[str]:
+    """Returns the sections of a run on images."""
+    images, labels, probabilities = _predict_test(run, num_images)
+    names, predicted = run.data.class_names, probabilities.argmax(axis=-1)
+    counts = confusion_matrix(labels, predicted, len(names))
+    totals, right = counts.sum(axis=1), counts.diagonal()
+    rows = [
+        (name, f"{100 * hits / max(total, 1):.1f}%" if total else "–", f"{total:,}")
+        for name, hits, total in zip(names, right, totals, strict=True)
+    ]
+    wrong = np.flatnonzero(predicted != labels)
+    # The most confident errors first.
+    wrong = wrong[np.argsort(-probabilities[wrong].max(axis=-1), kind="stable")]
+    errors = wrong[:NUM_ERRORS]
+    captions = [
+        f"{names[labels[i]]} taken for\n{names[predicted[i]]} "
+        f"({probabilities[i, predicted[i]]:.0%})"
+        for i in errors
+    ]
+    parts = [
+        "<h2>Confusion matrix</h2>",
+        f"<p>{len(labels):,} test images, {100 * right.sum() / len(labels):.2f}% "
+        "of them classified correctly.</p>",
+        _confusions(counts, names),
+        "<h2>Accuracy of each class</h2>",
+        _table(("class", "accuracy", "images"), rows),
+        "<h2>The most confident errors</h2>",
+        _gallery([images[i] for i in errors], captions, "Errors")
+        if len(errors)
+        else "<p>There are none.</p>",
+        "<h2>Attention maps</h2>",
+        _maps(run, images[:NUM_MAPS], [names[i] for i in predicted[:NUM_MAPS]]),
+    ]
+    return parts
+
+
+def _predict_test(
+    run: Run, num_images: int | None
+) -> tuple[np.ndarray, np.ndarray, Float[np.ndarray, "n classes"]]:
+    """Returns test images to show, and labels and probabilities of all."""
+    data = load_data(run.config.data)
+    check_labels(run.data, data.info, run.workdir)
+    split, batch_size = data.eval_splits["test"], run.config.eval_batch_size
+    if not len(split):
+        raise ValueError("there is nothing to report on: the test split is empty")
+    wanted = min(num_images or len(split), len(split))
+    images, labels, found = [], [], []
+    for batch in split.batches(batch_size):
+        left = wanted - sum(map(len, labels))
+        if left <= 0:
+            break
+        real = np.flatnonzero(batch["weight"])[:left]
+        images.append(batch["image"][real])
+        labels.append(batch["label"][real])
+        predictions = run.predict(batch["image"], batch_size=batch_size, progress=False)
+        found.append(predictions.probabilities[real])
+    return np.concatenate(images), np.concatenate(labels), np.concatenate(found)
+
+
+def _confusions(counts: np.ndarray, names: Sequence[str]) -> str:
+    """Shows the matrix, or the most frequent confusions of many classes."""
+    if len(names) > MAX_MATRIX:
+        wrong = counts * (1 - np.eye(len(names), dtype=int))
+        order = np.argsort(-wrong, axis=None, kind="stable")[:MAX_CONFUSIONS]
+        pairs = np.stack(np.unravel_index(order, wrong.shape), axis=1)
+        rows = [(names[i], names[j], wrong[i, j]) for i, j in pairs if wrong[i, j]]
+        return _table(("class", "taken for", "images"), rows)
+    size = 2.5 + 0.45 * len(names)
+    figure = Figure(figsize=(size, size), layout="constrained")
+    ax = figure.subplots()
+    shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
+    ax.imshow(shares, cmap="Blues", vmin=0, vmax=1)
+    for (i, j), count in np.ndenumerate(counts):
+        if count:
+            color = "white" if shares[i, j] > 0.5 else "black"
+            ax.text(j, i, f"{count}", ha="center", va="center", color=color, size=8)
+    ax.set_xticks(range(len(names)), names, rotation=90)
+    ax.set_yticks(range(len(names)), names)
+    ax.set(xlabel="predicted class", ylabel="true class")
+    return _image(figure, "Number of test images by true and predicted class")
+
+
+def _gallery(images: Sequence[np.ndarray], captions: Sequence[str], alt: str) -> str:
+    columns = min(4, len(images))
+    rows = -(-len(images) // columns)
+    figure = Figure(figsize=(2.4 * columns, 2.8 * rows), layout="constrained")
+    axes = figure.subplots(rows, columns, squeeze=False).ravel()
+    for ax in axes:
+        ax.axis("off")
+    for ax, image, caption in zip(axes, images, captions, strict=False):
+        _show(ax, image)
+        ax.set_title(caption, size=9)
+    return _image(figure, f"{alt}: {'; '.join(captions)}")
+
+
+def _maps(run: Run, images: np.ndarray, predicted: Sequence[str]) -> str:
+    """Shows images beside the weights of their keys in the last layer."""
+    try:
+        weights = run.attention_weights(images).mean(axis=1)
+    except ValueError as error:
+        return f"<p>None: {html.escape(str(error))}.</p>"
+    size = run.config.data.image_size
+    grid = models.patch_grid(size, size, run.model.patch_size)
+    num_prefix = weights.shape[-1] - grid[0] * grid[1]
+    reader = "the CLS token" if num_prefix else "all tokens, on average"
+    read = weights[:, 0] if num_prefix else weights.mean(axis=1)
+    read = read[:, num_prefix:].reshape(-1, *grid)
+    figure = Figure(figsize=(2.4 * len(images), 5), layout="constrained")
+    axes = figure.subplots(2, len(images), squeeze=False)
+    for column, (image, weight) in enumerate(zip(images, read, strict=True)):
+        for ax in axes[:, column]:
+            ax.axis("off")
+        _show(axes[0, column], image)
+        axes[0, column].set_title(predicted[column], size=9)
+        shown = axes[1, column].imshow(weight, cmap="viridis")
+        figure.colorbar(shown, ax=axes[1, column], shrink=0.7)
+    text = f"What {reader} reads in the last layer: mean weights of the heads"
+    return f"<p>{text}.</p>" + _image(figure, text)
+
+
+def _show(ax: Any, image: np.ndarray) -> None:
+    ax.imshow(image[..., 0] if image.shape[-1] == 1 else image, cmap="gray")
+
+
+def _table(header: Sequence[str], rows: Any) -> str:
+    def cells(values: Sequence[Any], tag: str) -> str:
+        shown = (f"{v:.4g}" if isinstance(v, float) else str(v) for v in values)
+        return "".join(f"<{tag}>{html.escape(value)}</{tag}>" for value in shown)
+
+    lines = [f"<tr>{cells(row, 'td')}</tr>" for row in rows]
+    head = f"<tr>{cells(header, 'th')}</tr>"
+    return f'<div class="scroll"><table>{head}{"".join(lines)}</table></div>'
+
+
+def _image(figure: Figure, alt: str) -> str:
+    file = io.BytesIO()
+    figure.savefig(file, format="png", dpi=120)
+    data = base64.b64encode(file.getvalue()).decode()
+    return f'<img alt="{html.escape(alt)}" src="data:image/png;base64,{data}">'
+
+
+@command.entry_point
+def main(argv: Sequence[str] | None = None) -> None:
+    """Writes the report.
+
+    Args:
+        argv: Command-line arguments, by default the process's.
+    """
+    parser = command.Parser("python -m relattn.evaluation.report", __doc__)
+    add = parser.add_argument
+    add("--workdir", required=True, help="the run directory")
+    add("--output", default="", help="the page; by default WORKDIR/report.html")
+    add("--checkpoint", default="best", help="best or latest")
+    add("--seed", type=int, help="one of several seeds; by default the first")
+    add("--num_images", type=int, help="number of test images to use; by default all")
+    given = parser.parse_args(argv)
+    run = load_run(given.workdir, given.checkpoint, seed=given.seed)
+    output = Path(given.output or run.workdir / "report.html")
+    text = report(run, num_images=given.num_images)
+    write_text(output, text)
+    print(f"Written to {output}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""The HTML report of a run."""
+
+import importlib
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from relattn import training
+from relattn.data import ImageData
+from relattn.data import load as load_lib
+from relattn.evaluation import report as report_lib
+from relattn.evaluation.report import confusion_matrix, report
+
+NAMES = ("<cat>", "dog", "bird & co")
+
+
+def load_noise(config):
+    rng = np.random.default_rng(0)
+    return ImageData.from_arrays(
+        "noise",
+        rng.integers(0, 256, (61, 8, 8, 1), dtype=np.uint8),
+        rng.integers(0, 3, 61),
+        NAMES,
+        num_validation=11,
+        test_images=rng.integers(0, 256, (23, 8, 8, 1), dtype=np.uint8),
+        test_labels=rng.integers(0, 3, 23),
+    )
+
+
+@pytest.fixture(scope="module")
+def workdir(tmp_path_factory):
+    config = importlib.import_module("configs.performer").get_config("mnist,smoke")
+    with config.unlocked():
+        config.model.update(
+            num_layers=2, dim=8, num_heads=2, mlp_dim=7, patch_size=4, position="none"
+        )
+        config.data.update(source="noise_for_reports", name="noise", image_size=8)
+        config.update(batch_size=10, eval_batch_size=7, num_steps=4, progress=False)
+        config.eval_every_steps = 2
+    load_lib.register_data("noise_for_reports", load_noise)
+    folder = tmp_path_factory.mktemp("runs") / "tiny"
+    training.train_and_evaluate(config, folder, devices=jax.local_devices()[:1])
+    yield folder
+    del load_lib.LOADERS["noise_for_reports"]
+
+
+def test_the_page_is_complete_and_needs_no_other_file(workdir, capsys):
+    report_lib.main([f"--workdir={workdir}"])
+    assert capsys.readouterr().out == f"Written to {workdir}/report.html\n"
+    page = (workdir / "report.html").read_text("utf-8")
+    headings = re.findall("<h2>(.*?)</h2>", page)
+    assert headings == [
+        "Results",
+        "Curves",
+        "Confusion matrix",
+        "Accuracy of each class",
+        "The most confident errors",
+        "Attention maps",
+        "Configuration",
+    ]
+    sources = re.findall(r'(?:src|href)="([^"]{,22})', page)
+    assert len(sources) == 5
+    assert all(source.startswith("data:") for source in sources)
+    assert all(re.findall(r'<img alt="([^"]*)"', page))
+    assert "What the CLS token reads in the last layer" in page
+    assert "<td>&lt;cat&gt;</td>" in page and "<cat>" not in page
+    assert "<td>model.attention</td><td>favor" in page
+
+
+def test_the_numbers_are_those_of_the_evaluation(workdir):
+    run = training.load_run(workdir)
+    page = report(run)
+    test = load_noise(None).test
+    predicted = run.predict(test.images).labels
+    assert f"23 test images, {100 * np.mean(predicted == test.labels):.2f}%" in page
+    for label, name in enumerate(("&lt;cat&gt;", "dog", "bird &amp; co")):
+        chosen = test.labels == label
+        accuracy = 100 * np.mean(predicted[chosen] == label)
+        row = f"<td>{name}</td><td>{accuracy:.1f}%</td><td>{chosen.sum()}</td>"
+        assert row in page
+    few = 100 * np.mean(predicted[:10] == test.labels[:10])
+    assert f"<p>10 test images, {few:.2f}%" in report(run, num_images=10)
+    with pytest.raises(ValueError, match="num_images=0: it must be at least 1"):
+        report(run, num_images=0)
+
+
+def test_confusions_count_rows_of_true_classes():
+    labels, predicted = np.array([0, 0, 2, 2, 2]), np.array([1, 0, 2, 1, 1])
+    expected = [[1, 1, 0], [0, 0, 0], [0, 2, 1]]
+    assert confusion_matrix(labels, predicted, 3).tolist() == expected
+
+
+def test_many_classes_are_a_list_of_the_most_frequent_confusions():
+    counts = np.eye(37, dtype=int) * 5
+    counts[3, 11], counts[7, 2] = 2, 4
+    shown = report_lib._confusions(counts, [f"c{i}" for i in range(37)])
+    assert "<img" not in shown
+    rows = re.findall("<tr><td>(.*?)</td><td>(.*?)</td><td>(.*?)</td></tr>", shown)
+    assert rows == [("c7", "c2", "4"), ("c3", "c11", "2")]

@@ -55,7 +55,7 @@ class FolderFiles:
     def warn(self) -> None:
         """Warns about what is not read."""
         if self.left_out:
-            text = f"{self.root}: left out {', '.join(self.left_out)}"
+            text = f"{self.root}: left out {'; '.join(self.left_out)}"
             warnings.warn(text, stacklevel=2)
 
     def labels(self, files: Sequence[pathlib.Path]) -> np.ndarray:
@@ -184,7 +184,7 @@ def _list_images(folder: pathlib.Path, left_out: list[str]) -> list[pathlib.Path
         "other files": [p for p in found if not p.is_dir() and p not in known],
     }
     left_out += [
-        f"{len(paths)} {what} ({_names(paths, folder.parent)})"
+        f"{what}: {_names(paths, folder.parent)}"
         for what, paths in others.items()
         if paths
     ]
@@ -193,7 +193,8 @@ def _list_images(folder: pathlib.Path, left_out: list[str]) -> list[pathlib.Path
 
 def _names(paths: Sequence[pathlib.Path], folder: pathlib.Path) -> str:
     names = [str(path.relative_to(folder)) for path in paths[:MAX_NAMES]]
-    return ", ".join([*names, "..."] if len(paths) > MAX_NAMES else names)
+    more = len(paths) - len(names)
+    return ", ".join(names) + (f" and {more} more" if more else "")
 
 
 def _read_split(found: FolderFiles, files: list[pathlib.Path]) -> ImageSplit:

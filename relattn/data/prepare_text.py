@@ -1,10 +1,12 @@
-"""Writes text as ``train.bin`` and ``val.bin``, token files in nanoGPT's layout.
+"""Writes text as token files in nanoGPT's layout: ``train.bin`` and ``val.bin``.
 
     python -m relattn.data.prepare_text --input a.txt b.txt --output=DIR
     python -m relattn.data.prepare_text --openwebtext --output=DIR
 
 Options:
 
+- ``--test a.txt ...``: plain files for ``test.bin``; without it, a run reports its
+  result on the validation text;
 - ``--tokenizer``: ``gpt2`` (the default) or ``bytes``;
 - ``--bpe_dir=DIR``: folder of GPT-2's ``encoder.json`` and ``vocab.bpe``; without it,
   tiktoken downloads them;
@@ -55,6 +57,7 @@ def prepare_files(
     output: pathlib.Path,
     tokenizer: Tokenizer,
     val_fraction: float = FILE_VAL_FRACTION,
+    test_inputs: Sequence[pathlib.Path] = (),
 ) -> TokenMeta:
     """Writes the tokens of plain text files.
 
@@ -65,6 +68,7 @@ def prepare_files(
         output: Folder to write.
         tokenizer: Tokenizer that encodes the text.
         val_fraction: Share of the bytes, at the end, for validation.
+        test_inputs: UTF-8 text files for the test, in order; none for no test text.
 
     Returns:
         The description of the written files.
@@ -84,7 +88,7 @@ def prepare_files(
         {'train.bin': 25, 'val.bin': 3}
     """
     _check_arguments(output, val_fraction)
-    for path in inputs:
+    for path in (*inputs, *test_inputs):
         if not path.is_file():
             raise FileNotFoundError(f"The input {path} is missing.")
     sizes = [path.stat().st_size for path in inputs]
@@ -95,22 +99,30 @@ def prepare_files(
             f"{total} bytes of text with val_fraction={val_fraction} leave no text for "
             "training or validation: use more text."
         )
-    several = len(inputs) > 1
-
-    def pieces(first: int, last: int) -> Iterator[Piece]:
-        start = 0
-        for path, size in zip(inputs, sizes, strict=True):
-            begin, end = max(first - start, 0), min(last - start, size)
-            start += size
-            if begin < end:
-                for text in split_text(read_text(path, begin, end)):
-                    yield text, False
-                if several and end == size:
-                    yield "", True
-
-    parts = {"train": pieces(0, cut), "validation": pieces(cut, total)}
+    parts = {
+        "train": _pieces(inputs, sizes, 0, cut),
+        "validation": _pieces(inputs, sizes, cut, total),
+    }
+    if test_inputs:
+        test_sizes = [path.stat().st_size for path in test_inputs]
+        parts["test"] = _pieces(test_inputs, test_sizes, 0, sum(test_sizes))
     names = ", ".join(path.name for path in inputs)
     return _write(output, parts, tokenizer, f"the text of {names}")
+
+
+def _pieces(
+    inputs: Sequence[pathlib.Path], sizes: Sequence[int], first: int, last: int
+) -> Iterator[Piece]:
+    """Yields the text of the bytes [first, last) of the joined files."""
+    start = 0
+    for path, size in zip(inputs, sizes, strict=True):
+        begin, end = max(first - start, 0), min(last - start, size)
+        start += size
+        if begin < end:
+            for text in split_text(read_text(path, begin, end)):
+                yield text, False
+            if len(inputs) > 1 and end == size:
+                yield "", True
 
 
 def prepare_documents(
@@ -315,17 +327,28 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--openwebtext", nargs="?", const=OPENWEBTEXT, metavar="NAME_OR_DIR"
     )
     parser.add_argument("--output", type=pathlib.Path, required=True)
+    parser.add_argument(
+        "--test", nargs="+", type=pathlib.Path, metavar="FILE", default=[]
+    )
     parser.add_argument("--tokenizer", choices=list(TOKENIZERS), default="gpt2")
     parser.add_argument("--bpe_dir", default="")
     parser.add_argument("--val_fraction", type=float)
     options = parser.parse_args(argv)
+    if options.test and not options.input:
+        raise ValueError("--test needs plain files as the training text: give --input")
     fraction = {}
     if options.val_fraction is not None:
         fraction = {"val_fraction": options.val_fraction}
     try:
         tokenizer = load_tokenizer(options.tokenizer, options.bpe_dir)
         if options.input:
-            meta = prepare_files(options.input, options.output, tokenizer, **fraction)
+            meta = prepare_files(
+                options.input,
+                options.output,
+                tokenizer,
+                test_inputs=options.test,
+                **fraction,
+            )
         else:
             meta = prepare_documents(
                 options.openwebtext, options.output, tokenizer, **fraction

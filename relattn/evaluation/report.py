@@ -1,8 +1,8 @@
 """Writes a trained run's report: one HTML page that needs no other file.
 
-``python -m relattn.evaluation.report --workdir=RUN`` writes ``RUN/report.html``: results
-and curves; for images the confusion matrix, the accuracy of each class, the most
-confident errors and attention maps; for text a sample; and the configuration.
+``python -m relattn.evaluation.report --workdir=RUN`` writes ``RUN/report.html``. It has
+the results, the curves and the configuration; for images the confusion matrix, the
+accuracy of each class, the most confident errors and attention maps; for text a sample.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def _curves(rows: Sequence[Mapping[str, Any]]) -> str:
             name = f"{split}_{metric}"
             points = [(row["step"], row[name]) for row in rows if name in row]
             if points:
-                ax.plot(*zip(*points, strict=True), label=split)
+                ax.plot(*zip(*points, strict=True), ".-", label=split)
         ax.set(xlabel="step", ylabel=metric)
         ax.grid(alpha=0.3)
         if ax.lines:
@@ -251,7 +251,7 @@ def _maps(run: Run, images: np.ndarray, predicted: Sequence[str]) -> str:
     reader = "the CLS token" if num_prefix else "all tokens, on average"
     read = weights[:, 0] if num_prefix else weights.mean(axis=1)
     read = read[:, num_prefix:].reshape(-1, *grid)
-    figure = Figure(figsize=(2.4 * len(images), 5), layout="constrained")
+    figure = Figure(figsize=(2.4 * len(images), 4), layout="constrained")
     axes = figure.subplots(2, len(images), squeeze=False)
     for column, (image, weight) in enumerate(zip(images, read, strict=True)):
         for ax in axes[:, column]:

@@ -107,9 +107,8 @@ def test_what_is_left_out_is_named(root):
     write(root, "train/.hid/1.png", np.zeros((7, 7, 3)))
     write(root, "test/b/.1.png", np.zeros((7, 7, 3)))
     message = (
-        r"left out 1 classes without images \(train/c\), 1 sub-folders of classes "
-        r"\(train/a/y.png\), 1 other files \(train/a/x.png\), 1 other files "
-        r"\(test/b/notes.txt\)"
+        "left out classes without images: train/c; sub-folders of classes: "
+        "train/a/y.png; other files: train/a/x.png; other files: test/b/notes.txt"
     )
     with pytest.warns(UserWarning, match=message):
         found = read_folder(root)
@@ -121,7 +120,7 @@ def test_what_is_left_out_is_named(root):
 def test_many_names_are_cut(root):
     for index in range(5):
         (root / "train" / f"c{index}").mkdir()
-    with pytest.warns(UserWarning, match=r"5 classes .*c0, train/c1, train/c2, ...\)"):
+    with pytest.warns(UserWarning, match="train/c0, train/c1, train/c2 and 2 more"):
         read_folder(root)
 
 

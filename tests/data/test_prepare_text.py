@@ -72,6 +72,20 @@ def test_several_files_end_with_end_of_text(tmp_path):
     assert validation == [*b"fg", 256, *b"hij", 256]
 
 
+def test_a_test_text_of_its_own(tmp_path, capsys):
+    (a, b) = write(tmp_path, a=TEXT, b="that is the question: nöt")
+    arguments = [f"--input={a}", f"--test={b}", f"--output={tmp_path / 'out'}"]
+    main([*arguments, "--tokenizer=bytes"])
+    assert f"and {len(b.read_bytes())} in test.bin" in capsys.readouterr().out
+    *_, test = read_parts(tmp_path / "out")
+    assert bytes(test) == b.read_bytes()
+    config = ConfigDict({"data_dir": str(tmp_path / "out"), "context_length": 5})
+    data = load_text(config)
+    assert data.test.tokens.tolist() == test
+    with pytest.raises(FileNotFoundError, match="no.txt is missing"):
+        prepare_files([a], tmp_path / "2", BYTES, test_inputs=[tmp_path / "no.txt"])
+
+
 def test_files_are_split_between_characters(tmp_path):
     # The split at 0.55 of these bytes would fall inside a character.
     (path,) = write(tmp_path, a="ab€€éc")

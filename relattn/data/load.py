@@ -204,6 +204,7 @@ def register_data(name: str, loader: Callable[[ConfigDict], DataSource]) -> None
 
     Example:
         >>> from ml_collections import ConfigDict
+        >>> import numpy as np
         >>> def load_stripes(config):
         ...     images = np.zeros((7, 5, 5, 1), np.uint8)
         ...     return ImageData.from_arrays(

@@ -46,7 +46,7 @@ def attention_weights(
         >>> variables = model.init(jax.random.key(0), images)
         >>> weights = attention_weights(model, variables, images)
         >>> len(weights), weights[0].shape
-        (3, (1, 2, 65, 65))
+        (3, (1, 2, 5, 5))
         >>> bool(jnp.allclose(weights[0].sum(axis=-1), 1, atol=1e-3))
         True
     """

@@ -96,6 +96,12 @@ class OffsetAttention(MultiHeadAttention):
                 found.append(matrix.astype(self.dtype))
         return found
 
+    @property
+    def sows_weights(self) -> bool:
+        """Whether `relattn.models.attention_weights` asks for the weights."""
+        asked = self.is_mutable_collection("attention_weights")
+        return asked and not self.is_initializing()
+
     def sow_weights(
         self, q: Array, k: Array, low: tuple, tables: tuple, index: Any, options: dict
     ) -> None:
@@ -179,7 +185,7 @@ class TranslutionAttention(OffsetAttention):
                 return out[..., None, :]
         key_mask = None if context.key_mask is None else context.key_mask[:, 0]
         index = self.table_index(x.shape[-2], context)
-        if self.is_mutable_collection("attention_weights"):
+        if self.sows_weights:
             zeros = jnp.zeros((len(x), self.num_heads, x.shape[1], 1), x.dtype)
             options = {"scale": self.head_dim**-0.5, "key_mask": key_mask}
             scores = (x, x, None), (*tables[:2], None)
@@ -279,7 +285,7 @@ class LorTranslutionAttention(OffsetAttention):
             if context.key_mask is not None:
                 options["key_mask"] = context.key_mask[:, 0]
             index = self.table_index(x.shape[-2], context)
-            if self.is_mutable_collection("attention_weights"):
+            if self.sows_weights:
                 zeros = jnp.zeros((len(x), self.num_heads, x.shape[1], 1), self.dtype)
                 q, k = plain[:2] if self.base else (zeros, zeros)
                 scaled = options | {"average": self.average and self.base}

@@ -22,6 +22,7 @@ def make(attention, position="none", num_layers=1):
         position=position,
     )
     variables = model.init(jax.random.key(1), IMAGES)
+    assert "attention_weights" not in variables
     # Tables that start at zero would hide which weight is whose.
     noise = jax.random.normal(jax.random.key(2), (997,))
     variables["params"] = jax.tree.map(

@@ -51,11 +51,7 @@ __version__ = "0.1.0.dev0"
 
 # Imported on first use: they need the extra `train`, and Orbax, Grain and TFDS take
 # almost as long to import as JAX and Flax.
-_LAZY = {
-    "load_run": "relattn.training",
-    "register_data": "relattn.data",
-    "train_and_evaluate": "relattn.training",
-}
+_TRAINING = ("load_run", "train_and_evaluate")
 
 
 def __getattr__(name: str) -> Any:
@@ -65,10 +61,13 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module("relattn.evaluation")
     if name == "training":
         return importlib.import_module("relattn.training")
-    if name in _LAZY:
-        return getattr(importlib.import_module(_LAZY[name]), name)
+    if name in _TRAINING:
+        return getattr(importlib.import_module("relattn.training"), name)
+    if name == "register_data":
+        return importlib.import_module("relattn.data").register_data
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), "data", "evaluation", "training", *_LAZY})
+    lazy = ("data", "evaluation", "training", "register_data", *_TRAINING)
+    return sorted({*globals(), *lazy})

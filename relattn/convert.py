@@ -11,12 +11,13 @@ where the heads are not 64 wide and no ``config.json`` lies beside the checkpoin
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from relattn import command
 from relattn.models import pretrained
 from relattn.models.safetensors import read_safetensors
 from relattn.models.sources import SOURCES
@@ -123,16 +124,19 @@ def read_checkpoint(path: str | Path) -> dict[str, np.ndarray]:
     return tensors
 
 
-def main(args: list[str] | None = None) -> None:
-    """Converts a checkpoint; the program's entry point."""
-    from relattn.command import Parser
+@command.entry_point
+def main(argv: Sequence[str] | None = None) -> None:
+    """Converts a checkpoint.
 
-    parser = Parser("python -m relattn.convert", __doc__)
+    Args:
+        argv: Command-line arguments, by default the process's.
+    """
+    parser = command.Parser("python -m relattn.convert", __doc__)
     parser.add_argument("--source", required=True, help=", ".join([*SOURCES, "run"]))
     parser.add_argument("--checkpoint", required=True, help="a file, or a run")
     parser.add_argument("--output", required=True, help="folder for the two files")
     parser.add_argument("--num_heads", type=int, default=0, help="number of heads")
-    given = parser.parse_args(args)
+    given = parser.parse_args(argv)
     config = convert(
         given.source, given.checkpoint, given.output, num_heads=given.num_heads
     )
@@ -140,6 +144,4 @@ def main(args: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    from relattn.command import entry_point
-
-    entry_point(main)()
+    main()

@@ -17,7 +17,9 @@ ROOT = Path(__file__).parents[1]
 PROGRAMS = {
     "eval_shift": ["--output=x"],
     "tools.embed": ["--source=x"],
+    "tools.pretrained": ["--output=x"],
     "tools.tables": [],
+    "relattn.convert": ["--source=timm", "--checkpoint=x", "--output=x"],
     "relattn.data.prepare": ["--name=mnist"],
     "relattn.data.prepare_text": ["--openwebtext", "--output=x"],
     "studies.demo": [],

@@ -30,7 +30,7 @@ SOURCES = [
 CODE = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal"}
 CODE |= {"shelve", "yaml", "runpy", "code", "codeop", "imp"}
 ARCHIVES = {"tarfile", "zipfile", "patoolib", "py7zr", "rarfile"}
-CALLS = {"eval", "exec", "compile", "__import__", "os.system", "os.popen", "torch.load"}
+CALLS = {"eval", "exec", "compile", "__import__", "os.system", "os.popen"}
 CALLS |= {"shutil.unpack_archive"}
 EXCEPTIONS = {
     # A configuration is a program that the user passes on the command line.
@@ -73,6 +73,10 @@ def dangers(source):
             and getattr(keywords["allow_pickle"], "value", True) is False
         ):
             yield f"{name} without allow_pickle=False"
+        if name == "torch.load" and not getattr(
+            keywords.get("weights_only"), "value", False
+        ):
+            yield f"{name} without weights_only=True"
         if name != "np.load" and getattr(keywords.get("allow_pickle"), "value", False):
             yield f"{name} with pickles"
         if getattr(keywords.get("shell"), "value", False):

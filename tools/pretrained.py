@@ -10,6 +10,7 @@ inputs in the layout of relattn, and logits.
 
 import json
 import pathlib
+from collections.abc import Sequence
 from importlib.metadata import version
 
 import numpy as np
@@ -393,11 +394,12 @@ WRITERS = {
 }
 
 
-def main(args: list[str] | None = None) -> None:
+@command.entry_point
+def main(argv: Sequence[str] | None = None) -> None:
     """Writes all folders."""
     parser = command.Parser("python -m tools.pretrained", __doc__)
     parser.add_argument("--output", required=True, help="folder for the checkpoints")
-    output = pathlib.Path(parser.parse_args(args).output)
+    output = pathlib.Path(parser.parse_args(argv).output)
     for name, write in WRITERS.items():
         folder = output / name
         folder.mkdir(parents=True, exist_ok=True)
@@ -408,4 +410,4 @@ def main(args: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    command.entry_point(main)()
+    main()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import base64
 import html
 import io
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from relattn.training import Run, load_run
 from relattn.training.config import flatten
 from relattn.training.metrics import read_rows
 from relattn.training.run import check_labels
-from relattn.training.workdir import write_text
+from relattn.training.workdir import read_result, write_text
 
 # A larger confusion matrix is shown as a list of the most frequent confusions.
 MAX_MATRIX = 30
@@ -120,10 +119,9 @@ def confusion_matrix(
 
 def _results(run: Run) -> dict[str, Any]:
     """Returns what ``result.json`` says about the run's seed."""
-    path = run.workdir / "result.json"
-    if not path.is_file():
+    result = read_result(run.workdir)
+    if not result:
         return {"state": "not finished: there is no result.json"}
-    result = json.loads(path.read_text("utf-8"))
     runs = {each["seed"]: each for each in result.pop("runs", [])}
     result |= runs.get(run.config.seed, {})
     return {name.replace("_", " "): value for name, value in result.items()}

@@ -273,3 +273,48 @@ def leaf_names(model: nn.Module, path: Any, shape: Any) -> tuple[list[str], bool
                 for layer in range(first, first + count)
             ], stacked
     return [".".join(keys)], False
+
+
+def model_card(config: dict[str, Any], metrics: dict[str, Any], license: str) -> str:
+    """Describes a trained model in Markdown: model, data, metrics and licence."""
+    data = config["data"]
+    rows = [
+        f"| {name} | {value} |"
+        for name, value in metrics.items()
+        if isinstance(value, int | float)
+    ]
+    statistics = [
+        f"Inputs have the mean {data[name]} removed"
+        if name == "mean"
+        else f"and are divided by {data[name]}."
+        for name in ("mean", "std")
+        if name in data
+    ]
+    lines = [
+        "---",
+        "library_name: relattn",
+        f"license: {license}",
+        "---",
+        f"# {config['model']['name']} on {data['name']}",
+        "```python",
+        "import relattn",
+        'pretrained = relattn.load_pretrained("THIS FOLDER")',
+        "logits = pretrained.model.apply(pretrained.variables, inputs)",
+        "```",
+        "## Model",
+        "```json",
+        json.dumps(config["model"], indent=2),
+        "```",
+        "## Data",
+        f"{data['name']}: {data['num_train']} training examples, from "
+        f"{data['origin']}.",
+        *statistics,
+        "## Metrics",
+        f"The {config['checkpoint']} checkpoint, after {config['step']} updates.",
+        "",
+        *(["| metric | value |", "| --- | --- |", *rows] if rows else []),
+        "",
+        "## Licence",
+        f"Of the weights: {license}.",
+    ]
+    return "\n".join(lines) + "\n"

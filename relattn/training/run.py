@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -47,6 +46,7 @@ from relattn.training.run_metadata import BEST_METRICS, History, score, understa
 from relattn.training.seeds import make_task
 from relattn.training.step import Batch, make_eval_step
 from relattn.training.task import Task, counts_top5
+from relattn.training.workdir import read_result
 
 
 @dataclasses.dataclass(frozen=True)
@@ -256,59 +256,8 @@ class Run:
         """
         config = self.pretrained_config()
         pretrained.save_pretrained(folder, config, self.variables)
-        text = model_card(config, read_result(self.workdir), license)
+        text = pretrained.model_card(config, read_result(self.workdir), license)
         (Path(folder) / "README.md").write_text(text, "utf-8")
-
-
-def read_result(workdir: Path) -> dict[str, Any]:
-    """Returns the metrics of a finished run, or an empty dictionary."""
-    path = workdir / "result.json"
-    return json.loads(path.read_text("utf-8")) if path.is_file() else {}
-
-
-def model_card(config: dict[str, Any], metrics: dict[str, Any], license: str) -> str:
-    """Describes a trained model in Markdown: model, data, metrics and licence."""
-    data = config["data"]
-    rows = [
-        f"| {name} | {value} |"
-        for name, value in metrics.items()
-        if isinstance(value, int | float)
-    ]
-    statistics = [
-        f"Inputs have the mean {data[name]} removed"
-        if name == "mean"
-        else f"and are divided by {data[name]}."
-        for name in ("mean", "std")
-        if name in data
-    ]
-    lines = [
-        "---",
-        "library_name: relattn",
-        f"license: {license}",
-        "---",
-        f"# {config['model']['name']} on {data['name']}",
-        "```python",
-        "import relattn",
-        'pretrained = relattn.load_pretrained("THIS FOLDER")',
-        "logits = pretrained.model.apply(pretrained.variables, inputs)",
-        "```",
-        "## Model",
-        "```json",
-        json.dumps(config["model"], indent=2),
-        "```",
-        "## Data",
-        f"{data['name']}: {data['num_train']} training examples, from "
-        f"{data['origin']}.",
-        *statistics,
-        "## Metrics",
-        f"The {config['checkpoint']} checkpoint, after {config['step']} updates.",
-        "",
-        *(["| metric | value |", "| --- | --- |", *rows] if rows else []),
-        "",
-        "## Licence",
-        f"Of the weights: {license}.",
-    ]
-    return "\n".join(lines) + "\n"
 
 
 def load_run(

@@ -375,3 +375,9 @@ def write_text(path: Path, text: str) -> None:
             # Otherwise the file system may rename a file that is still empty.
             os.fsync(file.fileno())
         os.replace(temporary, path)
+
+
+def read_result(workdir: Path) -> dict[str, Any]:
+    """Returns the metrics of a finished run, or an empty dictionary."""
+    path = workdir / "result.json"
+    return json.loads(path.read_text("utf-8")) if path.is_file() else {}

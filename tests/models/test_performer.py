@@ -137,7 +137,7 @@ def test_patches_are_in_row_major_order():
         ({"patch_size": (2, 3, 1)}, "must be one side or a height and a width"),
         (
             {"num_heads": 3},
-            "heads must divide config.model.dim, got dim=16 and num_heads=3",
+            "num_heads must divide config.model.dim, or",
         ),
         ({"attention": "banded(clip=0)"}, "needs clip >= 1, got 0"),
         ({"attention": "favour"}, "unknown attention 'favour': did you mean 'favor'?"),

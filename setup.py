@@ -36,6 +36,7 @@ TEST = [
     "pytest-timeout>=2.4",
     "pytest-xdist>=3.8",
     "ruff>=0.17",
+    "safetensors>=0.8",
     "tiktoken>=0.9",
 ]
 

@@ -1,5 +1,6 @@
 """Metadata and dependencies of relattn; tool configuration is in pyproject.toml."""
 
+import re
 from pathlib import Path
 
 from setuptools import find_packages, setup
@@ -40,15 +41,38 @@ TEST = [
     "tiktoken>=0.9",
 ]
 
+# On a package index, links and pictures of the README need a full address.
+URL = "https://github.com/relattn/relattn"
+README = Path(__file__).with_name("README.md").read_text("utf-8")
+README = re.sub(r"(!\[[^]]*\]\()(?!http)", rf"\1{URL}/raw/main/", README)
+README = re.sub(r"(?<!!)(\[[^]]*\]\()(?!http|#)", rf"\1{URL}/blob/main/", README)
+
 setup(
     name="relattn",
     version="0.1.0.dev0",
     description="Relative and linear attention in JAX and Flax.",
-    long_description=Path(__file__).with_name("README.md").read_text("utf-8"),
+    long_description=README,
     long_description_content_type="text/markdown",
+    url=URL,
+    project_urls={
+        "Documentation": "https://relattn.github.io/relattn",
+        "Changelog": f"{URL}/blob/main/CHANGELOG.md",
+        "Issues": f"{URL}/issues",
+    },
     license="Apache-2.0",
+    classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Intended Audience :: Science/Research",
+        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
     python_requires=">=3.11",
-    packages=find_packages(include=["relattn", "relattn.*"]),
+    packages=[*find_packages(include=["relattn", "relattn.*"]), "relattn.configs"],
+    package_dir={"relattn.configs": "configs"},
+    entry_points={"console_scripts": ["relattn = relattn.cli:main"]},
     package_data={
         "relattn": ["py.typed"],
         "relattn.data": ["embedded/**/*"],

@@ -105,6 +105,8 @@ class Parser(argparse.ArgumentParser):
         self, prog: str, doc: str | None, *, overrides: bool = False, **kwargs: Any
     ):
         description = (doc or "").split("\n")[0]
+        # The command `relattn NAME` calls itself so.
+        prog = sys.argv[0] if sys.argv[0].startswith("relattn ") else prog
         super().__init__(prog, description=description, allow_abbrev=False, **kwargs)
         self._overrides = overrides
         self.add_argument("--flagfile", help="a file of options, one per line")

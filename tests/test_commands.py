@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from relattn import command, training
+from relattn import cli, command, training
 from relattn.nn import ATTENTIONS
 
 ROOT = Path(__file__).parents[1]
@@ -19,6 +19,7 @@ PROGRAMS = {
     "tools.embed": ["--source=x"],
     "tools.pretrained": ["--output=x"],
     "tools.tables": [],
+    "relattn.cli": ["report", "--workdir=x"],
     "relattn.convert": ["--source=timm", "--checkpoint=x", "--output=x"],
     "relattn.data.prepare": ["--name=mnist"],
     "relattn.data.prepare_text": ["--openwebtext", "--output=x"],
@@ -48,6 +49,8 @@ def refused(capsys, monkeypatch):
     """Returns a function that starts a program, which must fail with one sentence."""
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    # The command `relattn` changes it.
+    monkeypatch.setattr(sys, "argv", ["pytest"])
 
     def refused(program, arguments):
         with pytest.raises(SystemExit) as raised:
@@ -79,6 +82,20 @@ def test_unknown_options_are_rejected(program, refused):
     assert "unknown option --no_such: " in error
 
 
+def test_unknown_commands_are_rejected(refused):
+    assert "unknown command 'tran': did you mean 'train'" in refused(
+        "relattn.cli", ["tran", "--config=demo"]
+    )
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_commands_explain_themselves(name, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["pytest"])
+    with pytest.raises(SystemExit, match="0"):
+        cli.main([name, "--help"])
+    assert capsys.readouterr().out.startswith(f"usage: relattn {name} [-h]")
+
+
 def test_module_without_a_program(capsys):
     with pytest.raises(SystemExit, match="2"):
         importlib.import_module(NO_PROGRAM).main()
@@ -93,6 +110,7 @@ DEMO = "--config=configs/demo.py"
     [
         ("eval_shift", ["--output=x"], "no run: name at least one folder by --workdir"),
         ("eval_shift", ["--workdir=no/run", "--output={}"], "no complete checkpo"),
+        ("train", ["--config=demos", "--workdir={}"], "--config 'demos': did you mean"),
         ("eval_shift", ["--output=x", "extra"], "unexpected argument 'extra': options"),
         ("tools.embed", ["--source={}"], "images-idx3-ubyte.gz is missing: --s"),
         ("tools.tables", ["contract"], "table 'contract': did you mean 'contracts'?"),
@@ -293,7 +311,9 @@ def test_characters_missing_in_the_encoding_are_escaped(monkeypatch):
     assert written.getvalue() == b"0.5 \\xb1 0.1\n"
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize(
+    "program", [name for name in PROGRAMS if name != "relattn.cli"]
+)
 def test_help_without_docstrings(program, monkeypatch, capsys):
     """As under ``python -OO``."""
     monkeypatch.setattr(importlib.import_module(program), "__doc__", None)

@@ -1,8 +1,10 @@
 """The requirements, imports and extras of an installation."""
 
 import importlib.metadata
+import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -126,3 +128,39 @@ def test_accelerator_extras_exist_in_jax(extra, extra_of_jax, metadata):
     assert metadata["extras_require"][extra] == [f"jax[{extra_of_jax}]>=0.10"]
     assert extra_of_jax in importlib.metadata.metadata("jax").get_all("Provides-Extra")
     assert f"pip install -e '.[{extra}]'" in (ROOT / "README.md").read_text("utf-8")
+
+
+@pytest.mark.slow
+def test_an_installed_wheel_trains_and_evaluates_a_configuration(tmp_path):
+    """Installs the wheel outside the checkout, with the packages that are here."""
+
+    def run(*command, **options):
+        subprocess.run(command, cwd=tmp_path, check=True, **options)
+
+    # A copy, since building writes to the folder.
+    source = tmp_path / "source"
+    listed = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    for name in listed.stdout.splitlines():
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, source / name)
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
+    run(*pip, "--target=installed", source)
+    program = [sys.executable, "installed/bin/relattn"]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "installed")}
+    options = ["--config.num_steps=2", "--config.schedule.warmup_steps=0"]
+    train = ["train", "--config=demo:banded", "--workdir=run", *options]
+    run(*program, *train, env=environment)
+    shift = ["eval-shift", "--workdir=run", "--output=shift", "--max_shift=1"]
+    run(*program, *shift, env=environment)
+    assert (tmp_path / "shift" / "shift.png").exists()
+    found = subprocess.run(
+        [sys.executable, "-c", "import relattn; print(relattn.__file__)"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert found.stdout.startswith(str(tmp_path))

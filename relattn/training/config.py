@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -305,7 +308,8 @@ def read_config(config: str, options: Sequence[str] = ()) -> ConfigDict:
     """Calls ``get_config`` of a file and overrides keys of the result.
 
     Args:
-        config: ``configs/NAME.py``, perhaps with ``:`` and an argument.
+        config: ``configs/NAME.py``, or ``NAME`` for a configuration of the package;
+            perhaps with ``:`` and an argument.
         options: Overrides such as ``--config.key=value``.
 
     Returns:
@@ -316,10 +320,12 @@ def read_config(config: str, options: Sequence[str] = ()) -> ConfigDict:
             does not fit the configuration.
 
     Example:
-        >>> read_config("configs/demo.py:banded", ["--config.num_epochs=3"]).num_epochs
+        >>> read_config("demo:banded", ["--config.num_epochs=3"]).num_epochs
         3
     """
     path, _, argument = config.partition(":")
+    if re.fullmatch(r"\w+", path):
+        path = _package_config(path)
     loader = SourceFileLoader(_MODULE, path)
     module = module_from_spec(spec_from_loader(_MODULE, loader))
     # Dataclasses look up their module in sys.modules.
@@ -345,6 +351,25 @@ def read_config(config: str, options: Sequence[str] = ()) -> ConfigDict:
     if rest:
         raise ValueError(f"{rest[0]!r} is not an option --config.key=value")
     return result
+
+
+def _package_config(name: str) -> str:
+    """Returns the path of a configuration of the package."""
+    package = Path(__file__).parents[1]
+    # In a checkout, the folder is at the top.
+    folder = package / "configs"
+    folder = folder if folder.is_dir() else package.parent / "configs"
+    paths = {path.stem: str(path) for path in folder.glob("*.py")}
+    if name not in paths:
+        raise ValueError(
+            f"unknown --config {name!r}: {spec.closest(name, paths)}; for a file, give "
+            "its path, such as NAME.py"
+        )
+    # These configurations import each other as `configs.NAME`.
+    configs = sys.modules.setdefault("configs", ModuleType("configs"))
+    others = [path for path in getattr(configs, "__path__", []) if path != str(folder)]
+    configs.__path__ = [*others, str(folder)]
+    return paths[name]
 
 
 def _explain_file(error: Exception, path: str, argument: str) -> str:

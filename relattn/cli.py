@@ -1,0 +1,157 @@
+"""The command ``relattn``, and the programs ``train.py`` and ``eval_shift.py``.
+
+    relattn train --config=performer:mnist,constrained_sincos --workdir=runs/performer
+
+is ``python train.py`` with a configuration of the package. `COMMANDS` lists the others.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from relattn import command
+from relattn.spec import closest
+
+# The module and function of each command. Some modules need the extra `train`.
+COMMANDS = {
+    "train": ("relattn.cli", "train"),
+    "eval-shift": ("relattn.cli", "eval_shift"),
+    "report": ("relattn.evaluation.report", "main"),
+    "sample": ("relattn.evaluation.sample", "main"),
+    "perplexity": ("relattn.evaluation.perplexity", "main"),
+    "convert": ("relattn.convert", "main"),
+    "prepare": ("relattn.data.prepare", "main"),
+    "prepare-text": ("relattn.data.prepare_text", "main"),
+}
+
+
+@command.entry_point
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs a command, ``relattn NAME --option=value ...``.
+
+    Args:
+        argv: Command-line arguments, by default the process's.
+    """
+    name, *options = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    if name in ("-h", "--help"):
+        print(f"usage: relattn {'|'.join(COMMANDS)} [--help] [--option=value ...]")
+        sys.exit(0)
+    if name not in COMMANDS:
+        raise ValueError(f"unknown command {name!r}: {closest(name, COMMANDS)}")
+    module, function = COMMANDS[name]
+    # The programs name themselves by this.
+    sys.argv = [f"relattn {name}", *options]
+    getattr(importlib.import_module(module), function)(options)
+
+
+@command.entry_point
+def train(argv: Sequence[str] | None = None) -> None:
+    """Trains a model.
+
+    The exit code is 0 at the end of training, 2 after an error that the user can fix,
+    75 (EX_TEMPFAIL) after SIGTERM and 130 after Ctrl-C. During updates, a signal ends
+    training once a checkpoint is written. The same command resumes an interrupted run.
+
+    Args:
+        argv: Command-line arguments, by default the process's.
+    """
+    from relattn import training
+    from relattn.training.config import read_config
+    from relattn.training.distributed import initialize
+
+    parser = command.Parser("python train.py", "Trains a model.", overrides=True)
+    add = parser.add_argument
+    add(
+        "--config",
+        required=True,
+        help="the configuration: configs/X.py[:argument], or X[:argument] for one of "
+        "the package",
+    )
+    add("--workdir", required=True, help="the run directory")
+    add(
+        "--distributed",
+        action="store_true",
+        help="train with the processes that the cluster's environment describes",
+    )
+    add("--coordinator", default="", help="HOST:PORT of process 0")
+    add("--num_processes", type=int, default=0, help="number of processes")
+    add("--process_id", type=int, default=-1, help="index of this process, from 0")
+    add(
+        "--heartbeat_seconds",
+        type=int,
+        default=100,
+        help="seconds without a sign of life until a process counts as dead",
+    )
+    given = parser.parse_args(argv)
+    config = read_config(given.config, given.overrides)
+    processes = (given.coordinator, given.num_processes, given.process_id)
+    if given.distributed or processes != ("", 0, -1):
+        initialize(*processes, heartbeat_seconds=given.heartbeat_seconds)
+    training.train_and_evaluate(config, given.workdir)
+
+
+@command.entry_point
+def eval_shift(argv: Sequence[str] | None = None) -> None:
+    """Measures accuracy on shifted test images: figure 1 of Horn et al.
+
+    Writes shift.csv, shift.png and summary.md, and prints the summary. For the class
+    and the axis of the published figure, all three include its curves.
+
+    Args:
+        argv: Command-line arguments, by default the process's.
+    """
+    from relattn.evaluation.compare import shift_report
+
+    parser = command.Parser("python eval_shift.py", eval_shift.__doc__)
+    add = parser.add_argument
+    add("--workdir", action="append", default=[], help="folder of a run; repeatable")
+    add("--output", required=True, help="folder to write to")
+    add("--max_shift", type=int, default=8, help="largest shift in pixels")
+    add("--axis", default="x", help="x (right) or y (down)")
+    add(
+        "--classes",
+        default="1",
+        help="a class, by number or name, to use its test images that can move "
+        "max_shift pixels both ways; or all: every image at the shifts that it allows",
+    )
+    add("--checkpoint", default="best", help="best or latest")
+    add(
+        "--image_size",
+        type=int,
+        help="size of the images in pixels, if not that of training; the models' "
+        "position tables are resized",
+    )
+    add(
+        "--num_images",
+        type=int,
+        help="number of test images to use, from the first; by default all",
+    )
+    add(
+        "--border",
+        default="zeros",
+        help="what moves into an image: zeros; wrap (what leaves it on the other "
+        "side); or, for photographs, crop (the rest of a larger image). With wrap and "
+        "crop, all images allow all shifts",
+    )
+    add("--data_dir", help="folder of the data set, if it has moved")
+    given = parser.parse_args(argv)
+    summary = shift_report(
+        given.workdir,
+        given.output,
+        max_shift=given.max_shift,
+        axis=given.axis,
+        classes=given.classes,
+        checkpoint=given.checkpoint,
+        image_size=given.image_size,
+        data_dir=given.data_dir,
+        num_images=given.num_images,
+        border=given.border,
+    )
+    print(summary)
+    print(f"Written to {given.output}: shift.csv, shift.png, summary.md")
+
+
+if __name__ == "__main__":
+    main()

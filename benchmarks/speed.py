@@ -269,7 +269,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         argv: Command-line arguments, by default the process's.
     """
     options = vars(_parser().parse_args(argv))
-    del options["flagfile"], options["verbosity"]
     output = usable_folder(options.pop("output"), "--output")
     names, against = options.pop("kernel"), options.pop("against")
     rows: list[dict[str, Any]] = []

@@ -156,8 +156,10 @@ class Parser(argparse.ArgumentParser):
         # Orbax and TFDS log to absl. Orbax logs every file that it opens.
         from absl import logging
 
-        logging.set_verbosity(given.verbosity)
-        for name in getattr(given, "import"):
+        values = vars(given)
+        del values["flagfile"]
+        logging.set_verbosity(values.pop("verbosity"))
+        for name in values.pop("import"):
             _import(name)
         return given
 

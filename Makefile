@@ -2,6 +2,7 @@
 # make test-full       all tests, with XLA's optimisations and with TensorFlow; then
 #                      starts every configuration at its published size; takes hours
 # make demo            trains two models, shifts the images and compares, on two cores
+# make docs            builds the documentation site, docs/_build/html
 # make tables          writes the generated tables of README.md and docs/
 # make test PYTHON=python3.12    uses another interpreter
 #
@@ -21,7 +22,7 @@ export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
 export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0
 export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES ?= -1
 
-.PHONY: test test-full full demo tables clean
+.PHONY: test test-full full demo docs site tables clean
 
 # Optimising small programs takes longer than running them.
 test: export JAX_DISABLE_MOST_OPTIMIZATIONS ?= 1
@@ -41,6 +42,12 @@ full: $(STAMP)
 
 demo: $(STAMP)
 	$(BIN)/python -m studies.demo --output=demo
+
+docs:
+	$(MAKE) site VENV=$(VENV)-docs EXTRAS=docs
+
+site: $(STAMP)
+	$(BIN)/python -m sphinx -q -W --keep-going -E -b html docs docs/_build/html
 
 tables: $(STAMP)
 	$(BIN)/python -m tools.tables

@@ -26,6 +26,13 @@ TRAIN = [
     "tqdm>=4.64",
 ]
 NOTEBOOKS = [*TRAIN, "ipykernel>=7.4", "nbclient>=0.11", "nbformat>=5.11"]
+DOCS = [
+    *TRAIN,
+    "myst-nb>=1.4",
+    "sphinx>=9.0",
+    "sphinx-book-theme>=1.4",
+    "sphinx-copybutton>=0.5.2",
+]
 TEXT = [*TRAIN, "tiktoken>=0.9"]
 TEST = [
     *NOTEBOOKS,
@@ -83,6 +90,7 @@ setup(
         "train": TRAIN,
         "test": TEST,
         "notebooks": NOTEBOOKS,
+        "docs": DOCS,
         "text": TEXT,
         "openwebtext": [*TEXT, "datasets>=3.6"],
         "prepare": [

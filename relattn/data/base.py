@@ -31,8 +31,8 @@ class DataSource(Protocol):
 
     Attributes:
         info: Description of the data; its fields are JSON-serialisable.
-        eval_splits: "validation" and "test", and optionally more test sets, named
-            "test_...".
+        eval_splits: ``"validation"`` and ``"test"``, and optionally more test sets,
+            named ``"test_..."``.
     """
 
     @property

@@ -25,7 +25,7 @@ TRAIN = [
     "tensorflow-datasets>=4.9.10",
     "tqdm>=4.64",
 ]
-NOTEBOOKS = [*TRAIN, "ipykernel>=7.4", "nbclient>=0.11", "nbformat>=5.11"]
+NOTEBOOKS = [*TRAIN, "jupyterlab>=4.6", "nbconvert>=7.17"]
 DOCS = [
     *TRAIN,
     "myst-nb>=1.4",
@@ -35,11 +35,14 @@ DOCS = [
 ]
 TEXT = [*TRAIN, "tiktoken>=0.9"]
 TEST = [
-    *NOTEBOOKS,
+    *TRAIN,
     "beartype>=0.23",
     "chex>=0.1.90",
     "hypothesis>=6.170",
     "import-linter>=2.16",
+    "ipykernel>=7.4",
+    "nbclient>=0.11",
+    "nbformat>=5.11",
     "pytest>=9.2",
     "pytest-timeout>=2.4",
     "pytest-xdist>=3.8",

@@ -1,7 +1,7 @@
 """Writes the pages of the site that come from other files or from the code.
 
-These are README, CHANGELOG and CONTRIBUTING, the notebooks, the API reference, and a page
-for each attention and position encoding.
+These are README, CHANGELOG and CONTRIBUTING, the notebooks, the API reference, and a
+page for each attention and position encoding.
 """
 
 import importlib
@@ -18,9 +18,9 @@ URL = "https://github.com/relattn/relattn"
 
 # Files of the root that are pages.
 COPIES = {
-    "README.md": "readme.md",
-    "CHANGELOG.md": "changelog.md",
-    "CONTRIBUTING.md": "contributing.md",
+    "README.md": "root/readme.md",
+    "CHANGELOG.md": "root/changelog.md",
+    "CONTRIBUTING.md": "root/contributing.md",
 }
 NAMESPACES = {
     "relattn": "The names that most users want; each links to its description.",
@@ -52,7 +52,7 @@ def write_pages(app):
     """Writes all pages; unchanged ones keep their time, so that Sphinx skips them."""
     for source, name in COPIES.items():
         text = (ROOT / source).read_text("utf-8")
-        _write(DOCS / name, _rewrite_links(text, ROOT, DOCS))
+        _write(DOCS / name, _rewrite_links(text, ROOT, DOCS / "root"))
     (DOCS / "notebooks").mkdir(exist_ok=True)
     for notebook in (ROOT / "notebooks").glob("*.ipynb"):
         shutil.copy2(notebook, DOCS / "notebooks")
@@ -64,7 +64,7 @@ def write_pages(app):
 def rewrite_source(app, docname, source):
     """Rewrites the links of a page that lead out of ``docs/``."""
     path = Path(app.env.doc2path(docname))
-    if path.suffix == ".md" and path.name not in COPIES.values():
+    if path.suffix == ".md" and path.parent != DOCS / "root":
         source[0] = _rewrite_links(source[0], path.parent, path.parent)
 
 
@@ -119,6 +119,7 @@ def _public_names(namespace):
         if not name.startswith("_")
         and not isinstance(value, types.ModuleType)
         and (getattr(value, "__module__", None) or "").startswith(home)
+        and value.__module__ != "relattn.extras"
         and (inspect.isroutine(value) or inspect.isclass(value))
     ]
 
@@ -181,7 +182,9 @@ def _mechanism_page(kind, name, module):
     column = 1 if kind == "attentions" else 2
     errors, rows = _table("contracts", "translation")
     rows = [row for row in rows if row.split("|")[column].strip() == f"`{name}`"]
-    content = "a random image" if kind == "attentions" else "a uniform image"
+    content = (
+        "a random image" if kind == "attentions" else "a uniform image, with softmax"
+    )
     lines = [
         f"# {name}",
         f"```{{eval-rst}}\n.. autoclass:: {module.__module__}.{module.__name__}\n"
@@ -189,10 +192,9 @@ def _mechanism_page(kind, name, module):
         "## Weights",
         f"![Attention weights of the centre token, two heads]({name}.png)",
         "",
-        f"The weights with which the centre token of a 9x9 grid attends to the others, by "
-        f"offset, in two heads with random parameters, on {content}"
-        + (". " if kind == "attentions" else ", with softmax or linear attention. ")
-        + "Colours are scaled to each head.",
+        "The weights with which the centre token of a 9x9 grid attends to the others, "
+        f"by offset, in two heads with random parameters, on {content}. Colours are "
+        "scaled to each head.",
         "## Cost and grids",
         _first_cells(kind, name),
     ]
@@ -208,7 +210,7 @@ def _mechanism_page(kind, name, module):
     rule = "| --- " * (errors.count("|") - 1) + "|"
     lines += [
         "## Translation error",
-        "Change of the output when the image moves by a token, relative to the output; see "
+        "The change of the output when the image moves, relative to the output; see "
         "[contracts](../contracts.md).",
         "\n".join([errors, rule, *rows]),
     ]

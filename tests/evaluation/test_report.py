@@ -12,6 +12,7 @@ from relattn.data import ImageData
 from relattn.data import load as load_lib
 from relattn.evaluation import report as report_lib
 from relattn.evaluation.report import confusion_matrix, report
+from tests.helpers import browser
 
 NAMES = ("<cat>", "dog", "bird & co")
 
@@ -67,6 +68,15 @@ def test_the_page_is_complete_and_needs_no_other_file(workdir, capsys):
     assert "What the CLS token reads in the last layer" in page
     assert "<td>&lt;cat&gt;</td>" in page and "<cat>" not in page
     assert "<td>model.attention</td><td>favor" in page
+
+
+@pytest.mark.skipif(not browser.CHROMIUM, reason="needs chromium")
+@pytest.mark.parametrize("width", [browser.DESKTOP, browser.PHONE])
+def test_the_page_opens_without_errors(width, workdir, tmp_path):
+    page = tmp_path / "report.html"
+    page.write_text(report(training.load_run(workdir)), "utf-8")
+    assert browser.dead_links([page]) == []
+    assert browser.console_errors(page, width) == []
 
 
 def test_the_numbers_are_those_of_the_evaluation(workdir):

@@ -1,0 +1,59 @@
+"""Checks of HTML pages: links and pictures that are missing, errors in Chromium."""
+
+import html.parser
+import re
+import shutil
+import subprocess
+import urllib.parse
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+DESKTOP, PHONE = 1400, 400
+
+
+class _Page(html.parser.HTMLParser):
+    def __init__(self, path):
+        super().__init__()
+        self.targets, self.names = [], set()
+        self.feed(path.read_text("utf-8"))
+
+    def handle_starttag(self, tag, attrs):
+        attrs = dict(attrs)
+        self.names |= {attrs[key] for key in ("id", "name") if attrs.get(key)}
+        key = {"a": "href", "link": "href", "img": "src", "script": "src"}.get(tag)
+        if attrs.get(key):
+            self.targets.append(attrs[key])
+
+
+def dead_links(pages):
+    """Returns the links, pictures and scripts within a folder that do not exist."""
+    parsed = {path.resolve(): _Page(path) for path in pages}
+    dead = []
+    for path, page in parsed.items():
+        for target in page.targets:
+            parts = urllib.parse.urlsplit(target)
+            if parts.scheme or parts.netloc:
+                continue
+            file = (path.parent / urllib.parse.unquote(parts.path)).resolve()
+            file = file if parts.path else path
+            known = file not in parsed or parts.fragment in {"", *parsed[file].names}
+            if not file.exists() or not known:
+                dead.append(f"{path.name}: {target}")
+    return dead
+
+
+def console_errors(path, width):
+    """Opens a page in Chromium; returns the errors on its console."""
+    command = [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu"]
+    command += [f"--window-size={width},1600", "--enable-logging=stderr"]
+    command += ["--log-level=0", "--virtual-time-budget=5000", "--dump-dom"]
+    result = subprocess.run(
+        [*command, path.resolve().as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert "</html>" in result.stdout
+    errors = re.findall(r"^.*:ERROR:CONSOLE.*$", result.stderr, re.M)
+    # The machine may be offline: MathJax comes from a server.
+    return [line for line in errors if "source: http" not in line]

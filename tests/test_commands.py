@@ -24,6 +24,7 @@ PROGRAMS = {
     "relattn.data.prepare": ["--name=mnist"],
     "relattn.data.prepare_text": ["--openwebtext", "--output=x"],
     "studies.demo": [],
+    "studies.finetune": ["--data_dir=x"],
     "benchmarks.memory": ["--config=configs/demo.py"],
     "benchmarks.pipeline": ["--config=configs/demo.py"],
     "relattn.evaluation.sizes": [],

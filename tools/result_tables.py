@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from studies.demo import demo_table
+from studies.finetune import finetune_table
 
 RESULTS = Path(__file__).parents[1] / "results"
 MISSING = "–"
@@ -175,8 +176,15 @@ def _translution(name: str) -> list[str]:
     return [name, f"causal_{name}"]
 
 
+def finetune() -> str:
+    """Returns the table of fine-tuning after a change of the attention."""
+    results = json.loads((RESULTS / "finetune_cpu.json").read_text("utf-8"))
+    return finetune_table(results).rstrip()
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "demo": demo,
+    "finetune": finetune,
     "rpe_vit": lambda: study(
         "rpe_vit_mnist_cpu.json",
         {"mnist_val_acc": "validation", "mnist_test_acc": "test"},

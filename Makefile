@@ -32,7 +32,7 @@ test: $(STAMP)
 	$(PYTEST) -n $(JOBS) --dist=loadfile --no-loadscope-reorder
 
 test-full:
-	$(MAKE) full VENV=$(VENV)-full EXTRAS=test,prepare,docs
+	$(MAKE) full VENV=$(VENV)-full EXTRAS=test,prepare,docs,pytorch
 
 full: $(STAMP)
 	$(PYTEST) -m '' -n $(JOBS) --dist=loadfile --no-loadscope-reorder \

@@ -94,6 +94,8 @@ setup(
         "test": TEST,
         "notebooks": NOTEBOOKS,
         "docs": DOCS,
+        # Only make test-full needs these: it converts live models.
+        "pytorch": ["timm>=1.0.31", "torch>=2.13", "transformers>=5.23"],
         "text": TEXT,
         "openwebtext": [*TEXT, "datasets>=3.6"],
         "prepare": [

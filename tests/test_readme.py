@@ -145,6 +145,11 @@ def test_drop_in_guide_runs():
     assert not np.isnan(scope["out"]).any()
 
 
+def test_pretrained_guide_runs():
+    scope = run_examples(read("docs/pretrained.md"))
+    assert scope["predictions"].shape == (1, 3)
+
+
 def test_nnx_guide_trains_a_vit():
     scope = run_examples(read("docs/nnx.md"))
     assert scope["accuracy"] > 0.7

@@ -96,6 +96,7 @@ def test_published_performers_have_the_authors_recipe(variant, dataset):
     assert config.to_dict() == expected.to_dict()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_published_performers_have_the_published_parameter_count(variant):
     counts = []

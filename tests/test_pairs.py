@@ -94,7 +94,9 @@ def mark_slow(pairs):
     """Marks pairs as slow that differ from another pair only in the position."""
     for model, attention, position in pairs:
         all_positions = model == "vit" and attention in WITH_ALL_POSITIONS
-        quick = all_positions or position in ONE_A_SITE
+        # The ViT has the other sites.
+        one_a_site = ("none", "rope1d") if model == "gpt" else ONE_A_SITE
+        quick = all_positions or position in one_a_site
         yield (model, attention, position), () if quick else (pytest.mark.slow,)
 
 

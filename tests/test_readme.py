@@ -100,6 +100,13 @@ def run_examples(text):
     return scope
 
 
+def test_every_page_with_python_is_run_by_a_test():
+    """docs/positions.md is run by tests/evaluation/test_compare.py."""
+    pages = {path.name for path in tables.DOCUMENTS if "```python" in path.read_text()}
+    run = {"data.md", "drop_in.md", "nnx.md", "positions.md", "pretrained.md"}
+    assert pages == {"README.md", "using.md", *run}
+
+
 def test_first_example_has_the_stated_error():
     text = read("README.md")
     scope = run_examples(text)

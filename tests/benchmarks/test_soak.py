@@ -79,6 +79,7 @@ def test_last_step_skips_incomplete_rows(tmp_path):
     assert last_step(path) == 4
 
 
+@pytest.mark.slow
 def test_soak_samples_a_training_and_ends_it(tmp_path):
     training = Training("soak", CONFIG, tmp_path / "run", overrides=[*OPTIONS, *TINY])
     output = tmp_path / "results" / "soak.json"

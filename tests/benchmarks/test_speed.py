@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks import measure, speed
 from benchmarks.speed_cases import CASES, Case, Sizes
+from tests.helpers.quick import mark_slow
 
 SIZES = {
     "length": 15,
@@ -49,9 +50,10 @@ def test_grids_are_nearly_square():
     assert Sizes(length=13).grid == (1, 13)
 
 
-@pytest.mark.parametrize(
-    "kernel", [name for name, case in CASES.items() if case.framework == "jax"]
-)
+IN_JAX = [name for name, case in CASES.items() if case.framework == "jax"]
+
+
+@pytest.mark.parametrize("kernel", mark_slow(IN_JAX, IN_JAX[::5]))
 def test_all_kernels_are_measured(kernel):
     row = measure.measure(kernel, SIZES, repeats=2)
     for kind in ("forward", "forward_backward"):

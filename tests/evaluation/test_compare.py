@@ -36,6 +36,7 @@ from relattn.training import (
 from relattn.training.run import SavedRun, open_run
 from tests.helpers.quick import quick_jit
 from tests.helpers.shifting import moved
+from tests.test_readme import read, run_examples
 
 
 def tiny_config(seed=0):
@@ -181,6 +182,7 @@ def in_colour(split):
     return type(split)(images, split.labels[:16])
 
 
+@pytest.mark.slow
 def test_a_convolutional_network_and_a_performer_share_a_figure(workdir, tmp_path):
     config = importlib.import_module("configs.baselines").get_config(
         "alexnet,fashion_mnist,smoke"
@@ -385,3 +387,11 @@ def test_the_published_curves_are_there(dataset):
     assert shifts == list(range(-8, 9))
     assert max(accuracies) > 0.99
     assert published_curve("cifar10", "Absolute") == ([], [])
+
+
+def test_example_loads_a_run_for_larger_images(workdir, tmp_path, monkeypatch):
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "s1").symlink_to(workdir)
+    monkeypatch.chdir(tmp_path)
+    run = run_examples(read("docs/positions.md"))["run"]
+    assert run.config.data.image_size == 48

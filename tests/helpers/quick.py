@@ -1,8 +1,9 @@
-"""`jax.jit` for small programs, where compiling is most of the work."""
+"""Less work: `jax.jit` with few optimisations, and marks of slow tests."""
 
 import functools
 
 import jax
+import pytest
 
 OPTIONS = {
     "xla_backend_optimization_level": 0,
@@ -27,3 +28,15 @@ def _options():
     except jax.errors.JaxRuntimeError:
         return None
     return OPTIONS
+
+
+def mark_slow(values, quick):
+    """Returns the parameters of a test; all but the ``quick`` ones are marked slow."""
+    assert set(quick) <= set(values)
+    return [
+        pytest.param(
+            *(value if isinstance(value, tuple) else (value,)),
+            marks=() if value in quick else pytest.mark.slow,
+        )
+        for value in values
+    ]

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from relattn.models import GPT, AlexNet, ViT, attention_weights
+from tests.helpers.quick import mark_slow
 
 IMAGES = jax.random.normal(jax.random.key(0), (2, 6, 9, 1))
 
@@ -45,19 +46,21 @@ def captured(model, variables):
     return jax.tree.map(lambda x: x[0], block) if name == "blocks_0" else block
 
 
+ON_IMAGES = [
+    ("softmax", "none"),
+    ("softmax", "relative_key"),
+    ("favor", "rope2d"),
+    ("favor", "relative_bias"),
+    ("relu", "constrained_sincos"),
+    ("banded(clip=2)", "none"),
+    ("gated_positional", "none"),
+    ("linformer(k=3)", "none"),
+    ("routing(clusters=2)", "none"),
+]
+
+
 @pytest.mark.parametrize(
-    ("attention", "position"),
-    [
-        ("softmax", "none"),
-        ("softmax", "relative_key"),
-        ("favor", "rope2d"),
-        ("favor", "relative_bias"),
-        ("relu", "constrained_sincos"),
-        ("banded(clip=2)", "none"),
-        ("gated_positional", "none"),
-        ("linformer(k=3)", "none"),
-        ("routing(clusters=2)", "none"),
-    ],
+    ("attention", "position"), mark_slow(ON_IMAGES, [*ON_IMAGES[1:6:2], ON_IMAGES[8]])
 )
 def test_outputs_are_the_weighted_sums_of_values(attention, position):
     model, variables = make(attention, position)

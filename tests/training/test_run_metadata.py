@@ -169,4 +169,4 @@ def test_an_attention_registered_elsewhere_is_to_be_imported():
         pytest.raises(training.CheckpointError, match=message),
         understanding(Path("7")),
     ):
-        build("cosine", "none", dim=8, num_heads=2, num_layers=1)
+        build("unregistered", "none", dim=8, num_heads=2, num_layers=1)

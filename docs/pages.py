@@ -149,7 +149,7 @@ def _api_page(namespace, about):
 
 
 def _table(page, name):
-    """Returns the rows of a generated table of a page, without its header."""
+    """Returns the header and the rows of a generated table of a page."""
     text = (DOCS / f"{page}.md").read_text("utf-8")
     block = text.partition(f"<!-- table: {name} -->\n")[2].partition("<!-- end")[0]
     header, _, *rows = block.strip().splitlines()

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from relattn.data.image_io import decode_image, open_image
+from relattn.data.image_io import GREY_MODES, decode_image, open_image
 from relattn.data.images import ImageSplit
 
 KINDS = {".jpg": "JPEG", ".jpeg": "JPEG", ".png": "PNG", ".webp": "WebP"}
@@ -223,6 +223,6 @@ def _read_image(
                 f"{shape[1]}x{shape[0]}: resize all images to one size, or read them "
                 "by `load_data`, which takes any size."
             )
-        grey = image.mode in ("1", "L", "LA")
+        grey = image.mode in GREY_MODES
         pixels = np.asarray(decode_image(image, "L" if grey else "RGB", str(file)))
     return pixels[..., None] if grey else pixels

@@ -241,16 +241,27 @@ def check_tensors(
             if name in tensors and tuple(tensors[name].shape) != shape
         ],
     }
-    found = [f"{kind} {shorten(names)}" for kind, names in problems.items() if names]
-    if found:
-        raise ValueError(f"{where} does not fit the model: {'; '.join(found)}")
+    if any(problems.values()):
+        raise ValueError(f"{where} does not fit the model: {list_problems(problems)}")
 
 
-def shorten(names: list[str]) -> str:
-    """Joins the first names of a list and counts the rest."""
-    rest = len(names) - _MAX_SHOWN
-    more = f" and {rest} more" if rest > 0 else ""
-    return ", ".join(names[:_MAX_SHOWN]) + more
+def list_problems(problems: Mapping[str, list[str]]) -> str:
+    """Lists the first names of each kind of problem, and counts the rest.
+
+    Args:
+        problems: Names by kind; kinds without names are left out.
+
+    Example:
+        >>> list_problems({"missing": ["a", "b"], "unexpected": []})
+        'missing a, b'
+    """
+    parts = []
+    for kind, names in problems.items():
+        rest = len(names) - _MAX_SHOWN
+        more = f" and {rest} more" if rest > 0 else ""
+        if names:
+            parts.append(f"{kind} {', '.join(names[:_MAX_SHOWN])}{more}")
+    return "; ".join(parts)
 
 
 def leaf_names(model: nn.Module, path: Any, shape: Any) -> tuple[list[str], bool]:

@@ -59,13 +59,11 @@ def apply_table(
         if name not in wanted and not re.fullmatch(ignored, name)
     ]
     problems = {"missing": missing, "unexpected": extra}
-    found = [
-        f"{kind} {pretrained.shorten(names)}"
-        for kind, names in problems.items()
-        if names
-    ]
-    if found:
-        raise ValueError("the tensors are not those of this model: " + "; ".join(found))
+    if missing or extra:
+        raise ValueError(
+            "the tensors are not those of this model: "
+            f"{pretrained.list_problems(problems)}"
+        )
     result = {}
     for name, (function, sources) in entries.items():
         arrays = [np.asarray(tensors[source]) for source in sources]

@@ -10,9 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from relattn.nn.attention import MultiHeadAttention
-
-COLLECTION = "attention_weights"
+from relattn.nn.attention import ATTENTION_WEIGHTS, MultiHeadAttention
 
 
 def attention_weights(
@@ -67,9 +65,7 @@ def attention_weights(
         identity = jnp.broadcast_to(jnp.eye(n, dtype=v.dtype), (*v.shape[:-1], n))
         inputs_length.append(n)
         out = call(q, k, jnp.concatenate([v, identity], axis=-1), *rest, **kwargs)
-        weights = out[..., width:].astype(jnp.float32)
-        # A layer may be traced twice: the last weights replace those before.
-        context.module.sow(COLLECTION, "weights", weights, reduce_fn=lambda _, new: new)
+        context.module.sow_weights(out[..., width:])
         return out[..., :width]
 
     inputs_length: list[int] = []
@@ -77,9 +73,9 @@ def attention_weights(
     @jax.jit
     def apply(variables: Any, inputs: Array) -> Any:
         with nn.intercept_methods(record):
-            return model.apply(variables, inputs, mutable=[COLLECTION])[1]
+            return model.apply(variables, inputs, mutable=[ATTENTION_WEIGHTS])[1]
 
-    found = apply(variables, inputs).get(COLLECTION, {})
+    found = apply(variables, inputs).get(ATTENTION_WEIGHTS, {})
     layers = []
     for name in sorted(found, key=lambda name: int(name.rpartition("_")[2])):
         (weights,) = jax.tree.leaves(found[name])

@@ -18,6 +18,9 @@ from relattn import offsets
 from relattn.kernels import relative, softmax
 from relattn.nn.blocks import Linear, default_head_dim
 
+# The collection of `MultiHeadAttention.sow_weights`.
+ATTENTION_WEIGHTS = "attention_weights"
+
 
 class Context(NamedTuple):
     """The arguments of an attention's call, other than the tokens.
@@ -277,6 +280,13 @@ class MultiHeadAttention(nn.Module):
         out = out.swapaxes(-2, -3)
         out = out.reshape(*out.shape[:-2], -1)
         return Linear(self.dim, dtype=self.dtype, name="out")(out)
+
+    @nn.nowrap
+    def sow_weights(self, weights: Float[Array, "batch heads n m"]) -> None:
+        """Sows attention weights for `relattn.models.attention_weights`."""
+        # A layer may be traced twice: the last weights replace those before.
+        weights = weights.astype(jnp.float32)
+        self.sow(ATTENTION_WEIGHTS, "weights", weights, reduce_fn=lambda _, new: new)
 
     def update_cache(
         self, name: str, rows: Float[Array, "*batch n width"], context: Context

@@ -220,7 +220,9 @@ def _resolve(implementation, head_dim, options):
         kernel = IMPLEMENTATIONS[implementation]
     if kernel is IMPLEMENTATIONS["favor"] and "projection" not in options:
         num_features = kernels.default_num_features(head_dim)
-        drawn = kernels.draw_orthogonal(jax.random.key(0), num_features, head_dim)
+        # A constant of the compiled program, not drawn again in every call.
+        with jax.ensure_compile_time_eval():
+            drawn = kernels.draw_orthogonal(jax.random.key(0), num_features, head_dim)
         options = {**options, "projection": drawn}
     kernel = functools.partial(kernel, **options)
     if list(inspect.signature(kernel.func).parameters)[:3] != ["q", "k", "v"]:

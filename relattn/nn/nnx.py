@@ -158,9 +158,15 @@ class MultiHeadAttention(_LinenModule):
         rngs: nnx.Rngs,
     ):
         make, _ = registry.build(
-            attention, "none", dim=dim, num_heads=num_heads, num_layers=1, causal=causal
+            attention,
+            "none",
+            dim=dim,
+            num_heads=num_heads,
+            num_layers=1,
+            qkv_bias=qkv_bias,
+            causal=causal,
         )
-        module = make(layer=layer, qkv_bias=qkv_bias, dtype=dtype, parent=None)
+        module = make(layer=layer, dtype=dtype, parent=None)
         n = num_prefix + math.prod(grid or (1,))
 
         def init(module: nn.Module) -> Array:

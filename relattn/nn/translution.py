@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from relattn import kernels, offsets, spec
-from relattn.nn.attention import Context, MultiHeadAttention
+from relattn.nn.attention import ATTENTION_WEIGHTS, Context, MultiHeadAttention
 from relattn.nn.blocks import Linear, uniform
 from relattn.nn.positions.base import grid_table
 
@@ -99,10 +99,10 @@ class OffsetAttention(MultiHeadAttention):
     @property
     def sows_weights(self) -> bool:
         """Whether `relattn.models.attention_weights` asks for the weights."""
-        asked = self.is_mutable_collection("attention_weights")
+        asked = self.is_mutable_collection(ATTENTION_WEIGHTS)
         return asked and not self.is_initializing()
 
-    def sow_weights(
+    def sow_low_rank_weights(
         self, q: Array, k: Array, low: tuple, tables: tuple, index: Any, options: dict
     ) -> None:
         """Sows the weights: the outputs of LoR-Translution for identity values."""
@@ -110,13 +110,7 @@ class OffsetAttention(MultiHeadAttention):
         identity = jnp.broadcast_to(jnp.eye(n, dtype=q.dtype), (*q.shape[:-1], n))
         qkv = (q, k, identity)
         weights, _ = kernels.lor_translution(qkv, low, tables, index=index, **options)
-        # A layer may be traced twice: the last weights replace those before.
-        self.sow(
-            "attention_weights",
-            "weights",
-            weights.astype(jnp.float32),
-            reduce_fn=lambda _, new: new,
-        )
+        self.sow_weights(weights)
 
     def offset_table(
         self, name: str, shape: tuple[int, int, int], bound: float, context: Context
@@ -189,7 +183,7 @@ class TranslutionAttention(OffsetAttention):
             zeros = jnp.zeros((len(x), self.num_heads, x.shape[1], 1), x.dtype)
             options = {"scale": self.head_dim**-0.5, "key_mask": key_mask}
             scores = (x, x, None), (*tables[:2], None)
-            self.sow_weights(zeros, zeros, *scores, index, options)
+            self.sow_low_rank_weights(zeros, zeros, *scores, index, options)
         return kernels.translution(x, *tables, index=index, key_mask=key_mask)
 
 
@@ -290,7 +284,7 @@ class LorTranslutionAttention(OffsetAttention):
                 q, k = plain[:2] if self.base else (zeros, zeros)
                 scaled = options | {"average": self.average and self.base}
                 scores = (*low[:2], None), (*tables[:2], None)
-                self.sow_weights(q, k, *scores, index, scaled)
+                self.sow_low_rank_weights(q, k, *scores, index, scaled)
             out, low_out = kernels.lor_translution(
                 plain, low, tables, index=index, **options
             )

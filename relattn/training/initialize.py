@@ -109,17 +109,15 @@ def fit(
         result.append(np.stack(arrays) if stacked else arrays[0])
     unused = [name for name in tensors if name not in names_here and not skip(name)]
     if problems or unused:
-        found = [
-            f"{kind} {pretrained.shorten(names)}"
-            for kind, names in (
-                ("without a value of this shape there:", problems),
-                ("without a place in this model:", unused),
-            )
-            if names
-        ]
+        found = pretrained.list_problems(
+            {
+                "without a value of this shape there:": problems,
+                "without a place in this model:": unused,
+            }
+        )
         raise ValueError(
             f"config.init_from={config.init_from} does not fit config.model: "
-            f"{'; '.join(found)}; name what may be initialized or left out in "
+            f"{found}; name what may be initialized or left out in "
             "config.init_skip, such as 'head'"
         )
     count = sum(leaf is not None for leaf in result)

@@ -12,7 +12,7 @@ import pytest
 from relattn.models import build_model, generate
 from relattn.models.sampling import sample_token
 from relattn.nn.blocks import FeedForward
-from tests.helpers.quick import quick_jit
+from tests.helpers.quick import mark_slow, quick_jit
 
 CONFIG = {"name": "gpt", "dim": 12, "num_layers": 2, "num_heads": 2, "mlp_dim": 17}
 VOCAB, LENGTH = 13, 7
@@ -54,7 +54,7 @@ def make(**options):
 
 @pytest.mark.parametrize(
     ("attention", "position"),
-    [*QUICK, *(pytest.param(*names, marks=pytest.mark.slow) for names in SLOW)],
+    mark_slow([*QUICK, *SLOW], QUICK),
 )
 def test_decoding_equals_full_recomputation(attention, position):
     model, variables, tokens = make(attention=attention, position=position)

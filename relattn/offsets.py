@@ -1,7 +1,8 @@
 """Grids of tokens: positions, offsets and distances, as static NumPy arrays.
 
 A grid is ``(height, width)``, with tokens numbered row by row, or ``(length,)`` for
-text. ``num_prefix`` prefix tokens (CLS) come first and have no position.
+text. On a `Torus` the last row is next to the first, and the last column too.
+``num_prefix`` prefix tokens (CLS) come first and have no position.
 """
 
 from __future__ import annotations
@@ -12,6 +13,40 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 Grid = tuple[int, ...]
+
+
+class Torus(tuple):
+    """A periodic grid, accepted wherever a grid is.
+
+    Offsets count modulo the height and width, so each axis has as many offsets as
+    tokens. The offset of a pair is the shortest one, from -(size - 1) // 2 to
+    size // 2 along an axis. A table has the rows of the offsets 0 .. size - 1 modulo
+    size, in row-major order.
+
+    Example:
+        >>> Torus((3, 4)), num_offsets(Torus((3, 4)))
+        (Torus((3, 4)), 12)
+        >>> offsets(Torus((5,)))[0].ravel().tolist()
+        [0, -1, -2, 2, 1]
+    """
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        """Returns False for a plain grid of the same size."""
+        return isinstance(other, Torus) and tuple.__eq__(self, other)
+
+    def __ne__(self, other: object) -> bool:
+        """Returns True for a plain grid of the same size."""
+        return not self == other
+
+    def __hash__(self) -> int:
+        """Differs from that of the plain grid."""
+        return hash((Torus, tuple(self)))
+
+    def __repr__(self) -> str:
+        """Returns the call that makes the grid."""
+        return f"Torus({tuple(self)})"
 
 
 def check_grid(num_tokens: int, grid: Grid, num_prefix: int = 0) -> None:
@@ -116,7 +151,16 @@ def offsets(grid: Grid) -> Int[np.ndarray, "n n axes"]:
         [0, 1, 2]
     """
     positions = grid_positions(grid).astype(np.int64)
-    return positions[:, None] - positions[None, :]
+    return _shortest(positions[:, None] - positions[None, :], grid)
+
+
+def _shortest(offsets, grid):
+    """Returns the shortest offsets on a torus; on a plain grid the same offsets."""
+    if not isinstance(grid, Torus):
+        return offsets
+    sizes = np.array(grid)
+    offsets = offsets % sizes
+    return offsets - sizes * (2 * offsets > sizes)
 
 
 def distances(grid: Grid, clip: int, num_prefix: int = 0) -> Int[np.ndarray, "n n"]:
@@ -147,8 +191,42 @@ def distances(grid: Grid, clip: int, num_prefix: int = 0) -> Int[np.ndarray, "n 
     return result
 
 
+def max_distance(grid: Grid) -> int:
+    """Computes the largest Manhattan distance of two tokens.
+
+    Args:
+        grid: Height and width, or length, in tokens.
+
+    Returns:
+        Sum of size - 1 over the axes; of size // 2 on a torus.
+
+    Example:
+        >>> max_distance((3, 4)), max_distance(Torus((3, 4)))
+        (5, 3)
+    """
+    torus = isinstance(grid, Torus)
+    return sum(size // 2 if torus else size - 1 for size in grid)
+
+
+def offsets_per_axis(grid: Grid) -> tuple[int, ...]:
+    """Counts the different offsets along each axis: 2 size - 1; size on a torus.
+
+    Args:
+        grid: Height and width, or length, in tokens.
+
+    Returns:
+        One number for each axis.
+
+    Example:
+        >>> offsets_per_axis((3, 4)), offsets_per_axis(Torus((3, 4)))
+        ((5, 7), (3, 4))
+    """
+    torus = isinstance(grid, Torus)
+    return tuple(size if torus else 2 * size - 1 for size in grid)
+
+
 def num_offsets(grid: Grid) -> int:
-    """Counts the different offsets on a grid: the product of 2 size - 1.
+    """Counts the different offsets on a grid: the product of `offsets_per_axis`.
 
     Args:
         grid: Height and width, or length, in tokens.
@@ -160,7 +238,7 @@ def num_offsets(grid: Grid) -> int:
         >>> num_offsets((3, 4))
         35
     """
-    return math.prod(2 * size - 1 for size in grid)
+    return math.prod(offsets_per_axis(grid))
 
 
 def table_offsets(grid: Grid) -> Int[np.ndarray, "rows axes"]:
@@ -176,9 +254,11 @@ def table_offsets(grid: Grid) -> Int[np.ndarray, "rows axes"]:
         >>> table_offsets((1, 2)).tolist()
         [[0, -1], [0, 0], [0, 1]]
     """
-    sizes = np.array(grid)
-    index = np.unravel_index(np.arange(num_offsets(grid)), 2 * sizes - 1)
-    return np.stack(index, axis=-1) - (sizes - 1)
+    index = np.unravel_index(np.arange(num_offsets(grid)), offsets_per_axis(grid))
+    index = np.stack(index, axis=-1)
+    if isinstance(grid, Torus):
+        return _shortest(index, grid)
+    return index - (np.array(grid) - 1)
 
 
 def num_table_rows(grid: Grid, num_prefix: int = 0, *, causal: bool = False) -> int:
@@ -193,7 +273,7 @@ def num_table_rows(grid: Grid, num_prefix: int = 0, *, causal: bool = False) -> 
         `num_offsets`, plus three if there are prefix tokens; the length if ``causal``.
 
     Raises:
-        ValueError: If ``causal`` with a grid of two axes or with prefix tokens.
+        ValueError: If ``causal`` with a torus, two axes or prefix tokens.
 
     Example:
         >>> num_table_rows((3, 4)), num_table_rows((3, 4), num_prefix=1)
@@ -203,7 +283,7 @@ def num_table_rows(grid: Grid, num_prefix: int = 0, *, causal: bool = False) -> 
     """
     if not causal:
         return num_offsets(grid) + 3 * bool(num_prefix)
-    if len(grid) != 1 or num_prefix:
+    if len(grid) != 1 or num_prefix or isinstance(grid, Torus):
         raise ValueError(
             "causal offsets need a grid (length,) and no prefix tokens, got "
             f"grid={grid} and num_prefix={num_prefix}"
@@ -215,9 +295,9 @@ def offset_index(grid: Grid, num_prefix: int = 0) -> Int[np.ndarray, "n n"]:
     """Returns the table row of every pair (token, partner).
 
     Rows are the offsets, token minus partner, in row-major order, the most negative
-    first. With prefix tokens, three more rows follow: "in", a grid token with a prefix
-    token; "self", a prefix token with a prefix token; "out", a prefix token with a grid
-    token.
+    first; on a `Torus` modulo the sizes, zero first. With prefix tokens, three more
+    rows follow: "in", a grid token with a prefix token; "self", a prefix token with a
+    prefix token; "out", a prefix token with a grid token.
 
     Args:
         grid: Height and width, or length, in tokens.
@@ -233,9 +313,10 @@ def offset_index(grid: Grid, num_prefix: int = 0) -> Int[np.ndarray, "n n"]:
     Source:
         Translution: Unifying Self-attention and Convolution, section 3.3, appendix H.
     """
-    sizes = np.array(grid)
-    strides = np.cumprod([1, *(2 * sizes - 1)[:0:-1]])[::-1]
-    inner = (offsets(grid) + sizes - 1) @ strides
+    sizes, rows = np.array(grid), offsets_per_axis(grid)
+    strides = np.cumprod([1, *rows[:0:-1]])[::-1]
+    first_offset = np.zeros_like(sizes) if isinstance(grid, Torus) else 1 - sizes
+    inner = (offsets(grid) - first_offset) % rows @ strides
     first = num_offsets(grid)
     result = np.pad(inner, [(num_prefix, 0), (num_prefix, 0)])
     result[num_prefix:, :num_prefix] = first

@@ -8,6 +8,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from relattn.offsets import Torus
+
+
+def shortest(offset, grid):
+    """Returns the shortest offset on a torus; on a plain grid the offset itself."""
+    if not isinstance(grid, Torus):
+        return np.array(offset)
+    wrapped = [
+        min((d % size, d % size - size), key=lambda d: (abs(d), -d))
+        for d, size in zip(offset, grid, strict=True)
+    ]
+    return np.array(wrapped)
+
 
 def sinusoids(positions, frequencies):
     """Returns [sin w p, cos w p] for every axis of a position, then every frequency."""
@@ -89,8 +102,9 @@ def banded_attention(q, v, table, log_phi, grid, num_prefix=0, key_mask=None):
     distances = np.full((n, n), clip)
     for i in range(num_prefix, n):
         for j in range(num_prefix, n):
-            (a, b), (c, d) = (divmod(token - num_prefix, grid[1]) for token in (i, j))
-            distances[i, j] = min(abs(a - c) + abs(b - d), clip)
+            ends = [divmod(token - num_prefix, grid[1]) for token in (i, j)]
+            offset = shortest(np.subtract(*ends), grid)
+            distances[i, j] = min(np.abs(offset).sum(), clip)
     products = log_phi(q)[:, None] + log_phi(table)[distances]
     scores = jax.nn.logsumexp(products, axis=-1)
     if key_mask is not None:
@@ -101,11 +115,13 @@ def banded_attention(q, v, table, log_phi, grid, num_prefix=0, key_mask=None):
 def offset_rows(grid, num_prefix=0, causal=False):
     """Returns rows of the tables of queries, keys and values for every (query, key).
 
-    Offsets are row-major, the most negative first, then "in", "self" and "out". The row
-    belongs to the token that is projected.
+    Offsets are row-major, the most negative first (modulo the sizes on a torus), then
+    "in", "self" and "out". The row belongs to the token that is projected.
     """
     positions = [None] * num_prefix + list(np.ndindex(*grid))
-    first = int(np.prod([2 * size - 1 for size in grid]))
+    periodic = isinstance(grid, Torus)
+    sizes = [size if periodic else 2 * size - 1 for size in grid]
+    first = int(np.prod(sizes))
 
     def row(token, partner):
         if token is None:
@@ -116,7 +132,10 @@ def offset_rows(grid, num_prefix=0, causal=False):
             return abs(token[0] - partner[0])
         result = 0
         for a, b, size in zip(token, partner, grid, strict=True):
-            result = result * (2 * size - 1) + a - b + size - 1
+            if periodic:
+                result = result * size + (a - b) % size
+            else:
+                result = result * (2 * size - 1) + a - b + size - 1
         return result
 
     def value_row(query, key):
@@ -212,7 +231,8 @@ def gated_positional_attention(q, k, v, gate, coefficients, allowed, grid, num_p
 
     def features(i, j):
         if i is not None and j is not None:
-            return [(i - j) @ (i - j), *(i - j), *prefix_kinds[:, 0]]
+            d = shortest(i - j, grid)
+            return [d @ d, *d, *prefix_kinds[:, 0]]
         kind = 0 if i is not None else (1 if j is None else 2)
         return [*prefix_kinds[0], *np.eye(3)[kind]]
 

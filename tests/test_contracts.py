@@ -5,6 +5,7 @@ Translation error and equality across device counts are tested on whole models.
 
 import dataclasses
 import functools
+import math
 
 import chex
 import jax
@@ -16,8 +17,17 @@ from absl.testing import parameterized
 from relattn import kernels
 from tests.helpers import compare
 from tests.helpers.quick import quick_jit
-from tests.mechanisms import LINES, MECHANISMS
-from tests.mechanisms.base import BATCH, HEAD_DIM, HEADS, NUM_FEATURES, M, N
+from tests.mechanisms import LINES, MECHANISMS, TORI
+from tests.mechanisms.base import (
+    BATCH,
+    HEAD_DIM,
+    HEADS,
+    NUM_FEATURES,
+    NUM_PREFIX,
+    TORUS,
+    M,
+    N,
+)
 
 DRAWS = 2000
 
@@ -43,7 +53,7 @@ def _kernel_and_inputs(mechanism, key_mask=None):
     return jax.vmap(apply) if mechanism.shared else apply, list(inputs.values())
 
 
-@every_mechanism
+@pytest.mark.parametrize("mechanism", [*MECHANISMS, *TORI], ids=str)
 @pytest.mark.parametrize("masked", [False, True])
 def test_value_and_gradient_equal_the_reference(mechanism, masked):
     key_mask = mechanism.key_mask() if masked else None
@@ -264,6 +274,35 @@ def test_half_precision_equals_single_on_the_same_inputs(mechanism):
         roundings = mechanism.roundings[name != "out"]
         most = 0.7 * roundings**0.5 * unit * np.linalg.norm(expected)
         assert error <= most, (name, error / most)
+
+
+@pytest.mark.parametrize("mechanism", TORI, ids=str)
+def test_rolled_tokens_give_rolled_outputs_and_gradients(mechanism):
+    inputs = mechanism.draw_inputs(HEADS)
+
+    def roll(x):
+        prefix, tokens = x[:, :NUM_PREFIX], x[:, NUM_PREFIX:]
+        rolled = jnp.roll(tokens.reshape(HEADS, *TORUS, -1), (2, 3), axis=(1, 2))
+        return jnp.concatenate([prefix, rolled.reshape(tokens.shape)], axis=1)
+
+    def roll_tokens(inputs):
+        return {
+            name: x if name in mechanism.shared else roll(x)
+            for name, x in inputs.items()
+        }
+
+    @quick_jit
+    def value_and_gradients(inputs, cotangent):
+        out, pullback = jax.vjp(lambda inputs: mechanism.apply(**inputs), inputs)
+        return out, pullback(cotangent)[0]
+
+    shape = jax.eval_shape(lambda: mechanism.apply(**inputs)).shape
+    cotangent = jnp.cos(jnp.arange(math.prod(shape), dtype=jnp.float32)).reshape(shape)
+    out, gradients = value_and_gradients(inputs, cotangent)
+    rolled = value_and_gradients(roll_tokens(inputs), roll(cotangent))
+    assert not np.allclose(rolled[0], out, atol=1e-2)
+    expected = (roll(out), roll_tokens(gradients))
+    chex.assert_trees_all_close(rolled, expected, rtol=1e-5, atol=1e-5)
 
 
 @every_mechanism

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from relattn import offsets
+from relattn.offsets import Torus
 
 GRID = (3, 5)
 
@@ -52,7 +53,9 @@ def test_line_is_grid_of_one_axis():
         offsets.check_grid(4, (3,))
 
 
-@pytest.mark.parametrize("grid", [(3, 5), (5, 2), (7,), (1, 1)])
+@pytest.mark.parametrize(
+    "grid", [(3, 5), (5, 2), (7,), (1, 1), Torus((5, 2)), Torus((7,)), Torus((1, 1))]
+)
 @pytest.mark.parametrize("num_prefix", [0, 2])
 def test_every_kind_of_pair_has_its_row(grid, num_prefix):
     rows = {}
@@ -65,6 +68,8 @@ def test_every_kind_of_pair_has_its_row(grid, num_prefix):
             kind = "in"
         else:
             kind = tuple(a - b for a, b in zip(token, partner, strict=True))
+            if isinstance(grid, Torus):
+                kind = tuple(d % size for d, size in zip(kind, grid, strict=True))
         assert rows.setdefault(kind, index[i, j]) == index[i, j]
     kinds = sorted(kind for kind in rows if not isinstance(kind, str))
     kinds += ["in", "self", "out"] if num_prefix else []
@@ -73,8 +78,26 @@ def test_every_kind_of_pair_has_its_row(grid, num_prefix):
     )
 
 
+def test_offset_on_a_torus_is_the_shortest():
+    torus = Torus((4, 5))
+    assert torus != (4, 5) and torus != (4, 5) and torus == Torus((4, 5))
+    assert len({torus: 1, (4, 5): 2}) == 2
+    table = offsets.offsets(torus)
+    rolls = np.indices((3, 3)).reshape(2, -1).T - 1
+    copies = offsets.offsets((4, 5))[..., None, :] + rolls * torus
+    np.testing.assert_array_equal(
+        np.abs(table).sum(-1), np.abs(copies).sum(-1).min(axis=-1)
+    )
+    assert ((table - offsets.offsets((4, 5))) % torus == 0).all()
+    np.testing.assert_array_equal(
+        offsets.table_offsets(torus)[offsets.offset_index(torus)], table
+    )
+    assert offsets.max_distance(torus) == np.abs(table).sum(-1).max()
+    assert offsets.max_distance((4, 5)) == np.abs(offsets.offsets((4, 5))).sum(-1).max()
+
+
 def test_causal_table_needs_line_without_prefix():
     assert offsets.num_table_rows((7,), causal=True) == 7
-    for grid, num_prefix in (((3, 5), 0), ((7,), 1)):
+    for grid, num_prefix in (((3, 5), 0), ((7,), 1), (Torus((7,)), 0)):
         with pytest.raises(ValueError, match=r"need a grid \(length,\) and no prefix"):
             offsets.num_table_rows(grid, num_prefix, causal=True)

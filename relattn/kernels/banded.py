@@ -24,7 +24,7 @@ from relattn.kernels.linear import (
     query_features,
 )
 from relattn.kernels.precision import wide_einsum, widen
-from relattn.offsets import Grid, check_grid
+from relattn.offsets import Grid, Torus, check_grid, max_distance
 
 
 @check_arguments
@@ -89,7 +89,7 @@ def banded_attention(
             "table needs one row for each distance from 0 to clip, with clip >= 1: "
             f"expected at least 2 rows, got {len(table)}"
         )
-    grid = (1, *grid) if len(grid) == 1 else grid
+    grid = type(grid)((1, *grid)) if len(grid) == 1 else grid
     q, v = broadcast_leading(q, v)
     values = widen(v)
     keys = jnp.ones((v.shape[-2], 1), values.dtype)
@@ -97,8 +97,8 @@ def banded_attention(
         values = jnp.where(key_mask[..., None], values, 0.0)
         keys = key_mask[..., None].astype(values.dtype)
 
-    # Distances on the grid are at most sum(grid) - 2: drop rows that have no keys.
-    num_rings = min(len(table) - 1, sum(grid) - 1)
+    # Drop rows that have no keys.
+    num_rings = min(len(table) - 1, max_distance(grid) + 1)
     table = jnp.concatenate([table[:num_rings], table[-1:]])
     # Number of keys at each distance of each query, and sum_j v_j.
     counts, num_keys = _count_keys(keys, grid, num_prefix, num_rings)
@@ -116,7 +116,8 @@ def banded_attention(
     )
     near, far = weights[..., :-1], weights[..., -1:]
     # sum_j far v_j, corrected by (near_d - far) times the ring sum of each distance d.
-    correction = _ring_sum(_to_grid(near - far, grid), image)
+    sum_rings = _torus_ring_sum if isinstance(grid, Torus) else _ring_sum
+    correction = sum_rings(_to_grid(near - far, grid), image)
     num_tokens = math.prod(grid)
     correction = correction.reshape(*v.shape[:-2], num_tokens, v.shape[-1])
     numerator = correction + far * total
@@ -141,7 +142,9 @@ def _to_grid(x, grid, num_prefix=0):
 
 def _count_keys(keys, grid, num_prefix, num_rings):
     """Counts keys by distance, [*batch, n, rows], and all keys, [*batch, 1, 1]."""
-    rings = jnp.concatenate(_rings(_to_grid(keys, grid, num_prefix), num_rings), -1)
+    find_rings = _torus_rings if isinstance(grid, Torus) else _rings
+    rings = find_rings(_to_grid(keys, grid, num_prefix), num_rings)
+    rings = jnp.concatenate(rings, axis=-1)
     rings = rings.reshape(*keys.shape[:-2], math.prod(grid), num_rings)
     num_keys = keys.sum(axis=-2, keepdims=True)
     far = num_keys - rings.sum(axis=-1, keepdims=True)
@@ -242,6 +245,36 @@ def _rings(x, num):
             + grid_rows(above, margin - d)
         )
     return rings
+
+
+def _torus_rings(x, num):
+    """Same as `_rings` on a torus, where distances go the shortest way round.
+
+    ring_d[r] = sum_s over the two rows s away (one if 2 s = height) of pair_{d-s}.
+    """
+    height, width = x.shape[-3:-1]
+
+    def both_ways(x, d, axis):
+        """Sums the two tokens d away along an axis, once if they are the same."""
+        ahead = jnp.roll(x, d, axis)
+        return ahead if 2 * d in (0, x.shape[axis]) else ahead + jnp.roll(x, -d, axis)
+
+    pairs = [both_ways(x, d, -2) for d in range(min(num, width // 2 + 1))]
+    return [
+        sum(
+            both_ways(pairs[d - s], s, -3)
+            for s in range(min(d, height // 2) + 1)
+            if d - s < len(pairs)
+        )
+        for d in range(num)
+    ]
+
+
+@functools.partial(jax.checkpoint, prevent_cse=False)
+def _torus_ring_sum(weights, x):
+    """Same as `_ring_sum` on a torus."""
+    rings = _torus_rings(x, weights.shape[-1])
+    return sum(weights[..., d, None] * ring for d, ring in enumerate(rings))
 
 
 @jax.custom_vjp

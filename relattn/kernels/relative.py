@@ -21,7 +21,14 @@ from relattn.kernels.positions.bias import (
 )
 from relattn.kernels.precision import wide_einsum, widen
 from relattn.kernels.softmax import softmax_weights, weighted_sum
-from relattn.offsets import Grid, check_grid, num_offsets, offset_index
+from relattn.offsets import (
+    Grid,
+    Torus,
+    check_grid,
+    num_offsets,
+    offset_index,
+    offsets_per_axis,
+)
 
 
 @check_arguments
@@ -278,11 +285,13 @@ def _to_pairs(per_row, grid, num_prefix):
     leading = per_row.shape[:-2]
     # Grid tokens and offsets as separate axes: [*batch, *grid, *offsets].
     x = per_row[..., num_prefix:, :rows]
-    x = x.reshape(*leading, *grid, *(2 * size - 1 for size in grid))
+    x = x.reshape(*leading, *grid, *offsets_per_axis(grid))
     # Along each axis: from (query position, offset) to (query, key position).
     for axis in range(axes):
         pair = (len(leading) + axis, len(leading) + axes + axis)
-        x = jnp.moveaxis(skew(jnp.moveaxis(x, pair, (-2, -1))), (-2, -1), pair)
+        x = jnp.moveaxis(x, pair, (-2, -1))
+        x = skew(x, periodic=isinstance(grid, Torus))
+        x = jnp.moveaxis(x, (-2, -1), pair)
     num_tokens = math.prod(grid)
     x = x.reshape(*leading, num_tokens, num_tokens)
     if not num_prefix:

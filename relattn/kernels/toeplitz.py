@@ -39,10 +39,11 @@ from relattn.kernels.positions.bias import (
     past_rows,
     rows_of_token,
     skew,
+    unwrap_offsets,
     with_prefix_rows,
 )
 from relattn.kernels.precision import wide_einsum, widen
-from relattn.offsets import Grid, check_grid, num_offsets
+from relattn.offsets import Grid, Torus, check_grid, num_offsets, offsets_per_axis
 
 
 @check_arguments
@@ -380,12 +381,15 @@ def fft_sums(
     Returns:
         Shape ``[*batch, n, width]``.
     """
-    # Query i is at index i + size - 1 of the convolution, where nothing wraps around.
+    # Query i is at index i + size - 1 of the convolution, where nothing wraps around;
+    # on a torus at index i, and everything does.
     axes = tuple(range(-len(grid), 0))
-    lengths = tuple(fft_length(2 * size - 1) for size in grid)
-    kept = (..., *(slice(size - 1, 2 * size - 1) for size in grid))
+    lengths, kept = grid, ...
+    if not isinstance(grid, Torus):
+        lengths = tuple(fft_length(2 * size - 1) for size in grid)
+        kept = (..., *(slice(size - 1, 2 * size - 1) for size in grid))
     transform = functools.partial(jnp.fft.rfftn, s=lengths, axes=axes)
-    rows = tuple(2 * size - 1 for size in grid)
+    rows = offsets_per_axis(grid)
     spectrum = transform(decay.reshape(*decay.shape[:-1], 1, 1, *rows))
     # Tokens come last: FFTs are fastest along the last axes.
     v = v.swapaxes(-2, -1)
@@ -438,15 +442,19 @@ def pair_sums(
         Shape ``[*batch, n, width]``.
     """
     height, width = grid if len(grid) == 2 else (*grid, 1)
+    periodic = isinstance(grid, Torus)
     leading, num_tokens = decay.shape[:-1], v.shape[-2]
     queries = (phi_q,) if exponents is None else (phi_q, exponents[1])
     size = max(1, chunk_size // width) * width
     chunks = split_chunks(queries, size, multiple=width)
     num_chunks, num_rows = len(chunks[0]), chunks[0].shape[-2] // width
     # decay by pair of columns: [*batch, query column, key column, row offset].
-    bands = decay.reshape(*leading, 2 * height - 1, 1, 2 * width - 1)
-    bands = jnp.broadcast_to(bands, (*bands.shape[:-2], width, 2 * width - 1))
-    bands = jnp.moveaxis(skew(bands), -3, -1)
+    rows, columns = offsets_per_axis(type(grid)((height, width)))
+    bands = decay.reshape(*leading, rows, 1, columns)
+    bands = jnp.broadcast_to(bands, (*leading, rows, width, columns))
+    bands = jnp.moveaxis(skew(bands, periodic=periodic), -3, -1)
+    if periodic:
+        bands = unwrap_offsets(bands)
     # Zeros for the rows that pad the last chunk.
     bands = jnp.pad(
         bands, [(0, 0)] * (bands.ndim - 1) + [(0, num_chunks * num_rows - height)]

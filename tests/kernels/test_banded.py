@@ -11,6 +11,7 @@ import pytest
 from relattn import offsets
 from relattn.kernels import feature_maps
 from relattn.kernels.banded import banded_attention
+from relattn.offsets import Torus
 from tests import reference
 
 HEAD_DIM, VALUE_DIM, FEATURES = 5, 3, 13
@@ -93,6 +94,10 @@ def _assert_close(actual, expected, tolerance):
         ((2, 3), 1, 11, True),
         ((1, 7), 1, 2, False),
         ((1, 1), 0, 1, False),
+        (Torus((7, 5)), 1, 2, True),
+        (Torus((4, 3)), 1, 2, False),
+        (Torus((5, 6)), 0, 4, False),
+        (Torus((3, 2)), 1, 11, True),
     ],
 )
 def test_values_and_gradients_match_reference(grid, num_prefix, clip, masked):

@@ -10,6 +10,7 @@ import pytest
 
 from relattn import kernels, offsets
 from relattn.kernels.toeplitz import fft_length
+from relattn.offsets import Torus
 from tests import reference
 from tests.helpers import compare
 from tests.helpers.quick import quick_jit
@@ -43,6 +44,9 @@ def naive(q, k, v, bias, *, name, allowed, rows):
         ((5, 3), 1, True, "positive", True, {"chunk_size": 6}),
         ((7,), 2, False, "trigonometric", True, {"chunk_size": 3}),
         ((1, 1), 1, True, "positive", False, {}),
+        (Torus((5, 2)), 1, True, "positive", False, {"chunk_size": 6}),
+        (Torus((7,)), 0, False, "trigonometric", True, {"chunk_size": 3}),
+        (Torus((7,)), 1, False, "relu", False, {"dense_size": 0, "block_size": 5}),
     ],
 )
 def test_matches_reference_on_every_grid(

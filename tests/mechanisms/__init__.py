@@ -13,3 +13,5 @@ MECHANISMS = [
 
 # Kernels that take a grid, on a grid of one axis.
 LINES = [*attention.LINES, *translution.on_line(reference.offset_rows((N,)))]
+# The same kernels on a torus.
+TORI = [*attention.TORI, *translution.on_torus()]

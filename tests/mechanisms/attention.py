@@ -16,6 +16,7 @@ from tests.mechanisms.base import (
     HEAD_DIM,
     NUM_FEATURES,
     NUM_PREFIX,
+    TORUS,
     VALUE_DIM,
     M,
     Mechanism,
@@ -342,5 +343,47 @@ LINES = [
         rotary,
         functools.partial(naive_rotary, **ON_LINE),
         {"q": (N, 8), "k": (N, 8), "v": (N, VALUE_DIM)},
+    ),
+]
+
+
+def on_torus(name, apply, naive, shapes, **options):
+    """Returns the row of a kernel that takes a grid, on a torus."""
+    where = {"grid": TORUS, "num_prefix": NUM_PREFIX}
+    options.setdefault("shared", tuple(name for name in shapes if name not in TOKENS))
+    apply = functools.partial(apply, **where)
+    return Mechanism(f"{name}, torus", apply, naive, shapes, on_grid=True, **options)
+
+
+TORUS_ROWS = reference.offset_rows(TORUS, NUM_PREFIX)
+NUM_ROWS = offsets.num_table_rows(TORUS, NUM_PREFIX)
+
+TORI = [
+    on_torus(
+        "banded",
+        banded,
+        functools.partial(naive_banded, grid=TORUS),
+        {"q": (N, HEAD_DIM), "v": (N, VALUE_DIM), "table": (CLIP + 1, HEAD_DIM)},
+        key_inputs=("v",),
+    ),
+    on_torus(
+        "linear, offset bias",
+        toeplitz,
+        functools.partial(naive_toeplitz, rows=TORUS_ROWS[0]),
+        {**CAUSAL, "bias": (NUM_ROWS,)},
+    ),
+    on_torus(
+        "relative keys, values and bias",
+        relative,
+        functools.partial(reference.relative_attention, rows=TORUS_ROWS[0]),
+        relative_tables(NUM_ROWS, NUM_ROWS),
+    ),
+    on_torus(
+        "gated positional",
+        gated,
+        functools.partial(
+            reference.gated_positional_attention, grid=TORUS, num_prefix=NUM_PREFIX
+        ),
+        {**CAUSAL, "gate": (), "coefficients": (6,)},
     ),
 ]

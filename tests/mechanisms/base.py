@@ -6,8 +6,11 @@ from collections.abc import Callable
 import jax.numpy as jnp
 import numpy as np
 
+from relattn.offsets import Torus
+
 BATCH, HEADS, N, M, HEAD_DIM, VALUE_DIM, NUM_FEATURES = 3, 2, 13, 11, 5, 7, 17
 GRID, NUM_PREFIX = (3, 4), 1
+TORUS = Torus(GRID)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,6 +9,7 @@ from tests.mechanisms.base import (
     HEAD_DIM,
     HEADS,
     NUM_PREFIX,
+    TORUS,
     VALUE_DIM,
     Mechanism,
     N,
@@ -23,6 +24,11 @@ PAIR_TABLE = (N, N)
 def index_grid(length):
     del length
     return kernels.Offsets(GRID, NUM_PREFIX)
+
+
+def index_torus(length):
+    del length
+    return kernels.Offsets(TORUS, NUM_PREFIX)
 
 
 def index_line(length):
@@ -155,4 +161,17 @@ def on_line(rows):
             table,
             rows,
         ),
+    ]
+
+
+def on_torus():
+    """Returns the rows of kernels that take a grid, on a torus."""
+    rows = reference.offset_rows(TORUS, NUM_PREFIX)
+    table = (offsets.num_table_rows(TORUS, NUM_PREFIX),)
+    return [
+        make(f"{name}, torus", index_torus, table, rows, on_grid=True)
+        for name, make in (
+            ("Translution", translution),
+            ("LoR-Translution", lor_translution),
+        )
     ]

@@ -154,14 +154,25 @@ def rows_of_token(
     return jax.lax.dynamic_slice_in_dim(table, length - 1 - index, length, axis)
 
 
-def skew(x: Float[Array, "*batch n offsets"]) -> Float[Array, "*batch n m"]:
+def skew(
+    x: Float[Array, "*batch n offsets"], *, periodic: bool = False
+) -> Float[Array, "*batch n m"]:
     """Computes y_ij = x_i,(i - j + m - 1), from [..., n, n + m - 1] to [..., n, m].
+
+    If ``periodic``, computes y_ij = x_i,(i - j mod n), from [..., n, n] to [..., n, n].
 
     With rows flipped, padded to n + m and read as one line, the elements wanted of row
     i + 1 start n + m - 1 after those of row i.
     """
+    if periodic:
+        x = unwrap_offsets(x)
     *leading, num_rows, width = x.shape
     x = jnp.pad(jnp.flip(x, -1), [(0, 0)] * (x.ndim - 1) + [(0, 1)])
     x = x.reshape(*leading, num_rows * (width + 1))
     x = x[..., num_rows - 1 : num_rows - 1 + num_rows * width]
     return x.reshape(*leading, num_rows, width)[..., : width - num_rows + 1]
+
+
+def unwrap_offsets(x: Float[Array, "*batch size"]) -> Float[Array, "*batch offsets"]:
+    """Repeats the offsets 0 .. size - 1 of a torus as -(size - 1) .. size - 1."""
+    return jnp.concatenate([x[..., 1:], x], axis=-1)

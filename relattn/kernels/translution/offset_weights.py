@@ -400,15 +400,22 @@ class OffsetScan(NamedTuple):
     def to_grid(self, x: Array) -> Array:
         """Moves [batch n width] without its prefix to [rows columns batch width].
 
-        Zeros pad the rows and columns.
+        Zeros pad the rows and columns; on a torus the rows and columns themselves.
         """
         x = jnp.moveaxis(x[:, self.num_prefix :], 1, 0)
         x = x.reshape(*self.plan.shape, *x.shape[1:])
-        return jnp.pad(x, [(0, size) for size in self.plan.padding] + [(0, 0)] * 2)
+        widths = [(0, size) for size in self.plan.padding] + [(0, 0)] * 2
+        return jnp.pad(x, widths, mode="wrap" if self.plan.periodic else "constant")
 
     def from_grid(self, x: Array) -> Array:
-        """Inverts `to_grid`: returns [batch n width] without prefix."""
+        """Returns sums over a grid as [batch n width] without prefix.
+
+        On a torus the sums of the rows and columns that pad it belong to their origins.
+        """
         height, width = self.plan.shape
+        if self.plan.periodic:
+            x = x[:height] + jnp.pad(x[height:], [(0, 1)] + [(0, 0)] * 3)
+            x = x[:, :width] + jnp.pad(x[:, width:], [(0, 0), (0, 1)] + [(0, 0)] * 2)
         x = x[:height, :width].reshape(height * width, *x.shape[2:])
         return jnp.moveaxis(x, 0, 1)
 

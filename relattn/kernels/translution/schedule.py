@@ -2,7 +2,8 @@
 
 The pairs of grid tokens at one offset are a rectangle of queries and one of keys.
 Compiled loops need equal sizes, which differ between offsets. A bucket is a set of
-offsets whose rectangles are padded to the size of the largest.
+offsets whose rectangles are padded to the size of the largest. On a torus the rectangle
+of every offset is the whole grid, the keys' rolled by the offset: there is one bucket.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import math
 
 import numpy as np
 
-from relattn.offsets import Grid
+from relattn.offsets import Grid, Torus
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +44,7 @@ class Plan:
 
     Attributes:
         shape: Height and width of the grid; a line is one row.
+        periodic: Whether the grid is a torus.
         padding: Rows and columns by which rectangles exceed the grid.
         buckets: The buckets.
         slot_of_pair: Slot of every (query, key), query-major; the number of slots for a
@@ -51,6 +53,7 @@ class Plan:
     """
 
     shape: tuple[int, int]
+    periodic: bool
     padding: tuple[int, int]
     buckets: tuple[Bucket, ...]
     slot_of_pair: np.ndarray
@@ -77,7 +80,9 @@ def plan(grid: Grid, *, causal: bool = False, max_buckets: int = 16) -> Plan:
         >>> sum(len(bucket.rows) for bucket in whole.buckets)
         45
     """
-    shape = (1, *grid) if len(grid) == 1 else grid
+    shape = (1, *grid) if len(grid) == 1 else tuple(grid)
+    if isinstance(grid, Torus):
+        return _torus_plan(shape)
     buckets, padding = [], (0, 0)
     for rows, columns in itertools.product(*_split_axes(shape, max_buckets)):
         offsets = np.array(
@@ -98,9 +103,20 @@ def plan(grid: Grid, *, causal: bool = False, max_buckets: int = 16) -> Plan:
                 corners=np.concatenate(corners, axis=1).astype(np.int32),
             )
         )
-    return Plan(
-        shape, tuple(padding.tolist()), tuple(buckets), *_number(buckets, shape)
-    )
+    padding = tuple(padding.tolist())
+    return Plan(shape, False, padding, tuple(buckets), *_number(buckets, shape))
+
+
+def _torus_plan(shape):
+    """Returns the plan of a torus: for offset d the keys start at row and column -d."""
+    offsets = np.indices(shape).reshape(2, -1).T
+    negatives = -offsets % shape
+    rows = np.stack([o @ np.array([shape[1], 1]) for o in (offsets, negatives)], axis=1)
+    corners = np.concatenate([np.zeros_like(offsets), negatives], axis=1)
+    bucket = Bucket(shape, rows.astype(np.int32), corners.astype(np.int32))
+    padding = tuple(size - 1 for size in shape)
+    slots = _number([bucket], shape, periodic=True)
+    return Plan(shape, True, padding, (bucket,), *slots)
 
 
 def _split_axes(shape, max_buckets):
@@ -136,13 +152,15 @@ def _table_rows(offsets, shape, causal):
     return np.stack([(o + sizes - 1) @ strides for o in (offsets, -offsets)], axis=1)
 
 
-def _number(buckets, shape):
+def _number(buckets, shape, *, periodic=False):
     """Numbers the slots: returns `Plan.slot_of_pair` and `Plan.pair_of_slot`."""
     pairs = []
     for bucket in buckets:
         # Query row and column, key row and column of every slot.
         inner = np.indices(bucket.shape).reshape(2, -1).T
         coordinates = bucket.corners[:, None] + np.tile(inner, 2)
+        if periodic:
+            coordinates %= np.tile(shape, 2)
         inside = (coordinates < np.tile(shape, 2)).all(axis=-1)
         tokens = coordinates @ np.array([[shape[1], 0], [1, 0], [0, shape[1]], [0, 1]])
         num_tokens = math.prod(shape)

@@ -7,6 +7,7 @@ import pytest
 
 from relattn import offsets
 from relattn.kernels.translution.schedule import plan
+from relattn.offsets import Torus
 
 SMALL = [(1, 1), (1, 7), (7, 1), (3, 5), (5, 3), (7, 7), (11, 6), (2,), (13,), (29,)]
 LARGE = [(4, 4), (7, 7), (12, 12), (14, 14), (11, 17), (160,)]
@@ -52,6 +53,23 @@ def test_every_pair_has_one_slot_and_its_rows(grid, causal):
     num_slots = len(whole.pair_of_slot)
     assert (whole.slot_of_pair == num_slots).sum() == length**2 - len(seen)
     assert (whole.pair_of_slot == length**2).sum() == num_slots - len(seen)
+
+
+@pytest.mark.parametrize("grid", [Torus((3, 4)), Torus((7,)), Torus((1, 1))])
+def test_offset_on_a_torus_rolls_the_whole_grid(grid):
+    whole, length = plan(grid), math.prod(grid)
+    index = offsets.offset_index(grid)
+    (bucket,) = whole.buckets
+    assert len(whole.pair_of_slot) == length**2
+    pairs = whole.pair_of_slot.reshape(length, length)
+    for rows, pairs_of_offset in zip(bucket.rows, pairs, strict=True):
+        query, key = np.divmod(pairs_of_offset, length)
+        assert sorted(query) == sorted(key) == list(range(length))
+        assert (index[query, key] == rows[0]).all()
+        assert (index[key, query] == rows[1]).all()
+    np.testing.assert_array_equal(
+        whole.pair_of_slot[whole.slot_of_pair], np.arange(length**2)
+    )
 
 
 @pytest.mark.parametrize(("grid", "causal"), with_causal_lines(LARGE))

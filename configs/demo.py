@@ -15,9 +15,21 @@ Measured test accuracy of ``learnable_sincos`` and ``constrained_sincos``: 80.3%
 
 from ml_collections import ConfigDict
 
-from configs.performer import VARIANTS
+from configs import performer
 from relattn.spec import closest
 from relattn.training import default_config
+
+VARIANTS = performer.VARIANTS | {
+    "exact": {
+        "attention": "favor",
+        "position": "relative_bias",
+        "patch_size": 4,
+        "patch_overlap": 2,
+        "anchor": "polyphase",
+        "periodic": True,
+        "pool": "mean",
+    },
+}
 
 
 def get_config(variant: str = "constrained_sincos") -> ConfigDict:

@@ -31,7 +31,11 @@ from tests.mechanisms.base import (
 
 DRAWS = 2000
 
-every_mechanism = pytest.mark.parametrize("mechanism", MECHANISMS, ids=str)
+every_mechanism = pytest.mark.parametrize(
+    "mechanism",
+    [*MECHANISMS, *(pytest.param(m, marks=pytest.mark.slow) for m in TORI)],
+    ids=str,
+)
 every_causal_mechanism = pytest.mark.parametrize(
     "mechanism", [m for m in MECHANISMS if m.causal], ids=str
 )
@@ -358,7 +362,7 @@ def _value_and_gradients(mechanism, **options):
 
 
 named_mechanisms = parameterized.named_parameters(
-    (mechanism.name, mechanism) for mechanism in MECHANISMS
+    (mechanism.name, mechanism) for mechanism in [*MECHANISMS, *TORI]
 )
 
 

@@ -13,7 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from relattn.evaluation.translation import VARIANTS, all_pairs, translation_error
+from relattn.evaluation.translation import (
+    VARIANTS,
+    all_pairs,
+    torus_error,
+    translation_error,
+)
 from relattn.models import build_model
 from relattn.nn.registry import ATTENTIONS
 from tests.helpers.quick import quick_jit
@@ -231,12 +236,14 @@ def test_lowers_for_cpu_cuda_and_tpu(model):
 def test_translation_error_equals_the_documented_one(attention, position):
     row = re.search(
         rf"^\| `{re.escape(attention)}` \| `{position}` "
-        r"\| ([a-z ]+) \| (\S+) \| (\S+) ± \S+ \|$",
+        r"\| ([a-z ]+) \| (\S+) \| (\S+) ± \S+ \| ([a-z ]+|–) \|$",
         DOCUMENT,
         re.M,
     )
     error = translation_error(attention, position)
     assert row and row[1] == error.verdict, error
+    torus = torus_error(attention, position)
+    assert row[4] == (torus.verdict if torus else "–"), torus
     if error.verdict != "exact":
         # The document states one digit.
         stated = [float(row[2]), float(row[3])]

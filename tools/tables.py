@@ -21,7 +21,7 @@ from relattn.evaluation import translation
 from relattn.models import MODELS
 from relattn.nn import registry
 from tests import test_contracts, test_pairs
-from tests.mechanisms import MECHANISMS
+from tests.mechanisms import MECHANISMS, TORI
 from tools import result_tables
 from tools.result_tables import markdown
 
@@ -51,6 +51,9 @@ CONTRACTS = {
         test_contracts.test_vmap_equals_leading_axes,
         test_contracts.PmapTest,
     ],
+    "rolls on a torus": [
+        test_contracts.test_rolled_tokens_give_rolled_outputs_and_gradients
+    ],
     "lowers for cpu, cuda, tpu": [test_contracts.test_lowers_for_cpu_cuda_and_tpu],
 }
 
@@ -63,9 +66,10 @@ def _mechanisms_with(test: Any) -> set[str]:
     if {"skip", "skipif", "xfail"} & {mark.name for mark in test.pytestmark}:
         raise ValueError(f"{test.__name__} may be skipped: it gives no tick")
     return {
-        mechanism.name
+        # A mechanism with marks is a pytest.param.
+        getattr(mechanism, "values", [mechanism])[0].name
         for mark in test.pytestmark
-        if mark.args[0] == "mechanism"
+        if mark.name == "parametrize" and mark.args[0] == "mechanism"
         for mechanism in mark.args[1]
     }
 
@@ -77,7 +81,7 @@ def contracts() -> str:
     ]
     rows = [
         [mechanism.name, *("✓" if mechanism.name in names else "–" for names in kept)]
-        for mechanism in MECHANISMS
+        for mechanism in [*MECHANISMS, *TORI]
     ]
     return markdown(["kernel", *CONTRACTS], rows)
 

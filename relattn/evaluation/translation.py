@@ -61,16 +61,18 @@ class _Layer(nn.Module):
     position: str
     dim: int
     num_heads: int
+    num_prefix: int
 
     @nn.compact
     def __call__(self, x, grid, key_mask):
         sizes = {"dim": self.dim, "num_heads": self.num_heads, "num_layers": 1}
         make_attention, make_position = build(self.attention, self.position, **sizes)
         position = make_position(name="position")
-        x = jnp.concatenate([x[:, :1], position.add_to_tokens(x[:, 1:], grid)], axis=1)
-        layers = position.per_layer(grid, 1) or [None]
+        n = self.num_prefix
+        x = jnp.concatenate([x[:, :n], position.add_to_tokens(x[:, n:], grid)], axis=1)
+        layers = position.per_layer(grid, n) or [None]
         return make_attention(layer=0, name="attention")(
-            x, grid=grid, num_prefix=1, position=layers[0], key_mask=key_mask
+            x, grid=grid, num_prefix=n, position=layers[0], key_mask=key_mask
         )
 
 
@@ -81,6 +83,8 @@ def translation_error(
     shift: offsets.Grid = (3, 4),
     content: offsets.Grid = (5, 4),
     grid: offsets.Grid = (11, 13),
+    periodic: bool = False,
+    num_prefix: int = 1,
     dim: int = 32,
     num_heads: int = 2,
     draws: int = 64,
@@ -89,7 +93,8 @@ def translation_error(
     """Measures the translation error of an attention layer.
 
     Random content is placed on an otherwise empty (masked) canvas, after a CLS token,
-    and shifted by whole tokens. With y and y' the content's outputs before and after,
+    and shifted by whole tokens. If ``periodic``, the content fills a torus and is
+    rolled instead. With y and y' the content's outputs before and after,
     the error is |y' - y| / |y|: for single draws of the random features, and for the
     mean over the draws.
 
@@ -99,6 +104,8 @@ def translation_error(
         shift: Shift of the content, rows and columns in tokens.
         content: Height and width of the content, in tokens.
         grid: Height and width of the canvas, in tokens.
+        periodic: Whether the canvas is a torus, filled with content.
+        num_prefix: Number of prefix tokens.
         dim: Width of the tokens.
         num_heads: Number of heads.
         draws: Number of draws of the random features.
@@ -108,33 +115,39 @@ def translation_error(
         The errors.
 
     Raises:
-        ValueError: If the shifted content does not fit on the canvas.
+        ValueError: If the shifted content does not fit on the canvas, or the attention
+            or position cannot be periodic.
 
     Example:
         >>> translation_error("softmax", "none", draws=2).verdict
         'exact'
     """
-    if any(c + s > g for c, s, g in zip(content, shift, grid, strict=True)):
+    if periodic:
+        content, grid = grid, offsets.Torus(grid)
+    elif any(c + s > g for c, s, g in zip(content, shift, grid, strict=True)):
         raise ValueError(
             f"content {content} shifted by {shift} does not fit on the canvas {grid}"
         )
     content_key, init_key, table_key, draw_key = jax.random.split(
         jax.random.key(seed), 4
     )
-    tokens = jax.random.normal(content_key, (1 + content[0] * content[1], dim))
+    tokens = jax.random.normal(content_key, (num_prefix + content[0] * content[1], dim))
 
     def positions(corner: offsets.Grid):
-        rows = np.arange(corner[0], corner[0] + content[0])
-        columns = np.arange(corner[1], corner[1] + content[1])
-        return 1 + (rows[:, None] * grid[1] + columns).reshape(-1)
+        rows, columns = (
+            np.arange(start, start + size) % whole
+            for start, size, whole in zip(corner, content, grid, strict=True)
+        )
+        return num_prefix + (rows[:, None] * grid[1] + columns).reshape(-1)
 
     # A batch of two: the content before and after the shift.
-    num_tokens, both = 1 + grid[0] * grid[1], np.array([[0], [1]])
+    num_tokens, both = num_prefix + grid[0] * grid[1], np.array([[0], [1]])
     inside = np.stack([positions((0, 0)), positions(shift)])
-    index = np.pad(inside, ((0, 0), (1, 0)))
+    prefix = np.broadcast_to(np.arange(num_prefix), (2, num_prefix))
+    index = np.concatenate([prefix, inside], axis=1)
     x = jnp.zeros((2, num_tokens, dim)).at[both, index].set(tokens)
     key_mask = jnp.zeros((2, num_tokens), bool).at[both, index].set(True)
-    layer = _Layer(attention, position, dim, num_heads)
+    layer = _Layer(attention, position, dim, num_heads, num_prefix)
 
     # Not under jit, which would compile a program for every pair.
     tokens_spec, mask_spec = (
@@ -206,6 +219,30 @@ def all_pairs() -> list[tuple[str, str]]:
     ]
 
 
+def torus_error(attention: str, position: str) -> TranslationError | None:
+    """Measures the translation error on a torus; None for pairs that take no torus.
+
+    Rotary positions have no prefix token there.
+
+    Args:
+        attention: Spec of an attention.
+        position: Spec of a position encoding.
+
+    Example:
+        >>> torus_error("linformer", "none") is None
+        True
+    """
+    num_prefix = int(position != "rope2d")
+    try:
+        return translation_error(
+            attention, position, periodic=True, num_prefix=num_prefix
+        )
+    except ValueError as error:
+        if "cannot be periodic" in str(error):
+            return None
+        raise
+
+
 @command.entry_point
 def main(argv: Sequence[str] | None = None) -> None:
     """Prints a table of the translation errors of all pairs.
@@ -214,13 +251,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         argv: Command-line arguments, by default the process's.
     """
     command.Parser("python -m relattn.evaluation.translation", __doc__).parse_args(argv)
-    print("| attention | position | equivariant | error, one draw | mean of 64 draws |")
-    print("| --- | --- | --- | --- | --- |")
+    columns = ("attention", "position", "equivariant", "error, one draw")
+    columns += ("mean of 64 draws", "on a torus")
+    print("| " + " | ".join(columns) + " |")
+    print("| --- " * len(columns) + "|")
     for attention, position in (*all_pairs(), *VARIANTS):
         error = translation_error(attention, position)
+        torus = torus_error(attention, position)
         print(
             f"| `{attention}` | `{position}` | {error.verdict} | {error.single:.1g} "
-            f"| {error.mean:.1g} ± {error.standard_error:.1g} |"
+            f"| {error.mean:.1g} ± {error.standard_error:.1g} "
+            f"| {torus.verdict if torus else '–'} |"
         )
 
 

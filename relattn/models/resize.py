@@ -9,7 +9,7 @@ import flax.linen as nn
 
 from relattn.models.cnn import CNN
 from relattn.nn.registry import build
-from relattn.offsets import Grid
+from relattn.offsets import Grid, Torus
 
 
 def resize_grid(
@@ -73,6 +73,8 @@ def resize_grid(
             f"tokens, which cannot be resized to {shown[1]}: train on the grid of the "
             "evaluation"
         )
+    if getattr(model, "periodic", False):
+        old, new = Torus(old), Torus(new)
     params = dict(variables["params"])
     if "position" in params:
         params["position"] = make_position().resize(

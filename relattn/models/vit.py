@@ -8,14 +8,18 @@ before the head. `SIZES` has the sizes A, B and C of Translution.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from relattn import spec
+from relattn.kernels.precision import widen
 from relattn.nn.blocks import (
     LAYER_NORM_EPSILON,
     Linear,
@@ -23,6 +27,7 @@ from relattn.nn.blocks import (
     transformer_blocks,
 )
 from relattn.nn.registry import layer_attentions
+from relattn.offsets import Grid, Torus
 
 # The side of a square, or height and width. A config read from JSON has a list.
 PatchSize = int | Sequence[int]
@@ -35,6 +40,8 @@ SIZES = {
 }
 
 HEADS = ("linear", "mlp")
+POOLS = ("cls", "mean")
+ANCHORS = ("none", "polyphase")
 
 
 def patch_grid(height: int, width: int, patch_size: PatchSize) -> tuple[int, int]:
@@ -77,13 +84,20 @@ def patch_grid(height: int, width: int, patch_size: PatchSize) -> tuple[int, int
 
 
 def extract_patches(
-    images: Float[Array, "batch height width channels"], patch_size: PatchSize
-) -> tuple[Float[Array, "batch n patch"], tuple[int, int]]:
+    images: Float[Array, "batch height width channels"],
+    patch_size: PatchSize,
+    *,
+    overlap: int = 0,
+    periodic: bool = False,
+) -> tuple[Float[Array, "batch n patch"], Grid]:
     """Cuts images into patches, in row-major order.
 
     Args:
         images: Shape ``[batch, height, width, channels]``.
         patch_size: Side of a square patch, or height and width, in pixels.
+        overlap: Number of pixels by which a patch is larger on every side.
+        periodic: Whether the image is periodic: patches that overlap a border continue
+            on the other side, not with zeros, and the grid is a torus.
 
     Returns:
         Tokens ``[batch, n, patch height * patch width * channels]``, and their grid.
@@ -98,13 +112,109 @@ def extract_patches(
         ((1, 6, 12), (2, 3))
         >>> extract_patches(jnp.zeros((1, 4, 6, 3)), (4, 2))[1]
         (1, 3)
+        >>> tokens, grid = extract_patches(
+        ...     jnp.zeros((1, 4, 6, 3)), 2, overlap=1, periodic=True)
+        >>> tokens.shape, grid
+        ((1, 6, 48), Torus((2, 3)))
     """
+    if overlap < 0:
+        raise ValueError(
+            f"config.model.patch_overlap must be at least 0 pixels, got {overlap}"
+        )
     batch, height, width, channels = images.shape
     grid = patch_grid(height, width, patch_size)
     patch = (height // grid[0], width // grid[1])
-    x = images.reshape(batch, grid[0], patch[0], grid[1], patch[1], channels)
+    if overlap:
+        widths = [(0, 0), (overlap, overlap), (overlap, overlap), (0, 0)]
+        x = jnp.pad(images, widths, mode="wrap" if periodic else "constant")
+        rows, columns = (
+            np.arange(count)[:, None] * side + np.arange(side + 2 * overlap)
+            for count, side in zip(grid, patch, strict=True)
+        )
+        x = x[:, rows][:, :, :, columns]
+    else:
+        x = images.reshape(batch, grid[0], patch[0], grid[1], patch[1], channels)
     tokens = x.swapaxes(2, 3).reshape(batch, grid[0] * grid[1], -1)
-    return tokens, grid
+    return tokens, Torus(grid) if periodic else grid
+
+
+def polyphase_anchor(
+    images: Float[Array, "batch height width channels"], patch_size: PatchSize
+) -> Float[Array, "batch height width channels"]:
+    """Rolls every image so that a circular shift of it does not change the result.
+
+    1. A phase (r, c), below the patch size, is a way to cut the image into patches,
+       after rolling it by (-r, -c). The phase with the largest energy is chosen:
+       sum over patches of (sum of the patch)^2. Of equal energies the second one
+       decides, in which the sums are weighted by 3^-row 2^-column: it tells apart the
+       phases of an object that fits into one patch.
+    2. The patch whose weighted sum is farthest from the median comes first. On a torus
+       this choice changes nothing but rounding.
+
+    The result for a shifted image is the same bit for bit, unless different phases or
+    patches have equal energies: numbers are sorted before they are added.
+
+    Args:
+        images: Shape ``[batch, height, width, channels]``.
+        patch_size: Side of a square patch, or height and width, in pixels.
+
+    Returns:
+        The rolled images. Gradients pass through the roll, not through its choice.
+
+    Raises:
+        ValueError: If the patch does not divide the image, or is larger than it.
+
+    Example:
+        >>> image = jnp.zeros((1, 4, 4, 1)).at[0, 1:3, 1:3].set(1.0)
+        >>> polyphase_anchor(image, 2)[0, :2, :2, 0].tolist()
+        [[1.0, 1.0], [1.0, 1.0]]
+
+    Source:
+        Rojas-Gomez et al., Making Vision Transformers Truly Shift-Equivariant, section
+        4.1; the energy of the patches' sums, the rule for equal energies and the first
+        patch are ours.
+    """
+    _, height, width, _ = images.shape
+    grid = patch_grid(height, width, patch_size)
+    patch = (height // grid[0], width // grid[1])
+    pixels = widen(jax.lax.stop_gradient(images)).sum(axis=-1)
+
+    def patch_sums(row_factor, column_factor):
+        """Sums the patches of every phase, [batch, phases, patches]."""
+        # Horner's rule, for the patch that starts at each pixel. Additions in a fixed
+        # order round the same way wherever the patch is.
+        sums = pixels
+        for axis, factor in ((1, row_factor), (2, column_factor)):
+            source, sums = sums, jnp.zeros_like(sums)
+            for shift in range(patch[axis - 1]):
+                sums = sum([sums] * factor) + jnp.roll(source, -shift, axis)
+        sums = sums.reshape(-1, grid[0], patch[0], grid[1], patch[1])
+        shape = (-1, math.prod(patch), math.prod(grid))
+        return sums.transpose(0, 2, 4, 1, 3).reshape(shape)
+
+    plain, weighted = patch_sums(1, 1), patch_sums(3, 2)
+    first, second = _sum_sorted(plain**2), _sum_sorted(weighted**2)
+    largest = first == first.max(axis=-1, keepdims=True)
+    phase = jnp.argmax(jnp.where(largest, second, -jnp.inf), axis=-1)
+    sums = jnp.take_along_axis(weighted, phase[:, None, None], axis=1)[:, 0]
+    origin = jnp.argmax(jnp.abs(sums - jnp.median(sums, -1, keepdims=True)), axis=-1)
+
+    def roll(image, phase, origin):
+        (row, column), (i, j) = divmod(phase, patch[1]), divmod(origin, grid[1])
+        shift = (-row - i * patch[0], -column - j * patch[1])
+        return jnp.roll(image, shift, axis=(0, 1))
+
+    return jax.vmap(roll)(images, phase, origin)
+
+
+def _sum_sorted(x):
+    """Sums over the last axis in an order that depends on the numbers only."""
+    x = jnp.sort(x, axis=-1)
+    # A tree of elementwise additions rounds the same way in every row.
+    while x.shape[-1] > 1:
+        x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, x.shape[-1] % 2)])
+        x = x[..., ::2] + x[..., 1::2]
+    return x[..., 0]
 
 
 class ViT(nn.Module):
@@ -125,6 +235,14 @@ class ViT(nn.Module):
         mlp_dim: Width of the feed-forward networks' hidden layer.
         patch_size: Side of the square patch that is one token, or its height and width,
             in pixels.
+        patch_overlap: Number of pixels by which a patch is larger on every side.
+        anchor: ``"polyphase"`` rolls every image by `polyphase_anchor` before it is cut
+            into patches; ``"none"`` does not.
+        periodic: Whether the image and the grid of patches are periodic, a
+            `relattn.Torus`. With ``anchor="polyphase"`` the logits are then the same
+            for all circular shifts.
+        pool: What the head reads: ``"cls"``, or ``"mean"``, the mean of the patch
+            tokens; then there is no CLS token.
         attention: Spec of the attention.
         position: Spec of the position encoding.
         num_relative_layers: Number of leading layers that use ``attention``; the rest
@@ -164,6 +282,10 @@ class ViT(nn.Module):
     head_dim: int = 0
     mlp_dim: int = 768
     patch_size: PatchSize = 16
+    patch_overlap: int = 0
+    anchor: str = "none"
+    periodic: bool = False
+    pool: str = "cls"
     attention: str = "softmax"
     position: str = "none"
     num_relative_layers: int = 0
@@ -178,7 +300,11 @@ class ViT(nn.Module):
     dtype: Any = jnp.float32
     remat: bool = False
     inputs: ClassVar[str] = "images"
-    num_prefix: ClassVar[int] = 1
+
+    @property
+    def num_prefix(self) -> int:
+        """Number of prefix tokens: the CLS token, if there is one."""
+        return int(self.pool == "cls")
 
     @nn.compact
     def __call__(
@@ -199,10 +325,17 @@ class ViT(nn.Module):
         Returns:
             Logits, float32, shape ``[batch, num_classes]``.
         """
-        if self.head not in HEADS:
+        for name, names in (("head", HEADS), ("pool", POOLS), ("anchor", ANCHORS)):
+            value = getattr(self, name)
+            if value not in names:
+                raise ValueError(
+                    f"unknown config.model.{name} {spec.shorten(value)}: "
+                    + spec.closest(value, names)
+                )
+        if key_mask is not None and self.anchor != "none":
             raise ValueError(
-                f"unknown config.model.head {spec.shorten(self.head)}: "
-                + spec.closest(self.head, HEADS)
+                "config.model.anchor rolls the patches, which key_mask does not follow:"
+                " leave out key_mask, or choose anchor='none'"
             )
         attentions, make_position = layer_attentions(
             self.attention,
@@ -215,7 +348,14 @@ class ViT(nn.Module):
             qkv_bias=self.qkv_bias,
         )
         norm = functools.partial(nn.LayerNorm, self.norm_eps, dtype=self.dtype)
-        x, grid = extract_patches(images, self.patch_size)
+        if self.anchor == "polyphase":
+            images = polyphase_anchor(images, self.patch_size)
+        x, grid = extract_patches(
+            images,
+            self.patch_size,
+            overlap=self.patch_overlap,
+            periodic=self.periodic,
+        )
         if self.embedding_norms:
             x = norm(name="patch_norm")(x)
         x = Linear(self.dim, dtype=self.dtype, name="embedding")(x)
@@ -223,9 +363,11 @@ class ViT(nn.Module):
             x = norm(name="embedding_norm")(x)
         position = make_position(name="position")
         x = position.add_to_tokens(x, grid)
-        cls = self.param("cls", nn.initializers.normal(1.0), (1, 1, self.dim))
-        cls = jnp.broadcast_to(cls.astype(x.dtype), (x.shape[0], 1, self.dim))
-        x = jnp.concatenate([cls, x], axis=1)
+        if self.pool == "cls":
+            cls = self.param("cls", nn.initializers.normal(1.0), (1, 1, self.dim))
+            cls = jnp.broadcast_to(cls.astype(x.dtype), (x.shape[0], 1, self.dim))
+            x = jnp.concatenate([cls, x], axis=1)
+        exists = None if key_mask is None else key_mask[..., None]
         if key_mask is not None:
             key_mask = jnp.pad(
                 key_mask, [(0, 0), (self.num_prefix, 0)], constant_values=True
@@ -250,13 +392,16 @@ class ViT(nn.Module):
             remat=self.remat,
             deterministic=deterministic,
         )
-        cls = x[:, 0]
+        if self.pool == "cls":
+            x = x[:, 0]
         if self.final_norm:
-            cls = norm(name="norm")(cls)
-        cls = cls.astype(jnp.float32)
+            x = norm(name="norm")(x)
+        x = x.astype(jnp.float32)
+        if self.pool == "mean":
+            x = jnp.mean(x, axis=1, where=exists)
         if self.head == "mlp":
-            cls = nn.gelu(Linear(self.mlp_dim, name="hidden")(cls), approximate=False)
-        return Linear(self.num_classes, name="head")(cls)
+            x = nn.gelu(Linear(self.mlp_dim, name="hidden")(x), approximate=False)
+        return Linear(self.num_classes, name="head")(x)
 
 
 class Performer(ViT):

@@ -84,6 +84,8 @@ class MultiHeadAttention(nn.Module):
     # Whether layers differ only in parameters and position, so that equal layers can be
     # scanned.
     scannable: ClassVar[bool] = False
+    # Whether rolled tokens of a torus give rolled outputs.
+    periodic: ClassVar[bool] = False
     # Whether parameters fit one grid only and cannot be resized.
     has_grid_tables: ClassVar[bool] = False
 
@@ -161,8 +163,8 @@ class MultiHeadAttention(nn.Module):
 
         Raises:
             ValueError: If causal attention has prefix tokens, decoding is not causal
-                or has a mask, or the attention cannot honour ``memory`` or
-                ``segment_ids``.
+                or has a mask, or the attention cannot honour ``memory``,
+                ``segment_ids`` or a torus.
         """
         if self.causal and num_prefix:
             raise ValueError(
@@ -175,6 +177,12 @@ class MultiHeadAttention(nn.Module):
             raise ValueError(
                 "decoding needs causal=True and no key_mask or segment_ids, got "
                 f"causal={self.causal} and {' and '.join(given) or 'neither'}"
+            )
+        if isinstance(grid, offsets.Torus) and (self.causal or not self.periodic):
+            raise ValueError(
+                f"attention {type(self).__name__} with these options cannot be "
+                "periodic: choose another, such as 'softmax' or 'favor', or "
+                "config.model.periodic=False"
             )
         if memory is not None and (
             self.causal or not self.has_cross_form or position is not None
@@ -343,6 +351,7 @@ class SoftmaxAttention(MultiHeadAttention):
         "pairs",
         "offset_bias",
     )
+    periodic: ClassVar[bool] = True
     has_causal_form: ClassVar[bool] = True
     has_cross_form: ClassVar[bool] = True
     scannable: ClassVar[bool] = True

@@ -42,6 +42,7 @@ class LinearAttention(MultiHeadAttention):
     """
 
     sites: ClassVar[tuple[str, ...]] = ("none", "tokens", "heads", "offset_bias")
+    periodic: ClassVar[bool] = True
     has_causal_form: ClassVar[bool] = True
     has_cross_form: ClassVar[bool] = True
     scannable: ClassVar[bool] = True

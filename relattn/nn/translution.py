@@ -34,6 +34,11 @@ class OffsetAttention(MultiHeadAttention):
     scannable: ClassVar[bool] = True
     has_grid_tables: ClassVar[bool] = True
 
+    @property
+    def periodic(self) -> bool:
+        """Whether the tables depend on offsets, not on pairs."""
+        return not self.absolute
+
     @nn.nowrap
     def check(self) -> None:
         """Raises ValueError if the attributes are invalid."""

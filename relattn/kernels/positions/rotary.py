@@ -8,9 +8,9 @@ import numpy as np
 from jaxtyping import Array, Float, Key
 
 from relattn.kernels.checks import check_arguments
-from relattn.kernels.positions.sinusoids import absolute_frequencies
+from relattn.kernels.positions.sinusoids import absolute_frequencies, turns
 from relattn.kernels.precision import widen
-from relattn.offsets import check_prefix
+from relattn.offsets import Torus, check_prefix
 
 
 @check_arguments
@@ -20,6 +20,7 @@ def rotary_angles(
     *,
     base: float = 10000.0,
     num_prefix: int = 0,
+    torus: Torus | None = None,
 ) -> Float[Array, "n {head_dim//2}"]:
     """Computes the angles of every token, one for each pair of a head's components.
 
@@ -32,6 +33,8 @@ def rotary_angles(
         head_dim: Width of a head.
         base: Base of the geometric series of frequencies.
         num_prefix: Number of prefix tokens.
+        torus: A torus, on which frequencies are rounded to whole turns, multiples of
+            2 pi / size.
 
     Returns:
         Angles in radians, float32 or wider, shape ``[n, head_dim / 2]``.
@@ -59,6 +62,9 @@ def rotary_angles(
     # In half precision, large angles lose their phase.
     positions = widen(positions)
     frequencies = absolute_frequencies(head_dim // (2 * axes), base, positions.dtype)
+    if torus is not None:
+        turn = turns(torus)[:, None]
+        frequencies = jnp.round(frequencies / turn) * turn
     angles = (positions[:, :, None] * frequencies).reshape(num_tokens, -1)
     return angles.at[:num_prefix].set(0.0)
 

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 
 from relattn.kernels.checks import check_arguments
 from relattn.kernels.precision import widen
-from relattn.offsets import check_prefix
+from relattn.offsets import Grid, check_prefix
 
 
 def length_scale_frequencies(
@@ -77,6 +77,22 @@ def absolute_frequencies(
             f"axis) and base > 0, got num={num} and base={base}"
         )
     return _geometric_frequencies(num, base, dtype)
+
+
+def turns(grid: Grid) -> Float[np.ndarray, " axes"]:
+    """Computes the frequency of one turn around a torus, 2 pi / size for each axis.
+
+    Args:
+        grid: Height and width, or length, in tokens.
+
+    Returns:
+        Frequencies in radians per token, float32, shape ``[axes]``.
+
+    Example:
+        >>> turns((2, 4)).round(2).tolist()
+        [3.140000104904175, 1.5700000524520874]
+    """
+    return np.float32(2 * np.pi / np.array(grid))
 
 
 @check_arguments

@@ -18,13 +18,14 @@ import flax
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from relattn import offsets
 from relattn.kernels.positions import sinusoids
 from relattn.kernels.positions.interpolate import resize_table
 from relattn.nn.blocks import default_head_dim, uniform
-from relattn.offsets import Grid
+from relattn.offsets import Grid, Torus
 
 Params = Mapping[str, Any]
 
@@ -123,6 +124,8 @@ class Position(nn.Module):
     num_layers: int = 0
     head_dim: int = 0
     site: ClassVar[str] = "none"
+    # Whether the encoding depends on offsets only, modulo the sizes of a torus.
+    periodic: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         self.head_dim = self.head_dim or default_head_dim(self.dim, self.num_heads)
@@ -132,13 +135,23 @@ class Position(nn.Module):
         self, tokens: Float[Array, "batch n dim"], grid: Grid
     ) -> Float[Array, "batch n dim"]:
         """Adds the encoding to the grid's tokens at the site ``tokens``."""
+        self.check_grid(grid)
         return self(tokens, grid) if self.site == "tokens" else tokens
 
     def per_layer(self, grid: Grid, num_prefix: int) -> list[LayerPosition] | None:
         """Returns the encoding of each layer, or None at ``none`` and ``tokens``."""
+        self.check_grid(grid)
         if self.site in ("none", "tokens"):
             return None
         return self(grid, num_prefix)
+
+    def check_grid(self, grid: Grid) -> None:
+        """Raises ValueError if the grid is a torus and the encoding not periodic."""
+        if isinstance(grid, Torus) and not self.periodic:
+            raise ValueError(
+                f"position {type(self).__name__} cannot be periodic: choose another, "
+                "such as 'relative_bias' or 'rope2d', or config.model.periodic=False"
+            )
 
     def resize(self, params: Params, old: Grid, new: Grid, num_prefix: int) -> Params:
         """Resizes the parameters that depend on the grid to another grid.
@@ -179,6 +192,8 @@ class NoPosition(Position):
         >>> NoPosition().site
         'none'
     """
+
+    periodic: ClassVar[bool] = True
 
 
 class PositionSum(Position):
@@ -420,7 +435,8 @@ class ConstrainedSincos(Position):
     B = blockdiag([[a, b], [-b, a]]), so that
     q'.k' = q.k + sum a cos w_s (p_i - p_j) + b sin w_s (p_i - p_j).
     Axes and layers share the length scales w_s. Each layer, head, axis and scale has
-    its (a, b), which start as N(0, 1). Prefix tokens have u = 0.
+    its (a, b), which start as N(0, 1). Prefix tokens have u = 0. On a torus
+    w_s = 2 pi s / size, s = 1 .. num_scales, and is not learned.
 
     Attributes:
         num_scales: Number of length scales w_s, with initial values
@@ -451,6 +467,7 @@ class ConstrainedSincos(Position):
     content_conditioned: bool = False
     content_modulated: bool = False
     site: ClassVar[str] = "heads"
+    periodic: ClassVar[bool] = True
 
     @nn.compact
     def __call__(self, grid: Grid, num_prefix: int) -> list[ConstrainedSincosHeads]:
@@ -466,10 +483,15 @@ class ConstrainedSincos(Position):
                 "content_modulated=True, not both"
             )
         pairs = len(grid) * self.num_scales
-        frequencies = self.param(
-            "frequencies",
-            lambda _: sinusoids.length_scale_frequencies(self.num_scales),
-        )
+        positions = offsets.grid_positions(grid, num_prefix)
+        if isinstance(grid, Torus):
+            positions = positions * sinusoids.turns(grid)
+            frequencies = np.arange(1.0, self.num_scales + 1, dtype=np.float32)
+        else:
+            frequencies = self.param(
+                "frequencies",
+                lambda _: sinusoids.length_scale_frequencies(self.num_scales),
+            )
         coefficients = self.param(
             "coefficients",
             nn.initializers.normal(1.0),
@@ -485,7 +507,6 @@ class ConstrainedSincos(Position):
             init = uniform(self.dim**-0.5)
             kernels = self.param("kernel", init, shape)
             biases = self.param("bias", init, (shape[0], *shape[2:]))
-        positions = offsets.grid_positions(grid, num_prefix)
         u = sinusoids.sinusoids(positions, frequencies, num_prefix=num_prefix)
         return [
             ConstrainedSincosHeads(

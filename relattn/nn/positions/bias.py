@@ -11,12 +11,14 @@ from typing import ClassVar
 
 import flax.linen as nn
 import jax.numpy as jnp
+import numpy as np
 
 from relattn import offsets
 from relattn.kernels.positions import sinusoids
 from relattn.kernels.positions.bias import offset_buckets, wave_bias
 from relattn.nn.positions.base import Grid, Position
 from relattn.nn.positions.relative import RelativeTables
+from relattn.offsets import Torus
 
 
 class T5Bias(Position):
@@ -48,6 +50,7 @@ class T5Bias(Position):
     max_distance: int = 128
     bidirectional: bool = True
     site: ClassVar[str] = "offset_bias"
+    periodic: ClassVar[bool] = True
 
     @nn.compact
     def __call__(self, grid: Grid, num_prefix: int) -> list[RelativeTables]:
@@ -96,6 +99,7 @@ class SincosBias(Position):
 
     num_scales: int = 4
     site: ClassVar[str] = "offset_bias"
+    periodic: ClassVar[bool] = True
 
     @nn.compact
     def __call__(self, grid: Grid, num_prefix: int) -> list[RelativeTables]:
@@ -106,16 +110,21 @@ class SincosBias(Position):
                 f"position 'sincos_bias' needs num_scales >= 1, got {self.num_scales}"
             )
         pairs = len(grid) * self.num_scales
-        scales = self.param(
-            "frequencies",
-            lambda _: sinusoids.length_scale_frequencies(self.num_scales),
-        )
+        if isinstance(grid, Torus):
+            scales = jnp.arange(1.0, self.num_scales + 1)
+            axes = jnp.diag(sinusoids.turns(grid))
+        else:
+            scales = self.param(
+                "frequencies",
+                lambda _: sinusoids.length_scale_frequencies(self.num_scales),
+            )
+            axes = jnp.eye(len(grid))
         coefficients = self.param(
             "coefficients",
             nn.initializers.normal(1.0),
             (self.num_layers, self.num_heads, pairs, 2),
         )
-        frequencies = jnp.kron(jnp.eye(len(grid)), scales[:, None])
+        frequencies = jnp.kron(axes, scales[:, None])
         coefficients *= (self.head_dim + 2 * pairs) ** -0.5
         return _wave_layers(grid, frequencies, coefficients)
 
@@ -127,6 +136,9 @@ class FourierBias(Position):
     vectors w_r, each layer and head coefficients. Unlike in `SincosBias`, a wave may
     have any direction. Initial values are w_r ~ 64^(-r / num_frequencies) N(0, I) and
     coefficients ~ N(0, 0.02^2), so that the bias is almost zero.
+
+    On a torus the w_r are the longest waves of which a whole number fits both axes,
+    and not learned.
 
     Attributes:
         num_frequencies: Number of waves per layer.
@@ -145,6 +157,7 @@ class FourierBias(Position):
 
     num_frequencies: int = 16
     site: ClassVar[str] = "offset_bias"
+    periodic: ClassVar[bool] = True
 
     @nn.compact
     def __call__(self, grid: Grid, num_prefix: int) -> list[RelativeTables]:
@@ -160,14 +173,29 @@ class FourierBias(Position):
         def init(key, shape):
             return scales[:, None] * nn.initializers.normal(1.0)(key, shape)
 
-        shape = (self.num_layers, self.num_frequencies, len(grid))
-        frequencies = self.param("frequencies", init, shape)
+        if isinstance(grid, Torus):
+            frequencies = jnp.asarray(_torus_waves(grid, self.num_frequencies))
+        else:
+            shape = (self.num_layers, self.num_frequencies, len(grid))
+            frequencies = self.param("frequencies", init, shape)
         coefficients = self.param(
             "coefficients",
             nn.initializers.normal(0.02),
-            (self.num_layers, self.num_heads, self.num_frequencies, 2),
+            (self.num_layers, self.num_heads, frequencies.shape[-2], 2),
         )
         return _wave_layers(grid, frequencies, coefficients)
+
+
+def _torus_waves(grid, num):
+    """Returns the ``num`` longest waves of a torus, or all if there are fewer.
+
+    Whole numbers of periods fit both axes. Of opposite vectors only one counts.
+    """
+    periods = offsets.table_offsets(grid)
+    periods = np.array([d for d in periods.tolist() if d > [-x for x in d]], ndmin=2)
+    waves = periods.reshape(-1, len(grid)) * sinusoids.turns(grid)
+    order = np.argsort(np.linalg.norm(waves, axis=1), kind="stable")
+    return np.float32(waves[order[:num]])
 
 
 def _wave_layers(grid, frequencies, coefficients):

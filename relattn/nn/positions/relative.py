@@ -37,6 +37,7 @@ class RelativeTables(LayerPosition):
 
 class _RelativeVectors(Position):
     site: ClassVar[str] = "pairs"
+    periodic: ClassVar[bool] = True
     kind: ClassVar[str]
 
     @nn.compact
@@ -117,6 +118,7 @@ class RelativeBias(Position):
     """
 
     site: ClassVar[str] = "offset_bias"
+    periodic: ClassVar[bool] = True
 
     @nn.compact
     def __call__(self, grid: Grid, num_prefix: int) -> list[RelativeTables]:
@@ -136,6 +138,12 @@ class RelativeBias(Position):
 
 def _offset_grids(old: Grid, new: Grid) -> tuple[Grid, Grid]:
     """Returns the grids of offsets of two grids."""
+    if isinstance(old, offsets.Torus):
+        raise ValueError(
+            "a table of offsets on a torus is not resized: give images of the size "
+            "that the model was trained on, or choose a position without tables such "
+            "as 'rope2d'"
+        )
     if len(old) == 1:
         # Causal attention trains only one half; interpolation would mix in the other.
         raise ValueError(
@@ -143,4 +151,4 @@ def _offset_grids(old: Grid, new: Grid) -> tuple[Grid, Grid]:
             f"trains only half of it: give sequences of up to {old[0]} tokens, or "
             "choose a position without tables such as 'rope1d'"
         )
-    return tuple(tuple(2 * size - 1 for size in grid) for grid in (old, new))
+    return offsets.offsets_per_axis(old), offsets.offsets_per_axis(new)

@@ -19,6 +19,7 @@ from jaxtyping import Array, Float, Int, Key
 from relattn import offsets
 from relattn.kernels.positions import rotary, string
 from relattn.nn.positions.base import Grid, LayerPosition, Position
+from relattn.offsets import Torus
 
 
 @flax.struct.dataclass
@@ -99,7 +100,8 @@ class Rope2d(Position):
     """Rotates queries and keys by position-dependent angles (RoPE), on a grid.
 
     The row gives the angles of half of the pairs, the column those of the other half,
-    with the frequencies w_t = base^(-t / (head_dim / 4)) in each. No parameters.
+    with the frequencies w_t = base^(-t / (head_dim / 4)) in each. On a torus they are
+    rounded to multiples of 2 pi / size. No parameters.
 
     Attributes:
         base: The slowest frequency is nearly 1 / base.
@@ -117,14 +119,20 @@ class Rope2d(Position):
     base: float = 100.0
     interleaved: bool = False
     site: ClassVar[str] = "heads"
+    periodic: ClassVar[bool] = True
 
     @nn.compact
     def __call__(self, grid: Grid, num_prefix: int) -> list[RotaryHeads]:
         """Returns the angles of each layer, the same for all."""
         check_plane("rope2d", grid)
-        return _rotary_layers(
-            self, offsets.grid_positions(grid, num_prefix), num_prefix
-        )
+        if num_prefix and isinstance(grid, Torus):
+            raise ValueError(
+                "position 'rope2d' depends on the position in its scores with CLS, so "
+                "a torus needs it without: choose config.model.pool='mean'"
+            )
+        positions = offsets.grid_positions(grid, num_prefix)
+        torus = grid if isinstance(grid, Torus) else None
+        return _rotary_layers(self, positions, num_prefix, torus)
 
 
 def check_plane(name: str, grid: Grid) -> None:
@@ -148,13 +156,17 @@ def check_plane(name: str, grid: Grid) -> None:
 
 
 def _rotary_layers(
-    module: Rope1d | Rope2d, positions: Float[np.ndarray, "n axes"], num_prefix: int
+    module: Rope1d | Rope2d,
+    positions: Float[np.ndarray, "n axes"],
+    num_prefix: int,
+    torus: Torus | None = None,
 ) -> list[RotaryHeads]:
     angles = rotary.rotary_angles(
         positions,
         module.head_dim,
         base=module.base,
         num_prefix=num_prefix,
+        torus=torus,
     )
     return [RotaryHeads(angles, module.interleaved)] * module.num_layers
 

@@ -32,6 +32,7 @@ class Sizes:
         rank: Rank per head of LoR-Translution.
         dtype: Dtype of queries, keys and values.
         num_features: Number of random features; 0 for int(head_dim * ln(head_dim)).
+        periodic: Whether the grid is a torus.
     """
 
     length: int
@@ -42,6 +43,7 @@ class Sizes:
     rank: int = 8
     dtype: str = "float32"
     num_features: int = 0
+    periodic: bool = False
 
     @property
     def width(self) -> int:
@@ -59,7 +61,8 @@ class Sizes:
         height = math.isqrt(self.length)
         while self.length % height:
             height -= 1
-        return height, self.length // height
+        grid = (height, self.length // height)
+        return offsets.Torus(grid) if self.periodic else grid
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,6 +191,15 @@ def gather_band(q, v, table, feature_map, *, grid, num_prefix):
     numerator = jnp.einsum("...nb,...nbe->...ne", near, v[..., indices, :])
     denominator = near.sum(axis=-1, keepdims=True) + far * v.shape[-2]
     return ((numerator + far * total) / denominator).astype(v.dtype)
+
+
+def _on_torus(case):
+    """Returns the case on a torus instead of a plain grid."""
+
+    def make(sizes):
+        return case.make(dataclasses.replace(sizes, periodic=True))
+
+    return dataclasses.replace(case, make=make)
 
 
 def _torch_tensors(sizes):
@@ -415,4 +427,15 @@ CASES: dict[str, Case] = {
     "causal_softmax_pytorch": Case(_softmax_pytorch(causal=True), **_TORCH),
     "performer_pytorch": Case(_performer_pytorch(causal=False), **_PERFORMER),
     "causal_performer_pytorch": Case(_performer_pytorch(causal=True), **_PERFORMER),
+}
+CASES |= {
+    f"{name}_torus": _on_torus(CASES[name])
+    for name in (
+        "toeplitz_by_pairs",
+        "toeplitz_by_fft",
+        "relative_bias",
+        "banded",
+        "translution",
+        "lor_translution",
+    )
 }

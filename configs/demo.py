@@ -3,7 +3,10 @@
     python train.py --config=configs/demo.py:VARIANT --workdir=DIR
 
 VARIANT: ``none``, ``learnable_sincos`` (absolute), ``constrained_sincos`` (strategy 1)
-or ``banded`` (strategy 2). ``make demo`` trains ``learnable_sincos`` and
+or ``banded`` (strategy 2), as in ``configs/performer.py``; ``sincos_bias``; or
+``exact``, ``exact_softmax``, ``exact_banded`` or ``exact_lor_translution``, which give
+the same answer for every circular shift of an image: a torus of overlapping patches
+with a polyphase anchor. ``make demo`` trains ``learnable_sincos`` and
 ``constrained_sincos`` and compares them under image shifts (results: docs/results.md).
 
 Recipe: 20 epochs of batches of 64, AdamW with learning rate 2e-3, cosine schedule with
@@ -19,15 +22,22 @@ from configs import performer
 from relattn.spec import closest
 from relattn.training import default_config
 
+# Invariant to circular shifts; patches are square, since shifts have both directions.
+EXACT = {
+    "patch_size": 4,
+    "patch_overlap": 2,
+    "anchor": "polyphase",
+    "periodic": True,
+}
 VARIANTS = performer.VARIANTS | {
-    "exact": {
-        "attention": "favor",
-        "position": "relative_bias",
-        "patch_size": 4,
-        "patch_overlap": 2,
-        "anchor": "polyphase",
-        "periodic": True,
-        "pool": "mean",
+    "sincos_bias": {"attention": "favor", "position": "sincos_bias"},
+    "exact": {"attention": "favor", "position": "relative_bias", **EXACT},
+    "exact_softmax": {"attention": "softmax", "position": "relative_bias", **EXACT},
+    "exact_banded": {"attention": "banded(clip=6)", "position": "none", **EXACT},
+    "exact_lor_translution": {
+        "attention": "lor_translution(rank=8)",
+        "position": "none",
+        **EXACT,
     },
 }
 

@@ -507,6 +507,24 @@ PRESETS = {
         form="published",
         shifts={},
     ),
+    "exact_shift": Preset(
+        "Small Performers on the embedded Fashion-MNIST, and under shifts of the test "
+        "images; the `exact` ones have a torus and a polyphase anchor",
+        [
+            Row(variant, {"fashion_mnist": f"configs/demo.py:{variant}"})
+            for variant in (
+                "learnable_sincos",
+                "constrained_sincos",
+                "sincos_bias",
+                "exact_softmax",
+                "exact",
+                "exact_banded",
+                "exact_lor_translution",
+            )
+        ],
+        [*_accuracies(["fashion_mnist"]), SECONDS],
+        shifts={"classes": "all", "axis": "xy", "num_images": 300},
+    ),
     "performer_clip": _clip(("mnist", "fashion_mnist")),
     **TRANSLUTION_PRESETS,
 }

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from configs import baselines, rpe_vit
+from configs import baselines, demo, rpe_vit
 from relattn.evaluation.sizes import count_parameters
 from relattn.models import build_model
 from relattn.models.cnn import PUBLISHED_BASELINES
@@ -34,7 +34,7 @@ CONFIGS += [
         "routing,smoke",
     ]
 ]
-CONFIGS += [("demo", variant) for variant in VARIANTS]
+CONFIGS += [("demo", variant) for variant in demo.VARIANTS]
 CONFIGS += [
     ("translution_vit", argument)
     for argument in [

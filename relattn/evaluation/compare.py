@@ -116,7 +116,8 @@ def compare(
         The classes that each run predicts at each shift.
 
     Raises:
-        ValueError: If an argument does not fit the runs, or a run is not of images.
+        ValueError: If an argument does not fit the runs, a run is not of images, or no
+            image allows one of the shifts.
         CheckpointError: If a folder has no run with a checkpoint, or the data have
             other classes than a run predicts.
     """
@@ -149,6 +150,8 @@ def compare(
         results += _predictions(
             run, split, name=name, max_shift=max_shift, axis=axis, boundary=boundary
         )
+        # If no image allows a shift, do not wait for the other runs.
+        curves_of(results, None)
     return Comparison(tuple(results), label, title, max_shift, axis, boundary)
 
 

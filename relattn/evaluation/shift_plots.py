@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-from matplotlib.figure import Figure, SubFigure
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
 
 from relattn.evaluation.shift_curves import ShiftCurve, curve_label, published_curve
 
@@ -89,36 +91,35 @@ def _curves(panels: Sequence[Panel], axis: str) -> Figure:
 
 
 def _maps(panels: Sequence[Panel]) -> Figure:
-    titles = [(panel.title, curve) for panel in panels for curve in panel.curves]
-    figure = Figure(figsize=(8.5, 4.4 * len(titles)), layout="constrained")
-    parts = figure.subfigures(len(titles), 1, squeeze=False)[:, 0]
-    others = [curve for panel in panels for curve in panel.curves]
-    for part, (title, curve) in zip(parts, titles, strict=True):
-        label = textwrap.fill(curve_label(curve, others), 90)
-        part.suptitle(f"{title}\n{label}", fontsize="medium")
-        _map_pair(part, curve)
+    rows = [(panel.title, curve) for panel in panels for curve in panel.curves]
+    curves = [curve for _, curve in rows]
+    # Room for the titles: the layout takes less than they need.
+    layout = ConstrainedLayoutEngine(h_pad=0.1)
+    figure = Figure(figsize=(9, 4.7 * len(rows)), layout=layout)
+    axes = figure.subplots(len(rows), 2, squeeze=False)
+    for pair, (title, curve) in zip(axes, rows, strict=True):
+        largest = curve.shifts[-1][0]
+        size, edge = 2 * largest + 1, largest + 0.5
+        names = [title, *textwrap.wrap(curve_label(curve, curves), 50)]
+        for ax, measure in zip(pair, ("accuracy", "consistency"), strict=True):
+            # The shifts are in the order of an image, row by row.
+            values = getattr(curve.shares, measure).reshape(size, size)
+            extent = (-edge, edge, edge, -edge)
+            image = ax.imshow(values, vmin=0, vmax=1, extent=extent)
+            text = f"{measure} {values.min():.1%} to {values.max():.1%}"
+            if curve.random.num_images:
+                text += f"; random shifts: {getattr(curve.random, measure):.1%}"
+            ax.set_title("\n".join([*names, text]), fontsize="small")
+            ax.set_xlabel(f"shift along x in pixels (right)\n({_images([curve])})")
+            for each in (ax.xaxis, ax.yaxis):
+                each.set_major_locator(
+                    MaxNLocator("auto", steps=[1, 2, 10], integer=True)
+                )
+            names = []
+        pair[0].set_ylabel("shift along y in pixels (down)")
+        label = f"accuracy, or\n{CONSISTENCY}"
+        figure.colorbar(image, ax=list(pair), shrink=0.8, label=label)
     return figure
-
-
-def _map_pair(figure: SubFigure, curve: ShiftCurve) -> None:
-    largest = curve.shifts[-1][0]
-    size, edge = 2 * largest + 1, largest + 0.5
-    axes = figure.subplots(1, 2, sharey=True)
-    for ax, measure in zip(axes, ("accuracy", "consistency"), strict=True):
-        # The shifts are in the order of an image, row by row.
-        values = getattr(curve.shares, measure).reshape(size, size)
-        image = ax.imshow(
-            values, vmin=0, vmax=1, extent=(-edge, edge, edge, -edge), cmap="viridis"
-        )
-        name = "accuracy" if measure == "accuracy" else CONSISTENCY
-        text = f"{name}\n{values.min():.1%} to {values.max():.1%}"
-        random = getattr(curve.random, measure)
-        if curve.random.num_images:
-            text += f"; random shifts: {random:.1%}"
-        ax.set_title(text, fontsize="small")
-        ax.set_xlabel(f"shift along x in pixels (right)\n({_images([curve])})")
-    axes[0].set_ylabel("shift along y in pixels (down)")
-    figure.colorbar(image, ax=axes, shrink=0.8, label="share of the images")
 
 
 def _images(curves: Sequence[ShiftCurve]) -> str:

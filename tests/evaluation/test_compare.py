@@ -254,6 +254,14 @@ def test_one_run_is_in_memory_at_a_time(workdir, monkeypatch):
     assert len(loaded) > 2
 
 
+def test_a_shift_that_no_image_allows_is_found_in_the_first_run(workdir, monkeypatch):
+    load, loaded = SavedRun.load, []
+    monkeypatch.setattr(SavedRun, "load", lambda self: loaded.append(1) or load(self))
+    with pytest.raises(ValueError, match="8 pixels along x and 8 pixels along y"):
+        compare([workdir] * 2, max_shift=8, axis="xy", num_images=5)
+    assert loaded == [1]
+
+
 def test_a_run_evaluates_images_of_another_size(workdir, tmp_path):
     trained, run = load_run(workdir), load_run(workdir, image_size=40)
     size = trained.config.data.image_size

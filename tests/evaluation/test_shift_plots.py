@@ -57,4 +57,9 @@ def test_maps_have_a_row_for_each_dy(figure, tmp_path):
         assert image.get_clim() == (0, 1)
         assert image.get_extent() == [-1.5, 1.5, 1.5, -1.5]
         assert "3 to 4 images, by shift" in ax.get_xlabel()
-    assert colors.get_ylabel() == "share of the images"
+    assert CONSISTENCY in colors.get_ylabel()
+    low, high = (f"{x(curves[0].shares.accuracy):.1%}" for x in (np.min, np.max))
+    assert (
+        f"mnist\nfavor\naccuracy {low} to {high}; random shifts: "
+        in accuracy.get_title()
+    )

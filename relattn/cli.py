@@ -96,8 +96,9 @@ def train(argv: Sequence[str] | None = None) -> None:
 def eval_shift(argv: Sequence[str] | None = None) -> None:
     """Measures accuracy on shifted test images: figure 1 of Horn et al.
 
-    Writes shift.csv, shift.png and summary.md, and prints the summary. For the class
-    and the axis of the published figure, all three include its curves.
+    Writes shift.csv, shift.png and summary.md, and prints the summary: accuracy, and
+    consistency, the share of images predicted as when unshifted. For the class and the
+    axis of the published figure, all three include its curves.
 
     Args:
         argv: Command-line arguments, by default the process's.
@@ -109,7 +110,11 @@ def eval_shift(argv: Sequence[str] | None = None) -> None:
     add("--workdir", action="append", default=[], help="folder of a run; repeatable")
     add("--output", required=True, help="folder to write to")
     add("--max_shift", type=int, default=8, help="largest shift in pixels")
-    add("--axis", default="x", help="x (right) or y (down)")
+    add(
+        "--axis",
+        default="x",
+        help="x (right), y (down), or xy: every pair of shifts, as heat maps",
+    )
     add(
         "--classes",
         default="1",
@@ -129,11 +134,11 @@ def eval_shift(argv: Sequence[str] | None = None) -> None:
         help="number of test images to use, from the first; by default all",
     )
     add(
-        "--border",
+        "--boundary",
         default="zeros",
-        help="what moves into an image: zeros; wrap (what leaves it on the other "
-        "side); or, for photographs, crop (the rest of a larger image). With wrap and "
-        "crop, all images allow all shifts",
+        help="what moves into an image: zeros; circular (what leaves it on the other "
+        "side); or, for photographs, crop (the rest of a larger image). With circular "
+        "and crop, all images allow all shifts",
     )
     add("--data_dir", help="folder of the data set, if it has moved")
     given = parser.parse_args(argv)
@@ -147,7 +152,7 @@ def eval_shift(argv: Sequence[str] | None = None) -> None:
         image_size=given.image_size,
         data_dir=given.data_dir,
         num_images=given.num_images,
-        border=given.border,
+        boundary=given.boundary,
     )
     print(summary)
     print(f"Written to {given.output}: shift.csv, shift.png, summary.md")

@@ -18,7 +18,9 @@ from typing import Any
 import numpy as np
 
 from relattn import command
-from relattn.evaluation.compare import ShiftCurve, compare, plot
+from relattn.evaluation.compare import compare
+from relattn.evaluation.shift_curves import ShiftCurve
+from relattn.evaluation.shift_plots import plot
 from relattn.training.config import read_config
 from relattn.training.workdir import usable_folder
 from studies.launcher import Training, train
@@ -111,10 +113,10 @@ def _results(
 
 def _curve(curve: ShiftCurve) -> dict[str, Any]:
     return {
-        "shift_px": list(curve.shifts),
-        "accuracy_mean": curve.mean.tolist(),
-        "accuracy_std": curve.std.tolist(),
-        "num_images": curve.num_images.tolist(),
+        "shift_px": [right for right, _ in curve.shifts],
+        "accuracy_mean": curve.shares.accuracy.tolist(),
+        "accuracy_std": curve.shares.accuracy_std.tolist(),
+        "num_images": curve.shares.num_images.tolist(),
     }
 
 

@@ -99,7 +99,7 @@ def shifts() -> str:
             mean, std = (100 * float(row[f"accuracy_{key}"]) for key in ("mean", "std"))
             if row["dataset"] == "mnist":
                 cells = models.setdefault(row["model"], {})
-                cells[int(row["shift_px"])] = f"{mean:.0f} ± {std:.0f}"
+                cells[int(row["shift_x_px"])] = f"{mean:.0f} ± {std:.0f}"
     rows = [
         [_label(name), *(cells[shift] for shift in titles)]
         for name, cells in models.items()

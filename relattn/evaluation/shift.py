@@ -1,8 +1,7 @@
-"""Measures accuracy on shifted test images (Horn et al., figure 1).
+"""Predicts shifted test images (Horn et al., figure 1).
 
-Images are resized to the model's size, shifted by whole pixels, filled with zeros, and
-then standardised. Photographs fill the image: a crop of a larger one moves, or the
-shift wraps around. Positive shifts move right (axis x) or down (axis y).
+Images are resized to the model's size, shifted by whole pixels, and then standardised.
+A shift is a pair (dx, dy) of pixels: positive ones move right and down.
 """
 
 from __future__ import annotations
@@ -25,17 +24,23 @@ from relattn.spec import closest
 from relattn.training import Run, make_predict_fn
 from relattn.training.config import FREE_KEYS, flatten
 
-AXES = {"y": 1, "x": 2}
-BORDERS = {
+AXES = ("x", "y", "xy")
+BOUNDARIES = {
     "zeros": "Zeros move into the image",
-    "wrap": "What leaves the image on one side comes back on the other",
+    "circular": "What leaves the image on one side comes back on the other",
     "crop": "The image is a crop of a larger one, which moves",
 }
+# Random shifts of each image, drawn from a fixed seed: the same for every run.
+NUM_RANDOM_SHIFTS = 8
+# Prediction at a shift that the image does not allow.
+NOT_ALLOWED = -1
+
+Shift = tuple[int, int]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class ShiftedAccuracy:
-    """Which test images one run classifies correctly at each shift.
+class ShiftedPredictions:
+    """The classes that one run predicts for shifted test images.
 
     Attributes:
         run: The run's name.
@@ -45,10 +50,10 @@ class ShiftedAccuracy:
         position: Spec of its position, "" if it has none.
         recipe: The run's configuration without its seed; runs that share it are
             averaged.
-        shifts: Shifts in pixels.
-        correct: Whether the image is classified correctly; False if not allowed.
-        allowed: Whether the image loses no non-zero pixel at this shift.
-        both_ways: Whether the image allows every shift.
+        shifts: Shifts (dx, dy) in pixels; (0, 0) is among them.
+        predicted: The predicted class at each shift, `NOT_ALLOWED` if the image would
+            lose a non-zero pixel.
+        random_predicted: The same under `NUM_RANDOM_SHIFTS` random shifts.
         labels: The images' classes.
     """
 
@@ -58,11 +63,20 @@ class ShiftedAccuracy:
     attention: str
     position: str
     recipe: str
-    shifts: tuple[int, ...]
-    correct: Bool[np.ndarray, "shifts n"]
-    allowed: Bool[np.ndarray, "shifts n"]
-    both_ways: Bool[np.ndarray, "n"]
+    shifts: tuple[Shift, ...]
+    predicted: Int[np.ndarray, "shifts n"]
+    random_predicted: Int[np.ndarray, "draws n"]
     labels: Int[np.ndarray, "n"]
+
+    @property
+    def unshifted(self) -> Int[np.ndarray, "n"]:
+        """Returns the predicted classes of the unshifted images."""
+        return self.predicted[self.shifts.index((0, 0))]
+
+    @property
+    def all_allowed(self) -> Bool[np.ndarray, "n"]:
+        """Returns which images allow every one of `shifts`."""
+        return (self.predicted != NOT_ALLOWED).all(axis=0)
 
 
 def check_shift(max_shift: int, axis: str, image_size: int) -> None:
@@ -70,7 +84,7 @@ def check_shift(max_shift: int, axis: str, image_size: int) -> None:
 
     Args:
         max_shift: Largest shift in pixels, both ways.
-        axis: ``"x"`` or ``"y"``.
+        axis: ``"x"``, ``"y"`` or ``"xy"``.
         image_size: Height and width of the images.
 
     Raises:
@@ -81,7 +95,7 @@ def check_shift(max_shift: int, axis: str, image_size: int) -> None:
         >>> check_shift(8, "x", image_size=32)
     """
     if axis not in AXES:
-        raise ValueError(f"axis must be x or y, got {axis!r}")
+        raise ValueError(f"axis must be x, y or xy, got {axis!r}")
     if not 0 <= max_shift < image_size:
         raise ValueError(
             f"max_shift={max_shift} does not fit images of {image_size} pixels: "
@@ -89,159 +103,206 @@ def check_shift(max_shift: int, axis: str, image_size: int) -> None:
         )
 
 
-def check_border(border: str, streamed: bool, where: str) -> None:
-    """Checks that images can be shifted with this border.
+def check_boundary(boundary: str, streamed: bool, where: str) -> None:
+    """Checks that images can be shifted with this boundary.
 
     Args:
-        border: A key of `BORDERS`.
+        boundary: A key of `BOUNDARIES`.
         streamed: Whether the images are photographs, see `relattn.data.ImageInfo`.
         where: The run, for the message.
 
     Raises:
-        ValueError: If the border is unknown or does not fit the images.
+        ValueError: If the boundary is unknown or does not fit the images.
 
     Example:
-        >>> check_border("wrap", streamed=True, where="runs/a")
+        >>> check_boundary("circular", streamed=True, where="runs/a")
     """
-    if border not in BORDERS:
-        raise ValueError(f"unknown border {border!r}: {closest(border, BORDERS)}")
-    if streamed and border == "zeros":
+    if boundary not in BOUNDARIES:
+        raise ValueError(
+            f"unknown boundary {boundary!r}: {closest(boundary, BOUNDARIES)}"
+        )
+    if streamed and boundary == "zeros":
         raise ValueError(
             f"{where} was trained on photographs, which fill the image: choose "
-            "--border=crop or --border=wrap"
+            "--boundary=crop or --boundary=circular"
         )
-    if not streamed and border == "crop":
+    if not streamed and boundary == "crop":
         raise ValueError(
             f"{where} was trained on images in memory, which have no larger crop: "
-            "choose --border=zeros or --border=wrap"
+            "choose --boundary=zeros or --boundary=circular"
         )
 
 
-def margins(
-    images: Float[np.ndarray, "n height width channels"], axis: str = "x"
-) -> Int[np.ndarray, "n 2"]:
-    """Computes how far each image can move without losing a non-zero pixel.
+def shifts_along(axis: str, max_shift: int) -> tuple[Shift, ...]:
+    """Lists the shifts along an axis, or along both.
 
     Args:
-        images: Shape ``[n, height, width, channels]``.
-        axis: ``"x"`` or ``"y"``.
+        axis: ``"x"``, ``"y"`` or ``"xy"``: every pair.
+        max_shift: Largest shift in pixels, both ways.
 
     Returns:
-        Empty columns (rows) before and after the object, shape ``[n, 2]``: the largest
-        shifts left and right (up and down). For an empty image both are its size.
+        Shifts (dx, dy); those of ``"xy"`` are in the order of an image, row by row.
 
     Example:
-        >>> image = np.zeros((1, 1, 5, 1), np.float32)
-        >>> image[0, 0, 3] = 1
-        >>> margins(image).tolist()
-        [[3, 1]]
+        >>> shifts_along("y", 1)
+        ((0, -1), (0, 0), (0, 1))
+        >>> shifts_along("xy", 1)[:4]
+        ((-1, -1), (0, -1), (1, -1), (-1, 0))
     """
-    other = {"x": 1, "y": 2}[axis]
-    occupied = (images != 0).any(axis=(other, 3))
-    size = occupied.shape[1]
-    ends = np.stack([occupied.argmax(1), occupied[:, ::-1].argmax(1)], axis=1)
-    return np.where(occupied.any(1)[:, None], ends, size)
+    pixels = range(-max_shift, max_shift + 1)
+    columns = pixels if "x" in axis else (0,)
+    rows = pixels if "y" in axis else (0,)
+    return tuple((dx, dy) for dy in rows for dx in columns)
 
 
-def movable(
+def allowed_shifts(
     images: Float[np.ndarray, "n height width channels"],
-    max_shift: int,
-    axis: str = "x",
-) -> Bool[np.ndarray, "n"]:
-    """Returns which images can move both ways without losing a non-zero pixel.
+    shifts: Int[np.ndarray, "*batch shifts 2"],
+) -> Bool[np.ndarray, "n shifts"]:
+    """Returns which shifts lose no non-zero pixel of an image.
 
     Args:
         images: Resized images before standardisation, shape
             ``[n, height, width, channels]``.
-        max_shift: Largest shift in pixels.
-        axis: ``"x"`` or ``"y"``.
+        shifts: Pairs (dx, dy) in pixels, shape ``[shifts, 2]``, or
+            ``[n, shifts, 2]`` for different shifts of each image.
 
     Returns:
-        Shape ``[n]``.
-
-    Raises:
-        ValueError: If the axis or the shift does not fit the images.
+        Shape ``[n, shifts]``. An empty image allows every shift.
 
     Example:
         >>> image = np.zeros((1, 1, 5, 1), np.float32)
         >>> image[0, 0, 3] = 1
-        >>> movable(image, 1).tolist(), movable(image, 2).tolist()
-        ([True], [False])
+        >>> allowed_shifts(image, np.array([(-3, 0), (1, 0), (2, 0), (0, 1)])).tolist()
+        [[True, True, False, False]]
 
     Source:
         Horn et al., figure 1.
     """
-    check_shift(max_shift, axis, images.shape[AXES[axis]] if axis in AXES else 0)
-    return margins(images, axis).min(axis=1) >= max_shift
+    allowed = np.ones((len(images), shifts.shape[-2]), bool)
+    for axis, other in enumerate((1, 2)):
+        occupied = (images != 0).any(axis=(other, 3))
+        size = occupied.shape[1]
+        first, last = occupied.argmax(1), size - 1 - occupied[:, ::-1].argmax(1)
+        first, last = np.where(occupied.any(1), (first, last), [[size], [-1]])
+        pixels = shifts[..., axis]
+        allowed &= (first[:, None] + pixels >= 0) & (last[:, None] + pixels < size)
+    return allowed
 
 
 def shift_images(
     images: Float[Array, "batch height width channels"],
-    pixels: int | Int[Array, ""],
-    axis: str = "x",
+    shifts: Int[Array, "batch 2"] | Shift,
+    boundary: str = "zeros",
 ) -> Float[Array, "batch height width channels"]:
-    """Shifts images by whole pixels and fills with zeros.
+    """Shifts images by whole pixels.
+
+    out[b, i, j] = images[b, i - dy[b], j - dx[b]]
 
     Args:
         images: Shape ``[batch, height, width, channels]``.
-        pixels: The shift, positive to the right (down); may be traced.
-        axis: ``"x"`` or ``"y"``.
+        shifts: A pair (dx, dy) for all images, or one for each, shape ``[batch, 2]``:
+            positive to the right and down. May be traced.
+        boundary: ``"zeros"`` fills with zeros; with ``"circular"``, what leaves the
+            image on one side comes back on the other.
 
     Returns:
         The same shape.
 
     Example:
-        >>> shift_images(jnp.asarray([1.0, 2, 3]).reshape(1, 1, 3, 1), -1).ravel()
+        >>> images = jnp.asarray([1.0, 2, 3]).reshape(1, 1, 3, 1)
+        >>> shift_images(images, (-1, 0)).ravel()
         Array([2., 3., 0.], dtype=float32)
+        >>> shift_images(images, (-1, 0), "circular").ravel()
+        Array([2., 3., 1.], dtype=float32)
     """
-    size = images.shape[AXES[axis]]
-    source = jnp.arange(size) - pixels
-    # take() would count negative indices from the end.
-    source = jnp.where(source < 0, size, source)
-    return jnp.take(images, source, axis=AXES[axis], mode="fill", fill_value=0)
+    height, width = images.shape[1:3]
+    dx, dy = jnp.broadcast_to(jnp.asarray(shifts), (len(images), 2)).T
+    rows, columns = jnp.arange(height) - dy[:, None], jnp.arange(width) - dx[:, None]
+    batch = jnp.arange(len(images))[:, None, None]
+    moved = images[batch, (rows % height)[:, :, None], (columns % width)[:, None]]
+    if boundary == "circular":
+        return moved
+    inside_rows, inside_columns = (rows // height == 0), (columns // width == 0)
+    inside = inside_rows[:, :, None] & inside_columns[:, None]
+    return jnp.where(inside[..., None], moved, 0)
 
 
-def shifted_accuracy(
+def shifted_predictions(
     run: Run,
     split: ImageSplit | StreamedSplit,
     *,
     name: str = "",
     max_shift: int = 8,
     axis: str = "x",
-    border: str = "zeros",
+    boundary: str = "zeros",
     progress: bool = True,
-) -> ShiftedAccuracy:
-    """Evaluates a run on every image at every shift that the image allows.
+) -> ShiftedPredictions:
+    """Predicts every image at every shift that the image allows, and at random shifts.
+
+    A random shift is drawn uniformly from ``-max_shift..max_shift`` along x and y,
+    whatever ``axis`` is, from a fixed seed: the same draws for every run.
 
     Args:
         run: A trained model.
         split: Its test images.
         name: The run's name; by default that of its folder.
         max_shift: The shifts are ``-max_shift..max_shift``.
-        axis: ``"x"`` or ``"y"``.
-        border: ``"zeros"`` move into the image, which allows shifts that lose no
-            non-zero pixel; or all images allow all shifts, and the shift wraps around
-            (``"wrap"``), or, for photographs, moves a crop of a larger image
+        axis: ``"x"``, ``"y"`` or ``"xy"``, every pair of shifts along both.
+        boundary: ``"zeros"`` move into the image, which allows shifts that lose no
+            non-zero pixel; or all images allow all shifts, and the shift is circular
+            (``"circular"``), or, for photographs, moves a crop of a larger image
             (``"crop"``).
         progress: Whether to show a progress bar on a terminal.
 
     Returns:
-        Which images are classified correctly at each shift.
+        The predicted classes at each shift.
 
     Raises:
-        ValueError: If the axis, the shift or the border does not fit the images.
+        ValueError: If the axis, the shift or the boundary does not fit the images.
     """
-    image_size = run.config.data.image_size
-    check_shift(max_shift, axis, image_size)
-    check_border(border, run.data.streamed, str(run.workdir))
-    shifts = tuple(range(-max_shift, max_shift + 1))
+    size, batch_size = run.config.data.image_size, run.config.eval_batch_size
+    check_shift(max_shift, axis, size)
+    check_boundary(boundary, run.data.streamed, str(run.workdir))
+    margin = max_shift if boundary == "crop" else 0
+    if margin:
+        split = _with_margin(split, size, margin)
+    shifts = shifts_along(axis, max_shift)
+    draws = np.random.default_rng(0).integers(
+        -max_shift, max_shift + 1, (len(split), NUM_RANDOM_SHIFTS, 2)
+    )
+    num_moves = len(shifts) + NUM_RANDOM_SHIFTS
+    predicted = np.full((len(split), num_moves), NOT_ALLOWED, np.int32)
+    resize = jax.jit(functools.partial(preprocess, image_size=size + 2 * margin))
+    predict = _predict_fn(run, boundary, margin)
     name = name or Path(run.workdir).name
-    if border == "zeros":
-        found = _filled(run, split, name, shifts, axis, progress)
-    else:
-        found = _moved(run, split, name, shifts, axis, border, progress)
-    correct, allowed, labels = found
-    return ShiftedAccuracy(
+    labels = []
+    with tqdm(
+        total=predicted.size,
+        desc=f"shifts of {name}",
+        unit="image",
+        disable=None if progress else True,
+    ) as bar:
+        for batch in split.batches(batch_size):
+            images, real = resize(batch["image"]), batch["weight"] > 0
+            done = sum(map(len, labels))
+            labels.append(batch["label"][real])
+            random_moves = draws[done : done + len(labels[-1])]
+            same_moves = np.broadcast_to(shifts, (len(random_moves), len(shifts), 2))
+            moves = np.concatenate([same_moves, random_moves], axis=1)
+            allowed = np.ones(moves.shape[:2], bool)
+            if boundary == "zeros":
+                allowed = allowed_shifts(np.asarray(images)[real], moves)
+            image, move = np.nonzero(allowed)
+            bar.update(allowed.size - len(image))
+            for start in range(0, len(image), batch_size):
+                i, j = (x[start : start + batch_size] for x in (image, move))
+                # Fill the last batch, so that the model is traced once.
+                full = np.resize(np.arange(len(i)), batch_size)
+                classes = predict(images, i[full], moves[i, j][full])
+                predicted[done + i, j] = classes[: len(i)]
+                bar.update(len(i))
+    return ShiftedPredictions(
         run=name,
         dataset=run.config.data.name,
         model=run.config.model.name,
@@ -249,116 +310,42 @@ def shifted_accuracy(
         position=getattr(run.model, "position", ""),
         recipe=_recipe(run),
         shifts=shifts,
-        correct=correct,
-        allowed=allowed,
-        both_ways=allowed.all(axis=0),
-        labels=labels,
+        predicted=predicted[:, : len(shifts)].T,
+        random_predicted=predicted[:, len(shifts) :].T,
+        labels=np.concatenate(labels),
     )
 
 
-def _filled(
-    run: Run,
-    split: ImageSplit,
-    name: str,
-    shifts: tuple[int, ...],
-    axis: str,
-    progress: bool,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Fills with zeros; returns what is correct and allowed, and the labels."""
-    image_size, batch_size = run.config.data.image_size, run.config.eval_batch_size
-    images = _resized(split.images, image_size, batch_size)
-    free = margins(images, axis)
-    allowed = np.stack([free[:, 0] >= -s if s < 0 else free[:, 1] >= s for s in shifts])
-    correct = np.zeros_like(allowed)
-    is_correct = _correct_fn(run, functools.partial(shift_images, axis=axis))
-    with tqdm(
-        total=int(allowed.sum()),
-        desc=f"shifts of {name}",
-        unit="image",
-        disable=None if progress else True,
-    ) as bar:
-        for i, pixels in enumerate(shifts):
-            chosen = np.flatnonzero(allowed[i])
-            for start in range(0, len(chosen), batch_size):
-                batch = chosen[start : start + batch_size]
-                # Pad the last batch, so that the model is traced once.
-                padded = np.resize(batch, batch_size)
-                right = is_correct(images[padded], split.labels[padded], pixels)
-                correct[i, batch] = right[: len(batch)]
-                bar.update(len(batch))
-    return correct, allowed, np.asarray(split.labels)
+def _with_margin(split: StreamedSplit, size: int, margin: int) -> StreamedSplit:
+    """Enlarges the crops of photographs on every side."""
+    padded_size = size + 2 * margin
+    if padded_size > split.short_side:
+        raise ValueError(
+            f"max_shift={margin} needs crops of {padded_size} pixels, but the "
+            f"photographs have a short side of {split.short_side}: choose at most "
+            f"{(split.short_side - size) // 2}, or --boundary=circular"
+        )
+    return dataclasses.replace(split, image_size=padded_size)
 
 
-def _moved(
-    run: Run,
-    split: ImageSplit | StreamedSplit,
-    name: str,
-    shifts: tuple[int, ...],
-    axis: str,
-    border: str,
-    progress: bool,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Same as `_filled`, wrapping around or moving a crop of a larger image."""
-    size, largest = run.config.data.image_size, shifts[-1]
-    padded_size = size
-    if border == "crop":
-        padded_size = size + 2 * largest
-        if padded_size > split.short_side:
-            raise ValueError(
-                f"max_shift={largest} needs crops of {padded_size} pixels, but the "
-                f"photographs have a short side of {split.short_side}: choose at most "
-                f"{(split.short_side - size) // 2}, or --border=wrap"
-            )
-        split = dataclasses.replace(split, image_size=padded_size)
-
-    def move(images, pixels):
-        if border == "wrap":
-            return jnp.roll(images, pixels, AXES[axis])
-        start = dict.fromkeys(AXES.values(), largest)
-        start[AXES[axis]] = largest - pixels
-        corner = (0, start[1], start[2], 0)
-        shape = (len(images), size, size, images.shape[3])
-        return jax.lax.dynamic_slice(images, corner, shape)
-
-    is_correct = _correct_fn(run, move)
-    resize = jax.jit(functools.partial(preprocess, image_size=padded_size))
-    correct, labels = [], []
-    with tqdm(
-        total=len(split) * len(shifts),
-        desc=f"shifts of {name}",
-        unit="image",
-        disable=None if progress else True,
-    ) as bar:
-        for batch in split.batches(run.config.eval_batch_size):
-            images, real = resize(batch["image"]), batch["weight"] > 0
-            right = [is_correct(images, batch["label"], pixels) for pixels in shifts]
-            correct.append(np.stack(right)[:, real])
-            labels.append(batch["label"][real])
-            bar.update(len(shifts) * int(real.sum()))
-    all_correct = np.concatenate(correct, axis=1)
-    return all_correct, np.ones_like(all_correct), np.concatenate(labels)
-
-
-def _resized(images: np.ndarray, image_size: int, batch_size: int) -> np.ndarray:
-    resize = jax.jit(lambda batch: preprocess(batch, image_size=image_size))
-    starts = range(0, len(images), batch_size)
-    return np.concatenate([resize(images[i : i + batch_size]) for i in starts])
-
-
-def _correct_fn(run: Run, move: Callable[..., jax.Array]):
+def _predict_fn(run: Run, boundary: str, margin: int) -> Callable[..., np.ndarray]:
     predict = make_predict_fn(run)
 
     @jax.jit
-    def shift(images, pixels):
-        images = move(images, pixels)
+    def shift(images, index, moves):
+        # Within the margin, nothing comes back on the other side.
+        rule = "circular" if boundary == "crop" else boundary
+        images = shift_images(images[index], moves, rule)
+        inner = slice(margin, images.shape[1] - margin)
+        images = images[:, inner, inner]
         if not run.config.data.standardize:
             return images
         return (images - jnp.asarray(run.data.mean)) / jnp.asarray(run.data.std)
 
-    def is_correct(images, labels, pixels):
-        return np.asarray(predict(shift(images, pixels))).argmax(axis=-1) == labels
+    def classes(images, index, moves):
+        return np.asarray(predict(shift(images, index, moves))).argmax(axis=-1)
 
-    return is_correct
+    return classes
 
 
 def _recipe(run: Run) -> str:

@@ -15,15 +15,9 @@ from relattn.evaluation import compare as compare_lib
 from relattn.evaluation.compare import (
     class_index,
     compare,
-    curves_of,
-    published_curve,
-    published_curves,
     shift_report,
-    summary,
-    table,
-    write_csv,
 )
-from relattn.evaluation.shift import ShiftedAccuracy, shifted_accuracy
+from relattn.evaluation.shift import NOT_ALLOWED, shifted_predictions
 from relattn.models import resize_grid
 from relattn.training import (
     CheckpointError,
@@ -58,39 +52,44 @@ def workdir(tmp_path_factory):
     return folder
 
 
-def test_shifted_accuracy_equals_the_models_predictions(workdir):
+def test_shifted_predictions_are_those_of_the_model(workdir):
     run = load_run(str(workdir))
     data = load_images(run.config.data)
     small = type(data.test)(data.test.images[:37], data.test.labels[:37])
     run.config.eval_batch_size = 16
-    found = shifted_accuracy(run, small, max_shift=3, axis="y")
+    found = shifted_predictions(run, small, max_shift=3, axis="y")
     images = np.asarray(run.preprocess({"image": small.images}))
     variables = jax.device_put(run.variables)
     apply = quick_jit(run.model.apply)
-    for row, pixels in enumerate(found.shifts):
+    for (_, pixels), predicted in zip(found.shifts, found.predicted, strict=True):
         shifted = np.stack([moved(image, pixels, "y") for image in images])
-        logits = apply(variables, shifted)
-        right = np.asarray(logits.argmax(axis=-1)) == small.labels
-        chex.assert_trees_all_equal(found.correct[row], right & found.allowed[row])
-    assert found.allowed[3].all()
+        expected = np.asarray(apply(variables, shifted).argmax(axis=-1))
+        allowed = predicted != NOT_ALLOWED
+        chex.assert_trees_all_equal(predicted[allowed], expected[allowed])
+    assert (found.unshifted != NOT_ALLOWED).all()
 
 
-def test_report_has_a_row_for_each_shift(workdir, tmp_path):
-    text = shift_report([workdir], tmp_path, max_shift=2, classes="trouser")
+@pytest.mark.parametrize(
+    "axis, shifts",
+    [
+        ("x", [(-2, 0), (-1, 0), (0, 0), (1, 0), (2, 0)]),
+        ("xy", [(dx, dy) for dy in range(-2, 3) for dx in range(-2, 3)]),
+    ],
+)
+def test_report_has_a_row_for_each_shift(workdir, tmp_path, axis, shifts):
+    options = {"max_shift": 2, "num_images": 101, "classes": "trouser"}
+    text = shift_report([workdir], tmp_path, axis=axis, boundary="circular", **options)
     with (tmp_path / "shift.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    assert list(rows[0]) == [
-        "run",
-        "dataset",
-        "model",
-        "shift_px",
-        "accuracy_mean",
-        "accuracy_std",
-        "num_images",
-        "source",
-    ]
-    assert [int(row["shift_px"]) for row in rows] == [-2, -1, 0, 1, 2]
-    assert len({row["num_images"] for row in rows}) == 1
+        *rows, random = csv.DictReader(file)
+    assert [(int(row["shift_x_px"]), int(row["shift_y_px"])) for row in rows] == shifts
+    assert {row["source"] for row in rows} == {"measured"}
+    assert (random["source"], random["shift_x_px"]) == ("random", "")
+    assert len({row["num_images"] for row in [*rows, random]}) == 1
+    unshifted = rows[shifts.index((0, 0))]
+    assert (unshifted["consistency_mean"], unshifted["consistency_std"]) == (
+        "1.000000",
+        "0.000000",
+    )
     assert (tmp_path / "shift.png").read_bytes()[1:4] == b"PNG"
     assert text == (tmp_path / "summary.md").read_text()
     assert "## Class 1 (Trouser)" in text
@@ -100,7 +99,7 @@ def test_report_has_a_row_for_each_shift(workdir, tmp_path):
 def test_report_of_the_first_images(workdir, tmp_path):
     shift_report([workdir], tmp_path, max_shift=1, classes="all", num_images=11)
     with (tmp_path / "shift.csv").open() as file:
-        _, unshifted, _ = csv.DictReader(file)
+        _, unshifted, *_ = csv.DictReader(file)
     run = load_run(workdir)
     first = load_images(run.config.data).test
     first = type(first)(first.images[:11], first.labels[:11])
@@ -114,7 +113,7 @@ def test_report_of_the_first_images(workdir, tmp_path):
     [
         ({"max_shift": 32}, "max_shift=32 does not fit images of 32 pixels"),
         ({"image_size": -4}, "data.image_size=-4: it must be at least 1"),
-        ({"axis": "z"}, "axis must be x or y"),
+        ({"axis": "z"}, "axis must be x, y or xy"),
         ({"classes": "trouserr"}, "did you mean 'Trouser'"),
         ({"num_images": 0}, "num_images=0 must be from 1 to 1000"),
         ({"num_images": 1001}, "num_images=1001 must be from 1 to 1000"),
@@ -122,7 +121,14 @@ def test_report_of_the_first_images(workdir, tmp_path):
             {"data_dir": "data"},
             "--data_dir=data does not apply to .* with relattn: leav",
         ),
-        ({"max_shift": 31}, "no test image of fashion_mnist can move 31 pixels"),
+        (
+            {"max_shift": 31, "num_images": 5},
+            "no test image of fashion_mnist can move 31 pixels along x without",
+        ),
+        (
+            {"max_shift": 2, "num_images": 5, "classes": "0"},
+            "no test image of class 0 .* can move 2 pixels along x .* --boundary=circ",
+        ),
     ],
 )
 def test_report_refuses_what_does_not_fit(workdir, tmp_path, options, message):
@@ -194,7 +200,7 @@ def test_a_convolutional_network_and_a_performer_share_a_figure(workdir, tmp_pat
     text = shift_report([workdir, baseline], tmp_path / "out", max_shift=1)
     with (tmp_path / "out" / "shift.csv").open() as file:
         models = [row["model"] for row in csv.DictReader(file)]
-    assert models == ["favor + learned"] * 3 + ["alexnet"] * 3
+    assert models == ["favor + learned"] * 4 + ["alexnet"] * 4
     assert "| fashion_mnist | alexnet | 1 |" in text
     assert load_run(baseline, image_size=40).config.data.image_size == 40
     with pytest.raises(ValueError, match="must be at least 29 for AlexNet, .* 28x28"):
@@ -248,6 +254,14 @@ def test_one_run_is_in_memory_at_a_time(workdir, monkeypatch):
     assert len(loaded) > 2
 
 
+def test_a_shift_that_no_image_allows_is_found_in_the_first_run(workdir, monkeypatch):
+    load, loaded = SavedRun.load, []
+    monkeypatch.setattr(SavedRun, "load", lambda self: loaded.append(1) or load(self))
+    with pytest.raises(ValueError, match="8 pixels along x and 8 pixels along y"):
+        compare([workdir] * 2, max_shift=8, axis="xy", num_images=5)
+    assert loaded == [1]
+
+
 def test_a_run_evaluates_images_of_another_size(workdir, tmp_path):
     trained, run = load_run(workdir), load_run(workdir, image_size=40)
     size = trained.config.data.image_size
@@ -262,8 +276,8 @@ def test_a_run_evaluates_images_of_another_size(workdir, tmp_path):
     logits = make_predict_fn(run)(images)
     right = np.asarray(logits.argmax(axis=-1)) == small.labels
     assert evaluate(run, small, 16)["accuracy"] == right.mean()
-    found = shifted_accuracy(run, small, max_shift=0)
-    chex.assert_trees_all_equal(found.correct[0], right)
+    found = shifted_predictions(run, small, max_shift=0)
+    chex.assert_trees_all_equal(found.predicted[0] == found.labels, right)
 
 
 def test_an_image_size_that_does_not_fit_is_refused(workdir):
@@ -288,105 +302,6 @@ def test_unknown_class_is_refused_with_the_closest():
         class_index("trousers", ("Dress", "Trouser"))
     with pytest.raises(ValueError, match="unknown class '2'.* 0 to 1, Dress, Trouser"):
         class_index("2", ("Dress", "Trouser"))
-
-
-def result(correct, *, seed=0, labels=(1, 1, 0, 1), recipe="a"):
-    shape = np.shape(correct)
-    allowed = np.ones(shape, bool)
-    allowed[0, 3] = False
-    return ShiftedAccuracy(
-        run=f"run{seed}",
-        dataset="mnist",
-        model="performer",
-        attention="favor",
-        position="none",
-        recipe=recipe,
-        shifts=(-1, 0, 1),
-        correct=np.array(correct, bool) & allowed,
-        allowed=allowed,
-        both_ways=allowed.all(axis=0),
-        labels=np.array(labels),
-    )
-
-
-ONE = [[1, 0, 1, 1], [1, 1, 1, 1], [0, 0, 0, 0]]
-TWO = [[0, 0, 1, 1], [1, 1, 1, 1], [1, 1, 1, 1]]
-
-
-def test_a_class_uses_the_images_that_move_both_ways():
-    (curve,) = curves_of([result(ONE)], 1)
-    assert curve.num_images.tolist() == [2, 2, 2]
-    chex.assert_trees_all_close(curve.mean, np.array([0.5, 1.0, 0.0]))
-    chex.assert_trees_all_close(curve.std, np.array([0.5 / np.sqrt(2), 0.0, 0.0]))
-
-
-def test_all_classes_use_what_each_shift_allows():
-    (curve,) = curves_of([result(ONE)], None)
-    assert curve.num_images.tolist() == [3, 4, 4]
-    chex.assert_trees_all_close(curve.mean, np.array([2 / 3, 1.0, 0.0]))
-
-
-def test_runs_that_differ_in_their_seed_are_averaged():
-    (curve,) = curves_of([result(ONE), result(TWO, seed=1)], 1)
-    assert (curve.run, curve.num_runs) == ("run0 run1", 2)
-    chex.assert_trees_all_close(curve.mean, np.array([0.25, 1.0, 0.5]))
-    chex.assert_trees_all_close(curve.std, np.array([0.5, 0.0, 1.0]) / np.sqrt(2))
-    two = curves_of([result(ONE), result(TWO, seed=1, recipe="b")], 1)
-    assert [curve.run for curve in two] == ["run0", "run1"]
-    assert "| favor [run1] |" in table(two).replace("| mnist ", "")
-
-
-def test_no_image_to_shift_is_an_error():
-    with pytest.raises(ValueError, match="no test image of class 0 of mnist can move"):
-        curves_of([result(ONE, labels=(1, 1, 1, 1))], 0)
-
-
-def test_the_published_curves_are_written_once(tmp_path):
-    curves = curves_of([result(ONE), result(TWO, seed=1, recipe="b")], 1)
-    rows = {}
-    for published in (False, True):
-        write_csv(curves, tmp_path / "shift.csv", published=published)
-        with (tmp_path / "shift.csv").open() as file:
-            rows[published] = list(csv.DictReader(file))
-    assert {row["source"] for row in rows[False]} == {"measured"}
-    assert rows[True][:6] == rows[False]
-    known = dict(zip(*published_curve("mnist", "No Pos."), strict=True))
-    assert rows[True][6:] == [
-        {
-            "run": "",
-            "dataset": "mnist",
-            "model": "No Pos.",
-            "shift_px": str(shift),
-            "accuracy_mean": f"{known[shift]:.6f}",
-            "accuracy_std": "",
-            "num_images": "",
-            "source": "published",
-        }
-        for shift in (-1, 0, 1)
-    ]
-    line = f"| mnist | No Pos. (published) | – | {known[-1]:.3f} |"
-    assert line in table(curves, published=True) and line not in table(curves)
-    text = summary(
-        curves, curves, class_name="1", max_shift=1, axis="x", published=True
-    )
-    assert text.count(line) == 1
-
-
-def test_a_model_without_a_published_curve_has_none():
-    (curve,) = curves_of([result(ONE)], 1)
-    other = dataclasses.replace(curve, published="")
-    elsewhere = dataclasses.replace(curve, dataset="cifar10")
-    assert published_curves([other]) == published_curves([elsewhere]) == []
-    far = dataclasses.replace(curve, shifts=(-9, 0, 9))
-    assert [list(by_shift) for *_, by_shift in published_curves([far])] == [[0]]
-
-
-@pytest.mark.parametrize("dataset", ["mnist", "fashion_mnist"])
-def test_the_published_curves_are_there(dataset):
-    shifts, accuracies = published_curve(dataset, "Absolute")
-    assert shifts == list(range(-8, 9))
-    assert max(accuracies) > 0.99
-    assert published_curve("cifar10", "Absolute") == ([], [])
 
 
 def test_example_loads_a_run_for_larger_images(workdir, tmp_path, monkeypatch):

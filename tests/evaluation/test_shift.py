@@ -17,55 +17,75 @@ from relattn.data import (
 )
 from relattn.data.folder import FileRecords
 from relattn.data.streaming import Photographs
-from relattn.evaluation.shift import margins, movable, shift_images, shifted_accuracy
+from relattn.evaluation.shift import (
+    NOT_ALLOWED,
+    NUM_RANDOM_SHIFTS,
+    allowed_shifts,
+    check_shift,
+    shift_images,
+    shifted_predictions,
+    shifts_along,
+)
 from relattn.training import Run, default_config
 from tests.helpers.shifting import moved
 
-MAX_SHIFT = 8
+SHIFTS = [(0, 0), (2, 0), (0, -3), (-1, 4), (6, 1), (-9, 2), (3, 9)]
 
 
-@pytest.mark.parametrize("axis", ["x", "y"])
-@pytest.mark.parametrize("pixels", [-7, -1, 0, 2, 6])
-def test_shift_moves_every_pixel_and_fills_with_zeros(axis, pixels):
+def moved_both(image, shift):
+    return moved(moved(image, shift[0], "x"), shift[1], "y")
+
+
+@pytest.mark.parametrize("shift", SHIFTS)
+def test_shift_moves_every_pixel_and_fills_with_zeros(shift):
     images = np.random.default_rng(0).normal(size=(3, 5, 7, 2)).astype(np.float32)
-    expected = np.stack([moved(image, pixels, axis) for image in images])
-    found = shift_images(jnp.asarray(images), pixels, axis)
+    expected = np.stack([moved_both(image, shift) for image in images])
+    found = shift_images(jnp.asarray(images), shift)
     chex.assert_trees_all_equal(np.asarray(found), expected)
 
 
-@pytest.mark.parametrize("axis", ["x", "y"])
-def test_only_movable_images_lose_nothing(axis):
+@pytest.mark.parametrize("boundary", ["zeros", "circular"])
+def test_each_image_has_its_own_shift(boundary):
+    rng = np.random.default_rng(0)
+    images = rng.normal(size=(len(SHIFTS), 5, 7, 2)).astype(np.float32)
+    found = shift_images(jnp.asarray(images), jnp.asarray(SHIFTS), boundary)
+    for image, shift, shifted in zip(images, SHIFTS, found, strict=True):
+        if boundary == "zeros":
+            expected = moved_both(image, shift)
+        else:
+            expected = np.roll(image, shift, (1, 0))
+        chex.assert_trees_all_equal(np.asarray(shifted), expected)
+
+
+def test_allowed_shifts_lose_nothing():
     rng = np.random.default_rng(1)
     images = (rng.random((50, 11, 13, 1)) < 0.02).astype(np.float32)
-    for max_shift in (0, 1, 3, 10):
-        expected = [
-            all(
-                np.count_nonzero(moved(image, sign * max_shift, axis))
-                == np.count_nonzero(image)
-                for sign in (-1, 1)
-            )
-            for image in images
+    assert not images[:, :, :, 0].any(axis=(1, 2)).all()  # Some are empty.
+    shifts = np.array([*SHIFTS, (12, 10), (13, 0), (0, -11)])
+    expected = [
+        [
+            np.count_nonzero(moved_both(image, shift)) == np.count_nonzero(image)
+            for shift in shifts
         ]
-        chosen = movable(images, max_shift, axis)
-        if max_shift == 10:
-            # An empty image has nothing to lose.
-            assert chosen.sum() == sum(not image.any() for image in images)
-        chex.assert_trees_all_equal(chosen, np.array(expected))
-
-
-def test_an_empty_image_has_all_margins():
-    assert margins(np.zeros((1, 3, 5, 1), np.float32), "y").tolist() == [[3, 3]]
+        for image in images
+    ]
+    found = allowed_shifts(images, shifts)
+    chex.assert_trees_all_equal(found, np.array(expected))
+    assert found[:, 1:].mean(axis=0).min() > 0 and found[:, 1:].mean() < 0.9
+    own = rng.permuted(np.tile(np.arange(10), (50, 1)), axis=1)
+    alone = allowed_shifts(images, shifts[own])
+    chex.assert_trees_all_equal(alone, np.take_along_axis(found, own, axis=1))
 
 
 @pytest.mark.parametrize("max_shift", [-1, 5, 8])
 def test_shift_larger_than_the_image_is_refused(max_shift):
     with pytest.raises(ValueError, match=f"max_shift={max_shift} does not fit images"):
-        movable(np.zeros((1, 3, 5, 1), np.float32), max_shift)
+        check_shift(max_shift, "x", 5)
 
 
 def test_unknown_axis_is_refused():
-    with pytest.raises(ValueError, match="axis must be x or y, got 'z'"):
-        movable(np.zeros((1, 3, 5, 1), np.float32), 1, "z")
+    with pytest.raises(ValueError, match="axis must be x, y or xy, got 'yx'"):
+        check_shift(1, "yx", 5)
 
 
 def test_enough_embedded_images_can_move():
@@ -73,9 +93,10 @@ def test_enough_embedded_images_can_move():
     images = np.pad(data.test.images, ((0, 0), (2, 2), (2, 2), (0, 0))) / np.float32(
         255
     )
-    trousers = data.test.labels == 1
+    trousers = images[data.test.labels == 1]
     # Padded to 32 pixels rather than resized, they have more room than the model's.
-    assert movable(images, MAX_SHIFT)[trousers].sum() >= 50
+    movable = allowed_shifts(trousers, np.array([(-8, 0), (8, 0)])).all(axis=1)
+    assert movable.sum() >= 50
 
 
 class SeesBlack(nn.Module):
@@ -105,11 +126,13 @@ def test_images_are_standardised_after_the_shift(tmp_path, standardize, black):
     images[:, 2, 2] = 200
     # The last one cannot move left; its corner is black once it moves right.
     images[2, 0, 0] = 200
-    found = shifted_accuracy(run, ImageSplit(images, np.ones(3, np.int32)), max_shift=2)
-    assert found.shifts == (-2, -1, 0, 1, 2)
-    assert found.allowed[:, 2].tolist() == [False, False, True, True, True]
-    assert found.correct[:, 2].tolist() == [False, False, False, True, True]
-    assert found.allowed[:, :2].all() and found.correct[:, :2].all()
+    split = ImageSplit(images, np.ones(3, np.int32))
+    found = shifted_predictions(run, split, max_shift=2)
+    assert found.shifts == ((-2, 0), (-1, 0), (0, 0), (1, 0), (2, 0))
+    assert found.predicted[:, 2].tolist() == [NOT_ALLOWED, NOT_ALLOWED, 0, 1, 1]
+    assert (found.predicted[:, :2] == 1).all()
+    assert found.unshifted.tolist() == [1, 1, 0]
+    assert found.all_allowed.tolist() == [True, True, False]
 
 
 class FirstPixels(nn.Module):
@@ -133,28 +156,72 @@ def answers(images):
     return images[:, 0, 0, 0] > images[:, 0, -2, 0]
 
 
-@pytest.mark.parametrize("axis", ["x", "y"])
-def test_a_shift_wraps_around(tmp_path, axis):
-    info = ImageInfo("noise", ("0", "1"), (5, 5, 1), (0.3,), (0.2,), 7, "noise")
-    run = first_pixels_run(info, 5, tmp_path)
+def noise(num_images, num_labels=2):
     rng = np.random.default_rng(0)
-    images = rng.integers(0, 256, (7, 5, 5, 1), dtype=np.uint8)
-    labels = rng.integers(0, 2, 7).astype(np.int32)
-    split = ImageSplit(images, labels)
-    found = shifted_accuracy(run, split, max_shift=2, axis=axis, border="wrap")
-    assert found.allowed.all() and found.both_ways.all()
-    np.testing.assert_array_equal(found.labels, labels)
-    for row, pixels in enumerate((-2, -1, 0, 1, 2)):
-        rolled = np.roll(images, pixels, axis={"y": 1, "x": 2}[axis])
-        expected = answers(rolled) == labels
-        np.testing.assert_array_equal(found.correct[row], expected)
-    with pytest.raises(ValueError, match="which have no larger crop: choose --border"):
-        shifted_accuracy(run, split, max_shift=2, border="crop")
-    with pytest.raises(ValueError, match="unknown border 'warp': did you mean 'wrap'"):
-        shifted_accuracy(run, split, max_shift=2, border="warp")
+    images = rng.integers(0, 256, (num_images, 5, 5, 1), dtype=np.uint8)
+    return ImageSplit(images, rng.integers(0, num_labels, num_images).astype(np.int32))
 
 
-@pytest.mark.parametrize("axis", ["x", "y"])
+def noise_run(where):
+    info = ImageInfo("noise", ("0", "1"), (5, 5, 1), (0.3,), (0.2,), 7, "noise")
+    return first_pixels_run(info, 5, where)
+
+
+@pytest.mark.parametrize("axis", ["x", "y", "xy"])
+def test_a_circular_shift_wraps_around(tmp_path, axis):
+    run, split = noise_run(tmp_path), noise(7)
+    options = {"max_shift": 2, "axis": axis, "boundary": "circular"}
+    found = shifted_predictions(run, split, **options)
+    assert found.all_allowed.all()
+    np.testing.assert_array_equal(found.labels, split.labels)
+    assert len(found.shifts) == len(found.predicted) == (25 if axis == "xy" else 5)
+    for (dx, dy), predicted in zip(found.shifts, found.predicted, strict=True):
+        rolled = np.roll(split.images, (dy, dx), axis=(1, 2))
+        np.testing.assert_array_equal(predicted, answers(rolled))
+
+
+def test_an_unknown_boundary_is_refused(tmp_path):
+    run, split = noise_run(tmp_path), noise(7)
+    with pytest.raises(ValueError, match="which have no larger crop: choose --bound"):
+        shifted_predictions(run, split, max_shift=2, boundary="crop")
+    message = "unknown boundary 'circle': did you mean 'circular'"
+    with pytest.raises(ValueError, match=message):
+        shifted_predictions(run, split, max_shift=2, boundary="circle")
+
+
+def test_random_shifts_are_the_same_for_every_run(tmp_path):
+    """They move along both axes, and depend neither on axis nor batch size."""
+    run, split = noise_run(tmp_path), noise(101)
+    found = shifted_predictions(run, split, max_shift=2, boundary="circular")
+    assert found.random_predicted.shape == (NUM_RANDOM_SHIFTS, 101)
+    run.config.eval_batch_size = 13
+    first = ImageSplit(split.images[:37], split.labels[:37])
+    other = shifted_predictions(run, first, max_shift=2, axis="xy", boundary="circular")
+    np.testing.assert_array_equal(
+        other.random_predicted, found.random_predicted[:, :37]
+    )
+    # Each is the prediction at one of the pairs, which it draws uniformly.
+    shifts = shifts_along("xy", 2)
+    every = np.stack([answers(np.roll(split.images, s[::-1], (1, 2))) for s in shifts])
+    draws = np.random.default_rng(0).integers(-2, 3, (101, NUM_RANDOM_SHIFTS, 2))
+    for image, moves in enumerate(draws.tolist()):
+        expected = [every[shifts.index(tuple(move)), image] for move in moves]
+        np.testing.assert_array_equal(found.random_predicted[:, image], expected)
+
+
+def test_random_shifts_with_zeros_lose_nothing(tmp_path):
+    run, split = noise_run(tmp_path), noise(7)
+    images = split.images.copy()
+    images[:, [0, -1]] = 0  # One free row above and below, no free column.
+    found = shifted_predictions(run, ImageSplit(images, split.labels), max_shift=2)
+    draws = np.random.default_rng(0).integers(-2, 3, (7, NUM_RANDOM_SHIFTS, 2))
+    dx, dy = draws.T
+    allowed = (dx == 0) & (abs(dy) <= 1)
+    np.testing.assert_array_equal(found.random_predicted != NOT_ALLOWED, allowed)
+    assert allowed.any()
+
+
+@pytest.mark.parametrize("axis", ["x", "y", "xy"])
 def test_a_crop_of_photographs_moves(tmp_path, axis):
     rng = np.random.default_rng(0)
     pixels = rng.integers(0, 256, (3, 11, 11, 3), dtype=np.uint8)
@@ -169,19 +236,17 @@ def test_a_crop_of_photographs_moves(tmp_path, axis):
         "noise", ("0", "1"), (5, 5, 3), *statistics, 7, "noise", streamed=True
     )
     run = first_pixels_run(info, 5, tmp_path)
-    found = shifted_accuracy(run, split, max_shift=3, axis=axis, border="crop")
-    assert found.allowed.all()
+    found = shifted_predictions(run, split, max_shift=3, axis=axis, boundary="crop")
+    assert found.all_allowed.all()
     np.testing.assert_array_equal(found.labels, labels)
-    for row, shift in enumerate(range(-3, 4)):
+    for (dx, dy), predicted in zip(found.shifts, found.predicted, strict=True):
         # What moves right shows more of the left.
-        top, left = (3, 3 - shift) if axis == "x" else (3 - shift, 3)
-        crop = pixels[:, top : top + 5, left : left + 5]
-        expected = answers(crop) == labels
-        np.testing.assert_array_equal(found.correct[row], expected)
+        crop = pixels[:, 3 - dy : 8 - dy, 3 - dx : 8 - dx]
+        np.testing.assert_array_equal(predicted, answers(crop))
     (batch,) = split.batches(3)
     np.testing.assert_array_equal(batch["image"], pixels[:, 3:8, 3:8])
     message = "max_shift=4 needs crops of 13 pixels, .* short side of 11: choose .* 3,"
     with pytest.raises(ValueError, match=message):
-        shifted_accuracy(run, split, max_shift=4, border="crop")
+        shifted_predictions(run, split, max_shift=4, boundary="crop")
     with pytest.raises(ValueError, match="trained on photographs, which fill the imag"):
-        shifted_accuracy(run, split, max_shift=3)
+        shifted_predictions(run, split, max_shift=3)

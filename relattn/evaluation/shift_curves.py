@@ -1,0 +1,268 @@
+"""Computes accuracy and consistency by shift, averaged over the seeds of a recipe."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from relattn.evaluation.shift import NOT_ALLOWED, Shift, ShiftedPredictions
+from relattn.evaluation.sizes import read_published
+from relattn.spec import parse
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Shares:
+    """Shares of the shifted images, at each of some shifts or at one.
+
+    Means and standard deviations are over runs; for a single run, the standard
+    deviation is the binomial sqrt(p (1 - p) / n) of a share p of n images.
+
+    Attributes:
+        accuracy: Share of the images that are classified correctly.
+        accuracy_std: Its standard deviation.
+        consistency: Share of the images whose predicted class is that of the unshifted
+            image.
+        consistency_std: Its standard deviation.
+        num_images: Number of images.
+    """
+
+    accuracy: Float[np.ndarray, "*shifts"]
+    accuracy_std: Float[np.ndarray, "*shifts"]
+    consistency: Float[np.ndarray, "*shifts"]
+    consistency_std: Float[np.ndarray, "*shifts"]
+    num_images: Int[np.ndarray, "*shifts"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ShiftCurve:
+    """Accuracy and consistency by shift, of one run or of several seeds.
+
+    Attributes:
+        run: The names of the runs.
+        dataset: The name of the data set.
+        model: The label of the model, see `model_label`.
+        published: The model's name in the published figure, or "".
+        shifts: Shifts (dx, dy) in pixels.
+        shares: The shares at each shift.
+        random: The shares under random shifts: of all pairs of an image and a random
+            shift that it allows, NaN without any; ``num_images`` counts the images.
+        num_runs: Number of runs.
+    """
+
+    run: str
+    dataset: str
+    model: str
+    published: str
+    shifts: tuple[Shift, ...]
+    shares: Shares
+    random: Shares
+    num_runs: int
+
+    def at(self, shift: Shift) -> Shares:
+        """Returns the shares at one of the shifts."""
+        i = self.shifts.index(shift)
+        return Shares(*(values[i, ...] for values in vars(self.shares).values()))
+
+
+def model_label(model: str, attention: str, position: str) -> str:
+    """Makes a model's label for a legend: its specs without defaults, or its name.
+
+    Args:
+        model: Name of the model, used if it has no attention.
+        attention: Spec of the attention, or "".
+        position: Spec of the position, or ""; ``none`` is left out.
+
+    Returns:
+        The label.
+
+    Example:
+        >>> model_label("performer", "favor", "constrained_sincos(num_scales=4)")
+        'favor + constrained_sincos(num_scales=4)'
+        >>> model_label("performer", "favor", "none"), model_label("alexnet", "", "")
+        ('favor', 'alexnet')
+    """
+    positions = [] if position in ("", "none") else [position]
+    return " + ".join([attention or model, *positions])
+
+
+def curve_label(curve: ShiftCurve, others: Sequence[ShiftCurve]) -> str:
+    """Returns a curve's model, with its runs if another curve has the same model.
+
+    Args:
+        curve: A curve.
+        others: The curves of the same table or figure.
+
+    Returns:
+        The label.
+    """
+    same = [other for other in others if other.dataset == curve.dataset]
+    alike = sum(other.model == curve.model for other in same)
+    return f"{curve.model} [{curve.run}]" if alike > 1 else curve.model
+
+
+def published_name(model: str, attention: str, position: str) -> str:
+    """Returns the name of a model in figure 1 of Horn et al., "" if it is not there.
+
+    Args:
+        model: Name of the model.
+        attention: Spec of the attention.
+        position: Spec of the position.
+
+    Returns:
+        The name.
+
+    Example:
+        >>> published_name("performer", "favor", "constrained_sincos(num_scales=4)")
+        'Rel. S1'
+    """
+    if model != "performer":
+        return ""
+    names = {
+        ("favor", "none"): "No Pos.",
+        ("favor", "learnable_sincos"): "Absolute",
+        ("favor", "constrained_sincos"): "Rel. S1",
+        ("banded", "none"): "Rel. S2",
+    }
+    return names.get((parse(attention)[0], parse(position)[0]), "")
+
+
+def curves_of(
+    results: Iterable[ShiftedPredictions], label: int | None
+) -> tuple[ShiftCurve, ...]:
+    """Computes the shares by shift, averaged over runs that differ only in their seed.
+
+    Args:
+        results: The predictions of each run.
+        label: A class, to use its images that allow every shift; or None, to use at
+            every shift all images that allow it.
+
+    Returns:
+        One curve for each recipe, in the order of the results.
+
+    Raises:
+        ValueError: If no image is left at one of the shifts.
+    """
+    groups: dict[tuple[str, str], list[ShiftedPredictions]] = {}
+    for result in results:
+        groups.setdefault((result.dataset, result.recipe), []).append(result)
+    return tuple(_curve(group, label) for group in groups.values())
+
+
+def _curve(group: Sequence[ShiftedPredictions], label: int | None) -> ShiftCurve:
+    first = group[0]
+    names = first.model, first.attention, first.position
+    by_shift, random = [], []
+    for result in group:
+        images = np.ones(len(result.labels), bool)
+        if label is not None:
+            images = result.all_allowed & (result.labels == label)
+        chosen = (result.predicted != NOT_ALLOWED) & images
+        count = chosen.sum(axis=1)
+        if not count.all():
+            dx, dy = first.shifts[int(count.argmin())]
+            what = "test image" if label is None else f"test image of class {label}"
+            raise ValueError(
+                f"no {what} of {first.dataset} can move {_distance(dx, dy)} without "
+                "losing a non-zero pixel: choose a smaller --max_shift, "
+                "--boundary=circular or a larger --num_images"
+            )
+        right, same = (
+            ((result.predicted == classes) & chosen).sum(axis=1) / count
+            for classes in (result.labels, result.unshifted)
+        )
+        by_shift.append((right, same, count))
+        random.append(_random_shares(result, images))
+    return ShiftCurve(
+        run=" ".join(result.run for result in group),
+        dataset=first.dataset,
+        model=model_label(*names),
+        published=published_name(*names),
+        shifts=first.shifts,
+        shares=_average(by_shift),
+        random=_average(random),
+        num_runs=len(group),
+    )
+
+
+def _distance(dx: int, dy: int) -> str:
+    distances = [f"{abs(dx)} pixels along x"] if dx else []
+    distances += [f"{abs(dy)} pixels along y"] if dy else []
+    return " and ".join(distances) or "0 pixels"
+
+
+def _random_shares(
+    result: ShiftedPredictions, images: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns accuracy, consistency and the number of images under random shifts."""
+    chosen = (result.random_predicted != NOT_ALLOWED) & images
+    # The mean of no pairs is NaN.
+    pairs = chosen.sum() or np.nan
+    right, same = (
+        np.asarray(((result.random_predicted == classes) & chosen).sum() / pairs)
+        for classes in (result.labels, result.unshifted)
+    )
+    return right, same, np.asarray(chosen.any(axis=0).sum())
+
+
+def _average(shares: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> Shares:
+    """Averages accuracies and consistencies over runs."""
+    *measured, counts = map(np.stack, zip(*shares, strict=True))
+    statistics = []
+    for values in measured:
+        mean = values.mean(axis=0)
+        if len(values) > 1:
+            std = values.std(axis=0, ddof=1)
+        else:
+            # NaN where there is no image.
+            std = np.sqrt(mean * (1 - mean) / np.maximum(counts[0], 1))
+        statistics += [np.asarray(mean), np.asarray(std)]
+    return Shares(*statistics, num_images=counts[0, ...])
+
+
+def published_curve(dataset: str, model: str) -> tuple[list[int], list[float]]:
+    """Returns a curve of figure 1 of Horn et al., from its authors' raw results.
+
+    Args:
+        dataset: ``"mnist"`` or ``"fashion_mnist"``; others have no curve.
+        model: ``"Absolute"``, ``"Rel. S1"``, ``"Rel. S2"`` or ``"No Pos."``.
+
+    Returns:
+        Shifts in pixels along x and the accuracies on class 1, both empty if the figure
+        has no such curve.
+
+    Example:
+        >>> shifts, accuracies = published_curve("fashion_mnist", "Rel. S1")
+        >>> shifts[0], accuracies[0]
+        (-8, 0.8963)
+    """
+    rows = [
+        row
+        for row in read_published("performer_figure1")
+        if (row["dataset"], row["model"]) == (dataset, model)
+    ]
+    shifts = [int(row["shift_px"]) for row in rows]
+    return shifts, [float(row["accuracy"]) for row in rows]
+
+
+def published_curves(
+    curves: Sequence[ShiftCurve],
+) -> list[tuple[str, str, dict[Shift, float]]]:
+    """Returns the published curves of the measured models and data sets.
+
+    Args:
+        curves: Measured curves.
+
+    Returns:
+        For each published curve the data set, the model's published name and the
+        accuracy by shift, at the measured shifts.
+    """
+    found = []
+    for dataset, model in dict.fromkeys((c.dataset, c.published) for c in curves):
+        known = dict(zip(*published_curve(dataset, model), strict=True))
+        shifts = [(dx, dy) for dx, dy in curves[0].shifts if dy == 0 and dx in known]
+        if shifts:
+            found.append((dataset, model, {shift: known[shift[0]] for shift in shifts}))
+    return found

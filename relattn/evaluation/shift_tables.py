@@ -1,0 +1,182 @@
+"""Writes accuracy and consistency under shifts as CSV and Markdown."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from relattn.evaluation.shift import BOUNDARIES, NUM_RANDOM_SHIFTS, Shift
+from relattn.evaluation.shift_curves import (
+    Shares,
+    ShiftCurve,
+    curve_label,
+    published_curves,
+)
+
+COLUMNS = (
+    "run",
+    "dataset",
+    "model",
+    "shift_x_px",
+    "shift_y_px",
+    "accuracy_mean",
+    "accuracy_std",
+    "consistency_mean",
+    "consistency_std",
+    "num_images",
+    "source",
+)
+
+
+def write_csv(
+    curves: Sequence[ShiftCurve], path: Path, *, published: bool = False
+) -> None:
+    """Writes a row for each curve and shift to a CSV file.
+
+    The column ``source`` is ``measured``, ``random`` or ``published``.
+
+    Args:
+        curves: Measured curves. Each has a row ``random`` for its random shifts,
+            without a shift.
+        path: The file.
+        published: Whether to add the published curves, which have only accuracies.
+    """
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(COLUMNS)
+        for curve in curves:
+            name = [curve.run, curve.dataset, curve.model]
+            for shift in curve.shifts:
+                writer.writerow([*name, *shift, *_values(curve.at(shift)), "measured"])
+            writer.writerow([*name, "", "", *_values(curve.random), "random"])
+        for dataset, model, by_shift in published_curves(curves) if published else ():
+            for shift, accuracy in by_shift.items():
+                row = ["", dataset, model, *shift, f"{accuracy:.6f}", "", "", "", ""]
+                writer.writerow([*row, "published"])
+
+
+def _values(shares: Shares) -> list[str]:
+    *statistics, count = vars(shares).values()
+    return [*("" if np.isnan(x) else f"{x:.6f}" for x in statistics), str(count)]
+
+
+def table(
+    curves: Sequence[ShiftCurve],
+    measure: str = "accuracy",
+    *,
+    published: bool = False,
+) -> str:
+    """Makes a Markdown table of the curves at five of their shifts and random ones.
+
+    Args:
+        curves: Curves with the same shifts.
+        measure: ``"accuracy"`` or ``"consistency"``.
+        published: Whether to add the published curves of accuracy.
+
+    Returns:
+        A row for each curve: mean, standard deviation and number of images; for a
+        published curve the accuracy.
+    """
+    shifts = _shown(curves[0].shifts)
+    header = ["data set", "model", "runs", *map(_shift_name, shifts), "random shifts"]
+    lines = ["| " + " | ".join(header) + " |", "| --- " * len(header) + "|"]
+    for curve in curves:
+        cells = [curve.dataset, curve_label(curve, curves), str(curve.num_runs)]
+        for shares in (*map(curve.at, shifts), curve.random):
+            mean, std = getattr(shares, measure), getattr(shares, f"{measure}_std")
+            cell = f"{mean:.3f} ± {std:.3f} ({shares.num_images})"
+            cells.append(cell if shares.num_images else "–")
+        lines.append("| " + " | ".join(cells) + " |")
+    for dataset, model, by_shift in published_curves(curves) if published else ():
+        cells = [dataset, f"{model} (published)", "–"]
+        cells += [f"{by_shift[s]:.3f}" if s in by_shift else "–" for s in shifts]
+        lines.append("| " + " | ".join([*cells, "–"]) + " |")
+    return "\n".join(lines)
+
+
+def _shown(shifts: Sequence[Shift]) -> list[Shift]:
+    """Selects no shift, the largest, and three quarters of it; of pairs, the corners.
+
+    Example:
+        >>> _shown([(0, dy) for dy in range(-8, 9)])
+        [(0, -8), (0, -6), (0, 0), (0, 6), (0, 8)]
+        >>> _shown([(dx, dy) for dy in (-1, 0, 1) for dx in (-1, 0, 1)])
+        [(-1, -1), (1, -1), (0, 0), (-1, 1), (1, 1)]
+    """
+    right, down = shifts[-1]
+    some = (-right, down) if right and down else (3 * right // 4, 3 * down // 4)
+    chosen = [(-right, -down), (-some[0], -some[1]), (0, 0), some, (right, down)]
+    return list(dict.fromkeys(chosen))
+
+
+def _shift_name(shift: Shift) -> str:
+    pixels = [f"{x:+d}" if x else "0" for x in shift]
+    if all(shift):
+        return f"({', '.join(pixels)}) px"
+    return f"{pixels[0] if shift[0] else pixels[1]} px"
+
+
+def summary(
+    one_class: Sequence[ShiftCurve],
+    every_class: Sequence[ShiftCurve],
+    *,
+    class_name: str,
+    max_shift: int,
+    axis: str,
+    boundary: str = "zeros",
+    published: bool = False,
+) -> str:
+    """Summarises the shares on one class and, a stricter measure, on all classes.
+
+    Args:
+        one_class: Curves of one class, perhaps none.
+        every_class: Curves of all classes.
+        class_name: The name of the one class.
+        max_shift: Largest shift in pixels.
+        axis: ``"x"``, ``"y"`` or ``"xy"``.
+        boundary: What moves into an image.
+        published: Whether to add the published curves to those of one class.
+
+    Returns:
+        Markdown.
+    """
+    along = " and ".join(axis)
+    every = "At every shift, the test images of any class that lose no non-zero pixel "
+    every += "by it. Larger shifts use fewer, and different, images."
+    move = f"can move {max_shift} pixels both ways along {along}"
+    one = f"The test images of this class that {move} without losing a non-zero pixel."
+    random = f"uniform from {-max_shift} to {max_shift} pixels along x and y, the same "
+    random += "for every model; those that lose a non-zero pixel do not count."
+    if boundary != "zeros":
+        one = "All test images of this class."
+        every = f"All test images. {BOUNDARIES[boundary]}."
+        random = random.partition(";")[0] + "."
+    parts = [f"# Accuracy and consistency under shifts along {along}"]
+    parts += [f"## Class {class_name}"]
+    if one_class:
+        parts += [
+            f"{one} Accuracy on one class favours a model that predicts it too often.",
+            *_tables(one_class, published),
+        ]
+    else:
+        parts += [
+            f"No test image of this class {move} without losing a non-zero pixel."
+        ]
+    parts += [
+        "## All classes",
+        every,
+        *_tables(every_class, published=False),
+        "Consistency is the share of the images whose predicted class is that of the "
+        f"unshifted image. Each image has {NUM_RANDOM_SHIFTS} random shifts, {random}",
+        "Mean ± standard deviation (number of images) over the runs that differ in "
+        "their seed; for a single run, the binomial sqrt(p (1 - p) / n).",
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _tables(curves: Sequence[ShiftCurve], published: bool) -> list[str]:
+    accuracy = table(curves, published=published)
+    return ["Accuracy:", accuracy, "Consistency:", table(curves, "consistency")]

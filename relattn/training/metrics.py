@@ -15,9 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tensorboardX.proto.event_pb2 import Event, SessionLog
-from tensorboardX.record_writer import RecordWriter
-from tensorboardX.summary import scalar
 
 from relattn.training.cost import peak_flops
 from relattn.training.errors import NonFiniteLossError, writing
@@ -357,6 +354,10 @@ class EventsFile:
     """
 
     def __init__(self, folder: Path, start_step: int):
+        # Imported late: tensorboardX imports PyTorch where it is installed.
+        from tensorboardX.proto.event_pb2 import SessionLog
+        from tensorboardX.record_writer import RecordWriter
+
         name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}"
         self._records = RecordWriter(str(folder / name))
         self._write(file_version="brain.Event:2")
@@ -371,11 +372,15 @@ class EventsFile:
             step: Number of updates so far.
             values: Scalars by tag.
         """
+        from tensorboardX.summary import scalar
+
         for tag, value in values.items():
             self._write(step=step, summary=scalar(tag, value))
         self._records.flush()
 
     def _write(self, **event: Any) -> None:
+        from tensorboardX.proto.event_pb2 import Event
+
         event = Event(wall_time=time.time(), **event)
         self._records.write(event.SerializeToString())
 

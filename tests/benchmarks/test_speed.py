@@ -84,7 +84,9 @@ def test_peak_counts_from_the_start():
     del largest
     base = measure._start_peak(device)
     smaller = np.ones(4_000_000)
-    assert smaller.nbytes <= measure.peak_memory(device) - base < 1.5 * smaller.nbytes
+    # A few pages may be reused.
+    peak = measure.peak_memory(device) - base
+    assert 0.99 * smaller.nbytes <= peak < 1.5 * smaller.nbytes
 
 
 def test_measure_without_backward():

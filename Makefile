@@ -1,7 +1,7 @@
 # make test            lint, tests, doctests and a notebook
 # make test-full       all tests, with XLA's optimisations and with TensorFlow; then
 #                      starts every configuration at its published size; takes hours
-# make demo            trains two models, shifts the images and compares, on two cores
+# make demo            trains three models, shifts the images and compares, on two cores
 # make docs            builds the documentation site, docs/_build/html
 # make tables          writes the generated tables of README.md and docs/
 # make test PYTHON=python3.12    uses another interpreter

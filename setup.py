@@ -86,7 +86,7 @@ setup(
     package_data={
         "relattn": ["py.typed"],
         "relattn.data": ["embedded/**/*"],
-        "relattn.evaluation": ["published/*"],
+        "relattn.evaluation": ["page.html", "published/*"],
     },
     install_requires=REQUIREMENTS,
     extras_require={

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from relattn import command
 from relattn.spec import closest
@@ -104,6 +105,7 @@ def eval_shift(argv: Sequence[str] | None = None) -> None:
         argv: Command-line arguments, by default the process's.
     """
     from relattn.evaluation.compare import shift_report
+    from relattn.evaluation.page import write_page
 
     parser = command.Parser("python eval_shift.py", eval_shift.__doc__)
     add = parser.add_argument
@@ -141,6 +143,12 @@ def eval_shift(argv: Sequence[str] | None = None) -> None:
         "and crop, all images allow all shifts",
     )
     add("--data_dir", help="folder of the data set, if it has moved")
+    add(
+        "--page",
+        action="store_true",
+        help="also write page.html, on which one moves test images and sees what the "
+        "models say",
+    )
     given = parser.parse_args(argv)
     summary = shift_report(
         given.workdir,
@@ -155,7 +163,17 @@ def eval_shift(argv: Sequence[str] | None = None) -> None:
         boundary=given.boundary,
     )
     print(summary)
-    print(f"Written to {given.output}: shift.csv, shift.png, summary.md")
+    written = ["shift.csv", "shift.png", "summary.md"]
+    if given.page:
+        written.append("page.html")
+        write_page(
+            given.workdir,
+            Path(given.output) / "page.html",
+            max_shift=given.max_shift,
+            boundary=given.boundary,
+            checkpoint=given.checkpoint,
+        )
+    print(f"Written to {given.output}: {', '.join(written)}")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
 ``python -m studies.demo --output=demo``, from the project's root, trains
 ``configs/demo.py`` for each variant and seed with ``train.py``, and writes
 ``shift.png``, ``table.md`` and ``results.json``. The same command continues an
-interrupted demo. Options ``--config.key=value``, such as ``--config.num_epochs=3``, are
+interrupted demo. ``index.html`` is a page on which one moves test images and sees what
+the models say. Options ``--config.key=value``, such as ``--config.num_epochs=3``, are
 passed to ``train.py``.
 """
 
@@ -19,6 +20,7 @@ import numpy as np
 
 from relattn import command
 from relattn.evaluation.compare import compare
+from relattn.evaluation.page import write_page
 from relattn.evaluation.shift_curves import ShiftCurve
 from relattn.evaluation.shift_plots import plot
 from relattn.training.config import read_config
@@ -26,7 +28,7 @@ from relattn.training.workdir import usable_folder
 from studies.launcher import Training, train
 
 CONFIG = "configs/demo.py"
-VARIANTS = ("learnable_sincos", "constrained_sincos")
+VARIANTS = ("learnable_sincos", "constrained_sincos", "exact")
 CLASS_SHIFT = 8
 ALL_SHIFT = 6
 
@@ -95,6 +97,9 @@ def run_demo(
     (output / "results.json").write_text(json.dumps(results, indent=2) + "\n")
     text = demo_table(results, comparison.class_name)
     (output / "table.md").write_text(text, "utf-8")
+    first = [training for training in trainings if training.seed == 0]
+    workdirs, names = zip(*((t.workdir, t.label) for t in first), strict=True)
+    write_page(workdirs, output / "index.html", names=names)
     return text
 
 
@@ -181,7 +186,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         overrides=arguments.overrides,
     )
     print(f"\n{text}\nIn {time.monotonic() - start:.0f} s. Written to", end=" ")
-    print(f"{arguments.output}: shift.png, table.md, results.json")
+    print(f"{arguments.output}: index.html, shift.png, table.md, results.json")
 
 
 if __name__ == "__main__":

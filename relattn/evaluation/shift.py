@@ -274,7 +274,7 @@ def shifted_predictions(
     num_moves = len(shifts) + NUM_RANDOM_SHIFTS
     predicted = np.full((len(split), num_moves), NOT_ALLOWED, np.int32)
     resize = jax.jit(functools.partial(preprocess, image_size=size + 2 * margin))
-    predict = _predict_fn(run, boundary, margin)
+    predict, shift = make_predict_fn(run), make_shift_fn(run, boundary, margin)
     name = name or Path(run.workdir).name
     labels = []
     with tqdm(
@@ -299,8 +299,8 @@ def shifted_predictions(
                 i, j = (x[start : start + batch_size] for x in (image, move))
                 # Fill the last batch, so that the model is traced once.
                 full = np.resize(np.arange(len(i)), batch_size)
-                classes = predict(images, i[full], moves[i, j][full])
-                predicted[done + i, j] = classes[: len(i)]
+                logits = predict(shift(images, i[full], moves[i, j][full]))
+                predicted[done + i, j] = np.asarray(logits).argmax(-1)[: len(i)]
                 bar.update(len(i))
     return ShiftedPredictions(
         run=name,
@@ -328,8 +328,18 @@ def _with_margin(split: StreamedSplit, size: int, margin: int) -> StreamedSplit:
     return dataclasses.replace(split, image_size=padded_size)
 
 
-def _predict_fn(run: Run, boundary: str, margin: int) -> Callable[..., np.ndarray]:
-    predict = make_predict_fn(run)
+def make_shift_fn(run: Run, boundary: str, margin: int = 0) -> Callable[..., Array]:
+    """Makes a compiled function that shifts resized images and standardises them.
+
+    Args:
+        run: A trained run.
+        boundary: A key of `BOUNDARIES`.
+        margin: Pixels that are cut from every side after the shift.
+
+    Returns:
+        A function of images, the indices of images, ``[batch]``, and their shifts
+        (dx, dy), ``[batch, 2]``, to inputs of the model.
+    """
 
     @jax.jit
     def shift(images, index, moves):
@@ -342,10 +352,7 @@ def _predict_fn(run: Run, boundary: str, margin: int) -> Callable[..., np.ndarra
             return images
         return (images - jnp.asarray(run.data.mean)) / jnp.asarray(run.data.std)
 
-    def classes(images, index, moves):
-        return np.asarray(predict(shift(images, index, moves))).argmax(axis=-1)
-
-    return classes
+    return shift
 
 
 def _recipe(run: Run) -> str:

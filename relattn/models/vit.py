@@ -16,7 +16,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from relattn import spec
 from relattn.kernels.precision import widen
@@ -145,14 +145,14 @@ def polyphase_anchor(
 
     1. A phase (r, c), below the patch size, is a way to cut the image into patches,
        after rolling it by (-r, -c). The phase with the largest energy is chosen:
-       sum over patches of (sum of the patch)^2. Of equal energies the second one
-       decides, in which the sums are weighted by 3^-row 2^-column: it tells apart the
-       phases of an object that fits into one patch.
-    2. The patch whose weighted sum is farthest from the median comes first. On a torus
-       this choice changes nothing but rounding.
+       sum over patches of (sum of the patch)^2.
+    2. Of the patches of this phase, the one that starts at the pixel with the largest
+       key comes first: key = sum_ab (3/4)^a (7/8)^b x(row + a, column + b). On a torus
+       this choice changes nothing but rounding. Of phases with equal energies it
+       decides too.
 
-    The result for a shifted image is the same bit for bit, unless different phases or
-    patches have equal energies: numbers are sorted before they are added.
+    The result for a shifted image is the same bit for bit, unless two keys are equal:
+    all sums add the same numbers in the same order.
 
     Args:
         images: Shape ``[batch, height, width, channels]``.
@@ -171,40 +171,59 @@ def polyphase_anchor(
 
     Source:
         Rojas-Gomez et al., Making Vision Transformers Truly Shift-Equivariant, section
-        4.1; the energy of the patches' sums, the rule for equal energies and the first
-        patch are ours.
+        4.1; the energy of the patches' sums and the key are ours.
+    """
+    shifts = anchor_shifts(images, patch_size)
+    roll = functools.partial(jnp.roll, axis=(0, 1))
+    return jax.vmap(lambda image, shift: roll(image, tuple(-shift)))(images, shifts)
+
+
+def anchor_shifts(
+    images: Float[Array, "batch height width channels"], patch_size: PatchSize
+) -> Int[Array, "batch 2"]:
+    """Computes where in each image the first patch of `polyphase_anchor` starts.
+
+    Args:
+        images: Shape ``[batch, height, width, channels]``.
+        patch_size: Side of a square patch, or height and width, in pixels.
+
+    Returns:
+        Rows and columns in pixels, shape ``[batch, 2]``.
+
+    Raises:
+        ValueError: If the patch does not divide the image, or is larger than it.
+
+    Example:
+        >>> image = jnp.zeros((1, 4, 4, 1)).at[0, 1:3, 1:3].set(1.0)
+        >>> anchor_shifts(image, 2).tolist()
+        [[1, 1]]
     """
     _, height, width, _ = images.shape
     grid = patch_grid(height, width, patch_size)
     patch = (height // grid[0], width // grid[1])
     pixels = widen(jax.lax.stop_gradient(images)).sum(axis=-1)
+    # The sum of the patch that starts at each pixel.
+    sums = pixels
+    for axis, side in ((1, patch[0]), (2, patch[1])):
+        sums = sum(jnp.roll(sums, -shift, axis) for shift in range(side))
+    # The patches of each phase, [batch, phase row, phase column, patches].
+    squares = (sums**2).reshape(-1, grid[0], patch[0], grid[1], patch[1])
+    squares = squares.transpose(0, 2, 4, 1, 3).reshape(-1, *patch, math.prod(grid))
+    energy = _sum_sorted(squares)
+    largest = energy == energy.max(axis=(1, 2), keepdims=True)
 
-    def patch_sums(row_factor, column_factor):
-        """Sums the patches of every phase, [batch, phases, patches]."""
-        # Horner's rule, for the patch that starts at each pixel. Additions in a fixed
-        # order round the same way wherever the patch is.
-        sums = pixels
-        for axis, factor in ((1, row_factor), (2, column_factor)):
-            source, sums = sums, jnp.zeros_like(sums)
-            for shift in range(patch[axis - 1]):
-                sums = sum([sums] * factor) + jnp.roll(source, -shift, axis)
-        sums = sums.reshape(-1, grid[0], patch[0], grid[1], patch[1])
-        shape = (-1, math.prod(patch), math.prod(grid))
-        return sums.transpose(0, 2, 4, 1, 3).reshape(shape)
+    key = pixels
+    for axis, share in ((1, 1 / 4), (2, 1 / 8)):
+        # (1 - share) times the sum so far, shifted by one, plus x. Multiplying by a
+        # power of two is exact, so that fused operations round as separate ones do.
+        def add(_, total, x=key, axis=axis, share=share):
+            total = jnp.roll(total, -1, axis)
+            return x + (total - share * total)
 
-    plain, weighted = patch_sums(1, 1), patch_sums(3, 2)
-    first, second = _sum_sorted(plain**2), _sum_sorted(weighted**2)
-    largest = first == first.max(axis=-1, keepdims=True)
-    phase = jnp.argmax(jnp.where(largest, second, -jnp.inf), axis=-1)
-    sums = jnp.take_along_axis(weighted, phase[:, None, None], axis=1)[:, 0]
-    origin = jnp.argmax(jnp.abs(sums - jnp.median(sums, -1, keepdims=True)), axis=-1)
-
-    def roll(image, phase, origin):
-        (row, column), (i, j) = divmod(phase, patch[1]), divmod(origin, grid[1])
-        shift = (-row - i * patch[0], -column - j * patch[1])
-        return jnp.roll(image, shift, axis=(0, 1))
-
-    return jax.vmap(roll)(images, phase, origin)
+        key = jax.lax.fori_loop(0, pixels.shape[axis], add, jnp.zeros_like(key))
+    chosen = jnp.where(jnp.tile(largest, (1, *grid)), key, -jnp.inf)
+    first = jnp.argmax(chosen.reshape(len(images), -1), axis=-1)
+    return jnp.stack(divmod(first, width), axis=-1)
 
 
 def _sum_sorted(x):

@@ -41,19 +41,27 @@ def dead_links(pages):
     return dead
 
 
-def console_errors(path, width):
-    """Opens a page in Chromium; returns the errors on its console."""
+def open_page(path, width):
+    """Opens a page in Chromium; its output is the page after its scripts have run."""
     command = [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu"]
     command += [f"--window-size={width},1600", "--enable-logging=stderr"]
     command += ["--log-level=0", "--virtual-time-budget=5000", "--dump-dom"]
-    result = subprocess.run(
+    return subprocess.run(
         [*command, path.resolve().as_uri()],
         capture_output=True,
         text=True,
         timeout=120,
         check=True,
     )
+
+
+def console_errors(path, width):
+    """Opens a page in Chromium; returns the messages on its console.
+
+    Chromium does not say which are errors, and our pages write none.
+    """
+    result = open_page(path, width)
     assert "</html>" in result.stdout
-    errors = re.findall(r"^.*:ERROR:CONSOLE.*$", result.stderr, re.M)
+    errors = re.findall(r"^.*:CONSOLE.*$", result.stderr, re.M)
     # The machine may be offline: MathJax comes from a server.
     return [line for line in errors if "source: http" not in line]

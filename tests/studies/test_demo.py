@@ -67,10 +67,14 @@ TINY = [
 
 
 def test_demo_trains_and_compares(tmp_path, capfd):
-    table = run_demo(tmp_path, overrides=TINY)
-    assert "| learnable_sincos | " in table
+    variants = ("constrained_sincos", "exact")
+    table = run_demo(tmp_path, variants=variants, overrides=TINY)
     assert "| constrained_sincos | " in table
+    assert "| exact | " in table
     assert (tmp_path / "table.md").read_text() == table
+    page = (tmp_path / "index.html").read_text()
+    for variant in variants:
+        assert f'"name": "{variant}"' in page
     assert (tmp_path / "shift.png").read_bytes()[1:4] == b"PNG"
     results = json.loads((tmp_path / "results.json").read_text())
     assert results["constrained_sincos"]["one_class"]["num_images"] == [90] * 17

@@ -1,0 +1,236 @@
+"""Writes a page on which one moves test images and sees what trained runs say.
+
+The page is one HTML file that needs no other: `relattn/evaluation/page.html` with the
+probabilities and attention weights of every image at every shift.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import html
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, Num
+from tqdm import tqdm
+
+from relattn import models
+from relattn.data import load_data, preprocess
+from relattn.evaluation.shift import (
+    Shift,
+    allowed_shifts,
+    check_boundary,
+    check_shift,
+    make_shift_fn,
+    shifts_along,
+)
+from relattn.models.vit import anchor_shifts
+from relattn.training import Run, load_run, make_predict_fn
+from relattn.training.run import check_labels
+from relattn.training.workdir import write_text
+
+TEMPLATE = Path(__file__).with_name("page.html")
+# The attention maps of more patches would make the page too large.
+MAX_PATCHES = 256
+
+
+def write_page(
+    workdirs: Sequence[str | Path],
+    path: str | Path,
+    *,
+    names: Sequence[str] = (),
+    max_shift: int = 8,
+    boundary: str = "circular",
+    checkpoint: str = "best",
+    num_shown: int = 30,
+    num_images: int = 60,
+    progress: bool = True,
+) -> None:
+    """Writes the page of some runs on the same images.
+
+    Args:
+        workdirs: Folders of the runs.
+        path: The file.
+        names: Names of the runs; by default those of their folders.
+        max_shift: The shifts are ``-max_shift..max_shift`` along x and y, in pixels.
+        boundary: ``"zeros"`` or ``"circular"``, see
+            `relattn.evaluation.shift.shifted_predictions`. With zeros, images are used
+            that can move by every shift without losing a non-zero pixel.
+        checkpoint: ``"best"`` or ``"latest"``.
+        num_shown: Number of images on the page.
+        num_images: Number of images of which the accuracy is computed.
+        progress: Whether to show a progress bar on a terminal.
+
+    Raises:
+        ValueError: If there is no run, the runs differ in their data or are not of
+            images in memory, or no image allows every shift.
+        CheckpointError: If a folder has no run with a checkpoint, or the data have
+            other classes than a run predicts.
+    """
+    if not workdirs:
+        raise ValueError("no run: name at least one folder by --workdir")
+    runs = [load_run(workdir, checkpoint) for workdir in workdirs]
+    names = names or [run.workdir.name for run in runs]
+    images, labels = _choose_images(runs, max_shift, boundary, num_images)
+    shifts = shifts_along("xy", max_shift)
+    found = []
+    with tqdm(
+        total=len(runs) * len(images) * len(shifts),
+        desc="Page",
+        unit=" images",
+        disable=None if progress else True,
+    ) as bar:
+        for name, run in zip(names, runs, strict=True):
+            steps = _predict(run, images, shifts, boundary, num_shown)
+            found.append(_model(name, run, steps, labels, num_shown, bar))
+    data = {
+        "classes": runs[0].data.class_names,
+        "maxShift": max_shift,
+        "boundary": boundary,
+        "numImages": len(images),
+        "shape": images.shape[1:],
+        "images": _encode(np.round(255 * images[:num_shown])),
+        "labels": labels[:num_shown].tolist(),
+        "models": found,
+    }
+    title = f"Shifts of {runs[0].data.name}"
+    text = TEMPLATE.read_text("utf-8").replace("TITLE", html.escape(title))
+    # No tag ends within the data.
+    write_text(
+        Path(path), text.replace("DATA", json.dumps(data).replace("<", "\\u003c"))
+    )
+
+
+def _choose_images(
+    runs: Sequence[Run], max_shift: int, boundary: str, num_images: int
+) -> tuple[Float[np.ndarray, "n height width channels"], Int[np.ndarray, "n"]]:
+    """Returns test images that allow every shift, and labels, class after class."""
+    first = runs[0]
+    for run in runs:
+        if run.data.kind != "images":
+            raise ValueError(f"{run.workdir} is not a run on images")
+        check_boundary(boundary, run.data.streamed, str(run.workdir))
+        if run.data.streamed:
+            raise ValueError(
+                f"{run.workdir} was trained on photographs: a page needs images in "
+                "memory"
+            )
+        for key in ("name", "image_size"):
+            here, there = run.config.data[key], first.config.data[key]
+            if here != there:
+                raise ValueError(
+                    f"{run.workdir} has config.data.{key}={here!r}, {first.workdir} "
+                    f"has {there!r}: a page needs runs on the same images"
+                )
+    size = first.config.data.image_size
+    check_shift(max_shift, "xy", size)
+    data = load_data(first.config.data)
+    for run in runs:
+        check_labels(run.data, data.info, run.workdir)
+    split = data.eval_splits["test"]
+    images = np.asarray(preprocess(split.images, image_size=size))
+    labels = np.asarray(split.labels)
+    if boundary == "zeros":
+        corners = np.array([(a, b) for a in (-max_shift, max_shift) for b in (a, -a)])
+        movable = allowed_shifts(images, corners).all(axis=1)
+        images, labels = images[movable], labels[movable]
+    if not len(images):
+        raise ValueError(
+            f"no test image can move {max_shift} pixels in every direction: choose a "
+            "smaller max_shift, or boundary='circular'"
+        )
+    # The first image of each class, then the second of each, and so on.
+    turn = np.array([(labels[:i] == label).sum() for i, label in enumerate(labels)])
+    order = np.lexsort((labels, turn))[:num_images]
+    return images[order], labels[order]
+
+
+def _predict(
+    run: Run,
+    images: np.ndarray,
+    shifts: Sequence[Shift],
+    boundary: str,
+    num_shown: int,
+) -> Iterator[tuple[np.ndarray, np.ndarray | None, np.ndarray | None]]:
+    """Yields probabilities, attention and anchors of each image at every shift.
+
+    Attention and anchors are None for images that are not shown.
+    """
+    predict, shift = make_predict_fn(run), make_shift_fn(run, boundary)
+    weights_fn = _attention_fn(run)
+    for index in range(len(images)):
+        inputs = shift(images, np.full(len(shifts), index), np.array(shifts))
+        probabilities = np.asarray(jax.nn.softmax(predict(inputs)))
+        shown = weights_fn is not None and index < num_shown
+        yield probabilities, *(weights_fn(inputs) if shown else (None, None))
+
+
+def _attention_fn(run: Run) -> Any:
+    """Makes a function from inputs to attention maps and anchors, None without maps.
+
+    A map has the weight of every patch for CLS, or for all tokens without CLS, as the
+    mean over heads, in the last layer.
+    """
+    if not hasattr(run.model, "num_prefix"):
+        return None
+    size = run.config.data.image_size
+    grid = models.patch_grid(size, size, run.model.patch_size)
+    if np.prod(grid) > MAX_PATCHES:
+        return None
+    num_prefix = run.model.num_prefix
+
+    @jax.jit
+    def maps(variables: Any, inputs: Array) -> tuple[Array, Array]:
+        weights = models.attention_weights(run.model, variables, inputs)[-1]
+        read = weights.mean(axis=1)
+        read = read[:, 0] if num_prefix else read.mean(axis=1)
+        anchors = jnp.zeros((len(inputs), 2), int)
+        if run.model.anchor == "polyphase":
+            anchors = anchor_shifts(inputs, run.model.patch_size)
+        return read[:, num_prefix:], anchors
+
+    return functools.partial(maps, run.variables)
+
+
+def _model(
+    name: str, run: Run, steps: Any, labels: np.ndarray, num_shown: int, bar: tqdm
+) -> dict[str, Any]:
+    """Returns what the page needs of one run."""
+    probabilities, correct, maps, anchors = [], 0, [], []
+    for index, (found, read, anchor) in enumerate(steps):
+        correct = correct + (found.argmax(axis=-1) == labels[index])
+        if index < num_shown:
+            probabilities.append(np.round(255 * found))
+            if read is not None:
+                largest = np.maximum(read.max(axis=-1, keepdims=True), 1e-9)
+                maps.append(np.round(15 * np.maximum(read, 0) / largest))
+                anchors.append(anchor)
+        bar.update(len(found))
+    model = {
+        "name": name,
+        "probabilities": _encode(np.stack(probabilities)),
+        "accuracy": (correct / len(labels)).tolist(),
+    }
+    if maps:
+        size = run.config.data.image_size
+        grid = models.patch_grid(size, size, run.model.patch_size)
+        # Two numbers of four bits in each byte.
+        pairs = np.stack(maps).astype(np.uint8).ravel()
+        pairs = np.pad(pairs, (0, len(pairs) % 2)).reshape(-1, 2)
+        model |= {
+            "grid": grid,
+            "maps": _encode(16 * pairs[:, 0] + pairs[:, 1]),
+            "anchors": _encode(np.stack(anchors)),
+            "reader": "CLS" if run.model.num_prefix else "all patches",
+        }
+    return model
+
+
+def _encode(x: Num[np.ndarray, "..."]) -> str:
+    return base64.b64encode(x.astype(np.uint8).tobytes()).decode()

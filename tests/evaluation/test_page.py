@@ -1,0 +1,161 @@
+"""The page on which one moves test images."""
+
+import base64
+import json
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from configs import demo
+from relattn import training
+from relattn.data import load_data, preprocess
+from relattn.evaluation import page as page_lib
+from relattn.evaluation.page import write_page
+from relattn.evaluation.shift import shift_images
+from tests.helpers import browser
+
+MAX_SHIFT = 2
+
+
+def train(folder, **model):
+    config = demo.get_config("exact")
+    with config.unlocked():
+        config.model.update(num_layers=1, dim=8, num_heads=2, mlp_dim=7, **model)
+        config.update(num_steps=2, num_epochs=0, progress=False)
+        config.schedule.warmup_steps = 0
+        config.data.update(image_size=16, num_validation=25)
+    training.train_and_evaluate(config, folder, devices=jax.local_devices()[:1])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def workdirs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    plain = {"anchor": "none", "periodic": False, "pool": "mean"}
+    return [train(folder / "exact"), train(folder / "plain", **plain)]
+
+
+@pytest.fixture(scope="module")
+def page(workdirs):
+    path = workdirs[0].parent / "page.html"
+    write_page(workdirs, path, max_shift=MAX_SHIFT, num_shown=3, num_images=5)
+    return path
+
+
+def read(page):
+    text = page.read_text("utf-8")
+    return json.loads(re.search(r'id="data">(.*?)</script>', text, re.S)[1])
+
+
+def decode(text, *shape):
+    return np.frombuffer(base64.b64decode(text), np.uint8).reshape(*shape)
+
+
+def test_the_page_has_what_the_runs_predict(page, workdirs):
+    data = read(page)
+    size = 2 * MAX_SHIFT + 1
+    assert data["labels"] == [0, 1, 2] and data["numImages"] == 5
+    images = decode(data["images"], 3, 16, 16, 1)
+    for model, workdir in zip(data["models"], workdirs, strict=True):
+        run = training.load_run(workdir)
+        assert model["name"] == workdir.name
+        found = decode(model["probabilities"], 3, size, size, 10)
+        split = load_data(run.config.data).test
+        chosen = [np.flatnonzero(split.labels == label)[0] for label in range(5)]
+        resized = preprocess(split.images[np.array(chosen)], image_size=16)
+        np.testing.assert_array_equal(images, np.round(255 * resized[:3]))
+        correct = []
+        for dy, dx in ((-2, 1), (0, 0), (2, -2)):
+            moved = shift_images(resized, (dx, dy), "circular")
+            logits = training.make_predict_fn(run)(moved)
+            expected = np.asarray(jax.nn.softmax(logits))
+            row, column = dy + MAX_SHIFT, dx + MAX_SHIFT
+            np.testing.assert_allclose(
+                found[:, row, column] / 255, expected[:3], atol=0.51 / 255
+            )
+            correct = (expected.argmax(-1) == np.arange(5)).mean()
+            assert model["accuracy"][row * size + column] == pytest.approx(correct)
+    exact = data["models"][0]
+    assert len(set(exact["accuracy"])) == 1
+
+
+def test_attention_maps_belong_to_the_moved_patches(page):
+    exact, plain = read(page)["models"]
+    size = 2 * MAX_SHIFT + 1
+    assert (exact["reader"], plain["reader"]) == ("CLS", "all patches")
+    assert exact["grid"] == [4, 4]
+    packed = decode(exact["maps"], 3, size, size, 8)
+    # The same map for every shift; its patches move with the image.
+    np.testing.assert_array_equal(
+        packed, np.broadcast_to(packed[:, :1, :1], packed.shape)
+    )
+    assert (packed.max() >> 4) == 15 or (packed & 15).max() == 15
+    anchors = decode(exact["anchors"], 3, size, size, 2).astype(int)
+    shifts = np.indices((size, size)).transpose(1, 2, 0)
+    expected = (anchors[:, :1, :1] + shifts) % 16
+    np.testing.assert_array_equal(anchors, expected)
+    assert not decode(plain["anchors"], 3, size, size, 2).any()
+
+
+def test_the_page_is_small_for_models_of_the_demo():
+    # Four models with probabilities and maps of 128 patches, 30 images, 289 shifts.
+    size = 4 * 30 * 289 * (10 + 128 // 2 + 2) + 30 * 32 * 32
+    template = page_lib.TEMPLATE.stat().st_size
+    assert size * 4 / 3 + template < 5e6
+
+
+@pytest.mark.skipif(not browser.CHROMIUM, reason="needs chromium")
+@pytest.mark.parametrize("width", [browser.DESKTOP, browser.PHONE])
+def test_dragging_an_image_changes_the_text(width, page, tmp_path):
+    script = """<script>
+    const where = () => document.getElementById("where").textContent;
+    const says = () => data.models[1].says.textContent;
+    const box = stage.getBoundingClientRect();
+    const one = box.width / 16, seen = [[where(), says()]];
+    const send = (type, x, y) => stage.dispatchEvent(new PointerEvent(type,
+      {clientX: box.x + x * one, clientY: box.y + y * one, pointerId: 1}));
+    send("pointerdown", 5, 5); send("pointermove", 6, 3);
+    seen.push([where(), says()]);
+    send("pointermove", 9, 5); send("pointerup", 9, 5); send("pointermove", 2, 2);
+    seen.push([where()]);
+    stage.dispatchEvent(new KeyboardEvent("keydown", {key: "ArrowLeft"}));
+    seen.push([where()]);
+    document.querySelectorAll("#images button")[1].click();
+    seen.push([where()]);
+    seen.push([document.documentElement.scrollWidth <= innerWidth]);
+    document.body.id = JSON.stringify(seen);
+    </script></body>"""
+    copy = tmp_path / "page.html"
+    copy.write_text(page.read_text("utf-8").replace("</body>", script), "utf-8")
+    assert browser.console_errors(copy, width) == []
+    dumped = browser.open_page(copy, width).stdout
+    seen = json.loads(re.search(r'<body id="(.*?)">', dumped)[1].replace("&quot;", '"'))
+    assert [row[0] for row in seen] == [
+        "T-shirt/top, not moved",
+        "T-shirt/top, moved 1 px right, 2 px up",
+        "T-shirt/top, moved 2 px right",
+        "T-shirt/top, moved 1 px right",
+        "Trouser, not moved",
+        True,
+    ]
+    assert seen[0][1] != seen[1][1]
+
+
+@pytest.mark.skipif(not browser.CHROMIUM, reason="needs chromium")
+def test_an_error_on_the_console_is_found(tmp_path):
+    page = tmp_path / "page.html"
+    page.write_text("<html><script>throw Error('boom')</script></html>")
+    (message,) = browser.console_errors(page, browser.PHONE)
+    assert "boom" in message
+
+
+def test_runs_that_do_not_fit_together_raise(workdirs, tmp_path):
+    with pytest.raises(ValueError, match="no run: name at least one"):
+        write_page([], tmp_path / "page.html")
+    with pytest.raises(ValueError, match="no test image can move 8 pixels"):
+        write_page(workdirs, tmp_path / "page.html", boundary="zeros")
+    with pytest.raises(ValueError, match="max_shift=16 does not fit images of 16"):
+        write_page(workdirs, tmp_path / "page.html", max_shift=16)
+    assert not (tmp_path / "page.html").exists()

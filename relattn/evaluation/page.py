@@ -7,21 +7,21 @@ probabilities and attention weights of every image at every shift.
 from __future__ import annotations
 
 import base64
-import functools
 import html
 import json
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, Num
+from jaxtyping import Float, Int, Num
 from tqdm import tqdm
 
 from relattn import models
 from relattn.data import load_data, preprocess
+from relattn.evaluation.attention_maps import make_maps_fn
 from relattn.evaluation.shift import (
     Shift,
     allowed_shifts,
@@ -30,7 +30,6 @@ from relattn.evaluation.shift import (
     make_shift_fn,
     shifts_along,
 )
-from relattn.models.vit import anchor_shifts
 from relattn.training import Run, load_run, make_predict_fn
 from relattn.training.run import check_labels
 from relattn.training.workdir import write_text
@@ -158,59 +157,33 @@ def _predict(
     boundary: str,
     num_shown: int,
 ) -> Iterator[tuple[np.ndarray, np.ndarray | None, np.ndarray | None]]:
-    """Yields probabilities, attention and anchors of each image at every shift.
+    """Yields probabilities, attention maps and their starts at every shift, by image.
 
-    Attention and anchors are None for images that are not shown.
+    Maps and starts are None for images that are not shown.
     """
     predict, shift = make_predict_fn(run), make_shift_fn(run, boundary)
-    weights_fn = _attention_fn(run)
+    make_maps = make_maps_fn(run) if _num_patches(run) <= MAX_PATCHES else None
     for index in range(len(images)):
         inputs = shift(images, np.full(len(shifts), index), np.array(shifts))
         probabilities = np.asarray(jax.nn.softmax(predict(inputs)))
-        shown = weights_fn is not None and index < num_shown
-        yield probabilities, *(weights_fn(inputs) if shown else (None, None))
-
-
-def _attention_fn(run: Run) -> Any:
-    """Makes a function from inputs to attention maps and anchors, None without maps.
-
-    A map has the weight of every patch for CLS, or for all tokens without CLS, as the
-    mean over heads, in the last layer.
-    """
-    if not hasattr(run.model, "num_prefix"):
-        return None
-    size = run.config.data.image_size
-    grid = models.patch_grid(size, size, run.model.patch_size)
-    if np.prod(grid) > MAX_PATCHES:
-        return None
-    num_prefix = run.model.num_prefix
-
-    @jax.jit
-    def maps(variables: Any, inputs: Array) -> tuple[Array, Array]:
-        weights = models.attention_weights(run.model, variables, inputs)[-1]
-        read = weights.mean(axis=1)
-        read = read[:, 0] if num_prefix else read.mean(axis=1)
-        anchors = jnp.zeros((len(inputs), 2), int)
-        if run.model.anchor == "polyphase":
-            anchors = anchor_shifts(inputs, run.model.patch_size)
-        return read[:, num_prefix:], anchors
-
-    return functools.partial(maps, run.variables)
+        shown = make_maps is not None and index < num_shown
+        yield probabilities, *(make_maps(inputs) if shown else (None, None))
 
 
 def _model(
     name: str, run: Run, steps: Any, labels: np.ndarray, num_shown: int, bar: tqdm
 ) -> dict[str, Any]:
     """Returns what the page needs of one run."""
-    probabilities, correct, maps, anchors = [], 0, [], []
-    for index, (found, read, anchor) in enumerate(steps):
+    probabilities, correct, maps, starts = [], 0, [], []
+    for index, (found, read, start) in enumerate(steps):
         correct = correct + (found.argmax(axis=-1) == labels[index])
         if index < num_shown:
             probabilities.append(np.round(255 * found))
             if read is not None:
+                read = np.asarray(read).reshape(len(read), -1)
                 largest = np.maximum(read.max(axis=-1, keepdims=True), 1e-9)
                 maps.append(np.round(15 * np.maximum(read, 0) / largest))
-                anchors.append(anchor)
+                starts.append(start)
         bar.update(len(found))
     model = {
         "name": name,
@@ -226,10 +199,17 @@ def _model(
         model |= {
             "grid": grid,
             "maps": _encode(16 * pairs[:, 0] + pairs[:, 1]),
-            "anchors": _encode(np.stack(anchors)),
+            "starts": _encode(np.stack(starts)),
             "reader": "CLS" if run.model.num_prefix else "all patches",
         }
     return model
+
+
+def _num_patches(run: Run) -> int:
+    if not hasattr(run.model, "patch_size"):
+        return 0
+    size = run.config.data.image_size
+    return math.prod(models.patch_grid(size, size, run.model.patch_size))
 
 
 def _encode(x: Num[np.ndarray, "..."]) -> str:

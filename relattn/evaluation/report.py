@@ -18,8 +18,9 @@ import numpy as np
 from jaxtyping import Float, Int
 from matplotlib.figure import Figure
 
-from relattn import command, models
+from relattn import command
 from relattn.data import load_data
+from relattn.evaluation.attention_maps import make_maps_fn
 from relattn.training import Run, load_run
 from relattn.training.config import flatten
 from relattn.training.metrics import read_rows
@@ -239,19 +240,21 @@ def _gallery(images: Sequence[np.ndarray], captions: Sequence[str], alt: str) ->
 
 def _maps(run: Run, images: np.ndarray, predicted: Sequence[str]) -> str:
     """Shows images beside the weights of their keys in the last layer."""
-    try:
-        weights = run.attention_weights(images).mean(axis=1)
-    except ValueError as error:
-        return f"<p>None: {html.escape(str(error))}.</p>"
-    size = run.config.data.image_size
-    grid = models.patch_grid(size, size, run.model.patch_size)
-    num_prefix = weights.shape[-1] - grid[0] * grid[1]
-    reader = "the CLS token" if num_prefix else "all tokens, on average"
-    read = weights[:, 0] if num_prefix else weights.mean(axis=1)
-    read = read[:, num_prefix:].reshape(-1, *grid)
+    make_maps = make_maps_fn(run)
+    if make_maps is None:
+        return "<p>None: the model has no attention.</p>"
+    reader = "the CLS token" if run.model.num_prefix else "all tokens, on average"
+    inputs = run.preprocess({"image": images})
+    read, starts = map(np.asarray, make_maps(inputs))
+    patch = [
+        side // size
+        for side, size in zip(inputs.shape[1:3], read.shape[1:], strict=True)
+    ]
     figure = Figure(figsize=(2.4 * len(images), 4), layout="constrained")
     axes = figure.subplots(2, len(images), squeeze=False)
-    for column, (image, weight) in enumerate(zip(images, read, strict=True)):
+    for column, image in enumerate(images):
+        # The weight of each pixel's patch.
+        weight = np.roll(np.kron(read[column], np.ones(patch)), starts[column], (0, 1))
         for ax in axes[:, column]:
             ax.axis("off")
         _show(axes[0, column], image)

@@ -92,11 +92,11 @@ def test_attention_maps_belong_to_the_moved_patches(page):
         packed, np.broadcast_to(packed[:, :1, :1], packed.shape)
     )
     assert (packed.max() >> 4) == 15 or (packed & 15).max() == 15
-    anchors = decode(exact["anchors"], 3, size, size, 2).astype(int)
+    starts = decode(exact["starts"], 3, size, size, 2).astype(int)
     shifts = np.indices((size, size)).transpose(1, 2, 0)
-    expected = (anchors[:, :1, :1] + shifts) % 16
-    np.testing.assert_array_equal(anchors, expected)
-    assert not decode(plain["anchors"], 3, size, size, 2).any()
+    expected = (starts[:, :1, :1] + shifts) % 16
+    np.testing.assert_array_equal(starts, expected)
+    assert not decode(plain["starts"], 3, size, size, 2).any()
 
 
 def test_the_page_is_small_for_models_of_the_demo():

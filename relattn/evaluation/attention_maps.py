@@ -1,0 +1,45 @@
+"""Attention maps: what the head of a trained run reads of an image's patches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from relattn import models
+from relattn.models.vit import anchor_shifts
+from relattn.training import Run
+
+AttentionMaps = tuple[Float[Array, "batch rows columns"], Int[Array, "batch 2"]]
+
+
+def make_maps_fn(run: Run) -> Callable[[Array], AttentionMaps] | None:
+    """Makes a compiled function from preprocessed images to attention maps.
+
+    Args:
+        run: A trained run.
+
+    Returns:
+        None if the model has no attention. Otherwise a function that returns the
+        weight of every patch for CLS, or on average for all patches without CLS, in
+        the last layer, as the mean over heads; and the row and column in pixels where
+        the first patch starts, which is not zero with ``anchor="polyphase"``.
+    """
+    if not hasattr(run.model, "num_prefix"):
+        return None
+    size, num_prefix = run.config.data.image_size, run.model.num_prefix
+    grid = models.patch_grid(size, size, run.model.patch_size)
+
+    @jax.jit
+    def maps(variables, inputs):
+        weights = models.attention_weights(run.model, variables, inputs)[-1]
+        read = weights.mean(axis=1)
+        read = read[:, 0] if num_prefix else read.mean(axis=1)
+        starts = jnp.zeros((len(inputs), 2), jnp.int32)
+        if run.model.anchor == "polyphase":
+            starts = anchor_shifts(inputs, run.model.patch_size)
+        return read[:, num_prefix:].reshape(-1, *grid), starts
+
+    return lambda inputs: maps(run.variables, inputs)

@@ -83,7 +83,6 @@ def get_config(variant: str = "constrained_sincos") -> ConfigDict:
             "manual_dir": "",
             "image_size": 32,
             "standardize": False,
-            "augment": "none",
             "num_validation": 250,
             "split_seed": 0,
         }

@@ -172,6 +172,8 @@ def eval_shift(argv: Sequence[str] | None = None) -> None:
             max_shift=given.max_shift,
             boundary=given.boundary,
             checkpoint=given.checkpoint,
+            image_size=given.image_size,
+            data_dir=given.data_dir,
         )
     print(f"Written to {given.output}: {', '.join(written)}")
 

@@ -140,7 +140,7 @@ def compare(
     test_splits: dict[str, tuple[EvalSplit, ImageInfo]] = {}
     results = []
     for run, name in zip(runs, folders, strict=True):
-        config = _test_config(run, data_dir)
+        config = data_config(run.task.config.data, run.workdir, data_dir)
         key = config.to_json()
         if key not in test_splits:
             data = load_data(config)
@@ -155,12 +155,22 @@ def compare(
     return Comparison(tuple(results), label, title, max_shift, axis, boundary)
 
 
-def _test_config(run: SavedRun, data_dir: str | None) -> ConfigDict:
-    config = ConfigDict(run.task.config.data.to_dict())
+def data_config(data: ConfigDict, workdir: Path, data_dir: str | None) -> ConfigDict:
+    """Returns the configuration of a run's test images, which may have moved.
+
+    Args:
+        data: The run's ``config.data``.
+        workdir: The run's folder, for the message.
+        data_dir: The folder of the data set; None for the folder of training.
+
+    Raises:
+        ValueError: If the images ship with relattn and have no other folder.
+    """
+    config = ConfigDict(data.to_dict())
     if data_dir is not None:
         if config.source == "embedded":
             raise ValueError(
-                f"--data_dir={data_dir} does not apply to {run.workdir}, which was "
+                f"--data_dir={data_dir} does not apply to {workdir}, which was "
                 "trained on images that ship with relattn: leave it out"
             )
         config.data_dir = data_dir

@@ -22,6 +22,7 @@ from tqdm import tqdm
 from relattn import models
 from relattn.data import load_data, preprocess
 from relattn.evaluation.attention_maps import make_maps_fn
+from relattn.evaluation.compare import data_config
 from relattn.evaluation.shift import (
     Shift,
     allowed_shifts,
@@ -35,8 +36,7 @@ from relattn.training.run import check_labels
 from relattn.training.workdir import write_text
 
 TEMPLATE = Path(__file__).with_name("page.html")
-# The attention maps of more patches would make the page too large.
-MAX_PATCHES = 256
+MAX_BYTES = 5_000_000
 
 
 def write_page(
@@ -47,11 +47,15 @@ def write_page(
     max_shift: int = 8,
     boundary: str = "circular",
     checkpoint: str = "best",
+    image_size: int | None = None,
+    data_dir: str | None = None,
     num_shown: int = 30,
     num_images: int = 60,
     progress: bool = True,
 ) -> None:
-    """Writes the page of some runs on the same images.
+    """Writes the page of some runs on the same images, at most 5 MB.
+
+    Attention maps for which there is no room are left out; the page says so.
 
     Args:
         workdirs: Folders of the runs.
@@ -62,22 +66,28 @@ def write_page(
             `relattn.evaluation.shift.shifted_predictions`. With zeros, images are used
             that can move by every shift without losing a non-zero pixel.
         checkpoint: ``"best"`` or ``"latest"``.
+        image_size: Height and width of the images, in pixels, for which the models are
+            resized; None for the size of training.
+        data_dir: The folder of the data set; None for the folder of training.
         num_shown: Number of images on the page.
         num_images: Number of images of which the accuracy is computed.
         progress: Whether to show a progress bar on a terminal.
 
     Raises:
         ValueError: If there is no run, the runs differ in their data or are not of
-            images in memory, or no image allows every shift.
+            images in memory, no image allows every shift, or the page is too large.
         CheckpointError: If a folder has no run with a checkpoint, or the data have
             other classes than a run predicts.
     """
     if not workdirs:
         raise ValueError("no run: name at least one folder by --workdir")
-    runs = [load_run(workdir, checkpoint) for workdir in workdirs]
+    runs = [
+        load_run(workdir, checkpoint, image_size=image_size) for workdir in workdirs
+    ]
     names = names or [run.workdir.name for run in runs]
-    images, labels = _choose_images(runs, max_shift, boundary, num_images)
+    images, labels = _choose_images(runs, max_shift, boundary, num_images, data_dir)
     shifts = shifts_along("xy", max_shift)
+    with_maps = _has_room_for_maps(runs, images[:num_shown], len(shifts))
     found = []
     with tqdm(
         total=len(runs) * len(images) * len(shifts),
@@ -86,13 +96,15 @@ def write_page(
         disable=None if progress else True,
     ) as bar:
         for name, run in zip(names, runs, strict=True):
-            steps = _predict(run, images, shifts, boundary, num_shown)
+            num_maps = num_shown if with_maps else 0
+            steps = _predict(run, images, shifts, boundary, num_maps)
             found.append(_model(name, run, steps, labels, num_shown, bar))
     data = {
         "classes": runs[0].data.class_names,
         "maxShift": max_shift,
         "boundary": boundary,
         "numImages": len(images),
+        "mapsLeftOut": not with_maps,
         "shape": images.shape[1:],
         "images": _encode(np.round(255 * images[:num_shown])),
         "labels": labels[:num_shown].tolist(),
@@ -107,7 +119,11 @@ def write_page(
 
 
 def _choose_images(
-    runs: Sequence[Run], max_shift: int, boundary: str, num_images: int
+    runs: Sequence[Run],
+    max_shift: int,
+    boundary: str,
+    num_images: int,
+    data_dir: str | None,
 ) -> tuple[Float[np.ndarray, "n height width channels"], Int[np.ndarray, "n"]]:
     """Returns test images that allow every shift, and labels, class after class."""
     first = runs[0]
@@ -129,7 +145,7 @@ def _choose_images(
                 )
     size = first.config.data.image_size
     check_shift(max_shift, "xy", size)
-    data = load_data(first.config.data)
+    data = load_data(data_config(first.config.data, first.workdir, data_dir))
     for run in runs:
         check_labels(run.data, data.info, run.workdir)
     split = data.eval_splits["test"]
@@ -155,19 +171,19 @@ def _predict(
     images: np.ndarray,
     shifts: Sequence[Shift],
     boundary: str,
-    num_shown: int,
+    num_maps: int,
 ) -> Iterator[tuple[np.ndarray, np.ndarray | None, np.ndarray | None]]:
     """Yields probabilities, attention maps and their starts at every shift, by image.
 
-    Maps and starts are None for images that are not shown.
+    Maps and starts are those of the first ``num_maps`` images, None for the others.
     """
     predict, shift = make_predict_fn(run), make_shift_fn(run, boundary)
-    make_maps = make_maps_fn(run) if _num_patches(run) <= MAX_PATCHES else None
+    make_maps = make_maps_fn(run)
     for index in range(len(images)):
         inputs = shift(images, np.full(len(shifts), index), np.array(shifts))
         probabilities = np.asarray(jax.nn.softmax(predict(inputs)))
-        shown = make_maps is not None and index < num_shown
-        yield probabilities, *(make_maps(inputs) if shown else (None, None))
+        mapped = make_maps is not None and index < num_maps
+        yield probabilities, *(make_maps(inputs) if mapped else (None, None))
 
 
 def _model(
@@ -203,6 +219,38 @@ def _model(
             "reader": "CLS" if run.model.num_prefix else "all patches",
         }
     return model
+
+
+def _has_room_for_maps(
+    runs: Sequence[Run], shown: Num[np.ndarray, "n height width channels"], shifts: int
+) -> bool:
+    """Returns whether the page may have attention maps; raises if it is too large."""
+    classes = [len(run.data.class_names) for run in runs]
+    patches = [_num_patches(run) for run in runs]
+    if _page_bytes(shown, shifts, classes, patches) <= MAX_BYTES:
+        return True
+    size = _page_bytes(shown, shifts, classes, [0] * len(runs))
+    if size > MAX_BYTES:
+        raise ValueError(
+            f"a page of {len(runs)} runs with {len(shown)} images at {shifts} shifts "
+            f"would have {size / 1e6:.1f} MB, at most {MAX_BYTES / 1e6:.1f} are "
+            "allowed: choose a smaller max_shift or fewer runs"
+        )
+    return False
+
+
+def _page_bytes(
+    shown: Num[np.ndarray, "n height width channels"],
+    shifts: int,
+    classes: Sequence[int],
+    patches: Sequence[int],
+) -> int:
+    """Estimates the size of the page; a run with no patches has no attention maps."""
+    # Base64 has four characters for three bytes. An accuracy has about 20 digits.
+    maps = sum(num / 2 + 2 for num in patches if num)
+    encoded = shown.size + len(shown) * shifts * (sum(classes) + maps)
+    text = TEMPLATE.stat().st_size + 20 * shifts * len(classes)
+    return round(4 / 3 * encoded + text)
 
 
 def _num_patches(run: Run) -> int:

@@ -1,6 +1,7 @@
 """The page on which one moves test images."""
 
 import base64
+import dataclasses
 import json
 import re
 
@@ -14,6 +15,7 @@ from relattn.data import load_data, preprocess
 from relattn.evaluation import page as page_lib
 from relattn.evaluation.page import write_page
 from relattn.evaluation.shift import shift_images
+from relattn.training.errors import CheckpointError
 from tests.helpers import browser
 
 MAX_SHIFT = 2
@@ -99,11 +101,29 @@ def test_attention_maps_belong_to_the_moved_patches(page):
     assert not decode(plain["starts"], 3, size, size, 2).any()
 
 
-def test_the_page_is_small_for_models_of_the_demo():
-    # Four models with probabilities and maps of 128 patches, 30 images, 289 shifts.
-    size = 4 * 30 * 289 * (10 + 128 // 2 + 2) + 30 * 32 * 32
-    template = page_lib.TEMPLATE.stat().st_size
-    assert size * 4 / 3 + template < 5e6
+def test_the_page_is_small_for_models_of_the_demo(page):
+    size = page_lib._page_bytes(np.zeros((3, 16, 16, 1)), 25, [10, 10], [16, 32])
+    assert size == pytest.approx(page.stat().st_size, abs=2000)
+    shown = np.zeros((30, 32, 32, 1))
+    assert page_lib._page_bytes(shown, 17**2, [10] * 4, [128] * 4) < 5e6
+
+
+def test_maps_are_left_out_of_a_page_that_is_too_large(
+    page, workdirs, tmp_path, monkeypatch
+):
+    options = {"max_shift": MAX_SHIFT, "num_shown": 3, "num_images": 5}
+    shown = np.zeros((3, 16, 16, 1))
+    smaller = page_lib._page_bytes(shown, 25, [10, 10], [0, 0])
+    monkeypatch.setattr(page_lib, "MAX_BYTES", smaller)
+    path = tmp_path / "page.html"
+    write_page(workdirs, path, **options)
+    assert read(path)["mapsLeftOut"] and not read(page)["mapsLeftOut"]
+    for model, complete in zip(read(path)["models"], read(page)["models"], strict=True):
+        assert "maps" not in model and "maps" in complete
+        assert model["probabilities"] == complete["probabilities"]
+    monkeypatch.setattr(page_lib, "MAX_BYTES", smaller - 1)
+    with pytest.raises(ValueError, match="choose a smaller max_shift or fewer runs"):
+        write_page(workdirs, path, **options)
 
 
 @pytest.mark.skipif(not browser.CHROMIUM, reason="needs chromium")
@@ -124,7 +144,7 @@ def test_dragging_an_image_changes_the_text(width, page, tmp_path):
     seen.push([where()]);
     document.querySelectorAll("#images button")[1].click();
     seen.push([where()]);
-    seen.push([document.documentElement.scrollWidth <= innerWidth]);
+    seen.push([document.documentElement.scrollWidth <= innerWidth], [innerWidth]);
     document.body.id = JSON.stringify(seen);
     </script></body>"""
     copy = tmp_path / "page.html"
@@ -139,6 +159,7 @@ def test_dragging_an_image_changes_the_text(width, page, tmp_path):
         "T-shirt/top, moved 1 px right",
         "Trouser, not moved",
         True,
+        width,
     ]
     assert seen[0][1] != seen[1][1]
 
@@ -158,4 +179,32 @@ def test_runs_that_do_not_fit_together_raise(workdirs, tmp_path):
         write_page(workdirs, tmp_path / "page.html", boundary="zeros")
     with pytest.raises(ValueError, match="max_shift=16 does not fit images of 16"):
         write_page(workdirs, tmp_path / "page.html", max_shift=16)
+    with pytest.raises(ValueError, match="--data_dir=here does not apply"):
+        write_page(workdirs, tmp_path / "page.html", data_dir="here")
     assert not (tmp_path / "page.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("data", "info", "error", "message"),
+    [
+        ({"image_size": 32}, {}, ValueError, "image_size=32, .* has 16: a page needs"),
+        ({"name": "mnist"}, {}, ValueError, "name='mnist', .* has 'fashion_mnist'"),
+        ({}, {"streamed": True}, ValueError, "a page needs images in memory"),
+        ({}, {"class_names": ("a", "b")}, CheckpointError, "predicts .* but fashion"),
+    ],
+)
+def test_a_run_on_other_images_raises(
+    data, info, error, message, workdirs, tmp_path, monkeypatch
+):
+    def load_changed(workdir, *args, **options):
+        run = training.load_run(workdir, *args, **options)
+        if workdir == workdirs[0]:
+            return run
+        config = run.config.copy_and_resolve_references().unlock()
+        config.data.update(data)
+        changed = dataclasses.replace(run.data, **info)
+        return dataclasses.replace(run, config=config, data=changed)
+
+    monkeypatch.setattr(page_lib, "load_run", load_changed)
+    with pytest.raises(error, match=message):
+        write_page(workdirs, tmp_path / "page.html", max_shift=MAX_SHIFT)

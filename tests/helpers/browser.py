@@ -4,10 +4,20 @@ import html.parser
 import re
 import shutil
 import subprocess
+import tempfile
 import urllib.parse
+from pathlib import Path
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 DESKTOP, PHONE = 1400, 400
+# A window of Chromium is at least 500 pixels wide, so a page is opened in a frame; its
+# elements then replace those around the frame.
+FRAME = """<iframe src="{page}" style="width: {width}px; height: 1600px; border: 0">
+</iframe><script>
+const frame = document.querySelector("iframe");
+frame.onload = () => setTimeout(() => document.documentElement.replaceWith(
+  frame.contentDocument.documentElement.cloneNode(true)), 3000);
+</script>"""
 
 
 class _Page(html.parser.HTMLParser):
@@ -44,15 +54,19 @@ def dead_links(pages):
 def open_page(path, width):
     """Opens a page in Chromium; its output is the page after its scripts have run."""
     command = [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu"]
-    command += [f"--window-size={width},1600", "--enable-logging=stderr"]
-    command += ["--log-level=0", "--virtual-time-budget=5000", "--dump-dom"]
-    return subprocess.run(
-        [*command, path.resolve().as_uri()],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
+    command += ["--window-size=1600,1600", "--allow-file-access-from-files"]
+    command += ["--enable-logging=stderr", "--log-level=0"]
+    command += ["--virtual-time-budget=5000", "--dump-dom"]
+    with tempfile.TemporaryDirectory() as folder:
+        frame = Path(folder) / "frame.html"
+        frame.write_text(FRAME.format(page=path.resolve().as_uri(), width=width))
+        return subprocess.run(
+            [*command, frame.as_uri()],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+        )
 
 
 def console_errors(path, width):

@@ -50,7 +50,7 @@ def write_page(
     image_size: int | None = None,
     data_dir: str | None = None,
     num_shown: int = 30,
-    num_images: int = 60,
+    num_images: int = 40,
     progress: bool = True,
 ) -> None:
     """Writes the page of some runs on the same images, at most 5 MB.

@@ -111,10 +111,10 @@ def write_page(
         "models": found,
     }
     title = f"Shifts of {runs[0].data.name}"
-    text = TEMPLATE.read_text("utf-8").replace("TITLE", html.escape(title))
+    text = TEMPLATE.read_text("utf-8").replace("__TITLE__", html.escape(title))
     # No tag ends within the data.
     write_text(
-        Path(path), text.replace("DATA", json.dumps(data).replace("<", "\\u003c"))
+        Path(path), text.replace("__DATA__", json.dumps(data).replace("<", "\\u003c"))
     )
 
 

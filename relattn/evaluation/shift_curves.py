@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -220,6 +221,16 @@ def _average(shares: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> Sha
             std = np.sqrt(mean * (1 - mean) / np.maximum(counts[0], 1))
         statistics += [np.asarray(mean), np.asarray(std)]
     return Shares(*statistics, num_images=counts[0, ...])
+
+
+def round_down(share: float) -> float:
+    """Rounds a share down to three digits, so that only 1 reads as 1.
+
+    Example:
+        >>> round_down(0.9996), round_down(1.0), round_down(0.7)
+        (0.999, 1.0, 0.7)
+    """
+    return math.floor(1000 * share + 1e-6) / 1000
 
 
 def published_curve(dataset: str, model: str) -> tuple[list[int], list[float]]:

@@ -13,7 +13,12 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from relattn.evaluation.shift_curves import ShiftCurve, curve_label, published_curve
+from relattn.evaluation.shift_curves import (
+    ShiftCurve,
+    curve_label,
+    published_curve,
+    round_down,
+)
 
 # The definition of consistency, for labels.
 CONSISTENCY = "consistency: share of images\npredicted as when unshifted"
@@ -106,9 +111,13 @@ def _maps(panels: Sequence[Panel]) -> Figure:
             values = getattr(curve.shares, measure).reshape(size, size)
             extent = (-edge, edge, edge, -edge)
             image = ax.imshow(values, vmin=0, vmax=1, extent=extent)
-            text = f"{measure} {values.min():.1%} to {values.max():.1%}"
+            shares = [values.min(), values.max(), getattr(curve.random, measure)]
+            if measure == "consistency":
+                shares = [round_down(float(share)) for share in shares]
+            low, high, random = (f"{share:.1%}" for share in shares)
+            text = f"{measure} {low} to {high}"
             if curve.random.num_images:
-                text += f"; random shifts: {getattr(curve.random, measure):.1%}"
+                text += f"; random shifts: {random}"
             ax.set_title("\n".join([*names, text]), fontsize="small")
             ax.set_xlabel(f"shift along x in pixels (right)\n({_images([curve])})")
             for each in (ax.xaxis, ax.yaxis):

@@ -14,6 +14,7 @@ from relattn.evaluation.shift_curves import (
     ShiftCurve,
     curve_label,
     published_curves,
+    round_down,
 )
 
 COLUMNS = (
@@ -87,8 +88,11 @@ def table(
         cells = [curve.dataset, curve_label(curve, curves), str(curve.num_runs)]
         for shares in (*map(curve.at, shifts), curve.random):
             mean, std = getattr(shares, measure), getattr(shares, f"{measure}_std")
-            cell = f"{mean:.3f} ± {std:.3f} ({shares.num_images})"
-            cells.append(cell if shares.num_images else "–")
+            if not shares.num_images:
+                cells.append("–")
+                continue
+            mean = round_down(float(mean)) if measure == "consistency" else mean
+            cells.append(f"{mean:.3f} ± {std:.3f} ({shares.num_images})")
         lines.append("| " + " | ".join(cells) + " |")
     for dataset, model, by_shift in published_curves(curves) if published else ():
         cells = [dataset, f"{model} (published)", "–"]
@@ -170,7 +174,8 @@ def summary(
         every,
         *_tables(every_class, published=False),
         "Consistency is the share of the images whose predicted class is that of the "
-        f"unshifted image. Each image has {NUM_RANDOM_SHIFTS} random shifts, {random}",
+        f"unshifted image, rounded down. Each image has {NUM_RANDOM_SHIFTS} random "
+        f"shifts, {random}",
         "Mean ± standard deviation (number of images) over the runs that differ in "
         "their seed; for a single run, the binomial sqrt(p (1 - p) / n).",
     ]

@@ -24,6 +24,8 @@ html_theme = "sphinx_book_theme"
 html_title = "relattn"
 html_static_path = ["static"]
 html_css_files = ["site.css"]
+# Light or dark as the reader's system is.
+html_context = {"default_mode": "auto"}
 html_theme_options = {
     "repository_url": pages.URL,
     "show_navbar_depth": 1,

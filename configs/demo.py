@@ -68,6 +68,10 @@ def get_config(variant: str = "constrained_sincos") -> ConfigDict:
             "mlp_dim": 256,
             # Two pixels wide: an even shift along x shifts whole tokens.
             "patch_size": (4, 2),
+            "patch_overlap": 0,
+            "anchor": "none",
+            "periodic": False,
+            "pool": "cls",
             **VARIANTS[variant],
             "attention_dropout": 0.0,
             "dropout": 0.0,

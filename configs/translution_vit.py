@@ -82,6 +82,10 @@ def get_config(arguments: str = "") -> ConfigDict:
             "name": "vit",
             **SIZES[letter],
             "patch_size": int(patch_size),
+            "patch_overlap": 0,
+            "anchor": "none",
+            "periodic": False,
+            "pool": "cls",
             "num_relative_layers": options.pop("layers", 0),
             **method_options(
                 chosen.get("method", "lor_translution"), "images", **options

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from relattn.models import build_model
+from relattn.models import build_model, resize_grid
 from relattn.models.vit import extract_patches, polyphase_anchor
 from relattn.nn.registry import POSITIONS
 from tests.helpers.quick import quick_jit
@@ -197,6 +197,16 @@ def test_attention_that_cannot_be_periodic_raises(attention):
 def test_absolute_position_on_a_torus_raises(position):
     with pytest.raises(ValueError, match="cannot be periodic: choose another"):
         make(position=f"none + {position}")
+
+
+def test_a_table_on_a_torus_is_not_resized():
+    model, variables = make(position="relative_bias")
+    with pytest.raises(ValueError, match="table of offsets on a torus is not resized"):
+        resize_grid(model, variables, (3, 5), (6, 5))
+    model, variables = make(position="t5_bias")
+    assert (
+        resize_grid(model, variables, (3, 5), (6, 5))["params"] == variables["params"]
+    )
 
 
 def test_invalid_settings_raise():

@@ -240,5 +240,24 @@ TABLES: dict[str, Callable[[], str]] = {
         },
         _lengths(batch=1),
     ),
+    "speed_torus": lambda: speed(
+        "speed_torus_cpu.jsonl",
+        {
+            f"{title}{where}": [f"{kernel}{suffix}"]
+            for title, kernel in (
+                ("Translution", "translution"),
+                ("LoR-Translution, rank 8", "lor_translution"),
+                ("relative bias", "relative_bias"),
+                ("linear, offset bias, by FFT", "toeplitz_by_fft"),
+                ("banded, clip 6", "banded"),
+            )
+            for where, suffix in (("", ""), (", torus", "_torus"))
+        },
+        {
+            "7x7 and CLS, batch 8, 3 heads of 64": {"length": 49},
+            "12x12 and CLS, batch 8, 3 heads of 64": {"length": 144},
+            "32x32, batch 1, 8 heads of 32": {"length": 1024},
+        },
+    ),
     "mesh_memory": mesh_memory,
 }

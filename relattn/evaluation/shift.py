@@ -55,6 +55,7 @@ class ShiftedPredictions:
             lose a non-zero pixel.
         random_predicted: The same under `NUM_RANDOM_SHIFTS` random shifts.
         labels: The images' classes.
+        settings: ``"torus"`` and ``"polyphase"`` where the model has them.
     """
 
     run: str
@@ -67,6 +68,7 @@ class ShiftedPredictions:
     predicted: Int[np.ndarray, "shifts n"]
     random_predicted: Int[np.ndarray, "draws n"]
     labels: Int[np.ndarray, "n"]
+    settings: tuple[str, ...] = ()
 
     @property
     def unshifted(self) -> Int[np.ndarray, "n"]:
@@ -313,7 +315,14 @@ def shifted_predictions(
         predicted=predicted[:, : len(shifts)].T,
         random_predicted=predicted[:, len(shifts) :].T,
         labels=np.concatenate(labels),
+        settings=_settings(run),
     )
+
+
+def _settings(run: Run) -> tuple[str, ...]:
+    torus = ("torus",) if getattr(run.model, "periodic", False) else ()
+    anchor = getattr(run.model, "anchor", "none")
+    return torus if anchor == "none" else (*torus, anchor)
 
 
 def _with_margin(split: StreamedSplit, size: int, margin: int) -> StreamedSplit:

@@ -179,8 +179,8 @@ def _curve(group: Sequence[ShiftedPredictions], label: int | None) -> ShiftCurve
     return ShiftCurve(
         run=" ".join(result.run for result in group),
         dataset=first.dataset,
-        model=model_label(*names),
-        published=published_name(*names),
+        model=" + ".join([model_label(*names), *first.settings]),
+        published="" if first.settings else published_name(*names),
         shifts=first.shifts,
         shares=_average(by_shift),
         random=_average(random),

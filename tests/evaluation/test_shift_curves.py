@@ -96,6 +96,12 @@ def test_a_model_without_a_published_curve_has_none():
     assert published_curves([other]) == published_curves([elsewhere]) == []
 
 
+def test_a_torus_is_in_the_label_and_has_no_published_curve():
+    exact = dataclasses.replace(result(ONE), settings=("torus", "polyphase"))
+    (curve,) = curves_of([exact], 1)
+    assert (curve.model, curve.published) == ("favor + torus + polyphase", "")
+
+
 @pytest.mark.parametrize("dataset", ["mnist", "fashion_mnist"])
 def test_the_published_curves_are_there(dataset):
     shifts, accuracies = published_curve(dataset, "Absolute")

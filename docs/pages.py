@@ -34,17 +34,33 @@ NAMESPACES = {
     "relattn.training": "Training and trained runs.",
 }
 _LINK = re.compile(r"(!?\[[^]]*\]\()([^)#\s]+)((?:#[^)]*)?\))")
-# Rows of the table of contracts that belong to an attention.
+_BIAS = r"(causal )?(linear, offset bias|relative keys).*"
+# Rows of the table of contracts that belong to an attention or a position; positions
+# that are added to the tokens have no kernel.
 _KERNELS = {
     "softmax": r"(causal )?softmax|(causal )?relative keys.*|softmax, .*",
     "favor": r"(causal )?linear, (positive|trigonometric|offset|constrained).*",
     "relu": r"(causal )?linear, (learned|offset).*",
     "banded": "banded.*",
-    "gated_positional": "(causal )?gated positional",
+    "gated_positional": "(causal )?gated positional.*",
     "translution": "(causal )?Translution.*",
-    "lor_translution": "(causal )?LoR-Translution",
+    "lor_translution": "(causal )?LoR-Translution.*",
     "linformer": "Linformer",
     "routing": "routing|local",
+    "constrained_sincos": "linear, .*constrained sinusoids",
+    "relative_key": "(causal )?relative keys.*",
+    "relative_value": "(causal )?relative keys.*",
+    "relative_bias": _BIAS,
+    "t5_bias": _BIAS,
+    "sincos_bias": _BIAS,
+    "fourier_bias": _BIAS,
+    "rope1d": "softmax, rotary positions.*",
+    "rope2d": "softmax, rotary positions.*",
+    "rope2d_mixed": "softmax, mixed rotary positions",
+    "cayley_string": "softmax, Cayley-STRING",
+    "circulant_string": "softmax, Circulant-STRING",
+    "irpe_gate": "softmax, iRPE gate",
+    "string_gate": "softmax, STRING gate",
 }
 
 
@@ -198,7 +214,7 @@ def _mechanism_page(kind, name, module):
         "## Cost and grids",
         _first_cells(kind, name),
     ]
-    if kind == "attentions":
+    if name in _KERNELS:
         header, kernels = _table("contracts", "contracts")
         kernels = [
             row

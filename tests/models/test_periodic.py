@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from configs import demo
+from relattn.data import load_data, preprocess
 from relattn.models import build_model, resize_grid
 from relattn.models.vit import extract_patches, polyphase_anchor
 from relattn.nn.registry import POSITIONS
@@ -132,6 +134,17 @@ def test_shifted_images_have_the_same_anchor_bit_for_bit(kind):
     images = jnp.stack([jnp.roll(image, shift, axis=(0, 1)) for shift in shifts])
     anchored = np.asarray(jax.jit(polyphase_anchor, static_argnums=1)(images, (3, 2)))
     np.testing.assert_array_equal(anchored, np.broadcast_to(anchored[0], images.shape))
+
+
+def test_photographed_clothes_have_the_same_anchor_at_every_shift():
+    """Many have equal patches, all white or all black."""
+    split = load_data(demo.get_config("exact").data).test
+    images = np.asarray(preprocess(split.images[:61], image_size=32))
+    anchor = jax.jit(lambda images: polyphase_anchor(images, 4))
+    expected = anchor(images)
+    for shift in ((5, 0), (-8, 3), (13, 22)):
+        moved = np.roll(images, shift, axis=(1, 2))
+        np.testing.assert_array_equal(anchor(moved), expected)
 
 
 def test_gradients_pass_through_the_chosen_roll():

@@ -42,4 +42,5 @@ def make_maps_fn(run: Run) -> Callable[[Array], AttentionMaps] | None:
             starts = anchor_shifts(inputs, run.model.patch_size)
         return read[:, num_prefix:].reshape(-1, *grid), starts
 
-    return lambda inputs: maps(run.variables, inputs)
+    variables = jax.device_put(run.variables)
+    return lambda inputs: maps(variables, inputs)

@@ -179,6 +179,7 @@ def _predict(
     """
     predict, shift = make_predict_fn(run), make_shift_fn(run, boundary)
     make_maps = make_maps_fn(run)
+    images = jax.device_put(images)
     for index in range(len(images)):
         inputs = shift(images, np.full(len(shifts), index), np.array(shifts))
         probabilities = np.asarray(jax.nn.softmax(predict(inputs)))
@@ -196,6 +197,7 @@ def _model(
         if index < num_shown:
             probabilities.append(np.round(255 * found))
             if read is not None:
+                grid = read.shape[1:]
                 read = np.asarray(read).reshape(len(read), -1)
                 largest = np.maximum(read.max(axis=-1, keepdims=True), 1e-9)
                 maps.append(np.round(15 * np.maximum(read, 0) / largest))
@@ -207,8 +209,6 @@ def _model(
         "accuracy": (correct / len(labels)).tolist(),
     }
     if maps:
-        size = run.config.data.image_size
-        grid = models.patch_grid(size, size, run.model.patch_size)
         # Two numbers of four bits in each byte.
         pairs = np.stack(maps).astype(np.uint8).ravel()
         pairs = np.pad(pairs, (0, len(pairs) % 2)).reshape(-1, 2)

@@ -1,5 +1,6 @@
 """Rows: softmax and linear attention, with biases, bands, gates and rotations."""
 
+import dataclasses
 import functools
 
 import jax
@@ -295,95 +296,82 @@ MECHANISMS = [
 ]
 
 
-def on_line(name, apply, naive, shapes, **options):
-    """Returns the row of a kernel that takes a grid, on a line."""
+TOKENS = ("q", "k", "v", "x", "low_q", "low_k", "low_v")
+
+
+def on_other_grid(name, apply, naive, shapes, *, grid, num_prefix, **options):
+    """Returns the row of a kernel that takes a grid, on another one than `GRID`."""
     options.setdefault("shared", tuple(name for name in shapes if name not in TOKENS))
-    apply = functools.partial(apply, **ON_LINE)
+    apply = functools.partial(apply, grid=grid, num_prefix=num_prefix)
     return Mechanism(name, apply, naive, shapes, **options)
 
 
-TOKENS = ("q", "k", "v", "x", "low_q", "low_k", "low_v")
-LINE_ROWS = reference.offset_rows((N,))
+def grid_kernels(suffix, **where):
+    """Returns the rows of the kernels with a table of offsets or distances."""
+    grid, num_prefix = where["grid"], where["num_prefix"]
+    rows = reference.offset_rows(grid, num_prefix)[0]
+    num_rows = offsets.num_table_rows(grid, num_prefix)
+    coefficients = 1 + len(grid) + (3 if num_prefix else 0)
+    return [
+        on_other_grid(
+            f"banded{suffix}",
+            banded,
+            functools.partial(
+                naive_banded,
+                grid=(1, *grid) if len(grid) == 1 else grid,
+                num_prefix=num_prefix,
+            ),
+            {"q": (N, HEAD_DIM), "v": (N, VALUE_DIM), "table": (CLIP + 1, HEAD_DIM)},
+            key_inputs=("v",),
+            **where,
+        ),
+        on_other_grid(
+            f"linear, offset bias{suffix}",
+            toeplitz,
+            functools.partial(naive_toeplitz, rows=rows),
+            {**CAUSAL, "bias": (num_rows,)},
+            **where,
+        ),
+        on_other_grid(
+            f"relative keys, values and bias{suffix}",
+            relative,
+            functools.partial(reference.relative_attention, rows=rows),
+            relative_tables(num_rows, num_rows),
+            **where,
+        ),
+        on_other_grid(
+            f"gated positional{suffix}",
+            gated,
+            functools.partial(
+                reference.gated_positional_attention, grid=grid, num_prefix=num_prefix
+            ),
+            {**CAUSAL, "gate": (), "coefficients": (coefficients,)},
+            **where,
+        ),
+    ]
+
 
 # Kernels that take a grid, on a grid of one axis.
 LINES = [
-    on_line(
-        "banded",
-        banded,
-        functools.partial(naive_banded, grid=(1, N), num_prefix=0),
-        {"q": (N, HEAD_DIM), "v": (N, VALUE_DIM), "table": (CLIP + 1, HEAD_DIM)},
-        key_inputs=("v",),
-    ),
-    on_line(
-        "linear, offset bias",
-        toeplitz,
-        functools.partial(naive_toeplitz, rows=LINE_ROWS[0]),
-        {**CAUSAL, "bias": (2 * N - 1,)},
-    ),
-    on_line(
-        "relative keys, values and bias",
-        relative,
-        functools.partial(reference.relative_attention, rows=LINE_ROWS[0]),
-        relative_tables(2 * N - 1, 2 * N - 1),
-    ),
-    on_line(
-        "gated positional",
-        gated,
-        functools.partial(reference.gated_positional_attention, **ON_LINE),
-        {**CAUSAL, "gate": (), "coefficients": (2,)},
-    ),
-    on_line(
+    *grid_kernels("", **ON_LINE),
+    on_other_grid(
         "constrained sinusoids",
         constrained,
         functools.partial(naive_constrained, **ON_LINE),
         {**CAUSAL, "coefficients": (2, 2)},
+        **ON_LINE,
     ),
-    on_line(
+    on_other_grid(
         "rotary positions",
         rotary,
         functools.partial(naive_rotary, **ON_LINE),
         {"q": (N, 8), "k": (N, 8), "v": (N, VALUE_DIM)},
+        **ON_LINE,
     ),
 ]
 
-
-def on_torus(name, apply, naive, shapes, **options):
-    """Returns the row of a kernel that takes a grid, on a torus."""
-    where = {"grid": TORUS, "num_prefix": NUM_PREFIX}
-    options.setdefault("shared", tuple(name for name in shapes if name not in TOKENS))
-    apply = functools.partial(apply, **where)
-    return Mechanism(f"{name}, torus", apply, naive, shapes, on_grid=True, **options)
-
-
-TORUS_ROWS = reference.offset_rows(TORUS, NUM_PREFIX)
-NUM_ROWS = offsets.num_table_rows(TORUS, NUM_PREFIX)
-
+# The same kernels on a torus.
 TORI = [
-    on_torus(
-        "banded",
-        banded,
-        functools.partial(naive_banded, grid=TORUS),
-        {"q": (N, HEAD_DIM), "v": (N, VALUE_DIM), "table": (CLIP + 1, HEAD_DIM)},
-        key_inputs=("v",),
-    ),
-    on_torus(
-        "linear, offset bias",
-        toeplitz,
-        functools.partial(naive_toeplitz, rows=TORUS_ROWS[0]),
-        {**CAUSAL, "bias": (NUM_ROWS,)},
-    ),
-    on_torus(
-        "relative keys, values and bias",
-        relative,
-        functools.partial(reference.relative_attention, rows=TORUS_ROWS[0]),
-        relative_tables(NUM_ROWS, NUM_ROWS),
-    ),
-    on_torus(
-        "gated positional",
-        gated,
-        functools.partial(
-            reference.gated_positional_attention, grid=TORUS, num_prefix=NUM_PREFIX
-        ),
-        {**CAUSAL, "gate": (), "coefficients": (6,)},
-    ),
+    dataclasses.replace(row, on_grid=True)
+    for row in grid_kernels(", torus", grid=TORUS, num_prefix=NUM_PREFIX)
 ]

@@ -124,8 +124,7 @@ def banded_attention(
     denominator = (weights * counts).sum(axis=-1, keepdims=True)
     if magnitudes is not None:
         magnitudes = (magnitudes * counts).sum(axis=-1, keepdims=True)
-    sums = jnp.concatenate([numerator, denominator], axis=-1)
-    out, _ = divide_sums(sums, magnitudes, v.dtype)
+    out, _ = divide_sums((numerator, denominator), magnitudes, v.dtype)
     if num_prefix:
         # All keys have the same distance from a prefix query: their mean.
         mean = total / jnp.maximum(num_keys, 1.0)

@@ -114,6 +114,13 @@ def zero_masked(
     return k, v, jnp.broadcast_to(key_mask, k.shape[:-1])
 
 
+def zero_prefix(
+    x: Float[Array, "*batch n width"], num_prefix: int
+) -> Float[Array, "*batch n width"]:
+    """Sets the rows of prefix tokens to zero."""
+    return jnp.where(np.arange(x.shape[-2])[:, None] < num_prefix, 0, x)
+
+
 class _Layout(NamedTuple):
     """The shape and kind that an array annotation requires.
 

@@ -127,13 +127,14 @@ def positive_features(
     if not 0 <= eps < math.inf:
         raise ValueError(f"eps must be at least 0, got {eps}")
     projected, half_norm = _project(x, projection, precision)
-    exponents = projected - half_norm
+    log_scale = 0.5 * math.log(projection.shape[0])
+    exponents = projected - (half_norm + log_scale)
     largest = 0.5 * jnp.sum(jnp.square(widen(projection)), axis=-1)
     if eps:
-        exponents = jnp.logaddexp(exponents, math.log(eps))
+        exponents = jnp.logaddexp(exponents, math.log(eps) - log_scale)
         largest = jnp.logaddexp(largest, math.log(eps))
     bound = jnp.maximum(0.0, largest - _LARGEST_EXPONENT)
-    return Features(None, exponents - 0.5 * math.log(projection.shape[0]), bound)
+    return Features(None, exponents, bound)
 
 
 @check_arguments

@@ -8,9 +8,10 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from relattn.kernels.checks import check_arguments, zero_masked
+from relattn.kernels.positions.bias import bias_of_pairs
 from relattn.kernels.precision import widen
 from relattn.kernels.softmax import masked_softmax, softmax_weights, weighted_sum
-from relattn.offsets import Grid, check_grid, offset_index, table_offsets
+from relattn.offsets import Grid, check_grid, table_offsets
 
 
 @check_arguments
@@ -67,7 +68,7 @@ def gated_positional_attention(
     """
     check_grid(q.shape[-2], grid, num_prefix)
     scores = _offset_scores(coefficients, grid, num_prefix)
-    scores = scores[..., offset_index(grid, num_prefix)]
+    scores = bias_of_pairs(scores, grid, num_prefix)
     k, v, key_mask = zero_masked(k, v, key_mask)
     allowed = None if key_mask is None else key_mask[..., None, :]
     content = softmax_weights(q, k, key_mask=key_mask, precision=precision)
@@ -118,7 +119,7 @@ def causal_gated_positional_attention(
         d'Ascoli et al., ConViT, section 3; Translution, appendix E, 5.
     """
     grid = (q.shape[-2],)
-    scores = _offset_scores(coefficients, grid, 0)[..., offset_index(grid)]
+    scores = bias_of_pairs(_offset_scores(coefficients, grid, 0), grid, 0)
     past = jnp.tril(jnp.ones((grid[0], grid[0]), bool))
     k, v, key_mask = zero_masked(k, v, key_mask)
     allowed = past if key_mask is None else past & key_mask[..., None, :]

@@ -377,7 +377,9 @@ def _sum_keys(features, v, mask, einsum):
     magnitudes = None
     if features.values is not None:
         magnitudes = jax.lax.stop_gradient(jnp.sum(jnp.abs(phi), axis=-2)[..., None])
-    sums = einsum("...mf,...me->...fe", phi, append_ones(v))
+    sums = einsum("...mf,...me->...fe", phi, v)
+    totals = jnp.sum(phi, axis=-2)[..., None]
+    sums = jnp.concatenate(broadcast_leading(sums, totals), axis=-1)
     return LinearState(shift, sums, magnitudes)
 
 
@@ -411,26 +413,34 @@ def scale_queries(
 def _attend_sums(features, state, einsum, dtype):
     """Returns phi(q_i)^T S / phi(q_i)^T z, and the denominators before the guard."""
     phi = scale_queries(features, state.shift)
-    sums = einsum("...nf,...fe->...ne", phi, state.sums)
-    if state.magnitudes is None:
-        return divide_sums(sums, None, dtype)
-    phi = jax.lax.stop_gradient(jnp.abs(phi))
-    magnitudes = einsum("...nf,...fe->...ne", phi, state.magnitudes)
-    return divide_sums(sums, magnitudes, dtype)
+    product = functools.partial(einsum, "...nf,...fe->...ne")
+    # Apart: a product that is wider by a column takes half as long again on CPUs.
+    numerator, normalizer = (product(phi, x) for x in _split_ones(state.sums))
+    magnitudes = None
+    if state.magnitudes is not None:
+        phi = jax.lax.stop_gradient(jnp.abs(phi))
+        magnitudes = product(phi, state.magnitudes)
+    return divide_sums((numerator, normalizer), magnitudes, dtype)
+
+
+def _split_ones(sums: Array) -> tuple[Array, Array]:
+    """Splits sums of the columns of `append_ones` into those of v and of the ones."""
+    return sums[..., :-1], sums[..., -1:]
 
 
 def divide_sums(
-    sums: Float[Array, "*#batch n width"],
+    sums: Float[Array, "*#batch n width"] | tuple[Array, Array],
     magnitudes: Float[Array, "*#batch n 1"] | None,
     dtype: jnp.dtype,
     noise: Float[Array, "*#batch n 1"] | None = None,
 ) -> tuple[Float[Array, "*batch n value_dim"], Float[Array, "*batch n 1"]]:
     """Divides by guarded denominators; also returns them before the guard.
 
+    ``sums`` are the numerators and denominators: a pair, or in one array.
     ``magnitudes`` are sums of absolute weights, None if no weight is negative;
     ``noise`` bounds the rounding errors of the denominators.
     """
-    numerator, normalizer = sums[..., :-1], sums[..., -1:]
+    numerator, normalizer = sums if isinstance(sums, tuple) else _split_ones(sums)
     denominator = normalizer
     if magnitudes is not None:
         smallest = _SMALLEST_SHARE * magnitudes

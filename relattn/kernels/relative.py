@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from relattn.kernels.checks import check_arguments, zero_masked
 from relattn.kernels.positions.bias import (
+    bias_of_pairs,
     past_rows,
     rows_of_token,
     skew,
@@ -26,7 +27,6 @@ from relattn.offsets import (
     Torus,
     check_grid,
     num_offsets,
-    offset_index,
     offsets_per_axis,
 )
 
@@ -97,8 +97,7 @@ def relative_attention(
     # The scores added to q_i . k_j / sqrt(head_dim): b_d, then q_i . r_d.
     scores = None
     if bias is not None:
-        # Widened before indexing: the gradient is a sum over many pairs.
-        scores = widen(bias)[..., offset_index(grid, num_prefix)]
+        scores = bias_of_pairs(bias, grid, num_prefix)
 
     def to_pairs(per_row):
         return _to_pairs(per_row, grid, num_prefix)

@@ -84,6 +84,8 @@ class MultiHeadAttention(nn.Module):
     # Whether layers differ only in parameters and position, so that equal layers can be
     # scanned.
     scannable: ClassVar[bool] = False
+    # Whether a layer takes seconds to compile.
+    expensive_to_compile: ClassVar[bool] = False
     # Whether rolled tokens of a torus give rolled outputs.
     periodic: ClassVar[bool] = False
     # Whether parameters fit one grid only and cannot be resized.

@@ -32,6 +32,7 @@ class OffsetAttention(MultiHeadAttention):
     absolute: bool = False
     has_causal_form: ClassVar[bool] = True
     scannable: ClassVar[bool] = True
+    expensive_to_compile: ClassVar[bool] = True
     has_grid_tables: ClassVar[bool] = True
 
     @property

@@ -36,6 +36,8 @@ class Mechanism:
         roundings: About how often outputs and gradients are rounded to the dtype of the
             inputs: more than once if an encoding returns that dtype, or an input has
             several uses, each with a gradient.
+        scatters: Whether a scatter remains in the kernel, or its derivative, off CPUs,
+            where scatters that add to few rows are slow.
         estimate: Maps a projection to estimates of the unnormalised kernel; None if
             nothing is random.
         expected: Returns the mean that `estimate` must have.
@@ -53,6 +55,7 @@ class Mechanism:
     before_mask: tuple[str, ...] = ()
     queries_from_keys: bool = False
     roundings: tuple[int, int] = (1, 1)
+    scatters: bool = False
     estimate: Callable | None = None
     expected: Callable | None = None
 

@@ -52,6 +52,9 @@ MECHANISMS = [
         naive_routing,
         {**TOKENS, "centroids": (CLUSTERS, HEAD_DIM)},
         shared=("centroids",),
+        # The tokens of a cluster depend on the data. A token is in a cluster at most
+        # once, so few rows are added to the same one, unlike those of a table.
+        scatters=True,
     ),
     Mechanism(
         "local",

@@ -9,7 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from relattn.nn.blocks import Linear, TransformerBlock, transformer_blocks
+from relattn.nn.blocks import (
+    Dropout,
+    Linear,
+    TransformerBlock,
+    transformer_blocks,
+)
 from relattn.nn.registry import build
 from tests import reference
 from tests.helpers.quick import quick_jit
@@ -40,6 +45,38 @@ def test_linear_equals_its_formula_in_the_compute_dtype():
         {"params": params}, jnp.asarray(x, jnp.float32)
     )
     np.testing.assert_allclose(out, x @ kernel, rtol=1e-5, atol=1e-5)
+
+
+def test_dropout_zeroes_independent_elements_and_keeps_the_mean():
+    # Three tokens more than a multiple of four, the elements of a random word.
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(997, 23)), jnp.float32)
+    rngs = {"dropout": jax.random.key(0)}
+
+    def apply(x):
+        return Dropout(0.1).apply({}, x, deterministic=False, rngs=rngs)
+
+    out, pullback = jax.vjp(jax.jit(apply), x)
+    rate = 26 / 256
+    kept = np.asarray(out) != 0
+    np.testing.assert_allclose(out, np.where(kept, x / (1 - rate), 0.0), rtol=1e-6)
+    (gradient,) = pullback(jnp.ones_like(out))
+    np.testing.assert_allclose(gradient, kept / (1 - rate), rtol=1e-6)
+    deviations = (kept - (1 - rate)) / (rate * (1 - rate)) ** 0.5
+    # Each column, and each product of two columns, within 4.5 standard errors.
+    assert np.abs(deviations.mean(axis=0)).max() < 4.5 / 997**0.5
+    products = deviations.T @ deviations / 997
+    assert np.abs(products - np.diag(np.diag(products))).max() < 4.5 / 997**0.5
+
+
+def test_dropout_is_off_where_it_should_be():
+    rngs = {"dropout": jax.random.key(0)}
+    assert Dropout(0.5).apply({}, X) is X
+    assert Dropout(0.0).apply({}, X, deterministic=False, rngs=rngs) is X
+    assert not Dropout(1.0).apply({}, X, deterministic=False, rngs=rngs).any()
+    half = Dropout(0.5).apply(
+        {}, X.astype(jnp.bfloat16), deterministic=False, rngs=rngs
+    )
+    assert half.dtype == jnp.bfloat16
 
 
 SIZES = {"dim": 6, "num_heads": 2, "num_layers": 2}
@@ -184,7 +221,7 @@ def test_dropout_differs_by_layer_and_key():
 def test_each_part_has_its_own_dropout_rate(part):
     x = jnp.asarray(np.random.default_rng(2).normal(size=(4, 50, 6)), jnp.float32)
     attention, _ = build("softmax", "none", dim=6, num_heads=2, num_layers=1)
-    rates = {"attention": 0.2, "feed_forward": 0.6}
+    rates = {"attention": 0.25, "feed_forward": 0.625}
     block = TransformerBlock(
         functools.partial(attention, layer=0),
         dim=6,

@@ -10,7 +10,9 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from relattn.kernels.checks import check_arguments
+from relattn.kernels.platform import choices
 from relattn.kernels.precision import widen
+from relattn.offsets import Grid, Torus, num_offsets, offset_index, offsets_per_axis
 
 
 def offset_buckets(
@@ -152,6 +154,46 @@ def rows_of_token(
         return None
     table = jnp.flip(with_prefix_rows(table, name, 2 * length - 1, 0, axis), axis)
     return jax.lax.dynamic_slice_in_dim(table, length - 1 - index, length, axis)
+
+
+def bias_of_pairs(
+    bias: Float[Array, "*batch rows"], grid: Grid, num_prefix: int
+) -> Float[Array, "*batch n n"]:
+    """Returns b_d of every pair of tokens, in float32 or wider.
+
+    The rows are those of `relattn.offsets.offset_index`.
+    """
+    # Widened first: the gradient is a sum over many pairs.
+    bias = widen(bias)
+    if choices().gather_bias:
+        return bias[..., offset_index(grid, num_prefix)]
+    leading = bias.shape[:-1]
+    table = bias[..., : num_offsets(grid)].reshape(*leading, *offsets_per_axis(grid))
+    if isinstance(grid, Torus):
+        # The offsets -(size - 1) .. size - 1 of each axis.
+        widths = [(0, 0)] * len(leading) + [(size - 1, 0) for size in grid]
+        table = jnp.pad(table, widths, mode="wrap")
+    height, width = grid if len(grid) == 2 else (1, *grid)
+    num_rows, num_columns, n = 2 * height - 1, 2 * width - 1, height * width
+    # Pairs of columns: [*batch, row offset, query column, key column].
+    table = table.reshape(*leading, num_rows, 1, num_columns)
+    table = jnp.broadcast_to(table, (*leading, num_rows, width, num_columns))
+    # Each query column: key columns, for every row offset, the largest first.
+    lines = jnp.flip(skew(table), -3).swapaxes(-3, -2)
+    lines = lines.reshape(*leading, width, num_rows * width)
+    # Each query row: slices, which need no padding of small axes on TPUs.
+    starts = range((height - 1) * width, -1, -width)
+    pairs = jnp.concatenate([lines[..., s : s + n] for s in starts], axis=-2)
+    if not num_prefix:
+        return pairs
+
+    def repeat(row, height, width):
+        return jnp.broadcast_to(bias[..., row, None, None], (*leading, height, width))
+
+    # "in", before the grid's pairs; "self" and "out" above them.
+    pairs = jnp.concatenate([repeat(-3, n, num_prefix), pairs], axis=-1)
+    top = [repeat(-2, num_prefix, num_prefix), repeat(-1, num_prefix, n)]
+    return jnp.concatenate([jnp.concatenate(top, axis=-1), pairs], axis=-2)
 
 
 def skew(

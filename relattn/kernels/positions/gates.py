@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from relattn.kernels.checks import check_arguments
+from relattn.kernels.checks import check_arguments, zero_prefix
 from relattn.kernels.positions.rotary import mixed_rotary_angles
 from relattn.kernels.precision import wide_einsum, widen
 
@@ -146,4 +146,4 @@ def string_exponents(
     angles = angles + widen(phases)[..., None, :]
     features = jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)
     exponents = wide_einsum(precision)("...nr,...rd->...nd", features, coefficients)
-    return exponents.at[..., :num_prefix, :].set(0.0)
+    return zero_prefix(exponents, num_prefix)

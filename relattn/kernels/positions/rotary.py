@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Key
 
-from relattn.kernels.checks import check_arguments
+from relattn.kernels.checks import check_arguments, zero_prefix
 from relattn.kernels.positions.sinusoids import absolute_frequencies, turns
 from relattn.kernels.precision import widen
 from relattn.offsets import Torus, check_prefix
@@ -66,7 +66,7 @@ def rotary_angles(
         turn = turns(torus)[:, None]
         frequencies = jnp.round(frequencies / turn) * turn
     angles = (positions[:, :, None] * frequencies).reshape(num_tokens, -1)
-    return angles.at[:num_prefix].set(0.0)
+    return zero_prefix(angles, num_prefix)
 
 
 def draw_mixed_frequencies(
@@ -164,7 +164,7 @@ def mixed_rotary_angles(
     positions = widen(positions)[:, None]
     frequencies = widen(frequencies)[..., None, :, :]
     angles = jnp.sum(positions * frequencies, axis=-1)
-    return angles.at[..., :num_prefix, :].set(0.0)
+    return zero_prefix(angles, num_prefix)
 
 
 @check_arguments

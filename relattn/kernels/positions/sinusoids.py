@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from relattn.kernels.checks import check_arguments
+from relattn.kernels.checks import check_arguments, zero_prefix
 from relattn.kernels.precision import widen
 from relattn.offsets import Grid, check_prefix
 
@@ -132,7 +132,7 @@ def sinusoids(
     # In half precision, large angles lose their phase.
     angles = widen(positions)[:, :, None] * widen(frequencies)
     pairs = jnp.stack([jnp.sin(angles), jnp.cos(angles)], axis=-1)
-    return pairs.reshape(num_tokens, -1).at[:num_prefix].set(0.0)
+    return zero_prefix(pairs.reshape(num_tokens, -1), num_prefix)
 
 
 @check_arguments

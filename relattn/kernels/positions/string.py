@@ -50,9 +50,11 @@ def cayley_matrix(
             f"its diagonal, got {num_entries}"
         )
     entries = widen(entries)
-    lower = jnp.zeros((*entries.shape[:-1], head_dim, head_dim), entries.dtype)
-    rows, columns = np.tril_indices(head_dim, -1)
-    lower = lower.at[..., rows, columns].set(entries)
+    # Row i has i entries; no scatter, which is slow on accelerators.
+    rows = jnp.split(entries, np.cumsum(np.arange(head_dim - 1)), axis=-1)
+    zeros = [(0, 0)] * (entries.ndim - 1)
+    rows = [jnp.pad(row, [*zeros, (0, head_dim - i)]) for i, row in enumerate(rows)]
+    lower = jnp.stack(rows, axis=-2)
     skew = lower - lower.swapaxes(-2, -1)
     identity = jnp.eye(head_dim, dtype=entries.dtype)
     # (I + S)^-1 (I - S) = P: functions of S commute.

@@ -8,7 +8,11 @@ import numpy as np
 import pytest
 
 from relattn import kernels, offsets
+from relattn.kernels.platform import use_platform
+from relattn.kernels.positions.bias import bias_of_pairs
+from relattn.offsets import Torus
 from tests import reference
+from tests.helpers.quick import quick_jit
 
 
 def naive_bucket(offset, num_buckets, max_distance, bidirectional):
@@ -82,3 +86,31 @@ def test_table_offsets_match_offsets_of_pairs():
     np.testing.assert_array_equal(
         rows[offsets.offset_index(grid)], offsets.offsets(grid)
     )
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+@pytest.mark.parametrize(
+    ("grid", "num_prefix"),
+    # On the first, half precision could not count the pairs of an offset.
+    [((17, 19), 0), ((2, 5), 3), ((7,), 1), ((1, 1), 0), (Torus((5, 2)), 3)],
+)
+def test_pairs_have_the_bias_of_their_offset(grid, num_prefix, platform):
+    rows = reference.offset_rows(grid, num_prefix)[0]
+    generator = np.random.default_rng(0)
+    shape = (2, offsets.num_table_rows(grid, num_prefix))
+    bias = jnp.asarray(generator.normal(size=shape), jnp.bfloat16)
+    # Whole numbers, so that float32 sums are exact.
+    cotangent = generator.integers(1, 8, (2, *rows.shape))
+
+    @quick_jit
+    def pairs_and_gradient(bias):
+        pairs, pullback = jax.vjp(lambda x: bias_of_pairs(x, grid, num_prefix), bias)
+        return pairs, *pullback(jnp.asarray(cotangent, pairs.dtype))
+
+    with use_platform(platform):
+        pairs, gradient = pairs_and_gradient(bias)
+    assert pairs.dtype == jnp.float32 and gradient.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(pairs, np.float32(bias)[:, rows])
+    expected = np.zeros(shape, np.float32)
+    np.add.at(expected, (np.arange(2)[:, None, None], rows), cotangent)
+    np.testing.assert_array_equal(gradient, jnp.asarray(expected, jnp.bfloat16))

@@ -29,17 +29,6 @@ POLL_SECONDS = 0.5
 LOG_BYTES = 2000
 # Usual time between SIGTERM and SIGKILL on clusters.
 GRACE_SECONDS = 30.0
-# On CPUs, XLA allocates temporary buffers with malloc. Huge pages, and a heap that is
-# not returned to the system after every step, avoid most page faults.
-KEEP_HEAP = ":".join(
-    f"glibc.malloc.{option}"
-    for option in (
-        "hugetlb=1",
-        "arena_max=1",
-        "mmap_max=0",
-        "trim_threshold=0x7fffffffffffffff",
-    )
-)
 BAR = "{desc} {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
 
 
@@ -56,7 +45,6 @@ class Training:
         overrides: More options of ``train.py``.
         core: CPU core to bind the process to; None for any.
         gpu: The only visible GPU, as in CUDA_VISIBLE_DEVICES; None for all.
-        malloc: Options of glibc's malloc.
         process: The process, after the start.
         bar: The progress bar, after the start.
         shown: Number of rows of metrics shown so far.
@@ -71,7 +59,6 @@ class Training:
     overrides: Sequence[str] = ()
     core: int | None = None
     gpu: str | None = None
-    malloc: str = KEEP_HEAP
     process: subprocess.Popen | None = None
     bar: tqdm | None = None
     shown: int = 0
@@ -120,11 +107,7 @@ class Training:
         ]
         self.workdir.mkdir(parents=True, exist_ok=True)
         # Two runs may share one GPU.
-        environment = {
-            "GLIBC_TUNABLES": self.malloc,
-            **os.environ,
-            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-        }
+        environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
         if gpu is not None:
             environment["CUDA_VISIBLE_DEVICES"] = gpu
         with self.log.open("w") as log:

@@ -165,6 +165,28 @@ def mesh_memory() -> str:
     return markdown(["devices", "data x model", *held], rows)
 
 
+def compiled() -> str:
+    """Returns what programs become when they are compiled for a TPU v5e."""
+    file = RESULTS / "compiled_v5e.json"
+    rows = []
+    for name, row in json.loads(file.read_text("utf-8")).items():
+        if "failed" in row:
+            rows.append([f"`{name}`", "does not compile", *[MISSING] * 8])
+            continue
+        cells = [
+            f"{row['seconds']:.0f} s",
+            *(f"{row[key]:,.1f} MB" for key in ("code_mb", "temporary_mb")),
+            f"{row['instructions']:,}",
+            f"{row['moved_mb']:,.0f} MB",
+            f"{row['gflops']:,.1f}",
+            *(f"{row[key]:,.2f} ms" for key in ("limit_ms", "time_ms")),
+            f"{row['roofline_share']:.0%}",
+        ]
+        rows.append([f"`{name}`", *cells])
+    titles = ["compiled in", "code", "temporary", "instructions", "moved", "GFLOP"]
+    return markdown(["program", *titles, "limit", "time", "limit / time"], rows)
+
+
 def _lengths(**size: int) -> dict[str, dict[str, int]]:
     return {f"{n:,} tokens": {"length": n, **size} for n in (1024, 4096, 16384)}
 
@@ -260,4 +282,5 @@ TABLES: dict[str, Callable[[], str]] = {
         },
     ),
     "mesh_memory": mesh_memory,
+    "compiled": compiled,
 }

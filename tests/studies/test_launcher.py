@@ -9,7 +9,7 @@ import pytest
 
 from relattn.training.config import read_config
 from studies import launcher
-from studies.launcher import KEEP_HEAP, Training, train
+from studies.launcher import Training, train
 from tests.helpers.trained import CONFIG, IMAGES, TEXT, make_training
 
 
@@ -68,22 +68,6 @@ def test_progress_is_printed_without_a_terminal(
         f"banded, seed 3: epoch 2 of 20, validation {progress}",
         f"banded, seed 3: {outcome}, 7 s",
     ]
-
-
-@pytest.mark.parametrize("own", [None, "glibc.malloc.perturb=1"])
-def test_malloc_options_are_set_unless_the_user_sets_them(tmp_path, monkeypatch, own):
-    program = tmp_path / "program"
-    program.write_text("#!/bin/sh\necho $GLIBC_TUNABLES\n")
-    program.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(program))
-    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
-    if own:
-        monkeypatch.setenv("GLIBC_TUNABLES", own)
-    training = Training("banded", CONFIG, tmp_path)
-    training.start()
-    assert training.process.wait() == 0
-    training.bar.close()
-    assert training.log.read_text().strip() == (own or KEEP_HEAP)
 
 
 def test_keep_going_continues_after_a_failure(tmp_path, capfd):

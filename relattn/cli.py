@@ -87,6 +87,7 @@ def train(argv: Sequence[str] | None = None) -> None:
     )
     given = parser.parse_args(argv)
     config = read_config(given.config, given.overrides)
+    command.keep_heap()
     processes = (given.coordinator, given.num_processes, given.process_id)
     if given.distributed or processes != ("", 0, -1):
         initialize(*processes, heartbeat_seconds=given.heartbeat_seconds)

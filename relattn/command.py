@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 import functools
 import importlib
+import importlib.util
 import os
+import platform
 import re
 import sys
 import types
@@ -37,7 +40,7 @@ def entry_point(main: Callable[..., None]) -> Callable[..., None]:
 
     The exit code is the error's attribute ``exit_code``, or `BAD_INPUT` without one.
     Other errors keep their traceback. Characters missing in the terminal's encoding are
-    escaped.
+    escaped. What the program compiles is kept, see `keep_compiled`.
 
     Args:
         main: The main function.
@@ -59,6 +62,7 @@ def entry_point(main: Callable[..., None]) -> Callable[..., None]:
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, TextIOWrapper):
                 stream.reconfigure(errors="backslashreplace")
+        keep_compiled()
         try:
             main(*args, **kwargs)
         except KeyboardInterrupt:
@@ -78,6 +82,45 @@ def entry_point(main: Callable[..., None]) -> Callable[..., None]:
             sys.exit(BAD_INPUT)
 
     return wrapped
+
+
+def keep_compiled() -> None:
+    """Makes JAX keep compiled programs on disk, for the next start.
+
+    They are in ``relattn/jax`` of the user's cache folder, ``$XDG_CACHE_HOME`` or
+    ``~/.cache``, unless JAX has a folder already, such as by
+    ``JAX_COMPILATION_CACHE_DIR``.
+    """
+    if jax.config.jax_compilation_cache_dir is None:
+        folder = os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+        folder = os.path.join(folder, "relattn", "jax")
+        jax.config.update("jax_compilation_cache_dir", folder)
+
+
+def keep_heap() -> None:
+    """Makes glibc keep freed memory, where JAX computes on CPUs.
+
+    XLA's CPU client takes the memory of temporaries from malloc, and otherwise a step
+    waits for the system to map it again. Must be called before JAX starts the client:
+    its threads then use one heap, instead of one each that is returned to the system.
+    Changes nothing if the user has set ``GLIBC_TUNABLES``.
+    """
+    if (
+        "GLIBC_TUNABLES" in os.environ
+        or platform.libc_ver()[0] != "glibc"
+        or not _only_cpus()
+    ):
+        return
+    # M_TRIM_THRESHOLD (never), M_MMAP_MAX and M_ARENA_MAX of malloc.h.
+    for parameter, value in ((-1, -1), (-4, 0), (-8, 1)):
+        ctypes.CDLL(None).mallopt(parameter, value)
+
+
+def _only_cpus() -> bool:
+    """Whether JAX will choose CPUs, without starting its client."""
+    if jax.config.jax_platforms:
+        return jax.config.jax_platforms == "cpu"
+    return not any(map(importlib.util.find_spec, ("jax_plugins", "libtpu")))
 
 
 class Parser(argparse.ArgumentParser):

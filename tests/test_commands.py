@@ -2,7 +2,10 @@
 
 import importlib
 import io
+import os
+import platform
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -25,12 +28,14 @@ PROGRAMS = {
     "relattn.data.prepare_text": ["--openwebtext", "--output=x"],
     "studies.demo": [],
     "studies.finetune": ["--data_dir=x"],
+    "benchmarks.compiled": [],
     "benchmarks.memory": ["--config=configs/demo.py"],
     "benchmarks.pipeline": ["--config=configs/demo.py"],
     "relattn.evaluation.sizes": [],
     "benchmarks.soak": ["--config=configs/demo.py", "--workdir=x"],
     "benchmarks.speed": [],
     "benchmarks.measure": ['{"kernel": "linear"}'],
+    "benchmarks.steps": ['{"model": "vit", "cores": 1}'],
     "studies.__main__": ["--preset=translution_text", "--output=x"],
     "relattn.evaluation.translation": [],
     "relattn.evaluation.sample": ["--workdir=x"],
@@ -89,6 +94,57 @@ def test_unknown_commands_are_rejected(refused):
     )
 
 
+@pytest.mark.parametrize("own", [None, "", "mine"])
+def test_programs_keep_what_they_compile(monkeypatch, tmp_path, own):
+    before = jax.config.jax_compilation_cache_dir
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    try:
+        jax.config.update("jax_compilation_cache_dir", own)
+        command.entry_point(lambda: None)()
+        folder = jax.config.jax_compilation_cache_dir
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+    assert folder == (str(tmp_path / "relattn" / "jax") if own is None else own)
+
+
+# Frees 16 MB in a thread; prints whether the heap keeps most of them.
+KEEPS = """
+import ctypes, threading
+from relattn.command import keep_heap
+keep_heap()
+libc = ctypes.CDLL(None)
+libc.malloc.restype = libc.sbrk.restype = ctypes.c_void_p
+libc.free.argtypes = [ctypes.c_void_p]
+before = libc.sbrk(0)
+thread = threading.Thread(target=lambda: libc.free(libc.malloc(1 << 24)))
+thread.start()
+thread.join()
+print(libc.sbrk(0) - before > 1 << 23)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
+@pytest.mark.parametrize(
+    "variables, kept",
+    [
+        ({"JAX_PLATFORMS": "cpu"}, True),
+        ({"JAX_PLATFORMS": "cuda,cpu"}, False),
+        ({"JAX_PLATFORMS": "cpu", "GLIBC_TUNABLES": ""}, False),
+    ],
+)
+def test_training_on_cpus_keeps_the_heap(variables, kept):
+    environment = {k: v for k, v in os.environ.items() if k != "GLIBC_TUNABLES"}
+    said = subprocess.run(
+        [sys.executable, "-c", KEEPS],
+        env={**environment, **variables},
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    ).stdout
+    assert said == f"{kept}\n"
+
+
 @pytest.mark.parametrize("name", cli.COMMANDS)
 def test_commands_explain_themselves(name, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["pytest"])
@@ -121,6 +177,7 @@ DEMO = "--config=configs/demo.py"
         ("studies.demo", ["--config.num=3", "--output={}/d"], "key 'num'"),
         ("studies.demo", ["--variants=,"], "no variant: name at least one"),
         ("studies.demo", ["--seeds=0"], "seeds must be at least 1, got 0"),
+        ("benchmarks.compiled", ["--only=lineer@4096"], "mean 'linear@4096'?"),
         ("benchmarks.memory", [DEMO, "--meshes=ax2"], "=ax2: give DATAx"),
         ("benchmarks.memory", ["--config={}/a.py"], "a.py cannot be read"),
         ("benchmarks.pipeline", ["--config=/no/such.py"], "such.py cannot be"),
@@ -142,6 +199,7 @@ DEMO = "--config=configs/demo.py"
         ("benchmarks.speed", ["--kernel=lineer"], "did you mean 'linear'?"),
         ("benchmarks.measure", ["{{"], "request: invalid"),
         ("benchmarks.measure", ["{{}}"], "request: invalid"),
+        ("benchmarks.steps", ["{{}}"], "request: invalid"),
         ("studies.__main__", ["--preset=nope", "--output=x"], "unknown preset"),
         ("studies.__main__", ["--preset=rpe_vit", "--output="], "is empty (unset"),
         (

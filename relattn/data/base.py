@@ -323,7 +323,7 @@ class Loader:
         start_step: First step.
         place: Function applied to each batch in the thread, for example a transfer to
             a device; its result is yielded instead.
-        ahead: Number of batches prepared in advance.
+        ahead: Number of batches prepared, or placed, while the caller uses one.
 
     Example:
         >>> import numpy as np
@@ -346,7 +346,7 @@ class Loader:
         self._next_step = start_step
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader")
         self._pending = deque()
-        for _ in range(ahead + 1):
+        for _ in range(ahead):
             self._submit()
 
     def _submit(self) -> None:
@@ -363,10 +363,9 @@ class Loader:
 
     def __next__(self) -> tuple[int, Any]:
         """Returns the next step and its batch."""
-        step, future = self._pending.popleft()
-        batch = future.result()
         self._submit()
-        return step, batch
+        step, future = self._pending.popleft()
+        return step, future.result()
 
     def close(self) -> None:
         """Stops the thread; the loader cannot be used afterwards."""

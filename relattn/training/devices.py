@@ -20,7 +20,7 @@ from ml_collections import ConfigDict
 from relattn.nn.batch_norm import DEVICE_AXIS
 from relattn.training.step import Batch, EvalStep, TrainStep
 
-# Maps random features, a key and the index of a redraw to new features.
+# Maps random features, a key and the step to new features.
 Redraw = Callable[[Any, Any, Any], Any]
 
 # Values of ``config.parallel``; the first is the default.
@@ -153,9 +153,11 @@ class Parallel(abc.ABC):
         devices: All devices that take part, in the order of their processes.
         local_devices: The devices of this process.
         axis_name: The name of the devices' axis in step functions; None without one.
+        mesh: The devices that ``place_key`` puts a key on.
     """
 
     axis_name: str | None
+    mesh: Mesh
 
     def __init__(self, devices: Sequence[jax.Device] | None = None):
         """Uses the given devices, or all."""
@@ -175,6 +177,14 @@ class Parallel(abc.ABC):
     def platform(self) -> str:
         """The platform of the devices: "cpu", "gpu" or "tpu"."""
         return self.devices[0].platform
+
+    @property
+    def donated(self) -> tuple[int, ...]:
+        """The arguments of an update whose memory it reuses: the state.
+
+        Not on CPUs, where XLA would copy the state first.
+        """
+        return () if self.platform == "cpu" else (0,)
 
     @property
     @abc.abstractmethod
@@ -229,6 +239,13 @@ class Parallel(abc.ABC):
     def place(self, tree: Any) -> Any:
         """Puts arrays, the same in every process, on the devices."""
 
+    def place_key(self, key: Any) -> Any:
+        """Puts the run's key on the devices, or every update would copy it there."""
+        data = jax.device_put(
+            jax.random.key_data(key), NamedSharding(self.mesh, PartitionSpec())
+        )
+        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(key))
+
     @abc.abstractmethod
     def fetch(self, tree: Any) -> Any:
         """Copies whole arrays from the devices to NumPy arrays."""
@@ -251,7 +268,7 @@ class Parallel(abc.ABC):
 
     @abc.abstractmethod
     def train_step(self, step: TrainStep) -> TrainStep:
-        """Compiles an update for the devices; the old state is donated."""
+        """Compiles an update for the devices; see `donated`."""
 
     @abc.abstractmethod
     def redraw(self, redraw: Redraw) -> Redraw:
@@ -279,7 +296,8 @@ class DataParallel(Parallel):
         return len(self.devices)
 
     @property
-    def _mesh(self) -> Mesh:
+    def mesh(self) -> Mesh:
+        """A mesh of this process's devices."""
         return Mesh(np.array(self.local_devices), (DEVICE_AXIS,))
 
     def local_shapes(self, tree: Any) -> Any:
@@ -292,7 +310,7 @@ class DataParallel(Parallel):
 
     def place(self, tree: Any) -> Any:
         """Puts a copy of every array on every device, along a new leading axis."""
-        sharding = NamedSharding(self._mesh, PartitionSpec(DEVICE_AXIS))
+        sharding = NamedSharding(self.mesh, PartitionSpec(DEVICE_AXIS))
 
         def put(x: Any) -> jax.Array:
             # Through the host, so that no device holds all of the copies at once.
@@ -316,7 +334,7 @@ class DataParallel(Parallel):
     def shard(self, batch: Batch, axis: int = 0) -> Batch:
         """Splits a batch along a new leading axis of this process's devices."""
         n = len(self.local_devices)
-        sharding = NamedSharding(self._mesh, PartitionSpec(DEVICE_AXIS))
+        sharding = NamedSharding(self.mesh, PartitionSpec(DEVICE_AXIS))
         parts = {}
         for key, value in batch.items():
             before, (size, *after) = value.shape[:axis], value.shape[axis:]
@@ -330,7 +348,7 @@ class DataParallel(Parallel):
             step,
             axis_name=DEVICE_AXIS,
             in_axes=(0, 0, None),
-            donate_argnums=0,
+            donate_argnums=self.donated,
             devices=self.devices,
         )
 
@@ -339,7 +357,7 @@ class DataParallel(Parallel):
         return jax.pmap(
             redraw,
             axis_name=DEVICE_AXIS,
-            in_axes=(0, None, None),
+            in_axes=(0, None, 0),
             devices=self.devices,
         )
 
@@ -482,7 +500,7 @@ class MeshParallel(Parallel):
             state = jax.lax.with_sharding_constraint(state, self.shardings(state))
             return state, self._replicate(metrics)
 
-        return jax.jit(update, donate_argnums=0)
+        return jax.jit(update, donate_argnums=self.donated)
 
     def redraw(self, redraw: Redraw) -> Redraw:
         """Compiles a redraw."""

@@ -191,7 +191,7 @@ class TrainLoop:
                 self.state = parallel.place(initial_state(task))
             else:
                 self.state = parallel.create(task.create_state)
-        self.key = task.key
+        self.key = parallel.place_key(task.key)
         self.train_step = parallel.train_step(task.make_train_step(parallel))
         redraw = task.make_redraw()
         self.redraw = redraw and parallel.redraw(redraw)
@@ -216,7 +216,7 @@ class TrainLoop:
                 done = step + 1
                 self.update(batch, done)
                 if step == first_step:
-                    self.wait_for_compilation(done)
+                    self.wait_for_compilation()
                 if on_step is not None:
                     on_step(done)
                 due = self.due(done)
@@ -235,21 +235,20 @@ class TrainLoop:
                 self.window.restart_timer()
 
     def update(self, batch: Batch, done: int) -> None:
-        """Applies one update to the state."""
+        """Dispatches one update of the state, without waiting for the devices."""
         self.state, metrics = self.train_step(self.state, batch, self.key)
         if self.redraw and done % self.config.redraw_every == 0:
-            self.state = self.state.replace(random_features=self._draw(done))
+            self.state = self.state.replace(random_features=self._draw())
         self.window.add(metrics)
         self.bar.update(self.task.examples_per_step)
 
-    def _draw(self, done: int) -> Any:
-        """Returns the random features after a number of updates."""
-        index = done // self.config.redraw_every
-        return self.redraw(self.state.random_features, self.key, index)
+    def _draw(self) -> Any:
+        """Returns the random features that belong to the state's step."""
+        return self.redraw(self.state.random_features, self.key, self.state.step)
 
-    def wait_for_compilation(self, done: int) -> None:
+    def wait_for_compilation(self) -> None:
         """Waits for the first update, so that the throughput excludes compilation."""
-        drawn = self._draw(done) if self.redraw else None
+        drawn = self._draw() if self.redraw else None
         jax.block_until_ready((self.state, drawn))
         self.window.restart_timer()
 

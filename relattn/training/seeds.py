@@ -100,7 +100,7 @@ class SeedsTask(Task):
         return map_eval_step(self.single.make_eval_step(parallel), parallel.platform)
 
     def make_redraw(self) -> Redraw | None:
-        """Makes the redraw of stacked random features; the seeds share its index."""
+        """Makes the redraw of stacked random features; the seeds share the step."""
         redraw = self.single.make_redraw()
         return redraw and jax.vmap(redraw, in_axes=(0, 0, None))
 

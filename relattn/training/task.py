@@ -203,11 +203,17 @@ class Task:
         )
 
     def make_redraw(self) -> Redraw | None:
-        """Makes the redraw of the random features; None if the run has none."""
+        """Makes the redraw of the random features; None if the run has none.
+
+        Returns:
+            The function, a pure function of the features, the run's key and the step.
+        """
         drawn = jax.tree.leaves(self.abstract_state.random_features)
         if not drawn or not 0 < self.config.redraw_every <= self.num_steps:
             return None
-        return redraw
+        every = self.config.redraw_every
+        # The step is on the devices already: an index would be copied there.
+        return lambda features, key, step: redraw(features, key, step // every)
 
     def unstack(self, state: TrainState) -> list[TrainState]:
         """Returns the state of each seed: of this one."""

@@ -163,6 +163,20 @@ def test_place_runs_in_the_loader_thread():
     assert all(name.startswith("loader") for name in names)
 
 
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_loader_places_batches_ahead_of_time(ahead):
+    placed = threading.Semaphore(0)
+
+    def place(batch):
+        placed.release()
+
+    with Loader(make_batch, place=place, ahead=ahead) as loader:
+        for _ in range(3):
+            next(loader)
+        assert all(placed.acquire(timeout=10) for _ in range(3 + ahead))
+        assert not placed.acquire(timeout=0.1)
+
+
 def test_error_in_the_thread_is_raised_by_next():
     def place(batch):
         raise RuntimeError("no such device")

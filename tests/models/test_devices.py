@@ -73,7 +73,8 @@ def train(parallel, model, state):
         }
         state, _ = step(state, parallel.shard(batch), KEY)
         if done % 2 == 0 and jax.tree.leaves(state.random_features):
-            features = compiled(state.random_features, KEY, done // 2)
+            number = parallel.place(np.int32(done // 2))
+            features = compiled(state.random_features, KEY, number)
             state = state.replace(random_features=features)
     return parallel.fetch(state)
 

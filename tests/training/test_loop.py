@@ -1,5 +1,6 @@
 import functools
 import json
+import threading
 import time
 import types
 
@@ -410,3 +411,47 @@ def test_a_cosine_run_does_not_go_on(config, tmp_path, one_device):
     )
     with pytest.raises(training.WorkdirError, match=message):
         training.train_and_evaluate(config, tmp_path, devices=one_device)
+
+
+@pytest.mark.parametrize("parallel, seeds", [("mesh", 1), ("pmap", 3)])
+def test_only_updates_are_dispatched_between_two_rows(
+    config, tmp_path, monkeypatch, parallel, seeds
+):
+    config.update(parallel=parallel, num_seeds=seeds, log_every_steps=5, num_steps=10)
+    make = task_lib.make_train_step
+    updates_may_end, ended_in_time = threading.Event(), []
+    updates_may_end.set()
+
+    def wait(value):
+        # In vain if the loop waits for this update.
+        ended_in_time.append(updates_may_end.wait(timeout=30))
+        updates_may_end.set()
+        return value
+
+    def make_waiting(*args, **kwargs):
+        step = make(*args, **kwargs)
+
+        def waiting(state, batch, key):
+            state, metrics = step(state, batch, key)
+            metrics["loss"] = jax.pure_callback(wait, metrics["loss"], metrics["loss"])
+            return state, metrics
+
+        return waiting
+
+    def on_step(done):
+        if done == 6:
+            updates_may_end.clear()
+            jax.config.update("jax_transfer_guard", "disallow")
+        if done == 10:
+            jax.config.update("jax_transfer_guard", "allow")
+            updates_may_end.set()
+
+    monkeypatch.setattr(task_lib, "make_train_step", make_waiting)
+    # With one device, an update that calls back is not asynchronous on CPUs.
+    devices = jax.local_devices()[:2]
+    try:
+        training.train_and_evaluate(config, tmp_path, devices=devices, on_step=on_step)
+    finally:
+        jax.config.update("jax_transfer_guard", "allow")
+        updates_may_end.set()
+    assert len(ended_in_time) >= 10 and all(ended_in_time)

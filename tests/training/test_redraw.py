@@ -34,8 +34,9 @@ def test_every_device_draws_what_a_seed_draws_alone(config, parallel, num_seeds)
     config.update(parallel=parallel, num_seeds=num_seeds)
     task = make_task(config, make_data().info)
     devices = make_parallel(config)
-    before = devices.create(task.create_state).random_features
-    after = devices.redraw(task.make_redraw())(before, task.key, 5)
+    state = devices.create(task.create_state)
+    key, step = devices.place_key(task.key), state.step + 5 * config.redraw_every + 1
+    after = devices.redraw(task.make_redraw())(state.random_features, key, step)
     copies = {
         np.asarray(shard.data).tobytes()
         for leaf in jax.tree.leaves(after)

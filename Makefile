@@ -1,6 +1,7 @@
 # make test            lint, tests, doctests and a notebook
-# make test-full       all tests, with XLA's optimisations and with TensorFlow; then
-#                      starts every configuration at its published size; takes hours
+# make test-full       all tests, with XLA's optimisations, TensorFlow and a TPU's
+#                      compiler; then starts every configuration at its published size;
+#                      takes hours
 # make demo            trains three models, shifts the images and compares, on two cores
 # make docs            builds the documentation site, docs/_build/html
 # make tables          writes the generated tables of README.md and docs/
@@ -32,8 +33,10 @@ test: $(STAMP)
 	$(PYTEST) -n $(JOBS) --dist=loadfile --no-loadscope-reorder
 
 test-full:
-	$(MAKE) full VENV=$(VENV)-full EXTRAS=test,prepare,docs,pytorch
+	$(MAKE) full VENV=$(VENV)-full EXTRAS=test,prepare,docs,pytorch,tpu
 
+# TPUs are only compiled for.
+full: export JAX_PLATFORMS ?= cpu
 full: $(STAMP)
 	$(PYTEST) -m '' -n $(JOBS) --dist=loadfile --no-loadscope-reorder \
 	  --ignore=tests/test_published_sizes.py

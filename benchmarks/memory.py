@@ -59,13 +59,16 @@ def read_mesh(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def describe_data(config: ConfigDict, num_classes: int, vocab_size: int) -> DataInfo:
+def describe_data(
+    config: ConfigDict, num_classes: int, vocab_size: int, channels: int = 3
+) -> DataInfo:
     """Describes the data to the model, without reading them.
 
     Args:
         config: Configuration of the run.
         num_classes: Number of classes, for images.
         vocab_size: Number of tokens, for text.
+        channels: Number of channels, for images.
 
     Returns:
         A `TextInfo` if the model is the GPT, else an `ImageInfo`.
@@ -83,10 +86,8 @@ def describe_data(config: ConfigDict, num_classes: int, vocab_size: int) -> Data
         return TextInfo(name, "unknown", vocab_size, length, 10**6, "nowhere")
     size = config.data.image_size
     classes = tuple(map(str, range(num_classes)))
-    statistics = (0.5,) * 3
-    return ImageInfo(
-        name, classes, (size, size, 3), statistics, statistics, 10**6, "nowhere"
-    )
+    shape, statistics = (size, size, channels), (0.5,) * channels
+    return ImageInfo(name, classes, shape, statistics, statistics, 10**6, "nowhere")
 
 
 def measure(task: Task, parallel: MeshParallel) -> dict[str, int]:
@@ -101,14 +102,8 @@ def measure(task: Task, parallel: MeshParallel) -> dict[str, int]:
         ``batch``; ``temporary``, all else, such as gradients and activations; and
         ``total``, their sum.
     """
-    state = _with_shardings(
-        task.abstract_state, parallel.shardings(task.abstract_state)
-    )
-    batch = _abstract_batch(task)
-    examples = NamedSharding(parallel.mesh, PartitionSpec(DATA_AXIS))
-    batch = _with_shardings(batch, jax.tree.map(lambda _: examples, batch))
-    step = parallel.train_step(task.make_train_step(parallel))
-    analysis = step.lower(state, batch, task.key).compile().memory_analysis()
+    step, arguments = abstract_step(task, parallel)
+    analysis = step.lower(*arguments).compile().memory_analysis()
     sizes = {
         "state": tree_bytes(parallel.local_shapes(task.abstract_state)),
         "batch": analysis.argument_size_in_bytes,
@@ -116,6 +111,26 @@ def measure(task: Task, parallel: MeshParallel) -> dict[str, int]:
     }
     sizes["batch"] -= sizes["state"]
     return {**sizes, "total": sum(sizes.values())}
+
+
+def abstract_step(task: Task, parallel: MeshParallel) -> tuple[Any, tuple[Any, ...]]:
+    """Makes a training step that can be compiled without its arrays.
+
+    Args:
+        task: The task to train.
+        parallel: The mesh.
+
+    Returns:
+        The step, a function made by `jax.jit`, and its arguments, without values.
+    """
+    state = _with_shardings(
+        task.abstract_state, parallel.shardings(task.abstract_state)
+    )
+    batch = _abstract_batch(task)
+    examples = NamedSharding(parallel.mesh, PartitionSpec(DATA_AXIS))
+    batch = _with_shardings(batch, jax.tree.map(lambda _: examples, batch))
+    step = parallel.train_step(task.make_train_step(parallel))
+    return step, (state, batch, task.key)
 
 
 def _with_shardings(tree: Any, shardings: Any) -> Any:

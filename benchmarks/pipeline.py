@@ -61,7 +61,7 @@ def measure(
     data = data_lib.load_data(config.data)
     task = make_task(config, data.info)
     step = parallel.train_step(task.make_train_step(parallel))
-    state, key = parallel.place(task.create_state()), task.key
+    state, key = parallel.place(task.create_state()), parallel.place_key(task.key)
 
     def train(batches: Iterator[Any]) -> float:
         nonlocal state

@@ -97,7 +97,7 @@ def run_soak(
     result = {
         "config": training.config,
         "options": training.options,
-        "malloc": training.malloc,
+        "malloc": os.environ.get("GLIBC_TUNABLES", ""),
         "hours": hours,
         "interval_s": interval,
         "steps": samples[-1]["step"] - samples[0]["step"],
@@ -348,8 +348,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         config=arguments.config,
         workdir=Path(arguments.workdir),
         overrides=[*OPTIONS, *arguments.overrides],
-        malloc=GIVE_BACK,
     )
+    os.environ.setdefault("GLIBC_TUNABLES", GIVE_BACK)
     read_config(training.config, training.options)
     result = run_soak(
         training,

@@ -2,9 +2,11 @@
 
     python -m benchmarks.speed --kernel=linear,banded --lengths=1024,4096 \
         --against=softmax,gather_band --output=DIR
+    python -m benchmarks.speed --model=vit,performer --against=torch --output=DIR
 
+The second compares whole training steps with plain PyTorch, on one core and on all.
 Every measurement runs in a separate process. Writes speed.jsonl, one line per
-measurement, and speed.png to the output folder, and prints a table.
+measurement, and, for kernels, speed.png to the output folder, and prints a table.
 """
 
 from __future__ import annotations
@@ -15,14 +17,16 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
+from benchmarks.measure import describe_cpu
 from benchmarks.speed_cases import CASES, Sizes
+from benchmarks.steps import MODELS
 from relattn import command, spec
 from relattn.training.workdir import usable_folder
 
@@ -45,25 +49,51 @@ def measure_apart(
         A row: the kernel, the sizes and the output of `benchmarks.measure.measure`. If
         the process failed, ``skipped`` has the reason.
     """
-    sizes_and_options = {
-        "kernel": kernel,
-        "sizes": dataclasses.asdict(sizes),
-        "repeats": repeats,
-        "backward": backward,
-    }
-    module = "benchmarks.measure"
-    command = [sys.executable, "-m", module, json.dumps(sizes_and_options)]
+    measured = _run_apart(
+        "benchmarks.measure",
+        kernel=kernel,
+        sizes=dataclasses.asdict(sizes),
+        repeats=repeats,
+        backward=backward,
+    )
+    return {"kernel": kernel} | dataclasses.asdict(sizes) | measured
+
+
+def _run_apart(module: str, **request: Any) -> dict[str, Any]:
+    """Runs a module in a separate process; returns its output, or ``skipped``."""
+    command = [sys.executable, "-m", module, json.dumps(request)]
     # Preallocated GPU memory would count as used.
     environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} | os.environ
     process = subprocess.run(command, capture_output=True, text=True, env=environment)
-    row = {"kernel": kernel} | dataclasses.asdict(sizes)
     if process.returncode == 0:
-        return row | json.loads(process.stdout.splitlines()[-1])
+        return json.loads(process.stdout.splitlines()[-1])
     if process.returncode < 0:
         reason = f"killed by signal {-process.returncode} (out of memory?)"
     else:
         reason = (process.stderr.strip().splitlines() or ["no message"])[-1]
-    return row | {"skipped": reason}
+    return {"skipped": reason}
+
+
+def compare_steps(
+    models: Sequence[str], cores: Sequence[int], **options: Any
+) -> Iterator[dict[str, Any]]:
+    """Measures training steps beside PyTorch.
+
+    Args:
+        models: Keys of `benchmarks.steps.MODELS`.
+        cores: Numbers of cores to use.
+        **options: Arguments of `benchmarks.steps.measure_steps`.
+
+    Yields:
+        A row for each model and number of cores: the output of `measure_steps`.
+    """
+    with tqdm(total=len(models) * len(cores), disable=None) as progress:
+        for model in models:
+            for count in cores:
+                progress.set_description(f"{model} on {count} cores")
+                row = {"model": model, "cores": count}
+                yield row | _run_apart("benchmarks.steps", **row, **options)
+                progress.update()
 
 
 def compare(
@@ -179,6 +209,37 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
             format(row[key], style) if key in row else "-" for key, style in numbers
         ]
         lines.append([row["kernel"], f"{row['length']:,}", *cells, reason or speed_ups])
+    return _aligned(lines)
+
+
+def steps_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Formats a table of the times of training steps.
+
+    Args:
+        rows: Rows from `compare_steps`.
+
+    Returns:
+        Lines of aligned columns.
+
+    Example:
+        >>> row = {"model": "vit", "cores": 1, "relattn_ms": 3, "torch_ms": 2}
+        >>> print(steps_table([row | {"ratio": 1.5}]))
+        model  cores  relattn ms  PyTorch ms  relattn / PyTorch
+        vit        1         3.0         2.0  1.50
+    """
+    lines = [["model", "cores", "relattn ms", "PyTorch ms", "relattn / PyTorch"]]
+    for row in rows:
+        cells = [row["model"], str(row["cores"])]
+        if "skipped" in row:
+            lines.append([*cells, "-", "-", f"skipped: {row['skipped']}"])
+            continue
+        times = [f"{row[key]:,.1f}" for key in ("relattn_ms", "torch_ms")]
+        lines.append([*cells, *times, f"{row['ratio']:.2f}"])
+    return _aligned(lines)
+
+
+def _aligned(lines: Sequence[Sequence[str]]) -> str:
+    """Aligns columns: the first and the last to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     rendered = []
     for name, *numbers, last in lines:
@@ -187,12 +248,12 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(rendered)
 
 
-def _names(text: str) -> list[str]:
+def _names(text: str, kind: str = "kernel", known: Iterable[str] = CASES) -> list[str]:
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
-        if name not in CASES:
-            hint = spec.closest(name, CASES)
-            raise argparse.ArgumentTypeError(f"no kernel {name!r}: {hint}")
+        if name not in known:
+            hint = spec.closest(name, known)
+            raise argparse.ArgumentTypeError(f"no {kind} {name!r}: {hint}")
     return names
 
 
@@ -202,6 +263,14 @@ def _kernels(text: str) -> list[str]:
         known = ", ".join(CASES)
         raise argparse.ArgumentTypeError(f"name at least one kernel of {known}")
     return names
+
+
+def _models(text: str) -> list[str]:
+    return _names(text, "model", MODELS)
+
+
+def _alternatives(text: str) -> list[str]:
+    return _names(text, known=[*CASES, "torch"])
 
 
 def _positive(text: str) -> int:
@@ -226,7 +295,18 @@ def _parser() -> command.Parser:
     add(
         "--kernel", type=_kernels, default="linear,causal_linear,banded", help="kernels"
     )
-    add("--against", type=_names, default="softmax", help="kernels to compare with")
+    add(
+        "--against",
+        type=_alternatives,
+        default="softmax",
+        help="kernels to compare with; torch with --model",
+    )
+    add(
+        "--model",
+        type=_models,
+        default="",
+        help=f"training steps instead of kernels: {', '.join(MODELS)}",
+    )
     add("--lengths", type=_lengths, default="1024,4096", help="numbers of tokens")
     add("--batch", type=_positive, default=default.batch, help="batch size")
     add("--num_heads", type=_positive, default=default.num_heads, help="heads")
@@ -261,6 +341,16 @@ def _parser() -> command.Parser:
     return parser
 
 
+def _measure_models(models: Sequence[str], output: Path) -> None:
+    rows = []
+    with (output / "speed.jsonl").open("w") as file:
+        for row in compare_steps(models, sorted({1, describe_cpu()["cores"]})):
+            print(json.dumps(row), file=file, flush=True)
+            rows.append(row)
+    print(steps_table(rows))
+    print(f"Written to {output}: speed.jsonl")
+
+
 @command.entry_point
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures kernels, writes the rows and the figure, and prints the table.
@@ -268,9 +358,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     Args:
         argv: Command-line arguments, by default the process's.
     """
-    options = vars(_parser().parse_args(argv))
+    parser = _parser()
+    options = vars(parser.parse_args(argv))
+    models, against = options.pop("model"), options.pop("against")
+    if bool(models) != (against == ["torch"]):
+        parser.error("--model and --against=torch belong together")
     output = usable_folder(options.pop("output"), "--output")
-    names, against = options.pop("kernel"), options.pop("against")
+    if models:
+        _measure_models(models, output)
+        return
+    names = options.pop("kernel")
     rows: list[dict[str, Any]] = []
     with (output / "speed.jsonl").open("w") as file:
         for measured in compare(names, against, options.pop("lengths"), **options):

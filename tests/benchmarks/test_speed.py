@@ -7,8 +7,11 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import measure, speed
+from benchmarks import measure, speed, steps
 from benchmarks.speed_cases import CASES, Case, Sizes
+from relattn.data import load_data
+from relattn.training.config import read_config
+from relattn.training.seeds import make_task
 from tests.helpers.quick import mark_slow
 
 SIZES = {
@@ -183,9 +186,51 @@ def test_command_without_backward(tmp_path, capsys, measured):
         ("--lengths=64,-1", "expected a positive integer, got '-1'"),
         ("--batch=0", "expected a positive integer, got '0'"),
         ("--dtype=float64", "invalid choice: 'float64'"),
+        ("--model=vti", "no model 'vti': did you mean 'vit'?"),
+        ("--model=vit", "--model and --against=torch belong together"),
+        ("--against=torch", "--model and --against=torch belong together"),
     ],
 )
 def test_invalid_arguments_are_rejected(argument, message, capsys):
     with pytest.raises(SystemExit, match="2"):
         speed.main([argument])
     assert message in capsys.readouterr().err
+
+
+def test_command_compares_training_steps_with_pytorch(tmp_path, capsys, monkeypatch):
+    asked = []
+
+    def run_apart(module, *, model, cores):
+        asked.append((module, model, cores))
+        if model == "performer":
+            return {"skipped": "no torch"}
+        return {"relattn_ms": 1234.5, "torch_ms": 1028.75, "ratio": 1.2}
+
+    monkeypatch.setattr(speed, "_run_apart", run_apart)
+    monkeypatch.setattr(speed, "describe_cpu", lambda: {"cores": 3})
+    output = f"--output={tmp_path}"
+    speed.main(["--model=vit,performer", "--against=torch", output])
+    assert asked == [
+        ("benchmarks.steps", model, cores)
+        for model in ("vit", "performer")
+        for cores in (1, 3)
+    ]
+    lines = (tmp_path / "speed.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    assert [row["cores"] for row in rows] == [1, 3, 1, 3]
+    out = capsys.readouterr().out
+    assert "1,234.5     1,028.8  1.20" in out
+    assert "skipped: no torch" in out
+
+
+@pytest.mark.parametrize("model", steps.MODELS)
+def test_models_in_pytorch_have_as_many_parameters(model):
+    pytest.importorskip("torch")
+    config = read_config(steps.MODELS[model], [])
+    side = config.data.image_size // config.model.patch_size
+    network = steps.make_torch_model(config.model, (side, side))
+    task = make_task(config, load_data(config.data).info)
+    params = jax.eval_shape(task.create_state).params
+    # A sum, because equal layers of relattn's ViT share one array.
+    expected = sum(leaf.size for leaf in jax.tree.leaves(params))
+    assert sum(leaf.numel() for leaf in network.parameters()) == expected

@@ -1,0 +1,64 @@
+"""Compiling for a TPU that is not there."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import compiled
+from relattn.training.config import read_config
+
+ROOT = Path(__file__).parents[2]
+MEASURED = json.loads((ROOT / "results" / "compiled_v5e.json").read_text("utf-8"))
+# Tests of other files simulate devices and compile with few optimisations.
+NOT_OF_USERS = ("XLA_FLAGS", "JAX_DISABLE_MOST_OPTIMIZATIONS")
+# What a row may at most be, as a multiple of the committed one, and beyond it.
+BOUNDS = {
+    "seconds": (3, 30),
+    "code_mb": (2, 1),
+    "temporary_mb": (1.5, 4),
+    "instructions": (1.5, 20),
+    "moved_mb": (1.5, 4),
+}
+
+
+def test_rows_that_are_there_are_compiled_only_by_name():
+    missing = ["linear@4096", "vit_a12_translution"]
+    done = [name for name in compiled.ROWS if name not in missing]
+    assert compiled.choose_rows("", done) == missing
+    assert compiled.choose_rows("softmax@4096", done) == ["softmax@4096"]
+
+
+@pytest.mark.parametrize("name", compiled.STEPS)
+def test_steps_have_a_configuration_of_published_size(name):
+    assert read_config(compiled.STEPS[name], []).num_epochs > 0
+
+
+def test_without_libtpu(tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "libtpu", None)
+    with pytest.raises(SystemExit, match="2"):
+        compiled.main([f"--output={tmp_path}"])
+    assert capsys.readouterr().err == (
+        "error: benchmarks.compiled needs libtpu: pip install 'jax[tpu]'\n"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [n for n in MEASURED if "failed" not in MEASURED[n]])
+def test_compiles_for_a_tpu_as_measured(name, tmp_path):
+    pytest.importorskip("libtpu")
+    subprocess.run(
+        [
+            *(sys.executable, "-m", "benchmarks.compiled"),
+            *("--target=v5e", f"--only={name}", f"--output={tmp_path}"),
+        ],
+        cwd=ROOT,
+        env={key: os.environ[key] for key in os.environ if key not in NOT_OF_USERS},
+        check=True,
+    )
+    (row,) = json.loads((tmp_path / "compiled_v5e.json").read_text("utf-8")).values()
+    for key, (factor, slack) in BOUNDS.items():
+        assert row[key] <= factor * MEASURED[name][key] + slack, key

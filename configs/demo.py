@@ -11,7 +11,8 @@ with a polyphase anchor. ``make demo`` trains ``learnable_sincos``,
 docs/results.md).
 
 Recipe: 20 epochs of batches of 64, AdamW with learning rate 2e-3, cosine schedule with
-50 warmup steps, clipping at 0.5, no redraw.
+50 warmup steps, clipping at 0.5, no redraw. The parameters after the last step count:
+on 250 validation images, chance would choose the best of 20 evaluations.
 
 Measured test accuracy: ``learnable_sincos`` 80.0%, ``constrained_sincos`` 79.2%,
 ``exact`` 80.7% (seed 0, ``make demo``); three seeds of all variants by
@@ -95,6 +96,7 @@ def get_config(variant: str = "constrained_sincos") -> ConfigDict:
     )
     config.batch_size = 64
     config.num_epochs = 20
+    config.eval_every_epochs = 20
     # Recovering from a redraw would take more epochs than this short run has.
     config.redraw_every = 0
     config.optimizer.update(name="adamw", learning_rate=2e-3, clip_norm=0.5)

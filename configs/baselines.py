@@ -53,9 +53,9 @@ from relattn.spec import read_arguments
 # Dropout of configs/performer.py.
 PERFORMER_DROPOUT = {"attention_dropout": 0.1, "dropout": 0.1}
 MODELS = {
-    "alexnet": {"name": "alexnet", "dtype": "float32"},
-    "vgg16": {"name": "vgg16", "dropout": 0.5, "dtype": "float32"},
-    "resnet18": {"name": "resnet18", "dtype": "float32"},
+    "alexnet": {"name": "alexnet", "dtype": "float32", "precision": ""},
+    "vgg16": {"name": "vgg16", "dropout": 0.5, "dtype": "float32", "precision": ""},
+    "resnet18": {"name": "resnet18", "dtype": "float32", "precision": ""},
     "linformer": {
         "name": "linformer",
         "dim": 384,
@@ -67,6 +67,7 @@ MODELS = {
         "position": "learnable_sincos",
         **PERFORMER_DROPOUT,
         "dtype": "float32",
+        "precision": "",
         "remat": False,
     },
     "routing": {
@@ -80,6 +81,7 @@ MODELS = {
         "position": "learned",
         **PERFORMER_DROPOUT,
         "dtype": "float32",
+        "precision": "",
         "remat": False,
     },
 }
@@ -115,7 +117,7 @@ def get_config(arguments: str = "") -> ConfigDict:
 
 def _published(name: str, dataset: str) -> ConfigDict:
     """Returns the recipe of the authors' notebooks."""
-    options: dict[str, Any] = {"dtype": "float32"}
+    options: dict[str, Any] = {"dtype": "float32", "precision": ""}
     if name == "linformer":
         options |= {"attention_dropout": 0.0, "dropout": 0.0, "remat": False}
     config = recipe(PUBLISHED_BASELINES[name] | options, dataset)

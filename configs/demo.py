@@ -79,6 +79,7 @@ def get_config(variant: str = "constrained_sincos") -> ConfigDict:
             "attention_dropout": 0.1,
             "dropout": 0.1,
             "dtype": "float32",
+            "precision": "",
             "remat": False,
         }
     )

@@ -112,6 +112,7 @@ def get_config(arguments: str = "") -> ConfigDict:
         "attention_dropout": 0.1,
         "dropout": 0.1,
         "dtype": "float32",
+        "precision": "",
         "remat": False,
     }
     config = recipe(model, dataset)

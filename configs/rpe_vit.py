@@ -86,6 +86,7 @@ def get_config(arguments: str = "") -> ConfigDict:
             "embedding_norms": False,
             "head": "mlp",
             "dtype": "float32",
+            "precision": "",
             "remat": False,
         }
     )

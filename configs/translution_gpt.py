@@ -84,6 +84,7 @@ def get_config(arguments: str = "") -> ConfigDict:
             "attention_dropout": 0.0,
             "dropout": 0.0,
             "dtype": "float32",
+            "precision": "",
             "remat": False,
         }
     )

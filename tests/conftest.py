@@ -30,6 +30,8 @@ def pytest_configure(config):
     # With one thread per device, two collectives of a program can wait for each other.
     os.environ.setdefault("NPROC", str(2 * NUM_DEVICES))
     chex.set_n_cpu_devices(NUM_DEVICES)
+    # Tolerances are for float32; accelerators multiply with fewer bits by default.
+    jax.config.update("jax_default_matmul_precision", "highest")
     if jax.config.jax_compilation_cache_dir is None:
         folder = tempfile.TemporaryDirectory()
         config.add_cleanup(folder.cleanup)

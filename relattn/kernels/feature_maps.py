@@ -105,7 +105,7 @@ def positive_features(
         projection: W, from `draw_orthogonal` or `draw_gaussian`, shape
             ``[features, head_dim]``.
         eps: Added to every feature; at least zero.
-        precision: Passed to einsum.
+        precision: Passed to einsum; the highest by default.
 
     Returns:
         Features without factors: exponents, shape ``[*batch, n, features]``, and their
@@ -154,7 +154,7 @@ def trigonometric_features(
         x: Queries or keys, shape ``[*batch, n, head_dim]``.
         projection: W, from `draw_orthogonal` or `draw_gaussian`, shape
             ``[features, head_dim]``.
-        precision: Passed to einsum.
+        precision: Passed to einsum; the highest by default.
 
     Returns:
         Features: values, shape ``[*batch, n, 2 features]``, and one exponent per token,
@@ -196,7 +196,7 @@ def relu_features(
         projection: W, drawn or learned, shape ``[features, head_dim]``.
         bias: b, shape ``[features]``; zero if None.
         eps: Added to every feature; keeps the sum of weights above zero.
-        precision: Passed to einsum.
+        precision: Passed to einsum; the highest by default.
 
     Returns:
         Features: values, shape ``[*batch, n, features]``, and exponents of zero, shape
@@ -483,6 +483,8 @@ def _project(
             f"{x.shape[-1]}; draw it with head_dim={x.shape[-1]}"
         )
     x = widen(x) * x.shape[-1] ** -0.25
+    # Exponentials multiply the error of this small product.
+    precision = jax.lax.Precision.HIGHEST if precision is None else precision
     projected = wide_einsum(precision)("...d,fd->...f", x, widen(projection))
     return projected, 0.5 * jnp.sum(jnp.square(x), axis=-1, keepdims=True)
 

@@ -1,4 +1,7 @@
-"""Compute dtypes: exponentials, sums and denominators are float32 or wider."""
+"""Compute dtypes and the precision of matrix products.
+
+Exponentials, sums and denominators are float32 or wider.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +32,19 @@ def compute_dtype(*arrays: Array | np.ndarray | np.dtype) -> np.dtype:
 def widen(x: Array | np.ndarray) -> Array:
     """Converts an array to its `compute_dtype`."""
     return jnp.asarray(x, compute_dtype(x))
+
+
+def current_precision(precision: jax.lax.PrecisionLike) -> jax.lax.PrecisionLike:
+    """Returns a precision, or that of `jax.default_matmul_precision` for None.
+
+    JAX traces the backward pass of a `jax.custom_vjp` outside of that context.
+
+    Example:
+        >>> with jax.default_matmul_precision("high"):
+        ...     current_precision(None), current_precision("highest")
+        ('high', 'highest')
+    """
+    return jax.config.jax_default_matmul_precision if precision is None else precision
 
 
 def wide_einsum(precision: jax.lax.PrecisionLike) -> Callable[..., Array]:

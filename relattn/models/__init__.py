@@ -39,6 +39,7 @@ MODELS = {
 _SIZES = ("dim", "num_layers", "num_heads", "mlp_dim")
 _RATES = ("dropout", "attention_dropout")
 _DTYPES = ("float32", "bfloat16", "float16")
+_PRECISIONS = ("", "default", "high", "highest")
 
 # Arguments that come from the data, by the model's kind of inputs.
 _DATA_ARGUMENTS = {
@@ -155,5 +156,7 @@ def _check_value(option: str, value: Any) -> None:
         except TypeError:
             known = False
         problem = "" if known else f"must be one of {', '.join(_DTYPES)}"
+    elif option == "precision" and value not in _PRECISIONS:
+        problem = f"must be one of {', '.join(map(repr, _PRECISIONS))}"
     if problem:
         raise ValueError(f"config.model.{option} {problem}, got {spec.shorten(value)}")

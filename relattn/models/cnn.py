@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 
 from relattn import spec
 from relattn.nn.batch_norm import BatchNorm
-from relattn.nn.blocks import KERNEL_INIT, Linear, uniform
+from relattn.nn.blocks import KERNEL_INIT, Linear, at_precision, uniform
 
 # Keeps the scale of layers before a ReLU (He et al., 2015).
 HE_NORMAL = nn.initializers.he_normal()
@@ -41,6 +41,9 @@ class CNN(nn.Module):
     Attributes:
         num_classes: Number of classes.
         dtype: Compute dtype; parameters and statistics are float32.
+        precision: Precision of products and convolutions: ``"default"``, ``"high"`` or
+            ``"highest"``, as in `jax.default_matmul_precision`; ``""`` for JAX's
+            setting.
         weight_init: Initial values of the weights. ``"he"``: He normal with the fan-in;
             ``"torchvision"``: He normal with the fan-out, as in torchvision's VGG and
             ResNet; both with zero biases. ``"pytorch"``: weights and biases uniform in
@@ -49,6 +52,7 @@ class CNN(nn.Module):
 
     num_classes: int
     dtype: Any = jnp.float32
+    precision: str = ""
     weight_init: str = "he"
     inputs: ClassVar[str] = "images"
     min_size: ClassVar[int] = 1
@@ -121,6 +125,7 @@ class AlexNet(CNN):
     min_size: ClassVar[int] = 29
 
     @nn.compact
+    @at_precision
     def __call__(
         self,
         images: Float[Array, "batch height width channels"],
@@ -173,6 +178,7 @@ class Vgg16(CNN):
     min_size: ClassVar[int] = 32
 
     @nn.compact
+    @at_precision
     def __call__(
         self,
         images: Float[Array, "batch height width channels"],
@@ -213,6 +219,7 @@ class ResidualBlock(nn.Module):
     channels: int
     stride: int
     dtype: Any = jnp.float32
+    precision: str = ""
     weight_init: str = "he"
 
     @nn.compact
@@ -269,6 +276,7 @@ class ResNet18(CNN):
     stem: str = "cifar"
 
     @nn.compact
+    @at_precision
     def __call__(
         self,
         images: Float[Array, "batch height width channels"],

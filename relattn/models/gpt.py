@@ -14,6 +14,7 @@ from relattn.nn.blocks import (
     LAYER_NORM_EPSILON,
     Linear,
     TransformerBlock,
+    at_precision,
     transformer_blocks,
 )
 from relattn.nn.registry import layer_attentions
@@ -49,6 +50,9 @@ class GPT(nn.Module):
         norm_eps: The LayerNorms' constant added to the variance.
         approximate_gelu: Whether GELU is its tanh approximation instead of exact.
         dtype: Compute dtype; parameters are float32.
+        precision: Precision of matrix products: ``"default"``, ``"high"`` or
+            ``"highest"``, as in `jax.default_matmul_precision`; ``""`` for JAX's
+            setting.
         remat: Whether the backward pass recomputes each layer from its input.
 
     Example:
@@ -82,11 +86,13 @@ class GPT(nn.Module):
     norm_eps: float = LAYER_NORM_EPSILON
     approximate_gelu: bool = False
     dtype: Any = jnp.float32
+    precision: str = ""
     remat: bool = False
     inputs: ClassVar[str] = "tokens"
     num_prefix: ClassVar[int] = 0
 
     @nn.compact
+    @at_precision
     def __call__(
         self,
         tokens: Int[Array, "batch n"],

@@ -24,6 +24,7 @@ from relattn.nn.blocks import (
     LAYER_NORM_EPSILON,
     Linear,
     TransformerBlock,
+    at_precision,
     transformer_blocks,
 )
 from relattn.nn.registry import layer_attentions
@@ -277,6 +278,9 @@ class ViT(nn.Module):
         scan_layers: Whether equal layers are compiled once, by `jax.lax.scan`; their
             parameters are then stacked.
         dtype: Compute dtype; parameters are float32.
+        precision: Precision of matrix products: ``"default"``, ``"high"`` or
+            ``"highest"``, as in `jax.default_matmul_precision`; ``""`` for JAX's
+            setting.
         remat: Whether the backward pass recomputes each layer from its input.
 
     Example:
@@ -317,6 +321,7 @@ class ViT(nn.Module):
     head: str = "linear"
     scan_layers: bool = True
     dtype: Any = jnp.float32
+    precision: str = ""
     remat: bool = False
     inputs: ClassVar[str] = "images"
 
@@ -326,6 +331,7 @@ class ViT(nn.Module):
         return int(self.pool == "cls")
 
     @nn.compact
+    @at_precision
     def __call__(
         self,
         images: Float[Array, "batch height width channels"],

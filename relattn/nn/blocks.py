@@ -56,6 +56,32 @@ def uniform(bound: float) -> nn.initializers.Initializer:
     return init
 
 
+def at_precision(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Runs a module's method at the module's ``precision``, unless it is ``""``.
+
+    Every product that names no precision takes it, those of submodules and of the
+    backward pass too.
+
+    Example:
+        >>> class Square(nn.Module):
+        ...     precision: str
+        ...     @at_precision
+        ...     def __call__(self, x):
+        ...         return x @ x
+        >>> "HIGHEST" in str(jax.make_jaxpr(Square("highest"))(jnp.eye(2)))
+        True
+    """
+
+    @functools.wraps(method)
+    def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not self.precision:
+            return method(self, *args, **kwargs)
+        with jax.default_matmul_precision(self.precision):
+            return method(self, *args, **kwargs)
+
+    return run
+
+
 class Linear(nn.Module):
     """Applies a linear layer, x W + b.
 

@@ -18,7 +18,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from relattn.kernels.precision import compute_dtype, wide_einsum, widen
+from relattn.kernels.precision import (
+    compute_dtype,
+    current_precision,
+    wide_einsum,
+    widen,
+)
 from relattn.kernels.translution.core import check_num_tokens
 from relattn.kernels.translution.schedule import Plan, plan
 from relattn.offsets import Grid, check_grid, num_offsets, num_table_rows
@@ -36,16 +41,20 @@ class _OffsetIndex:
     ) -> Array:
         """Computes q_ij . k_ji of all pairs; see `Index`."""
         shape = (q if t_q is None else t_q).shape[-2:]
-        scan = OffsetScan(self.grid, self.num_prefix, self.causal, *shape, precision)
+        scan = self._scan(shape, precision)
         q, k = (x.reshape(*x.shape[:2], math.prod(x.shape[2:])) for x in (q, k))
         return _scores(scan, q, k, t_q, t_k)
 
     def values(self, weights: Array, v: Array, t_v: Array, precision) -> Array:
         """Computes sum_j weights_ij v_j T_ij; see `Index`."""
         shape = t_v.shape[-2:]
-        scan = OffsetScan(self.grid, self.num_prefix, self.causal, *shape, precision)
-        out = _values(scan, weights, v, t_v)
+        out = _values(self._scan(shape, precision), weights, v, t_v)
         return out.reshape(*out.shape[:2], *shape).swapaxes(1, 2)
+
+    def _scan(self, shape, precision) -> OffsetScan:
+        """Returns the loop for projections of ``shape``, heads and head_dim."""
+        precision = current_precision(precision)
+        return OffsetScan(self.grid, self.num_prefix, self.causal, *shape, precision)
 
 
 @dataclasses.dataclass(frozen=True)

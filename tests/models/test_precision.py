@@ -1,0 +1,103 @@
+"""Tests that a model's precision reaches every product, and what TF32 would cost."""
+
+import types
+
+import jax
+import jax.extend as jex
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from relattn.kernels import precision
+from relattn.kernels.feature_maps import draw_orthogonal, positive_features
+from relattn.kernels.linear import linear_attention
+from relattn.models import GPT, ResNet18, ViT
+
+ATTENTIONS = (
+    "softmax",
+    "favor",
+    "relu",
+    "banded(clip=2)",
+    "gated_positional",
+    "translution",
+    "lor_translution(rank=2)",
+    "linformer(k=5)",
+    "routing(clusters=2)",
+)
+SIZES = {"dim": 6, "num_layers": 1, "num_heads": 2, "mlp_dim": 7}
+MODELS = {
+    "resnet18": (lambda **options: ResNet18(3, **options), jnp.zeros((1, 8, 8, 1))),
+    "gpt": (
+        lambda **options: GPT(11, 5, attention="translution", **SIZES, **options),
+        jnp.zeros((1, 5), jnp.int32),
+    ),
+} | {
+    attention: (
+        lambda attention=attention, **options: ViT(
+            3, patch_size=2, attention=attention, **SIZES, **options
+        ),
+        jnp.zeros((1, 6, 10, 1)),
+    )
+    for attention in ATTENTIONS
+}
+
+
+def products(jaxpr):
+    """Yields the precision of every product of a program."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name in ("dot_general", "conv_general_dilated"):
+            given = equation.params["precision"]
+            yield given[0] if isinstance(given, tuple) else given
+        for jaxpr in jex.core.jaxprs_in_params(equation.params):
+            yield from products(jaxpr)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_models_precision_reaches_every_product(name):
+    make_model, inputs = MODELS[name]
+    model = make_model(precision="high")
+    variables = jax.eval_shape(model.init, jax.random.key(0), inputs)
+
+    def loss(params, variables, inputs):
+        return model.apply({**variables, "params": params}, inputs).sum()
+
+    gradient = jax.make_jaxpr(jax.grad(loss))(variables["params"], variables, inputs)
+    found = list(products(gradient.jaxpr))
+    # Some need the highest always.
+    assert set(found) <= {jax.lax.Precision.HIGH, jax.lax.Precision.HIGHEST}
+    assert found.count(jax.lax.Precision.HIGH) > len(found) / 2
+
+
+def test_random_features_are_exact_whatever_the_default():
+    w = draw_orthogonal(jax.random.key(0), 7, 5)
+    with jax.default_matmul_precision("bfloat16"):
+        program = jax.make_jaxpr(positive_features)(jnp.ones((3, 5)), w)
+    assert list(products(program.jaxpr)) == [jax.lax.Precision.HIGHEST]
+
+
+def test_exact_random_features_keep_most_of_the_error_of_tf32_out(monkeypatch):
+    def einsum(equation, *operands, precision, **options):
+        if precision is not jax.lax.Precision.HIGHEST:
+            # TF32 has the exponents of float32 and 10 bits of mantissa.
+            operands = [jax.lax.reduce_precision(x, 8, 10) for x in operands]
+        return jnp.einsum(equation, *operands, precision=precision, **options)
+
+    def attend(feature_precision=None):
+        k_q, k_k, k_v, k_w = jax.random.split(jax.random.key(0), 4)
+        q, k = (2 * jax.random.normal(key, (257, 31)) for key in (k_q, k_k))
+        v, w = jax.random.normal(k_v, (257, 31)), draw_orthogonal(k_w, 109, 31)
+
+        def feature_map(x):
+            return positive_features(x, w, precision=feature_precision)
+
+        return linear_attention(q, k, v, feature_map)
+
+    exact = attend()
+    monkeypatch.setattr(precision, "jnp", types.SimpleNamespace(**vars(jnp)))
+    monkeypatch.setattr(precision.jnp, "einsum", einsum)
+    errors = [
+        np.linalg.norm(attend(choice) - exact) / np.linalg.norm(exact)
+        for choice in (None, "default")
+    ]
+    assert 1e-5 < errors[0] < errors[1] / 2
+    assert errors[1] < 1e-2

@@ -1,5 +1,6 @@
 """What every test shares: four simulated devices, and how programs are compiled."""
 
+import dataclasses
 import gc
 import os
 import tempfile
@@ -8,6 +9,8 @@ import chex
 import hypothesis
 import jax
 import pytest
+
+from relattn.kernels import platform
 
 NUM_DEVICES = 4
 # The same examples in every run, whatever the machine's speed.
@@ -51,6 +54,15 @@ def pytest_collection_modifyitems(items):
 def pytest_collection_finish():
     """Leaves what importing made out of every later garbage collection."""
     gc.freeze()
+
+
+@pytest.fixture(params=["dense", "blocks"])
+def form(request, monkeypatch):
+    """Computes softmax attention at once, or in blocks of few queries."""
+    if request.param == "blocks":
+        few = dataclasses.replace(platform.CHOICES["cpu"], block_scores=29)
+        monkeypatch.setitem(platform.CHOICES, "cpu", few)
+    return request.param
 
 
 @pytest.fixture(autouse=True, scope="module")

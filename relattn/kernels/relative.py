@@ -1,11 +1,13 @@
 """Softmax attention with biases, key vectors and value vectors for each offset.
 
-A table has a row for every offset of `relattn.offsets.offset_index`. Memory is n^2
-numbers per head, as for softmax attention: no vector is stored per pair of tokens.
+A table has a row for every offset of `relattn.offsets.offset_index`. No vector is
+stored per pair of tokens. Long sequences are computed in blocks, as softmax attention.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 
 import jax
@@ -18,10 +20,17 @@ from relattn.kernels.positions.bias import (
     past_rows,
     rows_of_token,
     skew,
+    unwrap_offsets,
     with_prefix_rows,
 )
 from relattn.kernels.precision import wide_einsum, widen
-from relattn.kernels.softmax import softmax_weights, weighted_sum
+from relattn.kernels.softmax import (
+    block_size,
+    over_blocks,
+    past_keys,
+    softmax_weights,
+    weighted_sum,
+)
 from relattn.offsets import (
     Grid,
     Torus,
@@ -94,25 +103,23 @@ def relative_attention(
         for name, table in (("key_table", key_table), ("value_table", value_table))
     )
     bias = with_prefix_rows(bias, "bias", rows, num_prefix, axis=-1)
-    # The scores added to q_i . k_j / sqrt(head_dim): b_d, then q_i . r_d.
-    scores = None
-    if bias is not None:
-        scores = bias_of_pairs(bias, grid, num_prefix)
-
-    def to_pairs(per_row):
-        return _to_pairs(per_row, grid, num_prefix)
-
-    if key_table is not None:
-        scores = _add_scores(scores, to_pairs(_score_rows(q, key_table, precision)))
     k, v, key_mask = zero_masked(k, v, key_mask)
-    weights = softmax_weights(
-        q, k, mask=mask, key_mask=key_mask, bias=scores, precision=precision
+    attend = functools.partial(
+        _attend, k=k, v=v, key_mask=key_mask, precision=precision
     )
-    out = weighted_sum(weights, v, precision)
-    if value_table is not None:
-        # sum_j weight_ij s_d: the weights are summed by row first.
-        per_row = _from_pairs(to_pairs, weights, value_table.shape[-2])
-        out = out + weighted_sum(per_row, value_table, precision)
+    size = _block_size((q, k, v, key_table, value_table), bias)
+    if size < q.shape[-2]:
+        blocks = _Blocks(grid, num_prefix, size)
+        out = blocks.attend(attend, q, mask, key_table, value_table, bias)
+    else:
+        out = attend(
+            q,
+            mask=mask,
+            bias=None if bias is None else bias_of_pairs(bias, grid, num_prefix),
+            key_table=key_table,
+            value_table=value_table,
+            to_pairs=lambda per_row: _to_pairs(per_row, grid, num_prefix),
+        )
     return out.astype(v.dtype)
 
 
@@ -173,31 +180,36 @@ def causal_relative_attention(
     )
     bias = past_rows(bias, "bias", length, axis=-1)
 
-    def to_pairs(per_row):
-        # Zeros for the offsets of later keys, which the mask excludes.
-        future = [(0, 0)] * (per_row.ndim - 1) + [(length - 1, 0)]
-        return _to_pairs(jnp.pad(per_row, future), (length,), 0)
+    k, v, key_mask = zero_masked(k, v, key_mask)
+    attend = functools.partial(
+        _attend, k=k, v=v, key_mask=key_mask, precision=precision
+    )
+    size = _block_size((q, k, v, key_table, value_table), bias)
+    # Zeros for the offsets of later keys, which the mask excludes.
+    future = (length - 1, 0)
+    if size < length:
+        blocks = _Blocks((length,), 0, size, causal=True)
+        tables = (_pad(key_table, future, -2), _pad(value_table, future, -2))
+        out = blocks.attend(attend, q, mask, *tables, _pad(bias, future, -1))
+        return out.astype(v.dtype)
 
-    # The scores added to q_i . k_j / sqrt(head_dim): b_(i - j), then q_i . r_(i - j).
-    scores = None
+    def to_pairs(per_row):
+        return _to_pairs(_pad(per_row, future, -1), (length,), 0)
+
     if bias is not None:
         # Widened before indexing: the gradient is a sum over many pairs.
         bias = widen(bias)[..., None, :]
         shape = (*bias.shape[:-2], length, length)
-        scores = to_pairs(jnp.broadcast_to(bias, shape))
-    if key_table is not None:
-        scores = _add_scores(scores, to_pairs(_score_rows(q, key_table, precision)))
-    past = jnp.tril(jnp.ones((length, length), bool))
-    mask = past if mask is None else mask & past
-    k, v, key_mask = zero_masked(k, v, key_mask)
-    weights = softmax_weights(
-        q, k, mask=mask, key_mask=key_mask, bias=scores, precision=precision
+        bias = to_pairs(jnp.broadcast_to(bias, shape))
+    past = past_keys(0, length, length)
+    out = attend(
+        q,
+        mask=past if mask is None else mask & past,
+        bias=bias,
+        key_table=key_table,
+        value_table=value_table,
+        to_pairs=to_pairs,
     )
-    out = weighted_sum(weights, v, precision)
-    if value_table is not None:
-        # sum_j weight_ij s_(i - j): the weights are summed by row first.
-        per_row = _from_pairs(to_pairs, weights, length)
-        out = out + weighted_sum(per_row, value_table, precision)
     return out.astype(v.dtype)
 
 
@@ -264,6 +276,163 @@ def causal_relative_attention_step(
     return out[..., 0, :].astype(v.dtype)
 
 
+def _attend(
+    q, k, v, *, mask, key_mask, bias, key_table, value_table, to_pairs, precision
+):
+    """Computes `relative_attention` of some queries, given the bias of their pairs.
+
+    ``to_pairs`` maps x_i,row of the tables' rows to x_i,row(i, j).
+    """
+    # The scores added to q_i . k_j / sqrt(head_dim): b_d, then q_i . r_d.
+    if key_table is not None:
+        scores = to_pairs(_score_rows(q, key_table, precision))
+        bias = _add_scores(bias, scores)
+    weights = softmax_weights(
+        q, k, mask=mask, key_mask=key_mask, bias=bias, precision=precision
+    )
+    out = weighted_sum(weights, v, precision)
+    if value_table is not None:
+        # sum_j weight_ij s_d: the weights are summed by row first.
+        per_row = _from_pairs(to_pairs, weights, value_table.shape[-2])
+        out = out + weighted_sum(per_row, value_table, precision)
+    return out
+
+
+def _block_size(arrays, bias):
+    """Returns the number of queries that attend at once."""
+    batch = [x.shape[:-2] for x in arrays if x is not None]
+    batch += [] if bias is None else [bias.shape[:-1]]
+    n = arrays[0].shape[-2]
+    return block_size(jnp.broadcast_shapes(*batch), n, n)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Blocks:
+    """Attention in blocks of whole rows of the grid, or of tokens of a line.
+
+    Attributes:
+        grid: Height and width, or length, of the tokens after the prefix.
+        num_prefix: Number of prefix tokens.
+        size: Most queries in a block, but at least a row.
+        causal: Whether tokens attend to themselves and earlier tokens only.
+    """
+
+    grid: Grid
+    num_prefix: int
+    size: int
+    causal: bool = False
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows in a block."""
+        return max(1, self.size // math.prod(self.grid[1:]))
+
+    def attend(self, attend, q, mask, key_table, value_table, bias):
+        """Computes `relative_attention`: the prefix's queries, then the grid's."""
+        prefix, rows = self.num_prefix, num_offsets(self.grid)
+        bias = None if bias is None else widen(bias)[..., None]
+        tables = (key_table, value_table, bias)
+        mask = None if mask is None else (mask[..., :prefix, :], mask[..., prefix:, :])
+        queries = (q[..., prefix:, :], mask and mask[1])
+        size = self.num_rows * math.prod(self.grid[1:])
+        padded = [self._pad_rows(table) for table in tables]
+
+        def attend_block(index, q, mask):
+            first = index * self.num_rows
+            rows = [self._rows_of_block(table, first) for table in padded]
+            if self.causal:
+                past = past_keys(first, size, self.grid[0])
+                mask = past if mask is None else mask & past
+            return self._attend(attend, q, mask, *rows, self._to_pairs)
+
+        out = over_blocks(attend_block, queries, size)
+        if not prefix:
+            return out
+        rows = [None if table is None else table[..., rows:, :] for table in tables]
+        top = self._attend(
+            attend, q[..., :prefix, :], mask and mask[0], *rows, self._prefix_to_pairs
+        )
+        return jnp.concatenate([top, out], axis=-2)
+
+    def _attend(self, attend, q, mask, key_table, value_table, bias, to_pairs):
+        if bias is not None:
+            bias = jnp.swapaxes(bias, -2, -1)
+            bias = jnp.broadcast_to(
+                bias, (*bias.shape[:-2], q.shape[-2], bias.shape[-1])
+            )
+            bias = to_pairs(bias)
+        return attend(
+            q,
+            mask=mask,
+            bias=bias,
+            key_table=key_table,
+            value_table=value_table,
+            to_pairs=to_pairs,
+        )
+
+    def _pad_rows(self, table):
+        """Returns the rows of the offsets, [*batch, *offsets, width], and "in".
+
+        The last block can be of rows beyond the grid: it reads zeros.
+        """
+        if table is None:
+            return None
+        rows = num_offsets(self.grid)
+        *leading, _, width = table.shape
+        offsets = table[..., :rows, :].reshape(
+            *leading, *offsets_per_axis(self.grid), width
+        )
+        first_axis = len(leading)
+        if isinstance(self.grid, Torus):
+            for axis in range(len(self.grid)):
+                offsets = jnp.moveaxis(offsets, first_axis + axis, -1)
+                offsets = jnp.moveaxis(unwrap_offsets(offsets), -1, first_axis + axis)
+        offsets = _pad(offsets, (0, self.num_rows), first_axis)
+        return offsets, table[..., rows : rows + 1, :]
+
+    def _rows_of_block(self, table, first):
+        """Returns the rows for the queries of a block, [*batch, rows, width]."""
+        if table is None:
+            return None
+        offsets, into = table
+        axis = into.ndim - 2
+        size = self.grid[0] + self.num_rows - 1
+        offsets = jax.lax.dynamic_slice_in_dim(offsets, first, size, axis)
+        offsets = offsets.reshape(*into.shape[:-2], -1, into.shape[-1])
+        return jnp.concatenate([offsets, into], axis=-2)
+
+    def _to_pairs(self, per_row):
+        """Maps x_i,row of a block's queries and rows to x_i,row(i, j)."""
+        leading, others = per_row.shape[:-2], self.grid[1:]
+        prefix = 1 if self.num_prefix else 0
+        offsets = per_row[..., : per_row.shape[-1] - prefix].reshape(
+            *leading,
+            self.num_rows,
+            *others,
+            self.grid[0] + self.num_rows - 1,
+            *(2 * size - 1 for size in others),
+        )
+        pairs = _skew_axes(offsets, len(self.grid))
+        pairs = pairs.reshape(*per_row.shape[:-1], math.prod(self.grid))
+        into = jnp.broadcast_to(
+            per_row[..., -1:], (*per_row.shape[:-1], self.num_prefix)
+        )
+        return jnp.concatenate([into, pairs], axis=-1)
+
+    def _prefix_to_pairs(self, per_row):
+        """Maps x_i,row of the prefix's queries and rows to x_i,row(i, j)."""
+        return _prefix_pairs(per_row, self.num_prefix, math.prod(self.grid))
+
+
+def _pad(x, width, axis):
+    """Pads an axis with zeros; None stays None."""
+    if x is None:
+        return None
+    widths = [(0, 0)] * x.ndim
+    widths[axis] = width
+    return jnp.pad(x, widths)
+
+
 def _add_scores(total, scores):
     """Adds scores to a sum that may be None."""
     return scores if total is None else total + scores
@@ -280,35 +449,40 @@ def _to_pairs(per_row, grid, num_prefix):
 
     Linear, and without a gather, whose derivative is slow.
     """
-    axes, rows = len(grid), num_offsets(grid)
-    leading = per_row.shape[:-2]
-    # Grid tokens and offsets as separate axes: [*batch, *grid, *offsets].
+    rows, num_tokens = num_offsets(grid), math.prod(grid)
+    # Grid tokens and offsets as separate axes.
     x = per_row[..., num_prefix:, :rows]
-    x = x.reshape(*leading, *grid, *offsets_per_axis(grid))
-    # Along each axis: from (query position, offset) to (query, key position).
-    for axis in range(axes):
-        pair = (len(leading) + axis, len(leading) + axes + axis)
-        x = jnp.moveaxis(x, pair, (-2, -1))
-        x = skew(x, periodic=isinstance(grid, Torus))
-        x = jnp.moveaxis(x, (-2, -1), pair)
-    num_tokens = math.prod(grid)
-    x = x.reshape(*leading, num_tokens, num_tokens)
+    x = x.reshape(*x.shape[:-2], *grid, *offsets_per_axis(grid))
+    x = _skew_axes(x, len(grid), periodic=isinstance(grid, Torus))
+    x = x.reshape(*per_row.shape[:-2], num_tokens, num_tokens)
     if not num_prefix:
         return x
-
-    def repeat_row(tokens, row, width):
-        part = per_row[..., tokens, row : row + 1]
-        return jnp.broadcast_to(part, (*part.shape[:-1], width))
-
-    prefix, others = slice(0, num_prefix), slice(num_prefix, None)
     # Grid queries: "in" for prefix keys, then the offsets.
-    x = jnp.concatenate([repeat_row(others, rows, num_prefix), x], axis=-1)
-    # Prefix queries: "self" for prefix keys, "out" for grid keys.
-    top = [
-        repeat_row(prefix, rows + 1, num_prefix),
-        repeat_row(prefix, rows + 2, num_tokens),
-    ]
-    return jnp.concatenate([jnp.concatenate(top, axis=-1), x], axis=-2)
+    into = per_row[..., num_prefix:, rows : rows + 1]
+    x = jnp.concatenate([_repeat(into, num_prefix), x], axis=-1)
+    top = _prefix_pairs(per_row[..., :num_prefix, rows:], num_prefix, num_tokens)
+    return jnp.concatenate([top, x], axis=-2)
+
+
+def _prefix_pairs(per_row, num_prefix, num_tokens):
+    """Returns the pairs of prefix queries: "self" for prefix keys, "out" for others."""
+    within, out = per_row[..., 1:2], per_row[..., 2:3]
+    pairs = [_repeat(within, num_prefix), _repeat(out, num_tokens)]
+    return jnp.concatenate(pairs, axis=-1)
+
+
+def _repeat(x, width):
+    return jnp.broadcast_to(x, (*x.shape[:-1], width))
+
+
+def _skew_axes(x, axes, *, periodic=False):
+    """Maps ``[*batch, *queries, *offsets]`` to ``[*batch, *queries, *keys]``."""
+    leading = x.ndim - 2 * axes
+    for axis in range(axes):
+        pair = (leading + axis, leading + axes + axis)
+        x = skew(jnp.moveaxis(x, pair, (-2, -1)), periodic=periodic)
+        x = jnp.moveaxis(x, (-2, -1), pair)
+    return x
 
 
 def _from_pairs(to_pairs, weights, rows):

@@ -1,12 +1,20 @@
-"""Softmax attention: exact, with time and memory quadratic in the length."""
+"""Softmax attention: exact, with time quadratic in the length.
+
+Long sequences are computed in blocks of queries, in memory linear in the length.
+"""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from relattn.kernels.checks import check_arguments, zero_masked
+from relattn.kernels.platform import choices
 from relattn.kernels.precision import wide_einsum, widen
 
 
@@ -52,11 +60,7 @@ def softmax_attention(
     Source:
         Vaswani et al., Attention Is All You Need, section 3.2.1.
     """
-    k, v, key_mask = zero_masked(k, v, key_mask)
-    weights = softmax_weights(
-        q, k, mask=mask, key_mask=key_mask, bias=bias, precision=precision
-    )
-    return weighted_sum(weights, v, precision).astype(v.dtype)
+    return _attend(q, k, v, mask, key_mask, bias, precision)
 
 
 @check_arguments
@@ -95,11 +99,74 @@ def causal_softmax_attention(
     Source:
         Vaswani et al., Attention Is All You Need, section 3.2.3.
     """
-    length = q.shape[-2]
-    mask = jnp.tril(jnp.ones((length, length), bool))
-    return softmax_attention(
-        q, k, v, mask=mask, key_mask=key_mask, bias=bias, precision=precision
-    )
+    return _attend(q, k, v, None, key_mask, bias, precision, causal=True)
+
+
+def _attend(q, k, v, mask, key_mask, bias, precision, *, causal=False):
+    """Computes `softmax_attention` in blocks of queries."""
+    k, v, key_mask = zero_masked(k, v, key_mask)
+    arrays = [x for x in (q, k, v, mask, bias) if x is not None]
+    batch = jnp.broadcast_shapes(*(x.shape[:-2] for x in arrays))
+    size = block_size(batch, q.shape[-2], k.shape[-2])
+
+    def attend(index, q, mask, bias):
+        if causal:
+            mask = past_keys(index * size, q.shape[-2], k.shape[-2])
+        weights = softmax_weights(
+            q, k, mask=mask, key_mask=key_mask, bias=bias, precision=precision
+        )
+        return weighted_sum(weights, v, precision)
+
+    return over_blocks(attend, (q, mask, bias), size).astype(v.dtype)
+
+
+def past_keys(first: Array | int, n: int, m: int) -> Bool[Array, "n m"]:
+    """Returns which of m keys are not later than the queries first .. first + n - 1."""
+    return first + jnp.arange(n)[:, None] >= jnp.arange(m)
+
+
+def block_size(batch: tuple[int, ...], n: int, m: int) -> int:
+    """Returns the number of queries that attend at once: n, or fewer to save memory."""
+    scores_of_query = math.prod(batch) * m
+    return min(n, max(1, choices().block_scores // max(1, scores_of_query)))
+
+
+def over_blocks(attend: Callable[..., Array], queries: Any, size: int) -> Array:
+    """Computes outputs of blocks of queries, one after the other.
+
+    The backward pass computes the scores of a block again, so that those of one block
+    are in memory.
+
+    Args:
+        attend: Maps the index of a block and the block's queries to outputs
+            ``[*batch, size, width]``.
+        queries: A tree of arrays ``[*batch, n, width]``.
+        size: Number of queries in a block; zeros fill the last one.
+
+    Returns:
+        Shape ``[*batch, n, width]``.
+
+    Example:
+        >>> x = jnp.arange(5.0)[:, None]
+        >>> over_blocks(lambda index, x: x + 10 * index, (x,), 2)[:, 0].tolist()
+        [0.0, 1.0, 12.0, 13.0, 24.0]
+    """
+    n = jax.tree.leaves(queries)[0].shape[-2]
+    if size >= n:
+        return attend(0, *queries)
+    num = -(-n // size)
+
+    def split(x):
+        x = jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, num * size - n), (0, 0)])
+        x = x.reshape(*x.shape[:-2], num, size, x.shape[-1])
+        return jnp.moveaxis(x, -3, 0)
+
+    # In a loop nothing else can compute the scores before the backward pass.
+    attend = jax.checkpoint(attend, prevent_cse=False)
+    blocks = jax.tree.map(split, queries)
+    out = jax.lax.map(lambda block: attend(*block), (jnp.arange(num), *blocks))
+    out = jnp.moveaxis(out, 0, -3)
+    return out.reshape(*out.shape[:-3], num * size, -1)[..., :n, :]
 
 
 def softmax_weights(

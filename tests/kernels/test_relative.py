@@ -35,6 +35,7 @@ def _inputs(length, rows):
     ]
 
 
+@pytest.mark.usefixtures("form")
 @pytest.mark.parametrize(("grid", "num_prefix", "prefix_rows"), GRIDS)
 def test_matches_reference_on_every_grid(grid, num_prefix, prefix_rows):
     length = num_prefix + math.prod(grid)
@@ -60,6 +61,7 @@ def test_matches_reference_on_every_grid(grid, num_prefix, prefix_rows):
     compare.expect_equal(jax.vmap(kernel), naive, _inputs(length, rows))
 
 
+@pytest.mark.usefixtures("form")
 @pytest.mark.parametrize("causal", [False, True])
 def test_masked_pairs_match_the_reference(causal):
     length, rows = 7, 13

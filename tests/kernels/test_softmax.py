@@ -21,6 +21,7 @@ def draw_inputs(seed=0, m=M):
     return q, k, v, bias
 
 
+@pytest.mark.usefixtures("form")
 def test_bias_and_both_masks_match_reference():
     mask = np.arange(N * M).reshape(N, M) % 3 != 0
     key_mask = np.arange(M) != 2
@@ -35,6 +36,7 @@ def test_bias_and_both_masks_match_reference():
     )
 
 
+@pytest.mark.usefixtures("form")
 def test_causal_matches_reference():
     key_mask = np.arange(N) != 1
     compare.expect_equal(
@@ -48,6 +50,7 @@ def test_causal_matches_reference():
     )
 
 
+@pytest.mark.usefixtures("form")
 def test_query_without_keys_gives_zeros_and_finite_gradients():
     q, k, v, _ = draw_inputs()
     mask = jnp.ones((N, M), bool).at[2].set(False)
@@ -62,6 +65,7 @@ def test_query_without_keys_gives_zeros_and_finite_gradients():
         assert np.isfinite(gradient).all()
 
 
+@pytest.mark.usefixtures("form")
 def test_masks_and_bias_broadcast_over_leading_axes():
     q, k, v, bias = (jnp.stack([x, 2 * x]) for x in draw_inputs())
     mask = jnp.asarray(np.arange(N * M).reshape(N, M) % 2 == 0)
@@ -82,3 +86,12 @@ def test_half_precision_inputs_are_summed_in_float32(dtype):
     wide = softmax.softmax_attention(*(x.astype(jnp.float32) for x in (q, k, v)))
     assert out.dtype == dtype
     np.testing.assert_array_equal(out, wide.astype(dtype))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_memory_of_long_sequences_is_linear(causal):
+    attend = softmax.causal_softmax_attention if causal else softmax.softmax_attention
+    gradient = jax.jit(jax.grad(lambda q, k, v: attend(q, k, v).sum(), (0, 1, 2)))
+    x = jax.ShapeDtypeStruct((1, 8, 2**14, 32), jnp.float32)
+    memory = gradient.lower(x, x, x).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 1e9

@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from relattn.kernels.checks import broadcast_leading, check_arguments, zero_masked
 from relattn.kernels.feature_maps import Features
+from relattn.kernels.platform import choices
 from relattn.kernels.precision import compute_dtype, wide_einsum, widen
 
 # Maps [*batch, n, head_dim] to features; a plain array gets exponents of zero. A
@@ -215,12 +216,13 @@ def causal_linear_attention(
         state: The state that an earlier call returned for the tokens before these; None
             if there are none.
         return_state: Whether to also return the state after these tokens.
-        chunk_size: Number of tokens in a chunk.
+        chunk_size: Number of tokens in a chunk. On TPUs, more tokens than that are
+            taken by a kernel where one exists, in chunks of its own.
         precision: Passed to einsum.
 
     Returns:
         Shape ``[*batch, n, value_dim]``, in the dtype of ``v``. With ``return_state``,
-        also the state.
+        also the state. The kernel has first derivatives in reverse mode only.
 
     Raises:
         ValueError: If shapes or dtypes do not fit together.
@@ -251,37 +253,26 @@ def causal_linear_attention(
     q, k, v = broadcast_leading(q, k, v)
     k, v, key_mask = zero_masked(k, v, key_mask)
     starts = _segment_starts(segment_ids, k.shape[:-1])
-    einsum = wide_einsum(precision)
-    length, parallel = q.shape[-2], 1
-    if state is None or length > chunk_size:
-        features = _feature_shapes(feature_map, k)
-        check_causal(features)
-        if state is None:
-            state = _empty_causal(features, v)
-        # With a bound, only sums pass between chunks: several are computed in parallel.
-        bounded = features.bound is not None and starts is None
-        if bounded and length > chunk_size:
-            parallel = _PARALLEL_CHUNKS
+    in_chunks = functools.partial(
+        _attend_in_chunks,
+        feature_map=feature_map,
+        chunk_size=chunk_size,
+        precision=precision,
+    )
+    plain = all(x is None for x in (key_mask, starts, state)) and not return_state
+    if choices().causal_in_vmem and plain and q.shape[-2] > chunk_size:
+        from relattn.kernels import pallas_linear
 
-    def attend(state, tokens):
-        return _attend_causally(state, tokens, feature_map, einsum, parallel)
-
-    if length <= chunk_size:
-        state, out = attend(state, (q, k, v, key_mask, starts))
-    else:
-        if return_state and key_mask is None:
-            # Masks the zeros that fill the last chunk, which have features too.
-            key_mask = jnp.ones(k.shape[:-1], bool)
-        size = parallel * chunk_size
-        tokens = split_chunks((q, k, v), size, multiple=parallel)
-        masks = [
-            None
-            if mask is None
-            else split_chunks(mask[..., None], size, parallel)[..., 0]
-            for mask in (key_mask, starts)
-        ]
-        state, chunks = scan_chunks(attend, state, (*tokens, *masks))
-        out = join_chunks(chunks, length)
+        if pallas_linear.fits_vmem(q, k, v, feature_map, precision):
+            in_vmem = functools.partial(
+                pallas_linear.attend_in_vmem,
+                feature_map=feature_map,
+                precision=precision,
+            )
+            return jax.lax.platform_dependent(
+                q, k, v, tpu=in_vmem, default=lambda *tokens: in_chunks(tokens)[0]
+            )
+    out, state = in_chunks((q, k, v), key_mask, starts, state, return_state)
     return (out, state) if return_state else out
 
 
@@ -503,7 +494,7 @@ def causal_factors(
     return scale_queries(queries, bound), phi, None
 
 
-def _feature_shapes(feature_map, k):
+def feature_shapes(feature_map: FeatureMap, k: Array) -> Features:
     """Returns the shapes and dtypes of one token's features."""
     return jax.eval_shape(
         functools.partial(key_features, feature_map),
@@ -511,14 +502,14 @@ def _feature_shapes(feature_map, k):
     )
 
 
-def _empty_causal(features, v):
+def empty_causal(features: Features, v: Array | jax.ShapeDtypeStruct) -> LinearState:
     """Returns the state before the first token, for features of these shapes."""
     batch = v.shape[:-2]
     signed = features.values is not None
     num_features = (features.values if signed else features.exponents).shape[-1]
     # With a bound, the bound is the shift and this one stays zero.
     shift = LOWEST if features.bound is None else 0.0
-    dtype = compute_dtype(v, *(x.dtype for x in jax.tree.leaves(features)))
+    dtype = compute_dtype(v.dtype, *(x.dtype for x in jax.tree.leaves(features)))
     return LinearState(
         shift=jnp.full((*batch, 1, 1), shift, dtype),
         sums=jnp.zeros((*batch, num_features, v.shape[-1] + 1), dtype),
@@ -526,8 +517,68 @@ def _empty_causal(features, v):
     )
 
 
-def _attend_causally(state, tokens, feature_map, einsum, parallel=1):
-    """Returns the state after the tokens, and their outputs, by parallel chunks."""
+def _attend_in_chunks(
+    tokens,
+    key_mask=None,
+    starts=None,
+    state=None,
+    return_state=False,
+    *,
+    feature_map,
+    chunk_size,
+    precision,
+):
+    """Computes causal linear attention by a scan over chunks; returns its state."""
+    q, k, v = tokens
+    einsum = wide_einsum(precision)
+    length, parallel = q.shape[-2], 1
+    if state is None or length > chunk_size:
+        features = feature_shapes(feature_map, k)
+        check_causal(features)
+        if state is None:
+            state = empty_causal(features, v)
+        # With a bound, only sums pass between chunks: several are computed in parallel.
+        bounded = features.bound is not None and starts is None
+        if bounded and length > chunk_size:
+            parallel = _PARALLEL_CHUNKS
+
+    def attend(state, tokens):
+        state, *sums = sum_causally(state, tokens, feature_map, einsum, parallel)
+        out, _ = divide_sums(*checkpoint_name(sums, KEPT), v.dtype)
+        return state, out.reshape(tokens[2].shape)
+
+    if length <= chunk_size:
+        state, out = attend(state, (q, k, v, key_mask, starts))
+    else:
+        if return_state and key_mask is None:
+            # Masks the zeros that fill the last chunk, which have features too.
+            key_mask = jnp.ones(k.shape[:-1], bool)
+        size = parallel * chunk_size
+        tokens = split_chunks((q, k, v), size, multiple=parallel)
+        masks = [
+            None
+            if mask is None
+            else split_chunks(mask[..., None], size, parallel)[..., 0]
+            for mask in (key_mask, starts)
+        ]
+        state, chunks = scan_chunks(attend, state, (*tokens, *masks))
+        out = join_chunks(chunks, length)
+    return out, state
+
+
+def sum_causally(
+    state: LinearState,
+    tokens: tuple[Array | None, ...],
+    feature_map: FeatureMap,
+    einsum: Callable[..., Array],
+    parallel: int = 1,
+) -> tuple[LinearState, Array, Array | None]:
+    """Computes the sums over earlier keys of a scan's next tokens.
+
+    ``tokens`` are queries, keys, values, mask and segment starts, each of the last two
+    or None. Returns the state after them, and sums and magnitudes for `divide_sums`, of
+    shape ``[*batch, parallel, n / parallel, width]``.
+    """
     q, k, v, mask, starts = tokens
     phi_q, phi_k, exponents = causal_factors(
         query_features(feature_map, q), key_features(feature_map, k), mask
@@ -561,16 +612,18 @@ def _attend_causally(state, tokens, feature_map, einsum, parallel=1):
         phi_q, phi_k, v = chunks(phi_q), chunks(phi_k), chunks(v)
         # S and z of each chunk, then of all keys before each chunk.
         sums = einsum("...jf,...je->...fe", phi_k * decays.keys, v)
-        totals = jnp.concatenate([before[..., None, :, :], sums], axis=-3)
-        totals = jnp.cumsum(totals, axis=-3)
-        earlier, after = totals[..., :-1, :, :], totals[..., -1, :, :]
         if parallel == 1:
+            earlier = before[..., None, :, :]
             after = decays.state * before + sums[..., 0, :, :]
+        else:
+            totals = jnp.concatenate([before[..., None, :, :], sums], axis=-3)
+            totals = jnp.cumsum(totals, axis=-3)
+            earlier, after = totals[..., :-1, :, :], totals[..., -1, :, :]
         # sum_{j <= i} phi(q_i) . phi(k_j) [v_j, 1] within the chunk, + phi(q_i)^T S.
         weights = decays.pairs * einsum("...if,...jf->...ij", phi_q, phi_k)
         within = einsum("...ij,...je->...ie", weights, v)
         past = einsum("...if,...fe->...ie", phi_q, earlier)
-        return after, checkpoint_name(within + decays.past * past, KEPT)
+        return after, within + decays.past * past
 
     after, sums = attend(phi_q, phi_k, append_ones(v), state.sums)
     if state.magnitudes is None:
@@ -584,8 +637,7 @@ def _attend_causally(state, tokens, feature_map, einsum, parallel=1):
                 state.magnitudes,
             )
         )
-    out, _ = divide_sums(sums, magnitudes, v.dtype)
-    return LinearState(shift, after, magnitudes_after), out.reshape(v.shape)
+    return LinearState(shift, after, magnitudes_after), sums, magnitudes
 
 
 class _Decays(NamedTuple):

@@ -70,7 +70,7 @@ def linear_attention(
     feature_map: FeatureMap,
     *,
     key_mask: Bool[Array, "*#batch m"] | None = None,
-    chunk_size: int = 512,
+    chunk_size: int | None = None,
     precision: jax.lax.PrecisionLike = None,
     return_normalizer: bool = False,
 ) -> (
@@ -98,8 +98,9 @@ def linear_attention(
             pair of such functions, of queries and of keys.
         key_mask: True for keys that exist, shape ``[*batch, m]``. A query without keys
             gives zeros.
-        chunk_size: Number of tokens whose features are computed at a time. With more
-            than one chunk, the backward pass computes them again.
+        chunk_size: Number of tokens whose features are computed at a time; None for the
+            choice of `relattn.kernels.platform`. With more than one chunk, the backward
+            pass computes them again.
         precision: Passed to einsum.
         return_normalizer: Whether to also return the denominators.
 
@@ -122,6 +123,7 @@ def linear_attention(
     Source:
         Choromanski et al., Rethinking Attention with Performers, section 2.2.
     """
+    chunk_size = choices().linear_chunk if chunk_size is None else chunk_size
     check_chunk_size(chunk_size)
     check_feature_maps(feature_map, q, k)
     k, v, key_mask = zero_masked(k, v, key_mask)
@@ -174,7 +176,7 @@ def causal_linear_attention(
     segment_ids: Int[Array, "*#batch n"] | None = None,
     state: LinearState | None = None,
     return_state: bool = False,
-    chunk_size: int = 64,
+    chunk_size: int | None = None,
     precision: jax.lax.PrecisionLike = None,
 ) -> (
     Float[Array, "*batch n value_dim"]
@@ -216,8 +218,9 @@ def causal_linear_attention(
         state: The state that an earlier call returned for the tokens before these; None
             if there are none.
         return_state: Whether to also return the state after these tokens.
-        chunk_size: Number of tokens in a chunk. On TPUs, more tokens than that are
-            taken by a kernel where one exists, in chunks of its own.
+        chunk_size: Number of tokens in a chunk; None for the choice of
+            `relattn.kernels.platform`. On TPUs, more tokens than that are taken by a
+            kernel where one exists, in chunks of its own.
         precision: Passed to einsum.
 
     Returns:
@@ -248,6 +251,7 @@ def causal_linear_attention(
         Hua et al., Transformer Quality in Linear Time, section 3.2; state:
         Katharopoulos et al., Transformers are RNNs, section 3.4.
     """
+    chunk_size = choices().causal_chunk if chunk_size is None else chunk_size
     check_chunk_size(chunk_size)
     check_feature_maps(feature_map, q, k)
     q, k, v = broadcast_leading(q, k, v)

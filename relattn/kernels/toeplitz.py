@@ -35,6 +35,7 @@ from relattn.kernels.linear import (
     scan_chunks,
     split_chunks,
 )
+from relattn.kernels.platform import choices
 from relattn.kernels.positions.bias import (
     past_rows,
     rows_of_token,
@@ -57,7 +58,7 @@ def toeplitz_linear_attention(
     grid: Grid,
     num_prefix: int = 0,
     key_mask: Bool[Array, "*#batch n"] | None = None,
-    dense_size: int = 8192,
+    dense_size: int | None = None,
     chunk_size: int = 128,
     block_size: int = 4,
     precision: jax.lax.PrecisionLike = None,
@@ -97,7 +98,8 @@ def toeplitz_linear_attention(
         num_prefix: Number of prefix tokens.
         key_mask: True for keys that exist, shape ``[*batch, n]``. A query without keys
             gives zeros.
-        dense_size: Largest number of grid tokens for which sums go pair by pair.
+        dense_size: Largest number of grid tokens for which sums go pair by pair; None
+            for the choice of `relattn.kernels.platform`.
         chunk_size: Number of queries at a time, pair by pair.
         block_size: Number of features at a time, by FFT.
         precision: Passed to einsum.
@@ -129,6 +131,7 @@ def toeplitz_linear_attention(
     check_chunk_size(chunk_size)
     check_chunk_size(block_size, "block_size")
     check_feature_maps(feature_map, q, k)
+    dense_size = choices().pairs_size if dense_size is None else dense_size
     rows, dense = num_offsets(grid), q.shape[-2] - num_prefix <= dense_size
     bias = with_prefix_rows(bias, "bias", rows, num_prefix, axis=-1)
     # e^(b_d) for every table row.
@@ -188,7 +191,7 @@ def causal_toeplitz_linear_attention(
     bias: Float[Array, "*#batch rows"],
     *,
     key_mask: Bool[Array, "*#batch n"] | None = None,
-    dense_size: int = 8192,
+    dense_size: int | None = None,
     chunk_size: int = 128,
     block_size: int = 4,
     precision: jax.lax.PrecisionLike = None,
@@ -213,7 +216,8 @@ def causal_toeplitz_linear_attention(
         bias: b, shape ``[*batch, rows]``, the table of a line of ``length >= n``
             tokens: 2 length - 1 rows, of which the offsets 0 .. n - 1 are used.
         key_mask: True for keys that exist, shape ``[*batch, n]``.
-        dense_size: Largest number of tokens in a block.
+        dense_size: Largest number of tokens in a block; None
+            for the choice of `relattn.kernels.platform`.
         chunk_size: Number of queries of a block at a time, pair by pair.
         block_size: Number of features at a time, by FFT.
         precision: Passed to einsum.
@@ -240,6 +244,7 @@ def causal_toeplitz_linear_attention(
         Positional Encoding, section 3.2; the blocks: van der Hoeven, Relax, but Don't
         be Too Lazy, section 3.
     """
+    dense_size = choices().pairs_size if dense_size is None else dense_size
     check_chunk_size(dense_size, "dense_size")
     check_chunk_size(chunk_size)
     check_chunk_size(block_size, "block_size")

@@ -9,6 +9,7 @@ import pytest
 
 from relattn.kernels import Features, draw_gaussian, draw_orthogonal
 from relattn.kernels.linear import linear_attention
+from relattn.kernels.platform import use_platform
 from tests import reference
 from tests.helpers import compare
 from tests.helpers.quick import quick_jit
@@ -210,3 +211,18 @@ def test_memory_is_linear_in_the_length():
     assert long < 4.5 * short
     # Less than the features of all tokens.
     assert long < HEADS * 2048 * len(PROJECTION) * 4 * 2
+
+
+def test_the_platform_chooses_the_chunks():
+    def num_scans(platform, chunk_size=None):
+        x = jax.ShapeDtypeStruct((1031, HEAD_DIM), jnp.float32)
+
+        def attend(q, k, v):
+            return linear_attention(q, k, v, feature_map("relu"), chunk_size=chunk_size)
+
+        with use_platform(platform):
+            return str(jax.make_jaxpr(attend)(x, x, x)).count("scan[")
+
+    assert num_scans("cpu") == 2
+    assert num_scans("gpu") == 0
+    assert num_scans("gpu", chunk_size=67) == 2

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from relattn import kernels, offsets
+from relattn.kernels.platform import use_platform
 from relattn.kernels.toeplitz import fft_length
 from relattn.offsets import Torus
 from tests import reference
@@ -252,6 +253,25 @@ def test_weights_above_rounding_noise_are_exact():
     )
     error = np.abs(out - v[:, :1]).max()
     assert error < 0.1 * np.abs(v[:, 0]).max()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_platform_chooses_the_length_from_which_ffts_are_used(causal):
+    n = 8209
+    x = jax.ShapeDtypeStruct((n, 3), jnp.float32)
+    bias = jax.ShapeDtypeStruct((2 * n - 1,), jnp.float32)
+
+    def attend(q, k, v, bias):
+        if causal:
+            attention = kernels.causal_toeplitz_linear_attention
+            return attention(q, k, v, jnp.exp, bias)
+        attention = kernels.toeplitz_linear_attention
+        return attention(q, k, v, jnp.exp, bias, grid=(n,))
+
+    for platform, has_fft in (("cpu", True), ("tpu", False)):
+        with use_platform(platform):
+            program = str(jax.make_jaxpr(attend)(x, x, x, bias))
+        assert ("fft" in program) == has_fft
 
 
 def test_fft_precision_on_long_sequence():

@@ -107,27 +107,6 @@ def shifts() -> str:
     return markdown(["model", *titles.values()], rows)
 
 
-def exact_shift() -> str:
-    """Returns the accuracies and consistencies of the exact models and others."""
-    results = json.loads((RESULTS / "exact_shift.json").read_text("utf-8"))
-    tested = {row["name"]: row["columns"] for row in results["rows"]}
-    (column,) = (name for name in next(iter(tested.values())) if "accuracy" in name)
-    rows = []
-    with (RESULTS / "exact_shift_shift.csv").open(encoding="utf-8") as lines:
-        for row in csv.DictReader(lines):
-            if row["source"] != "random":
-                continue
-            shifted = (
-                f"{100 * float(row[f'{measure}_mean']):.1f} ± "
-                f"{100 * float(row[f'{measure}_std']):.1f}"
-                for measure in ("accuracy", "consistency")
-            )
-            rows.append([row["model"], _value(tested[row["model"]][column]), *shifted])
-    return markdown(
-        ["model", "test accuracy", "accuracy, shifted", "consistency, shifted"], rows
-    )
-
-
 def demo() -> str:
     """Returns the table of the demo."""
     results = json.loads((RESULTS / "demo.json").read_text("utf-8"))
@@ -227,7 +206,6 @@ def finetune() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "demo": demo,
-    "exact_shift": exact_shift,
     "finetune": finetune,
     "rpe_vit": lambda: study(
         "rpe_vit_mnist_cpu.json",

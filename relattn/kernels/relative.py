@@ -325,7 +325,7 @@ class _Blocks:
     @property
     def num_rows(self) -> int:
         """Number of rows in a block."""
-        return max(1, self.size // math.prod(self.grid[1:]))
+        return min(self.grid[0], max(1, self.size // math.prod(self.grid[1:])))
 
     def attend(self, attend, q, mask, key_table, value_table, bias):
         """Computes `relative_attention`: the prefix's queries, then the grid's."""

@@ -131,7 +131,7 @@ def uses_a_kernel(inputs, phi=None, **options):
         return "pallas_call" in str(jax.make_jaxpr(attend)(*inputs))
 
 
-LONG = draw_inputs(HEADS, length=67)
+LONG = draw_inputs(HEADS, length=131)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -142,10 +142,10 @@ def test_a_tpu_uses_a_kernel(one_device, name):
 @pytest.mark.parametrize(
     "options",
     [
-        {"key_mask": np.arange(67) < 5},
-        {"segment_ids": jnp.arange(67)},
+        {"key_mask": np.arange(131) < 5},
+        {"segment_ids": jnp.arange(131)},
         {"return_state": True},
-        {"chunk_size": 67},
+        {"chunk_size": 131},
         {"precision": "high"},
         {"phi": lambda x: jnp.cumsum(x, axis=-1) ** 2},
         {"phi": lambda x: jnp.exp(jnp.einsum("hnd,fd->hnf", x, PROJECTION))},

@@ -66,6 +66,7 @@ TINY = [
 ]
 
 
+@pytest.mark.slow
 def test_demo_trains_and_compares(tmp_path, capfd):
     variants = ("constrained_sincos", "exact")
     table = run_demo(tmp_path, variants=variants, overrides=TINY)

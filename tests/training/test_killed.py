@@ -27,6 +27,7 @@ def read_log(path):
     return attempts
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("tiny")
 def test_a_run_killed_at_random_moments_ends_like_an_uninterrupted_one(tmp_path):
     environment = {

@@ -27,6 +27,7 @@ from relattn.kernels.linear import (
     query_features,
     sum_causally,
 )
+from relattn.kernels.platform import is_one_program
 from relattn.kernels.precision import compute_dtype, wide_einsum
 
 # The last axis of a block is a multiple of this.
@@ -70,9 +71,9 @@ def fits_vmem(
     Returns:
         True if it does.
     """
-    if not (jax.device_count() == 1 or _is_alone(q)):
+    if not is_one_program(q) or not v.size:
         return False
-    if not v.size or compute_dtype(q, k, v) != jnp.float32:
+    if compute_dtype(q, k, v) != jnp.float32:
         return False
     dot = functools.partial(wide_einsum(precision), "...ie,...je->...ij")
     product = jax.make_jaxpr(dot)(v, v)
@@ -85,19 +86,6 @@ def fits_vmem(
     check_causal(features)
     num_features = max(x.shape[-1] for x in jax.tree.leaves(features[:2]))
     return num_features * (_CHUNK + k.shape[-1] + v.shape[-1]) <= _LARGEST
-
-
-def _is_alone(x):
-    """Returns whether every device has its own program, as in `jax.pmap`.
-
-    `jax.shard_map` with ``check_vma`` does not count: it needs types of the results.
-    """
-    kinds = jax.sharding.get_abstract_mesh().axis_types
-    if not kinds or any(kind != jax.sharding.AxisType.Manual for kind in kinds):
-        return False
-    aval = jax.typeof(x)
-    # The name depends on the version of JAX.
-    return not (aval.vma if hasattr(aval, "vma") else aval.manual_axis_type.varying)
 
 
 def _compiles(feature_map, x):

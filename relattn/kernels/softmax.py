@@ -1,10 +1,12 @@
 """Softmax attention: exact, with time quadratic in the length.
 
-Long sequences are computed in blocks of queries, in memory linear in the length.
+Long sequences are computed by flash attention (`relattn.kernels.flash`) or in blocks of
+queries, in memory linear in the length.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from relattn.kernels.checks import check_arguments, zero_masked
+from relattn.kernels.flash import flash_branches
 from relattn.kernels.platform import choices
 from relattn.kernels.precision import wide_einsum, widen
 
@@ -34,7 +37,9 @@ def softmax_attention(
     out_i = sum_j softmax_j(q_i . k_j / sqrt(head_dim) + bias_ij) v_j
 
     Scores, softmax and sums are float32 or wider. A query without allowed keys gives
-    zeros.
+    zeros. On GPUs and TPUs it is flash attention where that pays: without masks, bias
+    and ``precision``; its derivatives are first ones, in reverse mode, and its weights
+    have the dtype of the values.
 
     Args:
         q: Queries, shape ``[*batch, n, head_dim]``.
@@ -103,6 +108,22 @@ def causal_softmax_attention(
 
 
 def _attend(q, k, v, mask, key_mask, bias, precision, *, causal=False):
+    """Computes `softmax_attention` by flash attention, or in blocks of queries."""
+    if mask is None and key_mask is None and bias is None:
+        flash = flash_branches(q, k, v, causal=causal, precision=precision)
+        if flash:
+            blocks = functools.partial(
+                _attend_in_blocks, causal=causal, precision=precision
+            )
+            return jax.lax.platform_dependent(q, k, v, **flash, default=blocks)
+    return _attend_in_blocks(
+        q, k, v, mask, key_mask, bias, causal=causal, precision=precision
+    )
+
+
+def _attend_in_blocks(
+    q, k, v, mask=None, key_mask=None, bias=None, *, causal, precision
+):
     """Computes `softmax_attention` in blocks of queries."""
     k, v, key_mask = zero_masked(k, v, key_mask)
     arrays = [x for x in (q, k, v, mask, bias) if x is not None]

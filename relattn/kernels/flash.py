@@ -1,0 +1,147 @@
+"""Flash attention by cuDNN on GPUs, and by Pallas kernels of JAX on TPUs.
+
+Neither ran on a device yet. Both have first derivatives in reverse mode only.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from relattn.kernels.platform import choices, current_platform, is_one_program
+from relattn.kernels.precision import current_precision
+
+# Number of tokens in a block of the TPU's kernel.
+_BLOCK = 512
+# cuDNN takes head dimensions that are a multiple of this.
+_CUDNN_WIDTH = 8
+
+
+def flash_branches(
+    q: Array, k: Array, v: Array, *, causal: bool, precision: jax.lax.PrecisionLike
+) -> dict[str, Callable[[Array, Array, Array], Array]]:
+    """Finds flash attention that a platform has for queries, keys and values.
+
+    They must be long enough for it (`Choices.flash_length`) and have one dtype and
+    batch, and values as wide as keys. cuDNN computes in half precision only. A
+    precision other than the default finds none.
+
+    Args:
+        q: Queries, shape ``[*batch, n, head_dim]``.
+        k: Keys, shape ``[*batch, m, head_dim]``.
+        v: Values, shape ``[*batch, m, head_dim]``.
+        causal: Whether a token attends only to itself and earlier tokens; then m is n.
+        precision: As in `relattn.kernels.softmax_attention`.
+
+    Returns:
+        Branches of `jax.lax.platform_dependent`: one platform's, or none.
+
+    Example:
+        >>> x = jnp.ones((8192, 64), jnp.bfloat16)
+        >>> flash_branches(x, x, x, causal=True, precision="highest")
+        {}
+    """
+    shortest = choices().flash_length
+    like = [(*x.shape[:-2], x.shape[-1], x.dtype) for x in (q, k, v)]
+    if shortest is None or len(set(like)) > 1 or not q.size or k.shape[-2] < shortest:
+        return {}
+    if current_precision(precision) not in (None, "default", jax.lax.Precision.DEFAULT):
+        return {}
+    if current_platform() == "tpu":
+        fits = q.shape[-1] <= 128 or q.shape[-1] % 128 == 0
+        if fits and q.dtype in (jnp.float32, jnp.bfloat16) and is_one_program(q):
+            return {"tpu": functools.partial(attend_on_tpu, causal=causal)}
+        return {}
+    attend = functools.partial(attend_by_cudnn, causal=causal)
+    try:
+        jax.eval_shape(attend, q, k, v)
+    except (RuntimeError, NotImplementedError):
+        # No cuDNN, or it does not take such arrays.
+        return {}
+    return {"cuda": attend}
+
+
+def attend_by_cudnn(
+    q: Float[Array, "*batch n head_dim"],
+    k: Float[Array, "*batch m head_dim"],
+    v: Float[Array, "*batch m head_dim"],
+    *,
+    causal: bool,
+) -> Float[Array, "*batch n head_dim"]:
+    """Computes softmax attention by cuDNN.
+
+    Args:
+        q: Queries, shape ``[*batch, n, head_dim]``, float16 or bfloat16.
+        k: Keys, shape ``[*batch, m, head_dim]``.
+        v: Values, shape ``[*batch, m, head_dim]``.
+        causal: Whether a token attends only to itself and earlier tokens.
+
+    Returns:
+        Shape ``[*batch, n, head_dim]``.
+
+    Raises:
+        RuntimeError: If there is no cuDNN.
+        NotImplementedError: If cuDNN does not take the dtype or ``head_dim``.
+    """
+    width = q.shape[-1]
+    # Every head is a batch entry of one head, so that nothing is transposed.
+    wide = [(0, 0), (0, 0), (0, 0), (0, -width % _CUDNN_WIDTH)]
+    padded = (jnp.pad(x.reshape(-1, x.shape[-2], 1, width), wide) for x in (q, k, v))
+    out = jax.nn.dot_product_attention(
+        *padded, scale=width**-0.5, is_causal=causal, implementation="cudnn"
+    )
+    return out[..., :width].reshape(q.shape)
+
+
+def attend_on_tpu(
+    q: Float[Array, "*batch n head_dim"],
+    k: Float[Array, "*batch m head_dim"],
+    v: Float[Array, "*batch m head_dim"],
+    *,
+    causal: bool,
+) -> Float[Array, "*batch n head_dim"]:
+    """Computes softmax attention by the Pallas kernels of JAX for TPUs.
+
+    Args:
+        q: Queries, shape ``[*batch, n, head_dim]``, float32 or bfloat16.
+        k: Keys, shape ``[*batch, m, head_dim]``.
+        v: Values, shape ``[*batch, m, head_dim]``.
+        causal: Whether a token attends only to itself and earlier tokens.
+
+    Returns:
+        Shape ``[*batch, n, head_dim]``.
+    """
+    # Pallas takes long to import.
+    from jax.experimental.pallas.ops.tpu import flash_attention as pallas
+
+    n, m = q.shape[-2], k.shape[-2]
+
+    def pad(x):
+        x = x.reshape(-1, 1, *x.shape[-2:])
+        return jnp.pad(x, [(0, 0), (0, 0), (0, -x.shape[-2] % _BLOCK), (0, 0)])
+
+    q_blocks, k_blocks, v_blocks = map(pad, (q, k, v))
+    segments = None
+    # Causal queries do not see the zeros after the last key.
+    if m % _BLOCK and not causal:
+        batch = len(q_blocks)
+        exists = jnp.arange(k_blocks.shape[-2]) < m
+        segments = pallas.SegmentIds(
+            q=jnp.ones((batch, q_blocks.shape[-2]), jnp.int32),
+            kv=jnp.broadcast_to(exists, (batch, len(exists))).astype(jnp.int32),
+        )
+    sizes = dict.fromkeys(pallas.BlockSizes.__dataclass_fields__, _BLOCK)
+    out = pallas.flash_attention(
+        q_blocks,
+        k_blocks,
+        v_blocks,
+        segment_ids=segments,
+        causal=causal,
+        sm_scale=q.shape[-1] ** -0.5,
+        block_sizes=pallas.BlockSizes(**sizes | {"block_b": 1}),
+    )
+    return out[..., :n, :].reshape(q.shape)

@@ -75,8 +75,10 @@ def one_device(monkeypatch):
     monkeypatch.setattr(jax, "device_count", lambda: 1)
 
 
-LONG = draw_inputs(2111, 2111)
-KEYS = jnp.ones(2111, bool)
+def shape_inputs(n=LONG, value_dim=HEAD_DIM, dtype=np.float32):
+    return [
+        np.ones((HEADS, n, width), dtype) for width in (HEAD_DIM, HEAD_DIM, value_dim)
+    ]
 
 
 def uses_flash(inputs, attend=softmax_attention, precision="default", **options):
@@ -88,7 +90,7 @@ def uses_flash(inputs, attend=softmax_attention, precision="default", **options)
 @pytest.mark.parametrize("attend", [softmax_attention, causal_softmax_attention])
 def test_accelerators_use_it(cudnn, one_device, platform, attend):
     with use_platform(platform):
-        assert uses_flash(LONG, attend)
+        assert uses_flash(shape_inputs(), attend)
     assert bool(cudnn) == (platform == "gpu")
 
 
@@ -96,9 +98,9 @@ def test_accelerators_use_it(cudnn, one_device, platform, attend):
 @pytest.mark.parametrize(
     "options",
     [
-        {"mask": jnp.ones((2111, 2111), bool)},
-        {"key_mask": KEYS},
-        {"bias": jnp.zeros((2111, 2111))},
+        {"mask": np.ones((LONG, LONG), bool)},
+        {"key_mask": np.ones(LONG, bool)},
+        {"bias": np.zeros((LONG, LONG))},
         {"precision": "high"},
         {"precision": "highest"},
     ],
@@ -106,24 +108,24 @@ def test_accelerators_use_it(cudnn, one_device, platform, attend):
 )
 def test_what_it_does_not_compute_uses_blocks(cudnn, one_device, platform, options):
     with use_platform(platform):
-        assert not uses_flash(LONG, **options)
+        assert not uses_flash(shape_inputs(), **options)
 
 
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])
 def test_wider_values_and_shared_keys_use_blocks(cudnn, one_device, platform):
-    q, k, v = LONG
+    q, k, v = shape_inputs()
     with use_platform(platform):
-        assert not uses_flash((q, k, jnp.concatenate([v, v], axis=-1)))
+        assert not uses_flash(shape_inputs(value_dim=2 * HEAD_DIM))
         assert not uses_flash((q, k[0], v[0]))
-        assert not uses_flash((q, k, v.astype(jnp.bfloat16)))
+        assert not uses_flash((q, k, v.astype(np.float16)))
 
 
 def test_short_or_divided_sequences_use_blocks_on_a_tpu(monkeypatch):
     with use_platform("tpu"):
         assert jax.device_count() > 1
-        assert not uses_flash(LONG)
+        assert not uses_flash(shape_inputs())
         monkeypatch.setattr(jax, "device_count", lambda: 1)
-        assert not uses_flash(draw_inputs(2047, 2047))
+        assert not uses_flash(shape_inputs(2047))
 
 
 @pytest.mark.parametrize("error", [RuntimeError, NotImplementedError])
@@ -133,7 +135,7 @@ def test_what_cudnn_refuses_uses_blocks(monkeypatch, error):
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", refuse)
     with use_platform("gpu"):
-        assert not uses_flash(LONG)
+        assert not uses_flash(shape_inputs())
 
 
 def test_a_machine_without_cudnn_uses_blocks():
@@ -148,7 +150,9 @@ def test_lowers_for_the_platform_of_the_program(one_device):
 
     with use_platform("tpu"):
         calls = {
-            platform: jax.export.export(jax.jit(gradients), platforms=[platform])(*LONG)
+            platform: jax.export.export(jax.jit(gradients), platforms=[platform])(
+                *shape_inputs()
+            )
             .mlir_module()
             .count("tpu_custom_call")
             for platform in ("tpu", "cpu")

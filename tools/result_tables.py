@@ -107,6 +107,26 @@ def shifts() -> str:
     return markdown(["model", *titles.values()], rows)
 
 
+def exact_shift() -> str:
+    """Returns the accuracies and consistencies of the exact models and of others."""
+    results = json.loads((RESULTS / "exact_shift.json").read_text("utf-8"))
+    tested = {row["name"]: row["columns"]["fashion_mnist"] for row in results["rows"]}
+    shifted: dict[str, list[str]] = {name: [] for name in tested}
+    with (RESULTS / "exact_shift_shift.csv").open(encoding="utf-8") as lines:
+        for row in csv.DictReader(lines):
+            measures = ["accuracy"]
+            if row["source"] == "random":
+                measures.append("consistency")
+            for measure in measures:
+                mean, std = (
+                    100 * float(row[f"{measure}_{key}"]) for key in ("mean", "std")
+                )
+                shifted[row["run"].split("-")[0]].append(f"{mean:.1f} ± {std:.1f}")
+    rows = [[name, _value(tested[name]), *cells] for name, cells in shifted.items()]
+    titles = ["100, unshifted", "100, shifted", "consistency"]
+    return markdown(["model", "1,000, unshifted", *titles], rows)
+
+
 def demo() -> str:
     """Returns the table of the demo."""
     results = json.loads((RESULTS / "demo.json").read_text("utf-8"))
@@ -206,6 +226,7 @@ def finetune() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "demo": demo,
+    "exact_shift": exact_shift,
     "finetune": finetune,
     "rpe_vit": lambda: study(
         "rpe_vit_mnist_cpu.json",

@@ -59,6 +59,7 @@ class Choices:
     pairs_size: int = 65536
     gather_bias: bool = False
     causal_in_vmem: bool = False
+    translution_by_rows: bool = True
     unroll_layers: bool = False
 
 
@@ -69,6 +70,7 @@ CHOICES = {
         causal_chunk=64,
         pairs_size=8192,
         gather_bias=True,
+        translution_by_rows=False,
         unroll_layers=True,
     ),
     "gpu": Choices(flash_length=1),

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from relattn.kernels.platform import choices
 from relattn.kernels.precision import (
     compute_dtype,
     current_precision,
@@ -25,6 +26,7 @@ from relattn.kernels.precision import (
     widen,
 )
 from relattn.kernels.translution.core import check_num_tokens
+from relattn.kernels.translution.rows import RowLoop
 from relattn.kernels.translution.schedule import Plan, plan
 from relattn.offsets import Grid, check_grid, num_offsets, num_table_rows
 
@@ -43,18 +45,32 @@ class _OffsetIndex:
         shape = (q if t_q is None else t_q).shape[-2:]
         scan = self._scan(shape, precision)
         q, k = (x.reshape(*x.shape[:2], math.prod(x.shape[2:])) for x in (q, k))
-        return _scores(scan, q, k, t_q, t_k)
+        if not choices().translution_by_rows:
+            return _scores(scan, q, k, t_q, t_k)
+        prefix = self.num_prefix
+        inner = self._row_loop(scan).scores(q[:, prefix:], k[:, prefix:], t_q, t_k)
+        rows = _prefix_rows(scan, t_q), _prefix_rows(scan, t_k)
+        return _prefix_scores(scan, inner, q, k, *rows)
 
     def values(self, weights: Array, v: Array, t_v: Array, precision) -> Array:
         """Computes sum_j weights_ij v_j T_ij; see `Index`."""
         shape = t_v.shape[-2:]
-        out = _values(self._scan(shape, precision), weights, v, t_v)
+        scan, prefix = self._scan(shape, precision), self.num_prefix
+        if not choices().translution_by_rows:
+            out = _values(scan, weights, v, t_v)
+        else:
+            inner = weights[:, :, prefix:, prefix:]
+            out = self._row_loop(scan).values(inner, v[:, prefix:], t_v)
+            out = _prefix_values(scan, out, weights, v, _prefix_rows(scan, t_v))
         return out.reshape(*out.shape[:2], *shape).swapaxes(1, 2)
 
     def _scan(self, shape, precision) -> OffsetScan:
         """Returns the loop for projections of ``shape``, heads and head_dim."""
         precision = current_precision(precision)
         return OffsetScan(self.grid, self.num_prefix, self.causal, *shape, precision)
+
+    def _row_loop(self, scan) -> RowLoop:
+        return RowLoop(self.grid, self.causal, scan.num_heads, scan.precision)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,8 +223,6 @@ def _scores(scan, q, k, t_q, t_k):
 
     _, slots = scan.over_offsets(step, None, [None] * len(scan.plan.buckets))
     scores = scan.from_slots(slots, len(q))
-    if not scan.num_prefix:
-        return scores
     rows = _prefix_rows(scan, t_q), _prefix_rows(scan, t_k)
     return _prefix_scores(scan, scores, q, k, *rows)
 
@@ -280,8 +294,6 @@ def _values(scan, weights, v, t_v):
     out = jnp.zeros((*grid_v.shape[:-1], width), compute_dtype(weights, v, t_v))
     out, _ = scan.over_offsets(step, out, scan.to_slots(inner))
     out = scan.from_grid(out)
-    if not scan.num_prefix:
-        return out
     return _prefix_values(scan, out, weights, v, _prefix_rows(scan, t_v))
 
 
@@ -349,6 +361,8 @@ def _start_gradient(scan, table, rows):
 def _prefix_scores(scan, inner, q, k, rows_q, rows_k):
     """Adds the scores of the prefix tokens to those of the grid, ``inner``."""
     n = scan.num_prefix
+    if not n:
+        return inner
 
     def scores(q, row_q, k, row_k):
         pairs = []
@@ -368,6 +382,8 @@ def _prefix_scores(scan, inner, q, k, rows_q, rows_k):
 def _prefix_values(scan, inner, weights, v, rows):
     """Adds the terms of the prefix tokens to the grid's sums, ``inner``."""
     n = scan.num_prefix
+    if not n:
+        return inner
 
     def values(weights, v, row):
         v = widen(_project(v, rows[row], scan.precision))

@@ -1,0 +1,205 @@
+"""Scores and values with a projection for every offset, by rows of queries.
+
+For accelerators, which need few and large instructions: a step takes a row of queries
+and all keys. The matrices of the rows y of queries and y' of keys are those of the
+offsets (y - y', dx); a pair of their columns x and x' needs the one of dx = x - x'.
+Shifting the matrices of all dx, or projections by all of them, by x brings those in
+place, by slices and pads only: the transpose of a gather would be a scatter.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array
+
+from relattn.kernels.precision import widen
+from relattn.offsets import Grid, Torus, num_offsets, offsets_per_axis
+
+
+@dataclasses.dataclass(frozen=True)
+class RowLoop:
+    """Static sizes, and the loop over rows of queries.
+
+    Attributes:
+        grid: Height and width, or length, of the tokens, without prefix.
+        causal: Whether tables have the offsets 0, 1, ... of a line only.
+        num_heads: Number of heads.
+        precision: Precision of the products.
+    """
+
+    grid: Grid
+    causal: bool
+    num_heads: int
+    precision: jax.lax.PrecisionLike
+
+    @property
+    def is_line(self) -> bool:
+        """Whether the tokens are on a line, which is folded into rows."""
+        return len(self.grid) == 1 or self.grid[0] == 1
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Height and width of the rows; a line may end within the last one."""
+        if not self.is_line:
+            return tuple(self.grid)
+        width = math.isqrt(self.grid[-1] - 1) + 1
+        return -(-self.grid[-1] // width), width
+
+    def scores(self, q: Array, k: Array, t_q: Array | None, t_k: Array | None) -> Array:
+        """Computes q_ij . k_ji of all pairs, ``[batch, heads, n, n]``.
+
+        Args:
+            q: Tokens or, without a table, queries, ``[batch, n, width]``.
+            k: Same for the keys.
+            t_q: Table ``[rows, width, heads, head_dim]``, or None.
+            t_k: Same.
+        """
+        batch, length, _ = q.shape
+        # What all steps share is wide, since its gradient is their sum.
+        rows_k = self._to_rows(jnp.moveaxis(widen(k), 1, 0), 0)
+        # Rows by that of the key minus that of the query, columns as for `_align`.
+        if t_q is not None:
+            matrices_q = self._by_offset(t_q)[::-1, ::-1]
+            matrices_q = self._align_if_smaller(matrices_q, batch)
+        if t_k is not None:
+            matrices_k = self._by_offset(t_k)
+            matrices_k = matrices_k[::-1] if self.causal else matrices_k[:, ::-1]
+            matrices_k = self._align_if_smaller(matrices_k, batch)
+
+        def step(row, q):
+            # [query column, key column, key row, batch, width]
+            if t_q is None:
+                q = q[:, None, None]
+            else:
+                window = self._window(matrices_q, row).astype(t_q.dtype)
+                q = self._project("xbc", q, window)
+            keys = rows_k.astype(k.dtype)
+            if t_k is None:
+                keys = keys.swapaxes(0, 1)[:, None]
+            else:
+                window = self._window(matrices_k, row).astype(t_k.dtype)
+                keys = self._project("yxbc", keys, window)
+            products = widen(q) * widen(keys).swapaxes(0, 1)
+            return self._split_heads(products).sum(axis=-1)
+
+        scores = self._map_rows(step, self._to_rows(jnp.moveaxis(q, 1, 0), 0))
+        # From [query row, query column, key column, key row, batch, heads].
+        scores = scores.transpose(4, 5, 0, 1, 3, 2)
+        num_tokens = math.prod(self.shape)
+        scores = scores.reshape(*scores.shape[:2], num_tokens, num_tokens)
+        return scores[:, :, :length, :length]
+
+    def values(self, weights: Array, v: Array, t_v: Array) -> Array:
+        """Computes sum_j weights_ij v_j T[d], ``[batch, n, heads * head_dim]``.
+
+        Args:
+            weights: ``[batch, heads, n, n]``.
+            v: Tokens, ``[batch, n, width]``.
+            t_v: Table ``[rows, width, heads, head_dim]``.
+        """
+        batch, length, _ = v.shape
+        rows_v = self._to_rows(jnp.moveaxis(widen(v), 1, 0), 0)
+        matrices = self._align_if_smaller(self._by_offset(t_v)[::-1], batch)
+
+        def step(row, weights):
+            window = self._window(matrices, row).astype(t_v.dtype)
+            # [key column, query column, key row, batch, heads, head_dim]
+            values = self._project("yxbc", rows_v.astype(v.dtype), window)
+            values = self._split_heads(widen(values))
+            return (weights.transpose(2, 0, 1, 3, 4)[..., None] * values).sum((0, 2))
+
+        weights = self._to_rows(self._to_rows(weights, 3), 2)
+        # [query row, query column, key row, key column, batch, heads]
+        out = self._map_rows(step, jnp.moveaxis(weights, (0, 1), (4, 5)))
+        out = jnp.moveaxis(out, 2, 0)
+        return out.reshape(batch, math.prod(self.shape), -1)[:, :length]
+
+    def _to_rows(self, x, axis):
+        """Splits an axis of tokens into rows and columns, with zeros after a line."""
+        widths = [(0, 0)] * x.ndim
+        widths[axis] = (0, math.prod(self.shape) - x.shape[axis])
+        x = jnp.pad(x, widths)
+        return x.reshape(*x.shape[:axis], *self.shape, *x.shape[axis + 1 :])
+
+    def _by_offset(self, table):
+        """Returns the matrices by the offset along both axes, from 1 - size on.
+
+        The result is ``[2 height - 1, 2 width - 1, width, heads * head_dim]``, with
+        zeros for offsets that no pair has.
+        """
+        table = widen(table).reshape(*table.shape[:2], -1)
+        rest = [(0, 0)] * 2
+        if self.causal:
+            length = self.grid[0]
+            table = jnp.pad(table[:length], [(length - 1, 0), *rest])
+        else:
+            table = table[: num_offsets(self.grid)]
+            table = table.reshape(*offsets_per_axis(self.grid), *table.shape[1:])
+        if isinstance(self.grid, Torus):
+            # Offset d - size has the row of d.
+            for axis in range(len(self.grid)):
+                before = jax.lax.slice_in_dim(table, 1, None, axis=axis)
+                table = jnp.concatenate([before, table], axis)
+        if self.is_line:
+            # Offset dy * width + dx, for dx < 0 in the second half of the row before.
+            height, width = self.shape
+            missing = height * width - self.grid[-1]
+            table = table.reshape(-1, *table.shape[-2:])
+            table = jnp.pad(table, [(missing + 1, missing), *rest])
+            table = table.reshape(2 * height, width, *table.shape[1:])
+            table = jnp.concatenate([table[:-1, 1:], table[1:]], axis=1)
+        return table
+
+    def _align_if_smaller(self, matrices, batch):
+        """Aligns matrices ``[row, column offset, ...]`` if the projections are larger.
+
+        The result is then ``[row, column, column of the other, ...]``.
+        """
+        if 2 * batch < matrices.shape[2]:
+            return matrices
+        matrices = jnp.moveaxis(matrices, 1, 0)
+        matrices = jnp.broadcast_to(matrices, (self.shape[1], *matrices.shape))
+        return jnp.moveaxis(self._align(matrices), 2, 0)
+
+    def _align(self, x):
+        """Returns x[i, width - 1 - i + j] as [i, j], for x of 2 width - 1 columns."""
+        _, width = self.shape
+        if width == 1:
+            return x
+        rest = x.shape[2:]
+        x = x.reshape(-1, *rest)[width - 1 :][: width * (2 * width - 2)]
+        return x.reshape(width, 2 * width - 2, *rest)[:, :width]
+
+    def _window(self, matrices, row):
+        """Slices the matrices of a row of queries and all rows of keys."""
+        height, _ = self.shape
+        return jax.lax.dynamic_slice_in_dim(
+            matrices, height - 1 - row, height, allow_negative_indices=False
+        )
+
+    def _project(self, axes, tokens, window):
+        """Projects tokens to ``[column, column of the other, key row, batch, width]``.
+
+        Args:
+            axes: Names of the axes of the tokens, "xbc" or with key rows "yxbc".
+            tokens: Tokens.
+            window: Result of `_window`.
+        """
+        if window.ndim == 5:
+            return self._einsum(f"{axes},yxocd->xoybd", tokens, window)
+        return self._align(self._einsum(f"{axes},yocd->xoybd", tokens, window))
+
+    def _einsum(self, equation, *operands):
+        return jnp.einsum(equation, *operands, precision=self.precision)
+
+    def _split_heads(self, x):
+        return x.reshape(*x.shape[:-1], self.num_heads, -1)
+
+    def _map_rows(self, step, x):
+        """Maps the rows of queries; the backward pass computes their steps again."""
+        step = jax.checkpoint(step, prevent_cse=False)
+        return jax.lax.map(lambda scanned: step(*scanned), (jnp.arange(len(x)), x))

@@ -48,7 +48,8 @@ def translution(
 
     Scores, softmax and sums are float32 or wider. A query without keys gives zeros.
     Memory holds the scores of every pair, and the queries, keys and values of the pairs
-    of one offset (with `Pairs`, of one query). Derivatives are reverse-mode only.
+    of one offset, on accelerators of a row of queries (with `Pairs`, of one query).
+    Derivatives are reverse-mode only.
 
     Args:
         x: Tokens, shape ``[*batch, n, dim]``.

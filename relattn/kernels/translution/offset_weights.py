@@ -3,7 +3,8 @@
 Loops run over the offsets of a bucket (`relattn.kernels.translution.schedule`). A step
 slices the rectangles of tokens and the matrices of one offset; no larger projection is
 materialised. The backward pass runs the same loops, computes the projections again, and
-writes the gradient of each matrix once.
+writes the gradient of each matrix once. Accelerators loop over rows of queries instead
+(`relattn.kernels.translution.rows`).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from relattn.offsets import Grid, check_grid, num_offsets, num_table_rows
 
 
 class _OffsetIndex:
-    """Base of `Offsets` and `CausalOffsets`: loops over the offsets."""
+    """Base of `Offsets` and `CausalOffsets`: loops over the offsets, or over rows."""
 
     grid: Grid
     num_prefix: int

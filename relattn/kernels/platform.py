@@ -23,13 +23,16 @@ class Choices:
             heads of 32: 0.95 times the time of all scores at once at 4,096 tokens, with
             67 MB of temporaries instead of 4.3 GB; 1.1 times at batch 64, 4 heads of 16
             and 257 tokens. With a bias of the offset, 32x32 tokens and CLS: 0.96 times,
-            with 2^24 scores instead of 2^22 2.3 times. Not measured on accelerators.
+            with 2^24 scores instead of 2^22 2.3 times. For a v5e blocks of 2^22 scores
+            stay in VMEM: with a bias of the offset, 4,096 tokens, forward and backward,
+            they move 2.3 instead of 46.1 GB. Not measured on GPUs.
         flash_length: Number of keys from which softmax attention without masks or bias
-            is flash attention; None for never. For a v5e, float32, forward and
-            backward, it moves 1.2 instead of 3.9 GB at 4,096 tokens (8 heads of 32,
-            batch 2) and 1.2 instead of 0.9 GB at 1,024 (batch 8). With a bias it moves
-            8.9 instead of 8.5 GB at 4,096 tokens, and takes 2.4 instead of 0.2 GB of
-            temporaries. Not measured on GPUs.
+            is flash attention; None for never. For a v5e, float32, 8 heads of 32,
+            forward and backward, 23 executed instructions and 2.8 GB moved at 16,384
+            tokens, instead of 8,205 and 0.7 GB in blocks, and 30 and 1.2 GB at 4,096
+            (batch 2) instead of 1,039 and 0.07 GB. With a bias it moves 8.9 instead of
+            2.8 GB there, and takes 2.4 instead of 0.03 GB of temporaries. Not measured
+            on GPUs.
         linear_chunk: Number of tokens whose features linear attention computes at a
             time. For a v5e and 4,096 tokens, forward and backward, 31 executed
             instructions and 92 MB moved, instead of 462 and 67 MB in chunks of 512.
@@ -49,9 +52,9 @@ class Choices:
             and compile in a fifth of the time. They ran on no device yet.
         translution_by_rows: Whether Translution and LoR-Translution loop over rows of
             queries, not over offsets. For a v5e, 7x7 tokens and CLS, batch 256, forward
-            and backward, LoR takes 32 instead of 273 s to compile, 647 instead of
+            and backward, LoR takes 32 instead of 273 s to compile, 651 instead of
             10,530 executed instructions and 0.3 instead of 1.5 GB moved; Translution
-            26 instead of 424 s and 734 instead of 10,653 instructions, but 18.0 instead
+            26 instead of 424 s and 718 instead of 10,653 instructions, but 20.7 instead
             of 2.1 GB. On a CPU, batch 8, 1.4 and 1.9 times the time. Not measured on
             accelerators.
         unroll_layers: Whether equal layers of a model, compiled as a loop, are unrolled
@@ -81,7 +84,7 @@ CHOICES = {
         unroll_layers=True,
     ),
     "gpu": Choices(flash_length=1),
-    "tpu": Choices(flash_length=2048, causal_in_vmem=True),
+    "tpu": Choices(block_scores=2**22, flash_length=2048, causal_in_vmem=True),
 }
 
 

@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from relattn.kernels.positions.bias import skew
 from relattn.kernels.precision import widen
 from relattn.offsets import Grid, Torus, num_offsets, offsets_per_axis
 
@@ -62,13 +61,13 @@ class RowLoop:
         batch, length, _ = q.shape
         # What all steps share is wide, since its gradient is their sum.
         rows_k = self._to_rows(jnp.moveaxis(widen(k), 1, 0), 0)
-        # Rows by the key's minus the query's, columns by the token's minus the other's.
+        # Rows by that of the key minus that of the query, columns as for `_align`.
         if t_q is not None:
-            matrices_q = self._by_offset(t_q)[::-1]
+            matrices_q = self._by_offset(t_q)[::-1, ::-1]
             matrices_q = self._align_if_smaller(matrices_q, batch)
         if t_k is not None:
             matrices_k = self._by_offset(t_k)
-            matrices_k = matrices_k[::-1, ::-1] if self.causal else matrices_k
+            matrices_k = matrices_k[::-1] if self.causal else matrices_k[:, ::-1]
             matrices_k = self._align_if_smaller(matrices_k, batch)
 
         def step(row, q):
@@ -104,8 +103,7 @@ class RowLoop:
         """
         batch, length, _ = v.shape
         rows_v = self._to_rows(jnp.moveaxis(widen(v), 1, 0), 0)
-        matrices = self._by_offset(t_v)[::-1, ::-1]
-        matrices = self._align_if_smaller(matrices, batch)
+        matrices = self._align_if_smaller(self._by_offset(t_v)[::-1], batch)
 
         def step(row, weights):
             window = self._window(matrices, row).astype(t_v.dtype)
@@ -168,9 +166,13 @@ class RowLoop:
         return jnp.moveaxis(self._align(matrices), 2, 0)
 
     def _align(self, x):
-        """Returns x[i, i - j + width - 1, ...] as [i, j, ...]."""
-        x = skew(jnp.moveaxis(x, (0, 1), (-2, -1)))
-        return jnp.moveaxis(x, (-2, -1), (0, 1))
+        """Returns x[i, width - 1 - i + j] as [i, j], for x of 2 width - 1 columns."""
+        _, width = self.shape
+        if width == 1:
+            return x
+        rest = x.shape[2:]
+        x = x.reshape(-1, *rest)[width - 1 :][: width * (2 * width - 2)]
+        return x.reshape(width, 2 * width - 2, *rest)[:, :width]
 
     def _window(self, matrices, row):
         """Slices the matrices of a row of queries and all rows of keys."""

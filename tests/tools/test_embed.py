@@ -54,6 +54,7 @@ def test_licence_and_attribution_are_included():
         assert SETS[name].licence in licence.read_text()
 
 
+@pytest.mark.slow
 @needs_originals
 def test_rewriting_gives_the_same_images_in_the_same_order(tmp_path, capsys):
     main([f"--source={ORIGINALS}", f"--output={tmp_path}"])

@@ -10,6 +10,7 @@ place, by slices and pads only: the transpose of a gather would be a scatter.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -18,6 +19,9 @@ from jaxtyping import Array
 
 from relattn.kernels.precision import widen
 from relattn.offsets import Grid, Torus, num_offsets, offsets_per_axis
+
+# The backward pass keeps the tables, not the matrices made of them.
+_compute_again = functools.partial(jax.checkpoint, static_argnums=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +53,7 @@ class RowLoop:
         width = math.isqrt(self.grid[-1] - 1) + 1
         return -(-self.grid[-1] // width), width
 
+    @_compute_again
     def scores(self, q: Array, k: Array, t_q: Array | None, t_k: Array | None) -> Array:
         """Computes q_ij . k_ji of all pairs, ``[batch, heads, n, n]``.
 
@@ -93,6 +98,7 @@ class RowLoop:
         scores = scores.reshape(*scores.shape[:2], num_tokens, num_tokens)
         return scores[:, :, :length, :length]
 
+    @_compute_again
     def values(self, weights: Array, v: Array, t_v: Array) -> Array:
         """Computes sum_j weights_ij v_j T[d], ``[batch, n, heads * head_dim]``.
 

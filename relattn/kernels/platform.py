@@ -52,9 +52,9 @@ class Choices:
             and compile in a fifth of the time. They ran on no device yet.
         translution_by_rows: Whether Translution and LoR-Translution loop over rows of
             queries, not over offsets. For a v5e, 7x7 tokens and CLS, batch 256, forward
-            and backward, LoR takes 32 instead of 273 s to compile, 647 instead of
+            and backward, LoR takes 49 instead of 273 s to compile, 671 instead of
             10,530 executed instructions and 0.3 instead of 1.5 GB moved; Translution
-            26 instead of 424 s and 734 instead of 10,653 instructions, but 18.0 instead
+            27 instead of 424 s and 758 instead of 10,653 instructions, but 19.3 instead
             of 2.1 GB. On a CPU, batch 8, 1.4 and 1.9 times the time. Not measured on
             accelerators.
         unroll_layers: Whether equal layers of a model, compiled as a loop, are unrolled

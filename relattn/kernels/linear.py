@@ -596,7 +596,9 @@ def sum_causally(
         )
     # Factors of the pairs j <= i of a chunk, and of the sums before it.
     size = q.shape[-2] // parallel
-    allowed, continues = jnp.tril(jnp.ones((size, size), bool)), None
+    # Compared, not jnp.tril: old versions of Mosaic select no booleans.
+    query, key = (jax.lax.broadcasted_iota(jnp.int32, (size, size), i) for i in (0, 1))
+    allowed, continues = key <= query, None
     if starts is not None:
         # Number of segments that start in the chunk, up to each token.
         segment = jnp.cumsum(starts, axis=-1)

@@ -271,13 +271,14 @@ def test_half_precision_equals_single_on_the_same_inputs(mechanism):
 
     results = value_and_gradients(inputs)
     single = {name: x.astype(jnp.float32) for name, x in inputs.items()}
-    # The largest relative error of one rounding; the mean error is about half.
+    # The largest relative error of one rounding; over many numbers, 0.4 of it.
     unit = float(jnp.finfo(jnp.bfloat16).eps) / 2
     for name, expected in value_and_gradients(single).items():
         expected = np.float64(expected)
         error = np.linalg.norm(np.float64(results[name]) - expected)
         roundings = mechanism.roundings[name != "out"]
-        most = 0.7 * roundings**0.5 * unit * np.linalg.norm(expected)
+        share = 0.7 if expected.size > 10 else 1
+        most = share * roundings**0.5 * unit * np.linalg.norm(expected)
         assert error <= most, (name, error / most)
 
 

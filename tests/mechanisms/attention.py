@@ -323,6 +323,7 @@ def grid_kernels(suffix, **where):
             ),
             {"q": (N, HEAD_DIM), "v": (N, VALUE_DIM), "table": (CLIP + 1, HEAD_DIM)},
             key_inputs=("v",),
+            scaled_input="table",
             **where,
         ),
         on_other_grid(

@@ -19,6 +19,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from relattn import models, spec
 from relattn.models.resize import resize_grid
@@ -106,7 +107,11 @@ def load_pretrained(
 
 
 def save_pretrained(
-    folder: str | Path, config: Mapping[str, Any], variables: Variables
+    folder: str | Path,
+    config: Mapping[str, Any],
+    variables: Variables,
+    *,
+    dtype: DTypeLike | None = None,
 ) -> None:
     """Writes ``config.json`` and ``model.safetensors``; `load_pretrained` reads them.
 
@@ -116,16 +121,32 @@ def save_pretrained(
             data: ``num_classes`` and ``image_shape``, or ``vocab_size`` and
             ``context_length``. Other keys are kept.
         variables: The model's variables.
+        dtype: That of the floats in the file, such as ``"float16"``; None for their
+            own. `load_pretrained` returns them in the model's.
 
     Raises:
-        ValueError: If the configuration describes no model.
+        ValueError: If the configuration describes no model, or a number is too large
+            for ``dtype``.
     """
     tensors = flatten(build(config), variables)
+    if dtype is not None:
+        tensors = {name: _narrow(name, x, dtype) for name, x in tensors.items()}
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     write_safetensors(folder / WEIGHTS, tensors)
     text = json.dumps(config, indent=2, default=list)
     (folder / CONFIG).write_text(text + "\n", "utf-8")
+
+
+def _narrow(name, array, dtype):
+    """Returns an array of floats in another dtype, others as they are."""
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        return array
+    with np.errstate(over="ignore"):
+        narrow = array.astype(dtype)
+    if np.isfinite(array).all() and not np.isfinite(narrow).all():
+        raise ValueError(f"{name} is too large for {jnp.dtype(dtype)}")
+    return narrow
 
 
 def build(config: Mapping[str, Any]) -> nn.Module:

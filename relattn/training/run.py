@@ -13,6 +13,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 from ml_collections import ConfigDict
 
@@ -244,7 +245,11 @@ class Run:
         }
 
     def save_pretrained(
-        self, folder: str | Path, *, license: str = "unspecified"
+        self,
+        folder: str | Path,
+        *,
+        license: str = "unspecified",
+        dtype: DTypeLike | None = None,
     ) -> None:
         """Writes the model to hand on: `relattn.load_pretrained` reads it.
 
@@ -253,9 +258,14 @@ class Run:
         Args:
             folder: Created if needed; the three files are replaced.
             license: Licence of the weights, for the card.
+            dtype: That of the floats in the file, such as ``"float16"``; None for their
+                own.
+
+        Raises:
+            ValueError: If a number is too large for ``dtype``.
         """
         config = self.pretrained_config()
-        pretrained.save_pretrained(folder, config, self.variables)
+        pretrained.save_pretrained(folder, config, self.variables, dtype=dtype)
         text = pretrained.model_card(config, read_result(self.workdir), license)
         (Path(folder) / "README.md").write_text(text, "utf-8")
 

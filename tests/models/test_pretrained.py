@@ -4,6 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -121,6 +122,24 @@ def test_every_variable_survives_saving(model, tmp_path):
     loaded = relattn.load_pretrained(tmp_path)
     carried = {name: variables[name] for name in loaded.variables}
     jax.tree.map(np.testing.assert_array_equal, carried, loaded.variables)
+
+
+def test_weights_are_saved_in_half_precision(tmp_path):
+    config = {"model": {"name": "vit", "dim": 6, "num_heads": 3, "num_layers": 1}}
+    config["model"] |= {"mlp_dim": 7, "patch_size": 2, "attention": "favor"}
+    config |= {"num_classes": 5, "image_shape": [4, 6, 1]}
+    images = jax.random.normal(jax.random.key(1), (2, 4, 6, 1))
+    variables = jax.jit(pretrained.build(config).init)(jax.random.key(0), images)
+    pretrained.save_pretrained(tmp_path, config, variables, dtype="float16")
+    stored = read_safetensors(tmp_path / "model.safetensors").values()
+    assert {x.dtype for x in stored if x.dtype.kind == "f"} == {np.dtype(np.float16)}
+    loaded = relattn.load_pretrained(tmp_path).variables["params"]
+    rounded = jax.tree.map(lambda x: x.astype("float16"), variables["params"])
+    jax.tree.map(np.testing.assert_array_equal, loaded, rounded)
+    chex.assert_trees_all_equal_dtypes(loaded, variables["params"])
+    large = jax.tree.map(lambda x: 1e5 * jnp.ones_like(x), variables["params"])
+    with pytest.raises(ValueError, match=r"params\.\S+ is too large for float16"):
+        pretrained.save_pretrained(tmp_path, config, {"params": large}, dtype="float16")
 
 
 def test_file_is_read_by_safetensors_and_back(tmp_path):

@@ -338,9 +338,8 @@ def transformer_blocks(
         stacked = [jnp.stack(values) for values in zip(*leaves, strict=True)]
         cheap = not (remat or attention.func.expensive_to_compile)
         unroll = choices().unroll_layers and cheap
-        if not unroll:
-            policy = None if remat else _save_no_parameters
-            body = nn.remat(body, prevent_cse=False, policy=policy)
+        if remat:
+            body = nn.remat(body, prevent_cse=False)
         x, _ = nn.scan(
             body,
             variable_axes={
@@ -357,18 +356,6 @@ def transformer_blocks(
             check_constancy_invariants=False,
         )(block, x, stacked)
     return x
-
-
-def _save_no_parameters(primitive: Any, *inputs: Any, **_: Any) -> bool:
-    """Checkpoint policy: saves everything except reshaped or cast parameters.
-
-    The parameters themselves cost nothing, since they are an input of the scan. Complex
-    results of an FFT are recomputed: JAX cannot save them.
-    """
-    if any(jnp.iscomplexobj(x) for x in inputs):
-        return False
-    names = ("reshape", "convert_element_type", "fft", "complex")
-    return primitive.name not in names
 
 
 def _shared(

@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import os
 import tempfile
+from pathlib import Path
 
 import chex
 import hypothesis
@@ -13,6 +14,8 @@ import pytest
 from relattn.kernels import platform
 
 NUM_DEVICES = 4
+# Linux allows a process 65,530; the largest file needs 20,000.
+MOST_MAPS = 30_000
 # The same examples in every run, whatever the machine's speed.
 hypothesis.settings.register_profile(
     "relattn", derandomize=True, deadline=None, max_examples=60, database=None
@@ -26,10 +29,13 @@ def pytest_configure(config):
     Many files train the same small models. Other processes do not share the folder,
     since they may be killed as they write.
     """
-    # This option of XLA exists only in JAX 0.10.
+    # These options of XLA exist only in JAX 0.10.
     if "JAX_DISABLE_MOST_OPTIMIZATIONS" in os.environ and jax.__version__ < "0.11":
         flags = os.environ.get("XLA_FLAGS", "")
-        os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_use_fusion_emitters=false"
+        os.environ["XLA_FLAGS"] = (
+            f"{flags} --xla_cpu_use_fusion_emitters=false"
+            " --xla_cpu_parallel_codegen_split_count=1"
+        )
     # With one thread per device, two collectives of a program can wait for each other.
     os.environ.setdefault("NPROC", str(2 * NUM_DEVICES))
     chex.set_n_cpu_devices(NUM_DEVICES)
@@ -52,8 +58,9 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish():
-    """Leaves what importing made out of every later garbage collection."""
+    """Makes garbage collections rare: tracing makes many objects, and few cycles."""
     gc.freeze()
+    gc.set_threshold(50_000, 20, 100)
 
 
 @pytest.fixture(params=["dense", "blocks"])
@@ -67,6 +74,8 @@ def form(request, monkeypatch):
 
 @pytest.fixture(autouse=True, scope="module")
 def _free_programs():
-    """Clears what a file has compiled: memory maps of a process are limited."""
+    """Clears what was compiled once it takes many of a process's memory maps."""
     yield
-    jax.clear_caches()
+    maps = Path("/proc/self/maps")
+    if not maps.exists() or maps.read_bytes().count(b"\n") > MOST_MAPS:
+        jax.clear_caches()

@@ -17,7 +17,7 @@ from absl.testing import parameterized
 from relattn import kernels
 from relattn.kernels.platform import use_platform
 from tests.helpers import compare
-from tests.helpers.quick import quick_jit
+from tests.helpers.quick import mark_slow, quick_jit
 from tests.mechanisms import LINES, MECHANISMS, TORI
 from tests.mechanisms.base import (
     BATCH,
@@ -59,7 +59,7 @@ def _kernel_and_inputs(mechanism, key_mask=None):
 
 
 @pytest.mark.parametrize("mechanism", [*MECHANISMS, *TORI], ids=str)
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("masked", mark_slow([False, True], [False]))
 def test_value_and_gradient_equal_the_reference(mechanism, masked):
     key_mask = mechanism.key_mask() if masked else None
     kernel, inputs = _kernel_and_inputs(mechanism, key_mask)
@@ -179,6 +179,7 @@ def test_masked_keys_and_padding_have_no_effect(mechanism):
     np.testing.assert_allclose(out[:, :N], expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @every_mechanism
 def test_mask_per_example_equals_each_example_alone(mechanism):
     inputs = mechanism.draw_inputs(BATCH, HEADS)
@@ -258,6 +259,7 @@ def test_large_key_gives_finite_values_and_gradients(mechanism, dtype):
         np.testing.assert_array_equal(out[:, :row], expected[:, :row])
 
 
+@pytest.mark.slow
 @every_mechanism
 def test_half_precision_equals_single_on_the_same_inputs(mechanism):
     inputs = mechanism.draw_inputs(HEADS, dtype=jnp.bfloat16)
@@ -348,6 +350,7 @@ def test_single_precision_stays_single_where_double_is_enabled(mechanism):
     assert {x.dtype for x in jax.tree.leaves(shapes)} == {np.dtype(np.float32)}
 
 
+@pytest.mark.slow
 @every_mechanism
 def test_batch_may_be_empty(mechanism):
     inputs = mechanism.draw_inputs(0, HEADS)

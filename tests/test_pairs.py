@@ -36,6 +36,13 @@ OPTIONS = {
     "routing": "routing(clusters=2)",
     "lor_translution": "lor_translution(rank=2)",
 }
+# Exact, none and in expectation.
+ONE_A_VERDICT = [
+    ("softmax", "relative_key"),
+    ("softmax", "learned"),
+    ("favor", "relative_bias"),
+    ("favor", "constrained_sincos"),
+]
 DOCUMENT = (Path(__file__).parents[1] / "docs" / "contracts.md").read_text("utf-8")
 
 
@@ -92,19 +99,18 @@ IN_GPT = [
 ]
 
 
-# One position for each site that an attention can honour.
-ONE_A_SITE = ("none", "learned", "rope1d", "relative_bias")
-# The attentions whose ViT `make test` runs with every position.
-WITH_ALL_POSITIONS = ("softmax", "favor")
+# One position for each site of an attention; for tokens, softmax has them all.
+ONE_A_SITE = ("none", "rope1d", "relative_bias")
 
 
 def mark_slow(pairs):
     """Marks pairs as slow that differ from another pair only in the position."""
     for model, attention, position in pairs:
-        all_positions = model == "vit" and attention in WITH_ALL_POSITIONS
-        # The ViT has the other sites.
-        one_a_site = ("none", "rope1d") if model == "gpt" else ONE_A_SITE
-        quick = all_positions or position in one_a_site
+        if model == "gpt":
+            # The ViT has the other sites.
+            quick = position == "rope1d"
+        else:
+            quick = attention == "softmax" or position in ONE_A_SITE
         yield (model, attention, position), () if quick else (pytest.mark.slow,)
 
 
@@ -232,13 +238,7 @@ def test_lowers_for_cuda_and_tpu_without_a_scatter(model):
     [
         pytest.param(*pair, marks=() if is_quick else (pytest.mark.slow,))
         for pair in [*all_pairs(), *VARIANTS]
-        for is_quick in [
-            pair not in VARIANTS
-            and (
-                pair[0] == "softmax"
-                or pair[1] in ("relative_bias", "constrained_sincos")
-            )
-        ]
+        for is_quick in [pair in ONE_A_VERDICT]
     ],
 )
 def test_translation_error_equals_the_documented_one(attention, position):

@@ -144,6 +144,7 @@ def test_guide_runs_and_its_decoding_steps_equal_the_causal_kernels():
     assert not np.isnan(scope["masked"]).any()
 
 
+@pytest.mark.slow
 def test_drop_in_guide_runs():
     scope = run_examples(read("docs/drop_in.md"))
     exact = scope["exact"]
@@ -157,6 +158,7 @@ def test_pretrained_guide_runs():
     assert scope["predictions"].shape == (1, 3)
 
 
+@pytest.mark.slow
 def test_nnx_guide_trains_a_vit():
     scope = run_examples(read("docs/nnx.md"))
     assert scope["accuracy"] > 0.7

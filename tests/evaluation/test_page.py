@@ -108,6 +108,7 @@ def test_the_page_is_small_for_models_of_the_demo(page):
     assert page_lib._page_bytes(shown, 17**2, [10] * 4, [128] * 4) < 5e6
 
 
+@pytest.mark.slow
 def test_maps_are_left_out_of_a_page_that_is_too_large(
     page, workdirs, tmp_path, monkeypatch
 ):

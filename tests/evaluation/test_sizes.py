@@ -57,18 +57,27 @@ SLIPS = {
 
 
 @pytest.fixture(scope="module")
-def all_rows():
+def rows():
+    return list(sizes._performer_sizes())
+
+
+@pytest.fixture(scope="module")
+def baselines():
+    return list(sizes._baseline_sizes())
+
+
+@pytest.fixture(scope="module")
+def translution_rows():
+    return list(sizes.translution_sizes())
+
+
+@pytest.fixture
+def all_rows(rows, baselines, translution_rows, monkeypatch):
+    """The rows that the command prints, counted once for all tests."""
+    monkeypatch.setattr(sizes, "_performer_sizes", lambda: rows)
+    monkeypatch.setattr(sizes, "_baseline_sizes", lambda: baselines)
+    monkeypatch.setattr(sizes, "translution_sizes", lambda: translution_rows)
     return sizes.sizes()
-
-
-@pytest.fixture(scope="module")
-def rows(all_rows):
-    return [row for row in all_rows if row.model == "performer"]
-
-
-@pytest.fixture(scope="module")
-def translution_rows(all_rows):
-    return [row for row in all_rows if row.table != "Horn et al."]
 
 
 def test_performer_counts_are_published_plus_cls_token(rows):
@@ -77,12 +86,7 @@ def test_performer_counts_are_published_plus_cls_token(rows):
     assert all(row.params == row.published + CLS for row in rows)
 
 
-def test_baseline_counts_match_the_printed_digits(all_rows):
-    baselines = [
-        row
-        for row in all_rows
-        if row.table == "Horn et al." and row.model != "performer"
-    ]
+def test_baseline_counts_match_the_printed_digits(baselines):
     models = {row.model for row in baselines}
     assert models == {"alexnet", "vgg16", "resnet18", "linformer", "routing"}
     published = {
@@ -146,6 +150,7 @@ def count_by_hand(row):
     return total + layers * layer
 
 
+@pytest.mark.slow
 def test_all_rows_of_the_tables_are_present(translution_rows):
     tables = collections.Counter(row.table for row in translution_rows)
     expected = {"2": 6, "3": 27, "4": 9, "5": 4, "6, 11": 6, "11": 5}
@@ -154,11 +159,13 @@ def test_all_rows_of_the_tables_are_present(translution_rows):
     assert {"translution absolute", "lor_translution rank=2 base=False"} <= methods
 
 
+@pytest.mark.slow
 def test_counts_equal_those_by_hand(translution_rows):
     for row in translution_rows:
         assert row.params == count_by_hand(row), (row.size, row.method)
 
 
+@pytest.mark.slow
 def test_translution_counts_match_the_printed_digits(translution_rows):
     slips = {}
     for row in translution_rows:
@@ -173,11 +180,13 @@ def test_translution_counts_match_the_printed_digits(translution_rows):
     assert counts["GPT-C-160", "self_attention"] == 59_940_096
 
 
+@pytest.mark.slow
 def test_relative_vectors_have_a_note_on_learned_positions(translution_rows):
     vectors = [row for row in translution_rows if "combined with learned" in row.note]
     assert [row.method for row in vectors] == ["relative_key", "relative_value"] * 2
 
 
+@pytest.mark.slow
 def test_rows_out_of_memory_are_counted(translution_rows):
     counts = {
         row.size: row.params
@@ -196,6 +205,7 @@ def test_rows_out_of_memory_are_counted(translution_rows):
     }
 
 
+@pytest.mark.slow
 def test_multiply_adds_count_a_projection_per_pair(translution_rows):
     rows = {(row.size, row.method): row for row in translution_rows}
     translution = {
@@ -233,8 +243,8 @@ def test_published_counts_are_complete(rows):
     assert [row.published for row in rows] == published
 
 
-def test_json_lists_the_rows(all_rows, monkeypatch, capsys):
-    monkeypatch.setattr(sizes, "sizes", lambda: all_rows)
+@pytest.mark.slow
+def test_json_lists_the_rows(all_rows, capsys):
     sizes.main(["--json"])
     printed = json.loads(capsys.readouterr().out)
     assert len(printed) == len(all_rows)
@@ -243,8 +253,8 @@ def test_json_lists_the_rows(all_rows, monkeypatch, capsys):
     )
 
 
-def test_table_shows_our_and_published_counts(all_rows, monkeypatch, capsys):
-    monkeypatch.setattr(sizes, "sizes", lambda: all_rows)
+@pytest.mark.slow
+def test_table_shows_our_and_published_counts(all_rows, capsys):
     sizes.main([])
     out = capsys.readouterr().out
     assert "CLS token" in out

@@ -13,7 +13,7 @@ from relattn.kernels import feature_maps as maps
 from relattn.kernels.linear import causal_linear_attention, underflowed
 from tests import reference
 from tests.helpers import compare
-from tests.helpers.quick import quick_jit
+from tests.helpers.quick import mark_slow, quick_jit
 
 HEADS, N, HEAD_DIM, VALUE_DIM = 2, 11, 5, 3
 PROJECTION = draw_orthogonal(jax.random.key(1), 13, HEAD_DIM)
@@ -92,7 +92,7 @@ def test_rows_without_keys_give_zeros_and_finite_gradients(name, chunk_size):
         assert np.isfinite(gradient).all()
 
 
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("masked", mark_slow([False, True], [True]))
 @pytest.mark.parametrize("name", NAMES)
 def test_continuing_from_a_state_equals_one_call(name, masked):
     inputs = draw_inputs(scale=2.0)

@@ -97,9 +97,9 @@ def test_short_sequences_are_not_padded(position):
 @pytest.mark.parametrize(
     ("attention", "position"),
     [
-        ("softmax", "learned + relative_bias"),
+        pytest.param("softmax", "learned + relative_bias", marks=pytest.mark.slow),
         ("favor", "none"),
-        ("translution", "none"),
+        pytest.param("translution", "none", marks=pytest.mark.slow),
         ("lor_translution(rank=2)", "rope1d"),
     ],
 )

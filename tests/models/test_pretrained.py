@@ -107,7 +107,10 @@ def test_saved_weights_of_another_model_are_refused(tmp_path):
     [
         {"attention": "softmax", "position": "learned + rope2d_mixed"},
         {"attention": "favor", "position": "none"},
-        {"attention": "translution", "num_relative_layers": 1},
+        pytest.param(
+            {"attention": "translution", "num_relative_layers": 1},
+            marks=pytest.mark.slow,
+        ),
         {"attention": "routing(clusters=2)", "position": "learned"},
     ],
 )

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from relattn.models import SIZES, build_model
-from tests.helpers.quick import quick_jit
+from tests.helpers.quick import mark_slow, quick_jit
 
 CONFIG = {"name": "vit", "dim": 12, "num_layers": 3, "num_heads": 2, "mlp_dim": 17}
 CONFIG |= {"patch_size": 2}
@@ -42,7 +42,8 @@ def make(**options):
 
 
 @pytest.mark.parametrize(
-    ("attention", "position"), [*((name, "none") for name in ATTENTIONS), *POSITIONS]
+    ("attention", "position"),
+    mark_slow([*((name, "none") for name in ATTENTIONS), *POSITIONS], POSITIONS[1:]),
 )
 def test_every_parameter_has_a_gradient(attention, position):
     model, variables, images = make(

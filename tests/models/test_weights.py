@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from relattn.models import GPT, AlexNet, ViT, attention_weights
-from tests.helpers.quick import mark_slow
+from tests.helpers.quick import mark_slow, quick_jit
 
 IMAGES = jax.random.normal(jax.random.key(0), (2, 6, 9, 1))
 
@@ -22,7 +22,7 @@ def make(attention, position="none", num_layers=1):
         attention=attention,
         position=position,
     )
-    variables = model.init(jax.random.key(1), IMAGES)
+    variables = quick_jit(model.init)(jax.random.key(1), IMAGES)
     assert "attention_weights" not in variables
     # Tables that start at zero would hide which weight is whose.
     noise = jax.random.normal(jax.random.key(2), (997,))
@@ -60,7 +60,7 @@ ON_IMAGES = [
 
 
 @pytest.mark.parametrize(
-    ("attention", "position"), mark_slow(ON_IMAGES, [*ON_IMAGES[1:6:2], ON_IMAGES[8]])
+    ("attention", "position"), mark_slow(ON_IMAGES, [ON_IMAGES[3], ON_IMAGES[8]])
 )
 def test_outputs_are_the_weighted_sums_of_values(attention, position):
     model, variables = make(attention, position)
@@ -110,14 +110,11 @@ def test_lor_translution_with_plain_values(average):
     np.testing.assert_allclose(weights @ values, found["mix"][0], rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("attention", ["softmax", "favor", "translution"])
-def test_a_weight_for_each_layer_in_order(attention):
-    model, variables = make(attention, num_layers=11)
+def test_a_weight_for_each_layer_in_order():
+    model, variables = make("translution", num_layers=11)
     layers = attention_weights(model, variables, IMAGES)
     assert len(layers) == 11
-    first, first_variables = make(attention, num_layers=1)
-    if attention != "translution":
-        return
+    first, first_variables = make("translution", num_layers=1)
     params = jax.tree.map(lambda x: x[:1], variables["params"]["blocks_0"])
     first_variables["params"] = variables["params"] | {"blocks_0": params}
     (expected,) = attention_weights(first, first_variables, IMAGES)
@@ -136,7 +133,7 @@ def test_causal_weights_do_not_see_the_future():
         attention="favor",
     )
     tokens = jnp.arange(7)[None]
-    variables = model.init(jax.random.key(0), tokens)
+    variables = quick_jit(model.init)(jax.random.key(0), tokens)
     for weights in attention_weights(model, variables, tokens):
         np.testing.assert_array_equal(np.triu(weights[0, 0], 1), 0)
         np.testing.assert_allclose(weights.sum(-1), 1, rtol=1e-4)

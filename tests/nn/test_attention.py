@@ -14,7 +14,7 @@ from relattn.nn.linear_attention import FavorAttention
 from relattn.nn.positions.relative import RelativeTables
 from relattn.nn.registry import build
 from tests import reference
-from tests.helpers.quick import quick_jit
+from tests.helpers.quick import mark_slow, quick_jit
 
 GRID = (2, 3)
 N, DIM, HEADS, HEAD_DIM = 7, 8, 2, 4
@@ -261,7 +261,7 @@ def test_causal_attention_does_not_depend_on_later_tokens(attention, position):
     assert (result[:, 4:] != out[:, 4:]).any()
 
 
-@pytest.mark.parametrize(("attention", "position"), CAUSAL)
+@pytest.mark.parametrize(("attention", "position"), mark_slow(CAUSAL, CAUSAL[::3]))
 def test_decoding_equals_full_attention(attention, position):
     module, variables, x, encoding = causal_layer(attention, position)
 

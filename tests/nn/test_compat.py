@@ -211,7 +211,7 @@ def test_linen_layer_decodes_with_the_hook():
         num_heads=2, decode=True, attention_fn=attention_fn("favor")
     )
     x = draw(BATCH, N, 8)
-    variables = layer.init(jax.random.key(0), x)
+    variables = quick_jit(layer.init)(jax.random.key(0), x)
     whole = nn.MultiHeadDotProductAttention(
         num_heads=2, attention_fn=attention_fn("favor", is_causal=True)
     ).apply({"params": variables["params"]}, x)

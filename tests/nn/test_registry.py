@@ -13,6 +13,7 @@ from relattn.nn import registry
 from relattn.nn.attention import MultiHeadAttention
 from relattn.nn.positions.base import Position
 from relattn.nn.registry import build, register_attention, register_position
+from tests.helpers.quick import quick_jit
 
 SIZES = {"dim": 24, "num_heads": 4, "num_layers": 1}
 
@@ -129,7 +130,7 @@ def make_vit(attention):
 @pytest.mark.usefixtures("registered")
 def test_a_model_uses_a_registered_attention():
     images = jax.random.normal(jax.random.key(0), (2, 6, 4, 1))
-    variables = make_vit("sharp").init(jax.random.key(1), images)
+    variables = quick_jit(make_vit("sharp").init)(jax.random.key(1), images)
     # Layers are not scanned by default.
     assert "block_0" in variables["params"]
     once, thrice = (
@@ -159,7 +160,7 @@ def test_a_registered_attention_has_only_the_declared_features():
     register_attention("sharp", CausalAttention)
     gpt = GPT(5, 7, attention="sharp", **SIZES)
     tokens = jnp.zeros((1, 1), jnp.int32)
-    variables = gpt.init(jax.random.key(0), tokens)
+    variables = quick_jit(gpt.init)(jax.random.key(0), tokens)
     with pytest.raises(NotImplementedError, match="CausalAttention cannot decode"):
         generate(gpt, variables, tokens, 2, key=jax.random.key(1))
 

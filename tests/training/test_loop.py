@@ -26,6 +26,7 @@ from tests.helpers.interrupted import (
     untimed,
     untimed_rows,
 )
+from tests.helpers.quick import mark_slow
 from tests.training.conftest import make_data
 
 pytestmark = pytest.mark.usefixtures("tiny")
@@ -55,7 +56,7 @@ def test_a_run_writes_its_results(config, tmp_path, one_device):
     assert list(tmp_path.glob("events.out.tfevents.*"))
 
 
-@pytest.mark.parametrize("stop", [3, 9, 13])
+@pytest.mark.parametrize("stop", mark_slow([3, 9, 13], [13]))
 def test_a_resumed_run_equals_an_uninterrupted_one(
     config, tmp_path, one_device, stop, capsys
 ):

@@ -161,6 +161,7 @@ def test_sigterm_of_one_ends_both_at_the_same_step(config, tmp_path):
     assert checkpoint_steps(tmp_path / CHECKPOINTS)[-1] == int(step) < 1000
 
 
+@pytest.mark.slow
 def test_directories_that_are_not_shared(config, tmp_path):
     processes = start(config, tmp_path / "one", tmp_path / "two")
     errors = finish(processes)

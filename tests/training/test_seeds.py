@@ -58,7 +58,9 @@ def seeds_config(config):
     return config
 
 
-@pytest.mark.parametrize("one_by_one", [True, False])
+@pytest.mark.parametrize(
+    "one_by_one", [pytest.param(True, marks=pytest.mark.slow), False]
+)
 def test_each_seed_equals_a_separate_run(
     seeds_config, tmp_path, monkeypatch, one_by_one
 ):

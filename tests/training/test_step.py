@@ -188,7 +188,9 @@ def test_an_accumulated_update_is_that_of_the_whole_batch(parts):
         pytest.param({"remat": True}, 1, 1e-5, marks=pytest.mark.slow),
         pytest.param({}, 3, 1e-5, marks=pytest.mark.slow),
         pytest.param({"dtype": "bfloat16"}, 1, 2**-5, marks=pytest.mark.slow),
-        ({"dtype": "bfloat16", "remat": True}, 3, 2**-5),
+        pytest.param(
+            {"dtype": "bfloat16", "remat": True}, 3, 2**-5, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_remat_changes_an_update_by_rounding(changes, accumulate_steps, error):

@@ -174,7 +174,7 @@ def _lor_bytes(size, wide):
 @pytest.mark.parametrize(
     ("temporary_bytes", "sizes", "tokens"),
     [
-        (_translution_bytes, (4, 9), (17, 82)),
+        pytest.param(_translution_bytes, (4, 9), (17, 82), marks=pytest.mark.slow),
         pytest.param(_causal_bytes, (17, 82), (17, 82), marks=pytest.mark.slow),
         (_lor_bytes, (4, 9), (17, 82)),
     ],

@@ -173,6 +173,18 @@ def pairwise_toeplitz(q, k, v, feature_map, bias, *, grid=None):
     return weights @ v / weights.sum(axis=-1, keepdims=True)
 
 
+def linear_products(q, k, v, feature_map):
+    """The matrix products of linear attention alone: no features, no normalizer."""
+    projection = feature_map.keywords["projection"].T
+    return (q @ projection) @ ((k @ projection).swapaxes(-2, -1) @ v)
+
+
+def dense_softmax(q, k, v):
+    """Softmax attention by definition: the scores of all pairs at once."""
+    scores = q @ k.swapaxes(-2, -1) / q.shape[-1] ** 0.5
+    return jax.nn.softmax(scores, axis=-1) @ v
+
+
 def gather_band(q, v, table, feature_map, *, grid, num_prefix):
     """Banded attention, naive: gathers the band of every query."""
     clip = len(table) - 1
@@ -365,6 +377,7 @@ _DENSE = {"needs": _score_matrices(2, 5)}
 
 CASES: dict[str, Case] = {
     "linear": Case(_with_features(kernels.linear_attention)),
+    "linear_products": Case(_with_features(linear_products)),
     "causal_linear": Case(_with_features(kernels.causal_linear_attention)),
     "scan_per_token": Case(_with_features(scan_per_token)),
     "toeplitz": Case(_offset_bias(kernels.toeplitz_linear_attention)),
@@ -391,12 +404,9 @@ CASES: dict[str, Case] = {
     "causal_pairwise_toeplitz": Case(
         _offset_bias(pairwise_toeplitz, causal=True), **_DENSE
     ),
-    "relative_bias": Case(
-        _offset_bias(kernels.relative_attention, features=False), **_DENSE
-    ),
+    "relative_bias": Case(_offset_bias(kernels.relative_attention, features=False)),
     "causal_relative_bias": Case(
-        _offset_bias(kernels.causal_relative_attention, causal=True, features=False),
-        **_DENSE,
+        _offset_bias(kernels.causal_relative_attention, causal=True, features=False)
     ),
     "banded": Case(_banded(kernels.banded_attention)),
     "gather_band": Case(_banded(gather_band)),
@@ -417,12 +427,11 @@ CASES: dict[str, Case] = {
         _lor_translution(gather_lor_translution, causal=True),
         needs=_gathered(3, 5, low_rank=True),
     ),
-    "self_attention": Case(_self_attention(kernels.softmax_attention), **_DENSE),
-    "causal_self_attention": Case(
-        _self_attention(kernels.causal_softmax_attention), **_DENSE
-    ),
-    "softmax": Case(_plain(kernels.softmax_attention), **_DENSE),
-    "causal_softmax": Case(_plain(kernels.causal_softmax_attention), **_DENSE),
+    "self_attention": Case(_self_attention(kernels.softmax_attention)),
+    "causal_self_attention": Case(_self_attention(kernels.causal_softmax_attention)),
+    "softmax": Case(_plain(kernels.softmax_attention)),
+    "causal_softmax": Case(_plain(kernels.causal_softmax_attention)),
+    "dense_softmax": Case(_plain(dense_softmax), **_DENSE),
     "softmax_pytorch": Case(_softmax_pytorch(causal=False), **_TORCH),
     "causal_softmax_pytorch": Case(_softmax_pytorch(causal=True), **_TORCH),
     "performer_pytorch": Case(_performer_pytorch(causal=False), **_PERFORMER),

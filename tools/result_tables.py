@@ -149,18 +149,13 @@ def speed(
     Returns:
         The table.
     """
-    lines = (RESULTS / file).read_text("utf-8").splitlines()
-    measured = [json.loads(line) for line in lines]
+    measured = _read_lines(file)
 
     def cell(names: Sequence[str], size: Mapping[str, int]) -> str:
         for row in measured:
             same = size.items() <= row.items() and row["kernel"] in names
             if same and row.get("forward_backward_ms"):
-                memory = row["forward_backward_memory_mb"]
-                memory = (
-                    f"{memory:.0f} MB" if memory < 1000 else f"{memory / 1e3:.1f} GB"
-                )
-                return f"{row['forward_backward_ms']:,.0f} ms, {memory}"
+                return _time_and_memory(row)
         return MISSING
 
     rows = [
@@ -168,6 +163,52 @@ def speed(
         for title, names in kernels.items()
     ]
     return markdown(["kernel", *sizes], rows)
+
+
+def speed_before() -> str:
+    """Returns the times of kernels of an earlier commit beside those of today."""
+    files = ("speed_cpu.jsonl", "speed_translution_cpu.jsonl")
+    today = {_case(row): row for file in files for row in _read_lines(file)}
+    rows = [
+        [
+            f"`{row['kernel']}`",
+            f"{row['length']:,}",
+            str(row["batch"]),
+            *(_time_and_memory(measured) for measured in (row, today[_case(row)])),
+        ]
+        for row in _read_lines("speed_before_cpu.jsonl")
+    ]
+    return markdown(["kernel", "tokens", "batch", "before", "today"], rows)
+
+
+def _read_lines(file: str) -> list[dict[str, Any]]:
+    lines = (RESULTS / file).read_text("utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def _case(row: Mapping[str, Any]) -> tuple[str, int, int]:
+    return row["kernel"], row["length"], row["batch"]
+
+
+def _time_and_memory(row: Mapping[str, Any]) -> str:
+    memory = row["forward_backward_memory_mb"]
+    memory = f"{memory:.0f} MB" if memory < 1000 else f"{memory / 1e3:.1f} GB"
+    return f"{row['forward_backward_ms']:,.0f} ms, {memory}"
+
+
+def speed_steps() -> str:
+    """Returns the times of training steps beside PyTorch."""
+    names = {"vit": "ViT-A/12, self-attention", "performer": "Performer"}
+    rows = [
+        [
+            names[row["model"]],
+            str(row["cores"]),
+            *(f"{row[key]:,.0f} ms" for key in ("relattn_ms", "torch_ms")),
+            f"{row['ratio']:.2f}",
+        ]
+        for row in _read_lines("speed_steps_cpu.jsonl")
+    ]
+    return markdown(["model", "cores", "relattn", "PyTorch", "relattn / PyTorch"], rows)
 
 
 def mesh_memory() -> str:
@@ -249,14 +290,28 @@ TABLES: dict[str, Callable[[], str]] = {
     "translution_text": lambda: study(
         "translution_text_cpu.json", {"loss": "validation loss, nats a byte"}
     ),
+    "speed_before": speed_before,
+    "speed_steps": speed_steps,
+    "speed_banded": lambda: speed(
+        "speed_cpu.jsonl",
+        {
+            "banded": ["banded"],
+            "banded, gathered over the band": ["gather_band"],
+            "linear, the content heads' share": ["linear"],
+        },
+        {"32x32 and CLS, batch 8, 4 heads of 32": {"length": 1024, "batch": 8}},
+    ),
     "speed_linear": lambda: speed(
         "speed_cpu.jsonl",
         {
             "linear": ["linear"],
+            "its matrix products alone": ["linear_products"],
             "causal linear": ["causal_linear"],
             "banded, clip 6": ["banded"],
-            "softmax": ["softmax"],
             "causal linear, a scan per token": ["scan_per_token"],
+            "softmax": ["softmax"],
+            "softmax, all scores at once": ["dense_softmax"],
+            "softmax, offset bias": ["relative_bias"],
         },
         _lengths(batch=2),
     ),

@@ -32,6 +32,7 @@ def _output(kernel):
 @pytest.mark.parametrize(
     ("kernel", "alternative"),
     [
+        ("softmax", "dense_softmax"),
         ("causal_linear", "scan_per_token"),
         ("toeplitz", "pairwise_toeplitz"),
         ("toeplitz_by_fft", "toeplitz_by_pairs"),
@@ -99,7 +100,7 @@ def test_measure_without_backward():
 
 
 def test_kernel_that_exceeds_memory_is_skipped():
-    row = measure.measure("softmax", SIZES | {"length": 10**7})
+    row = measure.measure("dense_softmax", SIZES | {"length": 10**7})
     assert "GB for pairs do not fit in the" in row["skipped"]
     assert "forward_ms" not in row
 

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 
 from benchmarks.speed_cases import CASES, Case, Sizes
 from relattn import command
+from relattn.training.workdir import describe_cpu
 
 _MEGABYTE = 1e6
 # No further repeat starts after this time.
@@ -92,23 +93,6 @@ def describe_machine(device: jax.Device) -> dict[str, Any]:
     }
 
 
-def describe_cpu() -> dict[str, Any]:
-    """Returns the processor's name and the number of usable cores."""
-    cpu = platform.processor() or platform.machine()
-    information = Path("/proc/cpuinfo")
-    if information.exists():
-        lines = information.read_text().splitlines()
-        names = [line.split(":")[1] for line in lines if line.startswith("model name")]
-        cpu = names[0].strip() if names else cpu
-    return {"cpu": cpu, "cores": _num_cores()}
-
-
-def _num_cores():
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count()
-
-
 def forward_backward(function: Callable[..., jax.Array]) -> Callable[..., Any]:
     """Adds the backward pass to a function.
 
@@ -153,7 +137,7 @@ def _prepare_torch(case: Case, sizes: Sizes, backward: bool) -> dict[str, Callab
     """Makes functions to time, after a warm-up call."""
     import torch
 
-    torch.set_num_threads(_num_cores())
+    torch.set_num_threads(describe_cpu()["cores"])
     function, inputs = case.make(sizes)
 
     def forward():

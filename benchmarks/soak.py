@@ -24,7 +24,6 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from benchmarks.measure import describe_cpu
 from relattn import command
 from relattn.training.config import read_config
 from relattn.training.workdir import usable_folder, usable_workdir, write_json
@@ -101,7 +100,7 @@ def run_soak(
         "hours": hours,
         "interval_s": interval,
         "steps": samples[-1]["step"] - samples[0]["step"],
-        "machine": {**describe_cpu(), **start},
+        "machine": start,
         "criterion": CRITERION,
         "limits_per_hour": LIMITS,
         "quantities": {name: summarize(samples, name) for name in LIMITS},

@@ -24,11 +24,10 @@ from typing import Any
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from benchmarks.measure import describe_cpu
 from benchmarks.speed_cases import CASES, Sizes
 from benchmarks.steps import MODELS
 from relattn import command, spec
-from relattn.training.workdir import usable_folder
+from relattn.training.workdir import describe_cpu, usable_folder
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _PASSES = {"forward": "forward", "forward_backward": "forward + backward"}

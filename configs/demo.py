@@ -25,22 +25,22 @@ from configs import performer
 from relattn.spec import closest
 from relattn.training import default_config
 
-# Invariant to circular shifts; patches are square, since shifts have both directions.
-EXACT = {
-    "patch_size": 4,
-    "patch_overlap": 2,
-    "anchor": "polyphase",
-    "periodic": True,
-}
 VARIANTS = performer.VARIANTS | {
     "sincos_bias": {"attention": "favor", "position": "sincos_bias"},
-    "exact": {"attention": "favor", "position": "relative_bias", **EXACT},
-    "exact_softmax": {"attention": "softmax", "position": "relative_bias", **EXACT},
-    "exact_banded": {"attention": "banded(clip=6)", "position": "none", **EXACT},
+    "exact_softmax": {
+        "attention": "softmax",
+        "position": "relative_bias",
+        **performer.EXACT,
+    },
+    "exact_banded": {
+        "attention": "banded(clip=6)",
+        "position": "none",
+        **performer.EXACT,
+    },
     "exact_lor_translution": {
         "attention": "lor_translution(rank=8)",
         "position": "none",
-        **EXACT,
+        **performer.EXACT,
     },
 }
 

@@ -4,7 +4,9 @@
 
 DATASET: ``mnist``, ``fashion_mnist`` or ``cifar10``, prepared once with ``python -m
 relattn.data.prepare``. VARIANT: ``none``, ``learnable_sincos`` (absolute),
-``constrained_sincos`` (strategy 1) or ``banded`` (strategy 2). Example:
+``constrained_sincos`` (strategy 1) or ``banded`` (strategy 2); or ``exact``, which is
+not the paper's: a bias of the offset on a torus of overlapping patches of 4x4 pixels
+with a polyphase anchor, which gives the same answer for every circular shift. Example:
 ``configs/performer.py:fashion_mnist,constrained_sincos``.
 
 Recipe of the paper's text: Adam(0.9, 0.98) with learning rate 5e-4, batches of 22,
@@ -47,6 +49,13 @@ from ml_collections import ConfigDict
 from relattn.spec import read_arguments
 from relattn.training import default_config
 
+# Invariant to circular shifts; patches are square, since shifts have both directions.
+EXACT = {
+    "patch_size": 4,
+    "patch_overlap": 2,
+    "anchor": "polyphase",
+    "periodic": True,
+}
 DATASETS = ("mnist", "fashion_mnist", "cifar10")
 VARIANTS = {
     "none": {"attention": "favor", "position": "none"},
@@ -56,6 +65,7 @@ VARIANTS = {
         "position": "constrained_sincos(num_scales=4)",
     },
     "banded": {"attention": "banded(clip=6)", "position": "none"},
+    "exact": {"attention": "favor", "position": "relative_bias", **EXACT},
 }
 # Batch sizes of the published runs by clipping distance of strategy 2.
 CLIPS = {2: 22, 4: 11, 6: 6}

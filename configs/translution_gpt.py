@@ -2,13 +2,14 @@
 
     python train.py --config=configs/translution_gpt.py:DATA,SIZE,METHOD --workdir=DIR
 
-DATA: ``tinyshakespeare`` (bytes of the embedded text) or ``openwebtext`` (GPT-2's
-tokens, prepared once with ``python -m relattn.data.prepare_text`` into the folder
-``--config.data.data_dir``). SIZE: ``A-160`` is GPT-A with 160 tokens of context; A, B
-or C, and any length. METHOD: ``self_attention``, ``lor_translution``, ``translution``,
-or a baseline of table 8: ``no_position``, ``relative_key``, ``relative_value`` (both
-with learned token positions in addition, as in the published parameter counts),
-``relative_bias``, ``gated_positional``, ``rope`` (base 10,000). Example:
+DATA: ``tinyshakespeare`` (bytes of the embedded text), or ``openwebtext`` or
+``wikitext2`` (GPT-2's tokens, prepared once with ``python -m
+relattn.data.prepare_text`` into the folder ``--config.data.data_dir``). SIZE: ``A-160``
+is GPT-A with 160 tokens of context; A, B or C, and any length. METHOD:
+``self_attention``, ``lor_translution``, ``translution``, or a baseline of table 8:
+``no_position``, ``relative_key``, ``relative_value`` (both with learned token positions
+in addition, as in the published parameter counts), ``relative_bias``,
+``gated_positional``, ``rope`` (base 10,000). Example:
 ``configs/translution_gpt.py:openwebtext,A-160,translution``.
 
 Ablations: ``rank=16``, ``base=False``, ``relative=qk``, ``average=True``,
@@ -37,7 +38,7 @@ from relattn.models.variants import METHODS, method_options
 from relattn.spec import read_arguments
 from relattn.training import default_config
 
-DATA = ("tinyshakespeare", "openwebtext")
+DATA = ("tinyshakespeare", "openwebtext", "wikitext2")
 EXAMPLES = [f"{letter}-{length}" for letter in SIZES for length in (160, 512)]
 OPTIONS = {
     "rank": int,
@@ -93,7 +94,7 @@ def get_config(arguments: str = "") -> ConfigDict:
             "name": data,
             "source": "text",
             "data_dir": "",
-            "tokenizer": "gpt2" if data == "openwebtext" else "bytes",
+            "tokenizer": "bytes" if data == "tinyshakespeare" else "gpt2",
             "bpe_dir": "",
             "context_length": int(length),
             "windows_per_epoch": 32000,

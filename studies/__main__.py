@@ -106,7 +106,8 @@ def run_study(
         key: [training for training in group if not training.error]
         for key, group in groups.items()
     }
-    results = {"preset": preset, **study_results(study, finished, failed)}
+    results = study_results(study, finished, failed, overrides)
+    results = {"preset": preset, **results}
     text = study_table(study, results)
     write_json(output / "results.json", results)
     write_study_csv(study, results, output / "table.csv")

@@ -250,11 +250,14 @@ def _imagenet(tables: str, entries: Sequence[Entry], models: str) -> Preset:
     )
 
 
-def _openwebtext(tables: str, entries: Sequence[Entry], models: str) -> Preset:
-    """Makes the preset of a table on OpenWebText."""
+def _gpt(
+    tables: str, entries: Sequence[Entry], models: str, data: str = "openwebtext"
+) -> Preset:
+    """Makes the preset of a table on OpenWebText, or of its models on other data."""
+    text = {"openwebtext": "OpenWebText", "wikitext2": "WikiText-2"}[data]
     return Preset(
-        title=f"{models} on OpenWebText: perplexity (Translution, {tables})",
-        rows=_rows(entries, "translution_gpt", {"": "openwebtext"}),
+        title=f"{models} on {text}: perplexity (Translution, {tables})",
+        rows=_rows(entries, "translution_gpt", {"": data}),
         columns=[
             _params(entries),
             Column(
@@ -302,9 +305,15 @@ TRANSLUTION_PRESETS = {
         _entries("5"),
         "ViT-A/12 with weights of offsets or of pairs of tokens",
     ),
-    "translution_table7": _openwebtext("table 7", _entries("7"), "GPTs of three sizes"),
-    "translution_table8": _openwebtext(
+    "translution_table7": _gpt("table 7", _entries("7"), "GPTs of three sizes"),
+    "translution_table8": _gpt(
         "table 8", _entries("8"), f"GPT-A-160 with relative positions ({_VECTORS})"
+    ),
+    "translution_wikitext2": _gpt(
+        "table 8",
+        _entries("8"),
+        f"GPT-A-160 with relative positions ({_VECTORS})",
+        "wikitext2",
     ),
     "translution_table10": _mnist(
         "table 10", _entries("10"), "ViT-A/12 without and with learned positions"
@@ -415,6 +424,8 @@ _PERFORMERS = {
     "Performer (Rel. S1)": "constrained_sincos",
     "Performer (Rel. S2)": "banded",
 }
+# Not in the table.
+_EXACT = {"Performer on a torus": "exact"}
 
 
 def _table1(
@@ -428,7 +439,8 @@ def _table1(
     """Makes a preset of models of table 1 of Horn et al.
 
     Args:
-        configs: Configuration -> model name in the table -> argument.
+        configs: Configuration -> model name, that of the table if it is there ->
+            argument.
         datasets: Data sets to train on.
         title: Title of the study.
         form: Another argument of the configurations, ``"published"`` or ``"cpu"``.
@@ -442,7 +454,7 @@ def _table1(
                 dataset: f"configs/{config}.py:{dataset},{argument},{form}"
                 for dataset in datasets
             }
-            rows.append(Row(argument, runs, published[model]))
+            rows.append(Row(argument, runs, published.get(model, {})))
     return Preset(title, rows, _accuracies(datasets), shifts=shifts)
 
 
@@ -500,10 +512,10 @@ PRESETS = {
         shifts={"classes": "all", "num_images": 300},
     ),
     "performer_figure1": _table1(
-        {"performer": _PERFORMERS},
+        {"performer": _PERFORMERS | _EXACT},
         ("mnist", "fashion_mnist"),
-        "Performers on pixels as tokens, and under shifts of the test images (Horn et "
-        "al., figure 1)",
+        "Performers on pixels as tokens, an exactly invariant one on patches, and both "
+        "under shifts of the test images (Horn et al., figure 1)",
         form="published",
         shifts={},
     ),

@@ -28,7 +28,10 @@ Trainings = Mapping[tuple[str, str], Sequence[Training]]
 
 
 def study_results(
-    preset: Preset, finished: Trainings, failed: Sequence[Training] = ()
+    preset: Preset,
+    finished: Trainings,
+    failed: Sequence[Training] = (),
+    overrides: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Collects the results of a study.
 
@@ -36,6 +39,7 @@ def study_results(
         preset: The study.
         finished: The complete runs, by row name and data set.
         failed: The failed runs.
+        overrides: Options of ``train.py`` that changed the configurations.
 
     Returns:
         The content of ``results.json``. Each row has for every column the mean and the
@@ -45,6 +49,7 @@ def study_results(
     trainings = [training for group in finished.values() for training in group]
     return {
         "title": preset.title,
+        "overrides": list(overrides),
         "budgets": list(dict.fromkeys(map(budget, trainings))),
         "seeds": sorted({seed for training in trainings for seed in training.seeds}),
         "failed": {training.name: _last_line(training.error) for training in failed},
@@ -163,10 +168,12 @@ def budget(training: Training) -> str:
         examples = f"images ({result['epochs']:.3g} epochs of {info.num_train:,})"
     seeds = training.num_seeds
     together = f", {seeds} seeds together" if seeds > 1 else ""
+    device = f"{start['num_devices']} x {start['device']}"
+    if start["platform"] == "cpu":
+        device = f"{start['cores']} x {start['cpu']}"
     return (
-        f"{result['step']:,} steps of {batch} {examples}, {info.origin}; on "
-        f"{start['num_devices']} x {start['device']}, jax {start['versions']['jax']}"
-        f"{together}"
+        f"{result['step']:,} steps of {batch} {examples}, {info.origin}; on {device}, "
+        f"jax {start['versions']['jax']}{together}"
     )
 
 
@@ -206,6 +213,8 @@ def study_table(preset: Preset, results: Mapping[str, Any]) -> str:
         what = "Means ± standard deviations over the seeds" if many else "One seed,"
         parts.append(f"{what} {seeds}. Each run:")
         parts.append("\n".join(f"- {line}." for line in results["budgets"]))
+        if results["overrides"]:
+            parts.append(f"Options: `{' '.join(results['overrides'])}`.")
     if results["failed"]:
         failed = [f"- {name}: {error}" for name, error in results["failed"].items()]
         parts += ["Runs that failed:", "\n".join(failed)]

@@ -154,6 +154,7 @@ def write_run_json(
         "device": devices[0].device_kind,
         "platform": devices[0].platform,
         "num_devices": len(devices),
+        **describe_cpu(),
         "num_processes": jax.process_count(),
         "versions": versions(),
         "git_commit": git_commit(),
@@ -192,6 +193,28 @@ def write_json(path: Path, values: dict[str, Any]) -> None:
         values: Values that JSON can hold.
     """
     write_text(path, json.dumps(values, indent=2) + "\n")
+
+
+def describe_cpu() -> dict[str, Any]:
+    """Returns the processor's name and the number of usable cores.
+
+    Example:
+        >>> describe_cpu()["cores"] >= 1
+        True
+    """
+    cpu = platform.processor() or platform.machine()
+    information = Path("/proc/cpuinfo")
+    if information.exists():
+        lines = information.read_text().splitlines()
+        names = [line.split(":")[1] for line in lines if line.startswith("model name")]
+        cpu = names[0].strip() if names else cpu
+    return {"cpu": cpu, "cores": _num_cores()}
+
+
+def _num_cores():
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count()
 
 
 def versions() -> dict[str, str]:

@@ -27,7 +27,8 @@ def make_training(
     workdir.mkdir(exist_ok=True)
     training = Training(label, config, workdir, seed=seed, num_seeds=num_seeds)
     values = to_json(read_config(config, training.options))
-    start = {"device": "abacus", "num_devices": 2, "versions": {"jax": "0.11"}}
+    start = {"device": "abacus", "platform": "wood", "num_devices": 2}
+    start["versions"] = {"jax": "0.11"}
     record = {"config": values, "data": dataclasses.asdict(info), "starts": [start]}
     (workdir / "run.json").write_text(json.dumps(record))
     result = {

@@ -6,6 +6,7 @@ import json
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -21,13 +22,13 @@ from tests.helpers import browser
 MAX_SHIFT = 2
 
 
-def train(folder, **model):
+def train(folder, dataset="fashion_mnist", **model):
     config = demo.get_config("exact")
     with config.unlocked():
         config.model.update(num_layers=1, dim=8, num_heads=2, mlp_dim=7, **model)
         config.update(num_steps=2, num_epochs=0, progress=False)
         config.schedule.warmup_steps = 0
-        config.data.update(image_size=16, num_validation=25)
+        config.data.update(name=dataset, image_size=16, num_validation=25)
     training.train_and_evaluate(config, folder, devices=jax.local_devices()[:1])
     return folder
 
@@ -99,6 +100,26 @@ def test_attention_maps_belong_to_the_moved_patches(page):
     expected = (starts[:, :1, :1] + shifts) % 16
     np.testing.assert_array_equal(starts, expected)
     assert not decode(plain["starts"], 3, size, size, 2).any()
+
+
+@pytest.mark.slow
+def test_with_zeros_every_image_can_move_by_every_shift(tmp_path):
+    workdir, path = train(tmp_path / "digits", "mnist"), tmp_path / "page.html"
+    options = {"max_shift": 1, "num_shown": 3, "num_images": 3}
+    write_page([workdir], path, boundary="zeros", **options)
+    data = read(path)
+    (model,) = data["models"]
+    images = jnp.float32(decode(data["images"], 3, 16, 16, 1)) / 255
+    assert images[:, 1:-1, 1:-1].any(axis=(1, 2, 3)).all()
+    border = np.ones((16, 16), bool)
+    border[1:-1, 1:-1] = False
+    assert not images[:, border].any()
+    predict = training.make_predict_fn(training.load_run(workdir))
+    found = decode(model["probabilities"], 3, 3, 3, 10) / 255
+    for dy, dx in np.ndindex(3, 3):
+        logits = predict(shift_images(images, (dx - 1, dy - 1), "zeros"))
+        expected = jax.nn.softmax(logits)
+        np.testing.assert_allclose(found[:, dy, dx], expected, atol=1 / 255)
 
 
 def test_the_page_is_small_for_models_of_the_demo(page):

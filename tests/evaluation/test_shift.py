@@ -2,18 +2,22 @@ from pathlib import Path
 
 import chex
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from ml_collections import ConfigDict
 from PIL import Image
 
+from configs import demo
 from relattn.data import (
     ImageInfo,
     ImageSplit,
     StreamedSplit,
+    load_data,
     load_images,
     make_preprocess,
+    preprocess,
 )
 from relattn.data.folder import FileRecords
 from relattn.data.streaming import Photographs
@@ -26,7 +30,13 @@ from relattn.evaluation.shift import (
     shifted_predictions,
     shifts_along,
 )
-from relattn.training import Run, default_config
+from relattn.training import (
+    Run,
+    default_config,
+    load_run,
+    make_predict_fn,
+    train_and_evaluate,
+)
 from tests.helpers.shifting import moved
 
 SHIFTS = [(0, 0), (2, 0), (0, -3), (-1, 4), (6, 1), (-9, 2), (3, 9)]
@@ -250,3 +260,42 @@ def test_a_crop_of_photographs_moves(tmp_path, axis):
         shifted_predictions(run, split, max_shift=4, boundary="crop")
     with pytest.raises(ValueError, match="trained on photographs, which fill the imag"):
         shifted_predictions(run, split, max_shift=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("attention", "position"),
+    [
+        ("softmax", "relative_bias"),
+        ("favor(num_features=16)", "relative_bias"),
+        ("relu(num_features=16)", "fourier_bias"),
+        ("banded(clip=2, num_features=16)", "none"),
+        ("translution", "none"),
+        ("lor_translution(rank=2)", "none"),
+    ],
+)
+def test_trained_exact_models_give_equal_logits(attention, position, dtype, tmp_path):
+    config = demo.get_config("exact")
+    with config.unlocked():
+        config.model.update(attention=attention, position=position, dtype=dtype)
+        config.model.update(num_layers=1, dim=16, num_heads=2, mlp_dim=29)
+        config.update(num_epochs=0, num_steps=80, batch_size=50, progress=False)
+        config.schedule.warmup_steps = 5
+        config.optimizer.learning_rate = 0.01
+        config.data.image_size = 16
+    train_and_evaluate(config, tmp_path, devices=jax.local_devices()[:1])
+    run = load_run(tmp_path)
+    predict = make_predict_fn(run)
+    split = load_data(run.config.data).test
+    images = jnp.asarray(preprocess(split.images, image_size=16))
+    shifts = jax.random.randint(jax.random.key(0), (3, len(images), 2), 0, 16)
+    first, *others = (
+        np.asarray(predict(shift_images(images, shift, "circular")))
+        for shift in [0 * shifts[0], *shifts]
+    )
+    # Chance is 0.1.
+    assert (first.argmax(axis=-1) == split.labels).mean() > 0.4
+    for logits in others:
+        np.testing.assert_array_equal(logits.argmax(axis=-1), first.argmax(axis=-1))
+        np.testing.assert_allclose(logits, first, rtol=0, atol=1e-4)

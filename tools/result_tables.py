@@ -290,6 +290,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "translution_text": lambda: study(
         "translution_text_cpu.json", {"loss": "validation loss, nats a byte"}
     ),
+    "translution_wikitext2": lambda: study(
+        "translution_wikitext2.json", {"perplexity": "validation perplexity"}
+    ),
     "speed_before": speed_before,
     "speed_steps": speed_steps,
     "speed_banded": lambda: speed(

@@ -153,9 +153,15 @@ def test_drop_in_guide_runs():
     assert not np.isnan(scope["out"]).any()
 
 
-def test_pretrained_guide_runs():
-    scope = run_examples(read("docs/pretrained.md"))
+def test_pretrained_guide_has_the_stated_accuracies(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    text = read("docs/pretrained.md")
+    scope = run_examples(text)
     assert scope["predictions"].shape == (1, 3)
+    stated = dict(re.findall(r"^(\w+) = accuracy\(.*# (0\.\d+)$", text, re.M))
+    assert stated.keys() == {"own", "other", "exact"}
+    for name, value in stated.items():
+        np.testing.assert_allclose(scope[name], float(value), atol=0.02)
 
 
 @pytest.mark.slow

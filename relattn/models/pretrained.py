@@ -311,17 +311,17 @@ def model_card(config: dict[str, Any], metrics: dict[str, Any], license: str) ->
     """Describes a trained model in Markdown: model, data, metrics and licence."""
     data = config["data"]
     rows = [
-        f"| {name} | {value} |"
+        f"| {name} | {value:.4g} |"
         for name, value in metrics.items()
-        if isinstance(value, int | float)
+        if name.startswith(("validation_", "test_")) and isinstance(value, int | float)
     ]
-    statistics = [
-        f"Inputs have the mean {data[name]} removed"
-        if name == "mean"
-        else f"and are divided by {data[name]}."
+    mean, std = (
+        ", ".join(f"{value:.4f}" for value in data.get(name, ()))
         for name in ("mean", "std")
-        if name in data
-    ]
+    )
+    inputs = "Inputs are pixels / 255."
+    if config["training"]["data"].get("standardize", False):
+        inputs = f"Inputs are (pixels / 255 - mean) / std, mean {mean}, std {std}."
     lines = [
         "---",
         "library_name: relattn",
@@ -340,7 +340,8 @@ def model_card(config: dict[str, Any], metrics: dict[str, Any], license: str) ->
         "## Data",
         f"{data['name']}: {data['num_train']} training examples, from "
         f"{data['origin']}.",
-        *statistics,
+        *([inputs] if mean else []),
+        "The key `training` of `config.json` is the configuration of the run.",
         "## Metrics",
         f"The {config['checkpoint']} checkpoint, after {config['step']} updates.",
         "",

@@ -146,6 +146,7 @@ def test_run_is_saved_converted_and_trained_on(tmp_path):
     card = (tmp_path / "saved" / "README.md").read_text()
     for text in ("license: cc0-1.0", "# vit on columns", "| test_accuracy | "):
         assert text in card
+    assert "pixels / 255." in card
     # An update this small changes no float32.
     still = {"learning_rate": 1e-30}
     with_run = train(

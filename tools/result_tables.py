@@ -270,7 +270,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "exact_shift": exact_shift,
     "finetune": finetune,
     "rpe_vit": lambda: study(
-        "rpe_vit_mnist_cpu.json",
+        "rpe_vit_mnist.json",
         {"mnist_val_acc": "validation", "mnist_test_acc": "test"},
         "mnist_inference_s",
     ),

@@ -330,6 +330,7 @@ def model_card(config: dict[str, Any], metrics: dict[str, Any], license: str) ->
         f"# {config['model']['name']} on {data['name']}",
         "```python",
         "import relattn",
+        "",
         'pretrained = relattn.load_pretrained("THIS FOLDER")',
         "logits = pretrained.model.apply(pretrained.variables, inputs)",
         "```",

@@ -315,12 +315,12 @@ def model_card(config: dict[str, Any], metrics: dict[str, Any], license: str) ->
         for name, value in metrics.items()
         if name.startswith(("validation_", "test_")) and isinstance(value, int | float)
     ]
-    mean, std = (
-        ", ".join(f"{value:.4f}" for value in data.get(name, ()))
-        for name in ("mean", "std")
-    )
-    inputs = "Inputs are pixels / 255."
-    if config["training"]["data"].get("standardize", False):
+    inputs = "Inputs are pixels / 255." if "mean" in data else "Inputs are tokens."
+    if "mean" in data and config["training"]["data"].get("standardize", False):
+        mean, std = (
+            ", ".join(f"{value:.4f}" for value in data[name])
+            for name in ("mean", "std")
+        )
         inputs = f"Inputs are (pixels / 255 - mean) / std, mean {mean}, std {std}."
     lines = [
         "---",
@@ -341,7 +341,7 @@ def model_card(config: dict[str, Any], metrics: dict[str, Any], license: str) ->
         "## Data",
         f"{data['name']}: {data['num_train']} training examples, from "
         f"{data['origin']}.",
-        *([inputs] if mean else []),
+        inputs,
         "The key `training` of `config.json` is the configuration of the run.",
         "## Metrics",
         f"The {config['checkpoint']} checkpoint, after {config['step']} updates.",

@@ -147,6 +147,11 @@ def test_run_is_saved_converted_and_trained_on(tmp_path):
     for text in ("license: cc0-1.0", "# vit on columns", "| test_accuracy | "):
         assert text in card
     assert "pixels / 255." in card
+    config = run.pretrained_config()
+    config["data"]["mean"], config["data"]["std"] = (0.25, 0.5), (1.0, 2.0)
+    config["training"]["data"]["standardize"] = True
+    card = pretrained.model_card(config, {}, "cc0-1.0")
+    assert "mean 0.2500, 0.5000, std 1.0000, 2.0000" in card
     # An update this small changes no float32.
     still = {"learning_rate": 1e-30}
     with_run = train(

@@ -111,11 +111,12 @@ def run_study(
     text = study_table(study, results)
     write_json(output / "results.json", results)
     write_study_csv(study, results, output / "table.csv")
+    (output / "table.md").write_text(text, "utf-8")
+    plot_study(results, output / "curves.png")
     workdirs = [run.workdir for group in finished.values() for run in group]
     if study.shifts is not None and workdirs:
         text += "\n" + shift_report(workdirs, output / "shift", **study.shifts)
-    (output / "table.md").write_text(text, "utf-8")
-    plot_study(results, output / "curves.png")
+        (output / "table.md").write_text(text, "utf-8")
     return text, failed
 
 

@@ -246,6 +246,8 @@ def test_shifts_are_evaluated_for_all_runs(tmp_path, monkeypatch):
 
     def shift_report(workdirs, output, **options):
         asked.append(([folder.name for folder in workdirs], output.name, options))
+        # The results are safe before the long evaluation.
+        assert (output.parent / "table.md").read_text() == "table\n"
         return f"summary of {output.name}"
 
     monkeypatch.setattr(__main__, "shift_report", shift_report)

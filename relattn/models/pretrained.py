@@ -315,13 +315,17 @@ def model_card(config: dict[str, Any], metrics: dict[str, Any], license: str) ->
         for name, value in metrics.items()
         if name.startswith(("validation_", "test_")) and isinstance(value, int | float)
     ]
-    inputs = "Inputs are pixels / 255." if "mean" in data else "Inputs are tokens."
-    if "mean" in data and config["training"]["data"].get("standardize", False):
-        mean, std = (
-            ", ".join(f"{value:.4f}" for value in data[name])
-            for name in ("mean", "std")
-        )
-        inputs = f"Inputs are (pixels / 255 - mean) / std, mean {mean}, std {std}."
+    inputs = "Inputs are tokens."
+    if "mean" in data:
+        shape = "x".join(map(str, config["image_shape"]))
+        values = "pixels / 255"
+        if config["training"]["data"].get("standardize", False):
+            mean, std = (
+                ", ".join(f"{value:.4f}" for value in data[name])
+                for name in ("mean", "std")
+            )
+            values = f"(pixels / 255 - mean) / std, mean {mean}, std {std}"
+        inputs = f"Inputs are images of {shape}: {values}."
     lines = [
         "---",
         "library_name: relattn",

@@ -146,7 +146,7 @@ def test_run_is_saved_converted_and_trained_on(tmp_path):
     card = (tmp_path / "saved" / "README.md").read_text()
     for text in ("license: cc0-1.0", "# vit on columns", "| test_accuracy | "):
         assert text in card
-    assert "pixels / 255." in card
+    assert "Inputs are images of 5x5x1: pixels / 255." in card
     config = run.pretrained_config()
     config["data"]["mean"], config["data"]["std"] = (0.25, 0.5), (1.0, 2.0)
     config["training"]["data"]["standardize"] = True

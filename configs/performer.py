@@ -27,6 +27,12 @@ recipe behind the paper's tables and figure, from the authors' code and raw resu
 One difference remains: the authors' code never redraws the random features of the
 position heads.
 
+Test accuracy (%) on Fashion-MNIST after 1 epoch on a CPU core, on patches of 4x4
+pixels; docs/results.md has the command (``--preset=performer_figure1``) and the
+accuracies under shifts:
+
+    none 79.0, learnable_sincos 85.6, constrained_sincos 81.5, banded 80.7, exact 81.5
+
 ``cpu`` reduces a recipe to two CPU cores: patches of 4x4 pixels, the embedded images
 (4,750 for training), 200 steps of 32 images, evaluation every 50. Test accuracy (%) by
 ``python -m studies --preset=performer_table1_cpu --seeds=3``:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from relattn.evaluation.shift_curves import published_curve
 from studies.demo import demo_table
 from studies.finetune import finetune_table
 
@@ -105,6 +106,44 @@ def shifts() -> str:
         for name, cells in models.items()
     ]
     return markdown(["model", *titles.values()], rows)
+
+
+def figure1() -> str:
+    """Returns the accuracies of the Performers on Fashion-MNIST, also under shifts."""
+    results = json.loads((RESULTS / "performer_figure1.json").read_text("utf-8"))
+    shifts = {-8: "8 left", -4: "4 left", 0: "unshifted", 4: "4 right", 8: "8 right"}
+    one_class = _shift_accuracies("performer_figure1_shift.csv")
+    every_class = _shift_accuracies("performer_figure1_shift_all.csv")
+    published_names = {
+        "learnable_sincos": "Absolute",
+        "constrained_sincos": "Rel. S1",
+        "banded": "Rel. S2",
+    }
+    rows = []
+    for row in results["rows"]:
+        name = row["name"]
+        curve = published_curve("fashion_mnist", published_names.get(name, ""))
+        published = dict(zip(*curve, strict=True))
+        cells = [_label(name), _value(row["columns"]["fashion_mnist"])]
+        for shift in shifts:
+            known = f" ({100 * published[shift]:.1f})" if shift in published else ""
+            cells.append(f"{one_class[name][shift]:.1f}{known}")
+        cells += [f"{every_class[name][shift]:.1f}" for shift in (-4, 4)]
+        rows.append(cells)
+    titles = [f"class 1, {title}" for title in shifts.values()]
+    titles += [f"all, {shifts[shift]}" for shift in (-4, 4)]
+    return markdown(["model", "test images", *titles], rows)
+
+
+def _shift_accuracies(file: str) -> dict[str, dict[int, float]]:
+    """Returns the accuracies in % by model and shift along x."""
+    accuracies: dict[str, dict[int, float]] = {}
+    with (RESULTS / file).open(encoding="utf-8") as lines:
+        for row in csv.DictReader(lines):
+            if row["source"] == "measured":
+                model = accuracies.setdefault(row["run"].split("-")[0], {})
+                model[int(row["shift_x_px"])] = 100 * float(row["accuracy_mean"])
+    return accuracies
 
 
 def exact_shift() -> str:
@@ -274,6 +313,7 @@ TABLES: dict[str, Callable[[], str]] = {
         {"mnist_val_acc": "validation", "mnist_test_acc": "test"},
         "mnist_inference_s",
     ),
+    "performer_figure1": figure1,
     "performer_table1": lambda: study(
         "performer_table1_cpu.json",
         {"mnist": "MNIST", "fashion_mnist": "Fashion-MNIST"},

@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from relattn.evaluation.shift_curves import published_curve
+from relattn.evaluation.shift_curves import published_curve, published_name
+from relattn.training.config import read_config
 from studies.demo import demo_table
 from studies.finetune import finetune_table
 
@@ -94,13 +95,11 @@ def shifts() -> str:
     titles = {-8: "8 pixels left", -4: "4 left", 0: "unshifted"}
     titles |= {4: "4 right", 8: "8 right"}
     models: dict[str, dict[int, str]] = {}
-    file = RESULTS / "performer_table1_cpu_shift.csv"
-    with file.open(encoding="utf-8") as lines:
-        for row in csv.DictReader(lines):
-            mean, std = (100 * float(row[f"accuracy_{key}"]) for key in ("mean", "std"))
-            if row["dataset"] == "mnist":
-                cells = models.setdefault(row["model"], {})
-                cells[int(row["shift_x_px"])] = f"{mean:.0f} ± {std:.0f}"
+    for row in _read_csv("performer_table1_cpu_shift.csv"):
+        mean, std = (100 * float(row[f"accuracy_{key}"]) for key in ("mean", "std"))
+        if row["dataset"] == "mnist":
+            cells = models.setdefault(row["model"], {})
+            cells[int(row["shift_x_px"])] = f"{mean:.0f} ± {std:.0f}"
     rows = [
         [_label(name), *(cells[shift] for shift in titles)]
         for name, cells in models.items()
@@ -114,20 +113,17 @@ def figure1() -> str:
     shifts = {-8: "8 left", -4: "4 left", 0: "unshifted", 4: "4 right", 8: "8 right"}
     one_class = _shift_accuracies("performer_figure1_shift.csv")
     every_class = _shift_accuracies("performer_figure1_shift_all.csv")
-    published_names = {
-        "learnable_sincos": "Absolute",
-        "constrained_sincos": "Rel. S1",
-        "banded": "Rel. S2",
-    }
     rows = []
     for row in results["rows"]:
         name = row["name"]
-        curve = published_curve("fashion_mnist", published_names.get(name, ""))
+        model = read_config(f"performer:{name}").model
+        known = published_name(model.name, model.attention, model.position)
+        curve = published_curve("fashion_mnist", known)
         published = dict(zip(*curve, strict=True))
         cells = [_label(name), _value(row["columns"]["fashion_mnist"])]
         for shift in shifts:
-            known = f" ({100 * published[shift]:.1f})" if shift in published else ""
-            cells.append(f"{one_class[name][shift]:.1f}{known}")
+            value = f" ({100 * published[shift]:.1f})" if shift in published else ""
+            cells.append(f"{one_class[name][shift]:.1f}{value}")
         cells += [f"{every_class[name][shift]:.1f}" for shift in (-4, 4)]
         rows.append(cells)
     titles = [f"class 1, {title}" for title in shifts.values()]
@@ -138,11 +134,10 @@ def figure1() -> str:
 def _shift_accuracies(file: str) -> dict[str, dict[int, float]]:
     """Returns the accuracies in % by model and shift along x."""
     accuracies: dict[str, dict[int, float]] = {}
-    with (RESULTS / file).open(encoding="utf-8") as lines:
-        for row in csv.DictReader(lines):
-            if row["source"] == "measured":
-                model = accuracies.setdefault(row["run"].split("-")[0], {})
-                model[int(row["shift_x_px"])] = 100 * float(row["accuracy_mean"])
+    for row in _read_csv(file):
+        if row["source"] == "measured":
+            model = accuracies.setdefault(row["run"].split("-")[0], {})
+            model[int(row["shift_x_px"])] = 100 * float(row["accuracy_mean"])
     return accuracies
 
 
@@ -151,16 +146,15 @@ def exact_shift() -> str:
     results = json.loads((RESULTS / "exact_shift.json").read_text("utf-8"))
     tested = {row["name"]: row["columns"]["fashion_mnist"] for row in results["rows"]}
     shifted: dict[str, list[str]] = {name: [] for name in tested}
-    with (RESULTS / "exact_shift_shift.csv").open(encoding="utf-8") as lines:
-        for row in csv.DictReader(lines):
-            measures = ["accuracy"]
-            if row["source"] == "random":
-                measures.append("consistency")
-            for measure in measures:
-                mean, std = (
-                    100 * float(row[f"{measure}_{key}"]) for key in ("mean", "std")
-                )
-                shifted[row["run"].split("-")[0]].append(f"{mean:.1f} ± {std:.1f}")
+    for row in _read_csv("exact_shift_shift.csv"):
+        measures = ["accuracy"]
+        if row["source"] == "random":
+            measures.append("consistency")
+        for measure in measures:
+            mean, std = (
+                100 * float(row[f"{measure}_{key}"]) for key in ("mean", "std")
+            )
+            shifted[row["run"].split("-")[0]].append(f"{mean:.1f} ± {std:.1f}")
     rows = [[name, _value(tested[name]), *cells] for name, cells in shifted.items()]
     titles = ["100, unshifted", "100, shifted", "consistency"]
     return markdown(["model", "1,000, unshifted", *titles], rows)
@@ -223,6 +217,11 @@ def speed_before() -> str:
 def _read_lines(file: str) -> list[dict[str, Any]]:
     lines = (RESULTS / file).read_text("utf-8").splitlines()
     return [json.loads(line) for line in lines]
+
+
+def _read_csv(file: str) -> list[dict[str, str]]:
+    with (RESULTS / file).open(encoding="utf-8") as lines:
+        return list(csv.DictReader(lines))
 
 
 def _case(row: Mapping[str, Any]) -> tuple[str, int, int]:

@@ -53,7 +53,10 @@ class Pretrained:
 
 
 def load_pretrained(
-    folder: str | Path, *, image_size: int | tuple[int, int] | None = None
+    folder: str | Path,
+    *,
+    image_size: int | tuple[int, int] | None = None,
+    model: Mapping[str, Any] | None = None,
 ) -> Pretrained:
     """Loads a model that `relattn.convert` or ``run.save_pretrained`` wrote.
 
@@ -62,6 +65,9 @@ def load_pretrained(
         image_size: Side, or height and width, of the images that the model will see, in
             pixels; None for the size of training. Tables of positions are interpolated
             bicubically, see `relattn.models.resize_grid`.
+        model: Values that replace those of the file's model, such as ``{"attention":
+            "softmax"}``; the parameters must be the same. Another attention gets new
+            random features, drawn from ``jax.random.key(0)``.
 
     Returns:
         The model, its variables and its configuration.
@@ -80,30 +86,42 @@ def load_pretrained(
         >>> variables = model.init(jax.random.key(0), jnp.zeros((1, 4, 6, 1)))
         >>> folder = tempfile.mkdtemp()
         >>> save_pretrained(folder, config, variables)
-        >>> loaded = relattn.load_pretrained(folder)
+        >>> loaded = relattn.load_pretrained(folder, model={"attention": "favor"})
         >>> loaded.model.apply(loaded.variables, jnp.zeros((1, 4, 6, 1))).shape
         (1, 3)
     """
+    changes = dict(model or {})
     folder = Path(folder)
     if not (folder / CONFIG).is_file():
         raise FileNotFoundError(f"{folder} holds no model: it has no {CONFIG}")
     try:
         config = json.loads((folder / CONFIG).read_text("utf-8"))
-        model = build(config)
+        config["model"] |= changes
+        module = build(config)
     except (KeyError, TypeError, json.JSONDecodeError) as error:
         raise ValueError(
             f"{folder / CONFIG} describes no model of relattn ({error}): convert other "
             "checkpoints with python -m relattn.convert"
         ) from error
     tensors = read_safetensors(folder / WEIGHTS)
-    variables = unflatten(model, abstract(model, config), tensors, folder / WEIGHTS)
+    like, drawn = abstract(module, config), {}
+    if "attention" in changes:
+        tensors = {
+            name: tensor
+            for name, tensor in tensors.items()
+            if not name.startswith("random_features.")
+        }
+        if like.pop("random_features", None) is not None:
+            initial = jax.jit(module.init)(jax.random.key(0), _example(module, config))
+            drawn = {"random_features": initial["random_features"]}
+    variables = unflatten(module, like, tensors, folder / WEIGHTS) | drawn
     if image_size is not None:
-        if model.inputs != "images":
+        if module.inputs != "images":
             raise ValueError(f"image_size={image_size} needs a model of images")
         size = (image_size,) * 2 if isinstance(image_size, int) else tuple(image_size)
-        variables = resize_images(model, variables, config["image_shape"], size)
+        variables = resize_images(module, variables, config["image_shape"], size)
         config = {**config, "image_shape": [*size, config["image_shape"][2]]}
-    return Pretrained(model, variables, config)
+    return Pretrained(module, variables, config)
 
 
 def save_pretrained(
@@ -160,13 +178,16 @@ def build(config: Mapping[str, Any]) -> nn.Module:
 
 def abstract(model: nn.Module, config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the shapes and dtypes of a model's variables."""
-    if model.inputs == "images":
-        example = jnp.zeros((1, *config["image_shape"]))
-    else:
-        example = jnp.zeros((1, 1), jnp.int32)
-    variables = jax.eval_shape(model.init, jax.random.key(0), example)
+    variables = jax.eval_shape(model.init, jax.random.key(0), _example(model, config))
     carried = ("params", "random_features", "batch_stats")
     return {name: variables[name] for name in carried if name in variables}
+
+
+def _example(model, config):
+    """Returns inputs to initialize a model with."""
+    if model.inputs == "images":
+        return jnp.zeros((1, *config["image_shape"]))
+    return jnp.zeros((1, 1), jnp.int32)
 
 
 def resize_images(

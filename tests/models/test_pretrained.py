@@ -127,6 +127,33 @@ def test_every_variable_survives_saving(model, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, carried, loaded.variables)
 
 
+def test_another_attention_keeps_parameters_and_draws_features(tmp_path):
+    sizes = {"dim": 6, "num_heads": 3, "num_layers": 2, "mlp_dim": 7, "patch_size": 2}
+    config = {"model": {"name": "vit", "attention": "favor", **sizes}}
+    config |= {"num_classes": 5, "image_shape": [4, 6, 1]}
+    images = jax.random.normal(jax.random.key(1), (2, 4, 6, 1))
+    variables = jax.jit(pretrained.build(config).init)(jax.random.key(2), images)
+    pretrained.save_pretrained(tmp_path, config, variables)
+    precise = relattn.load_pretrained(tmp_path, model={"precision": "highest"})
+    chex.assert_trees_all_equal(precise.variables, dict(variables))
+    softmax = relattn.load_pretrained(tmp_path, model={"attention": "softmax"})
+    assert softmax.config["model"]["attention"] == softmax.model.attention == "softmax"
+    params = {"params": variables["params"]}
+    chex.assert_trees_all_equal(
+        pretrained.flatten(softmax.model, softmax.variables),
+        pretrained.flatten(precise.model, params),
+    )
+    more = relattn.load_pretrained(
+        tmp_path, model={"attention": "favor(num_features=7)"}
+    )
+    chex.assert_trees_all_equal(more.variables["params"], params["params"])
+    drawn = jax.tree.leaves(more.variables["random_features"])
+    assert {leaf.shape[-2] for leaf in drawn} == {7}
+    chex.assert_tree_all_finite(more.model.apply(more.variables, images))
+    with pytest.raises(ValueError, match=r"does not fit the model: missing .*k_table"):
+        relattn.load_pretrained(tmp_path, model={"attention": "translution"})
+
+
 def test_weights_are_saved_in_half_precision(tmp_path):
     config = {"model": {"name": "vit", "dim": 6, "num_heads": 3, "num_layers": 1}}
     config["model"] |= {"mlp_dim": 7, "patch_size": 2, "attention": "favor"}

@@ -34,14 +34,7 @@ accuracies under shifts:
     none 79.0, learnable_sincos 85.6, constrained_sincos 81.5, banded 80.7, exact 81.5
 
 ``cpu`` reduces a recipe to two CPU cores: patches of 4x4 pixels, the embedded images
-(4,750 for training), 200 steps of 32 images, evaluation every 50. Test accuracy (%) by
-``python -m studies --preset=performer_table1_cpu --seeds=3``:
-
-                            MNIST        Fashion-MNIST
-    none                    41.7 ± 4.3   60.7 ± 3.8
-    learnable_sincos        72.3 ± 2.4   69.3 ± 4.3
-    constrained_sincos      78.3 ± 1.2   67.5 ± 1.9
-    banded                  42.9 ± 2.5   61.0 ± 2.8
+(4,750 for training), 200 steps of 32 images, evaluation every 50.
 
 A run of seconds on the embedded images:
 

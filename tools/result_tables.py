@@ -15,6 +15,8 @@ from studies.finetune import finetune_table
 
 RESULTS = Path(__file__).parents[1] / "results"
 MISSING = "–"
+# Titles of columns by shift along x in pixels.
+_SHIFTS = {-8: "8 left", -4: "4 left", 0: "unshifted", 4: "4 right", 8: "8 right"}
 
 _GUOJI = {"rope2d": "RoPE", "irpe_gate": "iRPE gate", "string_gate": "STRING gate"}
 _LABELS = {
@@ -90,27 +92,9 @@ def _label(name: str) -> str:
     return _LABELS.get(name, name)
 
 
-def shifts() -> str:
-    """Returns the accuracies on MNIST of the models of table 1 under shifts."""
-    titles = {-8: "8 pixels left", -4: "4 left", 0: "unshifted"}
-    titles |= {4: "4 right", 8: "8 right"}
-    models: dict[str, dict[int, str]] = {}
-    for row in _read_csv("performer_table1_cpu_shift.csv"):
-        mean, std = (100 * float(row[f"accuracy_{key}"]) for key in ("mean", "std"))
-        if row["dataset"] == "mnist":
-            cells = models.setdefault(row["model"], {})
-            cells[int(row["shift_x_px"])] = f"{mean:.0f} ± {std:.0f}"
-    rows = [
-        [_label(name), *(cells[shift] for shift in titles)]
-        for name, cells in models.items()
-    ]
-    return markdown(["model", *titles.values()], rows)
-
-
 def figure1() -> str:
     """Returns the accuracies of the Performers on Fashion-MNIST, also under shifts."""
     results = json.loads((RESULTS / "performer_figure1.json").read_text("utf-8"))
-    shifts = {-8: "8 left", -4: "4 left", 0: "unshifted", 4: "4 right", 8: "8 right"}
     one_class = _shift_accuracies("performer_figure1_shift.csv")
     every_class = _shift_accuracies("performer_figure1_shift_all.csv")
     rows = []
@@ -121,14 +105,34 @@ def figure1() -> str:
         curve = published_curve("fashion_mnist", known)
         published = dict(zip(*curve, strict=True))
         cells = [_label(name), _value(row["columns"]["fashion_mnist"])]
-        for shift in shifts:
+        for shift in _SHIFTS:
             value = f" ({100 * published[shift]:.1f})" if shift in published else ""
             cells.append(f"{one_class[name][shift]:.1f}{value}")
         cells += [f"{every_class[name][shift]:.1f}" for shift in (-4, 4)]
         rows.append(cells)
-    titles = [f"class 1, {title}" for title in shifts.values()]
-    titles += [f"all, {shifts[shift]}" for shift in (-4, 4)]
+    titles = [f"class 1, {title}" for title in _SHIFTS.values()]
+    titles += [f"all, {_SHIFTS[shift]}" for shift in (-4, 4)]
     return markdown(["model", "test images", *titles], rows)
+
+
+def baselines() -> str:
+    """Returns the accuracies of the baselines of table 1, also under shifts."""
+    shifted = _shift_accuracies("performer_table1_shift.csv")
+    rows = []
+    for results in json.loads((RESULTS / "performer_table1.json").read_text("utf-8")):
+        for row in results["rows"]:
+            (result,) = row["runs"]["fashion_mnist"]["results"]
+            columns = row["columns"]
+            cells = [
+                _label(row["name"]),
+                f"{columns['parameters']['mean']:.2f}M",
+                f"{result['epochs']:.0f}",
+                _value(columns["fashion_mnist"]),
+                *(f"{shifted[row['name']][shift]:.1f}" for shift in _SHIFTS),
+            ]
+            rows.append(cells)
+    titles = [f"class 1, {title}" for title in _SHIFTS.values()]
+    return markdown(["model", "parameters", "epochs", "test images", *titles], rows)
 
 
 def _shift_accuracies(file: str) -> dict[str, dict[int, float]]:
@@ -313,11 +317,7 @@ TABLES: dict[str, Callable[[], str]] = {
         "mnist_inference_s",
     ),
     "performer_figure1": figure1,
-    "performer_table1": lambda: study(
-        "performer_table1_cpu.json",
-        {"mnist": "MNIST", "fashion_mnist": "Fashion-MNIST"},
-    ),
-    "performer_shift": shifts,
+    "performer_table1": baselines,
     "translution_mnist": lambda: study(
         "translution_mnist_cpu.json",
         {

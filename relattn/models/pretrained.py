@@ -112,8 +112,10 @@ def load_pretrained(
             if not name.startswith("random_features.")
         }
         if like.pop("random_features", None) is not None:
-            initial = jax.jit(module.init)(jax.random.key(0), _example(module, config))
-            drawn = {"random_features": initial["random_features"]}
+            # Under jit the initial parameters, which nothing uses, are not computed.
+            drawn["random_features"] = jax.jit(
+                lambda: _initial(module, config)["random_features"]
+            )()
     variables = unflatten(module, like, tensors, folder / WEIGHTS) | drawn
     if image_size is not None:
         if module.inputs != "images":
@@ -178,16 +180,18 @@ def build(config: Mapping[str, Any]) -> nn.Module:
 
 def abstract(model: nn.Module, config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the shapes and dtypes of a model's variables."""
-    variables = jax.eval_shape(model.init, jax.random.key(0), _example(model, config))
+    variables = jax.eval_shape(lambda: _initial(model, config))
     carried = ("params", "random_features", "batch_stats")
     return {name: variables[name] for name in carried if name in variables}
 
 
-def _example(model, config):
-    """Returns inputs to initialize a model with."""
+def _initial(model, config):
+    """Initializes a model's variables."""
     if model.inputs == "images":
-        return jnp.zeros((1, *config["image_shape"]))
-    return jnp.zeros((1, 1), jnp.int32)
+        example = jnp.zeros((1, *config["image_shape"]))
+    else:
+        example = jnp.zeros((1, 1), jnp.int32)
+    return model.init(jax.random.key(0), example)
 
 
 def resize_images(

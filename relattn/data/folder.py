@@ -97,8 +97,10 @@ def find_files(root: pathlib.Path) -> FolderFiles:
     train = _list_images(root / "train", left_out)
     test = _list_images(root / "test", left_out) if (root / "test").exists() else []
     files = FolderFiles(root, train, test, left_out)
+    # Once, not for every file: it goes through all training files.
+    class_names = files.class_names
     for file in test:
-        if file.parent.name not in files.class_names:
+        if file.parent.name not in class_names:
             raise ValueError(
                 f"{file}: the class {file.parent.name!r} has no training images: add "
                 "some or delete its test images."

@@ -1,6 +1,8 @@
 """Image folders, one folder per class."""
 
 import os
+import pathlib
+import tarfile
 
 import numpy as np
 import pytest
@@ -11,6 +13,8 @@ from relattn.data import folder
 from relattn.data.folder import read_folder
 from relattn.data.images import ImageData
 from relattn.data.load import load_data, load_images
+
+CIFAR10 = pathlib.Path(__file__).parents[3] / "shared/data/cifar10/cifar10_jpeg.tar.xz"
 
 
 def write(root, name, pixels):
@@ -215,6 +219,19 @@ def test_large_images_of_one_size_are_streamed(root, monkeypatch):
     assert files.fit_memory()
     monkeypatch.setattr(folder, "MEMORY_BYTES", 3 * 3 * 5 * 4 - 1)
     assert not files.fit_memory()
+
+
+# Checks that are quadratic in the number of files take minutes.
+@pytest.mark.timeout(120)
+@pytest.mark.skipif(not CIFAR10.exists(), reason="shared/data/cifar10 is missing")
+def test_folder_of_60_000_images(tmp_path):
+    with tarfile.open(CIFAR10) as archive:
+        archive.extractall(tmp_path, filter="data")
+    config = ConfigDict({"name": "cifar10", "source": "folder"})
+    config.update(data_dir=str(tmp_path), num_validation=5000)
+    info = load_data(config).info
+    assert (info.num_train, info.num_classes) == (45_000, 10)
+    assert info.image_shape == (32, 32, 3) and not info.streamed
 
 
 def test_folder_without_images_raises(tmp_path):

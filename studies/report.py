@@ -165,7 +165,9 @@ def budget(training: Training) -> str:
     if info.kind == "tokens":
         examples = f"windows of {info.context_length} tokens"
     else:
-        examples = f"images ({result['epochs']:.3g} epochs of {info.num_train:,})"
+        epochs = f"{result['epochs']:.3g}"
+        noun = "epoch" if epochs == "1" else "epochs"
+        examples = f"images ({epochs} {noun} of {info.num_train:,})"
     seeds = training.num_seeds
     together = f", {seeds} seeds together" if seeds > 1 else ""
     device = f"{start['num_devices']} x {start['device']}"

@@ -321,6 +321,10 @@ TABLES: dict[str, Callable[[], str]] = {
         {"mnist_val_acc": "validation", "mnist_test_acc": "test"},
         "mnist_inference_s",
     ),
+    "rpe_vit_cifar10": lambda: study(
+        "rpe_vit_cifar10.json",
+        {"cifar10_val_acc": "validation", "cifar10_test_acc": "test"},
+    ),
     "performer_figure1": figure1,
     "performer_table1": baselines,
     "translution_mnist": lambda: study(

@@ -1,6 +1,7 @@
 """Reads images from folders, one folder per class."""
 
 import dataclasses
+import functools
 import pathlib
 import warnings
 from collections.abc import Sequence
@@ -38,7 +39,8 @@ class FolderFiles:
     test: list[pathlib.Path]
     left_out: list[str]
 
-    @property
+    # Cached: it goes through all training files.
+    @functools.cached_property
     def class_names(self) -> tuple[str, ...]:
         """The names of the classes, sorted."""
         return tuple(sorted({file.parent.name for file in self.train}))
@@ -97,10 +99,8 @@ def find_files(root: pathlib.Path) -> FolderFiles:
     train = _list_images(root / "train", left_out)
     test = _list_images(root / "test", left_out) if (root / "test").exists() else []
     files = FolderFiles(root, train, test, left_out)
-    # Once, not for every file: it goes through all training files.
-    class_names = files.class_names
     for file in test:
-        if file.parent.name not in class_names:
+        if file.parent.name not in files.class_names:
             raise ValueError(
                 f"{file}: the class {file.parent.name!r} has no training images: add "
                 "some or delete its test images."

@@ -27,8 +27,6 @@ from relattn.training.preemption import on_signals
 
 POLL_SECONDS = 0.5
 LOG_BYTES = 2000
-# Usual time between SIGTERM and SIGKILL on clusters.
-GRACE_SECONDS = 30.0
 BAR = "{desc} {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
 
 
@@ -232,7 +230,8 @@ def train(
 ) -> None:
     """Runs trainings in parallel, each with a progress bar.
 
-    Ctrl-C and SIGTERM end the trainings too; the same call continues them.
+    Ctrl-C and SIGTERM end the trainings too, with a checkpoint; the same call continues
+    them.
 
     Args:
         trainings: The trainings; complete ones take a few seconds.
@@ -311,21 +310,32 @@ def visible_gpus() -> list[str]:
 
 
 def stop(trainings: Sequence[Training]) -> None:
-    """Ends running trainings; each has `GRACE_SECONDS` to write a checkpoint.
+    """Ends running trainings, and waits until each has written its checkpoint.
+
+    An evaluation and a large checkpoint take minutes. A second Ctrl-C or SIGTERM kills
+    the trainings; their next start then resumes from the checkpoint before.
 
     Args:
         trainings: Trainings, started or not.
     """
-    running = [training.process for training in trainings if training.process]
+    started = [training.process for training in trainings if training.process]
+    running = [process for process in started if process.poll() is None]
+    if not running:
+        return
+    tqdm.write(
+        f"Waiting for the checkpoints of {len(running)} running trainings; "
+        "Ctrl-C again ends them without"
+    )
     for process in running:
         process.terminate()
-    deadline = time.monotonic() + GRACE_SECONDS
-    for process in running:
-        try:
-            process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
+    try:
+        for process in running:
+            process.wait()
+    except BaseException:
+        for process in running:
             process.kill()
             process.wait()
+        raise
 
 
 def leaving_on_sigterm() -> contextlib.AbstractContextManager[None]:

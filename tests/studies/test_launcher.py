@@ -1,6 +1,7 @@
 import contextlib
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -110,12 +111,12 @@ def test_sigterm_ends_the_trainings(tmp_path, monkeypatch):
     assert training.process.returncode == -signal.SIGTERM
 
 
-def test_training_that_ignores_sigterm_is_killed(tmp_path, monkeypatch):
+def start_and_interrupt(tmp_path, monkeypatch, script):
+    """Trains with a shell script in place of Python; Ctrl-C comes once it is ready."""
     program = tmp_path / "program"
-    program.write_text("#!/bin/sh\ntrap '' TERM\ntouch $0.started\nexec sleep 600\n")
+    program.write_text(f"#!/bin/sh\n{script}")
     program.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(program))
-    monkeypatch.setattr(launcher, "GRACE_SECONDS", 0.1)
     training = Training("banded", CONFIG, tmp_path / "run")
 
     def interrupt(*_):
@@ -126,6 +127,30 @@ def test_training_that_ignores_sigterm_is_killed(tmp_path, monkeypatch):
     monkeypatch.setattr(Training, "show", interrupt)
     with pytest.raises(KeyboardInterrupt):
         train([training], jobs=1)
+    return training
+
+
+def test_interrupted_study_waits_for_checkpoints(tmp_path, monkeypatch, capfd):
+    script = "trap 'sleep 1; touch $0.saved; exit 75' TERM\ntouch $0.started\n"
+    script += "while true; do sleep 0.1; done\n"
+    training = start_and_interrupt(tmp_path, monkeypatch, script)
+    assert (tmp_path / "program.saved").exists()
+    assert training.process.returncode == 75
+    assert "checkpoints of 1 running trainings" in capfd.readouterr().out
+
+
+def test_second_interrupt_kills_a_training_that_ignores_sigterm(tmp_path, monkeypatch):
+    script = "trap '' TERM\ntouch $0.started\nexec sleep 600\n"
+    wait = subprocess.Popen.wait
+    interrupts = iter([KeyboardInterrupt])
+
+    def interrupted_once(process, timeout=None):
+        for interrupt in interrupts:
+            raise interrupt
+        return wait(process, timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "wait", interrupted_once)
+    training = start_and_interrupt(tmp_path, monkeypatch, script)
     assert training.process.returncode == -signal.SIGKILL
 
 

@@ -31,6 +31,7 @@ FREE_KEYS = (
     "num_devices",
     "model.remat",
     "log_every_steps",
+    "checkpoint_every_steps",
     "max_skipped_updates",
     "data.data_dir",
     "data.manual_dir",

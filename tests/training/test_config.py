@@ -115,6 +115,7 @@ def test_differences_leave_free_keys_out():
     new.data.data_dir = "there"
     new.data.num_workers = 3
     new.log_every_steps = 3
+    new.checkpoint_every_steps = 3
     assert differences(to_json(old), to_json(new)) == []
     new.model.name = "performer"
     new.optimizer.b2 = 0.98

@@ -74,13 +74,20 @@ def study(file: str, columns: Mapping[str, str], extra: str = "") -> str:
         The table, with the number of parameters of each model.
     """
     rows = []
-    for row in json.loads((RESULTS / file).read_text("utf-8"))["rows"]:
+    for row in _rows(file):
         cells = [f"{row['columns']['parameters']['mean']:.2f}M"]
         cells += [_value(row["columns"][name]) for name in columns]
         cells += [f"{row['columns'][extra]['mean']:.1f} s"] if extra else []
         rows.append([_label(row["name"]), *cells])
     titles = [*columns.values(), *(["inference"] if extra else [])]
     return markdown(["model", "parameters", *titles], rows)
+
+
+def _rows(file: str) -> list[dict[str, Any]]:
+    """Returns the rows of a study that one command trained, or a list of commands."""
+    results = json.loads((RESULTS / file).read_text("utf-8"))
+    commands = results if isinstance(results, list) else [results]
+    return [row for command in commands for row in command["rows"]]
 
 
 def _value(value: Mapping[str, Any]) -> str:
@@ -100,11 +107,10 @@ def _label(name: str) -> str:
 
 def figure1() -> str:
     """Returns the accuracies of the Performers on Fashion-MNIST, also under shifts."""
-    results = json.loads((RESULTS / "performer_figure1.json").read_text("utf-8"))
     one_class = _shift_accuracies("performer_figure1_shift.csv")
     every_class = _shift_accuracies("performer_figure1_shift_all.csv")
     rows = []
-    for row in results["rows"]:
+    for row in _rows("performer_figure1.json"):
         name = row["name"]
         model = read_config(f"performer:{name}").model
         known = published_name(model.name, model.attention, model.position)
@@ -124,18 +130,17 @@ def baselines() -> str:
     """Returns the accuracies of the baselines of table 1, also under shifts."""
     shifted = _shift_accuracies("performer_table1_shift.csv")
     rows = []
-    for results in json.loads((RESULTS / "performer_table1.json").read_text("utf-8")):
-        for row in results["rows"]:
-            (result,) = row["runs"]["fashion_mnist"]["results"]
-            columns = row["columns"]
-            cells = [
-                _label(row["name"]),
-                f"{columns['parameters']['mean']:.2f}M",
-                f"{result['epochs']:.0f}",
-                _value(columns["fashion_mnist"]),
-                *(f"{shifted[row['name']][shift]:.1f}" for shift in _CLASS_1),
-            ]
-            rows.append(cells)
+    for row in _rows("performer_table1.json"):
+        (result,) = row["runs"]["fashion_mnist"]["results"]
+        columns = row["columns"]
+        cells = [
+            _label(row["name"]),
+            f"{columns['parameters']['mean']:.2f}M",
+            f"{result['epochs']:.0f}",
+            _value(columns["fashion_mnist"]),
+            *(f"{shifted[row['name']][shift]:.1f}" for shift in _CLASS_1),
+        ]
+        rows.append(cells)
     titles = ["model", "parameters", "epochs", "test images", *_CLASS_1.values()]
     return markdown(titles, rows)
 
@@ -152,8 +157,8 @@ def _shift_accuracies(file: str) -> dict[str, dict[int, float]]:
 
 def exact_shift() -> str:
     """Returns the accuracies and consistencies of the exact models and of others."""
-    results = json.loads((RESULTS / "exact_shift.json").read_text("utf-8"))
-    tested = {row["name"]: row["columns"]["fashion_mnist"] for row in results["rows"]}
+    trained = _rows("exact_shift.json")
+    tested = {row["name"]: row["columns"]["fashion_mnist"] for row in trained}
     shifted: dict[str, list[str]] = {name: [] for name in tested}
     for row in _read_csv("exact_shift_shift.csv"):
         measures = ["accuracy"]

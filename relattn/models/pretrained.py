@@ -171,8 +171,10 @@ def _narrow(name, array, dtype):
 
 def build(config: Mapping[str, Any]) -> nn.Module:
     """Builds the model of a ``config.json``."""
-    sizes = SIZES[models.MODELS[config["model"]["name"]].inputs]
-    values = {name: config[name] for name in sizes}
+    name, values = config["model"]["name"], {}
+    # An unknown name has no sizes; build_model refuses it.
+    if name in models.MODELS:
+        values = {size: config[size] for size in SIZES[models.MODELS[name].inputs]}
     if "image_shape" in values:
         values["image_shape"] = tuple(values["image_shape"])
     return models.build_model(config["model"], **values)

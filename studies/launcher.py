@@ -320,15 +320,16 @@ def stop(trainings: Sequence[Training]) -> None:
     """
     started = [training.process for training in trainings if training.process]
     running = [process for process in started if process.poll() is None]
-    if not running:
-        return
-    tqdm.write(
-        f"Waiting for the checkpoints of {len(running)} running trainings; "
-        "Ctrl-C again ends them without"
-    )
-    for process in running:
-        process.terminate()
     try:
+        for process in running:
+            process.terminate()
+        # The output may be closed.
+        with contextlib.suppress(OSError):
+            if running:
+                tqdm.write(
+                    f"Waiting for the checkpoints of {len(running)} running trainings; "
+                    "Ctrl-C again kills them"
+                )
         for process in running:
             process.wait()
     except BaseException:

@@ -156,7 +156,7 @@ class Training:
         config = self.record()["config"]
         position = f"step {row['step']} of {total}"
         if not config["num_steps"]:
-            position = f"epoch {row['epoch']:.0f} of {config['num_epochs']}"
+            position = f"epoch {row['epoch']:.4g} of {config['num_epochs']}"
         if self.info().kind == "tokens":
             return f"{position}, validation loss {row['validation_loss']:.3f}"
         return f"{position}, validation accuracy {row['validation_accuracy']:.1%}"

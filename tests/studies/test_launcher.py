@@ -58,7 +58,7 @@ def test_run_with_damaged_files_is_not_complete(tmp_path, name, text):
 def test_progress_is_printed_without_a_terminal(
     tmp_path, monkeypatch, capfd, info, metric, progress, outcome
 ):
-    row = {"epoch": 2.0, "step": 6, "train_loss": 1.0, "train_accuracy": 0.5}
+    row = {"epoch": 2.5, "step": 6, "train_loss": 1.0, "train_accuracy": 0.5}
     row |= {"examples_per_second": 9.0, "validation_accuracy": 0.625}
     row |= {f"validation_{metric}": 0.625}
     training = make_training(tmp_path, info, rows=[row], validation_loss=0.625)
@@ -66,7 +66,7 @@ def test_progress_is_printed_without_a_terminal(
     train([training], jobs=1)
     said = capfd.readouterr().out.splitlines()
     assert said == [
-        f"banded, seed 3: epoch 2 of 20, validation {progress}",
+        f"banded, seed 3: epoch 2.5 of 20, validation {progress}",
         f"banded, seed 3: {outcome}, 7 s",
     ]
 

@@ -219,6 +219,7 @@ def _mnist(
             _accuracy("static", "static", "static_static"),
             _accuracy("dynamic", "dynamic", "dyn_dyn"),
             _accuracy("static", "dynamic", "static_dyn"),
+            _accuracy("dynamic", "static", ""),
             dataclasses.replace(SECONDS, trained="static"),
         ],
     )

@@ -101,7 +101,7 @@ def _value(value: Mapping[str, Any]) -> str:
 
 
 def _label(name: str) -> str:
-    name = name.split("(")[0]
+    name = name.split("(")[0].removeprefix("a12_")
     return _LABELS.get(name, name)
 
 
@@ -333,10 +333,11 @@ TABLES: dict[str, Callable[[], str]] = {
     "performer_figure1": figure1,
     "performer_table1": baselines,
     "translution_mnist": lambda: study(
-        "translution_mnist_cpu.json",
+        "translution_mnist.json",
         {
             "static_static": "static → static",
             "static_dynamic": "static → dynamic",
+            "dynamic_static": "dynamic → static",
             "dynamic_dynamic": "dynamic → dynamic",
         },
     ),

@@ -320,16 +320,17 @@ def stop(trainings: Sequence[Training]) -> None:
     """
     started = [training.process for training in trainings if training.process]
     running = [process for process in started if process.poll() is None]
+    if not running:
+        return
     try:
         for process in running:
             process.terminate()
         # The output may be closed.
         with contextlib.suppress(OSError):
-            if running:
-                tqdm.write(
-                    f"Waiting for the checkpoints of {len(running)} running trainings; "
-                    "Ctrl-C again kills them"
-                )
+            tqdm.write(
+                f"Waiting for the checkpoints of {len(running)} running trainings; "
+                "Ctrl-C again kills them"
+            )
         for process in running:
             process.wait()
     except BaseException:

@@ -328,7 +328,7 @@ def stop(trainings: Sequence[Training]) -> None:
         # The output may be closed.
         with contextlib.suppress(OSError):
             tqdm.write(
-                f"Waiting for the checkpoints of {len(running)} running trainings; "
+                f"Waiting for the checkpoints of running trainings ({len(running)}); "
                 "Ctrl-C again kills them"
             )
         for process in running:

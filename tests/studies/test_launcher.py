@@ -136,7 +136,7 @@ def test_interrupted_study_waits_for_checkpoints(tmp_path, monkeypatch, capfd):
     training = start_and_interrupt(tmp_path, monkeypatch, script)
     assert (tmp_path / "program.saved").exists()
     assert training.process.returncode == 75
-    assert "checkpoints of 1 running trainings" in capfd.readouterr().out
+    assert "checkpoints of running trainings (1)" in capfd.readouterr().out
 
 
 def test_second_interrupt_kills_a_training_that_ignores_sigterm(tmp_path, monkeypatch):

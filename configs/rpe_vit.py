@@ -15,10 +15,10 @@ size of the head. Here they are AdamW with the cosine schedule of Translution's 
 Transformers, 3e-4, 0.1 and ``mlp_dim``. Random features are drawn once: the paper
 mentions no redraw.
 
-On all of MNIST, 2 epochs in batches of 32 give test accuracies of 98.0% with softmax,
-97.9 to 98.1% with favor and 98.2 to 98.3% with relu. On JPEG re-encodings of CIFAR-10,
-4 such epochs give 55.4% with softmax, 56.4% with favor and rope2d, and 58.0% with relu
-(``docs/results.md`` has the commands).
+On all of MNIST this recipe gives test accuracies of 98.9% with softmax, 98.9 to 99.0%
+with favor and 99.0% with relu, in 5 minutes a model on one H200. On JPEG re-encodings
+of CIFAR-10, 4 epochs in batches of 32 give 55.4% with softmax, 56.4% with favor and
+rope2d, and 58.0% with relu (``docs/results.md`` has the commands).
 
 ``cpu`` keeps the model and reduces the rest to two CPU cores: the embedded MNIST (4,750
 images for training), 300 steps of 32 images, evaluation every 60.

@@ -62,25 +62,26 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def study(file: str, columns: Mapping[str, str], extra: str = "") -> str:
+def study(file: str, columns: Mapping[str, str]) -> str:
     """Returns the table of a study: mean ± standard deviation (published value).
 
     Args:
         file: Name of a file in ``results/``, as `studies` writes it.
         columns: Titles of the columns, by their names in the file.
-        extra: A last column, whose means in seconds are shown alone.
 
     Returns:
-        The table, with the number of parameters of each model.
+        The table, with the parameters and the epochs of each model.
     """
     rows = []
     for row in _rows(file):
-        cells = [f"{row['columns']['parameters']['mean']:.2f}M"]
-        cells += [_value(row["columns"][name]) for name in columns]
-        cells += [f"{row['columns'][extra]['mean']:.1f} s"] if extra else []
+        run, *_ = row["runs"].values()
+        cells = [
+            f"{row['columns']['parameters']['mean']:.2f}M",
+            f"{run['results'][0]['epochs']:.3g}",
+            *(_value(row["columns"].get(name, {})) for name in columns),
+        ]
         rows.append([_label(row["name"]), *cells])
-    titles = [*columns.values(), *(["inference"] if extra else [])]
-    return markdown(["model", "parameters", *titles], rows)
+    return markdown(["model", "parameters", "epochs", *columns.values()], rows)
 
 
 def _rows(file: str) -> list[dict[str, Any]]:
@@ -91,7 +92,7 @@ def _rows(file: str) -> list[dict[str, Any]]:
 
 
 def _value(value: Mapping[str, Any]) -> str:
-    published = value["published"] and f" ({value['published']})"
+    published = f" ({value['published']})" if value.get("published") else ""
     if value.get("mean") is None:
         return f"not trained{published}"
     # Losses are below 10, accuracies above.
@@ -324,7 +325,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "rpe_vit": lambda: study(
         "rpe_vit_mnist.json",
         {"mnist_val_acc": "validation", "mnist_test_acc": "test"},
-        "mnist_inference_s",
     ),
     "rpe_vit_cifar10": lambda: study(
         "rpe_vit_cifar10.json",

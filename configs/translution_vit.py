@@ -2,14 +2,15 @@
 
     python train.py --config=configs/translution_vit.py:DATA,SIZE,METHOD --workdir=DIR
 
-DATA: ``static`` or ``dynamic`` (MNIST on a canvas of 84x84 pixels, evaluated on both)
-or ``imagenet``, prepared once with ``python -m relattn.data.prepare``. SIZE: ``A/12``
-is ViT-A with patches of 12 pixels; A, B or C, and any patch that divides the image.
-METHOD: ``self_attention``, ``lor_translution``, ``translution``, or a baseline of table
-4: ``no_position``, ``relative_key``, ``relative_value`` (both with learned token
-positions in addition, as in the published parameter counts), ``relative_bias``,
-``gated_positional``, ``rope`` (base 10,000). Example:
-``configs/translution_vit.py:dynamic,A/12,lor_translution``.
+DATA, prepared once with ``python -m relattn.data.prepare``: ``static`` is MNIST in the
+centre of a canvas of 84x84 pixels; ``dynamic`` anywhere on it, in training at a new
+place in each epoch; ``dynamic_once`` always at one place. All are evaluated in the
+centre and anywhere. Or ``imagenet``. SIZE: ``A/12`` is ViT-A with patches of 12 pixels;
+A, B or C, and any patch that divides the image. METHOD: ``self_attention``,
+``lor_translution``, ``translution``, or a baseline of table 4: ``no_position``,
+``relative_key``, ``relative_value`` (both with learned token positions in addition, as
+in the published parameter counts), ``relative_bias``, ``gated_positional``, ``rope``
+(base 10,000). Example: ``configs/translution_vit.py:dynamic,A/12,lor_translution``.
 
 Ablations: ``rank=16``, ``base=False``, ``absolute=True``, ``relative=qk``,
 ``average=True``, ``position=learned``, and ``layers=3`` for a hybrid with the method in
@@ -39,12 +40,13 @@ A run of seconds on the embedded images:
 
 from ml_collections import ConfigDict
 
+from relattn.data.canvas import PLACEMENTS
 from relattn.models import SIZES
 from relattn.models.variants import METHODS, method_options
 from relattn.spec import read_arguments
 from relattn.training import default_config
 
-DATA = ("static", "dynamic", "imagenet")
+DATA = (*PLACEMENTS, "imagenet")
 EXAMPLES = [f"{letter}/{patch}" for letter in SIZES for patch in (7, 12, 16, 32, 56)]
 OPTIONS = {
     "rank": int,
@@ -148,7 +150,7 @@ def _fit_cpu(config: ConfigDict) -> None:
     config.batch_size = 32
     config.eval_batch_size = 50
     config.num_epochs = 0
-    config.num_steps = 1000 if config.data.placement == "dynamic" else 200
+    config.num_steps = 200 if config.data.placement == "static" else 1000
     config.eval_every_steps = config.num_steps // 5
     config.optimizer.update(learning_rate=1e-3, clip_norm=1.0)
     config.schedule.warmup_steps = 20

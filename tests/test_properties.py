@@ -233,7 +233,7 @@ whole = st.integers() | st.sampled_from([-(10**2000), 2**70, 10**2000])
     whole,
     st.sampled_from([0, 4, 5, 9, -7, 10**6, 10**2000]),
     st.integers(max_value=99) | st.just(-(10**2000)),
-    st.sampled_from(["", "static", "dynamic"]),
+    st.sampled_from(["", "static", "dynamic", "dynamic_once"]),
 )
 @example(1, -1, 5, 5, "")
 @example(1, 0, 10**6, 5, "static")

@@ -16,7 +16,8 @@ from relattn.data.base import CACHED_EPOCHS, Batch, EvalSplit
 from relattn.data.images import ImageData, ImageSplit
 from relattn.data.registry import check_choice
 
-PLACEMENTS = ("static", "dynamic")
+TESTS = ("static", "dynamic")
+PLACEMENTS = (*TESTS, "dynamic_once")
 # Random streams, distinct from the batch order's [seed, epoch] and from
 # `relattn.data.images.DRAWS`.
 TRAINING, EVALUATION = 1, 2
@@ -29,13 +30,14 @@ def place_on_canvas(data: ImageData, config: ConfigDict) -> PlacedData:
 
     Args:
         data: The set.
-        config: Options of the data: ``placement``, "static" (in the centre) or
-            "dynamic" (anywhere, with equal probability); ``canvas``, its height and
-            width, by default 84; ``split_seed``, the seed of the evaluation positions.
+        config: Options of the data: ``placement``, "static" (in the centre),
+            "dynamic" (anywhere, with equal probability; in training at new positions in
+            each epoch) or "dynamic_once" (the same, but in training at the same
+            positions in each epoch); ``canvas``, its height and width, by default 84;
+            ``split_seed``, the seed of the evaluation positions.
 
     Returns:
-        The same images on the canvas. Dynamic training positions are drawn again in
-        each epoch.
+        The same images on the canvas.
 
     Raises:
         ValueError: If the placement is unknown, or the canvas too small or too large.
@@ -70,14 +72,18 @@ def place_on_canvas(data: ImageData, config: ConfigDict) -> PlacedData:
             corners = draw_corners(len(split), shape, canvas, key)
         return ImageSplit(place(split.images, corners, canvas), split.labels)
 
-    tests = {how: place_split(data.test, how, 1) for how in PLACEMENTS}
+    tests = {how: place_split(data.test, how, 1) for how in TESTS}
     mean, std = _canvas_statistics(data, canvas)
-    where = {"static": "in the centre of", "dynamic": "anywhere on"}[placement]
+    where = {
+        "static": "in the centre of",
+        "dynamic": "anywhere on",
+        "dynamic_once": "anywhere, in each epoch at the same place, on",
+    }[placement]
     return PlacedData(
         name=data.name,
         train=data.train,
         validation=place_split(data.validation, placement, 0),
-        test=tests[placement],
+        test=tests["static" if placement == "static" else "dynamic"],
         class_names=data.class_names,
         mean=mean,
         std=std,
@@ -98,8 +104,8 @@ class PlacedData(ImageData):
     are placed already, at fixed positions.
 
     Attributes:
-        placement: "static" or "dynamic": placement of training, validation and
-            ``test``.
+        placement: "static", "dynamic" or "dynamic_once": placement of training,
+            validation and ``test``.
         canvas: Height and width of the canvas.
         test_static: Test images in the centre.
         test_dynamic: Test images anywhere.
@@ -126,7 +132,8 @@ class PlacedData(ImageData):
     ) -> Batch:
         """Returns training images on the canvas.
 
-        A dynamic position is a function of the image, the seed and the epoch.
+        A dynamic position is a function of the image, the seed and, unless the
+        placement is "dynamic_once", the epoch.
 
         Args:
             indices: Indices of the images.
@@ -142,6 +149,7 @@ class PlacedData(ImageData):
             corners = centre_corners(len(indices), shape, self.canvas)
         else:
             n = len(self.train)
+            epoch = 0 if self.placement == "dynamic_once" else epoch
             corners = _training_corners(n, shape, self.canvas, seed, epoch)[indices]
         return {**batch, "image": place(batch["image"], corners, self.canvas)}
 

@@ -78,8 +78,8 @@ def load_images(config: ConfigDict) -> ImageData:
             - ``manual_dir``: folder of archives for preparation without download;
             - ``num_validation``, ``split_seed``: number of training images held out
               for validation, by default 0, and the seed that selects them;
-            - ``placement``, ``canvas``: "static" or "dynamic" puts the images on a
-              larger canvas, see `place_on_canvas`; "" does not;
+            - ``placement``, ``canvas``: "static", "dynamic" or "dynamic_once" puts the
+              images on a larger canvas, see `place_on_canvas`; "" does not;
             - ``augment``: augmentation of training images, "rotate(degrees=10)",
               "flip_crop(padding=4)" or "none".
 

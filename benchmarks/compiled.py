@@ -1,4 +1,4 @@
-"""Compiles kernels and training steps for a TPU that need not be there.
+"""Compiles kernels and training steps for a TPU or GPU that need not be there.
 
     python -m benchmarks.compiled --target=v5e --only='linear@*,vit_*' --output=DIR
 
@@ -7,9 +7,11 @@ backward and update. DIR/compiled_v5e.json is written after every row; rows that
 are compiled again only if ``--only`` names them. Nothing runs, so times are modelled:
 
     limit = max(flops / peak, bytes of arguments and results / bandwidth)
-    time = max(flops / peak, bytes moved / bandwidth) + 1 us x executed instructions
+    time = max(flops / peak, bytes moved / bandwidth) + launch x executed instructions
 
-and the roofline share is limit / time. The microsecond is an assumption.
+and the roofline share is limit / time. The launch is an assumption: 1 us on a TPU, 2 us
+on a GPU. For a GPU, XLA chooses kernels without measuring them, and matrix products are
+those of cuBLAS: Triton's need a measurement.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import importlib.util
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -42,7 +44,34 @@ from relattn.training.task import Task
 from relattn.training.workdir import usable_folder, write_json
 
 _MEGABYTE = 1e6
-_SECONDS_PER_INSTRUCTION = 1e-6
+
+# XLA's description of a GPU; sizes in bytes, from CUDA's properties of the device.
+_H100 = """
+gpu_device_info {
+  cuda_compute_capability { major: 9 }
+  core_count: 132
+  fpus_per_core: 128
+  clock_rate_ghz: 1.98
+  threads_per_warp: 32
+  threads_per_block_limit: 1024
+  threads_per_core_limit: 2048
+  registers_per_block_limit: 65536
+  registers_per_core_limit: 65536
+  shared_memory_per_block: 49152
+  shared_memory_per_block_optin: 232448
+  shared_memory_per_core: 233472
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  l2_cache_size: 52428800
+  memory_bandwidth: 3352320000000
+  device_memory_size: 84978434048
+}
+platform_name: "CUDA"
+runtime_version { major: 13 }
+dnn_version_info { major: 9 minor: 10 }
+device_description_str: "NVIDIA H100 80GB HBM3"
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,15 +79,48 @@ class Target:
     """An accelerator to compile for.
 
     Attributes:
-        topology: libtpu's name of the smallest system.
+        platform: ``"tpu"`` or ``"gpu"``.
+        extra: Extra of JAX that installs its compiler.
+        package: The package of the compiler, whose version a row has.
+        topology: Arguments of `topologies.get_topology_desc` for the smallest system.
         bandwidth: Bytes per second of its memory, from the maker's data sheet.
+        launch: Assumed seconds from one instruction to the next.
+        options: Options of the compiler.
     """
 
-    topology: str
+    platform: str
+    extra: str
+    package: str
+    topology: Mapping[str, str]
     bandwidth: float
+    launch: float
+    options: Mapping[str, bool] = dataclasses.field(default_factory=dict)
 
 
-TARGETS = {"v5e": Target("v5e:2x2", 819e9)}
+TARGETS = {
+    "v5e": Target(
+        platform="tpu",
+        extra="tpu",
+        package="libtpu",
+        topology={"topology_name": "v5e:2x2", "platform": "tpu"},
+        bandwidth=819e9,
+        launch=1e-6,
+    ),
+    "h100": Target(
+        platform="gpu",
+        extra="cuda13",
+        package="jax_cuda13_plugin",
+        topology={
+            "topology_name": "h100",
+            "platform": "cuda",
+            "topology": "1x1x1",
+            "target_config": _H100,
+        },
+        bandwidth=3.35e12,
+        launch=2e-6,
+        options={"xla_gpu_enable_triton_gemm": False},
+    ),
+}
 
 
 def _at(
@@ -122,22 +184,27 @@ def describe_device(target: Target) -> jax.Device:
         The device; JAX compiles for it, but cannot run on it.
 
     Raises:
-        ImportError: If libtpu is not installed.
+        ImportError: If its compiler is not installed.
     """
-    if importlib.util.find_spec("libtpu") is None:
-        raise ImportError("benchmarks.compiled needs libtpu: pip install 'jax[tpu]'")
+    if importlib.util.find_spec(target.package) is None:
+        raise ImportError(
+            f"benchmarks.compiled needs {target.package}: pip install "
+            f"'jax[{target.extra}]'"
+        )
     # Else libtpu asks Google Cloud which machine this is.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    return topologies.get_topology_desc(target.topology, "tpu").devices[0]
+    # JAX registers the plugins of GPUs when it first lists devices.
+    jax.devices("cpu")
+    return topologies.get_topology_desc(**target.topology).devices[0]
 
 
-def compile_row(name: str, device: jax.Device, bandwidth: float) -> dict[str, Any]:
+def compile_row(name: str, target: Target, device: jax.Device) -> dict[str, Any]:
     """Compiles a kernel or a training step.
 
     Args:
         name: One of `ROWS`.
-        device: What to compile for, see `describe_device`.
-        bandwidth: Bytes per second of its memory.
+        target: What to compile for.
+        device: Its device, see `describe_device`.
 
     Returns:
         ``seconds`` to trace and compile, ``code_mb``, ``temporary_mb``, the number of
@@ -149,13 +216,13 @@ def compile_row(name: str, device: jax.Device, bandwidth: float) -> dict[str, An
     make = _kernel if name in KERNELS else _step
     row = {
         "jax": jax.__version__,
-        "libtpu": importlib.metadata.version("libtpu"),
+        target.package: importlib.metadata.version(target.package),
     }
-    with use_platform("tpu"):
+    with use_platform(target.platform):
         function, arguments = make(name, device)
         start = time.perf_counter()
         try:
-            compiled = function.lower(*arguments).compile()
+            compiled = function.lower(*arguments).compile(dict(target.options))
         except jax.errors.JaxRuntimeError as error:
             return {"failed": command.one_line(error), **row}
         seconds = time.perf_counter() - start
@@ -164,9 +231,9 @@ def compile_row(name: str, device: jax.Device, bandwidth: float) -> dict[str, An
     instructions, moved = count_executed(compiled.as_text())
     needed = memory.argument_size_in_bytes + memory.output_size_in_bytes
     computing = flops / peak_flops(device.device_kind)
-    limit = max(computing, needed / bandwidth)
-    modelled = max(computing, moved / bandwidth)
-    modelled += _SECONDS_PER_INSTRUCTION * instructions
+    limit = max(computing, needed / target.bandwidth)
+    modelled = max(computing, moved / target.bandwidth)
+    modelled += target.launch * instructions
     return {
         "seconds": round(seconds, 1),
         "code_mb": round(memory.generated_code_size_in_bytes / _MEGABYTE, 2),
@@ -267,14 +334,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows = json.loads(path.read_text("utf-8")) if path.exists() else {}
     names = choose_rows(given.only, rows)
     target = TARGETS[given.target]
-    device = describe_device(target)
     jax.config.update("jax_platforms", "cpu")
+    device = describe_device(target)
     # A cached program would take no time.
     jax.config.update("jax_enable_compilation_cache", False)
     with tqdm(names, unit=" rows", disable=None) as progress:
         for name in progress:
             progress.set_description(name)
-            rows[name] = compile_row(name, device, target.bandwidth)
+            rows[name] = compile_row(name, target, device)
             tqdm.write(f"{name}: {describe(rows[name])}")
             write_json(path, {row: rows[row] for row in ROWS if row in rows})
             jax.clear_caches()

@@ -15,6 +15,8 @@ _ARRAY = re.compile(r"([a-z]\w*)\[([\d,]*)\](?:\{([^}]*)\})?")
 # What names values, reserves memory, as do two calls on TPUs, or counts iterations.
 _FREE = {"after-all", "bitcast", "constant", "get-tuple-element", "parameter", "tuple"}
 _FREE_CALL = re.compile(r'custom_call_target="(AllocateBuffer|ConcatBitcast)"')
+# Products of cuBLAS and cuDNN have a workspace as a last result.
+_WORKSPACE = re.compile(r'custom_call_target="__cu(blas|dnn)\$')
 _COUNTER = re.compile(r"(pred|s32|u32)\[\]")
 _SLICES = {"dynamic-slice", "gather", "slice"}
 
@@ -192,6 +194,8 @@ class _Program:
     ) -> int:
         """Returns the bytes that an instruction writes to memory."""
         arrays = _ARRAY.findall(instruction.shape)
+        if _WORKSPACE.search(instruction.attributes):
+            arrays = [array for array in arrays if array[0] not in ("s8", "u8")]
         results = [instruction]
         if instruction.opcode == "fusion":
             computation = self.computations[instruction.called("calls")]

@@ -279,9 +279,9 @@ def mesh_memory() -> str:
     return markdown(["devices", "data x model", *held], rows)
 
 
-def compiled() -> str:
-    """Returns what programs become when they are compiled for a TPU v5e."""
-    file = RESULTS / "compiled_v5e.json"
+def compiled(target: str) -> str:
+    """Returns what programs become when they are compiled for an accelerator."""
+    file = RESULTS / f"compiled_{target}.json"
     rows = []
     for name, row in json.loads(file.read_text("utf-8")).items():
         if "failed" in row:
@@ -415,5 +415,6 @@ TABLES: dict[str, Callable[[], str]] = {
         },
     ),
     "mesh_memory": mesh_memory,
-    "compiled": compiled,
+    "compiled": lambda: compiled("v5e"),
+    "compiled_h100": lambda: compiled("h100"),
 }

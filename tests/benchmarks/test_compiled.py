@@ -1,4 +1,4 @@
-"""Compiling for a TPU that is not there."""
+"""Compiling for a TPU or GPU that is not there."""
 
 import json
 import os
@@ -12,7 +12,11 @@ from benchmarks import compiled
 from relattn.training.config import read_config
 
 ROOT = Path(__file__).parents[2]
-MEASURED = json.loads((ROOT / "results" / "compiled_v5e.json").read_text("utf-8"))
+RESULTS = ROOT / "results"
+MEASURED = {
+    target: json.loads((RESULTS / f"compiled_{target}.json").read_text("utf-8"))
+    for target in compiled.TARGETS
+}
 # Tests of other files simulate devices and compile with few optimisations.
 NOT_OF_USERS = ("XLA_FLAGS", "JAX_DISABLE_MOST_OPTIMIZATIONS")
 # What a row may at most be, as a multiple of the committed one, and beyond it.
@@ -37,32 +41,42 @@ def test_steps_have_a_configuration_of_published_size(name):
     assert read_config(compiled.STEPS[name], []).num_epochs > 0
 
 
-def test_without_libtpu(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "libtpu", None)
+@pytest.mark.parametrize(
+    ("target", "package", "extra"),
+    [("v5e", "libtpu", "tpu"), ("h100", "jax_cuda13_plugin", "cuda13")],
+)
+def test_without_the_compiler(target, package, extra, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(SystemExit, match="2"):
-        compiled.main([f"--output={tmp_path}"])
+        compiled.main([f"--target={target}", f"--output={tmp_path}"])
     assert capsys.readouterr().err == (
-        "error: benchmarks.compiled needs libtpu: pip install 'jax[tpu]'\n"
+        f"error: benchmarks.compiled needs {package}: pip install 'jax[{extra}]'\n"
     )
 
 
 # The others take minutes each.
-QUICK = [name for name, row in MEASURED.items() if row.get("seconds", 600) < 30]
+QUICK = [
+    (target, name)
+    for target, rows in MEASURED.items()
+    for name, row in rows.items()
+    if row.get("seconds", 600) < 30
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", QUICK)
-def test_compiles_for_a_tpu_as_measured(name, tmp_path):
-    pytest.importorskip("libtpu")
+@pytest.mark.parametrize(("target", "name"), QUICK)
+def test_compiles_as_measured(target, name, tmp_path):
+    pytest.importorskip(compiled.TARGETS[target].package)
     subprocess.run(
         [
             *(sys.executable, "-m", "benchmarks.compiled"),
-            *("--target=v5e", f"--only={name}", f"--output={tmp_path}"),
+            *(f"--target={target}", f"--only={name}", f"--output={tmp_path}"),
         ],
         cwd=ROOT,
         env={key: os.environ[key] for key in os.environ if key not in NOT_OF_USERS},
         check=True,
     )
-    (row,) = json.loads((tmp_path / "compiled_v5e.json").read_text("utf-8")).values()
+    path = tmp_path / f"compiled_{target}.json"
+    (row,) = json.loads(path.read_text("utf-8")).values()
     for key, (factor, slack) in BOUNDS.items():
-        assert row[key] <= factor * MEASURED[name][key] + slack, key
+        assert row[key] <= factor * MEASURED[target][name][key] + slack, key

@@ -84,6 +84,20 @@ ENTRY %main (which: s32[], x: f32[11]) -> f32[11] {
 }
 """
 
+# As compiled for a GPU: a product whose workspace is a result.
+WORKSPACE = """
+ENTRY %main (x: f32[3,5], y: f32[5,7]) -> f32[3,7] {
+  %x = f32[3,5]{1,0} parameter(0)
+  %y = f32[5,7]{1,0} parameter(1)
+  %both = (f32[3,7]{1,0}, s8[4194304]{0}) custom-call(%x, %y), custom_call_target="__cublas$lt$matmul"
+  ROOT %z = f32[3,7]{1,0} get-tuple-element(%both), index=0
+}
+"""  # noqa: E501
+
+
+def test_a_workspace_is_not_moved():
+    assert count_executed(WORKSPACE) == (1, 4 * (3 * 5 + 5 * 7 + 3 * 7))
+
 
 def test_loops_count_once_for_each_iteration_and_move_slices():
     # Each iteration runs two fusions and the sine, and moves one slice in and one out.

@@ -289,7 +289,8 @@ def compiled(target: str) -> str:
             continue
         cells = [
             f"{row['seconds']:.0f} s",
-            *(f"{row[key]:,.1f} MB" for key in ("code_mb", "temporary_mb")),
+            f"{row['code_mb']:,.1f} MB" if row["code_mb"] else MISSING,
+            f"{row['temporary_mb']:,.1f} MB",
             f"{row['instructions']:,}",
             f"{row['moved_mb']:,.0f} MB",
             f"{row['gflops']:,.1f}",

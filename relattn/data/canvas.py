@@ -16,6 +16,7 @@ from relattn.data.base import CACHED_EPOCHS, Batch, EvalSplit
 from relattn.data.images import ImageData, ImageSplit
 from relattn.data.registry import check_choice
 
+# Of the test images, and of all others.
 TESTS = ("static", "dynamic")
 PLACEMENTS = (*TESTS, "dynamic_once")
 # Random streams, distinct from the batch order's [seed, epoch] and from

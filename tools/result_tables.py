@@ -78,7 +78,7 @@ def study(file: str, columns: Mapping[str, str]) -> str:
         cells = [
             f"{row['columns']['parameters']['mean']:.2f}M",
             f"{run['results'][0]['epochs']:.3g}",
-            *(_value(row["columns"].get(name, {})) for name in columns),
+            *(_value(row["columns"][name]) for name in columns),
         ]
         rows.append([_label(row["name"]), *cells])
     return markdown(["model", "parameters", "epochs", *columns.values()], rows)
@@ -92,7 +92,7 @@ def _rows(file: str) -> list[dict[str, Any]]:
 
 
 def _value(value: Mapping[str, Any]) -> str:
-    published = f" ({value['published']})" if value.get("published") else ""
+    published = value["published"] and f" ({value['published']})"
     if value.get("mean") is None:
         return f"not trained{published}"
     # Losses are below 10, accuracies above.

@@ -121,8 +121,9 @@ def eval_shift(argv: Sequence[str] | None = None) -> None:
     add(
         "--classes",
         default="1",
-        help="a class, by number or name, to use its test images that can move "
-        "max_shift pixels both ways; or all: every image at the shifts that it allows",
+        help="a class, by number or name, whose test images that can move max_shift "
+        "pixels both ways have curves beside those of all classes; or all: every image "
+        "at the shifts that it allows, alone",
     )
     add("--checkpoint", default="best", help="best or latest")
     add(

@@ -86,10 +86,7 @@ def run_demo(
     trainings.sort(key=lambda training: variants.index(training.label))
     comparison = compare([training.workdir for training in trainings])
     one_class, every_class = comparison.one_class(), comparison.every_class()
-    images = f"class {comparison.class_name}"
-    panels = comparison.panels(one_class, images, published=True)
-    panels += comparison.panels(every_class, "all classes", published=False)
-    plot(panels, output / "shift.png")
+    plot(comparison.panels([*one_class, *every_class]), output / "shift.png")
     results = {
         variant: _results([t for t in trainings if t.label == variant], one, every)
         for variant, one, every in zip(variants, one_class, every_class, strict=True)

@@ -108,8 +108,7 @@ def _label(name: str) -> str:
 
 def figure1() -> str:
     """Returns the accuracies of the Performers on Fashion-MNIST, also under shifts."""
-    one_class = _shift_accuracies("performer_figure1_shift.csv")
-    every_class = _shift_accuracies("performer_figure1_shift_all.csv")
+    shifted = _shift_accuracies("performer_figure1_shift.csv")
     rows = []
     for row in _rows("performer_figure1.json"):
         name = row["name"]
@@ -120,8 +119,8 @@ def figure1() -> str:
         cells = [_label(name), _value(row["columns"]["fashion_mnist"])]
         for shift in _CLASS_1:
             value = f" ({100 * published[shift]:.1f})" if shift in published else ""
-            cells.append(f"{one_class[name][shift]:.1f}{value}")
-        cells += [f"{every_class[name][shift]:.1f}" for shift in (-4, 4)]
+            cells.append(f"{shifted[name, '1', shift]}{value}")
+        cells += [shifted[name, "all", shift] for shift in (-4, 4)]
         rows.append(cells)
     titles = [*_CLASS_1.values(), "all, 4 left", "all, 4 right"]
     return markdown(["model", "test images", *titles], rows)
@@ -139,20 +138,23 @@ def baselines() -> str:
             f"{columns['parameters']['mean']:.2f}M",
             f"{result['epochs']:.0f}",
             _value(columns["fashion_mnist"]),
-            *(f"{shifted[row['name']][shift]:.1f}" for shift in _CLASS_1),
+            *(shifted[row["name"], "1", shift] for shift in _CLASS_1),
         ]
         rows.append(cells)
     titles = ["model", "parameters", "epochs", "test images", *_CLASS_1.values()]
     return markdown(titles, rows)
 
 
-def _shift_accuracies(file: str) -> dict[str, dict[int, float]]:
-    """Returns the accuracies in % by model and shift along x."""
-    accuracies: dict[str, dict[int, float]] = {}
+def _shift_accuracies(file: str) -> dict[tuple[str, str, int], str]:
+    """Returns the accuracies in % by model, class and shift along x."""
+    accuracies = {}
     for row in _read_csv(file):
         if row["source"] == "measured":
-            model = accuracies.setdefault(row["run"].split("-")[0], {})
-            model[int(row["shift_x_px"])] = 100 * float(row["accuracy_mean"])
+            runs = row["run"].split()
+            mean, std = (100 * float(row[f"accuracy_{key}"]) for key in ("mean", "std"))
+            spread = f" ± {std:.1f}" if len(runs) > 1 else ""
+            key = runs[0].split("-")[0], row["class"], int(row["shift_x_px"])
+            accuracies[key] = f"{mean:.1f}{spread}"
     return accuracies
 
 

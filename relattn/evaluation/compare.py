@@ -24,8 +24,6 @@ from relattn.training.errors import writing
 from relattn.training.run import SavedRun, check_labels, open_run
 from relattn.training.workdir import usable_folder
 
-# The class of the published curves.
-PUBLISHED_CLASS = 1
 # Class names listed in a message.
 MAX_LISTED = 20
 
@@ -42,12 +40,12 @@ def shift_report(
     Args:
         workdirs: Folders of runs. Runs that differ only in their seed are averaged.
         output: The folder to write to.
-        classes: ``"all"``, or the class of the curves, by name or number; with
-            ``"all"`` the summary's one class is 1.
+        classes: A class, by name or number, that has its own curves beside those of all
+            classes; or ``"all"``, for these alone.
         **options: Options of `compare`.
 
     Returns:
-        The summary, in Markdown, with the curves of one class and of all.
+        The summary, in Markdown.
 
     Raises:
         ValueError: If an argument does not fit the runs, or no image allows a shift.
@@ -57,17 +55,8 @@ def shift_report(
     output = usable_folder(output, "--output")
     class_name = "1" if classes == "all" else classes
     comparison = compare(workdirs, class_name=class_name, **options)
+    one_class = () if classes == "all" else comparison.one_class()
     every_class = comparison.every_class()
-    try:
-        one_class = comparison.one_class()
-    except ValueError:
-        if classes != "all":
-            raise
-        one_class = ()
-    if classes == "all":
-        shown, images = every_class, "all classes"
-    else:
-        shown, images = one_class, f"class {comparison.class_name}"
     text = summary(
         one_class,
         every_class,
@@ -75,12 +64,11 @@ def shift_report(
         max_shift=comparison.max_shift,
         axis=comparison.axis,
         boundary=comparison.boundary,
-        published=comparison.has_published,
     )
-    panels = comparison.panels(shown, images, published=classes != "all")
+    curves = [*one_class, *every_class]
+    panels = comparison.panels(curves)
     with writing(output):
-        published = classes != "all" and comparison.has_published
-        write_csv(shown, output / "shift.csv", published=published)
+        write_csv(curves, output / "shift.csv")
         plot(panels, output / "shift.png", axis=comparison.axis)
         (output / "summary.md").write_text(text, "utf-8")
     return text
@@ -249,12 +237,6 @@ class Comparison:
     axis: str
     boundary: str = "zeros"
 
-    @property
-    def has_published(self) -> bool:
-        """Whether the published curves are of the same class, axis and boundary."""
-        shift = self.axis, self.label, self.boundary
-        return shift == ("x", PUBLISHED_CLASS, "zeros")
-
     def one_class(self) -> tuple[ShiftCurve, ...]:
         """Returns the curves of the images of the one class that can move both ways.
 
@@ -271,28 +253,21 @@ class Comparison:
         """
         return curves_of(self.results, None)
 
-    def panels(
-        self, curves: Sequence[ShiftCurve], images: str, *, published: bool
-    ) -> list[Panel]:
-        """Makes a panel of the figure for each data set.
+    def panels(self, curves: Sequence[ShiftCurve]) -> list[Panel]:
+        """Makes a panel of the figure for each data set and its images.
 
         Args:
-            curves: Curves of `one_class` or `every_class`.
-            images: The name of these images, for the titles.
-            published: Whether to draw the published curves, if they are of the same
-                class and axis.
+            curves: Curves of `one_class` or `every_class`, or both.
 
         Returns:
             The panels.
         """
-        return [
-            Panel(
-                title=f"{dataset}, {images}",
-                curves=[curve for curve in curves if curve.dataset == dataset],
-                published=published and self.has_published,
-            )
-            for dataset in dict.fromkeys(curve.dataset for curve in curves)
-        ]
+        groups: dict[str, list[ShiftCurve]] = {}
+        for curve in curves:
+            one = curve.label is not None
+            images = f"class {self.class_name}" if one else "all classes"
+            groups.setdefault(f"{curve.dataset}, {images}", []).append(curve)
+        return [Panel(title, curves) for title, curves in groups.items()]
 
 
 def class_index(name: str, class_names: Sequence[str]) -> int:

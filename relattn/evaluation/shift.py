@@ -55,6 +55,7 @@ class ShiftedPredictions:
             lose a non-zero pixel.
         random_predicted: The same under `NUM_RANDOM_SHIFTS` random shifts.
         labels: The images' classes.
+        boundary: What moves into an image.
         settings: ``"torus"`` and ``"polyphase"`` where the model has them.
     """
 
@@ -68,6 +69,7 @@ class ShiftedPredictions:
     predicted: Int[np.ndarray, "shifts n"]
     random_predicted: Int[np.ndarray, "draws n"]
     labels: Int[np.ndarray, "n"]
+    boundary: str = "zeros"
     settings: tuple[str, ...] = ()
 
     @property
@@ -315,6 +317,7 @@ def shifted_predictions(
         predicted=predicted[:, : len(shifts)].T,
         random_predicted=predicted[:, len(shifts) :].T,
         labels=np.concatenate(labels),
+        boundary=boundary,
         settings=_settings(run),
     )
 

@@ -13,6 +13,9 @@ from relattn.evaluation.shift import NOT_ALLOWED, Shift, ShiftedPredictions
 from relattn.evaluation.sizes import read_published
 from relattn.spec import parse
 
+# The class of the published curves.
+PUBLISHED_CLASS = 1
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Shares:
@@ -45,7 +48,9 @@ class ShiftCurve:
         run: The names of the runs.
         dataset: The name of the data set.
         model: The label of the model, see `model_label`.
-        published: The model's name in the published figure, or "".
+        label: The class of the images, None for all classes.
+        published: The model's name in the published figure, "" if it is not there or
+            the images or shifts are others.
         shifts: Shifts (dx, dy) in pixels.
         shares: The shares at each shift.
         random: The shares under random shifts: of all pairs of an image and a random
@@ -56,6 +61,7 @@ class ShiftCurve:
     run: str
     dataset: str
     model: str
+    label: int | None
     published: str
     shifts: tuple[Shift, ...]
     shares: Shares
@@ -176,11 +182,14 @@ def _curve(group: Sequence[ShiftedPredictions], label: int | None) -> ShiftCurve
         )
         by_shift.append((right, same, count))
         random.append(_random_shares(result, images))
+    horizontal = all(dy == 0 for _, dy in first.shifts)
+    figure = label == PUBLISHED_CLASS and horizontal and first.boundary == "zeros"
     return ShiftCurve(
         run=" ".join(result.run for result in group),
         dataset=first.dataset,
         model=" + ".join([model_label(*names), *first.settings]),
-        published="" if first.settings else published_name(*names),
+        label=label,
+        published=published_name(*names) if figure and not first.settings else "",
         shifts=first.shifts,
         shares=_average(by_shift),
         random=_average(random),
@@ -273,7 +282,7 @@ def published_curves(
     found = []
     for dataset, model in dict.fromkeys((c.dataset, c.published) for c in curves):
         known = dict(zip(*published_curve(dataset, model), strict=True))
-        shifts = [(dx, dy) for dx, dy in curves[0].shifts if dy == 0 and dx in known]
+        shifts = [shift for shift in curves[0].shifts if shift[0] in known]
         if shifts:
             found.append((dataset, model, {shift: known[shift[0]] for shift in shifts}))
     return found

@@ -31,20 +31,19 @@ class Panel:
     Attributes:
         title: The title: data set and images.
         curves: Curves of one data set.
-        published: Whether to draw the published curves, dashed.
     """
 
     title: str
     curves: Sequence[ShiftCurve]
-    published: bool = False
 
 
 def plot(panels: Sequence[Panel], path: Path, *, axis: str = "x") -> None:
     """Plots accuracy and consistency against the shift.
 
-    Along one axis, each panel has its curves with a band of one standard deviation, and
-    below them those of consistency, with dotted lines at the consistency under random
-    shifts. Along both axes, each curve of each panel is two heat maps.
+    Along one axis, each panel has its curves with a band of one standard deviation, the
+    published ones dashed, and below them those of consistency, with dotted lines at the
+    consistency under random shifts. Along both axes, each curve of each panel is two
+    heat maps.
 
     Args:
         panels: Panels from left to right.
@@ -73,7 +72,7 @@ def _curves(panels: Sequence[Panel], axis: str) -> Figure:
                 ax.fill_between(pixels, low, high, color=color, alpha=0.2, linewidth=0)
             bottom.axhline(float(curve.random.consistency), color=color, linestyle=":")
             shifts, accuracies = published_curve(curve.dataset, curve.published)
-            if panel.published and shifts:
+            if shifts:
                 label = f"{curve.published} (published)"
                 (lines[label],) = top.plot(shifts, accuracies, "--", color=color, lw=1)
         top.set_title(panel.title)
@@ -96,16 +95,16 @@ def _curves(panels: Sequence[Panel], axis: str) -> Figure:
 
 
 def _maps(panels: Sequence[Panel]) -> Figure:
-    rows = [(panel.title, curve) for panel in panels for curve in panel.curves]
-    curves = [curve for _, curve in rows]
+    rows = [(panel, curve) for panel in panels for curve in panel.curves]
     # Room for the titles: the layout takes less than they need.
     layout = ConstrainedLayoutEngine(h_pad=0.1)
     figure = Figure(figsize=(9, 4.7 * len(rows)), layout=layout)
     axes = figure.subplots(len(rows), 2, squeeze=False)
-    for pair, (title, curve) in zip(axes, rows, strict=True):
+    for pair, (panel, curve) in zip(axes, rows, strict=True):
         largest = curve.shifts[-1][0]
         size, edge = 2 * largest + 1, largest + 0.5
-        names = [title, *textwrap.wrap(curve_label(curve, curves), 50)]
+        label = curve_label(curve, panel.curves)
+        names = [panel.title, *textwrap.wrap(label, 50)]
         for ax, measure in zip(pair, ("accuracy", "consistency"), strict=True):
             # The shifts are in the order of an image, row by row.
             values = getattr(curve.shares, measure).reshape(size, size)

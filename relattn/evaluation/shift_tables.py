@@ -10,6 +10,7 @@ import numpy as np
 
 from relattn.evaluation.shift import BOUNDARIES, NUM_RANDOM_SHIFTS, Shift
 from relattn.evaluation.shift_curves import (
+    PUBLISHED_CLASS,
     Shares,
     ShiftCurve,
     curve_label,
@@ -21,6 +22,7 @@ COLUMNS = (
     "run",
     "dataset",
     "model",
+    "class",
     "shift_x_px",
     "shift_y_px",
     "accuracy_mean",
@@ -32,31 +34,31 @@ COLUMNS = (
 )
 
 
-def write_csv(
-    curves: Sequence[ShiftCurve], path: Path, *, published: bool = False
-) -> None:
+def write_csv(curves: Sequence[ShiftCurve], path: Path) -> None:
     """Writes a row for each curve and shift to a CSV file.
 
-    The column ``source`` is ``measured``, ``random`` or ``published``.
+    The column ``source`` is ``measured``, ``random`` or ``published``; ``class`` is the
+    class of the images, or ``all``.
 
     Args:
         curves: Measured curves. Each has a row ``random`` for its random shifts,
-            without a shift.
+            without a shift. The published curves follow; they have only accuracies.
         path: The file.
-        published: Whether to add the published curves, which have only accuracies.
     """
     with path.open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(COLUMNS)
         for curve in curves:
-            name = [curve.run, curve.dataset, curve.model]
+            images = "all" if curve.label is None else str(curve.label)
+            name = [curve.run, curve.dataset, curve.model, images]
             for shift in curve.shifts:
                 writer.writerow([*name, *shift, *_values(curve.at(shift)), "measured"])
             writer.writerow([*name, "", "", *_values(curve.random), "random"])
-        for dataset, model, by_shift in published_curves(curves) if published else ():
+        for dataset, model, by_shift in published_curves(curves):
+            name = ["", dataset, model, str(PUBLISHED_CLASS)]
             for shift, accuracy in by_shift.items():
-                row = ["", dataset, model, *shift, f"{accuracy:.6f}", "", "", "", ""]
-                writer.writerow([*row, "published"])
+                values = [f"{accuracy:.6f}", "", "", "", ""]
+                writer.writerow([*name, *shift, *values, "published"])
 
 
 def _values(shares: Shares) -> list[str]:
@@ -64,18 +66,12 @@ def _values(shares: Shares) -> list[str]:
     return [*("" if np.isnan(x) else f"{x:.6f}" for x in statistics), str(count)]
 
 
-def table(
-    curves: Sequence[ShiftCurve],
-    measure: str = "accuracy",
-    *,
-    published: bool = False,
-) -> str:
+def table(curves: Sequence[ShiftCurve], measure: str = "accuracy") -> str:
     """Makes a Markdown table of the curves at five of their shifts and random ones.
 
     Args:
         curves: Curves with the same shifts.
-        measure: ``"accuracy"`` or ``"consistency"``.
-        published: Whether to add the published curves of accuracy.
+        measure: ``"accuracy"``, also of the published curves, or ``"consistency"``.
 
     Returns:
         A row for each curve: mean, standard deviation and number of images; for a
@@ -94,7 +90,8 @@ def table(
             mean = round_down(float(mean)) if measure == "consistency" else mean
             cells.append(f"{mean:.3f} ± {std:.3f} ({shares.num_images})")
         lines.append("| " + " | ".join(cells) + " |")
-    for dataset, model, by_shift in published_curves(curves) if published else ():
+    known = published_curves(curves) if measure == "accuracy" else ()
+    for dataset, model, by_shift in known:
         cells = [dataset, f"{model} (published)", "–"]
         cells += [f"{by_shift[s]:.3f}" if s in by_shift else "–" for s in shifts]
         lines.append("| " + " | ".join([*cells, "–"]) + " |")
@@ -131,18 +128,16 @@ def summary(
     max_shift: int,
     axis: str,
     boundary: str = "zeros",
-    published: bool = False,
 ) -> str:
     """Summarises the shares on one class and, a stricter measure, on all classes.
 
     Args:
-        one_class: Curves of one class, perhaps none.
+        one_class: Curves of one class, perhaps none: then its section is left out.
         every_class: Curves of all classes.
         class_name: The name of the one class.
         max_shift: Largest shift in pixels.
         axis: ``"x"``, ``"y"`` or ``"xy"``.
         boundary: What moves into an image.
-        published: Whether to add the published curves to those of one class.
 
     Returns:
         Markdown.
@@ -150,8 +145,8 @@ def summary(
     along = " and ".join(axis)
     every = "At every shift, the test images of any class that lose no non-zero pixel "
     every += "by it. Larger shifts use fewer, and different, images."
-    move = f"can move {max_shift} pixels both ways along {along}"
-    one = f"The test images of this class that {move} without losing a non-zero pixel."
+    one = f"The test images of this class that can move {max_shift} pixels both ways "
+    one += f"along {along} without losing a non-zero pixel."
     random = f"uniform from {-max_shift} to {max_shift} pixels along x and y, the same "
     random += "for every model; those that lose a non-zero pixel do not count."
     if boundary != "zeros":
@@ -159,20 +154,16 @@ def summary(
         every = f"All test images. {BOUNDARIES[boundary]}."
         random = random.partition(";")[0] + "."
     parts = [f"# Accuracy and consistency under shifts along {along}"]
-    parts += [f"## Class {class_name}"]
     if one_class:
         parts += [
+            f"## Class {class_name}",
             f"{one} Accuracy on one class favours a model that predicts it too often.",
-            *_tables(one_class, published),
-        ]
-    else:
-        parts += [
-            f"No test image of this class {move} without losing a non-zero pixel."
+            *_tables(one_class),
         ]
     parts += [
         "## All classes",
         every,
-        *_tables(every_class, published=False),
+        *_tables(every_class),
         "Consistency is the share of the images whose predicted class is that of the "
         f"unshifted image, rounded down. Each image has {NUM_RANDOM_SHIFTS} random "
         f"shifts, {random}",
@@ -182,6 +173,6 @@ def summary(
     return "\n\n".join(parts) + "\n"
 
 
-def _tables(curves: Sequence[ShiftCurve], published: bool) -> list[str]:
-    accuracy = table(curves, published=published)
-    return ["Accuracy:", accuracy, "Consistency:", table(curves, "consistency")]
+def _tables(curves: Sequence[ShiftCurve]) -> list[str]:
+    accuracy, consistency = table(curves), table(curves, "consistency")
+    return ["Accuracy:", accuracy, "Consistency:", consistency]

@@ -80,7 +80,11 @@ def test_report_has_a_row_for_each_shift(workdir, tmp_path, axis, shifts):
     options = {"max_shift": 2, "num_images": 101, "classes": "trouser"}
     text = shift_report([workdir], tmp_path, axis=axis, boundary="circular", **options)
     with (tmp_path / "shift.csv").open() as file:
-        *rows, random = csv.DictReader(file)
+        rows_of = {"1": [], "all": []}
+        for row in csv.DictReader(file):
+            rows_of[row["class"]].append(row)
+    *rows, random = rows_of["1"]
+    assert len(rows_of["all"]) == len(rows) + 1
     assert [(int(row["shift_x_px"]), int(row["shift_y_px"])) for row in rows] == shifts
     assert {row["source"] for row in rows} == {"measured"}
     assert (random["source"], random["shift_x_px"]) == ("random", "")
@@ -97,9 +101,12 @@ def test_report_has_a_row_for_each_shift(workdir, tmp_path, axis, shifts):
 
 
 def test_report_of_the_first_images(workdir, tmp_path):
-    shift_report([workdir], tmp_path, max_shift=1, classes="all", num_images=11)
+    options = {"max_shift": 1, "classes": "all", "num_images": 11}
+    text = shift_report([workdir], tmp_path, **options)
     with (tmp_path / "shift.csv").open() as file:
-        _, unshifted, *_ = csv.DictReader(file)
+        rows = [*csv.DictReader(file)]
+    assert {row["class"] for row in rows} == {"all"} and "## Class" not in text
+    unshifted = rows[1]
     run = load_run(workdir)
     first = load_images(run.config.data).test
     first = type(first)(first.images[:11], first.labels[:11])
@@ -200,7 +207,7 @@ def test_a_convolutional_network_and_a_performer_share_a_figure(workdir, tmp_pat
     text = shift_report([workdir, baseline], tmp_path / "out", max_shift=1)
     with (tmp_path / "out" / "shift.csv").open() as file:
         models = [row["model"] for row in csv.DictReader(file)]
-    assert models == ["favor + learned"] * 4 + ["alexnet"] * 4
+    assert models == 2 * (["favor + learned"] * 4 + ["alexnet"] * 4)
     assert "| fashion_mnist | alexnet | 1 |" in text
     assert load_run(baseline, image_size=40).config.data.image_size == 40
     with pytest.raises(ValueError, match="must be at least 29 for AlexNet, .* 28x28"):

@@ -85,8 +85,22 @@ def test_the_published_curves_are_those_of_the_measured_shifts():
     known = dict(zip(*published_curve("mnist", "No Pos."), strict=True))
     expected = {(dx, 0): known[dx] for dx in (-1, 0, 1)}
     assert published_curves([curve]) == [("mnist", "No Pos.", expected)]
-    far = dataclasses.replace(curve, shifts=((-9, 0), (0, 0), (3, 1)))
+    far = dataclasses.replace(curve, shifts=((-9, 0), (0, 0)))
     assert [list(by_shift) for *_, by_shift in published_curves([far])] == [[(0, 0)]]
+
+
+@pytest.mark.parametrize(
+    "found, label",
+    [
+        (result(ONE), None),
+        (result(ONE), 0),
+        (result(ONE, axis="y"), 1),
+        (dataclasses.replace(result(ONE), boundary="circular"), 1),
+    ],
+)
+def test_other_images_and_shifts_have_no_published_curve(found, label):
+    (curve,) = curves_of([found], label)
+    assert (curve.published, curve.label) == ("", label)
 
 
 def test_a_model_without_a_published_curve_has_none():

@@ -17,7 +17,7 @@ def figure(monkeypatch):
 
 def test_curves_of_both_measures_share_a_color(figure, tmp_path):
     curves = curves_of([result(ONE), result(TWO, seed=1, recipe="b")], 1)
-    plot([Panel("mnist", curves, published=True)], tmp_path / "shift.png")
+    plot([Panel("mnist", curves)], tmp_path / "shift.png")
     top, bottom = figure[0].axes
     assert (top.get_ylabel(), bottom.get_ylabel()) == ("accuracy", CONSISTENCY)
     for i, curve in enumerate(curves):

@@ -10,8 +10,8 @@ from relattn.evaluation.shift_tables import summary, table, write_csv
 from tests.helpers.shift_results import ONE, TWO, result
 
 
-def rows_of(curves, path, **options):
-    write_csv(curves, path, **options)
+def rows_of(curves, path):
+    write_csv(curves, path)
     with path.open() as file:
         return list(csv.DictReader(file))
 
@@ -23,6 +23,7 @@ def test_csv_has_a_row_for_each_shift_and_one_for_random_shifts(tmp_path):
         "run": "run0",
         "dataset": "mnist",
         "model": "favor",
+        "class": "all",
         "shift_x_px": "-1",
         "shift_y_px": "0",
         "accuracy_mean": "0.666667",
@@ -54,19 +55,18 @@ def test_random_shifts_that_no_image_allows_are_left_empty(tmp_path):
 
 
 def test_the_published_curves_are_written_once(tmp_path):
-    curves = curves_of([result(ONE), result(TWO, seed=1, recipe="b")], 1)
-    measured, both = (
-        rows_of(curves, tmp_path / "shift.csv", published=published)
-        for published in (False, True)
-    )
-    assert {row["source"] for row in measured} == {"measured", "random"}
-    assert both[:8] == measured
+    results = [result(ONE), result(TWO, seed=1, recipe="b")]
+    curves, every_class = curves_of(results, 1), curves_of(results, None)
+    rows = rows_of([*curves, *every_class], tmp_path / "shift.csv")
+    assert [row["class"] for row in rows[:16]] == ["1"] * 8 + ["all"] * 8
+    assert {row["source"] for row in rows[:16]} == {"measured", "random"}
     known = dict(zip(*published_curve("mnist", "No Pos."), strict=True))
-    assert both[8:] == [
+    assert rows[16:] == [
         {
             "run": "",
             "dataset": "mnist",
             "model": "No Pos.",
+            "class": "1",
             "shift_x_px": str(shift),
             "shift_y_px": "0",
             "accuracy_mean": f"{known[shift]:.6f}",
@@ -79,10 +79,9 @@ def test_the_published_curves_are_written_once(tmp_path):
         for shift in (-1, 0, 1)
     ]
     line = f"| mnist | No Pos. (published) | – | {known[-1]:.3f} |"
-    assert line in table(curves, published=True) and line not in table(curves)
-    text = summary(
-        curves, curves, class_name="1", max_shift=1, axis="x", published=True
-    )
+    assert line in table(curves) and line not in table(every_class)
+    assert "published" not in table(curves, "consistency")
+    text = summary(curves, every_class, class_name="1", max_shift=1, axis="x")
     assert text.count(line) == 1
 
 

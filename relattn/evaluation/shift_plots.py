@@ -103,8 +103,7 @@ def _maps(panels: Sequence[Panel]) -> Figure:
     for pair, (panel, curve) in zip(axes, rows, strict=True):
         largest = curve.shifts[-1][0]
         size, edge = 2 * largest + 1, largest + 0.5
-        label = curve_label(curve, panel.curves)
-        names = [panel.title, *textwrap.wrap(label, 50)]
+        names = [panel.title, *textwrap.wrap(curve_label(curve, panel.curves), 50)]
         for ax, measure in zip(pair, ("accuracy", "consistency"), strict=True):
             # The shifts are in the order of an image, row by row.
             values = getattr(curve.shares, measure).reshape(size, size)

@@ -174,5 +174,4 @@ def summary(
 
 
 def _tables(curves: Sequence[ShiftCurve]) -> list[str]:
-    accuracy, consistency = table(curves), table(curves, "consistency")
-    return ["Accuracy:", accuracy, "Consistency:", consistency]
+    return ["Accuracy:", table(curves), "Consistency:", table(curves, "consistency")]

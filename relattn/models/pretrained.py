@@ -20,8 +20,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
+from jaxtyping import Array, Float32, UInt8
 
 from relattn import models, spec
+from relattn.extras import require_train
 from relattn.models.resize import resize_grid
 from relattn.models.safetensors import read_safetensors, write_safetensors
 
@@ -50,6 +52,57 @@ class Pretrained:
     model: nn.Module
     variables: dict[str, Any]
     config: dict[str, Any]
+
+    def preprocess(
+        self, images: UInt8[Array | np.ndarray, "n height width channels"]
+    ) -> Float32[Array, "n size size channels"]:
+        """Converts stored images to the model's inputs, as in training.
+
+        x -> (resize(x / 255) - mean) / std, with mean and std if the run standardised
+        its images: `relattn.data.make_preprocess`. Needs the extra ``train``.
+
+        Args:
+            images: uint8 ``[n, height, width, channels]``, from 0 to 255.
+
+        Returns:
+            float32 ``[n, *config["image_shape"]]``.
+
+        Raises:
+            ValueError: If the model was not saved from a run on images, sees images
+                that are not square, or ``images`` are not uint8.
+            ImportError: Without the extra ``train``.
+
+        Example:
+            >>> info = {"name": "digits", "class_names": ["0", "1"], "origin": "here",
+            ...         "image_shape": [5, 5, 1], "mean": [0.1], "std": [0.3],
+            ...         "num_train": 7}
+            >>> config = {"image_shape": [8, 8, 1], "data": info,
+            ...           "training": {"data": {"standardize": False}}}
+            >>> images = np.full((1, 5, 5, 1), 255, np.uint8)
+            >>> inputs = Pretrained(nn.Dense(2), {}, config).preprocess(images)
+            >>> inputs.shape, inputs[0, 0, 0]
+            ((1, 8, 8, 1), Array([1.], dtype=float32))
+        """
+        if "training" not in self.config or "image_shape" not in self.config:
+            raise ValueError(
+                "only a model saved from a run on images knows its preprocessing: "
+                "prepare the inputs of another as its authors do"
+            )
+        height, width, _ = self.config["image_shape"]
+        if height != width:
+            raise ValueError(
+                f"preprocess resizes to squares, but the model sees {height}x{width} "
+                "pixels: resize the images yourself"
+            )
+        require_train("Pretrained.preprocess")
+        from ml_collections import ConfigDict
+
+        from relattn import data
+
+        config = ConfigDict(self.config["training"]["data"])
+        config.image_size = height
+        function = data.make_preprocess(config, data.read_info(self.config["data"]))
+        return function({"image": images})
 
 
 def load_pretrained(
@@ -342,8 +395,9 @@ def model_card(config: dict[str, Any], metrics: dict[str, Any], license: str) ->
         for name, value in metrics.items()
         if name.startswith(("validation_", "test_")) and isinstance(value, int | float)
     ]
-    inputs = "Inputs are tokens."
+    inputs, stored = "Inputs are tokens.", ""
     if "mean" in data:
+        stored = f"uint8 [n, {', '.join(map(str, data['image_shape']))}]"
         shape = "x".join(map(str, config["image_shape"]))
         values = "pixels / 255"
         if config["training"]["data"].get("standardize", False):
@@ -363,6 +417,7 @@ def model_card(config: dict[str, Any], metrics: dict[str, Any], license: str) ->
         "import relattn",
         "",
         'pretrained = relattn.load_pretrained("THIS FOLDER")',
+        *([f"inputs = pretrained.preprocess(images)  # {stored}"] if stored else []),
         "logits = pretrained.model.apply(pretrained.variables, inputs)",
         "```",
         "## Model",

@@ -44,6 +44,8 @@ def test_logits_equal_pytorch(name, tmp_path):
 def test_positions_interpolate_as_timm(tmp_path):
     convert("timm", FIXTURES / "timm" / "model.safetensors", tmp_path)
     loaded = relattn.load_pretrained(tmp_path, image_size=(10, 14))
+    with pytest.raises(ValueError, match="only a model saved from a run on images"):
+        loaded.preprocess(np.zeros((1, 10, 14, 3), np.uint8))
     assert loaded.config["image_shape"] == [10, 14, 3]
     expected = read_safetensors(FIXTURES / "timm" / "expected.safetensors")
     inputs = jnp.asarray(expected["large_inputs"])

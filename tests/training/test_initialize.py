@@ -121,7 +121,7 @@ def test_every_seed_starts_from_the_source(source):
 def train(workdir, **options):
     config = default_config()
     config.model.update({"name": "vit", **SIZES, "patch_size": 1})
-    config.data.image_size = 5
+    config.data.update({"image_size": 5, "standardize": True})
     config.update({"num_steps": 2, "num_epochs": 0, "progress": False, **options})
     config.update({"batch_size": 8, "eval_every_steps": 2})
     training.train_and_evaluate(
@@ -133,6 +133,7 @@ def train(workdir, **options):
 def test_run_is_saved_converted_and_trained_on(tmp_path):
     run = train(tmp_path / "run")
     run.save_pretrained(tmp_path / "saved", license="cc0-1.0")
+    images = make_data().test.images[:2]
     convert("run", tmp_path / "run", tmp_path / "converted")
     for folder in (tmp_path / "saved", tmp_path / "converted"):
         loaded = relattn.load_pretrained(folder)
@@ -143,15 +144,25 @@ def test_run_is_saved_converted_and_trained_on(tmp_path):
         )
         assert loaded.config["image_shape"] == [5, 5, 1]
         assert loaded.config["data"]["class_names"] == ["left", "middle", "right"]
+        inputs = loaded.preprocess(images)
+        np.testing.assert_array_equal(inputs, run.preprocess({"image": images}))
+        logits = loaded.model.apply(loaded.variables, inputs)
+        np.testing.assert_allclose(
+            jax.nn.softmax(logits), run.predict(images).probabilities, rtol=1e-5
+        )
+        smaller = relattn.load_pretrained(folder, image_size=3)
+        assert smaller.preprocess(images).shape == (2, 3, 3, 1)
+        oblong = relattn.load_pretrained(folder, image_size=(3, 5))
+        with pytest.raises(ValueError, match="squares, but the model sees 3x5 pixels"):
+            oblong.preprocess(images)
     card = (tmp_path / "saved" / "README.md").read_text()
     for text in ("license: cc0-1.0", "# vit on columns", "| test_accuracy | "):
         assert text in card
-    assert "Inputs are images of 5x5x1: pixels / 255." in card
+    assert "5x5x1: (pixels / 255 - mean) / std, mean 0.4000, std 0.2000." in card
     config = run.pretrained_config()
-    config["data"]["mean"], config["data"]["std"] = (0.25, 0.5), (1.0, 2.0)
-    config["training"]["data"]["standardize"] = True
+    config["training"]["data"]["standardize"] = False
     card = pretrained.model_card(config, {}, "cc0-1.0")
-    assert "mean 0.2500, 0.5000, std 1.0000, 2.0000" in card
+    assert "Inputs are images of 5x5x1: pixels / 255." in card
     # An update this small changes no float32.
     still = {"learning_rate": 1e-30}
     with_run = train(

@@ -395,9 +395,10 @@ def model_card(config: dict[str, Any], metrics: dict[str, Any], license: str) ->
         for name, value in metrics.items()
         if name.startswith(("validation_", "test_")) and isinstance(value, int | float)
     ]
-    inputs, stored = "Inputs are tokens.", ""
+    inputs, prepare = "Inputs are tokens.", []
     if "mean" in data:
-        stored = f"uint8 [n, {', '.join(map(str, data['image_shape']))}]"
+        stored = ", ".join(map(str, data["image_shape"]))
+        prepare = [f"inputs = pretrained.preprocess(images)  # uint8 [n, {stored}]"]
         shape = "x".join(map(str, config["image_shape"]))
         values = "pixels / 255"
         if config["training"]["data"].get("standardize", False):
@@ -417,7 +418,7 @@ def model_card(config: dict[str, Any], metrics: dict[str, Any], license: str) ->
         "import relattn",
         "",
         'pretrained = relattn.load_pretrained("THIS FOLDER")',
-        *([f"inputs = pretrained.preprocess(images)  # {stored}"] if stored else []),
+        *prepare,
         "logits = pretrained.model.apply(pretrained.variables, inputs)",
         "```",
         "## Model",

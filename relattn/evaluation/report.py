@@ -120,11 +120,9 @@ def confusion_matrix(
 
 def _results(run: Run) -> dict[str, Any]:
     """Returns what ``result.json`` says about the run's seed."""
-    result = read_result(run.workdir)
+    result = read_result(run.workdir, run.config.seed)
     if not result:
         return {"state": "not finished: there is no result.json"}
-    runs = {each["seed"]: each for each in result.pop("runs", [])}
-    result |= runs.get(run.config.seed, {})
     return {name.replace("_", " "): value for name, value in result.items()}
 
 

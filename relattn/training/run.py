@@ -266,7 +266,8 @@ class Run:
         """
         config = self.pretrained_config()
         pretrained.save_pretrained(folder, config, self.variables, dtype=dtype)
-        text = pretrained.model_card(config, read_result(self.workdir), license)
+        metrics = read_result(self.workdir, self.config.seed)
+        text = pretrained.model_card(config, metrics, license)
         (Path(folder) / "README.md").write_text(text, "utf-8")
 
 

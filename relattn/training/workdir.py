@@ -400,7 +400,11 @@ def write_text(path: Path, text: str) -> None:
         os.replace(temporary, path)
 
 
-def read_result(workdir: Path) -> dict[str, Any]:
-    """Returns the metrics of a finished run, or an empty dictionary."""
+def read_result(workdir: Path, seed: int) -> dict[str, Any]:
+    """Returns the metrics of a seed of a finished run, or an empty dictionary."""
     path = workdir / "result.json"
-    return json.loads(path.read_text("utf-8")) if path.is_file() else {}
+    if not path.is_file():
+        return {}
+    result = json.loads(path.read_text("utf-8"))
+    runs = {each["seed"]: each for each in result.pop("runs", [])}
+    return result | runs.get(seed, {})

@@ -200,10 +200,11 @@ def causal_linear_attention(
     Positive features of long keys underflow: no query gives such a key any weight. The
     median norm of a key from which this happens (50 draws of 110, 266 and 621 features)
     is 38 at head_dim 32, 46 at head_dim 64 and 56 at head_dim 128; where there is no
-    other key, normal queries get zeros from a norm of 36, 43 and 51 on. With head_dim
-    above about 224, features of ordinary keys underflow too, since the bound grows with
-    head_dim. `underflowed` returns which keys are affected. Features with ``eps`` do
-    not underflow.
+    other key, normal queries get zeros from a norm of 36, 43 and 51 on. These norms are
+    a CPU's, which rounds subnormal numbers to zero; a GPU keeps them, and its norms are
+    larger. With head_dim above about 224, features of ordinary keys underflow too,
+    since the bound grows with head_dim. `underflowed` returns which keys are affected.
+    Features with ``eps`` do not underflow.
 
     Args:
         q: Queries, shape ``[*batch, n, head_dim]``.

@@ -120,6 +120,7 @@ def test_wider_values_and_shared_keys_use_blocks(cudnn, one_device, platform):
         assert not uses_flash((q, k, v.astype(np.float16)))
 
 
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="needs simulated devices")
 def test_short_or_divided_sequences_use_blocks_on_a_tpu(monkeypatch):
     with use_platform("tpu"):
         assert jax.device_count() > 1
@@ -138,6 +139,7 @@ def test_what_cudnn_refuses_uses_blocks(monkeypatch, error):
         assert not uses_flash(shape_inputs())
 
 
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="needs no cuDNN")
 def test_a_machine_without_cudnn_uses_blocks():
     with use_platform("gpu"):
         assert not uses_flash(draw_inputs(dtype=jnp.bfloat16))

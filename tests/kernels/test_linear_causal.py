@@ -156,6 +156,9 @@ def test_keys_that_cancel_across_chunks_are_clamped():
     np.testing.assert_allclose(out, expected[1:], rtol=1e-3)
 
 
+@pytest.mark.skipif(
+    jax.default_backend() != "cpu", reason="needs a CPU, where subnormal numbers are 0"
+)
 @pytest.mark.parametrize(
     ("head_dim", "zero", "underflow"), [(32, 36, 38), (64, 43, 46), (128, 51, 56)]
 )

@@ -163,6 +163,7 @@ def test_double_precision_uses_no_kernel(one_device):
         assert not uses_a_kernel(inputs)
 
 
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="needs simulated devices")
 def test_several_devices_use_a_kernel_if_each_has_its_own_program():
     assert jax.device_count() > 1
     assert not uses_a_kernel(LONG)

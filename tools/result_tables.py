@@ -334,9 +334,6 @@ TABLES: dict[str, Callable[[], str]] = {
         {"cifar10_val_acc": "validation", "cifar10_test_acc": "test"},
     ),
     "performer_figure1": figure1,
-    "performer_figure1_4_epochs": lambda: study(
-        "performer_figure1_4_epochs.json", {"fashion_mnist": "test images"}
-    ),
     "performer_table1": baselines,
     "translution_mnist": lambda: study(
         "translution_mnist.json",

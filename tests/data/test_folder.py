@@ -222,6 +222,7 @@ def test_large_images_of_one_size_are_streamed(root, monkeypatch):
 
 
 # Checks that are quadratic in the number of files take minutes.
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 @pytest.mark.skipif(not CIFAR10.exists(), reason="shared/data/cifar10 is missing")
 def test_folder_of_60_000_images(tmp_path):

@@ -126,6 +126,7 @@ def test_own_data_are_selected_by_name():
     assert load_data(config).info.num_train == 630
 
 
+@pytest.mark.slow
 def test_guide_runs_and_its_decoding_steps_equal_the_causal_kernels():
     scope = run_examples(read("docs/using.md"))
     i = scope["i"]
@@ -153,6 +154,7 @@ def test_drop_in_guide_runs():
     assert not np.isnan(scope["out"]).any()
 
 
+@pytest.mark.slow
 def test_pretrained_guide_has_the_stated_accuracies(monkeypatch):
     monkeypatch.chdir(ROOT)
     text = read("docs/pretrained.md")

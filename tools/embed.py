@@ -72,7 +72,7 @@ def read_archive(folder: pathlib.Path, split: str) -> tuple[np.ndarray, np.ndarr
 
 def movable(
     images: Real[np.ndarray, "n height width"], max_shift: int
-) -> Bool[np.ndarray, "n"]:
+) -> Bool[np.ndarray, " n"]:
     """Finds the images that keep every non-zero pixel when shifted along x, both ways.
 
     The `max_shift` outermost columns on both sides must be empty. An image that can
@@ -96,12 +96,12 @@ def movable(
 
 
 def select(
-    labels: Int[np.ndarray, "n"],
+    labels: Int[np.ndarray, " n"],
     count: int,
     seed: list[int],
-    preferred: Bool[np.ndarray, "n"] | None = None,
+    preferred: Bool[np.ndarray, " n"] | None = None,
     num_preferred: int = 0,
-) -> Int[np.ndarray, "count"]:
+) -> Int[np.ndarray, " count"]:
     """Draws `count` indices, class-balanced: class sizes differ by at most one.
 
     Args:

@@ -192,7 +192,7 @@ def read_info(values: Mapping[str, Any]) -> DataInfo:
 
 def batch_indices(
     num_examples: int, batch_size: int, seed: int, step: int
-) -> Int64[np.ndarray, "{batch_size}"]:
+) -> Int64[np.ndarray, " {batch_size}"]:
     """Returns the indices of the examples in the batch of a training step.
 
     An epoch has ``num_examples // batch_size`` steps and visits the examples in a

@@ -129,7 +129,7 @@ class PlacedData(ImageData):
         return {**super().eval_splits, **tests}
 
     def training_batch(
-        self, indices: Int64[np.ndarray, "batch"], seed: int, epoch: int
+        self, indices: Int64[np.ndarray, " batch"], seed: int, epoch: int
     ) -> Batch:
         """Returns training images on the canvas.
 

@@ -41,12 +41,12 @@ class ImageSplit:
     """
 
     images: UInt8[np.ndarray, "n height width channels"]
-    labels: Int32[np.ndarray, "n"]
+    labels: Int32[np.ndarray, " n"]
 
     def __len__(self) -> int:
         return len(self.labels)
 
-    def gather(self, indices: Int64[np.ndarray, "batch"]) -> Batch:
+    def gather(self, indices: Int64[np.ndarray, " batch"]) -> Batch:
         """Returns the batch {"image": uint8 [batch, h, w, c], "label": [batch]}."""
         return {"image": self.images[indices], "label": self.labels[indices]}
 
@@ -104,8 +104,8 @@ class ImageData:
     validation: ImageSplit
     test: ImageSplit
     class_names: tuple[str, ...]
-    mean: Float32[np.ndarray, "channels"]
-    std: Float32[np.ndarray, "channels"]
+    mean: Float32[np.ndarray, " channels"]
+    std: Float32[np.ndarray, " channels"]
     origin: str
     augment: str = dataclasses.field(default="none", kw_only=True)
 
@@ -221,7 +221,7 @@ class ImageData:
         return Loader(make_batch, start_step, place=place)
 
     def training_batch(
-        self, indices: Int64[np.ndarray, "batch"], seed: int, epoch: int
+        self, indices: Int64[np.ndarray, " batch"], seed: int, epoch: int
     ) -> Batch:
         """Returns a batch of training images; subclasses may change it in each epoch.
 
@@ -311,7 +311,7 @@ def split_validation(
 
 def draw_validation(
     num_examples: int, num_validation: int, split_seed: int
-) -> Int64[np.ndarray, "{num_validation}"]:
+) -> Int64[np.ndarray, " {num_validation}"]:
     """Draws the indices of the images that are held out for validation.
 
     Args:
@@ -345,7 +345,7 @@ def draw_validation(
 
 def channel_statistics(
     images: UInt8[np.ndarray, "n height width channels"],
-) -> tuple[Float32[np.ndarray, "channels"], Float32[np.ndarray, "channels"]]:
+) -> tuple[Float32[np.ndarray, " channels"], Float32[np.ndarray, " channels"]]:
     """Returns the exact mean and standard deviation per channel, values in [0, 1].
 
     Args:

@@ -85,8 +85,8 @@ def preprocess(
     images: Shaped[Array | np.ndarray, "batch height width channels"],
     *,
     image_size: int,
-    mean: Float[Array | np.ndarray, "channels"] | None = None,
-    std: Float[Array | np.ndarray, "channels"] | None = None,
+    mean: Float[Array | np.ndarray, " channels"] | None = None,
+    std: Float[Array | np.ndarray, " channels"] | None = None,
     change: Callable[[Array], Array] | None = None,
 ) -> Float32[Array, "batch {image_size} {image_size} channels"]:
     """Scales images to [0, 1], resizes them and, given `mean` and `std`, standardises.

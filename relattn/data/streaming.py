@@ -286,7 +286,7 @@ class Photographs:
     """
 
     records: Sequence | FileRecords
-    indices: Int64[np.ndarray, "n"]
+    indices: Int64[np.ndarray, " n"]
     num_classes: int
     origin: str
     hint: str = "prepare the set again"
@@ -295,7 +295,7 @@ class Photographs:
         return len(self.indices)
 
     def read(
-        self, positions: Sequence[int] | Int64[np.ndarray, "batch"]
+        self, positions: Sequence[int] | Int64[np.ndarray, " batch"]
     ) -> Iterator[tuple[Image.Image, int]]:
         """Yields the images, decoded to RGB, with their labels.
 

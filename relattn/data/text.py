@@ -224,7 +224,7 @@ class TokenSplit:
         where: Name of the tokens in error messages.
     """
 
-    tokens: UInt16[np.ndarray, "n"]
+    tokens: UInt16[np.ndarray, " n"]
     context_length: int
     meta: TokenMeta
     where: str
@@ -407,7 +407,7 @@ def write_tokens(path: pathlib.Path, pieces: Iterable[TokenIds]) -> int:
 
 def open_tokens(
     path: pathlib.Path, meta: TokenMeta, min_tokens: int = 1
-) -> UInt16[np.ndarray, "tokens"]:
+) -> UInt16[np.ndarray, " tokens"]:
     """Memory-maps a file of token ids and checks it.
 
     Args:

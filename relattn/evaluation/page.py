@@ -124,7 +124,7 @@ def _choose_images(
     boundary: str,
     num_images: int,
     data_dir: str | None,
-) -> tuple[Float[np.ndarray, "n height width channels"], Int[np.ndarray, "n"]]:
+) -> tuple[Float[np.ndarray, "n height width channels"], Int[np.ndarray, " n"]]:
     """Returns test images that allow every shift, and labels, class after class."""
     first = runs[0]
     for run in runs:

@@ -97,7 +97,7 @@ def report(run: Run, *, num_images: int | None = None) -> str:
 
 
 def confusion_matrix(
-    labels: Int[np.ndarray, "n"], predicted: Int[np.ndarray, "n"], num_classes: int
+    labels: Int[np.ndarray, " n"], predicted: Int[np.ndarray, " n"], num_classes: int
 ) -> Int[np.ndarray, "{num_classes} {num_classes}"]:
     """Counts the images of each class by the class that was predicted.
 

@@ -68,17 +68,17 @@ class ShiftedPredictions:
     shifts: tuple[Shift, ...]
     predicted: Int[np.ndarray, "shifts n"]
     random_predicted: Int[np.ndarray, "draws n"]
-    labels: Int[np.ndarray, "n"]
+    labels: Int[np.ndarray, " n"]
     boundary: str = "zeros"
     settings: tuple[str, ...] = ()
 
     @property
-    def unshifted(self) -> Int[np.ndarray, "n"]:
+    def unshifted(self) -> Int[np.ndarray, " n"]:
         """Returns the predicted classes of the unshifted images."""
         return self.predicted[self.shifts.index((0, 0))]
 
     @property
-    def all_allowed(self) -> Bool[np.ndarray, "n"]:
+    def all_allowed(self) -> Bool[np.ndarray, " n"]:
         """Returns which images allow every one of `shifts`."""
         return (self.predicted != NOT_ALLOWED).all(axis=0)
 

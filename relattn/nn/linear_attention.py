@@ -9,7 +9,7 @@ not a parameter but a variable in the collection ``random_features``.
 from __future__ import annotations
 
 import functools
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import flax.linen as nn
 import jax

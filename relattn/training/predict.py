@@ -40,7 +40,7 @@ class Predictions:
     class_names: tuple[str, ...]
 
     @property
-    def labels(self) -> Int[np.ndarray, "n"]:
+    def labels(self) -> Int[np.ndarray, " n"]:
         """The most likely class of each image, as a number."""
         return self.probabilities.argmax(axis=-1)
 

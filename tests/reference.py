@@ -93,17 +93,20 @@ def _weighted_mean(weights, v):
     return weights @ v / jnp.where(total == 0, 1.0, total)
 
 
-def banded_attention(q, v, table, log_phi, grid, num_prefix=0, key_mask=None):
+def banded_attention(
+    q, v, table, log_phi, grid, num_prefix=0, key_mask=None, cls="far"
+):
     """Computes attention with weights phi(q_i) . phi(w_distance); positive features.
 
     ``log_phi`` maps [n, head_dim] to the logarithms of features, [n, features].
     """
     n, clip = len(q), len(table) - 1
     distances = np.full((n, n), clip)
-    for i in range(num_prefix, n):
+    for i in range(0 if cls == "corner" else num_prefix, n):
+        start = divmod(i - num_prefix, grid[1]) if i >= num_prefix else (grid[0], 0)
         for j in range(num_prefix, n):
-            ends = [divmod(token - num_prefix, grid[1]) for token in (i, j)]
-            offset = shortest(np.subtract(*ends), grid)
+            end = divmod(j - num_prefix, grid[1])
+            offset = shortest(np.subtract(start, end), grid)
             distances[i, j] = min(np.abs(offset).sum(), clip)
     products = log_phi(q)[:, None] + log_phi(table)[distances]
     scores = jax.nn.logsumexp(products, axis=-1)

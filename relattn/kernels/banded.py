@@ -12,6 +12,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from relattn.kernels.checks import broadcast_leading, check_arguments
@@ -26,6 +27,9 @@ from relattn.kernels.linear import (
 from relattn.kernels.precision import wide_einsum, widen
 from relattn.offsets import Grid, Torus, check_grid, max_distance
 
+# Where prefix queries stand: at distance clip from all keys, or at (height, 0).
+PLACES = ("far", "corner")
+
 
 @check_arguments
 def banded_attention(
@@ -36,6 +40,7 @@ def banded_attention(
     *,
     grid: Grid,
     num_prefix: int = 0,
+    cls: str = "far",
     key_mask: Bool[Array, "*#batch n"] | None = None,
     precision: jax.lax.PrecisionLike = None,
 ) -> Float[Array, "*batch n value_dim"]:
@@ -43,7 +48,10 @@ def banded_attention(
 
     out_i = sum_j phi(q_i) . phi(w_dist(i,j)) v_j / sum_j phi(q_i) . phi(w_dist(i,j)),
     with dist the Manhattan distance on the grid, clipped at ``clip = rows - 1``. Prefix
-    tokens are at distance ``clip`` from every token, including themselves.
+    tokens are at distance ``clip`` from every token, including themselves. With
+    ``cls="corner"`` prefix queries stand at (height, 0) instead, below the bottom left
+    token: the token in row r and column c is at distance height - r + c from them. As
+    keys, prefix tokens remain at ``clip`` for all queries.
 
     Features, weights and sums are float32 or wider. Exponents are shifted by their
     maximum over the table rows at which the query has keys, so that positive weights
@@ -60,6 +68,8 @@ def banded_attention(
             a pair is the map of the table.
         grid: Height and width, or length, of the tokens after the prefix.
         num_prefix: Number of prefix tokens.
+        cls: Where prefix queries stand, ``"far"`` or ``"corner"``. A torus has no row
+            below the last, and so no corner; a length is one row.
         key_mask: True for keys that exist, shape ``[*batch, n]``.
         precision: Passed to einsum.
 
@@ -68,8 +78,8 @@ def banded_attention(
 
     Raises:
         ValueError: If shapes or dtypes do not fit together.
-        ValueError: If the table has fewer than two rows, or the grid does not hold the
-            tokens.
+        ValueError: If the table has fewer than two rows, the grid does not hold the
+            tokens, or ``cls`` is unknown or does not fit the grid.
 
     Example:
         >>> phi = lambda x: jnp.exp(x)
@@ -80,7 +90,8 @@ def banded_attention(
 
     Source:
         Horn et al., Translational Equivariance in Kernelizable Attention, section 2.3,
-        strategy 2; normalised as in their code, not their equation.
+        strategy 2; normalised as in their code, not their equation. The paper does not
+        say where CLS stands; ``"corner"`` is what their code computes.
     """
     check_grid(v.shape[-2], grid, num_prefix)
     check_feature_maps(feature_map, q, table)
@@ -88,6 +99,12 @@ def banded_attention(
         raise ValueError(
             "table needs one row for each distance from 0 to clip, with clip >= 1: "
             f"expected at least 2 rows, got {len(table)}"
+        )
+    if cls not in PLACES:
+        raise ValueError(f"cls must be one of {', '.join(PLACES)}, got {cls!r}")
+    if cls == "corner" and isinstance(grid, Torus):
+        raise ValueError(
+            f"cls='corner' needs a grid with a last row, got {grid}: use cls='far'"
         )
     grid = type(grid)((1, *grid)) if len(grid) == 1 else grid
     q, v = broadcast_leading(q, v)
@@ -98,7 +115,8 @@ def banded_attention(
         keys = key_mask[..., None].astype(values.dtype)
 
     # Drop rows that have no keys.
-    num_rings = min(len(table) - 1, max_distance(grid) + 1)
+    farthest = max_distance(grid) + (cls == "corner")
+    num_rings = min(len(table) - 1, farthest + 1)
     table = jnp.concatenate([table[:num_rings], table[-1:]])
     # Number of keys at each distance of each query, and sum_j v_j.
     counts, num_keys = _count_keys(keys, grid, num_prefix, num_rings)
@@ -106,9 +124,10 @@ def banded_attention(
     image = _to_grid(values, grid, num_prefix)
 
     # phi(q_i) . phi(w_d) for every query of the grid and distance d.
+    rows = key_features(feature_map, table)
     weights, magnitudes = _row_weights(
         query_features(feature_map, q[..., num_prefix:, :]),
-        key_features(feature_map, table),
+        rows,
         counts > 0,
         # Without a mask, each query of such a grid has keys at every distance.
         shared_shift=key_mask is None and num_rings <= grid[0] // 2 + grid[1] // 2,
@@ -125,13 +144,43 @@ def banded_attention(
     if magnitudes is not None:
         magnitudes = (magnitudes * counts).sum(axis=-1, keepdims=True)
     out, _ = divide_sums((numerator, denominator), magnitudes, v.dtype)
-    if num_prefix:
+    if num_prefix and cls == "corner":
+        queries = query_features(feature_map, q[..., :num_prefix, :])
+        prefix = _attend_from_corner(queries, rows, keys, values, grid, precision)
+        out = jnp.concatenate([prefix.astype(v.dtype), out], axis=-2)
+    elif num_prefix:
         # All keys have the same distance from a prefix query: their mean.
         mean = total / jnp.maximum(num_keys, 1.0)
         shape = (*v.shape[:-2], num_prefix, v.shape[-1])
         prefix = jnp.broadcast_to(mean, shape).astype(v.dtype)
         out = jnp.concatenate([prefix, out], axis=-2)
     return out
+
+
+def _attend_from_corner(queries, rows, keys, values, grid, precision):
+    """Attends from (height, 0), the place below the bottom left token."""
+    height, _ = grid
+    num_rows = rows.exponents.shape[0]
+    # Every distance that is no ring, like that of prefix keys, has the last row.
+    row, column = np.indices(grid).reshape(2, -1)
+    distances = np.full(keys.shape[-2], num_rows - 1)
+    distances[-row.size :] = np.minimum(height - row + column, num_rows - 1)
+    select = (distances == np.arange(num_rows)[:, None]).astype(values.dtype)
+
+    def sum_by_distance(x):
+        # As exact as the sums of `_rings`, which have no matrix product.
+        return jnp.einsum("dm,...me->...de", select, x, precision="highest")
+
+    counts = jnp.swapaxes(sum_by_distance(keys), -1, -2)
+    weights, magnitudes = _row_weights(
+        queries, rows, counts > 0, shared_shift=False, precision=precision
+    )
+    sums = sum_by_distance(values)
+    numerator = jnp.einsum("...nd,...de->...ne", weights, sums, precision="highest")
+    denominator = (weights * counts).sum(axis=-1, keepdims=True)
+    if magnitudes is not None:
+        magnitudes = (magnitudes * counts).sum(axis=-1, keepdims=True)
+    return divide_sums((numerator, denominator), magnitudes, values.dtype)[0]
 
 
 def _to_grid(x, grid, num_prefix=0):

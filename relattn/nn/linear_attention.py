@@ -317,7 +317,10 @@ class BandedAttention(RandomFeatureAttention):
         clip: Distance from which on all distances are equal, in tokens.
         position_heads: Number of position heads; 0 for half of the heads.
         separate_projections: Whether position heads draw separate random features, as
-            in the published code, instead of using those of the content heads.
+            in the authors' code, instead of using those of the content heads.
+        cls: Where CLS stands for the position heads when it is a query: ``"far"`` from
+            all tokens, or at the ``"corner"`` below the bottom left token, as in the
+            authors' code. As a key it is far from all tokens.
 
     Example:
         >>> import jax
@@ -336,6 +339,7 @@ class BandedAttention(RandomFeatureAttention):
     clip: int = 6
     position_heads: int = 0
     separate_projections: bool = False
+    cls: str = "far"
     sites: ClassVar[tuple[str, ...]] = ("none", "tokens")
     has_causal_form: ClassVar[bool] = False
     has_cross_form: ClassVar[bool] = False
@@ -346,6 +350,9 @@ class BandedAttention(RandomFeatureAttention):
         super().check()
         if self.clip < 1:
             raise ValueError(f"attention 'banded' needs clip >= 1, got {self.clip}")
+        if self.cls not in banded.PLACES:
+            places = " or ".join(map(repr, banded.PLACES))
+            raise ValueError(f"attention 'banded' needs cls={places}, got {self.cls!r}")
         if not self.position_heads and self.num_heads % 2:
             raise ValueError(
                 "attention 'banded' makes half of the heads position heads: "
@@ -384,6 +391,7 @@ class BandedAttention(RandomFeatureAttention):
             position_map,
             grid=context.grid,
             num_prefix=context.num_prefix,
+            cls=self.cls,
             key_mask=context.key_mask,
         )
         if k is None:

@@ -109,15 +109,55 @@ def test_values_and_gradients_match_reference(grid, num_prefix, clip, masked):
     _assert_close(_kernel(inputs, key_mask=mask, **options), expected, 1e-5)
 
 
+@pytest.mark.parametrize(
+    ("grid", "num_prefix", "clip", "masked"),
+    [
+        ((3, 5), 1, 1, False),
+        ((7, 5), 2, 3, True),
+        ((5, 7), 1, 5, False),
+        # The farthest token of the corner, at height + width - 1, has its own row.
+        ((2, 3), 1, 5, False),
+        ((2, 3), 1, 11, True),
+        ((3, 2), 0, 2, False),
+    ],
+)
+def test_prefix_queries_at_the_corner_match_reference(grid, num_prefix, clip, masked):
+    inputs = _inputs(grid, num_prefix, clip)
+    mask = _mask(len(inputs[0])) if masked else None
+    options = {"grid": grid, "num_prefix": num_prefix, "cls": "corner"}
+    expected = _reference(inputs, key_mask=mask, **options)
+    mask = None if mask is None else jnp.asarray(mask)
+    _assert_close(_kernel(inputs, key_mask=mask, **options), expected, 1e-5)
+
+
+def test_the_corner_is_below_the_bottom_left_token():
+    # Only the weight of distance 2 is large: that of the tokens (1, 0) and (2, 1).
+    q, v, _ = _inputs((3, 5), 1, 3)
+    table = jnp.array([0.0, 0.0, 40.0, 0.0])[:, None] * jnp.ones(HEAD_DIM)
+
+    @functools.partial(jax.jit, static_argnames="cls")
+    def attend(cls):
+        where = {"grid": (3, 5), "num_prefix": 1, "cls": cls}
+        return banded_attention(q, v, table, lambda x: jnp.exp(x / 4), **where)
+
+    corner, far = attend("corner"), attend("far")
+    image = v[1:].reshape(3, 5, VALUE_DIM)
+    np.testing.assert_allclose(corner[0], (image[1, 0] + image[2, 1]) / 2, atol=2e-3)
+    np.testing.assert_allclose(far[0], v.mean(axis=0), atol=1e-6)
+    np.testing.assert_allclose(corner[1:], far[1:], atol=1e-6)
+
+
 @pytest.mark.parametrize("scales", [(20.0, 1.0), (1.0, 20.0), (20.0, 20.0)])
 @pytest.mark.parametrize(
-    ("clip", "masked"), [(3, False), (6, False), (3, True)], ids=str
+    ("clip", "masked", "cls"),
+    [(3, False, "corner"), (6, False, "far"), (3, True, "corner"), (3, False, "far")],
+    ids=str,
 )
-def test_large_queries_and_tables_match_reference(clip, masked, scales):
+def test_large_queries_and_tables_match_reference(clip, masked, cls, scales):
     # Exponents of rows differ widely, and a query may have keys only at small ones.
     inputs = _inputs((3, 5), 1, clip, q_scale=scales[0], table_scale=scales[1])
     mask = _mask(16) if masked else None
-    options = {"grid": (3, 5), "num_prefix": 1}
+    options = {"grid": (3, 5), "num_prefix": 1, "cls": cls}
     expected = _reference(inputs, key_mask=mask, **options)
     mask = None if mask is None else jnp.asarray(mask)
     actual = _kernel(inputs, key_mask=mask, **options)
@@ -156,6 +196,9 @@ def _dense(inputs, feature_map, grid, num_prefix, mask):
     """Computes the output from dense features and weights of all pairs."""
     q, v, table = inputs
     distances = offsets.distances(grid, len(table) - 1, num_prefix)
+    # Prefix queries stand one row below the first column.
+    below = offsets.distances((grid[0] + 1, grid[1]), len(table) - 1)
+    distances[:num_prefix, num_prefix:] = below[-grid[1], : math.prod(grid)]
     phi = [feature_map(x) for x in (q, table)]
     queries, rows = (getattr(f, "dense", lambda f=f: f)() for f in phi)
     weights = jnp.einsum("nf,nmf->nm", queries, rows[distances]) * mask
@@ -183,6 +226,7 @@ def test_other_feature_maps_match_dense_attention(feature_map, masked):
         feature_map,
         grid=(3, 5),
         num_prefix=2,
+        cls="corner",
         key_mask=jnp.asarray(mask) if masked else None,
     )
     weights = _random(5, 17, VALUE_DIM)
@@ -252,13 +296,14 @@ def test_masked_values_are_ignored_even_if_nan():
         np.testing.assert_array_equal(gradient, other)
 
 
-@pytest.mark.parametrize("num_prefix", [0, 2])
-def test_without_keys_output_is_zero_and_gradients_finite(num_prefix):
+@pytest.mark.parametrize(("num_prefix", "cls"), [(0, "far"), (2, "far"), (2, "corner")])
+def test_without_keys_output_is_zero_and_gradients_finite(num_prefix, cls):
     inputs = _inputs((3, 5), num_prefix, 2)
     out, gradients = _kernel(
         inputs,
         grid=(3, 5),
         num_prefix=num_prefix,
+        cls=cls,
         key_mask=jnp.zeros(15 + num_prefix, bool),
     )
     assert (out == 0).all()
@@ -305,6 +350,11 @@ def test_flops_are_linear_in_length_and_clip():
         (
             {"table": jnp.ones((3, 7))},
             r"same head_dim, got shapes \(16, 5\) and \(3, 7\)",
+        ),
+        ({"cls": "middle"}, "cls must be one of far, corner, got 'middle'"),
+        (
+            {"cls": "corner", "grid": Torus((3, 5))},
+            r"needs a grid with a last row, got Torus\(\(3, 5\)\): use cls='far'",
         ),
     ],
 )

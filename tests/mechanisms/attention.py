@@ -108,13 +108,13 @@ def banded(q, v, table, key_mask=None, **where):
     )
 
 
-def naive_banded(q, v, table, allowed, grid=GRID, num_prefix=NUM_PREFIX):
+def naive_banded(q, v, table, allowed, grid=GRID, num_prefix=NUM_PREFIX, cls="far"):
     def log_phi(x):
         naive_map = jax.vmap(reference.positive_features, (0, None))
         return jnp.log(naive_map(x, np.float64(PROJECTION)))
 
     return reference.banded_attention(
-        q, v, table, log_phi, grid, num_prefix, allowed[0]
+        q, v, table, log_phi, grid, num_prefix, allowed[0], cls
     )
 
 
@@ -232,6 +232,16 @@ MECHANISMS = [
         "banded, positive features",
         banded,
         naive_banded,
+        {"q": (N, HEAD_DIM), "v": (N, VALUE_DIM), "table": (CLIP + 1, HEAD_DIM)},
+        shared=("table",),
+        key_inputs=("v",),
+        scaled_input="table",
+        on_grid=True,
+    ),
+    Mechanism(
+        "banded, CLS at the corner",
+        functools.partial(banded, **ON_GRID, cls="corner"),
+        functools.partial(naive_banded, cls="corner"),
         {"q": (N, HEAD_DIM), "v": (N, VALUE_DIM), "table": (CLIP + 1, HEAD_DIM)},
         shared=("table",),
         key_inputs=("v",),

@@ -76,6 +76,7 @@ def expected(attention, variables, x):
                     lambda vectors: jnp.log(jnp.stack([phi(x, name) for x in vectors])),
                     GRID,
                     num_prefix=1,
+                    cls="corner" if "corner" in attention else "far",
                 )
             )
     merged = jnp.stack(heads, axis=1).reshape(N, DIM)
@@ -91,6 +92,7 @@ def expected(attention, variables, x):
         f"favor(num_features={FEATURES}, eps=0.3)",
         f"banded(clip=2, num_features={FEATURES}, eps=0.3)",
         f"banded(clip=2, num_features={FEATURES}, separate_projections=True)",
+        f"banded(clip=3, num_features={FEATURES}, cls='corner')",
     ],
 )
 def test_output_equals_the_reference_with_linear_projections(attention):

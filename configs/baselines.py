@@ -6,10 +6,11 @@ MODEL: ``alexnet``, ``vgg16``, ``resnet18``, ``linformer`` or ``routing``. DATAS
 ``mnist``, ``fashion_mnist`` or ``cifar10``, prepared once with ``python -m
 relattn.data.prepare``. Example: ``configs/baselines.py:resnet18,cifar10``.
 
-``modern``, the default, has models for 32x32 images and the recipe of the Performers
-(``configs/performer.py``). ``published``, as in
-``configs/baselines.py:resnet18,cifar10,published``, has the models and recipes of the
-authors' notebooks:
+``modern``, the default, has our models for 32x32 images and the recipe of the
+Performers (``configs/performer.py``). The paper's text states neither the sizes of its
+baselines, other than their parameter counts, nor their recipes. ``published``, as in
+``configs/baselines.py:resnet18,cifar10,published``, has those of the authors'
+notebooks:
 
 - AlexNet with three dropouts of 0.5, VGG-16 and ResNet-18 as in torchvision, ResNet-18
   with the stem for ImageNet: Adam(0.9, 0.999) with learning rate 2e-4, 20 epochs of
@@ -22,8 +23,9 @@ authors' notebooks:
 - Routing Transformer: the authors published no code, so ``published`` equals
   ``modern``.
 
-The authors report the test accuracy after the last epoch; here, as in all
-configurations, it is that of the epoch with the best validation accuracy.
+The notebooks test the model after the last epoch; here, as in all configurations, the
+test accuracy is that of the epoch with the best validation accuracy. The notebook of
+CIFAR-10 also defines horizontal flips, which are left out here.
 
 Test accuracy (%) on Fashion-MNIST, ``published``, seed 0, on a CPU core each;
 docs/results.md has the commands (``--preset=performer_table1``) and the accuracies

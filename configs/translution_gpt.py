@@ -8,20 +8,26 @@ relattn.data.prepare_text`` into the folder ``--config.data.data_dir``). SIZE: `
 is GPT-A with 160 tokens of context; A, B or C, and any length. METHOD:
 ``self_attention``, ``lor_translution``, ``translution``, or a baseline of table 8:
 ``no_position``, ``relative_key``, ``relative_value`` (both with learned token positions
-in addition, as in the published parameter counts), ``relative_bias``,
-``gated_positional``, ``rope`` (base 10,000). Example:
+in addition, as the published parameter counts imply), ``relative_bias``,
+``gated_positional``, ``rope`` (base 10,000, from the authors' code). Example:
 ``configs/translution_gpt.py:openwebtext,A-160,translution``.
 
 Ablations: ``rank=16``, ``base=False``, ``relative=qk``, ``average=True``,
 ``position=learned``, and ``layers=3`` for a hybrid with the method in the first three
 layers and softmax in the others.
 
-Recipe: AdamW with learning rate 3e-4 and weight decay 0.05, clipping at 1.0, batches of
-8, cosine schedule, 300 epochs of 32,000 random windows.
+Recipe, by its source:
 
-Best validation perplexity on WikiText-2 with ``wikitext2,A-160`` in 2,000 steps (see
-docs/results.md), one seed: 232.2 with ``self_attention``, 189.6 with ``rope``, 189.9
-with ``lor_translution``, 223.6 with ``translution`` (at step 1,000).
+- the paper's text (section 4.2): the sizes of the models, ``rank=8``, batches of 8, 160
+  or 512 tokens;
+- the defaults of the authors' OpenWebText script: AdamW with learning rate 3e-4 and
+  weight decay 0.05, clipping at 1.0, cosine schedule, 300 epochs of 32,000 random
+  windows.
+
+Best validation perplexity on WikiText-2 with ``wikitext2,A-160`` in 2,000 steps,
+trained on its *test* text (see docs/results.md), one seed: 232.2 with
+``self_attention``, 189.6 with ``rope``, 189.9 with ``lor_translution``, 223.6 with
+``translution`` (at step 1,000).
 
 ``cpu`` is a small GPT with 2 layers, dim 128 and 64 tokens of context, for 1,000 steps
 of 12 windows of tinyshakespeare, evaluated every 200. Validation loss by

@@ -9,19 +9,30 @@ centre and anywhere. Or ``imagenet``. SIZE: ``A/12`` is ViT-A with patches of 12
 A, B or C, and any patch that divides the image. METHOD: ``self_attention``,
 ``lor_translution``, ``translution``, or a baseline of table 4: ``no_position``,
 ``relative_key``, ``relative_value`` (both with learned token positions in addition, as
-in the published parameter counts), ``relative_bias``, ``gated_positional``, ``rope``
-(base 10,000). Example: ``configs/translution_vit.py:dynamic,A/12,lor_translution``.
+the published parameter counts imply), ``relative_bias``, ``gated_positional``, ``rope``
+(base 10,000, from the authors' code, which also adds learned positions; the formulas in
+the paper's appendix E have none). Example:
+``configs/translution_vit.py:dynamic,A/12,lor_translution``.
 
 Ablations: ``rank=16``, ``base=False``, ``absolute=True``, ``relative=qk``,
 ``average=True``, ``position=learned``, and ``layers=3`` for a hybrid with the method in
 the first three layers and softmax in the others.
 
-Recipe: AdamW with learning rate 3e-4 and weight decay 0.05, batches of 256, cosine
-schedule, 300 epochs; ImageNet with RandAugment(2, 9), CutMix(1.0) or MixUp(0.8).
+Recipe, by its source:
+
+- the paper's text (section 4): the sizes of the models, ``rank=8``, images of 84x84
+  and 224x224 pixels, batches of 256 on ImageNet;
+- the defaults of the authors' ImageNet script: AdamW with learning rate 3e-4 and weight
+  decay 0.05, cosine schedule, 300 epochs, random resized crops and flips,
+  RandAugment(2, 9), CutMix(1.0) or MixUp(0.8);
+- ours: the same optimiser, schedule, epochs and batches on MNIST, for which the paper
+  states no recipe; the validation images, which are taken from the training set. The
+  authors' script keeps the best of its evaluations on ImageNet's validation images,
+  which are our test images.
 
 Test accuracy (%) on all of MNIST after 20 epochs, or 3 for Translution, in batches of
-128, one seed, on an H200, by the commands in docs/results.md (published, after 300
-epochs):
+128, one seed, on an H200, by the commands in docs/results.md (published; the paper does
+not say after how many epochs):
 
     trained on         static                         dynamic
     tested on          static         dynamic         static    dynamic

@@ -89,9 +89,11 @@ def test_published_performers_have_the_authors_recipe(variant, dataset):
         expected.model.attention = "favor(eps=0.3, haar=False)"
         if variant == "banded":
             clip, expected.batch_size = (4, 11) if dataset == DATASETS[1] else (6, 6)
-            options = f"clip={clip}, separate_projections=True, eps=0.3, haar=False"
+            options = "cls='corner', separate_projections=True, eps=0.3, haar=False"
             expected.model.update(
-                attention=f"banded({options})", dropout=0.0, attention_dropout=0.0
+                attention=f"banded(clip={clip}, {options})",
+                dropout=0.0,
+                attention_dropout=0.0,
             )
     assert config.to_dict() == expected.to_dict()
 

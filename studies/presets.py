@@ -471,7 +471,7 @@ def _clip(datasets: Sequence[str]) -> Preset:
         rows.append(Row(f"clip_{clip}", runs, published))
     title = (
         "Performers of strategy 2 with clipping distances of 2, 4 and 6 pixels (raw "
-        "results of Horn et al.)"
+        "results of the authors, Horn et al.)"
     )
     return Preset(title, rows, _accuracies(datasets))
 

@@ -49,8 +49,8 @@ class ShiftCurve:
         dataset: The name of the data set.
         model: The label of the model, see `model_label`.
         label: The class of the images, None for all classes.
-        published: The model's name in the published figure, "" if it is not there or
-            the images or shifts are others.
+        published: The model's name in the data of the published figure, "" if it is
+            not there or the images or shifts are others.
         shifts: Shifts (dx, dy) in pixels.
         shares: The shares at each shift.
         random: The shares under random shifts: of all pairs of an image and a random

@@ -85,11 +85,11 @@ def positive_features(
 
     A positive ``eps`` pulls attention towards the mean of the values: more bias, less
     noise. It is a constant, so it neither mixes examples nor leaks later tokens.
-    Published Performers divide the features by the largest one, of the token for
-    queries and of the batch for keys, and then add 1e-4. This is much more than eps =
-    1e-4 here, and depends on the batch. Measured over three draws, with queries and
-    keys as in strategy 1 at initialisation (head_dim 48, 185 features, grid of 16x16,
-    22 examples):
+    The code of Horn et al., like performer-pytorch of its time, divides the features by
+    the largest one, of the token for queries and of the batch for keys, and then adds
+    1e-4. This is much more than eps = 1e-4 here, and depends on the batch. Measured
+    over three draws, with queries and keys as in strategy 1 at initialisation (head_dim
+    48, 185 features, grid of 16x16, 22 examples):
 
     ==========================  ===============  ================  =============
     form                        error to exact   change of output  share of eps
@@ -97,7 +97,7 @@ def positive_features(
     eps = 0                     78-100%          0                 0
     eps = 1e-4                  78-100%          0.01%             0.02%
     eps = 0.3                   55-72%           24-25%            40-41%
-    published, 1e-4             59-63%           19-33%            30-48%
+    their code, 1e-4            59-63%           19-33%            30-48%
     ==========================  ===============  ================  =============
 
     Args:
@@ -336,8 +336,8 @@ def draw_orthogonal(
         head_dim: Width of a row.
         norms: ``"chi"``, independent norms of Gaussian vectors, or ``"fixed"``, always
             sqrt(head_dim), which is biased.
-        haar: False omits the signs, like published Performer code. Then Q is not
-            uniform, and the features are biased.
+        haar: False omits the signs, like the code of Horn et al. Then Q is not uniform,
+            and the features are biased.
 
     Returns:
         The projection, float32, shape ``[num_features, head_dim]``.

@@ -412,10 +412,10 @@ def _head(num_classes: int, features: Float[Array, "batch features"]) -> Array:
     return Linear(num_classes, name="head")(features.astype(jnp.float32))
 
 
-# Options of ``config.model``. The published code has no Routing Transformer. Its
-# Linformer is a ViT with one patch and a CLS token; k is larger than these two tokens,
-# as the authors chose. They also add a learned position to the learned CLS token: 256
-# parameters more than here.
+# Options of ``config.model``, from the authors' notebooks. They have no Routing
+# Transformer. Their Linformer is a ViT with one patch and a CLS token; k is larger than
+# these two tokens, as the authors chose. They also add a learned position to the
+# learned CLS token: 256 parameters more than here.
 PUBLISHED_BASELINES = {
     "alexnet": {"name": "alexnet", "dropout": 0.5, "weight_init": "pytorch"},
     "vgg16": {"name": "vgg16", "dropout": 0.5, "weight_init": "torchvision"},

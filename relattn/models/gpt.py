@@ -24,11 +24,12 @@ class GPT(nn.Module):
     """Predicts each next token from earlier tokens: embedding, causal blocks, head.
 
     Embeddings start as N(0, 1). By default queries, keys, values and the head have no
-    bias, the head is not tied to the embedding and, as in the published models, two
-    LayerNorms follow each other before the head. With ``dim``, ``num_layers``,
-    ``num_heads`` and ``mlp_dim`` from ``SIZES["A"]`` and so on these are the GPT-A, B
-    and C of Translution. GPT-2 has ``position="learned"``, ``qkv_bias=True``,
-    ``head_norm=False``, ``tie_head=True`` and ``approximate_gelu=True``.
+    bias, the head is not tied to the embedding and, as in the code of Translution's
+    authors, two LayerNorms follow each other before the head. With ``dim``,
+    ``num_layers``, ``num_heads`` and ``mlp_dim`` from ``SIZES["A"]`` and so on these
+    are the GPT-A, B and C of Translution. GPT-2 has ``position="learned"``,
+    ``qkv_bias=True``, ``head_norm=False``, ``tie_head=True`` and
+    ``approximate_gelu=True``.
 
     Attributes:
         vocab_size: Size of the vocabulary.

@@ -9,7 +9,7 @@ from relattn import spec
 # Name of the method: attention, position of images, position of text. The published
 # parameter counts of the relative vectors include a table of learned positions, which
 # the paper's formulas do not have. The rotary base of 10,000 is that of the authors'
-# code.
+# code, whose rotary ViT also has learned positions, unlike the formulas and its GPT.
 METHODS = {
     "self_attention": ("softmax", "learned", "learned"),
     "no_position": ("softmax", "none", "none"),

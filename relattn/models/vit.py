@@ -244,7 +244,8 @@ class ViT(nn.Module):
     starts as N(0, 1). A final LayerNorm precedes the head. With ``dim``,
     ``num_layers``, ``num_heads`` and ``mlp_dim`` from ``SIZES["A"]`` and so on these
     are the ViT-A, B and C of Translution. With ``qkv_bias=True``,
-    ``embedding_norms=False`` and ``head="mlp"`` it is the ViT of Guoji.
+    ``embedding_norms=False`` and ``head="mlp"`` it is the ViT of Guoji, whose text does
+    not state biases, norms and the hidden size of the head.
 
     Attributes:
         num_classes: Number of classes.
@@ -294,8 +295,9 @@ class ViT(nn.Module):
         (1, 3)
 
     Source:
-        Translution, section 4.1 and table 1; Guoji, Improving efficient Vision
-        Transformers with RPEs, section 3.
+        Translution, section 4.1 and table 1; the embedding, biases, norms and starts:
+        the authors' code; Guoji, Improving efficient Vision Transformers with RPEs,
+        section 3.
     """
 
     num_classes: int
@@ -452,7 +454,7 @@ class Performer(ViT):
 
     Source:
         Horn et al., Translational Equivariance in Kernelizable Attention, section 3
-        and appendix A.2.
+        and appendix A.2; ``mlp_dim``, biases and norms: the authors' code.
     """
 
     dim: int = 256
@@ -470,7 +472,7 @@ class Performer(ViT):
 class Linformer(Performer):
     """The pixel Linformer: `Performer` with attention to projected keys and values.
 
-    A baseline of Horn et al. Theirs has one patch of 32x32 pixels
+    A baseline of Horn et al. That of their notebooks has one patch of 32x32 pixels
     (`relattn.models.cnn.PUBLISHED_BASELINES`); this one has pixels as tokens, like
     their Performers. Horn et al. state 10.2M parameters; the sizes are our choice: 5
     layers of width 384, and, as in their Performers, heads of 32, an MLP of four times

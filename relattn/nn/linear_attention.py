@@ -333,7 +333,8 @@ class BandedAttention(RandomFeatureAttention):
 
     Source:
         Horn et al., Translational Equivariance in Kernelizable Attention, section 2.3
-        (strategy 2).
+        (strategy 2); the start of w, which all position heads of a layer share: the
+        authors' code.
     """
 
     clip: int = 6
@@ -423,7 +424,8 @@ class LearnedReluAttention(LinearAttention):
         ((1, 7, 8), (5, 4))
 
     Source:
-        Guoji, Improving efficient Vision Transformers with RPEs, section 4.3.
+        Guoji, Improving efficient Vision Transformers with RPEs, section 4.3; the
+        number of features, ``eps`` and the scaling are ours.
     """
 
     num_features: int = 0

@@ -20,7 +20,7 @@ SHARINGS = ("none", "heads", "key_value", "layers")
 def _projection(
     module: nn.Module, name: str, shape: tuple[int, ...], grid: offsets.Grid | None
 ) -> Float[Array, "*heads k n"]:
-    """Returns a parameter that starts uniform in +-1/sqrt(k), as in published code."""
+    """Returns a parameter uniform in +-1/sqrt(k), as in the package ``linformer``."""
     n = shape[-1]
     heads = tuple(range(len(shape) - 2))
     init = nn.initializers.variance_scaling(

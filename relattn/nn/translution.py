@@ -152,8 +152,8 @@ class TranslutionAttention(OffsetAttention):
 
     Tables have a matrix for each offset on the grid, and three for prefix tokens;
     causal tables have one for each offset 0, 1, ...; with ``absolute`` there is one for
-    each pair. They start uniform in +-1/dim, as published, and have no biases. No
-    position is needed; one at the site ``tokens`` is possible.
+    each pair. They start uniform in +-1/dim, as in the authors' code, and have no
+    biases. No position is needed; one at the site ``tokens`` is possible.
 
     Example:
         >>> import jax
@@ -199,10 +199,10 @@ class LorTranslutionAttention(OffsetAttention):
     a_ij = (q_i . k_j + (x_i Wq1) Wq2[d] . (x_j Wk1) Wk2[-d]) / sqrt(head_dim),
     out_i = sum_j softmax_j(a_ij) (x_j Wv + x_j Wv1 Wv2[d] Wv3), d = p_i - p_j.
 
-    Tables start uniform in +-1/(rank num_heads), as published. Without ``v`` in
-    ``relative`` there is no low-rank value, without ``q`` and ``k`` no low-rank score;
-    with one of the two, the other is x Wq1 or x Wk1 alone. A position of the site
-    ``heads``, such as ``rope2d``, acts on the plain queries and keys.
+    Tables start uniform in +-1/(rank num_heads), as in the authors' code. Without ``v``
+    in ``relative`` there is no low-rank value, without ``q`` and ``k`` no low-rank
+    score; with one of the two, the other is x Wq1 or x Wk1 alone. A position of the
+    site ``heads``, such as ``rope2d``, acts on the plain queries and keys.
 
     Attributes:
         rank: Width of a head of the low-rank part.

@@ -34,7 +34,8 @@ def length_scale_frequencies(
         [1.0, 0.3536, 0.125, 0.0442]
 
     Source:
-        Horn et al., Translational Equivariance in Kernelizable Attention, section 2.3.
+        Horn et al., Translational Equivariance in Kernelizable Attention, the authors'
+        code; appendix A.2 only says "as conventional absolute positional encodings".
     """
     if num_scales < 1 or base <= 0:
         raise ValueError(
@@ -68,7 +69,6 @@ def absolute_frequencies(
         1.0
 
     Source:
-        Horn et al., Translational Equivariance in Kernelizable Attention, section 2.3;
         Vaswani et al., Attention Is All You Need, section 3.5.
     """
     if num < 1 or base <= 0:

@@ -341,7 +341,8 @@ class LearnableSincos(Position):
 
     Source:
         Horn et al., Translational Equivariance in Kernelizable Attention, section 3
-        ("Absolute").
+        ("Absolute"); the learned frequencies, their start and the absence of a position
+        of CLS: the authors' code.
     """
 
     base: float = 32000.0
@@ -442,7 +443,7 @@ class ConstrainedSincos(Position):
         num_scales: Number of length scales w_s, with initial values
             64^(-s / num_scales).
         content_conditioned: Whether there is a second block of the same width, as in
-            the published code, whose (a, b) are a linear function of the query token:
+            the authors' code, whose (a, b) are a linear function of the query token:
             q_i' = [q_i, u_i B(x_i), u_i B], k_j' = [k_j, u_j, u_j]. The score then
             depends on the offset and the query's content.
         content_modulated: Whether a linear function of the query token, without bias,
@@ -460,7 +461,8 @@ class ConstrainedSincos(Position):
 
     Source:
         Horn et al., Translational Equivariance in Kernelizable Attention, section 2.3
-        (strategy 1, lemma 1).
+        (strategy 1, lemma 1) and appendix A.2 (4 scales); what axes, layers and heads
+        share, the starts and u = 0 of CLS: the authors' code.
     """
 
     num_scales: int = 4

@@ -54,7 +54,8 @@ class IrpeGate(Position):
         ((2, 2, 7, 4), (3, 2, 2, 2, 4))
 
     Source:
-        Guoji, Improving efficient Vision Transformers with RPEs, section 5.1.
+        Guoji, Improving efficient Vision Transformers with RPEs, section 5.1, which
+        states neither the start nor what layers and heads share: these are ours.
     """
 
     site: ClassVar[str] = "heads"
@@ -106,7 +107,8 @@ class StringGate(Position):
         ((2, 2, 7, 4), (3, 2, 2, 10, 4))
 
     Source:
-        Guoji, Improving efficient Vision Transformers with RPEs, section 5.3.
+        Guoji, Improving efficient Vision Transformers with RPEs, section 5.3, which
+        states neither rank, starts nor what layers and heads share: these are ours.
     """
 
     rank: int = 8

@@ -182,7 +182,8 @@ def distances(grid: Grid, clip: int, num_prefix: int = 0) -> Int[np.ndarray, "n 
         [2, 0, 1, 2]
 
     Source:
-        Horn et al., Translational Equivariance in Kernelizable Attention, section 2.3.
+        Horn et al., Translational Equivariance in Kernelizable Attention, section 2.3,
+        which does not say where CLS stands.
     """
     num_tokens = num_prefix + math.prod(grid)
     result = np.full((num_tokens, num_tokens), clip, np.int64)

@@ -44,7 +44,8 @@ def place_on_canvas(data: ImageData, config: ConfigDict) -> PlacedData:
         ValueError: If the placement is unknown, or the canvas too small or too large.
 
     Source:
-        Fan et al., Translution, section 4.1.1.
+        Fan et al., Translution, section 4.1.1, which does not say whether an image has
+        one position in all epochs.
     """
     placement = config.placement
     check_choice("data.placement", placement, PLACEMENTS)

@@ -26,15 +26,16 @@ recipe behind the paper's tables and figure, from the authors' code and raw resu
 - ``haar=False`` and ``eps=0.3``: the code adds 1e-4 to features after dividing them by
   the maximum of the batch, which corresponds to a constant of 0.3 in strategy 1 at its
   start (docs/attentions.md);
-- ``banded`` without dropout, with separate random features for the position heads, CLS
-  at the corner below the bottom left pixel (``cls='corner'``), and batches of 22, 11
-  and 6 for ``clip=2``, ``clip=4`` and ``clip=6``. The default is ``clip=6``, but
-  ``clip=4`` on Fashion-MNIST: the paper's text says that the printed accuracies are
-  those of clip 6, the raw results have 86.7, which it prints, at clip 4, and 84.3 at
-  clip 6. On CIFAR-10 they have no run of clip 6.
+- ``banded`` without dropout (the raw results list 0.1, which the code does not pass to
+  this model), with separate random features for the position heads, CLS at the corner
+  below the bottom left pixel (``cls='corner'``), and batches of 22, 11 and 6 for
+  ``clip=2``, ``clip=4`` and ``clip=6``. The default is ``clip=6``, but ``clip=4`` on
+  Fashion-MNIST: the paper's text says that the printed accuracies are those of clip 6;
+  the raw results have the printed 86.7 at clip 4, and 84.3 at clip 6. On CIFAR-10 they
+  have no run of clip 6.
 
-Two differences to the authors' code are known: it never redraws the random features of
-the position heads, and its constant depends on the batch.
+Two differences from the authors' code are known: it never redraws the random features
+of the position heads, and its constant depends on the batch.
 
 Test accuracy (%) on Fashion-MNIST after 4 epochs in batches of 64 on an H200, on
 patches of 4x4 pixels, mean of the seeds 0 to 2; docs/results.md has the command

@@ -4,8 +4,8 @@
 
 reads a file of safetensors, or a file of PyTorch where torch is installed, and writes
 ``config.json`` and ``model.safetensors`` for `relattn.load_pretrained`. With
-``--source=run``, ``--checkpoint`` is the directory of a run. ``--num_heads`` is needed
-where the heads are not 64 wide and no ``config.json`` lies beside the checkpoint.
+``--source=run``, ``--checkpoint`` is the directory of a run. The number of heads is
+that of the ``config.json`` beside the checkpoint; without one, give ``--num_heads``.
 """
 
 from __future__ import annotations
@@ -20,8 +20,20 @@ import numpy as np
 from relattn import command
 from relattn.models import pretrained
 from relattn.models.safetensors import read_safetensors
+from relattn.models.source_configs import check_equal
 from relattn.models.sources import SOURCES
+from relattn.models.tensor_tables import unwrap
 from relattn.spec import closest, shorten
+
+# Keys of training checkpoints that hold a model.
+STATES = (
+    "state_dict",
+    "model_state_dict",
+    "model",
+    "module",
+    "state_dict_ema",
+    "model_ema",
+)
 
 
 def convert(
@@ -38,14 +50,15 @@ def convert(
         checkpoint: The file; for a run its directory.
         output: Folder for the two files; nothing is written if anything does not fit.
         num_heads: Number of heads; 0 for that of the ``config.json`` beside the
-            checkpoint, or else heads of 64.
+            checkpoint.
 
     Returns:
         The contents of ``config.json``.
 
     Raises:
-        ValueError: If the source is unknown, or tensors are missing, unexpected or of
-            another shape.
+        ValueError: If the source is unknown, tensors are missing, unexpected or of
+            another shape, or a key of ``config.json`` describes another model than
+            relattn's.
         ImportError: If the file is PyTorch's, and torch is not installed.
     """
     if source == "run":
@@ -65,9 +78,13 @@ def convert(
         settings = json.loads(beside.read_text("utf-8")) if beside.is_file() else {}
     except ValueError as error:
         raise ValueError(f"{beside} is not JSON ({error})") from error
-    if num_heads:
-        settings["num_heads"] = num_heads
+    if not isinstance(settings, dict):
+        raise ValueError(f"{beside} holds no JSON object")
     try:
+        if num_heads:
+            found = f"--num_heads is {num_heads}"
+            check_equal(found, num_heads, "num_heads", settings)
+            settings["num_heads"] = num_heads
         converted = SOURCES[source](tensors, settings)
     except KeyError as error:
         raise ValueError(
@@ -86,25 +103,32 @@ def read_checkpoint(path: str | Path) -> dict[str, np.ndarray]:
     """Reads the tensors of a file of safetensors or PyTorch.
 
     Args:
-        path: ``*.safetensors``, or a file that ``torch.load(weights_only=True)`` reads.
+        path: ``*.safetensors``, or a file that ``torch.load(weights_only=True)`` reads:
+            a state_dict, alone or as the one model of a training checkpoint.
 
     Returns:
-        An array for each name, without the prefix ``module.`` of parallel training.
+        An array for each name, without the modules that `unwrap` removes.
 
     Raises:
-        ValueError: If the file is damaged, or holds objects other than tensors.
+        ValueError: If the file is damaged, or holds objects other than tensors, or more
+            than one model.
+        FileNotFoundError: If there is no such file.
         ImportError: If the file is PyTorch's, and torch is not installed.
     """
-    if Path(path).suffix == ".safetensors":
-        return read_safetensors(path)
+    is_torch = Path(path).suffix != ".safetensors"
+    return unwrap(_read_torch(path) if is_torch else read_safetensors(path))
+
+
+def _read_torch(path):
+    """Reads the tensors of a file of PyTorch."""
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"there is no file {path}")
     try:
         import torch
     except ImportError as error:
         raise ImportError(
             f"{path} is no .safetensors file; to read PyTorch's: pip install torch"
         ) from error
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"there is no file {path}")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
@@ -112,15 +136,25 @@ def read_checkpoint(path: str | Path) -> dict[str, np.ndarray]:
             f"{path} is damaged or holds more than tensors: save its state_dict() "
             "alone, by code that you trust, and convert that"
         ) from error
-    for key in ("state_dict", "model"):
-        state = state.get(key, state) if isinstance(state, Mapping) else state
+    found = ["state_dict"]
+    while found:
+        if not isinstance(state, Mapping):
+            raise ValueError(f"{path} holds no state_dict")
+        found = [key for key in STATES if isinstance(state.get(key), Mapping)]
+        if len(found) > 1:
+            raise ValueError(
+                f"{path} holds more than one model, {' and '.join(found)}: save one"
+            )
+        state = state[found[0]] if found else state
     tensors = {}
     for name, tensor in state.items():
-        if not hasattr(tensor, "detach"):
+        if not isinstance(tensor, torch.Tensor):
             raise ValueError(f"{path} holds more than tensors: {name!r}")
-        if tensor.dtype == torch.bfloat16:
-            tensor = tensor.float()
-        tensors[name.removeprefix("module.")] = tensor.detach().numpy()
+        if tensor.is_floating_point():
+            # NumPy has no bfloat16 or float8.
+            exact = torch.float64 if tensor.dtype == torch.float64 else torch.float32
+            tensor = tensor.to(exact)
+        tensors[name] = tensor.detach().numpy()
     return tensors
 
 

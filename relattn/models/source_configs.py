@@ -1,0 +1,421 @@
+"""The ``config.json`` of other libraries: every key is honoured, harmless or refused.
+
+A `Keys` for each source lists the keys that `relattn.models.sources` reads, the keys
+that have to have one value, and the keys that do not change a model's logits in
+evaluation. Any other key is refused by its name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from relattn.models import pretrained
+from relattn.spec import shorten
+
+Settings = Mapping[str, Any]
+
+
+class Keys(NamedTuple):
+    """What the keys of a ``config.json`` mean.
+
+    Attributes:
+        read: Keys that the conversion honours, or compares with the tensors.
+        fixed: The values of keys that relattn's models have; of a list, each element.
+        harmless: Keys that do not change the logits: training, generation, labels,
+            preprocessing, names and versions.
+    """
+
+    read: frozenset[str]
+    fixed: Mapping[str, tuple]
+    harmless: frozenset[str] = frozenset()
+
+
+def _names(*lists: str) -> frozenset[str]:
+    return frozenset(name for text in lists for name in text.split())
+
+
+# Keys of transformers' PreTrainedConfig, of versions 2 to 5.
+_HF_COMMON = """
+    _attn_implementation _attn_implementation_autoset _attn_implementation_internal
+    _commit_hash _from_model_config _name_or_path _num_labels _output_attentions
+    attn_implementation chunk_size_feed_forward cross_attention_hidden_size dtype
+    experts_implementation finetuning_task gradient_checkpointing id2label
+    initializer_range is_decoder label2id name_or_path num_labels output_attentions
+    output_hidden_states output_past prefix problem_type return_dict
+    task_specific_params tf_legacy_loss tie_encoder_decoder tokenizer_class torch_dtype
+    torchscript transformers_version use_bfloat16 use_cache xla_device
+    bos_token_id decoder_start_token_id eos_token_id pad_token_id sep_token_id
+"""
+# Keys of its GenerationConfig.
+_HF_GENERATION = """
+    assistant_confidence_threshold assistant_early_exit assistant_ensemble_weight
+    assistant_lookbehind bad_words_ids begin_suppress_tokens cache_config
+    cache_implementation compile_config constraints continuous_batching_config
+    disable_compile diversity_penalty do_sample dola_layers early_stopping
+    encoder_no_repeat_ngram_size encoder_repetition_penalty epsilon_cutoff eta_cutoff
+    exponential_decay_length_penalty force_words_ids forced_bos_token_id
+    forced_eos_token_id generation_kwargs guidance_scale is_assistant length_penalty
+    low_memory max_cache_len max_length max_matching_ngram_size max_new_tokens max_time
+    min_length min_new_tokens min_p no_repeat_ngram_size num_assistant_tokens
+    num_assistant_tokens_schedule num_beam_groups num_beams num_return_sequences
+    output_logits output_scores penalty_alpha prefill_chunk_size
+    prompt_lookup_num_tokens remove_invalid_values renormalize_logits
+    repetition_penalty return_dict_in_generate sequence_bias speculation_type
+    stop_strings suppress_tokens target_lookbehind temperature token_healing top_h top_k
+    top_p typical_p use_mtp watermarking_config
+"""
+_HF_FIXED = {
+    "is_encoder_decoder": (False,),
+    "add_cross_attention": (False,),
+    "pruned_heads": ({},),
+}
+
+HF_VIT = Keys(
+    read=_names(
+        """
+        num_heads num_attention_heads hidden_size num_hidden_layers intermediate_size
+        layer_norm_eps image_size patch_size num_channels qkv_bias id2label num_labels
+        """
+    ),
+    fixed={
+        **_HF_FIXED,
+        "model_type": ("vit",),
+        "architectures": ("ViTForImageClassification", "ViTModel"),
+        "hidden_act": ("gelu", "gelu_python"),
+    },
+    # The pooler is no part of ViTForImageClassification; encoder_stride is the masked
+    # image model's.
+    harmless=_names(
+        _HF_COMMON,
+        _HF_GENERATION,
+        """
+        hidden_dropout_prob attention_probs_dropout_prob encoder_stride pooler_act
+        pooler_output_size tie_word_embeddings
+        """,
+    ),
+)
+
+HF_GPT2 = Keys(
+    read=_names(
+        """
+        num_heads n_head n_embd n_layer n_positions n_inner vocab_size
+        num_attention_heads hidden_size num_hidden_layers max_position_embeddings
+        activation_function layer_norm_epsilon tie_word_embeddings scale_attn_weights
+        scale_attn_by_inverse_layer_idx
+        """
+    ),
+    fixed={
+        **_HF_FIXED,
+        "model_type": ("gpt2",),
+        "architectures": tuple(
+            f"{prefix}{name}"
+            for prefix in ("", "TF", "Flax")
+            for name in ("GPT2LMHeadModel", "GPT2Model")
+        ),
+        "n_special": (0,),
+    },
+    # reorder_and_upcast_attn is about the precision of training.
+    harmless=_names(
+        _HF_COMMON,
+        _HF_GENERATION,
+        """
+        attn_pdrop embd_pdrop n_ctx predict_special_tokens reorder_and_upcast_attn
+        resid_pdrop summary_activation summary_first_dropout summary_proj_to_labels
+        summary_type summary_use_proj
+        """,
+    ),
+)
+# Other names of the same keys, by which transformers reads them too.
+_GPT2_ALIASES = {
+    "hidden_size": "n_embd",
+    "max_position_embeddings": "n_positions",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+}
+# The activations of transformers that are GELU by its tanh approximation, or exact.
+_GELU = {
+    "gelu_new": [
+        "gelu_new",
+        "gelu_fast",
+        "gelu_accurate",
+        "gelu_pytorch_tanh",
+        "gelu_python_tanh",
+    ],
+    "gelu": ["gelu", "gelu_python"],
+}
+
+TIMM = Keys(
+    # image_size is ours: the size of images that are not square.
+    read=_names(
+        """
+        architecture num_heads embed_dim num_features depth mlp_ratio patch_size
+        img_size image_size input_size in_chans num_classes global_pool class_token
+        no_embed_class qkv_bias init_values
+        """
+    ),
+    fixed={
+        "model_type": ("timm_wrapper",),
+        "architectures": ("TimmWrapperForImageClassification", "TimmWrapperModel"),
+        "do_pooling": (True,),
+        "reg_tokens": (0,),
+        "qk_norm": (False,),
+        "scale_attn_norm": (False,),
+        "scale_mlp_norm": (False,),
+        "proj_bias": (True,),
+        "pos_embed": ("learn",),
+        "pre_norm": (False,),
+        "final_norm": (True,),
+        "fc_norm": (False,),
+        "pool_include_prefix": (False,),
+        "representation_size": (0,),
+        "distilled": (False,),
+        "norm_layer": ("layernorm",),
+        "act_layer": ("gelu",),
+    },
+    harmless=_names(
+        # The arguments of VisionTransformer.
+        """
+        drop_rate pos_drop_rate patch_drop_rate proj_drop_rate attn_drop_rate
+        drop_path_rate weight_init fix_init dynamic_img_size dynamic_img_pad
+        strict_img_size device dtype
+        """,
+        # The rest of the file, and pretrained_cfg.
+        """
+        model_args pretrained_cfg labels label_names label_descriptions label_offset
+        classifier crop_mode crop_pct custom_load description file first_conv
+        fixed_input_size hf_hub hf_hub_filename hf_hub_id interpolation license mean
+        min_input_size notes origin_url paper_ids paper_name pool_size source std tag
+        task test_crop_pct test_input_size test_pool_size url
+        """,
+        # What transformers adds in a wrapper of timm's models.
+        """
+        _name_or_path id2label initializer_range label2id num_labels problem_type
+        torch_dtype transformers_version
+        """,
+    ),
+)
+# Width and heads of timm's architectures that relattn's ViT can be. The other ones have
+# parts that it lacks, such as registers, another activation or attention pooling.
+TIMM_ARCHITECTURES = {
+    name: sizes
+    for sizes, names in {
+        (64, 2): "test_vit",
+        (192, 3): """
+            deit_tiny_patch16_224 vit_tiny_patch16_224 vit_tiny_patch16_384
+        """,
+        (384, 6): """
+            deit3_small_patch16_224 deit3_small_patch16_384 deit_small_patch16_224
+            flexivit_small vit_small_patch14_dinov2 vit_small_patch16_224
+            vit_small_patch16_36x1_224 vit_small_patch16_384 vit_small_patch32_224
+            vit_small_patch32_384 vit_small_patch8_224
+        """,
+        (512, 8): """
+            deit3_medium_patch16_224 vit_medium_patch16_gap_240
+            vit_medium_patch16_gap_256 vit_medium_patch16_gap_384
+        """,
+        (640, 10): "vit_betwixt_patch16_gap_256",
+        (768, 12): """
+            deit3_base_patch16_224 deit3_base_patch16_384 deit_base_patch16_224
+            deit_base_patch16_384 flexivit_base vit_base_patch14_dinov2
+            vit_base_patch16_224 vit_base_patch16_224_miil vit_base_patch16_384
+            vit_base_patch16_siglip_gap_224 vit_base_patch16_siglip_gap_256
+            vit_base_patch16_siglip_gap_384 vit_base_patch16_siglip_gap_512
+            vit_base_patch32_224 vit_base_patch32_384 vit_base_patch8_224
+        """,
+        (768, 16): "vit_base_patch16_gap_224",
+        (896, 14): "vit_base_patch16_plus_240 vit_base_patch32_plus_256",
+        (1024, 16): """
+            deit3_large_patch16_224 deit3_large_patch16_384 flexivit_large
+            vit_intern300m_patch14_448 vit_large_patch14_224 vit_large_patch14_dinov2
+            vit_large_patch16_224 vit_large_patch16_384 vit_large_patch16_siglip_gap_256
+            vit_large_patch16_siglip_gap_384 vit_large_patch32_224 vit_large_patch32_384
+        """,
+        (1152, 16): """
+            vit_so400m_patch14_siglip_gap_224 vit_so400m_patch14_siglip_gap_378
+            vit_so400m_patch14_siglip_gap_384 vit_so400m_patch14_siglip_gap_448
+            vit_so400m_patch14_siglip_gap_896
+        """,
+        (1280, 16): """
+            deit3_huge_patch14_224 vit_huge_patch14_224 vit_huge_patch14_gap_224
+            vit_huge_patch16_gap_448
+        """,
+        (1408, 16): "vit_giant_patch14_224 vit_giant_patch16_gap_224",
+        (1664, 16): "vit_gigantic_patch14_224",
+    }.items()
+    for name in names.split()
+}
+# Names of older versions, which have the origin of the weights at their end.
+_TIMM_OLD_ENDING = re.compile(r"(\..*|_in21k|_in21ft1k|_sam|_dino)$")
+
+TRANSLUTION = Keys(_names("num_heads image_size"), {})
+PERFORMER = Keys(_names("num_heads heads image_size"), {})
+
+
+def read_settings(settings: Settings, keys: Keys) -> dict[str, Any]:
+    """Returns the keys that a conversion reads; refuses what it does not know.
+
+    Args:
+        settings: The contents of a ``config.json``; None stands for a missing key.
+        keys: The meaning of its keys.
+
+    Raises:
+        ValueError: If a key is unknown, or has a value that relattn does not have.
+
+    Example:
+        >>> read_settings({"num_heads": 3, "heads": None}, PERFORMER)
+        {'num_heads': 3}
+        >>> read_settings({"depth": 3}, PERFORMER)
+        Traceback (most recent call last):
+        ValueError: config.json has keys whose meaning is unknown: depth; remove those \
+that do not change the model
+    """
+    settings = {key: value for key, value in settings.items() if value is not None}
+    unknown = sorted(set(settings) - keys.read - set(keys.fixed) - keys.harmless)
+    if unknown:
+        raise ValueError(
+            "config.json has keys whose meaning is "
+            f"{pretrained.list_problems({'unknown:': unknown})}; remove those that do "
+            "not change the model"
+        )
+    for key, allowed in keys.fixed.items():
+        value = settings.get(key, allowed[0])
+        values = value if isinstance(value, list) else [value]
+        if any(element not in allowed for element in values):
+            expected = " or ".join(map(repr, allowed))
+            raise ValueError(
+                f"config.json has {key}={shorten(value)}, which relattn's model does "
+                f"not have: expected {expected}"
+            )
+    return {key: value for key, value in settings.items() if key in keys.read}
+
+
+def timm_settings(settings: Settings) -> dict[str, Any]:
+    """Joins the parts of timm's ``config.json``, and adds what the architecture has.
+
+    Args:
+        settings: ``architecture``, ``model_args`` and ``pretrained_cfg``, or the keys
+            of the last two beside the first.
+
+    Returns:
+        The keys that `relattn.models.sources.timm` reads.
+
+    Raises:
+        ValueError: If two parts differ, or the architecture is unknown.
+
+    Example:
+        >>> timm_settings({"architecture": "vit_huge_patch14_224", "model_args": {
+        ...     "depth": 2}, "pretrained_cfg": {"mean": [0.5, 0.5, 0.5]}})
+        {'embed_dim': 1280, 'num_heads': 16, 'depth': 2}
+    """
+    parts = [settings.get(key) or {} for key in ("pretrained_cfg", "model_args")]
+    if not all(isinstance(part, Mapping) for part in parts):
+        raise ValueError("model_args or pretrained_cfg in config.json is no object")
+    pretrained_cfg, arguments = parts
+    # pretrained_cfg may be that of the weights from which a model was fine-tuned.
+    joined = read_settings({**pretrained_cfg, **settings, **arguments}, TIMM)
+    if "architecture" in joined:
+        name = _TIMM_OLD_ENDING.sub("", str(joined.pop("architecture")))
+        if name not in TIMM_ARCHITECTURES:
+            raise ValueError(
+                f"config.json has architecture={shorten(name)}, of which relattn knows "
+                "neither the heads nor whether its ViT can be it; if it can, replace "
+                'the key by the heads, such as "num_heads": 12'
+            )
+        width, heads = TIMM_ARCHITECTURES[name]
+        pool = {"global_pool": "avg"} if "_gap_" in name else {}
+        arguments = {"num_heads": heads, **arguments}
+        joined = {"embed_dim": width, "num_heads": heads, **pool, **joined}
+    if "input_size" in joined:
+        channels, *size = joined.pop("input_size")
+        joined = {"in_chans": channels, "img_size": size, **joined}
+    if "img_size" in joined:
+        joined.setdefault("image_size", joined.pop("img_size"))
+    for key, value in arguments.items():
+        if value is not None:
+            check_equal(f"the model of config.json has {value}", value, key, settings)
+    return joined
+
+
+def gpt2_settings(settings: Settings) -> dict[str, Any]:
+    """Returns the keys of GPT-2 by one name, and one name for equal activations.
+
+    Args:
+        settings: The contents of a ``config.json``.
+
+    Raises:
+        ValueError: If two keys differ, or the activation is no GELU.
+
+    Example:
+        >>> gpt2_settings({"hidden_size": 8, "activation_function": "gelu_fast"})
+        {'n_embd': 8, 'n_inner': 32, 'activation_function': 'gelu_new'}
+    """
+    settings = read_settings(settings, HF_GPT2)
+    for alias, key in _GPT2_ALIASES.items():
+        if alias in settings:
+            value = settings.pop(alias)
+            check_equal(f"{alias} is {value}", value, key, settings)
+            settings[key] = value
+    if "n_embd" in settings:
+        settings.setdefault("n_inner", 4 * settings["n_embd"])
+    activation = settings.get("activation_function", "gelu_new")
+    equal = [name for name, names in _GELU.items() if activation in names]
+    if not equal:
+        raise ValueError(
+            f"activation_function={shorten(activation)} is not what relattn's GPT "
+            f"does: expected {' or '.join(map(repr, _GELU))}"
+        )
+    return {**settings, "activation_function": equal[0]}
+
+
+def check_equal(found: str, value: Any, key: str, settings: Settings) -> None:
+    """Checks a key, if it is given, against the value that was found.
+
+    Args:
+        found: The end of the message, such as "wte.weight has 23".
+        value: The value that was found.
+        key: The key.
+        settings: The contents of a ``config.json``.
+
+    Raises:
+        ValueError: If the key has another value.
+
+    Example:
+        >>> check_equal("wte.weight has 23", 23, "vocab_size", {"vocab_size": 24})
+        Traceback (most recent call last):
+        ValueError: vocab_size=24 was given, but wte.weight has 23
+    """
+    if settings.get(key) is not None and settings[key] != value:
+        raise ValueError(f"{key}={shorten(settings[key])} was given, but {found}")
+
+
+def num_heads(settings: Settings, key: str, dim: int) -> int:
+    """Returns the number of heads, which most tensors do not show.
+
+    Args:
+        settings: Has it as ``num_heads``, which --num_heads sets, or as ``key``.
+        key: The source's name of it.
+        dim: Width of the tokens.
+
+    Raises:
+        ValueError: If the number is not given, given twice, or does not divide ``dim``.
+
+    Example:
+        >>> num_heads({"n_head": 3}, "n_head", 12)
+        3
+    """
+    given = {name: settings[name] for name in ("num_heads", key) if name in settings}
+    if not given:
+        raise ValueError(
+            f"the tensors, {dim} wide, do not show the number of heads: give "
+            f"--num_heads, or {key} in a config.json beside the checkpoint"
+        )
+    name, heads = list(given.items())[-1]
+    if type(heads) is not int or heads < 1 or dim % heads:
+        raise ValueError(
+            f"{name}={shorten(heads)} must be a whole number that divides the width of "
+            f"{dim}"
+        )
+    check_equal(f"config.json has {name}={heads}", heads, "num_heads", settings)
+    return heads

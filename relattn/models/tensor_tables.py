@@ -1,0 +1,252 @@
+"""Tables from the tensors of other libraries' checkpoints to relattn's parameters.
+
+A table has for each of our parameters a function, and the names of the tensors that it
+takes. ``{}`` stands for the index of a layer.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from relattn.models import pretrained
+
+Tensors = Mapping[str, np.ndarray]
+Table = dict[str, tuple]
+
+# Modules that wrap others without changing them: anywhere in a name, or in front.
+_INNER_WRAPPERS = {
+    "module",
+    "_orig_mod",
+    "_checkpoint_wrapped_module",
+    "_fsdp_wrapped_module",
+}
+_OUTER_WRAPPERS = {"model", "net", "backbone", "vit", "transformer", "timm_model"}
+
+
+class Converted(NamedTuple):
+    """The contents of ``config.json``, and arrays by the names of `flatten`."""
+
+    config: dict[str, Any]
+    tensors: dict[str, np.ndarray]
+
+
+def unwrap(tensors: Tensors) -> dict[str, np.ndarray]:
+    """Removes from the names of tensors the modules that wrap a model.
+
+    Args:
+        tensors: The checkpoint. Wrappers are those of parallel training and
+            compilation, anywhere, and ``model.``, ``backbone.`` and the like in front.
+
+    Returns:
+        The same tensors.
+
+    Raises:
+        ValueError: If two tensors have the same name then.
+
+    Example:
+        >>> unwrap({"module.model._orig_mod.norm.bias": np.ones(2)})
+        {'norm.bias': array([1., 1.])}
+    """
+    result, origins = {}, {}
+    for name, tensor in tensors.items():
+        parts = [part for part in name.split(".") if part not in _INNER_WRAPPERS]
+        while len(parts) > 1 and parts[0] in _OUTER_WRAPPERS:
+            del parts[0]
+        short = ".".join(parts)
+        if short in result:
+            raise ValueError(
+                f"{origins[short]} and {name} are two models' {short}: save one model"
+            )
+        result[short], origins[short] = tensor, name
+    return result
+
+
+def apply_table(
+    table: Table, tensors: Tensors, num_layers: int, ignored: str = "$^"
+) -> dict[str, np.ndarray]:
+    """Computes our parameters from the tensors of a checkpoint.
+
+    Args:
+        table: For each of our names a function, and the names of its arguments.
+        tensors: The checkpoint.
+        num_layers: Number of layers, which ``{}`` counts.
+        ignored: Pattern of tensors that are no parameters.
+
+    Returns:
+        An array for each of our names, with the prefix ``params.``.
+
+    Raises:
+        ValueError: If tensors are missing, unexpected, no floats or of another shape.
+    """
+    result = {}
+    for name, (function, sources) in _entries(
+        table, tensors, num_layers, ignored
+    ).items():
+        arrays = [np.asarray(tensors[source]) for source in sources]
+        try:
+            result[f"params.{name}"] = function(*arrays)
+        except (ValueError, IndexError) as error:
+            shapes = [
+                f"{source} {array.shape}"
+                for source, array in zip(sources, arrays, strict=True)
+            ]
+            raise ValueError(f"wrong shape: {', '.join(shapes)}") from error
+    return result
+
+
+def check_names(
+    table: Table, tensors: Tensors, num_layers: int, ignored: str = "$^"
+) -> None:
+    """Checks that a checkpoint has the tensors of a table; see `apply_table`."""
+    _entries(table, tensors, num_layers, ignored)
+
+
+def _entries(table, tensors, num_layers, ignored):
+    """The function and the tensors of each of our names."""
+    entries = {}
+    for name, (function, *sources) in table.items():
+        for layer in range(num_layers) if "{}" in name else [0]:
+            theirs = [source.format(layer) for source in sources]
+            entries[name.format(layer)] = (function, theirs)
+    wanted = {source for _, sources in entries.values() for source in sources}
+    problems = {
+        "missing": sorted(wanted - set(tensors)),
+        "unexpected": [
+            name
+            for name in tensors
+            if name not in wanted and not re.fullmatch(ignored, name)
+        ],
+        # Integers are quantized: their scales are elsewhere.
+        "no floats": [
+            f"{name} ({tensors[name].dtype})"
+            for name in sorted(wanted & set(tensors))
+            if not jnp.issubdtype(tensors[name].dtype, jnp.floating)
+        ],
+    }
+    if any(problems.values()):
+        raise ValueError(
+            "the tensors are not those of this model: "
+            f"{pretrained.list_problems(problems)}"
+        )
+    return entries
+
+
+def same(x: np.ndarray) -> np.ndarray:
+    """The tensor itself."""
+    return x
+
+
+def linear(ours: str, theirs: str, scale: str = "") -> Table:
+    """A linear layer of PyTorch, whose weight is [outputs, inputs].
+
+    ``scale`` names the tensor by which its outputs are multiplied.
+    """
+    if scale:
+        return {
+            f"{ours}.kernel": (lambda x, y: x.T * y, f"{theirs}.weight", scale),
+            f"{ours}.bias": (np.multiply, f"{theirs}.bias", scale),
+        }
+    return {
+        f"{ours}.kernel": (np.transpose, f"{theirs}.weight"),
+        f"{ours}.bias": (same, f"{theirs}.bias"),
+    }
+
+
+def norm(ours: str, theirs: str) -> Table:
+    """A LayerNorm of PyTorch."""
+    return {
+        f"{ours}.scale": (same, f"{theirs}.weight"),
+        f"{ours}.bias": (same, f"{theirs}.bias"),
+    }
+
+
+def _third(index: int, axis: int, x: np.ndarray) -> np.ndarray:
+    """Takes q, k or v from a matrix or a bias that has all three, one by one."""
+    return np.split(x, 3, axis)[index]
+
+
+def fused(weight: str, bias: str = "", *, transposed: bool = True) -> Table:
+    """The projections of q, k and v from one fused layer."""
+    table = {}
+    for index, name in enumerate("qkv"):
+        part = functools.partial(_third, index, 0 if transposed else -1)
+        kernel = functools.partial(_transposed_third, index) if transposed else part
+        table[f"layers.{{}}.attention.{name}.kernel"] = (kernel, weight)
+        if bias:
+            table[f"layers.{{}}.attention.{name}.bias"] = (part, bias)
+    return table
+
+
+def _transposed_third(index: int, x: np.ndarray) -> np.ndarray:
+    return _third(index, 0, x).T
+
+
+def patches(x: np.ndarray) -> np.ndarray:
+    """A convolution's kernel [dim, channels, height, width] as a matrix of patches."""
+    dim, channels, height, width = x.shape
+    return x.transpose(2, 3, 1, 0).reshape(height * width * channels, dim)
+
+
+def count_layers(tensors: Tensors, pattern: str) -> int:
+    """Counts layers by the names of tensors; the pattern has the index as a group."""
+    found = [re.match(pattern, name) for name in tensors]
+    return 1 + max((int(match[1]) for match in found if match), default=-1)
+
+
+def shape_of(tensors: Tensors, name: str, ndim: int) -> tuple[int, ...]:
+    """The shape of a tensor that has to have ``ndim`` axes."""
+    shape = tensors[name].shape
+    if len(shape) != ndim:
+        raise ValueError(f"wrong shape: {name} {shape} has not {ndim} axes")
+    return shape
+
+
+def position_grid(
+    count: int,
+    settings: Mapping[str, Any],
+    patch: list[int],
+    before: tuple[int, ...] = (0,),
+) -> tuple[int, int]:
+    """The grid of a table of positions: from ``image_size``, or square.
+
+    ``before`` are the possible numbers of positions before those of the grid.
+    """
+    if "image_size" not in settings:
+        for first in before:
+            side = math.isqrt(max(count - first, 0))
+            if side > 0 and side**2 == count - first:
+                return (side, side)
+        raise ValueError(
+            f"the table of positions has {count} rows, no square grid: give image_size="
+            "[height, width] in a config.json beside the checkpoint"
+        )
+    size = image_size(settings)
+    pixels, side = ("x".join(map(str, pair)) for pair in (size, patch))
+    if size[0] % patch[0] or size[1] % patch[1]:
+        raise ValueError(
+            f"config.json has images of {pixels} pixels, which patches of {side} do "
+            "not divide"
+        )
+    grid = (size[0] // patch[0], size[1] // patch[1])
+    if count - math.prod(grid) not in before:
+        raise ValueError(
+            f"config.json has images of {pixels} pixels, which are {math.prod(grid)} "
+            f"patches of {side}, but the table of positions has {count} rows"
+        )
+    return grid
+
+
+def image_size(settings: Mapping[str, Any]) -> list[int]:
+    """Height and width from ``image_size``, which is one side or both."""
+    size = settings["image_size"]
+    size = list(size) if isinstance(size, list | tuple) else [size, size]
+    if [type(side) for side in size] != [int, int] or min(size) < 1:
+        raise ValueError(f"image_size={size} must be a side, or a height and a width")
+    return size

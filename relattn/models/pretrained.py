@@ -33,6 +33,8 @@ SIZES = {
     "images": ("num_classes", "image_shape"),
     "tokens": ("vocab_size", "context_length"),
 }
+# Dtypes of parameters in a file; another would round most of them to zero.
+FLOATS = ("float16", "bfloat16", "float32", "float64")
 _BLOCK = re.compile(r"(blocks?)_(\d+)")
 _MAX_SHOWN = 8
 
@@ -198,17 +200,31 @@ def save_pretrained(
             own. `load_pretrained` returns them in the model's.
 
     Raises:
-        ValueError: If the configuration describes no model, or a number is too large
-            for ``dtype``.
+        ValueError: If the configuration describes no model, ``dtype`` is not one of
+            floats, or a number is too large for it.
     """
     tensors = flatten(build(config), variables)
     if dtype is not None:
+        dtype = _float_dtype(dtype)
         tensors = {name: _narrow(name, x, dtype) for name, x in tensors.items()}
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     write_safetensors(folder / WEIGHTS, tensors)
     text = json.dumps(config, indent=2, default=list)
     (folder / CONFIG).write_text(text + "\n", "utf-8")
+
+
+def _float_dtype(dtype):
+    """Returns a dtype of floats that a file can hold."""
+    try:
+        known = jnp.dtype(dtype).name in FLOATS
+    except TypeError:
+        known = False
+    if not known:
+        raise ValueError(
+            f"dtype={spec.shorten(dtype)} must be one of {', '.join(FLOATS)}"
+        )
+    return jnp.dtype(dtype)
 
 
 def _narrow(name, array, dtype):
@@ -297,7 +313,7 @@ def unflatten(
         Variables with the structure of ``like``.
 
     Raises:
-        ValueError: If an array is missing, unexpected or of another shape.
+        ValueError: If an array is missing, unexpected, of another shape or no floats.
     """
     leaves, treedef = jax.tree_util.tree_flatten_with_path(like)
     places, shapes = [], {}
@@ -318,7 +334,7 @@ def check_tensors(
     tensors: Mapping[str, Any],
     where: str | Path,
 ) -> None:
-    """Checks that arrays have exactly the expected names and shapes.
+    """Checks that arrays are floats and have exactly the expected names and shapes.
 
     Args:
         shapes: The expected shape of each name.
@@ -326,7 +342,7 @@ def check_tensors(
         where: Their source, for the message.
 
     Raises:
-        ValueError: If an array is missing, unexpected or of another shape.
+        ValueError: If an array is missing, unexpected, of another shape or no floats.
 
     Example:
         >>> check_tensors({"a": (2,)}, {"b": np.ones(3)}, "model.safetensors")
@@ -340,6 +356,11 @@ def check_tensors(
             f"{name} {tuple(tensors[name].shape)} instead of {shape}"
             for name, shape in shapes.items()
             if name in tensors and tuple(tensors[name].shape) != shape
+        ],
+        "no floats": [
+            f"{name} ({tensors[name].dtype})"
+            for name in shapes
+            if name in tensors and not jnp.issubdtype(tensors[name].dtype, jnp.floating)
         ],
     }
     if any(problems.values()):

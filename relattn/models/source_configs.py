@@ -62,9 +62,9 @@ _HF_GENERATION = """
     num_assistant_tokens_schedule num_beam_groups num_beams num_return_sequences
     output_logits output_scores penalty_alpha prefill_chunk_size
     prompt_lookup_num_tokens remove_invalid_values renormalize_logits
-    repetition_penalty return_dict_in_generate sequence_bias speculation_type
-    stop_strings suppress_tokens target_lookbehind temperature token_healing top_h top_k
-    top_p typical_p use_mtp watermarking_config
+    repetition_penalty return_dict_in_generate return_legacy_cache sequence_bias
+    speculation_type stop_strings suppress_tokens target_lookbehind temperature
+    token_healing top_h top_k top_p typical_p use_mtp watermarking_config
 """
 _HF_FIXED = {
     "is_encoder_decoder": (False,),
@@ -334,7 +334,7 @@ def timm_settings(settings: Settings) -> dict[str, Any]:
         joined.setdefault("image_size", joined.pop("img_size"))
     for key, value in arguments.items():
         if value is not None:
-            check_equal(f"the model of config.json has {value}", value, key, settings)
+            check_equal(f"config.json has {key}={value}", value, key, settings)
     return joined
 
 
@@ -349,7 +349,7 @@ def gpt2_settings(settings: Settings) -> dict[str, Any]:
 
     Example:
         >>> gpt2_settings({"hidden_size": 8, "activation_function": "gelu_fast"})
-        {'n_embd': 8, 'n_inner': 32, 'activation_function': 'gelu_new'}
+        {'activation_function': 'gelu_new', 'n_embd': 8, 'n_inner': 32}
     """
     settings = read_settings(settings, HF_GPT2)
     for alias, key in _GPT2_ALIASES.items():
@@ -384,10 +384,10 @@ def check_equal(found: str, value: Any, key: str, settings: Settings) -> None:
     Example:
         >>> check_equal("wte.weight has 23", 23, "vocab_size", {"vocab_size": 24})
         Traceback (most recent call last):
-        ValueError: vocab_size=24 was given, but wte.weight has 23
+        ValueError: vocab_size=24 does not fit: wte.weight has 23
     """
     if settings.get(key) is not None and settings[key] != value:
-        raise ValueError(f"{key}={shorten(settings[key])} was given, but {found}")
+        raise ValueError(f"{key}={shorten(settings[key])} does not fit: {found}")
 
 
 def num_heads(settings: Settings, key: str, dim: int) -> int:

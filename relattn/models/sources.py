@@ -100,7 +100,7 @@ def _vit(
         "dim": (convolution, dim),
         "channels": (convolution, channels),
         "patch_size": (convolution, patch),
-        "num_layers": (names["layers"].rstrip("."), num_layers),
+        "num_layers": ("the checkpoint", num_layers),
         "mlp_dim": (hidden, shape_of(tensors, hidden, 2)[0]),
         "num_classes": (head, shape_of(tensors, head, 2)[0]),
     }
@@ -347,7 +347,7 @@ def hf_gpt2(tensors: Tensors, settings: Mapping[str, Any]) -> Converted:
         ("wte.weight", "vocab_size", vocab_size),
         ("wte.weight", "n_embd", dim),
         ("wpe.weight", "n_positions", context_length),
-        ("h", "n_layer", num_layers),
+        ("the checkpoint", "n_layer", num_layers),
         ("h.0.mlp.c_fc.weight", "n_inner", mlp_dim),
     ):
         check_equal(f"{name} has {value}", value, key, settings)

@@ -262,7 +262,8 @@ class Run:
                 own.
 
         Raises:
-            ValueError: If a number is too large for ``dtype``.
+            ValueError: If ``dtype`` is not one of floats, or a number is too large
+                for it.
         """
         config = self.pretrained_config()
         pretrained.save_pretrained(folder, config, self.variables, dtype=dtype)

@@ -184,3 +184,29 @@ def test_file_is_read_by_safetensors_and_back(tmp_path):
     safetensors.save_file(tensors, tmp_path / "theirs")
     for found in (read, read_safetensors(tmp_path / "theirs")):
         jax.tree.map(np.testing.assert_array_equal, dict(found), tensors)
+
+
+@pytest.mark.parametrize(
+    "dtype", ["int8", "uint8", "bool", "complex64", np.int32, "float8_e4m3fn", "flaot"]
+)
+def test_weights_are_saved_as_floats_only(dtype, tmp_path):
+    config = {"model": {"name": "vit", "dim": 6, "num_heads": 3, "num_layers": 1}}
+    config["model"] |= {"mlp_dim": 7, "patch_size": 2, "attention": "softmax"}
+    config |= {"num_classes": 5, "image_shape": [4, 6, 1]}
+    module = pretrained.build(config)
+    variables = jax.eval_shape(module.init, jax.random.key(0), jnp.ones((1, 4, 6, 1)))
+    variables = jax.tree.map(lambda x: np.full(x.shape, 0.4, x.dtype), variables)
+    with pytest.raises(ValueError, match="must be one of float16, bfloat16, float32"):
+        pretrained.save_pretrained(tmp_path / "out", config, variables, dtype=dtype)
+    assert not (tmp_path / "out").exists()
+
+
+def test_integers_are_not_loaded_as_weights(tmp_path):
+    convert("timm", FIXTURES / "timm" / "model.safetensors", tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = dict(read_safetensors(path))
+    tensors["params.norm.bias"] = tensors["params.norm.bias"].astype(np.int8)
+    write_safetensors(tmp_path / "new", tensors)
+    (tmp_path / "new").replace(path)
+    with pytest.raises(ValueError, match=r"no floats params\.norm\.bias \(int8\)"):
+        relattn.load_pretrained(tmp_path)

@@ -62,7 +62,8 @@ def absolute_frequencies(
         Frequencies in radians per token, shape ``[num]``.
 
     Raises:
-        ValueError: If ``num`` is less than 1 or ``base`` is not positive.
+        ValueError: If ``num`` is less than 1, ``base`` is not positive or ``dtype`` is
+            not one of floats.
 
     Example:
         >>> absolute_frequencies(2, base=100.0).round(3).tolist()[0]
@@ -76,6 +77,8 @@ def absolute_frequencies(
             "absolute sinusoids need num >= 1 (a width of at least 2 features per "
             f"axis) and base > 0, got num={num} and base={base}"
         )
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"frequencies need a dtype of floats, got {jnp.dtype(dtype)}")
     return _geometric_frequencies(num, base, dtype)
 
 

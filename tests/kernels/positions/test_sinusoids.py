@@ -148,6 +148,7 @@ def test_angles_of_half_precision_inputs_are_float32():
         (lambda: kernel.length_scale_frequencies(0), "num_scales >= 1"),
         (lambda: kernel.length_scale_frequencies(2, -1.0), "base > 0"),
         (lambda: kernel.absolute_frequencies(0), "num >= 1"),
+        (lambda: kernel.absolute_frequencies(2, dtype="int8"), "a dtype of floats"),
         (
             lambda: kernel.sinusoids(jnp.ones((3, 2)), jnp.ones(2), num_prefix=4),
             "between 0 and the number of tokens, 3, got 4",

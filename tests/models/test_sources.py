@@ -1,0 +1,407 @@
+"""Conversion: what config.json says is done, or refused by its name."""
+
+import json
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import relattn
+from relattn.convert import SOURCES, convert
+from relattn.models.safetensors import read_safetensors, write_safetensors
+from relattn.models.source_configs import TIMM_ARCHITECTURES
+from relattn.models.tensor_tables import unwrap
+from tests.models.test_pretrained import FIXTURES
+
+DIM, HIDDEN, LAYERS, HEADS, CLASSES, VOCAB, LENGTH = 12, 7, 2, 3, 5, 11, 6
+ERF = np.vectorize(math.erf)
+
+
+def draw(shapes):
+    rng = np.random.default_rng(0)
+    return {k: rng.normal(0, 0.4, shape).astype("f4") for k, shape in shapes.items()}
+
+
+def both(name, *shape):
+    """The shapes of a weight and of a bias of PyTorch's layers."""
+    return {f"{name}.weight": shape, f"{name}.bias": shape[:1]}
+
+
+def timm_tensors(*, cls=True, extra=1, bias=True, scale=False, grid=(2, 3), head=True):
+    """The tensors of timm's VisionTransformer, on patches of 2x2; extra positions."""
+    positions = math.prod(grid) + extra
+    shapes = {"pos_embed": (1, positions, DIM), **both("norm", DIM)}
+    shapes |= both("patch_embed.proj", DIM, 3, 2, 2)
+    shapes |= {"cls_token": (1, 1, DIM)} if cls else {}
+    shapes |= both("head", CLASSES, DIM) if head else {}
+    for layer in range(LAYERS):
+        name = f"blocks.{layer}."
+        shapes |= both(f"{name}norm1", DIM) | both(f"{name}norm2", DIM)
+        shapes |= both(f"{name}attn.qkv", 3 * DIM, DIM)
+        shapes |= both(f"{name}attn.proj", DIM, DIM)
+        shapes |= both(f"{name}mlp.fc1", HIDDEN, DIM)
+        shapes |= both(f"{name}mlp.fc2", DIM, HIDDEN)
+        if not bias:
+            del shapes[f"{name}attn.qkv.bias"]
+        if scale:
+            shapes |= {f"{name}ls1.gamma": (DIM,), f"{name}ls2.gamma": (DIM,)}
+    return draw(shapes)
+
+
+def gpt2_tensors(head=False):
+    """The tensors of transformers' GPT-2, whose linear layers are [inputs, outputs]."""
+    shapes = {"transformer.wte.weight": (VOCAB, DIM)}
+    shapes |= {"transformer.wpe.weight": (LENGTH, DIM)}
+    shapes |= both("transformer.ln_f", DIM)
+    shapes |= {"lm_head.weight": (VOCAB, DIM)} if head else {}
+    for layer in range(LAYERS):
+        name = f"transformer.h.{layer}."
+        shapes |= both(f"{name}ln_1", DIM) | both(f"{name}ln_2", DIM)
+        for part, inputs, outputs in (
+            ("attn.c_attn", DIM, 3 * DIM),
+            ("attn.c_proj", DIM, DIM),
+            ("mlp.c_fc", DIM, HIDDEN),
+            ("mlp.c_proj", HIDDEN, DIM),
+        ):
+            shapes[f"{name}{part}.weight"] = (inputs, outputs)
+            shapes[f"{name}{part}.bias"] = (outputs,)
+    return draw(shapes)
+
+
+def norm(t, name, x, eps):
+    centred = x - x.mean(-1, keepdims=True)
+    scaled = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + eps)
+    return scaled * t[f"{name}.weight"] + t[f"{name}.bias"]
+
+
+def attention(qkv, heads, scale, allowed):
+    n = len(qkv)
+    q, k, v = np.moveaxis(qkv.reshape(n, 3, heads, -1), [0, 2], [2, 1])
+    scores = np.where(allowed, q @ k.transpose(0, 2, 1) * scale, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    return np.moveaxis(weights @ v, 0, 1).reshape(n, -1)
+
+
+def exact_gelu(x):
+    return x * (1 + ERF(x / np.sqrt(2))) / 2
+
+
+def tanh_gelu(x):
+    return x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))) / 2
+
+
+def naive_vit(t, image, heads):
+    """Logits of timm's VisionTransformer, float64."""
+    t = {name: np.float64(x) for name, x in t.items()}
+
+    def linear(name, x):
+        return x @ t[f"{name}.weight"].T + t.get(f"{name}.bias", 0)
+
+    rows, columns = image.shape[0] // 2, image.shape[1] // 2
+    patches = np.float64(image).reshape(rows, 2, columns, 2, 3)
+    x = np.einsum("aibjc,dcij->abd", patches, t["patch_embed.proj.weight"])
+    x = x.reshape(rows * columns, DIM) + t["patch_embed.proj.bias"]
+    position = t["pos_embed"][0]
+    if len(position) == len(x):
+        x = x + position
+        x = np.concatenate([t["cls_token"][0], x]) if "cls_token" in t else x
+    else:
+        x = np.concatenate([t["cls_token"][0], x]) + position
+    for layer in range(LAYERS):
+        name = f"blocks.{layer}."
+        qkv = linear(f"{name}attn.qkv", norm(t, f"{name}norm1", x, 1e-6))
+        y = attention(qkv, heads, (DIM // heads) ** -0.5, True)
+        x = x + linear(f"{name}attn.proj", y) * t.get(f"{name}ls1.gamma", 1)
+        y = exact_gelu(linear(f"{name}mlp.fc1", norm(t, f"{name}norm2", x, 1e-6)))
+        x = x + linear(f"{name}mlp.fc2", y) * t.get(f"{name}ls2.gamma", 1)
+    x = norm(t, "norm", x, 1e-6)
+    return linear("head", x[0] if "cls_token" in t else x.mean(0))
+
+
+def naive_gpt2(t, tokens, settings):
+    """Logits of transformers' GPT-2, float64."""
+    t = {name.removeprefix("transformer."): np.float64(x) for name, x in t.items()}
+    heads, eps = settings["n_head"], settings.get("layer_norm_epsilon", 1e-5)
+    exact = settings.get("activation_function", "gelu_new") == "gelu"
+    x = t["wte.weight"][tokens] + t["wpe.weight"][: len(tokens)]
+    allowed = np.tri(len(tokens), dtype=bool)
+    for layer in range(LAYERS):
+        name = f"h.{layer}."
+
+        def linear(part, x, name=name):
+            return x @ t[f"{name}{part}.weight"] + t[f"{name}{part}.bias"]
+
+        scale = 1.0
+        if settings.get("scale_attn_weights", True):
+            scale /= np.sqrt(DIM / heads)
+        if settings.get("scale_attn_by_inverse_layer_idx", False):
+            scale /= layer + 1
+        qkv = linear("attn.c_attn", norm(t, f"{name}ln_1", x, eps))
+        x = x + linear("attn.c_proj", attention(qkv, heads, scale, allowed))
+        y = linear("mlp.c_fc", norm(t, f"{name}ln_2", x, eps))
+        x = x + linear("mlp.c_proj", exact_gelu(y) if exact else tanh_gelu(y))
+    tied = settings.get("tie_word_embeddings", True)
+    head = t["wte.weight" if tied else "lm_head.weight"]
+    return norm(t, "ln_f", x, eps) @ head.T
+
+
+def write(folder, tensors, settings):
+    folder.mkdir(exist_ok=True)
+    write_safetensors(folder / "model.safetensors", tensors)
+    (folder / "config.json").write_text(json.dumps(settings))
+    return folder / "model.safetensors"
+
+
+def check_logits(source, folder, tensors, settings, inputs, expected, **options):
+    path = write(folder / "theirs", tensors, settings)
+    convert(source, path, folder / "ours", **options)
+    loaded = relattn.load_pretrained(folder / "ours")
+    found = jax.jit(loaded.model.apply)(loaded.variables, jnp.asarray(inputs))[0]
+    np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max())
+
+
+def hub(**arguments):
+    """A config.json of timm, as on the hub; arguments are model_args."""
+    return {
+        "architecture": "vit_huge_patch14_224",
+        "num_classes": CLASSES,
+        "num_features": DIM,
+        "global_pool": arguments.get("global_pool", "token"),
+        "model_args": {"embed_dim": DIM, "num_heads": HEADS, **arguments},
+        "pretrained_cfg": {"num_classes": 1000, "input_size": [3, 4, 6], "tag": "x"},
+    }
+
+
+@pytest.mark.parametrize(
+    "tensors, settings",
+    [
+        ({}, hub(depth=LAYERS, mlp_ratio=0.6, dynamic_img_size=True)),
+        ({"bias": False, "scale": True}, hub(qkv_bias=False, init_values=1e-5)),
+        ({"extra": 0}, hub(no_embed_class=True)),
+        (
+            {"cls": False, "extra": 0},
+            hub(class_token=False, global_pool="avg", fc_norm=False),
+        ),
+    ],
+)
+def test_timm_models_equal_the_formula(tensors, settings, tmp_path):
+    tensors = timm_tensors(**tensors)
+    images = np.random.default_rng(1).normal(size=(1, 4, 6, 3)).astype("f4")
+    expected = naive_vit(tensors, images[0], HEADS)
+    check_logits("timm", tmp_path, tensors, settings, images, expected)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True},
+        {"scale_attn_weights": False, "activation_function": "gelu"},
+        {"tie_word_embeddings": False, "layer_norm_epsilon": 0.1},
+    ],
+)
+def test_gpt2_models_equal_the_formula(settings, tmp_path):
+    settings = {"model_type": "gpt2", "n_head": HEADS, **settings}
+    tensors = gpt2_tensors(head="tie_word_embeddings" in settings)
+    tokens = np.array([[3, 1, 4, 1, 5]])
+    expected = naive_gpt2(tensors, tokens[0], settings)
+    check_logits("hf_gpt2", tmp_path, tensors, settings, tokens, expected)
+
+
+def test_heads_are_those_of_the_architecture():
+    """The heads of vit_huge are 80 wide, and those of vit_base 64."""
+    assert TIMM_ARCHITECTURES["vit_huge_patch14_224"] == (1280, 16)
+    tensors = timm_tensors(grid=(2, 2))
+    settings = {"architecture": "vit_base_patch16_224.augreg_in21k"}
+    settings["model_args"] = {"embed_dim": DIM}
+    converted = SOURCES["timm"](tensors, settings)
+    assert converted.config["model"]["num_heads"] == 12
+    with pytest.raises(ValueError, match="num_heads=3 does .* num_heads=12"):
+        SOURCES["timm"](tensors, {**settings, "num_heads": 3})
+    del settings["model_args"]
+    with pytest.raises(ValueError, match=r"embed_dim=768 .*proj.weight has 12"):
+        SOURCES["timm"](tensors, settings)
+
+
+@pytest.mark.parametrize("source", ["timm", "hf_vit", "hf_gpt2", "translution"])
+def test_heads_are_asked_for(source, tmp_path):
+    path = FIXTURES / source / "model.safetensors"
+    settings = json.loads((FIXTURES / source / "config.json").read_text())
+    heads = {"timm": 3, "hf_vit": 3, "hf_gpt2": 3, "translution": 2}[source]
+    copied = tmp_path / "model.safetensors"
+    copied.write_bytes(path.read_bytes())
+    with pytest.raises(ValueError, match="do not show the number of heads: give --num"):
+        convert(source, copied, tmp_path / "out")
+    config = convert(source, copied, tmp_path / "out", num_heads=heads)
+    assert config["model"]["num_heads"] == heads
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(ValueError, match=rf"num_heads=.*{heads}"):
+        convert(source, copied, tmp_path / "out", num_heads=heads + 2)
+
+
+def test_heads_of_performers_are_in_their_projections():
+    tensors = unwrap(read_safetensors(FIXTURES / "performer" / "model.safetensors"))
+    assert SOURCES["performer"](tensors, {}).config["model"]["num_heads"] == 2
+    with pytest.raises(ValueError, match=r"heads=3 does not fit: .* has 2"):
+        SOURCES["performer"](tensors, {"heads": 3})
+
+
+TIMM = {"num_heads": HEADS, "image_size": [4, 6]}
+HF_VIT = json.loads((FIXTURES / "hf_vit" / "config.json").read_text())
+GPT2 = {"n_head": HEADS}
+
+
+@pytest.mark.parametrize(
+    "source, tensors, settings, message",
+    [
+        ("timm", {}, {**TIMM, "global_pool": "avg"}, "global_pool='avg' is not"),
+        ("timm", {}, {**TIMM, "global_pool": ""}, "global_pool='' is not"),
+        ("timm", {}, {**TIMM, "class_token": False}, "class_token=False"),
+        ("timm", {}, {**TIMM, "no_embed_class": True}, "no_embed_class=True"),
+        ("timm", {"extra": 0}, {**TIMM, "no_embed_class": False}, "no_embed_class"),
+        ("timm", {}, {**TIMM, "qkv_bias": False}, "qkv_bias=False"),
+        ("timm", {"bias": False}, {**TIMM, "qkv_bias": True}, "have no biases"),
+        ("timm", {}, {**TIMM, "init_values": 0.1}, "ls1.gamma is missing"),
+        ("timm", {}, {**TIMM, "reg_tokens": 4}, "reg_tokens=4"),
+        ("timm", {}, {**TIMM, "act_layer": "quick_gelu"}, "act_layer='quick_gelu'"),
+        ("timm", {}, {**TIMM, "depth": 3}, "depth=3"),
+        ("timm", {}, {**TIMM, "mlp_ratio": 4.0}, "mlp_ratio=4.0, which is .*48"),
+        ("timm", {}, {**TIMM, "num_classes": 6}, "num_classes=6"),
+        ("timm", {}, {**TIMM, "in_chans": 1}, "in_chans=1"),
+        ("timm", {}, {**TIMM, "patch_size": 4}, r"patch_size=\[4, 4\]"),
+        ("timm", {}, {**TIMM, "image_size": [4, 7]}, "4x7 pixels, which patches of"),
+        ("timm", {}, {**TIMM, "image_size": 8}, "8x8 pixels, which are 16 .* 7 rows"),
+        ("timm", {}, {**TIMM, "temperature": 2}, "unknown: temperature"),
+        ("timm", {}, {"model_args": {"ratio": 1}}, "unknown: ratio"),
+        ("timm", {}, {"model_args": [1]}, "model_args .* is no object"),
+        ("timm", {}, {"architecture": "my_vit"}, "architecture='my_vit'"),
+        ("timm", {}, {**TIMM, "num_heads": "3"}, "num_heads='3' must be a whole"),
+        ("timm", {}, {**TIMM, "num_heads": 5}, "divides the width of 12"),
+        ("timm", {}, {"num_heads": HEADS}, "7 rows, no square grid"),
+        ("timm", {"head": False}, {}, "head.weight is missing: .* a backbone"),
+        ("timm", {"cls": False}, {"num_heads": HEADS}, "cls_token is missing"),
+        ("hf_vit", None, {**HF_VIT, "hidden_act": "relu"}, "hidden_act='relu'"),
+        ("hf_vit", None, {**HF_VIT, "model_type": "deit"}, "model_type='deit'"),
+        ("hf_vit", None, {**HF_VIT, "architectures": ["X"]}, r"architectures=\['X'\]"),
+        ("hf_vit", None, {**HF_VIT, "hidden_size": 16}, "hidden_size=16"),
+        ("hf_vit", None, {**HF_VIT, "num_hidden_layers": 3}, "num_hidden_layers=3"),
+        ("hf_vit", None, {**HF_VIT, "id2label": {"0": "a"}}, "num_labels=1"),
+        ("hf_vit", None, {**HF_VIT, "qkv_bias": False}, "qkv_bias=False"),
+        ("hf_vit", None, {**HF_VIT, "pruned_heads": {"0": [1]}}, "pruned_heads="),
+        ("hf_vit", None, {**HF_VIT, "quantization_config": {}}, "quantization_config"),
+        ("hf_gpt2", {}, {**GPT2, "activation_function": "relu"}, "function='relu'"),
+        ("hf_gpt2", {}, {**GPT2, "add_cross_attention": True}, "add_cross_attention"),
+        ("hf_gpt2", {}, {**GPT2, "vocab_size": 12}, "vocab_size=12"),
+        ("hf_gpt2", {}, {**GPT2, "n_positions": 7}, "n_positions=7"),
+        ("hf_gpt2", {}, {**GPT2, "n_embd": DIM}, "n_inner=48"),
+        ("hf_gpt2", {}, {**GPT2, "n_layer": 3}, "n_layer=3"),
+        ("hf_gpt2", {}, {**GPT2, "hidden_size": 8, "n_embd": 12}, "hidden_size is 8"),
+        ("hf_gpt2", {}, {**GPT2, "tie_word_embeddings": False}, "missing lm_head"),
+        ("hf_gpt2", {"head": True}, GPT2, "lm_head.weight is not wte.weight"),
+        ("hf_gpt2", {}, {**GPT2, "rotary": True}, "unknown: rotary"),
+    ],
+)
+def test_another_function_is_refused_by_its_name(source, tensors, settings, message):
+    if source == "timm":
+        tensors = timm_tensors(**tensors)
+    elif source == "hf_gpt2":
+        tensors = gpt2_tensors(**tensors)
+    else:
+        tensors = read_safetensors(FIXTURES / source / "model.safetensors")
+    with pytest.raises(ValueError, match=message):
+        SOURCES[source](unwrap(tensors), settings)
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("dist_token", "distillation token"),
+        ("reg_token", "reg_tokens"),
+        ("norm_pre.weight", "pre_norm"),
+        ("fc_norm.weight", "global_pool='avg'"),
+        ("attn_pool.q.weight", "global_pool='map'"),
+        ("blocks.1.attn.q_norm.weight", "qk_norm"),
+        ("blocks.0.mlp.norm.weight", "scale_mlp_norm"),
+        ("pre_logits.fc.weight", "representation_size"),
+    ],
+)
+def test_parts_that_vit_lacks_are_named_before_sizes(name, message):
+    tensors = timm_tensors(grid=(5, 39), extra=0)
+    with pytest.raises(ValueError, match=rf"{re.escape(name)}: .*{message}"):
+        SOURCES["timm"]({**tensors, name: np.ones(3)}, {"num_heads": HEADS})
+
+
+def test_what_is_missing_is_named_before_sizes():
+    tensors = timm_tensors(grid=(5, 39), extra=0)
+    del tensors["blocks.1.norm2.bias"]
+    with pytest.raises(ValueError, match=r"missing blocks\.1\.norm2\.bias"):
+        SOURCES["timm"](tensors, {"num_heads": HEADS})
+
+
+@pytest.mark.parametrize("source", ["timm", "hf_vit", "hf_gpt2"])
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda name: f"module._orig_mod.{name}",
+        lambda name: f"_orig_mod.module.model.{name}",
+        lambda name: f"model.backbone._orig_mod.{name}",
+        lambda name: re.sub(r"(\.\d+\.)", r"\1_orig_mod.module.", name),
+        lambda name: re.sub(r"^(vit|transformer)\.", "", name),
+    ],
+)
+def test_wrappers_are_removed(source, wrap):
+    tensors = read_safetensors(FIXTURES / source / "model.safetensors")
+    settings = json.loads((FIXTURES / source / "config.json").read_text())
+    plain = SOURCES[source](unwrap(tensors), settings)
+    wrapped = {wrap(name): x for name, x in tensors.items()}
+    found = SOURCES[source](unwrap(wrapped), settings)
+    assert found.config == plain.config
+    jax.tree.map(np.testing.assert_array_equal, found.tensors, plain.tensors)
+
+
+def test_two_models_in_one_file_are_refused():
+    tensors = {"model.norm.bias": np.ones(3), "module.norm.bias": np.zeros(3)}
+    with pytest.raises(ValueError, match=r"model.norm.bias and module.norm.bias are"):
+        unwrap(tensors)
+
+
+def test_names_of_transformers_5_in_memory_are_read():
+    tensors = read_safetensors(FIXTURES / "hf_vit" / "model.safetensors")
+    plain = SOURCES["hf_vit"](unwrap(tensors), HF_VIT)
+    names = {
+        "encoder.layer.": "layers.",
+        "attention.attention.query": "attention.q_proj",
+        "attention.attention.key": "attention.k_proj",
+        "attention.attention.value": "attention.v_proj",
+        "attention.output.dense": "attention.o_proj",
+        "intermediate.dense": "mlp.fc1",
+        "output.dense": "mlp.fc2",
+    }
+    renamed = {}
+    for name, x in tensors.items():
+        for written, memory in names.items():
+            name = name.replace(written, memory)
+        renamed[name] = x
+    assert "vit.layers.0.mlp.fc2.weight" in renamed
+    found = SOURCES["hf_vit"](unwrap(renamed), HF_VIT)
+    jax.tree.map(np.testing.assert_array_equal, found.tensors, plain.tensors)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "bool"])
+def test_integers_are_no_parameters(dtype):
+    tensors = timm_tensors(grid=(2, 2))
+    tensors["blocks.1.attn.proj.weight"] = np.ones((DIM, DIM), dtype)
+    message = rf"no floats blocks\.1\.attn\.proj\.weight \({dtype}\)"
+    with pytest.raises(ValueError, match=message):
+        SOURCES["timm"](tensors, {"num_heads": HEADS})
+
+
+@pytest.mark.parametrize("text", ["[1]", '"vit"', "{"])
+def test_damaged_config_is_refused(text, tmp_path):
+    path = write(tmp_path, timm_tensors(grid=(2, 2)), {})
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=r"config\.json (is not|holds no) JSON"):
+        convert("timm", path, tmp_path / "out")

@@ -90,6 +90,8 @@ def convert(
         raise ValueError(
             f"{checkpoint} is no checkpoint of {source}: missing {error.args[0]}"
         ) from error
+    except TypeError as error:
+        raise ValueError(f"{beside} has a value of a wrong type ({error})") from error
     except ValueError as error:
         raise ValueError(f"{checkpoint}: {error}") from error
     model = pretrained.build(converted.config)

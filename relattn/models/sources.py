@@ -66,6 +66,7 @@ def _vit(
     sizes: Mapping[str, str],
     heads: str,
     norm_eps: float,
+    has_cls: bool = True,
     ignored: str = "$^",
 ) -> Converted:
     """Converts a ViT.
@@ -79,12 +80,12 @@ def _vit(
         sizes: What keys of the settings mean, by the names of our sizes.
         heads: The key that has the number of heads.
         norm_eps: The LayerNorms' epsilon if no key has it.
+        has_cls: Whether the head reads a CLS token, not the mean of the patches.
         ignored: Pattern of tensors that are no parameters.
     """
     cls, position, head = names["cls"], names["position"], f"{names['head']}.weight"
     convolution = f"{names['convolution']}.weight"
     num_layers = count_layers(tensors, rf"{re.escape(names['layers'])}(\d+)\.")
-    has_cls = cls in tensors
     table = {
         **table,
         "embedding.kernel": (patches, convolution),
@@ -211,6 +212,7 @@ def timm(tensors: Tensors, settings: Mapping[str, Any]) -> Converted:
         sizes=TIMM_SIZES,
         heads="num_heads",
         norm_eps=1e-6,
+        has_cls=has_cls,
     )
     model = converted.config["model"]
     if "mlp_ratio" in settings:

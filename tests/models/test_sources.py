@@ -339,6 +339,11 @@ def test_what_is_missing_is_named_before_sizes():
     del tensors["blocks.1.norm2.bias"]
     with pytest.raises(ValueError, match=r"missing blocks\.1\.norm2\.bias"):
         SOURCES["timm"](tensors, {"num_heads": HEADS})
+    tensors = unwrap(read_safetensors(FIXTURES / "hf_vit" / "model.safetensors"))
+    for name in ("cls_token", "position_embeddings"):
+        rest = {k: x for k, x in tensors.items() if not k.endswith(name)}
+        with pytest.raises(ValueError, match=rf"missing vit\.embeddings\.{name}"):
+            SOURCES["hf_vit"](rest, HF_VIT)
 
 
 @pytest.mark.parametrize("source", ["timm", "hf_vit", "hf_gpt2"])
@@ -399,9 +404,13 @@ def test_integers_are_no_parameters(dtype):
         SOURCES["timm"](tensors, {"num_heads": HEADS})
 
 
-@pytest.mark.parametrize("text", ["[1]", '"vit"', "{"])
+@pytest.mark.parametrize(
+    "text",
+    ["[1]", '"vit"', "{", '{"num_heads": 3, "mlp_ratio": [4]}', '{"input_size": 4}'],
+)
 def test_damaged_config_is_refused(text, tmp_path):
     path = write(tmp_path, timm_tensors(grid=(2, 2)), {})
     (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ValueError, match=r"config\.json (is not|holds no) JSON"):
+    message = r"config\.json (is not JSON|holds no JSON|has a value of a wrong type)"
+    with pytest.raises(ValueError, match=message):
         convert("timm", path, tmp_path / "out")

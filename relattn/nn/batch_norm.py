@@ -92,4 +92,4 @@ class BatchNorm(nn.Module):
                 for average, moment in zip((mean, variance), now, strict=True):
                     average.value = MOMENTUM * average.value + (1 - MOMENTUM) * moment
         y = (x - now[0]) * jax.lax.rsqrt(now[1] + EPSILON) * scale + bias
-        return y.astype(self.dtype)
+        return y.astype(nn.dtypes.canonicalize_dtype(dtype=self.dtype))

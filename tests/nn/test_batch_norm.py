@@ -68,3 +68,9 @@ def test_float16_inputs_have_float32_moments():
     assert y.dtype == jnp.float16
     np.testing.assert_allclose(y.astype(np.float32).std(0), 1, atol=0.01)
     assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(variables))
+
+
+def test_outputs_are_floats():
+    """An integer dtype would round them to a few whole numbers."""
+    with pytest.raises(ValueError, match="Dtype must be inexact: int8"):
+        BatchNorm(dtype="int8").init(jax.random.key(0), jnp.ones((3, 2)))

@@ -49,8 +49,12 @@ def _check_parts(tensors: Tensors, names: Mapping[str, str]) -> None:
         for name in tensors:
             if re.search(pattern, name):
                 raise ValueError(f"{name}: relattn's ViT does not have {part}")
-    head = f"{names['head']}.weight"
-    if head not in tensors and f"{names['convolution']}.weight" in tensors:
+    head, convolution = (f"{names[part]}.weight" for part in ("head", "convolution"))
+    if convolution not in tensors:
+        raise ValueError(
+            f"{convolution} is missing: the checkpoint is not one of this --source"
+        )
+    if head not in tensors:
         raise ValueError(
             f"{head} is missing: the checkpoint is a backbone without a head, and "
             "relattn's ViT has one; convert a model that classifies"
@@ -215,13 +219,11 @@ def timm(tensors: Tensors, settings: Mapping[str, Any]) -> Converted:
         has_cls=has_cls,
     )
     model = converted.config["model"]
-    if "mlp_ratio" in settings:
-        ratio = settings["mlp_ratio"]
-        check_equal(
-            f"blocks.0.mlp.fc1.weight has {model['mlp_dim']}",
-            model["mlp_dim"],
-            f"mlp_ratio={ratio}, which is mlp_dim",
-            {f"mlp_ratio={ratio}, which is mlp_dim": int(model["dim"] * ratio)},
+    ratio = settings.get("mlp_ratio")
+    if ratio is not None and int(model["dim"] * ratio) != model["mlp_dim"]:
+        raise ValueError(
+            f"mlp_ratio={ratio} does not fit: blocks.0.mlp.fc1.weight has "
+            f"{model['mlp_dim']} rows for a width of {model['dim']}"
         )
     return converted
 

@@ -20,6 +20,9 @@ from relattn.kernels.flash import flash_branches
 from relattn.kernels.platform import choices
 from relattn.kernels.precision import wide_einsum, widen
 
+# The score of a masked key in sums, as in jax.nn.
+LOWEST_SCORE = -0.7 * float(jnp.finfo(jnp.float32).max)
+
 
 @check_arguments
 def softmax_attention(
@@ -31,15 +34,19 @@ def softmax_attention(
     key_mask: Bool[Array, "*#batch m"] | None = None,
     bias: Float[Array, "*#batch n m"] | None = None,
     precision: jax.lax.PrecisionLike = None,
-) -> Float[Array, "*batch n value_dim"]:
+    return_logsumexp: bool = False,
+) -> (
+    Float[Array, "*batch n value_dim"]
+    | tuple[Float[Array, "*batch n value_dim"], Float[Array, "*batch n"]]
+):
     """Computes softmax attention, with masks and a dense bias.
 
     out_i = sum_j softmax_j(q_i . k_j / sqrt(head_dim) + bias_ij) v_j
 
     Scores, softmax and sums are float32 or wider. A query without allowed keys gives
-    zeros. On GPUs and TPUs it is flash attention where that pays: without masks, bias
-    and ``precision``; its derivatives are first ones, in reverse mode, and its weights
-    have the dtype of the values.
+    zeros. On GPUs and TPUs it is flash attention where that pays: without masks, bias,
+    ``precision`` and ``return_logsumexp``; its derivatives are first ones, in reverse
+    mode, and its weights have the dtype of the values.
 
     Args:
         q: Queries, shape ``[*batch, n, head_dim]``.
@@ -50,9 +57,13 @@ def softmax_attention(
             values are ignored, whatever they hold.
         bias: Added to the scores, shape ``[*batch, n, m]``; must be finite.
         precision: Passed to einsum.
+        return_logsumexp: Whether to also return log sum_j exp(score_ij), by which
+            attention to several sets of keys is combined.
 
     Returns:
-        Shape ``[*batch, n, value_dim]``, in the dtype of ``v``.
+        Shape ``[*batch, n, value_dim]``, in the dtype of ``v``. With
+        ``return_logsumexp``, also the logarithms, shape ``[*batch, n]``, in float32 or
+        wider; `LOWEST_SCORE` without allowed keys.
 
     Raises:
         ValueError: If shapes or dtypes do not fit together.
@@ -65,7 +76,11 @@ def softmax_attention(
     Source:
         Vaswani et al., Attention Is All You Need, section 3.2.1.
     """
-    return _attend(q, k, v, mask, key_mask, bias, precision)
+    if not return_logsumexp:
+        return _attend(q, k, v, mask, key_mask, bias, precision)
+    return _attend_in_blocks(
+        q, k, v, mask, key_mask, bias, precision=precision, logsumexp=True
+    )
 
 
 @check_arguments
@@ -122,7 +137,16 @@ def _attend(q, k, v, mask, key_mask, bias, precision, *, causal=False):
 
 
 def _attend_in_blocks(
-    q, k, v, mask=None, key_mask=None, bias=None, *, causal, precision
+    q,
+    k,
+    v,
+    mask=None,
+    key_mask=None,
+    bias=None,
+    *,
+    causal=False,
+    precision,
+    logsumexp=False,
 ):
     """Computes `softmax_attention` in blocks of queries."""
     k, v, key_mask = zero_masked(k, v, key_mask)
@@ -133,12 +157,20 @@ def _attend_in_blocks(
     def attend(index, q, mask, bias):
         if causal:
             mask = past_keys(index * size, q.shape[-2], k.shape[-2])
-        weights = softmax_weights(
-            q, k, mask=mask, key_mask=key_mask, bias=bias, precision=precision
-        )
-        return weighted_sum(weights, v, precision)
+        scores, allowed = _masked_scores(q, k, mask, key_mask, bias, precision)
+        out = weighted_sum(masked_softmax(scores, allowed), v, precision)
+        if not logsumexp:
+            return out
+        if allowed is not None:
+            scores = jnp.where(allowed, scores, LOWEST_SCORE)
+        total = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
+        total = jnp.broadcast_to(total, (*out.shape[:-1], 1))
+        return jnp.concatenate([out, total], axis=-1)
 
-    return over_blocks(attend, (q, mask, bias), size).astype(v.dtype)
+    out = over_blocks(attend, (q, mask, bias), size)
+    if logsumexp:
+        return out[..., :-1].astype(v.dtype), out[..., -1]
+    return out.astype(v.dtype)
 
 
 def past_keys(first: Array | int, n: int, m: int) -> Bool[Array, "n m"]:
@@ -203,14 +235,18 @@ def softmax_weights(
 
     Masked keys must be finite: see `relattn.kernels.checks.zero_masked`.
     """
+    return masked_softmax(*_masked_scores(q, k, mask, key_mask, bias, precision))
+
+
+def _masked_scores(q, k, mask, key_mask, bias, precision):
+    """Returns the scores in float32 or wider, and which of them are allowed."""
     if key_mask is not None:
         key_mask = key_mask[..., None, :]
-    allowed = _combine_masks(mask, key_mask)
     scores = wide_einsum(precision)("...nd,...md->...nm", q, k)
     scores = scores * q.shape[-1] ** -0.5
     if bias is not None:
         scores = scores + widen(bias)
-    return masked_softmax(scores, allowed)
+    return scores, _combine_masks(mask, key_mask)
 
 
 def weighted_sum(

@@ -51,6 +51,35 @@ def test_causal_matches_reference():
 
 
 @pytest.mark.usefixtures("form")
+def test_logsumexp_matches_reference_and_combines_sets_of_keys():
+    q, k, v, bias = draw_inputs()
+    key_mask = jnp.arange(M) != 2
+
+    def attend(keys):
+        return softmax.softmax_attention(
+            q,
+            k[:, keys],
+            v[:, keys],
+            bias=bias[..., keys],
+            key_mask=key_mask[keys],
+            return_logsumexp=True,
+        )
+
+    out, total = attend(slice(None))
+    scores = np.einsum("hnd,hmd->hnm", *(np.asarray(x, np.float64) for x in (q, k)))
+    weights = np.exp(scores / HEAD_DIM**0.5 + np.asarray(bias)) * np.asarray(key_mask)
+    np.testing.assert_allclose(total, np.log(weights.sum(axis=-1)), rtol=1e-5)
+    outs, totals = zip(*map(attend, (slice(4), slice(4, M))), strict=True)
+    shares = [np.exp(part - total)[..., None] for part in totals]
+    combined = outs[0] * shares[0] + outs[1] * shares[1]
+    np.testing.assert_allclose(combined, out, rtol=1e-5, atol=1e-6)
+    _, nothing = softmax.softmax_attention(
+        q, k, v, key_mask=jnp.zeros(M, bool), return_logsumexp=True
+    )
+    np.testing.assert_array_equal(nothing, np.float32(softmax.LOWEST_SCORE))
+
+
+@pytest.mark.usefixtures("form")
 def test_query_without_keys_gives_zeros_and_finite_gradients():
     q, k, v, _ = draw_inputs()
     mask = jnp.ones((N, M), bool).at[2].set(False)

@@ -41,6 +41,7 @@ from relattn.nn import attention_fn as attention_fn
 from relattn.nn import dot_product_attention as dot_product_attention
 from relattn.nn import register_attention as register_attention
 from relattn.nn import register_position as register_position
+from relattn.nn import split_attention_mask as split_attention_mask
 from relattn.offsets import Torus as Torus
 
 if TYPE_CHECKING:

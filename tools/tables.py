@@ -22,6 +22,7 @@ from relattn.models import MODELS
 from relattn.nn import registry
 from tests import test_contracts, test_pairs
 from tests.mechanisms import MECHANISMS, TORI
+from tests.nn import test_drop_in
 from tools import result_tables
 from tools.result_tables import markdown
 
@@ -103,6 +104,21 @@ def pairs() -> str:
     return markdown(["position", *(f"`{name}`" for name in ATTENTIONS)], rows)
 
 
+def drop_in() -> str:
+    """Returns the arguments of jax.nn that each implementation is tested to honour."""
+    rows = [
+        [
+            argument,
+            *(
+                "✓" if (argument, name) in test_drop_in.HONOURED else "–"
+                for name in test_drop_in.IMPLEMENTATIONS
+            ),
+        ]
+        for argument in test_drop_in.ARGUMENTS
+    ]
+    return markdown(["argument", *test_drop_in.IMPLEMENTATIONS], rows)
+
+
 def contents() -> str:
     """Returns the names that a configuration may use."""
     names = {
@@ -130,6 +146,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "contents": contents,
     "contracts": contracts,
     "pairs": pairs,
+    "drop_in": drop_in,
     "translation": translation_errors,
     **result_tables.TABLES,
 }

@@ -7,6 +7,7 @@ from relattn.nn.attention import Context as Context
 from relattn.nn.attention import MultiHeadAttention as MultiHeadAttention
 from relattn.nn.compat import attention_fn as attention_fn
 from relattn.nn.compat import dot_product_attention as dot_product_attention
+from relattn.nn.compat import split_attention_mask as split_attention_mask
 from relattn.nn.positions.base import LayerPosition as LayerPosition
 from relattn.nn.positions.base import Position as Position
 from relattn.nn.registry import ATTENTIONS as ATTENTIONS

@@ -2,48 +2,71 @@
 
 `dot_product_attention` has the layout and arguments of
 `jax.nn.dot_product_attention`; `attention_fn` makes the hook of the same name in
-`flax.linen.MultiHeadDotProductAttention` and `flax.nnx.MultiHeadAttention`.
+`flax.linen.MultiHeadDotProductAttention` and `flax.nnx.MultiHeadAttention`, and
+`split_attention_mask` takes Flax's masks apart.
 """
 
 from __future__ import annotations
 
-import functools
-import inspect
-import math
 from collections.abc import Callable
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+import numpy as np
+from flax.linen.dtypes import promote_dtype as promote
+from jax.typing import ArrayLike
+from jaxtyping import Array, Bool, Float
 
-from relattn import kernels, spec
-from relattn.nn.linear_attention import FEATURE_MAPS
+from relattn.nn.implementations import (
+    USE_SOFTMAX,
+    Kernel,
+    call_kernel,
+    check_shapes,
+    name_of,
+    resolve,
+    takes,
+    to_scores,
+)
 
-Kernel = Callable[..., Array]
+# Implementations of jax.nn, which computes them.
+_JAX_NN = (None, "xla", "cudnn")
 
 
 def dot_product_attention(
-    query: Float[Array, "*batch n heads head_dim"],
-    key: Float[Array, "*batch m key_heads head_dim"],
-    value: Float[Array, "*batch m key_heads value_dim"],
-    bias: Float[Array, "..."] | None = None,
-    mask: Array | None = None,
+    query: Float[ArrayLike, "*batch n heads head_dim"],
+    key: Float[ArrayLike, "*batch m key_heads head_dim"],
+    value: Float[ArrayLike, "*batch m key_heads value_dim"],
+    bias: Float[ArrayLike, "..."] | None = None,
+    mask: ArrayLike | None = None,
     *,
-    scale: float | None = None,
+    scale: float | Float[Array, ""] | None = None,
     is_causal: bool = False,
-    implementation: str | Kernel = "softmax",
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    implementation: str | Kernel | None = None,
+    return_residual: bool = False,
     **options: Any,
-) -> Float[Array, "*batch n heads value_dim"]:
+) -> (
+    Float[Array, "*batch n heads value_dim"]
+    | tuple[Float[Array, "*batch n heads value_dim"], Float[Array, "*batch n heads"]]
+):
     """Computes attention with a kernel of relattn, as `jax.nn.dot_product_attention`.
 
     out_i = sum_j w(scale q_i, k_j) v_j / sum_j w(scale q_i, k_j), where w is the
     implementation's weight; "softmax" has w = exp(q . k + bias).
 
-    A mask of shape ``[batch, 1, 1, m]`` hides keys, and every implementation takes it.
-    Other masks and a bias need scores, which linear attention never computes: an
-    implementation that cannot honour them raises. A query without allowed keys gives
-    zeros (in `jax.nn`: the mean of the values).
+    The arguments mean what they mean in `jax.nn`, also where there are more keys than
+    queries or fewer: ``is_causal`` and ``local_window_size`` place query i at key i.
+
+    A mask of keys, ``[batch, 1, 1, m]``, or of queries, ``[batch, 1, n, 1]``, and
+    lengths of sequences suit every implementation. Other masks, a bias, windows and
+    the residual need scores, which linear attention never computes: an implementation
+    that cannot honour them raises. A query without allowed keys gives zeros; `jax.nn`,
+    which computes the implementations None, ``"xla"`` and ``"cudnn"``, gives the mean
+    of all values unless ``query_seq_lengths`` excludes the query.
 
     Args:
         query: Queries, shape ``[*batch, n, heads, head_dim]``.
@@ -55,25 +78,38 @@ def dot_product_attention(
             ``[*batch, heads, n, m]``.
         scale: Factor of the scores; 1 / sqrt(head_dim) if None.
         is_causal: Whether query i attends only to keys j <= i.
-        implementation: ``"softmax"``; ``"favor"``, linear attention with random
-            features; or a kernel ``(q, k, v, **options)`` of `relattn.kernels` on
-            ``[..., n, head_dim]``, such as `linear_attention` with the option
-            ``feature_map``.
-        **options: Options of the implementation. Those of "favor" are ``projection``,
-            W of shape ``[features, head_dim]`` (default: drawn from a fixed seed, with
-            the default number of features); ``features``, ``"positive"`` (default),
-            ``"trigonometric"`` or ``"relu"``; and those of `linear_attention`.
+        query_seq_lengths: Number of queries of each example, shape ``[*batch]``; later
+            ones give zeros.
+        key_value_seq_lengths: Number of keys of each example, shape ``[*batch]``; later
+            ones are ignored.
+        local_window_size: ``(left, right)``, or one number for both: query i attends
+            only to keys i - left <= j <= i + right.
+        implementation: None, ``"xla"`` or ``"cudnn"``, softmax attention by `jax.nn`;
+            ``"softmax"``, by `relattn.kernels.softmax_attention`; ``"favor"`` and
+            ``"relu"``, linear attention with random features; or a kernel
+            ``(q, k, v, **options)`` of `relattn.kernels` on ``[..., n, head_dim]``,
+            such as `linear_attention` with the option ``feature_map``.
+        return_residual: Whether to also return the logarithm of the sum of exp(scores),
+            without gradient.
+        **options: Options of the implementation. Those of "favor" and "relu" are
+            ``projection``, W of shape ``[features, head_dim]`` (default: drawn from a
+            fixed seed, with the default number of features); ``features``,
+            ``"positive"`` (default of "favor"), ``"trigonometric"`` or ``"relu"``; and
+            those of `linear_attention`.
 
     Returns:
-        Shape ``[*batch, n, heads, value_dim]``, in the dtype of ``value``.
+        Shape ``[*batch, n, heads, value_dim]``, in the dtype of ``value``. With
+        ``return_residual``, also the residual, shape ``[*batch, n, heads]``.
 
     Raises:
         ValueError: If shapes or dtypes do not fit together, or the implementation
-            cannot honour the mask, the bias or ``is_causal``.
+            cannot honour an argument.
+        RuntimeError: If the implementation is ``"cudnn"`` and there is no cuDNN.
 
     Example:
         >>> x = jax.random.normal(jax.random.key(0), (1, 7, 2, 4))
-        >>> ours = dot_product_attention(x, x, x, is_causal=True)
+        >>> ours = dot_product_attention(
+        ...     x, x, x, is_causal=True, implementation="softmax")
         >>> theirs = jax.nn.dot_product_attention(x, x, x, is_causal=True)
         >>> bool(jnp.allclose(ours, theirs, atol=1e-5))
         True
@@ -85,51 +121,94 @@ def dot_product_attention(
         et al., GQA, section 2.2.
     """
     query, key, value = (jnp.asarray(x) for x in (query, key, value))
-    _check_shapes(query, key, value)
-    n, heads, head_dim = query.shape[-3:]
-    m, key_heads = key.shape[-3:-1]
-    kernel = _resolve(implementation, head_dim, options)
-    mask = _to_scores(mask, "mask", query.ndim)
-    bias = _to_scores(bias, "bias", query.ndim)
-    if scale is not None:
-        query = query * (scale * math.sqrt(head_dim))
-    if is_causal:
-        kernel, mask = _make_causal(kernel, mask, (n, m), query.ndim)
-    arguments = _mask_arguments(kernel, mask, bias, (n, m))
-    # To [*batch, heads, n, head_dim]; grouped queries to [*batch, key_heads, group, n,
-    # head_dim], against keys and values with a group of one.
-    q, k, v = (jnp.swapaxes(x, -3, -2) for x in (query, key, value))
-    if key_heads != heads:
-        q = q.reshape(*q.shape[:-3], key_heads, -1, n, head_dim)
-        k, v = k[..., None, :, :], v[..., None, :, :]
-        arguments = {
-            name: _split_heads(x, query.ndim - 3, key_heads)
-            for name, x in arguments.items()
-        }
-    out = kernel(q, k, v, **arguments)
-    out = out.reshape(*query.shape[:-3], heads, n, value.shape[-1])
-    return jnp.swapaxes(out, -3, -2)
+    check_shapes(query, key, value)
+    *batch, n, heads, _ = query.shape
+    scores = (*batch, heads, n, key.shape[-3])
+    mask = to_scores(mask, "mask", scores)
+    bias = to_scores(bias, "bias", scores)
+    if implementation in _JAX_NN:
+        if query.ndim > 4 or options:
+            raise ValueError(
+                f"implementation {implementation!r} is jax.nn's, which takes at most "
+                f"one batch axis and no options, got query of shape {query.shape} and "
+                f"options {sorted(options)}; {USE_SOFTMAX}"
+            )
+        return jax.nn.dot_product_attention(
+            query,
+            key,
+            value,
+            bias,
+            mask,
+            scale=scale,
+            is_causal=is_causal,
+            query_seq_lengths=_as_int32(query_seq_lengths),
+            key_value_seq_lengths=_as_int32(key_value_seq_lengths),
+            local_window_size=local_window_size,
+            implementation=implementation,
+            return_residual=return_residual,
+        )
+    masks = [
+        mask,
+        _mask_of_lengths(query_seq_lengths, "query_seq_lengths", scores, -2),
+        _mask_of_lengths(key_value_seq_lengths, "key_value_seq_lengths", scores, -1),
+    ]
+    kernel = resolve(implementation, query.shape[-1], options)
+    if local_window_size is not None:
+        window, is_causal = _read_window(local_window_size, scores, is_causal)
+        if window is not None and not takes(kernel, "mask"):
+            raise ValueError(
+                f"{name_of(kernel)} takes no local_window_size that hides earlier "
+                f"keys, got {local_window_size}; {USE_SOFTMAX}"
+            )
+        masks.append(window)
+    return call_kernel(
+        kernel,
+        query,
+        key,
+        value,
+        bias,
+        masks,
+        scale=scale,
+        is_causal=is_causal,
+        first=0,
+        return_residual=return_residual,
+    )
 
 
 def attention_fn(
-    implementation: str | Kernel, *, is_causal: bool = False, **options: Any
+    implementation: str | Kernel,
+    *,
+    is_causal: bool = False,
+    key_mask: ArrayLike | None = None,
+    **options: Any,
 ) -> Callable[..., Array]:
     """Makes the argument ``attention_fn`` of Flax's attention layers.
 
     The result serves `flax.linen.MultiHeadDotProductAttention`,
     `flax.linen.MultiHeadAttention` and `flax.nnx.MultiHeadAttention`. It takes masks as
-    Flax makes them, in which other than zero means allowed. There is no dropout of
-    attention weights, which linear attention never computes.
+    Flax makes them, in which other than zero means allowed. Linear attention takes
+    masks of keys only: pass ``mask=key_mask[:, None, None]`` to the layer, or
+    ``key_mask`` and ``is_causal`` here; `split_attention_mask` makes them of a mask of
+    `flax.linen.make_attention_mask`.
+
+    Dropout acts on the heads' outputs, not on attention weights, which linear attention
+    never computes. ``broadcast_dropout`` drops the same elements in all examples and
+    heads. Softmax is always in float32 or wider.
 
     Args:
-        implementation: As in `dot_product_attention`.
-        is_causal: Whether a token attends only to itself and earlier tokens. Linear
+        implementation: As in `dot_product_attention`; "softmax", not None or ``"xla"``.
+        is_causal: Whether a token attends only to itself and earlier tokens. Fewer
+            queries than keys are the last of the tokens, as in decoding. Linear
             attention needs it here instead of a causal mask.
+        key_mask: True, or other than zero, for keys that exist; broadcasts to
+            ``[*batch, m]``. In decoding m is the length of the cache.
         **options: As in `dot_product_attention`.
 
     Returns:
-        A function ``(query, key, value, bias=None, mask=None, **settings)``. It raises
-        ValueError for settings that no kernel has: dropout and sown weights.
+        A function ``(query, key, value, bias=None, mask=None, **settings)`` with the
+        settings of `flax.linen.dot_product_attention` and
+        `flax.nnx.dot_product_attention`. It raises ValueError for those that no kernel
+        has: sown weights, other einsums and positions.
 
     Example:
         >>> import flax.linen as nn
@@ -140,184 +219,211 @@ def attention_fn(
         >>> out.shape
         (1, 7, 8)
     """
-    causal_here = is_causal
+    if implementation in _JAX_NN:
+        implementation = "softmax"
+    causal_here, keys_here = is_causal, key_mask
 
+    # Linen leaves out the settings that this signature does not name.
     def attend(
         query: Array,
         key: Array,
         value: Array,
         bias: Array | None = None,
         mask: Array | None = None,
-        *,
+        broadcast_dropout: bool = True,
         dropout_rng: Array | None = None,
         dropout_rate: float = 0.0,
-        broadcast_dropout: bool = True,
         deterministic: bool = False,
         dtype: Any = None,
         precision: jax.lax.PrecisionLike = None,
         module: Any = None,
+        force_fp32_for_softmax: bool = False,
+        einsum_dot_general: Callable[..., Array] | None = None,
+        qk_attn_weights_einsum: Callable[..., Array] | None = None,
+        attn_weights_value_einsum: Callable[..., Array] | None = None,
+        promote_dtype: Callable[..., Any] | None = None,
         is_causal: bool = False,
+        input_positions: Array | None = None,
+        key_mask: Array | None = None,
     ) -> Array:
-        del dropout_rng, broadcast_dropout
-        if dropout_rate > 0 and not deterministic:
-            raise ValueError(
-                f"dropout_rate={dropout_rate}: kernels drop no attention weights; "
-                "apply dropout to the layer's output"
-            )
+        del force_fp32_for_softmax
         if module is not None:
             raise ValueError(
                 "kernels return no attention weights: leave out sow_weights=True"
             )
-        if dtype is not None:
-            query, key, value = (x.astype(dtype) for x in (query, key, value))
+        for name, given in {
+            "einsum_dot_general": einsum_dot_general,
+            "qk_attn_weights_einsum": qk_attn_weights_einsum,
+            "attn_weights_value_einsum": attn_weights_value_einsum,
+            "input_positions": input_positions,
+        }.items():
+            if given is not None:
+                raise ValueError(f"the kernels of attention_fn take no {name}")
+        if promote_dtype is None:
+            query, key, value = promote(query, key, value, dtype=dtype)
+        else:
+            query, key, value = promote_dtype((query, key, value), dtype=dtype)
+        check_shapes(query, key, value)
+        *batch, n, heads, head_dim = query.shape
+        m = key.shape[-3]
+        scores = (*batch, heads, n, m)
+        first = 0
+        if (is_causal or causal_here) and n != m:
+            _check_last_queries(n, m, told=causal_here)
+            first = m - n
         given = options if precision is None else {"precision": precision, **options}
-        return dot_product_attention(
+        out = call_kernel(
+            resolve(implementation, head_dim, given),
             query,
             key,
             value,
-            bias,
-            None if mask is None else mask != 0,
+            to_scores(bias, "bias", scores),
+            [
+                to_scores(None if mask is None else mask != 0, "mask", scores),
+                *(_mask_of_keys(keys, scores) for keys in (keys_here, key_mask)),
+            ],
             is_causal=is_causal or causal_here,
-            implementation=implementation,
-            **given,
+            first=first,
         )
+        if deterministic or dropout_rate == 0:
+            return out
+        return _drop(out, dropout_rate, dropout_rng, broadcast_dropout)
 
     return attend
 
 
-def _favor(causal: bool) -> Kernel:
-    """Returns linear attention with random features, "favor"."""
-    attend = kernels.causal_linear_attention if causal else kernels.linear_attention
+def split_attention_mask(
+    mask: ArrayLike,
+) -> tuple[Bool[Array, "*batch m"], bool]:
+    """Takes a mask of Flax apart: the keys that exist, and whether it is causal.
 
-    def favor(q, k, v, *, key_mask=None, projection, features="positive", **options):
-        if features not in FEATURE_MAPS:
-            hint = spec.closest(features, FEATURE_MAPS)
-            raise ValueError(f"unknown features {features!r}: {hint}")
-        feature_map = functools.partial(FEATURE_MAPS[features], projection=projection)
-        return attend(q, k, v, feature_map, key_mask=key_mask, **options)
+    mask_ij = query_mask_i key_mask_j, or the same for j <= i only and 0 for j > i. Such
+    are the masks that `flax.linen.make_attention_mask` makes of padding,
+    `flax.linen.make_causal_mask`, and both of them combined. Fewer queries than keys
+    are the last of the tokens.
 
-    return favor
+    A query without keys is padding: its output is meaningless, and `attention_fn` does
+    not get to know of it. The mask's values must be known: inside of `jax.jit` pass
+    ``mask=key_mask[:, None, None]`` to the layer instead.
 
+    Args:
+        mask: Other than zero where query i may attend to key j, shape
+            ``[*batch, heads, n, m]``, the same for all heads.
 
-IMPLEMENTATIONS = {"softmax": kernels.softmax_attention, "favor": _favor(causal=False)}
-# The causal form of a kernel.
-_CAUSAL = {
-    kernels.softmax_attention: kernels.causal_softmax_attention,
-    IMPLEMENTATIONS["favor"]: _favor(causal=True),
-    kernels.linear_attention: kernels.causal_linear_attention,
-    kernels.relative_attention: kernels.causal_relative_attention,
-    kernels.toeplitz_linear_attention: kernels.causal_toeplitz_linear_attention,
-}
+    Returns:
+        ``key_mask``, True for keys that exist, shape ``[*batch, m]``, and
+        ``is_causal``: the arguments of `attention_fn`.
 
+    Raises:
+        ValueError: If the mask has another form, or its values are not known.
 
-def _resolve(implementation, head_dim, options):
-    """Returns the kernel with its options, a partial."""
-    kernel = implementation
-    if isinstance(implementation, str):
-        if implementation not in IMPLEMENTATIONS:
-            hint = spec.closest(implementation, IMPLEMENTATIONS)
-            raise ValueError(f"unknown implementation {implementation!r}: {hint}")
-        kernel = IMPLEMENTATIONS[implementation]
-    if kernel is IMPLEMENTATIONS["favor"] and "projection" not in options:
-        num_features = kernels.default_num_features(head_dim)
-        # A constant of the compiled program, not drawn again in every call.
-        with jax.ensure_compile_time_eval():
-            drawn = kernels.draw_orthogonal(jax.random.key(0), num_features, head_dim)
-        options = {**options, "projection": drawn}
-    kernel = functools.partial(kernel, **options)
-    if list(inspect.signature(kernel.func).parameters)[:3] != ["q", "k", "v"]:
+    Example:
+        >>> import flax.linen as nn
+        >>> exists = jnp.array([[1, 1, 0]])
+        >>> padding = nn.make_attention_mask(exists, exists)
+        >>> mask = nn.combine_masks(padding, nn.make_causal_mask(exists))
+        >>> key_mask, is_causal = split_attention_mask(mask)
+        >>> key_mask.tolist(), is_causal
+        ([[True, True, False]], True)
+    """
+    try:
+        allowed = np.asarray(mask) != 0
+    except jax.errors.TracerArrayConversionError:
         raise ValueError(
-            f"implementation {spec.shorten(implementation)} must be a name or a kernel "
-            "of queries, keys and values, (q, k, v, **options)"
-        )
-    return kernel
+            "split_attention_mask needs a mask whose values are known: take it apart "
+            "outside of jax.jit, or pass mask=key_mask[:, None, None] to the layer"
+        ) from None
+    if allowed.ndim < 3:
+        raise ValueError(f"mask must be [*batch, heads, n, m], got {allowed.shape}")
+    one_head = allowed[..., 0, :, :]
+    if (allowed == one_head[..., None, :, :]).all():
+        queries, keys = one_head.any(axis=-1), one_head.any(axis=-2)
+        padding = queries[..., None] & keys[..., None, :]
+        n, m = one_head.shape[-2:]
+        past = np.tri(n, m, m - n, dtype=bool)
+        for is_causal, expected in ((False, padding), (True, padding & past)):
+            if (one_head == expected).all():
+                return jnp.asarray(keys), is_causal
+    raise ValueError(
+        f"mask of shape {allowed.shape} is neither a padding mask, the same for all "
+        f"queries and heads, nor a causal one with padding; {USE_SOFTMAX}"
+    )
 
 
-def _check_shapes(query, key, value):
-    """Checks what the kernels do not: the axes of heads."""
-    shapes = f"got shapes {query.shape}, {key.shape} and {value.shape}"
-    if min(query.ndim, key.ndim, value.ndim) < 3:
+def _check_last_queries(n, m, told):
+    """Checks that causal queries of a Flax layer can be the last of the keys."""
+    if n > m:
         raise ValueError(
-            f"query, key and value must be [*batch, n, heads, head_dim], {shapes}"
+            "is_causal=True needs as many keys as queries, or more, got "
+            f"{n} queries and {m} keys"
         )
-    heads, key_heads = query.shape[-2], key.shape[-2]
-    if key_heads != value.shape[-2] or key_heads == 0 or heads % key_heads:
+    # Flax's own function would place query i at key i.
+    if n != 1 and not told:
         raise ValueError(
-            "key and value must have the same number of heads, which divides that of "
-            f"query, {shapes}"
+            f"is_causal=True does not tell where {n} queries stand among {m} keys: "
+            "pass is_causal=True to attention_fn if they are the last, or a mask"
         )
 
 
-def _to_scores(x, name, ndim):
-    """Gives a mask or bias the axes of the scores, [*batch, heads, n, m]."""
-    if x is None:
+def _mask_of_keys(key_mask, scores):
+    """Returns the mask of keys that exist, with the axes of the scores."""
+    if key_mask is None:
         return None
-    x = jnp.asarray(x)
-    if name == "mask" and x.dtype != bool:
+    x = jnp.asarray(key_mask) != 0
+    expected = (*scores[:-3], scores[-1])
+    fits = x.ndim and x.ndim <= len(expected) and x.shape[-1] == expected[-1]
+    if not fits:
         raise ValueError(
-            f"mask must be boolean, True where attention is allowed, got {x.dtype}: "
-            "pass an additive mask as bias"
+            f"key_mask must broadcast to [*batch, m] = {expected}, got shape {x.shape}"
         )
-    if x.ndim > ndim and x.shape[0] == 1:
-        # jax.nn takes four axes where query has three.
-        x = x[0]
-    if x.ndim > ndim:
+    return to_scores(x[..., None, None, :], "mask", scores)
+
+
+def _mask_of_lengths(lengths, name, scores, axis):
+    """Returns the mask of tokens before the end, along an axis of the scores."""
+    if lengths is None:
+        return None
+    lengths, batch = jnp.asarray(lengths), scores[:-3]
+    # jax.nn takes one length where query has no batch axis.
+    fits = lengths.shape == batch or lengths.shape == (1,) and not batch
+    if not fits or not jnp.issubdtype(lengths.dtype, jnp.integer):
         raise ValueError(
-            f"{name} must broadcast to [*batch, heads, n, m], got shape {x.shape}"
+            f"{name} must hold an integer for each example, shape {batch}, got shape "
+            f"{lengths.shape} and {lengths.dtype}"
         )
-    return x.reshape((1,) * (ndim - x.ndim) + x.shape)
+    index = jnp.expand_dims(jnp.arange(scores[axis]), -1 if axis == -2 else -2)
+    return to_scores(index < lengths.reshape(*batch, 1, 1, 1), "mask", scores)
 
 
-def _make_causal(kernel, mask, sizes, ndim):
-    """Returns the kernel's causal form, or a causal mask if it takes masks of pairs."""
-    if kernel.func is kernels.softmax_attention:
-        causal = _to_scores(jnp.tril(jnp.ones(sizes, bool)), "mask", ndim)
-        return kernel, causal if mask is None else mask & causal
-    if kernel.func in _CAUSAL.values():
-        return kernel, mask
-    if kernel.func not in _CAUSAL:
+def _as_int32(lengths):
+    """Converts lengths to the dtype that jax.nn takes."""
+    return None if lengths is None else jnp.asarray(lengths).astype(jnp.int32)
+
+
+def _read_window(size, scores, is_causal):
+    """Returns the mask of a window of keys, None for all, and whether it is causal.
+
+    A window without end on the left is causal, or hides nothing.
+    """
+    n, m = scores[-2:]
+    left, right = np.broadcast_to(size, 2).tolist()
+    if left >= n - 1 and (right >= m - 1 or right >= 0 and is_causal):
+        return None, is_causal
+    if left >= n - 1 and right == 0:
+        return None, True
+    offset = jnp.arange(n)[:, None] - jnp.arange(m)
+    window = (-right <= offset) & (offset <= left)
+    return to_scores(window, "mask", scores), is_causal
+
+
+def _drop(out, rate, rng, broadcast):
+    """Applies dropout to the heads' outputs, ``[*batch, n, heads, value_dim]``."""
+    if not 0 < rate < 1:
+        raise ValueError(f"dropout_rate must be in [0, 1), got {rate}")
+    if rng is None:
         raise ValueError(
-            f"{_name(kernel)} has no causal form; choose from "
-            + ", ".join(map(_name, _CAUSAL))
+            f"dropout_rate={rate} needs dropout_rng, or deterministic=True"
         )
-    causal = functools.partial(_CAUSAL[kernel.func], *kernel.args, **kernel.keywords)
-    return causal, mask
-
-
-def _mask_arguments(kernel, mask, bias, sizes):
-    """Returns the kernel's arguments for a mask and a bias, or raises."""
-    arguments = {}
-    if bias is not None and kernel.func is not kernels.softmax_attention:
-        raise ValueError(
-            f"{_name(kernel)} takes no bias of pairs; use implementation='softmax', or "
-            "functools.partial(toeplitz_linear_attention, bias=...) with a bias for "
-            "each offset"
-        )
-    if bias is not None:
-        arguments["bias"] = jnp.broadcast_to(bias, (*bias.shape[:-2], *sizes))
-    if mask is None:
-        return arguments
-    if mask.shape[-2] == 1:
-        mask = mask[..., 0, :]
-        arguments["key_mask"] = jnp.broadcast_to(mask, (*mask.shape[:-1], sizes[1]))
-        return arguments
-    if "mask" not in inspect.signature(kernel.func).parameters:
-        raise ValueError(
-            f"{_name(kernel)} takes a mask of keys, [batch, 1, 1, m], got shape "
-            f"{mask.shape}; use is_causal=True instead of a causal mask, or "
-            "implementation='softmax'"
-        )
-    arguments["mask"] = jnp.broadcast_to(mask, (*mask.shape[:-2], *sizes))
-    return arguments
-
-
-def _split_heads(x, axis, key_heads):
-    """Splits an axis of heads, or of size 1, into key heads and groups."""
-    if x.shape[axis] == 1:
-        return jnp.expand_dims(x, axis)
-    return x.reshape(*x.shape[:axis], key_heads, -1, *x.shape[axis + 1 :])
-
-
-def _name(kernel):
-    """Returns the name of a kernel, for messages."""
-    return getattr(kernel, "func", kernel).__name__
+    shared = (*range(out.ndim - 3), out.ndim - 2) if broadcast else ()
+    dropout = nn.Dropout(rate, broadcast_dims=shared, parent=None)
+    return dropout.apply({}, out, deterministic=False, rng=rng)

@@ -1,6 +1,7 @@
 """Tests attention behind the interfaces of jax.nn, Flax Linen and Flax NNX."""
 
 import functools
+import inspect
 
 import flax.linen as nn
 import jax
@@ -10,7 +11,11 @@ import pytest
 from flax import nnx
 
 from relattn import kernels
-from relattn.nn.compat import attention_fn, dot_product_attention
+from relattn.nn.compat import (
+    attention_fn,
+    dot_product_attention,
+    split_attention_mask,
+)
 from tests.helpers.quick import quick_jit
 
 BATCH, N, M, HEADS, HEAD_DIM, VALUE_DIM = 3, 7, 11, 6, 5, 13
@@ -57,8 +62,9 @@ def test_softmax_equals_jax_nn(sizes, options):
 
     @quick_jit
     def value_and_gradients(*arrays):
+        ours = functools.partial(dot_product_attention, implementation="softmax")
         results = []
-        for function in (dot_product_attention, jax.nn.dot_product_attention):
+        for function in (ours, jax.nn.dot_product_attention):
             out, pullback = jax.vjp(functools.partial(function, **options), *arrays)
             results.append((out, pullback(jnp.cos(out))))
         return results
@@ -206,32 +212,301 @@ def test_flax_layers_take_the_hook(make):
     assert not np.allclose(out[:, 4:], changed[:, 4:])
 
 
-def test_linen_layer_decodes_with_the_hook():
-    layer = nn.MultiHeadDotProductAttention(
-        num_heads=2, decode=True, attention_fn=attention_fn("favor")
-    )
-    x = draw(BATCH, N, 8)
+def linen_steps(x, **options):
+    """Decodes token by token with a Linen layer; returns outputs and parameters."""
+    layer = nn.MultiHeadDotProductAttention(num_heads=2, decode=True, **options)
     variables = quick_jit(layer.init)(jax.random.key(0), x)
-    whole = nn.MultiHeadDotProductAttention(
-        num_heads=2, attention_fn=attention_fn("favor", is_causal=True)
-    ).apply({"params": variables["params"]}, x)
-    cache = variables["cache"]
-    for i in range(N):
-        out, changed = layer.apply(
-            {"params": variables["params"], "cache": cache},
-            x[:, i : i + 1],
-            mutable=["cache"],
-        )
+    cache, outs = variables["cache"], []
+    step = quick_jit(functools.partial(layer.apply, mutable=["cache"]))
+    for i in range(x.shape[1]):
+        out, changed = step({**variables, "cache": cache}, x[:, i : i + 1])
         cache = changed["cache"]
-        np.testing.assert_allclose(out[:, 0], whole[:, i], rtol=1e-4, atol=1e-5)
+        outs.append(out)
+    return jnp.concatenate(outs, axis=1), variables["params"]
 
 
-def test_settings_that_no_kernel_has_raise():
-    attend = attention_fn("favor")
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("name", ["softmax", "favor", "relu"])
+def test_linen_layer_decodes_what_the_causal_layer_computes(name, is_causal):
+    x = draw(BATCH, N, 8)
+    out, params = linen_steps(x, attention_fn=attention_fn(name, is_causal=is_causal))
+    causal = nn.MultiHeadDotProductAttention(
+        num_heads=2, attention_fn=attention_fn(name, is_causal=True)
+    )
+    whole = causal.apply({"params": params}, x)
+    np.testing.assert_allclose(out, whole, rtol=1e-4, atol=1e-5)
+    if name == "softmax":
+        flax = nn.MultiHeadDotProductAttention(num_heads=2)
+        expected = flax.apply(
+            {"params": params}, x, mask=nn.make_causal_mask(x[..., 0])
+        )
+        np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_causal", "in_call"),
+    [
+        ("softmax", False, False),
+        ("softmax", True, False),
+        ("softmax", False, True),
+        ("favor", True, True),
+        ("relu", False, False),
+    ],
+)
+def test_nnx_layer_decodes_what_the_causal_layer_computes(name, is_causal, in_call):
+    """With grouped queries, and with the flag of the layer's call."""
+
+    def make(decode, **options):
+        return nnx.MultiHeadAttention(
+            num_heads=4,
+            in_features=8,
+            num_kv_heads=2,
+            decode=decode,
+            rngs=nnx.Rngs(0),
+            **options,
+        )
+
+    x = draw(BATCH, N, 8)
+    layer = make(True, attention_fn=attention_fn(name, is_causal=is_causal))
+    layer.init_cache(x.shape)
+    step = nnx.jit(lambda layer, x: layer(x, is_causal=in_call))
+    out = jnp.concatenate([step(layer, x[:, i : i + 1]) for i in range(N)], axis=1)
+    whole = make(False, attention_fn=attention_fn(name, is_causal=True))(x)
+    np.testing.assert_allclose(out, whole, rtol=1e-4, atol=1e-5)
+    if name == "softmax":
+        expected = make(False)(x, is_causal=True)
+        np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_decoding_steps_have_the_values_of_softmax(is_causal):
+    """Tokens 1 and 3: 3 e^9 and 1 e^3 are the weighted values of the second."""
+    hook = attention_fn("softmax", is_causal=is_causal)
+    q, k = jnp.array([3.0]).reshape(1, 1, 1, 1), jnp.array([1.0, 3.0, 7.0])
+    k, seen = k.reshape(1, 3, 1, 1), jnp.array([1, 1, 0]).reshape(1, 1, 1, 3)
+    expected = (np.exp(3) + 3 * np.exp(9)) / (np.exp(3) + np.exp(9))
+    np.testing.assert_allclose(
+        hook(q, k, k, mask=seen)[0, 0, 0, 0], expected, rtol=1e-6
+    )
+
+
+@pytest.mark.parametrize("name", ["softmax", "favor", "relu"])
+def test_causal_queries_are_the_last_of_the_keys(name):
+    q, k, v = inputs(m=N, key_heads=2)
+    hook = attention_fn(name, is_causal=True)
+    mask = allowed(BATCH, 1, 1, N)
+
+    @quick_jit
+    def outs(q, k, v):
+        parts = [hook(q[:, i:], k, v, mask=mask) for i in (1, 4, N - 1)]
+        return parts, hook(q, k, v, mask=mask)
+
+    parts, whole = outs(q, k, v)
+    for first, out in zip((1, 4, N - 1), parts, strict=True):
+        np.testing.assert_allclose(out, whole[:, first:], rtol=1e-4, atol=1e-6)
+    past = jnp.tril(jnp.ones((N, N), bool))
+    expected = jax.nn.dot_product_attention(q, k, v, mask=mask & past[None, None])
+    assert np.allclose(whole, expected, atol=1e-5) == (name == "softmax")
+
+
+def test_causal_queries_that_cannot_be_placed_raise():
+    q, k, v = inputs(n=M, m=N)
+    for name in ("softmax", "favor"):
+        with pytest.raises(ValueError, match="got 11 queries and 7 keys"):
+            attention_fn(name, is_causal=True)(q, k, v)
+        with pytest.raises(ValueError, match="where 2 queries stand among 7 keys"):
+            attention_fn(name)(q[:, :2], k, v, is_causal=True)
+    relative = functools.partial(kernels.relative_attention, grid=(N,))
+    with pytest.raises(ValueError, match="as many queries as keys, whose positions"):
+        attention_fn(relative, is_causal=True)(q[:, :1], k, v)
+
+
+PADDING = jnp.arange(N) < jnp.array([[N], [4], [2]])
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("name", ["softmax", "favor", "relu"])
+def test_padding_has_no_effect_in_any_form(name, is_causal):
+    """The masks of Flax, taken apart; the expected value is each example alone."""
+    arrays = inputs(m=N)
+    mask = nn.make_attention_mask(PADDING, PADDING)
+    if is_causal:
+        mask = nn.combine_masks(mask, nn.make_causal_mask(PADDING))
+    key_mask, found = split_attention_mask(mask)
+    np.testing.assert_array_equal(key_mask, PADDING)
+    assert found is is_causal
+    hook = attention_fn(name, is_causal=is_causal)
+
+    @quick_jit
+    def outs(*arrays):
+        results = [
+            hook(*arrays, mask=PADDING[:, None, None].astype(float)),
+            hook(*arrays, key_mask=PADDING),
+            attention_fn(name, is_causal=found, key_mask=key_mask)(*arrays),
+        ]
+        if name == "softmax":
+            results.append(attention_fn(name)(*arrays, mask=mask))
+        return results, hook(*(x[1:2, :4] for x in arrays))
+
+    results, alone = outs(*arrays)
+    for out in results:
+        np.testing.assert_allclose(out[1:2, :4], alone, rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(out[0], results[0][0], rtol=1e-4, atol=1e-6)
+    if name == "softmax":
+        np.testing.assert_array_equal(results[-1][2, 2:], 0)
+        return
+    with pytest.raises(ValueError, match="key_mask=.*relattn.split_attention_mask"):
+        hook(*arrays, mask=mask)
+
+
+@pytest.mark.parametrize(
+    ("mask", "key_mask", "is_causal"),
+    [
+        (nn.make_causal_mask(jnp.ones((1, N))), np.ones((1, N)), True),
+        (PADDING[:, None, None], PADDING, False),
+        (nn.make_attention_mask(jnp.ones((3, M)), PADDING), PADDING, False),
+        # Keys alone are padding, also on the left.
+        (np.tri(N)[None, None] * PADDING[:, None, None, ::-1], PADDING[:, ::-1], True),
+        # The same for all heads.
+        (np.ones((1, HEADS, N, N)) * PADDING[:, None, None], PADDING, False),
+        # The queries are the last of the keys.
+        (np.tri(N, M, M - N)[None, None], np.ones((1, M)), True),
+        (nn.make_causal_mask(jnp.ones((2, 1, N))), np.ones((2, 1, N)), True),
+    ],
+)
+def test_masks_are_taken_apart(mask, key_mask, is_causal):
+    found = split_attention_mask(mask)
+    np.testing.assert_array_equal(found[0], key_mask)
+    assert found[1] is is_causal
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        np.tri(N, k=1),
+        np.tri(N, k=-1)[::-1],
+        np.eye(N),
+        np.ones((3, N, N)) * (np.arange(3)[:, None, None] < 2 + np.eye(N)),
+        np.triu(np.ones((N, N))),
+    ],
+)
+def test_other_masks_are_refused(mask):
+    mask = np.asarray(mask).reshape(1, -1, N, N)
+    with pytest.raises(ValueError, match="neither a padding mask.*use implementation"):
+        split_attention_mask(mask)
+
+
+def test_a_mask_of_unknown_values_is_refused():
+    mask = nn.make_causal_mask(jnp.ones((1, N)))
+    with pytest.raises(ValueError, match="known: take it apart outside of jax.jit"):
+        jax.jit(split_attention_mask)(mask)
+    with pytest.raises(ValueError, match=r"mask must be \[\*batch, heads, n, m\]"):
+        split_attention_mask(mask[0, 0])
+
+
+def test_key_mask_of_another_length_raises():
     q, k, v = inputs()
-    with pytest.raises(ValueError, match="dropout_rate=0.1: kernels drop no attention"):
-        attend(q, k, v, dropout_rate=0.1)
-    attend(q, k, v, dropout_rate=0.1, deterministic=True)
+    message = r"key_mask must broadcast to .* \(3, 11\), got shape \(3, 7\)"
+    with pytest.raises(ValueError, match=message):
+        attention_fn("favor", key_mask=PADDING)(q, k, v)
+    hook = attention_fn("favor", key_mask=jnp.arange(M) < 5)
+    expected = attention_fn("favor")(q, k[:, :5], v[:, :5])
+    np.testing.assert_allclose(hook(q, k, v), expected, rtol=1e-4, atol=1e-6)
+    with pytest.raises(ValueError, match="mask must broadcast to"):
+        hook(q, k, v, mask=jnp.ones((BATCH, 1, 1, N)))
+
+
+@pytest.mark.parametrize("broadcast", [False, True])
+@pytest.mark.parametrize("name", ["softmax", "favor"])
+def test_dropout_acts_on_the_heads_outputs(name, broadcast):
+    q, k, v = inputs(n=53)
+    hook, rate = attention_fn(name), 0.3
+    out = hook(q, k, v)
+    drop = functools.partial(hook, q, k, v, broadcast_dropout=broadcast)
+    np.testing.assert_array_equal(drop(dropout_rate=rate, deterministic=True), out)
+    rng = jax.random.key(3)
+    found = drop(dropout_rate=rate, dropout_rng=rng)
+    kept = np.asarray(found != 0)
+    np.testing.assert_allclose(found, np.where(kept, out / (1 - rate), 0), rtol=1e-5)
+    # Three standard deviations of the share.
+    drawn = kept[:1, :, :1] if broadcast else kept
+    assert abs(drawn.mean() - 0.7) < 3 * (0.21 / drawn.size) ** 0.5
+    assert (kept == kept[:1, :, :1]).all() == broadcast
+    np.testing.assert_array_equal(drop(dropout_rate=rate, dropout_rng=rng), found)
+    other = drop(dropout_rate=rate, dropout_rng=jax.random.PRNGKey(4))
+    assert not np.array_equal(other, found)
+    with pytest.raises(ValueError, match="dropout_rate=0.3 needs dropout_rng"):
+        drop(dropout_rate=rate)
+    with pytest.raises(ValueError, match=r"dropout_rate must be in \[0, 1\), got 1"):
+        drop(dropout_rate=1.0, dropout_rng=rng)
+
+
+@pytest.mark.parametrize("make", [linen_layer, nnx_layer])
+def test_flax_layers_train_with_dropout(make):
+    x = draw(BATCH, N, 5)
+    layer, _ = make(attention_fn=attention_fn("favor"), dropout_rate=0.5)
+    _, call = make(attention_fn=attention_fn("favor"))
+    if make is nnx_layer:
+        out, again = (layer(x, deterministic=False) for _ in range(2))
+        evaluated = layer(x, deterministic=True)
+    else:
+        variables = layer.init(jax.random.key(0), x, deterministic=True)
+        apply = functools.partial(layer.apply, variables, x)
+        out, again = (
+            apply(deterministic=False, rngs={"dropout": jax.random.key(i)})
+            for i in range(2)
+        )
+        evaluated = apply(deterministic=True)
+    assert np.isfinite(out).all() and not np.allclose(out, again)
+    assert not np.allclose(out, evaluated)
+    np.testing.assert_allclose(evaluated, call(x, None), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"einsum_dot_general": jax.lax.dot_general},
+        {"qk_attn_weights_einsum": jnp.einsum},
+        {"attn_weights_value_einsum": jnp.einsum},
+        {"input_positions": jnp.arange(N)},
+        {"module": object()},
+    ],
+    ids=lambda setting: next(iter(setting)),
+)
+def test_settings_that_no_kernel_has_raise(setting):
+    name = "sow_weights" if "module" in setting else next(iter(setting))
+    with pytest.raises(ValueError, match=name):
+        attention_fn("favor")(*inputs(), **setting)
+
+
+@pytest.mark.parametrize("flax", [nn.dot_product_attention, nnx.dot_product_attention])
+def test_hook_has_every_setting_of_flax(flax):
+    """Linen leaves out, without a word, what the hook's signature does not name."""
+    ours = inspect.signature(attention_fn("softmax")).parameters
+    assert {*inspect.signature(flax).parameters} <= {*ours}
+
+
+def test_hook_computes_in_the_dtype_of_flax():
+    q, k, v = inputs()
+    attend = attention_fn("softmax")
+    mixed = (q.astype(jnp.bfloat16), k, v.astype(jnp.float16))
+    for call in (
+        {},
+        {"dtype": jnp.bfloat16, "precision": "highest"},
+        {"promote_dtype": nnx.nn.dtypes.promote_dtype, "dtype": jnp.float16},
+        {"force_fp32_for_softmax": True, "deterministic": True, "dropout_rate": 0.1},
+    ):
+        given = {key: call[key] for key in ("dtype", "promote_dtype") if key in call}
+        expected = nnx.dot_product_attention(*mixed, **given)
+        out = attend(*mixed, **call)
+        assert out.dtype == expected.dtype
+        np.testing.assert_allclose(
+            out.astype(float), expected.astype(float), atol=0.03 if given else 1e-5
+        )
+
+
+def test_sow_weights_of_the_layers_raises():
+    x = draw(BATCH, N, 5)
+    layer, _ = nnx_layer(attention_fn=attention_fn("favor"))
     with pytest.raises(ValueError, match="leave out sow_weights=True"):
-        attend(q, k, v, module=object())
-    assert attend(q, k, v, dtype=jnp.bfloat16, precision="highest").dtype == "bfloat16"
+        layer(x, sow_weights=True)

@@ -6,12 +6,14 @@ the cache for decoding. Subclasses fill in its hooks, most with one call of a ke
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from relattn import offsets
@@ -165,8 +167,8 @@ class MultiHeadAttention(nn.Module):
 
         Raises:
             ValueError: If causal attention has prefix tokens, decoding is not causal
-                or has a mask, or the attention cannot honour ``memory``,
-                ``segment_ids`` or a torus.
+                or has a mask or an ``index`` out of range, or the attention cannot
+                honour ``memory``, ``segment_ids`` or a torus.
         """
         if self.causal and num_prefix:
             raise ValueError(
@@ -180,6 +182,8 @@ class MultiHeadAttention(nn.Module):
                 "decoding needs causal=True and no key_mask or segment_ids, got "
                 f"causal={self.causal} and {' and '.join(given) or 'neither'}"
             )
+        if index is not None:
+            _check_index(index, x.shape[-2], grid)
         if isinstance(grid, offsets.Torus) and (self.causal or not self.periodic):
             raise ValueError(
                 f"attention {type(self).__name__} with these options cannot be "
@@ -330,6 +334,22 @@ class MultiHeadAttention(nn.Module):
             name: table if name == "bias" else table.astype(self.dtype)
             for name, table in tables.items()
         }
+
+
+def _check_index(index, n, grid):
+    """Checks a position in decoding, if its value is known.
+
+    Past the cache's end the update would overwrite the last row.
+    """
+    if isinstance(index, jax.core.Tracer):
+        return
+    length = n if n > 1 or grid is None else math.prod(grid)
+    if not np.all((np.asarray(index) >= 0) & (np.asarray(index) < length)):
+        raise ValueError(
+            f"index={index} must be the position of the last token, 0 .. {length - 1}: "
+            "several tokens are the whole sequence from position 0, and one token "
+            "stands in the cache"
+        )
 
 
 class SoftmaxAttention(MultiHeadAttention):

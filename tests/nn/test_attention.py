@@ -321,6 +321,14 @@ def test_decoding_without_causal_or_with_a_mask_raises(causal):
         )
 
 
+@pytest.mark.parametrize(("n", "index"), [(1, N), (1, -1), (2, 3), (2, jnp.array(2))])
+def test_decoding_outside_of_the_cache_or_the_prompt_raises(n, index):
+    """A later part of the text is no prompt: prefill starts at position 0."""
+    module, variables, x, _ = causal_layer("softmax", "none")
+    with pytest.raises(ValueError, match="must be the position of the last token, 0"):
+        module.apply(variables, x[:, :n], grid=(N,), index=index, mutable=["cache"])
+
+
 def test_vectors_are_cast_and_biases_stay_float32():
     vectors = jnp.ones((2, 5, 3))
     tables = {"key_table": vectors, "value_table": vectors}

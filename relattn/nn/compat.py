@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -45,7 +45,7 @@ def dot_product_attention(
     is_causal: bool = False,
     query_seq_lengths: ArrayLike | None = None,
     key_value_seq_lengths: ArrayLike | None = None,
-    local_window_size: int | tuple[int, int] | None = None,
+    local_window_size: int | Sequence[int] | None = None,
     implementation: str | Kernel | None = None,
     return_residual: bool = False,
     **options: Any,
@@ -157,8 +157,9 @@ def dot_product_attention(
         window, is_causal = _read_window(local_window_size, scores, is_causal)
         if window is not None and not takes(kernel, "mask"):
             raise ValueError(
-                f"{name_of(kernel)} takes no local_window_size that hides earlier "
-                f"keys, got {local_window_size}; {USE_SOFTMAX}"
+                f"{name_of(kernel)} cannot compute local_window_size="
+                f"{local_window_size} exactly, but only a causal window without end "
+                f"on the left: {USE_SOFTMAX}"
             )
         masks.append(window)
     return call_kernel(
@@ -406,6 +407,10 @@ def _read_window(size, scores, is_causal):
     A window without end on the left is causal, or hides nothing.
     """
     n, m = scores[-2:]
+    if np.shape(size) not in ((), (2,)):
+        raise ValueError(
+            f"local_window_size must be a number or (left, right), got {size}"
+        )
     left, right = np.broadcast_to(size, 2).tolist()
     if left >= n - 1 and (right >= m - 1 or right >= 0 and is_causal):
         return None, is_causal

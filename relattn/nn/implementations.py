@@ -9,11 +9,13 @@ from __future__ import annotations
 import functools
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
+from jax.typing import ArrayLike
+from jaxtyping import Array, Bool, Float
 
 from relattn import kernels, spec
 from relattn.kernels.precision import widen
@@ -31,6 +33,7 @@ def _random_features(name: str, default: str, causal: bool) -> Kernel:
     attend = kernels.causal_linear_attention if causal else kernels.linear_attention
 
     def kernel(q, k, v, *, key_mask=None, projection, features=default, **options):
+        _check_options(name, options, inspect.signature(attend).parameters)
         if features not in FEATURE_MAPS:
             hint = spec.closest(features, FEATURE_MAPS)
             raise ValueError(f"unknown features {features!r}: {hint}")
@@ -63,7 +66,9 @@ _PLAIN = {causal: plain for plain, causal in _CAUSAL.items()}
 _WITHOUT_POSITIONS = {kernels.linear_attention, *IMPLEMENTATIONS.values()}
 
 
-def resolve(implementation, head_dim, options):
+def resolve(
+    implementation: str | Kernel, head_dim: int, options: Mapping[str, Any]
+) -> functools.partial[Any]:
     """Returns the kernel with its options, a partial."""
     kernel = implementation
     if isinstance(implementation, str):
@@ -94,22 +99,37 @@ def resolve(implementation, head_dim, options):
 
 
 def call_kernel(
-    kernel,
-    query,
-    key,
-    value,
-    bias,
-    masks,
+    kernel: functools.partial[Any],
+    query: Float[Array, "*batch n heads head_dim"],
+    key: Float[Array, "*batch m key_heads head_dim"],
+    value: Float[Array, "*batch m key_heads value_dim"],
+    bias: Float[Array, "..."] | None,
+    masks: Sequence[Bool[Array, "..."] | None],
     *,
-    is_causal,
-    first,
-    scale=None,
-    return_residual=False,
-):
+    is_causal: bool,
+    first: int,
+    scale: float | Float[Array, ""] | None = None,
+    return_residual: bool = False,
+) -> Any:
     """Calls a kernel with arrays in the layout of jax.nn.
 
-    Masks and bias have the axes of the scores. Causal attention places query i at key
-    ``first + i``.
+    Args:
+        kernel: What `resolve` returns.
+        query: As in `relattn.nn.compat.dot_product_attention`.
+        key: As there.
+        value: As there.
+        bias: With the axes of the scores, as `to_scores` returns it.
+        masks: All of them must allow a pair; with the axes of the scores.
+        is_causal: Whether query i attends only to keys j <= first + i.
+        first: The key at which the first query stands.
+        scale: Factor of the scores.
+        return_residual: Whether to also return the residual.
+
+    Returns:
+        As in `relattn.nn.compat.dot_product_attention`.
+
+    Raises:
+        ValueError: If the kernel cannot honour an argument.
     """
     *batch, n, heads, head_dim = query.shape
     m, key_heads = key.shape[-3:-1]
@@ -134,7 +154,8 @@ def call_kernel(
         kernel = _causal_form(kernel, n)
     if return_residual:
         kernel = functools.partial(kernel, return_logsumexp=True)
-    _check_options(kernel)
+    parameters = inspect.signature(kernel.func).parameters
+    _check_options(name_of(kernel), kernel.keywords, parameters)
     # To [*batch, heads, n, head_dim]; grouped queries to [*batch, key_heads, group, n,
     # head_dim], against keys and values with a group of one.
     q, k, v = (jnp.swapaxes(x, -3, -2) for x in (query, key, value))
@@ -201,7 +222,7 @@ def _align(q, k, v, arguments, first):
     return q, k, v, {**arguments, "key_mask": key_mask}
 
 
-def check_shapes(query, key, value):
+def check_shapes(query: Array, key: Array, value: Array) -> None:
     """Checks what the kernels do not: the axes of heads."""
     shapes = f"got shapes {query.shape}, {key.shape} and {value.shape}"
     if min(query.ndim, key.ndim, value.ndim) < 3:
@@ -254,22 +275,21 @@ def _check_honoured(kernel, arguments, is_causal, return_residual, sizes):
         raise ValueError(f"{name} takes no mask of keys; {USE_SOFTMAX}")
 
 
-def _check_options(kernel):
-    """Raises for options that the kernel, a partial, does not have."""
-    parameters = inspect.signature(kernel.func).parameters
+def _check_options(name, options, parameters):
+    """Raises for options that a kernel does not have."""
     kinds = {parameter.kind for parameter in parameters.values()}
-    for name in kernel.keywords:
-        if name not in parameters and inspect.Parameter.VAR_KEYWORD not in kinds:
-            hint = spec.closest(name, [*parameters][3:])
-            raise ValueError(f"{name_of(kernel)} has no option {name!r}: {hint}")
+    for option in options:
+        if option not in parameters and inspect.Parameter.VAR_KEYWORD not in kinds:
+            hint = spec.closest(option, [*parameters][3:])
+            raise ValueError(f"{name} has no option {option!r}: {hint}")
 
 
-def takes(kernel, name):
+def takes(kernel: functools.partial[Any], name: str) -> bool:
     """Returns whether a kernel, a partial, has a parameter."""
     return name in inspect.signature(kernel.func).parameters
 
 
-def to_scores(x, name, scores):
+def to_scores(x: ArrayLike | None, name: str, scores: tuple[int, ...]) -> Array | None:
     """Gives a mask or bias the axes of the scores, [*batch, heads, n, m]."""
     if x is None:
         return None
@@ -317,6 +337,6 @@ def _split_heads(x, axis, key_heads):
     return x.reshape(*x.shape[:axis], key_heads, -1, *x.shape[axis + 1 :])
 
 
-def name_of(kernel):
+def name_of(kernel: Kernel) -> str:
     """Returns the name of a kernel, for messages."""
     return getattr(kernel, "func", kernel).__name__

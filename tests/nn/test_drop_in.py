@@ -343,6 +343,14 @@ def test_implementations_of_jax_nn_compute_what_it_does(implementation, monkeypa
         ),
         ({"key_mask": jnp.ones((BATCH, N), bool)}, "pass mask=key_mask"),
         ({"projection": WIDE}, "softmax_attention has no option 'projection'"),
+        (
+            {"implementation": "favor", "chunks": 2},
+            "favor has no option 'chunks': did you mean 'chunk_size'",
+        ),
+        (
+            {"local_window_size": (1, 2, 3)},
+            r"must be a number or \(left, right\), got \(1, 2, 3\)",
+        ),
         ({"implementation": "xla", "precision": "high"}, r"options \['precision'\]"),
         (
             {

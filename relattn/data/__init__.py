@@ -19,12 +19,16 @@ from relattn.data.base import read_info as read_info
 from relattn.data.base import steps_per_epoch as steps_per_epoch
 from relattn.data.images import ImageData as ImageData
 from relattn.data.images import ImageSplit as ImageSplit
+from relattn.data.load import IMAGE_OPTIONS as IMAGE_OPTIONS
+from relattn.data.load import image_options as image_options
 from relattn.data.load import load_data as load_data
 from relattn.data.load import load_images as load_images
 from relattn.data.load import register_data as register_data
 from relattn.data.preprocess import input_shape as input_shape
 from relattn.data.preprocess import make_preprocess as make_preprocess
 from relattn.data.preprocess import preprocess as preprocess
+from relattn.data.preprocess import standardize as standardize
+from relattn.data.preprocess import with_image_size as with_image_size
 from relattn.data.streaming import StreamedImages as StreamedImages
 from relattn.data.streaming import StreamedSplit as StreamedSplit
 from relattn.data.text import TextData as TextData
@@ -33,4 +37,6 @@ from relattn.data.text import load_text as load_text
 from relattn.data.tfds import DatasetNotPreparedError as DatasetNotPreparedError
 from relattn.data.tokenizers import Tokenizer as Tokenizer
 from relattn.data.tokenizers import load_tokenizer as load_tokenizer
+from relattn.data.user_images import describe_preprocessing as describe_preprocessing
+from relattn.data.user_images import prepare_images as prepare_images
 from relattn.data.user_images import read_images as read_images

@@ -1,26 +1,44 @@
 """Reads images from folders, one folder per class."""
 
+from __future__ import annotations
+
+import contextlib
 import dataclasses
 import functools
+import itertools
+import math
 import pathlib
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
+from jaxtyping import UInt8
+from PIL import Image
 from tqdm import tqdm
 
-from relattn.data.image_io import GREY_MODES, decode_image, open_image
+from relattn.data.image_io import (
+    FORMATS,
+    UnreadableImageError,
+    check_image,
+    decode_image,
+    open_image,
+)
 from relattn.data.images import ImageSplit
 
-KINDS = {".jpg": "JPEG", ".jpeg": "JPEG", ".png": "PNG", ".webp": "WebP"}
+KINDS = {suffix: kind for kind, suffixes in FORMATS.items() for suffix in suffixes}
 LAYOUT = (
-    "expected train/<class>/*.jpg, and optionally test/<class>/*.jpg (or .png, .webp)"
+    "expected train/<class>/*.jpg, and optionally test/<class>/*.jpg (or "
+    f"{', '.join(suffix for suffix in KINDS if suffix != '.jpg')})"
 )
 # Images of one size are read into memory up to this size.
 MEMORY_BYTES = 2**30
-# Names shown in the warning about what is left out.
+# Files that a thread decodes at once.
+CHUNK = 32
+# Names shown of what is left out or cannot be read.
 MAX_NAMES = 3
+HINT = "replace or delete it, or set data.skip_unreadable=True"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,18 +83,6 @@ class FolderFiles:
         label = {name: label for label, name in enumerate(self.class_names)}
         return np.array([label[file.parent.name] for file in files], np.int32)
 
-    def fit_memory(self) -> bool:
-        """Returns whether all images have one size and fit into `MEMORY_BYTES`."""
-        sizes = set()
-        files = self.train + self.test
-        for file in tqdm(files, "Reading sizes", unit=" images", delay=2, disable=None):
-            with open_image(file, str(file)) as image:
-                sizes.add(image.size)
-            if len(sizes) > 1:
-                return False
-        ((width, height),) = sizes
-        return 3 * width * height * len(files) <= MEMORY_BYTES
-
 
 def find_files(root: pathlib.Path) -> FolderFiles:
     """Lists the images of a folder.
@@ -99,39 +105,219 @@ def find_files(root: pathlib.Path) -> FolderFiles:
     train = _list_images(root / "train", left_out)
     test = _list_images(root / "test", left_out) if (root / "test").exists() else []
     files = FolderFiles(root, train, test, left_out)
-    for file in test:
+    _check_classes(files)
+    return files
+
+
+def _check_classes(files: FolderFiles) -> None:
+    for file in files.test:
         if file.parent.name not in files.class_names:
             raise ValueError(
                 f"{file}: the class {file.parent.name!r} has no training images: add "
                 "some or delete its test images."
             )
-    return files
 
 
 def read_folder(
-    root: pathlib.Path,
+    root: pathlib.Path, *, skip_unreadable: bool = False, background: str = "white"
 ) -> tuple[ImageSplit, ImageSplit | None, tuple[str, ...], str]:
-    """Reads ``train/<class>/*`` and ``test/<class>/*`` into memory.
+    """Reads images of one size, ``train/<class>/*`` and ``test/<class>/*``.
 
     Classes are numbered in the order of their names; images are sorted by class and
-    file name. Grey images have one channel, colour images three.
+    file name. A warning names what is left out.
 
     Args:
         root: The folder that holds ``train`` and, optionally, ``test``.
+        skip_unreadable: As in `decode_files`.
+        background: As in `decode_files`.
 
     Returns:
         The training images, the test images or None, the class names and the origin.
 
     Raises:
         FileNotFoundError: If `root` or its folder ``train`` is missing.
-        ValueError: If a folder holds no images, or an image cannot be read, differs in
-            size from the first, or belongs to a class without training images.
+        ValueError: If a folder holds no images, the images differ in size, an image
+            belongs to a class without training images, or as in `decode_files`.
     """
-    files = find_files(root)
-    files.warn()
-    train = _read_split(files, files.train)
-    test = _read_split(files, files.test) if files.test else None
-    return train, test, files.class_names, files.origin
+    decoded = decode_files(
+        find_files(root), skip_unreadable=skip_unreadable, background=background
+    )
+    if decoded.images is None:
+        raise ValueError(
+            f"{decoded.problem}: resize all images to one size, or read them by "
+            "`load_data`, which takes any size."
+        )
+    decoded.files.warn()
+    return decoded.splits()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class DecodedFiles:
+    """Result of `decode_files`.
+
+    Attributes:
+        files: The files that could be read.
+        images: uint8 ``[n, height, width, channels]``, those of training first; None if
+            they do not fit into memory.
+        problem: Why they do not, in words.
+    """
+
+    files: FolderFiles
+    images: UInt8[np.ndarray, "n height width channels"] | None
+    problem: str = ""
+
+    def splits(self) -> tuple[ImageSplit, ImageSplit | None, tuple[str, ...], str]:
+        """Returns the training images, the test images or None, classes and origin."""
+        files, count = self.files, len(self.files.train)
+        train = ImageSplit(self.images[:count], files.labels(files.train))
+        test = ImageSplit(self.images[count:], files.labels(files.test))
+        return train, test if files.test else None, files.class_names, files.origin
+
+
+def decode_files(
+    files: FolderFiles,
+    *,
+    memory_bytes: int | float = math.inf,
+    skip_unreadable: bool = False,
+    background: str = "white",
+) -> DecodedFiles:
+    """Decodes every image once, in threads, and keeps the images if they fit.
+
+    Grey images have one channel, colour images three.
+
+    Args:
+        files: The image files.
+        memory_bytes: Largest size of all images together, as colour images.
+        skip_unreadable: Whether to leave out images that cannot be read.
+        background: Colour behind transparent pixels.
+
+    Returns:
+        The images, or why they do not fit into one array: they differ in size, or take
+        more memory.
+
+    Raises:
+        ValueError: If images cannot be read and are not left out, no image is left, or
+            an image is in colour and the first, of the same size, is grey.
+    """
+    paths = files.train + files.test
+    decoder = _Decoder(memory_bytes / (3 * len(paths)), background)
+    unreadable: dict[pathlib.Path, UnreadableImageError] = {}
+    kept: list[pathlib.Path] = []
+    images, colour, problem = None, None, ""
+    title = f"Reading {files.root.name}"
+    bar = tqdm(total=len(paths), desc=title, unit=" images", delay=2, disable=None)
+    with bar, _in_threads(decoder, paths) as results:
+        for path, found in zip(paths, results, strict=True):
+            bar.update()
+            if isinstance(found, UnreadableImageError):
+                unreadable[path] = found
+                continue
+            kept.append(path)
+            if problem:
+                continue
+            if found is None:
+                problem = f"{path} and the others would take too much memory"
+            elif images is None:
+                images = np.empty((len(paths), *found.shape), np.uint8)
+            elif found.shape[:2] != images.shape[1:3]:
+                sizes = [f"{x.shape[-2]}x{x.shape[-3]}" for x in (found, images)]
+                problem = f"{path} has {sizes[0]} pixels, but {kept[0]} has {sizes[1]}"
+            if problem:
+                decoder.keep, images = False, None
+            elif found.shape[2] > images.shape[3]:
+                colour = colour or path
+            else:
+                # A grey image among colour images is broadcast to all three channels.
+                images[len(kept) - 1] = found
+    if unreadable:
+        files = _without(files, unreadable, skip_unreadable)
+    if images is not None and colour is not None:
+        raise ValueError(f"{colour} is in colour, but {kept[0]} is grey: convert one.")
+    return DecodedFiles(files, None if images is None else images[: len(kept)], problem)
+
+
+class _Decoder:
+    """Decodes one file after another, in several threads.
+
+    Attributes:
+        keep: Whether the pixels are wanted, not only whether they can be decoded.
+    """
+
+    def __init__(self, max_pixels: float, background: str):
+        self.keep = True
+        self._max_pixels = max_pixels
+        self._background = background
+
+    def __call__(
+        self, path: pathlib.Path
+    ) -> UInt8[np.ndarray, "height width channels"] | UnreadableImageError | None:
+        """Returns the pixels, None if they are not wanted or too many, or the error."""
+        try:
+            with open_image(path, str(path), HINT) as image:
+                if not self.keep or image.width * image.height > self._max_pixels:
+                    return check_image(image, str(path), HINT)
+                image = decode_image(
+                    image, str(path), HINT, background=self._background
+                )
+        except UnreadableImageError as error:
+            return error
+        return np.atleast_3d(np.asarray(image))
+
+
+@contextlib.contextmanager
+def _in_threads(
+    function: Callable[[Any], Any], items: Sequence[Any]
+) -> Iterator[Iterator[Any]]:
+    """Yields the results of a function, in order; stops it if the context ends."""
+    chunks = (items[start : start + CHUNK] for start in range(0, len(items), CHUNK))
+    pool = ThreadPoolExecutor()
+    # Pillow warns of images that it takes for bombs; `open_image` refuses them.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+        try:
+            results = pool.map(lambda chunk: [function(item) for item in chunk], chunks)
+            yield itertools.chain.from_iterable(results)
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _without(
+    files: FolderFiles,
+    unreadable: Mapping[pathlib.Path, UnreadableImageError],
+    skip_unreadable: bool,
+) -> FolderFiles:
+    """Returns the files without those that cannot be read, or raises the error."""
+    paths = [*unreadable]
+    if not skip_unreadable:
+        if len(paths) == 1:
+            raise unreadable[paths[0]]
+        shown = "; ".join(
+            f"{path.relative_to(files.root)} ({unreadable[path].problem})"
+            for path in paths[:MAX_NAMES]
+        )
+        more = len(paths) - MAX_NAMES
+        raise ValueError(
+            f"{len(paths)} of the {len(files.train) + len(files.test)} images of "
+            f"{files.root} cannot be read: {shown}"
+            f"{f' and {more} more' if more > 0 else ''}: {HINT.replace(' it', ' them')}"
+        )
+    train, test = (
+        [path for path in part if path not in unreadable]
+        for part in (files.train, files.test)
+    )
+    for part, before in ((train, files.train), (test, files.test)):
+        if before and not part:
+            raise ValueError(
+                f"none of the images in {before[0].parents[1]} can be read; the first "
+                f"is {unreadable[before[0]]}"
+            )
+    left_out = [f"unreadable images: {_names(paths, files.root)}"]
+    result = FolderFiles(files.root, train, test, files.left_out + left_out)
+    if lost := [name for name in files.class_names if name not in result.class_names]:
+        shown = ", ".join(f"train/{name}" for name in lost)
+        result.left_out.append(f"classes without readable images: {shown}")
+    _check_classes(result)
+    return result
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -197,34 +383,3 @@ def _names(paths: Sequence[pathlib.Path], folder: pathlib.Path) -> str:
     names = [str(path.relative_to(folder)) for path in paths[:MAX_NAMES]]
     more = len(paths) - len(names)
     return ", ".join(names) + (f" and {more} more" if more else "")
-
-
-def _read_split(found: FolderFiles, files: list[pathlib.Path]) -> ImageSplit:
-    first = found.train[0]
-    shape = _read_image(first).shape
-    images = np.empty((len(files), *shape), np.uint8)
-    title = f"Reading {files[0].parents[1].name} images"
-    bar = tqdm(files, desc=title, unit=" images", delay=2, disable=None)
-    for index, file in enumerate(bar):
-        image = _read_image(file, shape, first)
-        if image.shape[2] > shape[2]:
-            raise ValueError(f"{file} is in colour, but {first} is grey: convert one.")
-        # A grey image among colour images is broadcast to all three channels.
-        images[index] = image
-    return ImageSplit(images, found.labels(files))
-
-
-def _read_image(
-    file: pathlib.Path, shape: tuple[int, ...] = (), first: pathlib.Path | None = None
-) -> np.ndarray:
-    with open_image(file, str(file)) as image:
-        # Before decoding: an image of another size may be very large.
-        if shape and image.size != shape[1::-1]:
-            raise ValueError(
-                f"{file} has {image.width}x{image.height} pixels, but {first} has "
-                f"{shape[1]}x{shape[0]}: resize all images to one size, or read them "
-                "by `load_data`, which takes any size."
-            )
-        grey = image.mode in GREY_MODES
-        pixels = np.asarray(decode_image(image, "L" if grey else "RGB", str(file)))
-    return pixels[..., None] if grey else pixels

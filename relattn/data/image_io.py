@@ -1,21 +1,44 @@
-"""Decodes untrusted JPEG, PNG and WebP images.
+"""Decodes untrusted images as a viewer shows them.
 
 A header may claim any size, and Pillow raises errors of any type on damaged bytes. Here
-every such error becomes a ValueError that names the image.
+every such error becomes an `UnreadableImageError` that names the image.
 """
 
 import io
 import pathlib
 
-from PIL import Image, UnidentifiedImageError
+import numpy as np
+from PIL import Image, ImageColor, ImageOps, UnidentifiedImageError
 
+from relattn import spec
 from relattn.data.paths import describe_error
 
 # Pillow supports many more, for example EPS, which it runs in Ghostscript.
-FORMATS = ("JPEG", "PNG", "WEBP")
-# Modes of at most 8 bits per channel: Pillow clips the values of others at 255.
-MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK")
-GREY_MODES = ("1", "L", "LA")
+FORMATS = {
+    "JPEG": (".jpg", ".jpeg"),
+    "PNG": (".png",),
+    "WebP": (".webp",),
+    "BMP": (".bmp",),
+    "GIF": (".gif",),
+    "TIFF": (".tif", ".tiff"),
+}
+# The range of the others, "I" and "F", is not known: Pillow clips their values at 255.
+COLOUR_MODES = ("P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "HSV", "LAB")
+GREY_MODES = ("1", "L", "LA", "La", "I;16", "I;16L", "I;16B", "I;16N")
+ALPHA_MODES = ("LA", "La", "PA", "RGBA", "RGBa")
+
+
+class UnreadableImageError(ValueError):
+    """An image cannot be decoded.
+
+    Attributes:
+        problem: The reason, in words.
+    """
+
+    def __init__(self, where: str, problem: str, hint: str = ""):
+        ending = f": {hint}." if hint else "."
+        super().__init__(f"{where} cannot be read as an image ({problem}){ending}")
+        self.problem = problem
 
 
 def open_image(
@@ -32,50 +55,140 @@ def open_image(
         The image; its pixels are not decoded yet.
 
     Raises:
-        ValueError: If it is not a JPEG, PNG or WebP, or claims more pixels than
+        UnreadableImageError: If it is in none of `FORMATS`, or claims more pixels than
             ``PIL.Image.MAX_IMAGE_PIXELS``.
     """
     try:
-        image = Image.open(source, formats=FORMATS)
+        image = Image.open(source, formats=[name.upper() for name in FORMATS])
     except UnidentifiedImageError as error:
-        raise _unreadable(where, "not a JPEG, PNG or WebP", hint) from error
+        problem = "not a " + " or ".join([", ".join([*FORMATS][:-1]), [*FORMATS][-1]])
+        raise UnreadableImageError(where, problem, hint) from error
     except Exception as error:
-        raise _unreadable(where, describe_error(error), hint) from error
+        raise UnreadableImageError(where, describe_error(error), hint) from error
     pixels, limit = image.width * image.height, Image.MAX_IMAGE_PIXELS
     if limit is not None and pixels > limit:
         problem = f"it claims {pixels:,} pixels, the limit is {limit:,}"
-        raise _unreadable(where, problem, hint)
+        raise UnreadableImageError(where, problem, hint)
     return image
 
 
 def decode_image(
-    image: Image.Image, mode: str, where: str, hint: str = ""
+    image: Image.Image, where: str, hint: str = "", *, background: str = "white"
 ) -> Image.Image:
-    """Decodes the pixels of an image.
+    """Decodes the pixels of an image, or the first frame, as a viewer shows them.
+
+    The image is turned as its EXIF orientation says, and transparent pixels are
+    composited on the background. Values of 16 bits keep their upper 8.
 
     Args:
-        image: Result of `open_image`.
-        mode: Mode of the result, "L" or "RGB".
+        image: Result of `open_image`, or any Pillow image.
+        where: Name of the image in the error message.
+        hint: Fix at the end of the error message.
+        background: Colour behind transparent pixels, a name or ``"#rrggbb"``.
+
+    Returns:
+        The image in memory, of mode "L" if it is grey, else "RGB".
+
+    Raises:
+        UnreadableImageError: If it is damaged, or its black and white are not known.
+
+    Example:
+        >>> image = Image.new("RGBA", (5, 3), (255, 0, 0, 0))
+        >>> decode_image(image, "a.png").getpixel((0, 0))
+        (255, 255, 255)
+    """
+    if image.mode not in (*COLOUR_MODES, *GREY_MODES):
+        problem = (
+            f"pixels of mode {image.mode}, whose black and white are not known; "
+            "convert it to 8 bits per channel"
+        )
+        raise UnreadableImageError(where, problem, hint)
+    try:
+        image.load()
+        grey = image.mode in GREY_MODES or _has_grey_palette(image)
+        return _flatten(_narrow(_upright(image)), grey, background)
+    except Exception as error:
+        raise UnreadableImageError(where, describe_error(error), hint) from error
+
+
+def check_image(image: Image.Image, where: str, hint: str = "") -> None:
+    """Raises an error unless `decode_image` can decode an image.
+
+    Args:
+        image: Result of `open_image`, which cannot be decoded afterwards.
         where: Name of the image in the error message.
         hint: Fix at the end of the error message.
 
-    Returns:
-        The image in memory.
+    Raises:
+        UnreadableImageError: As in `decode_image`.
+    """
+    # A JPEG is read at an eighth of its size, which takes a fraction of the time.
+    image.draft(None, (1, 1))
+    decode_image(image, where, hint)
+
+
+def check_background(background: str) -> None:
+    """Raises ValueError unless a colour is known.
+
+    Args:
+        background: A colour's name or ``"#rrggbb"``.
 
     Raises:
-        ValueError: If it is damaged, or its mode is not one of `MODES`.
+        ValueError: If it is neither.
+
+    Example:
+        >>> check_background("whit")
+        Traceback (most recent call last):
+        ValueError: unknown data.background 'whit': give a colour such as 'white' or \
+'#7f7f7f'
     """
-    if image.mode not in MODES:
-        raise ValueError(
-            f"{where} has pixels of mode {image.mode}: convert it to 8 bits per "
-            f"channel, one of the modes {', '.join(MODES)}."
-        )
     try:
-        return image.convert(mode)
-    except Exception as error:
-        raise _unreadable(where, describe_error(error), hint) from error
+        ImageColor.getrgb(background)
+    except (ValueError, AttributeError) as error:
+        raise ValueError(
+            f"unknown data.background {spec.shorten(background)}: give a colour such "
+            "as 'white' or '#7f7f7f'"
+        ) from error
 
 
-def _unreadable(where: str, problem: str, hint: str) -> ValueError:
-    ending = f": {hint}." if hint else "."
-    return ValueError(f"{where} cannot be read as an image ({problem}){ending}")
+def _upright(image: Image.Image) -> Image.Image:
+    try:
+        return ImageOps.exif_transpose(image)
+    except Exception:
+        # Viewers show an image with damaged EXIF as it is stored.
+        return image
+
+
+def _narrow(image: Image.Image) -> Image.Image:
+    """Returns an image of at most 8 bits per channel; Pillow would clip at 255."""
+    if not image.mode.startswith("I;16"):
+        return image
+    pixels = np.asarray(image)
+    narrow = Image.fromarray((pixels >> 8).astype(np.uint8))
+    transparent = image.info.get("transparency")
+    if transparent is not None:
+        # The colour that is transparent has 16 bits too.
+        narrow.putalpha(Image.fromarray(np.uint8(255) * (pixels != transparent)))
+    return narrow
+
+
+def _flatten(image: Image.Image, grey: bool, background: str) -> Image.Image:
+    """Composites transparent pixels on the background; returns mode "L" or "RGB"."""
+    if image.mode == "La":
+        # Pillow converts it to nothing else.
+        image = image.convert("LA")
+    if image.mode in ALPHA_MODES or "transparency" in image.info:
+        red, green, blue = ImageColor.getrgb(background)[:3]
+        grey &= red == green == blue
+        canvas = Image.new("RGBA", image.size, (red, green, blue))
+        image = Image.alpha_composite(canvas, image.convert("RGBA"))
+    return image.convert("L" if grey else "RGB")
+
+
+def _has_grey_palette(image: Image.Image) -> bool:
+    # A GIF has no other way to be grey.
+    if image.format != "GIF" or image.mode != "P":
+        return False
+    colours = np.array(image.getpalette("RGB")).reshape(-1, 3)
+    colours = colours[[index for _, index in image.getcolors()]]
+    return bool((colours == colours[:, :1]).all())

@@ -16,6 +16,8 @@ from PIL import Image, ImageEnhance, ImageOps
 SCALE = (0.08, 1.0)
 RATIO = (3 / 4, 4 / 3)
 ATTEMPTS = 10
+# A longer image loses its ends before the resize, which would enlarge them too.
+MAX_ASPECT = 16
 # A magnitude is one of torchvision's 31 bins, 0 .. 30.
 MAX_MAGNITUDE = 30
 
@@ -100,34 +102,49 @@ def random_flip(image: Image.Image, rng: np.random.Generator) -> Image.Image:
     return image
 
 
-def resized_center_crop(image: Image.Image, size: int, short_side: int) -> Image.Image:
+def resized_center_crop(
+    image: Image.Image, size: int, short_side: int, margin: int = 0
+) -> Image.Image:
     """Resizes the short side and crops the central square.
 
     Args:
         image: Image of any size.
-        size: Side of the result.
+        size: Side of the result, without the margin.
         short_side: Short side of the image after the resize, at least `size`.
+        margin: Number of pixels to add on every side of the square.
 
     Returns:
-        An image of size x size.
+        An image of size x size, with the margin around it.
 
     Raises:
-        ValueError: If `short_side` is less than `size`.
+        ValueError: If the square and its margin do not fit into the resized image.
 
     Example:
         >>> resized_center_crop(Image.new("RGB", (500, 375)), 224, 256).size
         (224, 224)
     """
-    if not 1 <= size <= short_side:
+    if not 1 <= size <= size + 2 * margin <= short_side:
         raise ValueError(
             f"short_side={short_side} with size={size}: the square must fit into the "
             "resized image."
         )
+    image = _cut_ends(image)
     shortest = min(image.size)
     width, height = (short_side * side // shortest for side in image.size)
     image = image.resize((width, height), Image.Resampling.BILINEAR)
-    left, top = round((width - size) / 2), round((height - size) / 2)
+    left, top = round((width - size) / 2) - margin, round((height - size) / 2) - margin
+    size += 2 * margin
     return image.crop((left, top, left + size, top + size))
+
+
+def _cut_ends(image: Image.Image) -> Image.Image:
+    """Returns the central part of an image that is far longer than wide."""
+    shortest = min(image.size)
+    margins = [max(0, side - MAX_ASPECT * shortest) // 2 for side in image.size]
+    if not any(margins):
+        return image
+    left, top = margins
+    return image.crop((left, top, image.width - left, image.height - top))
 
 
 def randaugment(

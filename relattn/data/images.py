@@ -38,10 +38,16 @@ class ImageSplit:
     Attributes:
         images: uint8 [n, height, width, channels].
         labels: int32 [n].
+
+    Raises:
+        ValueError: If an array has another type or shape, or an image has no pixels.
     """
 
     images: UInt8[np.ndarray, "n height width channels"]
     labels: Int32[np.ndarray, " n"]
+
+    def __post_init__(self):
+        _check_images(self.images, self.labels, "images")
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -97,6 +103,9 @@ class ImageData:
         augment: Augmentation of training images, a spec of
             `relattn.data.augment.AUGMENTATIONS`. Other than "none", it adds ``draws``
             to the training batches.
+
+    Raises:
+        ValueError: If a label is out of range.
     """
 
     name: str
@@ -108,6 +117,10 @@ class ImageData:
     std: Float32[np.ndarray, " channels"]
     origin: str
     augment: str = dataclasses.field(default="none", kw_only=True)
+
+    def __post_init__(self):
+        for name, split in {"train": self.train, **self.eval_splits}.items():
+            _check_labels(split.labels, self.num_classes, name)
 
     @classmethod
     def from_arrays(
@@ -151,6 +164,8 @@ class ImageData:
             >>> len(data.train), len(data.test)
             (5, 2)
         """
+        if test_images is None and test_labels is not None:
+            raise ValueError("test_labels needs test_images: give both or neither")
         whole = _check_split(images, labels, len(class_names), "images")
         train, validation = split_validation(whole, num_validation, split_seed)
         test = validation
@@ -158,6 +173,11 @@ class ImageData:
             test = _check_split(
                 test_images, test_labels, len(class_names), "test_images"
             )
+            if test.images.shape[1:] != whole.images.shape[1:]:
+                raise ValueError(
+                    f"test_images has images of shape {test.images.shape[1:]}, but "
+                    f"images has {whole.images.shape[1:]}: resize one of them"
+                )
         mean, std = channel_statistics(train.images)
         names = tuple(class_names)
         origin = f"arrays of {len(images)} images"
@@ -237,27 +257,40 @@ class ImageData:
         return self.train.gather(indices)
 
 
-def _check_split(
-    images: np.ndarray, labels: np.ndarray | None, num_classes: int, name: str
-) -> ImageSplit:
-    images, labels = np.array(images), np.asarray(labels)
+def _check_images(images: np.ndarray, labels: np.ndarray, name: str) -> None:
     if images.dtype != np.uint8 or images.ndim != 4:
         raise ValueError(
             f"{name} has shape {images.shape} and type {images.dtype}, expected uint8 "
             "[n, height, width, channels]: for values in [0, 1] give (255 * images)"
             ".round().astype(np.uint8)"
         )
+    if not all(images.shape[1:]):
+        raise ValueError(f"{name} has shape {images.shape}: the images have no pixels")
     integers = np.issubdtype(labels.dtype, np.integer)
     if labels.shape != images.shape[:1] or not integers:
         raise ValueError(
             f"the labels of {name} have shape {labels.shape} and type {labels.dtype}, "
             f"expected {len(images)} integers"
         )
-    if not 0 <= labels.min(initial=0) <= labels.max(initial=0) < num_classes:
+
+
+def _check_labels(labels: np.ndarray, num_classes: int, name: str) -> None:
+    # A device raises no error on a label out of range: the loss is silently wrong.
+    if len(labels) and not 0 <= labels.min() <= labels.max() < num_classes:
         raise ValueError(
             f"the labels of {name} are from {labels.min()} to {labels.max()}, expected "
             f"0 to {num_classes - 1}"
         )
+
+
+def _check_split(
+    images: np.ndarray, labels: np.ndarray | None, num_classes: int, name: str
+) -> ImageSplit:
+    images, labels = np.array(images), np.asarray(labels)
+    _check_images(images, labels, name)
+    if not len(images):
+        raise ValueError(f"{name} has no images")
+    _check_labels(labels, num_classes, name)
     return ImageSplit(images, labels.astype(np.int32))
 
 
@@ -366,6 +399,8 @@ def channel_statistics(
         for channel in range(channels):
             values = images[start : start + rows, ..., channel]
             counts[channel] += np.bincount(values.ravel(), minlength=256)
+    if not len(images):
+        raise ValueError("there are no images: their mean is not defined")
     frequencies = counts / counts.sum(axis=1, keepdims=True)
     values = np.arange(256) / 255
     mean = frequencies @ values

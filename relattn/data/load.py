@@ -2,6 +2,7 @@
 
 import pathlib
 from collections.abc import Callable
+from typing import Any
 
 from ml_collections import ConfigDict
 
@@ -9,7 +10,13 @@ from relattn import spec
 from relattn.data.augment import check_augmentation, make_mix
 from relattn.data.base import DataSource
 from relattn.data.canvas import place_on_canvas
-from relattn.data.folder import find_files, read_folder
+from relattn.data.folder import (
+    MEMORY_BYTES,
+    decode_files,
+    find_files,
+    read_folder,
+)
+from relattn.data.image_io import check_background
 from relattn.data.images import (
     ImageData,
     ImageSplit,
@@ -17,13 +24,60 @@ from relattn.data.images import (
     split_validation,
 )
 from relattn.data.paths import expand, reading_data
+from relattn.data.preprocess import check_statistics
 from relattn.data.registry import EMBEDDED_FOLDER, EMBEDDED_VERSION, SETS, check_choice
 from relattn.data.streaming import open_folder, open_streamed
 from relattn.data.text import load_text
 from relattn.data.tfds import find_or_prepare, read_full, read_prepared
 
+# The options of images with their defaults; ``name`` and ``image_size`` have none.
+IMAGE_OPTIONS = {
+    "source": "embedded",
+    "data_dir": "",
+    "manual_dir": "",
+    "short_side": 0,
+    "standardize": False,
+    "augment": "none",
+    "mix": "none",
+    "placement": "",
+    "canvas": 84,
+    "background": "white",
+    "skip_unreadable": False,
+    "num_validation": 0,
+    "split_seed": 0,
+    "num_workers": 0,
+}
+
+
 # Training images, test images (None: the validation images), class names and origin.
 Images = tuple[ImageSplit, ImageSplit | None, tuple[str, ...], str]
+
+
+def image_options(name: str, image_size: int, **changes: Any) -> ConfigDict:
+    """Returns every option of an image set, for ``config.data``.
+
+    Args:
+        name: Name of the set.
+        image_size: Height and width of the model's inputs.
+        **changes: Values that differ from those of `IMAGE_OPTIONS`.
+
+    Returns:
+        An unlocked configuration.
+
+    Raises:
+        TypeError: If an option is unknown.
+
+    Example:
+        >>> image_options("mnist", 28, num_validation=500).augment
+        'none'
+    """
+    for option in changes:
+        if option not in IMAGE_OPTIONS:
+            hint = spec.closest(option, IMAGE_OPTIONS)
+            raise TypeError(f"images have no option {option!r}: {hint}")
+    return ConfigDict(
+        {"name": name, "image_size": image_size, **IMAGE_OPTIONS, **changes}
+    )
 
 
 @reading_data()
@@ -44,7 +98,7 @@ def load_data(config: ConfigDict) -> DataSource:
             - ``augment``: augmentation of training images after random crop and flip:
               "randaugment(num_ops=2, magnitude=9)", or "none", the default;
             - ``num_workers``: number of processes that read; 0, the default, reads in
-              one thread.
+              one thread. With more, a script needs ``if __name__ == "__main__":``.
 
     Returns:
         The data.
@@ -81,7 +135,11 @@ def load_images(config: ConfigDict) -> ImageData:
             - ``placement``, ``canvas``: "static", "dynamic" or "dynamic_once" puts the
               images on a larger canvas, see `place_on_canvas`; "" does not;
             - ``augment``: augmentation of training images, "rotate(degrees=10)",
-              "flip_crop(padding=4)" or "none".
+              "flip_crop(padding=4)" or "none";
+            - ``background``: colour behind transparent pixels of a folder's images, by
+              default "white";
+            - ``skip_unreadable``: whether to leave out a folder's images that cannot be
+              read, instead of raising.
 
             Only ``name`` is required.
 
@@ -102,11 +160,16 @@ def load_images(config: ConfigDict) -> ImageData:
         >>> len(data.train), len(data.validation), len(data.test), data.image_shape
         (4500, 500, 1000, (28, 28, 1))
     """
-    source, augment = config.get("source", "embedded"), config.get("augment", "none")
+    source = config.get("source", "embedded")
     check_choice("data.source", source, READERS)
     _check_name(config)
-    check_augmentation(augment)
-    train, test, class_names, origin = READERS[source](config)
+    check_augmentation(config.get("augment", "none"))
+    return _make_images(config, READERS[source](config))
+
+
+def _make_images(config: ConfigDict, images: Images) -> ImageData:
+    """Splits images in memory, and places them on a canvas if asked for."""
+    train, test, class_names, origin = images
     train, validation = split_validation(
         train, config.get("num_validation", 0), config.get("split_seed", 0)
     )
@@ -120,9 +183,11 @@ def load_images(config: ConfigDict) -> ImageData:
         mean,
         std,
         origin,
-        augment=augment,
+        augment=config.get("augment", "none"),
     )
-    return place_on_canvas(data, config) if config.get("placement", "") else data
+    data = place_on_canvas(data, config) if config.get("placement", "") else data
+    check_statistics(config, data.info)
+    return data
 
 
 def _check_name(config: ConfigDict) -> None:
@@ -159,8 +224,8 @@ def _read_tfds(config: ConfigDict) -> Images:
 
 
 def _read_folder(config: ConfigDict) -> Images:
-    """Reads a folder of images."""
-    return read_folder(_folder(config))
+    """Reads a folder of images of one size."""
+    return read_folder(_folder(config), **_reading(config))
 
 
 def _folder(config: ConfigDict) -> pathlib.Path:
@@ -172,11 +237,25 @@ def _folder(config: ConfigDict) -> pathlib.Path:
     return expand(config.data_dir, "data.data_dir")
 
 
+def _reading(config: ConfigDict) -> dict[str, Any]:
+    """Returns the checked options of decoding image files."""
+    background = config.get("background", "white")
+    check_background(background)
+    skip_unreadable = config.get("skip_unreadable", False)
+    return {"background": background, "skip_unreadable": skip_unreadable}
+
+
 def _load_folder(config: ConfigDict) -> DataSource:
     """Loads a folder into memory, or opens photographs of any size for streaming."""
     _check_name(config)
-    files = find_files(_folder(config))
-    return load_images(config) if files.fit_memory() else open_folder(config, files)
+    decoded = decode_files(
+        find_files(_folder(config)), memory_bytes=MEMORY_BYTES, **_reading(config)
+    )
+    decoded.files.warn()
+    if decoded.images is None:
+        return open_folder(config, decoded.files)
+    check_augmentation(config.get("augment", "none"))
+    return _make_images(config, decoded.splits())
 
 
 def _load_tfds(config: ConfigDict) -> DataSource:

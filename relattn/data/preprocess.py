@@ -1,6 +1,11 @@
-"""Converts batches as stored to model inputs, under jit."""
+"""Converts images to model inputs: the one way of training, evaluation and prediction.
+
+`relattn.data.user_images` brings images of any kind to the form that a data set stores;
+`make_preprocess` returns the function that converts stored images, under jit.
+"""
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +17,7 @@ from ml_collections import ConfigDict
 
 from relattn import spec
 from relattn.data.augment import augment
-from relattn.data.base import DataInfo
+from relattn.data.base import DataInfo, ImageInfo
 
 
 def make_preprocess(
@@ -27,7 +32,11 @@ def make_preprocess(
 
     Returns:
         A function of a batch that returns `preprocess` of its images, augmented if the
-        batch has ``draws``, or its tokens unchanged.
+        batch has ``draws``, or its tokens unchanged. It raises ValueError if the images
+        have another shape than those of the data.
+
+    Raises:
+        ValueError: If ``standardize`` is set and a standard deviation is 0.
 
     Example:
         >>> from relattn.data.base import ImageInfo
@@ -38,17 +47,23 @@ def make_preprocess(
     """
     if info.kind == "tokens":
         return lambda batch: batch["tokens"]
+    check_statistics(config, info)
     statistics = {}
     if config.get("standardize", False):
-        statistics = {
-            "mean": jnp.asarray(info.mean, jnp.float32),
-            "std": jnp.asarray(info.std, jnp.float32),
-        }
+        statistics = {"mean": np.float32(info.mean), "std": np.float32(info.std)}
     function = functools.partial(
         preprocess, image_size=input_shape(config, info)[0], **statistics
     )
+    stored = stored_shape(config, info)
 
     def preprocess_batch(batch: dict[str, Any]) -> Array:
+        shape = batch["image"].shape
+        if shape[1:] != stored:
+            raise ValueError(
+                f"images have the shape {list(shape)}, but the model was trained on "
+                f"stored images [n, {', '.join(map(str, stored))}]: bring them to this "
+                "form first, as `run.predict` and `Pretrained.preprocess` do"
+            )
         if "draws" not in batch:
             return function(batch["image"])
         change = functools.partial(
@@ -57,6 +72,41 @@ def make_preprocess(
         return function(batch["image"], change=change)
 
     return preprocess_batch
+
+
+def check_statistics(config: ConfigDict, info: DataInfo) -> None:
+    """Checks that images can be standardised, if the data are to be.
+
+    Args:
+        config: Options of the data, of which ``standardize`` is used.
+        info: Description of the data.
+
+    Raises:
+        ValueError: If ``standardize`` is set, and a channel has a standard deviation
+            that is not positive, or a mean that is not finite.
+
+    Example:
+        >>> info = ImageInfo("grey", ("a", "b"), (4, 4, 1), (0.5,), (0.0,), 7, "")
+        >>> check_statistics(ConfigDict({"standardize": True}), info)
+        Traceback (most recent call last):
+        ValueError: data.standardize divides by the standard deviation, but all pixels \
+of channel 0 of grey are equal: set data.standardize=False, or use other images
+    """
+    if info.kind != "images" or not config.get("standardize", False):
+        return
+    for channel, (mean, std) in enumerate(zip(info.mean, info.std, strict=True)):
+        if std == 0:
+            raise ValueError(
+                "data.standardize divides by the standard deviation, but all pixels of "
+                f"channel {channel} of {info.name} are equal: set "
+                "data.standardize=False, or use other images"
+            )
+        if not (math.isfinite(mean) and 0 < std < math.inf):
+            raise ValueError(
+                f"channel {channel} of {info.name} has mean {mean} and standard "
+                f"deviation {std}, which must be finite and positive: compute them "
+                "from the training images"
+            )
 
 
 def input_shape(config: ConfigDict, info: DataInfo) -> tuple[int, ...]:
@@ -81,6 +131,49 @@ def input_shape(config: ConfigDict, info: DataInfo) -> tuple[int, ...]:
     return (size, size, info.image_shape[2])
 
 
+def stored_shape(config: ConfigDict, info: ImageInfo) -> tuple[int, int, int]:
+    """Returns the shape of an image in a batch, before `preprocess`.
+
+    Args:
+        config: Options of the data.
+        info: Description of the data.
+
+    Returns:
+        (height, width, channels): those of the set in memory, or, for photographs, of
+        the crop, which is a model input already.
+    """
+    height, width, channels = info.image_shape
+    if info.streamed:
+        height = width = input_shape(config, info)[0]
+    return height, width, channels
+
+
+def with_image_size(config: ConfigDict, info: DataInfo, size: int) -> ConfigDict:
+    """Returns the options of the data for model inputs of another size.
+
+    Args:
+        config: Options of the data.
+        info: Description of the data.
+        size: The new height and width.
+
+    Returns:
+        A copy with another ``image_size``, and a ``short_side`` of photographs in the
+        same proportion to it.
+
+    Example:
+        >>> info = ImageInfo("mine", ("a",), (4, 4, 1), (0.5,), (1.0,), 7, "")
+        >>> config = ConfigDict({"image_size": 4, "short_side": 6})
+        >>> with_image_size(config, info, 8).short_side
+        12
+    """
+    changed = ConfigDict(config.to_dict())
+    changed.image_size = size
+    if config.get("short_side", 0):
+        before = input_shape(config, info)[0]
+        changed.short_side = round(config.short_side * size / before)
+    return changed
+
+
 def preprocess(
     images: Shaped[Array | np.ndarray, "batch height width channels"],
     *,
@@ -94,7 +187,8 @@ def preprocess(
     x -> (resize(change(x / 255)) - mean) / std
 
     The resize is bilinear with pixel centres at half-integers and antialiasing, as in
-    Pillow and torchvision.
+    Pillow and torchvision. An image has the same result, bit for bit, in batches of
+    every size, and under jit.
 
     Args:
         images: uint8 [batch, height, width, channels].
@@ -125,13 +219,69 @@ def preprocess(
             f"images are {images.dtype}, expected uint8 from 0 to 255: for values in "
             "[0, 1] give (255 * images).round().astype(np.uint8)"
         )
-    batch, height, width, channels = images.shape
-    values = jnp.asarray(images, jnp.float32) / 255
-    if change is not None:
-        values = change(values)
-    if (height, width) != (image_size, image_size):
-        shape = (batch, image_size, image_size, channels)
-        values = jax.image.resize(values, shape, "linear")
-    if mean is None:
-        return values
-    return (values - jnp.asarray(mean)) / jnp.asarray(std)
+    if change is None:
+        values = _scale_and_resize(images, image_size)
+    else:
+        values = _resize(change(_scale(images)), image_size)
+    return values if mean is None else standardize(values, mean, std)
+
+
+@jax.jit
+def standardize(
+    images: Float[Array, "batch height width channels"],
+    mean: Float[Array | np.ndarray, " channels"],
+    std: Float[Array | np.ndarray, " channels"],
+) -> Float[Array, "batch height width channels"]:
+    """Returns (images - mean) / std, by channel."""
+    return (images - mean) / std
+
+
+# Compiled, so that the result does not depend on where they are called from: alone,
+# operations round one by one.
+@functools.partial(jax.jit, static_argnums=1)
+def _scale_and_resize(images: Array | np.ndarray, size: int) -> Array:
+    return _resize(_scale(images), size)
+
+
+def _scale(images: Array | np.ndarray) -> Array:
+    # The minimum changes no value. It keeps a compiler from fusing product and later
+    # difference to one operation, which rounds once instead of twice.
+    return jnp.minimum(jnp.asarray(images, jnp.float32) / 255, 1)
+
+
+def _resize(images: Array, size: int) -> Array:
+    """Resizes both axes in sums of few terms.
+
+    Matrix products would round differently in batches of another size.
+    """
+    for axis in (1, 2):
+        if images.shape[axis] != size:
+            columns, weights = _triangle(images.shape[axis], size)
+            shape = [1] * images.ndim
+            shape[axis] = size
+            images = sum(
+                jnp.take(images, index, axis) * weight.reshape(shape)
+                for index, weight in zip(columns, weights, strict=True)
+            )
+    return images
+
+
+def _triangle(length: int, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns which pixels make up a resized pixel, and their weights.
+
+    Args:
+        length: Number of pixels.
+        size: Number of resized pixels.
+
+    Returns:
+        Indices and float32 weights, both ``[terms, size]``.
+    """
+    scale = length / size
+    support = max(scale, 1.0)
+    centre = (np.arange(size) + 0.5) * scale - 0.5
+    first = np.ceil(centre - support).astype(int)
+    index = first + np.arange(int(2 * support) + 1)[:, None]
+    weight = np.maximum(1 - np.abs(index - centre) / support, 0)
+    weight *= (index >= 0) & (index < length)
+    weight /= weight.sum(axis=0)
+    return np.clip(index, 0, length - 1), weight.astype(np.float32)

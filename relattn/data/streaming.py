@@ -40,6 +40,7 @@ from relattn.data.image_transforms import (
     resized_center_crop,
 )
 from relattn.data.images import draw_validation
+from relattn.data.main_guard import check_main_guard
 from relattn.data.paths import describe_error
 from relattn.data.tfds import describe_origin, open_builder, reading_prepared
 from relattn.data.user_images import short_side
@@ -95,7 +96,6 @@ def open_folder(config: ConfigDict, files: FolderFiles) -> StreamedImages:
         ValueError: If an option is invalid.
     """
     options = _read_options(config)
-    files.warn()
     train, test = (
         Photographs(
             FileRecords(paths, files.labels(paths)),
@@ -103,6 +103,7 @@ def open_folder(config: ConfigDict, files: FolderFiles) -> StreamedImages:
             num_classes=len(files.class_names),
             origin=f"the images in {files.root}",
             hint="replace or delete it",
+            background=config.get("background", "white"),
         )
         for paths in (files.train, files.test)
     )
@@ -157,6 +158,11 @@ def _read_options(config: ConfigDict) -> tuple[int, int, str, int]:
         raise ValueError(
             f"data.image_size={size} with data.short_side={side}: it must be at "
             "least 1 and at most the short side that images are resized to."
+        )
+    if placement := config.get("placement", ""):
+        raise ValueError(
+            f"data.placement={placement!r} puts images in memory on a canvas, but the "
+            "photographs are read during training: set data.placement=''"
         )
     if num_workers < 0:
         raise ValueError(f"data.num_workers={num_workers}: it must be at least 0.")
@@ -239,12 +245,14 @@ class StreamedSplit:
         image_size: Side of the central crop.
         short_side: Short side of an image before the crop.
         num_workers: Number of processes that read.
+        margin: Number of pixels around the crop.
     """
 
     photographs: Photographs
     image_size: int
     short_side: int
     num_workers: int
+    margin: int = 0
 
     def __len__(self) -> int:
         return len(self.photographs)
@@ -267,7 +275,12 @@ class StreamedSplit:
         """
         check_eval_batch(batch_size)
         source = EvalBatches(
-            self.photographs, batch_size, self.image_size, self.short_side, part
+            self.photographs,
+            batch_size,
+            self.image_size,
+            self.short_side,
+            self.margin,
+            part,
         )
         with read_batches(source, self.num_workers) as batches:
             yield from batches
@@ -283,6 +296,7 @@ class Photographs:
         num_classes: Number of classes; labels are below it.
         origin: Name of the split in error messages.
         hint: Fix at the end of error messages.
+        background: Colour behind transparent pixels.
     """
 
     records: Sequence | FileRecords
@@ -290,6 +304,7 @@ class Photographs:
     num_classes: int
     origin: str
     hint: str = "prepare the set again"
+    background: str = "white"
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -324,7 +339,10 @@ class Photographs:
                     f"{self.num_classes - 1}: {self.hint}."
                 )
             with open_image(io.BytesIO(record["image"]), where, self.hint) as image:
-                yield decode_image(image, "RGB", where, self.hint), label
+                image = decode_image(
+                    image, where, self.hint, background=self.background
+                )
+            yield image.convert("RGB"), label
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -378,6 +396,7 @@ class EvalBatches:
         batch_size: Number of images in a batch.
         image_size: Side of the central crop.
         short_side: Short side of an image before the crop.
+        margin: Number of pixels around the crop.
         part: Part of each batch to read, see `part_rows`.
     """
 
@@ -385,6 +404,7 @@ class EvalBatches:
     batch_size: int
     image_size: int
     short_side: int
+    margin: int = 0
     part: tuple[int, int] = (0, 1)
 
     def __len__(self) -> int:
@@ -396,11 +416,14 @@ class EvalBatches:
         stop = min(start + local.stop, len(self.photographs))
         images, labels = [], []
         for image, label in self.photographs.read(range(start + local.start, stop)):
-            crop = resized_center_crop(image, self.image_size, self.short_side)
+            crop = resized_center_crop(
+                image, self.image_size, self.short_side, self.margin
+            )
             images.append(np.asarray(crop))
             labels.append(label)
         # A part of the last batch may be empty.
-        shape = (-1, self.image_size, self.image_size, 3)
+        size = self.image_size + 2 * self.margin
+        shape = (-1, size, size, 3)
         batch = {
             "image": np.array(images, np.uint8).reshape(shape),
             "label": np.array(labels, np.int32),
@@ -422,7 +445,11 @@ def read_batches(
 
     Yields:
         The iterator; the workers stop when the context ends.
+
+    Raises:
+        ValueError: If a script starts processes and has no main guard.
     """
+    check_main_guard(num_workers)
     options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=1)
     dataset = grain.MapDataset.source(batches)[start:].to_iter_dataset(options)
     if num_workers:

@@ -3,6 +3,7 @@
 import contextlib
 import hashlib
 import importlib.util
+import io
 import json
 import math
 import os
@@ -16,11 +17,12 @@ from typing import Any
 
 import numpy as np
 import tensorflow_datasets as tfds
-from absl import logging
+from jaxtyping import UInt8
 from numpy.lib.format import open_memmap
 from tqdm import tqdm
 
 from relattn import spec
+from relattn.data.image_io import decode_image, open_image
 from relattn.data.images import ImageSplit
 from relattn.data.paths import describe_error, expand, find_damage
 from relattn.data.registry import SETS, ImageSet
@@ -133,7 +135,7 @@ def read_prepared(
         builder = open_builder(folder)
         class_names = tuple(builder.info.features["label"].names)
         train, test = (
-            _read_split(builder.as_data_source(split), folder, split)
+            _read_split(_Images(builder, split, folder), folder, split)
             for split in ("train", test_split)
         )
         for split in (train, test):
@@ -201,8 +203,42 @@ def _check_labels(labels: np.ndarray, num_classes: int) -> None:
         )
 
 
-def _read_split(source: Sequence, folder: pathlib.Path, split: str) -> ImageSplit:
-    shape = (len(source), *_decode(source, [0])[0]["image"].shape)
+class _Images:
+    """The decoded images of a split, with their labels.
+
+    Args:
+        builder: TFDS's builder of the set.
+        split: Name of the split.
+        folder: Folder of the set.
+    """
+
+    def __init__(
+        self, builder: tfds.core.DatasetBuilder, split: str, folder: pathlib.Path
+    ):
+        self._records = builder.as_data_source(
+            split, decoders={"image": tfds.decode.SkipDecoding()}
+        )
+        self._mode = {1: "L", 3: "RGB"}[builder.info.features["image"].shape[-1]]
+        self._where = f"of the {split} images in {folder}"
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def read(
+        self, keys: Sequence[int]
+    ) -> Iterator[tuple[UInt8[np.ndarray, "height width channels"], int]]:
+        """Yields images and labels."""
+        records = self._records.__getitems__(list(keys))
+        for key, record in zip(keys, records, strict=True):
+            where = f"Record {key} {self._where}"
+            with open_image(io.BytesIO(record["image"]), where) as image:
+                pixels = decode_image(image, where).convert(self._mode)
+            yield np.atleast_3d(np.asarray(pixels)), record["label"]
+
+
+def _read_split(source: _Images, folder: pathlib.Path, split: str) -> ImageSplit:
+    ((first, _),) = source.read([0])
+    shape = (len(source), *first.shape)
     if math.prod(shape) > MAPPED_BYTES:
         return _map_split(source, shape, folder / f"decoded-{split}")
     images, labels = np.empty(shape, np.uint8), np.empty(len(source), np.int32)
@@ -210,7 +246,7 @@ def _read_split(source: Sequence, folder: pathlib.Path, split: str) -> ImageSpli
     return ImageSplit(images, labels)
 
 
-def _map_split(source: Sequence, shape: tuple, stem: pathlib.Path) -> ImageSplit:
+def _map_split(source: _Images, shape: tuple, stem: pathlib.Path) -> ImageSplit:
     final = [stem.with_name(f"{stem.name}-{kind}.npy") for kind in ("images", "labels")]
     if not all(path.is_file() for path in final):
         # Files are renamed once complete, so that later runs can trust the final name.
@@ -242,36 +278,22 @@ def _map_split(source: Sequence, shape: tuple, stem: pathlib.Path) -> ImageSplit
     return ImageSplit(images, labels)
 
 
-def _fill(source: Sequence, images: np.ndarray, labels: np.ndarray, title: str) -> None:
+def _fill(source: _Images, images: np.ndarray, labels: np.ndarray, title: str) -> None:
     # The bar appears on a terminal after two seconds.
     with tqdm(
         total=len(source), desc=title, unit=" images", delay=2, disable=None
     ) as bar:
         for start in range(0, len(source), CHUNK):
-            keys = list(range(start, min(start + CHUNK, len(source))))
-            for key, example in zip(keys, _decode(source, keys), strict=True):
-                shape, first = example["image"].shape, images.shape[1:]
-                if shape != first:
-                    raise ValueError(f"image {key} is {shape}, the first one {first}")
-                images[key] = example["image"]
-                labels[key] = example["label"]
+            keys = range(start, min(start + CHUNK, len(source)))
+            for key, (image, label) in zip(keys, source.read(keys), strict=True):
+                if image.shape != images.shape[1:]:
+                    raise ValueError(
+                        f"image {key} is {image.shape}, the first one "
+                        f"{images.shape[1:]}"
+                    )
+                images[key] = image
+                labels[key] = label
             bar.update(len(keys))
-
-
-def _decode(source: Sequence, keys: list[int]) -> Sequence[dict]:
-    with _without_opencv_hint():
-        return source.__getitems__(keys)
-
-
-@contextlib.contextmanager
-def _without_opencv_hint() -> Iterator[None]:
-    """Silences TFDS's advice to install OpenCV: Pillow is fast enough here."""
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity(logging.ERROR)
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
 
 
 def check_content(

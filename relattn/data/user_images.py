@@ -7,14 +7,16 @@ import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import UInt8
+from jaxtyping import Array, Float32, UInt8
 from ml_collections import ConfigDict
 from PIL import Image, ImageOps
 
 from relattn.data.base import ImageInfo
-from relattn.data.image_io import GREY_MODES, decode_image, open_image
+from relattn.data.image_io import decode_image, open_image
 from relattn.data.image_transforms import resized_center_crop
+from relattn.data.preprocess import input_shape, make_preprocess, stored_shape
 
 UserImage = str | os.PathLike | Image.Image | np.ndarray
 
@@ -24,9 +26,9 @@ def read_images(
 ) -> Iterator[UInt8[np.ndarray, "batch height width channels"]]:
     """Yields images as a data set stores them, in batches.
 
-    Images of another size are scaled and cropped to the central part: for photographs
-    as in evaluation, otherwise to the stored size. Arrays of the stored size are taken
-    unchanged.
+    If the data are photographs, every image is scaled and cropped to the central part,
+    as in evaluation. Otherwise an image of the stored size is taken unchanged, and one
+    of another size is scaled and cropped to it.
 
     Args:
         images: See `as_sequence`.
@@ -54,6 +56,89 @@ def read_images(
         yield np.stack(
             [_read(x, name, info, config) for x, name in zip(chunk, names, strict=True)]
         )
+
+
+def prepare_images(
+    images: Any, info: ImageInfo, config: ConfigDict, batch_size: int = 256
+) -> Float32[Array, "n size size channels"]:
+    """Converts images of any kind to model inputs, as evaluation does.
+
+    Args:
+        images: See `as_sequence`.
+        info: Description of the training data.
+        config: Options of the training data.
+        batch_size: Number of images that are converted at once.
+
+    Returns:
+        float32 ``[n, image_size, image_size, channels]``.
+
+    Raises:
+        ValueError: As in `read_images`.
+
+    Example:
+        >>> info = ImageInfo("grey", ("a", "b"), (4, 6, 1), (0.5,), (0.5,), 7, "")
+        >>> prepare_images(Image.new("L", (12, 8)), info, ConfigDict()).shape
+        (1, 4, 4, 1)
+    """
+    function = make_preprocess(config, info)
+    batches = [
+        function({"image": stored})
+        for stored in read_images(images, info, config, batch_size)
+    ]
+    empty = jnp.zeros((0, *input_shape(config, info)), jnp.float32)
+    return jnp.concatenate([empty, *batches])
+
+
+def describe_preprocessing(info: ImageInfo, config: ConfigDict) -> str:
+    """Describes in words how `prepare_images` makes a model's inputs.
+
+    Args:
+        info: Description of the training data.
+        config: Options of the training data.
+
+    Example:
+        >>> info = ImageInfo("grey", ("a", "b"), (4, 6, 1), (0.5,), (0.5,), 7, "")
+        >>> print(describe_preprocessing(info, ConfigDict({"image_size": 8})))
+        Inputs are grey images of 8x8 pixels. An image file is decoded upright, as its \
+EXIF orientation says; transparent pixels are composited on white. An image of another \
+size than 6x4 is cropped to its central part of this shape and resized to it, \
+bilinearly with antialiasing, as 8-bit values. It is then resized to 8x8, in the same \
+way. Values are pixels / 255.
+    """
+    height, width, channels = stored_shape(config, info)
+    size = input_shape(config, info)[0]
+    colour = {1: "grey", 3: "RGB"}.get(channels, f"{channels}-channel")
+    bilinear = "bilinearly with antialiasing, as 8-bit values"
+    parts = [
+        f"Inputs are {colour} images of {size}x{size} pixels.",
+        "An image file is decoded upright, as its EXIF orientation says; transparent "
+        f"pixels are composited on {config.get('background', 'white')}.",
+    ]
+    if info.streamed:
+        parts.append(
+            f"Its short side is resized to {short_side(config)} pixels, {bilinear}, "
+            f"and the central {size}x{size} are cropped."
+        )
+    elif config.get("placement", ""):
+        parts.append(
+            f"It has to be a canvas of {width}x{height} pixels, on which the images "
+            f"were placed ({config.placement}) without resizing, on black."
+        )
+    else:
+        parts.append(
+            f"An image of another size than {width}x{height} is cropped to its central "
+            f"part of this shape and resized to it, {bilinear}."
+        )
+    if (height, width) != (size, size):
+        parts.append(f"It is then resized to {size}x{size}, in the same way.")
+    values = "pixels / 255"
+    if config.get("standardize", False):
+        mean, std = (
+            ", ".join(f"{value:.4f}" for value in numbers)
+            for numbers in (info.mean, info.std)
+        )
+        values = f"(pixels / 255 - mean) / std, mean {mean}, std {std}"
+    return " ".join([*parts, f"Values are {values}."])
 
 
 def as_sequence(images: Any, channels: int) -> Sequence[UserImage] | np.ndarray:
@@ -90,32 +175,29 @@ def as_sequence(images: Any, channels: int) -> Sequence[UserImage] | np.ndarray:
 def _read(
     source: UserImage, name: str, info: ImageInfo, config: ConfigDict
 ) -> UInt8[np.ndarray, "height width channels"]:
-    height, width, channels = info.image_shape
-    if isinstance(source, str | os.PathLike):
-        path = pathlib.Path(source)
-        if path.is_dir():
-            raise ValueError(f"{path} is a folder: give a list of image files")
-        with open_image(path, str(path)) as image:
-            image = _decode(image, str(path), channels)
-    elif isinstance(source, Image.Image):
-        image = _decode(source, name, channels)
+    height, width, channels = stored_shape(config, info)
+    if isinstance(source, str | os.PathLike | Image.Image):
+        background = config.get("background", "white")
+        planes = [_decode(source, name, channels, background)]
     else:
         pixels = _check_array(np.asarray(source), name, channels)
-        if pixels.shape == info.image_shape:
-            return pixels
-        image = Image.fromarray(pixels[..., 0] if channels == 1 else pixels)
+        # Pillow resizes every channel alone, but weights colours by an alpha channel.
+        planes = [Image.fromarray(plane) for plane in np.moveaxis(pixels, -1, 0)]
     if info.streamed:
-        size = config.image_size
-        image = resized_center_crop(image, size, short_side(config))
-    elif image.size != (width, height):
+        side = short_side(config)
+        planes = [resized_center_crop(plane, height, side) for plane in planes]
+    elif planes[0].size != (width, height):
         if config.get("placement", ""):
             raise ValueError(
-                f"{name} has {image.width}x{image.height} pixels, but the model was "
-                f"trained on a canvas of {width}x{height}: put the image on such a "
-                "canvas"
+                f"{name} has {planes[0].width}x{planes[0].height} pixels, but the "
+                f"model was trained on a canvas of {width}x{height}: put the image on "
+                "such a canvas"
             )
-        image = ImageOps.fit(image, (width, height), Image.Resampling.BILINEAR)
-    return np.asarray(image).reshape(image.height, image.width, channels)
+        planes = [
+            ImageOps.fit(plane, (width, height), Image.Resampling.BILINEAR)
+            for plane in planes
+        ]
+    return np.dstack([np.asarray(plane) for plane in planes])
 
 
 def short_side(config: ConfigDict) -> int:
@@ -132,13 +214,29 @@ def short_side(config: ConfigDict) -> int:
     return given or round(config.get("image_size", 224) * 256 / 224)
 
 
-def _decode(image: Image.Image, name: str, channels: int) -> Image.Image:
-    if channels == 1 and image.mode not in GREY_MODES:
+def _decode(
+    source: str | os.PathLike | Image.Image, name: str, channels: int, background: str
+) -> Image.Image:
+    if channels not in (1, 3):
+        raise ValueError(
+            f"{name} is an image file or a Pillow image, but the model was trained on "
+            f"images of {channels} channels: give arrays [height, width, {channels}]"
+        )
+    if isinstance(source, Image.Image):
+        image = decode_image(source, name, background=background)
+    else:
+        path = pathlib.Path(source)
+        name = str(path)
+        if path.is_dir():
+            raise ValueError(f"{path} is a folder: give a list of image files")
+        with open_image(path, name) as image:
+            image = decode_image(image, name, background=background)
+    if channels == 1 and image.mode != "L":
         raise ValueError(
             f"{name} is in colour (mode {image.mode}), but the model was trained on "
             'grey images: convert it with image.convert("L")'
         )
-    return decode_image(image, "L" if channels == 1 else "RGB", name)
+    return image.convert("L" if channels == 1 else "RGB")
 
 
 def _check_array(
@@ -151,7 +249,9 @@ def _check_array(
             f"{name} has shape {pixels.shape}, but the model was trained on images "
             f"[height, width, {channels}]"
         )
-    lowest, highest = (pixels.min(), pixels.max()) if pixels.size else (0, 0)
+    if not pixels.size:
+        raise ValueError(f"{name} has shape {pixels.shape}: it has no pixels")
+    lowest, highest = pixels.min(), pixels.max()
     if not np.issubdtype(pixels.dtype, np.integer):
         if lowest >= 0 and highest <= 1:
             fix = "give (255 * images).round().astype(np.uint8)"

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from jaxtyping import Float, Int
 from matplotlib.figure import Figure
@@ -21,7 +22,7 @@ from matplotlib.figure import Figure
 from relattn import command
 from relattn.data import load_data
 from relattn.evaluation.attention_maps import make_maps_fn
-from relattn.training import Run, load_run
+from relattn.training import Run, load_run, make_predict_fn
 from relattn.training.config import flatten
 from relattn.training.metrics import read_rows
 from relattn.training.run import check_labels
@@ -187,6 +188,7 @@ def _predict_test(
     if not len(split):
         raise ValueError("there is nothing to report on: the test split is empty")
     wanted = min(num_images or len(split), len(split))
+    predict = make_predict_fn(run)
     images, labels, found = [], [], []
     for batch in split.batches(batch_size):
         left = wanted - sum(map(len, labels))
@@ -195,8 +197,8 @@ def _predict_test(
         real = np.flatnonzero(batch["weight"])[:left]
         images.append(batch["image"][real])
         labels.append(batch["label"][real])
-        predictions = run.predict(batch["image"], batch_size=batch_size, progress=False)
-        found.append(predictions.probabilities[real])
+        logits = predict(run.preprocess(batch))
+        found.append(np.asarray(jax.nn.softmax(logits))[real])
     return np.concatenate(images), np.concatenate(labels), np.concatenate(found)
 
 

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int
 from tqdm import tqdm
 
 from relattn import command
-from relattn.data import ImageSplit, StreamedSplit, preprocess
+from relattn.data import ImageSplit, StreamedSplit, preprocess, standardize
 from relattn.spec import closest
 from relattn.training import Run, make_predict_fn
 from relattn.training.config import FREE_KEYS, flatten
@@ -277,7 +277,7 @@ def shifted_predictions(
     )
     num_moves = len(shifts) + NUM_RANDOM_SHIFTS
     predicted = np.full((len(split), num_moves), NOT_ALLOWED, np.int32)
-    resize = jax.jit(functools.partial(preprocess, image_size=size + 2 * margin))
+    resize = functools.partial(preprocess, image_size=size + 2 * margin)
     predict, shift = make_predict_fn(run), make_shift_fn(run, boundary, margin)
     name = name or Path(run.workdir).name
     labels = []
@@ -330,14 +330,13 @@ def _settings(run: Run) -> tuple[str, ...]:
 
 def _with_margin(split: StreamedSplit, size: int, margin: int) -> StreamedSplit:
     """Enlarges the crops of photographs on every side."""
-    padded_size = size + 2 * margin
-    if padded_size > split.short_side:
+    if size + 2 * margin > split.short_side:
         raise ValueError(
-            f"max_shift={margin} needs crops of {padded_size} pixels, but the "
+            f"max_shift={margin} needs crops of {size + 2 * margin} pixels, but the "
             f"photographs have a short side of {split.short_side}: choose at most "
             f"{(split.short_side - size) // 2}, or --boundary=circular"
         )
-    return dataclasses.replace(split, image_size=padded_size)
+    return dataclasses.replace(split, margin=margin)
 
 
 def make_shift_fn(run: Run, boundary: str, margin: int = 0) -> Callable[..., Array]:
@@ -362,7 +361,7 @@ def make_shift_fn(run: Run, boundary: str, margin: int = 0) -> Callable[..., Arr
         images = images[:, inner, inner]
         if not run.config.data.standardize:
             return images
-        return (images - jnp.asarray(run.data.mean)) / jnp.asarray(run.data.std)
+        return standardize(images, np.float32(run.data.mean), np.float32(run.data.std))
 
     return shift
 

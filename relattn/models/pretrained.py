@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float32, UInt8
+from jaxtyping import Array, Float32
 
 from relattn import models, spec
 from relattn.extras import require_train
@@ -55,23 +55,24 @@ class Pretrained:
     variables: dict[str, Any]
     config: dict[str, Any]
 
-    def preprocess(
-        self, images: UInt8[Array | np.ndarray, "n height width channels"]
-    ) -> Float32[Array, "n size size channels"]:
-        """Converts stored images to the model's inputs, as in training.
+    def preprocess(self, images: Any) -> Float32[Array, "n size size channels"]:
+        """Converts images to the model's inputs, as the run's evaluation does.
 
-        x -> (resize(x / 255) - mean) / std, with mean and std if the run standardised
-        its images: `relattn.data.make_preprocess`. Needs the extra ``train``.
+        x -> (resize(crop(x) / 255) - mean) / std, with mean and std if the run
+        standardised its images: `relattn.data.prepare_images`, whose inputs
+        ``run.predict`` has too. Needs the extra ``train``.
 
         Args:
-            images: uint8 ``[n, height, width, channels]``, from 0 to 255.
+            images: An image or several, as for ``run.predict``: paths, Pillow images,
+                or arrays of integers from 0 to 255, ``[n, height, width, channels]``.
 
         Returns:
             float32 ``[n, *config["image_shape"]]``.
 
         Raises:
             ValueError: If the model was not saved from a run on images, sees images
-                that are not square, or ``images`` are not uint8.
+                that are not square, or an image cannot be read, or its values or
+                channels do not fit.
             ImportError: Without the extra ``train``.
 
         Example:
@@ -96,15 +97,21 @@ class Pretrained:
                 f"preprocess resizes to squares, but the model sees {height}x{width} "
                 "pixels: resize the images yourself"
             )
-        require_train("Pretrained.preprocess")
-        from ml_collections import ConfigDict
+        data, info, config = _data_options(self.config, "Pretrained.preprocess")
+        return data.prepare_images(images, info, config)
 
-        from relattn import data
 
-        config = ConfigDict(self.config["training"]["data"])
-        config.image_size = height
-        function = data.make_preprocess(config, data.read_info(self.config["data"]))
-        return function({"image": images})
+def _data_options(config, feature):
+    """Returns `relattn.data`, and what it needs to prepare images for a saved model."""
+    require_train(feature)
+    from ml_collections import ConfigDict
+
+    from relattn import data
+
+    info = data.read_info(config["data"])
+    options = ConfigDict(config["training"]["data"])
+    size = config["image_shape"][0]
+    return data, info, data.with_image_size(options, info, size)
 
 
 def load_pretrained(
@@ -419,16 +426,12 @@ def model_card(config: dict[str, Any], metrics: dict[str, Any], license: str) ->
     inputs, prepare = "Inputs are tokens.", []
     if "mean" in data:
         stored = ", ".join(map(str, data["image_shape"]))
-        prepare = [f"inputs = pretrained.preprocess(images)  # uint8 [n, {stored}]"]
-        shape = "x".join(map(str, config["image_shape"]))
-        values = "pixels / 255"
-        if config["training"]["data"].get("standardize", False):
-            mean, std = (
-                ", ".join(f"{value:.4f}" for value in data[name])
-                for name in ("mean", "std")
-            )
-            values = f"(pixels / 255 - mean) / std, mean {mean}, std {std}"
-        inputs = f"Inputs are images of {shape}: {values}."
+        prepare = [
+            f"# Files, Pillow images, or arrays: uint8 [n, {stored}].",
+            "inputs = pretrained.preprocess(images)",
+        ]
+        library, info, options = _data_options(config, "the model card")
+        inputs = library.describe_preprocessing(info, options)
     lines = [
         "---",
         "library_name: relattn",

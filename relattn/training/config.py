@@ -19,6 +19,7 @@ from ml_collections import ConfigDict, config_flags
 
 from relattn import spec
 from relattn.command import one_line
+from relattn.data import IMAGE_OPTIONS
 from relattn.training.devices import PARALLEL
 from relattn.training.optimizer import OPTIMIZERS, SCHEDULES
 
@@ -295,10 +296,14 @@ def differences(
     """
     old_values, new_values = flatten(old), flatten(new)
     missing = object()
+    # Runs of before an option of the data existed have its default.
+    defaults = flatten({"data": IMAGE_OPTIONS})
     result = []
     for key in sorted({*old_values, *new_values} - set(free)):
-        before = old_values.get(key, missing)
-        now = new_values.get(key, missing)
+        before, now = (
+            values.get(key, defaults.get(key, missing))
+            for values in (old_values, new_values)
+        )
         if before != now:
             shown = ["absent" if v is missing else repr(v) for v in (before, now)]
             result.append(f"{key}: {shown[0]} there, {shown[1]} now")

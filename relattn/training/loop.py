@@ -128,6 +128,9 @@ def _check_data(
             "config.data.num_validation must be at least 1: the best checkpoint is "
             "chosen by validation accuracy"
         )
+    for name, split in data.eval_splits.items():
+        if not len(split):
+            raise ValueError(f"the {name} split of {data.info.name} has no examples")
     if saved:
         checkpoint = workdir / CHECKPOINTS / str(saved["step"])
         check_same_data(data_lib.read_info(saved["data"]), data.info, checkpoint)

@@ -61,7 +61,7 @@ def predict(
 
     Args:
         run: A run on images.
-        probabilities: Maps stored images to class probabilities.
+        probabilities: Maps inputs of the model to class probabilities.
         images: See `Run.predict`.
         batch_size: Number of images in a batch.
         progress: Whether to show a progress bar on a terminal.
@@ -83,7 +83,8 @@ def predict(
         for batch in read_images(images, run.data, run.config.data, batch_size):
             # A fixed batch size is compiled once.
             padding = [(0, batch_size - len(batch))] + [(0, 0)] * 3
-            out = np.asarray(probabilities(np.pad(batch, padding)))
+            inputs = run.preprocess({"image": np.pad(batch, padding)})
+            out = np.asarray(probabilities(inputs))
             found.append(out[: len(batch)])
             bar.update(len(batch))
     return Predictions(np.concatenate(found), run.data.class_names)

@@ -81,11 +81,11 @@ class Run:
 
     @functools.cached_property
     def _probabilities(self) -> Callable[[jax.Array], jax.Array]:
-        """Maps stored images to class probabilities; compiled once."""
+        """Maps inputs of the model to class probabilities; compiled once."""
 
         @jax.jit
-        def function(variables: Any, images: jax.Array) -> jax.Array:
-            logits = self.model.apply(variables, self.preprocess({"image": images}))
+        def function(variables: Any, inputs: jax.Array) -> jax.Array:
+            logits = self.model.apply(variables, inputs)
             return jax.nn.softmax(logits.astype(jnp.float32))
 
         return functools.partial(function, jax.device_put(self.variables))
@@ -96,10 +96,12 @@ class Run:
         """Predicts the classes of images.
 
         Args:
-            images: An image or several: paths of JPEG, PNG or WebP files, PIL images,
-                or arrays of integers from 0 to 255, ``[n, height, width, channels]``.
-                An image of another size than in training is scaled and cropped to the
-                central part; an array of the stored size is taken unchanged.
+            images: An image or several: paths of JPEG, PNG, WebP, BMP, GIF or TIFF
+                files, PIL images, or arrays of integers from 0 to 255, ``[n, height,
+                width, channels]``. All are prepared as in evaluation, see
+                `relattn.data.prepare_images`: a run on photographs crops the centre of
+                every image; for another, an image of the stored size is taken
+                unchanged.
             batch_size: Number of images that the model sees at once.
             progress: Whether to show a progress bar on a terminal.
 
@@ -479,7 +481,7 @@ def _with_image_size(task: Task, image_size: int) -> Task:
             f"on {task.info.kind}"
         )
     config = ConfigDict(task.config.to_dict())
-    config.data.image_size = image_size
+    config.data = data_lib.with_image_size(config.data, task.info, image_size)
     return make_task(config, task.info)
 
 

@@ -9,10 +9,11 @@ import pytest
 from ml_collections import ConfigDict
 from PIL import Image
 
-from relattn.data import folder
+from relattn.data import folder, load
 from relattn.data.folder import read_folder
 from relattn.data.images import ImageData
 from relattn.data.load import load_data, load_images
+from tests.data.test_image_io import with_size
 
 CIFAR10 = pathlib.Path(__file__).parents[3] / "shared/data/cifar10/cifar10_jpeg.tar.xz"
 
@@ -81,13 +82,11 @@ def test_colour_image_in_grey_set_raises(root):
         read_folder(root)
 
 
-def test_16_bit_pixels_raise(tmp_path):
-    for name in ("train/a/1.png", "test/a/1.png"):
-        path = write(tmp_path, name, np.zeros((3, 5)))
-        Image.fromarray(np.full((3, 5), 1000, np.uint16)).save(path)
-    message = r"train/a/1.png has pixels of mode I(;16)?: convert it to 8 bits"
-    with pytest.raises(ValueError, match=message):
-        read_folder(tmp_path)
+def test_16_bit_greys_are_read(tmp_path):
+    path = write(tmp_path, "train/a/1.png", np.zeros((3, 5)))
+    Image.fromarray(np.full((3, 5), 1000, np.uint16)).save(path)
+    images = read_folder(tmp_path)[0].images
+    assert images.shape == (1, 3, 5, 1) and (images == 3).all()
 
 
 @pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGB", "RGBA", "CMYK"])
@@ -149,19 +148,6 @@ def test_truncated_image_raises(root):
         read_folder(root)
 
 
-def test_image_size_is_checked_before_decoding(root, monkeypatch):
-    write(root, "train/b/7.png", np.zeros((7, 11, 3)))
-    decode = folder.decode_image
-
-    def decode_small(image, *args):
-        assert image.size == (5, 3)
-        return decode(image, *args)
-
-    monkeypatch.setattr(folder, "decode_image", decode_small)
-    with pytest.raises(ValueError, match=r"b/7.png has 11x7 pixels, but .* has 5x3"):
-        read_folder(root)
-
-
 def test_class_without_training_images_raises(root):
     write(root, "test/c/1.png", np.zeros((3, 5, 3)))
     with pytest.raises(ValueError, match="class 'c' has no training images"):
@@ -215,10 +201,129 @@ def test_images_of_several_sizes_are_streamed(tmp_path):
 
 
 def test_large_images_of_one_size_are_streamed(root, monkeypatch):
-    files = folder.find_files(root)
-    assert files.fit_memory()
-    monkeypatch.setattr(folder, "MEMORY_BYTES", 3 * 3 * 5 * 4 - 1)
-    assert not files.fit_memory()
+    config = ConfigDict({"name": "mine", "source": "folder", "num_validation": 1})
+    config.data_dir = str(root)
+    assert isinstance(load_data(config), ImageData)
+    monkeypatch.setattr(load, "MEMORY_BYTES", 3 * 3 * 5 * 4 - 1)
+    assert load_data(config).info.streamed
+
+
+def test_every_file_is_opened_once(root, monkeypatch):
+    opened = []
+    open_image = folder.open_image
+
+    def count(path, *args):
+        opened.append(path)
+        return open_image(path, *args)
+
+    monkeypatch.setattr(folder, "open_image", count)
+    config = ConfigDict({"name": "mine", "source": "folder", "num_validation": 1})
+    config.data_dir = str(root)
+    load_data(config)
+    assert sorted(opened) == sorted(root.glob("*/*/*"))
+
+
+@pytest.fixture
+def damaged(tmp_path):
+    """Photographs of one size, and five files that are none."""
+    noise = np.random.default_rng(0).integers(0, 256, (40, 50, 3))
+    for name in ("train/a/1.jpg", "train/b/1.png", "train/b/2.jpg", "test/a/1.jpg"):
+        write(tmp_path, name, noise)
+    whole = (tmp_path / "train/b/2.jpg").read_bytes()
+    (tmp_path / "train/a/0.jpg").write_bytes(b"")
+    (tmp_path / "train/a/2.png").write_text("to be, or not to be")
+    (tmp_path / "train/b/3.jpg").write_bytes(whole[: len(whole) // 2])
+    bomb = with_size((tmp_path / "train/b/1.png").read_bytes(), 10**5, 10**5)
+    (tmp_path / "train/b/4.png").write_bytes(bomb)
+    (tmp_path / "test/a/2.jpg").write_bytes(whole[:20])
+    config = ConfigDict({"name": "mine", "source": "folder", "num_validation": 1})
+    config.update(data_dir=str(tmp_path), image_size=8)
+    return tmp_path, config
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_unreadable_images_are_found_together(damaged, streamed):
+    root, config = damaged
+    if streamed:
+        write(root, "train/b/9.png", np.zeros((7, 5)))
+    message = (
+        rf"^5 of the {10 if streamed else 9} images of {root} cannot be read: "
+        r"train/a/0.jpg \(not a JPEG, .*\); train/a/2.png \(not a .*\); train/b/3.jpg "
+        r"\(OSError: .*truncated.*\) and 2 more: replace or delete them, or set "
+        r"data.skip_unreadable=True$"
+    )
+    with pytest.raises(ValueError, match=message) as raised:
+        load_data(config)
+    assert len(str(raised.value).splitlines()) == 1
+    config.skip_unreadable = True
+    message = (
+        "left out unreadable images: train/a/0.jpg, train/a/2.png, train/b/3.jpg and 2 "
+        "more"
+    )
+    with pytest.warns(UserWarning, match=message):
+        data = load_data(config)
+    assert data.info.streamed == streamed
+    count = 3 if streamed else 2
+    assert data.info.num_train == count
+    assert data.info.class_names == ("a", "b")
+    labels = []
+    for split in data.eval_splits.values():
+        (batch,) = split.batches(4)
+        labels += batch["label"][batch["weight"] > 0].tolist()
+    with data.train_loader(count, seed=0) as loader:
+        _, batch = next(loader)
+    labels += batch["label"].tolist()
+    # Of train: one of a, two or three of b; of test one of a.
+    assert sorted(labels) == [0, 0, *[1] * count]
+
+
+def test_one_unreadable_image_is_named_with_the_fix(root):
+    (root / "train" / "b" / "1.PNG").write_bytes(b"")
+    message = r"b/1.PNG cannot be read as an image .*: replace .* data.skip_unreadable"
+    with pytest.raises(ValueError, match=message):
+        read_folder(root)
+
+
+def test_a_class_without_readable_images_is_left_out(root):
+    (root / "train" / "a" / "3.png").write_bytes(b"")
+    message = "unreadable images: train/a/3.png; classes without readable .*: train/a"
+    with pytest.warns(UserWarning, match=message):
+        train, _, class_names, _ = read_folder(root, skip_unreadable=True)
+    assert class_names == ("b",) and train.labels.tolist() == [0, 0]
+    write(root, "test/a/1.png", np.zeros((3, 5, 3)))
+    with pytest.raises(ValueError, match="class 'a' has no training images"):
+        read_folder(root, skip_unreadable=True)
+
+
+@pytest.mark.parametrize("part", ["train", "test"])
+def test_a_part_without_readable_images_raises(root, part):
+    for path in (root / part).glob("*/*"):
+        path.write_bytes(b"")
+    with pytest.raises(ValueError, match=f"none of the images in .*{part} can be read"):
+        read_folder(root, skip_unreadable=True)
+
+
+def test_images_are_read_upright_and_on_a_background(tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    pixels = np.zeros((5, 3, 4), np.uint8)
+    pixels[1:, :, 3], pixels[..., 0] = 255, 200
+    path = write(tmp_path, "train/a/1.png", pixels)
+    write(tmp_path, "train/a/2.png", np.zeros((3, 5, 3)))
+    Image.fromarray(pixels).save(path, exif=exif)
+    config = ConfigDict({"name": "mine", "source": "folder", "background": "#0000ff"})
+    config.update(data_dir=str(tmp_path), num_validation=1)
+    data = load_data(config)
+    assert data.image_shape == (3, 5, 3)
+    images = np.concatenate([data.train.images, data.validation.images])
+    expected = np.zeros((3, 5, 3))
+    # The first row, which is transparent, is the last column of the turned image.
+    expected[:, :4, 0] = 200
+    expected[:, 4] = 0, 0, 255
+    assert any((image == expected).all() for image in images)
+    config.background = "blu"
+    with pytest.raises(ValueError, match="unknown data.background 'blu'"):
+        load_data(config)
 
 
 # Checks that are quadratic in the number of files take minutes.

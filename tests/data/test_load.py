@@ -7,9 +7,12 @@ import sys
 import numpy as np
 import pytest
 from ml_collections import ConfigDict, FrozenConfigDict
+from PIL import Image
 
-from relattn.data.images import ImageData
-from relattn.data.load import load_data, load_images, register_data
+from relattn.data.base import ImageInfo
+from relattn.data.images import ImageData, ImageSplit
+from relattn.data.load import image_options, load_data, load_images, register_data
+from relattn.data.preprocess import make_preprocess
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -95,6 +98,20 @@ def test_a_source_of_relattn_is_not_replaced():
         ({"labels": np.zeros(7)}, "and type float64, expected 7 integers"),
         ({"labels": np.full(7, 2)}, "are from 2 to 2, expected 0 to 1"),
         ({"test_labels": None}, "labels of test_images have shape"),
+        ({"test_images": None}, "test_labels needs test_images"),
+        (
+            {"test_images": np.zeros((7, 6, 3, 1), np.uint8)},
+            r"test_images has images of shape \(6, 3, 1\), but images has \(5, 3, 1\)",
+        ),
+        ({"labels": np.array([0, 1, 0, 0, 0, 0, -1])}, "are from -1 to 1, expected 0"),
+        ({"labels": np.full(7, np.nan)}, "type float64, expected 7 integers"),
+        ({"images": np.full((7, 5, 3, 1), np.nan)}, "type float64, expected uint8"),
+        ({"images": np.full((7, 5, 3, 1), 300)}, "type int64, expected uint8"),
+        ({"images": np.zeros((7, 0, 3, 1), np.uint8)}, "the images have no pixels"),
+        (
+            {"images": np.zeros((0, 5, 3, 1), np.uint8), "labels": np.zeros(0, int)},
+            "images has no images",
+        ),
     ],
 )
 def test_arrays_of_another_type_shape_or_range_are_refused(change, message):
@@ -109,3 +126,44 @@ def test_arrays_of_another_type_shape_or_range_are_refused(change, message):
         ImageData.from_arrays(
             "mine", class_names=("a", "b"), num_validation=1, **arguments | change
         )
+
+
+def test_splits_are_checked_without_from_arrays():
+    images, labels = np.zeros((7, 5, 3, 1), np.uint8), np.full(7, 2, np.int32)
+    with pytest.raises(ValueError, match="the images have no pixels"):
+        ImageSplit(images[:, :, :0], labels)
+    right, wrong = ImageSplit(images, labels - 1), ImageSplit(images, labels)
+    statistics = np.ones(1, np.float32), np.ones(1, np.float32)
+    for splits in ((wrong, right, right), (right, wrong, right), (right, right, wrong)):
+        with pytest.raises(ValueError, match="are from 2 to 2, expected 0 to 1"):
+            ImageData("mine", *splits, ("a", "b"), *statistics, "here")
+
+
+def test_equal_pixels_are_refused_when_the_data_are_standardised(tmp_path):
+    for index, value in enumerate((3, 200, 90)):
+        pixels = np.full((5, 3, 3), value, np.uint8)
+        # One channel is the same everywhere.
+        pixels[..., 1] = 7
+        path = tmp_path / "train" / "a" / f"{index}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels).save(path)
+    config = image_options("mine", 5, source="folder", data_dir=str(tmp_path))
+    config.num_validation = 1
+    assert load_data(config).info.std[1] == 0
+    config.standardize = True
+    for load in (load_data, load_images):
+        with pytest.raises(ValueError, match="all pixels of channel 1 of mine are equ"):
+            load(config)
+
+
+def test_statistics_that_are_not_finite_are_refused():
+    config = ConfigDict({"standardize": True})
+    for mean, std in ((np.nan, 1.0), (0.0, np.inf), (0.0, np.nan), (0.0, -1.0)):
+        info = ImageInfo("mine", ("a", "b"), (4, 4, 1), (mean,), (std,), 7, "")
+        with pytest.raises(ValueError, match="channel 0 of mine has mean .*finite"):
+            make_preprocess(config, info)
+
+
+def test_unknown_image_options_raise():
+    with pytest.raises(TypeError, match="no option 'canvsa': did you mean 'canvas'"):
+        image_options("mnist", 28, canvsa=84)

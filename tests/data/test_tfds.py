@@ -159,12 +159,17 @@ def test_wrong_decoded_file_raises(write_set, monkeypatch, kind, array, problem)
 
 
 def test_image_of_another_shape_is_not_broadcast():
-    class Source(list):
-        def __getitems__(self, keys):
-            return [self[key] for key in keys]
+    class Source(tfds._Images):
+        def __init__(self):
+            self.images = [np.zeros(size, np.uint8) for size in [(5, 7, 1), (1, 1, 1)]]
 
-    sizes = [(5, 7, 1), (1, 1, 1)]
-    source = Source({"image": np.zeros(size, np.uint8), "label": 0} for size in sizes)
+        def __len__(self):
+            return 2
+
+        def read(self, keys):
+            return ((self.images[key], 0) for key in keys)
+
+    source = Source()
     images, labels = np.empty((2, 5, 7, 1), np.uint8), np.empty(2, np.int32)
     with pytest.raises(ValueError, match=r"image 1 is \(1, 1, 1\), the first one"):
         tfds._fill(source, images, labels, "")

@@ -158,15 +158,16 @@ def test_run_is_saved_converted_and_trained_on(tmp_path):
     card = (tmp_path / "saved" / "README.md").read_text()
     for text in ("license: cc0-1.0", "# vit on columns", "| test_accuracy | "):
         assert text in card
-    assert "5x5x1: (pixels / 255 - mean) / std, mean 0.4000, std 0.2000." in card
-    assert "pretrained.preprocess(images)  # uint8 [n, 5, 5, 1]" in card
+    assert "(pixels / 255 - mean) / std, mean 0.4000, std 0.2000." in card
+    assert "arrays: uint8 [n, 5, 5, 1].\ninputs = pretrained.preprocess(images)" in card
     config = run.pretrained_config()
     config["data"]["mean"], config["data"]["std"] = (0.25, 0.5), (1.0, 2.0)
     card = pretrained.model_card(config, {}, "cc0-1.0")
     assert "mean 0.2500, 0.5000, std 1.0000, 2.0000" in card
     config["training"]["data"]["standardize"] = False
     card = pretrained.model_card(config, {}, "cc0-1.0")
-    assert "Inputs are images of 5x5x1: pixels / 255." in card
+    assert "Inputs are grey images of 5x5 pixels." in card
+    assert "Values are pixels / 255." in card
     # An update this small changes no float32.
     still = {"learning_rate": 1e-30}
     with_run = train(

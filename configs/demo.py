@@ -22,6 +22,7 @@ Measured test accuracy: ``learnable_sincos`` 79.6%, ``constrained_sincos`` 79.6%
 from ml_collections import ConfigDict
 
 from configs import performer
+from relattn.data import image_options
 from relattn.spec import closest
 from relattn.training import default_config
 
@@ -83,18 +84,7 @@ def get_config(variant: str = "constrained_sincos") -> ConfigDict:
             "remat": False,
         }
     )
-    config.data = ConfigDict(
-        {
-            "name": "fashion_mnist",
-            "source": "embedded",
-            "data_dir": "",
-            "manual_dir": "",
-            "image_size": 32,
-            "standardize": False,
-            "num_validation": 250,
-            "split_seed": 0,
-        }
-    )
+    config.data = image_options(name="fashion_mnist", image_size=32, num_validation=250)
     config.batch_size = 64
     config.num_epochs = 20
     config.eval_every_epochs = 20

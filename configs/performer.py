@@ -56,6 +56,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from relattn.data import image_options
 from relattn.spec import read_arguments
 from relattn.training import default_config
 
@@ -158,17 +159,12 @@ def recipe(model: dict[str, Any], dataset: str) -> ConfigDict:
     """
     config = default_config()
     config.model = ConfigDict(model)
-    config.data = ConfigDict(
-        {
-            "name": dataset,
-            "source": "tfds",
-            "data_dir": "",
-            "manual_dir": "",
-            "image_size": 32,
-            "standardize": dataset == "cifar10",
-            "num_validation": 5000,
-            "split_seed": 0,
-        }
+    config.data = image_options(
+        name=dataset,
+        source="tfds",
+        image_size=32,
+        standardize=dataset == "cifar10",
+        num_validation=5000,
     )
     config.batch_size = 22
     config.eval_batch_size = 100

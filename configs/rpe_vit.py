@@ -37,6 +37,7 @@ A run of seconds on the embedded images:
 
 from ml_collections import ConfigDict
 
+from relattn.data import image_options
 from relattn.spec import read_arguments
 from relattn.training import default_config
 
@@ -100,18 +101,14 @@ def get_config(arguments: str = "") -> ConfigDict:
             "remat": False,
         }
     )
-    config.data = ConfigDict(
-        {
-            "name": data,
-            "source": "tfds",
-            "data_dir": "",
-            "manual_dir": "",
-            "image_size": {"mnist": 28, "cifar10": 32}[data],
-            "augment": augment,
-            "standardize": True,
-            "num_validation": 5000,
-            "split_seed": 42,
-        }
+    config.data = image_options(
+        name=data,
+        source="tfds",
+        image_size={"mnist": 28, "cifar10": 32}[data],
+        augment=augment,
+        standardize=True,
+        num_validation=5000,
+        split_seed=42,
     )
     config.batch_size = 128
     config.eval_batch_size = 256

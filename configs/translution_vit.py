@@ -51,6 +51,7 @@ A run of seconds on the embedded images:
 
 from ml_collections import ConfigDict
 
+from relattn.data import image_options
 from relattn.data.canvas import PLACEMENTS
 from relattn.models import SIZES
 from relattn.models.variants import METHODS, method_options
@@ -113,7 +114,7 @@ def get_config(arguments: str = "") -> ConfigDict:
             "remat": False,
         }
     )
-    config.data = ConfigDict(_imagenet() if data == "imagenet" else _mnist(data))
+    config.data = _imagenet() if data == "imagenet" else _mnist(data)
     config.batch_size = 256
     config.eval_batch_size = 256
     config.num_epochs = 300
@@ -124,39 +125,32 @@ def get_config(arguments: str = "") -> ConfigDict:
     return config.lock()
 
 
-def _mnist(placement: str) -> dict:
-    return {
-        "name": "mnist",
-        "source": "tfds",
-        "data_dir": "",
-        "manual_dir": "",
-        "image_size": 84,
-        "placement": placement,
-        "canvas": 84,
-        "standardize": False,
-        "num_validation": 5000,
-        "split_seed": 0,
-    }
+def _mnist(placement: str) -> ConfigDict:
+    return image_options(
+        name="mnist",
+        source="tfds",
+        image_size=84,
+        placement=placement,
+        num_validation=5000,
+    )
 
 
-def _imagenet() -> dict:
-    return {
-        "name": "imagenet2012",
-        "source": "tfds",
-        "data_dir": "",
-        "manual_dir": "",
-        "image_size": 224,
-        "augment": "randaugment(num_ops=2, magnitude=9)",
-        "mix": "cutmix(alpha=1.0) | mixup(alpha=0.8)",
-        "standardize": True,
-        "num_validation": 10000,
-        "num_workers": 8,
-    }
+def _imagenet() -> ConfigDict:
+    return image_options(
+        name="imagenet2012",
+        image_size=224,
+        source="tfds",
+        augment="randaugment(num_ops=2, magnitude=9)",
+        mix="cutmix(alpha=1.0) | mixup(alpha=0.8)",
+        standardize=True,
+        num_validation=10000,
+        num_workers=8,
+    )
 
 
 def _fit_cpu(config: ConfigDict) -> None:
     """Reduces a recipe to two CPU cores, with the same model."""
-    config.data = ConfigDict(_mnist(config.data.get("placement", "static")))
+    config.data = _mnist(config.data.placement or "static")
     config.data.update(source="embedded", num_validation=250)
     config.batch_size = 32
     config.eval_batch_size = 50
@@ -170,7 +164,7 @@ def _fit_cpu(config: ConfigDict) -> None:
 def _shrink(config: ConfigDict) -> None:
     """Reduces a recipe to a run of seconds."""
     config.model.update(dim=24, num_layers=2, mlp_dim=48, num_heads=3, patch_size=12)
-    config.data = ConfigDict(_mnist(config.data.get("placement", "static")))
+    config.data = _mnist(config.data.placement or "static")
     config.data.update(source="embedded", num_validation=500)
     config.optimizer.learning_rate = 3e-3
     config.batch_size = 32

@@ -2,18 +2,22 @@
 
 import importlib
 import itertools
+import pathlib
+import re
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 from configs import baselines, demo, rpe_vit
+from relattn.data import IMAGE_OPTIONS
 from relattn.evaluation.sizes import count_parameters
 from relattn.models import build_model
 from relattn.models.cnn import PUBLISHED_BASELINES
 from relattn.models.variants import METHODS
 from relattn.nn.registry import ATTENTIONS, POSITIONS
 from relattn.training import check_config
+from relattn.training.config import read_config
 
 DATASETS = ["mnist", "fashion_mnist", "cifar10"]
 VARIANTS = ["none", "learnable_sincos", "constrained_sincos", "banded"]
@@ -66,6 +70,40 @@ def test_config_is_locked_and_complete(name, argument):
         assert part.is_locked
     with pytest.raises(AttributeError, match="learning_rates"):
         config.optimizer.learning_rates = 1.0
+
+
+IMAGE_CONFIGS = [pair for pair in CONFIGS if pair[0] != "translution_gpt"]
+PAGE = pathlib.Path(__file__).parents[1] / "docs" / "data.md"
+# Those of text, in docs/data.md.
+TEXT_KEYS = {"context_length"}
+
+
+@pytest.mark.parametrize(("name", "argument"), IMAGE_CONFIGS)
+def test_every_image_configuration_has_every_option_of_the_page(name, argument):
+    options = {
+        "augment": "rotate(degrees=7)",
+        "mix": "mixup(alpha=0.3)",
+        "placement": "dynamic",
+        "canvas": 97,
+        "background": "black",
+        "skip_unreadable": True,
+        "num_workers": 3,
+        "short_side": 300,
+        "image_size": 280,
+        "standardize": True,
+        "split_seed": 5,
+        "num_validation": 7,
+        "source": "folder",
+        "name": "mine",
+        "data_dir": "DIR",
+        "manual_dir": "ARCHIVES",
+    }
+    found = re.findall(r"config\.data\.(\w+)", PAGE.read_text())
+    assert {*found} - TEXT_KEYS <= {*options}
+    assert {*options} == {"name", "image_size", *IMAGE_OPTIONS}
+    path = f"{name}:{argument}" if argument else name
+    given = [f"--config.data.{key}={value}" for key, value in options.items()]
+    assert read_config(path, given).data.to_dict() == options
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

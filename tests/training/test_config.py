@@ -1,7 +1,7 @@
 import pytest
 from ml_collections import ConfigDict
 
-from relattn.data import TextInfo
+from relattn.data import TextInfo, image_options
 from relattn.training import check_config, default_config
 from relattn.training.config import complete, differences, to_json
 from relattn.training.task import Task
@@ -136,3 +136,11 @@ def test_missing_keys_get_their_default():
     assert differences(to_json(complete(old)), to_json(config)) == [
         "accumulate_steps: 1 there, 2 now"
     ]
+
+
+def test_a_run_of_before_an_option_of_images_has_its_default():
+    before = {"data": {"name": "mnist", "image_size": 28}}
+    now = {"data": image_options("mnist", 28).to_dict()}
+    assert not differences(before, now)
+    now["data"]["augment"] = "rotate"
+    assert differences(before, now) == ["data.augment: 'none' there, 'rotate' now"]

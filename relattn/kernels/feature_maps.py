@@ -55,8 +55,10 @@ class RandomFeatures:
     A pytree with one leaf, the projection; the settings are static.
 
     Attributes:
-        projection: Projection W, shape ``[num_features, head_dim]``.
-        layer: Number of the projection, different for every projection of a model.
+        projection: Projection W, shape ``[num_features, head_dim]``; with leading axes
+            in a stack of layers, as `flax.linen.scan` and `flax.nnx.vmap` make them.
+        layer: Number of the projection, different for every projection of a model. A
+            stack has the numbers from this one on.
         orthogonal: Whether the rows are orthogonal within blocks.
         norms: As in `draw_orthogonal`.
         haar: As in `draw_orthogonal`.
@@ -414,14 +416,23 @@ def draw_random_features(
         Yu et al., Orthogonal Random Features, section 3; Choromanski et al., Rethinking
         Attention with Performers, section 2.3.
     """
+    shape = jax.ShapeDtypeStruct((num_features, head_dim), jnp.float32)
+    features = RandomFeatures(shape, layer, orthogonal, norms, haar)
+    return dataclasses.replace(features, projection=_draw(features, key, layer, index))
+
+
+def _draw(
+    features: RandomFeatures,
+    key: Key[Array, ""],
+    layer: int | Array,
+    index: int | Array,
+) -> Array:
+    """Draws the projection of a layer, like ``features`` in shape and settings."""
     key = jax.random.fold_in(jax.random.fold_in(key, layer), index)
-    if orthogonal:
-        projection = draw_orthogonal(
-            key, num_features, head_dim, norms=norms, haar=haar
-        )
-    else:
-        projection = draw_gaussian(key, num_features, head_dim)
-    return RandomFeatures(projection, layer, orthogonal, norms, haar)
+    shape = features.projection.shape[-2:]
+    if not features.orthogonal:
+        return draw_gaussian(key, *shape)
+    return draw_orthogonal(key, *shape, norms=features.norms, haar=features.haar)
 
 
 def redraw(collection: Any, key: Key[Array, ""], index: int | Int[Array, ""]) -> Any:
@@ -429,6 +440,9 @@ def redraw(collection: Any, key: Key[Array, ""], index: int | Int[Array, ""]) ->
 
     W_layer = draw_random_features(key, layer, index). The old projections have no
     influence, so every process gets the same projections for the same index.
+
+    A projection with leading axes belongs to a stack of layers: they get what layers
+    ``layer``, ``layer + 1``, ... get that are not stacked, in row-major order.
 
     Args:
         collection: A pytree with `RandomFeatures`; other leaves are kept.
@@ -452,19 +466,14 @@ def redraw(collection: Any, key: Key[Array, ""], index: int | Int[Array, ""]) ->
     def draw(leaf: Any) -> Any:
         if not isinstance(leaf, RandomFeatures):
             return leaf
-        num_features, head_dim = leaf.projection.shape
-        drawn = draw_random_features(
-            key,
-            layer=leaf.layer,
-            index=index,
-            num_features=num_features,
-            head_dim=head_dim,
-            orthogonal=leaf.orthogonal,
-            norms=leaf.norms,
-            haar=leaf.haar,
-        )
-        projection = drawn.projection.astype(leaf.projection.dtype)
-        return dataclasses.replace(drawn, projection=projection)
+        old = leaf.projection
+        if old.ndim == 2:
+            projection = _draw(leaf, key, leaf.layer, index)
+        else:
+            layers = leaf.layer + jnp.arange(math.prod(old.shape[:-2]))
+            projection = jax.vmap(lambda layer: _draw(leaf, key, layer, index))(layers)
+        projection = projection.reshape(old.shape).astype(old.dtype)
+        return dataclasses.replace(leaf, projection=projection)
 
     return jax.tree.map(
         draw, collection, is_leaf=lambda leaf: isinstance(leaf, RandomFeatures)

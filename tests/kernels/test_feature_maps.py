@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -317,6 +318,24 @@ def test_redraw_depends_only_on_key_layer_and_index():
     for i, one in enumerate(projections):
         for other in projections[i + 1 :]:
             assert np.abs(one.projection - other.projection).min() > 0
+
+
+@pytest.mark.parametrize("stack", [(3,), (2, 3)])
+def test_a_stack_gets_what_its_layers_get_alone(stack):
+    def draw(layer, index):
+        return feature_maps.draw_random_features(
+            KEY, layer=layer, index=index, num_features=5, head_dim=3, norms="fixed"
+        )
+
+    first = draw(4, 0)
+    shape = (*stack, *first.projection.shape)
+    stacked = dataclasses.replace(first, projection=jnp.zeros(shape, jnp.bfloat16))
+    expected = [draw(4 + i, 7).projection for i in range(math.prod(stack))]
+    expected = jnp.stack(expected).reshape(shape).astype(jnp.bfloat16)
+    for redraw in (feature_maps.redraw, jax.jit(feature_maps.redraw)):
+        found = redraw({"layer": stacked}, KEY, 7)["layer"]
+        assert (found.layer, found.norms) == (4, "fixed")
+        np.testing.assert_array_equal(found.projection, expected)
 
 
 def test_redraw_in_compiled_step_keeps_shapes_and_dtypes():

@@ -1,6 +1,7 @@
 """Tests the NNX modules against the Linen modules."""
 
 import chex
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +9,7 @@ import optax
 import pytest
 from flax import nnx
 
+from relattn import kernels
 from relattn.kernels import draw_random_features
 from relattn.nn import ATTENTIONS, build
 from relattn.nn.nnx import MultiHeadAttention, Position, RandomFeatures, redraw
@@ -143,3 +145,57 @@ def test_layers_share_no_random_features():
     first, second = Model(nnx.Rngs(0)).attentions
     features = [m.projection.get_value().projection for m in (first, second)]
     assert not np.allclose(*features)
+
+
+@pytest.mark.parametrize("attention", ["favor", "banded(separate_projections=True)"])
+def test_stacked_layers_redraw_different_features(attention):
+    """Stacks of NNX and of Linen get what the layers alone get."""
+    key, num_layers = jax.random.key(5), 3
+
+    def make(rngs, layer=0):
+        return MultiHeadAttention(attention, **SIZES, layer=layer, grid=GRID, rngs=rngs)
+
+    make_stack = nnx.split_rngs(splits=num_layers)(nnx.vmap(lambda rngs: make(rngs)))
+    stack = make_stack(nnx.Rngs(0))
+    drawn = jax.tree.leaves(nnx.state(stack, RandomFeatures))
+    nnx.jit(redraw)(stack, key, 2)
+    redrawn = jax.tree.leaves(nnx.state(stack, RandomFeatures))
+    assert len(drawn) == len(redrawn) == 1 + ("banded" in attention)
+    for before, after in zip(drawn, redrawn, strict=True):
+        for x in (before, after):
+            assert len(np.unique(x[:, 0, 0])) == num_layers
+    for i in range(num_layers):
+        layer = make(nnx.Rngs(0), layer=i)
+        redraw(layer, key, 2)
+        alone = jax.tree.leaves(nnx.state(layer, RandomFeatures))
+        for x, expected in zip(redrawn, alone, strict=True):
+            np.testing.assert_array_equal(x[i], expected)
+
+    @nnx.scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+    def apply(layer, x):
+        return layer(x)
+
+    assert np.isfinite(apply(stack, draw(1, N - 1, DIM))).all()
+
+    build_layer, _ = build(attention, "none", dim=DIM, num_heads=2, num_layers=1)
+
+    class Stack(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            def body(layer, x, _):
+                return layer(x, grid=GRID), None
+
+            scan = nn.scan(
+                body,
+                variable_axes={"params": 0, "random_features": 0},
+                split_rngs={"params": True, "random_features": True},
+                length=num_layers,
+            )
+            return scan(build_layer(layer=0, name="layer"), x, None)[0]
+
+    features = Stack().init(jax.random.key(0), draw(1, N - 1, DIM))["random_features"]
+    for x in jax.tree.leaves(features):
+        assert len(np.unique(x[:, 0, 0])) == num_layers
+    features = jax.tree.leaves(kernels.redraw(features, key, 2))
+    for x, expected in zip(features, redrawn, strict=True):
+        np.testing.assert_array_equal(x, expected)

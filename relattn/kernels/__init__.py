@@ -66,6 +66,7 @@ from relattn.kernels.routing import cluster_sums as cluster_sums
 from relattn.kernels.routing import local_attention as local_attention
 from relattn.kernels.routing import routing_attention as routing_attention
 from relattn.kernels.routing import update_centroids as update_centroids
+from relattn.kernels.segments import segment_mask as segment_mask
 from relattn.kernels.softmax import causal_softmax_attention as causal_softmax_attention
 from relattn.kernels.softmax import softmax_attention as softmax_attention
 from relattn.kernels.toeplitz import (

@@ -15,12 +15,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from relattn.kernels.checks import broadcast_leading, check_arguments
+from relattn.kernels.checks import (
+    broadcast_leading,
+    check_arguments,
+    finite_masked,
+)
 from relattn.kernels.feature_maps import Features
+from relattn.kernels.guards import divide_sums, shifted_exp
 from relattn.kernels.linear import (
+    LOWEST,
     FeatureMap,
     check_feature_maps,
-    divide_sums,
     key_features,
     query_features,
 )
@@ -107,7 +112,7 @@ def banded_attention(
             f"cls='corner' needs a grid with a last row, got {grid}: use cls='far'"
         )
     grid = type(grid)((1, *grid)) if len(grid) == 1 else grid
-    q, v = broadcast_leading(q, v)
+    q, v = broadcast_leading(finite_masked(q, key_mask), v)
     values = widen(v)
     keys = jnp.ones((v.shape[-2], 1), values.dtype)
     if key_mask is not None:
@@ -210,9 +215,9 @@ def _row_weights(queries, rows, present, *, shared_shift, precision):
     if queries.values is None and shared_shift:
         shift = jax.lax.stop_gradient(rows.exponents.max(axis=0))
         exponents = queries.exponents + shift
-        largest = jax.lax.stop_gradient(exponents.max(axis=-1, keepdims=True))
-        keys = jnp.exp(rows.exponents - shift)
-        return dot(jnp.exp(exponents - largest), keys), None
+        largest = exponents.max(axis=-1, keepdims=True)
+        keys = shifted_exp(rows.exponents, shift)
+        return dot(shifted_exp(exponents, largest), keys), None
 
     if queries.values is not None and queries.exponents.shape[-1] == 1:
         # A query's single exponent scales all its weights, so it cancels.
@@ -223,9 +228,9 @@ def _row_weights(queries, rows, present, *, shared_shift, precision):
         weights, magnitudes, exponents = _exact_row_weights(queries, rows)
     # Shift by the maximum over the rows with keys.
     exponents = jnp.where(present, exponents, -jnp.inf)
-    largest = jax.lax.stop_gradient(exponents.max(axis=-1, keepdims=True))
+    largest = exponents.max(axis=-1, keepdims=True)
     # Finite, so that a query without keys has zero weights, not NaN.
-    scale = jnp.exp(exponents - jnp.maximum(largest, jnp.finfo(exponents.dtype).min))
+    scale = shifted_exp(exponents, jnp.maximum(largest, LOWEST))
     if magnitudes is not None:
         magnitudes = jax.lax.stop_gradient(magnitudes * scale)
     return weights * scale, magnitudes
@@ -242,7 +247,7 @@ def _exact_row_weights(queries, rows):
     def row_weights(row):
         exponents = queries.exponents + row.exponents
         largest = jax.lax.stop_gradient(exponents.max(axis=-1, keepdims=True))
-        products = jnp.exp(exponents - largest)
+        products = shifted_exp(exponents, largest)
         if row.values is None:
             return products.sum(axis=-1), None, largest[..., 0]
         products = products * queries.values * row.values

@@ -114,6 +114,19 @@ def zero_masked(
     return k, v, jnp.broadcast_to(key_mask, k.shape[:-1])
 
 
+def finite_masked(
+    x: Float[Array, "*#batch n width"], mask: Bool[Array, "*#batch n"] | None
+) -> Float[Array, "*batch n width"]:
+    """Sets NaN and inf in masked tokens to zero; keeps what is finite.
+
+    For queries, whose outputs exist even where the mask excludes their keys: a NaN
+    would reach the gradients of all keys, even without cotangent.
+    """
+    if mask is None:
+        return x
+    return jnp.where(mask[..., None] | jnp.isfinite(x), x, 0)
+
+
 def zero_prefix(
     x: Float[Array, "*batch n width"], num_prefix: int
 ) -> Float[Array, "*batch n width"]:

@@ -17,21 +17,28 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
-from relattn.kernels.checks import broadcast_leading, check_arguments, zero_masked
+from relattn.kernels.checks import (
+    broadcast_leading,
+    check_arguments,
+    finite_masked,
+    zero_masked,
+)
 from relattn.kernels.feature_maps import Features
+from relattn.kernels.guards import (
+    append_ones,
+    divide_sums,
+    scale_backward,
+    shifted_exp,
+    split_ones,
+)
 from relattn.kernels.platform import choices
 from relattn.kernels.precision import compute_dtype, wide_einsum, widen
+from relattn.kernels.segments import segment_starts
 
 # Maps [*batch, n, head_dim] to features; a plain array gets exponents of zero. A
 # pair has a map of queries and one of keys.
 _Map = Callable[[Array], Features | Array]
 FeatureMap = _Map | tuple[_Map, _Map]
-
-# If weights cancel to less than this share of their magnitudes, the rest is noise.
-_SMALLEST_SHARE = 1e-4
-
-# A denominator below this has no weights: they underflowed, or there are no keys.
-_NO_WEIGHT = 1e-36
 
 # The shift before the first key; finite, so that differences of shifts are not NaN.
 LOWEST = float(jnp.finfo(jnp.float32).min)
@@ -192,10 +199,11 @@ def causal_linear_attention(
     state, give the outputs of one call with n + m tokens. With the whole prompt the
     call fills a decoder's state, with one token it is a decoding step.
 
-    Nothing depends on later tokens, bit for bit. Keys' exponents are shifted by
-    `Features.bound`, which does not depend on the data, or, where a token has one
-    exponent, by the largest exponent so far. Denominators are guarded as in
-    `linear_attention`; where all weights underflow, the result is zero.
+    Nothing depends on later tokens, bit for bit, if they are finite. Keys' exponents
+    are shifted by `Features.bound`, which does not depend on the data, or, where a
+    token has one exponent, by the largest exponent so far. Denominators are guarded as
+    in `linear_attention`; where all weights underflow, the result is zero. Gradients
+    stay finite: the backward pass runs on cotangents scaled by a power of two.
 
     Positive features of long keys underflow: no query gives such a key any weight. The
     median norm of a key from which this happens (50 draws of 110, 266 and 621 features)
@@ -214,8 +222,9 @@ def causal_linear_attention(
             pair of such functions, of queries and of keys.
         key_mask: True for keys that exist, shape ``[*batch, n]``.
         segment_ids: For packed sequences: a token attends only to tokens since the id
-            last changed, shape ``[*batch, n]``. The first token continues the sequence
-            of ``state``.
+            last changed, shape ``[*batch, n]``. An id that comes back after another one
+            starts a new sequence, as in `relattn.kernels.segment_mask`. The first token
+            continues the sequence of ``state``.
         state: The state that an earlier call returned for the tokens before these; None
             if there are none.
         return_state: Whether to also return the state after these tokens.
@@ -255,15 +264,23 @@ def causal_linear_attention(
     chunk_size = choices().causal_chunk if chunk_size is None else chunk_size
     check_chunk_size(chunk_size)
     check_feature_maps(feature_map, q, k)
-    q, k, v = broadcast_leading(q, k, v)
+    q, k, v = broadcast_leading(finite_masked(q, key_mask), k, v)
     k, v, key_mask = zero_masked(k, v, key_mask)
-    starts = _segment_starts(segment_ids, k.shape[:-1])
-    in_chunks = functools.partial(
-        _attend_in_chunks,
-        feature_map=feature_map,
-        chunk_size=chunk_size,
-        precision=precision,
-    )
+    starts = None
+    if segment_ids is not None:
+        starts = segment_starts(jnp.broadcast_to(segment_ids, k.shape[:-1]))
+
+    def in_chunks(q, k, v, key_mask=None, starts=None, state=None, return_state=False):
+        attend = functools.partial(
+            _attend_in_chunks,
+            return_state=return_state,
+            feature_map=feature_map,
+            chunk_size=chunk_size,
+            precision=precision,
+        )
+        out, state = scale_backward(attend, v, q, k, key_mask, starts, state)
+        return out.astype(v.dtype), state
+
     plain = all(x is None for x in (key_mask, starts, state)) and not return_state
     if choices().causal_in_vmem and plain and q.shape[-2] > chunk_size:
         from relattn.kernels import pallas_linear
@@ -275,9 +292,9 @@ def causal_linear_attention(
                 precision=precision,
             )
             return jax.lax.platform_dependent(
-                q, k, v, tpu=in_vmem, default=lambda *tokens: in_chunks(tokens)[0]
+                q, k, v, tpu=in_vmem, default=lambda *tokens: in_chunks(*tokens)[0]
             )
-    out, state = in_chunks((q, k, v), key_mask, starts, state, return_state)
+    out, state = in_chunks(q, k, v, key_mask, starts, state, return_state)
     return (out, state) if return_state else out
 
 
@@ -343,14 +360,6 @@ def _evaluate(feature_map, x):
     return Features(values, jnp.zeros_like(values[..., :1]))
 
 
-def append_ones(
-    v: Float[Array, "*#batch m value_dim"],
-) -> Float[Array, "*batch m width"]:
-    """Returns [v, 1], so that one product gives numerators and denominators."""
-    v = widen(v)
-    return jnp.concatenate([v, jnp.ones((*v.shape[:-1], 1), v.dtype)], axis=-1)
-
-
 def scale_keys(
     features: Features, mask: Bool[Array, "*batch m"] | None
 ) -> tuple[
@@ -363,7 +372,7 @@ def scale_keys(
         exponents = jnp.where(mask[..., None], exponents, -jnp.inf)
     shift = jnp.maximum(jnp.max(exponents, axis=-2, keepdims=True), LOWEST)
     shift = jax.lax.stop_gradient(shift)
-    phi = jnp.exp(exponents - shift)
+    phi = shifted_exp(exponents, shift)
     return (phi if features.values is None else phi * features.values), shift
 
 
@@ -401,8 +410,8 @@ def scale_queries(
 ) -> Float[Array, "*batch n features"]:
     """Returns the queries' features, each row shifted to largest exponent zero."""
     exponents = features.exponents + shift
-    largest = jnp.max(exponents, axis=-1, keepdims=True)
-    phi = jnp.exp(exponents - jax.lax.stop_gradient(largest))
+    largest = jnp.maximum(jnp.max(exponents, axis=-1, keepdims=True), LOWEST)
+    phi = shifted_exp(exponents, largest)
     return phi if features.values is None else phi * features.values
 
 
@@ -411,55 +420,12 @@ def _attend_sums(features, state, einsum, dtype):
     phi = scale_queries(features, state.shift)
     product = functools.partial(einsum, "...nf,...fe->...ne")
     # Apart: a product that is wider by a column takes half as long again on CPUs.
-    numerator, normalizer = (product(phi, x) for x in _split_ones(state.sums))
+    numerator, normalizer = (product(phi, x) for x in split_ones(state.sums))
     magnitudes = None
     if state.magnitudes is not None:
         phi = jax.lax.stop_gradient(jnp.abs(phi))
         magnitudes = product(phi, state.magnitudes)
     return divide_sums((numerator, normalizer), magnitudes, dtype)
-
-
-def _split_ones(sums: Array) -> tuple[Array, Array]:
-    """Splits sums of the columns of `append_ones` into those of v and of the ones."""
-    return sums[..., :-1], sums[..., -1:]
-
-
-def divide_sums(
-    sums: Float[Array, "*#batch n width"] | tuple[Array, Array],
-    magnitudes: Float[Array, "*#batch n 1"] | None,
-    dtype: jnp.dtype,
-    noise: Float[Array, "*#batch n 1"] | None = None,
-) -> tuple[Float[Array, "*batch n value_dim"], Float[Array, "*batch n 1"]]:
-    """Divides by guarded denominators; also returns them before the guard.
-
-    ``sums`` are the numerators and denominators: a pair, or in one array.
-    ``magnitudes`` are sums of absolute weights, None if no weight is negative;
-    ``noise`` bounds the rounding errors of the denominators.
-    """
-    numerator, normalizer = sums if isinstance(sums, tuple) else _split_ones(sums)
-    denominator = normalizer
-    if magnitudes is not None:
-        smallest = _SMALLEST_SHARE * magnitudes
-        smallest = smallest if noise is None else jnp.maximum(smallest, noise)
-        guard = jnp.where(normalizer < 0, -smallest, smallest)
-        denominator = jnp.where(jnp.abs(normalizer) < smallest, guard, normalizer)
-    elif noise is not None:
-        denominator = jnp.where(normalizer < noise, noise, normalizer)
-    denominator = jnp.where(jnp.abs(denominator) < _NO_WEIGHT, 1.0, denominator)
-    out = _divide(numerator, denominator)
-    return out.astype(dtype), normalizer
-
-
-@jax.custom_jvp
-def _divide(numerator, denominator):
-    return numerator / denominator
-
-
-@_divide.defjvp
-def _divide_jvp(primals, tangents):
-    """Avoids the square of the denominator in JAX's rule, which could underflow."""
-    out = _divide(*primals)
-    return out, (tangents[0] - out * tangents[1]) / primals[1]
 
 
 def check_causal(features: Any) -> None:
@@ -491,7 +457,7 @@ def causal_factors(
             exponents = jnp.where(mask[..., None], exponents, -jnp.inf)
         return queries.values, keys.values, exponents
     bound = jax.lax.stop_gradient(keys.bound)
-    phi = jnp.exp(keys.exponents - bound)
+    phi = shifted_exp(keys.exponents, bound, math.inf)
     if keys.values is not None:
         phi = phi * keys.values
     if mask is not None:
@@ -523,18 +489,19 @@ def empty_causal(features: Features, v: Array | jax.ShapeDtypeStruct) -> LinearS
 
 
 def _attend_in_chunks(
-    tokens,
-    key_mask=None,
-    starts=None,
-    state=None,
-    return_state=False,
+    v,
+    q,
+    k,
+    key_mask,
+    starts,
+    state,
     *,
+    return_state,
     feature_map,
     chunk_size,
     precision,
 ):
     """Computes causal linear attention by a scan over chunks; returns its state."""
-    q, k, v = tokens
     einsum = wide_einsum(precision)
     length, parallel = q.shape[-2], 1
     if state is None or length > chunk_size:
@@ -568,7 +535,7 @@ def _attend_in_chunks(
         ]
         state, chunks = scan_chunks(attend, state, (*tokens, *masks))
         out = join_chunks(chunks, length)
-    return out, state
+    return out, state if return_state else None
 
 
 def sum_causally(
@@ -677,17 +644,8 @@ def _running_decays(shift, exponents, allowed, continues):
     past = jnp.exp(shift - largest)
     if continues is not None:
         past = jnp.where(continues, past, 0.0)
-    decays = _decays(exponents.dtype, jnp.exp(earlier - largest), past)
+    decays = _decays(exponents.dtype, shifted_exp(earlier, largest), past)
     return decays, largest[..., -1:, :]
-
-
-def _segment_starts(segment_ids, shape):
-    """Returns where a token's segment is another than that of the token before."""
-    if segment_ids is None:
-        return None
-    segment_ids = jnp.broadcast_to(segment_ids, shape)
-    before = jnp.concatenate([segment_ids[..., :1], segment_ids[..., :-1]], axis=-1)
-    return segment_ids != before
 
 
 def check_chunk_size(chunk_size: int, name: str = "chunk_size") -> None:

@@ -17,10 +17,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float
 
+from relattn.kernels.guards import divide_sums, scale_backward
 from relattn.kernels.linear import (
     FeatureMap,
     check_causal,
-    divide_sums,
     empty_causal,
     feature_shapes,
     key_features,
@@ -157,12 +157,16 @@ def attend_in_vmem(
             state = state._replace(shift=jnp.zeros((1, 1), state.sums.dtype))
         tokens = (*tokens, None, None)
         state, *sums = sum_causally(state, tokens, feature_map, einsum)
-        out, _ = divide_sums(*sums, v.dtype)
+        out, _ = divide_sums(*sums, tokens[2].dtype)
         state = state._replace(shift=None) if bounded else state
         return state, out.reshape(tokens[2].shape)
 
     size = min(_CHUNK, -(-v.shape[-2] // _LANES) * _LANES)
-    return scan_in_vmem(attend, empty, (q, k, v), size)
+
+    def scan(v, q, k):
+        return scan_in_vmem(attend, empty, (q, k, v), size)
+
+    return scale_backward(scan, v, q, k).astype(v.dtype)
 
 
 def scan_in_vmem(

@@ -15,8 +15,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from relattn.kernels.checks import check_arguments, zero_masked
+from relattn.kernels.checks import check_arguments, finite_masked, zero_masked
 from relattn.kernels.flash import flash_branches
+from relattn.kernels.guards import softmax
 from relattn.kernels.platform import choices
 from relattn.kernels.precision import wide_einsum, widen
 
@@ -52,7 +53,8 @@ def softmax_attention(
         q: Queries, shape ``[*batch, n, head_dim]``.
         k: Keys, shape ``[*batch, m, head_dim]``.
         v: Values, shape ``[*batch, m, value_dim]``.
-        mask: True where query i may attend to key j, shape ``[*batch, n, m]``.
+        mask: True where query i may attend to key j, shape ``[*batch, n, m]``. A key
+            that no query may attend to is ignored, whatever it holds.
         key_mask: True for keys that exist, shape ``[*batch, m]``. Other keys and their
             values are ignored, whatever they hold.
         bias: Added to the scores, shape ``[*batch, n, m]``; must be finite.
@@ -149,7 +151,9 @@ def _attend_in_blocks(
     logsumexp=False,
 ):
     """Computes `softmax_attention` in blocks of queries."""
-    k, v, key_mask = zero_masked(k, v, key_mask)
+    if causal:
+        q = finite_masked(q, key_mask)
+    k, v, key_mask = zero_unseen(k, v, key_mask, mask)
     arrays = [x for x in (q, k, v, mask, bias) if x is not None]
     batch = jnp.broadcast_shapes(*(x.shape[:-2] for x in arrays))
     size = block_size(batch, q.shape[-2], k.shape[-2])
@@ -171,6 +175,19 @@ def _attend_in_blocks(
     if logsumexp:
         return out[..., :-1].astype(v.dtype), out[..., -1]
     return out.astype(v.dtype)
+
+
+def zero_unseen(
+    k: Float[Array, "*#batch m head_dim"],
+    v: Float[Array, "*#batch m value_dim"],
+    key_mask: Bool[Array, "*#batch m"] | None,
+    mask: Bool[Array, "*#batch n m"] | None,
+) -> tuple[Array, Array, Array | None]:
+    """Does `zero_masked`, also for the keys that ``mask`` hides from all queries."""
+    if mask is not None:
+        seen = mask.any(axis=-2)
+        key_mask = seen if key_mask is None else seen & key_mask
+    return zero_masked(k, v, key_mask)
 
 
 def past_keys(first: Array | int, n: int, m: int) -> Bool[Array, "n m"]:
@@ -264,10 +281,10 @@ def masked_softmax(scores: Array, allowed: Array | None) -> Array:
     A row without allowed entries is zero.
     """
     if allowed is None:
-        return jax.nn.softmax(scores, axis=-1)
+        return softmax(scores)
     # The lowest finite number, not -inf: a row without keys must not give NaN.
     scores = jnp.where(allowed, scores, jnp.finfo(scores.dtype).min)
-    return jnp.where(allowed, jax.nn.softmax(scores, axis=-1), 0.0)
+    return jnp.where(allowed, softmax(scores), 0.0)
 
 
 def _combine_masks(*masks: Bool[Array, "..."] | None) -> Bool[Array, "..."] | None:

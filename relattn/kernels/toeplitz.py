@@ -17,16 +17,25 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from relattn.kernels.checks import broadcast_leading, check_arguments, zero_masked
+from relattn.kernels.checks import (
+    broadcast_leading,
+    check_arguments,
+    finite_masked,
+    zero_masked,
+)
+from relattn.kernels.guards import (
+    append_ones,
+    divide_sums,
+    scale_backward,
+    shifted_exp,
+)
 from relattn.kernels.linear import (
     LOWEST,
     FeatureMap,
-    append_ones,
     causal_factors,
     check_causal,
     check_chunk_size,
     check_feature_maps,
-    divide_sums,
     join_chunks,
     key_features,
     query_features,
@@ -134,51 +143,58 @@ def toeplitz_linear_attention(
     dense_size = choices().pairs_size if dense_size is None else dense_size
     rows, dense = num_offsets(grid), q.shape[-2] - num_prefix <= dense_size
     bias = with_prefix_rows(bias, "bias", rows, num_prefix, axis=-1)
-    # e^(b_d) for every table row.
-    decay = _exp_bias(bias)
-    q, k, v = broadcast_leading(q, k, v)
+    q, k, v = broadcast_leading(finite_masked(q, key_mask), k, v)
     k, v, key_mask = zero_masked(k, v, key_mask)
     einsum = wide_einsum(precision)
-    features = query_features(feature_map, q)
-    phi_k, shift = scale_keys(key_features(feature_map, k), key_mask)
-    phi_q = scale_queries(features, shift)
 
-    def split(x):
-        return x[..., :num_prefix, :], x[..., num_prefix:, :]
+    def attend(v, q, k, bias):
+        # e^(b_d) for every table row.
+        decay = _exp_bias(bias)
+        features = query_features(feature_map, q)
+        phi_k, shift = scale_keys(key_features(feature_map, k), key_mask)
+        phi_q = scale_queries(features, shift)
 
-    def weighted_sum(phi_q, phi_k, v):
-        prefix_q, grid_q = split(phi_q)
-        (prefix_k, grid_k), (prefix_v, grid_v) = split(phi_k), split(v)
-        inputs = (grid_q, grid_k, grid_v, decay[..., :rows], grid)
-        if dense:
-            sums = pair_sums(*inputs, chunk_size, einsum)
-        else:
-            sums = fft_sums(*inputs, block_size)
-        if not num_prefix:
-            return sums
-        # S of the prefix keys and of the grid keys, without e^b; e^b of "in", "self"
-        # and "out" pairs.
-        prefix_state = einsum("...mf,...me->...fe", prefix_k, prefix_v)
-        grid_state = einsum("...mf,...me->...fe", grid_k, grid_v)
-        inward, own, outward = jnp.moveaxis(decay[..., rows:, None, None], -3, 0)
-        # Grid queries: add the prefix keys. Prefix queries: prefix and grid keys.
-        sums = sums + inward * einsum("...nf,...fe->...ne", grid_q, prefix_state)
-        prefix_sums = own * prefix_state + outward * grid_state
-        prefix_sums = einsum("...nf,...fe->...ne", prefix_q, prefix_sums)
-        return jnp.concatenate([prefix_sums, sums], axis=-2)
+        def split(x):
+            return x[..., :num_prefix, :], x[..., num_prefix:, :]
 
-    columns = append_ones(v)
-    sums = weighted_sum(phi_q, phi_k, columns)
-    magnitudes = None
-    if features.values is not None:
-        absolute = (jnp.abs(phi_q), jnp.abs(phi_k), columns[..., -1:])
-        magnitudes = jax.lax.stop_gradient(weighted_sum(*absolute))
-    noise = None
-    if not dense:
-        # The prefix tokens are summed without FFTs: no rounding noise.
-        noise = rounding_noise(split(phi_q)[1], split(phi_k)[1], decay[..., :rows])
-        noise = jnp.pad(noise, [(0, 0)] * (noise.ndim - 2) + [(num_prefix, 0), (0, 0)])
-    out, normalizer = divide_sums(sums, magnitudes, v.dtype, noise)
+        def weighted_sum(phi_q, phi_k, v):
+            prefix_q, grid_q = split(phi_q)
+            (prefix_k, grid_k), (prefix_v, grid_v) = split(phi_k), split(v)
+            inputs = (grid_q, grid_k, grid_v, decay[..., :rows], grid)
+            if dense:
+                sums = pair_sums(*inputs, chunk_size, einsum)
+            else:
+                sums = fft_sums(*inputs, block_size)
+            if not num_prefix:
+                return sums
+            # S of the prefix keys and of the grid keys, without e^b; e^b of "in",
+            # "self" and "out" pairs.
+            prefix_state = einsum("...mf,...me->...fe", prefix_k, prefix_v)
+            grid_state = einsum("...mf,...me->...fe", grid_k, grid_v)
+            inward, own, outward = jnp.moveaxis(decay[..., rows:, None, None], -3, 0)
+            # Grid queries: add the prefix keys. Prefix queries: prefix and grid keys.
+            sums = sums + inward * einsum("...nf,...fe->...ne", grid_q, prefix_state)
+            prefix_sums = own * prefix_state + outward * grid_state
+            prefix_sums = einsum("...nf,...fe->...ne", prefix_q, prefix_sums)
+            return jnp.concatenate([prefix_sums, sums], axis=-2)
+
+        columns = append_ones(v)
+        sums = weighted_sum(phi_q, phi_k, columns)
+        magnitudes = None
+        if features.values is not None:
+            absolute = (jnp.abs(phi_q), jnp.abs(phi_k), columns[..., -1:])
+            magnitudes = jax.lax.stop_gradient(weighted_sum(*absolute))
+        noise = None
+        if not dense:
+            # The prefix tokens are summed without FFTs: no rounding noise.
+            noise = rounding_noise(split(phi_q)[1], split(phi_k)[1], decay[..., :rows])
+            noise = jnp.pad(
+                noise, [(0, 0)] * (noise.ndim - 2) + [(num_prefix, 0), (0, 0)]
+            )
+        return divide_sums(sums, magnitudes, v.dtype, noise)
+
+    out, normalizer = scale_backward(attend, v, q, k, bias)
+    out = out.astype(v.dtype)
     return (out, normalizer[..., 0]) if return_normalizer else out
 
 
@@ -202,8 +218,8 @@ def causal_toeplitz_linear_attention(
     v_j^T, z_i = sum_{j <= i} e^(b_(i - j)) phi(k_j).
 
     Time is O(n log^2 n) for each pair of a feature and a value. Outputs do not depend
-    on later tokens, bit for bit: sums within a block go pair by pair, and each FFT only
-    adds earlier tokens to later ones. Exponents are shifted as in
+    on later tokens, bit for bit, if they are finite: sums within a block go pair by
+    pair, and each FFT adds earlier tokens to later ones. Exponents are shifted as in
     `relattn.kernels.causal_linear_attention`. Precision and guards are those of
     `toeplitz_linear_attention`.
 
@@ -250,45 +266,57 @@ def causal_toeplitz_linear_attention(
     check_chunk_size(block_size, "block_size")
     check_feature_maps(feature_map, q, k)
     length = q.shape[-2]
-    # e^(b_d) for d = 0 .. n - 1.
-    decay = _exp_bias(past_rows(bias, "bias", length, axis=-1))
-    q, k, v = broadcast_leading(q, k, v)
+    bias = past_rows(bias, "bias", length, axis=-1)
+    q, k, v = broadcast_leading(finite_masked(q, key_mask), k, v)
     k, v, key_mask = zero_masked(k, v, key_mask)
-    keys = key_features(feature_map, k)
-    check_causal(keys)
-    phi_q, phi_k, exponents = causal_factors(
-        query_features(feature_map, q), keys, key_mask
-    )
-    # 2^num_levels blocks of equal size, at most dense_size, after padding: the halves
-    # of every level are whole blocks.
-    num_levels = (-(-length // dense_size) - 1).bit_length()
-    size = -(-length // 2**num_levels)
-    padding = size * 2**num_levels - length
-    decay = jnp.pad(decay, [(0, 0)] * (decay.ndim - 1) + [(0, padding)])
-    phi_q, phi_k, columns = (_pad(x, padding) for x in (phi_q, phi_k, append_ones(v)))
-    if exponents is not None:
-        exponents = _pad(exponents, padding, -jnp.inf)
     einsum = wide_einsum(precision)
 
-    def weighted_sum(phi_q, phi_k, v):
-        """Computes sums of values, and the rounding noise of sums of ones."""
-        # Keys in the query's own block, pair by pair.
-        sums = _sum_blocks(phi_q, phi_k, v, exponents, decay, size, chunk_size, einsum)
-        noise = jnp.zeros_like(sums[..., :1])
-        # Keys in the left half of the query's pair of halves, level by level, by FFT.
-        for level in range(num_levels):
-            part = _sum_halves(
-                phi_q, phi_k, v, exponents, decay, size << level, block_size
-            )
-            sums, noise = jax.tree.map(jnp.add, (sums, noise), part)
-        return sums[..., :length, :], noise[..., :length, :]
+    def attend(v, q, k, bias):
+        # e^(b_d) for d = 0 .. n - 1.
+        decay = _exp_bias(bias)
+        keys = key_features(feature_map, k)
+        check_causal(keys)
+        phi_q, phi_k, exponents = causal_factors(
+            query_features(feature_map, q), keys, key_mask
+        )
+        # 2^num_levels blocks of equal size, at most dense_size, after padding: the
+        # halves of every level are whole blocks.
+        num_levels = (-(-length // dense_size) - 1).bit_length()
+        size = -(-length // 2**num_levels)
+        padding = size * 2**num_levels - length
+        decay = jnp.pad(decay, [(0, 0)] * (decay.ndim - 1) + [(0, padding)])
+        phi_q, phi_k, columns = (
+            _pad(x, padding) for x in (phi_q, phi_k, append_ones(v))
+        )
+        if exponents is not None:
+            exponents = _pad(exponents, padding, -jnp.inf)
 
-    sums, noise = weighted_sum(phi_q, phi_k, columns)
-    magnitudes = None
-    if keys.values is not None:
-        magnitudes, _ = weighted_sum(jnp.abs(phi_q), jnp.abs(phi_k), columns[..., -1:])
-        magnitudes = jax.lax.stop_gradient(magnitudes)
-    return divide_sums(sums, magnitudes, v.dtype, noise)[0]
+        def weighted_sum(phi_q, phi_k, v):
+            """Computes sums of values, and the rounding noise of sums of ones."""
+            # Keys in the query's own block, pair by pair.
+            sums = _sum_blocks(
+                phi_q, phi_k, v, exponents, decay, size, chunk_size, einsum
+            )
+            noise = jnp.zeros_like(sums[..., :1])
+            # Keys in the left half of the query's pair of halves, by FFT, level by
+            # level.
+            for level in range(num_levels):
+                part = _sum_halves(
+                    phi_q, phi_k, v, exponents, decay, size << level, block_size
+                )
+                sums, noise = jax.tree.map(jnp.add, (sums, noise), part)
+            return sums[..., :length, :], noise[..., :length, :]
+
+        sums, noise = weighted_sum(phi_q, phi_k, columns)
+        magnitudes = None
+        if keys.values is not None:
+            magnitudes, _ = weighted_sum(
+                jnp.abs(phi_q), jnp.abs(phi_k), columns[..., -1:]
+            )
+            magnitudes = jax.lax.stop_gradient(magnitudes)
+        return divide_sums(sums, magnitudes, v.dtype, noise)[0]
+
+    return scale_backward(attend, v, q, k, bias).astype(v.dtype)
 
 
 @check_arguments
@@ -343,24 +371,29 @@ def causal_toeplitz_linear_attention_step(
     length = k.shape[-2]
     past = jnp.arange(length) <= index
     bias = rows_of_token(bias, "bias", length, index, axis=-1)
-    # e^(b_(index - j)), zero for later keys.
-    decay = _exp_bias(jnp.where(past, bias, -jnp.inf))[..., None, :]
     k, v, past = zero_masked(k, v, past)
-    features = query_features(feature_map, q_i[..., None, :])
-    phi_k, shift = scale_keys(key_features(feature_map, k), past)
-    phi_q = scale_queries(features, shift)
     einsum = wide_einsum(precision)
-    columns = append_ones(v)
 
-    def weighted_sum(phi_q, phi_k, v):
-        weights = decay * einsum("...if,...jf->...ij", phi_q, phi_k)
-        return einsum("...ij,...je->...ie", weights, v)
+    def attend(v, q, k, bias):
+        # e^(b_(index - j)), zero for later keys.
+        decay = _exp_bias(jnp.where(past, bias, -jnp.inf))[..., None, :]
+        features = query_features(feature_map, q)
+        phi_k, shift = scale_keys(key_features(feature_map, k), past)
+        phi_q = scale_queries(features, shift)
+        columns = append_ones(v)
 
-    sums = weighted_sum(phi_q, phi_k, columns)
-    magnitudes = None
-    if features.values is not None:
-        magnitudes = weighted_sum(jnp.abs(phi_q), jnp.abs(phi_k), columns[..., -1:])
-    return divide_sums(sums, magnitudes, v.dtype)[0][..., 0, :]
+        def weighted_sum(phi_q, phi_k, v):
+            weights = decay * einsum("...if,...jf->...ij", phi_q, phi_k)
+            return einsum("...ij,...je->...ie", weights, v)
+
+        sums = weighted_sum(phi_q, phi_k, columns)
+        magnitudes = None
+        if features.values is not None:
+            magnitudes = weighted_sum(jnp.abs(phi_q), jnp.abs(phi_k), columns[..., -1:])
+        return divide_sums(sums, magnitudes, v.dtype)[0]
+
+    out = scale_backward(attend, v, q_i[..., None, :], k, bias)
+    return out[..., 0, :].astype(v.dtype)
 
 
 def fft_sums(
@@ -478,8 +511,7 @@ def pair_sums(
         factors = factors.reshape(*leading, num_rows * width, num_tokens)
         if exponents is not None:
             # Times exp(min(a_j - r_i, 0)).
-            differences = exponents[0].swapaxes(-2, -1) - shift[0]
-            factors *= jnp.exp(jnp.where(differences > 0, 0.0, differences))
+            factors *= shifted_exp(exponents[0].swapaxes(-2, -1), shift[0])
         # Times phi(q_i) . phi(k_j), then the sum over keys.
         weights = factors * einsum("...if,...jf->...ij", queries, phi_k)
         return None, einsum("...ij,...je->...ie", weights, v)
@@ -537,8 +569,7 @@ def fft_length(size: int) -> int:
 def _exp_bias(bias: Float[Array, "*batch rows"]) -> Float[Array, "*batch rows"]:
     """Computes exp(b - max b) in float32 or wider; the maximum cancels."""
     bias = widen(bias)
-    largest = jnp.max(bias, axis=-1, keepdims=True)
-    return jnp.exp(bias - jax.lax.stop_gradient(largest))
+    return shifted_exp(bias, jnp.max(bias, axis=-1, keepdims=True))
 
 
 def _sum_blocks(phi_q, phi_k, v, exponents, decay, size, chunk_size, einsum):
@@ -570,7 +601,7 @@ def _sum_halves(phi_q, phi_k, v, exponents, decay, size, block_size):
         left = _split_blocks(exponents, 2 * size)[..., :size, :]
         shift = jnp.maximum(jnp.max(left, axis=-2, keepdims=True), LOWEST)
         shift = jax.lax.stop_gradient(shift)
-        keys = keys * jnp.exp(left - shift)
+        keys = keys * shifted_exp(left, shift)
         running_max = _split_blocks(_running_max(exponents), 2 * size)
         scale = jnp.exp(shift - running_max[..., size:, :])
     sums = fft_sums(queries, keys, v_left, decay, (size,), block_size)

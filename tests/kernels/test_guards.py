@@ -1,0 +1,164 @@
+"""Tests exponentials, softmax and backward passes that stay finite."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from relattn import kernels
+from relattn.kernels.guards import scale_backward, shifted_exp, softmax
+from tests import reference
+from tests.helpers import compare
+from tests.helpers.quick import quick_jit
+
+
+def test_shifted_exp_is_at_most_one_and_has_its_own_gradient():
+    exponents = jnp.array([1e5, 0.0, -1.0, -200.0, -jnp.inf])
+    out, pullback = jax.vjp(lambda x: shifted_exp(x, jnp.zeros(())), exponents)
+    np.testing.assert_allclose(out, [1, 1, np.exp(-1), 0, 0], rtol=1e-6)
+    (gradient,) = pullback(jnp.array([1.0, 1.0, 1.0, jnp.inf, jnp.nan]))
+    np.testing.assert_allclose(gradient, [1, 1, np.exp(-1), 0, 0], rtol=1e-6)
+
+
+def test_softmax_equals_that_of_jax_in_all_derivatives():
+    scores = jax.random.normal(jax.random.key(0), (3, 7))
+    weights = jnp.cos(jnp.arange(7.0))
+
+    def results(function):
+        def weighted(scores):
+            return (function(scores) * weights).sum()
+
+        first = jax.grad(weighted)
+        second = jax.jacfwd(first), jax.jacrev(first)
+        return [function(scores), first(scores), *(f(scores) for f in second)]
+
+    ours, theirs = jax.jit(lambda: (results(softmax), results(jax.nn.softmax)))()
+    for x, y in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-6)
+
+
+def test_large_scores_give_the_best_key():
+    """XLA rounds a score differently in the maximum and in the exponential."""
+    rng = np.random.default_rng(0)
+    q, k = (1e6 * rng.standard_normal((97, 5)).astype(np.float32) for _ in "qk")
+    v = rng.standard_normal((97, 3)).astype(np.float32)
+    out = jax.jit(kernels.softmax_attention)(q, k, v)
+    scores = np.float64(q) @ np.float64(k).T
+    # Weights of all other keys are exp(-1e6) or less.
+    clear = np.diff(np.sort(scores, axis=1)[:, -2:], axis=1)[:, 0] > 1e6 * 5**0.5
+    assert clear.sum() > 90
+    np.testing.assert_array_equal(out[clear], v[scores.argmax(axis=1)][clear])
+
+
+def long_key(kernel, **options):
+    """Returns values and gradients at a key that barely has weight."""
+
+    def feature_map(x):
+        return kernels.positive_features(x, jnp.zeros((1, 1)))
+
+    def attend(q, k, v):
+        return kernel(q, k, v, feature_map, **options)
+
+    q, k, v = jnp.array([[0.0]]), jnp.array([[12.82]]), jnp.array([[1000.0]])
+    out, pullback = jax.vjp(attend, q, k, v)
+    return out, *pullback(jnp.ones_like(out))
+
+
+@pytest.mark.parametrize("causal_toeplitz", [False, True])
+def test_a_key_that_barely_has_weight_has_the_right_gradient(causal_toeplitz):
+    if causal_toeplitz:
+        kernel = kernels.causal_toeplitz_linear_attention
+        results = long_key(kernel, bias=jnp.zeros(1))
+    else:
+        results = long_key(kernels.causal_linear_attention)
+    # The only key has weight one: out = v.
+    for found, expected in zip(results, [1000.0, 0.0, 0.0, 1.0], strict=True):
+        np.testing.assert_allclose(found, [[expected]], rtol=1e-6)
+
+
+@pytest.mark.parametrize("factor", [1.0, 1e6])
+@pytest.mark.parametrize("norm", [31, 34, 60])
+def test_long_tokens_have_the_gradients_of_float64_or_zeros(norm, factor):
+    head_dim, n, draws = 32, 4, 20
+    num_features = kernels.default_num_features(head_dim)
+
+    def attend(q, k, v, w):
+        feature_map = functools.partial(kernels.positive_features, projection=w)
+        return kernels.causal_linear_attention(q, k, v, feature_map)
+
+    def naive(q, k, v, w):
+        naive_map = functools.partial(reference.positive_features, projection=w)
+        allowed = np.tril(np.ones((n, n), bool))
+        return reference.linear_attention(q, k, v, naive_map, allowed)
+
+    def draw(seed):
+        keys = jax.random.split(jax.random.key(seed), 4)
+        q, k, v = (jax.random.normal(key, (n, head_dim)) for key in keys[:3])
+        q, k = (norm * x / jnp.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
+        return q, k, 100 * v, kernels.draw_orthogonal(keys[3], num_features, head_dim)
+
+    inputs = jax.vmap(draw)(jnp.arange(draws))
+
+    def value_and_gradients(function, *inputs):
+        *tokens, w = inputs
+        out, pullback = jax.vjp(lambda *x: function(*x, w), *tokens)
+        cotangent = factor * jnp.cos(jnp.arange(out.size)).reshape(out.shape)
+        return out, *pullback(cotangent.astype(out.dtype))
+
+    results = quick_jit(jax.vmap(functools.partial(value_and_gradients, attend)))(
+        *inputs
+    )
+    for x in results:
+        assert np.isfinite(x).all()
+    if norm > 31:
+        return
+    with jax.enable_x64(True):
+        wide = [jnp.float64(np.asarray(x)) for x in inputs]
+        expected = quick_jit(jax.vmap(functools.partial(value_and_gradients, naive)))(
+            *wide
+        )
+    # Draws in which no weight underflows.
+    close = np.isclose(results[0], expected[0], rtol=1e-3, atol=0.1).all(axis=(1, 2))
+    assert close.sum() > 10
+    for ours, theirs in zip(results, expected, strict=True):
+        ours, theirs = np.float64(ours)[close], np.asarray(theirs)[close]
+        scale = np.abs(theirs).max(axis=(1, 2), keepdims=True)
+        assert (np.abs(ours - theirs) < 2e-2 * scale).all()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
+def test_scaling_the_backward_pass_changes_no_gradient(dtype):
+    weights = jax.random.normal(jax.random.key(0), (5, 7))
+    v, x = jax.random.normal(jax.random.key(1), (2, 7, 3)).astype(dtype)
+    exists = jnp.arange(5) != 2
+
+    def results(call):
+        def function(weights, v, x, large):
+            def average(v, x, exists):
+                return (weights @ (v * x)) * exists[:, None]
+
+            return (large * call(average, v, x, exists)).sum()
+
+        return jax.grad(function, (0, 1, 2))(weights, v, x, 1e3)
+
+    plain = results(lambda function, *arguments: function(*arguments))
+    for ours, theirs in zip(results(scale_backward), plain, strict=True):
+        assert ours.dtype == theirs.dtype
+        tolerance = 2 * float(jnp.finfo(dtype).eps)
+        np.testing.assert_allclose(
+            np.float64(ours), np.float64(theirs), rtol=tolerance, atol=tolerance * 1e3
+        )
+
+
+def test_a_nan_cotangent_reaches_its_own_row_only():
+    q, k, v = (jnp.ones((3, 2)) * i for i in (0.1, 0.2, 0.3))
+    feature_map = compare.feature_map("relu", jnp.eye(2))
+
+    def attend(q):
+        return kernels.causal_linear_attention(q, k, v, feature_map)
+
+    out, pullback = jax.vjp(attend, q)
+    (gradient,) = pullback(jnp.ones_like(out).at[2].set(jnp.nan))
+    assert np.isfinite(gradient[:2]).all() and np.isnan(gradient[2]).all()

@@ -140,31 +140,34 @@ def test_masked_keys_and_padding_have_no_effect(mechanism):
         }
         return {**inputs, **masked}
 
-    compared = key_mask if mechanism.queries_from_keys else slice(None)
-
     @quick_jit
-    def value_and_gradients(inputs):
+    def value_and_gradients(inputs, rows):
         apply = functools.partial(mechanism.apply, key_mask=key_mask)
         out, pullback = jax.vjp(lambda inputs: apply(**inputs), inputs)
         cotangent = jnp.cos(jnp.arange(out.size)).reshape(out.shape)
-        if mechanism.queries_from_keys:
-            # The query of a masked token has gradients to other tokens.
-            cotangent = jnp.where(key_mask[:, None], cotangent, 0.0)
-        (gradients,) = pullback(cotangent)
+        (gradients,) = pullback(jnp.where(rows[:, None], cotangent, 0.0))
         skipped = mechanism.before_mask
         gradients = {name: x for name, x in gradients.items() if name not in skipped}
         return out, gradients
 
-    out, gradients = value_and_gradients(with_masked(jnp.nan))
-    expected, expected_gradients = value_and_gradients(inputs)
-    if mechanism.queries_from_keys:
-        # The query is NaN too, and so are all gradients.
-        _, gradients = value_and_gradients(with_masked(9.0))
-    np.testing.assert_array_equal(out[:, compared], expected[:, compared])
-    assert np.isfinite(out[:, compared]).all()
-    assert set(mechanism.key_inputs) <= set(gradients)
-    chex.assert_trees_all_equal(gradients, expected_gradients)
-    chex.assert_tree_all_finite(gradients)
+    def expect_no_effect(changed, rows):
+        out, gradients = value_and_gradients(changed, rows)
+        expected, expected_gradients = value_and_gradients(inputs, rows)
+        np.testing.assert_array_equal(out[:, rows], expected[:, rows])
+        assert np.isfinite(out[:, rows]).all()
+        assert set(mechanism.key_inputs) <= set(gradients)
+        chex.assert_trees_all_equal(gradients, expected_gradients)
+        chex.assert_tree_all_finite(gradients)
+
+    if not mechanism.queries_from_keys:
+        expect_no_effect(with_masked(jnp.nan), jnp.ones(N, bool))
+    if mechanism.masks_queries:
+        # The token's query too: its output is not compared, and has no cotangent.
+        queries = {
+            name: jnp.where(key_mask[:, None], inputs[name], jnp.nan)
+            for name in {"q", "low_q"} & set(inputs)
+        }
+        expect_no_effect(with_masked(jnp.nan) | queries, key_mask)
     if mechanism.on_grid:
         return
     padded = {
@@ -247,9 +250,9 @@ def test_large_key_gives_finite_values_and_gradients(mechanism, dtype):
     }
 
     @quick_jit
-    def value_and_gradients(inputs):
+    def value_and_gradients(inputs, cotangent=1.0):
         out, pullback = jax.vjp(lambda inputs: mechanism.apply(**inputs), inputs)
-        return out, pullback(jnp.ones_like(out))
+        return out, pullback(jnp.full_like(out, cotangent))
 
     out, gradients = value_and_gradients(scaled)
     assert out.dtype == dtype
@@ -257,6 +260,24 @@ def test_large_key_gives_finite_values_and_gradients(mechanism, dtype):
     if mechanism.causal:
         expected, _ = value_and_gradients(inputs)
         np.testing.assert_array_equal(out[:, :row], expected[:, :row])
+    if dtype == jnp.float16:
+        return
+    # All tokens long, from where the weights of keys underflow; large values and
+    # cotangents.
+    for length, value, cotangent in (
+        (20, 1, 1e6),
+        (25, 1e6, 1),
+        (30, 1e6, 1e6),
+        (1e4, 1e4, 1e4),
+        (1e6, 1e6, 1e6),
+    ):
+        factors = dict.fromkeys(set(inputs) - set(mechanism.shared), length)
+        factors |= dict.fromkeys({"v", "low_v"} & set(inputs), value)
+        large = {
+            name: (x * factors.get(name, 1)).astype(dtype) for name, x in inputs.items()
+        }
+        results = value_and_gradients(large, cotangent)
+        chex.assert_tree_all_finite(results)
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from relattn.kernels.checks import check_arguments, zero_masked
+from relattn.kernels.checks import check_arguments, finite_masked, zero_masked
 from relattn.kernels.positions.bias import bias_of_pairs
 from relattn.kernels.precision import widen
 from relattn.kernels.softmax import masked_softmax, softmax_weights, weighted_sum
@@ -69,6 +69,7 @@ def gated_positional_attention(
     check_grid(q.shape[-2], grid, num_prefix)
     scores = _offset_scores(coefficients, grid, num_prefix)
     scores = bias_of_pairs(scores, grid, num_prefix)
+    q = finite_masked(q, key_mask)
     k, v, key_mask = zero_masked(k, v, key_mask)
     allowed = None if key_mask is None else key_mask[..., None, :]
     content = softmax_weights(q, k, key_mask=key_mask, precision=precision)
@@ -121,6 +122,7 @@ def causal_gated_positional_attention(
     grid = (q.shape[-2],)
     scores = bias_of_pairs(_offset_scores(coefficients, grid, 0), grid, 0)
     past = jnp.tril(jnp.ones((grid[0], grid[0]), bool))
+    q = finite_masked(q, key_mask)
     k, v, key_mask = zero_masked(k, v, key_mask)
     allowed = past if key_mask is None else past & key_mask[..., None, :]
     content = softmax_weights(q, k, mask=past, key_mask=key_mask, precision=precision)

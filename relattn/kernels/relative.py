@@ -14,7 +14,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from relattn.kernels.checks import check_arguments, zero_masked
+from relattn.kernels.checks import (
+    check_arguments,
+    finite_masked,
+    zero_masked,
+)
 from relattn.kernels.positions.bias import (
     bias_of_pairs,
     past_rows,
@@ -30,6 +34,7 @@ from relattn.kernels.softmax import (
     past_keys,
     softmax_weights,
     weighted_sum,
+    zero_unseen,
 )
 from relattn.offsets import (
     Grid,
@@ -73,7 +78,8 @@ def relative_attention(
         key_table: r, shape ``[*batch, rows, head_dim]``.
         value_table: s, shape ``[*batch, rows, value_dim]``.
         bias: b, shape ``[*batch, rows]``.
-        mask: True where query i may attend to key j, shape ``[*batch, n, n]``.
+        mask: True where query i may attend to key j, shape ``[*batch, n, n]``. A key
+            that no query may attend to is ignored, whatever it holds.
         key_mask: True for keys that exist, shape ``[*batch, n]``.
         precision: Passed to einsum.
 
@@ -103,7 +109,8 @@ def relative_attention(
         for name, table in (("key_table", key_table), ("value_table", value_table))
     )
     bias = with_prefix_rows(bias, "bias", rows, num_prefix, axis=-1)
-    k, v, key_mask = zero_masked(k, v, key_mask)
+    q = finite_masked(q, key_mask)
+    k, v, key_mask = zero_unseen(k, v, key_mask, mask)
     attend = functools.partial(
         _attend, k=k, v=v, key_mask=key_mask, precision=precision
     )
@@ -151,7 +158,8 @@ def causal_relative_attention(
         key_table: r, shape ``[*batch, rows, head_dim]``.
         value_table: s, shape ``[*batch, rows, value_dim]``.
         bias: b, shape ``[*batch, rows]``.
-        mask: True where query i may attend to key j, shape ``[*batch, n, n]``.
+        mask: True where query i may attend to key j, shape ``[*batch, n, n]``. A key
+            that no query may attend to is ignored, whatever it holds.
         key_mask: True for keys that exist, shape ``[*batch, n]``.
         precision: Passed to einsum.
 
@@ -180,7 +188,8 @@ def causal_relative_attention(
     )
     bias = past_rows(bias, "bias", length, axis=-1)
 
-    k, v, key_mask = zero_masked(k, v, key_mask)
+    q = finite_masked(q, key_mask)
+    k, v, key_mask = zero_unseen(k, v, key_mask, mask)
     attend = functools.partial(
         _attend, k=k, v=v, key_mask=key_mask, precision=precision
     )

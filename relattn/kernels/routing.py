@@ -9,7 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from relattn.kernels.checks import broadcast_leading, check_arguments, zero_masked
+from relattn.kernels.checks import (
+    broadcast_leading,
+    check_arguments,
+    finite_masked,
+    zero_masked,
+)
 from relattn.kernels.precision import widen
 from relattn.kernels.softmax import softmax_attention
 from relattn.offsets import check_prefix
@@ -73,6 +78,7 @@ def routing_attention(
             f"routing needs a window of 1 to n={n} tokens, got window={window}"
         )
     q, k, v = broadcast_leading(q, k, v)
+    q, _, _ = zero_masked(q, v, key_mask)
     k, v, key_mask = zero_masked(k, v, key_mask)
     q, k = _layer_norm(q), _layer_norm(k)
     # Q_c and K_c.
@@ -143,7 +149,7 @@ def local_attention(
     n = q.shape[-2]
     check_prefix(n, num_prefix)
     length = n - num_prefix
-    q, k, v = broadcast_leading(q, k, v)
+    q, k, v = broadcast_leading(finite_masked(q, key_mask), k, v)
     k, v, key_mask = zero_masked(k, v, key_mask)
     exists = jnp.ones(k.shape[:-1], bool) if key_mask is None else key_mask
     prefix = softmax_attention(
@@ -219,6 +225,8 @@ def cluster_sums(
         Roy et al., Efficient Content-Based Sparse Attention with Routing Transformers,
         section 4.1.
     """
+    if key_mask is not None:
+        x = jnp.where(key_mask[..., None], x, 0)
     x = jax.lax.stop_gradient(_layer_norm(x))
     clusters = centroids.shape[-2]
     nearest = jnp.einsum("...nd,...cd->...nc", x, centroids).argmax(axis=-1)

@@ -108,8 +108,9 @@ class GPT(nn.Module):
         Args:
             tokens: Ids below ``vocab_size``, shape ``[batch, n]``.
             key_mask: True for tokens that exist, shape ``[batch, n]``.
-            segment_ids: For packed sequences: tokens attend only to tokens with the
-                same id, shape ``[batch, n]``. Absolute positions count on over
+            segment_ids: For packed sequences: tokens attend only to tokens of the same
+                run of equal ids, shape ``[batch, n]``. An id that comes back after
+                another one starts a new sequence. Absolute positions count on over
                 segments.
             deterministic: Whether dropout is off.
             index: In decoding, the position of the last token. ``tokens`` is that token
@@ -148,6 +149,9 @@ class GPT(nn.Module):
             dtype=self.dtype,
             name="embedding",
         )
+        if key_mask is not None:
+            # Ids of padding may be out of range, whose embeddings are NaN.
+            tokens = jnp.where(key_mask, tokens, 0)
         x = embedding(tokens)
         grid = (length,)
         position = make_position(name="position")

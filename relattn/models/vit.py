@@ -139,6 +139,20 @@ def extract_patches(
     return tokens, Torus(grid) if periodic else grid
 
 
+def zero_patches(
+    images: Float[Array, "batch height width channels"],
+    exists: Bool[Array, "batch patches"],
+    patch_size: PatchSize,
+) -> Float[Array, "batch height width channels"]:
+    """Sets the pixels of patches that do not exist to zero, even where they are NaN."""
+    batch, height, width, _ = images.shape
+    grid = patch_grid(height, width, patch_size)
+    exists = exists.reshape(batch, *grid)
+    exists = jnp.repeat(exists, height // grid[0], axis=1)
+    exists = jnp.repeat(exists, width // grid[1], axis=2)
+    return jnp.where(exists[..., None], images, 0)
+
+
 def polyphase_anchor(
     images: Float[Array, "batch height width channels"], patch_size: PatchSize
 ) -> Float[Array, "batch height width channels"]:
@@ -377,6 +391,8 @@ class ViT(nn.Module):
         norm = functools.partial(nn.LayerNorm, self.norm_eps, dtype=self.dtype)
         if self.anchor == "polyphase":
             images = polyphase_anchor(images, self.patch_size)
+        if key_mask is not None:
+            images = zero_patches(images, key_mask, self.patch_size)
         x, grid = extract_patches(
             images,
             self.patch_size,

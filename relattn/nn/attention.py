@@ -17,7 +17,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from relattn import offsets
-from relattn.kernels import relative, softmax
+from relattn.kernels import relative, segment_mask, softmax
+from relattn.kernels.checks import finite_masked
 from relattn.nn.blocks import Linear, default_head_dim
 
 # The collection of `MultiHeadAttention.sow_weights`.
@@ -36,8 +37,8 @@ class Context(NamedTuple):
         index: In decoding, the position of the last token; otherwise None.
         memory: Tokens that give the keys and values, ``[batch, m, dim_memory]``; None
             for the attention's own tokens.
-        segment_ids: Tokens attend only to tokens with the same id, ``[batch, 1, n]``,
-            or None.
+        segment_ids: Tokens attend only to tokens of the same run of equal ids,
+            ``[batch, 1, n]``, or None.
         shared: The output of the module that `MultiHeadAttention.make_shared` makes.
     """
 
@@ -151,9 +152,11 @@ class MultiHeadAttention(nn.Module):
             num_prefix: Number of prefix tokens.
             position: The layer's `relattn.nn.positions.base.LayerPosition`, or None.
             key_mask: True for tokens that may be attended to, shape ``[batch, n]``, or
-                ``[batch, m]`` with ``memory``.
-            segment_ids: For packed sequences: tokens attend only to tokens with the
-                same id, shape ``[batch, n]``. Equal ids stand side by side.
+                ``[batch, m]`` with ``memory``. NaN and inf in other tokens count as
+                zero.
+            segment_ids: For packed sequences: tokens attend only to tokens of the same
+                run of equal ids, shape ``[batch, n]``. An id that comes back after
+                another one starts a new sequence.
             memory: Tokens that give the keys and values (cross-attention), shape
                 ``[batch, m, dim_memory]``; ``x`` by default.
             index: In decoding, the position of the last token. ``x`` is that token
@@ -204,6 +207,10 @@ class MultiHeadAttention(nn.Module):
                 "out segment_ids, or use attention 'softmax', or a causal linear "
                 "attention without an offset bias"
             )
+        if memory is None:
+            x = finite_masked(x, key_mask)
+        else:
+            memory = finite_masked(memory, key_mask)
         # An axis for the heads.
         key_mask = None if key_mask is None else key_mask[:, None]
         segment_ids = None if segment_ids is None else segment_ids[:, None]
@@ -395,7 +402,7 @@ class SoftmaxAttention(MultiHeadAttention):
         tables = self.tables(context)
         ids, mask = context.segment_ids, None
         if ids is not None:
-            mask = ids[..., :, None] == ids[..., None, :]
+            mask = segment_mask(ids)
         options = {"mask": mask, "key_mask": context.key_mask, **tables}
         if self.causal:
             return relative.causal_relative_attention(q, k, v, **options)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from relattn import offsets
+from relattn.kernels.checks import finite_masked
 from relattn.kernels.platform import choices
 
 # Uniform in +-1/sqrt(fan_in), PyTorch's default. Flax's default is sqrt(3) times wider:
@@ -245,6 +246,7 @@ class TransformerBlock(nn.Module):
         deterministic: bool = True,
     ) -> Float[Array, "batch n dim"]:
         """Applies the block; arguments as in `MultiHeadAttention.__call__`."""
+        x = finite_masked(x, key_mask)
 
         def norm(name: str) -> nn.LayerNorm:
             return nn.LayerNorm(self.norm_eps, dtype=self.dtype, name=name)

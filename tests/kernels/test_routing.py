@@ -111,6 +111,26 @@ def test_centroids_move_to_mean_of_their_tokens():
     np.testing.assert_array_equal(move(mu, np.zeros(N, bool)), mu)
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_masked_tokens_reach_no_sum_or_output(value):
+    x, mu, mask = inputs(), centroids(), np.arange(N) % 3 != 0
+    changed = jnp.where(mask[:, None], x, value)
+    found = kernels.cluster_sums(changed, mu, key_mask=mask)
+    for ours, theirs in zip(found, kernels.cluster_sums(x[:, mask], mu), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-6)
+
+    def loss(q, k, v):
+        # More tokens in a cluster than exist.
+        out = kernels.routing_attention(q, k, v, mu, window=N, key_mask=mask)
+        return jnp.sin(jnp.where(mask[:, None], out, 0)).sum()
+
+    gradients = jax.jit(jax.grad(loss, (0, 1, 2)))
+    expected = gradients(*x)
+    for ours, theirs in zip(gradients(*changed), expected, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+        assert np.isfinite(ours).all()
+
+
 def random(*shape):
     return np.random.default_rng(0).normal(size=shape).astype(np.float32)
 

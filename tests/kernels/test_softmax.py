@@ -1,10 +1,13 @@
 """Tests softmax attention against the naive reference."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from relattn import kernels
 from relattn.kernels import softmax
 from tests import reference
 from tests.helpers import compare
@@ -124,3 +127,27 @@ def test_memory_of_long_sequences_is_linear(causal):
     x = jax.ShapeDtypeStruct((1, 8, 2**14, 32), jnp.float32)
     memory = gradient.lower(x, x, x).compile().memory_analysis()
     assert memory.temp_size_in_bytes < 1e9
+
+
+@pytest.mark.parametrize("kernel", ["softmax", "relative"])
+def test_keys_that_a_mask_hides_from_all_queries_may_be_nan(kernel):
+    q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 5, 3))
+    mask = np.array(jax.random.bernoulli(jax.random.key(1), 0.5, (2, 1, 5)))
+    mask = np.broadcast_to(mask, (2, 5, 5)) & (np.arange(5) != 3)
+    mask = mask | (np.arange(5) == 0)
+    seen = mask.any(axis=1)[..., None]
+
+    @jax.jit
+    def value_and_gradients(q, k, v):
+        attend = kernels.softmax_attention
+        if kernel == "relative":
+            attend = functools.partial(kernels.relative_attention, grid=(5,))
+        attend = functools.partial(attend, mask=jnp.asarray(mask))
+        out, pullback = jax.vjp(attend, q, k, v)
+        return out, *pullback(jnp.cos(out))
+
+    expected = value_and_gradients(q, jnp.where(seen, k, 0), jnp.where(seen, v, 0))
+    found = value_and_gradients(q, *(jnp.where(seen, x, jnp.nan) for x in (k, v)))
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+        assert np.isfinite(ours).all()

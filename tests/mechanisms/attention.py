@@ -217,6 +217,7 @@ MECHANISMS = [
         ),
         {**CAUSAL, "bias": (offsets.num_table_rows(GRID, NUM_PREFIX),)},
         shared=("bias",),
+        masks_queries=True,
         on_grid=True,
     ),
     Mechanism(
@@ -236,6 +237,7 @@ MECHANISMS = [
         shared=("table",),
         key_inputs=("v",),
         scaled_input="table",
+        masks_queries=True,
         on_grid=True,
     ),
     Mechanism(
@@ -259,6 +261,7 @@ MECHANISMS = [
             offsets.num_offsets(GRID), offsets.num_table_rows(GRID, NUM_PREFIX)
         ),
         shared=("key_table", "value_table", "bias"),
+        masks_queries=True,
         on_grid=True,
         roundings=(1, 2),
     ),
@@ -282,6 +285,7 @@ MECHANISMS = [
         ),
         {**CAUSAL, "gate": (), "coefficients": (6,)},
         shared=("gate", "coefficients"),
+        masks_queries=True,
         on_grid=True,
     ),
     Mechanism(

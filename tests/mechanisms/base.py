@@ -33,6 +33,8 @@ class Mechanism:
             keys affect their gradients.
         queries_from_keys: Whether a token's query and key come from the same input, so
             that outputs of masked tokens are not compared.
+        masks_queries: Whether the mask is one of tokens: NaN in the query of a masked
+            token, too, reaches nothing. So it is where ``causal``.
         roundings: About how often outputs and gradients are rounded to the dtype of the
             inputs: more than once if an encoding returns that dtype, or an input has
             several uses, each with a gradient.
@@ -54,10 +56,14 @@ class Mechanism:
     on_grid: bool = False
     before_mask: tuple[str, ...] = ()
     queries_from_keys: bool = False
+    masks_queries: bool = False
     roundings: tuple[int, int] = (1, 1)
     scatters: bool = False
     estimate: Callable | None = None
     expected: Callable | None = None
+
+    def __post_init__(self):
+        object.__setattr__(self, "masks_queries", self.masks_queries or self.causal)
 
     def __str__(self):
         return self.name

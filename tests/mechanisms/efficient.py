@@ -52,6 +52,7 @@ MECHANISMS = [
         naive_routing,
         {**TOKENS, "centroids": (CLUSTERS, HEAD_DIM)},
         shared=("centroids",),
+        masks_queries=True,
         # The tokens of a cluster depend on the data. A token is in a cluster at most
         # once, so few rows are added to the same one, unlike those of a table.
         scatters=True,
@@ -63,6 +64,7 @@ MECHANISMS = [
         ),
         naive_local,
         TOKENS,
+        masks_queries=True,
         roundings=(1, 3),
     ),
 ]

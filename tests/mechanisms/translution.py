@@ -70,6 +70,7 @@ def translution(name, make_index, table, rows, **options):
         key_inputs=("x",),
         scaled_input="x",
         queries_from_keys=True,
+        masks_queries=True,
         roundings=(1, 4),
         **options,
     )
@@ -101,6 +102,7 @@ def lor_translution(name, make_index, table, rows, **options):
         plain | low | tables,
         shared=tuple(tables),
         key_inputs=("k", "v", "low_k", "low_v"),
+        masks_queries=True,
         roundings=(1, 2),
         **options,
     )

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from relattn.kernels.checks import finite_masked
 from relattn.kernels.precision import wide_einsum, widen
 from relattn.kernels.softmax import masked_softmax
 
@@ -80,6 +81,7 @@ def attend(
     batch = queries.shape[:-2]
     key_mask = _flat_mask(key_mask, batch, index.length)
     queries, keys = _one_batch_axis(queries, 1), _one_batch_axis(keys, 1)
+    queries = finite_masked(queries, key_mask)
     keys = _zero_masked(keys, key_mask)
     # Tokens with their tables, or x W without a table.
     (q, t_q), (k, t_k), (v, t_v) = (
@@ -161,6 +163,7 @@ def attend_low_rank(
     # q_i . k_j
     scores = 0.0
     if q is not None:
+        q = finite_masked(q, key_mask if key_mask is None else key_mask[:, None])
         k, v = (_zero_masked(x, key_mask) for x in (k, v))
         scores = wide_einsum(precision)("bhid,bhjd->bhij", q, k)
     # Tokens with their tables, or low T without a table.
@@ -168,7 +171,7 @@ def attend_low_rank(
     for i, (tokens, table) in enumerate(zip(low, tables, strict=True)):
         if tokens is not None:
             tokens = _one_batch_axis(tokens, 1)
-            tokens = tokens if i == 0 else _zero_masked(tokens, key_mask)
+            tokens = (finite_masked if i == 0 else _zero_masked)(tokens, key_mask)
             operands[i] = _operand(index, tokens, f"tables[{i}]", table, precision)
     # + low_q_i Tq[d] . low_k_j Tk[-d]
     if operands[0] is not None:

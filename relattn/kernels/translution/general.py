@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from relattn.kernels.checks import check_arguments
+from relattn.kernels.checks import check_arguments, finite_masked
 from relattn.kernels.precision import widen
 from relattn.kernels.softmax import masked_softmax
 
@@ -67,6 +67,7 @@ def general_translution(
     """
     batch = x.shape[:-2]
     positions = jnp.broadcast_to(positions, (*batch, *positions.shape[-2:]))
+    x, positions = (finite_masked(y, key_mask) for y in (x, positions))
     keys, key_positions = x, positions
     if key_mask is not None:
         # Masked keys may hold NaN.

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from relattn.kernels.platform import varying_axes
 from relattn.kernels.precision import widen
 
 # If weights cancel to less than this share of their magnitudes, the rest is noise.
@@ -48,7 +49,9 @@ def softmax(scores: Float[Array, "... m"]) -> Float[Array, "... m"]:
     """Computes a softmax over the last axis; see `shifted_exp`."""
     largest = jnp.max(scores, axis=-1, keepdims=True)
     weights = shifted_exp(scores, largest)
-    return weights / jnp.sum(weights, axis=-1, keepdims=True)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    # Scores that are rounded differently may all be far below their maximum.
+    return weights / jnp.where(total > 0, total, 1.0)
 
 
 @softmax.defjvp
@@ -178,13 +181,15 @@ _call.defvjp(_call_forward, _call_backward)
 
 
 def _power(arrays):
-    """Returns the power of two above the finite magnitudes."""
+    """Returns the power of two above the finite magnitudes, the same on all devices."""
     arrays = [jax.lax.stop_gradient(x) for x in arrays if _is_float(x)]
     largest = [
         jnp.max(jnp.where(jnp.isfinite(x), jnp.abs(widen(x)), 0.0), initial=0.0)
         for x in arrays
     ]
-    return jnp.frexp(functools.reduce(jnp.maximum, largest))[1]
+    largest = functools.reduce(jnp.maximum, largest)
+    axes = varying_axes(largest)
+    return jnp.frexp(jax.lax.pmax(largest, axes) if axes else largest)[1]
 
 
 def _is_float(x):

@@ -153,6 +153,12 @@ def is_one_program(x: jax.Array) -> bool:
     kinds = jax.sharding.get_abstract_mesh().axis_types
     if not kinds or any(kind != jax.sharding.AxisType.Manual for kind in kinds):
         return False
+    return not varying_axes(x)
+
+
+def varying_axes(x: jax.Array) -> tuple[str, ...]:
+    """Returns the axes of `jax.shard_map` with ``check_vma`` along which x varies."""
     aval = jax.typeof(x)
     # The name depends on the version of JAX.
-    return not (aval.vma if hasattr(aval, "vma") else aval.manual_axis_type.varying)
+    axes = aval.vma if hasattr(aval, "vma") else aval.manual_axis_type.varying
+    return tuple(sorted(axes))

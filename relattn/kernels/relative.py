@@ -27,11 +27,12 @@ from relattn.kernels.positions.bias import (
     unwrap_offsets,
     with_prefix_rows,
 )
-from relattn.kernels.precision import wide_einsum, widen
+from relattn.kernels.precision import widen
 from relattn.kernels.softmax import (
     block_size,
     over_blocks,
     past_keys,
+    scaled_products,
     softmax_weights,
     weighted_sum,
     zero_unseen,
@@ -449,8 +450,7 @@ def _add_scores(total, scores):
 
 def _score_rows(q, key_table, precision):
     """Computes q_i . r / sqrt(head_dim) for every table row r, float32 or wider."""
-    scores = wide_einsum(precision)("...nd,...rd->...nr", q, key_table)
-    return scores * q.shape[-1] ** -0.5
+    return scaled_products(q, key_table, precision)
 
 
 def _to_pairs(per_row, grid, num_prefix):

@@ -19,7 +19,7 @@ from relattn.kernels.checks import check_arguments, finite_masked, zero_masked
 from relattn.kernels.flash import flash_branches
 from relattn.kernels.guards import softmax
 from relattn.kernels.platform import choices
-from relattn.kernels.precision import wide_einsum, widen
+from relattn.kernels.precision import compute_dtype, wide_einsum, widen
 
 # The score of a masked key in sums, as in jax.nn.
 LOWEST_SCORE = -0.7 * float(jnp.finfo(jnp.float32).max)
@@ -259,11 +259,24 @@ def _masked_scores(q, k, mask, key_mask, bias, precision):
     """Returns the scores in float32 or wider, and which of them are allowed."""
     if key_mask is not None:
         key_mask = key_mask[..., None, :]
-    scores = wide_einsum(precision)("...nd,...md->...nm", q, k)
-    scores = scores * q.shape[-1] ** -0.5
+    scores = scaled_products(q, k, precision)
     if bias is not None:
         scores = scores + widen(bias)
     return scores, _combine_masks(mask, key_mask)
+
+
+def scaled_products(
+    q: Float[Array, "*#batch n head_dim"],
+    k: Float[Array, "*#batch m head_dim"],
+    precision: jax.lax.PrecisionLike = None,
+) -> Float[Array, "*batch n m"]:
+    """Computes q_i . k_j / sqrt(head_dim) in float32 or wider."""
+    scale, product = q.shape[-1] ** -0.5, wide_einsum(precision)
+    if q.dtype == compute_dtype(q):
+        # Scaled scores are rounded differently where a compiler fuses the scaling into
+        # sums: in the softmax, into the difference from their maximum.
+        return product("...nd,...md->...nm", q * scale, k)
+    return product("...nd,...md->...nm", q, k) * scale
 
 
 def weighted_sum(

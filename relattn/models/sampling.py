@@ -82,7 +82,7 @@ def generate(
     prompt: Prompts,
     num_tokens: int,
     *,
-    key: Key[Array, ""],
+    key: Key[Array, ""] | Key[Array, " prompts"],
     temperature: float | Float[Array, ""] = 1.0,
     top_k: int = 0,
     top_p: float = 1.0,
@@ -93,11 +93,13 @@ def generate(
     One call of the model computes the shortest prompt and fills the cache: the keys and
     values, inputs or state of every layer, in the collection ``cache``. Each further
     token, also of a longer prompt, then costs one row of attention. The prompt is
-    padded to the final length, so that a prompt of another length with the same final
-    length, or another temperature, does not recompile.
+    padded to the final length, or to the context, so that a prompt of another length
+    with the same final length, or another temperature, does not recompile.
 
-    Where the text is longer than the model's context, the model reads it window by
-    window: once a window is full, the next one begins with the last half of it.
+    Where a text is longer than the model's context, the model reads it window by
+    window: once a window is full, the next one begins with the last half of it, as does
+    the first window of a prompt that fills the context. A text does not depend on the
+    prompts beside it: each has windows and, at a temperature above 0, draws of its own.
 
     Args:
         model: A `GPT`.
@@ -106,7 +108,9 @@ def generate(
             a list of prompts of different lengths.
         num_tokens: Number of tokens to draw after the longest prompt. Shorter prompts
             are continued to the same length.
-        key: A PRNG key; the same key draws the same tokens.
+        key: A PRNG key: what a text draws depends on the key and on the number of its
+            row. Or a key for each prompt: the text is then that of the prompt alone
+            with its key.
         temperature: Divides the logits; 0 takes the most likely token.
         top_k: Number of most likely tokens to draw from; 0 for all.
         top_p: Draws from the fewest most likely tokens whose probabilities sum to at
@@ -119,8 +123,8 @@ def generate(
         the longest prompt.
 
     Raises:
-        ValueError: If a prompt is empty or has an id that is not in the vocabulary, or
-            an option is out of range.
+        ValueError: If a prompt is empty or has an id that is not in the vocabulary,
+            the keys are not one for each prompt, or an option is out of range.
 
     Example:
         >>> from relattn.models import GPT
@@ -156,49 +160,77 @@ def generate(
             f"the prompt or stop_token has token id {int(wrong)}; the model's "
             f"vocabulary has ids 0 to {model.vocab_size - 1}"
         )
+    if _is_per_row(key) and key.shape != (len(rows),):
+        raise ValueError(
+            f"expected one key, or one for each of the {len(rows)} prompts, got keys "
+            f"of shape {key.shape}"
+        )
     total, context = int(lengths.max()) + num_tokens, model.context_length
     if context < 2:
         raise ValueError(
             f"config.model.context_length={context} has no room for a drawn token: "
             "use a model with a context of at least 2"
         )
-    tokens = np.zeros((len(rows), total), np.int32)
+    # The last column takes what windows draw after the end of a row.
+    tokens = np.zeros((len(rows), total + 1), np.int32)
     for row, given in zip(tokens, rows, strict=True):
         row[: len(given)] = given
     static = (bool(temperature == 0), top_k, -1 if stop_token is None else stop_token)
     options = (jnp.float32(temperature), None if top_p == 1 else jnp.float32(top_p))
-    known = int(lengths.min())
-    while known < total:
-        start = 0 if known < context else known - (context + 1) // 2
-        window = slice(start, min(start + context, total))
-        draws = jax.random.fold_in(key, start) if start else key
-        tokens[:, window] = _generate(
+    step, width = context // 2, min(context, total)
+    # The first token of each row's window. A row alone has the same windows.
+    start = np.where(lengths < context, 0, lengths - (context - step))
+    known, draws, shift = int((lengths - start).min()), key, 0
+    while True:
+        window = np.minimum(start[:, None] + np.arange(width), total)
+        rest = total - start
+        drawn = _generate(
             model,
             *static,
             variables,
-            tokens[:, window],
+            np.take_along_axis(tokens, window, axis=1),
             draws,
-            jnp.int32(known - start),
+            jnp.int32(known),
+            jnp.int32(min(width, rest.max())),
             lengths - start,
             *options,
         )
-        known = window.stop
-    return jnp.asarray(tokens)
+        np.put_along_axis(tokens, window, np.asarray(drawn), axis=1)
+        if rest.max() <= width:
+            return jnp.asarray(tokens[:, :-1])
+        start, known, shift = start + step, context - step, shift + step
+        draws = _fold_in(key, shift)
+
+
+def _is_per_row(key):
+    """Returns whether there is a key for each row; a raw key has an axis of its own."""
+    return jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.ndim > 0
+
+
+def _fold_in(key, number):
+    """Same as `jax.random.fold_in`, also for an array of keys."""
+    if _is_per_row(key):
+        return jax.vmap(jax.random.fold_in, (0, None))(key, number)
+    return jax.random.fold_in(key, number)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _generate(
-    model, greedy, top_k, stop, variables, tokens, key, known, lengths, temperature,
-    top_p,
+    model, greedy, top_k, stop, variables, tokens, key, known, end, lengths,
+    temperature, top_p,
 ):  # fmt: skip
-    """Draws the tokens from ``known`` on; those before ``lengths`` are prompts."""
+    """Draws tokens ``known`` to ``end - 1``; those before ``lengths`` are prompts."""
     apply = functools.partial(model.apply, mutable=["cache"])
 
     def draw(logits, index):
-        key_i = jax.random.fold_in(key, index)
+        logits, key_i = logits[:, 0], _fold_in(key, index)
         if greedy:
-            return sample_token(key_i, logits[:, 0], temperature=0.0)
-        return _draw(key_i, logits[:, 0], temperature, top_k, top_p)
+            return sample_token(key_i, logits, temperature=0.0)
+        options = (temperature, top_k, top_p)
+        if _is_per_row(key):
+            rows = logits[:, None]
+            return jax.vmap(lambda key, row: _draw(key, row, *options)[0])(key_i, rows)
+        return _draw(key_i, logits, *options)
 
     def write(tokens, index, drawn):
         """Writes drawn tokens at an index, except in a prompt or after the end."""
@@ -214,9 +246,8 @@ def _generate(
         logits, cache = apply({**variables, **cache}, row, index=index)
         return tokens, cache, draw(logits, index)
 
-    # Prefill: one call for the prompt, padded to the final length.
+    # Prefill: one call for the prompt, padded to the width of the window.
     logits, cache = apply(variables, tokens, index=known - 1)
     carry = (tokens, cache, draw(logits, known - 1))
-    last = tokens.shape[1] - 1
-    tokens, _, drawn = jax.lax.fori_loop(known, last, step, carry)
-    return write(tokens, last, drawn)
+    tokens, _, drawn = jax.lax.fori_loop(known, end - 1, step, carry)
+    return write(tokens, end - 1, drawn)

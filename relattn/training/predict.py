@@ -146,7 +146,9 @@ def generate(
     )
     texts = []
     for row, length in zip(np.asarray(out), lengths, strict=True):
-        row = row[: length + num_tokens] if num_tokens else row
+        # What the text is alone, without longer prompts beside it.
+        filled = max(run.data.context_length, length + 1)
+        row = row[: length + num_tokens if num_tokens else filled]
         ends = np.flatnonzero(row[length:] == stop_token)
         row = row[: length + ends[0]] if len(ends) else row
         texts.append(tokenizer.decode(row))

@@ -51,6 +51,13 @@ def test_prompts_of_different_lengths_and_past_the_context(workdir):
         assert text.startswith(prompt) and len(text) > len(prompt)
 
 
+def test_a_text_fills_the_context_beside_a_longer_one(workdir):
+    run = training.load_run(workdir)
+    prompts = ["To be, or not to be", "To", "To be, or not"]
+    texts = run.generate(prompts, temperature=0.0)
+    assert texts == [run.generate(prompt, temperature=0.0) for prompt in prompts]
+
+
 def test_a_stop_text_ends_the_continuation(workdir):
     run = training.load_run(workdir)
     text = run.generate("To be", num_tokens=37)

@@ -152,15 +152,77 @@ def test_each_token_is_drawn_with_a_different_key():
     assert all(len(np.unique(row)) > 2 for row in out[:, 1:])
 
 
-def test_prompts_of_different_lengths_are_continued_as_if_alone():
-    model, variables, tokens = make(attention="favor")
-    prompts = [tokens[0, :4], tokens[1, :1], tokens[2 % len(tokens), :2]]
-    options = {"key": jax.random.key(0), "temperature": 0.0}
-    out = generate(model, variables, prompts, 3, **options)
-    assert out.shape == (3, 7)
-    for row, prompt in zip(out, prompts, strict=True):
-        alone = generate(model, variables, prompt[None], 7 - len(prompt), **options)
-        np.testing.assert_array_equal(row, alone[0])
+def make_lively(**options):
+    """Returns `make` with weights from which texts do not end in one token."""
+    model, variables, tokens = make(**options)
+
+    def scaled(path, leaf):
+        return leaf * (0 if "bias" in jax.tree_util.keystr(path) else 3)
+
+    params = jax.tree_util.tree_map_with_path(scaled, variables["params"])
+    return model, {**variables, "params": params}, np.concatenate(tokens)
+
+
+def continued(model, variables, prompt, total):
+    """Continues one text greedily by full forward passes, window by window."""
+    apply = quick_jit(model.apply)
+    text, window = list(map(int, prompt)), LENGTH - LENGTH // 2
+    start = 0 if len(text) < LENGTH else len(text) - window
+    while len(text) < total:
+        if len(text) - start == LENGTH:
+            start = len(text) - window
+        padded = np.zeros((1, LENGTH), np.int32)
+        padded[0, : len(text) - start] = text[start:]
+        text.append(int(apply(variables, padded)[0, len(text) - start - 1].argmax()))
+    return text
+
+
+@pytest.mark.parametrize(
+    ("attention", "position"),
+    mark_slow([*QUICK, *SLOW], [("softmax", "rope1d"), ("favor", "sincos_bias")]),
+)
+def test_a_text_does_not_depend_on_the_prompts_beside_it(attention, position):
+    model, variables, tokens = make_lively(attention=attention, position=position)
+    # Below, at and beyond the context of 7.
+    prompts = [tokens[:length] for length in (8, 1, 7, 13, 6)]
+    out = generate(
+        model, variables, prompts, 11, key=jax.random.key(0), temperature=0.0
+    )
+    for row, prompt in zip(out.tolist(), prompts, strict=True):
+        assert row == continued(model, variables, prompt, 24)
+
+
+def test_a_text_ends_with_the_stop_token_beside_longer_ones():
+    model, variables, tokens = make_lively(attention="favor", position="sincos_bias")
+    prompts = [tokens[:1], tokens[:9]]
+    expected = [continued(model, variables, prompt, 17) for prompt in prompts]
+    # Ends the first text in its second window.
+    stop = next(token for token in expected[0][8:] if token not in expected[0][1:8])
+    for row, prompt in zip(expected, prompts, strict=True):
+        if stop in row[len(prompt) :]:
+            end = row.index(stop, len(prompt))
+            row[end:] = [stop] * (17 - end)
+    options = {"temperature": 0.0, "stop_token": stop}
+    out = generate(model, variables, prompts, 8, key=jax.random.key(0), **options)
+    assert out.tolist() == expected
+
+
+def test_draws_do_not_depend_on_the_prompts_beside_a_text():
+    model, variables, tokens = make_lively()
+    prompts = [tokens[:9], tokens[:2], tokens[:7]]
+    draw = functools.partial(generate, model, variables, top_k=9, top_p=0.9)
+    # A row draws the same beside other prompts, and the first as if alone.
+    out = draw(prompts, 8, key=jax.random.key(0))
+    beside = draw([tokens[3:], tokens[:2], tokens[:1]], 17, key=jax.random.key(0))
+    np.testing.assert_array_equal(beside[1, :17], out[1])
+    alone = draw(prompts[:1], 8, key=jax.random.key(0))
+    np.testing.assert_array_equal(out[:1], alone)
+    # With a key for each prompt, every text is as if alone.
+    keys = jax.random.split(jax.random.key(0), 3)
+    out = draw(prompts, 8, key=keys)
+    for row, prompt, key in zip(out, prompts, keys, strict=True):
+        np.testing.assert_array_equal(row, draw([prompt], 17 - len(prompt), key=key)[0])
+    assert len({tuple(row) for row in draw([[1]] * 3, 9, key=keys).tolist()}) == 3
 
 
 def test_a_text_longer_than_the_context_is_continued_window_by_window():
@@ -281,6 +343,10 @@ def test_a_sequence_longer_than_the_context_raises():
         ({"prompt": np.array([[3, -1]])}, "token id -1"),
         ({"temperature": -1.0}, "0 or a positive number, got -1.0"),
         ({"top_k": -2}, "from 0 (all) to 13, the size of the vocabulary, got -2"),
+        (
+            {"key": jax.random.split(jax.random.key(0), 2)},
+            "one key, or one for each of the 3 prompts, got keys of shape (2,)",
+        ),
     ],
 )
 def test_invalid_arguments_of_generate_raise(change, message):

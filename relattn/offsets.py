@@ -72,9 +72,12 @@ def check_grid(num_tokens: int, grid: Grid, num_prefix: int = 0) -> None:
         )
     expected = num_prefix + math.prod(grid)
     if num_tokens != expected:
+        symbolic = not isinstance(num_tokens, int | np.integer)
         raise ValueError(
             f"grid {'x'.join(map(str, grid))} with num_prefix={num_prefix} holds "
             f"{expected} tokens, got {num_tokens}"
+            + ": of a grid only the batch can be symbolic"
+            * symbolic
         )
 
 

@@ -17,8 +17,15 @@ from absl.testing import parameterized
 from relattn import kernels
 from relattn.kernels.platform import use_platform
 from tests.helpers import compare
+from tests.helpers.export import PLATFORMS, export
 from tests.helpers.quick import mark_slow, quick_jit
-from tests.mechanisms import LINES, MECHANISMS, TORI
+from tests.mechanisms import (
+    FIXED_LENGTH,
+    LENGTH_BOUNDS,
+    LINES,
+    MECHANISMS,
+    TORI,
+)
 from tests.mechanisms.base import (
     BATCH,
     HEAD_DIM,
@@ -361,6 +368,105 @@ def test_lowers_for_cuda_and_tpu_without_a_scatter(mechanism):
         assert exported.platforms == (platform,)
         found = "stablehlo.scatter" in exported.mlir_module()
         assert found == mechanism.scatters, f"{mechanism} for {name}"
+
+
+def export_kernel(mechanism, masked=True, **sizes):
+    """Exports a kernel; ``sizes`` are the batch, n and m, each a number or a symbol."""
+    sizes = {"b": BATCH, "n": N, "m": M} | sizes
+    symbols = ", ".join(str(sizes[name]) for name in "bnm")
+    bounds = LENGTH_BOUNDS.get(mechanism.name, []) if sizes["n"] == "n" else []
+    b, n, m = jax.export.symbolic_shape(symbols, constraints=bounds)
+    inputs = {}
+    for name, shape in mechanism.shapes.items():
+        if name not in mechanism.shared:
+            shape = (b, HEADS, {N: n, M: m}[shape[0]], *shape[1:])
+        inputs[name] = jax.ShapeDtypeStruct(shape, jnp.float32)
+    keys = inputs[mechanism.key_inputs[0]].shape[-2]
+    key_mask = jax.ShapeDtypeStruct((keys,), bool) if masked else None
+
+    def apply(inputs, key_mask):
+        return mechanism.apply(**inputs, key_mask=key_mask)
+
+    return export(apply, inputs, key_mask)
+
+
+def expect_same(exported, mechanism, masked, batch, n=N, m=M):
+    """Compares an exported kernel with the kernel at other sizes."""
+    lengths = {N: n, M: m}
+    shapes = {
+        name: shape if name in mechanism.shared else (lengths[shape[0]], *shape[1:])
+        for name, shape in mechanism.shapes.items()
+    }
+    resized = dataclasses.replace(mechanism, shapes=shapes)
+    inputs = resized.draw_inputs(batch, HEADS)
+    key_mask = jnp.asarray(resized.key_mask()) if masked else None
+    expected = quick_jit(resized.apply)(**inputs, key_mask=key_mask)
+    out = exported.call(inputs, key_mask)
+    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
+
+
+QUICK_EXPORTS = ("softmax", "causal linear, positive features", "causal Translution")
+
+
+def _exported(mechanisms):
+    return pytest.mark.parametrize(
+        "mechanism",
+        [
+            m if m.name in QUICK_EXPORTS else pytest.param(m, marks=pytest.mark.slow)
+            for m in mechanisms
+        ],
+        ids=str,
+    )
+
+
+@pytest.mark.parametrize("masked", mark_slow([False, True], [True]))
+@_exported([*MECHANISMS, *TORI])
+def test_exports_with_a_symbolic_batch(mechanism, masked):
+    exported = export_kernel(mechanism, masked, b="b")
+    assert exported.platforms == PLATFORMS
+    for batch in (1, 5):
+        expect_same(exported, mechanism, masked, batch)
+
+
+@pytest.mark.parametrize("masked", mark_slow([False, True], [True]))
+@_exported(
+    [
+        m
+        for m in MECHANISMS
+        if m.name in LENGTH_BOUNDS or not (m.on_grid or m.name in FIXED_LENGTH)
+    ]
+)
+def test_exports_with_a_symbolic_length(mechanism, masked):
+    exported = export_kernel(mechanism, masked, b="b", n="n", m="m")
+    # Within a chunk of 5, several chunks, and a chunk that is full.
+    for n, m in ((5, 3), (13, 29), (10, 5)):
+        expect_same(exported, mechanism, masked, 2, n, m)
+
+
+@pytest.mark.parametrize("name", FIXED_LENGTH)
+def test_a_fixed_length_refuses_a_symbolic_one(name):
+    (mechanism,) = [m for m in MECHANISMS if m.name == name]
+    with pytest.raises(ValueError, match=FIXED_LENGTH[name]):
+        export_kernel(mechanism, b="b", n="n", m="m")
+
+
+@pytest.mark.parametrize("name", LENGTH_BOUNDS)
+def test_a_symbolic_length_without_its_bound_raises(name, monkeypatch):
+    (mechanism,) = [m for m in MECHANISMS if m.name == name]
+    (bound,) = LENGTH_BOUNDS[name]
+    monkeypatch.setitem(LENGTH_BOUNDS, name, [])
+    with pytest.raises(ValueError, match=f"constraints=.*{bound}"):
+        export_kernel(mechanism, b="b", n="n", m="m")
+
+
+@pytest.mark.parametrize("name", ["softmax", "causal linear, positive features"])
+@pytest.mark.parametrize("platform", ["gpu", "tpu"])
+def test_forms_of_other_platforms_export_with_symbolic_sizes(name, platform):
+    """Flash attention and kernels in VMEM have fixed sizes and step aside."""
+    (mechanism,) = [m for m in MECHANISMS if m.name == name]
+    with use_platform(platform):
+        exported = export_kernel(mechanism, False, b="b", n="n", m="m")
+    expect_same(exported, mechanism, False, 2, 7, 6)
 
 
 @every_mechanism

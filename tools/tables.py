@@ -58,6 +58,8 @@ CONTRACTS = {
     "lowers for cpu, cuda, tpu": [
         test_contracts.test_lowers_for_cuda_and_tpu_without_a_scatter
     ],
+    "symbolic batch": [test_contracts.test_exports_with_a_symbolic_batch],
+    "symbolic length": [test_contracts.test_exports_with_a_symbolic_length],
 }
 
 

@@ -12,8 +12,10 @@ import typing
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.export import is_symbolic_dim
 from jaxtyping import AbstractArray, Array, Bool, Float, Int
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -90,8 +92,56 @@ def check_arguments(function: Function) -> Function:
 
 def broadcast_leading(*arrays: Array) -> list[Array]:
     """Broadcasts the leading axes of arrays ``[*batch, n, width]`` to one shape."""
-    leading = np.broadcast_shapes(*(x.shape[:-2] for x in arrays))
+    leading = jnp.broadcast_shapes(*(x.shape[:-2] for x in arrays))
     return [jnp.broadcast_to(x, (*leading, *x.shape[-2:])) for x in arrays]
+
+
+def at_most(size: int, limit: int) -> bool:
+    """Returns whether a size is at most a limit, for every value of symbolic sizes.
+
+    Kernels choose their form by it: a form for long sequences is right for short ones
+    too, and so for a symbolic length of `jax.export`.
+
+    Example:
+        >>> n, short = jax.export.symbolic_shape("n, short", constraints=["short <= 4"])
+        >>> at_most(3, 4), at_most(n, 4), at_most(short, 4)
+        (True, False, True)
+    """
+    try:
+        return size <= limit
+    except jax.errors.InconclusiveDimensionOperation:
+        return False
+
+
+def bound_hint(size: int, bound: str) -> str:
+    """Returns the end of an error on a size: the bound a symbolic size needs, or "".
+
+    Example:
+        >>> bound_hint(3, "<= 4")
+        ''
+        >>> (n,) = jax.export.symbolic_shape("n")
+        >>> bound_hint(n, "<= 4")
+        ': give the symbolic size its bound, constraints=["n <= 4"]'
+    """
+    if not is_symbolic_dim(size):
+        return ""
+    return f': give the symbolic size its bound, constraints=["{size} {bound}"]'
+
+
+def check_static(size: int, what: str) -> None:
+    """Raises ValueError if a number of tokens is symbolic.
+
+    Example:
+        >>> (n,) = jax.export.symbolic_shape("n")
+        >>> check_static(n, "A grid")
+        Traceback (most recent call last):
+        ValueError: A grid has a fixed number of tokens, got the symbolic n: export ...
+    """
+    if is_symbolic_dim(size):
+        raise ValueError(
+            f"{what} has a fixed number of tokens, got the symbolic {size}: export it "
+            "for each number, with a symbolic batch only"
+        )
 
 
 def zero_masked(
@@ -255,7 +305,7 @@ def _check_leading(arrays, chosen):
         others = [name for name in names if name not in masks]
         leading = {name: chosen[name].leading(arrays[name]) for name in names}
         try:
-            shape = np.broadcast_shapes(*(leading[name] for name in others))
+            shape = jnp.broadcast_shapes(*(leading[name] for name in others))
         except ValueError:
             shape = None
         if shape is None or any(

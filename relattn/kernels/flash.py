@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax.export import is_symbolic_dim
 from jaxtyping import Array, Float
 
 from relattn.kernels.platform import choices, current_platform, is_one_program
@@ -46,6 +47,8 @@ def flash_branches(
         {}
     """
     shortest = choices().flash_length
+    if any(is_symbolic_dim(size) for x in (q, k) for size in x.shape):
+        return {}
     like = [(*x.shape[:-2], x.shape[-1], x.dtype) for x in (q, k, v)]
     if shortest is None or len(set(like)) > 1 or not q.size or k.shape[-2] < shortest:
         return {}

@@ -7,7 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from relattn.kernels.checks import check_arguments, finite_masked, zero_masked
+from relattn.kernels.checks import (
+    check_arguments,
+    check_static,
+    finite_masked,
+    zero_masked,
+)
 from relattn.kernels.positions.bias import bias_of_pairs
 from relattn.kernels.precision import widen
 from relattn.kernels.softmax import masked_softmax, softmax_weights, weighted_sum
@@ -119,6 +124,7 @@ def causal_gated_positional_attention(
     Source:
         d'Ascoli et al., ConViT, section 3; Translution, appendix E, 5.
     """
+    check_static(q.shape[-2], "Causal gated positional attention")
     grid = (q.shape[-2],)
     scores = bias_of_pairs(_offset_scores(coefficients, grid, 0), grid, 0)
     past = jnp.tril(jnp.ones((grid[0], grid[0]), bool))

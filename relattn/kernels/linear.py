@@ -15,9 +15,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.export import is_symbolic_dim
 from jaxtyping import Array, Bool, Float, Int
 
 from relattn.kernels.checks import (
+    at_most,
     broadcast_leading,
     check_arguments,
     finite_masked,
@@ -106,8 +108,8 @@ def linear_attention(
         key_mask: True for keys that exist, shape ``[*batch, m]``. A query without keys
             gives zeros.
         chunk_size: Number of tokens whose features are computed at a time; None for the
-            choice of `relattn.kernels.platform`. With more than one chunk, the backward
-            pass computes them again.
+            choice of `relattn.kernels.platform`, or all tokens where their number is
+            symbolic. With more than one chunk, the backward pass computes them again.
         precision: Passed to einsum.
         return_normalizer: Whether to also return the denominators.
 
@@ -130,9 +132,15 @@ def linear_attention(
     Source:
         Choromanski et al., Rethinking Attention with Performers, section 2.2.
     """
-    chunk_size = choices().linear_chunk if chunk_size is None else chunk_size
+    takes_all = chunk_size is None
+    chunk_size = choices().linear_chunk if takes_all else chunk_size
     check_chunk_size(chunk_size)
     check_feature_maps(feature_map, q, k)
+
+    def is_one_chunk(x):
+        n = x.shape[-2]
+        return at_most(n, chunk_size) or takes_all and is_symbolic_dim(n)
+
     k, v, key_mask = zero_masked(k, v, key_mask)
     einsum = wide_einsum(precision)
 
@@ -145,7 +153,7 @@ def linear_attention(
         return _attend_sums(features, state, einsum, v.dtype)
 
     # S and z, chunk by chunk.
-    if k.shape[-2] <= chunk_size:
+    if is_one_chunk(k):
         state = sum_chunk((k, v, key_mask))
     else:
         if key_mask is None:
@@ -160,7 +168,7 @@ def linear_attention(
         state, _ = scan_chunks(add_chunk, empty, chunks)
 
     # phi(q_i)^T S / phi(q_i)^T z, chunk by chunk.
-    if q.shape[-2] <= chunk_size:
+    if is_one_chunk(q):
         out, normalizer = attend(q, state)
     else:
 
@@ -282,7 +290,7 @@ def causal_linear_attention(
         return out.astype(v.dtype), state
 
     plain = all(x is None for x in (key_mask, starts, state)) and not return_state
-    if choices().causal_in_vmem and plain and q.shape[-2] > chunk_size:
+    if choices().causal_in_vmem and plain and not at_most(q.shape[-2], chunk_size):
         from relattn.kernels import pallas_linear
 
         if pallas_linear.fits_vmem(q, k, v, feature_map, precision):
@@ -504,14 +512,15 @@ def _attend_in_chunks(
     """Computes causal linear attention by a scan over chunks; returns its state."""
     einsum = wide_einsum(precision)
     length, parallel = q.shape[-2], 1
-    if state is None or length > chunk_size:
+    is_one_chunk = at_most(length, chunk_size)
+    if state is None or not is_one_chunk:
         features = feature_shapes(feature_map, k)
         check_causal(features)
         if state is None:
             state = empty_causal(features, v)
         # With a bound, only sums pass between chunks: several are computed in parallel.
         bounded = features.bound is not None and starts is None
-        if bounded and length > chunk_size:
+        if bounded and not is_one_chunk and not is_symbolic_dim(length):
             parallel = _PARALLEL_CHUNKS
 
     def attend(state, tokens):
@@ -519,7 +528,7 @@ def _attend_in_chunks(
         out, _ = divide_sums(*checkpoint_name(sums, KEPT), v.dtype)
         return state, out.reshape(tokens[2].shape)
 
-    if length <= chunk_size:
+    if is_one_chunk:
         state, out = attend(state, (q, k, v, key_mask, starts))
     else:
         if return_state and key_mask is None:
@@ -665,13 +674,15 @@ def split_chunks(tree: Any, chunk_size: int, multiple: int = 1) -> Any:
     """Splits [*batch, n, width] into [chunks, *batch, chunk, width].
 
     Chunks have equal lengths: a multiple of ``multiple``, at most ``chunk_size``, which
-    is one too. Zeros fill the last chunk.
+    is one too. Zeros fill the last chunk. Where n is symbolic, chunks have
+    ``chunk_size`` tokens.
     """
 
     def split(x):
         length = x.shape[-2]
-        num_chunks = -(-length // chunk_size)
-        size = -(-length // (num_chunks * multiple)) * multiple
+        num_chunks, size = -(-length // chunk_size), chunk_size
+        if not is_symbolic_dim(length):
+            size = -(-length // (num_chunks * multiple)) * multiple
         padding = [(0, 0)] * x.ndim
         padding[-2] = (0, num_chunks * size - length)
         x = jnp.pad(x, padding)

@@ -15,6 +15,7 @@ import jax.extend
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.export import is_symbolic_dim
 from jaxtyping import Array, Float
 
 from relattn.kernels.guards import divide_sums, scale_backward
@@ -71,7 +72,7 @@ def fits_vmem(
     Returns:
         True if it does.
     """
-    if not is_one_program(q) or not v.size:
+    if not is_one_program(q) or not v.size or any(map(is_symbolic_dim, v.shape)):
         return False
     if compute_dtype(q, k, v) != jnp.float32:
         return False

@@ -7,9 +7,12 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.export import is_symbolic_dim
 from jaxtyping import Array, Bool, Float
 
 from relattn.kernels.checks import (
+    at_most,
+    bound_hint,
     broadcast_leading,
     check_arguments,
     finite_masked,
@@ -73,9 +76,10 @@ def routing_attention(
         code.
     """
     n = q.shape[-2]
-    if not 1 <= window <= n:
+    if not (window >= 1 and at_most(window, n)):
         raise ValueError(
             f"routing needs a window of 1 to n={n} tokens, got window={window}"
+            + bound_hint(n, f">= {window}")
         )
     q, k, v = broadcast_leading(q, k, v)
     q, _, _ = zero_masked(q, v, key_mask)
@@ -157,7 +161,7 @@ def local_attention(
     )
     # Blocks of `size` tokens reach their window within the neighbouring blocks.
     reach = window // 2
-    size = max(1, min(reach, length))
+    size = max(1, reach if is_symbolic_dim(length) else min(reach, length))
     blocks = -(-length // size)
     padding = (0, blocks * size - length)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.export import is_symbolic_dim
 from jaxtyping import Array, Bool, Float
 
 from relattn.kernels.checks import check_arguments, finite_masked, zero_masked
@@ -196,8 +197,13 @@ def past_keys(first: Array | int, n: int, m: int) -> Bool[Array, "n m"]:
 
 
 def block_size(batch: tuple[int, ...], n: int, m: int) -> int:
-    """Returns the number of queries that attend at once: n, or fewer to save memory."""
-    scores_of_query = math.prod(batch) * m
+    """Returns the number of queries that attend at once: n, or fewer to save memory.
+
+    All n where a length is symbolic; a symbolic axis of the batch counts as one.
+    """
+    if is_symbolic_dim(n) or is_symbolic_dim(m):
+        return n
+    scores_of_query = math.prod(x for x in batch if not is_symbolic_dim(x)) * m
     return min(n, max(1, choices().block_scores // max(1, scores_of_query)))
 
 

@@ -20,6 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 from relattn.kernels.checks import (
     broadcast_leading,
     check_arguments,
+    check_static,
     finite_masked,
     zero_masked,
 )
@@ -266,6 +267,7 @@ def causal_toeplitz_linear_attention(
     check_chunk_size(block_size, "block_size")
     check_feature_maps(feature_map, q, k)
     length = q.shape[-2]
+    check_static(length, "Causal linear attention with an offset bias")
     bias = past_rows(bias, "bias", length, axis=-1)
     q, k, v = broadcast_leading(finite_masked(q, key_mask), k, v)
     k, v, key_mask = zero_masked(k, v, key_mask)

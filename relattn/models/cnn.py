@@ -193,7 +193,7 @@ class Vgg16(CNN):
             for layer in range(depth):
                 x = nn.relu(conv(x, f"conv_{stage}_{layer}", channels, 3))
             x = _halve(x)
-        x = average_to_grid(x, (7, 7)).reshape(len(x), -1)
+        x = average_to_grid(x, (7, 7)).reshape(x.shape[0], -1)
         hidden = head = Linear
         if self.weight_init == "he":
             hidden = functools.partial(nn.Dense, kernel_init=HE_NORMAL)

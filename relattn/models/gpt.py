@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from relattn.kernels.checks import at_most, bound_hint
 from relattn.nn.blocks import (
     LAYER_NORM_EPSILON,
     Linear,
@@ -137,10 +138,11 @@ class GPT(nn.Module):
             causal=True,
         )
         length, num_tokens = self.context_length, tokens.shape[1]
-        if num_tokens > length:
+        if not at_most(num_tokens, length):
             raise ValueError(
                 f"the sequence of {num_tokens} tokens is longer than "
                 f"config.model.context_length={length}"
+                + bound_hint(num_tokens, f"<= {length}")
             )
         embedding = nn.Embed(
             self.vocab_size,

@@ -237,7 +237,7 @@ def anchor_shifts(
 
         key = jax.lax.fori_loop(0, pixels.shape[axis], add, jnp.zeros_like(key))
     chosen = jnp.where(jnp.tile(largest, (1, *grid)), key, -jnp.inf)
-    first = jnp.argmax(chosen.reshape(len(images), -1), axis=-1)
+    first = jnp.argmax(chosen.reshape(images.shape[0], -1), axis=-1)
     return jnp.stack(divmod(first, width), axis=-1)
 
 

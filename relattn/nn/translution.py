@@ -186,7 +186,7 @@ class TranslutionAttention(OffsetAttention):
         key_mask = None if context.key_mask is None else context.key_mask[:, 0]
         index = self.table_index(x.shape[-2], context)
         if self.sows_weights:
-            zeros = jnp.zeros((len(x), self.num_heads, x.shape[1], 1), x.dtype)
+            zeros = jnp.zeros((x.shape[0], self.num_heads, x.shape[1], 1), x.dtype)
             options = {"scale": self.head_dim**-0.5, "key_mask": key_mask}
             scores = (x, x, None), (*tables[:2], None)
             self.sow_low_rank_weights(zeros, zeros, *scores, index, options)
@@ -286,7 +286,9 @@ class LorTranslutionAttention(OffsetAttention):
                 options["key_mask"] = context.key_mask[:, 0]
             index = self.table_index(x.shape[-2], context)
             if self.sows_weights:
-                zeros = jnp.zeros((len(x), self.num_heads, x.shape[1], 1), self.dtype)
+                zeros = jnp.zeros(
+                    (x.shape[0], self.num_heads, x.shape[1], 1), self.dtype
+                )
                 q, k = plain[:2] if self.base else (zeros, zeros)
                 scaled = options | {"average": self.average and self.base}
                 scores = (*low[:2], None), (*tables[:2], None)

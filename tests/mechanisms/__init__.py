@@ -15,3 +15,26 @@ MECHANISMS = [
 LINES = [*attention.LINES, *translution.on_line(reference.offset_rows((N,)))]
 # The same kernels on a torus.
 TORI = [*attention.TORI, *translution.on_torus()]
+
+# Kernels that refuse a symbolic number of tokens, with words of the error. Encodings
+# have an array of positions instead, which the caller makes for one grid.
+_GRID, _FIXED = "of a grid only the batch", "has a fixed number of tokens"
+FIXED_LENGTH = {
+    "linear, offset bias": _GRID,
+    "causal linear, offset bias": _FIXED,
+    "banded, positive features": _GRID,
+    "relative keys, values and bias": _GRID,
+    "gated positional": _GRID,
+    "causal gated positional": _FIXED,
+    "Translution": _GRID,
+    "causal Translution": _FIXED,
+    "Translution by pairs": "must have the same n",
+    "LoR-Translution": _GRID,
+    "causal LoR-Translution": _FIXED,
+    "Linformer": "must have the same m",
+}
+# Bounds that a symbolic number of tokens needs: of tables, and of a cluster's window.
+LENGTH_BOUNDS = {
+    "causal relative keys, values and bias": ["n <= 13"],
+    "routing": ["n >= 5"],
+}

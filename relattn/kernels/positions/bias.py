@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from relattn.kernels.checks import check_arguments
+from relattn.kernels.checks import at_most, bound_hint, check_arguments
 from relattn.kernels.platform import choices
 from relattn.kernels.precision import widen
 from relattn.offsets import Grid, Torus, num_offsets, offset_index, offsets_per_axis
@@ -134,10 +134,11 @@ def past_rows(
     if table is None:
         return None
     rows = table.shape[axis]
-    if rows % 2 == 0 or rows < 2 * length - 1:
+    if rows % 2 == 0 or not at_most(2 * length - 1, rows):
         raise ValueError(
             f"{name!r} needs an odd number of rows, at least "
             f"{2 * length - 1} for a sequence of {length} tokens, got {rows}"
+            + bound_hint(length, f"<= {(rows + 1) // 2}")
         )
     return jax.lax.slice_in_dim(table, rows // 2, rows // 2 + length, axis=axis)
 

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from relattn.kernels.checks import check_static
 from relattn.kernels.platform import choices
 from relattn.kernels.precision import (
     compute_dtype,
@@ -164,6 +165,7 @@ class CausalOffsets(_OffsetIndex):
 
     def check_length(self, num_tokens: int) -> None:
         """Raises ValueError if the index is for another number of tokens."""
+        check_static(num_tokens, "Translution")
         check_num_tokens(self, num_tokens)
 
     def check_table(self, name: str, table: Array) -> Array:
@@ -194,13 +196,15 @@ def _pair_scores(scan, q, k, t_q, t_k):
     """Computes q . k of pairs, [pairs heads], from their tokens and matrices."""
     q, k = _project(q, t_q, scan.precision), _project(k, t_k, scan.precision)
     products = widen(q) * widen(k)
-    return products.reshape(len(products), scan.num_heads, scan.head_dim).sum(axis=-1)
+    shape = (products.shape[0], scan.num_heads, scan.head_dim)
+    return products.reshape(shape).sum(axis=-1)
 
 
 def _pair_values(scan, weights, v, t_v):
     """Computes weighted values of pairs, [pairs heads * head_dim]."""
     v = widen(_project(v, t_v, scan.precision))
-    weighted = weights[..., None] * v.reshape(len(v), scan.num_heads, scan.head_dim)
+    shape = (v.shape[0], scan.num_heads, scan.head_dim)
+    weighted = weights[..., None] * v.reshape(shape)
     return weighted.reshape(v.shape)
 
 
@@ -223,7 +227,7 @@ def _scores(scan, q, k, t_q, t_k):
         return carry, _pair_scores(scan, *rectangles, *matrices)
 
     _, slots = scan.over_offsets(step, None, [None] * len(scan.plan.buckets))
-    scores = scan.from_slots(slots, len(q))
+    scores = scan.from_slots(slots, q.shape[0])
     rows = _prefix_rows(scan, t_q), _prefix_rows(scan, t_k)
     return _prefix_scores(scan, scores, q, k, *rows)
 
@@ -331,7 +335,7 @@ def _values_backward(scan, residuals, cotangent):
     carry = _wide_zeros(grid_v), _start_gradient(scan, t_v, rows)
     slots = scan.to_slots(weights[:, :, prefix:, prefix:])
     (dv, dt_v), slots = scan.over_offsets(step, carry, slots)
-    dv, dweights = scan.from_grid(dv), scan.from_slots(slots, len(v))
+    dv, dweights = scan.from_grid(dv), scan.from_slots(slots, v.shape[0])
     if prefix:
         dweights = jnp.pad(dweights, [(0, 0)] * 2 + [(prefix, 0)] * 2) + add_weights
         dv = jnp.pad(dv, [(0, 0), (prefix, 0), (0, 0)]) + add

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from relattn.kernels.checks import at_most
 from relattn.kernels.precision import widen
 from relattn.offsets import Grid, Torus, num_offsets, offsets_per_axis
 
@@ -165,7 +166,7 @@ class RowLoop:
 
         The result is then ``[row, column, column of the other, ...]``.
         """
-        if 2 * batch < matrices.shape[2]:
+        if at_most(2 * batch + 1, matrices.shape[2]):
             return matrices
         matrices = jnp.moveaxis(matrices, 1, 0)
         matrices = jnp.broadcast_to(matrices, (self.shape[1], *matrices.shape))

@@ -8,10 +8,12 @@ examples and without leaking later tokens into earlier outputs.
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from typing import Any, NamedTuple
 
 import jax
+import jax.export
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
@@ -70,6 +72,15 @@ class RandomFeatures:
     orthogonal: bool = dataclasses.field(default=True, metadata={"static": True})
     norms: str = dataclasses.field(default="chi", metadata={"static": True})
     haar: bool = dataclasses.field(default=True, metadata={"static": True})
+
+
+# Lets `jax.export.Exported.serialize` store a model's variables.
+jax.export.register_pytree_node_serialization(
+    RandomFeatures,
+    serialized_name="relattn.RandomFeatures",
+    serialize_auxdata=lambda settings: json.dumps(settings).encode(),
+    deserialize_auxdata=lambda stored: tuple(json.loads(stored)),
+)
 
 
 @check_arguments

@@ -143,6 +143,8 @@ def test_guide_runs_and_its_decoding_steps_equal_the_causal_kernels():
     expected = -np.array([[1 / 16], [1 / 256]]) * np.array([2, 1, 0, 1, 2])
     np.testing.assert_allclose(layer.tables["bias"], expected)
     assert not np.isnan(scope["masked"]).any()
+    direct = scope["gpt"].apply(scope["weights"], jnp.zeros((3, 17), jnp.int32))
+    np.testing.assert_allclose(scope["exported_logits"], direct, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.slow

@@ -82,6 +82,7 @@ def test_linen_layer_of_any_length(name, causal):
     expect_same(layer.apply, (variables, jnp.float32), f"b, n, {DIM}", inputs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", mark_slow(ATTENTIONS, ["softmax"]))
 def test_nnx_layer(name):
     layer = MultiHeadAttention(
@@ -96,6 +97,7 @@ def test_nnx_layer(name):
     expect_same(apply, ((), jnp.float32), f"b, {N}, {DIM}", batches)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", mark_slow(["softmax", "favor", "relu"], ["favor"]))
 def test_nnx_layer_of_any_length(name):
     layer = MultiHeadAttention(name, dim=DIM, num_heads=HEADS, rngs=nnx.Rngs(0))
@@ -116,6 +118,7 @@ VIT = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("attention", "position"), mark_slow(VIT, [("softmax", "rope2d")])
 )

@@ -96,7 +96,7 @@ def broadcast_leading(*arrays: Array) -> list[Array]:
     return [jnp.broadcast_to(x, (*leading, *x.shape[-2:])) for x in arrays]
 
 
-def at_most(size: int, limit: int) -> bool:
+def at_most(size: Any, limit: Any) -> bool:
     """Returns whether a size is at most a limit, for every value of symbolic sizes.
 
     Kernels choose their form by it: a form for long sequences is right for short ones
@@ -113,7 +113,7 @@ def at_most(size: int, limit: int) -> bool:
         return False
 
 
-def bound_hint(size: int, bound: str) -> str:
+def bound_hint(size: Any, bound: str) -> str:
     """Returns the end of an error on a size: the bound a symbolic size needs, or "".
 
     Example:
@@ -128,7 +128,7 @@ def bound_hint(size: int, bound: str) -> str:
     return f': give the symbolic size its bound, constraints=["{size} {bound}"]'
 
 
-def check_static(size: int, what: str) -> None:
+def check_static(size: Any, what: str) -> None:
     """Raises ValueError if a number of tokens is symbolic.
 
     Example:

@@ -135,7 +135,7 @@ def banded_attention(
         rows,
         counts > 0,
         # Without a mask, each query of such a grid has keys at every distance.
-        shared_shift=key_mask is None and num_rings <= grid[0] // 2 + grid[1] // 2,
+        shared_shift=key_mask is None and num_rings <= sum(side // 2 for side in grid),
         precision=precision,
     )
     near, far = weights[..., :-1], weights[..., -1:]

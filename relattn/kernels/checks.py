@@ -87,7 +87,7 @@ def check_arguments(function: Function) -> Function:
         _check_leading(arrays, chosen)
         return function(*bound.args, **bound.kwargs)
 
-    return checked
+    return typing.cast(Function, checked)
 
 
 def broadcast_leading(*arrays: Array) -> list[Array]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -71,6 +71,22 @@ class LinearState(NamedTuple):
     magnitudes: Float[Array, "*batch features 1"] | None
 
 
+@overload
+def linear_attention(
+    q: Float[Array, "*#batch n head_dim"],
+    k: Float[Array, "*#batch m head_dim"],
+    v: Float[Array, "*#batch m value_dim"],
+    feature_map: FeatureMap,
+    *,
+    key_mask: Bool[Array, "*#batch m"] | None = None,
+    chunk_size: int | None = None,
+    precision: jax.lax.PrecisionLike = None,
+    return_normalizer: Literal[False] = False,
+) -> Float[Array, "*batch n value_dim"]: ...
+@overload
+def linear_attention(
+    *args: Any, return_normalizer: Literal[True], **kwargs: Any
+) -> tuple[Float[Array, "*batch n value_dim"], Float[Array, "*batch n"]]: ...
 @check_arguments
 def linear_attention(
     q: Float[Array, "*#batch n head_dim"],
@@ -180,6 +196,24 @@ def linear_attention(
     return (out, normalizer[..., 0]) if return_normalizer else out
 
 
+@overload
+def causal_linear_attention(
+    q: Float[Array, "*#batch n head_dim"],
+    k: Float[Array, "*#batch n head_dim"],
+    v: Float[Array, "*#batch n value_dim"],
+    feature_map: FeatureMap,
+    *,
+    key_mask: Bool[Array, "*#batch n"] | None = None,
+    segment_ids: Int[Array, "*#batch n"] | None = None,
+    state: LinearState | None = None,
+    return_state: Literal[False] = False,
+    chunk_size: int | None = None,
+    precision: jax.lax.PrecisionLike = None,
+) -> Float[Array, "*batch n value_dim"]: ...
+@overload
+def causal_linear_attention(
+    *args: Any, return_state: Literal[True], **kwargs: Any
+) -> tuple[Float[Array, "*batch n value_dim"], LinearState]: ...
 @check_arguments
 def causal_linear_attention(
     q: Float[Array, "*#batch n head_dim"],
@@ -316,12 +350,19 @@ def underflowed(keys: Features) -> Bool[Array, "*batch n"]:
         True where every feature, shifted by its bound, is below the smallest normal
         float32, shape ``[*batch, n]``.
 
+    Raises:
+        ValueError: If the features have no bound.
+
     Example:
         >>> from relattn.kernels import draw_orthogonal, positive_features
         >>> w = draw_orthogonal(jax.random.key(0), 5, 3)
         >>> underflowed(positive_features(jnp.array([[1.0] * 3, [50.0] * 3]), w))
         Array([False,  True], dtype=bool)
     """
+    if keys.bound is None:
+        raise ValueError(
+            "only features with a bound underflow, got Features with bound=None"
+        )
     largest = jnp.max(keys.exponents - keys.bound, axis=-1)
     return largest < math.log(jnp.finfo(jnp.float32).tiny)
 
@@ -459,10 +500,12 @@ def causal_factors(
     Without a bound, the features of the keys lack their exponents, one per token, which
     are returned last.
     """
+    check_causal(keys)
     if keys.bound is None:
         exponents = keys.exponents
         if mask is not None:
             exponents = jnp.where(mask[..., None], exponents, -jnp.inf)
+        assert queries.values is not None and keys.values is not None
         return queries.values, keys.values, exponents
     bound = jax.lax.stop_gradient(keys.bound)
     phi = shifted_exp(keys.exponents, bound, math.inf)
@@ -485,7 +528,8 @@ def empty_causal(features: Features, v: Array | jax.ShapeDtypeStruct) -> LinearS
     """Returns the state before the first token, for features of these shapes."""
     batch = v.shape[:-2]
     signed = features.values is not None
-    num_features = (features.values if signed else features.exponents).shape[-1]
+    widest = features.exponents if features.values is None else features.values
+    num_features = widest.shape[-1]
     # With a bound, the bound is the shift and this one stays zero.
     shift = LOWEST if features.bound is None else 0.0
     dtype = compute_dtype(v.dtype, *(x.dtype for x in jax.tree.leaves(features)))
@@ -508,7 +552,7 @@ def _attend_in_chunks(
     feature_map,
     chunk_size,
     precision,
-):
+) -> tuple[Array, LinearState]:
     """Computes causal linear attention by a scan over chunks; returns its state."""
     einsum = wide_einsum(precision)
     length, parallel = q.shape[-2], 1
@@ -525,7 +569,7 @@ def _attend_in_chunks(
 
     def attend(state, tokens):
         state, *sums = sum_causally(state, tokens, feature_map, einsum, parallel)
-        out, _ = divide_sums(*checkpoint_name(sums, KEPT), v.dtype)
+        out, _ = divide_sums(*checkpoint_name(sums, KEPT), dtype=v.dtype)
         return state, out.reshape(tokens[2].shape)
 
     if is_one_chunk:
@@ -549,7 +593,7 @@ def _attend_in_chunks(
 
 def sum_causally(
     state: LinearState,
-    tokens: tuple[Array | None, ...],
+    tokens: tuple[Array, Array, Array, Array | None, Array | None],
     feature_map: FeatureMap,
     einsum: Callable[..., Array],
     parallel: int = 1,

@@ -156,9 +156,9 @@ def attend_in_vmem(
     def attend(state, tokens):
         if bounded:
             state = state._replace(shift=jnp.zeros((1, 1), state.sums.dtype))
-        tokens = (*tokens, None, None)
-        state, *sums = sum_causally(state, tokens, feature_map, einsum)
-        out, _ = divide_sums(*sums, tokens[2].dtype)
+        masked = (*tokens, None, None)
+        state, sums, magnitudes = sum_causally(state, masked, feature_map, einsum)
+        out, _ = divide_sums(sums, magnitudes, tokens[2].dtype)
         state = state._replace(shift=None) if bounded else state
         return state, out.reshape(tokens[2].shape)
 
@@ -201,12 +201,12 @@ def scan_in_vmem(
     leaves, tree = jax.tree.flatten(tokens)
     *batch, length, _ = leaves[0].shape
 
-    def step(state, chunk):
+    def transposed(state, chunk):
         state, out = body(state, tree.unflatten(x.T for x in chunk))
         return state, out.T
 
     chunk = [jax.ShapeDtypeStruct((x.shape[-1], size), x.dtype) for x in leaves]
-    step, arrays, out = _hoist(step, jax.eval_shape(empty), chunk)
+    step, arrays, out = _hoist(transposed, jax.eval_shape(empty), chunk)
 
     def split(x):
         x = x.reshape(math.prod(batch), length, x.shape[-1])

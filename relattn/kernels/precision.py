@@ -44,7 +44,10 @@ def current_precision(precision: jax.lax.PrecisionLike) -> jax.lax.PrecisionLike
         ...     current_precision(None), current_precision("highest")
         ('high', 'highest')
     """
-    return jax.config.jax_default_matmul_precision if precision is None else precision
+    if precision is not None:
+        return precision
+    # JAX adds the attributes of its configuration when it starts.
+    return jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def wide_einsum(precision: jax.lax.PrecisionLike) -> Callable[..., Array]:

@@ -310,7 +310,7 @@ def _attend(
 
 def _block_size(arrays, bias):
     """Returns the number of queries that attend at once."""
-    batch = [x.shape[:-2] for x in arrays if x is not None]
+    batch: list[tuple[int, ...]] = [x.shape[:-2] for x in arrays if x is not None]
     batch += [] if bias is None else [bias.shape[:-1]]
     n = arrays[0].shape[-2]
     return block_size(jnp.broadcast_shapes(*batch), n, n)
@@ -353,14 +353,18 @@ class _Blocks:
             if self.causal:
                 past = past_keys(first, size, self.grid[0])
                 mask = past if mask is None else mask & past
-            return self._attend(attend, q, mask, *rows, self._to_pairs)
+            return self._attend(attend, q, mask, *rows, to_pairs=self._to_pairs)
 
         out = over_blocks(attend_block, queries, size)
         if not prefix:
             return out
         rows = [None if table is None else table[..., rows:, :] for table in tables]
         top = self._attend(
-            attend, q[..., :prefix, :], mask and mask[0], *rows, self._prefix_to_pairs
+            attend,
+            q[..., :prefix, :],
+            mask and mask[0],
+            *rows,
+            to_pairs=self._prefix_to_pairs,
         )
         return jnp.concatenate([top, out], axis=-2)
 

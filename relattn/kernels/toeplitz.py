@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
+from typing import Any, Literal, cast, overload
 
 import jax
 import jax.numpy as jnp
@@ -57,6 +58,27 @@ from relattn.kernels.precision import wide_einsum, widen
 from relattn.offsets import Grid, Torus, check_grid, num_offsets, offsets_per_axis
 
 
+@overload
+def toeplitz_linear_attention(
+    q: Float[Array, "*#batch n head_dim"],
+    k: Float[Array, "*#batch n head_dim"],
+    v: Float[Array, "*#batch n value_dim"],
+    feature_map: FeatureMap,
+    bias: Float[Array, "*#batch rows"],
+    *,
+    grid: Grid,
+    num_prefix: int = 0,
+    key_mask: Bool[Array, "*#batch n"] | None = None,
+    dense_size: int | None = None,
+    chunk_size: int = 128,
+    block_size: int = 4,
+    precision: jax.lax.PrecisionLike = None,
+    return_normalizer: Literal[False] = False,
+) -> Float[Array, "*batch n value_dim"]: ...
+@overload
+def toeplitz_linear_attention(
+    *args: Any, return_normalizer: Literal[True], **kwargs: Any
+) -> tuple[Float[Array, "*batch n value_dim"], Float[Array, "*batch n"]]: ...
 @check_arguments
 def toeplitz_linear_attention(
     q: Float[Array, "*#batch n head_dim"],
@@ -143,7 +165,7 @@ def toeplitz_linear_attention(
     check_feature_maps(feature_map, q, k)
     dense_size = choices().pairs_size if dense_size is None else dense_size
     rows, dense = num_offsets(grid), q.shape[-2] - num_prefix <= dense_size
-    bias = with_prefix_rows(bias, "bias", rows, num_prefix, axis=-1)
+    bias = cast(Array, with_prefix_rows(bias, "bias", rows, num_prefix, axis=-1))
     q, k, v = broadcast_leading(finite_masked(q, key_mask), k, v)
     k, v, key_mask = zero_masked(k, v, key_mask)
     einsum = wide_einsum(precision)
@@ -268,7 +290,7 @@ def causal_toeplitz_linear_attention(
     check_feature_maps(feature_map, q, k)
     length = q.shape[-2]
     check_static(length, "Causal linear attention with an offset bias")
-    bias = past_rows(bias, "bias", length, axis=-1)
+    bias = cast(Array, past_rows(bias, "bias", length, axis=-1))
     q, k, v = broadcast_leading(finite_masked(q, key_mask), k, v)
     k, v, key_mask = zero_masked(k, v, key_mask)
     einsum = wide_einsum(precision)
@@ -372,7 +394,7 @@ def causal_toeplitz_linear_attention_step(
     check_feature_maps(feature_map, q_i, k)
     length = k.shape[-2]
     past = jnp.arange(length) <= index
-    bias = rows_of_token(bias, "bias", length, index, axis=-1)
+    bias = cast(Array, rows_of_token(bias, "bias", length, index, axis=-1))
     k, v, past = zero_masked(k, v, past)
     einsum = wide_einsum(precision)
 
@@ -580,10 +602,10 @@ def _sum_blocks(phi_q, phi_k, v, exponents, decay, size, chunk_size, einsum):
     future = [(0, 0)] * (decay.ndim - 1) + [(size - 1, 0)]
     decay = jnp.pad(decay[..., :size], future)[..., None, :]
     if exponents is not None:
-        exponents = (exponents, _running_max(exponents))
-        exponents = tuple(_split_blocks(x, size) for x in exponents)
-    blocks = (_split_blocks(x, size) for x in (phi_q, phi_k, v))
-    sums = pair_sums(*blocks, decay, (size,), chunk_size, einsum, exponents)
+        largest = _running_max(exponents)
+        exponents = _split_blocks(exponents, size), _split_blocks(largest, size)
+    q, k, values = (_split_blocks(x, size) for x in (phi_q, phi_k, v))
+    sums = pair_sums(q, k, values, decay, (size,), chunk_size, einsum, exponents)
     return sums.reshape(v.shape)
 
 

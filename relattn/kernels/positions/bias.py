@@ -151,9 +151,10 @@ def rows_of_token(
     axis: int,
 ) -> Float[Array, "..."] | None:
     """Returns the rows of the offsets index - j of a line's table, for every key j."""
+    table = with_prefix_rows(table, name, 2 * length - 1, 0, axis)
     if table is None:
         return None
-    table = jnp.flip(with_prefix_rows(table, name, 2 * length - 1, 0, axis), axis)
+    table = jnp.flip(table, axis)
     return jax.lax.dynamic_slice_in_dim(table, length - 1 - index, length, axis)
 
 

@@ -95,7 +95,7 @@ def turns(grid: Grid) -> Float[np.ndarray, " axes"]:
         >>> turns((2, 4)).round(2).tolist()
         [3.140000104904175, 1.5700000524520874]
     """
-    return np.float32(2 * np.pi / np.array(grid))
+    return (2 * np.pi / np.array(grid)).astype(np.float32)
 
 
 @check_arguments

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -25,16 +25,20 @@ class Index(Protocol):
     @property
     def length(self) -> int:
         """Number of tokens."""
+        ...
 
     @property
     def allowed(self) -> Array | None:
         """Which keys a query may attend to, ``[n, n]``; None for all."""
+        ...
 
     def check_length(self, num_tokens: int) -> None:
         """Raises ValueError if the index is for another number of tokens."""
+        ...
 
     def check_table(self, name: str, table: Array) -> Array:
         """Returns the table; raises ValueError if it lacks rows."""
+        ...
 
     def scores(
         self, q: Array, k: Array, t_q: Array | None, t_k: Array | None, precision
@@ -45,9 +49,11 @@ class Index(Protocol):
         without a table, ``[batch, n, heads, head_dim]``. The scores of pairs that are
         not allowed are finite. The result is float32 or wider.
         """
+        ...
 
     def values(self, weights: Array, v: Array, t_v: Array, precision) -> Array:
         """Computes sum_j weights_ij v_j T_ij, ``[*, n, head_dim]``."""
+        ...
 
 
 def check_num_tokens(index: Index, num_tokens: int) -> None:
@@ -150,6 +156,7 @@ def attend_low_rank(
         The plain and the low-rank output, each None if its part is not given.
     """
     first, axes = (qkv[0], 2) if qkv[0] is not None else (low[0], 1)
+    assert first is not None  # One of the two gives scores.
     batch = first.shape[: -axes - 1]
     key_mask = _flat_mask(key_mask, batch, index.length)
     q, k, v = (None if x is None else _one_batch_axis(x, 2) for x in qkv)
@@ -158,16 +165,17 @@ def attend_low_rank(
     half_scores = 0.5 if average and low[0] is not None else 1.0
     half_values = 0.5 if average and low[2] is not None else 1.0
     if scale is None:
-        scale = q.shape[-1] ** -0.5
+        assert q is not None  # Or scale has no default.
+        scale = math.pow(q.shape[-1], -0.5)
 
     # q_i . k_j
-    scores = 0.0
+    scores: Any = 0.0
     if q is not None:
         q = finite_masked(q, key_mask if key_mask is None else key_mask[:, None])
         k, v = (_zero_masked(x, key_mask) for x in (k, v))
         scores = wide_einsum(precision)("bhid,bhjd->bhij", q, k)
     # Tokens with their tables, or low T without a table.
-    operands = [None] * 3
+    operands: list[Any] = [None] * 3
     for i, (tokens, table) in enumerate(zip(low, tables, strict=True)):
         if tokens is not None:
             tokens = _one_batch_axis(tokens, 1)
@@ -194,7 +202,7 @@ def attend_low_rank(
     return out, low_out
 
 
-def _one_batch_axis(x, trailing):
+def _one_batch_axis(x: Array, trailing: int) -> Array:
     """Flattens the batch axes: [batch, ..., n, width]."""
     axis = x.ndim - trailing - 1
     return x.reshape(math.prod(x.shape[:axis]), *x.shape[axis:])

@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -59,7 +59,7 @@ class _OffsetIndex:
         shape = t_v.shape[-2:]
         scan, prefix = self._scan(shape, precision), self.num_prefix
         if not choices().translution_by_rows:
-            out = _values(scan, weights, v, t_v)
+            out = cast(Array, _values(scan, weights, v, t_v))
         else:
             inner = weights[:, :, prefix:, prefix:]
             out = self._row_loop(scan).values(inner, v[:, prefix:], t_v)
@@ -69,7 +69,9 @@ class _OffsetIndex:
     def _scan(self, shape, precision) -> OffsetScan:
         """Returns the loop for projections of ``shape``, heads and head_dim."""
         precision = current_precision(precision)
-        return OffsetScan(self.grid, self.num_prefix, self.causal, *shape, precision)
+        return OffsetScan(
+            self.grid, self.num_prefix, self.causal, *shape, precision=precision
+        )
 
     def _row_loop(self, scan) -> RowLoop:
         return RowLoop(self.grid, self.causal, scan.num_heads, scan.precision)
@@ -100,7 +102,7 @@ class Offsets(_OffsetIndex):
     grid: Grid
     num_prefix: int = 0
     causal: ClassVar[bool] = False
-    allowed: ClassVar[None] = None
+    allowed = None  # Without annotation, or it is no property for type checkers.
 
     @property
     def length(self) -> int:
@@ -469,15 +471,15 @@ class OffsetScan(NamedTuple):
 
     def from_slots(self, slots: list[Array], batch: int) -> Array:
         """Inverts `to_slots`."""
-        slots = jnp.concatenate(
+        joined = jnp.concatenate(
             [
                 x.reshape(len(x) * math.prod(bucket.shape), batch * self.num_heads)
                 for x, bucket in zip(slots, self.plan.buckets, strict=True)
             ]
         )
         if self.causal:
-            slots = jnp.pad(slots, [(0, 1), (0, 0)])
-        pairs = _take(slots, self.plan.slot_of_pair)
+            joined = jnp.pad(joined, [(0, 1), (0, 0)])
+        pairs = _take(joined, self.plan.slot_of_pair)
         length = math.prod(self.plan.shape)
         pairs = pairs.reshape(length, length, batch, self.num_heads)
         return pairs.transpose(2, 3, 0, 1)
@@ -544,5 +546,6 @@ def set_row(table: Array | None, index: Array, row: Array | None) -> Array | Non
     """Writes a row of a table, the inverse of `get_row`."""
     if table is None:
         return None
+    assert row is not None
     row = row.reshape(table.shape[1:])
     return jax.lax.dynamic_update_index_in_dim(table, row, index, axis=0)

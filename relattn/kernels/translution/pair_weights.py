@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +38,7 @@ class Pairs:
     """
 
     length: int
-    allowed: ClassVar[None] = None
+    allowed = None  # Without annotation, or it is no property for type checkers.
 
     def check_length(self, num_tokens: int) -> None:
         """Raises ValueError if the index is for another number of tokens."""

@@ -50,7 +50,8 @@ class RowLoop:
     def shape(self) -> tuple[int, int]:
         """Height and width of the rows; a line may end within the last one."""
         if not self.is_line:
-            return tuple(self.grid)
+            height, width = self.grid
+            return height, width
         width = math.isqrt(self.grid[-1] - 1) + 1
         return -(-self.grid[-1] // width), width
 

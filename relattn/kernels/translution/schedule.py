@@ -80,10 +80,11 @@ def plan(grid: Grid, *, causal: bool = False, max_buckets: int = 16) -> Plan:
         >>> sum(len(bucket.rows) for bucket in whole.buckets)
         45
     """
-    shape = (1, *grid) if len(grid) == 1 else tuple(grid)
+    height, width = (1, *grid) if len(grid) == 1 else grid
+    shape = (height, width)
     if isinstance(grid, Torus):
         return _torus_plan(shape)
-    buckets, padding = [], (0, 0)
+    buckets, padding = [], np.zeros(2, int)
     for rows, columns in itertools.product(*_split_axes(shape, max_buckets)):
         offsets = np.array(
             [
@@ -103,8 +104,8 @@ def plan(grid: Grid, *, causal: bool = False, max_buckets: int = 16) -> Plan:
                 corners=np.concatenate(corners, axis=1).astype(np.int32),
             )
         )
-    padding = tuple(padding.tolist())
-    return Plan(shape, False, padding, tuple(buckets), *_number(buckets, shape))
+    rows, columns = padding.tolist()
+    return Plan(shape, False, (rows, columns), tuple(buckets), *_number(buckets, shape))
 
 
 def _torus_plan(shape):
@@ -139,7 +140,7 @@ def _split_axes(shape, max_buckets):
             )
     return [
         np.array_split(np.arange(size), parts)
-        for size, parts in zip(shape, min(waste, key=waste.get), strict=True)
+        for size, parts in zip(shape, min(waste, key=waste.__getitem__), strict=True)
     ]
 
 

@@ -51,6 +51,12 @@ class Context(NamedTuple):
     memory: Float[Array, "batch m dim_memory"] | None = None
     segment_ids: Int[Array, "batch 1 n"] | None = None
 
+    def grid_for(self, need: str) -> offsets.Grid:
+        """Returns the grid; raises ValueError with the ``need`` if there is none."""
+        if self.grid is None:
+            raise ValueError(f"{need}: give grid=")
+        return self.grid
+
 
 class MultiHeadAttention(nn.Module):
     """Base class of attentions: sizes, projections, call and cache.
@@ -248,11 +254,12 @@ class MultiHeadAttention(nn.Module):
     def decode(
         self,
         q: Float[Array, "batch heads n head_dim"],
-        k: Float[Array, "batch heads n head_dim"],
+        k: Float[Array, "batch heads n head_dim"] | None,
         v: Float[Array, "batch heads n value_dim"],
         context: Context,
     ) -> Float[Array, "batch heads n value_dim"]:
         """Computes the heads' outputs in decoding; caches keys and values."""
+        assert k is not None  # Attentions without keys override this.
         keys = self.update_cache("keys", k, context)
         values = self.update_cache("values", v, context)
         if q.shape[-2] > 1:
@@ -307,7 +314,13 @@ class MultiHeadAttention(nn.Module):
         """Sows attention weights for `relattn.models.attention_weights`."""
         # A layer may be traced twice: the last weights replace those before.
         weights = weights.astype(jnp.float32)
-        self.sow(ATTENTION_WEIGHTS, "weights", weights, reduce_fn=lambda _, new: new)
+        self.sow(
+            ATTENTION_WEIGHTS,
+            "weights",
+            weights,
+            reduce_fn=lambda _, new: new,
+            init_fn=lambda: weights,
+        )
 
     def update_cache(
         self, name: str, rows: Float[Array, "*batch n width"], context: Context
@@ -324,16 +337,17 @@ class MultiHeadAttention(nn.Module):
             The rows of all positions; those after ``context.index`` are meaningless.
         """
         *batch, num_rows, width = rows.shape
-        shape = (*batch, *context.grid, width)
+        length = context.grid_for("decoding needs the length of the cache")
+        shape = (*batch, *length, width)
         cache = self.variable("cache", name, jnp.zeros, shape, rows.dtype)
         if not self.is_initializing():
-            start = context.index if num_rows == 1 else 0
+            start = 0 if context.index is None or num_rows > 1 else context.index
             cache.value = jax.lax.dynamic_update_slice_in_dim(
                 cache.value, rows, start, axis=-2
             )
         return cache.value
 
-    def tables(self, context: Context) -> dict[str, Array]:
+    def tables(self, context: Context) -> dict[str, Any]:
         """Returns the position's tables by name; vectors have the compute dtype."""
         tables = {} if context.position is None else context.position.tables
         # Kernels add the bias in float32: rounding it would change exp(b) by percents.
@@ -408,8 +422,9 @@ class SoftmaxAttention(MultiHeadAttention):
             return relative.causal_relative_attention(q, k, v, **options)
         if not tables:
             return softmax.softmax_attention(q, k, v, **options)
+        grid = context.grid_for("the position's tables have a row for each offset")
         return relative.relative_attention(
-            q, k, v, grid=context.grid, num_prefix=context.num_prefix, **options
+            q, k, v, grid=grid, num_prefix=context.num_prefix, **options
         )
 
     def attend_step(
@@ -420,6 +435,7 @@ class SoftmaxAttention(MultiHeadAttention):
         context: Context,
     ) -> Float[Array, "batch heads value_dim"]:
         """Computes softmax attention of one token to the tokens up to it."""
+        assert context.index is not None
         return relative.causal_relative_attention_step(
             q_i, k, v, index=context.index, **self.tables(context)
         )

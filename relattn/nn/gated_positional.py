@@ -13,6 +13,9 @@ from relattn import offsets
 from relattn.kernels import gated_positional
 from relattn.nn.attention import Context, MultiHeadAttention
 
+# Why a grid must be given.
+_NEED = "attention 'gated_positional' needs offsets"
+
 
 class GatedPositionalAttention(MultiHeadAttention):
     """Mixes attention by content and attention by offset with a gate for each head.
@@ -61,7 +64,7 @@ class GatedPositionalAttention(MultiHeadAttention):
             )
         return gated_positional.gated_positional_attention(
             *inputs,
-            grid=context.grid,
+            grid=context.grid_for(_NEED),
             num_prefix=context.num_prefix,
             key_mask=context.key_mask,
         )
@@ -74,6 +77,7 @@ class GatedPositionalAttention(MultiHeadAttention):
         context: Context,
     ) -> Float[Array, "batch heads value_dim"]:
         """Computes gated positional attention of one token to the tokens up to it."""
+        assert context.index is not None
         return gated_positional.causal_gated_positional_attention_step(
             q_i, k, v, *self.gates(context), index=context.index
         )
@@ -82,8 +86,7 @@ class GatedPositionalAttention(MultiHeadAttention):
         self, context: Context
     ) -> tuple[Float[Array, " heads"], Float[Array, "heads features"]]:
         """Returns the gates and coefficients of the heads."""
-        if context.grid is None:
-            raise ValueError("attention 'gated_positional' needs offsets: give grid=")
+        context.grid_for(_NEED)
 
         def init(_) -> Array:
             return jnp.asarray(self.locality * self.centres(context), jnp.float32)
@@ -93,7 +96,7 @@ class GatedPositionalAttention(MultiHeadAttention):
 
     def centres(self, context: Context) -> Float[np.ndarray, "heads features"]:
         """Returns the initial coefficients w for locality 1."""
-        axes = len(context.grid)
+        axes = len(context.grid_for(_NEED))
         side = self.num_heads if axes == 1 else int(np.ceil(self.num_heads**0.5))
         c = offsets.grid_positions((side,) * axes)[: self.num_heads]
         if not self.causal:

@@ -9,6 +9,7 @@ not a parameter but a variable in the collection ``random_features``.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import flax.linen as nn
@@ -84,7 +85,7 @@ class LinearAttention(MultiHeadAttention):
         tables = self.tables(context)
         options = {"key_mask": context.key_mask, **tables}
         if self.causal:
-            attend = linear.causal_linear_attention
+            attend: Callable[..., Any] = linear.causal_linear_attention
             if tables:
                 attend = toeplitz.causal_toeplitz_linear_attention
             else:
@@ -93,7 +94,8 @@ class LinearAttention(MultiHeadAttention):
         attend = linear.linear_attention
         if tables:
             attend = toeplitz.toeplitz_linear_attention
-            options |= {"grid": context.grid, "num_prefix": context.num_prefix}
+            grid = context.grid_for("an offset bias has a row for each offset")
+            options |= {"grid": grid, "num_prefix": context.num_prefix}
         if not self.signed:
             return attend(q, k, v, feature_map, **options)
         out, normalizer = attend(
@@ -116,7 +118,7 @@ class LinearAttention(MultiHeadAttention):
         if self.tables(context):
             return super().decode(q, k, v, context)
         state, key_mask = self.get_variable("cache", "state"), None
-        if q.shape[-2] > 1:
+        if q.shape[-2] > 1 and context.index is not None:
             # The state must not include padding.
             state, key_mask = None, jnp.arange(q.shape[-2]) <= context.index
         out, state = linear.causal_linear_attention(
@@ -140,6 +142,7 @@ class LinearAttention(MultiHeadAttention):
         context: Context,
     ) -> Float[Array, "batch heads value_dim"]:
         """Computes biased linear attention of one token to the tokens up to it."""
+        assert context.index is not None
         return toeplitz.causal_toeplitz_linear_attention_step(
             q_i,
             k,
@@ -200,7 +203,9 @@ class RandomFeatureAttention(LinearAttention):
             least = "eps > 0" if features == "relu" else "eps >= 0"
             raise ValueError(f"features={features!r} need {least}, got eps={eps}")
 
-    def feature_map(self, head_dim: int, *, group: int = 0) -> linear.FeatureMap:
+    def feature_map(
+        self, head_dim: int, *, group: int = 0
+    ) -> Callable[[Array], feature_maps.Features]:
         """Returns the feature map with the layer's projection; for the hooks.
 
         Args:
@@ -252,7 +257,9 @@ class RandomFeatureAttention(LinearAttention):
         """Computes linear attention; sows the share of keys that underflow."""
         positive = self.features == "positive"
         if self.causal and positive and self.is_mutable_collection("intermediates"):
-            lost = linear.underflowed(feature_map(jax.lax.stop_gradient(k)))
+            lost = linear.underflowed(
+                linear.key_features(feature_map, jax.lax.stop_gradient(k))
+            )
             if context.key_mask is not None:
                 lost = lost & context.key_mask
             self.sow("intermediates", "underflowed_keys", lost.mean())
@@ -390,7 +397,7 @@ class BandedAttention(RandomFeatureAttention):
             v[:, self.key_heads :],
             table,
             position_map,
-            grid=context.grid,
+            grid=context.grid_for("attention 'banded' needs distances"),
             num_prefix=context.num_prefix,
             cls=self.cls,
             key_mask=context.key_mask,

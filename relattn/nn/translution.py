@@ -17,6 +17,8 @@ from relattn.nn.attention import ATTENTION_WEIGHTS, Context, MultiHeadAttention
 from relattn.nn.blocks import Linear, uniform
 from relattn.nn.positions.base import grid_table
 
+# Why a grid must be given.
+_NEED = "Translution's tables have a row for each offset of a grid"
 _SUBSETS = ("q", "k", "v", "qk", "qv", "kv", "qkv")
 
 
@@ -52,11 +54,7 @@ class OffsetAttention(MultiHeadAttention):
 
     def rows(self, context: Context) -> tuple[int, ...]:
         """Returns the leading axes of a table."""
-        if context.grid is None:
-            raise ValueError(
-                "Translution's tables have a row for each offset of a grid: give grid="
-            )
-        grid, num_prefix = context.grid, context.num_prefix
+        grid, num_prefix = context.grid_for(_NEED), context.num_prefix
         if not self.absolute:
             return (offsets.num_table_rows(grid, num_prefix, causal=self.causal),)
         if self.causal:
@@ -74,7 +72,7 @@ class OffsetAttention(MultiHeadAttention):
             return kernels.Pairs(length)
         if self.causal:
             return kernels.CausalOffsets(length)
-        return kernels.Offsets(context.grid, context.num_prefix)
+        return kernels.Offsets(context.grid_for(_NEED), context.num_prefix)
 
     def projection_tables(
         self,
@@ -109,13 +107,14 @@ class OffsetAttention(MultiHeadAttention):
         return asked and not self.is_initializing()
 
     def sow_low_rank_weights(
-        self, q: Array, k: Array, low: tuple, tables: tuple, index: Any, options: dict
+        self, q: Any, k: Any, low: tuple, tables: tuple, index: Any, options: dict
     ) -> None:
         """Sows the weights: the outputs of LoR-Translution for identity values."""
         n = q.shape[-2]
         identity = jnp.broadcast_to(jnp.eye(n, dtype=q.dtype), (*q.shape[:-1], n))
         qkv = (q, k, identity)
         weights, _ = kernels.lor_translution(qkv, low, tables, index=index, **options)
+        assert weights is not None  # qkv has values.
         self.sow_weights(weights)
 
     def offset_table(
@@ -137,7 +136,7 @@ class OffsetAttention(MultiHeadAttention):
             f"{name}_table",
             uniform(bound),
             (*self.rows(context), *shape),
-            context.grid,
+            context.grid_for(_NEED),
             whose="Translution's",
             remedy=", since its matrices are not resized",
         )
@@ -250,7 +249,7 @@ class LorTranslutionAttention(OffsetAttention):
         self, x: Float[Array, "batch n dim"], context: Context
     ) -> Float[Array, "batch heads n head_dim"]:
         """Computes the heads' outputs."""
-        plain, head_dim = (None,) * 3, self.head_dim
+        plain, head_dim = (None, None, None), self.head_dim
         if self.base:
             q, k, v = (self.project(x, self.num_heads, name) for name in "qkv")
             q, k = self.with_position(q, k, x, context)
@@ -264,18 +263,20 @@ class LorTranslutionAttention(OffsetAttention):
         shape = (inner, self.num_heads, self.rank)
         scored = "q" in self.relative or "k" in self.relative
         parts = {"q": scored, "k": scored, "v": "v" in self.relative}
-        low = tuple(
+        low_q, low_k, low_v = (
             self._linear(inner, f"low_{name}")(x) if parts[name] else None
             for name in "qkv"
         )
+        low = (low_q, low_k, low_v)
         same = jnp.eye(inner, dtype=self.dtype).reshape(shape)
-        tables = tuple(
+        q_table, k_table, v_table = (
             self.offset_table(name, shape, 1 / inner, context)
             if name in self.relative
             else (same if parts[name] else None)
             for name in "qkv"
         )
-        options = {"scale": head_dim**-0.5, "average": self.average}
+        tables = (q_table, k_table, v_table)
+        options: dict[str, Any] = {"scale": head_dim**-0.5, "average": self.average}
         past = None
         if context.index is not None:
             past = self.update_caches(plain, low, context)
@@ -297,6 +298,7 @@ class LorTranslutionAttention(OffsetAttention):
                 plain, low, tables, index=index, **options
             )
         if low_out is None:
+            assert out is not None
             return out
         low_out = low_out.swapaxes(-2, -3)
         low_out = low_out.reshape(*low_out.shape[:-2], inner)
@@ -305,7 +307,7 @@ class LorTranslutionAttention(OffsetAttention):
         low_out = low_out.swapaxes(-2, -3)
         return low_out if out is None else out + low_out
 
-    def update_caches(self, plain: tuple, low: tuple, context: Context) -> list[tuple]:
+    def update_caches(self, plain: tuple, low: tuple, context: Context) -> tuple:
         """Caches keys and values; returns (q_i, k, v), plain and low-rank."""
         past = []
         for part, (q, k, v) in (("plain", plain), ("low", low)):
@@ -314,16 +316,18 @@ class LorTranslutionAttention(OffsetAttention):
             if v is not None:
                 v = self.update_cache(f"{part}_values", v, context)
             past.append((None if q is None else q[..., 0, :], k, v))
-        return past
+        return tuple(past)
 
     def attend_one(
-        self, past: list[tuple], tables: tuple, options: dict, context: Context
+        self, past: tuple, tables: tuple, options: dict, context: Context
     ) -> tuple[Array | None, Array | None]:
         """Computes the outputs of one token, in decoding."""
+        assert context.index is not None
         outs = kernels.causal_lor_translution_step(
-            *past, tables, index=context.index, **options
+            past[0], past[1], tables, index=context.index, **options
         )
-        return tuple(x if x is None else x[..., None, :] for x in outs)
+        out, low_out = (x if x is None else x[..., None, :] for x in outs)
+        return out, low_out
 
     def _linear(self, width: int, name: str) -> nn.Module:
         return Linear(width, use_bias=False, dtype=self.dtype, name=name)

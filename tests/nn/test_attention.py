@@ -309,6 +309,26 @@ def test_causal_attention_with_prefix_tokens_raises():
         module.apply(variables, x, grid=(2, 3), num_prefix=1)
 
 
+@pytest.mark.parametrize(
+    "attention, position, options, what",
+    [
+        ("banded", None, {}, "attention 'banded' needs distances"),
+        ("softmax", RelativeTables(bias=jnp.zeros((HEADS, 13))), {}, "each offset"),
+        ("favor", RelativeTables(bias=jnp.zeros((HEADS, 13))), {}, "each offset"),
+        ("softmax", None, {"causal": True}, "decoding needs the length of the cache"),
+    ],
+)
+def test_attention_that_needs_a_grid_asks_for_it(attention, position, options, what):
+    make_attention, _ = build(
+        attention, "none", dim=DIM, num_heads=HEADS, num_layers=1, **options
+    )
+    index = 0 if options else None
+    with pytest.raises(ValueError, match=f"{what}.*: give grid="):
+        make_attention(layer=0).init(
+            jax.random.key(0), jnp.zeros((2, N, DIM)), position=position, index=index
+        )
+
+
 @pytest.mark.parametrize("causal", [False, True])
 def test_decoding_without_causal_or_with_a_mask_raises(causal):
     make_attention, _ = build(

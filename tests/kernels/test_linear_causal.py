@@ -188,6 +188,24 @@ def test_features_that_depend_on_later_tokens_raise():
         causal_linear_attention(*draw_inputs(), unbounded)
 
 
+@pytest.mark.parametrize("values", [None, jnp.ones((HEADS, 1, 13))])
+def test_decoding_with_features_that_depend_on_later_tokens_raises(values):
+    q, k, v = (x[:, :1] for x in draw_inputs())
+    bounded = feature_map("positive")
+    _, state = causal_linear_attention(q, k, v, bounded, return_state=True)
+
+    def unbounded(x):
+        return Features(values, x @ PROJECTION.T)
+
+    with pytest.raises(ValueError, match="needs Features with a bound, or with values"):
+        causal_linear_attention(q, k, v, unbounded, state=state)
+
+
+def test_underflowed_without_a_bound_raises():
+    with pytest.raises(ValueError, match="only features with a bound underflow"):
+        underflowed(Features(None, jnp.zeros((N, 13))))
+
+
 @pytest.mark.parametrize("chunk_size", [4, 64])
 def test_state_of_other_shapes_raises(chunk_size):
     inputs = draw_inputs()

@@ -292,7 +292,8 @@ class ResNet18(CNN):
         norm = BatchNorm(self.dtype, name="norm")
         x = nn.relu(norm(x, deterministic=deterministic))
         if self.stem == "imagenet":
-            x = nn.max_pool(x, (3, 3), (2, 2), ((1, 1), (1, 1)))
+            padding: Any = ((1, 1), (1, 1))
+            x = nn.max_pool(x, (3, 3), (2, 2), padding)
         for stage in range(4):
             for layer in range(2):
                 stride = 2 if stage and not layer else 1

@@ -277,7 +277,7 @@ def resize_images(
 ) -> dict[str, Any]:
     """Resizes variables from one image size to another, in pixels."""
     patch_size = getattr(model, "patch_size", 1)
-    grids = [models.patch_grid(*size[:2], patch_size) for size in (old, new)]
+    grids = [models.patch_grid(*size[:2], patch_size=patch_size) for size in (old, new)]
     return resize_grid(model, variables, *grids)
 
 

@@ -34,7 +34,7 @@ from relattn.offsets import Grid, Torus
 PatchSize = int | Sequence[int]
 
 # Translution, table 1.
-SIZES = {
+SIZES: dict[str, dict[str, Any]] = {
     "A": {"num_layers": 6, "dim": 192, "num_heads": 3, "mlp_dim": 768},
     "B": {"num_layers": 12, "dim": 192, "num_heads": 3, "mlp_dim": 768},
     "C": {"num_layers": 12, "dim": 384, "num_heads": 6, "mlp_dim": 1536},
@@ -220,7 +220,8 @@ def anchor_shifts(
     # The sum of the patch that starts at each pixel.
     sums = pixels
     for axis, side in ((1, patch[0]), (2, patch[1])):
-        sums = sum(jnp.roll(sums, -shift, axis) for shift in range(side))
+        rolled = (jnp.roll(sums, -shift, axis) for shift in range(side))
+        sums = functools.reduce(jnp.add, rolled)
     # The patches of each phase, [batch, phase row, phase column, patches].
     squares = (sums**2).reshape(-1, grid[0], patch[0], grid[1], patch[1])
     squares = squares.transpose(0, 2, 4, 1, 3).reshape(-1, *patch, math.prod(grid))

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax.linen.dtypes import promote_dtype
 from jaxtyping import Array, Bool, Float, Int
 
 from relattn import offsets
 from relattn.kernels.checks import finite_masked
 from relattn.kernels.platform import choices
+
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 # Uniform in +-1/sqrt(fan_in), PyTorch's default. Flax's default is sqrt(3) times wider:
 # queries and keys are then so long that random features estimate attention poorly.
@@ -57,7 +60,7 @@ def uniform(bound: float) -> nn.initializers.Initializer:
     return init
 
 
-def at_precision(method: Callable[..., Any]) -> Callable[..., Any]:
+def at_precision(method: Method) -> Method:
     """Runs a module's method at the module's ``precision``, unless it is ``""``.
 
     Every product that names no precision takes it, those of submodules and of the
@@ -80,7 +83,7 @@ def at_precision(method: Callable[..., Any]) -> Callable[..., Any]:
         with jax.default_matmul_precision(self.precision):
             return method(self, *args, **kwargs)
 
-    return run
+    return cast(Method, run)
 
 
 class Linear(nn.Module):
@@ -114,7 +117,7 @@ class Linear(nn.Module):
         bias = None
         if self.use_bias:
             bias = self.param("bias", uniform(fan_in**-0.5), (self.features,))
-        x, kernel, bias = nn.dtypes.promote_dtype(x, kernel, bias, dtype=self.dtype)
+        x, kernel, bias = promote_dtype(x, kernel, bias, dtype=self.dtype)
         # One row per token: otherwise XLA transposes the gradient of y on CPUs.
         y = x.reshape(-1, fan_in) @ kernel
         y = y if bias is None else y + bias

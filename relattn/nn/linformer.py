@@ -128,7 +128,8 @@ class LinformerAttention(MultiHeadAttention):
             matrix = _projection(self, "projection", (self.k, n), context.grid)
             return matrix, matrix
         heads = (self.num_heads,) if self.sharing == "none" else ()
-        return tuple(
+        e, f = (
             _projection(self, f"{name}_projection", (*heads, self.k, n), context.grid)
             for name in ("key", "value")
         )
+        return e, f

@@ -25,7 +25,7 @@ from relattn.nn.positions import base, bias, gates, relative, rotary
 from relattn.nn.routing import RoutingAttention
 from relattn.nn.translution import LorTranslutionAttention, TranslutionAttention
 
-ATTENTIONS = {
+ATTENTIONS: dict[str, type[MultiHeadAttention]] = {
     "softmax": SoftmaxAttention,
     "favor": FavorAttention,
     "relu": LearnedReluAttention,
@@ -37,7 +37,7 @@ ATTENTIONS = {
     "routing": RoutingAttention,
 }
 
-POSITIONS = {
+POSITIONS: dict[str, type[base.Position]] = {
     "none": base.NoPosition,
     "learned": base.Learned,
     "sincos": base.Sincos,

@@ -10,12 +10,13 @@ plain arrays.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
-import flax
 import flax.linen as nn
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -426,7 +427,9 @@ class ConstrainedSincosHeads(LayerPosition):
         self, start: Int[Array, ""] | int, num_tokens: int
     ) -> ConstrainedSincosHeads:
         """Returns the encoding of ``num_tokens`` tokens from position ``start`` on."""
-        return self.replace(u=jax.lax.dynamic_slice_in_dim(self.u, start, num_tokens))
+        return dataclasses.replace(
+            self, u=jax.lax.dynamic_slice_in_dim(self.u, start, num_tokens)
+        )
 
 
 class ConstrainedSincos(Position):

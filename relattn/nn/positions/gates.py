@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import ClassVar
 
-import flax
 import flax.linen as nn
+import flax.struct
 import jax
 from jaxtyping import Array, Float, Int
 
@@ -36,7 +37,7 @@ class GatedHeads(LayerPosition):
         exponents = jax.lax.dynamic_slice_in_dim(
             self.exponents, start, num_tokens, axis=-2
         )
-        return self.replace(exponents=exponents)
+        return dataclasses.replace(self, exponents=exponents)
 
 
 class IrpeGate(Position):

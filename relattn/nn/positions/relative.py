@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import flax
 import flax.linen as nn
+import flax.struct
 from jaxtyping import Array, Float
 
 from relattn import offsets

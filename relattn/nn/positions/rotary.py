@@ -7,11 +7,12 @@ p_i - p_j. Prefix tokens are not rotated: products with them depend on the posit
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import ClassVar
 
-import flax
 import flax.linen as nn
+import flax.struct
 import jax
 import numpy as np
 from jaxtyping import Array, Float, Int, Key
@@ -44,7 +45,7 @@ class RotatedHeads(LayerPosition):
     def slice(self, start: Int[Array, ""] | int, num_tokens: int) -> RotatedHeads:
         """Returns the angles of ``num_tokens`` tokens from position ``start`` on."""
         angles = jax.lax.dynamic_slice_in_dim(self.angles, start, num_tokens, axis=-2)
-        return self.replace(angles=angles)
+        return dataclasses.replace(self, angles=angles)
 
 
 @flax.struct.dataclass

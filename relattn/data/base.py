@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int64
@@ -38,10 +38,12 @@ class DataSource(Protocol):
     @property
     def info(self) -> DataInfo:
         """Describes the data to the model."""
+        ...
 
     @property
     def eval_splits(self) -> Mapping[str, EvalSplit]:
         """Returns the evaluation splits by name."""
+        ...
 
     def train_loader(
         self,
@@ -65,6 +67,7 @@ class DataSource(Protocol):
                 to a device; its result is yielded instead.
             part: Part of each batch to read, see `relattn.data.base.part_rows`.
         """
+        ...
 
 
 @runtime_checkable
@@ -73,6 +76,7 @@ class EvalSplit(Protocol):
 
     def __len__(self) -> int:
         """Returns the number of examples: images, or windows of text; may be 0."""
+        ...
 
     def batches(
         self, batch_size: int, part: tuple[int, int] = (0, 1)
@@ -82,6 +86,7 @@ class EvalSplit(Protocol):
         Padding of the last batch has weight 0, see `fill_batch`. With several
         processes, each reads its ``part`` of every batch, see `part_rows`.
         """
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +113,7 @@ class ImageInfo:
     std: tuple[float, ...]
     num_train: int
     origin: str
-    kind: str = "images"
+    kind: Literal["images"] = "images"
     streamed: bool = False
 
     @property
@@ -151,7 +156,7 @@ class TextInfo:
     context_length: int
     num_train: int
     origin: str
-    kind: str = "tokens"
+    kind: Literal["tokens"] = "tokens"
 
     @property
     def labels(self) -> tuple[Any, ...]:
@@ -186,7 +191,9 @@ def read_info(values: Mapping[str, Any]) -> DataInfo:
         >>> read_info(dataclasses.asdict(info)) == info
         True
     """
-    arguments = {k: tuple(v) if isinstance(v, list) else v for k, v in values.items()}
+    arguments: dict[str, Any] = {
+        k: tuple(v) if isinstance(v, list) else v for k, v in values.items()
+    }
     return INFOS[arguments.get("kind", "images")](**arguments)
 
 

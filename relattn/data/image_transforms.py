@@ -265,7 +265,7 @@ OPERATIONS = {
         # Values from this threshold on are inverted: only white at magnitude 0.
         lambda magnitude, width, height: 255 - 255 * magnitude / MAX_MAGNITUDE,
         False,
-        ImageOps.solarize,
+        ImageOps.solarize,  # pyright: ignore[reportArgumentType]: it only compares.
     ),
     "autocontrast": Operation(
         _up_to(0.0), False, lambda image, _: ImageOps.autocontrast(image)

@@ -49,7 +49,7 @@ def prepare(name: str, data_dir: str = "", manual_dir: str = "") -> pathlib.Path
             )
         root = data_root(data_dir)
         builder = tfds.builder(name, data_dir=root, file_format="array_record")
-        check_archives(name, builder.url_infos, manual_dir)
+        check_archives(name, builder.url_infos or {}, manual_dir)
         builder.download_and_prepare(
             # TFDS caches extracted files by name, and MNIST's archives have the same
             # names as Fashion-MNIST's: each set needs a separate folder.

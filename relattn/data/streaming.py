@@ -8,7 +8,7 @@ import gc
 import io
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import grain
 import jax
@@ -175,9 +175,7 @@ def _read_options(config: ConfigDict) -> tuple[int, int, str, int]:
     return size, side, augment, num_workers
 
 
-def _open_split(
-    builder: tfds.core.DatasetBuilder, split: str, folder: pathlib.Path
-) -> Photographs:
+def _open_split(builder: Any, split: str, folder: pathlib.Path) -> Photographs:
     records = builder.as_data_source(
         split, decoders={"image": tfds.decode.SkipDecoding()}
     )
@@ -299,7 +297,7 @@ class Photographs:
         background: Colour behind transparent pixels.
     """
 
-    records: Sequence | FileRecords
+    records: Any
     indices: Int64[np.ndarray, " n"]
     num_classes: int
     origin: str
@@ -451,7 +449,9 @@ def read_batches(
     """
     check_main_guard(num_workers)
     options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=1)
-    dataset = grain.MapDataset.source(batches)[start:].to_iter_dataset(options)
+    dataset = grain.MapDataset.source(cast(Any, batches))[start:].to_iter_dataset(
+        options
+    )
     if num_workers:
         if not flags.FLAGS.is_parsed():
             # grain reads absl flags, which are not parsed in a notebook.

@@ -8,7 +8,7 @@ import lzma
 import os
 import pathlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from jaxtyping import Integer, UInt16
@@ -87,7 +87,9 @@ def load_text(config: ConfigDict) -> TextData:
     read = _read_folder if data_dir else _read_embedded
     name, meta, tokens, origin = read(config, length)
     where = {
-        part: str(ids.filename) if data_dir else f"The {part} text of {name}"
+        part: str(cast(np.memmap, ids).filename)
+        if data_dir
+        else f"The {part} text of {name}"
         for part, ids in tokens.items()
     }
     splits = {
@@ -460,7 +462,7 @@ def check_not_truncated(tokens: TokenIds) -> None:
     Raises:
         ValueError: If the file is smaller than when it was opened.
     """
-    if not isinstance(tokens, np.memmap):
+    if not isinstance(tokens, np.memmap) or tokens.filename is None:
         return
     try:
         size = os.stat(tokens.filename).st_size

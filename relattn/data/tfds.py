@@ -13,12 +13,13 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import tensorflow_datasets as tfds
 from jaxtyping import UInt8
 from numpy.lib.format import open_memmap
+from tensorflow_datasets.core import constants
 from tqdm import tqdm
 
 from relattn import spec
@@ -81,6 +82,7 @@ def find_or_prepare(name: str, data_dir: str, manual_dir: str) -> pathlib.Path:
     if folder is None:
         _prepare_in_subprocess(name, data_dir, manual_dir)
         folder = find_prepared(name, data_dir)
+        assert folder is not None
     return folder
 
 
@@ -104,7 +106,7 @@ def find_prepared(name: str, data_dir: str) -> pathlib.Path | None:
 
 def data_root(data_dir: str) -> pathlib.Path:
     """Returns the folder of the prepared sets, TFDS's default for ""."""
-    return expand(data_dir or tfds.core.constants.DATA_DIR, "data_dir")
+    return expand(data_dir or constants.DATA_DIR, "data_dir")
 
 
 def describe_origin(name: str, folder: pathlib.Path) -> str:
@@ -156,7 +158,7 @@ def reading_prepared(folder: pathlib.Path) -> Iterator[None]:
         ) from error
 
 
-def open_builder(folder: pathlib.Path) -> tfds.core.DatasetBuilder:
+def open_builder(folder: pathlib.Path) -> Any:
     """Opens a prepared set.
 
     Args:
@@ -386,8 +388,9 @@ def _prepare_in_subprocess(name: str, data_dir: str, manual_dir: str) -> None:
     )
     tail = b""
     with process:
+        stderr = cast(io.BufferedReader, process.stderr)
         # Forwards the progress bars of a long download.
-        while piece := process.stderr.read1():
+        while piece := stderr.read1():
             sys.stderr.write(piece.decode(errors="replace"))
             tail = (tail + piece)[-4000:]
     if process.returncode:

@@ -39,9 +39,11 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str) -> TokenIds:
         """Returns the ids of a text, without parsing special tokens in it."""
+        ...
 
     def decode(self, tokens: AnyIds) -> str:
         """Returns the text of ids; invalid UTF-8 becomes U+FFFD."""
+        ...
 
 
 class ByteTokenizer:
@@ -57,7 +59,7 @@ class ByteTokenizer:
 
     name = "bytes"
     vocab_size = 256
-    end_of_text = None
+    end_of_text: int | None = None
 
     def encode(self, text: str) -> TokenIds:
         """Returns the bytes of the text."""
@@ -91,7 +93,7 @@ class Gpt2Tokenizer:
 
     name = "gpt2"
     vocab_size = 50257
-    end_of_text = 50256
+    end_of_text: int | None = 50256
 
     def __init__(self, bpe_dir: str = ""):
         try:

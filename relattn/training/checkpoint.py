@@ -25,7 +25,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import absl.logging
 import flax.traverse_util
@@ -61,13 +61,14 @@ class CheckpointWriter:
         """Creates the folder if needed; each checkpoint will have that many scores."""
         self.folder = folder.absolute()
         self._step = 0
+        # Orbax's annotations ask for floats, but it only compares them.
         policy = checkpoint_managers.AnyPreservationPolicy(
             [
                 checkpoint_managers.LatestN(2),
                 # A checkpoint without metrics was being removed when a run was killed.
                 *(
                     checkpoint_managers.BestN(
-                        get_metric_fn=partial(rank, index=index),
+                        get_metric_fn=cast(Any, partial(rank, index=index)),
                         n=1,
                         keep_checkpoints_without_metrics=False,
                     )
@@ -77,7 +78,7 @@ class CheckpointWriter:
         )
         # Without best_fn, orbax writes no metrics, and a restart would not have them.
         options = ocp.CheckpointManagerOptions(
-            best_fn=rank,
+            best_fn=cast(Any, rank),
             preservation_policy=policy,
             async_options=ocp.AsyncOptions(
                 post_finalization_callback=self._write_manifest

@@ -333,7 +333,9 @@ def read_config(config: str, options: Sequence[str] = ()) -> ConfigDict:
     if re.fullmatch(r"\w+", path):
         path = _package_config(path)
     loader = SourceFileLoader(_MODULE, path)
-    module = module_from_spec(spec_from_loader(_MODULE, loader))
+    found = spec_from_loader(_MODULE, loader)
+    assert found is not None
+    module = module_from_spec(found)
     # Dataclasses look up their module in sys.modules.
     sys.modules[_MODULE] = module
     try:

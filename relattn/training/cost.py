@@ -128,12 +128,13 @@ def _count(jaxpr: Jaxpr) -> int:
 
 def _count_equation(equation: Any) -> int:
     name, parameters = equation.primitive.name, equation.params
-    out = equation.outvars[0].aval if equation.outvars else None
     if name == "dot_general":
+        out = equation.outvars[0].aval
         (contracted, _), _ = parameters["dimension_numbers"]
         shape = equation.invars[0].aval.shape
         return 2 * out.size * math.prod(shape[axis] for axis in contracted)
     if name == "conv_general_dilated":
+        out = equation.outvars[0].aval
         kernel = equation.invars[1].aval
         channels = kernel.shape[parameters["dimension_numbers"].rhs_spec[0]]
         return 2 * out.size * kernel.size // channels

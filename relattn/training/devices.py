@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -19,6 +19,9 @@ from ml_collections import ConfigDict
 
 from relattn.nn.batch_norm import DEVICE_AXIS
 from relattn.training.step import Batch, EvalStep, TrainStep
+
+# jaxlib has no stubs: for type checkers, jax.Device is a variable.
+Device: TypeAlias = jax.Device  # pyright: ignore[reportInvalidTypeForm]
 
 # Maps random features, a key and the step to new features.
 Redraw = Callable[[Any, Any, Any], Any]
@@ -47,7 +50,7 @@ SPLIT_AXES: tuple[tuple[str, tuple[int, ...]], ...] = (
 
 
 def make_training_parallel(
-    config: ConfigDict, devices: Sequence[jax.Device] | None = None
+    config: ConfigDict, devices: Sequence[Device] | None = None
 ) -> Parallel:
     """Chooses the devices of a training run, see `choose_devices`.
 
@@ -71,7 +74,7 @@ def make_training_parallel(
 
 def make_parallel(
     config: ConfigDict,
-    devices: Sequence[jax.Device] | None = None,
+    devices: Sequence[Device] | None = None,
     *,
     model_axis: int | None = None,
 ) -> Parallel:
@@ -94,8 +97,8 @@ def make_parallel(
 
 
 def choose_devices(
-    config: ConfigDict, devices: Sequence[jax.Device] | None = None
-) -> list[jax.Device]:
+    config: ConfigDict, devices: Sequence[Device] | None = None
+) -> list[Device]:
     """Chooses the largest number of devices that divides the batch of a run.
 
     Every process keeps the same number of its devices, at least one.
@@ -113,13 +116,13 @@ def choose_devices(
         ValueError: If ``config.num_devices`` are not available.
     """
     devices = list(devices or jax.devices())
-    by_process: dict[int, list[jax.Device]] = {}
+    by_process: dict[int, list[Device]] = {}
     for device in devices:
         by_process.setdefault(device.process_index, []).append(device)
     num_processes = len(by_process)
     most = min(len(own) for own in by_process.values())
 
-    def first(count: int) -> list[jax.Device]:
+    def first(count: int) -> list[Device]:
         return [device for own in by_process.values() for device in own[:count]]
 
     if config.num_devices:
@@ -159,7 +162,7 @@ class Parallel(abc.ABC):
     axis_name: str | None
     mesh: Mesh
 
-    def __init__(self, devices: Sequence[jax.Device] | None = None):
+    def __init__(self, devices: Sequence[Device] | None = None):
         """Uses the given devices, or all."""
         # JAX can list them by network topology instead of by process.
         self.devices = tuple(
@@ -389,9 +392,7 @@ class MeshParallel(Parallel):
 
     axis_name = None
 
-    def __init__(
-        self, devices: Sequence[jax.Device] | None = None, *, model_axis: int = 1
-    ):
+    def __init__(self, devices: Sequence[Device] | None = None, *, model_axis: int = 1):
         """Uses the given devices, or all, ``model_axis`` of them for each copy."""
         super().__init__(devices)
         n = len(self.devices)
@@ -568,7 +569,7 @@ def partition_spec(path: str, shape: Sequence[int], num_devices: int) -> Partiti
             continue
         for axis in axes:
             if -axis <= len(shape) and shape[axis] % num_devices == 0:
-                names = [None] * len(shape)
+                names: list[str | None] = [None] * len(shape)
                 names[axis] = MODEL_AXIS
                 return PartitionSpec(*names)
     return PartitionSpec()

@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -16,6 +16,7 @@ from jax.experimental import multihost_utils
 from relattn.command import USER_ERRORS
 from relattn.training.errors import WorkdirError
 
+_T = TypeVar("_T")
 # A network directory may show a new file to other hosts after some seconds.
 _PATIENCE_SECONDS = 10.0
 MOST_SECONDS = 10**6
@@ -134,7 +135,7 @@ def from_primary(make: Callable[[], Any]) -> Any:
     return sent["value"]
 
 
-def primary_first(make: Callable[[], Any]) -> Any:
+def primary_first(make: Callable[[], _T]) -> _T:
     """Calls a function in process 0, and afterwards in the other processes.
 
     The others find the files that process 0 wrote, instead of writing them at the same

@@ -151,6 +151,7 @@ def final_results(
     template = parallel.template(task.abstract_state)
     runs: dict[int, dict[str, Any]] = {}
     for best_step in dict.fromkeys(history.best_step for history in histories):
+        assert best_step is not None  # The last step of a run evaluates it.
         from_primary(partial(read_meta, folder, best_step))
         states = task.unstack(restore(folder, best_step, template))
         for index, history in enumerate(histories):

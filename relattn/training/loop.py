@@ -26,7 +26,7 @@ from relattn.training.checkpoint import (
 )
 from relattn.training.config import check_config, to_json
 from relattn.training.cost import warn_if_too_large
-from relattn.training.devices import Parallel, make_training_parallel
+from relattn.training.devices import Device, Parallel, make_training_parallel
 from relattn.training.errors import PreemptedError
 from relattn.training.evaluator import Evaluator, final_results, format_metrics
 from relattn.training.initialize import initial_state
@@ -52,7 +52,7 @@ def train_and_evaluate(
     workdir: str | Path,
     *,
     data: data_lib.DataSource | None = None,
-    devices: Sequence[jax.Device] | None = None,
+    devices: Sequence[Device] | None = None,
     on_step: Callable[[int], None] | None = None,
 ) -> dict[str, Any]:
     """Trains and evaluates a model, or resumes a run that was interrupted.
@@ -247,6 +247,7 @@ class TrainLoop:
 
     def _draw(self) -> Any:
         """Returns the random features that belong to the state's step."""
+        assert self.redraw is not None
         return self.redraw(self.state.random_features, self.key, self.state.step)
 
     def wait_for_compilation(self) -> None:
@@ -317,6 +318,7 @@ class TrainLoop:
             )
             if (
                 epochs
+                and history.best_step is not None
                 and done - history.best_step >= epochs * self.task.steps_per_epoch
             ):
                 history.stopped_early, history.stopped_step = True, done

@@ -12,7 +12,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -163,7 +163,7 @@ def summarize(
         row["epoch"] = done / task.steps_per_epoch
         # A skipped update does not advance the optimiser's schedule.
         count = max(done - history.skipped_updates, 1)
-        row["learning_rate"] = float(task.schedule(count - 1))
+        row["learning_rate"] = float(np.asarray(task.schedule(count - 1)))
         if task.config.max_skipped_updates:
             row["train_skipped"] = history.skipped_updates
         rows.append(row)
@@ -323,7 +323,7 @@ def _parse(path: Path) -> tuple[list[Row], list[int]]:
     return rows, unreadable
 
 
-def _is_row(row: Any) -> bool:
+def _is_row(row: Any) -> TypeGuard[Row]:
     return (
         isinstance(row, dict)
         and type(row.get("step")) is int
@@ -355,14 +355,15 @@ class EventsFile:
 
     def __init__(self, folder: Path, start_step: int):
         # Imported late: tensorboardX imports PyTorch where it is installed.
-        from tensorboardX.proto.event_pb2 import SessionLog
+        from tensorboardX.proto import event_pb2
         from tensorboardX.record_writer import RecordWriter
 
         name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}"
         self._records = RecordWriter(str(folder / name))
         self._write(file_version="brain.Event:2")
         if start_step:
-            restart = SessionLog(status=SessionLog.START)
+            session_log = event_pb2.SessionLog  # pyright: ignore[reportAttributeAccessIssue]
+            restart = session_log(status=session_log.START)
             self._write(step=start_step + 1, session_log=restart)
 
     def add(self, step: int, values: dict[str, float]) -> None:
@@ -379,10 +380,11 @@ class EventsFile:
         self._records.flush()
 
     def _write(self, **event: Any) -> None:
-        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.proto import event_pb2
 
-        event = Event(wall_time=time.time(), **event)
-        self._records.write(event.SerializeToString())
+        make = event_pb2.Event  # pyright: ignore[reportAttributeAccessIssue]
+        record = make(wall_time=time.time(), **event)
+        self._records.write(record.SerializeToString())
 
     def close(self) -> None:
         """Flushes and closes the file, even if flushing fails."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float, Int
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float
 from ml_collections import ConfigDict
 
 SCHEDULES = ("constant", "cosine", "exponential")
@@ -52,7 +53,7 @@ def make_schedule(
             f"{num_steps} steps of the run"
         )
 
-    def schedule(step: Int[Array, ""] | int) -> Float[Array, ""]:
+    def schedule(step: ArrayLike) -> Float[Array, ""]:
         done = jnp.asarray(step, jnp.float32)
         rate = jnp.minimum(1.0, (done + 1.0) / max(1, warmup_steps))
         if name == "cosine":

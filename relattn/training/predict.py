@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,15 @@ from jaxtyping import Float, Int
 from tqdm import tqdm
 
 from relattn import models, spec
-from relattn.data import Tokenizer, TokenSplit, load_tokenizer, read_images
+from relattn.data import (
+    DataInfo,
+    ImageInfo,
+    TextInfo,
+    Tokenizer,
+    TokenSplit,
+    load_tokenizer,
+    read_images,
+)
 from relattn.data.text import TokenMeta
 from relattn.data.user_images import as_sequence
 
@@ -69,10 +77,10 @@ def predict(
     Returns:
         The class probabilities.
     """
-    require_kind(run, "images")
-    images = as_sequence(images, run.data.image_shape[2])
+    info = require_kind(run, "images")
+    images = as_sequence(images, info.image_shape[2])
     batch_size = max(1, min(batch_size, len(images)))
-    found = [np.zeros((0, run.data.num_classes), np.float32)]
+    found = [np.zeros((0, info.num_classes), np.float32)]
     with tqdm(
         total=len(images),
         desc="Predicting",
@@ -80,14 +88,14 @@ def predict(
         delay=2,
         disable=None if progress else True,
     ) as bar:
-        for batch in read_images(images, run.data, run.config.data, batch_size):
+        for batch in read_images(images, info, run.config.data, batch_size):
             # A fixed batch size is compiled once.
             padding = [(0, batch_size - len(batch))] + [(0, 0)] * 3
             inputs = run.preprocess({"image": np.pad(batch, padding)})
             out = np.asarray(probabilities(inputs))
             found.append(out[: len(batch)])
             bar.update(len(batch))
-    return Predictions(np.concatenate(found), run.data.class_names)
+    return Predictions(np.concatenate(found), info.class_names)
 
 
 def attention_weights(
@@ -125,6 +133,7 @@ def generate(
 ) -> str | list[str]:
     """Continues prompts; see `Run.generate`."""
     tokenizer = read_tokenizer(run, bpe_dir)
+    context_length = require_kind(run, "tokens").context_length
     if not 0 <= seed <= spec.LARGEST:
         raise ValueError(
             f"seed must be from 0 to {spec.LARGEST}, got {spec.shorten(seed)}"
@@ -137,7 +146,7 @@ def generate(
         run.model,
         run.variables,
         tokens,
-        num_tokens or max(run.data.context_length - max(lengths, default=0), 1),
+        num_tokens or max(context_length - max(lengths, default=0), 1),
         key=jax.random.key(seed),
         temperature=temperature,
         top_k=top_k,
@@ -180,12 +189,12 @@ def read_tokenizer(run: Run, bpe_dir: str = "") -> Tokenizer:
     Raises:
         ValueError: If the run is not of text, or its vocabulary is not the tokenizer's.
     """
-    require_kind(run, "tokens")
+    info = require_kind(run, "tokens")
     folder = bpe_dir or run.config.data.get("bpe_dir", "")
-    tokenizer = load_tokenizer(run.data.tokenizer, folder)
-    if tokenizer.vocab_size != run.data.vocab_size:
+    tokenizer = load_tokenizer(info.tokenizer, folder)
+    if tokenizer.vocab_size != info.vocab_size:
         raise ValueError(
-            f"the checkpoint has a vocabulary of {run.data.vocab_size} tokens, but the "
+            f"the checkpoint has a vocabulary of {info.vocab_size} tokens, but the "
             f"tokenizer {tokenizer.name!r} has {tokenizer.vocab_size}"
         )
     return tokenizer
@@ -227,12 +236,17 @@ def read_text_split(
     # A token that ends inside a character decodes to U+FFFD; a byte is one byte.
     skipped = 1 if tokenizer.name == "bytes" else len(first.encode())
     meta = TokenMeta(tokenizer.name, tokenizer.vocab_size)
-    split = TokenSplit(tokens, run.data.context_length, meta, str(path))
+    context_length = require_kind(run, "tokens").context_length
+    split = TokenSplit(tokens, context_length, meta, str(path))
     return split, len(text.encode()) - skipped
 
 
-def require_kind(run: Run, kind: str) -> None:
-    """Raises ValueError unless a run is on images, or on tokens.
+@overload
+def require_kind(run: Run, kind: Literal["images"]) -> ImageInfo: ...
+@overload
+def require_kind(run: Run, kind: Literal["tokens"]) -> TextInfo: ...
+def require_kind(run: Run, kind: str) -> DataInfo:
+    """Returns the data's description; raises ValueError if it is of another kind.
 
     Args:
         run: The run.
@@ -244,3 +258,4 @@ def require_kind(run: Run, kind: str) -> None:
             f"the run in {run.workdir} was trained on {names[run.data.kind]}, not on "
             f"{names[kind]}"
         )
+    return run.data

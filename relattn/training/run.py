@@ -7,7 +7,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import flax.linen as nn
 import jax
@@ -38,7 +38,7 @@ from relattn.training.config import (
     differences,
     to_json,
 )
-from relattn.training.devices import make_parallel
+from relattn.training.devices import Device, make_parallel
 from relattn.training.errors import CheckpointError, WorkdirError
 from relattn.training.evaluator import Evaluator
 from relattn.training.metrics import read_rows
@@ -85,7 +85,7 @@ class Run:
 
         @jax.jit
         def function(variables: Any, inputs: jax.Array) -> jax.Array:
-            logits = self.model.apply(variables, inputs)
+            logits = cast(Array, self.model.apply(variables, inputs))
             return jax.nn.softmax(logits.astype(jnp.float32))
 
         return functools.partial(function, jax.device_put(self.variables))
@@ -489,7 +489,8 @@ def _resize(trained: Task, task: Task, variables: Any) -> Any:
     """Resizes variables to the images of another task."""
     grids = [
         models.patch_grid(
-            *input_shape(each.config.data, each.info)[:2], each.model.patch_size
+            *input_shape(each.config.data, each.info)[:2],
+            patch_size=each.model.patch_size,
         )
         for each in (trained, task)
     ]
@@ -522,7 +523,7 @@ def evaluate(
     run: Run,
     split: EvalSplit,
     batch_size: int = 256,
-    devices: Sequence[jax.Device] | None = None,
+    devices: Sequence[Device] | None = None,
     info: DataInfo | None = None,
 ) -> dict[str, float]:
     """Evaluates a run on a split of a data set.
@@ -624,8 +625,9 @@ def read_saved(workdir: Path, config: ConfigDict) -> dict[str, Any] | None:
         )
     histories = [History(**values) for values in meta["history"]]
     # The run ends with the evaluation of the best checkpoints.
-    for best in {history.best_step for history in histories} - {None, step}:
-        read_meta(workdir / CHECKPOINTS, best)
+    for best in {history.best_step for history in histories} - {step}:
+        if best is not None:
+            read_meta(workdir / CHECKPOINTS, best)
     return {**meta, "step": step}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import flax.linen as nn
 import flax.struct
@@ -26,8 +26,7 @@ CARRIED = ("params", "random_features", "batch_stats")
 FINITE_METRICS = {"loss": "loss", "grad_norm": "gradient", "update_norm": "update"}
 
 
-@flax.struct.dataclass
-class TrainState:
+class TrainState(flax.struct.PyTreeNode):
     """Everything that an update changes.
 
     Attributes:
@@ -226,7 +225,8 @@ def make_train_step(
         targets = [(1.0, label)]
         if mix is not None:
             previous = batch["previous"]
-            mask = mix(mix_key, inputs.shape[1:3])[..., None]
+            _, height, width, _ = inputs.shape
+            mask = mix(mix_key, (height, width))[..., None]
             inputs = mask * inputs + (1 - mask) * preprocess(previous)
             share = mask.mean()
             targets = [(share, label), (1 - share, previous["label"])]
@@ -247,7 +247,7 @@ def make_train_step(
             correct = logits.argmax(-1) == label
             metrics = {"accuracy": correct.astype(jnp.float32).mean()}
             metrics |= scalars(updated.get("intermediates", {}))
-            return loss, (metrics, updated.get("batch_stats", {}))
+            return cast(Array, loss), (metrics, updated.get("batch_stats", {}))
 
         (loss, (metrics, batch_stats)), grads = jax.value_and_grad(
             loss_fn, has_aux=True
@@ -380,7 +380,7 @@ def make_eval_step(
 
     def eval_step(variables: Any, batch: Batch) -> Metrics:
         inputs = preprocess(batch)
-        logits = model.apply(variables, inputs, deterministic=True)
+        logits = cast(Array, model.apply(variables, inputs, deterministic=True))
         label, weight = batch["label"], batch["weight"]
         correct = (logits.argmax(-1) == label).astype(jnp.float32)
         losses = jnp.where(weight > 0, cross_entropy(logits, label), 0.0)
@@ -418,4 +418,6 @@ def scalars(intermediates: Any) -> Metrics:
         keys = [str(k.key) for k in path if isinstance(k, jax.tree_util.DictKey)]
         if jnp.ndim(value) == 0:
             found.setdefault("/".join(keys), []).append(jnp.asarray(value, jnp.float32))
-    return {name: sum(values) / len(values) for name, values in found.items()}
+    return {
+        name: cast(Array, sum(values)) / len(values) for name, values in found.items()
+    }

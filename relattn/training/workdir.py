@@ -22,6 +22,7 @@ import jax
 
 from relattn.data.paths import expand
 from relattn.training.config import to_json
+from relattn.training.devices import Device
 from relattn.training.errors import WorkdirError, writing
 from relattn.training.task import Task
 
@@ -90,7 +91,7 @@ def usable_workdir(workdir: str | Path) -> Path:
 
 def announcement(
     task: Task,
-    devices: Sequence[jax.Device],
+    devices: Sequence[Device],
     available: int,
     workdir: Path,
     start_step: int,
@@ -135,7 +136,7 @@ def announcement(
 
 
 def write_run_json(
-    workdir: Path, task: Task, devices: Sequence[jax.Device], start_step: int
+    workdir: Path, task: Task, devices: Sequence[Device], start_step: int
 ) -> None:
     """Writes ``run.json``; a resumed run adds its start to the list there.
 
@@ -300,6 +301,7 @@ def lock_workdir(workdir: Path) -> Iterator[None]:
 
 def _locked(path: Path) -> IO[str]:
     """Opens and locks the file."""
+    assert fcntl is not None
     while True:
         with writing(path):
             file = path.open("a+")

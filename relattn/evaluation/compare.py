@@ -6,11 +6,11 @@ import dataclasses
 import difflib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from ml_collections import ConfigDict
 
-from relattn.data import EvalSplit, ImageInfo, ImageSplit, StreamedSplit, load_data
+from relattn.data import DataInfo, ImageInfo, ImageSplit, StreamedSplit, load_data
 from relattn.evaluation.shift import (
     ShiftedPredictions,
     check_boundary,
@@ -124,8 +124,9 @@ def compare(
             )
         check_shift(max_shift, axis, run.task.config.data.image_size)
         check_boundary(boundary, run.task.info.streamed, str(run.workdir))
-    label, title = _one_label([run.task.info for run in runs], class_name)
-    test_splits: dict[str, tuple[EvalSplit, ImageInfo]] = {}
+    infos = [cast(ImageInfo, run.task.info) for run in runs]
+    label, title = _one_label(infos, class_name)
+    test_splits: dict[str, tuple[Any, DataInfo]] = {}
     results = []
     for run, name in zip(runs, folders, strict=True):
         config = data_config(run.task.config.data, run.workdir, data_dir)
@@ -166,7 +167,7 @@ def data_config(data: ConfigDict, workdir: Path, data_dir: str | None) -> Config
 
 
 def _predictions(
-    saved: SavedRun, split: EvalSplit, *, name: str, **options: Any
+    saved: SavedRun, split: Any, *, name: str, **options: Any
 ) -> list[ShiftedPredictions]:
     """Predicts with every seed of a run; its arrays are in memory only in this call."""
     several = len(saved.seeds) > 1
@@ -178,9 +179,10 @@ def _predictions(
     ]
 
 
-def _check_data(run: SavedRun, info: ImageInfo) -> None:
+def _check_data(run: SavedRun, info: DataInfo) -> None:
     trained = run.task.info
     check_labels(trained, info, run.workdir)
+    assert trained.kind == "images" and info.kind == "images"
     channels, given = trained.image_shape[2], info.image_shape[2]
     if channels != given:
         raise ValueError(
@@ -189,7 +191,7 @@ def _check_data(run: SavedRun, info: ImageInfo) -> None:
         )
 
 
-def _first(split: EvalSplit, num_images: int | None) -> EvalSplit:
+def _first(split: Any, num_images: int | None) -> Any:
     if num_images is None:
         return split
     if not 1 <= num_images <= len(split):

@@ -12,7 +12,7 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -20,7 +20,7 @@ from jaxtyping import Float, Int, Num
 from tqdm import tqdm
 
 from relattn import models
-from relattn.data import load_data, preprocess
+from relattn.data import ImageSplit, load_data, preprocess
 from relattn.evaluation.attention_maps import make_maps_fn
 from relattn.evaluation.compare import data_config
 from relattn.evaluation.shift import (
@@ -32,6 +32,7 @@ from relattn.evaluation.shift import (
     shifts_along,
 )
 from relattn.training import Run, load_run, make_predict_fn
+from relattn.training.predict import require_kind
 from relattn.training.run import check_labels
 from relattn.training.workdir import write_text
 
@@ -100,7 +101,7 @@ def write_page(
             steps = _predict(run, images, shifts, boundary, num_maps)
             found.append(_model(name, run, steps, labels, num_shown, bar))
     data = {
-        "classes": runs[0].data.class_names,
+        "classes": require_kind(runs[0], "images").class_names,
         "maxShift": max_shift,
         "boundary": boundary,
         "numImages": len(images),
@@ -148,7 +149,7 @@ def _choose_images(
     data = load_data(data_config(first.config.data, first.workdir, data_dir))
     for run in runs:
         check_labels(run.data, data.info, run.workdir)
-    split = data.eval_splits["test"]
+    split = cast(ImageSplit, data.eval_splits["test"])
     images = np.asarray(preprocess(split.images, image_size=size))
     labels = np.asarray(split.labels)
     if boundary == "zeros":
@@ -172,7 +173,7 @@ def _predict(
     shifts: Sequence[Shift],
     boundary: str,
     num_maps: int,
-) -> Iterator[tuple[np.ndarray, np.ndarray | None, np.ndarray | None]]:
+) -> Iterator[tuple[np.ndarray, Any, Any]]:
     """Yields probabilities, attention maps and their starts at every shift, by image.
 
     Maps and starts are those of the first ``num_maps`` images, None for the others.
@@ -183,8 +184,10 @@ def _predict(
     for index in range(len(images)):
         inputs = shift(images, np.full(len(shifts), index), np.array(shifts))
         probabilities = np.asarray(jax.nn.softmax(predict(inputs)))
-        mapped = make_maps is not None and index < num_maps
-        yield probabilities, *(make_maps(inputs) if mapped else (None, None))
+        maps, starts = None, None
+        if make_maps is not None and index < num_maps:
+            maps, starts = make_maps(inputs)
+        yield probabilities, maps, starts
 
 
 def _model(
@@ -206,7 +209,7 @@ def _model(
     model = {
         "name": name,
         "probabilities": _encode(np.stack(probabilities)),
-        "accuracy": (correct / len(labels)).tolist(),
+        "accuracy": np.divide(correct, len(labels)).tolist(),
     }
     if maps:
         # Two numbers of four bits in each byte.
@@ -225,7 +228,7 @@ def _has_room_for_maps(
     runs: Sequence[Run], shown: Num[np.ndarray, "n height width channels"], shifts: int
 ) -> bool:
     """Returns whether the page may have attention maps; raises if it is too large."""
-    classes = [len(run.data.class_names) for run in runs]
+    classes = [require_kind(run, "images").num_classes for run in runs]
     patches = [_num_patches(run) for run in runs]
     if _page_bytes(shown, shifts, classes, patches) <= MAX_BYTES:
         return True

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from relattn import command
 from relattn.training import load_run
+from relattn.training.predict import require_kind
 
 
 @command.entry_point
@@ -35,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"{found['bits_per_token']:.4f} bits per token, "
             f"{found['bits_per_byte']:.4f} bits per byte, on {found['count']:,.0f} "
             f"tokens, each from those before it in its window of "
-            f"{run.data.context_length}"
+            f"{require_kind(run, 'tokens').context_length}"
         )
 
 

@@ -25,6 +25,7 @@ from relattn.evaluation.attention_maps import make_maps_fn
 from relattn.training import Run, load_run, make_predict_fn
 from relattn.training.config import flatten
 from relattn.training.metrics import read_rows
+from relattn.training.predict import require_kind
 from relattn.training.run import check_labels
 from relattn.training.workdir import read_result, write_text
 
@@ -145,7 +146,10 @@ def _curves(rows: Sequence[Mapping[str, Any]]) -> str:
 def _image_parts(run: Run, num_images: int | None) -> list[str]:
     """Returns the sections of a run on images."""
     images, labels, probabilities = _predict_test(run, num_images)
-    names, predicted = run.data.class_names, probabilities.argmax(axis=-1)
+    names, predicted = (
+        require_kind(run, "images").class_names,
+        probabilities.argmax(axis=-1),
+    )
     counts = confusion_matrix(labels, predicted, len(names))
     totals, right = counts.sum(axis=1), counts.diagonal()
     rows = [

@@ -11,6 +11,7 @@ import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,7 @@ from relattn.data import ImageSplit, StreamedSplit, preprocess, standardize
 from relattn.spec import closest
 from relattn.training import Run, make_predict_fn
 from relattn.training.config import FREE_KEYS, flatten
+from relattn.training.predict import require_kind
 
 AXES = ("x", "y", "xy")
 BOUNDARIES = {
@@ -267,10 +269,11 @@ def shifted_predictions(
     """
     size, batch_size = run.config.data.image_size, run.config.eval_batch_size
     check_shift(max_shift, axis, size)
-    check_boundary(boundary, run.data.streamed, str(run.workdir))
+    info = require_kind(run, "images")
+    check_boundary(boundary, info.streamed, str(run.workdir))
     margin = max_shift if boundary == "crop" else 0
     if margin:
-        split = _with_margin(split, size, margin)
+        split = _with_margin(cast(StreamedSplit, split), size, margin)
     shifts = shifts_along(axis, max_shift)
     draws = np.random.default_rng(0).integers(
         -max_shift, max_shift + 1, (len(split), NUM_RANDOM_SHIFTS, 2)
@@ -351,6 +354,7 @@ def make_shift_fn(run: Run, boundary: str, margin: int = 0) -> Callable[..., Arr
         A function of images, the indices of images, ``[batch]``, and their shifts
         (dx, dy), ``[batch, 2]``, to inputs of the model.
     """
+    info = require_kind(run, "images")
 
     @jax.jit
     def shift(images, index, moves):
@@ -361,7 +365,7 @@ def make_shift_fn(run: Run, boundary: str, margin: int = 0) -> Callable[..., Arr
         images = images[:, inner, inner]
         if not run.config.data.standardize:
             return images
-        return standardize(images, np.float32(run.data.mean), np.float32(run.data.std))
+        return standardize(images, np.float32(info.mean), np.float32(info.std))
 
     return shift
 

@@ -186,7 +186,7 @@ def _baseline_sizes() -> Iterator[Size]:
         if row["model"].startswith("Performer"):
             continue
         name = BASELINES[row["model"]]
-        forms = {"modern": {"name": name}}
+        forms: dict[str, dict[str, Any]] = {"modern": {"name": name}}
         if name in PUBLISHED_BASELINES:
             forms["published"] = PUBLISHED_BASELINES[name]
         for (form, options), channels in itertools.product(forms.items(), (1, 3)):

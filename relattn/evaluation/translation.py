@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any, cast
 
 import flax.linen as nn
 import jax
@@ -65,7 +66,11 @@ class _Layer(nn.Module):
 
     @nn.compact
     def __call__(self, x, grid, key_mask):
-        sizes = {"dim": self.dim, "num_heads": self.num_heads, "num_layers": 1}
+        sizes: dict[str, Any] = {
+            "dim": self.dim,
+            "num_heads": self.num_heads,
+            "num_layers": 1,
+        }
         make_attention, make_position = build(self.attention, self.position, **sizes)
         position = make_position(name="position")
         n = self.num_prefix
@@ -169,7 +174,8 @@ def translation_error(
         def output(index):
             features = redraw(drawn, draw_key, index)
             state = {**variables, "random_features": features}
-            return layer.apply(state, x, grid, key_mask)[both, inside]
+            out = cast(jax.Array, layer.apply(state, x, grid, key_mask))
+            return out[both, inside]
 
         return jax.lax.map(output, indices)
 

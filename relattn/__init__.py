@@ -10,6 +10,9 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from relattn import kernels as kernels
+from relattn import models as models
+from relattn import nn as nn
 from relattn import offsets as offsets
 from relattn.kernels import CausalOffsets as CausalOffsets
 from relattn.kernels import Offsets as Offsets
@@ -45,6 +48,9 @@ from relattn.nn import split_attention_mask as split_attention_mask
 from relattn.offsets import Torus as Torus
 
 if TYPE_CHECKING:
+    from relattn import data as data
+    from relattn import evaluation as evaluation
+    from relattn import training as training
     from relattn.data import register_data as register_data
     from relattn.training import load_run as load_run
     from relattn.training import train_and_evaluate as train_and_evaluate
@@ -56,18 +62,21 @@ __version__ = "0.1.0.dev0"
 _TRAINING = ("load_run", "train_and_evaluate")
 
 
-def __getattr__(name: str) -> Any:
-    if name == "data":
-        return importlib.import_module("relattn.data")
-    if name == "evaluation":
-        return importlib.import_module("relattn.evaluation")
-    if name == "training":
-        return importlib.import_module("relattn.training")
-    if name in _TRAINING:
-        return getattr(importlib.import_module("relattn.training"), name)
-    if name == "register_data":
-        return importlib.import_module("relattn.data").register_data
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+# Hidden from type checkers, which would accept any misspelt name.
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        if name == "data":
+            return importlib.import_module("relattn.data")
+        if name == "evaluation":
+            return importlib.import_module("relattn.evaluation")
+        if name == "training":
+            return importlib.import_module("relattn.training")
+        if name in _TRAINING:
+            return getattr(importlib.import_module("relattn.training"), name)
+        if name == "register_data":
+            return importlib.import_module("relattn.data").register_data
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -15,11 +15,13 @@ import types
 from collections.abc import Callable, Sequence
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec
 
 import jax
 
 from relattn.spec import closest
+
+_P = ParamSpec("_P")
 
 _ROOT = Path(__file__).resolve().parents[1]
 # The errors that these packages raise are about the user's input.
@@ -35,7 +37,7 @@ INTERRUPTED = 130
 USER_ERRORS = (ValueError, OSError, ImportError, FloatingPointError)
 
 
-def entry_point(main: Callable[..., None]) -> Callable[..., None]:
+def entry_point(main: Callable[_P, None]) -> Callable[_P, None]:
     """Decorates a program's main function: user errors become one sentence on stderr.
 
     The exit code is the error's attribute ``exit_code``, or `BAD_INPUT` without one.
@@ -58,7 +60,7 @@ def entry_point(main: Callable[..., None]) -> Callable[..., None]:
     """
 
     @functools.wraps(main)
-    def wrapped(*args: Any, **kwargs: Any) -> None:
+    def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> None:
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, TextIOWrapper):
                 stream.reconfigure(errors="backslashreplace")
@@ -72,9 +74,10 @@ def entry_point(main: Callable[..., None]) -> Callable[..., None]:
             )
             sys.exit(INTERRUPTED)
         except Exception as error:
-            if hasattr(error, "exit_code"):
+            exit_code = getattr(error, "exit_code", None)
+            if exit_code is not None:
                 print(error, file=sys.stderr)
-                sys.exit(error.exit_code)
+                sys.exit(exit_code)
             text = explain_out_of_memory(error)
             if text is None and not is_user_error(error):
                 raise
@@ -91,7 +94,8 @@ def keep_compiled() -> None:
     ``~/.cache``, unless JAX has a folder already, such as by
     ``JAX_COMPILATION_CACHE_DIR``.
     """
-    if jax.config.jax_compilation_cache_dir is None:
+    # JAX adds the attributes of its configuration when it starts.
+    if jax.config.jax_compilation_cache_dir is None:  # pyright: ignore[reportAttributeAccessIssue]
         folder = os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
         folder = os.path.join(folder, "relattn", "jax")
         jax.config.update("jax_compilation_cache_dir", folder)
@@ -118,8 +122,9 @@ def keep_heap() -> None:
 
 def _only_cpus() -> bool:
     """Whether JAX will choose CPUs, without starting its client."""
-    if jax.config.jax_platforms:
-        return jax.config.jax_platforms == "cpu"
+    platforms = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
+    if platforms:
+        return platforms == "cpu"
     return not any(map(importlib.util.find_spec, ("jax_plugins", "libtpu")))
 
 

@@ -126,7 +126,7 @@ def _read_torch(path):
     if not Path(path).is_file():
         raise FileNotFoundError(f"there is no file {path}")
     try:
-        import torch
+        import torch  # pyright: ignore[reportMissingImports]: an option.
     except ImportError as error:
         raise ImportError(
             f"{path} is no .safetensors file; to read PyTorch's: pip install torch"

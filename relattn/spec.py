@@ -66,7 +66,9 @@ def parse(spec: str, what: str = "") -> tuple[str, dict[str, Any]]:
     if tree.args or None in keys or len(set(keys)) < len(keys):
         raise problem
     try:
-        options = {word.arg: ast.literal_eval(word.value) for word in tree.keywords}
+        options = {
+            str(word.arg): ast.literal_eval(word.value) for word in tree.keywords
+        }
     except (ValueError, TypeError, RecursionError, MemoryError):
         raise problem from None
     return tree.func.id, options
@@ -315,7 +317,7 @@ def _split(spec: str, operator: type[ast.operator]) -> list[str]:
     while isinstance(tree, ast.BinOp) and isinstance(tree.op, operator):
         found.append(tree.right)
         tree = tree.left
-    if not found:
+    if tree is None or not found:
         return [spec]
     try:
         return [ast.unparse(term) for term in (tree, *reversed(found))]

@@ -1,7 +1,7 @@
 # make test            lint, tests, doctests and a notebook
-# make test-full       all tests, with XLA's optimisations, TensorFlow and a TPU's
-#                      compiler; then starts every configuration at its published size;
-#                      takes hours
+# make test-full       all tests, with XLA's optimisations, TensorFlow, a TPU's compiler
+#                      and a check of the types; then starts every configuration at its
+#                      published size; takes hours
 # make demo            trains three models, shifts the images and compares, on two cores
 # make docs            builds the documentation site, docs/_build/html
 # make tables          writes the generated tables of README.md and docs/
@@ -33,7 +33,7 @@ test: $(STAMP)
 	$(PYTEST) -n $(JOBS) --dist=loadfile --no-loadscope-reorder
 
 test-full:
-	$(MAKE) full VENV=$(VENV)-full EXTRAS=test,prepare,docs,pytorch,tpu
+	$(MAKE) full VENV=$(VENV)-full EXTRAS=test,prepare,docs,pytorch,tpu,types
 
 # TPUs are only compiled for.
 full: export JAX_PLATFORMS ?= cpu

@@ -96,6 +96,8 @@ setup(
         "docs": DOCS,
         # Only make test-full needs these: it converts live models.
         "pytorch": ["timm>=1.0.31", "torch>=2.13", "transformers>=5.23"],
+        # Only make test-full needs these: pyright, and the Node.js that it runs on.
+        "types": ["pyright[nodejs]>=1.1.414"],
         "text": TEXT,
         "openwebtext": [*TEXT, "datasets>=3.6"],
         "prepare": [

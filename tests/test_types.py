@@ -75,6 +75,8 @@ TYPES = {
     "load_pretrained('x').preprocess(images)": r"Array",
     "relattn.build_model({'name': 'vit', 'dim': 8}, num_classes=3)": r"Module",
     "relattn.training.load_run('x').evaluate()": r"dict\[str, float\]",
+    "relattn.load_run('x').generate('to be')": r"str",
+    "relattn.load_run('x').generate(['to be'], seed=1)": r"list\[str\]",
     "relattn.load_run('x').predict(images).probabilities": r"ndarray\[.*\]",
 }
 

@@ -7,7 +7,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, cast, overload
 
 import flax.linen as nn
 import jax
@@ -177,6 +177,25 @@ class Run:
                 not fit.
         """
         return predict_lib.attention_weights(self, inputs, layer)
+
+    @overload
+    def generate(
+        self,
+        prompt: str,
+        *,
+        num_tokens: int = 0,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        stop: str = "",
+        seed: int = 0,
+        bpe_dir: str = "",
+    ) -> str: ...
+
+    @overload
+    def generate(
+        self, prompt: Sequence[str], *args: Any, **options: Any
+    ) -> list[str]: ...
 
     def generate(
         self,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -141,7 +142,7 @@ def banded_attention(
     near, far = weights[..., :-1], weights[..., -1:]
     # sum_j far v_j, corrected by (near_d - far) times the ring sum of each distance d.
     sum_rings = _torus_ring_sum if isinstance(grid, Torus) else _ring_sum
-    correction = sum_rings(_to_grid(near - far, grid), image)
+    correction = cast(Array, sum_rings(_to_grid(near - far, grid), image))
     num_tokens = math.prod(grid)
     correction = correction.reshape(*v.shape[:-2], num_tokens, v.shape[-1])
     numerator = correction + far * total

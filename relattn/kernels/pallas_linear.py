@@ -228,7 +228,9 @@ def _hoist(step, *shapes):
     def hoisted(arrays, *arguments):
         pairs = zip(arrays, closed.consts, strict=True)
         arrays = [array.reshape(const.shape) for array, const in pairs]
-        function = jax.extend.core.ClosedJaxpr(closed.jaxpr, arrays)
+        # JAX 0.12 exports Jaxpr under this name, which pyright takes for private.
+        make = jax.extend.core.ClosedJaxpr  # pyright: ignore[reportPrivateImportUsage]
+        function = make(closed.jaxpr, arrays)
         leaves = jax.tree.leaves(arguments)
         return tree.unflatten(jax.extend.core.jaxpr_as_fun(function)(*leaves))
 

@@ -13,7 +13,9 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr
+
+# JAX 0.12 exports Jaxpr under this name too, which pyright takes for private.
+from jax.extend.core import ClosedJaxpr, Jaxpr  # pyright: ignore[reportPrivateImportUsage]
 
 from relattn.training.step import TrainState
 

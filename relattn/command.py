@@ -7,6 +7,7 @@ import ctypes
 import functools
 import importlib
 import importlib.util
+import math
 import os
 import platform
 import re
@@ -28,6 +29,8 @@ _ROOT = Path(__file__).resolve().parents[1]
 _PACKAGES = tuple(
     f"{_ROOT / name}{os.sep}" for name in ("relattn", "studies", "benchmarks", "tools")
 )
+# The options that keep every value; "extend" is an "append".
+_REPEATABLE = (argparse._AppendAction, argparse._CountAction)
 _OVERRIDE = re.compile(r"--?(no)?config\.")
 # Length limit of a message in characters: it may quote the input.
 _MAX_LENGTH = 500
@@ -157,6 +160,8 @@ class Parser(argparse.ArgumentParser):
         prog = sys.argv[0] if sys.argv[0].startswith("relattn ") else prog
         super().__init__(prog, description=description, allow_abbrev=False, **kwargs)
         self._overrides = overrides
+        # Options with type=float take no NaN and no infinity.
+        self.register("type", float, _finite)
         self.add_argument("--flagfile", help="a file of options, one per line")
         self.add_argument(
             "--import",
@@ -186,10 +191,11 @@ class Parser(argparse.ArgumentParser):
             The values by name.
 
         Raises:
-            ValueError: If an option is unknown, missing or has a wrong value, or a
-                ``--flagfile`` or ``--import`` cannot be read.
+            ValueError: If an option is unknown, missing, given twice or has a wrong
+                value, or a ``--flagfile`` or ``--import`` cannot be read.
         """
         words = _expand_flagfiles(sys.argv[1:] if args is None else args)
+        self._check_repeated(words)
         given, unknown = self.parse_known_args(words, namespace)
         names = [f"--{name}" for name in vars(given)]
         if self._overrides:
@@ -211,9 +217,28 @@ class Parser(argparse.ArgumentParser):
             _import(name)
         return given
 
+    def _check_repeated(self, words: Sequence[str]) -> None:
+        """Refuses an option that is given twice, of which argparse keeps the last."""
+        seen = set()
+        for word in words:
+            name = word.partition("=")[0]
+            action = self._option_string_actions.get(name)
+            if action is None or isinstance(action, _REPEATABLE):
+                continue
+            if action.dest in seen:
+                raise ValueError(f"{name} is given twice, but takes one: give it once")
+            seen.add(action.dest)
+
     def error(self, message: str) -> None:
         """Raises ValueError; argparse would end the process."""
         raise ValueError(one_line(message).removeprefix("argument "))
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"invalid float value: {text!r}")
+    return value
 
 
 def _import(name: str) -> None:
@@ -251,16 +276,16 @@ def _expand_flagfiles(words: Sequence[str]) -> list[str]:
 
 
 def _split_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Splits off ``--config.key=value``; the value may be the next word."""
+    """Splits off ``--config.key=value``; joins a value that is the next word."""
     overrides, rest, words = [], [], list(words)
     while words:
         word = words.pop(0)
         if not _OVERRIDE.match(word):
             rest.append(word)
             continue
-        overrides.append(word)
         if "=" not in word and words and not words[0].startswith("--"):
-            overrides.append(words.pop(0))
+            word = f"{word}={words.pop(0)}"
+        overrides.append(word)
     return overrides, rest
 
 

@@ -192,8 +192,7 @@ def read_arguments(
         arguments: Words and options, separated by commas, in any order, as in
             ``--config=configs/x.py:A/12,rank=16``.
         where: Path of the configuration file, for error messages.
-        choices: Valid words of each setting; a word belongs to one setting only. If
-            two words choose the same setting, the last one counts.
+        choices: Valid words of each setting; a word belongs to one setting only.
         patterns: Regular expressions for settings that accept more than their words.
         options: Type of the value of each key.
 
@@ -201,8 +200,8 @@ def read_arguments(
         The chosen word of each setting, and the value of each key; only those given.
 
     Raises:
-        ValueError: If a word or key does not exist, or a value has the wrong type. The
-            message names the closest valid name.
+        ValueError: If a word or key does not exist, with the closest valid name; if a
+            value has the wrong type; or if two choose the same setting.
 
     Example:
         >>> read_arguments(
@@ -220,6 +219,8 @@ def read_arguments(
             if key not in options:
                 hint = closest(key, options)
                 raise ValueError(f"{where} has no option {shorten(key)}: {hint}")
+            if key in values:
+                raise ValueError(f"{where} takes one {key}=..., got two: leave one out")
             values[key] = _parse_literal(value, options[key])
             if values[key] is None:
                 raise ValueError(
@@ -230,6 +231,11 @@ def read_arguments(
         for what, words in choices.items():
             known = argument in words
             if known or (what in patterns and re.fullmatch(patterns[what], argument)):
+                if what in chosen:
+                    raise ValueError(
+                        f"{where} takes one {what}, got {shorten(chosen[what])} and "
+                        f"{shorten(argument)}: leave one out"
+                    )
                 chosen[what] = argument
                 break
         else:

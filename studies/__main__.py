@@ -18,6 +18,7 @@ from relattn import command
 from relattn.evaluation.compare import shift_report
 from relattn.spec import closest
 from relattn.training.config import read_config
+from relattn.training.overrides import typed_keys
 from relattn.training.workdir import usable_folder, write_json
 from studies.launcher import Training, train
 from studies.presets import PRESETS
@@ -64,6 +65,8 @@ def run_study(
         raise ValueError(f"together must be from 0 (all) to {seeds}, got {together}")
     if not Path("train.py").exists():
         raise ValueError("no train.py here: run the study from the project's root")
+    if "num_seeds" in typed_keys(overrides):
+        raise ValueError("--seeds and --together set --config.num_seeds: leave it out")
     study = PRESETS[preset]
     if dataset:
         study = study.on(dataset)
@@ -87,7 +90,7 @@ def run_study(
                     workdir=output / "-".join([*words, *map(str, named)]),
                     seed=seed,
                     num_seeds=num_seeds,
-                    overrides=overrides,
+                    overrides=[w for w in overrides if typed_keys([w]) != {"seed"}],
                 )
                 trainings.append(training)
                 groups.setdefault((row.name, trained), []).append(training)

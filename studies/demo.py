@@ -24,6 +24,7 @@ from relattn.evaluation.page import write_page
 from relattn.evaluation.shift_curves import ShiftCurve
 from relattn.evaluation.shift_plots import plot
 from relattn.training.config import read_config
+from relattn.training.overrides import typed_keys
 from relattn.training.workdir import usable_folder
 from studies.launcher import Training, train
 
@@ -60,6 +61,8 @@ def run_demo(
     """
     if seeds < 1:
         raise ValueError(f"seeds must be at least 1, got {seeds}")
+    for key in {"seed", "num_seeds"} & typed_keys(overrides):
+        raise ValueError(f"--seeds sets --config.{key}: leave it out")
     if not Path(CONFIG).exists():
         raise ValueError(f"no {CONFIG} here: run the demo from the project's root")
     if not variants:

@@ -23,6 +23,7 @@ from tqdm import tqdm
 from relattn.data import DataInfo, read_info
 from relattn.training.config import complete, differences, read_config, to_json
 from relattn.training.metrics import Row, read_rows
+from relattn.training.overrides import typed_keys
 from relattn.training.preemption import on_signals
 
 POLL_SECONDS = 0.5
@@ -82,12 +83,13 @@ class Training:
     @property
     def options(self) -> list[str]:
         """The options that change the configuration."""
-        return [
-            f"--config.seed={self.seed}",
-            f"--config.num_seeds={self.num_seeds}",
-            "--config.log_every_steps=10",
-            *self.overrides,
-        ]
+        own = {
+            "seed": f"--config.seed={self.seed}",
+            "num_seeds": f"--config.num_seeds={self.num_seeds}",
+            "log_every_steps": "--config.log_every_steps=10",
+        }
+        typed = typed_keys(self.overrides)
+        return [*(own[key] for key in own if key not in typed), *self.overrides]
 
     def start(self, core: int | None = None, gpu: str | None = None) -> None:
         """Starts the process.

@@ -8,11 +8,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import pytest
 
 from relattn import cli, command, training
+from relattn.evaluation import perplexity
 from relattn.nn import ATTENTIONS
 
 ROOT = Path(__file__).parents[1]
@@ -174,7 +176,7 @@ DEMO = "--config=configs/demo.py"
         ("relattn.data.prepare", ["--name=minst"], "invalid choice: 'minst'"),
         ("relattn.data.prepare_text", ["--output=x"], "--input --openwebtext is requ"),
         ("studies.demo", ["--output={}/file"], "file is not writable"),
-        ("studies.demo", ["--config.num=3", "--output={}/d"], "key 'num'"),
+        ("studies.demo", ["--config.num=3", "--output={}/d"], "no --config.num: "),
         ("studies.demo", ["--variants=,"], "no variant: name at least one"),
         ("studies.demo", ["--seeds=0"], "seeds must be at least 1, got 0"),
         ("benchmarks.compiled", ["--only=lineer@4096"], "mean 'linear@4096'?"),
@@ -205,7 +207,7 @@ DEMO = "--config=configs/demo.py"
         (
             "studies.__main__",
             ["--preset=rpe_vit_cpu", "--output={}/new", "--config.num=3"],
-            "there is no --config.[...] key 'num'",
+            "there is no --config.num: ",
         ),
         (
             "relattn.evaluation.sample",
@@ -233,7 +235,7 @@ DEMO = "--config=configs/demo.py"
             [f"{DEMO}:bandd", "--workdir=x"],
             "error: configs/demo.py has no arg",
         ),
-        ("train", [DEMO, "--workdir=x", "--config.a.b=3"], "no --config.[...] key 'a'"),
+        ("train", [DEMO, "--workdir=x", "--config.a.b=3"], "no --config.a.b: "),
         (
             "train",
             [DEMO, "--workdir={}/run", "--config.batch_size=0"],
@@ -304,6 +306,70 @@ def test_options_are_read_from_a_file(refused, tmp_path):
     inner.write_text(f"--flagfile={outer}\n")
     error = refused("train", [f"--flagfile={outer}"])
     assert error == f"error: --flagfile cannot be read: {outer} is given twice\n"
+
+
+# Programs with an option that takes one value, which they have by default.
+TWICE = {name: words for name, words in PROGRAMS.items() if "benchmarks.me" not in name}
+
+
+@pytest.mark.parametrize("program", TWICE)
+def test_an_option_given_twice_is_refused(program, refused):
+    """argparse would keep the last."""
+    twice = ["--verbosity=0", "--verbosity", "0"]
+    assert "--verbosity is given twice, but takes one" in refused(
+        program, [*TWICE[program], *twice]
+    )
+    for word in TWICE[program]:
+        name = word.partition("=")[0]
+        if name.startswith("--") and name != "--input":
+            error = refused(program, [*TWICE[program], word])
+            assert f"{name} is given twice, but takes one" in error
+
+
+def test_options_given_twice_are_refused(refused, tmp_path):
+    speed = ["--backward", "--no-backward"]
+    assert "--no-backward is given twice" in refused("benchmarks.speed", speed)
+    train = [DEMO, "--workdir=x", "--config.seed=1", "--config.seed", "2"]
+    assert "--config.seed is given twice" in refused("train", train)
+    train = [DEMO, "--workdir=x", "--config.progress", "--noconfig.progress"]
+    assert "--config.progress is given twice" in refused("train", train)
+    (tmp_path / "flags").write_text("--workdir=y\n")
+    train = [DEMO, "--workdir=x", f"--flagfile={tmp_path / 'flags'}"]
+    assert "--workdir is given twice" in refused("train", train)
+    train = ["--config=demo:banded,none", "--workdir=x"]
+    assert "no argument 'banded,none'" in refused("train", train)
+    train = ["--config=performer:mnist,cifar10", "--workdir=x"]
+    assert "takes one dataset, got 'mnist' and 'cifar10'" in refused("train", train)
+    train = ["--config=performer:banded,clip=2,clip=4", "--workdir=x"]
+    assert "takes one clip=..., got two" in refused("train", train)
+
+
+def test_files_given_in_two_options_are_all_taken(monkeypatch):
+    seen = []
+
+    class Run:
+        data = SimpleNamespace(context_length=7)
+
+        def evaluate(self, path, **options):
+            seen.append(path)
+            return dict.fromkeys(("perplexity", "bits_per_token"), 1.0) | {
+                "bits_per_byte": 1.0,
+                "count": 3.0,
+            }
+
+    monkeypatch.setattr(perplexity, "load_run", lambda *args: Run())
+    start("relattn.evaluation.perplexity", ["--workdir=x", "--input", "a", "b"])
+    words = ["--workdir=x", "--input=a", "--input=b"]
+    start("relattn.evaluation.perplexity", words)
+    assert seen == ["a", "b", "a", "b"]
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "1e999"])
+def test_numbers_are_finite(refused, value):
+    sample = ["--workdir=x", f"--temperature={value}"]
+    assert f"invalid float value: '{value}'" in refused(
+        "relattn.evaluation.sample", sample
+    )
 
 
 def test_overrides_reach_the_training(monkeypatch):

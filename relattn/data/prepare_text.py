@@ -322,14 +322,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Prepares the text that the arguments name."""
     parser = command.Parser("python -m relattn.data.prepare_text", __doc__)
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--input", nargs="+", type=pathlib.Path, metavar="FILE")
+    files = {"nargs": "+", "action": "extend", "type": pathlib.Path, "metavar": "FILE"}
+    source.add_argument("--input", **files)
     source.add_argument(
         "--openwebtext", nargs="?", const=OPENWEBTEXT, metavar="NAME_OR_DIR"
     )
     parser.add_argument("--output", type=pathlib.Path, required=True)
-    parser.add_argument(
-        "--test", nargs="+", type=pathlib.Path, metavar="FILE", default=[]
-    )
+    parser.add_argument("--test", **files, default=[])
     parser.add_argument("--tokenizer", choices=list(TOKENIZERS), default="gpt2")
     parser.add_argument("--bpe_dir", default="")
     parser.add_argument("--val_fraction", type=float)

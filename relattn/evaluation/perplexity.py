@@ -23,7 +23,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = command.Parser("python -m relattn.evaluation.perplexity", __doc__)
     add = parser.add_argument
     add("--workdir", required=True, help="the run directory")
-    add("--input", required=True, nargs="+", help="UTF-8 text files")
+    files = {"required": True, "nargs": "+", "action": "extend"}
+    add("--input", **files, help="UTF-8 text files; repeatable")
     add("--checkpoint", default="best", help="best or latest")
     add("--batch_size", type=int, default=64, help="windows of text at once")
     add("--bpe_dir", default="", help="folder of GPT-2's vocabulary")

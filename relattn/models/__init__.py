@@ -103,8 +103,7 @@ def build_model(
             f"unknown config.model.name {spec.shorten(name)}: "
             f"{spec.closest(str(name), MODELS)}"
         )
-    parameters = inspect.signature(MODELS[name]).parameters
-    known = {key: p for key, p in parameters.items() if key not in _RESERVED}
+    known = model_options(name)
     for option, value in options.items():
         if option not in known:
             raise ValueError(
@@ -135,6 +134,24 @@ def build_model(
     # Tracing is cheap and finds invalid sizes before any work.
     jax.eval_shape(model.init, jax.random.key(0), example)
     return model
+
+
+def model_options(name: str) -> dict[str, inspect.Parameter]:
+    """Returns the options of a model in ``config.model``, with their defaults.
+
+    Args:
+        name: A key of `MODELS`.
+
+    Returns:
+        The parameter of each option; those that come from the data are left out.
+
+    Example:
+        >>> model_options("vgg16")["dropout"].default
+        0.5
+    """
+    parameters = inspect.signature(MODELS[name]).parameters
+    hidden = (*_RESERVED, "image_shape", "name")
+    return {key: p for key, p in parameters.items() if key not in hidden}
 
 
 def _check_value(option: str, value: Any) -> None:

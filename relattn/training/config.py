@@ -14,14 +14,14 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
-from absl import flags
-from ml_collections import ConfigDict, config_flags
+from ml_collections import ConfigDict
 
 from relattn import spec
 from relattn.command import one_line
 from relattn.data import IMAGE_OPTIONS
 from relattn.training.devices import PARALLEL
 from relattn.training.optimizer import OPTIMIZERS, SCHEDULES
+from relattn.training.overrides import override, typed_keys
 
 # Keys that may change when a run resumes: they do not affect its results, or only what
 # happens after an update that is not finite.
@@ -47,10 +47,18 @@ LENGTH_KEYS = ("num_epochs", "num_steps")
 # Devices count and compute in 32 bits.
 LARGEST_INT = 2**31 - 1
 LARGEST_FLOAT = float(np.finfo(np.float32).max)
+# Smaller numbers may become zero.
+SMALLEST_FLOAT = float(np.finfo(np.float32).tiny)
 
 _MODULE = "relattn_config"
 _HINT = "--config names a file with get_config(), such as configs/demo.py"
-_FLAG_MODULES = {"absl", "ast", "ml_collections"}
+
+# Lengths that replace each other: that of the command line replaces the recipe's.
+REPLACED = {
+    "num_steps": "num_epochs",
+    "num_epochs": "num_steps",
+    "eval_every_epochs": "eval_every_steps",
+}
 
 _AT_LEAST = {
     "num_seeds": 1,
@@ -74,6 +82,18 @@ _AT_LEAST = {
     "optimizer.clip_norm": 0.0,
     "schedule.warmup_steps": 0,
     "schedule.decay_rate": 0.0,
+}
+
+# Keys that are factors: 1 has a meaning of its own.
+_FACTORS = ("optimizer.b1", "optimizer.b2", "schedule.decay_rate")
+
+# Keys that have an effect with some values of another key only.
+_NEEDS = {
+    "optimizer.b1": ("optimizer.name", ("adam", "adamw")),
+    "optimizer.b2": ("optimizer.name", ("adam", "adamw")),
+    "optimizer.weight_decay": ("optimizer.name", ("adamw",)),
+    "schedule.decay_rate": ("schedule.name", ("exponential",)),
+    "model_axis": ("parallel", ("mesh",)),
 }
 
 
@@ -187,12 +207,20 @@ def check_config(config: ConfigDict) -> None:
             raise ValueError(f"config.{key} must be at least {least}, got {shown}")
         if given[key] > most:
             raise ValueError(f"config.{key} must be at most {most}, got {shown}")
+        if type(given[key]) is float:
+            _check_float32(key, given[key])
+    if given["init_skip"] and not given["init_from"]:
+        raise ValueError(
+            f"config.init_skip={spec.shorten(given['init_skip'])} needs "
+            "config.init_from, the model to start from"
+        )
     for key in ("optimizer.b1", "optimizer.b2"):
         if not 0 <= given[key] < 1:
             raise ValueError(
                 f"config.{key} must be at least 0 and below 1, got "
                 f"{spec.shorten(given[key])}"
             )
+        _check_float32(key, given[key])
     if not given["num_epochs"] and not given["num_steps"]:
         raise ValueError("config.num_epochs and config.num_steps are both 0: set one")
     names = {
@@ -207,20 +235,22 @@ def check_config(config: ConfigDict) -> None:
                 f"unknown config.{key} {spec.shorten(name)}: "
                 f"{spec.closest(name, table)}"
             )
-    if given["optimizer.weight_decay"] and given["optimizer.name"] != "adamw":
+    for key, (other, fitting) in _NEEDS.items():
+        if given[key] != expected[key] and given[other] not in fitting:
+            names = " or ".join(map(repr, fitting))
+            raise ValueError(
+                f"config.{key}={spec.shorten(given[key])} needs config.{other}={names},"
+                f" got {given[other]!r}: leave config.{key} at {expected[key]!r}"
+            )
+
+
+def _check_float32(key: str, value: float) -> None:
+    """Refuses a number that becomes zero, or a factor that becomes 1, in float32."""
+    becomes = np.float32(value) if abs(value) >= SMALLEST_FLOAT else np.float32(0)
+    if (becomes == 0 != value) or (key in _FACTORS and becomes == 1 != value):
         raise ValueError(
-            "config.optimizer.weight_decay needs config.optimizer.name='adamw', got "
-            f"{given['optimizer.name']!r}"
-        )
-    if given["schedule.decay_rate"] != 1 and given["schedule.name"] != "exponential":
-        raise ValueError(
-            f"config.schedule.decay_rate={given['schedule.decay_rate']} needs "
-            f"config.schedule.name='exponential', got {given['schedule.name']!r}"
-        )
-    if given["model_axis"] > 1 and given["parallel"] != "mesh":
-        raise ValueError(
-            f"config.model_axis={given['model_axis']} needs config.parallel='mesh', "
-            f"got {given['parallel']!r}"
+            f"config.{key}={value!r} is {becomes:g} in float32, the type that it is "
+            f"used in: give a number further from {becomes:g}"
         )
 
 
@@ -347,18 +377,38 @@ def read_config(config: str, options: Sequence[str] = ()) -> ConfigDict:
         raise ValueError(
             f"get_config() of {path} returned {type(result).__name__}, not a ConfigDict"
         )
-    values, argv = flags.FlagValues(), ["train.py", *options]
-    try:
-        config_flags.DEFINE_config_dict("config", result, "", values, sys_argv=argv)
-        _, *rest = values(argv, known_only=True)
-    except Exception as error:
-        problem = _explain_override(error)
-        if problem is None:
-            raise
-        raise ValueError(problem) from error
-    if rest:
-        raise ValueError(f"{rest[0]!r} is not an option --config.key=value")
-    return result
+    override(result, options)
+    _replace(result, typed_keys(options))
+    return result.lock()
+
+
+def _replace(config: ConfigDict, typed: set[str]) -> None:
+    """Takes back values of the recipe that the options of the command line replace.
+
+    Raises:
+        ValueError: If two options exclude each other.
+    """
+    for key in REPLACED.keys() & typed:
+        other = REPLACED[key]
+        if key not in config or other not in config or not config[key]:
+            continue
+        if other in typed and config[other]:
+            raise ValueError(
+                f"--config.{key}={config[key]} and --config.{other}={config[other]} "
+                "exclude each other: leave one out"
+            )
+        config[other] = 0
+    default = default_config().optimizer
+    if config.get("optimizer", default).get("name") != "sgd":
+        return
+    for key in ("b1", "b2"):
+        if f"optimizer.{key}" in typed:
+            raise ValueError(
+                f"--config.optimizer.{key} needs config.optimizer.name 'adam' or "
+                "'adamw', got 'sgd': leave it out"
+            )
+        if "optimizer.name" in typed and key in config.optimizer:
+            config.optimizer[key] = default[key]
 
 
 def _package_config(name: str) -> str:
@@ -402,19 +452,3 @@ def _explain_file(error: Exception, path: str, argument: str) -> str:
     if isinstance(error, OSError):
         problem = error.strerror or problem
     return one_line(f"{path} cannot be read ({problem}): {_HINT}")
-
-
-def _explain_override(error: Exception) -> str | None:
-    """Describes an error in ``--config.key=value``; None for one in other code."""
-    if isinstance(error, flags.Error):
-        return one_line(error)
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    modules = {frame.f_globals["__name__"].partition(".")[0] for frame in frames[1:]}
-    if not modules <= _FLAG_MODULES:
-        return None
-    while error.args and isinstance(error.args[0], Exception):
-        error = error.args[0]
-    problem = error.args[0] if error.args else type(error).__name__
-    if isinstance(error, KeyError):
-        return one_line(f"there is no --config.[...] key {problem}")
-    return one_line(f"--config.[...] cannot be read: {problem}")

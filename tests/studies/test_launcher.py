@@ -20,7 +20,7 @@ def test_read_config_applies_overrides():
     assert (config.num_epochs, config.model.dim, config.is_locked) == (3, 8, True)
     with pytest.raises(ValueError, match="no argument 'bandd': did you mean 'banded'"):
         read_config("configs/demo.py:bandd")
-    with pytest.raises(ValueError, match=r"no --config\.\[...\] key .*num_epochs"):
+    with pytest.raises(ValueError, match=r"no --config\.num_epoch: .*'num_epochs'"):
         read_config(CONFIG, ["--config.num_epoch=3"])
     with pytest.raises(ValueError, match="'--verbosity=1' is not an option --config"):
         read_config(CONFIG, ["--verbosity=1"])

@@ -272,7 +272,7 @@ def test_invalid_arguments_are_rejected(tmp_path, monkeypatch):
         __main__.run_study("rpe_vit", tmp_path, dataset="cifar")
     with pytest.raises(ValueError, match="model 'rop': did you mean 'rope'"):
         __main__.run_study("translution_text", tmp_path, models=["translution", "rop"])
-    with pytest.raises(ValueError, match="no --config.* key 'num_step'"):
+    with pytest.raises(ValueError, match=r"num_step: did you mean 'num_steps'"):
         __main__.run_study(
             "translution_text", tmp_path, overrides=["--config.num_step=1"]
         )

@@ -23,7 +23,7 @@ def changed(key, value):
         ("log_every_steps", 0, r"log_every_steps must be at least 1"),
         ("optimizer.learning_rate", 0.0, r"learning_rate must be positive, got 0.0"),
         ("optimizer.clip_norm", -1.0, r"clip_norm must be at least 0.0, got -1.0"),
-        ("optimizer.weight_decay", 0.1, r"weight_decay needs .*name='adamw'"),
+        ("optimizer.weight_decay", 0.1, r"weight_decay=0.1 needs .*name='adamw'"),
         ("optimizer.name", "adamm", r"unknown config.optimizer.name 'adamm'.*'adam'"),
         ("schedule.decay_rate", 0.7, r"decay_rate=0.7 needs .*name='exponential', got"),
         ("schedule.decay_rate", -0.1, r"decay_rate must be at least 0.0, got -0.1"),

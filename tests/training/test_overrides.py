@@ -1,0 +1,148 @@
+"""``--config.key=value``: every key, in every form that it takes."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import pytest
+
+from relattn import models
+from relattn.training.config import check_config, read_config
+
+CONFIGS = ("demo", "performer", "baselines", "rpe_vit", "translution_vit")
+CONFIGS += ("translution_gpt",)
+# Another value of an option than its default, as text, by the default.
+OTHER = {bool: ("True", True), int: ("3", 3), float: ("0.25", 0.25), str: ("x", "x")}
+
+
+def options_of(name):
+    found = {}
+    for option, parameter in models.model_options(name).items():
+        text, value = OTHER.get(type(parameter.default), ("bfloat16", "bfloat16"))
+        found[option] = (text, value)
+    return found
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("model", models.MODELS)
+def test_every_option_of_every_model_can_be_set(config, model):
+    options = options_of(model)
+    assert options
+    words = [f"--config.model.{name}={text}" for name, (text, _) in options.items()]
+    found = read_config(config, [f"--config.model.name={model}", *words]).model
+    for name, (_, value) in options.items():
+        assert (found[name], type(found[name])) == (value, type(value)), name
+
+
+def test_fields_of_modules_are_options():
+    """`models.model_options` leaves out only what the data decide."""
+    for name, model in models.MODELS.items():
+        fields = {field.name for field in dataclasses.fields(model)}
+        sizes = {"num_classes", "vocab_size", "context_length"}
+        assert {*models.model_options(name)} == fields - sizes - {"parent", "name"}
+
+
+@pytest.mark.parametrize("config", ["demo", "rpe_vit"])
+@pytest.mark.parametrize(
+    "text, value", [("4", 4), ("(4, 2)", (4, 2)), ("4,2", (4, 2)), ("[4, 2]", (4, 2))]
+)
+def test_a_patch_is_a_side_or_a_pair(config, text, value):
+    """The defaults are a pair and a side."""
+    found = read_config(config, [f"--config.model.patch_size={text}"]).model
+    patch = found.patch_size
+    assert (tuple(patch) if isinstance(patch, list | tuple) else patch) == value
+    shape = (28, 28, 1)
+    model = models.build_model(found, num_classes=3, image_shape=shape)
+    sides = (value, value) if isinstance(value, int) else value
+    grid = models.patch_grid(28, 28, model.patch_size)
+    assert grid == (28 // sides[0], 28 // sides[1])
+
+
+@pytest.mark.parametrize("text", ["four", "None", "4.0", "(4,)", "(4, 2, 1)", "True"])
+def test_other_patches_are_refused(text):
+    found = read_config("demo", [f"--config.model.patch_size={text}"]).model
+    with pytest.raises(ValueError, match=r"config\.model\.patch_size.* two|one side"):
+        models.build_model(found, num_classes=3, image_shape=(28, 28, 1))
+
+
+def test_an_option_without_default_takes_any_literal(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "from ml_collections import ConfigDict\n"
+        "def get_config():\n"
+        "    return ConfigDict({'data': {'crop': None, 'sizes': (1, 2)}})\n"
+    )
+    options = ["--config.data.crop=7", "--config.data.sizes=None"]
+    found = read_config(str(path), options).data
+    assert (found.crop, found.sizes) == (7, None)
+    assert read_config(str(path), ["--config.data.crop=None"]).data.crop is None
+
+
+def test_an_unknown_key_is_answered_with_the_closest():
+    for key, closest in (("model.nrm_eps", "norm_eps"), ("optimizer.beta1", "b1")):
+        with pytest.raises(ValueError, match=f"no --config.{key}: did.*{closest}"):
+            read_config("rpe_vit", [f"--config.{key}=1"])
+
+
+def test_the_length_of_the_command_line_replaces_that_of_the_recipe():
+    smoke = "rpe_vit:smoke"
+    assert read_config(smoke).num_steps == 100
+    found = read_config(smoke, ["--config.num_epochs=3"])
+    assert (found.num_steps, found.num_epochs) == (0, 3)
+    found = read_config("rpe_vit", ["--config.num_steps=3"])
+    assert (found.num_steps, found.num_epochs) == (3, 0)
+    both = ["--config.num_steps=3", "--config.num_epochs=2"]
+    with pytest.raises(ValueError, match="num_epochs=2 exclude|num_steps=3 exclude"):
+        read_config(smoke, both)
+    found = read_config(smoke, ["--config.num_steps=3", "--config.num_epochs=0"])
+    assert (found.num_steps, found.num_epochs) == (3, 0)
+    found = read_config("rpe_vit:cpu", ["--config.eval_every_epochs=2"])
+    assert (found.eval_every_steps, found.eval_every_epochs) == (0, 2)
+
+
+def test_sgd_takes_no_betas():
+    sgd = "--config.optimizer.name=sgd"
+    # The recipe's b2 is 0.98.
+    check_config(read_config("performer", [sgd]))
+    for option in ("b1=0.5", "b1=0.9", "b2=0.999"):
+        with pytest.raises(ValueError, match=f"optimizer.{option[:2]} needs .*'sgd'"):
+            read_config("performer", [sgd, f"--config.optimizer.{option}"])
+    config = read_config("performer", ["--config.optimizer.b1=0.5"])
+    config.optimizer.name = "sgd"
+    with pytest.raises(ValueError, match="b1=0.5 needs .*'adam' or 'adamw', got 'sgd'"):
+        check_config(config)
+
+
+@pytest.mark.parametrize(
+    "key, value, becomes",
+    [
+        ("b1", 0.99999999, 1),
+        ("b2", 0.99999999, 1),
+        ("b1", 1e-50, 0),
+        ("learning_rate", 1e-50, 0),
+        ("clip_norm", 1e-40, 0),
+        ("weight_decay", 1e-60, 0),
+    ],
+)
+def test_numbers_are_checked_in_float32(key, value, becomes):
+    config = read_config("rpe_vit")
+    config.optimizer[key] = value
+    with pytest.raises(ValueError, match=f"{key}={value!r} is {becomes} in float32"):
+        check_config(config)
+    if becomes:
+        assert jnp.float32(value) == 1
+        config.optimizer[key] = 0.9999999
+        check_config(config)
+
+
+def test_a_learning_rate_may_round_to_one():
+    config = read_config("rpe_vit")
+    config.optimizer.learning_rate = 1.00000001
+    check_config(config)
+    config.schedule.name, config.schedule.decay_rate = "exponential", 0.99999999
+    with pytest.raises(ValueError, match="decay_rate=0.99999999 is 1 in float32"):
+        check_config(config)
+
+
+def test_init_skip_needs_a_source():
+    with pytest.raises(ValueError, match="init_skip='head' needs config.init_from"):
+        check_config(read_config("rpe_vit", ["--config.init_skip=head"]))

@@ -154,17 +154,7 @@ def load_pretrained(
     """
     changes = dict(model or {})
     folder = Path(folder)
-    if not (folder / CONFIG).is_file():
-        raise FileNotFoundError(f"{folder} holds no model: it has no {CONFIG}")
-    try:
-        config = json.loads((folder / CONFIG).read_text("utf-8"))
-        config["model"] |= changes
-        module = build(config)
-    except (KeyError, TypeError, json.JSONDecodeError) as error:
-        raise ValueError(
-            f"{folder / CONFIG} describes no model of relattn ({error}): convert other "
-            "checkpoints with python -m relattn.convert"
-        ) from error
+    config, module = read_config(folder, changes)
     tensors = read_safetensors(folder / WEIGHTS)
     like, drawn = abstract(module, config), {}
     if "attention" in changes:
@@ -186,6 +176,36 @@ def load_pretrained(
         variables = resize_images(module, variables, config["image_shape"], size)
         config = {**config, "image_shape": [*size, config["image_shape"][2]]}
     return Pretrained(module, variables, config)
+
+
+def read_config(
+    folder: str | Path, changes: Mapping[str, Any] | None = None
+) -> tuple[dict[str, Any], nn.Module]:
+    """Reads ``config.json`` and builds its model.
+
+    Args:
+        folder: The folder of `load_pretrained`.
+        changes: Values that replace those of the model.
+
+    Returns:
+        The configuration, with the changes, and the model.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        ValueError: If it describes no model.
+    """
+    path = Path(folder) / CONFIG
+    if not path.is_file():
+        raise FileNotFoundError(f"{folder} holds no model: it has no {CONFIG}")
+    try:
+        config = json.loads(path.read_text("utf-8"))
+        config["model"] |= changes or {}
+        return config, build(config)
+    except (KeyError, TypeError, json.JSONDecodeError) as error:
+        raise ValueError(
+            f"{path} describes no model of relattn ({error}): convert other "
+            "checkpoints with python -m relattn.convert"
+        ) from error
 
 
 def save_pretrained(

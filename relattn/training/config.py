@@ -349,7 +349,8 @@ def read_config(config: str, options: Sequence[str] = ()) -> ConfigDict:
         options: Overrides such as ``--config.key=value``.
 
     Returns:
-        The configuration, locked.
+        The configuration, locked. With ``--config.init_from``, its model is the one
+        trained, with the options that are overridden.
 
     Raises:
         ValueError: If the file cannot be read, its code raises an error, or an option
@@ -378,7 +379,13 @@ def read_config(config: str, options: Sequence[str] = ()) -> ConfigDict:
             f"get_config() of {path} returned {type(result).__name__}, not a ConfigDict"
         )
     override(result, options)
-    _replace(result, typed_keys(options))
+    typed = typed_keys(options)
+    _replace(result, typed)
+    if "init_from" in typed and result.init_from:
+        # The recipe's model is replaced. The module reads runs, hence configurations.
+        from relattn.training.initialize import take_model
+
+        take_model(result, typed)
     return result.lock()
 
 

@@ -2,31 +2,81 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
-from absl import logging
 from ml_collections import ConfigDict
 
-from relattn import data as data_lib
+from relattn import models
 from relattn.models import pretrained
-from relattn.training.run import load_run
+from relattn.spec import closest, shorten
+from relattn.training.checkpoint import CHECKPOINTS
+from relattn.training.config import to_json
+from relattn.training.run import load_run, open_run, saved_config
 from relattn.training.step import TrainState
 
+EMBEDDING = "params.embedding.kernel"
+POSITIONS = "params.position.learned.table"
 
-def initial_state(task: Any) -> TrainState:
+
+def take_model(config: ConfigDict, given: Collection[str]) -> None:
+    """Makes ``config.model`` the model of ``config.init_from``, with some changes.
+
+    The size of the images, or the length of the texts and their tokenizer, are those of
+    the model too. Images remain those of the configuration if the model's are not
+    square.
+
+    Args:
+        config: Changed in place.
+        given: Dotted keys that keep their value, such as ``"model.attention"``.
+
+    Raises:
+        ValueError: If the folder's files are damaged.
+        FileNotFoundError: If the folder holds neither a model nor a run.
+    """
+    source = read_source_config(config.init_from)
+    changes = {
+        key: config.model[key] for key in config.model if f"model.{key}" in given
+    }
+    values = {key: _pair(value) for key, value in source["model"].items()}
+    sizes = {}
+    if "image_shape" in source:
+        height, width, _ = source["image_shape"]
+        if height == width and config.data.get("source") != "text":
+            sizes["image_size"] = height
+    elif config.data.get("source") == "text":
+        sizes["context_length"] = source["context_length"]
+        if "data" in source:
+            sizes["tokenizer"] = source["data"]["tokenizer"]
+    with config.unlocked():
+        config.model = ConfigDict(values | changes)
+        for key, value in sizes.items():
+            if f"data.{key}" not in given:
+                config.data[key] = value
+
+
+def initial_state(
+    task: Any, say: Callable[[str], None] = lambda text: None
+) -> TrainState:
     """Creates the state before the first update, with the parameters of a model.
 
     Takes everything from ``config.init_from`` except what ``config.init_skip`` names,
-    and resizes tables of positions to the images of the task. Several seeds start from
-    the same parameters. Random features are drawn for the run.
+    and the head if the classes are others in number. Tables of positions are resized to
+    the images of the task, or cut to the length of its texts; patches of grey images
+    are seen as patches of three equal channels, and those of three channels by their
+    mean. Several seeds start from the same parameters. Random features are drawn for
+    the run.
 
     Args:
         task: The task of one seed or several.
+        say: Called with a line about what was taken.
 
     Returns:
         The state, on the host.
@@ -39,20 +89,118 @@ def initial_state(task: Any) -> TrainState:
     config, single = task.config, task.single
     source = read_source(config.init_from)
     variables = {"params": source.variables["params"]}
-    if single.info.kind == "images" and source.model.inputs == "images":
-        new = data_lib.input_shape(config.data, single.info)
-        old = source.config["image_shape"]
-        variables = pretrained.resize_images(source.model, variables, old, new)
+    new, skipped = single.sizes, list(_skipped(config))
+    if "image_shape" in new and source.model.inputs == "images":
+        old_shape, new_shape = source.config["image_shape"], new["image_shape"]
+        grids = [
+            models.patch_grid(*shape[:2], getattr(model, "patch_size", 1))
+            for shape, model in ((old_shape, source.model), (new_shape, single.model))
+        ]
+        try:
+            variables = models.resize_grid(source.model, variables, *grids)
+        except ValueError as error:
+            side = "x".join(map(str, old_shape[:2]))
+            raise ValueError(
+                f"config.init_from={config.init_from}, a model of images of {side} "
+                f"pixels, does not fit images of {new_shape[0]}x{new_shape[1]}: {error}"
+            ) from error
     tensors = pretrained.flatten(source.model, variables)
+    if "image_shape" in new and source.model.inputs == "images":
+        tensors = _with_channels(tensors, old_shape[2], new_shape[2])
+        if new["num_classes"] != source.config["num_classes"]:
+            skipped.append("head")
+    elif new.get("context_length", math.inf) < source.config["context_length"]:
+        table = tensors.get(POSITIONS)
+        if table is not None:
+            tensors[POSITIONS] = table[: new["context_length"]]
     state = jax.device_get(task.create_state())
     like = {"params": single.abstract_state.params}
-    taken = fit(single.model, like, tensors, config)
+    described = describe_model(config, new)
+    taken = fit(single.model, like, tensors, config, skipped, described)
+    arrays = jax.tree.leaves(taken["params"], is_leaf=lambda leaf: leaf is None)
+    count = sum(leaf is not None for leaf in arrays)
+    say(
+        f"{count} of {len(arrays)} arrays of parameters are those of "
+        f"{config.init_from}; {described}."
+    )
     params = jax.tree.map(
         lambda start, new: start if new is None else np.broadcast_to(new, start.shape),
         state.params,
         taken["params"],
     )
     return state.replace(params=params)
+
+
+def describe_model(config: ConfigDict, sizes: Mapping[str, Any]) -> str:
+    """Says how ``config.model`` differs from the model of ``config.init_from``.
+
+    Args:
+        config: The run's configuration.
+        sizes: The sizes of the data, see `relattn.training.task.Task.sizes`.
+    """
+    source = read_source_config(config.init_from)
+    options = models.model_options(source["model"]["name"])
+    there = {key: option.default for key, option in options.items()} | source["model"]
+    there |= {"dtype": jnp.dtype(there["dtype"]).name, **source}
+    changes = [
+        f"{key}={value!r} ({there[key]!r} there)"
+        for key, value in {**to_json(config)["model"], **sizes}.items()
+        if key in there and value not in (there[key], _pair(there[key]))
+    ]
+    text = f"config.model is that of config.init_from={config.init_from}"
+    return f"{text}, except for {', '.join(changes)}" if changes else text
+
+
+def _pair(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+@contextlib.contextmanager
+def naming_source(config: ConfigDict, sizes: Mapping[str, Any]) -> Iterator[None]:
+    """Adds to errors about ``config.model`` whose values they are.
+
+    Args:
+        config: The run's configuration.
+        sizes: The sizes of the data.
+
+    Yields:
+        Nothing.
+    """
+    try:
+        yield
+    except ValueError as error:
+        if not config.init_from:
+            raise
+        raise ValueError(f"{error} ({describe_model(config, sizes)})") from error
+
+
+def _with_channels(tensors: dict[str, np.ndarray], old: int, new: int) -> dict:
+    """Fits the embedding of patches to another number of channels, if it is linear."""
+    kernel = tensors.get(EMBEDDING)
+    normed = any(name.startswith("params.patch_norm.") for name in tensors)
+    if old == new or kernel is None or normed or 1 not in (old, new):
+        return tensors
+    kernel = kernel.reshape(-1, old, kernel.shape[-1])
+    if new == 1:
+        kernel = kernel.sum(axis=1, keepdims=True)
+    else:
+        kernel = np.repeat(kernel / new, new, axis=1)
+    return {**tensors, EMBEDDING: kernel.reshape(-1, kernel.shape[-1])}
+
+
+def read_source_config(folder: str) -> dict[str, Any]:
+    """Reads the model, the sizes and the data of ``config.init_from``."""
+    path = Path(folder)
+    if (path / pretrained.CONFIG).is_file():
+        return pretrained.read_config(path)[0]
+    if not (path / CHECKPOINTS).is_dir():
+        raise FileNotFoundError(
+            f"config.init_from={folder} holds neither a converted model "
+            f"({pretrained.CONFIG}) nor a run ({CHECKPOINTS}): convert a checkpoint "
+            "with python -m relattn.convert, or name a --workdir"
+        )
+    saved = open_run(folder)
+    return saved_config(saved.trained.config, saved.trained.info)
 
 
 def read_source(folder: str) -> pretrained.Pretrained:
@@ -63,11 +211,17 @@ def read_source(folder: str) -> pretrained.Pretrained:
     return pretrained.Pretrained(run.model, run.variables, run.pretrained_config())
 
 
+def _skipped(config: ConfigDict) -> list[str]:
+    return [part.strip() for part in config.init_skip.split(",") if part.strip()]
+
+
 def fit(
     model: nn.Module,
     like: Mapping[str, Any],
     tensors: Mapping[str, np.ndarray],
     config: ConfigDict,
+    skipped: Sequence[str],
+    described: str,
 ) -> Any:
     """Chooses the parameters of ``config.init_from`` that a model takes.
 
@@ -78,14 +232,16 @@ def fit(
             `relattn.models.pretrained.flatten`.
         config: The run's configuration. ``init_skip`` lists parts of names, separated
             by commas: ``"head, attention.q"``.
+        skipped: These parts, and others.
+        described: What differs from the model of ``config.init_from``, for the message.
 
     Returns:
         A tree like ``like``: an array for what is taken, None for the rest.
 
     Raises:
-        ValueError: If parameters do not fit and ``init_skip`` does not name them.
+        ValueError: If parameters do not fit and ``init_skip`` does not name them, or it
+            names none.
     """
-    skipped = [part.strip() for part in config.init_skip.split(",") if part.strip()]
 
     def skip(name: str) -> bool:
         return any(f".{part}." in f".{name}." for part in skipped)
@@ -116,15 +272,17 @@ def fit(
             }
         )
         raise ValueError(
-            f"config.init_from={config.init_from} does not fit config.model: "
-            f"{found}; name what may be initialized or left out in "
+            f"config.init_from={config.init_from} does not fit config.model: {found}; "
+            f"{described}: change this, or name what may be initialized or left out in "
             "config.init_skip, such as 'head'"
         )
-    count = sum(leaf is not None for leaf in result)
-    logging.info(
-        "%d of %d arrays of parameters are those of %s",
-        count,
-        len(result),
-        config.init_from,
-    )
+    names = {*names_here, *tensors}
+    for part in _skipped(config):
+        if not any(f".{part}." in f".{name}." for name in names):
+            words = {word for name in names for word in name.split(".")[1:]}
+            hint = closest(part, {word for word in words if not word.isdecimal()})
+            raise ValueError(
+                f"config.init_skip has {shorten(part)}, which is in the name of no "
+                f"parameter: {hint}"
+            )
     return jax.tree.unflatten(treedef, result)

@@ -24,12 +24,12 @@ from relattn.training.checkpoint import (
     restore,
     set_damaged_aside,
 )
-from relattn.training.config import check_config, to_json
+from relattn.training.config import check_config, flatten, to_json
 from relattn.training.cost import warn_if_too_large
 from relattn.training.devices import Device, Parallel, make_training_parallel
 from relattn.training.errors import PreemptedError
 from relattn.training.evaluator import Evaluator, final_results, format_metrics
-from relattn.training.initialize import initial_state
+from relattn.training.initialize import initial_state, naming_source, take_model
 from relattn.training.metrics import (
     MetricsLog,
     MetricsWindow,
@@ -43,7 +43,7 @@ from relattn.training.run import check_same_data, read_saved
 from relattn.training.run_metadata import BEST_METRICS, History, score
 from relattn.training.seeds import make_task
 from relattn.training.step import Batch
-from relattn.training.task import Task
+from relattn.training.task import Task, data_sizes
 from relattn.training.workdir import lock_workdir
 
 
@@ -89,6 +89,9 @@ def train_and_evaluate(
             evaluation that is due.
     """
     check_config(config)
+    if config.init_from and "name" not in config.model:
+        config = config.copy_and_resolve_references()
+        take_model(config, flatten(config))
     parallel = make_training_parallel(config, devices)
     workdir = workdir_lib.usable_workdir(workdir)
     # With several processes, JAX handles signals: they must agree on the last step.
@@ -98,7 +101,8 @@ def train_and_evaluate(
         if data is None:
             data = distributed.primary_first(lambda: data_lib.load_data(config.data))
         _check_data(data, saved, workdir)
-        task = make_task(config, data.info)
+        with naming_source(config, data_sizes(config, data.info)):
+            task = make_task(config, data.info)
         warn_if_too_large(
             parallel.local_shapes(task.abstract_state), parallel.local_devices
         )
@@ -191,7 +195,7 @@ class TrainLoop:
             self.saved_step = 0
             self.histories = task.new_histories()
             if self.config.init_from:
-                self.state = parallel.place(initial_state(task))
+                self.state = parallel.place(initial_state(task, self._say))
             else:
                 self.state = parallel.create(task.create_state)
         self.key = parallel.place_key(task.key)

@@ -46,7 +46,7 @@ from relattn.training.predict import Predictions
 from relattn.training.run_metadata import BEST_METRICS, History, score, understanding
 from relattn.training.seeds import make_task
 from relattn.training.step import Batch, make_eval_step
-from relattn.training.task import Task, counts_top5
+from relattn.training.task import Task, counts_top5, data_sizes
 from relattn.training.workdir import read_result
 
 
@@ -245,24 +245,11 @@ class Run:
 
     def pretrained_config(self) -> dict[str, Any]:
         """Returns the contents of ``config.json``, see `save_pretrained`."""
-        config = to_json(self.config)
-        if self.data.kind == "tokens":
-            sizes = {
-                "vocab_size": self.data.vocab_size,
-                "context_length": self.data.context_length,
-            }
-        else:
-            sizes = {
-                "num_classes": self.data.num_classes,
-                "image_shape": list(input_shape(self.config.data, self.data)),
-            }
         return {
-            "model": config["model"],
-            **sizes,
+            **saved_config(self.config, self.data),
             "step": self.step,
             "checkpoint": self.checkpoint,
-            "data": dataclasses.asdict(self.data),
-            "training": config,
+            "training": to_json(self.config),
         }
 
     def save_pretrained(
@@ -291,6 +278,23 @@ class Run:
         metrics = read_result(self.workdir, self.config.seed)
         text = pretrained.model_card(config, metrics, license)
         (Path(folder) / "README.md").write_text(text, "utf-8")
+
+
+def saved_config(config: ConfigDict, info: DataInfo) -> dict[str, Any]:
+    """Returns the model and the sizes of ``config.json``, see `Run.save_pretrained`.
+
+    Args:
+        config: The run's configuration.
+        info: The description of the training data.
+    """
+    sizes = data_sizes(config, info)
+    if "image_shape" in sizes:
+        sizes["image_shape"] = list(sizes["image_shape"])
+    return {
+        "model": to_json(config)["model"],
+        **sizes,
+        "data": dataclasses.asdict(info),
+    }
 
 
 def load_run(

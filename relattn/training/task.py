@@ -95,7 +95,7 @@ class Task:
             decay_rate=config.schedule.decay_rate,
             steps_per_epoch=steps_per_epoch,
         )
-        model = models.build_model(config.model, **_sizes(config, info))
+        model = models.build_model(config.model, **data_sizes(config, info))
         return cls(
             config=config,
             info=info,
@@ -112,6 +112,11 @@ class Task:
     def single(self) -> Task:
         """The task of one seed: this one."""
         return self
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """The sizes of the data that the model is built for."""
+        return data_sizes(self.config, self.info)
 
     @property
     def seeds(self) -> range:
@@ -253,8 +258,13 @@ def counts_top5(info: DataInfo) -> bool:
     return info.kind == "images" and info.num_classes > TOP5_CLASSES
 
 
-def _sizes(config: ConfigDict, info: DataInfo) -> dict[str, Any]:
-    """Returns the sizes of the data that `build_model` needs."""
+def data_sizes(config: ConfigDict, info: DataInfo) -> dict[str, Any]:
+    """Returns the sizes of the data that `build_model` needs.
+
+    Args:
+        config: The run's configuration.
+        info: The data's description.
+    """
     if info.kind == "tokens":
         return {"vocab_size": info.vocab_size, "context_length": info.context_length}
     shape = data_lib.input_shape(config.data, info)

@@ -5,13 +5,13 @@ import numpy as np
 import pytest
 
 import relattn
+from relattn import cli, training
 from relattn import data as data_lib
-from relattn import training
 from relattn.convert import convert
 from relattn.data import ImageInfo
 from relattn.models import pretrained
-from relattn.training.config import default_config
-from relattn.training.initialize import initial_state
+from relattn.training.config import default_config, read_config
+from relattn.training.initialize import initial_state, take_model
 from relattn.training.seeds import make_task
 
 INFO = ImageInfo("a set", tuple("01234"), (6, 6, 1), (0.1,), (0.2,), 200, "somewhere")
@@ -90,13 +90,18 @@ def test_what_does_not_fit_is_named(source):
     info = ImageInfo("a set", ("0", "1"), (6, 6, 1), (0.1,), (0.2,), 200, "here")
     new = task(source, info=info, position="none")
     message = (
-        r"without a value .*: params\.head\.bias, params\.head\.kernel; "
-        r"without a place .*: params\.position\.learned\.table; .*init_skip"
+        r"without a value .*: params\.hidden\.bias, params\.hidden\.kernel; "
+        r"without a place .*: params\.position\.learned\.table; .*except for position="
+        r"'none' \('learned' there\), head='mlp' \('linear' there\).*init_skip"
     )
     with pytest.raises(ValueError, match=message):
         initial_state(new)
-    new = task(source, info=info, position="none", init_skip="head, position")
+    skip = "hidden, position"
+    new = task(source, info=info, position="none", head="mlp", init_skip=skip)
     initial_state(new)
+    new = task(source, init_skip="attention.q, haed")
+    with pytest.raises(ValueError, match="init_skip has 'haed', .*did you mean 'head'"):
+        initial_state(new)
 
 
 def test_skipped_parameters_start_as_without_a_source(source):
@@ -116,6 +121,191 @@ def test_every_seed_starts_from_the_source(source):
     loaded = relattn.load_pretrained(source).variables["params"]["head"]["kernel"]
     for seed in range(3):
         np.testing.assert_array_equal(head[seed], loaded)
+
+
+def test_other_classes_get_a_new_head(source):
+    info = ImageInfo("a set", ("0", "1"), (6, 6, 1), (0.1,), (0.2,), 200, "here")
+    new, said = task(source, info=info), []
+    found = flat(new.model, initial_state(new, said.append).params)
+    start = flat(new.model, new.create_state().params)
+    kernel = "params.head.kernel"
+    np.testing.assert_array_equal(found[kernel], start[kernel])
+    loaded = relattn.load_pretrained(source)
+    for name, array in flat(loaded.model, loaded.variables["params"]).items():
+        if not name.startswith("params.head."):
+            np.testing.assert_array_equal(found[name], array, err_msg=name)
+    assert "except for num_classes=2 (5 there)." in said[0]
+
+
+VIT = {
+    "name": "vit",
+    "dim": 12,
+    "num_layers": 2,
+    "num_heads": 3,
+    "mlp_dim": 7,
+    "patch_size": [8, 8],
+    "position": "learned",
+    "qkv_bias": True,
+    "embedding_norms": False,
+    "norm_eps": 1e-6,
+}
+GPT = {
+    "name": "gpt",
+    "dim": 12,
+    "num_layers": 2,
+    "num_heads": 3,
+    "mlp_dim": 7,
+    "position": "learned",
+    "qkv_bias": True,
+    "head_norm": False,
+    "tie_head": True,
+    "approximate_gelu": True,
+    "norm_eps": 1e-3,
+}
+QUICK = [
+    "--config.num_steps=1",
+    "--config.batch_size=8",
+    "--config.num_devices=1",
+    # An update this small changes no float32.
+    "--config.optimizer.learning_rate=1e-30",
+    "--config.progress=False",
+]
+
+
+def save(folder, config, inputs):
+    """Saves a random model whose parameters are all different from their start."""
+    module = pretrained.build(config)
+    variables = jax.jit(module.init)(jax.random.key(3), inputs)
+    draw = np.random.default_rng(0).normal
+    params = jax.tree.map(lambda x: draw(size=x.shape), variables["params"])
+    pretrained.save_pretrained(folder, config, {"params": params})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def vit(tmp_path_factory):
+    """As converted from timm: three channels, seven classes."""
+    config = {"model": VIT, "num_classes": 7, "image_shape": [16, 16, 3]}
+    return save(tmp_path_factory.mktemp("vit"), config, np.zeros((1, 16, 16, 3)))
+
+
+@pytest.fixture(scope="module")
+def gpt(tmp_path_factory):
+    """As converted from GPT-2."""
+    config = {"model": GPT, "vocab_size": 256, "context_length": 11}
+    return save(tmp_path_factory.mktemp("gpt"), config, np.zeros((1, 11), np.int32))
+
+
+def model_options(config):
+    """The model's options as JSON has them."""
+    return {k: list(v) if type(v) is tuple else v for k, v in config.model.items()}
+
+
+def test_train_makes_the_model_of_a_vit(vit, tmp_path):
+    words = ["--config=rpe_vit:smoke", f"--config.init_from={vit}", *QUICK]
+    cli.train([*words, f"--workdir={tmp_path / 'run'}"])
+    run = training.load_run(tmp_path / "run")
+    assert model_options(run.config) == VIT
+    assert run.config.data.image_size == 16
+    loaded = relattn.load_pretrained(vit)
+    images = np.random.default_rng(1).random((3, 16, 16, 1), np.float32)
+    params = {**loaded.variables["params"], "head": run.variables["params"]["head"]}
+    wide = loaded.model.clone(num_classes=10)
+    expected = wide.apply({"params": params}, np.repeat(images, 3, axis=-1))
+    found = run.model.apply(run.variables, images)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+    # The same command resumes.
+    cli.train([*words, f"--workdir={tmp_path / 'run'}"])
+
+
+def test_train_makes_the_model_of_a_gpt(gpt, tmp_path):
+    words = ["--config=translution_gpt:smoke", f"--config.init_from={gpt}", *QUICK]
+    cut = ["--config.data.context_length=5", "--config.model.dropout=0.5"]
+    cli.train([*words, *cut, f"--workdir={tmp_path}"])
+    run = training.load_run(tmp_path)
+    assert model_options(run.config) == {**GPT, "dropout": 0.5}
+    loaded = relattn.load_pretrained(gpt)
+    tokens = np.random.default_rng(1).integers(0, 256, (3, 5))
+    expected = loaded.model.apply(loaded.variables, tokens)
+    found = run.model.apply(run.variables, tokens)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+    assert read_config("translution_gpt", words[1:2]).data.context_length == 11
+
+
+@pytest.mark.parametrize("recipe", ["rpe_vit", "demo", "performer", "translution_vit"])
+def test_overrides_change_the_model_of_the_source(vit, recipe):
+    options = {"attention": "favor", "num_layers": 1, "norm_eps": 0.5}
+    words = [f"--config.model.{name}={value}" for name, value in options.items()]
+    size = "--config.data.image_size=24"
+    config = read_config(recipe, [f"--config.init_from={vit}", *words, size])
+    assert model_options(config) == {**VIT, **options}
+    assert config.data.image_size == 24
+
+
+def test_grey_patches_become_patches_of_three_equal_channels(tmp_path):
+    config = {"model": VIT, "num_classes": 5, "image_shape": [8, 16, 1]}
+    folder = save(tmp_path, config, np.zeros((1, 8, 16, 1)))
+    config = default_config()
+    config.init_from = str(folder)
+    take_model(config, given=())
+    assert "image_size" not in config.data
+    config.data.image_size = 16
+    info = ImageInfo("a set", tuple("01234"), (9, 9, 3), (0.1,), (0.2,), 200, "here")
+    new = make_task(config, info)
+    images = np.random.default_rng(1).random((2, 16, 16, 3), np.float32)
+    loaded = relattn.load_pretrained(folder, image_size=16)
+    grey = images.mean(axis=-1, keepdims=True)
+    np.testing.assert_allclose(
+        new.model.apply({"params": initial_state(new).params}, images),
+        loaded.model.apply(loaded.variables, grey),
+        rtol=1e-4,
+        atol=1e-4,
+    )
+
+
+def test_python_takes_what_the_model_leaves_out(vit, tmp_path):
+    config = default_config()
+    config.init_from = str(vit)
+    config.model.attention = "favor"
+    config.data.image_size = 24
+    config.update(num_steps=1, batch_size=8, progress=False)
+    training.train_and_evaluate(
+        config, tmp_path, data=make_data(), devices=jax.local_devices()[:1]
+    )
+    found = training.load_run(tmp_path).config
+    assert model_options(found) == {**VIT, "attention": "favor"}
+    assert found.data.image_size == 24
+
+
+def test_errors_say_whose_values_they_are(vit, gpt, tmp_path):
+    def message(recipe, source, *words):
+        options = [f"--config.{word}" for word in words]
+        words = [f"--config.init_from={source}", *options]
+
+        def start():
+            training.train_and_evaluate(read_config(recipe, words), tmp_path / "run")
+
+        with pytest.raises((ValueError, OSError)) as raised:
+            start()
+        return str(raised.value)
+
+    found = message("rpe_vit:smoke", vit, "data.image_size=28")
+    assert "patch_size=(8, 8) does not divide the image of 28x28" in found
+    assert f"(config.model is that of config.init_from={vit}, except for num_" in found
+    found = message("rpe_vit:smoke", vit, "model.patch_size=3")
+    assert "patch_size=3 does not divide the image of 16x16" in found
+    assert "except for patch_size=3 ([8, 8] there)" in found
+    found = message("rpe_vit:smoke", vit, "model.patch_size=4")
+    assert "params.embedding.kernel" in found and "patch_size=4 ([8, 8] th" in found
+    found = message("translution_gpt:smoke", gpt, "data.context_length=13")
+    assert "params.position.learned.table; " in found
+    assert "context_length=13 (11 there)" in found
+    found = message("rpe_vit:smoke", gpt)
+    assert "'gpt' is for tokens" in found and f"config.init_from={gpt}" in found
+    found = message("rpe_vit:smoke", vit, "model.tie_head=True")
+    assert "model 'vit' has no option 'tie_head'" in found
+    found = message("rpe_vit:smoke", tmp_path / "no")
+    assert f"config.init_from={tmp_path / 'no'} holds neither a converted" in found
 
 
 def train(workdir, **options):

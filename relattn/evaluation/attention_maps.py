@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from relattn import models
+from relattn.data import input_shape
 from relattn.models.vit import anchor_shifts
 from relattn.training import Run
 
@@ -29,7 +30,7 @@ def make_maps_fn(run: Run) -> Callable[[Array], AttentionMaps] | None:
     """
     if not hasattr(run.model, "num_prefix"):
         return None
-    size, num_prefix = run.config.data.image_size, run.model.num_prefix
+    size, num_prefix = input_shape(run.config.data, run.data)[0], run.model.num_prefix
     grid = models.patch_grid(size, size, run.model.patch_size)
 
     @jax.jit

@@ -10,7 +10,15 @@ from typing import Any, cast
 
 from ml_collections import ConfigDict
 
-from relattn.data import DataInfo, ImageInfo, ImageSplit, StreamedSplit, load_data
+from relattn.data import (
+    DataInfo,
+    DataSource,
+    ImageInfo,
+    ImageSplit,
+    StreamedSplit,
+    input_shape,
+    load_data,
+)
 from relattn.evaluation.shift import (
     ShiftedPredictions,
     check_boundary,
@@ -21,9 +29,14 @@ from relattn.evaluation.shift_curves import ShiftCurve, curves_of
 from relattn.evaluation.shift_plots import Panel, plot
 from relattn.evaluation.shift_tables import summary, write_csv
 from relattn.training.errors import writing
-from relattn.training.run import SavedRun, check_labels, open_run
+from relattn.training.given_data import require_data
+from relattn.training.run import SavedRun, check_fits, open_run
 from relattn.training.workdir import usable_folder
 
+SHIFT_CALL = (
+    "relattn.evaluation.compare.shift_report(workdirs, output, data=...), and for a "
+    "page by relattn.evaluation.page.write_page(workdirs, path, data=...)"
+)
 # Class names listed in a message.
 MAX_LISTED = 20
 
@@ -85,6 +98,7 @@ def compare(
     data_dir: str | None = None,
     num_images: int | None = None,
     boundary: str = "zeros",
+    data: DataSource | None = None,
 ) -> Comparison:
     """Evaluates runs on their test images at every shift, one run after the other.
 
@@ -99,6 +113,8 @@ def compare(
         data_dir: The folder of the data set; None for the folder of training.
         num_images: Number of test images to use, from the first; None for all.
         boundary: What moves into an image: see `shifted_predictions`.
+        data: The data set of all runs; None for that of training, unless it was given
+            in memory.
 
     Returns:
         The classes that each run predicts at each shift.
@@ -122,26 +138,56 @@ def compare(
                 f"{run.workdir} was trained on {run.task.info.kind}: only runs on "
                 "images can be shifted"
             )
-        check_shift(max_shift, axis, run.task.config.data.image_size)
+        check_shift(
+            max_shift, axis, input_shape(run.task.config.data, run.task.info)[0]
+        )
         check_boundary(boundary, run.task.info.streamed, str(run.workdir))
+        check_source(run.given, run.task.info, run.workdir, data, data_dir, SHIFT_CALL)
     infos = [cast(ImageInfo, run.task.info) for run in runs]
     label, title = _one_label(infos, class_name)
     test_splits: dict[str, tuple[Any, DataInfo]] = {}
     results = []
     for run, name in zip(runs, folders, strict=True):
         config = data_config(run.task.config.data, run.workdir, data_dir)
-        key = config.to_json()
+        key = config.to_json() if data is None else ""
         if key not in test_splits:
-            data = load_data(config)
-            test_splits[key] = _first(data.eval_splits["test"], num_images), data.info
+            found = load_data(config) if data is None else data
+            test_splits[key] = _first(found.eval_splits["test"], num_images), found.info
         split, info = test_splits[key]
-        _check_data(run, info)
+        check_fits(run.task.info, info, run.workdir)
         results += _predictions(
             run, split, name=name, max_shift=max_shift, axis=axis, boundary=boundary
         )
         # If no image allows a shift, do not wait for the other runs.
         curves_of(results, None)
     return Comparison(tuple(results), label, title, max_shift, axis, boundary)
+
+
+def check_source(
+    given: bool,
+    info: DataInfo,
+    workdir: Path,
+    data: DataSource | None,
+    data_dir: str | None,
+    call: str,
+) -> None:
+    """Checks that a run's data are given if, and as, they have to be.
+
+    Args:
+        given: Whether the training data were given in memory.
+        info: Their description.
+        workdir: The run directory, for the message.
+        data: The data set, if it is given here.
+        data_dir: The folder to load it from.
+        call: The Python call that takes the data, for the message.
+
+    Raises:
+        ValueError: If the data are missing, or given in both ways.
+    """
+    if data is None:
+        require_data(given, info, workdir, call)
+    elif data_dir is not None:
+        raise ValueError(f"data_dir={data_dir!r} does not apply to data in memory")
 
 
 def data_config(data: ConfigDict, workdir: Path, data_dir: str | None) -> ConfigDict:
@@ -177,18 +223,6 @@ def _predictions(
         )
         for run in saved.load()
     ]
-
-
-def _check_data(run: SavedRun, info: DataInfo) -> None:
-    trained = run.task.info
-    check_labels(trained, info, run.workdir)
-    assert trained.kind == "images" and info.kind == "images"
-    channels, given = trained.image_shape[2], info.image_shape[2]
-    if channels != given:
-        raise ValueError(
-            f"{run.workdir} was trained on images of {channels} channels, but those of "
-            f"{info.name} have {given}: use the data that it was trained on"
-        )
 
 
 def _first(split: Any, num_images: int | None) -> Any:

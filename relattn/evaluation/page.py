@@ -20,9 +20,9 @@ from jaxtyping import Float, Int, Num
 from tqdm import tqdm
 
 from relattn import models
-from relattn.data import ImageSplit, load_data, preprocess
+from relattn.data import DataSource, ImageSplit, input_shape, load_data, preprocess
 from relattn.evaluation.attention_maps import make_maps_fn
-from relattn.evaluation.compare import data_config
+from relattn.evaluation.compare import SHIFT_CALL, check_source, data_config
 from relattn.evaluation.shift import (
     Shift,
     allowed_shifts,
@@ -33,7 +33,7 @@ from relattn.evaluation.shift import (
 )
 from relattn.training import Run, load_run, make_predict_fn
 from relattn.training.predict import require_kind
-from relattn.training.run import check_labels
+from relattn.training.run import check_fits
 from relattn.training.workdir import write_text
 
 TEMPLATE = Path(__file__).with_name("page.html")
@@ -50,6 +50,7 @@ def write_page(
     checkpoint: str = "best",
     image_size: int | None = None,
     data_dir: str | None = None,
+    data: DataSource | None = None,
     num_shown: int = 30,
     num_images: int = 40,
     progress: bool = True,
@@ -70,6 +71,8 @@ def write_page(
         image_size: Height and width of the images, in pixels, for which the models are
             resized; None for the size of training.
         data_dir: The folder of the data set; None for the folder of training.
+        data: The data set of all runs; None for that of training, unless it was given
+            in memory.
         num_shown: Number of images on the page.
         num_images: Number of images of which the accuracy is computed.
         progress: Whether to show a progress bar on a terminal.
@@ -86,7 +89,9 @@ def write_page(
         load_run(workdir, checkpoint, image_size=image_size) for workdir in workdirs
     ]
     names = names or [run.workdir.name for run in runs]
-    images, labels = _choose_images(runs, max_shift, boundary, num_images, data_dir)
+    images, labels = _choose_images(
+        runs, max_shift, boundary, num_images, data_dir, data
+    )
     shifts = shifts_along("xy", max_shift)
     with_maps = _has_room_for_maps(runs, images[:num_shown], len(shifts))
     found = []
@@ -100,7 +105,7 @@ def write_page(
             num_maps = num_shown if with_maps else 0
             steps = _predict(run, images, shifts, boundary, num_maps)
             found.append(_model(name, run, steps, labels, num_shown, bar))
-    data = {
+    shown = {
         "classes": require_kind(runs[0], "images").class_names,
         "maxShift": max_shift,
         "boundary": boundary,
@@ -115,7 +120,7 @@ def write_page(
     text = TEMPLATE.read_text("utf-8").replace("__TITLE__", html.escape(title))
     # No tag ends within the data.
     write_text(
-        Path(path), text.replace("__DATA__", json.dumps(data).replace("<", "\\u003c"))
+        Path(path), text.replace("__DATA__", json.dumps(shown).replace("<", "\\u003c"))
     )
 
 
@@ -125,6 +130,7 @@ def _choose_images(
     boundary: str,
     num_images: int,
     data_dir: str | None,
+    data: DataSource | None,
 ) -> tuple[Float[np.ndarray, "n height width channels"], Int[np.ndarray, " n"]]:
     """Returns test images that allow every shift, and labels, class after class."""
     first = runs[0]
@@ -137,18 +143,23 @@ def _choose_images(
                 f"{run.workdir} was trained on photographs: a page needs images in "
                 "memory"
             )
-        for key in ("name", "image_size"):
-            here, there = run.config.data[key], first.config.data[key]
+        check_source(run.given, run.data, run.workdir, data, data_dir, SHIFT_CALL)
+        pairs = {
+            "name": (run.data.name, first.data.name),
+            "image_size": (_image_size(run), _image_size(first)),
+        }
+        for key, (here, there) in pairs.items():
             if here != there:
                 raise ValueError(
                     f"{run.workdir} has config.data.{key}={here!r}, {first.workdir} "
                     f"has {there!r}: a page needs runs on the same images"
                 )
-    size = first.config.data.image_size
+    size = _image_size(first)
     check_shift(max_shift, "xy", size)
-    data = load_data(data_config(first.config.data, first.workdir, data_dir))
+    if data is None:
+        data = load_data(data_config(first.config.data, first.workdir, data_dir))
     for run in runs:
-        check_labels(run.data, data.info, run.workdir)
+        check_fits(run.data, data.info, run.workdir)
     split = cast(ImageSplit, data.eval_splits["test"])
     images = np.asarray(preprocess(split.images, image_size=size))
     labels = np.asarray(split.labels)
@@ -259,8 +270,12 @@ def _page_bytes(
 def _num_patches(run: Run) -> int:
     if not hasattr(run.model, "patch_size"):
         return 0
-    size = run.config.data.image_size
+    size = _image_size(run)
     return math.prod(models.patch_grid(size, size, run.model.patch_size))
+
+
+def _image_size(run: Run) -> int:
+    return input_shape(run.config.data, run.data)[0]
 
 
 def _encode(x: Num[np.ndarray, "..."]) -> str:

@@ -20,13 +20,15 @@ from jaxtyping import Float, Int
 from matplotlib.figure import Figure
 
 from relattn import command
-from relattn.data import load_data
+from relattn.data import DataSource, load_data
+from relattn.data.tokenizers import TOKENIZERS
 from relattn.evaluation.attention_maps import make_maps_fn
 from relattn.training import Run, load_run, make_predict_fn
 from relattn.training.config import flatten
+from relattn.training.given_data import require_data
 from relattn.training.metrics import read_rows
 from relattn.training.predict import require_kind
-from relattn.training.run import check_labels
+from relattn.training.run import check_fits
 from relattn.training.workdir import read_result, write_text
 
 # A larger confusion matrix is shown as a list of the most frequent confusions.
@@ -34,6 +36,7 @@ MAX_MATRIX = 30
 MAX_CONFUSIONS = 20
 NUM_ERRORS = 12
 NUM_MAPS = 4
+REPORT_CALL = "relattn.evaluation.report.report(run, data=...), which returns the page"
 
 STYLE = """
 :root { color-scheme: light dark; }
@@ -49,22 +52,32 @@ pre { white-space: pre-wrap; overflow-wrap: anywhere; padding: 1rem;
 """
 
 
-def report(run: Run, *, num_images: int | None = None) -> str:
+def report(
+    run: Run, *, num_images: int | None = None, data: DataSource | None = None
+) -> str:
     """Makes the report of a run.
 
     Args:
-        run: A trained run; its data are loaded.
+        run: A trained run.
         num_images: Number of test images to use, from the first; None for all.
+        data: Its data set; None to load that of training, unless it was given in
+            memory.
 
     Returns:
         An HTML page without links to other files.
 
     Raises:
-        ValueError: If ``num_images`` is less than 1, or the data cannot be loaded.
+        ValueError: If ``num_images`` is less than 1 or the run is on text, or the data
+            cannot be loaded.
         CheckpointError: If the data have other classes than those of training.
     """
     if num_images is not None and num_images < 1:
         raise ValueError(f"num_images={num_images}: it must be at least 1")
+    if run.data.kind != "images" and (num_images is not None or data is not None):
+        raise ValueError(
+            f"num_images and data do not apply to {run.workdir}, a run on text: leave "
+            "them out"
+        )
     title = f"Run {run.workdir.name} on {run.data.name}"
     rows = read_rows(run.workdir / "metrics.jsonl")
     rows = [row for row in rows if row.get("seed", run.config.seed) == run.config.seed]
@@ -78,11 +91,11 @@ def report(run: Run, *, num_images: int | None = None) -> str:
         _curves(rows),
     ]
     parts += (
-        _image_parts(run, num_images)
+        _image_parts(run, num_images, data)
         if run.data.kind == "images"
         else [
             "<h2>A sample</h2>",
-            f"<pre>{html.escape(str(run.generate(chr(10))))}</pre>",
+            f"<pre>{html.escape(_sample(run))}</pre>",
         ]
     )
     parts += [
@@ -143,13 +156,19 @@ def _curves(rows: Sequence[Mapping[str, Any]]) -> str:
     return _image(figure, "Loss and accuracy by step, in training and validation")
 
 
-def _image_parts(run: Run, num_images: int | None) -> list[str]:
+def _sample(run: Run) -> str:
+    if run.data.tokenizer not in TOKENIZERS:
+        return f"None: the tokenizer {run.data.tokenizer!r} is not one of relattn."
+    return str(run.generate("\n"))
+
+
+def _image_parts(
+    run: Run, num_images: int | None, data: DataSource | None
+) -> list[str]:
     """Returns the sections of a run on images."""
-    images, labels, probabilities = _predict_test(run, num_images)
-    names, predicted = (
-        require_kind(run, "images").class_names,
-        probabilities.argmax(axis=-1),
-    )
+    images, labels, probabilities = _predict_test(run, num_images, data)
+    names = require_kind(run, "images").class_names
+    predicted = probabilities.argmax(axis=-1)
     counts = confusion_matrix(labels, predicted, len(names))
     totals, right = counts.sum(axis=1), counts.diagonal()
     rows = [
@@ -183,11 +202,13 @@ def _image_parts(run: Run, num_images: int | None) -> list[str]:
 
 
 def _predict_test(
-    run: Run, num_images: int | None
+    run: Run, num_images: int | None, data: DataSource | None
 ) -> tuple[np.ndarray, np.ndarray, Float[np.ndarray, "n classes"]]:
     """Returns test images to show, and labels and probabilities of all."""
-    data = load_data(run.config.data)
-    check_labels(run.data, data.info, run.workdir)
+    if data is None:
+        require_data(run.given, run.data, run.workdir, REPORT_CALL)
+        data = load_data(run.config.data)
+    check_fits(run.data, data.info, run.workdir)
     split, batch_size = data.eval_splits["test"], run.config.eval_batch_size
     if not len(split):
         raise ValueError("there is nothing to report on: the test split is empty")

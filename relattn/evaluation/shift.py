@@ -20,7 +20,13 @@ from jaxtyping import Array, Bool, Float, Int
 from tqdm import tqdm
 
 from relattn import command
-from relattn.data import ImageSplit, StreamedSplit, preprocess, standardize
+from relattn.data import (
+    ImageSplit,
+    StreamedSplit,
+    input_shape,
+    preprocess,
+    standardize,
+)
 from relattn.spec import closest
 from relattn.training import Run, make_predict_fn
 from relattn.training.config import FREE_KEYS, flatten
@@ -267,7 +273,8 @@ def shifted_predictions(
     Raises:
         ValueError: If the axis, the shift or the boundary does not fit the images.
     """
-    size, batch_size = run.config.data.image_size, run.config.eval_batch_size
+    size = input_shape(run.config.data, run.data)[0]
+    batch_size = run.config.eval_batch_size
     check_shift(max_shift, axis, size)
     info = require_kind(run, "images")
     check_boundary(boundary, info.streamed, str(run.workdir))
@@ -311,7 +318,7 @@ def shifted_predictions(
                 bar.update(len(i))
     return ShiftedPredictions(
         run=name,
-        dataset=run.config.data.name,
+        dataset=run.data.name,
         model=run.config.model.name,
         attention=getattr(run.model, "attention", ""),
         position=getattr(run.model, "position", ""),
@@ -363,7 +370,7 @@ def make_shift_fn(run: Run, boundary: str, margin: int = 0) -> Callable[..., Arr
         images = shift_images(images[index], moves, rule)
         inner = slice(margin, images.shape[1] - margin)
         images = images[:, inner, inner]
-        if not run.config.data.standardize:
+        if not run.config.data.get("standardize", False):
             return images
         return standardize(images, np.float32(info.mean), np.float32(info.std))
 

@@ -29,6 +29,7 @@ from relattn.training.cost import warn_if_too_large
 from relattn.training.devices import Device, Parallel, make_training_parallel
 from relattn.training.errors import PreemptedError
 from relattn.training.evaluator import Evaluator, final_results, format_metrics
+from relattn.training.given_data import check_given, fingerprint
 from relattn.training.initialize import initial_state, naming_source, take_model
 from relattn.training.metrics import (
     MetricsLog,
@@ -64,7 +65,8 @@ def train_and_evaluate(
             ``result.json``. A second call resumes from the last intact checkpoint and
             ends with the same parameters as a run that was not interrupted. Later,
             damaged checkpoints are renamed to ``<step>.damaged``.
-        data: The data set, instead of ``config.data``; the same at every call.
+        data: The data set, instead of ``config.data``; the same at every call. The run
+            remembers that it was given: what evaluates the run takes it by argument.
         devices: Devices to choose from; all by default. Uses the largest number of
             them that divides ``config.batch_size``.
         on_step: Called with the number of updates after each update is dispatched.
@@ -98,15 +100,20 @@ def train_and_evaluate(
     preemption = Preemption(handles=jax.process_count() == 1)
     with preemption.handled(), _locked(workdir):
         saved = distributed.from_primary(lambda: read_saved(workdir, config))
+        given = "" if data is None else fingerprint(data)
+        if data is not None:
+            _check_data(data, saved, workdir)
+        if saved:
+            check_given(saved, given, workdir / CHECKPOINTS / str(saved["step"]))
         if data is None:
             data = distributed.primary_first(lambda: data_lib.load_data(config.data))
-        _check_data(data, saved, workdir)
+            _check_data(data, saved, workdir)
         with naming_source(config, data_sizes(config, data.info)):
             task = make_task(config, data.info)
         warn_if_too_large(
             parallel.local_shapes(task.abstract_state), parallel.local_devices
         )
-        loop = TrainLoop(task, data, parallel, preemption, workdir, saved)
+        loop = TrainLoop(task, data, parallel, preemption, workdir, saved, given)
         loop.announce(available=len(devices or jax.devices()))
         if not loop.finished:
             with preemption.updates(), loop.outputs():
@@ -175,6 +182,7 @@ class TrainLoop:
         preemption: Preemption,
         workdir: Path,
         saved: dict[str, Any] | None,
+        given: str = "",
     ):
         """Creates the state, or restores it from the latest checkpoint."""
         self.task = task
@@ -183,6 +191,7 @@ class TrainLoop:
         self.parallel = parallel
         self.preemption = preemption
         self.workdir = workdir
+        self.given = given
         self.checkpoints = workdir / CHECKPOINTS
         if saved:
             self.saved_step = saved["step"]
@@ -352,6 +361,7 @@ class TrainLoop:
             "config": to_json(self.config),
             "data": dataclasses.asdict(self.task.info),
             "history": [dataclasses.asdict(history) for history in self.histories],
+            "given": self.given,
         }
         kind = self.task.info.kind
         name = BEST_METRICS[kind][0]

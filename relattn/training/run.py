@@ -41,6 +41,7 @@ from relattn.training.config import (
 from relattn.training.devices import Device, make_parallel
 from relattn.training.errors import CheckpointError, WorkdirError
 from relattn.training.evaluator import Evaluator
+from relattn.training.given_data import require_data
 from relattn.training.metrics import read_rows
 from relattn.training.predict import Predictions
 from relattn.training.run_metadata import BEST_METRICS, History, score, understanding
@@ -68,6 +69,8 @@ class Run:
             to the model's inputs, float32 ``[batch, size, size, channels]``; jit-able.
         workdir: The run directory.
         checkpoint: ``"best"`` or ``"latest"``.
+        given: Whether the training data were given in memory: what needs them takes
+            them as ``data=``.
     """
 
     config: ConfigDict
@@ -78,6 +81,7 @@ class Run:
     preprocess: Callable[[Batch], jax.Array]
     workdir: Path
     checkpoint: str
+    given: bool = False
 
     @functools.cached_property
     def _probabilities(self) -> Callable[[jax.Array], jax.Array]:
@@ -121,7 +125,7 @@ class Run:
         self,
         data: DataSource | EvalSplit | str | Path | None = None,
         *,
-        split: str = "test",
+        split: str | None = None,
         batch_size: int = 256,
         bpe_dir: str = "",
     ) -> dict[str, float]:
@@ -130,8 +134,8 @@ class Run:
         Args:
             data: A data set, whose classes must be those of training; a split of one;
                 for a run on text also the path of a text file; None for the data of
-                training.
-            split: The split of a data set: ``"validation"`` or ``"test"``.
+                training, unless they were given in memory.
+            split: The split of a data set: ``"validation"`` or ``"test"``, the default.
             batch_size: Size of the global batch.
             bpe_dir: Folder of the ``gpt2`` tokenizer, for a text file.
 
@@ -140,10 +144,16 @@ class Run:
             text file also ``bits_per_token`` and ``bits_per_byte``.
 
         Raises:
-            ValueError: If the data are empty or of another kind.
+            ValueError: If the data are empty or of another kind, an option does not
+                apply to them, or they are needed.
             CheckpointError: If they have other labels than the run predicts.
         """
-        if isinstance(data, str | Path):
+        is_file = isinstance(data, str | Path)
+        if split is not None and (is_file or isinstance(data, EvalSplit)):
+            raise ValueError(f"split={split!r} needs a data set, but data is one split")
+        if bpe_dir and not is_file:
+            raise ValueError(f"bpe_dir={bpe_dir!r} needs data, the path of a text file")
+        if is_file:
             text, num_bytes = predict_lib.read_text_split(self, data, bpe_dir)
             result = evaluate(self, text, batch_size)
             bits = result["loss"] / math.log(2)
@@ -151,9 +161,11 @@ class Run:
             return result | {"bits_per_token": bits, "bits_per_byte": bits_per_byte}
         info = None
         if data is None:
+            require_data(self.given, self.data, self.workdir, "run.evaluate(data=...)")
             data = data_lib.load_data(self.config.data)
         if isinstance(data, DataSource):
             info, splits = data.info, data.eval_splits
+            split = "test" if split is None else split
             if split not in splits:
                 raise ValueError(f"unknown split {split!r}: {closest(split, splits)}")
             data = splits[split]
@@ -361,6 +373,7 @@ class SavedRun:
         trained: The task of the training run.
         task: The same task for images of the requested size.
         histories: The history of each seed.
+        given: Whether the training data were given in memory.
     """
 
     workdir: Path
@@ -369,6 +382,7 @@ class SavedRun:
     trained: Task
     task: Task
     histories: list[History]
+    given: bool = False
 
     @property
     def seeds(self) -> range:
@@ -430,6 +444,7 @@ class SavedRun:
             preprocess=self.task.preprocess,
             workdir=self.workdir,
             checkpoint=self.checkpoint,
+            given=self.given,
         )
 
 
@@ -473,6 +488,7 @@ def open_run(
         trained=trained,
         task=trained if image_size is None else _with_image_size(trained, image_size),
         histories=[History(**values) for values in meta["history"]],
+        given=bool(meta.get("given")),
     )
 
 
@@ -570,7 +586,7 @@ def evaluate(
         CheckpointError: If the labels of ``info`` are not those that the run predicts.
     """
     if info is not None:
-        check_labels(run.data, info, run.workdir)
+        check_fits(run.data, info, run.workdir)
     devices = devices or jax.devices()
     model_axis = math.gcd(run.config.model_axis, len(devices))
     parallel = make_parallel(run.config, devices, model_axis=model_axis)
@@ -600,6 +616,29 @@ def check_labels(trained: DataInfo, data: DataInfo, where: Path) -> None:
         raise CheckpointError(
             f"{where} predicts {trained.describe_labels()}, but {data.name} has "
             f"{data.describe_labels()}: use the data that it was trained on"
+        )
+
+
+def check_fits(trained: DataInfo, data: DataInfo, where: Path) -> None:
+    """Checks that a model can be evaluated on data.
+
+    Args:
+        trained: The description of the training data.
+        data: The description of the data to use.
+        where: The model's run, for the message.
+
+    Raises:
+        CheckpointError: If the labels differ, see `check_labels`.
+        ValueError: If images have another number of channels.
+    """
+    check_labels(trained, data, where)
+    if trained.kind != "images":
+        return
+    channels, given = trained.image_shape[2], data.image_shape[2]
+    if channels != given:
+        raise ValueError(
+            f"{where} was trained on images of {channels} channels, but those of "
+            f"{data.name} have {given}: use the data that it was trained on"
         )
 
 

@@ -140,6 +140,8 @@ def _type_problem(meta: Any) -> str | None:
             return f"{name} is missing"
         if not isinstance(meta[name], kind):
             return f"{name} is {spec.shorten(meta[name])}"
+    if not isinstance(meta.get("given", ""), str):
+        return f"given is {spec.shorten(meta['given'])}"
     for path, array in meta["arrays"].items():
         if not isinstance(array, str):
             return f"arrays has {spec.shorten({path: array})}"

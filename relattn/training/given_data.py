@@ -1,0 +1,112 @@
+"""Data that were given in memory: a run remembers them, and takes them by argument."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from relattn.data import DataInfo, DataSource, ImageSplit, TokenSplit
+from relattn.training.errors import CheckpointError
+
+# Examples of a split of another type than relattn's that count.
+NUM_EXAMPLES = 64
+
+
+def fingerprint(data: DataSource) -> str:
+    """Computes a hash of a data set.
+
+    Args:
+        data: Images and texts of relattn's types count as a whole; of splits of other
+            types, the first evaluation batch.
+
+    Returns:
+        A hexadecimal number.
+
+    Example:
+        >>> from relattn.data import ImageData
+        >>> def stripes(value):
+        ...     images = np.full((5, 2, 2, 1), value, np.uint8)
+        ...     return ImageData.from_arrays(
+        ...         "stripes", images, np.arange(5) % 2, ("a", "b"), num_validation=2)
+        >>> fingerprint(stripes(3)) == fingerprint(stripes(3))
+        True
+        >>> fingerprint(stripes(3)) == fingerprint(stripes(4))
+        False
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    splits = {"train": getattr(data, "train", None), **data.eval_splits}
+    for name, split in sorted(splits.items()):
+        digest.update(name.encode())
+        for array in _arrays(split):
+            array = np.ascontiguousarray(array)
+            digest.update(f"{array.dtype} {array.shape}".encode())
+            digest.update(array.view(np.uint8).data if array.size else b"")
+    return digest.hexdigest()
+
+
+def _arrays(split: Any) -> list[np.ndarray]:
+    if isinstance(split, ImageSplit):
+        return [split.images, split.labels]
+    if isinstance(split, TokenSplit):
+        return [split.tokens]
+    if split is None or not hasattr(split, "batches") or not len(split):
+        return []
+    batch = next(split.batches(min(len(split), NUM_EXAMPLES)))
+    return [np.asarray(batch[key]) for key in sorted(batch)]
+
+
+def check_given(saved: dict[str, Any] | None, given: str, checkpoint: Path) -> None:
+    """Checks that a run resumes with the data that it was given.
+
+    Args:
+        saved: The metadata of the checkpoint; None for a new run.
+        given: The `fingerprint` of the data; "" for those of the configuration.
+        checkpoint: The checkpoint, for the message.
+
+    Raises:
+        CheckpointError: If the run was given data, and these are others or none.
+    """
+    before = (saved or {}).get("given", "")
+    if before and not given:
+        name = saved["data"]["name"]
+        raise CheckpointError(
+            f"{checkpoint} was trained on data given in memory ({name!r}), which "
+            "config.data does not load: resume it in Python by "
+            "relattn.training.train_and_evaluate(config, workdir, data=...)"
+        )
+    if before and given != before:
+        raise CheckpointError(
+            f"{checkpoint} was trained on other data given in memory, of the same "
+            "description but with other values, and nothing was changed: give the data "
+            "it was trained on, or choose another --workdir"
+        )
+
+
+def require_data(was_given: bool, info: DataInfo, workdir: Path, call: str) -> None:
+    """Refuses to load the data of a run that were given in memory.
+
+    Args:
+        was_given: Whether they were.
+        info: The description of the training data.
+        workdir: The run directory, for the message.
+        call: The Python call that takes the data, for the message.
+
+    Raises:
+        ValueError: If they were.
+
+    Example:
+        >>> from relattn.data import TextInfo
+        >>> info = TextInfo("plays", "bytes", 256, 7, 100, "a file")
+        >>> require_data(True, info, Path("runs/a"), "run.evaluate(data=...)")
+        Traceback (most recent call last):
+        ValueError: runs/a was trained on data given in memory ('plays'), which \
+config.data does not load: give them in Python by run.evaluate(data=...)
+    """
+    if was_given:
+        raise ValueError(
+            f"{workdir} was trained on data given in memory ({info.name!r}), which "
+            f"config.data does not load: give them in Python by {call}"
+        )

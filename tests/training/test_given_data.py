@@ -1,0 +1,187 @@
+"""Data given in memory: a run remembers them, and takes them by argument."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from relattn import cli, training
+from relattn.data import ImageData, ImageSplit, TextInfo
+from relattn.evaluation import compare, page
+from relattn.evaluation import report as report_lib
+from relattn.training.config import default_config
+from relattn.training.given_data import fingerprint
+from tests.training.conftest import TinyText
+
+CLASSES = ("rows", "columns")
+
+
+def make_stripes(seed=0, class_names=CLASSES, channels=1):
+    """Rows or columns of noise on a black border, which can move by two pixels."""
+    rng = np.random.default_rng(seed)
+    labels = np.arange(60) % len(class_names)
+    images = np.zeros((60, 8, 8, channels), np.uint8)
+    noise = rng.integers(50, 255, (60, 4, 1, channels), dtype=np.uint8)
+    rows = (labels % 2 == 0)[:, None, None, None]
+    images[:, 2:6, 2:6] = np.where(rows, noise, noise.swapaxes(1, 2))
+    return ImageData.from_arrays(
+        "stripes",
+        images[:40],
+        labels[:40],
+        class_names,
+        num_validation=10,
+        test_images=images[40:],
+        test_labels=labels[40:],
+    )
+
+
+def make_config(num_steps=2):
+    config = default_config()
+    config.model.update(name="vit", dim=8, num_heads=2, num_layers=1, mlp_dim=7)
+    config.model.patch_size = 4
+    # The name of a data set of relattn with ten classes.
+    config.data.update(name="mnist", source="embedded", num_validation=5)
+    config.update(num_steps=num_steps, num_epochs=0, batch_size=8, progress=False)
+    return config
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory):
+    """The directory of a run on stripes."""
+    folder = tmp_path_factory.mktemp("given")
+    result = train(folder)
+    assert json.loads((folder / "result.json").read_text()) == result
+    return folder
+
+
+def train(folder, data=None, **options):
+    data = make_stripes() if data is None else data
+    devices = jax.local_devices()[:1]
+    return training.train_and_evaluate(
+        make_config(**options), folder, data=data, devices=devices
+    )
+
+
+def test_a_run_takes_its_data_by_argument(given, tmp_path):
+    run, stripes = training.load_run(given), make_stripes()
+    assert run.given
+    result = json.loads((given / "result.json").read_text())
+    found = run.evaluate(stripes)
+    assert found == run.evaluate(stripes.test) == run.evaluate(stripes, split="test")
+    np.testing.assert_allclose(found["loss"], result["test_loss"], rtol=1e-6)
+    assert found["count"] == 20
+    validation = run.evaluate(data=stripes, split="validation")
+    assert validation["count"] == 10
+    text = report_lib.report(run, data=stripes)
+    assert "Run given" in text and "20 test images" in text
+    text = compare.shift_report(
+        [given], tmp_path, data=stripes, max_shift=1, classes="columns"
+    )
+    assert "stripes" in text and "mnist" not in text
+    page.write_page([given], tmp_path / "page.html", data=stripes, max_shift=1)
+    assert "Shifts of stripes" in (tmp_path / "page.html").read_text()
+    # Images need no data set.
+    assert len(run.predict(stripes.test.images, progress=False).labels) == 20
+
+
+def test_what_needs_the_data_says_so(given, tmp_path, capsys):
+    run = training.load_run(given)
+    said = rf"{given} was trained on data given in memory \('stripes'\), which "
+    calls = {
+        r"run\.evaluate\(data=": run.evaluate,
+        r"report\.report\(run, data=": lambda: report_lib.report(run),
+        r"compare\.shift_report\(work": lambda: compare.compare([given], max_shift=1),
+        r"page\.write_page\(work": lambda: page.write_page([given], tmp_path / "page"),
+    }
+    for name, call in calls.items():
+        with pytest.raises(ValueError, match=f"{said}.*{name}"):
+            call()
+    programs = {
+        cli.eval_shift: [f"--output={tmp_path}", "--max_shift=1"],
+        report_lib.main: [],
+    }
+    for program, words in programs.items():
+        with pytest.raises(SystemExit, match="2"):
+            program([f"--workdir={given}", *words])
+        error = capsys.readouterr().err
+        assert "given in memory ('stripes')" in error and "data=..." in error
+        assert error.count("\n") == 1
+    with pytest.raises(ValueError, match="data_dir='x' does not apply to data in mem"):
+        compare.compare([given], max_shift=1, data=make_stripes(), data_dir="x")
+
+
+def test_other_data_are_refused(given):
+    run = training.load_run(given)
+    with pytest.raises(OSError, match="predicts 2 classes.*stripes has 3 classes"):
+        run.evaluate(make_stripes(class_names=("a", "b", "c")))
+    for call in (
+        run.evaluate,
+        lambda data: report_lib.report(run, data=data),
+        lambda data: compare.compare([given], data=data, max_shift=1, class_name="0"),
+    ):
+        with pytest.raises(ValueError, match="images of 1 channels, but .* have 3"):
+            call(make_stripes(channels=3))
+    for data in (make_stripes().test, "text.txt"):
+        with pytest.raises(ValueError, match="split='validation' needs a data set"):
+            run.evaluate(data, split="validation")
+    with pytest.raises(ValueError, match="bpe_dir='x' needs data, the path of a text"):
+        run.evaluate(make_stripes(), bpe_dir="x")
+
+
+def test_a_run_resumes_with_the_same_data_only(tmp_path):
+    train(tmp_path)
+    longer = make_config(num_steps=3)
+    with pytest.raises(OSError, match=r"given in memory \('stripes'\).*data=\.\.\.\)"):
+        training.train_and_evaluate(longer, tmp_path)
+    # Another image of the same class: mean, shape, number and classes are the same.
+    swapped = make_stripes()
+    images = swapped.train.images.copy()
+    images[0, 2, 3:5] = images[0, 2, 4:2:-1] = [[9], [7]]
+    other = make_stripes()
+    object.__setattr__(other, "train", ImageSplit(images, other.train.labels))
+    assert other.info == make_stripes().info
+    with pytest.raises(OSError, match="other data given in memory, of the same desc"):
+        train(tmp_path, other, num_steps=3)
+    with pytest.raises(OSError, match="other data|predicts 2 classes"):
+        train(tmp_path, make_stripes(class_names=("a", "b")), num_steps=3)
+    assert train(tmp_path, num_steps=3)["step"] == 3
+
+
+def test_the_fingerprint_is_of_every_array():
+    whole = fingerprint(make_stripes())
+    assert whole == fingerprint(make_stripes())
+    for name in ("train", "validation", "test"):
+        data = make_stripes()
+        split = getattr(data, name)
+        for images, labels in (
+            (split.images ^ np.uint8(1), split.labels),
+            (split.images, 1 - split.labels),
+        ):
+            object.__setattr__(data, name, ImageSplit(images, labels))
+            assert fingerprint(data) != whole
+    assert fingerprint(TinyText()) == fingerprint(TinyText())
+    assert fingerprint(TinyText()) != fingerprint(TinyText(vocab_size=11))
+
+
+def test_text_in_memory(tmp_path):
+    config = make_config()
+    config.model.update(name="gpt")
+    del config.model.patch_size
+    text = TinyText()
+    assert isinstance(text.info, TextInfo)
+    devices = jax.local_devices()[:1]
+    training.train_and_evaluate(config, tmp_path, data=text, devices=devices)
+    run = training.load_run(tmp_path)
+    with pytest.raises(ValueError, match=r"given in memory \('doublings'\)"):
+        run.evaluate()
+    assert (
+        run.evaluate(text)["count"] == run.evaluate(text.eval_splits["test"])["count"]
+    )
+    (tmp_path / "a.txt").write_text("abc")
+    for call in (lambda: run.evaluate(tmp_path / "a.txt"), lambda: run.generate("a")):
+        with pytest.raises(ValueError, match="tokenizer 'doubling'"):
+            call()
+    assert "the tokenizer &#x27;doubling&#x27; is not one" in report_lib.report(run)
+    with pytest.raises(ValueError, match="num_images and data do not apply to .* text"):
+        report_lib.report(run, num_images=3)

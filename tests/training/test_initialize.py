@@ -1,6 +1,7 @@
 """Training from converted models and from runs: config.init_from."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -88,7 +89,7 @@ def test_swapped_attention_keeps_every_other_parameter(source):
 
 def test_what_does_not_fit_is_named(source):
     info = ImageInfo("a set", ("0", "1"), (6, 6, 1), (0.1,), (0.2,), 200, "here")
-    new = task(source, info=info, position="none")
+    new = task(source, info=info, position="none", head="mlp")
     message = (
         r"without a value .*: params\.hidden\.bias, params\.hidden\.kernel; "
         r"without a place .*: params\.position\.learned\.table; .*except for position="
@@ -208,10 +209,10 @@ def test_train_makes_the_model_of_a_vit(vit, tmp_path):
     assert model_options(run.config) == VIT
     assert run.config.data.image_size == 16
     loaded = relattn.load_pretrained(vit)
-    images = np.random.default_rng(1).random((3, 16, 16, 1), np.float32)
+    images = jnp.asarray(np.random.default_rng(1).random((3, 16, 16, 1)), jnp.float32)
     params = {**loaded.variables["params"], "head": run.variables["params"]["head"]}
     wide = loaded.model.clone(num_classes=10)
-    expected = wide.apply({"params": params}, np.repeat(images, 3, axis=-1))
+    expected = wide.apply({"params": params}, jnp.repeat(images, 3, axis=-1))
     found = run.model.apply(run.variables, images)
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
     # The same command resumes.
@@ -225,7 +226,7 @@ def test_train_makes_the_model_of_a_gpt(gpt, tmp_path):
     run = training.load_run(tmp_path)
     assert model_options(run.config) == {**GPT, "dropout": 0.5}
     loaded = relattn.load_pretrained(gpt)
-    tokens = np.random.default_rng(1).integers(0, 256, (3, 5))
+    tokens = jnp.asarray(np.random.default_rng(1).integers(0, 256, (3, 5)), jnp.int32)
     expected = loaded.model.apply(loaded.variables, tokens)
     found = run.model.apply(run.variables, tokens)
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
@@ -252,7 +253,7 @@ def test_grey_patches_become_patches_of_three_equal_channels(tmp_path):
     config.data.image_size = 16
     info = ImageInfo("a set", tuple("01234"), (9, 9, 3), (0.1,), (0.2,), 200, "here")
     new = make_task(config, info)
-    images = np.random.default_rng(1).random((2, 16, 16, 3), np.float32)
+    images = jnp.asarray(np.random.default_rng(1).random((2, 16, 16, 3)), jnp.float32)
     loaded = relattn.load_pretrained(folder, image_size=16)
     grey = images.mean(axis=-1, keepdims=True)
     np.testing.assert_allclose(

@@ -23,6 +23,8 @@ MAX_LENGTH = 500
 MAX_SHOWN = 80
 # The largest 64-bit integer.
 LARGEST = 2**63 - 1
+# The smallest and the largest normal float32; smaller numbers may become zero.
+SMALLEST, LARGEST_FLOAT = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 # Types that each name in an option's annotation, such as "int | None", accepts.
 _TYPES = {
     "bool": (bool,),
@@ -157,8 +159,8 @@ def read_option(where: str, value: Any, parameter: inspect.Parameter) -> Any:
         The value; an integer given for a ``float`` becomes a float.
 
     Raises:
-        ValueError: If the type does not match, or a number is not finite or exceeds 64
-            bits.
+        ValueError: If the type does not match, or a number is not finite, exceeds 64
+            bits or, as a float, is outside of the range of float32.
 
     Example:
         >>> parameter = inspect.signature(parse).parameters["spec"]
@@ -174,6 +176,11 @@ def read_option(where: str, value: Any, parameter: inspect.Parameter) -> Any:
     if not fits or isinstance(value, float | int) and not is_finite(value):
         raise ValueError(
             f"{where} needs {parameter.name} of type {kind}, got {shorten(value)}"
+        )
+    if type(value) is float and value and not SMALLEST <= abs(value) <= LARGEST_FLOAT:
+        raise ValueError(
+            f"{where} needs {parameter.name} in the range of float32, in which it is "
+            f"used, got {shorten(value)}"
         )
     return float(value) if kind == "float" else value
 

@@ -144,10 +144,9 @@ def _choose_images(
                 "memory"
             )
         check_source(run.given, run.data, run.workdir, data, data_dir, SHIFT_CALL)
-        pairs = {
-            "name": (run.data.name, first.data.name),
-            "image_size": (_image_size(run), _image_size(first)),
-        }
+        pairs = {"image_size": (_image_size(run), _image_size(first))}
+        if data is None:
+            pairs["name"] = (run.config.data.name, first.config.data.name)
         for key, (here, there) in pairs.items():
             if here != there:
                 raise ValueError(

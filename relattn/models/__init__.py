@@ -161,6 +161,9 @@ def _check_value(option: str, value: Any) -> None:
         problem = "must be at least 1"
     elif option in _RATES and not 0 <= value < 1:
         problem = "must be from 0 to below 1"
+    elif option in _RATES and value and round(256 * value) in (0, 256):
+        # `relattn.nn.blocks.Dropout` draws a byte for each element.
+        problem = "is rounded to a multiple of 1/256, and must not become 0 or 1"
     elif option == "norm_eps" and not value > 0:
         problem = "must be positive"
     elif option == "patch_size":

@@ -124,6 +124,16 @@ def announcement(
             f"Using {len(devices)} of {available} devices, the most that fit "
             f"{', '.join(sizes)}."
         ]
+    never = []
+    if task.config.redraw_every and task.make_redraw() is None:
+        never = [
+            f"config.redraw_every={task.config.redraw_every} has no effect: "
+            + (
+                f"the run has {task.num_steps:,} steps."
+                if jax.tree.leaves(task.abstract_state.random_features)
+                else "the model has no random features."
+            )
+        ]
     begin = [f"Resuming from step {start_step} of {workdir}."] if start_step else []
     return [
         *begin,
@@ -132,6 +142,7 @@ def announcement(
         f"{task.steps_per_epoch:,} an epoch, on {len(devices)} x "
         f"{devices[0].device_kind}.",
         *idle,
+        *never,
     ]
 
 

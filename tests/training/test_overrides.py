@@ -3,9 +3,11 @@
 import dataclasses
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from relattn import models
+from relattn.spec import LARGEST_FLOAT, SMALLEST
 from relattn.training.config import check_config, read_config
 
 CONFIGS = ("demo", "performer", "baselines", "rpe_vit", "translution_vit")
@@ -141,6 +143,26 @@ def test_a_learning_rate_may_round_to_one():
     config.schedule.name, config.schedule.decay_rate = "exponential", 0.99999999
     with pytest.raises(ValueError, match="decay_rate=0.99999999 is 1 in float32"):
         check_config(config)
+
+
+def test_options_of_models_are_checked_in_the_type_they_are_used_in():
+    def build(**options):
+        options = {"name": "vit", "patch_size": 4, **options}
+        return models.build_model(options, num_classes=3, image_shape=(8, 8, 1))
+
+    # Half of 1/256 is rounded to zero, as Python rounds half to even.
+    for rate in (1 / 512, 0.999):
+        with pytest.raises(ValueError, match="dropout is rounded to a multiple of 1/2"):
+            build(dropout=rate)
+    assert build(dropout=1 / 256).dropout == 1 / 256
+    for eps in (1e-50, 1e39):
+        with pytest.raises(ValueError, match="norm_eps in the range of float32.*got"):
+            build(norm_eps=eps)
+    for value in ("1e999", "1e-60"):
+        with pytest.raises(ValueError, match="needs eps (of type|in the range of)"):
+            build(attention=f"favor(eps={value})")
+    assert np.isfinite(np.float32(LARGEST_FLOAT)) and np.float32(SMALLEST) > 0
+    assert (LARGEST_FLOAT, SMALLEST) == (np.finfo("f4").max, np.finfo("f4").tiny)
 
 
 def test_init_skip_needs_a_source():

@@ -1,5 +1,7 @@
 """Random features are redrawn between updates, the same on all devices."""
 
+from pathlib import Path
+
 import chex
 import jax
 import numpy as np
@@ -9,6 +11,7 @@ from relattn.kernels.feature_maps import redraw
 from relattn.training.devices import make_parallel
 from relattn.training.seeds import make_task
 from relattn.training.task import Task
+from relattn.training.workdir import announcement
 from tests.training.conftest import make_data
 
 pytestmark = pytest.mark.usefixtures("tiny")
@@ -56,4 +59,11 @@ def test_a_run_without_redraws_compiles_none(config):
     info = make_data().info
     for redraw_every, num_steps in ((0, 15), (16, 15)):
         config.update(redraw_every=redraw_every, num_steps=num_steps)
-        assert Task.build(config, info).make_redraw() is None
+        task = Task.build(config, info)
+        assert task.make_redraw() is None
+        said = announcement(task, jax.devices()[:1], 1, Path("x"), 0, False)
+        if redraw_every:
+            assert said[-1] == (
+                "config.redraw_every=16 has no effect: the run has 15 steps."
+            )
+        assert len(said) == 1 + bool(redraw_every)

@@ -92,8 +92,8 @@ def test_what_does_not_fit_is_named(source):
     new = task(source, info=info, position="none", head="mlp")
     message = (
         r"without a value .*: params\.hidden\.bias, params\.hidden\.kernel; "
-        r"without a place .*: params\.position\.learned\.table; .*except for position="
-        r"'none' \('learned' there\), head='mlp' \('linear' there\).*init_skip"
+        r"without a place .*: params\.position\.learned\.table; .*except for head="
+        r"'mlp' \('linear' there\), position='none' \('learned' there\).*init_skip"
     )
     with pytest.raises(ValueError, match=message):
         initial_state(new)

@@ -162,7 +162,7 @@ def test_options_of_models_are_checked_in_the_type_they_are_used_in():
         with pytest.raises(ValueError, match="needs eps (of type|in the range of)"):
             build(attention=f"favor(eps={value})")
     assert np.isfinite(np.float32(LARGEST_FLOAT)) and np.float32(SMALLEST) > 0
-    assert (LARGEST_FLOAT, SMALLEST) == (np.finfo("f4").max, np.finfo("f4").tiny)
+    assert (np.finfo("f4").max, np.finfo("f4").tiny) == (LARGEST_FLOAT, SMALLEST)
 
 
 def test_init_skip_needs_a_source():

@@ -210,10 +210,11 @@ def test_train_makes_the_model_of_a_vit(vit, tmp_path):
     assert run.config.data.image_size == 16
     loaded = relattn.load_pretrained(vit)
     images = jnp.asarray(np.random.default_rng(1).random((3, 16, 16, 1)), jnp.float32)
-    params = {**loaded.variables["params"], "head": run.variables["params"]["head"]}
+    variables = jax.device_put(run.variables)
+    params = {**loaded.variables["params"], "head": variables["params"]["head"]}
     wide = loaded.model.clone(num_classes=10)
     expected = wide.apply({"params": params}, jnp.repeat(images, 3, axis=-1))
-    found = run.model.apply(run.variables, images)
+    found = run.model.apply(variables, images)
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
     # The same command resumes.
     cli.train([*words, f"--workdir={tmp_path / 'run'}"])
@@ -228,7 +229,7 @@ def test_train_makes_the_model_of_a_gpt(gpt, tmp_path):
     loaded = relattn.load_pretrained(gpt)
     tokens = jnp.asarray(np.random.default_rng(1).integers(0, 256, (3, 5)), jnp.int32)
     expected = loaded.model.apply(loaded.variables, tokens)
-    found = run.model.apply(run.variables, tokens)
+    found = run.model.apply(jax.device_put(run.variables), tokens)
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
     assert read_config("translution_gpt", words[1:2]).data.context_length == 11
 
@@ -257,7 +258,7 @@ def test_grey_patches_become_patches_of_three_equal_channels(tmp_path):
     loaded = relattn.load_pretrained(folder, image_size=16)
     grey = images.mean(axis=-1, keepdims=True)
     np.testing.assert_allclose(
-        new.model.apply({"params": initial_state(new).params}, images),
+        new.model.apply({"params": jax.device_put(initial_state(new).params)}, images),
         loaded.model.apply(loaded.variables, grey),
         rtol=1e-4,
         atol=1e-4,

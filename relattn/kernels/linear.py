@@ -552,7 +552,7 @@ def _attend_in_chunks(
     feature_map,
     chunk_size,
     precision,
-) -> tuple[Array, LinearState]:
+) -> tuple[Array, LinearState | None]:
     """Computes causal linear attention by a scan over chunks; returns its state."""
     einsum = wide_einsum(precision)
     length, parallel = q.shape[-2], 1

@@ -12,12 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from relattn import kernels
+from relattn import kernels, nn
 
 ROOT = Path(__file__).parents[1]
 
 SCRIPT = """
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +35,7 @@ weights = jnp.ones((12, 4, 2, 2))
 gpt = GPT(vocab_size=11, context_length=4, dim=8, num_layers=1, num_heads=2)
 vit = ViT(10, **SIZES["A"])
 images = np.zeros((1, 4, 4, 3), np.uint8)
+options: dict[str, Any] = {"precision": "highest"}
 
 
 class Mine(nn.MultiHeadAttention):
@@ -50,6 +52,8 @@ TYPES = {
     "kernels.linear_attention(x, x, x, phi, return_normalizer=True)": (
         r"tuple\[Array, Array\]"
     ),
+    # Either an array or a pair, so that no use of it is an error.
+    "kernels.linear_attention(x, x, x, phi, **options)": r"Unknown",
     "kernels.causal_linear_attention(x, x, x, phi)": r"Array",
     "kernels.causal_linear_attention(x, x, x, phi, return_state=True)": (
         r"tuple\[Array, LinearState\]"
@@ -58,7 +62,11 @@ TYPES = {
         r"Array"
     ),
     "relattn.kernels.softmax_attention(x, x, x)": r"Array",
+    "kernels.softmax_attention(x, x, x, return_logsumexp=True)": (
+        r"tuple\[Array, Array\]"
+    ),
     "relattn.nn.dot_product_attention(x, x, x)": r"Array",
+    "nn.dot_product_attention(x, x, x, return_residual=True)": r"tuple\[Array, Array\]",
     "nn.attention_fn('favor')": r"\(\.\.\.\) -> Array",
     **{
         f"kernels.translution(x, *3 * (weights,), index={index})": r"Array"
@@ -143,24 +151,27 @@ def test_users_see_mistakes(check_script):
 
 
 @pytest.mark.parametrize(
-    "name, flag",
+    "function, flag",
     [
-        ("linear_attention", "return_normalizer"),
-        ("causal_linear_attention", "return_state"),
-        ("toeplitz_linear_attention", "return_normalizer"),
+        (kernels.linear_attention, "return_normalizer"),
+        (kernels.causal_linear_attention, "return_state"),
+        (kernels.toeplitz_linear_attention, "return_normalizer"),
+        (kernels.softmax_attention, "return_logsumexp"),
+        (nn.dot_product_attention, "return_residual"),
     ],
 )
-def test_overloads_have_the_arguments_of_the_kernel(name, flag):
-    module = inspect.getmodule(inspect.unwrap(getattr(kernels, name)))
+def test_overloads_have_the_arguments_of_the_kernel(function, flag):
+    module = inspect.getmodule(inspect.unwrap(function))
     tree = ast.parse(inspect.getsource(module))
-    overload, _, kernel = (
-        {arg.arg: arg.annotation for arg in [*node.args.args, *node.args.kwonlyargs]}
+    plain, pair, kernel = (
+        {
+            arg.arg: ast.unparse(arg.annotation)
+            for arg in [*node.args.args, *node.args.kwonlyargs]
+        }
         for node in tree.body
-        if isinstance(node, ast.FunctionDef) and node.name == name
+        if isinstance(node, ast.FunctionDef) and node.name == function.__name__
     )
-    assert ast.unparse(overload.pop(flag)) == "Literal[False]"
-    assert ast.unparse(kernel.pop(flag)) == "bool"
-    assert list(map(ast.unparse, overload.values())) == list(
-        map(ast.unparse, kernel.values())
-    )
-    assert list(overload) == list(kernel)
+    assert plain.pop(flag) == "Literal[False]"
+    assert pair.pop(flag) == "Literal[True]"
+    assert kernel.pop(flag) == "bool"
+    assert list(plain.items()) == list(pair.items()) == list(kernel.items())

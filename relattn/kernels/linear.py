@@ -85,7 +85,15 @@ def linear_attention(
 ) -> Float[Array, "*batch n value_dim"]: ...
 @overload
 def linear_attention(
-    *args: Any, return_normalizer: Literal[True], **kwargs: Any
+    q: Float[Array, "*#batch n head_dim"],
+    k: Float[Array, "*#batch m head_dim"],
+    v: Float[Array, "*#batch m value_dim"],
+    feature_map: FeatureMap,
+    *,
+    key_mask: Bool[Array, "*#batch m"] | None = None,
+    chunk_size: int | None = None,
+    precision: jax.lax.PrecisionLike = None,
+    return_normalizer: Literal[True],
 ) -> tuple[Float[Array, "*batch n value_dim"], Float[Array, "*batch n"]]: ...
 @check_arguments
 def linear_attention(
@@ -212,7 +220,17 @@ def causal_linear_attention(
 ) -> Float[Array, "*batch n value_dim"]: ...
 @overload
 def causal_linear_attention(
-    *args: Any, return_state: Literal[True], **kwargs: Any
+    q: Float[Array, "*#batch n head_dim"],
+    k: Float[Array, "*#batch n head_dim"],
+    v: Float[Array, "*#batch n value_dim"],
+    feature_map: FeatureMap,
+    *,
+    key_mask: Bool[Array, "*#batch n"] | None = None,
+    segment_ids: Int[Array, "*#batch n"] | None = None,
+    state: LinearState | None = None,
+    return_state: Literal[True],
+    chunk_size: int | None = None,
+    precision: jax.lax.PrecisionLike = None,
 ) -> tuple[Float[Array, "*batch n value_dim"], LinearState]: ...
 @check_arguments
 def causal_linear_attention(
@@ -337,7 +355,7 @@ def causal_linear_attention(
                 q, k, v, tpu=in_vmem, default=lambda *tokens: in_chunks(*tokens)[0]
             )
     out, state = in_chunks(q, k, v, key_mask, starts, state, return_state)
-    return (out, state) if return_state else out
+    return out if state is None else (out, state)
 
 
 def underflowed(keys: Features) -> Bool[Array, "*batch n"]:
@@ -736,7 +754,7 @@ def split_chunks(tree: Any, chunk_size: int, multiple: int = 1) -> Any:
     return jax.tree.map(split, tree)
 
 
-def join_chunks(tree: Any, length: int) -> Any:
+def join_chunks(tree: Any, length: Any) -> Any:
     """Joins [chunks, *batch, chunk, width] to [*batch, length, width]."""
 
     def join(x):

@@ -161,7 +161,7 @@ def local_attention(
     )
     # Blocks of `size` tokens reach their window within the neighbouring blocks.
     reach = window // 2
-    size = max(1, reach if is_symbolic_dim(length) else min(reach, length))
+    size = max(1, reach if is_symbolic_dim(n) else min(reach, length))
     blocks = -(-length // size)
     padding = (0, blocks * size - length)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,30 @@ from relattn.kernels.precision import compute_dtype, wide_einsum, widen
 LOWEST_SCORE = -0.7 * float(jnp.finfo(jnp.float32).max)
 
 
+@overload
+def softmax_attention(
+    q: Float[Array, "*#batch n head_dim"],
+    k: Float[Array, "*#batch m head_dim"],
+    v: Float[Array, "*#batch m value_dim"],
+    *,
+    mask: Bool[Array, "*#batch n m"] | None = None,
+    key_mask: Bool[Array, "*#batch m"] | None = None,
+    bias: Float[Array, "*#batch n m"] | None = None,
+    precision: jax.lax.PrecisionLike = None,
+    return_logsumexp: Literal[False] = False,
+) -> Float[Array, "*batch n value_dim"]: ...
+@overload
+def softmax_attention(
+    q: Float[Array, "*#batch n head_dim"],
+    k: Float[Array, "*#batch m head_dim"],
+    v: Float[Array, "*#batch m value_dim"],
+    *,
+    mask: Bool[Array, "*#batch n m"] | None = None,
+    key_mask: Bool[Array, "*#batch m"] | None = None,
+    bias: Float[Array, "*#batch n m"] | None = None,
+    precision: jax.lax.PrecisionLike = None,
+    return_logsumexp: Literal[True],
+) -> tuple[Float[Array, "*batch n value_dim"], Float[Array, "*batch n"]]: ...
 @check_arguments
 def softmax_attention(
     q: Float[Array, "*#batch n head_dim"],
@@ -150,7 +174,7 @@ def _attend_in_blocks(
     causal=False,
     precision,
     logsumexp=False,
-):
+) -> Any:
     """Computes `softmax_attention` in blocks of queries."""
     if causal:
         q = finite_masked(q, key_mask)
@@ -196,7 +220,7 @@ def past_keys(first: Array | int, n: int, m: int) -> Bool[Array, "n m"]:
     return first + jnp.arange(n)[:, None] >= jnp.arange(m)
 
 
-def block_size(batch: tuple[int, ...], n: int, m: int) -> int:
+def block_size(batch: tuple[Any, ...], n: Any, m: Any) -> Any:
     """Returns the number of queries that attend at once: n, or fewer to save memory.
 
     All n where a length is symbolic; a symbolic axis of the batch counts as one.

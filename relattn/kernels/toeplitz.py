@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Literal, cast, overload
+from typing import Literal, cast, overload
 
 import jax
 import jax.numpy as jnp
@@ -77,7 +77,20 @@ def toeplitz_linear_attention(
 ) -> Float[Array, "*batch n value_dim"]: ...
 @overload
 def toeplitz_linear_attention(
-    *args: Any, return_normalizer: Literal[True], **kwargs: Any
+    q: Float[Array, "*#batch n head_dim"],
+    k: Float[Array, "*#batch n head_dim"],
+    v: Float[Array, "*#batch n value_dim"],
+    feature_map: FeatureMap,
+    bias: Float[Array, "*#batch rows"],
+    *,
+    grid: Grid,
+    num_prefix: int = 0,
+    key_mask: Bool[Array, "*#batch n"] | None = None,
+    dense_size: int | None = None,
+    chunk_size: int = 128,
+    block_size: int = 4,
+    precision: jax.lax.PrecisionLike = None,
+    return_normalizer: Literal[True],
 ) -> tuple[Float[Array, "*batch n value_dim"], Float[Array, "*batch n"]]: ...
 @check_arguments
 def toeplitz_linear_attention(
@@ -395,7 +408,7 @@ def causal_toeplitz_linear_attention_step(
     length = k.shape[-2]
     past = jnp.arange(length) <= index
     bias = cast(Array, rows_of_token(bias, "bias", length, index, axis=-1))
-    k, v, past = zero_masked(k, v, past)
+    k, v, _ = zero_masked(k, v, past)
     einsum = wide_einsum(precision)
 
     def attend(v, q, k, bias):

@@ -14,6 +14,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
 from relattn import offsets
@@ -362,7 +363,7 @@ def _check_index(index, n, grid):
 
     Past the cache's end the update would overwrite the last row.
     """
-    if isinstance(index, jax.core.Tracer):
+    if isinstance(index, Tracer):
         return
     length = n if n > 1 or grid is None else math.prod(grid)
     if not np.all((np.asarray(index) >= 0) & (np.asarray(index) < length)):
@@ -417,7 +418,7 @@ class SoftmaxAttention(MultiHeadAttention):
         ids, mask = context.segment_ids, None
         if ids is not None:
             mask = segment_mask(ids)
-        options = {"mask": mask, "key_mask": context.key_mask, **tables}
+        options: dict[str, Any] = {"mask": mask, "key_mask": context.key_mask, **tables}
         if self.causal:
             return relative.causal_relative_attention(q, k, v, **options)
         if not tables:

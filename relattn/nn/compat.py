@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, cast, overload
 
 import flax.linen as nn
 import jax
@@ -34,6 +34,42 @@ from relattn.nn.implementations import (
 _JAX_NN = (None, "xla", "cudnn")
 
 
+@overload
+def dot_product_attention(
+    query: Float[ArrayLike, "*batch n heads head_dim"],
+    key: Float[ArrayLike, "*batch m key_heads head_dim"],
+    value: Float[ArrayLike, "*batch m key_heads value_dim"],
+    bias: Float[ArrayLike, "..."] | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    scale: float | Float[Array, ""] | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
+    local_window_size: int | Sequence[int] | None = None,
+    implementation: str | Kernel | None = None,
+    return_residual: Literal[False] = False,
+    **options: Any,
+) -> Float[Array, "*batch n heads value_dim"]: ...
+@overload
+def dot_product_attention(
+    query: Float[ArrayLike, "*batch n heads head_dim"],
+    key: Float[ArrayLike, "*batch m key_heads head_dim"],
+    value: Float[ArrayLike, "*batch m key_heads value_dim"],
+    bias: Float[ArrayLike, "..."] | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    scale: float | Float[Array, ""] | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
+    local_window_size: int | Sequence[int] | None = None,
+    implementation: str | Kernel | None = None,
+    return_residual: Literal[True],
+    **options: Any,
+) -> tuple[
+    Float[Array, "*batch n heads value_dim"], Float[Array, "*batch n heads"]
+]: ...
 def dot_product_attention(
     query: Float[ArrayLike, "*batch n heads head_dim"],
     key: Float[ArrayLike, "*batch m key_heads head_dim"],
@@ -133,7 +169,9 @@ def dot_product_attention(
                 f"one batch axis and no options, got query of shape {query.shape} and "
                 f"options {sorted(options)}; {USE_SOFTMAX}"
             )
-        return jax.nn.dot_product_attention(
+        # Its annotations leave out traced scales and windows in lists.
+        attend = cast(Any, jax.nn.dot_product_attention)
+        return attend(
             query,
             key,
             value,
@@ -431,4 +469,4 @@ def _drop(out, rate, rng, broadcast):
         )
     shared = (*range(out.ndim - 3), out.ndim - 2) if broadcast else ()
     dropout = nn.Dropout(rate, broadcast_dims=shared, parent=None)
-    return dropout.apply({}, out, deterministic=False, rng=rng)
+    return cast(Array, dropout.apply({}, out, deterministic=False, rng=rng))

@@ -11,6 +11,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax.linen.dtypes import canonicalize_dtype
 from jaxtyping import Array, Float
 
 # The name of the axis of devices in data parallelism.
@@ -92,4 +93,4 @@ class BatchNorm(nn.Module):
                 for average, moment in zip((mean, variance), now, strict=True):
                     average.value = MOMENTUM * average.value + (1 - MOMENTUM) * moment
         y = (x - now[0]) * jax.lax.rsqrt(now[1] + EPSILON) * scale + bias
-        return y.astype(nn.dtypes.canonicalize_dtype(dtype=self.dtype))
+        return y.astype(canonicalize_dtype(dtype=self.dtype))

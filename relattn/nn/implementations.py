@@ -32,7 +32,9 @@ def _random_features(name: str, default: str, causal: bool) -> Kernel:
     """Returns linear attention with random features."""
     attend = kernels.causal_linear_attention if causal else kernels.linear_attention
 
-    def kernel(q, k, v, *, key_mask=None, projection, features=default, **options):
+    def kernel(
+        q, k, v, *, key_mask=None, projection, features=default, **options
+    ) -> Any:
         _check_options(name, options, inspect.signature(attend).parameters)
         if features not in FEATURE_MAPS:
             hint = spec.closest(features, FEATURE_MAPS)
@@ -46,7 +48,10 @@ def _random_features(name: str, default: str, causal: bool) -> Kernel:
 
 _DEFAULT_FEATURES = {"favor": "positive", "relu": "relu"}
 _RANDOM = {
-    name: [_random_features(name, default, causal) for causal in (False, True)]
+    name: (
+        _random_features(name, default, causal=False),
+        _random_features(name, default, causal=True),
+    )
     for name, default in _DEFAULT_FEATURES.items()
 }
 IMPLEMENTATIONS = {
@@ -70,8 +75,9 @@ def resolve(
     implementation: str | Kernel, head_dim: int, options: Mapping[str, Any]
 ) -> functools.partial[Any]:
     """Returns the kernel with its options, a partial."""
-    kernel = implementation
-    if isinstance(implementation, str):
+    if not isinstance(implementation, str):
+        kernel = implementation
+    else:
         if implementation not in IMPLEMENTATIONS:
             hint = spec.closest(implementation, IMPLEMENTATIONS)
             raise ValueError(f"unknown implementation {implementation!r}: {hint}")
@@ -146,7 +152,7 @@ def call_kernel(
     in_order = is_causal and first != m - 1
     exact = kernel.func is kernels.softmax_attention
     if in_order and exact and (n != m or return_residual or "mask" in arguments):
-        past = to_scores(past_keys(first, n, m), "mask", (*batch, heads, n, m))
+        past = jnp.expand_dims(past_keys(first, n, m), range(len(batch) + 1))
         arguments["mask"] = past & arguments.get("mask", True)
         in_order = False
     _check_honoured(kernel, arguments, is_causal, return_residual, (n, m))

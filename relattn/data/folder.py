@@ -168,6 +168,7 @@ class DecodedFiles:
 
     def splits(self) -> tuple[ImageSplit, ImageSplit | None, tuple[str, ...], str]:
         """Returns the training images, the test images or None, classes and origin."""
+        assert self.images is not None, self.problem
         files, count = self.files, len(self.files.train)
         train = ImageSplit(self.images[:count], files.labels(files.train))
         test = ImageSplit(self.images[count:], files.labels(files.test))
@@ -203,7 +204,9 @@ def decode_files(
     decoder = _Decoder(memory_bytes / (3 * len(paths)), background)
     unreadable: dict[pathlib.Path, UnreadableImageError] = {}
     kept: list[pathlib.Path] = []
-    images, colour, problem = None, None, ""
+    images: np.ndarray | None = None
+    colour: pathlib.Path | None = None
+    problem = ""
     title = f"Reading {files.root.name}"
     bar = tqdm(total=len(paths), desc=title, unit=" images", delay=2, disable=None)
     with bar, _in_threads(decoder, paths) as results:
@@ -217,18 +220,22 @@ def decode_files(
                 continue
             if found is None:
                 problem = f"{path} and the others would take too much memory"
-            elif images is None:
-                images = np.empty((len(paths), *found.shape), np.uint8)
-            elif found.shape[:2] != images.shape[1:3]:
-                sizes = [f"{x.shape[-2]}x{x.shape[-3]}" for x in (found, images)]
-                problem = f"{path} has {sizes[0]} pixels, but {kept[0]} has {sizes[1]}"
+            else:
+                if images is None:
+                    images = np.empty((len(paths), *found.shape), np.uint8)
+                height, width, channels = images.shape[1:]
+                if found.shape[:2] != (height, width):
+                    problem = (
+                        f"{path} has {found.shape[1]}x{found.shape[0]} pixels, but "
+                        f"{kept[0]} has {width}x{height}"
+                    )
+                elif found.shape[2] > channels:
+                    colour = colour or path
+                else:
+                    # A grey image among colour images is broadcast to all channels.
+                    images[len(kept) - 1] = found
             if problem:
                 decoder.keep, images = False, None
-            elif found.shape[2] > images.shape[3]:
-                colour = colour or path
-            else:
-                # A grey image among colour images is broadcast to all three channels.
-                images[len(kept) - 1] = found
     if unreadable:
         files = _without(files, unreadable, skip_unreadable)
     if images is not None and colour is not None:

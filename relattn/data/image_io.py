@@ -190,5 +190,5 @@ def _has_grey_palette(image: Image.Image) -> bool:
     if image.format != "GIF" or image.mode != "P":
         return False
     colours = np.array(image.getpalette("RGB")).reshape(-1, 3)
-    colours = colours[[index for _, index in image.getcolors()]]
+    colours = colours[np.flatnonzero(image.histogram())]
     return bool((colours == colours[:, :1]).all())

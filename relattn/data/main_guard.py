@@ -49,8 +49,10 @@ def _main_frame() -> types.FrameType | None:
 
 
 def _is_unguarded(frame: types.FrameType | None) -> bool:
+    if frame is None:
+        return False
     # A worker imports a file only: notebooks and `python -c` have none.
-    path = frame.f_globals.get("__file__") if frame else None
+    path = frame.f_globals.get("__file__")
     if path is None or not pathlib.Path(path).is_file():
         return False
     # It does not import the module of `python -m package`, `package.__main__`.

@@ -7,7 +7,7 @@
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -50,7 +50,8 @@ def make_preprocess(
     check_statistics(config, info)
     statistics = {}
     if config.get("standardize", False):
-        statistics = {"mean": np.float32(info.mean), "std": np.float32(info.std)}
+        statistics["mean"] = np.asarray(info.mean, np.float32)
+        statistics["std"] = np.asarray(info.std, np.float32)
     function = functools.partial(
         preprocess, image_size=input_shape(config, info)[0], **statistics
     )
@@ -259,10 +260,11 @@ def _resize(images: Array, size: int) -> Array:
             columns, weights = _triangle(images.shape[axis], size)
             shape = [1] * images.ndim
             shape[axis] = size
-            images = sum(
+            terms = [
                 jnp.take(images, index, axis) * weight.reshape(shape)
                 for index, weight in zip(columns, weights, strict=True)
-            )
+            ]
+            images = cast(Array, sum(terms))
     return images
 
 

@@ -214,9 +214,7 @@ class _Images:
         folder: Folder of the set.
     """
 
-    def __init__(
-        self, builder: tfds.core.DatasetBuilder, split: str, folder: pathlib.Path
-    ):
+    def __init__(self, builder: Any, split: str, folder: pathlib.Path):
         self._records = builder.as_data_source(
             split, decoders={"image": tfds.decode.SkipDecoding()}
         )

@@ -157,8 +157,9 @@ def _curves(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _sample(run: Run) -> str:
-    if run.data.tokenizer not in TOKENIZERS:
-        return f"None: the tokenizer {run.data.tokenizer!r} is not one of relattn."
+    tokenizer = require_kind(run, "tokens").tokenizer
+    if tokenizer not in TOKENIZERS:
+        return f"None: the tokenizer {tokenizer!r} is not one of relattn."
     return str(run.generate("\n"))
 
 

@@ -362,6 +362,7 @@ def make_shift_fn(run: Run, boundary: str, margin: int = 0) -> Callable[..., Arr
         (dx, dy), ``[batch, 2]``, to inputs of the model.
     """
     info = require_kind(run, "images")
+    mean, std = (np.asarray(x, np.float32) for x in (info.mean, info.std))
 
     @jax.jit
     def shift(images, index, moves):
@@ -372,7 +373,7 @@ def make_shift_fn(run: Run, boundary: str, margin: int = 0) -> Callable[..., Arr
         images = images[:, inner, inner]
         if not run.config.data.get("standardize", False):
             return images
-        return standardize(images, np.float32(info.mean), np.float32(info.std))
+        return standardize(images, mean, std)
 
     return shift
 

@@ -69,7 +69,8 @@ def check_given(saved: dict[str, Any] | None, given: str, checkpoint: Path) -> N
     Raises:
         CheckpointError: If the run was given data, and these are others or none.
     """
-    before = (saved or {}).get("given", "")
+    saved = saved or {}
+    before = saved.get("given", "")
     if before and not given:
         name = saved["data"]["name"]
         raise CheckpointError(

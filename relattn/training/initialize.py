@@ -93,7 +93,7 @@ def initial_state(
     if "image_shape" in new and source.model.inputs == "images":
         old_shape, new_shape = source.config["image_shape"], new["image_shape"]
         grids = [
-            models.patch_grid(*shape[:2], getattr(model, "patch_size", 1))
+            models.patch_grid(*shape[:2], patch_size=getattr(model, "patch_size", 1))
             for shape, model in ((old_shape, source.model), (new_shape, single.model))
         ]
         try:

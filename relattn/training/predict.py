@@ -156,7 +156,7 @@ def generate(
     texts = []
     for row, length in zip(np.asarray(out), lengths, strict=True):
         # What the text is alone, without longer prompts beside it.
-        filled = max(run.data.context_length, length + 1)
+        filled = max(context_length, length + 1)
         row = row[: length + num_tokens if num_tokens else filled]
         ends = np.flatnonzero(row[length:] == stop_token)
         row = row[: length + ends[0]] if len(ends) else row

@@ -33,7 +33,7 @@ from relattn.evaluation.shift import (
 )
 from relattn.training import Run, load_run, make_predict_fn
 from relattn.training.predict import require_kind
-from relattn.training.run import check_fits
+from relattn.training.resume import check_fits
 from relattn.training.workdir import write_text
 
 TEMPLATE = Path(__file__).with_name("page.html")

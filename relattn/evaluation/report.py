@@ -28,7 +28,7 @@ from relattn.training.config import flatten
 from relattn.training.given_data import require_data
 from relattn.training.metrics import read_rows
 from relattn.training.predict import require_kind
-from relattn.training.run import check_fits
+from relattn.training.resume import check_fits
 from relattn.training.workdir import read_result, write_text
 
 # A larger confusion matrix is shown as a list of the most frequent confusions.

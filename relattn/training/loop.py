@@ -40,7 +40,7 @@ from relattn.training.metrics import (
     throughput,
 )
 from relattn.training.preemption import Preemption
-from relattn.training.run import check_same_data, read_saved
+from relattn.training.resume import check_same_data, read_saved
 from relattn.training.run_metadata import BEST_METRICS, History, score
 from relattn.training.seeds import make_task
 from relattn.training.step import Batch

@@ -14,9 +14,8 @@ from relattn import data as data_lib
 from relattn import training
 from relattn.kernels.feature_maps import redraw
 from relattn.training import loop, metrics
-from relattn.training import run as run_lib
 from relattn.training import task as task_lib
-from relattn.training.checkpoint import checkpoint_steps
+from relattn.training.checkpoint import CHECKPOINTS, checkpoint_steps
 from relattn.training.metrics import read_rows
 from tests.helpers.clock import slow_to_compile
 from tests.helpers.interrupted import (
@@ -67,7 +66,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
         training.train_and_evaluate(
             config, parts, devices=one_device, on_step=interrupt_at(stop)
         )
-    saved = checkpoint_steps(parts / run_lib.CHECKPOINTS)
+    saved = checkpoint_steps(parts / CHECKPOINTS)
     config.progress = True
     actual = training.train_and_evaluate(config, parts, devices=one_device)
     said = capsys.readouterr().out
@@ -133,7 +132,7 @@ def test_early_stopping_keeps_the_best(config, tmp_path, one_device, capsys):
     assert result["best_step"] == 5
     assert result["step"] == 15
     assert "no gain in validation accuracy in 2 epochs" in capsys.readouterr().out
-    assert checkpoint_steps(tmp_path / run_lib.CHECKPOINTS) == [5, 10, 15]
+    assert checkpoint_steps(tmp_path / CHECKPOINTS) == [5, 10, 15]
     again = training.train_and_evaluate(config, tmp_path, devices=one_device)
     assert untimed(again) == untimed(result)
 
@@ -161,7 +160,7 @@ def test_the_best_checkpoint_survives_a_restart(config, tmp_path, one_device):
             config, tmp_path, devices=one_device, on_step=interrupt_at(16)
         )
     training.train_and_evaluate(config, tmp_path, devices=one_device)
-    assert checkpoint_steps(tmp_path / run_lib.CHECKPOINTS) == [5, 25, 30]
+    assert checkpoint_steps(tmp_path / CHECKPOINTS) == [5, 25, 30]
     assert training.load_run(tmp_path).step == 5
     assert training.load_run(tmp_path, "latest").step == 30
 
@@ -205,7 +204,7 @@ def test_a_non_finite_loss_names_its_step(
     ) as error:
         training.train_and_evaluate(config, tmp_path, devices=one_device)
     assert error.value.step == 8
-    assert checkpoint_steps(tmp_path / run_lib.CHECKPOINTS) == [5]
+    assert checkpoint_steps(tmp_path / CHECKPOINTS) == [5]
     assert training.load_run(tmp_path).step == 5
 
 

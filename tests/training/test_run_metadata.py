@@ -11,8 +11,7 @@ from relattn import data as data_lib
 from relattn import training
 from relattn.nn import build
 from relattn.training import loop
-from relattn.training import run as run_lib
-from relattn.training.checkpoint import checkpoint_steps, read_meta
+from relattn.training.checkpoint import CHECKPOINTS, checkpoint_steps, read_meta
 from relattn.training.run_metadata import understanding
 from tests.helpers.interrupted import (
     Interrupted,
@@ -33,16 +32,16 @@ def test_training_resumes_before_a_damaged_checkpoint(config, tmp_path, one_devi
         training.train_and_evaluate(
             config, parts, devices=one_device, on_step=interrupt_at(12)
         )
-    manifest = parts / run_lib.CHECKPOINTS / "10" / "manifest.json"
+    manifest = parts / CHECKPOINTS / "10" / "manifest.json"
     manifest.unlink()
     with pytest.warns(UserWarning, match=r"10/manifest.json is missing.*5 is used"):
         actual = training.train_and_evaluate(config, parts, devices=one_device)
     assert untimed(actual) == untimed(expected)
     jax.tree.map(np.testing.assert_array_equal, final_state(parts), final_state(whole))
     assert untimed_rows(parts) == untimed_rows(whole)
-    steps = [checkpoint_steps(run / run_lib.CHECKPOINTS) for run in (parts, whole)]
+    steps = [checkpoint_steps(run / CHECKPOINTS) for run in (parts, whole)]
     assert steps[0] == steps[1]
-    aside = parts / run_lib.CHECKPOINTS / "10.damaged"
+    aside = parts / CHECKPOINTS / "10.damaged"
     assert (aside / "meta" / "metadata").exists()
 
 
@@ -70,7 +69,7 @@ def test_training_never_restarts_over_damaged_checkpoints(config, tmp_path, one_
         training.train_and_evaluate(
             config, tmp_path, devices=one_device, on_step=interrupt_at(7)
         )
-    (tmp_path / run_lib.CHECKPOINTS / "5" / "manifest.json").unlink()
+    (tmp_path / CHECKPOINTS / "5" / "manifest.json").unlink()
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(training.CheckpointError, match=r"5/manifest.json is missing"):
         training.train_and_evaluate(config, tmp_path, devices=one_device)
@@ -108,7 +107,7 @@ def test_a_best_checkpoint_that_is_damaged_is_found_before_any_work(
         training.train_and_evaluate(
             config, tmp_path, devices=one_device, on_step=interrupt_at(14)
         )
-    folder = tmp_path / run_lib.CHECKPOINTS
+    folder = tmp_path / CHECKPOINTS
     latest = checkpoint_steps(folder)[-1]
     best = read_meta(folder, latest)["history"][0]["best_step"]
     assert best != latest
@@ -133,7 +132,7 @@ def test_a_key_missing_in_a_checkpoint_has_its_default(
             training.train_and_evaluate(
                 config, tmp_path, devices=one_device, on_step=interrupt_at(12)
             )
-    meta = read_meta(tmp_path / run_lib.CHECKPOINTS, 10)
+    meta = read_meta(tmp_path / CHECKPOINTS, 10)
     assert "accumulate_steps" not in meta["config"]
     assert training.load_run(tmp_path).config.accumulate_steps == 1
     result = training.train_and_evaluate(config, tmp_path, devices=one_device)

@@ -10,8 +10,7 @@ import pytest
 
 from relattn import data as data_lib
 from relattn import training
-from relattn.training import run as run_lib
-from relattn.training.checkpoint import checkpoint_steps
+from relattn.training.checkpoint import CHECKPOINTS, checkpoint_steps
 from relattn.training.evaluator import Evaluator
 from relattn.training.metrics import read_rows
 from tests.helpers.interrupted import Interrupted, interrupt_at
@@ -95,7 +94,7 @@ def test_the_checkpoint_with_the_lowest_loss_is_kept(
     result = training.train_and_evaluate(text_config, tmp_path, devices=one_device)
     assert result["best_step"] == training.load_run(tmp_path).step == 10
     assert (result["validation_loss"], result["test_accuracy"]) == (1.0, 0.1)
-    assert checkpoint_steps(tmp_path / run_lib.CHECKPOINTS) == [10, 20, 25]
+    assert checkpoint_steps(tmp_path / CHECKPOINTS) == [10, 20, 25]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,145 @@
+"""Checks that a run resumes, or is evaluated, with what it was trained on."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from ml_collections import ConfigDict
+
+from relattn.data import DataInfo, read_info
+from relattn.training.checkpoint import CHECKPOINTS, read_latest, read_meta
+from relattn.training.config import (
+    FREE_KEYS,
+    LENGTH_KEYS,
+    complete,
+    differences,
+    to_json,
+)
+from relattn.training.errors import CheckpointError, WorkdirError
+from relattn.training.run_metadata import History
+
+
+def check_labels(trained: DataInfo, data: DataInfo, where: Path) -> None:
+    """Checks that data have the labels that a model predicts.
+
+    Args:
+        trained: The description of the training data.
+        data: The description of the data to use.
+        where: The model's run or checkpoint, for the message.
+
+    Raises:
+        CheckpointError: If the vocabularies or the classes differ.
+    """
+    if trained.labels != data.labels:
+        raise CheckpointError(
+            f"{where} predicts {trained.describe_labels()}, but {data.name} has "
+            f"{data.describe_labels()}: use the data that it was trained on"
+        )
+
+
+def check_fits(trained: DataInfo, data: DataInfo, where: Path) -> None:
+    """Checks that a model can be evaluated on data.
+
+    Args:
+        trained: The description of the training data.
+        data: The description of the data to use.
+        where: The model's run, for the message.
+
+    Raises:
+        CheckpointError: If the labels differ, see `check_labels`.
+        ValueError: If images have another number of channels.
+    """
+    check_labels(trained, data, where)
+    if trained.kind == "tokens" or data.kind == "tokens":
+        return
+    channels, given = trained.image_shape[2], data.image_shape[2]
+    if channels != given:
+        raise ValueError(
+            f"{where} was trained on images of {channels} channels, but those of "
+            f"{data.name} have {given}: use the data that it was trained on"
+        )
+
+
+def read_saved(workdir: Path, config: ConfigDict) -> dict[str, Any] | None:
+    """Reads the metadata of the checkpoint that a run resumes from.
+
+    Args:
+        workdir: The run directory.
+        config: The configuration to train.
+
+    Returns:
+        The metadata of `relattn.training.checkpoint.read_latest` and ``step``; None if
+        there is no checkpoint.
+
+    Raises:
+        WorkdirError: If the directory holds a run of another configuration, or a longer
+            run. Another length is allowed, unless the schedule is the cosine.
+        CheckpointError: If no checkpoint is intact, or a best one is damaged.
+
+    Example:
+        >>> read_saved(Path("no/such/folder"), ConfigDict()) is None
+        True
+    """
+    latest = read_latest(workdir / CHECKPOINTS)
+    if latest is None:
+        return None
+    step, meta = latest
+    before = to_json(complete(meta["config"]))
+    has_cosine = config.schedule.name == "cosine"
+    free = FREE_KEYS if has_cosine else (*FREE_KEYS, *LENGTH_KEYS)
+    differing = differences(before, to_json(config), free)
+    if differing:
+        hint = "choose another directory or the same values"
+        if not differences(before, to_json(config), (*FREE_KEYS, *LENGTH_KEYS)):
+            hint += ", since the cosine schedule depends on the length of the run"
+        raise WorkdirError(
+            f"--workdir {workdir} holds a run of another configuration "
+            f"({'; '.join(differing)}): {hint}"
+        )
+    per_epoch = read_info(meta["data"]).steps_per_epoch(config.batch_size)
+    num_steps = config.num_steps or config.num_epochs * per_epoch
+    if num_steps < step:
+        raise WorkdirError(
+            f"--workdir {workdir} holds a run of {step} steps, but the configuration "
+            f"has {num_steps}: choose another directory or a longer run"
+        )
+    histories = [History(**values) for values in meta["history"]]
+    # The run ends with the evaluation of the best checkpoints.
+    for best in {history.best_step for history in histories} - {step}:
+        if best is not None:
+            read_meta(workdir / CHECKPOINTS, best)
+    return {**meta, "step": step}
+
+
+def check_same_data(trained: DataInfo, data: DataInfo, where: Path) -> None:
+    """Checks that a run resumes with the data that it was trained on.
+
+    Args:
+        trained: The description of the training data.
+        data: The description of the data to resume with.
+        where: The run's checkpoint, for the message.
+
+    Raises:
+        CheckpointError: If anything except ``origin`` differs; statistics of images may
+            differ by rounding.
+    """
+    check_labels(trained, data, where)
+    before, now = dataclasses.asdict(trained), dataclasses.asdict(data)
+    differing = [
+        f"{name}: {before[name]} there, {now[name]} now"
+        for name in before
+        if name != "origin"
+        and not (
+            np.allclose(before[name], now[name], rtol=1e-4)
+            if name in ("mean", "std")
+            else before[name] == now[name]
+        )
+    ]
+    if differing:
+        raise CheckpointError(
+            f"{where} was trained on other data ({'; '.join(differing)}), and nothing "
+            "was changed: use the data it was trained on, or another --workdir"
+        )

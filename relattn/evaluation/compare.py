@@ -31,7 +31,7 @@ from relattn.evaluation.shift_tables import summary, write_csv
 from relattn.training.errors import writing
 from relattn.training.given_data import require_data
 from relattn.training.resume import check_fits
-from relattn.training.run import SavedRun, open_run
+from relattn.training.saved_run import SavedRun, open_run
 from relattn.training.workdir import usable_folder
 
 SHIFT_CALL = (

@@ -13,9 +13,9 @@ from relattn.training.errors import WorkdirError as WorkdirError
 from relattn.training.loop import train_and_evaluate as train_and_evaluate
 from relattn.training.run import Run as Run
 from relattn.training.run import evaluate as evaluate
-from relattn.training.run import load_run as load_run
-from relattn.training.run import load_runs as load_runs
 from relattn.training.run import make_predict_fn as make_predict_fn
+from relattn.training.saved_run import load_run as load_run
+from relattn.training.saved_run import load_runs as load_runs
 from relattn.training.step import TrainState as TrainState
 from relattn.training.step import create_state as create_state
 from relattn.training.step import make_eval_step as make_eval_step

@@ -19,7 +19,8 @@ from relattn.models import pretrained
 from relattn.spec import closest, shorten
 from relattn.training.checkpoint import CHECKPOINTS
 from relattn.training.config import to_json
-from relattn.training.run import load_run, open_run, saved_config
+from relattn.training.run import saved_config
+from relattn.training.saved_run import load_run, open_run
 from relattn.training.step import TrainState
 
 EMBEDDING = "params.embedding.kernel"

@@ -27,7 +27,7 @@ from relattn.training import (
     make_predict_fn,
     train_and_evaluate,
 )
-from relattn.training.run import SavedRun, open_run
+from relattn.training.saved_run import SavedRun, open_run
 from tests.helpers.quick import quick_jit
 from tests.helpers.shifting import moved
 from tests.test_readme import read, run_examples

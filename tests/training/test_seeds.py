@@ -10,7 +10,7 @@ import pytest
 from relattn import training
 from relattn.training import checkpoint as checkpoint_lib
 from relattn.training import loop, seeds
-from relattn.training import run as run_lib
+from relattn.training import saved_run as saved_run_lib
 from relattn.training import task as task_lib
 from relattn.training.checkpoint import checkpoint_steps
 from relattn.training.metrics import read_rows
@@ -37,7 +37,7 @@ def close(one, other):
 def count_reads(monkeypatch):
     """Records the steps that are verified and restored."""
     reads = {"_verify": [], "restore": []}
-    verify, restore = checkpoint_lib._verify, run_lib.restore
+    verify, restore = checkpoint_lib._verify, saved_run_lib.restore
 
     def verify_counted(checkpoint):
         reads["_verify"].append(int(checkpoint.name))
@@ -48,7 +48,7 @@ def count_reads(monkeypatch):
         return restore(folder, step, template)
 
     monkeypatch.setattr(checkpoint_lib, "_verify", verify_counted)
-    monkeypatch.setattr(run_lib, "restore", restore_counted)
+    monkeypatch.setattr(saved_run_lib, "restore", restore_counted)
     return reads
 
 

@@ -1,0 +1,257 @@
+"""Runs in their directories: finds the checkpoints of each seed and loads them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from ml_collections import ConfigDict
+
+from relattn import data as data_lib
+from relattn import models
+from relattn.data import input_shape, read_info
+from relattn.training.checkpoint import (
+    CHECKPOINTS,
+    checkpoint_steps,
+    read_latest,
+    read_meta,
+    restore,
+)
+from relattn.training.config import check_config, complete
+from relattn.training.errors import CheckpointError
+from relattn.training.metrics import read_rows
+from relattn.training.run import Run
+from relattn.training.run_metadata import BEST_METRICS, History, score, understanding
+from relattn.training.seeds import make_task
+from relattn.training.task import Task
+
+
+def load_run(
+    workdir: str | Path,
+    checkpoint: str = "best",
+    *,
+    image_size: int | None = None,
+    seed: int | None = None,
+) -> Run:
+    """Loads a run from its directory, without its data.
+
+    With ``image_size``, the model takes images of another size than in training, as
+    more or fewer patches of the same size; `relattn.models.resize_grid` resizes its
+    parameters.
+
+    Args:
+        workdir: The run directory.
+        checkpoint: ``"best"``, by validation accuracy or, for text, loss; or
+            ``"latest"``. A run that was never evaluated has no best checkpoint; its
+            latest is loaded. If the latest is damaged, the one before it is loaded with
+            a warning, unless the damaged one is the best.
+        image_size: Height and width, in pixels, of the images that the model will see;
+            None for the size of training.
+        seed: Which of the seeds that were trained together; None for the first.
+
+    Returns:
+        The run, with the configuration of this one seed.
+
+    Raises:
+        ValueError: If ``checkpoint`` is neither, the model cannot see images of another
+            size, or the seed was not trained.
+        CheckpointError: If there is no intact checkpoint, the best is damaged, or its
+            model cannot be built.
+    """
+    saved = open_run(workdir, checkpoint, image_size)
+    (run,) = saved.load([saved.seeds[0] if seed is None else seed])
+    return run
+
+
+def load_runs(
+    workdir: str | Path, checkpoint: str = "best", image_size: int | None = None
+) -> list[Run]:
+    """Loads every seed of a run; each checkpoint is verified and read once.
+
+    Args:
+        workdir: The run directory.
+        checkpoint: As in `load_run`.
+        image_size: As in `load_run`.
+
+    Returns:
+        One run for each seed.
+    """
+    return open_run(workdir, checkpoint, image_size).load()
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedRun:
+    """A run in its directory, before its arrays are read; `open_run` returns it.
+
+    Attributes:
+        workdir: The run directory.
+        checkpoint: ``"best"`` or ``"latest"``.
+        step: The latest intact checkpoint.
+        trained: The task of the training run.
+        task: The same task for images of the requested size.
+        histories: The history of each seed.
+        given: Whether the training data were given in memory.
+    """
+
+    workdir: Path
+    checkpoint: str
+    step: int
+    trained: Task
+    task: Task
+    histories: list[History]
+    given: bool = False
+
+    @property
+    def seeds(self) -> range:
+        """The seeds that were trained together."""
+        return self.trained.seeds
+
+    def load(self, seeds: Sequence[int] | None = None) -> list[Run]:
+        """Reads the parameters of seeds; each checkpoint is verified and read once.
+
+        Args:
+            seeds: Some of `seeds`; None for all.
+
+        Returns:
+            One run for each seed, in their order.
+
+        Raises:
+            ValueError: If a seed was not trained.
+            CheckpointError: If a checkpoint is damaged or of another model.
+        """
+        seeds = self.seeds if seeds is None else seeds
+        steps = {seed: self._step(seed) for seed in seeds}
+        folder = self.workdir / CHECKPOINTS
+        runs = {}
+        for step in dict.fromkeys(steps.values()):
+            if step != self.step:
+                read_meta(folder, step)
+            states = self.trained.unstack(
+                restore(folder, step, self.trained.abstract_state)
+            )
+            for seed, state in zip(self.seeds, states, strict=True):
+                if steps.get(seed) == step:
+                    runs[seed] = self._run(seed, step, state.variables)
+        return [runs[seed] for seed in seeds]
+
+    def _step(self, seed: int) -> int:
+        """Returns the step of a seed's checkpoint."""
+        if seed not in self.seeds:
+            raise ValueError(
+                f"{self.workdir} has no seed {seed}: there are "
+                f"{', '.join(map(str, self.seeds))}"
+            )
+        history = self.histories[self.seeds.index(seed)]
+        if self.checkpoint == "latest":
+            return self.step
+        _check_best(self.workdir, self.step, history, self.task.info.kind, seed)
+        return self.step if history.best_step is None else history.best_step
+
+    def _run(self, seed: int, step: int, variables: dict[str, Any]) -> Run:
+        if self.task is not self.trained:
+            variables = _resize(self.trained, self.task, variables)
+        config = ConfigDict(self.task.config.to_dict())
+        config.update(seed=seed, num_seeds=1)
+        return Run(
+            config=config,
+            model=self.task.model,
+            variables=variables,
+            step=step,
+            data=self.task.info,
+            preprocess=self.task.preprocess,
+            workdir=self.workdir,
+            checkpoint=self.checkpoint,
+            given=self.given,
+        )
+
+
+def open_run(
+    workdir: str | Path, checkpoint: str = "best", image_size: int | None = None
+) -> SavedRun:
+    """Verifies the latest checkpoint of a run and builds its model.
+
+    Args:
+        workdir: The run directory.
+        checkpoint: As in `load_run`.
+        image_size: As in `load_run`.
+
+    Returns:
+        The run, without its arrays.
+
+    Raises:
+        ValueError: If ``checkpoint`` is neither, or the model cannot see images of
+            another size.
+        CheckpointError: If there is no intact checkpoint, or its model cannot be built.
+    """
+    if checkpoint not in ("best", "latest"):
+        raise ValueError(f"checkpoint must be 'best' or 'latest', got {checkpoint!r}")
+    workdir = Path(workdir)
+    folder = workdir / CHECKPOINTS
+    latest = read_latest(folder)
+    if latest is None:
+        raise CheckpointError(
+            f"no complete checkpoint in {folder}: is {workdir} the --workdir of a run, "
+            "and did the run reach its first evaluation?"
+        )
+    step, meta = latest
+    config = complete(meta["config"])
+    with understanding(folder / str(step)):
+        check_config(config)
+        trained = make_task(config, read_info(meta["data"]))
+    return SavedRun(
+        workdir=workdir,
+        checkpoint=checkpoint,
+        step=step,
+        trained=trained,
+        task=trained if image_size is None else _with_image_size(trained, image_size),
+        histories=[History(**values) for values in meta["history"]],
+        given=bool(meta.get("given")),
+    )
+
+
+def _check_best(
+    workdir: Path, latest: int, history: History, kind: str, seed: int
+) -> None:
+    """Checks that no damaged checkpoint after the latest intact one was the best."""
+    folder = workdir / CHECKPOINTS
+    damaged = [step for step in checkpoint_steps(folder) if step > latest]
+    name, _ = BEST_METRICS[kind]
+    best = score(history.best, kind) if history.best else -math.inf
+    for row in read_rows(workdir / "metrics.jsonl"):
+        value = row.get(f"validation_{name}")
+        if row["step"] not in damaged or row.get("seed", seed) != seed or value is None:
+            continue
+        if score({name: value}, kind) > best:
+            raise CheckpointError(
+                f"{folder / str(row['step'])}, with the best validation {name} "
+                f"({value:.4f}), is damaged; nothing was changed: restore it, resume "
+                "training to write it again, or load the 'latest'"
+            )
+
+
+def _with_image_size(task: Task, image_size: int) -> Task:
+    """Returns the task for images of another size."""
+    if task.info.kind != "images":
+        raise ValueError(
+            f"image_size={image_size} needs a run on images, but this one was trained "
+            f"on {task.info.kind}"
+        )
+    config = ConfigDict(task.config.to_dict())
+    config.data = data_lib.with_image_size(config.data, task.info, image_size)
+    return make_task(config, task.info)
+
+
+def _resize(trained: Task, task: Task, variables: Any) -> Any:
+    """Resizes variables to the images of another task."""
+    grids = [
+        models.patch_grid(
+            *input_shape(each.config.data, each.info)[:2],
+            patch_size=each.model.patch_size,
+        )
+        for each in (trained, task)
+    ]
+    return jax.device_get(models.resize_grid(trained.model, variables, *grids))

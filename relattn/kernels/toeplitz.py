@@ -406,7 +406,7 @@ def causal_toeplitz_linear_attention_step(
     """
     check_feature_maps(feature_map, q_i, k)
     length = k.shape[-2]
-    past = jnp.arange(length) <= index
+    past = jnp.broadcast_to(jnp.arange(length) <= index, k.shape[:-1])
     bias = cast(Array, rows_of_token(bias, "bias", length, index, axis=-1))
     k, v, _ = zero_masked(k, v, past)
     einsum = wide_einsum(precision)

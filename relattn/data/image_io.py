@@ -8,7 +8,7 @@ import io
 import pathlib
 
 import numpy as np
-from PIL import Image, ImageColor, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageColor, ImageOps, UnidentifiedImageError
 
 from relattn import spec
 from relattn.data.paths import describe_error
@@ -26,6 +26,9 @@ FORMATS = {
 COLOUR_MODES = ("P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "HSV", "LAB")
 GREY_MODES = ("1", "L", "LA", "La", "I;16", "I;16L", "I;16B", "I;16N")
 ALPHA_MODES = ("LA", "La", "PA", "RGBA", "RGBa")
+# Pillow scales the pixels of a PNG to 8 bits, but not the transparent colour: its
+# factor for each raw mode.
+TRANSPARENT_SCALES = {"1": 255, "L;2": 85, "L;4": 17, "RGB;16B": 1 / 256}
 
 
 class UnreadableImageError(ValueError):
@@ -104,9 +107,12 @@ def decode_image(
         )
         raise UnreadableImageError(where, problem, hint)
     try:
-        image.load()
+        _load(image)
         grey = image.mode in GREY_MODES or _has_grey_palette(image)
-        return _flatten(_narrow(_upright(image)), grey, background)
+        narrow = _narrow(_upright(image))
+        if _is_white_zero(image):
+            narrow = ImageOps.invert(narrow)
+        return _flatten(narrow, grey, background)
     except Exception as error:
         raise UnreadableImageError(where, describe_error(error), hint) from error
 
@@ -151,6 +157,19 @@ def check_background(background: str) -> None:
         ) from error
 
 
+def _load(image: Image.Image) -> None:
+    """Reads the pixels, and scales the transparent colour of a PNG like them."""
+    # The last part of a tile is the raw mode; images in memory have no tiles.
+    tiles = getattr(image, "tile", ()) if image.format == "PNG" else ()
+    scale = TRANSPARENT_SCALES.get(tiles[0][3]) if tiles else None
+    image.load()
+    colour = image.info.get("transparency")
+    if scale and isinstance(colour, tuple):
+        image.info["transparency"] = tuple(int(scale * value) for value in colour)
+    elif scale and colour is not None:
+        image.info["transparency"] = min(int(scale * colour), 255)
+
+
 def _upright(image: Image.Image) -> Image.Image:
     try:
         return ImageOps.exif_transpose(image)
@@ -177,12 +196,24 @@ def _flatten(image: Image.Image, grey: bool, background: str) -> Image.Image:
     if image.mode == "La":
         # Pillow converts it to nothing else.
         image = image.convert("LA")
-    if image.mode in ALPHA_MODES or "transparency" in image.info:
+    if (
+        image.mode in ALPHA_MODES
+        or "transparency" in image.info
+        or (image.palette is not None and image.palette.mode == "RGBA")
+    ):
         red, green, blue = ImageColor.getrgb(background)[:3]
         grey &= red == green == blue
         canvas = Image.new("RGBA", image.size, (red, green, blue))
         image = Image.alpha_composite(canvas, image.convert("RGBA"))
     return image.convert("L" if grey else "RGB")
+
+
+def _is_white_zero(image: Image.Image) -> bool:
+    """Whether 0 is white in a TIFF of 16 bits; Pillow inverts those of 8 bits only."""
+    if image.format != "TIFF" or not image.mode.startswith("I;16"):
+        return False
+    tags = getattr(image, "tag_v2", {ExifTags.Base.PhotometricInterpretation: 1})
+    return tags.get(ExifTags.Base.PhotometricInterpretation, 0) == 0
 
 
 def _has_grey_palette(image: Image.Image) -> bool:

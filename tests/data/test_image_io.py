@@ -225,6 +225,63 @@ def test_16_bit_greys_keep_their_upper_8_bits(file_format, transparent):
     np.testing.assert_array_equal(found, expected)
 
 
+def chunk(kind, content):
+    """A chunk of a PNG."""
+    checksum = struct.pack(">I", zlib.crc32(kind + content))
+    return struct.pack(">I", len(content)) + kind + content + checksum
+
+
+@pytest.mark.parametrize(
+    ("colour_type", "bits", "transparent", "rows", "expected"),
+    [
+        # Values of a grey pixel are its bits, from the left.
+        (0, 1, [1], b"\0\x40", [[0, 255, 0]]),
+        (0, 1, [0], b"\0\x40", [[255, 255, 255]]),
+        (0, 2, [1], b"\0\x18", [[0, 255, 170]]),
+        (0, 4, [3], b"\0\x13\x50", [[17, 255, 85]]),
+        (
+            2,
+            16,
+            [0x1234, 0x5678, 0x9ABC],
+            bytes.fromhex("00 1234 5678 9abc 3456 0000 0000"),
+            [[[255] * 3, [0x34, 0, 0]]],
+        ),
+    ],
+)
+def test_transparent_colours_of_other_than_8_bits(
+    colour_type, bits, transparent, rows, expected
+):
+    size = len(expected[0]), 1
+    encoded = io.BytesIO(
+        PNG[:8]
+        + chunk(b"IHDR", struct.pack(">IIBBBBB", *size, bits, colour_type, 0, 0, 0))
+        + chunk(b"tRNS", struct.pack(f">{len(transparent)}H", *transparent))
+        + chunk(b"IDAT", zlib.compress(rows))
+        + chunk(b"IEND", b"")
+    )
+    image = open_image(encoded, "x")
+    for _ in range(2):
+        np.testing.assert_array_equal(decode_image(image, "x"), expected)
+
+
+@pytest.mark.parametrize("photometric", [0, 1])
+def test_tiffs_of_16_bits_may_have_0_as_white(photometric):
+    pixels = np.array([[0x1234, 0xFF00, 0]], np.uint16)
+    options = {"tiffinfo": {262: photometric, 274: 2}}
+    found = decode(Image.fromarray(pixels), "TIFF", **options)
+    expected = [[0, 0xFF, 0x12]] if photometric else [[0xFF, 0, 0xFF - 0x12]]
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_alpha_of_a_palette_in_memory():
+    image = Image.new("P", (1, 1))
+    image.putpalette([200, 10, 20, 51], "RGBA")
+    expected = blend([[200, 10, 20]], [51], [255] * 3)
+    np.testing.assert_allclose(
+        np.asarray(decode_image(image, "x"))[0], expected, atol=1
+    )
+
+
 def test_big_endian_16_bit_greys():
     pixels = np.array([[0x1234, 0xFF00]], ">u2")
     image = Image.frombytes("I;16B", (2, 1), pixels.tobytes())

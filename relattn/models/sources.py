@@ -179,8 +179,8 @@ def timm(tensors: Tensors, settings: Mapping[str, Any]) -> Converted:
 
     The factors of LayerScale become a part of the layers before them.
     """
-    settings = source_configs.timm_settings(settings)
     _check_parts(tensors, TIMM_NAMES)
+    settings = source_configs.timm_settings(settings)
     has_cls = "cls_token" in tensors
     pool = settings.get("global_pool", "token" if has_cls else None)
     if pool is None:

@@ -328,10 +328,11 @@ def test_another_function_is_refused_by_its_name(source, tensors, settings, mess
         ("pre_logits.fc.weight", "representation_size"),
     ],
 )
-def test_parts_that_vit_lacks_are_named_before_sizes(name, message):
-    tensors = timm_tensors(grid=(5, 39), extra=0)
-    with pytest.raises(ValueError, match=rf"{re.escape(name)}: .*{message}"):
-        SOURCES["timm"]({**tensors, name: np.ones(3)}, {"num_heads": HEADS})
+def test_parts_that_vit_lacks_are_named_first(name, message):
+    tensors = {**timm_tensors(grid=(5, 39), extra=0), name: np.ones(3)}
+    for settings in ({"num_heads": HEADS}, {"architecture": "unknown"}):
+        with pytest.raises(ValueError, match=rf"{re.escape(name)}: .*{message}"):
+            SOURCES["timm"](tensors, settings)
 
 
 def test_what_is_missing_is_named_before_sizes():

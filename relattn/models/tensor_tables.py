@@ -90,6 +90,9 @@ def apply_table(
         table, tensors, num_layers, ignored
     ).items():
         arrays = [np.asarray(tensors[source]) for source in sources]
+        if len(arrays) > 1:
+            # What is computed from several tensors has more digits than each.
+            arrays = [x.astype(np.promote_types(x.dtype, np.float32)) for x in arrays]
         try:
             result[f"params.{name}"] = function(*arrays)
         except (ValueError, IndexError) as error:

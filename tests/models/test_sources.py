@@ -195,6 +195,17 @@ def test_timm_models_equal_the_formula(tensors, settings, tmp_path):
     check_logits("timm", tmp_path, tensors, settings, images, expected)
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, np.float16])
+def test_halves_are_joined_in_single_precision(dtype, tmp_path):
+    """Positions of CLS are added to it, and factors of LayerScale multiplied."""
+    tensors = timm_tensors(bias=False, scale=True)
+    tensors = {name: x.astype(dtype) for name, x in tensors.items()}
+    images = np.random.default_rng(1).normal(size=(1, 4, 6, 3)).astype("f4")
+    expected = naive_vit(tensors, images[0], HEADS)
+    settings = hub(qkv_bias=False, init_values=1e-5)
+    check_logits("timm", tmp_path, tensors, settings, images, expected)
+
+
 @pytest.mark.parametrize(
     "settings",
     [

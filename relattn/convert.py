@@ -47,10 +47,11 @@ def convert(
 
     Args:
         source: A key of `SOURCES`, or ``"run"``.
-        checkpoint: The file; for a run its directory.
+        checkpoint: The file, or the ``*.index.json`` of one in parts; for a run its
+            directory.
         output: Folder for the two files; nothing is written if anything does not fit.
         num_heads: Number of heads; 0 for that of the ``config.json`` beside the
-            checkpoint.
+            checkpoint. A run knows its own.
 
     Returns:
         The contents of ``config.json``.
@@ -64,6 +65,8 @@ def convert(
     if source == "run":
         from relattn.training import load_run
 
+        if num_heads:
+            raise ValueError("--num_heads is that of the run: leave it out")
         run = load_run(checkpoint)
         run.save_pretrained(output)
         return run.pretrained_config()
@@ -102,11 +105,12 @@ def convert(
 
 
 def read_checkpoint(path: str | Path) -> dict[str, np.ndarray]:
-    """Reads the tensors of a file of safetensors or PyTorch.
+    """Reads the tensors of a file of safetensors or PyTorch, or of one in parts.
 
     Args:
         path: ``*.safetensors``, or a file that ``torch.load(weights_only=True)`` reads:
-            a state_dict, alone or as the one model of a training checkpoint.
+            a state_dict, alone or as the one model of a training checkpoint. Of a
+            checkpoint in several such files, ``*.index.json``.
 
     Returns:
         An array for each name, without the modules that `unwrap` removes.
@@ -117,14 +121,45 @@ def read_checkpoint(path: str | Path) -> dict[str, np.ndarray]:
         FileNotFoundError: If there is no such file.
         ImportError: If the file is PyTorch's, and torch is not installed.
     """
-    is_torch = Path(path).suffix != ".safetensors"
-    return unwrap(_read_torch(path) if is_torch else read_safetensors(path))
+    path = Path(path)
+    if path.is_dir():
+        raise ValueError(
+            f"{path} is a folder: give the file of the weights, such as "
+            f"{path / 'model.safetensors'}"
+        )
+    return unwrap(_read_file(path))
+
+
+def _read_file(path):
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}")
+    if path.suffix == ".json":
+        return _read_parts(path)
+    return (
+        read_safetensors(path) if path.suffix == ".safetensors" else _read_torch(path)
+    )
+
+
+def _read_parts(path):
+    """Reads the files that an index names."""
+    try:
+        files = json.loads(path.read_text("utf-8"))["weight_map"]
+        parts = {name: path.with_name(name) for name in sorted(set(files.values()))}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{path} is no index of a checkpoint in parts: it has no weight_map"
+        ) from error
+    read = {name: _read_file(part) for name, part in parts.items()}
+    tensors = {}
+    for name, file in files.items():
+        if name not in read[file]:
+            raise ValueError(f"{path} has {name} in {file}, which does not hold it")
+        tensors[name] = read[file][name]
+    return tensors
 
 
 def _read_torch(path):
     """Reads the tensors of a file of PyTorch."""
-    if not Path(path).is_file():
-        raise FileNotFoundError(f"there is no file {path}")
     try:
         import torch  # pyright: ignore[reportMissingImports]: an option.
     except ImportError as error:
@@ -152,6 +187,11 @@ def _read_torch(path):
     for name, tensor in state.items():
         if not isinstance(tensor, torch.Tensor):
             raise ValueError(f"{path} holds more than tensors: {name!r}")
+        if tensor.layout != torch.strided or tensor.is_meta:
+            raise ValueError(
+                f"{path} holds {name!r} without its values, or sparse: save it as a "
+                "dense tensor"
+            )
         if tensor.is_floating_point():
             # NumPy has no bfloat16 or float8.
             exact = torch.float64 if tensor.dtype == torch.float64 else torch.float32

@@ -60,6 +60,9 @@ def unwrap(tensors: Tensors) -> dict[str, np.ndarray]:
         while len(parts) > 1 and parts[0] in _OUTER_WRAPPERS:
             del parts[0]
         short = ".".join(parts)
+        if short == "n_averaged":
+            # The count of torch.optim.swa_utils.AveragedModel.
+            continue
         if short in result:
             raise ValueError(
                 f"{origins[short]} and {name} are two models' {short}: save one model"

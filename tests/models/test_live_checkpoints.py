@@ -180,6 +180,15 @@ def test_file_of_two_models_is_refused(tmp_path):
         convert("timm", tmp_path / "model.pt", tmp_path / "out")
 
 
+# PyTorch's own warning.
+@pytest.mark.filterwarnings("ignore:.*Sparse")
+@pytest.mark.parametrize("change", [torch.Tensor.to_sparse, lambda x: x.to("meta")])
+def test_tensors_without_their_values_are_refused(change, tmp_path):
+    torch.save({"a": torch.ones(2), "b": change(torch.eye(2))}, tmp_path / "model.pt")
+    with pytest.raises(ValueError, match="holds 'b' without its values, or"):
+        convert("timm", tmp_path / "model.pt", tmp_path / "out")
+
+
 def test_every_key_of_transformers_is_known():
     """Tests the keys that transformers writes, and those of generation."""
     transformers = pytest.importorskip("transformers")

@@ -433,3 +433,59 @@ def test_damaged_config_is_refused(text, tmp_path):
     message = r"config\.json (is not JSON|holds no JSON|has a value of a wrong type)"
     with pytest.raises(ValueError, match=message):
         convert("timm", path, tmp_path / "out")
+
+
+def write_parts(folder, tensors, index):
+    """Writes the tensors to two files, and an index of them."""
+    names = sorted(tensors)
+    parts = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for part, held in parts.items():
+        write_safetensors(folder / part, {name: tensors[name] for name in held})
+    weight_map = {name: part for part, held in parts.items() for name in held}
+    (folder / index).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return folder / index
+
+
+def test_checkpoint_in_parts(tmp_path):
+    whole = FIXTURES / "hf_gpt2"
+    tensors = read_safetensors(whole / "model.safetensors")
+    path = write_parts(tmp_path, tensors, "model.safetensors.index.json")
+    (tmp_path / "config.json").write_text((whole / "config.json").read_text())
+    convert("hf_gpt2", path, tmp_path / "parts")
+    convert("hf_gpt2", whole / "model.safetensors", tmp_path / "whole")
+    parts, plain = (
+        read_safetensors(tmp_path / name / "model.safetensors")
+        for name in ("parts", "whole")
+    )
+    jax.tree.map(np.testing.assert_array_equal, parts, plain)
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("[]", "it has no weight_map"),
+        ('{"weight_map": {"x": "../a.safetensors"}}', "it has no weight_map"),
+        ('{"weight_map": {"x": "c.safetensors"}}', "there is no file .*c.safetensors"),
+        ('{"weight_map": {"x": "a.safetensors"}}', "has x in a.safetensors, which"),
+    ],
+)
+def test_damaged_index_is_refused(text, message, tmp_path):
+    path = write_parts(tmp_path, {"a": np.ones(2), "b": np.ones(2)}, "i.index.json")
+    path.write_text(text)
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        convert("timm", path, tmp_path / "out")
+
+
+def test_folder_is_no_checkpoint(tmp_path):
+    with pytest.raises(ValueError, match="is a folder: give the file of the weights"):
+        convert("timm", tmp_path, tmp_path / "out")
+
+
+def test_count_of_averaged_models_is_no_parameter():
+    tensors = {"n_averaged": np.array(3), "module.norm.bias": np.ones(2)}
+    assert list(unwrap(tensors)) == ["norm.bias"]
+
+
+def test_heads_of_a_run_are_its_own(tmp_path):
+    with pytest.raises(ValueError, match="--num_heads is that of the run: leave it"):
+        convert("run", tmp_path, tmp_path / "out", num_heads=3)

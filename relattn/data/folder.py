@@ -36,8 +36,9 @@ LAYOUT = (
 MEMORY_BYTES = 2**30
 # Files that a thread decodes at once.
 CHUNK = 32
-# Names shown of what is left out or cannot be read.
+# Names shown of what is left out, and of what has to be replaced.
 MAX_NAMES = 3
+MAX_UNREADABLE = 10
 HINT = "replace or delete it, or set data.skip_unreadable=True"
 
 
@@ -300,9 +301,9 @@ def _without(
             raise unreadable[paths[0]]
         shown = "; ".join(
             f"{path.relative_to(files.root)} ({unreadable[path].problem})"
-            for path in paths[:MAX_NAMES]
+            for path in paths[:MAX_UNREADABLE]
         )
-        more = len(paths) - MAX_NAMES
+        more = len(paths) - MAX_UNREADABLE
         raise ValueError(
             f"{len(paths)} of the {len(files.train) + len(files.test)} images of "
             f"{files.root} cannot be read: {shown}"
@@ -314,17 +315,23 @@ def _without(
     )
     for part, before in ((train, files.train), (test, files.test)):
         if before and not part:
-            raise ValueError(
-                f"none of the images in {before[0].parents[1]} can be read; the first "
-                f"is {unreadable[before[0]]}"
-            )
+            raise _all_unreadable(before[0].parents[1], unreadable[before[0]])
+    tested = {path.parent.name for path in test}
     left_out = [f"unreadable images: {_names(paths, files.root)}"]
     result = FolderFiles(files.root, train, test, files.left_out + left_out)
     if lost := [name for name in files.class_names if name not in result.class_names]:
+        for path in files.train:
+            if path.parent.name in lost and path.parent.name in tested:
+                raise _all_unreadable(path.parent, unreadable[path])
         shown = ", ".join(f"train/{name}" for name in lost)
         result.left_out.append(f"classes without readable images: {shown}")
-    _check_classes(result)
     return result
+
+
+def _all_unreadable(folder: pathlib.Path, first: UnreadableImageError) -> ValueError:
+    return ValueError(
+        f"none of the images in {folder} can be read; the first is {first}"
+    )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

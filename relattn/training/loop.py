@@ -15,6 +15,7 @@ from ml_collections import ConfigDict
 from tqdm import tqdm
 
 from relattn import data as data_lib
+from relattn.data.main_guard import check_main_guard
 from relattn.training import distributed
 from relattn.training import workdir as workdir_lib
 from relattn.training.checkpoint import (
@@ -108,6 +109,8 @@ def train_and_evaluate(
         if data is None:
             data = distributed.primary_first(lambda: data_lib.load_data(config.data))
             _check_data(data, saved, workdir)
+        if getattr(data.info, "streamed", False):
+            check_main_guard(config.data.get("num_workers", 0))
         with naming_source(config, data_sizes(config, data.info)):
             task = make_task(config, data.info)
         warn_if_too_large(

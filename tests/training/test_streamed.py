@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import json
+import runpy
 
 import jax
 import numpy as np
@@ -33,6 +34,22 @@ def streamed(config, photographs, monkeypatch):
     config.update(batch_size=5, eval_batch_size=4, num_epochs=2, redraw_every=3)
     config.checkpoint_every_steps = 2
     return config
+
+
+def test_the_main_guard_is_asked_for_before_the_run_starts(
+    streamed, tmp_path, one_device
+):
+    streamed.data.num_workers = 2
+    script = tmp_path / "script.py"
+    script.write_text("train(workdir)")
+
+    def train(workdir):
+        training.train_and_evaluate(streamed, workdir, devices=one_device)
+
+    values = {"train": train, "workdir": tmp_path / "run"}
+    with pytest.raises(ValueError, match="starts processes .*: put .* under `if __na"):
+        runpy.run_path(str(script), values, run_name="__main__")
+    assert not [*tmp_path.glob("run/**/*.json")]
 
 
 class Damaged(collections.abc.Sequence):

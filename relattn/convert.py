@@ -75,6 +75,11 @@ def convert(
         raise ValueError(
             f"unknown --source {shorten(source)}: {closest(source, known)}"
         )
+    if Path(output).resolve() == Path(checkpoint).resolve().parent:
+        raise ValueError(
+            f"--output={output} is the folder of the checkpoint, whose files would be "
+            "replaced: give another"
+        )
     tensors = read_checkpoint(checkpoint)
     beside = Path(checkpoint).with_name("config.json")
     try:

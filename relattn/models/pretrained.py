@@ -227,14 +227,18 @@ def save_pretrained(
             own. `load_pretrained` returns them in the model's.
 
     Raises:
-        ValueError: If the configuration describes no model, ``dtype`` is not one of
-            floats, or a number is too large for it.
+        ValueError: If the configuration describes no model, ``folder`` is a file,
+            ``dtype`` is not one of floats, or a number is too large for it.
     """
     tensors = flatten(build(config), variables)
     if dtype is not None:
         dtype = _float_dtype(dtype)
         tensors = {name: _narrow(name, x, dtype) for name, x in tensors.items()}
     folder = Path(folder)
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(
+            f"{folder} is a file: give a folder for {CONFIG} and {WEIGHTS}"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     write_safetensors(folder / WEIGHTS, tensors)
     text = json.dumps(config, indent=2, default=list)
@@ -260,7 +264,7 @@ def _narrow(name, array, dtype):
         return array
     with np.errstate(over="ignore"):
         narrow = array.astype(dtype)
-    if np.isfinite(array).all() and not np.isfinite(narrow).all():
+    if (np.isfinite(array) & ~np.isfinite(narrow)).any():
         raise ValueError(f"{name} is too large for {jnp.dtype(dtype)}")
     return narrow
 

@@ -171,7 +171,11 @@ def test_weights_are_saved_in_half_precision(tmp_path):
     rounded = jax.tree.map(lambda x: x.astype("float16"), variables["params"])
     jax.tree.map(np.testing.assert_array_equal, loaded, rounded)
     chex.assert_trees_all_equal_dtypes(loaded, variables["params"])
-    large = jax.tree.map(lambda x: 1e5 * jnp.ones_like(x), variables["params"])
+    # Whether or not other numbers are NaN.
+    large = jax.tree.map(
+        lambda x: jnp.full_like(x, 1e5).at[(0,) * x.ndim].set(jnp.nan),
+        variables["params"],
+    )
     with pytest.raises(ValueError, match=r"params\.\S+ is too large for float16"):
         pretrained.save_pretrained(tmp_path, config, {"params": large}, dtype="float16")
 

@@ -489,3 +489,13 @@ def test_count_of_averaged_models_is_no_parameter():
 def test_heads_of_a_run_are_its_own(tmp_path):
     with pytest.raises(ValueError, match="--num_heads is that of the run: leave it"):
         convert("run", tmp_path, tmp_path / "out", num_heads=3)
+
+
+def test_checkpoints_are_not_replaced(tmp_path):
+    path = write(tmp_path, timm_tensors(grid=(2, 2)), {"num_heads": HEADS})
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match="is the folder of the checkpoint, whose"):
+        convert("timm", path, path.parent / ".." / path.parent.name)
+    with pytest.raises(ValueError, match="is a file: give a folder for config.json"):
+        convert("timm", path, path)
+    assert path.read_bytes() == before

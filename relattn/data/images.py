@@ -264,6 +264,11 @@ def _check_images(images: np.ndarray, labels: np.ndarray, name: str) -> None:
             "[n, height, width, channels]: for values in [0, 1] give (255 * images)"
             ".round().astype(np.uint8)"
         )
+    if images.shape[1] in (1, 3) and images.shape[3] > 4 and images.shape[2] > 4:
+        raise ValueError(
+            f"{name} has shape {images.shape}, which is [n, channels, height, width]: "
+            "give images.transpose(0, 2, 3, 1)"
+        )
     if not all(images.shape[1:]):
         raise ValueError(f"{name} has shape {images.shape}: the images have no pixels")
     integers = np.issubdtype(labels.dtype, np.integer)

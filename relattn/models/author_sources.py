@@ -91,6 +91,19 @@ TRANSLUTION_GPT = {
 }
 
 
+def _patch(width: int, settings: Mapping[str, Any]) -> tuple[int, int]:
+    """The channels and the side of a square patch of ``width`` values."""
+    # Of 1 and 3 channels, the side of the patch is whole for one only.
+    channels = settings.get("channels", 1 if math.isqrt(width) ** 2 == width else 3)
+    side = math.isqrt(width // channels) if channels in range(1, width + 1) else 0
+    if side**2 * channels != width:
+        raise ValueError(
+            f"to_patch_embedding.2.weight takes {width} values, no square patch of "
+            f"{channels} channels: give channels in a config.json beside the checkpoint"
+        )
+    return channels, side
+
+
 def translution(tensors: Tensors, settings: Mapping[str, Any]) -> Converted:
     """Converts the ViT and the GPT of Translution's authors, exact or LoR."""
     settings = source_configs.read_settings(settings, source_configs.TRANSLUTION)
@@ -119,9 +132,7 @@ def translution(tensors: Tensors, settings: Mapping[str, Any]) -> Converted:
     else:
         table |= TRANSLUTION_VIT
         width = tensors["to_patch_embedding.2.weight"].shape[1]
-        # The side of the patch is whole for one number of channels only.
-        channels = 1 if math.isqrt(width) ** 2 == width else 3
-        side = math.isqrt(width // channels)
+        channels, side = _patch(width, settings)
         model["patch_size"] = side
         rows = {k: len(x) for k, x in tensors.items() if k.endswith("unique_params")}
         if "pos_embedding" in tensors:

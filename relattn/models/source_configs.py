@@ -249,7 +249,7 @@ TIMM_ARCHITECTURES = {
 # Names of older versions, which have the origin of the weights at their end.
 _TIMM_OLD_ENDING = re.compile(r"(\..*|_in21k|_in21ft1k|_sam|_dino)$")
 
-TRANSLUTION = Keys(_names("num_heads image_size"), {})
+TRANSLUTION = Keys(_names("num_heads image_size channels"), {})
 PERFORMER = Keys(_names("num_heads heads image_size"), {})
 
 

@@ -260,6 +260,36 @@ def test_heads_of_performers_are_in_their_projections():
         SOURCES["performer"](tensors, {"heads": 3})
 
 
+@pytest.mark.parametrize(
+    "width, given, patch",
+    [
+        (9, {}, (1, 3)),
+        (12, {}, (3, 2)),
+        (16, {}, (1, 4)),
+        (16, {"channels": 4}, (4, 2)),
+        (18, {"channels": 2}, (2, 3)),
+        (18, {}, "18 values, no square patch of 3 channels: give channels in"),
+        (12, {"channels": 1}, "12 values, no square patch of 1 channels"),
+        (12, {"channels": "3"}, "no square patch of 3 channels"),
+        (12, {"channels": 0}, "no square patch of 0 channels"),
+    ],
+)
+def test_patches_of_translution(width, given, patch):
+    tensors = unwrap(read_safetensors(FIXTURES / "translution" / "model.safetensors"))
+    for name in ("1.weight", "1.bias"):
+        tensors[f"to_patch_embedding.{name}"] = np.ones(width, "f4")
+    tensors["to_patch_embedding.2.weight"] = np.ones((6, width), "f4")
+    settings = {"num_heads": 2, **given}
+    if isinstance(patch, str):
+        with pytest.raises(ValueError, match=patch):
+            SOURCES["translution"](tensors, settings)
+        return
+    channels, side = patch
+    config = SOURCES["translution"](tensors, settings).config
+    assert config["model"]["patch_size"] == side
+    assert config["image_shape"] == [3 * side, 3 * side, channels]
+
+
 TIMM = {"num_heads": HEADS, "image_size": [4, 6]}
 HF_VIT = json.loads((FIXTURES / "hf_vit" / "config.json").read_text())
 GPT2 = {"n_head": HEADS}

@@ -7,6 +7,7 @@ examples and without leaking later tokens into earlier outputs.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -74,13 +75,15 @@ class RandomFeatures:
     haar: bool = dataclasses.field(default=True, metadata={"static": True})
 
 
-# Lets `jax.export.Exported.serialize` store a model's variables.
-jax.export.register_pytree_node_serialization(
-    RandomFeatures,
-    serialized_name="relattn.RandomFeatures",
-    serialize_auxdata=lambda settings: json.dumps(settings).encode(),
-    deserialize_auxdata=lambda stored: tuple(json.loads(stored)),
-)
+# Lets `jax.export.Exported.serialize` store a model's variables. The name is taken
+# where this module is reloaded, as in a notebook.
+with contextlib.suppress(ValueError):
+    jax.export.register_pytree_node_serialization(
+        RandomFeatures,
+        serialized_name="relattn.RandomFeatures",
+        serialize_auxdata=lambda settings: json.dumps(settings).encode(),
+        deserialize_auxdata=lambda stored: tuple(json.loads(stored)),
+    )
 
 
 @check_arguments

@@ -126,8 +126,8 @@ def scale_backward(
     Arrays of float16 reach ``function`` as float32.
 
     Args:
-        function: Computes averages of the values, and may return more. It may close
-            over arrays, which get gradients.
+        function: Computes averages of the values, and may return sums after them, in a
+            tuple. It may close over arrays, which get gradients.
         values: Values, shape ``[*batch, n, value_dim]``.
         *arguments: Further arrays, or trees of arrays.
 
@@ -157,20 +157,33 @@ def _call_forward(function, values, arguments, constants):
         constants,
     )
     tokens, width = values.shape[-2:]
-    return out, (pullback, _power([values]) + (2 * tokens * width).bit_length())
+    # An array: the number of tokens may be symbolic.
+    terms = jnp.asarray(2 * tokens * width, jnp.float32)
+    # Denominators are sums of ones: cotangents too must be at most one.
+    return out, (pullback, _power([values, jnp.ones(())]) + _power([terms]))
 
 
 def _call_backward(function, residuals, cotangents):
     del function
     pullback, power = residuals
-    power = power + _power(jax.tree.leaves(cotangents))
+    out, *sums = cotangents if isinstance(cotangents, tuple) else (cotangents,)
+    largest = _power(jax.tree.leaves(out))
+    if jax.tree.leaves(sums):
+        # Sums are not divided: their cotangents are quotients already, and as large.
+        quotients = _power(jax.tree.leaves(sums))
+        largest = jnp.maximum(largest, quotients - _LARGEST_POWER)
+    power = power + largest
     power = jnp.clip(power, -_LARGEST_POWER, _LARGEST_POWER)
 
     def scaled(tree, power):
         def scale(x):
             if not _is_float(x):
                 return x
-            return x * jnp.ldexp(jnp.ones((), widen(x).dtype), power).astype(x.dtype)
+            out = x * jnp.ldexp(jnp.ones((), widen(x).dtype), power).astype(x.dtype)
+            # The gradient of a state may be too large, but not its product with the
+            # small weights of the keys behind it.
+            largest = float(jnp.finfo(x.dtype).max)
+            return jnp.where(jnp.isfinite(x), jnp.clip(out, -largest, largest), out)
 
         return jax.tree.map(scale, tree)
 

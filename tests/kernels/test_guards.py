@@ -128,6 +128,57 @@ def test_long_tokens_have_the_gradients_of_float64_or_zeros(norm, factor):
         assert (np.abs(ours - theirs) < 2e-2 * scale).all()
 
 
+def long_tokens(norm, seed=0, batch=20, n=4, head_dim=32):
+    """Draws queries and keys of one norm, values and a projection."""
+    keys = jax.random.split(jax.random.key(seed), 4)
+    q, k, v = (jax.random.normal(key, (batch, n, head_dim)) for key in keys[:3])
+    q, k = (norm * x / jnp.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
+    num_features = kernels.default_num_features(head_dim)
+    return q, k, v, kernels.draw_gaussian(keys[3], num_features, head_dim)
+
+
+def test_gradients_of_small_values_are_finite():
+    """Cotangents scaled up for small values would overflow in the quotient."""
+    q, k, v, w = long_tokens(34)
+    feature_map = functools.partial(kernels.positive_features, projection=w)
+
+    @jax.jit
+    def gradients(q, k, v):
+        attend = functools.partial(
+            kernels.causal_linear_attention, feature_map=feature_map
+        )
+        out, pullback = jax.vjp(attend, q, k, v)
+        return pullback(jnp.ones_like(out))
+
+    for factor in (1e-6, 1e-10, 1e-30):
+        for gradient in gradients(q, k, factor * v):
+            assert np.isfinite(gradient).all()
+
+
+def test_gradients_through_a_state_equal_those_of_one_call():
+    """A state's gradient is divided by denominators of 1e-30, its own scale."""
+    q, k, v, w = long_tokens(28)
+    feature_map = functools.partial(kernels.positive_features, projection=w)
+    attend = functools.partial(kernels.causal_linear_attention, feature_map=feature_map)
+
+    def attend_in_two(q, k, v):
+        first, last = ([x[:, part] for x in (q, k, v)] for part in np.s_[:2, 2:])
+        out_1, state = attend(*first, return_state=True)
+        return jnp.concatenate([out_1, attend(*last, state=state)], axis=1)
+
+    def gradients(function, scale):
+        out, pullback = jax.vjp(function, q, k, scale * v)
+        weights = jnp.cos(jnp.arange(out.size)).reshape(out.shape)
+        return pullback(weights)
+
+    for scale in (1e-3, 1e2):
+        results = jax.jit(
+            lambda scale: [gradients(f, scale) for f in (attend_in_two, attend)]
+        )(scale)
+        for two, one, size in zip(*results, (scale, scale, 1.0), strict=True):
+            np.testing.assert_allclose(two, one, atol=1e-4 * size)
+
+
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
 def test_scaling_the_backward_pass_changes_no_gradient(dtype):
     weights = jax.random.normal(jax.random.key(0), (5, 7))

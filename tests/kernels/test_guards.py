@@ -11,6 +11,7 @@ from relattn import kernels
 from relattn.kernels.guards import scale_backward, shifted_exp, softmax
 from tests import reference
 from tests.helpers import compare
+from tests.helpers.export import export
 from tests.helpers.quick import quick_jit
 
 
@@ -213,3 +214,28 @@ def test_a_nan_cotangent_reaches_its_own_row_only():
     out, pullback = jax.vjp(attend, q)
     (gradient,) = pullback(jnp.ones_like(out).at[2].set(jnp.nan))
     assert np.isfinite(gradient[:2]).all() and np.isnan(gradient[2]).all()
+
+
+def test_gradients_with_a_symbolic_length_equal_naive_ones():
+    def gradients(x, v):
+        def attend(x, v):
+            return kernels.causal_linear_attention(x, x, v, jnp.exp, chunk_size=4)
+
+        out, pullback = jax.vjp(attend, x, v)
+        return pullback(jnp.cos(out))
+
+    def naive(x, v):
+        def attend(x, v):
+            weights = jnp.tril(jnp.exp(x) @ jnp.exp(x).mT)
+            return weights @ v / weights.sum(axis=-1, keepdims=True)
+
+        out, pullback = jax.vjp(attend, x, v)
+        return pullback(jnp.cos(out))
+
+    b, n = jax.export.symbolic_shape("b, n")
+    tokens = jax.ShapeDtypeStruct((b, n, 3), jnp.float32)
+    exported = export(gradients, tokens, tokens)
+    x, v = jax.random.normal(jax.random.key(0), (2, 2, 7, 3))
+    results = zip(exported.call(x, v), quick_jit(naive)(x, v), strict=True)
+    for ours, theirs in results:
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)

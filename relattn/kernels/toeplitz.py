@@ -153,7 +153,8 @@ def toeplitz_linear_attention(
     Returns:
         Shape ``[*batch, n, value_dim]``, in the dtype of ``v``. With
         ``return_normalizer``, also the denominators before the guard, each up to a
-        positive factor, shape ``[*batch, n]``.
+        positive factor, shape ``[*batch, n]``. The kernel has derivatives in reverse
+        mode only.
 
     Raises:
         ValueError: If shapes or dtypes do not fit together.
@@ -275,7 +276,8 @@ def causal_toeplitz_linear_attention(
         precision: Passed to einsum.
 
     Returns:
-        Shape ``[*batch, n, value_dim]``, in the dtype of ``v``.
+        Shape ``[*batch, n, value_dim]``, in the dtype of ``v``. The kernel has
+        derivatives in reverse mode only.
 
     Raises:
         ValueError: If shapes or dtypes do not fit together.
@@ -387,7 +389,8 @@ def causal_toeplitz_linear_attention_step(
         precision: Passed to einsum.
 
     Returns:
-        The token's output, shape ``[*batch, value_dim]``, in the dtype of ``v``.
+        The token's output, shape ``[*batch, value_dim]``, in the dtype of ``v``. The
+        kernel has derivatives in reverse mode only.
 
     Raises:
         ValueError: If shapes or dtypes do not fit together.

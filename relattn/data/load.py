@@ -48,6 +48,7 @@ IMAGE_OPTIONS = {
     "num_workers": 0,
 }
 
+_PHOTOGRAPHS = "photographs that are read during training"
 
 # Training images, test images (None: the validation images), class names and origin.
 Images = tuple[ImageSplit, ImageSplit | None, tuple[str, ...], str]
@@ -104,7 +105,8 @@ def load_data(config: ConfigDict) -> DataSource:
         The data.
 
     Raises:
-        ValueError: If the source is unknown, or an option of the source is invalid.
+        ValueError: If the source is unknown, or an option of the source is invalid or
+            has no effect on the images.
         OSError: If a file cannot be read.
         DatasetNotPreparedError: If a set is not prepared; the message says how to
             prepare it.
@@ -147,8 +149,8 @@ def load_images(config: ConfigDict) -> ImageData:
         The images, in memory or memory-mapped.
 
     Raises:
-        ValueError: If the name, source or augmentation is unknown, the set is damaged,
-            or `num_validation` leaves no training image.
+        ValueError: If the name, source or augmentation is unknown, an option has no
+            effect, the set is damaged, or `num_validation` leaves no training image.
         DatasetNotPreparedError: If the set is not prepared; the message says how to
             prepare it.
         FileNotFoundError: If the image folder is missing.
@@ -163,6 +165,7 @@ def load_images(config: ConfigDict) -> ImageData:
     source = config.get("source", "embedded")
     check_choice("data.source", source, READERS)
     _check_name(config)
+    _check_effect(config, in_memory=True)
     check_augmentation(config.get("augment", "none"))
     return _make_images(config, READERS[source](config))
 
@@ -195,6 +198,28 @@ def _check_name(config: ConfigDict) -> None:
         raise ValueError(
             "config.data.name is missing: set it to the name of a data set."
         )
+
+
+def _check_effect(config: ConfigDict, *, in_memory: bool) -> None:
+    """Refuses options that would have no effect on images."""
+    source = config.get("source", "embedded")
+    needs = {
+        "data_dir": (source != "embedded", "data.source 'tfds' or 'folder'"),
+        "manual_dir": (source == "tfds", "data.source='tfds'"),
+        "background": (source == "folder", "data.source='folder'"),
+        "skip_unreadable": (source == "folder", "data.source='folder'"),
+        "canvas": (config.get("placement", ""), "data.placement"),
+        "short_side": (not in_memory, _PHOTOGRAPHS),
+        "num_workers": (not in_memory, _PHOTOGRAPHS),
+    }
+    for option, (has_effect, need) in needs.items():
+        default = IMAGE_OPTIONS[option]
+        value = config.get(option, default)
+        if value != default and not has_effect:
+            raise ValueError(
+                f"data.{option}={spec.shorten(value)} has no effect here, since it "
+                f"needs {need}: leave it at {default!r}"
+            )
 
 
 def _read_embedded(config: ConfigDict) -> Images:
@@ -248,12 +273,14 @@ def _reading(config: ConfigDict) -> dict[str, Any]:
 def _load_folder(config: ConfigDict) -> DataSource:
     """Loads a folder into memory, or opens photographs of any size for streaming."""
     _check_name(config)
+    _check_effect(config, in_memory=False)
     decoded = decode_files(
         find_files(_folder(config)), memory_bytes=MEMORY_BYTES, **_reading(config)
     )
     decoded.files.warn()
     if decoded.images is None:
         return open_folder(config, decoded.files)
+    _check_effect(config, in_memory=True)
     check_augmentation(config.get("augment", "none"))
     return _make_images(config, decoded.splits())
 
@@ -264,6 +291,7 @@ def _load_tfds(config: ConfigDict) -> DataSource:
     check_choice("data.name", config.name, SETS)
     if not SETS[config.name].streamed:
         return load_images(config)
+    _check_effect(config, in_memory=False)
     folder = find_or_prepare(
         config.name, config.get("data_dir", ""), config.get("manual_dir", "")
     )

@@ -168,3 +168,43 @@ def test_statistics_that_are_not_finite_are_refused():
 def test_unknown_image_options_raise():
     with pytest.raises(TypeError, match="no option 'canvsa': did you mean 'canvas'"):
         image_options("mnist", 28, canvsa=84)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"data_dir": "d"}, r"data\.data_dir='d' has no effect .* 'tfds' or 'folder'"),
+        ({"manual_dir": "d"}, r"data\.manual_dir='d' .* data\.source='tfds'"),
+        ({"background": "red"}, r"data\.background='red' .* data\.source='folder'"),
+        ({"skip_unreadable": True}, r"data\.skip_unreadable=True .* leave it at False"),
+        ({"canvas": 40}, r"data\.canvas=40 .* needs data\.placement: leave it at 84"),
+        ({"short_side": 40}, r"data\.short_side=40 .* photographs .* leave it at 0"),
+        ({"num_workers": 2}, r"data\.num_workers=2 .* photographs"),
+    ],
+)
+def test_options_without_effect_are_refused(change, message):
+    config = image_options("mnist", 28, num_validation=5, **change)
+    for load in (load_data, load_images):
+        with pytest.raises(ValueError, match=message):
+            load(config)
+
+
+def test_options_without_effect_on_a_folder_are_refused(tmp_path):
+    def load(**change):
+        config = image_options("mine", 5, source="folder", data_dir=str(tmp_path))
+        config.update(num_validation=1, **change)
+        return load_data(config)
+
+    folder = tmp_path / "train" / "a"
+    folder.mkdir(parents=True)
+    for index in range(3):
+        Image.new("L", (5, 5), 40 * index).save(folder / f"{index}.png")
+    assert load(background="black").info.num_train == 2
+    for option in ("num_workers", "short_side"):
+        with pytest.raises(ValueError, match=f"data.{option}=7 has no effect"):
+            load(**{option: 7})
+    # Of another size: read during training.
+    Image.new("L", (6, 5)).save(folder / "3.png")
+    assert load(num_workers=2, short_side=7).info.streamed
+    with pytest.raises(ValueError, match="data.canvas=9 has no effect"):
+        load(canvas=9)

@@ -361,6 +361,8 @@ def read_config(config: str, options: Sequence[str] = ()) -> ConfigDict:
         3
     """
     path, _, argument = config.partition(":")
+    if not path:
+        raise ValueError(f"--config={config} names no file: {_HINT}")
     if re.fullmatch(r"\w+", path):
         path = _package_config(path)
     loader = SourceFileLoader(_MODULE, path)

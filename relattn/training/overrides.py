@@ -65,8 +65,7 @@ def override(config: ConfigDict, options: Sequence[str]) -> None:
         >>> config.model.patch_size, config.model.pool
         (4, 'mean')
     """
-    keys = typed_keys(options)
-    literals = [_prepare(config, key) for key in sorted(keys) if _is_path(key)]
+    literals = [_prepare(config, key) for key in sorted(typed_keys(options))]
     values, argv = flags.FlagValues(), ["train.py", *options]
     try:
         config_flags.DEFINE_config_dict(
@@ -87,26 +86,37 @@ def override(config: ConfigDict, options: Sequence[str]) -> None:
             parent[name] = value
 
 
-def _is_path(key: str) -> bool:
-    return bool(re.fullmatch(r"\w+(\.\w+)*", key))
-
-
 def _prepare(config: ConfigDict, key: str) -> tuple[ConfigDict, str] | None:
     """Makes a key ready for its flag; returns where it is if it takes any literal.
 
     A flag has the type of the present value, but a patch may be a side or a pair.
     """
+    shown = spec.shorten(key).strip("'\"")
+    if not re.fullmatch(r"\w+(\.\w+)*", key):
+        raise ValueError(
+            f"--config.{shown} is not a key: write --config.key=value, with dots "
+            "between names, and a pair as a whole"
+        )
     *path, name = key.split(".")
     parent: Any = config
     for part in path:
-        is_config = isinstance(parent, ConfigDict) and part in parent
-        parent = parent[part] if is_config else None
+        if part not in parent:
+            hint = spec.closest(part, parent)
+            raise ValueError(f"there is no --config.{shown}: {hint}")
+        parent = parent[part]
+        if not isinstance(parent, ConfigDict):
+            raise ValueError(
+                f"there is no --config.{shown}: {part} is a value and has no keys"
+            )
     options = _model_options() if path == ["model"] else {}
-    known = {*(parent if isinstance(parent, ConfigDict) else ()), *options}
-    if name not in known:
-        hint = spec.closest(name, known) if known else spec.closest(path[0], config)
-        shown = spec.shorten(key).strip("'")
+    if name not in {*parent, *options}:
+        hint = spec.closest(name, {*parent, *options})
         raise ValueError(f"there is no --config.{shown}: {hint}")
+    if isinstance(parent.get(name), ConfigDict):
+        raise ValueError(
+            f"--config.{shown} has no value of its own: set its keys, "
+            + ", ".join(f"--config.{shown}.{key}" for key in sorted(parent[name]))
+        )
     with config.unlocked():
         if name not in parent:
             default = options[name].default

@@ -218,6 +218,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", required=True, help="folder for the two files")
     parser.add_argument("--num_heads", type=int, default=0, help="number of heads")
     given = parser.parse_args(argv)
+    if not given.output:
+        raise ValueError("--output is empty (unset shell variable?): name a directory")
     config = convert(
         given.source, given.checkpoint, given.output, num_heads=given.num_heads
     )

@@ -225,6 +225,11 @@ DEMO = "--config=configs/demo.py"
             "--seed: invalid int value",
         ),
         ("relattn.evaluation.sample", ["--workdir={}/no"], "no complete checkpoint in"),
+        (
+            "relattn.convert",
+            ["--source=timm", "--checkpoint={}/a.safetensors", "--output="],
+            "--output is empty (unset shell variable?): name a directory",
+        ),
         ("train", [], "the following arguments are required: --config, --workdir"),
         ("train", ["--flagfile=/no/such"], "--flagfile cannot be read: "),
         ("train", ["--flagfile"], "--flagfile cannot be read: "),

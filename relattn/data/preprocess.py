@@ -19,6 +19,9 @@ from relattn import spec
 from relattn.data.augment import augment
 from relattn.data.base import DataInfo, ImageInfo
 
+# XLA ends the process where the number of pixels is beyond 64 bits.
+MAX_IMAGE_SIZE = 2**16
+
 
 def make_preprocess(
     config: ConfigDict, info: DataInfo
@@ -121,14 +124,14 @@ def input_shape(config: ConfigDict, info: DataInfo) -> tuple[int, ...]:
         (height, width, channels) for images, (context_length,) for text.
 
     Raises:
-        ValueError: If ``image_size`` < 1.
+        ValueError: If ``image_size`` is below 1 or above `MAX_IMAGE_SIZE`.
     """
     if info.kind == "tokens":
         return (info.context_length,)
     size = config.get("image_size", info.image_shape[0])
-    if size < 1:
-        shown = spec.shorten(size)
-        raise ValueError(f"data.image_size={shown}: it must be at least 1.")
+    if not 1 <= size <= MAX_IMAGE_SIZE:
+        limit = "at least 1" if size < 1 else f"at most {MAX_IMAGE_SIZE}"
+        raise ValueError(f"data.image_size={spec.shorten(size)}: it must be {limit}.")
     return (size, size, info.image_shape[2])
 
 

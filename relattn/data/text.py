@@ -28,7 +28,12 @@ from relattn.data.base import (
 from relattn.data.paths import expand, find_damage
 from relattn.data.registry import EMBEDDED_FOLDER, check_choice
 from relattn.data.tfds import DatasetNotPreparedError
-from relattn.data.tokenizers import TOKENIZERS, TokenIds, load_tokenizer
+from relattn.data.tokenizers import (
+    TOKENIZERS,
+    TokenIds,
+    check_bpe_dir,
+    load_tokenizer,
+)
 
 EMBEDDED_TEXTS = ("tinyshakespeare",)
 EMBEDDED_VAL_FRACTION = 0.1
@@ -119,6 +124,7 @@ def _read_folder(
     if damage := find_damage(folder):
         raise ValueError(f"{damage}: copy or prepare the text again.")
     meta = read_meta(folder, config.get("tokenizer", ""))
+    check_bpe_dir(meta.tokenizer, config.get("bpe_dir", ""))
     tokens = {
         part: open_tokens(folder / file, meta, length + 1)
         for part, file in FILES.items()

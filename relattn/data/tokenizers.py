@@ -8,6 +8,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Array, Integer, UInt16
 
+from relattn import spec
 from relattn.data.paths import expand, sha256
 from relattn.data.registry import check_choice
 
@@ -158,8 +159,8 @@ def load_tokenizer(name: str, bpe_dir: str = "") -> Tokenizer:
         The tokenizer.
 
     Raises:
-        ValueError: If the name is unknown, or a file in `bpe_dir` differs from
-            GPT-2's.
+        ValueError: If the name is unknown, the tokenizer has no use for `bpe_dir`, or
+            a file in it differs from GPT-2's.
         ImportError: If tiktoken is not installed.
         FileNotFoundError: If a file is missing in `bpe_dir`.
         ConnectionError: If the vocabulary could not be downloaded.
@@ -169,7 +170,22 @@ def load_tokenizer(name: str, bpe_dir: str = "") -> Tokenizer:
         array([116, 111,  32,  98, 101], dtype=uint16)
     """
     check_choice("tokenizer", name, TOKENIZERS)
+    check_bpe_dir(name, bpe_dir)
     return Gpt2Tokenizer(bpe_dir) if name == "gpt2" else TOKENIZERS[name]()
+
+
+def check_bpe_dir(name: str, bpe_dir: str) -> None:
+    """Raises ValueError if a tokenizer has no use for ``bpe_dir``.
+
+    Args:
+        name: Name of the tokenizer.
+        bpe_dir: The folder; "" for none.
+    """
+    if bpe_dir and name != "gpt2":
+        raise ValueError(
+            f"bpe_dir={spec.shorten(bpe_dir)} is the vocabulary of the tokenizer "
+            f"'gpt2', but the tokenizer is {name!r}: leave out bpe_dir"
+        )
 
 
 def check_bpe_files(folder: pathlib.Path) -> None:

@@ -127,9 +127,9 @@ def build_model(
             f"model {name!r} is for {inputs} and needs {' and '.join(needed)}: "
             f"config.data has no {inputs}"
         )
-    example = jnp.zeros((1, 1), jnp.int32)
+    example = jax.ShapeDtypeStruct((1, 1), jnp.int32)
     if inputs == "images":
-        example = jnp.zeros((1, *needed.pop("image_shape")))
+        example = jax.ShapeDtypeStruct((1, *needed.pop("image_shape")), jnp.float32)
     model = MODELS[name](**needed, **options)
     # Tracing is cheap and finds invalid sizes before any work.
     jax.eval_shape(model.init, jax.random.key(0), example)

@@ -92,6 +92,11 @@ def train_and_evaluate(
             evaluation that is due.
     """
     check_config(config)
+    if data is not None and not isinstance(data, data_lib.DataSource):
+        raise ValueError(
+            f"data must be a data set, such as ImageData.from_arrays(...), got "
+            f"{type(data).__name__}: see relattn.data.DataSource"
+        )
     if config.init_from and "name" not in config.model:
         config = config.copy_and_resolve_references()
         take_model(config, flatten(config))

@@ -88,6 +88,8 @@ def test_negative_image_size_in_config_raises():
     info = ImageInfo("grey", ("a", "b"), (4, 4, 1), (0.5,), (0.5,), 7, "")
     with pytest.raises(ValueError, match="data.image_size=-4: it must be at least 1"):
         input_shape(ConfigDict({"image_size": -4}), info)
+    with pytest.raises(ValueError, match="image_size=99999999999: it must be at most"):
+        input_shape(ConfigDict({"image_size": 99999999999}), info)
 
 
 def test_floats_are_refused():

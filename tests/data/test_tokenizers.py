@@ -7,8 +7,10 @@ import sys
 
 import numpy as np
 import pytest
+from ml_collections import ConfigDict
 
 from relattn.data import tokenizers
+from relattn.data.text import load_text
 from relattn.data.tokenizers import Gpt2Tokenizer, Tokenizer, load_tokenizer
 
 BPE = pathlib.Path(__file__).parents[3] / "shared" / "data" / "gpt2_bpe"
@@ -134,3 +136,15 @@ def test_missing_tiktoken_raises(monkeypatch):
     message = r"\"gpt2\" needs tiktoken: `pip install 'relattn\[text\]'`"
     with pytest.raises(ImportError, match=message):
         load_tokenizer("gpt2")
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_bytes_take_no_vocabulary(folder, tmp_path):
+    config = {"context_length": 3, "tokenizer": "bytes"}
+    if folder:
+        for name in ("train.bin", "val.bin"):
+            (tmp_path / name).write_bytes(b"\1\0" * 7)
+        config["data_dir"] = str(tmp_path)
+    assert load_text(ConfigDict(config)).info.tokenizer == "bytes"
+    with pytest.raises(ValueError, match="bpe_dir='x' .* tokenizer is 'bytes'"):
+        load_text(ConfigDict({**config, "bpe_dir": "x"}))

@@ -185,3 +185,12 @@ def test_text_in_memory(tmp_path):
     assert "the tokenizer &#x27;doubling&#x27; is not one" in report_lib.report(run)
     with pytest.raises(ValueError, match="num_images and data do not apply to .* text"):
         report_lib.report(run, num_images=3)
+
+
+@pytest.mark.parametrize("data", [[1, 2], np.zeros((3, 5, 5, 1), np.uint8)])
+def test_what_is_no_data_set_is_refused(data, tmp_path):
+    with pytest.raises(
+        ValueError, match="data must be a data set, .* got (list|ndarray)"
+    ):
+        training.train_and_evaluate(make_config(), tmp_path / "run", data=data)
+    assert not (tmp_path / "run").exists()

@@ -58,6 +58,15 @@ def _arrays(split: Any) -> list[np.ndarray]:
     return [np.asarray(batch[key]) for key in sorted(batch)]
 
 
+def check_source(data: Any) -> None:
+    """Raises ValueError unless an argument is a data set, or None."""
+    if data is not None and not isinstance(data, DataSource):
+        raise ValueError(
+            "data must be a data set, such as ImageData.from_arrays(...), got "
+            f"{type(data).__name__}: see relattn.data.DataSource"
+        )
+
+
 def check_given(saved: dict[str, Any] | None, given: str, checkpoint: Path) -> None:
     """Checks that a run resumes with the data that it was given.
 

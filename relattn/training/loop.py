@@ -30,7 +30,11 @@ from relattn.training.cost import warn_if_too_large
 from relattn.training.devices import Device, Parallel, make_training_parallel
 from relattn.training.errors import PreemptedError
 from relattn.training.evaluator import Evaluator, final_results, format_metrics
-from relattn.training.given_data import check_given, fingerprint
+from relattn.training.given_data import (
+    check_given,
+    check_source,
+    fingerprint,
+)
 from relattn.training.initialize import initial_state, naming_source, take_model
 from relattn.training.metrics import (
     MetricsLog,
@@ -92,11 +96,7 @@ def train_and_evaluate(
             evaluation that is due.
     """
     check_config(config)
-    if data is not None and not isinstance(data, data_lib.DataSource):
-        raise ValueError(
-            f"data must be a data set, such as ImageData.from_arrays(...), got "
-            f"{type(data).__name__}: see relattn.data.DataSource"
-        )
+    check_source(data)
     if config.init_from and "name" not in config.model:
         config = config.copy_and_resolve_references()
         take_model(config, flatten(config))

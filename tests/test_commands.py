@@ -76,7 +76,8 @@ def test_all_programs_are_listed():
     sources = [path for name in folders for path in ROOT.glob(f"{name}/**/*.py")]
     found = set()
     for path in [*ROOT.glob("*.py"), *sources]:
-        _, start, rest = path.read_text("utf-8").partition('__name__ == "__main__":')
+        guard = '\nif __name__ == "__main__":'
+        _, start, rest = path.read_text("utf-8").partition(guard)
         if start:
             found.add(".".join(path.relative_to(ROOT).with_suffix("").parts))
             # Names defined below would be missing when the program runs.
@@ -353,7 +354,7 @@ def test_files_given_in_two_options_are_all_taken(monkeypatch):
     seen = []
 
     class Run:
-        data = SimpleNamespace(context_length=7)
+        data = SimpleNamespace(kind="tokens", context_length=7)
 
         def evaluate(self, path, **options):
             seen.append(path)

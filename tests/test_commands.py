@@ -354,8 +354,6 @@ def test_files_given_in_two_options_are_all_taken(monkeypatch):
     seen = []
 
     class Run:
-        data = SimpleNamespace(kind="tokens", context_length=7)
-
         def evaluate(self, path, **options):
             seen.append(path)
             return dict.fromkeys(("perplexity", "bits_per_token"), 1.0) | {
@@ -363,7 +361,9 @@ def test_files_given_in_two_options_are_all_taken(monkeypatch):
                 "count": 3.0,
             }
 
+    info = SimpleNamespace(context_length=7)
     monkeypatch.setattr(perplexity, "load_run", lambda *args: Run())
+    monkeypatch.setattr(perplexity, "require_kind", lambda run, kind: info)
     start("relattn.evaluation.perplexity", ["--workdir=x", "--input", "a", "b"])
     words = ["--workdir=x", "--input=a", "--input=b"]
     start("relattn.evaluation.perplexity", words)

@@ -373,7 +373,7 @@ def test_files_given_in_two_options_are_all_taken(monkeypatch):
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf", "1e999"])
 def test_numbers_are_finite(refused, value):
     sample = ["--workdir=x", f"--temperature={value}"]
-    assert f"invalid float value: '{value}'" in refused(
+    assert f"must be a finite number, got '{value}'" in refused(
         "relattn.evaluation.sample", sample
     )
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from relattn import training
+from relattn.data import ImageInfo
 from relattn.evaluation import perplexity
 from relattn.evaluation import sample as sample_lib
 from relattn.evaluation.report import report
@@ -86,8 +87,8 @@ def test_command_prints_the_text(workdir, capsys):
         (["--prompt="], "needs a prompt of at least one token"),
         (["--top_k=-1"], "top_k must be from 0 (all) to 256"),
         (["--top_k=257"], "top_k must be from 0 (all) to 256"),
-        (["--temperature=nan"], "temperature must be 0 or a positive number, got nan"),
-        (["--temperature=inf"], "temperature must be 0 or a positive number, got inf"),
+        (["--temperature=nan"], "--temperature: must be a finite number, got 'nan'"),
+        (["--temperature=inf"], "--temperature: must be a finite number, got 'inf'"),
         (["--checkpoint=last"], "checkpoint must be 'best' or 'latest'"),
     ],
 )
@@ -109,8 +110,9 @@ def test_other_vocabulary_or_data_is_rejected(workdir):
     message = "vocabulary of 300 tokens, but the tokenizer 'bytes' has 256"
     with pytest.raises(ValueError, match=message):
         changed(vocab_size=300).generate("To be")
+    images = ImageInfo("mnist", ("a", "b"), (7, 7, 1), (0.5,), (0.3,), 5, "a test")
     with pytest.raises(ValueError, match="was trained on images, not on text"):
-        changed(kind="images").generate("To be")
+        dataclasses.replace(run, data=images).generate("To be")
     with pytest.raises(ValueError, match="was trained on text, not on images"):
         run.predict("image.png")
 

@@ -8,6 +8,7 @@ not a parameter but a variable in the collection ``random_features``.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -15,6 +16,7 @@ from typing import Any, ClassVar
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax import serialization
 from jaxtyping import Array, Float
 
 from relattn import spec
@@ -22,6 +24,14 @@ from relattn.kernels import banded, feature_maps, linear, toeplitz
 from relattn.kernels.feature_maps import unit_norm
 from relattn.nn.attention import Context, MultiHeadAttention
 from relattn.nn.blocks import uniform
+
+# Lets `flax.serialization.to_bytes` store a model's variables.
+serialization.register_serialization_state(
+    feature_maps.RandomFeatures,
+    lambda drawn: {"projection": drawn.projection},
+    lambda drawn, state: dataclasses.replace(drawn, projection=state["projection"]),
+    override=True,
+)
 
 FEATURE_MAPS = {
     "positive": feature_maps.positive_features,

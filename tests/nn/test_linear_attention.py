@@ -1,7 +1,8 @@
-"""Tests linear attention with learned features."""
+"""Tests linear attention with learned features, and the storage of drawn ones."""
 
 import re
 
+import flax.serialization
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -40,6 +41,22 @@ def test_output_equals_the_reference_with_linear_projections():
     expected = jnp.stack(heads, axis=1).reshape(N, DIM)
     expected = expected @ params["out"]["kernel"] + params["out"]["bias"]
     np.testing.assert_allclose(out[1], expected, atol=1e-5)
+
+
+def test_random_features_survive_serialization_by_flax():
+    make, _ = build(
+        "favor(num_features=5)", "none", dim=DIM, num_heads=HEADS, num_layers=4
+    )
+    module, x = make(layer=3), jnp.ones((1, N, DIM))
+    variables, other = (module.init(jax.random.key(i), x) for i in (0, 1))
+    stored = flax.serialization.to_bytes(variables)
+    restored = flax.serialization.from_bytes(other, stored)
+    assert jax.tree.structure(restored) == jax.tree.structure(variables)
+    for ours, theirs, before in zip(
+        *map(jax.tree.leaves, (variables, restored, other)), strict=True
+    ):
+        np.testing.assert_array_equal(theirs, ours)
+        assert not ours.any() or np.any(np.asarray(before) != ours)
 
 
 def test_default_num_features_is_d_ln_d_and_layers_are_scannable():

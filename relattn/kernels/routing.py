@@ -82,7 +82,8 @@ def routing_attention(
             + bound_hint(n, f">= {window}")
         )
     q, k, v = broadcast_leading(q, k, v)
-    q, _, _ = zero_masked(q, v, key_mask)
+    if key_mask is not None:
+        q = jnp.where(key_mask[..., None], q, 0)
     k, v, key_mask = zero_masked(k, v, key_mask)
     q, k = _layer_norm(q), _layer_norm(k)
     # Q_c and K_c.

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from relattn.kernels.checks import check_arguments, finite_masked
+from relattn.kernels.checks import check_arguments, finite_masked, zero_masked
 from relattn.kernels.precision import widen
 from relattn.kernels.softmax import masked_softmax
 
@@ -68,11 +68,7 @@ def general_translution(
     batch = x.shape[:-2]
     positions = jnp.broadcast_to(positions, (*batch, *positions.shape[-2:]))
     x, positions = (finite_masked(y, key_mask) for y in (x, positions))
-    keys, key_positions = x, positions
-    if key_mask is not None:
-        # Masked keys may hold NaN.
-        keys = jnp.where(key_mask[..., None], keys, 0)
-        key_positions = jnp.where(key_mask[..., None], key_positions, 0)
+    keys, key_positions, _ = zero_masked(x, positions, key_mask)
 
     def attend(_, query):
         x_i, position = query

@@ -1,6 +1,6 @@
 """Tests flash attention: cuDNN's by a substitute, the TPU's in Pallas' interpreter.
 
-Neither ran on a device. `benchmarks.compiled` compiles the TPU's.
+`benchmarks.compiled` compiles the TPU's, which ran on no device.
 """
 
 import functools
@@ -41,25 +41,26 @@ def expect_reference(attend, n, m, causal, **options):
 
 @pytest.fixture
 def cudnn(monkeypatch):
-    """Substitutes cuDNN, as on a GPU that has it; returns the head_dims it was given.
+    """Substitutes cuDNN, as on a GPU that has it; returns the sizes that it was given.
 
     The substitute computes in float32, so that it can be compared with the reference.
     """
-    plain, widths = jax.nn.dot_product_attention, []
+    plain, sizes = jax.nn.dot_product_attention, []
 
     def attend(q, k, v, *, implementation, **options):
         assert implementation == "cudnn"
-        widths.append(q.shape[-1])
+        sizes.append((q.shape[1], k.shape[1], q.shape[-1]))
         return plain(q, k, v, implementation="xla", **options)
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", attend)
-    return widths
+    return sizes
 
 
-@pytest.mark.parametrize(("m", "causal"), [(M, False), (N, True)])
-def test_cudnn_gets_padded_heads_and_equals_the_reference(cudnn, m, causal):
+@pytest.mark.parametrize(("m", "causal"), [(M, False), (M + 1, False), (N, True)])
+def test_cudnn_gets_padded_arrays_and_equals_the_reference(cudnn, m, causal):
     expect_reference(flash.attend_by_cudnn, N, m, causal)
-    assert set(cudnn) == {8}
+    # It trains with even lengths only, and on head dimensions that 8 divides.
+    assert set(cudnn) == {(N + 1, m + m % 2, 8)}
 
 
 @pytest.mark.slow

@@ -138,6 +138,34 @@ def _prepare_torch(case: Case, sizes: Sizes, backward: bool) -> dict[str, Callab
     import torch
 
     torch.set_num_threads(describe_cpu()["cores"])
+    forward, forward_backward = torch_passes(case, sizes)
+
+    def finished(run):
+        def run_and_wait():
+            run()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+
+        return run_and_wait
+
+    return {"forward": finished(forward)} | (
+        {"forward_backward": finished(forward_backward)} if backward else {}
+    )
+
+
+def torch_passes(case: Case, sizes: Sizes) -> tuple[Callable, Callable]:
+    """Makes the forward, and the forward and backward pass of a case in PyTorch.
+
+    Args:
+        case: A case whose framework is PyTorch.
+        sizes: Sizes of the inputs.
+
+    Returns:
+        Two functions without arguments, after one call of the first. On a GPU they
+        do not wait for the result.
+    """
+    import torch
+
     function, inputs = case.make(sizes)
 
     def forward():
@@ -149,9 +177,7 @@ def _prepare_torch(case: Case, sizes: Sizes, backward: bool) -> dict[str, Callab
     def forward_backward():
         return torch.autograd.grad(function(*inputs), inputs, cotangent)
 
-    return {"forward": forward} | (
-        {"forward_backward": forward_backward} if backward else {}
-    )
+    return forward, forward_backward
 
 
 def _time(run: Callable[[], Any], repeats: int) -> list[float]:

@@ -17,6 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from relattn import kernels, offsets
+from relattn.kernels import flash
+from relattn.kernels.platform import use_platform
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,6 +207,21 @@ def gather_band(q, v, table, feature_map, *, grid, num_prefix):
     return ((numerator + far * total) / denominator).astype(v.dtype)
 
 
+def _as_on(platform, case):
+    """Returns the case in the form that kernels have on a platform."""
+
+    def make(sizes):
+        function, inputs = case.make(sizes)
+
+        def attend(*inputs):
+            with use_platform(platform):
+                return function(*inputs)
+
+        return attend, inputs
+
+    return dataclasses.replace(case, make=make)
+
+
 def _on_torus(case):
     """Returns the case on a torus instead of a plain grid."""
 
@@ -217,8 +234,12 @@ def _on_torus(case):
 def _torch_tensors(sizes):
     import torch
 
-    dtype = getattr(torch, sizes.dtype)
-    return [torch.tensor(x, dtype=dtype, requires_grad=True) for x in _arrays(sizes)]
+    options = {
+        "dtype": getattr(torch, sizes.dtype),
+        "device": "cuda" if torch.cuda.is_available() else "cpu",
+        "requires_grad": True,
+    }
+    return [torch.tensor(x, **options) for x in _arrays(sizes)]
 
 
 def _softmax_pytorch(causal):
@@ -240,6 +261,28 @@ def _performer_pytorch(causal):
         return attention, _torch_tensors(sizes)
 
     return make
+
+
+def _fla_causal_linear(sizes):
+    """Makes a case without the features and the normalizer, whose inputs they are."""
+    import torch
+    from fla.ops.linear_attn import chunk_linear_attn
+
+    num = sizes.num_features or kernels.default_num_features(sizes.head_dim)
+    # flash-linear-attention has the heads after the tokens.
+    q, k, v = (x.detach().transpose(1, 2) for x in _torch_tensors(sizes))
+    projection = torch.randn(sizes.head_dim, num, dtype=q.dtype, device=q.device)
+    q, k = ((x @ projection).relu().requires_grad_() for x in (q, k))
+
+    def attend(q, k, v):
+        return chunk_linear_attn(q, k, v, normalize=False)[0]
+
+    return attend, [q, k, v.contiguous().requires_grad_()]
+
+
+def _cudnn(causal):
+    attention = functools.partial(flash.attend_by_cudnn, causal=causal)
+    return lambda sizes: (attention, _on_device(sizes))
 
 
 def _self_attention(attention):
@@ -434,8 +477,18 @@ CASES: dict[str, Case] = {
     "dense_softmax": Case(_plain(dense_softmax), **_DENSE),
     "softmax_pytorch": Case(_softmax_pytorch(causal=False), **_TORCH),
     "causal_softmax_pytorch": Case(_softmax_pytorch(causal=True), **_TORCH),
+    "cudnn_softmax": Case(_cudnn(causal=False), requires=("jax_plugins",)),
+    "causal_cudnn_softmax": Case(_cudnn(causal=True), requires=("jax_plugins",)),
+    "fla_causal_linear": Case(
+        _fla_causal_linear, framework="torch", requires=("torch", "fla")
+    ),
     "performer_pytorch": Case(_performer_pytorch(causal=False), **_PERFORMER),
     "causal_performer_pytorch": Case(_performer_pytorch(causal=True), **_PERFORMER),
+}
+# The form for CPUs.
+CASES |= {
+    f"{name}_by_offsets": _as_on("cpu", CASES[name])
+    for name in ("translution", "lor_translution", "causal_lor_translution")
 }
 CASES |= {
     f"{name}_torus": _on_torus(CASES[name])

@@ -52,24 +52,11 @@ every_random_mechanism = pytest.mark.parametrize(
 )
 
 
-def _kernel_and_inputs(mechanism, key_mask=None):
-    """Returns a function of arrays with one leading axis, and the arrays."""
-    # vmap gives parameters a leading axis too.
-    inputs = dataclasses.replace(mechanism, shared=()).draw_inputs(HEADS)
-
-    def apply(*arrays):
-        named = dict(zip(inputs, arrays, strict=True))
-        mask = None if key_mask is None else jnp.asarray(key_mask)
-        return mechanism.apply(**named, key_mask=mask)
-
-    return jax.vmap(apply) if mechanism.shared else apply, list(inputs.values())
-
-
 @pytest.mark.parametrize("mechanism", [*MECHANISMS, *TORI], ids=str)
 @pytest.mark.parametrize("masked", mark_slow([False, True], [False]))
 def test_value_and_gradient_equal_the_reference(mechanism, masked):
     key_mask = mechanism.key_mask() if masked else None
-    kernel, inputs = _kernel_and_inputs(mechanism, key_mask)
+    kernel, inputs = mechanism.kernel_and_inputs(key_mask)
     exists = np.ones(mechanism.num_keys, bool) if key_mask is None else key_mask
     compare.expect_equal(
         kernel,
@@ -84,7 +71,7 @@ def test_value_and_gradient_equal_the_reference(mechanism, masked):
 @pytest.mark.slow
 @every_mechanism
 def test_second_derivatives_equal_the_reference(mechanism):
-    kernel, inputs = _kernel_and_inputs(mechanism)
+    kernel, inputs = mechanism.kernel_and_inputs()
     allowed = mechanism.allowed(np.ones(mechanism.num_keys, bool))
     naive = functools.partial(mechanism.naive, allowed=allowed)
     compare.expect_equal_second_derivatives(kernel, naive, inputs)

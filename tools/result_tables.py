@@ -304,6 +304,85 @@ def compiled(target: str) -> str:
     return markdown(["program", *titles, "limit", "time", "limit / time"], rows)
 
 
+def _gpu_rows(prefix: str) -> dict[str, dict[str, Any]]:
+    rows = json.loads((RESULTS / "gpu_h200.json").read_text("utf-8"))["rows"]
+    return {
+        name.removeprefix(prefix): row
+        for name, row in rows.items()
+        if name.startswith(prefix)
+    }
+
+
+def gpu_kernels(
+    kernels: Mapping[str, str], sizes: Mapping[str, str], dtypes: Sequence[str]
+) -> str:
+    """Returns the times of kernels on a GPU, forward and forward + backward.
+
+    Args:
+        kernels: Titles of rows, by the name of the kernel.
+        sizes: Titles of columns, by the tokens and the batch, such as ``4096x16``.
+        dtypes: The dtypes; each size has a column for each.
+
+    Returns:
+        The table.
+    """
+    measured = _gpu_rows("")
+
+    def cell(name: str) -> str:
+        if name not in measured:
+            return MISSING
+        row = measured[name]
+        forward, both = row["forward_ms"], row["forward_backward_ms"]
+        return f"{forward:.2f}, {both:.2f} ms ({row['forward_backward_share']:.0%})"
+
+    columns = {
+        f"{title}, {dtype}": f"{size}, {dtype}"
+        for size, title in sizes.items()
+        for dtype in dtypes
+    }
+    rows = [
+        [title, *(cell(f"{kernel}@{size}") for size in columns.values())]
+        for kernel, title in kernels.items()
+    ]
+    return markdown(["kernel", *columns], rows)
+
+
+def gpu_steps() -> str:
+    """Returns the times of training steps on a GPU beside the modelled ones."""
+    modelled = json.loads((RESULTS / "compiled_h100.json").read_text("utf-8"))
+    rows = [
+        [
+            f"`{name}`",
+            str(row["batch_size"]),
+            f"{row['step_ms']:.1f} ms",
+            f"{modelled[name]['time_ms']:.1f} ms",
+            f"{row['examples_per_s']:,.0f}",
+            f"{row['share']:.0%}",
+            f"{row['launches']:,.0f}",
+            f"{row['temporary_mb'] / 1e3:.1f} GB",
+        ]
+        for name, row in _gpu_rows("step:").items()
+    ]
+    titles = ["batch", "step", "modelled", "examples/s", "share", "launches"]
+    return markdown(["model", *titles, "temporary"], rows)
+
+
+def gpu_accuracy() -> str:
+    """Returns the largest errors of kernels on a GPU."""
+    rows = [
+        [
+            name,
+            *(
+                f"{errors['values']:.0e}, {errors['gradients']:.0e}"
+                for errors in row.values()
+            ),
+        ]
+        for name, row in _gpu_rows("accuracy:").items()
+    ]
+    precisions = ["float32, highest precision", "float32", "bfloat16"]
+    return markdown(["kernel", *precisions], rows)
+
+
 def _lengths(**size: int) -> dict[str, dict[str, int]]:
     return {f"{n:,} tokens": {"length": n, **size} for n in (1024, 4096, 16384)}
 
@@ -361,6 +440,44 @@ TABLES: dict[str, Callable[[], str]] = {
         },
         {"32x32 and CLS, batch 8, 4 heads of 32": {"length": 1024, "batch": 8}},
     ),
+    "gpu_long": lambda: gpu_kernels(
+        {
+            "causal_linear": "causal linear",
+            "fla_causal_linear": "causal linear, flash-linear-attention",
+            "causal_softmax": "causal softmax",
+            "causal_cudnn_softmax": "causal softmax, cuDNN",
+            "causal_softmax_pytorch": "causal softmax, PyTorch",
+            "linear": "linear",
+            "softmax": "softmax",
+            "cudnn_softmax": "softmax, cuDNN",
+            "relative_bias": "softmax, offset bias",
+            "causal_relative_bias": "causal softmax, offset bias",
+            "toeplitz": "linear, offset bias",
+        },
+        {"4096x16": "4,096 tokens", "16384x4": "16,384 tokens"},
+        ["bfloat16", "float32"],
+    ),
+    "gpu_translution": lambda: gpu_kernels(
+        {
+            "lor_translution": "LoR-Translution, by rows",
+            "lor_translution_by_offsets": "LoR-Translution, by offsets",
+            "gather_lor_translution": "LoR-Translution, gathered",
+            "self_attention": "self-attention",
+            "translution": "Translution, by rows",
+        },
+        {"49x256": "7x7 and CLS, batch 256"},
+        ["bfloat16", "float32"],
+    ),
+    "gpu_causal_translution": lambda: gpu_kernels(
+        {
+            "causal_lor_translution": "LoR-Translution, by rows",
+            "gather_causal_lor_translution": "LoR-Translution, gathered",
+        },
+        {"160x8": "causal, 160 tokens, batch 8"},
+        ["bfloat16", "float32"],
+    ),
+    "gpu_steps": gpu_steps,
+    "gpu_accuracy": gpu_accuracy,
     "speed_linear": lambda: speed(
         "speed_cpu.jsonl",
         {

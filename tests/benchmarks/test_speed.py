@@ -54,7 +54,11 @@ def test_grids_are_nearly_square():
     assert Sizes(length=13).grid == (1, 13)
 
 
-IN_JAX = [name for name, case in CASES.items() if case.framework == "jax"]
+IN_JAX = [
+    name
+    for name, case in CASES.items()
+    if case.framework == "jax" and not case.requires
+]
 
 
 @pytest.mark.parametrize("kernel", mark_slow(IN_JAX, IN_JAX[::5]))

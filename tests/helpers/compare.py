@@ -35,14 +35,24 @@ def expect_equal(kernel, naive, inputs, *, allowed=None, tolerance=2e-5, double=
         tolerance: Largest error, relative to the largest number of the array.
         double: Whether the kernel gets the inputs in float64, with tolerance 1e-10.
     """
-    with jax.enable_x64(True):
-        wide = [jnp.asarray(np.asarray(x), jnp.float64) for x in inputs]
-        expected = _compiled_reference(naive, allowed is not None)(*wide, allowed)
-        if double:
-            results = _value_and_gradients(kernel, wide, quick_jit)
-    if not double:
-        results = _value_and_gradients(kernel, inputs, jax.jit)
+    expected = expected_results(naive, inputs, allowed)
+    if double:
+        with jax.enable_x64(True):
+            results = value_and_gradients(kernel, _widen(inputs), quick_jit)
+    else:
+        results = value_and_gradients(kernel, inputs, jax.jit)
     _expect_close(results, expected, 1e-10 if double else tolerance)
+
+
+def expected_results(naive, inputs, allowed=None):
+    """Returns the reference's outputs, and the gradients of their weighted sum."""
+    with jax.enable_x64(True):
+        compiled = _compiled_reference(naive, allowed is not None)
+        return jax.device_get(compiled(*_widen(inputs), allowed))
+
+
+def _widen(inputs):
+    return [jnp.asarray(np.asarray(x), jnp.float64) for x in inputs]
 
 
 @functools.cache
@@ -76,7 +86,7 @@ def expect_equal_second_derivatives(kernel, naive, inputs):
         inputs: Arrays ``[heads, ...]``.
     """
     with jax.enable_x64(True):
-        wide = [jnp.asarray(np.asarray(x), jnp.float64) for x in inputs]
+        wide = _widen(inputs)
         results = _hessian_product(kernel, wide)
         expected = _hessian_product(jax.vmap(naive), wide)
     _expect_close(results, expected, 1e-10)
@@ -99,7 +109,8 @@ def _hessian_product(function, inputs):
     return compiled(*inputs)
 
 
-def _value_and_gradients(function, inputs, jit):
+def value_and_gradients(function, inputs, jit):
+    """Returns the outputs, and the gradients of their weighted sum."""
     return jit(lambda *inputs: _pull_back(function, inputs))(*inputs)
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -75,6 +76,18 @@ class Mechanism:
             values = 0.5 * np.random.default_rng(seed).standard_normal(shape)
             inputs[name] = jnp.asarray(values.astype(dtype))
         return inputs
+
+    def kernel_and_inputs(self, key_mask=None):
+        """Returns a function of arrays with one leading axis, and the arrays."""
+        # vmap gives parameters a leading axis too.
+        inputs = dataclasses.replace(self, shared=()).draw_inputs(HEADS)
+
+        def apply(*arrays):
+            named = dict(zip(inputs, arrays, strict=True))
+            mask = None if key_mask is None else jnp.asarray(key_mask)
+            return self.apply(**named, key_mask=mask)
+
+        return jax.vmap(apply) if self.shared else apply, list(inputs.values())
 
     @property
     def num_keys(self):

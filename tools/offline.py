@@ -1,0 +1,181 @@
+"""Fetches the packages that a machine without a network needs, as wheels.
+
+    python -m tools.offline --python=3.12 --installed=packages.txt --output=DIR
+
+packages.txt is the output of ``pip list --format=freeze`` on that machine, a Linux of
+x86-64; what it has is left out. There, ``python -m pip install --no-index --no-deps
+DIR/*.whl`` installs the rest, and then the folder of relattn itself is enough.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from relattn import command
+from relattn.training.workdir import usable_folder
+
+ROOT = Path(__file__).resolve().parents[1]
+# The versions of glibc that wheels may need, new and old; pip matches each exactly.
+_PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in range(39, 4, -1)]
+_PLATFORMS += [f"manylinux{year}_x86_64" for year in (2014, 2010, 1)]
+_NO_WHEEL = re.compile(r"No matching distribution found for ([\w.-]+)")
+
+
+def resolve(
+    requirements: Sequence[str], python: str, folder: Path
+) -> list[tuple[str, str]]:
+    """Finds the packages that requirements need, with the packages that these need.
+
+    A package without wheels is built, if its wheel then serves every machine.
+
+    Args:
+        requirements: Requirements as for pip.
+        python: Version of Python, such as ``"3.12"``.
+        folder: Where built wheels are written.
+
+    Returns:
+        Name and version of each package.
+
+    Raises:
+        ValueError: If pip finds no version of a package.
+    """
+    built: set[str] = set()
+    while True:
+        options = ["--dry-run", "--ignore-installed", "--report=-"]
+        target = [f"--target={folder}", f"--find-links={folder}"]
+        run = _pip("install", *options, *target, *_machine(python), *requirements)
+        if run.returncode == 0:
+            packages = json.loads(run.stdout)["install"]
+            found = [package["metadata"] for package in packages]
+            return [(metadata["name"], metadata["version"]) for metadata in found]
+        missing = _NO_WHEEL.search(run.stderr)
+        if missing is None or missing[1] in built:
+            raise ValueError(f"pip failed: {command.one_line(run.stderr)}")
+        built.add(missing[1])
+        _pip("wheel", "--no-deps", f"--wheel-dir={folder}", missing[1])
+
+
+def fetch(packages: Sequence[str], python: str, folder: Path) -> None:
+    """Downloads the wheels of packages that the folder does not have.
+
+    Args:
+        packages: Names and versions, such as ``"grain==0.2.18"``.
+        python: Version of Python.
+        folder: Where to write the wheels.
+
+    Raises:
+        ValueError: If pip cannot download one.
+    """
+    options = ["--no-deps", f"--dest={folder}", f"--find-links={folder}"]
+    run = _pip("download", *options, *_machine(python), *packages)
+    if run.returncode:
+        raise ValueError(f"pip failed: {command.one_line(run.stderr)}")
+
+
+def names_in(text: str) -> set[str]:
+    """Reads the names of packages, normalised, from the output of pip.
+
+    Args:
+        text: Lines ``name==version``.
+
+    Returns:
+        The names.
+
+    Example:
+        >>> sorted(names_in("ml_collections==1.1.0"))
+        ['ml-collections']
+    """
+    names = (line.partition("==")[0].strip() for line in text.splitlines())
+    return {normalise(name) for name in names if name}
+
+
+def normalise(name: str) -> str:
+    """Returns the one spelling of a package's name that pip compares.
+
+    Example:
+        >>> normalise("ml_collections")
+        'ml-collections'
+    """
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def choose(
+    packages: Sequence[tuple[str, str]], installed: Collection[str]
+) -> list[str]:
+    """Leaves out the packages that the machine has.
+
+    Args:
+        packages: Names and versions.
+        installed: Normalised names.
+
+    Returns:
+        ``name==version`` of the others.
+
+    Example:
+        >>> choose([("jax", "0.12.0"), ("Grain", "0.2.18")], {"jax"})
+        ['Grain==0.2.18']
+    """
+    return [
+        f"{name}=={version}"
+        for name, version in packages
+        if normalise(name) not in installed
+    ]
+
+
+def _machine(python: str) -> list[str]:
+    platforms = [f"--platform={platform}" for platform in _PLATFORMS]
+    return [
+        *platforms,
+        f"--python-version={python}",
+        "--implementation=cp",
+        "--only-binary=:all:",
+    ]
+
+
+def _pip(*arguments: str) -> subprocess.CompletedProcess[str]:
+    quiet = ["--quiet", "--disable-pip-version-check"]
+    return subprocess.run(
+        [sys.executable, "-m", "pip", *arguments, *quiet],
+        capture_output=True,
+        text=True,
+    )
+
+
+@command.entry_point
+def main(argv: Sequence[str] | None = None) -> None:
+    """Fetches the wheels.
+
+    Args:
+        argv: Command-line arguments, by default the process's.
+    """
+    parser = command.Parser("python -m tools.offline", __doc__)
+    add = parser.add_argument
+    add("--python", required=True, help="the machine's version, such as 3.12")
+    add("--installed", default="", help="a file: what pip lists on the machine")
+    add("--extras", default="train", help="extras of relattn, separated by commas")
+    add("--also", default="", help="other packages, separated by commas")
+    add("--output", required=True, help="output folder")
+    given = parser.parse_args(argv)
+    if not re.fullmatch(r"3\.\d+", given.python):
+        raise ValueError(f"--python={given.python}: give a version such as 3.12")
+    folder = usable_folder(given.output, "--output")
+    installed = {"relattn"}
+    if given.installed:
+        installed |= names_in(Path(given.installed).read_text("utf-8"))
+    requirements = [f"relattn[{given.extras}] @ {ROOT.as_uri()}"]
+    requirements += [name for name in given.also.split(",") if name]
+    print("pip chooses and downloads the packages, which takes minutes")
+    packages = choose(resolve(requirements, given.python, folder), installed)
+    if packages:
+        fetch(packages, given.python, folder)
+    size = sum(path.stat().st_size for path in folder.glob("*.whl"))
+    print(f"{len(packages)} packages, {size / 1e6:,.0f} MB, in {folder}")
+
+
+if __name__ == "__main__":
+    main()

@@ -23,12 +23,15 @@ class Keys(NamedTuple):
     Attributes:
         read: Keys that the conversion honours, or compares with the tensors.
         fixed: The values of keys that relattn's models have; of a list, each element.
+        flags: Keys of ``read`` that are true or false. None, a text or another number
+            is neither: libraries and their versions differ in what they take it for.
         harmless: Keys that do not change the logits: training, generation, labels,
             preprocessing, names and versions.
     """
 
     read: frozenset[str]
     fixed: Mapping[str, tuple]
+    flags: frozenset[str] = frozenset()
     harmless: frozenset[str] = frozenset()
 
 
@@ -85,6 +88,7 @@ HF_VIT = Keys(
         "architectures": ("ViTForImageClassification", "ViTModel"),
         "hidden_act": ("gelu", "gelu_python"),
     },
+    flags=_names("qkv_bias"),
     # The pooler is no part of ViTForImageClassification; encoder_stride is the masked
     # image model's.
     harmless=_names(
@@ -116,6 +120,9 @@ HF_GPT2 = Keys(
         ),
         "n_special": (0,),
     },
+    flags=_names(
+        "tie_word_embeddings scale_attn_weights scale_attn_by_inverse_layer_idx"
+    ),
     # reorder_and_upcast_attn is about the precision of training.
     harmless=_names(
         _HF_COMMON,
@@ -174,6 +181,7 @@ TIMM = Keys(
         "norm_layer": ("layernorm",),
         "act_layer": ("gelu",),
     },
+    flags=_names("class_token no_embed_class qkv_bias"),
     harmless=_names(
         # The arguments of VisionTransformer.
         """
@@ -271,6 +279,12 @@ def read_settings(settings: Settings, keys: Keys) -> dict[str, Any]:
         ValueError: config.json has keys whose meaning is unknown: depth; remove those \
 that do not change the model
     """
+    for key in keys.flags & set(settings):
+        if settings[key] not in (True, False):
+            raise ValueError(
+                f"config.json has {key}={shorten(settings[key])}, which must be true "
+                "or false"
+            )
     settings = {key: value for key, value in settings.items() if value is not None}
     unknown = sorted(set(settings) - keys.read - set(keys.fixed) - keys.harmless)
     if unknown:

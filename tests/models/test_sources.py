@@ -343,6 +343,13 @@ GPT2 = {"n_head": HEADS}
         ("hf_gpt2", {}, {**GPT2, "tie_word_embeddings": False}, "missing lm_head"),
         ("hf_gpt2", {"head": True}, GPT2, "lm_head.weight is not wte.weight"),
         ("hf_gpt2", {}, {**GPT2, "rotary": True}, "unknown: rotary"),
+        # Not taken for True, False or the default.
+        ("timm", {}, {**TIMM, "class_token": "true"}, "class_token='true', which must"),
+        ("hf_vit", None, {**HF_VIT, "qkv_bias": None}, "qkv_bias=None, which must be"),
+        ("hf_gpt2", {}, {**GPT2, "scale_attn_weights": "false"}, "='false', which mus"),
+        ("hf_gpt2", {}, {**GPT2, "scale_attn_weights": None}, "=None, which must be t"),
+        ("hf_gpt2", {}, {**GPT2, "tie_word_embeddings": "false"}, "embeddings='false'"),
+        ("hf_gpt2", {}, {**GPT2, "scale_attn_by_inverse_layer_idx": 2}, "layer_idx=2,"),
     ],
 )
 def test_another_function_is_refused_by_its_name(source, tensors, settings, message):

@@ -268,7 +268,7 @@ def attention_fn(
         key: Array,
         value: Array,
         bias: Array | None = None,
-        mask: Array | None = None,
+        mask: ArrayLike | Sequence[Any] | None = None,
         broadcast_dropout: bool = True,
         dropout_rng: Array | None = None,
         dropout_rate: float = 0.0,
@@ -318,7 +318,7 @@ def attention_fn(
             value,
             to_scores(bias, "bias", scores),
             [
-                to_scores(None if mask is None else mask != 0, "mask", scores),
+                to_scores(_is_allowed(mask), "mask", scores),
                 *(_mask_of_keys(keys, scores) for keys in (keys_here, key_mask)),
             ],
             is_causal=is_causal or causal_here,
@@ -404,11 +404,17 @@ def _check_last_queries(n, m, told):
         )
 
 
+def _is_allowed(mask):
+    """Returns where a mask of Flax is other than zero; it may be a list, or None."""
+    # A list itself is unequal to 0.
+    return None if mask is None else jnp.asarray(mask) != 0
+
+
 def _mask_of_keys(key_mask, scores):
     """Returns the mask of keys that exist, with the axes of the scores."""
-    if key_mask is None:
+    x = _is_allowed(key_mask)
+    if x is None:
         return None
-    x = jnp.asarray(key_mask) != 0
     expected = (*scores[:-3], scores[-1])
     fits = x.ndim and x.ndim <= len(expected) and x.shape[-1] == expected[-1]
     if not fits:

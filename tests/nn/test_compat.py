@@ -404,6 +404,15 @@ def test_a_mask_of_unknown_values_is_refused():
         split_attention_mask(mask[0, 0])
 
 
+@pytest.mark.parametrize("name", ["softmax", "favor"])
+def test_a_mask_may_be_a_list(name):
+    (q, k, v), keys = inputs(), [1, 0, 1, 1, 0, 0, 1, 0, 0, 1, 1]
+    kept = np.flatnonzero(keys)
+    expected = attention_fn(name)(q, k[:, kept], v[:, kept])
+    out = attention_fn(name)(q, k, v, mask=[[[keys]]] * BATCH)
+    np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-6)
+
+
 def test_key_mask_of_another_length_raises():
     q, k, v = inputs()
     message = r"key_mask must broadcast to .* \(3, 11\), got shape \(3, 7\)"

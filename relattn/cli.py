@@ -86,7 +86,7 @@ def train(argv: Sequence[str] | None = None) -> None:
         help="seconds without a sign of life until a process counts as dead",
     )
     given = parser.parse_args(argv)
-    config = read_config(given.config, given.overrides)
+    config = read_config(given.config, given.overrides, given.workdir)
     command.keep_heap()
     processes = (given.coordinator, given.num_processes, given.process_id)
     if given.distributed or processes != ("", 0, -1):

@@ -340,13 +340,16 @@ def differences(
     return result
 
 
-def read_config(config: str, options: Sequence[str] = ()) -> ConfigDict:
+def read_config(
+    config: str, options: Sequence[str] = (), workdir: str | Path = ""
+) -> ConfigDict:
     """Calls ``get_config`` of a file and overrides keys of the result.
 
     Args:
         config: ``configs/NAME.py``, or ``NAME`` for a configuration of the package;
             perhaps with ``:`` and an argument.
         options: Overrides such as ``--config.key=value``.
+        workdir: The directory of the run, which may resume; "" for none.
 
     Returns:
         The configuration, locked. With ``--config.init_from``, its model is the one
@@ -387,7 +390,7 @@ def read_config(config: str, options: Sequence[str] = ()) -> ConfigDict:
         # The recipe's model is replaced. The module reads runs, hence configurations.
         from relattn.training.initialize import take_model
 
-        take_model(result, typed)
+        take_model(result, typed, workdir)
     return result.lock()
 
 

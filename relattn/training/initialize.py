@@ -15,9 +15,10 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from relattn import models
+from relattn.data.paths import expand
 from relattn.models import pretrained
 from relattn.spec import closest, shorten
-from relattn.training.checkpoint import CHECKPOINTS
+from relattn.training.checkpoint import CHECKPOINTS, read_latest
 from relattn.training.config import to_json
 from relattn.training.run import saved_config
 from relattn.training.saved_run import load_run, open_run
@@ -27,8 +28,13 @@ EMBEDDING = "params.embedding.kernel"
 POSITIONS = "params.position.learned.table"
 
 
-def take_model(config: ConfigDict, given: Collection[str]) -> None:
+def take_model(
+    config: ConfigDict, given: Collection[str], workdir: str | Path = ""
+) -> None:
     """Makes ``config.model`` the model of ``config.init_from``, with some changes.
+
+    A run that resumes needs ``config.init_from`` no longer: where it is gone, the model
+    is that of the run.
 
     The size of the images, or the length of the texts and their tokenizer, are those of
     the model too. Images remain those of the configuration if the model's are not
@@ -37,18 +43,28 @@ def take_model(config: ConfigDict, given: Collection[str]) -> None:
     Args:
         config: Changed in place.
         given: Dotted keys that keep their value, such as ``"model.attention"``.
+        workdir: The directory of the run that may resume; "" for none.
 
     Raises:
         ValueError: If the folder's files are damaged.
-        FileNotFoundError: If the folder holds neither a model nor a run.
+        FileNotFoundError: If the folder holds neither a model nor a run, and
+            ``workdir`` no run that started from it.
     """
-    source = read_source_config(config.init_from)
+    try:
+        source = read_source_config(config.init_from)
+    except FileNotFoundError:
+        source = _resumed_config(config.init_from, workdir)
+        if source is None:
+            raise
     changes = {
         key: config.model[key] for key in config.model if f"model.{key}" in given
     }
     values = {key: _pair(value) for key, value in source["model"].items()}
     sizes = {}
-    if "image_shape" in source:
+    if "init_from" in source:
+        keys = ("image_size", "context_length", "tokenizer")
+        sizes = {key: source["data"][key] for key in keys if key in source["data"]}
+    elif "image_shape" in source:
         height, width, _ = source["image_shape"]
         if height == width and config.data.get("source") != "text":
             sizes["image_size"] = height
@@ -61,6 +77,16 @@ def take_model(config: ConfigDict, given: Collection[str]) -> None:
         for key, value in sizes.items():
             if f"data.{key}" not in given:
                 config.data[key] = value
+
+
+def _resumed_config(init_from: str, workdir: str | Path) -> dict[str, Any] | None:
+    """Returns the configuration of a run that started from a folder, or None."""
+    if not str(workdir):
+        return None
+    latest = read_latest(expand(workdir, "--workdir") / CHECKPOINTS)
+    if latest is None or latest[1]["config"].get("init_from") != init_from:
+        return None
+    return latest[1]["config"]
 
 
 def initial_state(
@@ -172,7 +198,12 @@ def naming_source(config: ConfigDict, sizes: Mapping[str, Any]) -> Iterator[None
     except ValueError as error:
         if not config.init_from:
             raise
-        raise ValueError(f"{error} ({describe_model(config, sizes)})") from error
+        try:
+            described = describe_model(config, sizes)
+        except FileNotFoundError:
+            # A run that resumes needs config.init_from no longer.
+            raise error from None
+        raise ValueError(f"{error} ({described})") from error
 
 
 def _with_channels(tensors: dict[str, np.ndarray], old: int, new: int) -> dict:

@@ -99,7 +99,7 @@ def train_and_evaluate(
     check_source(data)
     if config.init_from and "name" not in config.model:
         config = config.copy_and_resolve_references()
-        take_model(config, flatten(config))
+        take_model(config, flatten(config), workdir)
     parallel = make_training_parallel(config, devices)
     workdir = workdir_lib.usable_workdir(workdir)
     # With several processes, JAX handles signals: they must agree on the last step.

@@ -1,5 +1,7 @@
 """Training from converted models and from runs: config.init_from."""
 
+import shutil
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -232,6 +234,37 @@ def test_train_makes_the_model_of_a_gpt(gpt, tmp_path):
     found = run.model.apply(jax.device_put(run.variables), tokens)
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
     assert read_config("translution_gpt", words[1:2]).data.context_length == 11
+
+
+def test_a_run_resumes_after_its_source_has_gone(gpt, tmp_path):
+    source, workdir = tmp_path / "source", tmp_path / "run"
+    shutil.copytree(gpt, source)
+    words = [
+        "--config=translution_gpt:smoke",
+        "--config.batch_size=8",
+        "--config.num_devices=1",
+        "--config.progress=False",
+        "--config.schedule.name=constant",
+        "--config.model.dropout=0.5",
+    ]
+    start = [*words, f"--config.init_from={source}"]
+    cli.train([*start, "--config.num_steps=1", f"--workdir={workdir}"])
+    source.rename(tmp_path / "gone")
+    cli.train([*start, "--config.num_steps=2", f"--workdir={workdir}"])
+    config = default_config()
+    config.init_from = str(source)
+    take_model(config, given=(), workdir=workdir)
+    assert model_options(config) == {**GPT, "dropout": 0.5}
+    # A run that was not interrupted.
+    words += [f"--config.init_from={gpt}", "--config.num_steps=2"]
+    cli.train([*words, f"--workdir={tmp_path / 'whole'}"])
+    runs = [training.load_run(path, "latest") for path in (workdir, tmp_path / "whole")]
+    assert [run.step for run in runs] == [2, 2]
+    jax.tree.map(np.testing.assert_array_equal, *(run.variables for run in runs))
+    # Another run does not have the model, nor does one that started elsewhere.
+    for other in (tmp_path / "new", tmp_path / "whole"):
+        with pytest.raises(FileNotFoundError, match="holds neither a converted model"):
+            take_model(config, given=(), workdir=other)
 
 
 @pytest.mark.parametrize("recipe", ["rpe_vit", "demo", "performer", "translution_vit"])

@@ -30,6 +30,7 @@ from relattn.kernels.linear import (
     key_features,
     query_features,
 )
+from relattn.kernels.platform import vary_alike
 from relattn.kernels.precision import wide_einsum, widen
 from relattn.offsets import Grid, Torus, check_grid, max_distance
 
@@ -142,7 +143,8 @@ def banded_attention(
     near, far = weights[..., :-1], weights[..., -1:]
     # sum_j far v_j, corrected by (near_d - far) times the ring sum of each distance d.
     sum_rings = _torus_ring_sum if isinstance(grid, Torus) else _ring_sum
-    correction = cast(Array, sum_rings(_to_grid(near - far, grid), image))
+    by_ring = vary_alike(_to_grid(near - far, grid), image)
+    correction = cast(Array, sum_rings(*by_ring))
     num_tokens = math.prod(grid)
     correction = correction.reshape(*v.shape[:-2], num_tokens, v.shape[-1])
     numerator = correction + far * total

@@ -33,7 +33,7 @@ from relattn.kernels.guards import (
     shifted_exp,
     split_ones,
 )
-from relattn.kernels.platform import choices
+from relattn.kernels.platform import choices, first_carry
 from relattn.kernels.precision import compute_dtype, wide_einsum, widen
 from relattn.kernels.segments import segment_starts
 
@@ -729,7 +729,7 @@ def scan_chunks(body: Callable, state: Any, chunks: Any) -> tuple[Any, Any]:
     """Scans over chunks; the backward pass computes all but `KEPT` arrays again."""
     policy = jax.checkpoint_policies.save_only_these_names(KEPT)
     body = jax.checkpoint(body, prevent_cse=False, policy=policy)
-    return jax.lax.scan(body, state, chunks)
+    return jax.lax.scan(body, first_carry(body, state, chunks), chunks)
 
 
 def split_chunks(tree: Any, chunk_size: int, multiple: int = 1) -> Any:

@@ -6,6 +6,8 @@ Every form computes the same function. The choice is made when a kernel is trace
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import jax
 
@@ -159,9 +161,60 @@ def is_one_program(x: jax.Array) -> bool:
     return not varying_axes(x)
 
 
-def varying_axes(x: jax.Array) -> tuple[str, ...]:
+def varying_axes(x: jax.Array | jax.ShapeDtypeStruct) -> tuple[str, ...]:
     """Returns the axes of `jax.shard_map` with ``check_vma`` along which x varies."""
-    aval = jax.typeof(x)
+    aval = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
     # The name depends on the version of JAX.
-    axes = aval.vma if hasattr(aval, "vma") else aval.manual_axis_type.varying
-    return tuple(sorted(axes))
+    if hasattr(aval, "vma"):
+        axes = aval.vma
+    else:
+        axes = aval.manual_axis_type and aval.manual_axis_type.varying
+    return tuple(sorted(axes or ()))
+
+
+def first_carry(body: Callable[..., Any], carry: Any, scanned: Any) -> Any:
+    """Returns a carry with which `jax.lax.scan` can begin in `jax.shard_map`.
+
+    With ``check_vma``, a carry must vary along the same axes before and after a step.
+    Constants, with which most loops begin, vary along none.
+
+    Args:
+        body: Maps a carry and a slice of ``scanned`` to a carry and an output.
+        carry: The first carry.
+        scanned: What the loop goes through.
+
+    Returns:
+        The carry, which varies along all axes along which a carry after a step does.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    names = [name for name, kind in kinds if kind == jax.sharding.AxisType.Manual]
+    # Without check_vma, also in jax.pmap, nothing varies.
+    if not any(varying_axes(jax.lax.axis_index(name)) for name in names):
+        return carry
+    first = jax.tree.map(lambda x: x[0], scanned)
+    after = jax.tree.leaves(jax.eval_shape(body, carry, first)[0])
+    axes = {axis for x in after for axis in varying_axes(x)}
+    return _vary_along(axes, carry)
+
+
+def vary_alike(*arrays: jax.Array | None) -> tuple[Any, ...]:
+    """Returns arrays that vary along the axes along which one of them varies.
+
+    For the arguments of a `jax.custom_vjp` in `jax.shard_map` with ``check_vma``, where
+    a gradient must vary like its argument: the gradient of an array that is the same on
+    all devices is summed outside of the function.
+
+    Args:
+        *arrays: The arguments.
+    """
+    axes = {axis for x in jax.tree.leaves(arrays) for axis in varying_axes(x)}
+    return _vary_along(axes, arrays)
+
+
+def _vary_along(axes: set[str], tree: Any) -> Any:
+    def cast(x: jax.Array) -> jax.Array:
+        missing = tuple(sorted(axes.difference(varying_axes(x))))
+        return jax.lax.pcast(x, missing, to="varying") if missing else x
+
+    return jax.tree.map(cast, tree)

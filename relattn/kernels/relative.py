@@ -500,8 +500,7 @@ def _skew_axes(x, axes, *, periodic=False):
 
 def _from_pairs(to_pairs, weights, rows):
     """Sums weights by table row, the adjoint of ``to_pairs``: [*batch, n, rows]."""
-    shape = (*weights.shape[:-1], rows)
-    (per_row,) = jax.linear_transpose(
-        to_pairs, jax.ShapeDtypeStruct(shape, weights.dtype)
-    )(weights)
+    # Has the axes of shard_map along which the weights vary, too.
+    like = jax.eval_shape(lambda x: _repeat(x[..., :1], rows), weights)
+    (per_row,) = jax.linear_transpose(to_pairs, like)(weights)
     return per_row

@@ -157,9 +157,12 @@ def local_attention(
     q, k, v = broadcast_leading(finite_masked(q, key_mask), k, v)
     k, v, key_mask = zero_masked(k, v, key_mask)
     exists = jnp.ones(k.shape[:-1], bool) if key_mask is None else key_mask
-    prefix = softmax_attention(
-        q[..., :num_prefix, :], k, v, key_mask=exists, precision=precision
-    )
+    prefix = []
+    if num_prefix:
+        prefix_q = q[..., :num_prefix, :]
+        prefix = [
+            softmax_attention(prefix_q, k, v, key_mask=exists, precision=precision)
+        ]
     # Blocks of `size` tokens reach their window within the neighbouring blocks.
     reach = window // 2
     size = max(1, reach if is_symbolic_dim(n) else min(reach, length))
@@ -192,7 +195,7 @@ def local_attention(
         split(q), neighbours(k), neighbours(v), mask=allowed, precision=precision
     )
     out = out.reshape(*out.shape[:-3], blocks * size, out.shape[-1])
-    return jnp.concatenate([prefix, out[..., :length, :]], axis=-2)
+    return jnp.concatenate([*prefix, out[..., :length, :]], axis=-2)
 
 
 @check_arguments

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from relattn.kernels.checks import check_static
-from relattn.kernels.platform import choices
+from relattn.kernels.platform import choices, first_carry, vary_alike
 from relattn.kernels.precision import (
     compute_dtype,
     current_precision,
@@ -48,7 +48,7 @@ class _OffsetIndex:
         scan = self._scan(shape, precision)
         q, k = (x.reshape(*x.shape[:2], math.prod(x.shape[2:])) for x in (q, k))
         if not choices().translution_by_rows:
-            return _scores(scan, q, k, t_q, t_k)
+            return _scores(scan, *vary_alike(q, k, t_q, t_k))
         prefix = self.num_prefix
         inner = self._row_loop(scan).scores(q[:, prefix:], k[:, prefix:], t_q, t_k)
         rows = _prefix_rows(scan, t_q), _prefix_rows(scan, t_k)
@@ -59,7 +59,7 @@ class _OffsetIndex:
         shape = t_v.shape[-2:]
         scan, prefix = self._scan(shape, precision), self.num_prefix
         if not choices().translution_by_rows:
-            out = cast(Array, _values(scan, weights, v, t_v))
+            out = cast(Array, _values(scan, *vary_alike(weights, v, t_v)))
         else:
             inner = weights[:, :, prefix:, prefix:]
             out = self._row_loop(scan).values(inner, v[:, prefix:], t_v)
@@ -505,6 +505,7 @@ class OffsetScan(NamedTuple):
                 return step(carry, *offset[:2], shape, offset[2])
 
             scanned = (bucket.rows, bucket.corners, slots_of_bucket)
+            carry = first_carry(body, carry, scanned)
             carry, result = jax.lax.scan(body, carry, scanned)
             results.append(result)
         return carry, results

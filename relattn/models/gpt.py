@@ -112,7 +112,8 @@ class GPT(nn.Module):
             segment_ids: For packed sequences: tokens attend only to tokens of the same
                 run of equal ids, shape ``[batch, n]``. An id that comes back after
                 another one starts a new sequence. Absolute positions count on over
-                segments.
+                segments; so do rotary ones in linear attention, whose random features
+                depend on them.
             deterministic: Whether dropout is off.
             index: In decoding, the position of the last token. ``tokens`` is that token
                 alone, which attends to the mutable collection ``cache``; or it is the

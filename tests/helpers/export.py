@@ -1,5 +1,7 @@
 """Exports functions with symbolic sizes."""
 
+import contextlib
+
 import jax
 import jaxtyping
 
@@ -8,12 +10,19 @@ from tests.helpers.quick import quick_jit
 PLATFORMS = ("cpu", "cuda", "tpu")
 
 
-def export(function, *args):
-    """Exports a function for all platforms; annotations say int for symbolic sizes."""
+@contextlib.contextmanager
+def unchecked_annotations():
+    """Lets sizes be symbolic where annotations say int."""
     before = jaxtyping.config.jaxtyping_disable
     jaxtyping.config.update("jaxtyping_disable", True)
     try:
-        make = jax.export.export(quick_jit(function), platforms=PLATFORMS)
-        return make(*args)
+        yield
     finally:
         jaxtyping.config.update("jaxtyping_disable", before)
+
+
+def export(function, *args):
+    """Exports a function for all platforms."""
+    with unchecked_annotations():
+        make = jax.export.export(quick_jit(function), platforms=PLATFORMS)
+        return make(*args)

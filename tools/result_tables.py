@@ -177,6 +177,26 @@ def exact_shift() -> str:
     return markdown(["model", "1,000, unshifted", *titles], rows)
 
 
+def choosing_shift() -> str:
+    """Returns the accuracies of four ways to encode positions, under shifts."""
+    titles = {
+        "learnable_sincos": "absolute positions (`learnable_sincos`)",
+        "constrained_sincos": "strategy 1 of Horn et al. (`constrained_sincos`)",
+        "sincos_bias": "the same score as a bias (`sincos_bias`)",
+        "exact": "a torus with a polyphase anchor",
+    }
+    found = {
+        (row["run"].split("-")[0], row["source"]): 100 * float(row["accuracy_mean"])
+        for row in _read_csv("exact_shift_shift.csv")
+        if row["source"] == "random" or row["shift_x_px"] == row["shift_y_px"] == "0"
+    }
+    rows = [
+        [title, *(f"{found[name, source]:.0f}" for source in ("measured", "random"))]
+        for name, title in titles.items()
+    ]
+    return markdown(["positions", "unshifted", "shifted"], rows)
+
+
 def demo() -> str:
     """Returns the table of the demo."""
     results = json.loads((RESULTS / "demo.json").read_text("utf-8"))
@@ -403,6 +423,16 @@ def finetune() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "demo": demo,
     "exact_shift": exact_shift,
+    "choosing_shift": choosing_shift,
+    "choosing_speed": lambda: speed(
+        "speed_cpu.jsonl",
+        {
+            "`softmax`": ["softmax"],
+            "`favor`": ["linear"],
+            "`favor`, causal": ["causal_linear"],
+        },
+        _lengths(batch=2),
+    ),
     "finetune": finetune,
     "rpe_vit": lambda: study(
         "rpe_vit_mnist.json",

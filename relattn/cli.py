@@ -8,10 +8,12 @@ is ``python train.py`` with a configuration of the package. `COMMANDS` lists the
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import relattn
 from relattn import command
 from relattn.spec import closest
 
@@ -19,25 +21,33 @@ from relattn.spec import closest
 COMMANDS = {
     "train": ("relattn.cli", "train"),
     "eval-shift": ("relattn.cli", "eval_shift"),
+    "predict": ("relattn.evaluation.predict", "main"),
     "report": ("relattn.evaluation.report", "main"),
     "sample": ("relattn.evaluation.sample", "main"),
     "perplexity": ("relattn.evaluation.perplexity", "main"),
     "convert": ("relattn.convert", "main"),
     "prepare": ("relattn.data.prepare", "main"),
     "prepare-text": ("relattn.data.prepare_text", "main"),
+    "config": ("relattn.cli", "show_config"),
 }
 
 
 @command.entry_point
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs a command, ``relattn NAME --option=value ...``.
+    """Runs a command, ``relattn NAME --option=value ...``; or prints the version.
 
     Args:
         argv: Command-line arguments, by default the process's.
     """
     name, *options = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     if name in ("-h", "--help"):
-        print(f"usage: relattn {'|'.join(COMMANDS)} [--help] [--option=value ...]")
+        print(
+            f"usage: relattn {'|'.join(COMMANDS)} [--help] [--option=value ...]\n"
+            "       relattn --version"
+        )
+        sys.exit(0)
+    if name == "--version":
+        print(f"relattn {relattn.__version__}")
         sys.exit(0)
     if name not in COMMANDS:
         raise ValueError(f"unknown command {name!r}: {closest(name, COMMANDS)}")
@@ -92,6 +102,41 @@ def train(argv: Sequence[str] | None = None) -> None:
     if given.distributed or processes != ("", 0, -1):
         initialize(*processes, heartbeat_seconds=given.heartbeat_seconds)
     training.train_and_evaluate(config, given.workdir)
+
+
+@command.entry_point
+def show_config(argv: Sequence[str] | None = None) -> None:
+    """Prints a configuration, every key with its value, or lists the configurations.
+
+    Args:
+        argv: Command-line arguments, by default the process's.
+    """
+    from relattn.training import config as config_lib
+
+    parser = command.Parser(
+        "python -m relattn.cli config", show_config.__doc__, overrides=True
+    )
+    add = parser.add_argument
+    add(
+        "--config",
+        help="the configuration, as for training; without it, those of the package are "
+        "listed",
+    )
+    add("--json", action="store_true", help="print JSON")
+    given = parser.parse_args(argv)
+    if given.config is None:
+        if given.overrides or given.json:
+            raise ValueError("--config is missing: name the configuration to print")
+        for name, title in config_lib.package_titles().items():
+            print(f"{name}: {title}")
+        return
+    config = config_lib.read_config(given.config, given.overrides)
+    config_lib.check_config(config)
+    if given.json:
+        print(json.dumps(config_lib.to_json(config), indent=2))
+        return
+    for key, value in config_lib.flatten(config).items():
+        print(f"config.{key} = {value!r}")
 
 
 @command.entry_point

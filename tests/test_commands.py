@@ -1,7 +1,10 @@
 """Options, error messages and exit codes of all programs."""
 
+import ast
 import importlib
+import importlib.metadata
 import io
+import json
 import os
 import platform
 import re
@@ -16,6 +19,7 @@ import pytest
 from relattn import cli, command, training
 from relattn.evaluation import perplexity
 from relattn.nn import ATTENTIONS
+from relattn.training.config import flatten, read_config, to_json
 
 ROOT = Path(__file__).parents[1]
 # Required arguments of each program.
@@ -41,6 +45,7 @@ PROGRAMS = {
     "studies.__main__": ["--preset=translution_text", "--output=x"],
     "relattn.evaluation.translation": [],
     "relattn.evaluation.sample": ["--workdir=x"],
+    "relattn.evaluation.predict": ["--workdir=x", "--input=x"],
     "relattn.evaluation.perplexity": ["--workdir=x", "--input=x"],
     "relattn.evaluation.report": ["--workdir=x"],
     "train": ["--config=configs/demo.py", "--workdir=x"],
@@ -95,6 +100,44 @@ def test_unknown_commands_are_rejected(refused):
     assert "unknown command 'tran': did you mean 'train'" in refused(
         "relattn.cli", ["tran", "--config=demo"]
     )
+
+
+def test_version_is_printed(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--version"])
+    version = importlib.metadata.version("relattn")
+    assert capsys.readouterr().out == f"relattn {version}\n"
+
+
+@pytest.fixture
+def printed(capsys, monkeypatch):
+    """Returns a function that returns what ``relattn config`` prints."""
+    monkeypatch.setattr(sys, "argv", ["pytest"])
+
+    def printed(*options):
+        cli.main(["config", *options])
+        return capsys.readouterr().out
+
+    return printed
+
+
+def test_config_prints_every_key_as_training_reads_it(printed):
+    options = [
+        "--config=demo:banded",
+        "--config.seed=3",
+        "--config.model.qkv_bias=True",
+    ]
+    config = read_config(options[0].removeprefix("--config="), options[1:])
+    lines = printed(*options).splitlines()
+    values = dict(line.removeprefix("config.").split(" = ", 1) for line in lines)
+    assert {key: ast.literal_eval(v) for key, v in values.items()} == flatten(config)
+    assert values["seed"] == "3" and values["model.qkv_bias"] == "True"
+    assert json.loads(printed(*options, "--json")) == to_json(config)
+
+
+def test_config_lists_the_configurations(printed):
+    names = [line.split(": ")[0] for line in printed().splitlines()]
+    assert names == sorted(path.stem for path in (ROOT / "configs").glob("*.py"))
 
 
 @pytest.mark.parametrize("own", [None, "", "mine"])
@@ -226,6 +269,33 @@ DEMO = "--config=configs/demo.py"
             "--seed: invalid int value",
         ),
         ("relattn.evaluation.sample", ["--workdir={}/no"], "no complete checkpoint in"),
+        (
+            "relattn.evaluation.predict",
+            ["--workdir={}", "--input={}"],
+            "holds no images (.jpg, ",
+        ),
+        (
+            "relattn.evaluation.predict",
+            ["--workdir={}", "--input={}/a"],
+            "a is missing",
+        ),
+        (
+            "relattn.evaluation.predict",
+            ["--workdir={}", "--input="],
+            "--input is empty",
+        ),
+        (
+            "relattn.evaluation.predict",
+            ["--workdir={}", "--input={}/file", "--output={}"],
+            "is a folder: name a file in it",
+        ),
+        ("relattn.cli", ["config", "--config.seed=3"], "--config is missing: name the"),
+        ("relattn.cli", ["config", "--config=demo:bandd"], "did you mean 'banded'"),
+        (
+            "relattn.cli",
+            ["config", "--config=demo", "--config.batch_size=0"],
+            "config.batch_size must be at least 1, got 0",
+        ),
         (
             "relattn.convert",
             ["--source=timm", "--checkpoint={}/a.safetensors", "--output="],

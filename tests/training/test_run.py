@@ -1,4 +1,6 @@
+import csv
 import dataclasses
+import io
 import json
 
 import jax
@@ -8,6 +10,7 @@ from PIL import Image
 
 from relattn import training
 from relattn.command import is_user_error
+from relattn.evaluation import predict as predict_lib
 from relattn.training.checkpoint import read_meta
 from relattn.training.metrics import read_rows
 from relattn.training.workdir import write_text
@@ -86,6 +89,39 @@ def test_predict_scales_images_of_another_size(workdir):
     plain, inside, outside = run.predict(wide).probabilities
     np.testing.assert_array_equal(outside, plain)
     assert not np.allclose(inside, plain)
+
+
+def test_command_writes_a_row_for_each_file(workdir, tmp_path, capsys):
+    images = make_data().test.images[:5, ..., 0]
+    names = ["a/2.png", "a/1.PNG", "a/b/3.png", "a/.hidden.png", "z,.png"]
+    for name, image in zip(names, images, strict=True):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        Image.fromarray(image).save(path)
+    (tmp_path / "a" / "notes.txt").touch()
+    folder, file = tmp_path / "a", tmp_path / "z,.png"
+    arguments = [f"--workdir={workdir}", f"--input={file}", "--input", str(folder)]
+    output = tmp_path / "new" / "found.csv"
+    predict_lib.main([*arguments, "--probabilities", f"--output={output}"])
+    expected = training.load_run(workdir).predict(images[[4, 1, 0, 2]])
+    with output.open(newline="") as opened:
+        header, *rows = csv.reader(opened)
+    assert header[:4] == ["file", "class", "label", "probability"]
+    assert header[4:] == [
+        f"probability of {name}" for name in ("left", "middle", "right")
+    ]
+    files = [str(tmp_path / names[i]) for i in (4, 1, 0, 2)]
+    labels = [str(label) for label in expected.labels]
+    assert [row[:3] for row in rows] == list(
+        map(list, zip(files, expected.classes, labels, strict=True))
+    )
+    values = np.array([row[3:] for row in rows], np.float32)
+    np.testing.assert_allclose(values[:, 1:], expected.probabilities, atol=1e-6)
+    np.testing.assert_array_equal(values[:, 0], values[:, 1:].max(axis=1))
+    predict_lib.main(arguments)
+    assert list(csv.reader(io.StringIO(capsys.readouterr().out))) == [
+        row[:4] for row in (header, *rows)
+    ]
 
 
 @pytest.mark.parametrize(

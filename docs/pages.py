@@ -1,7 +1,8 @@
 """Writes the pages of the site that come from other files or from the code.
 
-These are README, CHANGELOG and CONTRIBUTING, the notebooks, the API reference, and a
-page for each attention and position encoding.
+These are README, CHANGELOG and CONTRIBUTING, the notebooks, the references of the API,
+of configuration keys and of commands, and a page for each attention and position
+encoding.
 """
 
 import importlib
@@ -11,6 +12,8 @@ import re
 import shutil
 import types
 from pathlib import Path
+
+import reference
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
@@ -74,6 +77,8 @@ def write_pages(app):
         shutil.copy2(notebook, DOCS / "notebooks")
     for namespace, about in NAMESPACES.items():
         _write(DOCS / "api" / f"{namespace}.md", _api_page(namespace, about))
+    _write(DOCS / "reference" / "configuration.md", reference.configuration())
+    _write(DOCS / "reference" / "commands.md", reference.commands())
     _write_mechanisms()
 
 

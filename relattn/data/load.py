@@ -88,9 +88,17 @@ def load_data(config: ConfigDict) -> DataSource:
     Args:
         config: Options of the data. ``source`` is "embedded", "tfds" or "folder", with
             the options of `load_images`, or "text", with those of `load_text`. Images
-            also have ``mix``, a spec of `relattn.data.augment.make_mix`. Photographs
-            that are read during training (``name="imagenet2012"`` from "tfds", and
-            folders of images that differ in size or take more than 1 GiB) also have
+            also have
+
+            - ``image_size``: height and width of the model's inputs;
+            - ``standardize``: whether to subtract the mean of each channel and divide
+              by its standard deviation, those of the training images;
+            - ``mix``: mixing of training images and labels, a spec of
+              `relattn.data.augment.make_mix`, or "none", the default.
+
+            Photographs that are read during training (``name="imagenet2012"`` from
+            "tfds", and folders of images that differ in size or take more than 1 GiB)
+            also have
 
             - ``image_size``: side of the random crop in training and of the central
               crop in evaluation, by default 224;
@@ -132,10 +140,12 @@ def load_images(config: ConfigDict) -> ImageData:
             - ``data_dir``: folder of the prepared sets ("" for TFDS's default), or the
               image folder;
             - ``manual_dir``: folder of archives for preparation without download;
-            - ``num_validation``, ``split_seed``: number of training images held out
-              for validation, by default 0, and the seed that selects them;
-            - ``placement``, ``canvas``: "static", "dynamic" or "dynamic_once" puts the
-              images on a larger canvas, see `place_on_canvas`; "" does not;
+            - ``num_validation``: number of training images held out for validation, by
+              default 0;
+            - ``split_seed``: seed that selects them;
+            - ``placement``: "static", "dynamic" or "dynamic_once" puts the images on a
+              larger canvas, see `place_on_canvas`; "" does not;
+            - ``canvas``: height and width of that canvas, in pixels;
             - ``augment``: augmentation of training images, "rotate(degrees=10)",
               "flip_crop(padding=4)" or "none";
             - ``background``: colour behind transparent pixels of a folder's images, by

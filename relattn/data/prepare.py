@@ -114,9 +114,10 @@ def check_archives(name: str, urls: Iterable[str], manual_dir: str) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Prepares the set that the arguments name."""
     parser = command.Parser("python -m relattn.data.prepare", __doc__)
-    parser.add_argument("--name", choices=list(SETS), required=True)
-    parser.add_argument("--data_dir", default="")
-    parser.add_argument("--manual_dir", default="")
+    add = parser.add_argument
+    add("--name", choices=list(SETS), required=True, help="name of the set")
+    add("--data_dir", default="", help="folder to write to; by default that of TFDS")
+    add("--manual_dir", default="", help="folder of archives that are not downloaded")
     options = parser.parse_args(argv)
     try:
         folder = prepare(options.name, options.data_dir, options.manual_dir)

@@ -323,15 +323,29 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = command.Parser("python -m relattn.data.prepare_text", __doc__)
     source = parser.add_mutually_exclusive_group(required=True)
     files = {"nargs": "+", "action": "extend", "type": pathlib.Path, "metavar": "FILE"}
-    source.add_argument("--input", **files)
+    source.add_argument("--input", **files, help="UTF-8 text files; repeatable")
     source.add_argument(
-        "--openwebtext", nargs="?", const=OPENWEBTEXT, metavar="NAME_OR_DIR"
+        "--openwebtext",
+        nargs="?",
+        const=OPENWEBTEXT,
+        metavar="NAME_OR_DIR",
+        help="OpenWebText, by its name on the Hugging Face hub or from a folder",
     )
-    parser.add_argument("--output", type=pathlib.Path, required=True)
-    parser.add_argument("--test", **files, default=[])
-    parser.add_argument("--tokenizer", choices=list(TOKENIZERS), default="gpt2")
-    parser.add_argument("--bpe_dir", default="")
-    parser.add_argument("--val_fraction", type=float)
+    add = parser.add_argument
+    add("--output", type=pathlib.Path, required=True, help="folder to write to")
+    add("--test", **files, default=[], help="text files for testing; repeatable")
+    add(
+        "--tokenizer",
+        choices=list(TOKENIZERS),
+        default="gpt2",
+        help="what makes tokens of the text",
+    )
+    add("--bpe_dir", default="", help="folder of GPT-2's vocabulary")
+    add(
+        "--val_fraction",
+        type=float,
+        help="share of the text that is held out for validation",
+    )
     options = parser.parse_args(argv)
     if options.test and not options.input:
         raise ValueError("--test needs plain files as the training text: give --input")

@@ -23,17 +23,38 @@ def main(argv: Sequence[str] | None = None) -> None:
         argv: Command-line arguments, by default the process's.
     """
     parser = command.Parser("python -m relattn.evaluation.sample", __doc__)
-    parser.add_argument("--workdir", required=True, help="the run directory")
-    parser.add_argument("--prompt", default="\n", help="text to continue")
-    parser.add_argument("--num_samples", type=int, default=1, help="number of texts")
-    parser.add_argument("--num_tokens", type=int, default=0, help="0 fills the context")
-    parser.add_argument("--temperature", type=float, default=1.0, help="0: greedy")
-    parser.add_argument("--top_k", type=int, default=0, help="0: all tokens")
-    parser.add_argument("--top_p", type=float, default=1.0, help="1: all tokens")
-    parser.add_argument("--stop", default="", help="text of one token that ends")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the draws")
-    parser.add_argument("--checkpoint", default="best", help="best or latest")
-    parser.add_argument("--bpe_dir", default="", help="folder of GPT-2's vocabulary")
+    add = parser.add_argument
+    add("--workdir", required=True, help="the run directory")
+    add("--prompt", default="\n", help="text to continue")
+    add("--num_samples", type=int, default=1, help="number of texts")
+    add(
+        "--num_tokens",
+        type=int,
+        default=0,
+        help="number of tokens to draw; 0 fills the context",
+    )
+    add(
+        "--temperature",
+        type=float,
+        default=1.0,
+        help="divisor of the logits; 0 takes the most likely token",
+    )
+    add(
+        "--top_k",
+        type=int,
+        default=0,
+        help="number of most likely tokens to draw from; 0 for all",
+    )
+    add(
+        "--top_p",
+        type=float,
+        default=1.0,
+        help="draw from the most likely tokens that have this share; 1 for all",
+    )
+    add("--stop", default="", help="text of one token that ends a sample")
+    add("--seed", type=int, default=0, help="seed of the draws")
+    add("--checkpoint", default="best", help="best or latest")
+    add("--bpe_dir", default="", help="folder of GPT-2's vocabulary")
     given = parser.parse_args(argv)
     if not 1 <= given.num_samples <= MAX_SAMPLES:
         raise ValueError(

@@ -101,6 +101,48 @@ _NEEDS = {
 def default_config() -> ConfigDict:
     """Returns every key of training with its default value.
 
+    - ``seed``: seed of the parameters, random features, dropout and order of the data;
+    - ``num_seeds``: number of seeds that are trained together, from ``seed`` on;
+    - ``init_from``: folder of a run or of a saved model whose parameters and model to
+      start from; "" for random parameters;
+    - ``init_skip``: names of parameters, separated by commas, that are not taken from
+      ``init_from``;
+    - ``batch_size``: number of examples in an update, over all devices and hosts;
+    - ``accumulate_steps``: number of equal parts of a batch that are computed one after
+      the other, in the memory of one;
+    - ``eval_batch_size``: number of examples in a batch of evaluation;
+    - ``num_epochs``: length of the run in epochs;
+    - ``num_steps``: length of the run in updates, which counts unless it is 0;
+    - ``optimizer.name``: ``"adam"``, ``"adamw"`` or ``"sgd"``;
+    - ``optimizer.learning_rate``: the largest learning rate of the run;
+    - ``optimizer.b1``, ``optimizer.b2``: decay rates of the moments of Adam and AdamW;
+    - ``optimizer.weight_decay``: weight decay of AdamW;
+    - ``optimizer.clip_norm``: largest global norm of a gradient, to which longer ones
+      are scaled; 0 for no limit;
+    - ``schedule.name``: ``"constant"``, ``"cosine"`` (to zero at the end of the run) or
+      ``"exponential"``;
+    - ``schedule.warmup_steps``: number of updates in which the learning rate grows
+      linearly; 0 for none;
+    - ``schedule.decay_rate``: factor of the learning rate for each epoch, with
+      ``"exponential"``;
+    - ``redraw_every``: number of updates after which random features are drawn again; 0
+      for never;
+    - ``max_skipped_updates``: number of updates in a run that may be skipped because
+      their loss or gradient is not finite; one more stops training;
+    - ``early_stopping_epochs``: number of epochs without gain in validation accuracy,
+      or for text in validation loss, that end the run; 0 for never;
+    - ``eval_every_epochs``: number of epochs between evaluations;
+    - ``eval_every_steps``: number of updates between evaluations, which counts unless
+      it is 0;
+    - ``checkpoint_every_steps``: number of updates between further checkpoints; 0 for
+      those of the evaluations alone;
+    - ``log_every_steps``: number of updates between rows of the metrics;
+    - ``parallel``: ``"pmap"``, a copy of the parameters on every device, or ``"mesh"``,
+      which can split them;
+    - ``model_axis``: number of devices over which ``"mesh"`` splits the parameters;
+    - ``num_devices``: number of devices; 0 for the most that fit the batch;
+    - ``progress``: whether to print progress.
+
     Returns:
         An unlocked configuration; ``model`` and ``data`` are empty, to be filled in.
 

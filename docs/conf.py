@@ -29,6 +29,11 @@ html_css_files = ["site.css"]
 html_context = {"default_mode": "auto"}
 html_theme_options = {
     "repository_url": pages.URL,
+    # The sidebar has the search.
+    "navbar_start": [],
+    "navbar_center": [],
+    "navbar_end": [],
+    "navbar_persistent": [],
     "show_navbar_depth": 1,
     "use_download_button": False,
     "use_repository_button": True,

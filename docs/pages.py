@@ -18,6 +18,7 @@ import reference
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
 URL = "https://github.com/relattn/relattn"
+SITE = "https://relattn.github.io/relattn/"
 
 # Files of the root that are pages.
 COPIES = {
@@ -110,6 +111,10 @@ def _rewrite_links(text, folder, page_folder):
 
     def rewrite(match):
         start, target, end = match.groups()
+        # Pages that are only written here have a full address elsewhere.
+        if target.startswith(SITE) and target.endswith(".html"):
+            page = DOCS / f"{target[len(SITE) : -len('.html')]}.md"
+            return f"{start}{os.path.relpath(page, page_folder)}{end}"
         if re.match(r"[a-z]+:", target):
             return match[0]
         path = (folder / target).resolve()

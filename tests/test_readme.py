@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+import flax.linen as nn
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -105,7 +107,7 @@ def test_every_page_with_python_is_run_by_a_test():
     """docs/positions.md is run by tests/evaluation/test_compare.py."""
     pages = {path.name for path in tables.DOCUMENTS if "```python" in path.read_text()}
     run = {"data.md", "drop_in.md", "nnx.md", "positions.md", "pretrained.md"}
-    assert pages == {"README.md", "using.md", *run}
+    assert pages == {"README.md", "index.md", "using.md", *run}
 
 
 def test_first_example_has_the_stated_error():
@@ -119,6 +121,21 @@ def test_first_example_has_the_stated_error():
     error_of_mean = jnp.linalg.norm(v.mean(-2, keepdims=True) - exact)
     norm = jnp.linalg.norm(exact)
     assert jnp.linalg.norm(estimate - exact) > max(norm, error_of_mean)
+
+
+def test_quick_starts_run():
+    scope = run_examples(read("docs/index.md"))
+    assert scope["out"].shape == (8, 1024, 32)
+    assert scope["y"].shape == scope["x"].shape
+    plain = scope["layer"].clone(attention_fn=nn.dot_product_attention)
+    shapes = jax.eval_shape(plain.init, jax.random.key(3), scope["x"])
+    assert jax.tree.map(jnp.shape, scope["variables"]) == jax.tree.map(
+        jnp.shape, shapes
+    )
+    logits, _ = jax.eval_shape(
+        scope["model"].init_with_output, jax.random.key(4), jnp.zeros((2, 28, 28, 1))
+    )
+    assert logits.shape == (2, 10)
 
 
 def test_own_data_are_selected_by_name():

@@ -41,6 +41,13 @@ def test_no_link_or_picture_is_missing(site):
 
 
 @pytest.mark.slow
+def test_pages_have_one_search_box(site):
+    for name in OPENED:
+        text = (site / f"{name}.html").read_text("utf-8")
+        assert text.count("search-button-field") == 1
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(not browser.CHROMIUM, reason="needs chromium")
 @pytest.mark.parametrize("width", [browser.DESKTOP, browser.PHONE])
 @pytest.mark.parametrize("name", OPENED)

@@ -215,6 +215,8 @@ def _mechanism_page(kind, name, module):
         f"# {name}",
         f"```{{eval-rst}}\n.. autoclass:: {module.__module__}.{module.__name__}\n"
         "   :no-index:\n```",
+        "## Formula",
+        _formula(name),
         "## Weights",
         f"![Attention weights of the centre token, two heads]({name}.png)",
         "",
@@ -241,6 +243,12 @@ def _mechanism_page(kind, name, module):
         "\n".join([errors, rule, *rows]),
     ]
     return "\n\n".join(lines) + "\n"
+
+
+def _formula(name):
+    """Returns the section of a mechanism in docs/formulas.md, without its title."""
+    text = (DOCS / "formulas.md").read_text("utf-8")
+    return re.split(r"^#+ ", text.split(f"\n### {name}\n")[1], flags=re.M)[0].strip()
 
 
 def _draw_weights(kind, name, path):

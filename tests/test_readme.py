@@ -61,6 +61,8 @@ def test_options_are_described():
     ):
         described = read(f"docs/{page}.md").split("<!-- table")[0]
         assert {name for name in names if f"`{name}`" not in described} == set()
+    titles = re.findall(r"^### (\w+)$", read("docs/formulas.md"), re.M)
+    assert titles == [*tables.ATTENTIONS, *tables.POSITIONS]
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)

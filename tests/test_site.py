@@ -33,11 +33,24 @@ def site(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def pages(site):
+    found = [path for path in site.rglob("*.html") if "_static" not in path.parts]
+    assert len(found) > 40
+    return found
+
+
 @pytest.mark.slow
-def test_no_link_or_picture_is_missing(site):
-    pages = [path for path in site.rglob("*.html") if "_static" not in path.parts]
-    assert len(pages) > 40
+def test_no_link_or_picture_is_missing(pages):
     assert browser.dead_links(pages) == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not browser.CHROMIUM, reason="needs chromium")
+def test_no_page_scrolls_sideways_on_a_phone(pages):
+    widths = browser.widths(pages, browser.PHONE)
+    wide = {page.name: width for page, width in widths.items() if width > browser.PHONE}
+    assert wide == {}
 
 
 @pytest.mark.slow

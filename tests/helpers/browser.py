@@ -1,6 +1,7 @@
 """Checks of HTML pages: links and pictures that are missing, errors in Chromium."""
 
 import html.parser
+import json
 import re
 import shutil
 import subprocess
@@ -17,6 +18,26 @@ FRAME = """<iframe src="{page}" style="width: {width}px; height: 1600px; border:
 const frame = document.querySelector("iframe");
 frame.onload = () => setTimeout(() => document.documentElement.replaceWith(
   frame.contentDocument.documentElement.cloneNode(true)), 3000);
+</script>"""
+
+
+# Measures pages in one frame each.
+WIDTHS = """<pre></pre><script>
+(async () => {
+  const found = [];
+  for (const page of PAGES) {
+    const frame = document.createElement("iframe");
+    frame.style = "width: WIDTHpx; height: 800px; border: 0";
+    frame.src = page;
+    const loaded = new Promise(resolve => frame.onload = resolve);
+    document.body.append(frame);
+    await loaded;
+    await new Promise(resolve => setTimeout(resolve, 300));
+    found.push(frame.contentDocument.documentElement.scrollWidth);
+    frame.remove();
+  }
+  document.querySelector("pre").textContent = JSON.stringify(found);
+})();
 </script>"""
 
 
@@ -53,20 +74,39 @@ def dead_links(pages):
 
 def open_page(path, width):
     """Opens a page in Chromium; its output is the page after its scripts have run."""
-    command = [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu"]
-    command += ["--window-size=1600,1600", "--allow-file-access-from-files"]
-    command += ["--enable-logging=stderr", "--log-level=0"]
-    command += ["--virtual-time-budget=5000", "--dump-dom"]
     with tempfile.TemporaryDirectory() as folder:
         frame = Path(folder) / "frame.html"
         frame.write_text(FRAME.format(page=path.resolve().as_uri(), width=width))
-        return subprocess.run(
-            [*command, frame.as_uri()],
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=True,
-        )
+        return run_chromium(frame, milliseconds=5000)
+
+
+def run_chromium(path, milliseconds):
+    """Opens a page, without a frame, for some time of its scripts."""
+    command = [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu"]
+    command += ["--window-size=1600,1600", "--allow-file-access-from-files"]
+    command += ["--enable-logging=stderr", "--log-level=0"]
+    command += [f"--virtual-time-budget={milliseconds}", "--dump-dom"]
+    return subprocess.run(
+        [*command, path.as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=True,
+    )
+
+
+def widths(pages, width):
+    """Opens pages one after another in Chromium; returns the widths of their contents.
+
+    A page whose contents are wider than ``width`` scrolls sideways.
+    """
+    addresses = json.dumps([page.resolve().as_uri() for page in pages])
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "widths.html"
+        path.write_text(WIDTHS.replace("PAGES", addresses).replace("WIDTH", str(width)))
+        found = run_chromium(path, milliseconds=2000 * len(pages)).stdout
+    (found,) = re.findall(r"<pre>(\[.*?\])</pre>", found)
+    return dict(zip(pages, json.loads(found), strict=True))
 
 
 def console_errors(path, width):

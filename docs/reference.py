@@ -153,7 +153,8 @@ def _mechanism(name, module):
 
 def _item(key, text, default=_NO_DEFAULT):
     shown = "" if default is _NO_DEFAULT else f" Default: `{default!r}`."
-    return f"- `{key}`: {text[0].upper()}{_markdown(text[1:])}.{shown}"
+    text = _markdown(text)
+    return f"- `{key}`: {text[0].upper()}{text[1:]}.{shown}"
 
 
 def _items(items):

@@ -199,8 +199,8 @@ def _read_torch(path):
             )
         if tensor.is_floating_point():
             # NumPy has no bfloat16 or float8.
-            exact = torch.float64 if tensor.dtype == torch.float64 else torch.float32
-            tensor = tensor.to(exact)
+            wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
+            tensor = tensor.to(wide)
         tensors[name] = tensor.detach().numpy()
     return tensors
 

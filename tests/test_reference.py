@@ -48,6 +48,7 @@ def test_every_configuration_key_is_described(reference):
 def test_defaults_are_those_of_the_code(reference):
     page = reference.configuration()
     assert "\n- `config.optimizer.b2`: Decay rates" in page
+    assert '\n- `config.parallel`: `"pmap"`, a copy' in page and "``" not in page
     for key, value in flatten(default_config()).items():
         (line,) = re.findall(rf"^- `config\.{re.escape(key)}`: .*", page, re.M)
         assert line.endswith(f" Default: `{value!r}`.")

@@ -227,7 +227,7 @@ def translution_blocks(state, x, heads: int, num_layers: int, index, reversed_in
 
 
 def write_translution(folder: pathlib.Path, low: int = 0) -> None:
-    """Writes the ViT of Translution, exact or LoR, with the authors' names."""
+    """Writes the ViT of Translution, full or LoR, with the authors' names."""
     import torch
     import torch.nn.functional as F
     from safetensors.torch import save_file

@@ -479,9 +479,9 @@ def agrees(params: int, printed: str) -> bool:
         False
     """
     number = decimal.Decimal(printed.removesuffix("M"))
-    exact = decimal.Decimal(params) / 10**6
+    millions = decimal.Decimal(params) / 10**6
     modes = (decimal.ROUND_HALF_UP, decimal.ROUND_DOWN)
-    return any(exact.quantize(number, mode) == number for mode in modes)
+    return any(millions.quantize(number, mode) == number for mode in modes)
 
 
 @command.entry_point

@@ -1,4 +1,4 @@
-"""Softmax attention: exact, with time quadratic in the length.
+"""Softmax attention, with time quadratic in the length.
 
 Long sequences are computed by flash attention (`relattn.kernels.flash`) or in blocks of
 queries, in memory linear in the length.

@@ -105,7 +105,7 @@ def _patch(width: int, settings: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def translution(tensors: Tensors, settings: Mapping[str, Any]) -> Converted:
-    """Converts the ViT and the GPT of Translution's authors, exact or LoR."""
+    """Converts the ViT and the GPT of Translution's authors, full or LoR."""
     settings = source_configs.read_settings(settings, source_configs.TRANSLUTION)
     text = "wte.weight" in tensors
     dim = tensors["translution.norm.weight"].shape[0]

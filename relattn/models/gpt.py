@@ -50,7 +50,7 @@ class GPT(nn.Module):
         head_norm: Whether a second LayerNorm follows the final LayerNorm.
         tie_head: Whether the head's matrix is the transposed embedding.
         norm_eps: The LayerNorms' constant added to the variance.
-        approximate_gelu: Whether GELU is its tanh approximation instead of exact.
+        approximate_gelu: Whether GELU is its approximation by tanh.
         dtype: Compute dtype; parameters are float32.
         precision: Precision of matrix products: ``"default"``, ``"high"`` or
             ``"highest"``, as in `jax.default_matmul_precision`; ``""`` for JAX's

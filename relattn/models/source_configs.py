@@ -141,7 +141,7 @@ _GPT2_ALIASES = {
     "num_attention_heads": "n_head",
     "num_hidden_layers": "n_layer",
 }
-# The activations of transformers that are GELU by its tanh approximation, or exact.
+# The activations of transformers that are GELU by its tanh approximation, or by erf.
 _GELU = {
     "gelu_new": [
         "gelu_new",

@@ -289,7 +289,7 @@ class ViT(nn.Module):
         embedding_norms: Whether LayerNorms surround the embedding's linear layer.
         final_norm: Whether a LayerNorm precedes the head.
         norm_eps: The LayerNorms' constant added to the variance.
-        head: ``"linear"``, or ``"mlp"``: a hidden layer of ``mlp_dim`` and exact GELU
+        head: ``"linear"``, or ``"mlp"``: a hidden layer of ``mlp_dim`` and GELU
             before it.
         scan_layers: Whether equal layers are compiled once, by `jax.lax.scan`; their
             parameters are then stacked.

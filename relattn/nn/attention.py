@@ -375,7 +375,7 @@ def _check_index(index, n, grid):
 
 
 class SoftmaxAttention(MultiHeadAttention):
-    """Computes exact attention, softmax(q.k / sqrt(head_dim)) v.
+    """Computes softmax attention, softmax(q.k / sqrt(head_dim)) v.
 
     Example:
         >>> x = jnp.ones((1, 7, 8))

@@ -191,7 +191,7 @@ class FeedForward(nn.Module):
         mlp_dim: Width of the hidden layer.
         dropout: Dropout rate after the activation.
         dtype: Compute dtype.
-        approximate_gelu: Whether GELU is its tanh approximation instead of exact.
+        approximate_gelu: Whether GELU is its approximation by tanh.
     """
 
     dim: int
@@ -222,7 +222,7 @@ class TransformerBlock(nn.Module):
         dropout: Dropout rate of the feed-forward network.
         dtype: Compute dtype.
         norm_eps: The LayerNorms' constant added to the variance.
-        approximate_gelu: Whether GELU is its tanh approximation instead of exact.
+        approximate_gelu: Whether GELU is its approximation by tanh.
     """
 
     attention: Callable[..., nn.Module]

@@ -150,8 +150,8 @@ def call_kernel(
         arguments["bias"] = jnp.broadcast_to(bias, (*bias.shape[:-2], n, m))
     # The last token alone sees all keys.
     in_order = is_causal and first != m - 1
-    exact = kernel.func is kernels.softmax_attention
-    if in_order and exact and (n != m or return_residual or "mask" in arguments):
+    is_softmax = kernel.func is kernels.softmax_attention
+    if in_order and is_softmax and (n != m or return_residual or "mask" in arguments):
         past = jnp.expand_dims(past_keys(first, n, m), range(len(batch) + 1))
         arguments["mask"] = past & arguments.get("mask", True)
         in_order = False

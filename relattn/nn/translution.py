@@ -1,6 +1,6 @@
 """Translution and LoR-Translution: attention whose projections depend on the offset.
 
-`OffsetAttention` has the tables of both; `TranslutionAttention` is the exact form,
+`OffsetAttention` has the tables of both; `TranslutionAttention` is the full form,
 `LorTranslutionAttention` adds a low-rank form to softmax attention.
 """
 

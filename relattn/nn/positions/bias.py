@@ -78,7 +78,7 @@ class T5Bias(Position):
 
 
 class SincosBias(Position):
-    """Adds the score of strategy 1 as an exact bias, without random features.
+    """Adds the score of strategy 1 as a bias, without random features.
 
     b(d) = sum over axes and scales of (a cos w_s d + b sin w_s d) / sqrt(D), where D is
     the width of a head with the sinusoids that `ConstrainedSincos` concatenates. This

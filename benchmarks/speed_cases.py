@@ -207,14 +207,14 @@ def gather_band(q, v, table, feature_map, *, grid, num_prefix):
     return ((numerator + far * total) / denominator).astype(v.dtype)
 
 
-def _as_on(platform, case):
-    """Returns the case in the form that kernels have on a platform."""
+def _as_on(platform, case, **changes):
+    """Returns the case in the form of a platform, with changes of its choices."""
 
     def make(sizes):
         function, inputs = case.make(sizes)
 
         def attend(*inputs):
-            with use_platform(platform):
+            with use_platform(platform, **changes):
                 return function(*inputs)
 
         return attend, inputs
@@ -500,4 +500,8 @@ CASES |= {
         "translution",
         "lor_translution",
     )
+}
+CASES |= {
+    f"{name}_pallas": _as_on("gpu", CASES[name], fused_linear=True)
+    for name in ("linear", "causal_linear")
 }

@@ -17,7 +17,7 @@ from relattn.kernels.precision import widen
 _SMALLEST_SHARE = 1e-4
 
 # A denominator below this has no weights: they underflowed, or there are no keys.
-_NO_WEIGHT = 1e-36
+NO_WEIGHT = 1e-36
 
 # Powers of two, so that scaling is exact, and that float32 holds with their inverses.
 _LARGEST_POWER = 120
@@ -82,7 +82,7 @@ def divide_sums(
         denominator = jnp.where(jnp.abs(normalizer) < smallest, guard, normalizer)
     elif noise is not None:
         denominator = jnp.where(normalizer < noise, noise, normalizer)
-    denominator = jnp.where(jnp.abs(denominator) < _NO_WEIGHT, 1.0, denominator)
+    denominator = jnp.where(jnp.abs(denominator) < NO_WEIGHT, 1.0, denominator)
     out = _divide(numerator, denominator)
     return out.astype(dtype), normalizer
 

@@ -132,8 +132,9 @@ def linear_attention(
         key_mask: True for keys that exist, shape ``[*batch, m]``. A query without keys
             gives zeros.
         chunk_size: Number of tokens whose features are computed at a time; None for the
-            choice of `relattn.kernels.platform`, or all tokens where their number is
-            symbolic. With more than one chunk, the backward pass computes them again.
+            choice of `relattn.kernels.platform`, which may be a kernel, or all tokens
+            where their number is symbolic. With more than one chunk, the backward pass
+            computes them again.
         precision: Passed to einsum.
         return_normalizer: Whether to also return the denominators.
 
@@ -172,14 +173,10 @@ def linear_attention(
         keys, values, mask = chunk
         return _sum_keys(key_features(feature_map, keys), values, mask, einsum)
 
-    def attend(queries, state):
-        features = query_features(feature_map, queries)
-        return _attend_sums(features, state, einsum, v.dtype)
-
-    # S and z, chunk by chunk.
-    if is_one_chunk(k):
-        state = sum_chunk((k, v, key_mask))
-    else:
+    def sum_keys(k, v, key_mask):
+        # S and z, chunk by chunk.
+        if is_one_chunk(k):
+            return sum_chunk((k, v, key_mask))
         if key_mask is None:
             key_mask = jnp.ones(k.shape[:-1], bool)
         chunks = split_chunks((k, v, key_mask[..., None]), chunk_size)
@@ -189,18 +186,33 @@ def linear_attention(
         def add_chunk(state, chunk):
             return _merge(state, sum_chunk(chunk)), None
 
-        state, _ = scan_chunks(add_chunk, empty, chunks)
+        return scan_chunks(add_chunk, empty, chunks)[0]
 
-    # phi(q_i)^T S / phi(q_i)^T z, chunk by chunk.
-    if is_one_chunk(q):
-        out, normalizer = attend(q, state)
-    else:
+    def in_chunks(q, k, v, key_mask):
+        state = sum_keys(k, v, key_mask)
 
-        def attend_chunk(_, queries):
-            return None, attend(queries, state)
+        def attend(queries):
+            features = query_features(feature_map, queries)
+            return _attend_sums(features, state, einsum, v.dtype)
 
-        _, chunks = scan_chunks(attend_chunk, None, split_chunks(q, chunk_size))
-        out, normalizer = join_chunks(chunks, q.shape[-2])
+        # phi(q_i)^T S / phi(q_i)^T z, chunk by chunk.
+        if is_one_chunk(q):
+            return attend(q)
+        _, chunks = scan_chunks(
+            lambda _, queries: (None, attend(queries)),
+            None,
+            split_chunks(q, chunk_size),
+        )
+        return join_chunks(chunks, q.shape[-2])
+
+    branches = {}
+    if takes_all and not return_normalizer:
+        branches = _fused_branches(q, k, v, feature_map, precision, causal=False)
+    if branches:
+        return jax.lax.platform_dependent(
+            q, k, v, key_mask, **branches, default=lambda *x: in_chunks(*x)[0]
+        )
+    out, normalizer = in_chunks(q, k, v, key_mask)
     return (out, normalizer[..., 0]) if return_normalizer else out
 
 
@@ -289,8 +301,8 @@ def causal_linear_attention(
             if there are none.
         return_state: Whether to also return the state after these tokens.
         chunk_size: Number of tokens in a chunk; None for the choice of
-            `relattn.kernels.platform`. On TPUs, more tokens than that are taken by a
-            kernel where one exists, in chunks of its own.
+            `relattn.kernels.platform`. More tokens than that are taken by a kernel
+            where one exists, in chunks of its own.
         precision: Passed to einsum.
 
     Returns:
@@ -341,21 +353,55 @@ def causal_linear_attention(
         out, state = scale_backward(attend, v, q, k, key_mask, starts, state)
         return out.astype(v.dtype), state
 
-    plain = all(x is None for x in (key_mask, starts, state)) and not return_state
-    if choices().causal_in_vmem and plain and not at_most(q.shape[-2], chunk_size):
-        from relattn.kernels import pallas_linear
-
-        if pallas_linear.fits_vmem(q, k, v, feature_map, precision):
-            in_vmem = functools.partial(
-                pallas_linear.attend_in_vmem,
-                feature_map=feature_map,
-                precision=precision,
-            )
-            return jax.lax.platform_dependent(
-                q, k, v, tpu=in_vmem, default=lambda *tokens: in_chunks(*tokens)[0]
-            )
+    branches = {}
+    plain = starts is None and state is None and not return_state
+    if plain and not at_most(q.shape[-2], chunk_size):
+        branches = _fused_branches(q, k, v, feature_map, precision, causal=True)
+        if key_mask is None:
+            branches |= _vmem_branches(q, k, v, feature_map, precision)
+    if branches:
+        return jax.lax.platform_dependent(
+            q, k, v, key_mask, **branches, default=lambda *x: in_chunks(*x)[0]
+        )
     out, state = in_chunks(q, k, v, key_mask, starts, state, return_state)
     return out if state is None else (out, state)
+
+
+def _fused_branches(q, k, v, feature_map, precision, *, causal):
+    """Finds kernels for GPUs: branches of `jax.lax.platform_dependent`, or none."""
+    if not choices().fused_linear:
+        return {}
+    from relattn.kernels import pallas_gpu
+
+    if not pallas_gpu.is_available():
+        return {}
+    from relattn.kernels.pallas_gpu import linear as fused
+
+    if not fused.fits_gpu(q, k, v, feature_map, precision):
+        return {}
+    attend = functools.partial(
+        fused.attend_on_gpu,
+        feature_map=feature_map,
+        causal=causal,
+        precision=precision,
+    )
+    return {"cuda": attend}
+
+
+def _vmem_branches(q, k, v, feature_map, precision):
+    """Finds kernels for TPUs that take no mask, as `_fused_branches`."""
+    if not choices().causal_in_vmem:
+        return {}
+    from relattn.kernels import pallas_linear
+
+    if not pallas_linear.fits_vmem(q, k, v, feature_map, precision):
+        return {}
+
+    def attend(q, k, v, key_mask):
+        del key_mask
+        return pallas_linear.attend_in_vmem(q, k, v, feature_map, precision=precision)
+
+    return {"tpu": attend}
 
 
 def underflowed(keys: Features) -> Bool[Array, "*batch n"]:

@@ -1,0 +1,282 @@
+"""Tests linear attention by GPU kernels, in Pallas' interpreter.
+
+A slow test compiles them for an H100. They ran on no device yet.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from relattn.kernels import draw_orthogonal, pallas_gpu
+from relattn.kernels.feature_maps import positive_features
+from relattn.kernels.linear import causal_linear_attention, linear_attention
+from relattn.kernels.pallas_gpu import linear as fused
+from relattn.kernels.platform import use_platform
+from tests import reference
+from tests.helpers import compare
+from tests.helpers.quick import quick_jit
+
+HEADS, N, M, HEAD_DIM, VALUE_DIM = 2, 19, 37, 5, 3
+PROJECTION = draw_orthogonal(jax.random.key(1), 13, HEAD_DIM)
+feature_map = functools.partial(positive_features, projection=PROJECTION)
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """Runs kernels on the CPU, in small chunks, segments and blocks of features."""
+    sizes = {"_TILE": 4, "_CHUNK": 8, "_SEGMENT": 16, "_STEP": 4}
+    for name, size in sizes.items():
+        monkeypatch.setattr(fused, name, size)
+    # CPUs have no TF32.
+    exact = dict.fromkeys(fused._ALGORITHMS, jax.lax.Precision.HIGHEST)
+    monkeypatch.setattr(fused, "_ALGORITHMS", exact)
+    call = functools.partial(pl.pallas_call, interpret=True)
+    monkeypatch.setattr(fused.pl, "pallas_call", call)
+
+
+@pytest.fixture
+def one_device(monkeypatch):
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+
+
+def draw_inputs(*batch, n=N, m=N, dtype=jnp.float32):
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = ((n, HEAD_DIM), (m, HEAD_DIM), (m, VALUE_DIM))
+    return [
+        0.5 * jax.random.normal(key, (*batch, *shape), dtype)
+        for key, shape in zip(keys, shapes, strict=True)
+    ]
+
+
+def attend(q, k, v, key_mask=None, w=PROJECTION, *, causal, **options):
+    phi = functools.partial(positive_features, projection=w)
+    return fused.attend_on_gpu(
+        q, k, v, key_mask, feature_map=phi, causal=causal, **options
+    )
+
+
+def naive(q, k, v, w, allowed):
+    phi = functools.partial(reference.positive_features, projection=w)
+    return reference.linear_attention(q, k, v, phi, allowed)
+
+
+def expect_reference(causal, key_mask, inputs, **options):
+    """Compares values and gradients, those of a projection for each head too."""
+    n, m = (x.shape[1] for x in inputs[:2])
+    allowed = np.tril(np.ones((n, m), bool)) if causal else np.ones((n, m), bool)
+
+    def ours(q, k, v, w):
+        return attend(q, k, v, key_mask, w, causal=causal, precision="default")
+
+    projections = jnp.stack([PROJECTION, PROJECTION[::-1]])
+    compare.expect_equal(
+        jax.vmap(ours),
+        naive,
+        [*inputs, projections],
+        allowed=allowed if key_mask is None else allowed & key_mask,
+        **options,
+    )
+
+
+@pytest.mark.parametrize(
+    ("causal", "m", "masked"), [(True, N, False), (True, N, True), (False, M, True)]
+)
+def test_equals_the_reference(interpreted, causal, m, masked):
+    key_mask = jnp.arange(m) % 3 != 1 if masked else None
+    expect_reference(causal, key_mask, draw_inputs(HEADS, m=m), tolerance=2e-6)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_bfloat16_equals_the_reference_to_its_rounding(interpreted, causal):
+    inputs = draw_inputs(HEADS, dtype=jnp.bfloat16)
+    eps = float(jnp.finfo(jnp.bfloat16).eps)
+    # Half of it for features of queries and of keys, sums of pairs, and the result.
+    expect_reference(causal, None, inputs, tolerance=2 * eps)
+
+
+def test_float16_is_computed_in_float32(interpreted):
+    inputs = draw_inputs(HEADS, dtype=jnp.float16)
+    eps = float(jnp.finfo(jnp.float16).eps)
+    expect_reference(True, None, inputs, tolerance=eps)
+
+
+def value_and_gradients(function, *inputs):
+    out, pullback = jax.vjp(function, *inputs)
+    cotangent = jnp.cos(jnp.arange(out.size)).reshape(out.shape)
+    return out, *pullback(cotangent.astype(out.dtype))
+
+
+def test_earlier_outputs_and_gradients_do_not_depend_on_later_tokens(interpreted):
+    # In the middle of a chunk.
+    cut = 11
+
+    @quick_jit
+    def earlier(*inputs):
+        out, pullback = jax.vjp(functools.partial(attend, causal=True), *inputs)
+        gradients = pullback(jnp.ones_like(out).at[:, cut:].set(0.0))
+        return [x[:, :cut] for x in (out, *gradients)]
+
+    inputs = draw_inputs(HEADS)
+    changed = [x.at[:, cut:].multiply(-3.0) for x in inputs]
+    for ours, theirs in zip(earlier(*changed), earlier(*inputs), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_long_tokens_and_queries_without_keys_are_finite(interpreted, causal):
+    inputs, exists = draw_inputs(HEADS), np.ones(N, bool)
+
+    @quick_jit
+    def run(key_mask, *inputs):
+        def masked(*inputs):
+            return attend(*inputs, key_mask, causal=causal)
+
+        return value_and_gradients(masked, *inputs)
+
+    for scale in (20, 1e6):
+        for x in run(exists, *(scale * x for x in inputs)):
+            assert np.isfinite(x).all()
+    # Causal queries before the first key have none, others where there is no key.
+    first = 7 if causal else N
+    out, *gradients = run(np.arange(N) >= first, *inputs)
+    np.testing.assert_array_equal(out[:, :first], 0.0)
+    for x in gradients:
+        assert np.isfinite(x).all()
+
+
+def test_a_key_that_barely_has_weight_has_the_right_gradient(interpreted):
+    def only_key(q, k, v):
+        return attend(q, k, v, w=jnp.zeros((1, 1)), causal=True)
+
+    inputs = jnp.array([[0.0]]), jnp.array([[12.82]]), jnp.array([[1000.0]])
+    results = quick_jit(functools.partial(value_and_gradients, only_key))(*inputs)
+    # The only key has weight one: out = v.
+    for found, expected in zip(results, [1000.0, 0.0, 0.0, 1.0], strict=True):
+        np.testing.assert_allclose(found, [[expected]], rtol=1e-6)
+
+
+LONG = draw_inputs(HEADS, n=131, m=131)
+
+
+def uses_a_kernel(inputs, phi=feature_map, attention=linear_attention, **options):
+    run = functools.partial(attention, feature_map=phi, **options)
+    with use_platform("gpu", fused_linear=True):
+        return "pallas_call" in str(jax.make_jaxpr(run)(*inputs))
+
+
+@pytest.mark.parametrize("attention", [linear_attention, causal_linear_attention])
+def test_a_gpu_uses_kernels_where_they_are_chosen(one_device, attention):
+    key_mask = np.arange(131) < 5
+    for options in ({}, {"key_mask": key_mask}, {"precision": "high"}):
+        assert uses_a_kernel(LONG, attention=attention, **options)
+    run = functools.partial(attention, feature_map=feature_map)
+    with use_platform("gpu"):
+        assert "pallas_call" not in str(jax.make_jaxpr(run)(*LONG))
+
+
+CAUSAL = {"attention": causal_linear_attention}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"return_normalizer": True},
+        {"chunk_size": 64},
+        {"precision": "BF16_BF16_F32"},
+        {"phi": functools.partial(feature_map, eps=0.1)},
+        {"phi": lambda x: feature_map(x)},
+        {"phi": (feature_map, feature_map)},
+        {"phi": compare.feature_map("relu", PROJECTION)},
+        {"phi": compare.feature_map("positive", jnp.ones((513, HEAD_DIM)))},
+        CAUSAL | {"segment_ids": jnp.arange(131)},
+        CAUSAL | {"return_state": True},
+        CAUSAL | {"chunk_size": 131},
+    ],
+)
+def test_what_a_kernel_cannot_compute_uses_none(one_device, options):
+    assert not uses_a_kernel(LONG, **options)
+
+
+def test_wide_heads_and_double_precision_use_no_kernel(one_device):
+    wide = jnp.ones((3, 129))
+    assert not uses_a_kernel([wide] * 3, compare.feature_map("positive", wide))
+    with jax.enable_x64(True):
+        assert not uses_a_kernel([jnp.asarray(x, jnp.float64) for x in LONG])
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="needs simulated devices")
+def test_several_devices_use_no_kernel():
+    assert jax.device_count() > 1
+    assert not uses_a_kernel(LONG)
+
+
+def test_a_cpu_computes_the_same_where_kernels_are_chosen(one_device):
+    for attention in (linear_attention, causal_linear_attention):
+        plain = attention(*LONG, feature_map)
+        with use_platform("gpu", fused_linear=True):
+            chosen = jax.jit(functools.partial(attention, feature_map=feature_map))
+            np.testing.assert_allclose(chosen(*LONG), plain, atol=1e-6)
+
+
+def test_an_unknown_choice_is_refused():
+    with pytest.raises(ValueError, match="unknown choice 'fused': choose one of block"):
+        use_platform("gpu", fused=True)
+
+
+def test_versions_of_jax_that_have_the_backend():
+    """JAX announces its end: then kernels go, and XLA's form remains."""
+    there = {"0.10": True, "0.11": True, "0.12": True}
+    version = ".".join(jax.__version__.split(".")[:2])
+    assert pallas_gpu.is_available() == there[version]
+
+
+def test_without_the_backend_xla_computes(one_device, monkeypatch):
+    monkeypatch.setattr(pallas_gpu, "is_available", lambda: False)
+    assert not uses_a_kernel(LONG)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(
+    ("head_dim", "num_features", "dtype", "precision"),
+    [
+        (16, 44, "float32", None),
+        (64, 256, "float32", "high"),
+        (64, 266, "float32", "highest"),
+        (64, 256, "bfloat16", None),
+        (128, 512, "bfloat16", None),
+        (128, 512, "float32", None),
+    ],
+)
+def test_compiles_for_a_gpu(
+    one_device, causal, head_dim, num_features, dtype, precision
+):
+    pytest.importorskip("jax_cuda13_plugin")
+    from benchmarks import compiled
+
+    target = compiled.TARGETS["h100"]
+    device = compiled.describe_device(target)
+    sharding = NamedSharding(Mesh([device], "d"), PartitionSpec())
+    shape = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
+    tokens = shape((2, 8, 1000, head_dim), dtype)
+    w = shape((num_features, head_dim), "float32")
+
+    def gradients(q, k, v, w, g):
+        def run(q, k, v, w):
+            phi = functools.partial(positive_features, projection=w)
+            kernel = causal_linear_attention if causal else linear_attention
+            return kernel(q, k, v, phi, precision=precision)
+
+        return jax.vjp(run, q, k, v, w)[1](g)
+
+    mesh = jax.sharding.use_abstract_mesh(sharding.mesh.abstract_mesh)
+    with mesh, use_platform("gpu", fused_linear=True):
+        lowered = jax.jit(gradients).lower(*[tokens] * 3, w, tokens)
+        text = lowered.compile(dict(target.options)).as_text()
+    assert text.count('custom_call_target="__gpu$xla.gpu.triton"') == 7

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from relattn import command
+from relattn.training.overrides import typed_keys
 from relattn.training.workdir import usable_folder
 from studies.launcher import Training, train
 
@@ -45,7 +46,7 @@ def run_finetune(
         output: The output folder.
         epochs: Number of epochs of the first model; the others have one.
         jobs: Number of parallel processes.
-        overrides: More options of ``train.py``.
+        overrides: Other options of ``train.py``, also instead of the study's.
 
     Returns:
         The table in Markdown.
@@ -60,7 +61,11 @@ def run_finetune(
         "--config.data.name=fashion_mnist",
         f"--config.data.data_dir={data_dir}",
     ]
-    options += ["--config.data.augment=none", *overrides]
+    options.append("--config.data.augment=none")
+    # The user's options take the place of those of the study.
+    given = typed_keys(overrides)
+    options = [option for option in options if not typed_keys([option]) & given]
+    options += overrides
 
     def training(label: str, num_epochs: int, *changes: str) -> Training:
         changes = (f"--config.num_epochs={num_epochs}", *changes)

@@ -7,7 +7,6 @@ probabilities and attention weights of every image at every shift.
 from __future__ import annotations
 
 import base64
-import html
 import json
 import math
 from collections.abc import Iterator, Sequence
@@ -16,7 +15,7 @@ from typing import Any, cast
 
 import jax
 import numpy as np
-from jaxtyping import Float, Int, Num
+from jaxtyping import Bool, Float, Int, Num
 from tqdm import tqdm
 
 from relattn import models
@@ -45,6 +44,7 @@ def write_page(
     path: str | Path,
     *,
     names: Sequence[str] = (),
+    descriptions: Sequence[str] = (),
     max_shift: int = 8,
     boundary: str = "circular",
     checkpoint: str = "best",
@@ -57,12 +57,15 @@ def write_page(
 ) -> None:
     """Writes the page of some runs on the same images, at most 5 MB.
 
-    Attention maps for which there is no room are left out; the page says so.
+    Attention maps for which there is no room are left out; the page says so. It opens
+    on the image that all runs get right unmoved, if there is one, and on whose moves
+    they differ most.
 
     Args:
         workdirs: Folders of the runs.
         path: The file.
         names: Names of the runs; by default those of their folders.
+        descriptions: A sentence on each run; by default none.
         max_shift: The shifts are ``-max_shift..max_shift`` along x and y, in pixels.
         boundary: ``"zeros"`` or ``"circular"``, see
             `relattn.evaluation.shift.shifted_predictions`. With zeros, images are used
@@ -78,46 +81,58 @@ def write_page(
         progress: Whether to show a progress bar on a terminal.
 
     Raises:
-        ValueError: If there is no run, the runs differ in their data or are not of
-            images in memory, no image allows every shift, or the page is too large.
+        ValueError: If there is no run, there are names or descriptions for another
+            number of runs, the runs differ in their data or are not of images in
+            memory, no image allows every shift, or the page is too large.
         CheckpointError: If a folder has no run with a checkpoint, or the data have
             other classes than a run predicts.
     """
     if not workdirs:
         raise ValueError("no run: name at least one folder by --workdir")
+    for key, texts in (("names", names), ("descriptions", descriptions)):
+        if texts and len(texts) != len(workdirs):
+            raise ValueError(
+                f"got {len(texts)} {key} for {len(workdirs)} runs: give one for each"
+            )
     runs = [
         load_run(workdir, checkpoint, image_size=image_size) for workdir in workdirs
     ]
     names = names or [run.workdir.name for run in runs]
+    descriptions = descriptions or [""] * len(runs)
     images, labels = _choose_images(
         runs, max_shift, boundary, num_images, data_dir, data
     )
     shifts = shifts_along("xy", max_shift)
     with_maps = _has_room_for_maps(runs, images[:num_shown], len(shifts))
-    found = []
+    found, correct = [], []
     with tqdm(
         total=len(runs) * len(images) * len(shifts),
         desc="Page",
         unit=" images",
         disable=None if progress else True,
     ) as bar:
-        for name, run in zip(names, runs, strict=True):
+        for run in runs:
             num_maps = num_shown if with_maps else 0
             steps = _predict(run, images, shifts, boundary, num_maps)
-            found.append(_model(name, run, steps, labels, num_shown, bar))
+            model, right = _model(run, steps, labels, num_shown, bar)
+            found.append(model)
+            correct.append(right[:num_shown])
+    for model, name, description in zip(found, names, descriptions, strict=True):
+        model |= {"name": name, "description": description}
     shown = {
         "classes": require_kind(runs[0], "images").class_names,
         "maxShift": max_shift,
         "boundary": boundary,
+        "dataset": runs[0].data.name,
         "numImages": len(images),
+        "first": _first_shown(np.stack(correct), shifts.index((0, 0))),
         "mapsLeftOut": not with_maps,
         "shape": images.shape[1:],
         "images": _encode(np.round(255 * images[:num_shown])),
         "labels": labels[:num_shown].tolist(),
         "models": found,
     }
-    title = f"Shifts of {runs[0].data.name}"
-    text = TEMPLATE.read_text("utf-8").replace("__TITLE__", html.escape(title))
+    text = TEMPLATE.read_text("utf-8")
     # No tag ends within the data.
     write_text(
         Path(path), text.replace("__DATA__", json.dumps(shown).replace("<", "\\u003c"))
@@ -201,12 +216,12 @@ def _predict(
 
 
 def _model(
-    name: str, run: Run, steps: Any, labels: np.ndarray, num_shown: int, bar: tqdm
-) -> dict[str, Any]:
-    """Returns what the page needs of one run."""
-    probabilities, correct, maps, starts = [], 0, [], []
+    run: Run, steps: Any, labels: np.ndarray, num_shown: int, bar: tqdm
+) -> tuple[dict[str, Any], Bool[np.ndarray, "n shifts"]]:
+    """Returns what the page needs of one run, and where its answers are right."""
+    probabilities, correct, maps, starts = [], [], [], []
     for index, (found, read, start) in enumerate(steps):
-        correct = correct + (found.argmax(axis=-1) == labels[index])
+        correct.append(found.argmax(axis=-1) == labels[index])
         if index < num_shown:
             probabilities.append(np.round(255 * found))
             if read is not None:
@@ -217,9 +232,8 @@ def _model(
                 starts.append(start)
         bar.update(len(found))
     model = {
-        "name": name,
         "probabilities": _encode(np.stack(probabilities)),
-        "accuracy": np.divide(correct, len(labels)).tolist(),
+        "accuracy": np.mean(correct, axis=0).tolist(),
     }
     if maps:
         # Two numbers of four bits in each byte.
@@ -231,7 +245,22 @@ def _model(
             "starts": _encode(np.stack(starts)),
             "reader": "CLS" if run.model.num_prefix else "all patches",
         }
-    return model
+    return model, np.stack(correct)
+
+
+def _first_shown(correct: Bool[np.ndarray, "runs n shifts"], unmoved: int) -> int:
+    """Chooses the image on which the runs differ most, of those all get right at first.
+
+    Args:
+        correct: Whether each run is right of each image at each shift.
+        unmoved: The index of no shift.
+
+    Returns:
+        The index of the image, 0 if no run or not every run gets any right.
+    """
+    shares = correct.mean(axis=-1)
+    differ = shares.max(axis=0) - shares.min(axis=0)
+    return int(np.where(correct[..., unmoved].all(axis=0), differ, -1).argmax())
 
 
 def _has_room_for_maps(

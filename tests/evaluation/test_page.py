@@ -2,6 +2,7 @@
 
 import base64
 import dataclasses
+import html
 import json
 import re
 
@@ -43,7 +44,14 @@ def workdirs(tmp_path_factory):
 @pytest.fixture(scope="module")
 def page(workdirs):
     path = workdirs[0].parent / "page.html"
-    write_page(workdirs, path, max_shift=MAX_SHIFT, num_shown=3, num_images=5)
+    write_page(
+        workdirs,
+        path,
+        descriptions=["Same <everywhere>.", "Knows places."],
+        max_shift=MAX_SHIFT,
+        num_shown=3,
+        num_images=5,
+    )
     return path
 
 
@@ -60,6 +68,8 @@ def test_the_page_has_what_the_runs_predict(page, workdirs):
     data = read(page)
     size = 2 * MAX_SHIFT + 1
     assert data["labels"] == [0, 1, 2] and data["numImages"] == 5
+    descriptions = [model["description"] for model in data["models"]]
+    assert descriptions == ["Same <everywhere>.", "Knows places."]
     images = decode(data["images"], 3, 16, 16, 1)
     for model, workdir in zip(data["models"], workdirs, strict=True):
         run = training.load_run(workdir)
@@ -152,8 +162,9 @@ def test_maps_are_left_out_of_a_page_that_is_too_large(
 @pytest.mark.parametrize("width", [browser.DESKTOP, browser.PHONE])
 def test_dragging_an_image_changes_the_text(width, page, tmp_path):
     script = """<script>
-    const where = () => document.getElementById("where").textContent;
+    const where = () => document.getElementById("position").textContent;
     const says = () => data.models[1].says.textContent;
+    state.image = 0; show();
     const box = stage.getBoundingClientRect();
     const one = box.width / 16, seen = [[where(), says()]];
     const send = (type, x, y) => stage.dispatchEvent(new PointerEvent(type,
@@ -167,13 +178,22 @@ def test_dragging_an_image_changes_the_text(width, page, tmp_path):
     document.querySelectorAll("#images button")[1].click();
     seen.push([where()]);
     seen.push([document.documentElement.scrollWidth <= innerWidth], [innerWidth]);
+    const within = id => {
+      const box = get(id).getBoundingClientRect();
+      return box.top >= 0 && box.bottom <= 640;
+    };
+    document.body.style.minHeight = "3000px";
+    scrollTo(0, 300);
+    seen.push([scrollY], [within("stage") && within("answers")]);
+    seen.push([document.querySelectorAll(".answers dd").length]);
+    seen.push([Array.from(document.querySelectorAll(".model p"), p => p.textContent)]);
     document.body.id = JSON.stringify(seen);
     </script></body>"""
     copy = tmp_path / "page.html"
     copy.write_text(page.read_text("utf-8").replace("</body>", script), "utf-8")
     assert browser.console_errors(copy, width) == []
     dumped = browser.open_page(copy, width).stdout
-    seen = json.loads(re.search(r'<body id="(.*?)">', dumped)[1].replace("&quot;", '"'))
+    seen = json.loads(html.unescape(re.search(r'<body id="([^"]*)"', dumped)[1]))
     assert [row[0] for row in seen] == [
         "T-shirt/top, not moved",
         "T-shirt/top, moved 1 px right, 2 px up",
@@ -182,6 +202,10 @@ def test_dragging_an_image_changes_the_text(width, page, tmp_path):
         "Trouser, not moved",
         True,
         width,
+        300,
+        True,
+        2,
+        ["Same <everywhere>.", "Knows places."],
     ]
     assert seen[0][1] != seen[1][1]
 
@@ -194,9 +218,34 @@ def test_an_error_on_the_console_is_found(tmp_path):
     assert "boom" in message
 
 
+def test_the_page_opens_on_the_image_on_which_the_runs_differ_most():
+    # Runs x images x shifts; no shift is the second of three.
+    steady = np.array([[1, 1, 1], [1, 1, 1], [0, 1, 0], [1, 1, 1]], bool)
+    fragile = np.array([[1, 1, 0], [0, 0, 0], [0, 1, 0], [0, 1, 0]], bool)
+    # Image 1 differs most, but one run gets it wrong unmoved.
+    assert page_lib._first_shown(np.stack([steady, fragile]), 1) == 3
+    assert page_lib._first_shown(np.stack([fragile, steady]), 1) == 3
+    assert page_lib._first_shown(np.stack([~steady, ~steady]), 1) == 0
+
+
+def test_the_page_names_itself_and_its_scales(page):
+    text = page.read_text("utf-8")
+    assert text.count("Move the image: who still recognises it?") == 2
+    assert '<a href="https://github.com/relattn/relattn">' in text
+    data = read(page)
+    unmoved = (2 * MAX_SHIFT + 1) ** 2 // 2
+    found = [decode(model["probabilities"], 3, -1, 10) for model in data["models"]]
+    right = np.stack([p.argmax(-1) == np.arange(3)[:, None] for p in found])
+    assert data["first"] == page_lib._first_shown(right, unmoved)
+
+
 def test_runs_that_do_not_fit_together_raise(workdirs, tmp_path):
     with pytest.raises(ValueError, match="no run: name at least one"):
         write_page([], tmp_path / "page.html")
+    with pytest.raises(ValueError, match="got 1 names for 2 runs: give one for each"):
+        write_page(workdirs, tmp_path / "page.html", names=["one"])
+    with pytest.raises(ValueError, match="got 3 descriptions for 2 runs"):
+        write_page(workdirs, tmp_path / "page.html", descriptions=["", "", ""])
     with pytest.raises(ValueError, match="no test image can move 8 pixels"):
         write_page(workdirs, tmp_path / "page.html", boundary="zeros")
     with pytest.raises(ValueError, match="max_shift=16 does not fit images of 16"):

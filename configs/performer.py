@@ -34,6 +34,10 @@ recipe behind the paper's tables and figure, from the authors' code and raw resu
   the raw results have the printed 86.7 at clip 4, and 84.3 at clip 6. On CIFAR-10 they
   have no run of clip 6.
 
+``constrained_sincos`` depends on the redraws: a model trained with one draw of the
+random features takes it for an absolute position. In a short training use
+``--config.model.position=sincos_bias``, the same score, exact for every draw.
+
 Two differences from the authors' code are known: it never redraws the random features
 of the position heads, and its constant depends on the batch.
 

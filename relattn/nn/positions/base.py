@@ -442,6 +442,11 @@ class ConstrainedSincos(Position):
     its (a, b), which start as N(0, 1). Prefix tokens have u = 0. On a torus
     w_s = 2 pi s / size, s = 1 .. num_scales, and is not learned.
 
+    With random features, the error of one draw depends on where the tokens are, and a
+    model trained with one draw takes it for an absolute position. Redraw in training
+    (``config.redraw_every``) if it has many epochs to adapt to every draw; in a short
+    training, or to be equivariant for every draw, use `SincosBias`.
+
     Attributes:
         num_scales: Number of length scales w_s, with initial values
             64^(-s / num_scales).

@@ -4,19 +4,19 @@
 
 VARIANT: ``none``, ``learnable_sincos`` (absolute), ``constrained_sincos`` (strategy 1)
 or ``banded`` (strategy 2), as in ``configs/performer.py``; ``sincos_bias``; or
-``exact``, ``exact_softmax``, ``exact_banded`` or ``exact_lor_translution``, which give
-the same answer for every circular shift of an image: a torus of overlapping patches
-with a polyphase anchor. ``make demo`` trains ``learnable_sincos``,
-``constrained_sincos`` and ``exact`` and compares them under image shifts (results:
-docs/results.md).
+``invariant``, ``invariant_softmax``, ``invariant_banded`` or
+``invariant_lor_translution``, which give the same answer for every circular shift of an
+image: a torus of overlapping patches with a polyphase anchor. ``make demo`` trains
+``learnable_sincos``, ``constrained_sincos`` and ``invariant`` and compares them under
+image shifts (results: docs/results.md).
 
 Recipe: 20 epochs of batches of 64, AdamW with learning rate 2e-3, cosine schedule with
 50 warmup steps, clipping at 0.5, no redraw. The parameters after the last step count:
 on 250 validation images, chance would choose the best of 20 evaluations.
 
 Measured test accuracy: ``learnable_sincos`` 79.6%, ``constrained_sincos`` 79.6%,
-``exact`` 81.8% (seed 0, ``make demo``); three seeds of all variants by
-``python -m studies --preset=exact_shift --seeds=3`` (docs/results.md).
+``invariant`` 81.8% (seed 0, ``make demo``); three seeds of all variants by
+``python -m studies --preset=invariant_shift --seeds=3`` (docs/results.md).
 """
 
 from ml_collections import ConfigDict
@@ -28,20 +28,20 @@ from relattn.training import default_config
 
 VARIANTS = performer.VARIANTS | {
     "sincos_bias": {"attention": "favor", "position": "sincos_bias"},
-    "exact_softmax": {
+    "invariant_softmax": {
         "attention": "softmax",
         "position": "relative_bias",
-        **performer.EXACT,
+        **performer.INVARIANT,
     },
-    "exact_banded": {
+    "invariant_banded": {
         "attention": "banded(clip=6)",
         "position": "none",
-        **performer.EXACT,
+        **performer.INVARIANT,
     },
-    "exact_lor_translution": {
+    "invariant_lor_translution": {
         "attention": "lor_translution(rank=8)",
         "position": "none",
-        **performer.EXACT,
+        **performer.INVARIANT,
     },
 }
 

@@ -4,8 +4,8 @@
 
 DATASET: ``mnist``, ``fashion_mnist`` or ``cifar10``, prepared once with ``python -m
 relattn.data.prepare``. VARIANT: ``none``, ``learnable_sincos`` (absolute),
-``constrained_sincos`` (strategy 1) or ``banded`` (strategy 2); or ``exact``, which is
-not the paper's: a bias of the offset on a torus of overlapping patches of 4x4 pixels
+``constrained_sincos`` (strategy 1) or ``banded`` (strategy 2); or ``invariant``, which
+is not the paper's: a bias of the offset on a torus of overlapping patches of 4x4 pixels
 with a polyphase anchor, which gives the same answer for every circular shift. Example:
 ``configs/performer.py:fashion_mnist,constrained_sincos``.
 
@@ -46,7 +46,8 @@ patches of 4x4 pixels, mean of the seeds 0 to 2; docs/results.md has the command
 (``--preset=performer_figure1``) and the accuracies under shifts. ``banded`` had
 ``cls='far'`` in these runs:
 
-    none 80.0, learnable_sincos 85.8, constrained_sincos 83.5, banded 83.5, exact 82.5
+    none 80.0, learnable_sincos 85.8, constrained_sincos 83.5, banded 83.5,
+    invariant 82.5
 
 ``cpu`` reduces a recipe to two CPU cores: patches of 4x4 pixels, the embedded images
 (4,750 for training), 200 steps of 32 images, evaluation every 50.
@@ -65,7 +66,7 @@ from relattn.spec import read_arguments
 from relattn.training import default_config
 
 # Invariant to circular shifts; patches are square, since shifts have both directions.
-EXACT = {
+INVARIANT = {
     "patch_size": 4,
     "patch_overlap": 2,
     "anchor": "polyphase",
@@ -80,7 +81,7 @@ VARIANTS = {
         "position": "constrained_sincos(num_scales=4)",
     },
     "banded": {"attention": "banded(clip=6)", "position": "none"},
-    "exact": {"attention": "favor", "position": "relative_bias", **EXACT},
+    "invariant": {"attention": "favor", "position": "relative_bias", **INVARIANT},
 }
 # Batch sizes of the published runs by clipping distance of strategy 2.
 CLIPS = {2: 22, 4: 11, 6: 6}

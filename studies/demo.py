@@ -29,7 +29,7 @@ from relattn.training.workdir import usable_folder
 from studies.launcher import Training, train
 
 CONFIG = "configs/demo.py"
-VARIANTS = ("learnable_sincos", "constrained_sincos", "exact")
+VARIANTS = ("learnable_sincos", "constrained_sincos", "invariant")
 CLASS_SHIFT = 8
 ALL_SHIFT = 6
 

@@ -426,7 +426,7 @@ _PERFORMERS = {
     "Performer (Rel. S2)": "banded",
 }
 # Not in the table.
-_EXACT = {"Performer on a torus": "exact"}
+_INVARIANT = {"Performer on a torus": "invariant"}
 
 
 def _table1(
@@ -513,26 +513,26 @@ PRESETS = {
         shifts={"classes": "all", "num_images": 300},
     ),
     "performer_figure1": _table1(
-        {"performer": _PERFORMERS | _EXACT},
+        {"performer": _PERFORMERS | _INVARIANT},
         ("mnist", "fashion_mnist"),
         "Performers on pixels as tokens, an exactly invariant one on patches, and both "
         "under shifts of the test images (Horn et al., figure 1)",
         form="published",
         shifts={},
     ),
-    "exact_shift": Preset(
+    "invariant_shift": Preset(
         "Small Performers on the embedded Fashion-MNIST, and under shifts of the test "
-        "images; the `exact` ones have a torus and a polyphase anchor",
+        "images; the `invariant` ones have a torus and a polyphase anchor",
         [
             Row(variant, {"fashion_mnist": f"configs/demo.py:{variant}"})
             for variant in (
                 "learnable_sincos",
                 "constrained_sincos",
                 "sincos_bias",
-                "exact_softmax",
-                "exact",
-                "exact_banded",
-                "exact_lor_translution",
+                "invariant_softmax",
+                "invariant",
+                "invariant_banded",
+                "invariant_lor_translution",
             )
         ],
         [*_accuracies(["fashion_mnist"]), SECONDS],

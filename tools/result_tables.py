@@ -158,12 +158,12 @@ def _shift_accuracies(file: str) -> dict[tuple[str, str, int], str]:
     return accuracies
 
 
-def exact_shift() -> str:
+def invariant_shift() -> str:
     """Returns the accuracies and consistencies of the exact models and of others."""
-    trained = _rows("exact_shift.json")
+    trained = _rows("invariant_shift.json")
     tested = {row["name"]: row["columns"]["fashion_mnist"] for row in trained}
     shifted: dict[str, list[str]] = {name: [] for name in tested}
-    for row in _read_csv("exact_shift_shift.csv"):
+    for row in _read_csv("invariant_shift_shift.csv"):
         measures = ["accuracy"]
         if row["source"] == "random":
             measures.append("consistency")
@@ -183,11 +183,11 @@ def choosing_shift() -> str:
         "learnable_sincos": "absolute positions (`learnable_sincos`)",
         "constrained_sincos": "strategy 1 of Horn et al. (`constrained_sincos`)",
         "sincos_bias": "the same score as a bias (`sincos_bias`)",
-        "exact": "a torus with a polyphase anchor",
+        "invariant": "a torus with a polyphase anchor",
     }
     found = {
         (row["run"].split("-")[0], row["source"]): 100 * float(row["accuracy_mean"])
-        for row in _read_csv("exact_shift_shift.csv")
+        for row in _read_csv("invariant_shift_shift.csv")
         if row["source"] == "random" or row["shift_x_px"] == row["shift_y_px"] == "0"
     }
     rows = [
@@ -422,7 +422,7 @@ def finetune() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "demo": demo,
-    "exact_shift": exact_shift,
+    "invariant_shift": invariant_shift,
     "choosing_shift": choosing_shift,
     "choosing_speed": lambda: speed(
         "speed_cpu.jsonl",

@@ -24,7 +24,7 @@ MAX_SHIFT = 2
 
 
 def train(folder, dataset="fashion_mnist", **model):
-    config = demo.get_config("exact")
+    config = demo.get_config("invariant")
     with config.unlocked():
         config.model.update(num_layers=1, dim=8, num_heads=2, mlp_dim=7, **model)
         config.update(num_steps=2, num_epochs=0, progress=False)

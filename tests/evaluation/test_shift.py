@@ -276,7 +276,7 @@ def test_a_crop_of_photographs_moves(tmp_path, axis):
     ],
 )
 def test_trained_exact_models_give_equal_logits(attention, position, dtype, tmp_path):
-    config = demo.get_config("exact")
+    config = demo.get_config("invariant")
     with config.unlocked():
         config.model.update(attention=attention, position=position, dtype=dtype)
         config.model.update(num_layers=1, dim=16, num_heads=2, mlp_dim=29)

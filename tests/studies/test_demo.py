@@ -68,10 +68,10 @@ TINY = [
 
 @pytest.mark.slow
 def test_demo_trains_and_compares(tmp_path, capfd):
-    variants = ("constrained_sincos", "exact")
+    variants = ("constrained_sincos", "invariant")
     table = run_demo(tmp_path, variants=variants, overrides=TINY)
     assert "| constrained_sincos | " in table
-    assert "| exact | " in table
+    assert "| invariant | " in table
     assert (tmp_path / "table.md").read_text() == table
     page = (tmp_path / "index.html").read_text()
     for variant in variants:

@@ -252,7 +252,7 @@ def test_shifts_are_evaluated_for_all_runs(tmp_path, monkeypatch):
 
     monkeypatch.setattr(__main__, "shift_report", shift_report)
     text, _ = __main__.run_study("performer_figure1", tmp_path, seeds=2)
-    names = ["none", "learnable_sincos", "constrained_sincos", "banded", "exact"]
+    names = ["none", "learnable_sincos", "constrained_sincos", "banded", "invariant"]
     folders = [f"{name}-{data}-0-1" for name in names for data in preset.datasets]
     assert asked == [(folders, "shift", {})]
     assert text == "table\n\nsummary of shift"

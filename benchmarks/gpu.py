@@ -69,6 +69,8 @@ _COUNTED_AS = {
     "relative_bias": ("dense_softmax", 1.0),
     "causal_relative_bias": ("dense_softmax", 0.5),
     "causal_linear": ("linear", 1.0),
+    "causal_linear_pallas": ("linear", 1.0),
+    "linear_pallas": ("linear", 1.0),
     "scan_per_token": ("linear", 1.0),
     "fla_causal_linear": ("linear", 1.0),
 }
@@ -325,8 +327,11 @@ def _kernel_rows(
             yield f"{kernel}@{length}x{batch}, {dtype}", kernel_row(kernel, given)
 
 
-_CAUSAL = ("causal_linear", "causal_softmax", "causal_cudnn_softmax")
-_ALL_PAIRS = ("linear", "softmax", "cudnn_softmax")
+_CAUSAL = (
+    *("causal_linear", "causal_linear_pallas"),
+    *("causal_softmax", "causal_cudnn_softmax"),
+)
+_ALL_PAIRS = ("linear", "linear_pallas", "softmax", "cudnn_softmax")
 _PYTORCH = ("causal_softmax_pytorch", "fla_causal_linear")
 _LOR = (
     "lor_translution",
@@ -544,6 +549,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--only", default="", help="patterns of rows, separated by semicolons")
     add("--output", default="runs/gpu", help="output folder")
     given = parser.parse_args(argv)
+    choose_rows(given.only, {})
     path = usable_folder(given.output, "--output") / "gpu.json"
     # PyTorch needs memory of the same card.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")

@@ -21,9 +21,11 @@ PROGRAMS = (
     "benchmarks.memory",
     "benchmarks.pipeline",
     "benchmarks.compiled",
+    "benchmarks.gpu",
     "benchmarks.soak",
     "relattn.evaluation.sizes",
     "relattn.evaluation.translation",
+    "tools.offline",
 )
 _EXAMPLES = {"attention": "favor(num_features=256)", "position": "rope2d(base=50.0)"}
 _NO_DEFAULT = object()

@@ -26,6 +26,7 @@ ROOT = Path(__file__).parents[1]
 PROGRAMS = {
     "eval_shift": ["--output=x"],
     "tools.embed": ["--source=x"],
+    "tools.offline": ["--python=3.12", "--output=x"],
     "tools.pretrained": ["--output=x"],
     "tools.tables": [],
     "relattn.cli": ["report", "--workdir=x"],
@@ -35,6 +36,7 @@ PROGRAMS = {
     "studies.demo": [],
     "studies.finetune": ["--data_dir=x"],
     "benchmarks.compiled": [],
+    "benchmarks.gpu": [],
     "benchmarks.memory": ["--config=configs/demo.py"],
     "benchmarks.pipeline": ["--config=configs/demo.py"],
     "relattn.evaluation.sizes": [],
@@ -224,6 +226,7 @@ DEMO = "--config=configs/demo.py"
         ("studies.demo", ["--variants=,"], "no variant: name at least one"),
         ("studies.demo", ["--seeds=0"], "seeds must be at least 1, got 0"),
         ("benchmarks.compiled", ["--only=lineer@4096"], "mean 'linear@4096'?"),
+        ("benchmarks.gpu", ["--only=step:ruting"], "did you mean 'step:routing'"),
         ("benchmarks.memory", [DEMO, "--meshes=ax2"], "=ax2: give DATAx"),
         ("benchmarks.memory", ["--config={}/a.py"], "a.py cannot be read"),
         ("benchmarks.pipeline", ["--config=/no/such.py"], "such.py cannot be"),

@@ -80,7 +80,7 @@ def test_a_run_takes_its_data_by_argument(given, tmp_path):
     )
     assert "stripes" in text and "mnist" not in text
     page.write_page([given], tmp_path / "page.html", data=stripes, max_shift=1)
-    assert "Shifts of stripes" in (tmp_path / "page.html").read_text()
+    assert '"dataset": "stripes"' in (tmp_path / "page.html").read_text()
     # Images need no data set.
     assert len(run.predict(stripes.test.images, progress=False).labels) == 20
 

@@ -2,7 +2,8 @@
 # make test-full       all tests, with XLA's optimisations, TensorFlow, a TPU's compiler
 #                      and a check of the types; then starts every configuration at its
 #                      published size; takes hours
-# make demo            trains three models, shifts the images and compares, on two cores
+# make demo            trains three models, moves the images, compares; minutes on two
+#                      cores
 # make docs            builds the documentation site, docs/_build/html
 # make tables          writes the generated tables of README.md and docs/
 # make test PYTHON=python3.12    uses another interpreter
@@ -16,6 +17,7 @@ VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2
 VENV := .venv-$(VERSION)
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
+DEMO_STAMP := $(VENV)/installed-train
 EXTRAS := test
 PYTEST = $(BIN)/python -m pytest -q
 
@@ -43,7 +45,7 @@ full: $(STAMP)
 	$(PYTEST) -m '' tests/test_published_sizes.py
 	cat .cache/published_sizes.md
 
-demo: $(STAMP)
+demo: $(DEMO_STAMP)
 	$(BIN)/python -m studies.demo --output=demo
 
 docs:
@@ -56,12 +58,17 @@ tables: $(STAMP)
 	$(BIN)/python -m tools.tables
 
 # Where Python lacks ensurepip, the system's pip installs into the environment.
-$(STAMP): setup.py
+# What the demo does not import need not be compiled.
+$(DEMO_STAMP): INSTALL = --no-compile --editable '.[train]'
+$(STAMP): INSTALL = --editable '.[$(EXTRAS)]'
+$(STAMP) $(DEMO_STAMP): setup.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "relattn needs Python 3.11 or newer: name one by make PYTHON=..."; exit 1; }
 	$(PYTHON) -m venv $(VENV) || { $(PYTHON) -m venv --without-pip $(VENV) && \
 	  $(PYTHON) -m pip --python $(BIN)/python install --quiet pip; }
-	$(BIN)/python -m pip install --quiet --editable '.[$(EXTRAS)]'
+	@start=$$(date +%s); echo "Installing the packages into $(VENV)"; \
+	  $(BIN)/python -m pip install --quiet $(INSTALL) && \
+	  echo "$$(($$(date +%s) - start)) s: installed the packages"
 	touch $@
 
 clean:

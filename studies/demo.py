@@ -1,11 +1,11 @@
 """Runs the demo: trains Performers and compares them under shifts of the images.
 
-``python -m studies.demo --output=demo``, from the project's root, trains
-``configs/demo.py`` for each variant and seed with ``train.py``, and writes
+``python -m studies.demo --output=demo``, from the project's root, trains each variant
+and seed of ``configs/demo.py:VARIANT,quick`` with ``train.py``, and writes
 ``shift.png``, ``table.md`` and ``results.json``. The same command continues an
 interrupted demo. ``index.html`` is a page on which one moves test images and sees what
-the models say. Options ``--config.key=value``, such as ``--config.num_epochs=3``, are
-passed to ``train.py``.
+the models say; its address is printed last. Options ``--config.key=value``, such as
+``--config.num_epochs=3``, are passed to ``train.py``.
 """
 
 from __future__ import annotations
@@ -29,9 +29,27 @@ from relattn.training.workdir import usable_folder
 from studies.launcher import Training, train
 
 CONFIG = "configs/demo.py"
-VARIANTS = ("learnable_sincos", "constrained_sincos", "invariant")
-CLASS_SHIFT = 8
-ALL_SHIFT = 6
+# A name for people and a sentence on each model of the page.
+MODELS = {
+    "learnable_sincos": (
+        "Absolute positions",
+        "Learns where each patch is in the image, as usual in Transformers.",
+    ),
+    "sincos_bias": (
+        "Relative positions",
+        "Knows only how far apart two patches are: strategy 1 of Horn et al., as an "
+        "exact bias.",
+    ),
+    "invariant": (
+        "Relative positions on a torus",
+        "Joins the borders and starts from a patch chosen by content: the same answer "
+        "at every circular shift.",
+    ),
+}
+VARIANTS = tuple(MODELS)
+# Of 16 pixels.
+CLASS_SHIFT = 4
+ALL_SHIFT = 3
 
 
 def run_demo(
@@ -69,14 +87,14 @@ def run_demo(
         raise ValueError("no variant: name at least one by --variants")
     for variant in variants:
         read_config(
-            f"{CONFIG}:{variant}", overrides
+            f"{CONFIG}:{variant},quick", overrides
         )  # Raises before anything is trained.
     output = usable_folder(output, "--output")
     print(f"Training {', '.join(variants)} of {CONFIG}; logs in {output}/*/train.log")
     trainings = [
         Training(
             label=variant,
-            config=f"{CONFIG}:{variant}",
+            config=f"{CONFIG}:{variant},quick",
             workdir=output / f"{variant}-{seed}",
             seed=seed,
             overrides=overrides,
@@ -84,11 +102,16 @@ def run_demo(
         for seed in range(seeds)
         for variant in variants
     ]
+    steps = _Steps()
     train(trainings, jobs)
+    steps.done("trained the models")
     # Sorted by variant, then seed: the order of the legend.
     trainings.sort(key=lambda training: variants.index(training.label))
-    comparison = compare([training.workdir for training in trainings])
+    comparison = compare(
+        [training.workdir for training in trainings], max_shift=CLASS_SHIFT
+    )
     one_class, every_class = comparison.one_class(), comparison.every_class()
+    steps.done("moved the test images")
     plot(comparison.panels([*one_class, *every_class]), output / "shift.png")
     results = {
         variant: _results([t for t in trainings if t.label == variant], one, every)
@@ -97,10 +120,34 @@ def run_demo(
     (output / "results.json").write_text(json.dumps(results, indent=2) + "\n")
     text = demo_table(results, comparison.class_name)
     (output / "table.md").write_text(text, "utf-8")
+    steps.done("wrote the figure and the table")
     first = [training for training in trainings if training.seed == 0]
-    workdirs, names = zip(*((t.workdir, t.label) for t in first), strict=True)
-    write_page(workdirs, output / "index.html", names=names)
+    write_page(
+        [training.workdir for training in first],
+        output / "index.html",
+        names=[_page_name(training.label) for training in first],
+        descriptions=[MODELS.get(t.label, ("", ""))[1] for t in first],
+        max_shift=CLASS_SHIFT,
+    )
+    steps.done("wrote the page")
     return text
+
+
+class _Steps:
+    """Prints the seconds that each step took."""
+
+    def __init__(self) -> None:
+        self.start = time.monotonic()
+
+    def done(self, name: str) -> None:
+        """Prints the time since the last step."""
+        now = time.monotonic()
+        print(f"{now - self.start:4.0f} s: {name}", flush=True)
+        self.start = now
+
+
+def _page_name(variant: str) -> str:
+    return f"{MODELS[variant][0]} ({variant})" if variant in MODELS else variant
 
 
 def _results(
@@ -185,8 +232,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         jobs=arguments.jobs,
         overrides=arguments.overrides,
     )
-    print(f"\n{text}\nIn {time.monotonic() - start:.0f} s. Written to", end=" ")
-    print(f"{arguments.output}: index.html, shift.png, table.md, results.json")
+    output = Path(arguments.output).resolve()
+    print(
+        f"\n{text}\nIn {time.monotonic() - start:.0f} s. Written to {output}:", end=" "
+    )
+    print("index.html, shift.png, table.md, results.json")
+    print(f"Move the images yourself: {(output / 'index.html').as_uri()}")
 
 
 if __name__ == "__main__":

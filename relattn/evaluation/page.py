@@ -58,8 +58,8 @@ def write_page(
     """Writes the page of some runs on the same images, at most 5 MB.
 
     Attention maps for which there is no room are left out; the page says so. It opens
-    on the image that all runs get right unmoved, if there is one, and on whose moves
-    they differ most.
+    on an image that every run gets right unmoved and one loses in moves, if there is
+    one: the one at which the weakest run is furthest behind all others.
 
     Args:
         workdirs: Folders of the runs.
@@ -249,7 +249,9 @@ def _model(
 
 
 def _first_shown(correct: Bool[np.ndarray, "runs n shifts"], unmoved: int) -> int:
-    """Chooses the image on which the runs differ most, of those all get right at first.
+    """Chooses an image that every run gets right unmoved, and one run loses in moves.
+
+    It is the one at which the weakest run is furthest behind all others.
 
     Args:
         correct: Whether each run is right of each image at each shift.
@@ -258,9 +260,9 @@ def _first_shown(correct: Bool[np.ndarray, "runs n shifts"], unmoved: int) -> in
     Returns:
         The index of the image, 0 if no run or not every run gets any right.
     """
-    shares = correct.mean(axis=-1)
-    differ = shares.max(axis=0) - shares.min(axis=0)
-    return int(np.where(correct[..., unmoved].all(axis=0), differ, -1).argmax())
+    shares = np.sort(correct.mean(axis=-1), axis=0)
+    behind = (shares[1] if len(shares) > 1 else 1) - shares[0]
+    return int(np.where(correct[..., unmoved].all(axis=0), behind, -1).argmax())
 
 
 def _has_room_for_maps(

@@ -131,6 +131,8 @@ def published_name(model: str, attention: str, position: str) -> str:
         ("favor", "none"): "No Pos.",
         ("favor", "learnable_sincos"): "Absolute",
         ("favor", "constrained_sincos"): "Rel. S1",
+        # The same score, without the error of the random features.
+        ("favor", "sincos_bias"): "Rel. S1",
         ("banded", "none"): "Rel. S2",
     }
     return names.get((parse(attention)[0], parse(position)[0]), "")

@@ -1,16 +1,18 @@
 import json
+import re
 
 import pytest
 
-from studies.demo import demo_table, run_demo
+from relattn.training.config import read_config
+from studies.demo import CONFIG, MODELS, demo_table, main, run_demo
 
 
 def curve(mean):
     return {
-        "shift_px": list(range(-8, 9)),
-        "accuracy_mean": [mean + pixels / 100 for pixels in range(-8, 9)],
-        "accuracy_std": [0.012] * 17,
-        "num_images": [90] * 17,
+        "shift_px": list(range(-4, 5)),
+        "accuracy_mean": [mean + pixels / 50 for pixels in range(-4, 5)],
+        "accuracy_std": [0.012] * 9,
+        "num_images": [90] * 9,
     }
 
 
@@ -33,6 +35,13 @@ def test_demo_table_has_means_and_standard_deviations():
     assert lines[0].startswith("| model | test images, unshifted | class 1 (Trouser), ")
     assert lines[2] == "| a | 80.0% | 42.0% | 58.0% | 24.0% | 36.0% |"
     assert lines[3].startswith("| b | 85.0% ± 7.1 | 42.0% ± 1.2 | 58.0% ± 1.2 |")
+
+
+def test_the_demo_shows_absolute_relative_and_invariant_positions():
+    found = {name: read_config(f"{CONFIG}:{name},quick").model for name in MODELS}
+    absolute, relative, invariant = found.values()
+    assert (absolute.position, relative.position) == ("learnable_sincos", "sincos_bias")
+    assert invariant.anchor == "polyphase" and invariant.periodic
 
 
 def test_invalid_variants_and_seeds_are_rejected(tmp_path):
@@ -69,14 +78,19 @@ TINY = [
 @pytest.mark.slow
 def test_demo_trains_and_compares(tmp_path, capfd):
     variants = ("constrained_sincos", "invariant")
-    table = run_demo(tmp_path, variants=variants, overrides=TINY)
-    assert "| constrained_sincos | " in table
+    main([f"--output={tmp_path}", f"--variants={','.join(variants)}", *TINY])
+    out = capfd.readouterr().out
+    table = (tmp_path / "table.md").read_text()
+    assert "| constrained_sincos | " in table and table in out
     assert "| invariant | " in table
-    assert (tmp_path / "table.md").read_text() == table
     page = (tmp_path / "index.html").read_text()
-    for variant in variants:
-        assert f'"name": "{variant}"' in page
+    for name in ("constrained_sincos", "Relative positions on a torus (invariant)"):
+        assert f'"name": "{name}"' in page
     assert (tmp_path / "shift.png").read_bytes()[1:4] == b"PNG"
     results = json.loads((tmp_path / "results.json").read_text())
-    assert results["constrained_sincos"]["one_class"]["num_images"] == [90] * 17
-    assert "constrained_sincos, seed 0: " in capfd.readouterr().out
+    assert results["constrained_sincos"]["one_class"]["num_images"] == [90] * 9
+    assert "constrained_sincos, seed 0: " in out
+    steps = re.findall(r"^ *\d+ s: (.*)$", out, re.M)
+    assert [step.split()[0] for step in steps] == ["trained", "moved", "wrote", "wrote"]
+    address = (tmp_path / "index.html").as_uri()
+    assert out.splitlines()[-1] == f"Move the images yourself: {address}"

@@ -51,9 +51,20 @@ def pytest_configure(config):
         os.environ.setdefault("JAX_ENABLE_COMPILATION_CACHE", "false")
 
 
-def pytest_collection_modifyitems(items):
-    """Puts the longest files first, so that no process is left waiting for another."""
-    longest = ["test_notebooks.py", "test_pairs.py", "test_contracts.py"]
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    """Marks cases as slow; puts the longest files first, so that no process waits."""
+    missing = {}
+    for item in items:
+        if quick := item.get_closest_marker("quick"):
+            family, case = item.nodeid.split("[", 1)[0], item.callspec.id
+            missing.setdefault(family, set(quick.args)).discard(case)
+            if case not in quick.args:
+                item.add_marker(pytest.mark.slow)
+    if any(missing.values()) and not any("::" in arg for arg in config.args):
+        missing = {family: ids for family, ids in missing.items() if ids}
+        raise pytest.UsageError(f"the mark `quick` names no case: {missing}")
+    longest = ["test_contracts.py", "test_pairs.py"]
     items.sort(key=lambda item: tuple(item.path.name != name for name in longest))
 
 

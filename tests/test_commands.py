@@ -171,6 +171,7 @@ print(libc.sbrk(0) - before > 1 << 23)
 """
 
 
+@pytest.mark.quick("variables0-True")
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
 @pytest.mark.parametrize(
     "variables, kept",
@@ -331,6 +332,7 @@ def test_invalid_input_fails_with_one_sentence(
     assert sorted(tmp_path.rglob("*")) == [tmp_path / "file"]
 
 
+@pytest.mark.quick("0", "1", "2")
 @pytest.mark.parametrize(
     "source, message",
     [

@@ -106,6 +106,7 @@ def test_every_image_configuration_has_every_option_of_the_page(name, argument):
     assert read_config(path, given).data.to_dict() == options
 
 
+@pytest.mark.quick("performer-none")
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("name", ["performer", "demo"])
 def test_config_builds_its_model(name, variant):
@@ -222,6 +223,7 @@ def test_baseline_sizes_equal_the_model_defaults(name):
     }
 
 
+@pytest.mark.quick("self_attention", "no_position", "relative_key")
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_builds_for_images_and_text(method):
     config = get_config("translution_vit", f"{method},A/56,layers=2")

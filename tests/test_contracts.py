@@ -24,6 +24,7 @@ from tests.mechanisms import (
     LENGTH_BOUNDS,
     LINES,
     MECHANISMS,
+    QUICK,
     TORI,
 )
 from tests.mechanisms.base import (
@@ -40,9 +41,7 @@ from tests.mechanisms.base import (
 DRAWS = 2000
 
 every_mechanism = pytest.mark.parametrize(
-    "mechanism",
-    [*MECHANISMS, *(pytest.param(m, marks=pytest.mark.slow) for m in TORI)],
-    ids=str,
+    "mechanism", mark_slow([*MECHANISMS, *TORI], QUICK), ids=str
 )
 every_causal_mechanism = pytest.mark.parametrize(
     "mechanism", [m for m in MECHANISMS if m.causal], ids=str
@@ -236,12 +235,9 @@ def masks(mechanism):
 def test_large_key_gives_finite_values_and_gradients(mechanism, dtype):
     inputs = mechanism.draw_inputs(HEADS, dtype=dtype)
     row = mechanism.shapes[mechanism.scaled_input][0] - 2
-    scaled = {
-        **inputs,
-        mechanism.scaled_input: inputs[mechanism.scaled_input]
-        .at[..., row, :]
-        .multiply(20),
-    }
+    long_key = np.array(inputs[mechanism.scaled_input])
+    long_key[..., row, :] *= 20
+    scaled = {**inputs, mechanism.scaled_input: long_key}
 
     @quick_jit
     def value_and_gradients(inputs, cotangent=1.0):
@@ -268,7 +264,8 @@ def test_large_key_gives_finite_values_and_gradients(mechanism, dtype):
         factors = dict.fromkeys(set(inputs) - set(mechanism.shared), length)
         factors |= dict.fromkeys({"v", "low_v"} & set(inputs), value)
         large = {
-            name: (x * factors.get(name, 1)).astype(dtype) for name, x in inputs.items()
+            name: (np.asarray(x) * factors.get(name, 1)).astype(dtype)
+            for name, x in inputs.items()
         }
         results = value_and_gradients(large, cotangent)
         chex.assert_tree_all_finite(results)
@@ -396,14 +393,8 @@ QUICK_EXPORTS = ("softmax", "causal linear, positive features", "causal Translut
 
 
 def _exported(mechanisms):
-    return pytest.mark.parametrize(
-        "mechanism",
-        [
-            m if m.name in QUICK_EXPORTS else pytest.param(m, marks=pytest.mark.slow)
-            for m in mechanisms
-        ],
-        ids=str,
-    )
+    quick = [m for m in mechanisms if m.name in QUICK_EXPORTS]
+    return pytest.mark.parametrize("mechanism", mark_slow(mechanisms, quick), ids=str)
 
 
 @pytest.mark.parametrize("masked", mark_slow([False, True], [True]))
@@ -486,9 +477,8 @@ def _value_and_gradients(mechanism, **options):
     )
 
 
-named_mechanisms = parameterized.named_parameters(
-    (mechanism.name, mechanism) for mechanism in [*MECHANISMS, *TORI]
-)
+def named(mechanisms):
+    return parameterized.named_parameters((m.name, m) for m in mechanisms)
 
 
 def expect_agreement(test, mechanism):
@@ -502,16 +492,16 @@ class PmapTest(chex.TestCase):
     """Compares results with pmap and with jit."""
 
     @chex.variants(with_pmap=True)
-    @named_mechanisms
+    @named(m for m in MECHANISMS if m.name in QUICK_EXPORTS)
     def test_pmap_agrees(self, mechanism):
         expect_agreement(self, mechanism)
 
 
 @pytest.mark.slow
-class JitTest(chex.TestCase):
-    """Compares results with and without jit."""
+class TransformationsTest(chex.TestCase):
+    """Compares results with pmap, with jit and without."""
 
-    @chex.variants(with_jit=True, without_jit=True)
-    @named_mechanisms
-    def test_jit_agrees(self, mechanism):
+    @chex.variants(with_pmap=True, with_jit=True, without_jit=True)
+    @named([*MECHANISMS, *TORI])
+    def test_transformations_agree(self, mechanism):
         expect_agreement(self, mechanism)

@@ -24,6 +24,7 @@ def cells_with_figures(notebook):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS)
 def test_runs_outside_the_checkout_and_stores_its_figures(path, tmp_path):
     notebook = nbformat.read(path, as_version=4)

@@ -22,7 +22,7 @@ from relattn.evaluation.translation import (
 from relattn.kernels.platform import use_platform
 from relattn.models import build_model
 from relattn.nn.registry import ATTENTIONS
-from tests.helpers.quick import quick_jit
+from tests.helpers.quick import mark_slow, quick_jit
 
 SIZES = {"dim": 8, "num_layers": 2, "num_heads": 2, "mlp_dim": 5}
 IMAGE, PATCH, CLASSES = (4, 6, 1), 2, 3
@@ -100,25 +100,26 @@ IN_GPT = [
 
 
 # One position for each site of an attention; for tokens, softmax has them all.
-ONE_A_SITE = ("none", "rope1d", "relative_bias")
+ONE_A_SITE = ("learned", "relative_bias", "relative_key", "rope2d_mixed", "irpe_gate")
 
 
-def mark_slow(pairs):
-    """Marks pairs as slow that differ from another pair only in the position."""
-    for model, attention, position in pairs:
-        if model == "gpt":
-            # The ViT has the other sites.
-            quick = position == "rope1d"
-        else:
-            quick = attention == "softmax" or position in ONE_A_SITE
-        yield (model, attention, position), () if quick else (pytest.mark.slow,)
+def is_quick(model, attention, position):
+    """Whether `make test` has a pair: every attention once, every site once."""
+    if model == "gpt":
+        return (attention, position) in (("softmax", "rope1d"), ("favor", "rope1d"))
+    if attention == "softmax":
+        return position in ONE_A_SITE
+    # Linear attention with a bias has a kernel of its own.
+    return position == "none" or (attention, position) == ("favor", "relative_bias")
 
 
 def each(pairs):
     """Parametrizes a test by pairs; all tests of a model run in succession."""
     params = [
-        pytest.param(names, marks=marks, id="-".join(names))
-        for names, marks in mark_slow(pairs)
+        pytest.param(
+            pair, marks=() if is_quick(*pair) else pytest.mark.slow, id="-".join(pair)
+        )
+        for pair in pairs
     ]
     return pytest.mark.parametrize("model", params, indirect=True)
 
@@ -235,11 +236,7 @@ def test_lowers_for_cuda_and_tpu_without_a_scatter(model):
 
 @pytest.mark.parametrize(
     ("attention", "position"),
-    [
-        pytest.param(*pair, marks=() if is_quick else (pytest.mark.slow,))
-        for pair in [*all_pairs(), *VARIANTS]
-        for is_quick in [pair in ONE_A_VERDICT]
-    ],
+    mark_slow([*all_pairs(), *VARIANTS], ONE_A_VERDICT),
 )
 def test_translation_error_equals_the_documented_one(attention, position):
     row = re.search(

@@ -56,6 +56,7 @@ def expect_an_update(seen):
     assert seen["update"] > 0 and math.isfinite(seen["update"])
 
 
+@pytest.mark.slow
 def test_the_performer_of_the_paper_starts():
     # The orthogonal draws of six layers in one program once deadlocked.
     seen = start(

@@ -112,6 +112,7 @@ def test_every_page_with_python_is_run_by_a_test():
     assert pages == {"README.md", "index.md", "using.md", *run}
 
 
+@pytest.mark.slow
 def test_first_example_has_the_stated_error():
     text = read("README.md")
     scope = run_examples(text)

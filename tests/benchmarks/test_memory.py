@@ -29,6 +29,7 @@ def config():
     return config
 
 
+@pytest.mark.slow
 def test_mesh_splits_the_state(config):
     task = Task.build(config, describe_data(config, num_classes=4, vocab_size=0))
     alone, shared = (

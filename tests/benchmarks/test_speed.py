@@ -12,7 +12,6 @@ from benchmarks.speed_cases import CASES, Case, Sizes
 from relattn.data import load_data
 from relattn.training.config import read_config
 from relattn.training.seeds import make_task
-from tests.helpers.quick import mark_slow
 
 SIZES = {
     "length": 15,
@@ -29,6 +28,7 @@ def _output(kernel):
     return np.asarray(jax.jit(function)(*inputs))
 
 
+@pytest.mark.quick("softmax-dense_softmax", "causal_linear-scan_per_token")
 @pytest.mark.parametrize(
     ("kernel", "alternative"),
     [
@@ -61,7 +61,8 @@ IN_JAX = [
 ]
 
 
-@pytest.mark.parametrize("kernel", mark_slow(IN_JAX, IN_JAX[::5]))
+@pytest.mark.quick("linear", "causal_toeplitz")
+@pytest.mark.parametrize("kernel", IN_JAX)
 def test_all_kernels_are_measured(kernel):
     row = measure.measure(kernel, SIZES, repeats=2)
     for kind in ("forward", "forward_backward"):
@@ -116,6 +117,7 @@ def test_missing_modules_are_named(monkeypatch):
     assert row["skipped"] == "no_such_module not installed"
 
 
+@pytest.mark.slow
 def test_measure_apart_returns_a_row_or_a_reason():
     row = speed.measure_apart("banded", Sizes(**SIZES), repeats=1)
     assert row["kernel"] == "banded"

@@ -142,6 +142,7 @@ def standard_errors(ours, theirs):
     return np.abs(ours.mean(axis=0) - theirs.mean(axis=0)) / np.sqrt(variance)
 
 
+@pytest.mark.quick("1.0")
 @pytest.mark.parametrize("alpha", [1.0, 0.3])
 def test_cutmix_has_the_distribution_of_the_naive_version(alpha):
     ours = draw(f"cutmix(alpha={alpha})")

@@ -156,6 +156,7 @@ def test_canvas_as_large_as_the_images():
     assert set(find_corners(data.test.images)[:, 1]) == {0}
 
 
+@pytest.mark.slow
 def test_mnist_on_canvas_of_84_pixels():
     config = ConfigDict({"name": "mnist", "num_validation": 11, "placement": "dynamic"})
     data = load_images(config)

@@ -41,6 +41,7 @@ def tiny_config(seed=0):
     config.num_steps = 2
     config.model.num_layers = 1
     config.model.position = "learned"
+    config.model.dim = 16
     config.progress = False
     return config
 
@@ -57,7 +58,7 @@ def test_shifted_predictions_are_those_of_the_model(workdir):
     data = load_images(run.config.data)
     small = type(data.test)(data.test.images[:37], data.test.labels[:37])
     run.config.eval_batch_size = 16
-    found = shifted_predictions(run, small, max_shift=3, axis="y")
+    found = shifted_predictions(run, small, max_shift=1, axis="y")
     images = np.asarray(run.preprocess({"image": small.images}))
     variables = jax.device_put(run.variables)
     apply = quick_jit(run.model.apply)
@@ -69,6 +70,7 @@ def test_shifted_predictions_are_those_of_the_model(workdir):
     assert (found.unshifted != NOT_ALLOWED).all()
 
 
+@pytest.mark.quick("x-shifts0")
 @pytest.mark.parametrize(
     "axis, shifts",
     [
@@ -115,6 +117,11 @@ def test_report_of_the_first_images(workdir, tmp_path):
     assert float(unshifted["accuracy_mean"]) == pytest.approx(accuracy, abs=1e-6)
 
 
+@pytest.mark.quick(
+    "options0-max_shift=32 does not fit images of 32 pixels",
+    "options1-data.image_size=-4: it must be at least 1",
+    "options2-axis must be x, y or xy",
+)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -241,11 +248,12 @@ class TwoSeeds(SavedRun):
 def test_seeds_of_one_run_are_averaged(workdir, tmp_path, monkeypatch):
     saved = TwoSeeds(**vars(open_run(workdir)))
     monkeypatch.setattr(compare_lib, "open_run", lambda *_: saved)
-    shift_report([workdir], tmp_path, max_shift=1)
+    shift_report([workdir], tmp_path, max_shift=1, num_images=5)
     with (tmp_path / "shift.csv").open() as file:
         assert {row["run"] for row in csv.DictReader(file)} == {"tiny:0 tiny:1"}
 
 
+@pytest.mark.slow
 def test_one_run_is_in_memory_at_a_time(workdir, monkeypatch):
     load, loaded = SavedRun.load, []
 
@@ -311,6 +319,7 @@ def test_unknown_class_is_refused_with_the_closest():
         class_index("2", ("Dress", "Trouser"))
 
 
+@pytest.mark.slow
 def test_example_loads_a_run_for_larger_images(workdir, tmp_path, monkeypatch):
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "s1").symlink_to(workdir)

@@ -64,6 +64,22 @@ def decode(text, *shape):
     return np.frombuffer(base64.b64decode(text), np.uint8).reshape(*shape)
 
 
+def test_runs_that_do_not_fit_together_raise(workdirs, tmp_path):
+    with pytest.raises(ValueError, match="no run: name at least one"):
+        write_page([], tmp_path / "page.html")
+    with pytest.raises(ValueError, match="got 1 names for 2 runs: give one for each"):
+        write_page(workdirs, tmp_path / "page.html", names=["one"])
+    with pytest.raises(ValueError, match="got 3 descriptions for 2 runs"):
+        write_page(workdirs, tmp_path / "page.html", descriptions=["", "", ""])
+    with pytest.raises(ValueError, match="no test image can move 8 pixels"):
+        write_page(workdirs, tmp_path / "page.html", boundary="zeros")
+    with pytest.raises(ValueError, match="max_shift=16 does not fit images of 16"):
+        write_page(workdirs, tmp_path / "page.html", max_shift=16)
+    with pytest.raises(ValueError, match="--data_dir=here does not apply"):
+        write_page(workdirs, tmp_path / "page.html", data_dir="here")
+    assert not (tmp_path / "page.html").exists()
+
+
 def test_the_page_has_what_the_runs_predict(page, workdirs):
     data = read(page)
     size = 2 * MAX_SHIFT + 1
@@ -158,6 +174,7 @@ def test_maps_are_left_out_of_a_page_that_is_too_large(
         write_page(workdirs, path, **options)
 
 
+@pytest.mark.quick("1400")
 @pytest.mark.skipif(not browser.CHROMIUM, reason="needs chromium")
 @pytest.mark.parametrize("width", [browser.DESKTOP, browser.PHONE])
 def test_dragging_an_image_changes_the_text(width, page, tmp_path):
@@ -243,22 +260,7 @@ def test_the_page_names_itself_and_its_scales(page):
     assert data["first"] == page_lib._first_shown(right, unmoved)
 
 
-def test_runs_that_do_not_fit_together_raise(workdirs, tmp_path):
-    with pytest.raises(ValueError, match="no run: name at least one"):
-        write_page([], tmp_path / "page.html")
-    with pytest.raises(ValueError, match="got 1 names for 2 runs: give one for each"):
-        write_page(workdirs, tmp_path / "page.html", names=["one"])
-    with pytest.raises(ValueError, match="got 3 descriptions for 2 runs"):
-        write_page(workdirs, tmp_path / "page.html", descriptions=["", "", ""])
-    with pytest.raises(ValueError, match="no test image can move 8 pixels"):
-        write_page(workdirs, tmp_path / "page.html", boundary="zeros")
-    with pytest.raises(ValueError, match="max_shift=16 does not fit images of 16"):
-        write_page(workdirs, tmp_path / "page.html", max_shift=16)
-    with pytest.raises(ValueError, match="--data_dir=here does not apply"):
-        write_page(workdirs, tmp_path / "page.html", data_dir="here")
-    assert not (tmp_path / "page.html").exists()
-
-
+@pytest.mark.quick("data0-info0-ValueError-image_size=32, .* has 16: a page needs")
 @pytest.mark.parametrize(
     ("data", "info", "error", "message"),
     [

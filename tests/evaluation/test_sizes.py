@@ -80,12 +80,14 @@ def all_rows(rows, baselines, translution_rows, monkeypatch):
     return sizes.sizes()
 
 
+@pytest.mark.slow
 def test_performer_counts_are_published_plus_cls_token(rows):
     counts = {(row.method, row.image): row.params for row in rows}
     assert counts == {key: count + CLS for key, count in GOLDEN.items()}
     assert all(row.params == row.published + CLS for row in rows)
 
 
+@pytest.mark.slow
 def test_baseline_counts_match_the_printed_digits(baselines):
     models = {row.model for row in baselines}
     assert models == {"alexnet", "vgg16", "resnet18", "linformer", "routing"}
@@ -236,6 +238,7 @@ def test_published_tables_are_complete_copies(path):
     assert copy.read_text() == path.read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not PUBLISHED.exists(), reason="needs ../shared/published")
 def test_published_counts_are_complete(rows):
     with (PUBLISHED / "performer_param_counts.csv").open() as file:

@@ -13,11 +13,19 @@ OPTIONS = {
 }
 
 
-def quick_jit(function):
+def quick_jit(function, **static):
     """Compiles like `jax.jit`, without most of the compiler's optimisations.
 
     If this version of XLA lacks one of the options, none is passed.
+
+    Args:
+        function: The function.
+        **static: Arguments of the function that are no arrays.
+
+    Returns:
+        The compiled function of the other arguments.
     """
+    function = functools.partial(function, **static) if static else function
     return jax.jit(function, compiler_options=_options())
 
 
@@ -32,7 +40,7 @@ def _options():
 
 def mark_slow(values, quick):
     """Returns the parameters of a test; all but the ``quick`` ones are marked slow."""
-    assert set(quick) <= set(values)
+    assert all(value in values for value in quick)
     return [
         pytest.param(
             *(value if isinstance(value, tuple) else (value,)),

@@ -81,21 +81,22 @@ def _assert_close(actual, expected, tolerance):
         np.testing.assert_allclose(x, y, atol=tolerance * max(1.0, np.abs(y).max()))
 
 
+@pytest.mark.quick("grid2-2-2-True", "grid10-1-2-True")
 @pytest.mark.parametrize(
     ("grid", "num_prefix", "clip", "masked"),
     [
-        pytest.param((3, 5), 0, 1, False, marks=pytest.mark.slow),
+        ((3, 5), 0, 1, False),
         ((3, 5), 1, 2, False),
         ((7, 5), 2, 2, True),
-        pytest.param((5, 7), 1, 5, False, marks=pytest.mark.slow),
+        ((5, 7), 1, 5, False),
         ((7, 3), 1, 6, False),
-        pytest.param((3, 5), 1, 6, True, marks=pytest.mark.slow),
-        pytest.param((2, 3), 0, 11, False, marks=pytest.mark.slow),
+        ((3, 5), 1, 6, True),
+        ((2, 3), 0, 11, False),
         ((2, 3), 1, 11, True),
         ((1, 7), 1, 2, False),
-        pytest.param((1, 1), 0, 1, False, marks=pytest.mark.slow),
+        ((1, 1), 0, 1, False),
         (Torus((7, 5)), 1, 2, True),
-        pytest.param(Torus((4, 3)), 1, 2, False, marks=pytest.mark.slow),
+        (Torus((4, 3)), 1, 2, False),
         (Torus((5, 6)), 0, 4, False),
         (Torus((3, 2)), 1, 11, True),
     ],
@@ -109,6 +110,7 @@ def test_values_and_gradients_match_reference(grid, num_prefix, clip, masked):
     _assert_close(_kernel(inputs, key_mask=mask, **options), expected, 1e-5)
 
 
+@pytest.mark.quick("grid1-2-3-True", "grid3-1-5-False")
 @pytest.mark.parametrize(
     ("grid", "num_prefix", "clip", "masked"),
     [
@@ -147,6 +149,7 @@ def test_the_corner_is_below_the_bottom_left_token():
     np.testing.assert_allclose(corner[1:], far[1:], atol=1e-6)
 
 
+@pytest.mark.quick("6-False-far-scales2", "3-True-corner-scales2")
 @pytest.mark.parametrize("scales", [(20.0, 1.0), (1.0, 20.0), (20.0, 20.0)])
 @pytest.mark.parametrize(
     ("clip", "masked", "cls"),
@@ -176,6 +179,7 @@ def test_shift_ignores_rows_without_keys(clip):
     np.testing.assert_allclose(actual[0], expected[0], atol=2e-3)
 
 
+@pytest.mark.quick("False-bfloat16")
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("masked", [False, True])
 def test_half_precision_is_finite_and_keeps_dtype(dtype, masked):
@@ -205,6 +209,7 @@ def _dense(inputs, feature_map, grid, num_prefix, mask):
     return (weights @ v) / weights.sum(-1, keepdims=True)
 
 
+@pytest.mark.quick("array-True")
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize(
     "feature_map",
@@ -296,6 +301,7 @@ def test_masked_values_are_ignored_even_if_nan():
         np.testing.assert_array_equal(gradient, other)
 
 
+@pytest.mark.quick("0-far")
 @pytest.mark.parametrize(("num_prefix", "cls"), [(0, "far"), (2, "far"), (2, "corner")])
 def test_without_keys_output_is_zero_and_gradients_finite(num_prefix, cls):
     inputs = _inputs((3, 5), num_prefix, 2)

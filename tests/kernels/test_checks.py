@@ -186,6 +186,14 @@ def test_non_boolean_mask_raises(name, mask):
         call(name, tokens, key_mask=mask)
 
 
+@pytest.mark.quick(
+    "int32-softmax_attention",
+    "int32-causal_linear_attention",
+    "int32-banded_attention",
+    "int32-relative_attention",
+    "int32-translution",
+    "bool-linear_attention",
+)
 @pytest.mark.parametrize("name", KERNELS)
 @pytest.mark.parametrize("dtype", [np.int32, bool])
 def test_integers_and_booleans_become_float32(name, dtype):
@@ -247,6 +255,13 @@ def test_leading_axes_that_do_not_broadcast_raise(name):
         call(name, tokens)
 
 
+@pytest.mark.quick(
+    "softmax_attention",
+    "causal_softmax_attention",
+    "toeplitz_linear_attention",
+    "causal_toeplitz_linear_attention",
+    "causal_toeplitz_linear_attention_step",
+)
 @pytest.mark.parametrize(
     "name", [name for name, row in KERNELS.items() if row[0] in (SELF, CROSS, STEP)]
 )
@@ -286,6 +301,7 @@ def test_empty_keys_raise(name):
         call(name, empty)
 
 
+@pytest.mark.quick("softmax_attention", "linformer_attention")
 @pytest.mark.parametrize(
     "name", [name for name, row in KERNELS.items() if row[0] is CROSS]
 )

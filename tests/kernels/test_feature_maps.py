@@ -19,6 +19,7 @@ NUM_FEATURES, HEAD_DIM = 7, 5
 KEY = jax.random.key(3)
 
 
+@pytest.mark.quick("positive")
 @pytest.mark.parametrize("name", ["positive", "trigonometric", "relu"])
 def test_dense_features_match_reference(name):
     x = 2 * jax.random.normal(KEY, (2, 3, HEAD_DIM))
@@ -57,6 +58,7 @@ def test_features_of_half_precision_inputs_are_float32(dtype):
         np.testing.assert_array_equal(features.dense(), wide.dense())
 
 
+@pytest.mark.slow
 def test_bound_keeps_exponents_below_eighty_at_any_head_dim():
     head_dim = 401
     projection = feature_maps.draw_orthogonal(KEY, NUM_FEATURES, head_dim)
@@ -118,6 +120,7 @@ def published_attention(q, k, v, projection, batch):
     return phi_q @ (phi_k.swapaxes(-1, -2) @ v) / weights
 
 
+@pytest.mark.slow
 def test_effect_of_eps_is_as_documented():
     *batch, projection = strategy_1(batch=22, seed=2)
     # The rest of the batch enters an example only through its largest key.
@@ -171,6 +174,7 @@ def test_rows_are_orthogonal_at_large_head_dim():
         np.testing.assert_allclose(block @ block.T, np.eye(len(block)), atol=1e-5)
 
 
+@pytest.mark.quick("1-True", "1-False", "2-False")
 @pytest.mark.parametrize("haar", [True, False])
 @pytest.mark.parametrize("head_dim", [1, 2, 5, 48])
 def test_rows_match_lapack(head_dim, haar):
@@ -320,6 +324,7 @@ def test_redraw_depends_only_on_key_layer_and_index():
             assert np.abs(one.projection - other.projection).min() > 0
 
 
+@pytest.mark.quick("stack0")
 @pytest.mark.parametrize("stack", [(3,), (2, 3)])
 def test_a_stack_gets_what_its_layers_get_alone(stack):
     def draw(layer, index):
@@ -378,6 +383,7 @@ def test_unit_norm_matches_reference():
     compare.expect_equal(kernels.unit_norm, naive, [x])
 
 
+@pytest.mark.quick("float32")
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_unit_norm_of_short_vectors_stays_short_without_gradient(dtype):
     x = jnp.array([[0.0, 0.0, 0.0], [1e-5, 0.0, -2e-5], [3.0, 0.0, -4.0]], dtype)
@@ -412,6 +418,7 @@ KERNELS = {
 }
 
 
+@pytest.mark.quick("linear")
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_pair_of_maps_equals_one_map_of_tokens_mapped_beforehand(name):
     kernel = KERNELS[name]

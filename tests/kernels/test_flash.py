@@ -56,6 +56,7 @@ def cudnn(monkeypatch):
     return sizes
 
 
+@pytest.mark.quick("13-False")
 @pytest.mark.parametrize(("m", "causal"), [(M, False), (M + 1, False), (N, True)])
 def test_cudnn_gets_padded_arrays_and_equals_the_reference(cudnn, m, causal):
     expect_reference(flash.attend_by_cudnn, N, m, causal)

@@ -30,6 +30,7 @@ def _inputs(length, width):
     ]
 
 
+@pytest.mark.quick("grid0-2-6-True")
 @pytest.mark.parametrize(
     ("grid", "num_prefix", "width", "masked"),
     [((3, 2), 2, 6, True), ((3, 4), 0, 3, False), ((5,), 1, 5, False)],

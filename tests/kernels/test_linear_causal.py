@@ -13,7 +13,7 @@ from relattn.kernels import feature_maps as maps
 from relattn.kernels.linear import causal_linear_attention, underflowed
 from tests import reference
 from tests.helpers import compare
-from tests.helpers.quick import mark_slow, quick_jit
+from tests.helpers.quick import quick_jit
 
 HEADS, N, HEAD_DIM, VALUE_DIM = 2, 11, 5, 3
 PROJECTION = draw_orthogonal(jax.random.key(1), 13, HEAD_DIM)
@@ -28,6 +28,7 @@ def draw_inputs(scale=0.5):
     return q, k, jax.random.normal(keys[2], (HEADS, N, VALUE_DIM))
 
 
+@pytest.mark.quick("positive")
 @pytest.mark.parametrize("name", NAMES)
 def test_one_chunk_equals_the_reference(name):
     compare.expect_equal(
@@ -39,6 +40,7 @@ def test_one_chunk_equals_the_reference(name):
     )
 
 
+@pytest.mark.quick("trigonometric", "positive")
 @pytest.mark.parametrize("name", NAMES)
 def test_second_derivatives_equal_the_reference(name):
     q, k, v = draw_inputs()
@@ -55,6 +57,7 @@ def test_second_derivatives_equal_the_reference(name):
     )
 
 
+@pytest.mark.quick("1-False")
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("chunk_size", [1, 4, 7])
 def test_chunks_do_not_change_the_output(chunk_size, masked):
@@ -74,6 +77,7 @@ def test_chunks_do_not_change_the_output(chunk_size, masked):
     np.testing.assert_allclose(parts, whole, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.quick("positive-4")
 @pytest.mark.parametrize("chunk_size", [4, 64])
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_without_keys_give_zeros_and_finite_gradients(name, chunk_size):
@@ -85,14 +89,16 @@ def test_rows_without_keys_give_zeros_and_finite_gradients(name, chunk_size):
             q, k, v, feature_map(name), key_mask=key_mask, chunk_size=chunk_size
         )
 
-    out, pullback = quick_jit(lambda *x: jax.vjp(attend, *x))(*inputs)
+    results = compare.value_and_gradients(attend, inputs, quick_jit)
+    out, *gradients = map(np.asarray, results)
     np.testing.assert_array_equal(out[:, :5], 0.0)
-    np.testing.assert_allclose(out[:, 5], inputs[2][:, 5], rtol=1e-5)
-    for gradient in pullback(jnp.ones_like(out)):
+    np.testing.assert_allclose(out[:, 5], np.asarray(inputs[2])[:, 5], rtol=1e-5)
+    for gradient in gradients:
         assert np.isfinite(gradient).all()
 
 
-@pytest.mark.parametrize("masked", mark_slow([False, True], [True]))
+@pytest.mark.quick("positive-True")
+@pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("name", NAMES)
 def test_continuing_from_a_state_equals_one_call(name, masked):
     inputs = draw_inputs(scale=2.0)
@@ -156,6 +162,7 @@ def test_keys_that_cancel_across_chunks_are_clamped():
     np.testing.assert_allclose(out, expected[1:], rtol=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     jax.default_backend() != "cpu", reason="needs a CPU, where subnormal numbers are 0"
 )
@@ -188,6 +195,7 @@ def test_features_that_depend_on_later_tokens_raise():
         causal_linear_attention(*draw_inputs(), unbounded)
 
 
+@pytest.mark.quick("None")
 @pytest.mark.parametrize("values", [None, jnp.ones((HEADS, 1, 13))])
 def test_decoding_with_features_that_depend_on_later_tokens_raises(values):
     q, k, v = (x[:, :1] for x in draw_inputs())
@@ -225,6 +233,7 @@ def test_chunk_size_must_be_positive():
         causal_linear_attention(*draw_inputs(), feature_map("relu"), chunk_size=-3)
 
 
+@pytest.mark.quick("193")
 @pytest.mark.parametrize("head_dim", [193, 211])
 def test_deep_heads_neither_overflow_nor_underflow(head_dim):
     num_features = maps.default_num_features(head_dim)
@@ -265,6 +274,7 @@ def test_memory_is_linear_in_the_length():
 SEGMENTS = np.repeat([4, 1, 7, 0], [2, 5, 1, 3])
 
 
+@pytest.mark.quick("trigonometric-3")
 @pytest.mark.parametrize("chunk_size", [3, N])
 @pytest.mark.parametrize("name", NAMES)
 def test_segments_equal_the_reference(name, chunk_size):

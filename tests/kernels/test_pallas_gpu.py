@@ -83,6 +83,7 @@ def expect_reference(causal, key_mask, inputs, **options):
     )
 
 
+@pytest.mark.quick("True-19-False")
 @pytest.mark.parametrize(
     ("causal", "m", "masked"), [(True, N, False), (True, N, True), (False, M, True)]
 )
@@ -91,6 +92,7 @@ def test_equals_the_reference(interpreted, causal, m, masked):
     expect_reference(causal, key_mask, draw_inputs(HEADS, m=m), tolerance=2e-6)
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("causal", [True, False])
 def test_bfloat16_equals_the_reference_to_its_rounding(interpreted, causal):
     inputs = draw_inputs(HEADS, dtype=jnp.bfloat16)
@@ -99,6 +101,7 @@ def test_bfloat16_equals_the_reference_to_its_rounding(interpreted, causal):
     expect_reference(causal, None, inputs, tolerance=2 * eps)
 
 
+@pytest.mark.slow
 def test_float16_is_computed_in_float32(interpreted):
     inputs = draw_inputs(HEADS, dtype=jnp.float16)
     eps = float(jnp.finfo(jnp.float16).eps)
@@ -127,6 +130,7 @@ def test_earlier_outputs_and_gradients_do_not_depend_on_later_tokens(interpreted
         np.testing.assert_array_equal(ours, theirs)
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("causal", [True, False])
 def test_long_tokens_and_queries_without_keys_are_finite(interpreted, causal):
     inputs, exists = draw_inputs(HEADS), np.ones(N, bool)
@@ -215,6 +219,7 @@ def test_several_devices_use_no_kernel():
     assert not uses_a_kernel(LONG)
 
 
+@pytest.mark.slow
 def test_a_cpu_computes_the_same_where_kernels_are_chosen(one_device):
     for attention in (linear_attention, causal_linear_attention):
         plain = attention(*LONG, feature_map)

@@ -35,6 +35,7 @@ def _inputs(length, rows):
     ]
 
 
+@pytest.mark.quick("blocks-grid1-2-True", "dense-grid1-2-True")
 @pytest.mark.usefixtures("form")
 @pytest.mark.parametrize(("grid", "num_prefix", "prefix_rows"), GRIDS)
 def test_matches_reference_on_every_grid(grid, num_prefix, prefix_rows):
@@ -61,6 +62,7 @@ def test_matches_reference_on_every_grid(grid, num_prefix, prefix_rows):
     compare.expect_equal(jax.vmap(kernel), naive, _inputs(length, rows))
 
 
+@pytest.mark.quick("blocks-True")
 @pytest.mark.usefixtures("form")
 @pytest.mark.parametrize("causal", [False, True])
 def test_masked_pairs_match_the_reference(causal):
@@ -82,6 +84,7 @@ def test_masked_pairs_match_the_reference(causal):
     compare.expect_equal(jax.vmap(kernel), naive, _inputs(length, rows))
 
 
+@pytest.mark.quick("key_table")
 @pytest.mark.parametrize("name", ["key_table", "value_table", "bias"])
 def test_single_table_matches_reference(name):
     q, k, v, *tables = _inputs(7, 13)

@@ -111,6 +111,7 @@ def test_centroids_move_to_mean_of_their_tokens():
     np.testing.assert_array_equal(move(mu, np.zeros(N, bool)), mu)
 
 
+@pytest.mark.quick("nan")
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_masked_tokens_reach_no_sum_or_output(value):
     x, mu, mask = inputs(), centroids(), np.arange(N) % 3 != 0

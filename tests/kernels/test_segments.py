@@ -26,6 +26,7 @@ def test_mask_separates_runs():
     np.testing.assert_array_equal(mask, [expected, np.ones((N, N), bool)])
 
 
+@pytest.mark.quick("softmax-False")
 @pytest.mark.parametrize(
     ("attention", "causal"), [("softmax", False), ("softmax", True), ("favor", True)]
 )
@@ -46,6 +47,7 @@ def test_layers_attend_within_runs(attention, causal):
     np.testing.assert_allclose(*outs(x), atol=2e-6)
 
 
+@pytest.mark.quick("4")
 @pytest.mark.parametrize("chunk_size", [4, 64])
 def test_causal_linear_attention_attends_within_runs(chunk_size):
     q, k, v = jax.random.normal(jax.random.key(0), (3, N, DIM))
@@ -60,6 +62,7 @@ def test_causal_linear_attention_attends_within_runs(chunk_size):
     np.testing.assert_allclose(packed, jnp.concatenate(alone), atol=2e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ["softmax", "favor"])
 def test_a_model_attends_within_runs(attention):
     model = GPT(

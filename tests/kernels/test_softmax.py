@@ -11,6 +11,7 @@ from relattn import kernels
 from relattn.kernels import softmax
 from tests import reference
 from tests.helpers import compare
+from tests.helpers.quick import quick_jit
 
 HEADS, N, M, HEAD_DIM, VALUE_DIM = 2, 5, 7, 3, 4
 
@@ -24,6 +25,7 @@ def draw_inputs(seed=0, m=M):
     return q, k, v, bias
 
 
+@pytest.mark.quick("dense")
 @pytest.mark.usefixtures("form")
 def test_bias_and_both_masks_match_reference():
     mask = np.arange(N * M).reshape(N, M) % 3 != 0
@@ -53,22 +55,23 @@ def test_causal_matches_reference():
     )
 
 
+@pytest.mark.quick("dense")
 @pytest.mark.usefixtures("form")
 def test_logsumexp_matches_reference_and_combines_sets_of_keys():
     q, k, v, bias = draw_inputs()
     key_mask = jnp.arange(M) != 2
 
     def attend(keys):
-        return softmax.softmax_attention(
+        return quick_jit(softmax.softmax_attention, return_logsumexp=True)(
             q,
             k[:, keys],
             v[:, keys],
             bias=bias[..., keys],
             key_mask=key_mask[keys],
-            return_logsumexp=True,
         )
 
-    out, total = attend(slice(None))
+    q, k, v, bias, key_mask = map(np.asarray, (q, k, v, bias, key_mask))
+    out, total = map(np.asarray, attend(slice(None)))
     scores = np.einsum("hnd,hmd->hnm", *(np.asarray(x, np.float64) for x in (q, k)))
     weights = np.exp(scores / HEAD_DIM**0.5 + np.asarray(bias)) * np.asarray(key_mask)
     np.testing.assert_allclose(total, np.log(weights.sum(axis=-1)), rtol=1e-5)
@@ -76,12 +79,13 @@ def test_logsumexp_matches_reference_and_combines_sets_of_keys():
     shares = [np.exp(part - total)[..., None] for part in totals]
     combined = outs[0] * shares[0] + outs[1] * shares[1]
     np.testing.assert_allclose(combined, out, rtol=1e-5, atol=1e-6)
-    _, nothing = softmax.softmax_attention(
-        q, k, v, key_mask=jnp.zeros(M, bool), return_logsumexp=True
+    _, nothing = quick_jit(softmax.softmax_attention, return_logsumexp=True)(
+        q, k, v, key_mask=np.zeros(M, bool)
     )
     np.testing.assert_array_equal(nothing, np.float32(softmax.LOWEST_SCORE))
 
 
+@pytest.mark.quick("dense")
 @pytest.mark.usefixtures("form")
 def test_query_without_keys_gives_zeros_and_finite_gradients():
     q, k, v, _ = draw_inputs()
@@ -97,6 +101,7 @@ def test_query_without_keys_gives_zeros_and_finite_gradients():
         assert np.isfinite(gradient).all()
 
 
+@pytest.mark.quick("dense")
 @pytest.mark.usefixtures("form")
 def test_masks_and_bias_broadcast_over_leading_axes():
     q, k, v, bias = (jnp.stack([x, 2 * x]) for x in draw_inputs())

@@ -11,6 +11,31 @@ MECHANISMS = [
     *efficient.MECHANISMS,
 ]
 
+# A row of every kernel. The others differ by features, an encoding or an option; for
+# them `make test` compares only values and gradients with the reference.
+QUICK = [
+    mechanism
+    for mechanism in MECHANISMS
+    if mechanism.name
+    in {
+        "softmax",
+        "linear, positive features",
+        "causal linear, positive features",
+        "linear, offset bias",
+        "causal linear, offset bias",
+        "banded, positive features",
+        "relative keys, values and bias",
+        "gated positional",
+        "softmax, rotary positions of two axes",
+        "Translution",
+        "causal Translution",
+        "LoR-Translution",
+        "Linformer",
+        "routing",
+        "local",
+    }
+]
+
 # Kernels that take a grid, on a grid of one axis.
 LINES = [*attention.LINES, *translution.on_line(reference.offset_rows((N,)))]
 # The same kernels on a torus.

@@ -43,6 +43,7 @@ def make(name, shape=(32, 32, 1), **options):
     return build_model({"name": name, **options}, num_classes=10, image_shape=shape)
 
 
+@pytest.mark.quick("alexnet-3", "alexnet-1", "vgg16-3")
 @pytest.mark.parametrize(("name", "channels"), GOLDEN)
 def test_parameter_counts(name, channels):
     shape = (32, 32, channels)
@@ -65,6 +66,11 @@ def start(path, **options):
     return np.asarray(init(jax.random.key(0)))
 
 
+@pytest.mark.quick(
+    "resnet18-conv/kernel-0.025253813613805267",
+    "vgg16-conv_1_0/kernel-0.041666666666666664",
+    "vgg16-head/kernel-0.01",
+)
 @pytest.mark.parametrize(
     ("name", "path", "std"),
     [
@@ -137,6 +143,7 @@ def test_published_resnet_starts_its_blocks_on_8x8_pixels():
     assert shapes(make("resnet18"), ResidualBlock)["block_0_0"] == (5, 32, 32, 64)
 
 
+@pytest.mark.quick("float32-alexnet", "float32-vgg16", "bfloat16-alexnet")
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_activations_have_the_compute_dtype_and_variables_are_float32(name, dtype):
@@ -312,6 +319,7 @@ def test_resize_grid_leaves_convolutions_unchanged():
     assert resized == variables == larger
 
 
+@pytest.mark.quick("alexnet")
 @pytest.mark.parametrize("name", NAMES)
 def test_a_train_step_lowers_for_every_platform(name):
     model, optimizer = make(name), optax.adam(1e-3)

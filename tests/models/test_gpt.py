@@ -52,9 +52,10 @@ def make(**options):
     return model, variables, jnp.asarray(tokens)
 
 
+@pytest.mark.quick("favor-sincos_bias", "translution-none")
 @pytest.mark.parametrize(
     ("attention", "position"),
-    mark_slow([*QUICK, *SLOW], QUICK),
+    [*QUICK, *SLOW],
 )
 def test_decoding_equals_full_recomputation(attention, position):
     model, variables, tokens = make(attention=attention, position=position)
@@ -73,6 +74,7 @@ def test_decoding_equals_full_recomputation(attention, position):
     np.testing.assert_array_equal(apply(variables, out)[:, 1:-1].argmax(-1), out[:, 2:])
 
 
+@pytest.mark.quick("rope1d")
 @pytest.mark.parametrize("position", ["rope1d", "irpe_gate", "learned + t5_bias"])
 def test_short_sequences_are_not_padded(position):
     model, variables, tokens = make(position=position)
@@ -94,12 +96,13 @@ def test_short_sequences_are_not_padded(position):
     assert set(lengths) == {4}
 
 
+@pytest.mark.quick("favor-none")
 @pytest.mark.parametrize(
     ("attention", "position"),
     [
-        pytest.param("softmax", "learned + relative_bias", marks=pytest.mark.slow),
+        ("softmax", "learned + relative_bias"),
         ("favor", "none"),
-        pytest.param("translution", "none", marks=pytest.mark.slow),
+        ("translution", "none"),
         ("lor_translution(rank=2)", "rope1d"),
     ],
 )
@@ -177,6 +180,7 @@ def continued(model, variables, prompt, total):
     return text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("attention", "position"),
     mark_slow([*QUICK, *SLOW], [("softmax", "rope1d"), ("favor", "sincos_bias")]),
@@ -207,6 +211,7 @@ def test_a_text_ends_with_the_stop_token_beside_longer_ones():
     assert out.tolist() == expected
 
 
+@pytest.mark.slow
 def test_draws_do_not_depend_on_the_prompts_beside_a_text():
     model, variables, tokens = make_lively()
     prompts = [tokens[:9], tokens[:2], tokens[:7]]

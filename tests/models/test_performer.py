@@ -62,6 +62,7 @@ def test_every_parameter_has_a_gradient(attention, position):
             assert jnp.abs(leaf).max() > 1e-6, name
 
 
+@pytest.mark.quick("favor-constrained_sincos(content_conditioned=True)")
 @pytest.mark.parametrize(("attention", "position"), VARIANTS)
 def test_an_example_does_not_depend_on_its_batch(attention, position):
     model, variables, images = make(attention=attention, position=position)
@@ -71,6 +72,7 @@ def test_an_example_does_not_depend_on_its_batch(attention, position):
     np.testing.assert_array_equal(apply(variables, others)[0], logits[0])
 
 
+@pytest.mark.slow
 def test_without_position_the_model_is_permutation_invariant():
     model, variables, images = make(attention="favor", position="none")
     apply = quick_jit(model.apply)

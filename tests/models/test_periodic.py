@@ -10,7 +10,7 @@ from relattn.data import load_data, preprocess
 from relattn.models import build_model, resize_grid
 from relattn.models.vit import extract_patches, polyphase_anchor
 from relattn.nn.registry import POSITIONS
-from tests.helpers.quick import mark_slow, quick_jit
+from tests.helpers.quick import quick_jit
 
 CONFIG = {"name": "vit", "dim": 8, "num_layers": 2, "num_heads": 2, "mlp_dim": 11}
 CONFIG |= {"patch_size": (3, 2), "patch_overlap": 1, "periodic": True}
@@ -62,7 +62,8 @@ def logits_of_shifts(model, variables, shifts):
     )
 
 
-@pytest.mark.parametrize(("attention", "position"), mark_slow(PAIRS, PAIRS[::2]))
+@pytest.mark.quick("softmax-relative_bias")
+@pytest.mark.parametrize(("attention", "position"), PAIRS)
 def test_a_shift_by_whole_patches_rolls_the_tokens(attention, position):
     model, variables = make(attention=attention, position=position)
     logits = logits_of_shifts(model, variables, [(0, 0), (3, 0), (-3, 4), (0, 1)])
@@ -70,7 +71,8 @@ def test_a_shift_by_whole_patches_rolls_the_tokens(attention, position):
     assert np.abs(logits[3] - logits[0]).max() > 1e-3
 
 
-@pytest.mark.parametrize("dtype", mark_slow(["float32", "bfloat16"], ["float32"]))
+@pytest.mark.quick("favor(num_features=5)-sincos_bias-float32")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     ("attention", "position"),
     [*PAIRS[4:6], ("softmax", "relative_bias"), *PAIRS[-3:]],
@@ -120,6 +122,7 @@ def test_the_anchor_chooses_the_phase_of_largest_energy():
         np.testing.assert_array_equal(np.sort(result, None), np.sort(image, None))
 
 
+@pytest.mark.quick("object")
 @pytest.mark.parametrize("kind", ["object", "background", "one pixel", "small object"])
 def test_shifted_images_have_the_same_anchor_bit_for_bit(kind):
     image = draw_images(1)[0]

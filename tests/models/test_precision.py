@@ -52,6 +52,7 @@ def products(jaxpr):
             yield from products(jaxpr)
 
 
+@pytest.mark.quick("resnet18")
 @pytest.mark.parametrize("name", MODELS)
 def test_the_models_precision_reaches_every_product(name):
     make_model, inputs = MODELS[name]

@@ -28,6 +28,7 @@ def assert_logits_equal(found, expected):
 CHECKPOINTS = [path.parent.name for path in sorted(FIXTURES.glob("*/config.json"))]
 
 
+@pytest.mark.quick("hf_vit")
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_logits_equal_pytorch(name, tmp_path):
     (source,) = [source for source in SOURCES if name.startswith(source)]
@@ -104,15 +105,13 @@ def test_saved_weights_of_another_model_are_refused(tmp_path):
         relattn.load_pretrained(tmp_path)
 
 
+@pytest.mark.quick("model0")
 @pytest.mark.parametrize(
     "model",
     [
         {"attention": "softmax", "position": "learned + rope2d_mixed"},
         {"attention": "favor", "position": "none"},
-        pytest.param(
-            {"attention": "translution", "num_relative_layers": 1},
-            marks=pytest.mark.slow,
-        ),
+        {"attention": "translution", "num_relative_layers": 1},
         {"attention": "routing(clusters=2)", "position": "learned"},
     ],
 )
@@ -129,6 +128,7 @@ def test_every_variable_survives_saving(model, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, carried, loaded.variables)
 
 
+@pytest.mark.slow
 def test_another_attention_keeps_parameters_and_draws_features(tmp_path):
     sizes = {"dim": 6, "num_heads": 3, "num_layers": 2, "mlp_dim": 7, "patch_size": 2}
     config = {"model": {"name": "vit", "attention": "favor", **sizes}}
@@ -190,6 +190,7 @@ def test_file_is_read_by_safetensors_and_back(tmp_path):
         jax.tree.map(np.testing.assert_array_equal, dict(found), tensors)
 
 
+@pytest.mark.quick("int8", "uint8", "bool")
 @pytest.mark.parametrize(
     "dtype", ["int8", "uint8", "bool", "complex64", np.int32, "float8_e4m3fn", "flaot"]
 )

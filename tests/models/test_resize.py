@@ -79,6 +79,9 @@ def expected_table(table, axis, old, new):
     return np.moveaxis(out, 0, axis)
 
 
+@pytest.mark.quick(
+    "old0-new0-learned", "old0-new0-relative_key", "old0-new0-relative_value"
+)
 @pytest.mark.parametrize("name", TABLES)
 @pytest.mark.parametrize(("old", "new"), [(SMALL, LARGE), (LARGE, SMALL)])
 def test_tables_are_resized_both_ways(name, old, new):
@@ -93,6 +96,7 @@ def test_tables_are_resized_both_ways(name, old, new):
         np.testing.assert_allclose(resized[table], expected, atol=2e-5)
 
 
+@pytest.mark.quick("cayley_string", "circulant_string", "none")
 @pytest.mark.parametrize("name", sorted(POSITIONS.keys() - TABLES))
 def test_functions_of_the_position_are_equal_on_every_grid(name):
     module = POSITIONS[name](**SIZES)
@@ -120,6 +124,7 @@ def make(grid, **options):
     return model, jax.random.normal(jax.random.key(1), (2, *shape))
 
 
+@pytest.mark.quick("learned + relative_bias")
 @pytest.mark.parametrize("position", ["learned + relative_bias", "irpe_gate"])
 def test_a_resized_model_accepts_images_of_another_size(position):
     model, images = make(SMALL, position=position)
@@ -136,6 +141,10 @@ def test_a_resized_model_accepts_images_of_another_size(position):
     assert same["params"] is variables["params"]
 
 
+@pytest.mark.quick(
+    "translution(relative='q')-Translution's q_table",
+    "linformer(k=3)-Linformer's key_projection",
+)
 @pytest.mark.parametrize(
     ("attention", "table"),
     [

@@ -176,6 +176,7 @@ def hub(**arguments):
     }
 
 
+@pytest.mark.quick("tensors0-settings0")
 @pytest.mark.parametrize(
     "tensors, settings",
     [
@@ -206,6 +207,7 @@ def test_halves_are_joined_in_single_precision(dtype, tmp_path):
     check_logits("timm", tmp_path, tensors, settings, images, expected)
 
 
+@pytest.mark.quick("settings0")
 @pytest.mark.parametrize(
     "settings",
     [

@@ -93,6 +93,7 @@ def naive_gpt(tokens, params):
     return reference.linear(x, params["head"])
 
 
+@pytest.mark.quick("performer-options0-naive_performer")
 @pytest.mark.parametrize(
     "name, options, naive",
     [
@@ -112,6 +113,9 @@ def test_logits_equal_the_formula(name, options, naive):
     np.testing.assert_allclose(logits, expected, atol=1e-5 * np.abs(expected).max())
 
 
+@pytest.mark.quick(
+    "attention_dropout-performer", "attention_dropout-vit", "attention_dropout-gpt"
+)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("rate", ["attention_dropout", "dropout"])
 def test_each_dropout_acts_alone(name, rate):
@@ -127,6 +131,7 @@ def test_each_dropout_acts_alone(name, rate):
     assert np.abs(dropped - plain).max() > 1e-3 * np.abs(plain).max()
 
 
+@pytest.mark.quick("performer", "gpt")
 @pytest.mark.parametrize("name", MODELS)
 def test_remat_saves_less_for_the_backward_pass(name):
     def kept(remat):
@@ -141,6 +146,7 @@ def test_remat_saves_less_for_the_backward_pass(name):
     assert kept(True) < kept(False)
 
 
+@pytest.mark.quick("performer")
 @pytest.mark.parametrize("name", MODELS)
 def test_tokens_start_as_standard_normals(name):
     """Tests the CLS token, and the embeddings of text."""

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from relattn.models import SIZES, build_model
-from tests.helpers.quick import mark_slow, quick_jit
+from tests.helpers.quick import quick_jit
 
 CONFIG = {"name": "vit", "dim": 12, "num_layers": 3, "num_heads": 2, "mlp_dim": 17}
 CONFIG |= {"patch_size": 2}
@@ -41,9 +41,10 @@ def make(**options):
     return model, variables, images
 
 
+@pytest.mark.quick("softmax-rope1d(interleaved=True)")
 @pytest.mark.parametrize(
     ("attention", "position"),
-    mark_slow([*((name, "none") for name in ATTENTIONS), *POSITIONS], POSITIONS[1:]),
+    [*((name, "none") for name in ATTENTIONS), *POSITIONS],
 )
 def test_every_parameter_has_a_gradient(attention, position):
     model, variables, images = make(
@@ -166,6 +167,7 @@ def test_an_image_model_for_text_raises():
         build_model(CONFIG, vocab_size=11, context_length=7)
 
 
+@pytest.mark.quick("softmax")
 @pytest.mark.parametrize("attention", ["softmax", "favor", "lor_translution(rank=2)"])
 def test_masked_patches_have_no_effect(attention):
     model, variables, images = make(attention=attention, position="learned")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from relattn.models import GPT, AlexNet, ViT, attention_weights
-from tests.helpers.quick import mark_slow, quick_jit
+from tests.helpers.quick import quick_jit
 
 IMAGES = jax.random.normal(jax.random.key(0), (2, 6, 9, 1))
 
@@ -59,9 +59,8 @@ ON_IMAGES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("attention", "position"), mark_slow(ON_IMAGES, [ON_IMAGES[3], ON_IMAGES[8]])
-)
+@pytest.mark.quick("favor-relative_bias")
+@pytest.mark.parametrize(("attention", "position"), ON_IMAGES)
 def test_outputs_are_the_weighted_sums_of_values(attention, position):
     model, variables = make(attention, position)
     found = captured(model, variables)["attention"]
@@ -87,6 +86,7 @@ def test_relative_values_do_not_change_the_weights():
     np.testing.assert_allclose(weights, expected, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("relative", ["qk", "k"])
 def test_translution_with_plain_values(relative):
     model, variables = make(f"translution(relative='{relative}')")
@@ -99,6 +99,7 @@ def test_translution_with_plain_values(relative):
     np.testing.assert_allclose(weights @ values, out, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("average", [False, True])
 def test_lor_translution_with_plain_values(average):
     model, variables = make(

@@ -14,7 +14,7 @@ from relattn.nn.linear_attention import FavorAttention
 from relattn.nn.positions.relative import RelativeTables
 from relattn.nn.registry import build
 from tests import reference
-from tests.helpers.quick import mark_slow, quick_jit
+from tests.helpers.quick import quick_jit
 
 GRID = (2, 3)
 N, DIM, HEADS, HEAD_DIM = 7, 8, 2, 4
@@ -83,6 +83,7 @@ def expected(attention, variables, x):
     return merged @ params["out"]["kernel"] + params["out"]["bias"]
 
 
+@pytest.mark.quick("softmax")
 @pytest.mark.parametrize(
     "attention",
     [
@@ -118,6 +119,7 @@ def test_separate_projections_are_drawn_independently():
         assert not jnp.isclose(content, position).any()
 
 
+@pytest.mark.quick("softmax", "favor")
 @pytest.mark.parametrize("attention", ["softmax", "favor", "banded(clip=2)"])
 def test_outputs_do_not_depend_on_masked_tokens(attention):
     module, variables, x = layer(attention)
@@ -132,6 +134,7 @@ def test_outputs_do_not_depend_on_masked_tokens(attention):
     assert not np.allclose(unmasked[mask], outs[0][mask], atol=1e-3)
 
 
+@pytest.mark.quick("softmax")
 @pytest.mark.parametrize("attention", ["softmax", "favor", "banded(clip=2)"])
 def test_output_has_the_compute_dtype_and_parameters_are_float32(attention):
     make_attention, _ = build(attention, "none", dim=DIM, num_heads=HEADS, num_layers=1)
@@ -182,6 +185,7 @@ def test_trigonometric_features_sow_the_share_of_nonpositive_normalizers():
     assert jnp.isfinite(out).all()
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("causal", [True, False])
 def test_causal_positive_features_sow_the_share_of_underflowed_keys(causal):
     make_attention, _ = build(
@@ -263,7 +267,10 @@ def test_causal_attention_does_not_depend_on_later_tokens(attention, position):
     assert (result[:, 4:] != out[:, 4:]).any()
 
 
-@pytest.mark.parametrize(("attention", "position"), mark_slow(CAUSAL, CAUSAL[::3]))
+@pytest.mark.quick(
+    "favor(eps=0.3)-none", "favor-constrained_sincos(content_modulated=True)"
+)
+@pytest.mark.parametrize(("attention", "position"), CAUSAL)
 def test_decoding_equals_full_attention(attention, position):
     module, variables, x, encoding = causal_layer(attention, position)
 
@@ -375,6 +382,7 @@ def test_causal_positive_features_with_wide_heads_raise(options):
         shapes({"causal": True})
 
 
+@pytest.mark.quick("softmax")
 @pytest.mark.parametrize("attention", ["softmax", f"favor(num_features={FEATURES})"])
 def test_cross_attention_equals_the_kernel(attention):
     make, _ = build(attention, "none", dim=DIM, num_heads=HEADS, num_layers=1)
@@ -427,6 +435,7 @@ def test_attention_without_a_cross_form_raises(attention, options):
         make(layer=0).init(jax.random.key(0), x, memory=x)
 
 
+@pytest.mark.quick("favor-none-True")
 @pytest.mark.parametrize(
     ("attention", "position", "causal"),
     [

@@ -123,6 +123,7 @@ def random_variables(model):
     )
 
 
+@pytest.mark.quick("translution-none")
 @pytest.mark.parametrize(
     ("attention", "position"),
     [
@@ -217,6 +218,7 @@ def test_dropout_differs_by_layer_and_key():
     assert np.unique(np.round(apply(0), 3)).tolist() == [0, 2, 4]
 
 
+@pytest.mark.quick("attention")
 @pytest.mark.parametrize("part", ["attention", "feed_forward"])
 def test_each_part_has_its_own_dropout_rate(part):
     x = jnp.asarray(np.random.default_rng(2).normal(size=(4, 50, 6)), jnp.float32)
@@ -271,6 +273,7 @@ def test_layers_with_random_features_are_not_scanned():
         assert set(shapes["params"]) == names
 
 
+@pytest.mark.quick("translution")
 @pytest.mark.parametrize("attention", ["translution", "favor(num_features=3)"])
 def test_remat_gives_equal_gradients_and_keeps_less(attention):
     variables = random_variables(Model(attention))
@@ -302,6 +305,7 @@ def test_remat_gives_equal_gradients_and_keeps_less(attention):
     assert kept_remat < kept
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ["translution", "lor_translution"])
 @pytest.mark.parametrize("platform", ["cpu", "tpu"])
 def test_scanned_layers_keep_no_more_than_unrolled_ones(attention, platform):

@@ -40,6 +40,7 @@ def allowed(*shape):
     return jnp.asarray(mask)
 
 
+@pytest.mark.quick("sizes0-options0", "sizes1-options1", "sizes2-options2")
 @pytest.mark.parametrize(
     ("sizes", "options"),
     [
@@ -75,6 +76,7 @@ def test_softmax_equals_jax_nn(sizes, options):
         np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.quick("1-False-6")
 @pytest.mark.parametrize("key_heads", [HEADS, 2])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("heads", [1, HEADS])
@@ -110,6 +112,7 @@ def test_linear_attention_equals_the_kernel(key_heads, is_causal, heads):
         np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_favor_estimates_softmax_attention():
     q, k, v = inputs()
     q, k = q / 3, k / 3
@@ -193,6 +196,7 @@ def nnx_layer(**options):
     return layer, lambda x, mask: layer(x, mask=mask)
 
 
+@pytest.mark.quick("linen_layer")
 @pytest.mark.parametrize("make", [linen_layer, nnx_layer])
 def test_flax_layers_take_the_hook(make):
     x = draw(BATCH, N, 5)
@@ -225,6 +229,7 @@ def linen_steps(x, **options):
     return jnp.concatenate(outs, axis=1), variables["params"]
 
 
+@pytest.mark.quick("softmax-False")
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("name", ["softmax", "favor", "relu"])
 def test_linen_layer_decodes_what_the_causal_layer_computes(name, is_causal):
@@ -243,6 +248,7 @@ def test_linen_layer_decodes_what_the_causal_layer_computes(name, is_causal):
         np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.quick("softmax-False-False")
 @pytest.mark.parametrize(
     ("name", "is_causal", "in_call"),
     [
@@ -290,6 +296,7 @@ def test_decoding_steps_have_the_values_of_softmax(is_causal):
     )
 
 
+@pytest.mark.quick("softmax")
 @pytest.mark.parametrize("name", ["softmax", "favor", "relu"])
 def test_causal_queries_are_the_last_of_the_keys(name):
     q, k, v = inputs(m=N, key_heads=2)
@@ -324,6 +331,7 @@ def test_causal_queries_that_cannot_be_placed_raise():
 PADDING = jnp.arange(N) < jnp.array([[N], [4], [2]])
 
 
+@pytest.mark.quick("softmax-False", "softmax-True")
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("name", ["softmax", "favor", "relu"])
 def test_padding_has_no_effect_in_any_form(name, is_causal):
@@ -404,6 +412,7 @@ def test_a_mask_of_unknown_values_is_refused():
         split_attention_mask(mask[0, 0])
 
 
+@pytest.mark.quick("softmax")
 @pytest.mark.parametrize("name", ["softmax", "favor"])
 def test_a_mask_may_be_a_list(name):
     (q, k, v), keys = inputs(), [1, 0, 1, 1, 0, 0, 1, 0, 0, 1, 1]
@@ -425,6 +434,7 @@ def test_key_mask_of_another_length_raises():
         hook(q, k, v, mask=jnp.ones((BATCH, 1, 1, N)))
 
 
+@pytest.mark.quick("softmax-False")
 @pytest.mark.parametrize("broadcast", [False, True])
 @pytest.mark.parametrize("name", ["softmax", "favor"])
 def test_dropout_acts_on_the_heads_outputs(name, broadcast):
@@ -450,6 +460,7 @@ def test_dropout_acts_on_the_heads_outputs(name, broadcast):
         drop(dropout_rate=1.0, dropout_rng=rng)
 
 
+@pytest.mark.quick("linen_layer")
 @pytest.mark.parametrize("make", [linen_layer, nnx_layer])
 def test_flax_layers_train_with_dropout(make):
     x = draw(BATCH, N, 5)

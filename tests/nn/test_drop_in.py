@@ -209,6 +209,27 @@ def call(argument, implementation):
     )
 
 
+@pytest.mark.quick(
+    '`bias`-`"softmax"`',
+    '`mask` of keys, `[batch, 1, 1, m]`-`"softmax"`',
+    '`mask` of queries, `[batch, 1, n, 1]`-`"softmax"`',
+    'other `mask`-`"softmax"`',
+    '`scale`-`"softmax"`',
+    '`is_causal`-`"softmax"`',
+    '`is_causal`, n < m-None, `"xla"`',
+    '`is_causal`, n < m-`"softmax"`',
+    '`is_causal`, n < m-`"favor"`, `linear_attention`',
+    '`is_causal`, n < m-`"relu"`',
+    '`is_causal`, n > m-`"softmax"`',
+    '`query_seq_lengths`-`"softmax"`',
+    '`key_value_seq_lengths`-`"softmax"`',
+    '`local_window_size`-`"softmax"`',
+    '`local_window_size`, causal without end-`"softmax"`',
+    '`return_residual`-`"softmax"`',
+    'fewer key heads-`"softmax"`',
+    'no batch axis-`"softmax"`',
+    'several batch axes-`"softmax"`',
+)
 @pytest.mark.parametrize(("argument", "implementation"), HONOURED)
 def test_honoured_argument_has_the_reference_value(argument, implementation):
     argument, implementation = ARGUMENTS[argument], IMPLEMENTATIONS[implementation]
@@ -268,6 +289,7 @@ CASES = {
 }
 
 
+@pytest.mark.quick("everything-6-float32", "everything-2-float32")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("key_heads", [HEADS, 2])
 @pytest.mark.parametrize("case", CASES)

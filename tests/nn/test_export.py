@@ -66,12 +66,11 @@ def test_linen_layer(name):
     expect_same(apply, (variables, jnp.float32), f"b, {N}, {DIM}", batches)
 
 
+@pytest.mark.quick("favor-False")
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(
     "name",
-    mark_slow(
-        ["softmax", "favor", "relu", "favor(features='trigonometric')"], ["favor"]
-    ),
+    ["softmax", "favor", "relu", "favor(features='trigonometric')"],
 )
 def test_linen_layer_of_any_length(name, causal):
     make, _ = build(name, "none", dim=DIM, num_heads=HEADS, num_layers=1, causal=causal)
@@ -137,6 +136,7 @@ GPTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("attention", "position"), mark_slow(GPTS, [("favor", "none")])
 )
@@ -153,6 +153,7 @@ LENGTHS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("attention", "position"), mark_slow(LENGTHS, [("softmax", "rope1d")])
 )

@@ -39,6 +39,7 @@ def test_parameters_are_shared_as_documented(sharing, count):
     assert len(SHARINGS) == 4
 
 
+@pytest.mark.quick("3")
 @pytest.mark.parametrize("k", [K, N + 4])
 def test_output_equals_the_reference_with_linear_projections(k):
     module = LinformerAttention(dim=6, num_heads=2, k=k)

@@ -50,6 +50,7 @@ def expect_no_effect(apply, variables, x, exists, rows):
         chex.assert_trees_all_equal(result, expected)
 
 
+@pytest.mark.quick("softmax-False", "banded-False", "favor-True")
 @pytest.mark.parametrize(
     ("attention", "causal"),
     [*((name, False) for name in ATTENTIONS), *((name, True) for name in CAUSAL)],
@@ -80,6 +81,7 @@ def test_memory():
     expect_no_effect(apply, variables, memory, EXISTS, jnp.ones((2, 3, 1), bool))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"patch_overlap": 1, "pool": "mean"}])
 def test_images(options):
     model = ViT(

@@ -64,6 +64,7 @@ def test_low_rank_with_zero_tables_equals_softmax_attention():
     assert not np.allclose(apply(params), expected, atol=0.1)
 
 
+@pytest.mark.quick("exact-options0-0.16666666666666666")
 @pytest.mark.parametrize(
     ("kind", "options", "bound"), [("exact", {}, 1 / DIM), ("low", {"rank": 7}, 1 / 14)]
 )
@@ -108,6 +109,7 @@ def test_a_subset_has_the_published_parameters(relative):
     assert found == expected
 
 
+@pytest.mark.quick("q-True")
 @pytest.mark.parametrize(
     ("relative", "rotates"),
     [("q", True), ("v", True), ("kv", False)],

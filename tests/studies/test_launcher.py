@@ -71,6 +71,7 @@ def test_progress_is_printed_without_a_terminal(
     ]
 
 
+@pytest.mark.slow
 def test_keep_going_continues_after_a_failure(tmp_path, capfd):
     options = ["--config.no_such_key=1"]
     trainings = [

@@ -26,6 +26,7 @@ TINY = [
 ]
 
 
+@pytest.mark.quick("rpe_vit", "rpe_vit_cpu", "performer_table1")
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_name_valid_configurations_and_published_values(name):
     preset = PRESETS[name]
@@ -77,6 +78,7 @@ def test_translution_presets_have_all_published_rows():
     assert (published["relenc_dim"], published["with_base_qkv"]) == ("2", "0")
 
 
+@pytest.mark.slow
 def test_study_continues_after_a_failure_and_trains_missing_runs(
     tmp_path, monkeypatch, capfd
 ):

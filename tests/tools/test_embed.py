@@ -20,6 +20,7 @@ needs_originals = pytest.mark.skipif(
 )
 
 
+@pytest.mark.quick("mnist")
 @pytest.mark.parametrize("name", NAMES)
 def test_embedded_sets_have_their_sizes_and_class_balance(name):
     data = load_images(ConfigDict({"name": name}))
@@ -30,6 +31,7 @@ def test_embedded_sets_have_their_sizes_and_class_balance(name):
         assert counts.max() - counts.min() <= 1
 
 
+@pytest.mark.quick("mnist-100")
 @pytest.mark.parametrize(("name", "expected"), [("mnist", 100), ("fashion_mnist", 90)])
 def test_enough_images_of_class_1_can_move(name, expected):
     test = load_images(ConfigDict({"name": name})).test

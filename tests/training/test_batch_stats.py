@@ -93,6 +93,7 @@ def averages(run, steps):
     return result
 
 
+@pytest.mark.slow
 def test_resumed_seeds_equal_an_uninterrupted_run(
     tiny, config, tmp_path, one_device, monkeypatch
 ):

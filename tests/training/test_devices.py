@@ -124,6 +124,7 @@ def test_the_old_state_is_donated_except_on_cpus(platform, monkeypatch):
     chex.assert_trees_all_equal(kept, jax.tree.map(np.asarray, fresh))
 
 
+@pytest.mark.quick("1")
 @pytest.mark.parametrize("count", [1, 4])
 def test_evaluation_sums_leave_padding_out(count):
     chex.clear_trace_counter()
@@ -231,6 +232,7 @@ def test_a_run_resumes_with_pmap_and_on_a_mesh(config, tmp_path, tiny):
     assert expected.step == state.step
 
 
+@pytest.mark.slow
 def test_a_run_of_a_mesh_is_evaluated_on_any_devices(config, tmp_path, tiny):
     config.update(parallel="mesh", model_axis=2, num_steps=3)
     training.train_and_evaluate(config, tmp_path)

@@ -204,6 +204,7 @@ def model_options(config):
     return {k: list(v) if type(v) is tuple else v for k, v in config.model.items()}
 
 
+@pytest.mark.slow
 def test_train_makes_the_model_of_a_vit(vit, tmp_path):
     words = ["--config=rpe_vit:smoke", f"--config.init_from={vit}", *QUICK]
     cli.train([*words, f"--workdir={tmp_path / 'run'}"])
@@ -236,6 +237,7 @@ def test_train_makes_the_model_of_a_gpt(gpt, tmp_path):
     assert read_config("translution_gpt", words[1:2]).data.context_length == 11
 
 
+@pytest.mark.slow
 def test_a_run_resumes_after_its_source_has_gone(gpt, tmp_path):
     source, workdir = tmp_path / "source", tmp_path / "run"
     shutil.copytree(gpt, source)
@@ -298,6 +300,7 @@ def test_grey_patches_become_patches_of_three_equal_channels(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_python_takes_what_the_model_leaves_out(vit, tmp_path):
     config = default_config()
     config.init_from = str(vit)
@@ -312,6 +315,7 @@ def test_python_takes_what_the_model_leaves_out(vit, tmp_path):
     assert found.data.image_size == 24
 
 
+@pytest.mark.slow
 def test_errors_say_whose_values_they_are(vit, gpt, tmp_path):
     def message(recipe, source, *words):
         options = [f"--config.{word}" for word in words]

@@ -116,6 +116,7 @@ def config():
     return default_config()
 
 
+@pytest.mark.quick("False")
 @pytest.mark.parametrize("standardize", [False, True])
 def test_inputs_of_photographs(tmp_path, config, standardize):
     files = write_photographs(tmp_path / "test" / "a")
@@ -218,6 +219,7 @@ def make_data(channels=1, **options):
     )
 
 
+@pytest.mark.quick("16-1")
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize("size", [SIZE, 8])
 def test_inputs_of_images_in_memory(tmp_path, config, channels, size):

@@ -79,6 +79,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
     assert untimed_rows(parts) == untimed_rows(whole)
 
 
+@pytest.mark.quick("1")
 @pytest.mark.parametrize("num_seeds", [1, 2])
 def test_throughput_counts_updates_alone(
     config, tmp_path, one_device, monkeypatch, num_seeds
@@ -137,6 +138,7 @@ def test_early_stopping_keeps_the_best(config, tmp_path, one_device, capsys):
     assert untimed(again) == untimed(result)
 
 
+@pytest.mark.quick("eval_every_steps-4-steps0")
 @pytest.mark.parametrize(
     "key, every, steps",
     [("eval_every_steps", 4, [4, 8, 12, 15]), ("eval_every_epochs", 2, [10, 15])],
@@ -179,6 +181,7 @@ def test_early_stopping_survives_a_restart(config, tmp_path, one_device):
     assert result["step"] == 20
 
 
+@pytest.mark.quick("1")
 @pytest.mark.parametrize("log_every", [1, 100])
 def test_a_non_finite_loss_names_its_step(
     config, tmp_path, one_device, monkeypatch, log_every
@@ -208,6 +211,7 @@ def test_a_non_finite_loss_names_its_step(
     assert training.load_run(tmp_path).step == 5
 
 
+@pytest.mark.quick("0")
 @pytest.mark.parametrize("skipped", [0, 3])
 def test_parameters_that_are_not_finite_are_never_saved(
     config, tmp_path, one_device, monkeypatch, skipped
@@ -242,6 +246,7 @@ def test_a_huge_learning_rate_is_an_error(config, tmp_path, one_device):
         training.train_and_evaluate(config, tmp_path, devices=one_device)
 
 
+@pytest.mark.quick("3-0")
 @pytest.mark.parametrize("steps, index", [(3, 0), (4, 1), (15, 3)])
 def test_random_features_are_those_of_the_redraw_index(
     config, tmp_path, one_device, steps, index
@@ -379,6 +384,7 @@ def test_validation_images_are_needed(config, tmp_path, monkeypatch):
         training.train_and_evaluate(config, tmp_path)
 
 
+@pytest.mark.quick("constant")
 @pytest.mark.parametrize("schedule", ["constant", "exponential"])
 def test_a_finished_run_goes_on_like_a_longer_one(
     config, tmp_path, one_device, schedule
@@ -413,6 +419,7 @@ def test_a_cosine_run_does_not_go_on(config, tmp_path, one_device):
         training.train_and_evaluate(config, tmp_path, devices=one_device)
 
 
+@pytest.mark.quick("mesh-1")
 @pytest.mark.parametrize("parallel, seeds", [("mesh", 1), ("pmap", 3)])
 def test_only_updates_are_dispatched_between_two_rows(
     config, tmp_path, monkeypatch, parallel, seeds

@@ -45,6 +45,7 @@ def run(parallel, steps=3, **options):
     return parallel.fetch(state).params, parallel.fetch(history)
 
 
+@pytest.mark.quick("1")
 @pytest.mark.parametrize("number", [1, 3])
 def test_an_update_uses_mixed_images_and_soft_labels(number):
     key, batch = jax.random.key(3), make_data().train.gather(np.arange(13))
@@ -75,6 +76,7 @@ def test_an_update_uses_mixed_images_and_soft_labels(number):
     np.testing.assert_allclose(metrics["accuracy"], correct.mean(), rtol=1e-6)
 
 
+@pytest.mark.quick("DataParallel-options0")
 @pytest.mark.parametrize(
     ("parallel", "options"),
     [

@@ -43,6 +43,7 @@ def test_fields_of_modules_are_options():
         assert {*models.model_options(name)} == fields - sizes - {"parent", "name"}
 
 
+@pytest.mark.quick("4-4-demo", "4-4-rpe_vit", "4,2-value2-demo")
 @pytest.mark.parametrize("config", ["demo", "rpe_vit"])
 @pytest.mark.parametrize(
     "text, value", [("4", 4), ("(4, 2)", (4, 2)), ("4,2", (4, 2)), ("[4, 2]", (4, 2))]

@@ -24,6 +24,7 @@ def placed_config(tiny, config, monkeypatch):
     return config
 
 
+@pytest.mark.slow
 def test_static_training_is_evaluated_on_both(placed_config, tmp_path, one_device):
     result = training.train_and_evaluate(placed_config, tmp_path, devices=one_device)
     for metric in ("accuracy", "loss"):

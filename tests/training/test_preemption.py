@@ -45,6 +45,7 @@ def signal_at(step, number=signal.SIGTERM):
     return on_step
 
 
+@pytest.mark.quick("7")
 @pytest.mark.usefixtures("tiny")
 @pytest.mark.parametrize("step", [7, 10])
 def test_a_preempted_run_equals_an_uninterrupted_one(
@@ -92,6 +93,7 @@ def test_ctrl_c_saves_and_a_second_one_interrupts(config, tmp_path, one_device):
     assert signal.getsignal(signal.SIGINT) == before
 
 
+@pytest.mark.quick("load_data")
 @pytest.mark.usefixtures("tiny")
 @pytest.mark.parametrize("when", ["load_data", "final_results"])
 def test_sigterm_outside_of_the_updates(

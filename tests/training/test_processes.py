@@ -117,6 +117,7 @@ def expect_the_same(workdir, expected):
     )
 
 
+@pytest.mark.slow
 def test_a_killed_process_ends_the_other_and_both_resume(config, expected, tmp_path):
     workdir = tmp_path / "two"
     first, second = start(config, workdir, pause_at=(0, 7))

@@ -31,6 +31,7 @@ def test_an_update_has_no_branch(config, parallel):
     assert "stablehlo.case" not in text and "stablehlo.if" not in text
 
 
+@pytest.mark.quick("1-pmap", "1-mesh")
 @pytest.mark.parametrize("parallel", ["pmap", "mesh"])
 @pytest.mark.parametrize("num_seeds", [1, 3])
 def test_every_device_draws_what_a_seed_draws_alone(config, parallel, num_seeds):

@@ -8,6 +8,7 @@ from relattn.kernels.positions.interpolate import resize_table
 from tests import reference
 
 
+@pytest.mark.quick("old0-new0")
 @pytest.mark.parametrize(
     ("old", "new"),
     [((3, 5), (7, 11)), ((7, 11), (3, 5)), ((5, 3), (5, 7)), ((5,), (3,))],

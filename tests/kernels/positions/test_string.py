@@ -71,6 +71,7 @@ def test_prefix_tokens_and_dtype_are_kept(string, head_dim):
     assert jax.eval_shape(rotate, half).dtype == jnp.bfloat16
 
 
+@pytest.mark.quick("3")
 @pytest.mark.parametrize("head_dim", [3, 8])
 def test_circulants_rotate_fourier_components_by_their_frequencies(head_dim):
     components = (head_dim - 1) // 2

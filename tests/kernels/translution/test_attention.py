@@ -51,6 +51,7 @@ def _expect_equal(index, inputs, rows, masked, causal=False):
     compare.expect_equal(jax.vmap(kernel), naive, inputs)
 
 
+@pytest.mark.quick("grid1-2-False")
 @pytest.mark.parametrize(("grid", "num_prefix", "masked"), GRIDS)
 def test_values_and_gradients_equal_the_reference(grid, num_prefix, masked):
     length = num_prefix + math.prod(grid)
@@ -59,6 +60,7 @@ def test_values_and_gradients_equal_the_reference(grid, num_prefix, masked):
     _expect_equal(index, inputs, reference.offset_rows(grid, num_prefix), masked)
 
 
+@pytest.mark.quick("v")
 @pytest.mark.parametrize("relative", ["", "q", "k", "v"])
 def test_projections_that_do_not_depend_on_the_offset(relative):
     inputs = _inputs(4, offsets.num_table_rows((3,), 1), relative)
@@ -66,6 +68,7 @@ def test_projections_that_do_not_depend_on_the_offset(relative):
     _expect_equal(index, inputs, reference.offset_rows((3,), 1), masked=True)
 
 
+@pytest.mark.quick("5-qkv")
 @pytest.mark.parametrize(
     ("length", "relative"), [(2, "qkv"), (5, "qkv"), (3, "q"), (3, "kv")]
 )
@@ -77,6 +80,7 @@ def test_causal_values_and_gradients_equal_the_reference(length, relative):
     _expect_equal(index, inputs, rows, length > 3, causal=True)
 
 
+@pytest.mark.quick("False")
 @pytest.mark.parametrize("causal", [False, True])
 def test_masked_keys_have_no_effect(causal):
     x, *weights = (y[0] for y in _inputs(5, 5 if causal else 9))
@@ -171,6 +175,7 @@ def _lor_bytes(size, wide):
     return _temporary_bytes(kernel, *shapes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("temporary_bytes", "sizes", "tokens"),
     [

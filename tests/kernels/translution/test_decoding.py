@@ -21,6 +21,7 @@ def _table(seed, *shape, of, relative):
     return _random(seed, *([N + 2] if of in relative else []), *shape)
 
 
+@pytest.mark.quick("qv")
 @pytest.mark.parametrize("relative", ["qkv", "qv", "k"])
 def test_translution_steps_equal_the_whole_sequence(relative):
     x = _random(0, BATCH, N, DIM)
@@ -50,6 +51,7 @@ def test_precision_is_passed_to_every_product():
     assert program.count("dot_general[") == highest > 0
 
 
+@pytest.mark.quick("True-qkv")
 @pytest.mark.parametrize("relative", ["qkv", "qv", "k"])
 @pytest.mark.parametrize("base", [True, False])
 def test_lor_translution_steps_equal_the_whole_sequence(relative, base):

@@ -46,6 +46,7 @@ def _naive(x, points, weights, mask):
     return jnp.einsum("bij,bije->bie", weights, pairs)
 
 
+@pytest.mark.quick("False")
 @pytest.mark.parametrize("masked", [False, True])
 def test_values_and_gradients_equal_the_definition(masked):
     inputs = _cloud()

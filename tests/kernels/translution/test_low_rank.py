@@ -85,6 +85,7 @@ def _expect_equal(
     compare.expect_equal(jax.vmap(apply), naive, inputs)
 
 
+@pytest.mark.quick("grid3-1-options3")
 @pytest.mark.parametrize(
     ("grid", "num_prefix", "options"),
     [
@@ -103,6 +104,7 @@ def test_values_and_gradients_equal_the_reference(grid, num_prefix, options):
     _expect_equal(index, inputs, rows, **options)
 
 
+@pytest.mark.quick("q")
 @pytest.mark.parametrize("relative", ["", "q", "kv"])
 def test_projections_that_do_not_depend_on_the_offset(relative):
     inputs = _inputs(4, offsets.num_table_rows((3,), 1), relative)

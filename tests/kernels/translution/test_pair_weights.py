@@ -26,6 +26,7 @@ def _tables(*shape, relative="qkv"):
     ]
 
 
+@pytest.mark.quick("qkv-True")
 @pytest.mark.parametrize(
     ("relative", "masked"), [("qkv", True), ("kv", False), ("q", False)]
 )

@@ -43,6 +43,10 @@ def expect_reference(index, num_rows, batch, relative="qkv"):
     compare.expect_equal(jax.vmap(kernel), naive, inputs)
 
 
+@pytest.mark.quick(
+    "aligned_projections-Offsets(grid=(7,), num_prefix=1)",
+    "aligned_matrices-Offsets(grid=Torus((2, 3)), num_prefix=1)",
+)
 @pytest.mark.parametrize(
     "index",
     [
@@ -63,6 +67,7 @@ def test_causal_values_and_gradients_equal_the_reference(batch):
     expect_reference(kernels.CausalOffsets(7), 9, batch)
 
 
+@pytest.mark.quick("aligned_projections-q")
 @pytest.mark.parametrize("relative", ["q", "kv"])
 def test_projections_that_do_not_depend_on_the_offset(relative, batch):
     expect_reference(kernels.Offsets((3, 2), 1), 18, batch, relative)

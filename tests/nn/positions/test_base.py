@@ -63,6 +63,7 @@ def lemma_1(params, x, layer):
     return scores
 
 
+@pytest.mark.quick("options0-1")
 @pytest.mark.parametrize(
     ("options", "blocks"),
     [({}, 1), ({"content_modulated": True}, 1), ({"content_conditioned": True}, 2)],

@@ -24,6 +24,7 @@ def encode(position, grid, params=None):
     return jnp.stack([layer.bias for layer in layers]), params
 
 
+@pytest.mark.quick("t5_bias(num_buckets=8, max_distance=5)")
 @pytest.mark.parametrize("position", POSITIONS)
 def test_parameters_fit_every_grid(position):
     small, params = encode(position, (2, 3))
@@ -61,6 +62,7 @@ def test_sincos_bias_equals_the_logits_of_strategy_1():
     np.testing.assert_allclose(bias[1][:, rows], logits[:, 1:, 1:], atol=1e-6)
 
 
+@pytest.mark.quick("positive")
 @pytest.mark.parametrize("features", ["positive", "relu"])
 def test_linear_attention_multiplies_weights_by_exp_bias(features):
     make_attention, _ = build(

@@ -33,6 +33,7 @@ def test_gates_start_as_the_identity(name, grid):
         np.testing.assert_array_equal(out, inputs[:2])
 
 
+@pytest.mark.quick("irpe_gate")
 @both
 def test_queries_and_keys_of_each_layer_and_head_have_their_scales(name):
     module = MODULES[name](**SIZES)

@@ -34,6 +34,7 @@ def heads_of(params, x):
         yield out.reshape(N, HEADS, HEAD_DIM).swapaxes(0, 1)
 
 
+@pytest.mark.quick("key_table")
 @pytest.mark.parametrize("name", ["key_table", "value_table", "bias"])
 def test_each_layer_and_head_uses_its_table(name):
     kinds = {"key_table": "relative_key", "value_table": "relative_value"}

@@ -30,6 +30,7 @@ def rotated(name, x, params, grid=GRID):
     return reference.string(x, positions, generators)
 
 
+@pytest.mark.quick("rope2d_mixed", "circulant_string")
 @pytest.mark.parametrize("name", MODULES)
 def test_each_layer_and_head_rotates_by_its_parameters(name):
     module = MODULES[name](**SIZES)
@@ -57,6 +58,7 @@ def test_each_layer_and_head_rotates_by_its_parameters(name):
     np.testing.assert_allclose(one[0], outs[0, :, 4:5], atol=1e-6)
 
 
+@pytest.mark.quick("rope2d_mixed")
 @pytest.mark.parametrize("name", MODULES)
 def test_heads_start_with_different_directions(name):
     layers, _ = MODULES[name](**SIZES).init_with_output(jax.random.key(0), GRID, 1)

@@ -1,4 +1,4 @@
-# make test            lint, tests, doctests and a notebook
+# make test            lint, a case of each mechanism, doctests; minutes on two cores
 # make test-full       all tests, with XLA's optimisations, TensorFlow, a TPU's compiler
 #                      and a check of the types; then starts every configuration at its
 #                      published size; takes hours
@@ -32,7 +32,8 @@ test: export JAX_DISABLE_MOST_OPTIMIZATIONS ?= 1
 test: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(PYTEST) -n $(JOBS) --dist=loadfile --no-loadscope-reorder
+	$(PYTEST) -n $(JOBS) --dist=loadfile --no-loadscope-reorder \
+	  --durations=30 --durations-min=1
 
 test-full:
 	$(MAKE) full VENV=$(VENV)-full EXTRAS=test,prepare,docs,pytorch,tpu,types

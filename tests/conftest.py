@@ -3,6 +3,7 @@
 import dataclasses
 import gc
 import os
+import resource
 import tempfile
 from pathlib import Path
 
@@ -14,6 +15,9 @@ import pytest
 from relattn.kernels import platform
 
 NUM_DEVICES = 4
+STARTED = pytest.StashKey[float]()
+# Processor seconds of a test that is not marked slow, with what it sets up.
+MOST_SECONDS = 15
 # Linux allows a process 65,530; the largest file needs 20,000.
 MOST_MAPS = 30_000
 # The same examples in every run, whatever the machine's speed.
@@ -66,6 +70,26 @@ def pytest_collection_modifyitems(config, items):
         raise pytest.UsageError(f"the mark `quick` names no case: {missing}")
     longest = ["test_contracts.py", "test_pairs.py"]
     items.sort(key=lambda item: tuple(item.path.name != name for name in longest))
+
+
+def processor_seconds():
+    """Returns the time that this process and its children have used processors."""
+    used = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in used)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    item.stash[STARTED] = processor_seconds()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    """Fails a test that is slow and not marked so."""
+    yield
+    seconds = processor_seconds() - item.stash[STARTED]
+    if seconds > MOST_SECONDS and not item.get_closest_marker("slow"):
+        pytest.fail(f"{seconds:.0f} s of processor time: mark it slow")
 
 
 def pytest_collection_finish():

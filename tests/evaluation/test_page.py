@@ -35,10 +35,14 @@ def train(folder, dataset="fashion_mnist", **model):
 
 
 @pytest.fixture(scope="module")
-def workdirs(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("runs")
+def invariant(tmp_path_factory):
+    return train(tmp_path_factory.mktemp("runs") / "invariant")
+
+
+@pytest.fixture(scope="module")
+def workdirs(invariant):
     plain = {"anchor": "none", "periodic": False, "pool": "mean"}
-    return [train(folder / "exact"), train(folder / "plain", **plain)]
+    return [invariant, train(invariant.parent / "plain", **plain)]
 
 
 @pytest.fixture(scope="module")
@@ -64,19 +68,19 @@ def decode(text, *shape):
     return np.frombuffer(base64.b64decode(text), np.uint8).reshape(*shape)
 
 
-def test_runs_that_do_not_fit_together_raise(workdirs, tmp_path):
+def test_runs_that_do_not_fit_together_raise(invariant, tmp_path):
     with pytest.raises(ValueError, match="no run: name at least one"):
         write_page([], tmp_path / "page.html")
     with pytest.raises(ValueError, match="got 1 names for 2 runs: give one for each"):
-        write_page(workdirs, tmp_path / "page.html", names=["one"])
+        write_page([invariant] * 2, tmp_path / "page.html", names=["one"])
     with pytest.raises(ValueError, match="got 3 descriptions for 2 runs"):
-        write_page(workdirs, tmp_path / "page.html", descriptions=["", "", ""])
+        write_page([invariant] * 2, tmp_path / "page.html", descriptions=["", "", ""])
     with pytest.raises(ValueError, match="no test image can move 8 pixels"):
-        write_page(workdirs, tmp_path / "page.html", boundary="zeros")
+        write_page([invariant] * 2, tmp_path / "page.html", boundary="zeros")
     with pytest.raises(ValueError, match="max_shift=16 does not fit images of 16"):
-        write_page(workdirs, tmp_path / "page.html", max_shift=16)
+        write_page([invariant] * 2, tmp_path / "page.html", max_shift=16)
     with pytest.raises(ValueError, match="--data_dir=here does not apply"):
-        write_page(workdirs, tmp_path / "page.html", data_dir="here")
+        write_page([invariant] * 2, tmp_path / "page.html", data_dir="here")
     assert not (tmp_path / "page.html").exists()
 
 

@@ -95,14 +95,13 @@ def test_all_keys_masked_gives_zeros_and_finite_gradients(name, chunk_size):
 
 
 def test_key_mask_broadcasts_against_leading_axes():
-    q, k, v = (jnp.stack([x, x]) for x in draw_inputs())
-    key_mask = jnp.asarray(np.arange(2 * M).reshape(2, 1, M) % 4 != 0)
-    out = linear_attention(q, k, v, feature_map("positive"), key_mask=key_mask)
+    q, k, v = (np.stack([x, x]) for x in draw_inputs())
+    key_mask = np.arange(2 * M).reshape(2, 1, M) % 4 != 0
+    attend = quick_jit(linear_attention, feature_map=feature_map("positive"))
+    out = attend(q, k, v, key_mask=key_mask)
     for i in range(2):
         kept = np.flatnonzero(key_mask[i, 0])
-        one = linear_attention(
-            q[i], k[i][:, kept], v[i][:, kept], feature_map("positive")
-        )
+        one = attend(q[i], k[i][:, kept], v[i][:, kept])
         np.testing.assert_allclose(out[i], one, rtol=1e-5, atol=1e-6)
 
 
@@ -128,11 +127,11 @@ def test_gradients_flow_through_a_plain_array_of_features():
         weights = phi_q @ phi_k.swapaxes(-2, -1)
         return weights @ v / weights.sum(-1, keepdims=True)
 
-    np.testing.assert_allclose(attend(weight), naive(weight), rtol=1e-5, atol=1e-6)
-    gradients = [
-        jax.grad(lambda w, f=f: jnp.square(f(w)).sum())(weight) for f in (attend, naive)
-    ]
-    np.testing.assert_allclose(*gradients, rtol=1e-4, atol=1e-5)
+    (out, gradient), (expected, expected_gradient) = (
+        compare.value_and_gradients(f, [weight], quick_jit) for f in (attend, naive)
+    )
+    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(gradient, expected_gradient, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.quick("4")

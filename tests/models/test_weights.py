@@ -25,21 +25,21 @@ def make(attention, position="none", num_layers=1):
     variables = quick_jit(model.init)(jax.random.key(1), IMAGES)
     assert "attention_weights" not in variables
     # Tables that start at zero would hide which weight is whose.
-    noise = jax.random.normal(jax.random.key(2), (997,))
+    noise = 0.3 * np.random.default_rng(2).normal(size=997).astype(np.float32)
     variables["params"] = jax.tree.map(
-        lambda x: x + 0.3 * jnp.resize(noise, x.shape), variables["params"]
+        lambda x: np.asarray(x) + np.resize(noise, x.shape), variables["params"]
     )
     return model, variables
 
 
 def captured(model, variables):
     """What the one layer's methods return, by name."""
-    _, state = model.apply(
-        variables,
-        IMAGES,
+    apply = quick_jit(
+        model.apply,
         capture_intermediates=lambda _, name: name in ("mix", "project", "__call__"),
         mutable=["intermediates"],
     )
+    _, state = apply(variables, IMAGES)
     ((name, block),) = [
         item for item in state["intermediates"].items() if item[0].startswith("block")
     ]
@@ -65,7 +65,8 @@ def test_outputs_are_the_weighted_sums_of_values(attention, position):
     model, variables = make(attention, position)
     found = captured(model, variables)["attention"]
     values = found["project"][-1]
-    (weights,) = attention_weights(model, variables, IMAGES)
+    weigh = quick_jit(lambda *inputs: attention_weights(model, *inputs))
+    (weights,) = weigh(variables, IMAGES)
     assert weights.shape == (2, 2, 7, 7)
     np.testing.assert_allclose(weights @ values, found["mix"][0], rtol=1e-3, atol=1e-4)
 

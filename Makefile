@@ -59,16 +59,16 @@ tables: $(STAMP)
 	$(BIN)/python -m tools.tables
 
 # Where Python lacks ensurepip, the system's pip installs into the environment.
-# What the demo does not import need not be compiled.
-$(DEMO_STAMP): INSTALL = --no-compile --editable '.[train]'
-$(STAMP): INSTALL = --editable '.[$(EXTRAS)]'
+# What nothing imports need not be compiled.
+$(DEMO_STAMP): INSTALL = train
+$(STAMP): INSTALL = $(EXTRAS)
 $(STAMP) $(DEMO_STAMP): setup.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "relattn needs Python 3.11 or newer: name one by make PYTHON=..."; exit 1; }
 	$(PYTHON) -m venv $(VENV) || { $(PYTHON) -m venv --without-pip $(VENV) && \
 	  $(PYTHON) -m pip --python $(BIN)/python install --quiet pip; }
 	@start=$$(date +%s); echo "Installing the packages into $(VENV)"; \
-	  $(BIN)/python -m pip install --quiet $(INSTALL) && \
+	  $(BIN)/python -m pip install --quiet --no-compile --editable '.[$(INSTALL)]' && \
 	  echo "$$(($$(date +%s) - start)) s: installed the packages"
 	touch $@
 

@@ -14,13 +14,8 @@ from tests.helpers.smoke import CONFIGS
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.parametrize(
-    "model, counts",
-    [
-        ("tiny", [8]),
-        pytest.param("configured", [1, 2, 4, 8], marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("model, counts", [("tiny", [8]), ("configured", [1, 2, 4, 8])])
 def test_smoke_configurations_run_on_simulated_devices(model, counts):
     process = subprocess.run(
         [

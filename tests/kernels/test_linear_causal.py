@@ -130,9 +130,9 @@ def test_continuing_from_a_state_equals_one_call(name, masked):
         return results
 
     (whole, gradients, state), *others = value_and_gradients(inputs)
-    expected = causal_linear_attention(
-        *inputs, feature_map(name), key_mask=key_mask, chunk_size=N
-    )
+    phi = feature_map(name)
+    once = quick_jit(causal_linear_attention, feature_map=phi, chunk_size=N)
+    expected = once(*inputs, key_mask=key_mask)
     np.testing.assert_allclose(whole, expected, rtol=1e-5, atol=1e-5)
     for out, other_gradients, other_state in others:
         np.testing.assert_allclose(out, whole, rtol=2e-4, atol=2e-5)
@@ -146,19 +146,18 @@ def test_keys_that_cancel_across_chunks_are_clamped():
     def feature_map(x):
         return Features(x[..., :1], x[..., 1:])
 
-    q = jnp.array([[1.0, 0.0], [1.0, 0.0]])
+    q = np.array([[1.0, 0.0], [1.0, 0.0]], np.float32)
     # Opposite weights that cancel to a share below 1e-4; exponents are far apart.
-    k = jnp.array([[np.exp(5.0), 0.0], [-1.0 + 4e-5, 5.0]])
-    v = jnp.array([[3.0], [1.0]])
+    k = np.array([[np.exp(5.0), 0.0], [-1.0 + 4e-5, 5.0]], np.float32)
+    v = np.array([[3.0], [1.0]], np.float32)
     # Absolute weights sum to 2, weighted values to 3 - 1.
     expected = [[3.0], [(3 - 1) / (1e-4 * 2)]]
+    attend = functools.partial(causal_linear_attention, feature_map=feature_map)
     for size in (1, 2):
-        out = causal_linear_attention(q, k, v, feature_map, chunk_size=size)
+        out = quick_jit(attend, chunk_size=size)(q, k, v)
         np.testing.assert_allclose(out, expected, rtol=1e-3)
-    _, state = causal_linear_attention(
-        q[:1], k[:1], v[:1], feature_map, return_state=True
-    )
-    out = causal_linear_attention(q[1:], k[1:], v[1:], feature_map, state=state)
+    _, state = quick_jit(attend, return_state=True)(q[:1], k[:1], v[:1])
+    out = quick_jit(attend)(q[1:], k[1:], v[1:], state=state)
     np.testing.assert_allclose(out, expected[1:], rtol=1e-3)
 
 

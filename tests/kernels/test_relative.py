@@ -12,6 +12,7 @@ from relattn import kernels, offsets
 from relattn.offsets import Torus
 from tests import reference
 from tests.helpers import compare
+from tests.helpers.quick import quick_jit
 
 HEAD_DIM, VALUE_DIM = 5, 3
 # Grid, number of prefix tokens, and whether the tables have rows for them.
@@ -89,31 +90,28 @@ def test_masked_pairs_match_the_reference(causal):
 def test_single_table_matches_reference(name):
     q, k, v, *tables = _inputs(7, 13)
     table = dict(zip(["key_table", "value_table", "bias"], tables, strict=True))[name]
-    plain = kernels.causal_softmax_attention(q, k, v)
-    zero = kernels.causal_relative_attention(q, k, v, **{name: jnp.zeros_like(table)})
-    np.testing.assert_allclose(zero, plain, atol=1e-6)
-    out = kernels.causal_relative_attention(q, k, v, **{name: table})
+    q, k, v, table = map(np.asarray, (q, k, v, table))
+    plain = np.asarray(quick_jit(kernels.causal_softmax_attention)(q, k, v))
+    attend = quick_jit(kernels.causal_relative_attention)
+    np.testing.assert_allclose(attend(q, k, v, **{name: 0 * table}), plain, atol=1e-6)
+    out = np.asarray(attend(q, k, v, **{name: table}))
     assert not np.allclose(out[:, 1:], plain[:, 1:], atol=1e-2)
-    expected = reference.relative_attention(
-        q[0],
-        k[0],
-        v[0],
-        **{name: table[0]},
+    naive = quick_jit(
+        reference.relative_attention,
         allowed=np.tril(np.ones((7, 7), bool)),
         rows=reference.offset_rows((7,))[0],
     )
+    expected = naive(q[0], k[0], v[0], **{name: table[0]})
     np.testing.assert_allclose(out[0], expected, atol=1e-5)
 
 
 def test_sequence_may_be_shorter_than_tables():
     q, k, v, *tables = _inputs(7, 13)
     names = ["key_table", "value_table", "bias"]
-    whole = kernels.causal_relative_attention(
-        q, k, v, **dict(zip(names, tables, strict=True))
-    )
-    part = kernels.causal_relative_attention(
-        q[:, :4], k[:, :4], v[:, :4], **dict(zip(names, tables, strict=True))
-    )
+    tables = dict(zip(names, tables, strict=True))
+    attend = quick_jit(kernels.causal_relative_attention)
+    whole = np.asarray(attend(q, k, v, **tables))
+    part = attend(*(np.asarray(x)[:, :4] for x in (q, k, v)), **tables)
     np.testing.assert_allclose(part, whole[:, :4], atol=1e-6)
 
 

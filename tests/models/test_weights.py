@@ -32,6 +32,11 @@ def make(attention, position="none", num_layers=1):
     return model, variables
 
 
+def weigh(model, variables, inputs):
+    """Returns `attention_weights`, compiled."""
+    return quick_jit(lambda *x: attention_weights(model, *x))(variables, inputs)
+
+
 def captured(model, variables):
     """What the one layer's methods return, by name."""
     apply = quick_jit(
@@ -65,8 +70,7 @@ def test_outputs_are_the_weighted_sums_of_values(attention, position):
     model, variables = make(attention, position)
     found = captured(model, variables)["attention"]
     values = found["project"][-1]
-    weigh = quick_jit(lambda *inputs: attention_weights(model, *inputs))
-    (weights,) = weigh(variables, IMAGES)
+    (weights,) = weigh(model, variables, IMAGES)
     assert weights.shape == (2, 2, 7, 7)
     np.testing.assert_allclose(weights @ values, found["mix"][0], rtol=1e-3, atol=1e-4)
 
@@ -75,7 +79,7 @@ def test_softmax_weights_are_those_of_queries_and_keys():
     model, variables = make("softmax")
     q, k, _ = captured(model, variables)["attention"]["project"]
     expected = jax.nn.softmax(q @ k.swapaxes(-1, -2) / 8**0.5)
-    (weights,) = attention_weights(model, variables, IMAGES)
+    (weights,) = weigh(model, variables, IMAGES)
     np.testing.assert_allclose(weights, expected, rtol=1e-4, atol=1e-6)
 
 
@@ -83,7 +87,7 @@ def test_relative_values_do_not_change_the_weights():
     model, variables = make("softmax", "relative_value")
     q, k, _ = captured(model, variables)["attention"]["project"]
     expected = jax.nn.softmax(q @ k.swapaxes(-1, -2) / 8**0.5)
-    (weights,) = attention_weights(model, variables, IMAGES)
+    (weights,) = weigh(model, variables, IMAGES)
     np.testing.assert_allclose(weights, expected, rtol=1e-4, atol=1e-6)
 
 
@@ -95,7 +99,7 @@ def test_translution_with_plain_values(relative):
     params = variables["params"]["blocks_0"]["attention"]
     (x,) = block["attention_norm"]["__call__"]
     values = jnp.einsum("bnc,chd->bhnd", x, params["v_matrix"][0])
-    (weights,) = attention_weights(model, variables, IMAGES)
+    (weights,) = weigh(model, variables, IMAGES)
     out = block["attention"]["mix"][0]
     np.testing.assert_allclose(weights @ values, out, rtol=1e-3, atol=1e-4)
 
@@ -107,19 +111,19 @@ def test_lor_translution_with_plain_values(average):
         f"lor_translution(rank=2, relative='qk', average={average})"
     )
     found = captured(model, variables)["attention"]
-    (weights,) = attention_weights(model, variables, IMAGES)
+    (weights,) = weigh(model, variables, IMAGES)
     values = found["project"][-1]
     np.testing.assert_allclose(weights @ values, found["mix"][0], rtol=1e-3, atol=1e-4)
 
 
 def test_a_weight_for_each_layer_in_order():
     model, variables = make("translution", num_layers=11)
-    layers = attention_weights(model, variables, IMAGES)
+    layers = weigh(model, variables, IMAGES)
     assert len(layers) == 11
     first, first_variables = make("translution", num_layers=1)
     params = jax.tree.map(lambda x: x[:1], variables["params"]["blocks_0"])
     first_variables["params"] = variables["params"] | {"blocks_0": params}
-    (expected,) = attention_weights(first, first_variables, IMAGES)
+    (expected,) = weigh(first, first_variables, IMAGES)
     np.testing.assert_allclose(layers[0], expected, rtol=1e-4, atol=1e-6)
     assert not np.allclose(layers[10], expected, atol=1e-3)
 
@@ -136,7 +140,7 @@ def test_causal_weights_do_not_see_the_future():
     )
     tokens = jnp.arange(7)[None]
     variables = quick_jit(model.init)(jax.random.key(0), tokens)
-    for weights in attention_weights(model, variables, tokens):
+    for weights in weigh(model, variables, tokens):
         np.testing.assert_array_equal(np.triu(weights[0, 0], 1), 0)
         np.testing.assert_allclose(weights.sum(-1), 1, rtol=1e-4)
 

@@ -168,10 +168,13 @@ def test_default_num_features_is_d_ln_d_with_the_concatenated_width():
     make_attention, make_position = build(
         "favor", "constrained_sincos(num_scales=4)", dim=64, num_heads=2, num_layers=1
     )
-    position = make_position().init_with_output(jax.random.key(0), GRID, 1)[0][0]
-    variables = make_attention(layer=0).init(
-        jax.random.key(0), jnp.ones((1, N, 64)), position=position
-    )
+
+    def init():
+        position = make_position().init_with_output(jax.random.key(0), GRID, 1)[0][0]
+        x = jnp.ones((1, N, 64))
+        return make_attention(layer=0).init(jax.random.key(0), x, position=position)
+
+    variables = jax.eval_shape(init)
     projection = variables["random_features"]["projection"].projection
     assert projection.shape == (185, 48)
 

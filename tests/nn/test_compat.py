@@ -432,8 +432,9 @@ def test_key_mask_of_another_length_raises():
     message = r"key_mask must broadcast to .* \(3, 11\), got shape \(3, 7\)"
     with pytest.raises(ValueError, match=message):
         attention_fn("favor", key_mask=PADDING)(q, k, v)
-    hook = attention_fn("favor", key_mask=jnp.arange(M) < 5)
-    expected = attention_fn("favor")(q, k[:, :5], v[:, :5])
+    hook = quick_jit(attention_fn("favor", key_mask=np.arange(M) < 5))
+    q, k, v = map(np.asarray, (q, k, v))
+    expected = quick_jit(attention_fn("favor"))(q, k[:, :5], v[:, :5])
     np.testing.assert_allclose(hook(q, k, v), expected, rtol=1e-4, atol=1e-6)
     with pytest.raises(ValueError, match="mask must broadcast to"):
         hook(q, k, v, mask=jnp.ones((BATCH, 1, 1, N)))

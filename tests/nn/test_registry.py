@@ -135,13 +135,13 @@ def test_a_model_uses_a_registered_attention():
     # Layers are not scanned by default.
     assert "block_0" in variables["params"]
     once, thrice = (
-        make_vit(f"sharp(sharpness={factor})").apply(variables, images)
+        quick_jit(make_vit(f"sharp(sharpness={factor})").apply)(variables, images)
         for factor in (1.0, 3)
     )
     assert not np.allclose(once, thrice)
     params = {**variables["params"]}
     params["blocks_0"] = jax.tree.map(lambda x: x[None], params.pop("block_0"))
-    plain = make_vit("softmax").apply({"params": params}, images)
+    plain = quick_jit(make_vit("softmax").apply)({"params": params}, images)
     np.testing.assert_allclose(once, plain, atol=1e-5)
 
 

@@ -117,9 +117,14 @@ def test_trigonometric_features_sow_the_share_of_nonpositive_normalizers():
     x = 3 * jax.random.normal(jax.random.key(1), (2, N, DIM))
     module = make_attention(layer=0)
     options = {"grid": GRID, "num_prefix": 1, "position": position}
-    variables = module.init(jax.random.key(0), x, **options)
-    variables = jax.tree.map(lambda leaf: 3 * leaf, variables)
-    out, sown = module.apply(variables, x, **options, mutable=["intermediates"])
+
+    @quick_jit
+    def apply():
+        variables = module.init(jax.random.key(0), x, **options)
+        variables = jax.tree.map(lambda leaf: 3 * leaf, variables)
+        return module.apply(variables, x, **options, mutable=["intermediates"])
+
+    out, sown = apply()
     (fraction,) = sown["intermediates"]["nonpositive_normalizer"]
     assert 0 < fraction < 1 and jnp.isfinite(out).all()
 

@@ -16,6 +16,8 @@ from relattn.kernels import platform
 
 NUM_DEVICES = 4
 STARTED = pytest.StashKey[float]()
+# Folders whose examples build modules and models.
+SLOW_EXAMPLES = ("relattn/nn/", "relattn/models/")
 # Processor seconds of a test that is not marked slow, with what it sets up.
 MOST_SECONDS = 15
 # Linux allows a process 65,530; the largest file needs 20,000.
@@ -65,6 +67,10 @@ def pytest_collection_modifyitems(config, items):
             missing.setdefault(family, set(quick.args)).discard(case)
             if case not in quick.args:
                 item.add_marker(pytest.mark.slow)
+        elif isinstance(item, pytest.DoctestItem) and SLOW_EXAMPLES & {
+            *item.path.parts
+        }:
+            item.add_marker(pytest.mark.slow)
     if any(missing.values()) and not any("::" in arg for arg in config.args):
         missing = {family: ids for family, ids in missing.items() if ids}
         raise pytest.UsageError(f"the mark `quick` names no case: {missing}")

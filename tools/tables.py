@@ -50,7 +50,7 @@ CONTRACTS = {
     "finite": [test_contracts.test_large_key_gives_finite_values_and_gradients],
     "vmap, jit, pmap": [
         test_contracts.test_vmap_equals_leading_axes,
-        test_contracts.PmapTest,
+        test_contracts.TransformationsTest,
     ],
     "rolls on a torus": [
         test_contracts.test_rolled_tokens_give_rolled_outputs_and_gradients
@@ -65,8 +65,8 @@ CONTRACTS = {
 
 def _mechanisms_with(test: Any) -> set[str]:
     """Returns the names of the mechanisms that a contract's test runs for."""
-    if test is test_contracts.PmapTest:
-        pattern = r"^test_pmap_agrees_(.*)__with_pmap$"
+    if test is test_contracts.TransformationsTest:
+        pattern = r"^test_transformations_agree_(.*)__with_pmap$"
         return set(re.findall(pattern, "\n".join(dir(test)), re.M))
     if {"skip", "skipif", "xfail"} & {mark.name for mark in test.pytestmark}:
         raise ValueError(f"{test.__name__} may be skipped: it gives no tick")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from relattn import data as data_lib
-from relattn import models
+from relattn import models, training
 from relattn.data.base import part_rows
 from relattn.kernels.feature_maps import draw_random_features, positive_features
 from relattn.training import default_config
@@ -149,11 +149,28 @@ def build_tiny(
     return TinyModel(num_classes=num_classes, **options)
 
 
+def use_tiny(patch):
+    """Makes training build the tiny model and load the tiny images."""
+    patch.setattr(models, "build_model", build_tiny)
+    patch.setattr(data_lib, "load_data", lambda config: make_data())
+
+
 @pytest.fixture
 def tiny(monkeypatch):
     """Makes training build the tiny model and load the tiny images."""
-    monkeypatch.setattr(models, "build_model", build_tiny)
-    monkeypatch.setattr(data_lib, "load_data", lambda config: make_data())
+    use_tiny(monkeypatch)
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory):
+    """Returns the folder and the result of a finished run of `make_config`."""
+    folder = tmp_path_factory.mktemp("finished")
+    with pytest.MonkeyPatch.context() as patch:
+        use_tiny(patch)
+        devices = jax.local_devices()[:1]
+        return folder, training.train_and_evaluate(
+            make_config(), folder, devices=devices
+        )
 
 
 def make_config():

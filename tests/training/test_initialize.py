@@ -16,6 +16,7 @@ from relattn.models import pretrained
 from relattn.training.config import default_config, read_config
 from relattn.training.initialize import initial_state, take_model
 from relattn.training.seeds import make_task
+from tests.helpers.quick import quick_jit
 
 INFO = ImageInfo("a set", tuple("01234"), (6, 6, 1), (0.1,), (0.2,), 200, "somewhere")
 
@@ -216,8 +217,8 @@ def test_train_makes_the_model_of_a_vit(vit, tmp_path):
     variables = jax.device_put(run.variables)
     params = {**loaded.variables["params"], "head": variables["params"]["head"]}
     wide = loaded.model.clone(num_classes=10)
-    expected = wide.apply({"params": params}, jnp.repeat(images, 3, axis=-1))
-    found = run.model.apply(variables, images)
+    expected = quick_jit(wide.apply)({"params": params}, jnp.repeat(images, 3, axis=-1))
+    found = quick_jit(run.model.apply)(variables, images)
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
     # The same command resumes.
     cli.train([*words, f"--workdir={tmp_path / 'run'}"])
@@ -231,8 +232,8 @@ def test_train_makes_the_model_of_a_gpt(gpt, tmp_path):
     assert model_options(run.config) == {**GPT, "dropout": 0.5}
     loaded = relattn.load_pretrained(gpt)
     tokens = jnp.asarray(np.random.default_rng(1).integers(0, 256, (3, 5)), jnp.int32)
-    expected = loaded.model.apply(loaded.variables, tokens)
-    found = run.model.apply(jax.device_put(run.variables), tokens)
+    expected = quick_jit(loaded.model.apply)(loaded.variables, tokens)
+    found = quick_jit(run.model.apply)(run.variables, tokens)
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
     assert read_config("translution_gpt", words[1:2]).data.context_length == 11
 
@@ -293,8 +294,8 @@ def test_grey_patches_become_patches_of_three_equal_channels(tmp_path):
     loaded = relattn.load_pretrained(folder, image_size=16)
     grey = images.mean(axis=-1, keepdims=True)
     np.testing.assert_allclose(
-        new.model.apply({"params": jax.device_put(initial_state(new).params)}, images),
-        loaded.model.apply(loaded.variables, grey),
+        quick_jit(new.model.apply)({"params": initial_state(new).params}, images),
+        quick_jit(loaded.model.apply)(loaded.variables, grey),
         rtol=1e-4,
         atol=1e-4,
     )
@@ -375,7 +376,7 @@ def test_run_is_saved_converted_and_trained_on(tmp_path):
         assert loaded.config["data"]["class_names"] == ["left", "middle", "right"]
         inputs = loaded.preprocess(images)
         np.testing.assert_array_equal(inputs, run.preprocess({"image": images}))
-        logits = loaded.model.apply(loaded.variables, inputs)
+        logits = quick_jit(loaded.model.apply)(loaded.variables, inputs)
         np.testing.assert_allclose(
             jax.nn.softmax(logits), run.predict(images).probabilities, rtol=1e-5
         )

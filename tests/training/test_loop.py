@@ -1,5 +1,6 @@
 import functools
 import json
+import shutil
 import threading
 import time
 import types
@@ -31,18 +32,18 @@ from tests.training.conftest import make_data
 pytestmark = pytest.mark.usefixtures("tiny")
 
 
-def test_a_run_writes_its_results(config, tmp_path, one_device):
-    result = training.train_and_evaluate(config, tmp_path, devices=one_device)
+def test_a_run_writes_its_results(finished):
+    workdir, result = finished
     assert result["step"] == result["num_steps"] == 15
     assert result["epochs"] == 3
     assert result["test_accuracy"] > 0.6
-    assert json.loads((tmp_path / "result.json").read_text()) == result
-    record = json.loads((tmp_path / "run.json").read_text())
+    assert json.loads((workdir / "result.json").read_text()) == result
+    record = json.loads((workdir / "run.json").read_text())
     assert record["config"]["optimizer"]["learning_rate"] == 0.01
     assert record["data"]["name"] == "columns"
     assert record["starts"][0]["num_devices"] == 1
     assert record["starts"][0]["versions"]["jax"] == jax.__version__
-    rows = read_rows(tmp_path / "metrics.jsonl")
+    rows = read_rows(workdir / "metrics.jsonl")
     assert [row["step"] for row in rows] == [2, 4, 5, 6, 8, 10, 12, 14, 15]
     assert all("train_feature_mean" in row for row in rows)
     evaluated = [row for row in rows if "validation_accuracy" in row]
@@ -51,8 +52,8 @@ def test_a_run_writes_its_results(config, tmp_path, one_device):
     assert result["best_step"] == best["step"]
     assert 0 < result["inference_seconds"] < result["seconds"]
     assert result["validation_accuracy"] == best["validation_accuracy"]
-    assert (tmp_path / "metrics.csv").read_text().count("\n") == 10
-    assert list(tmp_path.glob("events.out.tfevents.*"))
+    assert (workdir / "metrics.csv").read_text().count("\n") == 10
+    assert list(workdir.glob("events.out.tfevents.*"))
 
 
 @pytest.mark.parametrize("stop", mark_slow([3, 9, 13], [13]))
@@ -112,8 +113,9 @@ def test_throughput_counts_updates_alone(
     assert result["seconds"] == 4 * 1000 + 14
 
 
-def test_a_finished_run_only_reports(config, tmp_path, one_device, capsys):
-    first = training.train_and_evaluate(config, tmp_path, devices=one_device)
+def test_a_finished_run_only_reports(config, tmp_path, one_device, capsys, finished):
+    folder, first = finished
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     config.progress = True
     again = training.train_and_evaluate(config, tmp_path, devices=one_device)
     assert f"Already at the final step 15 of {tmp_path}" in capsys.readouterr().out

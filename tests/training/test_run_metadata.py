@@ -25,9 +25,10 @@ from tests.training.conftest import make_data
 pytestmark = pytest.mark.usefixtures("tiny")
 
 
-def test_training_resumes_before_a_damaged_checkpoint(config, tmp_path, one_device):
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    expected = training.train_and_evaluate(config, whole, devices=one_device)
+def test_training_resumes_before_a_damaged_checkpoint(
+    config, tmp_path, one_device, finished
+):
+    (whole, expected), parts = finished, tmp_path / "parts"
     with pytest.raises(Interrupted):
         training.train_and_evaluate(
             config, parts, devices=one_device, on_step=interrupt_at(12)
@@ -45,9 +46,8 @@ def test_training_resumes_before_a_damaged_checkpoint(config, tmp_path, one_devi
     assert (aside / "meta" / "metadata").exists()
 
 
-def test_training_resumes_with_damaged_records(config, tmp_path, one_device):
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    training.train_and_evaluate(config, whole, devices=one_device)
+def test_training_resumes_with_damaged_records(config, tmp_path, one_device, finished):
+    (whole, _), parts = finished, tmp_path / "parts"
     with pytest.raises(Interrupted):
         training.train_and_evaluate(
             config, parts, devices=one_device, on_step=interrupt_at(7)
@@ -139,18 +139,18 @@ def test_a_key_missing_in_a_checkpoint_has_its_default(
     assert result["step"] == 15
 
 
-def test_a_workdir_of_another_config_shows_the_difference(config, tmp_path, one_device):
-    training.train_and_evaluate(config, tmp_path, devices=one_device)
+def test_a_workdir_of_another_config_shows_the_difference(config, one_device, finished):
+    workdir, _ = finished
     config.seed = 1
     config.optimizer.name = "sgd"
     config.log_every_steps = 7
-    before = sorted(tmp_path.rglob("*"))
+    before = sorted(workdir.rglob("*"))
     with pytest.raises(
         training.WorkdirError,
         match=r"optimizer.name: 'adam' there, 'sgd' now; seed: 0 there, 1 now\)",
     ):
-        training.train_and_evaluate(config, tmp_path, devices=one_device)
-    assert sorted(tmp_path.rglob("*")) == before
+        training.train_and_evaluate(config, workdir, devices=one_device)
+    assert sorted(workdir.rglob("*")) == before
 
 
 def test_a_foreign_checkpoint_folder_is_left_alone(config, tmp_path):

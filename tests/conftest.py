@@ -67,9 +67,7 @@ def pytest_collection_modifyitems(config, items):
             missing.setdefault(family, set(quick.args)).discard(case)
             if case not in quick.args:
                 item.add_marker(pytest.mark.slow)
-        elif isinstance(item, pytest.DoctestItem) and SLOW_EXAMPLES & {
-            *item.path.parts
-        }:
+        elif item.nodeid.startswith(SLOW_EXAMPLES):
             item.add_marker(pytest.mark.slow)
     if any(missing.values()) and not any("::" in arg for arg in config.args):
         missing = {family: ids for family, ids in missing.items() if ids}

@@ -190,6 +190,7 @@ def test_mask_per_example_equals_each_example_alone(mechanism):
     np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.quick("Translution", "linear, offset bias", "rotary positions")
 @pytest.mark.parametrize("mechanism", LINES, ids=str)
 def test_mask_per_example_on_a_line_equals_the_reference(mechanism):
     inputs, key_mask = mechanism.draw_inputs(BATCH), masks(mechanism)

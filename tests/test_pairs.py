@@ -216,6 +216,7 @@ def test_earlier_outputs_do_not_depend_on_later_tokens(model):
     assert (changed[:, 4:] != logits[:, 4:]).any()
 
 
+@pytest.mark.quick("vit-softmax-relative_bias", "vit-softmax-rope2d_mixed")
 @each([names for names in IN_VIT if names[1] == "softmax" or names[2] == "none"])
 def test_lowers_for_cuda_and_tpu_without_a_scatter(model):
     """Tests the ViT; test_contracts.py tests the causal kernels."""

@@ -72,6 +72,7 @@ def test_invalid_options_raise(keys, message):
         load_images(ConfigDict(keys))
 
 
+@pytest.mark.slow
 def test_reading_does_not_import_tensorflow(tmp_path):
     # A fake TensorFlow makes any import of it fail, even if TensorFlow is installed.
     fake = tmp_path / "tensorflow" / "__init__.py"

@@ -165,6 +165,7 @@ def test_short_side_default_scales_with_image_size(config):
     assert (splits["test"].image_size, splits["test"].short_side) == (224, 256)
 
 
+@pytest.mark.slow
 def test_worker_processes_yield_the_same_batches(config):
     config.augment = "randaugment(num_ops=2, magnitude=9)"
     expected = take(load_data(config), 3, start_step=3)

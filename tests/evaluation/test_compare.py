@@ -102,6 +102,7 @@ def test_report_has_a_row_for_each_shift(workdir, tmp_path, axis, shifts):
     assert "## All classes" in text
 
 
+@pytest.mark.slow
 def test_report_of_the_first_images(workdir, tmp_path):
     options = {"max_shift": 1, "classes": "all", "num_images": 11}
     text = shift_report([workdir], tmp_path, **options)
@@ -245,6 +246,7 @@ class TwoSeeds(SavedRun):
         return runs
 
 
+@pytest.mark.slow
 def test_seeds_of_one_run_are_averaged(workdir, tmp_path, monkeypatch):
     saved = TwoSeeds(**vars(open_run(workdir)))
     monkeypatch.setattr(compare_lib, "open_run", lambda *_: saved)
@@ -269,6 +271,7 @@ def test_one_run_is_in_memory_at_a_time(workdir, monkeypatch):
     assert len(loaded) > 2
 
 
+@pytest.mark.slow
 def test_a_shift_that_no_image_allows_is_found_in_the_first_run(workdir, monkeypatch):
     load, loaded = SavedRun.load, []
     monkeypatch.setattr(SavedRun, "load", lambda self: loaded.append(1) or load(self))
@@ -277,6 +280,7 @@ def test_a_shift_that_no_image_allows_is_found_in_the_first_run(workdir, monkeyp
     assert loaded == [1]
 
 
+@pytest.mark.slow
 def test_a_run_evaluates_images_of_another_size(workdir, tmp_path):
     trained, run = load_run(workdir), load_run(workdir, image_size=40)
     size = trained.config.data.image_size

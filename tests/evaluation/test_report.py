@@ -80,6 +80,7 @@ def test_the_page_opens_without_errors(width, workdir, tmp_path):
     assert browser.console_errors(page, width) == []
 
 
+@pytest.mark.slow
 def test_the_numbers_are_those_of_the_evaluation(workdir):
     run = training.load_run(workdir)
     page = report(run)

@@ -132,6 +132,7 @@ def test_a_report_has_a_sample(workdir):
     assert "<h2>A sample</h2>" in page and "<h2>Confusion matrix</h2>" not in page
 
 
+@pytest.mark.slow
 def test_perplexity_of_a_text_file(workdir, tmp_path, capsys):
     run = training.load_run(workdir)
     text = "To be, or nöt to be, that is the question."

@@ -5,6 +5,7 @@ import pytest
 from relattn.evaluation.translation import translation_error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("attention", "position", "verdict"),
     [
@@ -18,6 +19,7 @@ def test_verdict(attention, position, verdict):
     assert error.verdict == verdict, error
 
 
+@pytest.mark.slow
 def test_sincos_bias_is_exact_for_every_draw():
     exact, concatenated = (
         translation_error("favor", position, draws=16)

@@ -332,6 +332,7 @@ def test_interior_outputs_are_translation_equivariant():
     np.testing.assert_allclose(moved[4:9, 3:8], out[3:8, 5:10], atol=1e-6)
 
 
+@pytest.mark.slow
 def test_flops_are_linear_in_length_and_clip():
     def flops(grid, clip):
         inputs = _inputs(grid, 1, clip)

@@ -72,6 +72,7 @@ def test_decoding_matches_causal_attention():
     np.testing.assert_allclose(outs, expected, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_large_gate_attends_by_position_only():
     q, k, v, _, _ = _inputs(6, 3)
     coefficients = jnp.array([-20.0, 0.0, 40.0])  # favours the key at the left

@@ -232,7 +232,7 @@ def test_chunk_size_must_be_positive():
         causal_linear_attention(*draw_inputs(), feature_map("relu"), chunk_size=-3)
 
 
-@pytest.mark.quick("193")
+@pytest.mark.slow
 @pytest.mark.parametrize("head_dim", [193, 211])
 def test_deep_heads_neither_overflow_nor_underflow(head_dim):
     num_features = maps.default_num_features(head_dim)

@@ -92,7 +92,7 @@ def test_equals_the_reference(interpreted, causal, m, masked):
     expect_reference(causal, key_mask, draw_inputs(HEADS, m=m), tolerance=2e-6)
 
 
-@pytest.mark.quick("True")
+@pytest.mark.slow
 @pytest.mark.parametrize("causal", [True, False])
 def test_bfloat16_equals_the_reference_to_its_rounding(interpreted, causal):
     inputs = draw_inputs(HEADS, dtype=jnp.bfloat16)
@@ -114,6 +114,7 @@ def value_and_gradients(function, *inputs):
     return out, *pullback(cotangent.astype(out.dtype))
 
 
+@pytest.mark.slow
 def test_earlier_outputs_and_gradients_do_not_depend_on_later_tokens(interpreted):
     # In the middle of a chunk.
     cut = 11

@@ -68,9 +68,7 @@ KERNELS = {
 }
 
 
-@pytest.mark.quick(
-    "linear-all", "positive-queries", "segments-values", "fft-all", "translution-values"
-)
+@pytest.mark.quick("positive-queries", "fft-all", "translution-values")
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="needs simulated devices")
 @pytest.mark.parametrize("split", ["all", "queries", "values"])
 @pytest.mark.parametrize("name", KERNELS)

@@ -246,6 +246,7 @@ def test_weights_below_rounding_noise_are_guarded():
         assert np.isfinite(gradient).all()
 
 
+@pytest.mark.slow
 def test_weights_above_rounding_noise_are_exact():
     # With a single distant key, denominators are about 2e-5 of the largest weight.
     n = 64
@@ -328,6 +329,7 @@ def test_is_translation_equivariant_up_to_fft_rounding():
     assert (difference != 0).any()
 
 
+@pytest.mark.slow
 def test_memory_holds_transforms_of_one_block_of_features():
     n, features, width = 512, 96, 24
     projection = kernels.draw_gaussian(jax.random.key(0), features, HEAD_DIM)

@@ -135,6 +135,7 @@ def test_a_prompt_is_one_call_of_the_model():
     assert set(lengths) == {7, 1}
 
 
+@pytest.mark.slow
 def test_a_key_determines_the_tokens():
     model, variables, tokens = make()
 
@@ -196,6 +197,7 @@ def test_a_text_does_not_depend_on_the_prompts_beside_it(attention, position):
         assert row == continued(model, variables, prompt, 24)
 
 
+@pytest.mark.slow
 def test_a_text_ends_with_the_stop_token_beside_longer_ones():
     model, variables, tokens = make_lively(attention="favor", position="sincos_bias")
     prompts = [tokens[:1], tokens[:9]]

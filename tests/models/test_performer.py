@@ -97,6 +97,7 @@ def test_layers_draw_different_projections():
     assert not np.allclose(features[0], features[1])
 
 
+@pytest.mark.slow
 def test_dropout_acts_only_in_training():
     model, variables, images = make(dropout=0.5, attention_dropout=0.5)
     evaluate, apply = (
@@ -112,6 +113,7 @@ def test_dropout_acts_only_in_training():
     assert not np.allclose(*outs)
 
 
+@pytest.mark.slow
 def test_bfloat16_models_have_float32_parameters_and_logits():
     model, variables, images = make(
         dtype="bfloat16", attention="favor", position="constrained_sincos"

@@ -139,6 +139,7 @@ def test_shifted_images_have_the_same_anchor_bit_for_bit(kind):
     np.testing.assert_array_equal(anchored, np.broadcast_to(anchored[0], images.shape))
 
 
+@pytest.mark.slow
 def test_photographed_clothes_have_the_same_anchor_at_every_shift():
     """Many have equal patches, all white or all black."""
     split = load_data(demo.get_config("invariant").data).test

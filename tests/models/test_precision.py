@@ -76,6 +76,7 @@ def test_random_features_are_exact_whatever_the_default():
     assert list(products(program.jaxpr)) == [jax.lax.Precision.HIGHEST]
 
 
+@pytest.mark.slow
 def test_exact_random_features_keep_most_of_the_error_of_tf32_out(monkeypatch):
     def einsum(equation, *operands, precision, **options):
         if precision is not jax.lax.Precision.HIGHEST:

@@ -158,6 +158,7 @@ def test_another_attention_keeps_parameters_and_draws_features(tmp_path):
         relattn.load_pretrained(tmp_path, model={"name": "vti"})
 
 
+@pytest.mark.slow
 def test_weights_are_saved_in_half_precision(tmp_path):
     config = {"model": {"name": "vit", "dim": 6, "num_heads": 3, "num_layers": 1}}
     config["model"] |= {"mlp_dim": 7, "patch_size": 2, "attention": "favor"}

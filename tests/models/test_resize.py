@@ -124,7 +124,7 @@ def make(grid, **options):
     return model, jax.random.normal(jax.random.key(1), (2, *shape))
 
 
-@pytest.mark.quick("learned + relative_bias")
+@pytest.mark.slow
 @pytest.mark.parametrize("position", ["learned + relative_bias", "irpe_gate"])
 def test_a_resized_model_accepts_images_of_another_size(position):
     model, images = make(SMALL, position=position)

@@ -41,7 +41,7 @@ def make(**options):
     return model, variables, images
 
 
-@pytest.mark.quick("softmax-rope1d(interleaved=True)")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("attention", "position"),
     [*((name, "none") for name in ATTENTIONS), *POSITIONS],
@@ -79,6 +79,7 @@ def test_layers_with_random_features_have_a_block_each():
     assert set(variables["random_features"]) == {"block_0", "block_1"}
 
 
+@pytest.mark.slow
 def test_translution_without_position_depends_on_the_order():
     moved = jnp.array([2, 3, 0, 1, 4, 5])
     for attention, differ in (("softmax", False), ("translution", True)):

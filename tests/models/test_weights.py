@@ -83,6 +83,7 @@ def test_softmax_weights_are_those_of_queries_and_keys():
     np.testing.assert_allclose(weights, expected, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_relative_values_do_not_change_the_weights():
     model, variables = make("softmax", "relative_value")
     q, k, _ = captured(model, variables)["attention"]["project"]
@@ -116,6 +117,7 @@ def test_lor_translution_with_plain_values(average):
     np.testing.assert_allclose(weights @ values, found["mix"][0], rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_weight_for_each_layer_in_order():
     model, variables = make("translution", num_layers=11)
     layers = weigh(model, variables, IMAGES)

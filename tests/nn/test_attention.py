@@ -179,6 +179,7 @@ def test_default_num_features_is_d_ln_d_with_the_concatenated_width():
     assert projection.shape == (185, 48)
 
 
+@pytest.mark.slow
 def test_trigonometric_features_sow_the_share_of_nonpositive_normalizers():
     module, variables, x = layer("favor(features='trigonometric', num_features=2)")
     variables = jax.tree.map(lambda leaf: leaf * 3, variables)

@@ -38,7 +38,7 @@ def test_output_equals_the_reference_with_linear_projections():
     np.testing.assert_allclose(out[0], expected, atol=1e-5)
 
 
-@pytest.mark.quick("3-False-options0-centres0")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("heads", "causal", "options", "centres"),
     [

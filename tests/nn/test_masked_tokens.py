@@ -50,7 +50,7 @@ def expect_no_effect(apply, variables, x, exists, rows):
         chex.assert_trees_all_equal(result, expected)
 
 
-@pytest.mark.quick("softmax-False", "banded-False", "favor-True")
+@pytest.mark.quick("favor-True")
 @pytest.mark.parametrize(
     ("attention", "causal"),
     [*((name, False) for name in ATTENTIONS), *((name, True) for name in CAUSAL)],
@@ -69,6 +69,7 @@ def test_block(attention, causal):
     expect_no_effect(apply, variables, x, EXISTS, EXISTS[..., None])
 
 
+@pytest.mark.slow
 def test_memory():
     make, _ = build("favor", "none", dim=DIM, num_heads=2, num_layers=1)
     module, x = make(layer=0), jnp.ones((2, 3, DIM))

@@ -147,7 +147,7 @@ def test_layers_share_no_random_features():
     assert not np.allclose(*features)
 
 
-@pytest.mark.quick("favor")
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ["favor", "banded(separate_projections=True)"])
 def test_stacked_layers_redraw_different_features(attention):
     """Stacks of NNX and of Linen get what the layers alone get."""

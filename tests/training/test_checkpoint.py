@@ -523,6 +523,7 @@ def test_a_checkpoint_write_error_is_reported(config, tmp_path, one_device, capf
     assert "Traceback" not in "".join(capfd.readouterr())
 
 
+@pytest.mark.slow
 def test_errors_after_the_writer_closed_are_not_printed(tmp_path, caplog, monkeypatch):
     """After the first error of a write, its other files fail later."""
     raised = []

@@ -206,6 +206,7 @@ def test_dropout_in_parts_does_not_depend_on_the_devices():
     chex.assert_trees_all_close(one[1:], four[1:], atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_run_resumes_with_pmap_and_on_a_mesh(config, tmp_path, tiny):
     config.model.dropout = 0.0
     config.optimizer.name = "sgd"
@@ -246,6 +247,7 @@ def test_a_run_of_a_mesh_is_evaluated_on_any_devices(config, tmp_path, tiny):
     assert results[1] == pytest.approx(results[2])
 
 
+@pytest.mark.slow
 def test_seeds_train_together_on_a_mesh(config, tiny):
     config.update(num_seeds=2)
     config.model.dropout = 0.0

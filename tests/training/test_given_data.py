@@ -63,6 +63,7 @@ def train(folder, data=None, **options):
     )
 
 
+@pytest.mark.slow
 def test_a_run_takes_its_data_by_argument(given, tmp_path):
     run, stripes = training.load_run(given), make_stripes()
     assert run.given

@@ -108,6 +108,7 @@ def test_what_does_not_fit_is_named(source):
         initial_state(new)
 
 
+@pytest.mark.slow
 def test_skipped_parameters_start_as_without_a_source(source):
     new = task(source, init_skip="attention.q")
     found = flat(new.model, initial_state(new).params)
@@ -118,6 +119,7 @@ def test_skipped_parameters_start_as_without_a_source(source):
     assert not np.array_equal(found[other], start[other])
 
 
+@pytest.mark.slow
 def test_every_seed_starts_from_the_source(source):
     params = initial_state(task(source, num_seeds=3)).params
     head = params["head"]["kernel"]
@@ -224,6 +226,7 @@ def test_train_makes_the_model_of_a_vit(vit, tmp_path):
     cli.train([*words, f"--workdir={tmp_path / 'run'}"])
 
 
+@pytest.mark.slow
 def test_train_makes_the_model_of_a_gpt(gpt, tmp_path):
     words = ["--config=translution_gpt:smoke", f"--config.init_from={gpt}", *QUICK]
     cut = ["--config.data.context_length=5", "--config.model.dropout=0.5"]
@@ -280,6 +283,7 @@ def test_overrides_change_the_model_of_the_source(vit, recipe):
     assert config.data.image_size == 24
 
 
+@pytest.mark.slow
 def test_grey_patches_become_patches_of_three_equal_channels(tmp_path):
     config = {"model": VIT, "num_classes": 5, "image_shape": [8, 16, 1]}
     folder = save(tmp_path, config, np.zeros((1, 8, 16, 1)))
@@ -360,6 +364,7 @@ def train(workdir, **options):
     return training.load_run(workdir)
 
 
+@pytest.mark.slow
 def test_run_is_saved_converted_and_trained_on(tmp_path):
     run = train(tmp_path / "run")
     run.save_pretrained(tmp_path / "saved", license="cc0-1.0")

@@ -116,7 +116,7 @@ def config():
     return default_config()
 
 
-@pytest.mark.quick("False")
+@pytest.mark.slow
 @pytest.mark.parametrize("standardize", [False, True])
 def test_inputs_of_photographs(tmp_path, config, standardize):
     files = write_photographs(tmp_path / "test" / "a")
@@ -161,6 +161,7 @@ def test_inputs_of_photographs(tmp_path, config, standardize):
     assert (values if standardize else "Values are pixels / 255.") in card
 
 
+@pytest.mark.slow
 def test_inputs_of_photographs_at_another_size(tmp_path, config):
     files = write_photographs(tmp_path / "train" / "a")
     config.data.update(name="mine", source="folder", data_dir=str(tmp_path))
@@ -254,6 +255,7 @@ def test_inputs_of_images_in_memory(tmp_path, config, channels, size):
     assert saved.preprocess([]).shape == (0, size, size, channels)
 
 
+@pytest.mark.slow
 def test_inputs_of_a_canvas(tmp_path, config):
     config.data.update(name="mnist", image_size=32, placement="static", canvas=32)
     config.data.num_validation = 100

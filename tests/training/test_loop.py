@@ -124,6 +124,7 @@ def test_a_finished_run_only_reports(config, tmp_path, one_device, capsys, finis
     assert untimed(again) == untimed(first)
 
 
+@pytest.mark.slow
 def test_early_stopping_keeps_the_best(config, tmp_path, one_device, capsys):
     config.optimizer.learning_rate = 1e-9
     config.redraw_every = 0
@@ -386,7 +387,7 @@ def test_validation_images_are_needed(config, tmp_path, monkeypatch):
         training.train_and_evaluate(config, tmp_path)
 
 
-@pytest.mark.quick("constant")
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["constant", "exponential"])
 def test_a_finished_run_goes_on_like_a_longer_one(
     config, tmp_path, one_device, schedule

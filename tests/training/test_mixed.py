@@ -76,7 +76,7 @@ def test_an_update_uses_mixed_images_and_soft_labels(number):
     np.testing.assert_allclose(metrics["accuracy"], correct.mean(), rtol=1e-6)
 
 
-@pytest.mark.quick("DataParallel-options0")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("parallel", "options"),
     [

@@ -38,6 +38,7 @@ def test_static_training_is_evaluated_on_both(placed_config, tmp_path, one_devic
     np.testing.assert_allclose(scores["loss"], result["test_dynamic_loss"], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_resumed_dynamic_run_sees_the_same_positions(
     placed_config, tmp_path, one_device
 ):

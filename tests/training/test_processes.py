@@ -147,6 +147,7 @@ def test_a_mesh_over_two_killed_processes_resumes(config, tiny, tmp_path):
     chex.assert_trees_all_close(final_state(tmp_path / "two"), state, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_sigterm_of_one_ends_both_at_the_same_step(config, tmp_path):
     # JAX looks for the signal once a second.
     config.update(num_epochs=200)

@@ -46,6 +46,7 @@ def test_training_resumes_before_a_damaged_checkpoint(
     assert (aside / "meta" / "metadata").exists()
 
 
+@pytest.mark.slow
 def test_training_resumes_with_damaged_records(config, tmp_path, one_device, finished):
     (whole, _), parts = finished, tmp_path / "parts"
     with pytest.raises(Interrupted):

@@ -111,6 +111,7 @@ def test_each_seed_equals_a_separate_run(
         training.load_run(tmp_path / "all", seed=8)
 
 
+@pytest.mark.slow
 def test_seeds_resume_bit_for_bit(seeds_config, tmp_path, one_device):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
 

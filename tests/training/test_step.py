@@ -136,6 +136,7 @@ def test_only_scalars_are_logged():
     assert {k: float(v) for k, v in scalars(sown).items()} == {"a/b": 2.5}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ["favor", "banded(clip=2)"])
 def test_a_whole_train_step_lowers_for_every_platform(attention):
     config = {

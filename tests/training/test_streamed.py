@@ -79,6 +79,7 @@ def damage(data):
     return dataclasses.replace(data, train=photographs), record
 
 
+@pytest.mark.slow
 def test_a_run_resumed_and_loaded_without_its_data(
     streamed, tmp_path, one_device, monkeypatch
 ):

@@ -68,6 +68,7 @@ def test_image_size_of_a_text_is_refused(text_config, tmp_path, one_device):
         training.load_run(tmp_path, image_size=8)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_equals_an_uninterrupted_one(text_config, tmp_path, one_device):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     training.train_and_evaluate(text_config, whole, devices=one_device)

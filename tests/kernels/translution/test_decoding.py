@@ -21,7 +21,7 @@ def _table(seed, *shape, of, relative):
     return _random(seed, *([N + 2] if of in relative else []), *shape)
 
 
-@pytest.mark.quick("qv")
+@pytest.mark.slow
 @pytest.mark.parametrize("relative", ["qkv", "qv", "k"])
 def test_translution_steps_equal_the_whole_sequence(relative):
     x = _random(0, BATCH, N, DIM)

@@ -91,6 +91,7 @@ def test_masked_points_have_no_effect():
     assert (_attend(x, points, weights, key_mask=jnp.zeros(N, bool)) == 0).all()
 
 
+@pytest.mark.slow
 def test_integer_positions_equal_translution():
     x, w = _random(0, 6, DIM), _random(1, 3, 15, DIM, 1, WIDTH)
     positions = jnp.asarray(offsets.grid_positions((2, 3)))

@@ -105,6 +105,7 @@ def test_linear_attention_multiplies_weights_by_exp_bias(features):
     np.testing.assert_allclose(out[0], expected(), atol=2e-5)
 
 
+@pytest.mark.slow
 def test_trigonometric_features_sow_the_share_of_nonpositive_normalizers():
     make_attention, _ = build(
         "favor(features='trigonometric', num_features=2)",

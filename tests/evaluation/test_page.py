@@ -84,6 +84,33 @@ def test_runs_that_do_not_fit_together_raise(invariant, tmp_path):
     assert not (tmp_path / "page.html").exists()
 
 
+@pytest.mark.quick("data0-info0-ValueError-image_size=32, .* has 16: a page needs")
+@pytest.mark.parametrize(
+    ("data", "info", "error", "message"),
+    [
+        ({"image_size": 32}, {}, ValueError, "image_size=32, .* has 16: a page needs"),
+        ({"name": "mnist"}, {}, ValueError, "name='mnist', .* has 'fashion_mnist'"),
+        ({}, {"streamed": True}, ValueError, "a page needs images in memory"),
+        ({}, {"class_names": ("a", "b")}, CheckpointError, "predicts .* but fashion"),
+    ],
+)
+def test_a_run_on_other_images_raises(
+    data, info, error, message, workdirs, tmp_path, monkeypatch
+):
+    def load_changed(workdir, *args, **options):
+        run = training.load_run(workdir, *args, **options)
+        if workdir == workdirs[0]:
+            return run
+        config = run.config.copy_and_resolve_references().unlock()
+        config.data.update(data)
+        changed = dataclasses.replace(run.data, **info)
+        return dataclasses.replace(run, config=config, data=changed)
+
+    monkeypatch.setattr(page_lib, "load_run", load_changed)
+    with pytest.raises(error, match=message):
+        write_page(workdirs, tmp_path / "page.html", max_shift=MAX_SHIFT)
+
+
 def test_the_page_has_what_the_runs_predict(page, workdirs):
     data = read(page)
     size = 2 * MAX_SHIFT + 1
@@ -99,10 +126,10 @@ def test_the_page_has_what_the_runs_predict(page, workdirs):
         chosen = [np.flatnonzero(split.labels == label)[0] for label in range(5)]
         resized = preprocess(split.images[np.array(chosen)], image_size=16)
         np.testing.assert_array_equal(images, np.round(255 * resized[:3]))
-        correct = []
+        correct, predict = [], training.make_predict_fn(run)
         for dy, dx in ((-2, 1), (0, 0), (2, -2)):
             moved = shift_images(resized, (dx, dy), "circular")
-            logits = training.make_predict_fn(run)(moved)
+            logits = predict(moved)
             expected = np.asarray(jax.nn.softmax(logits))
             row, column = dy + MAX_SHIFT, dx + MAX_SHIFT
             np.testing.assert_allclose(
@@ -262,30 +289,3 @@ def test_the_page_names_itself_and_its_scales(page):
     found = [decode(model["probabilities"], 3, -1, 10) for model in data["models"]]
     right = np.stack([p.argmax(-1) == np.arange(3)[:, None] for p in found])
     assert data["first"] == page_lib._first_shown(right, unmoved)
-
-
-@pytest.mark.quick("data0-info0-ValueError-image_size=32, .* has 16: a page needs")
-@pytest.mark.parametrize(
-    ("data", "info", "error", "message"),
-    [
-        ({"image_size": 32}, {}, ValueError, "image_size=32, .* has 16: a page needs"),
-        ({"name": "mnist"}, {}, ValueError, "name='mnist', .* has 'fashion_mnist'"),
-        ({}, {"streamed": True}, ValueError, "a page needs images in memory"),
-        ({}, {"class_names": ("a", "b")}, CheckpointError, "predicts .* but fashion"),
-    ],
-)
-def test_a_run_on_other_images_raises(
-    data, info, error, message, workdirs, tmp_path, monkeypatch
-):
-    def load_changed(workdir, *args, **options):
-        run = training.load_run(workdir, *args, **options)
-        if workdir == workdirs[0]:
-            return run
-        config = run.config.copy_and_resolve_references().unlock()
-        config.data.update(data)
-        changed = dataclasses.replace(run.data, **info)
-        return dataclasses.replace(run, config=config, data=changed)
-
-    monkeypatch.setattr(page_lib, "load_run", load_changed)
-    with pytest.raises(error, match=message):
-        write_page(workdirs, tmp_path / "page.html", max_shift=MAX_SHIFT)

@@ -1,6 +1,7 @@
 """Attention kernels: pure functions on arrays."""
 
 from relattn.kernels.banded import banded_attention as banded_attention
+from relattn.kernels.feature_maps import FeatureMap as FeatureMap
 from relattn.kernels.feature_maps import Features as Features
 from relattn.kernels.feature_maps import RandomFeatures as RandomFeatures
 from relattn.kernels.feature_maps import default_num_features as default_num_features
@@ -23,8 +24,6 @@ from relattn.kernels.gated_positional import (
 from relattn.kernels.gated_positional import (
     gated_positional_attention as gated_positional_attention,
 )
-from relattn.kernels.linear import FeatureMap as FeatureMap
-from relattn.kernels.linear import LinearState as LinearState
 from relattn.kernels.linear import causal_linear_attention as causal_linear_attention
 from relattn.kernels.linear import linear_attention as linear_attention
 from relattn.kernels.linformer import linformer_attention as linformer_attention
@@ -69,6 +68,7 @@ from relattn.kernels.routing import update_centroids as update_centroids
 from relattn.kernels.segments import segment_mask as segment_mask
 from relattn.kernels.softmax import causal_softmax_attention as causal_softmax_attention
 from relattn.kernels.softmax import softmax_attention as softmax_attention
+from relattn.kernels.sums import LinearState as LinearState
 from relattn.kernels.toeplitz import (
     causal_toeplitz_linear_attention as causal_toeplitz_linear_attention,
 )

@@ -21,15 +21,14 @@ from relattn.kernels.checks import (
     check_arguments,
     finite_masked,
 )
-from relattn.kernels.feature_maps import Features
-from relattn.kernels.guards import divide_sums, shifted_exp
-from relattn.kernels.linear import (
-    LOWEST,
+from relattn.kernels.feature_maps import (
     FeatureMap,
+    Features,
     check_feature_maps,
     key_features,
     query_features,
 )
+from relattn.kernels.guards import FLOAT32_MIN, divide_sums, shifted_exp
 from relattn.kernels.platform import vary_alike
 from relattn.kernels.precision import wide_einsum, widen
 from relattn.offsets import Grid, Torus, check_grid, max_distance
@@ -233,7 +232,7 @@ def _row_weights(queries, rows, present, *, shared_shift, precision):
     exponents = jnp.where(present, exponents, -jnp.inf)
     largest = exponents.max(axis=-1, keepdims=True)
     # Finite, so that a query without keys has zero weights, not NaN.
-    scale = shifted_exp(exponents, jnp.maximum(largest, LOWEST))
+    scale = shifted_exp(exponents, jnp.maximum(largest, FLOAT32_MIN))
     if magnitudes is not None:
         magnitudes = jax.lax.stop_gradient(magnitudes * scale)
     return weights * scale, magnitudes

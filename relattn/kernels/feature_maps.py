@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -48,6 +50,12 @@ class Features(NamedTuple):
         """Computes the features ``values * exp(exponents)`` without a stabiliser."""
         scale = jnp.exp(self.exponents)
         return scale if self.values is None else self.values * scale
+
+
+# Maps [*batch, n, head_dim] to features; a plain array gets exponents of zero. A
+# pair has a map of queries and one of keys.
+_Map = Callable[[Array], Features | Array]
+FeatureMap = _Map | tuple[_Map, _Map]
 
 
 @jax.tree_util.register_dataclass
@@ -273,6 +281,56 @@ def unit_norm(
     squared = jnp.sum(jnp.square(wide), axis=-1, keepdims=True)
     scale = x.shape[-1] ** 0.25 * jax.lax.rsqrt(jnp.maximum(squared, _SMALLEST))
     return (wide * scale).astype(x.dtype)
+
+
+def query_features(
+    feature_map: FeatureMap, q: Float[Array, "*batch n head_dim"]
+) -> Features:
+    """Computes the features of queries; a plain array gets exponents of zero."""
+    query_map = feature_map[0] if isinstance(feature_map, tuple) else feature_map
+    return _evaluate(query_map, q)
+
+
+def key_features(
+    feature_map: FeatureMap, k: Float[Array, "*batch m head_dim"]
+) -> Features:
+    """Computes the features of keys, as `query_features`."""
+    key_map = feature_map[1] if isinstance(feature_map, tuple) else feature_map
+    return _evaluate(key_map, k)
+
+
+def check_feature_maps(feature_map: FeatureMap, q: Array, k: Array) -> None:
+    """Checks that a pair of feature maps returns features of one kind and number."""
+    if not isinstance(feature_map, tuple):
+        return
+    token = [jax.ShapeDtypeStruct((1, x.shape[-1]), x.dtype) for x in (q, k)]
+    maps = [functools.partial(f, feature_map) for f in (query_features, key_features)]
+    shapes = [
+        jax.tree.map(jnp.shape, jax.eval_shape(*each))
+        for each in zip(maps, token, strict=True)
+    ]
+    # Only the keys' bound is used.
+    if shapes[0][:2] != shapes[1][:2]:
+        raise ValueError(
+            "the feature maps of queries and keys must return features of the same "
+            f"shape, got {shapes[0]} and {shapes[1]} for one token"
+        )
+
+
+def feature_shapes(feature_map: FeatureMap, k: Array) -> Features:
+    """Returns the shapes and dtypes of one token's features."""
+    return jax.eval_shape(
+        functools.partial(key_features, feature_map),
+        jax.ShapeDtypeStruct((*k.shape[:-2], 1, k.shape[-1]), k.dtype),
+    )
+
+
+def _evaluate(feature_map, x):
+    features = feature_map(x)
+    if isinstance(features, Features):
+        return features
+    values = widen(features)
+    return Features(values, jnp.zeros_like(values[..., :1]))
 
 
 def default_num_features(head_dim: int) -> int:

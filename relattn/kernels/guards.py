@@ -16,6 +16,9 @@ from relattn.kernels.precision import widen
 # If weights cancel to less than this share of their magnitudes, the rest is noise.
 _SMALLEST_SHARE = 1e-4
 
+# The shift before the first key; finite, so that differences of shifts are not NaN.
+FLOAT32_MIN = float(jnp.finfo(jnp.float32).min)
+
 # A denominator below this has no weights: they underflowed, or there are no keys.
 NO_WEIGHT = 1e-36
 

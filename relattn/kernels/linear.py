@@ -1,16 +1,14 @@
 """Linear attention by feature maps, also causal: linear time and memory, in chunks.
 
-Exponents are kept separate from factors (`Features`) and shifted before they are
-exponentiated. The shifts cancel exactly, so no gradient flows through them. No shift
-mixes examples, and in causal attention none depends on later tokens.
+`relattn.kernels.sums` has the sums over keys, `relattn.kernels.chunks` the loops over
+chunks.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, overload
+from typing import Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -25,50 +23,39 @@ from relattn.kernels.checks import (
     finite_masked,
     zero_masked,
 )
-from relattn.kernels.feature_maps import Features
-from relattn.kernels.guards import (
-    append_ones,
-    divide_sums,
-    scale_backward,
-    shifted_exp,
-    split_ones,
+from relattn.kernels.chunks import (
+    KEPT,
+    check_chunk_size,
+    join_chunks,
+    scan_chunks,
+    split_chunks,
+    sum_causally,
 )
-from relattn.kernels.platform import choices, first_carry
-from relattn.kernels.precision import compute_dtype, wide_einsum, widen
+from relattn.kernels.feature_maps import (
+    FeatureMap,
+    Features,
+    check_feature_maps,
+    feature_shapes,
+    key_features,
+    query_features,
+)
+from relattn.kernels.guards import divide_sums, scale_backward
+from relattn.kernels.platform import choices
+from relattn.kernels.precision import wide_einsum
 from relattn.kernels.segments import segment_starts
-
-# Maps [*batch, n, head_dim] to features; a plain array gets exponents of zero. A
-# pair has a map of queries and one of keys.
-_Map = Callable[[Array], Features | Array]
-FeatureMap = _Map | tuple[_Map, _Map]
-
-# The shift before the first key; finite, so that differences of shifts are not NaN.
-LOWEST = float(jnp.finfo(jnp.float32).min)
+from relattn.kernels.sums import (
+    LinearState,
+    attend_sums,
+    check_causal,
+    empty_causal_state,
+    empty_state,
+    key_state,
+    merge_states,
+)
 
 # Number of chunks that are computed in parallel, so that products are large enough to
 # be fast.
 _PARALLEL_CHUNKS = 8
-
-# Name (`jax.ad_checkpoint.checkpoint_name`) of arrays that the forward pass keeps: they
-# are small and expensive to compute again.
-KEPT = "kept"
-
-
-class LinearState(NamedTuple):
-    """Sums over keys, of a size that does not depend on the number of keys.
-
-    Attributes:
-        shift: Subtracted from the keys' exponents: ``[*batch, 1, features]`` or
-            ``[*batch, 1, 1]``.
-        sums: S and z, the sum of phi(k) [v, 1], shape
-            ``[*batch, features, value_dim + 1]``.
-        magnitudes: Sum of abs(phi(k)), shape ``[*batch, features, 1]``; None if every
-            feature is a plain exponential.
-    """
-
-    shift: Float[Array, "*batch 1 features"] | Float[Array, "*batch 1 1"]
-    sums: Float[Array, "*batch features width"]
-    magnitudes: Float[Array, "*batch features 1"] | None
 
 
 @overload
@@ -171,7 +158,7 @@ def linear_attention(
 
     def sum_chunk(chunk):
         keys, values, mask = chunk
-        return _sum_keys(key_features(feature_map, keys), values, mask, einsum)
+        return key_state(key_features(feature_map, keys), values, mask, einsum)
 
     def sum_keys(k, v, key_mask):
         # S and z, chunk by chunk.
@@ -181,10 +168,12 @@ def linear_attention(
             key_mask = jnp.ones(k.shape[:-1], bool)
         chunks = split_chunks((k, v, key_mask[..., None]), chunk_size)
         chunks = (*chunks[:2], chunks[2][..., 0])
-        empty = _empty(jax.eval_shape(sum_chunk, jax.tree.map(lambda x: x[0], chunks)))
+        empty = empty_state(
+            jax.eval_shape(sum_chunk, jax.tree.map(lambda x: x[0], chunks))
+        )
 
         def add_chunk(state, chunk):
-            return _merge(state, sum_chunk(chunk)), None
+            return merge_states(state, sum_chunk(chunk)), None
 
         return scan_chunks(add_chunk, empty, chunks)[0]
 
@@ -193,7 +182,7 @@ def linear_attention(
 
         def attend(queries):
             features = query_features(feature_map, queries)
-            return _attend_sums(features, state, einsum, v.dtype)
+            return attend_sums(features, state, einsum, v.dtype)
 
         # phi(q_i)^T S / phi(q_i)^T z, chunk by chunk.
         if is_one_chunk(q):
@@ -431,179 +420,6 @@ def underflowed(keys: Features) -> Bool[Array, "*batch n"]:
     return largest < math.log(jnp.finfo(jnp.float32).tiny)
 
 
-def query_features(
-    feature_map: FeatureMap, q: Float[Array, "*batch n head_dim"]
-) -> Features:
-    """Computes the features of queries; a plain array gets exponents of zero."""
-    query_map = feature_map[0] if isinstance(feature_map, tuple) else feature_map
-    return _evaluate(query_map, q)
-
-
-def key_features(
-    feature_map: FeatureMap, k: Float[Array, "*batch m head_dim"]
-) -> Features:
-    """Computes the features of keys, as `query_features`."""
-    key_map = feature_map[1] if isinstance(feature_map, tuple) else feature_map
-    return _evaluate(key_map, k)
-
-
-def check_feature_maps(feature_map: FeatureMap, q: Array, k: Array) -> None:
-    """Checks that a pair of feature maps returns features of one kind and number."""
-    if not isinstance(feature_map, tuple):
-        return
-    token = [jax.ShapeDtypeStruct((1, x.shape[-1]), x.dtype) for x in (q, k)]
-    maps = [functools.partial(f, feature_map) for f in (query_features, key_features)]
-    shapes = [
-        jax.tree.map(jnp.shape, jax.eval_shape(*each))
-        for each in zip(maps, token, strict=True)
-    ]
-    # Only the keys' bound is used.
-    if shapes[0][:2] != shapes[1][:2]:
-        raise ValueError(
-            "the feature maps of queries and keys must return features of the same "
-            f"shape, got {shapes[0]} and {shapes[1]} for one token"
-        )
-
-
-def _evaluate(feature_map, x):
-    features = feature_map(x)
-    if isinstance(features, Features):
-        return features
-    values = widen(features)
-    return Features(values, jnp.zeros_like(values[..., :1]))
-
-
-def scale_keys(
-    features: Features, mask: Bool[Array, "*batch m"] | None
-) -> tuple[
-    Float[Array, "*batch m features"],
-    Float[Array, "*batch 1 features"] | Float[Array, "*batch 1 1"],
-]:
-    """Returns the keys' features, shifted to largest exponent zero, and the shift."""
-    exponents = features.exponents
-    if mask is not None:
-        exponents = jnp.where(mask[..., None], exponents, -jnp.inf)
-    shift = jnp.maximum(jnp.max(exponents, axis=-2, keepdims=True), LOWEST)
-    shift = jax.lax.stop_gradient(shift)
-    phi = shifted_exp(exponents, shift)
-    return (phi if features.values is None else phi * features.values), shift
-
-
-def _sum_keys(features, v, mask, einsum):
-    """Returns the state of keys: S_f = sum_j e^(a_jf - c_f) v_j^T, and z_f."""
-    phi, shift = scale_keys(features, mask)
-    magnitudes = None
-    if features.values is not None:
-        magnitudes = jax.lax.stop_gradient(jnp.sum(jnp.abs(phi), axis=-2)[..., None])
-    sums = einsum("...mf,...me->...fe", phi, v)
-    totals = jnp.sum(phi, axis=-2)[..., None]
-    sums = jnp.concatenate(broadcast_leading(sums, totals), axis=-1)
-    return LinearState(shift, sums, magnitudes)
-
-
-def _empty(state):
-    """Returns the state of no keys, with the same shapes."""
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), state)
-    return zeros._replace(shift=jnp.full_like(zeros.shift, LOWEST))
-
-
-def _merge(a, b):
-    """Adds two states, after bringing them to the same shift."""
-    shift = jnp.maximum(a.shift, b.shift)
-
-    def rescaled(state):
-        factor = jnp.exp(state.shift - shift).swapaxes(-2, -1)
-        return jax.tree.map(lambda x: x * factor, (state.sums, state.magnitudes))
-
-    return LinearState(shift, *jax.tree.map(jnp.add, rescaled(a), rescaled(b)))
-
-
-def scale_queries(
-    features: Features, shift: Float[Array, "..."]
-) -> Float[Array, "*batch n features"]:
-    """Returns the queries' features, each row shifted to largest exponent zero."""
-    exponents = features.exponents + shift
-    largest = jnp.maximum(jnp.max(exponents, axis=-1, keepdims=True), LOWEST)
-    phi = shifted_exp(exponents, largest)
-    return phi if features.values is None else phi * features.values
-
-
-def _attend_sums(features, state, einsum, dtype):
-    """Returns phi(q_i)^T S / phi(q_i)^T z, and the denominators before the guard."""
-    phi = scale_queries(features, state.shift)
-    product = functools.partial(einsum, "...nf,...fe->...ne")
-    # Apart: a product that is wider by a column takes half as long again on CPUs.
-    numerator, normalizer = (product(phi, x) for x in split_ones(state.sums))
-    magnitudes = None
-    if state.magnitudes is not None:
-        phi = jax.lax.stop_gradient(jnp.abs(phi))
-        magnitudes = product(phi, state.magnitudes)
-    return divide_sums((numerator, normalizer), magnitudes, dtype)
-
-
-def check_causal(features: Any) -> None:
-    """Raises ValueError if the shift of the features needs later tokens."""
-    one_exponent = features.values is not None and features.exponents.shape[-1] == 1
-    if features.bound is None and not one_exponent:
-        raise ValueError(
-            "causal linear attention needs Features with a bound, or with values and "
-            "one exponent per token, got no bound and exponents of shape "
-            f"{features.exponents.shape}"
-        )
-
-
-def causal_factors(
-    queries: Features, keys: Features, mask: Bool[Array, "*batch n"] | None
-) -> tuple[
-    Float[Array, "*batch n features"],
-    Float[Array, "*batch n features"],
-    Float[Array, "*batch n 1"] | None,
-]:
-    """Returns features of queries and keys, shifted independently of other tokens.
-
-    Without a bound, the features of the keys lack their exponents, one per token, which
-    are returned last.
-    """
-    check_causal(keys)
-    if keys.bound is None:
-        exponents = keys.exponents
-        if mask is not None:
-            exponents = jnp.where(mask[..., None], exponents, -jnp.inf)
-        assert queries.values is not None and keys.values is not None
-        return queries.values, keys.values, exponents
-    bound = jax.lax.stop_gradient(keys.bound)
-    phi = shifted_exp(keys.exponents, bound, math.inf)
-    if keys.values is not None:
-        phi = phi * keys.values
-    if mask is not None:
-        phi = jnp.where(mask[..., None], phi, 0.0)
-    return scale_queries(queries, bound), phi, None
-
-
-def feature_shapes(feature_map: FeatureMap, k: Array) -> Features:
-    """Returns the shapes and dtypes of one token's features."""
-    return jax.eval_shape(
-        functools.partial(key_features, feature_map),
-        jax.ShapeDtypeStruct((*k.shape[:-2], 1, k.shape[-1]), k.dtype),
-    )
-
-
-def empty_causal(features: Features, v: Array | jax.ShapeDtypeStruct) -> LinearState:
-    """Returns the state before the first token, for features of these shapes."""
-    batch = v.shape[:-2]
-    signed = features.values is not None
-    widest = features.exponents if features.values is None else features.values
-    num_features = widest.shape[-1]
-    # With a bound, the bound is the shift and this one stays zero.
-    shift = LOWEST if features.bound is None else 0.0
-    dtype = compute_dtype(v.dtype, *(x.dtype for x in jax.tree.leaves(features)))
-    return LinearState(
-        shift=jnp.full((*batch, 1, 1), shift, dtype),
-        sums=jnp.zeros((*batch, num_features, v.shape[-1] + 1), dtype),
-        magnitudes=jnp.zeros((*batch, num_features, 1), dtype) if signed else None,
-    )
-
-
 def _attend_in_chunks(
     v,
     q,
@@ -625,7 +441,7 @@ def _attend_in_chunks(
         features = feature_shapes(feature_map, k)
         check_causal(features)
         if state is None:
-            state = empty_causal(features, v)
+            state = empty_causal_state(features, v)
         # With a bound, only sums pass between chunks: several are computed in parallel.
         bounded = features.bound is not None and starts is None
         if bounded and not is_one_chunk and not is_symbolic_dim(length):
@@ -653,159 +469,3 @@ def _attend_in_chunks(
         state, chunks = scan_chunks(attend, state, (*tokens, *masks))
         out = join_chunks(chunks, length)
     return out, state if return_state else None
-
-
-def sum_causally(
-    state: LinearState,
-    tokens: tuple[Array, Array, Array, Array | None, Array | None],
-    feature_map: FeatureMap,
-    einsum: Callable[..., Array],
-    parallel: int = 1,
-) -> tuple[LinearState, Array, Array | None]:
-    """Computes the sums over earlier keys of a scan's next tokens.
-
-    ``tokens`` are queries, keys, values, mask and segment starts, each of the last two
-    or None. Returns the state after them, and sums and magnitudes for `divide_sums`, of
-    shape ``[*batch, parallel, n / parallel, width]``.
-    """
-    q, k, v, mask, starts = tokens
-    phi_q, phi_k, exponents = causal_factors(
-        query_features(feature_map, q), key_features(feature_map, k), mask
-    )
-    expected = (*phi_k.shape[:-2], phi_k.shape[-1], v.shape[-1] + 1)
-    if state.sums.shape != expected:
-        raise ValueError(
-            f"the state has sums of shape {state.sums.shape}, but these tokens and "
-            f"features need {expected}: give the state that causal_linear_attention "
-            "returned for the tokens before, or None for the first tokens"
-        )
-    # Factors of the pairs j <= i of a chunk, and of the sums before it.
-    size = q.shape[-2] // parallel
-    # Compared, not jnp.tril: old versions of Mosaic select no booleans.
-    query, key = (jax.lax.broadcasted_iota(jnp.int32, (size, size), i) for i in (0, 1))
-    allowed, continues = key <= query, None
-    if starts is not None:
-        # Number of segments that start in the chunk, up to each token.
-        segment = jnp.cumsum(starts, axis=-1)
-        allowed &= segment[..., :, None] == segment[..., None, :]
-        continues = (segment == 0)[..., None]
-    if exponents is not None:
-        decays, shift = _running_decays(state.shift, exponents, allowed, continues)
-    elif starts is not None:
-        decays, shift = _decays(phi_k.dtype, allowed, continues), state.shift
-    else:
-        decays, shift = _Decays(allowed.astype(phi_k.dtype), 1.0, 1.0, 1.0), state.shift
-
-    def chunks(x):
-        return x.reshape(*x.shape[:-2], parallel, size, x.shape[-1])
-
-    def attend(phi_q, phi_k, v, before):
-        phi_q, phi_k, v = chunks(phi_q), chunks(phi_k), chunks(v)
-        # S and z of each chunk, then of all keys before each chunk.
-        sums = einsum("...jf,...je->...fe", phi_k * decays.keys, v)
-        if parallel == 1:
-            earlier = before[..., None, :, :]
-            after = decays.state * before + sums[..., 0, :, :]
-        else:
-            totals = jnp.concatenate([before[..., None, :, :], sums], axis=-3)
-            totals = jnp.cumsum(totals, axis=-3)
-            earlier, after = totals[..., :-1, :, :], totals[..., -1, :, :]
-        # sum_{j <= i} phi(q_i) . phi(k_j) [v_j, 1] within the chunk, + phi(q_i)^T S.
-        weights = decays.pairs * einsum("...if,...jf->...ij", phi_q, phi_k)
-        within = einsum("...ij,...je->...ie", weights, v)
-        past = einsum("...if,...fe->...ie", phi_q, earlier)
-        return after, within + decays.past * past
-
-    after, sums = attend(phi_q, phi_k, append_ones(v), state.sums)
-    if state.magnitudes is None:
-        magnitudes_after = magnitudes = None
-    else:
-        magnitudes_after, magnitudes = jax.lax.stop_gradient(
-            attend(
-                jnp.abs(phi_q),
-                jnp.abs(phi_k),
-                append_ones(v)[..., -1:],
-                state.magnitudes,
-            )
-        )
-    return LinearState(shift, after, magnitudes_after), sums, magnitudes
-
-
-class _Decays(NamedTuple):
-    """Factors that bring sums with different shifts to the same shift."""
-
-    pairs: Array  # Keys of the chunk, to each query's shift; 0 for later keys.
-    past: Array | float  # The state before the chunk, to each query's shift.
-    keys: Array | float  # Keys of the chunk, to the shift after it.
-    state: Array | float  # The state before the chunk, to the shift after it.
-
-
-def _decays(dtype, pairs, past):
-    """Returns the decays of keys and state, which are those of the last query."""
-    pairs, past = pairs.astype(dtype), past.astype(dtype)
-    return _Decays(
-        pairs=pairs[..., None, :, :],
-        past=past[..., None, :, :],
-        keys=pairs[..., None, -1, :, None],
-        state=past[..., -1:, :],
-    )
-
-
-def _running_decays(shift, exponents, allowed, continues):
-    """Computes decays that shift each query by the largest exponent of its keys."""
-    earlier = jnp.where(allowed, exponents.swapaxes(-2, -1), -jnp.inf)
-    largest = jax.lax.stop_gradient(jnp.max(earlier, axis=-1, keepdims=True))
-    if continues is not None:
-        shift = jnp.where(continues, shift, LOWEST)
-    largest = jnp.maximum(largest, shift)
-    past = jnp.exp(shift - largest)
-    if continues is not None:
-        past = jnp.where(continues, past, 0.0)
-    decays = _decays(exponents.dtype, shifted_exp(earlier, largest), past)
-    return decays, largest[..., -1:, :]
-
-
-def check_chunk_size(chunk_size: int, name: str = "chunk_size") -> None:
-    """Raises ValueError if a chunk size is less than one."""
-    if chunk_size < 1:
-        raise ValueError(f"{name} must be at least 1, got {chunk_size}")
-
-
-def scan_chunks(body: Callable, state: Any, chunks: Any) -> tuple[Any, Any]:
-    """Scans over chunks; the backward pass computes all but `KEPT` arrays again."""
-    policy = jax.checkpoint_policies.save_only_these_names(KEPT)
-    body = jax.checkpoint(body, prevent_cse=False, policy=policy)
-    return jax.lax.scan(body, first_carry(body, state, chunks), chunks)
-
-
-def split_chunks(tree: Any, chunk_size: int, multiple: int = 1) -> Any:
-    """Splits [*batch, n, width] into [chunks, *batch, chunk, width].
-
-    Chunks have equal lengths: a multiple of ``multiple``, at most ``chunk_size``, which
-    is one too. Zeros fill the last chunk. Where n is symbolic, chunks have
-    ``chunk_size`` tokens.
-    """
-
-    def split(x):
-        length = x.shape[-2]
-        num_chunks, size = -(-length // chunk_size), chunk_size
-        if not is_symbolic_dim(length):
-            size = -(-length // (num_chunks * multiple)) * multiple
-        padding = [(0, 0)] * x.ndim
-        padding[-2] = (0, num_chunks * size - length)
-        x = jnp.pad(x, padding)
-        x = x.reshape(*x.shape[:-2], num_chunks, size, x.shape[-1])
-        return jnp.moveaxis(x, -3, 0)
-
-    return jax.tree.map(split, tree)
-
-
-def join_chunks(tree: Any, length: Any) -> Any:
-    """Joins [chunks, *batch, chunk, width] to [*batch, length, width]."""
-
-    def join(x):
-        x = jnp.moveaxis(x, 0, -3)
-        *batch, num_chunks, size, width = x.shape
-        return x.reshape(*batch, num_chunks * size, width)[..., :length, :]
-
-    return jax.tree.map(join, tree)

@@ -18,18 +18,17 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.export import is_symbolic_dim
 from jaxtyping import Array, Float
 
-from relattn.kernels.guards import divide_sums, scale_backward
-from relattn.kernels.linear import (
+from relattn.kernels.chunks import sum_causally
+from relattn.kernels.feature_maps import (
     FeatureMap,
-    check_causal,
-    empty_causal,
     feature_shapes,
     key_features,
     query_features,
-    sum_causally,
 )
+from relattn.kernels.guards import divide_sums, scale_backward
 from relattn.kernels.platform import is_one_program
 from relattn.kernels.precision import compute_dtype, wide_einsum
+from relattn.kernels.sums import check_causal, empty_causal_state
 
 # The last axis of a block is a multiple of this.
 _LANES = 128
@@ -149,7 +148,7 @@ def attend_in_vmem(
     value = jax.ShapeDtypeStruct((1, v.shape[-1]), v.dtype)
 
     def empty():
-        state = empty_causal(features, value)
+        state = empty_causal_state(features, value)
         # With a bound, the shift stays zero.
         return state._replace(shift=None) if bounded else state
 

@@ -25,26 +25,24 @@ from relattn.kernels.checks import (
     finite_masked,
     zero_masked,
 )
+from relattn.kernels.chunks import (
+    check_chunk_size,
+    join_chunks,
+    scan_chunks,
+    split_chunks,
+)
+from relattn.kernels.feature_maps import (
+    FeatureMap,
+    check_feature_maps,
+    key_features,
+    query_features,
+)
 from relattn.kernels.guards import (
+    FLOAT32_MIN,
     append_ones,
     divide_sums,
     scale_backward,
     shifted_exp,
-)
-from relattn.kernels.linear import (
-    LOWEST,
-    FeatureMap,
-    causal_factors,
-    check_causal,
-    check_chunk_size,
-    check_feature_maps,
-    join_chunks,
-    key_features,
-    query_features,
-    scale_keys,
-    scale_queries,
-    scan_chunks,
-    split_chunks,
 )
 from relattn.kernels.platform import choices
 from relattn.kernels.positions.bias import (
@@ -55,6 +53,12 @@ from relattn.kernels.positions.bias import (
     with_prefix_rows,
 )
 from relattn.kernels.precision import wide_einsum, widen
+from relattn.kernels.sums import (
+    causal_factors,
+    check_causal,
+    scale_keys,
+    scale_queries,
+)
 from relattn.offsets import Grid, Torus, check_grid, num_offsets, offsets_per_axis
 
 
@@ -639,7 +643,7 @@ def _sum_halves(phi_q, phi_k, v, exponents, decay, size, block_size):
     if exponents is not None:
         # Keys times e^(a_j - shift), sums times e^(shift - r_i), r the running maximum.
         left = _split_blocks(exponents, 2 * size)[..., :size, :]
-        shift = jnp.maximum(jnp.max(left, axis=-2, keepdims=True), LOWEST)
+        shift = jnp.maximum(jnp.max(left, axis=-2, keepdims=True), FLOAT32_MIN)
         shift = jax.lax.stop_gradient(shift)
         keys = keys * shifted_exp(left, shift)
         running_max = _split_blocks(_running_max(exponents), 2 * size)
@@ -669,4 +673,4 @@ def _split_blocks(x, size):
 def _running_max(exponents):
     """Computes r_i = max_{j <= i} a_j of the keys' exponents a."""
     largest = jax.lax.cummax(exponents, axis=exponents.ndim - 2)
-    return jax.lax.stop_gradient(jnp.maximum(largest, LOWEST))
+    return jax.lax.stop_gradient(jnp.maximum(largest, FLOAT32_MIN))

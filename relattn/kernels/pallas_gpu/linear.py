@@ -25,9 +25,8 @@ from jax.export import is_symbolic_dim
 from jaxtyping import Array, Bool, Float
 
 from relattn.kernels.checks import broadcast_leading
-from relattn.kernels.feature_maps import positive_features
+from relattn.kernels.feature_maps import FeatureMap, positive_features
 from relattn.kernels.guards import NO_WEIGHT, scale_backward
-from relattn.kernels.linear import FeatureMap
 from relattn.kernels.platform import is_one_program
 from relattn.kernels.precision import compute_dtype, current_precision
 

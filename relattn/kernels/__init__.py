@@ -3,13 +3,8 @@
 from relattn.kernels.banded import banded_attention as banded_attention
 from relattn.kernels.feature_maps import FeatureMap as FeatureMap
 from relattn.kernels.feature_maps import Features as Features
-from relattn.kernels.feature_maps import RandomFeatures as RandomFeatures
 from relattn.kernels.feature_maps import default_num_features as default_num_features
-from relattn.kernels.feature_maps import draw_gaussian as draw_gaussian
-from relattn.kernels.feature_maps import draw_orthogonal as draw_orthogonal
-from relattn.kernels.feature_maps import draw_random_features as draw_random_features
 from relattn.kernels.feature_maps import positive_features as positive_features
-from relattn.kernels.feature_maps import redraw as redraw
 from relattn.kernels.feature_maps import relu_features as relu_features
 from relattn.kernels.feature_maps import (
     trigonometric_features as trigonometric_features,
@@ -54,6 +49,13 @@ from relattn.kernels.positions.string import cayley_string as cayley_string
 from relattn.kernels.positions.string import circulant_angles as circulant_angles
 from relattn.kernels.positions.string import circulant_string as circulant_string
 from relattn.kernels.positions.string import circulants_of as circulants_of
+from relattn.kernels.random_projections import RandomFeatures as RandomFeatures
+from relattn.kernels.random_projections import draw_gaussian as draw_gaussian
+from relattn.kernels.random_projections import draw_orthogonal as draw_orthogonal
+from relattn.kernels.random_projections import (
+    draw_random_features as draw_random_features,
+)
+from relattn.kernels.random_projections import redraw as redraw
 from relattn.kernels.relative import (
     causal_relative_attention as causal_relative_attention,
 )

@@ -20,14 +20,14 @@ from flax import serialization
 from jaxtyping import Array, Float
 
 from relattn import spec
-from relattn.kernels import banded, feature_maps, linear, toeplitz
+from relattn.kernels import banded, feature_maps, linear, random_projections, toeplitz
 from relattn.kernels.feature_maps import unit_norm
 from relattn.nn.attention import Context, MultiHeadAttention
 from relattn.nn.blocks import uniform
 
 # Lets `flax.serialization.to_bytes` store a model's variables.
 serialization.register_serialization_state(
-    feature_maps.RandomFeatures,
+    random_projections.RandomFeatures,
     lambda drawn: {"projection": drawn.projection},
     lambda drawn, state: dataclasses.replace(drawn, projection=state["projection"]),
     override=True,
@@ -58,7 +58,7 @@ class LinearAttention(MultiHeadAttention):
     has_cross_form: ClassVar[bool] = True
     scannable: ClassVar[bool] = True
 
-    def feature_map(self, head_dim: int) -> linear.FeatureMap:
+    def feature_map(self, head_dim: int) -> feature_maps.FeatureMap:
         """Returns the layer's feature map for queries and keys of width head_dim."""
         raise NotImplementedError
 
@@ -88,7 +88,7 @@ class LinearAttention(MultiHeadAttention):
         q: Float[Array, "batch heads n head_dim"],
         k: Float[Array, "batch heads m head_dim"],
         v: Float[Array, "batch heads m value_dim"],
-        feature_map: linear.FeatureMap,
+        feature_map: feature_maps.FeatureMap,
         context: Context,
     ) -> Float[Array, "batch heads n value_dim"]:
         """Computes linear attention; sows the share of sums of weights <= 0."""
@@ -199,8 +199,8 @@ class RandomFeatureAttention(LinearAttention):
             raise ValueError(
                 f"unknown features {features!r}: {spec.closest(features, FEATURE_MAPS)}"
             )
-        if norms not in feature_maps.NORMS:
-            hint = spec.closest(norms, feature_maps.NORMS)
+        if norms not in random_projections.NORMS:
+            hint = spec.closest(norms, random_projections.NORMS)
             raise ValueError(f"unknown norms {norms!r}: {hint}")
         if eps is None:
             return
@@ -237,8 +237,8 @@ class RandomFeatureAttention(LinearAttention):
                 f"{_MAX_CAUSAL_HEAD_DIM}, got {head_dim}"
             )
 
-        def draw() -> feature_maps.RandomFeatures:
-            return feature_maps.draw_random_features(
+        def draw() -> random_projections.RandomFeatures:
+            return random_projections.draw_random_features(
                 self.make_rng("random_features"),
                 layer=self.layer + group * _MAX_LAYERS,
                 num_features=self.num_features
@@ -261,7 +261,7 @@ class RandomFeatureAttention(LinearAttention):
         q: Float[Array, "batch heads n head_dim"],
         k: Float[Array, "batch heads m head_dim"],
         v: Float[Array, "batch heads m value_dim"],
-        feature_map: linear.FeatureMap,
+        feature_map: feature_maps.FeatureMap,
         context: Context,
     ) -> Float[Array, "batch heads n value_dim"]:
         """Computes linear attention; sows the share of keys that underflow."""
@@ -314,7 +314,7 @@ class FavorAttention(RandomFeatureAttention):
 
     normalize: bool = False
 
-    def feature_map(self, head_dim: int) -> linear.FeatureMap:
+    def feature_map(self, head_dim: int) -> feature_maps.FeatureMap:
         """Returns the random features, of normalised inputs if ``normalize``."""
         feature_map = super().feature_map(head_dim)
         if not self.normalize:
@@ -463,7 +463,7 @@ class LearnedReluAttention(LinearAttention):
                 f"can all be zero, got {self.eps}"
             )
 
-    def feature_map(self, head_dim: int) -> linear.FeatureMap:
+    def feature_map(self, head_dim: int) -> feature_maps.FeatureMap:
         """Returns the feature map with the layer's parameters; for the hooks."""
         width = self.num_features or feature_maps.default_num_features(head_dim)
         init = uniform(head_dim**-0.5)

@@ -14,7 +14,7 @@ import optax
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from relattn.data import Mix
-from relattn.kernels.feature_maps import redraw
+from relattn.kernels.random_projections import redraw
 
 Batch = dict[str, Any]
 Metrics = dict[str, Array]

@@ -17,7 +17,7 @@ from ml_collections import ConfigDict
 from relattn import data as data_lib
 from relattn import models
 from relattn.data import DataInfo
-from relattn.kernels.feature_maps import redraw
+from relattn.kernels.random_projections import redraw
 from relattn.training.config import LARGEST_INT
 from relattn.training.cost import training_flops
 from relattn.training.devices import Parallel, Redraw

@@ -7,7 +7,7 @@ import numpy as np
 import optax
 import pytest
 
-from relattn.kernels.feature_maps import redraw
+from relattn.kernels.random_projections import redraw
 from relattn.models import Performer
 from relattn.models.cnn import ResidualBlock
 from relattn.training.devices import DataParallel, MeshParallel

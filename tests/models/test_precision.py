@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from relattn.kernels import precision
-from relattn.kernels.feature_maps import draw_orthogonal, positive_features
+from relattn.kernels import draw_orthogonal, positive_features, precision
 from relattn.kernels.linear import linear_attention
 from relattn.models import GPT, ResNet18, ViT
 

@@ -11,7 +11,7 @@ import pytest
 from relattn import data as data_lib
 from relattn import models, training
 from relattn.data.base import part_rows
-from relattn.kernels.feature_maps import draw_random_features, positive_features
+from relattn.kernels import draw_random_features, positive_features
 from relattn.training import default_config
 
 

@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from relattn import training
-from relattn.kernels.feature_maps import redraw
+from relattn.kernels.random_projections import redraw
 from relattn.models import ViT
 from relattn.training.checkpoint import CHECKPOINTS, checkpoint_steps
 from relattn.training.devices import (

@@ -13,7 +13,7 @@ import pytest
 
 from relattn import data as data_lib
 from relattn import training
-from relattn.kernels.feature_maps import redraw
+from relattn.kernels.random_projections import redraw
 from relattn.training import loop, metrics
 from relattn.training import task as task_lib
 from relattn.training.checkpoint import CHECKPOINTS, checkpoint_steps

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from relattn.kernels.feature_maps import redraw
+from relattn.kernels.random_projections import redraw
 from relattn.training.devices import make_parallel
 from relattn.training.seeds import make_task
 from relattn.training.task import Task

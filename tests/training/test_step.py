@@ -9,7 +9,7 @@ import optax
 import pytest
 
 from relattn import models
-from relattn.kernels.feature_maps import redraw
+from relattn.kernels.random_projections import redraw
 from relattn.training import default_config
 from relattn.training.optimizer import make_optimizer, make_schedule
 from relattn.training.step import (

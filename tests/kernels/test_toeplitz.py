@@ -10,7 +10,7 @@ import pytest
 
 from relattn import kernels, offsets
 from relattn.kernels.platform import use_platform
-from relattn.kernels.toeplitz import fft_length
+from relattn.kernels.toeplitz_sums import fft_length
 from relattn.offsets import Torus
 from tests import reference
 from tests.helpers import compare

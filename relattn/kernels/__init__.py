@@ -91,6 +91,6 @@ from relattn.kernels.translution.attention import translution as translution
 from relattn.kernels.translution.general import (
     general_translution as general_translution,
 )
-from relattn.kernels.translution.offset_weights import CausalOffsets as CausalOffsets
-from relattn.kernels.translution.offset_weights import Offsets as Offsets
+from relattn.kernels.translution.offset_index import CausalOffsets as CausalOffsets
+from relattn.kernels.translution.offset_index import Offsets as Offsets
 from relattn.kernels.translution.pair_weights import Pairs as Pairs

@@ -16,7 +16,7 @@ from relattn.kernels.translution.core import (
     attend_low_rank,
     check_low_rank,
 )
-from relattn.kernels.translution.offset_weights import CausalOffsets
+from relattn.kernels.translution.offset_index import CausalOffsets
 
 Weights = (
     Float[Array, "rows dim heads head_dim"]

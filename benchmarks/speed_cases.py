@@ -208,7 +208,7 @@ def gather_band(q, v, table, feature_map, *, grid, num_prefix):
 
 
 def _as_on(platform, case, **changes):
-    """Returns the case in the form of a platform, with changes of its choices."""
+    """Returns the case in the form of a platform, with changes of its defaults."""
 
     def make(sizes):
         function, inputs = case.make(sizes)

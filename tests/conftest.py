@@ -106,8 +106,8 @@ def pytest_collection_finish():
 def form(request, monkeypatch):
     """Computes softmax attention at once, or in blocks of few queries."""
     if request.param == "blocks":
-        few = dataclasses.replace(platform.CHOICES["cpu"], block_scores=29)
-        monkeypatch.setitem(platform.CHOICES, "cpu", few)
+        few = dataclasses.replace(platform.PLATFORM_DEFAULTS["cpu"], block_scores=29)
+        monkeypatch.setitem(platform.PLATFORM_DEFAULTS, "cpu", few)
     return request.param
 
 

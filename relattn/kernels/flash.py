@@ -14,7 +14,11 @@ import jax.numpy as jnp
 from jax.export import is_symbolic_dim
 from jaxtyping import Array, Float
 
-from relattn.kernels.platform import choices, current_platform, is_one_program
+from relattn.kernels.platform import (
+    current_platform,
+    has_program_per_device,
+    platform_defaults,
+)
 from relattn.kernels.precision import current_precision
 
 # Number of tokens in a block of the TPU's kernel.
@@ -30,8 +34,8 @@ def flash_branches(
 ) -> dict[str, Callable[[Array, Array, Array], Array]]:
     """Finds flash attention that a platform has for queries, keys and values.
 
-    They must be long enough for it (`Choices.flash_length`) and have one dtype and
-    batch, and values as wide as keys. cuDNN computes in half precision only. A
+    They must be long enough for it (`PlatformDefaults.flash_length`) and have one dtype
+    and batch, and values as wide as keys. cuDNN computes in half precision only. A
     precision other than the default finds none.
 
     Args:
@@ -49,7 +53,7 @@ def flash_branches(
         >>> flash_branches(x, x, x, causal=True, precision="highest")
         {}
     """
-    shortest = choices().flash_length
+    shortest = platform_defaults().flash_length
     if any(is_symbolic_dim(size) for x in (q, k) for size in x.shape):
         return {}
     like = [(*x.shape[:-2], x.shape[-1], x.dtype) for x in (q, k, v)]
@@ -59,7 +63,8 @@ def flash_branches(
         return {}
     if current_platform() == "tpu":
         fits = q.shape[-1] <= 128 or q.shape[-1] % 128 == 0
-        if fits and q.dtype in (jnp.float32, jnp.bfloat16) and is_one_program(q):
+        fits = fits and q.dtype in (jnp.float32, jnp.bfloat16)
+        if fits and has_program_per_device(q):
             return {"tpu": functools.partial(attend_on_tpu, causal=causal)}
         return {}
     attend = functools.partial(attend_by_cudnn, causal=causal)

@@ -40,7 +40,7 @@ from relattn.kernels.feature_maps import (
     query_features,
 )
 from relattn.kernels.guards import divide_sums, scale_backward
-from relattn.kernels.platform import choices
+from relattn.kernels.platform import platform_defaults
 from relattn.kernels.precision import wide_einsum
 from relattn.kernels.segments import segment_starts
 from relattn.kernels.sums import (
@@ -119,7 +119,7 @@ def linear_attention(
         key_mask: True for keys that exist, shape ``[*batch, m]``. A query without keys
             gives zeros.
         chunk_size: Number of tokens whose features are computed at a time; None for the
-            choice of `relattn.kernels.platform`, which may be a kernel, or all tokens
+            default of `relattn.kernels.platform`, which may be a kernel, or all tokens
             where their number is symbolic. With more than one chunk, the backward pass
             computes them again.
         precision: Passed to einsum.
@@ -145,7 +145,7 @@ def linear_attention(
         Choromanski et al., Rethinking Attention with Performers, section 2.2.
     """
     takes_all = chunk_size is None
-    chunk_size = choices().linear_chunk if takes_all else chunk_size
+    chunk_size = platform_defaults().linear_chunk if takes_all else chunk_size
     check_chunk_size(chunk_size)
     check_feature_maps(feature_map, q, k)
 
@@ -289,7 +289,7 @@ def causal_linear_attention(
         state: The state that an earlier call returned for the tokens before these; None
             if there are none.
         return_state: Whether to also return the state after these tokens.
-        chunk_size: Number of tokens in a chunk; None for the choice of
+        chunk_size: Number of tokens in a chunk; None for the default of
             `relattn.kernels.platform`. More tokens than that are taken by a kernel
             where one exists, in chunks of its own.
         precision: Passed to einsum.
@@ -322,7 +322,7 @@ def causal_linear_attention(
         Hua et al., Transformer Quality in Linear Time, section 3.2; state:
         Katharopoulos et al., Transformers are RNNs, section 3.4.
     """
-    chunk_size = choices().causal_chunk if chunk_size is None else chunk_size
+    chunk_size = platform_defaults().causal_chunk if chunk_size is None else chunk_size
     check_chunk_size(chunk_size)
     check_feature_maps(feature_map, q, k)
     q, k, v = broadcast_leading(finite_masked(q, key_mask), k, v)
@@ -358,7 +358,7 @@ def causal_linear_attention(
 
 def _fused_branches(q, k, v, feature_map, precision, *, causal):
     """Finds kernels for GPUs: branches of `jax.lax.platform_dependent`, or none."""
-    if not choices().fused_linear:
+    if not platform_defaults().fused_linear:
         return {}
     from relattn.kernels import pallas_gpu
 
@@ -379,7 +379,7 @@ def _fused_branches(q, k, v, feature_map, precision, *, causal):
 
 def _vmem_branches(q, k, v, feature_map, precision):
     """Finds kernels for TPUs that take no mask, as `_fused_branches`."""
-    if not choices().causal_in_vmem:
+    if not platform_defaults().causal_in_vmem:
         return {}
     from relattn.kernels import pallas_linear
 

@@ -26,7 +26,7 @@ from relattn.kernels.feature_maps import (
     query_features,
 )
 from relattn.kernels.guards import divide_sums, scale_backward
-from relattn.kernels.platform import is_one_program
+from relattn.kernels.platform import has_program_per_device
 from relattn.kernels.precision import compute_dtype, wide_einsum
 from relattn.kernels.sums import check_causal, empty_causal_state
 
@@ -71,7 +71,9 @@ def fits_vmem(
     Returns:
         True if it does.
     """
-    if not is_one_program(q) or not v.size or any(map(is_symbolic_dim, v.shape)):
+    if any(map(is_symbolic_dim, v.shape)) or not v.size:
+        return False
+    if not has_program_per_device(q):
         return False
     if compute_dtype(q, k, v) != jnp.float32:
         return False

@@ -1,6 +1,6 @@
-"""Choices that depend on the platform, each with its measurement.
+"""Defaults that depend on the platform, each with its measurement.
 
-Every form computes the same function. The choice is made when a kernel is traced.
+Every form computes the same function. It is chosen when a kernel is traced.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from typing import Any
 
 import jax
 
-# A platform and changes of its choices. Part of the key of `jax.jit`'s cache, unlike a
+# A platform and changes of its defaults. Part of the key of `jax.jit`'s cache, unlike a
 # global variable.
 _PLATFORM = jax.make_user_context(None)
 
 
 @dataclasses.dataclass(frozen=True)
-class Choices:
+class PlatformDefaults:
     """How kernels compute on a platform.
 
     Attributes:
@@ -94,8 +94,8 @@ class Choices:
     unroll_layers: bool = False
 
 
-CHOICES = {
-    "cpu": Choices(
+PLATFORM_DEFAULTS = {
+    "cpu": PlatformDefaults(
         block_scores=2**22,
         linear_chunk=512,
         causal_chunk=64,
@@ -104,8 +104,8 @@ CHOICES = {
         translution_by_rows=False,
         unroll_layers=True,
     ),
-    "gpu": Choices(flash_length=1, linear_chunk=16384, unroll_layers=True),
-    "tpu": Choices(block_scores=2**22, flash_length=2048, causal_in_vmem=True),
+    "gpu": PlatformDefaults(flash_length=1, linear_chunk=16384, unroll_layers=True),
+    "tpu": PlatformDefaults(block_scores=2**22, flash_length=2048, causal_in_vmem=True),
 }
 
 
@@ -114,16 +114,16 @@ def current_platform() -> str:
     return _PLATFORM.value[0] if _PLATFORM.value else jax.default_backend()
 
 
-def choices() -> Choices:
-    """Returns the choices for `current_platform`; those for CPUs if it is unknown.
+def platform_defaults() -> PlatformDefaults:
+    """Returns the defaults of `current_platform`; those of CPUs if it is unknown.
 
     Example:
         >>> with use_platform("tpu"):
-        ...     choices() == CHOICES["tpu"]
+        ...     platform_defaults() == PLATFORM_DEFAULTS["tpu"]
         True
     """
     _, changes = _PLATFORM.value or (None, ())
-    found = CHOICES.get(current_platform(), CHOICES["cpu"])
+    found = PLATFORM_DEFAULTS.get(current_platform(), PLATFORM_DEFAULTS["cpu"])
     return dataclasses.replace(found, **dict(changes))
 
 
@@ -131,11 +131,11 @@ def use_platform(name: str, **changes: Any):
     """Returns a context in which kernels are traced for a platform.
 
     Needed to compile for a platform other than `jax.default_backend`, for example
-    ahead of time, and to try other choices than those of the platform.
+    ahead of time, and to try other settings than the defaults of the platform.
 
     Args:
         name: ``"cpu"``, ``"gpu"`` or ``"tpu"``.
-        **changes: Fields of `Choices`, instead of the platform's.
+        **changes: Fields of `PlatformDefaults`, instead of the platform's.
 
     Returns:
         A context manager.
@@ -145,21 +145,21 @@ def use_platform(name: str, **changes: Any):
 
     Example:
         >>> with use_platform("gpu", fused_linear=True):
-        ...     current_platform(), choices().fused_linear
+        ...     current_platform(), platform_defaults().fused_linear
         ('gpu', True)
     """
-    if name not in CHOICES:
-        known = ", ".join(sorted(CHOICES))
+    if name not in PLATFORM_DEFAULTS:
+        known = ", ".join(sorted(PLATFORM_DEFAULTS))
         raise ValueError(f"unknown platform {name!r}: choose one of {known}")
-    fields = [field.name for field in dataclasses.fields(Choices)]
+    fields = [field.name for field in dataclasses.fields(PlatformDefaults)]
     for field in changes:
         if field not in fields:
             known = ", ".join(fields)
-            raise ValueError(f"unknown choice {field!r}: choose one of {known}")
+            raise ValueError(f"unknown setting {field!r}: choose one of {known}")
     return _PLATFORM((name, tuple(sorted(changes.items()))))
 
 
-def is_one_program(x: jax.Array) -> bool:
+def has_program_per_device(x: jax.Array) -> bool:
     """Returns whether every device has a program of its own, as in `jax.pmap`.
 
     Only then can a Pallas kernel be part of it: the compiler cannot divide a kernel.

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float
 from relattn.kernels.checks import check_arguments, finite_masked, zero_masked
 from relattn.kernels.flash import flash_branches
 from relattn.kernels.guards import softmax
-from relattn.kernels.platform import choices
+from relattn.kernels.platform import platform_defaults
 from relattn.kernels.precision import compute_dtype, wide_einsum, widen
 
 # The score of a masked key in sums, as in jax.nn.
@@ -228,7 +228,7 @@ def block_size(batch: tuple[Any, ...], n: Any, m: Any) -> Any:
     if is_symbolic_dim(n) or is_symbolic_dim(m):
         return n
     scores_of_query = math.prod(x for x in batch if not is_symbolic_dim(x)) * m
-    return min(n, max(1, choices().block_scores // max(1, scores_of_query)))
+    return min(n, max(1, platform_defaults().block_scores // max(1, scores_of_query)))
 
 
 def over_blocks(attend: Callable[..., Array], queries: Any, size: int) -> Array:

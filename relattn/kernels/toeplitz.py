@@ -29,7 +29,7 @@ from relattn.kernels.feature_maps import (
     query_features,
 )
 from relattn.kernels.guards import append_ones, divide_sums, scale_backward, shifted_exp
-from relattn.kernels.platform import choices
+from relattn.kernels.platform import platform_defaults
 from relattn.kernels.positions.bias import past_rows, rows_of_token, with_prefix_rows
 from relattn.kernels.precision import wide_einsum, widen
 from relattn.kernels.sums import causal_factors, check_causal, scale_keys, scale_queries
@@ -129,7 +129,7 @@ def toeplitz_linear_attention(
         key_mask: True for keys that exist, shape ``[*batch, n]``. A query without keys
             gives zeros.
         dense_size: Largest number of grid tokens for which sums go pair by pair; None
-            for the choice of `relattn.kernels.platform`.
+            for the default of `relattn.kernels.platform`.
         chunk_size: Number of queries at a time, pair by pair.
         block_size: Number of features at a time, by FFT.
         precision: Passed to einsum.
@@ -162,7 +162,7 @@ def toeplitz_linear_attention(
     check_chunk_size(chunk_size)
     check_chunk_size(block_size, "block_size")
     check_feature_maps(feature_map, q, k)
-    dense_size = choices().pairs_size if dense_size is None else dense_size
+    dense_size = platform_defaults().pairs_size if dense_size is None else dense_size
     rows, dense = num_offsets(grid), q.shape[-2] - num_prefix <= dense_size
     bias = cast(Array, with_prefix_rows(bias, "bias", rows, num_prefix, axis=-1))
     q, k, v = broadcast_leading(finite_masked(q, key_mask), k, v)
@@ -255,7 +255,7 @@ def causal_toeplitz_linear_attention(
             tokens: 2 length - 1 rows, of which the offsets 0 .. n - 1 are used.
         key_mask: True for keys that exist, shape ``[*batch, n]``.
         dense_size: Largest number of tokens in a block; None
-            for the choice of `relattn.kernels.platform`.
+            for the default of `relattn.kernels.platform`.
         chunk_size: Number of queries of a block at a time, pair by pair.
         block_size: Number of features at a time, by FFT.
         precision: Passed to einsum.
@@ -283,7 +283,7 @@ def causal_toeplitz_linear_attention(
         Positional Encoding, section 3.2; the blocks: van der Hoeven, Relax, but Don't
         be Too Lazy, section 3.
     """
-    dense_size = choices().pairs_size if dense_size is None else dense_size
+    dense_size = platform_defaults().pairs_size if dense_size is None else dense_size
     check_chunk_size(dense_size, "dense_size")
     check_chunk_size(chunk_size)
     check_chunk_size(block_size, "block_size")

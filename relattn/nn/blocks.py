@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from relattn import offsets
 from relattn.kernels.checks import finite_masked
-from relattn.kernels.platform import choices
+from relattn.kernels.platform import platform_defaults
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -342,7 +342,7 @@ def transformer_blocks(
         block = make_block(attention, name=f"blocks_{first}")
         stacked = [jnp.stack(values) for values in zip(*leaves, strict=True)]
         cheap = not (remat or attention.func.expensive_to_compile)
-        unroll = choices().unroll_layers and cheap
+        unroll = platform_defaults().unroll_layers and cheap
         if remat:
             body = nn.remat(body, prevent_cse=False)
         x, _ = nn.scan(

@@ -24,7 +24,7 @@ STATE_AXES = TrainState(
 )
 
 # Platforms where a batched matrix product is slower than a loop over its matrices.
-ONE_BY_ONE = ("cpu",)
+LOOP_PLATFORMS = ("cpu",)
 
 
 def make_task(config: ConfigDict, info: DataInfo) -> Task:
@@ -150,12 +150,12 @@ def map_train_step(step: TrainStep, platform: str) -> TrainStep:
     Args:
         step: The pure function of `relattn.training.step.make_train_step`.
         platform: The devices' platform; seeds are mapped by a loop on those of
-            `ONE_BY_ONE`, else by vmap.
+            `LOOP_PLATFORMS`, else by vmap.
 
     Returns:
         The mapped function; its metrics have a leading axis of seeds.
     """
-    if platform not in ONE_BY_ONE:
+    if platform not in LOOP_PLATFORMS:
         return jax.vmap(step, in_axes=(STATE_AXES, 0, 0), out_axes=(STATE_AXES, 0))
 
     def one_by_one(state: TrainState, batch: Any, key: Any) -> tuple[TrainState, Any]:
@@ -181,7 +181,7 @@ def map_eval_step(step: EvalStep, platform: str) -> EvalStep:
     Returns:
         The mapped function; its sums have a leading axis of seeds.
     """
-    if platform not in ONE_BY_ONE:
+    if platform not in LOOP_PLATFORMS:
         return jax.vmap(step, in_axes=(0, None))
     return lambda stacked, batch: jax.lax.map(
         lambda variables: step(variables, batch), stacked

@@ -229,8 +229,10 @@ def test_a_cpu_computes_the_same_where_kernels_are_chosen(one_device):
             np.testing.assert_allclose(chosen(*LONG), plain, atol=1e-6)
 
 
-def test_an_unknown_choice_is_refused():
-    with pytest.raises(ValueError, match="unknown choice 'fused': choose one of block"):
+def test_an_unknown_setting_is_refused():
+    with pytest.raises(
+        ValueError, match="unknown setting 'fused': choose one of block"
+    ):
         use_platform("gpu", fused=True)
 
 

@@ -122,7 +122,7 @@ def test_resumed_seeds_equal_an_uninterrupted_run(
 
 
 def test_stacked_seeds_have_separate_statistics(monkeypatch):
-    monkeypatch.setattr(seeds, "ONE_BY_ONE", ())
+    monkeypatch.setattr(seeds, "LOOP_PLATFORMS", ())
     parallel = DataParallel(jax.local_devices()[:2])
     model, optimizer = Normalised(), optax.sgd(0.3)
     step = make_train_step(model, optimizer, to_float, axis_name=parallel.axis_name)

@@ -65,7 +65,7 @@ def test_each_seed_equals_a_separate_run(
     seeds_config, tmp_path, monkeypatch, one_by_one
 ):
     if not one_by_one:
-        monkeypatch.setattr(seeds, "ONE_BY_ONE", ())
+        monkeypatch.setattr(seeds, "LOOP_PLATFORMS", ())
     devices = jax.local_devices()[:2]
     together = training.train_and_evaluate(
         seeds_config, tmp_path / "all", devices=devices

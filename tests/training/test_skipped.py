@@ -131,7 +131,7 @@ def test_skipped_updates_are_counted_and_survive_a_restart(poisoned, tmp_path):
 
 def test_each_seed_skips_its_own_updates(poisoned, tmp_path, monkeypatch):
     # By vmap, as on accelerators.
-    monkeypatch.setattr(seeds, "ONE_BY_ONE", ())
+    monkeypatch.setattr(seeds, "LOOP_PLATFORMS", ())
     poisoned.num_seeds, poisoned.max_skipped_updates = 3, 3
     result = training.train_and_evaluate(
         poisoned, tmp_path, devices=jax.local_devices()[:1]

@@ -27,7 +27,7 @@ from jaxtyping import Array, Bool, Float
 from relattn.kernels.checks import broadcast_leading
 from relattn.kernels.feature_maps import FeatureMap, positive_features
 from relattn.kernels.guards import NO_WEIGHT, scale_backward
-from relattn.kernels.platform import is_one_program
+from relattn.kernels.platform import has_program_per_device
 from relattn.kernels.precision import compute_dtype, current_precision
 
 # Least sizes of a product.
@@ -102,7 +102,7 @@ def fits_gpu(
     if any(map(is_symbolic_dim, sizes)) or not (q.size and k.size and v.size):
         return False
     projection = _projection(feature_map)
-    if projection is None or not is_one_program(q):
+    if projection is None or not has_program_per_device(q):
         return False
     if compute_dtype(q, k, v, projection) != jnp.float32:
         return False

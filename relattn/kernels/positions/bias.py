@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from relattn.kernels.checks import at_most, bound_hint, check_arguments
-from relattn.kernels.platform import choices
+from relattn.kernels.platform import platform_defaults
 from relattn.kernels.precision import widen
 from relattn.offsets import Grid, Torus, num_offsets, offset_index, offsets_per_axis
 
@@ -167,7 +167,7 @@ def bias_of_pairs(
     """
     # Widened first: the gradient is a sum over many pairs.
     bias = widen(bias)
-    if choices().gather_bias:
+    if platform_defaults().gather_bias:
         return bias[..., offset_index(grid, num_prefix)]
     leading = bias.shape[:-1]
     table = bias[..., : num_offsets(grid)].reshape(*leading, *offsets_per_axis(grid))

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array
 
 from relattn.kernels.checks import check_static
-from relattn.kernels.platform import choices, vary_alike
+from relattn.kernels.platform import platform_defaults, vary_alike
 from relattn.kernels.precision import current_precision
 from relattn.kernels.translution.core import check_num_tokens
 from relattn.kernels.translution.gradients import scan_scores, scan_values
@@ -38,7 +38,7 @@ class _OffsetIndex:
         shape = (q if t_q is None else t_q).shape[-2:]
         scan = self._scan(shape, precision)
         q, k = (x.reshape(*x.shape[:2], math.prod(x.shape[2:])) for x in (q, k))
-        if not choices().translution_by_rows:
+        if not platform_defaults().translution_by_rows:
             return scan_scores(scan, *vary_alike(q, k, t_q, t_k))
         prefix = self.num_prefix
         inner = self._row_loop(scan).scores(q[:, prefix:], k[:, prefix:], t_q, t_k)
@@ -49,7 +49,7 @@ class _OffsetIndex:
         """Computes sum_j weights_ij v_j T_ij; see `Index`."""
         shape = t_v.shape[-2:]
         scan, prefix = self._scan(shape, precision), self.num_prefix
-        if not choices().translution_by_rows:
+        if not platform_defaults().translution_by_rows:
             out = cast(Array, scan_values(scan, *vary_alike(weights, v, t_v)))
         else:
             inner = weights[:, :, prefix:, prefix:]

@@ -19,8 +19,9 @@ DIM, HEADS, HEAD_DIM = 5, 2, 3
 @pytest.fixture(params=[2, 3], ids=["aligned_projections", "aligned_matrices"])
 def batch(request, monkeypatch):
     """Number of sequences, which decides what is aligned."""
-    rows = dataclasses.replace(platform.CHOICES["cpu"], translution_by_rows=True)
-    monkeypatch.setitem(platform.CHOICES, "cpu", rows)
+    defaults = platform.PLATFORM_DEFAULTS
+    rows = dataclasses.replace(defaults["cpu"], translution_by_rows=True)
+    monkeypatch.setitem(defaults, "cpu", rows)
     return request.param
 
 

@@ -15,9 +15,9 @@ from relattn.kernels.guards import FLOAT32_MIN, append_ones, shifted_exp
 from relattn.kernels.platform import first_carry
 from relattn.kernels.sums import LinearState, causal_factors
 
-# Name (`jax.ad_checkpoint.checkpoint_name`) of arrays that the forward pass keeps: they
+# Name (`jax.ad_checkpoint.checkpoint_name`) of arrays that the forward pass saves: they
 # are small and expensive to compute again.
-KEPT = "kept"
+SAVED = "saved"
 
 
 def check_chunk_size(chunk_size: int, name: str = "chunk_size") -> None:
@@ -27,8 +27,8 @@ def check_chunk_size(chunk_size: int, name: str = "chunk_size") -> None:
 
 
 def scan_chunks(body: Callable, state: Any, chunks: Any) -> tuple[Any, Any]:
-    """Scans over chunks; the backward pass computes all but `KEPT` arrays again."""
-    policy = jax.checkpoint_policies.save_only_these_names(KEPT)
+    """Scans over chunks; the backward pass computes all but `SAVED` arrays again."""
+    policy = jax.checkpoint_policies.save_only_these_names(SAVED)
     body = jax.checkpoint(body, prevent_cse=False, policy=policy)
     return jax.lax.scan(body, first_carry(body, state, chunks), chunks)
 

@@ -21,9 +21,9 @@ from relattn.kernels.checks import check_arguments
 from relattn.kernels.precision import wide_einsum, widen
 
 # A causal sum is at most n exp(80) / sqrt(features), finite for 6,000 equal keys.
-_LARGEST_EXPONENT = 80.0
+_MAX_EXPONENT = 80.0
 # Squared norm below which `unit_norm` leaves vectors short.
-_SMALLEST = 1e-6
+_MIN_SQUARED_NORM = 1e-6
 
 
 class Features(NamedTuple):
@@ -118,7 +118,7 @@ def positive_features(
     if eps:
         exponents = jnp.logaddexp(exponents, math.log(eps) - log_scale)
         largest = jnp.logaddexp(largest, math.log(eps))
-    bound = jnp.maximum(0.0, largest - _LARGEST_EXPONENT)
+    bound = jnp.maximum(0.0, largest - _MAX_EXPONENT)
     return Features(None, exponents, bound)
 
 
@@ -239,9 +239,9 @@ def unit_norm(
     """
     wide = widen(x)
     squared = jnp.sum(jnp.square(wide), axis=-1, keepdims=True)
-    wide = jnp.where(squared < _SMALLEST, jax.lax.stop_gradient(wide), wide)
+    wide = jnp.where(squared < _MIN_SQUARED_NORM, jax.lax.stop_gradient(wide), wide)
     squared = jnp.sum(jnp.square(wide), axis=-1, keepdims=True)
-    scale = x.shape[-1] ** 0.25 * jax.lax.rsqrt(jnp.maximum(squared, _SMALLEST))
+    scale = x.shape[-1] ** 0.25 * jax.lax.rsqrt(jnp.maximum(squared, _MIN_SQUARED_NORM))
     return (wide * scale).astype(x.dtype)
 
 

@@ -14,16 +14,16 @@ from relattn.kernels.platform import varying_axes
 from relattn.kernels.precision import widen
 
 # If weights cancel to less than this share of their magnitudes, the rest is noise.
-_SMALLEST_SHARE = 1e-4
+_MIN_SHARE = 1e-4
 
 # The shift before the first key; finite, so that differences of shifts are not NaN.
 FLOAT32_MIN = float(jnp.finfo(jnp.float32).min)
 
 # A denominator below this has no weights: they underflowed, or there are no keys.
-NO_WEIGHT = 1e-36
+MIN_DENOMINATOR = 1e-36
 
 # Powers of two, so that scaling is exact, and that float32 holds with their inverses.
-_LARGEST_POWER = 120
+_MAX_POWER = 120
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(2,))
@@ -79,13 +79,13 @@ def divide_sums(
     numerator, normalizer = sums if isinstance(sums, tuple) else split_ones(sums)
     denominator = normalizer
     if magnitudes is not None:
-        smallest = _SMALLEST_SHARE * magnitudes
+        smallest = _MIN_SHARE * magnitudes
         smallest = smallest if noise is None else jnp.maximum(smallest, noise)
         guard = jnp.where(normalizer < 0, -smallest, smallest)
         denominator = jnp.where(jnp.abs(normalizer) < smallest, guard, normalizer)
     elif noise is not None:
         denominator = jnp.where(normalizer < noise, noise, normalizer)
-    denominator = jnp.where(jnp.abs(denominator) < NO_WEIGHT, 1.0, denominator)
+    denominator = jnp.where(jnp.abs(denominator) < MIN_DENOMINATOR, 1.0, denominator)
     out = _divide(numerator, denominator)
     return out.astype(dtype), normalizer
 
@@ -174,9 +174,9 @@ def _call_backward(function, residuals, cotangents):
     if jax.tree.leaves(sums):
         # Sums are not divided: their cotangents are quotients already, and as large.
         quotients = _power(jax.tree.leaves(sums))
-        largest = jnp.maximum(largest, quotients - _LARGEST_POWER)
+        largest = jnp.maximum(largest, quotients - _MAX_POWER)
     power = power + largest
-    power = jnp.clip(power, -_LARGEST_POWER, _LARGEST_POWER)
+    power = jnp.clip(power, -_MAX_POWER, _MAX_POWER)
 
     def scaled(tree, power):
         def scale(x):

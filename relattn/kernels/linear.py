@@ -24,7 +24,7 @@ from relattn.kernels.checks import (
     zero_masked,
 )
 from relattn.kernels.chunks import (
-    KEPT,
+    SAVED,
     check_chunk_size,
     join_chunks,
     scan_chunks,
@@ -449,7 +449,7 @@ def _attend_in_chunks(
 
     def attend(state, tokens):
         state, *sums = sum_causally(state, tokens, feature_map, einsum, parallel)
-        out, _ = divide_sums(*checkpoint_name(sums, KEPT), dtype=v.dtype)
+        out, _ = divide_sums(*checkpoint_name(sums, SAVED), dtype=v.dtype)
         return state, out.reshape(tokens[2].shape)
 
     if is_one_chunk:

@@ -36,7 +36,7 @@ _LANES = 128
 # are those of pairs.
 _CHUNK = 2 * _LANES
 # Most numbers in the features and the state of a chunk: more do not fit into VMEM.
-_LARGEST = 2**19
+_MAX_NUMBERS = 2**19
 # What feature maps may compute: these compile for a v5e.
 _OPERATIONS = (
     "abs add broadcast_in_dim concatenate convert_element_type cos custom_jvp_call div "
@@ -87,7 +87,7 @@ def fits_vmem(
     features = feature_shapes(feature_map, k)
     check_causal(features)
     num_features = max(x.shape[-1] for x in jax.tree.leaves(features[:2]))
-    return num_features * (_CHUNK + k.shape[-1] + v.shape[-1]) <= _LARGEST
+    return num_features * (_CHUNK + k.shape[-1] + v.shape[-1]) <= _MAX_NUMBERS
 
 
 def _compiles(feature_map, x):
@@ -243,12 +243,12 @@ def _make_scan(step, empty, out):
     state = jax.eval_shape(empty)
     size = out.shape[-1]
 
-    def forward(arrays, tokens, keep=False):
-        """Returns the outputs and, to ``keep``, the state before each chunk."""
+    def forward(arrays, tokens, save_states=False):
+        """Returns the outputs and, if asked to, the state before each chunk."""
         streams, _, length = tokens[0].shape
         shapes = [_shape(out, streams, out.shape[0], length)]
         specs = [_of_tokens(out, size)]
-        if keep:
+        if save_states:
             states = jax.tree.map(
                 lambda x: _shape(x, streams, length // size, *x.shape[::-1]), state
             )
@@ -263,9 +263,9 @@ def _make_scan(step, empty, out):
                 _write(carry, empty())
 
             before = _read(carry)
-            for kept in states:
+            for saved in states:
                 # Few rows, not few columns, which would be padded.
-                _write(kept, jax.tree.map(jnp.transpose, before))
+                _write(saved, jax.tree.map(jnp.transpose, before))
             after, out[...] = step(_read(arrays), before, _read(tokens))
             _write(carry, after)
 
@@ -273,7 +273,7 @@ def _make_scan(step, empty, out):
             kernel,
             grid=(streams, length // size),
             in_specs=[
-                [_whole(x) for x in arrays],
+                [_full_block(x) for x in arrays],
                 [_of_tokens(x, size) for x in tokens],
             ],
             out_specs=specs,
@@ -281,8 +281,8 @@ def _make_scan(step, empty, out):
             **_options(state),
         )(arrays, tokens)
 
-    def backward(kept, cotangent):
-        arrays, tokens, states = kept
+    def backward(residuals, cotangent):
+        arrays, tokens, states = residuals
         streams, _, length = tokens[0].shape
         last = length // size - 1
         totals = [_shape(x, streams, *x.shape) for x in arrays]
@@ -305,7 +305,7 @@ def _make_scan(step, empty, out):
             kernel,
             grid=(streams, last + 1),
             in_specs=[
-                [_whole(x) for x in arrays],
+                [_full_block(x) for x in arrays],
                 token_specs,
                 jax.tree.map(functools.partial(_of_chunk, last=last), states),
                 _of_tokens(cotangent, size, last),
@@ -320,11 +320,11 @@ def _make_scan(step, empty, out):
     def scan(arrays, tokens):
         return forward(arrays, tokens)[0]
 
-    def scan_and_keep(arrays, tokens):
-        out, states = forward(arrays, tokens, keep=True)
+    def scan_forward(arrays, tokens):
+        out, states = forward(arrays, tokens, save_states=True)
         return out, (arrays, tokens, states)
 
-    scan.defvjp(scan_and_keep, backward)
+    scan.defvjp(scan_forward, backward)
     return scan
 
 
@@ -340,7 +340,7 @@ def _options(state):
     }
 
 
-def _whole(x):
+def _full_block(x):
     return pl.BlockSpec(x.shape, lambda stream, chunk: (0,) * x.ndim)
 
 

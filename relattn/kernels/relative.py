@@ -30,8 +30,8 @@ from relattn.kernels.positions.bias import (
 from relattn.kernels.precision import widen
 from relattn.kernels.softmax import (
     block_size,
-    over_blocks,
-    past_keys,
+    causal_mask,
+    map_blocks,
     scaled_products,
     softmax_weights,
     weighted_sum,
@@ -211,7 +211,7 @@ def causal_relative_attention(
         bias = widen(bias)[..., None, :]
         shape = (*bias.shape[:-2], length, length)
         bias = to_pairs(jnp.broadcast_to(bias, shape))
-    past = past_keys(0, length, length)
+    past = causal_mask(0, length, length)
     out = attend(
         q,
         mask=past if mask is None else mask & past,
@@ -351,11 +351,11 @@ class _Blocks:
             first = index * self.num_rows
             rows = [self._rows_of_block(table, first) for table in padded]
             if self.causal:
-                past = past_keys(first, size, self.grid[0])
+                past = causal_mask(first, size, self.grid[0])
                 mask = past if mask is None else mask & past
             return self._attend(attend, q, mask, *rows, to_pairs=self._to_pairs)
 
-        out = over_blocks(attend_block, queries, size)
+        out = map_blocks(attend_block, queries, size)
         if not prefix:
             return out
         rows = [None if table is None else table[..., rows:, :] for table in tables]

@@ -23,7 +23,7 @@ from relattn.kernels.platform import platform_defaults
 from relattn.kernels.precision import compute_dtype, wide_einsum, widen
 
 # The score of a masked key in sums, as in jax.nn.
-LOWEST_SCORE = -0.7 * float(jnp.finfo(jnp.float32).max)
+MASKED_SCORE = -0.7 * float(jnp.finfo(jnp.float32).max)
 
 
 @overload
@@ -90,7 +90,7 @@ def softmax_attention(
     Returns:
         Shape ``[*batch, n, value_dim]``, in the dtype of ``v``. With
         ``return_logsumexp``, also the logarithms, shape ``[*batch, n]``, in float32 or
-        wider; `LOWEST_SCORE` without allowed keys.
+        wider; `MASKED_SCORE` without allowed keys.
 
     Raises:
         ValueError: If shapes or dtypes do not fit together.
@@ -185,18 +185,18 @@ def _attend_in_blocks(
 
     def attend(index, q, mask, bias):
         if causal:
-            mask = past_keys(index * size, q.shape[-2], k.shape[-2])
+            mask = causal_mask(index * size, q.shape[-2], k.shape[-2])
         scores, allowed = _masked_scores(q, k, mask, key_mask, bias, precision)
         out = weighted_sum(masked_softmax(scores, allowed), v, precision)
         if not logsumexp:
             return out
         if allowed is not None:
-            scores = jnp.where(allowed, scores, LOWEST_SCORE)
+            scores = jnp.where(allowed, scores, MASKED_SCORE)
         total = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
         total = jnp.broadcast_to(total, (*out.shape[:-1], 1))
         return jnp.concatenate([out, total], axis=-1)
 
-    out = over_blocks(attend, (q, mask, bias), size)
+    out = map_blocks(attend, (q, mask, bias), size)
     if logsumexp:
         return out[..., :-1].astype(v.dtype), out[..., -1]
     return out.astype(v.dtype)
@@ -215,7 +215,7 @@ def zero_unseen(
     return zero_masked(k, v, key_mask)
 
 
-def past_keys(first: Array | int, n: int, m: int) -> Bool[Array, "n m"]:
+def causal_mask(first: Array | int, n: int, m: int) -> Bool[Array, "n m"]:
     """Returns which of m keys are not later than the queries first .. first + n - 1."""
     return first + jnp.arange(n)[:, None] >= jnp.arange(m)
 
@@ -231,7 +231,7 @@ def block_size(batch: tuple[Any, ...], n: Any, m: Any) -> Any:
     return min(n, max(1, platform_defaults().block_scores // max(1, scores_of_query)))
 
 
-def over_blocks(attend: Callable[..., Array], queries: Any, size: int) -> Array:
+def map_blocks(attend: Callable[..., Array], queries: Any, size: int) -> Array:
     """Computes outputs of blocks of queries, one after the other.
 
     The backward pass computes the scores of a block again, so that those of one block
@@ -248,7 +248,7 @@ def over_blocks(attend: Callable[..., Array], queries: Any, size: int) -> Array:
 
     Example:
         >>> x = jnp.arange(5.0)[:, None]
-        >>> over_blocks(lambda index, x: x + 10 * index, (x,), 2)[:, 0].tolist()
+        >>> map_blocks(lambda index, x: x + 10 * index, (x,), 2)[:, 0].tolist()
         [0.0, 1.0, 12.0, 13.0, 24.0]
     """
     n = jax.tree.leaves(queries)[0].shape[-2]

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float
 
 from relattn import kernels, spec
 from relattn.kernels.precision import widen
-from relattn.kernels.softmax import LOWEST_SCORE, past_keys
+from relattn.kernels.softmax import MASKED_SCORE, causal_mask
 from relattn.nn.linear_attention import FEATURE_MAPS
 
 Kernel = Callable[..., Array]
@@ -152,7 +152,7 @@ def call_kernel(
     in_order = is_causal and first != m - 1
     is_softmax = kernel.func is kernels.softmax_attention
     if in_order and is_softmax and (n != m or return_residual or "mask" in arguments):
-        past = jnp.expand_dims(past_keys(first, n, m), range(len(batch) + 1))
+        past = jnp.expand_dims(causal_mask(first, n, m), range(len(batch) + 1))
         arguments["mask"] = past & arguments.get("mask", True)
         in_order = False
     _check_honoured(kernel, arguments, is_causal, return_residual, (n, m))
@@ -191,7 +191,7 @@ def call_kernel(
         return out
     residual = residual[0].reshape(*batch, heads, n)
     if query_mask is not None:
-        residual = jnp.where(query_mask, residual, LOWEST_SCORE)
+        residual = jnp.where(query_mask, residual, MASKED_SCORE)
     residual = jax.lax.stop_gradient(residual.astype(key.dtype))
     return out, jnp.swapaxes(residual, -2, -1)
 

@@ -26,7 +26,7 @@ from jaxtyping import Array, Bool, Float
 
 from relattn.kernels.checks import broadcast_leading
 from relattn.kernels.feature_maps import FeatureMap, positive_features
-from relattn.kernels.guards import NO_WEIGHT, scale_backward
+from relattn.kernels.guards import MIN_DENOMINATOR, scale_backward
 from relattn.kernels.platform import has_program_per_device
 from relattn.kernels.precision import compute_dtype, current_precision
 
@@ -41,8 +41,8 @@ _STEP = 64
 # fill the shared memory of an H100.
 _CHUNK_BYTES = 2**14
 # Widest heads, and most features.
-_WIDEST = 128
-_MOST_FEATURES = 512
+_MAX_HEAD_DIM = 128
+_MAX_FEATURES = 512
 # Products of float32 arrays.
 _ALGORITHMS = {
     "default": jax.lax.DotAlgorithmPreset.TF32_TF32_F32,
@@ -50,9 +50,9 @@ _ALGORITHMS = {
     "highest": jax.lax.DotAlgorithmPreset.F32_F32_F32,
 }
 # The exponent of what has no weight; finite, so that no difference is NaN.
-_LOWEST = -1e30
+_MIN_EXPONENT = -1e30
 # A component of masked keys, which are so long that they get no weight.
-_FAR = 1e15
+_MASKED_KEY = 1e15
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +106,7 @@ def fits_gpu(
         return False
     if compute_dtype(q, k, v, projection) != jnp.float32:
         return False
-    if max(q.shape[-1], v.shape[-1]) > _WIDEST or len(projection) > _MOST_FEATURES:
+    if max(q.shape[-1], v.shape[-1]) > _MAX_HEAD_DIM or len(projection) > _MAX_FEATURES:
         return False
     return projection.shape[-1] == q.shape[-1] and _precision(precision) is not None
 
@@ -168,7 +168,7 @@ def attend_on_gpu(
     half = name == "default" and all(x.dtype == jnp.bfloat16 for x in (q, k, v))
     q, k, v = (x.astype(jnp.bfloat16 if half else jnp.float32) for x in (q, k, v))
     if key_mask is not None:
-        k = jnp.where(key_mask[..., None], k, _FAR)
+        k = jnp.where(key_mask[..., None], k, _MASKED_KEY)
         v = jnp.where(key_mask[..., None], v, 0)
     q, k, v = broadcast_leading(q, k, v)
     *batch, n, head_dim = q.shape
@@ -189,7 +189,7 @@ def attend_on_gpu(
         return jnp.pad(x, rows, constant_values=value)
 
     def attend(v, q, k):
-        out = _attend(pad(q), pad(k, _FAR), pad(v), projection, plan)
+        out = _attend(pad(q), pad(k, _MASKED_KEY), pad(v), projection, plan)
         return out[:, :n, :value_dim].reshape(*batch, n, value_dim)
 
     out = scale_backward(attend, v, q, k) if causal else attend(v, q, k)
@@ -209,10 +209,10 @@ def _segment(length, chunk):
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _attend(q, k, v, projection, plan):
     """Computes attention of arrays [heads, n, width] of padded sizes."""
-    return _attend_and_keep(q, k, v, projection, plan)[0]
+    return _attend_forward(q, k, v, projection, plan)[0]
 
 
-def _attend_and_keep(q, k, v, projection, plan):
+def _attend_forward(q, k, v, projection, plan):
     ws, key_shift, query_shift = _prepare(projection, q, plan)
     if plan.causal:
         sums, totals, _ = _sum_features(k, v, ws, plan, shift=key_shift)
@@ -220,7 +220,7 @@ def _attend_and_keep(q, k, v, projection, plan):
     else:
         sums, totals, shifts = _sum_features(k, v, ws, plan)
         key_shift = jnp.max(shifts, axis=1)
-        query_shift = jnp.maximum(key_shift + query_shift, _LOWEST)
+        query_shift = jnp.maximum(key_shift + query_shift, _MIN_EXPONENT)
         decays = jnp.exp(shifts - key_shift[:, None])
         sums = jnp.sum(sums * decays[..., None], axis=1, keepdims=True)
         totals = jnp.sum(totals * decays, axis=1, keepdims=True)
@@ -231,8 +231,8 @@ def _attend_and_keep(q, k, v, projection, plan):
     return out["out"], (q, k, v, projection, features, sums, out)
 
 
-def _attend_backward(plan, kept, g):
-    q, k, v, projection, features, sums, out = kept
+def _attend_backward(plan, residuals, g):
+    q, k, v, projection, features, sums, out = residuals
     # Cotangents of numerators and denominators.
     g = g.astype(jnp.float32) / out["total"][..., None]
     g1 = -jnp.sum(g * out["out"].astype(jnp.float32), axis=-1)
@@ -263,7 +263,7 @@ def _attend_backward(plan, kept, g):
     return *(gradients[x] for x in "qkv"), w.astype(projection.dtype)
 
 
-_attend.defvjp(_attend_and_keep, _attend_backward)
+_attend.defvjp(_attend_forward, _attend_backward)
 
 
 def _prepare(projection, q, plan):
@@ -282,7 +282,7 @@ def _prepare(projection, q, plan):
     query_shift = jnp.pad(
         bound if plan.causal else jnp.zeros_like(bound),
         (0, padding),
-        constant_values=_LOWEST,
+        constant_values=_MIN_EXPONENT,
     )
     shifts = (jnp.broadcast_to(x, (heads, x.size)) for x in (key_shift, query_shift))
     if q.dtype == jnp.float32:
@@ -381,7 +381,7 @@ def _sum_features(x, y, ws, plan, *, y1=None, shift=None, largest=None):
                 phi = phi * refs["y1"][rows][:, None]
             return sums, totals + jnp.sum(phi, axis=0), shift
 
-        lowest = jnp.full((plan.block,), _LOWEST, jnp.float32)
+        lowest = jnp.full((plan.block,), _MIN_EXPONENT, jnp.float32)
         carry = (
             jnp.zeros((plan.block, width), jnp.float32),
             jnp.zeros((plan.block,), jnp.float32),
@@ -429,7 +429,7 @@ def _outputs(inputs, plan):
         carry = (
             jnp.zeros((plan.chunk, width), jnp.float32),
             jnp.zeros((plan.chunk,), jnp.float32),
-            jnp.full((plan.chunk,), _LOWEST, jnp.float32),
+            jnp.full((plan.chunk,), _MIN_EXPONENT, jnp.float32),
             jnp.zeros((plan.chunk, plan.chunk) if plan.causal else (), jnp.float32),
         )
         steps = num_features // plan.block
@@ -438,7 +438,7 @@ def _outputs(inputs, plan):
             weights = _lower(weights).astype(dtype)
             total = total + jnp.sum(weights.astype(jnp.float32), axis=1)
             numerator = numerator + _dot(weights, refs["v"][...], plan)
-        total = jnp.where(total < NO_WEIGHT, 1.0, total)
+        total = jnp.where(total < MIN_DENOMINATOR, 1.0, total)
         out["out"][...] = (numerator / total[:, None]).astype(dtype)
         out["largest"][...], out["total"][...] = largest, total
 

@@ -15,7 +15,7 @@ from relattn.kernels.softmax import masked_softmax
 
 Precision = jax.lax.PrecisionLike
 # Queries, keys and values, or what belongs to them; None for a part that is not there.
-Three = tuple[Array | None, Array | None, Array | None]
+Triple = tuple[Array | None, Array | None, Array | None]
 
 
 @runtime_checkable
@@ -86,7 +86,7 @@ def attend(
     """
     batch = queries.shape[:-2]
     key_mask = _flat_mask(key_mask, batch, index.length)
-    queries, keys = _one_batch_axis(queries, 1), _one_batch_axis(keys, 1)
+    queries, keys = _flatten_batch(queries, 1), _flatten_batch(keys, 1)
     queries = finite_masked(queries, key_mask)
     keys = _zero_masked(keys, key_mask)
     # Tokens with their tables, or x W without a table.
@@ -105,7 +105,9 @@ def attend(
     return out.astype(queries.dtype).reshape(*batch, *out.shape[1:])
 
 
-def check_low_rank(qkv: Three, low: Three, tables: Three, scale: float | None) -> int:
+def check_low_rank(
+    qkv: Triple, low: Triple, tables: Triple, scale: float | None
+) -> int:
     """Returns the number of tokens; raises ValueError if arrays are missing."""
     for names, arrays in (
         ("qkv[0], qkv[1] and qkv[2]", qkv),
@@ -130,9 +132,9 @@ def check_low_rank(qkv: Three, low: Three, tables: Three, scale: float | None) -
 
 def attend_low_rank(
     index: Index,
-    qkv: Three,
-    low: Three,
-    tables: Three,
+    qkv: Triple,
+    low: Triple,
+    tables: Triple,
     *,
     key_mask: Array | None,
     scale: float | None,
@@ -159,7 +161,7 @@ def attend_low_rank(
     assert first is not None  # One of the two gives scores.
     batch = first.shape[: -axes - 1]
     key_mask = _flat_mask(key_mask, batch, index.length)
-    q, k, v = (None if x is None else _one_batch_axis(x, 2) for x in qkv)
+    q, k, v = (None if x is None else _flatten_batch(x, 2) for x in qkv)
     # A part without counterpart is not halved.
     average = average and q is not None
     half_scores = 0.5 if average and low[0] is not None else 1.0
@@ -178,7 +180,7 @@ def attend_low_rank(
     operands: list[Any] = [None] * 3
     for i, (tokens, table) in enumerate(zip(low, tables, strict=True)):
         if tokens is not None:
-            tokens = _one_batch_axis(tokens, 1)
+            tokens = _flatten_batch(tokens, 1)
             tokens = (finite_masked if i == 0 else _zero_masked)(tokens, key_mask)
             operands[i] = _operand(index, tokens, f"tables[{i}]", table, precision)
     # + low_q_i Tq[d] . low_k_j Tk[-d]
@@ -202,7 +204,7 @@ def attend_low_rank(
     return out, low_out
 
 
-def _one_batch_axis(x: Array, trailing: int) -> Array:
+def _flatten_batch(x: Array, trailing: int) -> Array:
     """Flattens the batch axes: [batch, ..., n, width]."""
     axis = x.ndim - trailing - 1
     return x.reshape(math.prod(x.shape[:axis]), *x.shape[axis:])

@@ -22,7 +22,7 @@ from relattn.kernels.precision import widen
 from relattn.offsets import Grid, Torus, num_offsets, offsets_per_axis
 
 # The backward pass keeps the tables, not the matrices made of them.
-_compute_again = functools.partial(jax.checkpoint, static_argnums=0)
+_remat = functools.partial(jax.checkpoint, static_argnums=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +55,7 @@ class RowLoop:
         width = math.isqrt(self.grid[-1] - 1) + 1
         return -(-self.grid[-1] // width), width
 
-    @_compute_again
+    @_remat
     def scores(self, q: Array, k: Array, t_q: Array | None, t_k: Array | None) -> Array:
         """Computes q_ij . k_ji of all pairs, ``[batch, heads, n, n]``.
 
@@ -100,7 +100,7 @@ class RowLoop:
         scores = scores.reshape(*scores.shape[:2], num_tokens, num_tokens)
         return scores[:, :, :length, :length]
 
-    @_compute_again
+    @_remat
     def values(self, weights: Array, v: Array, t_v: Array) -> Array:
         """Computes sum_j weights_ij v_j T[d], ``[batch, n, heads * head_dim]``.
 

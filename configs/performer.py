@@ -23,9 +23,9 @@ Recipe, by its source:
 recipe behind the paper's tables and figure, from the authors' code and raw results:
 
 - learning rate 5e-5;
-- ``haar=False`` and ``eps=0.3``: the code adds 1e-4 to features after dividing them by
-  the maximum of the batch, which corresponds to a constant of 0.3 in strategy 1 at its
-  start (docs/attentions.md);
+- ``sign_corrected=False`` and ``eps=0.3``: the code adds 1e-4 to features after
+  dividing them by the maximum of the batch, which corresponds to a constant of 0.3 in
+  strategy 1 at its start (docs/attentions.md);
 - ``banded`` without dropout (the raw results list 0.1, which the code does not pass to
   this model), with separate random features for the position heads, CLS at the corner
   below the bottom left pixel (``cls='corner'``), and batches of 22, 11 and 6 for
@@ -200,7 +200,7 @@ def fit_cpu(config: ConfigDict) -> None:
 def _publish(config: ConfigDict, clip: int) -> None:
     """Changes the recipe to that of the published runs."""
     config.optimizer.learning_rate = 5e-5
-    features = "eps=0.3, haar=False"
+    features = "eps=0.3, sign_corrected=False"
     if config.model.attention == "favor":
         config.model.attention = f"favor({features})"
         return

@@ -125,10 +125,12 @@ def test_published_performers_have_the_authors_recipe(variant, dataset):
     expected = get_config("performer", f"{variant},{dataset}")
     with expected.unlocked():
         expected.optimizer.learning_rate = 5e-5
-        expected.model.attention = "favor(eps=0.3, haar=False)"
+        expected.model.attention = "favor(eps=0.3, sign_corrected=False)"
         if variant == "banded":
             clip, expected.batch_size = (4, 11) if dataset == DATASETS[1] else (6, 6)
-            options = "cls='corner', separate_projections=True, eps=0.3, haar=False"
+            options = (
+                "cls='corner', separate_projections=True, eps=0.3, sign_corrected=False"
+            )
             expected.model.update(
                 attention=f"banded(clip={clip}, {options})",
                 dropout=0.0,

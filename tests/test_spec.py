@@ -94,13 +94,13 @@ def test_resolve_names_closest():
 
 
 def test_resolve_checks_types_of_options():
-    def favor(num_features: int = 0, eps: float = 1e-3, *, haar: "bool | None" = None):
-        return num_features, eps, haar
+    def favor(num_features: int = 0, eps: float = 1e-3, *, exact: "bool | None" = None):
+        return num_features, eps, exact
 
     def resolve(text):
         return spec.resolve(text, {"favor": favor}, "attention")
 
-    result = resolve("favor(num_features=3, eps=1, haar=None)")()
+    result = resolve("favor(num_features=3, eps=1, exact=None)")()
     assert result == (3, 1, None) and isinstance(result[1], float)
     for text, needed in [
         ("num_features='3'", "num_features of type int, got '3'"),
@@ -109,7 +109,7 @@ def test_resolve_checks_types_of_options():
         ("eps=[1]", r"eps of type float, got \[1\]"),
         ("eps=1e999", "eps of type float, got inf"),
         (f"eps={10**400}", r"eps of type float, got 1000+\.\.\."),
-        ("haar=1", r"haar of type bool \| None, got 1"),
+        ("exact=1", r"exact of type bool \| None, got 1"),
     ]:
         with pytest.raises(ValueError, match=f"attention 'favor' needs {needed}$"):
             resolve(f"favor({text})")

@@ -30,7 +30,7 @@ class RandomFeatures:
             stack has the numbers from this one on.
         orthogonal: Whether the rows are orthogonal within blocks.
         norms: As in `draw_orthogonal`.
-        haar: As in `draw_orthogonal`.
+        sign_corrected: As in `draw_orthogonal`.
     """
 
     # Any: JAX transformations put shardings, placeholders and stacked arrays here.
@@ -38,7 +38,7 @@ class RandomFeatures:
     layer: int = dataclasses.field(metadata={"static": True})
     orthogonal: bool = dataclasses.field(default=True, metadata={"static": True})
     norms: str = dataclasses.field(default="chi", metadata={"static": True})
-    haar: bool = dataclasses.field(default=True, metadata={"static": True})
+    sign_corrected: bool = dataclasses.field(default=True, metadata={"static": True})
 
 
 # Lets `jax.export.Exported.serialize` store a model's variables. The name is taken
@@ -85,7 +85,7 @@ def draw_orthogonal(
     head_dim: int,
     *,
     norms: str = "chi",
-    haar: bool = True,
+    sign_corrected: bool = True,
 ) -> Float[Array, "{num_features} {head_dim}"]:
     """Draws a projection whose rows are orthogonal within blocks of ``head_dim`` rows.
 
@@ -105,8 +105,8 @@ def draw_orthogonal(
         head_dim: Width of a row.
         norms: ``"chi"``, independent norms of Gaussian vectors, or ``"fixed"``, always
             sqrt(head_dim), which is biased.
-        haar: False omits the signs, like the code of Horn et al. Then Q is not uniform,
-            and the features are biased.
+        sign_corrected: Whether the columns of Q are multiplied by sign(diag R). False,
+            as in the code of Horn et al., makes Q not uniform and the features biased.
 
     Returns:
         The projection, float32, shape ``[num_features, head_dim]``.
@@ -132,7 +132,7 @@ def draw_orthogonal(
         block_key, (num_blocks, head_dim, head_dim), jnp.float32
     )
     rows, diagonal = _qr(gaussian)
-    if haar:
+    if sign_corrected:
         rows = rows * jnp.where(diagonal < 0, -1.0, 1.0)[..., None]
     rows = rows.reshape(num_blocks * head_dim, head_dim)[:num_features]
     if norms == "fixed":
@@ -150,7 +150,7 @@ def draw_random_features(
     head_dim: int,
     orthogonal: bool = True,
     norms: str = "chi",
-    haar: bool = True,
+    sign_corrected: bool = True,
 ) -> RandomFeatures:
     """Draws the projection of a layer, a pure function of (key, layer, index).
 
@@ -165,7 +165,7 @@ def draw_random_features(
         head_dim: Width of a row.
         orthogonal: False draws independent rows.
         norms: As in `draw_orthogonal`.
-        haar: As in `draw_orthogonal`.
+        sign_corrected: As in `draw_orthogonal`.
 
     Returns:
         The projection with its settings.
@@ -184,7 +184,7 @@ def draw_random_features(
         Attention with Performers, section 2.3.
     """
     shape = jax.ShapeDtypeStruct((num_features, head_dim), jnp.float32)
-    features = RandomFeatures(shape, layer, orthogonal, norms, haar)
+    features = RandomFeatures(shape, layer, orthogonal, norms, sign_corrected)
     return dataclasses.replace(features, projection=_draw(features, key, layer, index))
 
 
@@ -199,7 +199,9 @@ def _draw(
     shape = features.projection.shape[-2:]
     if not features.orthogonal:
         return draw_gaussian(key, *shape)
-    return draw_orthogonal(key, *shape, norms=features.norms, haar=features.haar)
+    return draw_orthogonal(
+        key, *shape, norms=features.norms, sign_corrected=features.sign_corrected
+    )
 
 
 def redraw(collection: Any, key: Key[Array, ""], index: int | Int[Array, ""]) -> Any:

@@ -211,7 +211,7 @@ def performer(tensors: Tensors, settings: Mapping[str, Any]) -> Converted:
         "num_heads": heads,
         "mlp_dim": tensors[_PERFORMER_LAYER.format(0) + "1.fn.fn.w1.weight"].shape[0],
         "attention": f"favor(num_features={num_features}, eps={PERFORMER_EPS}, "
-        "haar=False)",
+        "sign_corrected=False)",
         "position": "none",
     }
     table = dict(PERFORMER)

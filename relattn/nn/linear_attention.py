@@ -172,7 +172,7 @@ class RandomFeatureAttention(LinearAttention):
         features: ``"positive"`` (FAVOR+), ``"trigonometric"`` (FAVOR) or ``"relu"``.
         orthogonal: Whether the rows of the projection are orthogonal.
         norms: ``"chi"``, or ``"fixed"``, which is biased: see `draw_orthogonal`.
-        haar: As in `draw_orthogonal`.
+        sign_corrected: As in `draw_orthogonal`.
         eps: Added to every feature, as in `positive_features` and `relu_features`; None
             for their default. Trigonometric features take none.
     """
@@ -181,7 +181,7 @@ class RandomFeatureAttention(LinearAttention):
     features: str = "positive"
     orthogonal: bool = True
     norms: str = "chi"
-    haar: bool = True
+    sign_corrected: bool = True
     eps: float | None = None
     scannable: ClassVar[bool] = False
 
@@ -246,7 +246,7 @@ class RandomFeatureAttention(LinearAttention):
                 head_dim=head_dim,
                 orthogonal=self.orthogonal,
                 norms=self.norms,
-                haar=self.haar,
+                sign_corrected=self.sign_corrected,
             )
 
         name = f"projection_{group}" if group else "projection"

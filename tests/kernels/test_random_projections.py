@@ -37,16 +37,16 @@ def test_rows_are_orthogonal_at_large_head_dim():
 
 
 @pytest.mark.quick("1-True", "1-False", "2-False")
-@pytest.mark.parametrize("haar", [True, False])
+@pytest.mark.parametrize("sign_corrected", [True, False])
 @pytest.mark.parametrize("head_dim", [1, 2, 5, 48])
-def test_rows_match_lapack(head_dim, haar):
+def test_rows_match_lapack(head_dim, sign_corrected):
     rows = random_projections.draw_orthogonal(
-        KEY, 3 * head_dim, head_dim, norms="fixed", haar=haar
+        KEY, 3 * head_dim, head_dim, norms="fixed", sign_corrected=sign_corrected
     )
     block_key, _ = jax.random.split(KEY)
     gaussian = np.float64(jax.random.normal(block_key, (3, head_dim, head_dim)))
     q, r = np.linalg.qr(gaussian)
-    if haar:
+    if sign_corrected:
         q *= np.sign(np.diagonal(r, axis1=1, axis2=2))[:, None, :]
     expected = q.swapaxes(1, 2).reshape(rows.shape) * head_dim**0.5
     np.testing.assert_allclose(rows, expected, atol=1e-5)
@@ -107,7 +107,7 @@ def test_chi_norms_make_every_row_gaussian():
 
 def test_rows_without_sign_fix_are_not_uniform():
     uniform = draw_many(500)[:, 0, 0]
-    unfixed = draw_many(500, haar=False)[:, 0, 0]
+    unfixed = draw_many(500, sign_corrected=False)[:, 0, 0]
     assert abs(standard_errors_from(uniform, 0.0)) < 4
     assert abs(standard_errors_from(unfixed, 0.0)) > 20
 
@@ -121,7 +121,7 @@ def test_features_without_sign_fix_are_biased():
         return (features @ features.T)[0, 0]
 
     uniform = jax.vmap(estimate)(draw_many(2000))
-    unfixed = jax.vmap(estimate)(draw_many(2000, haar=False))
+    unfixed = jax.vmap(estimate)(draw_many(2000, sign_corrected=False))
     assert abs(standard_errors_from(uniform, exact)) < 4
     assert abs(standard_errors_from(unfixed, exact)) > 10
 

@@ -149,7 +149,7 @@ def test_output_has_the_compute_dtype_and_parameters_are_float32(attention):
 
 @pytest.mark.parametrize("attention", ["favor", "banded"])
 def test_draws_use_the_options(attention):
-    options = "num_features=5, orthogonal=False, norms='fixed', haar=False"
+    options = "num_features=5, orthogonal=False, norms='fixed', sign_corrected=False"
     make_attention, _ = build(
         f"{attention}({options})", "none", dim=DIM, num_heads=HEADS, num_layers=9
     )
@@ -161,7 +161,7 @@ def test_draws_use_the_options(attention):
     drawn = variables["random_features"]["projection"]
     assert drawn.projection.shape == (5, HEAD_DIM)
     assert (drawn.layer, drawn.orthogonal) == (7, False)
-    assert (drawn.norms, drawn.haar) == ("fixed", False)
+    assert (drawn.norms, drawn.sign_corrected) == ("fixed", False)
 
 
 def test_default_num_features_is_d_ln_d_with_the_concatenated_width():

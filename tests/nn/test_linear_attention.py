@@ -77,7 +77,7 @@ def test_default_num_features_is_d_ln_d_and_layers_are_scannable():
     [
         ("relu(num_features=-1)", "'relu' needs num_features >= 1, or 0 for int("),
         ("relu(eps=0.0)", "'relu' needs eps > 0, without which"),
-        ("relu(haar=False)", "attention 'relu' has no option 'haar'"),
+        ("relu(norms='fixed')", "attention 'relu' has no option 'norms'"),
     ],
 )
 def test_invalid_options_raise(spec, message):

@@ -7,6 +7,7 @@ text. On a `Torus` the last row is next to the first, and the last column too.
 
 from __future__ import annotations
 
+import enum
 import math
 
 import numpy as np
@@ -47,6 +48,20 @@ class Torus(tuple):
     def __repr__(self) -> str:
         """Returns the call that makes the grid."""
         return f"Torus({tuple(self)})"
+
+
+class PrefixRow(enum.IntEnum):
+    """Rows of a table for pairs with a prefix token, counted after the offsets' rows.
+
+    Attributes:
+        IN: A grid token with a prefix token.
+        SELF: A prefix token with a prefix token.
+        OUT: A prefix token with a grid token.
+    """
+
+    IN = 0
+    SELF = 1
+    OUT = 2
 
 
 def check_grid(num_tokens: int, grid: Grid, num_prefix: int = 0) -> None:
@@ -286,7 +301,7 @@ def num_table_rows(grid: Grid, num_prefix: int = 0, *, causal: bool = False) -> 
         5
     """
     if not causal:
-        return num_offsets(grid) + 3 * bool(num_prefix)
+        return num_offsets(grid) + len(PrefixRow) * bool(num_prefix)
     if len(grid) != 1 or num_prefix or isinstance(grid, Torus):
         raise ValueError(
             "causal offsets need a grid (length,) and no prefix tokens, got "
@@ -300,8 +315,8 @@ def offset_index(grid: Grid, num_prefix: int = 0) -> Int[np.ndarray, "n n"]:
 
     Rows are the offsets, token minus partner, in row-major order, the most negative
     first; on a `Torus` modulo the sizes, zero first. With prefix tokens, three more
-    rows follow: "in", a grid token with a prefix token; "self", a prefix token with a
-    prefix token; "out", a prefix token with a grid token.
+    rows follow, in the order of `PrefixRow`: "in", a grid token with a prefix token;
+    "self", a prefix token with a prefix token; "out", a prefix token with a grid token.
 
     Args:
         grid: Height and width, or length, in tokens.
@@ -323,7 +338,7 @@ def offset_index(grid: Grid, num_prefix: int = 0) -> Int[np.ndarray, "n n"]:
     inner = (offsets(grid) - first_offset) % rows @ strides
     first = num_offsets(grid)
     result = np.pad(inner, [(num_prefix, 0), (num_prefix, 0)])
-    result[num_prefix:, :num_prefix] = first
-    result[:num_prefix, :num_prefix] = first + 1
-    result[:num_prefix, num_prefix:] = first + 2
+    result[num_prefix:, :num_prefix] = first + PrefixRow.IN
+    result[:num_prefix, :num_prefix] = first + PrefixRow.SELF
+    result[:num_prefix, num_prefix:] = first + PrefixRow.OUT
     return result

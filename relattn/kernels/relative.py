@@ -39,6 +39,7 @@ from relattn.kernels.softmax import (
 )
 from relattn.offsets import (
     Grid,
+    PrefixRow,
     Torus,
     check_grid,
     num_offsets,
@@ -479,7 +480,9 @@ def _to_pairs(per_row, grid, num_prefix):
 
 def _prefix_pairs(per_row, num_prefix, num_tokens):
     """Returns the pairs of prefix queries: "self" for prefix keys, "out" for others."""
-    within, out = per_row[..., 1:2], per_row[..., 2:3]
+    within, out = (
+        per_row[..., row : row + 1] for row in (PrefixRow.SELF, PrefixRow.OUT)
+    )
     pairs = [_repeat(within, num_prefix), _repeat(out, num_tokens)]
     return jnp.concatenate(pairs, axis=-1)
 

@@ -12,7 +12,14 @@ from jaxtyping import Array, Float, Int
 from relattn.kernels.checks import at_most, bound_hint, check_arguments
 from relattn.kernels.platform import platform_defaults
 from relattn.kernels.precision import widen
-from relattn.offsets import Grid, Torus, num_offsets, offset_index, offsets_per_axis
+from relattn.offsets import (
+    Grid,
+    PrefixRow,
+    Torus,
+    num_offsets,
+    offset_index,
+    offsets_per_axis,
+)
 
 
 def offset_buckets(
@@ -113,7 +120,7 @@ def with_prefix_rows(
     if table is None:
         return None
     found = table.shape[axis]
-    more = 3 if num_prefix else 0
+    more = len(PrefixRow) if num_prefix else 0
     if found not in (rows, rows + more):
         raise ValueError(
             f"{name!r} needs {rows} rows, one for each offset"
@@ -190,11 +197,15 @@ def bias_of_pairs(
         return pairs
 
     def repeat(row, height, width):
-        return jnp.broadcast_to(bias[..., row, None, None], (*leading, height, width))
+        value = bias[..., row - len(PrefixRow), None, None]
+        return jnp.broadcast_to(value, (*leading, height, width))
 
     # "in", before the grid's pairs; "self" and "out" above them.
-    pairs = jnp.concatenate([repeat(-3, n, num_prefix), pairs], axis=-1)
-    top = [repeat(-2, num_prefix, num_prefix), repeat(-1, num_prefix, n)]
+    pairs = jnp.concatenate([repeat(PrefixRow.IN, n, num_prefix), pairs], axis=-1)
+    top = [
+        repeat(PrefixRow.SELF, num_prefix, num_prefix),
+        repeat(PrefixRow.OUT, num_prefix, n),
+    ]
     return jnp.concatenate([jnp.concatenate(top, axis=-1), pairs], axis=-2)
 
 

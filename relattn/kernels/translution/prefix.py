@@ -10,7 +10,7 @@ from jaxtyping import Array
 
 from relattn.kernels.precision import wide_einsum, widen
 from relattn.kernels.translution.layouts import OffsetScan
-from relattn.offsets import num_offsets
+from relattn.offsets import PrefixRow, num_offsets
 
 
 def prefix_rows(scan: OffsetScan, table: Array | None) -> Any:
@@ -41,10 +41,10 @@ def add_prefix_scores(
             pairs.append(x.reshape(*x.shape[:2], scan.num_heads, scan.head_dim))
         return wide_einsum(scan.precision)("bihd,bjhd->bhij", *pairs)
 
-    into, within, out = range(3)
-    top = scores(q[:, :n], within, k[:, :n], within)
-    right = scores(q[:, :n], out, k[:, n:], into)
-    left = scores(q[:, n:], into, k[:, :n], out)
+    # A token takes the row of its own pair: "in" and "out" swap between q and k.
+    top = scores(q[:, :n], PrefixRow.SELF, k[:, :n], PrefixRow.SELF)
+    right = scores(q[:, :n], PrefixRow.OUT, k[:, n:], PrefixRow.IN)
+    left = scores(q[:, n:], PrefixRow.IN, k[:, :n], PrefixRow.OUT)
     top = jnp.concatenate([top, right], axis=-1)
     return jnp.concatenate([top, jnp.concatenate([left, inner], axis=-1)], axis=-2)
 
@@ -63,10 +63,11 @@ def add_prefix_values(
         out = jnp.einsum("bhij,bjhd->bihd", weights, v, precision=scan.precision)
         return out.reshape(*out.shape[:2], scan.num_heads * scan.head_dim)
 
-    into, within, out = range(3)
-    top = values(weights[:, :, :n, :n], v[:, :n], within)
-    top = top + values(weights[:, :, :n, n:], v[:, n:], into)
-    bottom = inner + values(weights[:, :, n:, :n], v[:, :n], out)
+    # Prefix queries: sum_j weights_ij v_j T over prefix keys, then over grid keys.
+    top = values(weights[:, :, :n, :n], v[:, :n], PrefixRow.SELF)
+    top = top + values(weights[:, :, :n, n:], v[:, n:], PrefixRow.IN)
+    # Grid queries: the sum over prefix keys, added to that over grid keys.
+    bottom = inner + values(weights[:, :, n:, :n], v[:, :n], PrefixRow.OUT)
     return jnp.concatenate([top, bottom], axis=1)
 
 

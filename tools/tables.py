@@ -107,12 +107,12 @@ def pairs() -> str:
 
 
 def drop_in() -> str:
-    """Returns the arguments of jax.nn that each implementation is tested to honour."""
+    """Returns the arguments of jax.nn that each implementation is tested to support."""
     rows = [
         [
             argument,
             *(
-                "✓" if (argument, name) in test_drop_in.HONOURED else "–"
+                "✓" if (argument, name) in test_drop_in.SUPPORTED else "–"
                 for name in test_drop_in.IMPLEMENTATIONS
             ),
         ]

@@ -70,8 +70,8 @@ def banded_attention(
         q: Queries, shape ``[*batch, n, head_dim]``.
         v: Values, shape ``[*batch, n, value_dim]``.
         table: w, a row for each distance 0 .. ``clip``, shape ``[clip + 1, head_dim]``.
-        feature_map: phi, as in `relattn.kernels.linear.linear_attention`; the second of
-            a pair is the map of the table.
+        feature_map: phi, from ``[*batch, n, head_dim]`` to features, token by token; or
+            a pair of such functions, of queries and of the table.
         grid: Height and width, or length, of the tokens after the prefix.
         num_prefix: Number of prefix tokens.
         cls: Where prefix queries stand, ``"far"`` or ``"corner"``. A torus has no row

@@ -43,7 +43,7 @@ def flash_branches(
         k: Keys, shape ``[*batch, m, head_dim]``.
         v: Values, shape ``[*batch, m, head_dim]``.
         causal: Whether a token attends only to itself and earlier tokens; then m is n.
-        precision: As in `relattn.kernels.softmax_attention`.
+        precision: Precision of the products; only the default finds flash attention.
 
     Returns:
         Branches of `jax.lax.platform_dependent`: one platform's, or none.

@@ -155,7 +155,8 @@ def causal_gated_positional_attention_step(
         q_i: The token's query, shape ``[*batch, head_dim]``.
         k: Keys up to and including the token's, shape ``[*batch, length, head_dim]``;
             later ones are ignored.
-        v: Values, shape ``[*batch, length, value_dim]``, same as `k`.
+        v: Values up to and including the token's, shape
+            ``[*batch, length, value_dim]``; later ones are ignored.
         gate: Gate before the sigmoid, shape ``[*batch]``.
         coefficients: w, shape ``[*batch, 2]``.
         index: The token's position in the sequence; may be traced.

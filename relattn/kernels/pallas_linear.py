@@ -65,8 +65,9 @@ def fits_vmem(
         q: Queries, shape ``[*batch, n, head_dim]``.
         k: Keys, shape ``[*batch, n, head_dim]``.
         v: Values, shape ``[*batch, n, value_dim]``.
-        feature_map: As in `relattn.kernels.causal_linear_attention`.
-        precision: Same.
+        feature_map: From ``[*batch, n, head_dim]`` to features, token by token; or a
+            pair of such functions, of queries and of keys.
+        precision: Passed to einsum.
 
     Returns:
         True if it does.
@@ -137,7 +138,7 @@ def attend_in_vmem(
         q: Queries, shape ``[*batch, n, head_dim]``.
         k: Keys, shape ``[*batch, n, head_dim]``.
         v: Values, shape ``[*batch, n, value_dim]``.
-        feature_map: As in `relattn.kernels.causal_linear_attention`.
+        feature_map: One that `fits_vmem`.
         precision: Passed to einsum.
 
     Returns:

@@ -29,8 +29,10 @@ class RandomFeatures:
         layer: Number of the projection, different for every projection of a model. A
             stack has the numbers from this one on.
         orthogonal: Whether the rows are orthogonal within blocks.
-        norms: As in `draw_orthogonal`.
-        sign_corrected: As in `draw_orthogonal`.
+        norms: Norms of the rows: ``"chi"``, those of Gaussian vectors, or ``"fixed"``,
+            always sqrt(head_dim).
+        sign_corrected: Whether the rows are uniform among orthogonal ones, by the signs
+            of the QR decomposition that draws them.
     """
 
     # Any: JAX transformations put shardings, placeholders and stacked arrays here.
@@ -164,8 +166,10 @@ def draw_random_features(
         num_features: Number of rows.
         head_dim: Width of a row.
         orthogonal: False draws independent rows.
-        norms: As in `draw_orthogonal`.
-        sign_corrected: As in `draw_orthogonal`.
+        norms: Norms of orthogonal rows: ``"chi"``, those of Gaussian vectors, or
+            ``"fixed"``, always sqrt(head_dim), which is biased.
+        sign_corrected: Whether the columns of Q are multiplied by sign(diag R). False
+            makes Q not uniform and the features biased.
 
     Returns:
         The projection with its settings.

@@ -245,7 +245,8 @@ def causal_relative_attention_step(
         q_i: The token's query, shape ``[*batch, head_dim]``.
         k: Keys up to and including the token's, shape ``[*batch, length, head_dim]``;
             later ones are ignored.
-        v: Values, shape ``[*batch, length, value_dim]``, same as `k`.
+        v: Values up to and including the token's, shape
+            ``[*batch, length, value_dim]``; later ones are ignored.
         index: The token's position in the sequence; may be traced.
         key_table: r, shape ``[*batch, 2 length - 1, head_dim]``.
         value_table: s, shape ``[*batch, 2 length - 1, value_dim]``.

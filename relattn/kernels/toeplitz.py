@@ -366,7 +366,8 @@ def causal_toeplitz_linear_attention_step(
         q_i: The token's query, shape ``[*batch, head_dim]``.
         k: Keys up to and including the token's, shape ``[*batch, length, head_dim]``;
             later ones are ignored.
-        v: Values, shape ``[*batch, length, value_dim]``, same as `k`.
+        v: Values up to and including the token's, shape
+            ``[*batch, length, value_dim]``; later ones are ignored.
         feature_map: From ``[*batch, n, head_dim]`` to features, token by token; or a
             pair of such functions, of queries and of keys.
         bias: b, shape ``[*batch, 2 length - 1]``.

@@ -96,11 +96,12 @@ def pair_sums(
     by exp(min(a_j - r_i, 0)) if ``exponents`` (a, r) are given.
 
     Args:
-        phi_q: As in `fft_sums`.
-        phi_k: As in `fft_sums`.
-        v: As in `fft_sums`.
-        decay: As in `fft_sums`.
-        grid: As in `fft_sums`.
+        phi_q: Features of the queries, shape ``[*batch, n, features]``.
+        phi_k: Features of the keys, shape ``[*batch, n, features]``.
+        v: Values, shape ``[*batch, n, width]``.
+        decay: A factor for every offset, in the order of
+            `relattn.offsets.offset_index`, shape ``[*batch, rows]``.
+        grid: Grid of the n tokens.
         chunk_size: Number of queries at a time, at least one row of the grid. The
             backward pass recomputes their weights.
         einsum: Computes the products.

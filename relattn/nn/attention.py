@@ -85,7 +85,7 @@ class MultiHeadAttention(nn.Module):
     qkv_bias: bool = True
     causal: bool = False
     dtype: Any = jnp.float32
-    # Sites of position encodings that the attention honours.
+    # Sites of position encodings that the attention supports.
     sites: ClassVar[tuple[str, ...]] = ("none", "tokens")
     # Whether `attend` or `mix` is causal if ``self.causal``.
     has_causal_form: ClassVar[bool] = False
@@ -118,7 +118,7 @@ class MultiHeadAttention(nn.Module):
 
     @nn.nowrap
     def takes_segments(self, position: Any) -> bool:
-        """Returns whether `attend` honours ``segment_ids`` with this position."""
+        """Returns whether `attend` supports ``segment_ids`` with this position."""
         del position
         return False
 
@@ -178,7 +178,7 @@ class MultiHeadAttention(nn.Module):
         Raises:
             ValueError: If causal attention has prefix tokens, decoding is not causal
                 or has a mask or an ``index`` out of range, or the attention cannot
-                honour ``memory``, ``segment_ids`` or a torus.
+                support ``memory``, ``segment_ids`` or a torus.
         """
         if self.causal and num_prefix:
             raise ValueError(
@@ -279,8 +279,8 @@ class MultiHeadAttention(nn.Module):
         Args:
             q_i: The token's query.
             k: Cached keys of all positions; ignore those after ``context.index``.
-            v: Cached values, same as `k`.
-            context: As in `mix`.
+            v: Cached values of all positions; ignore those after ``context.index``.
+            context: Grid, position and other inputs of the call, see `Context`.
         """
         raise NotImplementedError(
             f"{type(self).__name__} cannot decode: it defines no attend_step"
@@ -332,7 +332,7 @@ class MultiHeadAttention(nn.Module):
             name: Name of the variable in the collection ``cache``.
             rows: One row for the token at ``context.index``, or, in prefill, a row for
                 every token from position 0 on.
-            context: As in `mix`.
+            context: Grid, position and other inputs of the call, see `Context`.
 
         Returns:
             The rows of all positions; those after ``context.index`` are meaningless.

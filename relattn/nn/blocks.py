@@ -248,7 +248,7 @@ class TransformerBlock(nn.Module):
         shared: Any = None,
         deterministic: bool = True,
     ) -> Float[Array, "batch n dim"]:
-        """Applies the block; arguments as in `MultiHeadAttention.__call__`."""
+        """Applies the block; arguments are those of `MultiHeadAttention.__call__`."""
         x = finite_masked(x, key_mask)
 
         def norm(name: str) -> nn.LayerNorm:

@@ -99,8 +99,8 @@ def dot_product_attention(
 
     A mask of keys, ``[batch, 1, 1, m]``, or of queries, ``[batch, 1, n, 1]``, and
     lengths of sequences suit every implementation. Other masks, a bias, windows and
-    the residual need scores, which linear attention never computes: an implementation
-    that cannot honour them raises. A query without allowed keys gives zeros; `jax.nn`,
+    the residual need scores, which linear attention never computes: they raise where
+    they are unsupported. A query without allowed keys gives zeros; `jax.nn`,
     which computes the implementations None, ``"xla"`` and ``"cudnn"``, gives the mean
     of all values unless ``query_seq_lengths`` excludes the query.
 
@@ -139,7 +139,7 @@ def dot_product_attention(
 
     Raises:
         ValueError: If shapes or dtypes do not fit together, or the implementation
-            cannot honour an argument.
+            does not support an argument.
         RuntimeError: If the implementation is ``"cudnn"`` and there is no cuDNN.
 
     Example:
@@ -235,13 +235,16 @@ def attention_fn(
     heads. Softmax is always in float32 or wider.
 
     Args:
-        implementation: As in `dot_product_attention`; "softmax", not None or ``"xla"``.
+        implementation: ``"softmax"``, which the names of `jax.nn` mean here too;
+            ``"favor"`` or ``"relu"``, linear attention with random features; or a
+            kernel ``(q, k, v, **options)`` of `relattn.kernels`.
         is_causal: Whether a token attends only to itself and earlier tokens. Fewer
             queries than keys are the last of the tokens, as in decoding. Linear
             attention needs it here instead of a causal mask.
         key_mask: True, or other than zero, for keys that exist; broadcasts to
             ``[*batch, m]``. In decoding m is the length of the cache.
-        **options: As in `dot_product_attention`.
+        **options: Options of the implementation, the same as those of
+            `dot_product_attention`.
 
     Returns:
         A function ``(query, key, value, bias=None, mask=None, **settings)`` with the

@@ -121,9 +121,10 @@ def call_kernel(
 
     Args:
         kernel: What `resolve` returns.
-        query: As in `relattn.nn.compat.dot_product_attention`.
-        key: As there.
-        value: As there.
+        query: Queries, shape ``[*batch, n, heads, head_dim]``.
+        key: Keys, shape ``[*batch, m, key_heads, head_dim]``; ``key_heads`` divides
+            ``heads``.
+        value: Values, shape ``[*batch, m, key_heads, value_dim]``.
         bias: With the axes of the scores, as `to_scores` returns it.
         masks: All of them must allow a pair; with the axes of the scores.
         is_causal: Whether query i attends only to keys j <= first + i.
@@ -132,10 +133,11 @@ def call_kernel(
         return_residual: Whether to also return the residual.
 
     Returns:
-        As in `relattn.nn.compat.dot_product_attention`.
+        Shape ``[*batch, n, heads, value_dim]``, in the dtype of ``value``. With
+        ``return_residual``, also the residual, shape ``[*batch, n, heads]``.
 
     Raises:
-        ValueError: If the kernel cannot honour an argument.
+        ValueError: If the kernel does not support an argument.
     """
     *batch, n, heads, head_dim = query.shape
     m, key_heads = key.shape[-3:-1]
@@ -155,7 +157,7 @@ def call_kernel(
         past = jnp.expand_dims(causal_mask(first, n, m), range(len(batch) + 1))
         arguments["mask"] = past & arguments.get("mask", True)
         in_order = False
-    _check_honoured(kernel, arguments, is_causal, return_residual, (n, m))
+    _check_supported(kernel, arguments, is_causal, return_residual, (n, m))
     if in_order:
         kernel = _causal_form(kernel, n)
     if return_residual:
@@ -243,8 +245,8 @@ def check_shapes(query: Array, key: Array, value: Array) -> None:
         )
 
 
-def _check_honoured(kernel, arguments, is_causal, return_residual, sizes):
-    """Raises if the kernel cannot honour an argument."""
+def _check_supported(kernel, arguments, is_causal, return_residual, sizes):
+    """Raises if the kernel does not support an argument."""
     n, m = sizes
     name = name_of(kernel)
     if is_causal and kernel.func not in _CAUSAL:

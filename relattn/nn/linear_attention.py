@@ -172,9 +172,11 @@ class RandomFeatureAttention(LinearAttention):
         features: ``"positive"`` (FAVOR+), ``"trigonometric"`` (FAVOR) or ``"relu"``.
         orthogonal: Whether the rows of the projection are orthogonal.
         norms: ``"chi"``, or ``"fixed"``, which is biased: see `draw_orthogonal`.
-        sign_corrected: As in `draw_orthogonal`.
-        eps: Added to every feature, as in `positive_features` and `relu_features`; None
-            for their default. Trigonometric features take none.
+        sign_corrected: Whether the rows are uniform among orthogonal ones, by the signs
+            of the QR decomposition that draws them. False, as in the code of Horn et
+            al., biases the features.
+        eps: Added to every feature; None for the default of `positive_features`, 0, or
+            of `relu_features`, 1e-3. Trigonometric features take none.
     """
 
     num_features: int = 0

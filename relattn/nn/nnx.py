@@ -214,7 +214,7 @@ class Position(_LinenModule):
         rngs: Has the stream ``params``, or a default one.
 
     Raises:
-        ValueError: If a spec is invalid or the attention does not honour the encoding.
+        ValueError: If a spec is invalid or the attention does not support the encoding.
 
     Example:
         >>> position = Position(

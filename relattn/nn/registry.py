@@ -174,7 +174,7 @@ def build(
 
     Raises:
         ValueError: If a name or an option does not exist, an option or a size is
-            invalid, or the attention does not honour the site of the position or has
+            invalid, or the attention does not support the site of the position or has
             no causal form.
 
     Example:
@@ -278,7 +278,7 @@ def _resolve_position(
             fitting = [name for name, entry in POSITIONS.items() if entry.site in sites]
             raise ValueError(
                 f"position {term!r} acts at the site {make.func.site!r}, which "
-                f"attention {attention!r} does not honour; it takes position "
+                f"attention {attention!r} does not support; it takes position "
                 f"{', '.join(fitting)}"
             )
     if len(makers) == 1:

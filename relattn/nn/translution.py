@@ -84,8 +84,9 @@ class OffsetAttention(MultiHeadAttention):
 
         Args:
             shape: Shape of a matrix, ``(width, heads, head_dim)``.
-            bound: Tables start uniform in +-``bound``, single matrices as in `Linear`.
-            context: As in `mix`.
+            bound: Tables start uniform in +-``bound``, single matrices in
+                +-1 / sqrt(width), like those of `Linear`.
+            context: Grid, position and other inputs of the call, see `Context`.
 
         Returns:
             Parameters ``[*rows, *shape]`` or ``shape``, in the compute dtype.
@@ -124,9 +125,9 @@ class OffsetAttention(MultiHeadAttention):
 
         Args:
             name: ``"q"``, ``"k"`` or ``"v"``.
-            shape: As in `projection_tables`.
-            bound: As in `projection_tables`.
-            context: As in `mix`.
+            shape: Shape of a matrix, ``(width, heads, head_dim)``.
+            bound: The table starts uniform in +-``bound``.
+            context: Grid, position and other inputs of the call, see `Context`.
 
         Returns:
             The table, in the compute dtype.

@@ -166,7 +166,7 @@ def test_a_bias_of_offsets_is_an_option_of_the_kernel():
         ({"mask": allowed(2, 1, 1, N, M)}, r"mask must broadcast to .* got shape \(2,"),
     ],
 )
-def test_what_an_implementation_cannot_honour_raises(options, message):
+def test_unsupported_arguments_raise(options, message):
     with pytest.raises(ValueError, match=message):
         dot_product_attention(*inputs(), **options)
 

@@ -1,7 +1,7 @@
 """Tests every argument of `jax.nn.dot_product_attention` with every implementation.
 
 The values come from float64 NumPy, pair by pair, or from jax.nn itself. docs/drop_in.md
-has the table of what is honoured (`HONOURED`); everything else raises.
+has the table of what is supported (`SUPPORTED`); everything else raises.
 """
 
 import functools
@@ -159,8 +159,8 @@ IMPLEMENTATIONS = {
     ),
 }
 PAIRS = list(itertools.product(ARGUMENTS, IMPLEMENTATIONS))
-HONOURED = [pair for pair in PAIRS if pair[0] not in IMPLEMENTATIONS[pair[1]].cannot]
-REFUSED = [pair for pair in PAIRS if pair not in HONOURED]
+SUPPORTED = [pair for pair in PAIRS if pair[0] not in IMPLEMENTATIONS[pair[1]].cannot]
+REFUSED = [pair for pair in PAIRS if pair not in SUPPORTED]
 
 
 def draw(argument):
@@ -230,8 +230,8 @@ def call(argument, implementation):
     'no batch axis-`"softmax"`',
     'several batch axes-`"softmax"`',
 )
-@pytest.mark.parametrize(("argument", "implementation"), HONOURED)
-def test_honoured_argument_has_the_reference_value(argument, implementation):
+@pytest.mark.parametrize(("argument", "implementation"), SUPPORTED)
+def test_supported_argument_has_the_reference_value(argument, implementation):
     argument, implementation = ARGUMENTS[argument], IMPLEMENTATIONS[implementation]
     arrays, weights = draw(argument), implementation.weights
     found = quick_jit(call(argument, implementation))(*arrays)

@@ -69,7 +69,7 @@ def test_position_equals_linen_with_its_variables(attention, position):
     chex.assert_trees_all_equal(ours.per_layer(), layers)
 
 
-def test_attention_that_does_not_honour_the_position_raises():
+def test_attention_that_does_not_support_the_position_raises():
     with pytest.raises(ValueError, match="position 'relative_key' acts at the site"):
         Position(
             "relative_key",

@@ -42,7 +42,7 @@ SIZES = {"dim": 24, "num_heads": 4, "num_layers": 1}
             "constrained_sincos",
             {},
             "position 'constrained_sincos' acts at the site 'heads', which attention "
-            "'banded' does not honour; it takes position none, learned, sincos",
+            "'banded' does not support; it takes position none, learned, sincos",
         ),
         (
             "favor",

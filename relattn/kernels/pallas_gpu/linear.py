@@ -92,8 +92,9 @@ def fits_gpu(
         q: Queries, shape ``[*batch, n, head_dim]``.
         k: Keys, shape ``[*batch, m, head_dim]``.
         v: Values, shape ``[*batch, m, value_dim]``.
-        feature_map: As in `relattn.kernels.linear_attention`.
-        precision: Same.
+        feature_map: From ``[*batch, n, head_dim]`` to features, token by token; or a
+            pair of such functions, of queries and of keys.
+        precision: Precision of the products of float32 arrays, TF32 by default.
 
     Returns:
         True if it does.
@@ -156,7 +157,7 @@ def attend_on_gpu(
         key_mask: True for keys that exist, shape ``[*batch, m]``.
         feature_map: One that `fits_gpu`.
         causal: Whether a token attends only to itself and earlier tokens; then m is n.
-        precision: As in `relattn.kernels.linear_attention`.
+        precision: Precision of the products of float32 arrays, TF32 by default.
 
     Returns:
         Shape ``[*batch, n, value_dim]``, in the dtype of ``v``. It has first

@@ -257,15 +257,19 @@ def causal_lor_translution_step(
     Args:
         qkv: The token's query ``[*batch, heads, head_dim]``, the keys
             ``[*batch, heads, length, head_dim]`` and the values
-            ``[*batch, heads, length, value_dim]`` of all tokens; or three None, as in
-            `lor_translution`.
+            ``[*batch, heads, length, value_dim]`` of all tokens; or three None for
+            the low-rank part alone.
         low: The token's row for the low-rank query, ``[*batch, inner]``, and the tokens
             for the low-rank keys and values, ``[*batch, length, inner]``; or None, as
             in `lor_translution`.
-        tables: As in `lor_translution`: at least ``length`` rows, or one matrix.
+        tables: Tables of the low-rank queries, keys and values, each
+            ``[rows, inner, heads, rank]`` with at least ``length`` rows, or one matrix
+            ``[inner, heads, rank]``, or None.
         index: The token's position in the sequence, below ``length``; may be traced.
-        scale: As in `lor_translution`.
-        average: As in `lor_translution`.
+        scale: Factor of the scores. Defaults to 1 / sqrt(head_dim); required without
+            queries in ``qkv``.
+        average: Whether to average the plain and low-rank parts of scores and outputs
+            instead of adding them. A part without counterpart is not halved.
         precision: Passed to einsum.
 
     Returns:

@@ -75,7 +75,7 @@ def attend(
     Args:
         index: Index of the tables' rows.
         queries: Tokens, ``[*batch, n, dim]``.
-        keys: Tokens, same as ``queries`` except in decoding.
+        keys: Tokens, ``[*batch, m, dim]``; the queries, except in decoding.
         weights: Tables of queries, keys and values, or one matrix
             ``[dim, heads, head_dim]`` for all pairs.
         key_mask: True for keys that exist, ``[*batch, n]``.

@@ -61,9 +61,9 @@ class RowLoop:
 
         Args:
             q: Tokens or, without a table, queries, ``[batch, n, width]``.
-            k: Same for the keys.
-            t_q: Table ``[rows, width, heads, head_dim]``, or None.
-            t_k: Same.
+            k: Tokens or, without a table, keys, ``[batch, n, width]``.
+            t_q: Table of the queries, ``[rows, width, heads, head_dim]``, or None.
+            t_k: Table of the keys, ``[rows, width, heads, head_dim]``, or None.
         """
         batch, length, _ = q.shape
         # What all steps share is wide, since its gradient is their sum.

@@ -53,7 +53,7 @@ class RotaryHeads(RotatedHeads):
     """Rotates pairs of a head's components.
 
     Attributes:
-        interleaved: As in `relattn.kernels.rotate`.
+        interleaved: Whether pairs are (2 t, 2 t + 1) instead of (t, t + head_dim / 2).
     """
 
     interleaved: bool = flax.struct.field(pytree_node=False, default=False)

@@ -46,6 +46,7 @@ def split_chunks(tree: Any, chunk_size: int, multiple: int = 1) -> Any:
         num_chunks, size = -(-length // chunk_size), chunk_size
         if not is_symbolic_dim(length):
             size = -(-length // (num_chunks * multiple)) * multiple
+        # Zeros after the last token, then one axis of chunks, the first.
         padding = [(0, 0)] * x.ndim
         padding[-2] = (0, num_chunks * size - length)
         x = jnp.pad(x, padding)
@@ -80,6 +81,7 @@ def sum_causally(
     shape ``[*batch, parallel, n / parallel, width]``.
     """
     q, k, v, mask, starts = tokens
+    # phi(q_i) and phi(k_j); without a bound, phi(k_j) lacks its factor e^(a_j).
     phi_q, phi_k, exponents = causal_factors(
         query_features(feature_map, q), key_features(feature_map, k), mask
     )
@@ -112,8 +114,9 @@ def sum_causally(
 
     def attend(phi_q, phi_k, v, before):
         phi_q, phi_k, v = chunks(phi_q), chunks(phi_k), chunks(v)
-        # S and z of each chunk, then of all keys before each chunk.
+        # [S, z] of each chunk: sum_j phi(k_j) [v_j, 1]^T.
         sums = einsum("...jf,...je->...fe", phi_k * decays.keys, v)
+        # [S, z] of all keys before each chunk, and of those up to its end.
         if parallel == 1:
             earlier = before[..., None, :, :]
             after = decays.state * before + sums[..., 0, :, :]
@@ -121,13 +124,15 @@ def sum_causally(
             totals = jnp.concatenate([before[..., None, :, :], sums], axis=-3)
             totals = jnp.cumsum(totals, axis=-3)
             earlier, after = totals[..., :-1, :, :], totals[..., -1, :, :]
-        # sum_{j <= i} phi(q_i) . phi(k_j) [v_j, 1] within the chunk, + phi(q_i)^T S.
+        # sum_{j <= i} phi(q_i) . phi(k_j) [v_j, 1] within the chunk.
         weights = decays.pairs * einsum("...if,...jf->...ij", phi_q, phi_k)
         within = einsum("...ij,...je->...ie", weights, v)
+        # + phi(q_i)^T [S, z] of the keys before it.
         past = einsum("...if,...fe->...ie", phi_q, earlier)
         return after, within + decays.past * past
 
     after, sums = attend(phi_q, phi_k, append_ones(v), state.sums)
+    # The same sums of |phi(q_i)_f| |phi(k_j)_f|, for the guard.
     if state.magnitudes is None:
         magnitudes_after = magnitudes = None
     else:
@@ -163,14 +168,29 @@ def _decays(dtype, pairs, past):
 
 
 def _running_decays(shift, exponents, allowed, continues):
-    """Computes decays that shift each query by the largest exponent of its keys."""
+    """Computes decays that shift each query by the largest exponent of its keys.
+
+    Features of a token share the exponent a_j. The state before the chunk holds sums of
+    e^(a_j - c) phi(k_j) [v_j, 1]^T, and query i needs those of all keys j <= i with
+    e^(a_j - r_i) instead, r_i = max(c, max_{j <= i} a_j), so that no exponential is
+    larger than one and the largest is one:
+
+    sum_{j <= i} e^(a_j - r_i) x_j = e^(c - r_i) sum_{j before} e^(a_j - c) x_j
+        + sum_{j <= i in the chunk} e^(a_j - r_i) x_j, x_j = phi(k_j) [v_j, 1]^T
+
+    The state after the chunk is that of its last query n, with the shift r_n.
+    """
+    # a_j for the keys j <= i of query i.
     earlier = jnp.where(allowed, exponents.swapaxes(-2, -1), -jnp.inf)
+    # r_i; a new segment forgets c.
     largest = jax.lax.stop_gradient(jnp.max(earlier, axis=-1, keepdims=True))
     if continues is not None:
         shift = jnp.where(continues, shift, FLOAT32_MIN)
     largest = jnp.maximum(largest, shift)
+    # e^(c - r_i), zero where a segment has started: it does not see the state.
     past = jnp.exp(shift - largest)
     if continues is not None:
         past = jnp.where(continues, past, 0.0)
+    # e^(a_j - r_i) of the pairs.
     decays = _decays(exponents.dtype, shifted_exp(earlier, largest), past)
     return decays, largest[..., -1:, :]

@@ -111,13 +111,17 @@ def positive_features(
     """
     if not 0 <= eps < math.inf:
         raise ValueError(f"eps must be at least 0, got {eps}")
+    # W x~ - |x~|^2 / 2 - log sqrt(features): phi(x) is its exponential.
     projected, half_norm = _project(x, projection, precision)
     log_scale = 0.5 * math.log(projection.shape[0])
     exponents = projected - (half_norm + log_scale)
+    # w . x~ - |x~|^2 / 2 = |w|^2 / 2 - |x~ - w|^2 / 2 is at most |w|^2 / 2.
     largest = 0.5 * jnp.sum(jnp.square(widen(projection)), axis=-1)
+    # exp(a) + eps = exp(log(exp(a) + exp(log eps))).
     if eps:
         exponents = jnp.logaddexp(exponents, math.log(eps) - log_scale)
         largest = jnp.logaddexp(largest, math.log(eps))
+    # Not the whole of |w|^2 / 2, which would let features of usual keys underflow.
     bound = jnp.maximum(0.0, largest - _MAX_EXPONENT)
     return Features(None, exponents, bound)
 
@@ -158,6 +162,7 @@ def trigonometric_features(
     Source:
         Horn et al., Translational Equivariance in Kernelizable Attention, section 2.1.
     """
+    # [cos W x~, sin W x~] / sqrt(features) are factors, |x~|^2 / 2 the one exponent.
     projected, half_norm = _project(x, projection, precision)
     values = jnp.concatenate([jnp.cos(projected), jnp.sin(projected)], axis=-1)
     return Features(values / math.sqrt(projection.shape[0]), half_norm)
@@ -199,6 +204,7 @@ def relu_features(
     Source:
         Choromanski et al., Rethinking Attention with Performers, section 4 (ReLU).
     """
+    # relu(W x~ + b) + eps.
     projected, half_norm = _project(x, projection, precision)
     if bias is not None:
         projected = projected + widen(bias)
@@ -238,9 +244,11 @@ def unit_norm(
         Positional Encoding, section 3.3.
     """
     wide = widen(x)
+    # |x|^2, without gradient where it is small.
     squared = jnp.sum(jnp.square(wide), axis=-1, keepdims=True)
     wide = jnp.where(squared < _MIN_SQUARED_NORM, jax.lax.stop_gradient(wide), wide)
     squared = jnp.sum(jnp.square(wide), axis=-1, keepdims=True)
+    # head_dim^(1/4) / |x|
     scale = x.shape[-1] ** 0.25 * jax.lax.rsqrt(jnp.maximum(squared, _MIN_SQUARED_NORM))
     return (wide * scale).astype(x.dtype)
 

@@ -153,15 +153,17 @@ def linear_attention(
         n = x.shape[-2]
         return at_most(n, chunk_size) or takes_all and is_symbolic_dim(n)
 
+    # Masked keys add nothing: NaN in them must not reach a product.
     k, v, key_mask = zero_masked(k, v, key_mask)
     einsum = wide_einsum(precision)
 
     def sum_chunk(chunk):
+        # S_f = sum_j e^(a_jf - c_f) v_j^T, z_f and c_f of the keys of a chunk.
         keys, values, mask = chunk
         return key_state(key_features(feature_map, keys), values, mask, einsum)
 
     def sum_keys(k, v, key_mask):
-        # S and z, chunk by chunk.
+        # S and z of all keys, chunk by chunk.
         if is_one_chunk(k):
             return sum_chunk((k, v, key_mask))
         if key_mask is None:
@@ -172,6 +174,7 @@ def linear_attention(
             jax.eval_shape(sum_chunk, jax.tree.map(lambda x: x[0], chunks))
         )
 
+        # S <- S e^(c - c') + S_chunk e^(c_chunk - c'), c' = max(c, c_chunk); and so z.
         def add_chunk(state, chunk):
             return merge_states(state, sum_chunk(chunk)), None
 
@@ -181,6 +184,7 @@ def linear_attention(
         state = sum_keys(k, v, key_mask)
 
         def attend(queries):
+            # e^(b_if + c_f - r_i) times S_f and z_f, summed over f, and their quotient.
             features = query_features(feature_map, queries)
             return attend_sums(features, state, einsum, v.dtype)
 
@@ -194,6 +198,7 @@ def linear_attention(
         )
         return join_chunks(chunks, q.shape[-2])
 
+    # A kernel of the platform computes the same function, where it has one.
     branches = {}
     if takes_all and not return_normalizer:
         branches = _fused_branches(q, k, v, feature_map, precision, causal=False)
@@ -327,6 +332,7 @@ def causal_linear_attention(
     check_feature_maps(feature_map, q, k)
     q, k, v = broadcast_leading(finite_masked(q, key_mask), k, v)
     k, v, key_mask = zero_masked(k, v, key_mask)
+    # Where S_i and z_i begin again from zero.
     starts = None
     if segment_ids is not None:
         starts = segment_starts(jnp.broadcast_to(segment_ids, k.shape[:-1]))
@@ -342,6 +348,7 @@ def causal_linear_attention(
         out, state = scale_backward(attend, v, q, k, key_mask, starts, state)
         return out.astype(v.dtype), state
 
+    # A kernel of the platform computes the same function, where it has one.
     branches = {}
     plain = starts is None and state is None and not return_state
     if plain and not at_most(q.shape[-2], chunk_size):
@@ -416,6 +423,7 @@ def underflowed(keys: Features) -> Bool[Array, "*batch n"]:
         raise ValueError(
             "only features with a bound underflow, got Features with bound=None"
         )
+    # max_f (a_jf - c_f), the exponent of the key's largest feature.
     largest = jnp.max(keys.exponents - keys.bound, axis=-1)
     return largest < math.log(jnp.finfo(jnp.float32).tiny)
 
@@ -448,10 +456,12 @@ def _attend_in_chunks(
             parallel = _PARALLEL_CHUNKS
 
     def attend(state, tokens):
+        # [phi(q_i)^T S_i, phi(q_i)^T z_i] and S, z after the chunk; then the quotient.
         state, *sums = sum_causally(state, tokens, feature_map, einsum, parallel)
         out, _ = divide_sums(*checkpoint_name(sums, SAVED), dtype=v.dtype)
         return state, out.reshape(tokens[2].shape)
 
+    # The scan carries S and z from chunk to chunk.
     if is_one_chunk:
         state, out = attend(state, (q, k, v, key_mask, starts))
     else:

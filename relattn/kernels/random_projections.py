@@ -128,15 +128,18 @@ def draw_orthogonal(
     _check_sizes(num_features, head_dim)
     if norms not in NORMS:
         raise ValueError(f"norms must be one of {', '.join(NORMS)}, got {norms!r}")
+    # Q_1, Q_2, ...: enough square blocks for all rows.
     block_key, norm_key = jax.random.split(key)
     num_blocks = -(-num_features // head_dim)
     gaussian = jax.random.normal(
         block_key, (num_blocks, head_dim, head_dim), jnp.float32
     )
     rows, diagonal = _qr(gaussian)
+    # Q diag(sign(diag R)), transposed, is uniform (Haar).
     if sign_corrected:
         rows = rows * jnp.where(diagonal < 0, -1.0, 1.0)[..., None]
     rows = rows.reshape(num_blocks * head_dim, head_dim)[:num_features]
+    # diag(norms) [Q_1; Q_2; ...], with the norms |g| of g ~ N(0, I), or sqrt(head_dim).
     if norms == "fixed":
         return rows * math.sqrt(head_dim)
     gaussian = jax.random.normal(norm_key, (num_features, head_dim), jnp.float32)
@@ -268,8 +271,15 @@ def _qr(
 ) -> tuple[Float[Array, "blocks head_dim head_dim"], Float[Array, "blocks head_dim"]]:
     """Computes Q transposed and diag(R) by Householder reflections, without LAPACK.
 
-    Several LAPACK calls in one program can deadlock on few cores. The signs are
-    LAPACK's: -sign(pivot), except in the last column, which is not reflected.
+    Since version 0.10, jaxlib computes the matrices of a LAPACK call on XLA's pool of
+    threads, and the call waits for them on a thread of this pool. Where as many calls
+    as there are threads run at once, they wait forever: seen with `jnp.linalg.qr` and
+    jaxlib 0.10.2 on 2 cores, and with `jnp.linalg.det` on 4
+    (https://github.com/qiskit-community/ffsim/pull/684).
+
+    Reflections H_j = I - 2 v v^T / |v|^2 make a matrix A triangular, column by column:
+    H_(n-1) .. H_1 A = R, so H_(n-1) .. H_1 I = Q^T. The signs are LAPACK's: diag(R)_j =
+    -sign(pivot) |x|, except in the last column, which is not reflected.
     """
     head_dim = matrices.shape[-1]
     identity = jnp.broadcast_to(jnp.eye(head_dim, dtype=matrices.dtype), matrices.shape)

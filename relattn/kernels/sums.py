@@ -46,11 +46,14 @@ def scale_keys(
     Float[Array, "*batch 1 features"] | Float[Array, "*batch 1 1"],
 ]:
     """Returns the keys' features, shifted to largest exponent zero, and the shift."""
+    # a_jf, -inf for masked keys: their features are zero.
     exponents = features.exponents
     if mask is not None:
         exponents = jnp.where(mask[..., None], exponents, -jnp.inf)
+    # c_f = max_j a_jf; finite where all keys are masked.
     shift = jnp.maximum(jnp.max(exponents, axis=-2, keepdims=True), FLOAT32_MIN)
     shift = jax.lax.stop_gradient(shift)
+    # e^(a_jf - c_f), at most one, times the factor of the feature.
     phi = shifted_exp(exponents, shift)
     return (phi if features.values is None else phi * features.values), shift
 
@@ -63,9 +66,11 @@ def key_state(
 ) -> LinearState:
     """Returns the state of keys: S_f = sum_j e^(a_jf - c_f) v_j^T, and z_f."""
     phi, shift = scale_keys(features, mask)
+    # sum_j |phi(k_j)_f|, the scale of rounding errors where features cancel.
     magnitudes = None
     if features.values is not None:
         magnitudes = jax.lax.stop_gradient(jnp.sum(jnp.abs(phi), axis=-2)[..., None])
+    # S_f = sum_j phi(k_j)_f v_j^T and z_f = sum_j phi(k_j)_f, side by side.
     sums = einsum("...mf,...me->...fe", phi, v)
     totals = jnp.sum(phi, axis=-2)[..., None]
     sums = jnp.concatenate(broadcast_leading(sums, totals), axis=-1)
@@ -80,9 +85,11 @@ def empty_state(state: LinearState) -> LinearState:
 
 def merge_states(a: LinearState, b: LinearState) -> LinearState:
     """Adds two states, after bringing them to the same shift."""
+    # c = max(c_a, c_b)
     shift = jnp.maximum(a.shift, b.shift)
 
     def rescaled(state):
+        # e^(c_a - c) S_a: sums of e^(a_jf - c) v_j^T instead of e^(a_jf - c_a) v_j^T.
         factor = jnp.exp(state.shift - shift).swapaxes(-2, -1)
         return jax.tree.map(lambda x: x * factor, (state.sums, state.magnitudes))
 
@@ -93,7 +100,9 @@ def scale_queries(
     features: Features, shift: Float[Array, "..."]
 ) -> Float[Array, "*batch n features"]:
     """Returns the queries' features, each row shifted to largest exponent zero."""
+    # b_if + c_f: the keys' sums lack the factor e^(c_f).
     exponents = features.exponents + shift
+    # r_i = max_f (b_if + c_f), which cancels in the quotient.
     largest = jnp.maximum(jnp.max(exponents, axis=-1, keepdims=True), FLOAT32_MIN)
     phi = shifted_exp(exponents, largest)
     return phi if features.values is None else phi * features.values
@@ -106,10 +115,13 @@ def attend_sums(
     dtype: Any,
 ) -> tuple[Float[Array, "*batch n value_dim"], Float[Array, "*batch n 1"]]:
     """Returns phi(q_i)^T S / phi(q_i)^T z, and the denominators before the guard."""
+    # phi(q_i)_f = e^(b_if + c_f - r_i), times the factor of the feature.
     phi = scale_queries(features, state.shift)
     product = functools.partial(einsum, "...nf,...fe->...ne")
-    # Apart: a product that is wider by a column takes half as long again on CPUs.
+    # phi(q_i)^T S and phi(q_i)^T z, apart: a product that is wider by a column takes
+    # half as long again on CPUs.
     numerator, normalizer = (product(phi, x) for x in split_ones(state.sums))
+    # sum_f |phi(q_i)_f| sum_j |phi(k_j)_f|, for the guard.
     magnitudes = None
     if state.magnitudes is not None:
         phi = jax.lax.stop_gradient(jnp.abs(phi))
@@ -141,12 +153,14 @@ def causal_factors(
     are returned last.
     """
     check_causal(keys)
+    # One exponent a_j per token: `_running_decays` multiplies by e^(a_j - r_i) later.
     if keys.bound is None:
         exponents = keys.exponents
         if mask is not None:
             exponents = jnp.where(mask[..., None], exponents, -jnp.inf)
         assert queries.values is not None and keys.values is not None
         return queries.values, keys.values, exponents
+    # e^(a_jf - c_f) with c_f from W alone, so that nothing depends on later keys.
     bound = jax.lax.stop_gradient(keys.bound)
     phi = shifted_exp(keys.exponents, bound, math.inf)
     if keys.values is not None:

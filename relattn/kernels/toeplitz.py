@@ -172,16 +172,20 @@ def toeplitz_linear_attention(
     def attend(v, q, k, bias):
         # e^(b_d) for every table row.
         decay = _exp_bias(bias)
+        # e^(a_jf - c_f) and e^(b_if + c_f - r_i).
         features = query_features(feature_map, q)
         phi_k, shift = scale_keys(key_features(feature_map, k), key_mask)
         phi_q = scale_queries(features, shift)
 
         def split(x):
+            # Prefix tokens, then the tokens of the grid.
             return x[..., :num_prefix, :], x[..., num_prefix:, :]
 
         def weighted_sum(phi_q, phi_k, v):
             prefix_q, grid_q = split(phi_q)
             (prefix_k, grid_k), (prefix_v, grid_v) = split(phi_k), split(v)
+            # phi(q_i)^T [S_i, z_i] of the grid: sum_f phi(q_i)_f sum_j e^(b_d)
+            # phi(k_j)_f [v_j, 1].
             inputs = (grid_q, grid_k, grid_v, decay[..., :rows], grid)
             if dense:
                 sums = pair_sums(*inputs, chunk_size, einsum)
@@ -190,7 +194,7 @@ def toeplitz_linear_attention(
             if not num_prefix:
                 return sums
             # S of the prefix keys and of the grid keys, without e^b; e^b of "in",
-            # "self" and "out" pairs.
+            # "self" and "out" pairs, in the order of `PrefixRow`.
             prefix_state = einsum("...mf,...me->...fe", prefix_k, prefix_v)
             grid_state = einsum("...mf,...me->...fe", grid_k, grid_v)
             inward, own, outward = jnp.moveaxis(decay[..., rows:, None, None], -3, 0)
@@ -200,8 +204,10 @@ def toeplitz_linear_attention(
             prefix_sums = einsum("...nf,...fe->...ne", prefix_q, prefix_sums)
             return jnp.concatenate([prefix_sums, sums], axis=-2)
 
+        # [phi(q_i)^T S_i, phi(q_i)^T z_i], from the columns [v, 1].
         columns = append_ones(v)
         sums = weighted_sum(phi_q, phi_k, columns)
+        # The same sums of |phi(q_i)_f| |phi(k_j)_f|, for the guard.
         magnitudes = None
         if features.values is not None:
             absolute = (jnp.abs(phi_q), jnp.abs(phi_k), columns[..., -1:])
@@ -298,6 +304,7 @@ def causal_toeplitz_linear_attention(
     def attend(v, q, k, bias):
         # e^(b_d) for d = 0 .. n - 1.
         decay = _exp_bias(bias)
+        # phi(q_i) and phi(k_j); without a bound, phi(k_j) lacks its factor e^(a_j).
         keys = key_features(feature_map, k)
         check_causal(keys)
         phi_q, phi_k, exponents = causal_factors(
@@ -331,7 +338,9 @@ def causal_toeplitz_linear_attention(
                 sums, noise = jax.tree.map(jnp.add, (sums, noise), part)
             return sums[..., :length, :], noise[..., :length, :]
 
+        # [phi(q_i)^T S_i, phi(q_i)^T z_i], from the columns [v, 1].
         sums, noise = weighted_sum(phi_q, phi_k, columns)
+        # The same sums of |phi(q_i)_f| |phi(k_j)_f|, for the guard.
         magnitudes = None
         if keys.values is not None:
             magnitudes, _ = weighted_sum(
@@ -403,12 +412,14 @@ def causal_toeplitz_linear_attention_step(
     def attend(v, q, k, bias):
         # e^(b_(index - j)), zero for later keys.
         decay = _exp_bias(jnp.where(past, bias, -jnp.inf))[..., None, :]
+        # e^(a_jf - c_f) and e^(b_if + c_f - r_i).
         features = query_features(feature_map, q)
         phi_k, shift = scale_keys(key_features(feature_map, k), past)
         phi_q = scale_queries(features, shift)
         columns = append_ones(v)
 
         def weighted_sum(phi_q, phi_k, v):
+            # sum_j e^(b_(i - j)) phi(q_i) . phi(k_j) [v_j, 1]
             weights = decay * einsum("...if,...jf->...ij", phi_q, phi_k)
             return einsum("...ij,...je->...ie", weights, v)
 

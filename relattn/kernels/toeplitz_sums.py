@@ -49,8 +49,9 @@ def fft_sums(
     Returns:
         Shape ``[*batch, n, width]``.
     """
-    # Query i is at index i + size - 1 of the convolution, where nothing wraps around;
-    # on a torus at index i, and everything does.
+    # y_i = sum_j decay_(i - j) x_j is a convolution of x with decay, whose first offset
+    # is 1 - size: query i is at index i + size - 1, where nothing wraps around. On a
+    # torus it is at index i, and everything does.
     axes = tuple(range(-len(grid), 0))
     lengths, kept = grid, ...
     if not isinstance(grid, Torus):
@@ -58,6 +59,7 @@ def fft_sums(
         kept = (..., *(slice(size - 1, 2 * size - 1) for size in grid))
     transform = functools.partial(jnp.fft.rfftn, s=lengths, axes=axes)
     rows = offsets_per_axis(grid)
+    # FFT(y) = FFT(decay) FFT(x), axis by axis.
     spectrum = transform(decay.reshape(*decay.shape[:-1], 1, 1, *rows))
     # Tokens come last: FFTs are fastest along the last axes.
     v = v.swapaxes(-2, -1)
@@ -95,6 +97,15 @@ def pair_sums(
     sum_j weight_ij v_j with weight_ij = decay_(i - j) phi(q_i) . phi(k_j), multiplied
     by exp(min(a_j - r_i, 0)) if ``exponents`` (a, r) are given.
 
+    With the query i in row y and column x, and the key j in row y' and column x', the
+    factors of pairs are made of decay by slices and pads, not by a gather, whose
+    derivative is slow:
+
+        decay [y - y', x - x']
+        -> skew columns: [x, x', y - y'], once
+        -> skew rows: [x, x', y, y'], for each chunk of rows y
+        -> transpose: [(y, x), (y', x')], which is [i, j]
+
     Args:
         phi_q: Features of the queries, shape ``[*batch, n, features]``.
         phi_k: Features of the keys, shape ``[*batch, n, features]``.
@@ -117,7 +128,7 @@ def pair_sums(
     size = max(1, chunk_size // width) * width
     chunks = split_chunks(queries, size, multiple=width)
     num_chunks, num_rows = len(chunks[0]), chunks[0].shape[-2] // width
-    # decay by pair of columns: [*batch, query column, key column, row offset].
+    # skew columns: [*batch, query column, key column, row offset].
     rows, columns = offsets_per_axis(type(grid)((height, width)))
     bands = decay.reshape(*leading, rows, 1, columns)
     bands = jnp.broadcast_to(bands, (*leading, rows, width, columns))
@@ -131,7 +142,7 @@ def pair_sums(
 
     def attend(_, chunk):
         first, queries, *shift = chunk
-        # decay by pair of tokens: the row offsets of the chunk, then pairs of rows.
+        # skew rows: the row offsets of the chunk, then pairs of rows.
         num_row_offsets = num_rows + height - 1
         factors = jax.lax.dynamic_slice_in_dim(bands, first, num_row_offsets, axis=-1)
         shape = (*factors.shape[:-1], num_rows, num_row_offsets)
@@ -164,6 +175,7 @@ def rounding_noise(
     In float32 it is about 1e-6 |decay| sum_f |phi(q_i)_f| |phi(k)_f|, with norms over
     offsets and keys.
     """
+    # |decay| sum_f |phi(q_i)_f| |phi(k)_f|
     phi_q, phi_k, decay = jax.lax.stop_gradient((phi_q, phi_k, decay))
     keys = jnp.linalg.norm(phi_k, axis=-2)
     noise = jnp.einsum("...nf,...f->...n", jnp.abs(phi_q), keys)
@@ -205,6 +217,7 @@ def sum_blocks(
     # Zeros for the offsets of later keys.
     future = [(0, 0)] * (decay.ndim - 1) + [(size - 1, 0)]
     decay = jnp.pad(decay[..., :size], future)[..., None, :]
+    # a_j and r_i of the pairs in a block.
     if exponents is not None:
         largest = _running_max(exponents)
         exponents = _split_blocks(exponents, size), _split_blocks(largest, size)
@@ -226,20 +239,40 @@ def sum_halves(
 
     A half has ``size`` tokens. Also returns the rounding noise of sums of ones. Both
     are zero for the queries of left halves.
+
+    A causal sum over 2 size tokens is that of each half, and for the queries of the
+    right half a sum over all keys of the left one, which needs no mask:
+
+                        left keys   right keys
+        left queries    [ causal       0     ]
+        right queries   [  here      causal  ]
+
+    The causal halves are those of the next lower level, down to blocks (`sum_blocks`).
+    Right query i and left key j, numbered within their halves, are at the offset
+    d = size + i - j, from 1 to 2 size - 1: in a convolution of halves at i - j.
+
+    Keys with one exponent a_j per token are taken relative to the largest of their
+    half, c, and the sums brought to the running maximum r_i of their query, which is
+    at least c, so that no exponential is larger than one:
+
+    sum_j e^(a_j - r_i) x_ij = e^(c - r_i) sum_j e^(a_j - c) x_ij,
+    x_ij = decay_d phi(q_i) . phi(k_j) v_j
     """
+    # phi(q_i) of the right halves, phi(k_j) and v_j of the left ones.
     queries = _split_blocks(phi_q, 2 * size)[..., size:, :]
     keys, v_left = (_split_blocks(x, 2 * size)[..., :size, :] for x in (phi_k, v))
-    # Offsets from a right to a left half: 1 .. 2 size - 1.
+    # decay_d of the offsets from a right to a left half: 1 .. 2 size - 1.
     decay = decay[..., None, 1 : 2 * size]
     scale = 1.0
     if exponents is not None:
-        # Keys times e^(a_j - shift), sums times e^(shift - r_i), r the running maximum.
+        # phi(k_j) e^(a_j - c) here, and the factor e^(c - r_i) of the sums.
         left = _split_blocks(exponents, 2 * size)[..., :size, :]
         shift = jnp.maximum(jnp.max(left, axis=-2, keepdims=True), FLOAT32_MIN)
         shift = jax.lax.stop_gradient(shift)
         keys = keys * shifted_exp(left, shift)
         running_max = _split_blocks(_running_max(exponents), 2 * size)
         scale = jnp.exp(shift - running_max[..., size:, :])
+    # sum_f phi(q_i)_f sum_j decay_d phi(k_j)_f v_j
     sums = fft_sums(queries, keys, v_left, decay, (size,), block_size)
     noise = rounding_noise(queries, keys, decay)
 

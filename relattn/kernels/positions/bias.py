@@ -66,6 +66,7 @@ def offset_buckets(
             f"max_distance={max_distance}"
         )
     distances = np.abs(offsets) if bidirectional else np.maximum(offsets, 0)
+    # half log(|d| / half) / log(max_distance / half)
     growth = np.log(np.maximum(distances, num_exact) / num_exact)
     growth = growth / math.log(max_distance / num_exact) * num_exact
     # Rounding must not move a boundary into the bucket below it.
@@ -108,6 +109,7 @@ def wave_bias(
     """
     # In half precision, large angles lose their phase.
     angles = jnp.sum(offsets[:, None] * widen(frequencies), axis=-1)
+    # sum_r a_r cos(w_r . d) + b_r sin(w_r . d)
     waves = jnp.stack([jnp.cos(angles), jnp.sin(angles)], axis=-1)
     coefficients = widen(coefficients)
     return jnp.sum(coefficients[..., None, :, :] * waves, axis=(-2, -1))
@@ -161,6 +163,7 @@ def rows_of_token(
     table = with_prefix_rows(table, name, 2 * length - 1, 0, axis)
     if table is None:
         return None
+    # Row length - 1 of the flipped table is offset 0, and key j is j rows after key 0.
     table = jnp.flip(table, axis)
     return jax.lax.dynamic_slice_in_dim(table, length - 1 - index, length, axis)
 
@@ -216,8 +219,15 @@ def skew(
 
     If ``periodic``, computes y_ij = x_i,(i - j mod n), from [..., n, n] to [..., n, n].
 
-    With rows flipped, padded to n + m and read as one line, the elements wanted of row
-    i + 1 start n + m - 1 after those of row i.
+    Row i has the offsets 1 - m .. n - 1 of query i. The wanted ones, i .. i - m + 1,
+    start one column further left in each flipped row. So rows padded by one column,
+    read as one line and cut one column narrower, have them below each other. The
+    offsets for n = 3 and m = 2, from column n - 1 of the line on:
+
+        flipped, padded      cut again          first m columns
+        2  1  0 -1  .         0 -1  .  2         0 -1
+        2  1  0 -1  .   ->    1  0 -1  .   ->    1  0
+        2  1  0 -1  .         2  1  0 -1         2  1
     """
     if periodic:
         x = unwrap_offsets(x)

@@ -147,9 +147,11 @@ def banded_attention(
     num_tokens = math.prod(grid)
     correction = correction.reshape(*v.shape[:-2], num_tokens, v.shape[-1])
     numerator = correction + far * total
+    # sum_d weight_d (number of keys at d), and the same of magnitudes, for the guard.
     denominator = (weights * counts).sum(axis=-1, keepdims=True)
     if magnitudes is not None:
         magnitudes = (magnitudes * counts).sum(axis=-1, keepdims=True)
+    # sum_j weight_ij v_j / sum_j weight_ij of the grid's queries; prefix queries next.
     out, _ = divide_sums((numerator, denominator), magnitudes, v.dtype)
     if num_prefix and cls == "corner":
         queries = query_features(feature_map, q[..., :num_prefix, :])
@@ -178,10 +180,12 @@ def _attend_from_corner(queries, rows, keys, values, grid, precision):
         # As exact as the sums of `_rings`, which have no matrix product.
         return jnp.einsum("dm,...me->...de", select, x, precision="highest")
 
+    # Number of keys at each distance d, and phi(q_i) . phi(w_d).
     counts = jnp.swapaxes(sum_by_distance(keys), -1, -2)
     weights, magnitudes = _row_weights(
         queries, rows, counts > 0, shared_shift=False, precision=precision
     )
+    # sum_d weight_d (sum of v_j at d), and the denominator.
     sums = sum_by_distance(values)
     numerator = jnp.einsum("...nd,...de->...ne", weights, sums, precision="highest")
     denominator = (weights * counts).sum(axis=-1, keepdims=True)
@@ -213,7 +217,8 @@ def _row_weights(queries, rows, present, *, shared_shift, precision):
     shape ``[*batch, n, rows]``.
     """
     dot = functools.partial(wide_einsum(precision), "...nf,df->...nd")
-    # One shift for each feature, the maximum over rows, then one for each query.
+    # phi(q_i) . phi(w_d) = sum_f e^(b_if + a_df): one shift c_f = max_d a_df for each
+    # feature, then one for each query, r_i = max_f (b_if + c_f).
     if queries.values is None and shared_shift:
         shift = jax.lax.stop_gradient(rows.exponents.max(axis=0))
         exponents = queries.exponents + shift
@@ -247,6 +252,7 @@ def _exact_row_weights(queries, rows):
 
     @functools.partial(jax.checkpoint, prevent_cse=False)
     def row_weights(row):
+        # sum_f e^(b_if + a_df - max_f (b_if + a_df)), times the factors.
         exponents = queries.exponents + row.exponents
         largest = jax.lax.stop_gradient(exponents.max(axis=-1, keepdims=True))
         products = shifted_exp(exponents, largest)

@@ -72,11 +72,13 @@ def gated_positional_attention(
         d'Ascoli et al., ConViT, section 3; Translution, appendix E, 5.
     """
     check_grid(q.shape[-2], grid, num_prefix)
+    # w . r_d of every pair.
     scores = _offset_scores(coefficients, grid, num_prefix)
     scores = bias_of_pairs(scores, grid, num_prefix)
     q = finite_masked(q, key_mask)
     k, v, key_mask = zero_masked(k, v, key_mask)
     allowed = None if key_mask is None else key_mask[..., None, :]
+    # alpha_ij = softmax_j(q_i . k_j / sqrt(head_dim)) and beta_ij = softmax_j(w . r_d).
     content = softmax_weights(q, k, key_mask=key_mask, precision=precision)
     position = masked_softmax(scores, allowed)
     return _mix(content, position, gate, v, precision)
@@ -125,12 +127,14 @@ def causal_gated_positional_attention(
         d'Ascoli et al., ConViT, section 3; Translution, appendix E, 5.
     """
     check_static(q.shape[-2], "Causal gated positional attention")
+    # w . r_d of every pair, and which pairs have j <= i.
     grid = (q.shape[-2],)
     scores = bias_of_pairs(_offset_scores(coefficients, grid, 0), grid, 0)
     past = jnp.tril(jnp.ones((grid[0], grid[0]), bool))
     q = finite_masked(q, key_mask)
     k, v, key_mask = zero_masked(k, v, key_mask)
     allowed = past if key_mask is None else past & key_mask[..., None, :]
+    # alpha_ij and beta_ij over j <= i.
     content = softmax_weights(q, k, mask=past, key_mask=key_mask, precision=precision)
     return _mix(content, masked_softmax(scores, allowed), gate, v, precision)
 
@@ -187,6 +191,7 @@ def causal_gated_positional_attention_step(
     )[..., None, :]
     k, v, exists = zero_masked(k, v, past)
     q = q_i[..., None, :]
+    # alpha_ij and beta_ij over j <= i.
     content = softmax_weights(q, k, key_mask=exists, precision=precision)
     out = _mix(content, masked_softmax(scores, past), gate, v, precision)
     return out[..., 0, :]

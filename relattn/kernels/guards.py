@@ -59,6 +59,7 @@ def softmax(scores: Float[Array, "... m"]) -> Float[Array, "... m"]:
 
 @softmax.defjvp
 def _softmax_jvp(primals, tangents):
+    # dw_i = w_i (ds_i - sum_j w_j ds_j)
     weights = softmax(*primals)
     weighted = weights * tangents[0]
     return weights, weighted - weights * jnp.sum(weighted, axis=-1, keepdims=True)
@@ -76,8 +77,10 @@ def divide_sums(
     ``magnitudes`` are sums of absolute weights, None if no weight is negative;
     ``noise`` bounds the rounding errors of the denominators.
     """
+    # phi(q_i)^T S and phi(q_i)^T z
     numerator, normalizer = sums if isinstance(sums, tuple) else split_ones(sums)
     denominator = normalizer
+    # At least 1e-4 of the sum of magnitudes, or the rounding noise, with its own sign.
     if magnitudes is not None:
         smallest = _MIN_SHARE * magnitudes
         smallest = smallest if noise is None else jnp.maximum(smallest, noise)
@@ -85,6 +88,7 @@ def divide_sums(
         denominator = jnp.where(jnp.abs(normalizer) < smallest, guard, normalizer)
     elif noise is not None:
         denominator = jnp.where(normalizer < noise, noise, normalizer)
+    # No weights: the numerator is zero, and so is the result.
     denominator = jnp.where(jnp.abs(denominator) < MIN_DENOMINATOR, 1.0, denominator)
     out = _divide(numerator, denominator)
     return out.astype(dtype), normalizer
@@ -97,7 +101,10 @@ def _divide(numerator, denominator):
 
 @_divide.defjvp
 def _divide_jvp(primals, tangents):
-    """Avoids the square of the denominator in JAX's rule, which could underflow."""
+    """Computes (dn - out dd) / d for out = n / d.
+
+    JAX's rule has d^2 in the denominator, which could underflow.
+    """
     out = _divide(*primals)
     return out, (tangents[0] - out * tangents[1]) / primals[1]
 

@@ -58,7 +58,9 @@ def linformer_attention(
         equation 7.
     """
     k, v, _ = zero_masked(k, v, key_mask)
+    # E k and F v
     project = functools.partial(wide_einsum(precision), "...pm,...md->...pd")
     keys, values = project(key_projection, k), project(value_projection, v)
+    # sum_j softmax_j(q_i . (E k)_j / sqrt(head_dim)) (F v)_j
     out = softmax_attention(q, keys, values, precision=precision)
     return out.astype(v.dtype)

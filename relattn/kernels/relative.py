@@ -105,6 +105,7 @@ def relative_attention(
         3.2; bias: Liu et al., Swin Transformer, section 3.2.
     """
     check_grid(q.shape[-2], grid, num_prefix)
+    # r, s and b, with the rows of prefix tokens.
     rows = num_offsets(grid)
     key_table, value_table = (
         with_prefix_rows(table, name, rows, num_prefix, axis=-2)
@@ -116,6 +117,7 @@ def relative_attention(
     attend = functools.partial(
         _attend, k=k, v=v, key_mask=key_mask, precision=precision
     )
+    # All queries at once, or rows of the grid, to save memory.
     size = _block_size((q, k, v, key_table, value_table), bias)
     if size < q.shape[-2]:
         blocks = _Blocks(grid, num_prefix, size)
@@ -183,6 +185,7 @@ def causal_relative_attention(
         Shaw et al., Self-Attention with Relative Position Representations, section
         3.2; bias: Liu et al., Swin Transformer, section 3.2.
     """
+    # r_d, s_d and b_d of the offsets d = 0 .. n - 1.
     length = q.shape[-2]
     key_table, value_table = (
         past_rows(table, name, length, axis=-2)
@@ -212,6 +215,7 @@ def causal_relative_attention(
         bias = widen(bias)[..., None, :]
         shape = (*bias.shape[:-2], length, length)
         bias = to_pairs(jnp.broadcast_to(bias, shape))
+    # j <= i
     past = causal_mask(0, length, length)
     out = attend(
         q,
@@ -272,16 +276,19 @@ def causal_relative_attention_step(
         Shaw et al., Self-Attention with Relative Position Representations, section
         3.2; bias: Liu et al., Swin Transformer, section 3.2.
     """
+    # r_(i - j), s_(i - j) and b_(i - j) for every key j.
     length = k.shape[-2]
     key_table = rows_of_token(key_table, "key_table", length, index, -2)
     value_table = rows_of_token(value_table, "value_table", length, index, -2)
     bias = rows_of_token(bias, "bias", length, index, -1)
     q = q_i[..., None, :]
+    # b_(i - j) + q_i . r_(i - j) / sqrt(head_dim), added to q_i . k_j / sqrt(head_dim).
     scores = None if bias is None else widen(bias)[..., None, :]
     if key_table is not None:
         scores = _add_scores(scores, _score_rows(q, key_table, precision))
     k, v, past = zero_masked(k, v, jnp.arange(length) <= index)
     weights = softmax_weights(q, k, key_mask=past, bias=scores, precision=precision)
+    # sum_j weight_j v_j, then + sum_j weight_j s_(i - j).
     out = weighted_sum(weights, v, precision)
     if value_table is not None:
         out = out + weighted_sum(weights, value_table, precision)
@@ -299,12 +306,14 @@ def _attend(
     if key_table is not None:
         scores = to_pairs(_score_rows(q, key_table, precision))
         bias = _add_scores(bias, scores)
+    # softmax_j(a_ij), a_ij = q_i . k_j / sqrt(head_dim) + scores_ij.
     weights = softmax_weights(
         q, k, mask=mask, key_mask=key_mask, bias=bias, precision=precision
     )
+    # sum_j weight_ij v_j
     out = weighted_sum(weights, v, precision)
     if value_table is not None:
-        # sum_j weight_ij s_d: the weights are summed by row first.
+        # + sum_j weight_ij s_d = sum_row (sum of weight_ij with this row) s_row.
         per_row = _from_pairs(to_pairs, weights, value_table.shape[-2])
         out = out + weighted_sum(per_row, value_table, precision)
     return out
@@ -465,7 +474,7 @@ def _to_pairs(per_row, grid, num_prefix):
     Linear, and without a gather, whose derivative is slow.
     """
     rows, num_tokens = num_offsets(grid), math.prod(grid)
-    # Grid tokens and offsets as separate axes.
+    # [*batch, *query, *offset] to [*batch, *query, *key], axis by axis of the grid.
     x = per_row[..., num_prefix:, :rows]
     x = x.reshape(*x.shape[:-2], *grid, *offsets_per_axis(grid))
     x = _skew_axes(x, len(grid), periodic=isinstance(grid, Torus))
@@ -503,7 +512,11 @@ def _skew_axes(x, axes, *, periodic=False):
 
 
 def _from_pairs(to_pairs, weights, rows):
-    """Sums weights by table row, the adjoint of ``to_pairs``: [*batch, n, rows]."""
+    """Sums weights by table row, the adjoint of ``to_pairs``: [*batch, n, rows].
+
+    ``to_pairs`` is linear and copies x_i,row to all pairs (i, j) of the row, so its
+    transpose adds up the weights of those pairs.
+    """
     # Has the axes of shard_map along which the weights vary, too.
     like = jax.eval_shape(lambda x: _repeat(x[..., :1], rows), weights)
     (per_row,) = jax.linear_transpose(to_pairs, like)(weights)

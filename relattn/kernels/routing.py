@@ -85,11 +85,12 @@ def routing_attention(
     if key_mask is not None:
         q = jnp.where(key_mask[..., None], q, 0)
     k, v, key_mask = zero_masked(k, v, key_mask)
+    # q' and k'
     q, k = _layer_norm(q), _layer_norm(k)
-    # Q_c and K_c.
+    # Q_c and K_c, the largest q'_i . mu_c and k'_j . mu_c.
     queries, query_exists = _assign(q, centroids, window, key_mask)
     keys, key_exists = _assign(k, centroids, window, key_mask)
-    # Attention within each cluster.
+    # sum_{j in K_c} softmax_j(q'_i . k'_j / sqrt(head_dim)) v_j of every i in Q_c.
     out = softmax_attention(
         _gather(q, queries),
         _gather(k, keys),
@@ -97,7 +98,7 @@ def routing_attention(
         key_mask=key_exists,
         precision=precision,
     )
-    # The mean over the clusters of a query; a column of ones counts them.
+    # mean_{c : i in Q_c}; a column of ones counts the clusters of a query.
     out = jnp.concatenate([out, jnp.ones_like(out[..., :1])], axis=-1)
     total = _sum_by_token(jnp.where(query_exists[..., None], out, 0.0), queries, n)
     return (total[..., :-1] / jnp.maximum(total[..., -1:], 1.0)).astype(v.dtype)
@@ -157,6 +158,7 @@ def local_attention(
     q, k, v = broadcast_leading(finite_masked(q, key_mask), k, v)
     k, v, key_mask = zero_masked(k, v, key_mask)
     exists = jnp.ones(k.shape[:-1], bool) if key_mask is None else key_mask
+    # Prefix queries attend to all tokens.
     prefix = []
     if num_prefix:
         prefix_q = q[..., :num_prefix, :]
@@ -191,6 +193,7 @@ def local_attention(
     near = np.abs(np.arange(size)[:, None] - positions) <= reach
     near = np.pad(near, [(0, 0), (num_prefix, 0)], constant_values=True)
     allowed = neighbours(exists[..., None]).swapaxes(-1, -2) & near
+    # sum_{|i - j| <= window // 2} softmax_j(q_i . k_j / sqrt(head_dim)) v_j
     out = softmax_attention(
         split(q), neighbours(k), neighbours(v), mask=allowed, precision=precision
     )
@@ -236,11 +239,13 @@ def cluster_sums(
     if key_mask is not None:
         x = jnp.where(key_mask[..., None], x, 0)
     x = jax.lax.stop_gradient(_layer_norm(x))
+    # c = argmax_c mu_c . x'_j of every token, as one-hot rows.
     clusters = centroids.shape[-2]
     nearest = jnp.einsum("...nd,...cd->...nc", x, centroids).argmax(axis=-1)
     members = jax.nn.one_hot(nearest, clusters, dtype=x.dtype)
     if key_mask is not None:
         members = jnp.where(key_mask[..., None], members, 0.0)
+    # sum_{j : c} x'_j / sqrt(head_dim)
     sums = jnp.einsum("...nc,...nd->...cd", members, x) * x.shape[-1] ** -0.5
     return sums, members.sum(axis=-2)
 
@@ -285,6 +290,7 @@ def update_centroids(
         algorithm 1; the mean instead of the sum, which grows with the sequence length,
         and the norm 1 are ours.
     """
+    # u = decay mu_c + (1 - decay) sum_c / count_c, then u / |u|.
     counts = counts[..., None]
     means = sums / jnp.where(counts > 0, counts, 1.0)
     moved = unit_vectors(decay * centroids + (1 - decay) * means)

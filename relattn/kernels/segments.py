@@ -35,5 +35,6 @@ def segment_mask(segment_ids: Int[Array, "*batch n"]) -> Bool[Array, "*batch n n
         >>> segment_mask(jnp.array([4, 4, 1, 4])).astype(int).tolist()
         [[1, 1, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]]
     """
+    # The number of each token's segment; tokens of one segment see each other.
     segments = jnp.cumsum(segment_starts(segment_ids), axis=-1)
     return segments[..., :, None] == segments[..., None, :]

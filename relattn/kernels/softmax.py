@@ -178,18 +178,23 @@ def _attend_in_blocks(
     """Computes `softmax_attention` in blocks of queries."""
     if causal:
         q = finite_masked(q, key_mask)
+    # Masked keys have weight zero, and NaN there must not reach a product.
     k, v, key_mask = zero_unseen(k, v, key_mask, mask)
     arrays = [x for x in (q, k, v, mask, bias) if x is not None]
     batch = jnp.broadcast_shapes(*(x.shape[:-2] for x in arrays))
     size = block_size(batch, q.shape[-2], k.shape[-2])
 
     def attend(index, q, mask, bias):
+        # j <= i, for the queries of the block.
         if causal:
             mask = causal_mask(index * size, q.shape[-2], k.shape[-2])
+        # q_i . k_j / sqrt(head_dim) + bias_ij
         scores, allowed = _masked_scores(q, k, mask, key_mask, bias, precision)
+        # sum_j softmax_j(score_ij) v_j
         out = weighted_sum(masked_softmax(scores, allowed), v, precision)
         if not logsumexp:
             return out
+        # log sum_j exp(score_ij)
         if allowed is not None:
             scores = jnp.where(allowed, scores, MASKED_SCORE)
         total = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
@@ -289,6 +294,7 @@ def _masked_scores(q, k, mask, key_mask, bias, precision):
     """Returns the scores in float32 or wider, and which of them are allowed."""
     if key_mask is not None:
         key_mask = key_mask[..., None, :]
+    # q_i . k_j / sqrt(head_dim) + bias_ij
     scores = scaled_products(q, k, precision)
     if bias is not None:
         scores = scores + widen(bias)

@@ -46,6 +46,7 @@ def apply_gate(
             f"head_dim {x.shape[-1]} needs {x.shape[-1]} exponents for each token, got "
             f"{exponents.shape[-1]}"
         )
+    # x_i * exp(e_i)
     scaled = widen(x) * jnp.exp(widen(exponents))
     return scaled.astype(x.dtype)
 
@@ -85,6 +86,7 @@ def irpe_exponents(
             "the iRPE gate needs embeddings of rows and columns, or of a line, got "
             f"{len(embeddings)} embeddings"
         )
+    # r[row of i] + c[column of i]
     exponents = widen(embeddings[0])
     if len(embeddings) == 2:
         columns = widen(embeddings[1])
@@ -144,6 +146,7 @@ def string_exponents(
     # w_r . p_i + b_r
     angles = mixed_rotary_angles(positions, frequencies)
     angles = angles + widen(phases)[..., None, :]
+    # g(p_i) = [cos(w_r . p_i + b_r), sin(w_r . p_i + b_r)], then g(p_i) A.
     features = jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)
     exponents = wide_einsum(precision)("...nr,...rd->...nd", features, coefficients)
     return zero_prefix(exponents, num_prefix)

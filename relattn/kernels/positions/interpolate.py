@@ -66,9 +66,11 @@ def resize_table(
             f"a table of the grid {'x'.join(map(str, old))} has {rows + num_others} "
             f"rows, got {table.shape[axis]}: pass the grid of the table as old"
         )
+    # Rows first; those of the grid as height and width.
     moved = jnp.moveaxis(jnp.asarray(table), axis, 0)
     rest = moved.shape[1:]
     on_grid = moved[:rows].reshape(*old, *rest)
+    # sum_q kernel((p' - q) / max(scale, 1)) old(q) / the sum of kernels
     on_grid = jax.image.resize(widen(on_grid), (*new, *rest), "cubic")
     on_grid = on_grid.astype(moved.dtype).reshape(-1, *rest)
     resized = jnp.concatenate([on_grid, moved[rows:]])

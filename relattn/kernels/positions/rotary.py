@@ -61,10 +61,12 @@ def rotary_angles(
         )
     # In half precision, large angles lose their phase.
     positions = widen(positions)
+    # w_t = base^(-t / num)
     frequencies = absolute_frequencies(head_dim // (2 * axes), base, positions.dtype)
     if torus is not None:
         turn = turns(torus)[:, None]
         frequencies = jnp.round(frequencies / turn) * turn
+    # w_t p_axis
     angles = (positions[:, :, None] * frequencies).reshape(num_tokens, -1)
     return zero_prefix(angles, num_prefix)
 
@@ -113,6 +115,7 @@ def draw_mixed_frequencies(
     if axes == 1:
         frequencies = absolute_frequencies(num_frequencies, base)
         return jnp.broadcast_to(frequencies[:, None], (*leading, num_frequencies, 1))
+    # base^(-t / half) (cos u, sin u), and the same at right angles to these.
     half = (num_frequencies + 1) // 2
     lengths = jnp.tile(absolute_frequencies(half, base), 2)[:num_frequencies]
     angles = jax.random.uniform(key, (*leading, 1), jnp.float32, maxval=2 * np.pi)
@@ -206,11 +209,13 @@ def rotate(
             f"head_dim {head_dim} needs {head_dim / 2:g} angles per token, got "
             f"{angles.shape[-1]}"
         )
+    # The pairs (a, b).
     wide = widen(x)
     if interleaved:
         first, second = wide[..., ::2], wide[..., 1::2]
     else:
         first, second = jnp.split(wide, 2, axis=-1)
+    # (a cos t - b sin t, a sin t + b cos t)
     cosine, sine = jnp.cos(angles), jnp.sin(angles)
     rotated = [first * cosine - second * sine, first * sine + second * cosine]
     join = jnp.stack if interleaved else jnp.concatenate

@@ -133,7 +133,9 @@ def sinusoids(
     num_tokens = positions.shape[0]
     check_prefix(num_tokens, num_prefix)
     # In half precision, large angles lose their phase.
+    # w_s p_axis
     angles = widen(positions)[:, :, None] * widen(frequencies)
+    # [sin w_s p_axis, cos w_s p_axis]
     pairs = jnp.stack([jnp.sin(angles), jnp.cos(angles)], axis=-1)
     return zero_prefix(pairs.reshape(num_tokens, -1), num_prefix)
 

@@ -55,6 +55,7 @@ def cayley_matrix(
     zeros = [(0, 0)] * (entries.ndim - 1)
     rows = [jnp.pad(row, [*zeros, (0, head_dim - i)]) for i, row in enumerate(rows)]
     lower = jnp.stack(rows, axis=-2)
+    # S = -S^T
     skew = lower - lower.swapaxes(-2, -1)
     identity = jnp.eye(head_dim, dtype=entries.dtype)
     # (I + S)^-1 (I - S) = P: functions of S commute.
@@ -153,6 +154,7 @@ def circulant_angles(
             "circulant generators rotate nothing where head_dim (dim / num_heads) is "
             f"below 3, got {head_dim}"
         )
+    # 2 Im FFT(c_axis)_f, then the sum over axes of p_axis times it.
     frequencies = 2 * jnp.fft.rfft(widen(circulants)).imag
     return mixed_rotary_angles(
         positions, frequencies.swapaxes(-2, -1), num_prefix=num_prefix
@@ -198,6 +200,7 @@ def circulant_string(
             f"head_dim {head_dim} has {head_dim // 2 + 1} Fourier components, got "
             f"{angles.shape[-1]} angles per token"
         )
+    # Fourier components of x.
     components = jnp.fft.rfft(widen(x))
     # Times e^(i angle_f).
     rotated = components * jax.lax.complex(jnp.cos(angles), jnp.sin(angles))
@@ -244,6 +247,7 @@ def circulants_of(
         widen(frequencies).swapaxes(-2, -1),
         [(0, 0)] * (frequencies.ndim - 1) + [(1, num_last)],
     )
+    # IFFT(i w / 2)
     return jnp.fft.irfft(
         jax.lax.complex(jnp.zeros_like(spectrum), spectrum / 2), head_dim
     )

@@ -156,6 +156,7 @@ def attend_in_vmem(
         return state._replace(shift=None) if bounded else state
 
     def attend(state, tokens):
+        # [phi(q_i)^T S_i, phi(q_i)^T z_i] and S, z after the chunk; then the quotient.
         if bounded:
             state = state._replace(shift=jnp.zeros((1, 1), state.sums.dtype))
         masked = (*tokens, None, None)
@@ -259,6 +260,7 @@ def _make_scan(step, empty, out):
         def kernel(arrays, tokens, out, *states_and_carry):
             *states, carry = states_and_carry
 
+            # The first chunk of a stream begins with S = 0 and z = 0.
             @pl.when(pl.program_id(1) == 0)
             def _():
                 _write(carry, empty())
@@ -267,6 +269,7 @@ def _make_scan(step, empty, out):
             for saved in states:
                 # Few rows, not few columns, which would be padded.
                 _write(saved, jax.tree.map(jnp.transpose, before))
+            # state_c, out_c = body(state_{c-1}, tokens_c)
             after, out[...] = step(_read(arrays), before, _read(tokens))
             _write(carry, after)
 
@@ -289,11 +292,14 @@ def _make_scan(step, empty, out):
         totals = [_shape(x, streams, *x.shape) for x in arrays]
 
         def kernel(arrays, tokens, states, cotangent, totals, gradients, carry):
+            # Nothing depends on the state after the last chunk, which comes first.
             @pl.when(pl.program_id(1) == 0)
             def _():
                 for refs in (totals, carry):
                     _write(refs, jax.tree.map(lambda x: jnp.zeros_like(x[...]), refs))
 
+            # Pulls cotangents of state_c and out_c back to arrays, state_{c-1} and
+            # tokens_c.
             before = jax.tree.map(jnp.transpose, _read(states))
             _, pullback = jax.vjp(step, _read(arrays), before, _read(tokens))
             of_arrays, of_state, of_tokens = pullback((_read(carry), cotangent[...]))

@@ -214,17 +214,21 @@ def _attend(q, k, v, projection, plan):
 
 
 def _attend_forward(q, k, v, projection, plan):
+    # S_f = sum_j e^(a_jf - c_f) v_j^T and z_f, a_jf = w_f . k~_j - |k~_j|^2 / 2.
     ws, key_shift, query_shift = _prepare(projection, q, plan)
     if plan.causal:
+        # Of each chunk, then of all chunks before each.
         sums, totals, _ = _sum_features(k, v, ws, plan, shift=key_shift)
         sums, totals = _earlier(sums), _earlier(totals)
     else:
+        # Of each segment relative to its own maximum, then of all, c_f = max_j a_jf.
         sums, totals, shifts = _sum_features(k, v, ws, plan)
         key_shift = jnp.max(shifts, axis=1)
         query_shift = jnp.maximum(key_shift + query_shift, _MIN_EXPONENT)
         decays = jnp.exp(shifts - key_shift[:, None])
         sums = jnp.sum(sums * decays[..., None], axis=1, keepdims=True)
         totals = jnp.sum(totals * decays, axis=1, keepdims=True)
+    # phi(q_i)^T S / phi(q_i)^T z, with the keys of the query's own chunk if causal.
     features = {"ws": ws, "key_shift": key_shift, "query_shift": query_shift}
     sums = {"sums": sums.astype(v.dtype), "totals": totals}
     inputs = features | sums | {"q": q}
@@ -234,12 +238,15 @@ def _attend_forward(q, k, v, projection, plan):
 
 def _attend_backward(plan, residuals, g):
     q, k, v, projection, features, sums, out = residuals
-    # Cotangents of numerators and denominators.
+    # Cotangents of numerators, g_i / total_i, and of denominators, g1_i = -g_i . out_i
+    # / total_i, for out_i = numerator_i / total_i.
     g = g.astype(jnp.float32) / out["total"][..., None]
     g1 = -jnp.sum(g * out["out"].astype(jnp.float32), axis=-1)
     g = g.astype(v.dtype)
     queries = {"q": q, "g": g, "g1": g1, "largest": out["largest"]}
     keys = {"k": k, "v": v}
+    # Cotangents of S_f and z_f: sum_i phi(q_i)_f [g_i, g1_i], over later queries i if
+    # causal.
     *later, _ = _sum_features(
         q,
         g,
@@ -255,6 +262,8 @@ def _attend_backward(plan, residuals, g):
     else:
         later = [x.sum(axis=1, keepdims=True) for x in later]
     later = {"sums": later[0].astype(v.dtype), "totals": later[1]}
+    # dphi(q_i) = S g_i + z g1_i and dphi(k_j) = dS v_j + dz, then through the
+    # exponentials to q, k and W.
     queries, keys = features | queries | sums, features | keys | later
     gradients = _query_gradients(queries, plan) | _key_gradients(keys, plan)
     # By kernels of their own: the compiler drops them where nobody needs the result.
@@ -323,6 +332,7 @@ def _query_features(q, ws, shift, largest, plan):
 
 
 def _key_exponents(k, ws, plan):
+    # a_jf = w_f . k~_j - |k~_j|^2 / 2
     wide = k.astype(jnp.float32)
     half_norm = jnp.sum(wide * wide, axis=1) * (0.5 * plan.head_dim**-0.5)
     return _exponents(k, ws, plan) - half_norm[:, None]
@@ -363,6 +373,7 @@ def _sum_features(x, y, ws, plan, *, y1=None, shift=None, largest=None):
 
         def step(index, carry):
             sums, totals, shift = carry
+            # phi(x_j) of the step's tokens.
             rows = pl.ds(index * step_size, step_size)
             tokens, values = refs["x"][rows, :], refs["y"][rows, :]
             if largest is not None:
@@ -370,11 +381,13 @@ def _sum_features(x, y, ws, plan, *, y1=None, shift=None, largest=None):
             elif "shift" in refs:
                 phi = _key_features(tokens, ws, shift, plan)
             else:
+                # Sums so far move to the new running maximum c_f: times e^(c_f - c'_f).
                 exponents = _key_exponents(tokens, ws, plan)
                 before, shift = shift, jnp.maximum(shift, jnp.max(exponents, axis=0))
                 decay = jnp.exp(before - shift)
                 sums, totals = sums * decay[:, None], totals * decay
                 phi = _exp(exponents, shift[None, :])
+            # S_f += sum_j phi(x_j)_f y_j^T and z_f += sum_j phi(x_j)_f y1_j.
             phi = phi.astype(values.dtype)
             sums = sums + _dot(phi.T, values, plan)
             phi = phi.astype(jnp.float32)
@@ -413,15 +426,18 @@ def _outputs(inputs, plan):
             numerator, total, largest, weights = carry
             block = pl.ds(index * plan.block, plan.block)
             ws = [w[:, block] for w in refs["ws"]]
+            # b_if + c_f of the block; numerators move to the new running maximum r_i.
             exponents = _exponents(q, ws, plan) + refs["query_shift"][block][None, :]
             before, largest = largest, jnp.maximum(largest, jnp.max(exponents, axis=1))
             decay = jnp.exp(before - largest)
             phi = _exp(exponents, largest[:, None]).astype(dtype)
+            # total_i += sum_f phi(q_i)_f z_f, numerator_i += sum_f phi(q_i)_f S_f.
             weighted = phi.astype(jnp.float32) * refs["totals"][block][None, :]
             total = total * decay + jnp.sum(weighted, axis=1)
             product = _dot(phi, refs["sums"][block, :], plan)
             numerator = numerator * decay[:, None] + product
             if plan.causal:
+                # weight_ij += sum_f phi(q_i)_f phi(k_j)_f of the chunk's own keys.
                 shift = refs["key_shift"][block]
                 phi_k = _key_features(k, ws, shift, plan).astype(dtype)
                 weights = weights * decay[:, None] + _dot(phi, phi_k.T, plan)
@@ -435,6 +451,7 @@ def _outputs(inputs, plan):
         )
         steps = num_features // plan.block
         numerator, total, largest, weights = jax.lax.fori_loop(0, steps, step, carry)
+        # + sum_{j <= i} weight_ij [v_j, 1] within the chunk, then the quotient.
         if plan.causal:
             weights = _lower(weights).astype(dtype)
             total = total + jnp.sum(weights.astype(jnp.float32), axis=1)
@@ -460,12 +477,15 @@ def _query_gradients(inputs, plan, of_projection=False):
         def step(index, projected):
             block = pl.ds(index * plan.block, plan.block)
             ws = [w[:, block] for w in refs["ws"]]
+            # dphi(q_i)_f = g_i . S_f + g1_i z_f
             gradient = _dot(g, refs["sums"][block, :].T, plan)
             gradient = gradient + g1[:, None] * refs["totals"][block][None, :]
             if plan.causal:
+                # + sum_{j <= i} (g_i . v_j + g1_i) phi(k_j)_f within the chunk.
                 shift = refs["key_shift"][block]
                 phi = _key_features(k, ws, shift, plan).astype(dtype)
                 gradient = gradient + _dot(pairs, phi, plan)
+            # db_if = dphi(q_i)_f phi(q_i)_f; dq_i = sum_f db_if w_f / head_dim^(1/4)
             phi = _query_features(q, ws, refs["query_shift"][block], largest, plan)
             gradient = (gradient * phi).astype(dtype)
             if of_projection:
@@ -496,14 +516,17 @@ def _key_gradients(inputs, plan, of_projection=False):
             block = pl.ds(index * plan.block, plan.block)
             ws, sums = [w[:, block] for w in refs["ws"]], refs["sums"][block, :]
             phi = _key_features(k, ws, refs["key_shift"][block], plan)
+            # dphi(k_j)_f = dS_f . v_j + dz_f
             gradient = _dot(v, sums.T, plan) + refs["totals"][block][None, :]
             if plan.causal:
+                # + sum_{i >= j} (g_i . v_j + g1_i) phi(q_i)_f within the chunk.
                 shift = refs["query_shift"][block]
                 phi_q = _query_features(q, ws, shift, largest, plan).astype(dtype)
                 gradient = gradient + _dot(pairs.T, phi_q, plan)
                 if not of_projection:
                     product = _dot(phi_q, phi.astype(dtype).T, plan)
                     weights = weights + product
+            # da_jf = dphi(k_j)_f phi(k_j)_f, and dv_j = sum_f phi(k_j)_f dS_f.
             gradient = gradient * phi
             if of_projection:
                 out["w"][:, block] = _dot(k.T, gradient.astype(dtype), plan)
@@ -524,8 +547,10 @@ def _key_gradients(inputs, plan, of_projection=False):
         if of_projection:
             return
         projected, total, of_values, weights = carry
+        # dk_j = sum_f da_jf (w_f - k~_j) / head_dim^(1/4)
         total = total[:, None] * plan.head_dim**-0.5
         out["k"][...] = (projected - total * k.astype(jnp.float32)).astype(dtype)
+        # dv_j += sum_{i >= j} weight_ij g_i within the chunk.
         if plan.causal:
             weights = _lower(weights).astype(dtype)
             of_values = of_values + _dot(weights.T, refs["g"][...], plan)

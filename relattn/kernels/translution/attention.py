@@ -335,6 +335,7 @@ class _CausalStep:
         return CausalOffsets(self.length).check_table(name, table)[: self.length]
 
     def scores(self, q, k, t_q, t_k, precision):
+        # x_i Wq[d] . x_j Wk[d] by row d = i - j, then by key j.
         if t_q is not None:
             q = jnp.einsum("bnc,rche->brhe", q, t_q, precision=precision)
         k = self._reverse(k)
@@ -345,6 +346,7 @@ class _CausalStep:
         return jnp.moveaxis(self._reverse(scores), 1, 2)[:, :, None]
 
     def values(self, weights, v, t_v, precision):
+        # sum_d weight_(i, i - d) x_(i - d) Wv[d]; rows d > i have no key.
         v = jnp.einsum("brc,rche->brhe", self._reverse(v), t_v, precision=precision)
         weights = jnp.where(self.allowed, self._reverse(weights, axis=3), 0.0)
         v = widen(v)

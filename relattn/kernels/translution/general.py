@@ -71,10 +71,12 @@ def general_translution(
     keys, key_positions, _ = zero_masked(x, positions, key_mask)
 
     def attend(_, query):
+        # weight_fn(p_i - p_j, x_i, x_j) and value_fn(p_i - p_j, x_j) of one query i.
         x_i, position = query
         offsets = position[..., None, :] - key_positions
         scores = widen(weight_fn(offsets, x_i[..., None, :], keys))
         values = value_fn(offsets, keys)
+        # sum_j softmax_j(score_ij) value_ij
         weights = masked_softmax(scores, key_mask)
         out = jnp.einsum("...j,...je->...e", weights, widen(values))
         return None, out.astype(values.dtype)

@@ -32,6 +32,7 @@ from relattn.offsets import num_offsets
 
 def _pair_scores(scan, q, k, t_q, t_k):
     """Computes q . k of pairs, [pairs heads], from their tokens and matrices."""
+    # q_ij = x_i Tq[d] and k_ji = x_j Tk[-d], then their product in every head.
     q, k = project(q, t_q, scan.precision), project(k, t_k, scan.precision)
     products = widen(q) * widen(k)
     shape = (products.shape[0], scan.num_heads, scan.head_dim)
@@ -40,6 +41,7 @@ def _pair_scores(scan, q, k, t_q, t_k):
 
 def _pair_values(scan, weights, v, t_v):
     """Computes weighted values of pairs, [pairs heads * head_dim]."""
+    # weights_ij x_j T[d]
     v = widen(project(v, t_v, scan.precision))
     shape = (v.shape[0], scan.num_heads, scan.head_dim)
     weighted = weights[..., None] * v.reshape(shape)
@@ -58,9 +60,11 @@ def scan_scores(
             rectangle(grid_q, corners[:2], shape),
             rectangle(grid_k, corners[2:], shape),
         )
+        # x_i Tq[d] . x_j Tk[-d] of the pairs at offset d; Tk[d] if causal.
         matrices = get_row(t_q, rows[0]), get_row(t_k, rows[1])
         return carry, _pair_scores(scan, *rectangles, *matrices)
 
+    # Scores by offset and pair, then [batch heads n n].
     _, slots = scan.over_offsets(step, None, [None] * len(scan.plan.buckets))
     scores = scan.from_slots(slots, q.shape[0])
     rows = prefix_rows(scan, t_q), prefix_rows(scan, t_k)
@@ -76,6 +80,9 @@ def _scores_backward(scan, residuals, cotangent):
     grid_q, grid_k = scan.to_grid(q), scan.to_grid(k)
 
     def step(carry, rows, corners, shape, slots):
+        # With g_ij the gradient of a score, tokens get dx_i += g_ij x_j Tk[-d] Tq[d]^T
+        # and dx_j likewise. A matrix belongs to this offset alone, so its gradient
+        # dTq[d] = sum_ij x_i^T g_ij x_j Tk[-d] is complete after this step.
         dq, dk, dt_q, dt_k = carry
         _, pull_back = jax.vjp(
             functools.partial(_pair_scores, scan),
@@ -125,6 +132,7 @@ def scan_values(scan: OffsetScan, weights: Array, v: Array, t_v: Array) -> Array
     grid_v = scan.to_grid(v)
 
     def step(out, rows, corners, shape, slots):
+        # out_i += weights_ij x_j T[d] for the pairs at offset d.
         tokens = rectangle(grid_v, corners[2:], shape)
         values = _pair_values(scan, slots, tokens, get_row(t_v, rows[0]))
         return add_rectangle(out, corners[:2], shape, values), None
@@ -147,6 +155,8 @@ def _values_backward(scan, residuals, cotangent):
     grid_v, grid_out = scan.to_grid(v), scan.to_grid(cotangent)
 
     def step(carry, rows, corners, shape, slots):
+        # With g_i the gradient of an output: dweights_ij = g_i . x_j T[d], dx_j +=
+        # weights_ij g_i T[d]^T, and dT[d] = sum_ij weights_ij x_j^T g_i is complete.
         dv, dt_v = carry
         _, pull_back = jax.vjp(
             functools.partial(_pair_values, scan),

@@ -48,6 +48,7 @@ class OffsetScan(NamedTuple):
 
         Zeros pad the rows and columns; on a torus the rows and columns themselves.
         """
+        # One axis of tokens, the first, as rows and columns.
         x = jnp.moveaxis(x[:, self.num_prefix :], 1, 0)
         x = x.reshape(*self.plan.shape, *x.shape[1:])
         widths = [(0, size) for size in self.plan.padding] + [(0, 0)] * 2
@@ -74,6 +75,7 @@ class OffsetScan(NamedTuple):
         pairs = jnp.pad(pairs, [(0, 1), (0, 0)])
         slots = _take(pairs, self.plan.pair_of_slot)
         slots = slots.reshape(len(slots) * batch, self.num_heads)
+        # The slots of each bucket: [offsets, pairs of an offset, heads].
         result, start = [], 0
         for bucket in self.plan.buckets:
             size = math.prod(bucket.shape) * batch
@@ -91,6 +93,7 @@ class OffsetScan(NamedTuple):
                 for x, bucket in zip(slots, self.plan.buckets, strict=True)
             ]
         )
+        # Pairs of later keys have no slot and read a zero.
         if self.causal:
             joined = jnp.pad(joined, [(0, 1), (0, 0)])
         pairs = _take(joined, self.plan.slot_of_pair)

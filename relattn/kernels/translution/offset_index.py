@@ -40,6 +40,7 @@ class _OffsetIndex:
         q, k = (x.reshape(*x.shape[:2], math.prod(x.shape[2:])) for x in (q, k))
         if not platform_defaults().translution_by_rows:
             return scan_scores(scan, *vary_alike(q, k, t_q, t_k))
+        # Pairs of grid tokens by rows of queries, then those with a prefix token.
         prefix = self.num_prefix
         inner = self._row_loop(scan).scores(q[:, prefix:], k[:, prefix:], t_q, t_k)
         rows = prefix_rows(scan, t_q), prefix_rows(scan, t_k)

@@ -60,6 +60,7 @@ class Pairs:
         """Computes q_ij . k_ji of all pairs; see `Index`."""
 
         def score(rows):
+            # x_i Wq[i, j] . x_j Wk[i, j] for one query i and all keys j.
             q_i, t_q, t_k = rows
             if t_q is None:
                 q_i = q_i[:, None]
@@ -76,6 +77,7 @@ class Pairs:
         """Computes sum_j weights_ij v_j T_ij; see `Index`."""
 
         def add(rows):
+            # sum_j weights_ij x_j Wv[i, j] for one query i.
             weights_i, t_v = rows
             v_i = widen(_project(v, t_v, precision))
             return jnp.einsum("bhj,bjhe->bhe", weights_i, v_i, precision=precision)

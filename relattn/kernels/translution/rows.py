@@ -82,14 +82,17 @@ class RowLoop:
             if t_q is None:
                 q = q[:, None, None]
             else:
+                # x_i Tq[d], d = p_i - p_j
                 window = self._window(matrices_q, row).astype(t_q.dtype)
                 q = self._project("xbc", q, window)
             keys = rows_k.astype(k.dtype)
             if t_k is None:
                 keys = keys.swapaxes(0, 1)[:, None]
             else:
+                # x_j Tk[-d], or x_j Tk[d] if causal
                 window = self._window(matrices_k, row).astype(t_k.dtype)
                 keys = self._project("yxbc", keys, window)
+            # q_ij . k_ji
             products = widen(q) * widen(keys).swapaxes(0, 1)
             return self._split_heads(products).sum(axis=-1)
 
@@ -117,6 +120,7 @@ class RowLoop:
             window = self._window(matrices, row).astype(t_v.dtype)
             # [key column, query column, key row, batch, heads, head_dim]
             values = self._project("yxbc", rows_v.astype(v.dtype), window)
+            # sum_j weights_ij x_j T[d] over key columns and rows.
             values = self._split_heads(widen(values))
             return (weights.transpose(2, 0, 1, 3, 4)[..., None] * values).sum((0, 2))
 
@@ -174,7 +178,11 @@ class RowLoop:
         return jnp.moveaxis(self._align(matrices), 2, 0)
 
     def _align(self, x):
-        """Returns x[i, width - 1 - i + j] as [i, j], for x of 2 width - 1 columns."""
+        """Returns x[i, width - 1 - i + j] as [i, j], for x of 2 width - 1 columns.
+
+        Rows read as one line from column width - 1 on, and cut one column narrower,
+        start one column further left each, as in `relattn.kernels.positions.bias.skew`.
+        """
         _, width = self.shape
         if width == 1:
             return x

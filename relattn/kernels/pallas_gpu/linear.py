@@ -350,7 +350,7 @@ def _sum_features(x, y, ws, plan, *, y1=None, shift=None, largest=None):
     Args:
         x: Keys, or queries if ``largest`` is given, [heads, n, head_dim].
         y: Values, or cotangents of numerators, [heads, n, width].
-        ws: See `_prepare`.
+        ws: W^T / head_dim^(1/4) as arrays that sum to it, [head_dim, features].
         plan: The plan.
         y1: Cotangents of denominators, instead of the ones, [heads, n].
         shift: Shifts of the exponents, [heads, features]; None for the largest ones of

@@ -218,11 +218,12 @@ def sum_blocks(
     future = [(0, 0)] * (decay.ndim - 1) + [(size - 1, 0)]
     decay = jnp.pad(decay[..., :size], future)[..., None, :]
     # a_j and r_i of the pairs in a block.
+    pairs = None
     if exponents is not None:
         largest = _running_max(exponents)
-        exponents = _split_blocks(exponents, size), _split_blocks(largest, size)
+        pairs = _split_blocks(exponents, size), _split_blocks(largest, size)
     q, k, values = (_split_blocks(x, size) for x in (phi_q, phi_k, v))
-    sums = pair_sums(q, k, values, decay, (size,), chunk_size, einsum, exponents)
+    sums = pair_sums(q, k, values, decay, (size,), chunk_size, einsum, pairs)
     return sums.reshape(v.shape)
 
 

@@ -7,7 +7,7 @@ slices the rectangles of tokens and the matrices of one offset.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -102,7 +102,7 @@ class OffsetScan(NamedTuple):
         return pairs.transpose(2, 3, 0, 1)
 
     def over_offsets(
-        self, step: Callable, carry: Any, slots: list[Array | None]
+        self, step: Callable, carry: Any, slots: Sequence[Array | None]
     ) -> tuple[Any, list[Any]]:
         """Scans over the offsets of all buckets.
 

@@ -44,12 +44,23 @@ A run of seconds, and a sample of the text that it generates:
 from ml_collections import ConfigDict
 
 from relattn.models import SIZES
-from relattn.models.variants import METHODS, method_options
-from relattn.spec import read_arguments
+from relattn.spec import read_arguments, with_options
 from relattn.training import default_config
 
 DATA = ("tinyshakespeare", "openwebtext", "wikitext2")
 EXAMPLES = [f"{letter}-{length}" for letter in SIZES for length in (160, 512)]
+# Attention and position of each method.
+METHODS = {
+    "self_attention": ("softmax", "learned"),
+    "no_position": ("softmax", "none"),
+    "relative_key": ("softmax", "learned + relative_key"),
+    "relative_value": ("softmax", "learned + relative_value"),
+    "relative_bias": ("softmax", "relative_bias"),
+    "gated_positional": ("gated_positional", "none"),
+    "rope": ("softmax", "rope1d"),
+    "lor_translution": ("lor_translution(rank=8)", "none"),
+    "translution": ("translution", "none"),
+}
 OPTIONS = {
     "rank": int,
     "base": bool,
@@ -83,15 +94,17 @@ def get_config(arguments: str = "") -> ConfigDict:
     )
     data = chosen.get("data", "tinyshakespeare")
     letter, length = chosen.get("size", "A-160").split("-")
+    attention, position = METHODS[chosen.get("method", "lor_translution")]
+    position = options.pop("position", "") or position
+    num_relative_layers = options.pop("layers", 0)
     config = default_config()
     config.model = ConfigDict(
         {
             "name": "gpt",
             **SIZES[letter],
-            "num_relative_layers": options.pop("layers", 0),
-            **method_options(
-                chosen.get("method", "lor_translution"), "tokens", **options
-            ),
+            "num_relative_layers": num_relative_layers,
+            "attention": with_options(attention, **options),
+            "position": position,
             "attention_dropout": 0.0,
             "dropout": 0.0,
             "dtype": "float32",

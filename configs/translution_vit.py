@@ -54,12 +54,23 @@ from ml_collections import ConfigDict
 from relattn.data import image_options
 from relattn.data.canvas import PLACEMENTS
 from relattn.models import SIZES
-from relattn.models.variants import METHODS, method_options
-from relattn.spec import read_arguments
+from relattn.spec import read_arguments, with_options
 from relattn.training import default_config
 
 DATA = (*PLACEMENTS, "imagenet")
 EXAMPLES = [f"{letter}/{patch}" for letter in SIZES for patch in (7, 12, 16, 32, 56)]
+# Attention and position of each method.
+METHODS = {
+    "self_attention": ("softmax", "learned"),
+    "no_position": ("softmax", "none"),
+    "relative_key": ("softmax", "learned + relative_key"),
+    "relative_value": ("softmax", "learned + relative_value"),
+    "relative_bias": ("softmax", "relative_bias"),
+    "gated_positional": ("gated_positional", "none"),
+    "rope": ("softmax", "rope2d(base=10000.0)"),
+    "lor_translution": ("lor_translution(rank=8)", "none"),
+    "translution": ("translution", "none"),
+}
 OPTIONS = {
     "rank": int,
     "base": bool,
@@ -93,6 +104,9 @@ def get_config(arguments: str = "") -> ConfigDict:
     )
     data = chosen.get("data", "static")
     letter, patch_size = chosen.get("size", "A/12").split("/")
+    attention, position = METHODS[chosen.get("method", "lor_translution")]
+    position = options.pop("position", "") or position
+    num_relative_layers = options.pop("layers", 0)
     config = default_config()
     config.model = ConfigDict(
         {
@@ -103,10 +117,9 @@ def get_config(arguments: str = "") -> ConfigDict:
             "anchor": "none",
             "periodic": False,
             "pool": "cls",
-            "num_relative_layers": options.pop("layers", 0),
-            **method_options(
-                chosen.get("method", "lor_translution"), "images", **options
-            ),
+            "num_relative_layers": num_relative_layers,
+            "attention": with_options(attention, **options),
+            "position": position,
             "attention_dropout": 0.0,
             "dropout": 0.0,
             "dtype": "float32",

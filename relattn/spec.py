@@ -108,6 +108,30 @@ def alternatives(spec: str) -> list[str]:
     return _split(spec, ast.BitOr)
 
 
+def with_options(spec: str, **options: Any) -> str:
+    """Sets options of a spec.
+
+    Args:
+        spec: One spec.
+        **options: The options to set; the spec keeps its others.
+
+    Returns:
+        The new spec.
+
+    Raises:
+        ValueError: If ``spec`` is not a spec.
+
+    Example:
+        >>> with_options("lor_translution(rank=8)", rank=16, relative="qk")
+        "lor_translution(rank=16, relative='qk')"
+        >>> with_options("softmax")
+        'softmax'
+    """
+    name, values = parse(spec)
+    listed = ", ".join(f"{key}={value!r}" for key, value in (values | options).items())
+    return f"{name}({listed})" if listed else name
+
+
 def resolve(
     spec: str,
     table: Mapping[str, Callable[..., Any]],

@@ -170,8 +170,7 @@ def _rows(
     several = len({entry.size for entry in entries}) > 1
     rows = []
     for entry in entries:
-        options = [f"{key}={value}" for key, value in entry.options.items()]
-        arguments = [entry.size, entry.method, *options, *filter(None, [cut])]
+        arguments = [entry.arguments, *filter(None, [cut])]
         runs = {
             trained: f"configs/{config}.py:{','.join([word, *arguments])}"
             for trained, word in data.items()

@@ -9,12 +9,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from configs import baselines, demo, rpe_vit
+from configs import baselines, demo, rpe_vit, translution_gpt, translution_vit
 from relattn.data import IMAGE_OPTIONS
 from relattn.evaluation.sizes import count_parameters
 from relattn.models import build_model
 from relattn.models.cnn import PUBLISHED_BASELINES
-from relattn.models.variants import METHODS
 from relattn.nn.registry import ATTENTIONS, POSITIONS
 from relattn.training import check_config
 from relattn.training.config import read_config
@@ -47,12 +46,12 @@ CONFIGS += [
         "imagenet,smoke",
         "imagenet,C/16",
         "cpu,dynamic",
-        *METHODS,
+        *translution_vit.METHODS,
     ]
 ]
 CONFIGS += [
     ("translution_gpt", argument)
-    for argument in ["", "smoke", "openwebtext,B-512", "cpu", *METHODS]
+    for argument in ["", "smoke", "openwebtext,B-512", "cpu", *translution_gpt.METHODS]
 ]
 RPE_VIT = ["", "smoke", "cpu", "cifar10", "cifar10,cpu", "relu,string_gate", "softmax"]
 CONFIGS += [("rpe_vit", argument) for argument in RPE_VIT]
@@ -226,7 +225,7 @@ def test_baseline_sizes_equal_the_model_defaults(name):
 
 
 @pytest.mark.quick("self_attention", "no_position", "relative_key")
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", translution_vit.METHODS)
 def test_every_method_builds_for_images_and_text(method):
     config = get_config("translution_vit", f"{method},A/56,layers=2")
     model = build_model(config.model, num_classes=10, image_shape=(112, 112, 1))

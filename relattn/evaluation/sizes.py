@@ -27,7 +27,7 @@ from jaxtyping import Array
 from relattn import command, spec
 from relattn.models import GPT, SIZES, ViT, build_model
 from relattn.models.cnn import PUBLISHED_BASELINES
-from relattn.models.variants import method_options
+from relattn.training.config import read_config
 
 # Model names in Horn et al. -> arguments of configs/baselines.py.
 BASELINES = {
@@ -94,7 +94,7 @@ class Entry:
     Attributes:
         table: Number of the table, or of two tables that share the row.
         size: Model size, ``"A/12"`` for images or ``"A-160"`` for text.
-        method: A key of `relattn.models.variants.METHODS`.
+        method: A method of ``configs/translution_vit.py`` or ``translution_gpt.py``.
         published: The row as printed.
         options: Options of the method, such as ``{"rank": 16}``.
     """
@@ -112,6 +112,12 @@ class Entry:
         for key, value in self.options.items():
             words.append(key if value is True else f"{key}={value}")
         return words
+
+    @property
+    def arguments(self) -> str:
+        """Returns the arguments of the configuration: ``"A/12,translution"``."""
+        options = (f"{key}={value}" for key, value in self.options.items())
+        return ",".join([self.size, self.method, *options])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,27 +223,29 @@ def translution_sizes() -> Iterator[Size]:
 
 
 def _vit(entry: Entry, image_shape: tuple[int, int, int], num_classes: int) -> Size:
-    attention, position = method_options(entry.method, **entry.options).values()
+    model = read_config(f"translution_vit:{entry.arguments}").model
     letter, patch_size = entry.size.split("/")
     side = int(patch_size)
     sizes = SIZES[letter]
     num_patches = (image_shape[0] // side) * (image_shape[1] // side)
     cost = num_patches * side**2 * image_shape[2] * sizes["dim"]
     cost += sizes["dim"] * num_classes
-    cost += multiply_adds(attention, num_tokens=num_patches + 1, **sizes)
-    params = _vit_params(letter, side, attention, position, image_shape, num_classes)
+    cost += multiply_adds(model.attention, num_tokens=num_patches + 1, **sizes)
+    params = _vit_params(
+        letter, side, model.attention, model.position, image_shape, num_classes
+    )
     image = "x".join(map(str, image_shape))
     return _size(entry, "vit", entry.size, image, params, cost)
 
 
 def _gpt(entry: Entry) -> Size:
-    attention, position = method_options(entry.method, "tokens").values()
+    model = read_config(f"translution_gpt:{entry.arguments}").model
     letter, context = entry.size.split("-")
     length = int(context)
     sizes = SIZES[letter]
     cost = length * sizes["dim"] * _GPT2_VOCABULARY
-    cost += multiply_adds(attention, num_tokens=length, causal=True, **sizes)
-    params = _gpt_params(letter, length, attention, position)
+    cost += multiply_adds(model.attention, num_tokens=length, causal=True, **sizes)
+    params = _gpt_params(letter, length, model.attention, model.position)
     return _size(entry, "gpt", f"GPT-{entry.size}", "", params, cost, length)
 
 

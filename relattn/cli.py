@@ -12,10 +12,14 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import relattn
 from relattn import command
 from relattn.spec import closest
+
+if TYPE_CHECKING:
+    from relattn.evaluation.shift_curves import FindPublished
 
 # The module and function of each command. Some modules need the extra `train`.
 COMMANDS = {
@@ -140,15 +144,19 @@ def show_config(argv: Sequence[str] | None = None) -> None:
 
 
 @command.entry_point
-def eval_shift(argv: Sequence[str] | None = None) -> None:
-    """Measures accuracy on shifted test images: figure 1 of Horn et al.
+def eval_shift(
+    argv: Sequence[str] | None = None, *, find_published: FindPublished | None = None
+) -> None:
+    """Measures accuracy on shifted test images, as figure 1 of Horn et al.
 
     Writes shift.csv, shift.png and summary.md, and prints the summary: accuracy, and
-    consistency, the share of images predicted as when unshifted. For the class and the
-    axis of the published figure, all three include its curves.
+    consistency, the share of images predicted as when unshifted. In a clone,
+    ``python eval_shift.py`` adds the curves of the figure to its class and axis.
 
     Args:
         argv: Command-line arguments, by default the process's.
+        find_published: Returns the published curve of a run, to compare with; None for
+            no such curves.
     """
     from relattn.evaluation.compare import shift_report
     from relattn.evaluation.page import write_page
@@ -208,6 +216,7 @@ def eval_shift(argv: Sequence[str] | None = None) -> None:
         data_dir=given.data_dir,
         num_images=given.num_images,
         boundary=given.boundary,
+        find_published=find_published,
     )
     print(summary)
     written = ["shift.csv", "shift.png", "summary.md"]

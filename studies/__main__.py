@@ -20,6 +20,7 @@ from relattn.spec import closest
 from relattn.training.config import read_config
 from relattn.training.overrides import typed_keys
 from relattn.training.workdir import usable_folder, write_json
+from studies.figure1 import published_curve
 from studies.launcher import Training, train
 from studies.presets import PRESETS
 from studies.report import plot_study, study_results, study_table, write_study_csv
@@ -118,7 +119,12 @@ def run_study(
     plot_study(results, output / "curves.png")
     workdirs = [run.workdir for group in finished.values() for run in group]
     if study.shifts is not None and workdirs:
-        text += "\n" + shift_report(workdirs, output / "shift", **study.shifts)
+        text += "\n" + shift_report(
+            workdirs,
+            output / "shift",
+            find_published=published_curve,
+            **study.shifts,
+        )
         (output / "table.md").write_text(text, "utf-8")
     return text, failed
 

@@ -26,6 +26,7 @@ from relattn.evaluation.shift_plots import plot
 from relattn.training.config import read_config
 from relattn.training.overrides import typed_keys
 from relattn.training.workdir import usable_folder
+from studies.figure1 import published_curve
 from studies.launcher import Training, train
 
 CONFIG = "configs/demo.py"
@@ -108,7 +109,9 @@ def run_demo(
     # Sorted by variant, then seed: the order of the legend.
     trainings.sort(key=lambda training: variants.index(training.label))
     comparison = compare(
-        [training.workdir for training in trainings], max_shift=CLASS_SHIFT
+        [training.workdir for training in trainings],
+        max_shift=CLASS_SHIFT,
+        find_published=published_curve,
     )
     one_class, every_class = comparison.one_class(), comparison.every_class()
     steps.done("moved the test images")

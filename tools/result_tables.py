@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from relattn.evaluation.shift_curves import published_curve, published_name
 from relattn.training.config import read_config
 from studies.demo import demo_table
+from studies.figure1 import published_accuracies, published_name
 from studies.finetune import finetune_table
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -114,8 +114,7 @@ def figure1() -> str:
         name = row["name"]
         model = read_config(f"performer:{name}").model
         known = published_name(model.name, model.attention, model.position)
-        curve = published_curve("fashion_mnist", known)
-        published = dict(zip(*curve, strict=True))
+        published = published_accuracies("fashion_mnist", known)
         cells = [_label(name), _value(row["columns"]["fashion_mnist"])]
         for shift in _CLASS_1:
             value = f" ({100 * published[shift]:.1f})" if shift in published else ""

@@ -25,7 +25,7 @@ from relattn.evaluation.shift import (
     check_shift,
     shifted_predictions,
 )
-from relattn.evaluation.shift_curves import ShiftCurve, curves_of
+from relattn.evaluation.shift_curves import FindPublished, ShiftCurve, curves_of
 from relattn.evaluation.shift_plots import Panel, plot
 from relattn.evaluation.shift_tables import summary, write_csv
 from relattn.training.errors import writing
@@ -100,6 +100,7 @@ def compare(
     num_images: int | None = None,
     boundary: str = "zeros",
     data: DataSource | None = None,
+    find_published: FindPublished | None = None,
 ) -> Comparison:
     """Evaluates runs on their test images at every shift, one run after the other.
 
@@ -116,6 +117,8 @@ def compare(
         boundary: What moves into an image: see `shifted_predictions`.
         data: The data set of all runs; None for that of training, unless it was given
             in memory.
+        find_published: Returns the published curve of a run, to compare with; None for
+            no such curves.
 
     Returns:
         The classes that each run predicts at each shift.
@@ -161,7 +164,9 @@ def compare(
         )
         # If no image allows a shift, do not wait for the other runs.
         curves_of(results, None)
-    return Comparison(tuple(results), label, title, max_shift, axis, boundary)
+    return Comparison(
+        tuple(results), label, title, max_shift, axis, boundary, find_published
+    )
 
 
 def check_source(
@@ -265,6 +270,7 @@ class Comparison:
         max_shift: Largest shift in pixels, both ways.
         axis: ``"x"``, ``"y"`` or ``"xy"``.
         boundary: What moves into an image.
+        find_published: Returns the published curve of a run.
     """
 
     results: tuple[ShiftedPredictions, ...]
@@ -273,6 +279,7 @@ class Comparison:
     max_shift: int
     axis: str
     boundary: str = "zeros"
+    find_published: FindPublished | None = None
 
     def one_class(self) -> tuple[ShiftCurve, ...]:
         """Returns the curves of the images of the one class that can move both ways.
@@ -280,7 +287,7 @@ class Comparison:
         Raises:
             ValueError: If there is no such image.
         """
-        return curves_of(self.results, self.label)
+        return curves_of(self.results, self.label, self.find_published)
 
     def every_class(self) -> tuple[ShiftCurve, ...]:
         """Returns the curves of all images at the shifts that they allow.
@@ -288,7 +295,7 @@ class Comparison:
         Raises:
             ValueError: If no image allows one of the shifts.
         """
-        return curves_of(self.results, None)
+        return curves_of(self.results, None, self.find_published)
 
     def panels(self, curves: Sequence[ShiftCurve]) -> list[Panel]:
         """Makes a panel of the figure for each data set and its images.

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 from jaxtyping import Float, Int
 
 from relattn.evaluation.shift import NOT_ALLOWED, Shift, ShiftedPredictions
-from relattn.evaluation.sizes import read_published
-from relattn.spec import parse
-
-# The class of the published curves.
-PUBLISHED_CLASS = 1
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -40,6 +35,24 @@ class Shares:
     num_images: Int[np.ndarray, "*shifts"]
 
 
+@dataclasses.dataclass(frozen=True)
+class PublishedCurve:
+    """A published curve of accuracy by shift, to compare with.
+
+    Attributes:
+        name: The model's name in its publication.
+        accuracy: The accuracy at each shift.
+    """
+
+    name: str
+    accuracy: Mapping[Shift, float]
+
+
+# Returns the published curve of a run on the images of a class (None: of all classes),
+# or None without one.
+FindPublished = Callable[[ShiftedPredictions, int | None], PublishedCurve | None]
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class ShiftCurve:
     """Accuracy and consistency by shift, of one run or of several seeds.
@@ -49,8 +62,8 @@ class ShiftCurve:
         dataset: The name of the data set.
         model: The label of the model, see `model_label`.
         label: The class of the images, None for all classes.
-        published: The model's name in the data of the published figure, "" if it is
-            not there or the images or shifts are others.
+        published: The published curve of the model on the same images, None without
+            one.
         shifts: Shifts (dx, dy) in pixels.
         shares: The shares at each shift.
         random: The shares under random shifts: of all pairs of an image and a random
@@ -62,7 +75,7 @@ class ShiftCurve:
     dataset: str
     model: str
     label: int | None
-    published: str
+    published: PublishedCurve | None
     shifts: tuple[Shift, ...]
     shares: Shares
     random: Shares
@@ -110,36 +123,10 @@ def curve_label(curve: ShiftCurve, others: Sequence[ShiftCurve]) -> str:
     return f"{curve.model} [{curve.run}]" if alike > 1 else curve.model
 
 
-def published_name(model: str, attention: str, position: str) -> str:
-    """Returns the name of a model in figure 1 of Horn et al., "" if it is not there.
-
-    Args:
-        model: Name of the model.
-        attention: Spec of the attention.
-        position: Spec of the position.
-
-    Returns:
-        The name.
-
-    Example:
-        >>> published_name("performer", "favor", "constrained_sincos(num_scales=4)")
-        'Rel. S1'
-    """
-    if model != "performer":
-        return ""
-    names = {
-        ("favor", "none"): "No Pos.",
-        ("favor", "learnable_sincos"): "Absolute",
-        ("favor", "constrained_sincos"): "Rel. S1",
-        # The same score, without the error of the random features.
-        ("favor", "sincos_bias"): "Rel. S1",
-        ("banded", "none"): "Rel. S2",
-    }
-    return names.get((parse(attention)[0], parse(position)[0]), "")
-
-
 def curves_of(
-    results: Iterable[ShiftedPredictions], label: int | None
+    results: Iterable[ShiftedPredictions],
+    label: int | None,
+    find_published: FindPublished | None = None,
 ) -> tuple[ShiftCurve, ...]:
     """Computes the shares by shift, averaged over runs that differ only in their seed.
 
@@ -147,6 +134,7 @@ def curves_of(
         results: The predictions of each run.
         label: A class, to use its images that allow every shift; or None, to use at
             every shift all images that allow it.
+        find_published: Returns the published curve of a run; None for no such curves.
 
     Returns:
         One curve for each recipe, in the order of the results.
@@ -157,10 +145,14 @@ def curves_of(
     groups: dict[tuple[str, str], list[ShiftedPredictions]] = {}
     for result in results:
         groups.setdefault((result.dataset, result.recipe), []).append(result)
-    return tuple(_curve(group, label) for group in groups.values())
+    return tuple(_curve(group, label, find_published) for group in groups.values())
 
 
-def _curve(group: Sequence[ShiftedPredictions], label: int | None) -> ShiftCurve:
+def _curve(
+    group: Sequence[ShiftedPredictions],
+    label: int | None,
+    find_published: FindPublished | None,
+) -> ShiftCurve:
     first = group[0]
     names = first.model, first.attention, first.position
     by_shift, random = [], []
@@ -184,14 +176,12 @@ def _curve(group: Sequence[ShiftedPredictions], label: int | None) -> ShiftCurve
         )
         by_shift.append((right, same, count))
         random.append(_random_shares(result, images))
-    horizontal = all(dy == 0 for _, dy in first.shifts)
-    figure = label == PUBLISHED_CLASS and horizontal and first.boundary == "zeros"
     return ShiftCurve(
         run=" ".join(result.run for result in group),
         dataset=first.dataset,
         model=" + ".join([model_label(*names), *first.settings]),
         label=label,
-        published=published_name(*names) if figure and not first.settings else "",
+        published=find_published(first, label) if find_published else None,
         shifts=first.shifts,
         shares=_average(by_shift),
         random=_average(random),
@@ -244,47 +234,24 @@ def round_down(share: float) -> float:
     return math.floor(1000 * share + 1e-6) / 1000
 
 
-def published_curve(dataset: str, model: str) -> tuple[list[int], list[float]]:
-    """Returns a curve of figure 1 of Horn et al., from its authors' raw results.
-
-    Args:
-        dataset: ``"mnist"`` or ``"fashion_mnist"``; others have no curve.
-        model: ``"Absolute"``, ``"Rel. S1"``, ``"Rel. S2"`` or ``"No Pos."``.
-
-    Returns:
-        Shifts in pixels along x and the accuracies on class 1, both empty if the figure
-        has no such curve.
-
-    Example:
-        >>> shifts, accuracies = published_curve("fashion_mnist", "Rel. S1")
-        >>> shifts[0], accuracies[0]
-        (-8, 0.8963)
-    """
-    rows = [
-        row
-        for row in read_published("performer_figure1")
-        if (row["dataset"], row["model"]) == (dataset, model)
-    ]
-    shifts = [int(row["shift_px"]) for row in rows]
-    return shifts, [float(row["accuracy"]) for row in rows]
-
-
 def published_curves(
     curves: Sequence[ShiftCurve],
-) -> list[tuple[str, str, dict[Shift, float]]]:
-    """Returns the published curves of the measured models and data sets.
+) -> list[tuple[ShiftCurve, PublishedCurve]]:
+    """Returns the published curves, each once, at the measured shifts.
 
     Args:
         curves: Measured curves.
 
     Returns:
-        For each published curve the data set, the model's published name and the
-        accuracy by shift, at the measured shifts.
+        Each published curve, after the first of the measured curves that have it.
     """
-    found = []
-    for dataset, model in dict.fromkeys((c.dataset, c.published) for c in curves):
-        known = dict(zip(*published_curve(dataset, model), strict=True))
-        shifts = [shift for shift in curves[0].shifts if shift[0] in known]
-        if shifts:
-            found.append((dataset, model, {shift: known[shift[0]] for shift in shifts}))
-    return found
+    found: dict[tuple[str, str], tuple[ShiftCurve, PublishedCurve]] = {}
+    for curve in curves:
+        if curve.published is None:
+            continue
+        name, known = curve.published.name, curve.published.accuracy
+        accuracy = {shift: known[shift] for shift in curve.shifts if shift in known}
+        if accuracy:
+            pair = curve, PublishedCurve(name, accuracy)
+            found.setdefault((curve.dataset, name), pair)
+    return list(found.values())

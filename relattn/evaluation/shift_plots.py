@@ -16,7 +16,6 @@ from matplotlib.ticker import MaxNLocator
 from relattn.evaluation.shift_curves import (
     ShiftCurve,
     curve_label,
-    published_curve,
     round_down,
 )
 
@@ -71,10 +70,13 @@ def _curves(panels: Sequence[Panel], axis: str) -> Figure:
                 low, high = (mean - std).clip(0, 1), (mean + std).clip(0, 1)
                 ax.fill_between(pixels, low, high, color=color, alpha=0.2, linewidth=0)
             bottom.axhline(float(curve.random.consistency), color=color, linestyle=":")
-            shifts, accuracies = published_curve(curve.dataset, curve.published)
-            if shifts:
-                label = f"{curve.published} (published)"
-                (lines[label],) = top.plot(shifts, accuracies, "--", color=color, lw=1)
+            if curve.published:
+                known = curve.published.accuracy
+                pixels = [shift["xy".index(axis)] for shift in known]
+                label = f"{curve.published.name} (published)"
+                (lines[label],) = top.plot(
+                    pixels, list(known.values()), "--", color=color, lw=1
+                )
         top.set_title(panel.title)
         bottom.set_xlabel(f"shift along {axis} in pixels\n({_images(panel.curves)})")
         for ax in (top, bottom):

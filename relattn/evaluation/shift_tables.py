@@ -10,7 +10,6 @@ import numpy as np
 
 from relattn.evaluation.shift import BOUNDARIES, NUM_RANDOM_SHIFTS, Shift
 from relattn.evaluation.shift_curves import (
-    PUBLISHED_CLASS,
     Shares,
     ShiftCurve,
     curve_label,
@@ -49,16 +48,19 @@ def write_csv(curves: Sequence[ShiftCurve], path: Path) -> None:
         writer = csv.writer(file)
         writer.writerow(COLUMNS)
         for curve in curves:
-            images = "all" if curve.label is None else str(curve.label)
-            name = [curve.run, curve.dataset, curve.model, images]
+            name = [curve.run, curve.dataset, curve.model, _images(curve)]
             for shift in curve.shifts:
                 writer.writerow([*name, *shift, *_values(curve.at(shift)), "measured"])
             writer.writerow([*name, "", "", *_values(curve.random), "random"])
-        for dataset, model, by_shift in published_curves(curves):
-            name = ["", dataset, model, str(PUBLISHED_CLASS)]
-            for shift, accuracy in by_shift.items():
+        for curve, published in published_curves(curves):
+            name = ["", curve.dataset, published.name, _images(curve)]
+            for shift, accuracy in published.accuracy.items():
                 values = [f"{accuracy:.6f}", "", "", "", ""]
                 writer.writerow([*name, *shift, *values, "published"])
+
+
+def _images(curve: ShiftCurve) -> str:
+    return "all" if curve.label is None else str(curve.label)
 
 
 def _values(shares: Shares) -> list[str]:
@@ -91,9 +93,10 @@ def table(curves: Sequence[ShiftCurve], measure: str = "accuracy") -> str:
             cells.append(f"{mean:.3f} ± {std:.3f} ({shares.num_images})")
         lines.append("| " + " | ".join(cells) + " |")
     known = published_curves(curves) if measure == "accuracy" else ()
-    for dataset, model, by_shift in known:
-        cells = [dataset, f"{model} (published)", "–"]
-        cells += [f"{by_shift[s]:.3f}" if s in by_shift else "–" for s in shifts]
+    for curve, published in known:
+        accuracy = published.accuracy
+        cells = [curve.dataset, f"{published.name} (published)", "–"]
+        cells += [f"{accuracy[s]:.3f}" if s in accuracy else "–" for s in shifts]
         lines.append("| " + " | ".join([*cells, "–"]) + " |")
     return "\n".join(lines)
 

@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 
 from relattn.evaluation.shift_curves import (
+    PublishedCurve,
     curves_of,
-    published_curve,
     published_curves,
 )
-from tests.helpers.shift_results import ONE, TWO, result
+from tests.helpers.shift_results import ONE, TWO, find_published, result
 
 
 def test_a_class_uses_the_images_that_move_both_ways():
@@ -80,45 +80,36 @@ def test_no_image_to_shift_is_an_error():
         curves_of([both], 0)
 
 
-def test_the_published_curves_are_those_of_the_measured_shifts():
-    (curve,) = curves_of([result(ONE)], 1)
-    known = dict(zip(*published_curve("mnist", "No Pos."), strict=True))
-    expected = {(dx, 0): known[dx] for dx in (-1, 0, 1)}
-    assert published_curves([curve]) == [("mnist", "No Pos.", expected)]
+def test_a_published_curve_is_looked_up_by_run_and_class():
+    asked = []
+
+    def find(*arguments):
+        asked.append(arguments)
+        return find_published(*arguments)
+
+    runs = [result(ONE), result(TWO, seed=1), result(ONE, seed=2, recipe="b")]
+    curves = [*curves_of(runs, 1, find), *curves_of(runs, None, find)]
+    assert asked == [(runs[0], 1), (runs[2], 1), (runs[0], None), (runs[2], None)]
+    assert [curve.published is None for curve in curves] == [False] * 2 + [True] * 2
+    assert {curve.published for curve in curves_of(runs, 1)} == {None}
+
+
+def test_published_curves_are_those_of_the_measured_shifts():
+    (curve,) = curves_of([result(ONE)], 1, find_published)
+    expected = {(-1, 0): 0.25, (0, 0): 0.75, (1, 0): 0.5}
+    found = published_curves([curve, dataclasses.replace(curve, model="other")])
+    assert found == [(curve, PublishedCurve("Known", expected))]
     far = dataclasses.replace(curve, shifts=((-9, 0), (0, 0)))
-    assert [list(by_shift) for *_, by_shift in published_curves([far])] == [[(0, 0)]]
-
-
-@pytest.mark.parametrize(
-    "found, label",
-    [
-        (result(ONE), None),
-        (result(ONE), 0),
-        (result(ONE, axis="y"), 1),
-        (dataclasses.replace(result(ONE), boundary="circular"), 1),
-    ],
-)
-def test_other_images_and_shifts_have_no_published_curve(found, label):
-    (curve,) = curves_of([found], label)
-    assert (curve.published, curve.label) == ("", label)
-
-
-def test_a_model_without_a_published_curve_has_none():
-    (curve,) = curves_of([result(ONE)], 1)
-    other = dataclasses.replace(curve, published="")
+    ((_, published),) = published_curves([far])
+    assert published.accuracy == {(0, 0): 0.75}
+    farther = dataclasses.replace(curve, shifts=((-9, 0),))
+    none = dataclasses.replace(curve, published=None)
+    assert published_curves([farther, none]) == []
     elsewhere = dataclasses.replace(curve, dataset="cifar10")
-    assert published_curves([other]) == published_curves([elsewhere]) == []
+    assert len(published_curves([curve, elsewhere])) == 2
 
 
-def test_a_torus_is_in_the_label_and_has_no_published_curve():
+def test_a_torus_is_in_the_label():
     exact = dataclasses.replace(result(ONE), settings=("torus", "polyphase"))
     (curve,) = curves_of([exact], 1)
-    assert (curve.model, curve.published) == ("favor + torus + polyphase", "")
-
-
-@pytest.mark.parametrize("dataset", ["mnist", "fashion_mnist"])
-def test_the_published_curves_are_there(dataset):
-    shifts, accuracies = published_curve(dataset, "Absolute")
-    assert shifts == list(range(-8, 9))
-    assert max(accuracies) > 0.99
-    assert published_curve("cifar10", "Absolute") == ([], [])
+    assert curve.model == "favor + torus + polyphase"

@@ -4,7 +4,7 @@ from matplotlib.figure import Figure
 
 from relattn.evaluation.shift_curves import curves_of
 from relattn.evaluation.shift_plots import CONSISTENCY, Panel, plot
-from tests.helpers.shift_results import ONE, TWO, result
+from tests.helpers.shift_results import ONE, TWO, find_published, result
 
 
 @pytest.fixture
@@ -16,7 +16,8 @@ def figure(monkeypatch):
 
 
 def test_curves_of_both_measures_share_a_color(figure, tmp_path):
-    curves = curves_of([result(ONE), result(TWO, seed=1, recipe="b")], 1)
+    runs = [result(ONE), result(TWO, seed=1, recipe="b")]
+    curves = curves_of(runs, 1, find_published)
     plot([Panel("mnist", curves)], tmp_path / "shift.png")
     top, bottom = figure[0].axes
     assert (top.get_ylabel(), bottom.get_ylabel()) == ("accuracy", CONSISTENCY)
@@ -25,10 +26,13 @@ def test_curves_of_both_measures_share_a_color(figure, tmp_path):
         assert line.get_ydata().tolist() == curve.shares.consistency.tolist()
         assert set(random.get_ydata()) == {float(curve.random.consistency)}
         assert line.get_color() == random.get_color() == top.lines[2 * i].get_color()
+        published = top.lines[2 * i + 1]
+        assert list(published.get_xdata()) == [-2, -1, 0, 1]
+        assert list(published.get_ydata()) == [0.125, 0.25, 0.75, 0.5]
     (legend,) = figure[0].legends
     assert [text.get_text() for text in legend.get_texts()] == [
         "favor [run0]",
-        "No Pos. (published)",
+        "Known (published)",
         "favor [run1]",
         "consistency under random shifts along x and y",
     ]

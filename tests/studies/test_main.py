@@ -8,6 +8,7 @@ from relattn.models import SIZES, build_model
 from relattn.training import WorkdirError, check_config
 from relattn.training.config import read_config
 from studies import __main__
+from studies.figure1 import published_curve
 from studies.presets import PRESETS, Column, Preset, Row
 from studies.report import UNITS
 from tests.helpers.trained import make_training
@@ -256,7 +257,7 @@ def test_shifts_are_evaluated_for_all_runs(tmp_path, monkeypatch):
     text, _ = __main__.run_study("performer_figure1", tmp_path, seeds=2)
     names = ["none", "learnable_sincos", "constrained_sincos", "banded", "invariant"]
     folders = [f"{name}-{data}-0-1" for name in names for data in preset.datasets]
-    assert asked == [(folders, "shift", {})]
+    assert asked == [(folders, "shift", {"find_published": published_curve})]
     assert text == "table\n\nsummary of shift"
     assert (tmp_path / "table.md").read_text() == text
 

@@ -86,7 +86,7 @@ setup(
     package_data={
         "relattn": ["py.typed"],
         "relattn.data": ["embedded/**/*"],
-        "relattn.evaluation": ["page.html", "published/*"],
+        "relattn.evaluation": ["page.html"],
     },
     install_requires=REQUIREMENTS,
     extras_require={

@@ -17,14 +17,14 @@ PROGRAMS = (
     "studies",
     "studies.demo",
     "studies.finetune",
+    "studies.sizes",
+    "studies.translation",
     "benchmarks.speed",
     "benchmarks.memory",
     "benchmarks.pipeline",
     "benchmarks.compiled",
     "benchmarks.gpu",
     "benchmarks.soak",
-    "relattn.evaluation.sizes",
-    "relattn.evaluation.translation",
     "tools.offline",
 )
 _EXAMPLES = {"attention": "favor(num_features=256)", "position": "rope2d(base=50.0)"}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from relattn.evaluation.shift import ShiftedPredictions
 from relattn.evaluation.shift_curves import PublishedCurve
-from relattn.evaluation.sizes import read_published
 from relattn.spec import parse
+from studies.sizes import read_published
 
 # The digit 1, and trousers.
 LABEL = 1

@@ -10,13 +10,13 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from relattn.evaluation.sizes import (
+from relattn.spec import closest
+from studies.sizes import (
     BASELINES,
     Entry,
     read_published,
     translution_entries,
 )
-from relattn.spec import closest
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,12 +11,12 @@ import pytest
 
 from configs import baselines, demo, rpe_vit, translution_gpt, translution_vit
 from relattn.data import IMAGE_OPTIONS
-from relattn.evaluation.sizes import count_parameters
 from relattn.models import build_model
 from relattn.models.cnn import PUBLISHED_BASELINES
 from relattn.nn.registry import ATTENTIONS, POSITIONS
 from relattn.training import check_config
 from relattn.training.config import read_config
+from studies.sizes import count_parameters
 
 DATASETS = ["mnist", "fashion_mnist", "cifar10"]
 VARIANTS = ["none", "learnable_sincos", "constrained_sincos", "banded"]
@@ -147,7 +147,7 @@ def test_published_performers_have_the_published_parameter_count(variant):
         shape = (32, 32, 1)
         model = build_model(config.model, num_classes=10, image_shape=shape)
         counts.append(count_parameters(model, shape))
-    # tests/evaluation/test_sizes.py compares the first with the published counts.
+    # tests/studies/test_sizes.py compares the first with the published counts.
     assert counts[0] == counts[1]
 
 

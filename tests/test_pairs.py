@@ -13,15 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from relattn.evaluation.translation import (
+from relattn.kernels.platform import use_platform
+from relattn.models import build_model
+from relattn.nn.registry import ATTENTIONS
+from studies.translation import (
     VARIANTS,
     all_pairs,
     torus_error,
     translation_error,
 )
-from relattn.kernels.platform import use_platform
-from relattn.models import build_model
-from relattn.nn.registry import ATTENTIONS
 from tests.helpers.quick import mark_slow, quick_jit
 
 SIZES = {"dim": 8, "num_layers": 2, "num_heads": 2, "mlp_dim": 5}

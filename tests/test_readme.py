@@ -12,8 +12,8 @@ from ml_collections import ConfigDict
 
 from relattn import kernels
 from relattn.data import load_data
-from relattn.evaluation.translation import VARIANTS, all_pairs
 from studies.presets import PRESETS
+from studies.translation import VARIANTS, all_pairs
 from tests.helpers.export import unchecked_annotations
 from tools import tables
 

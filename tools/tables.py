@@ -17,9 +17,9 @@ from typing import Any
 
 from relattn import command, spec
 from relattn.data.registry import SETS
-from relattn.evaluation import translation
 from relattn.models import MODELS
 from relattn.nn import registry
+from studies import translation
 from tests import test_contracts, test_pairs
 from tests.mechanisms import MECHANISMS, TORI
 from tests.nn import test_drop_in

@@ -10,11 +10,11 @@ import numpy as np
 import optax
 import pytest
 
-from relattn.evaluation.sizes import count_parameters
 from relattn.models import MODELS, build_model, resize_grid
 from relattn.models.cnn import CNN, ResidualBlock, average_to_grid, convolve
 from relattn.nn.batch_norm import BatchNorm
 from relattn.training.step import create_state, make_train_step
+from studies.sizes import count_parameters
 
 # These round to the published 2.5M, 134M and 11.2M.
 GOLDEN = {

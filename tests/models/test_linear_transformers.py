@@ -2,8 +2,8 @@
 
 import pytest
 
-from relattn.evaluation.sizes import count_parameters
 from relattn.models import build_model
+from studies.sizes import count_parameters
 
 
 @pytest.mark.parametrize(

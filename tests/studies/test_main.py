@@ -3,7 +3,6 @@ import sys
 
 import pytest
 
-from relattn.evaluation.sizes import read_published, translution_entries
 from relattn.models import SIZES, build_model
 from relattn.training import WorkdirError, check_config
 from relattn.training.config import read_config
@@ -11,6 +10,7 @@ from studies import __main__
 from studies.figure1 import published_curve
 from studies.presets import PRESETS, Column, Preset, Row
 from studies.report import UNITS
+from studies.sizes import read_published, translution_entries
 from tests.helpers.trained import make_training
 
 GPT = "configs/translution_gpt.py:self_attention,cpu"

@@ -10,13 +10,13 @@ import optax
 import pytest
 
 from relattn import training
-from relattn.evaluation.sizes import multiply_adds
 from relattn.models import GPT
 from relattn.training import cost, loop
 from relattn.training.cost import matmul_flops, peak_flops, training_flops
 from relattn.training.metrics import throughput
 from relattn.training.step import create_state
 from relattn.training.task import Task
+from studies.sizes import multiply_adds
 from tests.training.conftest import TinyModel, make_data
 
 W = jnp.ones((5, 5))

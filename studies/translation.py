@@ -1,6 +1,6 @@
 """Measures how an attention layer's output changes when its content is shifted.
 
-``python -m relattn.evaluation.translation`` prints the table of docs/contracts.md.
+``python -m studies.translation`` prints the table of docs/contracts.md.
 """
 
 from __future__ import annotations
@@ -256,7 +256,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     Args:
         argv: Command-line arguments, by default the process's.
     """
-    command.Parser("python -m relattn.evaluation.translation", __doc__).parse_args(argv)
+    command.Parser("python -m studies.translation", __doc__).parse_args(argv)
     columns = ("attention", "position", "equivariant", "error, one draw")
     columns += ("mean of 64 draws", "on a torus")
     print("| " + " | ".join(columns) + " |")

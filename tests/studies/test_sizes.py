@@ -2,7 +2,6 @@
 
 import collections
 import csv
-import importlib.resources
 import json
 import pathlib
 import re
@@ -11,8 +10,8 @@ import flax.linen as nn
 import jax.numpy as jnp
 import pytest
 
-from relattn.evaluation import sizes
-from relattn.evaluation.sizes import agrees, count_parameters, multiply_adds
+from studies import sizes
+from studies.sizes import agrees, count_parameters, multiply_adds
 
 PUBLISHED = pathlib.Path(__file__).parents[3] / "shared" / "published"
 CLS = 256
@@ -234,8 +233,7 @@ def test_multiply_adds_count_a_projection_per_pair(translution_rows):
     "path", sorted(PUBLISHED.glob("translution*.csv")), ids=lambda path: path.stem
 )
 def test_published_tables_are_complete_copies(path):
-    copy = importlib.resources.files("relattn.evaluation") / "published" / path.name
-    assert copy.read_text() == path.read_text()
+    assert (sizes.PUBLISHED / path.name).read_text() == path.read_text()
 
 
 @pytest.mark.slow

@@ -2,7 +2,7 @@
 
 import pytest
 
-from relattn.evaluation.translation import translation_error
+from studies.translation import translation_error
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
 """Counts the parameters of the named models and compares them to the papers.
 
-``python -m relattn.evaluation.sizes`` prints a table; with ``--json``, a JSON list.
+``python -m studies.sizes`` prints a table; with ``--json``, a JSON list.
 
 A published table is a CSV file (`read_published`). A row of it is an `Entry`
 (`translution_entries`); with our count and cost it is a `Size` (`sizes`).
@@ -12,11 +12,11 @@ import csv
 import dataclasses
 import decimal
 import functools
-import importlib.resources
 import itertools
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
@@ -28,6 +28,9 @@ from relattn import command, spec
 from relattn.models import GPT, SIZES, ViT, build_model
 from relattn.models.cnn import PUBLISHED_BASELINES
 from relattn.training.config import read_config
+
+# A CSV file for each published table.
+PUBLISHED = Path(__file__).with_name("published")
 
 # Model names in Horn et al. -> arguments of configs/baselines.py.
 BASELINES = {
@@ -354,7 +357,7 @@ def read_published(name: str) -> list[dict[str, str]]:
     """Reads a published table.
 
     Args:
-        name: File in ``relattn/evaluation/published``, without ``.csv``.
+        name: File in ``studies/published``, without ``.csv``.
 
     Returns:
         The rows, as dicts.
@@ -363,8 +366,7 @@ def read_published(name: str) -> list[dict[str, str]]:
         >>> read_published("translution_table2_mnist")[0]["method"]
         'self_attention'
     """
-    folder = importlib.resources.files("relattn.evaluation") / "published"
-    with (folder / f"{name}.csv").open() as file:
+    with (PUBLISHED / f"{name}.csv").open() as file:
         return list(csv.DictReader(file))
 
 
@@ -499,7 +501,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     Args:
         argv: Command-line arguments, by default the process's.
     """
-    parser = command.Parser("python -m relattn.evaluation.sizes", __doc__)
+    parser = command.Parser("python -m studies.sizes", __doc__)
     parser.add_argument("--json", action="store_true", help="print a JSON list")
     args = parser.parse_args(argv)
     rows = [dataclasses.asdict(size) for size in sizes()]

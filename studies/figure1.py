@@ -5,7 +5,7 @@ from __future__ import annotations
 from relattn.evaluation.shift import ShiftedPredictions
 from relattn.evaluation.shift_curves import PublishedCurve
 from relattn.spec import parse
-from studies.sizes import read_published
+from studies.published import read_published
 
 # The digit 1, and trousers.
 LABEL = 1

@@ -11,12 +11,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from relattn.spec import closest
-from studies.sizes import (
-    BASELINES,
-    Entry,
-    read_published,
-    translution_entries,
-)
+from studies.published import BASELINES, Entry, read_published, translution_entries
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,13 +2,12 @@
 
 ``python -m studies.sizes`` prints a table; with ``--json``, a JSON list.
 
-A published table is a CSV file (`read_published`). A row of it is an `Entry`
-(`translution_entries`); with our count and cost it is a `Size` (`sizes`).
+A row of a published table is a `studies.published.Entry`; with our count and cost it is
+a `ParameterCount` (`parameter_counts`).
 """
 
 from __future__ import annotations
 
-import csv
 import dataclasses
 import decimal
 import functools
@@ -16,7 +15,6 @@ import itertools
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import flax.linen as nn
@@ -28,18 +26,7 @@ from relattn import command, spec
 from relattn.models import GPT, SIZES, ViT, build_model
 from relattn.models.cnn import PUBLISHED_BASELINES
 from relattn.training.config import read_config
-
-# A CSV file for each published table.
-PUBLISHED = Path(__file__).with_name("published")
-
-# Model names in Horn et al. -> arguments of configs/baselines.py.
-BASELINES = {
-    "AlexNet": "alexnet",
-    "VGG-16": "vgg16",
-    "ResNet-18": "resnet18",
-    "Linformer": "linformer",
-    "Routing Transformer": "routing",
-}
+from studies.published import BASELINES, Entry, read_published, translution_entries
 
 # Model names in Horn et al. -> attention and position; "{}" is the setting's number.
 _PERFORMERS = {
@@ -47,19 +34,6 @@ _PERFORMERS = {
     "Absolute": ("favor", "learnable_sincos"),
     "Rel. S1": ("favor", "constrained_sincos(num_scales={})"),
     "Rel. S2": ("banded(clip={})", "none"),
-}
-
-# Rows of Translution's tables 4 and 8 -> methods.
-_POSITIONS = {
-    "no position": "no_position",
-    "absolute": "self_attention",
-    "relative key vector": "relative_key",
-    "relative value vector": "relative_value",
-    "relative bias (Swin)": "relative_bias",
-    "gated positional (ConViT)": "gated_positional",
-    "rotary (RoFormer)": "rope",
-    "lor_translution": "lor_translution",
-    "translution": "translution",
 }
 
 _IMAGENET = ((224, 224, 3), 1000)
@@ -91,40 +65,7 @@ COST_NOTE = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Entry:
-    """A row of a published table.
-
-    Attributes:
-        table: Number of the table, or of two tables that share the row.
-        size: Model size, ``"A/12"`` for images or ``"A-160"`` for text.
-        method: A method of ``configs/translution_vit.py`` or ``translution_gpt.py``.
-        published: The row as printed.
-        options: Options of the method, such as ``{"rank": 16}``.
-    """
-
-    table: str
-    size: str
-    method: str
-    published: Mapping[str, str]
-    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-
-    @property
-    def words(self) -> list[str]:
-        """Returns the method and its options, ``["lor_translution", "rank=2"]``."""
-        words = [self.method]
-        for key, value in self.options.items():
-            words.append(key if value is True else f"{key}={value}")
-        return words
-
-    @property
-    def arguments(self) -> str:
-        """Returns the arguments of the configuration: ``"A/12,translution"``."""
-        options = (f"{key}={value}" for key, value in self.options.items())
-        return ",".join([self.size, self.method, *options])
-
-
-@dataclasses.dataclass(frozen=True)
-class Size:
+class ParameterCount:
     """The parameter count and the cost of one model.
 
     Attributes:
@@ -157,16 +98,16 @@ class Size:
     paper_flops: str = ""
 
 
-def sizes() -> list[Size]:
+def parameter_counts() -> list[ParameterCount]:
     """Counts the parameters of every named size.
 
     Returns:
-        One `Size` per model, in the order of the published tables.
+        One `ParameterCount` per model, in the order of the published tables.
     """
-    return [*_performer_sizes(), *_baseline_sizes(), *translution_sizes()]
+    return [*_performer_counts(), *_baseline_counts(), *translution_counts()]
 
 
-def _performer_sizes() -> Iterator[Size]:
+def _performer_counts() -> Iterator[ParameterCount]:
     for row in read_published("performer_param_counts"):
         number = "".join(filter(str.isdigit, row["settings"]))
         attention, position = (
@@ -178,7 +119,7 @@ def _performer_sizes() -> Iterator[Size]:
             num_classes=10,
             image_shape=image_shape,
         )
-        yield Size(
+        yield ParameterCount(
             model="performer",
             size="6 layers of dim 256",
             method=attention if position == "none" else f"{attention} + {position}",
@@ -190,7 +131,7 @@ def _performer_sizes() -> Iterator[Size]:
         )
 
 
-def _baseline_sizes() -> Iterator[Size]:
+def _baseline_counts() -> Iterator[ParameterCount]:
     for row in read_published("performer_table1"):
         if row["model"].startswith("Performer"):
             continue
@@ -202,7 +143,7 @@ def _baseline_sizes() -> Iterator[Size]:
             image_shape = (32, 32, channels)
             model = build_model(options, num_classes=10, image_shape=image_shape)
             linformer = form == "published" and name == "linformer"
-            yield Size(
+            yield ParameterCount(
                 model=name,
                 size=form,
                 method=getattr(model, "attention", ""),
@@ -215,7 +156,7 @@ def _baseline_sizes() -> Iterator[Size]:
             )
 
 
-def translution_sizes() -> Iterator[Size]:
+def translution_counts() -> Iterator[ParameterCount]:
     """Yields the sizes of Translution's tables 2 to 8, 10 and 11, in this order."""
     for entry in translution_entries():
         if entry.table in ("7", "8"):
@@ -225,7 +166,9 @@ def translution_sizes() -> Iterator[Size]:
             yield _vit(entry, *data)
 
 
-def _vit(entry: Entry, image_shape: tuple[int, int, int], num_classes: int) -> Size:
+def _vit(
+    entry: Entry, image_shape: tuple[int, int, int], num_classes: int
+) -> ParameterCount:
     model = read_config(f"translution_vit:{entry.arguments}").model
     letter, patch_size = entry.size.split("/")
     side = int(patch_size)
@@ -238,10 +181,10 @@ def _vit(entry: Entry, image_shape: tuple[int, int, int], num_classes: int) -> S
         letter, side, model.attention, model.position, image_shape, num_classes
     )
     image = "x".join(map(str, image_shape))
-    return _size(entry, "vit", entry.size, image, params, cost)
+    return _count(entry, "vit", entry.size, image, params, cost)
 
 
-def _gpt(entry: Entry) -> Size:
+def _gpt(entry: Entry) -> ParameterCount:
     model = read_config(f"translution_gpt:{entry.arguments}").model
     letter, context = entry.size.split("-")
     length = int(context)
@@ -249,7 +192,7 @@ def _gpt(entry: Entry) -> Size:
     cost = length * sizes["dim"] * _GPT2_VOCABULARY
     cost += multiply_adds(model.attention, num_tokens=length, causal=True, **sizes)
     params = _gpt_params(letter, length, model.attention, model.position)
-    return _size(entry, "gpt", f"GPT-{entry.size}", "", params, cost, length)
+    return _count(entry, "gpt", f"GPT-{entry.size}", "", params, cost, length)
 
 
 # Cached, since the tables share many rows.
@@ -284,7 +227,7 @@ def _gpt_params(letter: str, length: int, attention: str, position: str) -> int:
     return count_parameters(model, num_tokens=length)
 
 
-def _size(
+def _count(
     entry: Entry,
     model: str,
     size: str,
@@ -292,7 +235,7 @@ def _size(
     params: int,
     cost: int,
     num_tokens: int | None = None,
-) -> Size:
+) -> ParameterCount:
     printed, note, published = entry.published.get("params", ""), "", None
     if printed == "out of memory":
         note = _MEMORY_NOTE
@@ -301,7 +244,7 @@ def _size(
         note = "" if agrees(params, printed) else _SLIP_NOTE
     if entry.method in ("relative_key", "relative_value"):
         note = _VECTOR_NOTE
-    return Size(
+    return ParameterCount(
         model=model,
         size=size,
         method=" ".join(entry.words),
@@ -315,59 +258,6 @@ def _size(
         multiply_adds_per_token=num_tokens and cost // num_tokens,
         paper_flops=entry.published.get("paper_flops") or "",
     )
-
-
-def translution_entries() -> Iterator[Entry]:
-    """Reads the rows of Translution's tables 2 to 8, 10 and 11.
-
-    Yields:
-        One entry per row, in the paper's order.
-
-    Example:
-        >>> entries = list(translution_entries())
-        >>> entries[0].size, entries[0].method
-        ('A/12', 'self_attention')
-    """
-    for table, name in ("2", "table2_mnist"), ("3", "table3_imagenet"):
-        for row in read_published(f"translution_{name}"):
-            yield Entry(table, row["arch"].removeprefix("ViT-"), row["method"], row)
-    for row in read_published("translution_table4_positions"):
-        yield Entry("4", "A/56", _POSITIONS[row["method"]], row)
-    for row in read_published("translution_table5_absolute"):
-        absolute = {"absolute": True} if row["encoding"] == "absolute" else {}
-        yield Entry("5", "A/12", row["method"], row, absolute)
-    for row in read_published("translution_tables6_11_relenc_dim"):
-        rank, base = int(row["relenc_dim"]), row["with_base_qkv"] == "1"
-        table = "6, 11" if base else "11"
-        options = {"rank": rank} | ({} if base else {"base": False})
-        if rank:
-            yield Entry(table, "A/56", "lor_translution", row, options)
-        else:
-            yield Entry(table, "A/56", "no_position", row)
-    for row in read_published("translution_table7_openwebtext"):
-        yield Entry("7", row["arch"].removeprefix("GPT-"), row["method"], row)
-    for row in read_published("translution_table8_gpt_positions"):
-        yield Entry("8", "A-160", _POSITIONS[row["method"]], row)
-    for row in read_published("translution_table10_input_position"):
-        learned = {"position": "learned"} if row["input_position"] == "1" else {}
-        yield Entry("10", "A/12", row["method"], row, learned)
-
-
-def read_published(name: str) -> list[dict[str, str]]:
-    """Reads a published table.
-
-    Args:
-        name: File in ``studies/published``, without ``.csv``.
-
-    Returns:
-        The rows, as dicts.
-
-    Example:
-        >>> read_published("translution_table2_mnist")[0]["method"]
-        'self_attention'
-    """
-    with (PUBLISHED / f"{name}.csv").open() as file:
-        return list(csv.DictReader(file))
 
 
 def count_parameters(
@@ -504,7 +394,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = command.Parser("python -m studies.sizes", __doc__)
     parser.add_argument("--json", action="store_true", help="print a JSON list")
     args = parser.parse_args(argv)
-    rows = [dataclasses.asdict(size) for size in sizes()]
+    rows = [dataclasses.asdict(size) for size in parameter_counts()]
     if args.json:
         print(json.dumps(rows, indent=2))
         return

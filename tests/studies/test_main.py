@@ -9,8 +9,8 @@ from relattn.training.config import read_config
 from studies import __main__
 from studies.figure1 import published_curve
 from studies.presets import PRESETS, Column, Preset, Row
+from studies.published import read_published, translution_entries
 from studies.report import UNITS
-from studies.sizes import read_published, translution_entries
 from tests.helpers.trained import make_training
 
 GPT = "configs/translution_gpt.py:self_attention,cpu"

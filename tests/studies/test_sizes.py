@@ -10,7 +10,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 import pytest
 
-from studies import sizes
+from studies import published, sizes
 from studies.sizes import agrees, count_parameters, multiply_adds
 
 PUBLISHED = pathlib.Path(__file__).parents[3] / "shared" / "published"
@@ -57,26 +57,26 @@ SLIPS = {
 
 @pytest.fixture(scope="module")
 def rows():
-    return list(sizes._performer_sizes())
+    return list(sizes._performer_counts())
 
 
 @pytest.fixture(scope="module")
 def baselines():
-    return list(sizes._baseline_sizes())
+    return list(sizes._baseline_counts())
 
 
 @pytest.fixture(scope="module")
 def translution_rows():
-    return list(sizes.translution_sizes())
+    return list(sizes.translution_counts())
 
 
 @pytest.fixture
 def all_rows(rows, baselines, translution_rows, monkeypatch):
     """The rows that the command prints, counted once for all tests."""
-    monkeypatch.setattr(sizes, "_performer_sizes", lambda: rows)
-    monkeypatch.setattr(sizes, "_baseline_sizes", lambda: baselines)
-    monkeypatch.setattr(sizes, "translution_sizes", lambda: translution_rows)
-    return sizes.sizes()
+    monkeypatch.setattr(sizes, "_performer_counts", lambda: rows)
+    monkeypatch.setattr(sizes, "_baseline_counts", lambda: baselines)
+    monkeypatch.setattr(sizes, "translution_counts", lambda: translution_rows)
+    return sizes.parameter_counts()
 
 
 @pytest.mark.slow
@@ -233,7 +233,7 @@ def test_multiply_adds_count_a_projection_per_pair(translution_rows):
     "path", sorted(PUBLISHED.glob("translution*.csv")), ids=lambda path: path.stem
 )
 def test_published_tables_are_complete_copies(path):
-    assert (sizes.PUBLISHED / path.name).read_text() == path.read_text()
+    assert (published.FOLDER / path.name).read_text() == path.read_text()
 
 
 @pytest.mark.slow

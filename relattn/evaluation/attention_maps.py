@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 
 from relattn import models
 from relattn.data import input_shape
-from relattn.models.vit import anchor_shifts
+from relattn.models.anchor import anchor_shifts
 from relattn.training import Run
 
 AttentionMaps = tuple[Float[Array, "batch rows columns"], Int[Array, "batch 2"]]

@@ -15,6 +15,8 @@ from relattn.models.cnn import AlexNet as AlexNet
 from relattn.models.cnn import ResNet18 as ResNet18
 from relattn.models.cnn import Vgg16 as Vgg16
 from relattn.models.gpt import GPT as GPT
+from relattn.models.patches import patch_grid as patch_grid
+from relattn.models.patches import patch_sides
 from relattn.models.resize import resize_grid as resize_grid
 from relattn.models.sampling import generate as generate
 from relattn.models.vit import SIZES as SIZES
@@ -22,7 +24,6 @@ from relattn.models.vit import Linformer as Linformer
 from relattn.models.vit import Performer as Performer
 from relattn.models.vit import RoutingTransformer as RoutingTransformer
 from relattn.models.vit import ViT as ViT
-from relattn.models.vit import patch_grid as patch_grid
 from relattn.models.weights import attention_weights as attention_weights
 
 MODELS = {
@@ -167,9 +168,7 @@ def _check_value(option: str, value: Any) -> None:
     elif option == "norm_eps" and not value > 0:
         problem = "must be positive"
     elif option == "patch_size":
-        sides = value if isinstance(value, list | tuple) else [value]
-        if not all(type(side) is int for side in sides):
-            problem = "must be a whole number of pixels, or two"
+        patch_sides(value)
     elif option == "dtype":
         try:
             known = jnp.dtype(value).name in _DTYPES

@@ -8,18 +8,15 @@ before the head. `SIZES` has the sizes A, B and C of Translution.
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
-import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from relattn import spec
-from relattn.kernels.precision import widen
+from relattn.models.anchor import ANCHORS, polyphase_anchor
+from relattn.models.patches import PatchSize, extract_patches, zero_patches
 from relattn.nn.blocks import (
     LAYER_NORM_EPSILON,
     Linear,
@@ -28,10 +25,6 @@ from relattn.nn.blocks import (
     transformer_blocks,
 )
 from relattn.nn.registry import layer_attentions
-from relattn.offsets import Grid, Torus
-
-# The side of a square, or height and width. A config read from JSON has a list.
-PatchSize = int | Sequence[int]
 
 # Translution, table 1.
 SIZES: dict[str, dict[str, Any]] = {
@@ -42,214 +35,6 @@ SIZES: dict[str, dict[str, Any]] = {
 
 HEADS = ("linear", "mlp")
 POOLS = ("cls", "mean")
-ANCHORS = ("none", "polyphase")
-
-
-def patch_grid(height: int, width: int, patch_size: PatchSize) -> tuple[int, int]:
-    """Computes the grid of an image's patches.
-
-    Args:
-        height: Height of the image, in pixels.
-        width: Width of the image, in pixels.
-        patch_size: Side of a square patch, or height and width, in pixels.
-
-    Returns:
-        Height and width of the grid, in tokens.
-
-    Raises:
-        ValueError: If the patch does not divide the image, or is larger than it.
-
-    Example:
-        >>> patch_grid(4, 6, 2)
-        (2, 3)
-    """
-    patch = (patch_size,) * 2 if isinstance(patch_size, int) else tuple(patch_size)
-    if len(patch) != 2:
-        raise ValueError(
-            f"config.model.patch_size={spec.shorten(patch_size)} must be one side or a "
-            "height and a width, in pixels"
-        )
-    if patch[0] > height or patch[1] > width:
-        raise ValueError(
-            f"config.model.patch_size={patch_size} is larger than the image of "
-            f"{height}x{width} pixels; choose a smaller patch or a larger "
-            "config.data.image_size"
-        )
-    if min(patch) < 1 or height % patch[0] or width % patch[1]:
-        raise ValueError(
-            f"config.model.patch_size={patch_size} does not divide the image of "
-            f"{height}x{width} pixels; choose a divisor or another "
-            "config.data.image_size"
-        )
-    return (height // patch[0], width // patch[1])
-
-
-def extract_patches(
-    images: Float[Array, "batch height width channels"],
-    patch_size: PatchSize,
-    *,
-    overlap: int = 0,
-    periodic: bool = False,
-) -> tuple[Float[Array, "batch n patch"], Grid]:
-    """Cuts images into patches, in row-major order.
-
-    Args:
-        images: Shape ``[batch, height, width, channels]``.
-        patch_size: Side of a square patch, or height and width, in pixels.
-        overlap: Number of pixels by which a patch is larger on every side.
-        periodic: Whether the image is periodic: patches that overlap a border continue
-            on the other side, not with zeros, and the grid is a torus.
-
-    Returns:
-        Tokens ``[batch, n, patch height * patch width * channels]``, and their grid.
-
-    Raises:
-        ValueError: If the patch does not divide the image, or is larger than it.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> tokens, grid = extract_patches(jnp.zeros((1, 4, 6, 3)), 2)
-        >>> tokens.shape, grid
-        ((1, 6, 12), (2, 3))
-        >>> extract_patches(jnp.zeros((1, 4, 6, 3)), (4, 2))[1]
-        (1, 3)
-        >>> tokens, grid = extract_patches(
-        ...     jnp.zeros((1, 4, 6, 3)), 2, overlap=1, periodic=True)
-        >>> tokens.shape, grid
-        ((1, 6, 48), Torus((2, 3)))
-    """
-    if overlap < 0:
-        raise ValueError(
-            f"config.model.patch_overlap must be at least 0 pixels, got {overlap}"
-        )
-    batch, height, width, channels = images.shape
-    grid = patch_grid(height, width, patch_size)
-    patch = (height // grid[0], width // grid[1])
-    if overlap:
-        widths = [(0, 0), (overlap, overlap), (overlap, overlap), (0, 0)]
-        x = jnp.pad(images, widths, mode="wrap" if periodic else "constant")
-        rows, columns = (
-            np.arange(count)[:, None] * side + np.arange(side + 2 * overlap)
-            for count, side in zip(grid, patch, strict=True)
-        )
-        x = x[:, rows][:, :, :, columns]
-    else:
-        x = images.reshape(batch, grid[0], patch[0], grid[1], patch[1], channels)
-    tokens = x.swapaxes(2, 3).reshape(batch, grid[0] * grid[1], -1)
-    return tokens, Torus(grid) if periodic else grid
-
-
-def zero_patches(
-    images: Float[Array, "batch height width channels"],
-    exists: Bool[Array, "batch patches"],
-    patch_size: PatchSize,
-) -> Float[Array, "batch height width channels"]:
-    """Sets the pixels of patches that do not exist to zero, even where they are NaN."""
-    batch, height, width, _ = images.shape
-    grid = patch_grid(height, width, patch_size)
-    exists = exists.reshape(batch, *grid)
-    exists = jnp.repeat(exists, height // grid[0], axis=1)
-    exists = jnp.repeat(exists, width // grid[1], axis=2)
-    return jnp.where(exists[..., None], images, 0)
-
-
-def polyphase_anchor(
-    images: Float[Array, "batch height width channels"], patch_size: PatchSize
-) -> Float[Array, "batch height width channels"]:
-    """Rolls every image so that a circular shift of it does not change the result.
-
-    1. A phase (r, c), below the patch size, is a way to cut the image into patches,
-       after rolling it by (-r, -c). The phase with the largest energy is chosen:
-       sum over patches of (sum of the patch)^2.
-    2. Of the patches of this phase, the one that starts at the pixel with the largest
-       key comes first: key = sum_ab (3/4)^a (7/8)^b x(row + a, column + b). On a torus
-       this choice changes nothing but rounding. Of phases with equal energies it
-       decides too.
-
-    The result for a shifted image is the same bit for bit, unless two keys are equal:
-    all sums add the same numbers in the same order.
-
-    Args:
-        images: Shape ``[batch, height, width, channels]``.
-        patch_size: Side of a square patch, or height and width, in pixels.
-
-    Returns:
-        The rolled images. Gradients pass through the roll, not through its choice.
-
-    Raises:
-        ValueError: If the patch does not divide the image, or is larger than it.
-
-    Example:
-        >>> image = jnp.zeros((1, 4, 4, 1)).at[0, 1:3, 1:3].set(1.0)
-        >>> polyphase_anchor(image, 2)[0, :2, :2, 0].tolist()
-        [[1.0, 1.0], [1.0, 1.0]]
-
-    Source:
-        Rojas-Gomez et al., Making Vision Transformers Truly Shift-Equivariant, section
-        4.1; the energy of the patches' sums and the key are ours.
-    """
-    shifts = anchor_shifts(images, patch_size)
-    roll = functools.partial(jnp.roll, axis=(0, 1))
-    return jax.vmap(lambda image, shift: roll(image, tuple(-shift)))(images, shifts)
-
-
-def anchor_shifts(
-    images: Float[Array, "batch height width channels"], patch_size: PatchSize
-) -> Int[Array, "batch 2"]:
-    """Computes where in each image the first patch of `polyphase_anchor` starts.
-
-    Args:
-        images: Shape ``[batch, height, width, channels]``.
-        patch_size: Side of a square patch, or height and width, in pixels.
-
-    Returns:
-        Rows and columns in pixels, shape ``[batch, 2]``.
-
-    Raises:
-        ValueError: If the patch does not divide the image, or is larger than it.
-
-    Example:
-        >>> image = jnp.zeros((1, 4, 4, 1)).at[0, 1:3, 1:3].set(1.0)
-        >>> anchor_shifts(image, 2).tolist()
-        [[1, 1]]
-    """
-    _, height, width, _ = images.shape
-    grid = patch_grid(height, width, patch_size)
-    patch = (height // grid[0], width // grid[1])
-    pixels = widen(jax.lax.stop_gradient(images)).sum(axis=-1)
-    # The sum of the patch that starts at each pixel.
-    sums = pixels
-    for axis, side in ((1, patch[0]), (2, patch[1])):
-        rolled = (jnp.roll(sums, -shift, axis) for shift in range(side))
-        sums = functools.reduce(jnp.add, rolled)
-    # The patches of each phase, [batch, phase row, phase column, patches].
-    squares = (sums**2).reshape(-1, grid[0], patch[0], grid[1], patch[1])
-    squares = squares.transpose(0, 2, 4, 1, 3).reshape(-1, *patch, math.prod(grid))
-    energy = _sum_sorted(squares)
-    largest = energy == energy.max(axis=(1, 2), keepdims=True)
-
-    key = pixels
-    for axis, share in ((1, 1 / 4), (2, 1 / 8)):
-        # (1 - share) times the sum so far, shifted by one, plus x. Multiplying by a
-        # power of two is exact, so that fused operations round as separate ones do.
-        def add(_, total, x=key, axis=axis, share=share):
-            total = jnp.roll(total, -1, axis)
-            return x + (total - share * total)
-
-        key = jax.lax.fori_loop(0, pixels.shape[axis], add, jnp.zeros_like(key))
-    chosen = jnp.where(jnp.tile(largest, (1, *grid)), key, -jnp.inf)
-    first = jnp.argmax(chosen.reshape(images.shape[0], -1), axis=-1)
-    return jnp.stack(divmod(first, width), axis=-1)
-
-
-def _sum_sorted(x):
-    """Sums over the last axis in an order that depends on the numbers only."""
-    x = jnp.sort(x, axis=-1)
-    # A tree of elementwise additions rounds the same way in every row.
-    while x.shape[-1] > 1:
-        x = jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, x.shape[-1] % 2)])
-        x = x[..., ::2] + x[..., 1::2]
-    return x[..., 0]
 
 
 class ViT(nn.Module):

@@ -10,7 +10,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from relattn.models import build_model
-from relattn.models.vit import extract_patches
+from relattn.models.patches import extract_patches
 from tests.helpers.quick import mark_slow, quick_jit
 
 CONFIG = {
@@ -140,7 +140,7 @@ def test_patches_are_in_row_major_order():
         ({"patchsize": 2}, "no option 'patchsize': did you mean 'patch_size'?"),
         ({"patch_size": 3}, "patch_size=3 does not divide the image of 4x6 pixels"),
         ({"patch_size": (2, 5)}, "patch_size=(2, 5) does not divide the image of 4x6"),
-        ({"patch_size": (2, 3, 1)}, "must be one side or a height and a width"),
+        ({"patch_size": (2, 3, 1)}, "must be a whole number of pixels, or two"),
         (
             {"num_heads": 3},
             "num_heads must divide config.model.dim, or",
@@ -161,7 +161,7 @@ def test_patches_are_in_row_major_order():
         ({"dropout": 1}, "config.model.dropout must be from 0 to below 1, got 1.0"),
         ({"dropout": float("nan")}, "needs dropout of type float, got nan"),
         ({"patch_size": 2.0}, "patch_size must be a whole number of pixels, or two"),
-        ({"patch_size": (2, "2")}, "must be a whole number of pixels, or two, got (2"),
+        ({"patch_size": (2, "2")}, "pixels, or two (height and width), got (2, '2')"),
         ({"attention": "favor(num_features='a')"}, "needs num_features of type int"),
         ({"dim" * 99: 1}, "model 'performer' has no option 'dimdim"),
     ],

@@ -8,7 +8,8 @@ import pytest
 from configs import demo
 from relattn.data import load_data, preprocess
 from relattn.models import build_model, resize_grid
-from relattn.models.vit import extract_patches, polyphase_anchor
+from relattn.models.anchor import polyphase_anchor
+from relattn.models.patches import extract_patches
 from relattn.nn.registry import POSITIONS
 from tests.helpers.quick import quick_jit
 

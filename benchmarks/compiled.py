@@ -35,8 +35,9 @@ from benchmarks.hlo import count_executed
 from benchmarks.measure import forward_backward
 from benchmarks.memory import abstract_step, describe_data
 from benchmarks.speed_cases import CASES, Sizes
-from relattn import command, spec
+from relattn import command
 from relattn.kernels.platform import use_platform
+from relattn.messages import closest
 from relattn.training.config import read_config
 from relattn.training.cost import matmul_flops, peak_flops
 from relattn.training.devices import MeshParallel
@@ -290,7 +291,7 @@ def choose_rows(only: str, done: Iterable[str]) -> list[str]:
     patterns = [pattern.strip() for pattern in only.split(",")]
     for pattern in patterns:
         if not fnmatch.filter(ROWS, pattern):
-            hint = spec.closest(pattern, ROWS)
+            hint = closest(pattern, ROWS)
             raise ValueError(f"--only={only}: no row {pattern!r}: {hint}")
     return [
         name

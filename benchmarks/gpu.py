@@ -31,7 +31,8 @@ from benchmarks.compiled import STEPS
 from benchmarks.measure import describe_machine, forward_backward, torch_passes
 from benchmarks.memory import abstract_step, describe_data
 from benchmarks.speed_cases import CASES, Sizes
-from relattn import command, spec
+from relattn import command
+from relattn.messages import closest
 from relattn.training.config import read_config
 from relattn.training.cost import device_bytes, matmul_flops, tree_bytes
 from relattn.training.devices import MeshParallel
@@ -422,7 +423,7 @@ def choose_rows(only: str, done: Mapping[str, Mapping[str, Any]]) -> list[str]:
     patterns = [pattern.strip() for pattern in only.split(";") if pattern.strip()]
     for pattern in patterns:
         if not fnmatch.filter(ROWS, pattern):
-            hint = spec.closest(pattern, ROWS)
+            hint = closest(pattern, ROWS)
             raise ValueError(f"--only={only}: no row {pattern!r}: {hint}")
     return [
         name

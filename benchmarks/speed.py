@@ -26,7 +26,8 @@ from tqdm import tqdm
 
 from benchmarks.speed_cases import CASES, Sizes
 from benchmarks.steps import MODELS
-from relattn import command, spec
+from relattn import command
+from relattn.messages import closest
 from relattn.training.workdir import describe_cpu, usable_folder
 
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -251,7 +252,7 @@ def _names(text: str, kind: str = "kernel", known: Iterable[str] = CASES) -> lis
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
         if name not in known:
-            hint = spec.closest(name, known)
+            hint = closest(name, known)
             raise argparse.ArgumentTypeError(f"no {kind} {name!r}: {hint}")
     return names
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import relattn
 from relattn import command
-from relattn.spec import closest
+from relattn.messages import check_choice
 
 if TYPE_CHECKING:
     from relattn.evaluation.shift_curves import FindPublished
@@ -53,8 +53,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if name == "--version":
         print(f"relattn {relattn.__version__}")
         sys.exit(0)
-    if name not in COMMANDS:
-        raise ValueError(f"unknown command {name!r}: {closest(name, COMMANDS)}")
+    check_choice("command", name, COMMANDS)
     module, function = COMMANDS[name]
     # The programs name themselves by this.
     sys.argv = [f"relattn {name}", *options]

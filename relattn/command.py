@@ -20,7 +20,7 @@ from typing import Any, ParamSpec
 
 import jax
 
-from relattn.spec import closest
+from relattn.messages import closest
 
 _P = ParamSpec("_P")
 
@@ -148,7 +148,7 @@ class Parser(argparse.ArgumentParser):
         ['--config.seed=3']
         >>> parser.parse_args(["--verbose"])
         Traceback (most recent call last):
-        ValueError: unknown option --verbose: did you mean '--verbosity'? There are: \
+        ValueError: unknown option --verbose: did you mean '--verbosity'? Available: \
 --flagfile, --import, --verbosity
     """
 

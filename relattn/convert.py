@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 
 from relattn import command
+from relattn.messages import check_choice
 from relattn.models import pretrained
 from relattn.models.safetensors import read_safetensors
 from relattn.models.source_configs import check_equal
 from relattn.models.sources import SOURCES
 from relattn.models.tensor_tables import unwrap
-from relattn.spec import closest, shorten
 
 # Keys of training checkpoints that hold a model.
 STATES = (
@@ -70,11 +70,7 @@ def convert(
         run = load_run(checkpoint)
         run.save_pretrained(output)
         return run.pretrained_config()
-    if source not in SOURCES:
-        known = [*SOURCES, "run"]
-        raise ValueError(
-            f"unknown --source {shorten(source)}: {closest(source, known)}"
-        )
+    check_choice("--source", source, [*SOURCES, "run"])
     if Path(output).resolve() == Path(checkpoint).resolve().parent:
         raise ValueError(
             f"--output={output} is the folder of the checkpoint, whose files would be "

@@ -8,7 +8,6 @@ evaluated, and errors name the closest valid name.
 from __future__ import annotations
 
 import ast
-import difflib
 import functools
 import inspect
 import math
@@ -17,10 +16,10 @@ import warnings
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from relattn.messages import closest, shorten
+
 # Length limit: deeply nested input can crash ast.parse.
 MAX_LENGTH = 500
-# Length limit of a value shown in an error message.
-MAX_SHOWN = 80
 # The largest 64-bit integer.
 LARGEST = 2**63 - 1
 # The smallest and the largest normal float32; smaller numbers may become zero.
@@ -274,49 +273,6 @@ def read_arguments(
             hint = closest(argument, words)
             raise ValueError(f"{where} has no argument {shorten(argument)}: {hint}")
     return chosen, values
-
-
-def closest(name: str, names: Collection[str]) -> str:
-    """Suggests the most similar name and lists all names, for an error message.
-
-    Args:
-        name: The unknown name.
-        names: The valid names.
-
-    Returns:
-        ``"did you mean 'x'? There are: ..."``, or ``"there are: ..."`` if no name is
-        similar.
-
-    Example:
-        >>> closest("favour", ["favor", "softmax"])
-        "did you mean 'favor'? There are: favor, softmax"
-    """
-    listed = "there are: " + ", ".join(sorted(names))
-    similar = difflib.get_close_matches(name[:MAX_SHOWN], list(names), n=1, cutoff=0.5)
-    if not similar:
-        return listed
-    return f"did you mean {similar[0]!r}? T{listed[1:]}"
-
-
-def shorten(value: Any) -> str:
-    """Formats a value for an error message.
-
-    Args:
-        value: Any value.
-
-    Returns:
-        Its `repr` on one line, cut after `MAX_SHOWN` characters.
-
-    Example:
-        >>> shorten("a" * 1000000)[-9:], len(shorten("a" * 1000000))
-        ('aaaaaa...', 83)
-    """
-    try:
-        shown = " ".join(repr(value).splitlines())
-    except ValueError:
-        # Python refuses to print integers of more than a few thousand digits.
-        shown = f"a huge {type(value).__name__}"
-    return shown if len(shown) <= MAX_SHOWN else f"{shown[:MAX_SHOWN]}..."
 
 
 def is_finite(value: float | int) -> bool:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from relattn import command
 from relattn.evaluation.compare import shift_report
-from relattn.spec import closest
+from relattn.messages import check_choice
 from relattn.training.config import read_config
 from relattn.training.overrides import typed_keys
 from relattn.training.workdir import usable_folder, write_json
@@ -58,8 +58,7 @@ def run_study(
             folder is not the project's root.
         OSError: If the folder cannot be written to, or a run cannot be loaded.
     """
-    if preset not in PRESETS:
-        raise ValueError(f"unknown preset {preset!r}: {closest(preset, PRESETS)}")
+    check_choice("preset", preset, PRESETS)
     if seeds < 1:
         raise ValueError(f"seeds must be at least 1, got {seeds}")
     if not 0 <= together <= seeds:

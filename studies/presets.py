@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from relattn.spec import closest
+from relattn.messages import check_choice
 from studies.published import BASELINES, Entry, read_published, translution_entries
 
 
@@ -97,8 +97,7 @@ class Preset:
         """
         known = [row.name for row in self.rows]
         for name in names:
-            if name not in known:
-                raise ValueError(f"unknown model {name!r}: {closest(name, known)}")
+            check_choice("model", name, known)
         rows = [row for row in self.rows if row.name in names]
         return dataclasses.replace(self, rows=rows)
 
@@ -119,10 +118,7 @@ class Preset:
             >>> Preset("Two", [row], []).on("cifar10").datasets
             ['cifar10']
         """
-        if dataset not in self.datasets:
-            raise ValueError(
-                f"unknown dataset {dataset!r}: {closest(dataset, self.datasets)}"
-            )
+        check_choice("dataset", dataset, self.datasets)
         rows = [
             dataclasses.replace(row, runs={dataset: row.runs[dataset]})
             for row in self.rows

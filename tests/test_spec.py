@@ -115,14 +115,6 @@ def test_resolve_checks_types_of_options():
             resolve(f"favor({text})")
 
 
-def test_messages_cut_long_values():
-    assert spec.shorten("a" * 80) == "'" + "a" * 79 + "..."
-    assert spec.shorten({"a": 1}) == "{'a': 1}"
-    assert spec.shorten(10**5000) == "a huge int"
-    with pytest.raises(ValueError, match=r"^unknown attention 'aaa.*\.\.\.: there are"):
-        spec.resolve("a" * 400, {"favor": dict}, "attention")
-
-
 @pytest.mark.parametrize("text", ["", "a b"])
 def test_an_error_names_what_is_no_spec(text):
     message = f"data.augment={text!r} is not a spec: write a name"

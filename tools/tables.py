@@ -15,8 +15,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from relattn import command, spec
+from relattn import command
 from relattn.data.registry import SETS
+from relattn.messages import check_choice
 from relattn.models import MODELS
 from relattn.nn import registry
 from studies import translation
@@ -189,8 +190,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(TABLES))
     names = parser.parse_args(argv).names or list(TABLES)
     for name in names:
-        if name not in TABLES:
-            raise ValueError(f"unknown table {name!r}: {spec.closest(name, TABLES)}")
+        check_choice("table", name, TABLES)
     write_tables(names)
 
 

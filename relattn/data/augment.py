@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Array, Float, Key
 
 from relattn import spec
+from relattn.messages import shorten
 
 # Random numbers per image; an augmentation uses the first of them.
 NUM_DRAWS = 3
@@ -197,7 +198,7 @@ def make_mix(text: str, kind: str = "images") -> Mix | None:
         return None
     if kind != "images":
         raise ValueError(
-            f"data.mix={spec.shorten(text)} mixes images, but the data are text: "
+            f"data.mix={shorten(text)} mixes images, but the data are text: "
             "remove data.mix"
         )
     choices = [

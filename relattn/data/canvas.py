@@ -11,10 +11,9 @@ import numpy as np
 from jaxtyping import Int, Int64, UInt8
 from ml_collections import ConfigDict
 
-from relattn import spec
 from relattn.data.base import CACHED_EPOCHS, Batch, EvalSplit
 from relattn.data.images import ImageData, ImageSplit
-from relattn.data.registry import check_choice
+from relattn.messages import check_choice, shorten
 
 # Of the test images, and of all others.
 TESTS = ("static", "dynamic")
@@ -52,7 +51,7 @@ def place_on_canvas(data: ImageData, config: ConfigDict) -> PlacedData:
     canvas, shape = config.get("canvas", 84), data.image_shape
     if canvas < max(shape[:2]):
         raise ValueError(
-            f"data.canvas={spec.shorten(canvas)} is smaller than the images of "
+            f"data.canvas={shorten(canvas)} is smaller than the images of "
             f"{shape[0]}x{shape[1]} pixels: it must be at least {max(shape[:2])}."
         )
     # The test images are placed both ways.
@@ -60,7 +59,7 @@ def place_on_canvas(data: ImageData, config: ConfigDict) -> PlacedData:
     max_canvas = math.isqrt(MAX_EVAL_BYTES // max(1, count))
     if canvas > max_canvas:
         raise ValueError(
-            f"data.canvas={spec.shorten(canvas)} needs over "
+            f"data.canvas={shorten(canvas)} needs over "
             f"{MAX_EVAL_BYTES / 1e9:.0f} GB for the evaluation images: it must be at "
             f"most {max_canvas}."
         )

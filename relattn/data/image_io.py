@@ -10,8 +10,8 @@ import pathlib
 import numpy as np
 from PIL import ExifTags, Image, ImageColor, ImageOps, UnidentifiedImageError
 
-from relattn import spec
 from relattn.data.paths import describe_error
+from relattn.messages import shorten
 
 # Pillow supports many more, for example EPS, which it runs in Ghostscript.
 FORMATS = {
@@ -152,7 +152,7 @@ def check_background(background: str) -> None:
         ImageColor.getrgb(background)
     except (ValueError, AttributeError) as error:
         raise ValueError(
-            f"unknown data.background {spec.shorten(background)}: give a colour such "
+            f"unknown data.background {shorten(background)}: give a colour such "
             "as 'white' or '#7f7f7f'"
         ) from error
 

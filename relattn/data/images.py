@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float32, Int32, Int64, UInt8
 
-from relattn import spec
 from relattn.data.augment import NUM_DRAWS
 from relattn.data.base import (
     CACHED_EPOCHS,
@@ -24,6 +23,7 @@ from relattn.data.base import (
     part_rows,
     steps_per_epoch,
 )
+from relattn.messages import shorten
 
 # Limits the temporary int64 copy of a chunk to about 100 MB.
 CHUNK_BYTES = 2**24
@@ -370,12 +370,12 @@ def draw_validation(
     """
     if not 0 <= num_validation < num_examples:
         raise ValueError(
-            f"data.num_validation={spec.shorten(num_validation)} of {num_examples} "
+            f"data.num_validation={shorten(num_validation)} of {num_examples} "
             f"training images: it must be at least 0 and at most {num_examples - 1}, "
             "to leave images for training."
         )
     if split_seed < 0:
-        shown = spec.shorten(split_seed)
+        shown = shorten(split_seed)
         raise ValueError(f"data.split_seed={shown}: it must be at least 0.")
     order = np.random.default_rng(split_seed).permutation(num_examples)
     return order[:num_validation]

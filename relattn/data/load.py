@@ -6,7 +6,6 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from relattn import spec
 from relattn.data.augment import check_augmentation, make_mix
 from relattn.data.base import DataSource
 from relattn.data.canvas import place_on_canvas
@@ -25,10 +24,11 @@ from relattn.data.images import (
 )
 from relattn.data.paths import expand, reading_data
 from relattn.data.preprocess import check_statistics
-from relattn.data.registry import EMBEDDED_FOLDER, EMBEDDED_VERSION, SETS, check_choice
+from relattn.data.registry import EMBEDDED_FOLDER, EMBEDDED_VERSION, SETS
 from relattn.data.streaming import open_folder, open_streamed
 from relattn.data.text import load_text
 from relattn.data.tfds import find_or_prepare, read_full, read_prepared
+from relattn.messages import check_choice, closest, shorten
 
 # The options of images with their defaults; ``name`` and ``image_size`` have none.
 IMAGE_OPTIONS = {
@@ -74,7 +74,7 @@ def image_options(name: str, image_size: int, **changes: Any) -> ConfigDict:
     """
     for option in changes:
         if option not in IMAGE_OPTIONS:
-            hint = spec.closest(option, IMAGE_OPTIONS)
+            hint = closest(option, IMAGE_OPTIONS)
             raise TypeError(f"images have no option {option!r}: {hint}")
     return ConfigDict(
         {"name": name, "image_size": image_size, **IMAGE_OPTIONS, **changes}
@@ -227,7 +227,7 @@ def _check_effect(config: ConfigDict, *, in_memory: bool) -> None:
         value = config.get(option, default)
         if value != default and not has_effect:
             raise ValueError(
-                f"data.{option}={spec.shorten(value)} has no effect here, since it "
+                f"data.{option}={shorten(value)} has no effect here, since it "
                 f"needs {need}: leave it at {default!r}"
             )
 
@@ -335,7 +335,7 @@ def register_data(name: str, loader: Callable[[ConfigDict], DataSource]) -> None
     """
     if not name.isidentifier() or name in BUILT_IN:
         raise ValueError(
-            f"{spec.shorten(name)} cannot be registered: choose a Python identifier "
+            f"{shorten(name)} cannot be registered: choose a Python identifier "
             f"that is not one of {', '.join(sorted(BUILT_IN))}"
         )
     LOADERS[name] = loader

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 
 from tqdm import tqdm
 
-from relattn import spec
+from relattn.messages import shorten
 
 MANIFEST = "manifest.json"
 BLOCK_BYTES = 2**20
@@ -158,11 +158,11 @@ def find_damage(folder: pathlib.Path) -> str:
     except (ValueError, RecursionError):
         return f"{manifest} is damaged"
     if not isinstance(sums, dict):
-        return f"{manifest} is damaged (it is {spec.shorten(sums)})"
+        return f"{manifest} is damaged (it is {shorten(sums)})"
     for name, expected in sums.items():
         path = folder / name
         if name != pathlib.PurePath(name).name or not path.is_file():
-            return f"{folder} has no file {spec.shorten(name)}, which {MANIFEST} lists"
+            return f"{folder} has no file {shorten(name)}, which {MANIFEST} lists"
         if sha256(path, f"Verifying {name}") != expected:
             return f"{path} is damaged (its SHA-256 is not that of {MANIFEST})"
     return ""

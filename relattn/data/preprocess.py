@@ -15,9 +15,9 @@ import numpy as np
 from jaxtyping import Array, Float, Float32, Shaped
 from ml_collections import ConfigDict
 
-from relattn import spec
 from relattn.data.augment import augment
 from relattn.data.base import DataInfo, ImageInfo
+from relattn.messages import shorten
 
 # XLA ends the process where the number of pixels is beyond 64 bits.
 MAX_IMAGE_SIZE = 2**16
@@ -131,7 +131,7 @@ def input_shape(config: ConfigDict, info: DataInfo) -> tuple[int, ...]:
     size = config.get("image_size", info.image_shape[0])
     if not 1 <= size <= MAX_IMAGE_SIZE:
         limit = "at least 1" if size < 1 else f"at most {MAX_IMAGE_SIZE}"
-        raise ValueError(f"data.image_size={spec.shorten(size)}: it must be {limit}.")
+        raise ValueError(f"data.image_size={shorten(size)}: it must be {limit}.")
     return (size, size, info.image_shape[2])
 
 

@@ -2,9 +2,6 @@
 
 import dataclasses
 import pathlib
-from collections.abc import Collection
-
-from relattn import spec
 
 EMBEDDED_FOLDER = pathlib.Path(__file__).parent / "embedded"
 EMBEDDED_VERSION = "1.0.0"
@@ -91,28 +88,3 @@ SETS = {
         streamed=True,
     ),
 }
-
-
-def check_choice(
-    key: str, value: str, choices: Collection[str], where: str = ""
-) -> None:
-    """Raises ValueError unless a value is one of the known values.
-
-    Args:
-        key: Name of the argument or configuration key.
-        value: The value to check.
-        choices: The known values.
-        where: Restriction of the known values, appended to the value in the message.
-
-    Raises:
-        ValueError: If the value is unknown; the message names the closest known value.
-
-    Example:
-        >>> check_choice("data.source", "flder", ["folder"])
-        Traceback (most recent call last):
-        ValueError: unknown data.source 'flder': did you mean 'folder'? There are: \
-folder
-    """
-    if value not in choices:
-        shown, hint = spec.shorten(value), spec.closest(value, choices)
-        raise ValueError(f"unknown {key} {shown}{where}: {hint}")

@@ -14,7 +14,6 @@ import numpy as np
 from jaxtyping import Integer, UInt16
 from ml_collections import ConfigDict
 
-from relattn import spec
 from relattn.data.base import (
     Batch,
     EvalSplit,
@@ -26,7 +25,7 @@ from relattn.data.base import (
     steps_per_epoch,
 )
 from relattn.data.paths import expand, find_damage
-from relattn.data.registry import EMBEDDED_FOLDER, check_choice
+from relattn.data.registry import EMBEDDED_FOLDER
 from relattn.data.tfds import DatasetNotPreparedError
 from relattn.data.tokenizers import (
     TOKENIZERS,
@@ -34,6 +33,7 @@ from relattn.data.tokenizers import (
     check_bpe_dir,
     load_tokenizer,
 )
+from relattn.messages import check_choice, shorten
 
 EMBEDDED_TEXTS = ("tinyshakespeare",)
 EMBEDDED_VAL_FRACTION = 0.1
@@ -381,12 +381,12 @@ def _parse_meta(path: pathlib.Path) -> TokenMeta:
         counts, origin = values.get("num_tokens", {}), values.get("origin", "")
         known = TOKENIZERS[tokenizer].vocab_size
         if vocab_size != known:
-            shown = spec.shorten(vocab_size)
+            shown = shorten(vocab_size)
             raise ValueError(f"vocab_size is {shown}, expected {known}")
         if not isinstance(counts, dict) or any(
             type(n) is not int for n in counts.values()
         ):
-            raise ValueError(f"num_tokens is {spec.shorten(counts)}")
+            raise ValueError(f"num_tokens is {shorten(counts)}")
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ValueError(
             f"{path} cannot be used ({type(error).__name__}: {str(error)[:200]}): "

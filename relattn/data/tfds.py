@@ -22,11 +22,11 @@ from numpy.lib.format import open_memmap
 from tensorflow_datasets.core import constants
 from tqdm import tqdm
 
-from relattn import spec
 from relattn.data.image_io import decode_image, open_image
 from relattn.data.images import ImageSplit
 from relattn.data.paths import describe_error, expand, find_damage
 from relattn.data.registry import SETS, ImageSet
+from relattn.messages import shorten
 
 CHUNK = 1000
 # A larger split is decoded once into a memory-mapped file.
@@ -178,7 +178,7 @@ def open_builder(folder: pathlib.Path) -> Any:
     for name in _class_names(json.loads((folder / "features.json").read_text("utf-8"))):
         if not (isinstance(name, str) and name.startswith("tensorflow_datasets.")):
             raise ValueError(
-                f"features.json names {spec.shorten(name)}, which is not a TFDS class"
+                f"features.json names {shorten(name)}, which is not a TFDS class"
             )
     return tfds.builder_from_directory(folder)
 

@@ -8,9 +8,8 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Array, Integer, UInt16
 
-from relattn import spec
 from relattn.data.paths import expand, sha256
-from relattn.data.registry import check_choice
+from relattn.messages import check_choice, shorten
 
 TokenIds = UInt16[np.ndarray, "_"]
 AnyIds = Integer[Array | np.ndarray, "tokens"] | Sequence[int]
@@ -183,7 +182,7 @@ def check_bpe_dir(name: str, bpe_dir: str) -> None:
     """
     if bpe_dir and name != "gpt2":
         raise ValueError(
-            f"bpe_dir={spec.shorten(bpe_dir)} is the vocabulary of the tokenizer "
+            f"bpe_dir={shorten(bpe_dir)} is the vocabulary of the tokenizer "
             f"'gpt2', but the tokenizer is {name!r}: leave out bpe_dir"
         )
 

@@ -342,6 +342,6 @@ def class_index(name: str, class_names: Sequence[str]) -> int:
     hint = f"did you mean {class_names[known.index(similar[0])]!r}? " if similar else ""
     names = ", ".join(class_names) if len(class_names) <= MAX_LISTED else "their names"
     raise ValueError(
-        f"unknown class {name!r}: {hint}There are: all, 0 to {len(class_names) - 1}, "
+        f"unknown class {name!r}: {hint}Available: all, 0 to {len(class_names) - 1}, "
         + names
     )

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from relattn import command, spec
+from relattn import command
+from relattn.messages import shorten
 from relattn.training import load_run
 
 # Guards against a typo that would fill the memory.
@@ -59,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not 1 <= given.num_samples <= MAX_SAMPLES:
         raise ValueError(
             f"num_samples must be from 1 to {MAX_SAMPLES}, got "
-            f"{spec.shorten(given.num_samples)}"
+            f"{shorten(given.num_samples)}"
         )
     run = load_run(given.workdir, given.checkpoint)
     texts = run.generate(

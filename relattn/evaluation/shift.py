@@ -27,7 +27,7 @@ from relattn.data import (
     preprocess,
     standardize,
 )
-from relattn.spec import closest
+from relattn.messages import check_choice
 from relattn.training import Run, make_predict_fn
 from relattn.training.config import FREE_KEYS, flatten
 from relattn.training.predict import require_kind
@@ -129,10 +129,7 @@ def check_boundary(boundary: str, streamed: bool, where: str) -> None:
     Example:
         >>> check_boundary("circular", streamed=True, where="runs/a")
     """
-    if boundary not in BOUNDARIES:
-        raise ValueError(
-            f"unknown boundary {boundary!r}: {closest(boundary, BOUNDARIES)}"
-        )
+    check_choice("boundary", boundary, BOUNDARIES)
     if streamed and boundary == "zeros":
         raise ValueError(
             f"{where} was trained on photographs, which fill the image: choose "

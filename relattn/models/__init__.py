@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from relattn import spec
+from relattn.messages import check_choice, closest, shorten
 from relattn.models.cnn import AlexNet as AlexNet
 from relattn.models.cnn import ResNet18 as ResNet18
 from relattn.models.cnn import Vgg16 as Vgg16
@@ -99,17 +100,13 @@ def build_model(
     """
     options = dict(config)
     name = options.pop("name", "")
-    if name not in MODELS:
-        raise ValueError(
-            f"unknown config.model.name {spec.shorten(name)}: "
-            f"{spec.closest(str(name), MODELS)}"
-        )
+    check_choice("config.model.name", name, MODELS)
     known = model_options(name)
     for option, value in options.items():
         if option not in known:
             raise ValueError(
-                f"model {name!r} has no option {spec.shorten(option)}: "
-                f"{spec.closest(option, known)}"
+                f"model {name!r} has no option {shorten(option)}: "
+                f"{closest(option, known)}"
             )
         options[option] = spec.read_option(f"model {name!r}", value, known[option])
         _check_value(option, options[option])
@@ -178,4 +175,4 @@ def _check_value(option: str, value: Any) -> None:
     elif option == "precision" and value not in _PRECISIONS:
         problem = f"must be one of {', '.join(map(repr, _PRECISIONS))}"
     if problem:
-        raise ValueError(f"config.model.{option} {problem}, got {spec.shorten(value)}")
+        raise ValueError(f"config.model.{option} {problem}, got {shorten(value)}")

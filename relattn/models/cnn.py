@@ -7,7 +7,7 @@ options of the baselines of Horn et al.
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import flax.linen as nn
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from relattn import spec
+from relattn.messages import check_choice
 from relattn.nn.batch_norm import BatchNorm
 from relattn.nn.blocks import KERNEL_INIT, Linear, at_precision, uniform
 
@@ -68,7 +68,7 @@ class CNN(nn.Module):
         Raises:
             ValueError: If an option has an unknown value or the images are too small.
         """
-        check_choice("weight_init", self.weight_init, INITS)
+        check_choice("config.model.weight_init", self.weight_init, INITS)
         height, width = images.shape[1:3]
         if min(height, width) < self.min_size:
             raise ValueError(
@@ -76,22 +76,6 @@ class CNN(nn.Module):
                 f"{type(self).__name__}, whose strides reduce an image of "
                 f"{height}x{width} pixels to nothing"
             )
-
-
-def check_choice(option: str, value: str, choices: Collection[str]) -> None:
-    """Checks the value of an option.
-
-    Args:
-        option: Its name in ``config.model``.
-        value: Its value.
-        choices: The valid values.
-
-    Raises:
-        ValueError: If the value is not valid; names the closest.
-    """
-    if value not in choices:
-        hint = spec.closest(value, choices)
-        raise ValueError(f"unknown config.model.{option} {spec.shorten(value)}: {hint}")
 
 
 class AlexNet(CNN):
@@ -285,7 +269,7 @@ class ResNet18(CNN):
     ) -> Float[Array, "batch classes"]:
         """Computes the class logits of a batch of images."""
         self.check(images)
-        check_choice("stem", self.stem, STEMS)
+        check_choice("config.model.stem", self.stem, STEMS)
         size, stride = (7, 2) if self.stem == "imagenet" else (3, 1)
         options = {"dtype": self.dtype, "weight_init": self.weight_init}
         x = _conv(images, "conv", 64, size, stride, bias=False, **options)

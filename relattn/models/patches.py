@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from relattn import spec
+from relattn.messages import shorten
 from relattn.offsets import Grid, Torus
 
 # The side of a square, or height and width. A config read from JSON has a list.
@@ -36,7 +36,7 @@ def patch_sides(patch_size: Any) -> tuple[int, int]:
     if len(sides) != 2 or not all(type(side) is int for side in sides):
         raise ValueError(
             "patch_size must be a whole number of pixels, or two (height and width), "
-            f"got {spec.shorten(patch_size)}"
+            f"got {shorten(patch_size)}"
         )
     height, width = sides
     return height, width

@@ -24,6 +24,7 @@ from jaxtyping import Array, Float32
 
 from relattn import models, spec
 from relattn.extras import require_train
+from relattn.messages import shorten
 from relattn.models.resize import resize_grid
 from relattn.models.safetensors import read_safetensors, write_safetensors
 
@@ -252,9 +253,7 @@ def _float_dtype(dtype):
     except TypeError:
         known = False
     if not known:
-        raise ValueError(
-            f"dtype={spec.shorten(dtype)} must be one of {', '.join(FLOATS)}"
-        )
+        raise ValueError(f"dtype={shorten(dtype)} must be one of {', '.join(FLOATS)}")
     return jnp.dtype(dtype)
 
 

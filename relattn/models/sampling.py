@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
-from relattn import spec
+from relattn.messages import shorten
 
 
 def sample_token(
@@ -149,7 +149,7 @@ def generate(
     if not 0 <= top_k <= model.vocab_size:
         raise ValueError(
             f"top_k must be from 0 (all) to {model.vocab_size}, the size of the "
-            f"vocabulary, got {spec.shorten(top_k)}"
+            f"vocabulary, got {shorten(top_k)}"
         )
     if not 0 < top_p <= 1:
         raise ValueError(f"top_p must be above 0 and at most 1 (all), got {top_p}")

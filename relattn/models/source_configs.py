@@ -11,8 +11,8 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from relattn.messages import shorten
 from relattn.models import pretrained
-from relattn.spec import shorten
 
 Settings = Mapping[str, Any]
 

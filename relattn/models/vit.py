@@ -14,7 +14,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from relattn import spec
+from relattn.messages import check_choice
 from relattn.models.anchor import ANCHORS, polyphase_anchor
 from relattn.models.patches import PatchSize, extract_patches, zero_patches
 from relattn.nn.blocks import (
@@ -152,13 +152,9 @@ class ViT(nn.Module):
         Returns:
             Logits, float32, shape ``[batch, num_classes]``.
         """
-        for name, names in (("head", HEADS), ("pool", POOLS), ("anchor", ANCHORS)):
-            value = getattr(self, name)
-            if value not in names:
-                raise ValueError(
-                    f"unknown config.model.{name} {spec.shorten(value)}: "
-                    + spec.closest(value, names)
-                )
+        check_choice("config.model.head", self.head, HEADS)
+        check_choice("config.model.pool", self.pool, POOLS)
+        check_choice("config.model.anchor", self.anchor, ANCHORS)
         if key_mask is not None and self.anchor != "none":
             raise ValueError(
                 "config.model.anchor rolls the patches, which key_mask does not follow:"

@@ -17,9 +17,10 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float
 
-from relattn import kernels, spec
+from relattn import kernels
 from relattn.kernels.precision import widen
 from relattn.kernels.softmax import MASKED_SCORE, causal_mask
+from relattn.messages import check_choice, closest, shorten
 from relattn.nn.linear_attention import FEATURE_MAPS
 
 Kernel = Callable[..., Array]
@@ -36,9 +37,7 @@ def _random_features(name: str, default: str, causal: bool) -> Kernel:
         q, k, v, *, key_mask=None, projection, features=default, **options
     ) -> Any:
         _check_options(name, options, inspect.signature(attend).parameters)
-        if features not in FEATURE_MAPS:
-            hint = spec.closest(features, FEATURE_MAPS)
-            raise ValueError(f"unknown features {features!r}: {hint}")
+        check_choice("features", features, FEATURE_MAPS)
         feature_map = functools.partial(FEATURE_MAPS[features], projection=projection)
         return attend(q, k, v, feature_map, key_mask=key_mask, **options)
 
@@ -78,9 +77,7 @@ def resolve(
     if not isinstance(implementation, str):
         kernel = implementation
     else:
-        if implementation not in IMPLEMENTATIONS:
-            hint = spec.closest(implementation, IMPLEMENTATIONS)
-            raise ValueError(f"unknown implementation {implementation!r}: {hint}")
+        check_choice("implementation", implementation, IMPLEMENTATIONS)
         kernel = IMPLEMENTATIONS[implementation]
         if implementation in _RANDOM and "projection" not in options:
             num_features = kernels.default_num_features(head_dim)
@@ -98,7 +95,7 @@ def resolve(
     kernel = functools.partial(kernel, **options)
     if list(inspect.signature(kernel.func).parameters)[:3] != ["q", "k", "v"]:
         raise ValueError(
-            f"implementation {spec.shorten(implementation)} must be a name or a kernel "
+            f"implementation {shorten(implementation)} must be a name or a kernel "
             "of queries, keys and values, (q, k, v, **options)"
         )
     return kernel
@@ -288,7 +285,7 @@ def _check_options(name, options, parameters):
     kinds = {parameter.kind for parameter in parameters.values()}
     for option in options:
         if option not in parameters and inspect.Parameter.VAR_KEYWORD not in kinds:
-            hint = spec.closest(option, [*parameters][3:])
+            hint = closest(option, [*parameters][3:])
             raise ValueError(f"{name} has no option {option!r}: {hint}")
 
 

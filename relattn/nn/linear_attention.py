@@ -19,9 +19,9 @@ import jax.numpy as jnp
 from flax import serialization
 from jaxtyping import Array, Float
 
-from relattn import spec
 from relattn.kernels import banded, feature_maps, linear, random_projections, toeplitz
 from relattn.kernels.feature_maps import unit_norm
+from relattn.messages import check_choice
 from relattn.nn.attention import Context, MultiHeadAttention
 from relattn.nn.blocks import uniform
 
@@ -197,13 +197,8 @@ class RandomFeatureAttention(LinearAttention):
                 "num_features must be positive, or 0 for int(head_dim * ln(head_dim)), "
                 f"got {self.num_features}"
             )
-        if features not in FEATURE_MAPS:
-            raise ValueError(
-                f"unknown features {features!r}: {spec.closest(features, FEATURE_MAPS)}"
-            )
-        if norms not in random_projections.NORMS:
-            hint = spec.closest(norms, random_projections.NORMS)
-            raise ValueError(f"unknown norms {norms!r}: {hint}")
+        check_choice("features", features, FEATURE_MAPS)
+        check_choice("norms", norms, random_projections.NORMS)
         if eps is None:
             return
         if features == "trigonometric":

@@ -9,8 +9,9 @@ from typing import ClassVar
 import flax.linen as nn
 from jaxtyping import Array, Float
 
-from relattn import offsets, spec
+from relattn import offsets
 from relattn.kernels import linformer
+from relattn.messages import check_choice
 from relattn.nn.attention import Context, MultiHeadAttention
 from relattn.nn.positions.base import grid_table
 
@@ -85,11 +86,7 @@ class LinformerAttention(MultiHeadAttention):
         super().check()
         if self.k < 1:
             raise ValueError(f"attention 'linformer' needs k >= 1, got {self.k}")
-        if self.sharing not in SHARINGS:
-            raise ValueError(
-                f"unknown sharing={self.sharing!r} of attention 'linformer': "
-                f"{spec.closest(str(self.sharing), SHARINGS)}"
-            )
+        check_choice("sharing", self.sharing, SHARINGS, " of attention 'linformer'")
 
     @nn.nowrap
     def make_shared(self) -> Callable[..., nn.Module] | None:

@@ -13,6 +13,7 @@ import functools
 from typing import Any
 
 from relattn import spec
+from relattn.messages import shorten
 from relattn.nn.attention import MultiHeadAttention, SoftmaxAttention
 from relattn.nn.gated_positional import GatedPositionalAttention
 from relattn.nn.linear_attention import (
@@ -133,11 +134,11 @@ def _register(table: dict[str, Any], name: str, module: type, base: type) -> Non
     if not issubclass(module, base):
         raise TypeError(
             f"{name!r} needs a subclass of relattn.{base.__name__}, got "
-            f"{spec.shorten(module)}"
+            f"{shorten(module)}"
         )
     if not name.isidentifier() or name in BUILT_IN:
         raise ValueError(
-            f"{spec.shorten(name)} cannot be registered: choose a Python identifier "
+            f"{shorten(name)} cannot be registered: choose a Python identifier "
             "that names no attention or position of relattn"
         )
     table[name] = module

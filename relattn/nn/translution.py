@@ -12,7 +12,8 @@ import flax.linen as nn
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from relattn import kernels, offsets, spec
+from relattn import kernels, offsets
+from relattn.messages import check_choice
 from relattn.nn.attention import ATTENTION_WEIGHTS, Context, MultiHeadAttention
 from relattn.nn.blocks import Linear, uniform
 from relattn.nn.positions.base import grid_table
@@ -46,11 +47,7 @@ class OffsetAttention(MultiHeadAttention):
     def check(self) -> None:
         """Raises ValueError if the attributes are invalid."""
         super().check()
-        if self.relative not in _SUBSETS:
-            raise ValueError(
-                f"unknown subset relative={self.relative!r} of the projections: "
-                f"{spec.closest(str(self.relative), _SUBSETS)}"
-            )
+        check_choice("relative", self.relative, _SUBSETS)
 
     def rows(self, context: Context) -> tuple[int, ...]:
         """Returns the leading axes of a table."""

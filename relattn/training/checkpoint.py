@@ -34,8 +34,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
 
-from relattn import spec
 from relattn.data.paths import MANIFEST, sha256
+from relattn.messages import shorten
 from relattn.training.errors import CheckpointError, DamagedError
 from relattn.training.run_metadata import check_meta
 from relattn.training.workdir import DAMAGED, name_aside
@@ -291,11 +291,11 @@ def _verify(checkpoint: Path) -> None:
     except (ValueError, RecursionError) as error:
         raise DamagedError(f"{manifest} is damaged") from error
     if not isinstance(sums, dict):
-        raise DamagedError(f"{manifest} is damaged (it is {spec.shorten(sums)})")
+        raise DamagedError(f"{manifest} is damaged (it is {shorten(sums)})")
     files = _files(checkpoint)
     for name in sums:
         if name not in files:
-            shown = checkpoint / spec.shorten(name).strip("'")
+            shown = checkpoint / shorten(name).strip("'")
             raise DamagedError(f"{shown} is missing from the checkpoint")
     for name, path in files.items():
         if name not in sums:

@@ -20,6 +20,7 @@ from ml_collections import ConfigDict
 from relattn import spec
 from relattn.command import one_line
 from relattn.data import IMAGE_OPTIONS
+from relattn.messages import closest, shorten
 from relattn.training.devices import PARALLEL
 from relattn.training.optimizer import OPTIMIZERS, SCHEDULES
 from relattn.training.overrides import override, typed_keys
@@ -234,18 +235,18 @@ def check_config(config: ConfigDict) -> None:
         _check_type(key, given[key], default)
     for key in given:
         if key not in expected and not key.startswith(("model.", "data.")):
-            shown = spec.shorten(key).strip("'")
-            raise ValueError(f"unknown config.{shown}: {spec.closest(key, expected)}")
+            shown = shorten(key).strip("'")
+            raise ValueError(f"unknown config.{shown}: {closest(key, expected)}")
     if not given["optimizer.learning_rate"] > 0:
         raise ValueError(
             "config.optimizer.learning_rate must be positive, got "
-            f"{spec.shorten(given['optimizer.learning_rate'])}"
+            f"{shorten(given['optimizer.learning_rate'])}"
         )
     for key, least in _AT_LEAST.items():
         most = LARGEST_FLOAT if type(least) is float else LARGEST_INT
         if key == "seed":
             most = spec.LARGEST - given["num_seeds"] + 1
-        shown = spec.shorten(given[key])
+        shown = shorten(given[key])
         if given[key] < least:
             raise ValueError(f"config.{key} must be at least {least}, got {shown}")
         if given[key] > most:
@@ -254,14 +255,14 @@ def check_config(config: ConfigDict) -> None:
             _check_float32(key, given[key])
     if given["init_skip"] and not given["init_from"]:
         raise ValueError(
-            f"config.init_skip={spec.shorten(given['init_skip'])} needs "
+            f"config.init_skip={shorten(given['init_skip'])} needs "
             "config.init_from, the model to start from"
         )
     for key in ("optimizer.b1", "optimizer.b2"):
         if not 0 <= given[key] < 1:
             raise ValueError(
                 f"config.{key} must be at least 0 and below 1, got "
-                f"{spec.shorten(given[key])}"
+                f"{shorten(given[key])}"
             )
         _check_float32(key, given[key])
     if not given["num_epochs"] and not given["num_steps"]:
@@ -275,14 +276,13 @@ def check_config(config: ConfigDict) -> None:
         name = given[key]
         if name not in table:
             raise ValueError(
-                f"unknown config.{key} {spec.shorten(name)}: "
-                f"{spec.closest(name, table)}"
+                f"unknown config.{key} {shorten(name)}: {closest(name, table)}"
             )
     for key, (other, fitting) in _NEEDS.items():
         if given[key] != expected[key] and given[other] not in fitting:
             names = " or ".join(map(repr, fitting))
             raise ValueError(
-                f"config.{key}={spec.shorten(given[key])} needs config.{other}={names},"
+                f"config.{key}={shorten(given[key])} needs config.{other}={names},"
                 f" got {given[other]!r}: leave config.{key} at {expected[key]!r}"
             )
 
@@ -304,11 +304,11 @@ def _check_type(key: str, value: Any, default: Any) -> None:
     if not isinstance(value, accepted) or is_bool != (kind is bool):
         raise ValueError(
             f"config.{key} must be of type {kind.__name__}, got "
-            f"{spec.shorten(value)} ({type(value).__name__})"
+            f"{shorten(value)} ({type(value).__name__})"
         )
     if kind in (int, float) and not spec.is_finite(value):
         limits = "finite" if type(value) is float else f"within +-{spec.LARGEST}"
-        raise ValueError(f"config.{key} must be {limits}, got {spec.shorten(value)}")
+        raise ValueError(f"config.{key} must be {limits}, got {shorten(value)}")
 
 
 def to_json(config: ConfigDict) -> dict[str, Any]:
@@ -497,7 +497,7 @@ def _package_config(name: str) -> str:
     paths = _package_configs()
     if name not in paths:
         raise ValueError(
-            f"unknown --config {name!r}: {spec.closest(name, paths)}; for a file, give "
+            f"unknown --config {name!r}: {closest(name, paths)}; for a file, give "
             "its path, such as NAME.py"
         )
     folder = paths[name].parent

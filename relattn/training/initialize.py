@@ -16,8 +16,8 @@ from ml_collections import ConfigDict
 
 from relattn import models
 from relattn.data.paths import expand
+from relattn.messages import closest, shorten
 from relattn.models import pretrained
-from relattn.spec import closest, shorten
 from relattn.training.checkpoint import CHECKPOINTS, read_latest
 from relattn.training.config import to_json
 from relattn.training.run import saved_config

@@ -12,8 +12,9 @@ import jax.numpy as jnp
 from absl import flags
 from ml_collections import ConfigDict, FieldReference, config_flags
 
-from relattn import models, spec
+from relattn import models
 from relattn.command import one_line
+from relattn.messages import closest, shorten
 
 _OPTION = re.compile(r"--?(?:no)?config\.([^=]*)")
 _FLAG_MODULES = {"absl", "ast", "ml_collections"}
@@ -41,7 +42,7 @@ def typed_keys(options: Sequence[str]) -> set[str]:
     for match in filter(None, map(_OPTION.match, options)):
         key = match[1]
         if key in keys:
-            shown = spec.shorten(key).strip("'")
+            shown = shorten(key).strip("'")
             raise ValueError(f"--config.{shown} is given twice: give it once")
         keys.add(key)
     return keys
@@ -91,7 +92,7 @@ def _prepare(config: ConfigDict, key: str) -> tuple[ConfigDict, str] | None:
 
     A flag has the type of the present value, but a patch may be a side or a pair.
     """
-    shown = spec.shorten(key).strip("'\"")
+    shown = shorten(key).strip("'\"")
     if not re.fullmatch(r"\w+(\.\w+)*", key):
         raise ValueError(
             f"--config.{shown} is not a key: write --config.key=value, with dots "
@@ -101,7 +102,7 @@ def _prepare(config: ConfigDict, key: str) -> tuple[ConfigDict, str] | None:
     parent: Any = config
     for part in path:
         if part not in parent:
-            hint = spec.closest(part, parent)
+            hint = closest(part, parent)
             raise ValueError(f"there is no --config.{shown}: {hint}")
         parent = parent[part]
         if not isinstance(parent, ConfigDict):
@@ -110,7 +111,7 @@ def _prepare(config: ConfigDict, key: str) -> tuple[ConfigDict, str] | None:
             )
     options = _model_options() if path == ["model"] else {}
     if name not in {*parent, *options}:
-        hint = spec.closest(name, {*parent, *options})
+        hint = closest(name, {*parent, *options})
         raise ValueError(f"there is no --config.{shown}: {hint}")
     if isinstance(parent.get(name), ConfigDict):
         raise ValueError(

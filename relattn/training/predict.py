@@ -25,6 +25,7 @@ from relattn.data import (
 )
 from relattn.data.text import TokenMeta
 from relattn.data.user_images import as_sequence
+from relattn.messages import shorten
 
 if TYPE_CHECKING:
     from relattn.training.run import Run
@@ -135,9 +136,7 @@ def generate(
     tokenizer = read_tokenizer(run, bpe_dir)
     context_length = require_kind(run, "tokens").context_length
     if not 0 <= seed <= spec.LARGEST:
-        raise ValueError(
-            f"seed must be from 0 to {spec.LARGEST}, got {spec.shorten(seed)}"
-        )
+        raise ValueError(f"seed must be from 0 to {spec.LARGEST}, got {shorten(seed)}")
     prompts = [prompt] if isinstance(prompt, str) else list(prompt)
     tokens = [tokenizer.encode(text).astype(np.int32) for text in prompts]
     lengths = [len(row) for row in tokens]
@@ -170,7 +169,7 @@ def _stop_token(stop: str, tokenizer: Tokenizer) -> int | None:
     tokens = tokenizer.encode(stop)
     if len(tokens) != 1:
         raise ValueError(
-            f"stop={spec.shorten(stop)} is {len(tokens)} tokens of the tokenizer "
+            f"stop={shorten(stop)} is {len(tokens)} tokens of the tokenizer "
             f"{tokenizer.name!r}: give a text of one token"
         )
     return int(tokens[0])

@@ -19,8 +19,8 @@ from ml_collections import ConfigDict
 
 from relattn import data as data_lib
 from relattn.data import DataInfo, DataSource, EvalSplit
+from relattn.messages import closest
 from relattn.models import pretrained
-from relattn.spec import closest
 from relattn.training import predict as predict_lib
 from relattn.training.config import to_json
 from relattn.training.devices import Device, make_parallel

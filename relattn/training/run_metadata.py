@@ -10,6 +10,7 @@ from typing import Any
 
 from relattn import spec
 from relattn.data import read_info
+from relattn.messages import shorten
 from relattn.training.config import complete
 from relattn.training.errors import CheckpointError, DamagedError
 
@@ -134,35 +135,35 @@ def check_meta(meta: Any, checkpoint: Path) -> dict[str, Any]:
 def _type_problem(meta: Any) -> str | None:
     """Describes the first value of another type; None if there is none."""
     if not isinstance(meta, dict):
-        return f"it is {spec.shorten(meta)}"
+        return f"it is {shorten(meta)}"
     for name, kind in _TYPES.items():
         if name not in meta:
             return f"{name} is missing"
         if not isinstance(meta[name], kind):
-            return f"{name} is {spec.shorten(meta[name])}"
+            return f"{name} is {shorten(meta[name])}"
     if not isinstance(meta.get("given", ""), str):
-        return f"given is {spec.shorten(meta['given'])}"
+        return f"given is {shorten(meta['given'])}"
     for path, array in meta["arrays"].items():
         if not isinstance(array, str):
-            return f"arrays has {spec.shorten({path: array})}"
+            return f"arrays has {shorten({path: array})}"
     problems = map(_history_problem, meta["history"])
     return next((problem for problem in problems if problem), None)
 
 
 def _history_problem(history: Any) -> str | None:
     if not isinstance(history, dict):
-        return f"history has {spec.shorten(history)}"
+        return f"history has {shorten(history)}"
     step, best = history.get("best_step"), history.get("best", {})
     # The step is used as the name of a folder: anything but a step is refused.
     if step is not None and not (type(step) is int and 0 <= step <= spec.LARGEST):
-        return f"best_step is {spec.shorten(step)}"
+        return f"best_step is {shorten(step)}"
     if not isinstance(best, dict):
-        return f"best is {spec.shorten(best)}"
+        return f"best is {shorten(best)}"
     numbers = {**history, **best, "best": 0, "best_step": 0}
     numbers["seed"] = numbers.get("seed") or 0
     for name, value in numbers.items():
         if not isinstance(value, int | float):
-            return f"{spec.shorten(name)} is {spec.shorten(value)}"
+            return f"{shorten(name)} is {shorten(value)}"
     return None
 
 

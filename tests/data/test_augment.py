@@ -102,7 +102,7 @@ def test_only_training_images_are_augmented():
         ("rotate(degree=3)", "'rotate' has no option 'degree': did you mean 'degrees'"),
         ("rotate(degrees=181)", "rotate needs degrees from 0 to 180, got 181"),
         ("flip_crop(padding=-1)", "needs a padding of at least 0, got -1"),
-        ("randaugment", "unknown data.augment 'randaugment': there are: flip_crop"),
+        ("randaugment", "unknown data.augment 'randaugment': available: flip_crop"),
     ],
 )
 def test_invalid_augment_raises_on_load(spec, message):

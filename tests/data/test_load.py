@@ -50,7 +50,7 @@ def test_validation_images_depend_on_split_seed_only():
         (
             {"name": "fashion-mnist"},
             r"^unknown data.name 'fashion-mnist' of the source \"embedded\": did you "
-            r"mean 'fashion_mnist'\? There are: fashion_mnist, mnist$",
+            r"mean 'fashion_mnist'\? Available: fashion_mnist, mnist$",
         ),
         (
             {"name": "cifra10", "source": "tfds"},
@@ -58,9 +58,9 @@ def test_validation_images_depend_on_split_seed_only():
         ),
         (
             {"name": "mnist", "source": "tfd"},
-            r"^unknown data.source 'tfd': did you mean 'tfds'\? There are: embedded",
+            r"^unknown data.source 'tfd': did you mean 'tfds'\? Available: embedded",
         ),
-        ({"name": "mnist", "source": "xyz"}, "data.source 'xyz': there are: embedded"),
+        ({"name": "mnist", "source": "xyz"}, "data.source 'xyz': available: embedded"),
         (
             {"name": "mnist", "num_validation": 5000},
             "data.num_validation=5000 of 5000 training images",

@@ -179,7 +179,7 @@ def test_embedded_text_is_small():
 def test_unknown_embedded_text_raises():
     message = (
         "^unknown data.name 'tinyshakspeare' with an empty data.data_dir: did you mean "
-        "'tinyshakespeare'. There are: tinyshakespeare$"
+        "'tinyshakespeare'. Available: tinyshakespeare$"
     )
     with pytest.raises(ValueError, match=message):
         load_text(make_config("", name="tinyshakspeare"))
@@ -306,7 +306,7 @@ def test_missing_meta_needs_the_tokenizer(tmp_path):
     message = r"meta\.json is missing: set data\.tokenizer to the one .*'bytes', 'gpt2'"
     with pytest.raises(ValueError, match=message):
         read_meta(tmp_path)
-    with pytest.raises(ValueError, match="^unknown data.tokenizer 'char': there are"):
+    with pytest.raises(ValueError, match="^unknown data.tokenizer 'char': available"):
         read_meta(tmp_path, "char")
 
 

@@ -86,8 +86,8 @@ def test_merges_are_read_from_the_files(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["gtp2", "Bytes", ""])
 def test_unknown_tokenizer_raises(name):
-    hint = {"gtp2": "did you mean 'gpt2'. T", "Bytes": "did you mean 'bytes'. T"}
-    message = f"^unknown tokenizer '{name}': {hint.get(name, 't')}here are: bytes, gpt2"
+    hint = {"gtp2": "did you mean 'gpt2'. A", "Bytes": "did you mean 'bytes'. A"}
+    message = f"^unknown tokenizer '{name}': {hint.get(name, 'a')}vailable: bytes, gpt2"
     with pytest.raises(ValueError, match=message):
         load_tokenizer(name)
 

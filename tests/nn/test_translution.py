@@ -236,8 +236,8 @@ def test_invalid_calls_raise(kind, options, call, message):
     ("kind", "options", "message"),
     [
         ("low", {"rank": 0}, "needs rank >= 1, of a head, got rank=0"),
-        ("low", {"relative": "vq"}, "unknown subset relative='vq' of the projections"),
-        ("exact", {"relative": "kqv"}, "unknown subset relative='kqv'"),
+        ("low", {"relative": "vq"}, "unknown relative 'vq': did you mean 'v'"),
+        ("exact", {"relative": "kqv"}, "unknown relative 'kqv': "),
         ("low", {"relative": "v", "base": False}, "has no scores or no values: choose"),
         ("low", {"relative": "qk", "base": False}, "has no scores or no values"),
     ],

@@ -29,7 +29,7 @@ def test_only_errors_of_the_package_are_user_errors():
     "override, message",
     [
         ("sed=3", r"no --config\.sed: did you mean 'seed'\?"),
-        ("no.such=3", r"no --config\.no\.such: there are: accumul"),
+        ("no.such=3", r"no --config\.no\.such: available: accumul"),
         ("seed.x=3", r"no --config\.seed\.x: seed is a value and has"),
         ("seed=x\r\ny", "^flag --config.seed=x y: invalid literal for int"),
         pytest.param(

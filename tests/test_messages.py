@@ -1,8 +1,9 @@
-"""`check_choice`: unknown values raise an error that lists the known ones."""
+"""Error messages: the closest name, shortened values, checks of choices."""
 
 import pytest
 
-from relattn.data.registry import check_choice
+from relattn import spec
+from relattn.messages import check_choice, shorten
 
 
 def test_known_value_passes():
@@ -11,7 +12,7 @@ def test_known_value_passes():
 
 def test_unknown_value_raises_with_the_closest():
     message = (
-        "^unknown data.name 'cifar' here: did you mean 'cifar10'. There are: cifar10, "
+        "^unknown data.name 'cifar' here: did you mean 'cifar10'. Available: cifar10, "
         "mnist$"
     )
     with pytest.raises(ValueError, match=message):
@@ -19,7 +20,7 @@ def test_unknown_value_raises_with_the_closest():
 
 
 def test_dissimilar_value_raises_without_a_suggestion():
-    with pytest.raises(ValueError, match="^unknown data.name 'xyz': there are: m"):
+    with pytest.raises(ValueError, match="^unknown data.name 'xyz': available: m"):
         check_choice("data.name", "xyz", {"mnist": 1})
 
 
@@ -27,3 +28,11 @@ def test_long_value_is_shortened_in_the_error():
     with pytest.raises(ValueError, match="^unknown data.name 'aaa") as raised:
         check_choice("data.name", "a" * 10**6, ["mnist"])
     assert len(str(raised.value)) < 200
+
+
+def test_messages_cut_long_values():
+    assert shorten("a" * 80) == "'" + "a" * 79 + "..."
+    assert shorten({"a": 1}) == "{'a': 1}"
+    assert shorten(10**5000) == "a huge int"
+    with pytest.raises(ValueError, match=r"^unknown attention 'aaa.*\.\.\.: available"):
+        spec.resolve("a" * 400, {"favor": dict}, "attention")

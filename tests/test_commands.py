@@ -364,7 +364,7 @@ def test_invalid_input_fails_with_one_sentence(
             b"def get_config():\n    config = default_config()\n"
             b"    config.data.name = 'mnist'\n    config.data.num_validation = 5\n"
             b"    return config\n",
-            "error: unknown config.model.name '': available: ",
+            "error: config.model: unknown model name '': available: ",
         ),
     ],
     ids=range(14),

@@ -100,7 +100,7 @@ def build_model(
     """
     options = dict(config)
     name = options.pop("name", "")
-    check_choice("config.model.name", name, MODELS)
+    check_choice("model name", name, MODELS)
     known = model_options(name)
     for option, value in options.items():
         if option not in known:
@@ -123,7 +123,7 @@ def build_model(
     if None in needed.values():
         raise ValueError(
             f"model {name!r} is for {inputs} and needs {' and '.join(needed)}: "
-            f"config.data has no {inputs}"
+            f"the data are no {inputs}"
         )
     example = jax.ShapeDtypeStruct((1, 1), jnp.int32)
     if inputs == "images":
@@ -175,4 +175,4 @@ def _check_value(option: str, value: Any) -> None:
     elif option == "precision" and value not in _PRECISIONS:
         problem = f"must be one of {', '.join(map(repr, _PRECISIONS))}"
     if problem:
-        raise ValueError(f"config.model.{option} {problem}, got {shorten(value)}")
+        raise ValueError(f"{option} {problem}, got {shorten(value)}")

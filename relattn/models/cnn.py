@@ -68,11 +68,11 @@ class CNN(nn.Module):
         Raises:
             ValueError: If an option has an unknown value or the images are too small.
         """
-        check_choice("config.model.weight_init", self.weight_init, INITS)
+        check_choice("weight_init", self.weight_init, INITS)
         height, width = images.shape[1:3]
         if min(height, width) < self.min_size:
             raise ValueError(
-                f"config.data.image_size must be at least {self.min_size} for "
+                f"the side of images must be at least {self.min_size} for "
                 f"{type(self).__name__}, whose strides reduce an image of "
                 f"{height}x{width} pixels to nothing"
             )
@@ -269,7 +269,7 @@ class ResNet18(CNN):
     ) -> Float[Array, "batch classes"]:
         """Computes the class logits of a batch of images."""
         self.check(images)
-        check_choice("config.model.stem", self.stem, STEMS)
+        check_choice("stem", self.stem, STEMS)
         size, stride = (7, 2) if self.stem == "imagenet" else (3, 1)
         options = {"dtype": self.dtype, "weight_init": self.weight_init}
         x = _conv(images, "conv", 64, size, stride, bias=False, **options)

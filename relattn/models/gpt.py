@@ -142,8 +142,7 @@ class GPT(nn.Module):
         if not at_most(num_tokens, length):
             raise ValueError(
                 f"the sequence of {num_tokens} tokens is longer than "
-                f"config.model.context_length={length}"
-                + bound_hint(num_tokens, f"<= {length}")
+                f"context_length={length}" + bound_hint(num_tokens, f"<= {length}")
             )
         embedding = nn.Embed(
             self.vocab_size,

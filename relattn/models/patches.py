@@ -63,15 +63,13 @@ def patch_grid(height: int, width: int, patch_size: PatchSize) -> tuple[int, int
     patch = patch_sides(patch_size)
     if patch[0] > height or patch[1] > width:
         raise ValueError(
-            f"config.model.patch_size={patch_size} is larger than the image of "
-            f"{height}x{width} pixels; choose a smaller patch or a larger "
-            "config.data.image_size"
+            f"patch_size={patch_size} is larger than the image of {height}x{width} "
+            "pixels; choose a smaller patch or larger images"
         )
     if min(patch) < 1 or height % patch[0] or width % patch[1]:
         raise ValueError(
-            f"config.model.patch_size={patch_size} does not divide the image of "
-            f"{height}x{width} pixels; choose a divisor or another "
-            "config.data.image_size"
+            f"patch_size={patch_size} does not divide the image of {height}x{width} "
+            "pixels; choose a divisor or images of another size"
         )
     return (height // patch[0], width // patch[1])
 
@@ -111,9 +109,7 @@ def extract_patches(
         ((1, 6, 48), Torus((2, 3)))
     """
     if overlap < 0:
-        raise ValueError(
-            f"config.model.patch_overlap must be at least 0 pixels, got {overlap}"
-        )
+        raise ValueError(f"patch_overlap must be at least 0 pixels, got {overlap}")
     batch, height, width, channels = images.shape
     grid = patch_grid(height, width, patch_size)
     patch = patch_sides(patch_size)

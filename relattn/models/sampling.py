@@ -168,7 +168,7 @@ def generate(
     total, context = int(lengths.max()) + num_tokens, model.context_length
     if context < 2:
         raise ValueError(
-            f"config.model.context_length={context} has no room for a drawn token: "
+            f"context_length={context} has no room for a drawn token: "
             "use a model with a context of at least 2"
         )
     # The last column takes what windows draw after the end of a row.

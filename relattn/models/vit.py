@@ -152,13 +152,13 @@ class ViT(nn.Module):
         Returns:
             Logits, float32, shape ``[batch, num_classes]``.
         """
-        check_choice("config.model.head", self.head, HEADS)
-        check_choice("config.model.pool", self.pool, POOLS)
-        check_choice("config.model.anchor", self.anchor, ANCHORS)
+        check_choice("head", self.head, HEADS)
+        check_choice("pool", self.pool, POOLS)
+        check_choice("anchor", self.anchor, ANCHORS)
         if key_mask is not None and self.anchor != "none":
             raise ValueError(
-                "config.model.anchor rolls the patches, which key_mask does not follow:"
-                " leave out key_mask, or choose anchor='none'"
+                "the anchor rolls the patches, which key_mask does not follow: "
+                "leave out key_mask, or choose anchor='none'"
             )
         attentions, make_position = layer_attentions(
             self.attention,

@@ -111,8 +111,7 @@ class MultiHeadAttention(nn.Module):
         """Raises ValueError if the attributes are invalid; called on every instance."""
         if self.num_heads < 1 or self.head_dim < 1:
             raise ValueError(
-                "config.model.num_heads must divide config.model.dim, or "
-                "config.model.head_dim be given, got "
+                "num_heads must divide dim, or head_dim be given, got "
                 f"dim={self.dim} and num_heads={self.num_heads}"
             )
 
@@ -198,7 +197,7 @@ class MultiHeadAttention(nn.Module):
             raise ValueError(
                 f"attention {type(self).__name__} with these options cannot be "
                 "periodic: choose another, such as 'softmax' or 'favor', or "
-                "config.model.periodic=False"
+                "periodic=False"
             )
         if memory is not None and (
             self.causal or not self.has_cross_form or position is not None

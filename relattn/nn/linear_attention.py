@@ -371,7 +371,7 @@ class BandedAttention(RandomFeatureAttention):
         if not self.position_heads and self.num_heads % 2:
             raise ValueError(
                 "attention 'banded' makes half of the heads position heads: "
-                f"config.model.num_heads must be even, got {self.num_heads}; or give "
+                f"num_heads must be even, got {self.num_heads}; or give "
                 "position_heads"
             )
         if not 0 <= self.position_heads <= self.num_heads:

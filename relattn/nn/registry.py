@@ -246,8 +246,8 @@ def layer_attentions(
     """
     if not 0 <= num_relative_layers <= num_layers:
         raise ValueError(
-            "config.model.num_relative_layers must be from 0 (all layers) to "
-            f"config.model.num_layers={num_layers}, got {num_relative_layers}"
+            "num_relative_layers must be from 0 (all layers) to "
+            f"num_layers={num_layers}, got {num_relative_layers}"
         )
     options = {
         "dim": dim,

@@ -95,7 +95,11 @@ class Task:
             decay_rate=config.schedule.decay_rate,
             steps_per_epoch=steps_per_epoch,
         )
-        model = models.build_model(config.model, **data_sizes(config, info))
+        sizes = data_sizes(config, info)
+        try:
+            model = models.build_model(config.model, **sizes)
+        except ValueError as error:
+            raise ValueError(f"config.model: {error}") from error
         return cls(
             config=config,
             info=info,

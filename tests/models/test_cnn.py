@@ -225,11 +225,11 @@ def test_images_too_small_for_the_strides_raise(name):
         ({"name": "resnet_18"}, "name 'resnet_18': did you mean 'resnet18'"),
         (
             {"weight_init": "torch"},
-            "unknown config.model.weight_init 'torch': did you mean",
+            "unknown weight_init 'torch': did you mean",
         ),
         (
             {"name": "resnet18", "stem": "cifar10"},
-            "unknown config.model.stem 'cifar10': did you mean 'cifar'",
+            "unknown stem 'cifar10': did you mean 'cifar'",
         ),
     ],
 )

@@ -330,7 +330,7 @@ def test_bfloat16_models_have_float32_logits():
 
 def test_a_sequence_longer_than_the_context_raises():
     model, variables, tokens = make()
-    message = "sequence of 14 tokens is longer than config.model.context_length=7"
+    message = "sequence of 14 tokens is longer than context_length=7"
     with pytest.raises(ValueError, match=message):
         model.apply(variables, jnp.concatenate([tokens, tokens], axis=1))
 

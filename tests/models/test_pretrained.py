@@ -154,7 +154,7 @@ def test_another_attention_keeps_parameters_and_draws_features(tmp_path):
     chex.assert_tree_all_finite(more.model.apply(more.variables, images))
     with pytest.raises(ValueError, match=r"does not fit the model: missing .*k_table"):
         relattn.load_pretrained(tmp_path, model={"attention": "translution"})
-    with pytest.raises(ValueError, match=r"^unknown config.model.name 'vti': .*'vit'"):
+    with pytest.raises(ValueError, match=r"^unknown model name 'vti': .*'vit'"):
         relattn.load_pretrained(tmp_path, model={"name": "vti"})
 
 

@@ -143,13 +143,12 @@ def test_the_mlp_head_has_gradients():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"head": "mpl"}, "unknown config.model.head 'mpl': did you mean 'mlp'?"),
+        ({"head": "mpl"}, "unknown head 'mpl': did you mean 'mlp'?"),
         ({"patch_size": 7}, "patch_size=7 is larger than the image of 4x6 pixels"),
         ({"patch_size": 3}, "patch_size=3 does not divide the image of 4x6 pixels"),
         (
             {"num_relative_layers": 4},
-            "num_relative_layers must be from 0 (all layers) to "
-            "config.model.num_layers=3, got 4",
+            "num_relative_layers must be from 0 (all layers) to num_layers=3, got 4",
         ),
         ({"attention": "lor_translution(rank=0)"}, "needs rank >= 1, of a head, got"),
         ({"attention": "translution(relative='qx')"}, "unknown relative 'qx': did"),

@@ -529,5 +529,5 @@ def test_heads_may_have_any_width(attention, position):
     out, variables = jax.eval_shape(init, jax.random.key(0))
     assert out.shape == x.shape
     assert variables["params"]["out"]["kernel"].shape == (12, 7)
-    with pytest.raises(ValueError, match="num_heads must divide config.model.dim, or"):
+    with pytest.raises(ValueError, match="num_heads must divide dim, or"):
         build(attention, "none", dim=7, num_heads=3, num_layers=1)

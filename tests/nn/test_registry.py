@@ -61,7 +61,7 @@ SIZES = {"dim": 24, "num_heads": 4, "num_layers": 1}
             "softmax",
             "none",
             {"num_heads": 5},
-            "num_heads must divide config.model.dim, or",
+            "num_heads must divide dim, or",
         ),
         ("banded", "none", {"num_heads": 3}, "heads must be even, got 3"),
         ("banded(clip=0)", "none", {}, "needs clip >= 1, got 0"),

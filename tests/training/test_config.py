@@ -62,6 +62,14 @@ def test_the_number_of_steps_fits_32_bits():
         Task.build(config, info)
 
 
+def test_an_error_of_the_model_names_its_part_of_the_configuration():
+    config = default_config()
+    config.model = {"name": "gpt", "num_heads": 2, "dim": 7}
+    info = TextInfo("plays", "bytes", 256, 7, 3 * config.batch_size, "a file")
+    with pytest.raises(ValueError, match="^config.model: num_heads must divide dim, o"):
+        Task.build(config, info)
+
+
 @pytest.mark.parametrize("value", [2.5, "3", True, None])
 def test_values_of_another_type(value):
     config = default_config()

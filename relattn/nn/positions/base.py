@@ -151,7 +151,7 @@ class Position(nn.Module):
         if isinstance(grid, Torus) and not self.periodic:
             raise ValueError(
                 f"position {type(self).__name__} cannot be periodic: choose another, "
-                "such as 'relative_bias' or 'rope2d', or config.model.periodic=False"
+                "such as 'relative_bias' or 'rope2d', or periodic=False"
             )
 
     def resize(self, params: Params, old: Grid, new: Grid, num_prefix: int) -> Params:
@@ -367,9 +367,7 @@ def _num_frequencies(name: str, dim: int, grid: Grid) -> int:
     """Returns the number of frequencies per axis; each has a sine and a cosine."""
     width = 2 * len(grid)
     if dim % width:
-        raise ValueError(
-            f"position {name!r} needs config.model.dim divisible by {width}, got {dim}"
-        )
+        raise ValueError(f"position {name!r} needs dim divisible by {width}, got {dim}")
     return dim // width
 
 

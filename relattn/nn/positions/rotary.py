@@ -129,7 +129,7 @@ class Rope2d(Position):
         if num_prefix and isinstance(grid, Torus):
             raise ValueError(
                 "position 'rope2d' depends on the position in its scores with CLS, so "
-                "a torus needs it without: choose config.model.pool='mean'"
+                "a torus needs it without: choose pool='mean'"
             )
         positions = offsets.grid_positions(grid, num_prefix)
         torus = grid if isinstance(grid, Torus) else None

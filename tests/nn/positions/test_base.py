@@ -165,5 +165,5 @@ def test_sincos_equals_initial_learnable_sincos():
     out, variables = module.init_with_output(jax.random.key(0), tokens, GRID)
     np.testing.assert_array_equal(out, expected)
     assert not variables
-    with pytest.raises(ValueError, match="'sincos' needs config.model.dim divisible"):
+    with pytest.raises(ValueError, match="'sincos' needs dim divisible"):
         base.Sincos(dim=6).apply({}, jnp.zeros((1, 15, 6)), GRID)

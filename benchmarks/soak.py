@@ -25,6 +25,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from relattn import command
+from relattn.markdown import markdown_table
 from relattn.training.config import read_config
 from relattn.training.workdir import usable_folder, usable_workdir, write_json
 from studies.launcher import Training, leaving_on_sigterm, stop
@@ -313,17 +314,13 @@ def soak_table(result: dict[str, Any]) -> str:
     Returns:
         Markdown with one row per quantity.
     """
-    lines = [
-        "| | first | last | largest | an hour | limit | |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    header = ["quantity", "first", "last", "largest", "an hour", "limit", "verdict"]
+    rows = []
     for name, row in result["quantities"].items():
-        held = " | ".join(f"{row[key]:,.0f}" for key in ("first", "last", "max"))
-        lines.append(
-            f"| {name} | {held} | {row['slope_per_hour']:+.2f} ± "
-            f"{row['standard_error']:.2f} | {LIMITS[name]:g} | {row['verdict']} |"
-        )
-    return "\n".join(lines) + "\n"
+        held = (f"{row[key]:,.0f}" for key in ("first", "last", "max"))
+        slope = f"{row['slope_per_hour']:+.2f} ± {row['standard_error']:.2f}"
+        rows.append([name, *held, slope, f"{LIMITS[name]:g}", row["verdict"]])
+    return markdown_table(header, rows) + "\n"
 
 
 @command.entry_point

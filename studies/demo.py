@@ -23,6 +23,7 @@ from relattn.evaluation.compare import compare
 from relattn.evaluation.page import write_page
 from relattn.evaluation.shift_curves import ShiftCurve
 from relattn.evaluation.shift_plots import plot
+from relattn.markdown import markdown_table
 from relattn.training.config import read_config
 from relattn.training.overrides import typed_keys
 from relattn.training.workdir import usable_folder
@@ -190,7 +191,7 @@ def demo_table(results: Mapping[str, Mapping[str, Any]], class_name: str) -> str
     header = ["model", "test images, unshifted"]
     header += [f"class {class_name}, {sign}{CLASS_SHIFT} px" for sign in "-+"]
     header += [f"all classes, {sign}{ALL_SHIFT} px" for sign in "-+"]
-    lines = ["| " + " | ".join(header) + " |", "| --- " * len(header) + "|"]
+    rows = []
     for variant, result in results.items():
         seeds = len(result["seeds"])
         accuracies = result["test_accuracy"]
@@ -202,8 +203,8 @@ def demo_table(results: Mapping[str, Mapping[str, Any]], class_name: str) -> str
                 i = curve["shift_px"].index(shift)
                 mean, std = curve["accuracy_mean"][i], curve["accuracy_std"][i]
                 cells.append(_cell(mean, std, seeds))
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+        rows.append(cells)
+    return markdown_table(header, rows) + "\n"
 
 
 def _cell(mean: float, std: float, seeds: int) -> str:

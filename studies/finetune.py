@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from relattn import command
+from relattn.markdown import markdown_table
 from relattn.training.overrides import typed_keys
 from relattn.training.workdir import usable_folder
 from studies.launcher import Training, train
@@ -104,18 +105,19 @@ def finetune_table(results: Mapping[str, Mapping]) -> str:
         Markdown: one row per attention.
     """
     epochs, accuracy = (results["start"][key] for key in ("epochs", "test_accuracy"))
-    lines = [
-        f"| attention | one epoch after {epochs:g} epochs of softmax ({accuracy:.1%}) "
-        "| one epoch from random parameters |",
-        "| --- | --- | --- |",
+    header = [
+        "attention",
+        f"one epoch after {epochs:g} epochs of softmax ({accuracy:.1%})",
+        "one epoch from random parameters",
     ]
+    rows = []
     for attention in results["trained"]:
         cells = [
             f"{results[name][attention]['test_accuracy']:.1%}"
             for name in ("trained", "random")
         ]
-        lines.append(f"| `{attention}` | {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+        rows.append([f"`{attention}`", *cells])
+    return markdown_table(header, rows) + "\n"
 
 
 @command.entry_point

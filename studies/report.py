@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
+from relattn.markdown import markdown_table
 from studies.launcher import Training
 from studies.presets import Column, Preset, Row
 
@@ -199,7 +200,7 @@ def study_table(preset: Preset, results: Mapping[str, Any]) -> str:
     header = ["model"]
     for column in preset.columns:
         header += [column.title, *["published"] * _has_published(column, rows)]
-    lines = ["| " + " | ".join(header) + " |", "| --- " * len(header) + "|"]
+    lines = []
     for row in rows:
         cells = [row["name"]]
         for column in preset.columns:
@@ -207,8 +208,8 @@ def study_table(preset: Preset, results: Mapping[str, Any]) -> str:
             cells.append(_cell(cell, column))
             if _has_published(column, rows):
                 cells.append(cell["published"] or MISSING)
-        lines.append("| " + " | ".join(cells) + " |")
-    parts = [f"{results['title']}.", "\n".join(lines), *preset.notes]
+        lines.append(cells)
+    parts = [f"{results['title']}.", markdown_table(header, lines), *preset.notes]
     if results["seeds"]:
         seeds = ", ".join(map(str, results["seeds"]))
         many = len(results["seeds"]) > 1

@@ -16,6 +16,7 @@ import numpy as np
 
 from relattn import command, offsets
 from relattn.kernels import redraw
+from relattn.markdown import markdown_table
 from relattn.nn.registry import ATTENTIONS, BUILT_IN, POSITIONS, build
 
 EXACT = 1e-5
@@ -249,6 +250,25 @@ def torus_error(attention: str, position: str) -> TranslationError | None:
         raise
 
 
+def translation_table() -> str:
+    """Measures the translation errors of all pairs; takes minutes.
+
+    Returns:
+        The table of docs/contracts.md, in Markdown.
+    """
+    header = ["attention", "position", "equivariant", "error, one draw"]
+    header += ["mean of 64 draws", "on a torus"]
+    rows = []
+    for attention, position in (*all_pairs(), *VARIANTS):
+        error = translation_error(attention, position)
+        torus = torus_error(attention, position)
+        mean = f"{error.mean:.1g} ± {error.standard_error:.1g}"
+        cells = [f"`{attention}`", f"`{position}`", error.verdict]
+        cells += [f"{error.single:.1g}", mean, torus.verdict if torus else "–"]
+        rows.append(cells)
+    return markdown_table(header, rows)
+
+
 @command.entry_point
 def main(argv: Sequence[str] | None = None) -> None:
     """Prints a table of the translation errors of all pairs.
@@ -257,18 +277,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         argv: Command-line arguments, by default the process's.
     """
     command.Parser("python -m studies.translation", __doc__).parse_args(argv)
-    columns = ("attention", "position", "equivariant", "error, one draw")
-    columns += ("mean of 64 draws", "on a torus")
-    print("| " + " | ".join(columns) + " |")
-    print("| --- " * len(columns) + "|")
-    for attention, position in (*all_pairs(), *VARIANTS):
-        error = translation_error(attention, position)
-        torus = torus_error(attention, position)
-        print(
-            f"| `{attention}` | `{position}` | {error.verdict} | {error.single:.1g} "
-            f"| {error.mean:.1g} ± {error.standard_error:.1g} "
-            f"| {torus.verdict if torus else '–'} |"
-        )
+    print(translation_table())
 
 
 if __name__ == "__main__":

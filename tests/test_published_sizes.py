@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from relattn.markdown import markdown_table
 from studies.presets import PRESETS
 from tests.helpers.published_sizes import BATCH_SIZE, program
 
@@ -107,20 +108,16 @@ def test_starts(name, rows):
             row |= start(name, JAX_ENABLE_COMPILATION_CACHE="false")
     finally:
         TABLE.parent.mkdir(exist_ok=True)
-        TABLE.write_text(markdown(rows))
+        TABLE.write_text(table(rows))
     assert "parameters" in row, f"{same[0]}, of the same program, did not start"
     if "needed" not in row:
         expect_an_update(row)
 
 
-def markdown(rows):
+def table(rows):
     """Formats the rows so far as a table."""
-    lines = [
-        f"Batches of {BATCH_SIZE}, from the start of the process to the first update.",
-        "",
-        "| configuration | parameters | seconds | peak memory | |",
-        "| --- | ---: | ---: | ---: | --- |",
-    ]
+    header = ["configuration", "parameters", "seconds", "peak memory", "note"]
+    found = []
     for name, row in rows.items():
         cells, note = ["", "", ""], "did not start"
         if "parameters" in row:
@@ -133,5 +130,8 @@ def markdown(rows):
         if "needed" in row:
             needed = f"{row['needed'] / 1e9:.0f} GB"
             note = f"{note} only compiled: an update needs about {needed}".strip()
-        lines.append(f"| `{name}` | {' | '.join(cells)} | {note} |")
-    return "\n".join(lines) + "\n"
+        found.append([f"`{name}`", *cells, note])
+    title = (
+        f"Batches of {BATCH_SIZE}, from the start of the process to the first update."
+    )
+    return f"{title}\n\n{markdown_table(header, found)}\n"

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from relattn.markdown import markdown_table
 from relattn.training.config import read_config
 from studies.demo import demo_table
 from studies.figure1 import published_accuracies, published_name
@@ -42,26 +43,6 @@ _LABELS = {
 }
 
 
-def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Returns a table in Markdown.
-
-    Args:
-        header: Titles of the columns.
-        rows: Cells of each row.
-
-    Returns:
-        The lines, without a newline at the end.
-
-    Example:
-        >>> print(markdown(["name", "value"], [["a", "1"]]))
-        | name | value |
-        | --- | --- |
-        | a | 1 |
-    """
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
 def study(file: str, columns: Mapping[str, str]) -> str:
     """Returns the table of a study: mean ± standard deviation (published value).
 
@@ -81,7 +62,7 @@ def study(file: str, columns: Mapping[str, str]) -> str:
             *(_value(row["columns"][name]) for name in columns),
         ]
         rows.append([_label(row["name"]), *cells])
-    return markdown(["model", "parameters", "epochs", *columns.values()], rows)
+    return markdown_table(["model", "parameters", "epochs", *columns.values()], rows)
 
 
 def _rows(file: str) -> list[dict[str, Any]]:
@@ -122,7 +103,7 @@ def figure1() -> str:
         cells += [shifted[name, "all", shift] for shift in (-4, 4)]
         rows.append(cells)
     titles = [*_CLASS_1.values(), "all, 4 left", "all, 4 right"]
-    return markdown(["model", "test images", *titles], rows)
+    return markdown_table(["model", "test images", *titles], rows)
 
 
 def baselines() -> str:
@@ -141,7 +122,7 @@ def baselines() -> str:
         ]
         rows.append(cells)
     titles = ["model", "parameters", "epochs", "test images", *_CLASS_1.values()]
-    return markdown(titles, rows)
+    return markdown_table(titles, rows)
 
 
 def _shift_accuracies(file: str) -> dict[tuple[str, str, int], str]:
@@ -173,7 +154,7 @@ def invariant_shift() -> str:
             shifted[row["run"].split("-")[0]].append(f"{mean:.1f} ± {std:.1f}")
     rows = [[name, _value(tested[name]), *cells] for name, cells in shifted.items()]
     titles = ["100, unshifted", "100, shifted", "consistency"]
-    return markdown(["model", "1,000, unshifted", *titles], rows)
+    return markdown_table(["model", "1,000, unshifted", *titles], rows)
 
 
 def choosing_shift() -> str:
@@ -193,7 +174,7 @@ def choosing_shift() -> str:
         [title, *(f"{found[name, source]:.0f}" for source in ("measured", "random"))]
         for name, title in titles.items()
     ]
-    return markdown(["positions", "unshifted", "shifted"], rows)
+    return markdown_table(["positions", "unshifted", "shifted"], rows)
 
 
 def demo() -> str:
@@ -231,7 +212,7 @@ def speed(
         [title, *(cell(names, size) for size in sizes.values())]
         for title, names in kernels.items()
     ]
-    return markdown(["kernel", *sizes], rows)
+    return markdown_table(["kernel", *sizes], rows)
 
 
 def speed_before() -> str:
@@ -247,7 +228,7 @@ def speed_before() -> str:
         ]
         for row in _read_lines("speed_before_cpu.jsonl")
     ]
-    return markdown(["kernel", "tokens", "batch", "before", "today"], rows)
+    return markdown_table(["kernel", "tokens", "batch", "before", "today"], rows)
 
 
 def _read_lines(file: str) -> list[dict[str, Any]]:
@@ -282,7 +263,8 @@ def speed_steps() -> str:
         ]
         for row in _read_lines("speed_steps_cpu.jsonl")
     ]
-    return markdown(["model", "cores", "relattn", "PyTorch", "relattn / PyTorch"], rows)
+    header = ["model", "cores", "relattn", "PyTorch", "relattn / PyTorch"]
+    return markdown_table(header, rows)
 
 
 def mesh_memory() -> str:
@@ -297,7 +279,7 @@ def mesh_memory() -> str:
         for row in json.loads(file.read_text("utf-8"))["bytes_per_device"]
     ]
     held = ["parameters and optimiser", "temporary", "total"]
-    return markdown(["devices", "data x model", *held], rows)
+    return markdown_table(["devices", "data x model", *held], rows)
 
 
 def compiled(target: str) -> str:
@@ -320,7 +302,7 @@ def compiled(target: str) -> str:
         ]
         rows.append([f"`{name}`", *cells])
     titles = ["compiled in", "code", "temporary", "instructions", "moved", "GFLOP"]
-    return markdown(["program", *titles, "limit", "time", "limit / time"], rows)
+    return markdown_table(["program", *titles, "limit", "time", "limit / time"], rows)
 
 
 def _gpu_rows(prefix: str) -> dict[str, dict[str, Any]]:
@@ -363,7 +345,7 @@ def gpu_kernels(
         [title, *(cell(f"{kernel}@{size}") for size in columns.values())]
         for kernel, title in kernels.items()
     ]
-    return markdown(["kernel", *columns], rows)
+    return markdown_table(["kernel", *columns], rows)
 
 
 def gpu_steps() -> str:
@@ -383,7 +365,7 @@ def gpu_steps() -> str:
         for name, row in _gpu_rows("step:").items()
     ]
     titles = ["batch", "step", "modelled", "examples/s", "share", "launches"]
-    return markdown(["model", *titles, "temporary"], rows)
+    return markdown_table(["model", *titles, "temporary"], rows)
 
 
 def gpu_accuracy() -> str:
@@ -399,7 +381,7 @@ def gpu_accuracy() -> str:
         for name, row in _gpu_rows("accuracy:").items()
     ]
     precisions = ["float32, highest precision", "float32", "bfloat16"]
-    return markdown(["kernel", *precisions], rows)
+    return markdown_table(["kernel", *precisions], rows)
 
 
 def _lengths(**size: int) -> dict[str, dict[str, int]]:

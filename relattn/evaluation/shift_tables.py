@@ -16,6 +16,7 @@ from relattn.evaluation.shift_curves import (
     published_curves,
     round_down,
 )
+from relattn.markdown import markdown_table
 
 COLUMNS = (
     "run",
@@ -81,7 +82,7 @@ def table(curves: Sequence[ShiftCurve], measure: str = "accuracy") -> str:
     """
     shifts = _shown(curves[0].shifts)
     header = ["data set", "model", "runs", *map(_shift_name, shifts), "random shifts"]
-    lines = ["| " + " | ".join(header) + " |", "| --- " * len(header) + "|"]
+    rows = []
     for curve in curves:
         cells = [curve.dataset, curve_label(curve, curves), str(curve.num_runs)]
         for shares in (*map(curve.at, shifts), curve.random):
@@ -91,14 +92,14 @@ def table(curves: Sequence[ShiftCurve], measure: str = "accuracy") -> str:
                 continue
             mean = round_down(float(mean)) if measure == "consistency" else mean
             cells.append(f"{mean:.3f} ± {std:.3f} ({shares.num_images})")
-        lines.append("| " + " | ".join(cells) + " |")
+        rows.append(cells)
     known = published_curves(curves) if measure == "accuracy" else ()
     for curve, published in known:
         accuracy = published.accuracy
         cells = [curve.dataset, f"{published.name} (published)", "–"]
         cells += [f"{accuracy[s]:.3f}" if s in accuracy else "–" for s in shifts]
-        lines.append("| " + " | ".join([*cells, "–"]) + " |")
-    return "\n".join(lines)
+        rows.append([*cells, "–"])
+    return markdown_table(header, rows)
 
 
 def _shown(shifts: Sequence[Shift]) -> list[Shift]:

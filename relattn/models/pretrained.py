@@ -24,6 +24,7 @@ from jaxtyping import Array, Float32
 
 from relattn import models, spec
 from relattn.extras import require_train
+from relattn.markdown import markdown_table
 from relattn.messages import shorten
 from relattn.models.resize import resize_grid
 from relattn.models.safetensors import read_safetensors, write_safetensors
@@ -442,7 +443,7 @@ def model_card(config: dict[str, Any], metrics: dict[str, Any], license: str) ->
     """Describes a trained model in Markdown: model, data, metrics and licence."""
     data = config["data"]
     rows = [
-        f"| {name} | {value:.4g} |"
+        (name, f"{value:.4g}")
         for name, value in metrics.items()
         if name.startswith(("validation_", "test_")) and isinstance(value, int | float)
     ]
@@ -480,7 +481,7 @@ def model_card(config: dict[str, Any], metrics: dict[str, Any], license: str) ->
         "## Metrics",
         f"The {config['checkpoint']} checkpoint, after {config['step']} updates.",
         "",
-        *(["| metric | value |", "| --- | --- |", *rows] if rows else []),
+        *([markdown_table(["metric", "value"], rows)] if rows else []),
         "",
         "## Licence",
         f"Of the weights: {license}.",

@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu --minutes=9 --output=DIR
 
-DIR/gpu.json is written after every row; the same command goes on with the rows that are
+DIR/gpu.json is written after every row; the same command resumes with the rows that are
 missing. Times are those of the device: the median of several runs of a program that
 calls the kernel many times. ``share`` is the least time, by the rates that the card
 reached in a copy and in products of large matrices, divided by the measured time. On a

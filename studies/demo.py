@@ -170,9 +170,9 @@ def _results(
 def _curve(curve: ShiftCurve) -> dict[str, Any]:
     return {
         "shift_px": [right for right, _ in curve.shifts],
-        "accuracy_mean": curve.shares.accuracy.tolist(),
-        "accuracy_std": curve.shares.accuracy_std.tolist(),
-        "num_images": curve.shares.num_images.tolist(),
+        "accuracy_mean": curve.metrics.accuracy.tolist(),
+        "accuracy_std": curve.metrics.accuracy_std.tolist(),
+        "num_images": curve.metrics.num_images.tolist(),
     }
 
 

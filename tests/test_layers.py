@@ -1,4 +1,4 @@
-"""The layers: left never imports right."""
+"""Each layer imports only layers to its left."""
 
 import subprocess
 import sys

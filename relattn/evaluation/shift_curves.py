@@ -13,8 +13,8 @@ from relattn.evaluation.shift import NOT_ALLOWED, Shift, ShiftedPredictions
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Shares:
-    """Shares of the shifted images, at each of some shifts or at one.
+class ShiftMetrics:
+    """Accuracy and consistency on the shifted images, at each of some shifts or at one.
 
     Means and standard deviations are over runs; for a single run, the standard
     deviation is the binomial sqrt(p (1 - p) / n) of a share p of n images.
@@ -65,8 +65,8 @@ class ShiftCurve:
         published: The published curve of the model on the same images, None without
             one.
         shifts: Shifts (dx, dy) in pixels.
-        shares: The shares at each shift.
-        random: The shares under random shifts: of all pairs of an image and a random
+        metrics: The metrics at each shift.
+        random: The metrics under random shifts: of all pairs of an image and a random
             shift that it allows, NaN without any; ``num_images`` counts the images.
         num_runs: Number of runs.
     """
@@ -77,14 +77,14 @@ class ShiftCurve:
     label: int | None
     published: PublishedCurve | None
     shifts: tuple[Shift, ...]
-    shares: Shares
-    random: Shares
+    metrics: ShiftMetrics
+    random: ShiftMetrics
     num_runs: int
 
-    def at(self, shift: Shift) -> Shares:
-        """Returns the shares at one of the shifts."""
+    def at(self, shift: Shift) -> ShiftMetrics:
+        """Returns the metrics at one of the shifts."""
         i = self.shifts.index(shift)
-        return Shares(*(values[i, ...] for values in vars(self.shares).values()))
+        return ShiftMetrics(*(values[i, ...] for values in vars(self.metrics).values()))
 
 
 def model_label(model: str, attention: str, position: str) -> str:
@@ -128,7 +128,7 @@ def curves_of(
     label: int | None,
     find_published: FindPublished | None = None,
 ) -> tuple[ShiftCurve, ...]:
-    """Computes the shares by shift, averaged over runs that differ only in their seed.
+    """Computes the metrics by shift, averaged over runs that differ only in their seed.
 
     Args:
         results: The predictions of each run.
@@ -175,7 +175,7 @@ def _curve(
             for classes in (result.labels, result.unshifted)
         )
         by_shift.append((right, same, count))
-        random.append(_random_shares(result, images))
+        random.append(_random_metrics(result, images))
     return ShiftCurve(
         run=" ".join(result.run for result in group),
         dataset=first.dataset,
@@ -183,7 +183,7 @@ def _curve(
         label=label,
         published=find_published(first, label) if find_published else None,
         shifts=first.shifts,
-        shares=_average(by_shift),
+        metrics=_average(by_shift),
         random=_average(random),
         num_runs=len(group),
     )
@@ -195,7 +195,7 @@ def _distance(dx: int, dy: int) -> str:
     return " and ".join(distances) or "0 pixels"
 
 
-def _random_shares(
+def _random_metrics(
     result: ShiftedPredictions, images: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Returns accuracy, consistency and the number of images under random shifts."""
@@ -209,9 +209,9 @@ def _random_shares(
     return right, same, np.asarray(chosen.any(axis=0).sum())
 
 
-def _average(shares: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> Shares:
+def _average(runs: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> ShiftMetrics:
     """Averages accuracies and consistencies over runs."""
-    *measured, counts = map(np.stack, zip(*shares, strict=True))
+    *measured, counts = map(np.stack, zip(*runs, strict=True))
     statistics = []
     for values in measured:
         mean = values.mean(axis=0)
@@ -221,7 +221,7 @@ def _average(shares: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> Sha
             # NaN where there is no image.
             std = np.sqrt(mean * (1 - mean) / np.maximum(counts[0], 1))
         statistics += [np.asarray(mean), np.asarray(std)]
-    return Shares(*statistics, num_images=counts[0, ...])
+    return ShiftMetrics(*statistics, num_images=counts[0, ...])
 
 
 def round_down(share: float) -> float:

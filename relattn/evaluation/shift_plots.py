@@ -64,8 +64,8 @@ def _curves(panels: Sequence[Panel], axis: str) -> Figure:
             color = colors.setdefault(label, f"C{len(colors)}")
             pixels = [shift["xy".index(axis)] for shift in curve.shifts]
             for ax, measure in (top, "accuracy"), (bottom, "consistency"):
-                mean = getattr(curve.shares, measure)
-                std = getattr(curve.shares, f"{measure}_std")
+                mean = getattr(curve.metrics, measure)
+                std = getattr(curve.metrics, f"{measure}_std")
                 (lines[label],) = ax.plot(pixels, mean, color=color)
                 low, high = (mean - std).clip(0, 1), (mean + std).clip(0, 1)
                 ax.fill_between(pixels, low, high, color=color, alpha=0.2, linewidth=0)
@@ -108,7 +108,7 @@ def _maps(panels: Sequence[Panel]) -> Figure:
         names = [panel.title, *textwrap.wrap(curve_label(curve, panel.curves), 50)]
         for ax, measure in zip(pair, ("accuracy", "consistency"), strict=True):
             # The shifts are in the order of an image, row by row.
-            values = getattr(curve.shares, measure).reshape(size, size)
+            values = getattr(curve.metrics, measure).reshape(size, size)
             extent = (-edge, edge, edge, -edge)
             image = ax.imshow(values, vmin=0, vmax=1, extent=extent)
             shares = [values.min(), values.max(), getattr(curve.random, measure)]
@@ -132,7 +132,7 @@ def _maps(panels: Sequence[Panel]) -> Figure:
 
 
 def _images(curves: Sequence[ShiftCurve]) -> str:
-    counts = np.concatenate([curve.shares.num_images for curve in curves])
+    counts = np.concatenate([curve.metrics.num_images for curve in curves])
     images = f"{counts.max():,} images"
     if counts.min() < counts.max():
         images = f"{counts.min():,} to {images}, by shift"

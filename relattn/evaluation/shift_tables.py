@@ -10,8 +10,8 @@ import numpy as np
 
 from relattn.evaluation.shift import BOUNDARIES, NUM_RANDOM_SHIFTS, Shift
 from relattn.evaluation.shift_curves import (
-    Shares,
     ShiftCurve,
+    ShiftMetrics,
     curve_label,
     published_curves,
     round_down,
@@ -64,8 +64,8 @@ def _images(curve: ShiftCurve) -> str:
     return "all" if curve.label is None else str(curve.label)
 
 
-def _values(shares: Shares) -> list[str]:
-    *statistics, count = vars(shares).values()
+def _values(metrics: ShiftMetrics) -> list[str]:
+    *statistics, count = vars(metrics).values()
     return [*("" if np.isnan(x) else f"{x:.6f}" for x in statistics), str(count)]
 
 
@@ -85,13 +85,13 @@ def table(curves: Sequence[ShiftCurve], measure: str = "accuracy") -> str:
     rows = []
     for curve in curves:
         cells = [curve.dataset, curve_label(curve, curves), str(curve.num_runs)]
-        for shares in (*map(curve.at, shifts), curve.random):
-            mean, std = getattr(shares, measure), getattr(shares, f"{measure}_std")
-            if not shares.num_images:
+        for metrics in (*map(curve.at, shifts), curve.random):
+            mean, std = getattr(metrics, measure), getattr(metrics, f"{measure}_std")
+            if not metrics.num_images:
                 cells.append("–")
                 continue
             mean = round_down(float(mean)) if measure == "consistency" else mean
-            cells.append(f"{mean:.3f} ± {std:.3f} ({shares.num_images})")
+            cells.append(f"{mean:.3f} ± {std:.3f} ({metrics.num_images})")
         rows.append(cells)
     known = published_curves(curves) if measure == "accuracy" else ()
     for curve, published in known:
@@ -133,7 +133,7 @@ def summary(
     axis: str,
     boundary: str = "zeros",
 ) -> str:
-    """Summarises the shares on one class and, a stricter measure, on all classes.
+    """Summarises the metrics on one class and, a stricter measure, on all classes.
 
     Args:
         one_class: Curves of one class, perhaps none: then its section is left out.

@@ -412,7 +412,7 @@ def array_shapes(tree: Any) -> dict[str, str]:
 
 
 def set_damaged_aside(folder: Path, latest: int) -> None:
-    """Renames damaged checkpoints to ``<step>.damaged``, so that training can go on.
+    """Renames damaged checkpoints to ``<step>.damaged``, so that training can resume.
 
     Args:
         folder: The ``checkpoints`` folder of a run; need not exist.

@@ -42,8 +42,8 @@ FREE_KEYS = (
     "data.num_workers",
 )
 
-# Keys that may also change when a run goes on: the schedules except the cosine do not
-# depend on them.
+# Keys that may also change when a run is extended: the schedules except the cosine do
+# not depend on them.
 LENGTH_KEYS = ("num_epochs", "num_steps")
 
 # Devices count and compute in 32 bits.

@@ -14,16 +14,16 @@ from tests.helpers.shift_results import ONE, TWO, find_published, result
 
 def test_a_class_uses_the_images_that_move_both_ways():
     (curve,) = curves_of([result(ONE)], 1)
-    assert curve.shares.num_images.tolist() == [2, 2, 2]
-    chex.assert_trees_all_close(curve.shares.accuracy, np.array([0.5, 1.0, 0.0]))
+    assert curve.metrics.num_images.tolist() == [2, 2, 2]
+    chex.assert_trees_all_close(curve.metrics.accuracy, np.array([0.5, 1.0, 0.0]))
     expected = np.array([0.5 / np.sqrt(2), 0.0, 0.0])
-    chex.assert_trees_all_close(curve.shares.accuracy_std, expected)
+    chex.assert_trees_all_close(curve.metrics.accuracy_std, expected)
 
 
 def test_all_classes_use_what_each_shift_allows():
     (curve,) = curves_of([result(ONE)], None)
-    assert curve.shares.num_images.tolist() == [3, 4, 4]
-    chex.assert_trees_all_close(curve.shares.accuracy, np.array([2 / 3, 1.0, 0.0]))
+    assert curve.metrics.num_images.tolist() == [3, 4, 4]
+    chex.assert_trees_all_close(curve.metrics.accuracy, np.array([2 / 3, 1.0, 0.0]))
 
 
 def test_consistency_compares_with_the_unshifted_image():
@@ -31,11 +31,11 @@ def test_consistency_compares_with_the_unshifted_image():
     wrong = np.array([[1, 2, 3, -1], [1, 2, 5, 4], [7, 2, 5, 3]])
     changed = dataclasses.replace(result(ONE), predicted=wrong)
     (curve,) = curves_of([changed], None)
-    chex.assert_trees_all_close(curve.shares.consistency, np.array([2 / 3, 1, 0.5]))
+    chex.assert_trees_all_close(curve.metrics.consistency, np.array([2 / 3, 1, 0.5]))
     expected = np.array([np.sqrt(2 / 27), 0, 0.25])
-    chex.assert_trees_all_close(curve.shares.consistency_std, expected)
+    chex.assert_trees_all_close(curve.metrics.consistency_std, expected)
     (curve,) = curves_of([changed], 1)
-    chex.assert_trees_all_close(curve.shares.consistency, np.array([1, 1, 0.5]))
+    chex.assert_trees_all_close(curve.metrics.consistency, np.array([1, 1, 0.5]))
 
 
 def test_random_shifts_count_the_pairs_that_are_allowed():
@@ -61,11 +61,11 @@ def test_runs_that_differ_in_their_seed_are_averaged():
     (curve,) = curves_of([result(ONE), result(TWO, seed=1)], 1)
     assert (curve.run, curve.num_runs) == ("run0 run1", 2)
     mean, std = np.array([0.25, 1.0, 0.5]), np.array([0.5, 0.0, 1.0]) / np.sqrt(2)
-    chex.assert_trees_all_close(curve.shares.accuracy, mean)
-    chex.assert_trees_all_close(curve.shares.accuracy_std, std)
+    chex.assert_trees_all_close(curve.metrics.accuracy, mean)
+    chex.assert_trees_all_close(curve.metrics.accuracy_std, std)
     # Everything is predicted correctly when unshifted.
-    chex.assert_trees_all_close(curve.shares.consistency, mean)
-    chex.assert_trees_all_close(curve.shares.consistency_std, std)
+    chex.assert_trees_all_close(curve.metrics.consistency, mean)
+    chex.assert_trees_all_close(curve.metrics.consistency_std, std)
     two = curves_of([result(ONE), result(TWO, seed=1, recipe="b")], 1)
     assert [curve.run for curve in two] == ["run0", "run1"]
 

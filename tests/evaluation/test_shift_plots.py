@@ -23,7 +23,7 @@ def test_curves_of_both_measures_share_a_color(figure, tmp_path):
     assert (top.get_ylabel(), bottom.get_ylabel()) == ("accuracy", CONSISTENCY)
     for i, curve in enumerate(curves):
         line, random = bottom.lines[2 * i : 2 * i + 2]
-        assert line.get_ydata().tolist() == curve.shares.consistency.tolist()
+        assert line.get_ydata().tolist() == curve.metrics.consistency.tolist()
         assert set(random.get_ydata()) == {float(curve.random.consistency)}
         assert line.get_color() == random.get_color() == top.lines[2 * i].get_color()
         published = top.lines[2 * i + 1]
@@ -62,7 +62,7 @@ def test_maps_have_a_row_for_each_dy(figure, tmp_path):
         assert image.get_extent() == [-1.5, 1.5, 1.5, -1.5]
         assert "3 to 4 images, by shift" in ax.get_xlabel()
     assert CONSISTENCY in colors.get_ylabel()
-    low, high = (f"{x(curves[0].shares.accuracy):.1%}" for x in (np.min, np.max))
+    low, high = (f"{x(curves[0].metrics.accuracy):.1%}" for x in (np.min, np.max))
     assert (
         f"mnist\nfavor\naccuracy {low} to {high}; random shifts: "
         in accuracy.get_title()

@@ -10,16 +10,13 @@ from __future__ import annotations
 import importlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import relattn
 from relattn import command
 from relattn.messages import check_choice
-
-if TYPE_CHECKING:
-    from relattn.evaluation.shift_curves import FindPublished
 
 # The module and function of each command. Some modules need the extra `train`.
 COMMANDS = {
@@ -144,9 +141,11 @@ def show_config(argv: Sequence[str] | None = None) -> None:
 
 @command.entry_point
 def eval_shift(
-    argv: Sequence[str] | None = None, *, find_published: FindPublished | None = None
+    argv: Sequence[str] | None = None,
+    *,
+    find_published: Callable[..., Any] | None = None,
 ) -> None:
-    """Measures accuracy on shifted test images, as figure 1 of Horn et al.
+    """Measures accuracy on shifted test images, as in figure 1 of Horn et al.
 
     Writes shift.csv, shift.png and summary.md, and prints the summary: accuracy, and
     consistency, the share of images predicted as when unshifted. In a clone,

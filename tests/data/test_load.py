@@ -39,11 +39,6 @@ def test_validation_images_depend_on_split_seed_only():
     assert (first.validation.images != other.validation.images).any()
 
 
-@pytest.mark.quick(
-    "keys0-message0",
-    "keys1-^unknown data.name 'cifra10': did you mean 'cifar10'\\\\?",
-    "keys2-^unknown data.source 'tfd': did you mean 'tfds'\\\\? There are: embedded",
-)
 @pytest.mark.parametrize(
     "keys, message",
     [

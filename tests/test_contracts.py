@@ -43,6 +43,16 @@ DRAWS = 2000
 every_mechanism = pytest.mark.parametrize(
     "mechanism", mark_slow([*MECHANISMS, *TORI], QUICK), ids=str
 )
+# For what takes long and differs little between kernels.
+FEW = ("softmax", "causal linear, positive features", "causal Translution")
+
+
+def few_of(mechanisms):
+    """Parametrizes a test by mechanisms; `make test` has `FEW` of them."""
+    few = [m for m in mechanisms if m.name in FEW]
+    return pytest.mark.parametrize("mechanism", mark_slow(mechanisms, few), ids=str)
+
+
 every_causal_mechanism = pytest.mark.parametrize(
     "mechanism", [m for m in MECHANISMS if m.causal], ids=str
 )
@@ -337,7 +347,7 @@ def test_vmap_equals_leading_axes(mechanism):
     np.testing.assert_allclose(mapped, expected, rtol=1e-5, atol=1e-6)
 
 
-@every_mechanism
+@few_of([*MECHANISMS, *TORI])
 def test_lowers_for_cuda_and_tpu_without_a_scatter(mechanism):
     """The other tests compile the forms for CPUs."""
     inputs = jax.eval_shape(lambda: mechanism.draw_inputs(HEADS))
@@ -390,16 +400,8 @@ def expect_same(exported, mechanism, masked, batch, n=N, m=M):
     np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
 
 
-QUICK_EXPORTS = ("softmax", "causal linear, positive features", "causal Translution")
-
-
-def _exported(mechanisms):
-    quick = [m for m in mechanisms if m.name in QUICK_EXPORTS]
-    return pytest.mark.parametrize("mechanism", mark_slow(mechanisms, quick), ids=str)
-
-
 @pytest.mark.parametrize("masked", mark_slow([False, True], [True]))
-@_exported([*MECHANISMS, *TORI])
+@few_of([*MECHANISMS, *TORI])
 def test_exports_with_a_symbolic_batch(mechanism, masked):
     exported = export_kernel(mechanism, masked, b="b")
     assert exported.platforms == PLATFORMS
@@ -408,7 +410,7 @@ def test_exports_with_a_symbolic_batch(mechanism, masked):
 
 
 @pytest.mark.parametrize("masked", mark_slow([False, True], [True]))
-@_exported(
+@few_of(
     [
         m
         for m in MECHANISMS
@@ -493,7 +495,7 @@ class PmapTest(chex.TestCase):
     """Compares results with pmap and with jit."""
 
     @chex.variants(with_pmap=True)
-    @named(m for m in MECHANISMS if m.name in QUICK_EXPORTS)
+    @named(m for m in MECHANISMS if m.name in FEW)
     def test_pmap_agrees(self, mechanism):
         expect_agreement(self, mechanism)
 

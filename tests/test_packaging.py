@@ -86,6 +86,7 @@ else:
 """)
 
 
+@pytest.mark.slow
 def test_no_module_imports_tensorflow():
     run("""
 import pkgutil, sys, relattn

@@ -99,18 +99,19 @@ IN_GPT = [
 ]
 
 
-# One position for each site of an attention; for tokens, softmax has them all.
-ONE_A_SITE = ("learned", "relative_bias", "relative_key", "rope2d_mixed", "irpe_gate")
-
-
 def is_quick(model, attention, position):
-    """Whether `make test` has a pair: every attention once, every site once."""
-    if model == "gpt":
-        return (attention, position) in (("softmax", "rope1d"), ("favor", "rope1d"))
-    if attention == "softmax":
-        return position in ONE_A_SITE
-    # Linear attention with a bias has a kernel of its own.
-    return position == "none" or (attention, position) == ("favor", "relative_bias")
+    """Whether `make test` has a pair: kernels and sites of positions, once."""
+    return (model, attention, position) in {
+        ("gpt", "softmax", "rope1d"),
+        ("vit", "softmax", "learned"),
+        ("vit", "softmax", "relative_key"),
+        ("vit", "softmax", "rope2d_mixed"),
+        ("vit", "favor", "relative_bias"),
+        ("vit", "banded", "none"),
+        ("vit", "gated_positional", "none"),
+        ("vit", "lor_translution", "none"),
+        ("vit", "routing", "none"),
+    }
 
 
 def each(pairs):
@@ -216,7 +217,7 @@ def test_earlier_outputs_do_not_depend_on_later_tokens(model):
     assert (changed[:, 4:] != logits[:, 4:]).any()
 
 
-@pytest.mark.quick("vit-softmax-relative_bias", "vit-softmax-rope2d_mixed")
+@pytest.mark.quick("vit-softmax-relative_key", "vit-softmax-rope2d_mixed")
 @each([names for names in IN_VIT if names[1] == "softmax" or names[2] == "none"])
 def test_lowers_for_cuda_and_tpu_without_a_scatter(model):
     """Tests the ViT; test_contracts.py tests the causal kernels."""

@@ -30,6 +30,7 @@ def test_every_call_is_executed():
     assert eleven >= 11 * max(1, one - 2)
 
 
+@pytest.mark.slow
 def test_rows_are_measured_once_and_failures_again(tmp_path, capsys, monkeypatch):
     def refuse(card):
         raise NotImplementedError("not on this card")
@@ -47,6 +48,7 @@ def test_rows_are_measured_once_and_failures_again(tmp_path, capsys, monkeypatch
     assert KERNEL not in out
 
 
+@pytest.mark.slow
 def test_errors_are_those_of_the_dtype(tmp_path):
     errors = run(tmp_path, ACCURACY)["rows"][ACCURACY]
     assert errors["float32, highest precision"]["gradients"] < 2e-5

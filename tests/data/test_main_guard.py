@@ -52,6 +52,7 @@ def test_tests_and_notebooks_need_no_guard():
     exec(compile(CALL, "<cell>", "exec"), {"__name__": "__main__"} | globals())
 
 
+@pytest.mark.slow
 def test_a_real_script_ends_with_the_sentence(tmp_path):
     for index in range(4):
         path = tmp_path / "train" / "a" / f"{index}.png"

@@ -274,6 +274,7 @@ def test_not_prepared_without_network_raises(tmp_path, fake_preparation, capsys)
     assert "downloading" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_set_is_prepared_in_a_separate_process(
     write_set, monkeypatch, fake_preparation, tmp_path
 ):

@@ -180,6 +180,7 @@ def test_runs_on_other_data_are_refused(workdir, tmp_path, monkeypatch):
         shift_report([workdir], tmp_path)
 
 
+@pytest.mark.slow
 def test_data_with_other_classes_are_refused(workdir, tmp_path, monkeypatch):
     data = load_images(load_run(workdir).config.data)
     for change, message in [

@@ -70,7 +70,7 @@ def test_the_page_is_complete_and_needs_no_other_file(workdir, capsys):
     assert "<td>model.attention</td><td>favor" in page
 
 
-@pytest.mark.quick("1400")
+@pytest.mark.slow
 @pytest.mark.skipif(not browser.CHROMIUM, reason="needs chromium")
 @pytest.mark.parametrize("width", [browser.DESKTOP, browser.PHONE])
 def test_the_page_opens_without_errors(width, workdir, tmp_path):

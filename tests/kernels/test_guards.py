@@ -85,7 +85,7 @@ def test_a_key_that_barely_has_weight_has_the_right_gradient(causal_toeplitz):
         np.testing.assert_allclose(found, [[expected]], rtol=1e-6)
 
 
-@pytest.mark.quick("31-1.0")
+@pytest.mark.slow
 @pytest.mark.parametrize("factor", [1.0, 1e6])
 @pytest.mark.parametrize("norm", [31, 34, 60])
 def test_long_tokens_have_the_gradients_of_float64_or_zeros(norm, factor):
@@ -187,7 +187,7 @@ def test_gradients_through_a_state_equal_those_of_one_call():
             np.testing.assert_allclose(two, one, atol=1e-4 * size)
 
 
-@pytest.mark.quick("float16")
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
 def test_scaling_the_backward_pass_changes_no_gradient(dtype):
     weights = jax.random.normal(jax.random.key(0), (5, 7))

@@ -115,6 +115,7 @@ def test_masked_keys_may_hold_nan():
     np.testing.assert_array_equal(attend(q, k + nan, v + nan), attend(q, k, v))
 
 
+@pytest.mark.slow
 def test_gradients_flow_through_a_plain_array_of_features():
     q, k, v = draw_inputs()
     weight = draw_gaussian(jax.random.key(2), 13, HEAD_DIM)

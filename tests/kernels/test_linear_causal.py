@@ -194,7 +194,7 @@ def test_features_that_depend_on_later_tokens_raise():
         causal_linear_attention(*draw_inputs(), unbounded)
 
 
-@pytest.mark.quick("None")
+@pytest.mark.slow
 @pytest.mark.parametrize("values", [None, jnp.ones((HEADS, 1, 13))])
 def test_decoding_with_features_that_depend_on_later_tokens_raises(values):
     q, k, v = (x[:, :1] for x in draw_inputs())
@@ -213,6 +213,7 @@ def test_underflowed_without_a_bound_raises():
         underflowed(Features(None, jnp.zeros((N, 13))))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk_size", [4, 64])
 def test_state_of_other_shapes_raises(chunk_size):
     inputs = draw_inputs()

@@ -131,7 +131,7 @@ def test_earlier_outputs_and_gradients_do_not_depend_on_later_tokens(interpreted
         np.testing.assert_array_equal(ours, theirs)
 
 
-@pytest.mark.quick("True")
+@pytest.mark.slow
 @pytest.mark.parametrize("causal", [True, False])
 def test_long_tokens_and_queries_without_keys_are_finite(interpreted, causal):
     inputs, exists = draw_inputs(HEADS), np.ones(N, bool)

@@ -105,6 +105,7 @@ def test_single_table_matches_reference(name):
     np.testing.assert_allclose(out[0], expected, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_sequence_may_be_shorter_than_tables():
     q, k, v, *tables = _inputs(7, 13)
     names = ["key_table", "value_table", "bias"]

@@ -170,6 +170,7 @@ def test_empty_local_window_raises():
         kernels.local_attention(x, x, x, window=0)
 
 
+@pytest.mark.slow
 def test_local_attention_checks_num_prefix():
     x = jnp.ones((1, 3))
     with pytest.raises(

@@ -101,7 +101,7 @@ def test_query_without_keys_gives_zeros_and_finite_gradients():
         assert np.isfinite(gradient).all()
 
 
-@pytest.mark.quick("dense")
+@pytest.mark.slow
 @pytest.mark.usefixtures("form")
 def test_masks_and_bias_broadcast_over_leading_axes():
     q, k, v, bias = (jnp.stack([x, 2 * x]) for x in draw_inputs())

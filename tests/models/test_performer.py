@@ -35,6 +35,7 @@ def make(**options):
     return model, quick_jit(model.init)(jax.random.key(0), images[:1]), images
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("attention", "position"), mark_slow(VARIANTS, VARIANTS[1:2]))
 def test_every_parameter_has_a_gradient(attention, position):
     model, variables, images = make(attention=attention, position=position)
@@ -62,7 +63,7 @@ def test_every_parameter_has_a_gradient(attention, position):
             assert jnp.abs(leaf).max() > 1e-6, name
 
 
-@pytest.mark.quick("favor-constrained_sincos(content_conditioned=True)")
+@pytest.mark.slow
 @pytest.mark.parametrize(("attention", "position"), VARIANTS)
 def test_an_example_does_not_depend_on_its_batch(attention, position):
     model, variables, images = make(attention=attention, position=position)
@@ -90,6 +91,7 @@ def test_config_dicts_are_accepted():
     assert build_model(config, num_classes=3, image_shape=SHAPE).num_layers == 2
 
 
+@pytest.mark.slow
 def test_layers_draw_different_projections():
     _, variables, _ = make(attention="favor")
     features = jax.tree.leaves(variables["random_features"])

@@ -152,6 +152,7 @@ def test_photographed_clothes_have_the_same_anchor_at_every_shift():
         np.testing.assert_array_equal(anchor(moved), expected)
 
 
+@pytest.mark.slow
 def test_gradients_pass_through_the_chosen_roll():
     images, weights = draw_images(2), jax.random.normal(jax.random.key(0), (2, *SHAPE))
 

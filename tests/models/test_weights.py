@@ -75,6 +75,7 @@ def test_outputs_are_the_weighted_sums_of_values(attention, position):
     np.testing.assert_allclose(weights @ values, found["mix"][0], rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_softmax_weights_are_those_of_queries_and_keys():
     model, variables = make("softmax")
     q, k, _ = captured(model, variables)["attention"]["project"]
@@ -130,6 +131,7 @@ def test_a_weight_for_each_layer_in_order():
     assert not np.allclose(layers[10], expected, atol=1e-3)
 
 
+@pytest.mark.slow
 def test_causal_weights_do_not_see_the_future():
     model = GPT(
         vocab_size=13,

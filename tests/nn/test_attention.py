@@ -189,7 +189,7 @@ def test_trigonometric_features_sow_the_share_of_nonpositive_normalizers():
     assert jnp.isfinite(out).all()
 
 
-@pytest.mark.quick("True")
+@pytest.mark.slow
 @pytest.mark.parametrize("causal", [True, False])
 def test_causal_positive_features_sow_the_share_of_underflowed_keys(causal):
     make_attention, _ = build(

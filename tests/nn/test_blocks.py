@@ -273,7 +273,7 @@ def test_layers_with_random_features_are_not_scanned():
         assert set(shapes["params"]) == names
 
 
-@pytest.mark.quick("translution")
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ["translution", "favor(num_features=3)"])
 def test_remat_gives_equal_gradients_and_keeps_less(attention):
     variables = random_variables(Model(attention))

@@ -253,7 +253,7 @@ def test_linen_layer_decodes_what_the_causal_layer_computes(name, is_causal):
         np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.quick("softmax-False-False")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "is_causal", "in_call"),
     [
@@ -466,7 +466,7 @@ def test_dropout_acts_on_the_heads_outputs(name, broadcast):
         drop(dropout_rate=1.0, dropout_rng=rng)
 
 
-@pytest.mark.quick("linen_layer")
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [linen_layer, nnx_layer])
 def test_flax_layers_train_with_dropout(make):
     x = draw(BATCH, N, 5)

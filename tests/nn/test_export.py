@@ -50,6 +50,7 @@ def expect_same(function, example, symbols, inputs, constraints=()):
         np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", mark_slow(ATTENTIONS, ["favor"]))
 def test_linen_layer(name):
     make, _ = build(

@@ -43,6 +43,7 @@ def test_output_equals_the_reference_with_linear_projections():
     np.testing.assert_allclose(out[1], expected, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_random_features_survive_serialization_by_flax():
     make, _ = build(
         "favor(num_features=5)", "none", dim=DIM, num_heads=HEADS, num_layers=4

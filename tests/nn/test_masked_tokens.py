@@ -100,6 +100,7 @@ def test_images(options):
     expect_no_effect(apply, variables, images, pixels, jnp.ones((2, 1), bool))
 
 
+@pytest.mark.slow
 def test_tokens_out_of_range():
     model = GPT(
         vocab_size=11, context_length=N, dim=DIM, num_layers=1, num_heads=2, mlp_dim=11

@@ -27,6 +27,7 @@ def norms(centroids):
     return np.linalg.norm(centroids, axis=-1)
 
 
+@pytest.mark.slow
 def test_only_training_updates_the_centroids_of_every_layer():
     config = {"name": "vit", "mlp_dim": 5, "patch_size": 1, **SIZES}
     config["attention"] = "routing(clusters=3, decay=0.9)"

@@ -51,6 +51,7 @@ def test_invalid_variants_and_seeds_are_rejected(tmp_path):
         run_demo(tmp_path, seeds=0)
 
 
+@pytest.mark.slow
 def test_error_has_the_log_of_the_failed_training(tmp_path):
     message = "learnable_sincos, seed 0 failed; .*train.log ends with:(.|\n)*num_steps"
     with pytest.raises(ChildProcessError, match=message):

@@ -64,6 +64,7 @@ def moved(averages, *batches):
     )
 
 
+@pytest.mark.slow
 def test_batch_statistics_are_averaged_over_devices():
     model, devices = NormalisedWithFeatures(num_classes=3), jax.local_devices()
     one, four = (updates(model, devices[:count]) for count in (1, 4))

@@ -545,6 +545,7 @@ def test_errors_after_the_writer_closed_are_not_printed(tmp_path, caplog, monkey
     assert [str(record.exc_info[1]) for record in caplog.records] == ["another"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("tiny")
 def test_a_metrics_write_error_is_reported(config, tmp_path, one_device):
     config.redraw_every = 0

@@ -169,6 +169,7 @@ def vit(attention, **options):
     return ViT(**sizes, **options)
 
 
+@pytest.mark.slow
 def test_tables_are_split_by_their_offsets():
     parallel = MeshParallel(model_axis=2)
     assert parallel.num_shards == 2
@@ -193,6 +194,7 @@ def test_tables_are_split_by_their_offsets():
     )
 
 
+@pytest.mark.slow
 def test_dropout_in_parts_does_not_depend_on_the_devices():
     one, four = (
         run(

@@ -130,6 +130,7 @@ def test_other_data_are_refused(given):
         run.evaluate(make_stripes(), bpe_dir="x")
 
 
+@pytest.mark.slow
 def test_a_run_resumes_with_the_same_data_only(tmp_path):
     train(tmp_path)
     longer = make_config(num_steps=3)
@@ -165,6 +166,7 @@ def test_the_fingerprint_is_of_every_array():
     assert fingerprint(TinyText()) != fingerprint(TinyText(vocab_size=11))
 
 
+@pytest.mark.slow
 def test_text_in_memory(tmp_path):
     config = make_config()
     config.model.update(name="gpt")

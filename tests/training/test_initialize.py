@@ -90,6 +90,7 @@ def test_swapped_attention_keeps_every_other_parameter(source):
         np.testing.assert_array_equal(found[name], start[name])
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_named(source):
     info = ImageInfo("a set", ("0", "1"), (6, 6, 1), (0.1,), (0.2,), 200, "here")
     new = task(source, info=info, position="none", head="mlp")
@@ -129,6 +130,7 @@ def test_every_seed_starts_from_the_source(source):
         np.testing.assert_array_equal(head[seed], loaded)
 
 
+@pytest.mark.slow
 def test_other_classes_get_a_new_head(source):
     info = ImageInfo("a set", ("0", "1"), (6, 6, 1), (0.1,), (0.2,), 200, "here")
     new, said = task(source, info=info), []

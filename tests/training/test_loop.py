@@ -214,7 +214,7 @@ def test_a_non_finite_loss_names_its_step(
     assert training.load_run(tmp_path).step == 5
 
 
-@pytest.mark.quick("0")
+@pytest.mark.slow
 @pytest.mark.parametrize("skipped", [0, 3])
 def test_parameters_that_are_not_finite_are_never_saved(
     config, tmp_path, one_device, monkeypatch, skipped
@@ -287,6 +287,7 @@ def test_nothing_is_traced_twice(config, tmp_path, monkeypatch):
     training.train_and_evaluate(config, tmp_path, devices=jax.local_devices()[:2])
 
 
+@pytest.mark.slow
 def test_all_devices_train_and_evaluate(config, tmp_path):
     config.eval_batch_size = 15
     result = training.train_and_evaluate(config, tmp_path)
@@ -317,6 +318,7 @@ def test_accumulation_equals_whole_batches(config, tmp_path):
         )
 
 
+@pytest.mark.slow
 def test_every_test_set_and_top5_accuracy_are_reported(
     config, tmp_path, one_device, monkeypatch, capsys
 ):
@@ -343,6 +345,7 @@ def test_every_test_set_and_top5_accuracy_are_reported(
     assert "validation_top5_accuracy" in row
 
 
+@pytest.mark.slow
 def test_a_batch_trains_on_the_most_devices_that_divide_it(config, tmp_path, capsys):
     config.update(batch_size=22, num_steps=3, checkpoint_every_steps=2, progress=True)
     with pytest.raises(Interrupted):
@@ -422,7 +425,7 @@ def test_a_cosine_run_does_not_go_on(config, tmp_path, one_device):
         training.train_and_evaluate(config, tmp_path, devices=one_device)
 
 
-@pytest.mark.quick("mesh-1")
+@pytest.mark.slow
 @pytest.mark.parametrize("parallel, seeds", [("mesh", 1), ("pmap", 3)])
 def test_only_updates_are_dispatched_between_two_rows(
     config, tmp_path, monkeypatch, parallel, seeds

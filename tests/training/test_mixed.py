@@ -91,6 +91,7 @@ def test_devices_and_parts_change_nothing(parallel, options):
     chex.assert_trees_all_close(many_metrics, one_metrics, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_configuration_selects_mixing(tiny, config):
     data, losses = make_data(), {}
     batch = data.train.gather(np.arange(12))

@@ -74,6 +74,7 @@ def test_a_preempted_run_equals_an_uninterrupted_one(
     jax.tree.map(np.testing.assert_array_equal, final_state(parts), final_state(whole))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("tiny")
 def test_ctrl_c_saves_and_a_second_one_interrupts(config, tmp_path, one_device):
     before = signal.getsignal(signal.SIGINT)
@@ -136,6 +137,7 @@ def test_signals_are_left_alone_in_another_thread(config, tmp_path, one_device):
     assert set(handlers) == {signal.getsignal(signal.SIGTERM)}
 
 
+@pytest.mark.slow
 def test_train_py_has_its_own_exit_code(tmp_path):
     path, workdir = tmp_path / "config.py", tmp_path / "run"
     path.write_text(CONFIG)

@@ -174,6 +174,7 @@ def test_directories_that_are_not_shared(config, tmp_path):
     assert not (tmp_path / "one" / "checkpoints").exists()
 
 
+@pytest.mark.slow
 def test_an_error_in_process_0_ends_all(config, tmp_path):
     """Process 0 locks the directory and reads the checkpoint for the others too."""
     with lock_workdir(tmp_path):

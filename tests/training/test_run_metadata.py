@@ -119,6 +119,7 @@ def test_a_best_checkpoint_that_is_damaged_is_found_before_any_work(
     assert checkpoint_steps(folder)[-1] == latest
 
 
+@pytest.mark.slow
 def test_a_key_missing_in_a_checkpoint_has_its_default(
     config, tmp_path, one_device, monkeypatch
 ):

@@ -129,6 +129,7 @@ def test_seeds_resume_bit_for_bit(seeds_config, tmp_path, one_device):
     assert untimed_rows(whole) == untimed_rows(parts)
 
 
+@pytest.mark.slow
 def test_seeds_stop_early_separately(seeds_config, tmp_path, one_device, capsys):
     """The last seed gains in the third epoch, the others stop after the second."""
     accuracies = {5: [0.5, 0.4, 0.9, 0.9], 6: [0.5] * 4, 7: [0.5, 0.6, 0.7, 0.6]}

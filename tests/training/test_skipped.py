@@ -101,6 +101,7 @@ def poisoned(tiny, monkeypatch, config):
     return config
 
 
+@pytest.mark.slow
 def test_skipped_updates_are_counted_and_survive_a_restart(poisoned, tmp_path):
     devices = jax.local_devices()[:2]
     whole, parts = tmp_path / "whole", tmp_path / "parts"

@@ -37,6 +37,7 @@ def test_translution_steps_equal_the_whole_sequence(relative):
         np.testing.assert_allclose(out, expected[:, :, index], atol=2e-6)
 
 
+@pytest.mark.slow
 def test_scores_beyond_half_precision_stay_finite():
     x, w = jnp.full((3, 1), 300.0, jnp.float16), jnp.ones((3, 1, 1, 1), jnp.float16)
     out = kernels.causal_translution_step(x, w, w, 0.01 * w, index=2)
@@ -51,7 +52,7 @@ def test_precision_is_passed_to_every_product():
     assert program.count("dot_general[") == highest > 0
 
 
-@pytest.mark.quick("True-qkv")
+@pytest.mark.slow
 @pytest.mark.parametrize("relative", ["qkv", "qv", "k"])
 @pytest.mark.parametrize("base", [True, False])
 def test_lor_translution_steps_equal_the_whole_sequence(relative, base):

@@ -74,6 +74,7 @@ def test_rotary_rotates_queries_and_keys_except_the_prefix(position, positions, 
     np.testing.assert_allclose(out[0], expected, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("position", ["relative_key", "relative_bias", "rope2d"])
 def test_output_has_the_compute_dtype(position):
     out, *_ = layer("softmax", position, jnp.bfloat16)

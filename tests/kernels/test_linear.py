@@ -15,7 +15,8 @@ from tests.helpers import compare
 from tests.helpers.quick import quick_jit
 
 HEADS, N, M, HEAD_DIM, VALUE_DIM = 2, 7, 11, 5, 3
-PROJECTION = draw_orthogonal(jax.random.key(1), 13, HEAD_DIM)
+draw = quick_jit(draw_orthogonal, num_features=13, head_dim=HEAD_DIM)
+PROJECTION = draw(jax.random.key(1))
 feature_map = functools.partial(compare.feature_map, projection=PROJECTION)
 naive_map = functools.partial(compare.naive_map, projection=PROJECTION)
 NAMES = ["positive", "trigonometric", "relu"]

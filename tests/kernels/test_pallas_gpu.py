@@ -165,7 +165,7 @@ def test_a_key_that_barely_has_weight_has_the_right_gradient(interpreted):
         np.testing.assert_allclose(found, [[expected]], rtol=1e-6)
 
 
-LONG = draw_inputs(HEADS, n=131, m=131)
+LONG = quick_jit(lambda: draw_inputs(HEADS, n=131, m=131))()
 
 
 def uses_a_kernel(inputs, phi=feature_map, attention=linear_attention, **options):

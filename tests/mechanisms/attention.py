@@ -12,6 +12,7 @@ from relattn.kernels.banded import banded_attention
 from relattn.kernels.positions import sinusoids
 from tests import reference
 from tests.helpers import compare
+from tests.helpers.quick import quick_jit
 from tests.mechanisms.base import (
     GRID,
     HEAD_DIM,
@@ -27,10 +28,14 @@ from tests.mechanisms.base import (
 CLIP = 2
 ON_GRID = {"grid": GRID, "num_prefix": NUM_PREFIX}
 ON_LINE = {"grid": (N,), "num_prefix": 0}
-PROJECTION = kernels.draw_orthogonal(jax.random.key(7), NUM_FEATURES, HEAD_DIM)
+draw = quick_jit(kernels.draw_orthogonal, num_features=NUM_FEATURES, head_dim=HEAD_DIM)
+PROJECTION = draw(jax.random.key(7))
 FREQUENCIES = np.array([1.0, 0.3], np.float32)
 feature_map = functools.partial(compare.feature_map, projection=PROJECTION)
-WIDE_PROJECTION = kernels.draw_orthogonal(jax.random.key(8), NUM_FEATURES, HEAD_DIM + 8)
+draw_wide = quick_jit(
+    kernels.draw_orthogonal, num_features=NUM_FEATURES, head_dim=HEAD_DIM + 8
+)
+WIDE_PROJECTION = draw_wide(jax.random.key(8))
 
 PLAIN = {"q": (N, HEAD_DIM), "k": (M, HEAD_DIM), "v": (M, VALUE_DIM)}
 CAUSAL = {"q": (N, HEAD_DIM), "k": (N, HEAD_DIM), "v": (N, VALUE_DIM)}

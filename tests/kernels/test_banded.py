@@ -81,7 +81,7 @@ def _assert_close(actual, expected, tolerance):
         np.testing.assert_allclose(x, y, atol=tolerance * max(1.0, np.abs(y).max()))
 
 
-@pytest.mark.quick("grid2-2-2-True", "grid10-1-2-True")
+@pytest.mark.quick("grid2-2-2-True", "grid12-0-4-False")
 @pytest.mark.parametrize(
     ("grid", "num_prefix", "clip", "masked"),
     [

@@ -37,7 +37,9 @@ def naive(q, k, v, bias, *, name, allowed, rows):
     return reference.linear_attention(q, k, v, naive_map(name), allowed, bias)
 
 
-@pytest.mark.quick("grid0-0-False-trigonometric-True-options0")
+@pytest.mark.quick(
+    "grid0-0-False-trigonometric-True-options0", "grid7-1-False-relu-False-options7"
+)
 @pytest.mark.parametrize(
     ("grid", "num_prefix", "prefix_rows", "name", "masked", "options"),
     [

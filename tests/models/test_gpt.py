@@ -52,7 +52,7 @@ def make(**options):
     return model, variables, jnp.asarray(tokens)
 
 
-@pytest.mark.quick("translution-none")
+@pytest.mark.quick("softmax-learnable_sincos", "softmax-rope1d", "translution-none")
 @pytest.mark.parametrize(
     ("attention", "position"),
     [*QUICK, *SLOW],
@@ -381,7 +381,6 @@ def test_a_text_model_for_images_raises():
         build_model(CONFIG, num_classes=3, image_shape=(4, 4, 1))
 
 
-@pytest.mark.slow
 def test_padding_and_other_segments_have_no_effect():
     model, variables, tokens = make(position="rope1d")
     apply = quick_jit(model.apply)

@@ -82,7 +82,6 @@ def test_memory():
     expect_no_effect(apply, variables, memory, EXISTS, jnp.ones((2, 3, 1), bool))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"patch_overlap": 1, "pool": "mean"}])
 def test_images(options):
     model = ViT(

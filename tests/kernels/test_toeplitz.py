@@ -38,7 +38,8 @@ def naive(q, k, v, bias, *, name, allowed, rows):
 
 
 @pytest.mark.quick(
-    "grid0-0-False-trigonometric-True-options0", "grid7-1-False-relu-False-options7"
+    "grid0-0-False-trigonometric-True-options0",
+    "grid6-0-False-trigonometric-True-options6",
 )
 @pytest.mark.parametrize(
     ("grid", "num_prefix", "prefix_rows", "name", "masked", "options"),

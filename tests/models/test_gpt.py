@@ -52,7 +52,12 @@ def make(**options):
     return model, variables, jnp.asarray(tokens)
 
 
-@pytest.mark.quick("softmax-learnable_sincos", "softmax-rope1d", "translution-none")
+@pytest.mark.quick(
+    "softmax-learnable_sincos",
+    "softmax-learned + relative_value",
+    "softmax-rope1d",
+    "translution-none",
+)
 @pytest.mark.parametrize(
     ("attention", "position"),
     [*QUICK, *SLOW],

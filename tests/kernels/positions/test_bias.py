@@ -88,7 +88,7 @@ def test_table_offsets_match_offsets_of_pairs():
     )
 
 
-@pytest.mark.quick("grid1-3-cpu")
+@pytest.mark.quick("grid1-3-cpu", "grid1-3-gpu")
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
 @pytest.mark.parametrize(
     ("grid", "num_prefix"),

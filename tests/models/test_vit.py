@@ -167,14 +167,19 @@ def test_an_image_model_for_text_raises():
         build_model(CONFIG, vocab_size=11, context_length=7)
 
 
-@pytest.mark.quick("softmax")
+@pytest.mark.quick("cls-softmax", "mean-softmax")
 @pytest.mark.parametrize("attention", ["softmax", "favor", "lor_translution(rank=2)"])
-def test_masked_patches_have_no_effect(attention):
-    model, variables, images = make(attention=attention, position="learned")
+@pytest.mark.parametrize("pool", ["cls", "mean"])
+def test_masked_patches_have_no_effect(pool, attention):
+    model, variables, images = make(attention=attention, position="learned", pool=pool)
     key_mask = jnp.asarray(np.arange(18).reshape(3, 6) % 3 != 1)
     pixels = jnp.repeat(key_mask.reshape(3, 2, 3), 2, axis=1).repeat(2, axis=2)
     changed = jnp.where(pixels[..., None], images, 17.0)
     apply = quick_jit(model.apply)
     logits = apply(variables, images, key_mask=key_mask)
     np.testing.assert_array_equal(apply(variables, changed, key_mask=key_mask), logits)
-    assert not np.allclose(apply(variables, images), logits, atol=1e-3)
+    unmasked = apply(variables, images)
+    assert not np.allclose(unmasked, logits, atol=1e-3)
+    every = jnp.ones_like(key_mask)
+    out = apply(variables, images, key_mask=every)
+    np.testing.assert_allclose(out, unmasked, rtol=1e-5, atol=1e-6)

@@ -43,24 +43,15 @@ A run of seconds, and a sample of the text that it generates:
 
 from ml_collections import ConfigDict
 
+from configs import translution_vit
 from relattn.models import SIZES
 from relattn.spec import read_arguments, with_options
 from relattn.training import default_config
 
 DATA = ("tinyshakespeare", "openwebtext", "wikitext2")
 EXAMPLES = [f"{letter}-{length}" for letter in SIZES for length in (160, 512)]
-# Attention and position of each method.
-METHODS = {
-    "self_attention": ("softmax", "learned"),
-    "no_position": ("softmax", "none"),
-    "relative_key": ("softmax", "learned + relative_key"),
-    "relative_value": ("softmax", "learned + relative_value"),
-    "relative_bias": ("softmax", "relative_bias"),
-    "gated_positional": ("gated_positional", "none"),
-    "rope": ("softmax", "rope1d"),
-    "lor_translution": ("lor_translution(rank=8)", "none"),
-    "translution": ("translution", "none"),
-}
+# Attention and position of each method: those of images, but for the rotation.
+METHODS = {**translution_vit.METHODS, "rope": ("softmax", "rope1d")}
 OPTIONS = {
     "rank": int,
     "base": bool,

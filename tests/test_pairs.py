@@ -99,26 +99,25 @@ IN_GPT = [
 ]
 
 
-def is_quick(model, attention, position):
-    """Whether `make test` has a pair: kernels and sites of positions, once."""
-    return (model, attention, position) in {
-        ("gpt", "softmax", "rope1d"),
-        ("vit", "softmax", "learned"),
-        ("vit", "softmax", "relative_key"),
-        ("vit", "softmax", "rope2d_mixed"),
-        ("vit", "favor", "relative_bias"),
-        ("vit", "banded", "none"),
-        ("vit", "gated_positional", "none"),
-        ("vit", "lor_translution", "none"),
-        ("vit", "routing", "none"),
-    }
+# What `make test` has: kernels and sites of positions, once.
+QUICK = {
+    ("gpt", "softmax", "rope1d"),
+    ("vit", "softmax", "learned"),
+    ("vit", "softmax", "relative_key"),
+    ("vit", "softmax", "rope2d_mixed"),
+    ("vit", "favor", "relative_bias"),
+    ("vit", "banded", "none"),
+    ("vit", "gated_positional", "none"),
+    ("vit", "lor_translution", "none"),
+    ("vit", "routing", "none"),
+}
 
 
 def each(pairs):
     """Parametrizes a test by pairs; all tests of a model run in succession."""
     params = [
         pytest.param(
-            pair, marks=() if is_quick(*pair) else pytest.mark.slow, id="-".join(pair)
+            pair, marks=() if pair in QUICK else pytest.mark.slow, id="-".join(pair)
         )
         for pair in pairs
     ]

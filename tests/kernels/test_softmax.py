@@ -59,10 +59,12 @@ def test_causal_matches_reference():
 @pytest.mark.usefixtures("form")
 def test_logsumexp_matches_reference_and_combines_sets_of_keys():
     q, k, v, bias = draw_inputs()
-    key_mask = jnp.arange(M) != 2
+    q, k, v, bias = map(np.asarray, (q, k, v, bias))
+    key_mask = np.arange(M) != 2
+    kernel = quick_jit(softmax.softmax_attention, return_logsumexp=True)
 
     def attend(keys):
-        return quick_jit(softmax.softmax_attention, return_logsumexp=True)(
+        return kernel(
             q,
             k[:, keys],
             v[:, keys],
@@ -70,18 +72,15 @@ def test_logsumexp_matches_reference_and_combines_sets_of_keys():
             key_mask=key_mask[keys],
         )
 
-    q, k, v, bias, key_mask = map(np.asarray, (q, k, v, bias, key_mask))
     out, total = map(np.asarray, attend(slice(None)))
     scores = np.einsum("hnd,hmd->hnm", *(np.asarray(x, np.float64) for x in (q, k)))
-    weights = np.exp(scores / HEAD_DIM**0.5 + np.asarray(bias)) * np.asarray(key_mask)
+    weights = np.exp(scores / HEAD_DIM**0.5 + bias) * key_mask
     np.testing.assert_allclose(total, np.log(weights.sum(axis=-1)), rtol=1e-5)
     outs, totals = zip(*map(attend, (slice(4), slice(4, M))), strict=True)
     shares = [np.exp(part - total)[..., None] for part in totals]
     combined = outs[0] * shares[0] + outs[1] * shares[1]
     np.testing.assert_allclose(combined, out, rtol=1e-5, atol=1e-6)
-    _, nothing = quick_jit(softmax.softmax_attention, return_logsumexp=True)(
-        q, k, v, key_mask=np.zeros(M, bool)
-    )
+    _, nothing = kernel(q, k, v, key_mask=np.zeros(M, bool))
     np.testing.assert_array_equal(nothing, np.float32(softmax.MASKED_SCORE))
 
 

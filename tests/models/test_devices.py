@@ -16,8 +16,8 @@ from relattn.training.step import create_state, make_train_step
 SHAPE = (4, 6, 1)
 BATCH, STEPS = 8, 5
 # Models with random features; `Residual` has moving averages.
-QUICK = [("favor", "constrained_sincos")]
-SLOW = [
+PAIRS = [
+    ("favor", "constrained_sincos"),
     # Positions separate the tokens, so that rounding changes no cluster.
     ("routing(clusters=3, decay=0.5)", "learned"),
     ("softmax", "learnable_sincos"),
@@ -83,12 +83,8 @@ def train(parallel, model, state):
 @pytest.mark.parametrize(
     "model",
     [
-        *(pytest.param(make_performer(*v), id=" ".join(v)) for v in QUICK),
+        *(pytest.param(make_performer(*pair), id=" ".join(pair)) for pair in PAIRS),
         pytest.param(Residual(), id="residual"),
-        *(
-            pytest.param(make_performer(*v), id=" ".join(v), marks=pytest.mark.slow)
-            for v in SLOW
-        ),
     ],
 )
 def test_one_device_pmap_and_a_mesh_give_the_same_parameters(model):

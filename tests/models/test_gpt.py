@@ -12,19 +12,17 @@ import pytest
 from relattn.models import build_model, generate
 from relattn.models.sampling import sample_token
 from relattn.nn.blocks import FeedForward
-from tests.helpers.quick import mark_slow, quick_jit
+from tests.helpers.quick import quick_jit
 
 CONFIG = {"name": "gpt", "dim": 12, "num_layers": 2, "num_heads": 2, "mlp_dim": 17}
 VOCAB, LENGTH = 13, 7
 # tests/nn/test_attention.py decodes with a layer of each attention.
-QUICK = [
+PAIRS = [
     ("softmax", "learnable_sincos"),
     ("favor", "sincos_bias"),
     ("relu(num_features=5)", "circulant_string"),
     ("translution", "none"),
     ("lor_translution(rank=2, relative='q')", "rope1d"),
-]
-SLOW = [
     ("softmax", "constrained_sincos"),
     ("softmax", "learned + relative_value"),
     ("gated_positional", "sincos"),
@@ -60,7 +58,7 @@ def make(**options):
 )
 @pytest.mark.parametrize(
     ("attention", "position"),
-    [*QUICK, *SLOW],
+    PAIRS,
 )
 def test_decoding_equals_full_recomputation(attention, position):
     model, variables, tokens = make(attention=attention, position=position)
@@ -189,7 +187,7 @@ def continued(model, variables, prompt, total):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("attention", "position"),
-    mark_slow([*QUICK, *SLOW], [("softmax", "rope1d"), ("favor", "sincos_bias")]),
+    PAIRS,
 )
 def test_a_text_does_not_depend_on_the_prompts_beside_it(attention, position):
     model, variables, tokens = make_lively(attention=attention, position=position)

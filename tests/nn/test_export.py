@@ -12,7 +12,7 @@ from relattn.models import build_model
 from relattn.nn import ATTENTIONS, POSITIONS, build
 from relattn.nn.nnx import MultiHeadAttention
 from tests.helpers.export import PLATFORMS, export
-from tests.helpers.quick import mark_slow, quick_jit
+from tests.helpers.quick import quick_jit
 
 GRID, N, DIM, HEADS = (2, 3), 7, 8, 2
 SIZES = {"dim": 8, "num_layers": 2, "num_heads": HEADS, "mlp_dim": 11}
@@ -51,7 +51,7 @@ def expect_same(function, example, symbols, inputs, constraints=()):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", mark_slow(ATTENTIONS, ["favor"]))
+@pytest.mark.parametrize("name", ATTENTIONS)
 def test_linen_layer(name):
     make, _ = build(
         OPTIONS.get(name, name), "none", dim=DIM, num_heads=HEADS, num_layers=2
@@ -83,7 +83,7 @@ def test_linen_layer_of_any_length(name, causal):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", mark_slow(ATTENTIONS, ["softmax"]))
+@pytest.mark.parametrize("name", ATTENTIONS)
 def test_nnx_layer(name):
     layer = MultiHeadAttention(
         OPTIONS.get(name, name), dim=DIM, num_heads=HEADS, grid=GRID, num_prefix=1,
@@ -98,7 +98,7 @@ def test_nnx_layer(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", mark_slow(["softmax", "favor", "relu"], ["favor"]))
+@pytest.mark.parametrize("name", ["softmax", "favor", "relu"])
 def test_nnx_layer_of_any_length(name):
     layer = MultiHeadAttention(name, dim=DIM, num_heads=HEADS, rngs=nnx.Rngs(0))
     inputs = [draw(2, 5, DIM), draw(3, 11, DIM)]
@@ -119,9 +119,7 @@ VIT = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("attention", "position"), mark_slow(VIT, [("softmax", "rope2d")])
-)
+@pytest.mark.parametrize(("attention", "position"), VIT)
 def test_vit(attention, position):
     sizes = {"patch_size": 4, "dim": 16}
     options = {**SIZES, **sizes, "attention": attention, "position": position}
@@ -138,9 +136,7 @@ GPTS = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("attention", "position"), mark_slow(GPTS, [("favor", "none")])
-)
+@pytest.mark.parametrize(("attention", "position"), GPTS)
 def test_gpt(attention, position):
     options = {**SIZES, "attention": attention, "position": position}
     tokens = [draw_tokens(batch, CONTEXT) for batch in (3, 5)]
@@ -155,9 +151,7 @@ LENGTHS = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("attention", "position"), mark_slow(LENGTHS, [("softmax", "rope1d")])
-)
+@pytest.mark.parametrize(("attention", "position"), LENGTHS)
 def test_gpt_of_any_length_up_to_its_context(attention, position):
     options = {**SIZES, "attention": attention, "position": position}
     tokens = [draw_tokens(3, 5), draw_tokens(2, CONTEXT)]

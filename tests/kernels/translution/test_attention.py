@@ -183,8 +183,8 @@ def _lor_bytes(size, wide):
 @pytest.mark.parametrize(
     ("temporary_bytes", "sizes", "tokens"),
     [
-        pytest.param(_translution_bytes, (4, 9), (17, 82), marks=pytest.mark.slow),
-        pytest.param(_causal_bytes, (17, 82), (17, 82), marks=pytest.mark.slow),
+        (_translution_bytes, (4, 9), (17, 82)),
+        (_causal_bytes, (17, 82), (17, 82)),
         (_lor_bytes, (4, 9), (17, 82)),
     ],
 )

@@ -181,8 +181,8 @@ def has_program_per_device(x: jax.Array) -> bool:
 
 def varying_axes(x: jax.Array | jax.ShapeDtypeStruct) -> tuple[str, ...]:
     """Returns the axes of `jax.shard_map` with ``check_vma`` along which x varies."""
-    aval = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
     # The name depends on the version of JAX.
+    aval: Any = x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x)
     if hasattr(aval, "vma"):
         axes = aval.vma
     else:

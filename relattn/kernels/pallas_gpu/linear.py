@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -163,7 +164,8 @@ def attend_on_gpu(
         Shape ``[*batch, n, value_dim]``, in the dtype of ``v``. It has first
         derivatives in reverse mode, also of the projection, and no others.
     """
-    dtype, name = v.dtype, _precision(precision)
+    # `fits_gpu` refuses what has no precision or projection.
+    dtype, name = v.dtype, cast(str, _precision(precision))
     # Half precision has no products that are more precise; scaled cotangents need the
     # exponents of float32.
     half = name == "default" and all(x.dtype == jnp.bfloat16 for x in (q, k, v))
@@ -175,7 +177,7 @@ def attend_on_gpu(
     *batch, n, head_dim = q.shape
     m, value_dim = v.shape[-2:]
     width = max(_power_of_2(head_dim), _power_of_2(value_dim))
-    projection = _projection(feature_map)
+    projection = cast(Array, _projection(feature_map))
     chunk = min(_CHUNK, _CHUNK_BYTES // (width * v.dtype.itemsize))
     chunk = min(chunk, _power_of_2(max(n, m)))
     block = min(_STEP, _power_of_2(len(projection)))
@@ -190,7 +192,7 @@ def attend_on_gpu(
         return jnp.pad(x, rows, constant_values=value)
 
     def attend(v, q, k):
-        out = _attend(pad(q), pad(k, _MASKED_KEY), pad(v), projection, plan)
+        out: Any = _attend(pad(q), pad(k, _MASKED_KEY), pad(v), projection, plan)
         return out[:, :n, :value_dim].reshape(*batch, n, value_dim)
 
     out = scale_backward(attend, v, q, k) if causal else attend(v, q, k)
@@ -284,7 +286,7 @@ def _prepare(projection, q, plan):
     """
     heads, num_features = len(q), len(projection)
     w = projection.astype(jnp.float32)
-    bound = positive_features(jnp.zeros((1, plan.head_dim)), w).bound
+    bound = cast(Array, positive_features(jnp.zeros((1, plan.head_dim)), w).bound)
     w = w.T * plan.head_dim**-0.25
     padding = -num_features % plan.block
     w = jnp.pad(w, [(0, q.shape[-1] - plan.head_dim), (0, padding)])
@@ -569,7 +571,7 @@ def _gradients(kernel, inputs, shapes, plan, of_projection):
     return out["w"].sum(axis=(0, 1)) if of_projection else out
 
 
-def _pair_gradients(refs, plan):
+def _pair_gradients(refs: Any, plan: _Plan) -> Any:
     """Returns the gradients of a chunk's weights, [queries, keys]; None if not causal.
 
     The weight of a pair is phi(q_i) . phi(k_j), and its gradient g_i . v_j + g1_i.

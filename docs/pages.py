@@ -224,7 +224,7 @@ def _mechanism_page(kind, name, module):
         f"by offset, in two heads with random parameters, on {content}. Colours are "
         "scaled to each head.",
         "## Cost and grids",
-        _first_cells(kind, name),
+        _rewrite_links(_first_cells(kind, name), DOCS, DOCS / "mechanisms"),
     ]
     if name in _KERNELS:
         header, kernels = _table("contracts", "contracts")

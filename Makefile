@@ -19,6 +19,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 DEMO_STAMP := $(VENV)/installed-train
 EXTRAS := test
+UV = $(BIN)/python -m pip install --quiet uv && \
+  $(BIN)/uv pip install --quiet --python $(BIN)/python $(PACKAGES)
 PYTEST = $(BIN)/python -m pytest -q
 
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
@@ -35,8 +37,9 @@ test: $(STAMP)
 	$(PYTEST) -n $(JOBS) --dist=loadfile --no-loadscope-reorder \
 	  --durations=30 --durations-min=1
 
+# By pip, whose settings can name a build of PyTorch without CUDA.
 test-full:
-	$(MAKE) full VENV=$(VENV)-full EXTRAS=test,prepare,docs,pytorch,tpu,types
+	$(MAKE) full VENV=$(VENV)-full EXTRAS=test,prepare,docs,pytorch,tpu,types UV=false
 
 # TPUs are only compiled for.
 full: export JAX_PLATFORMS ?= cpu
@@ -59,16 +62,17 @@ tables: $(STAMP)
 	$(BIN)/python -m tools.tables
 
 # Where Python lacks ensurepip, the system's pip installs into the environment.
-# What nothing imports need not be compiled.
-$(DEMO_STAMP): INSTALL = train
-$(STAMP): INSTALL = $(EXTRAS)
+# uv takes a quarter of pip's time, but does not read pip's settings, such as a mirror:
+# where it fails, pip installs. What nothing imports need not be compiled.
+$(DEMO_STAMP): PACKAGES = --editable '.[train]'
+$(STAMP): PACKAGES = --editable '.[$(EXTRAS)]'
 $(STAMP) $(DEMO_STAMP): setup.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "relattn needs Python 3.11 or newer: name one by make PYTHON=..."; exit 1; }
 	$(PYTHON) -m venv $(VENV) || { $(PYTHON) -m venv --without-pip $(VENV) && \
 	  $(PYTHON) -m pip --python $(BIN)/python install --quiet pip; }
 	@start=$$(date +%s); echo "Installing the packages into $(VENV)"; \
-	  $(BIN)/python -m pip install --quiet --no-compile --editable '.[$(INSTALL)]' && \
+	  { $(UV) || $(BIN)/python -m pip install --quiet --no-compile $(PACKAGES); } && \
 	  echo "$$(($$(date +%s) - start)) s: installed the packages"
 	touch $@
 

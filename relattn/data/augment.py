@@ -1,5 +1,7 @@
 """Augmentation of batches under jit: rotation, flip and crop, CutMix, MixUp."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Callable
 
@@ -13,7 +15,7 @@ from relattn.messages import shorten
 
 # Random numbers per image; an augmentation uses the first of them.
 NUM_DRAWS = 3
-# Function from a key and (height, width) to the weight of the image in every pixel.
+# Function from a key and (height, width) to the weight of an image in every pixel.
 Mix = Callable[[Key[Array, ""], tuple[int, int]], Float[Array, "height width"]]
 
 
@@ -25,12 +27,12 @@ def augment(
     """Augments a batch of images.
 
     Args:
-        images: [batch, height, width, channels].
-        draws: [batch, NUM_DRAWS], uniform in [0, 1).
-        augmentation: A spec of `AUGMENTATIONS`, for example "rotate(degrees=10)".
+        images: Images, shape ``[batch, height, width, channels]``.
+        draws: Random numbers, uniform in [0, 1), shape ``[batch, NUM_DRAWS]``.
+        augmentation: A spec of `AUGMENTATIONS`, for example ``"rotate(degrees=10)"``.
 
     Returns:
-        Images of the same shape.
+        The new images, in the shape of ``images``.
 
     Raises:
         ValueError: If the augmentation is unknown, or an option is invalid.
@@ -46,7 +48,7 @@ def augment(
 
 
 def check_augmentation(augmentation: str) -> None:
-    """Raises ValueError unless a spec names an augmentation with valid options.
+    """Checks that a spec names an augmentation and has valid options.
 
     Args:
         augmentation: A spec of `AUGMENTATIONS`.
@@ -74,15 +76,16 @@ def rotate(
     of the image. Positive angles are counter-clockwise.
 
     Args:
-        images: [batch, height, width, channels].
-        draws: [batch, at least 1], uniform in [0, 1).
+        images: Images, shape ``[batch, height, width, channels]``.
+        draws: Random numbers, uniform in [0, 1), shape ``[batch, draws]``; the first
+            of each image is used.
         degrees: Largest angle.
 
     Returns:
-        Images of the same shape.
+        The new images, in the shape of ``images``.
 
     Raises:
-        ValueError: If `degrees` is not between 0 and 180.
+        ValueError: If ``degrees`` is not between 0 and 180.
 
     Example:
         >>> image = jnp.eye(3)[None, :, :, None]
@@ -121,19 +124,20 @@ def flip_crop(
 ) -> Float[Array, "batch height width channels"]:
     """Flips each image left-right with probability 1/2, and crops it at random.
 
-    Each image is padded with `padding` rows and columns of zeros on every side; the
+    Each image is padded with ``padding`` rows and columns of zeros on every side; the
     crop has the original size and a uniformly random position.
 
     Args:
-        images: [batch, height, width, channels].
-        draws: [batch, at least 3], uniform in [0, 1): flip, row and column.
+        images: Images, shape ``[batch, height, width, channels]``.
+        draws: Random numbers, uniform in [0, 1), shape ``[batch, draws]``; the first
+            three of each image draw the flip, the row and the column.
         padding: Number of pixels.
 
     Returns:
-        Images of the same shape.
+        The new images, in the shape of ``images``.
 
     Raises:
-        ValueError: If `padding` is negative.
+        ValueError: If ``padding`` is negative.
 
     Example:
         >>> image = jnp.array([1.0, 2.0, 3.0]).reshape(1, 1, 3, 1)
@@ -183,8 +187,8 @@ def make_mix(text: str, kind: str = "images") -> Mix | None:
         kind: "images", or "tokens", which cannot be mixed.
 
     Returns:
-        A function from a key and (height, width) to the mask [height, width]; None
-        for "none".
+        A function from a key and ``(height, width)`` to the mask, shape
+        ``[height, width]``; None for "none".
 
     Raises:
         ValueError: If a spec is unknown, an option is invalid, or the data are text.
@@ -227,14 +231,14 @@ def cutmix(
 
     Args:
         key: PRNG key.
-        size: Height and width.
+        size: Height and width of the images.
         alpha: Parameter of the Beta distribution.
 
     Returns:
-        [height, width], 0 in the rectangle and 1 elsewhere.
+        The mask, shape ``[height, width]``: 0 in the rectangle and 1 elsewhere.
 
     Raises:
-        ValueError: If `alpha` is not positive.
+        ValueError: If ``alpha`` is not positive.
 
     Example:
         >>> mask = cutmix(jax.random.key(0), (5, 7))
@@ -262,14 +266,14 @@ def mixup(
 
     Args:
         key: PRNG key.
-        size: Height and width.
+        size: Height and width of the images.
         alpha: Parameter of the Beta distribution.
 
     Returns:
-        [height, width], all s.
+        The mask, shape ``[height, width]``: s everywhere.
 
     Raises:
-        ValueError: If `alpha` is not positive.
+        ValueError: If ``alpha`` is not positive.
 
     Example:
         >>> mask = mixup(jax.random.key(0), (5, 7), alpha=0.8)

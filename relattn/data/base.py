@@ -1,9 +1,10 @@
 """The data protocol: what a data set offers to training and evaluation.
 
 A batch is a dictionary of arrays that share their first axis. A batch of images has
-``image`` [batch, h, w, c], uint8 as stored, and ``label`` [batch]. A batch of text has
-``tokens`` [batch, n], int32, and ``label`` [batch, n], the next tokens. Evaluation adds
-``weight``, float32 in the shape of ``label``: labels of weight 0 do not count.
+``image``, uint8 as stored, shape ``[batch, height, width, channels]``, and ``label``,
+shape ``[batch]``. A batch of text has ``tokens``, int32, and ``label``, the next
+tokens, both of shape ``[batch, n]``. Evaluation adds ``weight``, float32 in the shape
+of ``label``: labels of weight 0 do not count.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class DataSource(Protocol):
     """A data set, ready for training.
 
     Attributes:
-        info: Description of the data; its fields are JSON-serialisable.
+        info: Description of the data; its fields can be written as JSON.
         eval_splits: ``"validation"`` and ``"test"``, and optionally more test sets,
             named ``"test_..."``.
     """
@@ -101,7 +102,7 @@ class ImageInfo:
         std: Standard deviation of the training images per channel.
         num_train: Number of training images.
         origin: Where the images came from, in words.
-        kind: Always "images".
+        kind: Always ``"images"``.
         streamed: Whether the images are photographs of any size, cropped to
             ``image_shape`` when they are read.
     """
@@ -142,12 +143,12 @@ class TextInfo:
 
     Attributes:
         name: Name of the text.
-        tokenizer: Name of the tokenizer, for example "bytes" or "gpt2".
+        tokenizer: Name of the tokenizer, for example ``"bytes"`` or ``"gpt2"``.
         vocab_size: Number of different tokens.
         context_length: Number of tokens in a window.
         num_train: Number of windows in an epoch.
         origin: Where the text came from, in words.
-        kind: Always "tokens".
+        kind: Always ``"tokens"``.
     """
 
     name: str
@@ -213,7 +214,7 @@ def batch_indices(
         step: Training step, from 0.
 
     Returns:
-        [batch_size], all different.
+        Indices, all different, shape ``[batch_size]``.
 
     Raises:
         ValueError: If there are fewer examples than a batch needs.
@@ -249,8 +250,8 @@ def steps_per_epoch(num_examples: int, batch_size: int, unit: str = "images") ->
     """
     if not 1 <= batch_size <= num_examples:
         raise ValueError(
-            f"batch_size={batch_size} with {num_examples} training {unit}: it must be "
-            f"between 1 and {num_examples}."
+            f"batch_size={batch_size} must be from 1 to {num_examples}, the number of "
+            f"training {unit}"
         )
     return num_examples // batch_size
 
@@ -273,7 +274,7 @@ def part_rows(batch_size: int, part: tuple[int, int]) -> slice:
         The slice of the rows.
 
     Raises:
-        ValueError: If the batch does not divide by the number of parts.
+        ValueError: If ``batch_size`` is not divisible by the number of processes.
 
     Example:
         >>> part_rows(6, part=(1, 2))
@@ -282,8 +283,8 @@ def part_rows(batch_size: int, part: tuple[int, int]) -> slice:
     index, count = part
     if batch_size % count:
         raise ValueError(
-            f"batch_size={batch_size} does not divide by the {count} processes that "
-            "share it."
+            f"batch_size={batch_size} is not divisible by {count}, the number of "
+            "processes that share it: use a multiple"
         )
     size = batch_size // count
     return slice(index * size, (index + 1) * size)
@@ -293,12 +294,12 @@ def fill_batch(batch: Batch, batch_size: int) -> Batch:
     """Pads a batch with zeros, so that all batches have one size.
 
     Args:
-        batch: Arrays of at most `batch_size` rows.
+        batch: Arrays of at most ``batch_size`` rows.
         batch_size: Number of rows of the result.
 
     Returns:
-        The padded arrays and "weight", float32 in the shape of "label": 0 for padding,
-        elsewhere the weight of the batch, or 1 if it has none.
+        The padded arrays and ``weight``, float32 in the shape of ``label``: 0 for
+        padding, elsewhere the weight of the batch, or 1 if it has none.
 
     Example:
         >>> fill_batch({"label": np.array([3, 5])}, 3)["weight"].tolist()
@@ -313,9 +314,9 @@ def fill_batch(batch: Batch, batch_size: int) -> Batch:
 
 
 def check_eval_batch(batch_size: int) -> None:
-    """Raises ValueError unless an evaluation batch has at least one example."""
+    """Checks that an evaluation batch has at least one example."""
     if batch_size < 1:
-        raise ValueError(f"eval batch_size={batch_size}: it must be at least 1.")
+        raise ValueError(f"eval batch_size={batch_size} must be at least 1")
 
 
 class Loader:
@@ -378,7 +379,7 @@ class Loader:
         """Stops the thread; the loader cannot be used afterwards."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
-    def __enter__(self) -> "Loader":
+    def __enter__(self) -> Loader:
         return self
 
     def __exit__(

@@ -51,8 +51,8 @@ def place_on_canvas(data: ImageData, config: ConfigDict) -> PlacedData:
     canvas, shape = config.get("canvas", 84), data.image_shape
     if canvas < max(shape[:2]):
         raise ValueError(
-            f"data.canvas={shorten(canvas)} is smaller than the images of "
-            f"{shape[0]}x{shape[1]} pixels: it must be at least {max(shape[:2])}."
+            f"data.canvas={shorten(canvas)} must be at least {max(shape[:2])}, the "
+            f"size of the images of {shape[0]}x{shape[1]} pixels"
         )
     # The test images are placed both ways.
     count = (len(data.validation) + 2 * len(data.test)) * shape[2]
@@ -61,7 +61,7 @@ def place_on_canvas(data: ImageData, config: ConfigDict) -> PlacedData:
         raise ValueError(
             f"data.canvas={shorten(canvas)} needs over "
             f"{MAX_EVAL_BYTES / 1e9:.0f} GB for the evaluation images: it must be at "
-            f"most {max_canvas}."
+            f"most {max_canvas}"
         )
     seed = config.get("split_seed", 0)
 
@@ -163,12 +163,13 @@ def place(
     """Puts each image on a black canvas, without resizing it.
 
     Args:
-        images: [n, height, width, channels].
-        corners: [n, 2], row and column of the upper left pixel of each image.
+        images: Images, shape ``[n, height, width, channels]``.
+        corners: Row and column of the upper left pixel of each image, shape
+            ``[n, 2]``.
         canvas: Height and width of the results.
 
     Returns:
-        [n, canvas, canvas, channels].
+        The canvases, shape ``[n, canvas, canvas, channels]``.
 
     Example:
         >>> image = np.full((1, 1, 2, 1), 9, np.uint8)
@@ -202,7 +203,7 @@ def draw_corners(
         seed: Seed of NumPy's generator.
 
     Returns:
-        [num_images, 2], rows and columns.
+        Rows and columns, shape ``[num_images, 2]``.
     """
     span = [canvas - size + 1 for size in image_shape[:2]]
     return np.random.default_rng(seed).integers(0, span, (num_images, 2))

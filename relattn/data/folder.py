@@ -7,10 +7,10 @@ import dataclasses
 import functools
 import itertools
 import math
-import pathlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -53,9 +53,9 @@ class FolderFiles:
         left_out: What is not read, in words.
     """
 
-    root: pathlib.Path
-    train: list[pathlib.Path]
-    test: list[pathlib.Path]
+    root: Path
+    train: list[Path]
+    test: list[Path]
     left_out: list[str]
 
     # Cached: it goes through all training files.
@@ -79,13 +79,13 @@ class FolderFiles:
             text = f"{self.root}: left out {'; '.join(self.left_out)}"
             warnings.warn(text, stacklevel=2)
 
-    def labels(self, files: Sequence[pathlib.Path]) -> np.ndarray:
-        """Returns the label of each file, int32 ``[n]``."""
+    def labels(self, files: Sequence[Path]) -> np.ndarray:
+        """Returns the label of each file, int32, shape ``[n]``."""
         label = {name: label for label, name in enumerate(self.class_names)}
         return np.array([label[file.parent.name] for file in files], np.int32)
 
 
-def find_files(root: pathlib.Path) -> FolderFiles:
+def find_files(root: Path) -> FolderFiles:
     """Lists the images of a folder.
 
     Hidden files and folders are left out. Sub-folders of classes, classes without
@@ -98,7 +98,7 @@ def find_files(root: pathlib.Path) -> FolderFiles:
         The files.
 
     Raises:
-        FileNotFoundError: If `root` or its folder ``train`` is missing.
+        FileNotFoundError: If ``root`` or its folder ``train`` is missing.
         ValueError: If a folder holds no images, or an image belongs to a class without
             training images.
     """
@@ -114,13 +114,13 @@ def _check_classes(files: FolderFiles) -> None:
     for file in files.test:
         if file.parent.name not in files.class_names:
             raise ValueError(
-                f"{file}: the class {file.parent.name!r} has no training images: add "
-                "some or delete its test images."
+                f"the class {file.parent.name!r} of {file} has no training images: add "
+                "some, or delete its test images"
             )
 
 
 def read_folder(
-    root: pathlib.Path, *, skip_unreadable: bool = False, background: str = "white"
+    root: Path, *, skip_unreadable: bool = False, background: str = "white"
 ) -> tuple[ImageSplit, ImageSplit | None, tuple[str, ...], str]:
     """Reads images of one size, ``train/<class>/*`` and ``test/<class>/*``.
 
@@ -129,24 +129,26 @@ def read_folder(
 
     Args:
         root: The folder that holds ``train`` and, optionally, ``test``.
-        skip_unreadable: As in `decode_files`.
-        background: As in `decode_files`.
+        skip_unreadable: Whether to leave out images that cannot be read, instead of
+            raising.
+        background: Colour behind transparent pixels, a name or ``"#rrggbb"``.
 
     Returns:
         The training images, the test images or None, the class names and the origin.
 
     Raises:
-        FileNotFoundError: If `root` or its folder ``train`` is missing.
-        ValueError: If a folder holds no images, the images differ in size, an image
-            belongs to a class without training images, or as in `decode_files`.
+        FileNotFoundError: If ``root`` or its folder ``train`` is missing.
+        ValueError: If a folder holds no images, images cannot be read and are not left
+            out, the images differ in size or mix grey and colour, or an image belongs
+            to a class without training images.
     """
     decoded = decode_files(
         find_files(root), skip_unreadable=skip_unreadable, background=background
     )
     if decoded.images is None:
         raise ValueError(
-            f"{decoded.problem}: resize all images to one size, or read them by "
-            "`load_data`, which takes any size."
+            f"{decoded.problem}: resize all images to one size, or read them with "
+            "`load_data`, which takes any size"
         )
     decoded.files.warn()
     return decoded.splits()
@@ -158,9 +160,9 @@ class DecodedFiles:
 
     Attributes:
         files: The files that could be read.
-        images: uint8 ``[n, height, width, channels]``, those of training first; None if
-            they do not fit into memory.
-        problem: Why they do not, in words.
+        images: Images, those of training first, uint8, shape
+            ``[n, height, width, channels]``; None if they do not fit into one array.
+        problem: Why they do not fit, in words.
     """
 
     files: FolderFiles
@@ -190,8 +192,9 @@ def decode_files(
     Args:
         files: The image files.
         memory_bytes: Largest size of all images together, as colour images.
-        skip_unreadable: Whether to leave out images that cannot be read.
-        background: Colour behind transparent pixels.
+        skip_unreadable: Whether to leave out images that cannot be read, instead of
+            raising.
+        background: Colour behind transparent pixels, a name or ``"#rrggbb"``.
 
     Returns:
         The images, or why they do not fit into one array: they differ in size, or take
@@ -203,10 +206,10 @@ def decode_files(
     """
     paths = files.train + files.test
     decoder = _Decoder(memory_bytes / (3 * len(paths)), background)
-    unreadable: dict[pathlib.Path, UnreadableImageError] = {}
-    kept: list[pathlib.Path] = []
+    unreadable: dict[Path, UnreadableImageError] = {}
+    kept: list[Path] = []
     images: np.ndarray | None = None
-    colour: pathlib.Path | None = None
+    colour: Path | None = None
     problem = ""
     title = f"Reading {files.root.name}"
     bar = tqdm(total=len(paths), desc=title, unit=" images", delay=2, disable=None)
@@ -240,7 +243,9 @@ def decode_files(
     if unreadable:
         files = _without(files, unreadable, skip_unreadable)
     if images is not None and colour is not None:
-        raise ValueError(f"{colour} is in colour, but {kept[0]} is grey: convert one.")
+        raise ValueError(
+            f"{colour} is in colour, but {kept[0]} is grey: convert one of them"
+        )
     return DecodedFiles(files, None if images is None else images[: len(kept)], problem)
 
 
@@ -257,7 +262,7 @@ class _Decoder:
         self._background = background
 
     def __call__(
-        self, path: pathlib.Path
+        self, path: Path
     ) -> UInt8[np.ndarray, "height width channels"] | UnreadableImageError | None:
         """Returns the pixels, None if they are not wanted or too many, or the error."""
         try:
@@ -291,7 +296,7 @@ def _in_threads(
 
 def _without(
     files: FolderFiles,
-    unreadable: Mapping[pathlib.Path, UnreadableImageError],
+    unreadable: Mapping[Path, UnreadableImageError],
     skip_unreadable: bool,
 ) -> FolderFiles:
     """Returns the files without those that cannot be read, or raises the error."""
@@ -328,7 +333,7 @@ def _without(
     return result
 
 
-def _all_unreadable(folder: pathlib.Path, first: UnreadableImageError) -> ValueError:
+def _all_unreadable(folder: Path, first: UnreadableImageError) -> ValueError:
     return ValueError(
         f"none of the images in {folder} can be read; the first is {first}"
     )
@@ -340,10 +345,10 @@ class FileRecords:
 
     Attributes:
         files: The image files.
-        labels: int32 ``[n]``.
+        labels: Labels, int32, shape ``[n]``.
     """
 
-    files: list[pathlib.Path]
+    files: list[Path]
     labels: np.ndarray
 
     def __len__(self) -> int:
@@ -361,10 +366,10 @@ class FileRecords:
         ]
 
 
-def _list_images(folder: pathlib.Path, left_out: list[str]) -> list[pathlib.Path]:
+def _list_images(folder: Path, left_out: list[str]) -> list[Path]:
     """Returns the image files of ``<folder>/<class>/``; adds to what is left out."""
     if not folder.is_dir():
-        raise FileNotFoundError(f"The image folder {folder} is missing: {LAYOUT}.")
+        raise FileNotFoundError(f"the image folder {folder} is missing: {LAYOUT}")
     found = [
         path
         for path in sorted([*folder.glob("*"), *folder.glob("*/*")])
@@ -374,7 +379,7 @@ def _list_images(folder: pathlib.Path, left_out: list[str]) -> list[pathlib.Path
     # Reading a named pipe would block.
     files = [p for p in inner if p.suffix.lower() in KINDS and p.is_file()]
     if not files:
-        raise ValueError(f"The image folder {folder} holds no images: {LAYOUT}.")
+        raise ValueError(f"the image folder {folder} holds no images: {LAYOUT}")
     known, classes = set(files), {file.parent for file in files}
     others = {
         "classes without images": [
@@ -393,7 +398,7 @@ def _list_images(folder: pathlib.Path, left_out: list[str]) -> list[pathlib.Path
     return files
 
 
-def _names(paths: Sequence[pathlib.Path], folder: pathlib.Path) -> str:
+def _names(paths: Sequence[Path], folder: Path) -> str:
     names = [str(path.relative_to(folder)) for path in paths[:MAX_NAMES]]
     more = len(paths) - len(names)
     return ", ".join(names) + (f" and {more} more" if more else "")

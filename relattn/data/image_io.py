@@ -4,8 +4,10 @@ A header may claim any size, and Pillow raises errors of any type on damaged byt
 every such error becomes an `UnreadableImageError` that names the image.
 """
 
+from __future__ import annotations
+
 import io
-import pathlib
+from pathlib import Path
 
 import numpy as np
 from PIL import ExifTags, Image, ImageColor, ImageOps, UnidentifiedImageError
@@ -39,14 +41,12 @@ class UnreadableImageError(ValueError):
     """
 
     def __init__(self, where: str, problem: str, hint: str = ""):
-        ending = f": {hint}." if hint else "."
+        ending = f": {hint}" if hint else ""
         super().__init__(f"{where} cannot be read as an image ({problem}){ending}")
         self.problem = problem
 
 
-def open_image(
-    source: pathlib.Path | io.BytesIO, where: str, hint: str = ""
-) -> Image.Image:
+def open_image(source: Path | io.BytesIO, where: str, hint: str = "") -> Image.Image:
     """Reads the header of an image.
 
     Args:
@@ -126,7 +126,7 @@ def check_image(image: Image.Image, where: str, hint: str = "") -> None:
         hint: Fix at the end of the error message.
 
     Raises:
-        UnreadableImageError: As in `decode_image`.
+        UnreadableImageError: If it is damaged, or its black and white are not known.
     """
     # A JPEG is read at an eighth of its size, which takes a fraction of the time.
     image.draft(None, (1, 1))

@@ -110,7 +110,7 @@ def resized_center_crop(
     Args:
         image: Image of any size.
         size: Side of the result, without the margin.
-        short_side: Short side of the image after the resize, at least `size`.
+        short_side: Short side of the image after the resize, at least ``size``.
         margin: Number of pixels to add on every side of the square.
 
     Returns:
@@ -126,7 +126,7 @@ def resized_center_crop(
     if not 1 <= size <= size + 2 * margin <= short_side:
         raise ValueError(
             f"short_side={short_side} with size={size}: the square must fit into the "
-            "resized image."
+            "resized image"
         )
     image = _cut_ends(image)
     shortest = min(image.size)

@@ -36,8 +36,8 @@ class ImageSplit:
     """Images of one size with their labels.
 
     Attributes:
-        images: uint8 [n, height, width, channels].
-        labels: int32 [n].
+        images: Images, uint8, shape ``[n, height, width, channels]``.
+        labels: Labels, int32, shape ``[n]``.
 
     Raises:
         ValueError: If an array has another type or shape, or an image has no pixels.
@@ -53,7 +53,7 @@ class ImageSplit:
         return len(self.labels)
 
     def gather(self, indices: Int64[np.ndarray, " batch"]) -> Batch:
-        """Returns the batch {"image": uint8 [batch, h, w, c], "label": [batch]}."""
+        """Returns the batch of some images: ``image`` and ``label``, as stored."""
         return {"image": self.images[indices], "label": self.labels[indices]}
 
     def batches(
@@ -67,11 +67,12 @@ class ImageSplit:
             part: Part of each batch to yield, see `part_rows`.
 
         Yields:
-            {"image": uint8 [batch_size, h, w, c], "label": int32 [batch_size],
-            "weight": float32 [batch_size], 1 for an example and 0 for padding}.
+            Batches: ``image``, uint8, shape ``[batch_size, height, width, channels]``;
+            ``label``, int32, and ``weight``, float32, 1 for an example and 0 for
+            padding, both of shape ``[batch_size]``.
 
         Raises:
-            ValueError: If `batch_size` is not positive.
+            ValueError: If ``batch_size`` is not positive.
 
         Example:
             >>> images, labels = np.zeros((5, 2, 2, 1), np.uint8), np.zeros(5, np.int32)
@@ -140,12 +141,12 @@ class ImageData:
 
         Args:
             name: Name of the set.
-            images: uint8 ``[n, height, width, channels]``, from 0 to 255.
-            labels: Integers ``[n]``, from 0 to the number of classes - 1.
+            images: Images, uint8 from 0 to 255, shape ``[n, height, width, channels]``.
+            labels: Integers from 0 to the number of classes - 1, shape ``[n]``.
             class_names: Class names in label order.
             num_validation: Number of images to hold out for validation.
-            test_images: Test images; None for those of validation.
-            test_labels: Their labels.
+            test_images: Test images, like ``images``; None for those of validation.
+            test_labels: Labels of the test images, like ``labels``.
             split_seed: Seed that selects the validation images.
             augment: Augmentation of the training images.
 
@@ -251,7 +252,7 @@ class ImageData:
             epoch: Epoch of a subclass's draws; unused here.
 
         Returns:
-            The batch, as `ImageSplit.gather` returns it.
+            The batch, in the form of `ImageSplit.gather`.
         """
         del seed, epoch
         return self.train.gather(indices)
@@ -260,7 +261,7 @@ class ImageData:
 def _check_images(images: np.ndarray, labels: np.ndarray, name: str) -> None:
     if images.dtype != np.uint8 or images.ndim != 4:
         raise ValueError(
-            f"{name} has shape {images.shape} and type {images.dtype}, expected uint8 "
+            f"{name} has shape {images.shape} and dtype {images.dtype}, expected uint8 "
             "[n, height, width, channels]: for values in [0, 1] give (255 * images)"
             ".round().astype(np.uint8)"
         )
@@ -270,11 +271,14 @@ def _check_images(images: np.ndarray, labels: np.ndarray, name: str) -> None:
             "give images.transpose(0, 2, 3, 1)"
         )
     if not all(images.shape[1:]):
-        raise ValueError(f"{name} has shape {images.shape}: the images have no pixels")
+        raise ValueError(
+            f"{name} has shape {images.shape}, so the images have no pixels: give "
+            "images of at least 1x1"
+        )
     integers = np.issubdtype(labels.dtype, np.integer)
     if labels.shape != images.shape[:1] or not integers:
         raise ValueError(
-            f"the labels of {name} have shape {labels.shape} and type {labels.dtype}, "
+            f"the labels of {name} have shape {labels.shape} and dtype {labels.dtype}, "
             f"expected {len(images)} integers"
         )
 
@@ -294,7 +298,7 @@ def _check_split(
     images, labels = np.array(images), np.asarray(labels)
     _check_images(images, labels, name)
     if not len(images):
-        raise ValueError(f"{name} has no images")
+        raise ValueError(f"{name} has no images: give at least one")
     _check_labels(labels, num_classes, name)
     return ImageSplit(images, labels.astype(np.int32))
 
@@ -313,11 +317,11 @@ def split_validation(
 ) -> tuple[ImageSplit, ImageSplit]:
     """Holds out random images for validation, the same for the same seed.
 
-    The images are not copied: rows are swapped within `split`, and both results are
+    The images are not copied: rows are swapped within ``split``, and both results are
     views of its arrays.
 
     Args:
-        split: n images, reordered in place.
+        split: The images, reordered in place.
         num_validation: Number of images to hold out.
         split_seed: Seed that selects them.
 
@@ -325,7 +329,7 @@ def split_validation(
         The remaining training images and the validation images.
 
     Raises:
-        ValueError: If `num_validation` is negative or leaves no training image.
+        ValueError: If ``num_validation`` is negative or leaves no training image.
 
     Example:
         >>> labels = np.arange(7, dtype=np.int32)
@@ -358,11 +362,11 @@ def draw_validation(
         split_seed: Seed of the draw.
 
     Returns:
-        [num_validation], all different, in random order.
+        Indices, all different, in random order, shape ``[num_validation]``.
 
     Raises:
-        ValueError: If `num_validation` is negative or leaves no training image, or
-            `split_seed` is negative.
+        ValueError: If ``num_validation`` is negative or leaves no training image, or
+            ``split_seed`` is negative.
 
     Example:
         >>> sorted(draw_validation(3, 2, 0).tolist())
@@ -370,13 +374,12 @@ def draw_validation(
     """
     if not 0 <= num_validation < num_examples:
         raise ValueError(
-            f"data.num_validation={shorten(num_validation)} of {num_examples} "
-            f"training images: it must be at least 0 and at most {num_examples - 1}, "
-            "to leave images for training."
+            f"data.num_validation={shorten(num_validation)} must be from 0 to "
+            f"{num_examples - 1}, to leave some of the {num_examples} training images "
+            "for training"
         )
     if split_seed < 0:
-        shown = shorten(split_seed)
-        raise ValueError(f"data.split_seed={shown}: it must be at least 0.")
+        raise ValueError(f"data.split_seed={shorten(split_seed)} must be at least 0")
     order = np.random.default_rng(split_seed).permutation(num_examples)
     return order[:num_validation]
 
@@ -387,10 +390,11 @@ def channel_statistics(
     """Returns the exact mean and standard deviation per channel, values in [0, 1].
 
     Args:
-        images: [n, height, width, channels].
+        images: Images, shape ``[n, height, width, channels]``.
 
     Returns:
-        mean [channels] and std [channels], from a histogram of the 256 values.
+        The mean and the standard deviation, both of shape ``[channels]``, from a
+        histogram of the 256 values.
 
     Example:
         >>> images = np.array([0, 255], np.uint8).reshape(1, 2, 1, 1)
@@ -405,7 +409,7 @@ def channel_statistics(
             values = images[start : start + rows, ..., channel]
             counts[channel] += np.bincount(values.ravel(), minlength=256)
     if not len(images):
-        raise ValueError("there are no images: their mean is not defined")
+        raise ValueError("there are no images, so they have no mean: give at least one")
     frequencies = counts / counts.sum(axis=1, keepdims=True)
     values = np.arange(256) / 255
     mean = frequencies @ values

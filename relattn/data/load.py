@@ -1,7 +1,9 @@
 """Loads data sets from a configuration: `load_data`, `load_images`."""
 
-import pathlib
+from __future__ import annotations
+
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -206,7 +208,7 @@ def _make_images(config: ConfigDict, images: Images) -> ImageData:
 def _check_name(config: ConfigDict) -> None:
     if "name" not in config:
         raise ValueError(
-            "config.data.name is missing: set it to the name of a data set."
+            "config.data.name is missing: set it to the name of a data set"
         )
 
 
@@ -251,7 +253,7 @@ def _read_tfds(config: ConfigDict) -> Images:
     if SETS[config.name].streamed:
         raise ValueError(
             f"data.name={config.name!r} does not fit into memory: open it with "
-            "`load_data` instead of `load_images`."
+            "`load_data` instead of `load_images`"
         )
     return read_full(
         config.name, config.get("data_dir", ""), config.get("manual_dir", "")
@@ -263,11 +265,11 @@ def _read_folder(config: ConfigDict) -> Images:
     return read_folder(_folder(config), **_reading(config))
 
 
-def _folder(config: ConfigDict) -> pathlib.Path:
+def _folder(config: ConfigDict) -> Path:
     if not config.get("data_dir", ""):
         raise ValueError(
             'data.data_dir is empty: data.source="folder" needs the folder that holds '
-            "train/<class>/*.jpg."
+            "train/<class>/*.jpg"
         )
     return expand(config.data_dir, "data.data_dir")
 

@@ -1,10 +1,12 @@
 """Refuses worker processes in scripts without a main guard."""
 
+from __future__ import annotations
+
 import ast
 import multiprocessing
-import pathlib
 import sys
 import types
+from pathlib import Path
 
 # Names by which a condition tells the first process from its workers.
 GUARDS = {"__name__", "current_process", "parent_process"}
@@ -53,14 +55,14 @@ def _is_unguarded(frame: types.FrameType | None) -> bool:
         return False
     # A worker imports a file only: notebooks and `python -c` have none.
     path = frame.f_globals.get("__file__")
-    if path is None or not pathlib.Path(path).is_file():
+    if path is None or not Path(path).is_file():
         return False
     # It does not import the module of `python -m package`, `package.__main__`.
     spec = frame.f_globals.get("__spec__")
     if spec is not None and spec.name.rpartition(".")[2] == "__main__":
         return False
     try:
-        statements = ast.parse(pathlib.Path(path).read_bytes()).body
+        statements = ast.parse(Path(path).read_bytes()).body
     except SyntaxError:
         # A notebook's or another language's file.
         return False

@@ -1,10 +1,12 @@
 """Data files: their paths, checksums and read errors."""
 
+from __future__ import annotations
+
 import contextlib
 import hashlib
 import json
-import pathlib
 from collections.abc import Iterable, Iterator
+from pathlib import Path, PurePath
 
 from tqdm import tqdm
 
@@ -14,7 +16,7 @@ MANIFEST = "manifest.json"
 BLOCK_BYTES = 2**20
 
 
-def expand(path: str | pathlib.Path, key: str) -> pathlib.Path:
+def expand(path: str | Path, key: str) -> Path:
     """Expands ``~`` and ``~user`` to a home directory.
 
     Args:
@@ -32,11 +34,11 @@ def expand(path: str | pathlib.Path, key: str) -> pathlib.Path:
         'first'
     """
     try:
-        return pathlib.Path(path).expanduser()
+        return Path(path).expanduser()
     except RuntimeError as error:
         raise ValueError(
             f"{key}={path} begins with a home directory that is unknown: write the "
-            "full path."
+            "full path"
         ) from error
 
 
@@ -55,7 +57,7 @@ def reading_data() -> Iterator[None]:
         ...     raise PermissionError(13, "Permission denied", "a/train.bin")
         Traceback (most recent call last):
         OSError: a/train.bin cannot be read (Permission denied): make it readable, \
-or set data.data_dir to other data.
+or set data.data_dir to other data
     """
     try:
         yield
@@ -64,12 +66,12 @@ or set data.data_dir to other data.
             raise
         raise OSError(
             f"{error.filename} cannot be read ({error.strerror}): make it readable, or "
-            "set data.data_dir to other data."
+            "set data.data_dir to other data"
         ) from error
 
 
 def describe_error(error: BaseException) -> str:
-    r"""Returns the type and the first line of an error.
+    r"""Returns the type and the first line of an error, without a final period.
 
     Args:
         error: A caught exception.
@@ -78,14 +80,16 @@ def describe_error(error: BaseException) -> str:
         One line.
 
     Example:
-        >>> describe_error(ValueError("wrong value\nin line 7"))
+        >>> describe_error(ValueError("wrong value.\nIt is 7."))
         'ValueError: wrong value'
     """
     lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    if not lines:
+        return type(error).__name__
+    return f"{type(error).__name__}: {lines[0].removesuffix('.')}"
 
 
-def sha256(path: pathlib.Path, title: str | None = None) -> str:
+def sha256(path: Path, title: str | None = None) -> str:
     """Returns the SHA-256 of a file.
 
     Args:
@@ -97,7 +101,7 @@ def sha256(path: pathlib.Path, title: str | None = None) -> str:
         The digest in hexadecimal digits.
 
     Example:
-        >>> sha256(pathlib.Path("/dev/null"))[:7]
+        >>> sha256(Path("/dev/null"))[:7]
         'e3b0c44'
     """
     digest, block = hashlib.sha256(), memoryview(bytearray(BLOCK_BYTES))
@@ -118,7 +122,7 @@ def sha256(path: pathlib.Path, title: str | None = None) -> str:
     return digest.hexdigest()
 
 
-def write_manifest(folder: pathlib.Path, names: Iterable[str]) -> None:
+def write_manifest(folder: Path, names: Iterable[str]) -> None:
     """Writes ``manifest.json``, the checksums of files in a folder.
 
     Args:
@@ -129,7 +133,7 @@ def write_manifest(folder: pathlib.Path, names: Iterable[str]) -> None:
     (folder / MANIFEST).write_text(f"{json.dumps(sums, indent=1)}\n", "utf-8")
 
 
-def find_damage(folder: pathlib.Path) -> str:
+def find_damage(folder: Path) -> str:
     """Compares the files of a folder with the checksums in its ``manifest.json``.
 
     Args:
@@ -141,7 +145,7 @@ def find_damage(folder: pathlib.Path) -> str:
 
     Example:
         >>> import tempfile
-        >>> folder = pathlib.Path(tempfile.mkdtemp())
+        >>> folder = Path(tempfile.mkdtemp())
         >>> _ = (folder / "val.bin").write_bytes(b"abc")
         >>> write_manifest(folder, ["val.bin"])
         >>> find_damage(folder)
@@ -161,7 +165,7 @@ def find_damage(folder: pathlib.Path) -> str:
         return f"{manifest} is damaged (it is {shorten(sums)})"
     for name, expected in sums.items():
         path = folder / name
-        if name != pathlib.PurePath(name).name or not path.is_file():
+        if name != PurePath(name).name or not path.is_file():
             return f"{folder} has no file {shorten(name)}, which {MANIFEST} lists"
         if sha256(path, f"Verifying {name}") != expected:
             return f"{path} is damaged (its SHA-256 is not that of {MANIFEST})"

@@ -7,12 +7,14 @@ folder of the archives that TFDS would download. Reading the set afterwards need
 neither.
 """
 
+from __future__ import annotations
+
 import importlib.util
-import pathlib
 import socket
 import urllib.parse
 import urllib.request
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 import tensorflow_datasets as tfds
 from ml_collections import ConfigDict
@@ -24,7 +26,7 @@ from relattn.data.streaming import open_streamed
 from relattn.data.tfds import check_content, data_root, find_prepared, read_prepared
 
 
-def prepare(name: str, data_dir: str = "", manual_dir: str = "") -> pathlib.Path:
+def prepare(name: str, data_dir: str = "", manual_dir: str = "") -> Path:
     """Writes a set in array_record format, unless it exists.
 
     Args:
@@ -58,7 +60,7 @@ def prepare(name: str, data_dir: str = "", manual_dir: str = "") -> pathlib.Path
                 manual_dir=expand(manual_dir, "manual_dir") if manual_dir else None
             ),
         )
-        folder = pathlib.Path(builder.data_path)
+        folder = Path(builder.data_path)
         # Record files are left out: they contain checksums, verified by their reader.
         names = sorted(file.name for file in folder.iterdir())
         write_manifest(folder, (n for n in names if n.endswith((".json", ".txt"))))

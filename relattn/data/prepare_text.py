@@ -20,13 +20,15 @@ Options:
 ``manifest.json``, such as nanoGPT's, are not verified.
 """
 
+from __future__ import annotations
+
 import codecs
 import importlib
 import itertools
 import os
-import pathlib
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -53,11 +55,11 @@ Piece = tuple[str, bool]
 
 
 def prepare_files(
-    inputs: list[pathlib.Path],
-    output: pathlib.Path,
+    inputs: list[Path],
+    output: Path,
     tokenizer: Tokenizer,
     val_fraction: float = FILE_VAL_FRACTION,
-    test_inputs: Sequence[pathlib.Path] = (),
+    test_inputs: Sequence[Path] = (),
 ) -> TokenMeta:
     """Writes the tokens of plain text files.
 
@@ -75,13 +77,13 @@ def prepare_files(
 
     Raises:
         FileNotFoundError: If an input is missing.
-        FileExistsError: If `output` holds token files already.
-        ValueError: If `val_fraction` is not between 0 and 1, a file is not UTF-8, or
+        FileExistsError: If ``output`` holds token files already.
+        ValueError: If ``val_fraction`` is not between 0 and 1, a file is not UTF-8, or
             the text is too short to split.
 
     Example:
         >>> import tempfile
-        >>> folder = pathlib.Path(tempfile.mkdtemp())
+        >>> folder = Path(tempfile.mkdtemp())
         >>> _ = (folder / "a.txt").write_text("to be, or not to be: that is")
         >>> meta = prepare_files([folder / "a.txt"], folder, load_tokenizer("bytes"))
         >>> meta.num_tokens
@@ -90,14 +92,16 @@ def prepare_files(
     _check_arguments(output, val_fraction)
     for path in (*inputs, *test_inputs):
         if not path.is_file():
-            raise FileNotFoundError(f"The input {path} is missing.")
+            raise FileNotFoundError(
+                f"the input {path} is missing: give the path of a text file"
+            )
     sizes = [path.stat().st_size for path in inputs]
     total = sum(sizes)
     cut = _next_character(inputs, sizes, int(total * (1 - val_fraction)))
     if not 0 < cut < total:
         raise ValueError(
             f"{total} bytes of text with val_fraction={val_fraction} leave no text for "
-            "training or validation: use more text."
+            "training or validation: use more text"
         )
     parts = {
         "train": _pieces(inputs, sizes, 0, cut),
@@ -111,7 +115,7 @@ def prepare_files(
 
 
 def _pieces(
-    inputs: Sequence[pathlib.Path], sizes: Sequence[int], first: int, last: int
+    inputs: Sequence[Path], sizes: Sequence[int], first: int, last: int
 ) -> Iterator[Piece]:
     """Yields the text of the bytes [first, last) of the joined files."""
     start = 0
@@ -127,7 +131,7 @@ def _pieces(
 
 def prepare_documents(
     name: str,
-    output: pathlib.Path,
+    output: Path,
     tokenizer: Tokenizer,
     val_fraction: float = DOCUMENT_VAL_FRACTION,
 ) -> TokenMeta:
@@ -148,8 +152,8 @@ def prepare_documents(
 
     Raises:
         ImportError: If `datasets` is not installed.
-        FileExistsError: If `output` holds token files already.
-        ValueError: If `val_fraction` is not between 0 and 1, there are fewer than two
+        FileExistsError: If ``output`` holds token files already.
+        ValueError: If ``val_fraction`` is not between 0 and 1, there are fewer than two
             documents, or they have no ``text``.
     """
     _check_arguments(output, val_fraction)
@@ -158,16 +162,19 @@ def prepare_documents(
     except ImportError as error:
         raise ImportError(
             "OpenWebText needs Hugging Face's datasets: `pip install "
-            "'relattn[openwebtext]'`."
+            "'relattn[openwebtext]'`"
         ) from error
     documents = datasets.load_dataset(name, split="train")
     if "text" not in documents.column_names:
         listed = ", ".join(documents.column_names)
-        raise ValueError(f"{name} has no column 'text' (it has {listed}).")
+        raise ValueError(
+            f"{name} has no column 'text', only {listed}: rename the column of the "
+            "documents"
+        )
     if len(documents) < 2:
         raise ValueError(
-            f"{name} has {len(documents)} documents: training and validation need at "
-            "least 2."
+            f"{name} has {len(documents)} documents, but training and validation need "
+            "at least 2: use more documents"
         )
     split = documents.train_test_split(
         test_size=val_fraction, seed=DOCUMENT_SPLIT_SEED, shuffle=True
@@ -182,17 +189,17 @@ def _texts(documents: Any) -> Iterator[Piece]:
             yield text, True
 
 
-def _check_arguments(output: pathlib.Path, val_fraction: float) -> None:
+def _check_arguments(output: Path, val_fraction: float) -> None:
     if not 0 < val_fraction < 1:
-        raise ValueError(f"val_fraction={val_fraction}: it must be between 0 and 1.")
+        raise ValueError(f"val_fraction={val_fraction} must be between 0 and 1")
     for name in (META, MANIFEST, *FILES.values()):
         if (output / name).exists():
             raise FileExistsError(
-                f"{output / name} exists already: choose another output or delete it."
+                f"{output / name} exists already: choose another output or delete it"
             )
 
 
-def _next_character(inputs: list[pathlib.Path], sizes: list[int], position: int) -> int:
+def _next_character(inputs: list[Path], sizes: list[int], position: int) -> int:
     """Moves a byte position in the joined files forward to the start of a character."""
     start = 0
     for path, size in zip(inputs, sizes, strict=True):
@@ -205,7 +212,7 @@ def _next_character(inputs: list[pathlib.Path], sizes: list[int], position: int)
     return position
 
 
-def read_text(path: pathlib.Path, begin: int, end: int) -> Iterator[str]:
+def read_text(path: Path, begin: int, end: int) -> Iterator[str]:
     """Reads the bytes [begin, end) of a UTF-8 file, block by block.
 
     Args:
@@ -230,7 +237,7 @@ def read_text(path: pathlib.Path, begin: int, end: int) -> Iterator[str]:
             except UnicodeDecodeError as error:
                 raise ValueError(
                     f"{path} is not UTF-8 text ({error.reason} before byte {begin}): "
-                    "convert it to UTF-8."
+                    "convert it to UTF-8"
                 ) from error
 
 
@@ -287,7 +294,7 @@ def encode_pieces(pieces: Iterable[Piece], tokenizer: Tokenizer) -> Iterator[Tok
 
 
 def _write(
-    output: pathlib.Path,
+    output: Path,
     parts: dict[str, Iterator[Piece]],
     tokenizer: Tokenizer,
     origin: str,
@@ -322,7 +329,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Prepares the text that the arguments name."""
     parser = command.Parser("python -m relattn.data.prepare_text", __doc__)
     source = parser.add_mutually_exclusive_group(required=True)
-    files = {"nargs": "+", "action": "extend", "type": pathlib.Path, "metavar": "FILE"}
+    files = {"nargs": "+", "action": "extend", "type": Path, "metavar": "FILE"}
     source.add_argument("--input", **files, help="UTF-8 text files; repeatable")
     source.add_argument(
         "--openwebtext",
@@ -332,7 +339,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="OpenWebText, by its name on the Hugging Face hub or from a folder",
     )
     add = parser.add_argument
-    add("--output", type=pathlib.Path, required=True, help="folder to write to")
+    add("--output", type=Path, required=True, help="folder to write to")
     add("--test", **files, default=[], help="text files for testing; repeatable")
     add(
         "--tokenizer",

@@ -1,8 +1,10 @@
-"""Converts images to model inputs: the one way of training, evaluation and prediction.
+"""Converts images to model inputs, for training, evaluation and prediction alike.
 
-`relattn.data.user_images` brings images of any kind to the form that a data set stores;
-`make_preprocess` returns the function that converts stored images, under jit.
+`relattn.data.user_images` converts images of any kind to the form that a data set
+stores; `make_preprocess` returns the function that converts stored images, under jit.
 """
+
+from __future__ import annotations
 
 import functools
 import math
@@ -64,9 +66,9 @@ def make_preprocess(
         shape = batch["image"].shape
         if shape[1:] != stored:
             raise ValueError(
-                f"images have the shape {list(shape)}, but the model was trained on "
-                f"stored images [n, {', '.join(map(str, stored))}]: bring them to this "
-                "form first, as `run.predict` and `Pretrained.preprocess` do"
+                f"images have shape {list(shape)}, but the model was trained on "
+                f"stored images [n, {', '.join(map(str, stored))}]: convert them as "
+                "`run.predict` and `Pretrained.preprocess` do"
             )
         if "draws" not in batch:
             return function(batch["image"])
@@ -79,7 +81,7 @@ def make_preprocess(
 
 
 def check_statistics(config: ConfigDict, info: DataInfo) -> None:
-    """Checks that images can be standardised, if the data are to be.
+    """Checks that the images can be standardised if ``standardize`` is set.
 
     Args:
         config: Options of the data, of which ``standardize`` is used.
@@ -121,7 +123,7 @@ def input_shape(config: ConfigDict, info: DataInfo) -> tuple[int, ...]:
         info: Description of the data.
 
     Returns:
-        (height, width, channels) for images, (context_length,) for text.
+        ``(height, width, channels)`` for images, ``(context_length,)`` for text.
 
     Raises:
         ValueError: If ``image_size`` is below 1 or above `MAX_IMAGE_SIZE`.
@@ -131,7 +133,7 @@ def input_shape(config: ConfigDict, info: DataInfo) -> tuple[int, ...]:
     size = config.get("image_size", info.image_shape[0])
     if not 1 <= size <= MAX_IMAGE_SIZE:
         limit = "at least 1" if size < 1 else f"at most {MAX_IMAGE_SIZE}"
-        raise ValueError(f"data.image_size={shorten(size)}: it must be {limit}.")
+        raise ValueError(f"data.image_size={shorten(size)} must be {limit}")
     return (size, size, info.image_shape[2])
 
 
@@ -143,8 +145,8 @@ def stored_shape(config: ConfigDict, info: ImageInfo) -> tuple[int, int, int]:
         info: Description of the data.
 
     Returns:
-        (height, width, channels): those of the set in memory, or, for photographs, of
-        the crop, which is a model input already.
+        ``(height, width, channels)`` of the images in memory or, for photographs, of
+        the crop, which already has the size of a model input.
     """
     height, width, channels = info.image_shape
     if info.streamed:
@@ -186,7 +188,7 @@ def preprocess(
     std: Float[Array | np.ndarray, " channels"] | None = None,
     change: Callable[[Array], Array] | None = None,
 ) -> Float32[Array, "batch {image_size} {image_size} channels"]:
-    """Scales images to [0, 1], resizes them and, given `mean` and `std`, standardises.
+    """Scales images to [0, 1], resizes them and, given a mean, standardises them.
 
     x -> (resize(change(x / 255)) - mean) / std
 
@@ -195,19 +197,21 @@ def preprocess(
     every size, and under jit.
 
     Args:
-        images: uint8 [batch, height, width, channels].
+        images: Images, uint8, shape ``[batch, height, width, channels]``.
         image_size: Height and width of the result.
-        mean: [channels], for values in [0, 1]; None leaves the values in [0, 1].
-        std: [channels]; required with `mean`.
+        mean: Mean of each channel, for values in [0, 1], shape ``[channels]``; None
+            leaves the values in [0, 1].
+        std: Standard deviation of each channel, shape ``[channels]``; required with
+            ``mean``.
         change: Function applied to the images in [0, 1] before the resize; None for
             none.
 
     Returns:
-        float32 [batch, image_size, image_size, channels].
+        Model inputs, float32, shape ``[batch, image_size, image_size, channels]``.
 
     Raises:
-        ValueError: If only one of `mean` and `std` is given, `image_size` < 1, or the
-            images are not uint8.
+        ValueError: If only one of ``mean`` and ``std`` is given, ``image_size`` is
+            below 1, or the images are not uint8.
 
     Example:
         >>> images = np.full((1, 28, 28, 1), 255, np.uint8)
@@ -215,9 +219,9 @@ def preprocess(
         (1, 32, 32, 1)
     """
     if image_size < 1:
-        raise ValueError(f"image_size={image_size}: it must be at least 1.")
+        raise ValueError(f"image_size={image_size} must be at least 1")
     if (mean is None) != (std is None):
-        raise ValueError("mean and std go together: give both or neither.")
+        raise ValueError("mean and std go together: give both or neither")
     if images.dtype != np.uint8:
         raise ValueError(
             f"images are {images.dtype}, expected uint8 from 0 to 255: for values in "

@@ -1,9 +1,11 @@
 """Registry of the image sets: their classes, splits and licences."""
 
-import dataclasses
-import pathlib
+from __future__ import annotations
 
-EMBEDDED_FOLDER = pathlib.Path(__file__).parent / "embedded"
+import dataclasses
+from pathlib import Path
+
+EMBEDDED_FOLDER = Path(__file__).parent / "embedded"
 EMBEDDED_VERSION = "1.0.0"
 
 

@@ -6,8 +6,8 @@ import contextlib
 import dataclasses
 import gc
 import io
-import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import grain
@@ -52,9 +52,7 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 NUM_STEPS = 2**40
 
 
-def open_streamed(
-    config: ConfigDict, folder: pathlib.Path, test_split: str
-) -> StreamedImages:
+def open_streamed(config: ConfigDict, folder: Path, test_split: str) -> StreamedImages:
     """Opens a prepared set of photographs.
 
     Args:
@@ -156,16 +154,16 @@ def _read_options(config: ConfigDict) -> tuple[int, int, str, int]:
     side = short_side(config)
     if not 1 <= size <= side:
         raise ValueError(
-            f"data.image_size={size} with data.short_side={side}: it must be at "
-            "least 1 and at most the short side that images are resized to."
+            f"data.image_size={size} must be at least 1 and at most data.short_side="
+            f"{side}, the short side of the images that it is cropped from"
         )
     if placement := config.get("placement", ""):
         raise ValueError(
-            f"data.placement={placement!r} puts images in memory on a canvas, but the "
+            f"data.placement={placement!r} needs images in memory, but these "
             "photographs are read during training: set data.placement=''"
         )
     if num_workers < 0:
-        raise ValueError(f"data.num_workers={num_workers}: it must be at least 0.")
+        raise ValueError(f"data.num_workers={num_workers} must be at least 0")
     augment = config.get("augment", "none")
     # Raises on an unknown name or an invalid option here, not in a worker.
     function = spec.resolve(
@@ -175,7 +173,7 @@ def _read_options(config: ConfigDict) -> tuple[int, int, str, int]:
     return size, side, augment, num_workers
 
 
-def _open_split(builder: Any, split: str, folder: pathlib.Path) -> Photographs:
+def _open_split(builder: Any, split: str, folder: Path) -> Photographs:
     records = builder.as_data_source(
         split, decoders={"image": tfds.decode.SkipDecoding()}
     )
@@ -269,7 +267,8 @@ class StreamedSplit:
             The same batches as `ImageSplit.batches`.
 
         Raises:
-            ValueError: If `batch_size` is not positive, or an image cannot be decoded.
+            ValueError: If ``batch_size`` is not positive, or an image cannot be
+                decoded.
         """
         check_eval_batch(batch_size)
         source = EvalBatches(
@@ -290,7 +289,7 @@ class Photographs:
 
     Attributes:
         records: TFDS's data source, with images as bytes, or the files of a folder.
-        indices: [n], indices of the records that belong to the split.
+        indices: Indices of the records that belong to the split, shape ``[n]``.
         num_classes: Number of classes; labels are below it.
         origin: Name of the split in error messages.
         hint: Fix at the end of error messages.
@@ -325,16 +324,16 @@ class Photographs:
         except Exception as error:
             # TFDS reads a batch of records and does not report which one is damaged.
             raise ValueError(
-                f"One of the records {', '.join(map(str, keys))} of {self.origin} "
-                f"cannot be read ({describe_error(error)}): {self.hint}."
+                f"one of the records {', '.join(map(str, keys))} of {self.origin} "
+                f"cannot be read ({describe_error(error)}): {self.hint}"
             ) from error
         for key, record in zip(keys, records, strict=True):
-            where = record.get("where", f"Record {key} of {self.origin}")
+            where = record.get("where", f"record {key} of {self.origin}")
             label = int(record["label"])
             if not 0 <= label < self.num_classes:
                 raise ValueError(
                     f"{where} has the label {label}, expected 0 to "
-                    f"{self.num_classes - 1}: {self.hint}."
+                    f"{self.num_classes - 1}: {self.hint}"
                 )
             with open_image(io.BytesIO(record["image"]), where, self.hint) as image:
                 image = decode_image(

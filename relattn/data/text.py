@@ -6,8 +6,8 @@ import dataclasses
 import json
 import lzma
 import os
-import pathlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -60,7 +60,7 @@ def load_text(config: ConfigDict) -> TextData:
             - ``bpe_dir``: option of "gpt2", see
               `relattn.data.tokenizers.load_tokenizer`;
             - ``windows_per_epoch``: number of windows in an epoch; 0 for as many as
-              hold the text once.
+              cover the text once.
 
             Only ``context_length`` is required.
 
@@ -81,12 +81,12 @@ def load_text(config: ConfigDict) -> TextData:
     """
     length = config.get("context_length", 0)
     if length < 1:
-        raise ValueError(f"data.context_length={length}: it must be at least 1.")
+        raise ValueError(f"data.context_length={length} must be at least 1")
     windows = config.get("windows_per_epoch", 0)
     if windows < 0:
         raise ValueError(
-            f"data.windows_per_epoch={windows}: it must be at least 1, or 0 for as "
-            "many as hold the text once."
+            f"data.windows_per_epoch={windows} must be at least 0; 0 is as many as "
+            "cover the text once"
         )
     data_dir = config.get("data_dir", "")
     read = _read_folder if data_dir else _read_embedded
@@ -94,7 +94,7 @@ def load_text(config: ConfigDict) -> TextData:
     where = {
         part: str(cast(np.memmap, ids).filename)
         if data_dir
-        else f"The {part} text of {name}"
+        else f"the {part} text of {name}"
         for part, ids in tokens.items()
     }
     splits = {
@@ -118,11 +118,11 @@ def _read_folder(
     folder = expand(config.data_dir, "data.data_dir")
     if not folder.is_dir():
         raise FileNotFoundError(
-            f"The folder data.data_dir={folder} is missing: write it with `python -m "
-            "relattn.data.prepare_text`."
+            f"the folder data.data_dir={folder} is missing: write it with `python -m "
+            "relattn.data.prepare_text`"
         )
     if damage := find_damage(folder):
-        raise ValueError(f"{damage}: copy or prepare the text again.")
+        raise ValueError(f"{damage}: copy or prepare the text again")
     meta = read_meta(folder, config.get("tokenizer", ""))
     check_bpe_dir(meta.tokenizer, config.get("bpe_dir", ""))
     tokens = {
@@ -140,10 +140,10 @@ def _read_embedded(
     name = config.get("name", "") or EMBEDDED_TEXTS[0]
     if name == "openwebtext":
         raise DatasetNotPreparedError(
-            "data.data_dir is empty: set it to the folder DIR of OpenWebText's tokens. "
-            "Prepare it once, on a machine with a network: `pip install "
-            "'relattn[openwebtext]'`, then `python -m relattn.data.prepare_text "
-            "--openwebtext --output=DIR`."
+            "data.data_dir is empty: set it to the folder DIR of OpenWebText's tokens, "
+            "which `pip install 'relattn[openwebtext]'` and `python -m "
+            "relattn.data.prepare_text --openwebtext --output=DIR` write once, on a "
+            "machine with a network"
         )
     check_choice("data.name", name, EMBEDDED_TEXTS, " with an empty data.data_dir")
     tokenizer = load_tokenizer(
@@ -156,7 +156,7 @@ def _read_embedded(
         "validation": tokenizer.encode(text[cut:]),
     }
     for part, ids in tokens.items():
-        check_length(ids, length + 1, f"The {part} text of {name}")
+        check_length(ids, length + 1, f"the {part} text of {name}")
     origin = f"the text {name} that ships with relattn ({len(text):,} characters)"
     meta = TokenMeta(tokenizer.name, tokenizer.vocab_size)
     return name, meta, tokens, origin
@@ -226,7 +226,7 @@ class TokenSplit:
     """Tokens that are read in windows: an `EvalSplit`.
 
     Attributes:
-        tokens: uint16 [n], in memory or memory-mapped.
+        tokens: Token ids, uint16, in memory or memory-mapped, shape ``[n]``.
         context_length: Number of tokens in a window.
         meta: Description of the tokens.
         where: Name of the tokens in error messages.
@@ -253,8 +253,9 @@ class TokenSplit:
             part: Part of the batch to return, see `part_rows`.
 
         Returns:
-            {"tokens": int32 [batch_size, context_length], "label": the tokens that
-            follow them}: a pure function of the arguments.
+            A batch, a pure function of the arguments: ``tokens`` and ``label``, the
+            tokens that follow them, both int32 of shape
+            ``[batch_size, context_length]``.
 
         Raises:
             ValueError: If a token is outside the vocabulary, or the file was truncated.
@@ -283,11 +284,12 @@ class TokenSplit:
             part: Part of each batch to yield, see `part_rows`.
 
         Yields:
-            {"tokens": int32 [batch_size, context_length], "label": the tokens that
-            follow them, "weight": float32, 0 past the last token}.
+            Batches: ``tokens``, ``label``, the tokens that follow them, both int32, and
+            ``weight``, float32, 0 past the last token, all of shape
+            ``[batch_size, context_length]``.
 
         Raises:
-            ValueError: If `batch_size` is not positive, a token is outside the
+            ValueError: If ``batch_size`` is not positive, a token is outside the
                 vocabulary, or the file was truncated.
 
         Example:
@@ -335,14 +337,14 @@ class TokenMeta:
     origin: str = ""
 
 
-def write_meta(folder: pathlib.Path, meta: TokenMeta) -> None:
+def write_meta(folder: Path, meta: TokenMeta) -> None:
     """Writes ``meta.json``."""
     text = json.dumps(dataclasses.asdict(meta), indent=2)
     (folder / META).write_text(f"{text}\n", "utf-8")
 
 
-def read_meta(folder: pathlib.Path, tokenizer: str = "") -> TokenMeta:
-    """Reads ``meta.json``, or describes the files by `tokenizer` if there is none.
+def read_meta(folder: Path, tokenizer: str = "") -> TokenMeta:
+    """Reads ``meta.json``, or describes the files by ``tokenizer`` if there is none.
 
     Args:
         folder: Folder of the token files.
@@ -353,7 +355,7 @@ def read_meta(folder: pathlib.Path, tokenizer: str = "") -> TokenMeta:
 
     Raises:
         ValueError: If the file is damaged or names another tokenizer, or there is
-            neither a file nor a `tokenizer`.
+            neither a file nor a ``tokenizer``.
     """
     if tokenizer:
         check_choice("data.tokenizer", tokenizer, TOKENIZERS)
@@ -362,19 +364,19 @@ def read_meta(folder: pathlib.Path, tokenizer: str = "") -> TokenMeta:
         if not tokenizer:
             raise ValueError(
                 f"{path} is missing: set data.tokenizer to the one that encoded the "
-                f"files ({', '.join(map(repr, TOKENIZERS))})."
+                f"files ({', '.join(map(repr, TOKENIZERS))})"
             )
         return TokenMeta(tokenizer, TOKENIZERS[tokenizer].vocab_size)
     meta = _parse_meta(path)
     if tokenizer and meta.tokenizer != tokenizer:
         raise ValueError(
             f"data.tokenizer={tokenizer!r}, but {path} says {meta.tokenizer!r}: "
-            "prepare the text again or change data.tokenizer."
+            "prepare the text again or change data.tokenizer"
         )
     return meta
 
 
-def _parse_meta(path: pathlib.Path) -> TokenMeta:
+def _parse_meta(path: Path) -> TokenMeta:
     try:
         values = json.loads(path.read_text("utf-8"))
         tokenizer, vocab_size = values["tokenizer"], values["vocab_size"]
@@ -390,12 +392,12 @@ def _parse_meta(path: pathlib.Path) -> TokenMeta:
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ValueError(
             f"{path} cannot be used ({type(error).__name__}: {str(error)[:200]}): "
-            "prepare the text again."
+            "prepare the text again"
         ) from error
     return TokenMeta(tokenizer, vocab_size, counts, str(origin))
 
 
-def write_tokens(path: pathlib.Path, pieces: Iterable[TokenIds]) -> int:
+def write_tokens(path: Path, pieces: Iterable[TokenIds]) -> int:
     """Writes token ids, piece by piece.
 
     Args:
@@ -414,7 +416,7 @@ def write_tokens(path: pathlib.Path, pieces: Iterable[TokenIds]) -> int:
 
 
 def open_tokens(
-    path: pathlib.Path, meta: TokenMeta, min_tokens: int = 1
+    path: Path, meta: TokenMeta, min_tokens: int = 1
 ) -> UInt16[np.ndarray, " tokens"]:
     """Memory-maps a file of token ids and checks it.
 
@@ -429,27 +431,27 @@ def open_tokens(
 
     Raises:
         FileNotFoundError: If the file is missing.
-        ValueError: If it is empty, has an odd size, a length other than that in `meta`
+        ValueError: If it is empty, has an odd size, another length than ``meta`` says
             or too few tokens, or an id is outside the vocabulary.
     """
     if not path.is_file():
         raise FileNotFoundError(
-            f"{path} is missing: write it with `python -m relattn.data.prepare_text`."
+            f"{path} is missing: write it with `python -m relattn.data.prepare_text`"
         )
     size = path.stat().st_size
     if not size:
-        raise ValueError(f"{path} is empty: prepare the text again.")
+        raise ValueError(f"{path} is empty: prepare the text again")
     if size % TOKEN_DTYPE.itemsize:
         raise ValueError(
             f"{path} has an odd size, {size} bytes, so it does not hold uint16 tokens "
-            "or was truncated: prepare the text again."
+            "or was truncated: prepare the text again"
         )
     tokens = np.memmap(path, TOKEN_DTYPE, mode="r")
     expected = meta.num_tokens.get(path.name, len(tokens))
     if len(tokens) != expected:
         raise ValueError(
             f"{path} holds {len(tokens)} tokens, but {META} says {expected}: copy or "
-            "prepare it again."
+            "prepare it again"
         )
     check_length(tokens, min_tokens, str(path))
     if len(tokens) <= CHECKED_TOKENS:
@@ -479,7 +481,7 @@ def check_not_truncated(tokens: TokenIds) -> None:
         raise ValueError(
             f"{tokens.filename} was truncated from {len(tokens)} tokens to "
             f"{size // TOKEN_DTYPE.itemsize} while it was read: write it again under "
-            "another name, rename it, and repeat the command."
+            "another name, rename it, and repeat the command"
         )
 
 
@@ -498,7 +500,7 @@ def check_length(tokens: TokenIds, min_tokens: int, where: str) -> None:
         raise ValueError(
             f"{where} holds {len(tokens)} tokens, but a window of data.context_length="
             f"{min_tokens - 1} and the token after it need {min_tokens}: shorten the "
-            "context or use more text."
+            "context or use more text"
         )
 
 
@@ -528,5 +530,5 @@ def check_range(
     raise ValueError(
         f"{where} holds the token id {tokens[first]} at position {position}, out of "
         f"range of the {meta.vocab_size} tokens of {meta.tokenizer!r}: prepare the "
-        "text again as uint16 tokens of this tokenizer."
+        "text again as uint16 tokens of this tokenizer"
     )

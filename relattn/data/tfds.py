@@ -1,5 +1,7 @@
 """Reads image sets that TFDS prepared, without TensorFlow, and starts preparation."""
 
+from __future__ import annotations
+
 import contextlib
 import hashlib
 import importlib.util
@@ -7,12 +9,12 @@ import io
 import json
 import math
 import os
-import pathlib
 import shlex
 import subprocess
 import sys
 import uuid
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -62,7 +64,7 @@ def read_full(
     return train, test, entry.class_names or class_names, origin
 
 
-def find_or_prepare(name: str, data_dir: str, manual_dir: str) -> pathlib.Path:
+def find_or_prepare(name: str, data_dir: str, manual_dir: str) -> Path:
     """Returns the folder of a set, preparing the set first if necessary.
 
     Preparation runs in a separate process, since it imports TensorFlow.
@@ -86,7 +88,7 @@ def find_or_prepare(name: str, data_dir: str, manual_dir: str) -> pathlib.Path:
     return folder
 
 
-def find_prepared(name: str, data_dir: str) -> pathlib.Path | None:
+def find_prepared(name: str, data_dir: str) -> Path | None:
     """Returns the folder of the newest prepared version of a set, or None.
 
     Args:
@@ -104,18 +106,18 @@ def find_prepared(name: str, data_dir: str) -> pathlib.Path | None:
     return max(folders, key=lambda f: tfds.core.Version(f.name), default=None)
 
 
-def data_root(data_dir: str) -> pathlib.Path:
+def data_root(data_dir: str) -> Path:
     """Returns the folder of the prepared sets, TFDS's default for ""."""
     return expand(data_dir or constants.DATA_DIR, "data_dir")
 
 
-def describe_origin(name: str, folder: pathlib.Path) -> str:
+def describe_origin(name: str, folder: Path) -> str:
     """Describes where the images of a prepared set came from."""
     return f"{name} {folder.name}, prepared by TFDS in {folder}"
 
 
 def read_prepared(
-    folder: pathlib.Path, test_split: str = "test"
+    folder: Path, test_split: str = "test"
 ) -> tuple[ImageSplit, ImageSplit, tuple[str, ...]]:
     """Reads the training and test images of a prepared set.
 
@@ -146,19 +148,19 @@ def read_prepared(
 
 
 @contextlib.contextmanager
-def reading_prepared(folder: pathlib.Path) -> Iterator[None]:
+def reading_prepared(folder: Path) -> Iterator[None]:
     """Re-raises any error as a ValueError that says how to prepare the set again."""
     try:
         yield
     except Exception as error:
         raise ValueError(
-            f"The image set in {folder} cannot be read ({describe_error(error)}): "
-            "prepare it again as array_record, after deleting that folder or in "
-            "another data_dir."
+            f"the image set in {folder} cannot be read ({describe_error(error)}): "
+            "delete the folder, or choose another data_dir, and prepare the set again "
+            "as array_record"
         ) from error
 
 
-def open_builder(folder: pathlib.Path) -> Any:
+def open_builder(folder: Path) -> Any:
     """Opens a prepared set.
 
     Args:
@@ -214,7 +216,7 @@ class _Images:
         folder: Folder of the set.
     """
 
-    def __init__(self, builder: Any, split: str, folder: pathlib.Path):
+    def __init__(self, builder: Any, split: str, folder: Path):
         self._records = builder.as_data_source(
             split, decoders={"image": tfds.decode.SkipDecoding()}
         )
@@ -230,13 +232,13 @@ class _Images:
         """Yields images and labels."""
         records = self._records.__getitems__(list(keys))
         for key, record in zip(keys, records, strict=True):
-            where = f"Record {key} {self._where}"
+            where = f"record {key} {self._where}"
             with open_image(io.BytesIO(record["image"]), where) as image:
                 pixels = decode_image(image, where).convert(self._mode)
             yield np.atleast_3d(np.asarray(pixels)), record["label"]
 
 
-def _read_split(source: _Images, folder: pathlib.Path, split: str) -> ImageSplit:
+def _read_split(source: _Images, folder: Path, split: str) -> ImageSplit:
     ((first, _),) = source.read([0])
     shape = (len(source), *first.shape)
     if math.prod(shape) > MAPPED_BYTES:
@@ -246,7 +248,7 @@ def _read_split(source: _Images, folder: pathlib.Path, split: str) -> ImageSplit
     return ImageSplit(images, labels)
 
 
-def _map_split(source: _Images, shape: tuple, stem: pathlib.Path) -> ImageSplit:
+def _map_split(source: _Images, shape: tuple, stem: Path) -> ImageSplit:
     final = [stem.with_name(f"{stem.name}-{kind}.npy") for kind in ("images", "labels")]
     if not all(path.is_file() for path in final):
         # Files are renamed once complete, so that later runs can trust the final name.
@@ -297,7 +299,7 @@ def _fill(source: _Images, images: np.ndarray, labels: np.ndarray, title: str) -
 
 
 def check_content(
-    entry: ImageSet, folder: pathlib.Path, train: ImageSplit, test: ImageSplit
+    entry: ImageSet, folder: Path, train: ImageSplit, test: ImageSplit
 ) -> None:
     """Raises ValueError if images or labels are not those of the set.
 
@@ -312,9 +314,9 @@ def check_content(
     """
     if entry.digest and content_digest(train, test) != entry.digest:
         raise ValueError(
-            f"The images or labels in {folder} are not those of {entry.title}, perhaps "
-            "because two sets with equal archive names were prepared from one "
-            "downloads folder: delete that folder and prepare the set again."
+            f"the images or labels in {folder} are not those of {entry.title}, perhaps "
+            "because two sets whose archives have the same names share a downloads "
+            "folder: delete that folder and prepare the set again"
         )
 
 
@@ -352,18 +354,18 @@ def not_prepared(name: str, data_dir: str, cause: str) -> DatasetNotPreparedErro
     archives = " and ".join(SETS[name].manual_archives)
     if archives:
         fix = (
-            f"Prepare it once: put {archives}, which its owners distribute after "
-            "registration, into a folder DIR, `pip install 'relattn[prepare]'`, then "
-            f"`{command} --manual_dir=DIR`."
+            f"put {archives}, which its owners distribute after registration, into a "
+            "folder DIR, `pip install 'relattn[prepare]'`, and run once "
+            f"`{command} --manual_dir=DIR`"
         )
     else:
         fix = (
-            "Prepare it once, on a machine with a network: `pip install "
-            f"'relattn[prepare]'`, then `{command}`; or from archives that you already "
-            "have, with --config.data.manual_dir=DIR."
+            "`pip install 'relattn[prepare]'` and run once, on a machine with a "
+            f"network, `{command}`; if you have the archives, set "
+            "--config.data.manual_dir=DIR instead"
         )
     return DatasetNotPreparedError(
-        f"{name} is not prepared in {data_root(data_dir)} ({cause}). {fix}"
+        f"{name} is not prepared in {data_root(data_dir)} ({cause}): {fix}"
     )
 
 
@@ -372,7 +374,7 @@ def _prepare_in_subprocess(name: str, data_dir: str, manual_dir: str) -> None:
         raise not_prepared(
             name, data_dir, "TensorFlow, required for preparation only, is missing"
         )
-    package_root = str(pathlib.Path(__file__).parents[2])
+    package_root = str(Path(__file__).parents[2])
     paths = [package_root, os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),

@@ -1,8 +1,10 @@
 """Tokenizers: UTF-8 bytes and GPT-2's byte-pair encoding."""
 
+from __future__ import annotations
+
 import importlib
-import pathlib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -25,7 +27,7 @@ GPT2_FILES = {
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """Encodes text as ids below `vocab_size`, and decodes them.
+    """Encodes text as ids below ``vocab_size``, and decodes them.
 
     Attributes:
         name: Name for `load_tokenizer`.
@@ -83,7 +85,7 @@ class Gpt2Tokenizer:
 
     Raises:
         ImportError: If tiktoken is not installed.
-        FileNotFoundError: If a file is missing in `bpe_dir`.
+        FileNotFoundError: If a file is missing in ``bpe_dir``.
         ValueError: If a file differs from GPT-2's.
         ConnectionError: If the vocabulary could not be downloaded.
 
@@ -101,8 +103,8 @@ class Gpt2Tokenizer:
             load = importlib.import_module("tiktoken.load")
         except ImportError as error:
             raise ImportError(
-                "tokenizer \"gpt2\" needs tiktoken: `pip install 'relattn[text]'`, or "
-                'use the tokenizer "bytes".'
+                "the tokenizer 'gpt2' needs tiktoken: `pip install 'relattn[text]'` or "
+                "use the tokenizer 'bytes'"
             ) from error
         if bpe_dir:
             folder = expand(bpe_dir, "bpe_dir")
@@ -127,7 +129,7 @@ class Gpt2Tokenizer:
         except (OSError, ValueError) as error:
             raise ConnectionError(
                 f"GPT-2's vocabulary could not be downloaded ({type(error).__name__}): "
-                "set bpe_dir to a folder that holds encoder.json and vocab.bpe."
+                "set bpe_dir to a folder that holds encoder.json and vocab.bpe"
             ) from error
 
     def encode(self, text: str) -> TokenIds:
@@ -150,18 +152,18 @@ def load_tokenizer(name: str, bpe_dir: str = "") -> Tokenizer:
     """Returns a tokenizer by name.
 
     Args:
-        name: "bytes" or "gpt2".
-        bpe_dir: Folder of ``encoder.json`` and ``vocab.bpe`` for "gpt2"; "" lets
+        name: ``"bytes"`` or ``"gpt2"``.
+        bpe_dir: Folder of ``encoder.json`` and ``vocab.bpe`` for ``"gpt2"``; "" lets
             tiktoken download them once.
 
     Returns:
         The tokenizer.
 
     Raises:
-        ValueError: If the name is unknown, the tokenizer has no use for `bpe_dir`, or
+        ValueError: If the name is unknown, the tokenizer has no use for ``bpe_dir``, or
             a file in it differs from GPT-2's.
         ImportError: If tiktoken is not installed.
-        FileNotFoundError: If a file is missing in `bpe_dir`.
+        FileNotFoundError: If a file is missing in ``bpe_dir``.
         ConnectionError: If the vocabulary could not be downloaded.
 
     Example:
@@ -187,7 +189,7 @@ def check_bpe_dir(name: str, bpe_dir: str) -> None:
         )
 
 
-def check_bpe_files(folder: pathlib.Path) -> None:
+def check_bpe_files(folder: Path) -> None:
     """Raises an error unless a folder holds GPT-2's vocabulary.
 
     Args:
@@ -202,11 +204,11 @@ def check_bpe_files(folder: pathlib.Path) -> None:
         if not path.is_file():
             raise FileNotFoundError(
                 f"{path} is missing: bpe_dir must hold GPT-2's encoder.json and "
-                "vocab.bpe."
+                "vocab.bpe"
             )
         if sha256(path) != digest:
             raise ValueError(
-                f"{path} is not GPT-2's (its SHA-256 differs): copy the file again."
+                f"{path} is not GPT-2's (its SHA-256 differs): copy the file again"
             )
 
 
@@ -221,17 +223,17 @@ def check_ids(tokens: AnyIds, vocab_size: int) -> list[int]:
         The same ids.
 
     Raises:
-        ValueError: If an id is negative or not below `vocab_size`.
+        ValueError: If an id is negative or not below ``vocab_size``.
 
     Example:
         >>> check_ids([3, 256], 256)
         Traceback (most recent call last):
-        ValueError: Token id 256 is out of range: expected 0 to 255.
+        ValueError: token id 256 is out of range, expected 0 to 255
     """
     ids = [int(token) for token in tokens]
     for token in ids:
         if not 0 <= token < vocab_size:
             raise ValueError(
-                f"Token id {token} is out of range: expected 0 to {vocab_size - 1}."
+                f"token id {token} is out of range, expected 0 to {vocab_size - 1}"
             )
     return ids

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import pathlib
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -31,13 +31,14 @@ def read_images(
     of another size is scaled and cropped to it.
 
     Args:
-        images: See `as_sequence`.
+        images: A path, a Pillow image, a list of these or of arrays, or an array; see
+            `as_sequence`.
         info: Description of the training data.
         config: Options of the training data.
         batch_size: Number of images in a batch; the last may be smaller.
 
     Yields:
-        uint8 ``[batch, height, width, channels]``.
+        Images, uint8, shape ``[batch, height, width, channels]``.
 
     Raises:
         ValueError: If an image cannot be read, its values are not integers from 0 to
@@ -64,16 +65,18 @@ def prepare_images(
     """Converts images of any kind to model inputs, as evaluation does.
 
     Args:
-        images: See `as_sequence`.
+        images: A path, a Pillow image, a list of these or of arrays, or an array; see
+            `as_sequence`.
         info: Description of the training data.
         config: Options of the training data.
         batch_size: Number of images that are converted at once.
 
     Returns:
-        float32 ``[n, image_size, image_size, channels]``.
+        Model inputs, float32, shape ``[n, image_size, image_size, channels]``.
 
     Raises:
-        ValueError: As in `read_images`.
+        ValueError: If an image cannot be read, its values are not integers from 0 to
+            255, or its channels or size do not fit.
 
     Example:
         >>> info = ImageInfo("grey", ("a", "b"), (4, 6, 1), (0.5,), (0.5,), 7, "")
@@ -225,7 +228,7 @@ def _decode(
     if isinstance(source, Image.Image):
         image = decode_image(source, name, background=background)
     else:
-        path = pathlib.Path(source)
+        path = Path(source)
         name = str(path)
         if path.is_dir():
             raise ValueError(f"{path} is a folder: give a list of image files")

@@ -174,7 +174,7 @@ def test_mnist_on_canvas_of_84_pixels():
     "keys, message",
     [
         ({"placement": "dynamc"}, "placement 'dynamc': did you mean 'dynamic'"),
-        ({"canvas": 4}, "canvas=4 is smaller than the images of 3x5.*at least 5"),
+        ({"canvas": 4}, "canvas=4 must be at least 5, .* images of 3x5"),
         # 7 + 2 * 13 images with 2 channels.
         ({"canvas": 10**6}, "canvas=1000000 needs over 17 GB .* must be at most 16133"),
     ],

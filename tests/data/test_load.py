@@ -58,7 +58,7 @@ def test_validation_images_depend_on_split_seed_only():
         ({"name": "mnist", "source": "xyz"}, "data.source 'xyz': available: embedded"),
         (
             {"name": "mnist", "num_validation": 5000},
-            "data.num_validation=5000 of 5000 training images",
+            "data.num_validation=5000 must be from 0 to 4999, ",
         ),
     ],
 )
@@ -93,10 +93,13 @@ def test_a_source_of_relattn_is_not_replaced():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"images": np.zeros((7, 5, 3, 1))}, "images has shape .* type float64, expec"),
+        (
+            {"images": np.zeros((7, 5, 3, 1))},
+            "images has shape .* dtype float64, exp",
+        ),
         ({"images": np.zeros((7, 5, 3), np.uint8)}, r"images has shape \(7, 5, 3\)"),
         ({"labels": np.zeros(5, int)}, r"images have shape \(5,\) .* expected 7 integ"),
-        ({"labels": np.zeros(7)}, "and type float64, expected 7 integers"),
+        ({"labels": np.zeros(7)}, "and dtype float64, expected 7 integers"),
         ({"labels": np.full(7, 2)}, "are from 2 to 2, expected 0 to 1"),
         ({"test_labels": None}, "labels of test_images have shape"),
         ({"test_images": None}, "test_labels needs test_images"),

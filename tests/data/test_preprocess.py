@@ -80,15 +80,15 @@ def test_mean_without_std_raises():
 
 
 def test_image_size_of_0_raises():
-    with pytest.raises(ValueError, match="image_size=0: it must be at least 1"):
+    with pytest.raises(ValueError, match="image_size=0 must be at least 1"):
         preprocess(IMAGES, image_size=0)
 
 
 def test_negative_image_size_in_config_raises():
     info = ImageInfo("grey", ("a", "b"), (4, 4, 1), (0.5,), (0.5,), 7, "")
-    with pytest.raises(ValueError, match="data.image_size=-4: it must be at least 1"):
+    with pytest.raises(ValueError, match="data.image_size=-4 must be at least 1"):
         input_shape(ConfigDict({"image_size": -4}), info)
-    with pytest.raises(ValueError, match="image_size=99999999999: it must be at most"):
+    with pytest.raises(ValueError, match="image_size=99999999999 must be at most"):
         input_shape(ConfigDict({"image_size": 99999999999}), info)
 
 

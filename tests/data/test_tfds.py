@@ -96,7 +96,9 @@ def test_changed_class_name_raises(write_set):
     write_manifest(folder, ["label.labels.txt", "features.json"])
     read_prepared(folder)
     (folder / "label.labels.txt").write_text("bat\ndog\n")
-    message = r"cannot be read \(ValueError: .*label.labels.txt is damaged .*prepare it"
+    message = (
+        r"cannot be read \(ValueError: .*label.labels.txt is damaged .*prepare the"
+    )
     with pytest.raises(ValueError, match=message):
         read_prepared(folder)
 
@@ -106,7 +108,9 @@ def test_damaged_sets_raise(write_set, damage):
     _, folder = write_set("mnist", train=11, test=5)
     for file in folder.glob(damage):
         file.write_bytes(file.read_bytes()[:40])
-    with pytest.raises(ValueError, match=r"mnist.3.0.1 cannot be read .*prepare it"):
+    with pytest.raises(
+        ValueError, match=r"mnist.3.0.1 cannot be read .*prepare the"
+    ):
         read_prepared(folder)
 
 
@@ -268,7 +272,7 @@ def test_not_prepared_without_network_raises(tmp_path, fake_preparation, capsys)
         "sys.exit('cifar10 was not prepared: no connection to host')\n"
     )
     with pytest.raises(
-        DatasetNotPreparedError, match=r"\(no connection to host\)\. Prepare it once"
+        DatasetNotPreparedError, match=r"\(no connection to host\): `pip"
     ):
         load_images(tfds_config("cifar10", tmp_path))
     assert "downloading" in capsys.readouterr().err

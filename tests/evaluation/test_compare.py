@@ -120,14 +120,14 @@ def test_report_of_the_first_images(workdir, tmp_path):
 
 @pytest.mark.quick(
     "options0-max_shift=32 does not fit images of 32 pixels",
-    "options1-data.image_size=-4: it must be at least 1",
+    "options1-data.image_size=-4 must be at least 1",
     "options2-axis must be x, y or xy",
 )
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"max_shift": 32}, "max_shift=32 does not fit images of 32 pixels"),
-        ({"image_size": -4}, "data.image_size=-4: it must be at least 1"),
+        ({"image_size": -4}, "data.image_size=-4 must be at least 1"),
         ({"axis": "z"}, "axis must be x, y or xy"),
         ({"classes": "trouserr"}, "did you mean 'Trouser'"),
         ({"num_images": 0}, "num_images=0 must be from 1 to 1000"),

@@ -91,7 +91,7 @@ def test_a_run_resumed_and_loaded_without_its_data(
         )
     # A photograph damaged in between ends the run, but no earlier step is lost.
     data, record = damage(data_lib.load_data(streamed.data))
-    message = f"^Record {record} of the train images in .* cannot be read as an image"
+    message = f"^record {record} of the train images in .* cannot be read as an image"
     with monkeypatch.context() as patch:
         patch.setattr(data_lib, "load_data", lambda config: data)
         with pytest.raises(ValueError, match=message) as raised:

@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from relattn.messages import closest, shorten
+from relattn.messages import check_choice, closest, shorten
 
 # Length limit: deeply nested input can crash ast.parse.
 MAX_LENGTH = 500
@@ -157,8 +157,7 @@ def resolve(
         (2+1j)
     """
     name, options = parse(spec, what)
-    if name not in table:
-        raise ValueError(f"unknown {what} {shorten(name)}: {closest(name, table)}")
+    check_choice(what, name, table)
     parameters = inspect.signature(table[name]).parameters
     known = {key: p for key, p in parameters.items() if key not in reserved}
     for option, value in options.items():

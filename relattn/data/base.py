@@ -21,6 +21,8 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Int64
 
+from relattn.messages import check_choice
+
 Batch = dict[str, np.ndarray]
 # Number of epochs whose draws are cached: several seeds may train together.
 CACHED_EPOCHS = 8
@@ -187,6 +189,10 @@ def read_info(values: Mapping[str, Any]) -> DataInfo:
     Returns:
         The description.
 
+    Raises:
+        ValueError: If the kind of data is unknown.
+        TypeError: If a field is missing or unknown.
+
     Example:
         >>> info = TextInfo("plays", "bytes", 256, 7, 100, "a file")
         >>> read_info(dataclasses.asdict(info)) == info
@@ -195,7 +201,9 @@ def read_info(values: Mapping[str, Any]) -> DataInfo:
     arguments: dict[str, Any] = {
         k: tuple(v) if isinstance(v, list) else v for k, v in values.items()
     }
-    return INFOS[arguments.get("kind", "images")](**arguments)
+    kind = arguments.get("kind", "images")
+    check_choice("kind of data", kind, INFOS)
+    return INFOS[kind](**arguments)
 
 
 def batch_indices(

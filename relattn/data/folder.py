@@ -315,11 +315,11 @@ def _without(
             f"{f' and {more} more' if more > 0 else ''}: {HINT.replace(' it', ' them')}"
         )
     train, test = (
-        [path for path in part if path not in unreadable]
-        for part in (files.train, files.test)
+        [path for path in split if path not in unreadable]
+        for split in (files.train, files.test)
     )
-    for part, before in ((train, files.train), (test, files.test)):
-        if before and not part:
+    for after, before in ((train, files.train), (test, files.test)):
+        if before and not after:
             raise _all_unreadable(before[0].parents[1], unreadable[before[0]])
     tested = {path.parent.name for path in test}
     left_out = [f"unreadable images: {_names(paths, files.root)}"]

@@ -103,15 +103,15 @@ def prepare_files(
             f"{total} bytes of text with val_fraction={val_fraction} leave no text for "
             "training or validation: use more text"
         )
-    parts = {
+    splits = {
         "train": _pieces(inputs, sizes, 0, cut),
         "validation": _pieces(inputs, sizes, cut, total),
     }
     if test_inputs:
         test_sizes = [path.stat().st_size for path in test_inputs]
-        parts["test"] = _pieces(test_inputs, test_sizes, 0, sum(test_sizes))
+        splits["test"] = _pieces(test_inputs, test_sizes, 0, sum(test_sizes))
     names = ", ".join(path.name for path in inputs)
-    return _write(output, parts, tokenizer, f"the text of {names}")
+    return _write(output, splits, tokenizer, f"the text of {names}")
 
 
 def _pieces(
@@ -179,8 +179,8 @@ def prepare_documents(
     split = documents.train_test_split(
         test_size=val_fraction, seed=DOCUMENT_SPLIT_SEED, shuffle=True
     )
-    parts = {"train": _texts(split["train"]), "validation": _texts(split["test"])}
-    return _write(output, parts, tokenizer, f"the documents of {name}")
+    splits = {"train": _texts(split["train"]), "validation": _texts(split["test"])}
+    return _write(output, splits, tokenizer, f"the documents of {name}")
 
 
 def _texts(documents: Any) -> Iterator[Piece]:
@@ -295,11 +295,11 @@ def encode_pieces(pieces: Iterable[Piece], tokenizer: Tokenizer) -> Iterator[Tok
 
 def _write(
     output: Path,
-    parts: dict[str, Iterator[Piece]],
+    splits: dict[str, Iterator[Piece]],
     tokenizer: Tokenizer,
     origin: str,
 ) -> TokenMeta:
-    """Writes the parts, renames them when complete, and adds meta and manifest."""
+    """Writes the files, renames them when complete, and adds meta and manifest."""
     output.mkdir(parents=True, exist_ok=True)
     counts = {}
     with tqdm(
@@ -311,9 +311,9 @@ def _write(
                 bar.update(len(tokens))
                 yield tokens
 
-        for part, pieces in parts.items():
-            partial = output / f"{FILES[part]}.partial"
-            counts[FILES[part]] = write_tokens(
+        for name, pieces in splits.items():
+            partial = output / f"{FILES[name]}.partial"
+            counts[FILES[name]] = write_tokens(
                 partial, counted(encode_pieces(pieces, tokenizer))
             )
     for name in counts:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import lzma
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -92,13 +91,14 @@ def load_text(config: ConfigDict) -> TextData:
     read = _read_folder if data_dir else _read_embedded
     name, meta, tokens, origin = read(config, length)
     where = {
-        part: str(cast(np.memmap, ids).filename)
+        split: str(cast(np.memmap, ids).filename)
         if data_dir
-        else f"the {part} text of {name}"
-        for part, ids in tokens.items()
+        else f"the {split} text of {name}"
+        for split, ids in tokens.items()
     }
     splits = {
-        part: TokenSplit(ids, length, meta, where[part]) for part, ids in tokens.items()
+        split: TokenSplit(ids, length, meta, where[split])
+        for split, ids in tokens.items()
     }
     info = TextInfo(
         name=name,
@@ -126,9 +126,9 @@ def _read_folder(
     meta = read_meta(folder, config.get("tokenizer", ""))
     check_bpe_dir(meta.tokenizer, config.get("bpe_dir", ""))
     tokens = {
-        part: open_tokens(folder / file, meta, length + 1)
-        for part, file in FILES.items()
-        if part != "test" or (folder / file).exists()
+        split: open_tokens(folder / file, meta, length + 1)
+        for split, file in FILES.items()
+        if split != "test" or (folder / file).exists()
     }
     origin = f"{meta.origin or 'the tokens'} in {folder}"
     return config.get("name", "") or folder.name, meta, tokens, origin
@@ -155,8 +155,8 @@ def _read_embedded(
         "train": tokenizer.encode(text[:cut]),
         "validation": tokenizer.encode(text[cut:]),
     }
-    for part, ids in tokens.items():
-        check_length(ids, length + 1, f"the {part} text of {name}")
+    for split, ids in tokens.items():
+        check_length(ids, length + 1, f"the {split} text of {name}")
     origin = f"the text {name} that ships with relattn ({len(text):,} characters)"
     meta = TokenMeta(tokenizer.name, tokenizer.vocab_size)
     return name, meta, tokens, origin
@@ -381,6 +381,7 @@ def _parse_meta(path: Path) -> TokenMeta:
         values = json.loads(path.read_text("utf-8"))
         tokenizer, vocab_size = values["tokenizer"], values["vocab_size"]
         counts, origin = values.get("num_tokens", {}), values.get("origin", "")
+        check_choice("tokenizer", tokenizer, TOKENIZERS)
         known = TOKENIZERS[tokenizer].vocab_size
         if vocab_size != known:
             shown = shorten(vocab_size)
@@ -473,7 +474,7 @@ def check_not_truncated(tokens: TokenIds) -> None:
     if not isinstance(tokens, np.memmap) or tokens.filename is None:
         return
     try:
-        size = os.stat(tokens.filename).st_size
+        size = Path(tokens.filename).stat().st_size
     except FileNotFoundError:
         # The mapping of a deleted file remains valid.
         return

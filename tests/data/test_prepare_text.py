@@ -213,9 +213,7 @@ def test_val_fraction_out_of_range_raises(tmp_path, fraction):
 
 
 def test_missing_input_raises(tmp_path):
-    with pytest.raises(
-        FileNotFoundError, match=r"^the input .*b\.txt is missing: "
-    ):
+    with pytest.raises(FileNotFoundError, match=r"^the input .*b\.txt is missing: "):
         prepare_files([tmp_path / "b.txt"], tmp_path, BYTES)
 
 

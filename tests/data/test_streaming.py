@@ -261,9 +261,7 @@ def test_damaged_set_raises(config, photographs, tmp_path, damage):
     config.data_dir = str(tmp_path / "copy")
     for file in (tmp_path / "copy").glob(f"imagenet2012/*/{damage}"):
         file.write_bytes(file.read_bytes()[:40])
-    with pytest.raises(
-        ValueError, match=r"2012.5.1.0 cannot be read .*prepare the"
-    ):
+    with pytest.raises(ValueError, match=r"2012.5.1.0 cannot be read .*prepare the"):
         load_data(config)
 
 

@@ -126,9 +126,7 @@ def test_loader_starts_at_any_step(folder):
 
 def test_epoch_smaller_than_a_batch_raises(folder):
     data = load_text(make_config(folder, windows_per_epoch=3))
-    with pytest.raises(
-        ValueError, match="batch_size=5 must be from 1 to 3,.*windows"
-    ):
+    with pytest.raises(ValueError, match="batch_size=5 must be from 1 to 3,.*windows"):
         data.train_loader(5, seed=0)
 
 
@@ -324,7 +322,7 @@ def test_read_meta_of_another_tokenizer_raises(tmp_path):
     [
         ([1], "TypeError"),
         ({"tokenizer": "bytes"}, "KeyError: 'vocab_size'"),
-        ({"tokenizer": "char", "vocab_size": 65}, "KeyError: 'char'"),
+        ({"tokenizer": "char", "vocab_size": 65}, "unknown tokenizer 'char': avai"),
         ({"tokenizer": "bytes", "vocab_size": 65}, "vocab_size is 65, expected 256"),
         (
             {**GOOD, "num_tokens": {"train.bin": "7"}},
@@ -344,7 +342,7 @@ def test_damaged_meta_raises(tmp_path, values, what):
     [
         ("{", "JSONDecodeError"),
         ("[" * 100_000, "RecursionError"),
-        (json.dumps({"tokenizer": "a" * 10**6, "vocab_size": 3}), "KeyError: 'aaa"),
+        (json.dumps({"tokenizer": "a" * 10**6, "vocab_size": 3}), "tokenizer 'aaa"),
         (json.dumps({**GOOD, "vocab_size": "a" * 10**6}), "ValueError: vocab_size is"),
         (json.dumps({**GOOD, "num_tokens": {"a" * 10**6: ""}}), "num_tokens is {'aaa"),
     ],

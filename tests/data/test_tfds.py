@@ -108,9 +108,7 @@ def test_damaged_sets_raise(write_set, damage):
     _, folder = write_set("mnist", train=11, test=5)
     for file in folder.glob(damage):
         file.write_bytes(file.read_bytes()[:40])
-    with pytest.raises(
-        ValueError, match=r"mnist.3.0.1 cannot be read .*prepare the"
-    ):
+    with pytest.raises(ValueError, match=r"mnist.3.0.1 cannot be read .*prepare the"):
         read_prepared(folder)
 
 

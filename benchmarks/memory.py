@@ -29,7 +29,7 @@ from relattn.data import DataInfo, ImageInfo, TextInfo
 from relattn.training.config import check_config, read_config
 from relattn.training.cost import tree_bytes
 from relattn.training.devices import DATA_AXIS, MeshParallel
-from relattn.training.errors import writing
+from relattn.training.errors import explain_write_errors
 from relattn.training.task import Task
 from relattn.training.workdir import usable_folder
 
@@ -220,7 +220,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             "jax": jax.__version__,
             "bytes_per_device": rows,
         }
-        with writing(path):
+        with explain_write_errors(path):
             path.write_text(json.dumps(result, indent=1) + "\n")
 
 

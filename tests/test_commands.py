@@ -479,7 +479,7 @@ def test_overrides_reach_the_training(monkeypatch):
             2,
             "error: a device ran out of memory (Out of memory): lower ",
         ),
-        (training.PreemptedError("SIGTERM came"), 75, "SIGTERM came\n"),
+        (training.PreemptedError("Stopped by SIGTERM"), 75, "Stopped by SIGTERM\n"),
         (training.PreemptedError("Ctrl-C", by_hand=True), 130, "Ctrl-C\n"),
         (KeyboardInterrupt(), 130, "interrupted: "),
     ],

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int64
@@ -26,6 +26,21 @@ from relattn.messages import check_choice
 Batch = dict[str, np.ndarray]
 # Number of epochs whose draws are cached: several seeds may train together.
 CACHED_EPOCHS = 8
+
+
+class ShardIndex(NamedTuple):
+    """The shard of every batch that one of several processes reads.
+
+    Attributes:
+        index: Index of the shard, from 0.
+        count: Number of shards.
+    """
+
+    index: int
+    count: int
+
+
+ONE_SHARD = ShardIndex(0, 1)
 
 
 @runtime_checkable
@@ -54,7 +69,7 @@ class DataSource(Protocol):
         seed: int,
         start_step: int = 0,
         place: Callable[[Batch], Any] | None = None,
-        part: tuple[int, int] = (0, 1),
+        shard: ShardIndex = ONE_SHARD,
     ) -> AbstractContextManager[Iterator[tuple[int, Any]]]:
         """Iterates over (step, batch) without end, starting at any step.
 
@@ -68,7 +83,7 @@ class DataSource(Protocol):
             start_step: First step.
             place: Function applied to each batch ahead of time, for example a transfer
                 to a device; its result is yielded instead.
-            part: Part of each batch to read, see `relattn.data.base.part_rows`.
+            shard: Shard of each batch to read, see `relattn.data.base.shard_rows`.
         """
         ...
 
@@ -82,12 +97,12 @@ class EvalSplit(Protocol):
         ...
 
     def batches(
-        self, batch_size: int, part: tuple[int, int] = (0, 1)
+        self, batch_size: int, shard: ShardIndex = ONE_SHARD
     ) -> Iterator[Batch]:
         """Yields every example once, in batches of one fixed size with ``weight``.
 
         Padding of the last batch has weight 0, see `fill_batch`. With several
-        processes, each reads its ``part`` of every batch, see `part_rows`.
+        processes, each reads its ``shard`` of every batch, see `shard_rows`.
         """
         ...
 
@@ -271,12 +286,12 @@ def _epoch_order(num_examples: int, seed: int, epoch: int) -> np.ndarray:
     return order
 
 
-def part_rows(batch_size: int, part: tuple[int, int]) -> slice:
+def shard_rows(batch_size: int, shard: ShardIndex) -> slice:
     """Returns the rows of a batch that one of several processes reads.
 
     Args:
         batch_size: Number of examples in the batch of all processes.
-        part: (index, count); the parts are equal and contiguous.
+        shard: The process's shard; shards are equal and contiguous.
 
     Returns:
         The slice of the rows.
@@ -285,10 +300,10 @@ def part_rows(batch_size: int, part: tuple[int, int]) -> slice:
         ValueError: If ``batch_size`` is not divisible by the number of processes.
 
     Example:
-        >>> part_rows(6, part=(1, 2))
+        >>> shard_rows(6, ShardIndex(1, 2))
         slice(3, 6, None)
     """
-    index, count = part
+    index, count = shard
     if batch_size % count:
         raise ValueError(
             f"batch_size={batch_size} is not divisible by {count}, the number of "

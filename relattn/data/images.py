@@ -13,14 +13,16 @@ from jaxtyping import Float32, Int32, Int64, UInt8
 from relattn.data.augment import NUM_DRAWS
 from relattn.data.base import (
     CACHED_EPOCHS,
+    ONE_SHARD,
     Batch,
     EvalSplit,
     ImageInfo,
     Loader,
+    ShardIndex,
     batch_indices,
     check_eval_batch,
     fill_batch,
-    part_rows,
+    shard_rows,
     steps_per_epoch,
 )
 from relattn.messages import shorten
@@ -57,14 +59,14 @@ class ImageSplit:
         return {"image": self.images[indices], "label": self.labels[indices]}
 
     def batches(
-        self, batch_size: int, part: tuple[int, int] = (0, 1)
+        self, batch_size: int, shard: ShardIndex = ONE_SHARD
     ) -> Iterator[Batch]:
         """Yields every example once, in order, in batches of one fixed size.
 
         Args:
             batch_size: Number of images in a batch; the last batch is padded with
                 black images of weight 0.
-            part: Part of each batch to yield, see `part_rows`.
+            shard: Shard of each batch to yield, see `shard_rows`.
 
         Yields:
             Batches: ``image``, uint8, shape ``[batch_size, height, width, channels]``;
@@ -81,7 +83,7 @@ class ImageSplit:
             [[1.0, 1.0, 1.0], [1.0, 1.0, 0.0]]
         """
         check_eval_batch(batch_size)
-        local = part_rows(batch_size, part)
+        local = shard_rows(batch_size, shard)
         for start in range(0, len(self), batch_size):
             rows = slice(start + local.start, start + local.stop)
             batch = {"image": self.images[rows], "label": self.labels[rows]}
@@ -221,7 +223,7 @@ class ImageData:
         seed: int,
         start_step: int = 0,
         place: Callable[[Batch], Any] | None = None,
-        part: tuple[int, int] = (0, 1),
+        shard: ShardIndex = ONE_SHARD,
     ) -> Loader:
         """Iterates over training batches, see `DataSource.train_loader`.
 
@@ -229,7 +231,7 @@ class ImageData:
             ValueError: If there are fewer images than a batch needs.
         """
         n = len(self.train)
-        steps, rows = steps_per_epoch(n, batch_size), part_rows(batch_size, part)
+        steps, rows = steps_per_epoch(n, batch_size), shard_rows(batch_size, shard)
 
         def make_batch(step: int) -> Batch:
             indices = batch_indices(n, batch_size, seed, step)[rows]

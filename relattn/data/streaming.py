@@ -21,14 +21,16 @@ from PIL import Image
 
 from relattn import spec
 from relattn.data.base import (
+    ONE_SHARD,
     Batch,
     EvalSplit,
     ImageInfo,
     Loader,
+    ShardIndex,
     batch_indices,
     check_eval_batch,
     fill_batch,
-    part_rows,
+    shard_rows,
     steps_per_epoch,
 )
 from relattn.data.folder import FileRecords, FolderFiles
@@ -212,7 +214,7 @@ class StreamedImages:
         seed: int,
         start_step: int = 0,
         place: Callable[[Batch], Any] | None = None,
-        part: tuple[int, int] = (0, 1),
+        shard: ShardIndex = ONE_SHARD,
     ) -> Iterator[Loader]:
         """Iterates over training batches, see `DataSource.train_loader`.
 
@@ -222,7 +224,7 @@ class StreamedImages:
         steps_per_epoch(len(self.train), batch_size)
         image_size = self.info.image_shape[0]
         source = TrainBatches(
-            self.train, batch_size, seed, image_size, self.augment, part
+            self.train, batch_size, seed, image_size, self.augment, shard
         )
         with (
             read_batches(source, self.num_workers, start_step) as batches,
@@ -254,14 +256,14 @@ class StreamedSplit:
         return len(self.photographs)
 
     def batches(
-        self, batch_size: int, part: tuple[int, int] = (0, 1)
+        self, batch_size: int, shard: ShardIndex = ONE_SHARD
     ) -> Iterator[Batch]:
         """Yields every central crop once, in order, in batches of one fixed size.
 
         Args:
             batch_size: Number of images in a batch; the last batch is padded with
                 black images of weight 0.
-            part: Part of each batch to yield, see `part_rows`.
+            shard: Shard of each batch to yield, see `shard_rows`.
 
         Yields:
             The same batches as `ImageSplit.batches`.
@@ -277,7 +279,7 @@ class StreamedSplit:
             self.image_size,
             self.short_side,
             self.margin,
-            part,
+            shard,
         )
         with read_batches(source, self.num_workers) as batches:
             yield from batches
@@ -352,7 +354,7 @@ class TrainBatches:
         seed: Seed of the image order and of all other random draws.
         image_size: Side of the images in a batch.
         augment: A spec of `AUGMENTATIONS`, applied after crop and flip.
-        part: Part of each batch to read, see `part_rows`.
+        shard: Shard of each batch to read, see `shard_rows`.
     """
 
     photographs: Photographs
@@ -360,7 +362,7 @@ class TrainBatches:
     seed: int
     image_size: int
     augment: str
-    part: tuple[int, int] = (0, 1)
+    shard: ShardIndex = ONE_SHARD
 
     def __len__(self) -> int:
         return NUM_STEPS
@@ -370,7 +372,7 @@ class TrainBatches:
         indices = batch_indices(
             len(self.photographs), self.batch_size, self.seed, int(step)
         )
-        rows = part_rows(self.batch_size, self.part)
+        rows = shard_rows(self.batch_size, self.shard)
         images, labels = [], []
         photographs = self.photographs.read(indices[rows])
         for row, (image, label) in enumerate(photographs, start=rows.start):
@@ -394,7 +396,7 @@ class EvalBatches:
         image_size: Side of the central crop.
         short_side: Short side of an image before the crop.
         margin: Number of pixels around the crop.
-        part: Part of each batch to read, see `part_rows`.
+        shard: Shard of each batch to read, see `shard_rows`.
     """
 
     photographs: Photographs
@@ -402,14 +404,14 @@ class EvalBatches:
     image_size: int
     short_side: int
     margin: int = 0
-    part: tuple[int, int] = (0, 1)
+    shard: ShardIndex = ONE_SHARD
 
     def __len__(self) -> int:
         return -(-len(self.photographs) // self.batch_size)
 
     def __getitem__(self, number: int) -> Batch:
         start = int(number) * self.batch_size
-        local = part_rows(self.batch_size, self.part)
+        local = shard_rows(self.batch_size, self.shard)
         stop = min(start + local.stop, len(self.photographs))
         images, labels = [], []
         for image, label in self.photographs.read(range(start + local.start, stop)):
@@ -418,7 +420,7 @@ class EvalBatches:
             )
             images.append(np.asarray(crop))
             labels.append(label)
-        # A part of the last batch may be empty.
+        # A shard of the last batch may be empty.
         size = self.image_size + 2 * self.margin
         shape = (-1, size, size, 3)
         batch = {

@@ -14,13 +14,15 @@ from jaxtyping import Integer, UInt16
 from ml_collections import ConfigDict
 
 from relattn.data.base import (
+    ONE_SHARD,
     Batch,
     EvalSplit,
     Loader,
+    ShardIndex,
     TextInfo,
     check_eval_batch,
     fill_batch,
-    part_rows,
+    shard_rows,
     steps_per_epoch,
 )
 from relattn.data.paths import expand, find_damage
@@ -206,7 +208,7 @@ class TextData:
         seed: int,
         start_step: int = 0,
         place: Callable[[Batch], Any] | None = None,
-        part: tuple[int, int] = (0, 1),
+        shard: ShardIndex = ONE_SHARD,
     ) -> Loader:
         """Iterates over random windows, see `DataSource.train_loader`.
 
@@ -216,7 +218,7 @@ class TextData:
         steps_per_epoch(self.info.num_train, batch_size, "windows")
 
         def make_batch(step: int) -> Batch:
-            return self.train.draw(batch_size, seed, step, part)
+            return self.train.draw(batch_size, seed, step, shard)
 
         return Loader(make_batch, start_step, place=place)
 
@@ -242,7 +244,7 @@ class TokenSplit:
         return -(-(len(self.tokens) - 1) // self.context_length)
 
     def draw(
-        self, batch_size: int, seed: int, step: int, part: tuple[int, int] = (0, 1)
+        self, batch_size: int, seed: int, step: int, shard: ShardIndex = ONE_SHARD
     ) -> Batch:
         """Draws the windows of a training step, at uniformly random positions.
 
@@ -250,7 +252,7 @@ class TokenSplit:
             batch_size: Number of windows in the batch.
             seed: Seed of the draws.
             step: Training step, from 0.
-            part: Part of the batch to return, see `part_rows`.
+            shard: Shard of the batch to return, see `shard_rows`.
 
         Returns:
             A batch, a pure function of the arguments: ``tokens`` and ``label``, the
@@ -269,11 +271,11 @@ class TokenSplit:
         """
         last = len(self.tokens) - self.context_length
         starts = np.random.default_rng([seed, step]).integers(last, size=batch_size)
-        starts = starts[part_rows(batch_size, part)]
+        starts = starts[shard_rows(batch_size, shard)]
         return self._gather(starts[:, None] + np.arange(self.context_length + 1))
 
     def batches(
-        self, batch_size: int, part: tuple[int, int] = (0, 1)
+        self, batch_size: int, shard: ShardIndex = ONE_SHARD
     ) -> Iterator[Batch]:
         """Yields consecutive windows that predict every token but the first once.
 
@@ -281,7 +283,7 @@ class TokenSplit:
 
         Args:
             batch_size: Number of windows in a batch.
-            part: Part of each batch to yield, see `part_rows`.
+            shard: Shard of each batch to yield, see `shard_rows`.
 
         Yields:
             Batches: ``tokens``, ``label``, the tokens that follow them, both int32, and
@@ -302,7 +304,7 @@ class TokenSplit:
         """
         check_eval_batch(batch_size)
         n, length = len(self.tokens), self.context_length
-        local = part_rows(batch_size, part)
+        local = shard_rows(batch_size, shard)
         for first in range(0, len(self), batch_size):
             rows = np.arange(first + local.start, min(first + local.stop, len(self)))
             positions = rows[:, None] * length + np.arange(length + 1)

@@ -28,7 +28,7 @@ from relattn.evaluation.shift import (
 from relattn.evaluation.shift_curves import FindPublished, ShiftCurve, curves_of
 from relattn.evaluation.shift_plots import Panel, plot
 from relattn.evaluation.shift_tables import summary, write_csv
-from relattn.training.errors import writing
+from relattn.training.errors import explain_write_errors
 from relattn.training.given_data import require_data
 from relattn.training.resume import check_fits
 from relattn.training.saved_run import SavedRun, open_run
@@ -81,7 +81,7 @@ def shift_report(
     )
     curves = [*one_class, *every_class]
     panels = comparison.panels(curves)
-    with writing(output):
+    with explain_write_errors(output):
         write_csv(curves, output / "shift.csv")
         plot(panels, output / "shift.png", axis=comparison.axis)
         (output / "summary.md").write_text(text, "utf-8")

@@ -29,7 +29,7 @@ from relattn.data import (
 )
 from relattn.messages import check_choice
 from relattn.training import Run, make_predict_fn
-from relattn.training.config import FREE_KEYS, flatten
+from relattn.training.config import MAY_CHANGE_ON_RESUME, flatten
 from relattn.training.predict import require_kind
 
 AXES = ("x", "y", "xy")
@@ -377,7 +377,9 @@ def make_shift_fn(run: Run, boundary: str, margin: int = 0) -> Callable[..., Arr
 
 def _recipe(run: Run) -> str:
     config = flatten(run.config)
-    same = {key: config[key] for key in config if key not in (*FREE_KEYS, "seed")}
+    same = {
+        key: config[key] for key in config if key not in (*MAY_CHANGE_ON_RESUME, "seed")
+    }
     return json.dumps(same, sort_keys=True)
 
 

@@ -38,7 +38,7 @@ from relattn.data.paths import MANIFEST, sha256
 from relattn.messages import shorten
 from relattn.training.errors import CheckpointError, DamagedError
 from relattn.training.run_metadata import check_meta
-from relattn.training.workdir import DAMAGED, name_aside
+from relattn.training.workdir import DAMAGED, free_name
 
 CHECKPOINTS = "checkpoints"
 
@@ -411,7 +411,7 @@ def array_shapes(tree: Any) -> dict[str, str]:
     }
 
 
-def set_damaged_aside(folder: Path, latest: int) -> None:
+def quarantine(folder: Path, latest: int) -> None:
     """Renames damaged checkpoints to ``<step>.damaged``, so that training can resume.
 
     Args:
@@ -422,7 +422,7 @@ def set_damaged_aside(folder: Path, latest: int) -> None:
     for step in checkpoint_steps(folder):
         checkpoint = folder / str(step)
         if step > latest or _has_damaged_scores(checkpoint):
-            checkpoint.rename(name_aside(checkpoint))
+            checkpoint.rename(free_name(checkpoint))
 
 
 def _has_damaged_scores(checkpoint: Path) -> bool:

@@ -27,7 +27,7 @@ from relattn.training.overrides import override, typed_keys
 
 # Keys that may change when a run resumes: they do not affect its results, or only what
 # happens after an update that is not finite.
-FREE_KEYS = (
+MAY_CHANGE_ON_RESUME = (
     "progress",
     "parallel",
     "model_axis",
@@ -351,7 +351,9 @@ def flatten(config: Mapping[str, Any] | ConfigDict, prefix: str = "") -> dict[st
 
 
 def differences(
-    old: Mapping[str, Any], new: Mapping[str, Any], free: Sequence[str] = FREE_KEYS
+    old: Mapping[str, Any],
+    new: Mapping[str, Any],
+    free: Sequence[str] = MAY_CHANGE_ON_RESUME,
 ) -> list[str]:
     """Lists the differences of two configurations.
 

@@ -17,6 +17,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
+from relattn.data.base import ShardIndex
 from relattn.nn.batch_norm import DEVICE_AXIS
 from relattn.training.step import Batch, EvalStep, TrainStep
 
@@ -149,11 +150,11 @@ def choose_devices(
 class Parallel(abc.ABC):
     """Devices that share the work of a step.
 
-    Batches are global: each device takes a part of the examples. Each process reads the
-    part of its own devices.
+    Batches are global: each device takes a shard of the examples. Each process reads
+    the shards of its own devices.
 
     Attributes:
-        devices: All devices that take part, in the order of their processes.
+        devices: All devices that are used, in the order of their processes.
         local_devices: The devices of this process.
         axis_name: The name of the devices' axis in step functions; None without one.
         mesh: The devices that ``place_key`` puts a key on.
@@ -172,7 +173,7 @@ class Parallel(abc.ABC):
         self.local_devices = tuple(d for d in self.devices if d.process_index == this)
 
     @property
-    def is_alone(self) -> bool:
+    def is_single_process(self) -> bool:
         """Whether this process holds all of the devices."""
         return len(self.devices) == len(self.local_devices)
 
@@ -192,32 +193,32 @@ class Parallel(abc.ABC):
     @property
     @abc.abstractmethod
     def num_shards(self) -> int:
-        """Number of equal parts that a batch is split into."""
+        """Number of equal shards that a batch is split into."""
 
     @property
-    def part(self) -> tuple[int, int]:
-        """Index and number of the part of a batch that this process reads."""
+    def shard_index(self) -> ShardIndex:
+        """The shard of a batch that this process reads."""
         owners = [device.process_index for device in self.devices]
-        return process_part(owners, jax.process_index(), self.num_shards)
+        return process_shard(owners, jax.process_index(), self.num_shards)
 
-    def check_batch(self, key: str, batch_size: int, parts: int = 1) -> None:
+    def check_batch(self, key: str, batch_size: int, accumulate_steps: int = 1) -> None:
         """Checks that a global batch splits evenly over the devices.
 
         Args:
             key: Name of the batch size, for the message.
             batch_size: Size of the global batch.
-            parts: Number of parts in which each device processes its share.
+            accumulate_steps: Number of micro-batches of each device.
 
         Raises:
             ValueError: If it does not; the message has the nearest sizes that do.
         """
-        n = self.num_shards * parts
+        n = self.num_shards * accumulate_steps
         if batch_size % n:
             below, above = batch_size // n * n, -(-batch_size // n) * n
             sizes = f"{below} or {above}" if below else f"{above}"
             by = f"the {self.num_shards} devices"
-            if parts > 1:
-                by += f" times config.accumulate_steps={parts}"
+            if accumulate_steps > 1:
+                by += f" times config.accumulate_steps={accumulate_steps}"
             raise ValueError(
                 f"{key}={batch_size} does not divide by {by}; set it to {sizes}"
             )
@@ -228,7 +229,7 @@ class Parallel(abc.ABC):
 
     @abc.abstractmethod
     def local_shapes(self, tree: Any) -> Any:
-        """Returns the shapes and dtypes of the parts of arrays on one device."""
+        """Returns the shapes and dtypes of the shards of arrays on one device."""
 
     @abc.abstractmethod
     def create(self, make: Callable[[], Any]) -> Any:
@@ -262,7 +263,7 @@ class Parallel(abc.ABC):
         """Splits a batch over the devices and starts to copy it there.
 
         Args:
-            batch: This process's `part`, on the host.
+            batch: This process's shard, on the host.
             axis: The axis of the examples; 1 if stacked batches come before it.
 
         Returns:
@@ -338,12 +339,12 @@ class DataParallel(Parallel):
         """Splits a batch along a new leading axis of this process's devices."""
         n = len(self.local_devices)
         sharding = NamedSharding(self.mesh, PartitionSpec(DEVICE_AXIS))
-        parts = {}
+        shards = {}
         for key, value in batch.items():
             before, (size, *after) = value.shape[:axis], value.shape[axis:]
             split = value.reshape(*before, n, size // n, *after)
-            parts[key] = np.moveaxis(split, axis, 0)
-        return jax.device_put(parts, sharding)
+            shards[key] = np.moveaxis(split, axis, 0)
+        return jax.device_put(shards, sharding)
 
     def train_step(self, step: TrainStep) -> TrainStep:
         """Maps an update over the devices."""
@@ -418,7 +419,7 @@ class MeshParallel(Parallel):
         return self.mesh.shape[DATA_AXIS]
 
     def shardings(self, tree: Any) -> Any:
-        """Returns the sharding of each array of a state, or of a part of one.
+        """Returns the sharding of each array of a state, or of some of its fields.
 
         Args:
             tree: Arrays, or their shapes and dtypes.
@@ -435,7 +436,7 @@ class MeshParallel(Parallel):
         return jax.tree_util.tree_map_with_path(sharding, tree)
 
     def local_shapes(self, tree: Any) -> Any:
-        """Returns the shapes and dtypes of the parts of arrays on one device."""
+        """Returns the shapes and dtypes of the shards of arrays on one device."""
         return jax.tree.map(
             lambda leaf, sharding: jax.ShapeDtypeStruct(
                 sharding.shard_shape(leaf.shape), leaf.dtype
@@ -445,7 +446,7 @@ class MeshParallel(Parallel):
         )
 
     def create(self, make: Callable[[], Any]) -> Any:
-        """Creates the arrays sharded: none is ever whole on one device."""
+        """Creates the arrays sharded: no device ever holds a whole one."""
         shardings = self.shardings(jax.eval_shape(make))
         return jax.jit(make, out_shardings=shardings)()
 
@@ -460,7 +461,7 @@ class MeshParallel(Parallel):
         )
 
     def place(self, tree: Any) -> Any:
-        """Puts arrays, or the parts of them, on the devices."""
+        """Puts arrays, or shards of them, on the devices."""
 
         def put(x: Any, sharding: NamedSharding) -> jax.Array:
             if isinstance(x, jax.Array) and x.sharding == sharding:
@@ -473,21 +474,20 @@ class MeshParallel(Parallel):
 
     def fetch(self, tree: Any) -> Any:
         """Copies whole arrays to NumPy arrays."""
-        return jax.tree.map(whole, tree)
+        return jax.tree.map(to_host, tree)
 
     def to_save(self, tree: Any) -> Any:
         """Returns NumPy arrays, or with several processes the sharded arrays."""
-        return self.fetch(tree) if self.is_alone else tree
+        return self.fetch(tree) if self.is_single_process else tree
 
     def shard(self, batch: Batch, axis: int = 0) -> Batch:
         """Splits a batch along its axis of examples."""
         spec = PartitionSpec(*[None] * axis, DATA_AXIS)
         sharding = NamedSharding(self.mesh, spec)
-        _, count = self.part
         placed = {}
         for key, value in batch.items():
             shape = list(value.shape)
-            shape[axis] *= count
+            shape[axis] *= self.shard_index.count
             placed[key] = jax.make_array_from_process_local_data(
                 sharding, value, tuple(shape)
             )
@@ -517,30 +517,27 @@ class MeshParallel(Parallel):
         )
 
 
-def process_part(
-    owners: Sequence[int], process: int, num_shards: int
-) -> tuple[int, int]:
-    """Returns the part of a batch that a process reads.
+def process_shard(owners: Sequence[int], process: int, num_shards: int) -> ShardIndex:
+    """Returns the shard of a batch that a process reads.
 
     Args:
         owners: The process of each device; grouped, with equally many for each process.
         process: The process that reads.
-        num_shards: Number of parts that the devices split the batch into; neighbouring
+        num_shards: Number of shards that the devices split the batch into; neighbouring
             devices may share one.
 
     Returns:
-        The part's index and the number of parts; processes whose devices share a part
-        read the same.
+        The shard; processes whose devices share one read the same.
 
     Example:
-        >>> process_part([0, 0, 1, 1], process=1, num_shards=4)
-        (1, 2)
-        >>> process_part([0, 0, 1, 1], process=1, num_shards=1)
-        (0, 1)
+        >>> process_shard([0, 0, 1, 1], process=1, num_shards=4)
+        ShardIndex(index=1, count=2)
+        >>> process_shard([0, 0, 1, 1], process=1, num_shards=1)
+        ShardIndex(index=0, count=1)
     """
     devices_per_shard = len(owners) // num_shards
     count = len(owners) // max(devices_per_shard, owners.count(process))
-    return owners.index(process) * count // len(owners), count
+    return ShardIndex(owners.index(process) * count // len(owners), count)
 
 
 def partition_spec(path: str, shape: Sequence[int], num_devices: int) -> PartitionSpec:
@@ -575,7 +572,7 @@ def partition_spec(path: str, shape: Sequence[int], num_devices: int) -> Partiti
     return PartitionSpec()
 
 
-def whole(x: jax.Array) -> np.ndarray:
+def to_host(x: jax.Array) -> np.ndarray:
     """Copies an array on the devices of one or several processes to a NumPy array.
 
     Args:
@@ -585,7 +582,7 @@ def whole(x: jax.Array) -> np.ndarray:
         The whole array.
 
     Example:
-        >>> whole(jax.numpy.arange(3)).tolist()
+        >>> to_host(jax.numpy.arange(3)).tolist()
         [0, 1, 2]
     """
     if x.is_fully_addressable:

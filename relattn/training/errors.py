@@ -64,7 +64,7 @@ class PreemptedError(Exception):
 
 
 @contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
+def explain_write_errors(path: Path) -> Iterator[None]:
     """Re-raises OSError as WorkdirError naming the file.
 
     Args:
@@ -77,7 +77,7 @@ def writing(path: Path) -> Iterator[None]:
         WorkdirError: If the body of the context raises an OSError.
 
     Example:
-        >>> with writing(Path("metrics.csv")):
+        >>> with explain_write_errors(Path("metrics.csv")):
         ...     raise OSError(28, "No space left on device")
         Traceback (most recent call last):
         relattn.training.errors.WorkdirError: metrics.csv cannot be written (No space \

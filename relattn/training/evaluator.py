@@ -80,7 +80,7 @@ class Evaluator:
                 totals[name] += np.float64(value)
 
         batch_size = self._parallel.round_up(batch_size)
-        batches = split.batches(batch_size, self._parallel.part)
+        batches = split.batches(batch_size, self._parallel.shard_index)
         for number, batch in enumerate(batches):
             placed = self._parallel.shard(batch)
             if timed and not number:
@@ -125,7 +125,7 @@ def final_results(
     parallel: Parallel,
     workdir: Path,
     step: int,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> dict[str, Any]:
     """Evaluates the best checkpoints of a run; each is verified and read once.
 
@@ -137,7 +137,7 @@ def final_results(
         parallel: The devices.
         workdir: The run directory.
         step: Number of updates.
-        say: Called with a line for each seed.
+        log: Called with a line for each seed.
 
     Returns:
         The contents of ``result.json``: the metrics of the one seed, or for several
@@ -166,7 +166,7 @@ def final_results(
             for name in splits
             if name != "validation"
         ]
-        say(
+        log(
             f"{history.prefix}best validation {metric} "
             f"{history.best[metric]:.4f} at step {history.best_step}; "
             f"{', '.join(tests)}. Everything is in {workdir}."

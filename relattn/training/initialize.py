@@ -90,7 +90,7 @@ def _resumed_config(init_from: str, workdir: str | Path) -> dict[str, Any] | Non
 
 
 def initial_state(
-    task: Any, say: Callable[[str], None] = lambda text: None
+    task: Any, log: Callable[[str], None] = lambda text: None
 ) -> TrainState:
     """Creates the state before the first update, with the parameters of a model.
 
@@ -103,7 +103,7 @@ def initial_state(
 
     Args:
         task: The task of one seed or several.
-        say: Called with a line about what was taken.
+        log: Called with a line about what was taken.
 
     Returns:
         The state, on the host.
@@ -146,7 +146,7 @@ def initial_state(
     taken = fit(single.model, like, tensors, config, skipped, described)
     arrays = jax.tree.leaves(taken["params"], is_leaf=lambda leaf: leaf is None)
     count = sum(leaf is not None for leaf in arrays)
-    say(
+    log(
         f"{count} of {len(arrays)} arrays of parameters are those of "
         f"{config.init_from}; {described}."
     )
@@ -183,7 +183,7 @@ def _pair(value: Any) -> Any:
 
 
 @contextlib.contextmanager
-def naming_source(config: ConfigDict, sizes: Mapping[str, Any]) -> Iterator[None]:
+def explain_init_errors(config: ConfigDict, sizes: Mapping[str, Any]) -> Iterator[None]:
     """Adds to errors about ``config.model`` whose values they are.
 
     Args:

@@ -22,8 +22,8 @@ from relattn.training.checkpoint import (
     CHECKPOINTS,
     CheckpointWriter,
     checkpoint_steps,
+    quarantine,
     restore,
-    set_damaged_aside,
 )
 from relattn.training.config import check_config, flatten, to_json
 from relattn.training.cost import warn_if_too_large
@@ -35,7 +35,7 @@ from relattn.training.given_data import (
     check_source,
     fingerprint,
 )
-from relattn.training.initialize import initial_state, naming_source, take_model
+from relattn.training.initialize import explain_init_errors, initial_state, take_model
 from relattn.training.metrics import (
     MetricsLog,
     MetricsWindow,
@@ -116,7 +116,7 @@ def train_and_evaluate(
             _check_data(data, saved, workdir)
         if getattr(data.info, "streamed", False):
             check_main_guard(config.data.get("num_workers", 0))
-        with naming_source(config, data_sizes(config, data.info)):
+        with explain_init_errors(config, data_sizes(config, data.info)):
             task = make_task(config, data.info)
         warn_if_too_large(
             parallel.local_shapes(task.abstract_state), parallel.local_devices
@@ -156,7 +156,7 @@ def _check_data(
 
 
 @dataclasses.dataclass(frozen=True)
-class Due:
+class StepActions:
     """The actions that are due after an update.
 
     Attributes:
@@ -212,7 +212,7 @@ class TrainLoop:
             self.saved_step = 0
             self.histories = task.new_histories()
             if self.config.init_from:
-                self.state = parallel.place(initial_state(task, self._say))
+                self.state = parallel.place(initial_state(task, self._print))
             else:
                 self.state = parallel.create(task.create_state)
         self.key = parallel.place_key(task.key)
@@ -236,32 +236,32 @@ class TrainLoop:
         """Updates the state until the last step or early stopping."""
         first_step = self.saved_step
         with self.task.loader(self.data, first_step, self.parallel) as batches:
-            for step, batch in batches:
-                done = step + 1
-                self.update(batch, done)
-                if step == first_step:
+            for index, batch in batches:
+                step = index + 1
+                self.update(batch, step)
+                if index == first_step:
                     self.wait_for_compilation()
                 if on_step is not None:
-                    on_step(done)
-                due = self.due(done)
-                if not due.log:
+                    on_step(step)
+                actions = self.actions(step)
+                if not actions.log:
                     continue
-                rows = self.summarize(done)
-                if due.evaluate:
-                    self.evaluate(done, rows)
-                self.log(done, rows)
-                if due.save:
-                    self.save(done, rows)
-                if due.preempted:
-                    raise self.preempted(done, due.preempted)
+                rows = self.summarize(step)
+                if actions.evaluate:
+                    self.evaluate(step, rows)
+                self.log(step, rows)
+                if actions.save:
+                    self.save(step, rows)
+                if actions.preempted:
+                    raise self.preempted(step, actions.preempted)
                 if self.finished:
                     break
                 self.window.restart_timer()
 
-    def update(self, batch: Batch, done: int) -> None:
+    def update(self, batch: Batch, step: int) -> None:
         """Dispatches one update of the state, without waiting for the devices."""
         self.state, metrics = self.train_step(self.state, batch, self.key)
-        if self.redraw and done % self.config.redraw_every == 0:
+        if self.redraw and step % self.config.redraw_every == 0:
             self.state = self.state.replace(random_features=self._draw())
         self.window.add(metrics)
         self.bar.update(self.task.examples_per_step)
@@ -277,18 +277,18 @@ class TrainLoop:
         jax.block_until_ready((self.state, drawn))
         self.window.restart_timer()
 
-    def due(self, done: int) -> Due:
+    def actions(self, step: int) -> StepActions:
         """Returns the actions that are due after an update."""
-        preempted = self.preemption.came
-        if distributed.all_preempted(done):
+        preempted = self.preemption.received
+        if distributed.all_preempted(step):
             preempted = "SIGTERM"
-        evaluate = done == self.task.num_steps or done % self.eval_every == 0
+        evaluate = step == self.task.num_steps or step % self.eval_every == 0
         save_every = self.config.checkpoint_every_steps
-        save = evaluate or bool(preempted or (save_every and done % save_every == 0))
-        log = save or done % self.config.log_every_steps == 0
-        return Due(log, evaluate, save, preempted)
+        save = evaluate or bool(preempted or (save_every and step % save_every == 0))
+        log = save or step % self.config.log_every_steps == 0
+        return StepActions(log, evaluate, save, preempted)
 
-    def summarize(self, done: int) -> list[Row]:
+    def summarize(self, step: int) -> list[Row]:
         """Averages the metrics since the last row, to one row for each seed.
 
         Raises:
@@ -298,7 +298,7 @@ class TrainLoop:
         count_skipped(
             window,
             self.histories,
-            done,
+            step,
             self.config.max_skipped_updates,
             self._last_checkpoint,
         )
@@ -308,7 +308,7 @@ class TrainLoop:
             history.timed_examples += examples
         rate = examples * len(self.histories) / max(seconds, 1e-9)
         speed = throughput(rate, self.task, self.parallel.devices)
-        rows = summarize(window, self.task, self.histories, done)
+        rows = summarize(window, self.task, self.histories, step)
         return [row | speed for row in rows]
 
     def _last_checkpoint(self) -> Path | None:
@@ -317,7 +317,7 @@ class TrainLoop:
         steps = checkpoint_steps(self.checkpoints)
         return self.checkpoints / str(steps[-1]) if steps else None
 
-    def evaluate(self, done: int, rows: list[Row]) -> None:
+    def evaluate(self, step: int, rows: list[Row]) -> None:
         """Adds the validation metrics to the rows of seeds that still train."""
         results = self.evaluator(
             self.state.variables,
@@ -330,9 +330,9 @@ class TrainLoop:
                 continue
             del result["count"]
             row |= {f"validation_{name}": value for name, value in result.items()}
-            history.add(done, result, kind)
-            self._say(
-                f"{history.prefix}step {done}/{self.task.num_steps} (epoch "
+            history.add(step, result, kind)
+            self._print(
+                f"{history.prefix}step {step}/{self.task.num_steps} (epoch "
                 f"{row['epoch']:.4g}): loss {row['train_loss']:.4f}, accuracy "
                 f"{row['train_accuracy']:.4f}; validation {format_metrics(result)}; "
                 f"{row['examples_per_second']:,.0f} examples/s"
@@ -340,15 +340,15 @@ class TrainLoop:
             if (
                 epochs
                 and history.best_step is not None
-                and done - history.best_step >= epochs * self.task.steps_per_epoch
+                and step - history.best_step >= epochs * self.task.steps_per_epoch
             ):
-                history.stopped_early, history.stopped_step = True, done
-                self._say(
+                history.stopped_early, history.stopped_step = True, step
+                self._print(
                     f"{history.prefix}stopping early, no gain in validation "
                     f"{BEST_METRICS[kind][0]} in {epochs} epochs."
                 )
 
-    def log(self, done: int, rows: list[Row]) -> None:
+    def log(self, step: int, rows: list[Row]) -> None:
         """Writes the rows of the seeds that took part in the last update."""
         self.bar.set_postfix(
             loss=f"{np.mean([row['train_loss'] for row in rows]):.3f}",
@@ -356,12 +356,12 @@ class TrainLoop:
         )
         if self.metrics_log is not None:
             for history, row in zip(self.histories, rows, strict=True):
-                if not history.ended_before(done):
-                    self.metrics_log.write(done, row)
+                if not history.ended_before(step):
+                    self.metrics_log.write(step, row)
 
-    def save(self, done: int, rows: list[Row]) -> None:
+    def save(self, step: int, rows: list[Row]) -> None:
         """Starts to write a checkpoint."""
-        self.saved_step = done
+        self.saved_step = step
         seconds = time.perf_counter() - self.began
         for history in self.histories:
             history.seconds = seconds / len(self.histories)
@@ -375,15 +375,14 @@ class TrainLoop:
         name = BEST_METRICS[kind][0]
         values = [row.get(f"validation_{name}") for row in rows]
         scores = [None if v is None else score({name: v}, kind) for v in values]
-        self.writer.save(done, self.parallel.to_save(self.state), meta, scores)
+        self.writer.save(step, self.parallel.to_save(self.state), meta, scores)
 
-    def preempted(self, done: int, signal: str) -> PreemptedError:
+    def preempted(self, step: int, signal: str) -> PreemptedError:
         """Returns the error that ends training after a signal, with a checkpoint."""
         return PreemptedError(
-            f"{signal} came, so training ended at step {done} of "
-            f"{self.task.num_steps} with {self.checkpoints / str(done)}; repeat "
-            "the command to resume",
-            done,
+            f"Stopped by {signal} at step {step} of {self.task.num_steps}, with "
+            f"checkpoint {self.checkpoints / str(step)}: repeat the command to resume",
+            step,
             by_hand=signal == "SIGINT",
         )
 
@@ -397,7 +396,7 @@ class TrainLoop:
                 workdir_lib.write_run_json(
                     self.workdir, self.task, self.parallel.devices, self.saved_step
                 )
-                set_damaged_aside(self.checkpoints, self.saved_step)
+                quarantine(self.checkpoints, self.saved_step)
                 self.metrics_log = MetricsLog(self.workdir, self.saved_step)
             distributed.barrier("checkpoints in order")
             self.writer = CheckpointWriter(self.checkpoints, len(self.histories))
@@ -425,7 +424,7 @@ class TrainLoop:
     def _shows_progress(self) -> bool:
         return self.config.progress and distributed.is_primary()
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         if self._shows_progress:
             tqdm.write(text[0].upper() + text[1:])
 
@@ -435,7 +434,7 @@ class TrainLoop:
         Args:
             available: Number of devices that the run could use.
         """
-        for line in workdir_lib.announcement(
+        for line in workdir_lib.describe_start(
             self.task,
             self.parallel.devices,
             available,
@@ -443,7 +442,7 @@ class TrainLoop:
             self.saved_step,
             self.finished,
         ):
-            self._say(line)
+            self._print(line)
 
     def finish(self) -> dict[str, Any]:
         """Evaluates the best checkpoints on the test splits; writes ``result.json``."""
@@ -458,7 +457,7 @@ class TrainLoop:
             self.parallel,
             self.workdir,
             self.saved_step,
-            self._say,
+            self._print,
         )
         if distributed.is_primary():
             workdir_lib.write_json(self.workdir / "result.json", result)

@@ -17,11 +17,11 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from relattn.training.cost import peak_flops
-from relattn.training.errors import NonFiniteLossError, writing
+from relattn.training.errors import NonFiniteLossError, explain_write_errors
 from relattn.training.run_metadata import History
 from relattn.training.step import FINITE_METRICS
 from relattn.training.task import Task
-from relattn.training.workdir import copy_aside, write_text
+from relattn.training.workdir import back_up, write_text
 
 # A row of metrics by name.
 Row = dict[str, int | float]
@@ -221,14 +221,14 @@ class MetricsLog:
         if unreadable:
             warnings.warn(
                 f"{_describe(path, unreadable)}; the whole file is kept as "
-                f"{copy_aside(path)}",
+                f"{back_up(path)}",
                 stacklevel=2,
             )
         rows = [row for row in rows if row["step"] <= start_step]
         write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
         self._columns = list(dict.fromkeys(key for row in rows for key in row))
         self._rewrite_csv()
-        with writing(workdir / "events.out.tfevents"):
+        with explain_write_errors(workdir / "events.out.tfevents"):
             self._events = EventsFile(workdir, start_step)
 
     def write(self, step: int, values: Mapping[str, int | float]) -> None:
@@ -241,7 +241,7 @@ class MetricsLog:
         """
         row: Row = {"step": step, **values}
         path = self.workdir / "metrics.jsonl"
-        with writing(path), path.open("a") as file:
+        with explain_write_errors(path), path.open("a") as file:
             file.write(json.dumps(row) + "\n")
         new = [key for key in row if key not in self._columns]
         if new:
@@ -249,10 +249,10 @@ class MetricsLog:
             self._rewrite_csv()
         else:
             path = self.workdir / "metrics.csv"
-            with writing(path), path.open("a", newline="") as file:
+            with explain_write_errors(path), path.open("a", newline="") as file:
                 self._csv(file).writerow(row)
         suffix = f"/seed_{values['seed']}" if "seed" in values else ""
-        with writing(self.workdir / "events.out.tfevents"):
+        with explain_write_errors(self.workdir / "events.out.tfevents"):
             self._events.add(
                 step,
                 {
@@ -278,7 +278,7 @@ class MetricsLog:
 
     def close(self) -> None:
         """Flushes and closes the files."""
-        with writing(self.workdir / "events.out.tfevents"):
+        with explain_write_errors(self.workdir / "events.out.tfevents"):
             self._events.close()
 
 

@@ -54,14 +54,14 @@ def make_schedule(
         )
 
     def schedule(step: ArrayLike) -> Float[Array, ""]:
-        done = jnp.asarray(step, jnp.float32)
-        rate = jnp.minimum(1.0, (done + 1.0) / max(1, warmup_steps))
+        step = jnp.asarray(step, jnp.float32)
+        rate = jnp.minimum(1.0, (step + 1.0) / max(1, warmup_steps))
         if name == "cosine":
             span = num_steps - warmup_steps
-            progress = jnp.clip((done - warmup_steps) / span, 0.0, 1.0)
+            progress = jnp.clip((step - warmup_steps) / span, 0.0, 1.0)
             rate = rate * 0.5 * (1.0 + jnp.cos(jnp.pi * progress))
         elif name == "exponential":
-            rate = rate * decay_rate ** jnp.floor(done / steps_per_epoch)
+            rate = rate * decay_rate ** jnp.floor(step / steps_per_epoch)
         return learning_rate * rate
 
     return schedule

@@ -50,26 +50,26 @@ class Preemption:
 
     Attributes:
         handles: Whether to handle signals.
-        came: The name of the recorded signal, or "".
+        received: The name of the recorded signal, or "".
 
     Example:
         >>> preemption = Preemption()
         >>> with preemption.handled(), preemption.updates():
         ...     signal.raise_signal(signal.SIGINT)
-        >>> preemption.came
+        >>> preemption.received
         'SIGINT'
     """
 
     def __init__(self, *, handles: bool = True):
         self.handles = handles
-        self.came = ""
+        self.received = ""
 
     def handled(self) -> contextlib.AbstractContextManager[None]:
-        """Raises `PreemptedError` in the context when SIGTERM comes."""
+        """Raises `PreemptedError` in the context on SIGTERM."""
         return self._on(self._raise, signal.SIGTERM)
 
     def updates(self) -> contextlib.AbstractContextManager[None]:
-        """Records the name of the first signal that comes in the context."""
+        """Records the name of the first signal received in the context."""
         return self._on(self._record, signal.SIGTERM, signal.SIGINT)
 
     def _on(
@@ -81,13 +81,13 @@ class Preemption:
 
     def _raise(self, number: int, frame: Any) -> None:
         # Also record it: JAX swallows errors while it reads its compilation cache.
-        self.came = signal.Signals(number).name
+        self.received = signal.Signals(number).name
         raise PreemptedError(
-            f"{self.came} came outside of the updates; nothing is lost: repeat the "
-            "command to resume"
+            f"Stopped by {self.received} outside of the updates; nothing is lost: "
+            "repeat the command to resume"
         )
 
     def _record(self, number: int, frame: Any) -> None:
-        self.came = self.came or signal.Signals(number).name
+        self.received = self.received or signal.Signals(number).name
         if number == signal.SIGINT:
             signal.signal(number, signal.default_int_handler)

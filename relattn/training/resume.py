@@ -12,8 +12,8 @@ from ml_collections import ConfigDict
 from relattn.data import DataInfo, read_info
 from relattn.training.checkpoint import CHECKPOINTS, read_latest, read_meta
 from relattn.training.config import (
-    FREE_KEYS,
     LENGTH_KEYS,
+    MAY_CHANGE_ON_RESUME,
     complete,
     differences,
     to_json,
@@ -89,11 +89,13 @@ def read_saved(workdir: Path, config: ConfigDict) -> dict[str, Any] | None:
     step, meta = latest
     before = to_json(complete(meta["config"]))
     has_cosine = config.schedule.name == "cosine"
-    free = FREE_KEYS if has_cosine else (*FREE_KEYS, *LENGTH_KEYS)
+    free = MAY_CHANGE_ON_RESUME if has_cosine else (*MAY_CHANGE_ON_RESUME, *LENGTH_KEYS)
     differing = differences(before, to_json(config), free)
     if differing:
         hint = "choose another directory or the same values"
-        if not differences(before, to_json(config), (*FREE_KEYS, *LENGTH_KEYS)):
+        if not differences(
+            before, to_json(config), (*MAY_CHANGE_ON_RESUME, *LENGTH_KEYS)
+        ):
             hint += ", since the cosine schedule depends on the length of the run"
         raise WorkdirError(
             f"--workdir {workdir} holds a run of another configuration "

@@ -97,7 +97,8 @@ def score(metrics: dict[str, float], kind: str) -> float:
 def check_meta(meta: Any, checkpoint: Path) -> dict[str, Any]:
     """Checks the types and the meaning of a checkpoint's metadata.
 
-    Whether the model can be built is checked where it is built, see `understanding`.
+    Whether the model can be built is checked where it is built, see
+    `explain_metadata_errors`.
 
     Args:
         meta: The decoded JSON.
@@ -120,7 +121,7 @@ def check_meta(meta: Any, checkpoint: Path) -> dict[str, Any]:
     problem = _type_problem(meta)
     if problem:
         raise DamagedError(f"{checkpoint / _META} is damaged ({problem})")
-    with understanding(checkpoint):
+    with explain_metadata_errors(checkpoint):
         kind = read_info(meta["data"]).kind
         histories = [History(**values) for values in meta["history"]]
         num_seeds = complete(meta["config"]).num_seeds
@@ -168,7 +169,7 @@ def _history_problem(history: Any) -> str | None:
 
 
 @contextlib.contextmanager
-def understanding(checkpoint: Path) -> Iterator[None]:
+def explain_metadata_errors(checkpoint: Path) -> Iterator[None]:
     """Re-raises any error as CheckpointError naming the checkpoint.
 
     Args:
@@ -181,7 +182,7 @@ def understanding(checkpoint: Path) -> Iterator[None]:
         CheckpointError: If the body of the context raises.
 
     Example:
-        >>> with understanding(Path("checkpoints/7")):
+        >>> with explain_metadata_errors(Path("checkpoints/7")):
         ...     raise ValueError("unknown model 'x'")
         Traceback (most recent call last):
         relattn.training.errors.CheckpointError: checkpoints/7 has metadata that this \

@@ -25,7 +25,12 @@ from relattn.training.config import check_config, complete
 from relattn.training.errors import CheckpointError
 from relattn.training.metrics import read_rows
 from relattn.training.run import Run
-from relattn.training.run_metadata import BEST_METRICS, History, score, understanding
+from relattn.training.run_metadata import (
+    BEST_METRICS,
+    History,
+    explain_metadata_errors,
+    score,
+)
 from relattn.training.seeds import make_task
 from relattn.training.task import Task
 
@@ -199,7 +204,7 @@ def open_run(
         )
     step, meta = latest
     config = complete(meta["config"])
-    with understanding(folder / str(step)):
+    with explain_metadata_errors(folder / str(step)):
         check_config(config)
         trained = make_task(config, read_info(meta["data"]))
     return SavedRun(

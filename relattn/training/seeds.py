@@ -128,7 +128,9 @@ class SeedsTask(Task):
         with contextlib.ExitStack() as stack:
             loaders = [
                 stack.enter_context(
-                    data.train_loader(batch_size, seed, start_step, part=parallel.part)
+                    data.train_loader(
+                        batch_size, seed, start_step, shard=parallel.shard_index
+                    )
                 )
                 for seed in self.seeds
             ]

@@ -20,7 +20,7 @@ Batch = dict[str, Any]
 Metrics = dict[str, Array]
 
 # The variable collections that training keeps in its state.
-CARRIED = ("params", "random_features", "batch_stats")
+STATE_COLLECTIONS = ("params", "random_features", "batch_stats")
 
 # Metrics that are finite in a good update, and their names in messages.
 FINITE_METRICS = {"loss": "loss", "grad_norm": "gradient", "update_norm": "update"}
@@ -96,7 +96,7 @@ def create_state(
         The state; random projections have redraw index 0.
 
     Raises:
-        ValueError: If the model has a collection that is not in `CARRIED`.
+        ValueError: If the model has a collection that is not in `STATE_COLLECTIONS`.
 
     Example:
         >>> state = create_state(
@@ -111,10 +111,10 @@ def create_state(
     }
     variables = model.init(rngs, jnp.zeros((1, *input_shape), dtype))
     for collection in variables:
-        if collection not in (*CARRIED, "intermediates"):
+        if collection not in (*STATE_COLLECTIONS, "intermediates"):
             raise ValueError(
                 f"the model has a collection {collection!r}; training supports only "
-                f"{', '.join(map(repr, CARRIED))}"
+                f"{', '.join(map(repr, STATE_COLLECTIONS))}"
             )
     params = variables["params"]
     return TrainState(
@@ -168,25 +168,25 @@ def make_train_step(
     """Makes the pure function of one update, ``step(state, batch, key)``.
 
     ``batch`` has ``label`` and the input of ``preprocess``; ``key`` is the run's key.
-    The dropout key is a function of (key, step, device, part). Random features do not
-    change: `relattn.kernels.redraw` is called between updates. Moving statistics are
-    updated once, by the mean of their updates over the devices and the parts. Modules
-    average moments over the devices by `relattn.nn.batch_norm.mean_over_devices`, and
-    over each part separately.
+    The dropout key is a function of (key, step, device, micro-batch). Random features
+    do not change: `relattn.kernels.redraw` is called between updates. Moving statistics
+    are updated once, by the mean of their updates over the devices and the
+    micro-batches. Modules average moments over the devices by
+    `relattn.nn.batch_norm.mean_over_devices`, and over each micro-batch separately.
 
     Args:
         model: The model, applied with ``deterministic=False`` and a ``dropout`` key.
         optimizer: The optimiser, applied to the gradients' mean over the devices.
         preprocess: Maps a batch to the model's inputs.
-        accumulate_steps: Number of equal parts in which a device processes its batch,
-            one after the other, with the memory of one part; the update is that of the
-            whole batch.
+        accumulate_steps: Number of equal micro-batches that a device processes one
+            after the other, with the memory of one; the update is that of the whole
+            batch.
         skip_non_finite: Whether to change only the step if the loss or the gradient,
             averaged over the devices, or the change of the parameters is not finite.
         mix: Draws the mask that mixes each image with the one before it in the global
             batch, see `relattn.data.make_mix`, from a key of (key, step) that all
-            devices and parts share; None for no mixing. The loss is that of the soft
-            labels, and ``accuracy`` counts the label of larger weight.
+            devices and micro-batches share; None for no mixing. The loss is that of the
+            soft labels, and ``accuracy`` counts the label of larger weight.
         axis_name: The name of the devices' axis under a parallel map; None without one.
 
     Returns:
@@ -266,9 +266,12 @@ def make_train_step(
         if accumulate_steps == 1:
             results = gradients(state, batch, dropout_key, mix_key)
         else:
-            results = _mean_over_parts(
-                lambda part, index: gradients(
-                    state, part, jax.random.fold_in(dropout_key, index), mix_key
+            results = _mean_over_micro_batches(
+                lambda micro_batch, index: gradients(
+                    state,
+                    micro_batch,
+                    jax.random.fold_in(dropout_key, index),
+                    mix_key,
                 ),
                 batch,
                 accumulate_steps,
@@ -321,19 +324,19 @@ def _previous(batch: Batch, axis_name: str | None) -> Batch:
     return jax.tree.map(roll, batch)
 
 
-def _mean_over_parts(
-    function: Callable[[Batch, Array], Any], batch: Batch, parts: int
+def _mean_over_micro_batches(
+    function: Callable[[Batch, Array], Any], batch: Batch, count: int
 ) -> Any:
-    """Averages a function over equal parts of a batch, one after the other."""
+    """Averages a function over equal micro-batches, one after the other."""
     size = len(batch["label"])
-    if size % parts:
+    if size % count:
         raise ValueError(
-            f"config.accumulate_steps={parts} does not divide the {size} examples of "
+            f"config.accumulate_steps={count} does not divide the {size} examples of "
             "config.batch_size on a device; change one of them"
         )
-    # Each part takes every parts-th example, so that it is on all devices of a mesh.
+    # Each takes every count-th example, so that it is on all devices of a mesh.
     split = jax.tree.map(
-        lambda x: x.reshape(-1, parts, *x.shape[1:]).swapaxes(0, 1), batch
+        lambda x: x.reshape(-1, count, *x.shape[1:]).swapaxes(0, 1), batch
     )
     first = jax.tree.map(lambda x: x[0], split)
     zeros = jax.tree.map(
@@ -341,11 +344,11 @@ def _mean_over_parts(
         jax.eval_shape(function, first, jnp.int32(0)),
     )
 
-    def add(total: Any, part: tuple[Batch, Array]) -> tuple[Any, None]:
-        return jax.tree.map(jnp.add, total, function(*part)), None
+    def add(total: Any, arguments: tuple[Batch, Array]) -> tuple[Any, None]:
+        return jax.tree.map(jnp.add, total, function(*arguments)), None
 
-    total, _ = jax.lax.scan(add, zeros, (split, jnp.arange(parts)))
-    return jax.tree.map(lambda x: x / parts, total)
+    total, _ = jax.lax.scan(add, zeros, (split, jnp.arange(count)))
+    return jax.tree.map(lambda x: x / count, total)
 
 
 def make_eval_step(

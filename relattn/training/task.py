@@ -246,7 +246,7 @@ class Task:
             self.config.seed,
             start_step,
             parallel.shard,
-            parallel.part,
+            parallel.shard_index,
         )
 
 

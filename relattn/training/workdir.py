@@ -23,7 +23,7 @@ import jax
 from relattn.data.paths import expand
 from relattn.training.config import to_json
 from relattn.training.devices import Device
-from relattn.training.errors import WorkdirError, writing
+from relattn.training.errors import WorkdirError, explain_write_errors
 from relattn.training.task import Task
 
 try:
@@ -89,7 +89,7 @@ def usable_workdir(workdir: str | Path) -> Path:
     return usable_folder(workdir, "--workdir")
 
 
-def announcement(
+def describe_start(
     task: Task,
     devices: Sequence[Device],
     available: int,
@@ -191,7 +191,7 @@ def _starts(path: Path) -> list[Any]:
         pass
     warnings.warn(
         f"{path} is damaged and written again without its list of starts; the old file "
-        f"is kept as {copy_aside(path)}",
+        f"is kept as {back_up(path)}",
         stacklevel=3,
     )
     return []
@@ -300,7 +300,7 @@ def lock_workdir(workdir: Path) -> Iterator[None]:
         return
     path = workdir / LOCK
     with _locked(path) as file:
-        with writing(path):
+        with explain_write_errors(path):
             file.truncate(0)
             json.dump({"pid": os.getpid(), "host": socket.gethostname()}, file)
             file.flush()
@@ -314,7 +314,7 @@ def _locked(path: Path) -> IO[str]:
     """Opens and locks the file."""
     assert fcntl is not None
     while True:
-        with writing(path):
+        with explain_write_errors(path):
             file = path.open("a+")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -348,7 +348,7 @@ def _holder(file: IO[str]) -> str:
         return "another process"
 
 
-def name_aside(path: Path) -> Path:
+def free_name(path: Path) -> Path:
     """Returns the first free name for a damaged file or folder.
 
     Args:
@@ -358,24 +358,24 @@ def name_aside(path: Path) -> Path:
         ``<path>.damaged``, or with a number if it exists.
 
     Example:
-        >>> name_aside(Path("metrics.jsonl")).name
+        >>> free_name(Path("metrics.jsonl")).name
         'metrics.jsonl.damaged'
     """
-    aside, number = path.with_name(f"{path.name}{DAMAGED}"), 1
-    while aside.exists():
+    renamed, number = path.with_name(f"{path.name}{DAMAGED}"), 1
+    while renamed.exists():
         number += 1
-        aside = path.with_name(f"{path.name}{DAMAGED}{number}")
-    return aside
+        renamed = path.with_name(f"{path.name}{DAMAGED}{number}")
+    return renamed
 
 
-def copy_aside(path: Path) -> Path:
+def back_up(path: Path) -> Path:
     """Copies a damaged file that is about to be replaced.
 
     Args:
         path: The file. It is copied, not moved, so that a kill loses nothing.
 
     Returns:
-        The copy, see `name_aside`.
+        The copy, see `free_name`.
 
     Raises:
         WorkdirError: If the disk is full or read-only.
@@ -384,13 +384,13 @@ def copy_aside(path: Path) -> Path:
         >>> import tempfile
         >>> path = Path(tempfile.mkdtemp()) / "run.json"
         >>> _ = path.write_text("{")
-        >>> copy_aside(path).read_text()
+        >>> back_up(path).read_text()
         '{'
     """
-    aside = name_aside(path)
-    with writing(aside):
-        shutil.copyfile(path, aside)
-    return aside
+    copy = free_name(path)
+    with explain_write_errors(copy):
+        shutil.copyfile(path, copy)
+    return copy
 
 
 def write_text(path: Path, text: str) -> None:
@@ -404,7 +404,7 @@ def write_text(path: Path, text: str) -> None:
         WorkdirError: If the disk is full or read-only.
     """
     temporary = path.with_name(path.name + ".tmp")
-    with writing(path):
+    with explain_write_errors(path):
         with temporary.open("w", encoding="utf-8") as file:
             file.write(text)
             file.flush()

@@ -1,4 +1,4 @@
-"""Data descriptions, batch order, padding, parts and the loader."""
+"""Data descriptions, batch order, padding, shards and the loader."""
 
 import dataclasses
 import itertools
@@ -11,10 +11,11 @@ import pytest
 from relattn.data.base import (
     ImageInfo,
     Loader,
+    ShardIndex,
     TextInfo,
     batch_indices,
-    part_rows,
     read_info,
+    shard_rows,
     steps_per_epoch,
 )
 from relattn.data.images import ImageSplit
@@ -126,7 +127,7 @@ def test_eval_batch_size_must_be_positive():
 
 def test_batch_size_not_divisible_by_processes_raises():
     with pytest.raises(ValueError, match="batch_size=7 is not divisible by 3, "):
-        part_rows(7, (0, 3))
+        shard_rows(7, ShardIndex(0, 3))
 
 
 SPLIT = ImageSplit(

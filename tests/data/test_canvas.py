@@ -10,7 +10,7 @@ from relattn.data.base import DataSource, batch_indices
 from relattn.data.canvas import PLACEMENTS, draw_corners, place_on_canvas
 from relattn.data.images import ImageData, ImageSplit, channel_statistics
 from relattn.data.load import load_images
-from tests.helpers.parts import check_parts_equal_batches
+from tests.helpers.shards import check_shards_equal_batches
 
 SHAPE = (3, 5, 2)
 CANVAS = 11
@@ -184,6 +184,6 @@ def test_invalid_options_raise(keys, message):
         placed(**{"placement": "static", **keys})
 
 
-def test_process_parts_equal_the_batch():
+def test_the_shards_of_processes_equal_the_batch():
     data = placed("dynamic")
-    check_parts_equal_batches(data, batch_size=6, num_parts=3)
+    check_shards_equal_batches(data, batch_size=6, num_shards=3)

@@ -11,7 +11,7 @@ from relattn.data.images import (
     draw_validation,
     split_validation,
 )
-from tests.helpers.parts import check_parts_equal_batches
+from tests.helpers.shards import check_shards_equal_batches
 
 
 def numbered_split(n):
@@ -106,8 +106,8 @@ def test_batch_larger_than_training_set_raises():
         numbered_data().train_loader(29, 0)
 
 
-def test_process_parts_equal_the_batch():
-    check_parts_equal_batches(numbered_data(), batch_size=6, num_parts=3)
+def test_the_shards_of_processes_equal_the_batch():
+    check_shards_equal_batches(numbered_data(), batch_size=6, num_shards=3)
 
 
 def test_negative_split_seed_raises():

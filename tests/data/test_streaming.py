@@ -21,7 +21,7 @@ from relattn.data.prepare import check_archives
 from relattn.data.prepare import main as prepare
 from relattn.data.streaming import Photographs
 from tests.data.conftest import encode_photograph
-from tests.helpers.parts import check_parts_equal_batches
+from tests.helpers.shards import check_shards_equal_batches
 
 
 @pytest.fixture
@@ -293,7 +293,7 @@ def test_damaged_photograph_raises(tmp_path):
             list(images.read([position]))
 
 
-def test_process_parts_equal_the_batch(config):
+def test_the_shards_of_processes_equal_the_batch(config):
     config.augment = "randaugment(num_ops=2, magnitude=9)"
     data = load_data(config)
-    check_parts_equal_batches(data, batch_size=6, num_parts=3)
+    check_shards_equal_batches(data, batch_size=6, num_shards=3)

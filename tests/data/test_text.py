@@ -23,7 +23,7 @@ from relattn.data.text import (
     write_tokens,
 )
 from relattn.data.tokenizers import load_tokenizer
-from tests.helpers.parts import check_parts_equal_batches
+from tests.helpers.shards import check_shards_equal_batches
 
 META = TokenMeta("bytes", 256)
 LENGTH = 7
@@ -275,9 +275,9 @@ def test_file_truncated_while_read_raises(folder):
         next(data.validation.batches(2))
 
 
-def test_process_parts_equal_the_batch(folder):
+def test_the_shards_of_processes_equal_the_batch(folder):
     data = load_text(make_config(folder))
-    check_parts_equal_batches(data, batch_size=6, num_parts=3)
+    check_shards_equal_batches(data, batch_size=6, num_shards=3)
 
 
 BYTES = TokenMeta("bytes", 256)

@@ -16,11 +16,11 @@ class Interrupted(Exception):
     pass
 
 
-def interrupt_at(step):
+def interrupt_at(last):
     """Makes an ``on_step`` that raises after an update."""
 
-    def on_step(done):
-        if done == step:
+    def on_step(step):
+        if step == last:
             raise Interrupted
 
     return on_step

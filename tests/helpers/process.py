@@ -32,12 +32,12 @@ def main(request):
     config = training.default_config()
     config.update(request["config"])
 
-    def say(done):
-        print(f"step {done}", flush=True)
-        if done == request["pause_at"]:
+    def on_step(step):
+        print(f"step {step}", flush=True)
+        if step == request["pause_at"]:
             sys.stdin.readline()
 
-    training.train_and_evaluate(config, request["workdir"], on_step=say)
+    training.train_and_evaluate(config, request["workdir"], on_step=on_step)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import pytest
 
 from relattn import data as data_lib
 from relattn import models, training
-from relattn.data.base import part_rows
+from relattn.data.base import ONE_SHARD, shard_rows
 from relattn.kernels import draw_random_features, positive_features
 from relattn.training import default_config
 
@@ -99,8 +99,8 @@ class TinyWindows:
         tokens = np.stack(tokens, axis=1).astype(np.int32)
         return {"tokens": tokens[:, :-1], "label": tokens[:, 1:]}
 
-    def batches(self, batch_size, part=(0, 1)):
-        own = part_rows(batch_size, part)
+    def batches(self, batch_size, shard=ONE_SHARD):
+        own = shard_rows(batch_size, shard)
         whole = self.gather(np.random.default_rng(self.seed), self.count)
         # The last window is half as long.
         weight = np.ones(whole["label"].shape, np.float32)
@@ -128,8 +128,8 @@ class TinyText:
             origin="doublings with noise",
         )
 
-    def train_loader(self, batch_size, seed, start_step=0, place=None, part=(0, 1)):
-        rows = part_rows(batch_size, part)
+    def train_loader(self, batch_size, seed, start_step=0, place=None, shard=ONE_SHARD):
+        rows = shard_rows(batch_size, shard)
 
         def make_batch(step):
             rng = np.random.default_rng([seed, step])

@@ -28,10 +28,10 @@ from relattn.training.checkpoint import (
     MANIFEST,
     CheckpointWriter,
     checkpoint_steps,
+    quarantine,
     read_latest,
     read_meta,
     restore,
-    set_damaged_aside,
 )
 from relattn.training.errors import DamagedError
 from relattn.training.metrics import EventsFile
@@ -387,13 +387,13 @@ def test_damaged_checkpoints_are_renamed_and_written_again(folder):
         for step in (11, 13):
             flip(folder / str(step) / "meta" / "metadata")
         damaged = (folder / "11" / "meta" / "metadata").read_bytes()
-        set_damaged_aside(folder, 7)
-        aside = folder / f"11.damaged{number}" / "meta" / "metadata"
-        assert aside.read_bytes() == damaged
+        quarantine(folder, 7)
+        renamed = folder / f"11.damaged{number}" / "meta" / "metadata"
+        assert renamed.read_bytes() == damaged
         assert checkpoint_steps(folder) == [7]
     assert len(list(folder.glob("1?.damaged*"))) == 4
     save(folder, {11: 0.3})
-    set_damaged_aside(folder, 11)
+    quarantine(folder, 11)
     assert read_latest(folder)[0] == 11
 
 
@@ -414,7 +414,7 @@ def write(text):
 def test_an_earlier_checkpoint_with_damaged_scores_is_renamed(folder, damage):
     save(folder, {11: 0.3})
     damage(folder / "7" / "metrics" / "metrics")
-    set_damaged_aside(folder, 11)
+    quarantine(folder, 11)
     save(folder, {13: 0.2, 17: 0.1})
     assert checkpoint_steps(folder) == [11, 13, 17]
     assert (folder / "7.damaged" / MANIFEST).exists()
@@ -423,9 +423,9 @@ def test_an_earlier_checkpoint_with_damaged_scores_is_renamed(folder, damage):
 def test_half_removed_checkpoints_are_not_renamed(folder):
     save(folder, {11: 0.6})
     (folder / "7" / MANIFEST).unlink()
-    set_damaged_aside(folder, 11)
+    quarantine(folder, 11)
     (folder / "7" / "metrics" / "metrics").unlink()
-    set_damaged_aside(folder, 11)
+    quarantine(folder, 11)
     assert checkpoint_steps(folder) == [7, 11]
 
 

@@ -14,7 +14,7 @@ from relattn.training.devices import (
     DataParallel,
     MeshParallel,
     choose_devices,
-    process_part,
+    process_shard,
 )
 from relattn.training.seeds import make_task
 from relattn.training.step import create_state, make_eval_step, make_train_step
@@ -339,23 +339,23 @@ def test_a_model_axis_that_does_not_fit_the_processes():
 def test_devices_are_taken_process_by_process():
     parallel = DataParallel(devices_of(0, 1, 0, 1))
     assert [device.process_index for device in parallel.devices] == [0, 0, 1, 1]
-    assert parallel.part == (0, 2)
+    assert parallel.shard_index == (0, 2)
 
 
 @pytest.mark.parametrize(
-    "num_processes, local, num_shards, parts",
+    "num_processes, local, num_shards, shards",
     [
         (1, 8, 8, [(0, 1)]),
         (2, 4, 8, [(0, 2), (1, 2)]),
         (2, 4, 4, [(0, 2), (1, 2)]),
-        # Four devices share a part; their two processes read the same.
+        # Four devices share a shard; their two processes read the same.
         (4, 2, 2, [(0, 2), (0, 2), (1, 2), (1, 2)]),
         (4, 2, 1, [(0, 1)] * 4),
     ],
 )
-def test_process_part(num_processes, local, num_shards, parts):
+def test_process_shard(num_processes, local, num_shards, shards):
     owners = [index for index in range(num_processes) for _ in range(local)]
     found = [
-        process_part(owners, process, num_shards) for process in range(num_processes)
+        process_shard(owners, process, num_shards) for process in range(num_processes)
     ]
-    assert found == parts
+    assert found == shards

@@ -58,7 +58,7 @@ def test_a_preempted_run_equals_an_uninterrupted_one(
     try:
         with pytest.raises(
             training.PreemptedError,
-            match=rf"ended at step {step} of 15 with .*/{step}; repeat the command",
+            match=rf"SIGTERM at step {step} of 15, .*/{step}: repeat the command",
         ) as error:
             training.train_and_evaluate(
                 config, parts, devices=one_device, on_step=signal_at(step)
@@ -78,7 +78,9 @@ def test_a_preempted_run_equals_an_uninterrupted_one(
 @pytest.mark.usefixtures("tiny")
 def test_ctrl_c_saves_and_a_second_one_interrupts(config, tmp_path, one_device):
     before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(training.PreemptedError, match="SIGINT came, .*at step 3 ") as e:
+    with pytest.raises(
+        training.PreemptedError, match="Stopped by SIGINT at step 3 "
+    ) as e:
         training.train_and_evaluate(
             config, tmp_path, devices=one_device, on_step=signal_at(3, signal.SIGINT)
         )
@@ -117,7 +119,7 @@ def test_a_swallowed_sigterm_ends_the_run_at_its_next_update():
     preemption = Preemption()
     with preemption.handled(), contextlib.suppress(training.PreemptedError):
         signal.raise_signal(signal.SIGTERM)
-    assert preemption.came == "SIGTERM"
+    assert preemption.received == "SIGTERM"
 
 
 @pytest.mark.usefixtures("tiny")
@@ -156,6 +158,6 @@ def test_train_py_has_its_own_exit_code(tmp_path):
     _, said = process.communicate()
     assert process.returncode == 75
     last = checkpoint_steps(workdir / "checkpoints")[-1]
-    assert said.startswith(f"SIGTERM came, so training ended at step {last} ")
+    assert said.startswith(f"Stopped by SIGTERM at step {last} ")
     assert said.count("\n") == 1
     assert not list(workdir.glob("checkpoints/*tmp*"))

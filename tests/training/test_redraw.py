@@ -11,7 +11,7 @@ from relattn.kernels.random_projections import redraw
 from relattn.training.devices import make_parallel
 from relattn.training.seeds import make_task
 from relattn.training.task import Task
-from relattn.training.workdir import announcement
+from relattn.training.workdir import describe_start
 from tests.training.conftest import make_data
 
 pytestmark = pytest.mark.usefixtures("tiny")
@@ -62,7 +62,7 @@ def test_a_run_without_redraws_compiles_none(config):
         config.update(redraw_every=redraw_every, num_steps=num_steps)
         task = Task.build(config, info)
         assert task.make_redraw() is None
-        said = announcement(task, jax.devices()[:1], 1, Path("x"), 0, False)
+        said = describe_start(task, jax.devices()[:1], 1, Path("x"), 0, False)
         if redraw_every:
             assert said[-1] == (
                 "config.redraw_every=16 has no effect: the run has 15 steps."

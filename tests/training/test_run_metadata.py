@@ -12,7 +12,7 @@ from relattn import training
 from relattn.nn import build
 from relattn.training import loop
 from relattn.training.checkpoint import CHECKPOINTS, checkpoint_steps, read_meta
-from relattn.training.run_metadata import understanding
+from relattn.training.run_metadata import explain_metadata_errors
 from tests.helpers.interrupted import (
     Interrupted,
     final_state,
@@ -42,8 +42,8 @@ def test_training_resumes_before_a_damaged_checkpoint(
     assert untimed_rows(parts) == untimed_rows(whole)
     steps = [checkpoint_steps(run / CHECKPOINTS) for run in (parts, whole)]
     assert steps[0] == steps[1]
-    aside = parts / CHECKPOINTS / "10.damaged"
-    assert (aside / "meta" / "metadata").exists()
+    renamed = parts / CHECKPOINTS / "10.damaged"
+    assert (renamed / "meta" / "metadata").exists()
 
 
 @pytest.mark.slow
@@ -168,6 +168,6 @@ def test_an_attention_registered_elsewhere_is_to_be_imported():
     message = "first import the module that registers it, in programs by --import=MOD"
     with (
         pytest.raises(training.CheckpointError, match=message),
-        understanding(Path("7")),
+        explain_metadata_errors(Path("7")),
     ):
         build("unregistered", "none", dim=8, num_heads=2, num_layers=1)

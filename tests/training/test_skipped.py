@@ -12,6 +12,7 @@ import pytest
 
 from relattn import data as data_lib
 from relattn import training
+from relattn.data.base import ONE_SHARD
 from relattn.training import seeds
 from relattn.training.metrics import read_rows, summarize
 from relattn.training.run_metadata import History
@@ -68,8 +69,8 @@ class Poisoned(data_lib.ImageData):
 
     updates = {}
 
-    def train_loader(self, batch_size, seed, start_step=0, place=None, part=(0, 1)):
-        assert part == (0, 1)
+    def train_loader(self, batch_size, seed, start_step=0, place=None, shard=ONE_SHARD):
+        assert shard == ONE_SHARD
 
         def make_batch(step):
             indices = data_lib.batch_indices(len(self.train), batch_size, seed, step)

@@ -13,7 +13,7 @@ import platform
 import re
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from io import TextIOWrapper
 from pathlib import Path
 from typing import Any, ParamSpec
@@ -31,7 +31,7 @@ _PACKAGES = tuple(
 )
 # The options that keep every value; "extend" is an "append".
 _REPEATABLE = (argparse._AppendAction, argparse._CountAction)
-_OVERRIDE = re.compile(r"--?(no)?config\.")
+_OVERRIDE = re.compile(r"--?(config\.|noconfig\.[^=]*\Z)")
 # Length limit of a message in characters: it may quote the input.
 _MAX_LENGTH = 500
 
@@ -194,12 +194,12 @@ class Parser(argparse.ArgumentParser):
             ValueError: If an option is unknown, missing, given twice or has a wrong
                 value, or a ``--flagfile`` or ``--import`` cannot be read.
         """
-        words = _expand_flagfiles(sys.argv[1:] if args is None else args)
+        words = [*_expand_flagfiles(sys.argv[1:] if args is None else args)]
         self._check_repeated(words)
         given, unknown = self.parse_known_args(words, namespace)
         names = [f"--{name}" for name in vars(given)]
         if self._overrides:
-            given.overrides, unknown = _split_overrides(unknown)
+            given.overrides, unknown = split_overrides(unknown)
         if unknown and unknown[0].startswith("--"):
             name = unknown[0].partition("=")[0]
             raise ValueError(f"unknown option {name}: {closest(name, names)}")
@@ -256,37 +256,49 @@ def _import(name: str) -> None:
         ) from error
 
 
-def _expand_flagfiles(words: Sequence[str]) -> list[str]:
+def _expand_flagfiles(
+    words: Sequence[str], outer: tuple[str, ...] = ()
+) -> Iterator[str]:
     """Replaces every ``--flagfile`` by the options in its file; files may nest."""
-    result, words, read = [], list(words), set()
-    while words:
-        word = words.pop(0)
+    rest = iter(words)
+    for word in rest:
         option, equals, path = word.partition("=")
         if option != "--flagfile":
-            result.append(word)
+            yield word
             continue
-        path = path if equals or not words else words.pop(0)
-        if path in read:
+        path = path if equals else next(rest, "")
+        if path in outer:
             raise ValueError(f"--flagfile cannot be read: {path} is given twice")
-        read.add(path)
         try:
             lines = Path(path).read_text("utf-8").splitlines()
         except (OSError, ValueError) as error:
             raise ValueError(f"--flagfile cannot be read: {one_line(error)}") from error
-        lines = [line.strip() for line in lines]
-        words = [line for line in lines if line and line[0] != "#"] + words
-    return result
+        options = [line.strip() for line in lines if not re.match(r"\s*(#|$)", line)]
+        yield from _expand_flagfiles(options, (*outer, path))
 
 
-def _split_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Splits off ``--config.key=value``; joins a value that is the next word."""
+def split_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Splits overrides ``--config.key=value`` from other words.
+
+    Args:
+        words: The words; the value of a key may be a word of its own.
+
+    Returns:
+        The overrides, each one word, and the other words.
+
+    Example:
+        >>> split_overrides(["--config.seed", "3", "--json"])
+        (['--config.seed=3'], ['--json'])
+    """
     overrides, rest, words = [], [], list(words)
     while words:
         word = words.pop(0)
-        if not _OVERRIDE.match(word):
+        match = _OVERRIDE.match(word)
+        if match is None:
             rest.append(word)
             continue
-        if "=" not in word and words and not words[0].startswith("--"):
+        may_join = match[1] == "config." and "=" not in word
+        if may_join and words and not words[0].startswith("--"):
             word = f"{word}={words.pop(0)}"
         overrides.append(word)
     return overrides, rest

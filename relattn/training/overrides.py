@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
-import traceback
 from collections.abc import Sequence
 from typing import Any
 
-import jax.numpy as jnp
-from absl import flags
-from ml_collections import ConfigDict, FieldReference, config_flags
+from ml_collections import ConfigDict
 
 from relattn import models
-from relattn.command import one_line
+from relattn.command import one_line, split_overrides
 from relattn.messages import closest, shorten
-
-_OPTION = re.compile(r"--?(?:no)?config\.([^=]*)")
-_FLAG_MODULES = {"absl", "ast", "ml_collections"}
-# Annotations of the options whose flags have a type of their own.
-_TYPED = ("bool", "int", "float", "str", "Any")
 
 
 def typed_keys(options: Sequence[str]) -> set[str]:
@@ -32,24 +25,20 @@ def typed_keys(options: Sequence[str]) -> set[str]:
         The dotted keys.
 
     Raises:
-        ValueError: If a key is given twice.
+        ValueError: If a key is given twice, or a word is not such an option.
 
     Example:
         >>> sorted(typed_keys(["--config.seed=3", "--noconfig.progress"]))
         ['progress', 'seed']
     """
-    keys = set()
-    for match in filter(None, map(_OPTION.match, options)):
-        key = match[1]
-        if key in keys:
-            shown = shorten(key).strip("'")
-            raise ValueError(f"--config.{shown} is given twice: give it once")
-        keys.add(key)
-    return keys
+    return set(_read(options))
 
 
 def override(config: ConfigDict, options: Sequence[str]) -> None:
     """Overrides keys of a configuration, and any option of its model.
+
+    A value has the type of the present one, or that of the model's option. If it is not
+    bool, int, float or str, the text is any Python literal, or else a string.
 
     Args:
         config: Changed in place.
@@ -66,32 +55,38 @@ def override(config: ConfigDict, options: Sequence[str]) -> None:
         >>> config.model.patch_size, config.model.pool
         (4, 'mean')
     """
-    literals = [_prepare(config, key) for key in sorted(typed_keys(options))]
-    values, argv = flags.FlagValues(), ["train.py", *options]
-    try:
-        config_flags.DEFINE_config_dict(
-            "config", config, "", values, lock_config=False, sys_argv=argv
-        )
-        _, *rest = values(argv, known_only=True)
-    except Exception as error:
-        problem = _explain(error)
-        if problem is None:
-            raise
-        raise ValueError(problem) from error
+    values = {}
+    for key, text in _read(options).items():
+        kind = _find_type(config, key)
+        if isinstance(text, bool) and kind != "bool":
+            raise ValueError(f"--config.{key} has no value: write --config.{key}=value")
+        try:
+            values[key] = _PARSERS.get(kind, _parse_literal)(str(text))
+        except ValueError as error:
+            problem = f"flag --config.{key}={text}: {error}"
+            raise ValueError(one_line(problem)) from error
+    with config.unlocked(), config.ignore_type():
+        config.update_from_flattened_dict(values)
+
+
+def _read(options: Sequence[str]) -> dict[str, str | bool]:
+    """Returns the text of each key, or the value of ``--[no]config.key``."""
+    words, rest = split_overrides(options)
     if rest:
-        raise ValueError(f"{rest[0]!r} is not an option --config.key=value")
-    with config.unlocked():
-        for parent, name in filter(None, literals):
-            value = parent[name]
-            del parent[name]
-            parent[name] = value
+        raise ValueError(f"{shorten(rest[0])} is not an option --config.key=value")
+    found = {}
+    for word in words:
+        option, equals, text = word.partition("=")
+        prefix, _, key = option.partition("config.")
+        if key in found:
+            shown = shorten(key).strip("'")
+            raise ValueError(f"--config.{shown} is given twice: give it once")
+        found[key] = text if equals else not prefix.endswith("no")
+    return found
 
 
-def _prepare(config: ConfigDict, key: str) -> tuple[ConfigDict, str] | None:
-    """Makes a key ready for its flag; returns where it is if it takes any literal.
-
-    A flag has the type of the present value, but a patch may be a side or a pair.
-    """
+def _find_type(config: ConfigDict, key: str) -> str:
+    """Returns the name of a key's type."""
     shown = shorten(key).strip("'\"")
     if not re.fullmatch(r"\w+(\.\w+)*", key):
         raise ValueError(
@@ -109,52 +104,35 @@ def _prepare(config: ConfigDict, key: str) -> tuple[ConfigDict, str] | None:
             raise ValueError(
                 f"there is no --config.{shown}: {part} is a value and has no keys"
             )
-    options = _model_options() if path == ["model"] else {}
-    if name not in {*parent, *options}:
+    options = {}
+    if path == ["model"]:
+        # An option of another model is refused where the model is built.
+        for model in models.MODELS:
+            options |= models.model_options(model)
+    if name in options:
+        return inspect.formatannotation(options[name].annotation).strip("'")
+    if name not in parent:
         hint = closest(name, {*parent, *options})
         raise ValueError(f"there is no --config.{shown}: {hint}")
-    if isinstance(parent.get(name), ConfigDict):
+    if isinstance(parent[name], ConfigDict):
         raise ValueError(
             f"--config.{shown} has no value of its own: set its keys, "
             + ", ".join(f"--config.{shown}.{key}" for key in sorted(parent[name]))
         )
-    with config.unlocked():
-        if name not in parent:
-            default = options[name].default
-            parent[name] = jnp.dtype(default).name if name == "dtype" else default
-        if not _takes_any_literal(parent[name], options.get(name)):
-            return None
-        value = parent[name]
-        del parent[name]
-        parent[name] = FieldReference(value, field_type=object)
-        return parent, name
+    return parent.get_type(name).__name__
 
 
-def _takes_any_literal(value: Any, option: inspect.Parameter | None) -> bool:
-    if value is None or isinstance(value, tuple | list):
-        return True
-    if option is None:
-        return False
-    return inspect.formatannotation(option.annotation).strip("'") not in _TYPED
+def _parse_bool(text: str) -> bool:
+    if text.lower() not in ("true", "t", "1", "false", "f", "0"):
+        raise ValueError("must be True or False")
+    return text.lower() in ("true", "t", "1")
 
 
-def _model_options() -> dict[str, inspect.Parameter]:
-    """The options of all models; one of another model is refused where it is built."""
-    options = {}
-    for name in models.MODELS:
-        options |= models.model_options(name)
-    return options
+def _parse_literal(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        return text
 
 
-def _explain(error: Exception) -> str | None:
-    """Describes an error in ``--config.key=value``; None for one in other code."""
-    if isinstance(error, flags.Error):
-        return one_line(error)
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    modules = {frame.f_globals["__name__"].partition(".")[0] for frame in frames[1:]}
-    if not modules <= _FLAG_MODULES:
-        return None
-    while error.args and isinstance(error.args[0], Exception):
-        error = error.args[0]
-    problem = error.args[0] if error.args else type(error).__name__
-    return one_line(f"--config.[...] cannot be read: {problem}")
+_PARSERS = {"bool": _parse_bool, "int": int, "float": float, "str": str}

@@ -35,6 +35,9 @@ def test_only_errors_of_the_package_are_user_errors():
         pytest.param(
             "seed=" + "1" * 10**5 + "x", r"^flag --config.seed=1+\.\.\.$", id="long"
         ),
+        ("seed", "^--config.seed has no value: write --config.seed=value$"),
+        ("optimizer.name", "^--config.optimizer.name has no value: write"),
+        ("progress=no", "^flag --config.progress=no: must be True or False$"),
         ("model.patch_size[0]=3", r"^--config.model.patch_size\[0\] is not a key: "),
         ("model['dim']=3", r"^--config.model\['dim'\] is not a key: "),
         ("=3", r"^--config. is not a key: write --config.key=value"),

@@ -5,10 +5,12 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from ml_collections import ConfigDict
 
 from relattn import models
 from relattn.spec import LARGEST_FLOAT, SMALLEST
 from relattn.training.config import check_config, read_config
+from relattn.training.overrides import override
 
 CONFIGS = ("demo", "performer", "baselines", "rpe_vit", "translution_vit")
 CONFIGS += ("translution_gpt",)
@@ -78,6 +80,38 @@ def test_an_option_without_default_takes_any_literal(tmp_path):
     found = read_config(str(path), options).data
     assert (found.crop, found.sizes) == (7, None)
     assert read_config(str(path), ["--config.data.crop=None"]).data.crop is None
+
+
+@pytest.mark.parametrize(
+    "words, value",
+    [
+        (["--config.progress"], True),
+        (["--noconfig.progress"], False),
+        (["--config.progress", "false"], False),
+        (["-config.progress=T"], True),
+        (["--config.progress=0"], False),
+    ],
+)
+def test_true_and_false_are_options_or_values(words, value):
+    found = ConfigDict({"progress": not value, "seed": 0})
+    override(found, [*words, "--config.seed", "-3"])
+    assert (found.progress, found.seed) == (value, -3)
+
+
+@pytest.mark.parametrize(
+    "word, message",
+    [
+        ("--noconfig.progress=True", "'--noconfig.progress=True' is not an option"),
+        ("--noconfig.seed", "--config.seed has no value"),
+        ("--config.seed=True", "invalid literal for int"),
+        ("--config=3", "'--config=3' is not an option"),
+    ],
+)
+def test_a_refused_option_changes_nothing(word, message):
+    found = ConfigDict({"progress": True, "seed": 1, "name": "x"})
+    with pytest.raises(ValueError, match=message):
+        override(found, ["--config.name=y", word])
+    assert found.to_dict() == {"progress": True, "seed": 1, "name": "x"}
 
 
 def test_an_unknown_key_is_answered_with_the_closest():

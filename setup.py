@@ -11,6 +11,7 @@ REQUIREMENTS = [
     "jax>=0.10",
     "jaxtyping>=0.3.6",
     "numpy>=2.0.2",
+    "safetensors>=0.4.2",
 ]
 TRAIN = [
     "absl-py>=2.1",
@@ -47,7 +48,6 @@ TEST = [
     "pytest-timeout>=2.4",
     "pytest-xdist>=3.8",
     "ruff>=0.17",
-    "safetensors>=0.8",
     "tiktoken>=0.9",
 ]
 

@@ -97,8 +97,9 @@ assert not heavy, heavy
 """)
 
 
-def test_library_requires_four_packages(metadata):
-    assert names(metadata["install_requires"]) == {"flax", "jax", "jaxtyping", "numpy"}
+def test_library_requires_five_packages(metadata):
+    required = {"flax", "jax", "jaxtyping", "numpy", "safetensors"}
+    assert names(metadata["install_requires"]) == required
 
 
 def test_train_extra_lists_what_the_trainer_checks(metadata):

@@ -18,6 +18,7 @@ from tensorflow_datasets.core.download import extractor, resource
 from relattn.data import load_data
 from relattn.data.tfds import read_prepared
 from relattn.data.tokenizers import load_tokenizer
+from relattn.models.safetensors import read_safetensors
 from relattn.training.checkpoint import MANIFEST, CheckpointWriter, read_meta
 from tests.data.conftest import write_set as write_set  # noqa: PLC0414
 
@@ -216,6 +217,11 @@ def read_checkpoint(folder, hostile):
     read_meta(folder, 3)
 
 
+def read_model(folder, hostile):
+    (folder / "model.safetensors").write_bytes(hostile)
+    read_safetensors(folder / "model.safetensors")
+
+
 def read_vocabulary(folder, hostile):
     for name in ("encoder.json", "vocab.bpe"):
         (folder / name).write_bytes(hostile)
@@ -229,6 +235,7 @@ def read_vocabulary(folder, hostile):
         token_folder_reader("train.bin"),
         token_folder_reader("meta.json"),
         read_checkpoint,
+        read_model,
         read_vocabulary,
     ],
 )

@@ -2,7 +2,7 @@
 
     python -m tools.pretrained --output=tests/pretrained
 
-Needs torch, timm, transformers and safetensors, which the project does not install;
+Needs torch, timm and transformers, which the project does not install;
 ``versions.json`` names the versions that wrote the files. Each folder has the
 checkpoint, the model's ``config.json`` if it has one, and ``expected.safetensors``:
 inputs in the layout of relattn, and logits.

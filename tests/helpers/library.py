@@ -1,4 +1,4 @@
-"""Uses the library where only its four requirements are installed."""
+"""Uses the library where only its requirements are installed."""
 
 import importlib
 

@@ -12,7 +12,6 @@ from relattn.convert import convert
 from relattn.models import source_configs
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("safetensors")
 
 from tools import pretrained  # noqa: E402
 

@@ -181,14 +181,78 @@ def test_weights_are_saved_in_half_precision(tmp_path):
         pretrained.save_pretrained(tmp_path, config, {"params": large}, dtype="float16")
 
 
-def test_file_is_read_by_safetensors_and_back(tmp_path):
-    safetensors = pytest.importorskip("safetensors.numpy")
-    tensors = {"b": np.arange(6, dtype=np.float32).reshape(2, 3), "a": np.array(7)}
-    write_safetensors(tmp_path / "ours", tensors)
-    read = safetensors.load_file(tmp_path / "ours")
-    safetensors.save_file(tensors, tmp_path / "theirs")
-    for found in (read, read_safetensors(tmp_path / "theirs")):
-        jax.tree.map(np.testing.assert_array_equal, dict(found), tensors)
+def read_by_the_format(path):
+    """Reads a file by the documentation of its format."""
+    data = path.read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")
+    names = {"F32": "float32", "BF16": "bfloat16", "I64": "int64"}
+    tensors = {}
+    for name, entry in json.loads(data[8:start]).items():
+        first, last = (start + offset for offset in entry["data_offsets"])
+        values = np.frombuffer(data[first:last], jnp.dtype(names[entry["dtype"]]))
+        tensors[name] = values.reshape(entry["shape"])
+    return tensors
+
+
+def test_files_have_the_format(tmp_path):
+    values = np.arange(6, dtype=np.float32).reshape(2, 3)
+    tensors = {
+        "transposed": values.T,
+        "scalar": np.array(7),
+        "half": jnp.asarray(values, jnp.bfloat16),
+        "empty": np.zeros((0, 3), np.float32),
+    }
+    path = tmp_path / "model.safetensors"
+    write_safetensors(path, tensors)
+    for found in (read_by_the_format(path), read_safetensors(path)):
+        chex.assert_trees_all_equal(found, tensors)
+        chex.assert_trees_all_equal_dtypes(found, tensors)
+    # As readable as other files; a part of a file does not remain.
+    (tmp_path / "other").touch()
+    assert path.stat().st_mode == (tmp_path / "other").stat().st_mode
+    assert {*tmp_path.iterdir()} == {path, tmp_path / "other"}
+
+
+def write_header(path, header):
+    """Writes a file with this header, in JSON or as bytes, and 8 bytes of values."""
+    if not isinstance(header, bytes):
+        header = json.dumps(header).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+
+
+ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"{}}",
+        b"[" * 10000,
+        [1],
+        {"a": 3},
+        {"a": {**ENTRY, "shape": [-2]}},
+        {"a": {**ENTRY, "shape": [2**62, 4]}},
+        {"a": {**ENTRY, "dtype": "X" * 10000}},
+        {"a": {**ENTRY, "data_offsets": [4, 12]}},
+        {"a": ENTRY, "b": ENTRY},
+    ],
+    ids=range(9),
+)
+def test_damaged_file_is_refused(header, tmp_path):
+    path = tmp_path / "model.safetensors"
+    write_header(path, header)
+    message = f"{path} is truncated, damaged or no safetensors file: copy or save it"
+    with pytest.raises(ValueError, match=message) as raised:
+        read_safetensors(path)
+    assert len(str(raised.value)) < 700
+    assert len(str(raised.value).splitlines()) == 1
+
+
+def test_file_with_a_dtype_that_numpy_lacks_is_refused(tmp_path):
+    path = tmp_path / "model.safetensors"
+    write_header(path, {"a": {**ENTRY, "dtype": "F8_E4M3", "shape": [8]}})
+    with pytest.raises(ValueError, match=f"{path} holds .*float8: save .* as float32"):
+        read_safetensors(path)
 
 
 @pytest.mark.quick("int8", "uint8", "bool")

@@ -43,8 +43,6 @@ A run of seconds on the embedded images (``vgg16`` and ``resnet18``: a minute or
     python train.py --config=configs/baselines.py:alexnet,smoke --workdir=runs/smoke
 """
 
-from typing import Any
-
 from ml_collections import ConfigDict
 
 from configs.performer import DATASETS, fit_cpu, recipe
@@ -54,37 +52,11 @@ from relattn.spec import read_arguments
 # Dropout of configs/performer.py.
 PERFORMER_DROPOUT = {"attention_dropout": 0.1, "dropout": 0.1}
 MODELS = {
-    "alexnet": {"name": "alexnet", "dtype": "float32", "precision": ""},
-    "vgg16": {"name": "vgg16", "dropout": 0.5, "dtype": "float32", "precision": ""},
-    "resnet18": {"name": "resnet18", "dtype": "float32", "precision": ""},
-    "linformer": {
-        "name": "linformer",
-        "dim": 384,
-        "num_layers": 5,
-        "num_heads": 12,
-        "mlp_dim": 1536,
-        "patch_size": 1,
-        "attention": "linformer(k=256, sharing='key_value')",
-        "position": "learnable_sincos",
-        **PERFORMER_DROPOUT,
-        "dtype": "float32",
-        "precision": "",
-        "remat": False,
-    },
-    "routing": {
-        "name": "routing",
-        "dim": 320,
-        "num_layers": 9,
-        "num_heads": 10,
-        "mlp_dim": 1280,
-        "patch_size": 1,
-        "attention": "routing(clusters=8)",
-        "position": "learned",
-        **PERFORMER_DROPOUT,
-        "dtype": "float32",
-        "precision": "",
-        "remat": False,
-    },
+    "alexnet": {"name": "alexnet"},
+    "vgg16": {"name": "vgg16"},
+    "resnet18": {"name": "resnet18"},
+    "linformer": {"name": "linformer", **PERFORMER_DROPOUT},
+    "routing": {"name": "routing", **PERFORMER_DROPOUT},
 }
 
 
@@ -118,10 +90,7 @@ def get_config(arguments: str = "") -> ConfigDict:
 
 def _published(name: str, dataset: str) -> ConfigDict:
     """Returns the recipe of the authors' notebooks."""
-    options: dict[str, Any] = {"dtype": "float32", "precision": ""}
-    if name == "linformer":
-        options |= {"attention_dropout": 0.0, "dropout": 0.0, "remat": False}
-    config = recipe(PUBLISHED_BASELINES[name] | options, dataset)
+    config = recipe(PUBLISHED_BASELINES[name], dataset)
     config.num_epochs = 20
     config.early_stopping_epochs = 0
     config.optimizer.update(learning_rate=2e-4, b2=0.999, clip_norm=0.0)

@@ -79,16 +79,9 @@ def get_config(arguments: str = "sincos_bias") -> ConfigDict:
             "mlp_dim": 256,
             # Two pixels wide: an even shift along x shifts whole tokens.
             "patch_size": (4, 2),
-            "patch_overlap": 0,
-            "anchor": "none",
-            "periodic": False,
-            "pool": "cls",
             **variant,
             "attention_dropout": 0.1,
             "dropout": 0.1,
-            "dtype": "float32",
-            "precision": "",
-            "remat": False,
         }
     )
     config.data = image_options(name="fashion_mnist", image_size=32, num_validation=250)
@@ -99,11 +92,10 @@ def get_config(arguments: str = "sincos_bias") -> ConfigDict:
     config.optimizer.update(name="adamw", learning_rate=2e-3, clip_norm=0.5)
     config.schedule.update(name="cosine", warmup_steps=50)
     if "form" in chosen:
-        periodic = config.model.periodic
         config.model.update(
             num_heads=2,
             mlp_dim=128,
-            patch_size=2 if periodic else (4, 1),
+            patch_size=2 if "periodic" in variant else (4, 1),
             patch_overlap=2,
             attention_dropout=0.0,
             dropout=0.0,

@@ -62,6 +62,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from relattn.data import image_options
+from relattn.models import complete_options
 from relattn.spec import read_arguments
 from relattn.training import default_config
 
@@ -125,21 +126,9 @@ def get_config(arguments: str = "") -> ConfigDict:
         raise ValueError(f"configs/performer.py has clip={known}, got {clip}")
     model = {
         "name": "performer",
-        "dim": 256,
-        "num_layers": 6,
-        "num_heads": 8,
-        "mlp_dim": 1024,
-        "patch_size": 1,
-        "patch_overlap": 0,
-        "anchor": "none",
-        "periodic": False,
-        "pool": "cls",
         **VARIANTS[variant],
         "attention_dropout": 0.1,
         "dropout": 0.1,
-        "dtype": "float32",
-        "precision": "",
-        "remat": False,
     }
     config = recipe(model, dataset)
     config.redraw_every = 1000
@@ -156,7 +145,7 @@ def recipe(model: dict[str, Any], dataset: str) -> ConfigDict:
     """Returns the recipe of the paper's text and its authors' code for a model.
 
     Args:
-        model: Values of ``config.model``.
+        model: Values of ``config.model``; the others have the model's defaults.
         dataset: One of `DATASETS`.
 
     Returns:
@@ -187,7 +176,7 @@ def fit_cpu(config: ConfigDict) -> None:
     Args:
         config: Result of `recipe`, changed in place.
     """
-    if config.model.get("patch_size") == 1:
+    if complete_options(config.model).get("patch_size") == 1:
         config.model.patch_size = 4
     config.data.update(source="embedded", num_validation=250)
     config.batch_size = 32

@@ -85,10 +85,6 @@ def get_config(arguments: str = "") -> ConfigDict:
             "num_heads": 8,
             "mlp_dim": 512,
             "patch_size": 4,
-            "patch_overlap": 0,
-            "anchor": "none",
-            "periodic": False,
-            "pool": "cls",
             "attention": chosen.get("attention", "favor"),
             "position": "learned" if position == "none" else f"learned + {position}",
             "attention_dropout": 0.1,
@@ -96,9 +92,6 @@ def get_config(arguments: str = "") -> ConfigDict:
             "qkv_bias": True,
             "embedding_norms": False,
             "head": "mlp",
-            "dtype": "float32",
-            "precision": "",
-            "remat": False,
         }
     )
     config.data = image_options(

@@ -87,20 +87,17 @@ def get_config(arguments: str = "") -> ConfigDict:
     letter, length = chosen.get("size", "A-160").split("-")
     attention, position = METHODS[chosen.get("method", "lor_translution")]
     position = options.pop("position", "") or position
-    num_relative_layers = options.pop("layers", 0)
+    hybrid = {}
+    if "layers" in options:
+        hybrid["num_relative_layers"] = options.pop("layers")
     config = default_config()
     config.model = ConfigDict(
         {
             "name": "gpt",
             **SIZES[letter],
-            "num_relative_layers": num_relative_layers,
+            **hybrid,
             "attention": with_options(attention, **options),
             "position": position,
-            "attention_dropout": 0.0,
-            "dropout": 0.0,
-            "dtype": "float32",
-            "precision": "",
-            "remat": False,
         }
     )
     config.data = ConfigDict(

@@ -106,25 +106,18 @@ def get_config(arguments: str = "") -> ConfigDict:
     letter, patch_size = chosen.get("size", "A/12").split("/")
     attention, position = METHODS[chosen.get("method", "lor_translution")]
     position = options.pop("position", "") or position
-    num_relative_layers = options.pop("layers", 0)
+    hybrid = {}
+    if "layers" in options:
+        hybrid["num_relative_layers"] = options.pop("layers")
     config = default_config()
     config.model = ConfigDict(
         {
             "name": "vit",
             **SIZES[letter],
             "patch_size": int(patch_size),
-            "patch_overlap": 0,
-            "anchor": "none",
-            "periodic": False,
-            "pool": "cls",
-            "num_relative_layers": num_relative_layers,
+            **hybrid,
             "attention": with_options(attention, **options),
             "position": position,
-            "attention_dropout": 0.0,
-            "dropout": 0.0,
-            "dtype": "float32",
-            "precision": "",
-            "remat": False,
         }
     )
     config.data = _imagenet() if data == "imagenet" else _mnist(data)

@@ -11,7 +11,7 @@ import pytest
 
 from configs import baselines, demo, rpe_vit, translution_gpt, translution_vit
 from relattn.data import IMAGE_OPTIONS
-from relattn.models import build_model
+from relattn.models import SIZES, build_model, complete_options
 from relattn.models.cnn import PUBLISHED_BASELINES
 from relattn.nn.registry import ATTENTIONS, POSITIONS
 from relattn.training import check_config
@@ -69,6 +69,21 @@ def test_config_is_locked_and_complete(name, argument):
         assert part.is_locked
     with pytest.raises(AttributeError, match="learning_rates"):
         config.optimizer.learning_rates = 1.0
+
+
+# What the arguments of a configuration select. Sizes are given together.
+SELECTED = {"name", "attention", "position", "patch_size", *SIZES["A"]}
+SELECTED |= {"num_relative_layers", "attention_dropout", "dropout"}
+
+
+@pytest.mark.parametrize(("name", "argument"), CONFIGS)
+def test_config_lists_only_what_it_changes_of_the_model(name, argument):
+    model = get_config(name, argument).model
+    defaults = complete_options({"name": model.name})
+    repeated = {key for key, value in model.items() if value == defaults[key]}
+    assert repeated <= SELECTED, f"configs/{name}.py repeats the defaults of {repeated}"
+    path = f"{name}:{argument}" if argument else name
+    assert read_config(path).model.to_dict() == defaults | model.to_dict()
 
 
 IMAGE_CONFIGS = [pair for pair in CONFIGS if pair[0] != "translution_gpt"]
@@ -210,18 +225,7 @@ def test_cpu_recipe_uses_patches_instead_of_pixels():
     )
     full = get_config("performer", "banded,fashion_mnist")
     assert config.optimizer == full.optimizer
-    assert {**config.model, "patch_size": 1} == full.model.to_dict()
-
-
-@pytest.mark.parametrize("name", ["linformer", "routing"])
-def test_baseline_sizes_equal_the_model_defaults(name):
-    sizes = get_config("baselines", name).model.to_dict()
-    for option in ("dtype", "dropout", "attention_dropout"):
-        del sizes[option]
-    model = build_model({"name": name}, num_classes=10, image_shape=(32, 32, 1))
-    assert sizes == {"name": name} | {
-        option: getattr(model, option) for option in sizes if option != "name"
-    }
+    assert config.model.to_dict() == {**full.model, "patch_size": 4}
 
 
 @pytest.mark.quick("self_attention", "no_position", "relative_key")

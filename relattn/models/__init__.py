@@ -152,6 +152,35 @@ def model_options(name: str) -> dict[str, inspect.Parameter]:
     return {key: p for key, p in parameters.items() if key not in hidden}
 
 
+def complete_options(config: Options) -> dict[str, Any]:
+    """Returns every option of ``config.model``: the given ones and the defaults.
+
+    Args:
+        config: ``name`` of the model, and the values of some options.
+
+    Returns:
+        ``name``, and all options as a configuration has them: a dtype is a name. Given
+        options that the model does not have are kept.
+
+    Raises:
+        ValueError: If there is no model of this name.
+
+    Example:
+        >>> options = complete_options({"name": "gpt", "dim": 8})
+        >>> options["dim"], options["num_layers"], options["dtype"]
+        (8, 6, 'float32')
+    """
+    given = dict(config)
+    check_choice("model name", given.get("name", ""), MODELS)
+    options = model_options(given["name"])
+    defaults = {
+        key: jnp.dtype(p.default).name if key == "dtype" else p.default
+        for key, p in options.items()
+        if p.default is not p.empty
+    }
+    return {"name": given["name"], **defaults, **given}
+
+
 def _check_value(option: str, value: Any) -> None:
     """Raises ValueError if a value of ``config.model`` is invalid for any model."""
     problem = ""

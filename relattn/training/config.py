@@ -21,6 +21,7 @@ from relattn import spec
 from relattn.command import one_line
 from relattn.data import IMAGE_OPTIONS
 from relattn.messages import closest, shorten
+from relattn.models import MODELS, complete_options
 from relattn.training.devices import PARALLEL
 from relattn.training.optimizer import OPTIMIZERS, SCHEDULES
 from relattn.training.overrides import override, typed_keys
@@ -369,20 +370,32 @@ def differences(
         >>> differences({"seed": 0, "progress": True}, {"seed": 1, "progress": False})
         ['seed: 0 there, 1 now']
     """
-    old_values, new_values = flatten(old), flatten(new)
     missing = object()
-    # Runs of before an option of the data existed have its default.
-    defaults = flatten({"data": IMAGE_OPTIONS})
+    given = [flatten(config) for config in (old, new)]
+    # What a configuration leaves out, perhaps since it did not exist, has its default.
+    defaults = [
+        flatten({"data": IMAGE_OPTIONS, "model": _model_options(config)})
+        for config in (old, new)
+    ]
     result = []
-    for key in sorted({*old_values, *new_values} - set(free)):
+    for key in sorted({*given[0], *given[1]} - set(free)):
         before, now = (
-            values.get(key, defaults.get(key, missing))
-            for values in (old_values, new_values)
+            values.get(key, default.get(key, missing))
+            for values, default in zip(given, defaults, strict=True)
         )
         if before != now:
             shown = ["absent" if v is missing else repr(v) for v in (before, now)]
             result.append(f"{key}: {shown[0]} there, {shown[1]} now")
     return result
+
+
+def _model_options(config: Mapping[str, Any] | ConfigDict) -> dict[str, Any]:
+    """Returns all options of ``config.model``; no more than are given without name."""
+    model = config.get("model")
+    if not isinstance(model, Mapping | ConfigDict):
+        return {}
+    known = model.get("name") in list(MODELS)
+    return complete_options(model) if known else dict(model)
 
 
 def read_config(
@@ -397,8 +410,9 @@ def read_config(
         workdir: The directory of the run, which may resume; "" for none.
 
     Returns:
-        The configuration, locked. With ``--config.init_from``, its model is the one
-        trained, with the options that are overridden.
+        The configuration, locked, with every option of its model. With
+        ``--config.init_from``, the model is the one trained, with the options that are
+        overridden.
 
     Raises:
         ValueError: If the file cannot be read, its code raises an error, or an option
@@ -436,6 +450,9 @@ def read_config(
         from relattn.training.initialize import take_model
 
         take_model(result, typed, workdir)
+    with result.unlocked():
+        for option, value in _model_options(result).items():
+            result.model[option] = value
     return result.lock()
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import flax.linen as nn
 import jax
-import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
@@ -166,9 +165,7 @@ def describe_model(config: ConfigDict, sizes: Mapping[str, Any]) -> str:
         sizes: The sizes of the data, see `relattn.training.task.Task.sizes`.
     """
     source = read_source_config(config.init_from)
-    options = models.model_options(source["model"]["name"])
-    there = {key: option.default for key, option in options.items()} | source["model"]
-    there |= {"dtype": jnp.dtype(there["dtype"]).name, **source}
+    there = models.complete_options(source["model"]) | source
     changes = [
         f"{key}={value!r} ({there[key]!r} there)"
         for key, value in {**to_json(config)["model"], **sizes}.items()

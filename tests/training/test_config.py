@@ -133,6 +133,18 @@ def test_differences_leave_free_keys_out():
     ]
 
 
+def test_options_that_a_run_leaves_out_have_the_default_of_its_model():
+    before = {"model": {"name": "vgg16", "dtype": "float32"}}
+    now = {"model": {"name": "vgg16", "dropout": 0.5, "precision": ""}}
+    assert differences(before, now) == []
+    now["model"]["dropout"] = 0.0
+    assert differences(before, now) == ["model.dropout: 0.5 there, 0.0 now"]
+    assert differences(now, {"model": {"name": "resnet18"}}) == [
+        "model.dropout: 0.0 there, absent now",
+        "model.name: 'vgg16' there, 'resnet18' now",
+    ]
+
+
 def test_missing_keys_get_their_default():
     config = default_config()
     config.optimizer.clip_norm = 1

@@ -12,7 +12,7 @@ from relattn import cli, training
 from relattn import data as data_lib
 from relattn.convert import convert
 from relattn.data import ImageInfo
-from relattn.models import pretrained
+from relattn.models import complete_options, pretrained
 from relattn.training.config import default_config, read_config
 from relattn.training.initialize import initial_state, take_model
 from relattn.training.seeds import make_task
@@ -214,7 +214,7 @@ def test_train_makes_the_model_of_a_vit(vit, tmp_path):
     words = ["--config=rpe_vit:smoke", f"--config.init_from={vit}", *QUICK]
     cli.train([*words, f"--workdir={tmp_path / 'run'}"])
     run = training.load_run(tmp_path / "run")
-    assert model_options(run.config) == VIT
+    assert model_options(run.config) == complete_options(VIT)
     assert run.config.data.image_size == 16
     loaded = relattn.load_pretrained(vit)
     images = jnp.asarray(np.random.default_rng(1).random((3, 16, 16, 1)), jnp.float32)
@@ -234,7 +234,7 @@ def test_train_makes_the_model_of_a_gpt(gpt, tmp_path):
     cut = ["--config.data.context_length=5", "--config.model.dropout=0.5"]
     cli.train([*words, *cut, f"--workdir={tmp_path}"])
     run = training.load_run(tmp_path)
-    assert model_options(run.config) == {**GPT, "dropout": 0.5}
+    assert model_options(run.config) == complete_options({**GPT, "dropout": 0.5})
     loaded = relattn.load_pretrained(gpt)
     tokens = jnp.asarray(np.random.default_rng(1).integers(0, 256, (3, 5)), jnp.int32)
     expected = quick_jit(loaded.model.apply)(loaded.variables, tokens)
@@ -262,7 +262,7 @@ def test_a_run_resumes_after_its_source_has_gone(gpt, tmp_path):
     config = default_config()
     config.init_from = str(source)
     take_model(config, given=(), workdir=workdir)
-    assert model_options(config) == {**GPT, "dropout": 0.5}
+    assert model_options(config) == complete_options({**GPT, "dropout": 0.5})
     # A run that was not interrupted.
     words += [f"--config.init_from={gpt}", "--config.num_steps=2"]
     cli.train([*words, f"--workdir={tmp_path / 'whole'}"])
@@ -281,7 +281,7 @@ def test_overrides_change_the_model_of_the_source(vit, recipe):
     words = [f"--config.model.{name}={value}" for name, value in options.items()]
     size = "--config.data.image_size=24"
     config = read_config(recipe, [f"--config.init_from={vit}", *words, size])
-    assert model_options(config) == {**VIT, **options}
+    assert model_options(config) == complete_options({**VIT, **options})
     assert config.data.image_size == 24
 
 

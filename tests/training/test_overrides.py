@@ -37,6 +37,15 @@ def test_every_option_of_every_model_can_be_set(config, model):
         assert (found[name], type(found[name])) == (value, type(value)), name
 
 
+def test_a_configuration_has_every_option_of_the_model_it_is_overridden_to():
+    """Not the defaults of the model that the file names."""
+    assert read_config("baselines:alexnet").model.dropout == 0.0
+    found = read_config("baselines:alexnet", ["--config.model.name=vgg16"]).model
+    assert found.dropout == 0.5
+    assert {*found} == {"name", *models.model_options("vgg16")}
+    assert (found.dtype, found.is_locked) == ("float32", True)
+
+
 def test_fields_of_modules_are_options():
     """`models.model_options` leaves out only what the data decide."""
     for name, model in models.MODELS.items():

@@ -50,6 +50,14 @@ def listed(docstring):
     return {key: text.rstrip(";.") for key, text in found.items()}
 
 
+def commented(function):
+    """Returns the comments above the lines ``config.key = value`` of a function."""
+    found = re.findall(
+        r"^    # (.+)\n    config\.([\w.]+) = ", inspect.getsource(function), re.M
+    )
+    return {key: text.rstrip(".") for text, key in found}
+
+
 def attributes(module):
     """Returns the descriptions of a class's attributes, those of its bases included."""
     found = {}
@@ -72,6 +80,7 @@ def attributes(module):
 
 def configuration():
     """Returns the reference of every key of a configuration, in Markdown."""
+    defaults = flatten(default_config())
     parts = [
         "# Configuration keys",
         "Every key can be set on the command line, `--config.KEY=VALUE` "
@@ -79,8 +88,9 @@ def configuration():
         "prints those of a configuration.",
         "## Training",
         _items(
-            _item(f"config.{key}", text, flatten(default_config())[key])
-            for key, text in listed(default_config.__doc__).items()
+            _item(f"config.{key}", text, defaults[key])
+            for key, text in commented(default_config).items()
+            if key in defaults
         ),
         "## Models",
         "`config.model.name` selects the model; its other keys are the options of the "

@@ -47,8 +47,8 @@ def test_every_configuration_key_is_described(reference):
 
 def test_defaults_are_those_of_the_code(reference):
     page = reference.configuration()
-    assert "\n- `config.optimizer.b2`: Decay rates" in page
-    assert '\n- `config.parallel`: `"pmap"`, a copy' in page and "``" not in page
+    assert "\n- `config.optimizer.b2`: Decay rate of the second" in page
+    assert '\n- `config.parallel`: "pmap", a copy' in page and "``" not in page
     for key, value in flatten(default_config()).items():
         (line,) = re.findall(rf"^- `config\.{re.escape(key)}`: .*", page, re.M)
         assert line.endswith(f" Default: `{value!r}`.")
@@ -80,6 +80,14 @@ def test_every_option_of_every_command_is_described(reference):
         assert described(section) == options
     assert "`--flagfile`: a file of options" in page.partition("\n## ")[0]
     assert "- `: " not in page and ": .\n" not in page
+
+
+def test_every_key_has_a_comment_of_one_line(reference):
+    assert {*reference.commented(default_config)} == {
+        *flatten(default_config()),
+        "model",
+        "data",
+    }
 
 
 def test_lists_of_docstrings_are_read(reference):

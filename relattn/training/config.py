@@ -103,47 +103,8 @@ _NEEDS = {
 def default_config() -> ConfigDict:
     """Returns every key of training with its default value.
 
-    - ``seed``: seed of the parameters, random features, dropout and order of the data;
-    - ``num_seeds``: number of seeds that are trained together, from ``seed`` on;
-    - ``init_from``: folder of a run or of a saved model whose parameters and model to
-      start from; "" for random parameters;
-    - ``init_skip``: names of parameters, separated by commas, that are not taken from
-      ``init_from``;
-    - ``batch_size``: number of examples in an update, over all devices and hosts;
-    - ``accumulate_steps``: number of equal parts of a batch that are computed one after
-      the other, in the memory of one;
-    - ``eval_batch_size``: number of examples in a batch of evaluation;
-    - ``num_epochs``: length of the run in epochs;
-    - ``num_steps``: length of the run in updates, which counts unless it is 0;
-    - ``optimizer.name``: ``"adam"``, ``"adamw"`` or ``"sgd"``;
-    - ``optimizer.learning_rate``: the largest learning rate of the run;
-    - ``optimizer.b1``, ``optimizer.b2``: decay rates of the moments of Adam and AdamW;
-    - ``optimizer.weight_decay``: weight decay of AdamW;
-    - ``optimizer.clip_norm``: largest global norm of a gradient, to which longer ones
-      are scaled; 0 for no limit;
-    - ``schedule.name``: ``"constant"``, ``"cosine"`` (to zero at the end of the run) or
-      ``"exponential"``;
-    - ``schedule.warmup_steps``: number of updates in which the learning rate grows
-      linearly; 0 for none;
-    - ``schedule.decay_rate``: factor of the learning rate for each epoch, with
-      ``"exponential"``;
-    - ``redraw_every``: number of updates after which random features are drawn again; 0
-      for never;
-    - ``max_skipped_updates``: number of updates in a run that may be skipped because
-      their loss or gradient is not finite; one more stops training;
-    - ``early_stopping_epochs``: number of epochs without gain in validation accuracy,
-      or for text in validation loss, that end the run; 0 for never;
-    - ``eval_every_epochs``: number of epochs between evaluations;
-    - ``eval_every_steps``: number of updates between evaluations, which counts unless
-      it is 0;
-    - ``checkpoint_every_steps``: number of updates between further checkpoints; 0 for
-      those of the evaluations alone;
-    - ``log_every_steps``: number of updates between rows of the metrics;
-    - ``parallel``: ``"pmap"``, a copy of the parameters on every device, or ``"mesh"``,
-      which can split them;
-    - ``model_axis``: number of devices over which ``"mesh"`` splits the parameters;
-    - ``num_devices``: number of devices; 0 for the most that fit the batch;
-    - ``progress``: whether to print progress.
+    A comment describes each key; the site's reference of configuration keys has them
+    too.
 
     Returns:
         An unlocked configuration; ``model`` and ``data`` are empty, to be filled in.
@@ -155,40 +116,69 @@ def default_config() -> ConfigDict:
         ('adam', 64)
     """
     config = ConfigDict()
+    # Seed of the parameters, random features, dropout and order of the data.
     config.seed = 0
+    # Number of seeds that are trained together, from `seed` on.
     config.num_seeds = 1
+    # Folder of a run or a saved model to start from, and its model; "" for none.
     config.init_from = ""
+    # Parts of names of parameters not to take from `init_from`, separated by commas.
     config.init_skip = ""
+    # Name of the model, and the options that differ from its defaults.
     config.model = ConfigDict()
+    # Source, name and options of the data.
     config.data = ConfigDict()
+    # Number of examples in an update, over all devices and hosts.
     config.batch_size = 64
+    # Number of equal parts of a batch, computed in turn in the memory of one.
     config.accumulate_steps = 1
+    # Number of examples in a batch of evaluation.
     config.eval_batch_size = 256
+    # Length of the run in epochs.
     config.num_epochs = 1
+    # Length of the run in updates; 0 for that in epochs.
     config.num_steps = 0
-    config.optimizer = ConfigDict(
-        {
-            "name": "adam",
-            "learning_rate": 1e-3,
-            "b1": 0.9,
-            "b2": 0.999,
-            "weight_decay": 0.0,
-            "clip_norm": 0.0,
-        }
-    )
-    config.schedule = ConfigDict(
-        {"name": "constant", "warmup_steps": 0, "decay_rate": 1.0}
-    )
+    config.optimizer = ConfigDict()
+    # "adam", "adamw" or "sgd".
+    config.optimizer.name = "adam"
+    # Largest learning rate of the run.
+    config.optimizer.learning_rate = 1e-3
+    # Decay rate of the first moment of Adam and AdamW, per update.
+    config.optimizer.b1 = 0.9
+    # Decay rate of the second moment of Adam and AdamW, per update.
+    config.optimizer.b2 = 0.999
+    # Weight decay of AdamW, a factor of the learning rate.
+    config.optimizer.weight_decay = 0.0
+    # Largest global norm of a gradient, to which longer ones are scaled; 0 for none.
+    config.optimizer.clip_norm = 0.0
+    config.schedule = ConfigDict()
+    # "constant", "cosine" (to zero at the end of the run) or "exponential".
+    config.schedule.name = "constant"
+    # Number of updates in which the learning rate grows linearly; 0 for none.
+    config.schedule.warmup_steps = 0
+    # Factor of the learning rate for each epoch, with "exponential".
+    config.schedule.decay_rate = 1.0
+    # Number of updates after which random features are drawn again; 0 for never.
     config.redraw_every = 0
+    # Largest number of updates to skip since their loss or gradient is not finite.
     config.max_skipped_updates = 0
+    # Epochs without gain in validation accuracy (text: loss) to stop after; 0: never.
     config.early_stopping_epochs = 0
+    # Number of epochs between evaluations.
     config.eval_every_epochs = 1
+    # Number of updates between evaluations; 0 for that of epochs.
     config.eval_every_steps = 0
+    # Number of updates between checkpoints beside those of evaluations; 0 for none.
     config.checkpoint_every_steps = 0
+    # Number of updates between rows of the metrics.
     config.log_every_steps = 50
+    # "pmap", a copy of the parameters on every device, or "mesh", which can split them.
     config.parallel = PARALLEL[0]
+    # Number of devices over which "mesh" splits the parameters.
     config.model_axis = 1
+    # Number of devices; 0 for the most that fit the batch.
     config.num_devices = 0
+    # Whether to print progress.
     config.progress = True
     return config
 

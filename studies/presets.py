@@ -267,7 +267,7 @@ def _tinyshakespeare() -> Preset:
     methods = ("self_attention", "rope", "lor_translution", "translution")
     return Preset(
         title="A small GPT on the bytes of tinyshakespeare: the best validation loss, "
-        "in nats a byte, within equal steps",
+        "in nats per byte, within equal steps",
         rows=[
             Row(method, {"": f"configs/translution_gpt.py:{method},cpu"})
             for method in methods

@@ -435,7 +435,7 @@ TABLES: dict[str, Callable[[], str]] = {
         },
     ),
     "translution_text": lambda: study(
-        "translution_text_cpu.json", {"loss": "validation loss, nats a byte"}
+        "translution_text_cpu.json", {"loss": "validation loss, nats per byte"}
     ),
     "translution_wikitext2": lambda: study(
         "translution_wikitext2.json", {"perplexity": "validation perplexity"}
@@ -447,7 +447,7 @@ TABLES: dict[str, Callable[[], str]] = {
         {
             "banded": ["banded"],
             "banded, gathered over the band": ["gather_band"],
-            "linear, the content heads' share": ["linear"],
+            "linear, content heads only": ["linear"],
         },
         {"32x32 and CLS, batch 8, 4 heads of 32": {"length": 1024, "batch": 8}},
     ),

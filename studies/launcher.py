@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from relattn.data import DataInfo, read_info
 from relattn.training.config import complete, differences, read_config, to_json
-from relattn.training.metrics import Row, read_rows
+from relattn.training.metrics_log import Row, read_rows
 from relattn.training.overrides import typed_keys
 from relattn.training.preemption import on_signals
 

@@ -26,7 +26,7 @@ from relattn.evaluation.attention_maps import make_maps_fn
 from relattn.training import Run, load_run, make_predict_fn
 from relattn.training.config import flatten
 from relattn.training.given_data import require_data
-from relattn.training.metrics import read_rows
+from relattn.training.metrics_log import read_rows
 from relattn.training.predict import require_kind
 from relattn.training.resume import check_fits
 from relattn.training.workdir import read_result, write_text

@@ -36,10 +36,9 @@ from relattn.training.given_data import (
     fingerprint,
 )
 from relattn.training.initialize import explain_init_errors, initial_state, take_model
-from relattn.training.metrics import (
-    MetricsLog,
+from relattn.training.metrics_log import MetricsLog, Row
+from relattn.training.metrics_window import (
     MetricsWindow,
-    Row,
     count_skipped,
     summarize,
     throughput,

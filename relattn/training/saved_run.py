@@ -23,7 +23,7 @@ from relattn.training.checkpoint import (
 )
 from relattn.training.config import check_config, complete
 from relattn.training.errors import CheckpointError
-from relattn.training.metrics import read_rows
+from relattn.training.metrics_log import read_rows
 from relattn.training.run import Run
 from relattn.training.run_metadata import (
     BEST_METRICS,

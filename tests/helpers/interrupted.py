@@ -8,7 +8,7 @@ from relattn.training.checkpoint import (
     restore,
 )
 from relattn.training.config import complete
-from relattn.training.metrics import read_rows
+from relattn.training.metrics_log import read_rows
 from relattn.training.seeds import make_task
 
 

@@ -28,7 +28,7 @@ from relattn.training import train_and_evaluate
 from relattn.training.config import read_config
 from relattn.training.cost import device_bytes, state_bytes
 from relattn.training.devices import MeshParallel
-from relattn.training.metrics import read_rows
+from relattn.training.metrics_log import read_rows
 from relattn.training.task import Task
 
 BATCH_SIZE = 2

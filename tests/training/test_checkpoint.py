@@ -34,7 +34,7 @@ from relattn.training.checkpoint import (
     restore,
 )
 from relattn.training.errors import DamagedError
-from relattn.training.metrics import EventsFile
+from relattn.training.metrics_log import EventsFile
 from relattn.training.workdir import usable_workdir, write_json
 from tests.helpers.interrupted import final_state, untimed, untimed_rows
 from tests.helpers.unprivileged import public_folder, without_privileges

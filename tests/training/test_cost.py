@@ -13,7 +13,7 @@ from relattn import training
 from relattn.models import GPT
 from relattn.training import cost, loop
 from relattn.training.cost import matmul_flops, peak_flops, training_flops
-from relattn.training.metrics import throughput
+from relattn.training.metrics_window import throughput
 from relattn.training.step import create_state
 from relattn.training.task import Task
 from studies.sizes import multiply_adds

@@ -17,7 +17,7 @@ from relattn.kernels.random_projections import redraw
 from relattn.training import loop, metrics
 from relattn.training import task as task_lib
 from relattn.training.checkpoint import CHECKPOINTS, checkpoint_steps
-from relattn.training.metrics import read_rows
+from relattn.training.metrics_log import read_rows
 from tests.helpers.clock import slow_to_compile
 from tests.helpers.interrupted import (
     Interrupted,

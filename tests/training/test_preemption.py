@@ -16,7 +16,7 @@ import pytest
 from relattn import data, training
 from relattn.training import loop
 from relattn.training.checkpoint import checkpoint_steps
-from relattn.training.metrics import read_rows
+from relattn.training.metrics_log import read_rows
 from relattn.training.preemption import Preemption
 from tests.helpers.interrupted import final_state, untimed
 

@@ -17,7 +17,7 @@ from relattn import training
 from relattn.training.checkpoint import CHECKPOINTS, checkpoint_steps
 from relattn.training.config import to_json
 from relattn.training.distributed import initialize
-from relattn.training.metrics import read_rows
+from relattn.training.metrics_log import read_rows
 from relattn.training.workdir import lock_workdir
 from tests.helpers.interrupted import final_state
 

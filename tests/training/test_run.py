@@ -13,7 +13,7 @@ from relattn import training
 from relattn.command import is_user_error
 from relattn.evaluation import predict as predict_lib
 from relattn.training.checkpoint import read_meta
-from relattn.training.metrics import read_rows
+from relattn.training.metrics_log import read_rows
 from relattn.training.workdir import write_text
 from tests.training.conftest import make_config, make_data, use_tiny
 from tests.training.test_checkpoint import forge

@@ -13,7 +13,7 @@ from relattn.training import loop, seeds
 from relattn.training import saved_run as saved_run_lib
 from relattn.training import task as task_lib
 from relattn.training.checkpoint import checkpoint_steps
-from relattn.training.metrics import read_rows
+from relattn.training.metrics_log import read_rows
 from tests.helpers.interrupted import Interrupted, interrupt_at, untimed_rows
 from tests.training.conftest import make_data
 

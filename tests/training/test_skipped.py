@@ -14,7 +14,8 @@ from relattn import data as data_lib
 from relattn import training
 from relattn.data.base import ONE_SHARD
 from relattn.training import seeds
-from relattn.training.metrics import read_rows, summarize
+from relattn.training.metrics_log import read_rows
+from relattn.training.metrics_window import summarize
 from relattn.training.run_metadata import History
 from relattn.training.step import create_state, make_train_step
 from relattn.training.task import Task

@@ -12,7 +12,7 @@ from relattn import data as data_lib
 from relattn import training
 from relattn.training.checkpoint import CHECKPOINTS, checkpoint_steps
 from relattn.training.evaluator import Evaluator
-from relattn.training.metrics import read_rows
+from relattn.training.metrics_log import read_rows
 from tests.helpers.interrupted import Interrupted, interrupt_at
 from tests.training.conftest import TinyText
 

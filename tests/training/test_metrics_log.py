@@ -4,7 +4,7 @@ import os
 import pytest
 from tensorboardX.proto.event_pb2 import Event
 
-from relattn.training.metrics import MetricsLog, read_rows
+from relattn.training.metrics_log import MetricsLog, read_rows
 from relattn.training.workdir import write_text
 
 

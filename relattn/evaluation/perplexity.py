@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from relattn import command
 from relattn.training import load_run
+from relattn.training.metrics import format_metrics
 from relattn.training.predict import require_kind
 
 
@@ -33,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for path in given.input:
         found = run.evaluate(path, batch_size=given.batch_size, bpe_dir=given.bpe_dir)
         print(
-            f"{path}: perplexity {found['perplexity']:.4g} per token, "
+            f"{path}: {format_metrics({'perplexity': found['perplexity']})} per token, "
             f"{found['bits_per_token']:.4f} bits per token, "
             f"{found['bits_per_byte']:.4f} bits per byte, on {found['count']:,.0f} "
             f"tokens, each from those before it in its window of "

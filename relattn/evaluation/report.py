@@ -26,6 +26,7 @@ from relattn.evaluation.attention_maps import make_maps_fn
 from relattn.training import Run, load_run, make_predict_fn
 from relattn.training.config import flatten
 from relattn.training.given_data import require_data
+from relattn.training.metrics import METRICS, format_value, title
 from relattn.training.metrics_log import read_rows
 from relattn.training.predict import require_kind
 from relattn.training.resume import check_fits
@@ -78,11 +79,11 @@ def report(
             f"num_images and data do not apply to {run.workdir}, a run on text: leave "
             "them out"
         )
-    title = f"Run {run.workdir.name} on {run.data.name}"
+    heading = f"Run {run.workdir.name} on {run.data.name}"
     rows = read_rows(run.workdir / "metrics.jsonl")
     rows = [row for row in rows if row.get("seed", run.config.seed) == run.config.seed]
     parts = [
-        f"<h1>{html.escape(title)}</h1>",
+        f"<h1>{html.escape(heading)}</h1>",
         f"<p>The {run.checkpoint} checkpoint, step {run.step:,}. Data: "
         f"{html.escape(run.data.origin)}.</p>",
         "<h2>Results</h2>",
@@ -106,7 +107,7 @@ def report(
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<link rel="icon" href="data:,">\n'
-        f"<title>{html.escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n"
+        f"<title>{html.escape(heading)}</title>\n<style>{STYLE}</style>\n</head>\n"
         "<body>\n" + "\n".join(parts) + "\n</body>\n</html>\n"
     )
 
@@ -138,22 +139,32 @@ def _results(run: Run) -> dict[str, Any]:
     result = read_result(run.workdir, run.config.seed)
     if not result:
         return {"state": "not finished: there is no result.json"}
-    return {name.replace("_", " "): value for name, value in result.items()}
+    return {title(key): format_value(key, value) for key, value in result.items()}
 
 
 def _curves(rows: Sequence[Mapping[str, Any]]) -> str:
-    figure = Figure(figsize=(10, 3.5), layout="constrained")
-    for ax, metric in zip(figure.subplots(1, 2), ("loss", "accuracy"), strict=True):
+    columns = {key for row in rows for key in row}
+    metrics = {
+        name: metric
+        for name, metric in METRICS.items()
+        if not columns.isdisjoint({f"train_{name}", f"validation_{name}"})
+    }
+    if not metrics:
+        return "<p>None: the run has no rows of metrics.</p>"
+    figure = Figure(figsize=(5 * len(metrics), 3.5), layout="constrained")
+    axes = figure.subplots(1, len(metrics), squeeze=False)[0]
+    for ax, (name, metric) in zip(axes, metrics.items(), strict=True):
         for split in ("train", "validation"):
-            name = f"{split}_{metric}"
-            points = [(row["step"], row[name]) for row in rows if name in row]
+            key = f"{split}_{name}"
+            points = [(row["step"], row[key]) for row in rows if key in row]
             if points:
                 ax.plot(*zip(*points, strict=True), ".-", label=split)
-        ax.set(xlabel="step", ylabel=metric)
+        better = "higher" if metric.higher_is_better else "lower"
+        ax.set(xlabel="step", ylabel=f"{title(name)} ({better} is better)")
         ax.grid(alpha=0.3)
-        if ax.lines:
-            ax.legend(frameon=False)
-    return _image(figure, "Loss and accuracy by step, in training and validation")
+        ax.legend(frameon=False)
+    titles = ", ".join(map(title, metrics))
+    return _image(figure, f"By step, in training and validation: {titles}")
 
 
 def _sample(run: Run) -> str:

@@ -11,6 +11,8 @@ from relattn.training.errors import NonFiniteLossError as NonFiniteLossError
 from relattn.training.errors import PreemptedError as PreemptedError
 from relattn.training.errors import WorkdirError as WorkdirError
 from relattn.training.loop import train_and_evaluate as train_and_evaluate
+from relattn.training.metrics import Metric as Metric
+from relattn.training.metrics import register_metric as register_metric
 from relattn.training.run import Run as Run
 from relattn.training.run import evaluate as evaluate
 from relattn.training.run import make_predict_fn as make_predict_fn

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -17,14 +16,13 @@ from relattn.data import EvalSplit
 from relattn.training.checkpoint import CHECKPOINTS, read_meta, restore
 from relattn.training.devices import Parallel
 from relattn.training.distributed import from_primary
-from relattn.training.run_metadata import BEST_METRICS, History
+from relattn.training.metrics import BEST_METRICS, METRICS, RESERVED, format_metrics
+from relattn.training.run_metadata import History
 from relattn.training.step import EvalStep
 from relattn.training.task import Task
 
 # Batches in flight to the devices.
 AHEAD = 3
-# The largest exponent whose exponential is a float.
-LARGEST_EXPONENT = 709.0
 
 
 class Evaluator:
@@ -34,19 +32,16 @@ class Evaluator:
         step: The pure function of `relattn.training.step.make_eval_step`; its sums may
             have a leading axis of models, such as seeds.
         parallel: The devices.
-        is_text: Whether to report perplexity.
     """
 
-    def __init__(self, step: EvalStep, parallel: Parallel, *, is_text: bool):
+    def __init__(self, step: EvalStep, parallel: Parallel):
         self._parallel = parallel
-        self._is_text = is_text
         self._step = parallel.eval_step(step)
 
     @classmethod
     def of_task(cls, task: Task, parallel: Parallel) -> Evaluator:
         """Returns the evaluator of a task's model."""
-        step = task.make_eval_step(parallel)
-        return cls(step, parallel, is_text=task.info.kind == "tokens")
+        return cls(task.make_eval_step(parallel), parallel)
 
     def __call__(
         self, variables: Any, split: EvalSplit, batch_size: int, *, timed: bool = False
@@ -63,9 +58,8 @@ class Evaluator:
                 compilation is not measured.
 
         Returns:
-            For each model ``loss`` and ``accuracy``, means over the labels, and their
-            ``count``; for images of more than ten classes ``top5_accuracy``; for text
-            ``perplexity``, exp(loss); and for a timed evaluation ``seconds``.
+            For each model its metrics by name, see `relattn.training.metrics.METRICS`,
+            the ``count`` of labels, and for a timed evaluation ``seconds``.
 
         Raises:
             ValueError: If the split is empty.
@@ -98,23 +92,21 @@ class Evaluator:
             collect()
         # One model without a leading axis is a list of one.
         rows = zip(*map(np.ravel, totals.values()), strict=True)
-        results = [self._means(dict(zip(totals, row, strict=True))) for row in rows]
+        results = [_means(dict(zip(totals, row, strict=True))) for row in rows]
         for result in results if timed else ():
             result["seconds"] = seconds
         return results
 
-    def _means(self, totals: dict[str, np.float64]) -> dict[str, float]:
-        count = float(totals["count"])
-        result = {
-            "loss": float(totals["loss"]) / count,
-            "accuracy": float(totals["correct"]) / count,
-            "count": count,
-        }
-        if "correct_top5" in totals:
-            result["top5_accuracy"] = float(totals["correct_top5"]) / count
-        if self._is_text:
-            result["perplexity"] = math.exp(min(result["loss"], LARGEST_EXPONENT))
-        return result
+
+def _means(sums: Mapping[str, float]) -> dict[str, float]:
+    """Returns the metrics of the sums over all labels."""
+    count = float(sums["count"])
+    means = {
+        name: METRICS[name].finish(float(value) / count)
+        for name, value in sums.items()
+        if name != "count"
+    }
+    return {**means, "count": count}
 
 
 def final_results(
@@ -146,7 +138,7 @@ def final_results(
         by batch from the devices' memory, without compilation and loading. It is left
         out if the test split is the validation split.
     """
-    metric = BEST_METRICS[task.info.kind][0]
+    metric = BEST_METRICS[task.info.kind]
     folder = workdir / CHECKPOINTS
     template = parallel.template(task.abstract_state)
     runs: dict[int, dict[str, Any]] = {}
@@ -162,13 +154,14 @@ def final_results(
             runs[index] = _result(task, history, scores, step)
     for index, history in enumerate(histories):
         tests = [
-            f"{name.replace('_', ' ')} {metric} {runs[index][f'{name}_{metric}']:.4f}"
+            format_metrics({f"{name}_{metric}": runs[index][f"{name}_{metric}"]})
             for name in splits
             if name != "validation"
         ]
         log(
-            f"{history.prefix}best validation {metric} "
-            f"{history.best[metric]:.4f} at step {history.best_step}; "
+            f"{history.prefix}best validation "
+            f"{format_metrics({metric: history.best[metric]})} at step "
+            f"{history.best_step}; "
             f"{', '.join(tests)}. Everything is in {workdir}."
         )
     results = [runs[index] for index in range(len(histories))]
@@ -210,7 +203,7 @@ def _result(
     }
     for name, metrics in scores.items():
         for key, value in metrics.items():
-            if key not in ("count", "seconds"):
+            if key not in RESERVED:
                 result[f"{name}_{key}"] = value
     if "seconds" in scores["test"]:
         result["inference_seconds"] = scores["test"]["seconds"]
@@ -230,21 +223,3 @@ def _joined(task: Task, runs: list[dict[str, Any]], step: int) -> dict[str, Any]
         "seconds": sum(run["seconds"] for run in runs),
         "runs": runs,
     }
-
-
-def format_metrics(metrics: Mapping[str, float]) -> str:
-    """Formats metrics as a line.
-
-    Args:
-        metrics: Values by name.
-
-    Returns:
-        For example ``"top5 accuracy 0.9000, loss 1.2000"``.
-
-    Example:
-        >>> format_metrics({"top5_accuracy": 0.9, "loss": 1.2})
-        'top5 accuracy 0.9000, loss 1.2000'
-    """
-    return ", ".join(
-        f"{name.replace('_', ' ')} {value:.4f}" for name, value in metrics.items()
-    )

@@ -29,13 +29,20 @@ from relattn.training.config import check_config, flatten, to_json
 from relattn.training.cost import warn_if_too_large
 from relattn.training.devices import Device, Parallel, make_training_parallel
 from relattn.training.errors import PreemptedError
-from relattn.training.evaluator import Evaluator, final_results, format_metrics
+from relattn.training.evaluator import Evaluator, final_results
 from relattn.training.given_data import (
     check_given,
     check_source,
     fingerprint,
 )
 from relattn.training.initialize import explain_init_errors, initial_state, take_model
+from relattn.training.metrics import (
+    BEST_METRICS,
+    METRICS,
+    format_metrics,
+    format_value,
+    title,
+)
 from relattn.training.metrics_log import MetricsLog, Row
 from relattn.training.metrics_window import (
     MetricsWindow,
@@ -45,7 +52,7 @@ from relattn.training.metrics_window import (
 )
 from relattn.training.preemption import Preemption
 from relattn.training.resume import check_same_data, read_saved
-from relattn.training.run_metadata import BEST_METRICS, History, score
+from relattn.training.run_metadata import History, score
 from relattn.training.seeds import make_task
 from relattn.training.step import Batch
 from relattn.training.task import Task, data_sizes
@@ -332,8 +339,8 @@ class TrainLoop:
             history.add(step, result, kind)
             self._print(
                 f"{history.prefix}step {step}/{self.task.num_steps} (epoch "
-                f"{row['epoch']:.4g}): loss {row['train_loss']:.4f}, accuracy "
-                f"{row['train_accuracy']:.4f}; validation {format_metrics(result)}; "
+                f"{row['epoch']:.4g}): {format_metrics(_training_metrics(row))}; "
+                f"validation {format_metrics(result)}; "
                 f"{row['examples_per_second']:,.0f} examples/s"
             )
             if (
@@ -344,14 +351,17 @@ class TrainLoop:
                 history.stopped_early, history.stopped_step = True, step
                 self._print(
                     f"{history.prefix}stopping early, no gain in validation "
-                    f"{BEST_METRICS[kind][0]} in {epochs} epochs."
+                    f"{title(BEST_METRICS[kind])} in {epochs} epochs."
                 )
 
     def log(self, step: int, rows: list[Row]) -> None:
         """Writes the rows of the seeds that took part in the last update."""
+        measured = [_training_metrics(row) for row in rows]
+        means = {
+            name: np.mean([each[name] for each in measured]) for name in measured[0]
+        }
         self.bar.set_postfix(
-            loss=f"{np.mean([row['train_loss'] for row in rows]):.3f}",
-            accuracy=f"{np.mean([row['train_accuracy'] for row in rows]):.3f}",
+            {name: format_value(name, mean) for name, mean in means.items()}
         )
         if self.metrics_log is not None:
             for history, row in zip(self.histories, rows, strict=True):
@@ -371,7 +381,7 @@ class TrainLoop:
             "given": self.given,
         }
         kind = self.task.info.kind
-        name = BEST_METRICS[kind][0]
+        name = BEST_METRICS[kind]
         values = [row.get(f"validation_{name}") for row in rows]
         scores = [None if v is None else score({name: v}, kind) for v in values]
         self.writer.save(step, self.parallel.to_save(self.state), meta, scores)
@@ -461,3 +471,9 @@ class TrainLoop:
         if distributed.is_primary():
             workdir_lib.write_json(self.workdir / "result.json", result)
         return result
+
+
+def _training_metrics(row: Row) -> Row:
+    """Returns the metrics of the updates in a row, by name."""
+    columns = {name: f"train_{name}" for name in METRICS}
+    return {name: row[key] for name, key in columns.items() if key in row}

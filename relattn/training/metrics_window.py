@@ -12,6 +12,7 @@ import numpy as np
 
 from relattn.training.cost import peak_flops
 from relattn.training.errors import NonFiniteLossError
+from relattn.training.metrics import METRICS
 from relattn.training.metrics_log import Row
 from relattn.training.run_metadata import History
 from relattn.training.step import FINITE_METRICS
@@ -149,7 +150,10 @@ def summarize(
         row: Row = {} if history.seed is None else {"seed": history.seed}
         for name, values in window.items():
             kept = values[finite[:, index], index]
-            row[f"train_{name}"] = float(np.mean(kept)) if len(kept) else math.nan
+            mean = float(np.mean(kept)) if len(kept) else math.nan
+            row[f"train_{name}"] = (
+                METRICS[name].finish(mean) if name in METRICS else mean
+            )
         row["epoch"] = done / task.steps_per_epoch
         # A skipped update does not advance the optimiser's schedule.
         count = max(done - history.skipped_updates, 1)

@@ -26,10 +26,11 @@ from relattn.training.config import to_json
 from relattn.training.devices import Device, make_parallel
 from relattn.training.evaluator import Evaluator
 from relattn.training.given_data import require_data
+from relattn.training.metrics import metrics_of
 from relattn.training.predict import Predictions
 from relattn.training.resume import check_fits
 from relattn.training.step import Batch, make_eval_step
-from relattn.training.task import counts_top5, data_sizes
+from relattn.training.task import data_sizes
 from relattn.training.workdir import read_result
 
 
@@ -348,9 +349,9 @@ def evaluate(
     step = make_eval_step(
         run.model,
         run.preprocess,
-        top5=counts_top5(run.data),
+        metrics=metrics_of(run.data),
         axis_name=parallel.axis_name,
     )
-    evaluator = Evaluator(step, parallel, is_text=run.data.kind == "tokens")
+    evaluator = Evaluator(step, parallel)
     (result,) = evaluator(parallel.place(run.variables), split, batch_size)
     return result

@@ -13,10 +13,7 @@ from relattn.data import read_info
 from relattn.messages import shorten
 from relattn.training.config import complete
 from relattn.training.errors import CheckpointError, DamagedError
-
-# For each kind of data, the validation metric that selects the best checkpoint, and
-# its sign.
-BEST_METRICS = {"images": ("accuracy", 1.0), "tokens": ("loss", -1.0)}
+from relattn.training.metrics import BEST_METRICS, METRICS
 
 _META = "meta/metadata"
 _TYPES = {"config": dict, "data": dict, "history": list, "arrays": dict}
@@ -89,8 +86,8 @@ def score(metrics: dict[str, float], kind: str) -> float:
         >>> score({"loss": 2.0, "accuracy": 0.5}, "tokens")
         -2.0
     """
-    name, sign = BEST_METRICS[kind]
-    value = sign * metrics[name]
+    name = BEST_METRICS[kind]
+    value = metrics[name] if METRICS[name].higher_is_better else -metrics[name]
     return value if value > _WORST else _WORST
 
 

@@ -23,14 +23,10 @@ from relattn.training.checkpoint import (
 )
 from relattn.training.config import check_config, complete
 from relattn.training.errors import CheckpointError
+from relattn.training.metrics import BEST_METRICS, format_value, title
 from relattn.training.metrics_log import read_rows
 from relattn.training.run import Run
-from relattn.training.run_metadata import (
-    BEST_METRICS,
-    History,
-    explain_metadata_errors,
-    score,
-)
+from relattn.training.run_metadata import History, explain_metadata_errors, score
 from relattn.training.seeds import make_task
 from relattn.training.task import Task
 
@@ -224,7 +220,7 @@ def _check_best(
     """Checks that no damaged checkpoint after the latest intact one was the best."""
     folder = workdir / CHECKPOINTS
     damaged = [step for step in checkpoint_steps(folder) if step > latest]
-    name, _ = BEST_METRICS[kind]
+    name = BEST_METRICS[kind]
     best = score(history.best, kind) if history.best else -math.inf
     for row in read_rows(workdir / "metrics.jsonl"):
         value = row.get(f"validation_{name}")
@@ -232,9 +228,9 @@ def _check_best(
             continue
         if score({name: value}, kind) > best:
             raise CheckpointError(
-                f"{folder / str(row['step'])}, with the best validation {name} "
-                f"({value:.4f}), is damaged; nothing was changed: restore it, resume "
-                "training to write it again, or load the 'latest'"
+                f"{folder / str(row['step'])}, with the best validation {title(name)} "
+                f"({format_value(name, value)}), is damaged; nothing was changed: "
+                "restore it, resume training to write it again, or load the 'latest'"
             )
 
 

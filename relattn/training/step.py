@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import flax.linen as nn
@@ -11,10 +11,11 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Key
 
 from relattn.data import Mix
 from relattn.kernels.random_projections import redraw
+from relattn.training.metrics import count_metric, cross_entropy
 
 Batch = dict[str, Any]
 Metrics = dict[str, Array]
@@ -130,31 +131,6 @@ TrainStep = Callable[[TrainState, Batch, Key[Array, "..."]], tuple[TrainState, M
 EvalStep = Callable[[Any, Batch], Metrics]
 
 
-def cross_entropy(
-    logits: Float[Array, "*batch classes"], labels: Int[Array, "*batch"]
-) -> Float[Array, "*batch"]:
-    """Computes the negative log-likelihood of the labels, in float32.
-
-    loss = log sum_c exp(logits_c) - logits_label
-
-    Args:
-        logits: Shape ``[*batch, classes]``.
-        labels: The class of each example, or the token after each token, shape
-            ``[*batch]``.
-
-    Returns:
-        One loss for each label.
-
-    Example:
-        >>> loss = cross_entropy(jnp.zeros((1, 4)), jnp.array([2]))
-        >>> bool(jnp.allclose(loss, jnp.log(4.0)))
-        True
-    """
-    return optax.softmax_cross_entropy_with_integer_labels(
-        logits.astype(jnp.float32), labels
-    )
-
-
 def make_train_step(
     model: nn.Module,
     optimizer: optax.GradientTransformation,
@@ -163,6 +139,7 @@ def make_train_step(
     accumulate_steps: int = 1,
     skip_non_finite: bool = False,
     mix: Mix | None = None,
+    metrics: Sequence[str] = ("accuracy",),
     axis_name: str | None = None,
 ) -> Callable[[TrainState, Batch, Key[Array, ""]], tuple[TrainState, Metrics]]:
     """Makes the pure function of one update, ``step(state, batch, key)``.
@@ -186,14 +163,16 @@ def make_train_step(
         mix: Draws the mask that mixes each image with the one before it in the global
             batch, see `relattn.data.make_mix`, from a key of (key, step) that all
             devices and micro-batches share; None for no mixing. The loss is that of the
-            soft labels, and ``accuracy`` counts the label of larger weight.
+            soft labels, and metrics count the label of larger weight.
+        metrics: Names in `relattn.training.metrics.METRICS` of what is counted, beside
+            the loss, on the batch before the update.
         axis_name: The name of the devices' axis under a parallel map; None without one.
 
     Returns:
-        The function; its metrics are ``loss``, ``accuracy``, ``grad_norm`` (before
-        clipping), ``update_norm`` (the norm of the change of the parameters) and the
-        scalars that the model sows as ``intermediates``, averaged over the global
-        batch.
+        The function; its metrics are ``loss``, those of ``metrics``, ``grad_norm``
+        (before clipping), ``update_norm`` (the norm of the change of the parameters)
+        and the scalars that the model sows as ``intermediates``, averaged over the
+        global batch.
 
     Raises:
         ValueError: If ``accumulate_steps`` is less than one.
@@ -244,15 +223,14 @@ def make_train_step(
                 weight * cross_entropy(logits, target).mean()
                 for weight, target in targets
             )
-            correct = logits.argmax(-1) == label
-            metrics = {"accuracy": correct.astype(jnp.float32).mean()}
-            metrics |= scalars(updated.get("intermediates", {}))
-            return cast(Array, loss), (metrics, updated.get("batch_stats", {}))
+            means = {name: count_metric(name, logits, label).mean() for name in metrics}
+            means |= scalars(updated.get("intermediates", {}))
+            return cast(Array, loss), (means, updated.get("batch_stats", {}))
 
-        (loss, (metrics, batch_stats)), grads = jax.value_and_grad(
-            loss_fn, has_aux=True
-        )(state.params)
-        return grads, {**metrics, "loss": loss}, batch_stats
+        (loss, (means, batch_stats)), grads = jax.value_and_grad(loss_fn, has_aux=True)(
+            state.params
+        )
+        return grads, {**means, "loss": loss}, batch_stats
 
     def train_step(
         state: TrainState, batch: Batch, key: Key[Array, ""]
@@ -278,10 +256,10 @@ def make_train_step(
             )
         if axis_name is not None:
             results = jax.lax.pmean(results, axis_name)
-        grads, metrics, batch_stats = results
-        metrics["grad_norm"] = optax.tree.norm(grads)
+        grads, measured, batch_stats = results
+        measured["grad_norm"] = optax.tree.norm(grads)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        metrics["update_norm"] = optax.tree.norm(updates)
+        measured["update_norm"] = optax.tree.norm(updates)
         new_state = TrainState(
             step=state.step + 1,
             params=optax.apply_updates(state.params, updates),
@@ -290,10 +268,10 @@ def make_train_step(
             batch_stats=batch_stats,
         )
         if skip_non_finite:
-            values = jnp.stack([metrics[name] for name in FINITE_METRICS])
+            values = jnp.stack([measured[name] for name in FINITE_METRICS])
             finite = jnp.isfinite(values).all()
             new_state = _select(finite, new_state, state)
-        return new_state, metrics
+        return new_state, measured
 
     return train_step
 
@@ -355,7 +333,7 @@ def make_eval_step(
     model: nn.Module,
     preprocess: Callable[[Batch], Array],
     *,
-    top5: bool = False,
+    metrics: Sequence[str] = ("loss", "accuracy"),
     axis_name: str | None = None,
 ) -> Callable[[Any, Batch], Metrics]:
     """Makes the pure function ``step(variables, batch)`` of one evaluation batch.
@@ -363,13 +341,14 @@ def make_eval_step(
     Args:
         model: The model, applied with ``deterministic=True``.
         preprocess: Maps a batch to the model's inputs.
-        top5: Whether to also count labels among the five largest logits.
+        metrics: Names in `relattn.training.metrics.METRICS`.
         axis_name: The name of the devices' axis under a parallel map; None without one.
 
     Returns:
         The function. ``batch`` has the input of ``preprocess``, ``label``, and
-        ``weight``, 0 for a label that does not count. The result is the sums ``loss``,
-        ``correct``, perhaps ``correct_top5``, and ``count`` over the global batch.
+        ``weight``, 0 for a label that does not count. The result is the sum of each
+        metric's values over the labels of the global batch, and ``count``, the sum of
+        the weights.
 
     Example:
         >>> class Zeros(nn.Module):
@@ -377,7 +356,7 @@ def make_eval_step(
         ...         return jnp.zeros((len(images), 3))
         >>> step = make_eval_step(Zeros(), lambda batch: batch["image"])
         >>> batch = {"image": jnp.ones((2, 1, 1, 1)), "label": jnp.array([0, 0])}
-        >>> float(step({}, {**batch, "weight": jnp.array([1.0, 0.0])})["correct"])
+        >>> float(step({}, {**batch, "weight": jnp.array([1.0, 0.0])})["accuracy"])
         1.0
     """
 
@@ -385,17 +364,11 @@ def make_eval_step(
         inputs = preprocess(batch)
         logits = cast(Array, model.apply(variables, inputs, deterministic=True))
         label, weight = batch["label"], batch["weight"]
-        correct = (logits.argmax(-1) == label).astype(jnp.float32)
-        losses = jnp.where(weight > 0, cross_entropy(logits, label), 0.0)
-        sums = {
-            "loss": jnp.sum(losses * weight),
-            "correct": jnp.sum(correct * weight),
-            "count": jnp.sum(weight),
-        }
-        if top5:
-            _, best = jax.lax.top_k(logits, 5)
-            among = (best == label[..., None]).any(-1)
-            sums["correct_top5"] = jnp.sum(among * weight)
+        sums = {"count": jnp.sum(weight)}
+        for name in metrics:
+            # Padding may give values that are not finite.
+            values = jnp.where(weight > 0, count_metric(name, logits, label), 0.0)
+            sums[name] = jnp.sum(values * weight)
         return sums if axis_name is None else jax.lax.psum(sums, axis_name)
 
     return eval_step

@@ -21,6 +21,7 @@ from relattn.kernels.random_projections import redraw
 from relattn.training.config import LARGEST_INT
 from relattn.training.cost import training_flops
 from relattn.training.devices import Parallel, Redraw
+from relattn.training.metrics import metrics_of
 from relattn.training.optimizer import make_optimizer, make_schedule
 from relattn.training.run_metadata import History
 from relattn.training.step import (
@@ -34,8 +35,6 @@ from relattn.training.step import (
 )
 
 INPUT_DTYPES = {"images": jnp.float32, "tokens": jnp.int32}
-# Top-5 accuracy means little where five is half of the classes.
-TOP5_CLASSES = 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,6 +191,7 @@ class Task:
             accumulate_steps=self.config.accumulate_steps,
             skip_non_finite=self.config.max_skipped_updates > 0,
             mix=self.mix,
+            metrics=metrics_of(self.info, in_training=True),
             axis_name=parallel.axis_name,
         )
 
@@ -207,7 +207,7 @@ class Task:
         return make_eval_step(
             self.model,
             self.preprocess,
-            top5=counts_top5(self.info),
+            metrics=metrics_of(self.info),
             axis_name=parallel.axis_name,
         )
 
@@ -248,18 +248,6 @@ class Task:
             parallel.shard,
             parallel.shard_index,
         )
-
-
-def counts_top5(info: DataInfo) -> bool:
-    """Checks whether top-5 accuracy is reported.
-
-    Args:
-        info: The data's description.
-
-    Returns:
-        True for images of more than `TOP5_CLASSES` classes.
-    """
-    return info.kind == "images" and info.num_classes > TOP5_CLASSES
 
 
 def data_sizes(config: ConfigDict, info: DataInfo) -> dict[str, Any]:

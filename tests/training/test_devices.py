@@ -146,7 +146,7 @@ def test_evaluation_sums_leave_padding_out(count):
         labels = batch["label"][:13]
         losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
         assert sums["count"] == 13
-        assert sums["correct"] == np.sum(np.argmax(logits, -1) == labels)
+        assert sums["accuracy"] == np.sum(np.argmax(logits, -1) == labels)
         np.testing.assert_allclose(sums["loss"], losses.sum(), rtol=1e-5)
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from relattn.training import evaluator
 from relattn.training.devices import DataParallel
+from relattn.training.metrics import metrics_of
 from relattn.training.step import make_eval_step
-from relattn.training.task import counts_top5
 from tests.helpers.clock import slow_to_compile
 from tests.training.conftest import make_data
 
@@ -36,10 +36,10 @@ def evaluate(num_classes, make_eval_step=make_eval_step, **options):
     step = make_eval_step(
         model,
         lambda batch: batch["image"].astype(np.float32) / 255,
-        top5=counts_top5(info),
+        metrics=metrics_of(info),
         axis_name=parallel.axis_name,
     )
-    evaluate = evaluator.Evaluator(step, parallel, is_text=False)
+    evaluate = evaluator.Evaluator(step, parallel)
     (result,) = evaluate(variables, SPLIT, 16, **options)
     return result
 

@@ -11,10 +11,10 @@ import pytest
 from relattn import models
 from relattn.kernels.random_projections import redraw
 from relattn.training import default_config
+from relattn.training.metrics import cross_entropy
 from relattn.training.optimizer import make_optimizer, make_schedule
 from relattn.training.step import (
     create_state,
-    cross_entropy,
     make_eval_step,
     make_train_step,
     scalars,
@@ -267,14 +267,15 @@ def test_the_five_largest_logits():
         def __call__(self, images, *, deterministic=True):
             return images
 
-    step = jax.jit(make_eval_step(Fixed(), identity, top5=True))
+    metrics = ("accuracy", "top5_accuracy")
+    step = jax.jit(make_eval_step(Fixed(), identity, metrics=metrics))
     sums = step({}, {"image": logits, "label": labels, "weight": weight})
     rank = (logits > logits[np.arange(17), labels][:, None]).sum(-1)
-    assert sums["correct_top5"] == (rank < 5)[:13].sum()
-    assert sums["correct"] == (rank == 0)[:13].sum()
-    assert 0 < sums["correct"] < sums["correct_top5"] < 13
+    assert sums["top5_accuracy"] == (rank < 5)[:13].sum()
+    assert sums["accuracy"] == (rank == 0)[:13].sum()
+    assert 0 < sums["accuracy"] < sums["top5_accuracy"] < 13
     equal = step({}, {"image": 0 * logits, "label": labels, "weight": weight})
-    assert equal["correct_top5"] == (labels < 5)[:13].sum()
+    assert equal["top5_accuracy"] == (labels < 5)[:13].sum()
 
 
 def optimizer_config(**options):

@@ -1,0 +1,67 @@
+"""A metric is one entry of the table."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from relattn import training
+from relattn.evaluation import report as report_lib
+from relattn.training.metrics import METRICS, Metric, count_metric, register_metric
+from relattn.training.metrics_log import read_rows
+from tests.training.conftest import make_data
+
+
+def is_second(logits, labels):
+    """Returns 1 for labels with the second largest logit."""
+    return (jnp.argsort(logits, -1)[..., -2] == labels).astype(jnp.float32)
+
+
+@pytest.fixture
+def second():
+    metric = Metric(
+        is_second,
+        finish=lambda mean: 100 * mean,
+        title="second place",
+        format=".1f",
+        in_training=True,
+    )
+    register_metric("second", metric)
+    yield
+    del METRICS["second"]
+
+
+@pytest.mark.usefixtures("tiny", "second")
+def test_a_registered_metric_is_counted_and_printed(
+    config, tmp_path, one_device, capsys
+):
+    config.update(num_epochs=1, progress=True)
+    result = training.train_and_evaluate(config, tmp_path, devices=one_device)
+    run = training.load_run(tmp_path)
+    split = make_data().validation
+    predicted = run.predict(split.images, progress=False).probabilities
+    place = np.argsort(predicted, axis=-1)[:, -2]
+    expected = 100 * np.mean(place == split.labels)
+    assert 0 < expected < 100
+    row = read_rows(tmp_path / "metrics.jsonl")[-1]
+    assert row["validation_second"] == pytest.approx(expected)
+    assert 0 < row["train_second"] <= 100
+    assert result["validation_second"] == row["validation_second"]
+    assert run.evaluate(split)["second"] == pytest.approx(expected)
+    said = capsys.readouterr().out
+    assert f"second place {row['train_second']:.1f}; validation" in said
+    assert f"second place {expected:.1f};" in said
+    page = report_lib.report(run, data=make_data())
+    assert f"<td>validation second place</td><td>{expected:.1f}</td>" in page
+    assert "second place" in page.partition('<img alt="By step')[2].partition('"')[0]
+
+
+@pytest.mark.parametrize("name", ["accuracy", "count", "top 2"])
+def test_a_metric_has_a_new_name(name):
+    with pytest.raises(ValueError, match=f"cannot have the name '{name}': choose a"):
+        register_metric(name, Metric(is_second))
+
+
+def test_a_metric_has_a_value_for_each_label(monkeypatch):
+    monkeypatch.setitem(METRICS, "mean", Metric(lambda logits, labels: logits.mean()))
+    with pytest.raises(ValueError, match=r"'mean' returned the shape \(\) for"):
+        count_metric("mean", jnp.zeros((5, 3)), jnp.zeros(5, int))

@@ -77,10 +77,10 @@ def explain_write_errors(path: Path) -> Iterator[None]:
         WorkdirError: If the body of the context raises an OSError.
 
     Example:
-        >>> with explain_write_errors(Path("metrics.csv")):
+        >>> with explain_write_errors(Path("result.json")):
         ...     raise OSError(28, "No space left on device")
         Traceback (most recent call last):
-        relattn.training.errors.WorkdirError: metrics.csv cannot be written (No space \
+        relattn.training.errors.WorkdirError: result.json cannot be written (No space \
 left on device); earlier files are intact: free some space, or make the directory \
 writable, and repeat the command
     """

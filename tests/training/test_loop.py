@@ -52,7 +52,6 @@ def test_a_run_writes_its_results(finished):
     assert result["best_step"] == best["step"]
     assert 0 < result["inference_seconds"] < result["seconds"]
     assert result["validation_accuracy"] == best["validation_accuracy"]
-    assert (workdir / "metrics.csv").read_text().count("\n") == 10
     assert list(workdir.glob("events.out.tfevents.*"))
 
 

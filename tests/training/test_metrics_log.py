@@ -1,4 +1,3 @@
-import csv
 import os
 
 import pytest
@@ -6,11 +5,6 @@ from tensorboardX.proto.event_pb2 import Event
 
 from relattn.training.metrics_log import MetricsLog, read_rows
 from relattn.training.workdir import write_text
-
-
-def read_csv(path):
-    with path.open() as file:
-        return list(csv.DictReader(file))
 
 
 def test_rows_beyond_the_resumed_step_are_dropped(tmp_path):
@@ -30,9 +24,6 @@ def test_rows_beyond_the_resumed_step_are_dropped(tmp_path):
         {"step": 5, "train_loss": 7.0, "validation_loss": 8.0},
         {"step": 6, "train_loss": 9.0},
     ]
-    rows = read_csv(tmp_path / "metrics.csv")
-    assert [row["step"] for row in rows] == ["2", "4", "5", "6"]
-    assert [row["validation_loss"] for row in rows] == ["", "", "8.0", ""]
 
 
 UNREADABLE = [b"5", b"{}", b'{"step": "2"}', b'{"step": 2, "a": []}', b"\xff", b""]
@@ -84,19 +75,28 @@ def test_a_new_run_starts_with_empty_metrics(tmp_path):
     log.close()
     MetricsLog(tmp_path, 0).close()
     assert read_rows(tmp_path / "metrics.jsonl") == []
-    assert not (tmp_path / "metrics.csv").exists()
+
+
+def read_events(path):
+    data = path.read_bytes()
+    while data:
+        length = int.from_bytes(data[:8], "little")
+        yield Event.FromString(data[12 : 12 + length])
+        data = data[16 + length :]
 
 
 def test_tensorboard_events(tmp_path):
-    log = MetricsLog(tmp_path, 0)
-    log.write(3, {"train_loss": 0.5, "learning_rate": 0.25})
+    log = MetricsLog(tmp_path, 7)
+    log.write(8, {"seed": 3, "train_loss": 0.5, "learning_rate": 0.25})
     log.close()
     (path,) = tmp_path.glob("events.out.tfevents.*")
-    found, data = {}, path.read_bytes()
-    while data:
-        length = int.from_bytes(data[:8], "little")
-        event = Event.FromString(data[12 : 12 + length])
-        data = data[16 + length :]
-        for value in event.summary.value:
-            found[value.tag] = event.step, value.simple_value
-    assert found == {"train/loss": (3, 0.5), "learning_rate": (3, 0.25)}
+    events = list(read_events(path))
+    found = {
+        value.tag: (event.step, value.simple_value)
+        for event in events
+        for value in event.summary.value
+    }
+    assert found == {"train/loss/seed_3": (8, 0.5), "learning_rate/seed_3": (8, 0.25)}
+    # TensorBoard hides what earlier files have of this step and later ones.
+    (start,) = [event.step for event in events if event.session_log.status]
+    assert start == 8

@@ -40,7 +40,7 @@ from relattn.kernels.platform import use_platform
 from relattn.messages import closest
 from relattn.training.config import read_config
 from relattn.training.cost import matmul_flops, peak_flops
-from relattn.training.devices import MeshParallel
+from relattn.training.mesh import MeshParallel
 from relattn.training.task import Task
 from relattn.training.workdir import usable_folder, write_json
 

@@ -35,7 +35,7 @@ from relattn import command
 from relattn.messages import closest
 from relattn.training.config import read_config
 from relattn.training.cost import device_bytes, matmul_flops, tree_bytes
-from relattn.training.devices import MeshParallel
+from relattn.training.mesh import MeshParallel
 from relattn.training.task import Task
 from relattn.training.workdir import usable_folder, write_json
 from tests.helpers import compare

@@ -6,7 +6,7 @@
 
 compiles the training step of a configuration for simulated devices, without its arrays
 and data, and prints the memory per device. A mesh ``DATAxMODEL`` splits the batch into
-DATA parts and the parameters into MODEL parts; see `relattn.training.devices`. The
+DATA shards and the parameters into MODEL shards; see `relattn.training.mesh`. The
 compiler is that for CPUs: on other platforms the ``temporary`` memory differs.
 """
 
@@ -28,8 +28,8 @@ from relattn import command
 from relattn.data import DataInfo, ImageInfo, TextInfo
 from relattn.training.config import check_config, read_config
 from relattn.training.cost import tree_bytes
-from relattn.training.devices import DATA_AXIS, MeshParallel
 from relattn.training.errors import explain_write_errors
+from relattn.training.mesh import DATA_AXIS, MeshParallel
 from relattn.training.task import Task
 from relattn.training.workdir import usable_folder
 
@@ -129,7 +129,7 @@ def abstract_step(task: Task, parallel: MeshParallel) -> tuple[Any, tuple[Any, .
     batch = _abstract_batch(task)
     examples = NamedSharding(parallel.mesh, PartitionSpec(DATA_AXIS))
     batch = _with_shardings(batch, jax.tree.map(lambda _: examples, batch))
-    step = parallel.train_step(task.make_train_step(parallel))
+    step = parallel.compile_train_step(task.train_step)
     return step, (state, batch, task.key)
 
 

@@ -60,7 +60,7 @@ def measure(
     parallel = make_training_parallel(config, devices)
     data = data_lib.load_data(config.data)
     task = make_task(config, data.info)
-    step = parallel.train_step(task.make_train_step(parallel))
+    step = parallel.compile_train_step(task.train_step)
     state, key = parallel.place(task.create_state()), parallel.place_key(task.key)
 
     def train(batches: Iterator[Any]) -> float:
@@ -78,7 +78,7 @@ def measure(
         return (time.perf_counter() - start) / steps * 1e3
 
     times: dict[str, list[float]] = {"fixed": [], "pipeline": [], "read": []}
-    with task.loader(data, 0, parallel) as loader:
+    with task.loader(data, 0, parallel.shard, parallel.shard_index) as loader:
         real = (batch for _, batch in loader)
         fixed = itertools.repeat(next(real))
         train(fixed)  # Compiles.

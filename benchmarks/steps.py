@@ -77,9 +77,9 @@ def _relattn_step(model: str) -> Callable[[int], None]:
     parallel = make_training_parallel(config)
     data = data_lib.load_data(config.data)
     task = make_task(config, data.info)
-    step = parallel.train_step(task.make_train_step(parallel))
+    step = parallel.compile_train_step(task.train_step)
     state = parallel.create(task.create_state)
-    with task.loader(data, 0, parallel) as batches:
+    with task.loader(data, 0, parallel.shard, parallel.shard_index) as batches:
         _, batch = next(iter(batches))
 
     def run(steps):

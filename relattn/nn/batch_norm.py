@@ -14,39 +14,11 @@ import jax.numpy as jnp
 from flax.linen.dtypes import canonicalize_dtype
 from jaxtyping import Array, Float
 
-# The name of the axis of devices in data parallelism.
-DEVICE_AXIS = "devices"
+from relattn.nn.device_axis import mean_over_devices
 
 # PyTorch's defaults, with which the published models were trained.
 MOMENTUM = 0.9
 EPSILON = 1e-5
-
-
-def mean_over_devices(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """Averages an array over the devices that share a batch.
-
-    mean_d x_d under a parallel map over the axis `DEVICE_AXIS`; x itself elsewhere. So
-    a module's statistics are those of the whole batch on any number of devices.
-
-    Args:
-        x: An array of the same shape on each device, such as the moments of the
-            device's part of the batch.
-
-    Returns:
-        The mean, on every device.
-
-    Example:
-        >>> float(mean_over_devices(jnp.float32(3)))
-        3.0
-        >>> mean = jax.vmap(mean_over_devices, axis_name=DEVICE_AXIS)
-        >>> mean(jnp.array([1.0, 2.0, 6.0])).tolist()
-        [3.0, 3.0, 3.0]
-    """
-    try:
-        return jax.lax.pmean(x, DEVICE_AXIS)
-    except NameError:
-        # The axis is not bound: one device has the whole batch.
-        return x
 
 
 class BatchNorm(nn.Module):

@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float
 
 from relattn.kernels import routing
 from relattn.nn.attention import Context, MultiHeadAttention
-from relattn.nn.batch_norm import mean_over_devices
+from relattn.nn.device_axis import mean_over_devices
 
 
 class RoutingAttention(MultiHeadAttention):

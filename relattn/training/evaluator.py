@@ -14,9 +14,9 @@ import numpy as np
 
 from relattn.data import EvalSplit
 from relattn.training.checkpoint import CHECKPOINTS, read_meta, restore
-from relattn.training.devices import Parallel
 from relattn.training.distributed import from_primary
 from relattn.training.metrics import BEST_METRICS, METRICS, RESERVED, format_metrics
+from relattn.training.parallel import Parallel
 from relattn.training.run_metadata import History
 from relattn.training.step import EvalStep
 from relattn.training.task import Task
@@ -36,12 +36,12 @@ class Evaluator:
 
     def __init__(self, step: EvalStep, parallel: Parallel):
         self._parallel = parallel
-        self._step = parallel.eval_step(step)
+        self._step = parallel.compile_eval_step(step)
 
     @classmethod
     def of_task(cls, task: Task, parallel: Parallel) -> Evaluator:
         """Returns the evaluator of a task's model."""
-        return cls(task.make_eval_step(parallel), parallel)
+        return cls(task.eval_step, parallel)
 
     def __call__(
         self, variables: Any, split: EvalSplit, batch_size: int, *, timed: bool = False

@@ -27,7 +27,7 @@ from relattn.training.checkpoint import (
 )
 from relattn.training.config import check_config, flatten, to_json
 from relattn.training.cost import warn_if_too_large
-from relattn.training.devices import Device, Parallel, make_training_parallel
+from relattn.training.devices import make_training_parallel
 from relattn.training.errors import PreemptedError
 from relattn.training.evaluator import Evaluator, final_results
 from relattn.training.given_data import (
@@ -50,6 +50,7 @@ from relattn.training.metrics_window import (
     summarize,
     throughput,
 )
+from relattn.training.parallel import Device, Parallel
 from relattn.training.preemption import Preemption
 from relattn.training.resume import check_same_data, read_saved
 from relattn.training.run_metadata import History, score
@@ -222,9 +223,8 @@ class TrainLoop:
             else:
                 self.state = parallel.create(task.create_state)
         self.key = parallel.place_key(task.key)
-        self.train_step = parallel.train_step(task.make_train_step(parallel))
-        redraw = task.make_redraw()
-        self.redraw = redraw and parallel.redraw(redraw)
+        self.train_step = parallel.compile_train_step(task.train_step)
+        self.redraw = task.redraw and parallel.compile_redraw(task.redraw)
         self.evaluator = Evaluator.of_task(task, parallel)
         self.eval_every = (
             self.config.eval_every_steps
@@ -241,7 +241,10 @@ class TrainLoop:
     def train(self, on_step: Callable[[int], None] | None) -> None:
         """Updates the state until the last step or early stopping."""
         first_step = self.saved_step
-        with self.task.loader(self.data, first_step, self.parallel) as batches:
+        loader = self.task.loader(
+            self.data, first_step, self.parallel.shard, self.parallel.shard_index
+        )
+        with loader as batches:
             for index, batch in batches:
                 step = index + 1
                 self.update(batch, step)

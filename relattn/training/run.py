@@ -23,10 +23,11 @@ from relattn.messages import closest
 from relattn.models import pretrained
 from relattn.training import predict as predict_lib
 from relattn.training.config import to_json
-from relattn.training.devices import Device, make_parallel
+from relattn.training.devices import make_parallel
 from relattn.training.evaluator import Evaluator
 from relattn.training.given_data import require_data
 from relattn.training.metrics import metrics_of
+from relattn.training.parallel import Device
 from relattn.training.predict import Predictions
 from relattn.training.resume import check_fits
 from relattn.training.step import Batch, make_eval_step
@@ -350,7 +351,6 @@ def evaluate(
         run.model,
         run.preprocess,
         metrics=metrics_of(run.data),
-        axis_name=parallel.axis_name,
     )
     evaluator = Evaluator(step, parallel)
     (result,) = evaluator(parallel.place(run.variables), split, batch_size)

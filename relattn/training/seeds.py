@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -13,9 +13,10 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from relattn.data import Batch, DataInfo, DataSource, Loader
-from relattn.training.devices import Parallel, Redraw
+from relattn.data.base import ShardIndex
+from relattn.kernels.platform import current_platform
 from relattn.training.run_metadata import History
-from relattn.training.step import EvalStep, TrainState, TrainStep
+from relattn.training.step import EvalStep, Redraw, TrainState, TrainStep
 from relattn.training.task import Task
 
 # The seeds share the step, so that a branch on the step stays a branch under vmap.
@@ -91,17 +92,20 @@ class SeedsTask(Task):
         """Returns the stacked states before the first update."""
         return jax.jit(jax.vmap(self.single.init, out_axes=STATE_AXES))(self.key)
 
-    def make_train_step(self, parallel: Parallel) -> TrainStep:
-        """Makes the update of stacked states, batches and keys."""
-        return map_train_step(self.single.make_train_step(parallel), parallel.platform)
+    @functools.cached_property
+    def train_step(self) -> TrainStep:
+        """The update of stacked states, batches and keys."""
+        return map_train_step(self.single.train_step)
 
-    def make_eval_step(self, parallel: Parallel) -> EvalStep:
-        """Makes the evaluation of stacked variables on one batch."""
-        return map_eval_step(self.single.make_eval_step(parallel), parallel.platform)
+    @functools.cached_property
+    def eval_step(self) -> EvalStep:
+        """The evaluation of stacked variables on one batch."""
+        return map_eval_step(self.single.eval_step)
 
-    def make_redraw(self) -> Redraw | None:
-        """Makes the redraw of stacked random features; the seeds share the step."""
-        redraw = self.single.make_redraw()
+    @functools.cached_property
+    def redraw(self) -> Redraw | None:
+        """The redraw of stacked random features; the seeds share the step."""
+        redraw = self.single.redraw
         return redraw and jax.vmap(redraw, in_axes=(0, 0, None))
 
     def unstack(self, state: TrainState) -> list[TrainState]:
@@ -120,17 +124,19 @@ class SeedsTask(Task):
 
     @contextlib.contextmanager
     def loader(
-        self, data: DataSource, start_step: int, parallel: Parallel
+        self,
+        data: DataSource,
+        start_step: int,
+        place: Callable[..., Batch],
+        shard: ShardIndex,
     ) -> Iterator[Iterator[tuple[int, Batch]]]:
         """Iterates over (step, stacked batches): each seed has its own order."""
-        place = functools.partial(parallel.shard, axis=1)
+        place = functools.partial(place, axis=1)
         batch_size = self.config.batch_size
         with contextlib.ExitStack() as stack:
             loaders = [
                 stack.enter_context(
-                    data.train_loader(
-                        batch_size, seed, start_step, shard=parallel.shard_index
-                    )
+                    data.train_loader(batch_size, seed, start_step, shard=shard)
                 )
                 for seed in self.seeds
             ]
@@ -146,45 +152,46 @@ class SeedsTask(Task):
             yield stack.enter_context(Loader(make_batch, start_step, place=place))
 
 
-def map_train_step(step: TrainStep, platform: str) -> TrainStep:
+def map_train_step(step: TrainStep) -> TrainStep:
     """Maps the update of one seed over stacked states, batches and keys.
+
+    Seeds are mapped by a loop on the platforms of `LOOP_PLATFORMS`, else by vmap.
 
     Args:
         step: The pure function of `relattn.training.step.make_train_step`.
-        platform: The devices' platform; seeds are mapped by a loop on those of
-            `LOOP_PLATFORMS`, else by vmap.
 
     Returns:
         The mapped function; its metrics have a leading axis of seeds.
     """
-    if platform not in LOOP_PLATFORMS:
-        return jax.vmap(step, in_axes=(STATE_AXES, 0, 0), out_axes=(STATE_AXES, 0))
 
-    def one_by_one(state: TrainState, batch: Any, key: Any) -> tuple[TrainState, Any]:
-        def update(args: tuple[TrainState, Any, Any]) -> tuple[TrainState, Any]:
-            rest, batch, key = args
+    def mapped(state: TrainState, batch: Any, key: Any) -> tuple[TrainState, Any]:
+        def update(rest: TrainState, batch: Any, key: Any) -> tuple[TrainState, Any]:
             new, metrics = step(rest.replace(step=state.step), batch, key)
             return new.replace(step=()), metrics
 
+        if current_platform() not in LOOP_PLATFORMS:
+            axes = (STATE_AXES, 0, 0)
+            return jax.vmap(step, axes, out_axes=(STATE_AXES, 0))(state, batch, key)
         rest = state.replace(step=())
-        rest, metrics = jax.lax.map(update, (rest, batch, key))
+        rest, metrics = jax.lax.map(lambda args: update(*args), (rest, batch, key))
         return rest.replace(step=state.step + 1), metrics
 
-    return one_by_one
+    return mapped
 
 
-def map_eval_step(step: EvalStep, platform: str) -> EvalStep:
+def map_eval_step(step: EvalStep) -> EvalStep:
     """Maps the evaluation of one seed over stacked variables, on one batch.
 
     Args:
         step: The pure function of `relattn.training.step.make_eval_step`.
-        platform: As in `map_train_step`.
 
     Returns:
         The mapped function; its sums have a leading axis of seeds.
     """
-    if platform not in LOOP_PLATFORMS:
-        return jax.vmap(step, in_axes=(0, None))
-    return lambda stacked, batch: jax.lax.map(
-        lambda variables: step(variables, batch), stacked
-    )
+
+    def mapped(stacked: Any, batch: Any) -> Any:
+        if current_platform() not in LOOP_PLATFORMS:
+            return jax.vmap(step, in_axes=(0, None))(stacked, batch)
+        return jax.lax.map(lambda variables: step(variables, batch), stacked)
+
+    return mapped

@@ -15,6 +15,12 @@ from jaxtyping import Array, Bool, Key
 
 from relattn.data import Mix
 from relattn.kernels.random_projections import redraw
+from relattn.nn.device_axis import (
+    device_index,
+    mean_over_devices,
+    roll_batch,
+    sum_over_devices,
+)
 from relattn.training.metrics import count_metric, cross_entropy
 
 Batch = dict[str, Any]
@@ -129,6 +135,8 @@ def create_state(
 
 TrainStep = Callable[[TrainState, Batch, Key[Array, "..."]], tuple[TrainState, Metrics]]
 EvalStep = Callable[[Any, Batch], Metrics]
+# Maps random features, a key and the step to new features.
+Redraw = Callable[[Any, Any, Any], Any]
 
 
 def make_train_step(
@@ -140,7 +148,6 @@ def make_train_step(
     skip_non_finite: bool = False,
     mix: Mix | None = None,
     metrics: Sequence[str] = ("accuracy",),
-    axis_name: str | None = None,
 ) -> Callable[[TrainState, Batch, Key[Array, ""]], tuple[TrainState, Metrics]]:
     """Makes the pure function of one update, ``step(state, batch, key)``.
 
@@ -149,7 +156,10 @@ def make_train_step(
     do not change: `relattn.kernels.redraw` is called between updates. Moving statistics
     are updated once, by the mean of their updates over the devices and the
     micro-batches. Modules average moments over the devices by
-    `relattn.nn.batch_norm.mean_over_devices`, and over each micro-batch separately.
+    `relattn.nn.device_axis.mean_over_devices`, and over each micro-batch separately.
+
+    The function can be compiled by ``jax.jit``, or mapped over devices by ``jax.pmap``
+    with the axis `relattn.nn.device_axis.DEVICE_AXIS`, each with a shard of the batch.
 
     Args:
         model: The model, applied with ``deterministic=False`` and a ``dropout`` key.
@@ -166,7 +176,6 @@ def make_train_step(
             soft labels, and metrics count the label of larger weight.
         metrics: Names in `relattn.training.metrics.METRICS` of what is counted, beside
             the loss, on the batch before the update.
-        axis_name: The name of the devices' axis under a parallel map; None without one.
 
     Returns:
         The function; its metrics are ``loss``, those of ``metrics``, ``grad_norm``
@@ -235,12 +244,11 @@ def make_train_step(
     def train_step(
         state: TrainState, batch: Batch, key: Key[Array, ""]
     ) -> tuple[TrainState, Metrics]:
-        device = 0 if axis_name is None else jax.lax.axis_index(axis_name)
         dropout_key = jax.random.fold_in(stream_key(key, "dropout"), state.step)
-        dropout_key = jax.random.fold_in(dropout_key, device)
+        dropout_key = jax.random.fold_in(dropout_key, device_index())
         mix_key = jax.random.fold_in(stream_key(key, "mix"), state.step)
         if mix is not None:
-            batch = {**batch, "previous": _previous(batch, axis_name)}
+            batch = {**batch, "previous": roll_batch(batch)}
         if accumulate_steps == 1:
             results = gradients(state, batch, dropout_key, mix_key)
         else:
@@ -254,9 +262,7 @@ def make_train_step(
                 batch,
                 accumulate_steps,
             )
-        if axis_name is not None:
-            results = jax.lax.pmean(results, axis_name)
-        grads, measured, batch_stats = results
+        grads, measured, batch_stats = mean_over_devices(results)
         measured["grad_norm"] = optax.tree.norm(grads)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         measured["update_norm"] = optax.tree.norm(updates)
@@ -286,20 +292,6 @@ def _select(finite: Bool[Array, ""], new: TrainState, old: TrainState) -> TrainS
         for name in changed
     }
     return new.replace(**chosen)
-
-
-def _previous(batch: Batch, axis_name: str | None) -> Batch:
-    """Rolls the global batch by one: the last example comes before the first."""
-    if axis_name is None:
-        return jax.tree.map(lambda x: jnp.roll(x, 1, axis=0), batch)
-    devices = jax.lax.axis_size(axis_name)
-    to_next = [(device, (device + 1) % devices) for device in range(devices)]
-
-    def roll(x: Array) -> Array:
-        first = jax.lax.ppermute(x[-1:], axis_name, to_next)
-        return jnp.concatenate([first, x[:-1]])
-
-    return jax.tree.map(roll, batch)
 
 
 def _mean_over_micro_batches(
@@ -334,7 +326,6 @@ def make_eval_step(
     preprocess: Callable[[Batch], Array],
     *,
     metrics: Sequence[str] = ("loss", "accuracy"),
-    axis_name: str | None = None,
 ) -> Callable[[Any, Batch], Metrics]:
     """Makes the pure function ``step(variables, batch)`` of one evaluation batch.
 
@@ -342,13 +333,12 @@ def make_eval_step(
         model: The model, applied with ``deterministic=True``.
         preprocess: Maps a batch to the model's inputs.
         metrics: Names in `relattn.training.metrics.METRICS`.
-        axis_name: The name of the devices' axis under a parallel map; None without one.
 
     Returns:
         The function. ``batch`` has the input of ``preprocess``, ``label``, and
         ``weight``, 0 for a label that does not count. The result is the sum of each
         metric's values over the labels of the global batch, and ``count``, the sum of
-        the weights.
+        the weights. Each device may have a shard of it, as in `make_train_step`.
 
     Example:
         >>> class Zeros(nn.Module):
@@ -369,7 +359,7 @@ def make_eval_step(
             # Padding may give values that are not finite.
             values = jnp.where(weight > 0, count_metric(name, logits, label), 0.0)
             sums[name] = jnp.sum(values * weight)
-        return sums if axis_name is None else jax.lax.psum(sums, axis_name)
+        return sum_over_devices(sums)
 
     return eval_step
 

@@ -17,16 +17,17 @@ from ml_collections import ConfigDict
 from relattn import data as data_lib
 from relattn import models
 from relattn.data import DataInfo
+from relattn.data.base import ShardIndex
 from relattn.kernels.random_projections import redraw
 from relattn.training.config import LARGEST_INT
 from relattn.training.cost import training_flops
-from relattn.training.devices import Parallel, Redraw
 from relattn.training.metrics import metrics_of
 from relattn.training.optimizer import make_optimizer, make_schedule
 from relattn.training.run_metadata import History
 from relattn.training.step import (
     Batch,
     EvalStep,
+    Redraw,
     TrainState,
     TrainStep,
     create_state,
@@ -175,15 +176,9 @@ class Task:
         """The shapes and dtypes of the state, without computing it."""
         return jax.eval_shape(self.create_state)
 
-    def make_train_step(self, parallel: Parallel) -> TrainStep:
-        """Makes the update, a pure function.
-
-        Args:
-            parallel: The devices that it will be mapped over.
-
-        Returns:
-            The function, see `relattn.training.step.make_train_step`.
-        """
+    @functools.cached_property
+    def train_step(self) -> TrainStep:
+        """The update, a pure function; see `relattn.training.step.make_train_step`."""
         return make_train_step(
             self.model,
             self.optimizer,
@@ -192,31 +187,18 @@ class Task:
             skip_non_finite=self.config.max_skipped_updates > 0,
             mix=self.mix,
             metrics=metrics_of(self.info, in_training=True),
-            axis_name=parallel.axis_name,
         )
 
-    def make_eval_step(self, parallel: Parallel) -> EvalStep:
-        """Makes the evaluation of a batch, a pure function.
-
-        Args:
-            parallel: The devices that it will be mapped over.
-
-        Returns:
-            The function, see `relattn.training.step.make_eval_step`.
-        """
+    @functools.cached_property
+    def eval_step(self) -> EvalStep:
+        """The evaluation of a batch, a pure function; see `make_eval_step`."""
         return make_eval_step(
-            self.model,
-            self.preprocess,
-            metrics=metrics_of(self.info),
-            axis_name=parallel.axis_name,
+            self.model, self.preprocess, metrics=metrics_of(self.info)
         )
 
-    def make_redraw(self) -> Redraw | None:
-        """Makes the redraw of the random features; None if the run has none.
-
-        Returns:
-            The function, a pure function of the features, the run's key and the step.
-        """
+    @functools.cached_property
+    def redraw(self) -> Redraw | None:
+        """The redraw of random features, a pure function; None if the run has none."""
         drawn = jax.tree.leaves(self.abstract_state.random_features)
         if not drawn or not 0 < self.config.redraw_every <= self.num_steps:
             return None
@@ -229,24 +211,26 @@ class Task:
         return [state]
 
     def loader(
-        self, data: data_lib.DataSource, start_step: int, parallel: Parallel
+        self,
+        data: data_lib.DataSource,
+        start_step: int,
+        place: Callable[..., Batch],
+        shard: ShardIndex,
     ) -> contextlib.AbstractContextManager[Iterator[tuple[int, Batch]]]:
-        """Iterates over (step, batch), with batches on the devices ahead of time.
+        """Iterates over (step, batch), with batches placed ahead of time.
 
         Args:
             data: The data set.
             start_step: The first step.
-            parallel: The devices.
+            place: Starts to copy a batch to the devices, as
+                `relattn.training.parallel.Parallel.shard` does.
+            shard: The shard of every batch that this process reads.
 
         Returns:
             A context manager that yields the iterator.
         """
         return data.train_loader(
-            self.config.batch_size,
-            self.config.seed,
-            start_step,
-            parallel.shard,
-            parallel.shard_index,
+            self.config.batch_size, self.config.seed, start_step, place, shard
         )
 
 

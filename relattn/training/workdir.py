@@ -22,8 +22,8 @@ import jax
 
 from relattn.data.paths import expand
 from relattn.training.config import to_json
-from relattn.training.devices import Device
 from relattn.training.errors import WorkdirError, explain_write_errors
+from relattn.training.parallel import Device
 from relattn.training.task import Task
 
 try:
@@ -125,7 +125,7 @@ def describe_start(
             f"{', '.join(sizes)}."
         ]
     never = []
-    if task.config.redraw_every and task.make_redraw() is None:
+    if task.config.redraw_every and task.redraw is None:
         never = [
             f"config.redraw_every={task.config.redraw_every} has no effect: "
             + (

@@ -6,7 +6,7 @@ from ml_collections import ConfigDict
 
 from benchmarks.memory import describe_data, measure, read_mesh
 from relattn.training import default_config
-from relattn.training.devices import MeshParallel
+from relattn.training.mesh import MeshParallel
 from relattn.training.task import Task
 
 

@@ -27,7 +27,7 @@ from relattn.data.tokenizers import TOKENIZERS
 from relattn.training import train_and_evaluate
 from relattn.training.config import read_config
 from relattn.training.cost import device_bytes, state_bytes
-from relattn.training.devices import MeshParallel
+from relattn.training.mesh import MeshParallel
 from relattn.training.metrics_log import read_rows
 from relattn.training.task import Task
 

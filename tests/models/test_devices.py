@@ -10,7 +10,8 @@ import pytest
 from relattn.kernels.random_projections import redraw
 from relattn.models import Performer
 from relattn.models.cnn import ResidualBlock
-from relattn.training.devices import DataParallel, MeshParallel
+from relattn.training.mesh import MeshParallel
+from relattn.training.pmap import DataParallel
 from relattn.training.step import create_state, make_train_step
 
 SHAPE = (4, 6, 1)
@@ -60,12 +61,11 @@ def train(parallel, model, state):
         model,
         OPTIMIZER,
         lambda batch: batch["image"],
-        axis_name=parallel.axis_name,
     )
-    step = parallel.train_step(step)
+    step = parallel.compile_train_step(step)
     state = parallel.place(state)
     generator = np.random.default_rng(0)
-    compiled = parallel.redraw(redraw)
+    compiled = parallel.compile_redraw(redraw)
     for done in range(1, STEPS + 1):
         batch = {
             "image": generator.random((BATCH, *SHAPE), np.float32),

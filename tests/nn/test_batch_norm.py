@@ -7,27 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from relattn.nn.batch_norm import (
-    DEVICE_AXIS,
-    EPSILON,
-    MOMENTUM,
-    BatchNorm,
-    mean_over_devices,
-)
+from relattn.nn.batch_norm import EPSILON, MOMENTUM, BatchNorm
 
 
 def make_inputs(*shape):
     rng = np.random.default_rng(0)
     return (3 + 2 * rng.normal(size=shape)).astype(np.float32)
-
-
-def test_mean_over_devices_is_the_mean_or_the_identity():
-    x = make_inputs(4, 3)
-    mean = jax.pmap(mean_over_devices, axis_name=DEVICE_AXIS)(x)
-    np.testing.assert_allclose(mean, np.tile(x.mean(0), (4, 1)), rtol=1e-6)
-    np.testing.assert_array_equal(jax.jit(mean_over_devices)(x), x)
-    other = jax.pmap(mean_over_devices, axis_name="another")(x)
-    np.testing.assert_array_equal(other, x)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -10,7 +10,7 @@ import pytest
 from relattn import models, training
 from relattn.nn.batch_norm import MOMENTUM, BatchNorm
 from relattn.training import seeds
-from relattn.training.devices import DataParallel
+from relattn.training.pmap import DataParallel
 from relattn.training.step import create_state, make_train_step
 from tests.helpers.interrupted import Interrupted, interrupt_at
 from tests.training.conftest import TinyModel, make_data
@@ -126,8 +126,8 @@ def test_stacked_seeds_have_separate_statistics(monkeypatch):
     monkeypatch.setattr(seeds, "LOOP_PLATFORMS", ())
     parallel = DataParallel(jax.local_devices()[:2])
     model, optimizer = Normalised(), optax.sgd(0.3)
-    step = make_train_step(model, optimizer, to_float, axis_name=parallel.axis_name)
-    mapped = parallel.train_step(seeds.map_train_step(step, "cpu"))
+    step = make_train_step(model, optimizer, to_float)
+    mapped = parallel.compile_train_step(seeds.map_train_step(step))
     keys = jax.vmap(jax.random.key)(np.arange(2))
     create = jax.vmap(
         lambda key: create_state(model, optimizer, key, SHAPE),

@@ -10,12 +10,10 @@ from relattn import training
 from relattn.kernels.random_projections import redraw
 from relattn.models import ViT
 from relattn.training.checkpoint import CHECKPOINTS, checkpoint_steps
-from relattn.training.devices import (
-    DataParallel,
-    MeshParallel,
-    choose_devices,
-    process_shard,
-)
+from relattn.training.devices import choose_devices
+from relattn.training.mesh import MeshParallel
+from relattn.training.parallel import process_shard
+from relattn.training.pmap import DataParallel
 from relattn.training.seeds import make_task
 from relattn.training.step import create_state, make_eval_step, make_train_step
 from tests.helpers.interrupted import Interrupted, final_state, interrupt_at
@@ -46,11 +44,10 @@ def run(parallel, optimizer, model=None, *, steps=5, dropout=0.0, accumulate_ste
         optimizer,
         to_float,
         accumulate_steps=accumulate_steps,
-        axis_name=parallel.axis_name,
     )
-    mapped = parallel.train_step(chex.assert_max_traces(step, n=1))
+    mapped = parallel.compile_train_step(chex.assert_max_traces(step, n=1))
     state = parallel.create(lambda: create_state(model, optimizer, key, (5, 3, 1)))
-    compiled = parallel.redraw(chex.assert_max_traces(redraw_every_two, n=1))
+    compiled = parallel.compile_redraw(chex.assert_max_traces(redraw_every_two, n=1))
     history = []
     for done, batch in enumerate(batches(steps), 1):
         state, metrics = mapped(state, parallel.shard(batch), key)
@@ -99,8 +96,8 @@ def test_dropout_keys_differ_by_device_and_step():
     optimizer = optax.sgd(0.0)
     single = DataParallel(jax.local_devices()[:1])
     for devices in (parallel, single):
-        step = make_train_step(model, optimizer, to_float, axis_name=devices.axis_name)
-        mapped = devices.train_step(step)
+        step = make_train_step(model, optimizer, to_float)
+        mapped = devices.compile_train_step(step)
         state = devices.place(create_state(model, optimizer, key, (5, 3, 1)))
         for batch in batches(2):
             state, metrics = mapped(state, devices.shard(batch), key)
@@ -113,10 +110,10 @@ def test_the_old_state_is_donated_except_on_cpus(platform, monkeypatch):
     monkeypatch.setattr(DataParallel, "platform", platform)
     parallel, key = DataParallel(), jax.random.key(0)
     model, optimizer = TinyModel(num_classes=3), optax.sgd(0.1)
-    step = make_train_step(model, optimizer, to_float, axis_name=parallel.axis_name)
+    step = make_train_step(model, optimizer, to_float)
     state = parallel.place(create_state(model, optimizer, key, (5, 3, 1)))
     kept = parallel.fetch(state)
-    mapped = parallel.train_step(step)
+    mapped = parallel.compile_train_step(step)
     for batch in batches(2):
         old, (state, _) = state, mapped(state, parallel.shard(batch), key)
         assert old.params["head"]["kernel"].is_deleted() == (platform == "tpu")
@@ -131,10 +128,8 @@ def test_evaluation_sums_leave_padding_out(count):
     parallel = DataParallel(jax.local_devices()[:count])
     model, key = TinyModel(num_classes=3), jax.random.key(0)
     state = create_state(model, optax.sgd(0.1), key, (5, 3, 1))
-    step = parallel.eval_step(
-        chex.assert_max_traces(
-            make_eval_step(model, to_float, axis_name=parallel.axis_name), n=1
-        )
+    step = parallel.compile_eval_step(
+        chex.assert_max_traces(make_eval_step(model, to_float), n=1)
     )
     variables = parallel.place(state.variables)
     weight = np.array([1.0] * 13 + [0.0] * 7, np.float32)
@@ -261,7 +256,7 @@ def test_seeds_train_together_on_a_mesh(config, tiny):
         DataParallel(jax.local_devices()[:1]),
         MeshParallel(model_axis=2),
     ):
-        step = parallel.train_step(task.make_train_step(parallel))
+        step = parallel.compile_train_step(task.train_step)
         state = parallel.create(task.create_state)
         state, metrics = step(state, parallel.shard(batch, axis=1), task.key)
         results.append(parallel.fetch((state.params, metrics)))

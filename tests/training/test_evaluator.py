@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from relattn.training import evaluator
-from relattn.training.devices import DataParallel
 from relattn.training.metrics import metrics_of
+from relattn.training.pmap import DataParallel
 from relattn.training.step import make_eval_step
 from tests.helpers.clock import slow_to_compile
 from tests.training.conftest import make_data
@@ -37,7 +37,6 @@ def evaluate(num_classes, make_eval_step=make_eval_step, **options):
         model,
         lambda batch: batch["image"].astype(np.float32) / 255,
         metrics=metrics_of(info),
-        axis_name=parallel.axis_name,
     )
     evaluate = evaluator.Evaluator(step, parallel)
     (result,) = evaluate(variables, SPLIT, 16, **options)

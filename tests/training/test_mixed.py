@@ -8,7 +8,8 @@ import optax
 import pytest
 
 from relattn.data import make_mix
-from relattn.training.devices import DataParallel, MeshParallel
+from relattn.training.mesh import MeshParallel
+from relattn.training.pmap import DataParallel
 from relattn.training.step import create_state, make_train_step, stream_key
 from relattn.training.task import Task
 from tests.helpers.quick import quick_jit
@@ -32,10 +33,9 @@ def run(parallel, steps=3, **options):
         OPTIMIZER,
         to_float,
         mix=make_mix(MIX),
-        axis_name=parallel.axis_name,
         **options,
     )
-    mapped = parallel.train_step(step)
+    mapped = parallel.compile_train_step(step)
     state = parallel.create(lambda: create_state(MODEL, OPTIMIZER, key, SHAPE))
     history = []
     for i in range(steps):
@@ -100,7 +100,7 @@ def test_the_configuration_selects_mixing(tiny, config):
             with config.unlocked():
                 config.data.mix = mix
         task = Task.build(config, data.info)
-        step = quick_jit(task.make_train_step(MeshParallel(jax.local_devices()[:1])))
+        step = quick_jit(task.train_step)
         _, metrics = step(task.create_state(), batch, task.key)
         losses[mix] = float(metrics["loss"])
     assert losses[None] == losses["none"] != losses["mixup"]

@@ -22,7 +22,7 @@ def test_an_update_has_no_branch(config, parallel):
     config.update(parallel=parallel, max_skipped_updates=2)
     task = Task.build(config, make_data().info)
     devices = make_parallel(config)
-    step = devices.train_step(task.make_train_step(devices))
+    step = devices.compile_train_step(task.train_step)
     state = devices.create(task.create_state)
     rows = make_data().train
     batch = {"image": rows.images[:20], "label": rows.labels[:20]}
@@ -40,7 +40,7 @@ def test_every_device_draws_what_a_seed_draws_alone(config, parallel, num_seeds)
     devices = make_parallel(config)
     state = devices.create(task.create_state)
     key, step = devices.place_key(task.key), state.step + 5 * config.redraw_every + 1
-    after = devices.redraw(task.make_redraw())(state.random_features, key, step)
+    after = devices.compile_redraw(task.redraw)(state.random_features, key, step)
     copies = {
         np.asarray(shard.data).tobytes()
         for leaf in jax.tree.leaves(after)
@@ -61,7 +61,7 @@ def test_a_run_without_redraws_compiles_none(config):
     for redraw_every, num_steps in ((0, 15), (16, 15)):
         config.update(redraw_every=redraw_every, num_steps=num_steps)
         task = Task.build(config, info)
-        assert task.make_redraw() is None
+        assert task.redraw is None
         said = describe_start(task, jax.devices()[:1], 1, Path("x"), 0, False)
         if redraw_every:
             assert said[-1] == (

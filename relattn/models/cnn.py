@@ -7,7 +7,7 @@ options of the baselines of Horn et al.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import flax.linen as nn
@@ -55,6 +55,7 @@ class CNN(nn.Module):
     precision: str = ""
     weight_init: str = "he"
     inputs: ClassVar[str] = "images"
+    split_axes: ClassVar[Mapping[str, tuple[int, ...]]] = {"head/kernel": (-1, -2)}
     min_size: ClassVar[int] = 1
     # Inputs are pixels.
     patch_size: ClassVar[int] = 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import flax.linen as nn
@@ -91,6 +92,11 @@ class GPT(nn.Module):
     precision: str = ""
     remat: bool = False
     inputs: ClassVar[str] = "tokens"
+    # [vocab_size, dim] and [dim, vocab_size]
+    split_axes: ClassVar[Mapping[str, tuple[int, ...]]] = {
+        "embedding/embedding": (-2, -1),
+        "head/kernel": (-1, -2),
+    }
     num_prefix: ClassVar[int] = 0
 
     @nn.compact

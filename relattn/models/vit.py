@@ -8,6 +8,7 @@ before the head. `SIZES` has the sizes A, B and C of Translution.
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import flax.linen as nn
@@ -126,6 +127,10 @@ class ViT(nn.Module):
     precision: str = ""
     remat: bool = False
     inputs: ClassVar[str] = "images"
+    split_axes: ClassVar[Mapping[str, tuple[int, ...]]] = {
+        "embedding/kernel": (-1,),
+        "head/kernel": (-1, -2),
+    }
 
     @property
     def num_prefix(self) -> int:

@@ -7,7 +7,7 @@ the cache for decoding. Subclasses fill in its hooks, most with one call of a ke
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import flax.linen as nn
@@ -100,6 +100,9 @@ class MultiHeadAttention(nn.Module):
     periodic: ClassVar[bool] = False
     # Whether parameters fit one grid only and cannot be resized.
     has_grid_tables: ClassVar[bool] = False
+    # For parameters that a mesh may split over devices: their axes, counted from the
+    # last; the first that divides evenly is split.
+    split_axes: ClassVar[Mapping[str, tuple[int, ...]]] = {}
 
     def __post_init__(self) -> None:
         self.head_dim = self.head_dim or default_head_dim(self.dim, self.num_heads)

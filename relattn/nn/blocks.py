@@ -7,8 +7,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar, cast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, TypeVar, cast
 
 import flax.linen as nn
 import jax
@@ -199,6 +199,12 @@ class FeedForward(nn.Module):
     dropout: float = 0.0
     dtype: Any = jnp.float32
     approximate_gelu: bool = False
+    # The hidden layer, see `MultiHeadAttention.split_axes`.
+    split_axes: ClassVar[Mapping[str, tuple[int, ...]]] = {
+        "hidden/kernel": (-1,),
+        "hidden/bias": (-1,),
+        "out/kernel": (-2,),
+    }
 
     @nn.compact
     def __call__(

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import flax.linen as nn
@@ -37,6 +38,11 @@ class OffsetAttention(MultiHeadAttention):
     scannable: ClassVar[bool] = True
     expensive_to_compile: ClassVar[bool] = True
     has_grid_tables: ClassVar[bool] = True
+    # [..., offsets, width, heads, head_dim] and [..., width, heads, head_dim]
+    split_axes: ClassVar[Mapping[str, tuple[int, ...]]] = {
+        **{f"{name}_table": (-4, -2, -3) for name in "qkv"},
+        **{f"{name}_matrix": (-2, -3) for name in "qkv"},
+    }
 
     @property
     def periodic(self) -> bool:

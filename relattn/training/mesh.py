@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,34 +10,20 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from relattn.models import MODELS
+from relattn.nn import registry
+from relattn.nn.blocks import FeedForward
 from relattn.training.parallel import Device, Parallel
 from relattn.training.step import Batch, EvalStep, Redraw, TrainStep
 
 DATA_AXIS, MODEL_AXIS = "data", "model"
-
-# Parameters (and their optimiser state) to split over the mesh's model axis, by the end
-# of their path, and the candidate axes: the first that divides evenly is split.
-# Every other array has a copy on every device.
-SPLIT_AXES: tuple[tuple[str, tuple[int, ...]], ...] = (
-    # [..., offsets, width, heads, head_dim]
-    (r"attention/[qkv]_table", (-4, -2, -3)),
-    (r"attention/[qkv]_matrix", (-2, -3)),
-    # [..., dim, mlp_dim], [..., mlp_dim] and [..., mlp_dim, dim]
-    (r"feed_forward/hidden/kernel", (-1,)),
-    (r"feed_forward/hidden/bias", (-1,)),
-    (r"feed_forward/out/kernel", (-2,)),
-    # Embedding of tokens [vocabulary, dim], of patches [pixels, dim].
-    (r"embedding/embedding", (-2, -1)),
-    (r"embedding/kernel", (-1,)),
-    (r"head/kernel", (-1, -2)),
-)
 
 
 class MeshParallel(Parallel):
     """Runs the step functions by jit on a mesh ``(data, model)``.
 
     The devices along ``data`` share a batch, those along ``model`` the parameters and
-    the optimiser's state, see `SPLIT_AXES`. The program is that of one device; the
+    the optimiser's state, see `split_axes`. The program is that of one device; the
     compiler divides it and adds the communication. So the results, dropout included,
     do not depend on the number of devices except for rounding.
 
@@ -89,10 +74,11 @@ class MeshParallel(Parallel):
         Returns:
             Shardings, in the same structure.
         """
+        axes = split_axes()
 
         def sharding(path: Any, leaf: Any) -> NamedSharding:
             name = jax.tree_util.keystr(path, simple=True, separator="/")
-            spec = partition_spec(name, leaf.shape, self.mesh.shape[MODEL_AXIS])
+            spec = partition_spec(name, leaf.shape, self.mesh.shape[MODEL_AXIS], axes)
             return NamedSharding(self.mesh, spec)
 
         return jax.tree_util.tree_map_with_path(sharding, tree)
@@ -179,29 +165,68 @@ class MeshParallel(Parallel):
         )
 
 
-def partition_spec(path: str, shape: Sequence[int], num_devices: int) -> PartitionSpec:
-    """Returns how an array is split over the model axis, by `SPLIT_AXES`.
+def split_axes() -> dict[str, tuple[int, ...]]:
+    """Returns the parameters that a mesh splits over its model axis.
+
+    These are the ``split_axes`` of the attentions, registered ones included, the
+    feed-forward network and the models. The optimiser's state is split like its
+    parameters; every other array has a copy on every device.
+
+    Returns:
+        By the end of a parameter's path, the axes that may be split, counted from the
+        last. The first that divides evenly is split.
+
+    Raises:
+        ValueError: If two attentions split parameters of the same name differently.
+
+    Example:
+        >>> split_axes()["attention/q_table"]
+        (-4, -2, -3)
+    """
+    modules = [("attention/", module) for module in registry.ATTENTIONS.values()]
+    modules += [("feed_forward/", FeedForward)]
+    modules += [("", model) for model in MODELS.values()]
+    found: dict[str, tuple[int, ...]] = {}
+    for prefix, module in modules:
+        for name, axes in module.split_axes.items():
+            if found.setdefault(prefix + name, axes) != axes:
+                raise ValueError(
+                    f"{module.__name__}.split_axes has {name!r}: {axes}, but another "
+                    f"module has {found[prefix + name]}: rename the parameter"
+                )
+    return found
+
+
+def partition_spec(
+    path: str,
+    shape: Sequence[int],
+    num_devices: int,
+    split: Mapping[str, tuple[int, ...]],
+) -> PartitionSpec:
+    """Returns how an array is split over the model axis.
 
     Args:
         path: Path of the array in the state, such as ``"params/head/kernel"``.
         shape: Shape of the array.
         num_devices: Devices along the model axis.
+        split: The axes that may be split, see `split_axes`.
 
     Returns:
         The specification; empty if every device has a copy.
 
     Example:
-        >>> tuple(partition_spec("params/head/kernel", (5, 6), num_devices=2))
+        >>> split = {"head/kernel": (-1, -2)}
+        >>> tuple(partition_spec("params/head/kernel", (5, 6), 2, split))
         (None, 'model')
-        >>> tuple(partition_spec("params/attention/q_table", (7, 8, 4, 2), 2))
-        (None, None, 'model', None)
-        >>> tuple(partition_spec("params/cls", (1, 1, 6), 2))
+        >>> tuple(partition_spec("params/head/kernel", (6, 5), 2, split))
+        ('model', None)
+        >>> tuple(partition_spec("params/cls", (1, 1, 6), 2, split))
         ()
     """
     if num_devices == 1:
         return PartitionSpec()
-    for pattern, axes in SPLIT_AXES:
-        if not re.search(f"(^|/){pattern}$", path):
+    for name, axes in split.items():
+        if not f"/{path}".endswith(f"/{name}"):
             continue
         for axis in axes:
             if -axis <= len(shape) and shape[axis] % num_devices == 0:

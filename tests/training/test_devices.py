@@ -1,7 +1,9 @@
 from unittest.mock import Mock
 
 import chex
+import flax.linen as nn
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -9,9 +11,11 @@ import pytest
 from relattn import training
 from relattn.kernels.random_projections import redraw
 from relattn.models import ViT
+from relattn.nn import registry
+from relattn.nn.attention import MultiHeadAttention
 from relattn.training.checkpoint import CHECKPOINTS, checkpoint_steps
 from relattn.training.devices import choose_devices
-from relattn.training.mesh import MeshParallel
+from relattn.training.mesh import MeshParallel, split_axes
 from relattn.training.parallel import process_shard
 from relattn.training.pmap import DataParallel
 from relattn.training.seeds import make_task
@@ -189,8 +193,54 @@ def test_tables_are_split_by_their_offsets():
     )
 
 
+class Mixing(MultiHeadAttention):
+    """An attention of a user, whose parameter a mesh splits."""
+
+    split_axes = {"mixing": (-1, -2)}
+
+    @nn.compact
+    def attend(self, q, k, v, context):
+        init = nn.initializers.normal()
+        mixing = self.param("mixing", init, (6, self.head_dim))
+        return v * mixing.sum(axis=0)
+
+
+@pytest.fixture
+def attentions(monkeypatch):
+    monkeypatch.setattr(registry, "ATTENTIONS", {**registry.ATTENTIONS})
+
+
+def test_a_registered_attention_declares_what_is_split(attentions):
+    registry.register_attention("mixing", Mixing)
+    model = vit("mixing", scan_layers=False)
+    params = jax.eval_shape(model.init, KEY, jnp.zeros((1, 4, 4, 1)))["params"]
+    attention = params["blocks_0"]["attention"]
+    shapes = {
+        count: MeshParallel(jax.local_devices()[:count], model_axis=count).local_shapes(
+            params
+        )["blocks_0"]["attention"]
+        for count in (3, 4)
+    }
+    # 4 values of a head are split over 4 devices; 3 divides only the 6 rows.
+    assert attention["mixing"].shape == (6, 4)
+    assert shapes[4]["mixing"].shape == (6, 1)
+    assert shapes[3]["mixing"].shape == (2, 4)
+    chex.assert_trees_all_equal(shapes[3]["q"], attention["q"])
+
+
+def test_attentions_that_split_a_parameter_differently_are_refused(attentions):
+    class Other(Mixing):
+        split_axes = {"mixing": (-2,)}
+
+    registry.register_attention("mixing", Mixing)
+    registry.register_attention("other", Other)
+    message = "Other.split_axes has 'mixing': .*another module has .*rename the param"
+    with pytest.raises(ValueError, match=message):
+        split_axes()
+
+
 @pytest.mark.slow
-def test_dropout_in_parts_does_not_depend_on_the_devices():
+def test_dropout_in_micro_batches_does_not_depend_on_the_devices():
     one, four = (
         run(
             MeshParallel(jax.local_devices()[:count]),

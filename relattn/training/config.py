@@ -20,7 +20,7 @@ from ml_collections import ConfigDict
 from relattn import spec
 from relattn.command import one_line
 from relattn.data import IMAGE_OPTIONS
-from relattn.messages import closest, shorten
+from relattn.messages import check_choice, closest, shorten
 from relattn.models import MODELS, complete_options
 from relattn.training.devices import PARALLEL
 from relattn.training.optimizer import OPTIMIZERS, SCHEDULES
@@ -264,11 +264,7 @@ def check_config(config: ConfigDict) -> None:
         "parallel": PARALLEL,
     }
     for key, table in names.items():
-        name = given[key]
-        if name not in table:
-            raise ValueError(
-                f"unknown config.{key} {shorten(name)}: {closest(name, table)}"
-            )
+        check_choice(f"config.{key}", given[key], table)
     for key, (other, fitting) in _NEEDS.items():
         if given[key] != expected[key] and given[other] not in fitting:
             names = " or ".join(map(repr, fitting))

@@ -19,7 +19,7 @@ from ml_collections import ConfigDict
 
 from relattn import data as data_lib
 from relattn.data import DataInfo, DataSource, EvalSplit
-from relattn.messages import closest
+from relattn.messages import check_choice
 from relattn.models import pretrained
 from relattn.training import predict as predict_lib
 from relattn.training.config import to_json
@@ -150,8 +150,7 @@ class Run:
         if isinstance(data, DataSource):
             info, splits = data.info, data.eval_splits
             split = "test" if split is None else split
-            if split not in splits:
-                raise ValueError(f"unknown split {split!r}: {closest(split, splits)}")
+            check_choice("split", split, splits)
             data = splits[split]
         return evaluate(self, data, batch_size, info=info)
 

@@ -14,6 +14,7 @@ from ml_collections import ConfigDict
 from relattn import data as data_lib
 from relattn import models
 from relattn.data import input_shape, read_info
+from relattn.messages import check_choice
 from relattn.training.checkpoint import (
     CHECKPOINTS,
     checkpoint_steps,
@@ -143,7 +144,7 @@ class SavedRun:
         """Returns the step of a seed's checkpoint."""
         if seed not in self.seeds:
             raise ValueError(
-                f"{self.workdir} has no seed {seed}: there are "
+                f"{self.workdir} has no seed {seed}; available: "
                 f"{', '.join(map(str, self.seeds))}"
             )
         history = self.histories[self.seeds.index(seed)]
@@ -188,8 +189,7 @@ def open_run(
             another size.
         CheckpointError: If there is no intact checkpoint, or its model cannot be built.
     """
-    if checkpoint not in ("best", "latest"):
-        raise ValueError(f"checkpoint must be 'best' or 'latest', got {checkpoint!r}")
+    check_choice("checkpoint", checkpoint, ("best", "latest"))
     workdir = Path(workdir)
     folder = workdir / CHECKPOINTS
     latest = read_latest(folder)

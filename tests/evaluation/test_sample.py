@@ -89,7 +89,7 @@ def test_command_prints_the_text(workdir, capsys):
         (["--top_k=257"], "top_k must be from 0 (all) to 256"),
         (["--temperature=nan"], "--temperature: must be a finite number, got 'nan'"),
         (["--temperature=inf"], "--temperature: must be a finite number, got 'inf'"),
-        (["--checkpoint=last"], "checkpoint must be 'best' or 'latest'"),
+        (["--checkpoint=last"], "unknown checkpoint 'last': did you mean 'latest'"),
     ],
 )
 def test_invalid_input_fails_with_one_sentence(workdir, capsys, arguments, message):

@@ -171,7 +171,8 @@ def test_a_run_evaluates_its_own_data_and_other_data(workdir):
 
 def test_latest_is_the_last_step(workdir):
     assert training.load_run(workdir, "latest").step == 15
-    with pytest.raises(ValueError, match="must be 'best' or 'latest', got 'last'"):
+    message = "unknown checkpoint 'last': did you mean 'latest'"
+    with pytest.raises(ValueError, match=message):
         training.load_run(workdir, "last")
 
 

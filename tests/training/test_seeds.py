@@ -107,7 +107,7 @@ def test_each_seed_equals_a_separate_run(
     loaded[1].save_pretrained(tmp_path / "saved")
     card = (tmp_path / "saved" / "README.md").read_text()
     assert f"| test_loss | {together['runs'][1]['test_loss']:.4g} |" in card
-    with pytest.raises(ValueError, match="no seed 8: there are 5, 6, 7"):
+    with pytest.raises(ValueError, match="no seed 8; available: 5, 6, 7"):
         training.load_run(tmp_path / "all", seed=8)
 
 

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import reference
 
+from relattn.nn.registry import ATTENTIONS, POSITIONS
+
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
 URL = "https://github.com/relattn/relattn"
@@ -38,34 +40,6 @@ NAMESPACES = {
     "relattn.training": "Training and trained runs.",
 }
 _LINK = re.compile(r"(!?\[[^]]*\]\()([^)#\s]+)((?:#[^)]*)?\))")
-_BIAS = r"(causal )?(linear, offset bias|relative keys).*"
-# Rows of the table of contracts that belong to an attention or a position; positions
-# that are added to the tokens have no kernel.
-_KERNELS = {
-    "softmax": r"(causal )?softmax|(causal )?relative keys.*|softmax, .*",
-    "favor": r"(causal )?linear, (positive|trigonometric|offset|constrained).*",
-    "relu": r"(causal )?linear, (learned|offset).*",
-    "banded": "banded.*",
-    "gated_positional": "(causal )?gated positional.*",
-    "translution": "(causal )?Translution.*",
-    "lor_translution": "(causal )?LoR-Translution.*",
-    "linformer": "Linformer",
-    "routing": "routing|local",
-    "constrained_sincos": "linear, .*constrained sinusoids",
-    "relative_key": "(causal )?relative keys.*",
-    "relative_value": "(causal )?relative keys.*",
-    "relative_bias": _BIAS,
-    "t5_bias": _BIAS,
-    "sincos_bias": _BIAS,
-    "fourier_bias": _BIAS,
-    "rope1d": "softmax, rotary positions.*",
-    "rope2d": "softmax, rotary positions.*",
-    "rope2d_mixed": "softmax, mixed rotary positions",
-    "cayley_string": "softmax, Cayley-STRING",
-    "circulant_string": "softmax, Circulant-STRING",
-    "irpe_gate": "softmax, iRPE gate",
-    "string_gate": "softmax, STRING gate",
-}
 
 
 def write_pages(app):
@@ -84,8 +58,13 @@ def write_pages(app):
 
 
 def rewrite_source(app, docname, source):
-    """Rewrites the links of a page that lead out of ``docs/``."""
+    """Lists all mechanisms, and rewrites the links that lead out of ``docs/``."""
     path = Path(app.env.doc2path(docname))
+    if docname == "index":
+        for placeholder, names in (("attention", ATTENTIONS), ("position", POSITIONS)):
+            entry = f"mechanisms/{{{placeholder}}}\n"
+            pages = "".join(f"mechanisms/{name}\n" for name in names)
+            source[0] = source[0].replace(entry, pages)
     if path.suffix == ".md" and path.parent != DOCS / "root":
         source[0] = _rewrite_links(source[0], path.parent, path.parent)
 
@@ -192,8 +171,6 @@ def _first_cells(page, name):
 
 def _write_mechanisms():
     """Writes a page with a picture for each attention and position encoding."""
-    from relattn.nn.registry import ATTENTIONS, POSITIONS
-
     folder = DOCS / "mechanisms"
     folder.mkdir(exist_ok=True)
     for kind, table in (("attentions", ATTENTIONS), ("positions", POSITIONS)):
@@ -226,13 +203,10 @@ def _mechanism_page(kind, name, module):
         "## Cost and grids",
         _rewrite_links(_first_cells(kind, name), DOCS, DOCS / "mechanisms"),
     ]
-    if name in _KERNELS:
-        header, kernels = _table("contracts", "contracts")
-        kernels = [
-            row
-            for row in kernels
-            if re.fullmatch(_KERNELS[name], row.split("|")[1].strip())
-        ]
+    header, kernels = _table("contracts", "contracts")
+    kernels = [row for row in kernels if f"`{name}`" in row.split("|")[2]]
+    # Positions that are added to the tokens have no kernel.
+    if kernels:
         rule = "| --- " * (header.count("|") - 1) + "|"
         lines += ["## Contracts", "\n".join([header, rule, *kernels])]
     rule = "| --- " * (errors.count("|") - 1) + "|"

@@ -16,17 +16,11 @@ from absl.testing import parameterized
 
 from relattn import kernels
 from relattn.kernels.platform import use_platform
+from relattn.nn import registry
 from tests.helpers import compare
 from tests.helpers.export import PLATFORMS, export
 from tests.helpers.quick import mark_slow, quick_jit
-from tests.mechanisms import (
-    FIXED_LENGTH,
-    LENGTH_BOUNDS,
-    LINES,
-    MECHANISMS,
-    QUICK,
-    TORI,
-)
+from tests.mechanisms import LINES, MECHANISMS, TORI
 from tests.mechanisms.base import (
     BATCH,
     HEAD_DIM,
@@ -41,7 +35,9 @@ from tests.mechanisms.base import (
 DRAWS = 2000
 
 every_mechanism = pytest.mark.parametrize(
-    "mechanism", mark_slow([*MECHANISMS, *TORI], QUICK), ids=str
+    "mechanism",
+    mark_slow([*MECHANISMS, *TORI], [m for m in MECHANISMS if m.quick]),
+    ids=str,
 )
 # For what takes long and differs little between kernels.
 FEW = ("softmax", "causal linear, positive features", "causal Translution")
@@ -59,6 +55,20 @@ every_causal_mechanism = pytest.mark.parametrize(
 every_random_mechanism = pytest.mark.parametrize(
     "mechanism", [m for m in MECHANISMS if m.estimate], ids=str
 )
+
+
+def test_every_attention_and_encoding_has_a_row():
+    names = {name for name in registry.BUILT_IN if name not in registry.POSITIONS}
+    names |= {
+        name
+        for name in registry.BUILT_IN & {*registry.POSITIONS}
+        # Encodings that are added to the tokens need no kernel.
+        if registry.POSITIONS[name].site not in ("none", "tokens")
+    }
+    used_by = {name for row in [*MECHANISMS, *TORI] for name in row.used_by}
+    missing, unknown = names - used_by, used_by - names
+    assert not missing, f"no row of tests/mechanisms has {missing} in used_by"
+    assert not unknown, f"rows of tests/mechanisms are used by unknown {unknown}"
 
 
 @pytest.mark.parametrize("mechanism", [*MECHANISMS, *TORI], ids=str)
@@ -369,7 +379,7 @@ def export_kernel(mechanism, masked=True, **sizes):
     """Exports a kernel; ``sizes`` are the batch, n and m, each a number or a symbol."""
     sizes = {"b": BATCH, "n": N, "m": M} | sizes
     symbols = ", ".join(str(sizes[name]) for name in "bnm")
-    bounds = LENGTH_BOUNDS.get(mechanism.name, []) if sizes["n"] == "n" else []
+    bounds = mechanism.length_bounds if sizes["n"] == "n" else ()
     b, n, m = jax.export.symbolic_shape(symbols, constraints=bounds)
     inputs = {}
     for name, shape in mechanism.shapes.items():
@@ -410,13 +420,7 @@ def test_exports_with_a_symbolic_batch(mechanism, masked):
 
 
 @pytest.mark.parametrize("masked", mark_slow([False, True], [True]))
-@few_of(
-    [
-        m
-        for m in MECHANISMS
-        if m.name in LENGTH_BOUNDS or not (m.on_grid or m.name in FIXED_LENGTH)
-    ]
-)
+@few_of([m for m in MECHANISMS if m.length_bounds or not (m.on_grid or m.fixed_length)])
 def test_exports_with_a_symbolic_length(mechanism, masked):
     exported = export_kernel(mechanism, masked, b="b", n="n", m="m")
     # Within a chunk of 5, several chunks, and a chunk that is full.
@@ -424,20 +428,22 @@ def test_exports_with_a_symbolic_length(mechanism, masked):
         expect_same(exported, mechanism, masked, 2, n, m)
 
 
-@pytest.mark.parametrize("name", FIXED_LENGTH)
-def test_a_fixed_length_refuses_a_symbolic_one(name):
-    (mechanism,) = [m for m in MECHANISMS if m.name == name]
-    with pytest.raises(ValueError, match=FIXED_LENGTH[name]):
+@pytest.mark.parametrize(
+    "mechanism", [m for m in MECHANISMS if m.fixed_length], ids=str
+)
+def test_a_fixed_length_refuses_a_symbolic_one(mechanism):
+    with pytest.raises(ValueError, match=mechanism.fixed_length):
         export_kernel(mechanism, b="b", n="n", m="m")
 
 
-@pytest.mark.parametrize("name", LENGTH_BOUNDS)
-def test_a_symbolic_length_without_its_bound_raises(name, monkeypatch):
-    (mechanism,) = [m for m in MECHANISMS if m.name == name]
-    (bound,) = LENGTH_BOUNDS[name]
-    monkeypatch.setitem(LENGTH_BOUNDS, name, [])
+@pytest.mark.parametrize(
+    "mechanism", [m for m in MECHANISMS if m.length_bounds], ids=str
+)
+def test_a_symbolic_length_without_its_bound_raises(mechanism):
+    (bound,) = mechanism.length_bounds
+    unbounded = dataclasses.replace(mechanism, length_bounds=())
     with pytest.raises(ValueError, match=f"constraints=.*{bound}"):
-        export_kernel(mechanism, b="b", n="n", m="m")
+        export_kernel(unbounded, b="b", n="n", m="m")
 
 
 @pytest.mark.parametrize("name", ["softmax", "causal linear, positive features"])

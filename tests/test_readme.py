@@ -60,9 +60,20 @@ def test_options_are_described():
         ("attentions", tables.ATTENTIONS),
     ):
         described = read(f"docs/{page}.md").split("<!-- table")[0]
-        assert {name for name in names if f"`{name}`" not in described} == set()
+        missing = {name for name in names if f"`{name}`" not in described}
+        assert not missing, f"the first table of docs/{page}.md has no row of {missing}"
     titles = re.findall(r"^### (\w+)$", read("docs/formulas.md"), re.M)
-    assert titles == [*tables.ATTENTIONS, *tables.POSITIONS]
+    expected = [*tables.ATTENTIONS, *tables.POSITIONS]
+    assert titles == expected, (
+        "docs/formulas.md needs a section for each, in this order"
+    )
+
+
+def test_the_index_lists_every_mechanism():
+    """docs/pages.py replaces two lines of the page by the names of the registry."""
+    text = read("docs/index.md")
+    assert text.count("\nmechanisms/{attention}\n") == 1
+    assert text.count("\nmechanisms/{position}\n") == 1
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)

@@ -84,10 +84,14 @@ def contracts() -> str:
         set.intersection(*map(_mechanisms_with, tests)) for tests in CONTRACTS.values()
     ]
     rows = [
-        [mechanism.name, *("✓" if mechanism.name in names else "–" for names in kept)]
+        [
+            mechanism.name,
+            ", ".join(f"`{name}`" for name in mechanism.used_by),
+            *("✓" if mechanism.name in names else "–" for names in kept),
+        ]
         for mechanism in [*MECHANISMS, *TORI]
     ]
-    return markdown_table(["kernel", *CONTRACTS], rows)
+    return markdown_table(["kernel", "used by", *CONTRACTS], rows)
 
 
 def pairs() -> str:

@@ -15,6 +15,8 @@ from tests.helpers import compare
 from tests.helpers.quick import quick_jit
 from tests.mechanisms.base import (
     GRID,
+    GRID_HAS_FIXED_LENGTH,
+    HAS_FIXED_LENGTH,
     HEAD_DIM,
     NUM_FEATURES,
     NUM_PREFIX,
@@ -26,6 +28,8 @@ from tests.mechanisms.base import (
 )
 
 CLIP = 2
+BIASES = ("relative_bias", "t5_bias", "sincos_bias", "fourier_bias")
+TABLES = ("softmax", "relative_key", "relative_value", *BIASES)
 ON_GRID = {"grid": GRID, "num_prefix": NUM_PREFIX}
 ON_LINE = {"grid": (N,), "num_prefix": 0}
 draw = quick_jit(kernels.draw_orthogonal, num_features=NUM_FEATURES, head_dim=HEAD_DIM)
@@ -60,6 +64,7 @@ def linear(name, *, causal=False, eps=None, **options):
         naive=naive,
         shapes=CAUSAL if causal else PLAIN,
         causal=causal,
+        used_by=("favor",),
         **options,
     )
 
@@ -189,19 +194,27 @@ def relative_tables(rows, bias_rows):
 
 
 MECHANISMS = [
-    Mechanism("softmax", kernels.softmax_attention, reference.softmax_attention, PLAIN),
+    Mechanism(
+        "softmax",
+        kernels.softmax_attention,
+        reference.softmax_attention,
+        PLAIN,
+        used_by=("softmax",),
+        quick=True,
+    ),
     Mechanism(
         "causal softmax",
         kernels.causal_softmax_attention,
         reference.softmax_attention,
         CAUSAL,
         causal=True,
+        used_by=("softmax",),
     ),
-    linear("positive", **random_kernel("positive")),
+    linear("positive", **random_kernel("positive"), quick=True),
     linear("trigonometric", **random_kernel("trigonometric")),
     linear("relu"),
     linear("positive", eps=0.3),
-    linear("positive", causal=True),
+    linear("positive", causal=True, quick=True),
     linear("positive", causal=True, eps=0.3),
     linear("trigonometric", causal=True),
     linear("relu", causal=True),
@@ -213,6 +226,7 @@ MECHANISMS = [
         shared=("coefficients",),
         on_grid=True,
         roundings=(1, 3),
+        used_by=("favor", "constrained_sincos"),
     ),
     Mechanism(
         "linear, offset bias",
@@ -224,6 +238,9 @@ MECHANISMS = [
         shared=("bias",),
         masks_queries=True,
         on_grid=True,
+        used_by=("favor", "relu", *BIASES),
+        fixed_length=GRID_HAS_FIXED_LENGTH,
+        quick=True,
     ),
     Mechanism(
         "causal linear, offset bias",
@@ -233,6 +250,9 @@ MECHANISMS = [
         shared=("bias",),
         causal=True,
         on_grid=True,
+        used_by=("favor", "relu", *BIASES),
+        fixed_length=HAS_FIXED_LENGTH,
+        quick=True,
     ),
     Mechanism(
         "banded, positive features",
@@ -244,6 +264,9 @@ MECHANISMS = [
         scaled_input="table",
         masks_queries=True,
         on_grid=True,
+        used_by=("banded",),
+        fixed_length=GRID_HAS_FIXED_LENGTH,
+        quick=True,
     ),
     Mechanism(
         "banded, CLS at the corner",
@@ -254,6 +277,7 @@ MECHANISMS = [
         key_inputs=("v",),
         scaled_input="table",
         on_grid=True,
+        used_by=("banded",),
     ),
     Mechanism(
         "relative keys, values and bias",
@@ -269,6 +293,9 @@ MECHANISMS = [
         masks_queries=True,
         on_grid=True,
         roundings=(1, 2),
+        used_by=TABLES,
+        fixed_length=GRID_HAS_FIXED_LENGTH,
+        quick=True,
     ),
     Mechanism(
         "causal relative keys, values and bias",
@@ -281,6 +308,8 @@ MECHANISMS = [
         causal=True,
         on_grid=True,
         roundings=(1, 2),
+        used_by=TABLES,
+        length_bounds=(f"n <= {N}",),
     ),
     Mechanism(
         "gated positional",
@@ -292,6 +321,9 @@ MECHANISMS = [
         shared=("gate", "coefficients"),
         masks_queries=True,
         on_grid=True,
+        used_by=("gated_positional",),
+        fixed_length=GRID_HAS_FIXED_LENGTH,
+        quick=True,
     ),
     Mechanism(
         "causal gated positional",
@@ -303,6 +335,8 @@ MECHANISMS = [
         shared=("gate", "coefficients"),
         causal=True,
         on_grid=True,
+        used_by=("gated_positional",),
+        fixed_length=HAS_FIXED_LENGTH,
     ),
     Mechanism(
         "softmax, rotary positions of two axes",
@@ -311,6 +345,8 @@ MECHANISMS = [
         {"q": (N, 8), "k": (N, 8), "v": (N, VALUE_DIM)},
         on_grid=True,
         roundings=(1, 2),
+        used_by=("softmax", "rope1d", "rope2d"),
+        quick=True,
     ),
 ]
 
@@ -343,6 +379,7 @@ def grid_kernels(suffix, **where):
             {"q": (N, HEAD_DIM), "v": (N, VALUE_DIM), "table": (CLIP + 1, HEAD_DIM)},
             key_inputs=("v",),
             scaled_input="table",
+            used_by=("banded",),
             **where,
         ),
         on_other_grid(
@@ -350,6 +387,7 @@ def grid_kernels(suffix, **where):
             toeplitz,
             functools.partial(naive_toeplitz, rows=rows),
             {**CAUSAL, "bias": (num_rows,)},
+            used_by=("favor", "relu", *BIASES),
             **where,
         ),
         on_other_grid(
@@ -357,6 +395,7 @@ def grid_kernels(suffix, **where):
             relative,
             functools.partial(reference.relative_attention, rows=rows),
             relative_tables(num_rows, num_rows),
+            used_by=TABLES,
             **where,
         ),
         on_other_grid(
@@ -366,6 +405,7 @@ def grid_kernels(suffix, **where):
                 reference.gated_positional_attention, grid=grid, num_prefix=num_prefix
             ),
             {**CAUSAL, "gate": (), "coefficients": (coefficients,)},
+            used_by=("gated_positional",),
             **where,
         ),
     ]

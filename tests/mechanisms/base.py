@@ -12,6 +12,9 @@ from relattn.offsets import Torus
 BATCH, HEADS, N, M, HEAD_DIM, VALUE_DIM, NUM_FEATURES = 3, 2, 13, 11, 5, 7, 17
 GRID, NUM_PREFIX = (3, 4), 1
 TORUS = Torus(GRID)
+# Words of errors for a symbolic number of tokens.
+GRID_HAS_FIXED_LENGTH = "of a grid only the batch"
+HAS_FIXED_LENGTH = "has a fixed number of tokens"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +47,16 @@ class Mechanism:
         estimate: Maps a projection to estimates of the unnormalised kernel; None if
             nothing is random.
         expected: Returns the mean that `estimate` must have.
+        fixed_length: Words of the error for a symbolic number of tokens; "" if the
+            kernel takes one. Encodings have an array of positions instead, which the
+            caller makes for one grid.
+        length_bounds: Bounds that a symbolic number of tokens needs: of tables, and of
+            a cluster's window.
+        quick: Whether `make test` tests all contracts of the row: so for one of every
+            kernel. The others differ by features, an encoding or an option; for them it
+            compares only values and gradients with the reference.
+        used_by: The attentions and position encodings of relattn.nn that compute with
+            it, by name; a grid of one axis has no row in the tables, and needs none.
     """
 
     name: str
@@ -62,6 +75,10 @@ class Mechanism:
     scatters: bool = False
     estimate: Callable | None = None
     expected: Callable | None = None
+    fixed_length: str = ""
+    length_bounds: tuple[str, ...] = ()
+    quick: bool = False
+    used_by: tuple[str, ...] = ()
 
     def __post_init__(self):
         object.__setattr__(self, "masks_queries", self.masks_queries or self.causal)

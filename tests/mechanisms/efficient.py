@@ -45,6 +45,9 @@ MECHANISMS = [
         },
         shared=("key_projection", "value_projection"),
         on_grid=True,
+        used_by=("linformer",),
+        fixed_length="must have the same m",
+        quick=True,
     ),
     Mechanism(
         "routing",
@@ -56,6 +59,9 @@ MECHANISMS = [
         # The tokens of a cluster depend on the data. A token is in a cluster at most
         # once, so few rows are added to the same one, unlike those of a table.
         scatters=True,
+        used_by=("routing",),
+        length_bounds=(f"n >= {ROUTING_WINDOW}",),
+        quick=True,
     ),
     Mechanism(
         "local",
@@ -66,5 +72,7 @@ MECHANISMS = [
         TOKENS,
         masks_queries=True,
         roundings=(1, 3),
+        used_by=("routing",),
+        quick=True,
     ),
 ]

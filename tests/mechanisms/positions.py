@@ -29,7 +29,7 @@ def naive_positions():
     return np.float64(POSITIONS)
 
 
-def encoded(name, encode, naive_encode, head_dim, parameters):
+def encoded(name, encode, naive_encode, head_dim, parameters, *, position):
     """Returns a row of softmax attention with encoded queries and keys.
 
     Both functions take queries or keys and the parameters, which both share.
@@ -55,6 +55,7 @@ def encoded(name, encode, naive_encode, head_dim, parameters):
         on_grid=True,
         # Queries and keys are rounded; the gradients that they share cancel in part.
         roundings=(2, 10),
+        used_by=("softmax", position),
     )
 
 
@@ -130,6 +131,7 @@ def learned(name, *, causal):
         shared=tuple(LEARNED),
         causal=causal,
         roundings=(1, 4),
+        used_by=("relu",),
     )
 
 
@@ -144,6 +146,7 @@ MECHANISMS = [
         naive_mixed_rotary,
         EVEN_HEAD_DIM,
         FREQUENCIES,
+        position="rope2d_mixed",
     ),
     encoded(
         "Cayley-STRING",
@@ -151,6 +154,7 @@ MECHANISMS = [
         naive_cayley_string,
         EVEN_HEAD_DIM,
         {**FREQUENCIES, "skew": (EVEN_HEAD_DIM * (EVEN_HEAD_DIM - 1) // 2,)},
+        position="cayley_string",
     ),
     encoded(
         "Circulant-STRING",
@@ -158,6 +162,7 @@ MECHANISMS = [
         naive_circulant_string,
         HEAD_DIM,
         {"circulants": (2, HEAD_DIM)},
+        position="circulant_string",
     ),
     encoded(
         "iRPE gate",
@@ -165,6 +170,7 @@ MECHANISMS = [
         naive_irpe_gate,
         HEAD_DIM,
         {"rows": (GRID[0], HEAD_DIM), "columns": (GRID[1], HEAD_DIM)},
+        position="irpe_gate",
     ),
     encoded(
         "STRING gate",
@@ -176,5 +182,6 @@ MECHANISMS = [
             "phases": (RANK,),
             "coefficients": (2 * RANK, HEAD_DIM),
         },
+        position="string_gate",
     ),
 ]

@@ -6,6 +6,8 @@ from relattn import kernels, offsets
 from tests import reference
 from tests.mechanisms.base import (
     GRID,
+    GRID_HAS_FIXED_LENGTH,
+    HAS_FIXED_LENGTH,
     HEAD_DIM,
     HEADS,
     NUM_PREFIX,
@@ -72,6 +74,7 @@ def translution(name, make_index, table, rows, **options):
         queries_from_keys=True,
         masks_queries=True,
         roundings=(1, 4),
+        used_by=("translution",),
         **options,
     )
 
@@ -104,6 +107,7 @@ def lor_translution(name, make_index, table, rows, **options):
         key_inputs=("k", "v", "low_k", "low_v"),
         masks_queries=True,
         roundings=(1, 2),
+        used_by=("lor_translution",),
         **options,
     )
 
@@ -115,6 +119,8 @@ MECHANISMS = [
         GRID_TABLE,
         reference.offset_rows(GRID, NUM_PREFIX),
         on_grid=True,
+        fixed_length=GRID_HAS_FIXED_LENGTH,
+        quick=True,
     ),
     translution(
         "causal Translution",
@@ -122,6 +128,8 @@ MECHANISMS = [
         CAUSAL_TABLE,
         reference.offset_rows((N,), causal=True),
         causal=True,
+        fixed_length=HAS_FIXED_LENGTH,
+        quick=True,
     ),
     translution(
         "Translution by pairs",
@@ -129,6 +137,7 @@ MECHANISMS = [
         PAIR_TABLE,
         (None,) * 3,
         on_grid=True,
+        fixed_length="must have the same n",
     ),
     lor_translution(
         "LoR-Translution",
@@ -136,6 +145,8 @@ MECHANISMS = [
         GRID_TABLE,
         reference.offset_rows(GRID, NUM_PREFIX),
         on_grid=True,
+        fixed_length=GRID_HAS_FIXED_LENGTH,
+        quick=True,
     ),
     lor_translution(
         "causal LoR-Translution",
@@ -143,6 +154,7 @@ MECHANISMS = [
         CAUSAL_TABLE,
         reference.offset_rows((N,), causal=True),
         causal=True,
+        fixed_length=HAS_FIXED_LENGTH,
     ),
 ]
 

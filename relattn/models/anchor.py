@@ -78,6 +78,7 @@ def anchor_shifts(
     _, height, width, _ = images.shape
     grid = patch_grid(height, width, patch_size)
     patch = patch_sides(patch_size)
+    # Pixels without channels.
     pixels = widen(jax.lax.stop_gradient(images)).sum(axis=-1)
     # The sum of the patch that starts at each pixel.
     sums = pixels
@@ -90,6 +91,8 @@ def anchor_shifts(
     energy = _sum_sorted(squares)
     largest = energy == energy.max(axis=(1, 2), keepdims=True)
 
+    # The key of a pixel: the sum of the pixels from it on, each next one with a
+    # smaller weight, along both axes.
     key = pixels
     for axis, share in ((1, 1 / 4), (2, 1 / 8)):
         # (1 - share) times the sum so far, shifted by one, plus x. Multiplying by a
@@ -99,6 +102,7 @@ def anchor_shifts(
             return x + (total - share * total)
 
         key = jax.lax.fori_loop(0, pixels.shape[axis], add, jnp.zeros_like(key))
+    # The first patch has the largest key among those of the phases of most energy.
     chosen = jnp.where(jnp.tile(largest, (1, *grid)), key, -jnp.inf)
     first = jnp.argmax(chosen.reshape(images.shape[0], -1), axis=-1)
     return jnp.stack(divmod(first, width), axis=-1)

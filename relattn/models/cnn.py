@@ -41,9 +41,9 @@ class CNN(nn.Module):
     Attributes:
         num_classes: Number of classes.
         dtype: Compute dtype; parameters and statistics are float32.
-        precision: Precision of products and convolutions: ``"default"``, ``"high"`` or
-            ``"highest"``, as in `jax.default_matmul_precision`; ``""`` for JAX's
-            setting.
+        precision: Precision of products and convolutions, one of those that
+            `jax.default_matmul_precision` takes: ``"default"``, ``"high"`` or
+            ``"highest"``; ``""`` for JAX's setting.
         weight_init: Initial values of the weights. ``"he"``: He normal with the fan-in;
             ``"torchvision"``: He normal with the fan-out, as in torchvision's VGG and
             ResNet; both with zero biases. ``"pytorch"``: weights and biases uniform in
@@ -124,11 +124,13 @@ class AlexNet(CNN):
         def drop(x):
             return nn.Dropout(self.dropout)(x, deterministic=deterministic)
 
+        # Five convolutions; a pool follows the first, the second and the last.
         x = drop(nn.relu(conv(images, "conv_0", 64, 11, stride=4)))
         x = nn.relu(conv(_halve(x), "conv_1", 192, 5))
         x = drop(nn.relu(conv(_halve(x), "conv_2", 384, 3)))
         x = nn.relu(conv(x, "conv_3", 256, 3))
         x = drop(nn.relu(conv(x, "conv_4", 256, 3)))
+        # The last grid has one place for 32x32 pixels; larger ones are averaged.
         return _head(self.num_classes, _halve(x).mean((1, 2)))
 
 
@@ -173,12 +175,15 @@ class Vgg16(CNN):
         """Computes the class logits of a batch of images."""
         self.check(images)
         conv = functools.partial(_conv, dtype=self.dtype, weight_init=self.weight_init)
+        # Five stages of 3x3 convolutions, each with a pool after it.
         x = images
         for stage, (channels, depth) in enumerate(VGG_STAGES):
             for layer in range(depth):
                 x = nn.relu(conv(x, f"conv_{stage}_{layer}", channels, 3))
             x = _halve(x)
+        # 7x7 places of 512 channels, for any size of the images.
         x = average_to_grid(x, (7, 7)).reshape(x.shape[0], -1)
+        # Two hidden layers of 4,096, and the head.
         hidden = head = Linear
         if self.weight_init == "he":
             hidden = functools.partial(nn.Dense, kernel_init=HE_NORMAL)
@@ -196,9 +201,10 @@ class ResidualBlock(nn.Module):
 
     Attributes:
         channels: Number of channels of the result.
-        stride: Stride of the first convolution.
-        dtype: Compute dtype.
-        weight_init: As in `CNN`.
+        stride: Stride of the first convolution, and of the shortcut's.
+        dtype: Compute dtype; parameters and statistics are float32.
+        weight_init: Initial values of the weights: ``"he"``, ``"torchvision"`` or
+            ``"pytorch"``.
     """
 
     channels: int
@@ -222,8 +228,10 @@ class ResidualBlock(nn.Module):
             norm = BatchNorm(self.dtype, name=f"{name}_norm")
             return norm(x, deterministic=deterministic)
 
+        # y = norm(conv(relu(norm(conv(x)))))
         y = nn.relu(normalised_conv("first", 3, self.stride, x))
         y = normalised_conv("second", 3, 1, y)
+        # The shortcut is x, or norm(conv(x)) with a 1x1 kernel where the shapes differ.
         if x.shape != y.shape:
             x = normalised_conv("shortcut", 1, self.stride, x)
         return nn.relu(x + y)
@@ -271,6 +279,7 @@ class ResNet18(CNN):
         """Computes the class logits of a batch of images."""
         self.check(images)
         check_choice("stem", self.stem, STEMS)
+        # The stem: relu(norm(conv(images))), and a pool in that for ImageNet.
         size, stride = (7, 2) if self.stem == "imagenet" else (3, 1)
         options = {"dtype": self.dtype, "weight_init": self.weight_init}
         x = _conv(images, "conv", 64, size, stride, bias=False, **options)
@@ -279,12 +288,15 @@ class ResNet18(CNN):
         if self.stem == "imagenet":
             padding: Any = ((1, 1), (1, 1))
             x = nn.max_pool(x, (3, 3), (2, 2), padding)
+        # Four stages of two blocks; each but the first halves the grid and doubles the
+        # channels.
         for stage in range(4):
             for layer in range(2):
                 stride = 2 if stage and not layer else 1
                 name = f"block_{stage}_{layer}"
                 block = ResidualBlock(64 * 2**stage, stride, **options, name=name)
                 x = block(x, deterministic=deterministic)
+        # The head reads the mean over the grid.
         return _head(self.num_classes, x.mean((1, 2)))
 
 
@@ -309,6 +321,7 @@ def average_to_grid(
         >>> average_to_grid(x, (1, 2)).ravel().tolist()
         [1.0, 3.0]
     """
+    # Weights [parts, size] of each axis: 1 / (rows of the part) inside of it.
     weights = []
     for size, parts in zip(x.shape[1:3], grid, strict=True):
         part, index = np.arange(parts)[:, None], np.arange(size)
@@ -344,6 +357,7 @@ def convolve(
     rows, columns = kernel.shape[:2]
     if tuple(strides) != (1, 1) or (rows <= height and columns <= width):
         return jax.lax.conv_general_dilated(x, kernel, strides, padding, **options)
+    # A window for each place of the kernel; y = sum of windows times weights.
     x = jnp.pad(x, ((0, 0), *padding, (0, 0)))
     height, width = x.shape[1] - rows + 1, x.shape[2] - columns + 1
     windows = [

@@ -53,9 +53,9 @@ class GPT(nn.Module):
         norm_eps: The LayerNorms' constant added to the variance.
         approximate_gelu: Whether GELU is its approximation by tanh.
         dtype: Compute dtype; parameters are float32.
-        precision: Precision of matrix products: ``"default"``, ``"high"`` or
-            ``"highest"``, as in `jax.default_matmul_precision`; ``""`` for JAX's
-            setting.
+        precision: Precision of matrix products, one of those that
+            `jax.default_matmul_precision` takes: ``"default"``, ``"high"`` or
+            ``"highest"``; ``""`` for JAX's setting.
         remat: Whether the backward pass recomputes each layer from its input.
 
     Example:
@@ -150,6 +150,7 @@ class GPT(nn.Module):
                 f"the sequence of {num_tokens} tokens is longer than "
                 f"context_length={length}" + bound_hint(num_tokens, f"<= {length}")
             )
+        # Token embeddings, N(0, 1) at the start.
         embedding = nn.Embed(
             self.vocab_size,
             self.dim,
@@ -161,6 +162,8 @@ class GPT(nn.Module):
             # Ids of padding may be out of range, whose embeddings are NaN.
             tokens = jnp.where(key_mask, tokens, 0)
         x = embedding(tokens)
+        # x + p, for encodings that act on tokens: the rows from the first token on, or
+        # in decoding that of the one token.
         grid = (length,)
         position = make_position(name="position")
         encoding = position.add_to_tokens(
@@ -168,6 +171,7 @@ class GPT(nn.Module):
         )
         start = index if index is not None and num_tokens == 1 else 0
         x = x + jax.lax.dynamic_slice_in_dim(encoding, start, num_tokens, axis=1)
+        # num_layers times: x + attention(norm(x)), causal, then x + MLP(norm(x)).
         x = transformer_blocks(
             x,
             attentions,
@@ -190,12 +194,15 @@ class GPT(nn.Module):
             remat=self.remat,
             deterministic=deterministic,
         )
+        # After a prefill, only the last token's logits count.
         if index is not None and num_tokens > 1:
             x = jax.lax.dynamic_slice_in_dim(x, index, 1, axis=1)
+        # The final LayerNorm, and the second one of Translution's authors.
         norm = functools.partial(nn.LayerNorm, self.norm_eps, dtype=self.dtype)
         x = norm(name="norm")(x)
         if self.head_norm:
             x = norm(name="head_norm")(x)
+        # Logits x E^T with the embeddings E, or x W; in float32.
         if self.tie_head:
             return embedding.attend(x).astype(jnp.float32)
         head = Linear(self.vocab_size, use_bias=False, dtype=self.dtype, name="head")

@@ -113,6 +113,7 @@ def extract_patches(
     batch, height, width, channels = images.shape
     grid = patch_grid(height, width, patch_size)
     patch = patch_sides(patch_size)
+    # x: [batch, grid rows, patch rows, grid columns, patch columns, channels]
     if overlap:
         widths = [(0, 0), (overlap, overlap), (overlap, overlap), (0, 0)]
         x = jnp.pad(images, widths, mode="wrap" if periodic else "constant")

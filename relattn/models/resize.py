@@ -73,6 +73,7 @@ def resize_grid(
             f"tokens, which cannot be resized to {shown[1]}: train on the grid of the "
             "evaluation"
         )
+    # Offsets on a torus are other ones.
     if getattr(model, "periodic", False):
         old, new = Torus(old), Torus(new)
     params = dict(variables["params"])

@@ -55,10 +55,12 @@ def sample_token(
 
 def _draw(key, logits, temperature, top_k, top_p):
     """Same as `sample_token`, for a temperature > 0; a top_p of None keeps all."""
+    # Tokens below the k-th logit have probability 0.
     if top_k:
         kept = jax.lax.top_k(logits, min(top_k, logits.shape[-1]))[0][:, -1:]
         logits = jnp.where(logits < kept, -jnp.inf, logits)
     logits = logits / temperature
+    # So have those outside of the nucleus.
     if top_p is not None:
         ordered = jnp.sort(logits, axis=-1, descending=True)
         probabilities = jax.nn.softmax(ordered, axis=-1)

@@ -80,9 +80,9 @@ class ViT(nn.Module):
         scan_layers: Whether equal layers are compiled once, by `jax.lax.scan`; their
             parameters are then stacked.
         dtype: Compute dtype; parameters are float32.
-        precision: Precision of matrix products: ``"default"``, ``"high"`` or
-            ``"highest"``, as in `jax.default_matmul_precision`; ``""`` for JAX's
-            setting.
+        precision: Precision of matrix products, one of those that
+            `jax.default_matmul_precision` takes: ``"default"``, ``"high"`` or
+            ``"highest"``; ``""`` for JAX's setting.
         remat: Whether the backward pass recomputes each layer from its input.
 
     Example:
@@ -176,32 +176,40 @@ class ViT(nn.Module):
             qkv_bias=self.qkv_bias,
         )
         norm = functools.partial(nn.LayerNorm, self.norm_eps, dtype=self.dtype)
+        # The anchor rolls each image to a place that its content chooses.
         if self.anchor == "polyphase":
             images = polyphase_anchor(images, self.patch_size)
         if key_mask is not None:
             images = zero_patches(images, key_mask, self.patch_size)
+        # Pixels of the patches, [batch, n, patch height * patch width * channels].
         x, grid = extract_patches(
             images,
             self.patch_size,
             overlap=self.patch_overlap,
             periodic=self.periodic,
         )
+        # Tokens: LayerNorm, Linear, LayerNorm of the patches.
         if self.embedding_norms:
             x = norm(name="patch_norm")(x)
         x = Linear(self.dim, dtype=self.dtype, name="embedding")(x)
         if self.embedding_norms:
             x = norm(name="embedding_norm")(x)
+        # x + p, for encodings that act on tokens; CLS has no position.
         position = make_position(name="position")
         x = position.add_to_tokens(x, grid)
+        # CLS, the first token, is the same for all images.
         if self.pool == "cls":
             cls = self.param("cls", nn.initializers.normal(1.0), (1, 1, self.dim))
             cls = jnp.broadcast_to(cls.astype(x.dtype), (x.shape[0], 1, self.dim))
             x = jnp.concatenate([cls, x], axis=1)
+        # Means are over the patches that exist; keys include CLS.
         exists = None if key_mask is None else key_mask[..., None]
         if key_mask is not None:
             key_mask = jnp.pad(
                 key_mask, [(0, 0), (self.num_prefix, 0)], constant_values=True
             )
+        # num_layers times: x + attention(norm(x)), then x + MLP(norm(x)). The other
+        # encodings act in the attentions.
         x = transformer_blocks(
             x,
             attentions,
@@ -222,6 +230,7 @@ class ViT(nn.Module):
             remat=self.remat,
             deterministic=deterministic,
         )
+        # The head reads norm(CLS), or the mean of the normalised patch tokens.
         if self.pool == "cls":
             x = x[:, 0]
         if self.final_norm:
@@ -229,6 +238,7 @@ class ViT(nn.Module):
         x = x.astype(jnp.float32)
         if self.pool == "mean":
             x = jnp.mean(x, axis=1, where=exists)
+        # Logits, in float32.
         if self.head == "mlp":
             x = nn.gelu(Linear(self.mlp_dim, name="hidden")(x), approximate=False)
         return Linear(self.num_classes, name="head")(x)

@@ -52,6 +52,7 @@ def attention_weights(
     def record(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
         if not isinstance(context.module, MultiHeadAttention):
             return call(*args, **kwargs)
+        # Tables of offsets add nothing to the columns of the identity.
         if context.method_name == "tables":
             tables, n = call(*args, **kwargs), inputs_length[-1]
             if "value_table" in tables:
@@ -60,6 +61,7 @@ def attention_weights(
             return tables
         if context.method_name != "attend":
             return call(*args, **kwargs)
+        # A [v, I] = [A v, A]
         q, k, v, *rest = args
         n, width = v.shape[-2:]
         identity = jnp.broadcast_to(jnp.eye(n, dtype=v.dtype), (*v.shape[:-1], n))

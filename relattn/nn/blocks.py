@@ -117,6 +117,7 @@ class Linear(nn.Module):
         bias = None
         if self.use_bias:
             bias = self.param("bias", uniform(fan_in**-0.5), (self.features,))
+        # y = x W + b
         x, kernel, bias = promote_dtype(x, kernel, bias, dtype=self.dtype)
         # One row per token: otherwise XLA transposes the gradient of y on CPUs.
         y = x.reshape(-1, fan_in) @ kernel
@@ -211,6 +212,7 @@ class FeedForward(nn.Module):
         self, x: Float[Array, "batch n dim"], *, deterministic: bool = True
     ) -> Float[Array, "batch n dim"]:
         """Applies the network to every token."""
+        # W_out gelu(W_hidden x + b) + b'
         x = Linear(self.mlp_dim, dtype=self.dtype, name="hidden")(x)
         x = gelu(x, approximate=self.approximate_gelu)
         x = Dropout(self.dropout)(x, deterministic=deterministic)
@@ -260,6 +262,7 @@ class TransformerBlock(nn.Module):
         def norm(name: str) -> nn.LayerNorm:
             return nn.LayerNorm(self.norm_eps, dtype=self.dtype, name=name)
 
+        # y = attention(norm(x))
         y = self.attention(name="attention", dtype=self.dtype)(
             norm("attention_norm")(x),
             grid=grid,
@@ -270,6 +273,7 @@ class TransformerBlock(nn.Module):
             index=index,
             shared=shared,
         )
+        # x + y, then x + MLP(norm(x))
         x = x + Dropout(self.attention_dropout)(y, deterministic=deterministic)
         return x + FeedForward(
             self.dim,
@@ -341,10 +345,12 @@ def transformer_blocks(
             return block(x, position=position, **options), None
 
         leaves = [jax.tree.leaves(position) for position in positions[first:last]]
+        # A block that is not scanned is called by itself.
         if not scan or not attention.func.scannable:
             block = make_block(attention, name=f"block_{first}")
             x, _ = (nn.remat(body) if remat else body)(block, x, leaves[0])
             continue
+        # Equal blocks are one scan over their parameters and positions, stacked.
         block = make_block(attention, name=f"blocks_{first}")
         stacked = [jnp.stack(values) for values in zip(*leaves, strict=True)]
         cheap = not (remat or attention.func.expensive_to_compile)

@@ -13,6 +13,7 @@ from relattn import models, training
 from relattn.data.base import ONE_SHARD, shard_rows
 from relattn.kernels import draw_random_features, positive_features
 from relattn.training import default_config
+from tests.training.programs import shared_programs as shared_programs  # noqa: PLC0414
 
 
 class TinyModel(nn.Module):
@@ -149,7 +150,7 @@ def build_tiny(
     return TinyModel(num_classes=num_classes, **options)
 
 
-def use_tiny(patch):
+def use_tiny(patch, make_data=make_data):
     """Makes training build the tiny model and load the tiny images."""
     patch.setattr(models, "build_model", build_tiny)
     patch.setattr(data_lib, "load_data", lambda config: make_data())
@@ -173,6 +174,17 @@ def finished(tmp_path_factory):
         )
 
 
+@pytest.fixture(scope="session")
+def finished_text(tmp_path_factory):
+    """Returns the folder of a finished run of `make_text_config`."""
+    folder = tmp_path_factory.mktemp("finished_text")
+    with pytest.MonkeyPatch.context() as patch:
+        use_tiny(patch, TinyText)
+        devices = jax.local_devices()[:1]
+        training.train_and_evaluate(make_text_config(), folder, devices=devices)
+    return folder
+
+
 def make_config():
     """Returns the configuration of three epochs of five steps on the tiny images."""
     config = default_config()
@@ -191,6 +203,15 @@ def make_config():
     return config.lock()
 
 
+def make_text_config():
+    """Returns the same configuration for the tiny text."""
+    config = make_config()
+    with config.unlocked():
+        del config.data.image_size, config.data.standardize
+    config.data.name = "doublings"
+    return config
+
+
 @pytest.fixture
 def config():
     """Returns the configuration of three epochs of five steps on the tiny images."""
@@ -204,10 +225,7 @@ def one_device():
 
 
 @pytest.fixture
-def text_config(tiny, monkeypatch, config):
-    """Returns the same configuration for the tiny text."""
-    monkeypatch.setattr(data_lib, "load_data", lambda config: TinyText())
-    with config.unlocked():
-        del config.data.image_size, config.data.standardize
-    config.data.name = "doublings"
-    return config
+def text_config(monkeypatch):
+    """Makes training use the tiny model and text; returns their configuration."""
+    use_tiny(monkeypatch, TinyText)
+    return make_text_config()

@@ -66,10 +66,17 @@ def save(folder, accuracies):
     writer.close()
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved")
+    save(folder, {7: 0.5})
+    return folder
+
+
 @pytest.fixture
-def folder(tmp_path):
-    save(tmp_path / "checkpoints", {7: 0.5})
-    return tmp_path / "checkpoints"
+def folder(saved, tmp_path):
+    """A copy of a folder with one checkpoint, to be changed."""
+    return shutil.copytree(saved, tmp_path / "checkpoints")
 
 
 def contents(folder):
@@ -615,10 +622,8 @@ def public():
 
 
 @pytest.mark.usefixtures("tiny")
-def test_a_read_only_directory_is_not_changed(config, public, one_device):
-    config.redraw_every = 0
-    workdir = public / "run"
-    training.train_and_evaluate(config, workdir, devices=one_device)
+def test_a_read_only_directory_is_not_changed(config, public, one_device, finished):
+    workdir = shutil.copytree(finished[0], public / "run")
     for path in [workdir, *workdir.rglob("*")]:
         path.chmod(0o555 if path.is_dir() else 0o444)
     before = {p: p.stat().st_mtime_ns for p in workdir.rglob("*")}

@@ -6,13 +6,14 @@ import jax
 import numpy as np
 import pytest
 
-from relattn import cli, training
+from relattn import cli, models, training
 from relattn.data import ImageData, ImageSplit, TextInfo
 from relattn.evaluation import compare, page
 from relattn.evaluation import report as report_lib
 from relattn.training.config import default_config
 from relattn.training.given_data import check_source, fingerprint
-from tests.training.conftest import TinyText
+from tests.training.conftest import TinyText, build_tiny
+from tests.training.conftest import make_config as make_tiny_config
 
 CLASSES = ("rows", "columns")
 
@@ -49,10 +50,21 @@ def make_config(num_steps=2):
 @pytest.fixture(scope="module")
 def given(tmp_path_factory):
     """The directory of a run on stripes."""
+    config = make_tiny_config()
+    config.data.name = "mnist"
     folder = tmp_path_factory.mktemp("given")
-    result = train(folder)
-    assert json.loads((folder / "result.json").read_text()) == result
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(models, "build_model", build_tiny)
+        training.train_and_evaluate(
+            config, folder, data=make_stripes(), devices=jax.local_devices()[:1]
+        )
     return folder
+
+
+@pytest.fixture
+def tiny_model(monkeypatch):
+    """Makes `load_run` build the model of ``given``."""
+    monkeypatch.setattr(models, "build_model", build_tiny)
 
 
 def train(folder, data=None, **options):
@@ -64,7 +76,9 @@ def train(folder, data=None, **options):
 
 
 @pytest.mark.slow
-def test_a_run_takes_its_data_by_argument(given, tmp_path):
+def test_a_run_takes_its_data_by_argument(tmp_path):
+    given = tmp_path / "given"
+    assert train(given) == json.loads((given / "result.json").read_text())
     run, stripes = training.load_run(given), make_stripes()
     assert run.given
     result = json.loads((given / "result.json").read_text())
@@ -86,6 +100,7 @@ def test_a_run_takes_its_data_by_argument(given, tmp_path):
     assert len(run.predict(stripes.test.images, progress=False).labels) == 20
 
 
+@pytest.mark.usefixtures("tiny_model")
 def test_what_needs_the_data_says_so(given, tmp_path, capsys):
     run = training.load_run(given)
     said = rf"{given} was trained on data given in memory \('stripes'\), which "
@@ -112,6 +127,7 @@ def test_what_needs_the_data_says_so(given, tmp_path, capsys):
         compare.compare([given], max_shift=1, data=make_stripes(), data_dir="x")
 
 
+@pytest.mark.usefixtures("tiny_model")
 def test_other_data_are_refused(given):
     run = training.load_run(given)
     with pytest.raises(OSError, match="predicts 2 classes.*stripes has 3 classes"):

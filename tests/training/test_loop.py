@@ -16,7 +16,8 @@ from relattn import training
 from relattn.kernels.random_projections import redraw
 from relattn.training import loop, metrics
 from relattn.training import task as task_lib
-from relattn.training.checkpoint import CHECKPOINTS, checkpoint_steps
+from relattn.training.checkpoint import CHECKPOINTS, checkpoint_steps, read_meta
+from relattn.training.config import to_json
 from relattn.training.metrics_log import read_rows
 from tests.helpers.clock import slow_to_compile
 from tests.helpers.interrupted import (
@@ -28,6 +29,7 @@ from tests.helpers.interrupted import (
 )
 from tests.helpers.quick import mark_slow
 from tests.training.conftest import make_data
+from tests.training.test_checkpoint import forge
 
 pytestmark = pytest.mark.usefixtures("tiny")
 
@@ -412,9 +414,11 @@ def test_a_finished_run_goes_on_like_a_longer_one(
         train(config, tmp_path / "short")
 
 
-def test_a_cosine_run_does_not_go_on(config, tmp_path, one_device):
+def test_a_cosine_run_does_not_go_on(config, tmp_path, one_device, finished):
+    shutil.copytree(finished[0], tmp_path, dirs_exist_ok=True)
     config.schedule.name = "cosine"
-    training.train_and_evaluate(config, tmp_path, devices=one_device)
+    meta = read_meta(tmp_path / CHECKPOINTS, 15)
+    forge(tmp_path / CHECKPOINTS / "15", {**meta, "config": to_json(config)})
     config.num_epochs = 5
     message = (
         r"num_epochs: 3 there, 5 now\): choose another directory or the same values, "

@@ -51,7 +51,8 @@ def test_an_update_uses_mixed_images_and_soft_labels(number):
     key, batch = jax.random.key(3), make_data().train.gather(np.arange(13))
     state = create_state(MODEL, OPTIMIZER, key, SHAPE)
     state = state.replace(step=jnp.int32(number))
-    mask = make_mix(MIX)(jax.random.fold_in(stream_key(key, "mix"), number), SHAPE[:2])
+    draw = jax.jit(make_mix(MIX), static_argnums=1)
+    mask = draw(jax.random.fold_in(stream_key(key, "mix"), number), SHAPE[:2])
     # Example by example, each with the one before it.
     images, labels = np.square(batch["image"] / np.float32(255)), np.eye(3)
     pairs = [(i, i - 1) for i in range(13)]
@@ -66,7 +67,8 @@ def test_an_update_uses_mixed_images_and_soft_labels(number):
         logits = logits - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
         return -(soft * logits).sum(-1).mean(), logits
 
-    (loss, logits), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
+    compute = jax.jit(jax.value_and_grad(loss_fn, has_aux=True))
+    (loss, logits), grads = compute(state.params)
     expected = jax.tree.map(lambda p, g: p - 0.5 * g, state.params, grads)
     step = jax.jit(make_train_step(MODEL, OPTIMIZER, to_float, mix=make_mix(MIX)))
     new, metrics = step(state, batch, key)

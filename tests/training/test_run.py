@@ -15,33 +15,20 @@ from relattn.evaluation import predict as predict_lib
 from relattn.training.checkpoint import read_meta
 from relattn.training.metrics_log import read_rows
 from relattn.training.workdir import write_text
-from tests.training.conftest import make_config, make_data, use_tiny
+from tests.training.conftest import make_data
 from tests.training.test_checkpoint import forge
 
 pytestmark = pytest.mark.usefixtures("tiny")
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    folder, config = tmp_path_factory.mktemp("trained"), make_config()
-    config.data.standardize = False
-    with pytest.MonkeyPatch.context() as patch:
-        use_tiny(patch)
-        training.train_and_evaluate(config, folder, devices=jax.local_devices()[:1])
-    return folder
-
-
 @pytest.fixture
-def workdir(trained, tmp_path):
+def workdir(finished, tmp_path):
     """A copy of the folder of a finished run, to be changed."""
-    return shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+    return shutil.copytree(finished[0], tmp_path, dirs_exist_ok=True)
 
 
-def test_predictions_equal_the_evaluation(workdir, config):
-    config.data.standardize = False
-    result = training.train_and_evaluate(
-        config, workdir, devices=jax.local_devices()[:1]
-    )
+def test_predictions_equal_the_evaluation(workdir, config, finished):
+    _, result = finished
     run = training.load_run(workdir)
     assert run.step == result["best_step"]
     assert run.config.to_dict() == config.to_dict()

@@ -59,14 +59,15 @@ def seeds_config(config):
 
 
 @pytest.mark.parametrize(
-    "one_by_one", [pytest.param(True, marks=pytest.mark.slow), False]
+    "one_by_one, num_devices",
+    [pytest.param(True, 2, marks=pytest.mark.slow), (False, 1)],
 )
 def test_each_seed_equals_a_separate_run(
-    seeds_config, tmp_path, monkeypatch, one_by_one
+    seeds_config, tmp_path, monkeypatch, one_by_one, num_devices
 ):
     if not one_by_one:
         monkeypatch.setattr(seeds, "LOOP_PLATFORMS", ())
-    devices = jax.local_devices()[:2]
+    devices = jax.local_devices()[:num_devices]
     together = training.train_and_evaluate(
         seeds_config, tmp_path / "all", devices=devices
     )

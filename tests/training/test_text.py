@@ -40,9 +40,9 @@ def test_a_run_on_text_leaves_its_perplexity(text_config, tmp_path, one_device, 
     assert record["data"]["vocab_size"] == 13
 
 
-def test_every_token_counts_once(text_config, tmp_path, one_device):
-    training.train_and_evaluate(text_config, tmp_path, devices=one_device)
-    run = training.load_run(tmp_path)
+@pytest.mark.usefixtures("text_config")
+def test_every_token_counts_once(finished_text):
+    run = training.load_run(finished_text)
     source = TinyText()
     split = source.eval_splits["validation"]
     scores = [
@@ -62,10 +62,10 @@ def test_every_token_counts_once(text_config, tmp_path, one_device):
     assert run.data == source.info
 
 
-def test_image_size_of_a_text_is_refused(text_config, tmp_path, one_device):
-    training.train_and_evaluate(text_config, tmp_path, devices=one_device)
+@pytest.mark.usefixtures("text_config")
+def test_image_size_of_a_text_is_refused(finished_text):
     with pytest.raises(ValueError, match="image_size=8 needs a run on images, but"):
-        training.load_run(tmp_path, image_size=8)
+        training.load_run(finished_text, image_size=8)
 
 
 @pytest.mark.slow
@@ -106,17 +106,16 @@ def test_the_checkpoint_with_the_lowest_loss_is_kept(
     ],
 )
 def test_another_vocabulary_is_refused(
-    text_config, tmp_path, one_device, monkeypatch, source, found
+    text_config, finished_text, one_device, monkeypatch, source, found
 ):
-    training.train_and_evaluate(text_config, tmp_path, devices=one_device)
     message = (
         rf"predicts the 13 tokens of 'doubling', but doublings has {found}: use the "
         "data that it was trained on"
     )
-    run = training.load_run(tmp_path)
+    run = training.load_run(finished_text)
     split = source.eval_splits["test"]
     with pytest.raises(training.CheckpointError, match=message):
         training.evaluate(run, split, 8, one_device, info=source.info)
     monkeypatch.setattr(data_lib, "load_data", lambda config: source)
     with pytest.raises(training.CheckpointError, match=rf"checkpoints/15 {message}"):
-        training.train_and_evaluate(text_config, tmp_path, devices=one_device)
+        training.train_and_evaluate(text_config, finished_text, devices=one_device)

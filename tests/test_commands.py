@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -59,6 +60,13 @@ def start(program, arguments):
     importlib.import_module(program).main(arguments)
 
 
+def run_file(program, arguments):
+    """Runs a program as Python does: as ``__main__``, which loads its module again."""
+    path = ROOT / f"{program.replace('.', '/')}.py"
+    sys.argv[:] = [str(path), *arguments]
+    runpy.run_path(str(path), run_name="__main__")
+
+
 @pytest.fixture
 def refused(capsys, monkeypatch):
     """Returns a function that starts a program, which must fail with one sentence."""
@@ -67,9 +75,9 @@ def refused(capsys, monkeypatch):
     # The command `relattn` changes it.
     monkeypatch.setattr(sys, "argv", ["pytest"])
 
-    def refused(program, arguments):
+    def refused(program, arguments, run=start):
         with pytest.raises(SystemExit) as raised:
-            start(program, arguments)
+            run(program, arguments)
         out, err = capsys.readouterr()
         assert (raised.value.code, out) == (2, "")
         assert err.startswith("error: ") and err.count("\n") == 1
@@ -94,7 +102,7 @@ def test_all_programs_are_listed():
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_unknown_options_are_rejected(program, refused):
-    error = refused(program, [*PROGRAMS[program], "--no_such=3"])
+    error = refused(program, [*PROGRAMS[program], "--no_such=3"], run_file)
     assert "unknown option --no_such: " in error
 
 
@@ -171,27 +179,37 @@ print(libc.sbrk(0) - before > 1 << 23)
 """
 
 
-@pytest.mark.quick("variables0-True")
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
-@pytest.mark.parametrize(
-    "variables, kept",
-    [
-        ({"JAX_PLATFORMS": "cpu"}, True),
-        ({"JAX_PLATFORMS": "cuda,cpu"}, False),
-        ({"JAX_PLATFORMS": "cpu", "GLIBC_TUNABLES": ""}, False),
-    ],
-)
-def test_training_on_cpus_keeps_the_heap(variables, kept):
+def test_training_on_cpus_keeps_the_heap():
     environment = {k: v for k, v in os.environ.items() if k != "GLIBC_TUNABLES"}
     said = subprocess.run(
         [sys.executable, "-c", KEEPS],
-        env={**environment, **variables},
+        env={**environment, "JAX_PLATFORMS": "cpu"},
         cwd=ROOT,
         stdout=subprocess.PIPE,
         text=True,
         check=True,
     ).stdout
-    assert said == f"{kept}\n"
+    assert said == "True\n"
+
+
+@pytest.mark.parametrize(
+    "platforms, tunables, calls",
+    [("cpu", None, 3), ("cuda,cpu", None, 0), ("cpu", "", 0)],
+)
+def test_the_heap_is_kept_on_cpus_unless_the_user_tunes_it(
+    platforms, tunables, calls, monkeypatch
+):
+    found = []
+    libc = SimpleNamespace(mallopt=lambda *option: found.append(option))
+    monkeypatch.setattr(command.ctypes, "CDLL", lambda name: libc)
+    monkeypatch.setattr(command.platform, "libc_ver", lambda: ("glibc", "2"))
+    monkeypatch.setattr(command.jax, "config", SimpleNamespace(jax_platforms=platforms))
+    monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
+    if tunables is not None:
+        monkeypatch.setenv("GLIBC_TUNABLES", tunables)
+    command.keep_heap()
+    assert len(found) == calls
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)

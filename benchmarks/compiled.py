@@ -329,7 +329,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = command.Parser("python -m benchmarks.compiled", __doc__)
     add = parser.add_argument
     add("--target", choices=TARGETS, default="v5e", help="what to compile for")
-    add("--only", default="", help=f"patterns of rows; of {', '.join(ROWS)}")
+    add(
+        "--only",
+        default="",
+        help=f"patterns of rows, separated by commas: {', '.join(ROWS)}",
+    )
     add("--output", default="runs/compiled", help="output folder")
     given = parser.parse_args(argv)
     path = usable_folder(given.output, "--output") / f"compiled_{given.target}.json"

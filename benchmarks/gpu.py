@@ -546,7 +546,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     started = time.monotonic()
     parser = command.Parser("python -m benchmarks.gpu", __doc__)
     add = parser.add_argument
-    add("--minutes", type=float, default=9.0, help="begin no row after this time")
+    add("--minutes", type=float, default=9.0, help="time after which no row begins")
     add("--only", default="", help="patterns of rows, separated by semicolons")
     add("--output", default="runs/gpu", help="output folder")
     given = parser.parse_args(argv)

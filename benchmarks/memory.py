@@ -189,8 +189,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     add = parser.add_argument
     add("--config", required=True, help="configs/X.py[:argument]")
     add("--meshes", default="1x1", help="meshes DATAxMODEL, separated by commas")
-    add("--num_classes", type=int, default=10, help="classes, for images")
-    add("--vocab_size", type=int, default=50257, help="vocabulary, for text")
+    add("--num_classes", type=int, default=10, help="number of classes, for images")
+    add(
+        "--vocab_size", type=int, default=50257, help="size of the vocabulary, for text"
+    )
     add("--output", default="", help="JSON file to write")
     given = parser.parse_args(argv)
     meshes = [read_mesh(text) for text in given.meshes.split(",")]

@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(0)
     check_choice("command", name, COMMANDS)
     module, function = COMMANDS[name]
-    # The programs name themselves by this.
+    # The programs take their name in the help from it.
     sys.argv = [f"relattn {name}", *options]
     getattr(importlib.import_module(module), function)(options)
 
@@ -93,7 +93,7 @@ def train(argv: Sequence[str] | None = None) -> None:
         "--heartbeat_seconds",
         type=int,
         default=100,
-        help="seconds without a sign of life until a process counts as dead",
+        help="seconds without a heartbeat after which a process counts as dead",
     )
     given = parser.parse_args(argv)
     config = read_config(given.config, given.overrides, given.workdir)
@@ -172,15 +172,15 @@ def eval_shift(
     add(
         "--classes",
         default="1",
-        help="a class, by number or name, whose test images that can move max_shift "
-        "pixels both ways have curves beside those of all classes; or all: every image "
-        "at the shifts that it allows, alone",
+        help="a class, by its number or name, that has curves beside those of all "
+        "classes, from the test images that can move max_shift pixels both ways; or "
+        "all: every image at the shifts that it allows, without curves of a class",
     )
     add("--checkpoint", default="best", help="best or latest")
     add(
         "--image_size",
         type=int,
-        help="size of the images in pixels, if not that of training; the models' "
+        help="side of the images in pixels, by default that of training; the models' "
         "position tables are resized",
     )
     add(
@@ -199,8 +199,7 @@ def eval_shift(
     add(
         "--page",
         action="store_true",
-        help="also write page.html, on which one moves test images and sees what the "
-        "models say",
+        help="also write page.html, to move test images and see the predictions",
     )
     given = parser.parse_args(argv)
     summary = shift_report(

@@ -44,8 +44,8 @@ def entry_point(main: Callable[_P, None]) -> Callable[_P, None]:
     """Decorates a program's main function: user errors become one sentence on stderr.
 
     The exit code is the error's attribute ``exit_code``, or `BAD_INPUT` without one.
-    Other errors keep their traceback. Characters missing in the terminal's encoding are
-    escaped. What the program compiles is kept, see `keep_compiled`.
+    Other errors keep their traceback. Characters that the terminal's encoding lacks are
+    escaped. Compiled programs are kept on disk, see `keep_compiled`.
 
     Args:
         main: The main function.
@@ -94,7 +94,7 @@ def keep_compiled() -> None:
     """Makes JAX keep compiled programs on disk, for the next start.
 
     They are in ``relattn/jax`` of the user's cache folder, ``$XDG_CACHE_HOME`` or
-    ``~/.cache``, unless JAX has a folder already, such as by
+    ``~/.cache``, unless the user has set a folder, such as by
     ``JAX_COMPILATION_CACHE_DIR``.
     """
     # JAX adds the attributes of its configuration when it starts.
@@ -185,7 +185,7 @@ class Parser(argparse.ArgumentParser):
 
         Args:
             args: The arguments; None for those of the process.
-            namespace: Same as in `argparse`.
+            namespace: The object that takes the values; None for a new one.
 
         Returns:
             The values by name.

@@ -51,7 +51,7 @@ def convert(
             directory.
         output: Folder for the two files; nothing is written if anything does not fit.
         num_heads: Number of heads; 0 for that of the ``config.json`` beside the
-            checkpoint. A run knows its own.
+            checkpoint, or of the run.
 
     Returns:
         The contents of ``config.json``.
@@ -66,7 +66,7 @@ def convert(
         from relattn.training import load_run
 
         if num_heads:
-            raise ValueError("--num_heads is that of the run: leave it out")
+            raise ValueError("a run has its number of heads: leave --num_heads out")
         run = load_run(checkpoint)
         run.save_pretrained(output)
         return run.pretrained_config()
@@ -83,7 +83,7 @@ def convert(
     except ValueError as error:
         raise ValueError(f"{beside} is not JSON ({error})") from error
     if not isinstance(settings, dict):
-        raise ValueError(f"{beside} holds no JSON object")
+        raise ValueError(f"{beside} is not a JSON object")
     try:
         if num_heads:
             found = f"--num_heads is {num_heads}"
@@ -92,7 +92,7 @@ def convert(
         converted = SOURCES[source](tensors, settings)
     except KeyError as error:
         raise ValueError(
-            f"{checkpoint} is no checkpoint of {source}: missing {error.args[0]}"
+            f"{checkpoint} is not a checkpoint of {source}: missing {error.args[0]}"
         ) from error
     except TypeError as error:
         raise ValueError(f"{beside} has a value of a wrong type ({error})") from error
@@ -148,7 +148,7 @@ def _read_parts(path):
         parts = {name: path.with_name(name) for name in sorted(set(files.values()))}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"{path} is no index of a checkpoint in parts: it has no weight_map"
+            f"{path} is not the index of a checkpoint in parts: it has no weight_map"
         ) from error
     read = {name: _read_file(part) for name, part in parts.items()}
     tensors = {}
@@ -165,7 +165,7 @@ def _read_torch(path):
         import torch  # pyright: ignore[reportMissingImports]: an option.
     except ImportError as error:
         raise ImportError(
-            f"{path} is no .safetensors file; to read PyTorch's: pip install torch"
+            f"{path} is not named .safetensors; to read PyTorch's: pip install torch"
         ) from error
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
@@ -177,7 +177,7 @@ def _read_torch(path):
     found = ["state_dict"]
     while found:
         if not isinstance(state, Mapping):
-            raise ValueError(f"{path} holds no state_dict")
+            raise ValueError(f"{path} does not hold a state_dict")
         found = [key for key in STATES if isinstance(state.get(key), Mapping)]
         if len(found) > 1:
             raise ValueError(
@@ -210,7 +210,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     parser = command.Parser("python -m relattn.convert", __doc__)
     parser.add_argument("--source", required=True, help=", ".join([*SOURCES, "run"]))
-    parser.add_argument("--checkpoint", required=True, help="a file, or a run")
+    parser.add_argument(
+        "--checkpoint", required=True, help="a file, or the directory of a run"
+    )
     parser.add_argument("--output", required=True, help="folder for the two files")
     parser.add_argument("--num_heads", type=int, default=0, help="number of heads")
     given = parser.parse_args(argv)

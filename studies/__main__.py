@@ -146,7 +146,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--together",
         type=int,
         default=0,
-        help="seeds per process; 0 (default) for all; use fewer if memory is short",
+        help="seeds per process; 0 for all; fewer need less memory",
     )
     parser.add_argument(
         "--jobs",

@@ -99,7 +99,7 @@ def finetune_table(results: Mapping[str, Mapping]) -> str:
     """Formats the study's table: test accuracy of each attention.
 
     Args:
-        results: As in ``results.json``.
+        results: The contents of ``results.json``.
 
     Returns:
         Markdown: one row per attention.

@@ -222,10 +222,15 @@ def write_subset(name: str, source: pathlib.Path, output: pathlib.Path) -> pathl
 
 @command.entry_point
 def main(argv: Sequence[str] | None = None) -> None:
-    """Writes both embedded subsets."""
+    """Writes both embedded subsets.
+
+    Args:
+        argv: Command-line arguments, by default the process's.
+    """
     parser = command.Parser("python -m tools.embed", __doc__)
-    parser.add_argument("--source", type=pathlib.Path, required=True)
-    parser.add_argument("--output", type=pathlib.Path, default=EMBEDDED_FOLDER)
+    add = parser.add_argument
+    add("--source", type=pathlib.Path, required=True, help="folder of the archives")
+    add("--output", type=pathlib.Path, default=EMBEDDED_FOLDER, help="output folder")
     options = parser.parse_args(argv)
     for name in NUM_MOVABLE:
         folder = write_subset(name, options.source, options.output)

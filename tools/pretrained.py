@@ -396,7 +396,11 @@ WRITERS = {
 
 @command.entry_point
 def main(argv: Sequence[str] | None = None) -> None:
-    """Writes all folders."""
+    """Writes all folders.
+
+    Args:
+        argv: Command-line arguments, by default the process's.
+    """
     parser = command.Parser("python -m tools.pretrained", __doc__)
     parser.add_argument("--output", required=True, help="folder for the checkpoints")
     output = pathlib.Path(parser.parse_args(argv).output)

@@ -326,7 +326,11 @@ def _write(
 
 @command.entry_point
 def main(argv: Sequence[str] | None = None) -> None:
-    """Prepares the text that the arguments name."""
+    """Prepares the text that the arguments name.
+
+    Args:
+        argv: Command-line arguments, by default the process's.
+    """
     parser = command.Parser("python -m relattn.data.prepare_text", __doc__)
     source = parser.add_mutually_exclusive_group(required=True)
     files = {"nargs": "+", "action": "extend", "type": Path, "metavar": "FILE"}
@@ -345,7 +349,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--tokenizer",
         choices=list(TOKENIZERS),
         default="gpt2",
-        help="what makes tokens of the text",
+        help="the tokenizer",
     )
     add("--bpe_dir", default="", help="folder of GPT-2's vocabulary")
     add(

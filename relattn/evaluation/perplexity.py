@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     files = {"required": True, "nargs": "+", "action": "extend"}
     add("--input", **files, help="UTF-8 text files; repeatable")
     add("--checkpoint", default="best", help="best or latest")
-    add("--batch_size", type=int, default=64, help="windows of text at once")
+    add("--batch_size", type=int, default=64, help="windows of text in a batch")
     add("--bpe_dir", default="", help="folder of GPT-2's vocabulary")
     given = parser.parse_args(argv)
     run = load_run(given.workdir, given.checkpoint)
@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"{path}: {format_metrics({'perplexity': found['perplexity']})} per token, "
             f"{found['bits_per_token']:.4f} bits per token, "
             f"{found['bits_per_byte']:.4f} bits per byte, on {found['count']:,.0f} "
-            f"tokens, each from those before it in its window of "
+            f"tokens, each predicted from those before it in its window of "
             f"{require_kind(run, 'tokens').context_length}"
         )
 

@@ -112,10 +112,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     add(
         "--image_size",
         type=int,
-        help="size of the images in pixels, if not that of training; the model's "
+        help="side of the images in pixels, by default that of training; the model's "
         "position tables are resized",
     )
-    add("--batch_size", type=int, default=256, help="images at once")
+    add("--batch_size", type=int, default=256, help="images in a batch")
     given = parser.parse_args(argv)
     output = None
     if given.output is not None:

@@ -44,15 +44,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--top_k",
         type=int,
         default=0,
-        help="number of most likely tokens to draw from; 0 for all",
+        help="how many of the most likely tokens to draw from; 0 for all",
     )
     add(
         "--top_p",
         type=float,
         default=1.0,
-        help="draw from the most likely tokens that have this share; 1 for all",
+        help="draw from the most likely tokens whose probabilities sum to this; 1 for "
+        "all",
     )
-    add("--stop", default="", help="text of one token that ends a sample")
+    add("--stop", default="", help="text of the token that ends a sample")
     add("--seed", type=int, default=0, help="seed of the draws")
     add("--checkpoint", default="best", help="best or latest")
     add("--bpe_dir", default="", help="folder of GPT-2's vocabulary")

@@ -27,7 +27,7 @@ from relattn.models.tensor_tables import (
 
 
 def _offset_table(flip: bool, heads: int, cls: bool, x: np.ndarray) -> np.ndarray:
-    """A table [rows, inputs, outputs] in our order of offsets and of CLS rows.
+    """A table ``[rows, inputs, outputs]`` in our order of offsets and of CLS rows.
 
     The authors index queries and keys by the offset of the other sign, causal queries
     from the end, and have the rows of CLS in the order self, in, out.
@@ -98,7 +98,7 @@ def _patch(width: int, settings: Mapping[str, Any]) -> tuple[int, int]:
     side = math.isqrt(width // channels) if channels in range(1, width + 1) else 0
     if side**2 * channels != width:
         raise ValueError(
-            f"to_patch_embedding.2.weight takes {width} values, no square patch of "
+            f"to_patch_embedding.2.weight takes {width} values, not a square patch of "
             f"{channels} channels: give channels in a config.json beside the checkpoint"
         )
     return channels, side
@@ -180,7 +180,7 @@ PERFORMER_EPS = 1e-4
 
 
 def _coefficients(heads: int, *arrays: np.ndarray) -> np.ndarray:
-    """(a, b) [layers, heads, pairs, 2], from alpha and beta of each layer."""
+    """(a, b) ``[layers, heads, pairs, 2]``, from alpha and beta of each layer."""
     stacked = np.stack(arrays).reshape(len(arrays) // 2, 2, heads, -1)
     return np.moveaxis(stacked, 1, -1)
 
@@ -239,7 +239,7 @@ def performer(tensors: Tensors, settings: Mapping[str, Any]) -> Converted:
     table[projection] = (same, _PERFORMER_LAYER + _PROJECTION)
     buffers = r"performer\.calls_since_last_redraw|.*\.offdiag_matrix"
     arrays = apply_table(table, tensors, num_layers, buffers)
-    # Projections are no parameters.
+    # Projections are not parameters.
     end = ".attention.projection.projection"
     for name in [name for name in arrays if name.endswith(end)]:
         arrays[f"random_features{name.removeprefix('params')}"] = arrays.pop(name)

@@ -344,7 +344,7 @@ def unflatten(
         Variables with the structure of ``like``.
 
     Raises:
-        ValueError: If an array is missing, unexpected, of another shape or no floats.
+        ValueError: If an array is missing, unexpected, of another shape or not floats.
     """
     leaves, treedef = jax.tree_util.tree_flatten_with_path(like)
     places, shapes = [], {}
@@ -373,7 +373,7 @@ def check_tensors(
         where: Their source, for the message.
 
     Raises:
-        ValueError: If an array is missing, unexpected, of another shape or no floats.
+        ValueError: If an array is missing, unexpected, of another shape or not floats.
 
     Example:
         >>> check_tensors({"a": (2,)}, {"b": np.ones(3)}, "model.safetensors")
@@ -388,7 +388,7 @@ def check_tensors(
             for name, shape in shapes.items()
             if name in tensors and tuple(tensors[name].shape) != shape
         ],
-        "no floats": [
+        "not floats": [
             f"{name} ({tensors[name].dtype})"
             for name in shapes
             if name in tensors and not jnp.issubdtype(tensors[name].dtype, jnp.floating)

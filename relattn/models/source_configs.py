@@ -1,4 +1,4 @@
-"""The ``config.json`` of other libraries: every key is honoured, harmless or refused.
+"""The ``config.json`` of other libraries: every key is used, harmless or refused.
 
 A `Keys` for each source lists the keys that `relattn.models.sources` reads, the keys
 that have to have one value, and the keys that do not change a model's logits in
@@ -21,10 +21,11 @@ class Keys(NamedTuple):
     """What the keys of a ``config.json`` mean.
 
     Attributes:
-        read: Keys that the conversion honours, or compares with the tensors.
-        fixed: The values of keys that relattn's models have; of a list, each element.
-        flags: Keys of ``read`` that are true or false. None, a text or another number
-            is neither: libraries and their versions differ in what they take it for.
+        read: Keys that the conversion uses, or compares with the tensors.
+        fixed: The values of a key that relattn's models have, also as elements of a
+            list; another value is refused.
+        flags: Keys of ``read`` that must be true or false: what null, a string or
+            another number means differs between libraries and their versions.
         harmless: Keys that do not change the logits: training, generation, labels,
             preprocessing, names and versions.
     """
@@ -204,7 +205,7 @@ TIMM = Keys(
         """,
     ),
 )
-# Width and heads of timm's architectures that relattn's ViT can be. The other ones have
+# Width and heads of timm's architectures that are relattn's ViT. The other ones have
 # parts that it lacks, such as registers, another activation or attention pooling.
 TIMM_ARCHITECTURES = {
     name: sizes
@@ -325,7 +326,9 @@ def timm_settings(settings: Settings) -> dict[str, Any]:
     """
     parts = [settings.get(key) or {} for key in ("pretrained_cfg", "model_args")]
     if not all(isinstance(part, Mapping) for part in parts):
-        raise ValueError("model_args or pretrained_cfg in config.json is no object")
+        raise ValueError(
+            "model_args or pretrained_cfg in config.json is not a JSON object"
+        )
     pretrained_cfg, arguments = parts
     # pretrained_cfg may be that of the weights from which a model was fine-tuned.
     joined = read_settings({**pretrained_cfg, **settings, **arguments}, TIMM)
@@ -333,9 +336,9 @@ def timm_settings(settings: Settings) -> dict[str, Any]:
         name = _TIMM_OLD_ENDING.sub("", str(joined.pop("architecture")))
         if name not in TIMM_ARCHITECTURES:
             raise ValueError(
-                f"config.json has architecture={shorten(name)}, of which relattn knows "
-                "neither the heads nor whether its ViT can be it; if it can, replace "
-                'the key by the heads, such as "num_heads": 12'
+                f"config.json has architecture={shorten(name)}, which relattn does not "
+                "know; if the model has the parts of relattn's ViT, replace the key by "
+                'its number of heads, such as "num_heads": 12'
             )
         width, heads = TIMM_ARCHITECTURES[name]
         pool = {"global_pool": "avg"} if "_gap_" in name else {}
@@ -359,7 +362,7 @@ def gpt2_settings(settings: Settings) -> dict[str, Any]:
         settings: The contents of a ``config.json``.
 
     Raises:
-        ValueError: If two keys differ, or the activation is no GELU.
+        ValueError: If two keys differ, or the activation is not a GELU.
 
     Example:
         >>> gpt2_settings({"hidden_size": 8, "activation_function": "gelu_fast"})
@@ -377,8 +380,8 @@ def gpt2_settings(settings: Settings) -> dict[str, Any]:
     equal = [name for name, names in _GELU.items() if activation in names]
     if not equal:
         raise ValueError(
-            f"activation_function={shorten(activation)} is not what relattn's GPT "
-            f"does: expected {' or '.join(map(repr, _GELU))}"
+            f"relattn's GPT does not have activation_function={shorten(activation)}: "
+            f"expected {' or '.join(map(repr, _GELU))}"
         )
     return {**settings, "activation_function": equal[0]}
 
@@ -408,8 +411,8 @@ def num_heads(settings: Settings, key: str, dim: int) -> int:
     """Returns the number of heads, which most tensors do not show.
 
     Args:
-        settings: Has it as ``num_heads``, which --num_heads sets, or as ``key``.
-        key: The source's name of it.
+        settings: The keys, with ``num_heads``, which ``--num_heads`` sets, or ``key``.
+        key: The source's name for it.
         dim: Width of the tokens.
 
     Raises:
@@ -422,14 +425,13 @@ def num_heads(settings: Settings, key: str, dim: int) -> int:
     given = {name: settings[name] for name in ("num_heads", key) if name in settings}
     if not given:
         raise ValueError(
-            f"the tensors, {dim} wide, do not show the number of heads: give "
+            f"the tensors, of width {dim}, do not show the number of heads: give "
             f"--num_heads, or {key} in a config.json beside the checkpoint"
         )
     name, heads = list(given.items())[-1]
     if type(heads) is not int or heads < 1 or dim % heads:
         raise ValueError(
-            f"{name}={shorten(heads)} must be a whole number that divides the width of "
-            f"{dim}"
+            f"{name}={shorten(heads)} must be an integer that divides the width, {dim}"
         )
     check_equal(f"config.json has {name}={heads}", heads, "num_heads", settings)
     return heads

@@ -52,7 +52,7 @@ def _check_parts(tensors: Tensors, names: Mapping[str, str]) -> None:
     head, convolution = (f"{names[part]}.weight" for part in ("head", "convolution"))
     if convolution not in tensors:
         raise ValueError(
-            f"{convolution} is missing: the checkpoint is not one of this --source"
+            f"{convolution} is missing: the checkpoint is of another --source"
         )
     if head not in tensors:
         raise ValueError(
@@ -85,7 +85,7 @@ def _vit(
         heads: The key that has the number of heads.
         norm_eps: The LayerNorms' epsilon if no key has it.
         has_cls: Whether the head reads a CLS token, not the mean of the patches.
-        ignored: Pattern of tensors that are no parameters.
+        ignored: Pattern of tensors that are not parameters.
     """
     cls, position, head = names["cls"], names["position"], f"{names['head']}.weight"
     convolution = f"{names['convolution']}.weight"
@@ -193,8 +193,8 @@ def timm(tensors: Tensors, settings: Mapping[str, Any]) -> Converted:
     check_equal(found, has_cls, "class_token", settings)
     if pool != expected:
         raise ValueError(
-            f"global_pool={pool!r} is not what relattn's ViT does: {found}, so that "
-            f"{expected!r} is expected"
+            f"relattn's ViT does not have global_pool={pool!r}: {found}, so expected "
+            f"{expected!r}"
         )
     qkv = "blocks.{}.attn.qkv"
     bias = f"{qkv}.bias" if f"{qkv.format(0)}.bias" in tensors else ""

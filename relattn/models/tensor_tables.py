@@ -65,7 +65,7 @@ def unwrap(tensors: Tensors) -> dict[str, np.ndarray]:
             continue
         if short in result:
             raise ValueError(
-                f"{origins[short]} and {name} are two models' {short}: save one model"
+                f"{origins[short]} and {name} are {short} of two models: save one model"
             )
         result[short], origins[short] = tensor, name
     return result
@@ -80,13 +80,13 @@ def apply_table(
         table: For each of our names a function, and the names of its arguments.
         tensors: The checkpoint.
         num_layers: Number of layers, which ``{}`` counts.
-        ignored: Pattern of tensors that are no parameters.
+        ignored: Pattern of tensors that are not parameters.
 
     Returns:
         An array for each of our names, with the prefix ``params.``.
 
     Raises:
-        ValueError: If tensors are missing, unexpected, no floats or of another shape.
+        ValueError: If tensors are missing, unexpected, not floats or of another shape.
     """
     result = {}
     for name, (function, sources) in _entries(
@@ -130,7 +130,7 @@ def _entries(table, tensors, num_layers, ignored):
             if name not in wanted and not re.fullmatch(ignored, name)
         ],
         # Integers are quantized: their scales are elsewhere.
-        "no floats": [
+        "not floats": [
             f"{name} ({tensors[name].dtype})"
             for name in sorted(wanted & set(tensors))
             if not jnp.issubdtype(tensors[name].dtype, jnp.floating)
@@ -145,14 +145,14 @@ def _entries(table, tensors, num_layers, ignored):
 
 
 def same(x: np.ndarray) -> np.ndarray:
-    """The tensor itself."""
+    """Returns the tensor."""
     return x
 
 
 def linear(ours: str, theirs: str, scale: str = "") -> Table:
-    """A linear layer of PyTorch, whose weight is [outputs, inputs].
+    """A linear layer of PyTorch, whose weight is ``[outputs, inputs]``.
 
-    ``scale`` names the tensor by which its outputs are multiplied.
+    ``scale`` names the tensor that multiplies its outputs.
     """
     if scale:
         return {
@@ -174,7 +174,7 @@ def norm(ours: str, theirs: str) -> Table:
 
 
 def _third(index: int, axis: int, x: np.ndarray) -> np.ndarray:
-    """Takes q, k or v from a matrix or a bias that has all three, one by one."""
+    """Takes q, k or v from a matrix or a bias that has all three, one after another."""
     return np.split(x, 3, axis)[index]
 
 
@@ -195,22 +195,22 @@ def _transposed_third(index: int, x: np.ndarray) -> np.ndarray:
 
 
 def patches(x: np.ndarray) -> np.ndarray:
-    """A convolution's kernel [dim, channels, height, width] as a matrix of patches."""
+    """Reshapes a kernel ``[dim, channels, height, width]`` to a matrix of patches."""
     dim, channels, height, width = x.shape
     return x.transpose(2, 3, 1, 0).reshape(height * width * channels, dim)
 
 
 def count_layers(tensors: Tensors, pattern: str) -> int:
-    """Counts layers by the names of tensors; the pattern has the index as a group."""
+    """Counts layers by the names of tensors; the pattern's group is the index."""
     found = [re.match(pattern, name) for name in tensors]
     return 1 + max((int(match[1]) for match in found if match), default=-1)
 
 
 def shape_of(tensors: Tensors, name: str, ndim: int) -> tuple[int, ...]:
-    """The shape of a tensor that has to have ``ndim`` axes."""
+    """Returns the shape of a tensor, which must have ``ndim`` axes."""
     shape = tensors[name].shape
     if len(shape) != ndim:
-        raise ValueError(f"wrong shape: {name} {shape} has not {ndim} axes")
+        raise ValueError(f"wrong shape: {name} {shape} must have {ndim} axes")
     return shape
 
 
@@ -220,9 +220,9 @@ def position_grid(
     patch: list[int],
     before: tuple[int, ...] = (0,),
 ) -> tuple[int, int]:
-    """The grid of a table of positions: from ``image_size``, or square.
+    """Returns the grid of a table of positions: that of ``image_size``, or a square.
 
-    ``before`` are the possible numbers of positions before those of the grid.
+    ``before`` lists how many positions may come before those of the grid.
     """
     if "image_size" not in settings:
         for first in before:
@@ -230,8 +230,8 @@ def position_grid(
             if side > 0 and side**2 == count - first:
                 return (side, side)
         raise ValueError(
-            f"the table of positions has {count} rows, no square grid: give image_size="
-            "[height, width] in a config.json beside the checkpoint"
+            f"the table of positions has {count} rows, not a square grid: give "
+            "image_size=[height, width] in a config.json beside the checkpoint"
         )
     size = image_size(settings)
     pixels, side = ("x".join(map(str, pair)) for pair in (size, patch))
@@ -250,7 +250,7 @@ def position_grid(
 
 
 def image_size(settings: Mapping[str, Any]) -> list[int]:
-    """Height and width from ``image_size``, which is one side or both."""
+    """Returns the height and width of ``image_size``, which is one side or both."""
     size = settings["image_size"]
     size = list(size) if isinstance(size, list | tuple) else [size, size]
     if [type(side) for side in size] != [int, int] or min(size) < 1:

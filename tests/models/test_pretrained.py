@@ -278,5 +278,5 @@ def test_integers_are_not_loaded_as_weights(tmp_path):
     tensors["params.norm.bias"] = tensors["params.norm.bias"].astype(np.int8)
     write_safetensors(tmp_path / "new", tensors)
     (tmp_path / "new").replace(path)
-    with pytest.raises(ValueError, match=r"no floats params\.norm\.bias \(int8\)"):
+    with pytest.raises(ValueError, match=r"not floats params\.norm\.bias \(int8\)"):
         relattn.load_pretrained(tmp_path)

@@ -61,7 +61,7 @@ class Predictions:
 
 def predict(
     run: Run,
-    probabilities: Callable[[Any], jax.Array],
+    logits: Callable[[Any], jax.Array],
     images: Any,
     batch_size: int,
     progress: bool,
@@ -70,7 +70,7 @@ def predict(
 
     Args:
         run: A run on images.
-        probabilities: Maps inputs of the model to class probabilities.
+        logits: Maps inputs of the model to logits.
         images: See `Run.predict`.
         batch_size: Number of images in a batch.
         progress: Whether to show a progress bar on a terminal.
@@ -93,7 +93,7 @@ def predict(
             # A fixed batch size is compiled once.
             padding = [(0, batch_size - len(batch))] + [(0, 0)] * 3
             inputs = run.preprocess({"image": np.pad(batch, padding)})
-            out = np.asarray(probabilities(inputs))
+            out = np.asarray(jax.nn.softmax(logits(inputs)))
             found.append(out[: len(batch)])
             bar.update(len(batch))
     return Predictions(np.concatenate(found), info.class_names)

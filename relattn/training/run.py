@@ -68,15 +68,15 @@ class Run:
     given: bool = False
 
     @functools.cached_property
-    def _probabilities(self) -> Callable[[jax.Array], jax.Array]:
-        """Maps inputs of the model to class probabilities; compiled once."""
+    def _logits(self) -> Callable[[jax.Array], jax.Array]:
+        """Maps inputs of the model to logits; compiled once for each batch size."""
+        model = self.model
 
         @jax.jit
-        def function(variables: Any, inputs: jax.Array) -> jax.Array:
-            logits = cast(Array, self.model.apply(variables, inputs))
-            return jax.nn.softmax(logits.astype(jnp.float32))
+        def logits(variables: Any, inputs: jax.Array) -> jax.Array:
+            return cast(Array, model.apply(variables, inputs)).astype(jnp.float32)
 
-        return functools.partial(function, jax.device_put(self.variables))
+        return functools.partial(logits, jax.device_put(self.variables))
 
     def predict(
         self, images: Any, *, batch_size: int = 256, progress: bool = True
@@ -101,9 +101,7 @@ class Run:
             ValueError: If the run is on text, an image cannot be read, or its values,
                 channels or size do not fit.
         """
-        return predict_lib.predict(
-            self, self._probabilities, images, batch_size, progress
-        )
+        return predict_lib.predict(self, self._logits, images, batch_size, progress)
 
     def evaluate(
         self,
@@ -296,22 +294,16 @@ Inputs = Float[Array, "batch height width channels"] | Int[Array, "batch n"]
 
 
 def make_predict_fn(run: Run) -> Callable[[Inputs], Float[Array, "batch ... classes"]]:
-    """Makes a compiled function from preprocessed images, or tokens, to logits.
+    """Returns a compiled function from preprocessed images, or tokens, to logits.
 
     Args:
         run: A trained run.
 
     Returns:
-        The function, for one device. It is compiled for each batch size, so pad a last,
-        smaller batch.
+        The function, for one device, the same at every call. It is compiled for each
+        batch size, so pad a last, smaller batch. The logits are float32.
     """
-    apply = jax.jit(lambda variables, inputs: run.model.apply(variables, inputs))
-    variables = jax.device_put(run.variables)
-
-    def predict(inputs: Inputs) -> Float[Array, "batch ... classes"]:
-        return apply(variables, inputs).astype(jnp.float32)
-
-    return predict
+    return run._logits
 
 
 def evaluate(

@@ -72,14 +72,14 @@ def predicted_inputs(run, images, **options):
     """Returns the model inputs of `Run.predict`."""
     seen = []
 
-    def probabilities(inputs):
+    def logits(inputs):
         seen.append(np.asarray(inputs))
         return np.zeros((len(inputs), run.data.num_classes), np.float32)
 
     # A cached property, in a frozen dataclass.
-    run.__dict__["_probabilities"] = probabilities
+    run.__dict__["_logits"] = logits
     count = len(run.predict(images, **options).labels)
-    del run.__dict__["_probabilities"]
+    del run.__dict__["_logits"]
     return np.concatenate(seen)[:count]
 
 

@@ -11,7 +11,6 @@ import importlib
 import json
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import relattn
@@ -157,7 +156,9 @@ def eval_shift(
             no such curves.
     """
     from relattn.evaluation.compare import shift_report
-    from relattn.evaluation.page import write_page
+    from relattn.evaluation.page import Page
+    from relattn.evaluation.shift_runs import open_shift_runs
+    from relattn.training.workdir import usable_folder
 
     parser = command.Parser("python eval_shift.py", eval_shift.__doc__)
     add = parser.add_argument
@@ -202,32 +203,33 @@ def eval_shift(
         help="also write page.html, to move test images and see the predictions",
     )
     given = parser.parse_args(argv)
-    summary = shift_report(
+    # Checked before the runs are opened.
+    output = usable_folder(given.output, "--output")
+    runs = open_shift_runs(
         given.workdir,
-        given.output,
-        max_shift=given.max_shift,
-        axis=given.axis,
-        classes=given.classes,
         checkpoint=given.checkpoint,
         image_size=given.image_size,
         data_dir=given.data_dir,
+    )
+    page = None
+    if given.page:
+        page = Page(runs, max_shift=given.max_shift, boundary=given.boundary)
+    summary = shift_report(
+        runs,
+        output,
+        max_shift=given.max_shift,
+        axis=given.axis,
+        classes=given.classes,
         num_images=given.num_images,
         boundary=given.boundary,
         find_published=find_published,
+        on_load=page and page.add,
     )
     print(summary)
     written = ["shift.csv", "shift.png", "summary.md"]
-    if given.page:
+    if page is not None:
         written.append("page.html")
-        write_page(
-            given.workdir,
-            Path(given.output) / "page.html",
-            max_shift=given.max_shift,
-            boundary=given.boundary,
-            checkpoint=given.checkpoint,
-            image_size=given.image_size,
-            data_dir=given.data_dir,
-        )
+        page.write(output / "page.html")
     print(f"Written to {given.output}: {', '.join(written)}")
 
 

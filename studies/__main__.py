@@ -16,6 +16,7 @@ from pathlib import Path
 
 from relattn import command
 from relattn.evaluation.compare import shift_report
+from relattn.evaluation.shift_runs import open_shift_runs
 from relattn.messages import check_choice
 from relattn.training.config import read_config
 from relattn.training.overrides import typed_keys
@@ -119,7 +120,7 @@ def run_study(
     workdirs = [run.workdir for group in finished.values() for run in group]
     if study.shifts is not None and workdirs:
         text += "\n" + shift_report(
-            workdirs,
+            open_shift_runs(workdirs),
             output / "shift",
             find_published=published_curve,
             **study.shifts,

@@ -23,6 +23,7 @@ from relattn.evaluation.compare import compare
 from relattn.evaluation.page import write_page
 from relattn.evaluation.shift_curves import ShiftCurve
 from relattn.evaluation.shift_plots import plot
+from relattn.evaluation.shift_runs import open_shift_runs
 from relattn.markdown import markdown_table
 from relattn.training.config import read_config
 from relattn.training.overrides import typed_keys
@@ -109,8 +110,9 @@ def run_demo(
     steps.done("trained the models")
     # Sorted by variant, then seed: the order of the legend.
     trainings.sort(key=lambda training: variants.index(training.label))
+    runs = open_shift_runs([training.workdir for training in trainings])
     comparison = compare(
-        [training.workdir for training in trainings],
+        runs,
         max_shift=CLASS_SHIFT,
         find_published=published_curve,
     )
@@ -127,7 +129,7 @@ def run_demo(
     steps.done("wrote the figure and the table")
     first = [training for training in trainings if training.seed == 0]
     write_page(
-        [training.workdir for training in first],
+        [run for run, each in zip(runs, trainings, strict=True) if each.seed == 0],
         output / "index.html",
         names=[_page_name(training.label) for training in first],
         descriptions=[MODELS.get(t.label, ("", ""))[1] for t in first],

@@ -4,21 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from ml_collections import ConfigDict
-
-from relattn.data import (
-    DataInfo,
-    DataSource,
-    ImageInfo,
-    ImageSplit,
-    StreamedSplit,
-    input_shape,
-    load_data,
-)
+from relattn.data import ImageInfo, ImageSplit, StreamedSplit
 from relattn.evaluation.shift import (
     ShiftedPredictions,
     check_boundary,
@@ -27,23 +17,18 @@ from relattn.evaluation.shift import (
 )
 from relattn.evaluation.shift_curves import FindPublished, ShiftCurve, curves_of
 from relattn.evaluation.shift_plots import Panel, plot
+from relattn.evaluation.shift_runs import ShiftRun
 from relattn.evaluation.shift_tables import summary, write_csv
+from relattn.training import Run
 from relattn.training.errors import explain_write_errors
-from relattn.training.given_data import require_data
-from relattn.training.resume import check_fits
-from relattn.training.saved_run import SavedRun, open_run
 from relattn.training.workdir import usable_folder
 
-SHIFT_CALL = (
-    "relattn.evaluation.compare.shift_report(workdirs, output, data=...), and for a "
-    "page by relattn.evaluation.page.write_page(workdirs, path, data=...)"
-)
 # Class names listed in a message.
 MAX_LISTED = 20
 
 
 def shift_report(
-    workdirs: Sequence[str | Path],
+    runs: Sequence[ShiftRun],
     output: str | Path,
     *,
     classes: str = "1",
@@ -52,7 +37,8 @@ def shift_report(
     """Evaluates runs under shifts; writes ``shift.csv``, ``shift.png``, ``summary.md``.
 
     Args:
-        workdirs: Folders of runs. Runs that differ only in their seed are averaged.
+        runs: The runs, from `relattn.evaluation.shift_runs.open_shift_runs`. Those that
+            differ only in their seed are averaged.
         output: The folder to write to.
         classes: A class, by name or number, that has its own curves beside those of all
             classes; or ``"all"``, for these alone.
@@ -63,12 +49,12 @@ def shift_report(
 
     Raises:
         ValueError: If an argument does not fit the runs, or no image allows a shift.
-        CheckpointError: As for `compare`.
+        CheckpointError: If a checkpoint is damaged.
         WorkdirError: If the folder is not writable; raised before any work.
     """
     output = usable_folder(output, "--output")
     class_name = "1" if classes == "all" else classes
-    comparison = compare(workdirs, class_name=class_name, **options)
+    comparison = compare(runs, class_name=class_name, **options)
     one_class = () if classes == "all" else comparison.one_class()
     every_class = comparison.every_class()
     text = summary(
@@ -89,78 +75,47 @@ def shift_report(
 
 
 def compare(
-    workdirs: Sequence[str | Path],
+    runs: Sequence[ShiftRun],
     *,
     max_shift: int = 8,
     axis: str = "x",
     class_name: str = "1",
-    checkpoint: str = "best",
-    image_size: int | None = None,
-    data_dir: str | None = None,
     num_images: int | None = None,
     boundary: str = "zeros",
-    data: DataSource | None = None,
     find_published: FindPublished | None = None,
+    on_load: Callable[[Run], None] | None = None,
 ) -> Comparison:
     """Evaluates runs on their test images at every shift, one run after the other.
 
     Args:
-        workdirs: Folders of runs.
+        runs: The runs, from `relattn.evaluation.shift_runs.open_shift_runs`.
         max_shift: Largest shift in pixels, both ways.
         axis: ``"x"``, ``"y"`` or ``"xy"``, every pair of shifts along both.
         class_name: The class that has its own curves, by name or number.
-        checkpoint: ``"best"`` or ``"latest"``.
-        image_size: Height and width of the images, in pixels, for which the models are
-            resized; None for the size of training.
-        data_dir: The folder of the data set; None for the folder of training.
         num_images: Number of test images to use, from the first; None for all.
         boundary: What moves into an image: see `shifted_predictions`.
-        data: The data set of all runs; None for that of training, unless it was given
-            in memory.
         find_published: Returns the published curve of a run, to compare with; None for
             no such curves.
+        on_load: Called with the first seed of each run while it is in memory.
 
     Returns:
         The classes that each run predicts at each shift.
 
     Raises:
-        ValueError: If an argument does not fit the runs, a run is not of images, or no
-            image allows one of the shifts.
-        CheckpointError: If a folder has no run with a checkpoint, or the data have
-            other classes than a run predicts.
+        ValueError: If an argument does not fit the runs, or no image allows one of the
+            shifts.
+        CheckpointError: If a checkpoint is damaged.
     """
-    if not workdirs:
-        raise ValueError("no run: name at least one folder by --workdir")
-    folders = [Path(workdir).name for workdir in workdirs]
-    if len(set(folders)) < len(folders):
-        folders = [str(workdir) for workdir in workdirs]
     # Check all runs before evaluating the first.
-    runs = [open_run(workdir, checkpoint, image_size) for workdir in workdirs]
     for run in runs:
-        if run.task.info.kind != "images":
-            raise ValueError(
-                f"{run.workdir} was trained on {run.task.info.kind}: only runs on "
-                "images can be shifted"
-            )
-        check_shift(
-            max_shift, axis, input_shape(run.task.config.data, run.task.info)[0]
-        )
-        check_boundary(boundary, run.task.info.streamed, str(run.workdir))
-        check_source(run.given, run.task.info, run.workdir, data, data_dir, SHIFT_CALL)
-    infos = [cast(ImageInfo, run.task.info) for run in runs]
-    label, title = _one_label(infos, class_name)
-    test_splits: dict[str, tuple[Any, DataInfo]] = {}
+        check_shift(max_shift, axis, run.image_size)
+        check_boundary(boundary, run.info.streamed, str(run.workdir))
+    label, title = _one_label([run.info for run in runs], class_name)
+    splits = [_first(run.split, num_images) for run in runs]
     results = []
-    for run, name in zip(runs, folders, strict=True):
-        config = data_config(run.task.config.data, run.workdir, data_dir)
-        key = config.to_json() if data is None else ""
-        if key not in test_splits:
-            found = load_data(config) if data is None else data
-            test_splits[key] = _first(found.eval_splits["test"], num_images), found.info
-        split, info = test_splits[key]
-        check_fits(run.task.info, info, run.workdir)
+    for run, split in zip(runs, splits, strict=True):
         results += _predictions(
-            run, split, name=name, max_shift=max_shift, axis=axis, boundary=boundary
+            run, split, on_load, max_shift=max_shift, axis=axis, boundary=boundary
         )
         # If no image allows a shift, do not wait for the other runs.
         curves_of(results, None)
@@ -169,69 +124,32 @@ def compare(
     )
 
 
-def check_source(
-    given: bool,
-    info: DataInfo,
-    workdir: Path,
-    data: DataSource | None,
-    data_dir: str | None,
-    call: str,
-) -> None:
-    """Checks that a run's data are given if, and as, they have to be.
-
-    Args:
-        given: Whether the training data were given in memory.
-        info: Their description.
-        workdir: The run directory, for the message.
-        data: The data set, if it is given here.
-        data_dir: The folder to load it from.
-        call: The Python call that takes the data, for the message.
-
-    Raises:
-        ValueError: If the data are missing, or given in both ways.
-    """
-    if data is None:
-        require_data(given, info, workdir, call)
-    elif data_dir is not None:
-        raise ValueError(f"data_dir={data_dir!r} does not apply to data in memory")
-
-
-def data_config(data: ConfigDict, workdir: Path, data_dir: str | None) -> ConfigDict:
-    """Returns the configuration of a run's test images, which may have moved.
-
-    Args:
-        data: The run's ``config.data``.
-        workdir: The run's folder, for the message.
-        data_dir: The folder of the data set; None for the folder of training.
-
-    Raises:
-        ValueError: If the images ship with relattn and have no other folder.
-    """
-    config = ConfigDict(data.to_dict())
-    if data_dir is not None:
-        if config.source == "embedded":
-            raise ValueError(
-                f"--data_dir={data_dir} does not apply to {workdir}, which was "
-                "trained on images that ship with relattn: leave it out"
-            )
-        config.data_dir = data_dir
-    return config
-
-
 def _predictions(
-    saved: SavedRun, split: Any, *, name: str, **options: Any
+    run: ShiftRun,
+    split: ImageSplit | StreamedSplit,
+    on_load: Callable[[Run], None] | None,
+    **options: Any,
 ) -> list[ShiftedPredictions]:
     """Predicts with every seed of a run; its arrays are in memory only in this call."""
-    several = len(saved.seeds) > 1
-    return [
+    seeds = run.load()
+    several = len(seeds) > 1
+    found = [
         shifted_predictions(
-            run, split, name=f"{name}:{run.config.seed}" if several else name, **options
+            seed,
+            split,
+            name=f"{run.name}:{seed.config.seed}" if several else run.name,
+            **options,
         )
-        for run in saved.load()
+        for seed in seeds
     ]
+    if on_load is not None:
+        on_load(seeds[0])
+    return found
 
 
-def _first(split: Any, num_images: int | None) -> Any:
+def _first(
+    split: ImageSplit | StreamedSplit, num_images: int | None
+) -> ImageSplit | StreamedSplit:
     if num_images is None:
         return split
     if not 1 <= num_images <= len(split):

@@ -19,9 +19,8 @@ from jaxtyping import Bool, Float, Int, Num
 from tqdm import tqdm
 
 from relattn import models
-from relattn.data import DataSource, ImageSplit, input_shape, load_data, preprocess
+from relattn.data import ImageSplit, preprocess
 from relattn.evaluation.attention_maps import make_maps_fn
-from relattn.evaluation.compare import SHIFT_CALL, check_source, data_config
 from relattn.evaluation.shift import (
     Shift,
     allowed_shifts,
@@ -30,152 +29,163 @@ from relattn.evaluation.shift import (
     make_shift_fn,
     shifts_along,
 )
-from relattn.training import Run, load_run, make_predict_fn
-from relattn.training.predict import require_kind
-from relattn.training.resume import check_fits
+from relattn.evaluation.shift_runs import ShiftRun
+from relattn.training import Run, make_predict_fn
 from relattn.training.workdir import write_text
 
 TEMPLATE = Path(__file__).with_name("page.html")
 MAX_BYTES = 5_000_000
 
 
-def write_page(
-    workdirs: Sequence[str | Path],
-    path: str | Path,
-    *,
-    names: Sequence[str] = (),
-    descriptions: Sequence[str] = (),
-    max_shift: int = 8,
-    boundary: str = "circular",
-    checkpoint: str = "best",
-    image_size: int | None = None,
-    data_dir: str | None = None,
-    data: DataSource | None = None,
-    num_shown: int = 30,
-    num_images: int = 40,
-    progress: bool = True,
-) -> None:
+def write_page(runs: Sequence[ShiftRun], path: str | Path, **options: Any) -> None:
     """Writes the page of some runs on the same images, at most 5 MB.
+
+    Args:
+        runs: The runs, from `relattn.evaluation.shift_runs.open_shift_runs`.
+        path: The file.
+        **options: Options of `Page`.
+
+    Raises:
+        ValueError: As `Page`.
+        CheckpointError: If a checkpoint is damaged.
+    """
+    page = Page(runs, **options)
+    for run in runs:
+        page.add(run.load_first())
+    page.write(path)
+
+
+class Page:
+    """A page of some runs on the same images: add each of them, then write it.
 
     Attention maps for which there is no room are left out; the page says so. It opens
     on an image that every run gets right unmoved and one loses in moves, if there is
     one: the one at which the weakest run is furthest behind all others.
 
     Args:
-        workdirs: Folders of the runs.
-        path: The file.
+        runs: The runs, from `relattn.evaluation.shift_runs.open_shift_runs`.
         names: Names of the runs; by default those of their folders.
         descriptions: A sentence on each run; by default none.
         max_shift: The shifts are ``-max_shift..max_shift`` along x and y, in pixels.
         boundary: ``"zeros"`` or ``"circular"``, see
             `relattn.evaluation.shift.shifted_predictions`. With zeros, images are used
             that can move by every shift without losing a non-zero pixel.
-        checkpoint: ``"best"`` or ``"latest"``.
-        image_size: Height and width of the images, in pixels, for which the models are
-            resized; None for the size of training.
-        data_dir: The folder of the data set; None for the folder of training.
-        data: The data set of all runs; None for that of training, unless it was given
-            in memory.
         num_shown: Number of images on the page.
         num_images: Number of images of which the accuracy is computed.
-        progress: Whether to show a progress bar on a terminal.
+        progress: Whether to show progress bars on a terminal.
 
     Raises:
-        ValueError: If there is no run, there are names or descriptions for another
-            number of runs, the runs differ in their data or are not of images in
-            memory, no image allows every shift, or the page is too large.
-        CheckpointError: If a folder has no run with a checkpoint, or the data have
-            other classes than a run predicts.
+        ValueError: If there are names or descriptions for another number of runs, the
+            runs differ in their images or have no images in memory, no image allows
+            every shift, or the page is too large.
     """
-    if not workdirs:
-        raise ValueError("no run: name at least one folder by --workdir")
-    for key, texts in (("names", names), ("descriptions", descriptions)):
-        if texts and len(texts) != len(workdirs):
-            raise ValueError(
-                f"got {len(texts)} {key} for {len(workdirs)} runs: give one for each"
-            )
-    runs = [
-        load_run(workdir, checkpoint, image_size=image_size) for workdir in workdirs
-    ]
-    names = names or [run.workdir.name for run in runs]
-    descriptions = descriptions or [""] * len(runs)
-    images, labels = _choose_images(
-        runs, max_shift, boundary, num_images, data_dir, data
-    )
-    shifts = shifts_along("xy", max_shift)
-    with_maps = _has_room_for_maps(runs, images[:num_shown], len(shifts))
-    found, correct = [], []
-    with tqdm(
-        total=len(runs) * len(images) * len(shifts),
-        desc="Page",
-        unit=" images",
-        disable=None if progress else True,
-    ) as bar:
-        for run in runs:
-            num_maps = num_shown if with_maps else 0
-            steps = _predict(run, images, shifts, boundary, num_maps)
-            model, right = _model(run, steps, labels, num_shown, bar)
-            found.append(model)
-            correct.append(right[:num_shown])
-    for model, name, description in zip(found, names, descriptions, strict=True):
-        model |= {"name": name, "description": description}
-    shown = {
-        "classes": require_kind(runs[0], "images").class_names,
-        "maxShift": max_shift,
-        "boundary": boundary,
-        "dataset": runs[0].data.name,
-        "numImages": len(images),
-        "first": _first_shown(np.stack(correct), shifts.index((0, 0))),
-        "mapsLeftOut": not with_maps,
-        "shape": images.shape[1:],
-        "images": _encode(np.round(255 * images[:num_shown])),
-        "labels": labels[:num_shown].tolist(),
-        "models": found,
-    }
-    text = TEMPLATE.read_text("utf-8")
-    # No tag ends within the data.
-    write_text(
-        Path(path), text.replace("__DATA__", json.dumps(shown).replace("<", "\\u003c"))
-    )
+
+    def __init__(
+        self,
+        runs: Sequence[ShiftRun],
+        *,
+        names: Sequence[str] = (),
+        descriptions: Sequence[str] = (),
+        max_shift: int = 8,
+        boundary: str = "circular",
+        num_shown: int = 30,
+        num_images: int = 40,
+        progress: bool = True,
+    ):
+        for key, texts in (("names", names), ("descriptions", descriptions)):
+            if texts and len(texts) != len(runs):
+                raise ValueError(
+                    f"got {len(texts)} {key} for {len(runs)} runs: give one for each"
+                )
+        self._runs = runs
+        self._names = names or [run.workdir.name for run in runs]
+        self._descriptions = descriptions or [""] * len(runs)
+        self._max_shift = max_shift
+        self._boundary = boundary
+        self._num_shown = num_shown
+        self._progress = progress
+        self._shifts = shifts_along("xy", max_shift)
+        _check_same_images(runs, max_shift, boundary)
+        self._images, self._labels = _choose_images(
+            runs[0], max_shift, boundary, num_images
+        )
+        self._has_maps = _has_room_for_maps(
+            runs, self._images[:num_shown], len(self._shifts)
+        )
+        self._models: list[dict[str, Any]] = []
+        self._correct: list[np.ndarray] = []
+
+    def add(self, run: Run) -> None:
+        """Predicts with the next of the runs, at every shift."""
+        name = self._names[len(self._models)]
+        num_maps = self._num_shown if self._has_maps else 0
+        steps = _predict(run, self._images, self._shifts, self._boundary, num_maps)
+        with tqdm(
+            total=len(self._images) * len(self._shifts),
+            desc=f"page of {name}",
+            unit=" images",
+            disable=None if self._progress else True,
+        ) as bar:
+            model, correct = _model(run, steps, self._labels, self._num_shown, bar)
+        model["name"] = name
+        model["description"] = self._descriptions[len(self._models)]
+        self._models.append(model)
+        self._correct.append(correct[: self._num_shown])
+
+    def write(self, path: str | Path) -> None:
+        """Writes the page.
+
+        Args:
+            path: The file.
+        """
+        unmoved = self._shifts.index((0, 0))
+        shown = {
+            "classes": self._runs[0].info.class_names,
+            "maxShift": self._max_shift,
+            "boundary": self._boundary,
+            "dataset": self._runs[0].info.name,
+            "numImages": len(self._images),
+            "first": _first_shown(np.stack(self._correct), unmoved),
+            "mapsLeftOut": not self._has_maps,
+            "shape": self._images.shape[1:],
+            "images": _encode(np.round(255 * self._images[: self._num_shown])),
+            "labels": self._labels[: self._num_shown].tolist(),
+            "models": self._models,
+        }
+        # No tag ends within the data.
+        data = json.dumps(shown).replace("<", "\\u003c")
+        write_text(Path(path), TEMPLATE.read_text("utf-8").replace("__DATA__", data))
 
 
-def _choose_images(
-    runs: Sequence[Run],
-    max_shift: int,
-    boundary: str,
-    num_images: int,
-    data_dir: str | None,
-    data: DataSource | None,
-) -> tuple[Float[np.ndarray, "n height width channels"], Int[np.ndarray, " n"]]:
-    """Returns test images that allow every shift, and labels, class after class."""
+def _check_same_images(runs: Sequence[ShiftRun], max_shift: int, boundary: str) -> None:
+    """Checks that a page can show the runs on the same images."""
     first = runs[0]
     for run in runs:
-        if run.data.kind != "images":
-            raise ValueError(f"{run.workdir} is not a run on images")
-        check_boundary(boundary, run.data.streamed, str(run.workdir))
-        if run.data.streamed:
+        check_boundary(boundary, run.info.streamed, str(run.workdir))
+        if run.info.streamed:
             raise ValueError(
                 f"{run.workdir} was trained on photographs: a page needs images in "
                 "memory"
             )
-        check_source(run.given, run.data, run.workdir, data, data_dir, SHIFT_CALL)
-        pairs = {"image_size": (_image_size(run), _image_size(first))}
-        if data is None:
-            pairs["name"] = (run.config.data.name, first.config.data.name)
+        pairs = {
+            "image_size": (run.image_size, first.image_size),
+            "name": (run.dataset, first.dataset),
+        }
         for key, (here, there) in pairs.items():
             if here != there:
                 raise ValueError(
                     f"{run.workdir} has config.data.{key}={here!r}, {first.workdir} "
                     f"has {there!r}: a page needs runs on the same images"
                 )
-    size = _image_size(first)
-    check_shift(max_shift, "xy", size)
-    if data is None:
-        data = load_data(data_config(first.config.data, first.workdir, data_dir))
-    for run in runs:
-        check_fits(run.data, data.info, run.workdir)
-    split = cast(ImageSplit, data.eval_splits["test"])
-    images = np.asarray(preprocess(split.images, image_size=size))
+    check_shift(max_shift, "xy", first.image_size)
+
+
+def _choose_images(
+    run: ShiftRun, max_shift: int, boundary: str, num_images: int
+) -> tuple[Float[np.ndarray, "n height width channels"], Int[np.ndarray, " n"]]:
+    """Returns test images that allow every shift, and labels, class after class."""
+    split = cast(ImageSplit, run.split)
+    images = np.asarray(preprocess(split.images, image_size=run.image_size))
     labels = np.asarray(split.labels)
     if boundary == "zeros":
         corners = np.array([(a, b) for a in (-max_shift, max_shift) for b in (a, -a)])
@@ -266,10 +276,12 @@ def _first_shown(correct: Bool[np.ndarray, "runs n shifts"], unmoved: int) -> in
 
 
 def _has_room_for_maps(
-    runs: Sequence[Run], shown: Num[np.ndarray, "n height width channels"], shifts: int
+    runs: Sequence[ShiftRun],
+    shown: Num[np.ndarray, "n height width channels"],
+    shifts: int,
 ) -> bool:
     """Returns whether the page may have attention maps; raises if it is too large."""
-    classes = [require_kind(run, "images").num_classes for run in runs]
+    classes = [run.info.num_classes for run in runs]
     patches = [_num_patches(run) for run in runs]
     if _page_bytes(shown, shifts, classes, patches) <= MAX_BYTES:
         return True
@@ -297,15 +309,12 @@ def _page_bytes(
     return round(4 / 3 * encoded + text)
 
 
-def _num_patches(run: Run) -> int:
-    if not hasattr(run.model, "patch_size"):
+def _num_patches(run: ShiftRun) -> int:
+    model = run.saved.task.model
+    if not hasattr(model, "patch_size"):
         return 0
-    size = _image_size(run)
-    return math.prod(models.patch_grid(size, size, run.model.patch_size))
-
-
-def _image_size(run: Run) -> int:
-    return input_shape(run.config.data, run.data)[0]
+    size = run.image_size
+    return math.prod(models.patch_grid(size, size, model.patch_size))
 
 
 def _encode(x: Num[np.ndarray, "..."]) -> str:

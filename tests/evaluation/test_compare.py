@@ -2,6 +2,7 @@ import csv
 import dataclasses
 import gc
 import importlib
+import re
 import weakref
 
 import chex
@@ -9,15 +10,17 @@ import jax
 import numpy as np
 import pytest
 
+from relattn import cli
 from relattn.command import is_user_error
 from relattn.data import TextInfo, load_images
-from relattn.evaluation import compare as compare_lib
+from relattn.evaluation import shift_runs
 from relattn.evaluation.compare import (
     class_index,
     compare,
     shift_report,
 )
 from relattn.evaluation.shift import NOT_ALLOWED, shifted_predictions
+from relattn.evaluation.shift_runs import open_shift_runs
 from relattn.models import resize_grid
 from relattn.training import (
     CheckpointError,
@@ -80,7 +83,9 @@ def test_shifted_predictions_are_those_of_the_model(workdir):
 )
 def test_report_has_a_row_for_each_shift(workdir, tmp_path, axis, shifts):
     options = {"max_shift": 2, "num_images": 101, "classes": "trouser"}
-    text = shift_report([workdir], tmp_path, axis=axis, boundary="circular", **options)
+    text = shift_report(
+        open_shift_runs([workdir]), tmp_path, axis=axis, boundary="circular", **options
+    )
     with (tmp_path / "shift.csv").open() as file:
         rows_of = {"1": [], "all": []}
         for row in csv.DictReader(file):
@@ -105,7 +110,7 @@ def test_report_has_a_row_for_each_shift(workdir, tmp_path, axis, shifts):
 @pytest.mark.slow
 def test_report_of_the_first_images(workdir, tmp_path):
     options = {"max_shift": 1, "classes": "all", "num_images": 11}
-    text = shift_report([workdir], tmp_path, **options)
+    text = shift_report(open_shift_runs([workdir]), tmp_path, **options)
     with (tmp_path / "shift.csv").open() as file:
         rows = [*csv.DictReader(file)]
     assert {row["class"] for row in rows} == {"all"} and "## Class" not in text
@@ -147,8 +152,11 @@ def test_report_of_the_first_images(workdir, tmp_path):
     ],
 )
 def test_report_refuses_what_does_not_fit(workdir, tmp_path, options, message):
+    opening = {
+        key: options.pop(key) for key in ("image_size", "data_dir") if key in options
+    }
     with pytest.raises(ValueError, match=message):
-        shift_report([workdir], tmp_path / "out", **options)
+        shift_report(open_shift_runs([workdir], **opening), tmp_path / "out", **options)
     assert not [*(tmp_path / "out").glob("*")]
 
 
@@ -160,12 +168,15 @@ def test_report_refuses_what_does_not_fit(workdir, tmp_path, options, message):
         ("", "--output is empty"),
     ],
 )
-def test_an_invalid_output_is_refused_first(tmp_path, output, message):
+def test_an_invalid_output_is_refused_first(tmp_path, output, message, capsys):
     (tmp_path / "file").touch()
     output = tmp_path / output if output else output
     with pytest.raises(WorkdirError, match=message) as raised:
-        shift_report([tmp_path / "no run"], output)
+        shift_report([], output)
     assert is_user_error(raised.value)
+    with pytest.raises(SystemExit, match="2"):
+        cli.eval_shift([f"--workdir={tmp_path}/run", f"--output={output}"])
+    assert re.search(message, capsys.readouterr().err)
 
 
 def test_runs_on_other_data_are_refused(workdir, tmp_path, monkeypatch):
@@ -173,11 +184,11 @@ def test_runs_on_other_data_are_refused(workdir, tmp_path, monkeypatch):
     text = TextInfo("plays", "bytes", 256, 7, 100, "a file")
     task = dataclasses.replace(saved.task, info=text)
     monkeypatch.setattr(
-        compare_lib, "open_run", lambda *_: dataclasses.replace(saved, task=task)
+        shift_runs, "open_run", lambda *_: dataclasses.replace(saved, task=task)
     )
     message = "tiny was trained on tokens: only runs on images can be shifted"
     with pytest.raises(ValueError, match=message):
-        shift_report([workdir], tmp_path)
+        open_shift_runs([workdir])
 
 
 @pytest.mark.slow
@@ -194,9 +205,9 @@ def test_data_with_other_classes_are_refused(workdir, tmp_path, monkeypatch):
         ),
     ]:
         other = dataclasses.replace(data, **change)
-        monkeypatch.setattr(compare_lib, "load_data", lambda config, x=other: x)
+        monkeypatch.setattr(shift_runs, "load_data", lambda config, x=other: x)
         with pytest.raises((CheckpointError, ValueError), match=message):
-            shift_report([workdir], tmp_path, max_shift=1)
+            open_shift_runs([workdir])
 
 
 def in_colour(split):
@@ -213,7 +224,9 @@ def test_a_convolutional_network_and_a_performer_share_a_figure(workdir, tmp_pat
     config.progress = False
     baseline = tmp_path / "baseline"
     train_and_evaluate(config, baseline, devices=jax.local_devices()[:1])
-    text = shift_report([workdir, baseline], tmp_path / "out", max_shift=1)
+    text = shift_report(
+        open_shift_runs([workdir, baseline]), tmp_path / "out", max_shift=1
+    )
     with (tmp_path / "out" / "shift.csv").open() as file:
         models = [row["model"] for row in csv.DictReader(file)]
     assert models == 2 * (["favor + learned"] * 4 + ["alexnet"] * 4)
@@ -250,8 +263,8 @@ class TwoSeeds(SavedRun):
 @pytest.mark.slow
 def test_seeds_of_one_run_are_averaged(workdir, tmp_path, monkeypatch):
     saved = TwoSeeds(**vars(open_run(workdir)))
-    monkeypatch.setattr(compare_lib, "open_run", lambda *_: saved)
-    shift_report([workdir], tmp_path, max_shift=1, num_images=5)
+    monkeypatch.setattr(shift_runs, "open_run", lambda *_: saved)
+    shift_report(open_shift_runs([workdir]), tmp_path, max_shift=1, num_images=5)
     with (tmp_path / "shift.csv").open() as file:
         assert {row["run"] for row in csv.DictReader(file)} == {"tiny:0 tiny:1"}
 
@@ -268,7 +281,7 @@ def test_one_run_is_in_memory_at_a_time(workdir, monkeypatch):
         return runs
 
     monkeypatch.setattr(SavedRun, "load", load_alone)
-    compare([workdir] * 2, max_shift=0, num_images=1)
+    compare(open_shift_runs([workdir] * 2), max_shift=0, num_images=1)
     assert len(loaded) > 2
 
 
@@ -277,7 +290,7 @@ def test_a_shift_that_no_image_allows_is_found_in_the_first_run(workdir, monkeyp
     load, loaded = SavedRun.load, []
     monkeypatch.setattr(SavedRun, "load", lambda self: loaded.append(1) or load(self))
     with pytest.raises(ValueError, match="8 pixels along x and 8 pixels along y"):
-        compare([workdir] * 2, max_shift=8, axis="xy", num_images=5)
+        compare(open_shift_runs([workdir] * 2), max_shift=8, axis="xy", num_images=5)
     assert loaded == [1]
 
 
@@ -308,7 +321,7 @@ def test_an_image_size_that_does_not_fit_is_refused(workdir):
 
 def test_a_run_without_checkpoint_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match=str(tmp_path)):
-        shift_report([tmp_path], tmp_path / "out")
+        open_shift_runs([tmp_path])
 
 
 @pytest.mark.parametrize(("name", "label"), [("0", 0), ("2", 2), ("BAG", 2), ("7", 1)])

@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 
 from configs import demo
-from relattn import training
+from relattn import cli, training
 from relattn.data import load_data, preprocess
 from relattn.evaluation import page as page_lib
-from relattn.evaluation.page import write_page
+from relattn.evaluation.page import Page, write_page
 from relattn.evaluation.shift import shift_images
-from relattn.training.errors import CheckpointError
+from relattn.evaluation.shift_runs import open_shift_runs
+from relattn.training.saved_run import SavedRun
 from tests.helpers import browser
 
 MAX_SHIFT = 2
@@ -49,7 +50,7 @@ def workdirs(invariant):
 def page(workdirs):
     path = workdirs[0].parent / "page.html"
     write_page(
-        workdirs,
+        open_shift_runs(workdirs),
         path,
         descriptions=["Same <everywhere>.", "Knows places."],
         max_shift=MAX_SHIFT,
@@ -68,47 +69,65 @@ def decode(text, *shape):
     return np.frombuffer(base64.b64decode(text), np.uint8).reshape(*shape)
 
 
-def test_runs_that_do_not_fit_together_raise(invariant, tmp_path):
+def test_runs_that_do_not_fit_together_raise(invariant):
     with pytest.raises(ValueError, match="no run: name at least one"):
-        write_page([], tmp_path / "page.html")
-    with pytest.raises(ValueError, match="got 1 names for 2 runs: give one for each"):
-        write_page([invariant] * 2, tmp_path / "page.html", names=["one"])
-    with pytest.raises(ValueError, match="got 3 descriptions for 2 runs"):
-        write_page([invariant] * 2, tmp_path / "page.html", descriptions=["", "", ""])
-    with pytest.raises(ValueError, match="no test image can move 8 pixels"):
-        write_page([invariant] * 2, tmp_path / "page.html", boundary="zeros")
-    with pytest.raises(ValueError, match="max_shift=16 does not fit images of 16"):
-        write_page([invariant] * 2, tmp_path / "page.html", max_shift=16)
+        open_shift_runs([])
     with pytest.raises(ValueError, match="--data_dir=here does not apply"):
-        write_page([invariant] * 2, tmp_path / "page.html", data_dir="here")
-    assert not (tmp_path / "page.html").exists()
+        open_shift_runs([invariant], data_dir="here")
+    runs = open_shift_runs([invariant] * 2)
+    with pytest.raises(ValueError, match="got 1 names for 2 runs: give one for each"):
+        Page(runs, names=["one"])
+    with pytest.raises(ValueError, match="got 3 descriptions for 2 runs"):
+        Page(runs, descriptions=["", "", ""])
+    with pytest.raises(ValueError, match="no test image can move 8 pixels"):
+        Page(runs, boundary="zeros")
+    with pytest.raises(ValueError, match="max_shift=16 does not fit images of 16"):
+        Page(runs, max_shift=16)
 
 
-@pytest.mark.quick("data0-info0-ValueError-image_size=32, .* has 16: a page needs")
 @pytest.mark.parametrize(
-    ("data", "info", "error", "message"),
+    ("size", "change", "message"),
     [
-        ({"image_size": 32}, {}, ValueError, "image_size=32, .* has 16: a page needs"),
-        ({"name": "mnist"}, {}, ValueError, "name='mnist', .* has 'fashion_mnist'"),
-        ({}, {"streamed": True}, ValueError, "a page needs images in memory"),
-        ({}, {"class_names": ("a", "b")}, CheckpointError, "predicts .* but fashion"),
+        (32, {}, "image_size=32, .* has 16: a page needs"),
+        (16, {"dataset": "mnist"}, "name='mnist', .* has 'fashion_mnist'"),
     ],
 )
-def test_a_run_on_other_images_raises(
-    data, info, error, message, workdirs, tmp_path, monkeypatch
-):
-    def load_changed(workdir, *args, **options):
-        run = training.load_run(workdir, *args, **options)
-        if workdir == workdirs[0]:
-            return run
-        config = run.config.copy_and_resolve_references().unlock()
-        config.data.update(data)
-        changed = dataclasses.replace(run.data, **info)
-        return dataclasses.replace(run, config=config, data=changed)
+def test_a_run_on_other_images_raises(size, change, message, invariant):
+    (run,) = open_shift_runs([invariant])
+    (other,) = open_shift_runs([invariant], image_size=size)
+    with pytest.raises(ValueError, match=message):
+        Page([run, dataclasses.replace(other, **change)], max_shift=MAX_SHIFT)
 
-    monkeypatch.setattr(page_lib, "load_run", load_changed)
-    with pytest.raises(error, match=message):
-        write_page(workdirs, tmp_path / "page.html", max_shift=MAX_SHIFT)
+
+def test_a_run_on_photographs_raises(invariant):
+    (run,) = open_shift_runs([invariant])
+    info = dataclasses.replace(run.info, streamed=True)
+    task = dataclasses.replace(run.saved.task, info=info)
+    saved = dataclasses.replace(run.saved, task=task)
+    with pytest.raises(ValueError, match="a page needs images in memory"):
+        Page([dataclasses.replace(run, saved=saved)])
+
+
+@pytest.mark.slow
+def test_a_run_is_read_once_for_its_curves_and_its_page(
+    workdirs, page, tmp_path, monkeypatch
+):
+    load, read_seeds = SavedRun.load, []
+
+    def counted(self, *args):
+        read_seeds.append(self.workdir)
+        return load(self, *args)
+
+    monkeypatch.setattr(SavedRun, "load", counted)
+    options = ["--max_shift=2", "--boundary=circular", "--num_images=5", "--page"]
+    folders = [f"--workdir={folder}" for folder in workdirs]
+    cli.eval_shift([*folders, f"--output={tmp_path}", *options])
+    assert read_seeds == workdirs
+    models = read(tmp_path / "page.html")["models"]
+    for model, expected in zip(models, read(page)["models"], strict=True):
+        assert model["name"] == expected["name"]
+        shown = decode(expected["probabilities"], 3, -1)
+        np.testing.assert_array_equal(decode(model["probabilities"], 30, -1)[:3], shown)
 
 
 def test_the_page_has_what_the_runs_predict(page, workdirs):
@@ -163,7 +182,7 @@ def test_attention_maps_belong_to_the_moved_patches(page):
 def test_with_zeros_every_image_can_move_by_every_shift(tmp_path):
     workdir, path = train(tmp_path / "digits", "mnist"), tmp_path / "page.html"
     options = {"max_shift": 1, "num_shown": 3, "num_images": 3}
-    write_page([workdir], path, boundary="zeros", **options)
+    write_page(open_shift_runs([workdir]), path, boundary="zeros", **options)
     data = read(path)
     (model,) = data["models"]
     images = jnp.float32(decode(data["images"], 3, 16, 16, 1)) / 255
@@ -195,14 +214,14 @@ def test_maps_are_left_out_of_a_page_that_is_too_large(
     smaller = page_lib._page_bytes(shown, 25, [10, 10], [0, 0])
     monkeypatch.setattr(page_lib, "MAX_BYTES", smaller)
     path = tmp_path / "page.html"
-    write_page(workdirs, path, **options)
+    write_page(open_shift_runs(workdirs), path, **options)
     assert read(path)["mapsLeftOut"] and not read(page)["mapsLeftOut"]
     for model, complete in zip(read(path)["models"], read(page)["models"], strict=True):
         assert "maps" not in model and "maps" in complete
         assert model["probabilities"] == complete["probabilities"]
     monkeypatch.setattr(page_lib, "MAX_BYTES", smaller - 1)
     with pytest.raises(ValueError, match="choose a smaller max_shift or fewer runs"):
-        write_page(workdirs, path, **options)
+        write_page(open_shift_runs(workdirs), path, **options)
 
 
 @pytest.mark.quick("1400")

@@ -254,6 +254,7 @@ def test_shifts_are_evaluated_for_all_runs(tmp_path, monkeypatch):
         return f"summary of {output.name}"
 
     monkeypatch.setattr(__main__, "shift_report", shift_report)
+    monkeypatch.setattr(__main__, "open_shift_runs", lambda workdirs: workdirs)
     text, _ = __main__.run_study("performer_figure1", tmp_path, seeds=2)
     names = ["none", "learnable_sincos", "constrained_sincos", "banded", "invariant"]
     folders = [f"{name}-{data}-0-1" for name in names for data in preset.datasets]

@@ -10,6 +10,7 @@ from relattn import cli, models, training
 from relattn.data import ImageData, ImageSplit, TextInfo
 from relattn.evaluation import compare, page
 from relattn.evaluation import report as report_lib
+from relattn.evaluation.shift_runs import open_shift_runs
 from relattn.training.config import default_config
 from relattn.training.given_data import check_source, fingerprint
 from tests.training.conftest import TinyText, build_tiny
@@ -90,11 +91,10 @@ def test_a_run_takes_its_data_by_argument(tmp_path):
     assert validation["count"] == 10
     text = report_lib.report(run, data=stripes)
     assert "Run given" in text and "20 test images" in text
-    text = compare.shift_report(
-        [given], tmp_path, data=stripes, max_shift=1, classes="columns"
-    )
+    runs = open_shift_runs([given], data=stripes)
+    text = compare.shift_report(runs, tmp_path, max_shift=1, classes="columns")
     assert "stripes" in text and "mnist" not in text
-    page.write_page([given], tmp_path / "page.html", data=stripes, max_shift=1)
+    page.write_page(runs, tmp_path / "page.html", max_shift=1)
     assert '"dataset": "stripes"' in (tmp_path / "page.html").read_text()
     # Images need no data set.
     assert len(run.predict(stripes.test.images, progress=False).labels) == 20
@@ -107,8 +107,7 @@ def test_what_needs_the_data_says_so(given, tmp_path, capsys):
     calls = {
         r"run\.evaluate\(data=": run.evaluate,
         r"report\.report\(run, data=": lambda: report_lib.report(run),
-        r"compare\.shift_report\(work": lambda: compare.compare([given], max_shift=1),
-        r"page\.write_page\(work": lambda: page.write_page([given], tmp_path / "page"),
+        r"shift_runs\.open_shift_runs\(work": lambda: open_shift_runs([given]),
     }
     for name, call in calls.items():
         with pytest.raises(ValueError, match=f"{said}.*{name}"):
@@ -124,7 +123,7 @@ def test_what_needs_the_data_says_so(given, tmp_path, capsys):
         assert "given in memory ('stripes')" in error and "data=..." in error
         assert error.count("\n") == 1
     with pytest.raises(ValueError, match="data_dir='x' does not apply to data in mem"):
-        compare.compare([given], max_shift=1, data=make_stripes(), data_dir="x")
+        open_shift_runs([given], data=make_stripes(), data_dir="x")
 
 
 @pytest.mark.usefixtures("tiny_model")
@@ -135,7 +134,7 @@ def test_other_data_are_refused(given):
     for call in (
         run.evaluate,
         lambda data: report_lib.report(run, data=data),
-        lambda data: compare.compare([given], data=data, max_shift=1, class_name="0"),
+        lambda data: open_shift_runs([given], data=data),
     ):
         with pytest.raises(ValueError, match="images of 1 channels, but .* have 3"):
             call(make_stripes(channels=3))

@@ -1,0 +1,140 @@
+"""Opens runs with their test images, to evaluate them under shifts."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import cast
+
+from ml_collections import ConfigDict
+
+from relattn.data import (
+    DataSource,
+    ImageInfo,
+    ImageSplit,
+    StreamedSplit,
+    input_shape,
+    load_data,
+)
+from relattn.training import Run
+from relattn.training.given_data import require_data
+from relattn.training.resume import check_fits
+from relattn.training.saved_run import SavedRun, open_run
+
+OPEN_CALL = "relattn.evaluation.shift_runs.open_shift_runs(workdirs, data=...)"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ShiftRun:
+    """A run on images, before its arrays are read, and its test images.
+
+    Attributes:
+        name: The run's name: that of its folder, or the path where names are equal.
+        saved: The run.
+        dataset: The name of the data set.
+        split: The test images.
+    """
+
+    name: str
+    saved: SavedRun
+    dataset: str
+    split: ImageSplit | StreamedSplit
+
+    @property
+    def workdir(self) -> Path:
+        """The run directory."""
+        return self.saved.workdir
+
+    @property
+    def info(self) -> ImageInfo:
+        """The description of the training data."""
+        return cast(ImageInfo, self.saved.task.info)
+
+    @property
+    def image_size(self) -> int:
+        """Height and width, in pixels, of the images that the model sees."""
+        return input_shape(self.saved.task.config.data, self.info)[0]
+
+    def load(self) -> list[Run]:
+        """Reads the run of each seed."""
+        return self.saved.load()
+
+    def load_first(self) -> Run:
+        """Reads the run of the first seed."""
+        (run,) = self.saved.load(self.saved.seeds[:1])
+        return run
+
+
+def open_shift_runs(
+    workdirs: Sequence[str | Path],
+    *,
+    checkpoint: str = "best",
+    image_size: int | None = None,
+    data_dir: str | None = None,
+    data: DataSource | None = None,
+) -> list[ShiftRun]:
+    """Opens runs on images with their test images; each data set is loaded once.
+
+    Args:
+        workdirs: Folders of runs.
+        checkpoint: ``"best"`` or ``"latest"``.
+        image_size: Height and width of the images, in pixels, for which the models are
+            resized; None for the size of training.
+        data_dir: The folder of the data set; None for the folder of training.
+        data: The data set of all runs; None for that of training, unless it was given
+            in memory.
+
+    Returns:
+        The runs, in the order of ``workdirs``.
+
+    Raises:
+        ValueError: If there is no run, one is not of images, or an argument does not
+            fit.
+        CheckpointError: If a folder has no run with a checkpoint, or the data have
+            other classes than a run predicts.
+    """
+    if not workdirs:
+        raise ValueError("no run: name at least one folder by --workdir")
+    names = [Path(workdir).name for workdir in workdirs]
+    if len(set(names)) < len(names):
+        names = [str(workdir) for workdir in workdirs]
+    # All runs are checked before the first data set is loaded.
+    opened = [open_run(workdir, checkpoint, image_size) for workdir in workdirs]
+    for saved in opened:
+        if saved.task.info.kind != "images":
+            raise ValueError(
+                f"{saved.workdir} was trained on {saved.task.info.kind}: only runs on "
+                "images can be shifted"
+            )
+        if data is None:
+            require_data(saved.given, saved.task.info, saved.workdir, OPEN_CALL)
+        elif data_dir is not None:
+            raise ValueError(f"data_dir={data_dir!r} does not apply to data in memory")
+    sources: dict[str, DataSource] = {}
+    runs = []
+    for name, saved in zip(names, opened, strict=True):
+        source = data
+        if source is None:
+            config = _data_config(saved, data_dir)
+            key = config.to_json()
+            if key not in sources:
+                sources[key] = load_data(config)
+            source = sources[key]
+        check_fits(saved.task.info, source.info, saved.workdir)
+        split = cast(ImageSplit | StreamedSplit, source.eval_splits["test"])
+        runs.append(ShiftRun(name, saved, source.info.name, split))
+    return runs
+
+
+def _data_config(saved: SavedRun, data_dir: str | None) -> ConfigDict:
+    """Returns the configuration of a run's data set, which may have moved."""
+    config = ConfigDict(saved.task.config.data.to_dict())
+    if data_dir is not None:
+        if config.source == "embedded":
+            raise ValueError(
+                f"--data_dir={data_dir} does not apply to {saved.workdir}, which was "
+                "trained on images that ship with relattn: leave it out"
+            )
+        config.data_dir = data_dir
+    return config

@@ -127,6 +127,8 @@ class Position(nn.Module):
     site: ClassVar[str] = "none"
     # Whether the encoding depends on offsets only, modulo the sizes of a torus.
     periodic: ClassVar[bool] = False
+    # Whether tokens must be on a grid of height and width.
+    needs_plane: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         self.head_dim = self.head_dim or default_head_dim(self.dim, self.num_heads)
@@ -147,11 +149,16 @@ class Position(nn.Module):
         return self(grid, num_prefix)
 
     def check_grid(self, grid: Grid) -> None:
-        """Raises ValueError if the grid is a torus and the encoding not periodic."""
+        """Raises ValueError if the encoding is not for a torus, or for a line."""
         if isinstance(grid, Torus) and not self.periodic:
             raise ValueError(
                 f"position {type(self).__name__} cannot be periodic: choose another, "
                 "such as 'relative_bias' or 'rope2d', or periodic=False"
+            )
+        if self.needs_plane and len(grid) != 2:
+            raise ValueError(
+                f"position {type(self).__name__} needs tokens on a grid of height and "
+                f"width, got a line of {grid[0]}: choose another, such as 'rope1d'"
             )
 
     def resize(self, params: Params, old: Grid, new: Grid, num_prefix: int) -> Params:

@@ -121,11 +121,11 @@ class Rope2d(Position):
     interleaved: bool = False
     site: ClassVar[str] = "heads"
     periodic: ClassVar[bool] = True
+    needs_plane: ClassVar[bool] = True
 
     @nn.compact
     def __call__(self, grid: Grid, num_prefix: int) -> list[RotaryHeads]:
         """Returns the angles of each layer, the same for all."""
-        check_plane("rope2d", grid)
         if num_prefix and isinstance(grid, Torus):
             raise ValueError(
                 "position 'rope2d' depends on the position in its scores with CLS, so "
@@ -134,26 +134,6 @@ class Rope2d(Position):
         positions = offsets.grid_positions(grid, num_prefix)
         torus = grid if isinstance(grid, Torus) else None
         return _rotary_layers(self, positions, num_prefix, torus)
-
-
-def check_plane(name: str, grid: Grid) -> None:
-    """Checks that a grid has two axes.
-
-    Args:
-        name: Name of the position, for the message.
-        grid: Height and width, in tokens.
-
-    Raises:
-        ValueError: If the grid is a line.
-
-    Example:
-        >>> check_plane("rope2d", (2, 3))
-    """
-    if len(grid) != 2:
-        raise ValueError(
-            f"position {name!r} needs tokens on a grid of height and width, got a "
-            f"line of {grid[0]}; choose 'rope1d'"
-        )
 
 
 def _rotary_layers(
@@ -233,11 +213,11 @@ class Rope2dMixed(LearnedRotation):
     """
 
     interleaved: bool = False
+    needs_plane: ClassVar[bool] = True
 
     @nn.compact
     def __call__(self, grid: Grid, num_prefix: int) -> list[RotaryHeads]:
         """Returns the angles of each layer."""
-        check_plane("rope2d_mixed", grid)
         angles = self.angles(grid, num_prefix)
         return [RotaryHeads(layer, self.interleaved) for layer in angles]
 

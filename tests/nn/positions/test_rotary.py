@@ -79,7 +79,6 @@ def test_cayley_string_starts_as_rope():
 @pytest.mark.parametrize(
     ("name", "dim", "grid", "message"),
     [
-        ("rope2d_mixed", 12, (5,), "'rope2d_mixed' needs tokens on a grid of height"),
         ("rope2d_mixed", 14, GRID, r"an even head_dim \(dim / num_heads\), got 7"),
         ("cayley_string", 14, (5,), r"an even head_dim \(dim / num_heads\), got 7"),
         ("circulant_string", 4, GRID, r"\(dim / num_heads\) of at least 3, got 2"),
@@ -91,10 +90,13 @@ def test_invalid_sizes_raise(name, dim, grid, message):
         module.init(jax.random.key(0), grid, 0)
 
 
-def test_rope2d_on_a_line_raises():
-    module = rotary.Rope2d(dim=8, num_heads=HEADS, num_layers=1)
-    with pytest.raises(ValueError, match="a line of 7; choose 'rope1d'"):
-        module.apply({}, (7,), 0)
+@pytest.mark.parametrize("make", [rotary.Rope2d, rotary.Rope2dMixed])
+def test_rotation_by_row_and_column_on_a_line_raises(make):
+    module = make(dim=8, num_heads=HEADS, num_layers=1)
+    with pytest.raises(
+        ValueError, match=f"{make.__name__} needs .* line of 7: .*rope1"
+    ):
+        module.apply({}, (7,), 0, method="per_layer")
 
 
 def test_rope2d_with_an_indivisible_head_dim_raises():

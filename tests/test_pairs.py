@@ -15,7 +15,6 @@ import pytest
 
 from relattn.kernels.platform import use_platform
 from relattn.models import build_model
-from relattn.nn.registry import ATTENTIONS
 from studies.translation import (
     VARIANTS,
     all_pairs,
@@ -23,19 +22,12 @@ from studies.translation import (
     translation_error,
 )
 from tests.helpers.quick import mark_slow, quick_jit
+from tests.helpers.specs import CAUSAL, ON_PLANES, small
 
 SIZES = {"dim": 8, "num_layers": 2, "num_heads": 2, "mlp_dim": 5}
 IMAGE, PATCH, CLASSES = (4, 6, 1), 2, 3
 LENGTH, VOCAB = 7, 11
 BATCH = 3
-OPTIONS = {
-    "favor": "favor(num_features=5)",
-    "relu": "relu(num_features=5)",
-    "banded": "banded(clip=2, num_features=5)",
-    "linformer": "linformer(k=5)",
-    "routing": "routing(clusters=2)",
-    "lor_translution": "lor_translution(rank=2)",
-}
 # Exact, none and in expectation.
 ONE_A_VERDICT = [
     ("softmax", "relative_key"),
@@ -81,7 +73,7 @@ class Model(NamedTuple):
 
 
 def build(model, attention, position, dtype):
-    config = {"name": model, "attention": OPTIONS.get(attention, attention)}
+    config = {"name": model, "attention": small(attention)}
     config |= {"position": position, "dtype": dtype, **SIZES}
     if model == "gpt":
         return build_model(config, vocab_size=VOCAB, context_length=LENGTH)
@@ -89,13 +81,11 @@ def build(model, attention, position, dtype):
     return build_model(config, num_classes=CLASSES, image_shape=IMAGE)
 
 
-# These need tokens on a grid with two axes.
-ON_PLANES = ("rope2d", "rope2d_mixed")
 IN_VIT = [("vit", *pair) for pair in all_pairs()]
 IN_GPT = [
     ("gpt", attention, position)
     for attention, position in all_pairs()
-    if ATTENTIONS[attention].has_causal_form and position not in ON_PLANES
+    if attention in CAUSAL and position not in ON_PLANES
 ]
 
 

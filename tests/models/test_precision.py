@@ -1,5 +1,6 @@
 """Tests that a model's precision reaches every product, and what TF32 would cost."""
 
+import functools
 import types
 
 import jax
@@ -11,18 +12,9 @@ import pytest
 from relattn.kernels import draw_orthogonal, positive_features, precision
 from relattn.kernels.linear import linear_attention
 from relattn.models import GPT, ResNet18, ViT
+from relattn.nn import ATTENTIONS
+from tests.helpers.specs import small
 
-ATTENTIONS = (
-    "softmax",
-    "favor",
-    "relu",
-    "banded(clip=2)",
-    "gated_positional",
-    "translution",
-    "lor_translution(rank=2)",
-    "linformer(k=5)",
-    "routing(clusters=2)",
-)
 SIZES = {"dim": 6, "num_layers": 1, "num_heads": 2, "mlp_dim": 7}
 MODELS = {
     "resnet18": (lambda **options: ResNet18(3, **options), jnp.zeros((1, 8, 8, 1))),
@@ -31,13 +23,11 @@ MODELS = {
         jnp.zeros((1, 5), jnp.int32),
     ),
 } | {
-    attention: (
-        lambda attention=attention, **options: ViT(
-            3, patch_size=2, attention=attention, **SIZES, **options
-        ),
+    name: (
+        functools.partial(ViT, 3, patch_size=2, attention=small(name), **SIZES),
         jnp.zeros((1, 6, 10, 1)),
     )
-    for attention in ATTENTIONS
+    for name in ATTENTIONS
 }
 
 

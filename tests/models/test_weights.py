@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from relattn.models import GPT, AlexNet, ViT, attention_weights
+from relattn.nn import ATTENTIONS
 from tests.helpers.quick import quick_jit
+from tests.helpers.specs import with_others
 
 IMAGES = jax.random.normal(jax.random.key(0), (2, 6, 9, 1))
 
@@ -51,17 +53,18 @@ def captured(model, variables):
     return jax.tree.map(lambda x: x[0], block) if name == "blocks_0" else block
 
 
-ON_IMAGES = [
-    ("softmax", "none"),
-    ("softmax", "relative_key"),
-    ("favor", "rope2d"),
-    ("favor", "relative_bias"),
-    ("relu", "constrained_sincos"),
-    ("banded(clip=2)", "none"),
-    ("gated_positional", "none"),
-    ("linformer(k=3)", "none"),
-    ("routing(clusters=2)", "none"),
-]
+# Values of Translution depend on the offset.
+PLAIN_VALUES = [name for name in ATTENTIONS if "translution" not in name]
+ON_IMAGES = with_others(
+    [
+        ("softmax", "none"),
+        ("softmax", "relative_key"),
+        ("favor", "rope2d"),
+        ("favor", "relative_bias"),
+        ("relu", "constrained_sincos"),
+    ],
+    PLAIN_VALUES,
+)
 
 
 @pytest.mark.quick("favor-relative_bias")

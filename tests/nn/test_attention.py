@@ -12,9 +12,11 @@ from relattn.kernels import redraw
 from relattn.nn.attention import Context, SoftmaxAttention
 from relattn.nn.linear_attention import FavorAttention
 from relattn.nn.positions.relative import RelativeTables
-from relattn.nn.registry import build
+from relattn.nn.registry import POSITIONS, build
 from tests import reference
+from tests.helpers import specs
 from tests.helpers.quick import quick_jit
+from tests.helpers.specs import with_others
 
 GRID = (2, 3)
 N, DIM, HEADS, HEAD_DIM = 7, 8, 2, 4
@@ -214,29 +216,36 @@ def test_causal_positive_features_sow_the_share_of_underflowed_keys(causal):
         assert found == [None] * 3
 
 
-CAUSAL = [
-    ("softmax", "none"),
-    ("favor", "none"),
-    ("favor(features='trigonometric')", "none"),
-    ("favor(eps=0.3)", "none"),
-    ("softmax", "constrained_sincos"),
-    ("favor", "constrained_sincos(content_conditioned=True)"),
-    ("favor", "constrained_sincos(content_modulated=True)"),
-    ("softmax", "relative_key"),
-    ("softmax", "relative_value"),
-    ("softmax", "relative_bias"),
-    ("favor", "rope1d"),
-    ("softmax", "rope1d(interleaved=True)"),
-    ("gated_positional", "none"),
-    ("favor", "t5_bias(bidirectional=False)"),
-    ("favor(features='trigonometric', normalize=True)", "sincos_bias"),
-    ("softmax", "fourier_bias"),
-    ("relu", "none"),
-    ("softmax", "cayley_string"),
-    ("relu", "circulant_string"),
-    ("favor", "irpe_gate"),
-    ("relu", "string_gate"),
-]
+CAUSAL = with_others(
+    [
+        ("softmax", "none"),
+        ("favor", "none"),
+        ("favor(features='trigonometric')", "none"),
+        ("favor(eps=0.3)", "none"),
+        ("softmax", "constrained_sincos"),
+        ("favor", "constrained_sincos(content_conditioned=True)"),
+        ("favor", "constrained_sincos(content_modulated=True)"),
+        ("softmax", "relative_key"),
+        ("softmax", "relative_value"),
+        ("softmax", "relative_bias"),
+        ("favor", "rope1d"),
+        ("softmax", "rope1d(interleaved=True)"),
+        ("favor", "t5_bias(bidirectional=False)"),
+        ("favor(features='trigonometric', normalize=True)", "sincos_bias"),
+        ("softmax", "fourier_bias"),
+        ("relu", "none"),
+        ("softmax", "cayley_string"),
+        ("relu", "circulant_string"),
+        ("favor", "irpe_gate"),
+        ("relu", "string_gate"),
+    ],
+    specs.CAUSAL,
+    [
+        name
+        for name, entry in POSITIONS.items()
+        if entry.site not in ("none", "tokens") and name not in specs.ON_PLANES
+    ],
+)
 
 
 def causal_layer(attention, position):

@@ -13,20 +13,11 @@ from relattn.nn import ATTENTIONS, POSITIONS, build
 from relattn.nn.nnx import MultiHeadAttention
 from tests.helpers.export import PLATFORMS, export
 from tests.helpers.quick import quick_jit
+from tests.helpers.specs import CAUSAL, ON_PLANES, small
 
 GRID, N, DIM, HEADS = (2, 3), 7, 8, 2
 SIZES = {"dim": 8, "num_layers": 2, "num_heads": HEADS, "mlp_dim": 11}
-OPTIONS = {
-    "banded": "banded(clip=2)",
-    "linformer": "linformer(k=5)",
-    "routing": "routing(clusters=2)",
-    "lor_translution": "lor_translution(rank=2)",
-}
 VOCAB, CONTEXT = 13, 7
-CAUSAL = ("softmax", "favor", "relu", "gated_positional", "translution")
-CAUSAL = (*CAUSAL, "lor_translution")
-# Positions that need a grid of height and width.
-PLANE = ("rope2d", "rope2d_mixed")
 
 
 def draw(*shape, seed=0):
@@ -53,9 +44,7 @@ def expect_same(function, example, symbols, inputs, constraints=()):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ATTENTIONS)
 def test_linen_layer(name):
-    make, _ = build(
-        OPTIONS.get(name, name), "none", dim=DIM, num_heads=HEADS, num_layers=2
-    )
+    make, _ = build(small(name), "none", dim=DIM, num_heads=HEADS, num_layers=2)
     layer, call = make(layer=1), {"grid": GRID, "num_prefix": 1}
     init = quick_jit(functools.partial(layer.init, **call))
     variables = init(jax.random.key(0), draw(2, N, DIM))
@@ -86,7 +75,7 @@ def test_linen_layer_of_any_length(name, causal):
 @pytest.mark.parametrize("name", ATTENTIONS)
 def test_nnx_layer(name):
     layer = MultiHeadAttention(
-        OPTIONS.get(name, name), dim=DIM, num_heads=HEADS, grid=GRID, num_prefix=1,
+        small(name), dim=DIM, num_heads=HEADS, grid=GRID, num_prefix=1,
         rngs=nnx.Rngs(0),
     )  # fmt: skip
 
@@ -113,7 +102,7 @@ def expect_same_model(name, symbols, inputs, constraints=(), options=(), **sizes
 
 
 VIT = [
-    *((OPTIONS.get(name, name), "none") for name in ATTENTIONS),
+    *((small(name), "none") for name in ATTENTIONS),
     *(("softmax", name) for name in POSITIONS if name != "none"),
 ]
 
@@ -129,8 +118,8 @@ def test_vit(attention, position):
 
 
 GPTS = [
-    *((OPTIONS.get(name, name), "none") for name in CAUSAL),
-    *(("softmax", name) for name in POSITIONS if name not in ("none", *PLANE)),
+    *((small(name), "none") for name in CAUSAL),
+    *(("softmax", name) for name in POSITIONS if name not in ("none", *ON_PLANES)),
     ("favor", "relative_bias"),
 ]
 
@@ -146,7 +135,7 @@ def test_gpt(attention, position):
 
 LENGTHS = [
     ("favor", "none"),
-    *(("softmax", name) for name in POSITIONS if name not in PLANE),
+    *(("softmax", name) for name in POSITIONS if name not in ON_PLANES),
 ]
 
 

@@ -13,10 +13,10 @@ from relattn.models.vit import ViT
 from relattn.nn.blocks import TransformerBlock
 from relattn.nn.registry import ATTENTIONS, build
 from tests.helpers.quick import quick_jit
+from tests.helpers.specs import CAUSAL, small
 
 GRID, N, DIM = (2, 3), 7, 8
 EXISTS = jnp.asarray(np.arange(2 * N).reshape(2, N) % 5 != 2)
-CAUSAL = [name for name, make in ATTENTIONS.items() if make.has_causal_form]
 
 
 def value_and_gradients(apply, variables, *arguments, rows):
@@ -56,8 +56,9 @@ def expect_no_effect(apply, variables, x, exists, rows):
     [*((name, False) for name in ATTENTIONS), *((name, True) for name in CAUSAL)],
 )
 def test_block(attention, causal):
-    spec = "routing(clusters=2)" if attention == "routing" else attention
-    make, _ = build(spec, "none", dim=DIM, num_heads=2, num_layers=1, causal=causal)
+    make, _ = build(
+        small(attention), "none", dim=DIM, num_heads=2, num_layers=1, causal=causal
+    )
     block = TransformerBlock(make, dim=DIM, mlp_dim=11)
     grid, num_prefix = ((N,), 0) if causal else (GRID, 1)
     x = jax.random.normal(jax.random.key(1), (2, N, DIM))

@@ -14,15 +14,10 @@ from relattn.kernels import draw_random_features
 from relattn.nn import ATTENTIONS, build
 from relattn.nn.nnx import MultiHeadAttention, Position, RandomFeatures, redraw
 from tests.helpers.quick import mark_slow
+from tests.helpers.specs import small
 
 GRID, N, DIM, HEADS, LAYERS = (2, 3), 7, 8, 2, 3
 SIZES = {"dim": DIM, "num_heads": HEADS}
-OPTIONS = {
-    "banded": "banded(clip=2)",
-    "linformer": "linformer(k=5)",
-    "routing": "routing(clusters=2)",
-    "lor_translution": "lor_translution(rank=2)",
-}
 
 
 def draw(*shape, seed=0):
@@ -31,7 +26,7 @@ def draw(*shape, seed=0):
 
 @pytest.mark.parametrize("name", mark_slow(ATTENTIONS, ["favor", "linformer"]))
 def test_attention_equals_linen_with_its_variables(name):
-    spec = OPTIONS.get(name, name)
+    spec = small(name)
     ours = MultiHeadAttention(
         spec, **SIZES, layer=1, grid=GRID, num_prefix=1, rngs=nnx.Rngs(0)
     )

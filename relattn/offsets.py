@@ -87,12 +87,11 @@ def check_grid(num_tokens: int, grid: Grid, num_prefix: int = 0) -> None:
         )
     expected = num_prefix + math.prod(grid)
     if num_tokens != expected:
-        symbolic = not isinstance(num_tokens, int | np.integer)
+        is_symbolic = not isinstance(num_tokens, int | np.integer)
+        hint = ": with a grid, only the batch can be symbolic" if is_symbolic else ""
         raise ValueError(
             f"grid {'x'.join(map(str, grid))} with num_prefix={num_prefix} holds "
-            f"{expected} tokens, got {num_tokens}"
-            + ": of a grid only the batch can be symbolic"
-            * symbolic
+            f"{expected} tokens, got {num_tokens}{hint}"
         )
 
 

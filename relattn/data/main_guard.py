@@ -34,8 +34,8 @@ def check_main_guard(num_workers: int) -> None:
     if inside_worker or _is_unguarded(_main_frame()):
         raise ValueError(
             f"data.num_workers={num_workers} starts processes that import the script "
-            'again: put its last part under `if __name__ == "__main__":`, or set '
-            "data.num_workers=0"
+            'again: put the call that trains under `if __name__ == "__main__":`, or '
+            "set data.num_workers=0"
         )
 
 

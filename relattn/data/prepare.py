@@ -92,7 +92,7 @@ def check_archives(name: str, urls: Iterable[str], manual_dir: str) -> None:
         if not (folder and (folder / file).is_file()):
             where = f"is not in {folder}" if folder else "needs --manual_dir"
             raise FileNotFoundError(
-                f"{file} {where}; register with its owners to download it"
+                f"{file} {where}: register with its owners to download it"
             )
     missing = {}
     for url in urls:

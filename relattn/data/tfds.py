@@ -290,7 +290,7 @@ def _fill(source: _Images, images: np.ndarray, labels: np.ndarray, title: str) -
             for key, (image, label) in zip(keys, source.read(keys), strict=True):
                 if image.shape != images.shape[1:]:
                     raise ValueError(
-                        f"image {key} is {image.shape}, the first one "
+                        f"image {key} has shape {image.shape}, but the first one has "
                         f"{images.shape[1:]}"
                     )
                 images[key] = image

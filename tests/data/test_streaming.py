@@ -239,7 +239,7 @@ def test_set_not_prepared_raises(config, tmp_path, monkeypatch):
 
 
 def test_missing_archives_raise(tmp_path):
-    message = "^ILSVRC2012_img_train.tar needs --manual_dir; register with its owners"
+    message = "^ILSVRC2012_img_train.tar needs --manual_dir: register with its owners"
     with pytest.raises(FileNotFoundError, match=message):
         check_archives("imagenet2012", [], "")
     (tmp_path / "ILSVRC2012_img_train.tar").touch()

@@ -173,7 +173,7 @@ def test_image_of_another_shape_is_not_broadcast():
 
     source = Source()
     images, labels = np.empty((2, 5, 7, 1), np.uint8), np.empty(2, np.int32)
-    with pytest.raises(ValueError, match=r"image 1 is \(1, 1, 1\), the first one"):
+    with pytest.raises(ValueError, match=r"image 1 has shape \(1, 1, 1\), but the"):
         tfds._fill(source, images, labels, "")
 
 

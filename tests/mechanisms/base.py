@@ -13,7 +13,7 @@ BATCH, HEADS, N, M, HEAD_DIM, VALUE_DIM, NUM_FEATURES = 3, 2, 13, 11, 5, 7, 17
 GRID, NUM_PREFIX = (3, 4), 1
 TORUS = Torus(GRID)
 # Words of errors for a symbolic number of tokens.
-GRID_HAS_FIXED_LENGTH = "of a grid only the batch"
+GRID_HAS_FIXED_LENGTH = "with a grid, only the batch"
 HAS_FIXED_LENGTH = "has a fixed number of tokens"
 
 

@@ -1,4 +1,4 @@
-"""Converts arrays, PIL images and image files to a data set's stored form."""
+"""Converts arrays, Pillow images and image files to a data set's stored form."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def as_sequence(images: Any, channels: int) -> Sequence[UserImage] | np.ndarray:
     """Returns a sequence of images; one image becomes a sequence of one.
 
     Args:
-        images: A path, a PIL image, a list of these or of arrays, or an array of one
+        images: A path, a Pillow image, a list of these or of arrays, or an array of one
             image or more: ``[n, height, width, channels]``, where grey images may lack
             the last axis.
         channels: Number of channels of an image.

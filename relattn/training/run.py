@@ -85,7 +85,7 @@ class Run:
 
         Args:
             images: An image or several: paths of JPEG, PNG, WebP, BMP, GIF or TIFF
-                files, PIL images, or arrays of integers from 0 to 255, ``[n, height,
+                files, Pillow images, or arrays of integers from 0 to 255, ``[n, height,
                 width, channels]``. All are prepared as in evaluation, see
                 `relattn.data.prepare_images`: a run on photographs crops the centre of
                 every image; for another, an image of the stored size is taken

@@ -214,11 +214,11 @@ def test_a_registered_attention_declares_what_is_split(attentions):
     registry.register_attention("mixing", Mixing)
     model = vit("mixing", scan_layers=False)
     params = jax.eval_shape(model.init, KEY, jnp.zeros((1, 4, 4, 1)))["params"]
-    attention = params["blocks_0"]["attention"]
+    attention = params["block_0"]["attention"]
     shapes = {
         count: MeshParallel(jax.local_devices()[:count], model_axis=count).local_shapes(
             params
-        )["blocks_0"]["attention"]
+        )["block_0"]["attention"]
         for count in (3, 4)
     }
     # 4 values of a head are split over 4 devices; 3 divides only the 6 rows.

@@ -14,7 +14,7 @@ import pytest
 from relattn import data as data_lib
 from relattn import training
 from relattn.kernels.random_projections import redraw
-from relattn.training import loop, metrics
+from relattn.training import loop, metrics_window
 from relattn.training import task as task_lib
 from relattn.training.checkpoint import CHECKPOINTS, checkpoint_steps, read_meta
 from relattn.training.config import to_json
@@ -102,7 +102,7 @@ def test_throughput_counts_updates_alone(
     monkeypatch.setattr(task_lib, "make_train_step", make)
     monkeypatch.setattr(loop, "Evaluator", Slow)
     monkeypatch.setattr(loop, "time", clock)
-    monkeypatch.setattr(metrics, "time", clock)
+    monkeypatch.setattr(metrics_window, "time", clock)
     config.num_seeds = num_seeds
     result = training.train_and_evaluate(
         config, tmp_path, devices=one_device, on_step=on_step

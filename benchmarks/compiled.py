@@ -38,7 +38,7 @@ from benchmarks.speed_cases import CASES, Sizes
 from relattn import command
 from relattn.kernels.platform import use_platform
 from relattn.messages import closest
-from relattn.training.config import read_config
+from relattn.training.config_file import read_config
 from relattn.training.cost import matmul_flops, peak_flops
 from relattn.training.mesh import MeshParallel
 from relattn.training.task import Task

@@ -33,7 +33,7 @@ from benchmarks.memory import abstract_step, describe_data
 from benchmarks.speed_cases import CASES, Sizes
 from relattn import command
 from relattn.messages import closest
-from relattn.training.config import read_config
+from relattn.training.config_file import read_config
 from relattn.training.cost import device_bytes, matmul_flops, tree_bytes
 from relattn.training.mesh import MeshParallel
 from relattn.training.task import Task

@@ -26,7 +26,8 @@ from tqdm import tqdm
 
 from relattn import command
 from relattn.data import DataInfo, ImageInfo, TextInfo
-from relattn.training.config import check_config, read_config
+from relattn.training.config import check_config
+from relattn.training.config_file import read_config
 from relattn.training.cost import tree_bytes
 from relattn.training.errors import explain_write_errors
 from relattn.training.mesh import DATA_AXIS, MeshParallel

@@ -23,7 +23,8 @@ from ml_collections import ConfigDict
 
 from relattn import command
 from relattn import data as data_lib
-from relattn.training.config import check_config, read_config
+from relattn.training.config import check_config
+from relattn.training.config_file import read_config
 from relattn.training.devices import make_training_parallel
 from relattn.training.seeds import make_task
 

@@ -26,7 +26,7 @@ from matplotlib.figure import Figure
 
 from relattn import command
 from relattn.markdown import markdown_table
-from relattn.training.config import read_config
+from relattn.training.config_file import read_config
 from relattn.training.workdir import usable_folder, usable_workdir, write_json
 from studies.launcher import Training, leaving_on_sigterm, stop
 

@@ -19,7 +19,7 @@ import jax
 from benchmarks.measure import describe_machine
 from relattn import command
 from relattn import data as data_lib
-from relattn.training.config import read_config
+from relattn.training.config_file import read_config
 from relattn.training.devices import make_training_parallel
 from relattn.training.seeds import make_task
 

@@ -68,7 +68,7 @@ def train(argv: Sequence[str] | None = None) -> None:
         argv: Command-line arguments, by default the process's.
     """
     from relattn import training
-    from relattn.training.config import read_config
+    from relattn.training.config_file import read_config
     from relattn.training.distributed import initialize
 
     parser = command.Parser("python train.py", "Trains a model.", overrides=True)
@@ -111,6 +111,7 @@ def show_config(argv: Sequence[str] | None = None) -> None:
         argv: Command-line arguments, by default the process's.
     """
     from relattn.training import config as config_lib
+    from relattn.training import config_file
 
     parser = command.Parser(
         "python -m relattn.cli config", show_config.__doc__, overrides=True
@@ -126,10 +127,10 @@ def show_config(argv: Sequence[str] | None = None) -> None:
     if given.config is None:
         if given.overrides or given.json:
             raise ValueError("--config is missing: name the configuration to print")
-        for name, title in config_lib.package_titles().items():
+        for name, title in config_file.package_titles().items():
             print(f"{name}: {title}")
         return
-    config = config_lib.read_config(given.config, given.overrides)
+    config = config_file.read_config(given.config, given.overrides)
     config_lib.check_config(config)
     if given.json:
         print(json.dumps(config_lib.to_json(config), indent=2))

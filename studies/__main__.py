@@ -18,7 +18,7 @@ from relattn import command
 from relattn.evaluation.compare import shift_report
 from relattn.evaluation.shift_runs import open_shift_runs
 from relattn.messages import check_choice
-from relattn.training.config import read_config
+from relattn.training.config_file import read_config
 from relattn.training.overrides import typed_keys
 from relattn.training.workdir import usable_folder, write_json
 from studies.figure1 import published_curve

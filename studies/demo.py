@@ -25,7 +25,7 @@ from relattn.evaluation.shift_curves import ShiftCurve
 from relattn.evaluation.shift_plots import plot
 from relattn.evaluation.shift_runs import open_shift_runs
 from relattn.markdown import markdown_table
-from relattn.training.config import read_config
+from relattn.training.config_file import read_config
 from relattn.training.overrides import typed_keys
 from relattn.training.workdir import usable_folder
 from studies.figure1 import published_curve

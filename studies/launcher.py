@@ -21,7 +21,8 @@ from typing import Any
 from tqdm import tqdm
 
 from relattn.data import DataInfo, read_info
-from relattn.training.config import complete, differences, read_config, to_json
+from relattn.training.config import complete, differences, to_json
+from relattn.training.config_file import read_config
 from relattn.training.metrics_log import Row, read_rows
 from relattn.training.overrides import typed_keys
 from relattn.training.preemption import on_signals

@@ -25,7 +25,7 @@ from jaxtyping import Array
 from relattn import command, spec
 from relattn.models import GPT, SIZES, ViT, build_model
 from relattn.models.cnn import PUBLISHED_BASELINES
-from relattn.training.config import read_config
+from relattn.training.config_file import read_config
 from studies.published import BASELINES, Entry, read_published, translution_entries
 
 # Model names in Horn et al. -> attention and position; "{}" is the setting's number.

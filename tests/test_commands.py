@@ -20,7 +20,8 @@ import pytest
 from relattn import cli, command, training
 from relattn.evaluation import perplexity
 from relattn.nn import ATTENTIONS
-from relattn.training.config import flatten, read_config, to_json
+from relattn.training.config import flatten, to_json
+from relattn.training.config_file import read_config
 
 ROOT = Path(__file__).parents[1]
 # Required arguments of each program.

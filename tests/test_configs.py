@@ -15,7 +15,7 @@ from relattn.models import SIZES, build_model, complete_options
 from relattn.models.cnn import PUBLISHED_BASELINES
 from relattn.nn.registry import ATTENTIONS, POSITIONS
 from relattn.training import check_config
-from relattn.training.config import read_config
+from relattn.training.config_file import read_config
 from studies.sizes import count_parameters
 
 DATASETS = ["mnist", "fashion_mnist", "cifar10"]

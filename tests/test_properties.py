@@ -23,7 +23,8 @@ from relattn.data.tokenizers import load_tokenizer
 from relattn.nn.registry import ATTENTIONS, POSITIONS, SET_BY_MODEL, build
 from relattn.spec import read_arguments
 from relattn.training import check_config, default_config
-from relattn.training.config import flatten, read_config
+from relattn.training.config import flatten
+from relattn.training.config_file import read_config
 
 MAX_MESSAGE = 1500
 names = st.from_regex(r"[a-zA-Z_]\w{0,11}", fullmatch=True).filter(

@@ -35,7 +35,7 @@ CALLS = {"eval", "exec", "compile", "__import__", "os.system", "os.popen"}
 CALLS |= {"shutil.unpack_archive"}
 EXCEPTIONS = {
     # A configuration is a program that the user passes on the command line.
-    ("relattn/training/config.py", "loader.exec_module"),
+    ("relattn/training/config_file.py", "loader.exec_module"),
     # The module of a command comes from a table.
     ("relattn/cli.py", "importlib.import_module of a variable"),
     # The module of --import is a program too.

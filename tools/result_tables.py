@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from relattn.markdown import markdown_table
-from relattn.training.config import read_config
+from relattn.training.config_file import read_config
 from studies.demo import demo_table
 from studies.figure1 import published_accuracies, published_name
 from studies.finetune import finetune_table

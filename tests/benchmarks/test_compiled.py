@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import compiled
-from relattn.training.config import read_config
+from relattn.training.config_file import read_config
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "results"

@@ -10,7 +10,7 @@ import pytest
 from benchmarks import measure, speed, steps
 from benchmarks.speed_cases import CASES, Case, Sizes
 from relattn.data import load_data
-from relattn.training.config import read_config
+from relattn.training.config_file import read_config
 from relattn.training.seeds import make_task
 
 SIZES = {

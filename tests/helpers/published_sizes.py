@@ -25,7 +25,7 @@ from relattn.data.registry import SETS
 from relattn.data.text import FILES, write_tokens
 from relattn.data.tokenizers import TOKENIZERS
 from relattn.training import train_and_evaluate
-from relattn.training.config import read_config
+from relattn.training.config_file import read_config
 from relattn.training.cost import device_bytes, state_bytes
 from relattn.training.mesh import MeshParallel
 from relattn.training.metrics_log import read_rows

@@ -4,7 +4,8 @@ import dataclasses
 import json
 
 from relattn.data import ImageInfo, TextInfo
-from relattn.training.config import read_config, to_json
+from relattn.training.config import to_json
+from relattn.training.config_file import read_config
 from studies.launcher import Training
 
 CONFIG = "configs/demo.py:banded"

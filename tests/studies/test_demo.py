@@ -3,7 +3,7 @@ import re
 
 import pytest
 
-from relattn.training.config import read_config
+from relattn.training.config_file import read_config
 from studies.demo import CONFIG, MODELS, demo_table, main, run_demo
 
 

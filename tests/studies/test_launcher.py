@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from relattn.training.config import read_config
+from relattn.training.config_file import read_config
 from studies import launcher
 from studies.launcher import Training, train
 from tests.helpers.trained import CONFIG, IMAGES, TEXT, make_training

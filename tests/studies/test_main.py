@@ -5,7 +5,7 @@ import pytest
 
 from relattn.models import SIZES, build_model
 from relattn.training import WorkdirError, check_config
-from relattn.training.config import read_config
+from relattn.training.config_file import read_config
 from studies import __main__
 from studies.figure1 import published_curve
 from studies.presets import PRESETS, Column, Preset, Row

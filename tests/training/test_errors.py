@@ -5,7 +5,8 @@ import pytest
 
 from relattn.command import explain_out_of_memory, is_user_error
 from relattn.training import NonFiniteLossError, default_config
-from relattn.training.config import check_config, read_config
+from relattn.training.config import check_config
+from relattn.training.config_file import read_config
 
 
 def raised_by(function):

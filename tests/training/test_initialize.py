@@ -13,7 +13,8 @@ from relattn import data as data_lib
 from relattn.convert import convert
 from relattn.data import ImageInfo
 from relattn.models import complete_options, pretrained
-from relattn.training.config import default_config, read_config
+from relattn.training.config import default_config
+from relattn.training.config_file import read_config
 from relattn.training.initialize import initial_state, take_model
 from relattn.training.seeds import make_task
 from tests.helpers.quick import quick_jit

@@ -9,7 +9,8 @@ from ml_collections import ConfigDict
 
 from relattn import models
 from relattn.spec import LARGEST_FLOAT, SMALLEST
-from relattn.training.config import check_config, read_config
+from relattn.training.config import check_config
+from relattn.training.config_file import read_config
 from relattn.training.overrides import override
 
 CONFIGS = ("demo", "performer", "baselines", "rpe_vit", "translution_vit")

@@ -76,7 +76,7 @@ def entry_point(main: Callable[_P, None]) -> Callable[_P, None]:
                 file=sys.stderr,
             )
             sys.exit(INTERRUPTED)
-        except Exception as error:
+        except BaseException as error:
             exit_code = getattr(error, "exit_code", None)
             if exit_code is not None:
                 print(error, file=sys.stderr)

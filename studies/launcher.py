@@ -10,7 +10,6 @@ import json
 import os
 import pkgutil
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -25,7 +24,7 @@ from relattn.training.config import complete, differences, to_json
 from relattn.training.config_file import read_config
 from relattn.training.metrics_log import Row, read_rows
 from relattn.training.overrides import typed_keys
-from relattn.training.preemption import on_signals
+from relattn.training.preemption import ENDING, on_signals
 
 POLL_SECONDS = 0.5
 LOG_BYTES = 2000
@@ -233,8 +232,8 @@ def train(
 ) -> None:
     """Runs trainings in parallel, each with a progress bar.
 
-    Ctrl-C and SIGTERM end the trainings too, with a checkpoint; the same call continues
-    them.
+    Ctrl-C, SIGTERM and SIGHUP end the trainings too, with a checkpoint; the same call
+    continues them.
 
     Args:
         trainings: The trainings; complete ones take a few seconds.
@@ -344,8 +343,8 @@ def stop(trainings: Sequence[Training]) -> None:
 
 
 def leaving_on_sigterm() -> contextlib.AbstractContextManager[None]:
-    """Makes SIGTERM raise SystemExit, so that the caller can end its children."""
-    return on_signals(_leave, signal.SIGTERM)
+    """Makes SIGTERM and SIGHUP raise SystemExit: the caller can end its children."""
+    return on_signals(_leave, *ENDING)
 
 
 def _leave(number: int, frame: Any) -> None:

@@ -46,14 +46,17 @@ class NonFiniteLossError(FloatingPointError):
         self.step = step
 
 
-class PreemptedError(Exception):
+class PreemptedError(BaseException):
     """A signal ended a run; the same call resumes it.
+
+    Like `KeyboardInterrupt`, it is no `Exception`: a signal may arrive while a file is
+    read, whose reader would take the error for a damaged file.
 
     Attributes:
         step: Number of updates in the checkpoint; 0 if none was needed.
-        by_hand: Whether the signal was Ctrl-C, not SIGTERM.
+        by_hand: Whether the signal was Ctrl-C, not SIGTERM or SIGHUP.
         exit_code: The program's exit code: 130 after Ctrl-C, 75 (EX_TEMPFAIL) after
-            SIGTERM.
+            SIGTERM and SIGHUP.
     """
 
     def __init__(self, message: str, step: int = 0, *, by_hand: bool = False):

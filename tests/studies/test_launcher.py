@@ -85,6 +85,10 @@ def test_keep_going_continues_after_a_failure(tmp_path, capfd):
         assert f"{training.log} ends with" in training.error
 
 
+def unhandled(number, frame):
+    """Without a handler, the signal would end the tests."""
+
+
 def test_sigterm_ends_the_trainings(tmp_path, monkeypatch):
     program = tmp_path / "program"
     program.write_text("#!/bin/sh\nexec sleep 600\n")
@@ -97,15 +101,14 @@ def test_sigterm_ends_the_trainings(tmp_path, monkeypatch):
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    # Without a handler, SIGTERM would end the tests.
-    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    before = signal.signal(signal.SIGTERM, unhandled)
     try:
         sender = threading.Thread(target=send)
         sender.start()
         with pytest.raises(SystemExit) as leaving:
             train([training], jobs=1, keep_going=True)
         sender.join()
-        assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+        assert signal.getsignal(signal.SIGTERM) is unhandled
     finally:
         signal.signal(signal.SIGTERM, before)
     assert leaving.value.code == 128 + signal.SIGTERM

@@ -1,4 +1,4 @@
-"""SIGTERM: a checkpoint is written, and the same command resumes from it."""
+"""Signals: a checkpoint is written, and the same command resumes from it."""
 
 import contextlib
 import os
@@ -11,11 +11,15 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
+from PIL import Image, ImageOps
 
 from relattn import data, training
-from relattn.training import loop
+from relattn.data import image_io, streaming, tfds
+from relattn.training import checkpoint, loop, run_metadata
 from relattn.training.checkpoint import checkpoint_steps
+from relattn.training.config import read_config
 from relattn.training.metrics_log import read_rows
 from relattn.training.preemption import Preemption
 from tests.helpers.interrupted import final_state, untimed
@@ -37,6 +41,10 @@ def get_config():
 """
 
 
+def unhandled(number, frame):
+    """Without a handler, the signal would end the tests."""
+
+
 def signal_at(step, number=signal.SIGTERM):
     def on_step(done):
         if done == step:
@@ -54,7 +62,7 @@ def test_a_preempted_run_equals_an_uninterrupted_one(
     config.redraw_every = 0
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     expected = training.train_and_evaluate(config, whole, devices=one_device)
-    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    before = signal.signal(signal.SIGTERM, unhandled)
     try:
         with pytest.raises(
             training.PreemptedError,
@@ -63,7 +71,7 @@ def test_a_preempted_run_equals_an_uninterrupted_one(
             training.train_and_evaluate(
                 config, parts, devices=one_device, on_step=signal_at(step)
             )
-        assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+        assert signal.getsignal(signal.SIGTERM) is unhandled
     finally:
         signal.signal(signal.SIGTERM, before)
     assert error.value.step == step
@@ -113,6 +121,107 @@ def test_sigterm_outside_of_the_updates(
         training.train_and_evaluate(config, tmp_path, devices=one_device)
     monkeypatch.setattr(place, when, function)
     assert training.train_and_evaluate(config, tmp_path, devices=one_device)
+
+
+def read_with_checkpoint(monkeypatch, interrupted, tmp_path):
+    monkeypatch.setattr(ocp.Checkpointer, "restore", interrupted)
+    return lambda: checkpoint._read_meta(tmp_path)
+
+
+def read_prepared(monkeypatch, interrupted, tmp_path):
+    def read():
+        with tfds.reading_prepared(tmp_path):
+            interrupted()
+
+    return read
+
+
+def open_an_image(monkeypatch, interrupted, tmp_path):
+    monkeypatch.setattr(Image, "open", interrupted)
+    return lambda: image_io.open_image(tmp_path / "image.png", "image.png")
+
+
+def decode_an_image(monkeypatch, interrupted, tmp_path):
+    monkeypatch.setattr(Image.Image, "load", interrupted)
+    return lambda: image_io.decode_image(Image.new("RGB", (2, 3)), "image.png")
+
+
+def turn_an_image(monkeypatch, interrupted, tmp_path):
+    monkeypatch.setattr(ImageOps, "exif_transpose", interrupted)
+    return lambda: image_io.decode_image(Image.new("RGB", (2, 3)), "image.png")
+
+
+def read_metadata(monkeypatch, interrupted, tmp_path):
+    def read():
+        with run_metadata.explain_metadata_errors(tmp_path):
+            interrupted()
+
+    return read
+
+
+def read_a_configuration(monkeypatch, interrupted, tmp_path):
+    path = tmp_path / "config.py"
+    path.write_text("import signal\nsignal.raise_signal(signal.SIGTERM)\n")
+    return lambda: read_config(str(path), [])
+
+
+def read_records(monkeypatch, interrupted, tmp_path):
+    class Records:
+        __getitems__ = staticmethod(interrupted)
+
+    images = streaming.Photographs(
+        Records(), np.arange(3), num_classes=2, origin="a set", hint="prepare it again"
+    )
+    return lambda: next(iter(images.read(np.arange(2))))
+
+
+def write_a_checkpoint(monkeypatch, interrupted, tmp_path):
+    writer = checkpoint.CheckpointWriter(tmp_path / "checkpoints")
+    monkeypatch.setattr(writer._manager, "wait_until_finished", interrupted)
+    return writer.close
+
+
+@pytest.mark.parametrize(
+    "reader",
+    [
+        read_with_checkpoint,
+        read_prepared,
+        open_an_image,
+        decode_an_image,
+        turn_an_image,
+        read_metadata,
+        read_a_configuration,
+        read_records,
+        write_a_checkpoint,
+    ],
+)
+def test_a_signal_inside_a_reader_is_no_damage(monkeypatch, tmp_path, reader):
+    def interrupted(*arguments, **options):
+        signal.raise_signal(signal.SIGTERM)
+
+    read = reader(monkeypatch, interrupted, tmp_path)
+    with Preemption().handled(), pytest.raises(training.PreemptedError) as error:
+        read()
+    assert error.value.exit_code == 75
+
+
+def test_sighup_is_sigterm_unless_it_is_ignored():
+    error = pytest.raises(training.PreemptedError, match="Stopped by SIGHUP outside")
+    with error, Preemption().handled():
+        signal.raise_signal(signal.SIGHUP)
+    received = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
+    try:
+        # With several processes, JAX listens to SIGTERM.
+        with Preemption(handles=False).handled():
+            signal.raise_signal(signal.SIGHUP)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        with Preemption().handled():
+            signal.raise_signal(signal.SIGHUP)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    assert received == [signal.SIGTERM]
 
 
 def test_a_swallowed_sigterm_ends_the_run_at_its_next_update():

@@ -24,6 +24,7 @@ from relattn.data.image_io import (
     check_image,
     decode_image,
     open_image,
+    read_image_file,
 )
 from relattn.data.images import ImageSplit
 
@@ -358,7 +359,7 @@ class FileRecords:
         """Returns the records, with the name of each in error messages."""
         return [
             {
-                "image": self.files[key].read_bytes(),
+                "image": read_image_file(self.files[key], HINT),
                 "label": self.labels[key],
                 "where": str(self.files[key]),
             }
@@ -366,15 +367,20 @@ class FileRecords:
         ]
 
 
+def _visible(folder: Path) -> list[Path]:
+    """Lists a folder; unlike `Path.glob`, raises OSError where it must not be read."""
+    return sorted(path for path in folder.iterdir() if not path.name.startswith("."))
+
+
 def _list_images(folder: Path, left_out: list[str]) -> list[Path]:
     """Returns the image files of ``<folder>/<class>/``; adds to what is left out."""
     if not folder.is_dir():
         raise FileNotFoundError(f"the image folder {folder} is missing: {LAYOUT}")
-    found = [
-        path
-        for path in sorted([*folder.glob("*"), *folder.glob("*/*")])
-        if not any(part.startswith(".") for part in path.relative_to(folder).parts)
-    ]
+    found = []
+    for path in _visible(folder):
+        found.append(path)
+        if path.is_dir():
+            found += _visible(path)
     inner = [path for path in found if path.parent != folder]
     # Reading a named pipe would block.
     files = [p for p in inner if p.suffix.lower() in KINDS and p.is_file()]

@@ -33,6 +33,10 @@ ALPHA_MODES = ("LA", "La", "PA", "RGBA", "RGBa")
 TRANSPARENT_SCALES = {"1": 255, "L;2": 85, "L;4": 17, "RGB;16B": 1 / 256}
 
 
+# Largest image file in bytes. Pillow reads some parts of a file as a whole.
+MAX_FILE_BYTES = 2**29
+
+
 class UnreadableImageError(ValueError):
     """An image cannot be decoded.
 
@@ -58,14 +62,17 @@ def open_image(source: Path | io.BytesIO, where: str, hint: str = "") -> Image.I
         The image; its pixels are not decoded yet.
 
     Raises:
-        UnreadableImageError: If it is in none of `FORMATS`, or claims more pixels than
-            ``PIL.Image.MAX_IMAGE_PIXELS``.
+        UnreadableImageError: If it is in none of `FORMATS`, has more than
+            `MAX_FILE_BYTES`, or claims more pixels than ``PIL.Image.MAX_IMAGE_PIXELS``.
     """
     try:
+        _check_file_size(source, where, hint)
         image = Image.open(source, formats=[name.upper() for name in FORMATS])
     except UnidentifiedImageError as error:
         problem = "not a " + " or ".join([", ".join([*FORMATS][:-1]), [*FORMATS][-1]])
         raise UnreadableImageError(where, problem, hint) from error
+    except UnreadableImageError:
+        raise
     except Exception as error:
         raise UnreadableImageError(where, describe_error(error), hint) from error
     pixels, limit = image.width * image.height, Image.MAX_IMAGE_PIXELS
@@ -73,6 +80,30 @@ def open_image(source: Path | io.BytesIO, where: str, hint: str = "") -> Image.I
         problem = f"it claims {pixels:,} pixels, the limit is {limit:,}"
         raise UnreadableImageError(where, problem, hint)
     return image
+
+
+def read_image_file(path: Path, hint: str = "") -> bytes:
+    """Reads the bytes of an image file.
+
+    Args:
+        path: The file.
+        hint: Fix at the end of the error message.
+
+    Raises:
+        UnreadableImageError: If it has more than `MAX_FILE_BYTES`.
+    """
+    _check_file_size(path, str(path), hint)
+    return path.read_bytes()
+
+
+def _check_file_size(source: Path | io.BytesIO, where: str, hint: str) -> None:
+    if isinstance(source, io.BytesIO):
+        size = source.getbuffer().nbytes
+    else:
+        size = source.stat().st_size
+    if size > MAX_FILE_BYTES:
+        problem = f"it has {size:,} bytes, the limit is {MAX_FILE_BYTES:,}"
+        raise UnreadableImageError(where, problem, hint)
 
 
 def decode_image(

@@ -14,6 +14,7 @@ from relattn.data.folder import read_folder
 from relattn.data.images import ImageData
 from relattn.data.load import load_data, load_images
 from tests.data.test_image_io import with_size
+from tests.helpers.unprivileged import public_folder, without_privileges
 
 CIFAR10 = pathlib.Path(__file__).parents[3] / "shared/data/cifar10/cifar10_jpeg.tar.xz"
 
@@ -42,6 +43,19 @@ def test_classes_and_files_are_sorted(root):
     assert train.labels.tolist() == [0, 1, 1] and train.labels.dtype == np.int32
     assert test.labels.tolist() == [1]
     assert origin == f"PNG files in {root}"
+
+
+@pytest.mark.parametrize("name", ["train", "train/b"])
+def test_a_folder_without_permission_is_refused(name):
+    with public_folder() as root:
+        for file in ["train/a/1.png", "train/b/2.png"]:
+            write(root, file, np.zeros((3, 5, 3)))
+        (root / name).chmod(0)
+        config = ConfigDict({"name": "b", "source": "folder", "data_dir": str(root)})
+        message = rf"{name} cannot be read \(Permission denied\): make it readable"
+        with without_privileges(), pytest.raises(OSError, match=message):
+            load_data(config)
+        (root / name).chmod(0o755)
 
 
 def test_load_images_accepts_any_name_for_a_folder(root):

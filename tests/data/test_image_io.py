@@ -1,6 +1,7 @@
 """Images are decoded as a viewer shows them; bad ones raise one sentence."""
 
 import io
+import os
 import struct
 import zlib
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image, ImageOps
 
+from relattn.data import image_io
 from relattn.data.image_io import (
     check_background,
     check_image,
@@ -88,6 +90,18 @@ def test_image_over_the_pixel_limit_raises(monkeypatch):
         open_image(io.BytesIO(PNG), "1.png")
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", None)
     assert open_image(io.BytesIO(PNG), "1.png").size == (5, 3)
+
+
+def test_a_file_over_the_size_limit_is_not_read(tmp_path):
+    path = tmp_path / "large.png"
+    path.write_bytes(PNG)
+    # A sparse file, which takes no room.
+    os.truncate(path, image_io.MAX_FILE_BYTES + 1)
+    message = r"large\.png cannot be read .*has 536,870,913 bytes, .*: delete it$"
+    with pytest.raises(ValueError, match=message):
+        open_image(path, str(path), "delete it")
+    with pytest.raises(ValueError, match=message):
+        image_io.read_image_file(path, "delete it")
 
 
 def save(image, file_format, **options):

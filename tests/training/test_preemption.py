@@ -1,6 +1,7 @@
 """Signals: a checkpoint is written, and the same command resumes from it."""
 
 import contextlib
+import io
 import os
 import signal
 import subprocess
@@ -138,7 +139,7 @@ def read_prepared(monkeypatch, interrupted, tmp_path):
 
 def open_an_image(monkeypatch, interrupted, tmp_path):
     monkeypatch.setattr(Image, "open", interrupted)
-    return lambda: image_io.open_image(tmp_path / "image.png", "image.png")
+    return lambda: image_io.open_image(io.BytesIO(), "image.png")
 
 
 def decode_an_image(monkeypatch, interrupted, tmp_path):

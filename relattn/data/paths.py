@@ -170,3 +170,23 @@ def find_damage(folder: Path) -> str:
         if sha256(path, f"Verifying {name}") != expected:
             return f"{path} is damaged (its SHA-256 is not that of {MANIFEST})"
     return ""
+
+
+def recorded_sha256(path: Path) -> str:
+    """Returns the checksum of a file in the ``manifest.json`` beside it.
+
+    Args:
+        path: The file; `find_damage` compares it with the checksum.
+
+    Returns:
+        The SHA-256; "" if the file is in no manifest.
+
+    Example:
+        >>> recorded_sha256(Path("no/such/folder/train.bin"))
+        ''
+    """
+    try:
+        sums = json.loads((path.parent / MANIFEST).read_text("utf-8"))
+        return str(sums.get(path.name, ""))
+    except (OSError, ValueError, RecursionError, AttributeError):
+        return ""

@@ -1,7 +1,8 @@
-"""Data that were given in memory: a run remembers them, and takes them by argument."""
+"""What a run remembers of its data, and of data that were given in memory."""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,9 @@ from typing import Any
 import numpy as np
 
 from relattn.data import DataInfo, DataSource, ImageSplit, TokenSplit
+from relattn.data.folder import FileRecords
+from relattn.data.paths import recorded_sha256
+from relattn.data.streaming import Photographs, StreamedSplit
 from relattn.training.errors import CheckpointError
 
 # Examples of a split of another type than relattn's that count.
@@ -19,8 +23,10 @@ def fingerprint(data: DataSource) -> str:
     """Computes a hash of a data set.
 
     Args:
-        data: Images and texts of relattn's types count as a whole; of splits of other
-            types, the first evaluation batch.
+        data: Images and texts of relattn's types count as a whole, texts in files by
+            the checksums of their manifest where they have one; of photographs that
+            are read during training, the files' sizes and labels and the first
+            evaluation batch; of splits of other types, the first evaluation batch.
 
     Returns:
         A hexadecimal number.
@@ -51,7 +57,19 @@ def _arrays(split: Any) -> list[np.ndarray]:
     if isinstance(split, ImageSplit):
         return [split.images, split.labels]
     if isinstance(split, TokenSplit):
-        return [split.tokens]
+        file = getattr(split.tokens, "filename", None)
+        recorded = recorded_sha256(Path(file)) if file else ""
+        return [
+            np.frombuffer(recorded.encode(), np.uint8) if recorded else split.tokens
+        ]
+    if isinstance(split, Photographs):
+        if not isinstance(split.records, FileRecords):
+            return [split.indices]
+        sizes = [file.stat().st_size for file in split.records.files]
+        return [split.indices, split.records.labels, np.array(sizes)]
+    if isinstance(split, StreamedSplit):
+        # Processes that read would take seconds to start.
+        split = dataclasses.replace(split, num_workers=0)
     if split is None or not hasattr(split, "batches") or not len(split):
         return []
     batch = next(split.batches(min(len(split), NUM_EXAMPLES)))
@@ -67,31 +85,44 @@ def check_source(data: Any) -> None:
         )
 
 
-def check_given(saved: dict[str, Any] | None, given: str, checkpoint: Path) -> None:
-    """Checks that a run resumes with the data that it was given.
+def check_given(saved: dict[str, Any], given: bool, checkpoint: Path) -> None:
+    """Checks that a run that was given its data resumes with given data.
 
     Args:
-        saved: The metadata of the checkpoint; None for a new run.
-        given: The `fingerprint` of the data; "" for those of the configuration.
+        saved: The metadata of the checkpoint.
+        given: Whether data are given now.
         checkpoint: The checkpoint, for the message.
 
     Raises:
-        CheckpointError: If the run was given data, and these are others or none.
+        CheckpointError: If the run was given data, and is not now.
     """
-    saved = saved or {}
-    before = saved.get("given", "")
-    if before and not given:
+    if saved.get("given") and not given:
         name = saved["data"]["name"]
         raise CheckpointError(
             f"{checkpoint} was trained on data given in memory ({name!r}), which "
             "config.data does not load: resume it in Python by "
             "relattn.training.train_and_evaluate(config, workdir, data=...)"
         )
-    if before and given != before:
+
+
+def check_contents(saved: dict[str, Any], contents: str, checkpoint: Path) -> None:
+    """Checks that a run resumes with the data that it was trained on.
+
+    Args:
+        saved: The metadata of the checkpoint.
+        contents: The `fingerprint` of the data.
+        checkpoint: The checkpoint, for the message.
+
+    Raises:
+        CheckpointError: If it was trained on data with another fingerprint.
+    """
+    # Earlier versions saved only the fingerprint of data that were given.
+    before = saved.get("contents") or saved.get("given")
+    if before and contents != before:
         raise CheckpointError(
-            f"{checkpoint} was trained on other data given in memory, of the same "
-            "description but with other values, and nothing was changed: give the data "
-            "it was trained on, or choose another --workdir"
+            f"{checkpoint} was trained on other data, of the same description but with "
+            "other values, and nothing was changed: use the data that it was trained "
+            "on, or choose another --workdir"
         )
 
 

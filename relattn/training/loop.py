@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from relattn.training.devices import make_training_parallel
 from relattn.training.errors import PreemptedError
 from relattn.training.evaluator import Evaluator, final_results
 from relattn.training.given_data import (
+    check_contents,
     check_given,
     check_source,
     fingerprint,
@@ -113,14 +114,12 @@ def train_and_evaluate(
     preemption = Preemption(handles=jax.process_count() == 1)
     with preemption.handled(), _locked(workdir):
         saved = distributed.from_primary(lambda: read_saved(workdir, config))
-        given = "" if data is None else fingerprint(data)
-        if data is not None:
-            _check_data(data, saved, workdir)
+        given = data is not None
         if saved:
             check_given(saved, given, workdir / CHECKPOINTS / str(saved["step"]))
         if data is None:
             data = distributed.primary_first(lambda: data_lib.load_data(config.data))
-            _check_data(data, saved, workdir)
+        contents = _check_data(data, saved, workdir)
         if getattr(data.info, "streamed", False):
             check_main_guard(config.data.get("num_workers", 0))
         with explain_init_errors(config, data_sizes(config, data.info)):
@@ -128,7 +127,8 @@ def train_and_evaluate(
         warn_if_too_large(
             parallel.local_shapes(task.abstract_state), parallel.local_devices
         )
-        loop = TrainLoop(task, data, parallel, preemption, workdir, saved, given)
+        origin = {"contents": contents, "given": contents if given else ""}
+        loop = TrainLoop(task, data, parallel, preemption, workdir, saved, origin)
         loop.announce(available=len(devices or jax.devices()))
         if not loop.finished:
             with preemption.updates(), loop.outputs():
@@ -148,7 +148,8 @@ def _locked(workdir: Path) -> Iterator[None]:
 
 def _check_data(
     data: data_lib.DataSource, saved: dict[str, Any] | None, workdir: Path
-) -> None:
+) -> str:
+    """Checks that the data are those of the checkpoint; returns their fingerprint."""
     if not len(data.eval_splits["validation"]):
         raise ValueError(
             "config.data.num_validation must be at least 1: the best checkpoint is "
@@ -157,9 +158,13 @@ def _check_data(
     for name, split in data.eval_splits.items():
         if not len(split):
             raise ValueError(f"the {name} split of {data.info.name} has no examples")
+    checkpoint = workdir / CHECKPOINTS / str(saved["step"]) if saved else workdir
     if saved:
-        checkpoint = workdir / CHECKPOINTS / str(saved["step"])
         check_same_data(data_lib.read_info(saved["data"]), data.info, checkpoint)
+    contents = fingerprint(data)
+    if saved:
+        check_contents(saved, contents, checkpoint)
+    return contents
 
 
 @dataclasses.dataclass(frozen=True)
@@ -197,7 +202,7 @@ class TrainLoop:
         preemption: Preemption,
         workdir: Path,
         saved: dict[str, Any] | None,
-        given: str = "",
+        origin: Mapping[str, Any],
     ):
         """Creates the state, or restores it from the latest checkpoint."""
         self.task = task
@@ -206,7 +211,7 @@ class TrainLoop:
         self.parallel = parallel
         self.preemption = preemption
         self.workdir = workdir
-        self.given = given
+        self.origin = origin
         self.checkpoints = workdir / CHECKPOINTS
         if saved:
             self.saved_step = saved["step"]
@@ -381,7 +386,7 @@ class TrainLoop:
             "config": to_json(self.config),
             "data": dataclasses.asdict(self.task.info),
             "history": [dataclasses.asdict(history) for history in self.histories],
-            "given": self.given,
+            **self.origin,
         }
         kind = self.task.info.kind
         name = BEST_METRICS[kind]

@@ -139,8 +139,9 @@ def _type_problem(meta: Any) -> str | None:
             return f"{name} is missing"
         if not isinstance(meta[name], kind):
             return f"{name} is {shorten(meta[name])}"
-    if not isinstance(meta.get("given", ""), str):
-        return f"given is {shorten(meta['given'])}"
+    for name in ("contents", "given"):
+        if not isinstance(meta.get(name, ""), str):
+            return f"{name} is {shorten(meta[name])}"
     for path, array in meta["arrays"].items():
         if not isinstance(array, str):
             return f"arrays has {shorten({path: array})}"

@@ -1,18 +1,22 @@
 """Data given in memory: a run remembers them, and takes them by argument."""
 
 import json
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+from ml_collections import ConfigDict
+from PIL import Image
 
 from relattn import cli, models, training
-from relattn.data import ImageData, ImageSplit, TextInfo
+from relattn.data import ImageData, ImageSplit, TextInfo, load_data
+from relattn.data.paths import write_manifest
 from relattn.evaluation import compare, page
 from relattn.evaluation import report as report_lib
 from relattn.evaluation.shift_runs import open_shift_runs
 from relattn.training.config import default_config
-from relattn.training.given_data import check_source, fingerprint
+from relattn.training.given_data import check_contents, check_source, fingerprint
 from tests.training.conftest import TinyText, build_tiny
 from tests.training.conftest import make_config as make_tiny_config
 
@@ -158,7 +162,7 @@ def test_a_run_resumes_with_the_same_data_only(tmp_path):
     other = make_stripes()
     object.__setattr__(other, "train", ImageSplit(images, other.train.labels))
     assert other.info == make_stripes().info
-    with pytest.raises(OSError, match="other data given in memory, of the same desc"):
+    with pytest.raises(OSError, match="other data, of the same description"):
         train(tmp_path, other, num_steps=3)
     with pytest.raises(OSError, match="other data|predicts 2 classes"):
         train(tmp_path, make_stripes(class_names=("a", "b")), num_steps=3)
@@ -179,6 +183,50 @@ def test_the_fingerprint_is_of_every_array():
             assert fingerprint(data) != whole
     assert fingerprint(TinyText()) == fingerprint(TinyText())
     assert fingerprint(TinyText()) != fingerprint(TinyText(vocab_size=11))
+
+
+def write_text(folder, token=1):
+    folder.mkdir()
+    tokens = np.arange(200, dtype="<u2") % 7
+    tokens[3] = token
+    for name in ("train.bin", "val.bin"):
+        tokens.tofile(folder / name)
+    write_manifest(folder, ["train.bin", "val.bin"])
+    meta = {"tokenizer": "bytes", "vocab_size": 256}
+    (folder / "meta.json").write_text(json.dumps(meta))
+    options = {"source": "text", "context_length": 8, "data_dir": str(folder)}
+    return load_data(ConfigDict(options))
+
+
+def test_the_fingerprint_of_files(tmp_path):
+    text = write_text(tmp_path / "a")
+    assert fingerprint(text) == fingerprint(write_text(tmp_path / "b"))
+    assert fingerprint(text) != fingerprint(write_text(tmp_path / "c", token=2))
+    # The manifest stands for the tokens, which loading compares with it.
+    (tmp_path / "a" / "manifest.json").unlink()
+    assert fingerprint(text) != fingerprint(write_text(tmp_path / "d"))
+    rng = np.random.default_rng(0)
+    for name in ("a/1", "b/2"):
+        path = tmp_path / "train" / f"{name}.png"
+        path.parent.mkdir(parents=True)
+        size = (9 + int(name[-1]), 11, 3)
+        Image.fromarray(rng.integers(0, 256, size, np.uint8)).save(path)
+    options = {"name": "photos", "source": "folder", "data_dir": str(tmp_path)}
+    config = ConfigDict({**options, "image_size": 7, "num_workers": 2})
+    before = fingerprint(load_data(config))
+    assert before == fingerprint(load_data(config))
+    path.write_bytes(path.read_bytes() + b"more")
+    assert fingerprint(load_data(config)) != before
+
+
+def test_a_run_does_not_resume_with_other_contents():
+    """As when a text of equal length is prepared in place of the one before."""
+    finished = {"contents": "old", "data": {}}
+    with pytest.raises(OSError, match="x/7 was trained on other data, of the same"):
+        check_contents(finished, "new", Path("x/7"))
+    check_contents(finished, "old", Path("x/7"))
+    # Checkpoints of earlier versions have no fingerprint of files.
+    check_contents({"given": ""}, "new", Path("x/7"))
 
 
 @pytest.mark.slow

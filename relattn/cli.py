@@ -148,7 +148,7 @@ def eval_shift(
     """Measures accuracy on shifted test images, as in figure 1 of Horn et al.
 
     Writes shift.csv, shift.png and summary.md, and prints the summary: accuracy, and
-    consistency, the share of images predicted as when unshifted. In a clone,
+    consistency, the fraction of images predicted as when unshifted. In a clone,
     ``python eval_shift.py`` adds the curves of the figure to its class and axis.
 
     Args:

@@ -1,4 +1,4 @@
-"""Evaluation: shifts, translation error, parameter counts and text samples."""
+"""Evaluation of trained runs: shifted images, reports, predictions and text."""
 
 from relattn.extras import require_train
 

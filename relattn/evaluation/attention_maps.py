@@ -1,4 +1,4 @@
-"""Attention maps: what the head of a trained run reads of an image's patches."""
+"""Attention maps: the weights of an image's patches in the last layer of a run."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ def make_maps_fn(run: Run) -> Callable[[Array], AttentionMaps] | None:
         run: A trained run.
 
     Returns:
-        None if the model has no attention. Otherwise a function that returns the
-        weight of every patch for CLS, or on average for all patches without CLS, in
-        the last layer, as the mean over heads; and the row and column in pixels where
-        the first patch starts, which is not zero with ``anchor="polyphase"``.
+        None if the model has no attention. Otherwise the function. It returns the
+        weights of the patches in the last layer, averaged over the heads: those of the
+        query CLS or, in a model without CLS, the mean over all queries. It also returns
+        the row and column, in pixels, where the first patch starts: (0, 0) unless
+        ``anchor="polyphase"``.
     """
     if not hasattr(run.model, "num_prefix"):
         return None

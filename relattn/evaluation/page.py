@@ -1,7 +1,7 @@
-"""Writes a page on which one moves test images and sees what trained runs say.
+"""Writes a page on which you move test images and see the predictions of runs.
 
 The page is one HTML file that needs no other: `relattn/evaluation/page.html` with the
-probabilities and attention weights of every image at every shift.
+class probabilities and attention maps of every image at every shift.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def write_page(runs: Sequence[ShiftRun], path: str | Path, **options: Any) -> No
         **options: Options of `Page`.
 
     Raises:
-        ValueError: As `Page`.
+        ValueError: If the runs or an option do not fit, see `Page`.
         CheckpointError: If a checkpoint is damaged.
     """
     page = Page(runs, **options)
@@ -58,9 +58,10 @@ def write_page(runs: Sequence[ShiftRun], path: str | Path, **options: Any) -> No
 class Page:
     """A page of some runs on the same images: add each of them, then write it.
 
-    Attention maps for which there is no room are left out; the page says so. It opens
-    on an image that every run gets right unmoved and one loses in moves, if there is
-    one: the one at which the weakest run is furthest behind all others.
+    If the page would be too large, it has no attention maps, and says so. It first
+    shows an image that every run classifies correctly unmoved and some run does not at
+    other shifts, if there is one: that at which the worst run is furthest behind the
+    others.
 
     Args:
         runs: The runs, from `relattn.evaluation.shift_runs.open_shift_runs`.
@@ -228,7 +229,7 @@ def _predict(
 def _model(
     run: Run, steps: Any, labels: np.ndarray, num_shown: int, bar: tqdm
 ) -> tuple[dict[str, Any], Bool[np.ndarray, "n shifts"]]:
-    """Returns what the page needs of one run, and where its answers are right."""
+    """Returns the data of one run, and whether it classifies each image correctly."""
     probabilities, correct, maps, starts = [], [], [], []
     for index, (found, read, start) in enumerate(steps):
         correct.append(found.argmax(axis=-1) == labels[index])
@@ -259,19 +260,20 @@ def _model(
 
 
 def _first_shown(correct: Bool[np.ndarray, "runs n shifts"], unmoved: int) -> int:
-    """Chooses an image that every run gets right unmoved, and one run loses in moves.
+    """Chooses the image that the page shows first.
 
-    It is the one at which the weakest run is furthest behind all others.
+    Every run classifies it correctly unmoved, and over all shifts the worst run is
+    furthest behind the others.
 
     Args:
-        correct: Whether each run is right of each image at each shift.
+        correct: Whether each run classifies each image correctly at each shift.
         unmoved: The index of no shift.
 
     Returns:
-        The index of the image, 0 if no run or not every run gets any right.
+        The index of the image; 0 if there is none.
     """
-    shares = np.sort(correct.mean(axis=-1), axis=0)
-    behind = (shares[1] if len(shares) > 1 else 1) - shares[0]
+    accuracy = np.sort(correct.mean(axis=-1), axis=0)
+    behind = (accuracy[1] if len(accuracy) > 1 else 1) - accuracy[0]
     return int(np.where(correct[..., unmoved].all(axis=0), behind, -1).argmax())
 
 

@@ -1,7 +1,8 @@
 """Measures how well a trained model predicts a text file.
 
-``python -m relattn.evaluation.perplexity --workdir=RUN --input=FILE`` prints perplexity
-and bits, per token and per byte. Bits per byte compare models with other tokenizers.
+``python -m relattn.evaluation.perplexity --workdir=RUN --input=FILE`` prints the
+perplexity per token, the bits per token and the bits per byte. Compare models of
+different tokenizers by bits per byte.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from relattn.training.predict import require_kind
 
 @command.entry_point
 def main(argv: Sequence[str] | None = None) -> None:
-    """Prints the measures of each file.
+    """Prints the perplexity of each file.
 
     Args:
         argv: Command-line arguments, by default the process's.

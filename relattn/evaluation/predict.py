@@ -1,8 +1,7 @@
 """Predicts the classes of image files with a trained model, as CSV.
 
 ``python -m relattn.evaluation.predict --workdir=RUN --input a.jpg photos`` prints a row
-for each image: the file, its most likely class, and that class's number and
-probability.
+for each image: the file, its most likely class, the label and the probability.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ def to_csv(predictions: Predictions, files: Sequence[Path], *, every: bool) -> s
     """Returns a table with a row for each image.
 
     Args:
-        predictions: What the model says of the images.
+        predictions: The class probabilities of the images.
         files: The image files.
         every: Whether to add a column for the probability of every class.
 

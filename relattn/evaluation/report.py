@@ -87,7 +87,7 @@ def report(
         f"<p>The {run.checkpoint} checkpoint, step {run.step:,}. Data: "
         f"{html.escape(run.data.origin)}.</p>",
         "<h2>Results</h2>",
-        _table(("measure", "value"), _results(run).items()),
+        _table(("result", "value"), _results(run).items()),
         "<h2>Curves</h2>",
         _curves(rows),
     ]
@@ -135,7 +135,7 @@ def confusion_matrix(
 
 
 def _results(run: Run) -> dict[str, Any]:
-    """Returns what ``result.json`` says about the run's seed."""
+    """Returns the results of the run's seed in ``result.json``, as text."""
     result = read_result(run.workdir, run.config.seed)
     if not result:
         return {"state": "not finished: there is no result.json"}
@@ -192,7 +192,7 @@ def _image_parts(
     wrong = wrong[np.argsort(-probabilities[wrong].max(axis=-1), kind="stable")]
     errors = wrong[:NUM_ERRORS]
     captions = [
-        f"{names[labels[i]]} taken for\n{names[predicted[i]]} "
+        f"{names[labels[i]]} predicted as\n{names[predicted[i]]} "
         f"({probabilities[i, predicted[i]]:.0%})"
         for i in errors
     ]
@@ -223,7 +223,7 @@ def _predict_test(
     check_fits(run.data, data.info, run.workdir)
     split, batch_size = data.eval_splits["test"], run.config.eval_batch_size
     if not len(split):
-        raise ValueError("there is nothing to report on: the test split is empty")
+        raise ValueError("the test split is empty: a report needs test images")
     wanted = min(num_images or len(split), len(split))
     predict = make_predict_fn(run)
     images, labels, found = [], [], []
@@ -246,15 +246,15 @@ def _confusions(counts: np.ndarray, names: Sequence[str]) -> str:
         order = np.argsort(-wrong, axis=None, kind="stable")[:MAX_CONFUSIONS]
         pairs = np.stack(np.unravel_index(order, wrong.shape), axis=1)
         rows = [(names[i], names[j], wrong[i, j]) for i, j in pairs if wrong[i, j]]
-        return _table(("class", "taken for", "images"), rows)
+        return _table(("class", "predicted as", "images"), rows)
     size = 2.5 + 0.45 * len(names)
     figure = Figure(figsize=(size, size), layout="constrained")
     ax = figure.subplots()
-    shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
-    ax.imshow(shares, cmap="Blues", vmin=0, vmax=1)
+    fractions = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
+    ax.imshow(fractions, cmap="Blues", vmin=0, vmax=1)
     for (i, j), count in np.ndenumerate(counts):
         if count:
-            color = "white" if shares[i, j] > 0.5 else "black"
+            color = "white" if fractions[i, j] > 0.5 else "black"
             ax.text(j, i, f"{count}", ha="center", va="center", color=color, size=8)
     ax.set_xticks(range(len(names)), names, rotation=90)
     ax.set_yticks(range(len(names)), names)
@@ -276,11 +276,11 @@ def _gallery(images: Sequence[np.ndarray], captions: Sequence[str], alt: str) ->
 
 
 def _maps(run: Run, images: np.ndarray, predicted: Sequence[str]) -> str:
-    """Shows images beside the weights of their keys in the last layer."""
+    """Shows images above the weights of their patches in the last layer."""
     make_maps = make_maps_fn(run)
     if make_maps is None:
         return "<p>None: the model has no attention.</p>"
-    reader = "the CLS token" if run.model.num_prefix else "all tokens, on average"
+    queries = "the CLS token" if run.model.num_prefix else "all tokens, on average"
     inputs = run.preprocess({"image": images})
     read, starts = map(np.asarray, make_maps(inputs))
     patch = [
@@ -298,7 +298,7 @@ def _maps(run: Run, images: np.ndarray, predicted: Sequence[str]) -> str:
         axes[0, column].set_title(predicted[column], size=9)
         shown = axes[1, column].imshow(weight, cmap="viridis")
         figure.colorbar(shown, ax=axes[1, column], shrink=0.7)
-    text = f"What {reader} reads in the last layer: mean weights of the heads"
+    text = f"Attention weights of {queries} in the last layer, averaged over the heads"
     return f"<p>{text}.</p>" + _image(figure, text)
 
 

@@ -35,7 +35,7 @@ from relattn.training.predict import require_kind
 AXES = ("x", "y", "xy")
 BOUNDARIES = {
     "zeros": "Zeros move into the image",
-    "circular": "What leaves the image on one side comes back on the other",
+    "circular": "What leaves the image on one side enters on the other",
     "crop": "The image is a crop of a larger one, which moves",
 }
 # Random shifts of each image, drawn from a fixed seed: the same for every run.
@@ -213,7 +213,7 @@ def shift_images(
         shifts: A pair (dx, dy) for all images, or one for each, shape ``[batch, 2]``:
             positive to the right and down. May be traced.
         boundary: ``"zeros"`` fills with zeros; with ``"circular"``, what leaves the
-            image on one side comes back on the other.
+            image on one side enters on the other.
 
     Returns:
         The same shape.
@@ -363,7 +363,7 @@ def make_shift_fn(run: Run, boundary: str, margin: int = 0) -> Callable[..., Arr
 
     @jax.jit
     def shift(images, index, moves):
-        # Within the margin, nothing comes back on the other side.
+        # The margin is cut off: what enters on the other side is not seen.
         rule = "circular" if boundary == "crop" else boundary
         images = shift_images(images[index], moves, rule)
         inner = slice(margin, images.shape[1] - margin)

@@ -17,13 +17,13 @@ class ShiftMetrics:
     """Accuracy and consistency on the shifted images, at each of some shifts or at one.
 
     Means and standard deviations are over runs; for a single run, the standard
-    deviation is the binomial sqrt(p (1 - p) / n) of a share p of n images.
+    deviation is the binomial sqrt(p (1 - p) / n) of a fraction p of n images.
 
     Attributes:
-        accuracy: Share of the images that are classified correctly.
+        accuracy: Fraction of the images that are classified correctly.
         accuracy_std: Its standard deviation.
-        consistency: Share of the images whose predicted class is that of the unshifted
-            image.
+        consistency: Fraction of the images whose predicted class is that of the
+            unshifted image.
         consistency_std: Its standard deviation.
         num_images: Number of images.
     """
@@ -224,14 +224,14 @@ def _average(runs: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> Shift
     return ShiftMetrics(*statistics, num_images=counts[0, ...])
 
 
-def round_down(share: float) -> float:
-    """Rounds a share down to three digits, so that only 1 reads as 1.
+def round_down(fraction: float) -> float:
+    """Rounds a fraction down to three digits, so that only 1 is printed as 1.
 
     Example:
         >>> round_down(0.9996), round_down(1.0), round_down(0.7)
         (0.999, 1.0, 0.7)
     """
-    return math.floor(1000 * share + 1e-6) / 1000
+    return math.floor(1000 * fraction + 1e-6) / 1000
 
 
 def published_curves(

@@ -20,7 +20,7 @@ from relattn.evaluation.shift_curves import (
 )
 
 # The definition of consistency, for labels.
-CONSISTENCY = "consistency: share of images\npredicted as when unshifted"
+CONSISTENCY = "consistency: fraction of images\npredicted as when unshifted"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,10 +111,10 @@ def _maps(panels: Sequence[Panel]) -> Figure:
             values = getattr(curve.metrics, measure).reshape(size, size)
             extent = (-edge, edge, edge, -edge)
             image = ax.imshow(values, vmin=0, vmax=1, extent=extent)
-            shares = [values.min(), values.max(), getattr(curve.random, measure)]
+            numbers = [values.min(), values.max(), getattr(curve.random, measure)]
             if measure == "consistency":
-                shares = [round_down(float(share)) for share in shares]
-            low, high, random = (f"{share:.1%}" for share in shares)
+                numbers = [round_down(float(number)) for number in numbers]
+            low, high, random = (f"{number:.1%}" for number in numbers)
             text = f"{measure} {low} to {high}"
             if curve.random.num_images:
                 text += f"; random shifts: {random}"

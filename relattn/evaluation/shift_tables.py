@@ -103,7 +103,7 @@ def table(curves: Sequence[ShiftCurve], measure: str = "accuracy") -> str:
 
 
 def _shown(shifts: Sequence[Shift]) -> list[Shift]:
-    """Selects no shift, the largest, and three quarters of it; of pairs, the corners.
+    """Selects the shifts of a table: 0, the largest, 3/4 of it; of pairs, the corners.
 
     Example:
         >>> _shown([(0, dy) for dy in range(-8, 9)])
@@ -133,10 +133,10 @@ def summary(
     axis: str,
     boundary: str = "zeros",
 ) -> str:
-    """Summarises the metrics on one class and, a stricter measure, on all classes.
+    """Summarises the metrics on one class and, which is stricter, on all classes.
 
     Args:
-        one_class: Curves of one class, perhaps none: then its section is left out.
+        one_class: Curves of one class; without any, its section is left out.
         every_class: Curves of all classes.
         class_name: The name of the one class.
         max_shift: Largest shift in pixels.
@@ -168,8 +168,8 @@ def summary(
         "## All classes",
         every,
         *_tables(every_class),
-        "Consistency is the share of the images whose predicted class is that of the "
-        f"unshifted image, rounded down. Each image has {NUM_RANDOM_SHIFTS} random "
+        "Consistency is the fraction of the images whose predicted class is that of "
+        f"the unshifted image, rounded down. Each image has {NUM_RANDOM_SHIFTS} random "
         f"shifts, {random}",
         "Mean ± standard deviation (number of images) over the runs that differ in "
         "their seed; for a single run, the binomial sqrt(p (1 - p) / n).",

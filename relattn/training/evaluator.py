@@ -119,7 +119,7 @@ def final_results(
     step: int,
     log: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Evaluates the best checkpoints of a run; each is verified and read once.
+    """Evaluates the best checkpoint of each seed; verifies and reads each once.
 
     Args:
         task: The task that was trained.

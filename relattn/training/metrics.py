@@ -25,7 +25,7 @@ from relattn.messages import shorten
 TOP5_CLASSES = 10
 # The largest exponent whose exponential is a float.
 LARGEST_EXPONENT = 709.0
-# Other values of an evaluation, beside its metrics.
+# Values of an evaluation that are no metrics.
 RESERVED = ("count", "seconds")
 
 
@@ -152,7 +152,7 @@ def metrics_of(info: DataInfo, *, in_training: bool = False) -> tuple[str, ...]:
 
     Args:
         info: The description of the data.
-        in_training: Whether to return those that updates count, beside the loss.
+        in_training: Whether to return those that updates count, without the loss.
 
     Returns:
         Names in `METRICS`.

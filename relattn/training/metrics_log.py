@@ -1,4 +1,4 @@
-"""The rows of metrics of a run: written to its files, and read again."""
+"""Writes and reads the rows of metrics of a run."""
 
 from __future__ import annotations
 

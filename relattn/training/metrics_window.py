@@ -72,7 +72,7 @@ def is_finite(window: Window) -> np.ndarray:
     """Returns which updates have finite `FINITE_METRICS`.
 
     Args:
-        window: As `MetricsWindow.take` returns it.
+        window: The metrics of some updates, each an array ``[updates, seeds]``.
 
     Returns:
         Shape ``[updates, seeds]``.
@@ -96,7 +96,7 @@ def count_skipped(
     """Counts the updates of a window that are not finite.
 
     Args:
-        window: As `MetricsWindow.take` returns it.
+        window: The metrics of some updates, each an array ``[updates, seeds]``.
         histories: The history of each seed; their counts are increased.
         done: Number of updates so far.
         max_skipped: ``config.max_skipped_updates``.
@@ -136,7 +136,7 @@ def summarize(
     """Averages the finite updates of a window to one row for each seed.
 
     Args:
-        window: As `MetricsWindow.take` returns it.
+        window: The metrics of some updates, each an array ``[updates, seeds]``.
         task: The task that is trained.
         histories: The history of each seed, with the updates skipped so far.
         done: Number of updates so far, those skipped included.

@@ -1,4 +1,4 @@
-"""What a trained run answers: classes of images, continuations of a text."""
+"""Predictions of a trained run: classes of images, continuations of texts."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def generate(
     )
     texts = []
     for row, length in zip(np.asarray(out), lengths, strict=True):
-        # What the text is alone, without longer prompts beside it.
+        # The same text as without the other, perhaps longer prompts.
         filled = max(context_length, length + 1)
         row = row[: length + num_tokens if num_tokens else filled]
         ends = np.flatnonzero(row[length:] == stop_token)

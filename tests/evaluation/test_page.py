@@ -1,4 +1,4 @@
-"""The page on which one moves test images."""
+"""The page on which you move test images."""
 
 import base64
 import dataclasses

@@ -65,7 +65,7 @@ def test_the_page_is_complete_and_needs_no_other_file(workdir, capsys):
     assert len(sources) == 5
     assert all(source.startswith("data:") for source in sources)
     assert all(re.findall(r'<img alt="([^"]*)"', page))
-    assert "What the CLS token reads in the last layer" in page
+    assert "Attention weights of the CLS token in the last layer" in page
     assert "<td>&lt;cat&gt;</td>" in page and "<cat>" not in page
     assert "<td>model.attention</td><td>favor" in page
 

@@ -11,6 +11,9 @@ from jaxtyping import Float, Int
 
 from relattn.evaluation.shift import NOT_ALLOWED, Shift, ShiftedPredictions
 
+# What is measured at each shift, in the order of tables and figures.
+MEASURES = ("accuracy", "consistency")
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ShiftMetrics:
@@ -224,14 +227,20 @@ def _average(runs: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray]]) -> Shift
     return ShiftMetrics(*statistics, num_images=counts[0, ...])
 
 
-def round_down(fraction: float) -> float:
-    """Rounds a fraction down to three digits, so that only 1 is printed as 1.
+def to_print(measure: str, value: float) -> float:
+    """Returns a value of one of `MEASURES` as it is printed.
+
+    Consistency is rounded down to three digits, so that only 1 is printed as 1.
 
     Example:
-        >>> round_down(0.9996), round_down(1.0), round_down(0.7)
-        (0.999, 1.0, 0.7)
+        >>> to_print("consistency", 0.9996), to_print("consistency", 1.0)
+        (0.999, 1.0)
+        >>> to_print("accuracy", 0.9996)
+        0.9996
     """
-    return math.floor(1000 * fraction + 1e-6) / 1000
+    if measure == "consistency":
+        return math.floor(1000 * value + 1e-6) / 1000
+    return value
 
 
 def published_curves(

@@ -14,9 +14,10 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from relattn.evaluation.shift_curves import (
+    MEASURES,
     ShiftCurve,
     curve_label,
-    round_down,
+    to_print,
 )
 
 # The definition of consistency, for labels.
@@ -63,7 +64,7 @@ def _curves(panels: Sequence[Panel], axis: str) -> Figure:
             label = curve_label(curve, panel.curves)
             color = colors.setdefault(label, f"C{len(colors)}")
             pixels = [shift["xy".index(axis)] for shift in curve.shifts]
-            for ax, measure in (top, "accuracy"), (bottom, "consistency"):
+            for ax, measure in zip((top, bottom), MEASURES, strict=True):
                 mean = getattr(curve.metrics, measure)
                 std = getattr(curve.metrics, f"{measure}_std")
                 (lines[label],) = ax.plot(pixels, mean, color=color)
@@ -106,15 +107,15 @@ def _maps(panels: Sequence[Panel]) -> Figure:
         largest = curve.shifts[-1][0]
         size, edge = 2 * largest + 1, largest + 0.5
         names = [panel.title, *textwrap.wrap(curve_label(curve, panel.curves), 50)]
-        for ax, measure in zip(pair, ("accuracy", "consistency"), strict=True):
+        for ax, measure in zip(pair, MEASURES, strict=True):
             # The shifts are in the order of an image, row by row.
             values = getattr(curve.metrics, measure).reshape(size, size)
             extent = (-edge, edge, edge, -edge)
             image = ax.imshow(values, vmin=0, vmax=1, extent=extent)
             numbers = [values.min(), values.max(), getattr(curve.random, measure)]
-            if measure == "consistency":
-                numbers = [round_down(float(number)) for number in numbers]
-            low, high, random = (f"{number:.1%}" for number in numbers)
+            low, high, random = (
+                f"{to_print(measure, float(number)):.1%}" for number in numbers
+            )
             text = f"{measure} {low} to {high}"
             if curve.random.num_images:
                 text += f"; random shifts: {random}"

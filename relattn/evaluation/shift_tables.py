@@ -10,11 +10,12 @@ import numpy as np
 
 from relattn.evaluation.shift import BOUNDARIES, NUM_RANDOM_SHIFTS, Shift
 from relattn.evaluation.shift_curves import (
+    MEASURES,
     ShiftCurve,
     ShiftMetrics,
     curve_label,
     published_curves,
-    round_down,
+    to_print,
 )
 from relattn.markdown import markdown_table
 
@@ -90,7 +91,7 @@ def table(curves: Sequence[ShiftCurve], measure: str = "accuracy") -> str:
             if not metrics.num_images:
                 cells.append("–")
                 continue
-            mean = round_down(float(mean)) if measure == "consistency" else mean
+            mean = to_print(measure, float(mean))
             cells.append(f"{mean:.3f} ± {std:.3f} ({metrics.num_images})")
         rows.append(cells)
     known = published_curves(curves) if measure == "accuracy" else ()
@@ -178,4 +179,5 @@ def summary(
 
 
 def _tables(curves: Sequence[ShiftCurve]) -> list[str]:
-    return ["Accuracy:", table(curves), "Consistency:", table(curves, "consistency")]
+    parts = [(f"{name.capitalize()}:", table(curves, name)) for name in MEASURES]
+    return [text for part in parts for text in part]

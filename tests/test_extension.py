@@ -1,4 +1,4 @@
-"""An attention, a position encoding and data of a user: a file each, and no other."""
+"""An attention, a position, data and a metric of a user: a file each, and no other."""
 
 import re
 import sys
@@ -9,8 +9,11 @@ import pytest
 
 from relattn import cli
 from relattn.data import load
+from relattn.evaluation.report import report
 from relattn.nn import registry
 from relattn.training import load_run
+from relattn.training.metrics import METRICS
+from relattn.training.metrics_log import read_rows
 
 FILES = {
     "attention": """
@@ -56,6 +59,15 @@ def load_stripes(config):
 
 relattn.register_data("stripes", load_stripes)
 """,
+    "metric": """
+import jax.numpy as jnp
+from relattn.training import Metric, register_metric
+
+def is_wrong(logits, labels):
+    return (logits.argmax(-1) != labels).astype(jnp.float32)
+
+register_metric("error_rate", Metric(is_wrong, higher_is_better=False, format=".1%"))
+""",
 }
 CONFIG = """
 from ml_collections import ConfigDict
@@ -78,7 +90,7 @@ def get_config():
 
 @pytest.fixture
 def package(tmp_path, monkeypatch):
-    """The current folder has a package of three files and a configuration."""
+    """The current folder has a package of four files and a configuration."""
     for name in ("ATTENTIONS", "POSITIONS"):
         monkeypatch.setattr(registry, name, {**getattr(registry, name)})
     monkeypatch.setattr(load, "LOADERS", {**load.LOADERS})
@@ -89,6 +101,7 @@ def package(tmp_path, monkeypatch):
     for name, text in FILES.items():
         (tmp_path / "mine" / f"{name}.py").write_text(text)
     yield tmp_path
+    METRICS.pop("error_rate", None)
     for name in [name for name in sys.modules if name.partition(".")[0] == "mine"]:
         del sys.modules[name]
 
@@ -112,6 +125,12 @@ def test_each_is_one_file_and_a_run_with_all_loads(package):
     assert params["position"]["rows"].shape == (4, 1, 8)
     images = np.zeros((5, 8, 8, 1), np.float32)
     assert jax.jit(run.model.apply)(run.variables, images).shape == (5, 2)
+    row = read_rows(package / "run" / "metrics.jsonl")[-1]
+    assert row["validation_error_rate"] == pytest.approx(1 - row["validation_accuracy"])
+    page = report(run, data=load.LOADERS["stripes"](run.config.data))
+    assert (
+        f"<td>validation error rate</td><td>{row['validation_error_rate']:.1%}" in page
+    )
 
 
 @pytest.mark.parametrize(

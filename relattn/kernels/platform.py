@@ -65,16 +65,21 @@ class PlatformDefaults:
             float32 1.54 instead of 2.91 and 6.0 instead of 9.0; not causal, forward,
             bfloat16 0.77 instead of 1.44, float32 1.11 instead of 1.48. These kernels
             themselves ran on no device yet.
-        translution_by_rows: Whether Translution and LoR-Translution loop over rows of
-            queries, not over offsets. For a v5e, 7x7 tokens and CLS, batch 256, forward
-            and backward, LoR takes 49 instead of 273 s to compile, 671 instead of
-            10,530 executed instructions and 0.3 instead of 1.5 GB moved; Translution
-            27 instead of 424 s and 758 instead of 10,653 instructions, but 19.3 instead
-            of 2.1 GB. For an H100, a training step of ViT-A/12, batch 256, with LoR has
-            3,411 instead of 41,510 executed instructions and moves 32.2 instead of 49.5
-            GB; with Translution 3,037 instead of 39,520 and 212.6 instead of 256.9 GB.
-            On a CPU, batch 8, 1.4 and 1.9 times the time; on an H200 LoR takes 1.7
-            instead of 11.4 ms.
+        translution: How Translution and LoR-Translution compute: ``"offsets"``, a loop
+            over the offsets; ``"rows"``, over rows of queries; or ``"pairs"``, blocks
+            of queries with a matrix for every pair, or, if causal, of offsets. For a
+            v5e, 7x7 tokens and CLS, batch 256, forward and backward, LoR by rows takes
+            49 instead of 273 s to compile, 671 instead of 10,530 executed instructions
+            and 0.3 instead of 1.5 GB moved; Translution 27 instead of 424 s and 758
+            instead of 10,653 instructions, but 19.3 instead of 2.1 GB. On a CPU, batch
+            8, rows take 1.4 and 1.9 times the time; on an H200 LoR takes 1.7 instead of
+            11.4 ms. For an H100 pairs have 80 instead of 405 executed instructions and
+            move 2.4 instead of 3.2 GB with LoR; 153 instead of 356 and 20.9 instead of
+            31.8 GB with Translution; causal, 160 tokens, batch 8, 85 instead of 593 and
+            0.6 instead of 1.7 GB, and 164 instead of 554 and 3.8 instead of 35.1 GB.
+            Pairs ran on no device yet.
+        pair_bytes: Most bytes of the matrices and projections of a block of pairs. All
+            pairs of LoR-Translution above are one block, of 0.13 GB.
         unroll_layers: Whether equal layers of a model, compiled as a loop, are unrolled
             unless they are expensive to compile. A loop copies what the backward pass
             needs: 15% of a training step of ViT-A/12 on a CPU core. For an H100, batch
@@ -90,7 +95,8 @@ class PlatformDefaults:
     gather_bias: bool = False
     causal_in_vmem: bool = False
     fused_linear: bool = False
-    translution_by_rows: bool = True
+    translution: str = "rows"
+    pair_bytes: int = 2**29
     unroll_layers: bool = False
 
 
@@ -101,10 +107,12 @@ PLATFORM_DEFAULTS = {
         causal_chunk=64,
         pairs_size=8192,
         gather_bias=True,
-        translution_by_rows=False,
+        translution="offsets",
         unroll_layers=True,
     ),
-    "gpu": PlatformDefaults(flash_length=1, linear_chunk=16384, unroll_layers=True),
+    "gpu": PlatformDefaults(
+        flash_length=1, linear_chunk=16384, translution="pairs", unroll_layers=True
+    ),
     "tpu": PlatformDefaults(block_scores=2**22, flash_length=2048, causal_in_vmem=True),
 }
 

@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import Mesh, PartitionSpec
 
 from relattn import kernels
+from relattn.kernels.platform import use_platform
 from tests.helpers.quick import quick_jit
 
 N, DIM, WIDTH = 12, 4, 3
@@ -47,6 +48,18 @@ def translution(q, k, v, w):
     return kernels.translution(x, *tables, index=kernels.Offsets((N,)))
 
 
+def by_pairs(index):
+    """Translution in the form for GPUs, in several blocks."""
+
+    def attend(q, k, v, w):
+        tables = draw(6, 3, 2 * N - 1, 2 * DIM, 1, WIDTH) * w[0, 0]
+        x = jnp.concatenate(jnp.broadcast_arrays(q + k, v), axis=-1)
+        with use_platform("cpu", translution="pairs", pair_bytes=6000):
+            return kernels.translution(x, *tables, index=index)
+
+    return attend
+
+
 CAUSAL = kernels.causal_linear_attention
 # Each one loops, with a carry or derivatives of its own.
 KERNELS = {
@@ -65,10 +78,12 @@ KERNELS = {
     "local": local,
     "banded": banded,
     "translution": translution,
+    "translution by pairs": by_pairs(kernels.Offsets((N,))),
+    "translution by diagonals": by_pairs(kernels.CausalOffsets(N)),
 }
 
 
-@pytest.mark.quick("positive-queries", "fft-all", "translution-values")
+@pytest.mark.quick("positive-queries", "fft-all", "translution by pairs-values")
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="needs simulated devices")
 @pytest.mark.parametrize("split", ["all", "queries", "values"])
 @pytest.mark.parametrize("name", KERNELS)

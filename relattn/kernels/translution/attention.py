@@ -48,8 +48,8 @@ def translution(
 
     Scores, softmax and sums are float32 or wider. A query without keys gives zeros.
     Memory holds the scores of every pair, and the queries, keys and values of the pairs
-    of one offset, on accelerators of a row of queries (with `Pairs`, of one query).
-    Derivatives are reverse-mode only.
+    of one offset, on TPUs of a row of queries, on GPUs of as many pairs as take a fixed
+    number of bytes (with `Pairs`, of one query). Derivatives are reverse-mode only.
 
     Args:
         x: Tokens, shape ``[*batch, n, dim]``.

@@ -2,7 +2,9 @@
 
 No projection larger than that of one offset is materialised. The backward pass runs the
 same loops, computes the projections again, and writes the gradient of each matrix once.
-Accelerators loop over rows of queries instead (`relattn.kernels.translution.rows`).
+TPUs loop over rows of queries instead (`relattn.kernels.translution.rows`), GPUs over
+blocks of pairs (`relattn.kernels.translution.gathered`) or, if causal, of diagonals
+(`relattn.kernels.translution.diagonals`).
 """
 
 from __future__ import annotations

@@ -13,6 +13,8 @@ from relattn.kernels.checks import check_static
 from relattn.kernels.platform import platform_defaults, vary_alike
 from relattn.kernels.precision import current_precision
 from relattn.kernels.translution.core import check_num_tokens
+from relattn.kernels.translution.diagonals import DiagonalBlocks
+from relattn.kernels.translution.gathered import PairBlocks
 from relattn.kernels.translution.gradients import scan_scores, scan_values
 from relattn.kernels.translution.layouts import OffsetScan
 from relattn.kernels.translution.prefix import (
@@ -25,7 +27,7 @@ from relattn.offsets import Grid, check_grid, num_table_rows
 
 
 class _OffsetIndex:
-    """Base of `Offsets` and `CausalOffsets`: loops over the offsets, or over rows."""
+    """Base of `Offsets` and `CausalOffsets`, which computes in the platform's form."""
 
     grid: Grid
     num_prefix: int
@@ -38,8 +40,11 @@ class _OffsetIndex:
         shape = (q if t_q is None else t_q).shape[-2:]
         scan = self._scan(shape, precision)
         q, k = (x.reshape(*x.shape[:2], math.prod(x.shape[2:])) for x in (q, k))
-        if not platform_defaults().translution_by_rows:
+        form = platform_defaults().translution
+        if form == "offsets":
             return scan_scores(scan, *vary_alike(q, k, t_q, t_k))
+        if form == "pairs":
+            return self._blocks(scan).scores(*vary_alike(q, k, t_q, t_k))
         # Pairs of grid tokens by rows of queries, then those with a prefix token.
         prefix = self.num_prefix
         inner = self._row_loop(scan).scores(q[:, prefix:], k[:, prefix:], t_q, t_k)
@@ -50,8 +55,11 @@ class _OffsetIndex:
         """Computes sum_j weights_ij v_j T_ij; see `Index`."""
         shape = t_v.shape[-2:]
         scan, prefix = self._scan(shape, precision), self.num_prefix
-        if not platform_defaults().translution_by_rows:
+        form = platform_defaults().translution
+        if form == "offsets":
             out = cast(Array, scan_values(scan, *vary_alike(weights, v, t_v)))
+        elif form == "pairs":
+            out = self._blocks(scan).values(*vary_alike(weights, v, t_v))
         else:
             inner = weights[:, :, prefix:, prefix:]
             out = self._row_loop(scan).values(inner, v[:, prefix:], t_v)
@@ -67,6 +75,12 @@ class _OffsetIndex:
 
     def _row_loop(self, scan) -> RowLoop:
         return RowLoop(self.grid, self.causal, scan.num_heads, scan.precision)
+
+    def _blocks(self, scan) -> PairBlocks | DiagonalBlocks:
+        sizes = scan.num_heads, scan.precision, platform_defaults().pair_bytes
+        if self.causal:
+            return DiagonalBlocks(math.prod(self.grid), *sizes)
+        return PairBlocks(self.grid, self.num_prefix, *sizes)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Scores and values with a projection for every offset, by rows of queries.
 
-For accelerators, which need few and large instructions: a step takes a row of queries
+For TPUs, which need few and large instructions: a step takes a row of queries
 and all keys. The matrices of the rows y of queries and y' of keys are those of the
 offsets (y - y', dx); a pair of their columns x and x' needs the one of dx = x - x'.
 Shifting the matrices of all dx, or projections by all of them, by x brings those in

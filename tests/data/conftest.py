@@ -8,6 +8,7 @@ import pytest
 import tensorflow_datasets as tfds
 from PIL import Image
 
+from tests.training.programs import shared_images as shared_images  # noqa: PLC0414
 from tools.embed import encode_png
 
 

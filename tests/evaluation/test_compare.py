@@ -43,6 +43,8 @@ def tiny_config(seed=0):
     config.seed = seed
     config.num_steps = 2
     config.model.num_layers = 1
+    config.model.patch_size = 8
+    config.model.attention = "softmax"
     config.model.position = "learned"
     config.model.dim = 16
     config.progress = False
@@ -52,7 +54,7 @@ def tiny_config(seed=0):
 @pytest.fixture(scope="module")
 def workdir(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs") / "tiny"
-    train_and_evaluate(tiny_config(), str(folder))
+    train_and_evaluate(tiny_config(), str(folder), devices=jax.local_devices()[:1])
     return folder
 
 
@@ -229,7 +231,7 @@ def test_a_convolutional_network_and_a_performer_share_a_figure(workdir, tmp_pat
     )
     with (tmp_path / "out" / "shift.csv").open() as file:
         models = [row["model"] for row in csv.DictReader(file)]
-    assert models == 2 * (["favor + learned"] * 4 + ["alexnet"] * 4)
+    assert models == 2 * (["softmax + learned"] * 4 + ["alexnet"] * 4)
     assert "| fashion_mnist | alexnet | 1 |" in text
     assert load_run(baseline, image_size=40).config.data.image_size == 40
     with pytest.raises(ValueError, match="must be at least 29 for AlexNet, .* 28x28"):

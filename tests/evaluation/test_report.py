@@ -35,8 +35,9 @@ def workdir(tmp_path_factory):
     config = importlib.import_module("configs.performer").get_config("mnist,smoke")
     with config.unlocked():
         config.model.update(
-            num_layers=2, dim=8, num_heads=2, mlp_dim=7, patch_size=4, position="none"
+            num_layers=1, dim=8, num_heads=2, mlp_dim=7, patch_size=4, position="none"
         )
+        config.model.attention = "softmax"
         config.data.update(source="noise_for_reports", name="noise", image_size=8)
         config.update(batch_size=10, eval_batch_size=7, num_steps=4, progress=False)
         config.eval_every_steps = 2
@@ -67,7 +68,7 @@ def test_the_page_is_complete_and_needs_no_other_file(workdir, capsys):
     assert all(re.findall(r'<img alt="([^"]*)"', page))
     assert "Attention weights of the CLS token in the last layer" in page
     assert "<td>&lt;cat&gt;</td>" in page and "<cat>" not in page
-    assert "<td>model.attention</td><td>favor" in page
+    assert "<td>model.attention</td><td>softmax" in page
 
 
 @pytest.mark.slow

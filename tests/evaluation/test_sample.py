@@ -54,28 +54,31 @@ def test_prompts_of_different_lengths_and_past_the_context(workdir):
 
 def test_a_text_fills_the_context_beside_a_longer_one(workdir):
     run = training.load_run(workdir)
-    prompts = ["To be, or not to be", "To", "To be, or not"]
-    texts = run.generate(prompts, temperature=0.0)
-    assert texts == [run.generate(prompt, temperature=0.0) for prompt in prompts]
+    # One prompt is longer than the context, one is as long.
+    for other in ("To be, or not to be", "To be, or not"):
+        prompts = [other, "To"]
+        texts = run.generate(prompts, temperature=0.0)
+        assert texts == [run.generate(prompt, temperature=0.0) for prompt in prompts]
 
 
 def test_a_stop_text_ends_the_continuation(workdir):
     run = training.load_run(workdir)
-    text = run.generate("To be", num_tokens=37)
-    stop = next(character for character in text[7:] if character.isascii())
-    cut = run.generate("To be", num_tokens=37, stop=stop)
-    assert cut == "To be" + text[5:].partition(stop)[0]
+    options = {"num_tokens": 37, "top_k": 5}
+    texts = run.generate(["To be"] * 2, **options)
+    stop = next(character for character in texts[0][7:] if character.isascii())
+    cut = run.generate(["To be"] * 2, stop=stop, **options)
+    assert cut == ["To be" + text[5:].partition(stop)[0] for text in texts]
     with pytest.raises(ValueError, match="stop='end' is 3 tokens .*: give a text of"):
         run.generate("To be", stop="end")
 
 
 def test_command_prints_the_text(workdir, capsys):
-    arguments = ["--prompt=To be", "--num_tokens=3", "--temperature=0"]
+    arguments = ["--prompt=To be", "--num_tokens=19", "--temperature=0"]
     sample_lib.main([f"--workdir={workdir}", *arguments])
     printed = capsys.readouterr().out
     assert printed.startswith("To be")
     run = training.load_run(workdir)
-    text = run.generate("To be", num_tokens=3, temperature=0.0)
+    text = run.generate("To be", num_tokens=19, temperature=0.0)
     assert printed.rstrip("\n") == text.rstrip("\n")
 
 

@@ -13,6 +13,7 @@ from relattn import models, training
 from relattn.data.base import ONE_SHARD, shard_rows
 from relattn.kernels import draw_random_features, positive_features
 from relattn.training import default_config
+from tests.training.programs import shared_images as shared_images  # noqa: PLC0414
 from tests.training.programs import shared_programs as shared_programs  # noqa: PLC0414
 
 

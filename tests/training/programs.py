@@ -1,10 +1,11 @@
-"""Compiled functions that the runs of a test session share.
+"""What the runs of a test session share: compiled functions, and images that are read.
 
 Each run makes its steps anew, so that JAX traces and compiles them again, for a second
 or more. Most runs of the tests differ in nothing that their steps depend on: these get
 the compiled functions of the first of them.
 """
 
+import copy
 import functools
 import types
 from pathlib import Path
@@ -15,8 +16,11 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
+from relattn.data import load
 from relattn.training.task import Task
 
+# Where functions are shared.
+SHARED = ("relattn.training.", "relattn.evaluation.", "relattn.models.")
 # Functions of these packages depend only on what they close over, and on the functions
 # that they name.
 PURE = ("relattn.", "optax.", "jax.", "flax.")
@@ -24,10 +28,25 @@ PURE = ("relattn.", "optax.", "jax.", "flax.")
 
 @pytest.fixture(autouse=True, scope="session")
 def shared_programs():
-    """Compiles functions of `relattn.training` that do the same once in a session."""
+    """Compiles functions of `SHARED` that do the same once in a session."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ("jit", "pmap"):
             patch.setattr(jax, name, compile_once(getattr(jax, name)))
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def shared_images():
+    """Reads each embedded set once in a session: thousands of files."""
+    read_embedded = load.READERS["embedded"]
+    read = functools.cache(lambda name: read_embedded(ConfigDict({"name": name})))
+
+    def copied(config):
+        # The split of validation images reorders the arrays.
+        return copy.deepcopy(read(config.name))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(load.READERS, "embedded", copied)
         yield
 
 
@@ -39,7 +58,7 @@ def compile_once(transform):
     def transform_once(*args, **options):
         function = args[0] if args else None
         module = getattr(function, "__module__", None) or ""
-        if not module.startswith("relattn.training.") or not is_pure(function):
+        if not module.startswith(SHARED) or not is_pure(function):
             return transform(*args, **options)
         key = describe((args, options))
         if key not in programs:

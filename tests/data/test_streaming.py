@@ -243,7 +243,7 @@ def test_missing_archives_raise(tmp_path):
     with pytest.raises(FileNotFoundError, match=message):
         check_archives("imagenet2012", [], "")
     (tmp_path / "ILSVRC2012_img_train.tar").touch()
-    message = f"^ILSVRC2012_img_val.tar is not in {tmp_path}; register"
+    message = f"^ILSVRC2012_img_val.tar is not in {tmp_path}: register"
     with pytest.raises(FileNotFoundError, match=message):
         check_archives("imagenet2012", [], str(tmp_path))
     (tmp_path / "ILSVRC2012_img_val.tar").touch()

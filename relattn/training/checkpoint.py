@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import json
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -408,17 +408,18 @@ def array_shapes(tree: Any) -> dict[str, str]:
     }
 
 
-def quarantine(folder: Path, latest: int) -> None:
+def quarantine(folder: Path, latest: int, lost: Collection[int] = ()) -> None:
     """Renames damaged checkpoints to ``<step>.damaged``, so that training can resume.
 
     Args:
         folder: The ``checkpoints`` folder of a run; need not exist.
         latest: The step of `read_latest`. Every later checkpoint is damaged; an earlier
             one is renamed only if its scores are damaged, since orbax reads them.
+        lost: Steps of other damaged checkpoints.
     """
     for step in checkpoint_steps(folder):
         checkpoint = folder / str(step)
-        if step > latest or _has_damaged_scores(checkpoint):
+        if step > latest or step in lost or _has_damaged_scores(checkpoint):
             checkpoint.rename(free_name(checkpoint))
 
 

@@ -130,6 +130,7 @@ def train_and_evaluate(
         origin = {"contents": contents, "given": contents if given else ""}
         loop = TrainLoop(task, data, parallel, preemption, workdir, saved, origin)
         loop.announce(available=len(devices or jax.devices()))
+        loop.quarantine()
         if not loop.finished:
             with preemption.updates(), loop.outputs():
                 loop.train(on_step)
@@ -215,13 +216,14 @@ class TrainLoop:
         self.checkpoints = workdir / CHECKPOINTS
         if saved:
             self.saved_step = saved["step"]
+            self.lost = saved["lost"]
             self.histories = [History(**values) for values in saved["history"]]
             template = parallel.template(task.abstract_state)
             self.state = parallel.place(
                 restore(self.checkpoints, self.saved_step, template)
             )
         else:
-            self.saved_step = 0
+            self.saved_step, self.lost = 0, []
             self.histories = task.new_histories()
             if self.config.init_from:
                 self.state = parallel.place(initial_state(task, self._print))
@@ -403,19 +405,23 @@ class TrainLoop:
             by_hand=signal == "SIGINT",
         )
 
+    def quarantine(self) -> None:
+        """Sets damaged checkpoints aside, which the run does without."""
+        distributed.barrier("checkpoints read")
+        if distributed.is_primary():
+            quarantine(self.checkpoints, self.saved_step, self.lost)
+        distributed.barrier("checkpoints in order")
+
     @contextlib.contextmanager
     def outputs(self) -> Iterator[None]:
         """Opens the checkpoints, the metrics and the progress bar."""
-        distributed.barrier("checkpoints read")
         self.metrics_log = None
         with contextlib.ExitStack() as stack:
             if distributed.is_primary():
                 workdir_lib.write_run_json(
                     self.workdir, self.task, self.parallel.devices, self.saved_step
                 )
-                quarantine(self.checkpoints, self.saved_step)
                 self.metrics_log = MetricsLog(self.workdir, self.saved_step)
-            distributed.barrier("checkpoints in order")
             self.writer = CheckpointWriter(self.checkpoints, len(self.histories))
             # Closed last: its error, a missing checkpoint, matters more than a row's.
             stack.callback(self.writer.close)

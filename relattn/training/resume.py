@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,12 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from relattn.data import DataInfo, read_info
-from relattn.training.checkpoint import CHECKPOINTS, read_latest, read_meta
+from relattn.training.checkpoint import (
+    CHECKPOINTS,
+    checkpoint_steps,
+    read_latest,
+    read_meta,
+)
 from relattn.training.config import (
     LENGTH_KEYS,
     MAY_CHANGE_ON_RESUME,
@@ -18,7 +25,8 @@ from relattn.training.config import (
     differences,
     to_json,
 )
-from relattn.training.errors import CheckpointError, WorkdirError
+from relattn.training.errors import CheckpointError, DamagedError, WorkdirError
+from relattn.training.metrics_log import read_rows
 from relattn.training.run_metadata import History
 
 
@@ -71,13 +79,15 @@ def read_saved(workdir: Path, config: ConfigDict) -> dict[str, Any] | None:
         config: The configuration to train.
 
     Returns:
-        The metadata of `relattn.training.checkpoint.read_latest` and ``step``; None if
-        there is no checkpoint.
+        The metadata of `relattn.training.checkpoint.read_latest`, ``step``, and
+        ``lost``, the steps of damaged best checkpoints, which the history replaces by
+        the best of the others; None if there is no checkpoint.
 
     Raises:
         WorkdirError: If the directory holds a run of another configuration, or a longer
             run. Another length is allowed, unless the schedule is the cosine.
-        CheckpointError: If no checkpoint is intact, or a best one is damaged.
+        CheckpointError: If no checkpoint is intact, or the run is complete and a best
+            checkpoint and its metrics are lost.
 
     Example:
         >>> read_saved(Path("no/such/folder"), ConfigDict()) is None
@@ -108,12 +118,81 @@ def read_saved(workdir: Path, config: ConfigDict) -> dict[str, Any] | None:
             f"--workdir {workdir} holds a run of {step} steps, but the configuration "
             f"has {num_steps}: choose another directory or a longer run"
         )
-    histories = [History(**values) for values in meta["history"]]
     # The run ends with the evaluation of the best checkpoints.
-    for best in {history.best_step for history in histories} - {step}:
-        if best is not None:
-            read_meta(workdir / CHECKPOINTS, best)
-    return {**meta, "step": step}
+    histories = [History(**values) for values in meta["history"]]
+    kind = read_info(meta["data"]).kind
+    lost = replace_lost_best(workdir, step, histories, kind)
+    for history in histories:
+        if history.best_step is None and (history.stopped_early or step == num_steps):
+            raise lost[min(lost)]
+    history = [dataclasses.asdict(history) for history in histories]
+    return {**meta, "step": step, "history": history, "lost": [*lost]}
+
+
+def replace_lost_best(
+    workdir: Path,
+    step: int,
+    histories: Sequence[History],
+    kind: str,
+    *,
+    if_missing: bool = False,
+) -> dict[int, DamagedError]:
+    """Chooses the best of the checkpoints that are left, where the best one is lost.
+
+    It is lost if it is damaged. It is missing if training set it aside, or removed it
+    for a better one that is damaged.
+
+    Args:
+        workdir: The run directory.
+        step: The latest intact checkpoint.
+        histories: The history of each seed, changed in place.
+        kind: Kind of the data, ``"images"`` or ``"tokens"``.
+        if_missing: Whether to replace only checkpoints that are missing.
+
+    Returns:
+        The error about each lost checkpoint, by its step.
+    """
+    folder = workdir / CHECKPOINTS
+    lost: dict[int, DamagedError] = {}
+    for best in {history.best_step for history in histories} - {None, step}:
+        if if_missing and (folder / str(best)).exists():
+            continue
+        if error := _damage(folder, best):
+            lost[best] = error
+    if not lost:
+        return {}
+    left = [
+        other
+        for other in checkpoint_steps(folder)
+        if other == step or (other < step and not _damage(folder, other))
+    ]
+    rows = read_rows(workdir / "metrics.jsonl")
+    for history in histories:
+        if history.best_step not in lost:
+            continue
+        problem = lost[history.best_step].damage
+        history.best, history.best_step = {}, None
+        for row in rows:
+            metrics = {
+                key.removeprefix("validation_"): value
+                for key, value in row.items()
+                if key.startswith("validation_")
+            }
+            if metrics and row["step"] in left and row.get("seed") == history.seed:
+                history.add(row["step"], metrics, kind)
+        instead = "no other has been evaluated"
+        if history.best_step is not None:
+            instead = f"{folder / str(history.best_step)} is the best that is left"
+        warnings.warn(f"{history.prefix}{problem}: {instead}", stacklevel=2)
+    return lost
+
+
+def _damage(folder: Path, step: int) -> DamagedError | None:
+    try:
+        read_meta(folder, step)
+    except DamagedError as error:
+        return error
+    return None
 
 
 def check_same_data(trained: DataInfo, data: DataInfo, where: Path) -> None:

@@ -26,6 +26,7 @@ from relattn.training.config import check_config, complete
 from relattn.training.errors import CheckpointError
 from relattn.training.metrics import BEST_METRICS, format_value, title
 from relattn.training.metrics_log import read_rows
+from relattn.training.resume import replace_lost_best
 from relattn.training.run import Run
 from relattn.training.run_metadata import History, explain_metadata_errors, score
 from relattn.training.seeds import make_task
@@ -203,13 +204,15 @@ def open_run(
     with explain_metadata_errors(folder / str(step)):
         check_config(config)
         trained = make_task(config, read_info(meta["data"]))
+    histories = [History(**values) for values in meta["history"]]
+    replace_lost_best(workdir, step, histories, trained.info.kind, if_missing=True)
     return SavedRun(
         workdir=workdir,
         checkpoint=checkpoint,
         step=step,
         trained=trained,
         task=trained if image_size is None else _with_image_size(trained, image_size),
-        histories=[History(**values) for values in meta["history"]],
+        histories=histories,
         given=bool(meta.get("given")),
     )
 

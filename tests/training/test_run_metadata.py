@@ -12,6 +12,7 @@ from relattn import training
 from relattn.nn import build
 from relattn.training import loop
 from relattn.training.checkpoint import CHECKPOINTS, checkpoint_steps, read_meta
+from relattn.training.evaluator import Evaluator
 from relattn.training.run_metadata import explain_metadata_errors
 from tests.helpers.interrupted import (
     Interrupted,
@@ -100,23 +101,56 @@ def test_data_that_changed_are_refused(config, tmp_path, one_device, monkeypatch
     training.train_and_evaluate(config, tmp_path, data=moved, devices=one_device)
 
 
-def test_a_best_checkpoint_that_is_damaged_is_found_before_any_work(
-    config, tmp_path, one_device
+def test_training_resumes_where_the_latest_checkpoint_is_also_the_best(
+    config, tmp_path, one_device, monkeypatch
 ):
+    """The one that was the best before it has been removed."""
+    evaluate, accuracies = Evaluator.__call__, [0.9, 0.5, 0.95]
+
+    def evaluated(self, *arguments, **options):
+        results = evaluate(self, *arguments, **options)
+        if not options.get("timed"):
+            results[0]["accuracy"] = accuracies.pop(0)
+        return results
+
+    monkeypatch.setattr(Evaluator, "__call__", evaluated)
+    expected = training.train_and_evaluate(config, tmp_path, devices=one_device)
+    folder = tmp_path / CHECKPOINTS
+    assert expected["best_step"] == 15 and checkpoint_steps(folder) == [10, 15]
+    next((folder / "15" / "state").rglob("d/*")).write_bytes(b"")
+    with (
+        pytest.warns(UserWarning, match="15/state.* is damaged .*10 is used instead"),
+        pytest.raises(training.CheckpointError, match="15, with the best .* damaged"),
+        pytest.warns(UserWarning, match="5/manifest.* missing: .*10 is the best that"),
+    ):
+        training.load_run(tmp_path)
+    accuracies.append(0.95)
+    with (
+        pytest.warns(UserWarning, match="15/state.* is damaged .*10 is used instead"),
+        pytest.warns(UserWarning, match="5/manifest.* missing: .*10 is the best that"),
+    ):
+        again = training.train_and_evaluate(config, tmp_path, devices=one_device)
+    assert untimed(again) == untimed(expected)
+    assert (folder / "15.damaged").exists()
+
+
+def test_a_best_checkpoint_that_is_damaged_is_replaced(config, tmp_path, one_device):
     config.checkpoint_every_steps = 4
     with pytest.raises(Interrupted):
         training.train_and_evaluate(
             config, tmp_path, devices=one_device, on_step=interrupt_at(14)
         )
     folder = tmp_path / CHECKPOINTS
-    latest = checkpoint_steps(folder)[-1]
-    best = read_meta(folder, latest)["history"][0]["best_step"]
-    assert best != latest
-    manifest = folder / str(best) / "manifest.json"
-    manifest.unlink()
-    with pytest.raises(training.CheckpointError, match=f"{best}/manifest.json is miss"):
-        training.train_and_evaluate(config, tmp_path, devices=one_device)
-    assert checkpoint_steps(folder)[-1] == latest
+    assert checkpoint_steps(folder) == [10, 12]
+    assert read_meta(folder, 12)["history"][0]["best_step"] == 10
+    (folder / "10" / "manifest.json").unlink()
+    with pytest.raises(training.CheckpointError, match="10/manifest.json is missing"):
+        training.load_run(tmp_path)
+    with pytest.warns(UserWarning, match="10/manifest.* missing: .*: no other has"):
+        result = training.train_and_evaluate(config, tmp_path, devices=one_device)
+    # Nothing that had been evaluated was left, but the last step is evaluated.
+    assert result["best_step"] == 15
+    assert (folder / "10.damaged").exists() and checkpoint_steps(folder) == [12, 15]
 
 
 @pytest.mark.slow

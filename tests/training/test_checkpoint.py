@@ -250,7 +250,7 @@ def test_metadata_that_is_not_an_object_is_refused(folder):
         ({"history": []}, "0 histories of 1 seeds"),
         ({"history": [{"zz": 1}]}, "TypeError: .*'zz'"),
         ({"history": [{"best": {}, "best_step": 7}]}, "KeyError: 'loss'"),
-        ({"data": {**META["data"], "kind": "x"}}, "KeyError: 'x'"),
+        ({"data": {**META["data"], "kind": "x"}}, "unknown kind of data 'x'"),
         ({"data": {**META["data"], "z": "x"}}, "TypeError: .*'z'"),
         ({"data": {"name": "a text"}}, "TypeError: .*missing"),
     ],

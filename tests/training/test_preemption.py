@@ -20,7 +20,7 @@ from relattn import data, training
 from relattn.data import image_io, streaming, tfds
 from relattn.training import checkpoint, loop, run_metadata
 from relattn.training.checkpoint import checkpoint_steps
-from relattn.training.config import read_config
+from relattn.training.config_file import read_config
 from relattn.training.metrics_log import read_rows
 from relattn.training.preemption import Preemption
 from tests.helpers.interrupted import final_state, untimed

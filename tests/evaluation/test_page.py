@@ -29,7 +29,7 @@ def train(folder, dataset="fashion_mnist", **model):
     with config.unlocked():
         config.model.update(num_layers=1, dim=8, num_heads=2, mlp_dim=7)
         config.model.update(attention="softmax", **model)
-        config.update(num_steps=2, num_epochs=0, progress=False)
+        config.update(num_steps=8, num_epochs=0, progress=False)
         config.schedule.warmup_steps = 0
         config.optimizer.learning_rate = 0.05
         config.data.update(name=dataset, image_size=16, num_validation=25)

@@ -5,7 +5,6 @@ Translation error and equality across device counts are tested on whole models.
 
 import dataclasses
 import functools
-import math
 
 import chex
 import jax
@@ -112,17 +111,22 @@ def test_is_unbiased_within_four_standard_errors(mechanism, draw):
     assert np.abs(bias / error).max() < 4
 
 
+def multiply(mechanism, inputs, index, factor):
+    """Multiplies entries of all inputs but parameters."""
+    changed = {name: x.copy() for name, x in inputs.items()}
+    for name in set(inputs) - set(mechanism.shared):
+        changed[name][index] *= factor
+    return changed
+
+
 @every_causal_mechanism
 def test_later_tokens_change_nothing_bit_for_bit(mechanism):
-    inputs = mechanism.draw_inputs(HEADS)
+    inputs = mechanism.draw_inputs(BATCH, HEADS)
     apply = jax.jit(mechanism.apply)
     out = np.asarray(apply(**inputs))
     # The last token shares its chunk with the two before it.
     for first in (N - 1, N // 2):
-        changed = {
-            name: x if name in mechanism.shared else x.at[..., first:, :].multiply(-3.0)
-            for name, x in inputs.items()
-        }
+        changed = multiply(mechanism, inputs, np.s_[..., first:, :], -3)
         result = np.asarray(apply(**changed))
         np.testing.assert_array_equal(result[..., :first, :], out[..., :first, :])
         assert (result[..., first:, :] != out[..., first:, :]).any()
@@ -131,10 +135,7 @@ def test_later_tokens_change_nothing_bit_for_bit(mechanism):
 @every_mechanism
 def test_example_does_not_depend_on_its_batch(mechanism):
     inputs = mechanism.draw_inputs(BATCH, HEADS)
-    others = {
-        name: x if name in mechanism.shared else x.at[1:].multiply(-9.0)
-        for name, x in inputs.items()
-    }
+    others = multiply(mechanism, inputs, np.s_[1:], -9)
     apply = jax.jit(mechanism.apply)
     out, result = np.asarray(apply(**inputs)), np.asarray(apply(**others))
     np.testing.assert_array_equal(result[0], out[0])
@@ -144,28 +145,29 @@ def test_example_does_not_depend_on_its_batch(mechanism):
 @every_mechanism
 def test_masked_keys_and_padding_have_no_effect(mechanism):
     inputs = mechanism.draw_inputs(HEADS)
-    key_mask = jnp.asarray(mechanism.key_mask())
+    key_mask = mechanism.key_mask()
 
-    def with_masked(value):
+    def with_nan(names):
         masked = {
-            name: jnp.where(key_mask[:, None], inputs[name], value)
-            for name in mechanism.key_inputs
+            name: np.where(key_mask[:, None], inputs[name], np.float32(np.nan))
+            for name in names
         }
         return {**inputs, **masked}
 
     @quick_jit
-    def value_and_gradients(inputs, rows):
+    def value_and_gradients(inputs, key_mask, rows):
         apply = functools.partial(mechanism.apply, key_mask=key_mask)
         out, pullback = jax.vjp(lambda inputs: apply(**inputs), inputs)
-        cotangent = jnp.cos(jnp.arange(out.size)).reshape(out.shape)
+        cotangent = np.cos(np.arange(out.size, dtype=np.float32)).reshape(out.shape)
         (gradients,) = pullback(jnp.where(rows[:, None], cotangent, 0.0))
         skipped = mechanism.before_mask
         gradients = {name: x for name, x in gradients.items() if name not in skipped}
         return out, gradients
 
     def expect_no_effect(changed, rows):
-        out, gradients = value_and_gradients(changed, rows)
-        expected, expected_gradients = value_and_gradients(inputs, rows)
+        out, gradients = jax.device_get(value_and_gradients(changed, key_mask, rows))
+        expected, expected_gradients = value_and_gradients(inputs, key_mask, rows)
+        expected = np.asarray(expected)
         np.testing.assert_array_equal(out[:, rows], expected[:, rows])
         assert np.isfinite(out[:, rows]).all()
         assert set(mechanism.key_inputs) <= set(gradients)
@@ -173,25 +175,22 @@ def test_masked_keys_and_padding_have_no_effect(mechanism):
         chex.assert_tree_all_finite(gradients)
 
     if not mechanism.queries_from_keys:
-        expect_no_effect(with_masked(jnp.nan), jnp.ones(N, bool))
+        expect_no_effect(with_nan(mechanism.key_inputs), np.ones(N, bool))
     if mechanism.masks_queries:
         # The token's query too: its output is not compared, and has no cotangent.
-        queries = {
-            name: jnp.where(key_mask[:, None], inputs[name], jnp.nan)
-            for name in {"q", "low_q"} & set(inputs)
-        }
-        expect_no_effect(with_masked(jnp.nan) | queries, key_mask)
+        queries = {"q", "low_q"} & set(inputs)
+        expect_no_effect(with_nan({*mechanism.key_inputs, *queries}), key_mask)
     if mechanism.on_grid:
         return
     padded = {
         name: x
         if name in mechanism.shared
-        else jnp.pad(x, [(0, 0), (0, 6), (0, 0)], constant_values=9.0)
+        else np.pad(x, [(0, 0), (0, 6), (0, 0)], constant_values=9.0)
         for name, x in inputs.items()
     }
-    apply = quick_jit(mechanism.apply)
-    out = apply(**padded, key_mask=jnp.arange(mechanism.num_keys + 6) < M)
-    expected = apply(**inputs, key_mask=jnp.arange(mechanism.num_keys) < M)
+    num_keys = mechanism.num_keys
+    out = quick_jit(mechanism.apply)(**padded, key_mask=np.arange(num_keys + 6) < M)
+    expected, _ = value_and_gradients(inputs, np.arange(num_keys) < M, np.ones(N, bool))
     np.testing.assert_allclose(out[:, :N], expected, rtol=1e-5, atol=1e-6)
 
 
@@ -199,7 +198,7 @@ def test_masked_keys_and_padding_have_no_effect(mechanism):
 @every_mechanism
 def test_mask_per_example_equals_each_example_alone(mechanism):
     inputs = mechanism.draw_inputs(BATCH, HEADS)
-    key_mask = jnp.asarray(masks(mechanism))
+    key_mask = masks(mechanism)
     axes = {name: None if name in mechanism.shared else 0 for name in inputs}
 
     def alone(inputs, key_mask):
@@ -215,27 +214,21 @@ def test_mask_per_example_equals_each_example_alone(mechanism):
 def test_mask_per_example_on_a_line_equals_the_reference(mechanism):
     inputs, key_mask = mechanism.draw_inputs(BATCH), masks(mechanism)
     apply = quick_jit(mechanism.apply)
-    results = [apply(**inputs, key_mask=jnp.asarray(key_mask)), apply(**inputs)]
+    results = [apply(**inputs, key_mask=key_mask), apply(**inputs)]
+    allowed = [
+        [mechanism.allowed(exists) for exists in examples]
+        for examples in (key_mask, np.ones_like(key_mask))
+    ]
+    axes = [None if name in mechanism.shared else 0 for name in inputs]
 
-    def reference(inputs):
-        return [
-            [
-                mechanism.naive(
-                    *(
-                        x if name in mechanism.shared else x[i]
-                        for name, x in inputs.items()
-                    ),
-                    allowed=mechanism.allowed(exists),
-                )
-                for i, exists in enumerate(examples)
-            ]
-            for examples in (key_mask, np.ones_like(key_mask))
-        ]
+    def naive(inputs, allowed):
+        return mechanism.naive(*inputs, allowed=allowed)
 
+    of_examples = jax.vmap(naive, (axes, 0))
     with jax.enable_x64(True):
-        wide = {name: np.float64(x) for name, x in inputs.items()}
-        order = dict.fromkeys(inputs)
-        expected = quick_jit(lambda wide: reference(order | wide))(wide)
+        wide = [np.float64(x) for x in inputs.values()]
+        reference = quick_jit(jax.vmap(of_examples, (None, 0)))
+        expected = np.asarray(reference(wide, np.array(allowed)))
     np.testing.assert_allclose(results, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -256,14 +249,18 @@ def masks(mechanism):
 def test_large_key_gives_finite_values_and_gradients(mechanism, dtype):
     inputs = mechanism.draw_inputs(HEADS, dtype=dtype)
     row = mechanism.shapes[mechanism.scaled_input][0] - 2
-    long_key = np.array(inputs[mechanism.scaled_input])
+    long_key = inputs[mechanism.scaled_input].copy()
     long_key[..., row, :] *= 20
     scaled = {**inputs, mechanism.scaled_input: long_key}
 
     @quick_jit
-    def value_and_gradients(inputs, cotangent=1.0):
+    def compiled(inputs, cotangent):
         out, pullback = jax.vjp(lambda inputs: mechanism.apply(**inputs), inputs)
         return out, pullback(jnp.full_like(out, cotangent))
+
+    def value_and_gradients(inputs, cotangent=1.0):
+        # One dtype, and so one program.
+        return jax.device_get(compiled(inputs, np.float32(cotangent)))
 
     out, gradients = value_and_gradients(scaled)
     assert out.dtype == dtype
@@ -285,8 +282,7 @@ def test_large_key_gives_finite_values_and_gradients(mechanism, dtype):
         factors = dict.fromkeys(set(inputs) - set(mechanism.shared), length)
         factors |= dict.fromkeys({"v", "low_v"} & set(inputs), value)
         large = {
-            name: (np.asarray(x) * factors.get(name, 1)).astype(dtype)
-            for name, x in inputs.items()
+            name: (x * factors.get(name, 1)).astype(dtype) for name, x in inputs.items()
         }
         results = value_and_gradients(large, cotangent)
         chex.assert_tree_all_finite(results)
@@ -305,7 +301,7 @@ def test_half_precision_equals_single_on_the_same_inputs(mechanism):
         return {"out": out, **gradients}
 
     results = value_and_gradients(inputs)
-    single = {name: x.astype(jnp.float32) for name, x in inputs.items()}
+    single = {name: np.float32(x) for name, x in inputs.items()}
     # The largest relative error of one rounding; over many numbers, 0.4 of it.
     unit = float(jnp.finfo(jnp.bfloat16).eps) / 2
     for name, expected in value_and_gradients(single).items():
@@ -324,8 +320,8 @@ def test_rolled_tokens_give_rolled_outputs_and_gradients(mechanism):
 
     def roll(x):
         prefix, tokens = x[:, :NUM_PREFIX], x[:, NUM_PREFIX:]
-        rolled = jnp.roll(tokens.reshape(HEADS, *TORUS, -1), (2, 3), axis=(1, 2))
-        return jnp.concatenate([prefix, rolled.reshape(tokens.shape)], axis=1)
+        rolled = np.roll(tokens.reshape(HEADS, *TORUS, -1), (2, 3), axis=(1, 2))
+        return np.concatenate([prefix, rolled.reshape(tokens.shape)], axis=1)
 
     def roll_tokens(inputs):
         return {
@@ -334,14 +330,13 @@ def test_rolled_tokens_give_rolled_outputs_and_gradients(mechanism):
         }
 
     @quick_jit
-    def value_and_gradients(inputs, cotangent):
+    def value_and_gradients(inputs, rolled):
         out, pullback = jax.vjp(lambda inputs: mechanism.apply(**inputs), inputs)
-        return out, pullback(cotangent)[0]
+        cotangent = np.cos(np.arange(out.size, dtype=np.float32)).reshape(out.shape)
+        return out, pullback(jnp.where(rolled, roll(cotangent), cotangent))[0]
 
-    shape = jax.eval_shape(lambda: mechanism.apply(**inputs)).shape
-    cotangent = jnp.cos(jnp.arange(math.prod(shape), dtype=jnp.float32)).reshape(shape)
-    out, gradients = value_and_gradients(inputs, cotangent)
-    rolled = value_and_gradients(roll_tokens(inputs), roll(cotangent))
+    out, gradients = jax.device_get(value_and_gradients(inputs, False))
+    rolled = jax.device_get(value_and_gradients(roll_tokens(inputs), True))
     assert not np.allclose(rolled[0], out, atol=1e-2)
     expected = (roll(out), roll_tokens(gradients))
     chex.assert_trees_all_close(rolled, expected, rtol=1e-5, atol=1e-5)
@@ -353,7 +348,8 @@ def test_vmap_equals_leading_axes(mechanism):
     axes = {name: None if name in mechanism.shared else 0 for name in inputs}
     over_heads = jax.vmap(lambda x: mechanism.apply(**x), (axes,))
     mapped = quick_jit(jax.vmap(over_heads, (axes,)))(inputs)
-    expected = quick_jit(mechanism.apply)(**inputs)
+    # The program of the test above.
+    expected = jax.jit(mechanism.apply)(**inputs)
     np.testing.assert_allclose(mapped, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -404,7 +400,7 @@ def expect_same(exported, mechanism, masked, batch, n=N, m=M):
     }
     resized = dataclasses.replace(mechanism, shapes=shapes)
     inputs = resized.draw_inputs(batch, HEADS)
-    key_mask = jnp.asarray(resized.key_mask()) if masked else None
+    key_mask = resized.key_mask() if masked else None
     expected = quick_jit(resized.apply)(**inputs, key_mask=key_mask)
     out = exported.call(inputs, key_mask)
     np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
@@ -468,7 +464,7 @@ def test_single_precision_stays_single_where_double_is_enabled(mechanism):
 @every_mechanism
 def test_batch_may_be_empty(mechanism):
     inputs = mechanism.draw_inputs(0, HEADS)
-    key_mask = jnp.asarray(mechanism.key_mask())
+    key_mask = mechanism.key_mask()
     for options in ({}, {"key_mask": key_mask}):
         function = _value_and_gradients(mechanism, **options)
         out, gradients = jax.eval_shape(function, inputs)
@@ -477,13 +473,12 @@ def test_batch_may_be_empty(mechanism):
 
 
 def _value_and_gradients(mechanism, **options):
-    def apply(inputs):
-        return mechanism.apply(**inputs, **options)
+    def value_and_gradients(inputs):
+        apply = functools.partial(mechanism.apply, **options)
+        out, pullback = jax.vjp(lambda inputs: apply(**inputs), inputs)
+        return out, pullback(jnp.ones_like(out))[0]
 
-    return lambda inputs: (
-        apply(inputs),
-        jax.grad(lambda inputs: apply(inputs).sum())(inputs),
-    )
+    return value_and_gradients
 
 
 def named(mechanisms):

@@ -43,13 +43,11 @@ class Results(NamedTuple):
 
     Attributes:
         logits: Logits of the batch.
-        one_by_one: Logits of each example alone, by vmap.
         gradients: Gradients of a loss with respect to the parameters.
         half: Logits of the model in bfloat16.
     """
 
     logits: jax.Array
-    one_by_one: jax.Array
     gradients: dict
     half: jax.Array
 
@@ -69,7 +67,7 @@ class Model(NamedTuple):
     apply: callable
     evaluate: callable
     params: dict
-    inputs: jax.Array
+    inputs: np.ndarray
 
 
 def build(model, attention, position, dtype):
@@ -128,13 +126,13 @@ def model(request):
 def make(names):
     rng = np.random.default_rng(0)
     if names[0] == "gpt":
-        inputs = jnp.asarray(rng.integers(0, VOCAB, (BATCH, LENGTH)), jnp.int32)
+        inputs = rng.integers(0, VOCAB, (BATCH, LENGTH)).astype(np.int32)
     else:
-        inputs = jnp.asarray(rng.random((BATCH, *IMAGE)), jnp.float32)
+        inputs = rng.random((BATCH, *IMAGE)).astype(np.float32)
     full, half = (build(*names, dtype) for dtype in ("float32", "bfloat16"))
     shapes = jax.eval_shape(full.init, jax.random.key(0), inputs)
     variables = jax.tree.map(
-        lambda leaf: jnp.asarray(0.5 * rng.normal(size=leaf.shape), leaf.dtype), shapes
+        lambda leaf: (0.5 * rng.normal(size=leaf.shape)).astype(leaf.dtype), shapes
     )
     params = variables.pop("params")
 
@@ -148,10 +146,13 @@ def make(names):
             return jnp.square(logits - 1.0).sum(), logits
 
         gradients, logits = jax.grad(loss, has_aux=True)(params)
-        one_by_one = jax.vmap(lambda one: apply(full, params, one[None])[0])(inputs)
-        return Results(logits, one_by_one, gradients, apply(half, params, inputs))
+        return Results(logits, gradients, apply(half, params, inputs))
 
-    return Model(names, functools.partial(apply, full), evaluate, params, inputs)
+    def evaluate_on_host(params, inputs):
+        return jax.device_get(evaluate(params, inputs))
+
+    apply_full = functools.partial(apply, full)
+    return Model(names, apply_full, evaluate_on_host, params, inputs)
 
 
 @every_pair
@@ -161,7 +162,7 @@ def test_every_parameter_has_a_gradient(model):
         name = jax.tree_util.keystr(path)
         # The head reads only CLS, which is at the same distance from all tokens.
         if not re.search(r"block_1.*\['table'\]", name):
-            assert jnp.abs(leaf).max() > 1e-6, name
+            assert np.abs(leaf).max() > 1e-6, name
 
 
 @pytest.mark.parametrize("position", ON_PLANES)
@@ -173,35 +174,44 @@ def test_positions_on_planes_raise_for_text(position):
 @every_pair
 def test_an_example_does_not_depend_on_its_batch(model):
     logits = model.evaluate(model.params, model.inputs).logits
-    others = model.inputs.at[1:].set(model.inputs[:-1])
+    others = np.concatenate([model.inputs[:1], model.inputs[:-1]])
     changed = model.evaluate(model.params, others).logits
     np.testing.assert_array_equal(changed[0], logits[0])
     assert (changed[1:] != logits[1:]).any()
 
 
-@every_pair
+@pytest.mark.quick("gpt-softmax-rope1d", "vit-favor-relative_bias", "vit-routing-none")
+@each([*IN_GPT, *IN_VIT])
 def test_vmap_over_examples_equals_the_batch(model):
-    results = model.evaluate(model.params, model.inputs)
-    np.testing.assert_allclose(results.one_by_one, results.logits, rtol=1e-4, atol=1e-5)
+    @quick_jit
+    def one_by_one(params, inputs):
+        return jax.vmap(lambda one: model.apply(params, one[None])[0])(inputs)
+
+    logits = model.evaluate(model.params, model.inputs).logits
+    found = one_by_one(model.params, model.inputs)
+    np.testing.assert_allclose(found, logits, rtol=1e-4, atol=1e-5)
 
 
 @every_pair
 def test_outputs_are_finite_for_large_tokens(model):
     def scale(path, leaf):
         name = jax.tree_util.keystr(path)
-        return 20.0 * leaf if re.search(r"attention_norm.*scale", name) else leaf
+        return (
+            np.float32(20) * leaf if re.search(r"attention_norm.*scale", name) else leaf
+        )
 
     loud = jax.tree_util.tree_map_with_path(scale, model.params)
     for leaf in jax.tree.leaves(model.evaluate(loud, model.inputs)):
-        assert jnp.isfinite(leaf).all()
+        assert np.isfinite(leaf).all()
     half = model.evaluate(model.params, model.inputs).half
-    assert half.dtype == jnp.float32 and jnp.isfinite(half).all()
+    assert half.dtype == np.float32 and np.isfinite(half).all()
 
 
 @every_causal_pair
 def test_earlier_outputs_do_not_depend_on_later_tokens(model):
     logits = model.evaluate(model.params, model.inputs).logits
-    changed = model.evaluate(model.params, model.inputs.at[:, 4:].set(0)).logits
+    seen = np.where(np.arange(LENGTH) < 4, model.inputs, 0)
+    changed = model.evaluate(model.params, seen).logits
     np.testing.assert_array_equal(changed[:, :4], logits[:, :4])
     assert (changed[:, 4:] != logits[:, 4:]).any()
 

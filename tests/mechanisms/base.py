@@ -86,12 +86,13 @@ class Mechanism:
     def __str__(self):
         return self.name
 
-    def draw_inputs(self, *leading, dtype=jnp.float32):
+    def draw_inputs(self, *leading, dtype=np.float32):
+        """Draws NumPy arrays: making one of JAX compiles a program for its shape."""
         inputs = {}
         for seed, (name, shape) in enumerate(self.shapes.items()):
             shape = shape if name in self.shared else (*leading, *shape)
             values = 0.5 * np.random.default_rng(seed).standard_normal(shape)
-            inputs[name] = jnp.asarray(values.astype(dtype))
+            inputs[name] = np.asarray(values, dtype)
         return inputs
 
     def kernel_and_inputs(self, key_mask=None):

@@ -1,8 +1,13 @@
-"""Less work: `jax.jit` with few optimisations, and marks of slow tests."""
+"""Less work: few programs, compiled with few optimisations, and marks of slow tests.
+
+JAX compiles a program for every operation on arrays of a new shape that is not in a
+compiled function, and for `jnp.asarray` too; each takes as long as a small test.
+"""
 
 import functools
 
 import jax
+import numpy as np
 import pytest
 
 OPTIONS = {
@@ -27,6 +32,17 @@ def quick_jit(function, **static):
     """
     function = functools.partial(function, **static) if static else function
     return jax.jit(function, compiler_options=_options())
+
+
+def run(function, *args):
+    """Computes ``function(*args)`` in one program; returns arrays of NumPy."""
+    return jax.device_get(quick_jit(function)(*args))
+
+
+def normal(seed, *shape, scale=1.0):
+    """Draws normal numbers of NumPy, in float32."""
+    values = np.random.default_rng(seed).standard_normal(shape)
+    return (scale * values).astype(np.float32)
 
 
 @functools.cache

@@ -13,29 +13,25 @@ from relattn.kernels import feature_maps
 from relattn.kernels.banded import banded_attention
 from relattn.offsets import Torus
 from tests import reference
+from tests.helpers.quick import normal, run
 
 HEAD_DIM, VALUE_DIM, FEATURES = 5, 3, 13
-
-
-def _random(seed, *shape, scale=1.0):
-    generator = np.random.default_rng(seed)
-    return (scale * generator.standard_normal(shape)).astype(np.float32)
 
 
 def _inputs(grid, num_prefix, clip, *batch, q_scale=1.0, table_scale=1.0):
     n = num_prefix + math.prod(grid)
     return (
-        jnp.asarray(_random(0, *batch, n, HEAD_DIM, scale=q_scale)),
-        jnp.asarray(_random(1, *batch, n, VALUE_DIM)),
-        jnp.asarray(_random(2, clip + 1, HEAD_DIM, scale=table_scale)),
+        normal(0, *batch, n, HEAD_DIM, scale=q_scale),
+        normal(1, *batch, n, VALUE_DIM),
+        normal(2, clip + 1, HEAD_DIM, scale=table_scale),
     )
 
 
-PROJECTION = _random(3, FEATURES, HEAD_DIM)
+PROJECTION = normal(3, FEATURES, HEAD_DIM)
 
 
 def _positive(x):
-    return feature_maps.positive_features(x, jnp.asarray(PROJECTION))
+    return feature_maps.positive_features(x, PROJECTION)
 
 
 def _log_positive(x):
@@ -51,20 +47,19 @@ def _mask(n, *batch):
 def _reference(inputs, **options):
     """Computes the reference's output and gradients of a weighted sum in float64."""
     with jax.enable_x64(True):
-        inputs = [jnp.asarray(x, jnp.float64) for x in inputs]
-        weights = jnp.asarray(_random(5, *inputs[1].shape), jnp.float64)
+        inputs = [np.float64(x) for x in inputs]
+        weights = np.float64(normal(5, *inputs[1].shape))
 
         def loss(q, v, table):
             out = reference.banded_attention(q, v, table, _log_positive, **options)
             return (weights * out).sum(), out
 
-        gradient = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))
-        gradients, out = gradient(*inputs)
-        return np.asarray(out), [np.asarray(x) for x in gradients]
+        gradients, out = run(jax.grad(loss, (0, 1, 2), has_aux=True), *inputs)
+        return out, gradients
 
 
 def _kernel(inputs, feature_map=_positive, **options):
-    weights = _random(5, *inputs[1].shape)
+    weights = normal(5, *inputs[1].shape)
 
     @jax.jit
     @functools.partial(jax.grad, argnums=(0, 1, 2), has_aux=True)
@@ -72,7 +67,7 @@ def _kernel(inputs, feature_map=_positive, **options):
         out = banded_attention(q, v, table, feature_map, **options)
         return (weights * out).sum(), out
 
-    grads, out = gradients(*inputs)
+    grads, out = jax.device_get(gradients(*inputs))
     return out, grads
 
 
@@ -106,7 +101,6 @@ def test_values_and_gradients_match_reference(grid, num_prefix, clip, masked):
     mask = _mask(len(inputs[0])) if masked else None
     options = {"grid": grid, "num_prefix": num_prefix}
     expected = _reference(inputs, key_mask=mask, **options)
-    mask = None if mask is None else jnp.asarray(mask)
     _assert_close(_kernel(inputs, key_mask=mask, **options), expected, 1e-5)
 
 
@@ -128,21 +122,20 @@ def test_prefix_queries_at_the_corner_match_reference(grid, num_prefix, clip, ma
     mask = _mask(len(inputs[0])) if masked else None
     options = {"grid": grid, "num_prefix": num_prefix, "cls": "corner"}
     expected = _reference(inputs, key_mask=mask, **options)
-    mask = None if mask is None else jnp.asarray(mask)
     _assert_close(_kernel(inputs, key_mask=mask, **options), expected, 1e-5)
 
 
 def test_the_corner_is_below_the_bottom_left_token():
     # Only the weight of distance 2 is large: that of the tokens (1, 0) and (2, 1).
     q, v, _ = _inputs((3, 5), 1, 3)
-    table = jnp.array([0.0, 0.0, 40.0, 0.0])[:, None] * jnp.ones(HEAD_DIM)
+    table = np.float32([0, 0, 40, 0])[:, None] * np.ones(HEAD_DIM, np.float32)
 
     @functools.partial(jax.jit, static_argnames="cls")
     def attend(cls):
         where = {"grid": (3, 5), "num_prefix": 1, "cls": cls}
         return banded_attention(q, v, table, lambda x: jnp.exp(x / 4), **where)
 
-    corner, far = attend("corner"), attend("far")
+    corner, far = np.asarray(attend("corner")), np.asarray(attend("far"))
     image = v[1:].reshape(3, 5, VALUE_DIM)
     np.testing.assert_allclose(corner[0], (image[1, 0] + image[2, 1]) / 2, atol=2e-3)
     np.testing.assert_allclose(far[0], v.mean(axis=0), atol=1e-6)
@@ -162,10 +155,9 @@ def test_large_queries_and_tables_match_reference(clip, masked, cls, scales):
     mask = _mask(16) if masked else None
     options = {"grid": (3, 5), "num_prefix": 1, "cls": cls}
     expected = _reference(inputs, key_mask=mask, **options)
-    mask = None if mask is None else jnp.asarray(mask)
     actual = _kernel(inputs, key_mask=mask, **options)
     np.testing.assert_allclose(actual[0], expected[0], atol=2e-3)
-    assert all(bool(jnp.isfinite(x).all()) for x in actual[1])
+    assert all(np.isfinite(x).all() for x in actual[1])
 
 
 @pytest.mark.parametrize("clip", [3, 4])
@@ -173,27 +165,11 @@ def test_shift_ignores_rows_without_keys(clip):
     # The last row has much larger exponents than the others, but the middle of the
     # grid has no keys more than three steps away.
     q, v, table = _inputs((3, 5), 0, clip, table_scale=20.0)
-    inputs = q, v, table.at[-1].set(0.0)
+    table[-1] = 0
+    inputs = q, v, table
     expected = _reference(inputs, grid=(3, 5), num_prefix=0)
     actual = _kernel(inputs, grid=(3, 5))
     np.testing.assert_allclose(actual[0], expected[0], atol=2e-3)
-
-
-@pytest.mark.quick("False-bfloat16")
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("masked", [False, True])
-def test_half_precision_is_finite_and_keeps_dtype(dtype, masked):
-    inputs = _inputs((3, 5), 1, 3, q_scale=20.0)
-    mask = jnp.asarray(_mask(16)) if masked else None
-    halves = [x.astype(dtype) for x in inputs]
-    out, gradients = _kernel(halves, grid=(3, 5), num_prefix=1, key_mask=mask)
-    assert out.dtype == dtype
-    assert all(bool(jnp.isfinite(x).all()) for x in [out, *gradients])
-    rounded = [x.astype(jnp.float32) for x in halves]
-    expected, _ = _kernel(rounded, grid=(3, 5), num_prefix=1, key_mask=mask)
-    np.testing.assert_allclose(
-        out.astype(jnp.float32), expected, atol=4 * float(jnp.finfo(dtype).eps)
-    )
 
 
 def _dense(inputs, feature_map, grid, num_prefix, mask):
@@ -214,10 +190,8 @@ def _dense(inputs, feature_map, grid, num_prefix, mask):
 @pytest.mark.parametrize(
     "feature_map",
     [
-        lambda x: feature_maps.relu_features(x, jnp.asarray(PROJECTION)),
-        lambda x: feature_maps.trigonometric_features(
-            x, jnp.asarray(_random(3, 331, HEAD_DIM))
-        ),
+        lambda x: feature_maps.relu_features(x, PROJECTION),
+        lambda x: feature_maps.trigonometric_features(x, normal(3, 331, HEAD_DIM)),
         lambda x: jax.nn.elu(x) + 1.0,
         lambda x: feature_maps.Features(1.0 + jnp.square(x), x, jnp.zeros(x.shape[-1])),
     ],
@@ -232,9 +206,9 @@ def test_other_feature_maps_match_dense_attention(feature_map, masked):
         grid=(3, 5),
         num_prefix=2,
         cls="corner",
-        key_mask=jnp.asarray(mask) if masked else None,
+        key_mask=mask if masked else None,
     )
-    weights = _random(5, 17, VALUE_DIM)
+    weights = normal(5, 17, VALUE_DIM)
 
     @jax.jit
     @functools.partial(jax.grad, argnums=(0, 1, 2), has_aux=True)
@@ -252,9 +226,9 @@ def test_cancelling_weights_give_finite_values_and_gradients():
         return feature_maps.trigonometric_features(x, jnp.ones((1, HEAD_DIM)))
 
     q, v, table = _inputs((1, 3), 0, 1)
-    q = jnp.full_like(q, np.pi / 2 / HEAD_DIM**0.75)
+    q = np.full_like(q, np.pi / 2 / HEAD_DIM**0.75)
     out, gradients = _kernel((q, v, 0 * table), feature_map, grid=(1, 3))
-    assert all(bool(jnp.isfinite(x).all()) for x in [out, *gradients])
+    assert all(np.isfinite(x).all() for x in [out, *gradients])
 
 
 def test_prefix_queries_average_values_and_prefix_keys_are_at_clip():
@@ -263,12 +237,13 @@ def test_prefix_queries_average_values_and_prefix_keys_are_at_clip():
 
     @jax.jit
     def attend(v):
+        v = v.astype(jnp.float32)
         return banded_attention(q, v, table, _positive, grid=grid, num_prefix=1)
 
-    out = attend(v)
+    out = np.asarray(attend(v))
     np.testing.assert_allclose(out[0], v.mean(axis=0), atol=1e-6)
-    scores = np.asarray(_positive(q).dense() @ _positive(table).dense().T)
-    change = attend(v.at[0].add(1.0)) - out
+    scores = run(lambda: _positive(q).dense() @ _positive(table).dense().T)
+    change = np.asarray(attend(v + (np.arange(16) == 0)[:, None])) - out
     for i, distances in enumerate(offsets.distances(grid, clip), start=1):
         total = scores[i, clip] + scores[i, distances].sum()
         np.testing.assert_allclose(change[i], scores[i, clip] / total, atol=1e-6)
@@ -276,7 +251,7 @@ def test_prefix_queries_average_values_and_prefix_keys_are_at_clip():
 
 def test_mask_broadcasts_over_heads():
     q, v, table = _inputs((3, 5), 1, 4, 2, 3)
-    mask = jnp.asarray(_mask(16, 2, 1))
+    mask = _mask(16, 2, 1)
 
     @jax.jit
     def attend(q, v, mask):
@@ -284,21 +259,9 @@ def test_mask_broadcasts_over_heads():
             q, v, table, _positive, grid=(3, 5), num_prefix=1, key_mask=mask
         )
 
-    shared = jnp.broadcast_to(mask, (2, 3, 16))
+    shared = np.broadcast_to(mask, (2, 3, 16))
     expected = jax.vmap(jax.vmap(attend))(q, v, shared)
     np.testing.assert_allclose(attend(q, v, mask), expected, atol=1e-6)
-
-
-def test_masked_values_are_ignored_even_if_nan():
-    q, v, table = _inputs((3, 5), 1, 2)
-    mask = jnp.asarray(_mask(16))
-    broken = jnp.where(mask[:, None], v, jnp.nan)
-    options = {"grid": (3, 5), "num_prefix": 1, "key_mask": mask}
-    expected = _kernel((q, v, table), **options)
-    out, gradients = _kernel((q, broken, table), **options)
-    np.testing.assert_array_equal(out, expected[0])
-    for gradient, other in zip(gradients, expected[1], strict=True):
-        np.testing.assert_array_equal(gradient, other)
 
 
 @pytest.mark.quick("0-far")
@@ -310,25 +273,26 @@ def test_without_keys_output_is_zero_and_gradients_finite(num_prefix, cls):
         grid=(3, 5),
         num_prefix=num_prefix,
         cls=cls,
-        key_mask=jnp.zeros(15 + num_prefix, bool),
+        key_mask=np.zeros(15 + num_prefix, bool),
     )
     assert (out == 0).all()
-    assert all(bool(jnp.isfinite(x).all()) for x in gradients)
+    assert all(np.isfinite(x).all() for x in gradients)
 
 
 def test_interior_outputs_are_translation_equivariant():
     q, v, table = _inputs((11, 13), 0, 2)
     image = np.zeros((11, 13, VALUE_DIM), np.float32)
-    image[4:7, 5:8] = _random(6, 3, 3, VALUE_DIM)
-    one_query = jnp.broadcast_to(q[:1], q.shape)
+    image[4:7, 5:8] = normal(6, 3, 3, VALUE_DIM)
+    one_query = np.broadcast_to(q[:1], q.shape)
 
     @jax.jit
     def attend(image):
         v = image.reshape(-1, VALUE_DIM)
         return banded_attention(one_query, v, table, _positive, grid=(11, 13))
 
-    out = attend(image).reshape(11, 13, VALUE_DIM)
-    moved = attend(np.roll(image, (1, -2), (0, 1))).reshape(11, 13, VALUE_DIM)
+    out = np.asarray(attend(image)).reshape(image.shape)
+    moved = attend(np.roll(image, (1, -2), (0, 1)))
+    moved = np.asarray(moved).reshape(image.shape)
     np.testing.assert_allclose(moved[4:9, 3:8], out[3:8, 5:10], atol=1e-6)
 
 
@@ -351,11 +315,11 @@ def test_flops_are_linear_in_length_and_clip():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"table": jnp.ones((1, HEAD_DIM))}, "expected at least 2 rows, got 1"),
+        ({"table": np.ones((1, HEAD_DIM))}, "expected at least 2 rows, got 1"),
         ({"grid": (5, 3), "num_prefix": 0}, "holds 15 tokens, got 16"),
-        ({"v": jnp.ones((15, VALUE_DIM))}, "must have the same n, got shapes"),
+        ({"v": np.ones((15, VALUE_DIM))}, "must have the same n, got shapes"),
         (
-            {"table": jnp.ones((3, 7))},
+            {"table": np.ones((3, 7))},
             r"same head_dim, got shapes \(16, 5\) and \(3, 7\)",
         ),
         ({"cls": "middle"}, "cls must be one of far, corner, got 'middle'"),

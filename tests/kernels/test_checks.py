@@ -113,7 +113,7 @@ def draw(name, *leading, dtype=np.float32):
     shapes, _ = KERNELS[name]
     random = np.random.default_rng(0)
     return {
-        key: jnp.asarray(random.integers(-3, 4, (*leading, *shape)), dtype)
+        key: random.integers(-3, 4, (*leading, *shape)).astype(dtype)
         for key, shape in shapes.items()
     }
 

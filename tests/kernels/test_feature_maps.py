@@ -11,49 +11,59 @@ from relattn import kernels, offsets
 from relattn.kernels import feature_maps
 from tests import reference
 from tests.helpers import compare
-from tests.helpers.quick import quick_jit
+from tests.helpers.quick import normal, quick_jit, run
 
 NUM_FEATURES, HEAD_DIM = 7, 5
 KEY = jax.random.key(3)
 
 
+@functools.cache
+def draw_projection():
+    return run(lambda: kernels.draw_orthogonal(KEY, NUM_FEATURES, HEAD_DIM))
+
+
 @pytest.mark.quick("positive")
 @pytest.mark.parametrize("name", ["positive", "trigonometric", "relu"])
 def test_dense_features_match_reference(name):
-    x = 2 * jax.random.normal(KEY, (2, 3, HEAD_DIM))
-    projection = kernels.draw_orthogonal(KEY, NUM_FEATURES, HEAD_DIM)
-    features = getattr(feature_maps, f"{name}_features")(x, projection).dense()
+    x, projection = normal(0, 2, 3, HEAD_DIM, scale=2), draw_projection()
+    feature_map = getattr(feature_maps, f"{name}_features")
+    features = run(lambda *x: feature_map(*x).dense(), x, projection)
     with jax.enable_x64(True):
-        wide = [jnp.asarray(np.asarray(a), jnp.float64) for a in (x, projection)]
-        rows = wide[0].reshape(-1, HEAD_DIM)
-        naive = getattr(reference, f"{name}_features")
-        expected = jnp.stack([naive(row, wide[1]) for row in rows])
-    error = np.abs(np.reshape(features, expected.shape) - np.asarray(expected))
+        rows = np.float64(x).reshape(-1, HEAD_DIM)
+        naive = jax.vmap(getattr(reference, f"{name}_features"), (0, None))
+        expected = run(naive, rows, np.float64(projection))
+    error = np.abs(np.reshape(features, expected.shape) - expected)
     assert (error.max(axis=-1) < 3e-6 * np.abs(expected).max(axis=-1)).all()
 
 
 def test_relu_features_add_bias():
-    x = jax.random.normal(KEY, (3, HEAD_DIM))
-    projection = kernels.draw_gaussian(KEY, NUM_FEATURES, HEAD_DIM)
-    bias = jnp.arange(NUM_FEATURES) - 3.0
-    features = feature_maps.relu_features(x, projection, bias, eps=0.25).dense()
-    for row, vector in zip(features, x, strict=True):
-        expected = reference.relu_features(vector, projection, bias, eps=0.25)
-        np.testing.assert_allclose(row, expected, rtol=1e-5)
+    x, projection = normal(0, 3, HEAD_DIM), normal(1, NUM_FEATURES, HEAD_DIM)
+    bias = np.float32(np.arange(NUM_FEATURES) - 3)
+
+    def features(x):
+        return feature_maps.relu_features(x, projection, bias, eps=0.25).dense()
+
+    def naive(x):
+        return reference.relu_features(x, projection, bias, eps=0.25)
+
+    np.testing.assert_allclose(run(features, x), run(jax.vmap(naive), x), rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_features_of_half_precision_inputs_are_float32(dtype):
-    x = jax.random.normal(KEY, (3, HEAD_DIM)).astype(dtype)
-    projection = kernels.draw_orthogonal(KEY, NUM_FEATURES, HEAD_DIM)
+    x, projection = normal(0, 3, HEAD_DIM).astype(dtype), draw_projection()
     for feature_map in (
         feature_maps.positive_features,
         feature_maps.trigonometric_features,
     ):
-        features = feature_map(x, projection)
-        wide = feature_map(x.astype(jnp.float32), projection)
-        assert features.exponents.dtype == jnp.float32
-        np.testing.assert_array_equal(features.dense(), wide.dense())
+
+        def features(x, feature_map=feature_map):
+            features = feature_map(x, projection)
+            return features.exponents, features.dense()
+
+        exponents, dense = run(features, x)
+        assert exponents.dtype == np.float32
+        np.testing.assert_array_equal(dense, run(features, np.float32(x))[1])
 
 
 @pytest.mark.slow
@@ -71,18 +81,19 @@ def test_bound_keeps_exponents_below_eighty_at_any_head_dim():
 
 
 def test_bound_includes_eps():
-    projection = kernels.draw_orthogonal(KEY, NUM_FEATURES, HEAD_DIM)
-    features = feature_maps.positive_features(
-        jnp.ones((1, HEAD_DIM)), projection, eps=1e37
-    )
-    shifted = features.exponents - features.bound + 0.5 * np.log(NUM_FEATURES)
+    def exponents(x, projection):
+        features = feature_maps.positive_features(x, projection, eps=1e37)
+        return features.exponents - features.bound
+
+    shifted = run(exponents, np.ones((1, HEAD_DIM), np.float32), draw_projection())
+    shifted = shifted + 0.5 * np.log(NUM_FEATURES)
     np.testing.assert_allclose(shifted, 80.0, rtol=1e-5)
 
 
 @pytest.mark.parametrize("eps", [-1e-4, float("nan")])
 def test_negative_eps_raises(eps):
     with pytest.raises(ValueError, match="eps must be at least 0, got"):
-        feature_maps.positive_features(jnp.ones((2, 2)), jnp.eye(2), eps=eps)
+        feature_maps.positive_features(np.ones((2, 2)), np.eye(2), eps=eps)
 
 
 def strategy_1(batch, seed):
@@ -146,9 +157,9 @@ def test_effect_of_eps_is_as_documented():
 
 
 def test_different_head_dims_raise():
-    projection = kernels.draw_gaussian(KEY, NUM_FEATURES, HEAD_DIM)
+    projection = np.ones((NUM_FEATURES, HEAD_DIM))
     with pytest.raises(ValueError, match="head_dim 5, got 3; draw it with head_dim=3"):
-        feature_maps.positive_features(jnp.ones((2, 3)), projection)
+        feature_maps.positive_features(np.ones((2, 3)), projection)
 
 
 def test_default_num_features():
@@ -156,16 +167,14 @@ def test_default_num_features():
 
 
 def test_unit_norm_gives_unit_vectors_to_feature_maps():
-    x = jax.random.normal(jax.random.key(0), (7, 5)) * jnp.arange(1, 8)[:, None]
-    tilde = kernels.unit_norm(x) / 5**0.25
-    np.testing.assert_allclose(jnp.linalg.norm(tilde, axis=-1), 1.0, rtol=1e-6)
-    np.testing.assert_allclose(
-        kernels.unit_norm(17 * x), kernels.unit_norm(x), rtol=1e-5
-    )
+    x = normal(0, 7, 5) * np.float32(np.arange(1, 8))[:, None]
+    out = run(kernels.unit_norm, x)
+    np.testing.assert_allclose(np.linalg.norm(out, axis=-1), 5**0.25, rtol=1e-6)
+    np.testing.assert_allclose(run(kernels.unit_norm, 17 * x), out, rtol=1e-5)
 
 
 def test_unit_norm_matches_reference():
-    x = jax.random.normal(jax.random.key(0), (2, 7, 5))
+    x = normal(0, 2, 7, 5)
 
     def naive(x):
         return 5**0.25 * x / jnp.sqrt((x**2).sum(-1, keepdims=True))
@@ -176,15 +185,19 @@ def test_unit_norm_matches_reference():
 @pytest.mark.quick("float32")
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_unit_norm_of_short_vectors_stays_short_without_gradient(dtype):
-    x = jnp.array([[0.0, 0.0, 0.0], [1e-5, 0.0, -2e-5], [3.0, 0.0, -4.0]], dtype)
-    out, pullback = jax.vjp(kernels.unit_norm, x)
+    x = np.array([[0.0, 0.0, 0.0], [1e-5, 0.0, -2e-5], [3.0, 0.0, -4.0]], dtype)
+
+    def value_and_gradient(x):
+        out, pullback = jax.vjp(kernels.unit_norm, x)
+        return out, *pullback(jnp.ones_like(out))
+
+    out, gradient = run(value_and_gradient, x)
     assert out.dtype == dtype
-    norms = jnp.linalg.norm(out.astype(jnp.float32), axis=-1) / 3**0.25
+    norms = np.linalg.norm(np.float32(out), axis=-1) / 3**0.25
     np.testing.assert_allclose(norms, [0, 5**0.5 * 1e-2, 1], rtol=1e-2)
-    (gradient,) = pullback(jnp.ones_like(out))
     np.testing.assert_array_equal(gradient[:2], 0.0)
     expected = 3**0.25 / 5 * np.array([1.12, 1.0, 0.84])
-    np.testing.assert_allclose(gradient[2].astype(jnp.float32), expected, rtol=1e-2)
+    np.testing.assert_allclose(np.float32(gradient[2]), expected, rtol=1e-2)
 
 
 GRID, N, VALUE_DIM = (2, 3), 6, 3
@@ -212,15 +225,14 @@ KERNELS = {
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_pair_of_maps_equals_one_map_of_tokens_mapped_beforehand(name):
     kernel = KERNELS[name]
-    keys = jax.random.split(KEY, 4)
-    q, k = jax.random.normal(keys[0], (2, N, HEAD_DIM))
-    v = jax.random.normal(keys[1], (N, VALUE_DIM))
-    to_q, to_k = jax.random.normal(keys[2], (2, HEAD_DIM, HEAD_DIM)) / 2
-    bias = jax.random.normal(keys[3], (15 if name == "toeplitz" else 11,))
+    q, k = normal(0, 2, N, HEAD_DIM)
+    v = normal(1, N, VALUE_DIM)
+    to_q, to_k = normal(2, 2, HEAD_DIM, HEAD_DIM, scale=0.5)
+    bias = normal(3, 15 if name == "toeplitz" else 11)
     options = {"bias": bias} if "toeplitz" in name else {}
     feature_map = functools.partial(
         feature_maps.positive_features,
-        projection=kernels.draw_orthogonal(KEY, NUM_FEATURES, HEAD_DIM),
+        projection=draw_projection(),
     )
     pair = (lambda x: feature_map(x @ to_q), lambda x: feature_map(x @ to_k))
 
@@ -245,8 +257,8 @@ def test_a_pair_of_maps_equals_one_map_of_tokens_mapped_beforehand(name):
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_maps_of_different_numbers_of_features_raise(name):
-    x = jnp.ones((N, HEAD_DIM))
-    bias = jnp.zeros(15 if name == "toeplitz" else 11)
+    x = np.ones((N, HEAD_DIM), np.float32)
+    bias = np.zeros(15 if name == "toeplitz" else 11, np.float32)
     options = {"bias": bias} if "toeplitz" in name else {}
     pair = (lambda x: x[..., :3], lambda x: x[..., :2])
     with pytest.raises(ValueError, match="queries and keys must return features of"):

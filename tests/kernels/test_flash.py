@@ -15,6 +15,7 @@ from relattn.kernels import causal_softmax_attention, flash, softmax_attention
 from relattn.kernels.platform import use_platform
 from tests import reference
 from tests.helpers import compare
+from tests.helpers.quick import normal
 
 HEADS, N, M, HEAD_DIM = 2, 19, 13, 5
 BLOCK = 128
@@ -22,10 +23,9 @@ LONG = 2111
 
 
 def draw_inputs(n=N, m=M, dtype=jnp.float32):
-    keys = jax.random.split(jax.random.key(0), 3)
     return [
-        jax.random.normal(key, (HEADS, length, HEAD_DIM), dtype)
-        for key, length in zip(keys, (n, m, m), strict=True)
+        normal(seed, HEADS, length, HEAD_DIM).astype(dtype)
+        for seed, length in enumerate((n, m, m))
     ]
 
 

@@ -11,22 +11,18 @@ import pytest
 from relattn import kernels
 from tests import reference
 from tests.helpers import compare
+from tests.helpers.quick import normal, run
 
 HEAD_DIM, VALUE_DIM = 5, 3
 
 
-def _random(seed, *shape):
-    generator = np.random.default_rng(seed)
-    return jnp.asarray(0.5 * generator.standard_normal(shape), jnp.float32)
-
-
 def _inputs(length, width):
     return [
-        _random(0, 2, length, HEAD_DIM),
-        _random(1, 2, length, HEAD_DIM),
-        _random(2, 2, length, VALUE_DIM),
-        _random(3, 2),
-        _random(4, 2, width),
+        normal(0, 2, length, HEAD_DIM, scale=0.5),
+        normal(1, 2, length, HEAD_DIM, scale=0.5),
+        normal(2, 2, length, VALUE_DIM, scale=0.5),
+        normal(3, 2, scale=0.5),
+        normal(4, 2, width, scale=0.5),
     ]
 
 
@@ -67,8 +63,9 @@ def test_decoding_matches_causal_attention():
             q_i, *seen, gate, coefficients, index=index
         )
 
-    outs = jnp.stack([step(i) for i in range(7)], axis=1)
-    expected = kernels.causal_gated_positional_attention(q, k, v, gate, coefficients)
+    outs = np.stack([step(i) for i in range(7)], axis=1)
+    attend = kernels.causal_gated_positional_attention
+    expected = run(attend, q, k, v, gate, coefficients)
     np.testing.assert_allclose(outs, expected, atol=1e-6)
 
 

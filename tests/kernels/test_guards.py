@@ -12,20 +12,23 @@ from relattn.kernels.guards import scale_backward, shifted_exp, softmax
 from tests import reference
 from tests.helpers import compare
 from tests.helpers.export import export
-from tests.helpers.quick import quick_jit
+from tests.helpers.quick import normal, quick_jit, run
 
 
 def test_shifted_exp_is_at_most_one_and_has_its_own_gradient():
-    exponents = jnp.array([1e5, 0.0, -1.0, -200.0, -jnp.inf])
-    out, pullback = jax.vjp(lambda x: shifted_exp(x, jnp.zeros(())), exponents)
+    def value_and_gradient(exponents, cotangent):
+        out, pullback = jax.vjp(lambda x: shifted_exp(x, jnp.zeros(())), exponents)
+        return out, *pullback(cotangent)
+
+    exponents = np.float32([1e5, 0.0, -1.0, -200.0, -np.inf])
+    cotangent = np.float32([1.0, 1.0, 1.0, np.inf, np.nan])
+    out, gradient = run(value_and_gradient, exponents, cotangent)
     np.testing.assert_allclose(out, [1, 1, np.exp(-1), 0, 0], rtol=1e-6)
-    (gradient,) = pullback(jnp.array([1.0, 1.0, 1.0, jnp.inf, jnp.nan]))
     np.testing.assert_allclose(gradient, [1, 1, np.exp(-1), 0, 0], rtol=1e-6)
 
 
 def test_softmax_equals_that_of_jax_in_all_derivatives():
-    scores = jax.random.normal(jax.random.key(0), (3, 7))
-    weights = jnp.cos(jnp.arange(7.0))
+    scores, weights = normal(0, 3, 7), np.cos(np.arange(7, dtype=np.float32))
 
     def results(function):
         def weighted(scores):
@@ -62,7 +65,7 @@ def long_key(kernel, **options):
     def attend(q, k, v):
         return kernel(q, k, v, feature_map, **options)
 
-    q, k, v = jnp.array([[0.0]]), jnp.array([[12.82]]), jnp.array([[1000.0]])
+    q, k, v = map(np.float32, ([[0.0]], [[12.82]], [[1000.0]]))
 
     @quick_jit
     def value_and_gradients(*inputs):
@@ -77,7 +80,7 @@ def long_key(kernel, **options):
 def test_a_key_that_barely_has_weight_has_the_right_gradient(causal_toeplitz):
     if causal_toeplitz:
         kernel = kernels.causal_toeplitz_linear_attention
-        results = long_key(kernel, bias=jnp.zeros(1))
+        results = long_key(kernel, bias=np.zeros(1, np.float32))
     else:
         results = long_key(kernels.causal_linear_attention)
     # The only key has weight one: out = v.
@@ -138,11 +141,10 @@ def test_long_tokens_have_the_gradients_of_float64_or_zeros(norm, factor):
 
 def long_tokens(norm, seed=0, batch=20, n=4, head_dim=32):
     """Draws queries and keys of one norm, values and a projection."""
-    keys = jax.random.split(jax.random.key(seed), 4)
-    q, k, v = (jax.random.normal(key, (batch, n, head_dim)) for key in keys[:3])
-    q, k = (norm * x / jnp.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
+    q, k, v = normal(seed, 3, batch, n, head_dim)
+    q, k = (norm * x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
     num_features = kernels.default_num_features(head_dim)
-    return q, k, v, kernels.draw_gaussian(keys[3], num_features, head_dim)
+    return q, k, v, normal(seed + 1, num_features, head_dim)
 
 
 def test_gradients_of_small_values_are_finite():
@@ -159,7 +161,7 @@ def test_gradients_of_small_values_are_finite():
         return pullback(jnp.ones_like(out))
 
     for factor in (1e-6, 1e-10, 1e-30):
-        for gradient in gradients(q, k, factor * v):
+        for gradient in gradients(q, k, np.float32(factor) * v):
             assert np.isfinite(gradient).all()
 
 
@@ -213,8 +215,8 @@ def test_scaling_the_backward_pass_changes_no_gradient(dtype):
 
 
 def test_a_nan_cotangent_reaches_its_own_row_only():
-    q, k, v = (jnp.ones((3, 2)) * i for i in (0.1, 0.2, 0.3))
-    feature_map = compare.feature_map("relu", jnp.eye(2))
+    q, k, v = (np.full((3, 2), i, np.float32) for i in (0.1, 0.2, 0.3))
+    feature_map = compare.feature_map("relu", np.eye(2, dtype=np.float32))
 
     def attend(q):
         return kernels.causal_linear_attention(q, k, v, feature_map)
@@ -249,7 +251,7 @@ def test_gradients_with_a_symbolic_length_equal_naive_ones():
     b, n = jax.export.symbolic_shape("b, n")
     tokens = jax.ShapeDtypeStruct((b, n, 3), jnp.float32)
     exported = export(gradients, tokens, tokens)
-    x, v = jax.random.normal(jax.random.key(0), (2, 2, 7, 3))
+    x, v = normal(0, 2, 2, 7, 3)
     results = zip(exported.call(x, v), quick_jit(naive)(x, v), strict=True)
     for ours, theirs in results:
         np.testing.assert_allclose(ours, theirs, atol=1e-5)

@@ -12,7 +12,7 @@ from relattn import kernels, offsets
 from relattn.offsets import Torus
 from tests import reference
 from tests.helpers import compare
-from tests.helpers.quick import quick_jit
+from tests.helpers.quick import normal, quick_jit
 
 HEAD_DIM, VALUE_DIM = 5, 3
 # Grid, number of prefix tokens, and whether the tables have rows for them.
@@ -20,19 +20,14 @@ GRIDS = [((3, 4), 0, False), ((2, 5), 2, True), ((5,), 1, False), ((1, 1), 1, Tr
 GRIDS += [((2, 1), 4, True), (Torus((5, 2)), 1, True), (Torus((3,)), 0, False)]
 
 
-def _random(seed, *shape):
-    generator = np.random.default_rng(seed)
-    return jnp.asarray(0.7 * generator.standard_normal(shape), jnp.float32)
-
-
 def _inputs(length, rows):
     return [
-        _random(0, 1, length, HEAD_DIM),
-        _random(1, 1, length, HEAD_DIM),
-        _random(2, 1, length, VALUE_DIM),
-        _random(3, 1, rows, HEAD_DIM),
-        _random(4, 1, rows, VALUE_DIM),
-        _random(5, 1, rows),
+        normal(0, 1, length, HEAD_DIM, scale=0.7),
+        normal(1, 1, length, HEAD_DIM, scale=0.7),
+        normal(2, 1, length, VALUE_DIM, scale=0.7),
+        normal(3, 1, rows, HEAD_DIM, scale=0.7),
+        normal(4, 1, rows, VALUE_DIM, scale=0.7),
+        normal(5, 1, rows, scale=0.7),
     ]
 
 
@@ -90,7 +85,6 @@ def test_masked_pairs_match_the_reference(causal):
 def test_single_table_matches_reference(name):
     q, k, v, *tables = _inputs(7, 13)
     table = dict(zip(["key_table", "value_table", "bias"], tables, strict=True))[name]
-    q, k, v, table = map(np.asarray, (q, k, v, table))
     plain = np.asarray(quick_jit(kernels.causal_softmax_attention)(q, k, v))
     attend = quick_jit(kernels.causal_relative_attention)
     np.testing.assert_allclose(attend(q, k, v, **{name: 0 * table}), plain, atol=1e-6)
@@ -112,7 +106,7 @@ def test_sequence_may_be_shorter_than_tables():
     tables = dict(zip(names, tables, strict=True))
     attend = quick_jit(kernels.causal_relative_attention)
     whole = np.asarray(attend(q, k, v, **tables))
-    part = attend(*(np.asarray(x)[:, :4] for x in (q, k, v)), **tables)
+    part = attend(*(x[:, :4] for x in (q, k, v)), **tables)
     np.testing.assert_allclose(part, whole[:, :4], atol=1e-6)
 
 
@@ -128,8 +122,8 @@ def test_decoding_matches_causal_attention():
         seen = (jnp.where(future, 1e3, x) for x in (k, v))
         return kernels.causal_relative_attention_step(q_i, *seen, index=index, **tables)
 
-    outs = jnp.stack([step(i) for i in range(7)], axis=1)
-    expected = kernels.causal_relative_attention(q, k, v, **tables)
+    outs = np.stack([step(i) for i in range(7)], axis=1)
+    expected = quick_jit(kernels.causal_relative_attention)(q, k, v, **tables)
     np.testing.assert_allclose(outs, expected, atol=1e-6)
 
 
@@ -166,11 +160,11 @@ def test_memory_has_no_vector_per_pair():
             "'key_table' needs 15 rows, one for each offset, or 18 with .*got 7",
         ),
         (
-            lambda x: kernels.causal_relative_attention(x, x, x, bias=jnp.ones(11)),
+            lambda x: kernels.causal_relative_attention(x, x, x, bias=np.ones(11)),
             "'bias' needs an odd number of rows, at least 13 for a sequence of 7",
         ),
         (
-            lambda x: kernels.causal_relative_attention(x, x, x, bias=jnp.ones(14)),
+            lambda x: kernels.causal_relative_attention(x, x, x, bias=np.ones(14)),
             "'bias' needs an odd number of rows",
         ),
         (
@@ -183,4 +177,4 @@ def test_memory_has_no_vector_per_pair():
 )
 def test_tables_that_do_not_fit_raise(call, message):
     with pytest.raises(ValueError, match=message):
-        call(jnp.ones((7, HEAD_DIM)))
+        call(np.ones((7, HEAD_DIM)))

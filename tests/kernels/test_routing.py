@@ -10,7 +10,7 @@ import pytest
 from relattn import kernels
 from tests import reference
 from tests.helpers import compare
-from tests.helpers.quick import quick_jit
+from tests.helpers.quick import normal, quick_jit, run
 
 N, HEAD_DIM, CLUSTERS, WINDOW = 11, 5, 3, 4
 
@@ -22,13 +22,12 @@ def normalise(x):
 
 
 def inputs():
-    x = np.random.default_rng(0).normal(size=(3, N, HEAD_DIM))
-    return jnp.asarray(x, jnp.float32)
+    return normal(0, 3, N, HEAD_DIM)
 
 
 def centroids():
-    mu = np.random.default_rng(1).normal(size=(CLUSTERS, HEAD_DIM))
-    return jnp.asarray(mu / np.linalg.norm(mu, axis=-1, keepdims=True), jnp.float32)
+    mu = normal(1, CLUSTERS, HEAD_DIM)
+    return mu / np.linalg.norm(mu, axis=-1, keepdims=True)
 
 
 attend = jax.jit(kernels.routing_attention, static_argnames="window")
@@ -80,7 +79,8 @@ def test_cluster_assignment_has_no_gradient():
         return jnp.sin(out).sum() + sums.sum() + counts.sum()
 
     keys = inputs()[1:]
-    q_gradient, mu_gradient = jax.jit(jax.grad(loss, (0, 1)))(inputs()[0], centroids())
+    gradients = run(jax.grad(loss, (0, 1)), inputs()[0], centroids())
+    q_gradient, mu_gradient = gradients
     assert (mu_gradient == 0).all() and (q_gradient != 0).any()
 
 
@@ -116,9 +116,10 @@ def test_centroids_move_to_mean_of_their_tokens():
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 def test_masked_tokens_reach_no_sum_or_output(value):
     x, mu, mask = inputs(), centroids(), np.arange(N) % 3 != 0
-    changed = jnp.where(mask[:, None], x, value)
-    found = kernels.cluster_sums(changed, mu, key_mask=mask)
-    for ours, theirs in zip(found, kernels.cluster_sums(x[:, mask], mu), strict=True):
+    changed = np.where(mask[:, None], x, np.float32(value))
+    found = run(functools.partial(kernels.cluster_sums, key_mask=mask), changed, mu)
+    expected = run(kernels.cluster_sums, x[:, mask], mu)
+    for ours, theirs in zip(found, expected, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-6)
 
     def loss(q, k, v):
@@ -133,17 +134,13 @@ def test_masked_tokens_reach_no_sum_or_output(value):
         assert np.isfinite(ours).all()
 
 
-def random(*shape):
-    return np.random.default_rng(0).normal(size=shape).astype(np.float32)
-
-
 @pytest.mark.parametrize(
     ("window", "num_prefix", "n"),
     # Blocks that do not divide the sequence; a window longer than the sequence.
     [(4, 2, 11), (23, 0, 5)],
 )
 def test_local_attention_matches_reference(window, num_prefix, n):
-    inputs = list(random(3, 2, n, 3))
+    inputs = list(normal(0, 3, 2, n, 3))
     i, j = np.ogrid[:n, :n]
     near = abs(i - j) <= window // 2
     compare.expect_equal(
@@ -159,20 +156,20 @@ def test_local_attention_matches_reference(window, num_prefix, n):
 
 
 def test_local_window_of_one_token_returns_its_value():
-    x, v = random(2, 5, 3)
+    x, v = normal(0, 2, 5, 3)
     attend = jax.jit(functools.partial(kernels.local_attention, window=1))
     np.testing.assert_array_equal(attend(x, x, v), v)
 
 
 def test_empty_local_window_raises():
-    x = jnp.ones((5, 2))
+    x = np.ones((5, 2))
     with pytest.raises(ValueError, match="local attention needs window >= 1, got 0"):
         kernels.local_attention(x, x, x, window=0)
 
 
 @pytest.mark.slow
 def test_local_attention_checks_num_prefix():
-    x = jnp.ones((1, 3))
+    x = np.ones((1, 3), np.float32)
     with pytest.raises(
         ValueError, match="between 0 and the number of tokens, 1, got 2"
     ):

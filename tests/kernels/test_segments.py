@@ -10,7 +10,7 @@ import pytest
 from relattn import kernels
 from relattn.models.gpt import GPT
 from relattn.nn.registry import build
-from tests.helpers.quick import quick_jit
+from tests.helpers.quick import normal, quick_jit, run
 
 # Runs of equal ids: 0 and 5 come back.
 IDS = np.array([0, 0, 5, 0, 0, 0, 5, 5, 2, 0])
@@ -22,7 +22,7 @@ def test_mask_separates_runs():
     expected = np.zeros((N, N), bool)
     for start, stop in RUNS:
         expected[start:stop, start:stop] = True
-    mask = kernels.segment_mask(jnp.stack([jnp.asarray(IDS), jnp.zeros(N, int)]))
+    mask = run(kernels.segment_mask, np.stack([IDS, np.zeros(N, int)]))
     np.testing.assert_array_equal(mask, [expected, np.ones((N, N), bool)])
 
 
@@ -35,7 +35,7 @@ def test_layers_attend_within_runs(attention, causal):
         attention, "none", dim=DIM, num_heads=2, num_layers=1, causal=causal
     )
     module = make(layer=0)
-    x = jax.random.normal(jax.random.key(1), (1, N, DIM))
+    x = normal(1, 1, N, DIM)
 
     @quick_jit
     def outs(x):
@@ -50,15 +50,13 @@ def test_layers_attend_within_runs(attention, causal):
 @pytest.mark.quick("4")
 @pytest.mark.parametrize("chunk_size", [4, 64])
 def test_causal_linear_attention_attends_within_runs(chunk_size):
-    q, k, v = jax.random.normal(jax.random.key(0), (3, N, DIM))
-    w = kernels.draw_orthogonal(jax.random.key(1), 11, DIM)
+    q, k, v, w = normal(0, 4, N, DIM)
     attend = quick_jit(
         kernels.causal_linear_attention,
         feature_map=functools.partial(kernels.positive_features, projection=w),
         chunk_size=chunk_size,
     )
-    q, k, v = map(np.asarray, (q, k, v))
-    packed = attend(q, k, v, segment_ids=np.asarray(IDS))
+    packed = attend(q, k, v, segment_ids=IDS)
     alone = [attend(*(x[slice(*run)] for x in (q, k, v))) for run in RUNS]
     np.testing.assert_allclose(packed, np.concatenate(alone), atol=2e-6)
 

@@ -16,7 +16,7 @@ N, DIM, WIDTH = 12, 4, 3
 
 
 def draw(seed, *shape):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
 def linear(kernel, features="positive", **options):
@@ -67,7 +67,7 @@ KERNELS = {
     "positive": linear(CAUSAL, chunk_size=4),
     "trigonometric": linear(CAUSAL, "trigonometric", chunk_size=4),
     "relu": linear(CAUSAL, "relu", chunk_size=4),
-    "segments": linear(CAUSAL, chunk_size=4, segment_ids=jnp.arange(N) // 5),
+    "segments": linear(CAUSAL, chunk_size=4, segment_ids=np.arange(N) // 5),
     "fft": linear(
         kernels.toeplitz_linear_attention,
         bias=draw(2, 2 * N - 1),

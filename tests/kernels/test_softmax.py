@@ -11,18 +11,14 @@ from relattn import kernels
 from relattn.kernels import softmax
 from tests import reference
 from tests.helpers import compare
-from tests.helpers.quick import quick_jit
+from tests.helpers.quick import normal, quick_jit, run
 
 HEADS, N, M, HEAD_DIM, VALUE_DIM = 2, 5, 7, 3, 4
 
 
-def draw_inputs(seed=0, m=M):
-    keys = jax.random.split(jax.random.key(seed), 4)
-    q = jax.random.normal(keys[0], (HEADS, N, HEAD_DIM))
-    k = jax.random.normal(keys[1], (HEADS, m, HEAD_DIM))
-    v = jax.random.normal(keys[2], (HEADS, m, VALUE_DIM))
-    bias = jax.random.normal(keys[3], (HEADS, N, m))
-    return q, k, v, bias
+def draw_inputs(m=M):
+    q, k = normal(0, HEADS, N, HEAD_DIM), normal(1, HEADS, m, HEAD_DIM)
+    return q, k, normal(2, HEADS, m, VALUE_DIM), normal(3, HEADS, N, m)
 
 
 @pytest.mark.quick("dense")
@@ -59,7 +55,6 @@ def test_causal_matches_reference():
 @pytest.mark.usefixtures("form")
 def test_logsumexp_matches_reference_and_combines_sets_of_keys():
     q, k, v, bias = draw_inputs()
-    q, k, v, bias = map(np.asarray, (q, k, v, bias))
     key_mask = np.arange(M) != 2
     kernel = quick_jit(softmax.softmax_attention, return_logsumexp=True)
 
@@ -88,38 +83,35 @@ def test_logsumexp_matches_reference_and_combines_sets_of_keys():
 @pytest.mark.usefixtures("form")
 def test_query_without_keys_gives_zeros_and_finite_gradients():
     q, k, v, _ = draw_inputs()
-    mask = jnp.ones((N, M), bool).at[2].set(False)
-
-    def loss(q, k, v):
-        return softmax.softmax_attention(q, k, v, mask=mask).sum()
-
-    out = softmax.softmax_attention(q, k, v, mask=mask)
+    mask = np.arange(N)[:, None] != np.full(M, 2)
+    attend = functools.partial(softmax.softmax_attention, mask=mask)
+    results = compare.value_and_gradients(attend, (q, k, v), quick_jit)
+    out, *gradients = jax.device_get(results)
     np.testing.assert_array_equal(out[:, 2], 0.0)
     assert np.abs(out[:, 1]).min() > 0
-    for gradient in jax.grad(loss, (0, 1, 2))(q, k, v):
+    for gradient in gradients:
         assert np.isfinite(gradient).all()
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("form")
 def test_masks_and_bias_broadcast_over_leading_axes():
-    q, k, v, bias = (jnp.stack([x, 2 * x]) for x in draw_inputs())
-    mask = jnp.asarray(np.arange(N * M).reshape(N, M) % 2 == 0)
-    key_mask = jnp.asarray(np.arange(2 * M).reshape(2, 1, M) % 3 != 0)
+    q, k, v, bias = (np.stack([x, 2 * x]) for x in draw_inputs())
+    mask = np.arange(N * M).reshape(N, M) % 2 == 0
+    key_mask = np.arange(2 * M).reshape(2, 1, M) % 3 != 0
     bias = bias[0]
-    out = softmax.softmax_attention(q, k, v, mask=mask, key_mask=key_mask, bias=bias)
+    attend = quick_jit(softmax.softmax_attention)
+    out = np.asarray(attend(q, k, v, mask=mask, key_mask=key_mask, bias=bias))
     for i in range(2):
-        one = softmax.softmax_attention(
-            q[i], k[i], v[i], mask=mask & key_mask[i], bias=bias
-        )
+        one = attend(q[i], k[i], v[i], mask=mask & key_mask[i], bias=bias)
         np.testing.assert_allclose(out[i], one, rtol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_half_precision_inputs_are_summed_in_float32(dtype):
     q, k, v, _ = (x.astype(dtype) for x in draw_inputs())
-    out = softmax.softmax_attention(q, k, v)
-    wide = softmax.softmax_attention(*(x.astype(jnp.float32) for x in (q, k, v)))
+    out = run(softmax.softmax_attention, q, k, v)
+    wide = run(softmax.softmax_attention, *map(np.float32, (q, k, v)))
     assert out.dtype == dtype
     np.testing.assert_array_equal(out, wide.astype(dtype))
 
@@ -135,8 +127,8 @@ def test_memory_of_long_sequences_is_linear(causal):
 
 @pytest.mark.parametrize("kernel", ["softmax", "relative"])
 def test_keys_that_a_mask_hides_from_all_queries_may_be_nan(kernel):
-    q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 5, 3))
-    mask = np.array(jax.random.bernoulli(jax.random.key(1), 0.5, (2, 1, 5)))
+    q, k, v = normal(0, 3, 2, 5, 3)
+    mask = normal(1, 2, 1, 5) > 0
     mask = np.broadcast_to(mask, (2, 5, 5)) & (np.arange(5) != 3)
     mask = mask | (np.arange(5) == 0)
     seen = mask.any(axis=1)[..., None]
@@ -150,8 +142,9 @@ def test_keys_that_a_mask_hides_from_all_queries_may_be_nan(kernel):
         out, pullback = jax.vjp(attend, q, k, v)
         return out, *pullback(jnp.cos(out))
 
-    expected = value_and_gradients(q, jnp.where(seen, k, 0), jnp.where(seen, v, 0))
-    found = value_and_gradients(q, *(jnp.where(seen, x, jnp.nan) for x in (k, v)))
+    zero, nan = np.float32(0), np.float32(np.nan)
+    expected = value_and_gradients(q, *(np.where(seen, x, zero) for x in (k, v)))
+    found = value_and_gradients(q, *(np.where(seen, x, nan) for x in (k, v)))
     for ours, theirs in zip(found, expected, strict=True):
         np.testing.assert_array_equal(ours, theirs)
         assert np.isfinite(ours).all()

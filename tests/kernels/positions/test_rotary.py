@@ -16,15 +16,15 @@ from relattn.kernels.positions.rotary import (
 )
 from tests import reference
 from tests.helpers import compare
+from tests.helpers.quick import normal, run
 
 
 @pytest.mark.parametrize("positions", [np.arange(7.0)[:, None], np.eye(5, 2) * 3])
 def test_matches_multiplication_by_complex_numbers(positions):
     positions = positions.astype(np.float32)
-    x = jax.random.normal(jax.random.key(0), (2, len(positions), 8))
-    angles = rotary_angles(positions, 8, base=100.0)
+    x = normal(0, 2, len(positions), 8)
     compare.expect_equal(
-        lambda x: rotate(x, angles),
+        lambda x: rotate(x, rotary_angles(positions, 8, base=100.0)),
         functools.partial(reference.rotary, positions=np.float64(positions), base=100),
         [x],
     )
@@ -32,42 +32,45 @@ def test_matches_multiplication_by_complex_numbers(positions):
 
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_scores_depend_only_on_offset(interleaved):
-    q, k = jax.random.normal(jax.random.key(0), (2, 1, 12))
-    angles = rotary_angles(offsets.grid_positions((4, 5)), 12, base=10.0)
-    rotated = [
-        rotate(jnp.broadcast_to(x, (20, 12)), angles, interleaved=interleaved)
-        for x in (q, k)
-    ]
-    scores = (rotated[0] @ rotated[1].T).reshape(4, 5, 4, 5)
+    def all_scores():
+        angles = rotary_angles(offsets.grid_positions((4, 5)), 12, base=10.0)
+        rotated = [
+            rotate(np.tile(x, (20, 1)), angles, interleaved=interleaved)
+            for x in normal(0, 2, 12)
+        ]
+        return (rotated[0] @ rotated[1].T).reshape(4, 5, 4, 5)
+
+    scores = run(all_scores)
     np.testing.assert_allclose(
         scores[1:, 1:, 1:, 1:], scores[:-1, :-1, :-1, :-1], atol=2e-5
     )
-    assert np.asarray(scores).std() > 0.1
+    assert scores.std() > 0.1
 
 
 def test_pairs_are_half_split_or_interleaved():
-    x = jnp.array([[1.0, 2.0, 3.0, 4.0]])
-    quarter = jnp.array([[jnp.pi / 2, 0.0]])
-    np.testing.assert_allclose(rotate(x, quarter), [[-3, 2, 1, 4]], atol=1e-6)
-    np.testing.assert_allclose(
-        rotate(x, quarter, interleaved=True), [[-2, 1, 3, 4]], atol=1e-6
-    )
+    x, quarter = np.float32([[1, 2, 3, 4]]), np.float32([[np.pi / 2, 0]])
+    split = run(rotate, x, quarter)
+    np.testing.assert_allclose(split, [[-3, 2, 1, 4]], atol=1e-6)
+    interleaved = run(functools.partial(rotate, interleaved=True), x, quarter)
+    np.testing.assert_allclose(interleaved, [[-2, 1, 3, 4]], atol=1e-6)
 
 
 def test_prefix_tokens_are_unchanged():
     positions = offsets.grid_positions((3,), num_prefix=2) + 1
-    angles = rotary_angles(positions, 4, num_prefix=2)
-    x = jnp.ones((5, 4))
-    np.testing.assert_array_equal(rotate(x, angles)[:2], x[:2])
-    assert (rotate(x, angles)[2:] != 1).all()
+    x = np.ones((5, 4), np.float32)
+    out = run(lambda x: rotate(x, rotary_angles(positions, 4, num_prefix=2)), x)
+    np.testing.assert_array_equal(out[:2], x[:2])
+    assert (out[2:] != 1).all()
 
 
 def test_half_precision_keeps_dtype_and_phase_of_far_tokens():
     positions = np.array([[4001.0]], np.float32)
-    x = jnp.ones((1, 8), jnp.bfloat16)
-    out = rotate(x, rotary_angles(positions, 8))
+    x = np.ones((1, 8), jnp.bfloat16)
+    out = run(lambda x: rotate(x, rotary_angles(positions, 8)), x)
     assert out.dtype == jnp.bfloat16
-    expected = reference.rotary(np.ones((1, 8)), np.float64(positions), 10000.0)
+    positions = np.float64(positions)
+    naive = functools.partial(reference.rotary, positions=positions, base=10000.0)
+    expected = compare.expected_results(naive, [x[None]])[0][0]
     np.testing.assert_allclose(np.float64(out), expected, atol=1e-2)
 
 
@@ -75,10 +78,10 @@ def test_wrong_head_dim_or_num_prefix_raises():
     with pytest.raises(ValueError, match="2 axes need a head_dim.*by 4, got 6"):
         rotary_angles(np.zeros((3, 2), np.float32), 6)
     with pytest.raises(ValueError, match="head_dim 6 needs 3 angles per token, got 2"):
-        rotate(jnp.ones((3, 6)), jnp.ones((3, 2)))
+        rotate(np.ones((3, 6)), np.ones((3, 2)))
     for angles in (
         lambda x, n: rotary_angles(x, 4, num_prefix=n),
-        lambda x, n: mixed_rotary_angles(x, jnp.ones((3, 1)), num_prefix=n),
+        lambda x, n: mixed_rotary_angles(x, np.ones((3, 1)), num_prefix=n),
     ):
         for num_prefix in (9, -1):
             with pytest.raises(
@@ -88,12 +91,12 @@ def test_wrong_head_dim_or_num_prefix_raises():
 
 
 def test_scores_with_mixed_angles_depend_only_on_offset():
-    w = draw_mixed_frequencies(jax.random.key(0), 3, 2, leading=(2,))
-    q, k = jax.random.normal(jax.random.key(1), (2, 2, 20, 6))
+    q, k = normal(1, 2, 2, 20, 6)
     positions = offsets.grid_positions((4, 5))
 
     @jax.jit
     def scores(shift):
+        w = draw_mixed_frequencies(jax.random.key(0), 3, 2, leading=(2,))
         angles = mixed_rotary_angles(positions + shift, w)
         rotated = [rotate(x, angles) for x in (q, k)]
         return jnp.einsum("hid,hjd->hij", *rotated)
@@ -104,7 +107,12 @@ def test_scores_with_mixed_angles_depend_only_on_offset():
 
 
 def test_initial_mixed_frequencies_are_at_right_angles():
-    w = np.asarray(draw_mixed_frequencies(jax.random.key(0), 5, 2, leading=(3, 7)))
+    def draw():
+        plane = draw_mixed_frequencies(jax.random.key(0), 5, 2, leading=(3, 7))
+        line = draw_mixed_frequencies(jax.random.key(0), 4, 1, leading=(2,), base=100.0)
+        return plane, line
+
+    w, line = run(draw)
     assert w.shape == (3, 7, 5, 2)
     lengths = np.linalg.norm(w, axis=-1)
     expected = 10.0 ** (-np.arange(3) / 3)
@@ -114,22 +122,22 @@ def test_initial_mixed_frequencies_are_at_right_angles():
     np.testing.assert_allclose(lengths[..., 3:], lengths[..., :2], rtol=1e-5)
     np.testing.assert_allclose((w[..., :2, :] * w[..., 3:, :]).sum(-1), 0, atol=1e-6)
     assert len(np.unique(w[..., 0, 0])) == 21
-    line = draw_mixed_frequencies(jax.random.key(0), 4, 1, leading=(2,), base=100.0)
     np.testing.assert_allclose(line[1, :, 0], 100.0 ** (-np.arange(4) / 4), rtol=1e-6)
 
 
 def test_mixed_angles_of_prefix_are_zero_and_wrong_axes_raise():
-    angles = mixed_rotary_angles(np.ones((5, 2)), jnp.ones((3, 2)), num_prefix=2)
+    angles = functools.partial(mixed_rotary_angles, num_prefix=2)
+    angles = run(angles, np.ones((5, 2)), np.ones((3, 2)))
     np.testing.assert_array_equal(
         angles, np.repeat([[0.0], [2.0]], [2, 3], 0).repeat(3, 1)
     )
     with pytest.raises(ValueError, match="frequencies of 1 axes do not fit positions"):
-        mixed_rotary_angles(np.ones((5, 2)), jnp.ones((3, 1)))
+        mixed_rotary_angles(np.ones((5, 2)), np.ones((3, 1)))
     with pytest.raises(ValueError, match="axes must be 1 or 2, got 3"):
         draw_mixed_frequencies(jax.random.key(0), 4, 3)
 
 
 def test_drawn_frequencies_are_float32_with_x64_enabled():
     with jax.enable_x64(True):
-        w = draw_mixed_frequencies(jax.random.key(0), 5, 2)
+        w = jax.eval_shape(lambda: draw_mixed_frequencies(jax.random.key(0), 5, 2))
     assert w.dtype == jnp.float32

@@ -6,20 +6,20 @@ import numpy as np
 import pytest
 
 from relattn import kernels, offsets
+from tests.helpers.quick import normal, run
 
 GRID = (3, 5)
 
 
 def cayley(positions, num_prefix=0):
-    key_w, key_s = jax.random.split(jax.random.key(0))
-    w = kernels.draw_mixed_frequencies(key_w, 3, 2)
-    matrix = kernels.cayley_matrix(jax.random.normal(key_s, (15,)))
+    w = kernels.draw_mixed_frequencies(jax.random.key(0), 3, 2)
+    matrix = kernels.cayley_matrix(normal(0, 15))
     angles = kernels.mixed_rotary_angles(positions, w, num_prefix=num_prefix)
     return lambda x: kernels.cayley_string(x, angles, matrix)
 
 
 def circulant(positions, num_prefix=0):
-    circulants = jax.random.normal(jax.random.key(1), (2, 7))
+    circulants = normal(1, 2, 7)
     angles = kernels.circulant_angles(positions, circulants, num_prefix=num_prefix)
     return lambda x: kernels.circulant_string(x, angles)
 
@@ -30,7 +30,7 @@ both = pytest.mark.parametrize(("string", "head_dim"), [(cayley, 6), (circulant,
 @both
 def test_scores_are_invariant_under_common_shift(string, head_dim):
     positions = offsets.grid_positions(GRID)
-    q, k = jax.random.normal(jax.random.key(2), (2, 15, head_dim))
+    q, k = normal(2, 2, 15, head_dim)
 
     @jax.jit
     def scores(shift):
@@ -60,11 +60,11 @@ def test_rotations_are_orthogonal_and_additive(string, head_dim):
 
 @both
 def test_prefix_tokens_and_dtype_are_kept(string, head_dim):
-    x = np.random.default_rng(0).normal(size=(17, head_dim)).astype(np.float32)
+    x = normal(0, 17, head_dim)
     rotate = jax.jit(
         lambda x: string(offsets.grid_positions(GRID, 2) + 1, num_prefix=2)(x)
     )
-    out = np.asarray(rotate(jnp.asarray(x)))
+    out = np.asarray(rotate(x))
     np.testing.assert_allclose(out[:2], x[:2], atol=2e-6)
     assert (np.abs(out[2:] - x[2:]).max(axis=1) > 0.1).all()
     half = jax.ShapeDtypeStruct(x.shape, jnp.bfloat16)
@@ -75,11 +75,16 @@ def test_prefix_tokens_and_dtype_are_kept(string, head_dim):
 @pytest.mark.parametrize("head_dim", [3, 8])
 def test_circulants_rotate_fourier_components_by_their_frequencies(head_dim):
     components = (head_dim - 1) // 2
-    w = jax.random.normal(jax.random.key(0), (5, components, 2))
-    circulants = kernels.circulants_of(w, head_dim)
+    w = normal(0, 5, components, 2)
+
+    def circulants_and_angles(w):
+        circulants = kernels.circulants_of(w, head_dim)
+        angles = kernels.circulant_angles(np.float32([[2.0, 3.0]]), circulants)
+        return circulants, angles
+
+    circulants, angles = run(circulants_and_angles, w)
     assert circulants.shape == (5, 2, head_dim)
-    angles = kernels.circulant_angles(np.float32([[2.0, 3.0]]), circulants)
-    expected = w @ jnp.array([2.0, 3.0])
+    expected = w @ np.array([2.0, 3.0])
     np.testing.assert_allclose(angles[:, 0, 1 : components + 1], expected, atol=1e-5)
     np.testing.assert_allclose(angles[:, 0, 0], 0)
 
@@ -87,23 +92,21 @@ def test_circulants_rotate_fourier_components_by_their_frequencies(head_dim):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: kernels.cayley_matrix(jnp.ones(4)), "entries below its diagonal.*4"),
+        (lambda: kernels.cayley_matrix(np.ones(4)), "entries below its diagonal.*4"),
         (
-            lambda: kernels.cayley_string(
-                jnp.ones((1, 4)), jnp.ones((1, 2)), jnp.eye(3)
-            ),
+            lambda: kernels.cayley_string(np.ones((1, 4)), np.ones((1, 2)), np.eye(3)),
             "head_dim 4 needs a matrix of 4x4, got 3x3",
         ),
         (
-            lambda: kernels.circulant_angles(np.ones((1, 1)), jnp.ones((1, 2))),
+            lambda: kernels.circulant_angles(np.ones((1, 1)), np.ones((1, 2))),
             "rotate nothing where head_dim .* below 3, got 2",
         ),
         (
-            lambda: kernels.circulant_string(jnp.ones((1, 7)), jnp.ones((1, 7))),
+            lambda: kernels.circulant_string(np.ones((1, 7)), np.ones((1, 7))),
             "head_dim 7 has 4 Fourier components, got 7 angles",
         ),
         (
-            lambda: kernels.circulants_of(jnp.ones((3, 1)), 5),
+            lambda: kernels.circulants_of(np.ones((3, 1)), 5),
             "head_dim 5 has 2 Fourier components that can rotate, got 3",
         ),
     ],

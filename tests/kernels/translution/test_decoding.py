@@ -3,28 +3,23 @@
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from relattn import kernels
+from tests.helpers.quick import normal, run
 
 BATCH, N, DIM, HEADS, HEAD_DIM, INNER, RANK = 2, 7, 5, 2, 3, 4, 2
 
 
-def _random(seed, *shape):
-    generator = np.random.default_rng(seed)
-    return jnp.asarray(generator.standard_normal(shape), jnp.float32)
-
-
 def _table(seed, *shape, of, relative):
-    return _random(seed, *([N + 2] if of in relative else []), *shape)
+    return normal(seed, *([N + 2] if of in relative else []), *shape)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("relative", ["qkv", "qv", "k"])
 def test_translution_steps_equal_the_whole_sequence(relative):
-    x = _random(0, BATCH, N, DIM)
+    x = normal(0, BATCH, N, DIM)
     weights = [
         _table(seed, DIM, HEADS, HEAD_DIM, of=name, relative=relative)
         for seed, name in enumerate("qkv")
@@ -32,20 +27,21 @@ def test_translution_steps_equal_the_whole_sequence(relative):
     expected = kernels.translution(x, *weights, index=kernels.CausalOffsets(N))
     step = jax.jit(kernels.causal_translution_step)
     for index in range(N):
-        past = x.at[:, index + 1 :].set(9.0)
+        past = np.where(np.arange(N)[:, None] > index, np.float32(9), x)
         out = step(past, *weights, index=index)
         np.testing.assert_allclose(out, expected[:, :, index], atol=2e-6)
 
 
 @pytest.mark.slow
 def test_scores_beyond_half_precision_stay_finite():
-    x, w = jnp.full((3, 1), 300.0, jnp.float16), jnp.ones((3, 1, 1, 1), jnp.float16)
-    out = kernels.causal_translution_step(x, w, w, 0.01 * w, index=2)
+    x, w = np.full((3, 1), 300, np.float16), np.ones((3, 1, 1, 1), np.float16)
+    step = functools.partial(kernels.causal_translution_step, index=2)
+    out = run(step, x, w, w, np.float16(0.01) * w)
     np.testing.assert_allclose(out, [[3.0]], rtol=1e-3)
 
 
 def test_precision_is_passed_to_every_product():
-    x, w = _random(0, N, DIM), _random(1, N, DIM, HEADS, HEAD_DIM)
+    x, w = normal(0, N, DIM), normal(1, N, DIM, HEADS, HEAD_DIM)
     step = functools.partial(kernels.causal_translution_step, precision="highest")
     program = str(jax.make_jaxpr(functools.partial(step, index=2))(x, w, w, w))
     highest = program.count("precision=(Precision.HIGHEST")
@@ -56,9 +52,9 @@ def test_precision_is_passed_to_every_product():
 @pytest.mark.parametrize("relative", ["qkv", "qv", "k"])
 @pytest.mark.parametrize("base", [True, False])
 def test_lor_translution_steps_equal_the_whole_sequence(relative, base):
-    plain = [_random(seed, BATCH, HEADS, N, HEAD_DIM) for seed in range(3)]
+    plain = [normal(seed, BATCH, HEADS, N, HEAD_DIM) for seed in range(3)]
     qkv = tuple(plain) if base else (None,) * 3
-    low = tuple(_random(3 + seed, BATCH, N, INNER) for seed in range(3))
+    low = tuple(normal(3 + seed, BATCH, N, INNER) for seed in range(3))
     tables = tuple(
         _table(seed, INNER, HEADS, RANK, of=name, relative=relative)
         for seed, name in enumerate("qkv")
@@ -71,7 +67,8 @@ def test_lor_translution_steps_equal_the_whole_sequence(relative, base):
     for index in range(N):
 
         def past(x, index=index):
-            return None if x is None else x.at[..., index + 1 :, :].set(9.0)
+            later = np.arange(N)[:, None] > index
+            return None if x is None else np.where(later, np.float32(9), x)
 
         q_i = None if qkv[0] is None else qkv[0][:, :, index]
         outputs = step(
@@ -87,20 +84,18 @@ def test_lor_translution_steps_equal_the_whole_sequence(relative, base):
 
 
 def test_lor_translution_step_without_low_rank_score():
-    q, k, v = (_random(seed, BATCH, HEADS, N, HEAD_DIM) for seed in range(3))
-    low = (None, None, _random(3, BATCH, N, INNER))
-    tables = (None, None, _random(4, N, INNER, HEADS, RANK))
-    expected = kernels.lor_translution(
-        (q, k, v), low, tables, index=kernels.CausalOffsets(N)
-    )
-    outputs = kernels.causal_lor_translution_step(
-        (q[:, :, 4], k, v), low, tables, index=4
-    )
+    q, k, v = (normal(seed, BATCH, HEADS, N, HEAD_DIM) for seed in range(3))
+    low = (None, None, normal(3, BATCH, N, INNER))
+    tables = (None, None, normal(4, N, INNER, HEADS, RANK))
+    attend = functools.partial(kernels.lor_translution, index=kernels.CausalOffsets(N))
+    expected = run(attend, (q, k, v), low, tables)
+    step = functools.partial(kernels.causal_lor_translution_step, index=4)
+    outputs = run(step, (q[:, :, 4], k, v), low, tables)
     for out, whole in zip(outputs, expected, strict=True):
         np.testing.assert_allclose(out, whole[:, :, 4], atol=2e-6)
 
 
 def test_sequence_longer_than_the_table_raises():
-    x, w = jnp.ones((5, DIM)), jnp.ones((3, DIM, HEADS, HEAD_DIM))
+    x, w = np.ones((5, DIM)), np.ones((3, DIM, HEADS, HEAD_DIM))
     with pytest.raises(ValueError, match="w_q has weights for 3 offsets, too few for"):
         kernels.causal_translution_step(x, w, w, w, index=0)

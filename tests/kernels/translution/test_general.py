@@ -1,24 +1,22 @@
 """Tests general Translution on points: definition, masks and equivariance."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from relattn import kernels, offsets
+from tests.helpers.quick import normal, quick_jit, run
 
 BATCH, N, DIM, WIDTH = 2, 7, 5, 3
 
 
-def _random(seed, *shape):
-    generator = np.random.default_rng(seed)
-    return jnp.asarray(generator.standard_normal(shape), jnp.float32)
-
-
 def _cloud():
     """Returns features, points in space, and weights of the two functions."""
-    weights = _random(2, DIM, DIM), _random(3, 3, DIM), _random(4, 3 + DIM, WIDTH)
-    return _random(0, BATCH, N, DIM), _random(1, BATCH, N, 3), weights
+    weights = normal(2, DIM, DIM), normal(3, 3, DIM), normal(4, 3 + DIM, WIDTH)
+    return normal(0, BATCH, N, DIM), normal(1, BATCH, N, 3), weights
 
 
 def _attend(x, points, weights, **options):
@@ -50,22 +48,20 @@ def _naive(x, points, weights, mask):
 @pytest.mark.parametrize("masked", [False, True])
 def test_values_and_gradients_equal_the_definition(masked):
     inputs = _cloud()
-    mask = _random(5, BATCH, N) > (-0.5 if masked else -9)
+    mask = normal(5, BATCH, N) > (-0.5 if masked else -9)
 
-    @jax.jit
     def ours(*inputs):
         out = _attend(*inputs, key_mask=mask if masked else None)
         return jnp.sum(jnp.cos(jnp.arange(out.size)).reshape(out.shape) * out), out
 
-    @jax.jit
     def naive(*inputs):
         out = _naive(*inputs, mask)
         return jnp.sum(jnp.cos(jnp.arange(out.size)).reshape(out.shape) * out), out
 
-    gradients, out = jax.grad(ours, (0, 1, 2), has_aux=True)(*inputs)
+    gradients, out = run(jax.grad(ours, (0, 1, 2), has_aux=True), *inputs)
     with jax.enable_x64(True):
-        inputs, mask = jax.tree.map(lambda x: jnp.float64(np.asarray(x)), inputs), mask
-        expected = jax.grad(naive, (0, 1, 2), has_aux=True)(*inputs)
+        wide = jax.tree.map(np.float64, inputs)
+        expected = run(jax.grad(naive, (0, 1, 2), has_aux=True), *wide)
     ours_and_theirs = zip(
         jax.tree.leaves((gradients, out)), jax.tree.leaves(expected), strict=True
     )
@@ -75,26 +71,28 @@ def test_values_and_gradients_equal_the_definition(masked):
 
 def test_output_is_invariant_to_translation_but_not_reflection():
     x, points, weights = _cloud()
-    out = _attend(x, points, weights)
-    moved = _attend(x, points + jnp.array([1.0, -2.0, 0.5]), weights)
+    out = run(_attend, x, points, weights)
+    moved = run(_attend, x, points + np.float32([1.0, -2.0, 0.5]), weights)
     np.testing.assert_allclose(moved, out, atol=2e-5)
-    assert np.abs(_attend(x, -points, weights) - out).max() > 0.1
+    assert np.abs(run(_attend, x, -points, weights) - out).max() > 0.1
 
 
 def test_masked_points_have_no_effect():
     x, points, weights = _cloud()
-    mask = jnp.arange(N) < N - 2
-    broken = x.at[:, N - 2 :].set(jnp.nan), points.at[:, N - 2 :].set(jnp.nan)
-    out = _attend(*broken, weights, key_mask=mask)[:, : N - 2]
-    expected = _attend(x[:, : N - 2], points[:, : N - 2], weights)
+    mask = np.arange(N) < N - 2
+    broken = (np.where(mask[:, None], y, np.float32(np.nan)) for y in (x, points))
+    attend = quick_jit(_attend)
+    out = attend(*broken, weights, key_mask=mask)[:, : N - 2]
+    expected = attend(x[:, : N - 2], points[:, : N - 2], weights)
     np.testing.assert_allclose(out, expected, atol=1e-6)
-    assert (_attend(x, points, weights, key_mask=jnp.zeros(N, bool)) == 0).all()
+    nothing = attend(x, points, weights, key_mask=np.zeros(N, bool))
+    np.testing.assert_array_equal(nothing, 0)
 
 
 @pytest.mark.slow
 def test_integer_positions_equal_translution():
-    x, w = _random(0, 6, DIM), _random(1, 3, 15, DIM, 1, WIDTH)
-    positions = jnp.asarray(offsets.grid_positions((2, 3)))
+    x, w = normal(0, 6, DIM), normal(1, 3, 15, DIM, 1, WIDTH)
+    positions = offsets.grid_positions((2, 3))
 
     def rows(w, offset):
         index = (offset[..., 0] + 1) * 5 + offset[..., 1] + 2
@@ -108,6 +106,7 @@ def test_integer_positions_equal_translution():
     def value(offset, key):
         return jnp.einsum("...nc,...nce->...ne", key, rows(w[2], offset))
 
-    out = kernels.general_translution(x, positions, score, value)
-    expected = kernels.translution(x, *w, index=kernels.Offsets((2, 3)))[0]
+    out = run(lambda *x: kernels.general_translution(*x, score, value), x, positions)
+    attend = functools.partial(kernels.translution, index=kernels.Offsets((2, 3)))
+    expected = run(attend, x, *w)[0]
     np.testing.assert_allclose(out, expected, atol=1e-5)

@@ -10,21 +10,17 @@ import pytest
 from relattn import kernels, offsets
 from tests import reference
 from tests.helpers import compare
+from tests.helpers.quick import normal
 
 HEADS, HEAD_DIM, INNER, RANK = 2, 5, 3, 2
 
 
-def _random(seed, *shape):
-    generator = np.random.default_rng(seed)
-    return jnp.asarray(generator.standard_normal(shape), jnp.float32)
-
-
 def _inputs(length, rows, relative="qkv"):
     """Returns plain, low-rank and table arrays with a leading axis of one."""
-    plain = [_random(seed, 1, HEADS, length, HEAD_DIM) for seed in range(3)]
-    low = [_random(3 + seed, 1, length, INNER) for seed in range(3)]
+    plain = [normal(seed, 1, HEADS, length, HEAD_DIM) for seed in range(3)]
+    low = [normal(3 + seed, 1, length, INNER) for seed in range(3)]
     tables = [
-        _random(6 + seed, 1, *([rows] if name in relative else []), INNER, HEADS, RANK)
+        normal(6 + seed, 1, *([rows] if name in relative else []), INNER, HEADS, RANK)
         for seed, name in enumerate("qkv")
     ]
     return [*plain, *low, *tables]

@@ -10,18 +10,14 @@ import pytest
 from relattn import kernels
 from tests import reference
 from tests.helpers import compare
+from tests.helpers.quick import normal, run
 
 N, DIM, HEADS, HEAD_DIM, RANK = 7, 5, 2, 3, 2
 
 
-def _random(seed, *shape):
-    generator = np.random.default_rng(seed)
-    return jnp.asarray(generator.standard_normal(shape), jnp.float32)
-
-
 def _tables(*shape, relative="qkv"):
     return [
-        _random(1 + seed, 1, *((N, N) if name in relative else ()), *shape)
+        normal(1 + seed, 1, *((N, N) if name in relative else ()), *shape)
         for seed, name in enumerate("qkv")
     ]
 
@@ -32,7 +28,7 @@ def _tables(*shape, relative="qkv"):
 )
 def test_values_and_gradients_equal_the_reference(relative, masked):
     mask = np.arange(N) % 3 != 1 if masked else np.ones(N, bool)
-    inputs = [_random(0, 1, N, DIM), *_tables(DIM, HEADS, HEAD_DIM, relative=relative)]
+    inputs = [normal(0, 1, N, DIM), *_tables(DIM, HEADS, HEAD_DIM, relative=relative)]
     kernel = functools.partial(
         kernels.translution,
         index=kernels.Pairs(N),
@@ -45,15 +41,16 @@ def test_values_and_gradients_equal_the_reference(relative, masked):
 
 
 def test_scores_beyond_half_precision_stay_finite():
-    x, w = jnp.full((3, 1), 300.0, jnp.float16), jnp.ones((3, 3, 1, 1, 1), jnp.float16)
-    out = kernels.translution(x, w, w, 0.01 * w, index=kernels.Pairs(3))
+    x, w = np.full((3, 1), 300, np.float16), np.ones((3, 3, 1, 1, 1), np.float16)
+    attend = functools.partial(kernels.translution, index=kernels.Pairs(3))
+    out = run(attend, x, w, w, np.float16(0.01) * w)
     np.testing.assert_allclose(out.ravel(), 3.0, rtol=1e-3)
 
 
 def test_low_rank_values_and_gradients_equal_the_reference():
     mask = np.arange(N) % 3 != 1
-    plain = [_random(5 + seed, 1, HEADS, N, HEAD_DIM) for seed in range(3)]
-    low = [_random(8 + seed, 1, N, DIM) for seed in range(3)]
+    plain = [normal(5 + seed, 1, HEADS, N, HEAD_DIM) for seed in range(3)]
+    low = [normal(8 + seed, 1, N, DIM) for seed in range(3)]
     inputs = [*plain, *low, *_tables(DIM, HEADS, RANK)]
 
     def kernel(*inputs):
@@ -81,7 +78,7 @@ def test_low_rank_values_and_gradients_equal_the_reference():
 
 
 def test_tables_of_another_length_raise():
-    x, w = jnp.ones((N + 1, DIM)), _tables(DIM, HEADS, HEAD_DIM)[0][0]
+    x, w = np.ones((N + 1, DIM)), _tables(DIM, HEADS, HEAD_DIM)[0][0]
     with pytest.raises(
         ValueError, match=r"must have the same n, got shapes \(8, 5\) and \(7, 7"
     ):

@@ -15,7 +15,7 @@ from relattn.nn.positions.relative import RelativeTables
 from relattn.nn.registry import POSITIONS, build
 from tests import reference
 from tests.helpers import specs
-from tests.helpers.quick import quick_jit
+from tests.helpers.quick import normal, quick_jit, run
 from tests.helpers.specs import with_others
 
 GRID = (2, 3)
@@ -29,13 +29,12 @@ def layer(attention, position="none"):
         attention, position, dim=DIM, num_heads=HEADS, num_layers=1
     )
     module = make_attention(layer=0)
-    x = jax.random.normal(jax.random.key(1), (2, N, DIM))
+    x = normal(1, 2, N, DIM)
     init = functools.partial(module.init, grid=GRID, num_prefix=1)
-    variables = quick_jit(init)(jax.random.key(0), x)
+    variables = run(init, jax.random.key(0), x)
     params = dict(variables["params"])
     if "table" in params:
-        shape = params["table"].shape
-        params["table"] = jax.random.normal(jax.random.key(2), shape)
+        params["table"] = normal(2, *params["table"].shape)
     return module, {**variables, "params": params}, x
 
 
@@ -103,7 +102,7 @@ def test_output_equals_the_reference_with_linear_projections(attention):
     apply = functools.partial(module.apply, grid=GRID, num_prefix=1)
     out = quick_jit(apply)(variables, x)
     with jax.enable_x64(True):
-        wide = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float64), (variables, x))
+        wide = jax.tree.map(np.float64, (variables, x))
         naive = quick_jit(
             lambda variables, x: [
                 expected(attention, variables, x[0]),
@@ -116,23 +115,23 @@ def test_output_equals_the_reference_with_linear_projections(attention):
 def test_separate_projections_are_drawn_independently():
     _, variables, _ = layer("banded(clip=2, separate_projections=True)")
     first = variables["random_features"]
-    for drawn in (first, redraw(first, jax.random.key(3), 1)):
+    again = run(lambda first: redraw(first, jax.random.key(3), 1), first)
+    for drawn in (first, again):
         content, position = (leaf.projection for leaf in drawn.values())
-        assert not jnp.isclose(content, position).any()
+        assert not np.isclose(content, position).any()
 
 
 @pytest.mark.quick("softmax", "favor")
 @pytest.mark.parametrize("attention", ["softmax", "favor", "banded(clip=2)"])
 def test_outputs_do_not_depend_on_masked_tokens(attention):
     module, variables, x = layer(attention)
-    mask = jnp.arange(N) != 4
-    mask = jnp.stack([mask, mask])
-    outs = [
-        module.apply(variables, tokens, grid=GRID, num_prefix=1, key_mask=mask)
-        for tokens in (x, x.at[:, 4].set(17.0))
-    ]
+    mask = np.tile(np.arange(N) != 4, (2, 1))
+    apply = functools.partial(module.apply, variables, grid=GRID, num_prefix=1)
+    attend = quick_jit(apply)
+    tokens = (x, np.where(mask[..., None], x, np.float32(17)))
+    outs = [np.asarray(attend(y, key_mask=mask)) for y in tokens]
     np.testing.assert_array_equal(outs[0][mask], outs[1][mask])
-    unmasked = module.apply(variables, x, grid=GRID, num_prefix=1)
+    unmasked = np.asarray(attend(x))
     assert not np.allclose(unmasked[mask], outs[0][mask], atol=1e-3)
 
 
@@ -141,10 +140,9 @@ def test_outputs_do_not_depend_on_masked_tokens(attention):
 def test_output_has_the_compute_dtype_and_parameters_are_float32(attention):
     make_attention, _ = build(attention, "none", dim=DIM, num_heads=HEADS, num_layers=1)
     module = make_attention(layer=0, dtype=jnp.bfloat16)
-    x = jnp.ones((1, N, DIM), jnp.bfloat16)
-    out, variables = module.init_with_output(
-        jax.random.key(0), x, grid=GRID, num_prefix=1
-    )
+    x = np.ones((1, N, DIM), jnp.bfloat16)
+    init = functools.partial(module.init_with_output, grid=GRID, num_prefix=1)
+    out, variables = jax.eval_shape(init, jax.random.key(0), x)
     assert out.dtype == jnp.bfloat16
     assert {leaf.dtype for leaf in jax.tree.leaves(variables)} == {np.dtype("float32")}
 
@@ -261,7 +259,7 @@ def causal_layer(attention, position):
             jax.random.key(3)
         )
     module = make_attention(layer=0)
-    x = jax.random.normal(jax.random.key(1), (2, N, DIM))
+    x = normal(1, 2, N, DIM)
     init = functools.partial(module.init, grid=(N,), position=encoding)
     variables = quick_jit(init)(jax.random.key(0), x)
     return module, variables, x, encoding
@@ -275,7 +273,8 @@ def test_causal_attention_does_not_depend_on_later_tokens(attention, position):
     def apply(x):
         return module.apply(variables, x, grid=(N,), position=encoding)
 
-    out, result = apply(x), apply(x.at[:, 4:].multiply(-3.0))
+    factors = np.where(np.arange(N) < 4, 1, -3).astype(np.float32)[:, None]
+    out, result = np.asarray(apply(x)), np.asarray(apply(x * factors))
     np.testing.assert_array_equal(result[:, :4], out[:, :4])
     assert (result[:, 4:] != out[:, 4:]).any()
 
@@ -298,7 +297,7 @@ def test_decoding_equals_full_attention(attention, position):
         )
 
     first = jax.eval_shape(apply, variables, x[:, :1], 0)
-    cache = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), first[1])
+    cache = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), first[1])
 
     def step(cache, inputs):
         index, token = inputs
@@ -333,8 +332,8 @@ def test_causal_attention_with_prefix_tokens_raises():
     "attention, position, options, what",
     [
         ("banded", None, {}, "attention 'banded' needs distances"),
-        ("softmax", RelativeTables(bias=jnp.zeros((HEADS, 13))), {}, "each offset"),
-        ("favor", RelativeTables(bias=jnp.zeros((HEADS, 13))), {}, "each offset"),
+        ("softmax", RelativeTables(bias=np.zeros((HEADS, 13))), {}, "each offset"),
+        ("favor", RelativeTables(bias=np.zeros((HEADS, 13))), {}, "each offset"),
         ("softmax", None, {"causal": True}, "decoding needs the length of the cache"),
     ],
 )
@@ -343,10 +342,11 @@ def test_attention_that_needs_a_grid_asks_for_it(attention, position, options, w
         attention, "none", dim=DIM, num_heads=HEADS, num_layers=1, **options
     )
     index = 0 if options else None
+    init = functools.partial(
+        make_attention(layer=0).init, position=position, index=index
+    )
     with pytest.raises(ValueError, match=f"{what}.*: give grid="):
-        make_attention(layer=0).init(
-            jax.random.key(0), jnp.zeros((2, N, DIM)), position=position, index=index
-        )
+        jax.eval_shape(init, jax.random.key(0), np.zeros((2, N, DIM), np.float32))
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -354,11 +354,10 @@ def test_decoding_without_causal_or_with_a_mask_raises(causal):
     make_attention, _ = build(
         "softmax", "none", dim=DIM, num_heads=HEADS, num_layers=1, causal=causal
     )
-    mask = jnp.ones((1, 1), bool) if causal else None
+    mask = np.ones((1, 1), bool) if causal else None
+    init = functools.partial(make_attention(layer=0).init, index=0, key_mask=mask)
     with pytest.raises(ValueError, match="decoding needs causal=True and no key_mask"):
-        make_attention(layer=0).init(
-            jax.random.key(0), jnp.ones((1, 1, DIM)), index=0, key_mask=mask
-        )
+        jax.eval_shape(init, jax.random.key(0), np.ones((1, 1, DIM), np.float32))
 
 
 @pytest.mark.parametrize(("n", "index"), [(1, N), (1, -1), (2, 3), (2, jnp.array(2))])
@@ -372,7 +371,7 @@ def test_decoding_outside_of_the_cache_or_the_prompt_raises(n, index):
 def test_vectors_are_cast_and_biases_stay_float32():
     vectors = jnp.ones((2, 5, 3))
     tables = {"key_table": vectors, "value_table": vectors}
-    position = RelativeTables(**tables, bias=jnp.full((2, 5), 7.9))
+    position = RelativeTables(**tables, bias=np.full((2, 5), 7.9, np.float32))
     module = SoftmaxAttention(dim=6, num_heads=2, dtype=jnp.bfloat16)
     found = module.tables(Context((3,), 0, position, None, None, None))
     assert found["key_table"].dtype == found["value_table"].dtype == jnp.bfloat16
@@ -401,10 +400,9 @@ def test_cross_attention_equals_the_kernel(attention):
     make, _ = build(attention, "none", dim=DIM, num_heads=HEADS, num_layers=1)
     module, rng = make(layer=0), np.random.default_rng(0)
     x, memory = (
-        jnp.asarray(rng.normal(size=shape), jnp.float32)
-        for shape in ((3, N, DIM), (3, 11, 5))
+        rng.normal(size=shape).astype(np.float32) for shape in ((3, N, DIM), (3, 11, 5))
     )
-    key_mask = jnp.asarray(np.arange(33).reshape(3, 11) % 4 != 1)
+    key_mask = np.arange(33).reshape(3, 11) % 4 != 1
 
     @quick_jit
     def outs(key, x, memory):
@@ -441,11 +439,11 @@ def test_attention_without_a_cross_form_raises(attention, options):
     make, _ = build(
         attention, "none", dim=DIM, num_heads=HEADS, num_layers=1, **options
     )
-    x = jnp.ones((1, N, DIM))
+    x = np.ones((1, N, DIM), np.float32)
     with pytest.raises(
         ValueError, match="takes no memory: cross-attention needs a non"
     ):
-        make(layer=0).init(jax.random.key(0), x, memory=x)
+        jax.eval_shape(make(layer=0).init, jax.random.key(0), x, memory=x)
 
 
 @pytest.mark.quick("favor-none-True")
@@ -470,8 +468,7 @@ def test_packed_sequences_equal_separate_ones(attention, position, causal):
         causal=causal,
     )
     module, lengths = make(layer=0), (3, N - 3)
-    x = jax.random.normal(jax.random.key(1), (2, N, DIM))
-    ids = jnp.repeat(jnp.array([5, 2]), jnp.array(lengths), total_repeat_length=N)
+    x, ids = normal(1, 2, N, DIM), np.repeat([5, 2], lengths)
 
     @quick_jit
     def outs(key, x):
@@ -484,10 +481,10 @@ def test_packed_sequences_equal_separate_ones(attention, position, causal):
                 encoding = encoding.replace(bias=bias.reshape(encoding.bias.shape))
         call = functools.partial(module.apply, grid=(N,), position=encoding)
         variables = module.init(key, x, grid=(N,), position=encoding)
-        packed = call(variables, x, segment_ids=jnp.stack([ids, ids]))
+        packed = call(variables, x, segment_ids=np.stack([ids, ids]))
         # Each sequence alone, at the end of a padded one, or at its start.
-        first = call(variables, x, key_mask=jnp.stack([ids == 5] * 2))
-        second = call(variables, x, key_mask=jnp.stack([ids == 2] * 2))
+        first = call(variables, x, key_mask=np.stack([ids == 5] * 2))
+        second = call(variables, x, key_mask=np.stack([ids == 2] * 2))
         return packed, jnp.concatenate([first[:, :3], second[:, 3:]], axis=1)
 
     packed, expected = outs(jax.random.key(0), x)
@@ -502,13 +499,16 @@ def test_attention_that_cannot_separate_sequences_raises(attention, position, ca
     make, make_position = build(
         attention, position, dim=DIM, num_heads=HEADS, num_layers=1, causal=causal
     )
-    layer, ids = None, jnp.zeros((1, N), int)
-    if position != "none":
-        layer = make_position().init_with_output(jax.random.key(0), (N,), 0)[0][0]
+    x, ids = np.ones((1, N, DIM), np.float32), np.zeros((1, N), int)
+
+    def init(key):
+        layer = None
+        if position != "none":
+            layer = make_position().init_with_output(key, (N,), 0)[0][0]
+        return make(layer=0).init(key, x, position=layer, segment_ids=ids)
+
     with pytest.raises(ValueError, match="cannot separate packed sequences here: leav"):
-        make(layer=0).init(
-            jax.random.key(0), jnp.ones((1, N, DIM)), position=layer, segment_ids=ids
-        )
+        jax.eval_shape(init, jax.random.key(0))
 
 
 @pytest.mark.parametrize(

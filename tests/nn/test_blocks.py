@@ -1,6 +1,7 @@
 """Tests linear layers, Transformer blocks, and scanned layers."""
 
 import functools
+import math
 import operator
 
 import flax.linen as nn
@@ -18,12 +19,12 @@ from relattn.nn.blocks import (
 )
 from relattn.nn.registry import build
 from tests import reference
-from tests.helpers.quick import quick_jit
+from tests.helpers.quick import normal, quick_jit, run
 
 
 def test_weights_and_biases_start_uniform_within_the_bound():
     layer = Linear(401)
-    params = layer.init(jax.random.key(0), jnp.zeros((1, 25)))["params"]
+    params = run(layer.init, jax.random.key(0), np.zeros((1, 25)))["params"]
     kernel = np.asarray(params["kernel"])
     assert np.abs(kernel).max() <= 0.2
     # The standard deviation of a uniform distribution, within 4 standard errors.
@@ -36,31 +37,33 @@ def test_weights_and_biases_start_uniform_within_the_bound():
 def test_linear_equals_its_formula_in_the_compute_dtype():
     rng = np.random.default_rng(0)
     x, kernel = rng.normal(size=(2, 3, 5)), rng.normal(size=(5, 7))
-    params = {"kernel": jnp.asarray(kernel, jnp.float32), "bias": jnp.arange(7.0)}
-    out = Linear(7).apply({"params": params}, jnp.asarray(x, jnp.float32))
+    params = {"kernel": kernel.astype(np.float32), "bias": np.float32(np.arange(7))}
+    single = x.astype(np.float32)
+    out = run(Linear(7).apply, {"params": params}, single)
     np.testing.assert_allclose(out, x @ kernel + np.arange(7), rtol=1e-5, atol=1e-5)
-    half = Linear(7, dtype=jnp.bfloat16).apply({"params": params}, jnp.ones((2, 5)))
-    assert half.dtype == jnp.bfloat16
+    half = Linear(7, dtype=jnp.bfloat16).apply
+    assert jax.eval_shape(half, {"params": params}, single).dtype == jnp.bfloat16
     del params["bias"]
-    out = Linear(7, use_bias=False).apply(
-        {"params": params}, jnp.asarray(x, jnp.float32)
-    )
+    out = run(Linear(7, use_bias=False).apply, {"params": params}, single)
     np.testing.assert_allclose(out, x @ kernel, rtol=1e-5, atol=1e-5)
 
 
 def test_dropout_zeroes_independent_elements_and_keeps_the_mean():
     # Three tokens more than a multiple of four, the elements of a random word.
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(997, 23)), jnp.float32)
-    rngs = {"dropout": jax.random.key(0)}
+    x, rngs = normal(0, 997, 23), {"dropout": jax.random.key(0)}
 
-    def apply(x):
-        return Dropout(0.1).apply({}, x, deterministic=False, rngs=rngs)
+    @jax.jit
+    def value_and_gradient(x):
+        def apply(x):
+            return Dropout(0.1).apply({}, x, deterministic=False, rngs=rngs)
 
-    out, pullback = jax.vjp(jax.jit(apply), x)
+        out, pullback = jax.vjp(apply, x)
+        return out, *pullback(jnp.ones_like(out))
+
+    out, gradient = jax.device_get(value_and_gradient(x))
     rate = 26 / 256
-    kept = np.asarray(out) != 0
+    kept = out != 0
     np.testing.assert_allclose(out, np.where(kept, x / (1 - rate), 0.0), rtol=1e-6)
-    (gradient,) = pullback(jnp.ones_like(out))
     np.testing.assert_allclose(gradient, kept / (1 - rate), rtol=1e-6)
     deviations = (kept - (1 - rate)) / (rate * (1 - rate)) ** 0.5
     # Each column, and each product of two columns, within 4.5 standard errors.
@@ -74,14 +77,13 @@ def test_dropout_is_off_where_it_should_be():
     assert Dropout(0.5).apply({}, X) is X
     assert Dropout(0.0).apply({}, X, deterministic=False, rngs=rngs) is X
     assert not Dropout(1.0).apply({}, X, deterministic=False, rngs=rngs).any()
-    half = Dropout(0.5).apply(
-        {}, X.astype(jnp.bfloat16), deterministic=False, rngs=rngs
-    )
+    drop = functools.partial(Dropout(0.5).apply, deterministic=False, rngs=rngs)
+    half = jax.eval_shape(drop, {}, X.astype(jnp.bfloat16))
     assert half.dtype == jnp.bfloat16
 
 
 SIZES = {"dim": 6, "num_heads": 2, "num_layers": 2}
-X = jnp.asarray(np.random.default_rng(0).normal(size=(2, 7, 6)), jnp.float32)
+X = normal(0, 2, 7, 6)
 
 
 class Model(nn.Module):
@@ -119,7 +121,7 @@ def random_variables(model):
     rng = np.random.default_rng(1)
     shapes = jax.eval_shape(model.init, jax.random.key(0), X)
     return jax.tree.map(
-        lambda leaf: jnp.asarray(0.4 * rng.normal(size=leaf.shape), leaf.dtype), shapes
+        lambda leaf: (0.4 * rng.normal(size=leaf.shape)).astype(leaf.dtype), shapes
     )
 
 
@@ -144,13 +146,14 @@ def test_scanned_layers_equal_unrolled_layers(attention, position):
         return jnp.sin(model.apply({"params": params}, X)).sum()
 
     def differentiate(model, params):
-        return jax.jit(jax.value_and_grad(functools.partial(loss, model)))(params)
+        gradient = jax.jit(jax.value_and_grad(functools.partial(loss, model)))
+        return jax.device_get(gradient(params))
 
     value, gradients = differentiate(scanned, params)
     expected, unrolled = differentiate(Model(attention, position, scan=False), layers)
     np.testing.assert_allclose(value, expected, rtol=1e-5)
     stacked = jax.tree.map(
-        lambda *leaves: jnp.stack(leaves), *(unrolled.pop(f"block_{i}") for i in (0, 1))
+        lambda *leaves: np.stack(leaves), *(unrolled.pop(f"block_{i}") for i in (0, 1))
     )
     jax.tree.map(
         functools.partial(np.testing.assert_allclose, rtol=1e-3, atol=1e-4),
@@ -196,11 +199,12 @@ def test_blocks_equal_the_reference():
 
 def test_dropout_differs_by_layer_and_key():
     model = Model("softmax", dropout=0.5)
-    params = jax.tree.map(jnp.zeros_like, random_variables(model))["params"]
+    params = jax.tree.map(np.zeros_like, random_variables(model))["params"]
     # Each layer adds 1 to each component of a token, then dropout acts.
     feed_forward = params["blocks_0"]["feed_forward"]
     feed_forward["hidden"]["bias"] += 1.0
-    feed_forward["out"]["kernel"] += jnp.eye(11, 6) / nn.gelu(1.0, approximate=False)
+    gelu = 0.5 * (1 + math.erf(0.5**0.5))
+    feed_forward["out"]["kernel"] += np.eye(11, 6, dtype=np.float32) / gelu
     apply = jax.jit(
         lambda seed: (
             model.apply(
@@ -212,16 +216,17 @@ def test_dropout_differs_by_layer_and_key():
             - X
         )
     )
-    np.testing.assert_array_equal(apply(0), apply(0))
-    assert not np.allclose(apply(0), apply(1))
+    first = np.asarray(apply(0))
+    np.testing.assert_array_equal(apply(0), first)
+    assert not np.allclose(apply(1), first)
     # No layer, one layer, or both layers keep the component, scaled by 1 / 0.5.
-    assert np.unique(np.round(apply(0), 3)).tolist() == [0, 2, 4]
+    assert np.unique(np.round(first, 3)).tolist() == [0, 2, 4]
 
 
 @pytest.mark.quick("attention")
 @pytest.mark.parametrize("part", ["attention", "feed_forward"])
 def test_each_part_has_its_own_dropout_rate(part):
-    x = jnp.asarray(np.random.default_rng(2).normal(size=(4, 50, 6)), jnp.float32)
+    x = normal(2, 4, 50, 6)
     attention, _ = build("softmax", "none", dim=6, num_heads=2, num_layers=1)
     rates = {"attention": 0.25, "feed_forward": 0.625}
     block = TransformerBlock(
@@ -232,20 +237,23 @@ def test_each_part_has_its_own_dropout_rate(part):
         dropout=rates["feed_forward"],
     )
     options = {"grid": (50,), "num_prefix": 0}
-    init = jax.jit(functools.partial(block.init, **options))
-    params = init(jax.random.key(0), x)["params"]
+    init = functools.partial(block.init, **options)
+    params = run(init, jax.random.key(0), x)["params"]
     # The other part adds nothing; this part adds its activations or heads' outputs.
     other = "feed_forward" if part == "attention" else "attention"
-    params[other] = jax.tree.map(jnp.zeros_like, params[other])
-    params[part]["out"] = {"kernel": jnp.eye(6), "bias": jnp.zeros(6)}
+    params[other] = jax.tree.map(np.zeros_like, params[other])
+    eye = np.eye(6, dtype=np.float32)
+    params[part]["out"] = {"kernel": eye, "bias": np.zeros(6, np.float32)}
     options |= {"rngs": {"dropout": jax.random.key(1)}}
-    plain, dropped = (
-        jax.jit(functools.partial(block.apply, deterministic=deterministic, **options))(
-            {"params": params}, x
-        )
-        - x
-        for deterministic in (True, False)
-    )
+
+    def outputs(params):
+        return [
+            block.apply({"params": params}, x, deterministic=deterministic, **options)
+            - x
+            for deterministic in (True, False)
+        ]
+
+    plain, dropped = run(outputs, params)
     rate = rates[part]
     kept = np.abs(dropped) > 1e-6
     expected = np.where(kept, plain / (1 - rate), 0.0)
@@ -256,7 +264,7 @@ def test_each_part_has_its_own_dropout_rate(part):
 
 
 def test_layers_start_differently():
-    params = jax.jit(Model("softmax").init)(jax.random.key(0), X)["params"]["blocks_0"]
+    params = run(Model("softmax").init, jax.random.key(0), X)["params"]["blocks_0"]
     for kernel in (params["attention"]["q"], params["feed_forward"]["out"]):
         assert not np.allclose(*kernel["kernel"])
     # Uniform in +-1/sqrt(fan_in) of one layer, not of all layers.

@@ -16,13 +16,13 @@ from relattn.nn.compat import (
     dot_product_attention,
     split_attention_mask,
 )
-from tests.helpers.quick import quick_jit
+from tests.helpers.quick import normal, quick_jit, run
 
 BATCH, N, M, HEADS, HEAD_DIM, VALUE_DIM = 3, 7, 11, 6, 5, 13
 
 
 def draw(*shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+    return normal(seed, *shape)
 
 
 def inputs(n=N, m=M, key_heads=HEADS, batch=(BATCH,), value_dim=HEAD_DIM):
@@ -37,7 +37,7 @@ def allowed(*shape):
     """A mask that hides some keys of every query, but never the first."""
     mask = np.arange(np.prod(shape)).reshape(shape) % 3 != 1
     mask[..., 0] = True
-    return jnp.asarray(mask)
+    return mask
 
 
 @pytest.mark.quick("sizes0-options0", "sizes1-options1", "sizes2-options2")
@@ -83,7 +83,7 @@ def test_softmax_equals_jax_nn(sizes, options):
 def test_linear_attention_equals_the_kernel(key_heads, is_causal, heads):
     q, k, v = inputs(m=N, key_heads=key_heads, value_dim=VALUE_DIM)
     mask = allowed(BATCH, heads, 1, N)
-    projection = kernels.draw_orthogonal(jax.random.key(1), 17, HEAD_DIM)
+    projection = normal(3, 17, HEAD_DIM)
     feature_map = functools.partial(kernels.positive_features, projection=projection)
     attend, kernel = kernels.linear_attention, kernels.linear_attention
     if is_causal:
@@ -132,10 +132,14 @@ def test_a_bias_of_offsets_is_an_option_of_the_kernel():
     q, k, v = inputs(m=N)
     bias = draw(2 * N - 1)
     attend = functools.partial(kernels.relative_attention, grid=(N,), bias=bias)
-    out = dot_product_attention(q, k, v, implementation=attend)
     offset = np.arange(N)[:, None] - np.arange(N)
-    expected = jax.nn.dot_product_attention(q, k, v, bias[offset + N - 1][None, None])
-    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6)
+    pairs = bias[offset + N - 1][None, None]
+
+    def both(q, k, v):
+        ours = dot_product_attention(q, k, v, implementation=attend)
+        return ours, jax.nn.dot_product_attention(q, k, v, pairs)
+
+    np.testing.assert_allclose(*run(both, q, k, v), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -162,7 +166,10 @@ def test_a_bias_of_offsets_is_an_option_of_the_kernel():
             {"implementation": kernels.banded_attention},
             r"must be a name or a kernel of queries, keys and values",
         ),
-        ({"mask": jnp.zeros((1, 1, N, M))}, "mask must be boolean.*got float32"),
+        (
+            {"mask": np.zeros((1, 1, N, M), np.float32)},
+            "mask must be boolean.*got float32",
+        ),
         ({"mask": allowed(2, 1, 1, N, M)}, r"mask must broadcast to .* got shape \(2,"),
     ],
 )
@@ -202,21 +209,22 @@ def nnx_layer(**options):
 @pytest.mark.quick("linen_layer")
 @pytest.mark.parametrize("make", [linen_layer, nnx_layer])
 def test_flax_layers_take_the_hook(make):
-    x = draw(BATCH, N, 5)
-    keys = nn.make_attention_mask(jnp.ones((BATCH, N)), jnp.arange(N)[None] % 4 != 2)
-    causal = nn.make_causal_mask(x[..., 0])
-    x, keys, causal = map(np.asarray, (x, keys, causal))
-    for mask in (None, keys, causal, keys[:, :, :1]):
-        expected = make()[1](x, mask)
-        out = make(attention_fn=attention_fn("softmax"))[1](x, mask)
-        np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6)
-    expected = make(attention_fn=attention_fn("softmax"))[1](x, causal)
-    out = make(attention_fn=attention_fn("softmax", is_causal=True))[1](x, None)
-    np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-6)
-    favor = attention_fn("favor", is_causal=True)
+    x, ones = draw(BATCH, N, 5), np.ones((BATCH, N))
+    keys = run(nn.make_attention_mask, ones, np.arange(N)[None] % 4 != 2)
+    causal = run(nn.make_causal_mask, ones)
+    plain, hooked = make()[1], make(attention_fn=attention_fn("softmax"))[1]
+    for mask in (None, keys, keys[:, :, :1]):
+        np.testing.assert_allclose(
+            hooked(x, mask), plain(x, mask), rtol=1e-5, atol=1e-6
+        )
+    expected, by_mask = plain(x, causal), hooked(x, causal)
+    by_flag = make(attention_fn=attention_fn("softmax", is_causal=True))[1](x, None)
+    np.testing.assert_allclose(by_mask, expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(by_flag, expected, rtol=1e-5, atol=1e-6)
+    favor = make(attention_fn=attention_fn("favor", is_causal=True))[1]
     later = np.where(np.arange(N)[:, None] < 4, x, np.float32(1))
-    out = make(attention_fn=favor)[1](x, keys[:, :, :1])
-    changed = make(attention_fn=favor)[1](later, keys[:, :, :1])
+    out = np.asarray(favor(x, keys[:, :, :1]))
+    changed = np.asarray(favor(later, keys[:, :, :1]))
     np.testing.assert_array_equal(out[:, :4], changed[:, :4])
     assert not np.allclose(out[:, 4:], changed[:, 4:])
 
@@ -231,7 +239,7 @@ def linen_steps(x, **options):
         out, changed = step({**variables, "cache": cache}, x[:, i : i + 1])
         cache = changed["cache"]
         outs.append(out)
-    return jnp.concatenate(outs, axis=1), variables["params"]
+    return np.concatenate(outs, axis=1), variables["params"]
 
 
 @pytest.mark.quick("softmax-False")
@@ -243,13 +251,12 @@ def test_linen_layer_decodes_what_the_causal_layer_computes(name, is_causal):
     causal = nn.MultiHeadDotProductAttention(
         num_heads=2, attention_fn=attention_fn(name, is_causal=True)
     )
-    whole = causal.apply({"params": params}, x)
+    whole = run(causal.apply, {"params": params}, x)
     np.testing.assert_allclose(out, whole, rtol=1e-4, atol=1e-5)
     if name == "softmax":
         flax = nn.MultiHeadDotProductAttention(num_heads=2)
-        expected = flax.apply(
-            {"params": params}, x, mask=nn.make_causal_mask(x[..., 0])
-        )
+        mask = np.tril(np.ones((1, 1, N, N), bool))
+        expected = run(functools.partial(flax.apply, mask=mask), {"params": params}, x)
         np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-5)
 
 
@@ -293,12 +300,11 @@ def test_nnx_layer_decodes_what_the_causal_layer_computes(name, is_causal, in_ca
 def test_decoding_steps_have_the_values_of_softmax(is_causal):
     """Tokens 1 and 3: 3 e^9 and 1 e^3 are the weighted values of the second."""
     hook = attention_fn("softmax", is_causal=is_causal)
-    q, k = jnp.array([3.0]).reshape(1, 1, 1, 1), jnp.array([1.0, 3.0, 7.0])
-    k, seen = k.reshape(1, 3, 1, 1), jnp.array([1, 1, 0]).reshape(1, 1, 1, 3)
+    q, k = np.full((1, 1, 1, 1), 3.0, np.float32), np.float32([1.0, 3.0, 7.0])
+    k, seen = k.reshape(1, 3, 1, 1), np.array([1, 1, 0]).reshape(1, 1, 1, 3)
     expected = (np.exp(3) + 3 * np.exp(9)) / (np.exp(3) + np.exp(9))
-    np.testing.assert_allclose(
-        hook(q, k, k, mask=seen)[0, 0, 0, 0], expected, rtol=1e-6
-    )
+    out = run(functools.partial(hook, mask=seen), q, k, k)
+    np.testing.assert_allclose(out[0, 0, 0, 0], expected, rtol=1e-6)
 
 
 @pytest.mark.quick("softmax")
@@ -311,13 +317,13 @@ def test_causal_queries_are_the_last_of_the_keys(name):
     @quick_jit
     def outs(q, k, v):
         parts = [hook(q[:, i:], k, v, mask=mask) for i in (1, 4, N - 1)]
-        return parts, hook(q, k, v, mask=mask)
+        past = mask & np.tril(np.ones((N, N), bool))
+        expected = jax.nn.dot_product_attention(q, k, v, mask=past)
+        return parts, hook(q, k, v, mask=mask), expected
 
-    parts, whole = outs(q, k, v)
+    parts, whole, expected = outs(q, k, v)
     for first, out in zip((1, 4, N - 1), parts, strict=True):
         np.testing.assert_allclose(out, whole[:, first:], rtol=1e-4, atol=1e-6)
-    past = jnp.tril(jnp.ones((N, N), bool))
-    expected = jax.nn.dot_product_attention(q, k, v, mask=mask & past[None, None])
     assert np.allclose(whole, expected, atol=1e-5) == (name == "softmax")
 
 
@@ -333,7 +339,7 @@ def test_causal_queries_that_cannot_be_placed_raise():
         attention_fn(relative, is_causal=True)(q[:, :1], k, v)
 
 
-PADDING = jnp.arange(N) < jnp.array([[N], [4], [2]])
+PADDING = np.arange(N) < np.array([[N], [4], [2]])
 
 
 @pytest.mark.quick("softmax-False", "softmax-True")
@@ -422,8 +428,8 @@ def test_a_mask_of_unknown_values_is_refused():
 def test_a_mask_may_be_a_list(name):
     (q, k, v), keys = inputs(), [1, 0, 1, 1, 0, 0, 1, 0, 0, 1, 1]
     kept = np.flatnonzero(keys)
-    expected = attention_fn(name)(q, k[:, kept], v[:, kept])
-    out = attention_fn(name)(q, k, v, mask=[[[keys]]] * BATCH)
+    expected = run(attention_fn(name), q, k[:, kept], v[:, kept])
+    out = run(functools.partial(attention_fn(name), mask=[[[keys]]] * BATCH), q, k, v)
     np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-6)
 
 
@@ -433,11 +439,10 @@ def test_key_mask_of_another_length_raises():
     with pytest.raises(ValueError, match=message):
         attention_fn("favor", key_mask=PADDING)(q, k, v)
     hook = quick_jit(attention_fn("favor", key_mask=np.arange(M) < 5))
-    q, k, v = map(np.asarray, (q, k, v))
     expected = quick_jit(attention_fn("favor"))(q, k[:, :5], v[:, :5])
     np.testing.assert_allclose(hook(q, k, v), expected, rtol=1e-4, atol=1e-6)
     with pytest.raises(ValueError, match="mask must broadcast to"):
-        hook(q, k, v, mask=jnp.ones((BATCH, 1, 1, N)))
+        hook(q, k, v, mask=np.ones((BATCH, 1, 1, N)))
 
 
 @pytest.mark.quick("softmax-False")
@@ -523,8 +528,9 @@ def test_hook_computes_in_the_dtype_of_flax():
         {"force_fp32_for_softmax": True, "deterministic": True, "dropout_rate": 0.1},
     ):
         given = {key: call[key] for key in ("dtype", "promote_dtype") if key in call}
-        expected = nnx.dot_product_attention(*mixed, **given)
-        out = attend(*mixed, **call)
+        flax = functools.partial(nnx.dot_product_attention, **given)
+        expected = run(flax, *mixed)
+        out = run(functools.partial(attend, **call), *mixed)
         assert out.dtype == expected.dtype
         np.testing.assert_allclose(
             out.astype(float), expected.astype(float), atol=0.03 if given else 1e-5

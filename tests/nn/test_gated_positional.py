@@ -1,5 +1,7 @@
 """Tests gated positional attention: outputs, initial values, errors."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,33 +9,33 @@ import pytest
 
 from relattn.nn.gated_positional import GatedPositionalAttention
 from tests import reference
+from tests.helpers.quick import normal, run
 
 GRID, N, DIM, HEADS, HEAD_DIM = (2, 3), 7, 8, 2, 4
 
 
 def test_output_equals_the_reference_with_linear_projections():
     module = GatedPositionalAttention(dim=DIM, num_heads=HEADS)
-    x = jax.random.normal(jax.random.key(1), (1, N, DIM))
+    x = normal(1, 1, N, DIM)
     options = {"grid": GRID, "num_prefix": 1}
-    variables = module.init(jax.random.key(0), x, **options)
+    variables = run(functools.partial(module.init, **options), jax.random.key(0), x)
     params = dict(variables["params"])
-    params["coefficients"] = jax.random.normal(jax.random.key(2), (HEADS, 6))
-    params["gate"] = jnp.array([-0.3, 0.7])
-    out = module.apply({"params": params}, x, **options)
+    params["coefficients"] = normal(2, HEADS, 6)
+    params["gate"] = np.float32([-0.3, 0.7])
+    out = run(functools.partial(module.apply, **options), {"params": params}, x)
 
     def project(name):
         y = x[0] @ params[name]["kernel"] + params[name]["bias"]
         return y.reshape(N, HEADS, HEAD_DIM).swapaxes(0, 1)
 
-    heads = [
-        reference.gated_positional_attention(
-            *inputs, np.ones((N, N), bool), grid=GRID, num_prefix=1
-        )
-        for inputs in zip(
-            *map(project, "qkv"), params["gate"], params["coefficients"], strict=True
-        )
-    ]
-    expected = jnp.stack(heads, axis=1).reshape(N, DIM)
+    attend = functools.partial(
+        reference.gated_positional_attention,
+        allowed=np.ones((N, N), bool),
+        grid=GRID,
+        num_prefix=1,
+    )
+    inputs = *map(project, "qkv"), params["gate"], params["coefficients"]
+    expected = run(jax.vmap(attend), *inputs).swapaxes(0, 1).reshape(N, DIM)
     expected = expected @ params["out"]["kernel"] + params["out"]["bias"]
     np.testing.assert_allclose(out[0], expected, atol=1e-5)
 

@@ -10,6 +10,7 @@ import pytest
 
 from relattn.nn.registry import build
 from tests import reference
+from tests.helpers.quick import normal, run
 
 N, DIM, HEADS, HEAD_DIM = 7, 8, 2, 4
 
@@ -19,11 +20,11 @@ def test_output_equals_the_reference_with_linear_projections():
         "relu(num_features=5, eps=0.02)", "none", dim=DIM, num_heads=HEADS, num_layers=1
     )
     module = make(layer=0)
-    x = jax.random.normal(jax.random.key(1), (2, N, DIM))
-    params = dict(module.init(jax.random.key(0), x)["params"])
+    x = normal(1, 2, N, DIM)
+    params = dict(run(module.init, jax.random.key(0), x)["params"])
     assert np.abs(params["projection"]).max() <= HEAD_DIM**-0.5
-    params["bias"] = 0.3 * jax.random.normal(jax.random.key(2), (5,))
-    out = module.apply({"params": params}, x)
+    params["bias"] = normal(2, 5, scale=0.3)
+    out = run(module.apply, {"params": params}, x)
 
     def project(name):
         y = x[1] @ params[name]["kernel"] + params[name]["bias"]
@@ -34,11 +35,13 @@ def test_output_equals_the_reference_with_linear_projections():
             vector, params["projection"], params["bias"], eps=0.02
         )
 
-    heads = [
-        reference.linear_attention(*inputs, phi, np.ones((N, N), bool))
-        for inputs in zip(*map(project, "qkv"), strict=True)
-    ]
-    expected = jnp.stack(heads, axis=1).reshape(N, DIM)
+    def heads():
+        return [
+            reference.linear_attention(*inputs, phi, np.ones((N, N), bool))
+            for inputs in zip(*map(project, "qkv"), strict=True)
+        ]
+
+    expected = np.stack(run(heads), axis=1).reshape(N, DIM)
     expected = expected @ params["out"]["kernel"] + params["out"]["bias"]
     np.testing.assert_allclose(out[1], expected, atol=1e-5)
 
@@ -62,7 +65,8 @@ def test_random_features_survive_serialization_by_flax():
 
 def test_default_num_features_is_d_ln_d_and_layers_are_scannable():
     make, _ = build("relu", "none", dim=32, num_heads=2, num_layers=1)
-    variables = make(layer=0).init(jax.random.key(0), jnp.ones((1, N, 32)))
+    x = np.ones((1, N, 32), np.float32)
+    variables = run(make(layer=0).init, jax.random.key(0), x)
     assert set(variables) == {"params"}
     shapes = {"projection": (44, 16), "bias": (44,)}
     for name, shape in shapes.items():

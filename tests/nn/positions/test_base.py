@@ -8,16 +8,22 @@ import pytest
 
 from relattn import offsets
 from relattn.nn.positions import base
-from tests.helpers.quick import quick_jit
+from tests.helpers.quick import normal, quick_jit, run
 
 GRID = (3, 5)
 DIM, HEADS, LAYERS, BATCH, HEAD_DIM = 12, 2, 3, 2, 7
 
 
+def init_with_output(module, tokens):
+    def init(key, tokens):
+        return module.init_with_output(key, tokens, GRID)
+
+    return run(init, jax.random.key(0), np.float32(tokens))
+
+
 def test_learnable_sincos_adds_the_published_sinusoids():
     module = base.LearnableSincos(dim=DIM)
-    tokens = jnp.zeros((BATCH, 15, DIM))
-    added, variables = module.init_with_output(jax.random.key(0), tokens, GRID)
+    added, variables = init_with_output(module, np.zeros((BATCH, 15, DIM)))
     frequencies = 32000.0 ** (-np.arange(3) / 3)
     np.testing.assert_allclose(
         variables["params"]["frequencies"], frequencies, rtol=1e-6
@@ -35,12 +41,9 @@ def test_learnable_sincos_with_an_indivisible_width_raises():
 
 def heads_inputs(**options):
     module = base.ConstrainedSincos(DIM, HEADS, LAYERS, num_scales=2, **options)
-    variables = module.init(jax.random.key(0), GRID, 1)
-    key_q, key_k, key_x = jax.random.split(jax.random.key(1), 3)
-    q = jax.random.normal(key_q, (BATCH, HEADS, 16, HEAD_DIM))
-    k = jax.random.normal(key_k, (BATCH, HEADS, 16, HEAD_DIM))
-    x = jax.random.normal(key_x, (BATCH, 16, DIM))
-    return module, variables["params"], (q, k, x)
+    variables = run(lambda: module.init(jax.random.key(0), GRID, 1))
+    q, k = normal(0, 2, BATCH, HEADS, 16, HEAD_DIM)
+    return module, variables["params"], (q, k, normal(1, BATCH, 16, DIM))
 
 
 def lemma_1(params, x, layer):
@@ -85,7 +88,7 @@ def test_constrained_sincos_equals_lemma_1_and_is_zero_for_the_prefix(options, b
 
     def outcome(scores, dtype):
         """Computes scores, and gradients of a weighted sum of all scores."""
-        leaves = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), (params, x))
+        leaves = jax.tree.map(lambda leaf: leaf.astype(dtype), (params, x))
 
         def loss(params, x):
             values = jnp.broadcast_to(scores(params, x), weights.shape)
@@ -94,7 +97,7 @@ def test_constrained_sincos_equals_lemma_1_and_is_zero_for_the_prefix(options, b
         gradients, values = quick_jit(jax.grad(loss, (0, 1), has_aux=True))(*leaves)
         return values, gradients
 
-    wide_q, wide_k = widen(params, x)
+    wide_q, wide_k = run(widen, params, x)
     assert wide_q.shape == wide_k.shape == (BATCH, HEADS, 16, HEAD_DIM + blocks * 8)
     np.testing.assert_array_equal(wide_q[..., :HEAD_DIM], q)
     np.testing.assert_array_equal(wide_k[..., :HEAD_DIM], k)
@@ -115,8 +118,12 @@ def test_content_conditioned_block_is_as_published():
         "bias": (LAYERS, HEADS, 4, 2),
     }
     # With zero coefficients only the block of the content remains; it comes first.
-    params = {**params, "coefficients": jnp.zeros((LAYERS, HEADS, 4, 2))}
-    wide_q, wide_k = module.apply({"params": params}, GRID, 1)[0](q, k, x)
+    params = {**params, "coefficients": 0 * params["coefficients"]}
+
+    def widen(params):
+        return module.apply({"params": params}, GRID, 1)[0](q, k, x)
+
+    wide_q, wide_k = run(widen, params)
     np.testing.assert_array_equal(wide_q[..., HEAD_DIM + 8 :], 0)
     assert (wide_q[:, :, 1:, HEAD_DIM : HEAD_DIM + 8] != 0).any()
     np.testing.assert_array_equal(
@@ -124,7 +131,7 @@ def test_content_conditioned_block_is_as_published():
     )
     # PyTorch's initial values of a linear layer.
     for name in ("kernel", "bias"):
-        assert 0.9 * DIM**-0.5 < jnp.abs(params[name]).max() <= DIM**-0.5
+        assert 0.9 * DIM**-0.5 < np.abs(params[name]).max() <= DIM**-0.5
 
 
 def test_both_forms_of_content_raise():
@@ -147,22 +154,19 @@ def test_constrained_sincos_without_scales_raises():
 
 def test_learned_adds_a_vector_for_every_position():
     module = base.Learned(dim=DIM)
-    tokens = jnp.ones((BATCH, 15, DIM))
-    added, variables = module.init_with_output(jax.random.key(0), tokens, GRID)
+    added, variables = init_with_output(module, np.ones((BATCH, 15, DIM)))
     table = variables["params"]["table"]
     np.testing.assert_array_equal(added[1], 1 + table)
     # The standard deviation of N(0, 1), within 4 standard errors.
     assert abs(table.std() - 1) < 4 / (2 * table.size) ** 0.5
     with pytest.raises(ValueError, match=r"has shape \(15, 12\); a grid of 2x4 tokens"):
-        module.apply(variables, jnp.ones((BATCH, 8, DIM)), (2, 4))
+        module.apply(variables, np.ones((BATCH, 8, DIM), np.float32), (2, 4))
 
 
 def test_sincos_equals_initial_learnable_sincos():
-    tokens = jnp.zeros((BATCH, 15, DIM))
-    learnable = base.LearnableSincos(dim=DIM, base=50.0)
-    expected, _ = learnable.init_with_output(jax.random.key(0), tokens, GRID)
-    module = base.Sincos(dim=DIM, base=50.0)
-    out, variables = module.init_with_output(jax.random.key(0), tokens, GRID)
+    tokens = np.zeros((BATCH, 15, DIM))
+    expected, _ = init_with_output(base.LearnableSincos(dim=DIM, base=50.0), tokens)
+    out, variables = init_with_output(base.Sincos(dim=DIM, base=50.0), tokens)
     np.testing.assert_array_equal(out, expected)
     assert not variables
     with pytest.raises(ValueError, match="'sincos' needs dim divisible"):

@@ -1,5 +1,7 @@
 """Tests offset biases in attention layers and on grids of other sizes."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,7 @@ from relattn import kernels, offsets
 from relattn.nn.positions.relative import RelativeTables
 from relattn.nn.registry import build
 from tests import reference
-from tests.helpers.quick import quick_jit
+from tests.helpers.quick import normal, quick_jit, run
 
 GRID, N, DIM, HEADS, HEAD_DIM = (2, 3), 7, 8, 2, 4
 POSITIONS = ["t5_bias(num_buckets=8, max_distance=5)", "sincos_bias", "fourier_bias"]
@@ -20,9 +22,9 @@ def encode(position, grid, params=None):
     _, make_position = build("favor", position, dim=DIM, num_heads=HEADS, num_layers=3)
     module = make_position()
     if params is None:
-        params = module.init(jax.random.key(0), grid, 1)["params"]
-    layers = module.apply({"params": params}, grid, 1)
-    return jnp.stack([layer.bias for layer in layers]), params
+        params = run(lambda: module.init(jax.random.key(0), grid, 1))["params"]
+    layers = run(lambda params: module.apply({"params": params}, grid, 1), params)
+    return np.stack([layer.bias for layer in layers]), params
 
 
 @pytest.mark.quick("t5_bias(num_buckets=8, max_distance=5)")
@@ -55,10 +57,14 @@ def test_sincos_bias_equals_the_logits_of_strategy_1():
         num_heads=HEADS,
         num_layers=3,
     )[1]
-    q, k = jnp.zeros((2, 1, HEADS, N, HEAD_DIM))
-    layer = make().apply({"params": params}, GRID, 1)[1]
-    q, k = layer(q, k, jnp.zeros((1, N, DIM)))
-    logits = jnp.einsum("bhid,bhjd->hij", q, k) / q.shape[-1] ** 0.5
+
+    def widen(params):
+        q, k = np.zeros((2, 1, HEADS, N, HEAD_DIM), np.float32)
+        layer = make().apply({"params": params}, GRID, 1)[1]
+        return layer(q, k, np.zeros((1, N, DIM), np.float32))
+
+    q, k = run(widen, params)
+    logits = np.einsum("bhid,bhjd->hij", q, k) / q.shape[-1] ** 0.5
     rows = offsets.offset_index(GRID)
     np.testing.assert_allclose(bias[1][:, rows], logits[:, 1:, 1:], atol=1e-6)
 
@@ -75,11 +81,10 @@ def test_linear_attention_multiplies_weights_by_exp_bias(features):
     )
     bias, _ = encode("relative_bias", GRID)
     bias = 30 * bias[1]
-    x = jax.random.normal(jax.random.key(1), (2, N, DIM))
+    x = normal(1, 2, N, DIM)
     options = {"grid": GRID, "num_prefix": 1, "position": RelativeTables(bias=bias)}
-    out, variables = make_attention(layer=0).init_with_output(
-        jax.random.key(2), x, **options
-    )
+    init = functools.partial(make_attention(layer=0).init_with_output, **options)
+    out, variables = run(init, jax.random.key(2), x)
     params = variables["params"]
     projection = variables["random_features"]["projection"].projection
 
@@ -115,7 +120,7 @@ def test_trigonometric_features_sow_the_share_of_nonpositive_normalizers():
         num_layers=3,
     )
     position = RelativeTables(bias=encode("sincos_bias", GRID)[0][0])
-    x = 3 * jax.random.normal(jax.random.key(1), (2, N, DIM))
+    x = normal(1, 2, N, DIM, scale=3)
     module = make_attention(layer=0)
     options = {"grid": GRID, "num_prefix": 1, "position": position}
 

@@ -1,5 +1,7 @@
 """Tests gates in a layer: initial values, parameters, errors."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 
 from relattn.nn.positions import gates
 from tests import reference
+from tests.helpers.quick import normal, run
 
 GRID, N, LAYERS, HEADS, HEAD_DIM = (2, 3), 7, 3, 2, 5
 SIZES = {"dim": HEADS * HEAD_DIM, "num_heads": HEADS, "num_layers": LAYERS}
@@ -16,8 +19,8 @@ both = pytest.mark.parametrize("name", MODULES)
 
 
 def heads_inputs():
-    q, k = jax.random.normal(jax.random.key(1), (2, 1, HEADS, N, HEAD_DIM))
-    return q, k, jnp.ones((1, N, SIZES["dim"]))
+    q, k = normal(1, 2, 1, HEADS, N, HEAD_DIM)
+    return q, k, np.ones((1, N, SIZES["dim"]), np.float32)
 
 
 @both
@@ -40,25 +43,32 @@ def test_queries_and_keys_of_each_layer_and_head_have_their_scales(name):
     shapes = jax.eval_shape(lambda key: module.init(key, GRID, 1), jax.random.key(0))
     rng = np.random.default_rng(0)
     variables = jax.tree.map(
-        lambda leaf: jnp.asarray(0.5 * rng.normal(size=leaf.shape), leaf.dtype), shapes
+        lambda leaf: (0.5 * rng.normal(size=leaf.shape)).astype(leaf.dtype), shapes
     )
-    layer, params = module.apply(variables, GRID, 1)[2], variables["params"]
+    params = variables["params"]
     q, k, x = heads_inputs()
-    outs = layer(q, k, x)
+
+    def apply(variables):
+        layer = module.apply(variables, GRID, 1)[2]
+        one = layer.slice(4, 1)(q[:, :, 4:5], k[:, :, 4:5], x[:, :1])
+        return layer(q, k, x), one
+
+    outs, one = run(apply, variables)
     for side, (y, out) in enumerate(zip((q, k), outs, strict=True)):
         y = np.float64(y[0, 1])
         if name == "irpe_gate":
             tables = (
                 np.float64(params[key][2, side, 1]) for key in ("rows", "columns")
             )
-            expected = reference.irpe_gate(y, *tables, GRID, 1)
+            naive = functools.partial(reference.irpe_gate, grid=GRID, num_prefix=1)
+            expected = run(naive, y, *tables)
         else:
             waves = (params["frequencies"][2], params["phases"][2])
             coefficients = params["coefficients"][2, side, 1]
-            expected = reference.string_gate(y, *waves, coefficients, GRID, 1)
+            naive = functools.partial(reference.string_gate, grid=GRID, num_prefix=1)
+            expected = run(naive, y, *waves, coefficients)
         np.testing.assert_allclose(out[0, 1], expected, rtol=1e-5, atol=1e-5)
         np.testing.assert_array_equal(out[0, 1, 0], np.float32(y[0]))
-    one = layer.slice(4, 1)(q[:, :, 4:5], k[:, :, 4:5], x[:, :1])
     np.testing.assert_array_equal(one[1], outs[1][:, :, 4:5])
 
 
@@ -69,6 +79,6 @@ def test_rank_zero_raises():
 
 def test_embeddings_of_another_grid_raise():
     module = gates.IrpeGate(**SIZES)
-    variables = module.init(jax.random.key(0), GRID, 1)
+    variables = run(lambda: module.init(jax.random.key(0), GRID, 1))
     with pytest.raises(ValueError, match=r"position's rows has shape .* a grid of 4x3"):
         module.apply(variables, (4, 3), 1)

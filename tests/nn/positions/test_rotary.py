@@ -8,6 +8,7 @@ import pytest
 from relattn import offsets
 from relattn.nn.positions import rotary
 from tests import reference
+from tests.helpers.quick import normal, run
 
 GRID, N, LAYERS, HEADS, HEAD_DIM = (2, 3), 7, 3, 2, 6
 SIZES = {"dim": HEADS * HEAD_DIM, "num_heads": HEADS, "num_layers": LAYERS}
@@ -37,9 +38,9 @@ def test_each_layer_and_head_rotates_by_its_parameters(name):
     shapes = jax.eval_shape(lambda key: module.init(key, GRID, 1), jax.random.key(0))
     rng = np.random.default_rng(0)
     variables = jax.tree.map(
-        lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), leaf.dtype), shapes
+        lambda leaf: rng.normal(size=leaf.shape).astype(leaf.dtype), shapes
     )
-    q, k = jax.random.normal(jax.random.key(1), (2, 1, HEADS, N, HEAD_DIM))
+    q, k = normal(1, 2, 1, HEADS, N, HEAD_DIM)
 
     @jax.jit
     def apply(variables):
@@ -49,7 +50,7 @@ def test_each_layer_and_head_rotates_by_its_parameters(name):
         one = layers[2].slice(4, 1)(q[:, :, 4:5], k[:, :, 4:5], x[:, :1])
         return jnp.concatenate(layers[2](q, k, x)), one[0]
 
-    outs, one = apply(variables)
+    outs, one = jax.device_get(apply(variables))
     with jax.enable_x64(True):
         params = jax.tree.map(lambda x: np.float64(x[2, 1]), variables["params"])
         expected = jax.jit(jax.vmap(lambda x: rotated(name, x, params)))
@@ -61,16 +62,16 @@ def test_each_layer_and_head_rotates_by_its_parameters(name):
 @pytest.mark.quick("rope2d_mixed")
 @pytest.mark.parametrize("name", MODULES)
 def test_heads_start_with_different_directions(name):
-    layers, _ = MODULES[name](**SIZES).init_with_output(jax.random.key(0), GRID, 1)
+    init = MODULES[name](**SIZES).init_with_output
+    layers, _ = run(lambda: init(jax.random.key(0), GRID, 1))
     angles = np.stack([layer.angles[:, -1] for layer in layers])
     assert len(np.unique(angles[..., 1].round(6))) == LAYERS * HEADS
     assert np.abs(angles).max() <= np.linalg.norm(np.array(GRID) - 1) + 1e-5
 
 
 def test_cayley_string_starts_as_rope():
-    layers, _ = MODULES["cayley_string"](**SIZES).init_with_output(
-        jax.random.key(0), (5,), 0
-    )
+    init = MODULES["cayley_string"](**SIZES).init_with_output
+    layers, _ = run(lambda: init(jax.random.key(0), (5,), 0))
     np.testing.assert_array_equal(layers[1].matrix[1], np.eye(HEAD_DIM))
     frequencies = 10000.0 ** (-np.arange(3) / 3)
     np.testing.assert_allclose(layers[1].angles[1, 4], 4 * frequencies, rtol=1e-6)

@@ -43,10 +43,10 @@ def make(name, **options):
     def draw(path, leaf):
         small = WRITERS.search(jax.tree_util.keystr(path))
         values = rng.normal(size=leaf.shape) * (0.01 if small else 0.3)
-        return jnp.asarray(values, leaf.dtype)
+        return values.astype(leaf.dtype)
 
     shapes = jax.eval_shape(model.init, jax.random.key(0), inputs)
-    return model, jax.tree_util.tree_map_with_path(draw, shapes), jnp.asarray(inputs)
+    return model, jax.tree_util.tree_map_with_path(draw, shapes), inputs
 
 
 def blocks(x, params, allowed):
@@ -107,7 +107,6 @@ def test_logits_equal_the_formula(name, options, naive):
     logits = quick_jit(model.apply)(variables, inputs)
     with jax.enable_x64(True):
         params = jax.tree.map(np.float64, variables["params"])
-        inputs = np.asarray(inputs)
         inputs = inputs if name == "gpt" else np.float64(inputs)
         expected = quick_jit(jax.vmap(naive, (0, None)))(inputs, params)
     np.testing.assert_allclose(logits, expected, atol=1e-5 * np.abs(expected).max())

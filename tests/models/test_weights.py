@@ -7,10 +7,10 @@ import pytest
 
 from relattn.models import GPT, AlexNet, ViT, attention_weights
 from relattn.nn import ATTENTIONS
-from tests.helpers.quick import quick_jit
+from tests.helpers.quick import normal, quick_jit, run
 from tests.helpers.specs import with_others
 
-IMAGES = jax.random.normal(jax.random.key(0), (2, 6, 9, 1))
+IMAGES = normal(0, 2, 6, 9, 1)
 
 
 def make(attention, position="none", num_layers=1):
@@ -24,7 +24,7 @@ def make(attention, position="none", num_layers=1):
         attention=attention,
         position=position,
     )
-    variables = quick_jit(model.init)(jax.random.key(1), IMAGES)
+    variables = run(model.init, jax.random.key(1), IMAGES)
     assert "attention_weights" not in variables
     # Tables that start at zero would hide which weight is whose.
     noise = 0.3 * np.random.default_rng(2).normal(size=997).astype(np.float32)
@@ -154,8 +154,8 @@ def test_causal_weights_do_not_see_the_future():
 
 def test_a_network_without_attention_has_none():
     model = AlexNet(num_classes=5)
-    images = jnp.zeros((1, 32, 32, 1))
+    images = np.zeros((1, 32, 32, 1), np.float32)
     variables = jax.eval_shape(model.init, jax.random.key(0), images)
-    variables = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), variables)
+    variables = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), variables)
     with pytest.raises(ValueError, match="AlexNet has no attention, so no weights"):
         attention_weights(model, variables, images)

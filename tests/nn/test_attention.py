@@ -329,19 +329,20 @@ def test_causal_attention_with_prefix_tokens_raises():
 
 
 @pytest.mark.parametrize(
-    "attention, position, options, what",
+    "attention, has_bias, options, what",
     [
-        ("banded", None, {}, "attention 'banded' needs distances"),
-        ("softmax", RelativeTables(bias=np.zeros((HEADS, 13))), {}, "each offset"),
-        ("favor", RelativeTables(bias=np.zeros((HEADS, 13))), {}, "each offset"),
-        ("softmax", None, {"causal": True}, "decoding needs the length of the cache"),
+        ("banded", False, {}, "attention 'banded' needs distances"),
+        ("softmax", True, {}, "each offset"),
+        ("favor", True, {}, "each offset"),
+        ("softmax", False, {"causal": True}, "decoding needs the length of the cache"),
     ],
 )
-def test_attention_that_needs_a_grid_asks_for_it(attention, position, options, what):
+def test_attention_that_needs_a_grid_asks_for_it(attention, has_bias, options, what):
     make_attention, _ = build(
         attention, "none", dim=DIM, num_heads=HEADS, num_layers=1, **options
     )
     index = 0 if options else None
+    position = RelativeTables(bias=jnp.zeros((HEADS, 13))) if has_bias else None
     init = functools.partial(
         make_attention(layer=0).init, position=position, index=index
     )
@@ -371,7 +372,7 @@ def test_decoding_outside_of_the_cache_or_the_prompt_raises(n, index):
 def test_vectors_are_cast_and_biases_stay_float32():
     vectors = jnp.ones((2, 5, 3))
     tables = {"key_table": vectors, "value_table": vectors}
-    position = RelativeTables(**tables, bias=np.full((2, 5), 7.9, np.float32))
+    position = RelativeTables(**tables, bias=jnp.full((2, 5), 7.9))
     module = SoftmaxAttention(dim=6, num_heads=2, dtype=jnp.bfloat16)
     found = module.tables(Context((3,), 0, position, None, None, None))
     assert found["key_table"].dtype == found["value_table"].dtype == jnp.bfloat16

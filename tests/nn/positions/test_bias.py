@@ -81,8 +81,8 @@ def test_linear_attention_multiplies_weights_by_exp_bias(features):
     )
     bias, _ = encode("relative_bias", GRID)
     bias = 30 * bias[1]
-    x = normal(1, 2, N, DIM)
-    options = {"grid": GRID, "num_prefix": 1, "position": RelativeTables(bias=bias)}
+    x, tables = normal(1, 2, N, DIM), RelativeTables(bias=jnp.asarray(bias))
+    options = {"grid": GRID, "num_prefix": 1, "position": tables}
     init = functools.partial(make_attention(layer=0).init_with_output, **options)
     out, variables = run(init, jax.random.key(2), x)
     params = variables["params"]
@@ -119,7 +119,7 @@ def test_trigonometric_features_sow_the_share_of_nonpositive_normalizers():
         num_heads=HEADS,
         num_layers=3,
     )
-    position = RelativeTables(bias=encode("sincos_bias", GRID)[0][0])
+    position = RelativeTables(bias=jnp.asarray(encode("sincos_bias", GRID)[0][0]))
     x = normal(1, 2, N, DIM, scale=3)
     module = make_attention(layer=0)
     options = {"grid": GRID, "num_prefix": 1, "position": position}

@@ -116,9 +116,13 @@ def sha256(path: Path, title: str | None = None) -> str:
             disable=True if title is None else None,
         ) as bar,
     ):
-        while count := file.readinto(block):
-            digest.update(block[:count])
-            bar.update(count)
+        try:
+            while count := file.readinto(block):
+                digest.update(block[:count])
+                bar.update(count)
+        except OSError as error:
+            # Errors of reading, unlike those of opening, do not name the file.
+            raise OSError(error.errno, error.strerror, str(path)) from error
     return digest.hexdigest()
 
 

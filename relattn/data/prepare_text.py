@@ -301,26 +301,38 @@ def _write(
 ) -> TokenMeta:
     """Writes the files, renames them when complete, and adds meta and manifest."""
     output.mkdir(parents=True, exist_ok=True)
-    counts = {}
-    with tqdm(
-        desc="Encoding", unit=" tokens", unit_scale=True, disable=None, delay=2
-    ) as bar:
+    final = [output / FILES[name] for name in splits]
+    partial = [path.with_name(f"{path.name}.partial") for path in final]
+    path = partial[0]
+    try:
+        counts = {}
+        with tqdm(
+            desc="Encoding", unit=" tokens", unit_scale=True, disable=None, delay=2
+        ) as bar:
 
-        def counted(pieces: Iterator[TokenIds]) -> Iterator[TokenIds]:
-            for tokens in pieces:
-                bar.update(len(tokens))
-                yield tokens
+            def counted(pieces: Iterator[TokenIds]) -> Iterator[TokenIds]:
+                for tokens in pieces:
+                    bar.update(len(tokens))
+                    yield tokens
 
-        for name, pieces in splits.items():
-            partial = output / f"{FILES[name]}.partial"
-            counts[FILES[name]] = write_tokens(
-                partial, counted(encode_pieces(pieces, tokenizer))
-            )
-    for name in counts:
-        (output / f"{name}.partial").replace(output / name)
-    meta = TokenMeta(tokenizer.name, tokenizer.vocab_size, counts, origin)
-    write_meta(output, meta)
-    write_manifest(output, [META, *counts])
+            for path, (name, pieces) in zip(partial, splits.items(), strict=True):
+                counts[FILES[name]] = write_tokens(
+                    path, counted(encode_pieces(pieces, tokenizer))
+                )
+        for path, complete in zip(partial, final, strict=True):
+            path.replace(complete)
+        meta = TokenMeta(tokenizer.name, tokenizer.vocab_size, counts, origin)
+        path = output / META
+        write_meta(output, meta)
+        path = output / MANIFEST
+        write_manifest(output, [META, *counts])
+    except BaseException as error:
+        # None of them was there before, see `_check_arguments`.
+        for each in (*partial, *final, output / META, output / MANIFEST):
+            each.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        raise
     return meta
 
 

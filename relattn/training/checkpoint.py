@@ -35,7 +35,7 @@ from relattn.messages import shorten
 from relattn.training.errors import CheckpointError, DamagedError
 from relattn.training.orbax_errors import quiet_orbax, system_error
 from relattn.training.run_metadata import check_meta
-from relattn.training.workdir import DAMAGED, free_name
+from relattn.training.workdir import DAMAGED, free_name, usable_folder
 
 CHECKPOINTS = "checkpoints"
 
@@ -55,8 +55,20 @@ class CheckpointWriter:
     """
 
     def __init__(self, folder: Path, num_scores: int = 1):
-        """Creates the folder if needed; each checkpoint will have that many scores."""
-        self.folder = folder.absolute()
+        """Creates the folder if needed; each checkpoint will have that many scores.
+
+        Raises:
+            WorkdirError: If the folder is not writable: orbax would wait for minutes.
+            CheckpointError: If a checkpoint is a symbolic link, which orbax does not
+                remove, or orbax cannot read a file.
+        """
+        self.folder = usable_folder(folder, "the folder of checkpoints")
+        for step in checkpoint_steps(self.folder):
+            if (self.folder / str(step)).is_symlink():
+                raise CheckpointError(
+                    f"{self.folder / str(step)} is a symbolic link: put the checkpoint "
+                    "itself in its place"
+                )
         self._step = 0
         # Orbax's annotations ask for floats, but it only compares them.
         policy = checkpoint_managers.AnyPreservationPolicy(
@@ -267,11 +279,17 @@ def read_meta(folder: Path, step: int) -> dict[str, Any]:
         The ``meta`` given to `CheckpointWriter.save`, and ``arrays``.
 
     Raises:
-        DamagedError: If a file is missing, damaged or not in the manifest.
+        DamagedError: If a file is missing, unreadable, damaged or not in the manifest.
         CheckpointError: If this version of relattn cannot use the metadata.
     """
     checkpoint = folder / str(step)
-    _verify(checkpoint)
+    try:
+        _verify(checkpoint)
+    except CheckpointError:
+        raise
+    except OSError as error:
+        file, reason = error.filename or checkpoint, error.strerror or error
+        raise DamagedError(f"{file} cannot be read ({reason})") from error
     return _read_meta(checkpoint)
 
 
@@ -436,5 +454,5 @@ def _has_damaged_scores(checkpoint: Path) -> bool:
         return sums[_SCORES] != sha256(path)
     except FileNotFoundError:
         return False
-    except (ValueError, LookupError, TypeError, RecursionError):
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
         return True

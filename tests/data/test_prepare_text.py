@@ -1,5 +1,6 @@
 """`python -m relattn.data.prepare_text`: files, documents, splitting, errors."""
 
+import errno
 import importlib.util
 import pathlib
 import sys
@@ -261,3 +262,26 @@ def test_existing_files_are_not_overwritten(tmp_path, name):
     (tmp_path / name).touch()
     with pytest.raises(FileExistsError, match=f"{name} exists already: choose"):
         prepare_files(write(tmp_path, a=TEXT), tmp_path, BYTES)
+
+
+@pytest.mark.parametrize("name", ["train.bin", "val.bin", "meta.json", "manifest.json"])
+def test_a_full_disk_names_the_file_and_leaves_none(tmp_path, monkeypatch, name):
+    (tmp_path / "a.txt").write_text("to be or not to be " * 9)
+
+    def full(*arguments):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    functions = {"meta.json": "write_meta", "manifest.json": "write_manifest"}
+    if name in functions:
+        monkeypatch.setattr(prepare_text, functions[name], full)
+    else:
+        write = prepare_text.write_tokens
+        monkeypatch.setattr(
+            prepare_text,
+            "write_tokens",
+            lambda path, ids: full() if name in path.name else write(path, ids),
+        )
+    output = tmp_path / "out"
+    with pytest.raises(OSError, match=f"No space left on device: .*/{name}"):
+        prepare_text.prepare_files([tmp_path / "a.txt"], output, BYTES)
+    assert not list(output.iterdir())

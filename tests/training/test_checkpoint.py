@@ -1,8 +1,10 @@
 import asyncio
 import contextlib
 import dataclasses
+import errno
 import gc
 import hashlib
+import io
 import json
 import math
 import os
@@ -434,6 +436,50 @@ def test_half_removed_checkpoints_are_not_renamed(folder):
     (folder / "7" / "metrics" / "metrics").unlink()
     quarantine(folder, 11)
     assert checkpoint_steps(folder) == [7, 11]
+
+
+@pytest.mark.parametrize("name", [MANIFEST, "meta/metadata", "metrics/metrics"])
+def test_a_file_that_cannot_be_read_is_damage(folder, monkeypatch, name):
+    save(folder, {11: 0.6})
+    broken = folder / "11" / name
+
+    class Broken(io.BytesIO):
+        def readinto(self, *block):
+            raise OSError(errno.EIO, "Input/output error")
+
+        read = readinto
+
+    plain_open = io.open
+
+    def opened(path, *arguments, **options):
+        if Path(path) == broken:
+            return Broken()
+        return plain_open(path, *arguments, **options)
+
+    monkeypatch.setattr(io, "open", opened)
+    message = rf"11(/{name})? cannot be read \(Input/output error\): .*/7 is used"
+    with pytest.warns(UserWarning, match=message):
+        assert read_latest(folder)[0] == 7
+    quarantine(folder, 7)
+    assert checkpoint_steps(folder) == [7]
+
+
+def test_a_checkpoint_that_is_a_link_is_refused(folder, tmp_path):
+    (folder / "7").rename(tmp_path / "elsewhere")
+    (folder / "7").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match="7 is a symbolic link: put the chec"):
+        CheckpointWriter(folder)
+
+
+def test_an_unwritable_folder_of_checkpoints_is_refused():
+    with public_folder() as parent:
+        folder = parent / "checkpoints"
+        folder.mkdir(mode=0o555)
+        with (
+            without_privileges(),
+            pytest.raises(OSError, match="folder of checkpoints .* is not writable"),
+        ):
+            CheckpointWriter(folder)
 
 
 @contextlib.contextmanager

@@ -53,7 +53,12 @@ from relattn.training.metrics_window import (
 )
 from relattn.training.parallel import Device, Parallel
 from relattn.training.preemption import Preemption
-from relattn.training.resume import check_same_data, read_saved
+from relattn.training.resume import (
+    check_random_settings,
+    check_same_data,
+    random_settings,
+    read_saved,
+)
 from relattn.training.run_metadata import History, score
 from relattn.training.seeds import make_task
 from relattn.training.step import Batch
@@ -116,7 +121,9 @@ def train_and_evaluate(
         saved = distributed.from_primary(lambda: read_saved(workdir, config))
         given = data is not None
         if saved:
-            check_given(saved, given, workdir / CHECKPOINTS / str(saved["step"]))
+            checkpoint = workdir / CHECKPOINTS / str(saved["step"])
+            check_random_settings(saved.get("random", {}), checkpoint)
+            check_given(saved, given, checkpoint)
         if data is None:
             data = distributed.primary_first(lambda: data_lib.load_data(config.data))
         contents = _check_data(data, saved, workdir)
@@ -127,7 +134,11 @@ def train_and_evaluate(
         warn_if_too_large(
             parallel.local_shapes(task.abstract_state), parallel.local_devices
         )
-        origin = {"contents": contents, "given": contents if given else ""}
+        origin = {
+            "contents": contents,
+            "given": contents if given else "",
+            "random": random_settings(),
+        }
         loop = TrainLoop(task, data, parallel, preemption, workdir, saved, origin)
         loop.announce(available=len(devices or jax.devices()))
         loop.quarantine()
@@ -217,6 +228,10 @@ class TrainLoop:
         if saved:
             self.saved_step = saved["step"]
             self.lost = saved["lost"]
+            # It may change when a run resumes.
+            self.log_every = max(
+                self.config.log_every_steps, saved["config"].get("log_every_steps", 0)
+            )
             self.histories = [History(**values) for values in saved["history"]]
             template = parallel.template(task.abstract_state)
             self.state = parallel.place(
@@ -224,6 +239,7 @@ class TrainLoop:
             )
         else:
             self.saved_step, self.lost = 0, []
+            self.log_every = self.config.log_every_steps
             self.histories = task.new_histories()
             if self.config.init_from:
                 self.state = parallel.place(initial_state(task, self._print))
@@ -421,7 +437,9 @@ class TrainLoop:
                 workdir_lib.write_run_json(
                     self.workdir, self.task, self.parallel.devices, self.saved_step
                 )
-                self.metrics_log = MetricsLog(self.workdir, self.saved_step)
+                self.metrics_log = MetricsLog(
+                    self.workdir, self.saved_step, self.log_every
+                )
             self.writer = CheckpointWriter(self.checkpoints, len(self.histories))
             # Closed last: its error, a missing checkpoint, matters more than a row's.
             stack.callback(self.writer.close)

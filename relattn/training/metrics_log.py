@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import re
 import warnings
@@ -39,8 +40,12 @@ class MetricsLog:
         [{'step': 3, 'train_loss': 0.5}]
     """
 
-    def __init__(self, workdir: Path, start_step: int):
-        """Opens the files for a run that starts or resumes after ``start_step``."""
+    def __init__(self, workdir: Path, start_step: int, log_every_steps: int = 0):
+        """Opens the files for a run that starts or resumes after ``start_step``.
+
+        With ``log_every_steps``, warns if the file has no row of ``start_step``, or
+        rows before it that are further apart: some were removed.
+        """
         # Imported late: tensorboardX imports PyTorch where it is installed.
         from tensorboardX import SummaryWriter
 
@@ -54,6 +59,13 @@ class MetricsLog:
                 stacklevel=2,
             )
         rows = [row for row in rows if row["step"] <= start_step]
+        gap = log_every_steps and _find_gap(rows, start_step, log_every_steps)
+        if gap and not unreadable:
+            warnings.warn(
+                f"{path} has no rows between the steps {gap[0]} and {gap[1]}, which "
+                "the run has passed: its metrics there are lost",
+                stacklevel=2,
+            )
         write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
         # An error ends the writer's thread. A queue without a limit does not block
         # after that, and `flush` raises the error.
@@ -127,6 +139,17 @@ def _parse(path: Path) -> tuple[list[Row], list[int]]:
         elif number < len(lines):
             unreadable.append(number)
     return rows, unreadable
+
+
+def _find_gap(rows: list[Row], end: int, step: int) -> tuple[int, int] | None:
+    """Returns the first two steps between which rows are missing."""
+    logged = sorted({int(row["step"]) for row in rows})
+    if end and end not in logged:
+        return (logged or [0])[-1], end
+    for before, after in itertools.pairwise([0, *logged]):
+        if after - before > step:
+            return before, after
+    return None
 
 
 def _is_row(row: Any) -> TypeGuard[Row]:

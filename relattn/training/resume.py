@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from ml_collections import ConfigDict
 
@@ -224,3 +225,35 @@ def check_same_data(trained: DataInfo, data: DataInfo, where: Path) -> None:
             f"{where} was trained on other data ({'; '.join(differing)}), and nothing "
             "was changed: use the data it was trained on, or another --workdir"
         )
+
+
+def random_settings() -> dict[str, Any]:
+    """Returns JAX's settings that change random numbers.
+
+    Example:
+        >>> sorted(random_settings())
+        ['jax_default_prng_impl', 'jax_threefry_partitionable']
+    """
+    names = ("jax_default_prng_impl", "jax_threefry_partitionable")
+    return {name: getattr(jax.config, name) for name in names}
+
+
+def check_random_settings(trained: dict[str, Any], where: Path) -> None:
+    """Checks that a run resumes with the random numbers that it began with.
+
+    Args:
+        trained: `random_settings` of the training; empty for a run of an earlier
+            version.
+        where: The run's checkpoint, for the message.
+
+    Raises:
+        CheckpointError: If a setting differs.
+    """
+    for name, now in random_settings().items():
+        before = trained.get(name, now)
+        if before != now:
+            raise CheckpointError(
+                f"{where} was trained with {name.upper()}={before}, now it is {now}, "
+                "which draws other random numbers: set the environment variable "
+                f"{name.upper()}={before}"
+            )

@@ -139,8 +139,8 @@ def _type_problem(meta: Any) -> str | None:
             return f"{name} is missing"
         if not isinstance(meta[name], kind):
             return f"{name} is {shorten(meta[name])}"
-    for name in ("contents", "given"):
-        if not isinstance(meta.get(name, ""), str):
+    for name, kind in (("contents", str), ("given", str), ("random", dict)):
+        if not isinstance(meta.get(name, kind()), kind):
             return f"{name} is {shorten(meta[name])}"
     for path, array in meta["arrays"].items():
         if not isinstance(array, str):

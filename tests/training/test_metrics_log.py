@@ -1,3 +1,4 @@
+import contextlib
 import os
 
 import pytest
@@ -45,6 +46,28 @@ def test_an_unreadable_line_is_left_out(tmp_path, line):
             MetricsLog(tmp_path, 3).close()
         assert (tmp_path / aside).read_bytes() == content
         assert read_rows(path) == [{"step": 3}]
+
+
+@pytest.mark.parametrize(
+    ("steps", "gap"),
+    [
+        ([2, 4, 5, 7], None),
+        ([2, 4, 5], (5, 7)),
+        ([2, 5, 7], (2, 5)),
+        ([4, 5, 7], (0, 4)),
+        ([], (0, 7)),
+    ],
+)
+def test_missing_rows_are_noticed(tmp_path, steps, gap):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(f'{{"step": {step}}}\n' for step in steps))
+    expected = contextlib.nullcontext()
+    if gap:
+        message = f"no rows between the steps {gap[0]} and {gap[1]}, "
+        expected = pytest.warns(UserWarning, match=message)
+    with expected:
+        MetricsLog(tmp_path, 7, log_every_steps=2).close()
+    assert [row["step"] for row in read_rows(path)] == steps
 
 
 @pytest.mark.parametrize("line", [b"", b'{"step": 7, "tr', b"\xff"])

@@ -153,6 +153,14 @@ def test_a_best_checkpoint_that_is_damaged_is_replaced(config, tmp_path, one_dev
     assert (folder / "10.damaged").exists() and checkpoint_steps(folder) == [12, 15]
 
 
+def test_a_run_resumes_with_its_random_numbers_only(config, one_device, finished):
+    workdir, _ = finished
+    with jax.threefry_partitionable(not jax.config.jax_threefry_partitionable):
+        message = "15 was trained with JAX_THREEFRY_PARTITIONABLE=True, now it is False"
+        with pytest.raises(training.CheckpointError, match=message):
+            training.train_and_evaluate(config, workdir, devices=one_device)
+
+
 @pytest.mark.slow
 def test_a_key_missing_in_a_checkpoint_has_its_default(
     config, tmp_path, one_device, monkeypatch

@@ -94,8 +94,6 @@ class MultiHeadAttention(nn.Module):
     # Whether layers differ only in parameters and position, so that equal layers can be
     # scanned.
     scannable: ClassVar[bool] = False
-    # Whether a layer takes seconds to compile.
-    expensive_to_compile: ClassVar[bool] = False
     # Whether rolled tokens of a torus give rolled outputs.
     periodic: ClassVar[bool] = False
     # Whether parameters fit one grid only and cannot be resized.
@@ -103,6 +101,11 @@ class MultiHeadAttention(nn.Module):
     # For parameters that a mesh may split over devices: their axes, counted from the
     # last; the first that divides evenly is split.
     split_axes: ClassVar[Mapping[str, tuple[int, ...]]] = {}
+
+    @classmethod
+    def expensive_to_compile(cls) -> bool:
+        """Returns whether a layer takes seconds to compile for the platform."""
+        return False
 
     def __post_init__(self) -> None:
         self.head_dim = self.head_dim or default_head_dim(self.dim, self.num_heads)

@@ -353,7 +353,7 @@ def transformer_blocks(
         # Equal blocks are one scan over their parameters and positions, stacked.
         block = make_block(attention, name=f"blocks_{first}")
         stacked = [jnp.stack(values) for values in zip(*leaves, strict=True)]
-        cheap = not (remat or attention.func.expensive_to_compile)
+        cheap = not (remat or attention.func.expensive_to_compile())
         unroll = platform_defaults().unroll_layers and cheap
         if remat:
             body = nn.remat(body, prevent_cse=False)

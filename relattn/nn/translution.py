@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from relattn import kernels, offsets
+from relattn.kernels.platform import platform_defaults
 from relattn.messages import check_choice
 from relattn.nn.attention import ATTENTION_WEIGHTS, Context, MultiHeadAttention
 from relattn.nn.blocks import Linear, uniform
@@ -36,13 +37,17 @@ class OffsetAttention(MultiHeadAttention):
     absolute: bool = False
     has_causal_form: ClassVar[bool] = True
     scannable: ClassVar[bool] = True
-    expensive_to_compile: ClassVar[bool] = True
     has_grid_tables: ClassVar[bool] = True
     # [..., offsets, width, heads, head_dim] and [..., width, heads, head_dim]
     split_axes: ClassVar[Mapping[str, tuple[int, ...]]] = {
         **{f"{name}_table": (-4, -2, -3) for name in "qkv"},
         **{f"{name}_matrix": (-2, -3) for name in "qkv"},
     }
+
+    @classmethod
+    def expensive_to_compile(cls) -> bool:
+        """Returns whether the platform's form is a loop with many instructions."""
+        return platform_defaults().translution != "pairs"
 
     @property
     def periodic(self) -> bool:

@@ -330,3 +330,17 @@ def test_scanned_layers_keep_no_more_than_unrolled_ones(attention, platform):
 
     # A scan keeps some small arrays for every layer that unrolled layers share.
     assert kept(scan=True) <= 1.1 * kept(scan=False)
+
+
+@pytest.mark.parametrize(
+    ("platform", "unrolled"), [("cpu", False), ("gpu", True), ("tpu", False)]
+)
+def test_layers_are_unrolled_where_they_compile_fast(platform, unrolled):
+    model, x = Model("lor_translution"), jnp.asarray(X)
+    params = jax.eval_shape(model.init, jax.random.key(0), x)["params"]
+    with use_platform(platform):
+        jaxpr = jax.make_jaxpr(lambda p: model.apply({"params": p}, x))(params)
+    # Both layers are steps of one scan.
+    (layers,) = [e for e in jaxpr.eqns if e.primitive.name == "scan"]
+    assert layers.params["length"] == 2
+    assert (layers.params["unroll"] == 2) == unrolled

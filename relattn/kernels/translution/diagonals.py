@@ -186,12 +186,15 @@ def _delay(x: Array, delays: Array) -> Array:
 
 
 def _delay_forward(x, delays):
-    return _delay(x, delays), (delays, x.shape[2])
+    # Not the argument itself, which JAX 0.10 mistakes for another array where it
+    # differentiates a scan twice.
+    return _delay(x, delays), (-delays, x.shape[2])
 
 
 def _delay_backward(residuals, cotangent):
     delays, size = residuals
-    gradient = _delay(cotangent, -delays)
+    gradient = _delay(cotangent, delays)
+    # Of an operand that is the same for all offsets.
     if size != len(delays):
         gradient = widen(gradient).sum(axis=2, keepdims=True).astype(cotangent.dtype)
     return gradient, None

@@ -96,6 +96,22 @@ def test_projections_that_do_not_depend_on_the_offset(relative, causal, form):
     expect_reference(index, 5 if causal else 18, form, relative)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("causal", [False, True])
+def test_second_derivatives_equal_the_reference(causal):
+    _, changes = FORMS["blocks"]
+    index = kernels.CausalOffsets(5) if causal else kernels.Offsets((5,))
+    generator = np.random.default_rng(3)
+    shapes = [(1, 5, DIM)] + 3 * [(1, 9, DIM, HEADS, HEAD_DIM)]
+    inputs = [np.float32(generator.standard_normal(shape)) for shape in shapes]
+    rows = reference.offset_rows((5,), 0, causal)
+    allowed = np.tril(np.ones((5, 5), bool)) if causal else np.ones((5, 5), bool)
+    kernel = functools.partial(kernels.translution, index=index)
+    naive = functools.partial(reference.translution, rows=rows, allowed=allowed)
+    kernel = jax.vmap(in_form(kernel, changes | {"pair_bytes": 1000}))
+    compare.expect_equal_second_derivatives(kernel, naive, inputs)
+
+
 @pytest.mark.quick("blocks-False", "blocks-True")
 @pytest.mark.parametrize("causal", [False, True])
 def test_keys_that_are_masked_or_later_have_no_effect(causal, form):

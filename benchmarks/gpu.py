@@ -337,10 +337,15 @@ _PYTORCH = ("causal_softmax_pytorch", "fla_causal_linear")
 _LOR = (
     "lor_translution",
     "gather_lor_translution",
+    "lor_translution_by_rows",
     "self_attention",
     "lor_translution_by_offsets",
 )
-_CAUSAL_LOR = ("causal_lor_translution", "gather_causal_lor_translution")
+_CAUSAL_LOR = (
+    "causal_lor_translution",
+    "gather_causal_lor_translution",
+    "causal_lor_translution_by_rows",
+)
 _BIASES = (
     *("relative_bias", "causal_relative_bias"),
     *("toeplitz", "causal_toeplitz"),

@@ -485,10 +485,16 @@ CASES: dict[str, Case] = {
     "performer_pytorch": Case(_performer_pytorch(causal=False), **_PERFORMER),
     "causal_performer_pytorch": Case(_performer_pytorch(causal=True), **_PERFORMER),
 }
-# The form for CPUs.
+# The forms for CPUs and for TPUs.
 CASES |= {
-    f"{name}_by_offsets": _as_on("cpu", CASES[name])
-    for name in ("translution", "lor_translution", "causal_lor_translution")
+    f"{name}_by_{form}": _as_on("gpu", CASES[name], translution=form)
+    for form in ("offsets", "rows")
+    for name in (
+        "translution",
+        "lor_translution",
+        "causal_translution",
+        "causal_lor_translution",
+    )
 }
 CASES |= {
     f"{name}_torus": _on_torus(CASES[name])

@@ -470,18 +470,18 @@ TABLES: dict[str, Callable[[], str]] = {
     ),
     "gpu_translution": lambda: gpu_kernels(
         {
-            "lor_translution": "LoR-Translution, by rows",
+            "lor_translution_by_rows": "LoR-Translution, by rows",
             "lor_translution_by_offsets": "LoR-Translution, by offsets",
             "gather_lor_translution": "LoR-Translution, gathered",
             "self_attention": "self-attention",
-            "translution": "Translution, by rows",
+            "translution_by_rows": "Translution, by rows",
         },
         {"49x256": "7x7 and CLS, batch 256"},
         ["bfloat16", "float32"],
     ),
     "gpu_causal_translution": lambda: gpu_kernels(
         {
-            "causal_lor_translution": "LoR-Translution, by rows",
+            "causal_lor_translution_by_rows": "LoR-Translution, by rows",
             "gather_causal_lor_translution": "LoR-Translution, gathered",
         },
         {"160x8": "causal, 160 tokens, batch 8"},

@@ -284,9 +284,7 @@ def test_stored_images_of_another_shape_are_not_squeezed(tmp_path, config):
     run = make_run(tmp_path, config, make_data())
     wider = make_data().test.images.repeat(2, axis=2)
     split = data_lib.ImageSplit(wider, np.zeros(5, np.int32))
-    message = (
-        r"have the shape \[[0-9]+, 11, 14, 1\], but .*trained on .* \[n, 11, 7, 1\]"
-    )
+    message = r"have shape \[[0-9]+, 11, 14, 1\], but .*trained on .* \[n, 11, 7, 1\]"
     with pytest.raises(ValueError, match=message):
         run.evaluate(split, batch_size=5)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import errno
 import functools
 import importlib
 import importlib.util
@@ -81,7 +82,7 @@ def entry_point(main: Callable[_P, None]) -> Callable[_P, None]:
             if exit_code is not None:
                 print(error, file=sys.stderr)
                 sys.exit(exit_code)
-            text = explain_out_of_memory(error)
+            text = explain_out_of_memory(error) or explain_no_backend(error)
             if text is None and not is_user_error(error):
                 raise
             print(f"error: {text or error}", file=sys.stderr)
@@ -343,7 +344,9 @@ def explain_out_of_memory(error: BaseException) -> str | None:
         >>> explain_out_of_memory(jax.errors.JaxRuntimeError("INTERNAL: no"))
     """
     where, reason = "the host", str(error)
-    if not isinstance(error, MemoryError):
+    no_memory = isinstance(error, OSError) and error.errno == errno.ENOMEM
+    no_thread = isinstance(error, RuntimeError) and reason == "can't start new thread"
+    if not (isinstance(error, MemoryError) or no_memory or no_thread):
         where = "a device"
         _, exhausted, reason = str(error).partition("RESOURCE_EXHAUSTED")
         if not isinstance(error, jax.errors.JaxRuntimeError) or not exhausted:
@@ -356,6 +359,26 @@ def explain_out_of_memory(error: BaseException) -> str | None:
         "config.model.remat=True, or shard the model over devices with "
         'config.parallel="mesh"'
     )
+
+
+def explain_no_backend(error: BaseException) -> str | None:
+    """Explains that JAX has no such platform as the user named.
+
+    Args:
+        error: A caught exception.
+
+    Returns:
+        One sentence; None for other errors.
+
+    Example:
+        >>> explain_no_backend(RuntimeError("Unable to initialize backend 'gpu': no"))
+        "JAX_PLATFORMS cannot be used: Unable to initialize backend 'gpu': no"
+        >>> explain_no_backend(RuntimeError("no"))
+    """
+    text = one_line(error)
+    # JAX ends the message with the fix: to set the variable to ''.
+    found = isinstance(error, RuntimeError) and "nable to initialize backend" in text
+    return f"JAX_PLATFORMS cannot be used: {text}" if found else None
 
 
 def one_line(message: object) -> str:

@@ -1,6 +1,7 @@
 """Options, error messages and exit codes of all programs."""
 
 import ast
+import errno
 import importlib
 import importlib.metadata
 import io
@@ -497,6 +498,22 @@ def test_overrides_reach_the_training(monkeypatch):
             jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory."),
             2,
             "error: a device ran out of memory (Out of memory): lower ",
+        ),
+        (
+            OSError(errno.ENOMEM, "Cannot allocate memory"),
+            2,
+            "error: the host ran out of memory ([Errno 12] Cannot allocate memory): ",
+        ),
+        (
+            RuntimeError("can't start new thread"),
+            2,
+            "error: the host ran out of memory (can't start new thread): lower ",
+        ),
+        (
+            RuntimeError("Unable to initialize backend 'nonsense': it is\nunknown"),
+            2,
+            "error: JAX_PLATFORMS cannot be used: Unable to initialize backend "
+            "'nonsense': it is unknown\n",
         ),
         (training.PreemptedError("Stopped by SIGTERM"), 75, "Stopped by SIGTERM\n"),
         (training.PreemptedError("Ctrl-C", by_hand=True), 130, "Ctrl-C\n"),

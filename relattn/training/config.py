@@ -355,6 +355,17 @@ def differences(
     return result
 
 
+def complete_model(config: ConfigDict) -> None:
+    """Adds the options of the model that a configuration leaves at their defaults.
+
+    Args:
+        config: Changed in place, even if it is locked.
+    """
+    with config.unlocked():
+        for option, value in all_model_options(config).items():
+            config.model[option] = value
+
+
 def all_model_options(config: Mapping[str, Any] | ConfigDict) -> dict[str, Any]:
     """Returns all options of ``config.model``; no more than are given without name."""
     model = config.get("model")

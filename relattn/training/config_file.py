@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 
 from relattn.command import one_line
 from relattn.messages import closest
-from relattn.training.config import all_model_options, default_config
+from relattn.training.config import complete_model, default_config
 from relattn.training.initialize import take_model
 from relattn.training.overrides import override, typed_keys
 
@@ -80,9 +80,7 @@ def read_config(
     _replace(result, typed)
     if "init_from" in typed and result.init_from:
         take_model(result, typed, workdir)
-    with result.unlocked():
-        for option, value in all_model_options(result).items():
-            result.model[option] = value
+    complete_model(result)
     return result.lock()
 
 

@@ -25,7 +25,7 @@ from relattn.training.checkpoint import (
     quarantine,
     restore,
 )
-from relattn.training.config import check_config, flatten, to_json
+from relattn.training.config import check_config, complete_model, flatten, to_json
 from relattn.training.cost import warn_if_too_large
 from relattn.training.devices import make_training_parallel
 from relattn.training.errors import PreemptedError
@@ -110,9 +110,11 @@ def train_and_evaluate(
     """
     check_config(config)
     check_source(data)
+    config = config.copy_and_resolve_references()
     if config.init_from and "name" not in config.model:
-        config = config.copy_and_resolve_references()
         take_model(config, flatten(config), workdir)
+    # The run keeps today's defaults of the model.
+    complete_model(config)
     parallel = make_training_parallel(config, devices)
     workdir = workdir_lib.usable_workdir(workdir)
     # With several processes, JAX handles signals: they must agree on the last step.

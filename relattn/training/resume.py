@@ -155,7 +155,9 @@ def replace_lost_best(
     """
     folder = workdir / CHECKPOINTS
     lost: dict[int, DamagedError] = {}
-    for best in {history.best_step for history in histories} - {None, step}:
+    for best in {history.best_step for history in histories}:
+        if best is None or best == step:
+            continue
         if if_missing and (folder / str(best)).exists():
             continue
         if error := _damage(folder, best):
@@ -180,7 +182,7 @@ def replace_lost_best(
                 if key.startswith("validation_")
             }
             if metrics and row["step"] in left and row.get("seed") == history.seed:
-                history.add(row["step"], metrics, kind)
+                history.add(int(row["step"]), metrics, kind)
         instead = "no other has been evaluated"
         if history.best_step is not None:
             instead = f"{folder / str(history.best_step)} is the best that is left"

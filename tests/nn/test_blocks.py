@@ -83,7 +83,7 @@ def test_dropout_is_off_where_it_should_be():
 
 
 SIZES = {"dim": 6, "num_heads": 2, "num_layers": 2}
-X = normal(0, 2, 7, 6)
+X = jnp.asarray(normal(0, 2, 7, 6))
 
 
 class Model(nn.Module):
@@ -336,7 +336,7 @@ def test_scanned_layers_keep_no_more_than_unrolled_ones(attention, platform):
     ("platform", "unrolled"), [("cpu", False), ("gpu", True), ("tpu", False)]
 )
 def test_layers_are_unrolled_where_they_compile_fast(platform, unrolled):
-    model, x = Model("lor_translution"), jnp.asarray(X)
+    model, x = Model("lor_translution"), X
     params = jax.eval_shape(model.init, jax.random.key(0), x)["params"]
     with use_platform(platform):
         jaxpr = jax.make_jaxpr(lambda p: model.apply({"params": p}, x))(params)

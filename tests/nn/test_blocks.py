@@ -226,7 +226,7 @@ def test_dropout_differs_by_layer_and_key():
 @pytest.mark.quick("attention")
 @pytest.mark.parametrize("part", ["attention", "feed_forward"])
 def test_each_part_has_its_own_dropout_rate(part):
-    x = normal(2, 4, 50, 6)
+    x = jnp.asarray(normal(2, 4, 50, 6))
     attention, _ = build("softmax", "none", dim=6, num_heads=2, num_layers=1)
     rates = {"attention": 0.25, "feed_forward": 0.625}
     block = TransformerBlock(

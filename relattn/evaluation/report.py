@@ -73,7 +73,7 @@ def report(
         CheckpointError: If the data have other classes than those of training.
     """
     if num_images is not None and num_images < 1:
-        raise ValueError(f"num_images={num_images}: it must be at least 1")
+        raise ValueError(f"num_images={num_images} must be at least 1")
     if run.data.kind != "images" and (num_images is not None or data is not None):
         raise ValueError(
             f"num_images and data do not apply to {run.workdir}, a run on text: leave "

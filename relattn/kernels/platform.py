@@ -25,9 +25,9 @@ class PlatformDefaults:
             computed in blocks of queries. Forward and backward on a CPU, batch 2 and 8
             heads of 32: 0.95 times the time of all scores at once at 4,096 tokens, with
             67 MB of temporaries instead of 4.3 GB; 1.1 times at batch 64, 4 heads of 16
-            and 257 tokens. With a bias of the offset, 32x32 tokens and CLS: 0.96 times,
+            and 257 tokens. With an offset bias, 32x32 tokens and CLS: 0.96 times,
             with 2^24 scores instead of 2^22 2.3 times. For a v5e blocks of 2^22 scores
-            stay in VMEM: with a bias of the offset, 4,096 tokens, forward and backward,
+            stay in VMEM: with an offset bias, 4,096 tokens, forward and backward,
             they move 2.3 instead of 46.1 GB. On an H200, 16 times 4,096 tokens, 8 heads
             of 64, float32, forward and backward: 84 ms, 6% of what the card can do.
         flash_length: Number of keys from which softmax attention without masks or bias
@@ -37,7 +37,7 @@ class PlatformDefaults:
             (batch 2) instead of 1,039 and 0.07 GB. With a bias it moves 8.9 instead of
             2.8 GB there, and takes 2.4 instead of 0.03 GB of temporaries. On an H200,
             16 times 4,096 tokens, 8 heads of 64, bfloat16, forward and backward: 4.6
-            ms, and in blocks with a bias of the offset 64 ms.
+            ms, and in blocks with an offset bias 64 ms.
         linear_chunk: Number of tokens whose features linear attention computes at a
             time. For a v5e and 4,096 tokens, forward and backward, 31 executed
             instructions and 92 MB moved, instead of 462 and 67 MB in chunks of 512. For

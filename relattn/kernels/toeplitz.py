@@ -1,4 +1,4 @@
-"""Linear attention with a bias of the offset, by FFT or by pairs; also causal.
+"""Linear attention with an offset bias, by FFT or by pairs; also causal.
 
 The weight of key j for query i is e^(b_d) phi(q_i) . phi(k_j) with the offset
 d = p_i - p_j. Sums over keys are products with Toeplitz matrices e^(b_d), one for each

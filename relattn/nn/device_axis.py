@@ -60,7 +60,7 @@ def sum_over_devices(tree: _Tree) -> _Tree:
     """Sums arrays over the devices that share a batch.
 
     Args:
-        tree: As in `mean_over_devices`.
+        tree: Arrays of a device, the same structure and shapes on every device.
 
     Returns:
         sum_d x_d on every device; x itself if the axis is not bound.

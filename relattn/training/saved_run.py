@@ -77,8 +77,10 @@ def load_runs(
 
     Args:
         workdir: The run directory.
-        checkpoint: As in `load_run`.
-        image_size: As in `load_run`.
+        checkpoint: ``"best"``, by validation accuracy or, for text, loss; or
+            ``"latest"``.
+        image_size: Height and width in pixels of the images that the model will see;
+            None for the size of training.
 
     Returns:
         One run for each seed.
@@ -179,8 +181,10 @@ def open_run(
 
     Args:
         workdir: The run directory.
-        checkpoint: As in `load_run`.
-        image_size: As in `load_run`.
+        checkpoint: ``"best"``, by validation accuracy or, for text, loss; or
+            ``"latest"``.
+        image_size: Height and width in pixels of the images that the model will see;
+            None for the size of training.
 
     Returns:
         The run, without its arrays.

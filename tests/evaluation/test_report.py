@@ -95,7 +95,7 @@ def test_the_numbers_are_those_of_the_evaluation(workdir):
         assert row in page
     few = 100 * np.mean(predicted[:10] == test.labels[:10])
     assert f"<p>10 test images, {few:.2f}%" in report(run, num_images=10)
-    with pytest.raises(ValueError, match="num_images=0: it must be at least 1"):
+    with pytest.raises(ValueError, match="num_images=0 must be at least 1"):
         report(run, num_images=0)
 
 

@@ -325,7 +325,7 @@ def test_meshes_that_do_not_fit_are_refused(config, tmp_path, tiny):
     with pytest.raises(ValueError, match="unknown config.parallel 'mash'.*'mesh'"):
         training.train_and_evaluate(config, tmp_path)
     config.update(parallel="mesh", batch_size=22, model_axis=1)
-    with pytest.raises(ValueError, match="batch_size=22 does not divide by the 4"):
+    with pytest.raises(ValueError, match="batch_size=22 is not divisible by the 4"):
         training.train_and_evaluate(config, tmp_path)
 
 

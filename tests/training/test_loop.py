@@ -311,7 +311,7 @@ def test_accumulation_equals_whole_batches(config, tmp_path):
     config.accumulate_steps = 3
     with pytest.raises(
         ValueError,
-        match=r"batch_size=20 does not divide by the 2 devices times "
+        match=r"batch_size=20 is not divisible by the 2 devices times "
         r"config.accumulate_steps=3; set it to 18 or 24",
     ):
         training.train_and_evaluate(
@@ -366,7 +366,7 @@ def test_a_batch_trains_on_the_most_devices_that_divide_it(config, tmp_path, cap
 def test_a_batch_that_does_not_divide_is_an_error_before_any_work(config, tmp_path):
     config.update(batch_size=22, num_devices=4)
     with pytest.raises(
-        ValueError, match=r"config.batch_size=22 does not divide by the 4 devices; set"
+        ValueError, match=r"config.batch_size=22 is not divisible by the 4 devices; set"
     ):
         training.train_and_evaluate(config, tmp_path / "run")
     assert not (tmp_path / "run").exists()

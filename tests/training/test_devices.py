@@ -154,7 +154,7 @@ def test_evaluation_sums_leave_padding_out(count):
 )
 def test_a_batch_that_does_not_divide(batch_size, message):
     parallel = DataParallel(jax.local_devices()[:4])
-    with pytest.raises(ValueError, match=f"b={batch_size} does not divide.*{message}"):
+    with pytest.raises(ValueError, match=f"b={batch_size} is not divisible.*{message}"):
         parallel.check_batch("b", batch_size)
     parallel.check_batch("b", 8)
 

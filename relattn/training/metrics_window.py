@@ -89,7 +89,7 @@ def is_finite(window: Window) -> np.ndarray:
 def count_skipped(
     window: Window,
     histories: Sequence[History],
-    done: int,
+    last_step: int,
     max_skipped: int,
     last_checkpoint: Callable[[], Path | None],
 ) -> None:
@@ -98,7 +98,7 @@ def count_skipped(
     Args:
         window: The metrics of some updates, each an array ``[updates, seeds]``.
         histories: The history of each seed; their counts are increased.
-        done: Number of updates so far.
+        last_step: Number of updates so far.
         max_skipped: ``config.max_skipped_updates``.
         last_checkpoint: Returns the last checkpoint for the message, or None.
 
@@ -115,7 +115,7 @@ def count_skipped(
             continue
         values = {name: float(window[name][update, index]) for name in FINITE_METRICS}
         name = next(name for name, value in values.items() if not np.isfinite(value))
-        step = done - num_updates + 1 + int(update)
+        step = last_step - num_updates + 1 + int(update)
         after = f" after {max_skipped} skipped updates" if max_skipped else ""
         last = last_checkpoint()
         kept = "no checkpoint was written before it"
@@ -131,7 +131,7 @@ def count_skipped(
 
 
 def summarize(
-    window: Window, task: Task, histories: Sequence[History], done: int
+    window: Window, task: Task, histories: Sequence[History], step: int
 ) -> list[Row]:
     """Averages the finite updates of a window to one row for each seed.
 
@@ -139,7 +139,7 @@ def summarize(
         window: The metrics of some updates, each an array ``[updates, seeds]``.
         task: The task that is trained.
         histories: The history of each seed, with the updates skipped so far.
-        done: Number of updates so far, those skipped included.
+        step: Number of updates so far, those skipped included.
 
     Returns:
         The rows. A mean over no update is NaN.
@@ -154,9 +154,9 @@ def summarize(
             row[f"train_{name}"] = (
                 METRICS[name].finish(mean) if name in METRICS else mean
             )
-        row["epoch"] = done / task.steps_per_epoch
+        row["epoch"] = step / task.steps_per_epoch
         # A skipped update does not advance the optimiser's schedule.
-        count = max(done - history.skipped_updates, 1)
+        count = max(step - history.skipped_updates, 1)
         row["learning_rate"] = float(np.asarray(task.schedule(count - 1)))
         if task.config.max_skipped_updates:
             row["train_skipped"] = history.skipped_updates
@@ -182,6 +182,6 @@ def throughput(rate: float, task: Task, devices: Sequence[Any]) -> Row:
     }
     peak = peak_flops(devices[0].device_kind)
     if peak is not None:
-        done = rate * task.flops_per_example / len(devices)
-        row["model_flops_utilization"] = done / peak
+        flops = rate * task.flops_per_example / len(devices)
+        row["model_flops_utilization"] = flops / peak
     return row

@@ -273,7 +273,7 @@ def test_a_text_ends_with_the_stop_token():
 
 
 def test_top_p_keeps_the_fewest_tokens_with_that_probability():
-    logits = np.log(np.float32([[0.1, 0.45, 0.15, 0.3]]))
+    logits = jax.device_put(np.log(np.float32([[0.1, 0.45, 0.15, 0.3]])))
     keys = jax.random.split(jax.random.key(0), 307)
     expected = {0.4: {1}, 0.5: {1, 3}, 0.8: {1, 2, 3}, 1.0: {0, 1, 2, 3}}
     for top_p, kept in expected.items():
@@ -340,7 +340,7 @@ def test_a_sequence_longer_than_the_context_raises():
     model, variables, tokens = make()
     message = "sequence of 14 tokens is longer than context_length=7"
     with pytest.raises(ValueError, match=message):
-        model.apply(variables, np.concatenate([tokens, tokens], axis=1))
+        model.apply(variables, jax.device_put(np.tile(tokens, 2)))
 
 
 @pytest.mark.parametrize(

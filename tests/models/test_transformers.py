@@ -46,7 +46,8 @@ def make(name, **options):
         return values.astype(leaf.dtype)
 
     shapes = jax.eval_shape(model.init, jax.random.key(0), inputs)
-    return model, jax.tree_util.tree_map_with_path(draw, shapes), inputs
+    variables = jax.tree_util.tree_map_with_path(draw, shapes)
+    return model, variables, jax.device_put(inputs)
 
 
 def blocks(x, params, allowed):
@@ -107,7 +108,7 @@ def test_logits_equal_the_formula(name, options, naive):
     logits = quick_jit(model.apply)(variables, inputs)
     with jax.enable_x64(True):
         params = jax.tree.map(np.float64, variables["params"])
-        inputs = inputs if name == "gpt" else np.float64(inputs)
+        inputs = np.asarray(inputs) if name == "gpt" else np.float64(inputs)
         expected = quick_jit(jax.vmap(naive, (0, None)))(inputs, params)
     np.testing.assert_allclose(logits, expected, atol=1e-5 * np.abs(expected).max())
 

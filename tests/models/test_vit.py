@@ -34,7 +34,7 @@ def make(**options):
     """Returns a model, variables so large that every part matters, and images."""
     model = build(**options)
     rng = np.random.default_rng(0)
-    images = rng.random((3, *SHAPE), np.float32)
+    images = jax.device_put(rng.random((3, *SHAPE), np.float32))
     variables = jax.tree.map(
         lambda leaf: 0.3 * rng.normal(size=leaf.shape).astype(leaf.dtype),
         shapes_of(model),

@@ -158,4 +158,4 @@ def test_a_network_without_attention_has_none():
     variables = jax.eval_shape(model.init, jax.random.key(0), images)
     variables = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), variables)
     with pytest.raises(ValueError, match="AlexNet has no attention, so no weights"):
-        attention_weights(model, variables, images)
+        attention_weights(model, variables, jax.device_put(images))

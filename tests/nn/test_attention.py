@@ -325,7 +325,7 @@ def test_decoding_equals_full_attention(attention, position):
 def test_causal_attention_with_prefix_tokens_raises():
     module, variables, x, _ = causal_layer("softmax", "none")
     with pytest.raises(ValueError, match="causal attention takes no prefix.*got 1"):
-        module.apply(variables, x, grid=(2, 3), num_prefix=1)
+        module.apply(variables, jax.device_put(x), grid=(2, 3), num_prefix=1)
 
 
 @pytest.mark.parametrize(
@@ -355,7 +355,7 @@ def test_decoding_without_causal_or_with_a_mask_raises(causal):
     make_attention, _ = build(
         "softmax", "none", dim=DIM, num_heads=HEADS, num_layers=1, causal=causal
     )
-    mask = np.ones((1, 1), bool) if causal else None
+    mask = jnp.ones((1, 1), bool) if causal else None
     init = functools.partial(make_attention(layer=0).init, index=0, key_mask=mask)
     with pytest.raises(ValueError, match="decoding needs causal=True and no key_mask"):
         jax.eval_shape(init, jax.random.key(0), np.ones((1, 1, DIM), np.float32))
@@ -365,8 +365,9 @@ def test_decoding_without_causal_or_with_a_mask_raises(causal):
 def test_decoding_outside_of_the_cache_or_the_prompt_raises(n, index):
     """A later part of the text is no prompt: prefill starts at position 0."""
     module, variables, x, _ = causal_layer("softmax", "none")
+    x = jax.device_put(x[:, :n])
     with pytest.raises(ValueError, match="must be the position of the last token, 0"):
-        module.apply(variables, x[:, :n], grid=(N,), index=index, mutable=["cache"])
+        module.apply(variables, x, grid=(N,), index=index, mutable=["cache"])
 
 
 def test_vectors_are_cast_and_biases_stay_float32():
@@ -403,7 +404,7 @@ def test_cross_attention_equals_the_kernel(attention):
     x, memory = (
         rng.normal(size=shape).astype(np.float32) for shape in ((3, N, DIM), (3, 11, 5))
     )
-    key_mask = np.arange(33).reshape(3, 11) % 4 != 1
+    key_mask = jax.device_put(np.arange(33).reshape(3, 11) % 4 != 1)
 
     @quick_jit
     def outs(key, x, memory):
@@ -482,10 +483,10 @@ def test_packed_sequences_equal_separate_ones(attention, position, causal):
                 encoding = encoding.replace(bias=bias.reshape(encoding.bias.shape))
         call = functools.partial(module.apply, grid=(N,), position=encoding)
         variables = module.init(key, x, grid=(N,), position=encoding)
-        packed = call(variables, x, segment_ids=np.stack([ids, ids]))
+        packed = call(variables, x, segment_ids=jnp.stack([ids, ids]))
         # Each sequence alone, at the end of a padded one, or at its start.
-        first = call(variables, x, key_mask=np.stack([ids == 5] * 2))
-        second = call(variables, x, key_mask=np.stack([ids == 2] * 2))
+        first = call(variables, x, key_mask=jnp.stack([ids == 5] * 2))
+        second = call(variables, x, key_mask=jnp.stack([ids == 2] * 2))
         return packed, jnp.concatenate([first[:, :3], second[:, 3:]], axis=1)
 
     packed, expected = outs(jax.random.key(0), x)
@@ -500,10 +501,9 @@ def test_attention_that_cannot_separate_sequences_raises(attention, position, ca
     make, make_position = build(
         attention, position, dim=DIM, num_heads=HEADS, num_layers=1, causal=causal
     )
-    x, ids = np.ones((1, N, DIM), np.float32), np.zeros((1, N), int)
 
     def init(key):
-        layer = None
+        layer, x, ids = None, jnp.ones((1, N, DIM)), jnp.zeros((1, N), int)
         if position != "none":
             layer = make_position().init_with_output(key, (N,), 0)[0][0]
         return make(layer=0).init(key, x, position=layer, segment_ids=ids)

@@ -83,7 +83,7 @@ def test_dropout_is_off_where_it_should_be():
 
 
 SIZES = {"dim": 6, "num_heads": 2, "num_layers": 2}
-X = jnp.asarray(normal(0, 2, 7, 6))
+X = jax.device_put(normal(0, 2, 7, 6))
 
 
 class Model(nn.Module):
@@ -226,7 +226,7 @@ def test_dropout_differs_by_layer_and_key():
 @pytest.mark.quick("attention")
 @pytest.mark.parametrize("part", ["attention", "feed_forward"])
 def test_each_part_has_its_own_dropout_rate(part):
-    x = jnp.asarray(normal(2, 4, 50, 6))
+    x = jax.device_put(normal(2, 4, 50, 6))
     attention, _ = build("softmax", "none", dim=6, num_heads=2, num_layers=1)
     rates = {"attention": 0.25, "feed_forward": 0.625}
     block = TransformerBlock(

@@ -62,7 +62,8 @@ def test_block(attention, causal):
     block = TransformerBlock(make, dim=DIM, mlp_dim=11)
     grid, num_prefix = ((N,), 0) if causal else (GRID, 1)
     x = normal(1, 2, N, DIM)
-    options = {"grid": grid, "num_prefix": num_prefix, "key_mask": EXISTS}
+    options = {"grid": grid, "num_prefix": num_prefix}
+    options["key_mask"] = jax.device_put(EXISTS)
     variables = quick_jit(functools.partial(block.init, **options))(
         jax.random.key(0), x
     )
@@ -78,7 +79,9 @@ def test_memory():
     variables = module.init(jax.random.key(0), x, memory=memory)
 
     def apply(variables, memory):
-        return module.apply(variables, x, memory=memory, key_mask=EXISTS)
+        return module.apply(
+            variables, x, memory=memory, key_mask=jax.device_put(EXISTS)
+        )
 
     expect_no_effect(apply, variables, memory, EXISTS, np.ones((2, 3, 1), bool))
 
@@ -95,7 +98,7 @@ def test_images(options):
     pixels = exists.reshape(2, *GRID).repeat(2, axis=1).repeat(2, axis=2)
 
     def apply(variables, images):
-        return model.apply(variables, images, key_mask=exists)
+        return model.apply(variables, images, key_mask=jax.device_put(exists))
 
     expect_no_effect(apply, variables, images, pixels, np.ones((2, 1), bool))
 
@@ -109,7 +112,7 @@ def test_tokens_out_of_range():
     variables = quick_jit(model.init)(jax.random.key(0), tokens)
 
     def apply(variables, tokens):
-        return model.apply(variables, tokens, key_mask=EXISTS)
+        return model.apply(variables, tokens, key_mask=jax.device_put(EXISTS))
 
     compute = value_and_gradients(apply, EXISTS[..., None])
     expected = compute(variables, tokens)

@@ -15,7 +15,7 @@ from relattn import kernels
 from relattn.kernels import draw_random_features
 from relattn.nn import ATTENTIONS, build
 from relattn.nn.nnx import MultiHeadAttention, Position, RandomFeatures, redraw
-from tests.helpers.quick import mark_slow, normal, run
+from tests.helpers.quick import normal, quick_jit
 from tests.helpers.specs import small
 
 GRID, N, DIM, HEADS, LAYERS = (2, 3), 7, 8, 2, 3
@@ -23,10 +23,11 @@ SIZES = {"dim": DIM, "num_heads": HEADS}
 
 
 def draw(*shape, seed=0):
-    return normal(seed, *shape)
+    return jax.device_put(normal(seed, *shape))
 
 
-@pytest.mark.parametrize("name", mark_slow(ATTENTIONS, ["favor", "linformer"]))
+@pytest.mark.quick("favor", "linformer")
+@pytest.mark.parametrize("name", ATTENTIONS)
 def test_attention_equals_linen_with_its_variables(name):
     spec = small(name)
     ours = MultiHeadAttention(
@@ -35,7 +36,8 @@ def test_attention_equals_linen_with_its_variables(name):
     make, _ = build(spec, "none", num_layers=LAYERS, **SIZES)
     linen, x = make(layer=1), draw(2, N, DIM)
     call = {"grid": GRID, "num_prefix": 1}
-    variables = run(functools.partial(linen.init, **call), jax.random.key(3), x)
+    init = functools.partial(linen.init, **call)
+    variables = quick_jit(init)(jax.random.key(3), x)
     assert jax.tree.structure(ours.to_linen()) == jax.tree.structure(variables)
     ours.update_from_linen(variables)
     chex.assert_trees_all_equal(ours.to_linen(), variables)

@@ -43,7 +43,8 @@ def heads_inputs(**options):
     module = base.ConstrainedSincos(DIM, HEADS, LAYERS, num_scales=2, **options)
     variables = run(lambda: module.init(jax.random.key(0), GRID, 1))
     q, k = normal(0, 2, BATCH, HEADS, 16, HEAD_DIM)
-    return module, variables["params"], (q, k, normal(1, BATCH, 16, DIM))
+    inputs = jax.device_put((q, k, normal(1, BATCH, 16, DIM)))
+    return module, variables["params"], inputs
 
 
 def lemma_1(params, x, layer):
@@ -88,7 +89,7 @@ def test_constrained_sincos_equals_lemma_1_and_is_zero_for_the_prefix(options, b
 
     def outcome(scores, dtype):
         """Computes scores, and gradients of a weighted sum of all scores."""
-        leaves = jax.tree.map(lambda leaf: leaf.astype(dtype), (params, x))
+        leaves = jax.tree.map(lambda leaf: np.asarray(leaf, dtype), (params, x))
 
         def loss(params, x):
             values = jnp.broadcast_to(scores(params, x), weights.shape)
@@ -160,7 +161,7 @@ def test_learned_adds_a_vector_for_every_position():
     # The standard deviation of N(0, 1), within 4 standard errors.
     assert abs(table.std() - 1) < 4 / (2 * table.size) ** 0.5
     with pytest.raises(ValueError, match=r"has shape \(15, 12\); a grid of 2x4 tokens"):
-        module.apply(variables, np.ones((BATCH, 8, DIM), np.float32), (2, 4))
+        module.apply(variables, jnp.ones((BATCH, 8, DIM)), (2, 4))
 
 
 def test_sincos_equals_initial_learnable_sincos():

@@ -23,8 +23,12 @@ def encode(position, grid, params=None):
     module = make_position()
     if params is None:
         params = run(lambda: module.init(jax.random.key(0), grid, 1))["params"]
-    layers = run(lambda params: module.apply({"params": params}, grid, 1), params)
-    return np.stack([layer.bias for layer in layers]), params
+
+    def biases(params):
+        layers = module.apply({"params": params}, grid, 1)
+        return jnp.stack([layer.bias for layer in layers])
+
+    return run(biases, params), params
 
 
 @pytest.mark.quick("t5_bias(num_buckets=8, max_distance=5)")
@@ -59,9 +63,9 @@ def test_sincos_bias_equals_the_logits_of_strategy_1():
     )[1]
 
     def widen(params):
-        q, k = np.zeros((2, 1, HEADS, N, HEAD_DIM), np.float32)
+        q, k = jnp.zeros((2, 1, HEADS, N, HEAD_DIM))
         layer = make().apply({"params": params}, GRID, 1)[1]
-        return layer(q, k, np.zeros((1, N, DIM), np.float32))
+        return layer(q, k, jnp.zeros((1, N, DIM)))
 
     q, k = run(widen, params)
     logits = np.einsum("bhid,bhjd->hij", q, k) / q.shape[-1] ** 0.5

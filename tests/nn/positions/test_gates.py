@@ -48,12 +48,12 @@ def test_queries_and_keys_of_each_layer_and_head_have_their_scales(name):
     params = variables["params"]
     q, k, x = heads_inputs()
 
-    def apply(variables):
+    def apply(variables, q, k, x):
         layer = module.apply(variables, GRID, 1)[2]
         one = layer.slice(4, 1)(q[:, :, 4:5], k[:, :, 4:5], x[:, :1])
         return layer(q, k, x), one
 
-    outs, one = run(apply, variables)
+    outs, one = run(apply, variables, q, k, x)
     for side, (y, out) in enumerate(zip((q, k), outs, strict=True)):
         y = np.float64(y[0, 1])
         if name == "irpe_gate":

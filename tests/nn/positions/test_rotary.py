@@ -40,7 +40,7 @@ def test_each_layer_and_head_rotates_by_its_parameters(name):
     variables = jax.tree.map(
         lambda leaf: rng.normal(size=leaf.shape).astype(leaf.dtype), shapes
     )
-    q, k = normal(1, 2, 1, HEADS, N, HEAD_DIM)
+    q, k = map(jax.device_put, normal(1, 2, 1, HEADS, N, HEAD_DIM))
 
     @jax.jit
     def apply(variables):
@@ -54,7 +54,7 @@ def test_each_layer_and_head_rotates_by_its_parameters(name):
     with jax.enable_x64(True):
         params = jax.tree.map(lambda x: np.float64(x[2, 1]), variables["params"])
         expected = jax.jit(jax.vmap(lambda x: rotated(name, x, params)))
-        wide = np.float64([q[0, 1], k[0, 1]])
+        wide = np.stack([np.float64(x)[0, 1] for x in (q, k)])
         np.testing.assert_allclose(outs[:, 1], expected(wide), atol=2e-5)
     np.testing.assert_allclose(one[0], outs[0, :, 4:5], atol=1e-6)
 
@@ -63,18 +63,25 @@ def test_each_layer_and_head_rotates_by_its_parameters(name):
 @pytest.mark.parametrize("name", MODULES)
 def test_heads_start_with_different_directions(name):
     init = MODULES[name](**SIZES).init_with_output
-    layers, _ = run(lambda: init(jax.random.key(0), GRID, 1))
-    angles = np.stack([layer.angles[:, -1] for layer in layers])
+    angles = run(
+        lambda: [layer.angles for layer in init(jax.random.key(0), GRID, 1)[0]]
+    )
+    angles = np.stack(angles)[:, :, -1]
     assert len(np.unique(angles[..., 1].round(6))) == LAYERS * HEADS
     assert np.abs(angles).max() <= np.linalg.norm(np.array(GRID) - 1) + 1e-5
 
 
 def test_cayley_string_starts_as_rope():
     init = MODULES["cayley_string"](**SIZES).init_with_output
-    layers, _ = run(lambda: init(jax.random.key(0), (5,), 0))
-    np.testing.assert_array_equal(layers[1].matrix[1], np.eye(HEAD_DIM))
+
+    def matrix_and_angles():
+        layer = init(jax.random.key(0), (5,), 0)[0][1]
+        return layer.matrix, layer.angles
+
+    matrix, angles = run(matrix_and_angles)
+    np.testing.assert_array_equal(matrix[1], np.eye(HEAD_DIM))
     frequencies = 10000.0 ** (-np.arange(3) / 3)
-    np.testing.assert_allclose(layers[1].angles[1, 4], 4 * frequencies, rtol=1e-6)
+    np.testing.assert_allclose(angles[1, 4], 4 * frequencies, rtol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from relattn.kernels.platform import use_platform
 from relattn.nn import registry
 from tests.helpers import compare
 from tests.helpers.export import PLATFORMS, export
-from tests.helpers.quick import mark_slow, quick_jit
+from tests.helpers.quick import quick_jit
 from tests.mechanisms import LINES, MECHANISMS, TORI
 from tests.mechanisms.base import (
     BATCH,
@@ -33,19 +33,23 @@ from tests.mechanisms.base import (
 
 DRAWS = 2000
 
-every_mechanism = pytest.mark.parametrize(
-    "mechanism",
-    mark_slow([*MECHANISMS, *TORI], [m for m in MECHANISMS if m.quick]),
-    ids=str,
-)
 # For what takes long and differs little between kernels.
 FEW = ("softmax", "causal linear, positive features", "causal Translution")
 
 
+def each_of(mechanisms, quick):
+    """Parametrizes a test by mechanisms; `make test` has the ``quick`` ones."""
+    parametrize = pytest.mark.parametrize("mechanism", mechanisms, ids=str)
+    mark = pytest.mark.quick(mechanism=quick)
+    return lambda test: mark(parametrize(test))
+
+
 def few_of(mechanisms):
     """Parametrizes a test by mechanisms; `make test` has `FEW` of them."""
-    few = [m for m in mechanisms if m.name in FEW]
-    return pytest.mark.parametrize("mechanism", mark_slow(mechanisms, few), ids=str)
+    return each_of(mechanisms, [m for m in mechanisms if m.name in FEW])
+
+
+every_mechanism = each_of([*MECHANISMS, *TORI], [m for m in MECHANISMS if m.quick])
 
 
 every_causal_mechanism = pytest.mark.parametrize(
@@ -70,8 +74,9 @@ def test_every_attention_and_encoding_has_a_row():
     assert not unknown, f"rows of tests/mechanisms are used by unknown {unknown}"
 
 
+@pytest.mark.quick(masked=[False])
 @pytest.mark.parametrize("mechanism", [*MECHANISMS, *TORI], ids=str)
-@pytest.mark.parametrize("masked", mark_slow([False, True], [False]))
+@pytest.mark.parametrize("masked", [False, True])
 def test_value_and_gradient_equal_the_reference(mechanism, masked):
     key_mask = mechanism.key_mask() if masked else None
     kernel, inputs = mechanism.kernel_and_inputs(key_mask)
@@ -238,14 +243,9 @@ def masks(mechanism):
     return keys % 4 != np.arange(BATCH)[:, None]
 
 
+@pytest.mark.quick(dtype=[jnp.bfloat16])
 @every_mechanism
-@pytest.mark.parametrize(
-    "dtype",
-    [
-        jnp.bfloat16,
-        *(pytest.param(x, marks=pytest.mark.slow) for x in (jnp.float32, jnp.float16)),
-    ],
-)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32, jnp.float16])
 def test_large_key_gives_finite_values_and_gradients(mechanism, dtype):
     inputs = mechanism.draw_inputs(HEADS, dtype=dtype)
     row = mechanism.shapes[mechanism.scaled_input][0] - 2
@@ -406,7 +406,8 @@ def expect_same(exported, mechanism, masked, batch, n=N, m=M):
     np.testing.assert_allclose(out, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("masked", mark_slow([False, True], [True]))
+@pytest.mark.quick(masked=[True])
+@pytest.mark.parametrize("masked", [False, True])
 @few_of([*MECHANISMS, *TORI])
 def test_exports_with_a_symbolic_batch(mechanism, masked):
     exported = export_kernel(mechanism, masked, b="b")
@@ -415,7 +416,8 @@ def test_exports_with_a_symbolic_batch(mechanism, masked):
         expect_same(exported, mechanism, masked, batch)
 
 
-@pytest.mark.parametrize("masked", mark_slow([False, True], [True]))
+@pytest.mark.quick(masked=[True])
+@pytest.mark.parametrize("masked", [False, True])
 @few_of([m for m in MECHANISMS if m.length_bounds or not (m.on_grid or m.fixed_length)])
 def test_exports_with_a_symbolic_length(mechanism, masked):
     exported = export_kernel(mechanism, masked, b="b", n="n", m="m")

@@ -21,7 +21,7 @@ from studies.translation import (
     torus_error,
     translation_error,
 )
-from tests.helpers.quick import mark_slow, quick_jit
+from tests.helpers.quick import quick_jit
 from tests.helpers.specs import CAUSAL, ON_PLANES, small
 
 SIZES = {"dim": 8, "num_layers": 2, "num_heads": 2, "mlp_dim": 5}
@@ -103,13 +103,9 @@ QUICK = {
 
 def each(pairs):
     """Parametrizes a test by pairs; all tests of a model run in succession."""
-    params = [
-        pytest.param(
-            pair, marks=() if pair in QUICK else pytest.mark.slow, id="-".join(pair)
-        )
-        for pair in pairs
-    ]
-    return pytest.mark.parametrize("model", params, indirect=True)
+    parametrize = pytest.mark.parametrize("model", pairs, ids="-".join, indirect=True)
+    mark = pytest.mark.quick(model=[pair for pair in pairs if pair in QUICK])
+    return lambda test: mark(parametrize(test))
 
 
 # Causal pairs come first in both: pytest groups tests by the index in these lists.
@@ -235,10 +231,8 @@ def test_lowers_for_cuda_and_tpu_without_a_scatter(model):
     assert found == (model.names[1] == "routing")
 
 
-@pytest.mark.parametrize(
-    ("attention", "position"),
-    mark_slow([*all_pairs(), *VARIANTS], ONE_A_VERDICT),
-)
+@pytest.mark.quick(*map("-".join, ONE_A_VERDICT))
+@pytest.mark.parametrize(("attention", "position"), [*all_pairs(), *VARIANTS])
 def test_translation_error_equals_the_documented_one(attention, position):
     row = re.search(
         rf"^\| `{re.escape(attention)}` \| `{position}` "

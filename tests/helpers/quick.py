@@ -1,4 +1,4 @@
-"""Less work: few programs, compiled with few optimisations, and marks of slow tests.
+"""Less work: few programs, compiled with few optimisations.
 
 JAX compiles a program for every operation on arrays of a new shape that is not in a
 compiled function, and for `jnp.asarray` too; each takes as long as a small test.
@@ -8,7 +8,6 @@ import functools
 
 import jax
 import numpy as np
-import pytest
 
 OPTIONS = {
     "xla_backend_optimization_level": 0,
@@ -52,15 +51,3 @@ def _options():
     except jax.errors.JaxRuntimeError:
         return None
     return OPTIONS
-
-
-def mark_slow(values, quick):
-    """Returns the parameters of a test; all but the ``quick`` ones are marked slow."""
-    assert all(value in values for value in quick)
-    return [
-        pytest.param(
-            *(value if isinstance(value, tuple) else (value,)),
-            marks=() if value in quick else pytest.mark.slow,
-        )
-        for value in values
-    ]

@@ -25,7 +25,6 @@ HEADS, N, HEAD_DIM, VALUE_DIM = 2, 19, 5, 3
 PROJECTION = run(lambda: draw_orthogonal(jax.random.key(1), 13, HEAD_DIM))
 feature_map = functools.partial(compare.feature_map, projection=PROJECTION)
 NAMES = ["positive", "trigonometric", "relu"]
-SLOW = pytest.mark.slow
 
 
 @pytest.fixture
@@ -50,9 +49,8 @@ def draw_inputs(*batch, length=N, dtype=jnp.float32):
     ]
 
 
-@pytest.mark.parametrize(
-    "name", ["positive", *(pytest.param(name, marks=SLOW) for name in NAMES[1:])]
-)
+@pytest.mark.quick("positive")
+@pytest.mark.parametrize("name", NAMES)
 def test_equals_the_reference(interpreted, name):
     naive_map = compare.naive_map(name, PROJECTION)
     compare.expect_equal(
@@ -86,7 +84,7 @@ def equals_the_library(make_map, inputs, parameters, tolerance=2e-6):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=atol)
 
 
-@SLOW
+@pytest.mark.slow
 def test_equals_the_library(interpreted):
     def make_map(projection, bias):
         return lambda x: maps.relu_features(x, projection, bias)
@@ -105,7 +103,7 @@ def test_maps_that_differ_between_queries_and_keys_equal_the_library(interpreted
     equals_the_library(make_map, draw_inputs(), [PROJECTION, PROJECTION[::-1]])
 
 
-@SLOW
+@pytest.mark.slow
 def test_bfloat16_equals_the_library(interpreted):
     inputs = draw_inputs(3, dtype=jnp.bfloat16)
     make_map = functools.partial(compare.feature_map, "positive")

@@ -27,7 +27,6 @@ from tests.helpers.interrupted import (
     untimed,
     untimed_rows,
 )
-from tests.helpers.quick import mark_slow
 from tests.training.conftest import make_data
 from tests.training.test_checkpoint import forge
 
@@ -57,7 +56,8 @@ def test_a_run_writes_its_results(finished):
     assert list(workdir.glob("events.out.tfevents.*"))
 
 
-@pytest.mark.parametrize("stop", mark_slow([3, 9, 13], [13]))
+@pytest.mark.quick("13")
+@pytest.mark.parametrize("stop", [3, 9, 13])
 def test_a_resumed_run_equals_an_uninterrupted_one(
     config, tmp_path, one_device, stop, capsys
 ):

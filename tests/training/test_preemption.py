@@ -207,12 +207,18 @@ def test_a_signal_inside_a_reader_is_no_damage(monkeypatch, tmp_path, reader):
 
 
 def test_sighup_is_sigterm_unless_it_is_ignored():
-    error = pytest.raises(training.PreemptedError, match="Stopped by SIGHUP outside")
-    with error, Preemption().handled():
-        signal.raise_signal(signal.SIGHUP)
     received = []
-    before = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
+    before = {
+        signal.SIGTERM: signal.signal(
+            signal.SIGTERM, lambda number, _: received.append(number)
+        ),
+        # Under nohup, the tests ignore it.
+        signal.SIGHUP: signal.signal(signal.SIGHUP, unhandled),
+    }
     try:
+        error = pytest.raises(training.PreemptedError, match="Stopped by SIGHUP out")
+        with error, Preemption().handled():
+            signal.raise_signal(signal.SIGHUP)
         # With several processes, JAX listens to SIGTERM.
         with Preemption(handles=False).handled():
             signal.raise_signal(signal.SIGHUP)
@@ -220,8 +226,8 @@ def test_sighup_is_sigterm_unless_it_is_ignored():
         with Preemption().handled():
             signal.raise_signal(signal.SIGHUP)
     finally:
-        signal.signal(signal.SIGTERM, before)
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        for number, handler in before.items():
+            signal.signal(number, handler)
     assert received == [signal.SIGTERM]
 
 

@@ -65,9 +65,9 @@ class Preemption:
     Example:
         >>> preemption = Preemption()
         >>> with preemption.handled(), preemption.updates():
-        ...     signal.raise_signal(signal.SIGINT)
+        ...     signal.raise_signal(signal.SIGTERM)
         >>> preemption.received
-        'SIGINT'
+        'SIGTERM'
     """
 
     def __init__(self, *, handles: bool = True):

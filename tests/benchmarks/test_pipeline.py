@@ -21,5 +21,5 @@ def test_measure_times_pipeline_and_fixed_batches(config, monkeypatch):
     assert result["read_examples_per_second"] > 0
     with config.unlocked():
         config.update(batch_size=21, num_devices=2)
-    with pytest.raises(ValueError, match="batch_size=21 does not divide"):
+    with pytest.raises(ValueError, match="batch_size=21 is not divisible"):
         measure(config, devices=devices)

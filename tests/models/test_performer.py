@@ -31,7 +31,7 @@ VARIANTS = [
 
 def make(**options):
     model = build_model({**CONFIG, **options}, num_classes=3, image_shape=SHAPE)
-    images = np.random.default_rng(1).random((5, *SHAPE), np.float32)
+    images = jax.device_put(np.random.default_rng(1).random((5, *SHAPE), np.float32))
     return model, quick_jit(model.init)(jax.random.key(0), images[:1]), images
 
 
@@ -78,7 +78,7 @@ def test_without_position_the_model_is_permutation_invariant():
     model, variables, images = make(attention="favor", position="none")
     apply = quick_jit(model.apply)
     logits = apply(variables, images)
-    shuffled = images[:, :, [3, 0, 5, 1, 4, 2]]
+    shuffled = np.asarray(images)[:, :, [3, 0, 5, 1, 4, 2]]
     chex.assert_trees_all_close(apply(variables, shuffled), logits, atol=1e-5)
     model, variables, images = make(attention="favor", position="constrained_sincos")
     apply = quick_jit(model.apply)

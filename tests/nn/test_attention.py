@@ -183,10 +183,11 @@ def test_default_num_features_is_d_ln_d_with_the_concatenated_width():
 def test_trigonometric_features_sow_the_share_of_nonpositive_normalizers():
     module, variables, x = layer("favor(features='trigonometric', num_features=2)")
     variables = jax.tree.map(lambda leaf: leaf * 3, variables)
-    out, sown = module.apply(variables, x, mutable=["intermediates"])
+    apply = functools.partial(module.apply, mutable=["intermediates"])
+    out, sown = run(apply, variables, x)
     (fraction,) = sown["intermediates"]["nonpositive_normalizer"]
     assert 0 < fraction < 1
-    assert jnp.isfinite(out).all()
+    assert np.isfinite(out).all()
 
 
 @pytest.mark.slow

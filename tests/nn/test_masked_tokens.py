@@ -74,8 +74,8 @@ def test_block(attention, causal):
 @pytest.mark.slow
 def test_memory():
     make, _ = build("favor", "none", dim=DIM, num_heads=2, num_layers=1)
-    module, x = make(layer=0), np.ones((2, 3, DIM), np.float32)
-    memory = normal(1, 2, N, DIM)
+    module, x = make(layer=0), jnp.ones((2, 3, DIM))
+    memory = jax.device_put(normal(1, 2, N, DIM))
     variables = module.init(jax.random.key(0), x, memory=memory)
 
     def apply(variables, memory):

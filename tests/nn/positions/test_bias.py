@@ -124,7 +124,7 @@ def test_trigonometric_features_sow_the_share_of_nonpositive_normalizers():
         num_layers=3,
     )
     position = RelativeTables(bias=jnp.asarray(encode("sincos_bias", GRID)[0][0]))
-    x = normal(1, 2, N, DIM, scale=3)
+    x = jax.device_put(normal(1, 2, N, DIM, scale=3))
     module = make_attention(layer=0)
     options = {"grid": GRID, "num_prefix": 1, "position": position}
 

@@ -21,7 +21,7 @@ from typing import Any, ParamSpec
 
 import jax
 
-from relattn.messages import closest
+from relattn.messages import closest, printable
 
 _P = ParamSpec("_P")
 
@@ -388,11 +388,12 @@ def one_line(message: object) -> str:
         message: A string or an error.
 
     Returns:
-        The message, with line breaks replaced by spaces.
+        The message, with line breaks replaced by spaces, and other characters that are
+        not printed escaped.
 
     Example:
         >>> one_line(ValueError("wrong:\n  3"))
         'wrong: 3'
     """
-    text = " ".join(str(message).split())
+    text = printable(" ".join(str(message).split()))
     return text if len(text) <= _MAX_LENGTH else f"{text[:_MAX_LENGTH]}..."

@@ -10,7 +10,6 @@ that of the ``config.json`` beside the checkpoint; without one, give ``--num_hea
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,10 @@ from typing import Any
 import numpy as np
 
 from relattn import command
-from relattn.messages import check_choice
+from relattn.command import one_line
+from relattn.data.paths import describe_error
+from relattn.json_files import read_json
+from relattn.messages import check_choice, shorten
 from relattn.models import pretrained
 from relattn.models.safetensors import read_safetensors
 from relattn.models.source_configs import check_equal
@@ -78,12 +80,7 @@ def convert(
         )
     tensors = read_checkpoint(checkpoint)
     beside = Path(checkpoint).with_name("config.json")
-    try:
-        settings = json.loads(beside.read_text("utf-8")) if beside.is_file() else {}
-    except ValueError as error:
-        raise ValueError(f"{beside} is not JSON ({error})") from error
-    if not isinstance(settings, dict):
-        raise ValueError(f"{beside} is not a JSON object")
+    settings = read_json(beside, dict) if beside.exists() else {}
     try:
         if num_heads:
             found = f"--num_heads is {num_heads}"
@@ -92,13 +89,21 @@ def convert(
         converted = SOURCES[source](tensors, settings)
     except KeyError as error:
         raise ValueError(
-            f"{checkpoint} is not a checkpoint of {source}: missing {error.args[0]}"
+            f"{checkpoint} is not a checkpoint of {source}: missing "
+            f"{one_line(error.args[0])}"
         ) from error
-    except TypeError as error:
-        raise ValueError(f"{beside} has a value of a wrong type ({error})") from error
     except ValueError as error:
-        raise ValueError(f"{checkpoint}: {error}") from error
-    model = pretrained.build(converted.config)
+        raise ValueError(f"{checkpoint}: {one_line(error)}") from error
+    except Exception as error:
+        # Tensors of any shape, and values of config.json, fail anywhere.
+        raise ValueError(
+            f"{checkpoint} is not a checkpoint of {source}, or a value of "
+            f"{beside.name} has a wrong type ({one_line(describe_error(error))})"
+        ) from error
+    try:
+        model = pretrained.build(converted.config)
+    except ValueError as error:
+        raise ValueError(f"{checkpoint}: {one_line(error)}") from error
     like = pretrained.abstract(model, converted.config)
     variables = pretrained.unflatten(model, like, converted.tensors, checkpoint)
     pretrained.save_pretrained(output, converted.config, variables)
@@ -143,18 +148,18 @@ def _read_file(path):
 
 def _read_parts(path):
     """Reads the files that an index names."""
-    try:
-        files = json.loads(path.read_text("utf-8"))["weight_map"]
-        parts = {name: path.with_name(name) for name in sorted(set(files.values()))}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(
-            f"{path} is not the index of a checkpoint in parts: it has no weight_map"
-        ) from error
-    read = {name: _read_file(part) for name, part in parts.items()}
+    files = read_json(path, {"weight_map": {"*": str}})["weight_map"]
+    for name in files.values():
+        # An index that names itself would never end.
+        if not name or name != Path(name).name or name.endswith(".json"):
+            raise ValueError(f"{path} names {shorten(name)}: parts are files beside it")
+    read = {name: _read_file(path.with_name(name)) for name in {*files.values()}}
     tensors = {}
     for name, file in files.items():
         if name not in read[file]:
-            raise ValueError(f"{path} has {name} in {file}, which does not hold it")
+            raise ValueError(
+                f"{path} has {shorten(name)} in {shorten(file)}, which does not hold it"
+            )
         tensors[name] = read[file][name]
     return tensors
 
@@ -186,19 +191,34 @@ def _read_torch(path):
         state = state[found[0]] if found else state
     tensors = {}
     for name, tensor in state.items():
-        if not isinstance(tensor, torch.Tensor):
-            raise ValueError(f"{path} holds more than tensors: {name!r}")
-        if tensor.layout != torch.strided or tensor.is_meta:
+        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+            raise ValueError(f"{path} holds more than tensors by name: {shorten(name)}")
+        if problem := _torch_problem(tensor, torch):
             raise ValueError(
-                f"{path} holds {name!r} without its values, or sparse: save it as a "
-                "dense tensor"
+                f"{path} holds {shorten(name)} {problem}: save it as a dense tensor of "
+                "float32"
             )
         if tensor.is_floating_point():
-            # NumPy has no bfloat16 or float8.
+            # NumPy has no bfloat16.
             wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
             tensor = tensor.to(wide)
         tensors[name] = tensor.detach().numpy()
     return tensors
+
+
+def _torch_problem(tensor, torch):
+    """Returns why a tensor cannot be read; "" if it can."""
+    if tensor.is_meta:
+        return "without its values"
+    if tensor.is_quantized or tensor.is_complex() or "float8" in str(tensor.dtype):
+        # Numbers of 8 bits have scales elsewhere.
+        return f"of {tensor.dtype}"
+    if tensor.layout != torch.strided or tensor.is_nested:
+        return "as a sparse or nested tensor"
+    if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
+        # A file of a few bytes would fill the memory.
+        return "with values that share memory"
+    return ""
 
 
 @command.entry_point

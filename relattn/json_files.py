@@ -186,9 +186,10 @@ def check_json(value: Any, schema: Any, where: str | Path, key: str = "") -> Non
         value: The value.
         schema: A type (``object`` is any value; an ``int`` is also a ``float``, but a
             ``bool`` is neither), a `Range`, ``None``, a tuple of schemas of which one
-            must fit, ``[schema]`` for the elements of a list, or a dict from keys to
-            schemas. A key with ``?`` at its end may be missing; ``"*"`` is any other
-            key, and without it others are not checked.
+            must fit, ``[schema]`` for the elements of a list, a longer list for those
+            of a list of its length, or a dict from keys to schemas. A key with ``?`` at
+            its end may be missing; ``"*"`` is any other key, and without it others are
+            not checked.
         where: The source of the value, for the message.
         key: The key of the value, for the message.
 
@@ -210,7 +211,8 @@ def check_json(value: Any, schema: Any, where: str | Path, key: str = "") -> Non
         schema = next(each for each in schema if _fits(value, each))
     if isinstance(schema, list):
         for index, element in enumerate(value):
-            check_json(element, schema[0], where, f"{key}[{index}]")
+            expected = schema[index] if len(schema) > 1 else schema[0]
+            check_json(element, expected, where, f"{key}[{index}]")
     elif isinstance(schema, dict):
         _check_keys(value, schema, where, key)
 
@@ -243,8 +245,10 @@ def _fits(value: Any, schema: Any) -> bool:
         return any(_fits(value, each) for each in schema)
     if isinstance(schema, Range):
         return _fits(value, schema.kind) and schema.low <= value <= schema.high
-    if isinstance(schema, list | dict):
-        return isinstance(value, type(schema))
+    if isinstance(schema, list):
+        return isinstance(value, list) and len(schema) in (1, len(value))
+    if isinstance(schema, dict):
+        return isinstance(value, dict)
     if isinstance(value, bool):
         return schema in (bool, object)
     return isinstance(value, (int, float) if schema is float else schema)
@@ -255,6 +259,8 @@ def _describe(schema: Any) -> str:
         return "null"
     if isinstance(schema, tuple):
         return " or ".join(map(_describe, schema))
+    if isinstance(schema, list) and len(schema) > 1:
+        return f"a list of {len(schema)}"
     if isinstance(schema, list | dict):
         schema = type(schema)
     return _NAMES[schema] if isinstance(schema, type) else str(schema)

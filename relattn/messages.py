@@ -59,6 +59,27 @@ def closest(name: Any, names: Collection[str]) -> str:
     return f"did you mean {similar[0]!r}? A{listed[1:]}"
 
 
+def printable(text: str) -> str:
+    r"""Escapes the characters that a terminal does not print.
+
+    Args:
+        text: A text, such as the name of a file.
+
+    Returns:
+        The text; control characters, line breaks, marks of direction and surrogates are
+        escaped as in Python.
+
+    Example:
+        >>> print(printable("größe \x1b[31m\n"))
+        größe \x1b[31m\n
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        c if c.isprintable() else c.encode("unicode_escape").decode() for c in text
+    )
+
+
 def shorten(value: Any) -> str:
     """Formats a value for an error message.
 

@@ -120,6 +120,15 @@ def test_alternatives_are_checked_by_their_type():
         check_json([1, "b"], (int, [int]), "a")
 
 
+@pytest.mark.parametrize("value", [[4, 4], [4, 4, 1, 1], [4, "4", 1], [4, 0, 1], 4, []])
+def test_lists_of_one_length(value):
+    schema = {"image_shape": [Range(1, 9)] * 3}
+    check_json({"image_shape": [4, 6, 1]}, schema, "a")
+    message = r"a has image_shape(\[1\])?=.* must be (a list of 3|an integer)"
+    with pytest.raises(ValueError, match=message):
+        check_json({"image_shape": value}, schema, "a")
+
+
 def test_file_that_is_too_large_or_none_is_refused(tmp_path):
     path = tmp_path / "a.json"
     path.write_bytes(b"[" + b" " * 100 + b"]")

@@ -44,7 +44,7 @@ _DTYPES = ("float32", "bfloat16", "float16")
 _PRECISIONS = ("", "default", "high", "highest")
 
 # Arguments that come from the data, by the model's kind of inputs.
-_DATA_ARGUMENTS = {
+DATA_ARGUMENTS = {
     "images": ("num_classes", "image_shape"),
     "tokens": ("vocab_size", "context_length"),
 }
@@ -119,7 +119,7 @@ def build_model(
         "vocab_size": vocab_size,
         "context_length": context_length,
     }
-    needed = {key: given[key] for key in _DATA_ARGUMENTS[inputs]}
+    needed = {key: given[key] for key in DATA_ARGUMENTS[inputs]}
     if None in needed.values():
         raise ValueError(
             f"model {name!r} is for {inputs} and needs {' and '.join(needed)}: "

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from relattn.messages import shorten
 from relattn.models import source_configs
 from relattn.models.source_configs import check_equal
 from relattn.models.tensor_tables import (
@@ -99,7 +100,8 @@ def _patch(width: int, settings: Mapping[str, Any]) -> tuple[int, int]:
     if side**2 * channels != width:
         raise ValueError(
             f"to_patch_embedding.2.weight takes {width} values, not a square patch of "
-            f"{channels} channels: give channels in a config.json beside the checkpoint"
+            f"{shorten(channels)} channels: give channels in a config.json beside the "
+            "checkpoint"
         )
     return channels, side
 

@@ -23,18 +23,15 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float32
 
 from relattn import models, spec
+from relattn.command import one_line
 from relattn.extras import require_train
 from relattn.markdown import markdown_table
 from relattn.messages import shorten
 from relattn.models.resize import resize_grid
 from relattn.models.safetensors import read_safetensors, write_safetensors
+from relattn.models.saved_config import read_saved_config
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
-# Sizes that come from the data, by the model's kind of inputs.
-SIZES = {
-    "images": ("num_classes", "image_shape"),
-    "tokens": ("vocab_size", "context_length"),
-}
 # Dtypes of parameters in a file; another would round most of them to zero.
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 _BLOCK = re.compile(r"(blocks?)_(\d+)")
@@ -199,13 +196,16 @@ def read_config(
     path = Path(folder) / CONFIG
     if not path.is_file():
         raise FileNotFoundError(f"{folder} holds no model: it has no {CONFIG}")
-    try:
-        config = json.loads(path.read_text("utf-8"))
-        config["model"] |= changes or {}
+    config = read_saved_config(path)
+    if changes:
+        config["model"] |= changes
         return config, build(config)
-    except (KeyError, TypeError, json.JSONDecodeError) as error:
+    try:
+        return config, build(config)
+    except Exception as error:
+        # Sizes that do not fit each other fail anywhere in the model.
         raise ValueError(
-            f"{path} describes no model of relattn ({error}): convert other "
+            f"{path} describes no model of relattn ({one_line(error)}): convert other "
             "checkpoints with python -m relattn.convert"
         ) from error
 
@@ -274,7 +274,8 @@ def build(config: Mapping[str, Any]) -> nn.Module:
     name, values = config["model"]["name"], {}
     # An unknown name has no sizes; build_model refuses it.
     if name in models.MODELS:
-        values = {size: config[size] for size in SIZES[models.MODELS[name].inputs]}
+        sizes = models.DATA_ARGUMENTS[models.MODELS[name].inputs]
+        values = {size: config[size] for size in sizes}
     if "image_shape" in values:
         values["image_shape"] = tuple(values["image_shape"])
     return models.build_model(config["model"], **values)

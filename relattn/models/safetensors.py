@@ -14,6 +14,13 @@ from typing import Any
 import numpy as np
 
 from relattn.command import one_line
+from relattn.json_files import Range, parse_json
+
+# Far above the headers of models that exist.
+MAX_HEADER = 2**25
+_COUNT = Range(0, 2**53)
+_ENTRY = {"dtype": str, "shape": [_COUNT], "data_offsets": [_COUNT, _COUNT]}
+_HEADER = {"__metadata__?": {"*": str}, "*": _ENTRY}
 
 
 def read_safetensors(path: str | Path) -> dict[str, np.ndarray]:
@@ -44,18 +51,35 @@ def read_safetensors(path: str | Path) -> dict[str, np.ndarray]:
     if not Path(path).is_file():
         raise FileNotFoundError(f"there is no file {path}")
     try:
+        _check_header(Path(path))
         return load_file(path)
-    except SafetensorError as error:
+    except (SafetensorError, ValueError) as error:
         raise ValueError(
             f"{path} is truncated, damaged or no safetensors file: copy or save it "
             f"again ({one_line(error)})"
         ) from error
-    except AttributeError as error:
+    except OSError as error:
+        raise OSError(f"{path} cannot be read ({error.strerror or error})") from error
+    except (AttributeError, KeyError, TypeError) as error:
         # The package looks up its dtypes in NumPy.
         raise ValueError(
             f"{path} holds numbers that NumPy does not have, such as float8: save them "
             f"as float32 ({one_line(error)})"
         ) from error
+
+
+def _check_header(path: Path) -> None:
+    """Checks the header, of which the package keeps the last of two equal names."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > min(size - 8, MAX_HEADER):
+            raise ValueError(
+                f"a header of {length:,} bytes does not fit into {size:,} bytes"
+                if length > size - 8
+                else f"the header has {length:,} bytes, at most {MAX_HEADER:,} are read"
+            )
+        parse_json(file.read(length), "the header", _HEADER)
 
 
 def write_safetensors(path: str | Path, tensors: Mapping[str, Any]) -> None:

@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from relattn.json_files import Range, check_json
 from relattn.messages import shorten
 from relattn.models import pretrained
 
@@ -258,6 +259,31 @@ TIMM_ARCHITECTURES = {
 # Names of older versions, which have the origin of the weights at their end.
 _TIMM_OLD_ENDING = re.compile(r"(\..*|_in21k|_in21ft1k|_sam|_dino)$")
 
+# The values of the keys that are read, in any source.
+_SIZE = Range(1, 2**24)
+_SIDE = Range(1, 2**16)
+_SIDES = (_SIDE, [_SIDE, _SIDE], [_SIDE])
+_VALUES = {
+    **dict.fromkeys(
+        _names(
+            """
+            num_attention_heads hidden_size num_hidden_layers intermediate_size
+            num_channels n_embd n_layer n_positions n_inner vocab_size
+            max_position_embeddings embed_dim num_features depth in_chans num_labels
+            """
+        ),
+        _SIZE,
+    ),
+    **dict.fromkeys(("patch_size", "image_size", "img_size"), _SIDES),
+    **dict.fromkeys(("layer_norm_eps", "layer_norm_epsilon"), Range(1e-30, 1, float)),
+    **dict.fromkeys(("architecture", "global_pool", "activation_function"), str),
+    "num_classes": Range(0, 2**24),
+    "input_size": [_SIDE, _SIDE, _SIDE],
+    "id2label": dict,
+    "init_values": float,
+    "mlp_ratio": Range(1e-3, 1e3, float),
+}
+
 TRANSLUTION = Keys(_names("num_heads image_size channels"), {})
 PERFORMER = Keys(_names("num_heads heads image_size"), {})
 
@@ -281,7 +307,7 @@ def read_settings(settings: Settings, keys: Keys) -> dict[str, Any]:
 that do not change the model
     """
     for key in keys.flags & set(settings):
-        if settings[key] not in (True, False):
+        if type(settings[key]) is not bool:
             raise ValueError(
                 f"config.json has {key}={shorten(settings[key])}, which must be true "
                 "or false"
@@ -296,13 +322,15 @@ that do not change the model
         )
     for key, allowed in keys.fixed.items():
         value = settings.get(key, allowed[0])
-        values = value if isinstance(value, list) else [value]
+        values = value if isinstance(value, list) and value else [value]
         if any(element not in allowed for element in values):
             expected = " or ".join(map(repr, allowed))
             raise ValueError(
                 f"config.json has {key}={shorten(value)}, which relattn's model does "
                 f"not have: expected {expected}"
             )
+    values = {f"{key}?": _VALUES[key] for key in keys.read & set(_VALUES)}
+    check_json(settings, values, "config.json")
     return {key: value for key, value in settings.items() if key in keys.read}
 
 
@@ -324,12 +352,9 @@ def timm_settings(settings: Settings) -> dict[str, Any]:
         ...     "depth": 2}, "pretrained_cfg": {"mean": [0.5, 0.5, 0.5]}})
         {'embed_dim': 1280, 'num_heads': 16, 'depth': 2}
     """
-    parts = [settings.get(key) or {} for key in ("pretrained_cfg", "model_args")]
-    if not all(isinstance(part, Mapping) for part in parts):
-        raise ValueError(
-            "model_args or pretrained_cfg in config.json is not a JSON object"
-        )
-    pretrained_cfg, arguments = parts
+    names = ("pretrained_cfg", "model_args")
+    check_json(settings, {f"{name}?": (dict, None) for name in names}, "config.json")
+    pretrained_cfg, arguments = (settings.get(name) or {} for name in names)
     # pretrained_cfg may be that of the weights from which a model was fine-tuned.
     joined = read_settings({**pretrained_cfg, **settings, **arguments}, TIMM)
     if "architecture" in joined:

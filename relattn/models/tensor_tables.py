@@ -201,9 +201,22 @@ def patches(x: np.ndarray) -> np.ndarray:
 
 
 def count_layers(tensors: Tensors, pattern: str) -> int:
-    """Counts layers by the names of tensors; the pattern's group is the index."""
-    found = [re.match(pattern, name) for name in tensors]
-    return 1 + max((int(match[1]) for match in found if match), default=-1)
+    """Counts layers by the names of tensors; the pattern's group is the index.
+
+    Raises:
+        ValueError: If a layer has no tensors, but one after it has.
+    """
+    matches = (re.match(pattern, name) for name in tensors)
+    found = {match[1] for match in matches if match}
+    # A file may name a layer of any index.
+    for index in map(str, range(len(found))):
+        if index not in found:
+            other = max(found, key=len)
+            raise ValueError(
+                f"missing all tensors of layer {index}, but there are some of layer "
+                f"{other:.80}"
+            )
+    return len(found)
 
 
 def shape_of(tensors: Tensors, name: str, ndim: int) -> tuple[int, ...]:

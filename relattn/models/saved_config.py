@@ -1,0 +1,123 @@
+"""Checks the ``config.json`` of a saved model, before anything is built of it."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+from relattn import models
+from relattn.json_files import Range, check_json, read_json
+from relattn.messages import shorten
+from relattn.models.patches import patch_sides
+
+# Above the sizes of models that exist.
+_SIZE = Range(1, 2**24)
+_SIDE = Range(1, 2**16)
+_MAX_TOKENS = 2**16
+_VALUE = Range(-1e6, 1e6, float)
+
+_MODEL = {
+    "name": str,
+    "dim?": Range(1, 2**17),
+    "num_layers?": Range(1, 1000),
+    "num_heads?": Range(1, 2**12),
+    "mlp_dim?": (Range(1, 2**20), None),
+    "patch_size?": (_SIDE, [_SIDE]),
+    "*": (str, bool, int, float, None, [object]),
+}
+# The sizes that a model takes from its data, and the data, by the model's inputs.
+_SIZES = {
+    "num_classes?": _SIZE,
+    "image_shape?": [_SIDE, _SIDE, _SIDE],
+    "vocab_size?": _SIZE,
+    "context_length?": Range(1, 2**24),
+}
+_IMAGES = {
+    "name": str,
+    "class_names": [str],
+    "image_shape": [_SIDE, _SIDE, _SIDE],
+    "mean": [_VALUE],
+    # Pixels are divided by it.
+    "std": [Range(1e-6, 1e6, float)],
+    "num_train": Range(0, 2**53),
+    "origin": str,
+    "streamed?": bool,
+}
+_TOKENS = {
+    "name": str,
+    "tokenizer": str,
+    "vocab_size": _SIZE,
+    "context_length": _SIZE,
+    "num_train": Range(0, 2**53),
+    "origin": str,
+}
+_OPTIONS = {
+    "background?": str,
+    "image_size?": Range(0, 2**16),
+    "placement?": str,
+    "short_side?": Range(0, 2**16),
+    "standardize?": bool,
+}
+_SCHEMA = {
+    "model": _MODEL,
+    **_SIZES,
+    "data?": {"kind?": str},
+    "training?": {"data": _OPTIONS},
+}
+
+
+def read_saved_config(path: Path) -> dict[str, Any]:
+    """Reads the ``config.json`` of a saved model.
+
+    Args:
+        path: The file.
+
+    Returns:
+        Its contents, of which types and sizes are checked.
+
+    Raises:
+        ValueError: If it describes no model; the message names the file.
+    """
+    config = read_json(path, _SCHEMA)
+    try:
+        options = models.complete_options(config["model"])
+        kind = models.MODELS[options["name"]].inputs
+        sizes = models.DATA_ARGUMENTS[kind]
+        check_json(config, {size: _SIZES[f"{size}?"] for size in sizes}, "it")
+        if "data" in config:
+            _check_data(config, kind)
+        if "patch_size" in options:
+            _check_patches(config["image_shape"], options["patch_size"])
+    except ValueError as error:
+        raise ValueError(f"{path} describes no model of relattn: {error}") from error
+    return config
+
+
+def _check_data(config: dict[str, Any], kind: str) -> None:
+    data = config["data"]
+    schema = _IMAGES if kind == "images" else _TOKENS
+    check_json(data, schema, "it", "data")
+    if data.get("kind", "images") != kind:
+        raise ValueError(f"it has data.kind={shorten(data['kind'])}, not {kind!r}")
+    known = {name.removesuffix("?") for name in (*schema, "kind")}
+    if unknown := sorted(set(data) - known):
+        raise ValueError(f"it has an unknown key in data, {shorten(unknown[0])}")
+    if kind == "tokens":
+        return
+    channels = data["image_shape"][2]
+    counts = {"mean": channels, "std": channels, "class_names": config["num_classes"]}
+    for key, count in counts.items():
+        if len(data[key]) != count:
+            raise ValueError(f"it has {len(data[key])} data.{key}, expected {count}")
+
+
+def _check_patches(image_shape: list[int], patch_size: Any) -> None:
+    """Refuses more patches than a model can see."""
+    sides = zip(image_shape[:2], patch_sides(patch_size), strict=True)
+    patches = math.prod(side // patch for side, patch in sides)
+    if patches > _MAX_TOKENS:
+        raise ValueError(
+            f"its image_shape={image_shape} are {patches:,} patches, and at most "
+            f"{_MAX_TOKENS:,} are possible"
+        )

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from relattn.command import one_line
+from relattn.files import replace_file
 from relattn.json_files import Range, parse_json
 
 # Far above the headers of models that exist.
@@ -93,7 +94,5 @@ def write_safetensors(path: str | Path, tensors: Mapping[str, Any]) -> None:
 
     # `save` copies an array's memory as it lies.
     arrays = {name: np.asarray(array, order="C") for name, array in tensors.items()}
-    part = Path(f"{path}.part")
     # Not by `save_file`, whose files only their owner can read.
-    part.write_bytes(save(arrays))
-    part.replace(path)
+    replace_file(path, save(arrays))

@@ -12,7 +12,6 @@ import platform
 import shutil
 import socket
 import subprocess
-import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import IO, Any
 
 import jax
 
-from relattn.data.paths import expand
+from relattn import files
 from relattn.training.config import to_json
 from relattn.training.errors import WorkdirError, explain_write_errors
 from relattn.training.parallel import Device
@@ -57,24 +56,10 @@ def usable_folder(folder: str | Path, flag: str) -> Path:
         relattn.training.errors.WorkdirError: --workdir is empty (unset shell \
 variable?): name a directory
     """
-    if not str(folder):
-        raise WorkdirError(f"{flag} is empty (unset shell variable?): name a directory")
-    if "://" in str(folder):
-        raise WorkdirError(
-            f"{flag} {folder} is an address, not a directory: mount the bucket (for "
-            "example with gcsfuse) and give the path where it is mounted"
-        )
-    path = expand(folder, flag).absolute()
     try:
-        path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path):
-            pass
+        return files.usable_folder(folder, flag)
     except OSError as error:
-        raise WorkdirError(
-            f"{flag} {folder} is not writable ({error.strerror or error}): choose "
-            "another directory"
-        ) from error
-    return path
+        raise WorkdirError(str(error)) from error
 
 
 def usable_workdir(workdir: str | Path) -> Path:
@@ -289,8 +274,7 @@ def lock_workdir(workdir: Path) -> Iterator[None]:
             host.
 
     Example:
-        >>> import tempfile
-        >>> folder = Path(tempfile.mkdtemp())
+        >>>         >>> folder = Path(tempfile.mkdtemp())
         >>> with lock_workdir(folder):
         ...     json.loads((folder / LOCK).read_text())["pid"] == os.getpid()
         True
@@ -381,8 +365,7 @@ def back_up(path: Path) -> Path:
         WorkdirError: If the disk is full or read-only.
 
     Example:
-        >>> import tempfile
-        >>> path = Path(tempfile.mkdtemp()) / "run.json"
+        >>>         >>> path = Path(tempfile.mkdtemp()) / "run.json"
         >>> _ = path.write_text("{")
         >>> back_up(path).read_text()
         '{'
@@ -403,14 +386,8 @@ def write_text(path: Path, text: str) -> None:
     Raises:
         WorkdirError: If the disk is full or read-only.
     """
-    temporary = path.with_name(path.name + ".tmp")
     with explain_write_errors(path):
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            # Otherwise the file system may rename a file that is still empty.
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        files.replace_file(path, text)
 
 
 def read_result(workdir: Path, seed: int) -> dict[str, Any]:

@@ -1,0 +1,91 @@
+"""Folders to write to are checked, and files are replaced whole."""
+
+import errno
+import os
+
+import pytest
+
+from relattn.files import check_folder, replace_file, usable_file, usable_folder
+from tests.helpers.sentences import assert_refused
+
+
+@pytest.mark.parametrize("check", [check_folder, usable_folder])
+@pytest.mark.parametrize(
+    "name",
+    ["", "gs://bucket/a", "file", "file/a", "file/a/b", "link", "~no.such.user/a"],
+)
+def test_paths_that_are_no_folders_are_refused(check, name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("nowhere")
+    assert_refused(lambda: check(name, "--output"), "--output", name)
+    assert {path.name for path in tmp_path.iterdir()} == {"file", "link"}
+
+
+@pytest.mark.parametrize("name", ["", "folder", ".", "file/a", "~no.such.user/a"])
+def test_paths_that_are_no_files_are_refused(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+    assert_refused(lambda: usable_file(name, "--output"), "--output")
+
+
+def test_folders_are_created_to_write_only(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert check_folder("a/b", "--output") == tmp_path / "a/b"
+    assert not (tmp_path / "a").exists()
+    assert usable_folder("a/b", "--output") == tmp_path / "a/b"
+    assert usable_file("c/d.txt", "--output") == tmp_path / "c/d.txt"
+    assert sorted(map(str, tmp_path.rglob("*"))) == [
+        f"{tmp_path}/{name}" for name in ("a", "a/b", "c")
+    ]
+
+
+@pytest.mark.parametrize("place", ["a.txt", "a.txt.tmp"])
+@pytest.mark.parametrize("target", ["other.txt", "nowhere"])
+def test_links_are_not_followed(place, target, tmp_path):
+    other = tmp_path / "other.txt"
+    other.write_text("other")
+    (tmp_path / place).symlink_to(tmp_path / target)
+    replace_file(tmp_path / "a.txt", "new")
+    assert (tmp_path / "a.txt").read_text() == "new"
+    assert not (tmp_path / "a.txt").is_symlink()
+    assert other.read_text() == "other"
+    assert {path.name for path in tmp_path.iterdir()} == {"a.txt", "other.txt"}
+
+
+def test_hard_links_keep_their_contents(tmp_path):
+    (tmp_path / "other").write_text("other")
+    os.link(tmp_path / "other", tmp_path / "a.txt")
+    replace_file(tmp_path / "a.txt", b"new")
+    assert (tmp_path / "other").read_text() == "other"
+
+
+def test_file_is_as_readable_as_others(tmp_path):
+    (tmp_path / "other").touch()
+    replace_file(tmp_path / "a", "größe \udcff")
+    assert (tmp_path / "a").read_bytes() == "größe \\udcff".encode()
+    assert (tmp_path / "a").stat().st_mode == (tmp_path / "other").stat().st_mode
+
+
+@pytest.mark.parametrize("step", ["fsync", "replace", "open"])
+def test_old_file_survives_a_full_disk(step, tmp_path, monkeypatch):
+    path = tmp_path / "a.txt"
+    path.write_text("old")
+
+    def fail(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, step, fail)
+    with pytest.raises(OSError, match="No space left on device: .*a.txt'"):
+        replace_file(path, "new")
+    monkeypatch.undo()
+    assert path.read_text() == "old"
+    assert [*tmp_path.iterdir()] == [path]
+
+
+@pytest.mark.parametrize("name", ["folder", "no/such/folder/a"])
+def test_file_that_cannot_be_written_is_named(name, tmp_path):
+    (tmp_path / "folder").mkdir()
+    assert_refused(lambda: replace_file(tmp_path / name, "new"), str(tmp_path / name))
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]

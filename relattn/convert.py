@@ -18,7 +18,7 @@ import numpy as np
 
 from relattn import command
 from relattn.command import one_line
-from relattn.data.paths import describe_error
+from relattn.files import check_folder
 from relattn.json_files import read_json
 from relattn.messages import check_choice, shorten
 from relattn.models import pretrained
@@ -63,7 +63,9 @@ def convert(
             another shape, or a key of ``config.json`` describes another model than
             relattn's.
         ImportError: If the file is PyTorch's, and torch is not installed.
+        OSError: If ``output`` is empty or a file, or cannot be written.
     """
+    output = check_folder(output, "--output")
     if source == "run":
         from relattn.training import load_run
 
@@ -73,7 +75,7 @@ def convert(
         run.save_pretrained(output)
         return run.pretrained_config()
     check_choice("--source", source, [*SOURCES, "run"])
-    if Path(output).resolve() == Path(checkpoint).resolve().parent:
+    if output.resolve() == Path(checkpoint).resolve().parent:
         raise ValueError(
             f"--output={output} is the folder of the checkpoint, whose files would be "
             "replaced: give another"
@@ -96,9 +98,10 @@ def convert(
         raise ValueError(f"{checkpoint}: {one_line(error)}") from error
     except Exception as error:
         # Tensors of any shape, and values of config.json, fail anywhere.
+        reason = one_line(f"{type(error).__name__}: {error}")
         raise ValueError(
             f"{checkpoint} is not a checkpoint of {source}, or a value of "
-            f"{beside.name} has a wrong type ({one_line(describe_error(error))})"
+            f"{beside.name} has a wrong type ({reason})"
         ) from error
     try:
         model = pretrained.build(converted.config)
@@ -236,8 +239,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--output", required=True, help="folder for the two files")
     parser.add_argument("--num_heads", type=int, default=0, help="number of heads")
     given = parser.parse_args(argv)
-    if not given.output:
-        raise ValueError("--output is empty (unset shell variable?): name a directory")
     config = convert(
         given.source, given.checkpoint, given.output, num_heads=given.num_heads
     )

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ from jaxtyping import Array, Float32
 from relattn import models, spec
 from relattn.command import one_line
 from relattn.extras import require_train
+from relattn.files import check_folder, replace_file
+from relattn.manifest import MANIFEST, find_damage, write_manifest
 from relattn.markdown import markdown_table
 from relattn.messages import shorten
 from relattn.models.resize import resize_grid
@@ -122,7 +125,8 @@ def load_pretrained(
     """Loads a model that `relattn.convert` or ``run.save_pretrained`` wrote.
 
     Args:
-        folder: Has ``config.json`` and ``model.safetensors``.
+        folder: Has ``config.json`` and ``model.safetensors``, and their checksums in
+            ``manifest.json``; those of older versions have none, and are not verified.
         image_size: Side, or height and width, of the images that the model will see, in
             pixels; None for the size of training. Tables of positions are interpolated
             bicubically, see `relattn.models.resize_grid`.
@@ -137,6 +141,9 @@ def load_pretrained(
         FileNotFoundError: If a file is missing.
         ValueError: If a file is damaged, the tensors are not those of the model, or the
             model cannot be resized.
+
+    Warns:
+        UserWarning: If the folder has no checksums.
 
     Example:
         >>> import tempfile, relattn
@@ -153,6 +160,7 @@ def load_pretrained(
     """
     changes = dict(model or {})
     folder = Path(folder)
+    _verify(folder)
     config, module = read_config(folder, changes)
     tensors = read_safetensors(folder / WEIGHTS)
     like, drawn = abstract(module, config), {}
@@ -175,6 +183,24 @@ def load_pretrained(
         variables = resize_images(module, variables, config["image_shape"], size)
         config = {**config, "image_shape": [*size, config["image_shape"][2]]}
     return Pretrained(module, variables, config)
+
+
+def _verify(folder: Path) -> None:
+    """Compares the files with their checksums."""
+    if not (folder / CONFIG).is_file():
+        # `read_config` says so.
+        return
+    if not (folder / MANIFEST).exists():
+        warnings.warn(
+            f"{folder} has no {MANIFEST}, so damage to its weights is not noticed: "
+            "save or convert the model again",
+            stacklevel=3,
+        )
+    elif damage := find_damage(folder, (CONFIG, WEIGHTS)):
+        raise ValueError(
+            f"{damage}: copy the folder again; if you changed its files yourself, "
+            f"delete {MANIFEST}"
+        )
 
 
 def read_config(
@@ -219,8 +245,10 @@ def save_pretrained(
 ) -> None:
     """Writes ``config.json`` and ``model.safetensors``; `load_pretrained` reads them.
 
+    Their checksums are written to ``manifest.json``.
+
     Args:
-        folder: Created if needed; the two files are replaced.
+        folder: Created if needed; the three files are replaced.
         config: ``model``, as for `relattn.models.build_model`, and the sizes of the
             data: ``num_classes`` and ``image_shape``, or ``vocab_size`` and
             ``context_length``. Other keys are kept.
@@ -229,22 +257,26 @@ def save_pretrained(
             own. `load_pretrained` returns them in the model's.
 
     Raises:
-        ValueError: If the configuration describes no model, ``folder`` is a file,
-            ``dtype`` is not one of floats, or a number is too large for it.
+        ValueError: If the configuration describes no model, ``dtype`` is not one of
+            floats, or a number is too large for it.
+        OSError: If ``folder`` is empty or a file, or cannot be written.
     """
     tensors = flatten(build(config), variables)
     if dtype is not None:
         dtype = _float_dtype(dtype)
         tensors = {name: _narrow(name, x, dtype) for name, x in tensors.items()}
-    folder = Path(folder)
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(
-            f"{folder} is a file: give a folder for {CONFIG} and {WEIGHTS}"
-        )
-    folder.mkdir(parents=True, exist_ok=True)
-    write_safetensors(folder / WEIGHTS, tensors)
     text = json.dumps(config, indent=2, default=list)
-    (folder / CONFIG).write_text(text + "\n", "utf-8")
+    folder = check_folder(folder, "folder")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_safetensors(folder / WEIGHTS, tensors)
+        replace_file(folder / CONFIG, text + "\n")
+        write_manifest(folder, (CONFIG, WEIGHTS))
+    except OSError as error:
+        raise OSError(
+            f"{error.filename or folder} cannot be written ({error.strerror}): free "
+            "some space, or make the folder writable"
+        ) from error
 
 
 def _float_dtype(dtype):

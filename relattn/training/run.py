@@ -19,11 +19,13 @@ from ml_collections import ConfigDict
 
 from relattn import data as data_lib
 from relattn.data import DataInfo, DataSource, EvalSplit
+from relattn.files import replace_file
 from relattn.messages import check_choice
 from relattn.models import pretrained
 from relattn.training import predict as predict_lib
 from relattn.training.config import to_json
 from relattn.training.devices import make_parallel
+from relattn.training.errors import explain_write_errors
 from relattn.training.evaluator import Evaluator
 from relattn.training.given_data import require_data
 from relattn.training.metrics import metrics_of
@@ -254,10 +256,11 @@ class Run:
     ) -> None:
         """Writes the model to hand on: `relattn.load_pretrained` reads it.
 
-        Writes ``config.json``, ``model.safetensors`` and a model card ``README.md``.
+        Writes ``config.json``, ``model.safetensors``, their checksums in
+        ``manifest.json`` and a model card ``README.md``.
 
         Args:
-            folder: Created if needed; the three files are replaced.
+            folder: Created if needed; the four files are replaced.
             license: Licence of the weights, for the card.
             dtype: That of the floats in the file, such as ``"float16"``; None for their
                 own.
@@ -267,10 +270,12 @@ class Run:
                 for it.
         """
         config = self.pretrained_config()
-        pretrained.save_pretrained(folder, config, self.variables, dtype=dtype)
+        # Nothing is written unless everything can be read.
         metrics = read_result(self.workdir, self.config.seed)
         text = pretrained.model_card(config, metrics, license)
-        (Path(folder) / "README.md").write_text(text, "utf-8")
+        pretrained.save_pretrained(folder, config, self.variables, dtype=dtype)
+        with explain_write_errors(Path(folder) / "README.md"):
+            replace_file(Path(folder) / "README.md", text)
 
 
 def saved_config(config: ConfigDict, info: DataInfo) -> dict[str, Any]:

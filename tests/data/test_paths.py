@@ -7,9 +7,11 @@ import pathlib
 import pytest
 from ml_collections import ConfigDict
 
+from relattn import manifest
 from relattn.command import is_user_error
-from relattn.data import load_data, load_tokenizer, paths
-from relattn.data.paths import MANIFEST, expand, find_damage, sha256, write_manifest
+from relattn.data import load_data, load_tokenizer
+from relattn.files import expand
+from relattn.manifest import MANIFEST, find_damage, sha256, write_manifest
 from tests.helpers.unprivileged import public_folder, without_privileges
 
 NOBODY = "~no.such.user/x"
@@ -72,7 +74,7 @@ def flip(path, position, bit=0):
 
 
 def test_sha256_covers_the_whole_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(paths, "BLOCK_BYTES", 7)
+    monkeypatch.setattr(manifest, "BLOCK_BYTES", 7)
     content = bytes(range(23))
     (tmp_path / "a").write_bytes(content)
     assert sha256(tmp_path / "a") == hashlib.sha256(content).hexdigest()
@@ -107,7 +109,7 @@ def test_missing_file_is_found(folder):
 def test_files_outside_the_folder_are_not_read(folder, monkeypatch, name):
     (folder.parent / "a").touch()
     (folder / MANIFEST).write_text(json.dumps({name: "0"}))
-    monkeypatch.setattr(paths, "sha256", None)
+    monkeypatch.setattr(manifest, "sha256", None)
     assert (
         find_damage(folder) == f"{folder} has no file {name!r}, which {MANIFEST} lists"
     )

@@ -14,6 +14,7 @@ import pytest
 
 import relattn
 from relattn.convert import convert
+from relattn.manifest import write_manifest
 from relattn.models import pretrained
 from relattn.models.safetensors import read_safetensors, write_safetensors
 from tests.helpers.sentences import assert_refused
@@ -96,7 +97,7 @@ def with_config(saved, folder, text):
     """Copies a model with another config.json, which its author wrote."""
     shutil.copytree(saved, folder, dirs_exist_ok=True)
     (folder / "config.json").write_text(text)
-    (folder / "manifest.json").unlink(missing_ok=True)
+    write_manifest(folder, ["config.json", "model.safetensors"])
     return folder
 
 
@@ -139,6 +140,45 @@ def test_wrong_value_in_the_config_of_a_model_is_refused(path, name, saved, tmp_
     text = dump(replace(CONFIG, path, WRONG[name]))
     folder = with_config(saved, tmp_path / "model", text)
     assert_refused(lambda: use(folder), "config.json")
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_flipped_bit_is_noticed(seed, saved, tmp_path):
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
+    rng = np.random.default_rng(seed)
+    path = tmp_path / ["model.safetensors", "config.json"][seed % 2]
+    data = bytearray(path.read_bytes())
+    data[rng.integers(len(data))] ^= 1 << rng.integers(8)
+    path.write_bytes(data)
+    damage = f"{path} is damaged (its SHA-256 is not that of manifest.json)"
+    assert_refused(lambda: relattn.load_pretrained(tmp_path), damage)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{}",
+        "[]",
+        "[" * 10_000,
+        '{"model.safetensors": 3}',
+        '{"model.safetensors": "0"}',
+        '{"config.json": "0"}',
+        '{"model.safetensors": "0", "model.safetensors": "0", "config.json": "0"}',
+        '{"../model.safetensors": "0", "config.json": "0", "model.safetensors": "0"}',
+    ],
+)
+def test_damaged_manifest_is_refused(text, saved, tmp_path):
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "manifest.json").write_text(text)
+    assert_refused(lambda: relattn.load_pretrained(tmp_path), "manifest.json")
+
+
+def test_older_folder_loads_with_a_warning(saved, tmp_path):
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "manifest.json").unlink()
+    with pytest.warns(UserWarning, match=f"{tmp_path} has no manifest.json"):
+        relattn.load_pretrained(tmp_path)
 
 
 # For each source, the keys that its conversion reads, of the fixtures' values.

@@ -28,7 +28,7 @@ from relattn.command import one_line
 from relattn.extras import require_train
 from relattn.files import check_folder, replace_file
 from relattn.manifest import MANIFEST, find_damage, write_manifest
-from relattn.markdown import markdown_table
+from relattn.markdown import escape_markdown, markdown_table, quote_yaml
 from relattn.messages import shorten
 from relattn.models.resize import resize_grid
 from relattn.models.safetensors import read_safetensors, write_safetensors
@@ -492,9 +492,9 @@ def model_card(config: dict[str, Any], metrics: dict[str, Any], license: str) ->
     lines = [
         "---",
         "library_name: relattn",
-        f"license: {license}",
+        f"license: {quote_yaml(license)}",
         "---",
-        f"# {config['model']['name']} on {data['name']}",
+        f"# {config['model']['name']} on {escape_markdown(data['name'])}",
         "```python",
         "import relattn",
         "",
@@ -507,8 +507,8 @@ def model_card(config: dict[str, Any], metrics: dict[str, Any], license: str) ->
         json.dumps(config["model"], indent=2),
         "```",
         "## Data",
-        f"{data['name']}: {data['num_train']} training examples, from "
-        f"{data['origin']}.",
+        f"{escape_markdown(data['name'])}: {data['num_train']} training examples, from "
+        f"{escape_markdown(data['origin'])}.",
         inputs,
         "The key `training` of `config.json` is the configuration of the run.",
         "## Metrics",
@@ -517,6 +517,6 @@ def model_card(config: dict[str, Any], metrics: dict[str, Any], license: str) ->
         *([markdown_table(["metric", "value"], rows)] if rows else []),
         "",
         "## Licence",
-        f"Of the weights: {license}.",
+        f"Of the weights: {escape_markdown(license)}.",
     ]
     return "\n".join(lines) + "\n"

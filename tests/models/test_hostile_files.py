@@ -357,3 +357,20 @@ def test_layer_of_another_index_is_refused(source, index, tmp_path):
     write_safetensors(path, {name: np.array(x) for name, x in tensors.items()})
     assert_refused(lambda: convert(source, path, tmp_path / "out"), str(path))
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["a\n---\nb: c", "$\\frac$", "<script>x</script>", "|", "\ud800", "```\n# x"],
+)
+def test_card_shows_names_as_they_are(name):
+    data = {**CONFIG["data"], "name": name, "origin": name}
+    card = pretrained.model_card({**CONFIG, "data": data}, {}, license=name)
+    front, license, end = card.split("\n")[1:4]
+    assert (front, end) == ("library_name: relattn", "---")
+    quoted = license.removeprefix("license: ")
+    assert json.loads(quoted) == name
+    for text in ("<script>", "$\\f", "\n# x", "\nb: c", "\ud800"):
+        assert text not in card.replace("\\$", "").replace("\\<", "").replace(
+            quoted, ""
+        )

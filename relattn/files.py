@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import tempfile
 from pathlib import Path
 
 # A link in place of a new file is not followed. Windows has no such flag.
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
 _NEW |= getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+
+# The folders of an absolute path: after a space or a quote, not in an address.
+_ABSOLUTE = re.compile(
+    r"(?<![^\s'\"(\[])(?:~[\w.-]*|[A-Za-z]:)?[/\\](?:[^\s/\\]+[/\\])*"
+)
 
 
 def expand(path: str | Path, key: str) -> Path:
@@ -167,6 +173,32 @@ def replace_file(path: str | Path, data: str | bytes) -> None:
     except BaseException:
         _remove(temporary)
         raise
+
+
+def no_follow(path: str, flags: int) -> int:
+    """Opens a file, but no link: an ``opener`` of `open`, for files that grow."""
+    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0), 0o666)
+
+
+def hide_folders(text: str, folder: str = "") -> str:
+    """Shortens the absolute paths in a text to their last part.
+
+    Args:
+        text: A text to hand on, such as the origin of the data.
+        folder: A folder that it may name, whose path may have spaces.
+
+    Returns:
+        The text, without the folders of this machine; addresses are kept.
+
+    Example:
+        >>> hide_folders("the images in /home/me/flowers, from https://a.org/b/c")
+        'the images in flowers, from https://a.org/b/c'
+    """
+    if folder:
+        path = Path(os.path.expanduser(folder)).absolute()
+        for each in (folder, str(path)):
+            text = text.replace(each, path.name)
+    return _ABSOLUTE.sub("", text)
 
 
 def _remove(path: Path) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from relattn import command
 from relattn.evaluation.compare import shift_report
 from relattn.evaluation.shift_runs import open_shift_runs
+from relattn.files import replace_file
 from relattn.messages import check_choice
 from relattn.training.config_file import read_config
 from relattn.training.overrides import typed_keys
@@ -115,7 +116,7 @@ def run_study(
     text = study_table(study, results)
     write_json(output / "results.json", results)
     write_study_csv(study, results, output / "table.csv")
-    (output / "table.md").write_text(text, "utf-8")
+    replace_file(output / "table.md", text)
     plot_study(results, output / "curves.png")
     workdirs = [run.workdir for group in finished.values() for run in group]
     if study.shifts is not None and workdirs:
@@ -125,7 +126,7 @@ def run_study(
             find_published=published_curve,
             **study.shifts,
         )
-        (output / "table.md").write_text(text, "utf-8")
+        replace_file(output / "table.md", text)
     return text, failed
 
 

@@ -24,6 +24,7 @@ from relattn.evaluation.page import write_page
 from relattn.evaluation.shift_curves import ShiftCurve
 from relattn.evaluation.shift_plots import plot
 from relattn.evaluation.shift_runs import open_shift_runs
+from relattn.files import replace_file
 from relattn.markdown import markdown_table
 from relattn.training.config_file import read_config
 from relattn.training.overrides import typed_keys
@@ -123,9 +124,9 @@ def run_demo(
         variant: _results([t for t in trainings if t.label == variant], one, every)
         for variant, one, every in zip(variants, one_class, every_class, strict=True)
     }
-    (output / "results.json").write_text(json.dumps(results, indent=2) + "\n")
+    replace_file(output / "results.json", json.dumps(results, indent=2) + "\n")
     text = demo_table(results, comparison.class_name)
-    (output / "table.md").write_text(text, "utf-8")
+    replace_file(output / "table.md", text)
     steps.done("wrote the figure and the table")
     first = [training for training in trainings if training.seed == 0]
     write_page(

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from relattn import command
+from relattn.files import replace_file
 from relattn.markdown import markdown_table
 from relattn.training.overrides import typed_keys
 from relattn.training.workdir import usable_folder
@@ -89,9 +90,9 @@ def run_finetune(
         results[name] = {
             attention: training.result() for attention, training in group.items()
         }
-    (output / "results.json").write_text(json.dumps(results, indent=2) + "\n")
+    replace_file(output / "results.json", json.dumps(results, indent=2) + "\n")
     text = finetune_table(results)
-    (output / "table.md").write_text(text, "utf-8")
+    replace_file(output / "table.md", text)
     return text
 
 

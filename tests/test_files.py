@@ -5,7 +5,13 @@ import os
 
 import pytest
 
-from relattn.files import check_folder, replace_file, usable_file, usable_folder
+from relattn.files import (
+    check_folder,
+    hide_folders,
+    replace_file,
+    usable_file,
+    usable_folder,
+)
 from tests.helpers.sentences import assert_refused
 
 
@@ -39,6 +45,31 @@ def test_folders_are_created_to_write_only(tmp_path, monkeypatch):
     assert sorted(map(str, tmp_path.rglob("*"))) == [
         f"{tmp_path}/{name}" for name in ("a", "a/b", "c")
     ]
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("the images in /home/me/flowers", "the images in flowers"),
+        ("the images in /data", "the images in data"),
+        ("/a/b.txt, /a/c.txt", "b.txt, c.txt"),
+        ("'/home/me/a' (\"~/b/c\")", "'a' (\"c\")"),
+        ("~me/runs/first", "first"),
+        ("C:\\Users\\me\\flowers", "flowers"),
+        ("https://a.org/b/c and/or ../x/y", "https://a.org/b/c and/or ../x/y"),
+        ("MNIST (CC BY-SA 3.0), 1/2 of it", "MNIST (CC BY-SA 3.0), 1/2 of it"),
+        ("", ""),
+    ],
+)
+def test_folders_are_hidden(text, expected):
+    assert hide_folders(text) == expected
+
+
+@pytest.mark.parametrize("folder", ["/home/me/my flowers", "~/my flowers"])
+def test_folder_with_spaces_is_hidden(folder, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    for named in (folder, "/home/me/my flowers"):
+        assert hide_folders(f"images in {named}", folder) == "images in my flowers"
 
 
 @pytest.mark.parametrize("place", ["a.txt", "a.txt.tmp"])

@@ -38,6 +38,7 @@ from relattn import command
 from relattn.data.paths import MANIFEST, describe_error, write_manifest
 from relattn.data.text import FILES, META, TokenMeta, write_meta, write_tokens
 from relattn.data.tokenizers import TOKENIZERS, TokenIds, Tokenizer, load_tokenizer
+from relattn.files import check_folder
 
 OPENWEBTEXT = "Skylion007/openwebtext"
 FILE_VAL_FRACTION = 0.1
@@ -355,7 +356,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="OpenWebText, by its name on the Hugging Face hub or from a folder",
     )
     add = parser.add_argument
-    add("--output", type=Path, required=True, help="folder to write to")
+    add("--output", required=True, help="folder to write to")
     add("--test", **files, default=[], help="text files for testing; repeatable")
     add(
         "--tokenizer",
@@ -370,6 +371,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="share of the text that is held out for validation",
     )
     options = parser.parse_args(argv)
+    output = check_folder(options.output, "--output")
     if options.test and not options.input:
         raise ValueError("--test needs plain files as the training text: give --input")
     fraction = {}
@@ -380,15 +382,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         if options.input:
             meta = prepare_files(
                 options.input,
-                options.output,
+                output,
                 tokenizer,
                 test_inputs=options.test,
                 **fraction,
             )
         else:
-            meta = prepare_documents(
-                options.openwebtext, options.output, tokenizer, **fraction
-            )
+            meta = prepare_documents(options.openwebtext, output, tokenizer, **fraction)
     except Exception as error:
         problem = describe_error(error)
         raise ValueError(f"the text was not prepared: {problem}") from error

@@ -34,6 +34,7 @@ from relattn.data.tokenizers import (
     check_bpe_dir,
     load_tokenizer,
 )
+from relattn.files import replace_file
 from relattn.messages import check_choice, shorten
 
 EMBEDDED_TEXTS = ("tinyshakespeare",)
@@ -342,7 +343,7 @@ class TokenMeta:
 def write_meta(folder: Path, meta: TokenMeta) -> None:
     """Writes ``meta.json``."""
     text = json.dumps(dataclasses.asdict(meta), indent=2)
-    (folder / META).write_text(f"{text}\n", "utf-8")
+    replace_file(folder / META, f"{text}\n")
 
 
 def read_meta(folder: Path, tokenizer: str = "") -> TokenMeta:

@@ -19,6 +19,7 @@ from relattn.evaluation.shift_curves import FindPublished, ShiftCurve, curves_of
 from relattn.evaluation.shift_plots import Panel, plot
 from relattn.evaluation.shift_runs import ShiftRun
 from relattn.evaluation.shift_tables import summary, write_csv
+from relattn.files import replace_file
 from relattn.training import Run
 from relattn.training.errors import explain_write_errors
 from relattn.training.workdir import usable_folder
@@ -70,7 +71,7 @@ def shift_report(
     with explain_write_errors(output):
         write_csv(curves, output / "shift.csv")
         plot(panels, output / "shift.png", axis=comparison.axis)
-        (output / "summary.md").write_text(text, "utf-8")
+        replace_file(output / "summary.md", text)
     return text
 
 

@@ -13,10 +13,9 @@ from pathlib import Path
 
 from relattn import command
 from relattn.data.folder import KINDS
-from relattn.data.paths import expand
+from relattn.files import expand, replace_file, usable_file
 from relattn.training import load_run
 from relattn.training.predict import Predictions
-from relattn.training.workdir import usable_folder
 
 COLUMNS = ("file", "class", "label", "probability")
 
@@ -118,10 +117,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     given = parser.parse_args(argv)
     output = None
     if given.output is not None:
-        output = expand(given.output, "--output")
-        if output.is_dir():
-            raise ValueError(f"--output={given.output} is a folder: name a file in it")
-        usable_folder(output.parent, "--output")
+        output = usable_file(given.output, "--output")
     files = [file for path in given.input for file in image_files(path)]
     run = load_run(given.workdir, given.checkpoint, image_size=given.image_size)
     found = run.predict(files, batch_size=given.batch_size)
@@ -129,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if output is None:
         print(table, end="")
     else:
-        output.write_text(table, "utf-8", errors="backslashreplace", newline="")
+        replace_file(output, table)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from relattn import command
 from relattn.data import DataSource, load_data
 from relattn.data.tokenizers import TOKENIZERS
 from relattn.evaluation.attention_maps import make_maps_fn
+from relattn.files import usable_file
 from relattn.training import Run, load_run, make_predict_fn
 from relattn.training.config import flatten
 from relattn.training.given_data import require_data
@@ -79,13 +80,15 @@ def report(
             f"num_images and data do not apply to {run.workdir}, a run on text: leave "
             "them out"
         )
+    # Without the folders of this machine.
+    shared = run.pretrained_config()
     heading = f"Run {run.workdir.name} on {run.data.name}"
     rows = read_rows(run.workdir / "metrics.jsonl")
     rows = [row for row in rows if row.get("seed", run.config.seed) == run.config.seed]
     parts = [
         f"<h1>{html.escape(heading)}</h1>",
         f"<p>The {run.checkpoint} checkpoint, step {run.step:,}. Data: "
-        f"{html.escape(run.data.origin)}.</p>",
+        f"{html.escape(shared['data']['origin'])}.</p>",
         "<h2>Results</h2>",
         _table(("result", "value"), _results(run).items()),
         "<h2>Curves</h2>",
@@ -101,7 +104,7 @@ def report(
     )
     parts += [
         "<h2>Configuration</h2>",
-        _table(("key", "value"), flatten(run.config).items()),
+        _table(("key", "value"), flatten(shared["training"]).items()),
     ]
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
@@ -333,13 +336,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = command.Parser("python -m relattn.evaluation.report", __doc__)
     add = parser.add_argument
     add("--workdir", required=True, help="the run directory")
-    add("--output", default="", help="the page; by default WORKDIR/report.html")
+    add("--output", help="the page; by default WORKDIR/report.html")
     add("--checkpoint", default="best", help="best or latest")
     add("--seed", type=int, help="which seed of a run of several; by default the first")
     add("--num_images", type=int, help="number of test images to use; by default all")
     given = parser.parse_args(argv)
+    output = Path(given.workdir) / "report.html"
+    if given.output is not None:
+        output = usable_file(given.output, "--output")
     run = load_run(given.workdir, given.checkpoint, seed=given.seed)
-    output = Path(given.output or run.workdir / "report.html")
     text = report(run, num_images=given.num_images)
     write_text(output, text)
     print(f"Written to {output}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from relattn.evaluation.shift_curves import (
     curve_label,
     to_print,
 )
+from relattn.files import replace_file
 
 # The definition of consistency, for labels.
 CONSISTENCY = "consistency: fraction of images\npredicted as when unshifted"
@@ -51,7 +53,9 @@ def plot(panels: Sequence[Panel], path: Path, *, axis: str = "x") -> None:
         axis: ``"x"``, ``"y"`` or ``"xy"``.
     """
     figure = _maps(panels) if axis == "xy" else _curves(panels, axis)
-    figure.savefig(path, dpi=150)
+    file = io.BytesIO()
+    figure.savefig(file, format=path.suffix[1:], dpi=150)
+    replace_file(path, file.getvalue())
 
 
 def _curves(panels: Sequence[Panel], axis: str) -> Figure:

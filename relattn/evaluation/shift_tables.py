@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from relattn.evaluation.shift_curves import (
     published_curves,
     to_print,
 )
+from relattn.files import replace_file
 from relattn.markdown import markdown_table
 
 COLUMNS = (
@@ -46,19 +48,20 @@ def write_csv(curves: Sequence[ShiftCurve], path: Path) -> None:
             without a shift. The published curves follow; they have only accuracies.
         path: The file.
     """
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(COLUMNS)
-        for curve in curves:
-            name = [curve.run, curve.dataset, curve.model, _images(curve)]
-            for shift in curve.shifts:
-                writer.writerow([*name, *shift, *_values(curve.at(shift)), "measured"])
-            writer.writerow([*name, "", "", *_values(curve.random), "random"])
-        for curve, published in published_curves(curves):
-            name = ["", curve.dataset, published.name, _images(curve)]
-            for shift, accuracy in published.accuracy.items():
-                values = [f"{accuracy:.6f}", "", "", "", ""]
-                writer.writerow([*name, *shift, *values, "published"])
+    file = io.StringIO(newline="")
+    writer = csv.writer(file)
+    writer.writerow(COLUMNS)
+    for curve in curves:
+        name = [curve.run, curve.dataset, curve.model, _images(curve)]
+        for shift in curve.shifts:
+            writer.writerow([*name, *shift, *_values(curve.at(shift)), "measured"])
+        writer.writerow([*name, "", "", *_values(curve.random), "random"])
+    for curve, published in published_curves(curves):
+        name = ["", curve.dataset, published.name, _images(curve)]
+        for shift, accuracy in published.accuracy.items():
+            values = [f"{accuracy:.6f}", "", "", "", ""]
+            writer.writerow([*name, *shift, *values, "published"])
+    replace_file(path, file.getvalue())
 
 
 def _images(curve: ShiftCurve) -> str:

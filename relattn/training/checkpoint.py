@@ -31,6 +31,7 @@ import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
 
 from relattn.data.paths import MANIFEST, sha256
+from relattn.files import replace_file
 from relattn.messages import shorten
 from relattn.training.errors import CheckpointError, DamagedError
 from relattn.training.orbax_errors import quiet_orbax, system_error
@@ -151,7 +152,7 @@ class CheckpointWriter:
         unfinished = sorted(self.folder.glob(f"{self._step}{_INCOMPLETE}*"))
         folder = unfinished[0] if unfinished else self.folder / str(self._step)
         sums = {name: sha256(path) for name, path in _files(folder).items()}
-        (folder / MANIFEST).write_text(json.dumps(sums, indent=1))
+        replace_file(folder / MANIFEST, json.dumps(sums, indent=1))
 
     def close(self) -> None:
         """Waits until everything is written.

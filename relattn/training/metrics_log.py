@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from relattn.files import no_follow
 from relattn.training.errors import explain_write_errors
 from relattn.training.workdir import back_up, write_text
 
@@ -83,7 +84,7 @@ class MetricsLog:
                 ``train/loss/seed_3`` in a row with a ``seed``.
         """
         path = self.workdir / "metrics.jsonl"
-        with explain_write_errors(path), path.open("a") as file:
+        with explain_write_errors(path), open(path, "a", opener=no_follow) as file:
             file.write(json.dumps({"step": step, **values}) + "\n")
         suffix = f"/seed_{values['seed']}" if "seed" in values else ""
         with explain_write_errors(self.workdir / "events.out.tfevents"):

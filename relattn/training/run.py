@@ -19,7 +19,7 @@ from ml_collections import ConfigDict
 
 from relattn import data as data_lib
 from relattn.data import DataInfo, DataSource, EvalSplit
-from relattn.files import replace_file
+from relattn.files import hide_folders, replace_file
 from relattn.messages import check_choice
 from relattn.models import pretrained
 from relattn.training import predict as predict_lib
@@ -240,11 +240,22 @@ class Run:
 
     def pretrained_config(self) -> dict[str, Any]:
         """Returns the contents of ``config.json``, see `save_pretrained`."""
+        training = to_json(self.config)
+        # Others have the data elsewhere.
+        folder = training["data"].get("data_dir") or ""
+        for values, key in (
+            *((training["data"], key) for key in ("data_dir", "manual_dir", "bpe_dir")),
+            (training, "init_from"),
+        ):
+            if values.get(key):
+                values[key] = Path(values[key]).name
+        config = saved_config(self.config, self.data)
+        config["data"]["origin"] = hide_folders(config["data"]["origin"], folder)
         return {
-            **saved_config(self.config, self.data),
+            **config,
             "step": self.step,
             "checkpoint": self.checkpoint,
-            "training": to_json(self.config),
+            "training": training,
         }
 
     def save_pretrained(

@@ -9,7 +9,6 @@ import importlib.metadata
 import json
 import os
 import platform
-import shutil
 import socket
 import subprocess
 import warnings
@@ -299,7 +298,7 @@ def _locked(path: Path) -> IO[str]:
     assert fcntl is not None
     while True:
         with explain_write_errors(path):
-            file = path.open("a+")
+            file = open(path, "a+", opener=files.no_follow)  # noqa: SIM115
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -346,7 +345,7 @@ def free_name(path: Path) -> Path:
         'metrics.jsonl.damaged'
     """
     renamed, number = path.with_name(f"{path.name}{DAMAGED}"), 1
-    while renamed.exists():
+    while os.path.lexists(renamed):
         number += 1
         renamed = path.with_name(f"{path.name}{DAMAGED}{number}")
     return renamed
@@ -372,7 +371,7 @@ def back_up(path: Path) -> Path:
     """
     copy = free_name(path)
     with explain_write_errors(copy):
-        shutil.copyfile(path, copy)
+        files.replace_file(copy, path.read_bytes())
     return copy
 
 

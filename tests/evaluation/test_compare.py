@@ -165,8 +165,8 @@ def test_report_refuses_what_does_not_fit(workdir, tmp_path, options, message):
 @pytest.mark.parametrize(
     "output, message",
     [
-        ("file", "--output .*/file is not writable .File exists.: choose another"),
-        ("file/out", "--output .*/file/out is not writable .Not a directory.: choose"),
+        ("file", "--output .*/file is a file: name a directory"),
+        ("file/out", "--output .*/file/out: .*/file is a file: name a directory"),
         ("", "--output is empty"),
     ],
 )

@@ -152,6 +152,8 @@ def test_inputs_of_photographs(tmp_path, config, standardize):
             (found,) = predicted_inputs(run, given)
             np.testing.assert_array_equal(found, by_name[name])
     card = (tmp_path / "saved" / "README.md").read_text()
+    # Nothing of this machine is handed on.
+    assert str(tmp_path) not in card + (tmp_path / "saved" / "config.json").read_text()
     assert (
         "Inputs are RGB images of 16x16 pixels. An image file is decoded upright, as "
         "its EXIF orientation says; transparent pixels are composited on white. Its "

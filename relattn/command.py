@@ -14,6 +14,7 @@ import platform
 import re
 import sys
 import types
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from io import TextIOWrapper
 from pathlib import Path
@@ -36,6 +37,8 @@ _OVERRIDE = re.compile(r"--?(config\.|noconfig\.[^=]*\Z)")
 # Length limit of a message in characters: it may quote the input.
 _MAX_LENGTH = 500
 
+_FORMAT = warnings.formatwarning
+
 BAD_INPUT = 2
 INTERRUPTED = 130
 USER_ERRORS = (ValueError, OSError, ImportError, FloatingPointError)
@@ -46,7 +49,8 @@ def entry_point(main: Callable[_P, None]) -> Callable[_P, None]:
 
     The exit code is the error's attribute ``exit_code``, or `BAD_INPUT` without one.
     Other errors keep their traceback. Characters that the terminal's encoding lacks are
-    escaped. Compiled programs are kept on disk, see `keep_compiled`.
+    escaped, and in errors and warnings those that it would obey. Compiled programs are
+    kept on disk, see `keep_compiled`.
 
     Args:
         main: The main function.
@@ -68,6 +72,7 @@ def entry_point(main: Callable[_P, None]) -> Callable[_P, None]:
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, TextIOWrapper):
                 stream.reconfigure(errors="backslashreplace")
+        warnings.formatwarning = _format_warning
         keep_compiled()
         try:
             main(*args, **kwargs)
@@ -80,15 +85,26 @@ def entry_point(main: Callable[_P, None]) -> Callable[_P, None]:
         except BaseException as error:
             exit_code = getattr(error, "exit_code", None)
             if exit_code is not None:
-                print(error, file=sys.stderr)
+                print(printable(str(error)), file=sys.stderr)
                 sys.exit(exit_code)
             text = explain_out_of_memory(error) or explain_no_backend(error)
             if text is None and not is_user_error(error):
                 raise
-            print(f"error: {text or error}", file=sys.stderr)
+            print(f"error: {printable(text or str(error))}", file=sys.stderr)
             sys.exit(BAD_INPUT)
 
     return wrapped
+
+
+def _format_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    line: str | None = None,
+) -> str:
+    """Formats a warning as Python does, but with a message that is printable."""
+    return _FORMAT(printable(str(message)), category, filename, lineno, line)
 
 
 def keep_compiled() -> None:

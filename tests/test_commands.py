@@ -12,6 +12,7 @@ import re
 import runpy
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -86,6 +87,21 @@ def refused(capsys, monkeypatch):
         return err
 
     return refused
+
+
+@pytest.mark.parametrize("name", ["a\x1b[31mb", "a\rb", "a\nb", "\u202eb", "\udcff"])
+def test_messages_do_not_control_the_terminal(name, capsys):
+    @command.entry_point
+    def main():
+        print(warnings.formatwarning(f"{name} is bad", UserWarning, "a.py", 3))
+        command.Parser("a", "").parse_args([f"--import={name}"])
+
+    with pytest.raises(SystemExit):
+        main()
+    out, err = capsys.readouterr()
+    for line in (out.rstrip("\n"), err.rstrip("\n")):
+        assert line.replace("\n", "").isprintable()
+    assert err.count("\n") == 1
 
 
 def test_all_programs_are_listed():

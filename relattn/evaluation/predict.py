@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import csv
 import io
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from relattn import command
 from relattn.data.folder import KINDS
 from relattn.files import expand, replace_file, usable_file
+from relattn.messages import printable
 from relattn.training import load_run
 from relattn.training.predict import Predictions
 
@@ -123,6 +125,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     found = run.predict(files, batch_size=given.batch_size)
     table = to_csv(found, files, every=given.probabilities)
     if output is None:
+        if sys.stdout.isatty():
+            # A terminal obeys control characters, such as those of a file's name.
+            table = "\n".join(map(printable, table.split("\n")))
         print(table, end="")
     else:
         replace_file(output, table)

@@ -23,7 +23,9 @@ from relattn import command
 from relattn.data import DataSource, load_data
 from relattn.data.tokenizers import TOKENIZERS
 from relattn.evaluation.attention_maps import make_maps_fn
+from relattn.evaluation.figures import plain
 from relattn.files import usable_file
+from relattn.messages import printable
 from relattn.training import Run, load_run, make_predict_fn
 from relattn.training.config import flatten
 from relattn.training.given_data import require_data
@@ -82,13 +84,13 @@ def report(
         )
     # Without the folders of this machine.
     shared = run.pretrained_config()
-    heading = f"Run {run.workdir.name} on {run.data.name}"
+    heading = printable(f"Run {run.workdir.name} on {run.data.name}")
     rows = read_rows(run.workdir / "metrics.jsonl")
     rows = [row for row in rows if row.get("seed", run.config.seed) == run.config.seed]
     parts = [
         f"<h1>{html.escape(heading)}</h1>",
         f"<p>The {run.checkpoint} checkpoint, step {run.step:,}. Data: "
-        f"{html.escape(shared['data']['origin'])}.</p>",
+        f"{html.escape(printable(shared['data']['origin']))}.</p>",
         "<h2>Results</h2>",
         _table(("result", "value"), _results(run).items()),
         "<h2>Curves</h2>",
@@ -163,7 +165,7 @@ def _curves(rows: Sequence[Mapping[str, Any]]) -> str:
             if points:
                 ax.plot(*zip(*points, strict=True), ".-", label=split)
         better = "higher" if metric.higher_is_better else "lower"
-        ax.set(xlabel="step", ylabel=f"{title(name)} ({better} is better)")
+        ax.set(xlabel="step", ylabel=plain(f"{title(name)} ({better} is better)"))
         ax.grid(alpha=0.3)
         ax.legend(frameon=False)
     titles = ", ".join(map(title, metrics))
@@ -182,7 +184,8 @@ def _image_parts(
 ) -> list[str]:
     """Returns the sections of a run on images."""
     images, labels, probabilities = _predict_test(run, num_images, data)
-    names = require_kind(run, "images").class_names
+    # On one line, with the bytes of folders' names that are not UTF-8.
+    names = [printable(name) for name in require_kind(run, "images").class_names]
     predicted = probabilities.argmax(axis=-1)
     counts = confusion_matrix(labels, predicted, len(names))
     totals, right = counts.sum(axis=1), counts.diagonal()
@@ -259,8 +262,9 @@ def _confusions(counts: np.ndarray, names: Sequence[str]) -> str:
         if count:
             color = "white" if fractions[i, j] > 0.5 else "black"
             ax.text(j, i, f"{count}", ha="center", va="center", color=color, size=8)
-    ax.set_xticks(range(len(names)), names, rotation=90)
-    ax.set_yticks(range(len(names)), names)
+    drawn = [plain(name) for name in names]
+    ax.set_xticks(range(len(names)), drawn, rotation=90)
+    ax.set_yticks(range(len(names)), drawn)
     ax.set(xlabel="predicted class", ylabel="true class")
     return _image(figure, "Number of test images by true and predicted class")
 
@@ -274,7 +278,7 @@ def _gallery(images: Sequence[np.ndarray], captions: Sequence[str], alt: str) ->
         ax.axis("off")
     for ax, image, caption in zip(axes, images, captions, strict=False):
         _show(ax, image)
-        ax.set_title(caption, size=9)
+        ax.set_title(plain(caption), size=9)
     return _image(figure, f"{alt}: {'; '.join(captions)}")
 
 
@@ -298,7 +302,7 @@ def _maps(run: Run, images: np.ndarray, predicted: Sequence[str]) -> str:
         for ax in axes[:, column]:
             ax.axis("off")
         _show(axes[0, column], image)
-        axes[0, column].set_title(predicted[column], size=9)
+        axes[0, column].set_title(plain(predicted[column]), size=9)
         shown = axes[1, column].imshow(weight, cmap="viridis")
         figure.colorbar(shown, ax=axes[1, column], shrink=0.7)
     text = f"Attention weights of {queries} in the last layer, averaged over the heads"
@@ -312,7 +316,8 @@ def _show(ax: Any, image: np.ndarray) -> None:
 def _table(header: Sequence[str], rows: Any) -> str:
     def cells(values: Sequence[Any], tag: str) -> str:
         shown = (f"{v:.4g}" if isinstance(v, float) else str(v) for v in values)
-        return "".join(f"<{tag}>{html.escape(value)}</{tag}>" for value in shown)
+        escaped = (html.escape(printable(value)) for value in shown)
+        return "".join(f"<{tag}>{value}</{tag}>" for value in escaped)
 
     lines = [f"<tr>{cells(row, 'td')}</tr>" for row in rows]
     head = f"<tr>{cells(header, 'th')}</tr>"

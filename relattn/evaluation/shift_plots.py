@@ -14,6 +14,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
+from relattn.evaluation.figures import plain
 from relattn.evaluation.shift_curves import (
     MEASURES,
     ShiftCurve,
@@ -82,7 +83,7 @@ def _curves(panels: Sequence[Panel], axis: str) -> Figure:
                 (lines[label],) = top.plot(
                     pixels, list(known.values()), "--", color=color, lw=1
                 )
-        top.set_title(panel.title)
+        top.set_title(plain(panel.title))
         bottom.set_xlabel(f"shift along {axis} in pixels\n({_images(panel.curves)})")
         for ax in (top, bottom):
             ax.set_ylim(-0.02, 1.02)
@@ -93,7 +94,7 @@ def _curves(panels: Sequence[Panel], axis: str) -> Figure:
     lines[label] = Line2D([], [], color="gray", linestyle=":")
     figure.legend(
         lines.values(),
-        lines.keys(),
+        [plain(label) for label in lines],
         loc="outside lower center",
         ncols=min(len(panels), 2),
         frameon=False,
@@ -123,7 +124,7 @@ def _maps(panels: Sequence[Panel]) -> Figure:
             text = f"{measure} {low} to {high}"
             if curve.random.num_images:
                 text += f"; random shifts: {random}"
-            ax.set_title("\n".join([*names, text]), fontsize="small")
+            ax.set_title(plain("\n".join([*names, text])), fontsize="small")
             ax.set_xlabel(f"shift along x in pixels (right)\n({_images([curve])})")
             for each in (ax.xaxis, ax.yaxis):
                 each.set_major_locator(

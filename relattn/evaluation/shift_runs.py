@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
@@ -30,7 +31,8 @@ class ShiftRun:
     """A run on images, before its arrays are read, and its test images.
 
     Attributes:
-        name: The run's name: that of its folder, or the path where names are equal.
+        name: The run's name: that of its folder; where names are equal, the path below
+            the folder that all runs share.
         saved: The run.
         dataset: The name of the data set.
         split: The test images.
@@ -98,7 +100,10 @@ def open_shift_runs(
         raise ValueError("no run: name at least one folder by --workdir")
     names = [Path(workdir).name for workdir in workdirs]
     if len(set(names)) < len(names):
-        names = [str(workdir) for workdir in workdirs]
+        # Without the folders of this machine that all have.
+        paths = [Path(workdir).absolute() for workdir in workdirs]
+        common = os.path.commonpath([path.parent for path in paths])
+        names = [path.relative_to(common).as_posix() for path in paths]
     # All runs are checked before the first data set is loaded.
     opened = [open_run(workdir, checkpoint, image_size) for workdir in workdirs]
     for saved in opened:

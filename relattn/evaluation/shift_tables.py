@@ -19,7 +19,7 @@ from relattn.evaluation.shift_curves import (
     to_print,
 )
 from relattn.files import replace_file
-from relattn.markdown import markdown_table
+from relattn.markdown import escape_markdown, markdown_table
 
 COLUMNS = (
     "run",
@@ -88,7 +88,8 @@ def table(curves: Sequence[ShiftCurve], measure: str = "accuracy") -> str:
     header = ["data set", "model", "runs", *map(_shift_name, shifts), "random shifts"]
     rows = []
     for curve in curves:
-        cells = [curve.dataset, curve_label(curve, curves), str(curve.num_runs)]
+        cells = [*map(escape_markdown, (curve.dataset, curve_label(curve, curves)))]
+        cells.append(str(curve.num_runs))
         for metrics in (*map(curve.at, shifts), curve.random):
             mean, std = getattr(metrics, measure), getattr(metrics, f"{measure}_std")
             if not metrics.num_images:
@@ -100,7 +101,7 @@ def table(curves: Sequence[ShiftCurve], measure: str = "accuracy") -> str:
     known = published_curves(curves) if measure == "accuracy" else ()
     for curve, published in known:
         accuracy = published.accuracy
-        cells = [curve.dataset, f"{published.name} (published)", "–"]
+        cells = [escape_markdown(curve.dataset), f"{published.name} (published)", "–"]
         cells += [f"{accuracy[s]:.3f}" if s in accuracy else "–" for s in shifts]
         rows.append([*cells, "–"])
     return markdown_table(header, rows)
@@ -164,7 +165,7 @@ def summary(
     parts = [f"# Accuracy and consistency under shifts along {along}"]
     if one_class:
         parts += [
-            f"## Class {class_name}",
+            f"## Class {escape_markdown(class_name)}",
             f"{one} Accuracy on one class favours a model that predicts it too often.",
             *_tables(one_class),
         ]

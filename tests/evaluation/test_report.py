@@ -14,7 +14,7 @@ from relattn.evaluation import report as report_lib
 from relattn.evaluation.report import confusion_matrix, report
 from tests.helpers import browser
 
-NAMES = ("<cat>", "dog", "bird & co")
+NAMES = ("<cat>", r"$\frac$", "bird & co")
 
 
 def load_noise(config):
@@ -88,7 +88,7 @@ def test_the_numbers_are_those_of_the_evaluation(workdir):
     test = load_noise(None).test
     predicted = run.predict(test.images).labels
     assert f"23 test images, {100 * np.mean(predicted == test.labels):.2f}%" in page
-    for label, name in enumerate(("&lt;cat&gt;", "dog", "bird &amp; co")):
+    for label, name in enumerate(("&lt;cat&gt;", r"$\frac$", "bird &amp; co")):
         chosen = test.labels == label
         accuracy = 100 * np.mean(predicted[chosen] == label)
         row = f"<td>{name}</td><td>{accuracy:.1f}%</td><td>{chosen.sum()}</td>"

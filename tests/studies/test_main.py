@@ -281,7 +281,7 @@ def test_invalid_arguments_are_rejected(tmp_path, monkeypatch):
             "translution_text", tmp_path, overrides=["--config.num_step=1"]
         )
     (tmp_path / "file").touch()
-    with pytest.raises(WorkdirError, match="--output .*/file is not writable"):
+    with pytest.raises(WorkdirError, match="--output .*/file is a file: name a d"):
         __main__.run_study("translution_text", tmp_path / "file")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match="run the study from the project's root"):

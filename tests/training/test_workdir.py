@@ -13,7 +13,13 @@ import pytest
 from relattn import training
 from relattn.training import workdir
 from relattn.training.task import Task
-from relattn.training.workdir import LOCK, lock_workdir, write_run_json
+from relattn.training.workdir import (
+    LOCK,
+    back_up,
+    lock_workdir,
+    write_json,
+    write_run_json,
+)
 from tests.training.conftest import make_data
 
 
@@ -141,3 +147,23 @@ def test_an_unreadable_run_json(tmp_path, task, one_device, content):
         assert start_at(tmp_path, task, one_device, 3) == [3]
     assert (tmp_path / "run.json.damaged").read_bytes() == content
     assert start_at(tmp_path, task, one_device, 5) == [3, 5]
+
+
+@pytest.mark.parametrize("target", ["victim", "nowhere"])
+def test_links_in_a_run_directory_are_not_followed(target, tmp_path):
+    """A run directory that others made may have links to files outside of it."""
+    (tmp_path / "victim").write_text("precious\n")
+    workdir = tmp_path / "run"
+    workdir.mkdir()
+    replaced = ("run.json", "result.json", "result.json.tmp", "a.damaged")
+    for name in (*replaced, LOCK):
+        (workdir / name).symlink_to(tmp_path / target)
+    for name in ("run.json", "result.json"):
+        write_json(workdir / name, {"a": 1})
+    (workdir / "a").write_text("damaged")
+    assert back_up(workdir / "a").name == "a.damaged2"
+    with pytest.raises(OSError, match="symbolic link"), lock_workdir(workdir):
+        pass
+    assert (tmp_path / "victim").read_text() == "precious\n"
+    assert {path.name for path in tmp_path.iterdir()} == {"victim", "run"}
+    assert not (workdir / "result.json").is_symlink()

@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -26,13 +25,13 @@ from tqdm import tqdm
 
 from relattn import command
 from relattn.data import DataInfo, ImageInfo, TextInfo
+from relattn.files import replace_file, usable_file
 from relattn.training.config import check_config
 from relattn.training.config_file import read_config
 from relattn.training.cost import tree_bytes
 from relattn.training.errors import explain_write_errors
 from relattn.training.mesh import DATA_AXIS, MeshParallel
 from relattn.training.task import Task
-from relattn.training.workdir import usable_folder
 
 _MESH = re.compile(r"([1-9][0-9]*)x([1-9][0-9]*)")
 GIGABYTE = 1e9
@@ -194,14 +193,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     add(
         "--vocab_size", type=int, default=50257, help="size of the vocabulary, for text"
     )
-    add("--output", default="", help="JSON file to write")
+    add("--output", help="JSON file to write")
     given = parser.parse_args(argv)
     meshes = [read_mesh(text) for text in given.meshes.split(",")]
     config = read_config(given.config, given.overrides)
     check_config(config)
-    path = Path(given.output)
-    if given.output:
-        usable_folder(path.parent, "--output")
+    path = None
+    if given.output is not None:
+        path = usable_file(given.output, "--output")
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", max(d * m for d, m in meshes))
     info = describe_data(config, given.num_classes, given.vocab_size)
@@ -215,7 +214,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         rows.append({"data": data, "model": model, **measure(task, parallel)})
     print(f"{task.num_params:,} parameters, a batch of {config.batch_size}:\n")
     print(memory_table(rows))
-    if given.output:
+    if path is not None:
         result = {
             "config": given.config,
             "batch_size": config.batch_size,
@@ -224,7 +223,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             "bytes_per_device": rows,
         }
         with explain_write_errors(path):
-            path.write_text(json.dumps(result, indent=1) + "\n")
+            replace_file(path, json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

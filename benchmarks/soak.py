@@ -25,9 +25,10 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from relattn import command
+from relattn.files import usable_file
 from relattn.markdown import markdown_table
 from relattn.training.config_file import read_config
-from relattn.training.workdir import usable_folder, usable_workdir, write_json
+from relattn.training.workdir import usable_workdir, write_json
 from studies.launcher import Training, leaving_on_sigterm, stop
 
 # Allowed growth per hour: above the noise, below a leak that would end a week-long run.
@@ -87,10 +88,7 @@ def run_soak(
         )
     if not Path("/proc/self/status").exists():
         raise ValueError("a soak reads /proc, which needs Linux")
-    output = Path(output)
-    usable_folder(output.parent, "--output")
-    if output.is_dir():
-        raise ValueError(f"--output {output} is a folder: name a JSON file")
+    output = usable_file(output, "--output")
     samples = watch(training, 3600 * hours, interval)
     start = training.record()["starts"][-1]
     every = math.ceil(len(samples) / MAX_SAMPLES)

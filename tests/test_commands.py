@@ -104,6 +104,27 @@ def test_messages_do_not_control_the_terminal(name, capsys):
     assert err.count("\n") == 1
 
 
+WRITERS = {
+    program: [word for word in arguments if not word.startswith("--output")]
+    for program, arguments in PROGRAMS.items()
+    if arguments[-1:] == ["--output=x"]
+} | {
+    "benchmarks.memory": PROGRAMS["benchmarks.memory"],
+    "relattn.evaluation.predict": PROGRAMS["relattn.evaluation.predict"],
+    "relattn.evaluation.report": PROGRAMS["relattn.evaluation.report"],
+    "studies.demo": [],
+    "studies.finetune": PROGRAMS["studies.finetune"],
+    "tools.embed": PROGRAMS["tools.embed"],
+}
+
+
+@pytest.mark.parametrize("program", WRITERS)
+def test_an_empty_output_is_not_the_current_folder(program, refused):
+    """As of an unset shell variable."""
+    message = refused(program, [*WRITERS[program], "--output="])
+    assert message.startswith("error: --output is empty (unset shell variable?): name")
+
+
 def test_all_programs_are_listed():
     folders = ["relattn", "studies", "benchmarks", "tools"]
     sources = [path for name in folders for path in ROOT.glob(f"{name}/**/*.py")]

@@ -23,6 +23,7 @@ from PIL import Image
 from relattn import command
 from relattn.data.paths import describe_error
 from relattn.data.registry import EMBEDDED_FOLDER, EMBEDDED_VERSION, SETS
+from relattn.files import check_folder
 
 SELECTION_SEED = 2021
 NUM_TRAIN = 5000
@@ -230,10 +231,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = command.Parser("python -m tools.embed", __doc__)
     add = parser.add_argument
     add("--source", type=pathlib.Path, required=True, help="folder of the archives")
-    add("--output", type=pathlib.Path, default=EMBEDDED_FOLDER, help="output folder")
+    add("--output", default=EMBEDDED_FOLDER, help="output folder")
     options = parser.parse_args(argv)
+    output = check_folder(options.output, "--output")
     for name in NUM_MOVABLE:
-        folder = write_subset(name, options.source, options.output)
+        folder = write_subset(name, options.source, output)
         size = sum(path.stat().st_size for path in folder.iterdir())
         print(f"{folder}: {size / 1e6:.2f} MB")
 

@@ -16,6 +16,7 @@ from importlib.metadata import version
 import numpy as np
 
 from relattn import command
+from relattn.files import usable_folder
 from relattn.models.safetensors import write_safetensors
 
 PACKAGES = ("torch", "timm", "transformers", "safetensors")
@@ -403,7 +404,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     parser = command.Parser("python -m tools.pretrained", __doc__)
     parser.add_argument("--output", required=True, help="folder for the checkpoints")
-    output = pathlib.Path(parser.parse_args(argv).output)
+    output = usable_folder(parser.parse_args(argv).output, "--output")
     for name, write in WRITERS.items():
         folder = output / name
         folder.mkdir(parents=True, exist_ok=True)

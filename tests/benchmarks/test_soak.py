@@ -112,5 +112,5 @@ def test_training_that_ends_early_is_an_error(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit, match="2"):
         main([f"--config={CONFIG}", f"--workdir={tmp_path}/c", "--config.sede=1"])
     assert "there is no --config.sede" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="is a folder: name a JSON file"):
+    with pytest.raises(OSError, match="is a folder: name a file in it"):
         run_soak(Training("soak", CONFIG, tmp_path / "new"), tmp_path, hours=1.0)

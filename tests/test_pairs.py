@@ -32,7 +32,6 @@ BATCH = 3
 ONE_A_VERDICT = [
     ("softmax", "relative_key"),
     ("softmax", "learned"),
-    ("favor", "relative_bias"),
     ("favor", "constrained_sincos"),
 ]
 DOCUMENT = (Path(__file__).parents[1] / "docs" / "contracts.md").read_text("utf-8")

@@ -10,16 +10,19 @@ import numpy as np
 import pytest
 
 from relattn.kernels import positive_features, random_projections
+from tests.helpers.quick import run
 
 NUM_FEATURES, HEAD_DIM = 7, 5
 KEY = jax.random.key(3)
 
 
+def draw_orthogonal(*sizes, **options):
+    return run(lambda: random_projections.draw_orthogonal(KEY, *sizes, **options))
+
+
 @pytest.mark.parametrize("num_features", [3, 5, 13])
 def test_rows_are_orthogonal_within_blocks(num_features):
-    projection = random_projections.draw_orthogonal(
-        KEY, num_features, HEAD_DIM, norms="fixed"
-    )
+    projection = draw_orthogonal(num_features, HEAD_DIM, norms="fixed")
     assert projection.shape == (num_features, HEAD_DIM)
     assert projection.dtype == jnp.float32
     for start in range(0, num_features, HEAD_DIM):
@@ -30,7 +33,7 @@ def test_rows_are_orthogonal_within_blocks(num_features):
 
 
 def test_rows_are_orthogonal_at_large_head_dim():
-    rows = random_projections.draw_orthogonal(KEY, 300, 256, norms="fixed") / 16
+    rows = draw_orthogonal(300, 256, norms="fixed") / 16
     for block in (rows[:256], rows[256:]):
         block = np.float64(block)
         np.testing.assert_allclose(block @ block.T, np.eye(len(block)), atol=1e-5)
@@ -40,11 +43,14 @@ def test_rows_are_orthogonal_at_large_head_dim():
 @pytest.mark.parametrize("sign_corrected", [True, False])
 @pytest.mark.parametrize("head_dim", [1, 2, 5, 48])
 def test_rows_match_lapack(head_dim, sign_corrected):
-    rows = random_projections.draw_orthogonal(
-        KEY, 3 * head_dim, head_dim, norms="fixed", sign_corrected=sign_corrected
-    )
-    block_key, _ = jax.random.split(KEY)
-    gaussian = np.float64(jax.random.normal(block_key, (3, head_dim, head_dim)))
+    options = {"norms": "fixed", "sign_corrected": sign_corrected}
+    rows = draw_orthogonal(3 * head_dim, head_dim, **options)
+
+    def draw_blocks():
+        block_key, _ = jax.random.split(KEY)
+        return jax.random.normal(block_key, (3, head_dim, head_dim))
+
+    gaussian = np.float64(run(draw_blocks))
     q, r = np.linalg.qr(gaussian)
     if sign_corrected:
         q *= np.sign(np.diagonal(r, axis1=1, axis2=2))[:, None, :]
@@ -65,19 +71,20 @@ def test_draw_lowers_without_lapack(platform):
 
 def test_draws_of_a_key_are_unchanged():
     gaussian = [[-1.446257, 1.539381, 0.382506], [1.970702, -0.587667, 0.209416]]
-    drawn = random_projections.draw_gaussian(KEY, 2, 3)
+    drawn = run(lambda: random_projections.draw_gaussian(KEY, 2, 3))
     np.testing.assert_allclose(drawn, gaussian, atol=1e-5)
     orthogonal = [[-1.905793, -0.393762], [0.062659, -0.303266], [0.275281, 1.089174]]
-    drawn = random_projections.draw_orthogonal(KEY, 3, 2)
+    drawn = draw_orthogonal(3, 2)
     np.testing.assert_allclose(drawn, orthogonal, atol=1e-5)
     layer_projection = [
         [1.153859, 1.071999],
         [0.232691, -0.250460],
         [-1.622414, 0.834958],
     ]
-    drawn = random_projections.draw_random_features(
-        KEY, layer=4, index=2, num_features=3, head_dim=2
-    ).projection
+    sizes = {"layer": 4, "index": 2, "num_features": 3, "head_dim": 2}
+    drawn = run(
+        lambda: random_projections.draw_random_features(KEY, **sizes).projection
+    )
     np.testing.assert_allclose(drawn, layer_projection, atol=1e-5)
 
 
@@ -113,21 +120,20 @@ def test_rows_without_sign_fix_are_not_uniform():
 
 
 def test_features_without_sign_fix_are_biased():
-    x = jnp.zeros((1, HEAD_DIM)).at[0, 0].set(1.0)
-    exact = np.exp(HEAD_DIM**-0.5)
+    x, exact = np.eye(1, HEAD_DIM, dtype=np.float32), np.exp(HEAD_DIM**-0.5)
 
     def estimate(projection):
         features = positive_features(x, projection).dense()
         return (features @ features.T)[0, 0]
 
-    uniform = jax.vmap(estimate)(draw_many(2000))
-    unfixed = jax.vmap(estimate)(draw_many(2000, sign_corrected=False))
+    uniform = run(jax.vmap(estimate), draw_many(2000))
+    unfixed = run(jax.vmap(estimate), draw_many(2000, sign_corrected=False))
     assert abs(standard_errors_from(uniform, exact)) < 4
     assert abs(standard_errors_from(unfixed, exact)) > 10
 
 
 def test_bias_of_fixed_norms_is_as_documented():
-    head_dim, x = 12, jnp.zeros((1, 12)).at[0, 0].set(1.5)
+    head_dim, x = 12, 1.5 * np.eye(1, 12, dtype=np.float32)
 
     @jax.jit
     @jax.vmap
@@ -194,8 +200,9 @@ def test_a_stack_gets_what_its_layers_get_alone(stack):
     first = draw(4, 0)
     shape = (*stack, *first.projection.shape)
     stacked = dataclasses.replace(first, projection=jnp.zeros(shape, jnp.bfloat16))
-    expected = [draw(4 + i, 7).projection for i in range(math.prod(stack))]
-    expected = jnp.stack(expected).reshape(shape).astype(jnp.bfloat16)
+    layers = range(4, 4 + math.prod(stack))
+    expected = run(lambda: jnp.stack([draw(layer, 7).projection for layer in layers]))
+    expected = expected.reshape(shape).astype(jnp.bfloat16)
     for redraw in (random_projections.redraw, jax.jit(random_projections.redraw)):
         found = redraw({"layer": stacked}, KEY, 7)["layer"]
         assert (found.layer, found.norms) == (4, "fixed")

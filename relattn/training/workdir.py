@@ -273,7 +273,8 @@ def lock_workdir(workdir: Path) -> Iterator[None]:
             host.
 
     Example:
-        >>>         >>> folder = Path(tempfile.mkdtemp())
+        >>> import tempfile
+        >>> folder = Path(tempfile.mkdtemp())
         >>> with lock_workdir(folder):
         ...     json.loads((folder / LOCK).read_text())["pid"] == os.getpid()
         True
@@ -364,7 +365,8 @@ def back_up(path: Path) -> Path:
         WorkdirError: If the disk is full or read-only.
 
     Example:
-        >>>         >>> path = Path(tempfile.mkdtemp()) / "run.json"
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "run.json"
         >>> _ = path.write_text("{")
         >>> back_up(path).read_text()
         '{'

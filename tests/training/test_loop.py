@@ -374,7 +374,7 @@ def test_a_batch_that_does_not_divide_is_an_error_before_any_work(config, tmp_pa
 
 def test_a_workdir_that_is_not_writable_is_refused(config, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(training.WorkdirError, match="is not writable"):
+    with pytest.raises(training.WorkdirError, match="is a file: name a directory"):
         training.train_and_evaluate(config, tmp_path / "file" / "run")
 
 

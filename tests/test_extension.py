@@ -116,6 +116,7 @@ def train(*names):
     )
 
 
+@pytest.mark.slow
 def test_each_is_one_file_and_a_run_with_all_loads(package):
     train(*FILES)
     run = load_run("run")

@@ -79,7 +79,7 @@ def train(parallel, model, state):
     return parallel.fetch(state)
 
 
-@pytest.mark.quick("favor constrained_sincos")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model",
     [

@@ -103,6 +103,7 @@ class Model(nnx.Module):
         return self.head(x.mean(axis=1))
 
 
+@pytest.mark.slow
 def test_training_updates_parameters_and_redraws_features():
     model, key = Model(nnx.Rngs(0)), jax.random.key(5)
     optimizer = nnx.Optimizer(model, optax.adam(0.01), wrt=nnx.Param)

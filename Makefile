@@ -19,8 +19,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 DEMO_STAMP := $(VENV)/installed-train
 EXTRAS := test
-UV = $(BIN)/python -m pip install --quiet uv && \
-  $(BIN)/uv pip install --quiet --python $(BIN)/python $(PACKAGES)
+UV = $(BIN)/uv pip install --quiet --python $(BIN)/python $(PACKAGES)
 PYTEST = $(BIN)/python -m pytest -q
 
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
@@ -62,7 +61,7 @@ site: $(STAMP)
 tables: $(STAMP)
 	$(BIN)/python -m tools.tables
 
-# Where Python lacks ensurepip, the system's pip installs into the environment.
+# Python's own pip installs into the environment sooner than ensurepip does.
 # uv takes a quarter of pip's time, but does not read pip's settings, such as a mirror:
 # where it fails, pip installs. What nothing imports need not be compiled.
 $(DEMO_STAMP): PACKAGES = --editable '.[train]'
@@ -70,8 +69,9 @@ $(STAMP): PACKAGES = --editable '.[$(EXTRAS)]'
 $(STAMP) $(DEMO_STAMP): setup.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "relattn needs Python 3.11 or newer: name one by make PYTHON=..."; exit 1; }
-	$(PYTHON) -m venv $(VENV) || { $(PYTHON) -m venv --without-pip $(VENV) && \
-	  $(PYTHON) -m pip --python $(BIN)/python install --quiet pip; }
+	$(PYTHON) -m venv --without-pip $(VENV) && \
+	  $(PYTHON) -m pip --python $(BIN)/python install --quiet pip uv || \
+	  $(PYTHON) -m venv $(VENV)
 	@start=$$(date +%s); echo "Installing the packages into $(VENV)"; \
 	  { $(UV) || $(BIN)/python -m pip install --quiet --no-compile $(PACKAGES); } && \
 	  echo "$$(($$(date +%s) - start)) s: installed the packages"

@@ -9,8 +9,8 @@ from relattn.kernels import platform
 from tests.helpers import settings
 
 STARTED = pytest.StashKey[float]()
-# Folders whose examples compile kernels and models: an example has no mark.
-SLOW_EXAMPLES = ("relattn/kernels/", "relattn/nn/", "relattn/models/")
+# Many examples of the library compile programs, and an example has no mark.
+SLOW_EXAMPLES = ("relattn/",)
 # Processor seconds of a test that is not marked slow, with what it sets up.
 MOST_SECONDS = 15
 

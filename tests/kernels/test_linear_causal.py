@@ -39,7 +39,7 @@ def test_one_chunk_equals_the_reference(name):
     )
 
 
-@pytest.mark.quick("trigonometric", "positive")
+@pytest.mark.quick("positive")
 @pytest.mark.parametrize("name", NAMES)
 def test_second_derivatives_equal_the_reference(name):
     q, k, v = draw_inputs()

@@ -40,7 +40,7 @@ class Rows(relattn.Position):
         rows = self.param("rows", nn.initializers.normal(0.02), shape)
         return tokens + jnp.broadcast_to(rows, (*grid, self.dim)).reshape(-1, self.dim)
 
-relattn.register_position("rows", Rows)
+relattn.register_position("row_tables", Rows)
 """,
     "data": """
 import numpy as np, relattn
@@ -81,7 +81,7 @@ def get_config():
     )
     config.model.patch_size = 2
     config.model.attention = "cosine(scale=5.0)"
-    config.model.position = "rows"
+    config.model.position = "row_tables"
     config.data = image_options("stripes", 8, source="stripes", num_validation=10)
     config.update(num_steps=3, batch_size=20, num_devices=1, progress=False)
     return config
@@ -138,7 +138,7 @@ def test_each_is_one_file_and_a_run_with_all_loads(package):
     ("missing", "said"),
     [
         ("attention", "unknown attention 'cosine'"),
-        ("position", "unknown position 'rows'"),
+        ("position", "unknown position 'row_tables'"),
         ("data", "unknown data.source 'stripes'"),
     ],
 )

@@ -19,7 +19,7 @@ from relattn.kernels.pallas_gpu import linear as fused
 from relattn.kernels.platform import use_platform
 from tests import reference
 from tests.helpers import compare
-from tests.helpers.quick import normal, quick_jit, run
+from tests.helpers.quick import quick_jit, run
 
 HEADS, N, M, HEAD_DIM, VALUE_DIM = 2, 19, 37, 5, 3
 PROJECTION = run(lambda: draw_orthogonal(jax.random.key(1), 13, HEAD_DIM))
@@ -45,11 +45,15 @@ def one_device(monkeypatch):
 
 
 def draw_inputs(*batch, n=N, m=N, dtype=jnp.float32):
-    shapes = ((n, HEAD_DIM), (m, HEAD_DIM), (m, VALUE_DIM))
-    return [
-        normal(seed, *batch, *shape, scale=0.5).astype(dtype)
-        for seed, shape in enumerate(shapes)
-    ]
+    def draw():
+        keys = jax.random.split(jax.random.key(0), 3)
+        shapes = ((n, HEAD_DIM), (m, HEAD_DIM), (m, VALUE_DIM))
+        return [
+            0.5 * jax.random.normal(key, (*batch, *shape), dtype)
+            for key, shape in zip(keys, shapes, strict=True)
+        ]
+
+    return run(draw)
 
 
 def attend(q, k, v, key_mask=None, w=PROJECTION, *, causal, **options):
@@ -87,7 +91,7 @@ def expect_reference(causal, key_mask, inputs, **options):
     ("causal", "m", "masked"), [(True, N, False), (True, N, True), (False, M, True)]
 )
 def test_equals_the_reference(interpreted, causal, m, masked):
-    key_mask = np.arange(m) % 3 != 1 if masked else None
+    key_mask = jax.device_put(np.arange(m) % 3 != 1) if masked else None
     expect_reference(causal, key_mask, draw_inputs(HEADS, m=m), tolerance=2e-6)
 
 

@@ -67,7 +67,9 @@ KERNELS = {
     "positive": linear(CAUSAL, chunk_size=4),
     "trigonometric": linear(CAUSAL, "trigonometric", chunk_size=4),
     "relu": linear(CAUSAL, "relu", chunk_size=4),
-    "segments": linear(CAUSAL, chunk_size=4, segment_ids=np.arange(N) // 5),
+    "segments": linear(
+        CAUSAL, chunk_size=4, segment_ids=jax.device_put(np.arange(N) // 5)
+    ),
     "fft": linear(
         kernels.toeplitz_linear_attention,
         bias=draw(2, 2 * N - 1),

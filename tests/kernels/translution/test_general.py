@@ -91,7 +91,7 @@ def test_masked_points_have_no_effect():
 
 @pytest.mark.slow
 def test_integer_positions_equal_translution():
-    x, w = normal(0, 6, DIM), normal(1, 3, 15, DIM, 1, WIDTH)
+    x, w = normal(0, 6, DIM), jax.device_put(normal(1, 3, 15, DIM, 1, WIDTH))
     positions = offsets.grid_positions((2, 3))
 
     def rows(w, offset):

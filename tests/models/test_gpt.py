@@ -116,13 +116,13 @@ def test_tokens_equal_those_drawn_from_full_forward_passes(attention, position):
     key, options = jax.random.key(3), {"temperature": 0.7, "top_k": 5}
 
     @quick_jit
-    def draw(tokens, index):
+    def draw(variables, tokens, index):
         logits = model.apply(variables, tokens)[:, index]
         return sample_token(jax.random.fold_in(key, index), logits, **options)
 
     expected = tokens * (np.arange(LENGTH) < 3)
     for index in range(2, LENGTH - 1):
-        expected[:, index + 1] = draw(expected, index)
+        expected[:, index + 1] = draw(variables, expected, index)
     out = generate(model, variables, tokens[:, :3], LENGTH - 3, key=key, **options)
     np.testing.assert_array_equal(out, expected)
 

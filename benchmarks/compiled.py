@@ -20,7 +20,6 @@ import dataclasses
 import fnmatch
 import importlib.metadata
 import importlib.util
-import json
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -36,6 +35,7 @@ from benchmarks.measure import forward_backward
 from benchmarks.memory import abstract_step, describe_data
 from benchmarks.speed_cases import CASES, Sizes
 from relattn import command
+from relattn.json_files import read_json
 from relattn.kernels.platform import use_platform
 from relattn.messages import closest
 from relattn.training.config_file import read_config
@@ -337,7 +337,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--output", default="runs/compiled", help="output folder")
     given = parser.parse_args(argv)
     path = usable_folder(given.output, "--output") / f"compiled_{given.target}.json"
-    rows = json.loads(path.read_text("utf-8")) if path.exists() else {}
+    rows = read_json(path, {"*": dict}) if path.exists() else {}
     names = choose_rows(given.only, rows)
     target = TARGETS[given.target]
     jax.config.update("jax_platforms", "cpu")

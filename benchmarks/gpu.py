@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,6 +31,7 @@ from benchmarks.measure import describe_machine, forward_backward, torch_passes
 from benchmarks.memory import abstract_step, describe_data
 from benchmarks.speed_cases import CASES, Sizes
 from relattn import command
+from relattn.json_files import read_json
 from relattn.messages import closest
 from relattn.training.config_file import read_config
 from relattn.training.cost import device_bytes, matmul_flops, tree_bytes
@@ -527,7 +527,7 @@ def open_card(path: Path) -> tuple[dict[str, Any], Card]:
     device = jax.devices()[0]
     machine = describe_machine(device)
     if path.exists():
-        record = json.loads(path.read_text("utf-8"))
+        record = read_json(path, {"machine": dict, "ceilings": dict, "rows": dict})
         if record["machine"] != machine:
             raise ValueError(
                 f"{path} was measured on another machine or with other versions: "

@@ -25,6 +25,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from relattn import command
+from relattn.evaluation.figures import save_figure
 from relattn.files import usable_file
 from relattn.markdown import markdown_table
 from relattn.training.config_file import read_config
@@ -300,7 +301,7 @@ def plot_soak(
         axes.grid(alpha=0.3)
         axes.legend(fontsize="small")
     memory.set_ylim(0)
-    figure.savefig(path, dpi=150)
+    save_figure(figure, path)
 
 
 def soak_table(result: dict[str, Any]) -> str:

@@ -27,6 +27,7 @@ from tqdm import tqdm
 from benchmarks.speed_cases import CASES, Sizes
 from benchmarks.steps import MODELS
 from relattn import command
+from relattn.evaluation.figures import save_figure
 from relattn.messages import closest
 from relattn.training.workdir import describe_cpu, usable_folder
 
@@ -179,7 +180,7 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
         axes.grid(alpha=0.3)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(fontsize="small")
-    figure.savefig(path, dpi=150)
+    save_figure(figure, path)
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:

@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import importlib.util
 import itertools
-import json
 import os
 import pkgutil
 import re
@@ -25,6 +24,7 @@ from relattn.training.config_file import read_config
 from relattn.training.metrics_log import Row, read_rows
 from relattn.training.overrides import typed_keys
 from relattn.training.preemption import ENDING, on_signals
+from relattn.training.workdir import read_record, read_results
 
 POLL_SECONDS = 0.5
 LOG_BYTES = 2000
@@ -195,7 +195,7 @@ class Training:
 
     def record(self) -> dict[str, Any]:
         """Reads ``run.json``."""
-        return json.loads((self.workdir / "run.json").read_text())
+        return read_record(self.workdir)
 
     def info(self) -> DataInfo:
         """Reads the description of the data."""
@@ -203,7 +203,7 @@ class Training:
 
     def result(self) -> dict[str, Any]:
         """Reads the final metrics."""
-        return json.loads((self.workdir / "result.json").read_text())
+        return read_results(self.workdir)
 
     def results(self) -> list[dict[str, Any]]:
         """Reads the final metrics of each seed."""
@@ -221,6 +221,7 @@ class Training:
             result = self.result()
             ended = result["stopped_early"] or result["step"] >= result["num_steps"]
             there = to_json(complete(self.record()["config"]))
+            self.info()
         except (OSError, ValueError, LookupError, TypeError, AttributeError):
             # Missing or damaged: train.py continues or starts again.
             return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
+from relattn.evaluation.figures import save_figure
+from relattn.files import replace_file
 from relattn.markdown import markdown_table
 from studies.launcher import Training
 from studies.presets import Column, Preset, Row
@@ -253,12 +256,13 @@ def write_study_csv(preset: Preset, results: Mapping[str, Any], path: Path) -> N
         for column in preset.columns
         for kind in ("mean", "std", *["published"] * _has_published(column, rows))
     ]
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["model", *("_".join(key) for key in keys)])
-        for row in rows:
-            values = [row["columns"][name][kind] for name, kind in keys]
-            writer.writerow([row["name"], *values])
+    file = io.StringIO(newline="")
+    writer = csv.writer(file)
+    writer.writerow(["model", *("_".join(key) for key in keys)])
+    for row in rows:
+        values = [row["columns"][name][kind] for name, kind in keys]
+        writer.writerow([row["name"], *values])
+    replace_file(path, file.getvalue())
 
 
 def plot_study(results: Mapping[str, Any], path: Path) -> None:
@@ -289,4 +293,4 @@ def plot_study(results: Mapping[str, Any], path: Path) -> None:
     panels[0].set_ylabel(results["curve"].replace("_", " "))
     if lines:
         figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=2)
-    figure.savefig(path, dpi=150)
+    save_figure(figure, path)

@@ -35,13 +35,21 @@ from relattn.data.tokenizers import (
     load_tokenizer,
 )
 from relattn.files import replace_file
-from relattn.messages import check_choice, shorten
+from relattn.json_files import Range, read_json
+from relattn.messages import check_choice
 
 EMBEDDED_TEXTS = ("tinyshakespeare",)
 EMBEDDED_VAL_FRACTION = 0.1
 TOKEN_DTYPE = np.dtype("<u2")
 FILES = {"train": "train.bin", "validation": "val.bin", "test": "test.bin"}
 META = "meta.json"
+
+_META = {
+    "tokenizer": str,
+    "vocab_size": int,
+    "num_tokens?": {"*": Range(0, 2**53)},
+    "origin?": str,
+}
 # Larger files are checked window by window when read, see `check_range`.
 CHECKED_TOKENS = 2**27
 
@@ -381,24 +389,19 @@ def read_meta(folder: Path, tokenizer: str = "") -> TokenMeta:
 
 def _parse_meta(path: Path) -> TokenMeta:
     try:
-        values = json.loads(path.read_text("utf-8"))
+        values = read_json(path, _META)
         tokenizer, vocab_size = values["tokenizer"], values["vocab_size"]
-        counts, origin = values.get("num_tokens", {}), values.get("origin", "")
-        check_choice("tokenizer", tokenizer, TOKENIZERS)
+        check_choice("tokenizer", tokenizer, TOKENIZERS, f" in {path}")
         known = TOKENIZERS[tokenizer].vocab_size
         if vocab_size != known:
-            shown = shorten(vocab_size)
-            raise ValueError(f"vocab_size is {shown}, expected {known}")
-        if not isinstance(counts, dict) or any(
-            type(n) is not int for n in counts.values()
-        ):
-            raise ValueError(f"num_tokens is {shorten(counts)}")
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise ValueError(
-            f"{path} cannot be used ({type(error).__name__}: {str(error)[:200]}): "
-            "prepare the text again"
-        ) from error
-    return TokenMeta(tokenizer, vocab_size, counts, str(origin))
+            raise ValueError(
+                f"{path} has vocab_size={vocab_size}, but the tokenizer {tokenizer!r} "
+                f"has {known}"
+            )
+    except ValueError as error:
+        raise ValueError(f"{error}; prepare the text again") from error
+    counts, origin = values.get("num_tokens", {}), values.get("origin", "")
+    return TokenMeta(tokenizer, vocab_size, counts, origin)
 
 
 def write_tokens(path: Path, pieces: Iterable[TokenIds]) -> int:

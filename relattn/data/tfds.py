@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import importlib.util
 import io
-import json
 import math
 import os
 import shlex
@@ -28,6 +27,7 @@ from relattn.data.image_io import decode_image, open_image
 from relattn.data.images import ImageSplit
 from relattn.data.paths import describe_error, expand, find_damage
 from relattn.data.registry import SETS, ImageSet
+from relattn.json_files import read_json
 from relattn.messages import shorten
 
 CHUNK = 1000
@@ -177,7 +177,7 @@ def open_builder(folder: Path) -> Any:
     if damage := find_damage(folder):
         raise ValueError(damage)
     # TFDS imports any module that features.json names.
-    for name in _class_names(json.loads((folder / "features.json").read_text("utf-8"))):
+    for name in _class_names(read_json(folder / "features.json")):
         if not (isinstance(name, str) and name.startswith("tensorflow_datasets.")):
             raise ValueError(
                 f"features.json names {shorten(name)}, which is not a TFDS class"

@@ -1,7 +1,13 @@
-"""Names in the figures of matplotlib."""
+"""The figures of matplotlib: names in them, and files."""
 
 from __future__ import annotations
 
+import io
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from relattn.files import replace_file
 from relattn.messages import printable
 
 
@@ -23,3 +29,25 @@ def plain(text: str) -> str:
     """
     lines = (printable(line) for line in text.split("\n"))
     return "\n".join(lines).replace("$", r"\$")
+
+
+def save_figure(figure: Figure, path: Path) -> None:
+    """Writes a figure; the file is replaced whole.
+
+    Args:
+        figure: The figure.
+        path: The file; its suffix is the format.
+
+    Raises:
+        OSError: If it cannot be written; an old file is intact.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "empty.svg"
+        >>> save_figure(Figure(), path)
+        >>> path.read_text().startswith("<?xml")
+        True
+    """
+    file = io.BytesIO()
+    figure.savefig(file, format=path.suffix[1:], dpi=150)
+    replace_file(path, file.getvalue())

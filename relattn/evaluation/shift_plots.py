@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,14 +13,13 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
-from relattn.evaluation.figures import plain
+from relattn.evaluation.figures import plain, save_figure
 from relattn.evaluation.shift_curves import (
     MEASURES,
     ShiftCurve,
     curve_label,
     to_print,
 )
-from relattn.files import replace_file
 
 # The definition of consistency, for labels.
 CONSISTENCY = "consistency: fraction of images\npredicted as when unshifted"
@@ -54,9 +52,7 @@ def plot(panels: Sequence[Panel], path: Path, *, axis: str = "x") -> None:
         axis: ``"x"``, ``"y"`` or ``"xy"``.
     """
     figure = _maps(panels) if axis == "xy" else _curves(panels, axis)
-    file = io.BytesIO()
-    figure.savefig(file, format=path.suffix[1:], dpi=150)
-    replace_file(path, file.getvalue())
+    save_figure(figure, path)
 
 
 def _curves(panels: Sequence[Panel], axis: str) -> Figure:

@@ -32,6 +32,7 @@ from orbax.checkpoint import checkpoint_managers
 
 from relattn.data.paths import MANIFEST, sha256
 from relattn.files import replace_file
+from relattn.json_files import read_json
 from relattn.messages import shorten
 from relattn.training.errors import CheckpointError, DamagedError
 from relattn.training.orbax_errors import quiet_orbax, system_error
@@ -289,8 +290,10 @@ def read_meta(folder: Path, step: int) -> dict[str, Any]:
     except CheckpointError:
         raise
     except OSError as error:
-        file, reason = error.filename or checkpoint, error.strerror or error
-        raise DamagedError(f"{file} cannot be read ({reason})") from error
+        if not error.strerror:  # Its message names the file.
+            raise DamagedError(str(error)) from error
+        file = error.filename or checkpoint
+        raise DamagedError(f"{file} cannot be read ({error.strerror})") from error
     return _read_meta(checkpoint)
 
 
@@ -303,11 +306,9 @@ def _verify(checkpoint: Path) -> None:
             "relattn"
         )
     try:
-        sums = json.loads(manifest.read_bytes())
-    except (ValueError, RecursionError) as error:
+        sums = read_json(manifest, {"*": str})
+    except ValueError as error:
         raise DamagedError(f"{manifest} is damaged") from error
-    if not isinstance(sums, dict):
-        raise DamagedError(f"{manifest} is damaged (it is {shorten(sums)})")
     files = _files(checkpoint)
     for name in sums:
         if name not in files:
@@ -448,12 +449,12 @@ def _has_damaged_scores(checkpoint: Path) -> bool:
         # The checkpoint was being removed when a run was killed.
         return False
     try:
-        value, _ = rank(json.loads(path.read_bytes()))
+        value, _ = rank(read_json(path, allow_nan=True))
         if not isinstance(value, int | float):
             return True
-        sums = json.loads((checkpoint / MANIFEST).read_bytes())
+        sums = read_json(checkpoint / MANIFEST, {_SCORES: str})
         return sums[_SCORES] != sha256(path)
     except FileNotFoundError:
         return False
-    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+    except (OSError, ValueError, LookupError, TypeError):
         return True

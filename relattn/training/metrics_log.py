@@ -9,14 +9,16 @@ import re
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeGuard
 
 from relattn.files import no_follow
+from relattn.json_files import Range, parse_json
 from relattn.training.errors import explain_write_errors
 from relattn.training.workdir import back_up, write_text
 
 # A row of metrics by name.
 Row = dict[str, int | float]
+
+_ROW = {"step": Range(0, 2**53), "seed?": Range(0, 2**32), "*": float}
 
 _SPLIT = re.compile(r"^(train|validation)_")
 
@@ -132,13 +134,10 @@ def _parse(path: Path) -> tuple[list[Row], list[int]]:
     lines = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines, start=1):
         try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            row = None
-        if _is_row(row):
-            rows.append(row)
-        elif number < len(lines):
-            unreadable.append(number)
+            rows.append(parse_json(line, path, _ROW, allow_nan=True))
+        except ValueError:
+            if number < len(lines):
+                unreadable.append(number)
     return rows, unreadable
 
 
@@ -151,14 +150,6 @@ def _find_gap(rows: list[Row], end: int, step: int) -> tuple[int, int] | None:
         if after - before > step:
             return before, after
     return None
-
-
-def _is_row(row: Any) -> TypeGuard[Row]:
-    return (
-        isinstance(row, dict)
-        and type(row.get("step")) is int
-        and all(isinstance(value, int | float) for value in row.values())
-    )
 
 
 def _describe(path: Path, unreadable: list[int]) -> str:

@@ -19,6 +19,7 @@ from typing import IO, Any
 import jax
 
 from relattn import files
+from relattn.json_files import Range, parse_json, read_json
 from relattn.training.config import to_json
 from relattn.training.errors import WorkdirError, explain_write_errors
 from relattn.training.parallel import Device
@@ -31,6 +32,29 @@ except ImportError:  # Windows has no flock.
 
 LOCK = "lock.json"
 DAMAGED = ".damaged"
+
+_RECORD = {
+    "config": dict,
+    "data": dict,
+    "starts": [
+        {
+            "num_devices": Range(1, 2**31),
+            "device": str,
+            "platform": str,
+            "cpu": str,
+            "cores": Range(1, 2**31),
+            "versions": {"jax": str, "*": (str, None)},
+        }
+    ],
+}
+_STEPS = Range(0, 2**53)
+_METRICS = {"step": _STEPS, "epochs": float, "*": (bool, float, None)}
+_RESULT = {
+    **_METRICS,
+    "num_steps": _STEPS,
+    "stopped_early": bool,
+    "runs?": [{"seed": Range(0, 2**32), **_METRICS}],
+}
 
 _PACKAGES = ("relattn", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
@@ -168,10 +192,8 @@ def _starts(path: Path) -> list[Any]:
     if not path.is_file():
         return []
     try:
-        starts = json.loads(path.read_bytes())["starts"]
-        if isinstance(starts, list):
-            return starts
-    except (ValueError, LookupError, TypeError, RecursionError):
+        return read_record(path.parent)["starts"]
+    except ValueError:
         pass
     warnings.warn(
         f"{path} is damaged and written again without its list of starts; the old file "
@@ -325,9 +347,9 @@ def _locked(path: Path) -> IO[str]:
 def _holder(file: IO[str]) -> str:
     file.seek(0)
     try:
-        record = json.load(file)
+        record = parse_json(file.read(1000), file.name, {"pid": int, "host": str})
         return f"process {record['pid']} on {record['host']}"
-    except (ValueError, LookupError, TypeError):
+    except ValueError:
         # It has not written its process id yet.
         return "another process"
 
@@ -393,9 +415,46 @@ def write_text(path: Path, text: str) -> None:
 
 def read_result(workdir: Path, seed: int) -> dict[str, Any]:
     """Returns the metrics of a seed of a finished run, or an empty dictionary."""
-    path = workdir / "result.json"
-    if not path.is_file():
+    if not (workdir / "result.json").is_file():
         return {}
-    result = json.loads(path.read_text("utf-8"))
+    result = read_results(workdir)
     runs = {each["seed"]: each for each in result.pop("runs", [])}
     return result | runs.get(seed, {})
+
+
+def read_results(workdir: Path) -> dict[str, Any]:
+    """Reads ``result.json``, the metrics of a finished run.
+
+    Args:
+        workdir: The run directory.
+
+    Returns:
+        The metrics; with several seeds, those of each are in the list ``runs``.
+
+    Raises:
+        FileNotFoundError: If the run has not finished.
+        ValueError: If the file is damaged.
+    """
+    path = workdir / "result.json"
+    try:
+        return read_json(path, _RESULT, allow_nan=True)
+    except ValueError as error:
+        raise ValueError(
+            f"{error}: repeat the command that trained, which writes it again"
+        ) from error
+
+
+def read_record(workdir: Path) -> dict[str, Any]:
+    """Reads ``run.json``: the configuration, the data, and the starts of a run.
+
+    Args:
+        workdir: The run directory.
+
+    Returns:
+        The record.
+
+    Raises:
+        FileNotFoundError: If the run was not started.
+        ValueError: If the file is damaged.
+    """
+    return read_json(workdir / "run.json", _RECORD)

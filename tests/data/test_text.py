@@ -320,39 +320,43 @@ def test_read_meta_of_another_tokenizer_raises(tmp_path):
 @pytest.mark.parametrize(
     "values, what",
     [
-        ([1], "TypeError"),
-        ({"tokenizer": "bytes"}, "KeyError: 'vocab_size'"),
-        ({"tokenizer": "char", "vocab_size": 65}, "unknown tokenizer 'char': avai"),
-        ({"tokenizer": "bytes", "vocab_size": 65}, "vocab_size is 65, expected 256"),
+        ([1], r"has \[1\], which must be an object"),
+        ({"tokenizer": "bytes"}, "has no vocab_size, which must be an integer"),
+        ({"tokenizer": 7, "vocab_size": 65}, "has tokenizer=7, which must be a string"),
+        (
+            {"tokenizer": "char", "vocab_size": 65},
+            "unknown tokenizer 'char' in",
+        ),
+        ({"tokenizer": "bytes", "vocab_size": 65}, "has vocab_size=65, but .* has 256"),
         (
             {**GOOD, "num_tokens": {"train.bin": "7"}},
-            "num_tokens is {'train.bin': '7'}",
+            "has num_tokens.train.bin='7', which must be an integer",
         ),
-        ({**GOOD, "num_tokens": 7}, "num_tokens is 7"),
+        ({**GOOD, "num_tokens": 7}, "has num_tokens=7, which must be an object"),
     ],
 )
 def test_damaged_meta_raises(tmp_path, values, what):
     (tmp_path / "meta.json").write_text(json.dumps(values))
-    with pytest.raises(ValueError, match=rf"meta\.json cannot be used \(.*{what}"):
+    with pytest.raises(ValueError, match=rf"{what}.*; prepare the text again"):
         read_meta(tmp_path)
 
 
 @pytest.mark.parametrize(
     "text, what",
     [
-        ("{", "JSONDecodeError"),
-        ("[" * 100_000, "RecursionError"),
+        ("{", "is not JSON"),
+        ("[" * 100_000, "50 lists and objects in each other"),
         (json.dumps({"tokenizer": "a" * 10**6, "vocab_size": 3}), "tokenizer 'aaa"),
-        (json.dumps({**GOOD, "vocab_size": "a" * 10**6}), "ValueError: vocab_size is"),
-        (json.dumps({**GOOD, "num_tokens": {"a" * 10**6: ""}}), "num_tokens is {'aaa"),
+        (json.dumps({**GOOD, "vocab_size": "a" * 10**6}), "has vocab_size='aaa"),
+        (json.dumps({**GOOD, "num_tokens": {"a" * 10**6: ""}}), "has 'num_tokens.aaa"),
     ],
     ids=["brace", "nested", "tokenizer", "vocab_size", "num_tokens"],
 )
 def test_invalid_or_huge_meta_raises_a_short_error(tmp_path, text, what):
     (tmp_path / "meta.json").write_text(text)
-    message = rf"meta\.json cannot be used \(.*{what}.*prepare the text again"
-    with pytest.raises(ValueError, match=message) as raised:
+    with pytest.raises(ValueError, match=what) as raised:
         read_meta(tmp_path)
+    assert "meta.json" in str(raised.value)
     assert len(str(raised.value)) < 500
 
 

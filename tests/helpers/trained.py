@@ -29,6 +29,7 @@ def make_training(
     training = Training(label, config, workdir, seed=seed, num_seeds=num_seeds)
     values = to_json(read_config(config, training.options))
     start = {"device": "abacus", "platform": "wood", "num_devices": 2}
+    start |= {"cpu": "beads", "cores": 10}
     start["versions"] = {"jax": "0.11"}
     record = {"config": values, "data": dataclasses.asdict(info), "starts": [start]}
     (workdir / "run.json").write_text(json.dumps(record))

@@ -41,7 +41,9 @@ def test_run_is_complete_at_its_last_step_with_its_configuration(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["run.json", "result.json"])
-@pytest.mark.parametrize("text", ["{", "[]", "{}", "3", '{"config": "x", "step": []}'])
+@pytest.mark.parametrize(
+    "text", ["{", "[]", "{}", "3", "[" * 10000, '{"config": "x", "step": []}']
+)
 def test_run_with_damaged_files_is_not_complete(tmp_path, name, text):
     training = make_training(tmp_path)
     (tmp_path / name).write_text(text)

@@ -29,9 +29,14 @@ def test_rows_beyond_the_resumed_step_are_dropped(tmp_path):
 
 UNREADABLE = [b"5", b"{}", b'{"step": "2"}', b'{"step": 2, "a": []}', b"\xff", b""]
 UNREADABLE += [b'["step": 2}', b"[" * 100000]
+UNREADABLE += [
+    b'{"step": 2, "a": true}',
+    b'{"step": -1}',
+    b'{"step": 1%s}' % (b"0" * 30),
+]
 
 
-@pytest.mark.parametrize("line", UNREADABLE, ids=lambda line: repr(line[:20]))
+@pytest.mark.parametrize("line", UNREADABLE, ids=lambda line: repr(line[:22]))
 def test_an_unreadable_line_is_left_out(tmp_path, line):
     path = tmp_path / "metrics.jsonl"
     content = b'%s\n{"step": 3}\n%s\n{"step": 5}\n' % (line, line)

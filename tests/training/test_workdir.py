@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 import socket
 import subprocess
@@ -17,6 +18,7 @@ from relattn.training.workdir import (
     LOCK,
     back_up,
     lock_workdir,
+    read_result,
     write_json,
     write_run_json,
 )
@@ -135,7 +137,18 @@ def test_every_start_is_listed(tmp_path, task, one_device):
     assert start_at(tmp_path, task, one_device, 0) == [0]
 
 
-CONTENTS = [b"", b"{}", b"5", b'{"starts": 5}', b"\xff", b"[" * 100000]
+START = b'{"config": {}, "data": {}, "starts": [%s]}'
+CONTENTS = [
+    b"",
+    b"{}",
+    b"5",
+    b'{"starts": 5}',
+    b"\xff",
+    b"[" * 100000,
+    START % b"7",
+    START % b'{"num_devices": 1e999}',
+    START % b'{"num_devices": 1, "device": "a", "cpu": "b", "cores": 2}',
+]
 
 
 @pytest.mark.parametrize("content", CONTENTS, ids=lambda content: repr(content[:20]))
@@ -147,6 +160,50 @@ def test_an_unreadable_run_json(tmp_path, task, one_device, content):
         assert start_at(tmp_path, task, one_device, 3) == [3]
     assert (tmp_path / "run.json.damaged").read_bytes() == content
     assert start_at(tmp_path, task, one_device, 5) == [3, 5]
+
+
+GOOD_RESULT = {"step": 3, "num_steps": 3, "epochs": 1.5, "stopped_early": False}
+GOOD_RESULT |= {"test_loss": 0.5}
+
+
+def test_read_result_of_a_seed(tmp_path):
+    assert read_result(tmp_path, 7) == {}
+    runs = [{**GOOD_RESULT, "seed": seed, "test_loss": float(seed)} for seed in (5, 7)]
+    write_json(tmp_path / "result.json", {**GOOD_RESULT, "runs": runs})
+    assert read_result(tmp_path, 7) == {**GOOD_RESULT, "seed": 7, "test_loss": 7.0}
+    # A loss may be infinite.
+    write_json(tmp_path / "result.json", {**GOOD_RESULT, "test_loss": math.inf})
+    assert read_result(tmp_path, 7)["test_loss"] == math.inf
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"", "is not JSON"),
+        (b"\xff", "byte 0 is not UTF-8"),
+        (b"[" * 100000, "50 lists and objects in each other"),
+        (b"[]", "which must be an object"),
+        (b"{}", "has no step, which must be an integer"),
+        (b'{"step": 3, "step": 4}', "'step' is given twice"),
+        ({"step": True}, "has step=True, which must be an integer from 0 to"),
+        ({"step": -1}, "has step=-1, which must be an integer from 0 to"),
+        ({"step": 10**30}, "an integer has more than 20 characters"),
+        ({"stopped_early": 0}, "has stopped_early=0, which must be true or false"),
+        ({"test_loss": "<b>"}, "has test_loss='<b>', which must be"),
+        ({"test_loss": [0.5]}, r"has test_loss=\[0.5\], which must be"),
+        ({"runs": {}}, "has runs={}, which must be a list"),
+        ({"runs": [GOOD_RESULT]}, r"has no runs\[0\].seed, which must be an integer"),
+    ],
+    ids=lambda value: None if isinstance(value, str) else repr(value)[:20],
+)
+def test_a_damaged_result_is_named(tmp_path, content, problem):
+    path = tmp_path / "result.json"
+    if isinstance(content, dict):
+        content = json.dumps({**GOOD_RESULT, **content}).encode()
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=rf"result.json .*{problem}.*: repeat") as info:
+        read_result(tmp_path, 3)
+    assert len(str(info.value)) < 400 + len(str(path))
 
 
 @pytest.mark.parametrize("target", ["victim", "nowhere"])

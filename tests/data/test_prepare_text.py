@@ -87,6 +87,24 @@ def test_a_test_text_of_its_own(tmp_path, capsys):
         prepare_files([a], tmp_path / "2", BYTES, test_inputs=[tmp_path / "no.txt"])
 
 
+def test_a_validation_text_of_its_own(tmp_path, capsys):
+    train, validation, empty = write(tmp_path, a="abcde", b="fgé", c="")
+    arguments = [f"--input={train}", "--tokenizer=bytes", f"--output={tmp_path / '1'}"]
+    main([*arguments, f"--validation={validation}"])
+    parts = [bytes(part).decode() for part in read_parts(tmp_path / "1")]
+    assert parts == ["abcde", "fgé"]
+    with pytest.raises(ValueError, match=r"^there is no text in .*c.txt: give a file"):
+        prepare_files([train], tmp_path / "2", BYTES, validation_inputs=[empty])
+    for other in ("--val_fraction=0.5", "--openwebtext"):
+        words = arguments[other == "--openwebtext" :]
+        with pytest.raises(SystemExit) as info:
+            main([*words, f"--validation={validation}", other])
+        assert info.value.code == 2
+    said = capsys.readouterr().err
+    assert "--validation and --val_fraction both choose the validation text" in said
+    assert "--validation needs plain files as the training text: give --input" in said
+
+
 def test_files_are_split_between_characters(tmp_path):
     # The split at 0.55 of these bytes would fall inside a character.
     (path,) = write(tmp_path, a="ab€€éc")

@@ -2,9 +2,10 @@
 
     python train.py --config=configs/translution_gpt.py:DATA,SIZE,METHOD --workdir=DIR
 
-DATA: ``tinyshakespeare`` (bytes of the embedded text), or ``openwebtext`` or
-``wikitext2`` (GPT-2's tokens, prepared once with ``python -m
-relattn.data.prepare_text`` into the folder ``--config.data.data_dir``). SIZE: ``A-160``
+DATA: ``tinyshakespeare`` (bytes of the embedded text), or ``openwebtext``,
+``wikitext2`` or ``kernel_docs``, the documentation of Linux (GPT-2's tokens, prepared
+once with ``python -m relattn.data.prepare_text`` into the folder
+``--config.data.data_dir``). SIZE: ``A-160``
 is GPT-A with 160 tokens of context; A, B or C, and any length. METHOD:
 ``self_attention``, ``lor_translution``, ``translution``, or a baseline of table 8:
 ``no_position``, ``relative_key``, ``relative_value`` (both with learned token positions
@@ -48,7 +49,7 @@ from relattn.models import SIZES
 from relattn.spec import read_arguments, with_options
 from relattn.training import default_config
 
-DATA = ("tinyshakespeare", "openwebtext", "wikitext2")
+DATA = ("tinyshakespeare", "openwebtext", "wikitext2", "kernel_docs")
 EXAMPLES = [f"{letter}-{length}" for letter in SIZES for length in (160, 512)]
 # Attention and position of each method: those of images, but for the rotation.
 METHODS = {**translution_vit.METHODS, "rope": ("softmax", "rope1d")}

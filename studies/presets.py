@@ -245,7 +245,11 @@ def _gpt(
     tables: str, entries: Sequence[Entry], models: str, data: str = "openwebtext"
 ) -> Preset:
     """Makes the preset of a table on OpenWebText, or of its models on other data."""
-    text = {"openwebtext": "OpenWebText", "wikitext2": "WikiText-2"}[data]
+    text = {
+        "openwebtext": "OpenWebText",
+        "wikitext2": "WikiText-2",
+        "kernel_docs": "the documentation of Linux",
+    }[data]
     return Preset(
         title=f"{models} on {text}: perplexity (Translution, {tables})",
         rows=_rows(entries, "translution_gpt", {"": data}),
@@ -305,6 +309,12 @@ TRANSLUTION_PRESETS = {
         _entries("8"),
         f"GPT-A-160 with relative positions ({_VECTORS})",
         "wikitext2",
+    ),
+    "translution_kernel_docs": _gpt(
+        "table 8",
+        _entries("8"),
+        f"GPT-A-160 with relative positions ({_VECTORS})",
+        "kernel_docs",
     ),
     "translution_table10": _mnist(
         "table 10", _entries("10"), "ViT-A/12 without and with learned positions"

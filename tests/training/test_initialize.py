@@ -317,7 +317,7 @@ def test_python_takes_what_the_model_leaves_out(vit, tmp_path):
         config, tmp_path, data=make_data(), devices=jax.local_devices()[:1]
     )
     found = training.load_run(tmp_path).config
-    assert model_options(found) == {**VIT, "attention": "favor"}
+    assert model_options(found) == complete_options({**VIT, "attention": "favor"})
     assert found.data.image_size == 24
 
 

@@ -12,7 +12,6 @@ from relattn.data import load
 from relattn.evaluation.report import report
 from relattn.nn import registry
 from relattn.training import load_run
-from relattn.training.metrics import METRICS
 from relattn.training.metrics_log import read_rows
 
 FILES = {
@@ -89,11 +88,8 @@ def get_config():
 
 
 @pytest.fixture
-def package(tmp_path, monkeypatch):
+def package(tmp_path, monkeypatch, registries):
     """The current folder has a package of four files and a configuration."""
-    for name in ("ATTENTIONS", "POSITIONS"):
-        monkeypatch.setattr(registry, name, {**getattr(registry, name)})
-    monkeypatch.setattr(load, "LOADERS", {**load.LOADERS})
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "config.py").write_text(CONFIG)
@@ -101,7 +97,6 @@ def package(tmp_path, monkeypatch):
     for name, text in FILES.items():
         (tmp_path / "mine" / f"{name}.py").write_text(text)
     yield tmp_path
-    METRICS.pop("error_rate", None)
     for name in [name for name in sys.modules if name.partition(".")[0] == "mine"]:
         del sys.modules[name]
 

@@ -152,6 +152,7 @@ def test_quick_starts_run():
     assert logits.shape == (2, 10)
 
 
+@pytest.mark.usefixtures("registries")
 def test_own_data_are_selected_by_name():
     run_examples(read("docs/data.md"))
     config = ConfigDict({"source": "noise", "num_validation": 70})
@@ -159,6 +160,7 @@ def test_own_data_are_selected_by_name():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("registries")
 def test_guide_runs_and_its_decoding_steps_equal_the_causal_kernels():
     # The page exports a model with a symbolic number of tokens.
     with unchecked_annotations():

@@ -9,7 +9,6 @@ import pytest
 
 from relattn.kernels import softmax_attention
 from relattn.models import GPT, ViT, generate
-from relattn.nn import registry
 from relattn.nn.attention import MultiHeadAttention
 from relattn.nn.positions.base import Position
 from relattn.nn.registry import build, register_attention, register_position
@@ -118,9 +117,7 @@ class SharpAttention(MultiHeadAttention):
 
 
 @pytest.fixture
-def registered(monkeypatch):
-    for name in ("ATTENTIONS", "POSITIONS"):
-        monkeypatch.setattr(registry, name, {**getattr(registry, name)})
+def registered(registries):
     register_attention("sharp", SharpAttention)
 
 

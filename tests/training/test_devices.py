@@ -205,12 +205,8 @@ class Mixing(MultiHeadAttention):
         return v * mixing.sum(axis=0)
 
 
-@pytest.fixture
-def attentions(monkeypatch):
-    monkeypatch.setattr(registry, "ATTENTIONS", {**registry.ATTENTIONS})
-
-
-def test_a_registered_attention_declares_what_is_split(attentions):
+@pytest.mark.usefixtures("registries")
+def test_a_registered_attention_declares_what_is_split():
     registry.register_attention("mixing", Mixing)
     model = vit("mixing", scan_layers=False)
     params = jax.eval_shape(model.init, KEY, jnp.zeros((1, 4, 4, 1)))["params"]
@@ -228,7 +224,8 @@ def test_a_registered_attention_declares_what_is_split(attentions):
     chex.assert_trees_all_equal(shapes[3]["q"], attention["q"])
 
 
-def test_attentions_that_split_a_parameter_differently_are_refused(attentions):
+@pytest.mark.usefixtures("registries")
+def test_attentions_that_split_a_parameter_differently_are_refused():
     class Other(Mixing):
         split_axes = {"mixing": (-2,)}
 

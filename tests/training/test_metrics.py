@@ -17,7 +17,7 @@ def is_second(logits, labels):
 
 
 @pytest.fixture
-def second():
+def second(registries):
     metric = Metric(
         is_second,
         finish=lambda mean: 100 * mean,
@@ -26,8 +26,6 @@ def second():
         in_training=True,
     )
     register_metric("second", metric)
-    yield
-    del METRICS["second"]
 
 
 @pytest.mark.usefixtures("tiny", "second")

@@ -116,7 +116,11 @@ def get_config(arguments: str = "") -> ConfigDict:
     config.eval_batch_size = 8
     config.num_epochs = 300
     config.optimizer.update(
-        name="adamw", learning_rate=3e-4, weight_decay=0.05, clip_norm=1.0
+        name="adamw",
+        learning_rate=3e-4,
+        weight_decay=0.05,
+        decay_mask="all",
+        clip_norm=1.0,
     )
     config.schedule.name = "cosine"
     if "cut" in chosen:

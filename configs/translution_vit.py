@@ -124,7 +124,9 @@ def get_config(arguments: str = "") -> ConfigDict:
     config.batch_size = 256
     config.eval_batch_size = 256
     config.num_epochs = 300
-    config.optimizer.update(name="adamw", learning_rate=3e-4, weight_decay=0.05)
+    config.optimizer.update(
+        name="adamw", learning_rate=3e-4, weight_decay=0.05, decay_mask="all"
+    )
     config.schedule.name = "cosine"
     if "cut" in chosen:
         CUTS[chosen["cut"]](config)

@@ -71,6 +71,12 @@ def test_config_is_locked_and_complete(name, argument):
         config.optimizer.learning_rates = 1.0
 
 
+@pytest.mark.parametrize("name", ["translution_vit", "translution_gpt", "rpe_vit"])
+def test_the_recipes_decay_all_parameters(name):
+    optimizer = get_config(name, "").optimizer
+    assert (optimizer.weight_decay, optimizer.decay_mask) == (0.05, "all")
+
+
 # What the arguments of a configuration select. Sizes are given together.
 SELECTED = {"name", "attention", "position", "patch_size", *SIZES["A"]}
 SELECTED |= {"num_relative_layers", "attention_dropout", "dropout"}

@@ -14,7 +14,7 @@ from relattn.data import IMAGE_OPTIONS
 from relattn.messages import check_choice, closest, shorten
 from relattn.models import MODELS, complete_options
 from relattn.training.devices import PARALLEL
-from relattn.training.optimizer import OPTIMIZERS, SCHEDULES
+from relattn.training.optimizer import DECAY_MASKS, OPTIMIZERS, SCHEDULES
 
 # Keys that may change when a run resumes: they do not affect its results, or only what
 # happens after an update that is not finite.
@@ -129,6 +129,8 @@ def default_config() -> ConfigDict:
     config.optimizer.b2 = 0.999
     # Weight decay of AdamW, a factor of the learning rate.
     config.optimizer.weight_decay = 0.0
+    # What decays: "matrices", without biases, norms, CLS and positions, or "all".
+    config.optimizer.decay_mask = "matrices"
     # Largest global norm of a gradient, to which longer ones are scaled; 0 for none.
     config.optimizer.clip_norm = 0.0
     config.schedule = ConfigDict()
@@ -166,6 +168,8 @@ def default_config() -> ConfigDict:
 def complete(values: Mapping[str, Any]) -> ConfigDict:
     """Rebuilds a configuration; missing keys of training get their defaults.
 
+    Where weight decay came before ``optimizer.decay_mask``, it decays all parameters.
+
     Args:
         values: Nested dictionaries, as `to_json` returns them.
 
@@ -178,6 +182,9 @@ def complete(values: Mapping[str, Any]) -> ConfigDict:
     """
     config = default_config()
     config.update(values)
+    optimizer = values.get("optimizer", {})
+    if optimizer.get("weight_decay") and "decay_mask" not in optimizer:
+        config.optimizer.decay_mask = "all"
     return config
 
 
@@ -240,6 +247,7 @@ def check_config(config: ConfigDict) -> None:
         raise ValueError("config.num_epochs and config.num_steps are both 0: set one")
     names = {
         "optimizer.name": OPTIMIZERS,
+        "optimizer.decay_mask": DECAY_MASKS,
         "schedule.name": SCHEDULES,
         "parallel": PARALLEL,
     }

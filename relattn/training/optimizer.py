@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+
+import flax.linen as nn
 import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 from ml_collections import ConfigDict
 
+from relattn.training.parameters import is_matrix
+
 SCHEDULES = ("constant", "cosine", "exponential")
 OPTIMIZERS = ("adam", "adamw", "sgd")
+# Which parameters weight decay shrinks.
+DECAY_MASKS = ("matrices", "all")
 
 
 def make_schedule(
@@ -68,20 +75,23 @@ def make_schedule(
 
 
 def make_optimizer(
-    config: ConfigDict, schedule: optax.Schedule
+    config: ConfigDict, schedule: optax.Schedule, model: nn.Module
 ) -> optax.GradientTransformation:
     """Makes the optimiser of ``config.optimizer``, with clipping by global norm.
 
     Args:
-        config: ``name``, ``b1``, ``b2``, ``weight_decay`` and ``clip_norm``.
+        config: ``name``, ``b1``, ``b2``, ``weight_decay``, ``decay_mask`` and
+            ``clip_norm``.
         schedule: The learning rate.
+        model: The model, which names its parameters.
 
     Returns:
         An optax transformation.
 
     Example:
         >>> from relattn.training.config import default_config
-        >>> optimizer = make_optimizer(default_config().optimizer, lambda step: 0.1)
+        >>> config, model = default_config().optimizer, nn.Dense(3)
+        >>> optimizer = make_optimizer(config, lambda step: 0.1, model)
         >>> len(optimizer.init({"w": jnp.zeros(3)}))
         2
     """
@@ -90,8 +100,15 @@ def make_optimizer(
     elif config.name == "adam":
         optimizer = optax.adam(schedule, b1=config.b1, b2=config.b2)
     else:
+        mask = None
+        if config.weight_decay and config.decay_mask == "matrices":
+            mask = functools.partial(is_matrix, model)
         optimizer = optax.adamw(
-            schedule, b1=config.b1, b2=config.b2, weight_decay=config.weight_decay
+            schedule,
+            b1=config.b1,
+            b2=config.b2,
+            weight_decay=config.weight_decay,
+            mask=mask,
         )
     if config.clip_norm:
         return optax.chain(optax.clip_by_global_norm(config.clip_norm), optimizer)

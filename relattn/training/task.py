@@ -104,7 +104,7 @@ class Task:
             config=config,
             info=info,
             model=model,
-            optimizer=make_optimizer(config.optimizer, schedule),
+            optimizer=make_optimizer(config.optimizer, schedule, model),
             schedule=schedule,
             preprocess=data_lib.make_preprocess(config.data, info),
             mix=data_lib.make_mix(config.data.get("mix", "none"), info.kind),

@@ -150,7 +150,7 @@ def test_a_whole_train_step_lowers_for_every_platform(attention):
     model = models.build_model(config, num_classes=3, image_shape=(4, 4, 1))
     schedule = make_schedule("cosine", 1e-3, warmup_steps=2, num_steps=100)
     options = optimizer_config(name="adamw", weight_decay=0.05, clip_norm=0.5)
-    optimizer = make_optimizer(options, schedule)
+    optimizer = make_optimizer(options, schedule, model)
     state = jax.eval_shape(
         lambda key: create_state(model, optimizer, key, (4, 4, 1)), jax.random.key(0)
     )

@@ -67,8 +67,11 @@ _AT_LEAST = {
     "schedule.decay_rate": 0.0,
 }
 
+# Keys that are at least 0 and below 1.
+_SHARES = ("optimizer.b1", "optimizer.b2", "label_smoothing")
+
 # Keys that are factors: 1 has a meaning of its own.
-_FACTORS = ("optimizer.b1", "optimizer.b2", "schedule.decay_rate")
+_FACTORS = (*_SHARES, "schedule.decay_rate")
 
 # Keys that have an effect with some values of another key only.
 _NEEDS = {
@@ -118,6 +121,8 @@ def default_config() -> ConfigDict:
     config.num_epochs = 1
     # Length of the run in updates; 0 for that in epochs.
     config.num_steps = 0
+    # Share of each label that is spread over all classes, in training.
+    config.label_smoothing = 0.0
     config.optimizer = ConfigDict()
     # "adam", "adamw" or "sgd".
     config.optimizer.name = "adam"
@@ -236,7 +241,7 @@ def check_config(config: ConfigDict) -> None:
             f"config.init_skip={shorten(given['init_skip'])} needs "
             "config.init_from, the model to start from"
         )
-    for key in ("optimizer.b1", "optimizer.b2"):
+    for key in _SHARES:
         if not 0 <= given[key] < 1:
             raise ValueError(
                 f"config.{key} must be at least 0 and below 1, got "

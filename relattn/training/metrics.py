@@ -54,6 +54,39 @@ def cross_entropy(
     )
 
 
+def smoothed_cross_entropy(
+    logits: Float[Array, "*batch classes"],
+    labels: Int[Array, "*batch"],
+    smoothing: float,
+) -> Float[Array, "*batch"]:
+    """Computes the loss of labels of which a share is spread over all classes.
+
+    loss = (1 - smoothing) CE(label) + smoothing mean_c CE(c), with the cross-entropy CE
+
+    Args:
+        logits: Shape ``[*batch, classes]``.
+        labels: The class of each example, or the token after each token, shape
+            ``[*batch]``.
+        smoothing: The share, from 0 to 1.
+
+    Returns:
+        One loss for each label.
+
+    Example:
+        >>> loss = smoothed_cross_entropy(jnp.array([[0.0, 2.0]]), jnp.array([1]), 0.5)
+        >>> bool(jnp.allclose(loss, jnp.log(1 + jnp.exp(2.0)) - 1.5))
+        True
+
+    Source:
+        Szegedy et al., Rethinking the Inception Architecture for Computer Vision,
+        section 7.
+    """
+    # optax.smooth_labels would need a probability for each class of each label.
+    wide = logits.astype(jnp.float32)
+    uniform = jax.nn.logsumexp(wide, axis=-1) - wide.mean(axis=-1)
+    return (1 - smoothing) * cross_entropy(logits, labels) + smoothing * uniform
+
+
 def is_correct(
     logits: Float[Array, "*batch classes"], labels: Int[Array, "*batch"]
 ) -> Float[Array, "*batch"]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import zlib
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -21,7 +22,11 @@ from relattn.nn.device_axis import (
     roll_batch,
     sum_over_devices,
 )
-from relattn.training.metrics import count_metric, cross_entropy
+from relattn.training.metrics import (
+    count_metric,
+    cross_entropy,
+    smoothed_cross_entropy,
+)
 
 Batch = dict[str, Any]
 Metrics = dict[str, Array]
@@ -147,6 +152,7 @@ def make_train_step(
     accumulate_steps: int = 1,
     skip_non_finite: bool = False,
     mix: Mix | None = None,
+    label_smoothing: float = 0.0,
     metrics: Sequence[str] = ("accuracy",),
 ) -> Callable[[TrainState, Batch, Key[Array, ""]], tuple[TrainState, Metrics]]:
     """Makes the pure function of one update, ``step(state, batch, key)``.
@@ -174,6 +180,8 @@ def make_train_step(
             batch, see `relattn.data.make_mix`, from a key of (key, step) that all
             devices and micro-batches share; None for no mixing. The loss is that of the
             soft labels, and metrics count the label of larger weight.
+        label_smoothing: Share of each label that is spread over all classes, see
+            `smoothed_cross_entropy`.
         metrics: Names in `relattn.training.metrics.METRICS` of what is counted, beside
             the loss, on the batch before the update.
 
@@ -206,6 +214,12 @@ def make_train_step(
             f"config.accumulate_steps must be at least 1, got {accumulate_steps}"
         )
 
+    label_loss = cross_entropy
+    if label_smoothing:
+        label_loss = functools.partial(
+            smoothed_cross_entropy, smoothing=label_smoothing
+        )
+
     def gradients(
         state: TrainState, batch: Batch, key: Key[Array, ""], mix_key: Key[Array, ""]
     ) -> tuple[Any, Metrics, Any]:
@@ -229,8 +243,7 @@ def make_train_step(
                 mutable=["intermediates", "batch_stats"],
             )
             loss = sum(
-                weight * cross_entropy(logits, target).mean()
-                for weight, target in targets
+                weight * label_loss(logits, target).mean() for weight, target in targets
             )
             means = {name: count_metric(name, logits, label).mean() for name in metrics}
             means |= scalars(updated.get("intermediates", {}))

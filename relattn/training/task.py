@@ -186,6 +186,7 @@ class Task:
             accumulate_steps=self.config.accumulate_steps,
             skip_non_finite=self.config.max_skipped_updates > 0,
             mix=self.mix,
+            label_smoothing=self.config.label_smoothing,
             metrics=metrics_of(self.info, in_training=True),
         )
 

@@ -35,6 +35,12 @@ def changed(key, value):
         ("schedule.warmup_steps", 2**31, r"warmup_steps must be at most 2147483647"),
         ("optimizer.b1", 1.0, r"config.optimizer.b1 must be at least 0 and below 1"),
         ("optimizer.b2", -0.1, r"config.optimizer.b2 must be .* below 1, got -0.1"),
+        (
+            "label_smoothing",
+            1.0,
+            r"label_smoothing must be at least 0 and below 1",
+        ),
+        ("optimizer.decay_mask", "matrix", r"decay_mask 'matrix': .* 'matrices'"),
         ("optimizer.learning_rate", 1e39, r"learning_rate must be at most 3.4028234"),
         ("optimizer.learning_rate", -1.0, r"learning_rate must be positive, got -1.0"),
         ("seed", 2**63, r"config.seed must be within \+-9223372036854775807, got 922"),

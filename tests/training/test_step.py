@@ -20,10 +20,12 @@ from relattn.training.step import (
     scalars,
     stream_key,
 )
+from tests.helpers import quick
 from tests.helpers.quick import quick_jit
 from tests.training.conftest import TinyModel
 
 SHAPE = (5, 3, 1)
+KEY = jax.random.key(3)
 
 
 def make_batch(seed=0, size=13):
@@ -246,6 +248,43 @@ def test_every_part_has_its_own_dropout():
 
     losses = {loss(one, 1), loss(twice, 1), loss(twice, 2)}
     assert len(losses) == 3
+
+
+def test_smoothed_labels_have_the_cross_entropy_of_their_distribution():
+    logits = quick.normal(0, 4, 5, scale=3.0)
+    label = np.array([0, 3, 3, 1])
+    batch = {"label": label, "image": logits}
+    previous = {"label": np.roll(label, 1), "image": np.roll(logits, 1, axis=0)}
+
+    class Scaled(nn.Module):
+        @nn.compact
+        def __call__(self, images, *, deterministic=True):
+            scale = self.param("scale", nn.initializers.ones, ())
+            return scale * images.reshape(len(images), -1)
+
+    def loss(share):
+        mix = share and (lambda key, size: jnp.full(size, share))
+        step = make_train_step(
+            Scaled(),
+            optax.sgd(1.0),
+            lambda batch: batch["image"][:, None, :, None],
+            label_smoothing=0.3,
+            mix=mix,
+            metrics=(),
+        )
+        make = lambda: create_state(Scaled(), optax.sgd(1.0), KEY, (1, 5, 1))  # noqa: E731
+        return quick.run(lambda batch: step(make(), batch, KEY)[1], batch)
+
+    for share in (None, 0.6):
+        weights = {0.6: 0.6, None: 1.0}[share]
+        inputs = weights * logits + (1 - weights) * previous["image"]
+        inputs = inputs.astype(np.float64)
+        truth = 0.3 / 5 + 0.7 * (
+            weights * np.eye(5)[label] + (1 - weights) * np.eye(5)[previous["label"]]
+        )
+        probability = np.exp(inputs) / np.exp(inputs).sum(-1, keepdims=True)
+        expected = -(truth * np.log(probability)).sum(-1).mean()
+        np.testing.assert_allclose(loss(share)["loss"], expected, rtol=1e-5)
 
 
 def test_a_batch_that_does_not_split_into_parts():

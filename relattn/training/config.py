@@ -107,6 +107,8 @@ def default_config() -> ConfigDict:
     config.init_from = ""
     # Parts of names of parameters not to take from `init_from`, separated by commas.
     config.init_skip = ""
+    # Patterns of parameters that are not trained, as in "*, !head"; "" for none.
+    config.freeze = ""
     # Name of the model, and the options that differ from its defaults.
     config.model = ConfigDict()
     # Source, name and options of the data.

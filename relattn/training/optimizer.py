@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Hashable
+from typing import Any
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 from ml_collections import ConfigDict
 
-from relattn.training.parameters import is_matrix
+from relattn.training.parameters import is_frozen, is_matrix
 
 SCHEDULES = ("constant", "cosine", "exponential")
 OPTIMIZERS = ("adam", "adamw", "sgd")
@@ -75,7 +78,7 @@ def make_schedule(
 
 
 def make_optimizer(
-    config: ConfigDict, schedule: optax.Schedule, model: nn.Module
+    config: ConfigDict, schedule: optax.Schedule, model: nn.Module, freeze: str = ""
 ) -> optax.GradientTransformation:
     """Makes the optimiser of ``config.optimizer``, with clipping by global norm.
 
@@ -84,6 +87,9 @@ def make_optimizer(
             ``clip_norm``.
         schedule: The learning rate.
         model: The model, which names its parameters.
+        freeze: Patterns of parameters that do not change, see
+            `relattn.training.parameters.is_frozen`; "" for none. Weight decay leaves
+            them out, and no moments of them are stored.
 
     Returns:
         An optax transformation.
@@ -111,5 +117,37 @@ def make_optimizer(
             mask=mask,
         )
     if config.clip_norm:
-        return optax.chain(optax.clip_by_global_norm(config.clip_norm), optimizer)
+        optimizer = optax.chain(optax.clip_by_global_norm(config.clip_norm), optimizer)
+    if freeze:
+        optimizer = _freeze(
+            optimizer, functools.partial(is_frozen, model, patterns=freeze)
+        )
     return optimizer
+
+
+def _freeze(
+    optimizer: optax.GradientTransformation, frozen: Callable[[Any], Any]
+) -> optax.GradientTransformation:
+    """Applies an optimiser to the parameters that are not frozen."""
+
+    def label(params: Any) -> Any:
+        return jax.tree.map(
+            lambda found: "frozen" if found is True else "trained", frozen(params)
+        )
+
+    def keep(updates: Any, params: Any) -> Any:
+        del params
+        # Weight decay shrinks frozen layers that are stacked with others too.
+        return jax.tree.map(
+            lambda update, found: (
+                update if isinstance(found, bool) else jnp.where(found, 0, update)
+            ),
+            updates,
+            frozen(updates),
+        )
+
+    transforms: dict[Hashable, optax.GradientTransformation] = {
+        "trained": optimizer,
+        "frozen": optax.set_to_zero(),
+    }
+    return optax.chain(optax.partition(transforms, label), optax.stateless(keep))

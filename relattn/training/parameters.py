@@ -6,12 +6,17 @@ layers of a scanned block are stacked in one array, and each has its own name.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from fnmatch import fnmatchcase
 from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
+import numpy as np
 
+from relattn.messages import closest, shorten
 from relattn.models import pretrained
 
 # As timm does, decay leaves out these, whatever their shape.
@@ -74,3 +79,101 @@ def is_matrix(model: nn.Module, params: Any) -> Any:
         return leaf.ndim - stacked >= 2 and not names[0].startswith(_NOT_DECAYED)
 
     return map_parameters(decayed, model, params)
+
+
+def is_frozen(model: nn.Module, params: Any, patterns: str) -> Any:
+    """Finds the parameters that ``config.freeze`` keeps as they start.
+
+    Args:
+        model: The model.
+        params: Its parameters, or their shapes and dtypes.
+        patterns: Patterns of names, separated by commas, with ``*`` for any text. A
+            pattern also holds for all names that continue after it with a dot. With
+            ``!`` before it, it trains parameters that an earlier one froze; the last
+            pattern that holds decides.
+
+    Returns:
+        In the structure of ``params``, a boolean for each array; or for stacked layers
+        of which some are frozen a boolean for each, ``[layers, 1, ...]``.
+
+    Raises:
+        ValueError: If a pattern is that of no parameter, or all parameters are frozen,
+            or none.
+
+    Example:
+        >>> params = {"cls": jnp.zeros(3), "head": {"bias": jnp.ones(2)}}
+        >>> is_frozen(nn.Dense(3), params, "*, !head")
+        {'cls': True, 'head': {'bias': False}}
+    """
+    chosen = [part.strip() for part in patterns.split(",") if part.strip()]
+    names = [
+        name
+        for names in jax.tree.leaves(
+            map_parameters(lambda names, *_: names, model, params),
+            is_leaf=lambda leaf: isinstance(leaf, list),
+        )
+        for name in names
+    ]
+    for pattern in chosen:
+        bare = pattern.removeprefix("!")
+        if not any(_matches(name, bare) for name in names):
+            parts = {
+                ".".join(name.split(".")[: 1 + name.startswith("layers.")])
+                for name in names
+            }
+            raise ValueError(
+                f"config.freeze has {shorten(pattern)}, which is the name of no "
+                f"parameter: {closest(bare, parts)}"
+            )
+
+    def frozen(name: str) -> bool:
+        matching = [p for p in chosen if _matches(name, p.removeprefix("!"))]
+        return bool(matching) and not matching[-1].startswith("!")
+
+    if not any(map(frozen, names)):
+        raise ValueError(
+            f"config.freeze={shorten(patterns)} freezes no parameter: name some, as in "
+            "'embedding, layers.0'"
+        )
+    if all(map(frozen, names)):
+        raise ValueError(
+            f"config.freeze={shorten(patterns)} leaves no parameter to train: except "
+            "some, as in '*, !head'"
+        )
+
+    def find(names: list[str], leaf: Any, stacked: bool) -> Any:
+        found = np.array([frozen(name) for name in names])
+        if found.all() or not found.any():
+            return bool(found[0])
+        return found.reshape(-1, *[1] * (leaf.ndim - stacked))
+
+    return map_parameters(find, model, params)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
+
+
+def hold(params: Any, frozen: Any) -> Any:
+    """Returns parameters of which the gradient is zero where they are frozen.
+
+    Args:
+        params: The parameters.
+        frozen: Booleans, see `is_frozen`.
+
+    Returns:
+        The same values. Where a whole array is frozen, the backward pass does not
+        compute its gradient.
+
+    Example:
+        >>> loss = lambda params: hold(params, {"a": True, "b": False})["a"] ** 2
+        >>> float(jax.grad(loss)({"a": 3.0, "b": 1.0})["a"])
+        0.0
+    """
+
+    def stop(leaf: Any, frozen: Any) -> Any:
+        if isinstance(frozen, bool):
+            return jax.lax.stop_gradient(leaf) if frozen else leaf
+        return jnp.where(frozen, jax.lax.stop_gradient(leaf), leaf)
+
+    return jax.tree.map(stop, params, frozen)

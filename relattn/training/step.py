@@ -27,6 +27,7 @@ from relattn.training.metrics import (
     cross_entropy,
     smoothed_cross_entropy,
 )
+from relattn.training.parameters import hold
 
 Batch = dict[str, Any]
 Metrics = dict[str, Array]
@@ -153,6 +154,7 @@ def make_train_step(
     skip_non_finite: bool = False,
     mix: Mix | None = None,
     label_smoothing: float = 0.0,
+    frozen: Callable[[Any], Any] | None = None,
     metrics: Sequence[str] = ("accuracy",),
 ) -> Callable[[TrainState, Batch, Key[Array, ""]], tuple[TrainState, Metrics]]:
     """Makes the pure function of one update, ``step(state, batch, key)``.
@@ -182,6 +184,9 @@ def make_train_step(
             soft labels, and metrics count the label of larger weight.
         label_smoothing: Share of each label that is spread over all classes, see
             `smoothed_cross_entropy`.
+        frozen: Maps the parameters to booleans, see
+            `relattn.training.parameters.is_frozen`: those that have no gradient; None
+            if all have.
         metrics: Names in `relattn.training.metrics.METRICS` of what is counted, beside
             the loss, on the batch before the update.
 
@@ -235,6 +240,8 @@ def make_train_step(
             label = jnp.where(share < 0.5, previous["label"], label)
 
         def loss_fn(params: Any) -> tuple[Array, tuple[Metrics, Any]]:
+            if frozen is not None:
+                params = hold(params, frozen(params))
             logits, updated = model.apply(
                 {"params": params, **state.collections},
                 inputs,

@@ -11,6 +11,7 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from ml_collections import ConfigDict
 
@@ -23,6 +24,7 @@ from relattn.training.config import LARGEST_INT
 from relattn.training.cost import training_flops
 from relattn.training.metrics import metrics_of
 from relattn.training.optimizer import make_optimizer, make_schedule
+from relattn.training.parameters import is_frozen
 from relattn.training.run_metadata import History
 from relattn.training.step import (
     Batch,
@@ -104,7 +106,7 @@ class Task:
             config=config,
             info=info,
             model=model,
-            optimizer=make_optimizer(config.optimizer, schedule, model),
+            optimizer=make_optimizer(config.optimizer, schedule, model, config.freeze),
             schedule=schedule,
             preprocess=data_lib.make_preprocess(config.data, info),
             mix=data_lib.make_mix(config.data.get("mix", "none"), info.kind),
@@ -151,7 +153,17 @@ class Task:
 
     def describe_size(self) -> str:
         """Returns the number of parameters in words."""
-        return f"{self.num_params:,} parameters"
+        size = f"{self.num_params:,} parameters"
+        if self.frozen is None:
+            return size
+        params = self.abstract_state.params
+        frozen = jax.tree.map(
+            lambda leaf, found: round(np.mean(found) * leaf.size),
+            params,
+            self.frozen(params),
+        )
+        trained = self.num_params - sum(jax.tree.leaves(frozen))
+        return f"{size}, of which {trained:,} are trained,"
 
     def new_histories(self) -> list[History]:
         """Returns an empty history."""
@@ -187,8 +199,16 @@ class Task:
             skip_non_finite=self.config.max_skipped_updates > 0,
             mix=self.mix,
             label_smoothing=self.config.label_smoothing,
+            frozen=self.frozen,
             metrics=metrics_of(self.info, in_training=True),
         )
+
+    @property
+    def frozen(self) -> Callable[[Any], Any] | None:
+        """Maps the parameters to those that are frozen; None if all are trained."""
+        if not self.config.freeze:
+            return None
+        return functools.partial(is_frozen, self.model, patterns=self.config.freeze)
 
     @functools.cached_property
     def eval_step(self) -> EvalStep:

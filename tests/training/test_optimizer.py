@@ -1,3 +1,5 @@
+import functools
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -8,6 +10,7 @@ from relattn.models import build_model
 from relattn.training import default_config
 from relattn.training.config import complete, to_json
 from relattn.training.optimizer import make_optimizer, make_schedule
+from relattn.training.parameters import hold, is_frozen
 from tests.helpers import quick
 
 MODEL = nn.Dense(3)
@@ -81,11 +84,12 @@ def test_adam_averages_as_its_decay_rates_say(name):
     np.testing.assert_allclose(updates["a"], -2 * mean / square**0.5 * np.ones(3), 1e-5)
 
 
-def vit(**options):
-    """Returns a ViT with a layer of its own, two that are stacked, and parameters."""
+@functools.cache
+def vit():
+    """Returns a ViT with a layer of its own and two that are stacked; parameters."""
     sizes = {"dim": 4, "num_layers": 3, "num_heads": 2, "mlp_dim": 4, "patch_size": 2}
     kinds = {"attention": "translution", "num_relative_layers": 1}
-    config = {"name": "vit", **sizes, **kinds, "position": "learned", **options}
+    config = {"name": "vit", **sizes, **kinds, "position": "learned"}
     model = build_model(config, num_classes=3, image_shape=(4, 4, 1))
     images = jnp.zeros((1, 4, 4, 1))
     shapes = jax.eval_shape(lambda: model.init(jax.random.key(0), images))["params"]
@@ -130,3 +134,61 @@ def test_a_run_of_before_the_decay_mask_decays_all():
     assert complete(to_json(config)).optimizer.decay_mask == "matrices"
     before["optimizer"]["weight_decay"] = 0.0
     assert complete(before).optimizer.decay_mask == "matrices"
+
+
+def test_frozen_parameters_have_neither_gradient_nor_update():
+    """Of two stacked layers one is frozen."""
+    model, params = vit()
+    freeze = "*, !head, !layers.[01].*kernel, layers.0.feed_forward"
+    grads = jax.tree.map(lambda p: (p + 1).astype(np.float32), params)
+
+    def gradient(params):
+        held = hold(params, is_frozen(model, params, freeze))
+        products = jax.tree.map(lambda p, g: jnp.sum(p * g), held, grads)
+        return sum(jax.tree.leaves(products))
+
+    def updates(params):
+        found = jax.grad(gradient)(params)
+        update = optimizer.update(found, optimizer.init(params), params)[0]
+        return found, update
+
+    kernels = [f"attention/{name}/kernel" for name in ("q", "k", "v", "out")]
+    kernels += [f"feed_forward/{name}/kernel" for name in ("hidden", "out")]
+    expected = flat(jax.tree.map(np.zeros_like, params))
+    for name, value in flat(grads).items():
+        if name.startswith("head/") or name == "blocks_0/attention/out/kernel":
+            expected[name] = value
+        elif name in [f"blocks_1/{kernel}" for kernel in kernels]:
+            expected[name] = value * np.array([1, 0]).reshape(2, 1, 1)
+    norm = np.sqrt(sum(np.sum(value.astype(float) ** 2) for value in expected.values()))
+    for kind in ("sgd", "adamw"):
+        config = default_config().optimizer
+        config.update(name=kind, clip_norm=0.5, weight_decay=0.5 * (kind == "adamw"))
+        optimizer = make_optimizer(config, lambda step: 2.0, model, freeze)
+        found, update = map(flat, quick.run(updates, params))
+        for name, value in expected.items():
+            np.testing.assert_array_equal(found[name], value, err_msg=name)
+            if kind == "sgd":
+                value = -2.0 * value * 0.5 / norm
+                np.testing.assert_allclose(update[name], value, 1e-5, err_msg=name)
+            else:
+                assert ((update[name] == 0) == (value == 0)).all(), name
+    stored = jax.eval_shape(optimizer.init, params)
+    sizes = sum(leaf.size for leaf in jax.tree.leaves(stored))
+    kept = sum(value.size for value in expected.values() if value.any())
+    assert sizes == 2 * kept + 2
+
+
+@pytest.mark.parametrize(
+    "freeze, message",
+    [
+        ("hed", "config.freeze has 'hed', which is the name of no .* mean 'head'"),
+        ("!head", "config.freeze='!head' freezes no parameter: name some, as in 'emb"),
+        ("*, !layer.0", "has '!layer.0', which .* did you mean 'layers.0'"),
+        ("*", r"config.freeze='\*' leaves no parameter to train: .*'\*, !head'"),
+    ],
+)
+def test_patterns_that_freeze_nothing_or_everything(freeze, message):
+    model, params = vit()
+    with pytest.raises(ValueError, match=message):
+        is_frozen(model, params, freeze)

@@ -62,6 +62,7 @@ _AT_LEAST = {
     "num_devices": 0,
     "optimizer.learning_rate": 0.0,
     "optimizer.weight_decay": 0.0,
+    "optimizer.layer_decay": 0.0,
     "optimizer.clip_norm": 0.0,
     "schedule.warmup_steps": 0,
     "schedule.decay_rate": 0.0,
@@ -71,7 +72,7 @@ _AT_LEAST = {
 _SHARES = ("optimizer.b1", "optimizer.b2", "label_smoothing")
 
 # Keys that are factors: 1 has a meaning of its own.
-_FACTORS = (*_SHARES, "schedule.decay_rate")
+_FACTORS = (*_SHARES, "optimizer.layer_decay", "schedule.decay_rate")
 
 # Keys that have an effect with some values of another key only.
 _NEEDS = {
@@ -138,6 +139,8 @@ def default_config() -> ConfigDict:
     config.optimizer.weight_decay = 0.0
     # What decays: "matrices", without biases, norms, CLS and positions, or "all".
     config.optimizer.decay_mask = "matrices"
+    # Factor of the learning rate for each layer before the head; 1 for none.
+    config.optimizer.layer_decay = 1.0
     # Largest global norm of a gradient, to which longer ones are scaled; 0 for none.
     config.optimizer.clip_norm = 0.0
     config.schedule = ConfigDict()
@@ -226,6 +229,11 @@ def check_config(config: ConfigDict) -> None:
         raise ValueError(
             "config.optimizer.learning_rate must be positive, got "
             f"{shorten(given['optimizer.learning_rate'])}"
+        )
+    if not 0 < given["optimizer.layer_decay"] <= 1:
+        raise ValueError(
+            "config.optimizer.layer_decay must be above 0 and at most 1, got "
+            f"{shorten(given['optimizer.layer_decay'])}"
         )
     for key, least in _AT_LEAST.items():
         most = LARGEST_FLOAT if type(least) is float else LARGEST_INT

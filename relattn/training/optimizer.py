@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 from ml_collections import ConfigDict
 
-from relattn.training.parameters import is_frozen, is_matrix
+from relattn.training.parameters import is_frozen, is_matrix, layer_scales
 
 SCHEDULES = ("constant", "cosine", "exponential")
 OPTIMIZERS = ("adam", "adamw", "sgd")
@@ -83,8 +83,8 @@ def make_optimizer(
     """Makes the optimiser of ``config.optimizer``, with clipping by global norm.
 
     Args:
-        config: ``name``, ``b1``, ``b2``, ``weight_decay``, ``decay_mask`` and
-            ``clip_norm``.
+        config: ``name``, ``b1``, ``b2``, ``weight_decay``, ``decay_mask``,
+            ``layer_decay`` and ``clip_norm``.
         schedule: The learning rate.
         model: The model, which names its parameters.
         freeze: Patterns of parameters that do not change, see
@@ -122,7 +122,24 @@ def make_optimizer(
         optimizer = _freeze(
             optimizer, functools.partial(is_frozen, model, patterns=freeze)
         )
+    if config.layer_decay != 1:
+        scales = functools.partial(layer_scales, model, decay=config.layer_decay)
+        optimizer = optax.chain(optimizer, _scale(scales))
     return optimizer
+
+
+def _scale(scales: Callable[[Any], Any]) -> optax.GradientTransformation:
+    """Multiplies updates, weight decay included, by factors of their parameters."""
+
+    def scale(updates: Any, params: Any) -> Any:
+        del params
+        return jax.tree.map(
+            lambda update, factor: update * jnp.asarray(factor, update.dtype),
+            updates,
+            scales(updates),
+        )
+
+    return optax.stateless(scale)
 
 
 def _freeze(

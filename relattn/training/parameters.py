@@ -21,6 +21,9 @@ from relattn.models import pretrained
 
 # As timm does, decay leaves out these, whatever their shape.
 _NOT_DECAYED = ("cls", "position.")
+_LAYER = re.compile(r"layers\.(\d+)\.")
+# Modules after the last layer.
+_AFTER_LAYERS = ("norm", "head_norm", "hidden", "head")
 
 
 def map_parameters(
@@ -106,14 +109,7 @@ def is_frozen(model: nn.Module, params: Any, patterns: str) -> Any:
         {'cls': True, 'head': {'bias': False}}
     """
     chosen = [part.strip() for part in patterns.split(",") if part.strip()]
-    names = [
-        name
-        for names in jax.tree.leaves(
-            map_parameters(lambda names, *_: names, model, params),
-            is_leaf=lambda leaf: isinstance(leaf, list),
-        )
-        for name in names
-    ]
+    names = _names(model, params)
     for pattern in chosen:
         bare = pattern.removeprefix("!")
         if not any(_matches(name, bare) for name in names):
@@ -177,3 +173,61 @@ def hold(params: Any, frozen: Any) -> Any:
         return jnp.where(frozen, jax.lax.stop_gradient(leaf), leaf)
 
     return jax.tree.map(stop, params, frozen)
+
+
+def layer_scales(model: nn.Module, params: Any, decay: float) -> Any:
+    """Computes the factor of each parameter's learning rate, smaller near the input.
+
+    factor = decay^(L + 1 - l) for layer l = 1..L; l = 0 for what precedes the layers,
+    such as the embedding; l = L + 1 for what follows them, such as the head
+
+    Args:
+        model: The model.
+        params: Its parameters, or their shapes and dtypes.
+        decay: ``config.optimizer.layer_decay``.
+
+    Returns:
+        In the structure of ``params``, a factor for each array; for stacked layers one
+        for each, ``[layers, 1, ...]``.
+
+    Raises:
+        ValueError: If the model has no layers.
+
+    Example:
+        >>> params = {"blocks_0": {"bias": jnp.zeros((2, 3))}, "head": jnp.zeros(5)}
+        >>> scales = layer_scales(nn.Dense(3), params, 0.5)
+        >>> scales["blocks_0"]["bias"].ravel().tolist(), scales["head"]
+        ([0.25, 0.5], 1.0)
+
+    Source:
+        Bao et al., BEiT, appendix H; He et al., Masked Autoencoders,
+        ``util/lr_decay.py``.
+    """
+    layers = [
+        int(found[1]) for name in _names(model, params) if (found := _LAYER.match(name))
+    ]
+    if not layers:
+        raise ValueError(
+            f"config.optimizer.layer_decay={decay} needs a model with layers, but "
+            f"{type(model).__name__} has none: leave it at 1.0"
+        )
+    last = max(layers) + 2
+
+    def exponent(name: str) -> int:
+        if found := _LAYER.match(name):
+            return last - int(found[1]) - 1
+        return 0 if name.partition(".")[0] in _AFTER_LAYERS else last
+
+    def scale(names: list[str], leaf: Any, stacked: bool) -> Any:
+        factors = [decay ** exponent(name) for name in names]
+        if not stacked:
+            return factors[0]
+        return np.reshape(factors, (-1, *[1] * (leaf.ndim - 1)))
+
+    return map_parameters(scale, model, params)
+
+
+def _names(model: nn.Module, params: Any) -> list[str]:
+    """Returns the names of all parameters."""
+    names = map_parameters(lambda names, *_: names, model, params)
+    return jax.tree.leaves(names)

@@ -192,3 +192,31 @@ def test_patterns_that_freeze_nothing_or_everything(freeze, message):
     model, params = vit()
     with pytest.raises(ValueError, match=message):
         is_frozen(model, params, freeze)
+
+
+@pytest.mark.parametrize("freeze", ["", "layers.2"])
+def test_layers_nearer_the_input_have_smaller_learning_rates(freeze):
+    """Frozen layers still count."""
+    model, params = vit()
+    config = default_config().optimizer
+    config.update(name="sgd", layer_decay=0.5)
+    optimizer = make_optimizer(config, lambda step: 2.0, model, freeze)
+    ones = jax.tree.map(np.ones_like, params)
+    updates = update_once(optimizer, params, ones)
+    factors = {"blocks_0": [0.5**3], "blocks_1": [0.5**2, 0.5 * (not freeze)]}
+    factors |= {"norm": 1, "head": 1}
+    for name, value in flat(params).items():
+        # Four layers: embedding, three blocks, head.
+        factor = np.array(factors.get(name.split("/")[0], 0.5**4))
+        factor = factor.reshape(-1, *[1] * (value.ndim - 1))
+        expected = np.broadcast_to(-2.0 * factor, value.shape)
+        np.testing.assert_array_equal(updates[name], expected, err_msg=name)
+
+
+def test_layer_decay_needs_layers():
+    config = default_config().optimizer
+    config.layer_decay = 0.75
+    optimizer = make_optimizer(config, lambda step: 1.0, MODEL)
+    params = {"kernel": np.ones((2, 3))}
+    with pytest.raises(ValueError, match="layer_decay=0.75 needs a model with layers"):
+        jax.eval_shape(lambda: optimizer.update(params, optimizer.init(params), params))

@@ -186,7 +186,7 @@ def _check_value(option: str, value: Any) -> None:
     problem = ""
     if option in _SIZES and value < 1:
         problem = "must be at least 1"
-    elif option in _RATES and not 0 <= value < 1:
+    elif option in (*_RATES, "drop_path") and not 0 <= value < 1:
         problem = "must be from 0 to below 1"
     elif option in _RATES and value and round(256 * value) in (0, 256):
         # `relattn.nn.blocks.Dropout` draws a byte for each element.

@@ -47,6 +47,8 @@ class GPT(nn.Module):
             use softmax; 0 for all layers.
         attention_dropout: Dropout rate of the attentions' outputs.
         dropout: Dropout rate of the feed-forward networks.
+        drop_path: Rate at which an example skips a branch of the last layer, stochastic
+            depth; from zero in the first layer, it grows equally from layer to layer.
         qkv_bias: Whether queries, keys and values have a bias.
         head_norm: Whether a second LayerNorm follows the final LayerNorm.
         tie_head: Whether the head's matrix is the transposed embedding.
@@ -83,6 +85,7 @@ class GPT(nn.Module):
     num_relative_layers: int = 0
     attention_dropout: float = 0.0
     dropout: float = 0.0
+    drop_path: float = 0.0
     qkv_bias: bool = False
     head_norm: bool = True
     tie_head: bool = False
@@ -192,6 +195,7 @@ class GPT(nn.Module):
             segment_ids=segment_ids,
             index=None if index is None else jnp.asarray(index),
             remat=self.remat,
+            drop_path=self.drop_path,
             deterministic=deterministic,
         )
         # After a prefill, only the last token's logits count.

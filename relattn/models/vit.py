@@ -71,6 +71,8 @@ class ViT(nn.Module):
             use softmax; 0 for all layers.
         attention_dropout: Dropout rate of the attentions' outputs.
         dropout: Dropout rate of the feed-forward networks.
+        drop_path: Rate at which an example skips a branch of the last layer, stochastic
+            depth; from zero in the first layer, it grows equally from layer to layer.
         qkv_bias: Whether queries, keys and values have a bias.
         embedding_norms: Whether LayerNorms surround the embedding's linear layer.
         final_norm: Whether a LayerNorm precedes the head.
@@ -117,6 +119,7 @@ class ViT(nn.Module):
     num_relative_layers: int = 0
     attention_dropout: float = 0.0
     dropout: float = 0.0
+    drop_path: float = 0.0
     qkv_bias: bool = False
     embedding_norms: bool = True
     final_norm: bool = True
@@ -228,6 +231,7 @@ class ViT(nn.Module):
             num_prefix=self.num_prefix,
             key_mask=key_mask,
             remat=self.remat,
+            drop_path=self.drop_path,
             deterministic=deterministic,
         )
         # The head reads norm(CLS), or the mean of the normalised patch tokens.

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, TypeVar, cast
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax.linen.dtypes import promote_dtype
 from jaxtyping import Array, Bool, Float, Int
 
@@ -163,6 +164,38 @@ class Dropout(nn.Module):
         return jnp.where(random < dropped, 0.0, x * (256 / (256 - dropped)))
 
 
+class DropPath(nn.Module):
+    """Sets whole examples of a residual branch to zero at random.
+
+    y_i = b_i x_i / (1 - rate), with b_i = 0 with probability ``rate``, else 1, for each
+    example i
+
+    Example:
+        >>> x, rngs = jnp.ones((5, 2, 1)), {"dropout": jax.random.key(0)}
+        >>> y = DropPath().apply({}, x, 0.5, deterministic=False, rngs=rngs)
+        >>> set(y.ravel().tolist()), bool((y[:, 0] == y[:, 1]).all())
+        ({0.0, 2.0}, True)
+
+    Source:
+        Huang et al., Deep Networks with Stochastic Depth; Larsson et al., FractalNet.
+    """
+
+    @nn.compact
+    def __call__(
+        self,
+        x: Float[Array, "batch n dim"],
+        rate: Float[Any, ""] | float | None,
+        *,
+        deterministic: bool = True,
+    ) -> Float[Array, "batch n dim"]:
+        """Drops examples at a rate, perhaps traced; None for no drop."""
+        if deterministic or rate is None:
+            return x
+        shape = (len(x), *[1] * (x.ndim - 1))
+        kept = jax.random.bernoulli(self.make_rng("dropout"), 1 - rate, shape)
+        return jnp.where(kept, x / jnp.asarray(1 - rate, x.dtype), 0)
+
+
 def gelu(x: Float[Array, "*shape"], *, approximate: bool = False) -> Array:
     """Computes GELU(x) = x (1 + erf(x / sqrt(2))) / 2.
 
@@ -254,9 +287,14 @@ class TransformerBlock(nn.Module):
         segment_ids: Int[Array, "batch n"] | None = None,
         index: Int[Array, ""] | None = None,
         shared: Any = None,
+        drop_path: Float[Any, ""] | float | None = None,
         deterministic: bool = True,
     ) -> Float[Array, "batch n dim"]:
-        """Applies the block; arguments are those of `MultiHeadAttention.__call__`."""
+        """Applies the block.
+
+        ``drop_path`` is the rate of `DropPath` on both branches; the other arguments
+        are those of `MultiHeadAttention.__call__`.
+        """
         x = finite_masked(x, key_mask)
 
         def norm(name: str) -> nn.LayerNorm:
@@ -274,8 +312,9 @@ class TransformerBlock(nn.Module):
             shared=shared,
         )
         # x + y, then x + MLP(norm(x))
-        x = x + Dropout(self.attention_dropout)(y, deterministic=deterministic)
-        return x + FeedForward(
+        y = Dropout(self.attention_dropout)(y, deterministic=deterministic)
+        x = x + DropPath()(y, drop_path, deterministic=deterministic)
+        y = FeedForward(
             self.dim,
             self.mlp_dim,
             self.dropout,
@@ -283,6 +322,7 @@ class TransformerBlock(nn.Module):
             self.approximate_gelu,
             name="feed_forward",
         )(norm("feed_forward_norm")(x), deterministic=deterministic)
+        return x + DropPath()(y, drop_path, deterministic=deterministic)
 
 
 def transformer_blocks(
@@ -293,6 +333,7 @@ def transformer_blocks(
     positions: Sequence[Any] | None = None,
     scan: bool = True,
     remat: bool = False,
+    drop_path: float = 0.0,
     **options: Any,
 ) -> Float[Array, "batch n dim"]:
     """Applies the blocks of a model and compiles equal layers once; for ``__call__``.
@@ -315,6 +356,8 @@ def transformer_blocks(
         scan: Whether to scan equal layers.
         remat: Whether the backward pass keeps only the input of each layer and
             recomputes the layer.
+        drop_path: Rate of `DropPath` in the last layer. From zero in the first, it
+            grows equally from layer to layer.
         **options: Further arguments of the blocks' call.
 
     Returns:
@@ -334,17 +377,22 @@ def transformer_blocks(
         (3, 8, 8)
     """
     positions = [None] * len(attentions) if positions is None else list(positions)
+    rates: list[Any] = [None] * len(attentions)
+    if drop_path:
+        rates = list(np.linspace(0, drop_path, len(attentions), dtype=np.float32))
+    # What differs between equal layers.
+    inputs = list(zip(positions, rates, strict=True))
     shared = _shared(attentions, x.shape[-2], options["grid"])
     for first, last in _equal_layers(attentions, scan):
         attention = functools.partial(attentions[first], layer=first)
         options["shared"] = shared[first]
-        structure = jax.tree.structure(positions[first])
+        structure = jax.tree.structure(inputs[first])
 
         def body(block, x, leaves, structure=structure):
-            position = jax.tree.unflatten(structure, leaves)
-            return block(x, position=position, **options), None
+            position, rate = jax.tree.unflatten(structure, leaves)
+            return block(x, position=position, drop_path=rate, **options), None
 
-        leaves = [jax.tree.leaves(position) for position in positions[first:last]]
+        leaves = [jax.tree.leaves(values) for values in inputs[first:last]]
         # A block that is not scanned is called by itself.
         if not scan or not attention.func.scannable:
             block = make_block(attention, name=f"block_{first}")

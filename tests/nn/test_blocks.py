@@ -93,10 +93,13 @@ class Model(nn.Module):
     dropout: float = 0.0
     dtype: str = "float32"
     remat: bool = False
+    drop_path: float = 0.0
+    num_layers: int = 2
 
     @nn.compact
     def __call__(self, x, deterministic=True):
-        attention, position = build(self.attention, self.position, **SIZES)
+        sizes = SIZES | {"num_layers": self.num_layers}
+        attention, position = build(self.attention, self.position, **sizes)
         block = functools.partial(
             TransformerBlock,
             dim=6,
@@ -106,11 +109,12 @@ class Model(nn.Module):
         )
         return transformer_blocks(
             x.astype(self.dtype),
-            [attention] * 2,
+            [attention] * self.num_layers,
             block,
             positions=position(name="position").per_layer((2, 3), 1),
             scan=self.scan,
             remat=self.remat,
+            drop_path=self.drop_path,
             grid=(2, 3),
             num_prefix=1,
             deterministic=deterministic,
@@ -261,6 +265,39 @@ def test_each_part_has_its_own_dropout_rate(part):
     # Within four standard errors.
     error = (rate * (1 - rate) / kept.size) ** 0.5
     assert abs(1 - kept.mean() - rate) < 4 * error
+
+
+@pytest.mark.quick("True-True")
+@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("scan", [False, True])
+def test_examples_skip_branches_at_the_rate_of_the_layer(scan, remat):
+    model = Model("softmax", scan=scan, remat=remat, drop_path=0.5, num_layers=3)
+    params = jax.tree.map(np.zeros_like, random_variables(model))["params"]
+    # The feed-forward branches of the layers add 1, 10 and 100, the others 0.
+    for layer in range(3):
+        bias = np.full((6,), 10.0**layer, np.float32)
+        block = params["blocks_0" if scan else f"block_{layer}"]
+        bias_there = block["feed_forward"]["out"]["bias"]
+        (bias_there[layer] if scan else bias_there)[:] = bias
+    x = normal(3, 997, 2, 6)
+
+    def apply(x):
+        rngs = {"dropout": jax.random.key(0)}
+        out = model.apply({"params": params}, x, deterministic=False, rngs=rngs)
+        return out - x, model.apply({"params": params}, x) - x
+
+    added, evaluated = run(apply, x)
+    np.testing.assert_allclose(evaluated, 111, rtol=1e-4)
+    # Whole examples skip a branch; the rates are 0, 0.25 and 0.5.
+    np.testing.assert_allclose(added, np.broadcast_to(added[:, :1, :1], x.shape), 1e-4)
+    added = added[:, 0, 0]
+    kept = [added % 100 > 5, added > 100]
+    expected = 1 + kept[0] * 10 / 0.75 + kept[1] * 100 / 0.5
+    np.testing.assert_allclose(added, expected, rtol=1e-4)
+    for share, rate in ((kept[0].mean(), 0.25), (kept[1].mean(), 0.5)):
+        assert abs(share - (1 - rate)) < 4 * (rate * (1 - rate) / 997) ** 0.5
+    both = (kept[0] & kept[1]).mean()
+    assert abs(both - 0.375) < 4 * (0.375 * 0.625 / 997) ** 0.5
 
 
 def test_layers_start_differently():

@@ -69,7 +69,7 @@ _AT_LEAST = {
 }
 
 # Keys that are at least 0 and below 1.
-_SHARES = ("optimizer.b1", "optimizer.b2", "label_smoothing")
+_SHARES = ("optimizer.b1", "optimizer.b2", "label_smoothing", "ema_decay")
 
 # Keys that are factors: 1 has a meaning of its own.
 _FACTORS = (*_SHARES, "optimizer.layer_decay", "schedule.decay_rate")
@@ -126,6 +126,8 @@ def default_config() -> ConfigDict:
     config.num_steps = 0
     # Share of each label that is spread over all classes, in training.
     config.label_smoothing = 0.0
+    # Decay of the average of the parameters that is evaluated, 0.9999; 0 for none.
+    config.ema_decay = 0.0
     config.optimizer = ConfigDict()
     # "adam", "adamw" or "sgd".
     config.optimizer.name = "adam"

@@ -175,7 +175,7 @@ def state_bytes(state: TrainState) -> int:
         240
     """
     return 2 * tree_bytes(state.params) + tree_bytes(
-        (state.opt_state, state.collections)
+        (state.opt_state, state.collections, state.ema)
     )
 
 

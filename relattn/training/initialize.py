@@ -154,7 +154,8 @@ def initial_state(
         state.params,
         taken["params"],
     )
-    return state.replace(params=params)
+    averaged = {"ema": params} if jax.tree.leaves(state.ema) else {}
+    return state.replace(params=params, **averaged)
 
 
 def describe_model(config: ConfigDict, sizes: Mapping[str, Any]) -> str:

@@ -21,7 +21,7 @@ from relattn.training.task import Task
 
 # The seeds share the step, so that a branch on the step stays a branch under vmap.
 STATE_AXES = TrainState(
-    step=None, params=0, opt_state=0, random_features=0, batch_stats=0
+    step=None, params=0, opt_state=0, random_features=0, batch_stats=0, ema=0
 )
 
 # Platforms where a batched matrix product is slower than a loop over its matrices.

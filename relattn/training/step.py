@@ -12,7 +12,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Bool, Key
+from jaxtyping import Array, Bool, Int, Key
 
 from relattn.data import Mix
 from relattn.kernels.random_projections import redraw
@@ -48,6 +48,7 @@ class TrainState(flax.struct.PyTreeNode):
         opt_state: The state of the optimiser.
         random_features: The collection of random projections, perhaps empty.
         batch_stats: The collection of moving statistics, float arrays, perhaps empty.
+        ema: The moving average of the parameters; empty if none is kept.
     """
 
     step: Any
@@ -55,11 +56,13 @@ class TrainState(flax.struct.PyTreeNode):
     opt_state: Any
     random_features: Any
     batch_stats: Any
+    ema: Any = ()
 
     @property
     def variables(self) -> dict[str, Any]:
-        """The variables for ``model.apply``."""
-        return {"params": self.params, **self.collections}
+        """The variables to evaluate: with the average of the parameters if kept."""
+        params = self.ema if jax.tree.leaves(self.ema) else self.params
+        return {"params": params, **self.collections}
 
     @property
     def collections(self) -> dict[str, Any]:
@@ -94,6 +97,8 @@ def create_state(
     key: Key[Array, ""],
     input_shape: tuple[int, ...],
     dtype: Any = jnp.float32,
+    *,
+    ema: bool = False,
 ) -> TrainState:
     """Creates the state before the first update, a pure function of the key.
 
@@ -104,6 +109,7 @@ def create_state(
         input_shape: Height, width and channels of a preprocessed image, or the length
             of a text.
         dtype: The dtype of the inputs.
+        ema: Whether to keep a moving average of the parameters.
 
     Returns:
         The state; random projections have redraw index 0.
@@ -136,6 +142,8 @@ def create_state(
         opt_state=optimizer.init(params),
         random_features=redraw(variables.get("random_features", {}), key, 0),
         batch_stats=variables.get("batch_stats", {}),
+        # Copies: the memory of each is reused for its update.
+        ema=jax.tree.map(jnp.copy, params) if ema else (),
     )
 
 
@@ -155,6 +163,7 @@ def make_train_step(
     mix: Mix | None = None,
     label_smoothing: float = 0.0,
     frozen: Callable[[Any], Any] | None = None,
+    ema_decay: float = 0.0,
     metrics: Sequence[str] = ("accuracy",),
 ) -> Callable[[TrainState, Batch, Key[Array, ""]], tuple[TrainState, Metrics]]:
     """Makes the pure function of one update, ``step(state, batch, key)``.
@@ -187,6 +196,8 @@ def make_train_step(
         frozen: Maps the parameters to booleans, see
             `relattn.training.parameters.is_frozen`: those that have no gradient; None
             if all have.
+        ema_decay: Decay of the moving average of the parameters, see `average`; 0 if
+            the state has none.
         metrics: Names in `relattn.training.metrics.METRICS` of what is counted, beside
             the loss, on the batch before the update.
 
@@ -286,12 +297,15 @@ def make_train_step(
         measured["grad_norm"] = optax.tree.norm(grads)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         measured["update_norm"] = optax.tree.norm(updates)
+        params = optax.apply_updates(state.params, updates)
+        ema = average(state.ema, params, state.step, ema_decay) if ema_decay else ()
         new_state = TrainState(
             step=state.step + 1,
-            params=optax.apply_updates(state.params, updates),
+            params=params,
             opt_state=opt_state,
             random_features=state.random_features,
             batch_stats=batch_stats,
+            ema=ema,
         )
         if skip_non_finite:
             values = jnp.stack([measured[name] for name in FINITE_METRICS])
@@ -302,9 +316,38 @@ def make_train_step(
     return train_step
 
 
+def average(ema: Any, params: Any, step: Int[Array, ""], decay: float) -> Any:
+    """Updates a moving average of parameters.
+
+    ema <- d ema + (1 - d) params with d = min(decay, (1 + step) / (10 + step))
+
+    Args:
+        ema: The average before the update.
+        params: The parameters after it.
+        step: Number of updates before it. While there are few, the average forgets the
+            start faster.
+        decay: ``config.ema_decay``.
+
+    Returns:
+        The average after it.
+
+    Example:
+        >>> ema, params = {"w": jnp.zeros(())}, {"w": jnp.ones(())}
+        >>> averages = [average(ema, params, jnp.array(s), 0.99) for s in (0, 10, 9999)]
+        >>> [round(float(average["w"]), 3) for average in averages]
+        [0.9, 0.45, 0.01]
+
+    Source:
+        TensorFlow, ``tf.train.ExponentialMovingAverage`` with ``num_updates``.
+    """
+    step = step.astype(jnp.float32)
+    rate = 1 - jnp.minimum(decay, (1 + step) / (10 + step))
+    return optax.incremental_update(params, ema, rate)
+
+
 def _select(finite: Bool[Array, ""], new: TrainState, old: TrainState) -> TrainState:
     """Selects the new parameters, optimiser state and statistics if they are finite."""
-    changed = ("params", "opt_state", "batch_stats")
+    changed = ("params", "opt_state", "batch_stats", "ema")
     chosen = {
         name: jax.tree.map(
             lambda x, y: jnp.where(finite, x, y), getattr(new, name), getattr(old, name)

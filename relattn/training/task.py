@@ -56,6 +56,7 @@ class Task:
         mix: Draws the mask that mixes images of a batch; None for no mixing.
         steps_per_epoch: Updates in an epoch.
         num_steps: Updates in the whole run.
+        ema_decay: Decay of the moving average of the parameters; 0 for none.
     """
 
     config: ConfigDict
@@ -67,6 +68,7 @@ class Task:
     mix: data_lib.Mix | None
     steps_per_epoch: int
     num_steps: int
+    ema_decay: float = 0.0
 
     @classmethod
     def build(cls, config: ConfigDict, info: DataInfo) -> Task:
@@ -112,6 +114,7 @@ class Task:
             mix=data_lib.make_mix(config.data.get("mix", "none"), info.kind),
             steps_per_epoch=steps_per_epoch,
             num_steps=num_steps,
+            ema_decay=config.ema_decay,
         )
 
     @property
@@ -177,6 +180,7 @@ class Task:
             key,
             input_shape=data_lib.input_shape(self.config.data, self.info),
             dtype=INPUT_DTYPES[self.info.kind],
+            ema=self.ema_decay > 0,
         )
 
     def create_state(self) -> TrainState:
@@ -200,6 +204,7 @@ class Task:
             mix=self.mix,
             label_smoothing=self.config.label_smoothing,
             frozen=self.frozen,
+            ema_decay=self.ema_decay,
             metrics=metrics_of(self.info, in_training=True),
         )
 

@@ -54,7 +54,7 @@ def source(tmp_path_factory):
     return save(folder, config, np.zeros((1, 6, 6, 1), np.float32))
 
 
-def task(source, *, info=INFO, num_seeds=1, init_skip="", **model):
+def task(source, *, info=INFO, num_seeds=1, init_skip="", ema_decay=0.0, **model):
     config = default_config()
     model = {"name": "vit", "position": "learned", "qkv_bias": True, **SIZES, **model}
     config.model.update(model)
@@ -62,6 +62,7 @@ def task(source, *, info=INFO, num_seeds=1, init_skip="", **model):
     config.num_seeds = num_seeds
     config.init_from = str(source)
     config.init_skip = init_skip
+    config.ema_decay = ema_decay
     return make_task(config, info)
 
 
@@ -75,8 +76,11 @@ def test_swapped_attention_keeps_every_other_parameter(source):
         attention="favor(num_features=4)",
         position="learned + sincos_bias",
         init_skip="sincos_bias",
+        ema_decay=0.9,
     )
-    found = flat(new.model, initial_state(new).params)
+    state = initial_state(new)
+    jax.tree.map(np.testing.assert_array_equal, state.ema, state.params)
+    found = flat(new.model, state.params)
     loaded = relattn.load_pretrained(source)
     for name, array in flat(loaded.model, loaded.variables["params"]).items():
         np.testing.assert_array_equal(found[name], array, err_msg=name)

@@ -69,7 +69,13 @@ _AT_LEAST = {
 }
 
 # Keys that are at least 0 and below 1.
-_SHARES = ("optimizer.b1", "optimizer.b2", "label_smoothing", "ema_decay")
+_SHARES = (
+    "optimizer.b1",
+    "optimizer.b2",
+    "optimizer.momentum",
+    "label_smoothing",
+    "ema_decay",
+)
 
 # Keys that are factors: 1 has a meaning of its own.
 _FACTORS = (*_SHARES, "optimizer.layer_decay", "schedule.decay_rate")
@@ -78,6 +84,7 @@ _FACTORS = (*_SHARES, "optimizer.layer_decay", "schedule.decay_rate")
 _NEEDS = {
     "optimizer.b1": ("optimizer.name", ("adam", "adamw")),
     "optimizer.b2": ("optimizer.name", ("adam", "adamw")),
+    "optimizer.momentum": ("optimizer.name", ("sgd",)),
     "optimizer.weight_decay": ("optimizer.name", ("adamw",)),
     "schedule.decay_rate": ("schedule.name", ("exponential",)),
     "model_axis": ("parallel", ("mesh",)),
@@ -137,6 +144,8 @@ def default_config() -> ConfigDict:
     config.optimizer.b1 = 0.9
     # Decay rate of the second moment of Adam and AdamW, per update.
     config.optimizer.b2 = 0.999
+    # Decay rate of the sum of gradients that SGD follows; 0 for the gradient alone.
+    config.optimizer.momentum = 0.0
     # Weight decay of AdamW, a factor of the learning rate.
     config.optimizer.weight_decay = 0.0
     # What decays: "matrices", without biases, norms, CLS and positions, or "all".

@@ -83,8 +83,8 @@ def make_optimizer(
     """Makes the optimiser of ``config.optimizer``, with clipping by global norm.
 
     Args:
-        config: ``name``, ``b1``, ``b2``, ``weight_decay``, ``decay_mask``,
-            ``layer_decay`` and ``clip_norm``.
+        config: ``name``, ``b1``, ``b2``, ``momentum``, ``weight_decay``,
+            ``decay_mask``, ``layer_decay`` and ``clip_norm``.
         schedule: The learning rate.
         model: The model, which names its parameters.
         freeze: Patterns of parameters that do not change, see
@@ -102,7 +102,7 @@ def make_optimizer(
         2
     """
     if config.name == "sgd":
-        optimizer = optax.sgd(schedule)
+        optimizer = optax.sgd(schedule, momentum=config.momentum or None)
     elif config.name == "adam":
         optimizer = optax.adam(schedule, b1=config.b1, b2=config.b2)
     else:

@@ -40,6 +40,7 @@ def changed(key, value):
             1.0,
             r"label_smoothing must be at least 0 and below 1",
         ),
+        ("optimizer.momentum", 0.9, r"momentum=0.9 needs config.optimizer.name='sgd'"),
         ("optimizer.layer_decay", 0.0, r"layer_decay must be above 0 and at most 1"),
         ("optimizer.decay_mask", "matrix", r"decay_mask 'matrix': .* 'matrices'"),
         ("optimizer.learning_rate", 1e39, r"learning_rate must be at most 3.4028234"),

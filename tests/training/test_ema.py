@@ -98,7 +98,7 @@ def test_a_checkpoint_of_before_the_options_resumes(
     meta = read_meta(tmp_path / CHECKPOINTS, 5)
     for key in ("label_smoothing", "ema_decay", "freeze"):
         del meta["config"][key]
-    for key in ("decay_mask", "layer_decay"):
+    for key in ("decay_mask", "layer_decay", "momentum"):
         del meta["config"]["optimizer"][key]
     forge(tmp_path / CHECKPOINTS / "5", meta)
     training.train_and_evaluate(config, tmp_path, devices=one_device)

@@ -4,6 +4,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from relattn.models import build_model
@@ -82,6 +83,23 @@ def test_adam_averages_as_its_decay_rates_say(name):
     mean = 0.5 * 0.5 * 4 / (1 - 0.5**2)
     square = 0.75 * 0.25 * 4**2 / (1 - 0.75**2)
     np.testing.assert_allclose(updates["a"], -2 * mean / square**0.5 * np.ones(3), 1e-5)
+
+
+def test_momentum_sums_the_gradients():
+    config = default_config().optimizer
+    config.update(name="sgd", momentum=0.5, clip_norm=3.0)
+    optimizer = make_optimizer(config, lambda step: 2.0, MODEL)
+    params = {"a": jnp.zeros(1)}
+    state = optimizer.init(params)
+    for gradient in (4.0, 1.0, 0.0):
+        grads = {"a": jnp.full(1, gradient)}
+        updates, state = optimizer.update(grads, state, params)
+    # The first gradient is clipped before it is summed.
+    np.testing.assert_allclose(updates["a"], -2 * (0.25 * 3 + 0.5 * 1), rtol=1e-6)
+    config.momentum = 0.0
+    assert not jax.tree.leaves(
+        make_optimizer(config, optax.constant_schedule(0.1), MODEL).init(params)
+    )[1:]
 
 
 @functools.cache

@@ -103,6 +103,7 @@ def test_every_image_configuration_has_every_option_of_the_page(name, argument):
     options = {
         "augment": "rotate(degrees=7)",
         "mix": "mixup(alpha=0.3)",
+        "erase": "random_erasing(probability=0.3)",
         "placement": "dynamic",
         "canvas": 97,
         "background": "black",

@@ -4,7 +4,9 @@ from relattn.extras import require_train
 
 require_train(__name__)
 
+from relattn.data.augment import Erase as Erase
 from relattn.data.augment import Mix as Mix
+from relattn.data.augment import make_erase as make_erase
 from relattn.data.augment import make_mix as make_mix
 from relattn.data.base import Batch as Batch
 from relattn.data.base import DataInfo as DataInfo

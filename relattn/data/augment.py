@@ -1,4 +1,4 @@
-"""Augmentation of batches under jit: rotation, flip and crop, CutMix, MixUp."""
+"""Augmentation of batches under jit: rotation, crop, CutMix, MixUp, random erasing."""
 
 from __future__ import annotations
 
@@ -17,6 +17,10 @@ from relattn.messages import shorten
 NUM_DRAWS = 3
 # Function from a key and (height, width) to the weight of an image in every pixel.
 Mix = Callable[[Key[Array, ""], tuple[int, int]], Float[Array, "height width"]]
+# The same function; its mask is 0 in the pixels of one image that are erased.
+Erase = Mix
+# Rectangles to draw for an image until one fits into it.
+ATTEMPTS = 10
 
 
 def augment(
@@ -293,3 +297,112 @@ def _draw_share(key: Array, name: str, alpha: float) -> Array:
 
 
 MIXES = {"cutmix": cutmix, "mixup": mixup}
+
+
+def make_erase(text: str, kind: str = "images") -> Erase | None:
+    """Returns the function that draws which pixels of an image are erased.
+
+    erased = mask image, for model inputs: zero is black, or the mean of the training
+    images if ``data.standardize`` is set.
+
+    Args:
+        text: A spec of `ERASES`; "none" for no erasing.
+        kind: "images", or "tokens", which cannot be erased.
+
+    Returns:
+        A function from a key and ``(height, width)`` to the mask of an image, shape
+        ``[height, width]``; None for "none".
+
+    Raises:
+        ValueError: If the spec is unknown, an option is invalid, or the data are text.
+
+    Example:
+        >>> erase = make_erase("random_erasing(probability=0.5)")
+        >>> erase(jax.random.key(0), (5, 7)).shape
+        (5, 7)
+    """
+    if text == "none":
+        return None
+    if kind != "images":
+        raise ValueError(
+            f"data.erase={shorten(text)} erases parts of images, but the data are "
+            "text: remove data.erase"
+        )
+    erase = spec.resolve(text, ERASES, "data.erase", reserved=("key", "size"))
+    # Raises on options out of range now, not in the first step.
+    jax.eval_shape(lambda key: erase(key, (1, 1)), jax.random.key(0))
+    return erase
+
+
+def random_erasing(
+    key: Key[Array, ""],
+    size: tuple[int, int],
+    *,
+    probability: float = 0.25,
+    min_area: float = 0.02,
+    max_area: float = 1 / 3,
+    min_aspect: float = 0.3,
+) -> Float[Array, "height width"]:
+    """Draws the mask of Random Erasing: with a probability one rectangle is erased.
+
+    The rectangle's share of the area is uniform from ``min_area`` to ``max_area``, its
+    height divided by its width log-uniform from ``min_aspect`` to 1 / ``min_aspect``.
+    If it does not fit, another is drawn, at most `ATTEMPTS`. Its place is uniform.
+
+    Args:
+        key: PRNG key.
+        size: Height and width of the images.
+        probability: Probability that a part is erased.
+        min_area: Smallest share of the area.
+        max_area: Largest share of the area.
+        min_aspect: Smallest ratio of height and width.
+
+    Returns:
+        The mask, shape ``[height, width]``: 0 in the rectangle and 1 elsewhere.
+
+    Raises:
+        ValueError: If an option is out of range.
+
+    Example:
+        >>> mask = random_erasing(jax.random.key(0), (8, 8), probability=1.0)
+        >>> mask.shape, set(mask.ravel().tolist())
+        ((8, 8), {0.0, 1.0})
+
+    Source:
+        Zhong et al., Random Erasing Data Augmentation, algorithm 1, with the sides
+        rounded as in timm and torchvision.
+    """
+    if not 0 <= probability <= 1:
+        raise ValueError(
+            "data.erase: random_erasing needs a probability from 0 to 1, got "
+            f"{probability}"
+        )
+    if not 0 < min_area <= max_area < 1:
+        raise ValueError(
+            "data.erase: random_erasing needs 0 < min_area <= max_area < 1, got "
+            f"{min_area} and {max_area}"
+        )
+    if not 0 < min_aspect <= 1:
+        raise ValueError(
+            "data.erase: random_erasing needs a min_aspect above 0 and at most 1, got "
+            f"{min_aspect}"
+        )
+    height, width = size
+    draws = jax.random.uniform(key, (2 * ATTEMPTS + 3,))
+    areas, aspects = draws[3:].reshape(2, ATTEMPTS)
+    areas = height * width * (min_area + (max_area - min_area) * areas)
+    aspects = jnp.exp((1 - 2 * aspects) * math.log(min_aspect))
+    rows, columns = jnp.round(jnp.sqrt(jnp.stack([areas * aspects, areas / aspects])))
+    fits = (rows < height) & (columns < width)
+    first = jnp.argmax(fits)
+    erased = (draws[0] < probability) & fits[first]
+    inside = []
+    for draw, length, side in zip(draws[1:3], size, (rows, columns), strict=True):
+        pixels, side = jnp.arange(length), side[first]
+        start = jnp.floor(draw * (length - side + 1))
+        inside.append((pixels >= start) & (pixels < start + side))
+    rectangle = inside[0][:, None] & inside[1] & erased
+    return 1.0 - rectangle.astype(jnp.float32)
+
+
+ERASES = {"random_erasing": random_erasing}

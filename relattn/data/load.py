@@ -8,7 +8,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from relattn.data.augment import check_augmentation, make_mix
+from relattn.data.augment import check_augmentation, make_erase, make_mix
 from relattn.data.base import DataSource
 from relattn.data.canvas import place_on_canvas
 from relattn.data.folder import (
@@ -41,6 +41,7 @@ IMAGE_OPTIONS = {
     "standardize": False,
     "augment": "none",
     "mix": "none",
+    "erase": "none",
     "placement": "",
     "canvas": 84,
     "background": "white",
@@ -96,7 +97,9 @@ def load_data(config: ConfigDict) -> DataSource:
             - ``standardize``: whether to subtract the mean of each channel and divide
               by its standard deviation, those of the training images;
             - ``mix``: mixing of training images and labels, a spec of
-              `relattn.data.augment.make_mix`, or "none", the default.
+              `relattn.data.augment.make_mix`, or "none", the default;
+            - ``erase``: erasing of a part of each training image, after everything
+              else: "random_erasing(probability=0.25)", or "none", the default.
 
             Photographs that are read during training (``name="imagenet2012"`` from
             "tfds", and folders of images that differ in size or take more than 1 GiB)
@@ -124,7 +127,9 @@ def load_data(config: ConfigDict) -> DataSource:
     source = config.get("source", "embedded")
     check_choice("data.source", source, LOADERS)
     # Fails before the set is prepared, which may take an hour.
-    make_mix(config.get("mix", "none"), "tokens" if source == "text" else "images")
+    kind = "tokens" if source == "text" else "images"
+    make_mix(config.get("mix", "none"), kind)
+    make_erase(config.get("erase", "none"), kind)
     return LOADERS[source](config)
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Bool, Int, Key
 
-from relattn.data import Mix
+from relattn.data import Erase, Mix
 from relattn.kernels.random_projections import redraw
 from relattn.nn.device_axis import (
     device_index,
@@ -161,6 +161,7 @@ def make_train_step(
     accumulate_steps: int = 1,
     skip_non_finite: bool = False,
     mix: Mix | None = None,
+    erase: Erase | None = None,
     label_smoothing: float = 0.0,
     frozen: Callable[[Any], Any] | None = None,
     ema_decay: float = 0.0,
@@ -191,6 +192,8 @@ def make_train_step(
             batch, see `relattn.data.make_mix`, from a key of (key, step) that all
             devices and micro-batches share; None for no mixing. The loss is that of the
             soft labels, and metrics count the label of larger weight.
+        erase: Draws which pixels of an image are erased, see `relattn.data.make_erase`,
+            from a key of (key, step, index in the global batch); None for no erasing.
         label_smoothing: Share of each label that is spread over all classes, see
             `smoothed_cross_entropy`.
         frozen: Maps the parameters to booleans, see
@@ -236,16 +239,22 @@ def make_train_step(
             smoothed_cross_entropy, smoothing=label_smoothing
         )
 
+    def prepare(batch: Batch) -> Array:
+        inputs = preprocess(batch)
+        if erase is None:
+            return inputs
+        return _erase_parts(inputs, batch["erase_key"], erase)
+
     def gradients(
         state: TrainState, batch: Batch, key: Key[Array, ""], mix_key: Key[Array, ""]
     ) -> tuple[Any, Metrics, Any]:
-        inputs, label = preprocess(batch), batch["label"]
+        inputs, label = prepare(batch), batch["label"]
         targets = [(1.0, label)]
         if mix is not None:
             previous = batch["previous"]
             _, height, width, _ = inputs.shape
             mask = mix(mix_key, (height, width))[..., None]
-            inputs = mask * inputs + (1 - mask) * preprocess(previous)
+            inputs = mask * inputs + (1 - mask) * prepare(previous)
             share = mask.mean()
             targets = [(share, label), (1 - share, previous["label"])]
             label = jnp.where(share < 0.5, previous["label"], label)
@@ -278,6 +287,12 @@ def make_train_step(
         dropout_key = jax.random.fold_in(stream_key(key, "dropout"), state.step)
         dropout_key = jax.random.fold_in(dropout_key, device_index())
         mix_key = jax.random.fold_in(stream_key(key, "mix"), state.step)
+        if erase is not None:
+            erase_key = jax.random.fold_in(stream_key(key, "erase"), state.step)
+            batch = {
+                **batch,
+                "erase_key": _example_keys(erase_key, len(batch["label"])),
+            }
         if mix is not None:
             batch = {**batch, "previous": roll_batch(batch)}
         if accumulate_steps == 1:
@@ -314,6 +329,24 @@ def make_train_step(
         return new_state, measured
 
     return train_step
+
+
+def _erase_parts(inputs: Array, keys: Array, erase: Erase) -> Array:
+    """Sets parts of images to zero, each by the data of its own key."""
+    _, height, width, _ = inputs.shape
+    kept = jax.vmap(
+        lambda data: erase(jax.random.wrap_key_data(data), (height, width))
+    )(keys)
+    return jnp.where(kept[..., None] > 0, inputs, 0.0)
+
+
+def _example_keys(key: Key[Array, ""], count: int) -> Array:
+    """Returns the data of a key for each of the ``count`` examples on a device."""
+    first = device_index() * count
+    keys = jax.vmap(functools.partial(jax.random.fold_in, key))(
+        first + jnp.arange(count)
+    )
+    return jax.random.key_data(keys)
 
 
 def average(ema: Any, params: Any, step: Int[Array, ""], decay: float) -> Any:

@@ -56,6 +56,7 @@ class Task:
         mix: Draws the mask that mixes images of a batch; None for no mixing.
         steps_per_epoch: Updates in an epoch.
         num_steps: Updates in the whole run.
+        erase: Draws which pixels of an image are erased; None for no erasing.
         ema_decay: Decay of the moving average of the parameters; 0 for none.
     """
 
@@ -68,6 +69,7 @@ class Task:
     mix: data_lib.Mix | None
     steps_per_epoch: int
     num_steps: int
+    erase: data_lib.Erase | None = None
     ema_decay: float = 0.0
 
     @classmethod
@@ -112,6 +114,7 @@ class Task:
             schedule=schedule,
             preprocess=data_lib.make_preprocess(config.data, info),
             mix=data_lib.make_mix(config.data.get("mix", "none"), info.kind),
+            erase=data_lib.make_erase(config.data.get("erase", "none"), info.kind),
             steps_per_epoch=steps_per_epoch,
             num_steps=num_steps,
             ema_decay=config.ema_decay,
@@ -202,6 +205,7 @@ class Task:
             accumulate_steps=self.config.accumulate_steps,
             skip_non_finite=self.config.max_skipped_updates > 0,
             mix=self.mix,
+            erase=self.erase,
             label_smoothing=self.config.label_smoothing,
             frozen=self.frozen,
             ema_decay=self.ema_decay,

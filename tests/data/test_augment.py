@@ -10,7 +10,13 @@ import pytest
 from ml_collections import ConfigDict
 from PIL import Image
 
-from relattn.data import load_data, load_images, make_mix, make_preprocess
+from relattn.data import (
+    load_data,
+    load_images,
+    make_erase,
+    make_mix,
+    make_preprocess,
+)
 from relattn.data.augment import augment
 from tests.data.test_images import numbered_data
 
@@ -203,9 +209,62 @@ def test_mix_none_returns_none():
             {"mix": BOTH, "source": "text"},
             "mixes images, but the data are text: remove data.mix",
         ),
+        ({"erase": "random_erase"}, "data.erase 'random_erase': did you mean 'random_"),
+        ({"erase": "random_erasing(probability=2)"}, "probability from 0 to 1, got 2"),
+        ({"erase": "random_erasing(min_area=0)"}, "needs 0 < min_area <= max_area < 1"),
+        ({"erase": "random_erasing(min_aspect=2)"}, "above 0 and at most 1, got 2"),
+        (
+            {"erase": "random_erasing", "source": "text"},
+            "erases parts of images, but the data are text: remove data.erase",
+        ),
     ],
 )
-def test_invalid_mix_raises_on_load(config, message):
+def test_invalid_mix_or_erase_raises_on_load(config, message):
     config = ConfigDict({"name": "mnist", "context_length": 5, **config})
     with pytest.raises(ValueError, match=message.replace("(", r"\(")):
         load_data(config)
+
+
+def naive_random_erasing(rng, size, probability, min_area, max_area, min_aspect):
+    """Draws a mask by the paper's algorithm, with timm's rounding."""
+    height, width = size
+    mask = np.ones(size)
+    if rng.random() > probability:
+        return mask
+    for _ in range(10):
+        area = rng.uniform(min_area, max_area) * height * width
+        aspect = math.exp(rng.uniform(math.log(min_aspect), -math.log(min_aspect)))
+        rows = round(math.sqrt(area * aspect))
+        columns = round(math.sqrt(area / aspect))
+        if rows < height and columns < width:
+            top = rng.integers(0, height - rows + 1)
+            left = rng.integers(0, width - columns + 1)
+            mask[top : top + rows, left : left + columns] = 0
+            break
+    return mask
+
+
+def test_random_erasing_has_the_distribution_of_the_naive_version():
+    size, options = (9, 14), {"min_area": 0.1, "max_area": 0.6, "min_aspect": 0.25}
+    listed = ", ".join(f"{key}={value}" for key, value in options.items())
+    erase = make_erase(f"random_erasing(probability=0.6, {listed})")
+    keys = jax.random.split(jax.random.key(0), DRAWS)
+    ours = np.asarray(jax.jit(jax.vmap(lambda key: erase(key, size)))(keys))
+    rng = np.random.default_rng(0)
+    theirs = np.stack(
+        [naive_random_erasing(rng, size, 0.6, **options) for _ in range(DRAWS)]
+    )
+    # Means of 126 pixels, of the area, the height and the width, and of their squares.
+    assert standard_errors(ours, theirs).max() < 4
+    erased, expected = 1 - ours, 1 - theirs
+    for measure in (
+        lambda mask: mask.sum((1, 2)),
+        lambda mask: mask.max(2).sum(1),
+        lambda mask: mask.max(1).sum(1),
+    ):
+        one, other = measure(erased), measure(expected)
+        assert standard_errors(one, other) < 4
+        assert standard_errors(one**2, other**2) < 4
+    np.testing.assert_array_equal(
+        erased, erased.max(2, keepdims=True) * erased.max(1, keepdims=True)
+    )

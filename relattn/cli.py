@@ -94,13 +94,21 @@ def train(argv: Sequence[str] | None = None) -> None:
         default=100,
         help="seconds without a heartbeat after which a process counts as dead",
     )
+    add(
+        "--profile",
+        type=int,
+        default=0,
+        metavar="STEPS",
+        help="number of updates to trace with jax.profiler, into profile in the run "
+        "directory",
+    )
     given = parser.parse_args(argv)
     config = read_config(given.config, given.overrides, given.workdir)
     command.keep_heap()
     processes = (given.coordinator, given.num_processes, given.process_id)
     if given.distributed or processes != ("", 0, -1):
         initialize(*processes, heartbeat_seconds=given.heartbeat_seconds)
-    training.train_and_evaluate(config, given.workdir)
+    training.train_and_evaluate(config, given.workdir, profile=given.profile)
 
 
 @command.entry_point

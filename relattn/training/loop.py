@@ -53,6 +53,7 @@ from relattn.training.metrics_window import (
 )
 from relattn.training.parallel import Device, Parallel
 from relattn.training.preemption import Preemption
+from relattn.training.profiling import Profiler
 from relattn.training.resume import (
     check_random_settings,
     check_same_data,
@@ -73,6 +74,7 @@ def train_and_evaluate(
     data: data_lib.DataSource | None = None,
     devices: Sequence[Device] | None = None,
     on_step: Callable[[int], None] | None = None,
+    profile: int = 0,
 ) -> dict[str, Any]:
     """Trains and evaluates a model, or resumes a run that was interrupted.
 
@@ -88,6 +90,8 @@ def train_and_evaluate(
         devices: Devices to choose from; all by default. Uses the largest number of
             them that divides ``config.batch_size``.
         on_step: Called with the number of updates after each update is dispatched.
+        profile: Number of updates to trace by `jax.profiler`, into ``profile`` in the
+            run directory, after three that are not traced; 0 for none.
 
     Returns:
         The metrics in ``result.json``: among them ``test_accuracy``, at the checkpoint
@@ -141,7 +145,11 @@ def train_and_evaluate(
             "given": contents if given else "",
             "random": random_settings(),
         }
-        loop = TrainLoop(task, data, parallel, preemption, workdir, saved, origin)
+        profiler = Profiler(workdir / "profile", profile)
+        loop = TrainLoop(
+            task, data, parallel, preemption, workdir, saved, origin, profiler
+        )
+        profiler.check(0 if loop.finished else task.num_steps - loop.saved_step)
         loop.announce(available=len(devices or jax.devices()))
         loop.quarantine()
         if not loop.finished:
@@ -217,6 +225,7 @@ class TrainLoop:
         workdir: Path,
         saved: dict[str, Any] | None,
         origin: Mapping[str, Any],
+        profiler: Profiler,
     ):
         """Creates the state, or restores it from the latest checkpoint."""
         self.task = task
@@ -226,6 +235,7 @@ class TrainLoop:
         self.preemption = preemption
         self.workdir = workdir
         self.origin = origin
+        self.profiler = profiler
         self.checkpoints = workdir / CHECKPOINTS
         if saved:
             self.saved_step = saved["step"]
@@ -272,7 +282,8 @@ class TrainLoop:
         with loader as batches:
             for index, batch in batches:
                 step = index + 1
-                self.update(batch, step)
+                with self.profiler.update(step, index - first_step, self.state):
+                    self.update(batch, step)
                 if index == first_step:
                     self.wait_for_compilation()
                 if on_step is not None:
@@ -448,6 +459,7 @@ class TrainLoop:
             if self.metrics_log is not None:
                 stack.callback(self.metrics_log.close)
             self.bar = stack.enter_context(self._progress_bar())
+            stack.callback(lambda: self.profiler.stop(self.state))
             self.window = MetricsWindow()
             spent = sum(history.seconds for history in self.histories)
             self.began = time.perf_counter() - spent

@@ -18,6 +18,7 @@ PROGRAMS = (
     "studies.demo",
     "studies.finetune",
     "studies.sizes",
+    "studies.sweep",
     "studies.translation",
     "benchmarks.speed",
     "benchmarks.memory",

@@ -40,6 +40,7 @@ PROGRAMS = {
     "studies.demo": [],
     "studies.finetune": ["--data_dir=x"],
     "studies.sizes": [],
+    "studies.sweep": ["--config=configs/demo.py", "--output=x"],
     "studies.translation": [],
     "benchmarks.compiled": [],
     "benchmarks.gpu": [],
@@ -513,11 +514,15 @@ def test_numbers_are_finite(refused, value):
 def test_overrides_reach_the_training(monkeypatch):
     given = []
     monkeypatch.setattr(
-        training, "train_and_evaluate", lambda *args: given.append(args)
+        training,
+        "train_and_evaluate",
+        lambda *args, profile: given.append((*args, profile)),
     )
     words = ["--config", "configs/demo.py:banded", "--workdir", "w", "--config.seed=3"]
-    start("train", [*words, "--config.num_steps", "7", "--noconfig.progress"])
-    ((config, workdir),) = given
+    words += ["--config.num_steps", "7", "--noconfig.progress", "--profile=3"]
+    start("train", words)
+    ((config, workdir, profile),) = given
+    assert profile == 3
     assert (config.seed, config.num_steps, config.progress, workdir) == (
         3,
         7,

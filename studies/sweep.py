@@ -1,0 +1,256 @@
+"""Trains a configuration with several values of some keys, and compares the results.
+
+``python -m studies.sweep --config=configs/demo.py --output=DIR
+--config.optimizer.learning_rate=1e-4,3e-4,1e-3``, from the project's root, trains one
+run for each value; with several such keys, for each combination. Commas in brackets or
+quotes belong to a value. Other options ``--config.key=value`` hold for all runs. Writes
+``table.md`` and ``results.json``, the best run first. The same command continues an
+interrupted sweep; a run that fails does not end it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from relattn import command
+from relattn.files import replace_file
+from relattn.markdown import markdown_table
+from relattn.training.config import check_config
+from relattn.training.config_file import read_config
+from relattn.training.metrics import BEST_METRICS, METRICS, format_value, title
+from relattn.training.overrides import typed_keys
+from relattn.training.workdir import usable_folder
+from studies.launcher import Training, train
+
+_OPENING, _CLOSING, _QUOTES = "([{", ")]}", "'\""
+
+
+def run_sweep(
+    config: str, output: str | Path, *, jobs: int = 1, overrides: Sequence[str]
+) -> tuple[str, list[Training]]:
+    """Trains the missing runs and writes the table.
+
+    Args:
+        config: The configuration, as for ``train.py``.
+        output: The output folder.
+        jobs: Number of parallel processes; see `studies.launcher.train`.
+        overrides: Options of ``train.py``, some of them with several values.
+
+    Returns:
+        The table in Markdown, and the failed runs.
+
+    Raises:
+        ValueError: If no key has several values, a value does not fit the
+            configuration, or the current folder is not the project's root.
+        OSError: If the folder cannot be written to.
+    """
+    if not Path("train.py").exists():
+        raise ValueError("no train.py here: run the sweep from the project's root")
+    output = usable_folder(output, "--output")
+    grid, fixed = split_grid(overrides)
+    trainings = []
+    for values in itertools.product(*grid.values()):
+        chosen = dict(zip(grid, values, strict=True))
+        options = [f"--config.{key}={value}" for key, value in chosen.items()]
+        given = read_config(config, [*fixed, *options])
+        # Raises before anything is trained.
+        check_config(given)
+        label = ", ".join(f"{key}={value}" for key, value in chosen.items())
+        trainings.append(
+            Training(
+                label=label,
+                config=config,
+                workdir=output / folder_name(label, len(trainings)),
+                seed=given.seed,
+                num_seeds=given.num_seeds,
+                overrides=[*fixed, *options],
+            )
+        )
+    missing = [training for training in trainings if not training.is_complete()]
+    print(
+        f"{len(missing)} of {len(trainings)} runs to train; logs in "
+        f"{output}/*/train.log",
+        flush=True,
+    )
+    train(missing, jobs, keep_going=True)
+    failed = [training for training in trainings if training.error]
+    results = {
+        "config": config,
+        "overrides": list(fixed),
+        "keys": list(grid),
+        "runs": [
+            {
+                "values": dict(zip(grid, values, strict=True)),
+                "workdir": training.workdir.name,
+                **_outcome(training),
+            }
+            for values, training in zip(
+                itertools.product(*grid.values()), trainings, strict=True
+            )
+        ],
+    }
+    kinds = {training.info().kind for training in trainings if not training.error}
+    text = sweep_table(results, kinds.pop() if kinds else "images")
+    replace_file(output / "results.json", json.dumps(results, indent=2) + "\n")
+    replace_file(output / "table.md", text)
+    return text, failed
+
+
+def _outcome(training: Training) -> dict[str, Any]:
+    if training.error:
+        return {"error": training.error.strip().splitlines()[-1]}
+    return {"results": training.results()}
+
+
+def split_grid(
+    overrides: Sequence[str],
+) -> tuple[dict[str, list[str]], list[str]]:
+    """Splits options with several values from those with one.
+
+    Args:
+        overrides: Options ``--config.key=value``.
+
+    Returns:
+        The values of each key that has several, and the other options.
+
+    Raises:
+        ValueError: If no key has several, one is given twice, or has a value twice.
+
+    Example:
+        >>> split_grid(["--config.model.dim=8,16", "--config.seed=3"])
+        ({'model.dim': ['8', '16']}, ['--config.seed=3'])
+    """
+    typed_keys(overrides)
+    grid, fixed = {}, []
+    for option in overrides:
+        name, equals, text = option.partition("=")
+        values = split_values(text)
+        if len(values) == 1:
+            fixed.append(f"{name}={values[0]}" if equals else option)
+            continue
+        if len(set(values)) < len(values):
+            raise ValueError(f"{name} has a value twice: {text}")
+        grid[name.partition("config.")[2]] = values
+    if not grid:
+        raise ValueError(
+            "no key has several values: give some, as in "
+            "--config.optimizer.learning_rate=1e-4,3e-4"
+        )
+    return grid, fixed
+
+
+def split_values(text: str) -> list[str]:
+    """Splits a text at its commas outside of brackets and quotes.
+
+    Args:
+        text: The values; quotes around a whole value are left out.
+
+    Returns:
+        The values, at least one.
+
+    Example:
+        >>> split_values("favor(eps=0.1, norms='fixed'),softmax")
+        ["favor(eps=0.1, norms='fixed')", 'softmax']
+        >>> split_values("'head, cls',head")
+        ['head, cls', 'head']
+    """
+    values, depth, quote = [""], 0, ""
+    for character in text:
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in _QUOTES:
+            quote = character
+        else:
+            depth += (character in _OPENING) - (character in _CLOSING)
+        if character == "," and not quote and depth <= 0:
+            values.append("")
+        else:
+            values[-1] += character
+    return [re.sub(r"^(['\"])(.*)\1$", r"\2", value.strip()) for value in values]
+
+
+def folder_name(label: str, index: int) -> str:
+    """Returns a name for the folder of a run, of usual characters.
+
+    Args:
+        label: The keys and values of the run.
+        index: Number of runs before it.
+
+    Example:
+        >>> folder_name("optimizer.b1=0.9, model.pool=mean", 3)
+        '3-optimizer.b1=0.9_model.pool=mean'
+    """
+    plain = re.sub(r"[^\w.=+-]+", "_", label)
+    return f"{index}-{plain}"[:100]
+
+
+def sweep_table(results: Mapping[str, Any], kind: str) -> str:
+    """Formats the results, the best run first and failed runs last.
+
+    Args:
+        results: The contents of ``results.json``.
+        kind: Kind of the data, ``"images"`` or ``"tokens"``.
+
+    Returns:
+        Markdown: one row for each run; with several seeds, the mean and the standard
+        deviation.
+    """
+    name = BEST_METRICS[kind]
+    columns = [f"validation_{name}", f"test_{name}", "best_step", "seconds"]
+    sign = -1 if METRICS[name].higher_is_better else 1
+
+    def order(run: Mapping[str, Any]) -> tuple[bool, float]:
+        if "error" in run:
+            return True, 0.0
+        value = np.mean([result[columns[0]] for result in run["results"]])
+        return False, sign * float(value) if np.isfinite(value) else math.inf
+
+    rows = []
+    for run in sorted(results["runs"], key=order):
+        cells = [f"`{run['values'][key]}`" for key in results["keys"]]
+        if "error" in run:
+            rows.append([*cells, f"failed: {run['error']}", *[""] * (len(columns) - 1)])
+            continue
+        for column in columns:
+            values = [float(result[column]) for result in run["results"]]
+            cells.append(format_value(column, float(np.mean(values))))
+            if len(values) > 1 and column.endswith(name):
+                deviation = float(np.std(values, ddof=1))
+                cells[-1] += f" ± {format_value(column, deviation)}"
+        rows.append(cells)
+    header = [*(f"`{key}`" for key in results["keys"]), *map(title, columns)]
+    return markdown_table(header, rows) + "\n"
+
+
+@command.entry_point
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs a sweep.
+
+    Args:
+        argv: Command-line arguments, by default the process's.
+    """
+    parser = command.Parser("python -m studies.sweep", __doc__, overrides=True)
+    add = parser.add_argument
+    add("--config", required=True, help="the configuration, as for training")
+    add("--output", required=True, help="output folder, with one for each run")
+    add("--jobs", type=int, default=1, help="parallel processes")
+    given = parser.parse_args(argv)
+    text, failed = run_sweep(
+        given.config, given.output, jobs=given.jobs, overrides=given.overrides
+    )
+    print(f"\n{text}\nWritten to {given.output}: table.md, results.json")
+    if failed:
+        names = "; ".join(training.name for training in failed)
+        raise ChildProcessError(f"these runs failed: {names}")
+
+
+if __name__ == "__main__":
+    main()

@@ -105,6 +105,7 @@ setup(
             "importlib_resources>=6.0",
             "tensorflow-cpu>=2.20",
         ],
+        "wandb": [*TRAIN, "wandb>=0.31"],
         "cuda": ["jax[cuda13]>=0.10"],
         "cuda12": ["jax[cuda12]>=0.10"],
         "tpu": ["jax[tpu]>=0.10"],

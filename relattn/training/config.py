@@ -14,6 +14,7 @@ from relattn.data import IMAGE_OPTIONS
 from relattn.messages import check_choice, closest, shorten
 from relattn.models import MODELS, complete_options
 from relattn.training.devices import PARALLEL
+from relattn.training.loggers import logger_names
 from relattn.training.optimizer import DECAY_MASKS, OPTIMIZERS, SCHEDULES
 
 # Keys that may change when a run resumes: they do not affect its results, or only what
@@ -25,6 +26,7 @@ MAY_CHANGE_ON_RESUME = (
     "num_devices",
     "model.remat",
     "log_every_steps",
+    "loggers",
     "checkpoint_every_steps",
     "max_skipped_updates",
     "data.data_dir",
@@ -175,6 +177,8 @@ def default_config() -> ConfigDict:
     config.checkpoint_every_steps = 0
     # Number of updates between rows of the metrics.
     config.log_every_steps = 50
+    # What also gets the metrics: "tensorboard", "wandb", "tensorboard,wandb" or "".
+    config.loggers = "tensorboard"
     # "pmap", a copy of the parameters on every device, or "mesh", which can split them.
     config.parallel = PARALLEL[0]
     # Number of devices over which "mesh" splits the parameters.
@@ -257,6 +261,7 @@ def check_config(config: ConfigDict) -> None:
             raise ValueError(f"config.{key} must be at most {most}, got {shown}")
         if type(given[key]) is float:
             _check_float32(key, given[key])
+    logger_names(given["loggers"])
     if given["init_skip"] and not given["init_from"]:
         raise ValueError(
             f"config.init_skip={shorten(given['init_skip'])} needs "

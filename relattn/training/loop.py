@@ -37,6 +37,7 @@ from relattn.training.given_data import (
     fingerprint,
 )
 from relattn.training.initialize import explain_init_errors, initial_state, take_model
+from relattn.training.loggers import check_installed
 from relattn.training.metrics import (
     BEST_METRICS,
     METRICS,
@@ -114,6 +115,7 @@ def train_and_evaluate(
     """
     check_config(config)
     check_source(data)
+    check_installed(config.loggers)
     config = config.copy_and_resolve_references()
     if config.init_from and "name" not in config.model:
         take_model(config, flatten(config), workdir)
@@ -451,7 +453,11 @@ class TrainLoop:
                     self.workdir, self.task, self.parallel.devices, self.saved_step
                 )
                 self.metrics_log = MetricsLog(
-                    self.workdir, self.saved_step, self.log_every
+                    self.workdir,
+                    self.saved_step,
+                    self.log_every,
+                    self.config.loggers,
+                    to_json(self.config),
                 )
             self.writer = CheckpointWriter(self.checkpoints, len(self.histories))
             # Closed last: its error, a missing checkpoint, matters more than a row's.

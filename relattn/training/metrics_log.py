@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
-import re
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from relattn.files import no_follow
 from relattn.json_files import Range, parse_json
 from relattn.training.errors import explain_write_errors
+from relattn.training.loggers import LOGGERS, logger_names, tag
 from relattn.training.workdir import back_up, write_text
 
 # A row of metrics by name.
@@ -20,11 +20,9 @@ Row = dict[str, int | float]
 
 _ROW = {"step": Range(0, 2**53), "seed?": Range(0, 2**32), "*": float}
 
-_SPLIT = re.compile(r"^(train|validation)_")
-
 
 class MetricsLog:
-    """Writes rows by step to ``metrics.jsonl``, and copies them to TensorBoard.
+    """Writes rows by step to ``metrics.jsonl``, and copies them to loggers.
 
     Rows after the step that a run starts from are dropped first, so that a resumed run
     leaves the same rows as one that was not interrupted. A file with unreadable lines
@@ -43,15 +41,20 @@ class MetricsLog:
         [{'step': 3, 'train_loss': 0.5}]
     """
 
-    def __init__(self, workdir: Path, start_step: int, log_every_steps: int = 0):
+    def __init__(
+        self,
+        workdir: Path,
+        start_step: int,
+        log_every_steps: int = 0,
+        loggers: str = "tensorboard",
+        config: Mapping[str, Any] | None = None,
+    ):
         """Opens the files for a run that starts or resumes after ``start_step``.
 
         With ``log_every_steps``, warns if the file has no row of ``start_step``, or
-        rows before it that are further apart: some were removed.
+        rows before it that are further apart: some were removed. ``loggers`` are names
+        in `relattn.training.loggers.LOGGERS`, which are given the configuration.
         """
-        # Imported late: tensorboardX imports PyTorch where it is installed.
-        from tensorboardX import SummaryWriter
-
         self.workdir = workdir
         path = workdir / "metrics.jsonl"
         rows, unreadable = _parse(path)
@@ -70,37 +73,33 @@ class MetricsLog:
                 stacklevel=2,
             )
         write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
-        # An error ends the writer's thread. A queue without a limit does not block
-        # after that, and `flush` raises the error.
-        with explain_write_errors(workdir / "events.out.tfevents"):
-            self._tensorboard = SummaryWriter(
-                str(workdir), purge_step=start_step + 1, max_queue=0, flush_secs=1
-            )
+        self._loggers = [
+            LOGGERS[name](workdir, start_step, config or {})
+            for name in logger_names(loggers)
+        ]
 
     def write(self, step: int, values: Mapping[str, int | float]) -> None:
         """Adds a row; each of several seeds has its own.
 
         Args:
             step: Number of updates so far.
-            values: Values by name. ``train_loss`` is ``train/loss`` in TensorBoard, or
+            values: Values by name. ``train_loss`` is ``train/loss`` in loggers, or
                 ``train/loss/seed_3`` in a row with a ``seed``.
         """
         path = self.workdir / "metrics.jsonl"
         with explain_write_errors(path), open(path, "a", opener=no_follow) as file:
             file.write(json.dumps({"step": step, **values}) + "\n")
-        suffix = f"/seed_{values['seed']}" if "seed" in values else ""
-        with explain_write_errors(self.workdir / "events.out.tfevents"):
-            for name, value in values.items():
-                if name != "seed":
-                    tag = _SPLIT.sub(r"\1/", name) + suffix
-                    self._tensorboard.add_scalar(tag, value, step)
-            self._tensorboard.flush()
+        seed = values.get("seed")
+        tagged = {
+            tag(name, seed): value for name, value in values.items() if name != "seed"
+        }
+        for logger in self._loggers:
+            logger.write(step, tagged)
 
     def close(self) -> None:
-        """Closes TensorBoard's file."""
-        # On a full disk its last values are lost; metrics.jsonl has them.
-        with contextlib.suppress(OSError):
-            self._tensorboard.close()
+        """Closes the loggers."""
+        for logger in self._loggers:
+            logger.close()
 
 
 def read_rows(path: Path) -> list[Row]:

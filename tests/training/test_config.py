@@ -40,6 +40,7 @@ def changed(key, value):
             1.0,
             r"label_smoothing must be at least 0 and below 1",
         ),
+        ("loggers", "wandb,tensorbord", r"config.loggers 'tensorbord': did you mean"),
         ("optimizer.momentum", 0.9, r"momentum=0.9 needs config.optimizer.name='sgd'"),
         ("optimizer.layer_decay", 0.0, r"layer_decay must be above 0 and at most 1"),
         ("optimizer.decay_mask", "matrix", r"decay_mask 'matrix': .* 'matrices'"),
@@ -131,6 +132,7 @@ def test_differences_leave_free_keys_out():
     new.data.data_dir = "there"
     new.data.num_workers = 3
     new.log_every_steps = 3
+    new.loggers = ""
     new.checkpoint_every_steps = 3
     assert differences(to_json(old), to_json(new)) == []
     new.model.name = "performer"

@@ -96,7 +96,7 @@ def test_a_checkpoint_of_before_the_options_resumes(
             config, tmp_path, devices=one_device, on_step=interrupt_at(9)
         )
     meta = read_meta(tmp_path / CHECKPOINTS, 5)
-    for key in ("label_smoothing", "ema_decay", "freeze"):
+    for key in ("label_smoothing", "ema_decay", "freeze", "loggers"):
         del meta["config"][key]
     for key in ("decay_mask", "layer_decay", "momentum"):
         del meta["config"]["optimizer"][key]

@@ -1,9 +1,13 @@
 import contextlib
+import json
 import os
+import sys
+import types
 
 import pytest
 from tensorboardX.proto.event_pb2 import Event
 
+from relattn.training import check_config, default_config, train_and_evaluate
 from relattn.training.metrics_log import MetricsLog, read_rows
 from relattn.training.workdir import write_text
 
@@ -128,3 +132,82 @@ def test_tensorboard_events(tmp_path):
     # TensorBoard hides what earlier files have of this step and later ones.
     (start,) = [event.step for event in events if event.session_log.status]
     assert start == 8
+
+
+class Module(types.ModuleType):
+    """Stands in for wandb: records its calls."""
+
+    def __init__(self):
+        super().__init__("wandb")
+        self.calls = []
+
+    def init(self, **options):
+        self.calls.append(("init", options))
+        return self
+
+    def log(self, values, *, step):
+        self.calls.append(("log", step, values))
+
+    def finish(self):
+        self.calls.append("finish")
+
+
+@pytest.fixture
+def wandb(monkeypatch):
+    module = Module()
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    for name in ("WANDB_MODE", "WANDB_PROJECT"):
+        monkeypatch.delenv(name, raising=False)
+    return module
+
+
+def test_rows_go_to_wandb_offline(tmp_path, wandb, monkeypatch):
+    config = {"optimizer": {"b1": 0.9}}
+    log = MetricsLog(tmp_path, 0, loggers="wandb", config=config)
+    log.write(3, {"train_loss": 0.5, "learning_rate": 0.25})
+    log.write(4, {"seed": 7, "validation_loss": 1.5})
+    log.close()
+    (_, options), *logged = wandb.calls
+    assert logged == [
+        ("log", 3, {"train/loss": 0.5, "learning_rate": 0.25}),
+        ("log", 4, {"validation/loss/seed_7": 1.5}),
+        "finish",
+    ]
+    assert options["mode"] == "offline" and options["dir"] == str(tmp_path)
+    assert options["config"] == config and options["resume"] == "allow"
+    assert len(read_rows(tmp_path / "metrics.jsonl")) == 2
+    assert not list(tmp_path.glob("events*"))
+    monkeypatch.setenv("WANDB_MODE", "online")
+    ids = []
+    for time in ("2026-01-01", "2026-01-01", "2026-02-01"):
+        (tmp_path / "run.json").write_text(json.dumps({"starts": [{"time": time}]}))
+        MetricsLog(tmp_path, 0, loggers="wandb").close()
+        assert wandb.calls[-2][1]["mode"] == "online"
+        ids.append(wandb.calls[-2][1]["id"])
+    assert ids[0] == ids[1] != ids[2]
+
+
+def test_no_logger_and_both(tmp_path, wandb):
+    MetricsLog(tmp_path / "", 0, loggers="").close()
+    assert not list(tmp_path.glob("events*")) and not wandb.calls
+    MetricsLog(tmp_path, 0, loggers="tensorboard, wandb").close()
+    assert list(tmp_path.glob("events*")) and wandb.calls
+
+
+def test_a_logger_that_is_not_installed(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    config = default_config()
+    config.loggers = "tensorboard,wandb"
+    with pytest.raises(ValueError, match=r"not installed: pip install 'relattn\[wandb"):
+        train_and_evaluate(config, tmp_path)
+    check_config(config)
+
+
+@pytest.mark.slow
+def test_wandb_itself_writes_an_offline_run(tmp_path, monkeypatch):
+    pytest.importorskip("wandb", reason="needs pip install 'relattn[wandb]'")
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    log = MetricsLog(tmp_path, 0, loggers="wandb", config={"seed": 3})
+    log.write(3, {"train_loss": 0.5})
+    log.close()
+    assert list(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))

@@ -227,6 +227,39 @@ def relative_attention(
     return jnp.einsum("ij,ijd->id", weights, pair_values)
 
 
+def wave_matrices(positions, frequencies, kernel, num_prefix=0):
+    """Returns sum_r cos(w_r . d) A_r + sin(w_r . d) B_r of pairs, [n, n, dim, width].
+
+    ``kernel`` is [dim, waves, 2, width]; pairs with a prefix token have zeros.
+    """
+    angles = (positions[:, None] - positions[None]) @ frequencies.T
+    has_offset = np.arange(len(positions)) >= num_prefix
+    has_offset = (has_offset[:, None] & has_offset[None])[..., None]
+    waves = [jnp.where(has_offset, f(angles), 0.0) for f in (jnp.cos, jnp.sin)]
+    return jnp.einsum("tijr,crtd->ijcd", jnp.stack(waves), kernel)
+
+
+def fourier_values(weights, x, v, matrices):
+    """Returns sum_j alpha_ij (v_j + x_j W_ij) for weights [n, n]."""
+    return weights @ v + jnp.einsum("ij,jc,ijcd->id", weights, x, matrices)
+
+
+def fourier_scores(x, q, k, matrices):
+    """Returns (q_i + x_i W_ij) . k_j / sqrt(head_dim), [n, n]."""
+    scores = q @ k.T + jnp.einsum("ic,ijcd,jd->ij", x, matrices, k)
+    return scores / q.shape[1] ** 0.5
+
+
+def rotary_values(weights, v, positions, base, num_prefix=0):
+    """Returns sum_j alpha_ij R(p_j - p_i) v_j; pairs with a prefix token have R = 1."""
+    rows = []
+    for i, position in enumerate(positions):
+        moved = rotary(v, positions - position, base)
+        alone = (np.arange(len(v)) < num_prefix) | (i < num_prefix)
+        rows.append(weights[i] @ jnp.where(alone[:, None], v, moved))
+    return jnp.stack(rows)
+
+
 def gated_positional_attention(q, k, v, gate, coefficients, allowed, grid, num_prefix):
     """Computes (1 - g) softmax attention + g attention with scores w . (|d|^2, d)."""
     positions = [None] * num_prefix + [np.array(p) for p in np.ndindex(*grid)]

@@ -24,16 +24,26 @@ from relattn.kernels.linear import linear_attention as linear_attention
 from relattn.kernels.linformer import linformer_attention as linformer_attention
 from relattn.kernels.positions.bias import offset_buckets as offset_buckets
 from relattn.kernels.positions.bias import wave_bias as wave_bias
+from relattn.kernels.positions.fourier import combine_values as combine_values
+from relattn.kernels.positions.fourier import position_waves as position_waves
+from relattn.kernels.positions.fourier import torus_frequencies as torus_frequencies
+from relattn.kernels.positions.fourier import widen_keys as widen_keys
+from relattn.kernels.positions.fourier import widen_queries as widen_queries
+from relattn.kernels.positions.fourier import widen_values as widen_values
 from relattn.kernels.positions.gates import apply_gate as apply_gate
 from relattn.kernels.positions.gates import irpe_exponents as irpe_exponents
 from relattn.kernels.positions.gates import string_exponents as string_exponents
 from relattn.kernels.positions.interpolate import resize_table as resize_table
+from relattn.kernels.positions.rotary import (
+    combine_rotary_values as combine_rotary_values,
+)
 from relattn.kernels.positions.rotary import (
     draw_mixed_frequencies as draw_mixed_frequencies,
 )
 from relattn.kernels.positions.rotary import mixed_rotary_angles as mixed_rotary_angles
 from relattn.kernels.positions.rotary import rotary_angles as rotary_angles
 from relattn.kernels.positions.rotary import rotate as rotate
+from relattn.kernels.positions.rotary import widen_rotary_values as widen_rotary_values
 from relattn.kernels.positions.sinusoids import (
     absolute_frequencies as absolute_frequencies,
 )

@@ -220,3 +220,93 @@ def rotate(
     rotated = [first * cosine - second * sine, first * sine + second * cosine]
     join = jnp.stack if interleaved else jnp.concatenate
     return join(rotated, axis=-1).reshape(x.shape).astype(x.dtype)
+
+
+@check_arguments
+def widen_rotary_values(
+    v: Float[Array, "*batch n value_dim"],
+    angles: Float[Array, "*#batch n pairs"],
+    *,
+    num_prefix: int = 0,
+    interleaved: bool = False,
+) -> Float[Array, "*batch n wider"]:
+    """Rotates values, so that attention rotates them by the offset.
+
+    v'_j = R(p_j) v_j. Attention to v' with any weights alpha, followed by
+    `combine_rotary_values`, gives sum_j alpha_ij R(p_j - p_i) v_j. Prefix tokens have
+    no position: in pairs with one, R is the identity. So with prefix tokens the values
+    are three times as wide: v'_j = [R(p_j) v_j, v_j, 0] of a grid token, [0, 0, v_j] of
+    a prefix token.
+
+    Args:
+        v: Values, shape ``[*batch, n, value_dim]``.
+        angles: Angles in radians from `rotary_angles` or `mixed_rotary_angles`, shape
+            ``[*batch, n, value_dim / 2]``.
+        num_prefix: Number of prefix tokens.
+        interleaved: Whether pairs are (2 t, 2 t + 1) instead of (t, t + value_dim / 2).
+
+    Returns:
+        Shape ``[*batch, n, value_dim]``, or ``[*batch, n, 3 * value_dim]`` with prefix
+        tokens, in the dtype of ``v``.
+
+    Raises:
+        ValueError: If shapes or dtypes do not fit together.
+        ValueError: If there is not one angle for each pair, or ``num_prefix`` exceeds
+            n.
+
+    Example:
+        >>> quarter = jnp.full((1, 1), jnp.pi / 2)
+        >>> v = widen_rotary_values(jnp.array([[1.0, 1.0]]), quarter)
+        >>> combine_rotary_values(v, 2 * quarter).round(3).tolist()
+        [[1.0, -1.0]]
+
+    Source:
+        Garcia-Castellanos et al., RoVE, without prefix tokens.
+    """
+    check_prefix(v.shape[-2], num_prefix)
+    rotated = rotate(v, angles, interleaved=interleaved)
+    if not num_prefix:
+        return rotated
+    is_prefix = np.arange(v.shape[-2])[:, None] < num_prefix
+    parts = [jnp.where(is_prefix, 0, x) for x in (rotated, v)]
+    return jnp.concatenate([*parts, jnp.where(is_prefix, v, 0)], axis=-1)
+
+
+@check_arguments
+def combine_rotary_values(
+    out: Float[Array, "*batch n wider"],
+    angles: Float[Array, "*#batch n pairs"],
+    *,
+    num_prefix: int = 0,
+    interleaved: bool = False,
+) -> Float[Array, "*batch n value_dim"]:
+    """Rotates the outputs of attention to the values of `widen_rotary_values` back.
+
+    R(-p_i) out_i. With prefix tokens, the three parts of an output are combined:
+    R(-p_i) out_i1 + out_i3 for a grid token, out_i2 + out_i3 for a prefix token.
+
+    Args:
+        out: Outputs, shape ``[*batch, n, value_dim]``, or
+            ``[*batch, n, 3 * value_dim]`` with prefix tokens.
+        angles: Angles in radians of the queries, shape ``[*batch, n, value_dim / 2]``.
+        num_prefix: Number of prefix tokens.
+        interleaved: Whether pairs are (2 t, 2 t + 1) instead of (t, t + value_dim / 2).
+
+    Returns:
+        Shape ``[*batch, n, value_dim]``, in the dtype of ``out``.
+
+    Raises:
+        ValueError: If shapes or dtypes do not fit together.
+        ValueError: If there is not one angle for each pair.
+
+    Example:
+        >>> half = jnp.full((1, 1), jnp.pi)
+        >>> combine_rotary_values(jnp.array([[1.0, 0.5]]), half).round(3).tolist()
+        [[-1.0, -0.5]]
+    """
+    if not num_prefix:
+        return rotate(out, -angles, interleaved=interleaved)
+    rotated, plain, prefix = jnp.split(widen(out), 3, axis=-1)
+    rotated = rotate(rotated, -angles, interleaved=interleaved)
+    is_prefix = np.arange(out.shape[-2])[:, None] < num_prefix
+    return (jnp.where(is_prefix, plain, rotated) + prefix).astype(out.dtype)

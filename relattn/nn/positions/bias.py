@@ -12,11 +12,11 @@ from typing import ClassVar
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from relattn import offsets
 from relattn.kernels.positions import sinusoids
 from relattn.kernels.positions.bias import offset_buckets, wave_bias
+from relattn.kernels.positions.fourier import torus_frequencies
 from relattn.kernels.precision import wide_einsum
 from relattn.nn.positions.base import Grid, Position
 from relattn.nn.positions.relative import RelativeTables
@@ -180,7 +180,7 @@ class FourierBias(Position):
             return scales[:, None] * nn.initializers.normal(1.0)(key, shape)
 
         if isinstance(grid, Torus):
-            frequencies = jnp.asarray(_torus_waves(grid, self.num_frequencies))
+            frequencies = jnp.asarray(torus_frequencies(grid, self.num_frequencies))
         else:
             shape = (self.num_layers, self.num_frequencies, len(grid))
             frequencies = self.param("frequencies", init, shape)
@@ -190,18 +190,6 @@ class FourierBias(Position):
             (self.num_layers, self.num_heads, frequencies.shape[-2], 2),
         )
         return _wave_layers(grid, frequencies, coefficients)
-
-
-def _torus_waves(grid, num):
-    """Returns the ``num`` longest waves of a torus, or all if there are fewer.
-
-    Whole numbers of periods fit both axes. Of opposite vectors only one counts.
-    """
-    periods = offsets.table_offsets(grid)
-    periods = np.array([d for d in periods.tolist() if d > [-x for x in d]], ndmin=2)
-    waves = periods.reshape(-1, len(grid)) * sinusoids.turns(grid)
-    order = np.argsort(np.linalg.norm(waves, axis=1), kind="stable")
-    return np.float32(waves[order[:num]])
 
 
 def _wave_layers(grid, frequencies, coefficients):

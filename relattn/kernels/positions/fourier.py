@@ -1,0 +1,298 @@
+"""Projections that are sums of waves of the offset: Translution in linear time.
+
+W[d] = W_0 + sum_r cos(w_r . d) A_r + sin(w_r . d) B_r, for the offset d = p_i - p_j of
+query i and key j. By the addition theorems each wave is a sum of two products, one
+factor of which belongs to the query and one to the key. So attention with wider values,
+or wider queries and keys, computes what Translution computes with a table of W[d].
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from relattn.kernels.checks import check_arguments, zero_prefix
+from relattn.kernels.positions.sinusoids import turns
+from relattn.kernels.precision import wide_einsum, widen
+from relattn.offsets import Torus, check_prefix, table_offsets
+
+
+def torus_frequencies(
+    torus: Torus, num_frequencies: int | None = None
+) -> Float[np.ndarray, "waves axes"]:
+    """Returns the frequency vectors of which whole numbers of periods fit a torus.
+
+    w = 2 pi k / size with whole numbers k, the longest waves first. Of k and -k, modulo
+    the sizes, there is one, and not k = 0. With all of them, every table of offsets is
+    a constant and a sum of waves: its discrete Fourier transform.
+
+    Args:
+        torus: Height and width, or length, in tokens.
+        num_frequencies: Number of vectors; by default all. If there are fewer, all.
+
+    Returns:
+        Frequencies in radians per token, float32, shape ``[waves, axes]``.
+
+    Example:
+        >>> (torus_frequencies(Torus((5,))) * 5 / (2 * np.pi)).round(3).tolist()
+        [[1.0], [2.0]]
+    """
+    # The shortest offsets: k, and in the same order -k.
+    periods = table_offsets(torus)
+    index = np.ravel_multi_index(tuple((-periods % np.array(torus)).T), torus)
+    kept = [
+        k > opposite or (k == opposite and any(k))
+        for k, opposite in zip(periods.tolist(), periods[index].tolist(), strict=True)
+    ]
+    waves = periods[kept] * turns(torus)
+    order = np.argsort(np.linalg.norm(waves, axis=1), kind="stable")
+    return waves[order[:num_frequencies]].astype(np.float32)
+
+
+@check_arguments
+def position_waves(
+    positions: Float[Array | np.ndarray, "*#batch n axes"],
+    frequencies: Float[Array | np.ndarray, "*#batch waves axes"],
+    *,
+    num_prefix: int = 0,
+) -> Float[Array, "*batch n waves 2"]:
+    """Computes the cosine and sine of every wave at every position.
+
+    [cos(w_r . p_i), sin(w_r . p_i)]; zeros for prefix tokens. Positions may be any real
+    vectors, and differ between examples.
+
+    Args:
+        positions: p, in tokens, shape ``[*batch, n, axes]``.
+        frequencies: w, radians per token, shape ``[*batch, waves, axes]``.
+        num_prefix: Number of prefix tokens.
+
+    Returns:
+        Waves, float32 or wider, shape ``[*batch, n, waves, 2]``.
+
+    Raises:
+        ValueError: If shapes or dtypes do not fit together.
+        ValueError: If ``num_prefix`` is negative or more than ``n``.
+
+    Example:
+        >>> waves = position_waves(jnp.array([[0.0], [1.0]]), jnp.array([[jnp.pi / 2]]))
+        >>> abs(waves[:, 0]).round(3).tolist()
+        [[1.0, 0.0], [0.0, 1.0]]
+    """
+    num_tokens = positions.shape[-2]
+    check_prefix(num_tokens, num_prefix)
+    # A product and a sum, not a matmul, which accelerators compute in lower precision.
+    positions = widen(positions)[..., :, None, :]
+    angles = jnp.sum(positions * widen(frequencies)[..., None, :, :], axis=-1)
+    waves = jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=-1)
+    waves = zero_prefix(waves, num_prefix)
+    return waves.reshape(*angles.shape[:-1], 2, angles.shape[-1]).swapaxes(-1, -2)
+
+
+@check_arguments
+def widen_values(
+    v: Float[Array, "*batch n value_dim"],
+    projections: Float[Array, "*batch n waves 2 width"],
+    waves: Float[Array, "*#batch n waves 2"],
+) -> Float[Array, "*batch n wider"]:
+    """Widens values so that attention can apply a matrix that depends on the offset.
+
+    With a_j = x_j A_r, b_j = x_j B_r and the waves c_j, s_j of key j:
+    v'_j = [v_j, c_j a_j - s_j b_j, s_j a_j + c_j b_j, ...] for every wave r. Attention
+    to v' with any weights alpha, followed by `combine_values`, gives
+    sum_j alpha_ij (v_j + sum_r cos(w_r . d) x_j A_r + sin(w_r . d) x_j B_r),
+    d = p_i - p_j.
+
+    Args:
+        v: Values, shape ``[*batch, n, value_dim]``.
+        projections: a and b, shape ``[*batch, n, waves, 2, width]``. ``width`` is
+            ``value_dim``, or the rank of the matrices, see `combine_values`.
+        waves: c and s from `position_waves`, shape ``[*batch, n, waves, 2]``.
+
+    Returns:
+        Shape ``[*batch, n, value_dim + 2 * waves * width]``, in the dtype of ``v``;
+        computed in float32 or wider.
+
+    Raises:
+        ValueError: If shapes or dtypes do not fit together.
+
+    Example:
+        >>> waves = position_waves(jnp.arange(3.0)[:, None], jnp.array([[0.3]]))
+        >>> widen_values(jnp.ones((3, 5)), jnp.ones((3, 1, 2, 5)), waves).shape
+        (3, 15)
+
+    Source:
+        Translution: Unifying Self-attention and Convolution, section 3.3, with a table
+        that is a sum of waves; rotated values: Garcia-Castellanos et al., RoVE.
+    """
+    (a, b), (c, s) = _pairs(projections), _pairs(waves[..., None])
+    return _append(v, jnp.stack([c * a - s * b, s * a + c * b], axis=-2))
+
+
+@check_arguments
+def combine_values(
+    out: Float[Array, "*batch n wider"],
+    waves: Float[Array, "*#batch n waves 2"],
+    *,
+    basis: Float[Array, "*#batch waves rank value_dim"] | None = None,
+    precision: jax.lax.PrecisionLike = None,
+) -> Float[Array, "*batch n value_dim"]:
+    """Combines the outputs of attention to the values of `widen_values`.
+
+    out_i + sum_r (c_i o_ir + s_i o'_ir) V_r, where c_i, s_i are the waves of query i,
+    o_ir and o'_ir the outputs for the two parts of wave r, and V_r = 1 without
+    ``basis``.
+
+    With ``basis``, the matrices of wave r are A_r = U_r V_r and B_r = U'_r V_r, of the
+    rank of ``basis``; the projections are x U_r and x U'_r, and the values as much
+    narrower.
+
+    Args:
+        out: Outputs, shape ``[*batch, n, value_dim + 2 * waves * width]``.
+        waves: c and s of the queries, shape ``[*batch, n, waves, 2]``.
+        basis: V, shape ``[*batch, waves, rank, value_dim]``.
+        precision: Passed to einsum.
+
+    Returns:
+        Shape ``[*batch, n, value_dim]``, in the dtype of ``out``; computed in float32
+        or wider.
+
+    Raises:
+        ValueError: If shapes or dtypes do not fit together.
+
+    Example:
+        >>> waves = position_waves(jnp.arange(3.0)[:, None], jnp.array([[0.3]]))
+        >>> v, a_and_b = jnp.ones((3, 5)), jnp.zeros((3, 1, 2, 5)).at[:, :, 0].set(1.0)
+        >>> wide = widen_values(v, a_and_b, waves)
+        >>> combine_values(wide[:1], waves[:1])[0, 0]  # 1 + cos(0)
+        Array(2., dtype=float32)
+    """
+    num_waves, wider = waves.shape[-2], out.shape[-1]
+    if basis is None:
+        rank = value_dim = wider // (1 + 2 * num_waves)
+    else:
+        rank, value_dim = basis.shape[-2:]
+    if wider != value_dim + 2 * num_waves * rank:
+        needed = f"{value_dim} + 2 * {num_waves} * {rank}"
+        if basis is None:
+            needed = f"a multiple of {1 + 2 * num_waves}"
+        raise ValueError(
+            f"outputs for {num_waves} waves need a width of {needed}, got {wider}"
+        )
+    parts = widen(out[..., value_dim:])
+    parts = parts.reshape(*out.shape[:-1], num_waves, 2, rank)
+    # c_i o_ir + s_i o'_ir
+    sums = jnp.sum(parts * waves[..., None], axis=-2)
+    if basis is None:
+        added = jnp.sum(sums, axis=-2)
+    else:
+        added = wide_einsum(precision)("...nwr,...wrd->...nd", sums, basis)
+    return (widen(out[..., :value_dim]) + added).astype(out.dtype)
+
+
+@check_arguments
+def widen_queries(
+    q: Float[Array, "*batch n head_dim"],
+    projections: Float[Array, "*batch n waves 2 width"],
+    waves: Float[Array, "*#batch n waves 2"],
+) -> Float[Array, "*batch n wider"]:
+    """Widens queries, for scores with a query that depends on the offset.
+
+    With a_i = x_i A_r, b_i = x_i B_r and the waves c_i, s_i of query i:
+    q'_i = [q_i, c_i a_i + s_i b_i, s_i a_i - c_i b_i, ...] for every wave r, times
+    (wider / head_dim)^(1/4). With the keys of `widen_keys`, q'_i . k'_j / sqrt(wider) =
+    (q_i + sum_r cos(w_r . d) x_i A_r + sin(w_r . d) x_i B_r) . k_j / sqrt(head_dim),
+    d = p_i - p_j. These are the scores of softmax attention, and what random features
+    estimate.
+
+    Where the keys depend on the offset instead, as x_j Wk[-d], swap the two: widen the
+    keys by this function, with projections of the keys' tokens, and the queries by
+    `widen_keys`.
+
+    Args:
+        q: Queries, shape ``[*batch, n, head_dim]``.
+        projections: a and b, shape ``[*batch, n, waves, 2, width]``. ``width`` is
+            ``head_dim``, or the rank of the matrices, see `widen_keys`.
+        waves: c and s from `position_waves`, shape ``[*batch, n, waves, 2]``.
+
+    Returns:
+        Shape ``[*batch, n, head_dim + 2 * waves * width]``, in the dtype of ``q``;
+        computed in float32 or wider.
+
+    Raises:
+        ValueError: If shapes or dtypes do not fit together.
+
+    Example:
+        >>> waves = position_waves(jnp.arange(3.0)[:, None], jnp.array([[0.3]]))
+        >>> widen_queries(jnp.ones((3, 5)), jnp.ones((3, 1, 2, 5)), waves).shape
+        (3, 15)
+
+    Source:
+        Translution: Unifying Self-attention and Convolution, section 3.3, with a table
+        that is a sum of waves.
+    """
+    (a, b), (c, s) = _pairs(projections), _pairs(waves[..., None])
+    return _append(q, jnp.stack([c * a + s * b, s * a - c * b], axis=-2), scaled=True)
+
+
+@check_arguments
+def widen_keys(
+    k: Float[Array, "*batch n head_dim"],
+    waves: Float[Array, "*#batch n waves 2"],
+    *,
+    basis: Float[Array, "*#batch waves rank head_dim"] | None = None,
+    precision: jax.lax.PrecisionLike = None,
+) -> Float[Array, "*batch n wider"]:
+    """Widens keys, for the queries of `widen_queries`.
+
+    k'_j = [k_j, c_j V_r k_j, s_j V_r k_j, ...] for every wave r, times
+    (wider / head_dim)^(1/4), with V_r = 1 without ``basis``. With ``basis``, the
+    matrices of wave r are A_r = U_r V_r and B_r = U'_r V_r, and the projections of
+    `widen_queries` are x U_r and x U'_r.
+
+    Args:
+        k: Keys, shape ``[*batch, n, head_dim]``.
+        waves: c and s from `position_waves`, shape ``[*batch, n, waves, 2]``.
+        basis: V, shape ``[*batch, waves, rank, head_dim]``.
+        precision: Passed to einsum.
+
+    Returns:
+        Shape ``[*batch, n, head_dim + 2 * waves * width]``, in the dtype of ``k``;
+        computed in float32 or wider.
+
+    Raises:
+        ValueError: If shapes or dtypes do not fit together.
+
+    Example:
+        >>> waves = position_waves(jnp.arange(3.0)[:, None], jnp.array([[0.3]]))
+        >>> widen_keys(jnp.ones((3, 5)), waves).shape
+        (3, 15)
+        >>> widen_keys(jnp.ones((3, 5)), waves, basis=jnp.ones((1, 2, 5))).shape
+        (3, 9)
+    """
+    if basis is None:
+        projected = widen(k)[..., None, :]
+    else:
+        projected = wide_einsum(precision)("...nd,...wrd->...nwr", k, basis)
+    parts = projected[..., None, :] * waves[..., None]
+    return _append(k, parts, scaled=True)
+
+
+def _pairs(x):
+    """Splits [..., waves, 2, width] along the axis of 2, in float32 or wider."""
+    x = widen(x)
+    return x[..., 0, :], x[..., 1, :]
+
+
+def _append(x, parts, *, scaled=False):
+    """Appends [..., waves, 2, width] to x, in its dtype.
+
+    ``scaled`` makes up for the division of scores by sqrt(wider).
+    """
+    num_waves, _, width = parts.shape[-3:]
+    parts = parts.reshape(*x.shape[:-1], 2 * num_waves * width)
+    wide = jnp.concatenate([widen(x), parts], axis=-1)
+    if scaled:
+        wide = wide * (wide.shape[-1] / x.shape[-1]) ** 0.25
+    return wide.astype(x.dtype)

@@ -1,0 +1,204 @@
+"""Rows: attention with projections that are sums of waves of the offset."""
+
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+
+from relattn import kernels, offsets
+from relattn.kernels.precision import compute_dtype
+from tests import reference
+from tests.helpers import compare
+from tests.mechanisms.attention import PROJECTION, feature_map
+from tests.mechanisms.base import (
+    GRID,
+    HEAD_DIM,
+    NUM_PREFIX,
+    TORUS,
+    VALUE_DIM,
+    Mechanism,
+    N,
+)
+
+WAVES, DIM, RANK, EVEN_VALUE_DIM = 2, 3, 2, 8
+LINE = offsets.grid_positions((N,))
+PLANE = offsets.grid_positions(GRID, NUM_PREFIX)
+TURNS = kernels.torus_frequencies(TORUS, WAVES)
+TOKENS = {"q": (N, HEAD_DIM), "k": (N, HEAD_DIM), "v": (N, VALUE_DIM), "x": (N, DIM)}
+
+
+def naive_softmax(q, k, allowed):
+    return reference.softmax_attention(q, k, np.eye(N), allowed)
+
+
+def causal_linear(q, k, v, key_mask):
+    return kernels.causal_linear_attention(
+        q, k, v, feature_map("positive"), key_mask=key_mask, chunk_size=5
+    )
+
+
+def naive_linear(q, k, allowed):
+    phi = compare.naive_map("positive", PROJECTION)
+    return reference.linear_attention(q, k, np.eye(N), phi, allowed)
+
+
+def softmax(q, k, v, key_mask):
+    return kernels.softmax_attention(q, k, v, key_mask=key_mask)
+
+
+def project(x, kernel):
+    return jnp.einsum("...nc,cwtd->...nwtd", x, kernel.astype(x.dtype))
+
+
+def full_kernel(kernel, basis):
+    """Multiplies the factors of matrices of low rank."""
+    if basis is None:
+        return kernel
+    return jnp.einsum("cwtr,wrd->cwtd", kernel, basis)
+
+
+def values(attend, positions, num_prefix, frequencies=None):
+    """Returns attention to widened values, and its outputs combined.
+
+    ``frequencies`` of None are inputs.
+    """
+    fixed = frequencies
+
+    def apply(q, k, v, x, kernel, frequencies=fixed, basis=None, key_mask=None):
+        frequencies = jnp.asarray(frequencies, compute_dtype(q))
+        waves = kernels.position_waves(positions, frequencies, num_prefix=num_prefix)
+        v = kernels.widen_values(v, project(x, kernel), waves)
+        return kernels.combine_values(attend(q, k, v, key_mask), waves, basis=basis)
+
+    return apply
+
+
+def naive_values(weights_of, positions, num_prefix, frequencies=None):
+    fixed, p = frequencies, np.float64(positions)
+
+    def naive(q, k, v, x, kernel, frequencies=fixed, basis=None, *, allowed):
+        kernel = full_kernel(kernel, basis)
+        matrices = reference.wave_matrices(p, frequencies, kernel, num_prefix)
+        return reference.fourier_values(weights_of(q, k, allowed), x, v, matrices)
+
+    return naive
+
+
+def scores(q, k, v, x, kernel, frequencies, basis=None, key_mask=None, *, of):
+    """Computes attention with queries, or keys, that depend on the offset."""
+    waves = kernels.position_waves(PLANE, frequencies, num_prefix=NUM_PREFIX)
+    if of == "q":
+        q = kernels.widen_queries(q, project(x, kernel), waves)
+        k = kernels.widen_keys(k, waves, basis=basis)
+    else:
+        k = kernels.widen_queries(k, project(x, kernel), waves)
+        q = kernels.widen_keys(q, waves, basis=basis)
+    return kernels.softmax_attention(q, k, v, key_mask=key_mask)
+
+
+def naive_scores(q, k, v, x, kernel, frequencies, basis=None, *, allowed, of):
+    p, kernel = np.float64(PLANE), full_kernel(kernel, basis)
+    matrices = reference.wave_matrices(p, frequencies, kernel, NUM_PREFIX)
+    if of == "q":
+        found = reference.fourier_scores(x, q, k, matrices)
+    else:
+        found = reference.fourier_scores(x, k, q, matrices).T
+    # Scores alone: q . k = 0.
+    none = np.zeros((N, 1))
+    return reference.softmax_attention(none, none, v, allowed, found)
+
+
+def rotary(q, k, v, key_mask=None):
+    positions = jnp.asarray(PLANE, compute_dtype(v))
+    angles = kernels.rotary_angles(positions, v.shape[-1], base=100.0)
+    v = kernels.widen_rotary_values(v, angles, num_prefix=NUM_PREFIX)
+    out = kernels.softmax_attention(q, k, v, key_mask=key_mask)
+    return kernels.combine_rotary_values(out, angles, num_prefix=NUM_PREFIX)
+
+
+def naive_rotary(q, k, v, allowed):
+    weights = naive_softmax(q, k, allowed)
+    return reference.rotary_values(weights, v, np.float64(PLANE), 100.0, NUM_PREFIX)
+
+
+def parameters(axes, width, rank=None):
+    found = {"kernel": (DIM, WAVES, 2, rank or width), "frequencies": (WAVES, axes)}
+    return found | ({"basis": (WAVES, rank, width)} if rank else {})
+
+
+def row(name, apply, naive, shapes, **options):
+    shared = tuple(set(shapes) - {*TOKENS})
+    return Mechanism(name, apply, naive, shapes, shared=shared, **options)
+
+
+MECHANISMS = [
+    row(
+        "softmax, Fourier values",
+        values(softmax, PLANE, NUM_PREFIX),
+        naive_values(naive_softmax, PLANE, NUM_PREFIX),
+        TOKENS | parameters(2, VALUE_DIM),
+        key_inputs=("k", "v", "x"),
+        before_mask=("kernel", "frequencies"),
+        on_grid=True,
+        roundings=(4, 8),
+        used_by=("softmax",),
+        quick=True,
+    ),
+    row(
+        "causal linear, Fourier values of low rank",
+        values(causal_linear, LINE, 0),
+        naive_values(naive_linear, LINE, 0),
+        TOKENS | parameters(1, VALUE_DIM, RANK),
+        key_inputs=("k", "v", "x"),
+        before_mask=("kernel", "frequencies"),
+        causal=True,
+        on_grid=True,
+        roundings=(4, 8),
+        used_by=("favor",),
+    ),
+    row(
+        "softmax, Fourier scores of queries",
+        functools.partial(scores, of="q"),
+        functools.partial(naive_scores, of="q"),
+        TOKENS | parameters(2, HEAD_DIM),
+        before_mask=("kernel", "frequencies"),
+        on_grid=True,
+        roundings=(4, 8),
+        used_by=("softmax",),
+    ),
+    row(
+        "softmax, Fourier scores of keys, of low rank",
+        functools.partial(scores, of="k"),
+        functools.partial(naive_scores, of="k"),
+        TOKENS | parameters(2, HEAD_DIM, RANK),
+        key_inputs=("k", "v", "x"),
+        before_mask=("kernel", "frequencies"),
+        on_grid=True,
+        roundings=(4, 8),
+        used_by=("softmax",),
+    ),
+    row(
+        "softmax, rotary values",
+        rotary,
+        naive_rotary,
+        {"q": (N, HEAD_DIM), "k": (N, HEAD_DIM), "v": (N, EVEN_VALUE_DIM)},
+        on_grid=True,
+        roundings=(3, 6),
+        used_by=("softmax",),
+    ),
+]
+
+# The same kernels on a torus, with whole numbers of periods.
+TORI = [
+    row(
+        "softmax, Fourier values, torus",
+        values(softmax, PLANE, NUM_PREFIX, TURNS),
+        naive_values(naive_softmax, PLANE, NUM_PREFIX, np.float64(TURNS)),
+        TOKENS | {"kernel": (DIM, WAVES, 2, VALUE_DIM)},
+        key_inputs=("k", "v", "x"),
+        before_mask=("kernel",),
+        on_grid=True,
+        roundings=(4, 8),
+        used_by=("softmax",),
+    ),
+]

@@ -93,6 +93,7 @@ QUICK = {
     ("vit", "softmax", "relative_key"),
     ("vit", "softmax", "rope2d_mixed"),
     ("vit", "favor", "relative_bias"),
+    ("vit", "softmax", "fourier_values"),
     ("vit", "banded", "none"),
     ("vit", "gated_positional", "none"),
     ("vit", "lor_translution", "none"),

@@ -22,8 +22,9 @@ def attention_weights(
     appended to the values, give the weights a_ij of any attention exactly, also those
     that never form the matrix. Weights of trigonometric features may be negative;
     those of a routed head are zero where a query and a key share no cluster; those of
-    Linformer include its projection of the values. Weights of Translution multiply
-    values that depend on the offset.
+    Linformer include its projection of the values. Weights of Translution, and of any
+    attention with ``fourier_values`` or ``rotary_values``, multiply values that depend
+    on the offset.
 
     Args:
         model: A `ViT`, `Performer`, `GPT` or another model with attention.

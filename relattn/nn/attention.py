@@ -243,9 +243,9 @@ class MultiHeadAttention(nn.Module):
         k = self.project(source, self.key_heads, "k") if self.key_heads else None
         v = self.project(source, self.num_heads, "v")
         q, k = self.with_position(q, k, x, context)
-        if context.index is None:
-            return self.attend(q, k, v, context)
-        return self.decode(q, k, v, context)
+        v = self.widen_values(v, x, context)
+        attend = self.attend if context.index is None else self.decode
+        return self.combine_values(attend(q, k, v, context), context)
 
     def attend(
         self,
@@ -306,6 +306,15 @@ class MultiHeadAttention(nn.Module):
         if context.position is None:
             return q, k
         return context.position(q, k, x)
+
+    def widen_values(self, v: Array, x: Array, context: Context) -> Array:
+        """Applies the position of the site ``values``, if any, to values."""
+        return v if context.position is None else context.position.widen_values(v, x)
+
+    def combine_values(self, out: Array, context: Context) -> Array:
+        """Applies the position of the site ``values``, if any, to the outputs."""
+        position = context.position
+        return out if position is None else position.combine_values(out)
 
     def merge(
         self, out: Float[Array, "batch heads n head_dim"]
@@ -397,6 +406,7 @@ class SoftmaxAttention(MultiHeadAttention):
         "none",
         "tokens",
         "heads",
+        "values",
         "pairs",
         "offset_bias",
     )

@@ -44,7 +44,7 @@ class GatedPositionalAttention(MultiHeadAttention):
     """
 
     locality: float = 1.0
-    sites: ClassVar[tuple[str, ...]] = ("none", "tokens", "heads")
+    sites: ClassVar[tuple[str, ...]] = ("none", "tokens", "heads", "values")
     periodic: ClassVar[bool] = True
     has_causal_form: ClassVar[bool] = True
     scannable: ClassVar[bool] = True

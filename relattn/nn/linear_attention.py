@@ -52,7 +52,13 @@ class LinearAttention(MultiHeadAttention):
     `relattn.kernels.toeplitz_linear_attention`. A subclass defines `feature_map`.
     """
 
-    sites: ClassVar[tuple[str, ...]] = ("none", "tokens", "heads", "offset_bias")
+    sites: ClassVar[tuple[str, ...]] = (
+        "none",
+        "tokens",
+        "heads",
+        "values",
+        "offset_bias",
+    )
     periodic: ClassVar[bool] = True
     has_causal_form: ClassVar[bool] = True
     has_cross_form: ClassVar[bool] = True
@@ -355,7 +361,7 @@ class BandedAttention(RandomFeatureAttention):
     position_heads: int = 0
     separate_projections: bool = False
     cls: str = "far"
-    sites: ClassVar[tuple[str, ...]] = ("none", "tokens")
+    sites: ClassVar[tuple[str, ...]] = ("none", "tokens", "values")
     has_causal_form: ClassVar[bool] = False
     has_cross_form: ClassVar[bool] = False
 

@@ -77,6 +77,7 @@ class LinformerAttention(MultiHeadAttention):
 
     k: int = 64
     sharing: str = "none"
+    sites: ClassVar[tuple[str, ...]] = ("none", "tokens", "values")
     scannable: ClassVar[bool] = True
     has_grid_tables: ClassVar[bool] = True
 

@@ -22,7 +22,7 @@ from relattn.nn.linear_attention import (
     LearnedReluAttention,
 )
 from relattn.nn.linformer import LinformerAttention
-from relattn.nn.positions import base, bias, gates, relative, rotary
+from relattn.nn.positions import base, bias, fourier, gates, relative, rotary
 from relattn.nn.routing import RoutingAttention
 from relattn.nn.translution import LorTranslutionAttention, TranslutionAttention
 
@@ -57,6 +57,9 @@ POSITIONS: dict[str, type[base.Position]] = {
     "circulant_string": rotary.CirculantString,
     "irpe_gate": gates.IrpeGate,
     "string_gate": gates.StringGate,
+    "rotary_values": rotary.RotaryValues,
+    "fourier_values": fourier.FourierValues,
+    "fourier_scores": fourier.FourierScores,
 }
 
 # The entries above; users register others.
@@ -160,8 +163,8 @@ def build(
     Args:
         attention: Spec of an entry of `ATTENTIONS`, ``"favor(num_features=256)"``.
         position: Spec of an entry of `POSITIONS`, ``"constrained_sincos"``, or a sum of
-            specs, ``"learned + rope2d"``. At most one term of a sum may act at another
-            site than ``tokens``.
+            specs, ``"learned + rope2d"``. At most one term of a sum may act at the site
+            ``values``, and at most one at another site than ``tokens``.
         dim: Width of the tokens.
         num_heads: Number of heads.
         num_layers: Number of layers.
@@ -284,10 +287,18 @@ def _resolve_position(
             )
     if len(makers) == 1:
         return makers[0]
-    others = [make for make in makers if make.func.site not in ("none", "tokens")]
-    if len(others) > 1:
+    values = [make for make in makers if make.func.site == "values"]
+    others = [
+        make for make in makers if make.func.site not in ("none", "tokens", "values")
+    ]
+    if max(len(values), len(others)) > 1:
         raise ValueError(
-            f"position {position!r} has {len(others)} terms that reach the attention; "
-            "a sum takes one, and any number that are added to the tokens"
+            f"position {position!r} has {len(values) + len(others)} terms that reach "
+            "the attention; a sum takes one, another one of the values, and any number "
+            "that are added to the tokens"
+        )
+    if values and any(make.func is relative.RelativeValue for make in others):
+        raise ValueError(
+            f"position {position!r} has 2 terms that change the values; choose one"
         )
     return functools.partial(base.PositionSum, makers=tuple(makers))

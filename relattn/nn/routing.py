@@ -50,6 +50,7 @@ class RoutingAttention(MultiHeadAttention):
     window: int = 0
     local_heads: int | None = None
     decay: float = 0.999
+    sites: ClassVar[tuple[str, ...]] = ("none", "tokens", "values")
     # The tokens of a cluster depend on all tokens, including later ones.
     has_causal_form: ClassVar[bool] = False
     scannable: ClassVar[bool] = True

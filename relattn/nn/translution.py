@@ -210,7 +210,8 @@ class LorTranslutionAttention(OffsetAttention):
     Tables start uniform in +-1/(rank num_heads), as in the authors' code. Without ``v``
     in ``relative`` there is no low-rank value, without ``q`` and ``k`` no low-rank
     score; with one of the two, the other is x Wq1 or x Wk1 alone. A position of the
-    site ``heads``, such as ``rope2d``, acts on the plain queries and keys.
+    site ``heads``, such as ``rope2d``, acts on the plain queries and keys, one of the
+    site ``values`` on the plain values.
 
     Attributes:
         rank: Width of a head of the low-rank part.
@@ -236,7 +237,7 @@ class LorTranslutionAttention(OffsetAttention):
     rank: int = 8
     base: bool = True
     average: bool = False
-    sites: ClassVar[tuple[str, ...]] = ("none", "tokens", "heads")
+    sites: ClassVar[tuple[str, ...]] = ("none", "tokens", "heads", "values")
 
     @nn.nowrap
     def check(self) -> None:
@@ -262,11 +263,13 @@ class LorTranslutionAttention(OffsetAttention):
         if self.base:
             q, k, v = (self.project(x, self.num_heads, name) for name in "qkv")
             q, k = self.with_position(q, k, x, context)
+            v = self.widen_values(v, x, context)
             plain, head_dim = (q, k, v), q.shape[-1]
         elif context.position is not None:
             raise ValueError(
-                "attention 'lor_translution' with base=False has no plain queries and "
-                "keys for the position to act on: choose base=True or position='none'"
+                "attention 'lor_translution' with base=False has no plain queries, "
+                "keys and values for the position to act on: choose base=True or "
+                "position='none'"
             )
         inner = self.rank * self.num_heads
         shape = (inner, self.num_heads, self.rank)
@@ -306,6 +309,8 @@ class LorTranslutionAttention(OffsetAttention):
             out, low_out = kernels.lor_translution(
                 plain, low, tables, index=index, **options
             )
+        if out is not None:
+            out = self.combine_values(out, context)
         if low_out is None:
             assert out is not None
             return out

@@ -141,7 +141,7 @@ MECHANISMS = [
         before_mask=("kernel", "frequencies"),
         on_grid=True,
         roundings=(4, 8),
-        used_by=("softmax",),
+        used_by=("softmax", "fourier_values"),
         quick=True,
     ),
     row(
@@ -154,7 +154,7 @@ MECHANISMS = [
         causal=True,
         on_grid=True,
         roundings=(4, 8),
-        used_by=("favor",),
+        used_by=("favor", "fourier_values"),
     ),
     row(
         "softmax, Fourier scores of queries",
@@ -164,7 +164,7 @@ MECHANISMS = [
         before_mask=("kernel", "frequencies"),
         on_grid=True,
         roundings=(4, 8),
-        used_by=("softmax",),
+        used_by=("softmax", "fourier_scores"),
     ),
     row(
         "softmax, Fourier scores of keys, of low rank",
@@ -175,7 +175,7 @@ MECHANISMS = [
         before_mask=("kernel", "frequencies"),
         on_grid=True,
         roundings=(4, 8),
-        used_by=("softmax",),
+        used_by=("softmax", "fourier_scores"),
     ),
     row(
         "softmax, rotary values",
@@ -184,7 +184,7 @@ MECHANISMS = [
         {"q": (N, HEAD_DIM), "k": (N, HEAD_DIM), "v": (N, EVEN_VALUE_DIM)},
         on_grid=True,
         roundings=(3, 6),
-        used_by=("softmax",),
+        used_by=("softmax", "rotary_values"),
     ),
 ]
 
@@ -199,6 +199,6 @@ TORI = [
         before_mask=("kernel",),
         on_grid=True,
         roundings=(4, 8),
-        used_by=("softmax",),
+        used_by=("softmax", "fourier_values"),
     ),
 ]

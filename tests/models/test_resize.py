@@ -49,9 +49,14 @@ def encode(module, params, grid):
         (table,) = layer.tables.values()
         rows = table.reshape(2, table.shape[1], -1)[:, : offsets.num_offsets(grid)]
         return rows.swapaxes(0, 1).reshape(*offset_grid(grid), -1)
-    ones = jnp.ones((1, 2, 1 + np.prod(grid), 4))
-    q, k = layer(ones, ones, jnp.ones((1, 1 + np.prod(grid), 8)))
-    both = jnp.concatenate([q, k], axis=1)[0, :, 1:]
+    ones, x = (
+        jnp.ones((1, 2, 1 + np.prod(grid), 4)),
+        jnp.ones((1, 1 + np.prod(grid), 8)),
+    )
+    changed = [layer.widen_values(ones, x)]
+    if module.site == "heads":
+        changed = layer(ones, ones, x)
+    both = jnp.concatenate(changed, axis=1)[0, :, 1:]
     return both.swapaxes(0, 1).reshape(*grid, -1)
 
 

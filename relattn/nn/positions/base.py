@@ -3,9 +3,9 @@
 A model has one encoding for all layers, which declares the ``site`` where it acts. At
 the site ``tokens`` it adds a vector to each token of the grid. At the other sites it
 returns a `LayerPosition` for each layer: at the site ``heads`` the layer calls it on
-queries and keys; at the sites ``pairs`` and ``offset_bias`` it has tables for the
-attention's kernel. So parameters that layers share exist once, and the layers receive
-plain arrays.
+queries and keys, at the site ``values`` on values and on the attention's outputs; at
+the sites ``pairs`` and ``offset_bias`` it has tables for the attention's kernel. So
+parameters that layers share exist once, and the layers receive plain arrays.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ Params = Mapping[str, Any]
 class LayerPosition:
     """The position encoding of one layer, a pytree; this one changes nothing.
 
-    At the site ``heads`` a subclass defines `__call__`, and `slice` if it has an array
-    with a row for each token; at the sites ``pairs`` and ``offset_bias`` it defines
-    `tables`.
+    At the site ``heads`` a subclass defines `__call__`, at the site ``values``
+    `widen_values` and `combine_values`, and at both `slice` if it has an array with a
+    row for each token; at the sites ``pairs`` and ``offset_bias`` it defines `tables`.
     """
 
     def __call__(
@@ -56,6 +56,30 @@ class LayerPosition:
         del x
         return q, k
 
+    def widen_values(self, v: Array, x: Array) -> Array:
+        """Applies the position of the keys to values.
+
+        Args:
+            v: Values, shape ``[batch, heads, n, head_dim]``.
+            x: The layer's input, shape ``[batch, n, dim]``.
+
+        Returns:
+            Values with their position, which may be wider.
+        """
+        del x
+        return v
+
+    def combine_values(self, out: Array) -> Array:
+        """Applies the position of the queries to outputs.
+
+        Args:
+            out: Outputs of the heads, as wide as the values of `widen_values`.
+
+        Returns:
+            Outputs, shape ``[batch, heads, n, head_dim]``.
+        """
+        return out
+
     def slice(self, start: Int[Array, ""] | int, num_tokens: int) -> LayerPosition:
         """Returns the encoding of ``num_tokens`` tokens from position ``start`` on."""
         del start, num_tokens
@@ -65,6 +89,44 @@ class LayerPosition:
     def tables(self) -> dict[str, Array]:
         """Tables of offsets, by argument of `relattn.kernels.relative_attention`."""
         return {}
+
+
+@flax.struct.dataclass
+class LayerPositions(LayerPosition):
+    """Two encodings of one layer: of queries, keys or scores, and of values.
+
+    Attributes:
+        scores: The encoding of queries, keys or scores.
+        values: The encoding of values.
+    """
+
+    scores: LayerPosition
+    values: LayerPosition
+
+    def __call__(
+        self, q: Array, k: Array | None, x: Array
+    ) -> tuple[Array, Array | None]:
+        """Applies the first encoding to queries and keys."""
+        return self.scores(q, k, x)
+
+    def widen_values(self, v: Array, x: Array) -> Array:
+        """Applies the second encoding to values."""
+        return self.values.widen_values(v, x)
+
+    def combine_values(self, out: Array) -> Array:
+        """Applies the second encoding to outputs."""
+        return self.values.combine_values(out)
+
+    def slice(self, start: Int[Array, ""] | int, num_tokens: int) -> LayerPositions:
+        """Returns the encodings of ``num_tokens`` tokens from position ``start`` on."""
+        return LayerPositions(
+            self.scores.slice(start, num_tokens), self.values.slice(start, num_tokens)
+        )
+
+    @property
+    def tables(self) -> dict[str, Array]:
+        """Tables of offsets of the first encoding."""
+        return self.scores.tables
 
 
 def grid_table(
@@ -208,8 +270,8 @@ class PositionSum(Position):
     """Combines several encodings: ``"learned + relative_key"``.
 
     Attributes:
-        makers: Constructors of the encodings. At most one acts at another site than
-            ``tokens``.
+        makers: Constructors of the encodings. At most one acts at the site ``values``,
+            and at most one at another site than ``values`` and ``tokens``.
 
     Example:
         >>> import jax
@@ -244,12 +306,14 @@ class PositionSum(Position):
         return tokens
 
     def per_layer(self, grid: Grid, num_prefix: int) -> list[LayerPosition] | None:
-        """Returns the layers' encodings from the one term at another site."""
-        for term in self.terms:
-            layers = term.per_layer(grid, num_prefix)
-            if layers is not None:
-                return layers
-        return None
+        """Returns the layers' encodings from the terms at other sites."""
+        # The term of the values last.
+        terms = sorted(self.terms, key=lambda term: term.site == "values")
+        found = [term.per_layer(grid, num_prefix) for term in terms]
+        found = [layers for layers in found if layers is not None]
+        if len(found) < 2:
+            return found[0] if found else None
+        return [LayerPositions(*both) for both in zip(*found, strict=True)]
 
     @nn.nowrap
     def resize(self, params: Params, old: Grid, new: Grid, num_prefix: int) -> Params:

@@ -3,6 +3,7 @@
 The angles are fixed (`Rope1d`, `Rope2d`) or learned (`Rope2dMixed`, `CayleyString`,
 `CirculantString`). Products of rotated queries and keys depend only on the offset
 p_i - p_j. Prefix tokens are not rotated: products with them depend on the position.
+`RotaryValues` rotates values by the offset.
 """
 
 from __future__ import annotations
@@ -314,3 +315,92 @@ class CirculantString(LearnedRotation):
             num_prefix=num_prefix,
         )
         return [CirculantHeads(layer) for layer in angles]
+
+
+@flax.struct.dataclass
+class RotatedValues(LayerPosition):
+    """Rotates the values of a layer, and its outputs back.
+
+    Attributes:
+        angles: An angle for each token and pair of components, per head or for all.
+        num_prefix: Number of prefix tokens.
+        interleaved: Whether pairs are (2 t, 2 t + 1) instead of (t, t + head_dim / 2).
+    """
+
+    angles: Float[Array, "*heads n pairs"]
+    num_prefix: int = flax.struct.field(pytree_node=False, default=0)
+    interleaved: bool = flax.struct.field(pytree_node=False, default=False)
+
+    def widen_values(self, v: Array, x: Array) -> Array:
+        """Rotates values; with prefix tokens, keeps unrotated ones too."""
+        del x
+        return rotary.widen_rotary_values(v, self.angles, **self._options)
+
+    def combine_values(self, out: Array) -> Array:
+        """Rotates outputs back."""
+        return rotary.combine_rotary_values(out, self.angles, **self._options)
+
+    def slice(self, start: Int[Array, ""] | int, num_tokens: int) -> RotatedValues:
+        """Returns the angles of ``num_tokens`` tokens from position ``start`` on."""
+        angles = jax.lax.dynamic_slice_in_dim(self.angles, start, num_tokens, axis=-2)
+        return dataclasses.replace(self, angles=angles)
+
+    @property
+    def _options(self):
+        return {"num_prefix": self.num_prefix, "interleaved": self.interleaved}
+
+
+class RotaryValues(LearnedRotation):
+    """Rotates values by their positions, and outputs back (RoVE).
+
+    out_i = R(-p_i) sum_j alpha_ij R(p_j) v_j: a value is rotated by the offset before
+    it is added. With the rotations of queries and keys, ``"rope1d + rotary_values"`` or
+    ``"rope2d + rotary_values"``, this is RoVE. On a grid the angles are those of
+    `Rope2d`, on a line those of `Rope1d`; there are no parameters. With ``learned``
+    they are those of `Rope2dMixed`, with frequencies for every layer and head.
+
+    Prefix tokens have no position: values are not rotated in pairs with one. That takes
+    values of three times the width, only where there are prefix tokens.
+
+    Attributes:
+        base: Base of the series of frequencies, or of their initial values; 0 for
+            10,000 on a line and 100 on a grid, or 10 if ``learned``.
+        learned: Whether the frequencies are learned.
+        interleaved: Whether pairs are (2 t, 2 t + 1) instead of (t, t + head_dim / 2).
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> layers = RotaryValues(dim=8, num_heads=2, num_layers=3).apply({}, (5,), 0)
+        >>> v = layers[0].widen_values(jnp.ones((1, 2, 5, 4)), jnp.ones((1, 5, 8)))
+        >>> v.shape
+        (1, 2, 5, 4)
+
+    Source:
+        Garcia-Castellanos et al., RoVE, without prefix tokens; the angles of two axes
+        are those of Heo et al., Rotary Position Embedding for Vision Transformer.
+    """
+
+    learned: bool = False
+    interleaved: bool = False
+    site: ClassVar[str] = "values"
+
+    @property
+    def periodic(self) -> bool:
+        """Whether the frequencies are fixed, and so rounded to those of a torus."""
+        return not self.learned
+
+    @nn.compact
+    def __call__(self, grid: Grid, num_prefix: int) -> list[RotatedValues]:
+        """Returns the angles of each layer."""
+        if self.learned:
+            angles = list(self.angles(grid, num_prefix))
+        else:
+            fixed = rotary.rotary_angles(
+                offsets.grid_positions(grid, num_prefix),
+                self.head_dim,
+                base=self.base or (10000.0 if len(grid) == 1 else 100.0),
+                num_prefix=num_prefix,
+                torus=grid if isinstance(grid, Torus) else None,
+            )
+            angles = [fixed] * self.num_layers
+        return [RotatedValues(layer, num_prefix, self.interleaved) for layer in angles]

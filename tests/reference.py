@@ -150,6 +150,21 @@ def offset_rows(grid, num_prefix=0, causal=False):
     ]
 
 
+def clip_rows(rows, grid, clip, causal=False):
+    """Maps rows of `offset_rows` to those of a table in which far offsets share one."""
+    if causal:
+        return [np.minimum(of_pairs, clip + 1) for of_pairs in rows]
+    periodic, side = isinstance(grid, Torus), [2 * clip + 1] * len(grid)
+    far = int(np.prod(side))
+    clipped = []
+    for index in np.ndindex(*[n if periodic else 2 * n - 1 for n in grid]):
+        d = shortest(index if periodic else np.subtract(index, grid) + 1, grid)
+        near = np.abs(d).max() <= clip
+        clipped.append(np.ravel_multi_index(tuple(d + clip), side) if near else far)
+    clipped = np.array([*clipped, far + 1, far + 2, far + 3])
+    return [clipped[of_pairs] for of_pairs in rows]
+
+
 def translution(x, w_q, w_k, w_v, rows, allowed):
     """Computes [heads n head_dim]; ``rows`` as in `offset_rows`, None for pairs."""
     n, head_dim = len(x), w_q.shape[-1]

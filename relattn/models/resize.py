@@ -66,7 +66,7 @@ def resize_grid(
     )
     if old == new:
         return dict(variables)
-    if attention.func.has_grid_tables:
+    if attention(parent=None).has_grid_tables:
         shown = ["x".join(map(str, grid)) for grid in (old, new)]
         raise ValueError(
             f"attention {model.attention!r} has matrices for the grid of {shown[0]} "

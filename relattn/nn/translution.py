@@ -15,6 +15,7 @@ from jaxtyping import Array, Float
 
 from relattn import kernels, offsets
 from relattn.kernels.platform import platform_defaults
+from relattn.kernels.translution import clipped
 from relattn.messages import check_choice
 from relattn.nn.attention import ATTENTION_WEIGHTS, Context, MultiHeadAttention
 from relattn.nn.blocks import Linear, uniform
@@ -31,13 +32,16 @@ class OffsetAttention(MultiHeadAttention):
     Attributes:
         relative: The projections that depend on the offset, a subset of ``"qkv"``.
         absolute: Whether they depend on the pair of tokens (query, key) instead.
+        clip: Most rows and columns of offsets that have a matrix each; all larger ones
+            share a matrix, so that parameters fit a grid of any size. None for a matrix
+            for each offset of one grid.
     """
 
     relative: str = "qkv"
     absolute: bool = False
+    clip: int | None = None
     has_causal_form: ClassVar[bool] = True
     scannable: ClassVar[bool] = True
-    has_grid_tables: ClassVar[bool] = True
     # [..., offsets, width, heads, head_dim] and [..., width, heads, head_dim]
     split_axes: ClassVar[Mapping[str, tuple[int, ...]]] = {
         **{f"{name}_table": (-4, -2, -3) for name in "qkv"},
@@ -54,15 +58,31 @@ class OffsetAttention(MultiHeadAttention):
         """Whether the tables depend on offsets, not on pairs."""
         return not self.absolute
 
+    @property
+    def has_grid_tables(self) -> bool:
+        """Whether the tables have a row for each offset of one grid."""
+        return self.clip is None
+
     @nn.nowrap
     def check(self) -> None:
         """Raises ValueError if the attributes are invalid."""
         super().check()
         check_choice("relative", self.relative, _SUBSETS)
+        if self.clip is not None and (self.absolute or self.clip < 0):
+            raise ValueError(
+                "Translution needs clip >= 0, the most rows and columns of a near "
+                "offset, or None, as with absolute=True, got "
+                f"clip={self.clip} and absolute={self.absolute}"
+            )
 
     def rows(self, context: Context) -> tuple[int, ...]:
         """Returns the leading axes of a table."""
         grid, num_prefix = context.grid_for(_NEED), context.num_prefix
+        if self.clip is not None:
+            rows = clipped.num_clipped_rows(
+                grid, self.clip, num_prefix, causal=self.causal
+            )
+            return (rows,)
         if not self.absolute:
             return (offsets.num_table_rows(grid, num_prefix, causal=self.causal),)
         if self.causal:
@@ -129,7 +149,9 @@ class OffsetAttention(MultiHeadAttention):
     def offset_table(
         self, name: str, shape: tuple[int, int, int], bound: float, context: Context
     ) -> Array:
-        """Returns the table of a projection, a parameter ``[*rows, *shape]``.
+        """Returns the table of a projection: the parameter ``[*rows, *shape]``.
+
+        With ``clip``, the parameter's expansion to all offsets.
 
         Args:
             name: ``"q"``, ``"k"`` or ``"v"``.
@@ -140,16 +162,25 @@ class OffsetAttention(MultiHeadAttention):
         Returns:
             The table, in the compute dtype.
         """
+        grid = context.grid_for(_NEED)
         table = grid_table(
             self,
             f"{name}_table",
             uniform(bound),
             (*self.rows(context), *shape),
-            context.grid_for(_NEED),
+            grid,
             whose="Translution's",
             remedy=", since its matrices are not resized",
+        ).astype(self.dtype)
+        if self.clip is None:
+            return table
+        return clipped.expand_clipped_table(
+            table,
+            grid=grid,
+            clip=self.clip,
+            num_prefix=context.num_prefix,
+            causal=self.causal,
         )
-        return table.astype(self.dtype)
 
 
 class TranslutionAttention(OffsetAttention):

@@ -1,5 +1,7 @@
 """Rows: Translution and LoR-Translution."""
 
+import functools
+
 import jax.numpy as jnp
 
 from relattn import kernels, offsets
@@ -17,7 +19,7 @@ from tests.mechanisms.base import (
     N,
 )
 
-LOW, RANK = 3, 2
+LOW, RANK, CLIP = 3, 2, 1
 GRID_TABLE = (offsets.num_table_rows(GRID, NUM_PREFIX),)
 CAUSAL_TABLE = (N + 6,)
 PAIR_TABLE = (N, N)
@@ -51,11 +53,12 @@ def join(outputs):
     return jnp.concatenate([merge_heads(x) for x in outputs], axis=-1)
 
 
-def translution(name, make_index, table, rows, **options):
+def translution(name, make_index, table, rows, *, expand=lambda w: w, **options):
     """Returns a row; ``rows`` index the tables of the reference, None for pairs."""
 
     def apply(x, w_q, w_k, w_v, key_mask=None):
         index = make_index(x.shape[-2])
+        w_q, w_k, w_v = (expand(w) for w in (w_q, w_k, w_v))
         out = kernels.translution(x, w_q, w_k, w_v, index=index, key_mask=key_mask)
         return merge_heads(out)
 
@@ -76,6 +79,21 @@ def translution(name, make_index, table, rows, **options):
         roundings=(1, 4),
         used_by=("translution",),
         **options,
+    )
+
+
+def clipped(name, make_index, grid, num_prefix=0, *, causal=False):
+    """Returns the row of a table in which far offsets share a matrix."""
+    where = {"grid": grid, "clip": CLIP, "num_prefix": num_prefix, "causal": causal}
+    rows = reference.offset_rows(grid, num_prefix, causal)
+    return translution(
+        name,
+        make_index,
+        (kernels.num_clipped_rows(**where),),
+        reference.clip_rows(rows, grid, CLIP, causal),
+        expand=functools.partial(kernels.expand_clipped_table, **where),
+        causal=causal,
+        on_grid=True,
     )
 
 
@@ -139,6 +157,8 @@ MECHANISMS = [
         on_grid=True,
         fixed_length="must have the same n",
     ),
+    clipped("clipped Translution", index_grid, GRID, NUM_PREFIX),
+    clipped("causal clipped Translution", kernels.CausalOffsets, (N,), causal=True),
     lor_translution(
         "LoR-Translution",
         index_grid,
@@ -183,9 +203,9 @@ def on_torus():
     rows = reference.offset_rows(TORUS, NUM_PREFIX)
     table = (offsets.num_table_rows(TORUS, NUM_PREFIX),)
     return [
-        make(f"{name}, torus", index_torus, table, rows, on_grid=True)
-        for name, make in (
-            ("Translution", translution),
-            ("LoR-Translution", lor_translution),
-        )
+        translution("Translution, torus", index_torus, table, rows, on_grid=True),
+        clipped("clipped Translution, torus", index_torus, TORUS, NUM_PREFIX),
+        lor_translution(
+            "LoR-Translution, torus", index_torus, table, rows, on_grid=True
+        ),
     ]

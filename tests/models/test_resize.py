@@ -174,6 +174,15 @@ def test_resizing_matrices_of_a_grid_raises(attention, table):
         jax.eval_shape(model.apply, variables, larger)
 
 
+def test_clipped_matrices_fit_every_grid():
+    model, images = make(SMALL, attention="translution(clip=1)")
+    variables = jax.eval_shape(model.init, jax.random.key(0), images)
+    resized = resize_grid(model, variables, SMALL, LARGE)
+    assert resized["params"] == variables["params"]
+    _, larger = make(LARGE)
+    assert jax.eval_shape(model.apply, resized, larger).shape == (2, 3)
+
+
 def test_only_translution_and_linformer_have_matrices_of_a_grid():
     names = [name for name, entry in ATTENTIONS.items() if entry.has_grid_tables]
     assert names == ["translution", "lor_translution", "linformer"]

@@ -237,6 +237,8 @@ CAUSAL = with_others(
         ("relu", "circulant_string"),
         ("favor", "irpe_gate"),
         ("relu", "string_gate"),
+        ("translution(clip=2)", "none"),
+        ("lor_translution(clip=20)", "none"),
     ],
     specs.CAUSAL,
     [

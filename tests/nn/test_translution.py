@@ -245,3 +245,35 @@ def test_invalid_calls_raise(kind, options, call, message):
 def test_invalid_options_raise(kind, options, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         MODULES[kind](DIM, HEADS, **options)
+
+
+@pytest.mark.quick("exact-2")
+@pytest.mark.parametrize("clip", [1, 2])
+@pytest.mark.parametrize("kind", MODULES)
+def test_clipped_tables_share_the_matrix_of_far_offsets(kind, clip):
+    module, variables, x = make(kind, clip=clip)
+    side = 2 * clip + 1
+    assert module.has_grid_tables is False
+    params = {**variables["params"]}
+    rows = reference.clip_rows([np.arange(ROWS)], GRID, clip)[0]
+    assert params["q_table"].shape[0] == side**2 + 4
+    for name in "qkv":
+        params[f"{name}_table"] = params[f"{name}_table"][rows]
+    full = MODULES[kind](dim=DIM, num_heads=HEADS)
+
+    @quick_jit
+    def outputs(variables, params):
+        expected = full.apply({"params": params}, x, **CALL)
+        # The same parameters fit another grid.
+        larger = jnp.zeros((1, 21, DIM))
+        module.apply(variables, larger, grid=(4, 5), num_prefix=1)
+        return module.apply(variables, x, **CALL), expected
+
+    found, expected = outputs(variables, params)
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("options", [{"clip": -1}, {"clip": 2, "absolute": True}])
+def test_an_invalid_clip_raises(options):
+    with pytest.raises(ValueError, match="needs clip >= 0, .* or None, as with abs"):
+        make("exact", **options)

@@ -1,0 +1,125 @@
+"""Tables of Translution in which far offsets share one matrix."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from relattn.kernels.checks import check_arguments
+from relattn.offsets import Grid, PrefixRow, Torus, num_table_rows
+
+
+def num_clipped_rows(
+    grid: Grid, clip: int, num_prefix: int = 0, *, causal: bool = False
+) -> int:
+    """Counts the rows of a table in which far offsets share a row.
+
+    (2 clip + 1)^axes near offsets, one row for the others, and three for prefix tokens;
+    clip + 2 if ``causal``. They depend on the grid's number of axes only.
+
+    Args:
+        grid: Height and width, or length, in tokens.
+        clip: Most rows and columns of a near offset.
+        num_prefix: Number of prefix tokens.
+        causal: Whether tokens attend only to themselves and earlier tokens.
+
+    Returns:
+        The number of rows.
+
+    Raises:
+        ValueError: If ``clip`` is negative, or ``causal`` with two axes, a torus or
+            prefix tokens.
+
+    Example:
+        >>> num_clipped_rows((14, 14), 2, num_prefix=1)
+        29
+        >>> num_clipped_rows((160,), 2, causal=True)
+        4
+    """
+    # Raises what does not fit together.
+    num_table_rows(grid, num_prefix, causal=causal)
+    if clip < 0:
+        raise ValueError(f"clip must be at least 0, got {clip}")
+    if causal:
+        return clip + 2
+    return (2 * clip + 1) ** len(grid) + 1 + len(PrefixRow) * bool(num_prefix)
+
+
+@check_arguments
+def expand_clipped_table(
+    table: Float[Array, "rows width heads head_dim"],
+    *,
+    grid: Grid,
+    clip: int,
+    num_prefix: int = 0,
+    causal: bool = False,
+) -> Float[Array, "more_rows width heads head_dim"]:
+    """Makes a table with a row for each offset from one in which far offsets share one.
+
+    Offsets of at most ``clip`` rows and columns are near and have a matrix each, in the
+    order of `relattn.offsets.offset_index` on a grid of clip + 1 tokens per axis. All
+    others share the next row. The rows of prefix tokens follow.
+
+    The table fits a grid of any size. Its expansion, which attention reads, has the
+    size of a table for that grid.
+
+    Args:
+        table: Shape ``[rows, width, heads, head_dim]``, with the rows of
+            `num_clipped_rows`.
+        grid: Height and width, or length, in tokens.
+        clip: Most rows and columns of a near offset.
+        num_prefix: Number of prefix tokens.
+        causal: Whether the rows are those of the offsets 0, 1, ... only.
+
+    Returns:
+        A table for `translution` and `lor_translution`, with a row for each offset.
+
+    Raises:
+        ValueError: If shapes or dtypes do not fit together, or the table has another
+            number of rows.
+
+    Example:
+        >>> table = jnp.arange(4.0).reshape(4, 1, 1, 1)  # d = -1, 0, 1, and the rest
+        >>> expand_clipped_table(table, grid=(4,), clip=1).ravel().tolist()
+        [3.0, 3.0, 0.0, 1.0, 2.0, 3.0, 3.0]
+
+    Source:
+        Translution: Unifying Self-attention and Convolution, section 5, suggests it.
+    """
+    expected = num_clipped_rows(grid, clip, num_prefix, causal=causal)
+    if table.shape[0] != expected:
+        raise ValueError(
+            f"a table clipped at {clip} needs {expected} rows, got {table.shape[0]}"
+        )
+    matrix = table.shape[1:]
+    if causal:
+        # d = 0 .. clip, then the rest.
+        near, far = table[: min(clip + 1, grid[0])], table[clip + 1]
+        far = jnp.broadcast_to(far, (grid[0] - len(near), *matrix))
+        return jnp.concatenate([near, far])
+    axes, side = len(grid), 2 * clip + 1
+    near = table[: side**axes].reshape(*[side] * axes, *matrix)
+    far, prefix = table[side**axes], table[side**axes + 1 :]
+    is_near = np.ones([1] * axes, bool)
+    widths, starts = [(0, 0)] * near.ndim, []
+    for axis, size in enumerate(grid):
+        first, last = 1 - size, size - 1
+        if isinstance(grid, Torus):
+            # The shortest offsets.
+            first, last = -((size - 1) // 2), size // 2
+        start, stop = max(first, -clip), min(last, clip)
+        near = jax.lax.slice_in_dim(near, start + clip, stop + clip + 1, axis=axis)
+        widths[axis] = start - first, last - stop
+        offsets = np.abs(np.arange(first, last + 1)) <= clip
+        is_near = is_near & np.expand_dims(
+            offsets, [a for a in range(axes) if a != axis]
+        )
+        starts.append(first)
+    mask = is_near.reshape(*is_near.shape, *[1] * len(matrix))
+    full = jnp.where(mask, jnp.pad(near, widths), far)
+    if isinstance(grid, Torus):
+        # Offset 0 first.
+        full = jnp.roll(full, starts, axis=tuple(range(axes)))
+    return jnp.concatenate([full.reshape(-1, *matrix), prefix])

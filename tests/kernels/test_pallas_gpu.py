@@ -9,8 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import pallas as pl
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from relattn.kernels import draw_orthogonal, pallas_gpu
 from relattn.kernels.feature_maps import positive_features
@@ -19,6 +17,7 @@ from relattn.kernels.pallas_gpu import linear as fused
 from relattn.kernels.platform import use_platform
 from tests import reference
 from tests.helpers import compare
+from tests.helpers.interpreted import call_alone, count_for_h100, interpret
 from tests.helpers.quick import quick_jit, run
 
 HEADS, N, M, HEAD_DIM, VALUE_DIM = 2, 19, 37, 5, 3
@@ -29,14 +28,7 @@ feature_map = functools.partial(positive_features, projection=PROJECTION)
 @pytest.fixture
 def interpreted(monkeypatch):
     """Runs kernels on the CPU, in small chunks, segments and blocks of features."""
-    sizes = {"_TILE": 4, "_CHUNK": 8, "_SEGMENT": 16, "_STEP": 4}
-    for name, size in sizes.items():
-        monkeypatch.setattr(fused, name, size)
-    # CPUs have no TF32.
-    exact = dict.fromkeys(fused._ALGORITHMS, jax.lax.Precision.HIGHEST)
-    monkeypatch.setattr(fused, "_ALGORITHMS", exact)
-    call = functools.partial(pl.pallas_call, interpret=True)
-    monkeypatch.setattr(fused.pl, "pallas_call", call)
+    interpret(monkeypatch, fused, _CHUNK=8, _SEGMENT=16, _STEP=4)
 
 
 @pytest.fixture
@@ -250,8 +242,22 @@ def test_without_the_backend_xla_computes(one_device, monkeypatch):
     assert not uses_a_kernel(LONG)
 
 
+def count_kernels(causal, head_dim, num_features, dtype, precision):
+    tokens = ((2, 8, 1000, head_dim), dtype)
+    w = ((num_features, head_dim), "float32")
+
+    def gradients(q, k, v, w, g):
+        def run(q, k, v, w):
+            phi = functools.partial(positive_features, projection=w)
+            kernel = causal_linear_attention if causal else linear_attention
+            return kernel(q, k, v, phi, precision=precision)
+
+        return jax.vjp(run, q, k, v, w)[1](g)
+
+    return count_for_h100(gradients, *[tokens] * 3, w, tokens, fused_linear=True)
+
+
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:The Pallas Triton backend:DeprecationWarning")
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(
     ("head_dim", "num_features", "dtype", "precision"),
@@ -264,29 +270,9 @@ def test_without_the_backend_xla_computes(one_device, monkeypatch):
         (128, 512, "float32", None),
     ],
 )
-def test_compiles_for_a_gpu(
-    one_device, causal, head_dim, num_features, dtype, precision
-):
+def test_compiles_for_a_gpu(causal, head_dim, num_features, dtype, precision):
     pytest.importorskip("jax_cuda13_plugin")
-    from benchmarks import compiled
-
-    target = compiled.TARGETS["h100"]
-    device = compiled.describe_device(target)
-    sharding = NamedSharding(Mesh([device], "d"), PartitionSpec())
-    shape = functools.partial(jax.ShapeDtypeStruct, sharding=sharding)
-    tokens = shape((2, 8, 1000, head_dim), dtype)
-    w = shape((num_features, head_dim), "float32")
-
-    def gradients(q, k, v, w, g):
-        def run(q, k, v, w):
-            phi = functools.partial(positive_features, projection=w)
-            kernel = causal_linear_attention if causal else linear_attention
-            return kernel(q, k, v, phi, precision=precision)
-
-        return jax.vjp(run, q, k, v, w)[1](g)
-
-    mesh = jax.sharding.use_abstract_mesh(sharding.mesh.abstract_mesh)
-    with mesh, use_platform("gpu", fused_linear=True):
-        lowered = jax.jit(gradients).lower(*[tokens] * 3, w, tokens)
-        text = lowered.compile(dict(target.options)).as_text()
-    assert text.count('custom_call_target="__gpu$xla.gpu.triton"') == 7
+    # Forward two; backward sums of queries, and gradients of queries, of keys and,
+    # through both, of the projection.
+    case = causal, head_dim, num_features, dtype, precision
+    assert call_alone(count_kernels, *case) == 7

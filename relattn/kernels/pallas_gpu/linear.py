@@ -28,11 +28,17 @@ from jaxtyping import Array, Bool, Float
 from relattn.kernels.checks import broadcast_leading
 from relattn.kernels.feature_maps import FeatureMap, positive_features
 from relattn.kernels.guards import MIN_DENOMINATOR, scale_backward
+from relattn.kernels.pallas_gpu.products import (
+    MAX_HEAD_DIM,
+    MIN_EXPONENT,
+    dot,
+    kernel_dtype,
+    power_of_2,
+    precision_name,
+)
 from relattn.kernels.platform import has_program_per_device
-from relattn.kernels.precision import compute_dtype, current_precision
+from relattn.kernels.precision import compute_dtype
 
-# Least sizes of a product.
-_TILE = 16
 # Most tokens of a chunk, and of those whose sums are added up in one program.
 _CHUNK = 128
 _SEGMENT = 1024
@@ -41,17 +47,8 @@ _STEP = 64
 # Bytes of a chunk of queries: with keys, values, gradients and weights of pairs they
 # fill the shared memory of an H100.
 _CHUNK_BYTES = 2**14
-# Widest heads, and most features.
-_MAX_HEAD_DIM = 128
+# Most features.
 _MAX_FEATURES = 512
-# Products of float32 arrays.
-_ALGORITHMS = {
-    "default": jax.lax.DotAlgorithmPreset.TF32_TF32_F32,
-    "high": jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3,
-    "highest": jax.lax.DotAlgorithmPreset.F32_F32_F32,
-}
-# The exponent of what has no weight; finite, so that no difference is NaN.
-_MIN_EXPONENT = -1e30
 # A component of masked keys, which are so long that they get no weight.
 _MASKED_KEY = 1e15
 
@@ -65,7 +62,7 @@ class _Plan:
         head_dim: Width of the heads before they are padded.
         chunk: Number of tokens of a chunk.
         block: Number of features of a block.
-        precision: A key of `_ALGORITHMS`.
+        precision: A key of `products.ALGORITHMS`.
     """
 
     causal: bool
@@ -108,9 +105,9 @@ def fits_gpu(
         return False
     if compute_dtype(q, k, v, projection) != jnp.float32:
         return False
-    if max(q.shape[-1], v.shape[-1]) > _MAX_HEAD_DIM or len(projection) > _MAX_FEATURES:
+    if max(q.shape[-1], v.shape[-1]) > MAX_HEAD_DIM or len(projection) > _MAX_FEATURES:
         return False
-    return projection.shape[-1] == q.shape[-1] and _precision(precision) is not None
+    return projection.shape[-1] == q.shape[-1] and precision_name(precision) is not None
 
 
 def _projection(feature_map):
@@ -123,17 +120,6 @@ def _projection(feature_map):
         return None
     # Other options, and eps, change the features.
     return None if any(options.values()) else jnp.asarray(projection)
-
-
-def _precision(precision):
-    """Returns a key of `_ALGORITHMS`, or None for other precisions."""
-    precision = current_precision(precision)
-    if precision is None:
-        return "default"
-    try:
-        return jax.lax.Precision(precision).name.lower()
-    except ValueError:
-        return None
 
 
 def attend_on_gpu(
@@ -165,29 +151,26 @@ def attend_on_gpu(
         derivatives in reverse mode, also of the projection, and no others.
     """
     # `fits_gpu` refuses what has no precision or projection.
-    dtype, name = v.dtype, cast(str, _precision(precision))
-    # Half precision has no products that are more precise; scaled cotangents need the
-    # exponents of float32.
-    half = name == "default" and all(x.dtype == jnp.bfloat16 for x in (q, k, v))
-    q, k, v = (x.astype(jnp.bfloat16 if half else jnp.float32) for x in (q, k, v))
+    dtype, name = v.dtype, cast(str, precision_name(precision))
+    q, k, v = (x.astype(kernel_dtype(name, q, k, v)) for x in (q, k, v))
     if key_mask is not None:
         k = jnp.where(key_mask[..., None], k, _MASKED_KEY)
         v = jnp.where(key_mask[..., None], v, 0)
     q, k, v = broadcast_leading(q, k, v)
     *batch, n, head_dim = q.shape
     m, value_dim = v.shape[-2:]
-    width = max(_power_of_2(head_dim), _power_of_2(value_dim))
+    width = max(power_of_2(head_dim), power_of_2(value_dim))
     projection = cast(Array, _projection(feature_map))
     chunk = min(_CHUNK, _CHUNK_BYTES // (width * v.dtype.itemsize))
-    chunk = min(chunk, _power_of_2(max(n, m)))
-    block = min(_STEP, _power_of_2(len(projection)))
+    chunk = min(chunk, power_of_2(max(n, m)))
+    block = min(_STEP, power_of_2(len(projection)))
     plan = _Plan(causal, head_dim, chunk, block, name)
 
     def pad(x, value=0.0):
         length, width = x.shape[-2:]
         size = chunk if causal else _segment(length, chunk)
         x = x.reshape(math.prod(batch), length, width)
-        x = jnp.pad(x, [(0, 0), (0, 0), (0, _power_of_2(width) - width)])
+        x = jnp.pad(x, [(0, 0), (0, 0), (0, power_of_2(width) - width)])
         rows = [(0, 0), (0, -length % size), (0, 0)]
         return jnp.pad(x, rows, constant_values=value)
 
@@ -197,10 +180,6 @@ def attend_on_gpu(
 
     out = scale_backward(attend, v, q, k) if causal else attend(v, q, k)
     return out.astype(dtype)
-
-
-def _power_of_2(size):
-    return max(_TILE, 2 ** (size - 1).bit_length())
 
 
 def _segment(length, chunk):
@@ -226,7 +205,7 @@ def _attend_forward(q, k, v, projection, plan):
         # Of each segment relative to its own maximum, then of all, c_f = max_j a_jf.
         sums, totals, shifts = _sum_features(k, v, ws, plan)
         key_shift = jnp.max(shifts, axis=1)
-        query_shift = jnp.maximum(key_shift + query_shift, _MIN_EXPONENT)
+        query_shift = jnp.maximum(key_shift + query_shift, MIN_EXPONENT)
         decays = jnp.exp(shifts - key_shift[:, None])
         sums = jnp.sum(sums * decays[..., None], axis=1, keepdims=True)
         totals = jnp.sum(totals * decays, axis=1, keepdims=True)
@@ -294,7 +273,7 @@ def _prepare(projection, q, plan):
     query_shift = jnp.pad(
         bound if plan.causal else jnp.zeros_like(bound),
         (0, padding),
-        constant_values=_MIN_EXPONENT,
+        constant_values=MIN_EXPONENT,
     )
     shifts = (jnp.broadcast_to(x, (heads, x.size)) for x in (key_shift, query_shift))
     if q.dtype == jnp.float32:
@@ -311,9 +290,7 @@ def _earlier(x, reverse=False):
 
 
 def _dot(a, b, plan):
-    """Multiplies two arrays of one dtype, with sums in float32."""
-    algorithm = _ALGORITHMS[plan.precision] if a.dtype == jnp.float32 else None
-    return jnp.dot(a, b, precision=algorithm, preferred_element_type=jnp.float32)
+    return dot(a, b, plan.precision)
 
 
 def _exponents(x, ws, plan):
@@ -397,7 +374,7 @@ def _sum_features(x, y, ws, plan, *, y1=None, shift=None, largest=None):
                 phi = phi * refs["y1"][rows][:, None]
             return sums, totals + jnp.sum(phi, axis=0), shift
 
-        lowest = jnp.full((plan.block,), _MIN_EXPONENT, jnp.float32)
+        lowest = jnp.full((plan.block,), MIN_EXPONENT, jnp.float32)
         carry = (
             jnp.zeros((plan.block, width), jnp.float32),
             jnp.zeros((plan.block,), jnp.float32),
@@ -448,7 +425,7 @@ def _outputs(inputs, plan):
         carry = (
             jnp.zeros((plan.chunk, width), jnp.float32),
             jnp.zeros((plan.chunk,), jnp.float32),
-            jnp.full((plan.chunk,), _MIN_EXPONENT, jnp.float32),
+            jnp.full((plan.chunk,), MIN_EXPONENT, jnp.float32),
             jnp.zeros((plan.chunk, plan.chunk) if plan.causal else (), jnp.float32),
         )
         steps = num_features // plan.block

@@ -1,13 +1,14 @@
-"""Flash attention by cuDNN on GPUs, and by Pallas kernels of JAX on TPUs.
+"""Flash attention by cuDNN or own kernels on GPUs, and by JAX's kernels on TPUs.
 
-Those for TPUs ran on no device yet; cuDNN's equal the reference on an H200. Both have
-first derivatives in reverse mode only.
+Only cuDNN's ran on a device: they equal the reference on an H200. All have first
+derivatives in reverse mode only.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -75,6 +76,50 @@ def flash_branches(
         # No cuDNN, or it does not take such arrays.
         return {}
     return {"cuda": attend}
+
+
+def fused_branches(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    causal: bool,
+    precision: jax.lax.PrecisionLike,
+    **options: Any,
+) -> dict[str, Callable[..., Array]]:
+    """Finds kernels for GPUs that take masks, segments and a bias of the offset.
+
+    They are used where `PlatformDefaults.fused_softmax` says so.
+
+    Args:
+        q: Queries, shape ``[*batch, n, head_dim]``.
+        k: Keys, shape ``[*batch, m, head_dim]``.
+        v: Values, shape ``[*batch, m, value_dim]``.
+        causal: Whether a token attends only to itself and earlier tokens; then m is n.
+        precision: Precision of the products.
+        **options: Further ones of `relattn.kernels.pallas_gpu.softmax.attend_on_gpu`.
+
+    Returns:
+        Branches of `jax.lax.platform_dependent`, or none. Their arguments are q, k, v,
+        a key mask, numbers of segments and a bias, each but the first three or None.
+
+    Example:
+        >>> x = jnp.ones((7, 5))
+        >>> fused_branches(x, x, x, causal=True, precision=None)
+        {}
+    """
+    if not platform_defaults().fused_softmax:
+        return {}
+    from relattn.kernels import pallas_gpu
+
+    if not pallas_gpu.is_available():
+        return {}
+    from relattn.kernels.pallas_gpu import softmax as fused
+
+    if not fused.fits_gpu(q, k, v, precision):
+        return {}
+    options |= {"causal": causal, "precision": precision}
+    return {"cuda": functools.partial(fused.attend_on_gpu, **options)}
 
 
 def attend_by_cudnn(

@@ -13,6 +13,7 @@ from relattn.kernels.checks import (
     finite_masked,
     zero_masked,
 )
+from relattn.kernels.flash import fused_branches
 from relattn.kernels.positions.bias import bias_of_pairs
 from relattn.kernels.precision import widen
 from relattn.kernels.softmax import masked_softmax, softmax_weights, weighted_sum
@@ -74,14 +75,20 @@ def gated_positional_attention(
     check_grid(q.shape[-2], grid, num_prefix)
     # w . r_d of every pair.
     scores = _offset_scores(coefficients, grid, num_prefix)
-    scores = bias_of_pairs(scores, grid, num_prefix)
     q = finite_masked(q, key_mask)
     k, v, key_mask = zero_masked(k, v, key_mask)
-    allowed = None if key_mask is None else key_mask[..., None, :]
-    # alpha_ij = softmax_j(q_i . k_j / sqrt(head_dim)) and beta_ij = softmax_j(w . r_d).
-    content = softmax_weights(q, k, key_mask=key_mask, precision=precision)
-    position = masked_softmax(scores, allowed)
-    return _mix(content, position, gate, v, precision)
+
+    def all_pairs(q, k, v, key_mask, gate, scores):
+        scores = bias_of_pairs(scores, grid, num_prefix)
+        allowed = None if key_mask is None else key_mask[..., None, :]
+        # alpha_ij = softmax_j(q_i . k_j / sqrt(head_dim)), beta_ij = softmax_j(w . r_d)
+        content = softmax_weights(q, k, key_mask=key_mask, precision=precision)
+        position = masked_softmax(scores, allowed)
+        return _mix(content, position, gate, v, precision)
+
+    options = {"grid": grid, "num_prefix": num_prefix, "causal": False}
+    arguments = (q, k, v, key_mask, gate, scores)
+    return _attend_fused(arguments, all_pairs, precision=precision, **options)
 
 
 @check_arguments
@@ -129,14 +136,23 @@ def causal_gated_positional_attention(
     check_static(q.shape[-2], "Causal gated positional attention")
     # w . r_d of every pair, and which pairs have j <= i.
     grid = (q.shape[-2],)
-    scores = bias_of_pairs(_offset_scores(coefficients, grid, 0), grid, 0)
-    past = jnp.tril(jnp.ones((grid[0], grid[0]), bool))
+    scores = _offset_scores(coefficients, grid, 0)
     q = finite_masked(q, key_mask)
     k, v, key_mask = zero_masked(k, v, key_mask)
-    allowed = past if key_mask is None else past & key_mask[..., None, :]
-    # alpha_ij and beta_ij over j <= i.
-    content = softmax_weights(q, k, mask=past, key_mask=key_mask, precision=precision)
-    return _mix(content, masked_softmax(scores, allowed), gate, v, precision)
+
+    def all_pairs(q, k, v, key_mask, gate, scores):
+        scores = bias_of_pairs(scores, grid, 0)
+        past = jnp.tril(jnp.ones((grid[0], grid[0]), bool))
+        allowed = past if key_mask is None else past & key_mask[..., None, :]
+        # alpha_ij and beta_ij over j <= i.
+        masks = {"mask": past, "key_mask": key_mask}
+        content = softmax_weights(q, k, **masks, precision=precision)
+        return _mix(content, masked_softmax(scores, allowed), gate, v, precision)
+
+    arguments = (q, k, v, key_mask, gate, scores)
+    return _attend_fused(
+        arguments, all_pairs, grid=grid, causal=True, precision=precision
+    )
 
 
 @check_arguments
@@ -217,6 +233,30 @@ def _offset_scores(coefficients, grid, num_prefix):
     coefficients = widen(coefficients)
     features = jnp.asarray(features, coefficients.dtype)
     return (coefficients[..., None, :] * features).sum(axis=-1)
+
+
+def _attend_fused(arguments, all_pairs, *, grid, num_prefix=0, causal, precision):
+    """Computes attention by kernels of the platform, where it has them."""
+    q, k, v, *_ = arguments
+    options = {"causal": causal, "precision": precision}
+    branches = fused_branches(q, k, v, **options)
+    if not branches:
+        return all_pairs(*arguments)
+    (platform, attend), *_ = branches.items()
+
+    def mix(q, k, v, key_mask, gate, scores):
+        wide = widen(v)
+        content = attend(q, k, v, key_mask, None, None)
+        # Queries and keys of zero: scores are those of the offsets alone.
+        none = jnp.zeros((v.shape[-2], 1), v.dtype)
+        position = attend(
+            none, none, v, key_mask, None, scores, grid=grid, num_prefix=num_prefix
+        )
+        gate = jax.nn.sigmoid(widen(gate))[..., None, None]
+        out = (1 - gate) * content.astype(wide.dtype) + gate * position
+        return out.astype(v.dtype)
+
+    return jax.lax.platform_dependent(*arguments, **{platform: mix}, default=all_pairs)
 
 
 def _mix(content, position, gate, v, precision):

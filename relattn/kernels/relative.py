@@ -19,6 +19,7 @@ from relattn.kernels.checks import (
     finite_masked,
     zero_masked,
 )
+from relattn.kernels.flash import fused_branches
 from relattn.kernels.positions.bias import (
     bias_of_pairs,
     past_rows,
@@ -28,9 +29,11 @@ from relattn.kernels.positions.bias import (
     with_prefix_rows,
 )
 from relattn.kernels.precision import widen
+from relattn.kernels.segments import mask_segments, segment_numbers
 from relattn.kernels.softmax import (
     block_size,
     causal_mask,
+    causal_softmax_attention,
     map_blocks,
     scaled_products,
     softmax_weights,
@@ -60,6 +63,7 @@ def relative_attention(
     bias: Float[Array, "*#batch bias_rows"] | None = None,
     mask: Bool[Array, "*#batch n n"] | None = None,
     key_mask: Bool[Array, "*#batch n"] | None = None,
+    segment_ids: Int[Array, "*#batch n"] | None = None,
     precision: jax.lax.PrecisionLike = None,
 ) -> Float[Array, "*batch n value_dim"]:
     """Computes softmax attention with a key vector, value vector and bias per offset.
@@ -83,6 +87,8 @@ def relative_attention(
         mask: True where query i may attend to key j, shape ``[*batch, n, n]``. A key
             that no query may attend to is ignored, whatever it holds.
         key_mask: True for keys that exist, shape ``[*batch, n]``.
+        segment_ids: For packed sequences: a token attends only to tokens of its segment
+            (`relattn.kernels.segment_mask`), shape ``[*batch, n]``.
         precision: Passed to einsum.
 
     Returns:
@@ -114,24 +120,40 @@ def relative_attention(
     bias = with_prefix_rows(bias, "bias", rows, num_prefix, axis=-1)
     q = finite_masked(q, key_mask)
     k, v, key_mask = zero_unseen(k, v, key_mask, mask)
-    attend = functools.partial(
-        _attend, k=k, v=v, key_mask=key_mask, precision=precision
-    )
-    # All queries at once, or rows of the grid, to save memory.
-    size = _block_size((q, k, v, key_table, value_table), bias)
-    if size < q.shape[-2]:
-        blocks = _Blocks(grid, num_prefix, size)
-        out = blocks.attend(attend, q, mask, key_table, value_table, bias)
-    else:
-        out = attend(
-            q,
-            mask=mask,
-            bias=None if bias is None else bias_of_pairs(bias, grid, num_prefix),
-            key_table=key_table,
-            value_table=value_table,
-            to_pairs=lambda per_row: _to_pairs(per_row, grid, num_prefix),
+
+    def in_blocks(q, k, v, key_mask, segments, bias):
+        del segments
+        within = mask_segments(mask, segment_ids)
+        attend = functools.partial(
+            _attend, k=k, v=v, key_mask=key_mask, precision=precision
         )
-    return out.astype(v.dtype)
+        # All queries at once, or rows of the grid, to save memory.
+        size = _block_size((q, k, v, key_table, value_table), bias)
+        if size < q.shape[-2]:
+            blocks = _Blocks(grid, num_prefix, size)
+            out = blocks.attend(attend, q, within, key_table, value_table, bias)
+        else:
+            out = attend(
+                q,
+                mask=within,
+                bias=None if bias is None else bias_of_pairs(bias, grid, num_prefix),
+                key_table=key_table,
+                value_table=value_table,
+                to_pairs=lambda per_row: _to_pairs(per_row, grid, num_prefix),
+            )
+        return out.astype(v.dtype)
+
+    arguments = (q, k, v, key_mask, segment_ids, bias)
+    if mask is not None or key_table is not None or value_table is not None:
+        return in_blocks(*arguments)
+    return _attend_fused(
+        arguments,
+        in_blocks,
+        causal=False,
+        grid=grid,
+        num_prefix=num_prefix,
+        precision=precision,
+    )
 
 
 @check_arguments
@@ -145,6 +167,7 @@ def causal_relative_attention(
     bias: Float[Array, "*#batch bias_rows"] | None = None,
     mask: Bool[Array, "*#batch n n"] | None = None,
     key_mask: Bool[Array, "*#batch n"] | None = None,
+    segment_ids: Int[Array, "*#batch n"] | None = None,
     precision: jax.lax.PrecisionLike = None,
 ) -> Float[Array, "*batch n value_dim"]:
     """Computes `relative_attention` of every token to itself and earlier tokens.
@@ -165,6 +188,8 @@ def causal_relative_attention(
         mask: True where query i may attend to key j, shape ``[*batch, n, n]``. A key
             that no query may attend to is ignored, whatever it holds.
         key_mask: True for keys that exist, shape ``[*batch, n]``.
+        segment_ids: For packed sequences: a token attends only to tokens of its segment
+            (`relattn.kernels.segment_mask`), shape ``[*batch, n]``.
         precision: Passed to einsum.
 
     Returns:
@@ -185,6 +210,9 @@ def causal_relative_attention(
         Shaw et al., Self-Attention with Relative Position Representations, section
         3.2; bias: Liu et al., Swin Transformer, section 3.2.
     """
+    if mask is None and key_table is None and value_table is None and bias is None:
+        options = {"key_mask": key_mask, "segment_ids": segment_ids}
+        return causal_softmax_attention(q, k, v, **options, precision=precision)
     # r_d, s_d and b_d of the offsets d = 0 .. n - 1.
     length = q.shape[-2]
     key_table, value_table = (
@@ -195,37 +223,47 @@ def causal_relative_attention(
 
     q = finite_masked(q, key_mask)
     k, v, key_mask = zero_unseen(k, v, key_mask, mask)
-    attend = functools.partial(
-        _attend, k=k, v=v, key_mask=key_mask, precision=precision
-    )
-    size = _block_size((q, k, v, key_table, value_table), bias)
     # Zeros for the offsets of later keys, which the mask excludes.
     future = (length - 1, 0)
-    if size < length:
-        blocks = _Blocks((length,), 0, size, causal=True)
-        tables = (_pad(key_table, future, -2), _pad(value_table, future, -2))
-        out = blocks.attend(attend, q, mask, *tables, _pad(bias, future, -1))
-        return out.astype(v.dtype)
 
     def to_pairs(per_row):
         return _to_pairs(_pad(per_row, future, -1), (length,), 0)
 
-    if bias is not None:
-        # Widened before indexing: the gradient is a sum over many pairs.
-        bias = widen(bias)[..., None, :]
-        shape = (*bias.shape[:-2], length, length)
-        bias = to_pairs(jnp.broadcast_to(bias, shape))
-    # j <= i
-    past = causal_mask(0, length, length)
-    out = attend(
-        q,
-        mask=past if mask is None else mask & past,
-        bias=bias,
-        key_table=key_table,
-        value_table=value_table,
-        to_pairs=to_pairs,
+    def in_blocks(q, k, v, key_mask, segments, bias):
+        del segments
+        within = mask_segments(mask, segment_ids)
+        attend = functools.partial(
+            _attend, k=k, v=v, key_mask=key_mask, precision=precision
+        )
+        size = _block_size((q, k, v, key_table, value_table), bias)
+        if size < length:
+            blocks = _Blocks((length,), 0, size, causal=True)
+            tables = (_pad(key_table, future, -2), _pad(value_table, future, -2))
+            out = blocks.attend(attend, q, within, *tables, bias)
+            return out.astype(v.dtype)
+        if bias is not None:
+            # Widened before indexing: the gradient is a sum over many pairs.
+            bias = widen(bias)[..., None, :]
+            shape = (*bias.shape[:-2], length, bias.shape[-1])
+            bias = _to_pairs(jnp.broadcast_to(bias, shape), (length,), 0)
+        # j <= i
+        past = causal_mask(0, length, length)
+        out = attend(
+            q,
+            mask=past if within is None else within & past,
+            bias=bias,
+            key_table=key_table,
+            value_table=value_table,
+            to_pairs=to_pairs,
+        )
+        return out.astype(v.dtype)
+
+    arguments = (q, k, v, key_mask, segment_ids, _pad(bias, future, -1))
+    if mask is not None or key_table is not None or value_table is not None:
+        return in_blocks(*arguments)
+    return _attend_fused(
+        arguments, in_blocks, causal=True, grid=(length,), precision=precision
     )
-    return out.astype(v.dtype)
 
 
 @check_arguments
@@ -293,6 +331,18 @@ def causal_relative_attention_step(
     if value_table is not None:
         out = out + weighted_sum(weights, value_table, precision)
     return out[..., 0, :].astype(v.dtype)
+
+
+def _attend_fused(arguments, in_blocks, **options):
+    """Computes attention by kernels of the platform, where it has them."""
+    q, k, v, key_mask, segment_ids, bias = arguments
+    branches = fused_branches(q, k, v, **options)
+    if not branches:
+        return in_blocks(*arguments)
+    segments = None if segment_ids is None else segment_numbers(segment_ids)
+    return jax.lax.platform_dependent(
+        q, k, v, key_mask, segments, bias, **branches, default=in_blocks
+    )
 
 
 def _attend(

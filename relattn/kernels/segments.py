@@ -35,6 +35,30 @@ def segment_mask(segment_ids: Int[Array, "*batch n"]) -> Bool[Array, "*batch n n
         >>> segment_mask(jnp.array([4, 4, 1, 4])).astype(int).tolist()
         [[1, 1, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]]
     """
-    # The number of each token's segment; tokens of one segment see each other.
-    segments = jnp.cumsum(segment_starts(segment_ids), axis=-1)
+    segments = segment_numbers(segment_ids)
     return segments[..., :, None] == segments[..., None, :]
+
+
+def segment_numbers(segment_ids: Int[Array, "*batch n"]) -> Int[Array, "*batch n"]:
+    """Numbers the segments: tokens of one segment, and no others, share a number.
+
+    Example:
+        >>> segment_numbers(jnp.array([4, 4, 1, 4])).tolist()
+        [0, 0, 1, 2]
+    """
+    return jnp.cumsum(segment_starts(segment_ids), axis=-1)
+
+
+def mask_segments(
+    mask: Bool[Array, "..."] | None, segment_ids: Int[Array, "..."] | None
+) -> Bool[Array, "..."] | None:
+    """Returns which tokens may attend, by a mask and by `segment_mask`.
+
+    Example:
+        >>> mask_segments(jnp.eye(3, dtype=bool), None).sum()
+        Array(3, dtype=int32)
+    """
+    if segment_ids is None:
+        return mask
+    within = segment_mask(segment_ids)
+    return within if mask is None else mask & within

@@ -6,7 +6,6 @@ queries, in memory linear in the length.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any, Literal, overload
@@ -14,13 +13,14 @@ from typing import Any, Literal, overload
 import jax
 import jax.numpy as jnp
 from jax.export import is_symbolic_dim
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from relattn.kernels.checks import check_arguments, finite_masked, zero_masked
-from relattn.kernels.flash import flash_branches
+from relattn.kernels.flash import flash_branches, fused_branches
 from relattn.kernels.guards import softmax
 from relattn.kernels.platform import platform_defaults
 from relattn.kernels.precision import compute_dtype, wide_einsum, widen
+from relattn.kernels.segments import mask_segments, segment_numbers
 
 # The score of a masked key in sums, as in jax.nn.
 MASKED_SCORE = -0.7 * float(jnp.finfo(jnp.float32).max)
@@ -34,6 +34,7 @@ def softmax_attention(
     *,
     mask: Bool[Array, "*#batch n m"] | None = None,
     key_mask: Bool[Array, "*#batch m"] | None = None,
+    segment_ids: Int[Array, "*#batch n"] | None = None,
     bias: Float[Array, "*#batch n m"] | None = None,
     precision: jax.lax.PrecisionLike = None,
     return_logsumexp: Literal[False] = False,
@@ -46,6 +47,7 @@ def softmax_attention(
     *,
     mask: Bool[Array, "*#batch n m"] | None = None,
     key_mask: Bool[Array, "*#batch m"] | None = None,
+    segment_ids: Int[Array, "*#batch n"] | None = None,
     bias: Float[Array, "*#batch n m"] | None = None,
     precision: jax.lax.PrecisionLike = None,
     return_logsumexp: Literal[True],
@@ -58,6 +60,7 @@ def softmax_attention(
     *,
     mask: Bool[Array, "*#batch n m"] | None = None,
     key_mask: Bool[Array, "*#batch m"] | None = None,
+    segment_ids: Int[Array, "*#batch n"] | None = None,
     bias: Float[Array, "*#batch n m"] | None = None,
     precision: jax.lax.PrecisionLike = None,
     return_logsumexp: bool = False,
@@ -70,9 +73,9 @@ def softmax_attention(
     out_i = sum_j softmax_j(q_i . k_j / sqrt(head_dim) + bias_ij) v_j
 
     Scores, softmax and sums are float32 or wider. A query without allowed keys gives
-    zeros. On GPUs and TPUs it is flash attention where that pays: without masks, bias,
-    ``precision`` and ``return_logsumexp``; its derivatives are first ones, in reverse
-    mode, and its weights have the dtype of the values.
+    zeros. On GPUs and TPUs it is flash attention where that pays: without masks,
+    segments, bias, ``precision`` and ``return_logsumexp``; its derivatives are first
+    ones, in reverse mode, and its weights have the dtype of the values.
 
     Args:
         q: Queries, shape ``[*batch, n, head_dim]``.
@@ -82,6 +85,9 @@ def softmax_attention(
             that no query may attend to is ignored, whatever it holds.
         key_mask: True for keys that exist, shape ``[*batch, m]``. Other keys and their
             values are ignored, whatever they hold.
+        segment_ids: For packed sequences: a token attends only to tokens of its segment
+            (`relattn.kernels.segment_mask`), shape ``[*batch, n]``; then m
+            is n.
         bias: Added to the scores, shape ``[*batch, n, m]``; must be finite.
         precision: Passed to einsum.
         return_logsumexp: Whether to also return log sum_j exp(score_ij), by which
@@ -93,7 +99,8 @@ def softmax_attention(
         wider; `MASKED_SCORE` without allowed keys.
 
     Raises:
-        ValueError: If shapes or dtypes do not fit together.
+        ValueError: If shapes or dtypes do not fit together, or ``segment_ids`` with
+            other queries than keys.
 
     Example:
         >>> x = jnp.eye(3)
@@ -103,8 +110,15 @@ def softmax_attention(
     Source:
         Vaswani et al., Attention Is All You Need, section 3.2.1.
     """
+    n, m = q.shape[-2], k.shape[-2]
+    if segment_ids is not None and n != m:
+        raise ValueError(
+            f"segment_ids number the tokens of one sequence, but there are {n} queries "
+            f"and {m} keys: pass a mask"
+        )
     if not return_logsumexp:
-        return _attend(q, k, v, mask, key_mask, bias, precision)
+        return _attend(q, k, v, mask, key_mask, segment_ids, bias, precision)
+    mask = mask_segments(mask, segment_ids)
     return _attend_in_blocks(
         q, k, v, mask, key_mask, bias, precision=precision, logsumexp=True
     )
@@ -117,6 +131,7 @@ def causal_softmax_attention(
     v: Float[Array, "*#batch n value_dim"],
     *,
     key_mask: Bool[Array, "*#batch n"] | None = None,
+    segment_ids: Int[Array, "*#batch n"] | None = None,
     bias: Float[Array, "*#batch n n"] | None = None,
     precision: jax.lax.PrecisionLike = None,
 ) -> Float[Array, "*batch n value_dim"]:
@@ -129,6 +144,8 @@ def causal_softmax_attention(
         k: Keys, shape ``[*batch, n, head_dim]``.
         v: Values, shape ``[*batch, n, value_dim]``.
         key_mask: True for keys that exist, shape ``[*batch, n]``.
+        segment_ids: For packed sequences: a token attends only to tokens of its segment
+            (`relattn.kernels.segment_mask`), shape ``[*batch, n]``.
         bias: Added to the scores, shape ``[*batch, n, n]``; must be finite.
         precision: Passed to einsum.
 
@@ -146,21 +163,33 @@ def causal_softmax_attention(
     Source:
         Vaswani et al., Attention Is All You Need, section 3.2.3.
     """
-    return _attend(q, k, v, None, key_mask, bias, precision, causal=True)
+    q = finite_masked(q, key_mask)
+    return _attend(q, k, v, None, key_mask, segment_ids, bias, precision, causal=True)
 
 
-def _attend(q, k, v, mask, key_mask, bias, precision, *, causal=False):
+def _attend(q, k, v, mask, key_mask, segment_ids, bias, precision, *, causal=False):
     """Computes `softmax_attention` by flash attention, or in blocks of queries."""
-    if mask is None and key_mask is None and bias is None:
-        flash = flash_branches(q, k, v, causal=causal, precision=precision)
-        if flash:
-            blocks = functools.partial(
-                _attend_in_blocks, causal=causal, precision=precision
+
+    def blocks(q, k, v, key_mask=None, segments=None, bias=None):
+        del segments
+        within = mask_segments(mask, segment_ids)
+        return _attend_in_blocks(
+            q, k, v, within, key_mask, bias, causal=causal, precision=precision
+        )
+
+    if mask is None and bias is None:
+        options = {"causal": causal, "precision": precision}
+        if key_mask is None and segment_ids is None:
+            flash = flash_branches(q, k, v, **options)
+            if flash:
+                return jax.lax.platform_dependent(q, k, v, **flash, default=blocks)
+        fused = fused_branches(q, k, v, **options)
+        if fused:
+            segments = None if segment_ids is None else segment_numbers(segment_ids)
+            return jax.lax.platform_dependent(
+                q, k, v, key_mask, segments, bias, **fused, default=blocks
             )
-            return jax.lax.platform_dependent(q, k, v, **flash, default=blocks)
-    return _attend_in_blocks(
-        q, k, v, mask, key_mask, bias, causal=causal, precision=precision
-    )
+    return blocks(q, k, v, key_mask, bias=bias)
 
 
 def _attend_in_blocks(
@@ -176,8 +205,6 @@ def _attend_in_blocks(
     logsumexp=False,
 ) -> Any:
     """Computes `softmax_attention` in blocks of queries."""
-    if causal:
-        q = finite_masked(q, key_mask)
     # Masked keys have weight zero, and NaN there must not reach a product.
     k, v, key_mask = zero_unseen(k, v, key_mask, mask)
     arrays = [x for x in (q, k, v, mask, bias) if x is not None]
@@ -187,7 +214,8 @@ def _attend_in_blocks(
     def attend(index, q, mask, bias):
         # j <= i, for the queries of the block.
         if causal:
-            mask = causal_mask(index * size, q.shape[-2], k.shape[-2])
+            past = causal_mask(index * size, q.shape[-2], k.shape[-2])
+            mask = past if mask is None else mask & past
         # q_i . k_j / sqrt(head_dim) + bias_ij
         scores, allowed = _masked_scores(q, k, mask, key_mask, bias, precision)
         # sum_j softmax_j(score_ij) v_j

@@ -18,7 +18,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int
 
 from relattn import offsets
-from relattn.kernels import relative, segment_mask, softmax
+from relattn.kernels import relative, softmax
 from relattn.kernels.checks import finite_masked
 from relattn.nn.blocks import Linear, default_head_dim
 
@@ -430,10 +430,11 @@ class SoftmaxAttention(MultiHeadAttention):
     ) -> Float[Array, "batch heads n value_dim"]:
         """Computes softmax attention."""
         tables = self.tables(context)
-        ids, mask = context.segment_ids, None
-        if ids is not None:
-            mask = segment_mask(ids)
-        options: dict[str, Any] = {"mask": mask, "key_mask": context.key_mask, **tables}
+        options: dict[str, Any] = {
+            "key_mask": context.key_mask,
+            "segment_ids": context.segment_ids,
+            **tables,
+        }
         if self.causal:
             return relative.causal_relative_attention(q, k, v, **options)
         if not tables:

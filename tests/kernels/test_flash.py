@@ -11,7 +11,12 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from relattn.kernels import causal_softmax_attention, flash, softmax_attention
+from relattn.kernels import (
+    causal_relative_attention,
+    causal_softmax_attention,
+    flash,
+    softmax_attention,
+)
 from relattn.kernels.platform import use_platform
 from tests import reference
 from tests.helpers import compare
@@ -89,7 +94,9 @@ def uses_flash(inputs, attend=softmax_attention, precision="default", **options)
 
 
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])
-@pytest.mark.parametrize("attend", [softmax_attention, causal_softmax_attention])
+@pytest.mark.parametrize(
+    "attend", [softmax_attention, causal_softmax_attention, causal_relative_attention]
+)
 def test_accelerators_use_it(cudnn, one_device, platform, attend):
     with use_platform(platform):
         assert uses_flash(shape_inputs(), attend)

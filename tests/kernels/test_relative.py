@@ -65,12 +65,17 @@ def test_masked_pairs_match_the_reference(causal):
     length, rows = 7, 13
     mask = np.random.default_rng(6).random((length, length)) < 0.6
     mask[3] = False
+    # An id that comes back starts a new segment.
+    masks = {"mask": mask, "segment_ids": jnp.array([3, 3, 3, 8, 8, 3, 3])}
+    runs = np.array([0, 0, 0, 1, 1, 2, 2])
 
     def kernel(q, k, v, key_table, value_table, bias):
         tables = {"key_table": key_table, "value_table": value_table, "bias": bias}
         if causal:
-            return kernels.causal_relative_attention(q, k, v, mask=mask, **tables)
-        return kernels.relative_attention(q, k, v, grid=(length,), mask=mask, **tables)
+            return kernels.causal_relative_attention(q, k, v, **masks, **tables)
+        return kernels.relative_attention(q, k, v, grid=(length,), **masks, **tables)
+
+    mask = mask & (runs[:, None] == runs)
 
     naive = functools.partial(
         reference.relative_attention,

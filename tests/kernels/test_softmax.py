@@ -40,15 +40,22 @@ def test_bias_and_both_masks_match_reference():
 @pytest.mark.usefixtures("form")
 def test_causal_matches_reference():
     key_mask = np.arange(N) != 1
+    # An id that comes back starts a new segment.
+    ids, runs = jnp.array([3, 3, 8, 8, 3]), np.array([0, 0, 1, 1, 2])
+    allowed = np.tri(N, dtype=bool) & key_mask & (runs[:, None] == runs)
     compare.expect_equal(
         lambda q, k, v, bias: softmax.causal_softmax_attention(
-            q, k, v, bias=bias, key_mask=jnp.asarray(key_mask)
+            q, k, v, bias=bias, key_mask=jnp.asarray(key_mask), segment_ids=ids
         ),
-        lambda q, k, v, bias: reference.softmax_attention(
-            q, k, v, np.tril(np.ones((N, N), bool)) & key_mask, bias
-        ),
+        lambda q, k, v, bias: reference.softmax_attention(q, k, v, allowed, bias),
         draw_inputs(m=N),
     )
+
+
+def test_segments_of_other_queries_than_keys_raise():
+    q, k, v, _ = draw_inputs()
+    with pytest.raises(ValueError, match="5 queries and 7 keys: pass a mask"):
+        softmax.softmax_attention(q, k, v, segment_ids=jnp.zeros(N, int))
 
 
 @pytest.mark.quick("dense")

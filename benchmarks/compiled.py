@@ -16,6 +16,7 @@ those of cuBLAS: Triton's need a measurement.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import fnmatch
 import importlib.metadata
@@ -137,6 +138,9 @@ def _at(
 _LINEAR = ("linear", "causal_linear")
 _SOFTMAX = ("softmax", "causal_softmax")
 _BIASES = ("toeplitz", "causal_toeplitz", "relative_bias", "causal_relative_bias")
+# Kernels that only GPUs have.
+_PALLAS = ("linear_pallas", "causal_linear_pallas")
+_PALLAS_BIASES = ("relative_bias_pallas", "causal_relative_bias_pallas")
 _WIDE = {"num_heads": 3, "head_dim": 64}
 # Sizes as in docs/speed.md, and for Translution the batches that its paper states for
 # ImageNet and OpenWebText.
@@ -146,6 +150,8 @@ KERNELS: dict[str, tuple[str, Sizes]] = {
     **_at(16384, *_LINEAR, *_SOFTMAX, suffix="_bfloat16", dtype="bfloat16"),
     **_at(4096, *_BIASES),
     **_at(16384, *_BIASES[:2]),
+    **_at(4096, *_PALLAS_BIASES),
+    **_at(16384, *_PALLAS, "softmax_pallas", "causal_softmax_pallas"),
     **_at(1024, "banded", "banded_torus", "relative_bias_torus", batch=8),
     **_at(49, "self_attention", "lor_translution", "translution", batch=256, **_WIDE),
     **_at(49, "lor_translution_torus", "translution_torus", batch=256, **_WIDE),
@@ -220,7 +226,10 @@ def compile_row(name: str, target: Target, device: jax.Device) -> dict[str, Any]
         "jax": jax.__version__,
         target.package: importlib.metadata.version(target.package),
     }
-    with use_platform(target.platform):
+    # From JAX 0.12 on, Pallas needs a device that a mesh names. Steps have their own.
+    mesh = Mesh([device], "d").abstract_mesh if name in KERNELS else None
+    named = jax.sharding.use_abstract_mesh(mesh) if mesh else contextlib.nullcontext()
+    with use_platform(target.platform), named:
         function, arguments = make(name, device)
         start = time.perf_counter()
         try:
@@ -338,8 +347,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     given = parser.parse_args(argv)
     path = usable_folder(given.output, "--output") / f"compiled_{given.target}.json"
     rows = read_json(path, {"*": dict}) if path.exists() else {}
-    names = choose_rows(given.only, rows)
     target = TARGETS[given.target]
+    names = [
+        name
+        for name in choose_rows(given.only, rows)
+        if target.platform == "gpu" or "_pallas" not in name
+    ]
     jax.config.update("jax_platforms", "cpu")
     device = describe_device(target)
     # A cached program would take no time.

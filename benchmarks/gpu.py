@@ -63,12 +63,16 @@ _LONGEST_WAIT = 30.0
 _COUNTED_AS = {
     "softmax": ("dense_softmax", 1.0),
     "cudnn_softmax": ("dense_softmax", 1.0),
+    "softmax_pallas": ("dense_softmax", 1.0),
     "softmax_pytorch": ("dense_softmax", 1.0),
     "causal_softmax": ("dense_softmax", 0.5),
     "causal_cudnn_softmax": ("dense_softmax", 0.5),
+    "causal_softmax_pallas": ("dense_softmax", 0.5),
     "causal_softmax_pytorch": ("dense_softmax", 0.5),
     "relative_bias": ("dense_softmax", 1.0),
+    "relative_bias_pallas": ("dense_softmax", 1.0),
     "causal_relative_bias": ("dense_softmax", 0.5),
+    "causal_relative_bias_pallas": ("dense_softmax", 0.5),
     "causal_linear": ("linear", 1.0),
     "causal_linear_pallas": ("linear", 1.0),
     "linear_pallas": ("linear", 1.0),
@@ -330,9 +334,12 @@ def _kernel_rows(
 
 _CAUSAL = (
     *("causal_linear", "causal_linear_pallas"),
-    *("causal_softmax", "causal_cudnn_softmax"),
+    *("causal_softmax", "causal_softmax_pallas", "causal_cudnn_softmax"),
 )
-_ALL_PAIRS = ("linear", "linear_pallas", "softmax", "cudnn_softmax")
+_ALL_PAIRS = (
+    *("linear", "linear_pallas"),
+    *("softmax", "softmax_pallas", "cudnn_softmax"),
+)
 _PYTORCH = ("causal_softmax_pytorch", "fla_causal_linear")
 _LOR = (
     "lor_translution",
@@ -347,7 +354,8 @@ _CAUSAL_LOR = (
     "causal_lor_translution_by_rows",
 )
 _BIASES = (
-    *("relative_bias", "causal_relative_bias"),
+    *("relative_bias", "relative_bias_pallas"),
+    *("causal_relative_bias", "causal_relative_bias_pallas"),
     *("toeplitz", "causal_toeplitz"),
 )
 

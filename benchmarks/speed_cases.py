@@ -507,7 +507,15 @@ CASES |= {
         "lor_translution",
     )
 }
+# Kernels for GPUs that are off by default.
 CASES |= {
-    f"{name}_pallas": _as_on("gpu", CASES[name], fused_linear=True)
-    for name in ("linear", "causal_linear")
+    f"{name}_pallas": _as_on("gpu", CASES[name], **{setting: True})
+    for setting, names in {
+        "fused_linear": ("linear", "causal_linear"),
+        "fused_softmax": (
+            *("softmax", "causal_softmax"),
+            *("relative_bias", "causal_relative_bias"),
+        ),
+    }.items()
+    for name in names
 }

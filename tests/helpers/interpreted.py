@@ -54,7 +54,11 @@ def count_for_h100(function, *shapes, **settings):
     arguments = [
         given and jax.ShapeDtypeStruct(*given, sharding=sharding) for given in shapes
     ]
-    with use_platform("gpu", **settings):
+    with (
+        # From JAX 0.12 on, Pallas needs a device that a mesh names.
+        jax.sharding.use_abstract_mesh(mesh.abstract_mesh),
+        use_platform("gpu", **settings),
+    ):
         lowered = jax.jit(function).lower(*arguments)
         text = lowered.compile(dict(target.options)).as_text()
     return text.count('custom_call_target="__gpu$xla.gpu.triton"')

@@ -642,7 +642,8 @@ def test_a_full_disk_ends_the_log_and_does_not_block_it(tmp_path):
     with files_of_at_most(size):
         with pytest.raises(training.WorkdirError, match=message):
             write_rows()
-        worker = log._tensorboard.file_writer.event_writer._worker
+        (tensorboard,) = log._loggers
+        worker = tensorboard._writer.file_writer.event_writer._worker
         log.close()
         # Without this, its error may reach the next test.
         with contextlib.suppress(ValueError):

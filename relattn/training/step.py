@@ -56,7 +56,7 @@ class TrainState(flax.struct.PyTreeNode):
     opt_state: Any
     random_features: Any
     batch_stats: Any
-    ema: Any = ()
+    ema: Any = flax.struct.field(default_factory=dict)
 
     @property
     def variables(self) -> dict[str, Any]:
@@ -143,7 +143,7 @@ def create_state(
         random_features=redraw(variables.get("random_features", {}), key, 0),
         batch_stats=variables.get("batch_stats", {}),
         # Copies: the memory of each is reused for its update.
-        ema=jax.tree.map(jnp.copy, params) if ema else (),
+        ema=jax.tree.map(jnp.copy, params) if ema else {},
     )
 
 
@@ -313,7 +313,9 @@ def make_train_step(
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         measured["update_norm"] = optax.tree.norm(updates)
         params = optax.apply_updates(state.params, updates)
-        ema = average(state.ema, params, state.step, ema_decay) if ema_decay else ()
+        ema = state.ema
+        if ema_decay:
+            ema = average(ema, params, state.step, ema_decay)
         new_state = TrainState(
             step=state.step + 1,
             params=params,

@@ -38,7 +38,7 @@ def make_maps_fn(run: Run) -> Callable[[Array], AttentionMaps] | None:
     def maps(variables, inputs):
         weights = models.attention_weights(run.model, variables, inputs)[-1]
         read = weights.mean(axis=1)
-        read = read[:, 0] if num_prefix else read.mean(axis=1)
+        read = read[:, 0] if run.model.has_class_token else read.mean(axis=1)
         starts = jnp.zeros((len(inputs), 2), jnp.int32)
         if run.model.anchor == "polyphase":
             starts = anchor_shifts(inputs, run.model.patch_size)

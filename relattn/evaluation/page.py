@@ -254,7 +254,7 @@ def _model(
             "grid": grid,
             "maps": _encode(16 * pairs[:, 0] + pairs[:, 1]),
             "starts": _encode(np.stack(starts)),
-            "reader": "CLS" if run.model.num_prefix else "all patches",
+            "reader": "CLS" if run.model.has_class_token else "all patches",
         }
     return model, np.stack(correct)
 

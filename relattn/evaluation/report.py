@@ -287,7 +287,8 @@ def _maps(run: Run, images: np.ndarray, predicted: Sequence[str]) -> str:
     make_maps = make_maps_fn(run)
     if make_maps is None:
         return "<p>None: the model has no attention.</p>"
-    queries = "the CLS token" if run.model.num_prefix else "all tokens, on average"
+    has_cls = run.model.has_class_token
+    queries = "the CLS token" if has_cls else "all tokens, on average"
     inputs = run.preprocess({"image": images})
     read, starts = map(np.asarray, make_maps(inputs))
     patch = [

@@ -16,6 +16,8 @@ from relattn.models.cnn import AlexNet as AlexNet
 from relattn.models.cnn import ResNet18 as ResNet18
 from relattn.models.cnn import Vgg16 as Vgg16
 from relattn.models.gpt import GPT as GPT
+from relattn.models.image_features import Features as Features
+from relattn.models.image_features import features as features
 from relattn.models.patches import patch_grid as patch_grid
 from relattn.models.patches import patch_sides
 from relattn.models.resize import resize_grid as resize_grid

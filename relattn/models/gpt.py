@@ -186,7 +186,7 @@ class GPT(nn.Module):
                 dropout=self.dropout,
                 dtype=self.dtype,
                 norm_eps=self.norm_eps,
-                approximate_gelu=self.approximate_gelu,
+                activation="gelu_tanh" if self.approximate_gelu else "gelu",
             ),
             positions=position.per_layer(grid, self.num_prefix),
             grid=grid,

@@ -12,7 +12,7 @@ import dataclasses
 import json
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +101,39 @@ class Pretrained:
             )
         data, info, config = _data_options(self.config, "Pretrained.preprocess")
         return data.prepare_images(images, info, config)
+
+
+    def features(
+        self,
+        inputs: Any,
+        *,
+        layers: Sequence[int] = (-1,),
+        norm: bool = True,
+    ) -> models.Features:
+        """Computes features of images: pooled, CLS, mean, and tokens of layers.
+
+        Args:
+            inputs: The model's inputs, as `preprocess` returns them.
+            layers: The layers whose tokens are returned, from 0; -1 is the last.
+            norm: Whether the final LayerNorm is applied to these tokens.
+
+        Returns:
+            See `relattn.models.Features`.
+
+        Raises:
+            ValueError: If the model has no patches as tokens, or no such layer.
+
+        Example:
+            >>> model = models.ViT(3, dim=8, num_heads=2, num_layers=2, patch_size=2)
+            >>> images = jnp.ones((1, 4, 6, 1))
+            >>> variables = model.init(jax.random.key(0), images)
+            >>> Pretrained(model, variables, {}).features(images).cls.shape
+            (1, 8)
+        """
+        inputs = jnp.asarray(inputs)
+        return models.features(
+            self.model, self.variables, inputs, layers=layers, norm=norm
+        )
 
 
 def _data_options(config, feature):

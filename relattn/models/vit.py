@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float
 from relattn.messages import check_choice
 from relattn.models.anchor import ANCHORS, polyphase_anchor
 from relattn.models.patches import PatchSize, extract_patches, zero_patches
+from relattn.nn.attention_pool import AttentionPool
 from relattn.nn.blocks import (
     LAYER_NORM_EPSILON,
     Linear,
@@ -35,7 +36,7 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 
 HEADS = ("linear", "mlp")
-POOLS = ("cls", "mean")
+POOLS = ("cls", "mean", "cls_mean", "attention")
 
 
 class ViT(nn.Module):
@@ -49,7 +50,8 @@ class ViT(nn.Module):
     not state biases, norms and the hidden size of the head.
 
     Attributes:
-        num_classes: Number of classes.
+        num_classes: Number of classes; 0 for a model without a head, whose outputs are
+            what a head would read, ``[batch, dim]``.
         dim: Width of the tokens.
         num_layers: Number of blocks.
         num_heads: Number of heads.
@@ -63,8 +65,13 @@ class ViT(nn.Module):
         periodic: Whether the image and the grid of patches are periodic, a
             `relattn.Torus`. With ``anchor="polyphase"`` the logits are then the same
             for all circular shifts.
-        pool: What the head reads: ``"cls"``, or ``"mean"``, the mean of the patch
-            tokens; then there is no CLS token.
+        pool: What the head reads: ``"cls"``; ``"mean"``, the mean of the patch tokens;
+            ``"cls_mean"``, both, one after the other; or ``"attention"``, the output
+            of an `AttentionPool` of the patch tokens.
+        pool_prefix: Whether the mean and `AttentionPool` read prefix tokens too.
+        class_token: Whether there is a CLS token; None for whether ``pool`` needs one.
+        num_registers: Number of register tokens, learned tokens after CLS that, like
+            it, have no position, and that the head does not read.
         attention: Spec of the attention.
         position: Spec of the position encoding.
         num_relative_layers: Number of leading layers that use ``attention``; the rest
@@ -75,8 +82,13 @@ class ViT(nn.Module):
             depth; from zero in the first layer, it grows equally from layer to layer.
         qkv_bias: Whether queries, keys and values have a bias.
         embedding_norms: Whether LayerNorms surround the embedding's linear layer.
+        pre_norm: Whether a LayerNorm precedes the first block.
         final_norm: Whether a LayerNorm precedes the head.
+        fc_norm: Whether this LayerNorm follows the pooling; otherwise it precedes it.
         norm_eps: The LayerNorms' constant added to the variance.
+        activation: Of the feed-forward networks: ``"gelu"``; ``"gelu_tanh"``, its
+            approximation by tanh; ``"quick_gelu"``, x sigmoid(1.702 x); or
+            ``"swiglu"``, silu(W_gate x) * W_hidden x in place of gelu(W_hidden x).
         head: ``"linear"``, or ``"mlp"``: a hidden layer of ``mlp_dim`` and GELU
             before it.
         scan_layers: Whether equal layers are compiled once, by `jax.lax.scan`; their
@@ -100,7 +112,9 @@ class ViT(nn.Module):
     Source:
         Translution, section 4.1 and table 1; the embedding, biases, norms and starts:
         the authors' code; Guoji, Improving efficient Vision Transformers with RPEs,
-        section 3.
+        section 3. Registers: Darcet et al., Vision Transformers Need Registers;
+        ``pre_norm`` and ``quick_gelu``: Radford et al., Learning Transferable Visual
+        Models From Natural Language Supervision.
     """
 
     num_classes: int
@@ -114,6 +128,9 @@ class ViT(nn.Module):
     anchor: str = "none"
     periodic: bool = False
     pool: str = "cls"
+    pool_prefix: bool = False
+    class_token: bool | None = None
+    num_registers: int = 0
     attention: str = "softmax"
     position: str = "none"
     num_relative_layers: int = 0
@@ -122,8 +139,11 @@ class ViT(nn.Module):
     drop_path: float = 0.0
     qkv_bias: bool = False
     embedding_norms: bool = True
+    pre_norm: bool = False
     final_norm: bool = True
+    fc_norm: bool = False
     norm_eps: float = LAYER_NORM_EPSILON
+    activation: str = "gelu"
     head: str = "linear"
     scan_layers: bool = True
     dtype: Any = jnp.float32
@@ -137,8 +157,15 @@ class ViT(nn.Module):
 
     @property
     def num_prefix(self) -> int:
-        """Number of prefix tokens: the CLS token, if there is one."""
-        return int(self.pool == "cls")
+        """Number of prefix tokens: the CLS token, if there is one, and registers."""
+        return int(self.has_class_token) + self.num_registers
+
+    @property
+    def has_class_token(self) -> bool:
+        """Whether there is a CLS token, the first token."""
+        if self.class_token is None:
+            return self.pool in ("cls", "cls_mean")
+        return self.class_token
 
     @nn.compact
     @at_precision
@@ -158,10 +185,20 @@ class ViT(nn.Module):
             deterministic: Whether dropout is off.
 
         Returns:
-            Logits, float32, shape ``[batch, num_classes]``.
+            Logits, float32, shape ``[batch, num_classes]``; without a head
+            ``[batch, dim]``, or ``[batch, 2 dim]`` with ``pool="cls_mean"``.
         """
         check_choice("head", self.head, HEADS)
         check_choice("pool", self.pool, POOLS)
+        if self.pool.startswith("cls") and not self.has_class_token:
+            raise ValueError(
+                f"pool={self.pool!r} reads the CLS token, which class_token=False "
+                "leaves out: choose pool='mean' or class_token=True"
+            )
+        if self.num_registers < 0:
+            raise ValueError(
+                f"num_registers must be at least 0, got {self.num_registers}"
+            )
         check_choice("anchor", self.anchor, ANCHORS)
         if key_mask is not None and self.anchor != "none":
             raise ValueError(
@@ -200,13 +237,21 @@ class ViT(nn.Module):
         # x + p, for encodings that act on tokens; CLS has no position.
         position = make_position(name="position")
         x = position.add_to_tokens(x, grid)
-        # CLS, the first token, is the same for all images.
-        if self.pool == "cls":
-            cls = self.param("cls", nn.initializers.normal(1.0), (1, 1, self.dim))
-            cls = jnp.broadcast_to(cls.astype(x.dtype), (x.shape[0], 1, self.dim))
-            x = jnp.concatenate([cls, x], axis=1)
-        # Means are over the patches that exist; keys include CLS.
-        exists = None if key_mask is None else key_mask[..., None]
+        # CLS, the first token, and the registers are the same for all images.
+        prefix = []
+        if self.has_class_token:
+            prefix.append(self._tokens("cls", 1))
+        if self.num_registers:
+            prefix.append(self._tokens("registers", self.num_registers))
+        prefix = [
+            jnp.broadcast_to(tokens.astype(x.dtype), (x.shape[0], *tokens.shape[1:]))
+            for tokens in prefix
+        ]
+        if prefix:
+            x = jnp.concatenate([*prefix, x], axis=1)
+        if self.pre_norm:
+            x = norm(name="pre_norm")(x)
+        # Keys include prefix tokens.
         if key_mask is not None:
             key_mask = jnp.pad(
                 key_mask, [(0, 0), (self.num_prefix, 0)], constant_values=True
@@ -224,6 +269,7 @@ class ViT(nn.Module):
                 dropout=self.dropout,
                 dtype=self.dtype,
                 norm_eps=self.norm_eps,
+                activation=self.activation,
             ),
             positions=position.per_layer(grid, self.num_prefix),
             scan=self.scan_layers,
@@ -237,15 +283,47 @@ class ViT(nn.Module):
         # The head reads norm(CLS), or the mean of the normalised patch tokens.
         if self.pool == "cls":
             x = x[:, 0]
-        if self.final_norm:
+        if self.final_norm and not self.fc_norm:
+            x = norm(name="norm")(x)
+        if self.pool != "cls":
+            x = self._pool(x, key_mask)
+        if self.final_norm and self.fc_norm:
             x = norm(name="norm")(x)
         x = x.astype(jnp.float32)
-        if self.pool == "mean":
-            x = jnp.mean(x, axis=1, where=exists)
+        if not self.num_classes:
+            return x
         # Logits, in float32.
         if self.head == "mlp":
             x = nn.gelu(Linear(self.mlp_dim, name="hidden")(x), approximate=False)
         return Linear(self.num_classes, name="head")(x)
+
+    def _tokens(self, name: str, count: int) -> Float[Array, "1 {count} dim"]:
+        """Learned tokens, the same for all images."""
+        return self.param(name, nn.initializers.normal(1.0), (1, count, self.dim))
+
+    def _pool(
+        self, x: Float[Array, "batch n dim"], key_mask: Bool[Array, "batch n"] | None
+    ) -> Float[Array, "batch features"]:
+        """Pools the tokens that exist: their mean, or attention to them."""
+        start = 0 if self.pool_prefix else self.num_prefix
+        if key_mask is not None:
+            key_mask = key_mask[:, start:]
+        if self.pool == "attention":
+            pool = AttentionPool(
+                self.num_heads,
+                self.mlp_dim,
+                self.norm_eps,
+                self.activation,
+                self.dtype,
+                name="pool",
+            )
+            return pool(x[:, start:], key_mask=key_mask)
+        x = x.astype(jnp.float32)
+        exists = None if key_mask is None else key_mask[..., None]
+        mean = jnp.mean(x[:, start:], axis=1, where=exists)
+        if self.pool == "cls_mean":
+            return jnp.concatenate([x[:, 0], mean], axis=-1)
+        return mean
 
 
 class Performer(ViT):

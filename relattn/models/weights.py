@@ -79,6 +79,8 @@ def attention_weights(
             return model.apply(variables, inputs, mutable=[ATTENTION_WEIGHTS])[1]
 
     found = apply(variables, inputs).get(ATTENTION_WEIGHTS, {})
+    # Not those of `AttentionPool`, whose query is no token.
+    found = {name: found[name] for name in found if name != "pool"}
     layers = []
     for name in sorted(found, key=lambda name: int(name.rpartition("_")[2])):
         (weights,) = jax.tree.leaves(found[name])

@@ -20,6 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 from relattn import offsets
 from relattn.kernels.checks import finite_masked
 from relattn.kernels.platform import platform_defaults
+from relattn.messages import check_choice
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -217,26 +218,62 @@ def gelu(x: Float[Array, "*shape"], *, approximate: bool = False) -> Array:
     return 0.5 * x * (1 + jax.lax.erf(x * 0.5**0.5))
 
 
+def quick_gelu(x: Float[Array, "*shape"]) -> Array:
+    """Computes x sigmoid(1.702 x), the approximation of GELU in OpenAI's CLIP.
+
+    Args:
+        x: An array.
+
+    Returns:
+        An array in the shape and dtype of ``x``.
+
+    Example:
+        >>> quick_gelu(jnp.array([-1.0, 0.0, 1.0])).round(3).tolist()
+        [-0.15399999916553497, 0.0, 0.8459999561309814]
+
+    Source:
+        Hendrycks and Gimpel, Gaussian Error Linear Units, section 2.
+    """
+    return x * jax.nn.sigmoid(1.702 * x)
+
+
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "gelu": gelu,
+    "gelu_tanh": functools.partial(gelu, approximate=True),
+    "quick_gelu": quick_gelu,
+    "swiglu": nn.silu,
+}
+
+
 class FeedForward(nn.Module):
     """Applies the feed-forward network to every token: Linear, GELU, Linear.
+
+    W_out gelu(W_hidden x), or with SwiGLU W_out (silu(W_gate x) * W_hidden x); each
+    product has a bias.
 
     Attributes:
         dim: Width of the tokens.
         mlp_dim: Width of the hidden layer.
         dropout: Dropout rate after the activation.
         dtype: Compute dtype.
-        approximate_gelu: Whether GELU is its approximation by tanh.
+        activation: ``"gelu"``; ``"gelu_tanh"``, its approximation by tanh;
+            ``"quick_gelu"``, x sigmoid(1.702 x); or ``"swiglu"``.
+
+    Source:
+        SwiGLU: Shazeer, GLU Variants Improve Transformer.
     """
 
     dim: int
     mlp_dim: int
     dropout: float = 0.0
     dtype: Any = jnp.float32
-    approximate_gelu: bool = False
+    activation: str = "gelu"
     # The hidden layer, see `MultiHeadAttention.split_axes`.
     split_axes: ClassVar[Mapping[str, tuple[int, ...]]] = {
         "hidden/kernel": (-1,),
         "hidden/bias": (-1,),
+        "gate/kernel": (-1,),
+        "gate/bias": (-1,),
         "out/kernel": (-2,),
     }
 
@@ -245,9 +282,15 @@ class FeedForward(nn.Module):
         self, x: Float[Array, "batch n dim"], *, deterministic: bool = True
     ) -> Float[Array, "batch n dim"]:
         """Applies the network to every token."""
+        check_choice("activation", self.activation, ACTIVATIONS)
+        activation = ACTIVATIONS[self.activation]
         # W_out gelu(W_hidden x + b) + b'
-        x = Linear(self.mlp_dim, dtype=self.dtype, name="hidden")(x)
-        x = gelu(x, approximate=self.approximate_gelu)
+        hidden = Linear(self.mlp_dim, dtype=self.dtype, name="hidden")(x)
+        if self.activation == "swiglu":
+            gate = Linear(self.mlp_dim, dtype=self.dtype, name="gate")(x)
+            x = activation(gate) * hidden
+        else:
+            x = activation(hidden)
         x = Dropout(self.dropout)(x, deterministic=deterministic)
         return Linear(self.dim, dtype=self.dtype, name="out")(x)
 
@@ -263,7 +306,7 @@ class TransformerBlock(nn.Module):
         dropout: Dropout rate of the feed-forward network.
         dtype: Compute dtype.
         norm_eps: The LayerNorms' constant added to the variance.
-        approximate_gelu: Whether GELU is its approximation by tanh.
+        activation: That of `FeedForward`.
     """
 
     attention: Callable[..., nn.Module]
@@ -273,7 +316,7 @@ class TransformerBlock(nn.Module):
     dropout: float = 0.0
     dtype: Any = jnp.float32
     norm_eps: float = LAYER_NORM_EPSILON
-    approximate_gelu: bool = False
+    activation: str = "gelu"
 
     @nn.compact
     def __call__(
@@ -319,7 +362,7 @@ class TransformerBlock(nn.Module):
             self.mlp_dim,
             self.dropout,
             self.dtype,
-            self.approximate_gelu,
+            self.activation,
             name="feed_forward",
         )(norm("feed_forward_norm")(x), deterministic=deterministic)
         return x + DropPath()(y, drop_path, deterministic=deterministic)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -26,6 +26,7 @@ from relattn.data import (
 from relattn.data.text import TokenMeta
 from relattn.data.user_images import as_sequence
 from relattn.messages import shorten
+from relattn.models.image_features import features_fn
 
 if TYPE_CHECKING:
     from relattn.training.run import Run
@@ -79,12 +80,45 @@ def predict(
         The class probabilities.
     """
     info = require_kind(run, "images")
+    found = [np.zeros((0, info.num_classes), np.float32)]
+    for inputs, count in _inputs(run, images, batch_size, "Predicting", progress):
+        out = np.asarray(jax.nn.softmax(logits(inputs)))
+        found.append(out[:count])
+    return Predictions(np.concatenate(found), info.class_names)
+
+
+def features(
+    run: Run,
+    images: Any,
+    layers: Sequence[int],
+    norm: bool,
+    batch_size: int,
+    progress: bool,
+) -> models.Features:
+    """Computes features of images; see `Run.features`."""
+    function = features_fn(run.model, layers, norm)
+    variables = jax.device_put(run.variables)
+    found = [
+        jax.tree.map(
+            lambda x, count=count: np.asarray(x)[:count], function(variables, x)
+        )
+        for x, count in _inputs(run, images, batch_size, "Reading features", progress)
+    ]
+    if not found:
+        raise ValueError("images is empty: give at least one image")
+    return jax.tree.map(lambda *parts: np.concatenate(parts), *found)
+
+
+def _inputs(
+    run: Run, images: Any, batch_size: int, what: str, progress: bool
+) -> Iterator[tuple[jax.Array, int]]:
+    """Yields inputs of the model in batches of one size, and how many are images."""
+    info = require_kind(run, "images")
     images = as_sequence(images, info.image_shape[2])
     batch_size = max(1, min(batch_size, len(images)))
-    found = [np.zeros((0, info.num_classes), np.float32)]
     with tqdm(
         total=len(images),
-        desc="Predicting",
+        desc=what,
         unit=" images",
         delay=2,
         disable=None if progress else True,
@@ -92,11 +126,8 @@ def predict(
         for batch in read_images(images, info, run.config.data, batch_size):
             # A fixed batch size is compiled once.
             padding = [(0, batch_size - len(batch))] + [(0, 0)] * 3
-            inputs = run.preprocess({"image": np.pad(batch, padding)})
-            out = np.asarray(jax.nn.softmax(logits(inputs)))
-            found.append(out[: len(batch)])
+            yield run.preprocess({"image": np.pad(batch, padding)}), len(batch)
             bar.update(len(batch))
-    return Predictions(np.concatenate(found), info.class_names)
 
 
 def attention_weights(

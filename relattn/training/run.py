@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 from ml_collections import ConfigDict
 
 from relattn import data as data_lib
+from relattn import models
 from relattn.data import DataInfo, DataSource, EvalSplit
 from relattn.files import hide_folders, replace_file
 from relattn.messages import check_choice
@@ -104,6 +105,33 @@ class Run:
                 channels or size do not fit.
         """
         return predict_lib.predict(self, self._logits, images, batch_size, progress)
+
+    def features(
+        self,
+        images: Any,
+        *,
+        layers: Sequence[int] = (-1,),
+        norm: bool = True,
+        batch_size: int = 256,
+        progress: bool = True,
+    ) -> models.Features:
+        """Computes features of images: pooled, CLS, mean, and tokens of layers.
+
+        Args:
+            images: As for `predict`.
+            layers: The layers whose tokens are returned, from 0; -1 is the last.
+            norm: Whether the final LayerNorm is applied to these tokens.
+            batch_size: Number of images that the model sees at once.
+            progress: Whether to show a progress bar on a terminal.
+
+        Returns:
+            Arrays of NumPy, see `relattn.models.Features`.
+
+        Raises:
+            ValueError: If the run is on text, its model has no patches as tokens or no
+                such layer, or the images are as `predict` refuses them.
+        """
+        return predict_lib.features(self, images, layers, norm, batch_size, progress)
 
     def evaluate(
         self,

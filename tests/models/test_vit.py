@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from relattn.models import SIZES, build_model
+from relattn.models import SIZES, build_model, features
 from tests.helpers.quick import quick_jit, run
 
 CONFIG = {"name": "vit", "dim": 12, "num_layers": 3, "num_heads": 2, "mlp_dim": 17}
@@ -58,6 +58,108 @@ def test_every_parameter_has_a_gradient(attention, position):
     gradients = run(jax.grad(loss), variables)
     for path, leaf in jax.tree_util.tree_leaves_with_path(gradients):
         assert np.abs(leaf).max() > 1e-6, jax.tree_util.keystr(path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", ["favor", "translution", "linformer(k=3)"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_registers": 2, "activation": "swiglu", "pre_norm": True},
+        {"pool": "attention", "num_registers": 2, "class_token": True},
+        {"pool": "cls_mean", "activation": "quick_gelu", "scan_layers": False},
+    ],
+)
+def test_parts_of_backbones_have_gradients(attention, options):
+    """Tests that all options meet in one model, and registers are read."""
+    model, variables, images = make(
+        attention=attention, position="learned", qkv_bias=True, **options
+    )
+
+    def loss(params):
+        logits = model.apply({**variables, "params": params}, images)
+        return jnp.square(logits - 1.0).sum()
+
+    gradients = run(jax.grad(loss), variables["params"])
+    for path, leaf in jax.tree_util.tree_leaves_with_path(gradients):
+        name = jax.tree_util.keystr(path)
+        # A constant that is added to all keys changes no softmax.
+        if not name.endswith("['k']['bias']"):
+            assert np.abs(leaf).max() > 1e-7, name
+
+
+def cls_and_mean(x, norm, prefix):
+    x = norm(x)
+    return np.concatenate([x[:, 0], x[:, prefix:].mean(1)], axis=-1)
+
+
+@pytest.mark.quick("options1-mean_then_norm")
+@pytest.mark.parametrize(
+    "options, pooled",
+    [
+        ({"pool": "cls_mean", "num_registers": 2}, cls_and_mean),
+        (
+            {"pool": "mean", "class_token": True, "fc_norm": True},
+            lambda x, norm, prefix: norm(x[:, prefix:].mean(1)),
+        ),
+        (
+            {"pool": "mean", "num_registers": 1, "pool_prefix": True},
+            lambda x, norm, prefix: norm(x).mean(1),
+        ),
+    ],
+    ids=["options0-cls_and_mean", "options1-mean_then_norm", "options2-prefix"],
+)
+def test_pools_equal_the_formula(options, pooled):
+    """Computes them from the last layer's tokens, by NumPy."""
+    model, variables, images = make(num_layers=1, **options)
+    found = features(model, variables, images, norm=False)
+    params = jax.tree.map(np.float64, variables["params"])
+
+    def norm(x):
+        x = x - x.mean(-1, keepdims=True)
+        x = x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5)
+        return x * params["norm"]["scale"] + params["norm"]["bias"]
+
+    expected = pooled(np.float64(found.tokens[0]), norm, model.num_prefix)
+    np.testing.assert_allclose(found.pooled, expected, atol=1e-5)
+    logits = expected @ params["head"]["kernel"] + params["head"]["bias"]
+    found = quick_jit(model.apply)(variables, images)
+    np.testing.assert_allclose(found, logits, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_layer_is_the_last_of_a_shorter_model():
+    model, variables, images = make(num_registers=2, embedding_norms=False)
+    found = features(model, variables, images, layers=(0, 1, -1))
+    for layer, tokens in enumerate(found.tokens):
+        params = dict(variables["params"])
+        params["blocks_0"] = jax.tree.map(
+            lambda leaf, layer=layer: leaf[: layer + 1], params["blocks_0"]
+        )
+        shorter = features(
+            model.clone(num_layers=layer + 1), {"params": params}, images
+        )
+        np.testing.assert_allclose(tokens, shorter.tokens[0], atol=1e-5)
+        np.testing.assert_allclose(tokens[:, 0], shorter.cls, atol=1e-5)
+        np.testing.assert_allclose(tokens[:, 3:].mean(1), shorter.mean, atol=1e-5)
+
+
+def test_layers_and_models_without_features_are_refused():
+    model, variables, images = make()
+    with pytest.raises(ValueError, match=r"layers has 3, .* expected -3 \.\. 2"):
+        features(model, variables, images, layers=(0, 3))
+    cnn = build_model({"name": "vgg16"}, num_classes=5, image_shape=(32, 32, 3))
+    with pytest.raises(ValueError, match="tokens are patches, .* got Vgg16"):
+        features(cnn, {}, images)
+
+
+def test_a_pool_without_its_cls_token_is_refused():
+    with pytest.raises(ValueError, match="pool='cls' reads the CLS token"):
+        build(class_token=False)
+    with pytest.raises(ValueError, match="num_registers must be at least 0"):
+        build(num_registers=-1)
+    with pytest.raises(ValueError, match="activation"):
+        build(activation="relu")
 
 
 def test_the_last_layers_of_a_hybrid_use_softmax():
@@ -170,9 +272,21 @@ def test_an_image_model_for_text_raises():
 
 @pytest.mark.quick("cls-softmax", "mean-softmax")
 @pytest.mark.parametrize("attention", ["softmax", "favor", "lor_translution(rank=2)"])
-@pytest.mark.parametrize("pool", ["cls", "mean"])
+@pytest.mark.parametrize(
+    "pool",
+    [
+        "cls",
+        "mean",
+        {"pool": "attention", "num_registers": 2},
+        {"pool": "attention", "class_token": True, "pool_prefix": True},
+        {"pool": "cls_mean", "num_registers": 1, "fc_norm": True},
+        {"pool": "mean", "num_registers": 2, "pool_prefix": True, "pre_norm": True},
+    ],
+    ids=["cls", "mean", "attention", "attention_prefix", "cls_mean", "mean_prefix"],
+)
 def test_masked_patches_have_no_effect(pool, attention):
-    model, variables, images = make(attention=attention, position="learned", pool=pool)
+    options = pool if isinstance(pool, dict) else {"pool": pool}
+    model, variables, images = make(attention=attention, position="learned", **options)
     key_mask = np.arange(18).reshape(3, 6) % 3 != 1
     pixels = np.repeat(key_mask.reshape(3, 2, 3), 2, axis=1).repeat(2, axis=2)
     changed = np.where(pixels[..., None], images, np.float32(17))

@@ -8,6 +8,7 @@ checkpoint, the model's ``config.json`` if it has one, and ``expected.safetensor
 inputs in the layout of relattn, and logits.
 """
 
+import functools
 import json
 import pathlib
 from collections.abc import Sequence
@@ -114,6 +115,54 @@ def write_hf_vit(folder: pathlib.Path) -> None:
     model.save_pretrained(folder)
     images = draw_images(6, 10)
     expected = {"inputs": images, "logits": image_logits(model, images)}
+    write_safetensors(folder / "expected.safetensors", expected)
+
+
+def write_timm_registers(folder: pathlib.Path) -> None:
+    """Writes timm's ViT with registers, SwiGLU, LayerScale and the mean of patches."""
+    from safetensors.torch import save_file
+    from timm.layers import SwiGLUPacked
+
+    sizes = {"patch_size": 2, "embed_dim": 12, "depth": 2, "num_heads": 3}
+    sizes |= {"mlp_ratio": 1.5, "num_classes": 5, "reg_tokens": 2, "init_values": 1e-5}
+    options = {"no_embed_class": True, "global_pool": "avg", "act_layer": "silu"}
+    model = timm_model(img_size=6, mlp_layer=SwiGLUPacked, **sizes, **options)
+    save_file(model.state_dict(), folder / "model.safetensors")
+    settings = {"num_heads": 3, **options, "reg_tokens": 2}
+    (folder / "config.json").write_text(json.dumps(settings) + "\n")
+    images = draw_images(6, 6)
+    expected = {"inputs": images, "logits": image_logits(model, images)}
+    write_safetensors(folder / "expected.safetensors", expected)
+
+
+def write_hf_encoder(folder: pathlib.Path, name: str, output: str, **sizes) -> None:
+    """Writes an image encoder of transformers, or a model of images and texts."""
+    import torch
+    import transformers
+
+    vision = {"hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 3}
+    vision |= {"image_size": 6, "patch_size": 2, **sizes}
+    model = getattr(transformers, name)
+    config = model.config_class
+    if "vision_config" in config.sub_configs_defaults:
+        text = {"hidden_size": 4, "num_hidden_layers": 1, "num_attention_heads": 1}
+        text |= {"intermediate_size": 4, "vocab_size": 5, "max_position_embeddings": 3}
+        config = config(vision_config=vision, text_config=text, projection_dim=7)
+    else:
+        config = config(**vision)
+    model = randomize(model(config))
+    model.save_pretrained(folder)
+    images = draw_images(6, 6)
+    inputs = torch.from_numpy(images).permute(0, 3, 1, 2)
+    with torch.no_grad():
+        if output == "image_embeds":
+            pooled = model.vision_model(inputs).pooler_output
+            logits = model.visual_projection(pooled)
+        else:
+            logits = getattr(model(inputs), output)
+    # The CLS token, where outputs are those of all tokens.
+    logits = logits[:, 0] if logits.ndim == 3 else logits
+    expected = {"inputs": images, "logits": logits.numpy()}
     write_safetensors(folder / "expected.safetensors", expected)
 
 
@@ -386,7 +435,35 @@ def write_performer(folder: pathlib.Path) -> None:
 
 WRITERS = {
     "timm": write_timm,
+    "timm_registers": write_timm_registers,
     "hf_vit": write_hf_vit,
+    "hf_vit_mae": functools.partial(
+        write_hf_encoder,
+        name="ViTMAEModel",
+        output="last_hidden_state",
+        intermediate_size=14,
+        mask_ratio=0.0,
+    ),
+    "hf_dinov2": functools.partial(
+        write_hf_encoder,
+        name="Dinov2WithRegistersForImageClassification",
+        output="logits",
+        mlp_ratio=1,
+        num_register_tokens=2,
+        num_labels=5,
+    ),
+    "hf_clip": functools.partial(
+        write_hf_encoder,
+        name="CLIPModel",
+        output="image_embeds",
+        intermediate_size=14,
+    ),
+    "hf_siglip": functools.partial(
+        write_hf_encoder,
+        name="SiglipVisionModel",
+        output="pooler_output",
+        intermediate_size=14,
+    ),
     "hf_gpt2": write_hf_gpt2,
     "translution": write_translution,
     "translution_lor": write_lor_translution,

@@ -28,7 +28,8 @@ _MODEL = {
 }
 # The sizes that a model takes from its data, and the data, by the model's inputs.
 _SIZES = {
-    "num_classes?": _SIZE,
+    # Without a head, 0.
+    "num_classes?": Range(0, 2**24),
     "image_shape?": [_SIDE, _SIDE, _SIDE],
     "vocab_size?": _SIZE,
     "context_length?": Range(1, 2**24),

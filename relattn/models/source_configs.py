@@ -1,6 +1,6 @@
 """The ``config.json`` of other libraries: every key is used, harmless or refused.
 
-A `Keys` for each source lists the keys that `relattn.models.sources` reads, the keys
+A `Keys` for each source lists the keys that the conversion reads, the keys
 that have to have one value, and the keys that do not change a model's logits in
 evaluation. Any other key is refused by its name.
 """
@@ -77,30 +77,93 @@ _HF_FIXED = {
     "pruned_heads": ({},),
 }
 
+_HF_VIT_READ = """
+    num_heads num_attention_heads hidden_size num_hidden_layers intermediate_size
+    hidden_act layer_norm_eps image_size patch_size num_channels id2label num_labels
+"""
+_HF_VIT_HARMLESS = _names(
+    _HF_COMMON,
+    _HF_GENERATION,
+    """
+    hidden_dropout_prob attention_probs_dropout_prob attention_dropout dropout
+    drop_path_rate initializer_factor tie_word_embeddings
+    """,
+)
+
 HF_VIT = Keys(
-    read=_names(
-        """
-        num_heads num_attention_heads hidden_size num_hidden_layers intermediate_size
-        layer_norm_eps image_size patch_size num_channels qkv_bias id2label num_labels
-        """
-    ),
+    read=_names(_HF_VIT_READ, "qkv_bias"),
     fixed={
         **_HF_FIXED,
-        "model_type": ("vit",),
-        "architectures": ("ViTForImageClassification", "ViTModel"),
-        "hidden_act": ("gelu", "gelu_python"),
+        "model_type": ("vit", "vit_mae"),
+        "architectures": (
+            "ViTForImageClassification",
+            "ViTModel",
+            "ViTMAEModel",
+            "ViTMAEForPreTraining",
+        ),
     },
     flags=_names("qkv_bias"),
     # The pooler is no part of ViTForImageClassification; encoder_stride is the masked
-    # image model's.
-    harmless=_names(
-        _HF_COMMON,
-        _HF_GENERATION,
+    # image model's, and the decoder MAE's.
+    harmless=_HF_VIT_HARMLESS
+    | _names(
         """
-        hidden_dropout_prob attention_probs_dropout_prob encoder_stride pooler_act
-        pooler_output_size tie_word_embeddings
-        """,
+        encoder_stride pooler_act pooler_output_size decoder_hidden_size
+        decoder_intermediate_size decoder_num_attention_heads decoder_num_hidden_layers
+        mask_ratio norm_pix_loss
+        """
     ),
+)
+
+HF_DINOV2 = Keys(
+    # mlp_ratio and use_swiglu_ffn are in the tensors' shapes.
+    read=_names(_HF_VIT_READ, "qkv_bias num_register_tokens"),
+    fixed={
+        **_HF_FIXED,
+        "model_type": ("dinov2", "dinov2_with_registers"),
+        "architectures": tuple(
+            f"{name}{ending}"
+            for name in ("Dinov2", "Dinov2WithRegisters")
+            for ending in ("Model", "ForImageClassification", "Backbone")
+        ),
+    },
+    flags=_names("qkv_bias"),
+    harmless=_HF_VIT_HARMLESS
+    | _names(
+        """
+        apply_layernorm layerscale_value mlp_ratio out_features out_indices
+        reshape_hidden_states stage_names use_mask_token use_swiglu_ffn
+        """
+    ),
+)
+
+HF_CLIP = Keys(
+    read=_names(_HF_VIT_READ, "projection_dim"),
+    fixed={
+        **_HF_FIXED,
+        "model_type": ("clip", "clip_vision_model"),
+        "architectures": (
+            "CLIPModel",
+            "CLIPVisionModel",
+            "CLIPVisionModelWithProjection",
+            "CLIPForImageClassification",
+        ),
+    },
+    harmless=_HF_VIT_HARMLESS | _names("logit_scale_init_value"),
+)
+
+HF_SIGLIP = Keys(
+    read=_names(_HF_VIT_READ),
+    fixed={
+        **_HF_FIXED,
+        "model_type": ("siglip", "siglip_vision_model"),
+        "architectures": (
+            "SiglipModel",
+            "SiglipVisionModel",
+            "SiglipForImageClassification",
+        ),
+    },
+    harmless=_HF_VIT_HARMLESS | _names("vision_use_head"),
 )
 
 HF_GPT2 = Keys(
@@ -143,7 +206,8 @@ _GPT2_ALIASES = {
     "num_attention_heads": "n_head",
     "num_hidden_layers": "n_layer",
 }
-# The activations of transformers that are GELU by its tanh approximation, or by erf.
+# The activations of timm and transformers that are GELU by its tanh approximation, or
+# by erf.
 _GELU = {
     "gelu_new": [
         "gelu_new",
@@ -154,36 +218,38 @@ _GELU = {
     ],
     "gelu": ["gelu", "gelu_python"],
 }
+# Those of a ViT by our names; silu is that of SwiGLU, which the tensors' shapes show.
+_ACTIVATIONS = {
+    **dict.fromkeys([*_GELU["gelu_new"], "gelu_tanh"], "gelu_tanh"),
+    **dict.fromkeys(_GELU["gelu"], "gelu"),
+    **dict.fromkeys(["quick_gelu", "quickgelu"], "quick_gelu"),
+    **dict.fromkeys(["silu", "swish"], "swiglu"),
+}
 
 TIMM = Keys(
-    # image_size is ours: the size of images that are not square.
+    # image_size is ours, the size of images that are not square, and layer_norm_eps.
     read=_names(
         """
         architecture num_heads embed_dim num_features depth mlp_ratio patch_size
         img_size image_size input_size in_chans num_classes global_pool class_token
-        no_embed_class qkv_bias init_values
+        no_embed_class qkv_bias init_values reg_tokens pre_norm final_norm fc_norm
+        pool_include_prefix act_layer layer_norm_eps
         """
     ),
     fixed={
         "model_type": ("timm_wrapper",),
         "architectures": ("TimmWrapperForImageClassification", "TimmWrapperModel"),
         "do_pooling": (True,),
-        "reg_tokens": (0,),
         "qk_norm": (False,),
         "scale_attn_norm": (False,),
         "scale_mlp_norm": (False,),
         "proj_bias": (True,),
         "pos_embed": ("learn",),
-        "pre_norm": (False,),
-        "final_norm": (True,),
-        "fc_norm": (False,),
-        "pool_include_prefix": (False,),
         "representation_size": (0,),
         "distilled": (False,),
         "norm_layer": ("layernorm",),
-        "act_layer": ("gelu",),
     },
-    flags=_names("class_token no_embed_class qkv_bias"),
+    flags=_names("class_token no_embed_class qkv_bias pre_norm final_norm"),
     harmless=_names(
         # The arguments of VisionTransformer.
         """
@@ -207,55 +273,125 @@ TIMM = Keys(
     ),
 )
 # Width and heads of timm's architectures that are relattn's ViT. The other ones have
-# parts that it lacks, such as registers, another activation or attention pooling.
+# parts that it lacks, such as other norms or parallel layers.
 TIMM_ARCHITECTURES = {
     name: sizes
     for sizes, names in {
-        (64, 2): "test_vit",
+        (64, 2): "test_vit test_vit2",
+        (96, 3): "test_vit3",
         (192, 3): """
             deit_tiny_patch16_224 vit_tiny_patch16_224 vit_tiny_patch16_384
         """,
+        (256, 4): "vit_wee_patch16_reg1_gap_256 vit_xsmall_patch16_clip_224",
+        (320, 5): "vit_little_patch16_reg1_gap_256 vit_little_patch16_reg4_gap_256",
         (384, 6): """
             deit3_small_patch16_224 deit3_small_patch16_384 deit_small_patch16_224
-            flexivit_small vit_small_patch14_dinov2 vit_small_patch16_224
-            vit_small_patch16_36x1_224 vit_small_patch16_384 vit_small_patch32_224
-            vit_small_patch32_384 vit_small_patch8_224
+            flexivit_small vit_small_patch14_dinov2 vit_small_patch14_reg4_dinov2
+            vit_small_patch16_224 vit_small_patch16_36x1_224 vit_small_patch16_384
+            vit_small_patch32_224 vit_small_patch32_384 vit_small_patch8_224
         """,
         (512, 8): """
-            deit3_medium_patch16_224 vit_medium_patch16_gap_240
-            vit_medium_patch16_gap_256 vit_medium_patch16_gap_384
+            deit3_medium_patch16_224 vit_medium_patch16_clip_224
+            vit_medium_patch16_gap_240 vit_medium_patch16_gap_256
+            vit_medium_patch16_gap_384 vit_medium_patch16_reg1_gap_256
+            vit_medium_patch16_reg4_gap_256 vit_medium_patch32_clip_224
+            vit_mediumd_patch16_reg4_gap_256 vit_mediumd_patch16_reg4_gap_384
         """,
-        (640, 10): "vit_betwixt_patch16_gap_256",
+        (640, 10): """
+            vit_betwixt_patch16_gap_256 vit_betwixt_patch16_reg1_gap_256
+            vit_betwixt_patch16_reg4_gap_256 vit_betwixt_patch16_reg4_gap_384
+            vit_betwixt_patch32_clip_224
+        """,
         (768, 12): """
             deit3_base_patch16_224 deit3_base_patch16_384 deit_base_patch16_224
             deit_base_patch16_384 flexivit_base vit_base_patch14_dinov2
+            vit_base_patch14_reg1_tipsv2 vit_base_patch14_reg4_dinov2
             vit_base_patch16_224 vit_base_patch16_224_miil vit_base_patch16_384
-            vit_base_patch16_siglip_gap_224 vit_base_patch16_siglip_gap_256
-            vit_base_patch16_siglip_gap_384 vit_base_patch16_siglip_gap_512
-            vit_base_patch32_224 vit_base_patch32_384 vit_base_patch8_224
+            vit_base_patch16_clip_224 vit_base_patch16_clip_384
+            vit_base_patch16_clip_quickgelu_224 vit_base_patch16_radio_v3
+            vit_base_patch16_reg4_gap_256 vit_base_patch16_siglip_224
+            vit_base_patch16_siglip_256 vit_base_patch16_siglip_384
+            vit_base_patch16_siglip_512 vit_base_patch16_siglip_gap_224
+            vit_base_patch16_siglip_gap_256 vit_base_patch16_siglip_gap_384
+            vit_base_patch16_siglip_gap_512 vit_base_patch32_224 vit_base_patch32_384
+            vit_base_patch32_clip_224 vit_base_patch32_clip_256
+            vit_base_patch32_clip_384 vit_base_patch32_clip_448
+            vit_base_patch32_clip_quickgelu_224 vit_base_patch32_siglip_256
+            vit_base_patch32_siglip_gap_256 vit_base_patch8_224
         """,
         (768, 16): "vit_base_patch16_gap_224",
-        (896, 14): "vit_base_patch16_plus_240 vit_base_patch32_plus_256",
+        (832, 13): """
+            vit_so150m2_patch16_reg1_gap_256 vit_so150m2_patch16_reg1_gap_384
+            vit_so150m2_patch16_reg1_gap_448
+        """,
+        (896, 14): """
+            vit_base_patch16_plus_240 vit_base_patch16_plus_clip_240
+            vit_base_patch32_plus_256 vit_so150m_patch16_reg4_gap_256
+            vit_so150m_patch16_reg4_gap_384 vit_so150m_patch16_reg4_map_256
+        """,
         (1024, 16): """
-            deit3_large_patch16_224 deit3_large_patch16_384 flexivit_large
-            vit_intern300m_patch14_448 vit_large_patch14_224 vit_large_patch14_dinov2
-            vit_large_patch16_224 vit_large_patch16_384 vit_large_patch16_siglip_gap_256
-            vit_large_patch16_siglip_gap_384 vit_large_patch32_224 vit_large_patch32_384
+            deit3_large_patch16_224 deit3_large_patch16_384 eva_large_patch14_196
+            eva_large_patch14_336 flexivit_large vit_intern300m_patch14_448
+            vit_large_patch14_224 vit_large_patch14_clip_224 vit_large_patch14_clip_336
+            vit_large_patch14_clip_quickgelu_224 vit_large_patch14_clip_quickgelu_336
+            vit_large_patch14_dinov2 vit_large_patch14_reg1_tipsv2
+            vit_large_patch14_reg4_dinov2 vit_large_patch16_224 vit_large_patch16_384
+            vit_large_patch16_radio_v3 vit_large_patch16_siglip_256
+            vit_large_patch16_siglip_384 vit_large_patch16_siglip_512
+            vit_large_patch16_siglip_gap_256 vit_large_patch16_siglip_gap_384
+            vit_large_patch16_siglip_gap_512 vit_large_patch32_224 vit_large_patch32_384
         """,
         (1152, 16): """
+            vit_so400m_patch14_reg1_tipsv2 vit_so400m_patch14_siglip_224
+            vit_so400m_patch14_siglip_378 vit_so400m_patch14_siglip_384
             vit_so400m_patch14_siglip_gap_224 vit_so400m_patch14_siglip_gap_378
             vit_so400m_patch14_siglip_gap_384 vit_so400m_patch14_siglip_gap_448
-            vit_so400m_patch14_siglip_gap_896
+            vit_so400m_patch14_siglip_gap_896 vit_so400m_patch16_radio_v4
+            vit_so400m_patch16_siglip_256 vit_so400m_patch16_siglip_384
+            vit_so400m_patch16_siglip_512 vit_so400m_patch16_siglip_gap_256
+            vit_so400m_patch16_siglip_gap_384 vit_so400m_patch16_siglip_gap_512
         """,
         (1280, 16): """
-            deit3_huge_patch14_224 vit_huge_patch14_224 vit_huge_patch14_gap_224
-            vit_huge_patch16_gap_448
+            deit3_huge_patch14_224 vit_huge_patch14_224 vit_huge_patch14_clip_224
+            vit_huge_patch14_clip_336 vit_huge_patch14_clip_378
+            vit_huge_patch14_clip_quickgelu_224 vit_huge_patch14_clip_quickgelu_378
+            vit_huge_patch14_gap_224 vit_huge_patch16_gap_448 vit_huge_patch16_radio_v3
+            vit_huge_patch16_radio_v4
         """,
-        (1408, 16): "vit_giant_patch14_224 vit_giant_patch16_gap_224",
-        (1664, 16): "vit_gigantic_patch14_224",
+        (1408, 16): """
+            vit_giant_patch14_224 vit_giant_patch14_clip_224 vit_giant_patch16_gap_224
+        """,
+        (1536, 16): """
+            vit_giantopt_patch16_siglip_256 vit_giantopt_patch16_siglip_384
+            vit_giantopt_patch16_siglip_gap_256 vit_giantopt_patch16_siglip_gap_384
+        """,
+        (1536, 24): """
+            vit_giant_patch14_dinov2 vit_giant_patch14_reg1_tipsv2
+            vit_giant_patch14_reg4_dinov2 vit_giant_patch16_radio_v3
+        """,
+        (1664, 16): """
+            vit_gigantic_patch14_224 vit_gigantic_patch14_clip_224
+            vit_gigantic_patch14_clip_378 vit_gigantic_patch14_clip_quickgelu_224
+        """,
     }.items()
     for name in names.split()
 }
+# Those of them with GELU by tanh, which their names do not show.
+_TIMM_TANH = _names(
+    """
+    vit_base_patch32_siglip_256 vit_base_patch32_siglip_gap_256
+    vit_giantopt_patch16_siglip_256 vit_giantopt_patch16_siglip_384
+    vit_giantopt_patch16_siglip_gap_256 vit_giantopt_patch16_siglip_gap_384
+    vit_large_patch16_siglip_512 vit_large_patch16_siglip_gap_512
+    vit_so400m_patch16_siglip_256 vit_so400m_patch16_siglip_384
+    vit_so400m_patch16_siglip_512 vit_so400m_patch16_siglip_gap_256
+    vit_so400m_patch16_siglip_gap_384 vit_so400m_patch16_siglip_gap_512
+    """
+)
+_TIMM_MEAN = ("test_vit2", "eva_large_patch14_196", "eva_large_patch14_336")
+_TIMM_MAP = re.compile(r"_siglip_|_map_|^test_vit3$")
+_TIMM_SWIGLU = re.compile(r"_giant_patch14_(dinov2|reg\d_)")
+_TIMM_NO_NORM = re.compile(r"_radio_v|_intern300m_")
 # Names of older versions, which have the origin of the weights at their end.
 _TIMM_OLD_ENDING = re.compile(r"(\..*|_in21k|_in21ft1k|_sam|_dino)$")
 
@@ -270,13 +406,18 @@ _VALUES = {
             num_attention_heads hidden_size num_hidden_layers intermediate_size
             num_channels n_embd n_layer n_positions n_inner vocab_size
             max_position_embeddings embed_dim num_features depth in_chans num_labels
+            projection_dim
             """
         ),
         _SIZE,
     ),
     **dict.fromkeys(("patch_size", "image_size", "img_size"), _SIDES),
     **dict.fromkeys(("layer_norm_eps", "layer_norm_epsilon"), Range(1e-30, 1, float)),
-    **dict.fromkeys(("architecture", "global_pool", "activation_function"), str),
+    **dict.fromkeys(
+        _names("architecture global_pool activation_function act_layer hidden_act"), str
+    ),
+    **dict.fromkeys(("reg_tokens", "num_register_tokens"), Range(0, 2**16)),
+    **dict.fromkeys(("fc_norm", "pool_include_prefix"), bool),
     "num_classes": Range(0, 2**24),
     "input_size": [_SIDE, _SIDE, _SIDE],
     "id2label": dict,
@@ -342,7 +483,7 @@ def timm_settings(settings: Settings) -> dict[str, Any]:
             of the last two beside the first.
 
     Returns:
-        The keys that `relattn.models.sources.timm` reads.
+        The keys that `relattn.models.vit_sources.timm` reads.
 
     Raises:
         ValueError: If two parts differ, or the architecture is unknown.
@@ -350,7 +491,8 @@ def timm_settings(settings: Settings) -> dict[str, Any]:
     Example:
         >>> timm_settings({"architecture": "vit_huge_patch14_224", "model_args": {
         ...     "depth": 2}, "pretrained_cfg": {"mean": [0.5, 0.5, 0.5]}})
-        {'embed_dim': 1280, 'num_heads': 16, 'depth': 2}
+        {'embed_dim': 1280, 'num_heads': 16, 'act_layer': 'gelu', \
+'layer_norm_eps': 1e-06, 'depth': 2}
     """
     names = ("pretrained_cfg", "model_args")
     check_json(settings, {f"{name}?": (dict, None) for name in names}, "config.json")
@@ -365,10 +507,9 @@ def timm_settings(settings: Settings) -> dict[str, Any]:
                 "know; if the model has the parts of relattn's ViT, replace the key by "
                 'its number of heads, such as "num_heads": 12'
             )
-        width, heads = TIMM_ARCHITECTURES[name]
-        pool = {"global_pool": "avg"} if "_gap_" in name else {}
-        arguments = {"num_heads": heads, **arguments}
-        joined = {"embed_dim": width, "num_heads": heads, **pool, **joined}
+        sizes = _architecture(name)
+        arguments = {"num_heads": sizes["num_heads"], **arguments}
+        joined = {**sizes, **joined}
     if "input_size" in joined:
         channels, *size = joined.pop("input_size")
         joined = {"in_chans": channels, "img_size": size, **joined}
@@ -378,6 +519,90 @@ def timm_settings(settings: Settings) -> dict[str, Any]:
         if value is not None:
             check_equal(f"config.json has {key}={value}", value, key, settings)
     return joined
+
+
+def _architecture(name: str) -> dict[str, Any]:
+    """What an architecture of timm has, and the tensors do not show."""
+    width, heads = TIMM_ARCHITECTURES[name]
+    activation = "quick_gelu" if "_quickgelu_" in name else "gelu"
+    if _TIMM_SWIGLU.search(name):
+        activation = "silu"
+    sizes: dict[str, Any] = {
+        "embed_dim": width,
+        "num_heads": heads,
+        "act_layer": "gelu_tanh" if name in _TIMM_TANH else activation,
+        "layer_norm_eps": 1e-5 if "_clip_" in name else 1e-6,
+    }
+    if "_gap_" in name or name in _TIMM_MEAN:
+        sizes["global_pool"] = "avg"
+    elif _TIMM_MAP.search(name):
+        sizes["global_pool"] = "map"
+    if name == "test_vit3":
+        sizes["pool_include_prefix"] = True
+    if _TIMM_NO_NORM.search(name):
+        sizes["final_norm"] = False
+    return sizes
+
+
+def hf_settings(settings: Settings, keys: Keys) -> dict[str, Any]:
+    """Returns the keys of transformers' image encoder.
+
+    Args:
+        settings: The contents of a ``config.json``, of the encoder or of a model of
+            images and texts, which has those of the encoder as ``vision_config``.
+        keys: The meaning of its keys.
+
+    Raises:
+        ValueError: If a key is unknown, or has a value that relattn does not have.
+
+    Example:
+        >>> hf_settings({"vision_config": {"hidden_size": 8}, "text_config": {
+        ...     "hidden_size": 6}, "projection_dim": 7, "model_type": "clip"}, HF_CLIP)
+        {'hidden_size': 8, 'projection_dim': 7, 'num_attention_heads': 12}
+    """
+    parts = ("vision_config", "vision_config_dict", "text_config", "text_config_dict")
+    check_json(settings, {f"{name}?": (dict, None) for name in parts}, "config.json")
+    joined = {key: value for key, value in settings.items() if key not in parts}
+    if "vision_config" in settings:
+        for name in ("vision_config", "vision_config_dict"):
+            # Labels in it are those of no classifier.
+            ours = {
+                key: value
+                for key, value in (settings.get(name) or {}).items()
+                if key not in ("id2label", "architectures", "model_type")
+            }
+            joined = {**ours, **joined}
+    whole = read_settings(joined, keys)
+    # Files leave out defaults.
+    if "num_heads" not in whole and "model_type" in joined:
+        whole.setdefault("num_attention_heads", 12)
+    labels = whole.pop("id2label", None)
+    if labels is not None:
+        found = f"id2label has {len(labels)}"
+        check_equal(found, len(labels), "num_labels", whole)
+        whole["num_labels"] = len(labels)
+    return whole
+
+
+def activation(name: str) -> str:
+    """Returns our name of an activation.
+
+    Args:
+        name: The name in timm or transformers.
+
+    Raises:
+        ValueError: If relattn's ViT does not have it.
+
+    Example:
+        >>> activation("gelu_pytorch_tanh")
+        'gelu_tanh'
+    """
+    if name not in _ACTIVATIONS:
+        raise ValueError(
+            f"relattn's ViT does not have the activation {shorten(name)}: expected a "
+            "GELU or quick_gelu"
+        )
+    return _ACTIVATIONS[name]
 
 
 def gpt2_settings(settings: Settings) -> dict[str, Any]:

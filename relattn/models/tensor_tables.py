@@ -173,25 +173,34 @@ def norm(ours: str, theirs: str) -> Table:
     }
 
 
-def _third(index: int, axis: int, x: np.ndarray) -> np.ndarray:
-    """Takes q, k or v from a matrix or a bias that has all three, one after another."""
-    return np.split(x, 3, axis)[index]
+def _part(index: int, count: int, axis: int, x: np.ndarray) -> np.ndarray:
+    """Takes q, k or v from a matrix or a bias that has them one after another."""
+    return np.split(x, count, axis)[index]
 
 
-def fused(weight: str, bias: str = "", *, transposed: bool = True) -> Table:
-    """The projections of q, k and v from one fused layer."""
+def fused(
+    weight: str,
+    bias: str = "",
+    *,
+    transposed: bool = True,
+    ours: str = "layers.{}.attention",
+    of: str = "qkv",
+) -> Table:
+    """The projections of q, k and v, or of those in ``of``, from one fused layer."""
     table = {}
-    for index, name in enumerate("qkv"):
-        part = functools.partial(_third, index, 0 if transposed else -1)
-        kernel = functools.partial(_transposed_third, index) if transposed else part
-        table[f"layers.{{}}.attention.{name}.kernel"] = (kernel, weight)
+    for index, name in enumerate(of):
+        axis = 0 if transposed else -1
+        part = functools.partial(_part, index, len(of), axis)
+        transposed_part = functools.partial(_transposed_part, index, len(of))
+        kernel = transposed_part if transposed else part
+        table[f"{ours}.{name}.kernel"] = (kernel, weight)
         if bias:
-            table[f"layers.{{}}.attention.{name}.bias"] = (part, bias)
+            table[f"{ours}.{name}.bias"] = (part, bias)
     return table
 
 
-def _transposed_third(index: int, x: np.ndarray) -> np.ndarray:
-    return _third(index, 0, x).T
+def _transposed_part(index: int, count: int, x: np.ndarray) -> np.ndarray:
+    return _part(index, count, 0, x).T
 
 
 def patches(x: np.ndarray) -> np.ndarray:

@@ -2,14 +2,17 @@
 
 import inspect
 import json
+import re
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from PIL import Image
 
 import relattn
 from relattn.convert import convert
 from relattn.models import source_configs
+from relattn.models.safetensors import read_safetensors
 
 torch = pytest.importorskip("torch")
 
@@ -81,7 +84,21 @@ def test_heads_of_timms_architectures():
         for name, sizes in source_configs.TIMM_ARCHITECTURES.items():
             model = timm.create_model(name, depth=1)
             assert (model.embed_dim, model.blocks[0].attn.num_heads) == sizes
-            assert model.global_pool == ("avg" if "_gap_" in name else "token")
+            found = source_configs.timm_settings({"architecture": name})
+            assert model.global_pool == found.get("global_pool", "token")
+            include = found.get("pool_include_prefix", False)
+            assert model.pool_include_prefix == include
+            assert model.blocks[0].norm1.eps == found["layer_norm_eps"]
+            last = (model.norm, model.fc_norm)
+            has_norm = any(isinstance(part, torch.nn.LayerNorm) for part in last)
+            assert has_norm == found.get("final_norm", True)
+            act = model.blocks[0].mlp.act
+            kind = type(act).__name__
+            if kind == "GELU":
+                kind = "GELUTanh" if act.approximate == "tanh" else kind
+            kinds = {"GELU": "gelu", "GELUTanh": "gelu_tanh", "QuickGELU": "quick_gelu"}
+            kinds["SiLU"] = "silu"
+            assert kinds[kind] == found["act_layer"]
 
 
 @pytest.mark.parametrize(
@@ -97,13 +114,28 @@ def test_heads_of_timms_architectures():
         "vit_base_patch16_siglip_gap_224",
         "vit_medium_patch16_gap_240",
         "vit_huge_patch14_224",
+        "vit_small_patch14_reg4_dinov2",
+        "vit_giant_patch14_reg4_dinov2",
+        "vit_wee_patch16_reg1_gap_256",
+        "vit_so150m_patch16_reg4_map_256",
+        "vit_base_patch16_siglip_224",
+        "vit_base_patch32_siglip_gap_256",
+        "vit_xsmall_patch16_clip_224",
+        "vit_base_patch16_clip_quickgelu_224",
+        "vit_intern300m_patch14_448",
+        "test_vit3",
     ],
 )
-def test_timms_architectures(name, tmp_path):
+@pytest.mark.parametrize("num_classes", [0, 5])
+def test_timms_architectures(name, num_classes, tmp_path):
     timm = pytest.importorskip("timm")
-    model = timm.create_model(name, depth=2, img_size=(56, 112), patch_size=14)
-    # Without a head, some models have num_classes=0.
-    model.reset_classifier(5)
+    if num_classes == 0 and not re.search("reg4_dinov2|siglip_224|reg1_gap", name):
+        pytest.skip("another model tests backbones without a head")
+    sizes = {"embed_dim": 48, "num_heads": 3} if "giant" in name else {}
+    model = timm.create_model(
+        name, depth=2, img_size=(56, 112), patch_size=14, num_classes=5, **sizes
+    )
+    model.reset_classifier(num_classes)
     pretrained.randomize(model, 0.05)
     images = pretrained.draw_images(56, 112)
     expected = pretrained.image_logits(model, images)
@@ -115,26 +147,182 @@ def test_timms_architectures(name, tmp_path):
     [
         {"global_pool": "avg"},
         {"global_pool": "avg", "fc_norm": False},
-        {"class_token": False, "global_pool": "avg"},
-        {"class_token": False, "global_pool": "max", "fc_norm": False},
-        {"class_token": False, "global_pool": "map"},
+        {"global_pool": "avg", "pool_include_prefix": True, "reg_tokens": 2},
+        {"class_token": False, "global_pool": "map", "fc_norm": True},
+        {"class_token": False, "global_pool": "avg", "reg_tokens": 2},
         {"act_layer": "gelu_tanh"},
+        {"pre_norm": True, "reg_tokens": 2},
+        {"final_norm": False},
+    ],
+)
+def test_options_of_timm(options, tmp_path):
+    timm = pytest.importorskip("timm")
+    model = timm.create_model(
+        "test_vit", depth=2, img_size=(32, 48), num_classes=5, **options
+    )
+    pretrained.randomize(model, 0.2)
+    images = pretrained.draw_images(32, 48)
+    expected = pretrained.image_logits(model, images)
+    check_folder("timm", save_timm(model, tmp_path), images, expected)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"class_token": False, "global_pool": "max", "fc_norm": False},
         {"norm_layer": "rmsnorm"},
         {"qk_norm": True},
-        {"reg_tokens": 2},
-        {"pre_norm": True},
-        {"final_norm": False},
         {"proj_bias": False},
         {"pos_embed": "none"},
         {"scale_attn_norm": True},
-        {"num_classes": 0},
     ],
 )
 def test_other_models_of_timm_are_refused(options, tmp_path):
     timm = pytest.importorskip("timm")
     model = timm.create_model("test_vit", depth=1, img_size=32, **options)
-    with pytest.raises(ValueError, match="|".join([*options, "head.weight"])):
+    with pytest.raises(ValueError, match="|".join(options)):
         convert("timm", save_timm(model, tmp_path), tmp_path / "out")
+
+
+PHOTO = np.random.default_rng(3).integers(0, 256, (61, 83, 3)).astype(np.uint8)
+
+
+@pytest.mark.parametrize(
+    "cfg",
+    [
+        {"crop_pct": 0.875, "interpolation": "bicubic"},
+        {"crop_pct": 0.9, "interpolation": "bilinear", "crop_mode": "squash"},
+        {"crop_pct": 1.0, "interpolation": "bicubic"},
+    ],
+)
+def test_images_are_prepared_as_by_timm(cfg, tmp_path):
+    timm = pytest.importorskip("timm")
+    pytest.importorskip("torchvision")
+    from timm.data import create_transform, resolve_data_config
+
+    statistics = {"mean": (0.48, 0.45, 0.4), "std": (0.26, 0.25, 0.27)}
+    cfg = {**cfg, **statistics, "input_size": (3, 32, 32)}
+    model = timm.create_model(
+        "test_vit", depth=1, img_size=32, pretrained_cfg_overlay=cfg
+    )
+    convert("timm", save_timm(model, tmp_path), tmp_path / "converted")
+    loaded = relattn.load_pretrained(tmp_path / "converted")
+    image = Image.fromarray(PHOTO)
+    transform = create_transform(**resolve_data_config(model=model))
+    expected = transform(image).permute(1, 2, 0).numpy()
+    np.testing.assert_allclose(loaded.preprocess(image)[0], expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "source, model, processor, options",
+    [
+        ("hf_clip", "CLIPVisionModel", "CLIPImageProcessorPil", {"crop_size": 6}),
+        ("hf_siglip", "SiglipVisionModel", "SiglipImageProcessorPil", {}),
+        ("hf_vit", "ViTModel", "ViTImageProcessorPil", {}),
+    ],
+)
+def test_images_are_prepared_as_by_transformers(
+    source, model, processor, options, tmp_path
+):
+    transformers = pytest.importorskip("transformers")
+    pretrained.write_hf_encoder(
+        tmp_path, model, "last_hidden_state", intermediate_size=16
+    )
+    size = {"shortest_edge": 7} if options else {"height": 6, "width": 6}
+    processor = getattr(transformers, processor)(size=size, **options)
+    processor.save_pretrained(tmp_path)
+    convert(source, tmp_path / "model.safetensors", tmp_path / "converted")
+    loaded = relattn.load_pretrained(tmp_path / "converted")
+    image = Image.fromarray(PHOTO)
+    expected = processor(image, return_tensors="np")["pixel_values"][0]
+    found = loaded.preprocess(image)[0]
+    np.testing.assert_allclose(found, expected.transpose(1, 2, 0), atol=1e-5)
+
+
+def test_features_equal_timms(tmp_path):
+    timm = pytest.importorskip("timm")
+    model = timm.create_model(
+        "vit_small_patch14_reg4_dinov2", depth=3, img_size=(28, 56), num_classes=0
+    )
+    pretrained.randomize(model, 0.05)
+    images = pretrained.draw_images(28, 56)
+    convert("timm", save_timm(model, tmp_path), tmp_path / "converted")
+    loaded = relattn.load_pretrained(tmp_path / "converted")
+    found = loaded.features(images, layers=(0, 2))
+    with torch.no_grad():
+        x, tokens = model.forward_intermediates(
+            torch.from_numpy(images).permute(0, 3, 1, 2),
+            indices=[0, 2],
+            norm=True,
+            output_fmt="NLC",
+            return_prefix_tokens=True,
+        )
+        pooled = model.forward_head(x)
+    for ours, (patches, prefix) in zip(found.tokens, tokens, strict=True):
+        theirs = torch.cat([prefix, patches], 1).numpy()
+        assert np.abs(ours - theirs).max() < BOUND * np.abs(theirs).max()
+    for ours, theirs in (
+        (found.pooled, pooled),
+        (found.cls, x[:, 0]),
+        (found.mean, x[:, 5:].mean(1)),
+    ):
+        theirs = theirs.numpy()
+        assert np.abs(ours - theirs).max() < BOUND * np.abs(theirs).max()
+
+
+@pytest.mark.parametrize(
+    "source, name, output, sizes",
+    [
+        ("hf_vit", "ViTModel", "last_hidden_state", {"intermediate_size": 16}),
+        ("hf_dinov2", "Dinov2Model", "pooler_output", {"mlp_ratio": 2}),
+        (
+            "hf_dinov2",
+            "Dinov2ForImageClassification",
+            "logits",
+            {"mlp_ratio": 2, "use_swiglu_ffn": True, "num_labels": 5},
+        ),
+        (
+            "hf_dinov2",
+            "Dinov2WithRegistersModel",
+            "pooler_output",
+            {"mlp_ratio": 2, "use_swiglu_ffn": True},
+        ),
+        ("hf_clip", "CLIPVisionModel", "pooler_output", {"hidden_act": "gelu"}),
+        ("hf_clip", "CLIPForImageClassification", "logits", {}),
+        ("hf_siglip", "SiglipForImageClassification", "logits", {}),
+        ("hf_siglip", "SiglipVisionModel", "pooler_output", {"hidden_act": "gelu"}),
+    ],
+)
+def test_image_encoders_of_transformers(source, name, output, sizes, tmp_path):
+    pytest.importorskip("transformers")
+    pretrained.write_hf_encoder(tmp_path, name, output, **sizes)
+    expected = read_safetensors(tmp_path / "expected.safetensors")
+    path, images = tmp_path / "model.safetensors", expected["inputs"]
+    check_folder(source, path, images, expected["logits"])
+
+
+def test_swiglu_in_memory_is_read(tmp_path):
+    """State dicts have gate_proj and up_proj, files the two together."""
+    pytest.importorskip("transformers")
+    from transformers import Dinov2Config, Dinov2Model
+
+    model = pretrained.randomize(
+        Dinov2Model(
+            Dinov2Config(
+                hidden_size=12,
+                num_hidden_layers=2,
+                num_attention_heads=3,
+                image_size=6,
+                patch_size=2,
+                use_swiglu_ffn=True,
+            )
+        )
+    )
+    images = pretrained.draw_images(6, 6)
+    with torch.no_grad():
+        inputs = torch.from_numpy(images).permute(0, 3, 1, 2)
+        expected = model(inputs).pooler_output.numpy()
+    check("hf_dinov2", model, images, expected, tmp_path, num_attention_heads=3)
 
 
 @pytest.mark.parametrize(
@@ -200,6 +388,11 @@ def test_every_key_of_transformers_is_known():
     generation = transformers.GenerationConfig().to_dict()
     for config, keys in (
         (transformers.ViTConfig(), source_configs.HF_VIT),
+        (transformers.ViTMAEConfig(), source_configs.HF_VIT),
+        (transformers.Dinov2Config(), source_configs.HF_DINOV2),
+        (transformers.Dinov2WithRegistersConfig(), source_configs.HF_DINOV2),
+        (transformers.CLIPVisionConfig(), source_configs.HF_CLIP),
+        (transformers.SiglipVisionConfig(), source_configs.HF_SIGLIP),
         (transformers.GPT2Config(), source_configs.HF_GPT2),
     ):
         known = {*keys.read, *keys.fixed, *keys.harmless}

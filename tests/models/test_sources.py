@@ -246,6 +246,9 @@ def test_heads_are_asked_for(source, tmp_path):
     heads = {"timm": 3, "hf_vit": 3, "hf_gpt2": 3, "translution": 2}[source]
     copied = tmp_path / "model.safetensors"
     copied.write_bytes(path.read_bytes())
+    if source == "hf_vit":
+        # Its images are not square.
+        (tmp_path / "config.json").write_text('{"image_size": [6, 10]}')
     with pytest.raises(ValueError, match="do not show the number of heads: give --num"):
         convert(source, copied, tmp_path / "out")
     config = convert(source, copied, tmp_path / "out", num_heads=heads)
@@ -300,8 +303,13 @@ GPT2 = {"n_head": HEADS}
 @pytest.mark.parametrize(
     "source, tensors, settings, message",
     [
-        ("timm", {}, {**TIMM, "global_pool": "avg"}, "not have global_pool='avg': "),
+        ("timm", {}, {**TIMM, "global_pool": "max"}, "not have global_pool='max': "),
         ("timm", {}, {**TIMM, "global_pool": ""}, "not have global_pool='': "),
+        ("timm", {}, {**TIMM, "global_pool": "map"}, "has no attn_pool.q"),
+        ("timm", {"cls": False}, {**TIMM, "global_pool": "token"}, "has no cls_token"),
+        ("timm", {}, {**TIMM, "fc_norm": True}, "fc_norm=True does not fit"),
+        ("timm", {}, {**TIMM, "pre_norm": True}, "pre_norm=True does not fit"),
+        ("timm", {}, {**TIMM, "final_norm": False}, "final_norm=False does not fit"),
         ("timm", {}, {**TIMM, "class_token": False}, "class_token=False"),
         ("timm", {}, {**TIMM, "no_embed_class": True}, "no_embed_class=True"),
         ("timm", {"extra": 0}, {**TIMM, "no_embed_class": False}, "no_embed_class"),
@@ -309,7 +317,8 @@ GPT2 = {"n_head": HEADS}
         ("timm", {"bias": False}, {**TIMM, "qkv_bias": True}, "have no biases"),
         ("timm", {}, {**TIMM, "init_values": 0.1}, "ls1.gamma is missing"),
         ("timm", {}, {**TIMM, "reg_tokens": 4}, "reg_tokens=4"),
-        ("timm", {}, {**TIMM, "act_layer": "quick_gelu"}, "act_layer='quick_gelu'"),
+        ("timm", {}, {**TIMM, "act_layer": "relu"}, "activation 'relu'"),
+        ("timm", {}, {**TIMM, "act_layer": "silu"}, "has no gate: .* SwiGLU only"),
         ("timm", {}, {**TIMM, "depth": 3}, "depth=3"),
         ("timm", {}, {**TIMM, "mlp_ratio": 4.0}, "mlp_ratio=4.0 does not fit"),
         ("timm", {}, {**TIMM, "num_classes": 6}, "num_classes=6"),
@@ -324,9 +333,9 @@ GPT2 = {"n_head": HEADS}
         ("timm", {}, {**TIMM, "num_heads": "3"}, "num_heads='3' must be an integer"),
         ("timm", {}, {**TIMM, "num_heads": 5}, "divides the width, 12"),
         ("timm", {}, {"num_heads": HEADS}, "7 rows, not a square grid"),
-        ("timm", {"head": False}, {}, "head.weight is missing: .* a backbone"),
+        ("timm", {"head": False}, {**TIMM, "image_size": 8}, "8x8 pixels, which are"),
         ("timm", {"cls": False}, {"num_heads": HEADS}, "cls_token is missing"),
-        ("hf_vit", None, {**HF_VIT, "hidden_act": "relu"}, "hidden_act='relu'"),
+        ("hf_vit", None, {**HF_VIT, "hidden_act": "relu"}, "activation 'relu'"),
         ("hf_vit", None, {**HF_VIT, "model_type": "deit"}, "model_type='deit'"),
         ("hf_vit", None, {**HF_VIT, "architectures": ["X"]}, r"architectures=\['X'\]"),
         ("hf_vit", None, {**HF_VIT, "hidden_size": 16}, "hidden_size=16"),
@@ -369,13 +378,10 @@ def test_another_function_is_refused_by_its_name(source, tensors, settings, mess
     "name, message",
     [
         ("dist_token", "distillation token"),
-        ("reg_token", "reg_tokens"),
-        ("norm_pre.weight", "pre_norm"),
-        ("fc_norm.weight", "global_pool='avg'"),
-        ("attn_pool.q.weight", "global_pool='map'"),
         ("blocks.1.attn.q_norm.weight", "qk_norm"),
         ("blocks.0.mlp.norm.weight", "scale_mlp_norm"),
         ("pre_logits.fc.weight", "representation_size"),
+        ("rope.periods", "DINOv3's rotary positions"),
     ],
 )
 def test_parts_that_vit_lacks_are_named_first(name, message):
@@ -383,6 +389,71 @@ def test_parts_that_vit_lacks_are_named_first(name, message):
     for settings in ({"num_heads": HEADS}, {"architecture": "unknown"}):
         with pytest.raises(ValueError, match=rf"{re.escape(name)}: .*{message}"):
             SOURCES["timm"](tensors, settings)
+
+
+def test_norm_pre_needs_activation_and_epsilon():
+    """The tensors of CLIP's ViTs do not show whether they have quick_gelu."""
+    tensors = {**timm_tensors(), **draw(both("norm_pre", DIM))}
+    with pytest.raises(ValueError, match="norm_pre.weight: .* give the architecture"):
+        SOURCES["timm"](tensors, TIMM)
+    settings = {**TIMM, "act_layer": "quick_gelu", "layer_norm_eps": 1e-5}
+    model = SOURCES["timm"](tensors, settings).config["model"]
+    assert model["activation"] == "quick_gelu"
+    assert model["pre_norm"]
+    assert model["norm_eps"] == 1e-5
+
+
+def test_a_gate_needs_its_activation():
+    """The tensors of a GLU do not show whether its gate has silu or GELU."""
+    tensors = timm_tensors()
+    for layer in range(LAYERS):
+        shapes = both(f"blocks.{layer}.mlp.fc1", 2 * HIDDEN, DIM)
+        tensors |= draw(shapes)
+    with pytest.raises(ValueError, match="has a gate, .* give act_layer='silu'"):
+        SOURCES["timm"](tensors, TIMM)
+    model = SOURCES["timm"](tensors, {**TIMM, "act_layer": "silu"}).config["model"]
+    assert (model["activation"], model["mlp_dim"]) == ("swiglu", HIDDEN)
+
+
+def test_text_classifiers_are_refused():
+    tensors = unwrap({**gpt2_tensors(), "score.weight": np.ones((2, DIM), "f4")})
+    with pytest.raises(ValueError, match="score.weight: .* convert GPT2LMHeadModel"):
+        SOURCES["hf_gpt2"](tensors, GPT2)
+
+
+def test_distilgpt2(tmp_path):
+    """A config.json with the keys of that of distilgpt2."""
+    settings = {
+        "_num_labels": 1,
+        "activation_function": "gelu_new",
+        "architectures": ["GPT2LMHeadModel"],
+        "attn_pdrop": 0.1,
+        "bos_token_id": 10,
+        "embd_pdrop": 0.1,
+        "eos_token_id": 10,
+        "id2label": {"0": "LABEL_0"},
+        "initializer_range": 0.02,
+        "label2id": {"LABEL_0": 0},
+        "layer_norm_epsilon": 1e-05,
+        "model_type": "gpt2",
+        "n_ctx": LENGTH,
+        "n_embd": DIM,
+        "n_head": HEADS,
+        "n_inner": HIDDEN,
+        "n_layer": LAYERS,
+        "n_positions": LENGTH,
+        "resid_pdrop": 0.1,
+        "summary_activation": None,
+        "summary_first_dropout": 0.1,
+        "summary_proj_to_labels": True,
+        "summary_type": "cls_index",
+        "summary_use_proj": True,
+        "task_specific_params": {"text-generation": {"do_sample": True}},
+        "vocab_size": VOCAB,
+    }
+    tokens = np.array([[3, 1, 4, 1, 5]])
+    expected = naive_gpt2(gpt2_tensors(), tokens[0], settings)
+    check_logits("hf_gpt2", tmp_path, gpt2_tensors(), settings, tokens, expected)
 
 
 def test_what_is_missing_is_named_before_sizes():

@@ -21,7 +21,7 @@ from relattn.command import one_line
 from relattn.files import check_folder
 from relattn.json_files import read_json
 from relattn.messages import check_choice, shorten
-from relattn.models import pretrained
+from relattn.models import preprocessing, pretrained
 from relattn.models.safetensors import read_safetensors
 from relattn.models.source_configs import check_equal
 from relattn.models.sources import SOURCES
@@ -104,6 +104,7 @@ def convert(
             f"{beside.name} has a wrong type ({reason})"
         ) from error
     try:
+        _add_preprocessing(source, converted.config, settings, beside.parent)
         model = pretrained.build(converted.config)
     except ValueError as error:
         raise ValueError(f"{checkpoint}: {one_line(error)}") from error
@@ -111,6 +112,22 @@ def convert(
     variables = pretrained.unflatten(model, like, converted.tensors, checkpoint)
     pretrained.save_pretrained(output, converted.config, variables)
     return converted.config
+
+
+def _add_preprocessing(
+    source: str, config: dict[str, Any], settings: Mapping[str, Any], folder: Path
+) -> None:
+    """Adds to ``config.json`` how the checkpoint's images are prepared, if known."""
+    height, width, channels = config.get("image_shape", (0, 1, 0))
+    if height != width:
+        return
+    found = None
+    if source == "timm":
+        found = preprocessing.timm_preprocessing(settings, height)
+    elif source.startswith("hf_"):
+        found = preprocessing.hf_preprocessing(folder, height)
+    if found is not None:
+        config["preprocessing"] = preprocessing.with_channels(found, channels)
 
 
 def read_checkpoint(path: str | Path) -> dict[str, np.ndarray]:

@@ -23,7 +23,10 @@ MAX_MAGNITUDE = 30
 
 
 def random_resized_crop(
-    image: Image.Image, rng: np.random.Generator, size: int
+    image: Image.Image,
+    rng: np.random.Generator,
+    size: int,
+    interpolation: str = "bilinear",
 ) -> Image.Image:
     """Crops a random rectangle and resizes it to a square.
 
@@ -35,6 +38,7 @@ def random_resized_crop(
         image: Image of any size.
         rng: Random generator.
         size: Side of the result.
+        interpolation: Name of a filter of Pillow.
 
     Returns:
         An image of size x size.
@@ -48,7 +52,8 @@ def random_resized_crop(
         Szegedy et al., Going Deeper with Convolutions, section 6.
     """
     box = draw_crop(*image.size, rng)
-    return image.crop(box).resize((size, size), Image.Resampling.BILINEAR)
+    filter = Image.Resampling[interpolation.upper()]
+    return image.crop(box).resize((size, size), filter)
 
 
 def draw_crop(
@@ -103,7 +108,11 @@ def random_flip(image: Image.Image, rng: np.random.Generator) -> Image.Image:
 
 
 def resized_center_crop(
-    image: Image.Image, size: int, short_side: int, margin: int = 0
+    image: Image.Image,
+    size: int,
+    short_side: int,
+    margin: int = 0,
+    interpolation: str = "bilinear",
 ) -> Image.Image:
     """Resizes the short side and crops the central square.
 
@@ -112,6 +121,7 @@ def resized_center_crop(
         size: Side of the result, without the margin.
         short_side: Short side of the image after the resize, at least ``size``.
         margin: Number of pixels to add on every side of the square.
+        interpolation: Name of a filter of Pillow.
 
     Returns:
         An image of size x size, with the margin around it.
@@ -131,7 +141,7 @@ def resized_center_crop(
     image = _cut_ends(image)
     shortest = min(image.size)
     width, height = (short_side * side // shortest for side in image.size)
-    image = image.resize((width, height), Image.Resampling.BILINEAR)
+    image = image.resize((width, height), Image.Resampling[interpolation.upper()])
     left, top = round((width - size) / 2) - margin, round((height - size) / 2) - margin
     size += 2 * margin
     return image.crop((left, top, left + size, top + size))

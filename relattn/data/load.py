@@ -95,7 +95,8 @@ def load_data(config: ConfigDict) -> DataSource:
 
             - ``image_size``: height and width of the model's inputs;
             - ``standardize``: whether to subtract the mean of each channel and divide
-              by its standard deviation, those of the training images;
+              by its standard deviation, those of the training images, or those of
+              ``mean`` and ``std``, which have no default;
             - ``mix``: mixing of training images and labels, a spec of
               `relattn.data.augment.make_mix`, or "none", the default;
             - ``erase``: erasing of a part of each training image, after everything
@@ -108,7 +109,10 @@ def load_data(config: ConfigDict) -> DataSource:
             - ``image_size``: side of the random crop in training and of the central
               crop in evaluation, by default 224;
             - ``short_side``: short side of an image before the central crop; 0, the
-              default, is 256 / 224 of ``image_size``;
+              default, is ``image_size`` / ``crop_pct``;
+            - ``crop_pct``: share of the short side that is cropped, by default
+              224 / 256;
+            - ``interpolation``: filter of the resize, by default "bilinear";
             - ``augment``: augmentation of training images after random crop and flip:
               "randaugment(num_ops=2, magnitude=9)", or "none", the default;
             - ``num_workers``: number of processes that read; 0, the default, reads in

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import jax
@@ -55,8 +55,11 @@ def make_preprocess(
     check_statistics(config, info)
     statistics = {}
     if config.get("standardize", False):
-        statistics["mean"] = np.asarray(info.mean, np.float32)
-        statistics["std"] = np.asarray(info.std, np.float32)
+        mean, std = channel_mean_std(config, info)
+        statistics = {
+            "mean": np.asarray(mean, np.float32),
+            "std": np.asarray(std, np.float32),
+        }
     function = functools.partial(
         preprocess, image_size=input_shape(config, info)[0], **statistics
     )
@@ -80,6 +83,31 @@ def make_preprocess(
     return preprocess_batch
 
 
+def channel_mean_std(
+    config: ConfigDict, info: ImageInfo
+) -> tuple[Sequence[float], Sequence[float]]:
+    """Returns the mean and standard deviation by which images are standardised.
+
+    Args:
+        config: Options of the data; ``mean`` and ``std`` replace those of the training
+            images. If their channels are others in number, each is their mean.
+        info: Description of the data.
+
+    Example:
+        >>> info = ImageInfo("grey", ("a", "b"), (4, 4, 1), (0.5,), (0.5,), 7, "")
+        >>> channel_mean_std(ConfigDict({"mean": (0.25, 0.75, 0.5)}), info)
+        ((0.5,), (0.5,))
+    """
+    channels = info.image_shape[2]
+    found = []
+    for key in ("mean", "std"):
+        values = tuple(config.get(key, None) or getattr(info, key))
+        if len(values) != channels:
+            values = (sum(values) / len(values),) * channels
+        found.append(values)
+    return found[0], found[1]
+
+
 def check_statistics(config: ConfigDict, info: DataInfo) -> None:
     """Checks that the images can be standardised if ``standardize`` is set.
 
@@ -100,7 +128,8 @@ of channel 0 of grey are equal: set data.standardize=False, or use other images
     """
     if info.kind != "images" or not config.get("standardize", False):
         return
-    for channel, (mean, std) in enumerate(zip(info.mean, info.std, strict=True)):
+    statistics = zip(*channel_mean_std(config, info), strict=True)
+    for channel, (mean, std) in enumerate(statistics):
         if std == 0:
             raise ValueError(
                 "data.standardize divides by the standard deviation, but all pixels of "

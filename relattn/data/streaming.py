@@ -45,7 +45,7 @@ from relattn.data.images import draw_validation
 from relattn.data.main_guard import check_main_guard
 from relattn.data.paths import describe_error
 from relattn.data.tfds import describe_origin, open_builder, reading_prepared
-from relattn.data.user_images import short_side
+from relattn.data.user_images import interpolation, short_side
 
 AUGMENTATIONS = {"none": lambda image, rng: image, "randaugment": randaugment}
 # Statistics of ImageNet's training images, the usual choice for photographs.
@@ -75,7 +75,8 @@ def open_streamed(config: ConfigDict, folder: Path, test_split: str) -> Streamed
         builder = open_builder(folder)
         class_names = tuple(builder.info.features["label"].names)
         train, test = (
-            _open_split(builder, split, folder) for split in ("train", test_split)
+            _open_split(builder, split, folder, interpolation(config))
+            for split in ("train", test_split)
         )
     origin = describe_origin(config.name, folder)
     return _make_streamed(config, options, train, test, class_names, origin)
@@ -104,6 +105,7 @@ def open_folder(config: ConfigDict, files: FolderFiles) -> StreamedImages:
             origin=f"the images in {files.root}",
             hint="replace or delete it",
             background=config.get("background", "white"),
+            interpolation=interpolation(config),
         )
         for paths in (files.train, files.test)
     )
@@ -175,7 +177,9 @@ def _read_options(config: ConfigDict) -> tuple[int, int, str, int]:
     return size, side, augment, num_workers
 
 
-def _open_split(builder: Any, split: str, folder: Path) -> Photographs:
+def _open_split(
+    builder: Any, split: str, folder: Path, interpolation: str
+) -> Photographs:
     records = builder.as_data_source(
         split, decoders={"image": tfds.decode.SkipDecoding()}
     )
@@ -184,6 +188,7 @@ def _open_split(builder: Any, split: str, folder: Path) -> Photographs:
         indices=np.arange(len(records)),
         num_classes=builder.info.features["label"].num_classes,
         origin=f"the {split} images in {folder}",
+        interpolation=interpolation,
     )
     list(photographs.read([0]))
     return photographs
@@ -296,6 +301,7 @@ class Photographs:
         origin: Name of the split in error messages.
         hint: Fix at the end of error messages.
         background: Colour behind transparent pixels.
+        interpolation: Of the resize: the name of a filter of Pillow.
     """
 
     records: Any
@@ -304,6 +310,7 @@ class Photographs:
     origin: str
     hint: str = "prepare the set again"
     background: str = "white"
+    interpolation: str = "bilinear"
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -379,7 +386,9 @@ class TrainBatches:
             # The final 1 separates this stream from the order's: NumPy treats
             # [seed, epoch] like [seed, epoch, 0, 0].
             rng = np.random.default_rng([self.seed, int(step), row, 1])
-            image = random_resized_crop(image, rng, self.image_size)
+            image = random_resized_crop(
+                image, rng, self.image_size, self.photographs.interpolation
+            )
             image = augment(random_flip(image, rng), rng=rng)
             images.append(np.asarray(image))
             labels.append(label)
@@ -416,7 +425,11 @@ class EvalBatches:
         images, labels = [], []
         for image, label in self.photographs.read(range(start + local.start, stop)):
             crop = resized_center_crop(
-                image, self.image_size, self.short_side, self.margin
+                image,
+                self.image_size,
+                self.short_side,
+                self.margin,
+                self.photographs.interpolation,
             )
             images.append(np.asarray(crop))
             labels.append(label)

@@ -16,7 +16,13 @@ from PIL import Image, ImageOps
 from relattn.data.base import ImageInfo
 from relattn.data.image_io import decode_image, open_image
 from relattn.data.image_transforms import resized_center_crop
-from relattn.data.preprocess import input_shape, make_preprocess, stored_shape
+from relattn.data.preprocess import (
+    channel_mean_std,
+    input_shape,
+    make_preprocess,
+    standardize,
+    stored_shape,
+)
 
 UserImage = str | os.PathLike | Image.Image | np.ndarray
 
@@ -138,7 +144,7 @@ way. Values are pixels / 255.
     if config.get("standardize", False):
         mean, std = (
             ", ".join(f"{value:.4f}" for value in numbers)
-            for numbers in (info.mean, info.std)
+            for numbers in channel_mean_std(config, info)
         )
         values = f"(pixels / 255 - mean) / std, mean {mean}, std {std}"
     return " ".join([*parts, f"Values are {values}."])
@@ -179,16 +185,14 @@ def _read(
     source: UserImage, name: str, info: ImageInfo, config: ConfigDict
 ) -> UInt8[np.ndarray, "height width channels"]:
     height, width, channels = stored_shape(config, info)
-    if isinstance(source, str | os.PathLike | Image.Image):
-        background = config.get("background", "white")
-        planes = [_decode(source, name, channels, background)]
-    else:
-        pixels = _check_array(np.asarray(source), name, channels)
-        # Pillow resizes every channel alone, but weights colours by an alpha channel.
-        planes = [Image.fromarray(plane) for plane in np.moveaxis(pixels, -1, 0)]
+    planes = _planes(source, name, channels, config.get("background", "white"))
     if info.streamed:
         side = short_side(config)
-        planes = [resized_center_crop(plane, height, side) for plane in planes]
+        filter = interpolation(config)
+        planes = [
+            resized_center_crop(plane, height, side, interpolation=filter)
+            for plane in planes
+        ]
     elif planes[0].size != (width, height):
         if config.get("placement", ""):
             raise ValueError(
@@ -203,18 +207,92 @@ def _read(
     return np.dstack([np.asarray(plane) for plane in planes])
 
 
+def _planes(
+    source: UserImage, name: str, channels: int, background: str
+) -> list[Image.Image]:
+    """Decodes an image: one Pillow image, or one for each channel."""
+    if isinstance(source, str | os.PathLike | Image.Image):
+        return [_decode(source, name, channels, background)]
+    pixels = _check_array(np.asarray(source), name, channels)
+    # Pillow resizes every channel alone, but weights colours by an alpha channel.
+    return [Image.fromarray(plane) for plane in np.moveaxis(pixels, -1, 0)]
+
+
 def short_side(config: ConfigDict) -> int:
     """Returns the short side of a photograph before its central crop.
 
     Args:
-        config: Options of the data: ``short_side``, or 256 / 224 of ``image_size``.
+        config: Options of the data: ``short_side``, or ``image_size`` by ``crop_pct``,
+            which is 224 / 256 by default.
 
     Example:
         >>> short_side(ConfigDict({"image_size": 224}))
         256
     """
     given = config.get("short_side", 0)
-    return given or round(config.get("image_size", 224) * 256 / 224)
+    size, share = config.get("image_size", 224), config.get("crop_pct", 0)
+    return given or round(size / share if share else size * 256 / 224)
+
+
+def interpolation(config: ConfigDict) -> str:
+    """Returns the interpolation of photographs: ``"bilinear"`` by default."""
+    return config.get("interpolation", "bilinear")
+
+
+def prepare_squares(
+    images: Any,
+    *,
+    image_shape: Sequence[int],
+    resized: int,
+    squash: bool,
+    interpolation: str,
+    mean: Sequence[float],
+    std: Sequence[float],
+    background: str = "white",
+) -> Float32[Array, "n size size channels"]:
+    """Converts images of any kind to the inputs of a converted model.
+
+    x -> (crop(resize(x)) / 255 - mean) / std, resized as 8-bit values by Pillow.
+
+    Args:
+        images: A path, a Pillow image, a list of these or of arrays, or an array; see
+            `as_sequence`.
+        image_shape: Height, width and channels of the inputs, a square.
+        resized: Short side of an image before the central crop.
+        squash: Whether both sides become ``resized``, instead of the short one.
+        interpolation: Name of a filter of Pillow.
+        mean: Mean of each channel, for values in [0, 1].
+        std: Standard deviation of each channel.
+        background: Colour behind transparent pixels.
+
+    Returns:
+        float32, shape ``[n, *image_shape]``.
+
+    Raises:
+        ValueError: If an image cannot be read, its values are not integers from 0 to
+            255, or its channels do not fit.
+
+    Example:
+        >>> prepare_squares(
+        ...     Image.new("RGB", (12, 8)), image_shape=(4, 4, 3), resized=6,
+        ...     squash=False, interpolation="bicubic", mean=(0.5,) * 3, std=(0.5,) * 3,
+        ... ).shape
+        (1, 4, 4, 3)
+    """
+    size, _, channels = image_shape
+    prepared = [np.zeros((0, *image_shape), np.uint8)]
+    for index, source in enumerate(as_sequence(images, channels)):
+        planes = _planes(source, f"image {index}", channels, background)
+        if squash:
+            filter = Image.Resampling[interpolation.upper()]
+            planes = [plane.resize((resized, resized), filter) for plane in planes]
+        planes = [
+            resized_center_crop(plane, size, resized, interpolation=interpolation)
+            for plane in planes
+        ]
+        prepared.append(np.dstack([np.asarray(plane) for plane in planes])[None])
+    values = jnp.asarray(np.concatenate(prepared), jnp.float32) / 255
+    return standardize(values, np.float32(mean), np.float32(std))
 
 
 def _decode(

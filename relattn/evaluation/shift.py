@@ -27,6 +27,7 @@ from relattn.data import (
     preprocess,
     standardize,
 )
+from relattn.data.preprocess import channel_mean_std
 from relattn.messages import check_choice
 from relattn.training import Run, make_predict_fn
 from relattn.training.config import MAY_CHANGE_ON_RESUME, flatten
@@ -359,7 +360,9 @@ def make_shift_fn(run: Run, boundary: str, margin: int = 0) -> Callable[..., Arr
         (dx, dy), ``[batch, 2]``, to inputs of the model.
     """
     info = require_kind(run, "images")
-    mean, std = (np.asarray(x, np.float32) for x in (info.mean, info.std))
+    mean, std = (
+        np.asarray(x, np.float32) for x in channel_mean_std(run.config.data, info)
+    )
 
     @jax.jit
     def shift(images, index, moves):

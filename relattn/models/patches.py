@@ -128,6 +128,40 @@ def extract_patches(
     return tokens, Torus(grid) if periodic else grid
 
 
+def adapt_channels(
+    kernel: Float[np.ndarray, "inputs dim"], old: int, new: int
+) -> Float[np.ndarray, "_inputs dim"]:
+    """Fits a linear embedding of patches to another number of channels, as timm does.
+
+    To one channel, the channels' weights are summed: a grey image gives the same as
+    its copies in all channels. To more, they are repeated in turn and multiplied by
+    old / new.
+
+    Args:
+        kernel: The matrix, with channels as the last part of its inputs.
+        old: Its number of channels.
+        new: The number of channels of the result.
+
+    Returns:
+        The matrix for ``new`` channels.
+
+    Example:
+        >>> adapt_channels(np.array([[1.0], [2.0], [6.0]]), 3, 1).tolist()
+        [[9.0]]
+        >>> adapt_channels(np.array([[9.0]]), 1, 3).tolist()
+        [[3.0], [3.0], [3.0]]
+
+    Source:
+        timm, ``adapt_input_conv``.
+    """
+    kernel = kernel.reshape(-1, old, kernel.shape[-1])
+    if new == 1:
+        kernel = kernel.sum(axis=1, keepdims=True)
+    else:
+        kernel = kernel[:, np.arange(new) % old] * old / new
+    return kernel.reshape(-1, kernel.shape[-1])
+
+
 def zero_patches(
     images: Float[Array, "batch height width channels"],
     exists: Bool[Array, "batch patches"],

@@ -30,6 +30,8 @@ from relattn.files import check_folder, replace_file
 from relattn.manifest import MANIFEST, find_damage, write_manifest
 from relattn.markdown import escape_markdown, markdown_table, quote_yaml
 from relattn.messages import shorten
+from relattn.models import preprocessing
+from relattn.models.patches import adapt_channels
 from relattn.models.resize import resize_grid
 from relattn.models.safetensors import read_safetensors, write_safetensors
 from relattn.models.saved_config import read_saved_config
@@ -37,6 +39,7 @@ from relattn.models.saved_config import read_saved_config
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 # Dtypes of parameters in a file; another would round most of them to zero.
 FLOATS = ("float16", "bfloat16", "float32", "float64")
+EMBEDDING = "params.embedding.kernel"
 _BLOCK = re.compile(r"(blocks?)_(\d+)")
 _MAX_SHOWN = 8
 
@@ -62,7 +65,9 @@ class Pretrained:
 
         x -> (resize(crop(x) / 255) - mean) / std, with mean and std if the run
         standardised its images: `relattn.data.prepare_images`, whose inputs
-        ``run.predict`` has too. Needs the extra ``train``.
+        ``run.predict`` has too. For a converted model, mean, standard deviation,
+        interpolation and crop are those of its checkpoint's files. Needs the extra
+        ``train``.
 
         Args:
             images: An image or several, as for ``run.predict``: paths, Pillow images,
@@ -72,9 +77,9 @@ class Pretrained:
             float32 ``[n, *config["image_shape"]]``.
 
         Raises:
-            ValueError: If the model was not saved from a run on images, sees images
-                that are not square, or an image cannot be read, or its values or
-                channels do not fit.
+            ValueError: If ``config.json`` does not have the preprocessing, the model
+                sees images that are not square, or an image cannot be read, or its
+                values or channels do not fit.
             ImportError: Without the extra ``train``.
 
         Example:
@@ -88,10 +93,11 @@ class Pretrained:
             >>> inputs.shape, inputs[0, 0, 0]
             ((1, 8, 8, 1), Array([1.], dtype=float32))
         """
-        if "training" not in self.config or "image_shape" not in self.config:
+        known = {"training", "preprocessing"} & set(self.config)
+        if not known or "image_shape" not in self.config:
             raise ValueError(
-                "only a model saved from a run on images knows its preprocessing: "
-                "prepare the inputs of another as its authors do"
+                "config.json does not say how the model's images are prepared: prepare "
+                "them as its authors do"
             )
         height, width, _ = self.config["image_shape"]
         if height != width:
@@ -99,9 +105,14 @@ class Pretrained:
                 f"preprocess resizes to squares, but the model sees {height}x{width} "
                 "pixels: resize the images yourself"
             )
+        if "training" not in self.config:
+            require_train("Pretrained.preprocess")
+            from relattn.data.user_images import prepare_squares
+
+            options, shape = self.config["preprocessing"], self.config["image_shape"]
+            return prepare_squares(images, image_shape=shape, **options)
         data, info, config = _data_options(self.config, "Pretrained.preprocess")
         return data.prepare_images(images, info, config)
-
 
     def features(
         self,
@@ -153,6 +164,7 @@ def load_pretrained(
     folder: str | Path,
     *,
     image_size: int | tuple[int, int] | None = None,
+    channels: int | None = None,
     model: Mapping[str, Any] | None = None,
 ) -> Pretrained:
     """Loads a model that `relattn.convert` or ``run.save_pretrained`` wrote.
@@ -163,6 +175,9 @@ def load_pretrained(
         image_size: Side, or height and width, of the images that the model will see, in
             pixels; None for the size of training. Tables of positions are interpolated
             bicubically, see `relattn.models.resize_grid`.
+        channels: Number of channels of the images that the model will see; None for
+            that of training. The embedding's weights are summed for one channel, and
+            repeated and scaled for more, see `relattn.models.patches.adapt_channels`.
         model: Values that replace those of the file's model, such as ``{"attention":
             "softmax"}``; the parameters must be the same. Another attention gets new
             random features, drawn from ``jax.random.key(0)``.
@@ -196,6 +211,8 @@ def load_pretrained(
     _verify(folder)
     config, module = read_config(folder, changes)
     tensors = read_safetensors(folder / WEIGHTS)
+    if channels is not None:
+        tensors, config = _with_channels(module, tensors, config, channels)
     like, drawn = abstract(module, config), {}
     if "attention" in changes:
         tensors = {
@@ -214,8 +231,34 @@ def load_pretrained(
             raise ValueError(f"image_size={image_size} needs a model of images")
         size = (image_size,) * 2 if isinstance(image_size, int) else tuple(image_size)
         variables = resize_images(module, variables, config["image_shape"], size)
+        before = min(config["image_shape"][:2])
         config = {**config, "image_shape": [*size, config["image_shape"][2]]}
+        if "preprocessing" in config:
+            values = config["preprocessing"]
+            resized = round(values["resized"] * min(size) / before)
+            config["preprocessing"] = {**values, "resized": resized}
     return Pretrained(module, variables, config)
+
+
+def _with_channels(module, tensors, config, channels):
+    """Fits the embedding, the sizes and the preprocessing to other channels."""
+    kernel, old = tensors.get(EMBEDDING), config.get("image_shape", [0])[-1]
+    if old == channels:
+        return tensors, config
+    normed = getattr(module, "embedding_norms", True)
+    if kernel is None or normed or not 1 <= channels < 2**16:
+        raise ValueError(
+            f"channels={channels} needs a model whose embedding of patches is linear "
+            "(embedding_norms=False): give images of "
+            f"{old} channels"
+        )
+    config = {**config, "image_shape": [*config["image_shape"][:2], channels]}
+    if "preprocessing" in config:
+        values = preprocessing.with_channels(config["preprocessing"], channels)
+        config["preprocessing"] = values
+    # The preprocessing of a run is for images like those of its data.
+    config.pop("training", None)
+    return {**tensors, EMBEDDING: adapt_channels(kernel, old, channels)}, config
 
 
 def _verify(folder: Path) -> None:

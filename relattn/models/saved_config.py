@@ -8,7 +8,8 @@ from typing import Any
 
 from relattn import models
 from relattn.json_files import Range, check_json, read_json
-from relattn.messages import shorten
+from relattn.messages import check_choice, shorten
+from relattn.models import preprocessing
 from relattn.models.patches import patch_sides
 
 # Above the sizes of models that exist.
@@ -59,12 +60,17 @@ _OPTIONS = {
     "placement?": str,
     "short_side?": Range(0, 2**16),
     "standardize?": bool,
+    "mean?": [_VALUE],
+    "std?": [Range(1e-6, 1e6, float)],
+    "interpolation?": str,
+    "crop_pct?": Range(0.01, 1, float),
 }
 _SCHEMA = {
     "model": _MODEL,
     **_SIZES,
     "data?": {"kind?": str},
     "training?": {"data": _OPTIONS},
+    "preprocessing?": preprocessing.SCHEMA,
 }
 
 
@@ -88,6 +94,8 @@ def read_saved_config(path: Path) -> dict[str, Any]:
         check_json(config, {size: _SIZES[f"{size}?"] for size in sizes}, "it")
         if "data" in config:
             _check_data(config, kind)
+        if "preprocessing" in config:
+            _check_preprocessing(config)
         if "patch_size" in options:
             _check_patches(config["image_shape"], options["patch_size"])
     except ValueError as error:
@@ -111,6 +119,17 @@ def _check_data(config: dict[str, Any], kind: str) -> None:
     for key, count in counts.items():
         if len(data[key]) != count:
             raise ValueError(f"it has {len(data[key])} data.{key}, expected {count}")
+
+
+def _check_preprocessing(config: dict[str, Any]) -> None:
+    values, channels = config["preprocessing"], config["image_shape"][2]
+    for key in ("mean", "std"):
+        if len(values[key]) != channels:
+            raise ValueError(
+                f"it has {len(values[key])} preprocessing.{key}, expected {channels}"
+            )
+    filters = preprocessing.INTERPOLATIONS
+    check_choice("preprocessing.interpolation", values["interpolation"], filters)
 
 
 def _check_patches(image_shape: list[int], patch_size: Any) -> None:

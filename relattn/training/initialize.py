@@ -17,14 +17,17 @@ from relattn import models
 from relattn.data.paths import expand
 from relattn.messages import closest, shorten
 from relattn.models import pretrained
+from relattn.models.patches import adapt_channels
 from relattn.training.checkpoint import CHECKPOINTS, read_latest
 from relattn.training.config import to_json
 from relattn.training.run import saved_config
 from relattn.training.saved_run import load_run, open_run
 from relattn.training.step import TrainState
 
-EMBEDDING = "params.embedding.kernel"
+EMBEDDING = pretrained.EMBEDDING
 POSITIONS = "params.position.learned.table"
+# Options of the data that are those of a converted model.
+_PREPROCESSING = ("standardize", "mean", "std", "interpolation", "crop_pct")
 
 
 def take_model(
@@ -36,8 +39,9 @@ def take_model(
     is that of the run.
 
     The size of the images, or the length of the texts and their tokenizer, are those of
-    the model too. Images remain those of the configuration if the model's are not
-    square.
+    the model too, and so are mean, standard deviation, interpolation and crop of the
+    images, if the model's file has them. Images remain those of the configuration if
+    the model's are not square.
 
     Args:
         config: Changed in place.
@@ -61,12 +65,15 @@ def take_model(
     values = {key: _pair(value) for key, value in source["model"].items()}
     sizes = {}
     if "init_from" in source:
-        keys = ("image_size", "context_length", "tokenizer")
-        sizes = {key: source["data"][key] for key in keys if key in source["data"]}
+        keys = ("image_size", "context_length", "tokenizer", *_PREPROCESSING)
+        data = source["data"]
+        sizes = {key: _pair(data[key]) for key in keys if key in data}
     elif "image_shape" in source:
         height, width, _ = source["image_shape"]
         if height == width and config.data.get("source") != "text":
             sizes["image_size"] = height
+        if "preprocessing" in source and config.data.get("source") != "text":
+            sizes |= _data_preprocessing(source)
     elif config.data.get("source") == "text":
         sizes["context_length"] = source["context_length"]
         if "data" in source:
@@ -76,6 +83,19 @@ def take_model(
         for key, value in sizes.items():
             if f"data.{key}" not in given:
                 config.data[key] = value
+
+
+def _data_preprocessing(source: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the options of the data that prepare images as for a saved model."""
+    preprocessing = source["preprocessing"]
+    height, width, _ = source["image_shape"]
+    return {
+        "standardize": True,
+        "mean": tuple(preprocessing["mean"]),
+        "std": tuple(preprocessing["std"]),
+        "interpolation": preprocessing["interpolation"],
+        "crop_pct": min(height, width) / preprocessing["resized"],
+    }
 
 
 def _resumed_config(init_from: str, workdir: str | Path) -> dict[str, Any] | None:
@@ -208,14 +228,9 @@ def _with_channels(tensors: dict[str, np.ndarray], old: int, new: int) -> dict:
     """Fits the embedding of patches to another number of channels, if it is linear."""
     kernel = tensors.get(EMBEDDING)
     normed = any(name.startswith("params.patch_norm.") for name in tensors)
-    if old == new or kernel is None or normed or 1 not in (old, new):
+    if old == new or kernel is None or normed or not {old, new} & {1, 3}:
         return tensors
-    kernel = kernel.reshape(-1, old, kernel.shape[-1])
-    if new == 1:
-        kernel = kernel.sum(axis=1, keepdims=True)
-    else:
-        kernel = np.repeat(kernel / new, new, axis=1)
-    return {**tensors, EMBEDDING: kernel.reshape(-1, kernel.shape[-1])}
+    return {**tensors, EMBEDDING: adapt_channels(kernel, old, new)}
 
 
 def read_source_config(folder: str) -> dict[str, Any]:

@@ -9,12 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from PIL import Image
 
 import relattn
 from relattn.convert import SOURCES, convert
 from relattn.manifest import write_manifest
 from relattn.models import pretrained
 from relattn.models.safetensors import read_safetensors, write_safetensors
+from tests.helpers.quick import quick_jit
 
 FIXTURES = Path(__file__).parents[1] / "pretrained"
 # The issue's bound on the difference, of the largest logit.
@@ -49,13 +51,151 @@ def test_logits_equal_pytorch(name, tmp_path):
 def test_positions_interpolate_as_timm(tmp_path):
     convert("timm", FIXTURES / "timm" / "model.safetensors", tmp_path)
     loaded = relattn.load_pretrained(tmp_path, image_size=(10, 14))
-    with pytest.raises(ValueError, match="only a model saved from a run on images"):
+    with pytest.raises(
+        ValueError, match="does not say how the model's images are prep"
+    ):
         loaded.preprocess(np.zeros((1, 10, 14, 3), np.uint8))
     assert loaded.config["image_shape"] == [10, 14, 3]
     expected = read_safetensors(FIXTURES / "timm" / "expected.safetensors")
     inputs = jnp.asarray(expected["large_inputs"])
     logits = loaded.model.apply(loaded.variables, inputs)
     assert_logits_equal(logits, expected["large_logits"])
+
+
+PHOTO = np.random.default_rng(3).integers(0, 256, (9, 13, 3)).astype(np.uint8)
+MEAN, STD = [0.5, 0.25, 0.75], [0.5, 0.2, 0.25]
+CENTRAL = {"resized": 7, "squash": False, "interpolation": "bicubic"}
+SQUASHED = {"resized": 6, "squash": True, "interpolation": "bilinear"}
+
+
+def by_pillow(pixels, resized, squash, interpolation):
+    """Resizes and crops as torchvision does with images of Pillow."""
+    size = (resized, resized) if squash else (resized * 13 // 9, resized)
+    image = Image.fromarray(pixels).resize(
+        size, Image.Resampling[interpolation.upper()]
+    )
+    left, top = round((size[0] - 6) / 2), round((size[1] - 6) / 2)
+    pixels = np.asarray(image.crop((left, top, left + 6, top + 6)), np.float64)
+    return (pixels / 255 - MEAN) / STD
+
+
+@pytest.mark.parametrize(
+    "source, file, settings, expected",
+    [
+        (
+            "timm",
+            "config.json",
+            {
+                "num_heads": 3,
+                "pretrained_cfg": {
+                    "mean": MEAN,
+                    "std": STD,
+                    "crop_pct": 0.8,
+                    "interpolation": "bicubic",
+                },
+            },
+            CENTRAL,
+        ),
+        (
+            "hf_siglip",
+            "preprocessor_config.json",
+            {
+                "do_resize": True,
+                "image_mean": MEAN,
+                "image_std": STD,
+                "resample": 2,
+                "rescale_factor": 0.00392156862745098,
+                "size": {"height": 6, "width": 6},
+            },
+            SQUASHED,
+        ),
+        (
+            "hf_clip",
+            "preprocessor_config.json",
+            {
+                "crop_size": 6,
+                "do_center_crop": True,
+                "image_mean": MEAN,
+                "image_std": STD,
+                "resample": 3,
+                "size": 7,
+            },
+            CENTRAL,
+        ),
+        (
+            "hf_dinov2",
+            "preprocessor_config.json",
+            {
+                "crop_size": {"height": 6, "width": 6},
+                "image_mean": MEAN,
+                "image_std": STD,
+                "resample": 3,
+                "size": {"shortest_edge": 7},
+            },
+            CENTRAL,
+        ),
+    ],
+    ids=["timm", "hf_siglip", "hf_clip", "hf_dinov2"],
+)
+def test_images_are_prepared_as_the_checkpoint_says(
+    source, file, settings, expected, tmp_path
+):
+    shutil.copytree(FIXTURES / source, tmp_path / "in")
+    (tmp_path / "in" / file).write_text(json.dumps(settings))
+    convert(source, tmp_path / "in" / "model.safetensors", tmp_path / "out")
+    loaded = relattn.load_pretrained(tmp_path / "out")
+    stored = {**expected, "mean": MEAN, "std": STD}
+    assert loaded.config["preprocessing"] == stored
+    pixels = by_pillow(PHOTO, **expected)
+    for images in (PHOTO, Image.fromarray(PHOTO)):
+        found = loaded.preprocess(images)
+        np.testing.assert_allclose(found, pixels[None], atol=1e-5)
+    large = relattn.load_pretrained(tmp_path / "out", image_size=12)
+    assert large.config["preprocessing"]["resized"] == 2 * expected["resized"]
+    assert large.preprocess(PHOTO).shape == (1, 12, 12, 3)
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"do_resize": False}, "do_resize=False, .* remove the file"),
+        ({"rescale_factor": 1.0}, "rescale_factor=1.0, and .* divides by 255"),
+        ({"size": {"shortest_edge": 5}}, "expected a side of at least 6 pixels"),
+        ({"resample": 9}, "resample=9"),
+        ({"image_mean": "0.5"}, "image_mean='0.5'"),
+    ],
+)
+def test_other_preprocessing_is_refused(settings, message, tmp_path):
+    shutil.copytree(FIXTURES / "hf_clip", tmp_path / "in")
+    path = tmp_path / "in" / "preprocessor_config.json"
+    path.write_text(json.dumps(settings))
+    with pytest.raises(ValueError, match=message):
+        convert("hf_clip", tmp_path / "in" / "model.safetensors", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_channels_are_adapted_as_by_timm(tmp_path):
+    """Grey images give what their copies in three channels give."""
+    settings = {"mean": MEAN, "std": STD, "num_heads": 3}
+    shutil.copytree(FIXTURES / "timm", tmp_path / "in")
+    (tmp_path / "in" / "config.json").write_text(json.dumps(settings))
+    convert("timm", tmp_path / "in" / "model.safetensors", tmp_path / "out")
+    three, one, four = (
+        relattn.load_pretrained(tmp_path / "out", channels=channels)
+        for channels in (3, 1, 4)
+    )
+    assert one.config["image_shape"] == [6, 6, 1]
+    assert one.config["preprocessing"]["mean"] == [0.5]
+    assert one.preprocess(PHOTO[..., :1]).shape == (1, 6, 6, 1)
+    grey = np.random.default_rng(0).normal(size=(2, 6, 6, 1)).astype("f4")
+    expected = quick_jit(three.model.apply)(three.variables, grey.repeat(3, axis=-1))
+    assert_logits_equal(quick_jit(one.model.apply)(one.variables, grey), expected)
+    # timm's adapt_input_conv: channels 0, 1, 2, 0, times 3 / 4.
+    kernel = three.variables["params"]["embedding"]["kernel"].reshape(4, 3, 15)
+    found = four.variables["params"]["embedding"]["kernel"].reshape(4, 4, 15)
+    np.testing.assert_allclose(found, kernel[:, [0, 1, 2, 0]] * 0.75, rtol=1e-6)
+    with pytest.raises(ValueError, match="channels=0 needs a model whose embedding"):
+        relattn.load_pretrained(tmp_path / "out", channels=0)
 
 
 def rewrite(folder, change):

@@ -1,5 +1,6 @@
 """Training from converted models and from runs: config.init_from."""
 
+import dataclasses
 import shutil
 
 import jax
@@ -229,6 +230,67 @@ def test_train_makes_the_model_of_a_vit(vit, tmp_path):
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
     # The same command resumes.
     cli.train([*words, f"--workdir={tmp_path / 'run'}"])
+
+
+PREPROCESSING = {
+    "resized": 20,
+    "squash": False,
+    "interpolation": "bicubic",
+    "mean": [0.25, 0.5, 0.75],
+    "std": [0.25, 0.5, 0.75],
+}
+
+
+@pytest.fixture(scope="module")
+def prepared_vit(tmp_path_factory):
+    """As `vit`, with the preprocessing of its checkpoint."""
+    config = {"model": VIT, "num_classes": 7, "image_shape": [16, 16, 3]}
+    config["preprocessing"] = PREPROCESSING
+    return save(tmp_path_factory.mktemp("vit"), config, np.zeros((1, 16, 16, 3)))
+
+
+def test_images_are_prepared_as_for_the_source(prepared_vit):
+    """Grey images are standardised by the means over the source's channels."""
+    init = f"--config.init_from={prepared_vit}"
+    config = read_config("rpe_vit", [init]).data
+    assert (config.interpolation, config.crop_pct) == ("bicubic", 0.8)
+    info = ImageInfo("grey", tuple("01"), (16, 16, 1), (0.1,), (0.2,), 7, "here")
+    white = np.full((1, 16, 16, 1), 255, np.uint8)
+    found = data_lib.make_preprocess(config, info)({"image": white})
+    np.testing.assert_allclose(found, (1 - 0.5) / 0.5, rtol=1e-6)
+    assert "mean 0.5000" in data_lib.describe_preprocessing(info, config)
+    colour = dataclasses.replace(info, image_shape=(16, 16, 3))
+    white = np.full((1, 16, 16, 3), 255, np.uint8)
+    found = data_lib.make_preprocess(config, colour)({"image": white})[0, 0, 0]
+    np.testing.assert_allclose(found, [3, 1, 1 / 3], rtol=1e-6)
+    plain = read_config("rpe_vit", [init, "--config.data.standardize=False"]).data
+    assert data_lib.make_preprocess(plain, colour)({"image": white}).max() == 1
+
+
+@pytest.mark.slow
+def test_a_fine_tuned_model_keeps_the_preprocessing(prepared_vit, tmp_path):
+    words = ["--config=rpe_vit:smoke", f"--config.init_from={prepared_vit}", *QUICK]
+    for _ in range(2):
+        # The second time, it resumes.
+        cli.train([*words, f"--workdir={tmp_path / 'run'}"])
+    run = training.load_run(tmp_path / "run")
+    run.save_pretrained(tmp_path / "saved")
+    loaded = relattn.load_pretrained(tmp_path / "saved")
+    images = np.random.default_rng(0).integers(0, 256, (3, 28, 28, 1), np.uint8)
+    inputs = loaded.preprocess(images)
+    np.testing.assert_array_equal(inputs, run.preprocess({"image": images}))
+    resized = data_lib.preprocess(images, image_size=16)
+    np.testing.assert_allclose(inputs, (resized - 0.5) / 0.5, atol=1e-6)
+    # Two batches, of which the second is padded.
+    found = run.features(images, layers=(0, -1), batch_size=2, progress=False)
+    expected = loaded.features(inputs, layers=(0, -1))
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, atol=1e-4), found, expected
+    )
+    logits = found.pooled @ run.variables["params"]["head"]["kernel"]
+    logits = logits + run.variables["params"]["head"]["bias"]
+    labels = run.predict(images, progress=False).labels
+    np.testing.assert_array_equal(logits.argmax(-1), labels)
 
 
 @pytest.mark.slow

@@ -1,0 +1,164 @@
+"""How a checkpoint's images are prepared: read from its files, kept in ``config.json``.
+
+``preprocessing`` of ``config.json`` has ``resized``, the short side of an image before
+its central part is cropped, or with ``squash`` both sides; ``interpolation``, that of
+the resize; and ``mean`` and ``std`` of each channel for values in [0, 1].
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from relattn.json_files import Range, check_json, read_json
+from relattn.messages import check_choice, shorten
+
+# Pillow's filters, by transformers' numbers.
+INTERPOLATIONS = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
+PREPROCESSOR = "preprocessor_config.json"
+
+_VALUE = Range(-1e6, 1e6, float)
+_SIDE = Range(1, 2**16)
+SCHEMA = {
+    "resized": _SIDE,
+    "squash": bool,
+    "interpolation": str,
+    "mean": [_VALUE],
+    # Pixels are divided by it.
+    "std": [Range(1e-6, 1e6, float)],
+}
+_IMAGENET = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
+
+
+def timm_preprocessing(
+    settings: Mapping[str, Any], image_size: int
+) -> dict[str, Any] | None:
+    """Returns the preprocessing of timm's ``config.json``, or None if it has none.
+
+    Args:
+        settings: The file's contents, with ``pretrained_cfg`` or its keys.
+        image_size: Side of the model's images.
+
+    Raises:
+        ValueError: If a value is not one of relattn's preprocessing.
+
+    Example:
+        >>> timm_preprocessing({"mean": [0.5], "std": [0.5], "crop_pct": 0.875}, 224)
+        {'resized': 256, 'squash': False, 'interpolation': 'bicubic', 'mean': [0.5], \
+'std': [0.5]}
+    """
+    given = {**(settings.get("pretrained_cfg") or {}), **settings}
+    given = {key: value for key, value in given.items() if value is not None}
+    if not {"mean", "std"} <= set(given):
+        return None
+    schema = {
+        "mean": SCHEMA["mean"],
+        "std": SCHEMA["std"],
+        "crop_pct?": Range(0.01, 1, float),
+        "crop_mode?": str,
+        "interpolation?": str,
+    }
+    check_json(given, schema, "config.json")
+    mode = given.get("crop_mode", "center")
+    check_choice("crop_mode of config.json", mode, ("center", "squash"))
+    return _checked(
+        {
+            "resized": math.floor(image_size / given.get("crop_pct", 0.875)),
+            "squash": mode == "squash",
+            "interpolation": given.get("interpolation", "bicubic"),
+            "mean": given["mean"],
+            "std": given["std"],
+        },
+        "config.json",
+    )
+
+
+def hf_preprocessing(folder: Path, image_size: int) -> dict[str, Any] | None:
+    """Returns the preprocessing of transformers' ``preprocessor_config.json``.
+
+    Args:
+        folder: That of the checkpoint.
+        image_size: Side of the model's images.
+
+    Returns:
+        The preprocessing; None if there is no such file.
+
+    Raises:
+        ValueError: If a value is not one of relattn's preprocessing.
+    """
+    path = folder / PREPROCESSOR
+    if not path.exists():
+        return None
+    given = read_json(path, dict)
+    for key in ("do_resize", "do_rescale", "do_normalize"):
+        if not given.get(key, True):
+            raise ValueError(
+                f"{PREPROCESSOR} has {key}={shorten(given[key])}, which relattn's "
+                "preprocessing does not have: remove the file to convert without it"
+            )
+    schema = {
+        "resample?": Range(0, len(INTERPOLATIONS) - 1),
+        "image_mean?": SCHEMA["mean"],
+        "image_std?": SCHEMA["std"],
+        "rescale_factor?": Range(0, 1, float),
+        "do_center_crop?": bool,
+    }
+    given = {key: value for key, value in given.items() if value is not None}
+    check_json(given, schema, PREPROCESSOR)
+    if not math.isclose(given.get("rescale_factor", 1 / 255), 1 / 255, rel_tol=1e-3):
+        raise ValueError(
+            f"{PREPROCESSOR} has rescale_factor={shorten(given['rescale_factor'])}, "
+            "and relattn's preprocessing divides by 255: remove the file to convert "
+            "without it"
+        )
+    size = given.get("size", image_size)
+    sides = size if isinstance(size, dict) else {"shortest_edge": size}
+    squash = "shortest_edge" not in sides
+    if not squash:
+        resized = sides["shortest_edge"]
+        # A number meant a square where nothing is cropped.
+        squash = not isinstance(size, dict) and not given.get("do_center_crop", False)
+    else:
+        resized = sides.get("height")
+    if type(resized) is not int or resized < image_size:
+        raise ValueError(
+            f"{PREPROCESSOR} has size={shorten(size)}, expected a side of at least "
+            f"{image_size} pixels, those of the model's images: correct it, or remove "
+            "the file"
+        )
+    return _checked(
+        {
+            "resized": resized,
+            "squash": squash,
+            "interpolation": INTERPOLATIONS[given.get("resample", 2)],
+            "mean": given.get("image_mean", _IMAGENET["mean"]),
+            "std": given.get("image_std", _IMAGENET["std"]),
+        },
+        PREPROCESSOR,
+    )
+
+
+def _checked(preprocessing: dict[str, Any], where: str) -> dict[str, Any]:
+    what = f"interpolation of {where}"
+    check_choice(what, preprocessing["interpolation"], INTERPOLATIONS)
+    return preprocessing
+
+
+def with_channels(preprocessing: Mapping[str, Any], channels: int) -> dict[str, Any]:
+    """Fits the statistics to another number of channels: their mean, repeated.
+
+    Args:
+        preprocessing: See the module.
+        channels: The new number.
+
+    Example:
+        >>> with_channels({"mean": [0.25, 0.5, 0.75], "std": [0.5, 0.5, 0.5]}, 1)
+        {'mean': [0.5], 'std': [0.5]}
+    """
+    changed = dict(preprocessing)
+    for key in ("mean", "std"):
+        if len(changed[key]) != channels:
+            changed[key] = [sum(changed[key]) / len(changed[key])] * channels
+    return changed

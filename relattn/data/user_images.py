@@ -292,7 +292,8 @@ def prepare_squares(
         ]
         prepared.append(np.dstack([np.asarray(plane) for plane in planes])[None])
     values = jnp.asarray(np.concatenate(prepared), jnp.float32) / 255
-    return standardize(values, np.float32(mean), np.float32(std))
+    mean, std = (np.asarray(numbers, np.float32) for numbers in (mean, std))
+    return standardize(values, mean, std)
 
 
 def _decode(

@@ -101,12 +101,12 @@ def features_fn(
     def apply(variables: Any, inputs: Any) -> Features:
         with nn.intercept_methods(_record):
             pooled, found = headless.apply(variables, inputs, mutable=[_COLLECTION])
-        outputs = {}
+        outputs: dict[int, Array] = {}
         for name, part in found[_COLLECTION].items():
             if _BLOCK.fullmatch(name) is None:
                 continue
             kind, first = name.split("_")
-            (out,) = part[_OUTPUT]
+            out = jnp.asarray(part[_OUTPUT][0])
             out = out if kind == "blocks" else out[None]
             outputs |= {int(first) + index: x for index, x in enumerate(out)}
 
@@ -115,7 +115,7 @@ def features_fn(
                 return x.astype(jnp.float32)
             final_norm = nn.LayerNorm(model.norm_eps, dtype=model.dtype)
             params = {"params": variables["params"]["norm"]}
-            return final_norm.apply(params, x).astype(jnp.float32)
+            return jnp.asarray(final_norm.apply(params, x), jnp.float32)
 
         last = final(outputs[count - 1])
         tokens = [outputs[layer % count] for layer in layers]

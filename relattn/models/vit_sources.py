@@ -29,6 +29,10 @@ from relattn.models.tensor_tables import (
     shape_of,
 )
 
+_DINOV3 = (
+    "rotary positions as in DINOv3, which count from the centre of the image in units "
+    "of its size"
+)
 # Parts of ViTs that change the outputs, and that relattn's ViT does not have.
 _FOREIGN_PARTS = {
     r"dist(illation)?_token|head_dist|distillation_classifier": "a distillation token",
@@ -37,10 +41,7 @@ _FOREIGN_PARTS = {
     r"^patch_embed\.backbone\.": "a convolutional network before the layers",
     r"^pre_logits\.": "a layer before the head (representation_size)",
     r"relative_position_bias_table": "relative positions",
-    r"(^|\.)rope(_embeddings)?\.|^blocks\.\d+\.gamma_1$": (
-        "DINOv3's rotary positions: they count from the centre of the image and turn "
-        "patches against prefix tokens too"
-    ),
+    r"(^|\.)rope(_embeddings)?\.|^blocks\.\d+\.gamma_1$": _DINOV3,
 }
 
 
@@ -569,6 +570,8 @@ def hf_vit(tensors: Tensors, settings: Mapping[str, Any]) -> Converted:
 
 def hf_dinov2(tensors: Tensors, settings: Mapping[str, Any]) -> Converted:
     """Converts DINOv2, with and without registers; the head reads CLS and mean."""
+    if str(settings.get("model_type")).startswith("dinov3"):
+        raise ValueError(f"relattn's ViT does not have {_DINOV3}: convert DINOv2")
     tensors = _hf_names(tensors)
     has_head = "classifier.weight" in tensors
     return _hf(

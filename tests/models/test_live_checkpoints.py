@@ -4,7 +4,6 @@ import inspect
 import json
 import re
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from PIL import Image
@@ -16,6 +15,7 @@ from relattn.models.safetensors import read_safetensors
 
 torch = pytest.importorskip("torch")
 
+from tests.helpers.quick import quick_jit  # noqa: E402
 from tools import pretrained  # noqa: E402
 
 BOUND = 1e-4
@@ -29,7 +29,7 @@ def check(source, model, inputs, expected, folder, **settings):
     (folder / "config.json").write_text(json.dumps(settings))
     convert(source, folder / "checkpoint.pt", folder / "converted")
     loaded = relattn.load_pretrained(folder / "converted")
-    logits = np.asarray(loaded.model.apply(loaded.variables, jnp.asarray(inputs)))
+    logits = np.asarray(quick_jit(loaded.model.apply)(loaded.variables, inputs))
     assert np.abs(logits - expected).max() < BOUND * np.abs(expected).max()
 
 
@@ -58,7 +58,7 @@ def test_hf_vit_b16(tmp_path):
     expected = pretrained.image_logits(model, images)
     convert("hf_vit", tmp_path / "model.safetensors", tmp_path / "converted")
     loaded = relattn.load_pretrained(tmp_path / "converted")
-    logits = np.asarray(loaded.model.apply(loaded.variables, jnp.asarray(images)))
+    logits = np.asarray(quick_jit(loaded.model.apply)(loaded.variables, images))
     assert np.abs(logits - expected).max() < BOUND * np.abs(expected).max()
 
 
@@ -66,7 +66,7 @@ def check_folder(source, path, inputs, expected):
     """Converts a checkpoint, and compares logits."""
     convert(source, path, path.parent / "converted")
     loaded = relattn.load_pretrained(path.parent / "converted")
-    logits = np.asarray(loaded.model.apply(loaded.variables, jnp.asarray(inputs)))
+    logits = np.asarray(quick_jit(loaded.model.apply)(loaded.variables, inputs))
     assert np.abs(logits - expected).max() < BOUND * np.abs(expected).max()
 
 

@@ -381,7 +381,7 @@ def test_another_function_is_refused_by_its_name(source, tensors, settings, mess
         ("blocks.1.attn.q_norm.weight", "qk_norm"),
         ("blocks.0.mlp.norm.weight", "scale_mlp_norm"),
         ("pre_logits.fc.weight", "representation_size"),
-        ("rope.periods", "DINOv3's rotary positions"),
+        ("rope.periods", "rotary positions as in DINOv3"),
     ],
 )
 def test_parts_that_vit_lacks_are_named_first(name, message):
@@ -401,6 +401,12 @@ def test_norm_pre_needs_activation_and_epsilon():
     assert model["activation"] == "quick_gelu"
     assert model["pre_norm"]
     assert model["norm_eps"] == 1e-5
+
+
+def test_dinov3_is_refused():
+    tensors = read_safetensors(FIXTURES / "hf_dinov2" / "model.safetensors")
+    with pytest.raises(ValueError, match="rotary positions as in DINOv3, .* DINOv2"):
+        SOURCES["hf_dinov2"](unwrap(tensors), {"model_type": "dinov3_vit"})
 
 
 def test_a_gate_needs_its_activation():

@@ -121,7 +121,7 @@ def write_hf_vit(folder: pathlib.Path) -> None:
 def write_timm_registers(folder: pathlib.Path) -> None:
     """Writes timm's ViT with registers, SwiGLU, LayerScale and the mean of patches."""
     from safetensors.torch import save_file
-    from timm.layers import SwiGLUPacked
+    from timm.layers.mlp import SwiGLUPacked
 
     sizes = {"patch_size": 2, "embed_dim": 12, "depth": 2, "num_heads": 3}
     sizes |= {"mlp_ratio": 1.5, "num_classes": 5, "reg_tokens": 2, "init_values": 1e-5}

@@ -292,8 +292,8 @@ def prepare_squares(
         ]
         prepared.append(np.dstack([np.asarray(plane) for plane in planes])[None])
     values = jnp.asarray(np.concatenate(prepared), jnp.float32) / 255
-    mean, std = (np.asarray(numbers, np.float32) for numbers in (mean, std))
-    return standardize(values, mean, std)
+    statistics = (np.asarray(numbers, np.float32) for numbers in (mean, std))
+    return standardize(values, *statistics)
 
 
 def _decode(

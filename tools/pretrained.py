@@ -147,7 +147,8 @@ def write_hf_encoder(folder: pathlib.Path, name: str, output: str, **sizes) -> N
     if "vision_config" in config.sub_configs_defaults:
         text = {"hidden_size": 4, "num_hidden_layers": 1, "num_attention_heads": 1}
         text |= {"intermediate_size": 4, "vocab_size": 5, "max_position_embeddings": 3}
-        config = config(vision_config=vision, text_config=text, projection_dim=7)
+        options = {"projection_dim": 7} if output == "image_embeds" else {}
+        config = config(vision_config=vision, text_config=text, **options)
     else:
         config = config(**vision)
     model = randomize(model(config))

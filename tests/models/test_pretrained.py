@@ -44,7 +44,7 @@ def test_logits_equal_pytorch(name, tmp_path):
         write_manifest(tmp_path, ["config.json", "model.safetensors"])
     loaded = relattn.load_pretrained(tmp_path)
     expected = read_safetensors(FIXTURES / name / "expected.safetensors")
-    logits = loaded.model.apply(loaded.variables, jnp.asarray(expected["inputs"]))
+    logits = quick_jit(loaded.model.apply)(loaded.variables, expected["inputs"])
     assert_logits_equal(logits, expected["logits"])
 
 
@@ -79,6 +79,7 @@ def by_pillow(pixels, resized, squash, interpolation):
     return (pixels / 255 - MEAN) / STD
 
 
+@pytest.mark.quick("timm", "hf_clip")
 @pytest.mark.parametrize(
     "source, file, settings, expected",
     [

@@ -31,7 +31,7 @@ def assert_logits_equal(found, expected):
 CHECKPOINTS = [path.parent.name for path in sorted(FIXTURES.glob("*/config.json"))]
 
 
-@pytest.mark.quick("hf_vit", "hf_siglip", "timm_registers")
+@pytest.mark.quick("hf_vit", "hf_siglip")
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_logits_equal_pytorch(name, tmp_path):
     (source,) = [source for source in SOURCES if name.startswith(source)]
@@ -79,7 +79,7 @@ def by_pillow(pixels, resized, squash, interpolation):
     return (pixels / 255 - MEAN) / STD
 
 
-@pytest.mark.quick("timm", "hf_clip")
+@pytest.mark.quick("hf_clip")
 @pytest.mark.parametrize(
     "source, file, settings, expected",
     [

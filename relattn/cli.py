@@ -205,6 +205,7 @@ def eval_shift(
         "side); or, for photographs, crop (the rest of a larger image). With circular "
         "and crop, all images allow all shifts",
     )
+    add("--draws", type=int, help=command.DRAWS_HELP)
     add("--data_dir", help="folder of the data set, if it has moved")
     add(
         "--page",
@@ -222,7 +223,12 @@ def eval_shift(
     )
     page = None
     if given.page:
-        page = Page(runs, max_shift=given.max_shift, boundary=given.boundary)
+        page = Page(
+            runs,
+            max_shift=given.max_shift,
+            boundary=given.boundary,
+            draws=given.draws,
+        )
     summary = shift_report(
         runs,
         output,
@@ -231,6 +237,7 @@ def eval_shift(
         classes=given.classes,
         num_images=given.num_images,
         boundary=given.boundary,
+        draws=given.draws,
         find_published=find_published,
         on_load=page and page.add,
     )

@@ -34,6 +34,11 @@ _PACKAGES = tuple(
 # The options that keep every value; "extend" is an "append".
 _REPEATABLE = (argparse._AppendAction, argparse._CountAction)
 _OVERRIDE = re.compile(r"--?(config\.|noconfig\.[^=]*\Z)")
+# The help of --draws, which several programs have.
+DRAWS_HELP = (
+    "number of draws of the random features over which the probabilities are averaged, "
+    "by default the run's config.eval_draws; K draws take K times the time"
+)
 # Length limit of a message in characters: it may quote the input.
 _MAX_LENGTH = 500
 

@@ -22,6 +22,7 @@ from relattn.evaluation.shift_tables import summary, write_csv
 from relattn.files import replace_file
 from relattn.training import Run
 from relattn.training.errors import explain_write_errors
+from relattn.training.step import check_draws
 from relattn.training.workdir import usable_folder
 
 # Class names listed in a message.
@@ -83,6 +84,7 @@ def compare(
     class_name: str = "1",
     num_images: int | None = None,
     boundary: str = "zeros",
+    draws: int | None = None,
     find_published: FindPublished | None = None,
     on_load: Callable[[Run], None] | None = None,
 ) -> Comparison:
@@ -95,6 +97,8 @@ def compare(
         class_name: The class that has its own curves, by name or number.
         num_images: Number of test images to use, from the first; None for all.
         boundary: What moves into an image: see `shifted_predictions`.
+        draws: Number of draws of the random features over which the probabilities are
+            averaged; None for the ``config.eval_draws`` of each run.
         find_published: Returns the published curve of a run, to compare with; None for
             no such curves.
         on_load: Called with the first seed of each run while it is in memory.
@@ -111,18 +115,34 @@ def compare(
     for run in runs:
         check_shift(max_shift, axis, run.image_size)
         check_boundary(boundary, run.info.streamed, str(run.workdir))
+        if draws is not None:
+            _check_draws(run, draws)
     label, title = _one_label([run.info for run in runs], class_name)
     splits = [_first(run.split, num_images) for run in runs]
     results = []
     for run, split in zip(runs, splits, strict=True):
         results += _predictions(
-            run, split, on_load, max_shift=max_shift, axis=axis, boundary=boundary
+            run,
+            split,
+            on_load,
+            max_shift=max_shift,
+            axis=axis,
+            boundary=boundary,
+            draws=draws,
         )
         # If no image allows a shift, do not wait for the other runs.
         curves_of(results, None)
     return Comparison(
         tuple(results), label, title, max_shift, axis, boundary, find_published
     )
+
+
+def _check_draws(run: ShiftRun, draws: int) -> None:
+    features = run.saved.task.abstract_state.random_features
+    try:
+        check_draws(draws, features)
+    except ValueError as error:
+        raise ValueError(f"{run.workdir}: {error}") from error
 
 
 def _predictions(

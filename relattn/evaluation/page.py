@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -71,6 +71,9 @@ class Page:
         boundary: ``"zeros"`` or ``"circular"``, see
             `relattn.evaluation.shift.shifted_predictions`. With zeros, images are used
             that can move by every shift without losing a non-zero pixel.
+        draws: Number of draws of the random features over which the probabilities are
+            averaged; None for the ``config.eval_draws`` of each run. Attention maps are
+            those of the draw that is saved with the model.
         num_shown: Number of images on the page.
         num_images: Number of images of which the accuracy is computed.
         progress: Whether to show progress bars on a terminal.
@@ -89,6 +92,7 @@ class Page:
         descriptions: Sequence[str] = (),
         max_shift: int = 8,
         boundary: str = "circular",
+        draws: int | None = None,
         num_shown: int = 30,
         num_images: int = 40,
         progress: bool = True,
@@ -103,6 +107,7 @@ class Page:
         self._descriptions = descriptions or [""] * len(runs)
         self._max_shift = max_shift
         self._boundary = boundary
+        self._draws = draws
         self._num_shown = num_shown
         self._progress = progress
         self._shifts = shifts_along("xy", max_shift)
@@ -120,7 +125,9 @@ class Page:
         """Predicts with the next of the runs, at every shift."""
         name = self._names[len(self._models)]
         num_maps = self._num_shown if self._has_maps else 0
-        steps = _predict(run, self._images, self._shifts, self._boundary, num_maps)
+        predict = make_predict_fn(run, self._draws)
+        shift = make_shift_fn(run, self._boundary)
+        steps = _predict(run, predict, shift, self._images, self._shifts, num_maps)
         with tqdm(
             total=len(self._images) * len(self._shifts),
             desc=f"page of {name}",
@@ -205,16 +212,16 @@ def _choose_images(
 
 def _predict(
     run: Run,
+    predict: Callable[..., jax.Array],
+    shift: Callable[..., jax.Array],
     images: np.ndarray,
     shifts: Sequence[Shift],
-    boundary: str,
     num_maps: int,
 ) -> Iterator[tuple[np.ndarray, Any, Any]]:
     """Yields probabilities, attention maps and their starts at every shift, by image.
 
     Maps and starts are those of the first ``num_maps`` images, None for the others.
     """
-    predict, shift = make_predict_fn(run), make_shift_fn(run, boundary)
     make_maps = make_maps_fn(run)
     images = jax.device_put(images)
     for index in range(len(images)):

@@ -29,11 +29,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--input", **files, help="UTF-8 text files; repeatable")
     add("--checkpoint", default="best", help="best or latest")
     add("--batch_size", type=int, default=64, help="windows of text in a batch")
+    add("--draws", type=int, help=command.DRAWS_HELP)
     add("--bpe_dir", default="", help="folder of GPT-2's vocabulary")
     given = parser.parse_args(argv)
     run = load_run(given.workdir, given.checkpoint)
     for path in given.input:
-        found = run.evaluate(path, batch_size=given.batch_size, bpe_dir=given.bpe_dir)
+        found = run.evaluate(
+            path,
+            batch_size=given.batch_size,
+            draws=given.draws,
+            bpe_dir=given.bpe_dir,
+        )
         print(
             f"{path}: {format_metrics({'perplexity': found['perplexity']})} per token, "
             f"{found['bits_per_token']:.4f} bits per token, "

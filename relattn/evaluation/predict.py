@@ -116,13 +116,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         "position tables are resized",
     )
     add("--batch_size", type=int, default=256, help="images in a batch")
+    add("--draws", type=int, help=command.DRAWS_HELP)
     given = parser.parse_args(argv)
     output = None
     if given.output is not None:
         output = usable_file(given.output, "--output")
     files = [file for path in given.input for file in image_files(path)]
     run = load_run(given.workdir, given.checkpoint, image_size=given.image_size)
-    found = run.predict(files, batch_size=given.batch_size)
+    found = run.predict(files, batch_size=given.batch_size, draws=given.draws)
     table = to_csv(found, files, every=given.probabilities)
     if output is None:
         if sys.stdout.isatty():

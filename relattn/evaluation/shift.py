@@ -66,6 +66,8 @@ class ShiftedPredictions:
         labels: The images' classes.
         boundary: What moves into an image.
         settings: ``"torus"`` and ``"polyphase"`` where the model has them.
+        draws: Number of draws of the random features over which the probabilities are
+            averaged.
     """
 
     run: str
@@ -80,6 +82,7 @@ class ShiftedPredictions:
     labels: Int[np.ndarray, " n"]
     boundary: str = "zeros"
     settings: tuple[str, ...] = ()
+    draws: int = 1
 
     @property
     def unshifted(self) -> Int[np.ndarray, " n"]:
@@ -246,6 +249,7 @@ def shifted_predictions(
     max_shift: int = 8,
     axis: str = "x",
     boundary: str = "zeros",
+    draws: int | None = None,
     progress: bool = True,
 ) -> ShiftedPredictions:
     """Predicts every image at every shift that the image allows, and at random shifts.
@@ -263,13 +267,16 @@ def shifted_predictions(
             non-zero pixel; or all images allow all shifts, and the shift is circular
             (``"circular"``), or, for photographs, moves a crop of a larger image
             (``"crop"``).
+        draws: Number of draws of the random features, as for
+            `relattn.training.Run.predict`.
         progress: Whether to show a progress bar on a terminal.
 
     Returns:
         The predicted classes at each shift.
 
     Raises:
-        ValueError: If the axis, the shift or the boundary does not fit the images.
+        ValueError: If the axis, the shift or the boundary does not fit the images, or
+            the model has no random features of which to average several draws.
     """
     size = input_shape(run.config.data, run.data)[0]
     batch_size = run.config.eval_batch_size
@@ -280,13 +287,15 @@ def shifted_predictions(
     if margin:
         split = _with_margin(cast(StreamedSplit, split), size, margin)
     shifts = shifts_along(axis, max_shift)
-    draws = np.random.default_rng(0).integers(
+    random_shifts = np.random.default_rng(0).integers(
         -max_shift, max_shift + 1, (len(split), NUM_RANDOM_SHIFTS, 2)
     )
     num_moves = len(shifts) + NUM_RANDOM_SHIFTS
     predicted = np.full((len(split), num_moves), NOT_ALLOWED, np.int32)
     resize = functools.partial(preprocess, image_size=size + 2 * margin)
-    predict, shift = make_predict_fn(run), make_shift_fn(run, boundary, margin)
+    draws = int(run.config.eval_draws) if draws is None else draws
+    predict = make_predict_fn(run, draws)
+    shift = make_shift_fn(run, boundary, margin)
     name = name or Path(run.workdir).name
     labels = []
     with tqdm(
@@ -299,7 +308,7 @@ def shifted_predictions(
             images, real = resize(batch["image"]), batch["weight"] > 0
             done = sum(map(len, labels))
             labels.append(batch["label"][real])
-            random_moves = draws[done : done + len(labels[-1])]
+            random_moves = random_shifts[done : done + len(labels[-1])]
             same_moves = np.broadcast_to(shifts, (len(random_moves), len(shifts), 2))
             moves = np.concatenate([same_moves, random_moves], axis=1)
             allowed = np.ones(moves.shape[:2], bool)
@@ -327,6 +336,7 @@ def shifted_predictions(
         labels=np.concatenate(labels),
         boundary=boundary,
         settings=_settings(run),
+        draws=draws,
     )
 
 

@@ -63,7 +63,8 @@ class ShiftCurve:
     Attributes:
         run: The names of the runs.
         dataset: The name of the data set.
-        model: The label of the model, see `model_label`.
+        model: The label of the model, see `model_label`, with the number of draws if it
+            is more than one.
         label: The class of the images, None for all classes.
         published: The published curve of the model on the same images, None without
             one.
@@ -145,9 +146,10 @@ def curves_of(
     Raises:
         ValueError: If no image is left at one of the shifts.
     """
-    groups: dict[tuple[str, str], list[ShiftedPredictions]] = {}
+    groups: dict[tuple[str, str, int], list[ShiftedPredictions]] = {}
     for result in results:
-        groups.setdefault((result.dataset, result.recipe), []).append(result)
+        key = result.dataset, result.recipe, result.draws
+        groups.setdefault(key, []).append(result)
     return tuple(_curve(group, label, find_published) for group in groups.values())
 
 
@@ -158,6 +160,9 @@ def _curve(
 ) -> ShiftCurve:
     first = group[0]
     names = first.model, first.attention, first.position
+    name_of_model = " + ".join([model_label(*names), *first.settings])
+    if first.draws > 1:
+        name_of_model += f", mean of {first.draws} draws"
     by_shift, random = [], []
     for result in group:
         images = np.ones(len(result.labels), bool)
@@ -182,7 +187,7 @@ def _curve(
     return ShiftCurve(
         run=" ".join(result.run for result in group),
         dataset=first.dataset,
-        model=" + ".join([model_label(*names), *first.settings]),
+        model=name_of_model,
         label=label,
         published=find_published(first, label) if find_published else None,
         shifts=first.shifts,

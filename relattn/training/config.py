@@ -51,6 +51,7 @@ _AT_LEAST = {
     "batch_size": 1,
     "accumulate_steps": 1,
     "eval_batch_size": 1,
+    "eval_draws": 1,
     "num_epochs": 0,
     "num_steps": 0,
     "redraw_every": 0,
@@ -129,6 +130,8 @@ def default_config() -> ConfigDict:
     config.accumulate_steps = 1
     # Number of examples in a batch of evaluation.
     config.eval_batch_size = 256
+    # Number of draws of the random features whose probabilities evaluation averages.
+    config.eval_draws = 1
     # Length of the run in epochs.
     config.num_epochs = 1
     # Length of the run in updates; 0 for that in epochs.

@@ -18,7 +18,7 @@ from relattn.training.distributed import from_primary
 from relattn.training.metrics import BEST_METRICS, METRICS, RESERVED, format_metrics
 from relattn.training.parallel import Parallel
 from relattn.training.run_metadata import History
-from relattn.training.step import EvalStep
+from relattn.training.step import Draw, EvalStep
 from relattn.training.task import Task
 
 # Batches in flight to the devices.
@@ -32,19 +32,28 @@ class Evaluator:
         step: The pure function of `relattn.training.step.make_eval_step`; its sums may
             have a leading axis of models, such as seeds.
         parallel: The devices.
+        draw: Maps random features and the run's key to the draws that the step averages
+            over; None for the features of the variables.
     """
 
-    def __init__(self, step: EvalStep, parallel: Parallel):
+    def __init__(self, step: EvalStep, parallel: Parallel, draw: Draw | None = None):
         self._parallel = parallel
         self._step = parallel.compile_eval_step(step)
+        self._draw = draw and jax.jit(draw)
 
     @classmethod
     def of_task(cls, task: Task, parallel: Parallel) -> Evaluator:
         """Returns the evaluator of a task's model."""
-        return cls(task.eval_step, parallel)
+        return cls(task.eval_step, parallel, task.draw)
 
     def __call__(
-        self, variables: Any, split: EvalSplit, batch_size: int, *, timed: bool = False
+        self,
+        variables: Any,
+        split: EvalSplit,
+        batch_size: int,
+        *,
+        key: Any = None,
+        timed: bool = False,
     ) -> list[dict[str, float]]:
         """Evaluates on a split.
 
@@ -53,6 +62,8 @@ class Evaluator:
             split: The examples.
             batch_size: Size of the global batch, rounded up to a multiple of the
                 devices that share it.
+            key: The run's key, for the draws of random features; of several models
+                stacked.
             timed: Whether to measure the seconds from a batch's arrival on the devices
                 to its metrics, batch by batch. The first batch runs twice, so that
                 compilation is not measured.
@@ -66,6 +77,7 @@ class Evaluator:
         """
         if not len(split):
             raise ValueError("there is nothing to evaluate on: the split is empty")
+        variables = self._drawn(variables, key)
         totals: dict[str, Any] = collections.defaultdict(float)
         pending, seconds = collections.deque(), 0.0
 
@@ -96,6 +108,14 @@ class Evaluator:
         for result in results if timed else ():
             result["seconds"] = seconds
         return results
+
+    def _drawn(self, variables: Any, key: Any) -> Any:
+        """Returns variables with all draws of the random features."""
+        if self._draw is None:
+            return variables
+        features = self._parallel.fetch(variables["random_features"])
+        drawn = self._parallel.place(self._draw(features, key))
+        return {**variables, "random_features": drawn}
 
 
 def _means(sums: Mapping[str, float]) -> dict[str, float]:
@@ -150,7 +170,8 @@ def final_results(
             if history.best_step != best_step:
                 continue
             variables = parallel.place(states[index].variables)
-            scores = _split_scores(task, history, splits, evaluator, variables)
+            key = jax.random.key(task.seeds[index])
+            scores = _split_scores(task, history, splits, evaluator, variables, key)
             runs[index] = _result(task, history, scores, step)
     for index, history in enumerate(histories):
         tests = [
@@ -174,6 +195,7 @@ def _split_scores(
     splits: Mapping[str, EvalSplit],
     evaluator: Evaluator,
     variables: Any,
+    key: Any,
 ) -> dict[str, dict[str, float]]:
     """Evaluates on every split once, even if it has two names."""
     scores = {id(splits["validation"]): history.best}
@@ -181,7 +203,7 @@ def _split_scores(
     for name, split in splits.items():
         if id(split) not in scores:
             (scores[id(split)],) = evaluator(
-                variables, split, batch_size, timed=name == "test"
+                variables, split, batch_size, key=key, timed=name == "test"
             )
     return {name: scores[id(split)] for name, split in splits.items()}
 

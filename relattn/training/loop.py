@@ -370,6 +370,7 @@ class TrainLoop:
             self.state.variables,
             self.data.eval_splits["validation"],
             self.config.eval_batch_size,
+            key=self.task.key,
         )
         kind, epochs = self.task.info.kind, self.config.early_stopping_epochs
         for history, row, result in zip(self.histories, rows, results, strict=True):

@@ -33,7 +33,13 @@ from relattn.training.metrics import metrics_of
 from relattn.training.parallel import Device
 from relattn.training.predict import Predictions
 from relattn.training.resume import check_fits
-from relattn.training.step import Batch, make_eval_step
+from relattn.training.step import (
+    Batch,
+    average_draws,
+    check_draws,
+    draw_features,
+    make_eval_step,
+)
 from relattn.training.task import data_sizes
 from relattn.training.workdir import read_result
 
@@ -81,8 +87,24 @@ class Run:
 
         return functools.partial(logits, jax.device_put(self.variables))
 
+    @functools.cached_property
+    def _averages(self) -> dict[int, Callable[[jax.Array], jax.Array]]:
+        """The functions of `make_predict_fn` by their number of draws."""
+        return {}
+
+    def _num_draws(self, draws: int | None) -> int:
+        """Returns a checked number of draws; None is that of the configuration."""
+        draws = int(self.config.eval_draws) if draws is None else draws
+        check_draws(draws, self.variables.get("random_features"))
+        return draws
+
     def predict(
-        self, images: Any, *, batch_size: int = 256, progress: bool = True
+        self,
+        images: Any,
+        *,
+        batch_size: int = 256,
+        draws: int | None = None,
+        progress: bool = True,
     ) -> Predictions:
         """Predicts the classes of images.
 
@@ -94,6 +116,9 @@ class Run:
                 every image; for another, an image of the stored size is taken
                 unchanged.
             batch_size: Number of images that the model sees at once.
+            draws: Number of draws of the random features over which the probabilities
+                are averaged; None for ``config.eval_draws``, by default 1, the draw
+                that is saved with the model. K draws take K times the time.
             progress: Whether to show a progress bar on a terminal.
 
         Returns:
@@ -101,10 +126,12 @@ class Run:
             classes.
 
         Raises:
-            ValueError: If the run is on text, an image cannot be read, or its values,
-                channels or size do not fit.
+            ValueError: If the run is on text, an image cannot be read, its values,
+                channels or size do not fit, or the model has no random features of
+                which to average several draws.
         """
-        return predict_lib.predict(self, self._logits, images, batch_size, progress)
+        logits = make_predict_fn(self, draws)
+        return predict_lib.predict(self, logits, images, batch_size, progress)
 
     def features(
         self,
@@ -139,6 +166,7 @@ class Run:
         *,
         split: str | None = None,
         batch_size: int = 256,
+        draws: int | None = None,
         bpe_dir: str = "",
     ) -> dict[str, float]:
         """Evaluates the run.
@@ -149,6 +177,7 @@ class Run:
                 training, unless they were given in memory.
             split: The split of a data set: ``"validation"`` or ``"test"``, the default.
             batch_size: Size of the global batch.
+            draws: Number of draws of the random features, as for `predict`.
             bpe_dir: Folder of the ``gpt2`` tokenizer, for a text file.
 
         Returns:
@@ -157,7 +186,7 @@ class Run:
 
         Raises:
             ValueError: If the data are empty or of another kind, an option does not
-                apply to them, or they are needed.
+                apply to them or the model, or they are needed.
             CheckpointError: If they have other labels than the run predicts.
         """
         is_file = isinstance(data, str | Path)
@@ -167,7 +196,7 @@ class Run:
             raise ValueError(f"bpe_dir={bpe_dir!r} needs data, the path of a text file")
         if is_file:
             text, num_bytes = predict_lib.read_text_split(self, data, bpe_dir)
-            result = evaluate(self, text, batch_size)
+            result = evaluate(self, text, batch_size, draws=draws)
             bits = result["loss"] / math.log(2)
             bits_per_byte = bits * result["count"] / num_bytes
             return result | {"bits_per_token": bits, "bits_per_byte": bits_per_byte}
@@ -180,7 +209,7 @@ class Run:
             split = "test" if split is None else split
             check_choice("split", split, splits)
             data = splits[split]
-        return evaluate(self, data, batch_size, info=info)
+        return evaluate(self, data, batch_size, info=info, draws=draws)
 
     def attention_weights(
         self, inputs: Any, *, layer: int = -1
@@ -337,17 +366,39 @@ def saved_config(config: ConfigDict, info: DataInfo) -> dict[str, Any]:
 Inputs = Float[Array, "batch height width channels"] | Int[Array, "batch n"]
 
 
-def make_predict_fn(run: Run) -> Callable[[Inputs], Float[Array, "batch ... classes"]]:
+def make_predict_fn(
+    run: Run, draws: int | None = None
+) -> Callable[[Inputs], Float[Array, "batch ... classes"]]:
     """Returns a compiled function from preprocessed images, or tokens, to logits.
 
     Args:
         run: A trained run.
+        draws: Number of draws of the random features, as for `Run.predict`; the softmax
+            of the logits is the mean of the probabilities.
 
     Returns:
         The function, for one device, the same at every call. It is compiled for each
         batch size, so pad a last, smaller batch. The logits are float32.
+
+    Raises:
+        ValueError: If the model has no random features of which to average several
+            draws.
     """
-    return run._logits
+    draws = run._num_draws(draws)
+    if draws == 1:
+        return run._logits
+    if draws not in run._averages:
+        model, key = run.model, jax.random.key(run.config.seed)
+        features = run.variables["random_features"]
+        drawn = jax.jit(functools.partial(draw_features, draws=draws))(features, key)
+
+        @jax.jit
+        def logits(variables: Any, inputs: jax.Array) -> jax.Array:
+            return average_draws(model.apply, variables, inputs)
+
+        variables = jax.device_put({**run.variables, "random_features": drawn})
+        run._averages[draws] = functools.partial(logits, variables)
+    return run._averages[draws]
 
 
 def evaluate(
@@ -356,6 +407,7 @@ def evaluate(
     batch_size: int = 256,
     devices: Sequence[Device] | None = None,
     info: DataInfo | None = None,
+    draws: int | None = None,
 ) -> dict[str, float]:
     """Evaluates a run on a split of a data set.
 
@@ -369,16 +421,19 @@ def evaluate(
             that share it.
         devices: Devices to use; all by default.
         info: The description of the split's data set, compared with the run's.
+        draws: Number of draws of the random features, as for `Run.predict`.
 
     Returns:
         Loss and accuracy, see `relattn.training.evaluator.Evaluator`.
 
     Raises:
-        ValueError: If the split is empty.
+        ValueError: If the split is empty, or the model has no random features of which
+            to average several draws.
         CheckpointError: If the labels of ``info`` are not those that the run predicts.
     """
     if info is not None:
         check_fits(run.data, info, run.workdir)
+    draws = run._num_draws(draws)
     devices = devices or jax.devices()
     model_axis = math.gcd(run.config.model_axis, len(devices))
     parallel = make_parallel(run.config, devices, model_axis=model_axis)
@@ -386,7 +441,10 @@ def evaluate(
         run.model,
         run.preprocess,
         metrics=metrics_of(run.data),
+        draws=draws,
     )
-    evaluator = Evaluator(step, parallel)
-    (result,) = evaluator(parallel.place(run.variables), split, batch_size)
+    draw = functools.partial(draw_features, draws=draws) if draws > 1 else None
+    evaluator = Evaluator(step, parallel, draw)
+    key = jax.random.key(run.config.seed)
+    (result,) = evaluator(parallel.place(run.variables), split, batch_size, key=key)
     return result

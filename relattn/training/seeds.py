@@ -16,7 +16,7 @@ from relattn.data import Batch, DataInfo, DataSource, Loader
 from relattn.data.base import ShardIndex
 from relattn.kernels.platform import current_platform
 from relattn.training.run_metadata import History
-from relattn.training.step import EvalStep, Redraw, TrainState, TrainStep
+from relattn.training.step import Draw, EvalStep, Redraw, TrainState, TrainStep
 from relattn.training.task import Task
 
 # The seeds share the step, so that a branch on the step stays a branch under vmap.
@@ -107,6 +107,12 @@ class SeedsTask(Task):
         """The redraw of stacked random features; the seeds share the step."""
         redraw = self.single.redraw
         return redraw and jax.vmap(redraw, in_axes=(0, 0, None))
+
+    @functools.cached_property
+    def draw(self) -> Draw | None:
+        """The draws of stacked random features in evaluation."""
+        draw = self.single.draw
+        return draw and jax.vmap(draw)
 
     def unstack(self, state: TrainState) -> list[TrainState]:
         """Returns the state of each seed, copied so that the others can be freed."""

@@ -28,11 +28,14 @@ from relattn.training.parameters import is_frozen
 from relattn.training.run_metadata import History
 from relattn.training.step import (
     Batch,
+    Draw,
     EvalStep,
     Redraw,
     TrainState,
     TrainStep,
+    check_draws,
     create_state,
+    draw_features,
     make_eval_step,
     make_train_step,
 )
@@ -84,7 +87,8 @@ class Task:
             The task.
 
         Raises:
-            ValueError: If the model, the schedule or the batch size does not fit.
+            ValueError: If the model, the schedule, the batch size or the number of
+                draws in evaluation does not fit.
         """
         steps_per_epoch = info.steps_per_epoch(config.batch_size)
         num_steps = config.num_steps or config.num_epochs * steps_per_epoch
@@ -106,7 +110,7 @@ class Task:
             model = models.build_model(config.model, **sizes)
         except ValueError as error:
             raise ValueError(f"config.model: {error}") from error
-        return cls(
+        task = cls(
             config=config,
             info=info,
             model=model,
@@ -119,6 +123,10 @@ class Task:
             num_steps=num_steps,
             ema_decay=config.ema_decay,
         )
+        if config.eval_draws > 1:
+            drawn = task.single.abstract_state.random_features
+            check_draws(config.eval_draws, drawn, key="config.eval_draws")
+        return task
 
     @property
     def single(self) -> Task:
@@ -223,8 +231,20 @@ class Task:
     def eval_step(self) -> EvalStep:
         """The evaluation of a batch, a pure function; see `make_eval_step`."""
         return make_eval_step(
-            self.model, self.preprocess, metrics=metrics_of(self.info)
+            self.model,
+            self.preprocess,
+            metrics=metrics_of(self.info),
+            draws=self.config.eval_draws,
         )
+
+    @functools.cached_property
+    def draw(self) -> Draw | None:
+        """The draws of random features in evaluation; None for those of training.
+
+        A pure function of the features and the run's key; see `draw_features`.
+        """
+        draws = self.config.eval_draws
+        return functools.partial(draw_features, draws=draws) if draws > 1 else None
 
     @functools.cached_property
     def redraw(self) -> Redraw | None:

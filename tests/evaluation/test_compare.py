@@ -296,6 +296,17 @@ def test_a_shift_that_no_image_allows_is_found_in_the_first_run(workdir, monkeyp
     assert loaded == [1]
 
 
+def test_runs_without_random_features_have_one_draw(
+    workdir, tmp_path, monkeypatch, capsys
+):
+    """The first run is not evaluated before the others are checked."""
+    monkeypatch.setattr(SavedRun, "load", None)
+    with pytest.raises(SystemExit, match="2"):
+        cli.eval_shift([f"--workdir={workdir}", f"--output={tmp_path}", "--draws=4"])
+    message = f"error: {workdir}: draws=4 needs random features to draw, but the model"
+    assert message in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_a_run_evaluates_images_of_another_size(workdir, tmp_path):
     trained, run = load_run(workdir), load_run(workdir, image_size=40)

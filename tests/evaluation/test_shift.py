@@ -1,3 +1,4 @@
+import dataclasses
 from pathlib import Path
 
 import chex
@@ -30,6 +31,7 @@ from relattn.evaluation.shift import (
     shifted_predictions,
     shifts_along,
 )
+from relattn.kernels import draw_random_features
 from relattn.training import (
     Run,
     default_config,
@@ -37,6 +39,7 @@ from relattn.training import (
     make_predict_fn,
     train_and_evaluate,
 )
+from relattn.training.step import draw_features
 from tests.helpers.shifting import moved
 
 SHIFTS = [(0, 0), (2, 0), (0, -3), (-1, 4), (6, 1), (-9, 2), (3, 9)]
@@ -229,6 +232,47 @@ def test_random_shifts_with_zeros_lose_nothing(tmp_path):
     allowed = (dx == 0) & (abs(dy) <= 1)
     np.testing.assert_array_equal(found.random_predicted != NOT_ALLOWED, allowed)
     assert allowed.any()
+
+
+class Projected(nn.Module):
+    """Its logits are random features."""
+
+    @nn.compact
+    def __call__(self, images):
+        x = images.reshape(len(images), -1)
+        drawn = self.variable(
+            "random_features",
+            "drawn",
+            lambda: draw_random_features(
+                self.make_rng("random_features"), layer=0, num_features=2, head_dim=25
+            ),
+        )
+        return x @ drawn.value.projection.T
+
+
+def test_shifted_predictions_average_over_draws(tmp_path):
+    run, split = noise_run(tmp_path), noise(29)
+    key = jax.random.key(run.config.seed)
+    variables = Projected().init({"random_features": key}, np.zeros((1, 5, 5, 1)))
+    run = dataclasses.replace(run, model=Projected(), variables=variables)
+    options = {"max_shift": 1, "boundary": "circular"}
+    one, three = (
+        shifted_predictions(run, split, draws=draws, **options) for draws in (None, 3)
+    )
+    assert (one.draws, three.draws) == (1, 3)
+    drawn = draw_features(variables["random_features"], key, 3)
+    projections = np.float64(drawn["drawn"].projection)
+    for (dx, _), single, mean in zip(
+        one.shifts, one.predicted, three.predicted, strict=True
+    ):
+        images = np.roll(split.images, dx, axis=2).reshape(29, -1) / 255
+        logits = ((images - 0.3) / 0.2) @ projections.swapaxes(1, 2)
+        second = 1 / (1 + np.exp(logits[..., 0] - logits[..., 1]))
+        np.testing.assert_array_equal(single, second[0] > 0.5)
+        np.testing.assert_array_equal(mean, second.mean(axis=0) > 0.5)
+    assert (one.predicted != three.predicted).any()
+    with pytest.raises(ValueError, match="draws=2 needs random features to draw, but"):
+        shifted_predictions(noise_run(tmp_path), split, draws=2, **options)
 
 
 @pytest.mark.parametrize("axis", ["x", "y", "xy"])

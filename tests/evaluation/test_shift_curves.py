@@ -57,6 +57,13 @@ def test_random_shifts_count_the_pairs_that_are_allowed():
     assert curve.random.num_images == 0 and np.isnan(curve.random.consistency)
 
 
+def test_other_numbers_of_draws_have_other_curves():
+    several = dataclasses.replace(result(TWO), draws=4)
+    one, mean = curves_of([result(ONE), several], None)
+    assert (one.model, mean.model) == ("favor", "favor, mean of 4 draws")
+    assert one.num_runs == mean.num_runs == 1
+
+
 def test_runs_that_differ_in_their_seed_are_averaged():
     (curve,) = curves_of([result(ONE), result(TWO, seed=1)], 1)
     assert (curve.run, curve.num_runs) == ("run0 run1", 2)

@@ -203,7 +203,9 @@ def test_unmoved_crops_of_a_larger_image_are_the_inputs(tmp_path, config, monkey
         seen.append(np.asarray(inputs))
         return np.zeros((len(inputs), 2))
 
-    monkeypatch.setattr("relattn.evaluation.shift.make_predict_fn", lambda run: predict)
+    monkeypatch.setattr(
+        "relattn.evaluation.shift.make_predict_fn", lambda run, draws: predict
+    )
     for boundary in ("crop", "circular"):
         seen.clear()
         for max_shift in (0, 1):

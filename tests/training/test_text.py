@@ -86,7 +86,7 @@ def test_the_checkpoint_with_the_lowest_loss_is_kept(
 ):
     losses = iter([3.0, 1.0, 2.0, 4.0, 5.0])
 
-    def scripted(self, variables, split, batch_size):
+    def scripted(self, variables, split, batch_size, *, key):
         loss = next(losses)
         return [{"loss": loss, "accuracy": loss / 10, "count": 1.0}]
 

@@ -38,6 +38,11 @@ recipe behind the paper's tables and figure, from the authors' code and raw resu
 random features takes it for an absolute position. In a short training use
 ``--config.model.position=sincos_bias``, the same score, exact for every draw.
 
+``redraw=100`` draws the random features every 100 steps, ``redraw=0`` never, and
+``scales=16`` gives strategy 1 that many length scales, as in
+``configs/performer.py:mnist,constrained_sincos,redraw=100,scales=16``. The authors'
+data have intervals of 1, 100 and 1,000 steps, and 4 and 16 scales.
+
 Two differences from the authors' code are known: it never redraws the random features
 of the position heads, and its constant depends on the batch.
 
@@ -84,6 +89,8 @@ VARIANTS = {
     "banded": {"attention": "banded(clip=6)", "position": "none"},
     "invariant": {"attention": "favor", "position": "relative_bias", **INVARIANT},
 }
+# Options of one variant.
+OWNERS = {"clip": "banded", "scales": "constrained_sincos"}
 # Batch sizes of the published runs by clipping distance of strategy 2.
 CLIPS = {2: 22, 4: 11, 6: 6}
 
@@ -93,8 +100,9 @@ def get_config(arguments: str = "") -> ConfigDict:
 
     Args:
         arguments: Any of a data set, a variant, ``published``, ``clip=2``, ``clip=4``
-            or ``clip=6`` with ``banded``, and ``cpu`` or ``smoke``, separated by
-            commas; by default ``mnist,constrained_sincos``.
+            or ``clip=6`` with ``banded``, ``scales=...`` with ``constrained_sincos``,
+            ``redraw=...``, and ``cpu`` or ``smoke``, separated by commas; by default
+            ``mnist,constrained_sincos``.
 
     Returns:
         The locked configuration.
@@ -111,15 +119,17 @@ def get_config(arguments: str = "") -> ConfigDict:
             "form": ("published",),
             "cut": CUTS,
         },
-        options={"clip": int},
+        options={"clip": int, "redraw": int, "scales": int},
     )
     dataset = chosen.get("dataset", "mnist")
     variant = chosen.get("variant", "constrained_sincos")
     published = "form" in chosen
-    if "clip" in options and variant != "banded":
-        raise ValueError(
-            f"configs/performer.py has clip=... for 'banded' only, got {variant!r}"
-        )
+    for option, owner in OWNERS.items():
+        if option in options and variant != owner:
+            raise ValueError(
+                f"configs/performer.py has {option}=... for {owner!r} only, got "
+                f"{variant!r}"
+            )
     clip = options.get("clip", 4 if published and dataset == "fashion_mnist" else 6)
     if clip not in CLIPS:
         known = ", ".join(map(str, CLIPS))
@@ -134,10 +144,15 @@ def get_config(arguments: str = "") -> ConfigDict:
     config.redraw_every = 1000
     if variant == "banded":
         config.model.attention = f"banded(clip={clip})"
+    if "scales" in options:
+        position = f"constrained_sincos(num_scales={options['scales']})"
+        config.model.position = position
     if published:
         _publish(config, clip)
     if "cut" in chosen:
         CUTS[chosen["cut"]](config)
+    if "redraw" in options:
+        config.redraw_every = options["redraw"]
     return config.lock()
 
 

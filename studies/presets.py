@@ -476,6 +476,35 @@ def _clip(datasets: Sequence[str]) -> Preset:
     return Preset(title, rows, _accuracies(datasets))
 
 
+def _strategy1(option: str, values: Sequence[int], title: str) -> Preset:
+    """Makes a preset of strategy 1 with the values of an option in the authors' data.
+
+    Args:
+        option: Option of the configuration, ``"redraw"`` or ``"scales"``.
+        values: Its values.
+        title: Title of the study.
+    """
+    counts = {
+        row["settings"]: f"{int(row['params']) / 1e6:.2f}M"
+        for row in read_published("performer_param_counts")
+        if (row["model"], row["in_channels"]) == ("Rel. S1", "1")
+    }
+    datasets, rows = ("mnist", "fashion_mnist"), []
+    for value in values:
+        runs = {
+            dataset: f"configs/performer.py:{dataset},constrained_sincos,published,"
+            f"{option}={value}"
+            for dataset in datasets
+        }
+        scales = value if option == "scales" else 4
+        published = {"params": counts[f"{scales} length scales"]}
+        rows.append(Row(f"{option}_{value}", runs, published))
+    params, *accuracies = _accuracies(datasets)
+    # The data have no accuracy for each value.
+    columns = [dataclasses.replace(column, published="") for column in accuracies]
+    return Preset(title, rows, [params, *columns], shifts={})
+
+
 def _accuracies(datasets: Sequence[str]) -> list[Column]:
     """Makes columns for the parameters and the test accuracy on each data set."""
     return [
@@ -545,5 +574,17 @@ PRESETS = {
         },
     ),
     "performer_clip": _clip(("mnist", "fashion_mnist")),
+    "performer_redraw": _strategy1(
+        "redraw",
+        (1, 100, 1000),
+        "Performers of strategy 1 whose random features are redrawn every 1, 100 and "
+        "1,000 steps, and under shifts of the test images (Horn et al., authors' data)",
+    ),
+    "performer_scales": _strategy1(
+        "scales",
+        (4, 16),
+        "Performers of strategy 1 with 4 and 16 length scales, and under shifts of the "
+        "test images (Horn et al., authors' data)",
+    ),
     **TRANSLUTION_PRESETS,
 }

@@ -180,6 +180,18 @@ def test_clip_is_an_argument():
     assert "clip=2" in config.model.attention and config.batch_size == 22
 
 
+def test_redraws_and_scales_are_arguments():
+    config = get_config("performer", "published,redraw=100,scales=16,fashion_mnist")
+    assert config.redraw_every == 100
+    assert config.model.position == "constrained_sincos(num_scales=16)"
+    default = get_config("performer", "published,fashion_mnist")
+    with default.unlocked():
+        default.redraw_every = 100
+        default.model.position = config.model.position
+    assert config.to_dict() == default.to_dict()
+    assert get_config("performer", "none,smoke,redraw=0").redraw_every == 0
+
+
 @pytest.mark.parametrize("name", ["alexnet", "vgg16", "resnet18", "linformer"])
 def test_published_baselines_have_the_notebooks_recipe(name):
     config = get_config("baselines", f"{name},cifar10,published")
@@ -280,6 +292,8 @@ def test_config_docstring_has_the_launch_command(name):
         ("performer", "mnist,banned", "no argument 'banned': did you mean 'banded'"),
         ("performer", "banded,clip=5", "has clip=2, 4, 6, got 5"),
         ("performer", "none,clip=2", "has clip=... for 'banded' only, got 'none'"),
+        ("performer", "none,scales=4", "has scales=... for 'constrained_sincos' only"),
+        ("performer", "redraws=3", "no option 'redraws': did you mean 'redraw'"),
         ("performer", "mnist,publish", "'publish': did you mean 'published'"),
         ("baselines", "resnet", "no argument 'resnet': did you mean 'resnet18'"),
         ("demo", "nnone", "no argument 'nnone': did you mean 'none'"),

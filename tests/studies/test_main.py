@@ -179,6 +179,19 @@ def test_clip_preset_has_published_batches_and_accuracies():
     }
 
 
+def test_strategy_1_has_the_intervals_and_scales_of_the_authors():
+    redraws, scales = PRESETS["performer_redraw"], PRESETS["performer_scales"]
+    configs = [read_config(row.runs["mnist"]) for row in redraws.rows]
+    assert [config.redraw_every for config in configs] == [1, 100, 1000]
+    assert {row.published["params"] for row in redraws.rows} == {"4.74M"}
+    configs = [read_config(row.runs["fashion_mnist"]) for row in scales.rows]
+    positions = [f"constrained_sincos(num_scales={n})" for n in (4, 16)]
+    assert [config.model.position for config in configs] == positions
+    assert {config.redraw_every for config in configs} == {1000}
+    assert {config.optimizer.learning_rate for config in configs} == {5e-5}
+    assert redraws.shifts == scales.shifts == {}
+
+
 def test_seeds_train_in_one_process(tmp_path, monkeypatch, capfd):
     columns = [
         Column("accuracy", "accuracy", "test_accuracy", unit="percent", digits=2),

@@ -4,7 +4,10 @@
 trains the missing runs of the preset with ``train.py`` and writes ``results.json``,
 ``table.md``, ``table.csv`` and ``curves.png``. The same command continues where the
 study stopped. If a run fails, it is reported and the others continue. The seeds of
-a model train together in one process; ``--together`` changes this. Options
+a model train together in one process; ``--together`` changes this. ``--dataset`` and
+``--models`` select some of the runs, such as ``--dataset=constant
+--models=drawn_once,redraw_20`` of ``performer_pixels16``, whose runs differ in the
+schedule of the learning rate instead of the data. Options
 ``--config.key=value``, such as ``--config.num_steps=50``, are passed to ``train.py``.
 """
 
@@ -25,6 +28,7 @@ from relattn.training.workdir import usable_folder, write_json
 from studies.figure1 import published_curve
 from studies.launcher import Training, train
 from studies.presets import PRESETS
+from studies.redraws import redraw_report
 from studies.report import plot_study, study_results, study_table, write_study_csv
 
 
@@ -127,6 +131,9 @@ def run_study(
             **study.shifts,
         )
         replace_file(output / "table.md", text)
+    if study.redraws is not None and workdirs:
+        text += "\n" + redraw_report(study, finished, output)
+        replace_file(output / "table.md", text)
     return text, failed
 
 
@@ -141,7 +148,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     names = ", ".join(PRESETS)
     parser.add_argument("--preset", required=True, help=f"the study: {names}")
     parser.add_argument("--output", required=True, help="output folder")
-    parser.add_argument("--dataset", default="", help="train on this data set only")
+    parser.add_argument(
+        "--dataset",
+        default="",
+        help="train the runs of this key only, such as a data set",
+    )
     parser.add_argument("--models", default="", help="train these rows only: NAME,NAME")
     parser.add_argument("--seeds", type=int, default=1, help="runs per model")
     parser.add_argument(

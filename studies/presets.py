@@ -53,6 +53,26 @@ class Row:
 
 
 @dataclasses.dataclass(frozen=True)
+class Redraws:
+    """What a study says of redraws, see `studies.redraws.redraw_report`.
+
+    Attributes:
+        intervals: Rows that differ only in the interval of redraws -> the interval in
+            steps, 0 for one draw.
+        exact: Rows that do not depend on a draw; the first is what the others estimate.
+        draws: Numbers of draws over which evaluations average.
+        shifts: Options of `relattn.evaluation.compare.compare`.
+        expected: What was expected, in sentences.
+    """
+
+    intervals: Mapping[str, int]
+    exact: Sequence[str]
+    draws: Sequence[int]
+    shifts: Mapping[str, Any]
+    expected: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Preset:
     """A study.
 
@@ -64,6 +84,7 @@ class Preset:
         notes: Sentences below the table.
         shifts: Options of `relattn.evaluation.compare.shift_report`, which measures the
             accuracy under shifts of the test images; None to skip it.
+        redraws: The rows in which redraws are compared; None to skip it.
     """
 
     title: str
@@ -72,6 +93,7 @@ class Preset:
     curve: str = "loss"
     notes: Sequence[str] = ()
     shifts: Mapping[str, Any] | None = None
+    redraws: Redraws | None = None
 
     @property
     def datasets(self) -> list[str]:
@@ -505,6 +527,73 @@ def _strategy1(option: str, values: Sequence[int], title: str) -> Preset:
     return Preset(title, rows, [params, *columns], shifts={})
 
 
+def _pixels16() -> Preset:
+    """Makes the preset of redraws on pixels; the most telling rows come first."""
+    intervals = {
+        "drawn_once": 0,
+        "redraw_20": 20,
+        "redraw_100": 100,
+        "redraw_1000": 1000,
+        "redraw_1": 1,
+    }
+
+    def argument(row: str) -> str:
+        if row not in intervals:
+            return row
+        return f"constrained_sincos,redraw={intervals[row]}"
+
+    names = ["drawn_once", "redraw_20", "softmax", "sincos_bias", "redraw_100"]
+    names += ["redraw_1000", "redraw_1", "learnable_sincos", "none", "banded"]
+    names.append("invariant")
+    config = "configs/performer_pixels16.py"
+    rows = [
+        Row(
+            name,
+            {
+                schedule: f"{config}:{argument(name)},{schedule}"
+                for schedule in ("constant", "cosine")
+            },
+        )
+        for name in names
+    ]
+    columns = [PARAMS]
+    for schedule in ("constant", "cosine"):
+        columns += [
+            Column(
+                name=schedule,
+                title=f"{schedule}, test accuracy, %",
+                metric="test_accuracy",
+                trained=schedule,
+                unit="percent",
+            ),
+            dataclasses.replace(
+                SECONDS,
+                name=f"{schedule}_seconds",
+                title=f"{schedule}, {SECONDS.title}",
+                trained=schedule,
+            ),
+        ]
+    return Preset(
+        "Small Performers on the 256 pixels of Fashion-MNIST at 16x16, with constant "
+        "and cosine learning rate, and under shifts of the test images by up to 4 "
+        "pixels; strategy 1 of Horn et al. with one draw of the random features "
+        "(`drawn_once`) and with redraws every 1 to 1,000 steps",
+        rows,
+        columns,
+        redraws=Redraws(
+            intervals=intervals,
+            exact=("softmax", "sincos_bias", "invariant"),
+            draws=(1, 4, 16),
+            shifts={"max_shift": 4, "num_images": 500},
+            expected="One draw of the random features breaks the invariance of "
+            "strategy 1. Horn et al. (section 2.3) conjecture that redraws in training "
+            "restore it. So consistency should rise as the interval falls, towards "
+            "that of the exact forms, and a mean over several draws should raise it "
+            "further.",
+        ),
+    )
+
+
 def _accuracies(datasets: Sequence[str]) -> list[Column]:
     """Makes columns for the parameters and the test accuracy on each data set."""
     return [
@@ -586,5 +675,6 @@ PRESETS = {
         "Performers of strategy 1 with 4 and 16 length scales, and under shifts of the "
         "test images (Horn et al., authors' data)",
     ),
+    "performer_pixels16": _pixels16(),
     **TRANSLUTION_PRESETS,
 }

@@ -9,7 +9,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from configs import baselines, demo, rpe_vit, translution_gpt, translution_vit
+from configs import (
+    baselines,
+    demo,
+    performer_pixels16,
+    rpe_vit,
+    translution_gpt,
+    translution_vit,
+)
 from relattn.data import IMAGE_OPTIONS
 from relattn.models import SIZES, build_model, complete_options
 from relattn.models.cnn import PUBLISHED_BASELINES
@@ -38,6 +45,8 @@ CONFIGS += [
     ]
 ]
 CONFIGS += [("demo", variant) for variant in demo.VARIANTS]
+CONFIGS += [("performer_pixels16", v) for v in performer_pixels16.VARIANTS]
+CONFIGS += [("performer_pixels16", "cosine,redraw=20")]
 CONFIGS += [
     ("translution_vit", argument)
     for argument in [

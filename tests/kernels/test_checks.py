@@ -97,6 +97,10 @@ KERNELS = {
         matrices(("angles",), N, HEAD_DIM // 2) | {"matrix": np.eye(HEAD_DIM)},
     ),
     "circulant_string": (TOKENS, matrices(("angles",), N, HEAD_DIM // 2 + 1)),
+    "widen_queries": (
+        {"q": SELF["q"]},
+        matrices(("projections",), N, 3, 2, HEAD_DIM) | matrices(("waves",), N, 3, 2),
+    ),
     "unit_norm": (TOKENS, {}),
     "positive_features": (TOKENS, matrices(("projection",), 3, HEAD_DIM)),
     "trigonometric_features": (TOKENS, matrices(("projection",), 3, HEAD_DIM)),

@@ -215,7 +215,7 @@ def test_average_changes_the_output():
             "low",
             {"base": False},
             {**CALL, "position": LayerPosition()},
-            "has no plain queries and keys for the position to act on",
+            "has no plain queries, keys and values for the position to act on",
         ),
         ("low", {"causal": True}, CALL, "causal attention takes no prefix tokens"),
         ("exact", {"causal": True}, {"grid": (5,)}, "too few for a sequence of 7"),

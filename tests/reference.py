@@ -81,9 +81,21 @@ def relu_features(x, projection, bias=0.0, eps=1e-3):
     return jnp.where(projected > 0, projected, 0) + eps
 
 
+def hedgehog_features(x, projection):
+    """Returns softmax([w x, -w x]) of one vector."""
+    exponentials = jnp.exp(jnp.concatenate([projection @ x, -projection @ x]))
+    return exponentials / exponentials.sum()
+
+
 def linear_attention(q, k, v, feature_map, allowed, bias=0.0):
-    """Computes attention with weights phi(q_i) . phi(k_j) exp(b_ij)."""
-    weights = jax.vmap(feature_map)(q) @ jax.vmap(feature_map)(k).T * jnp.exp(bias)
+    """Computes attention with weights phi(q_i) . phi(k_j) exp(b_ij).
+
+    ``feature_map`` may be a pair, of queries and of keys.
+    """
+    is_pair = isinstance(feature_map, tuple)
+    maps = feature_map if is_pair else (feature_map, feature_map)
+    phi_q, phi_k = (jax.vmap(phi)(x) for phi, x in zip(maps, (q, k), strict=True))
+    weights = phi_q @ phi_k.T * jnp.exp(bias)
     return _weighted_mean(jnp.where(allowed, weights, 0.0), v)
 
 

@@ -4,6 +4,7 @@ from relattn.kernels.banded import banded_attention as banded_attention
 from relattn.kernels.feature_maps import FeatureMap as FeatureMap
 from relattn.kernels.feature_maps import Features as Features
 from relattn.kernels.feature_maps import default_num_features as default_num_features
+from relattn.kernels.feature_maps import hedgehog_features as hedgehog_features
 from relattn.kernels.feature_maps import positive_features as positive_features
 from relattn.kernels.feature_maps import relu_features as relu_features
 from relattn.kernels.feature_maps import (

@@ -214,6 +214,53 @@ def relu_features(
 
 
 @check_arguments
+def hedgehog_features(
+    x: Float[Array, "*#batch n head_dim"],
+    projection: Float[Array, "*#batch half projection_dim"],
+    *,
+    precision: jax.lax.PrecisionLike = None,
+) -> Features:
+    """Computes learned exponential features (Hedgehog).
+
+    phi(x) = softmax([W x, -W x]), over the features of a token. With a W for each head
+    and one each for queries and keys, trained to that end, phi(q) . phi(k) imitates the
+    weights of a softmax attention.
+
+    The sum of a query's features cancels in the quotient of linear attention. That of a
+    key bounds its features, so that no key takes all weight because it is long.
+
+    Args:
+        x: Queries or keys, shape ``[*batch, n, head_dim]``.
+        projection: W, learned, shape ``[*batch, half, head_dim]``, such as ``[heads,
+            half, head_dim]``; the identity is a good start.
+        precision: Passed to einsum; the highest by default.
+
+    Returns:
+        Features without factors: exponents of at most 0, shape ``[*batch, n, 2 half]``,
+        and their bound, 0, shape ``[2 half]``.
+
+    Raises:
+        ValueError: If shapes or dtypes do not fit together.
+        ValueError: If ``x`` and the projection differ in head_dim.
+
+    Example:
+        >>> x, w = jnp.array([[0.0, 9.0]]), jnp.array([[0.0, 1.0]])
+        >>> hedgehog_features(x, w).dense().round(3).tolist()
+        [[1.0, 0.0]]
+
+    Source:
+        Zhang et al., The Hedgehog & the Porcupine: Expressive Linear Attentions with
+        Softmax Mimicry, section 4.2 (where W x has a bias), normalised over the
+        features; LoLCATs (Zhang et al.) normalises W x and -W x separately.
+    """
+    # log softmax([W x, -W x])
+    projected = _multiply(widen(x), projection, precision)
+    scores = jnp.concatenate([projected, -projected], axis=-1)
+    exponents = jax.nn.log_softmax(scores, axis=-1)
+    return Features(None, exponents, jnp.zeros(scores.shape[-1], scores.dtype))
+
+
+@check_arguments
 def unit_norm(
     x: Float[Array, "*batch n head_dim"],
 ) -> Float[Array, "*batch n head_dim"]:
@@ -333,13 +380,23 @@ def _project(
     precision: jax.lax.PrecisionLike,
 ) -> tuple[Float[Array, "*batch n features"], Float[Array, "*batch n 1"]]:
     """Computes W x~ and |x~|^2 / 2, float32 or wider, with x~ = x / head_dim^(1/4)."""
+    x = widen(x) * x.shape[-1] ** -0.25
+    projected = _multiply(x, projection, precision)
+    return projected, 0.5 * jnp.sum(jnp.square(x), axis=-1, keepdims=True)
+
+
+def _multiply(
+    x: Float[Array, "*#batch n head_dim"],
+    projection: Float[Array, "*#batch features projection_dim"],
+    precision: jax.lax.PrecisionLike,
+) -> Float[Array, "*batch n features"]:
+    """Computes W x."""
     if x.shape[-1] != projection.shape[-1]:
         raise ValueError(
             f"the projection takes vectors of head_dim {projection.shape[-1]}, got "
             f"{x.shape[-1]}; draw it with head_dim={x.shape[-1]}"
         )
-    x = widen(x) * x.shape[-1] ** -0.25
     # Exponentials multiply the error of this small product.
     precision = jax.lax.Precision.HIGHEST if precision is None else precision
-    projected = wide_einsum(precision)("...d,fd->...f", x, widen(projection))
-    return projected, 0.5 * jnp.sum(jnp.square(x), axis=-1, keepdims=True)
+    subscripts = "...d,fd->...f" if projection.ndim == 2 else "...nd,...fd->...nf"
+    return wide_einsum(precision)(subscripts, x, widen(projection))

@@ -3,7 +3,7 @@
 `LinearAttention` calls the kernels with the feature map of a subclass. `FavorAttention`
 (Performer) and `BandedAttention` (strategy 2) draw random features; their projection is
 not a parameter but a variable in the collection ``random_features``.
-`LearnedReluAttention` learns its features.
+`LearnedReluAttention` and `HedgehogAttention` learn their features.
 """
 
 from __future__ import annotations
@@ -476,3 +476,47 @@ class LearnedReluAttention(LinearAttention):
             bias=self.param("bias", init, (width,), jnp.float32),
             eps=self.eps,
         )
+
+
+class HedgehogAttention(LinearAttention):
+    """Computes linear attention with learned exponential features (Hedgehog).
+
+    out_i = phi_q(q_i)^T sum_j phi_k(k_j) v_j^T / phi_q(q_i)^T sum_j phi_k(k_j) with
+    phi(x) = softmax([W x, -W x]). Trained to that end, the weights imitate those of
+    softmax attention.
+
+    Every head has a W for its queries and one for its keys, which start as the
+    identity: the parameters ``query_projection`` and ``key_projection``, of shape
+    ``[num_heads, head_dim, head_dim]``. With a concatenated position, head_dim includes
+    its width.
+
+    Example:
+        >>> import jax
+        >>> x = jnp.ones((1, 7, 8))
+        >>> module = HedgehogAttention(dim=8, num_heads=2)
+        >>> out, variables = module.init_with_output(jax.random.key(0), x)
+        >>> out.shape, variables["params"]["key_projection"].shape
+        ((1, 7, 8), (2, 4, 4))
+
+    Source:
+        Zhang et al., The Hedgehog & the Porcupine: Expressive Linear Attentions with
+        Softmax Mimicry, section 4.2, without bias; see
+        `relattn.kernels.hedgehog_features`.
+    """
+
+    def feature_map(self, head_dim: int) -> feature_maps.FeatureMap:
+        """Returns the feature maps of queries and keys; for the hooks."""
+
+        def make(name: str) -> Callable[[Array], feature_maps.Features]:
+            shape = (self.num_heads, head_dim, head_dim)
+            return functools.partial(
+                feature_maps.hedgehog_features,
+                projection=self.param(name, _identity, shape, jnp.float32),
+            )
+
+        return make("query_projection"), make("key_projection")
+
+
+def _identity(key, shape, dtype):
+    del key
+    return jnp.broadcast_to(jnp.eye(*shape[-2:], dtype=dtype), shape)

@@ -19,6 +19,7 @@ from relattn.nn.gated_positional import GatedPositionalAttention
 from relattn.nn.linear_attention import (
     BandedAttention,
     FavorAttention,
+    HedgehogAttention,
     LearnedReluAttention,
 )
 from relattn.nn.linformer import LinformerAttention
@@ -30,6 +31,7 @@ ATTENTIONS: dict[str, type[MultiHeadAttention]] = {
     "softmax": SoftmaxAttention,
     "favor": FavorAttention,
     "relu": LearnedReluAttention,
+    "hedgehog": HedgehogAttention,
     "banded": BandedAttention,
     "gated_positional": GatedPositionalAttention,
     "translution": TranslutionAttention,

@@ -105,6 +105,7 @@ KERNELS = {
     "positive_features": (TOKENS, matrices(("projection",), 3, HEAD_DIM)),
     "trigonometric_features": (TOKENS, matrices(("projection",), 3, HEAD_DIM)),
     "relu_features": (TOKENS, matrices(("projection",), 3, HEAD_DIM)),
+    "hedgehog_features": (TOKENS, matrices(("projection",), 3, HEAD_DIM)),
 }
 
 

@@ -23,7 +23,7 @@ def draw_projection():
 
 
 @pytest.mark.quick("positive")
-@pytest.mark.parametrize("name", ["positive", "trigonometric", "relu"])
+@pytest.mark.parametrize("name", ["positive", "trigonometric", "relu", "hedgehog"])
 def test_dense_features_match_reference(name):
     x, projection = normal(0, 2, 3, HEAD_DIM, scale=2), draw_projection()
     feature_map = getattr(feature_maps, f"{name}_features")
@@ -47,6 +47,32 @@ def test_relu_features_add_bias():
         return reference.relu_features(x, projection, bias, eps=0.25)
 
     np.testing.assert_allclose(run(features, x), run(jax.vmap(naive), x), rtol=1e-5)
+
+
+def test_each_head_may_have_its_hedgehog_features():
+    x, projections = normal(0, 2, 3, 4, HEAD_DIM), normal(1, 3, 7, HEAD_DIM)
+
+    def features(x, projection):
+        return feature_maps.hedgehog_features(x, projection).dense()
+
+    def one_by_one(x, projections):
+        return jax.vmap(features, (1, 0), 1)(x, projections)
+
+    found = run(features, x, projections)
+    np.testing.assert_allclose(found, run(one_by_one, x, projections), rtol=1e-5)
+
+
+def test_exponents_of_long_hedgehog_keys_stay_between_bounds():
+    def exponents(x):
+        features = feature_maps.hedgehog_features(x, 1e3 * np.eye(HEAD_DIM))
+        return features.exponents, features.bound
+
+    found, bound = run(exponents, normal(0, 9, HEAD_DIM))
+    np.testing.assert_array_equal(bound, np.zeros(2 * HEAD_DIM))
+    # The largest feature of a token is at least 1 / (2 HEAD_DIM): none underflows.
+    largest = found.max(axis=-1)
+    assert (largest <= 0).all() and (largest > -np.log(2 * HEAD_DIM) - 1e-6).all()
+    assert np.isfinite(found).all() and found.min() < -1e3
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])

@@ -19,6 +19,7 @@ from tests.mechanisms.base import (
 RANK, EVEN_HEAD_DIM = 3, 6
 POSITIONS = offsets.grid_positions(GRID, NUM_PREFIX)
 LEARNED = {"projection": (NUM_FEATURES, HEAD_DIM), "bias": (NUM_FEATURES,)}
+SQUARE = {"to_q": (HEAD_DIM, HEAD_DIM), "to_k": (HEAD_DIM, HEAD_DIM)}
 
 
 def inputs(head_dim):
@@ -122,24 +123,51 @@ def naive_learned_relu(q, k, v, projection, bias, allowed):
     return reference.linear_attention(q, k, v, phi, allowed)
 
 
-def learned(name, *, causal):
+def hedgehog(q, k, v, to_q, to_k, key_mask=None, *, causal):
+    kernel = kernels.causal_linear_attention if causal else kernels.linear_attention
+    pair = tuple(
+        functools.partial(kernels.hedgehog_features, projection=projection)
+        for projection in (to_q, to_k)
+    )
+    return kernel(q, k, v, pair, key_mask=key_mask, chunk_size=5)
+
+
+def naive_hedgehog(q, k, v, to_q, to_k, allowed):
+    pair = tuple(
+        functools.partial(reference.hedgehog_features, projection=projection)
+        for projection in (to_q, to_k)
+    )
+    return reference.linear_attention(q, k, v, pair, allowed)
+
+
+def learned(features, apply, naive, parameters, *, causal, used_by):
     return Mechanism(
-        name,
-        functools.partial(learned_relu, causal=causal),
-        naive_learned_relu,
-        {**inputs(HEAD_DIM), **LEARNED},
-        shared=tuple(LEARNED),
+        f"{'causal ' * causal}linear, learned {features} features",
+        functools.partial(apply, causal=causal),
+        naive,
+        {**inputs(HEAD_DIM), **parameters},
+        shared=tuple(parameters),
         causal=causal,
         roundings=(1, 4),
-        used_by=("relu",),
+        used_by=(used_by,),
     )
+
+
+learned_relu_row = functools.partial(
+    learned, "relu", learned_relu, naive_learned_relu, LEARNED, used_by="relu"
+)
+hedgehog_row = functools.partial(
+    learned, "exponential", hedgehog, naive_hedgehog, SQUARE, used_by="hedgehog"
+)
 
 
 FREQUENCIES = {"frequencies": (EVEN_HEAD_DIM // 2, 2)}
 
 MECHANISMS = [
-    learned("linear, learned relu features", causal=False),
-    learned("causal linear, learned relu features", causal=True),
+    learned_relu_row(causal=False),
+    learned_relu_row(causal=True),
+    hedgehog_row(causal=False),
+    hedgehog_row(causal=True),
     encoded(
         "mixed rotary positions",
         mixed_rotary,

@@ -239,6 +239,8 @@ CAUSAL = with_others(
         ("relu", "string_gate"),
         ("translution(clip=2)", "none"),
         ("lor_translution(clip=20)", "none"),
+        ("hedgehog", "none"),
+        ("hedgehog", "relative_bias"),
     ],
     specs.CAUSAL,
     [
@@ -461,6 +463,7 @@ def test_attention_without_a_cross_form_raises(attention, options):
         ("softmax", "relative_bias", True),
         ("favor", "none", True),
         ("relu", "rope1d", True),
+        ("hedgehog", "none", True),
     ],
 )
 def test_packed_sequences_equal_separate_ones(attention, position, causal):

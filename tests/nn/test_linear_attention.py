@@ -1,5 +1,6 @@
 """Tests linear attention with learned features, and the storage of drawn ones."""
 
+import functools
 import re
 
 import flax.serialization
@@ -15,35 +16,68 @@ from tests.helpers.quick import normal, run
 N, DIM, HEADS, HEAD_DIM = 7, 8, 2, 4
 
 
-def test_output_equals_the_reference_with_linear_projections():
-    make, _ = build(
-        "relu(num_features=5, eps=0.02)", "none", dim=DIM, num_heads=HEADS, num_layers=1
-    )
+def expect_reference(attention, set_params, feature_maps):
+    """Compares a layer with the reference of linear attention, head by head.
+
+    Args:
+        attention: Spec of the attention.
+        set_params: Changes parameters in place.
+        feature_maps: Maps parameters to the feature map of each head.
+    """
+    make, _ = build(attention, "none", dim=DIM, num_heads=HEADS, num_layers=1)
     module = make(layer=0)
     x = normal(1, 2, N, DIM)
     params = dict(run(module.init, jax.random.key(0), x)["params"])
-    assert np.abs(params["projection"]).max() <= HEAD_DIM**-0.5
-    params["bias"] = normal(2, 5, scale=0.3)
+    set_params(params)
     out = run(module.apply, {"params": params}, x)
 
     def project(name):
         y = x[1] @ params[name]["kernel"] + params[name]["bias"]
         return y.reshape(N, HEADS, HEAD_DIM).swapaxes(0, 1)
 
-    def phi(vector):
-        return reference.relu_features(
-            vector, params["projection"], params["bias"], eps=0.02
-        )
-
     def heads():
         return [
-            reference.linear_attention(*inputs, phi, np.ones((N, N), bool))
-            for inputs in zip(*map(project, "qkv"), strict=True)
+            reference.linear_attention(*inputs, np.ones((N, N), bool))
+            for inputs in zip(*map(project, "qkv"), feature_maps(params), strict=True)
         ]
 
     expected = np.stack(run(heads), axis=1).reshape(N, DIM)
     expected = expected @ params["out"]["kernel"] + params["out"]["bias"]
     np.testing.assert_allclose(out[1], expected, atol=1e-5)
+
+
+def test_learned_relu_equals_the_reference_with_linear_projections():
+    def set_params(params):
+        assert np.abs(params["projection"]).max() <= HEAD_DIM**-0.5
+        params["bias"] = normal(2, 5, scale=0.3)
+
+    def feature_maps(params):
+        learned = (params["projection"], params["bias"])
+        phi = functools.partial(reference.relu_features, eps=0.02)
+        return [lambda x: phi(x, *learned)] * HEADS
+
+    expect_reference("relu(num_features=5, eps=0.02)", set_params, feature_maps)
+
+
+def test_hedgehog_equals_the_reference_with_projections_of_each_head():
+    names = ("query_projection", "key_projection")
+
+    def set_params(params):
+        identities = np.broadcast_to(np.eye(HEAD_DIM), (HEADS, HEAD_DIM, HEAD_DIM))
+        for seed, name in enumerate(names):
+            np.testing.assert_array_equal(params[name], identities)
+            params[name] = normal(seed, HEADS, HEAD_DIM, HEAD_DIM)
+
+    def feature_maps(params):
+        return [
+            tuple(
+                functools.partial(reference.hedgehog_features, projection=projection)
+                for projection in pair
+            )
+            for pair in zip(*(params[name] for name in names), strict=True)
+        ]
+
+    expect_reference("hedgehog", set_params, feature_maps)
 
 
 @pytest.mark.slow

@@ -63,6 +63,8 @@ class LinearAttention(MultiHeadAttention):
     has_causal_form: ClassVar[bool] = True
     has_cross_form: ClassVar[bool] = True
     scannable: ClassVar[bool] = True
+    # Parameters of the feature map.
+    feature_map_params: ClassVar[tuple[str, ...]] = ()
 
     def feature_map(self, head_dim: int) -> feature_maps.FeatureMap:
         """Returns the layer's feature map for queries and keys of width head_dim."""
@@ -450,6 +452,7 @@ class LearnedReluAttention(LinearAttention):
 
     num_features: int = 0
     eps: float = 1e-3
+    feature_map_params: ClassVar[tuple[str, ...]] = ("projection", "bias")
 
     @nn.nowrap
     def check(self) -> None:
@@ -504,6 +507,11 @@ class HedgehogAttention(LinearAttention):
         `relattn.kernels.hedgehog_features`.
     """
 
+    feature_map_params: ClassVar[tuple[str, ...]] = (
+        "query_projection",
+        "key_projection",
+    )
+
     def feature_map(self, head_dim: int) -> feature_maps.FeatureMap:
         """Returns the feature maps of queries and keys; for the hooks."""
 
@@ -514,7 +522,8 @@ class HedgehogAttention(LinearAttention):
                 projection=self.param(name, _identity, shape, jnp.float32),
             )
 
-        return make("query_projection"), make("key_projection")
+        to_q, to_k = map(make, self.feature_map_params)
+        return to_q, to_k
 
 
 def _identity(key, shape, dtype):

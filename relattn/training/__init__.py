@@ -10,6 +10,11 @@ from relattn.training.errors import CheckpointError as CheckpointError
 from relattn.training.errors import NonFiniteLossError as NonFiniteLossError
 from relattn.training.errors import PreemptedError as PreemptedError
 from relattn.training.errors import WorkdirError as WorkdirError
+from relattn.training.linearize import imitate_softmax as imitate_softmax
+from relattn.training.linearize import init_lora as init_lora
+from relattn.training.linearize import merge_lora as merge_lora
+from relattn.training.linearize import softmax_divergences as softmax_divergences
+from relattn.training.linearize import swap_attention as swap_attention
 from relattn.training.loop import train_and_evaluate as train_and_evaluate
 from relattn.training.metrics import Metric as Metric
 from relattn.training.metrics import register_metric as register_metric

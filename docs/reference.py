@@ -17,6 +17,7 @@ PROGRAMS = (
     "studies",
     "studies.demo",
     "studies.finetune",
+    "studies.linearize",
     "studies.sizes",
     "studies.sweep",
     "studies.translation",

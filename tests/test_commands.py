@@ -39,6 +39,7 @@ PROGRAMS = {
     "relattn.data.prepare_text": ["--openwebtext", "--output=x"],
     "studies.demo": [],
     "studies.finetune": ["--data_dir=x"],
+    "studies.linearize": ["--workdir=x", "--output=x"],
     "studies.sizes": [],
     "studies.sweep": ["--config=configs/demo.py", "--output=x"],
     "studies.translation": [],

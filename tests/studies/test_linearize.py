@@ -1,0 +1,149 @@
+"""The study that turns softmax attention into linear attention."""
+
+import json
+
+import numpy as np
+import pytest
+
+import relattn
+from relattn.training import linearize, train_and_evaluate
+from relattn.training.config_file import read_config
+from studies.linearize import Settings, linearize_table, run_linearize
+
+TINY = [
+    "--config.model.attention=softmax",
+    "--config.model.dim=24",
+    "--config.model.num_layers=2",
+    "--config.num_steps=3",
+    "--config.progress=False",
+]
+SETTINGS = Settings(imitate_steps=4, tune_steps=3, batch_size=100)
+
+
+def test_table_has_a_column_for_each_stage_and_a_dash_where_there_is_none():
+    def stage(accuracy, seconds):
+        return {"accuracy": accuracy, "seconds": seconds}
+
+    results = {
+        "metric": "accuracy",
+        "data": "digits",
+        "softmax": {"accuracy": 0.915},
+        "attentions": {
+            "favor": {"swapped": stage(0.2, 1.2), "lora": stage(0.8, 62.0)},
+            "hedgehog": {
+                "swapped": stage(0.3, 1.0),
+                "imitated": stage(0.9, 31.0),
+                "lora": stage(0.91, 61.0),
+            },
+        },
+    }
+    header, _, *rows = linearize_table(results).splitlines()
+    assert header == (
+        "| test accuracy on digits; softmax: 91.50% | swapped | feature maps trained | "
+        "then low-rank changes |"
+    )
+    assert rows == [
+        "| `favor` | 20.00% (1 s) | – | 80.00% (62 s) |",
+        "| `hedgehog` | 30.00% (1 s) | 90.00% (31 s) | 91.00% (61 s) |",
+    ]
+
+
+def test_a_stage_depends_on_its_settings_and_those_before_it():
+    def changed(stage, **values):
+        return Settings().of(stage) != Settings(**values).of(stage)
+
+    assert not changed("swapped", imitate_steps=5, tune_steps=5, batch_size=5)
+    assert changed("imitated", imitate_rate=0.1)
+    assert not changed("imitated", tune_steps=5, lora_rate=0.1, rank=5)
+    assert changed("lora", imitate_steps=5) and changed("lora", rank=5)
+    assert not changed("full", lora_rate=0.1, rank=5)
+    assert all(changed(stage, seed=1) for stage in ("swapped", "lora", "full"))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("tune_steps", 0, "--tune_steps must be at least 1, got 0"),
+        ("batch_size", -1, "--batch_size must be at least 0, got -1"),
+        ("lora_rate", 0.0, "--lora_rate must be positive, got 0.0"),
+        ("full_rate", float("nan"), "--full_rate must be positive, got nan"),
+    ],
+)
+def test_invalid_settings_raise(name, value, message):
+    with pytest.raises(ValueError, match=message):
+        Settings(**{name: value})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["rpe_vit", "translution_gpt"])
+def test_study_swaps_imitates_and_fine_tunes(tmp_path, name, monkeypatch):
+    metric = {"rpe_vit": "accuracy", "translution_gpt": "perplexity"}[name]
+    workdir, output = tmp_path / "run", tmp_path / "out"
+    train_and_evaluate(read_config(f"configs/{name}.py:smoke", TINY), workdir)
+    run = relattn.load_run(workdir)
+
+    def linearized(**options):
+        return run_linearize(
+            workdir,
+            output,
+            settings=SETTINGS,
+            attentions=["favor", "hedgehog"],
+            **options,
+        )
+
+    text = linearized()
+    assert (output / "table.md").read_text("utf-8") == text
+    results = json.loads((output / "results.json").read_text("utf-8"))
+    assert results["softmax"][metric] == pytest.approx(run.evaluate()[metric])
+    rows = results["attentions"]
+    assert list(rows["favor"]) == ["swapped", "lora", "full"]
+    assert list(rows["hedgehog"]) == ["swapped", "imitated", "lora", "full"]
+    imitated = rows["hedgehog"]["imitated"]
+    assert np.mean(imitated["last_divergences"]) < np.mean(
+        imitated["first_divergences"]
+    )
+    # A stage's model is that which was evaluated, and keeps the projections or not.
+    stages = {
+        stage: relattn.load_pretrained(output / "hedgehog" / stage)
+        for stage in rows["hedgehog"]
+    }
+    assert all(each.model.attention == "hedgehog" for each in stages.values())
+    kernels = {
+        stage: np.asarray(
+            each.variables["params"]["blocks_0"]["attention"]["q"]["kernel"]
+        )
+        for stage, each in stages.items()
+    }
+    trained = run.variables["params"]["blocks_0"]["attention"]["q"]["kernel"]
+    np.testing.assert_array_equal(kernels["swapped"], trained)
+    np.testing.assert_array_equal(kernels["imitated"], trained)
+    ranks = [
+        np.linalg.matrix_rank(kernels[stage][0] - trained[0], tol=1e-5)
+        for stage in ("lora", "full")
+    ]
+    assert 0 < ranks[0] <= 8 and ranks[1] > 0
+
+    def forbidden(*args, **options):
+        raise AssertionError("a complete stage was computed again")
+
+    monkeypatch.setattr(linearize, "imitate_softmax", forbidden)
+    monkeypatch.setattr(linearize, "swap_attention", forbidden)
+    assert linearized() == text
+
+
+@pytest.mark.slow
+def test_run_with_another_attention_raises(tmp_path):
+    options = ["--config.model.attention=relu", *TINY[1:]]
+    train_and_evaluate(read_config("configs/rpe_vit.py:smoke", options), tmp_path / "a")
+    with pytest.raises(ValueError, match="was trained with attention 'relu': name a"):
+        run_linearize(tmp_path / "a", tmp_path / "out")
+
+
+@pytest.mark.slow
+def test_results_of_another_run_raise(tmp_path):
+    config = read_config("configs/rpe_vit.py:smoke", TINY)
+    train_and_evaluate(config, tmp_path / "run")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "results.json").write_text('{"source": {"step": 1}}')
+    with pytest.raises(ValueError, match="has results of another run: choose another"):
+        run_linearize(tmp_path / "run", tmp_path / "out")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import errno
 import functools
@@ -18,7 +19,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Any, ParamSpec
+from typing import Any, NoReturn, ParamSpec
 
 import jax
 
@@ -44,6 +45,23 @@ _MAX_LENGTH = 500
 
 _FORMAT = warnings.formatwarning
 
+# What to do about errors of the system.
+_FIXES = {
+    **dict.fromkeys(
+        (errno.EACCES, errno.EPERM, errno.EROFS),
+        "make it accessible, or choose another",
+    ),
+    **dict.fromkeys(
+        (errno.ENOSPC, errno.EDQUOT, errno.EFBIG),
+        "free some space, or raise the limit",
+    ),
+    **dict.fromkeys(
+        (errno.EMFILE, errno.ENFILE), "raise the limit of open files (ulimit -n)"
+    ),
+    **dict.fromkeys((errno.EIO, errno.ESTALE), "check the disk, and try again"),
+    errno.EPIPE: "let the program that reads it run to the end",
+}
+
 BAD_INPUT = 2
 INTERRUPTED = 130
 USER_ERRORS = (ValueError, OSError, ImportError, FloatingPointError)
@@ -53,9 +71,10 @@ def entry_point(main: Callable[_P, None]) -> Callable[_P, None]:
     """Decorates a program's main function: user errors become one sentence on stderr.
 
     The exit code is the error's attribute ``exit_code``, or `BAD_INPUT` without one.
-    Other errors keep their traceback. Characters that the terminal's encoding lacks are
-    escaped, and in errors and warnings those that it would obey. Compiled programs are
-    kept on disk, see `keep_compiled`.
+    So do errors of the system about files, wherever they are raised, and about an
+    output that cannot be written. Other errors keep their traceback. Characters that
+    the terminal's encoding lacks are escaped, and in errors and warnings those that it
+    would obey. Compiled programs are kept on disk, see `keep_compiled`.
 
     Args:
         main: The main function.
@@ -74,31 +93,76 @@ def entry_point(main: Callable[_P, None]) -> Callable[_P, None]:
 
     @functools.wraps(main)
     def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> None:
+        _open_streams()
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, TextIOWrapper):
                 stream.reconfigure(errors="backslashreplace")
         warnings.formatwarning = _format_warning
         keep_compiled()
         try:
-            main(*args, **kwargs)
+            try:
+                main(*args, **kwargs)
+            except SystemExit as error:
+                if not error.code:
+                    _flush_output()
+                raise
+            _flush_output()
         except KeyboardInterrupt:
-            print(
-                "interrupted: run the same command to continue or restart",
-                file=sys.stderr,
+            _leave(
+                "interrupted: run the same command to continue or restart", INTERRUPTED
             )
-            sys.exit(INTERRUPTED)
         except BaseException as error:
             exit_code = getattr(error, "exit_code", None)
             if exit_code is not None:
-                print(printable(str(error)), file=sys.stderr)
-                sys.exit(exit_code)
-            text = explain_out_of_memory(error) or explain_no_backend(error)
+                _leave(str(error), exit_code)
+            text = (
+                explain_out_of_memory(error)
+                or explain_no_backend(error)
+                or explain_system_error(error)
+            )
             if text is None and not is_user_error(error):
                 raise
-            print(f"error: {printable(text or str(error))}", file=sys.stderr)
-            sys.exit(BAD_INPUT)
+            _leave(f"error: {text or error}", BAD_INPUT)
 
     return wrapped
+
+
+def _leave(message: str, code: int) -> NoReturn:
+    """Ends the process with a message."""
+    # The output or the terminal may be gone.
+    with contextlib.suppress(OSError):
+        _flush_output()
+    with contextlib.suppress(OSError):
+        print(printable(message), file=sys.stderr, flush=True)
+    sys.exit(code)
+
+
+def _open_streams() -> None:
+    """Opens the streams that the caller has closed, such as by ``>&-``.
+
+    Otherwise the next file that is opened takes the place of the stream, and what
+    libraries write to the terminal.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
+
+
+def _flush_output() -> None:
+    """Writes what was printed, of which Python would report errors after its end.
+
+    Raises:
+        OSError: If it cannot be written, such as to a full disk or a closed pipe.
+    """
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        # Python would try again at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise OSError(
+            f"the output cannot be written ({error.strerror}): write it to another "
+            "place, such as a file on a disk that is not full"
+        ) from error
 
 
 def _format_warning(
@@ -382,6 +446,68 @@ def explain_out_of_memory(error: BaseException) -> str | None:
     )
 
 
+def lacks_resources(error: BaseException | None) -> bool:
+    """Returns True if an error is a lack of memory, threads or open files.
+
+    It says nothing about the file that was read meanwhile, which is not damaged.
+
+    Args:
+        error: A caught exception, of which the causes count too.
+
+    Example:
+        >>> lacks_resources(OSError(errno.EMFILE, "Too many open files"))
+        True
+        >>> lacks_resources(OSError(errno.EIO, "Input/output error"))
+        False
+    """
+    while error is not None:
+        if explain_out_of_memory(error):
+            return True
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+            return True
+        error = error.__cause__
+    return False
+
+
+def explain_system_error(error: BaseException) -> str | None:
+    """Explains an error of the system about a file, with its name.
+
+    Args:
+        error: A caught exception.
+
+    Returns:
+        One sentence; None for other errors.
+
+    Example:
+        >>> explain_system_error(OSError(errno.EACCES, "Permission denied", "a.json"))
+        'a.json cannot be read or written (Permission denied): make it accessible, or \
+choose another'
+        >>> explain_system_error(OSError("no number")) is None
+        True
+    """
+    if not isinstance(error, OSError) or not error.strerror:
+        return None
+    if error.errno == errno.ENOENT and not _has_working_directory():
+        return "the current folder was deleted: change to another"
+    fix = _FIXES.get(error.errno or 0, "")
+    name = error.filename
+    if name is None or isinstance(name, int):
+        # Another error without a file may be of a network.
+        if not fix:
+            return None
+        name = "the output" if error.errno == errno.EPIPE else "a file"
+    fix = fix or "check the path, and the disk"
+    return f"{os.fsdecode(name)} cannot be read or written ({error.strerror}): {fix}"
+
+
+def _has_working_directory() -> bool:
+    try:
+        os.getcwd()
+    except OSError:
+        return False
+    return True
+
+
 def explain_no_backend(error: BaseException) -> str | None:
     """Explains that JAX has no such platform as the user named.
 
@@ -397,9 +523,21 @@ def explain_no_backend(error: BaseException) -> str | None:
         >>> explain_no_backend(RuntimeError("no"))
     """
     text = one_line(error)
+    if isinstance(error, AssertionError) and _raised_in(error, "xla_bridge.py"):
+        # JAX without the package for GPUs asserts that there is a platform.
+        text = f"JAX has none of {jax.config.jax_platforms}: set it to '' or 'cpu'"  # pyright: ignore[reportAttributeAccessIssue]
+        return f"JAX_PLATFORMS cannot be used: {text}"
     # JAX ends the message with the fix: to set the variable to ''.
     found = isinstance(error, RuntimeError) and "nable to initialize backend" in text
     return f"JAX_PLATFORMS cannot be used: {text}" if found else None
+
+
+def _raised_in(error: BaseException, name: str) -> bool:
+    """Whether an error was raised in a file of this name."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and trace.tb_frame.f_code.co_filename.endswith(name)
 
 
 def one_line(message: object) -> str:

@@ -620,3 +620,116 @@ def test_import_runs_a_module_of_the_current_folder(tmp_path, monkeypatch):
     assert "imported_mean" not in ATTENTIONS
     parser.parse_args(["--import=registers_a_mean"])
     assert ATTENTIONS.pop("imported_mean").__name__ == "Mean"
+
+
+@command.entry_point
+def call(function):
+    """A program that does anything."""
+    function()
+
+
+def raising(error):
+    def function():
+        raise error
+
+    return function
+
+
+@pytest.mark.parametrize(
+    "function, said",
+    [
+        (lambda: Path("a" * 300).stat(), "a cannot be read or written (File name too"),
+        (
+            lambda: os.open(".", os.O_WRONLY),
+            ". cannot be read or written (Is a directory): check",
+        ),
+        (
+            raising(OSError(errno.ENOSPC, "No space left on device", "a.csv")),
+            "a.csv cannot be read or written (No space left on device): free some",
+        ),
+        (
+            raising(OSError(errno.EMFILE, "Too many open files")),
+            "a file cannot be read or written (Too many open files): raise the limit",
+        ),
+    ],
+)
+def test_errors_of_the_system_are_one_sentence(function, said, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        call(function)
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and error.count("\n") == 1
+    assert said in error
+
+
+def test_errors_of_the_network_keep_their_traceback():
+    with pytest.raises(ConnectionRefusedError):
+        call(raising(ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")))
+
+
+def test_a_deleted_folder_is_one_sentence(tmp_path, monkeypatch, capsys):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(SystemExit, match="2"):
+        call(lambda: Path("a").absolute())
+    assert capsys.readouterr().err.startswith("error: the current folder was deleted: ")
+
+
+def full_disk():
+    return open("/dev/full", "w")
+
+
+def closed_pipe():
+    reader, writer = os.pipe()
+    os.close(reader)
+    return os.fdopen(writer, "w")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux")
+@pytest.mark.parametrize("place", [full_disk, closed_pipe])
+@pytest.mark.parametrize(
+    "function, code, said",
+    [
+        (lambda: print("a"), 2, "error: the output cannot be written ("),
+        (lambda: print("a" * 100_000), 2, "error: "),
+        (lambda: (print("a"), sys.exit(0)), 2, "error: the output cannot be written ("),
+        (raising(training.PreemptedError("Stopped")), 75, "Stopped\n"),
+    ],
+)
+def test_output_that_cannot_be_written(
+    place, function, code, said, monkeypatch, capsys
+):
+    with place() as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        with pytest.raises(SystemExit) as raised:
+            call(function)
+        assert raised.value.code == code
+        # As at the end of the process, where Python would print an error.
+        stream.flush()
+    error = capsys.readouterr().err
+    assert error.startswith(said) and error.count("\n") == 1
+
+
+def test_closed_streams_are_replaced(monkeypatch):
+    for name in ("stdin", "stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None)
+    call(lambda: print(sys.stdout.isatty(), sys.stdin.read(), file=sys.stderr))
+    for name in ("stdin", "stdout", "stderr"):
+        getattr(sys, name).close()
+
+
+@pytest.mark.parametrize(
+    "error, lacks",
+    [
+        (MemoryError(), True),
+        (OSError(errno.ENFILE, "Too many open files in system"), True),
+        (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory"), True),
+        (OSError(errno.EIO, "Input/output error"), False),
+        (ValueError("truncated"), False),
+    ],
+)
+def test_lack_of_resources(error, lacks):
+    assert command.lacks_resources(error) == lacks
+    wrapped = ValueError("the file is damaged")
+    wrapped.__cause__ = error
+    assert command.lacks_resources(wrapped) == lacks

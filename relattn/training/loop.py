@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from relattn import data as data_lib
 from relattn.data.main_guard import check_main_guard
+from relattn.messages import printable
 from relattn.training import distributed
 from relattn.training import workdir as workdir_lib
 from relattn.training.checkpoint import (
@@ -488,7 +489,9 @@ class TrainLoop:
 
     def _print(self, text: str) -> None:
         if self._shows_progress:
-            tqdm.write(text[0].upper() + text[1:])
+            # Where the output is closed, the run goes on.
+            with contextlib.suppress(OSError):
+                tqdm.write(printable(text[0].upper() + text[1:]))
 
     def announce(self, available: int) -> None:
         """Prints what the run is about to do.

@@ -1,12 +1,18 @@
 import json
+from types import SimpleNamespace
 
 import jax
 import pytest
 
-from relattn.command import explain_out_of_memory, is_user_error
+from relattn.command import (
+    explain_no_backend,
+    explain_out_of_memory,
+    is_user_error,
+)
 from relattn.training import NonFiniteLossError, default_config
 from relattn.training.config import check_config
 from relattn.training.config_file import read_config
+from relattn.training.loop import TrainLoop
 
 
 def raised_by(function):
@@ -67,3 +73,16 @@ def test_running_out_of_memory_is_one_sentence():
 
 def test_the_error_has_its_step():
     assert NonFiniteLossError("the loss is nan", 8).step == 8
+
+
+def test_a_platform_without_its_package_is_one_sentence():
+    """As JAX without CUDA and with JAX_PLATFORMS=cuda."""
+    code = compile("assert False", "jax/_src/xla_bridge.py", "exec")
+    text = explain_no_backend(raised_by(lambda: exec(code)))
+    assert text.startswith("JAX_PLATFORMS cannot be used: JAX has none of ")
+    assert explain_no_backend(AssertionError()) is None
+
+
+def test_printed_lines_do_not_control_the_terminal(capsys):
+    TrainLoop._print(SimpleNamespace(_shows_progress=True), "in \x1b[2J\n/data")
+    assert capsys.readouterr().out == "In \\x1b[2J\\n/data\n"

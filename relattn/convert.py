@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from relattn import command
-from relattn.command import one_line
+from relattn.command import lacks_resources, one_line
 from relattn.files import check_folder
 from relattn.json_files import read_json
 from relattn.messages import check_choice, shorten
@@ -98,6 +98,8 @@ def convert(
         raise ValueError(f"{checkpoint}: {one_line(error)}") from error
     except Exception as error:
         # Tensors of any shape, and values of config.json, fail anywhere.
+        if lacks_resources(error):
+            raise
         reason = one_line(f"{type(error).__name__}: {error}")
         raise ValueError(
             f"{checkpoint} is not a checkpoint of {source}, or a value of "
@@ -201,6 +203,8 @@ def _read_torch(path):
         ) from error
     found = ["state_dict"]
     while found:
+        if lacks_resources(error):
+            raise
         if not isinstance(state, Mapping):
             raise ValueError(f"{path} does not hold a state_dict")
         found = [key for key in STATES if isinstance(state.get(key), Mapping)]

@@ -13,6 +13,7 @@ import numpy as np
 from PIL import ExifTags, Image, ImageColor, ImageOps, UnidentifiedImageError
 
 from relattn.data.paths import describe_error
+from relattn.command import lacks_resources
 from relattn.messages import shorten
 
 # Pillow supports many more, for example EPS, which it runs in Ghostscript.
@@ -75,6 +76,8 @@ def open_image(source: Path | io.BytesIO, where: str, hint: str = "") -> Image.I
         raise
     except Exception as error:
         raise UnreadableImageError(where, describe_error(error), hint) from error
+        if lacks_resources(error):
+            raise
     pixels, limit = image.width * image.height, Image.MAX_IMAGE_PIXELS
     if limit is not None and pixels > limit:
         problem = f"it claims {pixels:,} pixels, the limit is {limit:,}"
@@ -150,6 +153,8 @@ def decode_image(
 
 def check_image(image: Image.Image, where: str, hint: str = "") -> None:
     """Raises an error unless `decode_image` can decode an image.
+        if lacks_resources(error):
+            raise
 
     Args:
         image: Result of `open_image`, which cannot be decoded afterwards.
@@ -204,7 +209,9 @@ def _load(image: Image.Image) -> None:
 def _upright(image: Image.Image) -> Image.Image:
     try:
         return ImageOps.exif_transpose(image)
-    except Exception:
+    except Exception as error:
+        if lacks_resources(error):
+            raise
         # Viewers show an image with damaged EXIF as it is stored.
         return image
 

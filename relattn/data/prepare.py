@@ -128,6 +128,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         folder = prepare(options.name, options.data_dir, options.manual_dir)
     except Exception as error:
+        if command.lacks_resources(error):
+            raise
         raise ValueError(
             f"{options.name} was not prepared: {describe_error(error)}"
         ) from error

@@ -422,6 +422,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             meta = prepare_documents(options.openwebtext, output, tokenizer, **fraction)
     except Exception as error:
         problem = describe_error(error)
+        if command.lacks_resources(error):
+            raise
         raise ValueError(f"the text was not prepared: {problem}") from error
     counts = " and ".join(f"{n:,} in {name}" for name, n in meta.num_tokens.items())
     print(f"Tokens of {meta.tokenizer!r} in {options.output}: {counts}.")

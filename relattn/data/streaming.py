@@ -20,6 +20,7 @@ from ml_collections import ConfigDict
 from PIL import Image
 
 from relattn import spec
+from relattn.command import lacks_resources
 from relattn.data.base import (
     ONE_SHARD,
     Batch,
@@ -331,6 +332,8 @@ class Photographs:
         try:
             records = self.records.__getitems__(keys)
         except Exception as error:
+            if lacks_resources(error):
+                raise
             # TFDS reads a batch of records and does not report which one is damaged.
             raise ValueError(
                 f"one of the records {', '.join(map(str, keys))} of {self.origin} "

@@ -23,6 +23,7 @@ from numpy.lib.format import open_memmap
 from tensorflow_datasets.core import constants
 from tqdm import tqdm
 
+from relattn.command import lacks_resources
 from relattn.data.image_io import decode_image, open_image
 from relattn.data.images import ImageSplit
 from relattn.data.paths import describe_error, expand, find_damage
@@ -149,10 +150,12 @@ def read_prepared(
 
 @contextlib.contextmanager
 def reading_prepared(folder: Path) -> Iterator[None]:
-    """Re-raises any error as a ValueError that says how to prepare the set again."""
+    """Re-raises errors as a ValueError that says how to prepare the set again."""
     try:
         yield
     except Exception as error:
+        if lacks_resources(error):
+            raise
         raise ValueError(
             f"the image set in {folder} cannot be read ({describe_error(error)}): "
             "delete the folder, or choose another data_dir, and prepare the set again "

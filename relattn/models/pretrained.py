@@ -24,7 +24,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float32
 
 from relattn import models, spec
-from relattn.command import one_line
+from relattn.command import lacks_resources, one_line
 from relattn.extras import require_train
 from relattn.files import check_folder, replace_file
 from relattn.manifest import MANIFEST, find_damage, write_manifest
@@ -305,6 +305,8 @@ def read_config(
     try:
         return config, build(config)
     except Exception as error:
+        if lacks_resources(error):
+            raise
         # Sizes that do not fit each other fail anywhere in the model.
         raise ValueError(
             f"{path} describes no model of relattn ({one_line(error)}): convert other "

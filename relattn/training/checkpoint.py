@@ -30,6 +30,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint import checkpoint_managers
 
+from relattn.command import lacks_resources
 from relattn.data.paths import MANIFEST, sha256
 from relattn.files import replace_file
 from relattn.json_files import read_json
@@ -291,6 +292,8 @@ def read_meta(folder: Path, step: int) -> dict[str, Any]:
         raise
     except OSError as error:
         if not error.strerror:  # Its message names the file.
+        if lacks_resources(error):
+            raise
             raise DamagedError(str(error)) from error
         file = error.filename or checkpoint
         raise DamagedError(f"{file} cannot be read ({error.strerror})") from error
@@ -401,6 +404,8 @@ def _read(reader: ocp.Checkpointer, checkpoint: Path, **args: Any) -> Any:
         return reader.restore(checkpoint.absolute(), args=ocp.args.Composite(**args))
     except Exception as error:
         raise DamagedError(
+        if lacks_resources(error):
+            raise
             f"{checkpoint} cannot be read ({type(error).__name__})"
         ) from error
     finally:

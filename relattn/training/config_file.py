@@ -14,7 +14,7 @@ from types import ModuleType
 
 from ml_collections import ConfigDict
 
-from relattn.command import one_line
+from relattn.command import lacks_resources, one_line
 from relattn.messages import closest
 from relattn.training.config import complete_model, default_config
 from relattn.training.initialize import take_model
@@ -70,6 +70,8 @@ def read_config(
         loader.exec_module(module)
         result = module.get_config(*filter(None, [argument]))
     except Exception as error:
+        if lacks_resources(error):
+            raise
         raise ValueError(_explain_file(error, path, argument)) from error
     if not isinstance(result, ConfigDict):
         raise ValueError(

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from relattn import spec
+from relattn.command import lacks_resources
 from relattn.data import read_info
 from relattn.messages import shorten
 from relattn.training.config import complete
@@ -168,7 +169,7 @@ def _history_problem(history: Any) -> str | None:
 
 @contextlib.contextmanager
 def explain_metadata_errors(checkpoint: Path) -> Iterator[None]:
-    """Re-raises any error as CheckpointError naming the checkpoint.
+    """Re-raises errors as CheckpointError naming the checkpoint.
 
     Args:
         checkpoint: The checkpoint's folder.
@@ -177,7 +178,8 @@ def explain_metadata_errors(checkpoint: Path) -> Iterator[None]:
         Nothing.
 
     Raises:
-        CheckpointError: If the body of the context raises.
+        CheckpointError: If the body of the context raises an error other than a lack of
+            memory or of open files.
 
     Example:
         >>> with explain_metadata_errors(Path("checkpoints/7")):
@@ -192,6 +194,8 @@ it
     except CheckpointError:
         raise
     except Exception as error:
+        if lacks_resources(error):
+            raise
         # Unchecked values reach other libraries, which raise errors of any type.
         reason = " ".join(str(error).split())[:_MAX_REASON]
         if not isinstance(error, ValueError):

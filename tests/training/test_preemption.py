@@ -1,6 +1,8 @@
 """Signals: a checkpoint is written, and the same command resumes from it."""
 
+import asyncio
 import contextlib
+import errno
 import io
 import os
 import signal
@@ -206,6 +208,48 @@ def test_a_signal_inside_a_reader_is_no_damage(monkeypatch, tmp_path, reader):
     with Preemption().handled(), pytest.raises(training.PreemptedError) as error:
         read()
     assert error.value.exit_code == 75
+
+
+def test_a_signal_inside_an_event_loop_ends_it():
+    """Orbax reads in one; its callback must not be logged and forgotten."""
+
+    async def wait_for_a_callback():
+        loop = asyncio.get_running_loop()
+        loop.call_soon(signal.raise_signal, signal.SIGTERM)
+        await asyncio.wait_for(loop.create_future(), timeout=60)
+
+    with Preemption().handled(), pytest.raises(training.PreemptedError) as error:
+        asyncio.run(wait_for_a_callback())
+    assert error.value.code == 75
+
+
+@pytest.mark.parametrize(
+    "error",
+    [MemoryError("no"), OSError(errno.EMFILE, "Too many open files")],
+    ids=["memory", "files"],
+)
+@pytest.mark.parametrize(
+    "reader",
+    [
+        read_with_checkpoint,
+        read_prepared,
+        open_an_image,
+        decode_an_image,
+        turn_an_image,
+        read_metadata,
+        read_records,
+    ],
+)
+def test_a_lack_of_memory_or_files_in_a_reader_is_no_damage(
+    monkeypatch, tmp_path, reader, error
+):
+    def interrupted(*arguments, **options):
+        raise error
+
+    read = reader(monkeypatch, interrupted, tmp_path)
+    with pytest.raises(type(error), match=str(error.args[-1])) as raised:
+        read()
+    assert raised.value is error
 
 
 def test_sighup_is_sigterm_unless_it_is_ignored():

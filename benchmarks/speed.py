@@ -28,6 +28,7 @@ from benchmarks.speed_cases import CASES, Sizes
 from benchmarks.steps import MODELS
 from relattn import command
 from relattn.evaluation.figures import save_figure
+from relattn.files import open_new
 from relattn.messages import closest
 from relattn.training.workdir import describe_cpu, usable_folder
 
@@ -344,7 +345,7 @@ def _parser() -> command.Parser:
 
 def _measure_models(models: Sequence[str], output: Path) -> None:
     rows = []
-    with (output / "speed.jsonl").open("w") as file:
+    with open_new(output / "speed.jsonl", "w") as file:
         for row in compare_steps(models, sorted({1, describe_cpu()["cores"]})):
             print(json.dumps(row), file=file, flush=True)
             rows.append(row)
@@ -370,7 +371,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     names = options.pop("kernel")
     rows: list[dict[str, Any]] = []
-    with (output / "speed.jsonl").open("w") as file:
+    with open_new(output / "speed.jsonl", "w") as file:
         for measured in compare(names, against, options.pop("lengths"), **options):
             for row in measured:
                 print(json.dumps(row), file=file, flush=True)

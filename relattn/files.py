@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import stat
 import tempfile
 from pathlib import Path
+from typing import IO, Any
 
 # A link in place of a new file is not followed. Windows has no such flag.
 _NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
@@ -14,8 +16,9 @@ _NEW |= getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 
 # The folders of an absolute path: after a space or a quote, not in an address.
 _ABSOLUTE = re.compile(
-    r"(?<![^\s'\"(\[])(?:~[\w.-]*|[A-Za-z]:)?[/\\](?:[^\s/\\]+[/\\])*"
+    r"(?<![^\s'\"(\[])(?:file:(?://)?|~[\w.-]*|[A-Za-z]:)?[/\\](?:[^\s/\\]+[/\\])*"
 )
+_BEGIN = re.compile(r"(?:file:(?://)?|~[\w.-]*|[A-Za-z]:)?[/\\]")
 
 
 def expand(path: str | Path, key: str) -> Path:
@@ -29,12 +32,15 @@ def expand(path: str | Path, key: str) -> Path:
         The path.
 
     Raises:
-        ValueError: If there is no such user, or the home directory is unknown.
+        ValueError: If there is no such user, the home directory is unknown, or the path
+            has a character that no path can have.
 
     Example:
         >>> expand("runs/first", "--workdir").name
         'first'
     """
+    if "\0" in str(path):
+        raise ValueError(f"{key} has a null character, which no path can have")
     try:
         return Path(path).expanduser()
     except RuntimeError as error:
@@ -63,21 +69,33 @@ def check_folder(folder: str | Path, flag: str) -> Path:
         Traceback (most recent call last):
         OSError: --output is empty (unset shell variable?): name a directory
     """
-    if not str(folder):
-        raise OSError(f"{flag} is empty (unset shell variable?): name a directory")
-    if "://" in str(folder):
+    path = _local_path(folder, flag, "directory")
+    for each in (path, *path.parents):
+        try:
+            os.lstat(each)
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError as error:
+            raise OSError(
+                f"{flag} {folder} cannot be used ({error.strerror}): name another "
+                "directory"
+            ) from error
+        if not each.is_dir():
+            raise OSError(f"{flag} {folder}: {each} is a file: name a directory")
+        break
+    return path
+
+
+def _local_path(path: str | Path, flag: str, kind: str) -> Path:
+    """Returns the absolute path of a file or folder of this machine."""
+    if not str(path):
+        raise OSError(f"{flag} is empty (unset shell variable?): name a {kind}")
+    if "://" in str(path):
         raise OSError(
-            f"{flag} {folder} is an address, not a directory: mount the bucket (for "
+            f"{flag} {path} is an address, not a {kind}: mount the bucket (for "
             "example with gcsfuse) and give the path where it is mounted"
         )
-    path = expand(folder, flag).absolute()
-    for each in (path, *path.parents):
-        # Not `exists`, which fails below a file.
-        if os.path.lexists(each):
-            if not each.is_dir():
-                raise OSError(f"{flag} {folder}: {each} is a file: name a directory")
-            break
-    return path
+    return expand(path, flag).absolute()
 
 
 def usable_folder(folder: str | Path, flag: str) -> Path:
@@ -118,7 +136,8 @@ def usable_file(file: str | Path, flag: str) -> Path:
         Its absolute path.
 
     Raises:
-        OSError: If it is empty, a folder, or its folder is not writable.
+        OSError: If it is empty, an address, a folder, or a device, or its folder is not
+            writable.
         ValueError: If it begins with an unknown home directory.
 
     Example:
@@ -126,11 +145,20 @@ def usable_file(file: str | Path, flag: str) -> Path:
         Traceback (most recent call last):
         OSError: --output / is a folder: name a file in it
     """
-    if not str(file):
-        raise OSError(f"{flag} is empty (unset shell variable?): name a file")
-    path = expand(file, flag).absolute()
-    if path.is_dir():
+    path = _local_path(file, flag, "file")
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        mode = stat.S_IFREG
+    except OSError as error:
+        raise OSError(
+            f"{flag} {file} is not writable ({error.strerror}): choose another file"
+        ) from error
+    if stat.S_ISDIR(mode):
         raise OSError(f"{flag} {file} is a folder: name a file in it")
+    if not stat.S_ISREG(mode):
+        # The new file would replace it.
+        raise OSError(f"{flag} {file} is a device or a pipe: name a file")
     usable_folder(path.parent, flag)
     return path
 
@@ -159,9 +187,7 @@ def replace_file(path: str | Path, data: str | bytes) -> None:
     if isinstance(data, str):
         data = data.encode("utf-8", "backslashreplace")
     try:
-        # Left by a process that was killed.
-        temporary.unlink(missing_ok=True)
-        with open(os.open(temporary, _NEW, 0o666), "wb") as file:
+        with open_new(temporary) as file:
             file.write(data)
             file.flush()
             # Otherwise the file system may rename a file that is still empty.
@@ -173,6 +199,20 @@ def replace_file(path: str | Path, data: str | bytes) -> None:
     except BaseException:
         _remove(temporary)
         raise
+
+
+def open_new(path: str | Path, mode: str = "wb") -> IO[Any]:
+    """Opens a new file; one that is there is removed, and no link is followed.
+
+    Args:
+        path: The file, perhaps left by a process that was killed.
+        mode: How to open it.
+
+    Returns:
+        The file.
+    """
+    Path(path).unlink(missing_ok=True)
+    return open(path, mode, opener=lambda name, _: os.open(name, _NEW, 0o666))
 
 
 def no_follow(path: str, flags: int) -> int:
@@ -199,6 +239,31 @@ def hide_folders(text: str, folder: str = "") -> str:
         for each in (folder, str(path)):
             text = text.replace(each, path.name)
     return _ABSOLUTE.sub("", text)
+
+
+def hide_all_folders(values: Any) -> Any:
+    """Shortens the absolute paths in a configuration, see `hide_folders`.
+
+    Args:
+        values: Nested dictionaries and lists. A text that is a path becomes its last
+            part.
+
+    Returns:
+        A copy.
+
+    Example:
+        >>> hide_all_folders({"data_dir": "/home/me/my flowers/", "seeds": [3]})
+        {'data_dir': 'my flowers', 'seeds': [3]}
+    """
+    if isinstance(values, dict):
+        return {key: hide_all_folders(value) for key, value in values.items()}
+    if isinstance(values, list | tuple):
+        return [hide_all_folders(value) for value in values]
+    if not isinstance(values, str):
+        return values
+    if _BEGIN.match(values):
+        return re.split(r"[/\\]", values.rstrip("/\\"))[-1]
+    return hide_folders(values)
 
 
 def _remove(path: Path) -> None:

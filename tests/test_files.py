@@ -7,7 +7,9 @@ import pytest
 
 from relattn.files import (
     check_folder,
+    hide_all_folders,
     hide_folders,
+    open_new,
     replace_file,
     usable_file,
     usable_folder,
@@ -36,6 +38,20 @@ def test_paths_that_are_no_files_are_refused(name, tmp_path, monkeypatch):
     assert_refused(lambda: usable_file(name, "--output"), "--output")
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_pipes_are_not_replaced(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    assert_refused(lambda: usable_file(tmp_path / "pipe", "--output"), "or a pipe")
+
+
+@pytest.mark.parametrize("name", ["a" * 300, "a\0b", "s3://bucket/a"])
+@pytest.mark.parametrize("check", [check_folder, usable_folder, usable_file])
+def test_names_that_no_file_can_have_are_refused(check, name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert_refused(lambda: check(name, "--output"), "--output")
+    assert not list(tmp_path.iterdir())
+
+
 def test_folders_are_created_to_write_only(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert check_folder("a/b", "--output") == tmp_path / "a/b"
@@ -59,10 +75,26 @@ def test_folders_are_created_to_write_only(tmp_path, monkeypatch):
         ("https://a.org/b/c and/or ../x/y", "https://a.org/b/c and/or ../x/y"),
         ("MNIST (CC BY-SA 3.0), 1/2 of it", "MNIST (CC BY-SA 3.0), 1/2 of it"),
         ("", ""),
+        ("in file:///home/me/a", "in a"),
     ],
 )
 def test_folders_are_hidden(text, expected):
     assert hide_folders(text) == expected
+
+
+@pytest.mark.parametrize(
+    "value, expected",
+    [
+        ("/home/me/my flowers/", "my flowers"),
+        ("~me/a", "a"),
+        ("C:\\Users\\me\\a", "a"),
+        (["file:/home/me/a", 3], ["a", 3]),
+        ({"path": {"to": "see /home/me/a"}}, {"path": {"to": "see a"}}),
+        ("T-shirt/top, favor(num_features=4)", "T-shirt/top, favor(num_features=4)"),
+    ],
+)
+def test_all_folders_of_a_configuration_are_hidden(value, expected):
+    assert hide_all_folders(value) == expected
 
 
 @pytest.mark.parametrize("folder", ["/home/me/my flowers", "~/my flowers"])
@@ -120,3 +152,12 @@ def test_file_that_cannot_be_written_is_named(name, tmp_path):
     (tmp_path / "folder").mkdir()
     assert_refused(lambda: replace_file(tmp_path / name, "new"), str(tmp_path / name))
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+def test_a_new_file_is_not_written_through_a_link(tmp_path):
+    (tmp_path / "other").write_text("other")
+    (tmp_path / "a").symlink_to(tmp_path / "other")
+    with open_new(tmp_path / "a", "w") as file:
+        file.write("new")
+    assert (tmp_path / "a").read_text() == "new"
+    assert (tmp_path / "other").read_text() == "other"

@@ -7,13 +7,14 @@ every such error becomes an `UnreadableImageError` that names the image.
 from __future__ import annotations
 
 import io
+import stat
 from pathlib import Path
 
 import numpy as np
 from PIL import ExifTags, Image, ImageColor, ImageOps, UnidentifiedImageError
 
-from relattn.data.paths import describe_error
 from relattn.command import lacks_resources
+from relattn.data.paths import describe_error
 from relattn.messages import shorten
 
 # Pillow supports many more, for example EPS, which it runs in Ghostscript.
@@ -63,7 +64,7 @@ def open_image(source: Path | io.BytesIO, where: str, hint: str = "") -> Image.I
         The image; its pixels are not decoded yet.
 
     Raises:
-        UnreadableImageError: If it is in none of `FORMATS`, has more than
+        UnreadableImageError: If it is no file, in none of `FORMATS`, has more than
             `MAX_FILE_BYTES`, or claims more pixels than ``PIL.Image.MAX_IMAGE_PIXELS``.
     """
     try:
@@ -75,9 +76,9 @@ def open_image(source: Path | io.BytesIO, where: str, hint: str = "") -> Image.I
     except UnreadableImageError:
         raise
     except Exception as error:
-        raise UnreadableImageError(where, describe_error(error), hint) from error
         if lacks_resources(error):
             raise
+        raise UnreadableImageError(where, describe_error(error), hint) from error
     pixels, limit = image.width * image.height, Image.MAX_IMAGE_PIXELS
     if limit is not None and pixels > limit:
         problem = f"it claims {pixels:,} pixels, the limit is {limit:,}"
@@ -103,7 +104,11 @@ def _check_file_size(source: Path | io.BytesIO, where: str, hint: str) -> None:
     if isinstance(source, io.BytesIO):
         size = source.getbuffer().nbytes
     else:
-        size = source.stat().st_size
+        status = source.stat()
+        size = status.st_size
+        if not stat.S_ISREG(status.st_mode):
+            # A pipe would wait for a writer.
+            raise UnreadableImageError(where, "it is not a file", hint)
     if size > MAX_FILE_BYTES:
         problem = f"it has {size:,} bytes, the limit is {MAX_FILE_BYTES:,}"
         raise UnreadableImageError(where, problem, hint)
@@ -148,13 +153,13 @@ def decode_image(
             narrow = ImageOps.invert(narrow)
         return _flatten(narrow, grey, background)
     except Exception as error:
+        if lacks_resources(error):
+            raise
         raise UnreadableImageError(where, describe_error(error), hint) from error
 
 
 def check_image(image: Image.Image, where: str, hint: str = "") -> None:
     """Raises an error unless `decode_image` can decode an image.
-        if lacks_resources(error):
-            raise
 
     Args:
         image: Result of `open_image`, which cannot be decoded afterwards.

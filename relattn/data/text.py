@@ -34,7 +34,7 @@ from relattn.data.tokenizers import (
     check_bpe_dir,
     load_tokenizer,
 )
-from relattn.files import replace_file
+from relattn.files import open_new, replace_file
 from relattn.json_files import Range, read_json
 from relattn.messages import check_choice
 
@@ -415,7 +415,7 @@ def write_tokens(path: Path, pieces: Iterable[TokenIds]) -> int:
         The number of tokens.
     """
     count = 0
-    with path.open("wb") as file:
+    with open_new(path) as file:
         for piece in pieces:
             file.write(piece.astype(TOKEN_DTYPE).tobytes())
             count += len(piece)

@@ -92,6 +92,13 @@ def test_image_over_the_pixel_limit_raises(monkeypatch):
     assert open_image(io.BytesIO(PNG), "1.png").size == (5, 3)
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_a_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "a.png")
+    with pytest.raises(ValueError, match=r"a\.png cannot be .*\(it is not a file\)$"):
+        open_image(tmp_path / "a.png", str(tmp_path / "a.png"))
+
+
 def test_a_file_over_the_size_limit_is_not_read(tmp_path):
     path = tmp_path / "large.png"
     path.write_bytes(PNG)

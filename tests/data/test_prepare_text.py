@@ -302,3 +302,14 @@ def test_a_full_disk_names_the_file_and_leaves_none(tmp_path, monkeypatch, name)
     with pytest.raises(OSError, match=f"No space left on device: .*/{name}"):
         prepare_text.prepare_files([tmp_path / "a.txt"], output, BYTES)
     assert not list(output.iterdir())
+
+
+def test_a_link_in_place_of_an_unfinished_file_is_not_followed(tmp_path):
+    (tmp_path / "a.txt").write_text("to be or not to be " * 9)
+    (tmp_path / "other").write_text("other")
+    output = tmp_path / "out"
+    output.mkdir()
+    (output / "train.bin.partial").symlink_to(tmp_path / "other")
+    prepare_text.prepare_files([tmp_path / "a.txt"], output, BYTES)
+    assert (tmp_path / "other").read_text() == "other"
+    assert not (output / "train.bin").is_symlink()

@@ -44,6 +44,30 @@ class Range:
         return f"{_NAMES[self.kind]} from {self.low:g} to {self.high:g}"
 
 
+_SIDE, _SIZE, _COUNT = Range(1, 2**16), Range(1, 2**24), Range(0, 2**53)
+# The schemas of the data's description, in runs and in saved models, by its kind.
+DATA = {
+    "images": {
+        "name": str,
+        "class_names": [str],
+        "image_shape": [_SIDE, _SIDE, _SIDE],
+        "mean": [Range(-1e6, 1e6, float)],
+        "std": [Range(0, 1e6, float)],
+        "num_train": _COUNT,
+        "origin": str,
+        "streamed?": bool,
+    },
+    "tokens": {
+        "name": str,
+        "tokenizer": str,
+        "vocab_size": _SIZE,
+        "context_length": _SIZE,
+        "num_train": _COUNT,
+        "origin": str,
+    },
+}
+
+
 def read_json(
     path: str | Path,
     schema: Any = object,

@@ -18,8 +18,11 @@ from typing import Any
 
 from tqdm import tqdm
 
+from relattn.command import lacks_resources, one_line
 from relattn.data import DataInfo, read_info
-from relattn.training.config import complete, differences, to_json
+from relattn.files import open_new
+from relattn.json_files import check_json
+from relattn.training.config import check_config, complete, differences, to_json
 from relattn.training.config_file import read_config
 from relattn.training.metrics_log import Row, read_rows
 from relattn.training.overrides import typed_keys
@@ -28,6 +31,8 @@ from relattn.training.workdir import read_record, read_results
 
 POLL_SECONDS = 0.5
 LOG_BYTES = 2000
+# What a progress bar shows of a row of metrics.
+_SHOWN = {"epoch", "train_loss", "train_accuracy", "examples_per_second"}
 BAR = "{desc} {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
 
 
@@ -110,7 +115,7 @@ class Training:
         environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
         if gpu is not None:
             environment["CUDA_VISIBLE_DEVICES"] = gpu
-        with self.log.open("w") as log:
+        with open_new(self.log, "w") as log:
             # A new process group: Ctrl-C must not reach it; `stop` ends it.
             self.process = subprocess.Popen(
                 command,
@@ -132,12 +137,13 @@ class Training:
 
     def show(self) -> None:
         """Updates the progress bar from the log; without a terminal, prints lines."""
-        rows = self.rows()
+        rows = [row for row in self.rows() if row.keys() >= _SHOWN]
         if len(rows) <= self.shown:
             return
         config = self.record()["config"]
         epoch_steps = self.info().steps_per_epoch(config["batch_size"])
-        total = config["num_steps"] or config["num_epochs"] * epoch_steps
+        total = config["num_steps"] or config["num_epochs"] * epoch_steps or 1
+        evaluated = f"validation_{'loss' if self._is_text() else 'accuracy'}"
         for row in rows[self.shown :]:
             self.bar.set_postfix(
                 {
@@ -147,7 +153,7 @@ class Training:
                 },
                 refresh=False,
             )
-            if self.bar.disable and "validation_accuracy" in row:
+            if self.bar.disable and evaluated in row:
                 seed = row.get("seed", self.seed)
                 progress = self._progress(row, total)
                 print(f"{self.label}, seed {seed}: {progress}", flush=True)
@@ -159,7 +165,7 @@ class Training:
         position = f"step {row['step']} of {total}"
         if not config["num_steps"]:
             position = f"epoch {row['epoch']:.4g} of {config['num_epochs']}"
-        if self.info().kind == "tokens":
+        if self._is_text():
             return f"{position}, validation loss {row['validation_loss']:.3f}"
         return f"{position}, validation accuracy {row['validation_accuracy']:.1%}"
 
@@ -180,7 +186,7 @@ class Training:
     def say_result(self) -> None:
         """Prints the result."""
         results = self.results()
-        if self.info().kind == "tokens":
+        if self._is_text():
             losses = [f"{result['validation_loss']:.3f}" for result in results]
             outcome = f"a validation loss of {', '.join(losses)}"
         else:
@@ -194,16 +200,56 @@ class Training:
         return [row for row in rows if seed in (None, row.get("seed", seed))]
 
     def record(self) -> dict[str, Any]:
-        """Reads ``run.json``."""
-        return read_record(self.workdir)
+        """Reads ``run.json``.
+
+        Raises:
+            ValueError: If it describes no run of this version.
+        """
+        record = read_record(self.workdir)
+        try:
+            config = complete(record["config"])
+            check_config(config)
+            read_info(record["data"]).steps_per_epoch(config.batch_size)
+            if not record["starts"]:
+                raise ValueError("it has no starts")
+        except Exception as error:
+            if lacks_resources(error):
+                raise
+            # Unchecked values reach other libraries.
+            raise ValueError(
+                f"{self.workdir / 'run.json'} describes no run of this version "
+                f"({one_line(error)}): delete the folder to train again"
+            ) from error
+        return {**record, "config": to_json(config)}
 
     def info(self) -> DataInfo:
         """Reads the description of the data."""
         return read_info(self.record()["data"])
 
     def result(self) -> dict[str, Any]:
-        """Reads the final metrics."""
-        return read_results(self.workdir)
+        """Reads the final metrics.
+
+        Raises:
+            ValueError: If those of a seed, or those that a study shows, are missing.
+        """
+        path, result = self.workdir / "result.json", read_results(self.workdir)
+        shown = {self._shown_metric(): float}
+        schema = {"runs": [shown]} if "runs" in result else shown
+        check_json(result, {"seconds": float, **schema}, path)
+        found = len(result.get("runs", [result]))
+        if found != self.num_seeds:
+            raise ValueError(
+                f"{path} has the metrics of {found} seeds, not {self.num_seeds}: "
+                "repeat the command that trained, which writes it again"
+            )
+        return result
+
+    def _shown_metric(self) -> str:
+        """The result that is printed."""
+        return "validation_loss" if self._is_text() else "test_accuracy"
+
+    def _is_text(self) -> bool:
+        return self.info().kind == "tokens"
 
     def results(self) -> list[dict[str, Any]]:
         """Reads the final metrics of each seed."""
@@ -220,9 +266,10 @@ class Training:
         try:
             result = self.result()
             ended = result["stopped_early"] or result["step"] >= result["num_steps"]
-            there = to_json(complete(self.record()["config"]))
-            self.info()
-        except (OSError, ValueError, LookupError, TypeError, AttributeError):
+            there = self.record()["config"]
+        except (OSError, ValueError) as error:
+            if lacks_resources(error):
+                raise
             # Missing or damaged: train.py continues or starts again.
             return False
         return ended and not differences(there, to_json(config))

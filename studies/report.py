@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from relattn.evaluation.figures import save_figure
-from relattn.files import replace_file
+from relattn.evaluation.figures import plain, save_figure
+from relattn.files import hide_folders, replace_file
 from relattn.markdown import markdown_table
 from studies.launcher import Training
 from studies.presets import Column, Preset, Row
@@ -76,7 +76,7 @@ def _row(row: Row, preset: Preset, finished: Trainings) -> dict[str, Any]:
                     scale * result[column.metric]
                     for result in results
                     # Top-5 accuracy is measured only with more than ten classes.
-                    if column.metric in result
+                    if isinstance(result.get(column.metric), int | float)
                 ]
             ),
             "published": row.published.get(column.published, ""),
@@ -172,13 +172,15 @@ def budget(training: Training) -> str:
         epochs = f"{result['epochs']:.3g}"
         noun = "epoch" if epochs == "1" else "epochs"
         examples = f"images ({epochs} {noun} of {info.num_train:,})"
+    folder = record["config"]["data"].get("data_dir") or ""
+    origin = hide_folders(info.origin, folder)
     seeds = training.num_seeds
     together = f", {seeds} seeds together" if seeds > 1 else ""
     device = f"{start['num_devices']} x {start['device']}"
     if start["platform"] == "cpu":
         device = f"{start['cores']} x {start['cpu']}"
     return (
-        f"{result['step']:,} steps of {batch} {examples}, {info.origin}; on {device}, "
+        f"{result['step']:,} steps of {batch} {examples}, {origin}; on {device}, "
         f"jax {start['versions']['jax']}{together}"
     )
 
@@ -283,14 +285,15 @@ def plot_study(results: Mapping[str, Any], path: Path) -> None:
                 continue
             curve = row["runs"][name]["curve"]
             mean, std = np.array(curve["mean"]), np.array(curve["std"])
-            style = {"color": f"C{i}", "marker": ".", "label": row["name"]}
+            style = {"color": f"C{i}", "marker": ".", "label": plain(row["name"])}
             (lines[row["name"]],) = panel.plot(curve["step"], mean, **style)
             panel.fill_between(
                 curve["step"], mean - std, mean + std, color=f"C{i}", alpha=0.2, lw=0
             )
-        panel.set(title=name and f"trained on {name}", xlabel="step")
+        panel.set(title=name and plain(f"trained on {name}"), xlabel="step")
         panel.grid(alpha=0.3)
-    panels[0].set_ylabel(results["curve"].replace("_", " "))
+    panels[0].set_ylabel(plain(results["curve"].replace("_", " ")))
     if lines:
-        figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=2)
+        names = [plain(name) for name in lines]
+        figure.legend(lines.values(), names, loc="outside lower center", ncols=2)
     save_figure(figure, path)

@@ -21,6 +21,7 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Int64
 
+from relattn.json_files import DATA, check_json
 from relattn.messages import check_choice
 
 Batch = dict[str, np.ndarray]
@@ -205,7 +206,8 @@ def read_info(values: Mapping[str, Any]) -> DataInfo:
         The description.
 
     Raises:
-        ValueError: If the kind of data is unknown.
+        ValueError: If the kind of data is unknown, or a field has another type or is
+            out of range.
         TypeError: If a field is missing or unknown.
 
     Example:
@@ -218,6 +220,13 @@ def read_info(values: Mapping[str, Any]) -> DataInfo:
     }
     kind = arguments.get("kind", "images")
     check_choice("kind of data", kind, INFOS)
+    where = "the description of the data"
+    # Missing fields are for the class to refuse.
+    schema = {f"{name.removesuffix('?')}?": each for name, each in DATA[kind].items()}
+    fields = {k: list(v) if isinstance(v, tuple) else v for k, v in arguments.items()}
+    check_json(fields, schema, where)
+    if fields.get("class_names") == []:
+        raise ValueError(f"{where} has no class_names")
     return INFOS[kind](**arguments)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from relattn import models
-from relattn.json_files import Range, check_json, read_json
+from relattn.json_files import DATA, Range, check_json, read_json
 from relattn.messages import check_choice, shorten
 from relattn.models import preprocessing
 from relattn.models.patches import patch_sides
@@ -16,7 +16,6 @@ from relattn.models.patches import patch_sides
 _SIZE = Range(1, 2**24)
 _SIDE = Range(1, 2**16)
 _MAX_TOKENS = 2**16
-_VALUE = Range(-1e6, 1e6, float)
 
 _MODEL = {
     "name": str,
@@ -35,33 +34,16 @@ _SIZES = {
     "vocab_size?": _SIZE,
     "context_length?": Range(1, 2**24),
 }
-_IMAGES = {
-    "name": str,
-    "class_names": [str],
-    "image_shape": [_SIDE, _SIDE, _SIDE],
-    "mean": [_VALUE],
-    # Pixels are divided by it.
-    "std": [Range(1e-6, 1e6, float)],
-    "num_train": Range(0, 2**53),
-    "origin": str,
-    "streamed?": bool,
-}
-_TOKENS = {
-    "name": str,
-    "tokenizer": str,
-    "vocab_size": _SIZE,
-    "context_length": _SIZE,
-    "num_train": Range(0, 2**53),
-    "origin": str,
-}
+# Pixels are divided by it.
+_STD = [Range(1e-6, 1e6, float)]
 _OPTIONS = {
     "background?": str,
     "image_size?": Range(0, 2**16),
     "placement?": str,
     "short_side?": Range(0, 2**16),
     "standardize?": bool,
-    "mean?": [_VALUE],
-    "std?": [Range(1e-6, 1e6, float)],
+    "mean?": [Range(-1e6, 1e6, float)],
+    "std?": _STD,
     "interpolation?": str,
     "crop_pct?": Range(0.01, 1, float),
 }
@@ -105,7 +87,7 @@ def read_saved_config(path: Path) -> dict[str, Any]:
 
 def _check_data(config: dict[str, Any], kind: str) -> None:
     data = config["data"]
-    schema = _IMAGES if kind == "images" else _TOKENS
+    schema = DATA[kind] | ({"std": _STD} if kind == "images" else {})
     check_json(data, schema, "it", "data")
     if data.get("kind", "images") != kind:
         raise ValueError(f"it has data.kind={shorten(data['kind'])}, not {kind!r}")

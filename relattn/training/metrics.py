@@ -258,8 +258,12 @@ def format_value(key: str, value: Any) -> str:
     Example:
         >>> format_value("test_accuracy", 0.5), format_value("seconds", 0.123456)
         ('0.5000', '0.1235')
+        >>> format_value("test_accuracy", None)
+        '–'
     """
     name = metric_in(key)
+    if value is None:
+        return "–"
     if name is not None:
         return f"{value:{METRICS[name].format}}"
     return f"{value:.4g}" if isinstance(value, float) else str(value)

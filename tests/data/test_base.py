@@ -19,6 +19,7 @@ from relattn.data.base import (
     steps_per_epoch,
 )
 from relattn.data.images import ImageSplit
+from tests.helpers.sentences import assert_refused
 
 IMAGES = ImageInfo(
     name="columns",
@@ -49,6 +50,24 @@ def test_info_without_kind_is_of_images():
     values = dataclasses.asdict(IMAGES)
     del values["kind"]
     assert read_info(values) == IMAGES
+
+
+@pytest.mark.parametrize(
+    "info, key, value",
+    [
+        *((IMAGES, "class_names", value) for value in ([], "ab", [["a"], ["b"]], [1])),
+        *((IMAGES, "image_shape", value) for value in ([5, 3], [5, 3, 0], [5, 3, 1.0])),
+        *((IMAGES, "mean", value) for value in ([float("nan")], ["0"], 0.5, [1e9])),
+        *((IMAGES, "std", value) for value in ([-1], [float("inf")], [True])),
+        (IMAGES, "num_train", -1),
+        (TEXT, "vocab_size", 2**40),
+        (TEXT, "context_length", "8"),
+        (TEXT, "kind", "images\n"),
+    ],
+)
+def test_values_that_describe_no_data_are_refused(info, key, value):
+    values = {**dataclasses.asdict(info), key: value}
+    assert_refused(lambda: read_info(values), key)
 
 
 def test_too_few_examples_for_a_batch_raise():

@@ -1,4 +1,6 @@
 import contextlib
+import dataclasses
+import json
 import os
 import signal
 import subprocess
@@ -11,6 +13,7 @@ import pytest
 from relattn.training.config_file import read_config
 from studies import launcher
 from studies.launcher import Training, train
+from tests.helpers.sentences import assert_refused
 from tests.helpers.trained import CONFIG, IMAGES, TEXT, make_training
 
 
@@ -48,6 +51,50 @@ def test_run_with_damaged_files_is_not_complete(tmp_path, name, text):
     training = make_training(tmp_path)
     (tmp_path / name).write_text(text)
     assert not training.is_complete()
+
+
+@pytest.mark.parametrize(
+    "name, changes",
+    [
+        ("result.json", {"seconds": None}),
+        ("result.json", {"test_accuracy": None}),
+        ("result.json", {"runs": [{"seed": 3, "step": 60, "epochs": 1.0}]}),
+        ("run.json", {"starts": []}),
+        ("run.json", {"data": {**dataclasses.asdict(IMAGES), "num_train": 3}}),
+        ("run.json", {"data": {**dataclasses.asdict(IMAGES), "kind": "a\nb"}}),
+        ("run.json", {"config": {"batch_size": None}}),
+        ("run.json", {"config": {"num_epochs": "x"}}),
+    ],
+)
+def test_wrong_values_are_refused_with_the_file(tmp_path, name, changes):
+    training = make_training(tmp_path)
+    values = json.loads((tmp_path / name).read_text())
+    for key, value in changes.items():
+        nested = isinstance(value, dict) and key == "config"
+        values[key] = {**values[key], **value} if nested else value
+    (tmp_path / name).write_text(json.dumps(values))
+    assert not training.is_complete()
+    assert_refused(training.say_result, str(tmp_path / name))
+
+
+@pytest.mark.parametrize("key", ["epoch", "train_loss", "examples_per_second"])
+def test_rows_without_what_is_shown_are_left_out(tmp_path, capsys, key):
+    row = {"step": 6, "epoch": 2.5, "train_loss": 1.0, "train_accuracy": 0.5}
+    row |= {"examples_per_second": 9.0, "validation_accuracy": 0.625}
+    del row[key]
+    training = make_training(tmp_path, rows=[row])
+    training.show()
+    assert capsys.readouterr().out == ""
+
+
+def test_log_is_not_written_through_a_link(tmp_path, monkeypatch):
+    (tmp_path / "other").write_text("other")
+    (tmp_path / "train.log").symlink_to(tmp_path / "other")
+    monkeypatch.setattr(sys, "executable", "true")
+    training = Training("banded", CONFIG, tmp_path)
+    training.start()
+    training.process.wait()
+    assert (tmp_path / "other").read_text() == "other"
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,14 @@
 import csv
+import dataclasses
 
 from studies.presets import PRESETS
-from studies.report import plot_study, study_results, study_table, write_study_csv
+from studies.report import (
+    budget,
+    plot_study,
+    study_results,
+    study_table,
+    write_study_csv,
+)
 from tests.helpers.trained import TEXT, make_training
 
 TABLE2 = PRESETS["translution_table2_cpu"]
@@ -119,3 +126,17 @@ def test_missing_metrics_are_dashes(tmp_path):
     assert (columns["top1"]["mean"], columns["top5"]["mean"]) == (87.5, None)
     cells = study_table(preset, results).splitlines()[4].split(" | ")
     assert (cells[3], cells[5]) == ("87.50", "–")
+
+
+def test_results_have_no_folders_of_this_machine(tmp_path):
+    info = dataclasses.replace(TEXT, origin="the tokens in /home/me/my texts")
+    training = make_training(tmp_path / "run", info, validation_loss=0.5)
+    assert "texts; on" in budget(training)
+    assert "/home" not in budget(training)
+
+
+def test_names_are_drawn_as_they_are(tmp_path):
+    curve = {"step": [1, 2], "mean": [0.1, 0.2], "std": [0.0, 0.0]}
+    rows = [{"name": "$\\frac$", "runs": {"\ud800": {"curve": curve}}}]
+    plot_study({"rows": rows, "curve": "$_$"}, tmp_path / "curves.svg")
+    assert "frac" in (tmp_path / "curves.svg").read_text()

@@ -15,7 +15,7 @@ from typing import Any
 
 import relattn
 from relattn import command
-from relattn.messages import check_choice
+from relattn.messages import check_choice, printable
 
 # The module and function of each command. Some modules need the extra `train`.
 COMMANDS = {
@@ -246,7 +246,7 @@ def eval_shift(
     if page is not None:
         written.append("page.html")
         page.write(output / "page.html")
-    print(f"Written to {given.output}: {', '.join(written)}")
+    print(printable(f"Written to {given.output}: {', '.join(written)}"))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from relattn import command
 from relattn.command import lacks_resources, one_line
 from relattn.files import check_folder
 from relattn.json_files import read_json
-from relattn.messages import check_choice, shorten
+from relattn.messages import check_choice, printable, shorten
 from relattn.models import preprocessing, pretrained
 from relattn.models.safetensors import read_safetensors
 from relattn.models.source_configs import check_equal
@@ -263,7 +263,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     config = convert(
         given.source, given.checkpoint, given.output, num_heads=given.num_heads
     )
-    print(f"wrote {given.output}: {config['model']}")
+    print(printable(f"wrote {given.output}: {config['model']}"))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from relattn.messages import printable
 # What Markdown and the mathematics of GitHub take for markup: anywhere; before what
 # makes it one; and at the start of a line.
 _MARKUP = re.compile(
-    r"[\\`*$|]|~(?=~)|<(?=[\w/!?])|&(?=[\w#])|\](?=[(\[:])|(?<![^\W_])_|_(?![^\W_])"
+    r"[\\`*$|]|~|<(?=[\w/!?])|&(?=[\w#])|\](?=[(\[:])|(?<![^\W_])_|_(?![^\W_])"
 )
 _START = re.compile(r"^(\d*)([-+=#>.):~])")
 _PLAIN = re.compile(r"[A-Za-z][\w.+-]*")

@@ -27,6 +27,7 @@ from relattn.data.image_io import (
     read_image_file,
 )
 from relattn.data.images import ImageSplit
+from relattn.messages import printable
 
 KINDS = {suffix: kind for kind, suffixes in FORMATS.items() for suffix in suffixes}
 LAYOUT = (
@@ -212,7 +213,7 @@ def decode_files(
     images: np.ndarray | None = None
     colour: Path | None = None
     problem = ""
-    title = f"Reading {files.root.name}"
+    title = printable(f"Reading {files.root.name}")
     bar = tqdm(total=len(paths), desc=title, unit=" images", delay=2, disable=None)
     with bar, _in_threads(decoder, paths) as results:
         for path, found in zip(paths, results, strict=True):

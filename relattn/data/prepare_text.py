@@ -41,6 +41,7 @@ from relattn.data.paths import MANIFEST, describe_error, write_manifest
 from relattn.data.text import FILES, META, TokenMeta, write_meta, write_tokens
 from relattn.data.tokenizers import TOKENIZERS, TokenIds, Tokenizer, load_tokenizer
 from relattn.files import check_folder
+from relattn.messages import printable
 
 OPENWEBTEXT = "Skylion007/openwebtext"
 FILE_VAL_FRACTION = 0.1
@@ -421,12 +422,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         else:
             meta = prepare_documents(options.openwebtext, output, tokenizer, **fraction)
     except Exception as error:
-        problem = describe_error(error)
         if command.lacks_resources(error):
             raise
+        problem = describe_error(error)
         raise ValueError(f"the text was not prepared: {problem}") from error
     counts = " and ".join(f"{n:,} in {name}" for name, n in meta.num_tokens.items())
-    print(f"Tokens of {meta.tokenizer!r} in {options.output}: {counts}.")
+    print(printable(f"Tokens of {meta.tokenizer!r} in {options.output}: {counts}."))
 
 
 if __name__ == "__main__":

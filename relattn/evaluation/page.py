@@ -30,6 +30,7 @@ from relattn.evaluation.shift import (
     shifts_along,
 )
 from relattn.evaluation.shift_runs import ShiftRun
+from relattn.messages import printable
 from relattn.training import Run, make_predict_fn
 from relattn.training.workdir import write_text
 
@@ -130,7 +131,7 @@ class Page:
         steps = _predict(run, predict, shift, self._images, self._shifts, num_maps)
         with tqdm(
             total=len(self._images) * len(self._shifts),
-            desc=f"page of {name}",
+            desc=printable(f"page of {name}"),
             unit=" images",
             disable=None if self._progress else True,
         ) as bar:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from relattn import command
+from relattn.messages import printable
 from relattn.training import load_run
 from relattn.training.metrics import format_metrics
 from relattn.training.predict import require_kind
@@ -41,7 +42,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             bpe_dir=given.bpe_dir,
         )
         print(
-            f"{path}: {format_metrics({'perplexity': found['perplexity']})} per token, "
+            f"{printable(path)}: "
+            f"{format_metrics({'perplexity': found['perplexity']})} per token, "
             f"{found['bits_per_token']:.4f} bits per token, "
             f"{found['bits_per_byte']:.4f} bits per byte, on {found['count']:,.0f} "
             f"tokens, each predicted from those before it in its window of "

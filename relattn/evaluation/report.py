@@ -353,7 +353,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     run = load_run(given.workdir, given.checkpoint, seed=given.seed)
     text = report(run, num_images=given.num_images)
     write_text(output, text)
-    print(f"Written to {output}")
+    print(printable(f"Written to {output}"))
 
 
 if __name__ == "__main__":

@@ -6,10 +6,11 @@ its continuation.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 from relattn import command
-from relattn.messages import shorten
+from relattn.messages import printable, shorten
 from relattn.training import load_run
 
 # Guards against a typo that would fill the memory.
@@ -74,7 +75,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         seed=given.seed,
         bpe_dir=given.bpe_dir,
     )
-    print("\n\n".join(texts))
+    text = "\n\n".join(texts)
+    if sys.stdout.isatty():
+        # A terminal obeys control characters, which a model of bytes may draw.
+        text = "".join(c if c in "\n\t" else printable(c) for c in text)
+    print(text)
 
 
 if __name__ == "__main__":

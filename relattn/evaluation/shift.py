@@ -28,7 +28,7 @@ from relattn.data import (
     standardize,
 )
 from relattn.data.preprocess import channel_mean_std
-from relattn.messages import check_choice
+from relattn.messages import check_choice, printable
 from relattn.training import Run, make_predict_fn
 from relattn.training.config import MAY_CHANGE_ON_RESUME, flatten
 from relattn.training.predict import require_kind
@@ -300,7 +300,7 @@ def shifted_predictions(
     labels = []
     with tqdm(
         total=predicted.size,
-        desc=f"shifts of {name}",
+        desc=printable(f"shifts of {name}"),
         unit="image",
         disable=None if progress else True,
     ) as bar:

@@ -20,7 +20,7 @@ from ml_collections import ConfigDict
 from relattn import data as data_lib
 from relattn import models
 from relattn.data import DataInfo, DataSource, EvalSplit
-from relattn.files import hide_folders, replace_file
+from relattn.files import hide_all_folders, hide_folders, replace_file
 from relattn.messages import check_choice
 from relattn.models import pretrained
 from relattn.training import predict as predict_lib
@@ -307,12 +307,13 @@ class Run:
             if values.get(key):
                 values[key] = Path(values[key]).name
         config = saved_config(self.config, self.data)
-        config["data"]["origin"] = hide_folders(config["data"]["origin"], folder)
+        for key in ("name", "origin"):
+            config["data"][key] = hide_folders(config["data"][key], folder)
         return {
             **config,
             "step": self.step,
             "checkpoint": self.checkpoint,
-            "training": training,
+            "training": hide_all_folders(training),
         }
 
     def save_pretrained(

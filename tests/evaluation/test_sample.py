@@ -2,6 +2,8 @@
 
 import dataclasses
 import importlib
+import sys
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -172,3 +174,13 @@ def test_a_text_file_that_cannot_be_evaluated(workdir, tmp_path, content, messag
         run.evaluate(path)
     with pytest.raises(FileNotFoundError, match="The text file .* is missing"):
         run.evaluate(tmp_path / "b.txt")
+
+
+@pytest.mark.parametrize("terminal, shown", [(True, "\\x1b[2J\n\tä\n"), (False, "")])
+def test_a_terminal_obeys_no_text(monkeypatch, capsys, terminal, shown):
+    text = "\x1b[2J\n\tä"
+    run = SimpleNamespace(generate=lambda *prompts, **options: [text])
+    monkeypatch.setattr(sample_lib, "load_run", lambda *arguments: run)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    sample_lib.main(["--workdir=x"])
+    assert capsys.readouterr().out == (shown or f"{text}\n")

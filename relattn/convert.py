@@ -10,6 +10,7 @@ that of the ``config.json`` beside the checkpoint; without one, give ``--num_hea
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -75,14 +76,14 @@ def convert(
         run.save_pretrained(output)
         return run.pretrained_config()
     check_choice("--source", source, [*SOURCES, "run"])
-    if output.resolve() == Path(checkpoint).resolve().parent:
+    if os.path.realpath(output) == os.path.dirname(os.path.realpath(checkpoint)):
         raise ValueError(
             f"--output={output} is the folder of the checkpoint, whose files would be "
             "replaced: give another"
         )
     tensors = read_checkpoint(checkpoint)
     beside = Path(checkpoint).with_name("config.json")
-    settings = read_json(beside, dict) if beside.exists() else {}
+    settings = read_json(beside, dict) if os.path.lexists(beside) else {}
     try:
         if num_heads:
             found = f"--num_heads is {num_heads}"
@@ -97,9 +98,9 @@ def convert(
     except ValueError as error:
         raise ValueError(f"{checkpoint}: {one_line(error)}") from error
     except Exception as error:
-        # Tensors of any shape, and values of config.json, fail anywhere.
         if lacks_resources(error):
             raise
+        # Tensors of any shape, and values of config.json, fail anywhere.
         reason = one_line(f"{type(error).__name__}: {error}")
         raise ValueError(
             f"{checkpoint} is not a checkpoint of {source}, or a value of "
@@ -175,6 +176,11 @@ def _read_parts(path):
         # An index that names itself would never end.
         if not name or name != Path(name).name or name.endswith(".json"):
             raise ValueError(f"{path} names {shorten(name)}: parts are files beside it")
+        # Of the path's checks, this one takes any name.
+        if not os.path.isfile(path.with_name(name)):
+            raise ValueError(
+                f"{path} names {shorten(name)}, but there is no such file beside it"
+            )
     read = {name: _read_file(path.with_name(name)) for name in {*files.values()}}
     tensors = {}
     for name, file in files.items():
@@ -197,14 +203,14 @@ def _read_torch(path):
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
+        if lacks_resources(error):
+            raise
         raise ValueError(
             f"{path} is damaged or holds more than tensors: save its state_dict() "
             "alone, by code that you trust, and convert that"
         ) from error
     found = ["state_dict"]
     while found:
-        if lacks_resources(error):
-            raise
         if not isinstance(state, Mapping):
             raise ValueError(f"{path} does not hold a state_dict")
         found = [key for key in STATES if isinstance(state.get(key), Mapping)]

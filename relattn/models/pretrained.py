@@ -266,7 +266,7 @@ def _verify(folder: Path) -> None:
     if not (folder / CONFIG).is_file():
         # `read_config` says so.
         return
-    if not (folder / MANIFEST).exists():
+    if not (folder / MANIFEST).is_file():
         warnings.warn(
             f"{folder} has no {MANIFEST}, so damage to its weights is not noticed: "
             "save or convert the model again",

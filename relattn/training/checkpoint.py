@@ -45,6 +45,7 @@ CHECKPOINTS = "checkpoints"
 _TIMES = "_CHECKPOINT_METADATA"
 _INCOMPLETE = ".orbax-checkpoint-tmp"
 _SCORES = "metrics/metrics"
+_SCORE_SCHEMA = {"scores": [float], "step": int}
 
 # The score of a state that was not evaluated, below any other.
 _NO_SCORE = -1e30
@@ -291,9 +292,9 @@ def read_meta(folder: Path, step: int) -> dict[str, Any]:
     except CheckpointError:
         raise
     except OSError as error:
-        if not error.strerror:  # Its message names the file.
         if lacks_resources(error):
             raise
+        if not error.strerror:  # Its message names the file.
             raise DamagedError(str(error)) from error
         file = error.filename or checkpoint
         raise DamagedError(f"{file} cannot be read ({error.strerror})") from error
@@ -403,9 +404,9 @@ def _read(reader: ocp.Checkpointer, checkpoint: Path, **args: Any) -> Any:
     try:
         return reader.restore(checkpoint.absolute(), args=ocp.args.Composite(**args))
     except Exception as error:
-        raise DamagedError(
         if lacks_resources(error):
             raise
+        raise DamagedError(
             f"{checkpoint} cannot be read ({type(error).__name__})"
         ) from error
     finally:
@@ -433,7 +434,9 @@ def array_shapes(tree: Any) -> dict[str, str]:
     }
 
 
-def quarantine(folder: Path, latest: int, lost: Collection[int] = ()) -> None:
+def quarantine(
+    folder: Path, latest: int, lost: Collection[int] = (), num_scores: int = 1
+) -> None:
     """Renames damaged checkpoints to ``<step>.damaged``, so that training can resume.
 
     Args:
@@ -441,25 +444,28 @@ def quarantine(folder: Path, latest: int, lost: Collection[int] = ()) -> None:
         latest: The step of `read_latest`. Every later checkpoint is damaged; an earlier
             one is renamed only if its scores are damaged, since orbax reads them.
         lost: Steps of other damaged checkpoints.
+        num_scores: Number of scores of each checkpoint.
     """
     for step in checkpoint_steps(folder):
         checkpoint = folder / str(step)
-        if step > latest or step in lost or _has_damaged_scores(checkpoint):
+        if step > latest or step in lost or _has_damaged_scores(checkpoint, num_scores):
             checkpoint.rename(free_name(checkpoint))
 
 
-def _has_damaged_scores(checkpoint: Path) -> bool:
+def _has_damaged_scores(checkpoint: Path, num_scores: int) -> bool:
     path = checkpoint / _SCORES
     if not path.exists():
         # The checkpoint was being removed when a run was killed.
         return False
     try:
-        value, _ = rank(read_json(path, allow_nan=True))
-        if not isinstance(value, int | float):
+        scores = read_json(path, _SCORE_SCHEMA, allow_nan=True)["scores"]
+        if len(scores) != num_scores:
             return True
         sums = read_json(checkpoint / MANIFEST, {_SCORES: str})
         return sums[_SCORES] != sha256(path)
     except FileNotFoundError:
         return False
-    except (OSError, ValueError, LookupError, TypeError):
+    except (OSError, ValueError) as error:
+        if lacks_resources(error):
+            raise
         return True

@@ -75,7 +75,7 @@ def explain_write_errors(path: Path) -> Iterator[None]:
     """Re-raises OSError as WorkdirError naming the file.
 
     Args:
-        path: The file, in a run directory.
+        path: The file, or the folder of the files, in a run directory.
 
     Yields:
         Nothing.
@@ -95,7 +95,7 @@ writable, and repeat the command
         yield
     except OSError as error:
         raise WorkdirError(
-            f"{path} cannot be written ({error.strerror or error}); earlier files are "
-            "intact: free some space, or make the directory writable, and repeat the "
-            "command"
+            f"{error.filename or path} cannot be written ({error.strerror or error}); "
+            "earlier files are intact: free some space, or make the directory "
+            "writable, and repeat the command"
         ) from error

@@ -11,7 +11,7 @@ import numpy as np
 
 from relattn.data import DataInfo, DataSource, ImageSplit, TokenSplit
 from relattn.data.folder import FileRecords
-from relattn.data.paths import recorded_sha256
+from relattn.data.paths import recorded_sha256, sha256
 from relattn.data.streaming import Photographs, StreamedSplit
 from relattn.training.errors import CheckpointError
 
@@ -24,8 +24,8 @@ def fingerprint(data: DataSource) -> str:
 
     Args:
         data: Images and texts of relattn's types count as a whole, texts in files by
-            the checksums of their manifest where they have one; of photographs that
-            are read during training, the files' sizes and labels and the first
+            their checksums, those of the manifest where they have one; of photographs
+            that are read during training, the files' sizes and labels and the first
             evaluation batch; of splits of other types, the first evaluation batch.
 
     Returns:
@@ -58,10 +58,11 @@ def _arrays(split: Any) -> list[np.ndarray]:
         return [split.images, split.labels]
     if isinstance(split, TokenSplit):
         file = getattr(split.tokens, "filename", None)
-        recorded = recorded_sha256(Path(file)) if file else ""
-        return [
-            np.frombuffer(recorded.encode(), np.uint8) if recorded else split.tokens
-        ]
+        if not file:
+            return [split.tokens]
+        # The same whether the text has a manifest or not.
+        checksum = recorded_sha256(Path(file)) or sha256(Path(file))
+        return [np.frombuffer(checksum.encode(), np.uint8)]
     if isinstance(split, Photographs):
         if not isinstance(split.records, FileRecords):
             return [split.indices]

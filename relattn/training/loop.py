@@ -442,7 +442,9 @@ class TrainLoop:
         """Sets damaged checkpoints aside, which the run does without."""
         distributed.barrier("checkpoints read")
         if distributed.is_primary():
-            quarantine(self.checkpoints, self.saved_step, self.lost)
+            quarantine(
+                self.checkpoints, self.saved_step, self.lost, len(self.histories)
+            )
         distributed.barrier("checkpoints in order")
 
     @contextlib.contextmanager
@@ -454,12 +456,19 @@ class TrainLoop:
                 workdir_lib.write_run_json(
                     self.workdir, self.task, self.parallel.devices, self.saved_step
                 )
+                ends = {
+                    each.seed: each.stopped_step
+                    if each.stopped_early
+                    else self.saved_step
+                    for each in self.histories
+                }
                 self.metrics_log = MetricsLog(
                     self.workdir,
                     self.saved_step,
                     self.log_every,
                     self.config.loggers,
                     to_json(self.config),
+                    ends,
                 )
             self.writer = CheckpointWriter(self.checkpoints, len(self.histories))
             # Closed last: its error, a missing checkpoint, matters more than a row's.

@@ -48,12 +48,14 @@ class MetricsLog:
         log_every_steps: int = 0,
         loggers: str = "tensorboard",
         config: Mapping[str, Any] | None = None,
+        ends: Mapping[int | None, int] | None = None,
     ):
         """Opens the files for a run that starts or resumes after ``start_step``.
 
         With ``log_every_steps``, warns if the file has no row of ``start_step``, or
         rows before it that are further apart: some were removed. ``loggers`` are names
         in `relattn.training.loggers.LOGGERS`, which are given the configuration.
+        ``ends`` has the last step of each seed, if several train together.
         """
         self.workdir = workdir
         path = workdir / "metrics.jsonl"
@@ -65,13 +67,17 @@ class MetricsLog:
                 stacklevel=2,
             )
         rows = [row for row in rows if row["step"] <= start_step]
-        gap = log_every_steps and _find_gap(rows, start_step, log_every_steps)
-        if gap and not unreadable:
-            warnings.warn(
-                f"{path} has no rows between the steps {gap[0]} and {gap[1]}, which "
-                "the run has passed: its metrics there are lost",
-                stacklevel=2,
-            )
+        if log_every_steps and not unreadable:
+            for seed, end in (ends or {None: start_step}).items():
+                own = [row for row in rows if row.get("seed") == seed]
+                if gap := _find_gap(own, end, log_every_steps):
+                    whose = "" if seed is None else f" of seed {seed}"
+                    warnings.warn(
+                        f"{path} has no rows{whose} between the steps {gap[0]} and "
+                        f"{gap[1]}, which the run has passed: its metrics there are "
+                        "lost",
+                        stacklevel=2,
+                    )
         write_text(path, "".join(json.dumps(row) + "\n" for row in rows))
         self._loggers = [
             LOGGERS[name](workdir, start_step, config or {})

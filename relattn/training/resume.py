@@ -27,6 +27,7 @@ from relattn.training.config import (
     to_json,
 )
 from relattn.training.errors import CheckpointError, DamagedError, WorkdirError
+from relattn.training.metrics import BEST_METRICS
 from relattn.training.metrics_log import read_rows
 from relattn.training.run_metadata import History
 
@@ -175,13 +176,14 @@ def replace_lost_best(
             continue
         problem = lost[history.best_step].damage
         history.best, history.best_step = {}, None
+        best = f"validation_{BEST_METRICS[kind]}"
         for row in rows:
             metrics = {
                 key.removeprefix("validation_"): value
                 for key, value in row.items()
                 if key.startswith("validation_")
             }
-            if metrics and row["step"] in left and row.get("seed") == history.seed:
+            if best in row and row["step"] in left and row.get("seed") == history.seed:
                 history.add(int(row["step"]), metrics, kind)
         instead = "no other has been evaluated"
         if history.best_step is not None:

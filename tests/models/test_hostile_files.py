@@ -5,6 +5,7 @@ Values of ``config.json`` are replaced one by one, headers of safetensors are da
 
 import copy
 import json
+import os
 import shutil
 
 import jax
@@ -183,6 +184,34 @@ def test_older_folder_loads_with_a_warning(saved, tmp_path):
     (tmp_path / "manifest.json").unlink()
     with pytest.warns(UserWarning, match=f"{tmp_path} has no manifest.json"):
         relattn.load_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("make", ["mkdir", "mkfifo"])
+def test_manifest_that_is_no_file_is_not_a_verification(make, saved, tmp_path):
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "manifest.json").unlink()
+    getattr(os, make)(tmp_path / "manifest.json")
+    with pytest.warns(UserWarning, match=f"{tmp_path} has no manifest.json"):
+        relattn.load_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_link_to_nowhere_beside_a_checkpoint_is_refused(name, tmp_path):
+    shutil.copytree(FIXTURES / "timm", tmp_path, dirs_exist_ok=True)
+    (tmp_path / name).unlink()
+    (tmp_path / name).symlink_to(name)
+    path = tmp_path / "model.safetensors"
+    out = tmp_path / "out"
+    assert_refused(lambda: convert("timm", path, out, num_heads=3), name)
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("part", ["none", "a" * 300, "a\0b", "folder"])
+def test_index_of_parts_that_are_not_there_is_refused(part, tmp_path):
+    (tmp_path / "folder").mkdir()
+    path = tmp_path / "model.safetensors.index.json"
+    path.write_text(json.dumps({"weight_map": {"a": part}}))
+    assert_refused(lambda: convert("timm", path, tmp_path / "out"), str(path))
 
 
 # For each source, the keys that its conversion reads, of the fixtures' values.

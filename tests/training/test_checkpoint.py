@@ -123,6 +123,27 @@ def test_scores_may_be_negative(tmp_path):
     assert checkpoint_steps(tmp_path) == [2, 4, 5]
 
 
+def sign(checkpoint):
+    """Gives the manifest the checksums of changed scores."""
+    sums = json.loads((checkpoint / MANIFEST).read_text())
+    scores = (checkpoint / "metrics" / "metrics").read_bytes()
+    sums["metrics/metrics"] = hashlib.sha256(scores).hexdigest()
+    (checkpoint / MANIFEST).write_text(json.dumps(sums))
+
+
+@pytest.mark.parametrize("scores", [[0.5, "x"], [0.5], [0.5, None]])
+def test_the_scores_of_every_seed_are_checked(folder, scores):
+    path = folder / "7" / "metrics" / "metrics"
+    path.write_text(json.dumps({"scores": [0.5, 0.4], "step": 7}))
+    sign(folder / "7")
+    quarantine(folder, 7, num_scores=2)
+    assert checkpoint_steps(folder) == [7]
+    path.write_text(json.dumps({"scores": scores, "step": 7}))
+    sign(folder / "7")
+    quarantine(folder, 7, num_scores=2)
+    assert checkpoint_steps(folder) == []
+
+
 def test_half_removed_checkpoints_are_removed_later(folder):
     shutil.copytree(folder / "7", folder / "3")
     shutil.rmtree(folder / "3" / "metrics")

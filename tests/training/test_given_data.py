@@ -203,8 +203,14 @@ def test_the_fingerprint_of_files(tmp_path):
     assert fingerprint(text) == fingerprint(write_text(tmp_path / "b"))
     assert fingerprint(text) != fingerprint(write_text(tmp_path / "c", token=2))
     # The manifest stands for the tokens, which loading compares with it.
-    (tmp_path / "a" / "manifest.json").unlink()
+    manifest = tmp_path / "a" / "manifest.json"
+    manifest.write_text('{"train.bin": "0"}')
     assert fingerprint(text) != fingerprint(write_text(tmp_path / "d"))
+    # A text without one is the same text.
+    manifest.unlink()
+    assert fingerprint(text) == fingerprint(write_text(tmp_path / "e"))
+    np.arange(200, dtype="<u2").tofile(tmp_path / "a" / "train.bin")
+    assert fingerprint(text) != fingerprint(write_text(tmp_path / "f"))
     rng = np.random.default_rng(0)
     for name in ("a/1", "b/2"):
         path = tmp_path / "train" / f"{name}.png"

@@ -3,6 +3,7 @@ import json
 import os
 import sys
 import types
+import warnings
 
 import pytest
 from tensorboardX.proto.event_pb2 import Event
@@ -77,6 +78,28 @@ def test_missing_rows_are_noticed(tmp_path, steps, gap):
     with expected:
         MetricsLog(tmp_path, 7, log_every_steps=2).close()
     assert [row["step"] for row in read_rows(path)] == steps
+
+
+@pytest.mark.parametrize(
+    ("steps", "gap"),
+    [([2, 4, 6], ""), ([2, 4], "4 and 6"), ([2, 6], "2 and 6"), ([], "0 and 6")],
+)
+def test_missing_rows_of_a_seed_are_noticed(tmp_path, steps, gap):
+    # Seed 4 has stopped early.
+    rows = {3: steps, 4: [2, 4]}
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(
+            f'{{"step": {step}, "seed": {seed}}}\n'
+            for seed, steps in rows.items()
+            for step in steps
+        )
+    )
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        MetricsLog(tmp_path, 6, 2, ends={3: 6, 4: 4}).close()
+    expected = [f"no rows of seed 3 between the steps {gap}, which"] if gap else []
+    assert len(warned) == len(expected)
+    assert all(text in str(warned[0].message) for text in expected)
 
 
 @pytest.mark.parametrize("line", [b"", b'{"step": 7, "tr', b"\xff"])

@@ -1,6 +1,7 @@
 """Resuming a run: after damage, and never as another run."""
 
 import dataclasses
+import shutil
 from pathlib import Path
 
 import jax
@@ -13,7 +14,8 @@ from relattn.nn import build
 from relattn.training import loop
 from relattn.training.checkpoint import CHECKPOINTS, checkpoint_steps, read_meta
 from relattn.training.evaluator import Evaluator
-from relattn.training.run_metadata import explain_metadata_errors
+from relattn.training.resume import replace_lost_best
+from relattn.training.run_metadata import History, explain_metadata_errors
 from tests.helpers.interrupted import (
     Interrupted,
     final_state,
@@ -213,3 +215,15 @@ def test_an_attention_registered_elsewhere_is_to_be_imported():
         explain_metadata_errors(Path("7")),
     ):
         build("unregistered", "none", dim=8, num_heads=2, num_layers=1)
+
+
+def test_rows_without_the_best_metric_are_no_candidates(finished, tmp_path):
+    folder, _ = finished
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 10, "validation_other": 1.0}\n')
+    history = History(best={"accuracy": 1.0}, best_step=3)
+    with pytest.warns(UserWarning, match="is the best that is left"):
+        lost = replace_lost_best(tmp_path, 15, [history], "images")
+    assert [*lost] == [3]
+    assert "accuracy" in history.best

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import csv
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from relattn.json_files import parse_json, read_json
 from relattn.markdown import markdown_table
 from relattn.training.config_file import read_config
 from studies.demo import demo_table
@@ -67,7 +67,7 @@ def study(file: str, columns: Mapping[str, str]) -> str:
 
 def _rows(file: str) -> list[dict[str, Any]]:
     """Returns the rows of a study that one command trained, or a list of commands."""
-    results = json.loads((RESULTS / file).read_text("utf-8"))
+    results = read_json(RESULTS / file, allow_nan=True)
     commands = results if isinstance(results, list) else [results]
     return [row for command in commands for row in command["rows"]]
 
@@ -179,7 +179,7 @@ def choosing_shift() -> str:
 
 def demo() -> str:
     """Returns the table of the demo."""
-    results = json.loads((RESULTS / "demo.json").read_text("utf-8"))
+    results = read_json(RESULTS / "demo.json", allow_nan=True)
     return demo_table(results, "1 (Trouser)").rstrip()
 
 
@@ -233,7 +233,7 @@ def speed_before() -> str:
 
 def _read_lines(file: str) -> list[dict[str, Any]]:
     lines = (RESULTS / file).read_text("utf-8").splitlines()
-    return [json.loads(line) for line in lines]
+    return [parse_json(line, RESULTS / file, allow_nan=True) for line in lines]
 
 
 def _read_csv(file: str) -> list[dict[str, str]]:
@@ -276,7 +276,7 @@ def mesh_memory() -> str:
             f"{row['data']} x {row['model']}",
             *(f"{row[key] / 1e9:.2f} GB" for key in ("state", "temporary", "total")),
         ]
-        for row in json.loads(file.read_text("utf-8"))["bytes_per_device"]
+        for row in read_json(file, allow_nan=True)["bytes_per_device"]
     ]
     held = ["parameters and optimiser", "temporary", "total"]
     return markdown_table(["devices", "data x model", *held], rows)
@@ -286,7 +286,7 @@ def compiled(target: str) -> str:
     """Returns what programs become when they are compiled for an accelerator."""
     file = RESULTS / f"compiled_{target}.json"
     rows = []
-    for name, row in json.loads(file.read_text("utf-8")).items():
+    for name, row in read_json(file, allow_nan=True).items():
         if "failed" in row:
             rows.append([f"`{name}`", "does not compile", *[MISSING] * 8])
             continue
@@ -306,7 +306,7 @@ def compiled(target: str) -> str:
 
 
 def _gpu_rows(prefix: str) -> dict[str, dict[str, Any]]:
-    rows = json.loads((RESULTS / "gpu_h200.json").read_text("utf-8"))["rows"]
+    rows = read_json(RESULTS / "gpu_h200.json", allow_nan=True)["rows"]
     return {
         name.removeprefix(prefix): row
         for name, row in rows.items()
@@ -350,7 +350,7 @@ def gpu_kernels(
 
 def gpu_steps() -> str:
     """Returns the times of training steps on a GPU beside the modelled ones."""
-    modelled = json.loads((RESULTS / "compiled_h100.json").read_text("utf-8"))
+    modelled = read_json(RESULTS / "compiled_h100.json", allow_nan=True)
     rows = [
         [
             f"`{name}`",
@@ -397,7 +397,7 @@ def _translution(name: str) -> list[str]:
 
 def finetune() -> str:
     """Returns the table of fine-tuning after a change of the attention."""
-    results = json.loads((RESULTS / "finetune_cpu.json").read_text("utf-8"))
+    results = read_json(RESULTS / "finetune_cpu.json", allow_nan=True)
     return finetune_table(results).rstrip()
 
 

@@ -95,7 +95,10 @@ def _local_path(path: str | Path, flag: str, kind: str) -> Path:
             f"{flag} {path} is an address, not a {kind}: mount the bucket (for "
             "example with gcsfuse) and give the path where it is mounted"
         )
-    return expand(path, flag).absolute()
+    try:
+        return expand(path, flag).absolute()
+    except FileNotFoundError as error:
+        raise OSError("the current folder was deleted: change to another") from error
 
 
 def usable_folder(folder: str | Path, flag: str) -> Path:

@@ -38,6 +38,14 @@ def test_paths_that_are_no_files_are_refused(name, tmp_path, monkeypatch):
     assert_refused(lambda: usable_file(name, "--output"), "--output")
 
 
+@pytest.mark.parametrize("check", [check_folder, usable_folder, usable_file])
+def test_deleted_folder_is_named(check, tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert_refused(lambda: check("a", "--output"), "the current folder was deleted")
+
+
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
 def test_pipes_are_not_replaced(tmp_path):
     os.mkfifo(tmp_path / "pipe")

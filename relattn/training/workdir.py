@@ -9,6 +9,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import socket
 import subprocess
 import warnings
@@ -20,6 +21,7 @@ import jax
 
 from relattn import files
 from relattn.json_files import Range, parse_json, read_json
+from relattn.messages import printable
 from relattn.training.config import to_json
 from relattn.training.errors import WorkdirError, explain_write_errors
 from relattn.training.parallel import Device
@@ -29,6 +31,9 @@ try:
     import fcntl
 except ImportError:  # Windows has no flock.
     fcntl = None
+
+# Orbax takes these characters of a path for a pattern; surrogates are no text to it.
+_UNUSABLE = re.compile(r"[*?\[\ud800-\udfff]")
 
 LOCK = "lock.json"
 DAMAGED = ".damaged"
@@ -93,7 +98,20 @@ def usable_workdir(workdir: str | Path) -> Path:
 
     Returns:
         Its absolute path.
+
+    Raises:
+        WorkdirError: If it is not writable, or orbax cannot write checkpoints to a path
+            of this name.
+        ValueError: If it begins with an unknown home directory.
     """
+    if str(workdir):
+        found = _UNUSABLE.search(str(files.expand(workdir, "--workdir").absolute()))
+        if found:
+            raise WorkdirError(
+                f"--workdir {printable(str(workdir))} has {found[0]!r} in its path, "
+                "where orbax does not find its files: choose a path without *, ?, [ "
+                "and bytes that are not UTF-8"
+            )
     return usable_folder(workdir, "--workdir")
 
 

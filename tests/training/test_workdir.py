@@ -19,9 +19,11 @@ from relattn.training.workdir import (
     back_up,
     lock_workdir,
     read_result,
+    usable_workdir,
     write_json,
     write_run_json,
 )
+from tests.helpers.sentences import assert_refused
 from tests.training.conftest import make_data
 
 
@@ -224,3 +226,9 @@ def test_links_in_a_run_directory_are_not_followed(target, tmp_path):
     assert (tmp_path / "victim").read_text() == "precious\n"
     assert {path.name for path in tmp_path.iterdir()} == {"victim", "run"}
     assert not (workdir / "result.json").is_symlink()
+
+
+@pytest.mark.parametrize("name", ["a[1]", "a*", "a?/b", "\udcff"])
+def test_paths_in_which_orbax_loses_its_files_are_refused(name, tmp_path):
+    assert_refused(lambda: usable_workdir(tmp_path / name), "--workdir", "where orbax")
+    assert not list(tmp_path.iterdir())

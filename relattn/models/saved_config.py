@@ -17,7 +17,7 @@ _SIZE = Range(1, 2**24)
 _SIDE = Range(1, 2**16)
 _MAX_TOKENS = 2**16
 
-_MODEL = {
+MODEL = {
     "name": str,
     "dim?": Range(1, 2**17),
     "num_layers?": Range(1, 1000),
@@ -48,7 +48,7 @@ _OPTIONS = {
     "crop_pct?": Range(0.01, 1, float),
 }
 _SCHEMA = {
-    "model": _MODEL,
+    "model": MODEL,
     **_SIZES,
     "data?": {"kind?": str},
     "training?": {"data": _OPTIONS},

@@ -11,12 +11,16 @@ from typing import Any
 from relattn import spec
 from relattn.command import lacks_resources
 from relattn.data import read_info
+from relattn.json_files import check_json
 from relattn.messages import shorten
+from relattn.models.saved_config import MODEL
 from relattn.training.config import complete
 from relattn.training.errors import CheckpointError, DamagedError
 from relattn.training.metrics import BEST_METRICS, METRICS
 
 _META = "meta/metadata"
+# Of the options of a model, those that are sizes.
+_SIZES = {key: each for key, each in MODEL.items() if key.endswith("?")}
 _TYPES = {"config": dict, "data": dict, "history": list, "arrays": dict}
 # Characters of another library's message to show.
 _MAX_REASON = 300
@@ -121,6 +125,8 @@ def check_meta(meta: Any, checkpoint: Path) -> dict[str, Any]:
         raise DamagedError(f"{checkpoint / _META} is damaged ({problem})")
     with explain_metadata_errors(checkpoint):
         kind = read_info(meta["data"]).kind
+        # Before a model of any size is built.
+        check_json(meta["config"], {"model?": _SIZES}, "config")
         histories = [History(**values) for values in meta["history"]]
         num_seeds = complete(meta["config"]).num_seeds
         if len(histories) != num_seeds or not histories:

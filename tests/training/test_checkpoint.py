@@ -268,6 +268,7 @@ def test_metadata_that_is_not_an_object_is_refused(folder):
     [
         ({"config": {"model": 5}}, ".*"),
         ({"config": {"seed": "x"}}, "TypeError"),
+        ({"config": {"model": {"name": "a", "num_layers": 10**9}}}, ".*from 1 to 1000"),
         ({"config": {"num_seeds": 0}}, "1 histories of 0 seeds"),
         ({"config": {"num_seeds": 10**9}}, "1 histories of 1000000000 seeds"),
         ({"history": []}, "0 histories of 1 seeds"),

@@ -7,6 +7,7 @@ import os
 import re
 import stat
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -202,6 +203,33 @@ def replace_file(path: str | Path, data: str | bytes) -> None:
     except BaseException:
         _remove(temporary)
         raise
+
+
+@contextlib.contextmanager
+def naming(path: str | Path) -> Iterator[None]:
+    """Adds a file's name to errors of reading it, which, unlike others, have none.
+
+    Args:
+        path: The file.
+
+    Yields:
+        Nothing.
+
+    Raises:
+        OSError: If the body of the context raises one.
+
+    Example:
+        >>> with naming("a.txt"):
+        ...     raise OSError(5, "Input/output error")
+        Traceback (most recent call last):
+        OSError: [Errno 5] Input/output error: 'a.txt'
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def open_new(path: str | Path, mode: str = "wb") -> IO[Any]:

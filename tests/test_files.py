@@ -9,6 +9,7 @@ from relattn.files import (
     check_folder,
     hide_all_folders,
     hide_folders,
+    naming,
     open_new,
     replace_file,
     usable_file,
@@ -160,6 +161,15 @@ def test_file_that_cannot_be_written_is_named(name, tmp_path):
     (tmp_path / "folder").mkdir()
     assert_refused(lambda: replace_file(tmp_path / name, "new"), str(tmp_path / name))
     assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+def test_errors_of_reading_name_the_file():
+    with pytest.raises(OSError, match="Input/output error: 'a.txt'"), naming("a.txt"):
+        raise OSError(errno.EIO, "Input/output error")
+    with pytest.raises(OSError, match="b.txt"), naming("a.txt"):
+        raise OSError(errno.EIO, "Input/output error", "b.txt")
+    with pytest.raises(OSError, match="^a sentence$"), naming("a.txt"):
+        raise OSError("a sentence")
 
 
 def test_a_new_file_is_not_written_through_a_link(tmp_path):

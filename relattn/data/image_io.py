@@ -15,6 +15,7 @@ from PIL import ExifTags, Image, ImageColor, ImageOps, UnidentifiedImageError
 
 from relattn.command import lacks_resources
 from relattn.data.paths import describe_error
+from relattn.files import naming
 from relattn.messages import shorten
 
 # Pillow supports many more, for example EPS, which it runs in Ghostscript.
@@ -97,7 +98,8 @@ def read_image_file(path: Path, hint: str = "") -> bytes:
         UnreadableImageError: If it has more than `MAX_FILE_BYTES`.
     """
     _check_file_size(path, str(path), hint)
-    return path.read_bytes()
+    with naming(path):
+        return path.read_bytes()
 
 
 def _check_file_size(source: Path | io.BytesIO, where: str, hint: str) -> None:

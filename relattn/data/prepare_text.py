@@ -40,7 +40,7 @@ from relattn import command
 from relattn.data.paths import MANIFEST, describe_error, write_manifest
 from relattn.data.text import FILES, META, TokenMeta, write_meta, write_tokens
 from relattn.data.tokenizers import TOKENIZERS, TokenIds, Tokenizer, load_tokenizer
-from relattn.files import check_folder
+from relattn.files import check_folder, naming
 from relattn.messages import printable
 
 OPENWEBTEXT = "Skylion007/openwebtext"
@@ -249,7 +249,7 @@ def read_text(path: Path, begin: int, end: int) -> Iterator[str]:
         ValueError: If the file is not UTF-8.
     """
     decoder = codecs.getincrementaldecoder("utf-8")()
-    with path.open("rb") as file:
+    with naming(path), path.open("rb") as file:
         file.seek(begin)
         while begin < end:
             block = file.read(min(BLOCK_BYTES, end - begin))

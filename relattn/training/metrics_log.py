@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from relattn.files import no_follow
+from relattn.files import naming, no_follow
 from relattn.json_files import Range, parse_json
 from relattn.training.errors import explain_write_errors
 from relattn.training.loggers import LOGGERS, logger_names, tag
@@ -136,7 +136,8 @@ def _parse(path: Path) -> tuple[list[Row], list[int]]:
     unreadable: list[int] = []
     if not path.is_file():
         return rows, unreadable
-    lines = path.read_bytes().split(b"\n")
+    with naming(path):
+        lines = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines, start=1):
         try:
             rows.append(parse_json(line, path, _ROW, allow_nan=True))

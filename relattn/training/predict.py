@@ -25,6 +25,7 @@ from relattn.data import (
 )
 from relattn.data.text import TokenMeta
 from relattn.data.user_images import as_sequence
+from relattn.files import naming
 from relattn.messages import shorten
 from relattn.models.image_features import features_fn
 
@@ -253,7 +254,8 @@ def read_text_split(
     if not path.is_file():
         raise FileNotFoundError(f"The text file {path} is missing")
     try:
-        text = path.read_bytes().decode()
+        with naming(path):
+            text = path.read_bytes().decode()
     except UnicodeDecodeError as error:
         raise ValueError(
             f"{path} is not UTF-8 text ({error.reason} at byte {error.start}): convert "

@@ -412,8 +412,10 @@ def back_up(path: Path) -> Path:
         '{'
     """
     copy = free_name(path)
+    with files.naming(path):
+        data = path.read_bytes()
     with explain_write_errors(copy):
-        files.replace_file(copy, path.read_bytes())
+        files.replace_file(copy, data)
     return copy
 
 

@@ -42,6 +42,8 @@ DRAWS_HELP = (
 )
 # Length limit of a message in characters: it may quote the input.
 _MAX_LENGTH = 500
+# Characters of the start, and of the end, of a longer error message.
+_MAX_PART = 1000
 
 _FORMAT = warnings.formatwarning
 
@@ -129,11 +131,15 @@ def entry_point(main: Callable[_P, None]) -> Callable[_P, None]:
 
 def _leave(message: str, code: int) -> NoReturn:
     """Ends the process with a message."""
+    message = printable(message)
+    if len(message) > 2 * _MAX_PART:
+        # It may quote names of any length; the fix is at the end.
+        message = f"{message[:_MAX_PART]} ... {message[-_MAX_PART:]}"
     # The output or the terminal may be gone.
     with contextlib.suppress(OSError):
         _flush_output()
     with contextlib.suppress(OSError):
-        print(printable(message), file=sys.stderr, flush=True)
+        print(message, file=sys.stderr, flush=True)
     sys.exit(code)
 
 

@@ -172,8 +172,8 @@ def budget(training: Training) -> str:
         epochs = f"{result['epochs']:.3g}"
         noun = "epoch" if epochs == "1" else "epochs"
         examples = f"images ({epochs} {noun} of {info.num_train:,})"
-    folder = record["config"]["data"].get("data_dir") or ""
-    origin = hide_folders(info.origin, folder)
+    folder = record["config"]["data"].get("data_dir")
+    origin = hide_folders(info.origin, folder if isinstance(folder, str) else "")
     seeds = training.num_seeds
     together = f", {seeds} seeds together" if seeds > 1 else ""
     device = f"{start['num_devices']} x {start['device']}"

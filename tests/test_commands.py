@@ -661,6 +661,14 @@ def test_errors_of_the_system_are_one_sentence(function, said, capsys):
     assert said in error
 
 
+def test_long_messages_are_cut_in_the_middle(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        call(raising(OSError(errno.EIO, "Input/output error", "a" * 10_000)))
+    error = capsys.readouterr().err
+    assert error.endswith("(Input/output error): check the disk, and try again\n")
+    assert len(error) < 2100
+
+
 def test_errors_of_the_network_keep_their_traceback():
     with pytest.raises(ConnectionRefusedError):
         call(raising(ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")))

@@ -226,7 +226,7 @@ def _next_character(inputs: list[Path], sizes: list[int], position: int) -> int:
     start = 0
     for path, size in zip(inputs, sizes, strict=True):
         if position < start + size:
-            with path.open("rb") as file:
+            with naming(path), path.open("rb") as file:
                 file.seek(position - start)
                 following = file.read(4)
             return position + len(following) - len(following.lstrip(CONTINUATION))

@@ -299,12 +299,13 @@ class Run:
         """Returns the contents of ``config.json``, see `save_pretrained`."""
         training = to_json(self.config)
         # Others have the data elsewhere.
-        folder = training["data"].get("data_dir") or ""
+        folder = training["data"].get("data_dir")
+        folder = folder if isinstance(folder, str) else ""
         for values, key in (
             *((training["data"], key) for key in ("data_dir", "manual_dir", "bpe_dir")),
             (training, "init_from"),
         ):
-            if values.get(key):
+            if isinstance(values.get(key), str):
                 values[key] = Path(values[key]).name
         config = saved_config(self.config, self.data)
         for key in ("name", "origin"):

@@ -1,5 +1,6 @@
 import csv
 import dataclasses
+import json
 
 from studies.presets import PRESETS
 from studies.report import (
@@ -132,6 +133,10 @@ def test_results_have_no_folders_of_this_machine(tmp_path):
     info = dataclasses.replace(TEXT, origin="the tokens in /home/me/my texts")
     training = make_training(tmp_path / "run", info, validation_loss=0.5)
     assert "texts; on" in budget(training)
+    assert "/home" not in budget(training)
+    record = json.loads((training.workdir / "run.json").read_text())
+    record["config"]["data"]["data_dir"] = ["/home"]
+    (training.workdir / "run.json").write_text(json.dumps(record))
     assert "/home" not in budget(training)
 
 

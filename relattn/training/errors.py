@@ -52,7 +52,8 @@ class PreemptedError(SystemExit):
     It is no `Exception`: a signal may arrive while a file is read, whose reader would
     take the error for a damaged file. Of other errors, asyncio, in which orbax reads,
     raises only `SystemExit` and `KeyboardInterrupt` from a callback; it would wait
-    without end for what the callback had to do.
+    without end for what the callback had to do. A program that does not catch it ends
+    with the message.
 
     Attributes:
         step: Number of updates in the checkpoint; 0 if none was needed.
@@ -66,8 +67,6 @@ class PreemptedError(SystemExit):
         self.step = step
         self.by_hand = by_hand
         self.exit_code = INTERRUPTED if by_hand else EX_TEMPFAIL
-        # Of a program that does not catch it.
-        self.code = self.exit_code
 
 
 @contextlib.contextmanager

@@ -220,7 +220,7 @@ def test_a_signal_inside_an_event_loop_ends_it():
 
     with Preemption().handled(), pytest.raises(training.PreemptedError) as error:
         asyncio.run(wait_for_a_callback())
-    assert error.value.code == 75
+    assert error.value.exit_code == 75
 
 
 @pytest.mark.parametrize(

@@ -380,8 +380,10 @@ def _load(refs: Any, names: tuple[str, ...], index: Any, plan: _Plan) -> dict[st
     return loaded
 
 
-def _bias(table: Any, queries: Any, keys: Any, plan: _Plan) -> Any:
-    """Gathers the bias of a block of queries and a block of keys."""
+def _bias(refs: Any, queries: Any, keys: Any, plan: _Plan) -> Any:
+    """Gathers the bias of a block of queries and a block of keys, if there is one."""
+    if "table" not in refs:
+        return None
     rows = plan.slots.num_offsets
     index = queries["place"][:, None] - keys["place"][None, :] + np.int32(rows // 2)
     if plan.slots.num_prefix:
@@ -392,7 +394,7 @@ def _bias(table: Any, queries: Any, keys: Any, plan: _Plan) -> Any:
         )
         index = jnp.where(of_query, out, index)
         index = jnp.where(of_key, jnp.where(of_query, within, into), index)
-    return table[index]
+    return refs["table"][index]
 
 
 def _scores(
@@ -434,9 +436,7 @@ def _outputs(inputs, plan):
         def step(j, carry, diagonal=False):
             numerator, total, largest = carry
             keys = _load(refs, _OF_KEYS, j, plan)
-            bias = (
-                _bias(refs["table"], queries, keys, plan) if "table" in refs else None
-            )
+            bias = _bias(refs, queries, keys, plan)
             scores, allowed = _scores(queries, keys, bias, plan, diagonal)
             # Sums so far move to the new running maximum of the scores.
             before, largest = largest, jnp.maximum(largest, jnp.max(scores, axis=1))
@@ -488,9 +488,7 @@ def _query_gradients(inputs, plan):
         def step(j, carry, diagonal=False):
             gradient, into = carry
             keys = _load(refs, _OF_KEYS, j, plan)
-            bias = (
-                _bias(refs["table"], queries, keys, plan) if "table" in refs else None
-            )
+            bias = _bias(refs, queries, keys, plan)
             _, of_scores = _score_gradients(queries, keys, bias, plan, diagonal)
             if has_prefix:
                 of_prefix = jnp.where(keys["in_prefix"][None, :], of_scores, 0.0)
@@ -527,9 +525,7 @@ def _key_gradients(inputs, plan):
         def step(i, carry, diagonal=False):
             of_keys, of_values = carry
             queries = _load(refs, _OF_QUERIES, i, plan)
-            bias = (
-                _bias(refs["table"], queries, keys, plan) if "table" in refs else None
-            )
+            bias = _bias(refs, queries, keys, plan)
             weights, of_scores = _score_gradients(queries, keys, bias, plan, diagonal)
             # dv_j = sum_i weight_ij g_i, dk_j = sum_i ds_ij q_i / sqrt(head_dim)
             weights, of_scores = (
@@ -576,15 +572,14 @@ def _table_gradient(inputs, queries, plan):
 
         def load(index):
             i, j = blocks(index)
-            loaded = _load(refs, _OF_QUERIES, i, plan), _load(refs, _OF_KEYS, j, plan)
-            return loaded
+            return _load(refs, _OF_QUERIES, i, plan), _load(refs, _OF_KEYS, j, plan)
 
         # All pairs of these blocks have the same offsets, and so the same biases.
         first = load(jnp.int32(0))
         grid_plan = dataclasses.replace(
             plan, slots=dataclasses.replace(slots, num_prefix=0)
         )
-        bias = _bias(refs["table"], *first, grid_plan)
+        bias = _bias(refs, *first, grid_plan)
 
         def step(index, total):
             tokens, keys = load(index)

@@ -56,7 +56,7 @@ def study_results(
         "overrides": list(overrides),
         "budgets": list(dict.fromkeys(map(budget, trainings))),
         "seeds": sorted({seed for training in trainings for seed in training.seeds}),
-        "failed": {training.name: _last_line(training.error) for training in failed},
+        "failed": {training.name: last_line(training.error) for training in failed},
         "curve": f"validation_{preset.curve}",
         "rows": [_row(row, preset, finished) for row in preset.rows],
     }
@@ -185,7 +185,13 @@ def budget(training: Training) -> str:
     )
 
 
-def _last_line(text: str) -> str:
+def last_line(text: str) -> str:
+    r"""Returns the last line of a text, such as the message of a traceback.
+
+    Example:
+        >>> last_line("Traceback\nValueError: no\n")
+        'ValueError: no'
+    """
     lines = text.strip().splitlines()
     return lines[-1] if lines else ""
 

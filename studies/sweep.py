@@ -11,7 +11,6 @@ interrupted sweep; a run that fails does not end it.
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -27,8 +26,9 @@ from relattn.training.config import check_config
 from relattn.training.config_file import read_config
 from relattn.training.metrics import BEST_METRICS, METRICS, format_value, title
 from relattn.training.overrides import typed_keys
-from relattn.training.workdir import usable_folder
+from relattn.training.workdir import usable_folder, write_json
 from studies.launcher import Training, train
+from studies.report import last_line
 
 _OPENING, _CLOSING, _QUOTES = "([{", ")]}", "'\""
 
@@ -56,9 +56,12 @@ def run_sweep(
         raise ValueError("no train.py here: run the sweep from the project's root")
     output = usable_folder(output, "--output")
     grid, fixed = split_grid(overrides)
+    combinations = [
+        dict(zip(grid, values, strict=True))
+        for values in itertools.product(*grid.values())
+    ]
     trainings = []
-    for values in itertools.product(*grid.values()):
-        chosen = dict(zip(grid, values, strict=True))
+    for chosen in combinations:
         options = [f"--config.{key}={value}" for key, value in chosen.items()]
         given = read_config(config, [*fixed, *options])
         # Raises before anything is trained.
@@ -88,25 +91,23 @@ def run_sweep(
         "keys": list(grid),
         "runs": [
             {
-                "values": dict(zip(grid, values, strict=True)),
+                "values": chosen,
                 "workdir": training.workdir.name,
                 **_outcome(training),
             }
-            for values, training in zip(
-                itertools.product(*grid.values()), trainings, strict=True
-            )
+            for chosen, training in zip(combinations, trainings, strict=True)
         ],
     }
     kinds = {training.info().kind for training in trainings if not training.error}
     text = sweep_table(results, kinds.pop() if kinds else "images")
-    replace_file(output / "results.json", json.dumps(results, indent=2) + "\n")
+    write_json(output / "results.json", results)
     replace_file(output / "table.md", text)
     return text, failed
 
 
 def _outcome(training: Training) -> dict[str, Any]:
     if training.error:
-        return {"error": training.error.strip().splitlines()[-1]}
+        return {"error": last_line(training.error)}
     return {"results": training.results()}
 
 

@@ -38,6 +38,7 @@ PROGRAMS = {
     "relattn.data.prepare": ["--name=mnist"],
     "relattn.data.prepare_text": ["--openwebtext", "--output=x"],
     "studies.demo": [],
+    "studies.figure4": ["--output=x"],
     "studies.finetune": ["--data_dir=x"],
     "studies.linearize": ["--workdir=x", "--output=x"],
     "studies.sizes": [],

@@ -10,12 +10,14 @@ is GPT-A with 160 tokens of context; A, B or C, and any length. METHOD:
 ``self_attention``, ``lor_translution``, ``translution``, or a baseline of table 8:
 ``no_position``, ``relative_key``, ``relative_value`` (both with learned token positions
 in addition, as the published parameter counts imply), ``relative_bias``,
-``gated_positional``, ``rope`` (base 10,000, from the authors' code). Example:
+``gated_positional``, ``rope`` (base 10,000, from the authors' code). Or ``favor``,
+linear attention with learned positions, which is not in the paper. Example:
 ``configs/translution_gpt.py:openwebtext,A-160,translution``.
 
 Ablations: ``rank=16``, ``base=False``, ``relative=qk``, ``average=True``,
-``position=learned``, and ``layers=3`` for a hybrid with the method in the first three
-layers and softmax in the others.
+``position=learned``, ``clip=16`` (one matrix for all offsets over 16), and
+``layers=3`` for a hybrid with the method in the first three layers and softmax in the
+others.
 
 Recipe, by its source:
 
@@ -58,6 +60,7 @@ OPTIONS = {
     "base": bool,
     "relative": str,
     "average": bool,
+    "clip": int,
     "position": str,
     "layers": int,
 }

@@ -11,12 +11,14 @@ A, B or C, and any patch that divides the image. METHOD: ``self_attention``,
 ``relative_key``, ``relative_value`` (both with learned token positions in addition, as
 the published parameter counts imply), ``relative_bias``, ``gated_positional``, ``rope``
 (base 10,000, from the authors' code, which also adds learned positions; the formulas in
-the paper's appendix E have none). Example:
+the paper's appendix E have none). Or ``favor``, linear attention with learned
+positions, which is not in the paper. Example:
 ``configs/translution_vit.py:dynamic,A/12,lor_translution``.
 
 Ablations: ``rank=16``, ``base=False``, ``absolute=True``, ``relative=qk``,
-``average=True``, ``position=learned``, and ``layers=3`` for a hybrid with the method in
-the first three layers and softmax in the others.
+``average=True``, ``position=learned``, ``clip=2`` (one matrix for all offsets of
+more than 2 rows or columns), and ``layers=3`` for a hybrid with the method in the first
+three layers and softmax in the others.
 
 Recipe, by its source:
 
@@ -68,6 +70,7 @@ METHODS = {
     "relative_bias": ("softmax", "relative_bias"),
     "gated_positional": ("gated_positional", "none"),
     "rope": ("softmax", "rope2d(base=10000.0)"),
+    "favor": ("favor", "learned"),
     "lor_translution": ("lor_translution(rank=8)", "none"),
     "translution": ("translution", "none"),
 }
@@ -77,6 +80,7 @@ OPTIONS = {
     "absolute": bool,
     "relative": str,
     "average": bool,
+    "clip": int,
     "position": str,
     "layers": int,
 }

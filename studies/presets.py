@@ -276,6 +276,50 @@ def _places() -> Preset:
     )
 
 
+def _fourier() -> Preset:
+    """Makes the preset of Fourier values and scores, beside what they replace."""
+    waves = "fourier_values(num_frequencies={})"
+    methods = {
+        "self_attention": "self_attention",
+        "rope2d_mixed": "self_attention,position=rope2d_mixed",
+        "lor_translution": "lor_translution",
+        "fourier_scores": "self_attention,position=fourier_scores + fourier_values",
+        **{
+            f"fourier_values_{count}": "self_attention,position=rope2d_mixed + "
+            + waves.format(count)
+            for count in (2, 4, 8, 16)
+        },
+        "favor": "favor,position=sincos_bias",
+        **{
+            f"favor_fourier_values_{count}": "favor,position=sincos_bias + "
+            + waves.format(count)
+            for count in (2, 4, 8, 16)
+        },
+        "translution_clip_2": "translution,clip=2",
+        "translution": "translution",
+    }
+    published = {entry.method: entry.published for entry in _entries("2", size="A/12")}
+    return Preset(
+        title="ViT-A/12 on static MNIST, with Fourier values and scores in softmax and "
+        "linear attention, and with Translution's tables: test accuracy in %, trained "
+        "→ evaluated",
+        rows=[
+            Row(
+                name,
+                {"static": f"configs/translution_vit.py:static,A/12,{method},cpu"},
+                published.get(name, {}),
+            )
+            for name, method in methods.items()
+        ],
+        columns=[
+            _params(_entries("2", size="A/12")),
+            _accuracy("static", "static", "static_static"),
+            _accuracy("static", "dynamic", "static_dyn"),
+            dataclasses.replace(SECONDS, trained="static"),
+        ],
+    )
+
+
 def _accuracy(trained: str, evaluated: str, published: str) -> Column:
     return Column(
         name=f"{trained}_{evaluated}",
@@ -353,6 +397,7 @@ TRANSLUTION_PRESETS = {
         "table 2", _entries("2", size="A/12"), "ViT-A/12", "cpu", static=["translution"]
     ),
     "translution_places": _places(),
+    "translution_fourier": _fourier(),
     "translution_table3": _imagenet("table 3", _entries("3"), "ViTs of three sizes"),
     "translution_table4": _imagenet(
         "table 4", _entries("4"), f"ViT-A/56 with relative positions ({_VECTORS})"

@@ -342,6 +342,10 @@ def layer_norm(x, params):
     return _layer_norm(x) * params["scale"] + params["bias"]
 
 
+def rms_norm(x, scale, eps=1e-5):
+    return x / jnp.sqrt((x**2).mean(axis=1)[:, None] + eps) * scale
+
+
 def linear(x, params):
     return x @ params["kernel"] + params.get("bias", 0.0)
 
@@ -349,6 +353,13 @@ def linear(x, params):
 def gelu(x):
     """Returns x times the probability that a standard normal number is less than x."""
     return x * (1 + jax.scipy.special.erf(x / 2**0.5)) / 2
+
+
+def swiglu(x, params):
+    """Computes W_out (z / (1 + exp(-z)) * W_hidden x) with z = W_gate x."""
+    gate = linear(x, params["gate"])
+    hidden = gate / (1 + jnp.exp(-gate)) * linear(x, params["hidden"])
+    return linear(hidden, params["out"])
 
 
 def transformer_block(x, params, num_heads, allowed):

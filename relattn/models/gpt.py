@@ -17,6 +17,7 @@ from relattn.nn.blocks import (
     Linear,
     TransformerBlock,
     at_precision,
+    make_norm,
     transformer_blocks,
 )
 from relattn.nn.registry import layer_attentions
@@ -31,7 +32,9 @@ class GPT(nn.Module):
     ``num_layers``, ``num_heads`` and ``mlp_dim`` from ``SIZES["A"]`` and so on these
     are the GPT-A, B and C of Translution. GPT-2 has ``position="learned"``,
     ``qkv_bias=True``, ``head_norm=False``, ``tie_head=True`` and
-    ``approximate_gelu=True``.
+    ``activation="gelu_tanh"``. Llama has ``position="rope1d"``,
+    ``norm_type="rms_norm"``, ``activation="swiglu"``, ``head_norm=False``,
+    ``out_bias=False`` and ``mlp_bias=False``.
 
     Attributes:
         vocab_size: Size of the vocabulary.
@@ -50,10 +53,16 @@ class GPT(nn.Module):
         drop_path: Rate at which an example skips a branch of the last layer, stochastic
             depth; from zero in the first layer, it grows equally from layer to layer.
         qkv_bias: Whether queries, keys and values have a bias.
-        head_norm: Whether a second LayerNorm follows the final LayerNorm.
+        out_bias: Whether the attentions' output projections have a bias.
+        mlp_bias: Whether the feed-forward networks have biases.
+        head_norm: Whether a second norm follows the final norm.
         tie_head: Whether the head's matrix is the transposed embedding.
-        norm_eps: The LayerNorms' constant added to the variance.
-        approximate_gelu: Whether GELU is its approximation by tanh.
+        norm_type: ``"layer_norm"``, or ``"rms_norm"``, which subtracts no mean and has
+            no bias.
+        norm_eps: The norms' constant added to the variance.
+        activation: Of the feed-forward networks: ``"gelu"``; ``"gelu_tanh"``, its
+            approximation by tanh; ``"quick_gelu"``, x sigmoid(1.702 x); or
+            ``"swiglu"``, silu(W_gate x) * W_hidden x in place of gelu(W_hidden x).
         dtype: Compute dtype; parameters are float32.
         precision: Precision of matrix products, one of those that
             `jax.default_matmul_precision` takes: ``"default"``, ``"high"`` or
@@ -70,7 +79,8 @@ class GPT(nn.Module):
         (1, 5, 11)
 
     Source:
-        Translution, section 4.2 and table 1.
+        Translution, section 4.2 and table 1; Llama: Touvron et al., LLaMA: Open and
+        Efficient Foundation Language Models, section 2.2.
     """
 
     vocab_size: int
@@ -87,10 +97,13 @@ class GPT(nn.Module):
     dropout: float = 0.0
     drop_path: float = 0.0
     qkv_bias: bool = False
+    out_bias: bool = True
+    mlp_bias: bool = True
     head_norm: bool = True
     tie_head: bool = False
+    norm_type: str = "layer_norm"
     norm_eps: float = LAYER_NORM_EPSILON
-    approximate_gelu: bool = False
+    activation: str = "gelu"
     dtype: Any = jnp.float32
     precision: str = ""
     remat: bool = False
@@ -145,6 +158,7 @@ class GPT(nn.Module):
             head_dim=self.head_dim,
             num_relative_layers=self.num_relative_layers,
             qkv_bias=self.qkv_bias,
+            out_bias=self.out_bias,
             causal=True,
         )
         length, num_tokens = self.context_length, tokens.shape[1]
@@ -186,7 +200,9 @@ class GPT(nn.Module):
                 dropout=self.dropout,
                 dtype=self.dtype,
                 norm_eps=self.norm_eps,
-                activation="gelu_tanh" if self.approximate_gelu else "gelu",
+                activation=self.activation,
+                norm_type=self.norm_type,
+                mlp_bias=self.mlp_bias,
             ),
             positions=position.per_layer(grid, self.num_prefix),
             grid=grid,
@@ -201,8 +217,8 @@ class GPT(nn.Module):
         # After a prefill, only the last token's logits count.
         if index is not None and num_tokens > 1:
             x = jax.lax.dynamic_slice_in_dim(x, index, 1, axis=1)
-        # The final LayerNorm, and the second one of Translution's authors.
-        norm = functools.partial(nn.LayerNorm, self.norm_eps, dtype=self.dtype)
+        # The final norm, and the second one of Translution's authors.
+        norm = make_norm(self.norm_type, self.norm_eps, self.dtype)
         x = norm(name="norm")(x)
         if self.head_norm:
             x = norm(name="head_norm")(x)

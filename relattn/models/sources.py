@@ -89,6 +89,7 @@ def hf_gpt2(tensors: Tensors, settings: Mapping[str, Any]) -> Converted:
         for name in ("kernel", "bias") if bias else ("kernel",):
             name = f"params.layers.{layer}.attention.q.{name}"
             arrays[name] = arrays[name] * np.float32(scale / (1 + layer * inverse))
+    tanh = settings["activation_function"] == "gelu_new"
     model = {
         "name": "gpt",
         "dim": dim,
@@ -100,7 +101,7 @@ def hf_gpt2(tensors: Tensors, settings: Mapping[str, Any]) -> Converted:
         "qkv_bias": bool(bias),
         "head_norm": False,
         "tie_head": is_tied,
-        "approximate_gelu": settings["activation_function"] == "gelu_new",
+        "activation": "gelu_tanh" if tanh else "gelu",
         "norm_eps": settings.get("layer_norm_epsilon", 1e-5),
     }
     sizes = {"vocab_size": vocab_size, "context_length": context_length}

@@ -76,6 +76,7 @@ class MultiHeadAttention(nn.Module):
         qkv_bias: Whether queries, keys and values have a bias.
         causal: Whether a token attends only to itself and earlier tokens.
         dtype: Compute dtype; parameters are float32.
+        out_bias: Whether the output projection has a bias.
     """
 
     dim: int
@@ -85,6 +86,7 @@ class MultiHeadAttention(nn.Module):
     qkv_bias: bool = True
     causal: bool = False
     dtype: Any = jnp.float32
+    out_bias: bool = True
     # Sites of position encodings that the attention supports.
     sites: ClassVar[tuple[str, ...]] = ("none", "tokens")
     # Whether `attend` or `mix` is causal if ``self.causal``.
@@ -322,7 +324,8 @@ class MultiHeadAttention(nn.Module):
         """Concatenates the heads and applies the output projection."""
         out = out.swapaxes(-2, -3)
         out = out.reshape(*out.shape[:-2], -1)
-        return Linear(self.dim, dtype=self.dtype, name="out")(out)
+        use_bias = self.out_bias
+        return Linear(self.dim, use_bias=use_bias, dtype=self.dtype, name="out")(out)
 
     @nn.nowrap
     def sow_weights(self, weights: Float[Array, "batch heads n m"]) -> None:

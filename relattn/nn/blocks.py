@@ -30,6 +30,41 @@ KERNEL_INIT = nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
 # PyTorch's default.
 LAYER_NORM_EPSILON = 1e-5
 
+NORMS: dict[str, Callable[..., nn.Module]] = {
+    "layer_norm": nn.LayerNorm,
+    "rms_norm": nn.RMSNorm,
+}
+
+
+def make_norm(norm_type: str, eps: float, dtype: Any) -> functools.partial:
+    """Returns the constructor of a model's norms; call it with ``name=``.
+
+    ``"layer_norm"``: (x - mean(x)) / sqrt(var(x) + eps) * scale + bias;
+    ``"rms_norm"``: x / sqrt(mean(x^2) + eps) * scale.
+
+    Args:
+        norm_type: A key of `NORMS`.
+        eps: Added to the variance, or to the mean square.
+        dtype: Compute dtype; means are float32.
+
+    Returns:
+        A constructor of modules.
+
+    Raises:
+        ValueError: If there is no such norm.
+
+    Example:
+        >>> norm = make_norm("rms_norm", 0.0, jnp.float32)()
+        >>> norm.init_with_output(jax.random.key(0), jnp.full(3, -2.0))[0].tolist()
+        [-1.0, -1.0, -1.0]
+
+    Source:
+        Ba et al., Layer Normalization; Zhang and Sennrich, Root Mean Square Layer
+        Normalization.
+    """
+    check_choice("norm_type", norm_type, NORMS)
+    return functools.partial(NORMS[norm_type], eps, dtype=dtype)
+
 
 def default_head_dim(dim: int, num_heads: int) -> int:
     """Returns dim / num_heads, the default width of a head; 0 if it is no integer."""
@@ -249,7 +284,7 @@ class FeedForward(nn.Module):
     """Applies the feed-forward network to every token: Linear, GELU, Linear.
 
     W_out gelu(W_hidden x), or with SwiGLU W_out (silu(W_gate x) * W_hidden x); each
-    product has a bias.
+    product has a bias, if ``use_bias``.
 
     Attributes:
         dim: Width of the tokens.
@@ -258,6 +293,7 @@ class FeedForward(nn.Module):
         dtype: Compute dtype.
         activation: ``"gelu"``; ``"gelu_tanh"``, its approximation by tanh;
             ``"quick_gelu"``, x sigmoid(1.702 x); or ``"swiglu"``.
+        use_bias: Whether the linear layers have a bias.
 
     Source:
         SwiGLU: Shazeer, GLU Variants Improve Transformer.
@@ -268,6 +304,7 @@ class FeedForward(nn.Module):
     dropout: float = 0.0
     dtype: Any = jnp.float32
     activation: str = "gelu"
+    use_bias: bool = True
     # The hidden layer, see `MultiHeadAttention.split_axes`.
     split_axes: ClassVar[Mapping[str, tuple[int, ...]]] = {
         "hidden/kernel": (-1,),
@@ -284,15 +321,15 @@ class FeedForward(nn.Module):
         """Applies the network to every token."""
         check_choice("activation", self.activation, ACTIVATIONS)
         activation = ACTIVATIONS[self.activation]
+        linear = functools.partial(Linear, use_bias=self.use_bias, dtype=self.dtype)
         # W_out gelu(W_hidden x + b) + b'
-        hidden = Linear(self.mlp_dim, dtype=self.dtype, name="hidden")(x)
+        hidden = linear(self.mlp_dim, name="hidden")(x)
         if self.activation == "swiglu":
-            gate = Linear(self.mlp_dim, dtype=self.dtype, name="gate")(x)
-            x = activation(gate) * hidden
+            x = activation(linear(self.mlp_dim, name="gate")(x)) * hidden
         else:
             x = activation(hidden)
         x = Dropout(self.dropout)(x, deterministic=deterministic)
-        return Linear(self.dim, dtype=self.dtype, name="out")(x)
+        return linear(self.dim, name="out")(x)
 
 
 class TransformerBlock(nn.Module):
@@ -305,8 +342,10 @@ class TransformerBlock(nn.Module):
         attention_dropout: Dropout rate of the attention's output.
         dropout: Dropout rate of the feed-forward network.
         dtype: Compute dtype.
-        norm_eps: The LayerNorms' constant added to the variance.
+        norm_eps: The norms' constant added to the variance.
         activation: That of `FeedForward`.
+        norm_type: ``"layer_norm"`` or ``"rms_norm"``, see `make_norm`.
+        mlp_bias: Whether the feed-forward network has biases.
     """
 
     attention: Callable[..., nn.Module]
@@ -317,6 +356,8 @@ class TransformerBlock(nn.Module):
     dtype: Any = jnp.float32
     norm_eps: float = LAYER_NORM_EPSILON
     activation: str = "gelu"
+    norm_type: str = "layer_norm"
+    mlp_bias: bool = True
 
     @nn.compact
     def __call__(
@@ -339,13 +380,10 @@ class TransformerBlock(nn.Module):
         are those of `MultiHeadAttention.__call__`.
         """
         x = finite_masked(x, key_mask)
-
-        def norm(name: str) -> nn.LayerNorm:
-            return nn.LayerNorm(self.norm_eps, dtype=self.dtype, name=name)
-
+        norm = make_norm(self.norm_type, self.norm_eps, self.dtype)
         # y = attention(norm(x))
         y = self.attention(name="attention", dtype=self.dtype)(
-            norm("attention_norm")(x),
+            norm(name="attention_norm")(x),
             grid=grid,
             num_prefix=num_prefix,
             position=position,
@@ -363,8 +401,9 @@ class TransformerBlock(nn.Module):
             self.dropout,
             self.dtype,
             self.activation,
+            self.mlp_bias,
             name="feed_forward",
-        )(norm("feed_forward_norm")(x), deterministic=deterministic)
+        )(norm(name="feed_forward_norm")(x), deterministic=deterministic)
         return x + DropPath()(y, drop_path, deterministic=deterministic)
 
 

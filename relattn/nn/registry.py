@@ -158,6 +158,7 @@ def build(
     num_layers: int,
     head_dim: int = 0,
     qkv_bias: bool = True,
+    out_bias: bool = True,
     causal: bool = False,
 ) -> tuple[functools.partial, functools.partial]:
     """Resolves the specs of an attention and a position, and checks that they fit.
@@ -172,6 +173,7 @@ def build(
         num_layers: Number of layers.
         head_dim: Width of a head; 0 for dim / num_heads.
         qkv_bias: Whether queries, keys and values have a bias.
+        out_bias: Whether the output projection has a bias.
         causal: Whether a token attends only to itself and earlier tokens.
 
     Returns:
@@ -200,7 +202,7 @@ def build(
     sizes = {"dim": dim, "num_heads": num_heads, "head_dim": head_dim}
     make_position = functools.partial(make_position, num_layers=num_layers, **sizes)
     make_attention = functools.partial(
-        make_attention, qkv_bias=qkv_bias, causal=causal, **sizes
+        make_attention, qkv_bias=qkv_bias, out_bias=out_bias, causal=causal, **sizes
     )
     # The instance checks its attributes.
     make_attention(parent=None)
@@ -217,6 +219,7 @@ def layer_attentions(
     head_dim: int = 0,
     num_relative_layers: int = 0,
     qkv_bias: bool = False,
+    out_bias: bool = True,
     causal: bool = False,
 ) -> tuple[list[functools.partial], functools.partial]:
     """Resolves the specs of a model: an attention for each layer, and the position.
@@ -232,6 +235,7 @@ def layer_attentions(
         head_dim: Width of a head; 0 for dim / num_heads.
         num_relative_layers: Number of layers that use ``attention``; 0 for all.
         qkv_bias: Whether queries, keys and values have a bias.
+        out_bias: Whether the output projection has a bias.
         causal: Whether a token attends only to itself and earlier tokens.
 
     Returns:
@@ -260,6 +264,7 @@ def layer_attentions(
         "num_layers": num_layers,
         "head_dim": head_dim,
         "qkv_bias": qkv_bias,
+        "out_bias": out_bias,
         "causal": causal,
     }
     first, make_position = build(attention, position, **options)

@@ -34,6 +34,16 @@ PAIRS = [
 ]
 
 
+LLAMA = {
+    "position": "rope1d",
+    "norm_type": "rms_norm",
+    "activation": "swiglu",
+    "out_bias": False,
+    "mlp_bias": False,
+    "head_norm": False,
+}
+
+
 def build(**options):
     return build_model(CONFIG | options, vocab_size=VOCAB, context_length=LENGTH)
 
@@ -61,7 +71,12 @@ def make(**options):
     PAIRS,
 )
 def test_decoding_equals_full_recomputation(attention, position):
-    model, variables, tokens = make(attention=attention, position=position)
+    expect_decoding_equals_full_recomputation(
+        *make(attention=attention, position=position)
+    )
+
+
+def expect_decoding_equals_full_recomputation(model, variables, tokens):
     apply = quick_jit(model.apply)
     full = np.asarray(apply(variables, tokens))
     # Earlier outputs do not depend on later tokens, bit for bit.
@@ -77,6 +92,18 @@ def test_decoding_equals_full_recomputation(attention, position):
     np.testing.assert_array_equal(out[:, :2], tokens[:, :2])
     logits = np.asarray(apply(variables, out))
     np.testing.assert_array_equal(logits[:, 1:-1].argmax(-1), out[:, 2:])
+
+
+@pytest.mark.quick("softmax")
+@pytest.mark.parametrize("attention", ["softmax", "hedgehog", "lor_translution"])
+def test_llama_decodes_with_any_attention(attention):
+    model, variables, tokens = make(attention=attention, **LLAMA)
+    names = map(
+        jax.tree_util.keystr,
+        dict(jax.tree_util.tree_leaves_with_path(variables["params"])),
+    )
+    assert not [name for name in names if "bias" in name]
+    expect_decoding_equals_full_recomputation(model, variables, tokens)
 
 
 @pytest.mark.quick("rope1d")

@@ -94,17 +94,52 @@ def naive_gpt(tokens, params):
     return reference.linear(x, params["head"])
 
 
-@pytest.mark.quick("performer-options0-naive_performer")
+def naive_llama(tokens, params):
+    x, positions = params["embedding"]["embedding"][tokens], np.arange(LENGTH)[:, None]
+    for layer in range(SIZES["num_layers"]):
+        block = jax.tree.map(operator.itemgetter(layer), params["blocks_0"])
+        attention = block["attention"]
+        y = reference.rms_norm(x, block["attention_norm"]["scale"])
+        q, k, v = (
+            jnp.split(reference.linear(y, attention[name]), 2, axis=1) for name in "qkv"
+        )
+        causal = np.tril(np.ones((LENGTH, LENGTH), bool))
+        heads = [
+            reference.softmax_attention(
+                *(reference.rotary(x, positions, 100.0) for x in qk), value, causal
+            )
+            for *qk, value in zip(q, k, v, strict=True)
+        ]
+        x = x + reference.linear(jnp.concatenate(heads, axis=1), attention["out"])
+        y = reference.rms_norm(x, block["feed_forward_norm"]["scale"])
+        x = x + reference.swiglu(y, block["feed_forward"])
+    return reference.linear(
+        reference.rms_norm(x, params["norm"]["scale"]), params["head"]
+    )
+
+
+LLAMA = {
+    "position": "rope1d(base=100.0)",
+    "norm_type": "rms_norm",
+    "activation": "swiglu",
+    "out_bias": False,
+    "mlp_bias": False,
+    "head_norm": False,
+}
+
+
+@pytest.mark.quick("performer-options0-naive_performer", "gpt-options3-naive_llama")
 @pytest.mark.parametrize(
     "name, options, naive",
     [
         ("performer", {}, naive_performer),
         ("vit", {"head": "mlp"}, naive_vit),
         ("gpt", {}, naive_gpt),
+        ("gpt", LLAMA, naive_llama),
     ],
 )
 def test_logits_equal_the_formula(name, options, naive):
-    model, variables, inputs = make(name, position="learned", **options)
+    model, variables, inputs = make(name, **{"position": "learned"} | options)
     logits = quick_jit(model.apply)(variables, inputs)
     with jax.enable_x64(True):
         params = jax.tree.map(np.float64, variables["params"])

@@ -13,12 +13,15 @@ import pytest
 from relattn.kernels.platform import use_platform
 from relattn.nn.blocks import (
     Dropout,
+    FeedForward,
     Linear,
     TransformerBlock,
+    make_norm,
     transformer_blocks,
 )
 from relattn.nn.registry import build
 from tests import reference
+from tests.helpers import compare
 from tests.helpers.quick import normal, quick_jit, run
 
 
@@ -46,6 +49,56 @@ def test_linear_equals_its_formula_in_the_compute_dtype():
     del params["bias"]
     out = run(Linear(7, use_bias=False).apply, {"params": params}, single)
     np.testing.assert_allclose(out, x @ kernel, rtol=1e-5, atol=1e-5)
+
+
+def test_rms_norm_equals_its_formula():
+    def naive(x, scale):
+        return reference.rms_norm(x, scale, eps=0.01)
+
+    # The last example is so small that the epsilon matters.
+    x = normal(0, 3, 5, 7) * np.float32([1, 20, 1e-2])[:, None, None]
+    for double in (False, True):
+        dtype = jnp.float64 if double else jnp.float32
+        module = make_norm("rms_norm", 0.01, dtype)()
+
+        def apply(x, scale, module=module):
+            return module.apply({"params": {"scale": scale}}, x)
+
+        inputs = (x, normal(1, 3, 7))
+        compare.expect_equal(jax.vmap(apply), naive, inputs, double=double)
+    with pytest.raises(ValueError, match="norm_type 'rmsnorm'.*'rms_norm'"):
+        make_norm("rmsnorm", 0.01, jnp.float32)
+
+
+def test_half_precision_norms_sum_squares_in_float32():
+    # In bfloat16 the sum of 4,099 ones would be 256.
+    x = np.ones((1, 4099), jnp.bfloat16)
+    half = make_norm("rms_norm", 0.0, jnp.bfloat16)()
+    out = run(half.apply, {"params": {"scale": np.full(4099, 3, np.float32)}}, x)
+    assert out.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(out, np.float32(3))
+
+
+def test_swiglu_equals_its_formula():
+    shapes = {"gate": (7, 11), "hidden": (7, 11), "out": (11, 7)}
+
+    def params(*kernels):
+        named = zip(shapes, kernels, strict=True)
+        return {name: {"kernel": kernel} for name, kernel in named}
+
+    def naive(x, *kernels):
+        return reference.swiglu(x, params(*kernels))
+
+    kernels = [normal(i, 2, *shape) for i, shape in enumerate(shapes.values())]
+    for double in (False, True):
+        dtype = jnp.float64 if double else jnp.float32
+        module = FeedForward(7, 11, dtype=dtype, activation="swiglu", use_bias=False)
+
+        def apply(x, *kernels, module=module):
+            return module.apply({"params": params(*kernels)}, x[None])[0]
+
+        inputs = (normal(9, 2, 5, 7), *kernels)
+        compare.expect_equal(jax.vmap(apply), naive, inputs, double=double)
 
 
 def test_dropout_zeroes_independent_elements_and_keeps_the_mean():

@@ -169,7 +169,7 @@ GPT = {
     "qkv_bias": True,
     "head_norm": False,
     "tie_head": True,
-    "approximate_gelu": True,
+    "activation": "gelu_tanh",
     "norm_eps": 1e-3,
 }
 QUICK = [

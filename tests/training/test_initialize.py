@@ -463,9 +463,10 @@ def test_run_is_saved_converted_and_trained_on(tmp_path):
     assert "(pixels / 255 - mean) / std, mean 0.4000, std 0.2000." in card
     assert "arrays: uint8 [n, 5, 5, 1].\ninputs = pretrained.preprocess(images)" in card
     config = run.pretrained_config()
-    config["data"]["mean"], config["data"]["std"] = (0.25, 0.5), (1.0, 2.0)
+    config["data"].update(image_shape=(5, 5, 2), mean=(0.25, 0.5), std=(1.0, 2.0))
     card = pretrained.model_card(config, {}, "cc0-1.0")
     assert "mean 0.2500, 0.5000, std 1.0000, 2.0000" in card
+    config["data"]["image_shape"] = (5, 5, 1)
     config["training"]["data"]["standardize"] = False
     card = pretrained.model_card(config, {}, "cc0-1.0")
     assert "Inputs are grey images of 5x5 pixels." in card

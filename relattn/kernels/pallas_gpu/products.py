@@ -26,8 +26,8 @@ def precision_name(precision: jax.lax.PrecisionLike) -> str | None:
     """Returns a key of `ALGORITHMS`, or None for other precisions.
 
     Example:
-        >>> precision_name(None), precision_name("highest"), precision_name("BF16_BF16")
-        ('default', 'highest', None)
+        >>> precision_name("highest"), precision_name("BF16_BF16_F32")
+        ('highest', None)
     """
     precision = current_precision(precision)
     if precision is None:

@@ -28,7 +28,7 @@ feature_map = functools.partial(positive_features, projection=PROJECTION)
 @pytest.fixture
 def interpreted(monkeypatch):
     """Runs kernels on the CPU, in small chunks, segments and blocks of features."""
-    interpret(monkeypatch, fused, _CHUNK=8, _SEGMENT=16, _STEP=4)
+    interpret(monkeypatch, fused, _CHUNK=8, _SEGMENT=16, _CAUSAL_CHUNKS=2, _STEP=4)
 
 
 @pytest.fixture
@@ -161,6 +161,23 @@ def test_a_key_that_barely_has_weight_has_the_right_gradient(interpreted):
         np.testing.assert_allclose(found, [[expected]], rtol=1e-6)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("causal", [True, False])
+def test_gradients_are_as_exact_for_large_and_small_cotangents(interpreted, causal):
+    inputs = draw_inputs(HEADS)
+
+    @quick_jit
+    def gradients(factor):
+        out, pullback = jax.vjp(functools.partial(attend, causal=causal), *inputs)
+        cotangent = jnp.cos(jnp.arange(out.size)).reshape(out.shape)
+        return pullback(factor * cotangent)
+
+    expected = gradients(np.float32(1))
+    for factor in (2.0**-80, 2.0**80):
+        for ours, theirs in zip(gradients(np.float32(factor)), expected, strict=True):
+            np.testing.assert_array_equal(ours / factor, theirs)
+
+
 LONG = draw_inputs(HEADS, n=131, m=131)
 
 
@@ -240,6 +257,33 @@ def test_versions_of_jax_that_have_the_backend():
 def test_without_the_backend_xla_computes(one_device, monkeypatch):
     monkeypatch.setattr(pallas_gpu, "is_available", lambda: False)
     assert not uses_a_kernel(LONG)
+
+
+def test_lowers_for_the_platform_of_the_program(one_device):
+    def gradients(*inputs):
+        attend = functools.partial(causal_linear_attention, feature_map=feature_map)
+        return jax.grad(lambda x: attend(*x).sum())(inputs)
+
+    kernel = "__gpu$xla.gpu.triton"
+    # From JAX 0.12 on, Pallas needs a device that a mesh names.
+    device = jax.sharding.AbstractDevice("NVIDIA H100 80GB HBM3", None, "cuda")
+    mesh = jax.sharding.AbstractMesh((1,), ("d",), abstract_device=device)
+    with (
+        jax.sharding.use_abstract_mesh(mesh),
+        use_platform("gpu", fused_linear=True),
+    ):
+        counts = {
+            platform: jax.export.export(
+                jax.jit(gradients),
+                platforms=[platform],
+                disabled_checks=[jax.export.DisabledSafetyCheck.custom_call(kernel)],
+            )(*LONG)
+            .mlir_module()
+            .count(kernel)
+            for platform in ("cuda", "cpu")
+        }
+    # Forward two; backward sums of queries, and gradients of queries and of keys.
+    assert counts == {"cuda": 5, "cpu": 0}
 
 
 def count_kernels(causal, head_dim, num_features, dtype, precision):

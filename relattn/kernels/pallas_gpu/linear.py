@@ -1,9 +1,11 @@
 """Linear attention with positive features, whose features never reach memory.
 
 Kernels loop over blocks of features, as flash attention loops over blocks of keys. The
-sums over the keys of a chunk are parallel over chunks and blocks; XLA adds them up over
-chunks; the outputs of a chunk are computed online in the features, with a running
-maximum of the queries' exponents. The backward pass computes features again.
+sums over the keys of a segment are parallel over segments and blocks; XLA adds them up
+over segments; the outputs of a chunk are computed online in the features, with a
+running maximum of the queries' exponents. If causal, a segment has a few chunks, and
+each adds the keys before it in its segment to the sums: sums of every chunk would be as
+large as keys and values. The backward pass computes features again.
 
 Products of half-precision arrays are in half precision, with sums in float32, as in
 flash attention, those of float32 arrays in TF32 or as ``precision`` says. Exponents are
@@ -27,7 +29,7 @@ from jaxtyping import Array, Bool, Float
 
 from relattn.kernels.checks import broadcast_leading
 from relattn.kernels.feature_maps import FeatureMap, positive_features
-from relattn.kernels.guards import MIN_DENOMINATOR, scale_backward
+from relattn.kernels.guards import MIN_DENOMINATOR
 from relattn.kernels.pallas_gpu.products import (
     MAX_HEAD_DIM,
     MIN_EXPONENT,
@@ -39,9 +41,11 @@ from relattn.kernels.pallas_gpu.products import (
 from relattn.kernels.platform import has_program_per_device
 from relattn.kernels.precision import compute_dtype
 
-# Most tokens of a chunk, and of those whose sums are added up in one program.
+# Most tokens of a chunk, and of a segment, whose sums one program adds up.
 _CHUNK = 128
 _SEGMENT = 1024
+# Most chunks of a segment if causal.
+_CAUSAL_CHUNKS = 4
 # Most tokens, and features, of a step.
 _STEP = 64
 # Bytes of a chunk of queries: with keys, values, gradients and weights of pairs they
@@ -61,6 +65,8 @@ class _Plan:
         causal: Whether a token attends only to itself and earlier tokens.
         head_dim: Width of the heads before they are padded.
         chunk: Number of tokens of a chunk.
+        segment: Number of tokens of a segment if causal; otherwise it depends on the
+            number of tokens.
         block: Number of features of a block.
         precision: A key of `products.ALGORITHMS`.
     """
@@ -68,6 +74,7 @@ class _Plan:
     causal: bool
     head_dim: int
     chunk: int
+    segment: int
     block: int
     precision: str
 
@@ -163,28 +170,25 @@ def attend_on_gpu(
     projection = cast(Array, _projection(feature_map))
     chunk = min(_CHUNK, _CHUNK_BYTES // (width * v.dtype.itemsize))
     chunk = min(chunk, power_of_2(max(n, m)))
+    segment = _segment(n, chunk, _CAUSAL_CHUNKS * chunk)
     block = min(_STEP, power_of_2(len(projection)))
-    plan = _Plan(causal, head_dim, chunk, block, name)
+    plan = _Plan(causal, head_dim, chunk, segment, block, name)
 
     def pad(x, value=0.0):
         length, width = x.shape[-2:]
-        size = chunk if causal else _segment(length, chunk)
+        size = segment if causal else _segment(length, chunk)
         x = x.reshape(math.prod(batch), length, width)
         x = jnp.pad(x, [(0, 0), (0, 0), (0, power_of_2(width) - width)])
         rows = [(0, 0), (0, -length % size), (0, 0)]
         return jnp.pad(x, rows, constant_values=value)
 
-    def attend(v, q, k):
-        out: Any = _attend(pad(q), pad(k, _MASKED_KEY), pad(v), projection, plan)
-        return out[:, :n, :value_dim].reshape(*batch, n, value_dim)
-
-    out = scale_backward(attend, v, q, k) if causal else attend(v, q, k)
-    return out.astype(dtype)
+    out: Any = _attend(pad(q), pad(k, _MASKED_KEY), pad(v), projection, plan)
+    return out[:, :n, :value_dim].reshape(*batch, n, value_dim).astype(dtype)
 
 
-def _segment(length, chunk):
+def _segment(length, chunk, most=None):
     """Returns how many tokens one program sums, a multiple of the chunk."""
-    segments = -(-length // _SEGMENT)
+    segments = -(-length // (most or _SEGMENT))
     return -(-length // (segments * chunk)) * chunk
 
 
@@ -197,59 +201,56 @@ def _attend(q, k, v, projection, plan):
 def _attend_forward(q, k, v, projection, plan):
     # S_f = sum_j e^(a_jf - c_f) v_j^T and z_f, a_jf = w_f . k~_j - |k~_j|^2 / 2.
     ws, key_shift, query_shift = _prepare(projection, q, plan)
+    keys = {"k": k, "v": v}
     if plan.causal:
-        # Of each chunk, then of all chunks before each.
-        sums, totals, _ = _sum_features(k, v, ws, plan, shift=key_shift)
+        # Of each segment, then of all segments before each.
+        sums, totals = _sum_features(keys | {"ws": ws, "key_shift": key_shift}, plan)
         sums, totals = _earlier(sums), _earlier(totals)
     else:
         # Of each segment relative to its own maximum, then of all, c_f = max_j a_jf.
-        sums, totals, shifts = _sum_features(k, v, ws, plan)
+        sums, totals, shifts = _sum_features(keys | {"ws": ws}, plan)
         key_shift = jnp.max(shifts, axis=1)
         query_shift = jnp.maximum(key_shift + query_shift, MIN_EXPONENT)
         decays = jnp.exp(shifts - key_shift[:, None])
         sums = jnp.sum(sums * decays[..., None], axis=1, keepdims=True)
         totals = jnp.sum(totals * decays, axis=1, keepdims=True)
-    # phi(q_i)^T S / phi(q_i)^T z, with the keys of the query's own chunk if causal.
+    # phi(q_i)^T S / phi(q_i)^T z, with the keys of the query's own segment if causal.
     features = {"ws": ws, "key_shift": key_shift, "query_shift": query_shift}
     sums = {"sums": sums.astype(v.dtype), "totals": totals}
     inputs = features | sums | {"q": q}
-    out = _outputs(inputs | {"k": k, "v": v} if plan.causal else inputs, plan)
+    out = _outputs(inputs | keys if plan.causal else inputs, plan)
     return out["out"], (q, k, v, projection, features, sums, out)
 
 
 def _attend_backward(plan, residuals, g):
     q, k, v, projection, features, sums, out = residuals
-    # Cotangents of numerators, g_i / total_i, and of denominators, g1_i = -g_i . out_i
-    # / total_i, for out_i = numerator_i / total_i.
-    g = g.astype(jnp.float32) / out["total"][..., None]
-    g1 = -jnp.sum(g * out["out"].astype(jnp.float32), axis=-1)
-    g = g.astype(v.dtype)
-    queries = {"q": q, "g": g, "g1": g1, "largest": out["largest"]}
+    # Of out_i = numerator_i / total_i: g_i / total_i is the cotangent of the numerator,
+    # g1_i / total_i that of the denominator, g1_i = -g_i . out_i.
     keys = {"k": k, "v": v}
-    # Cotangents of S_f and z_f: sum_i phi(q_i)_f [g_i, g1_i], over later queries i if
-    # causal.
-    *later, _ = _sum_features(
-        q,
-        g,
-        features["ws"],
-        plan,
-        y1=g1,
-        shift=features["query_shift"],
-        largest=out["largest"],
-    )
+    queries = {"q": q, "g": g, "largest": out["largest"], "total": out["total"]}
+    inputs = features | queries | sums | (keys if plan.causal else {})
+    # dphi(q_i) = (S g_i + z g1_i) / total_i, then through the exponentials to q and W.
+    gradients = _query_gradients(inputs | {"out": out["out"]}, plan)
+    # One scale for the tokens of a head, whose gradients add up.
+    scale = _scale(jnp.max(gradients["magnitude"], axis=1))
+    added = {"g1": gradients["g1"], "scale": scale}
+    queries, inputs = queries | added, inputs | added
+    # By kernels of their own: the compiler drops them where nobody needs the result.
+    of_projection = _query_gradients(inputs, plan, of_projection=True)
+    # Cotangents of S_f and z_f: sum_i phi(q_i)_f [g_i, g1_i] / total_i, over later
+    # queries i if causal.
+    shift = {"ws": features["ws"], "query_shift": features["query_shift"]}
+    later = _sum_features(queries | shift, plan)
     if plan.causal:
         later = [_earlier(x, reverse=True) for x in later]
-        queries = keys = queries | keys
+        inputs = features | keys | queries
     else:
         later = [x.sum(axis=1, keepdims=True) for x in later]
-    later = {"sums": later[0].astype(v.dtype), "totals": later[1]}
-    # dphi(q_i) = S g_i + z g1_i and dphi(k_j) = dS v_j + dz, then through the
-    # exponentials to q, k and W.
-    queries, keys = features | queries | sums, features | keys | later
-    gradients = _query_gradients(queries, plan) | _key_gradients(keys, plan)
-    # By kernels of their own: the compiler drops them where nobody needs the result.
-    of_projection = _query_gradients(queries, plan, of_projection=True)
-    of_projection += _key_gradients(keys, plan, of_projection=True)
+        inputs = features | keys | {"scale": scale}
+    inputs |= {"sums": later[0].astype(v.dtype), "totals": later[1]}
+    # dphi(k_j) = dS v_j + dz, then through the exponentials to k and W.
+    gradients |= _key_gradients(inputs, plan)
+    of_projection += _key_gradients(inputs, plan, of_projection=True)
     w = of_projection[: plan.head_dim, : len(projection)].T * plan.head_dim**-0.25
     return *(gradients[x] for x in "qkv"), w.astype(projection.dtype)
 
@@ -283,7 +284,7 @@ def _prepare(projection, q, plan):
 
 
 def _earlier(x, reverse=False):
-    """Returns the sums over the chunks before each, or after each."""
+    """Returns the sums over the segments before each, or after each."""
     total = jnp.cumsum(x[:, ::-1] if reverse else x, axis=1)
     total = jnp.pad(total[:, :-1], [(0, 0), (1, 0)] + [(0, 0)] * (x.ndim - 2))
     return total[:, ::-1] if reverse else total
@@ -323,71 +324,135 @@ def _key_features(k, ws, shift, plan):
     return jnp.exp(exponents - shift) if plan.causal else _exp(exponents, shift)
 
 
-def _sum_features(x, y, ws, plan, *, y1=None, shift=None, largest=None):
-    """Sums phi(x) [y, 1] over the tokens of every chunk or, if not causal, segment.
+def _scale(magnitude):
+    """Returns powers of two that cotangents get before they are divided.
+
+    Denominators may be as small as `MIN_DENOMINATOR`, some 2^-120. Quotients of scaled
+    cotangents, and their products with values, stay far from the limits of float32.
 
     Args:
-        x: Keys, or queries if ``largest`` is given, [heads, n, head_dim].
-        y: Values, or cotangents of numerators, [heads, n, width].
-        ws: W^T / head_dim^(1/4) as arrays that sum to it, [head_dim, features].
+        magnitude: Largest magnitudes of cotangents.
+
+    Returns:
+        2^-60 / magnitude, up to a factor of two, for magnitudes of 2^-60 to 2^60.
+    """
+    # The bits of 2^e are e + 127 times 2^23.
+    bits = jnp.clip(magnitude, 2.0**-60, 2.0**60)
+    exponent = jax.lax.bitcast_convert_type(bits, jnp.int32) & np.int32(255 << 23)
+    scale = np.int32((2 * 127 - 60) << 23) - exponent
+    return jax.lax.bitcast_convert_type(scale, jnp.float32)
+
+
+def _quotients(refs, rows):
+    """Returns scaled g_i / total_i and g1_i / total_i."""
+    g = refs["g"][rows, :]
+    factor = refs["scale"][...] / refs["total"][rows]
+    wide = g.astype(jnp.float32) * factor[:, None]
+    return wide.astype(g.dtype), refs["g1"][rows] * factor
+
+
+def _add_keys(refs, ws, features, rows, carry, plan):
+    """Adds tokens to S_f = sum_j phi(k_j)_f v_j^T and z_f = sum_j phi(k_j)_f."""
+    sums, totals = carry
+    k, v = refs["k"][rows, :], refs["v"][rows, :]
+    phi = _key_features(k, ws, refs["key_shift"][features], plan).astype(v.dtype)
+    sums = sums + _dot(phi.T, v, plan)
+    return sums, totals + jnp.sum(phi.astype(jnp.float32), axis=0)
+
+
+def _add_keys_online(refs, ws, features, rows, carry, plan):
+    """Adds tokens to S_f and z_f, relative to the running maximum c_f."""
+    sums, totals, shift = carry
+    k, v = refs["k"][rows, :], refs["v"][rows, :]
+    exponents = _key_exponents(k, ws, plan)
+    # Sums so far move to the new maximum: times e^(c_f - c'_f).
+    before, shift = shift, jnp.maximum(shift, jnp.max(exponents, axis=0))
+    decay = jnp.exp(before - shift)
+    phi = _exp(exponents, shift[None, :]).astype(v.dtype)
+    sums = sums * decay[:, None] + _dot(phi.T, v, plan)
+    totals = totals * decay + jnp.sum(phi.astype(jnp.float32), axis=0)
+    return sums, totals, shift
+
+
+def _add_queries(refs, ws, features, rows, carry, plan):
+    """Adds tokens to dS_f and dz_f, sums of phi(q_i)_f [g_i, g1_i] / total_i."""
+    sums, totals = carry
+    g, g1 = _quotients(refs, rows)
+    q, largest = refs["q"][rows, :], refs["largest"][rows]
+    phi = _query_features(q, ws, refs["query_shift"][features], largest, plan)
+    phi = phi.astype(g.dtype)
+    sums = sums + _dot(phi.T, g, plan)
+    return sums, totals + jnp.sum(phi.astype(jnp.float32) * g1[:, None], axis=0)
+
+
+def _sum_features(inputs, plan):
+    """Sums over the tokens of every segment.
+
+    Args:
+        inputs: Those of `_add_queries`, of `_add_keys` or, without shifts, of
+            `_add_keys_online`.
         plan: The plan.
-        y1: Cotangents of denominators, instead of the ones, [heads, n].
-        shift: Shifts of the exponents, [heads, features]; None for the largest ones of
-            keys so far, which are then returned.
-        largest: Largest exponents of queries, [heads, n].
 
     Returns:
         The sums, [heads, segments, features, width] and [heads, segments, features],
-        and their shifts.
+        and the largest exponents of keys if there are no shifts.
     """
-    heads, n, _ = x.shape
-    num_features, width = ws[0].shape[1], y.shape[-1]
-    size = plan.chunk if plan.causal else _segment(n, plan.chunk)
+    add, values = (_add_queries, "g") if "g" in inputs else (_add_keys, "v")
+    names = ["sums", "totals"]
+    if not {"key_shift", "query_shift"} & inputs.keys():
+        add, names = _add_keys_online, [*names, "shifts"]
+    heads, n, width = inputs[values].shape
+    num_features = inputs["ws"][0].shape[1]
+    size = plan.segment if plan.causal else _segment(n, plan.chunk)
     step_size = min(_STEP, plan.chunk)
-    inputs = {"x": x, "y": y, "y1": y1, "ws": ws, "shift": shift, "largest": largest}
-    inputs = {name: value for name, value in inputs.items() if value is not None}
 
-    def kernel(refs, out):
+    def kernel(refs, out, _):
         ws = [w[...] for w in refs["ws"]]
 
         def step(index, carry):
-            sums, totals, shift = carry
-            # phi(x_j) of the step's tokens.
             rows = pl.ds(index * step_size, step_size)
-            tokens, values = refs["x"][rows, :], refs["y"][rows, :]
-            if largest is not None:
-                phi = _query_features(tokens, ws, shift, refs["largest"][rows], plan)
-            elif "shift" in refs:
-                phi = _key_features(tokens, ws, shift, plan)
-            else:
-                # Sums so far move to the new running maximum c_f: times e^(c_f - c'_f).
-                exponents = _key_exponents(tokens, ws, plan)
-                before, shift = shift, jnp.maximum(shift, jnp.max(exponents, axis=0))
-                decay = jnp.exp(before - shift)
-                sums, totals = sums * decay[:, None], totals * decay
-                phi = _exp(exponents, shift[None, :])
-            # S_f += sum_j phi(x_j)_f y_j^T and z_f += sum_j phi(x_j)_f y1_j.
-            phi = phi.astype(values.dtype)
-            sums = sums + _dot(phi.T, values, plan)
-            phi = phi.astype(jnp.float32)
-            if y1 is not None:
-                phi = phi * refs["y1"][rows][:, None]
-            return sums, totals + jnp.sum(phi, axis=0), shift
+            return add(refs, ws, slice(None), rows, carry, plan)
 
-        lowest = jnp.full((plan.block,), MIN_EXPONENT, jnp.float32)
         carry = (
             jnp.zeros((plan.block, width), jnp.float32),
             jnp.zeros((plan.block,), jnp.float32),
-            refs["shift"][...] if "shift" in refs else lowest,
+            jnp.full((plan.block,), MIN_EXPONENT, jnp.float32),
         )
-        carry = jax.lax.fori_loop(0, size // step_size, step, carry)
-        out["sums"][...], out["totals"][...], out["shifts"][...] = carry
+        carry = jax.lax.fori_loop(0, size // step_size, step, carry[: len(names)])
+        for name, x in zip(names, carry, strict=True):
+            out[name][...] = x
 
     shape = (heads, n // size, num_features)
-    shapes = {"sums": (*shape, width), "totals": shape, "shifts": shape}
-    grid = (heads, n // size, num_features // plan.block)
+    shapes = {name: (*shape, width) if name == "sums" else shape for name in names}
+    grid = (*shape[:2], num_features // plan.block)
     out = _call(kernel, grid, size, inputs, shapes, plan)
-    return out["sums"], out["totals"], out["shifts"]
+    return [out[name] for name in names]
+
+
+def _sums_at(refs, ws, block, chunk, plan, *, later=False):
+    """Returns sums of a block of features at a chunk.
+
+    They are those of the chunk's segment and, if causal, those of the segment's chunks
+    before it, or after it if ``later``.
+    """
+    sums, totals = refs["sums"][block, :], refs["totals"][block]
+    if not plan.causal:
+        return sums, totals
+    add, span = _add_keys, (0, chunk)
+    if later:
+        add, span = _add_queries, (chunk + 1, plan.segment // plan.chunk)
+
+    def step(index, carry):
+        return add(refs, ws, block, _rows(index, plan), carry, plan)
+
+    carry = sums.astype(jnp.float32), totals
+    total, totals = jax.lax.fori_loop(*span, step, carry)
+    return total.astype(sums.dtype), totals
+
+
+def _rows(chunk, plan):
+    """Returns the rows of a chunk in its segment."""
+    return pl.ds(chunk * plan.chunk, plan.chunk)
 
 
 def _outputs(inputs, plan):
@@ -396,10 +461,11 @@ def _outputs(inputs, plan):
     num_features, width = inputs["sums"].shape[-2:]
     dtype = inputs["sums"].dtype
 
-    def kernel(refs, out):
+    def kernel(refs, out, chunk):
         # Loaded before the loop, and only blocks of features in it.
-        q = refs["q"][...]
-        k = refs["k"][...] if plan.causal else None
+        rows = _rows(chunk, plan)
+        q = refs["q"][rows, :]
+        k = refs["k"][rows, :] if plan.causal else None
 
         def step(index, carry):
             numerator, total, largest, weights = carry
@@ -411,9 +477,10 @@ def _outputs(inputs, plan):
             decay = jnp.exp(before - largest)
             phi = _exp(exponents, largest[:, None]).astype(dtype)
             # total_i += sum_f phi(q_i)_f z_f, numerator_i += sum_f phi(q_i)_f S_f.
-            weighted = phi.astype(jnp.float32) * refs["totals"][block][None, :]
+            sums, totals = _sums_at(refs, ws, block, chunk, plan)
+            weighted = phi.astype(jnp.float32) * totals[None, :]
             total = total * decay + jnp.sum(weighted, axis=1)
-            product = _dot(phi, refs["sums"][block, :], plan)
+            product = _dot(phi, sums, plan)
             numerator = numerator * decay[:, None] + product
             if plan.causal:
                 # weight_ij += sum_f phi(q_i)_f phi(k_j)_f of the chunk's own keys.
@@ -434,7 +501,7 @@ def _outputs(inputs, plan):
         if plan.causal:
             weights = _lower(weights).astype(dtype)
             total = total + jnp.sum(weights.astype(jnp.float32), axis=1)
-            numerator = numerator + _dot(weights, refs["v"][...], plan)
+            numerator = numerator + _dot(weights, refs["v"][rows, :], plan)
         total = jnp.where(total < MIN_DENOMINATOR, 1.0, total)
         out["out"][...] = (numerator / total[:, None]).astype(dtype)
         out["largest"][...], out["total"][...] = largest, total
@@ -444,23 +511,40 @@ def _outputs(inputs, plan):
 
 
 def _query_gradients(inputs, plan, of_projection=False):
-    """Returns the gradient of queries, or of W^T / head_dim^(1/4) through them."""
+    """Returns the gradient of queries, or of W^T / head_dim^(1/4) through them.
+
+    With the gradient of queries come g1_i and the largest magnitudes of g_i, which no
+    other kernel needs to find again.
+    """
     shape, num_features = inputs["q"].shape, inputs["sums"].shape[-2]
     dtype = inputs["q"].dtype
 
-    def kernel(refs, out):
-        q, g, g1, largest = (refs[x][...] for x in ("q", "g", "g1", "largest"))
-        k = refs["k"][...] if plan.causal else None
-        pairs = _pair_gradients(refs, plan)
+    def kernel(refs, out, chunk):
+        rows = _rows(chunk, plan)
+        q, largest = refs["q"][rows, :], refs["largest"][rows]
+        k = refs["k"][rows, :] if plan.causal else None
+        if of_projection:
+            g, g1 = _quotients(refs, rows)
+        else:
+            # A scale for every query, whose gradient depends on no other cotangent.
+            wide = refs["g"][rows, :].astype(jnp.float32)
+            g1 = -jnp.sum(wide * refs["out"][rows, :].astype(jnp.float32), axis=1)
+            finite = jnp.where(jnp.isfinite(wide), jnp.abs(wide), 0.0)
+            magnitude = jnp.max(finite, axis=1)
+            out["g1"][...], out["magnitude"][...] = g1, magnitude
+            scale = _scale(magnitude)
+            factor = scale / refs["total"][rows]
+            g, g1 = (wide * factor[:, None]).astype(dtype), g1 * factor
+        pairs = _pair_gradients(refs, rows, g, g1, plan)
 
         def step(index, projected):
             block = pl.ds(index * plan.block, plan.block)
             ws = [w[:, block] for w in refs["ws"]]
-            # dphi(q_i)_f = g_i . S_f + g1_i z_f
-            gradient = _dot(g, refs["sums"][block, :].T, plan)
-            gradient = gradient + g1[:, None] * refs["totals"][block][None, :]
+            # dphi(q_i)_f = (g_i . S_f + g1_i z_f) / total_i
+            sums, totals = _sums_at(refs, ws, block, chunk, plan)
+            gradient = _dot(g, sums.T, plan) + g1[:, None] * totals[None, :]
             if plan.causal:
-                # + sum_{j <= i} (g_i . v_j + g1_i) phi(k_j)_f within the chunk.
+                # + sum_{j <= i} (g_i . v_j + g1_i) / total_i phi(k_j)_f in the chunk.
                 shift = refs["key_shift"][block]
                 phi = _key_features(k, ws, shift, plan).astype(dtype)
                 gradient = gradient + _dot(pairs, phi, plan)
@@ -468,16 +552,17 @@ def _query_gradients(inputs, plan, of_projection=False):
             phi = _query_features(q, ws, refs["query_shift"][block], largest, plan)
             gradient = (gradient * phi).astype(dtype)
             if of_projection:
-                out["w"][:, block] = _dot(q.T, gradient, plan)
+                out["w"][:, block] = _dot(q.T, gradient, plan) / refs["scale"][...]
                 return projected
             return projected + _dot(gradient, ws[0].T, plan)
 
         start = jnp.zeros(() if of_projection else q.shape, jnp.float32)
         projected = jax.lax.fori_loop(0, num_features // plan.block, step, start)
         if not of_projection:
-            out["q"][...] = projected.astype(dtype)
+            out["q"][...] = (projected / scale[:, None]).astype(dtype)
 
-    return _gradients(kernel, inputs, {"q": shape}, plan, of_projection)
+    shapes = {"q": shape, "g1": shape[:2], "magnitude": shape[:2]}
+    return _gradients(kernel, inputs, shapes, plan, of_projection)
 
 
 def _key_gradients(inputs, plan, of_projection=False):
@@ -485,20 +570,23 @@ def _key_gradients(inputs, plan, of_projection=False):
     num_features, width = inputs["sums"].shape[-2:]
     dtype = inputs["k"].dtype
 
-    def kernel(refs, out):
-        k, v = refs["k"][...], refs["v"][...]
-        q, largest = (refs[x][...] if plan.causal else None for x in ("q", "largest"))
-        pairs = _pair_gradients(refs, plan)
+    def kernel(refs, out, chunk):
+        rows = _rows(chunk, plan)
+        k, v, scale = refs["k"][rows, :], refs["v"][rows, :], refs["scale"][...]
+        q, largest = (refs[x][rows] if plan.causal else None for x in ("q", "largest"))
+        g, g1 = _quotients(refs, rows) if plan.causal else (None, None)
+        pairs = _pair_gradients(refs, rows, g, g1, plan)
 
         def step(index, carry):
             projected, total, of_values, weights = carry
             block = pl.ds(index * plan.block, plan.block)
-            ws, sums = [w[:, block] for w in refs["ws"]], refs["sums"][block, :]
+            ws = [w[:, block] for w in refs["ws"]]
+            sums, totals = _sums_at(refs, ws, block, chunk, plan, later=True)
             phi = _key_features(k, ws, refs["key_shift"][block], plan)
             # dphi(k_j)_f = dS_f . v_j + dz_f
-            gradient = _dot(v, sums.T, plan) + refs["totals"][block][None, :]
+            gradient = _dot(v, sums.T, plan) + totals[None, :]
             if plan.causal:
-                # + sum_{i >= j} (g_i . v_j + g1_i) phi(q_i)_f within the chunk.
+                # + sum_{i >= j} (g_i . v_j + g1_i) / total_i phi(q_i)_f in the chunk.
                 shift = refs["query_shift"][block]
                 phi_q = _query_features(q, ws, shift, largest, plan).astype(dtype)
                 gradient = gradient + _dot(pairs.T, phi_q, plan)
@@ -508,15 +596,16 @@ def _key_gradients(inputs, plan, of_projection=False):
             # da_jf = dphi(k_j)_f phi(k_j)_f, and dv_j = sum_f phi(k_j)_f dS_f.
             gradient = gradient * phi
             if of_projection:
-                out["w"][:, block] = _dot(k.T, gradient.astype(dtype), plan)
+                product = _dot(k.T, gradient.astype(dtype), plan)
+                out["w"][:, block] = product / scale
                 return carry
             projected = projected + _dot(gradient.astype(dtype), ws[0].T, plan)
             total = total + jnp.sum(gradient, axis=1)
             of_values = of_values + _dot(phi.astype(dtype), sums, plan)
             return projected, total, of_values, weights
 
-        chunk = plan.chunk
-        shapes = k.shape, (chunk,), (chunk, width), (chunk, chunk)
+        size = plan.chunk
+        shapes = k.shape, (size,), (size, width), (size, size)
         if of_projection:
             shapes = ((),) * 4
         elif not plan.causal:
@@ -528,12 +617,13 @@ def _key_gradients(inputs, plan, of_projection=False):
         projected, total, of_values, weights = carry
         # dk_j = sum_f da_jf (w_f - k~_j) / head_dim^(1/4)
         total = total[:, None] * plan.head_dim**-0.5
-        out["k"][...] = (projected - total * k.astype(jnp.float32)).astype(dtype)
-        # dv_j += sum_{i >= j} weight_ij g_i within the chunk.
+        of_keys = (projected - total * k.astype(jnp.float32)) / scale
+        out["k"][...] = of_keys.astype(dtype)
+        # dv_j += sum_{i >= j} weight_ij g_i / total_i within the chunk.
         if plan.causal:
             weights = _lower(weights).astype(dtype)
-            of_values = of_values + _dot(weights.T, refs["g"][...], plan)
-        out["v"][...] = of_values.astype(dtype)
+            of_values = of_values + _dot(weights.T, g, plan)
+        out["v"][...] = (of_values / scale).astype(dtype)
 
     shapes = {"k": inputs["k"].shape, "v": inputs["v"].shape}
     return _gradients(kernel, inputs, shapes, plan, of_projection)
@@ -548,15 +638,15 @@ def _gradients(kernel, inputs, shapes, plan, of_projection):
     return out["w"].sum(axis=(0, 1)) if of_projection else out
 
 
-def _pair_gradients(refs: Any, plan: _Plan) -> Any:
+def _pair_gradients(refs: Any, rows: Any, g: Any, g1: Any, plan: _Plan) -> Any:
     """Returns the gradients of a chunk's weights, [queries, keys]; None if not causal.
 
     The weight of a pair is phi(q_i) . phi(k_j), and its gradient g_i . v_j + g1_i.
     """
     if not plan.causal:
         return None
-    pairs = _dot(refs["g"][...], refs["v"][...].T, plan) + refs["g1"][...][:, None]
-    return _lower(pairs).astype(refs["v"].dtype)
+    pairs = _dot(g, refs["v"][rows, :].T, plan) + g1[:, None]
+    return _lower(pairs).astype(g.dtype)
 
 
 def _lower(pairs):
@@ -567,22 +657,26 @@ def _lower(pairs):
 
 # Axes of arrays: heads, segments, tokens, features, and others.
 _AXES = (
-    dict.fromkeys(("q", "k", "v", "g", "x", "y", "out"), "hnd")
-    | dict.fromkeys(("g1", "y1", "largest", "total"), "hn")
-    | dict.fromkeys(("shift", "query_shift", "key_shift"), "hf")
-    | {"ws": "df", "sums": "hsfd", "totals": "hsf", "shifts": "hsf", "w": "hsdf"}
+    dict.fromkeys(("q", "k", "v", "g", "out"), "hnd")
+    | dict.fromkeys(("g1", "magnitude", "largest", "total"), "hn")
+    | dict.fromkeys(("query_shift", "key_shift"), "hf")
+    | dict.fromkeys(("totals", "shifts"), "hsf")
+    | {"ws": "df", "sums": "hsfd", "scale": "h", "w": "hsdf"}
 )
 
 
 def _call(kernel, grid, size, inputs, shapes, plan):
-    """Calls a kernel for heads, segments of ``size`` tokens and blocks of features.
+    """Calls a kernel for heads, parts of ``size`` tokens and blocks of features.
 
-    Without blocks of features in the grid, a program gets all of them.
+    Parts are segments or chunks. The program of a chunk gets the inputs of the whole
+    segment if it is causal. Without blocks of features in the grid, a program gets all
+    of them.
 
     Args:
-        kernel: A function of references to inputs and outputs.
-        grid: Number of heads, of segments, and perhaps of blocks of features.
-        size: Number of tokens of a segment.
+        kernel: A function of references to inputs and outputs, and of the place of the
+            program's part in its segment.
+        grid: Number of heads, of parts, and perhaps of blocks of features.
+        size: Number of tokens of a part.
         inputs: Arrays by name, see `_AXES`.
         shapes: Shapes of outputs by name. Those of tokens have the dtype of the
             inputs' tokens, others are float32.
@@ -591,36 +685,44 @@ def _call(kernel, grid, size, inputs, shapes, plan):
     Returns:
         Outputs by name.
     """
+    # One axis, so that two `jax.vmap` can add theirs to the three of a GPU.
+    blocks, parts = math.prod(grid[2:]), grid[1]
+    segment = plan.segment if plan.causal else size
 
-    def index(axes, shape, program):
-        # One axis, so that two `jax.vmap` can add theirs to the three of a GPU.
-        blocks = math.prod(grid[2:])
-        rest = jax.lax.div(program, np.int32(blocks))
+    def part(program):
+        return jax.lax.rem(jax.lax.div(program, np.int32(blocks)), np.int32(parts))
+
+    def index(axes, shape, length, program):
+        place = jax.lax.div(part(program), np.int32(length // size))
         places = {
-            "h": jax.lax.div(rest, np.int32(grid[1])),
-            "s": jax.lax.rem(rest, np.int32(grid[1])),
+            "h": jax.lax.div(program, np.int32(blocks * parts)),
+            "s": place,
+            "n": place,
             "f": jax.lax.rem(program, np.int32(blocks)),
         }
-        places["n"] = places["s"]
         return tuple(
-            0 if length == 1 else places.get(axis, 0)
-            for axis, length in zip(axes, shape, strict=True)
+            0 if x == 1 else places.get(axis, 0)
+            for axis, x in zip(axes, shape, strict=True)
         )
 
-    def spec(axes, x):
-        sizes = {"h": None, "s": None, "n": size}
+    def spec(axes, length, x):
+        sizes = {"h": None, "s": None, "n": length}
         if grid[2:]:
             sizes["f"] = plan.block
-        block = [
-            sizes.get(axis, length) for axis, length in zip(axes, x.shape, strict=True)
-        ]
-        return pl.BlockSpec(block, functools.partial(index, axes, x.shape))
+        block = [sizes.get(axis, x) for axis, x in zip(axes, x.shape, strict=True)]
+        return pl.BlockSpec(block, functools.partial(index, axes, x.shape, length))
 
-    def specs(arrays):
+    def specs(arrays, length):
         return {
-            name: jax.tree.map(functools.partial(spec, _AXES[name]), x)
+            name: jax.tree.map(functools.partial(spec, _AXES[name], length), x)
             for name, x in arrays.items()
         }
+
+    def run(refs, out):
+        place = 0
+        if segment > size:
+            place = jax.lax.rem(part(pl.program_id(0)), np.int32(segment // size))
+        kernel(refs, out, place)
 
     tokens = inputs["ws"][0].dtype
     outputs = {
@@ -630,10 +732,10 @@ def _call(kernel, grid, size, inputs, shapes, plan):
         for name, shape in shapes.items()
     }
     return pl.pallas_call(
-        kernel,
+        run,
         grid=(math.prod(grid),),
-        in_specs=[specs(inputs)],
-        out_specs=specs(outputs),
+        in_specs=[specs(inputs, segment)],
+        out_specs=specs(outputs, size),
         out_shape=outputs,
         compiler_params=triton.CompilerParams(
             num_warps=8 if plan.chunk >= _STEP else 4, num_stages=2

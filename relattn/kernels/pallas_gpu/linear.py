@@ -49,7 +49,8 @@ _CAUSAL_CHUNKS = 4
 # Most tokens, and features, of a step.
 _STEP = 64
 # Bytes of a chunk of queries: with keys, values, gradients and weights of pairs they
-# fill the shared memory of an H100.
+# fill the shared memory of an H100. Three products of TF32 instead of one need twice as
+# much: each operand in two parts.
 _CHUNK_BYTES = 2**14
 # Most features.
 _MAX_FEATURES = 512
@@ -168,7 +169,8 @@ def attend_on_gpu(
     m, value_dim = v.shape[-2:]
     width = max(power_of_2(head_dim), power_of_2(value_dim))
     projection = cast(Array, _projection(feature_map))
-    chunk = min(_CHUNK, _CHUNK_BYTES // (width * v.dtype.itemsize))
+    size = _CHUNK_BYTES // 2 if name == "high" else _CHUNK_BYTES
+    chunk = min(_CHUNK, size // (width * v.dtype.itemsize))
     chunk = min(chunk, power_of_2(max(n, m)))
     segment = _segment(n, chunk, _CAUSAL_CHUNKS * chunk)
     block = min(_STEP, power_of_2(len(projection)))

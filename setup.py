@@ -100,6 +100,8 @@ setup(
         "types": ["pyright[nodejs]>=1.1.414"],
         "text": TEXT,
         "openwebtext": [*TEXT, "datasets>=3.6"],
+        # Data sets of Hugging Face.
+        "hf": [*TRAIN, "datasets>=3.6"],
         "prepare": [
             *TRAIN,
             "importlib_resources>=6.0",

@@ -1,4 +1,4 @@
-"""Data sets: embedded subsets, TFDS, image folders and text, behind one protocol."""
+"""Data sets of images and text from many sources, behind one protocol."""
 
 from relattn.extras import require_train
 

@@ -49,7 +49,7 @@ class ImageSplit:
     labels: Int32[np.ndarray, " n"]
 
     def __post_init__(self):
-        _check_images(self.images, self.labels, "images")
+        check_arrays(self.images, self.labels, "images")
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -260,7 +260,14 @@ class ImageData:
         return self.train.gather(indices)
 
 
-def _check_images(images: np.ndarray, labels: np.ndarray, name: str) -> None:
+def check_arrays(images: np.ndarray, labels: np.ndarray, name: str) -> None:
+    """Raises ValueError unless arrays are images with labels, see `ImageSplit`.
+
+    Args:
+        images: The images.
+        labels: Their labels.
+        name: The name of the images, for the message.
+    """
     if images.dtype != np.uint8 or images.ndim != 4:
         raise ValueError(
             f"{name} has shape {images.shape} and dtype {images.dtype}, expected uint8 "
@@ -298,7 +305,7 @@ def _check_split(
     images: np.ndarray, labels: np.ndarray | None, num_classes: int, name: str
 ) -> ImageSplit:
     images, labels = np.array(images), np.asarray(labels)
-    _check_images(images, labels, name)
+    check_arrays(images, labels, name)
     if not len(images):
         raise ValueError(f"{name} has no images: give at least one")
     _check_labels(labels, num_classes, name)
@@ -384,6 +391,29 @@ def draw_validation(
         raise ValueError(f"data.split_seed={shorten(split_seed)} must be at least 0")
     order = np.random.default_rng(split_seed).permutation(num_examples)
     return order[:num_validation]
+
+
+def check_no_draw(num_validation: int) -> None:
+    """Checks that no training images are held out of data with validation images.
+
+    Args:
+        num_validation: Number of training images to hold out.
+
+    Raises:
+        ValueError: If it is not 0.
+
+    Example:
+        >>> check_no_draw(500)
+        Traceback (most recent call last):
+        ValueError: data.num_validation=500 holds out training images, but the data \
+have validation images of their own: set data.num_validation=0
+    """
+    if num_validation != 0:
+        raise ValueError(
+            f"data.num_validation={shorten(num_validation)} holds out training images, "
+            "but the data have validation images of their own: set "
+            "data.num_validation=0"
+        )
 
 
 def channel_statistics(

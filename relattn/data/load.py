@@ -8,28 +8,33 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
+from relattn.data.arrays import read_arrays
 from relattn.data.augment import check_augmentation, make_erase, make_mix
 from relattn.data.base import DataSource
 from relattn.data.canvas import place_on_canvas
-from relattn.data.folder import (
-    MEMORY_BYTES,
-    decode_files,
-    find_files,
-    read_folder,
-)
+from relattn.data.csv_images import find_csv_images
+from relattn.data.folder import find_files
+from relattn.data.huggingface import find_huggingface_images
 from relattn.data.image_io import check_background
+from relattn.data.image_list import (
+    MEMORY_BYTES,
+    ImageList,
+    Images,
+    decode_list,
+    read_list,
+)
 from relattn.data.images import (
     ImageData,
-    ImageSplit,
     channel_statistics,
+    check_no_draw,
     split_validation,
 )
 from relattn.data.paths import expand, reading_data
 from relattn.data.preprocess import check_statistics
 from relattn.data.registry import EMBEDDED_FOLDER, EMBEDDED_VERSION, SETS
-from relattn.data.streaming import open_folder, open_streamed
+from relattn.data.streaming import open_list, open_streamed
 from relattn.data.text import load_text
-from relattn.data.tfds import find_or_prepare, read_full, read_prepared
+from relattn.data.tfds import find_or_prepare, find_set, read_full, read_prepared
 from relattn.messages import check_choice, closest, shorten
 
 # The options of images with their defaults; ``name`` and ``image_size`` have none.
@@ -52,9 +57,6 @@ IMAGE_OPTIONS = {
 }
 
 _PHOTOGRAPHS = "photographs that are read during training"
-
-# Training images, test images (None: the validation images), class names and origin.
-Images = tuple[ImageSplit, ImageSplit | None, tuple[str, ...], str]
 
 
 def image_options(name: str, image_size: int, **changes: Any) -> ConfigDict:
@@ -89,9 +91,9 @@ def load_data(config: ConfigDict) -> DataSource:
     """Loads the data set that a configuration selects.
 
     Args:
-        config: Options of the data. ``source`` is "embedded", "tfds" or "folder", with
-            the options of `load_images`, or "text", with those of `load_text`. Images
-            also have
+        config: Options of the data. ``source`` is "embedded", "tfds", "folder", "csv",
+            "hf" or "npz", with the options of `load_images`, or "text", with those of
+            `load_text`. Images also have
 
             - ``image_size``: height and width of the model's inputs;
             - ``standardize``: whether to subtract the mean of each channel and divide
@@ -102,9 +104,9 @@ def load_data(config: ConfigDict) -> DataSource:
             - ``erase``: erasing of a part of each training image, after everything
               else: "random_erasing(probability=0.25)", or "none", the default.
 
-            Photographs that are read during training (``name="imagenet2012"`` from
-            "tfds", and folders of images that differ in size or take more than 1 GiB)
-            also have
+            Photographs that are read during training (sets of "tfds" whose images
+            differ in size, such as ``name="imagenet2012"``, and images of "folder",
+            "csv" and "hf" that differ in size or take more than 1 GiB) also have
 
             - ``image_size``: side of the random crop in training and of the central
               crop in evaluation, by default 224;
@@ -146,23 +148,26 @@ def load_images(config: ConfigDict) -> ImageData:
 
             - ``name``: name of the set, for example "mnist";
             - ``source``: "embedded" (the subsets that ship with the package, the
-              default), "tfds" (full sets, prepared once) or "folder"
-              (``train/<class>/*.jpg`` and optionally ``test/<class>/*.jpg``);
-            - ``data_dir``: folder of the prepared sets ("" for TFDS's default), or the
-              image folder;
+              default), "tfds" (full sets, prepared once), "folder"
+              (``train/<class>/*.jpg`` and optionally ``test/<class>/*.jpg``), "csv" (a
+              table of files, see `relattn.data.csv_images.find_csv_images`), "hf" (a
+              Hugging Face data set on disk) or "npz" (arrays, see
+              `relattn.data.arrays.read_arrays`);
+            - ``data_dir``: folder of the prepared sets ("" for TFDS's default), the
+              image folder, or the file or folder of the other sources;
             - ``manual_dir``: folder of archives for preparation without download;
             - ``num_validation``: number of training images held out for validation, by
-              default 0;
+              default 0; must be 0 if the data have validation images of their own;
             - ``split_seed``: seed that selects them;
             - ``placement``: "static", "dynamic" or "dynamic_once" puts the images on a
               larger canvas, see `place_on_canvas`; "" does not;
             - ``canvas``: height and width of that canvas, in pixels;
             - ``augment``: augmentation of training images, "rotate(degrees=10)",
               "flip_crop(padding=4)" or "none";
-            - ``background``: colour behind transparent pixels of a folder's images, by
+            - ``background``: colour behind transparent pixels of image files, by
               default "white";
-            - ``skip_unreadable``: whether to leave out a folder's images that cannot be
-              read, instead of raising.
+            - ``skip_unreadable``: whether to leave out image files that cannot be read,
+              instead of raising.
 
             Only ``name`` is required.
 
@@ -193,10 +198,14 @@ def load_images(config: ConfigDict) -> ImageData:
 
 def _make_images(config: ConfigDict, images: Images) -> ImageData:
     """Splits images in memory, and places them on a canvas if asked for."""
-    train, test, class_names, origin = images
-    train, validation = split_validation(
-        train, config.get("num_validation", 0), config.get("split_seed", 0)
-    )
+    train, test, class_names, origin, validation = images
+    num_validation = config.get("num_validation", 0)
+    if validation is None:
+        train, validation = split_validation(
+            train, num_validation, config.get("split_seed", 0)
+        )
+    else:
+        check_no_draw(num_validation)
     mean, std = channel_statistics(train.images)
     data = ImageData(
         config.name,
@@ -224,11 +233,12 @@ def _check_name(config: ConfigDict) -> None:
 def _check_effect(config: ConfigDict, *, in_memory: bool) -> None:
     """Refuses options that would have no effect on images."""
     source = config.get("source", "embedded")
+    files = "a data.source of image files, such as 'folder'"
     needs = {
-        "data_dir": (source != "embedded", "data.source 'tfds' or 'folder'"),
+        "data_dir": (source != "embedded", "another data.source than 'embedded'"),
         "manual_dir": (source == "tfds", "data.source='tfds'"),
-        "background": (source == "folder", "data.source='folder'"),
-        "skip_unreadable": (source == "folder", "data.source='folder'"),
+        "background": (source in LISTS, files),
+        "skip_unreadable": (source in LISTS, files),
         "canvas": (config.get("placement", ""), "data.placement"),
         "short_side": (not in_memory, _PHOTOGRAPHS),
         "num_workers": (not in_memory, _PHOTOGRAPHS),
@@ -253,32 +263,45 @@ def _read_embedded(config: ConfigDict) -> Images:
         f"the subset of {SETS[config.name].title} that ships with relattn "
         f"({len(train):,} training and {len(test):,} test images)"
     )
-    return train, test, class_names, origin
+    return Images(train, test, class_names, origin)
 
 
 def _read_tfds(config: ConfigDict) -> Images:
     """Reads a full set from TFDS, preparing it first if necessary."""
-    check_choice("data.name", config.name, SETS)
-    if SETS[config.name].streamed:
+    data_dir = config.get("data_dir", "")
+    if find_set(config.name, data_dir).streamed:
         raise ValueError(
             f"data.name={config.name!r} does not fit into memory: open it with "
             "`load_data` instead of `load_images`"
         )
-    return read_full(
-        config.name, config.get("data_dir", ""), config.get("manual_dir", "")
-    )
+    return read_full(config.name, data_dir, config.get("manual_dir", ""))
 
 
-def _read_folder(config: ConfigDict) -> Images:
-    """Reads a folder of images of one size."""
-    return read_folder(_folder(config), **_reading(config))
+def _read_listed(config: ConfigDict) -> Images:
+    """Reads images of one size that a folder, a table or a data set lists."""
+    reading = _reading(config)
+    return read_list(_list_images(config), **reading)
 
 
-def _folder(config: ConfigDict) -> Path:
+def _list_images(config: ConfigDict) -> ImageList:
+    path = _path(config)
+    if config.source == "csv":
+        skip_missing = config.get("skip_unreadable", False)
+        return find_csv_images(path, skip_missing=skip_missing)
+    return find_huggingface_images(path) if config.source == "hf" else find_files(path)
+
+
+def _read_arrays(config: ConfigDict) -> Images:
+    """Reads a file of arrays."""
+    return read_arrays(_path(config))
+
+
+def _path(config: ConfigDict) -> Path:
+    """Returns the folder or file of the images."""
     if not config.get("data_dir", ""):
         raise ValueError(
-            'data.data_dir is empty: data.source="folder" needs the folder that holds '
-            "train/<class>/*.jpg"
+            f"data.data_dir is empty: data.source={config.source!r} needs "
+            f"{NEEDED[config.source]}"
         )
     return expand(config.data_dir, "data.data_dir")
 
@@ -291,16 +314,15 @@ def _reading(config: ConfigDict) -> dict[str, Any]:
     return {"background": background, "skip_unreadable": skip_unreadable}
 
 
-def _load_folder(config: ConfigDict) -> DataSource:
-    """Loads a folder into memory, or opens photographs of any size for streaming."""
+def _load_listed(config: ConfigDict) -> DataSource:
+    """Loads listed images, or opens photographs of any size for streaming."""
     _check_name(config)
     _check_effect(config, in_memory=False)
-    decoded = decode_files(
-        find_files(_folder(config)), memory_bytes=MEMORY_BYTES, **_reading(config)
-    )
-    decoded.files.warn()
+    reading = _reading(config)
+    decoded = decode_list(_list_images(config), memory_bytes=MEMORY_BYTES, **reading)
+    decoded.listed.warn()
     if decoded.images is None:
-        return open_folder(config, decoded.files)
+        return open_list(config, decoded.listed)
     _check_effect(config, in_memory=True)
     check_augmentation(config.get("augment", "none"))
     return _make_images(config, decoded.splits())
@@ -309,14 +331,13 @@ def _load_folder(config: ConfigDict) -> DataSource:
 def _load_tfds(config: ConfigDict) -> DataSource:
     """Loads a full set into memory, or opens it for streaming if it is too large."""
     _check_name(config)
-    check_choice("data.name", config.name, SETS)
-    if not SETS[config.name].streamed:
+    data_dir = config.get("data_dir", "")
+    entry = find_set(config.name, data_dir)
+    if not entry.streamed:
         return load_images(config)
     _check_effect(config, in_memory=False)
-    folder = find_or_prepare(
-        config.name, config.get("data_dir", ""), config.get("manual_dir", "")
-    )
-    return open_streamed(config, folder, SETS[config.name].test_split)
+    folder = find_or_prepare(config.name, data_dir, config.get("manual_dir", ""))
+    return open_streamed(config, folder, entry)
 
 
 def register_data(name: str, loader: Callable[[ConfigDict], DataSource]) -> None:
@@ -352,11 +373,24 @@ def register_data(name: str, loader: Callable[[ConfigDict], DataSource]) -> None
     LOADERS[name] = loader
 
 
-READERS = {"embedded": _read_embedded, "tfds": _read_tfds, "folder": _read_folder}
+# What the data_dir of these sources is. Those of `LISTS` are read image by image.
+NEEDED = {
+    "folder": "the folder that holds train/<class>/*.jpg",
+    "csv": "the CSV file with the columns path and label",
+    "hf": "the folder that a Hugging Face data set was saved to",
+    "npz": "the .npz file with the arrays train_images and train_labels",
+}
+LISTS = ("folder", "csv", "hf")
+READERS = {
+    "embedded": _read_embedded,
+    "tfds": _read_tfds,
+    **dict.fromkeys(LISTS, _read_listed),
+    "npz": _read_arrays,
+}
 LOADERS: dict[str, Callable[[ConfigDict], DataSource]] = {
     **dict.fromkeys(READERS, load_images),
     "tfds": _load_tfds,
-    "folder": _load_folder,
+    **dict.fromkeys(LISTS, _load_listed),
     "text": load_text,
 }
 # The entries above; users register others.

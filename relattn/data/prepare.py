@@ -66,7 +66,7 @@ def prepare(name: str, data_dir: str = "", manual_dir: str = "") -> Path:
         write_manifest(folder, (n for n in names if n.endswith((".json", ".txt"))))
     entry = SETS[name]
     if entry.streamed:
-        open_streamed(ConfigDict({"name": name}), folder, entry.test_split)
+        open_streamed(ConfigDict({"name": name}), folder, entry)
     else:
         train, test, _ = read_prepared(folder, entry.test_split)
         check_content(entry, folder, train, test)

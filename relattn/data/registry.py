@@ -15,7 +15,9 @@ class ImageSet:
 
     Attributes:
         title: Name in prose.
-        test_split: TFDS split used as test images.
+        test_split: TFDS split used as test images; "" for those of validation.
+        validation_split: TFDS split used as validation images; "" to hold out training
+            images.
         embedded: True if a subset ships with the package.
         class_names: Class names, where TFDS has numbers only.
         archive_prefix: Prefix of the archives that the set needs, where TFDS lists
@@ -29,6 +31,7 @@ class ImageSet:
 
     title: str
     test_split: str = "test"
+    validation_split: str = ""
     embedded: bool = False
     class_names: tuple[str, ...] = ()
     archive_prefix: str = ""

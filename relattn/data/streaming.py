@@ -34,18 +34,24 @@ from relattn.data.base import (
     shard_rows,
     steps_per_epoch,
 )
-from relattn.data.folder import FileRecords, FolderFiles
 from relattn.data.image_io import decode_image, open_image
+from relattn.data.image_list import ImageList, ImageRecords
 from relattn.data.image_transforms import (
     randaugment,
     random_flip,
     random_resized_crop,
     resized_center_crop,
 )
-from relattn.data.images import draw_validation
+from relattn.data.images import check_no_draw, draw_validation
 from relattn.data.main_guard import check_main_guard
 from relattn.data.paths import describe_error
-from relattn.data.tfds import describe_origin, open_builder, reading_prepared
+from relattn.data.registry import ImageSet
+from relattn.data.tfds import (
+    describe_origin,
+    find_features,
+    open_builder,
+    reading_prepared,
+)
 from relattn.data.user_images import interpolation, short_side
 
 AUGMENTATIONS = {"none": lambda image, rng: image, "randaugment": randaugment}
@@ -55,14 +61,14 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 NUM_STEPS = 2**40
 
 
-def open_streamed(config: ConfigDict, folder: Path, test_split: str) -> StreamedImages:
+def open_streamed(config: ConfigDict, folder: Path, entry: ImageSet) -> StreamedImages:
     """Opens a prepared set of photographs.
 
     Args:
         config: Options of the data, see `load_data`.
         folder: ``<data_dir>/<name>/<version>``, written with
             ``file_format="array_record"``.
-        test_split: Split used as test images.
+        entry: Properties of the set.
 
     Returns:
         The set, after decoding the first image of each split.
@@ -74,21 +80,25 @@ def open_streamed(config: ConfigDict, folder: Path, test_split: str) -> Streamed
     options = _read_options(config)
     with reading_prepared(folder):
         builder = open_builder(folder)
-        class_names = tuple(builder.info.features["label"].names)
-        train, test = (
+        _, label = find_features(builder, folder)
+        class_names = tuple(builder.info.features[label].names)
+        train, test, validation = (
             _open_split(builder, split, folder, interpolation(config))
-            for split in ("train", test_split)
+            if split
+            else None
+            for split in ("train", entry.test_split, entry.validation_split)
         )
+    assert train is not None
     origin = describe_origin(config.name, folder)
-    return _make_streamed(config, options, train, test, class_names, origin)
+    return _make_streamed(config, options, train, test, class_names, origin, validation)
 
 
-def open_folder(config: ConfigDict, files: FolderFiles) -> StreamedImages:
-    """Opens a folder of photographs of any size.
+def open_list(config: ConfigDict, listed: ImageList) -> StreamedImages:
+    """Opens a list of photographs of any size.
 
     Args:
         config: Options of the data, see `load_data`.
-        files: The image files. Without test images, the validation images are the test
+        listed: The images. Without test images, the validation images are the test
             images.
 
     Returns:
@@ -98,25 +108,26 @@ def open_folder(config: ConfigDict, files: FolderFiles) -> StreamedImages:
         ValueError: If an option is invalid.
     """
     options = _read_options(config)
-    train, test = (
+    train, validation, test = (
         Photographs(
-            FileRecords(paths, files.labels(paths)),
-            indices=np.arange(len(paths)),
-            num_classes=len(files.class_names),
-            origin=f"the images in {files.root}",
+            ImageRecords(images, listed.labels(images)),
+            indices=np.arange(len(images)),
+            num_classes=len(listed.class_names),
+            origin=f"the images of {listed.root}",
             hint="replace or delete it",
             background=config.get("background", "white"),
             interpolation=interpolation(config),
         )
-        for paths in (files.train, files.test)
+        for images in listed.splits
     )
     return _make_streamed(
         config,
         options,
         train,
-        test if files.test else None,
-        files.class_names,
-        files.origin,
+        test if listed.test else None,
+        listed.class_names,
+        listed.origin,
+        validation if listed.validation else None,
     )
 
 
@@ -127,13 +138,18 @@ def _make_streamed(
     test: Photographs | None,
     class_names: tuple[str, ...],
     origin: str,
+    validation: Photographs | None = None,
 ) -> StreamedImages:
     size, side, augment, num_workers = options
-    chosen = draw_validation(
-        len(train), config.get("num_validation", 0), config.get("split_seed", 0)
-    )
-    validation = dataclasses.replace(train, indices=train.indices[chosen])
-    train = dataclasses.replace(train, indices=np.delete(train.indices, chosen))
+    num_validation = config.get("num_validation", 0)
+    if validation is None:
+        chosen = draw_validation(
+            len(train), num_validation, config.get("split_seed", 0)
+        )
+        validation = dataclasses.replace(train, indices=train.indices[chosen])
+        train = dataclasses.replace(train, indices=np.delete(train.indices, chosen))
+    else:
+        check_no_draw(num_validation)
     info = ImageInfo(
         name=config.name,
         class_names=class_names,
@@ -181,15 +197,17 @@ def _read_options(config: ConfigDict) -> tuple[int, int, str, int]:
 def _open_split(
     builder: Any, split: str, folder: Path, interpolation: str
 ) -> Photographs:
+    image, label = find_features(builder, folder)
     records = builder.as_data_source(
-        split, decoders={"image": tfds.decode.SkipDecoding()}
+        split, decoders={image: tfds.decode.SkipDecoding()}
     )
     photographs = Photographs(
         records,
         indices=np.arange(len(records)),
-        num_classes=builder.info.features["label"].num_classes,
+        num_classes=builder.info.features[label].num_classes,
         origin=f"the {split} images in {folder}",
         interpolation=interpolation,
+        keys=(image, label),
     )
     list(photographs.read([0]))
     return photographs
@@ -296,13 +314,14 @@ class Photographs:
     """Encoded images of any size with labels, read from files one by one.
 
     Attributes:
-        records: TFDS's data source, with images as bytes, or the files of a folder.
+        records: TFDS's data source, with images as bytes, or `ImageRecords`.
         indices: Indices of the records that belong to the split, shape ``[n]``.
         num_classes: Number of classes; labels are below it.
         origin: Name of the split in error messages.
         hint: Fix at the end of error messages.
         background: Colour behind transparent pixels.
         interpolation: Of the resize: the name of a filter of Pillow.
+        keys: Names of the image and the label in a record.
     """
 
     records: Any
@@ -312,6 +331,7 @@ class Photographs:
     hint: str = "prepare the set again"
     background: str = "white"
     interpolation: str = "bilinear"
+    keys: tuple[str, str] = ("image", "label")
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -341,13 +361,14 @@ class Photographs:
             ) from error
         for key, record in zip(keys, records, strict=True):
             where = record.get("where", f"record {key} of {self.origin}")
-            label = int(record["label"])
+            label = int(record[self.keys[1]])
             if not 0 <= label < self.num_classes:
                 raise ValueError(
                     f"{where} has the label {label}, expected 0 to "
                     f"{self.num_classes - 1}: {self.hint}"
                 )
-            with open_image(io.BytesIO(record["image"]), where, self.hint) as image:
+            encoded = record[self.keys[0]]
+            with open_image(io.BytesIO(encoded), where, self.hint) as image:
                 image = decode_image(
                     image, where, self.hint, background=self.background
                 )

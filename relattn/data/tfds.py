@@ -8,6 +8,7 @@ import importlib.util
 import io
 import math
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -25,44 +26,151 @@ from tqdm import tqdm
 
 from relattn.command import lacks_resources
 from relattn.data.image_io import decode_image, open_image
+from relattn.data.image_list import Images
 from relattn.data.images import ImageSplit
 from relattn.data.paths import describe_error, expand, find_damage
 from relattn.data.registry import SETS, ImageSet
 from relattn.json_files import read_json
-from relattn.messages import shorten
+from relattn.messages import closest, shorten
 
 CHUNK = 1000
 # A larger split is decoded once into a memory-mapped file.
 MAPPED_BYTES = 4 * 10**9
+# A set and, for some, its configuration.
+_NAME = re.compile(r"\w[\w.+-]*(/\w[\w.+-]*)?")
 
 
 class DatasetNotPreparedError(FileNotFoundError):
     """A data set is not prepared; the message says how to prepare it."""
 
 
-def read_full(
-    name: str, data_dir: str, manual_dir: str
-) -> tuple[ImageSplit, ImageSplit, tuple[str, ...], str]:
+def read_full(name: str, data_dir: str, manual_dir: str) -> Images:
     """Reads a full image set into memory, preparing it first if necessary.
 
     Args:
-        name: Name of the set, one of `SETS`.
+        name: Name of the set, one of `SETS` or a prepared one.
         data_dir: Folder of TFDS's sets; "" for its default folder.
         manual_dir: Folder of archives that are not downloaded; "" for none.
 
     Returns:
-        The training images, the test images, the class names and the origin.
+        The images of each split, the class names and the origin.
 
     Raises:
         DatasetNotPreparedError: If the set is missing and cannot be prepared.
-        ValueError: If the set is damaged, or holds the images of another set.
+        ValueError: If the set is unknown or damaged, or holds the images of another
+            set.
     """
+    entry = find_set(name, data_dir)
     folder = find_or_prepare(name, data_dir, manual_dir)
-    entry = SETS[name]
-    train, test, class_names = read_prepared(folder, entry.test_split)
-    check_content(entry, folder, train, test)
+    train, class_names = read_split(folder, "train")
+    test, validation = (
+        read_split(folder, split)[0] if split else None
+        for split in (entry.test_split, entry.validation_split)
+    )
+    if test is not None:
+        check_content(entry, folder, train, test)
+    class_names = entry.class_names or class_names
     origin = describe_origin(name, folder)
-    return train, test, entry.class_names or class_names, origin
+    return Images(train, test, class_names, origin, validation)
+
+
+def find_set(name: str, data_dir: str) -> ImageSet:
+    """Returns the properties of a set: those of `SETS`, or of any prepared image set.
+
+    A split ``validation`` has the validation images. Without a split ``test``, they are
+    the test images.
+
+    Args:
+        name: TFDS's name of the set.
+        data_dir: Folder of TFDS's sets; "" for its default folder.
+
+    Returns:
+        The properties.
+
+    Raises:
+        ValueError: If the set is neither in `SETS` nor prepared, or has no images with
+            labels.
+    """
+    if name in SETS:
+        return SETS[name]
+    folder = find_prepared(name, data_dir)
+    if folder is None:
+        known = {*SETS, *prepared_sets(data_dir)}
+        raise ValueError(
+            f"unknown data.name {shorten(name)}: {closest(name, known)}; to add an "
+            "image set of TFDS, run `tfds build NAME --file_format=array_record "
+            f"--data_dir={data_root(data_dir)}` once"
+        )
+    with reading_prepared(folder):
+        builder = open_builder(folder)
+    splits, (image, _) = builder.info.splits, find_features(builder, folder)
+    if "train" not in splits:
+        raise ValueError(
+            f"the image set in {folder} has no split 'train', only "
+            f"{', '.join(map(repr, splits))}: choose another data.name"
+        )
+    return ImageSet(
+        title=name,
+        test_split="test" if "test" in splits else "",
+        validation_split="validation" if "validation" in splits else "",
+        streamed=None in builder.info.features[image].shape,
+    )
+
+
+def prepared_sets(data_dir: str) -> list[str]:
+    """Returns the names of the sets that are prepared in a folder, sorted.
+
+    Args:
+        data_dir: Folder of TFDS's sets; "" for its default folder.
+    """
+    root = data_root(data_dir)
+    folders = {
+        file.parent.parent
+        for pattern in ("*/*/dataset_info.json", "*/*/*/dataset_info.json")
+        for file in root.glob(pattern)
+        if tfds.core.Version.is_valid(file.parent.name)
+    }
+    return sorted(folder.relative_to(root).as_posix() for folder in folders)
+
+
+def find_features(builder: Any, folder: Path) -> tuple[str, str]:
+    """Returns the names of the features of a set that are its images and labels.
+
+    These are its supervised keys or, without any, its only image and its only label.
+
+    Args:
+        builder: TFDS's builder of the set.
+        folder: The folder of the set, for messages.
+
+    Returns:
+        The names.
+
+    Raises:
+        ValueError: If the set has no such features, or several of them.
+    """
+    features = builder.info.features
+    kinds = {"image": tfds.features.Image, "class label": tfds.features.ClassLabel}
+    given = builder.info.supervised_keys or ()
+    names = []
+    for kind, feature in kinds.items():
+        found = [name for name in features if isinstance(features[name], feature)]
+        chosen = [name for name in found if name in given] or found
+        if len(chosen) != 1:
+            several = (
+                f"several features ({', '.join(sorted(chosen))})" if chosen else "none"
+            )
+            raise ValueError(
+                f"the set in {folder} is to have one feature that is the {kind} of an "
+                f"example, but has {several}: choose another data.name"
+            )
+        names += chosen
+    image = features[names[0]]
+    if np.dtype(image.np_dtype) != np.uint8:
+        raise ValueError(
+            f"the images in {folder} are {np.dtype(image.np_dtype)}, expected uint8: "
+            "choose another data.name"
+        )
+    return names[0], names[1]
 
 
 def find_or_prepare(name: str, data_dir: str, manual_dir: str) -> Path:
@@ -71,7 +179,7 @@ def find_or_prepare(name: str, data_dir: str, manual_dir: str) -> Path:
     Preparation runs in a separate process, since it imports TensorFlow.
 
     Args:
-        name: Name of the set, one of `SETS`.
+        name: Name of the set, one of `SETS` or a prepared one.
         data_dir: Folder of TFDS's sets; "" for its default folder.
         manual_dir: Folder of archives that are not downloaded; "" for none.
 
@@ -99,6 +207,8 @@ def find_prepared(name: str, data_dir: str) -> Path | None:
     Returns:
         ``<data_dir>/<name>/<version>``, or None if no complete version exists.
     """
+    if not _NAME.fullmatch(name):
+        return None
     folders = [
         file.parent
         for file in (data_root(data_dir) / name).glob("*/dataset_info.json")
@@ -120,14 +230,10 @@ def describe_origin(name: str, folder: Path) -> str:
 def read_prepared(
     folder: Path, test_split: str = "test"
 ) -> tuple[ImageSplit, ImageSplit, tuple[str, ...]]:
-    """Reads the training and test images of a prepared set.
-
-    A split of more than `MAPPED_BYTES` bytes is decoded once into a file in the folder
-    and memory-mapped; a smaller one is read into memory.
+    """Reads the training and test images of a prepared set, see `read_split`.
 
     Args:
-        folder: ``<data_dir>/<name>/<version>``, written with
-            ``file_format="array_record"``.
+        folder: ``<data_dir>/<name>/<version>``.
         test_split: Split used as test images.
 
     Returns:
@@ -136,16 +242,35 @@ def read_prepared(
     Raises:
         ValueError: If the folder is incomplete, damaged or in another file format.
     """
+    train, class_names = read_split(folder, "train")
+    test, _ = read_split(folder, test_split)
+    return train, test, class_names
+
+
+def read_split(folder: Path, split: str) -> tuple[ImageSplit, tuple[str, ...]]:
+    """Reads the images of a split of a prepared set.
+
+    A split of more than `MAPPED_BYTES` bytes is decoded once into a file in the folder
+    and memory-mapped; a smaller one is read into memory.
+
+    Args:
+        folder: ``<data_dir>/<name>/<version>``, written with
+            ``file_format="array_record"``.
+        split: Name of the split.
+
+    Returns:
+        The images and the class names.
+
+    Raises:
+        ValueError: If the folder is incomplete, damaged or in another file format.
+    """
     with reading_prepared(folder):
         builder = open_builder(folder)
-        class_names = tuple(builder.info.features["label"].names)
-        train, test = (
-            _read_split(_Images(builder, split, folder), folder, split)
-            for split in ("train", test_split)
-        )
-        for split in (train, test):
-            _check_labels(split.labels, len(class_names))
-    return train, test, class_names
+        images = _Images(builder, split, folder)
+        class_names = images.class_names
+        found = _read_split(images, folder, split)
+        _check_labels(found.labels, len(class_names))
+    return found, class_names
 
 
 @contextlib.contextmanager
@@ -220,11 +345,14 @@ class _Images:
     """
 
     def __init__(self, builder: Any, split: str, folder: Path):
+        self._image, self._label = find_features(builder, folder)
         self._records = builder.as_data_source(
-            split, decoders={"image": tfds.decode.SkipDecoding()}
+            split, decoders={self._image: tfds.decode.SkipDecoding()}
         )
-        self._mode = {1: "L", 3: "RGB"}[builder.info.features["image"].shape[-1]]
+        features = builder.info.features
+        self._mode = "L" if features[self._image].shape[-1] == 1 else "RGB"
         self._where = f"of the {split} images in {folder}"
+        self.class_names = tuple(features[self._label].names)
 
     def __len__(self) -> int:
         return len(self._records)
@@ -236,9 +364,9 @@ class _Images:
         records = self._records.__getitems__(list(keys))
         for key, record in zip(keys, records, strict=True):
             where = f"record {key} {self._where}"
-            with open_image(io.BytesIO(record["image"]), where) as image:
+            with open_image(io.BytesIO(record[self._image]), where) as image:
                 pixels = decode_image(image, where).convert(self._mode)
-            yield np.atleast_3d(np.asarray(pixels)), record["label"]
+            yield np.atleast_3d(np.asarray(pixels)), record[self._label]
 
 
 def _read_split(source: _Images, folder: Path, split: str) -> ImageSplit:

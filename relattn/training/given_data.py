@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from relattn.data import DataInfo, DataSource, ImageSplit, TokenSplit
-from relattn.data.folder import FileRecords
+from relattn.data.image_list import ImageRecords
 from relattn.data.paths import recorded_sha256, sha256
 from relattn.data.streaming import Photographs, StreamedSplit
 from relattn.training.errors import CheckpointError
@@ -64,9 +64,9 @@ def _arrays(split: Any) -> list[np.ndarray]:
         checksum = recorded_sha256(Path(file)) or sha256(Path(file))
         return [np.frombuffer(checksum.encode(), np.uint8)]
     if isinstance(split, Photographs):
-        if not isinstance(split.records, FileRecords):
+        if not isinstance(split.records, ImageRecords):
             return [split.indices]
-        sizes = [file.stat().st_size for file in split.records.files]
+        sizes = [source.size() for source in split.records.sources]
         return [split.indices, split.records.labels, np.array(sizes)]
     if isinstance(split, StreamedSplit):
         # Processes that read would take seconds to start.

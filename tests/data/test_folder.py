@@ -9,7 +9,7 @@ import pytest
 from ml_collections import ConfigDict
 from PIL import Image
 
-from relattn.data import folder, load
+from relattn.data import image_list, load
 from relattn.data.folder import read_folder
 from relattn.data.images import ImageData
 from relattn.data.load import load_data, load_images
@@ -36,7 +36,8 @@ def root(tmp_path):
 
 
 def test_classes_and_files_are_sorted(root):
-    train, test, class_names, origin = read_folder(root)
+    train, test, class_names, origin, validation = read_folder(root)
+    assert validation is None
     assert class_names == ("a", "b")
     assert train.images.shape == (3, 3, 5, 3) and train.images.dtype == np.uint8
     assert train.images[:, 0, 0, 0].tolist() == [2, 1, 0]
@@ -73,20 +74,20 @@ def test_load_images_accepts_any_name_for_a_folder(root):
 
 def test_origin_names_the_file_formats(root):
     write(root, "test/a/1.jpeg", np.zeros((3, 5, 3)))
-    assert read_folder(root)[-1] == f"JPEG and PNG files in {root}"
+    assert read_folder(root).origin == f"JPEG and PNG files in {root}"
 
 
 def test_grey_images_have_one_channel(tmp_path):
     write(tmp_path, "train/a/1.png", np.full((3, 5), 7))
     write(tmp_path, "test/a/1.png", np.full((3, 5), 11))
-    train, test, _, _ = read_folder(tmp_path)
+    train, test, *_ = read_folder(tmp_path)
     assert train.images.shape == (1, 3, 5, 1)
     assert (test.images == 11).all()
 
 
 def test_grey_image_in_colour_set_is_repeated(root):
     write(root, "test/a/1.png", np.full((3, 5), 11))
-    _, test, _, _ = read_folder(root)
+    test = read_folder(root).test
     assert (test.images[0] == 11).all() and test.images.shape[-1] == 3
 
 
@@ -129,7 +130,7 @@ def test_what_is_left_out_is_named(root):
     )
     with pytest.warns(UserWarning, match=message):
         found = read_folder(root)
-    assert found[2:] == expected[2:] == (("a", "b"), f"PNG files in {root}")
+    assert found[2:4] == expected[2:4] == (("a", "b"), f"PNG files in {root}")
     for ours, theirs in zip(found[:2], expected[:2], strict=True):
         np.testing.assert_array_equal(ours.images, theirs.images)
 
@@ -224,13 +225,13 @@ def test_large_images_of_one_size_are_streamed(root, monkeypatch):
 
 def test_every_file_is_opened_once(root, monkeypatch):
     opened = []
-    open_image = folder.open_image
+    open_image = image_list.open_image
 
     def count(path, *args):
         opened.append(path)
         return open_image(path, *args)
 
-    monkeypatch.setattr(folder, "open_image", count)
+    monkeypatch.setattr(image_list, "open_image", count)
     config = ConfigDict({"name": "mine", "source": "folder", "num_validation": 1})
     config.data_dir = str(root)
     load_data(config)
@@ -300,12 +301,14 @@ def test_one_unreadable_image_is_named_with_the_fix(root):
 
 def test_a_class_without_readable_images_is_left_out(root):
     (root / "train" / "a" / "3.png").write_bytes(b"")
-    message = "unreadable images: train/a/3.png; classes without readable .*: train/a"
+    message = "unreadable images: train/a/3.png; classes without readable .*: a"
     with pytest.warns(UserWarning, match=message):
-        train, _, class_names, _ = read_folder(root, skip_unreadable=True)
+        train, _, class_names, *_ = read_folder(root, skip_unreadable=True)
     assert class_names == ("b",) and train.labels.tolist() == [0, 0]
     write(root, "test/a/1.png", np.zeros((3, 5, 3)))
-    message = "none of the images in .*/train/a can be read; the first is .*a/3.png can"
+    message = (
+        "none of the training images of class 'a' of .* can be read; the first is .*a/3"
+    )
     with pytest.raises(ValueError, match=message):
         read_folder(root, skip_unreadable=True)
 
@@ -321,7 +324,7 @@ def test_many_unreadable_images_are_counted(root):
 def test_a_part_without_readable_images_raises(root, part):
     for path in (root / part).glob("*/*"):
         path.write_bytes(b"")
-    with pytest.raises(ValueError, match=f"none of the images in .*{part} can be read"):
+    with pytest.raises(ValueError, match=f"none of the {part} images of .* can be"):
         read_folder(root, skip_unreadable=True)
 
 

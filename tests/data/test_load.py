@@ -53,9 +53,12 @@ def test_validation_images_depend_on_split_seed_only():
         ),
         (
             {"name": "mnist", "source": "tfd"},
-            r"^unknown data.source 'tfd': did you mean 'tfds'\? Available: embedded",
+            r"^unknown data.source 'tfd': did you mean 'tfds'\? Available: csv, emb",
         ),
-        ({"name": "mnist", "source": "xyz"}, "data.source 'xyz': available: embedded"),
+        (
+            {"name": "mnist", "source": "xyz"},
+            "data.source 'xyz': available: csv, embedded",
+        ),
         (
             {"name": "mnist", "num_validation": 5000},
             "data.num_validation=5000 must be from 0 to 4999, ",
@@ -177,9 +180,12 @@ def test_unknown_image_options_raise():
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"data_dir": "d"}, r"data\.data_dir='d' has no effect .* 'tfds' or 'folder'"),
+        ({"data_dir": "d"}, r"data\.data_dir='d' has no effect .* than 'embedded'"),
         ({"manual_dir": "d"}, r"data\.manual_dir='d' .* data\.source='tfds'"),
-        ({"background": "red"}, r"data\.background='red' .* data\.source='folder'"),
+        (
+            {"background": "red"},
+            r"data\.background='red' .* image files, such as 'folder'",
+        ),
         ({"skip_unreadable": True}, r"data\.skip_unreadable=True .* leave it at False"),
         ({"canvas": 40}, r"data\.canvas=40 .* needs data\.placement: leave it at 84"),
         ({"short_side": 40}, r"data\.short_side=40 .* photographs .* leave it at 0"),

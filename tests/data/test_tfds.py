@@ -7,11 +7,12 @@ import shutil
 
 import numpy as np
 import pytest
+import tensorflow_datasets as tfds_lib
 from ml_collections import ConfigDict
 
 from relattn.data import tfds
 from relattn.data.images import ImageSplit
-from relattn.data.load import load_images
+from relattn.data.load import load_data, load_images
 from relattn.data.paths import write_manifest
 from relattn.data.registry import SETS
 from relattn.data.tfds import (
@@ -21,6 +22,8 @@ from relattn.data.tfds import (
     prepare_command,
     read_prepared,
 )
+from tests.data.conftest import SmallPhotographs
+from tools.embed import encode_png
 
 
 def expected_images(n):
@@ -302,3 +305,99 @@ def test_message_contains_the_prepare_command():
     text = str(tfds.not_prepared("mnist", "a b", "why"))
     assert "`python -m relattn.data.prepare --name=mnist '--data_dir=a b'`" in text
     assert pathlib.Path(tfds.__file__).with_name("prepare.py").is_file()
+
+
+class Fruits(SmallPhotographs, skip_registration=True):
+    """A set that relattn does not know, whose features have other names."""
+
+    __module__ = "conftest"
+
+    def _info(self):
+        features = {
+            "photo": tfds_lib.features.Image(shape=self.shape, encoding_format="png"),
+            "mask": tfds_lib.features.Image(shape=self.shape, encoding_format="png"),
+            "kind": tfds_lib.features.ClassLabel(names=["fig", "kiwi", "lime"]),
+            "farm": tfds_lib.features.ClassLabel(num_classes=5),
+        }
+        return tfds_lib.core.DatasetInfo(
+            builder=self,
+            features=tfds_lib.features.FeaturesDict(features),
+            supervised_keys=self.keys,
+            disable_shuffling=True,
+        )
+
+    def _generate_examples(self, n):
+        for index in range(n):
+            height, width = (5, 7) if self.shape[0] else (30 + index, 40)
+            image = np.full((height, width), 10 * n + index, np.uint8)
+            values = {"photo": encode_png(image), "mask": encode_png(0 * image)}
+            yield index, {**values, "kind": index % 3, "farm": 4}
+
+
+def write_fruits(folder, shape, keys=("photo", "kind"), file_format=None, **splits):
+    members = {"name": "fruits", "splits": splits, "shape": shape, "keys": keys}
+    members["__module__"] = "conftest"
+    builder = type("Set", (Fruits,), members, skip_registration=True)(
+        data_dir=folder, file_format=file_format or "array_record"
+    )
+    builder.download_and_prepare()
+    config = ConfigDict({"name": "fruits", "source": "tfds", "data_dir": str(folder)})
+    config.update(image_size=5, num_validation=0)
+    return config
+
+
+def levels(split):
+    (batch,) = split.batches(11)
+    rows = batch["weight"] > 0
+    return batch["image"][rows, 0, 0, 0].tolist(), batch["label"][rows].tolist()
+
+
+@pytest.mark.parametrize("shape", [(5, 7, 1), (None, None, 1)])
+def test_any_prepared_image_set_is_read_by_name(tmp_path, shape):
+    config = write_fruits(tmp_path, shape, train=7, validation=2, test=3)
+    data = load_data(config)
+    assert data.info.streamed == (shape[0] is None)
+    assert data.info.class_names == ("fig", "kiwi", "lime")
+    assert data.info.num_train == 7
+    assert levels(data.eval_splits["validation"]) == ([20, 21], [0, 1])
+    assert levels(data.eval_splits["test"]) == ([30, 31, 32], [0, 1, 2])
+    with data.train_loader(7, seed=0) as loader:
+        _, batch = next(loader)
+    expected = {70 + index: index % 3 for index in range(7)}
+    found = batch["image"][:, 0, 0, 0].tolist()
+    assert dict(zip(found, batch["label"].tolist(), strict=True)) == expected
+    config.num_validation = 2
+    with pytest.raises(ValueError, match="num_validation=2 .* of their own: set data"):
+        load_data(config)
+
+
+def test_a_set_of_one_split_is_its_training_images(tmp_path):
+    config = write_fruits(tmp_path, (5, 7, 1), train=7)
+    config.num_validation = 2
+    data = load_data(config)
+    assert (len(data.train), len(data.validation)) == (5, 2)
+    assert data.eval_splits["test"] is data.eval_splits["validation"]
+
+
+def test_unsuitable_and_unknown_sets_are_refused_with_a_fix(tmp_path):
+    config = write_fruits(tmp_path, (5, 7, 1), keys=None, train=7)
+    message = (
+        r"fruits.* is to have one feature that is the image of an example, but has "
+    )
+    with pytest.raises(ValueError, match=rf"{message}several features \(mask, photo\)"):
+        load_data(config)
+    config.name = "fruit"
+    message = r"unknown data.name 'fruit': did you mean 'fruits'\? .*; to add an image "
+    with pytest.raises(
+        ValueError, match=f"^{message}set of TFDS, run `tfds build NAME"
+    ):
+        load_data(config)
+    config.name = "../fruits"
+    with pytest.raises(ValueError, match=r"unknown data.name '../fruits'"):
+        load_data(config)
+
+
+def test_a_set_without_training_images_is_refused(tmp_path):
+    config = write_fruits(tmp_path, (5, 7, 1), test=7)
+    with pytest.raises(ValueError, match="has no split 'train', only 'test': choose"):
+        load_data(config)

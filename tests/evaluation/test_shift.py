@@ -20,7 +20,7 @@ from relattn.data import (
     make_preprocess,
     preprocess,
 )
-from relattn.data.folder import FileRecords
+from relattn.data.image_list import ImageFile, ImageRecords
 from relattn.data.streaming import Photographs
 from relattn.evaluation.shift import (
     NOT_ALLOWED,
@@ -283,7 +283,8 @@ def test_a_crop_of_photographs_moves(tmp_path, axis):
     for file, image in zip(files, pixels, strict=True):
         Image.fromarray(image).save(file)
     labels = np.array([0, 1, 1], np.int32)
-    photographs = Photographs(FileRecords(files, labels), np.arange(3), 2, "noise")
+    records = ImageRecords([ImageFile(file, "") for file in files], labels)
+    photographs = Photographs(records, np.arange(3), 2, "noise")
     split = StreamedSplit(photographs, image_size=5, short_side=11, num_workers=0)
     statistics = (0.3,) * 3, (0.2,) * 3
     info = ImageInfo(

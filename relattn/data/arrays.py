@@ -1,0 +1,148 @@
+"""Reads image sets from a file of arrays, ``.npz``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from relattn.command import lacks_resources
+from relattn.data.image_list import Images, check_several_classes, class_order
+from relattn.data.images import ImageSplit, check_arrays
+from relattn.data.paths import describe_error
+from relattn.messages import shorten
+
+# Names of the arrays of a split: those of MedMNIST and of Keras.
+NAMES = {
+    "train": (("train_images", "train_labels"), ("x_train", "y_train")),
+    "validation": (
+        ("validation_images", "validation_labels"),
+        ("val_images", "val_labels"),
+        ("x_val", "y_val"),
+    ),
+    "test": (("test_images", "test_labels"), ("x_test", "y_test")),
+}
+CLASS_NAMES = "class_names"
+
+
+def read_arrays(file: Path) -> Images:
+    """Reads images and labels from a file that `numpy.savez` wrote.
+
+    The arrays are ``train_images``, uint8 of shape ``[n, height, width, channels]`` or
+    ``[n, height, width]``, and ``train_labels``, of shape ``[n]`` or ``[n, 1]``;
+    optionally the same of ``validation`` (or ``val``) and ``test``; and optionally
+    ``class_names``. Or ``x_train`` and ``y_train``, and so on.
+
+    Args:
+        file: The file.
+
+    Returns:
+        The images of each split, the class names and the origin. Without
+        ``class_names``, the classes are the different labels of the training images, in
+        numerical order if they are integers, else in alphabetical order.
+
+    Raises:
+        FileNotFoundError: If the file is missing.
+        ValueError: If it is no such file, or its arrays have another type, shape or
+            range.
+
+    Example:
+        >>> import tempfile
+        >>> file = Path(tempfile.mkdtemp()) / "mine.npz"
+        >>> np.savez(file, train_images=np.zeros((2, 5, 3), np.uint8),
+        ...          train_labels=np.array(["no", "yes"]))
+        >>> images = read_arrays(file)
+        >>> images.train.images.shape, images.class_names
+        ((2, 5, 3, 1), ('no', 'yes'))
+    """
+    if not file.is_file():
+        raise FileNotFoundError(
+            f"the file {file} is missing: set data.data_dir to a file of numpy.savez"
+        )
+    try:
+        # Objects would have to be unpickled.
+        with np.load(file, allow_pickle=False) as opened:
+            known = {
+                name for pairs in NAMES.values() for pair in pairs for name in pair
+            }
+            arrays = {n: opened[n] for n in opened.files if n in known | {CLASS_NAMES}}
+            listed = ", ".join(opened.files)
+    except Exception as error:
+        if lacks_resources(error):
+            raise
+        raise ValueError(
+            f"{file} cannot be read ({describe_error(error)}): write it with "
+            "numpy.savez, without arrays of objects"
+        ) from error
+    splits = {name: _find_split(arrays, name, file) for name in NAMES}
+    if splits["train"] is None:
+        raise ValueError(
+            f"{file} has no array train_images, only {listed or 'none'}: name the "
+            "arrays train_images and train_labels"
+        )
+    images, labels = splits["train"]
+    given = np.ravel(arrays.get(CLASS_NAMES, ())).tolist()
+    class_names = tuple(map(str, given))
+    if class_names and labels.dtype.kind in "iu":
+        # Numbers are positions in the given names.
+        known = {str(label): label for label in range(len(class_names))}
+    else:
+        class_names = class_names or class_order(map(str, labels.tolist()))
+        known = {name: label for label, name in enumerate(class_names)}
+    check_several_classes(class_names, str(file))
+    found = {}
+    for name, split in splits.items():
+        if split is not None:
+            found[name] = _encode(*split, known, f"{name} in {file}")
+            if split[0].shape[1:] != images.shape[1:]:
+                raise ValueError(
+                    f"the images of {name} in {file} have shape {split[0].shape[1:]}, "
+                    f"but those of training {images.shape[1:]}: resize one of them"
+                )
+    origin = f"the arrays of {file}"
+    return Images(class_names=class_names, origin=origin, **{"test": None, **found})
+
+
+def _find_split(
+    arrays: Mapping[str, np.ndarray], name: str, file: Path
+) -> tuple[np.ndarray, np.ndarray] | None:
+    """Returns the images and the labels of a split, or None if it has neither."""
+    for keys in NAMES[name]:
+        there = [key for key in keys if key in arrays]
+        if len(there) == 1:
+            (absent,) = {*keys} - {*there}
+            raise ValueError(f"{file} has {there[0]} but no {absent}: add it")
+        if there:
+            images, labels = (arrays[key] for key in keys)
+            images = images[..., None] if images.ndim == 3 else images
+            labels = (
+                labels[:, 0] if labels.ndim == 2 and labels.shape[1] == 1 else labels
+            )
+            if labels.shape != images.shape[:1] or labels.dtype.kind not in "iuU":
+                raise ValueError(
+                    f"{keys[1]} in {file} has shape {labels.shape} and dtype "
+                    f"{labels.dtype}, expected {len(images)} integers or names: give "
+                    "one label for each image"
+                )
+            return images, labels
+    return None
+
+
+def _encode(
+    images: np.ndarray, labels: np.ndarray, known: Mapping[str, int], where: str
+) -> ImageSplit:
+    """Returns a split with the number of each label."""
+    values, inverse = np.unique(labels, return_inverse=True)
+    for value in values.tolist():
+        if str(value) not in known:
+            raise ValueError(
+                f"the labels of {where} have {shorten(value)}, which is no class of "
+                f"training, only {shorten(', '.join(known))}: correct them"
+            )
+    numbers = np.array([known[str(value)] for value in values.tolist()], np.int32)
+    encoded = numbers[inverse] if len(labels) else np.zeros(0, np.int32)
+    check_arrays(images, encoded, f"the images of {where}")
+    if not len(images):
+        raise ValueError(f"the images of {where} are none: give at least one")
+    return ImageSplit(images, encoded)

@@ -100,8 +100,8 @@ setup(
         "types": ["pyright[nodejs]>=1.1.414"],
         "text": TEXT,
         "openwebtext": [*TEXT, "datasets>=3.6"],
-        # Data sets of Hugging Face.
-        "hf": [*TRAIN, "datasets>=3.6"],
+        # Data sets and tokenizers of Hugging Face.
+        "hf": [*TRAIN, "datasets>=3.6", "tokenizers>=0.21"],
         "prepare": [
             *TRAIN,
             "importlib_resources>=6.0",

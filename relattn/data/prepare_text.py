@@ -1,20 +1,23 @@
 """Writes text as token files in nanoGPT's layout: ``train.bin`` and ``val.bin``.
 
-    python -m relattn.data.prepare_text --input a.txt b.txt --output=DIR
+    python -m relattn.data.prepare_text --input a.txt b.jsonl --output=DIR
     python -m relattn.data.prepare_text --openwebtext --output=DIR
 
 Options:
 
-- ``--validation a.txt ...``: plain files for ``val.bin``;
-- ``--test a.txt ...``: plain files for ``test.bin``; without it, a run reports its
-  result on the validation text;
-- ``--tokenizer``: ``gpt2`` (the default) or ``bytes``;
+- ``--validation a.txt ...``: files for ``val.bin``;
+- ``--test a.txt ...``: files for ``test.bin``; without it, a run reports its result on
+  the validation text;
+- ``--field``: the name of the text in each line of files ``.jsonl`` (JSON Lines), by
+  default ``text``; each line is a document;
+- ``--tokenizer``: ``gpt2`` (the default), ``bytes``, or the path of a
+  ``tokenizer.json`` of Hugging Face, which is copied to the output;
 - ``--bpe_dir=DIR``: folder of GPT-2's ``encoder.json`` and ``vocab.bpe``; without it,
   tiktoken downloads them;
 - ``--openwebtext=DIR``: reads a local copy; without DIR, OpenWebText needs
   ``pip install relattn[openwebtext]`` and a network;
 - ``--val_fraction``: without ``--validation``, the share of the text for validation,
-  by default the last tenth of the plain files in order, or 0.0005 of OpenWebText's
+  by default the last tenth of the files in order, or 0.0005 of OpenWebText's
   documents.
 
 ``manifest.json`` holds the SHA-256 of the files. A run verifies them before training:
@@ -39,9 +42,17 @@ from tqdm import tqdm
 from relattn import command
 from relattn.data.paths import MANIFEST, describe_error, write_manifest
 from relattn.data.text import FILES, META, TokenMeta, write_meta, write_tokens
-from relattn.data.tokenizers import TOKENIZERS, TokenIds, Tokenizer, load_tokenizer
-from relattn.files import check_folder, naming
-from relattn.messages import printable
+from relattn.data.tokenizers import (
+    TOKENIZER_FILE,
+    TOKENIZERS,
+    FileTokenizer,
+    TokenIds,
+    Tokenizer,
+    load_tokenizer,
+)
+from relattn.files import check_folder, naming, replace_file
+from relattn.json_files import parse_json
+from relattn.messages import printable, shorten
 
 OPENWEBTEXT = "Skylion007/openwebtext"
 FILE_VAL_FRACTION = 0.1
@@ -51,8 +62,14 @@ DOCUMENT_SPLIT_SEED = 2357
 BLOCK_BYTES = 2**18
 # Number of texts encoded in parallel threads: tiktoken releases Python's lock.
 NUM_PARALLEL_TEXTS = 64
+# Files beside those of the tokens.
+ADDED = (META, MANIFEST, TOKENIZER_FILE)
 # UTF-8 continuation bytes, 10xxxxxx.
 CONTINUATION = bytes(range(0x80, 0xC0))
+
+# Files with this suffix have a JSON object in each line.
+LINES_SUFFIX = ".jsonl"
+FIELD = "text"
 
 # A text, and True if a document ends with it.
 Piece = tuple[str, bool]
@@ -65,19 +82,23 @@ def prepare_files(
     val_fraction: float = FILE_VAL_FRACTION,
     test_inputs: Sequence[Path] = (),
     validation_inputs: Sequence[Path] = (),
+    field: str = FIELD,
 ) -> TokenMeta:
-    """Writes the tokens of plain text files.
+    """Writes the tokens of text files and of JSON Lines.
 
-    Several files each end with the tokenizer's end-of-text token, if it has one.
+    Several files, and each line of JSON, end with the tokenizer's end-of-text token, if
+    it has one.
 
     Args:
-        inputs: UTF-8 text files, in order.
+        inputs: UTF-8 text files, or files ``.jsonl`` with a JSON object in each line,
+            in order.
         output: Folder to write.
         tokenizer: Tokenizer that encodes the text.
         val_fraction: Share of the bytes, at the end, for validation; without effect if
-            there are ``validation_inputs``.
-        test_inputs: UTF-8 text files for the test, in order; none for no test text.
-        validation_inputs: UTF-8 text files for validation, in order.
+            there are ``validation_inputs``. Lines of JSON are not divided.
+        test_inputs: Files for the test, like ``inputs``; none for no test text.
+        validation_inputs: Files for validation, like ``inputs``.
+        field: Name of the text in each line of JSON.
 
     Returns:
         The description of the written files.
@@ -85,8 +106,8 @@ def prepare_files(
     Raises:
         FileNotFoundError: If an input is missing.
         FileExistsError: If ``output`` holds token files already.
-        ValueError: If ``val_fraction`` is not between 0 and 1, a file is not UTF-8, or
-            a split would have no text.
+        ValueError: If ``val_fraction`` is not between 0 and 1, a file is not UTF-8, a
+            line is not JSON with the field, or a split would have no text.
 
     Example:
         >>> import tempfile
@@ -103,22 +124,25 @@ def prepare_files(
                 f"the input {path} is missing: give the path of a text file"
             )
     if validation_inputs:
-        splits = {"train": _whole(inputs), "validation": _whole(validation_inputs)}
+        splits = {
+            "train": _whole(inputs, tokenizer, field),
+            "validation": _whole(validation_inputs, tokenizer, field),
+        }
     else:
         sizes = _sizes(inputs)
         total = sum(sizes)
-        cut = _next_character(inputs, sizes, int(total * (1 - val_fraction)))
+        cut = _next_start(inputs, sizes, int(total * (1 - val_fraction)))
         if not 0 < cut < total:
             raise ValueError(
                 f"{total} bytes of text with val_fraction={val_fraction} leave no text "
                 "for training or validation: use more text"
             )
         splits = {
-            "train": _pieces(inputs, sizes, 0, cut),
-            "validation": _pieces(inputs, sizes, cut, total),
+            "train": _pieces(inputs, sizes, 0, cut, tokenizer, field),
+            "validation": _pieces(inputs, sizes, cut, total, tokenizer, field),
         }
     if test_inputs:
-        splits["test"] = _whole(test_inputs)
+        splits["test"] = _whole(test_inputs, tokenizer, field)
     names = ", ".join(path.name for path in inputs)
     return _write(output, splits, tokenizer, f"the text of {names}")
 
@@ -127,25 +151,36 @@ def _sizes(inputs: Sequence[Path]) -> list[int]:
     return [path.stat().st_size for path in inputs]
 
 
-def _whole(inputs: Sequence[Path]) -> Iterator[Piece]:
+def _whole(inputs: Sequence[Path], tokenizer: Tokenizer, field: str) -> Iterator[Piece]:
     """Returns the text of whole files."""
     sizes = _sizes(inputs)
     if not sum(sizes):
         names = ", ".join(map(str, inputs))
         raise ValueError(f"there is no text in {names}: give a file that has some")
-    return _pieces(inputs, sizes, 0, sum(sizes))
+    return _pieces(inputs, sizes, 0, sum(sizes), tokenizer, field)
 
 
 def _pieces(
-    inputs: Sequence[Path], sizes: Sequence[int], first: int, last: int
+    inputs: Sequence[Path],
+    sizes: Sequence[int],
+    first: int,
+    last: int,
+    tokenizer: Tokenizer,
+    field: str,
 ) -> Iterator[Piece]:
     """Yields the text of the bytes [first, last) of the joined files."""
     start = 0
     for path, size in zip(inputs, sizes, strict=True):
         begin, end = max(first - start, 0), min(last - start, size)
         start += size
-        if begin < end:
-            for text in split_text(read_text(path, begin, end)):
+        if begin < end and path.suffix.lower() == LINES_SUFFIX:
+            for text in read_lines(path, begin, end, field):
+                yield text, True
+        elif begin < end:
+            blocks = read_text(path, begin, end)
+            # Others may take the start of a part for that of a word.
+            is_known = tokenizer.name in TOKENIZERS
+            for text in split_text(blocks) if is_known else ["".join(blocks)]:
                 yield text, False
             if len(inputs) > 1 and end == size:
                 yield "", True
@@ -214,20 +249,28 @@ def _texts(documents: Any) -> Iterator[Piece]:
 def _check_arguments(output: Path, val_fraction: float) -> None:
     if not 0 < val_fraction < 1:
         raise ValueError(f"val_fraction={val_fraction} must be between 0 and 1")
-    for name in (META, MANIFEST, *FILES.values()):
+    for name in (*ADDED, *FILES.values()):
         if (output / name).exists():
             raise FileExistsError(
                 f"{output / name} exists already: choose another output or delete it"
             )
 
 
-def _next_character(inputs: list[Path], sizes: list[int], position: int) -> int:
-    """Moves a byte position in the joined files forward to the start of a character."""
+def _next_start(inputs: list[Path], sizes: list[int], position: int) -> int:
+    """Moves a byte position in the joined files forward to the start of a character.
+
+    In JSON Lines, it is moved to the start of a line.
+    """
     start = 0
     for path, size in zip(inputs, sizes, strict=True):
         if position < start + size:
+            offset = position - start
             with naming(path), path.open("rb") as file:
-                file.seek(position - start)
+                if path.suffix.lower() == LINES_SUFFIX:
+                    # The byte before the start of a line is its only one here.
+                    file.seek(max(offset - 1, 0))
+                    return position + len(file.readline()) - 1 if offset else position
+                file.seek(offset)
                 following = file.read(4)
             return position + len(following) - len(following.lstrip(CONTINUATION))
         start += size
@@ -261,6 +304,66 @@ def read_text(path: Path, begin: int, end: int) -> Iterator[str]:
                     f"{path} is not UTF-8 text ({error.reason} before byte {begin}): "
                     "convert it to UTF-8"
                 ) from error
+
+
+def read_lines(path: Path, begin: int, end: int, field: str) -> Iterator[str]:
+    """Reads the texts of the bytes [begin, end) of a file of JSON Lines.
+
+    Args:
+        path: Path of the file.
+        begin: First byte, the start of a line.
+        end: End, exclusive, the end of a line.
+        field: Name of the text in each line.
+
+    Yields:
+        The text of each line; empty lines are left out.
+
+    Raises:
+        ValueError: If a line is not JSON, or has no such text.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "a.jsonl"
+        >>> path.write_text('{"id": 7, "text": "to be"}')
+        26
+        >>> list(read_lines(path, 0, 26, "text"))
+        ['to be']
+    """
+    with naming(path), path.open("rb") as file:
+        file.seek(begin)
+        while begin < end:
+            start, line = begin, file.readline()
+            begin += len(line)
+            if not line:
+                return
+            if not line.strip():
+                continue
+            where = f"a line of {path}"
+            try:
+                values = parse_json(line, where, dict, allow_nan=True)
+                problem = ""
+            except ValueError as error:
+                values, problem = {}, str(error).removeprefix(where)
+            if not problem and field not in values:
+                names = shorten(", ".join(values))
+                problem = (
+                    f" has no field {field!r}, only {names}: give its name by --field"
+                )
+            elif not problem and not isinstance(values[field], str):
+                problem = f" has no text as its {field!r}: give another name by --field"
+            elif problem:
+                problem += ": correct the line"
+            if problem:
+                number = 1 + _count_lines(path, start)
+                raise ValueError(f"line {number} of {path}{problem}")
+            yield values[field]
+
+
+def _count_lines(path: Path, end: int) -> int:
+    """Counts the lines in the first bytes of a file."""
+    with naming(path), path.open("rb") as file:
+        sizes = (min(BLOCK_BYTES, end - begin) for begin in range(0, end, BLOCK_BYTES))
+        return sum(file.read(size).count(b"\n") for size in sizes)
 
 
 def split_text(blocks: Iterable[str]) -> Iterator[str]:
@@ -346,11 +449,16 @@ def _write(
         meta = TokenMeta(tokenizer.name, tokenizer.vocab_size, counts, origin)
         path = output / META
         write_meta(output, meta)
+        names = [META, *counts]
+        if isinstance(tokenizer, FileTokenizer):
+            path = output / TOKENIZER_FILE
+            replace_file(path, tokenizer.content)
+            names.append(TOKENIZER_FILE)
         path = output / MANIFEST
-        write_manifest(output, [META, *counts])
+        write_manifest(output, names)
     except BaseException as error:
         # None of them was there before, see `_check_arguments`.
-        for each in (*partial, *final, output / META, output / MANIFEST):
+        for each in (*partial, *final, *(output / name for name in ADDED)):
             each.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.filename is None:
             raise OSError(error.errno, error.strerror, str(path)) from error
@@ -368,7 +476,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = command.Parser("python -m relattn.data.prepare_text", __doc__)
     source = parser.add_mutually_exclusive_group(required=True)
     files = {"nargs": "+", "action": "extend", "type": Path, "metavar": "FILE"}
-    source.add_argument("--input", **files, help="UTF-8 text files; repeatable")
+    source.add_argument(
+        "--input", **files, help="UTF-8 text files, or .jsonl; repeatable"
+    )
     source.add_argument(
         "--openwebtext",
         nargs="?",
@@ -383,10 +493,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--test", **files, default=[], help="text files for testing; repeatable")
     add(
         "--tokenizer",
-        choices=list(TOKENIZERS),
         default="gpt2",
-        help="the tokenizer",
+        help=f"{', '.join(sorted(TOKENIZERS))}, or the path of a tokenizer.json",
     )
+    add("--field", help=f"name of the text in lines of .jsonl, by default {FIELD}")
     add("--bpe_dir", default="", help="folder of GPT-2's vocabulary")
     add(
         "--val_fraction",
@@ -405,6 +515,14 @@ def main(argv: Sequence[str] | None = None) -> None:
             "--validation and --val_fraction both choose the validation text: leave "
             "one out"
         )
+    files = [*(options.input or ()), *options.validation, *options.test]
+    if options.field is not None and not any(
+        path.suffix.lower() == LINES_SUFFIX for path in files
+    ):
+        raise ValueError(
+            f"--field names the text of {LINES_SUFFIX} files, but there are none: "
+            "leave it out"
+        )
     fraction = {}
     if options.val_fraction is not None:
         fraction = {"val_fraction": options.val_fraction}
@@ -417,6 +535,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 tokenizer,
                 test_inputs=options.test,
                 validation_inputs=options.validation,
+                field=FIELD if options.field is None else options.field,
                 **fraction,
             )
         else:

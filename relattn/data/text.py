@@ -29,13 +29,15 @@ from relattn.data.paths import expand, find_damage
 from relattn.data.registry import EMBEDDED_FOLDER
 from relattn.data.tfds import DatasetNotPreparedError
 from relattn.data.tokenizers import (
+    FILE_PREFIX,
+    MAX_VOCABULARY,
     TOKENIZERS,
     TokenIds,
     check_bpe_dir,
     load_tokenizer,
 )
 from relattn.files import open_new, replace_file
-from relattn.json_files import Range, read_json
+from relattn.json_files import Range, check_json, read_json
 from relattn.messages import check_choice
 
 EMBEDDED_TEXTS = ("tinyshakespeare",)
@@ -66,8 +68,9 @@ def load_text(config: ConfigDict) -> TextData:
               the text that ships with the package;
             - ``name``: name of the text, by default "tinyshakespeare" or the name of
               the folder;
-            - ``tokenizer``: "bytes" or "gpt2"; "" for that of the files, or bytes;
-            - ``bpe_dir``: option of "gpt2", see
+            - ``tokenizer``: "bytes", "gpt2", or the path of a ``tokenizer.json`` of
+              Hugging Face; "" for that of the files, or bytes;
+            - ``bpe_dir``: folder of the files of "gpt2" or of a ``tokenizer.json``, see
               `relattn.data.tokenizers.load_tokenizer`;
             - ``windows_per_epoch``: number of windows in an epoch; 0 for as many as
               cover the text once.
@@ -368,16 +371,21 @@ def read_meta(folder: Path, tokenizer: str = "") -> TokenMeta:
         ValueError: If the file is damaged or names another tokenizer, or there is
             neither a file nor a ``tokenizer``.
     """
-    if tokenizer:
-        check_choice("data.tokenizer", tokenizer, TOKENIZERS)
+    known = {name: each.vocab_size for name, each in TOKENIZERS.items()}
+    if tokenizer.endswith(".json"):
+        found = load_tokenizer(tokenizer)
+        tokenizer = found.name
+        known[tokenizer] = found.vocab_size
     path = folder / META
+    if tokenizer and not (path.is_file() and tokenizer.startswith(FILE_PREFIX)):
+        check_choice("data.tokenizer", tokenizer, known)
     if not path.is_file():
         if not tokenizer:
             raise ValueError(
                 f"{path} is missing: set data.tokenizer to the one that encoded the "
-                f"files ({', '.join(map(repr, TOKENIZERS))})"
+                f"files ({', '.join(map(repr, TOKENIZERS))}, or a tokenizer.json)"
             )
-        return TokenMeta(tokenizer, TOKENIZERS[tokenizer].vocab_size)
+        return TokenMeta(tokenizer, known[tokenizer])
     meta = _parse_meta(path)
     if tokenizer and meta.tokenizer != tokenizer:
         raise ValueError(
@@ -391,8 +399,12 @@ def _parse_meta(path: Path) -> TokenMeta:
     try:
         values = read_json(path, _META)
         tokenizer, vocab_size = values["tokenizer"], values["vocab_size"]
-        check_choice("tokenizer", tokenizer, TOKENIZERS, f" in {path}")
-        known = TOKENIZERS[tokenizer].vocab_size
+        known = vocab_size
+        if tokenizer.startswith(FILE_PREFIX):
+            check_json(vocab_size, Range(1, MAX_VOCABULARY), path, "vocab_size")
+        else:
+            check_choice("tokenizer", tokenizer, TOKENIZERS, f" in {path}")
+            known = TOKENIZERS[tokenizer].vocab_size
         if vocab_size != known:
             raise ValueError(
                 f"{path} has vocab_size={vocab_size}, but the tokenizer {tokenizer!r} "

@@ -1,7 +1,8 @@
-"""Tokenizers: UTF-8 bytes and GPT-2's byte-pair encoding."""
+"""Tokenizers: UTF-8 bytes, GPT-2's byte-pair encoding, and files of Hugging Face."""
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,8 +10,11 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Array, Integer, UInt16
+from ml_collections import ConfigDict
 
-from relattn.data.paths import expand, sha256
+from relattn.command import lacks_resources
+from relattn.data.paths import describe_error, expand, sha256
+from relattn.files import naming
 from relattn.messages import check_choice, shorten
 
 TokenIds = UInt16[np.ndarray, "_"]
@@ -23,6 +27,13 @@ GPT2_FILES = {
     "encoder.json": "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783",
     "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
 }
+TOKENIZER_FILE = "tokenizer.json"
+# Begins the name of a tokenizer from a file; digits of the file's SHA-256 follow.
+FILE_PREFIX = "hf:"
+NUM_DIGITS = 16
+MAX_VOCABULARY = 2**16
+# The tokens that end a text, in files that do not say which one does.
+ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "[SEP]")
 
 
 @runtime_checkable
@@ -145,6 +156,76 @@ class Gpt2Tokenizer:
         return self._encoding.decode(check_ids(tokens, self.vocab_size))
 
 
+class FileTokenizer:
+    """Encodes text as a tokenizer of Hugging Face does, read from ``tokenizer.json``.
+
+    Special tokens are neither added nor parsed. A text ends with the first of `ENDS`
+    that the vocabulary has.
+
+    Args:
+        path: The file.
+
+    Raises:
+        ImportError: If tokenizers is not installed.
+        FileNotFoundError: If the file is missing.
+        ValueError: If it is damaged, or has more than `MAX_VOCABULARY` tokens.
+    """
+
+    def __init__(self, path: str | Path):
+        try:
+            tokenizers = importlib.import_module("tokenizers")
+        except ImportError as error:
+            raise ImportError(
+                f"the tokenizer {path} needs tokenizers: pip install 'relattn[hf]'"
+            ) from error
+        path = expand(path, "tokenizer")
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"the tokenizer {path} is missing: give the path of a "
+                f"{TOKENIZER_FILE} of Hugging Face"
+            )
+        with naming(path):
+            self.content = path.read_bytes()
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(self.content)
+        except Exception as error:
+            if lacks_resources(error):
+                raise
+            raise ValueError(
+                f"{path} is no {TOKENIZER_FILE} of Hugging Face "
+                f"({describe_error(error)}): save it with tokenizer.save"
+            ) from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = True
+        ids = self._tokenizer.get_vocab(with_added_tokens=True)
+        # Ids may have gaps.
+        self.vocab_size = max(ids.values(), default=-1) + 1
+        if not 1 <= self.vocab_size <= MAX_VOCABULARY:
+            raise ValueError(
+                f"{path} has {self.vocab_size:,} tokens, but token files hold 16 bits, "
+                f"1 to {MAX_VOCABULARY:,} tokens: use another tokenizer"
+            )
+        found = [ids[token] for token in ENDS if token in ids]
+        self.end_of_text: int | None = found[0] if found else None
+        digest = hashlib.sha256(self.content).hexdigest()
+        self.name = f"{FILE_PREFIX}{digest[:NUM_DIGITS]}"
+
+    def encode(self, text: str) -> TokenIds:
+        """Returns the ids of the text."""
+        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return np.array(ids, np.uint16)
+
+    def decode(self, tokens: AnyIds) -> str:
+        """Returns the text of the ids.
+
+        Raises:
+            ValueError: If an id is outside the vocabulary.
+        """
+        ids = check_ids(tokens, self.vocab_size)
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
+
+
 TOKENIZERS = {"bytes": ByteTokenizer, "gpt2": Gpt2Tokenizer}
 
 
@@ -152,17 +233,19 @@ def load_tokenizer(name: str, bpe_dir: str = "") -> Tokenizer:
     """Returns a tokenizer by name.
 
     Args:
-        name: ``"bytes"`` or ``"gpt2"``.
-        bpe_dir: Folder of ``encoder.json`` and ``vocab.bpe`` for ``"gpt2"``; "" lets
-            tiktoken download them once.
+        name: ``"bytes"``, ``"gpt2"``, the path of a ``tokenizer.json`` of Hugging Face,
+            or the `name` of one.
+        bpe_dir: Folder of ``encoder.json`` and ``vocab.bpe`` for ``"gpt2"``, "" lets
+            tiktoken download them once; or folder of the ``tokenizer.json`` that a name
+            belongs to.
 
     Returns:
         The tokenizer.
 
     Raises:
         ValueError: If the name is unknown, the tokenizer has no use for ``bpe_dir``, or
-            a file in it differs from GPT-2's.
-        ImportError: If tiktoken is not installed.
+            a file in it differs from GPT-2's, or from the one of the name.
+        ImportError: If tiktoken, or tokenizers, is not installed.
         FileNotFoundError: If a file is missing in ``bpe_dir``.
         ConnectionError: If the vocabulary could not be downloaded.
 
@@ -170,9 +253,58 @@ def load_tokenizer(name: str, bpe_dir: str = "") -> Tokenizer:
         >>> load_tokenizer("bytes").encode("to be")
         array([116, 111,  32,  98, 101], dtype=uint16)
     """
-    check_choice("tokenizer", name, TOKENIZERS)
+    if name.startswith(FILE_PREFIX):
+        return _load_named(name, bpe_dir)
+    if not name.endswith(".json"):
+        check_choice("tokenizer", name, TOKENIZERS)
     check_bpe_dir(name, bpe_dir)
+    if name.endswith(".json"):
+        return FileTokenizer(name)
     return Gpt2Tokenizer(bpe_dir) if name == "gpt2" else TOKENIZERS[name]()
+
+
+def _load_named(name: str, folder: str) -> FileTokenizer:
+    """Loads the file of a tokenizer's name from a folder."""
+    if not folder:
+        raise ValueError(
+            f"the tokenizer {name!r} is a file of Hugging Face: set bpe_dir to the "
+            f"folder of its {TOKENIZER_FILE}"
+        )
+    path = expand(folder, "bpe_dir") / TOKENIZER_FILE
+    tokenizer = FileTokenizer(path)
+    if tokenizer.name != name:
+        raise ValueError(
+            f"{path} is the tokenizer {tokenizer.name!r}, not {name!r}: set bpe_dir to "
+            "the folder of the other file"
+        )
+    return tokenizer
+
+
+def find_tokenizer(name: str, options: ConfigDict, bpe_dir: str) -> Tokenizer:
+    """Returns the tokenizer of a trained model.
+
+    Args:
+        name: Its name.
+        options: Options of the training data: ``bpe_dir``, ``tokenizer`` and
+            ``data_dir`` have the files.
+        bpe_dir: Folder of the files, if they have moved; "" for those of training.
+
+    Returns:
+        The tokenizer, see `load_tokenizer`.
+    """
+    folder = bpe_dir or options.get("bpe_dir", "")
+    if folder or not name.startswith(FILE_PREFIX):
+        return load_tokenizer(name, folder)
+    given = options.get("tokenizer", "")
+    if not given.endswith(".json"):
+        return load_tokenizer(name, options.get("data_dir", ""))
+    found = load_tokenizer(given)
+    if found.name != name:
+        raise ValueError(
+            f"{given} is not the tokenizer of the model any more: set bpe_dir to the "
+            f"folder of its {TOKENIZER_FILE}"
+        )
+    return found
 
 
 def check_bpe_dir(name: str, bpe_dir: str) -> None:
@@ -182,7 +314,7 @@ def check_bpe_dir(name: str, bpe_dir: str) -> None:
         name: Name of the tokenizer.
         bpe_dir: The folder; "" for none.
     """
-    if bpe_dir and name != "gpt2":
+    if bpe_dir and name != "gpt2" and not name.startswith(FILE_PREFIX):
         raise ValueError(
             f"bpe_dir={shorten(bpe_dir)} is the vocabulary of the tokenizer "
             f"'gpt2', but the tokenizer is {name!r}: leave out bpe_dir"

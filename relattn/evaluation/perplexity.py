@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--checkpoint", default="best", help="best or latest")
     add("--batch_size", type=int, default=64, help="windows of text in a batch")
     add("--draws", type=int, help=command.DRAWS_HELP)
-    add("--bpe_dir", default="", help="folder of GPT-2's vocabulary")
+    add("--bpe_dir", default="", help="folder of the tokenizer's files")
     given = parser.parse_args(argv)
     run = load_run(given.workdir, given.checkpoint)
     for path in given.input:

@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--stop", default="", help="text of the token that ends a sample")
     add("--seed", type=int, default=0, help="seed of the draws")
     add("--checkpoint", default="best", help="best or latest")
-    add("--bpe_dir", default="", help="folder of GPT-2's vocabulary")
+    add("--bpe_dir", default="", help="folder of the tokenizer's files")
     given = parser.parse_args(argv)
     if not 1 <= given.num_samples <= MAX_SAMPLES:
         raise ValueError(

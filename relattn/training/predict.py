@@ -20,10 +20,10 @@ from relattn.data import (
     TextInfo,
     Tokenizer,
     TokenSplit,
-    load_tokenizer,
     read_images,
 )
 from relattn.data.text import TokenMeta
+from relattn.data.tokenizers import find_tokenizer
 from relattn.data.user_images import as_sequence
 from relattn.files import naming
 from relattn.messages import shorten
@@ -212,7 +212,7 @@ def read_tokenizer(run: Run, bpe_dir: str = "") -> Tokenizer:
 
     Args:
         run: The run.
-        bpe_dir: Folder of the ``gpt2`` tokenizer; "" for that of training.
+        bpe_dir: Folder of the tokenizer's files; "" for that of training.
 
     Returns:
         The tokenizer.
@@ -221,8 +221,7 @@ def read_tokenizer(run: Run, bpe_dir: str = "") -> Tokenizer:
         ValueError: If the run is not of text, or its vocabulary is not the tokenizer's.
     """
     info = require_kind(run, "tokens")
-    folder = bpe_dir or run.config.data.get("bpe_dir", "")
-    tokenizer = load_tokenizer(info.tokenizer, folder)
+    tokenizer = find_tokenizer(info.tokenizer, run.config.data, bpe_dir)
     if tokenizer.vocab_size != info.vocab_size:
         raise ValueError(
             f"the checkpoint has a vocabulary of {info.vocab_size} tokens, but the "
@@ -239,7 +238,7 @@ def read_text_split(
     Args:
         run: A run on text.
         path: A UTF-8 text file.
-        bpe_dir: Folder of the ``gpt2`` tokenizer; "" for that of training.
+        bpe_dir: Folder of the tokenizer's files; "" for that of training.
 
     Returns:
         The windows, and the number of bytes that they predict: those of every token but

@@ -2,6 +2,7 @@
 
 import errno
 import importlib.util
+import json
 import pathlib
 import sys
 import types
@@ -20,7 +21,8 @@ from relattn.data.prepare_text import (
     split_text,
 )
 from relattn.data.text import load_text, open_tokens, read_meta
-from relattn.data.tokenizers import load_tokenizer
+from relattn.data.tokenizers import find_tokenizer, load_tokenizer
+from tests.data.test_tokenizers import write_tokenizer
 
 SHARED = pathlib.Path(__file__).parents[3] / "shared" / "data"
 BPE = SHARED / "gpt2_bpe"
@@ -313,3 +315,101 @@ def test_a_link_in_place_of_an_unfinished_file_is_not_followed(tmp_path):
     prepare_text.prepare_files([tmp_path / "a.txt"], output, BYTES)
     assert (tmp_path / "other").read_text() == "other"
     assert not (output / "train.bin").is_symlink()
+
+
+def write_lines(folder, name, *texts, field="text"):
+    lines = [json.dumps({"id": n, field: text}) for n, text in enumerate(texts)]
+    (folder / name).write_text("\n".join([*lines, ""]))
+    return folder / name
+
+
+def test_lines_of_json_are_documents(tmp_path):
+    """The cut falls between lines: at, before or after a tenth of their bytes."""
+    texts = ["abc", "d\nef ö", "", "ghi", "jk"]
+    file = write_lines(tmp_path, "a.jsonl", *texts)
+    sizes = np.cumsum([len(line) for line in file.read_bytes().splitlines(True)])
+    documents = [[*text.encode(), 256] for text in texts]
+    for cut in (sizes[0], sizes[2] - 1, sizes[2], sizes[2] + 1):
+        first = int(np.searchsorted(sizes, cut)) + 1
+        fraction = 1 - (cut + 0.5) / sizes[-1]
+        output = tmp_path / f"out{cut}"
+        meta = prepare_files([file], output, Ending(), fraction)
+        train, validation = read_parts(output, meta)
+        assert train == sum(documents[:first], [])
+        assert validation == sum(documents[first:], [])
+
+
+def test_texts_and_lines_of_json_are_joined_in_order(tmp_path, capsys):
+    (text,) = write(tmp_path, a="to be")
+    lines = write_lines(tmp_path, "b.JSONL", "or not", "that", field="body")
+    other = write_lines(tmp_path, "c.jsonl", "is", field="body")
+    arguments = [f"--output={tmp_path / 'out'}", "--tokenizer=bytes", "--field=body"]
+    arguments += ["--input", str(text), str(lines), "--validation", str(other)]
+    main([*arguments, f"--test={other}"])
+    parts = [bytes(part).decode() for part in read_parts(tmp_path / "out")]
+    assert parts == ["to beor notthat", "is", "is"]
+    assert "15 in train.bin" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("{", r"is not JSON \(Expecting.*\): correct the line"),
+        ("7", r"has 7, which must be an object: correct the line"),
+        ('{"id": 7, "body": "a"}', "has no field 'text', only 'id, body': give its"),
+        ('{"text": ["a"]}', "has no text as its 'text': give another name by --field"),
+        ("\ufeff{}", r"is not JSON .*: correct the line"),
+    ],
+)
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_a_wrong_line_is_named_and_nothing_is_left(tmp_path, line, problem, split):
+    good = json.dumps({"text": "a" * 30})
+    lines = [good, "", good, line] if split == "train" else [good, "", line]
+    file = tmp_path / "a.jsonl"
+    file.write_text("\n".join([*lines, *[good] * (7 if split == "train" else 0)]))
+    output = tmp_path / "out"
+    fraction = 0.3 if split == "train" else 0.5
+    number = len(lines)
+    with pytest.raises(ValueError, match=f"^line {number} of .*a.jsonl {problem}"):
+        prepare_files([file], output, BYTES, fraction)
+    assert [*output.iterdir()] == []
+
+
+def test_a_field_without_lines_of_json_is_refused(tmp_path, capsys):
+    (text,) = write(tmp_path, a="to be")
+    with pytest.raises(SystemExit):
+        main([f"--input={text}", f"--output={tmp_path / 'out'}", "--field=body"])
+    said = capsys.readouterr().err
+    assert "--field names the text of .jsonl files, but there are none: leave" in said
+
+
+def test_a_file_of_a_tokenizer_is_copied_and_used(tmp_path, capsys):
+    pytest.importorskip("tokenizers")
+    file = write_tokenizer(tmp_path / "mine.json")
+    (text,) = write(tmp_path, a="a b\nab")
+    lines = write_lines(tmp_path, "b.jsonl", "b", "a a")
+    output = tmp_path / "out"
+    arguments = [f"--tokenizer={file}", f"--output={output}", "--val_fraction=0.001"]
+    main([*arguments, "--input", str(lines), str(text), f"--validation={lines}"][:-1])
+    capsys.readouterr()
+    tokenizer = load_tokenizer(str(file))
+    # Each document begins with a space of its own, also one with a line break.
+    train, validation = read_parts(output)
+    documents = [tokenizer.encode(x).tolist() for x in ("b", "a a", "a b\na")]
+    end = tokenizer.end_of_text
+    assert train == [*documents[0], end, *documents[1], end, *documents[2]]
+    assert validation == [*tokenizer.encode("b").tolist(), end]
+    assert (output / "tokenizer.json").read_bytes() == file.read_bytes()
+    config = ConfigDict({"data_dir": str(output), "context_length": 2})
+    data = load_text(config)
+    assert (data.info.tokenizer, data.info.vocab_size) == (tokenizer.name, 6)
+    found = find_tokenizer(data.info.tokenizer, config, "")
+    assert found.decode(train[:2]) == "b"
+    config.tokenizer = str(file)
+    assert load_text(config).info == data.info
+    config.tokenizer = "bytes"
+    with pytest.raises(ValueError, match="data.tokenizer='bytes', but .* says 'hf:"):
+        load_text(config)
+    with pytest.raises(SystemExit):
+        main([*arguments, f"--input={text}"])
+    assert "exists already" in capsys.readouterr().err

@@ -11,7 +11,12 @@ from ml_collections import ConfigDict
 
 from relattn.data import tokenizers
 from relattn.data.text import load_text
-from relattn.data.tokenizers import Gpt2Tokenizer, Tokenizer, load_tokenizer
+from relattn.data.tokenizers import (
+    Gpt2Tokenizer,
+    Tokenizer,
+    find_tokenizer,
+    load_tokenizer,
+)
 
 BPE = pathlib.Path(__file__).parents[3] / "shared" / "data" / "gpt2_bpe"
 needs_bpe = pytest.mark.skipif(not BPE.is_dir(), reason="GPT-2's files are not here")
@@ -148,3 +153,136 @@ def test_bytes_take_no_vocabulary(folder, tmp_path):
     assert load_text(ConfigDict(config)).info.tokenizer == "bytes"
     with pytest.raises(ValueError, match="bpe_dir='x' .* tokenizer is 'bytes'"):
         load_text(ConfigDict({**config, "bpe_dir": "x"}))
+
+
+VOCABULARY = {"</s>": 0, "\N{LOWER ONE EIGHTH BLOCK}": 1, "a": 2, "b": 3, "\n": 4}
+SPACE = VOCABULARY["\N{LOWER ONE EIGHTH BLOCK}"]
+
+
+def write_tokenizer(file, vocabulary=VOCABULARY, merges=(), **changes):
+    """Writes a tokenizer of sentencepiece's kind: a text begins with a space."""
+    metaspace = {
+        "type": "Metaspace",
+        "replacement": "\N{LOWER ONE EIGHTH BLOCK}",
+        "prepend_scheme": "always",
+        "split": True,
+    }
+    special = {"special": True, "normalized": False, "single_word": False}
+    added = {**special, "id": 5, "content": "<mask>", "lstrip": False, "rstrip": False}
+    end = {**added, "id": 0, "content": "</s>"}
+    single = [{"SpecialToken": {"id": "</s>", "type_id": 0}}]
+    single += [{"Sequence": {"id": "A", "type_id": 0}}]
+    values = {
+        "version": "1.0",
+        "truncation": {
+            "max_length": 2,
+            "strategy": "LongestFirst",
+            "stride": 0,
+            "direction": "Right",
+        },
+        "padding": None,
+        "added_tokens": [end, added],
+        "normalizer": None,
+        "pre_tokenizer": metaspace,
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": single,
+            "pair": [*single, {"Sequence": {"id": "B", "type_id": 1}}],
+            "special_tokens": {"</s>": {"id": "</s>", "ids": [0], "tokens": ["</s>"]}},
+        },
+        "decoder": metaspace,
+        "model": {"type": "BPE", "vocab": vocabulary, "merges": list(merges)},
+    }
+    file.write_text(json.dumps(values | changes))
+    return file
+
+
+def test_a_sentence_says_that_tokenizers_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    message = r"tokenizer.json needs tokenizers: pip install 'relattn\[hf\]'$"
+    with pytest.raises(ImportError, match=message):
+        load_tokenizer(str(tmp_path / "tokenizer.json"))
+
+
+def test_the_name_of_a_file_needs_its_folder():
+    with pytest.raises(ValueError, match="'hf:7' is a file of Hugging Face: set bpe_"):
+        load_tokenizer("hf:7")
+
+
+def test_a_file_encodes_whole_texts_without_special_tokens(tmp_path):
+    pytest.importorskip("tokenizers")
+    file = write_tokenizer(tmp_path / "tokenizer.json")
+    tokenizer = load_tokenizer(str(file))
+    assert isinstance(tokenizer, Tokenizer)
+    digest = hashlib.sha256(file.read_bytes()).hexdigest()
+    assert tokenizer.name == f"hf:{digest[:16]}"
+    # An id for <mask>, which is not in the model's vocabulary.
+    assert (tokenizer.vocab_size, tokenizer.end_of_text) == (6, 0)
+    # Neither cut after two tokens, nor with </s> before it.
+    tokens = tokenizer.encode("ab a\nb")
+    assert tokens.tolist() == [SPACE, 2, 3, SPACE, 2, 4, 3]
+    assert tokens.dtype == np.uint16
+    assert tokenizer.decode(tokens) == "ab a\nb"
+    assert tokenizer.decode([2, 0, 5]) == "a</s><mask>"
+    assert tokenizer.encode("").shape == (0,)
+    # Text that spells a special token is not that token.
+    assert 5 not in tokenizer.encode("<mask>").tolist()
+    with pytest.raises(ValueError, match="token id 6 is out of range, expected 0 to 5"):
+        tokenizer.decode([6])
+    again = load_tokenizer(tokenizer.name, str(tmp_path))
+    assert again.encode("b").tolist() == [SPACE, 3]
+
+
+def test_other_and_damaged_files_are_refused(tmp_path):
+    pytest.importorskip("tokenizers")
+    first = load_tokenizer(str(write_tokenizer(tmp_path / "tokenizer.json"))).name
+    merged = {**VOCABULARY, "ab": 5}
+    write_tokenizer(tmp_path / "tokenizer.json", merged, merges=["a b"])
+    with pytest.raises(ValueError, match=rf"is the tokenizer 'hf:\w+', not '{first}'"):
+        load_tokenizer(first, str(tmp_path))
+    config = ConfigDict({"tokenizer": str(tmp_path / "tokenizer.json")})
+    with pytest.raises(ValueError, match="is not the tokenizer of the model any more"):
+        find_tokenizer(first, config, "")
+    many = {f"t{n}": n for n in range(2**16 + 1)}
+    write_tokenizer(tmp_path / "many.json", many, added_tokens=[])
+    with pytest.raises(ValueError, match=r"has 65,537 tokens, but token files hold 16"):
+        load_tokenizer(str(tmp_path / "many.json"))
+    (tmp_path / "damaged.json").write_text("{}")
+    message = r"damaged.json is no tokenizer.json of Hugging Face \(.*\): save it with"
+    with pytest.raises(ValueError, match=message):
+        load_tokenizer(str(tmp_path / "damaged.json"))
+    with pytest.raises(FileNotFoundError, match="no.json is missing: give the path of"):
+        load_tokenizer(str(tmp_path / "no.json"))
+
+
+def test_a_run_finds_its_file_again(tmp_path):
+    pytest.importorskip("tokenizers")
+    name = load_tokenizer(str(write_tokenizer(tmp_path / "tokenizer.json"))).name
+    file = str(tmp_path / "tokenizer.json")
+    for options, folder in (
+        ({"data_dir": str(tmp_path)}, ""),
+        ({"data_dir": "no", "tokenizer": file}, ""),
+        ({"data_dir": "no", "bpe_dir": str(tmp_path)}, ""),
+        ({"data_dir": "no", "bpe_dir": "no", "tokenizer": "no.json"}, str(tmp_path)),
+    ):
+        assert find_tokenizer(name, ConfigDict(options), folder).name == name
+
+
+@needs_bpe
+def test_a_file_of_gpt2_has_the_ids_of_gpt2(tmp_path, gpt2):
+    """The two libraries agree on the ids of the same vocabulary and merges."""
+    tokenizers = pytest.importorskip("tokenizers")
+    merges = (BPE / "vocab.bpe").read_text("utf-8").splitlines()[1:]
+    model = tokenizers.models.BPE(
+        json.loads((BPE / "encoder.json").read_text("utf-8")),
+        [tuple(line.split(" ")) for line in merges if line],
+    )
+    written = tokenizers.Tokenizer(model)
+    written.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    written.decoder = tokenizers.decoders.ByteLevel()
+    written.add_special_tokens(["<|endoftext|>"])
+    written.save(str(tmp_path / "gpt2.json"))
+    tokenizer = load_tokenizer(str(tmp_path / "gpt2.json"))
+    assert (tokenizer.vocab_size, tokenizer.end_of_text) == (50257, 50256)
+    np.testing.assert_array_equal(tokenizer.encode(TEXT), gpt2.encode(TEXT))
+    assert tokenizer.decode(gpt2.encode(TEXT)) == TEXT

@@ -237,6 +237,12 @@ def _describe(parser):
         for action in own_options(parser)
         if action.required
     ]
+    # Without a name, and after the required options.
+    needed += [
+        f"[{action.metavar} ...]"
+        for action in own_options(parser)
+        if not action.option_strings
+    ]
     for group in parser._mutually_exclusive_groups:
         if group.required:
             names = (action.option_strings[0] for action in group._group_actions)

@@ -288,7 +288,10 @@ class Parser(argparse.ArgumentParser):
         """
         words = [*_expand_flagfiles(sys.argv[1:] if args is None else args)]
         self._check_repeated(words)
-        given, unknown = self.parse_known_args(words, namespace)
+        # An option may stand between two arguments without a name.
+        mixed = bool(self._get_positional_actions())
+        parse = self.parse_known_intermixed_args if mixed else self.parse_known_args
+        given, unknown = parse(words, namespace)
         names = [f"--{name}" for name in vars(given)]
         if self._overrides:
             given.overrides, unknown = split_overrides(unknown)

@@ -76,7 +76,10 @@ def test_every_option_of_every_command_is_described(reference):
         _, _, rest = page.partition(f"\n## relattn {name}\n")
         section = rest.partition("\n## ")[0]
         assert section.startswith(f"\n{parser.description[:40].rstrip('.:')}")
-        options = {a.option_strings[0] for a in reference.own_options(parser)}
+        options = {
+            a.option_strings[0] if a.option_strings else a.metavar
+            for a in reference.own_options(parser)
+        }
         assert described(section) == options
     assert "`--flagfile`: a file of options" in page.partition("\n## ")[0]
     assert "- `: " not in page and ": .\n" not in page

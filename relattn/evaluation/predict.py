@@ -1,7 +1,9 @@
 """Predicts the classes of image files with a trained model, as CSV.
 
-``python -m relattn.evaluation.predict --workdir=RUN --input a.jpg photos`` prints a row
-for each image: the file, its most likely class, the label and the probability.
+``relattn predict RUN a.jpg photos`` prints a row for each image: the file, its most
+likely class, the label and the probability. ``python -m relattn.evaluation.predict`` is
+the same program; the run and the images may also be named, by ``--workdir=RUN --input
+a.jpg photos``.
 """
 
 from __future__ import annotations
@@ -11,6 +13,8 @@ import io
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+import numpy as np
 
 from relattn import command
 from relattn.data.folder import KINDS
@@ -54,16 +58,22 @@ def image_files(given: str) -> list[Path]:
     return files
 
 
-def to_csv(predictions: Predictions, files: Sequence[Path], *, every: bool) -> str:
+def to_csv(
+    predictions: Predictions, files: Sequence[Path], *, every: bool, top: int = 1
+) -> str:
     """Returns a table with a row for each image.
 
     Args:
         predictions: The class probabilities of the images.
         files: The image files.
         every: Whether to add a column for the probability of every class.
+        top: Number of the most likely classes, each with its label and probability.
 
     Returns:
         The table in CSV, with a header.
+
+    Raises:
+        ValueError: If ``top`` is not from 1 to the number of classes.
 
     Example:
         >>> import numpy as np
@@ -75,19 +85,37 @@ def to_csv(predictions: Predictions, files: Sequence[Path], *, every: bool) -> s
     """
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    names = predictions.class_names if every else ()
-    writer.writerow([*COLUMNS, *(f"probability of {name}" for name in names)])
-    rows = zip(
-        files,
-        predictions.classes,
-        predictions.labels,
-        predictions.probabilities,
-        strict=True,
-    )
-    for file, name, label, values in rows:
-        shown = [values[label], *values] if every else [values[label]]
-        writer.writerow([file, name, label, *(f"{value:.6f}" for value in shown)])
+    names = predictions.class_names
+    check_top(top, len(names))
+    header = [*COLUMNS]
+    for rank in range(2, top + 1):
+        header += [f"{column} {rank}" for column in COLUMNS[1:]]
+    header += [f"probability of {name}" for name in names] if every else []
+    writer.writerow(header)
+    # Of equal probabilities the first, as in `Predictions.labels`.
+    order = np.argsort(-predictions.probabilities, axis=-1, kind="stable")[:, :top]
+    for file, labels, values in zip(
+        files, order, predictions.probabilities, strict=True
+    ):
+        row = [file]
+        for label in labels:
+            row += [names[label], label, f"{values[label]:.6f}"]
+        writer.writerow(row + [f"{value:.6f}" for value in values] * every)
     return text.getvalue()
+
+
+def check_top(top: int, num_classes: int) -> None:
+    """Checks a number of most likely classes.
+
+    Args:
+        top: The number.
+        num_classes: The number of classes.
+
+    Raises:
+        ValueError: If it is not from 1 to the number of classes.
+    """
+    if not 1 <= top <= num_classes:
+        raise ValueError(f"--top={top} must be from 1 to {num_classes}, the classes")
 
 
 @command.entry_point
@@ -99,14 +127,27 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     parser = command.Parser("python -m relattn.evaluation.predict", __doc__)
     add = parser.add_argument
-    add("--workdir", required=True, help="the run directory")
-    inputs = {"required": True, "nargs": "+", "action": "extend"}
+    add(
+        "paths",
+        nargs="*",
+        default=[],
+        metavar="PATH",
+        help="the run directory, and image files or folders of them",
+    )
+    add("--workdir", help="the run directory")
+    inputs = {"default": [], "nargs": "+", "action": "extend"}
     add("--input", **inputs, help="image files, or folders of them; repeatable")
     add("--output", help="a file to write to; by default the table is printed")
     add(
         "--probabilities",
         action="store_true",
         help="add a column for the probability of every class",
+    )
+    add(
+        "--top",
+        type=int,
+        default=1,
+        help="number of most likely classes in a row; by default one",
     )
     add("--checkpoint", default="best", help="best or latest")
     add(
@@ -121,10 +162,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     output = None
     if given.output is not None:
         output = usable_file(given.output, "--output")
-    files = [file for path in given.input for file in image_files(path)]
-    run = load_run(given.workdir, given.checkpoint, image_size=given.image_size)
+    workdir, inputs = _split_paths(given.workdir, [*given.paths, *given.input])
+    files = [file for path in inputs for file in image_files(path)]
+    run = load_run(workdir, given.checkpoint, image_size=given.image_size)
+    if run.data.kind == "images":
+        check_top(given.top, run.data.num_classes)
     found = run.predict(files, batch_size=given.batch_size, draws=given.draws)
-    table = to_csv(found, files, every=given.probabilities)
+    table = to_csv(found, files, every=given.probabilities, top=given.top)
     if output is None:
         if sys.stdout.isatty():
             # A terminal obeys control characters, such as those of a file's name.
@@ -132,6 +176,22 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(table, end="")
     else:
         replace_file(output, table)
+
+
+def _split_paths(workdir: str | None, paths: list[str]) -> tuple[str, list[str]]:
+    """Returns the run and the images; the run is the first path if it has no option."""
+    if workdir is None:
+        if not paths:
+            raise ValueError(
+                "the run and the images are missing: give them, as in relattn predict "
+                "RUN a.jpg photos"
+            )
+        workdir, *paths = paths
+    if not paths:
+        raise ValueError(
+            "the images are missing: give files or folders after the run directory"
+        )
+    return workdir, paths
 
 
 if __name__ == "__main__":

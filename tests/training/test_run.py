@@ -122,6 +122,58 @@ def test_command_writes_a_row_for_each_file(workdir, tmp_path, capsys):
     ]
 
 
+def test_command_takes_the_run_and_the_images_without_options(
+    workdir, tmp_path, capsys, monkeypatch
+):
+    run, loaded = training.load_run(workdir), []
+
+    def load_run(folder, *args, **kwargs):
+        loaded.append(folder)
+        return run
+
+    # Loading it each time would compile it again.
+    monkeypatch.setattr(predict_lib, "load_run", load_run)
+    images = make_data().test.images[:2, ..., 0]
+    files = [tmp_path / "1.png", tmp_path / "2.png"]
+    for file, image in zip(files, images, strict=True):
+        Image.fromarray(image).save(file)
+    first, second = map(str, files)
+    predict_lib.main([str(workdir), first, second, "--top=3"])
+    out = capsys.readouterr().out
+    header, *rows = csv.reader(io.StringIO(out))
+    assert header == [
+        *("file", "class", "label", "probability"),
+        *("class 2", "label 2", "probability 2"),
+        *("class 3", "label 3", "probability 3"),
+    ]
+    expected = run.predict(images)
+    for row, file, values in zip(rows, files, expected.probabilities, strict=True):
+        order = sorted(range(3), key=lambda label: -values[label])
+        assert row[0] == str(file)
+        assert [int(label) for label in row[2::3]] == order
+        assert row[1::3] == [expected.class_names[label] for label in order]
+        assert row[3::3] == [f"{values[label]:.6f}" for label in order]
+    output = tmp_path / "found.csv"
+    # Options may stand anywhere.
+    for words in (
+        [str(workdir), "--top=3", first, second],
+        ["--top=3", f"--workdir={workdir}", first, second],
+        ["--top=3", str(workdir), "--input", first, second],
+    ):
+        predict_lib.main([*words, f"--output={output}"])
+        assert output.read_text() == out
+    assert loaded == [str(workdir)] * 4
+    for words, message in (
+        ([str(workdir)], "the images are missing: give files or folders after the run"),
+        ([], "the run and the images are missing: give them, as in relattn predict"),
+        ([str(workdir), first, "--top=4"], "--top=4 must be from 1 to 3, the classes"),
+        ([str(workdir), first, "--tops=4"], "unknown option --tops: did you mean"),
+    ):
+        with pytest.raises(SystemExit):
+            predict_lib.main(words)
+        assert message in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("images", "message"),
     [

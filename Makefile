@@ -39,7 +39,7 @@ test: $(STAMP)
 
 # By pip, whose settings can name a build of PyTorch without CUDA.
 test-full:
-	$(MAKE) full VENV=$(VENV)-full EXTRAS=test,prepare,docs,pytorch,tpu,types UV=false
+	$(MAKE) full VENV=$(VENV)-full EXTRAS=test,prepare,docs,pytorch,tpu,types,hf,publish UV=false
 
 # TPUs are only compiled for.
 full: export JAX_PLATFORMS ?= cpu

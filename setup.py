@@ -51,11 +51,13 @@ TEST = [
     "tiktoken>=0.9",
 ]
 
-# On a package index, links and pictures of the README need a full address.
+# On a package index, links and pictures of the README need a full address, and headings
+# have no anchors.
 URL = "https://github.com/relattn/relattn"
 README = Path(__file__).with_name("README.md").read_text("utf-8")
 README = re.sub(r"(!\[[^]]*\]\()(?!http)", rf"\1{URL}/raw/main/", README)
 README = re.sub(r"(?<!!)(\[[^]]*\]\()(?!http|#)", rf"\1{URL}/blob/main/", README)
+README = re.sub(r"(\[[^]]*\]\()#", rf"\1{URL}#", README)
 
 setup(
     name="relattn",
@@ -100,8 +102,21 @@ setup(
         "types": ["pyright[nodejs]>=1.1.414"],
         "text": TEXT,
         "openwebtext": [*TEXT, "datasets>=3.6"],
-        # Data sets and tokenizers of Hugging Face.
-        "hf": [*TRAIN, "datasets>=3.6", "tokenizers>=0.21"],
+        # Data sets, tokenizers and models of Hugging Face.
+        "hf": [
+            *TRAIN,
+            "datasets>=3.6",
+            "huggingface_hub>=0.34",
+            "tokenizers>=0.21",
+        ],
+        # Only make test-full needs these: it builds what PyPI gets.
+        "publish": [
+            "build>=1.3",
+            "pyyaml>=6.0",
+            "readme_renderer[md]>=44.0",
+            "setuptools>=77",
+            "twine>=6.1",
+        ],
         "prepare": [
             *TRAIN,
             "importlib_resources>=6.0",

@@ -1,5 +1,6 @@
 """The requirements, imports and extras of an installation."""
 
+import email
 import importlib.metadata
 import os
 import re
@@ -7,6 +8,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -107,7 +109,7 @@ def test_train_extra_lists_what_the_trainer_checks(metadata):
     assert names(metadata["extras_require"]["train"]) == needed
 
 
-@pytest.mark.parametrize("extra", ["notebooks", "openwebtext", "prepare", "text"])
+@pytest.mark.parametrize("extra", ["hf", "notebooks", "openwebtext", "prepare", "text"])
 def test_extras_include_the_trainer(extra, metadata):
     found = metadata["extras_require"]
     assert set(found["train"]) < set(found[extra])
@@ -132,6 +134,65 @@ def test_accelerator_extras_exist_in_jax(extra, extra_of_jax, metadata):
     assert f"pip install -e '.[{extra}]'" in (ROOT / "README.md").read_text("utf-8")
 
 
+def copy_checkout(folder):
+    """Copies the files of the checkout, since building writes to their folder."""
+    listed = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    for name in listed.stdout.splitlines():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, folder / name)
+    return folder
+
+
+def test_links_of_the_readme_have_full_addresses(metadata):
+    text = metadata["long_description"]
+    targets = re.findall(r"\]\(([^)\s]+)\)", text)
+    assert len(targets) > 40
+    assert [t for t in targets if not t.startswith("https://")] == []
+    assert "](https://github.com/relattn/relattn#the-demo)" in text
+    assert (
+        "](https://github.com/relattn/relattn/raw/main/results/demo_page.png)" in text
+    )
+    assert "](https://github.com/relattn/relattn/blob/main/docs/results.md)" in text
+
+
+@pytest.mark.slow
+def test_distributions_are_ready_for_a_package_index(tmp_path):
+    for name in ("build", "twine", "readme_renderer"):
+        pytest.importorskip(name)
+    source, output = copy_checkout(tmp_path / "source"), tmp_path / "dist"
+    python = [sys.executable, "-W", "ignore", "-m"]
+    build = [*python, "build", "--no-isolation", f"--outdir={output}", source]
+    subprocess.run(build, check=True, capture_output=True)
+    kinds = sorted(file.suffix for file in output.iterdir())
+    assert kinds == [".gz", ".whl"]
+    check = [*python, "twine", "check", "--strict", *output.iterdir()]
+    checked = subprocess.run(check, capture_output=True, text=True)
+    assert checked.returncode == 0, checked.stdout
+    (wheel,) = output.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        files = {name: archive.read(name) for name in archive.namelist()}
+    tracked = {
+        file.relative_to(source).as_posix()
+        for file in (source / "relattn").rglob("*")
+        if file.is_file() and "__pycache__" not in file.parts
+    }
+    assert tracked <= {*files}
+    assert "relattn/configs/performer.py" in files
+    (info,) = (text for name, text in files.items() if name.endswith("/METADATA"))
+    description = email.message_from_bytes(info).get_payload()
+    html = importlib.import_module("readme_renderer.markdown").render(description)
+    links = re.findall(r"(?:href|src)=\"([^\"]*)\"", html)
+    assert len(links) > 40
+    # The renderer itself gives headings anchors with this prefix.
+    known = ("https://", "#user-content-")
+    assert [link for link in links if not link.startswith(known)] == []
+    for heading in ("Which should I use?", "Licence"):
+        assert re.search(rf"<h2.*>.*{re.escape(heading)}.*</h2>", html), heading
+    assert html.count("<table>") == description.count("\n| ---")
+
+
 @pytest.mark.slow
 def test_an_installed_wheel_trains_and_evaluates_a_configuration(tmp_path):
     """Installs the wheel outside the checkout, with the packages that are here."""
@@ -139,14 +200,7 @@ def test_an_installed_wheel_trains_and_evaluates_a_configuration(tmp_path):
     def run(*command, **options):
         subprocess.run(command, cwd=tmp_path, check=True, **options)
 
-    # A copy, since building writes to the folder.
-    source = tmp_path / "source"
-    listed = subprocess.run(
-        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    for name in listed.stdout.splitlines():
-        (source / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(ROOT / name, source / name)
+    source = copy_checkout(tmp_path / "source")
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
     run(*pip, "--target=installed", source)
     program = [sys.executable, "installed/bin/relattn"]

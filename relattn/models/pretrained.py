@@ -28,9 +28,9 @@ from relattn.command import lacks_resources, one_line
 from relattn.extras import require_train
 from relattn.files import check_folder, replace_file
 from relattn.manifest import MANIFEST, find_damage, write_manifest
-from relattn.markdown import escape_markdown, markdown_table, quote_yaml
+from relattn.markdown import escape_markdown, markdown_table
 from relattn.messages import shorten
-from relattn.models import preprocessing
+from relattn.models import hub, preprocessing
 from relattn.models.patches import adapt_channels
 from relattn.models.resize import resize_grid
 from relattn.models.safetensors import read_safetensors, write_safetensors
@@ -172,6 +172,8 @@ def load_pretrained(
     Args:
         folder: Has ``config.json`` and ``model.safetensors``, and their checksums in
             ``manifest.json``; those of older versions have none, and are not verified.
+            Or a model on the Hugging Face hub, ``"hf:owner/name"`` or
+            ``"hf:owner/name@revision"``, see `relattn.models.hub.download`.
         image_size: Side, or height and width, of the images that the model will see, in
             pixels; None for the size of training. Tables of positions are interpolated
             bicubically, see `relattn.models.resize_grid`.
@@ -186,9 +188,12 @@ def load_pretrained(
         The model, its variables and its configuration.
 
     Raises:
-        FileNotFoundError: If a file is missing.
+        FileNotFoundError: If a file is missing, or a model of the hub cannot be
+            downloaded.
         ValueError: If a file is damaged, the tensors are not those of the model, or the
             model cannot be resized.
+        ImportError: If a model of the hub is named and `huggingface_hub` is not
+            installed.
 
     Warns:
         UserWarning: If the folder has no checksums.
@@ -207,7 +212,7 @@ def load_pretrained(
         (1, 3)
     """
     changes = dict(model or {})
-    folder = Path(folder)
+    folder = find_model(folder)
     _verify(folder)
     config, module = read_config(folder, changes)
     tensors = read_safetensors(folder / WEIGHTS)
@@ -238,6 +243,20 @@ def load_pretrained(
             resized = round(values["resized"] * min(size) / before)
             config["preprocessing"] = {**values, "resized": resized}
     return Pretrained(module, variables, config)
+
+
+def find_model(folder: str | Path) -> Path:
+    """Returns the folder of a saved model; one on the hub is downloaded first.
+
+    Args:
+        folder: The argument of `load_pretrained`.
+
+    Returns:
+        The folder, which may not exist.
+    """
+    if hub.is_hub_id(folder):
+        return hub.download(str(folder), (CONFIG, WEIGHTS, MANIFEST))
+    return Path(folder)
 
 
 def _with_channels(module, tensors, config, channels):
@@ -568,10 +587,7 @@ def model_card(config: dict[str, Any], metrics: dict[str, Any], license: str) ->
         library, info, options = _data_options(config, "the model card")
         inputs = library.describe_preprocessing(info, options)
     lines = [
-        "---",
-        "library_name: relattn",
-        f"license: {quote_yaml(license)}",
-        "---",
+        *hub.front_matter(config, license),
         f"# {config['model']['name']} on {escape_markdown(data['name'])}",
         "```python",
         "import relattn",

@@ -235,7 +235,7 @@ def _with_channels(tensors: dict[str, np.ndarray], old: int, new: int) -> dict:
 
 def read_source_config(folder: str) -> dict[str, Any]:
     """Reads the model, the sizes and the data of ``config.init_from``."""
-    path = Path(folder)
+    path = pretrained.find_model(folder)
     if (path / pretrained.CONFIG).is_file():
         return pretrained.read_config(path)[0]
     if not (path / CHECKPOINTS).is_dir():
@@ -250,7 +250,7 @@ def read_source_config(folder: str) -> dict[str, Any]:
 
 def read_source(folder: str) -> pretrained.Pretrained:
     """Loads a converted model, or the best checkpoint of a run."""
-    if (Path(folder) / pretrained.CONFIG).is_file():
+    if (pretrained.find_model(folder) / pretrained.CONFIG).is_file():
         return pretrained.load_pretrained(folder)
     run = load_run(folder)
     return pretrained.Pretrained(run.model, run.variables, run.pretrained_config())

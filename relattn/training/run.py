@@ -23,6 +23,7 @@ from relattn.data import DataInfo, DataSource, EvalSplit
 from relattn.files import hide_all_folders, hide_folders, replace_file
 from relattn.messages import check_choice
 from relattn.models import pretrained
+from relattn.models.hub import is_hub_id
 from relattn.training import predict as predict_lib
 from relattn.training.config import to_json
 from relattn.training.devices import make_parallel
@@ -178,7 +179,7 @@ class Run:
             split: The split of a data set: ``"validation"`` or ``"test"``, the default.
             batch_size: Size of the global batch.
             draws: Number of draws of the random features, as for `predict`.
-            bpe_dir: Folder of the ``gpt2`` tokenizer, for a text file.
+            bpe_dir: Folder of the tokenizer's files, for a text file.
 
         Returns:
             Loss, accuracy and count, see `relattn.training.evaluator.Evaluator`; for a
@@ -275,7 +276,7 @@ class Run:
             stop: A text of one token that ends the continuation, which leaves it out;
                 "" for the tokenizer's end of text, if it has one.
             seed: Seed of the draws.
-            bpe_dir: Folder of the ``gpt2`` tokenizer; "" for that of training.
+            bpe_dir: Folder of the tokenizer's files; "" for that of training.
 
         Returns:
             The text, or a list of texts, including the prompt.
@@ -305,7 +306,7 @@ class Run:
             *((training["data"], key) for key in ("data_dir", "manual_dir", "bpe_dir")),
             (training, "init_from"),
         ):
-            if isinstance(values.get(key), str):
+            if isinstance(values.get(key), str) and not is_hub_id(values[key]):
                 values[key] = Path(values[key]).name
         config = saved_config(self.config, self.data)
         for key in ("name", "origin"):

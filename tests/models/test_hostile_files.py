@@ -401,9 +401,9 @@ def test_layer_of_another_index_is_refused(source, index, tmp_path):
 def test_card_shows_names_as_they_are(name):
     data = {**CONFIG["data"], "name": name, "origin": name}
     card = pretrained.model_card({**CONFIG, "data": data}, {}, license=name)
-    front, license, end = card.split("\n")[1:4]
-    assert (front, end) == ("library_name: relattn", "---")
-    quoted = license.removeprefix("license: ")
+    front, license, name_line = card.split("\n")[1:4]
+    assert (front, license) == ("library_name: relattn", "license: other")
+    quoted = name_line.removeprefix("license_name: ")
     assert json.loads(quoted) == name
     for text in ("<script>", "$\\f", "\n# x", "\nb: c", "\ud800"):
         assert text not in card.replace("\\$", "").replace("\\<", "").replace(

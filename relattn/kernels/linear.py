@@ -282,7 +282,8 @@ def causal_linear_attention(
 
     Args:
         q: Queries, shape ``[*batch, n, head_dim]``.
-        k: Keys, shape ``[*batch, n, head_dim]``.
+        k: Keys, shape ``[*batch, n, head_dim]``. Along axes of size 1, queries share
+            keys, whose state has the size 1 too.
         v: Values, shape ``[*batch, n, value_dim]``.
         feature_map: From ``[*batch, n, head_dim]`` to features, token by token; or a
             pair of such functions, of queries and of keys.
@@ -330,7 +331,10 @@ def causal_linear_attention(
     chunk_size = platform_defaults().causal_chunk if chunk_size is None else chunk_size
     check_chunk_size(chunk_size)
     check_feature_maps(feature_map, q, k)
-    q, k, v = broadcast_leading(finite_masked(q, key_mask), k, v)
+    q = finite_masked(q, key_mask)
+    # Queries may have more leading axes: sums of keys that they share exist once.
+    per_token = [x for x in (key_mask, segment_ids) if x is not None]
+    k, v, *_ = broadcast_leading(k, v, *(x[..., None] for x in per_token))
     k, v, key_mask = zero_masked(k, v, key_mask)
     # Where S_i and z_i begin again from zero.
     starts = None
@@ -395,7 +399,8 @@ def _vmem_branches(q, k, v, feature_map, precision):
 
     def attend(q, k, v, key_mask):
         del key_mask
-        return pallas_linear.attend_in_vmem(q, k, v, feature_map, precision=precision)
+        inputs = broadcast_leading(q, k, v)
+        return pallas_linear.attend_in_vmem(*inputs, feature_map, precision=precision)
 
     return {"tpu": attend}
 
@@ -459,7 +464,8 @@ def _attend_in_chunks(
         # [phi(q_i)^T S_i, phi(q_i)^T z_i] and S, z after the chunk; then the quotient.
         state, *sums = sum_causally(state, tokens, feature_map, einsum, parallel)
         out, _ = divide_sums(*checkpoint_name(sums, SAVED), dtype=v.dtype)
-        return state, out.reshape(tokens[2].shape)
+        n = tokens[0].shape[-2]
+        return state, out.reshape(*out.shape[:-3], n, out.shape[-1])
 
     # The scan carries S and z from chunk to chunk.
     if is_one_chunk:

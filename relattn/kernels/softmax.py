@@ -15,7 +15,12 @@ import jax.numpy as jnp
 from jax.export import is_symbolic_dim
 from jaxtyping import Array, Bool, Float, Int
 
-from relattn.kernels.checks import check_arguments, finite_masked, zero_masked
+from relattn.kernels.checks import (
+    broadcast_leading,
+    check_arguments,
+    finite_masked,
+    zero_masked,
+)
 from relattn.kernels.flash import flash_branches, fused_branches
 from relattn.kernels.guards import softmax
 from relattn.kernels.platform import platform_defaults
@@ -180,9 +185,11 @@ def _attend(q, k, v, mask, key_mask, segment_ids, bias, precision, *, causal=Fal
     if mask is None and bias is None:
         options = {"causal": causal, "precision": precision}
         if key_mask is None and segment_ids is None:
-            flash = flash_branches(q, k, v, **options)
+            # Flash attention has no keys that queries share.
+            like = broadcast_leading(q, k, v)
+            flash = flash_branches(*like, **options)
             if flash:
-                return jax.lax.platform_dependent(q, k, v, **flash, default=blocks)
+                return jax.lax.platform_dependent(*like, **flash, default=blocks)
         fused = fused_branches(q, k, v, **options)
         if fused:
             segments = None if segment_ids is None else segment_numbers(segment_ids)

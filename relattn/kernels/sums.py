@@ -141,11 +141,11 @@ def check_causal(features: Any) -> None:
 
 
 def causal_factors(
-    queries: Features, keys: Features, mask: Bool[Array, "*batch n"] | None
+    queries: Features, keys: Features, mask: Bool[Array, "*#batch n"] | None
 ) -> tuple[
-    Float[Array, "*batch n features"],
-    Float[Array, "*batch n features"],
-    Float[Array, "*batch n 1"] | None,
+    Float[Array, "*#batch n features"],
+    Float[Array, "*#batch n features"],
+    Float[Array, "*#batch n 1"] | None,
 ]:
     """Returns features of queries and keys, shifted independently of other tokens.
 

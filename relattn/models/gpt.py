@@ -42,6 +42,9 @@ class GPT(nn.Module):
         dim: Width of the tokens.
         num_layers: Number of blocks.
         num_heads: Number of heads.
+        num_kv_heads: Number of heads with keys and values, which divides ``num_heads``
+            (grouped queries); 0 for ``num_heads``. The decoding cache is as many heads
+            wide.
         head_dim: Width of a head; 0 for dim / num_heads.
         mlp_dim: Width of the feed-forward networks' hidden layer.
         attention: Spec of the attention.
@@ -88,6 +91,7 @@ class GPT(nn.Module):
     dim: int = 192
     num_layers: int = 6
     num_heads: int = 3
+    num_kv_heads: int = 0
     head_dim: int = 0
     mlp_dim: int = 768
     attention: str = "softmax"
@@ -155,6 +159,7 @@ class GPT(nn.Module):
             dim=self.dim,
             num_heads=self.num_heads,
             num_layers=self.num_layers,
+            num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             num_relative_layers=self.num_relative_layers,
             qkv_bias=self.qkv_bias,

@@ -6,9 +6,10 @@ the cache for decoding. Subclasses fill in its hooks, most with one call of a ke
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
 import flax.linen as nn
 import jax
@@ -24,6 +25,8 @@ from relattn.nn.blocks import Linear, default_head_dim
 
 # The collection of `MultiHeadAttention.sow_weights`.
 ATTENTION_WEIGHTS = "attention_weights"
+
+Hook = TypeVar("Hook", bound=Callable[..., Any])
 
 
 class Context(NamedTuple):
@@ -59,6 +62,45 @@ class Context(NamedTuple):
         return self.grid
 
 
+def split_heads(x: Array, axis: int, num_kv_heads: int) -> Array:
+    """Splits an axis of heads, or of size 1, into key heads and their queries.
+
+    Example:
+        >>> split_heads(jnp.ones((3, 6, 5)), 1, 2).shape
+        (3, 2, 3, 5)
+    """
+    if x.shape[axis] == 1:
+        return jnp.expand_dims(x, axis)
+    return x.reshape(*x.shape[:axis], num_kv_heads, -1, *x.shape[axis + 1 :])
+
+
+def grouped(hook: Hook) -> Hook:
+    """Lets heads share keys and values in a hook with the arguments q, k, v, context.
+
+    If there are fewer keys than queries, the hook is called with queries
+    ``[batch, kv_heads, group, ...]`` and with keys, values and masks that have an axis
+    of size 1 in the place of ``group``. Its output gets the axis of the heads again.
+
+    Source:
+        Ainslie et al., GQA: Training Generalized Multi-Query Transformer Models from
+        Multi-Head Checkpoints, section 2.2.
+    """
+
+    @functools.wraps(hook)
+    def call(self: Any, q: Array, k: Array, v: Array, context: Context) -> Array:
+        kv_heads = k.shape[1]
+        if q.shape[1] == kv_heads:
+            return hook(self, q, k, v, context)
+        masks = (context.key_mask, context.segment_ids)
+        key_mask, segment_ids = (x if x is None else x[:, None] for x in masks)
+        context = context._replace(key_mask=key_mask, segment_ids=segment_ids)
+        groups = split_heads(q, 1, kv_heads)
+        out = hook(self, groups, k[:, :, None], v[:, :, None], context)
+        return out.reshape(*q.shape[:2], *out.shape[3:])
+
+    return cast(Hook, call)
+
+
 class MultiHeadAttention(nn.Module):
     """Base class of attentions: sizes, projections, call and cache.
 
@@ -77,6 +119,8 @@ class MultiHeadAttention(nn.Module):
         causal: Whether a token attends only to itself and earlier tokens.
         dtype: Compute dtype; parameters are float32.
         out_bias: Whether the output projection has a bias.
+        num_kv_heads: Number of heads with keys and values, which divides ``num_heads``;
+            as many heads have queries for each; 0 for ``num_heads``.
     """
 
     dim: int
@@ -87,12 +131,15 @@ class MultiHeadAttention(nn.Module):
     causal: bool = False
     dtype: Any = jnp.float32
     out_bias: bool = True
+    num_kv_heads: int = 0
     # Sites of position encodings that the attention supports.
     sites: ClassVar[tuple[str, ...]] = ("none", "tokens")
     # Whether `attend` or `mix` is causal if ``self.causal``.
     has_causal_form: ClassVar[bool] = False
     # Whether `attend` takes keys and values of another sequence.
     has_cross_form: ClassVar[bool] = False
+    # Whether hooks take keys and values of fewer heads than queries, see `grouped`.
+    has_grouped_form: ClassVar[bool] = False
     # Whether layers differ only in parameters and position, so that equal layers can be
     # scanned.
     scannable: ClassVar[bool] = False
@@ -111,6 +158,7 @@ class MultiHeadAttention(nn.Module):
 
     def __post_init__(self) -> None:
         self.head_dim = self.head_dim or default_head_dim(self.dim, self.num_heads)
+        self.num_kv_heads = self.num_kv_heads or self.num_heads
         super().__post_init__()
         self.check()
 
@@ -121,6 +169,17 @@ class MultiHeadAttention(nn.Module):
             raise ValueError(
                 "num_heads must divide dim, or head_dim be given, got "
                 f"dim={self.dim} and num_heads={self.num_heads}"
+            )
+        if self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                "num_kv_heads must divide num_heads, or be 0 for as many, got "
+                f"num_kv_heads={self.num_kv_heads} and num_heads={self.num_heads}"
+            )
+        if self.num_kv_heads < self.num_heads and not self.has_grouped_form:
+            raise ValueError(
+                f"{type(self).__name__} needs keys and values for every head, got "
+                f"num_kv_heads={self.num_kv_heads}: choose num_kv_heads=0, or "
+                "attention 'softmax', 'favor', 'relu' or 'hedgehog'"
             )
 
     @nn.nowrap
@@ -142,7 +201,7 @@ class MultiHeadAttention(nn.Module):
     @property
     def key_heads(self) -> int:
         """Number of heads with keys."""
-        return self.num_heads
+        return self.num_kv_heads
 
     @nn.compact
     def __call__(
@@ -243,7 +302,7 @@ class MultiHeadAttention(nn.Module):
         source = x if context.memory is None else context.memory
         q = self.project(x, self.num_heads, "q")
         k = self.project(source, self.key_heads, "k") if self.key_heads else None
-        v = self.project(source, self.num_heads, "v")
+        v = self.project(source, self.num_kv_heads, "v")
         q, k = self.with_position(q, k, x, context)
         v = self.widen_values(v, x, context)
         attend = self.attend if context.index is None else self.decode
@@ -253,7 +312,7 @@ class MultiHeadAttention(nn.Module):
         self,
         q: Float[Array, "batch heads n head_dim"],
         k: Float[Array, "batch key_heads m head_dim"] | None,
-        v: Float[Array, "batch heads m value_dim"],
+        v: Float[Array, "batch kv_heads m value_dim"],
         context: Context,
     ) -> Float[Array, "batch heads n value_dim"]:
         """Computes the heads' outputs; calls the kernel."""
@@ -262,8 +321,8 @@ class MultiHeadAttention(nn.Module):
     def decode(
         self,
         q: Float[Array, "batch heads n head_dim"],
-        k: Float[Array, "batch heads n head_dim"] | None,
-        v: Float[Array, "batch heads n value_dim"],
+        k: Float[Array, "batch kv_heads n head_dim"] | None,
+        v: Float[Array, "batch kv_heads n value_dim"],
         context: Context,
     ) -> Float[Array, "batch heads n value_dim"]:
         """Computes the heads' outputs in decoding; caches keys and values."""
@@ -277,8 +336,8 @@ class MultiHeadAttention(nn.Module):
     def attend_step(
         self,
         q_i: Float[Array, "batch heads head_dim"],
-        k: Float[Array, "batch heads length head_dim"],
-        v: Float[Array, "batch heads length value_dim"],
+        k: Float[Array, "batch kv_heads length head_dim"],
+        v: Float[Array, "batch kv_heads length value_dim"],
         context: Context,
     ) -> Float[Array, "batch heads value_dim"]:
         """Computes the heads' outputs for the token at ``context.index``.
@@ -366,8 +425,16 @@ class MultiHeadAttention(nn.Module):
         return cache.value
 
     def tables(self, context: Context) -> dict[str, Any]:
-        """Returns the position's tables by name; vectors have the compute dtype."""
+        """Returns the position's tables by name; vectors have the compute dtype.
+
+        If heads share keys, the axis of heads is split as in `grouped`.
+        """
         tables = {} if context.position is None else context.position.tables
+        if self.num_kv_heads < self.num_heads:
+            tables = {
+                name: split_heads(table, 0, self.num_kv_heads)
+                for name, table in tables.items()
+            }
         # Kernels add the bias in float32: rounding it would change exp(b) by percents.
         return {
             name: table if name == "bias" else table.astype(self.dtype)
@@ -416,6 +483,7 @@ class SoftmaxAttention(MultiHeadAttention):
     periodic: ClassVar[bool] = True
     has_causal_form: ClassVar[bool] = True
     has_cross_form: ClassVar[bool] = True
+    has_grouped_form: ClassVar[bool] = True
     scannable: ClassVar[bool] = True
 
     @nn.nowrap
@@ -424,13 +492,14 @@ class SoftmaxAttention(MultiHeadAttention):
         del position
         return True
 
+    @grouped
     def attend(
         self,
-        q: Float[Array, "batch heads n head_dim"],
-        k: Float[Array, "batch heads m head_dim"],
-        v: Float[Array, "batch heads m value_dim"],
+        q: Float[Array, "*batch heads n head_dim"],
+        k: Float[Array, "*batch kv_heads m head_dim"],
+        v: Float[Array, "*batch kv_heads m value_dim"],
         context: Context,
-    ) -> Float[Array, "batch heads n value_dim"]:
+    ) -> Float[Array, "*batch heads n value_dim"]:
         """Computes softmax attention."""
         tables = self.tables(context)
         options: dict[str, Any] = {
@@ -447,13 +516,14 @@ class SoftmaxAttention(MultiHeadAttention):
             q, k, v, grid=grid, num_prefix=context.num_prefix, **options
         )
 
+    @grouped
     def attend_step(
         self,
-        q_i: Float[Array, "batch heads head_dim"],
-        k: Float[Array, "batch heads length head_dim"],
-        v: Float[Array, "batch heads length value_dim"],
+        q_i: Float[Array, "*batch heads head_dim"],
+        k: Float[Array, "*batch kv_heads length head_dim"],
+        v: Float[Array, "*batch kv_heads length value_dim"],
         context: Context,
-    ) -> Float[Array, "batch heads value_dim"]:
+    ) -> Float[Array, "*batch heads value_dim"]:
         """Computes softmax attention of one token to the tokens up to it."""
         assert context.index is not None
         return relative.causal_relative_attention_step(

@@ -21,6 +21,7 @@ from relattn import kernels
 from relattn.kernels.precision import widen
 from relattn.kernels.softmax import MASKED_SCORE, causal_mask
 from relattn.messages import check_choice, closest, shorten
+from relattn.nn.attention import split_heads
 from relattn.nn.linear_attention import FEATURE_MAPS
 
 Kernel = Callable[..., Array]
@@ -168,8 +169,7 @@ def call_kernel(
         q = q.reshape(*q.shape[:-3], key_heads, -1, n, head_dim)
         k, v = k[..., None, :, :], v[..., None, :, :]
         arguments = {
-            name: _split_heads(x, len(batch), key_heads)
-            for name, x in arguments.items()
+            name: split_heads(x, len(batch), key_heads) for name, x in arguments.items()
         }
     if in_order and n != m:
         q, k, v, arguments = _align(q, k, v, arguments, first)
@@ -333,13 +333,6 @@ def _sort_masks(masks, sizes):
             name = "mask"
         found[name] = mask & found.get(name, True)
     return found, found.pop("query_mask", None)
-
-
-def _split_heads(x, axis, key_heads):
-    """Splits an axis of heads, or of size 1, into key heads and groups."""
-    if x.shape[axis] == 1:
-        return jnp.expand_dims(x, axis)
-    return x.reshape(*x.shape[:axis], key_heads, -1, *x.shape[axis + 1 :])
 
 
 def name_of(kernel: Kernel) -> str:

@@ -22,7 +22,7 @@ from jaxtyping import Array, Float
 from relattn.kernels import banded, feature_maps, linear, random_projections, toeplitz
 from relattn.kernels.feature_maps import unit_norm
 from relattn.messages import check_choice
-from relattn.nn.attention import Context, MultiHeadAttention
+from relattn.nn.attention import Context, MultiHeadAttention, grouped, split_heads
 from relattn.nn.blocks import uniform
 
 # Lets `flax.serialization.to_bytes` store a model's variables.
@@ -62,6 +62,7 @@ class LinearAttention(MultiHeadAttention):
     periodic: ClassVar[bool] = True
     has_causal_form: ClassVar[bool] = True
     has_cross_form: ClassVar[bool] = True
+    has_grouped_form: ClassVar[bool] = True
     scannable: ClassVar[bool] = True
     # Parameters of the feature map.
     feature_map_params: ClassVar[tuple[str, ...]] = ()
@@ -80,25 +81,26 @@ class LinearAttention(MultiHeadAttention):
         """Returns whether the attention is causal, without an offset bias."""
         return self.causal and not (position and position.tables)
 
+    @grouped
     def attend(
         self,
-        q: Float[Array, "batch heads n head_dim"],
-        k: Float[Array, "batch heads m head_dim"],
-        v: Float[Array, "batch heads m value_dim"],
+        q: Float[Array, "*batch heads n head_dim"],
+        k: Float[Array, "*batch kv_heads m head_dim"],
+        v: Float[Array, "*batch kv_heads m value_dim"],
         context: Context,
-    ) -> Float[Array, "batch heads n value_dim"]:
+    ) -> Float[Array, "*batch heads n value_dim"]:
         """Computes linear attention."""
         feature_map = self.feature_map(q.shape[-1])
         return self.attend_content(q, k, v, feature_map, context)
 
     def attend_content(
         self,
-        q: Float[Array, "batch heads n head_dim"],
-        k: Float[Array, "batch heads m head_dim"],
-        v: Float[Array, "batch heads m value_dim"],
+        q: Float[Array, "*batch heads n head_dim"],
+        k: Float[Array, "*batch kv_heads m head_dim"],
+        v: Float[Array, "*batch kv_heads m value_dim"],
         feature_map: feature_maps.FeatureMap,
         context: Context,
-    ) -> Float[Array, "batch heads n value_dim"]:
+    ) -> Float[Array, "*batch heads n value_dim"]:
         """Computes linear attention; sows the share of sums of weights <= 0."""
         tables = self.tables(context)
         options = {"key_mask": context.key_mask, **tables}
@@ -125,8 +127,8 @@ class LinearAttention(MultiHeadAttention):
     def decode(
         self,
         q: Float[Array, "batch heads n head_dim"],
-        k: Float[Array, "batch heads n head_dim"],
-        v: Float[Array, "batch heads n value_dim"],
+        k: Float[Array, "batch kv_heads n head_dim"],
+        v: Float[Array, "batch kv_heads n value_dim"],
         context: Context,
     ) -> Float[Array, "batch heads n value_dim"]:
         """Computes the heads' outputs in decoding; caches the state.
@@ -135,6 +137,17 @@ class LinearAttention(MultiHeadAttention):
         """
         if self.tables(context):
             return super().decode(q, k, v, context)
+        return self.decode_by_state(q, k, v, context)
+
+    @grouped
+    def decode_by_state(
+        self,
+        q: Float[Array, "*batch heads n head_dim"],
+        k: Float[Array, "*batch kv_heads n head_dim"],
+        v: Float[Array, "*batch kv_heads n value_dim"],
+        context: Context,
+    ) -> Float[Array, "*batch heads n value_dim"]:
+        """Computes the heads' outputs in decoding; caches the state of the keys."""
         state, key_mask = self.get_variable("cache", "state"), None
         if q.shape[-2] > 1 and context.index is not None:
             # The state must not include padding.
@@ -152,13 +165,14 @@ class LinearAttention(MultiHeadAttention):
             self.put_variable("cache", "state", state)
         return out
 
+    @grouped
     def attend_step(
         self,
-        q_i: Float[Array, "batch heads head_dim"],
-        k: Float[Array, "batch heads length head_dim"],
-        v: Float[Array, "batch heads length value_dim"],
+        q_i: Float[Array, "*batch heads head_dim"],
+        k: Float[Array, "*batch kv_heads length head_dim"],
+        v: Float[Array, "*batch kv_heads length value_dim"],
         context: Context,
-    ) -> Float[Array, "batch heads value_dim"]:
+    ) -> Float[Array, "*batch heads value_dim"]:
         """Computes biased linear attention of one token to the tokens up to it."""
         assert context.index is not None
         return toeplitz.causal_toeplitz_linear_attention_step(
@@ -263,12 +277,12 @@ class RandomFeatureAttention(LinearAttention):
 
     def attend_content(
         self,
-        q: Float[Array, "batch heads n head_dim"],
-        k: Float[Array, "batch heads m head_dim"],
-        v: Float[Array, "batch heads m value_dim"],
+        q: Float[Array, "*batch heads n head_dim"],
+        k: Float[Array, "*batch kv_heads m head_dim"],
+        v: Float[Array, "*batch kv_heads m value_dim"],
         feature_map: feature_maps.FeatureMap,
         context: Context,
-    ) -> Float[Array, "batch heads n value_dim"]:
+    ) -> Float[Array, "*batch heads n value_dim"]:
         """Computes linear attention; sows the share of keys that underflow."""
         positive = self.features == "positive"
         if self.causal and positive and self.is_mutable_collection("intermediates"):
@@ -366,6 +380,7 @@ class BandedAttention(RandomFeatureAttention):
     sites: ClassVar[tuple[str, ...]] = ("none", "tokens", "values")
     has_causal_form: ClassVar[bool] = False
     has_cross_form: ClassVar[bool] = False
+    has_grouped_form: ClassVar[bool] = False
 
     @nn.nowrap
     def check(self) -> None:
@@ -489,9 +504,9 @@ class HedgehogAttention(LinearAttention):
     softmax attention.
 
     Every head has a W for its queries and one for its keys, which start as the
-    identity: the parameters ``query_projection`` and ``key_projection``, of shape
-    ``[num_heads, head_dim, head_dim]``. With a concatenated position, head_dim includes
-    its width.
+    identity: the parameters ``query_projection``, of shape ``[num_heads, head_dim,
+    head_dim]``, and ``key_projection``, ``[num_kv_heads, head_dim, head_dim]``. With a
+    concatenated position, head_dim includes its width.
 
     Example:
         >>> import jax
@@ -515,14 +530,17 @@ class HedgehogAttention(LinearAttention):
     def feature_map(self, head_dim: int) -> feature_maps.FeatureMap:
         """Returns the feature maps of queries and keys; for the hooks."""
 
-        def make(name: str) -> Callable[[Array], feature_maps.Features]:
-            shape = (self.num_heads, head_dim, head_dim)
+        def make(name: str, heads: int) -> Callable[[Array], feature_maps.Features]:
+            shape = (heads, head_dim, head_dim)
+            projection = self.param(name, _identity, shape, jnp.float32)
+            if self.num_kv_heads < self.num_heads:
+                projection = split_heads(projection, 0, self.num_kv_heads)
             return functools.partial(
-                feature_maps.hedgehog_features,
-                projection=self.param(name, _identity, shape, jnp.float32),
+                feature_maps.hedgehog_features, projection=projection
             )
 
-        to_q, to_k = map(make, self.feature_map_params)
+        heads = (self.num_heads, self.num_kv_heads)
+        to_q, to_k = map(make, self.feature_map_params, heads)
         return to_q, to_k
 
 

@@ -156,6 +156,7 @@ def build(
     dim: int,
     num_heads: int,
     num_layers: int,
+    num_kv_heads: int = 0,
     head_dim: int = 0,
     qkv_bias: bool = True,
     out_bias: bool = True,
@@ -171,6 +172,7 @@ def build(
         dim: Width of the tokens.
         num_heads: Number of heads.
         num_layers: Number of layers.
+        num_kv_heads: Number of heads with keys and values; 0 for num_heads.
         head_dim: Width of a head; 0 for dim / num_heads.
         qkv_bias: Whether queries, keys and values have a bias.
         out_bias: Whether the output projection has a bias.
@@ -182,8 +184,8 @@ def build(
 
     Raises:
         ValueError: If a name or an option does not exist, an option or a size is
-            invalid, or the attention does not support the site of the position or has
-            no causal form.
+            invalid, the attention does not support the site of the position or has no
+            causal form, or the attention or the position needs keys for every head.
 
     Example:
         >>> attention, position = build(
@@ -202,10 +204,17 @@ def build(
     sizes = {"dim": dim, "num_heads": num_heads, "head_dim": head_dim}
     make_position = functools.partial(make_position, num_layers=num_layers, **sizes)
     make_attention = functools.partial(
-        make_attention, qkv_bias=qkv_bias, out_bias=out_bias, causal=causal, **sizes
+        make_attention,
+        num_kv_heads=num_kv_heads,
+        qkv_bias=qkv_bias,
+        out_bias=out_bias,
+        causal=causal,
+        **sizes,
     )
     # The instance checks its attributes.
-    make_attention(parent=None)
+    instance = make_attention(parent=None)
+    if instance.num_kv_heads < num_heads:
+        _check_shared_keys(position, make_position(parent=None), num_kv_heads)
     return make_attention, make_position
 
 
@@ -216,6 +225,7 @@ def layer_attentions(
     dim: int,
     num_heads: int,
     num_layers: int,
+    num_kv_heads: int = 0,
     head_dim: int = 0,
     num_relative_layers: int = 0,
     qkv_bias: bool = False,
@@ -232,6 +242,7 @@ def layer_attentions(
         dim: Width of the tokens.
         num_heads: Number of heads.
         num_layers: Number of layers.
+        num_kv_heads: Number of heads with keys and values; 0 for num_heads.
         head_dim: Width of a head; 0 for dim / num_heads.
         num_relative_layers: Number of layers that use ``attention``; 0 for all.
         qkv_bias: Whether queries, keys and values have a bias.
@@ -262,6 +273,7 @@ def layer_attentions(
         "dim": dim,
         "num_heads": num_heads,
         "num_layers": num_layers,
+        "num_kv_heads": num_kv_heads,
         "head_dim": head_dim,
         "qkv_bias": qkv_bias,
         "out_bias": out_bias,
@@ -274,6 +286,20 @@ def layer_attentions(
         rest, _ = build("softmax", position, **options)
         attentions += [rest] * (num_layers - num_first)
     return attentions, make_position
+
+
+def _check_shared_keys(spec_of_all: str, position: Any, num_kv_heads: int) -> None:
+    """Raises if a position encodes the keys or values of each head differently."""
+    terms = [position]
+    if isinstance(position, base.PositionSum):
+        terms = position.make_terms()
+    for name, term in zip(spec.terms(spec_of_all), terms, strict=True):
+        if term.site in ("heads", "values") and not term.takes_shared_keys:
+            raise ValueError(
+                f"position {name!r} encodes the keys or values of each head "
+                f"differently, got num_kv_heads={num_kv_heads}: choose num_kv_heads=0, "
+                "or a position that is the same for all heads, such as 'rope1d'"
+            )
 
 
 def _resolve_position(

@@ -162,7 +162,7 @@ def _pass_on_softmax(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
         return call(*args, **kwargs)
     # Without gradients: a layer does not learn to change its tokens.
     q, k, v = jax.lax.stop_gradient(args[:3])
-    if k is None or k.shape[-3] != q.shape[-3]:
+    if k is None or k.shape[-3] != v.shape[-3]:
         raise ValueError(
             f"{type(module).__name__} has heads without keys, which cannot imitate "
             "softmax: use attention 'hedgehog', 'relu' or 'favor'"
@@ -170,6 +170,7 @@ def _pass_on_softmax(call: Any, args: Any, kwargs: Any, context: Any) -> Any:
     softmax = SoftmaxAttention(
         dim=module.dim,
         num_heads=module.num_heads,
+        num_kv_heads=module.num_kv_heads,
         head_dim=module.head_dim,
         causal=module.causal,
         dtype=module.dtype,

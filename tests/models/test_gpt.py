@@ -41,6 +41,7 @@ LLAMA = {
     "out_bias": False,
     "mlp_bias": False,
     "head_norm": False,
+    "num_kv_heads": 1,
 }
 
 
@@ -95,7 +96,7 @@ def expect_decoding_equals_full_recomputation(model, variables, tokens):
 
 
 @pytest.mark.quick("softmax")
-@pytest.mark.parametrize("attention", ["softmax", "hedgehog", "lor_translution"])
+@pytest.mark.parametrize("attention", ["softmax", "hedgehog", "favor"])
 def test_llama_decodes_with_any_attention(attention):
     model, variables, tokens = make(attention=attention, **LLAMA)
     names = map(

@@ -100,15 +100,14 @@ def naive_llama(tokens, params):
         block = jax.tree.map(operator.itemgetter(layer), params["blocks_0"])
         attention = block["attention"]
         y = reference.rms_norm(x, block["attention_norm"]["scale"])
-        q, k, v = (
-            jnp.split(reference.linear(y, attention[name]), 2, axis=1) for name in "qkv"
-        )
+        q, k, v = (reference.linear(y, attention[name]) for name in "qkv")
+        k = reference.rotary(k, positions, 100.0)
         causal = np.tril(np.ones((LENGTH, LENGTH), bool))
         heads = [
             reference.softmax_attention(
-                *(reference.rotary(x, positions, 100.0) for x in qk), value, causal
+                reference.rotary(query, positions, 100.0), k, v, causal
             )
-            for *qk, value in zip(q, k, v, strict=True)
+            for query in jnp.split(q, 2, axis=1)
         ]
         x = x + reference.linear(jnp.concatenate(heads, axis=1), attention["out"])
         y = reference.rms_norm(x, block["feed_forward_norm"]["scale"])
@@ -125,6 +124,7 @@ LLAMA = {
     "out_bias": False,
     "mlp_bias": False,
     "head_norm": False,
+    "num_kv_heads": 1,
 }
 
 

@@ -251,11 +251,10 @@ CAUSAL = with_others(
 )
 
 
-def causal_layer(attention, position):
+def causal_layer(attention, position, **options):
     """Returns a causal attention, its variables, tokens and position."""
-    make_attention, make_position = build(
-        attention, position, dim=DIM, num_heads=HEADS, num_layers=1, causal=True
-    )
+    sizes = {"dim": DIM, "num_heads": HEADS, "num_layers": 1, "causal": True}
+    make_attention, make_position = build(attention, position, **sizes | options)
     if position == "none":
         encoding = None
     else:
@@ -289,7 +288,11 @@ def test_causal_attention_does_not_depend_on_later_tokens(attention, position):
 )
 @pytest.mark.parametrize(("attention", "position"), CAUSAL)
 def test_decoding_equals_full_attention(attention, position):
-    module, variables, x, encoding = causal_layer(attention, position)
+    expect_decoding_equals_full_attention(*causal_layer(attention, position))
+
+
+def expect_decoding_equals_full_attention(module, variables, x, encoding):
+    """Decodes all tokens, and the last ones after a prefill; returns the cache."""
 
     def apply(variables, x, index):
         return module.apply(
@@ -325,6 +328,189 @@ def test_decoding_equals_full_attention(attention, position):
     decoded, prefilled, expected = outputs(cache, x)
     np.testing.assert_allclose(decoded, expected, atol=2e-6)
     np.testing.assert_allclose(prefilled, expected, atol=2e-6)
+    return cache["cache"]
+
+
+# Six heads with queries and two with keys and values.
+SHARED = {"num_heads": 6, "num_kv_heads": 2, "head_dim": 4}
+SHARED_PAIRS = [
+    ("softmax", "rope1d"),
+    ("softmax", "relative_key"),
+    ("softmax", "relative_value"),
+    ("favor(features='trigonometric')", "none"),
+    ("favor", "sincos_bias"),
+    ("relu", "constrained_sincos"),
+    ("hedgehog", "rotary_values"),
+    ("hedgehog", "relative_bias"),
+]
+
+
+def repeat_keys(params):
+    """Gives every head the keys, values and features that it shares with others."""
+
+    def repeat(path, leaf):
+        name = "".join(str(key.key) + "/" for key in path)
+        if name.startswith(("k/", "v/")):
+            heads = leaf.reshape(*leaf.shape[:-1], 2, 4)
+            return np.repeat(heads, 3, axis=-2).reshape(*leaf.shape[:-1], 24)
+        return np.repeat(leaf, 3, axis=0) if name.startswith("key_pro") else leaf
+
+    return jax.tree_util.tree_map_with_path(repeat, params)
+
+
+@pytest.mark.quick("True-softmax-relative_key", "True-hedgehog-rotary_values")
+@pytest.mark.parametrize(("attention", "position"), SHARED_PAIRS)
+@pytest.mark.parametrize("causal", [True, False])
+def test_shared_keys_equal_keys_that_are_repeated(attention, position, causal):
+    module, variables, x, encoding = causal_layer(
+        attention, position, **SHARED | {"causal": causal}
+    )
+    # Matrices that start alike would hide which head has which.
+    noise = normal(5, 997, scale=0.3)
+    params = jax.tree.map(
+        lambda leaf: leaf + np.resize(noise, leaf.shape), variables["params"]
+    )
+    options = {"key_mask": np.arange(2 * N).reshape(2, N) % 5 != 1}
+    if module.takes_segments(encoding):
+        options["segment_ids"] = np.arange(2 * N).reshape(2, N) // 4
+
+    @quick_jit
+    def results(params, repeated, x, options):
+        def loss(params, x, module):
+            out = module.apply(
+                {**variables, "params": params},
+                x,
+                grid=(N,),
+                position=encoding,
+                **options,
+            )
+            return (jnp.cos(jnp.arange(out.size)) * out.ravel()).sum(), out
+
+        grad = jax.grad(loss, (0, 1), has_aux=True)
+        separate = module.clone(num_kv_heads=6)
+        return grad(params, x, module), grad(repeated, x, separate)
+
+    found, expected = results(params, repeat_keys(params), x, options)
+    expected = jax.device_get(expected)
+    # The gradient of what is shared is the sum of the copies' gradients.
+    copies = expected[0][0]
+    for name, leaf in copies.items():
+        if name in ("k", "v"):
+            copies[name] = jax.tree.map(
+                lambda leaf: (
+                    leaf.reshape(*leaf.shape[:-1], 2, 3, 4)
+                    .sum(axis=-2)
+                    .reshape(*leaf.shape[:-1], 8)
+                ),
+                leaf,
+            )
+        elif name == "key_projection":
+            copies[name] = leaf.reshape(2, 3, *leaf.shape[1:]).sum(axis=1)
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=2e-5),
+        found,
+        expected,
+    )
+
+
+@pytest.mark.quick("softmax")
+@pytest.mark.parametrize("attention", ["softmax", "favor", "relu", "hedgehog"])
+def test_shared_keys_equal_the_reference(attention):
+    module, variables, x, _ = causal_layer(attention, "none", **SHARED)
+    variables = jax.tree.map(np.asarray, variables)
+
+    def heads(params, x, name, count):
+        y = x @ params[name]["kernel"] + params[name]["bias"]
+        return y.reshape(N, count, 4).swapaxes(0, 1)
+
+    def naive(params, x):
+        q, (k, v) = heads(params, x, "q", 6), (heads(params, x, n, 2) for n in "kv")
+        allowed, outs = np.tri(N, dtype=bool), []
+        for i in range(6):
+            inputs = (q[i], k[i // 3], v[i // 3])
+            if attention == "softmax":
+                outs.append(reference.softmax_attention(*inputs, allowed))
+                continue
+            if attention == "favor":
+                drawn = variables["random_features"]["projection"].projection
+                phi = functools.partial(
+                    reference.positive_features, projection=np.float64(drawn)
+                )
+            elif attention == "relu":
+                phi = functools.partial(
+                    reference.relu_features,
+                    projection=params["projection"],
+                    bias=params["bias"],
+                )
+            else:
+                matrices = params["query_projection"][i], params["key_projection"]
+                phi = tuple(
+                    functools.partial(reference.hedgehog_features, projection=w)
+                    for w in (matrices[0], matrices[1][i // 3])
+                )
+            outs.append(reference.linear_attention(*inputs, phi, allowed))
+        merged = jnp.stack(outs, axis=1).reshape(N, 24)
+        return merged @ params["out"]["kernel"] + params["out"]["bias"]
+
+    def results(function, params, x):
+        out, pullback = jax.vjp(function, params, x)
+        return out, *pullback(jnp.cos(jnp.arange(out.size)).reshape(out.shape))
+
+    def apply(params, x):
+        return module.apply({**variables, "params": params}, x, grid=(N,))
+
+    found = run(functools.partial(results, apply), variables["params"], x)
+    with jax.enable_x64(True):
+        wide = jax.tree.map(np.float64, (variables["params"], x))
+        examples = jax.vmap(naive, (None, 0))
+        expected = run(functools.partial(results, examples), *wide)
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=2e-5),
+        found,
+        expected,
+    )
+
+
+@pytest.mark.quick("softmax-rope1d", "hedgehog-rotary_values")
+@pytest.mark.parametrize(("attention", "position"), SHARED_PAIRS)
+def test_decoding_caches_shared_keys_once(attention, position):
+    layer = causal_layer(attention, position, **SHARED)
+    cache = expect_decoding_equals_full_attention(*layer)
+    assert {leaf.shape[1] for leaf in jax.tree.leaves(cache)} == {2}
+    # No axis of queries, which the cache would repeat.
+    sizes = {leaf.shape[2] for leaf in jax.tree.leaves(cache) if leaf.ndim > 4}
+    assert sizes <= {1}
+
+
+@pytest.mark.parametrize("attention", ["softmax", "hedgehog"])
+def test_later_tokens_do_not_change_shared_keys(attention):
+    module, variables, x, _ = causal_layer(attention, "none", **SHARED)
+    apply = quick_jit(functools.partial(module.apply, grid=(N,)))
+    factors = np.where(np.arange(N) < 4, 1, -3).astype(np.float32)[:, None]
+    out, changed = apply(variables, x), apply(variables, x * factors)
+    np.testing.assert_array_equal(changed[:, :4], out[:, :4])
+    half = module.clone(dtype=jnp.bfloat16)
+    rounded = quick_jit(functools.partial(half.apply, grid=(N,)))(variables, x)
+    assert rounded.dtype == jnp.bfloat16
+    np.testing.assert_allclose(np.float32(rounded), out, atol=0.02)
+
+
+@pytest.mark.parametrize(
+    ("attention", "position", "num_kv_heads", "message"),
+    [
+        ("softmax", "none", 4, "num_kv_heads must divide num_heads, or be 0.*got.*=4"),
+        ("softmax", "none", -1, "got num_kv_heads=-1 and num_heads=6"),
+        ("banded", "none", 2, "BandedAttention needs keys and values for every head"),
+        ("lor_translution", "none", 2, "choose num_kv_heads=0, or attention 'softmax'"),
+        ("softmax", "learned + cayley_string", 2, "position 'cayley_string' encodes"),
+        ("softmax", "rotary_values(learned=True)", 2, "choose num_kv_heads=0, or a"),
+        ("hedgehog", "irpe_gate", 1, "of each head differently, got num_kv_heads=1"),
+    ],
+)
+def test_keys_that_cannot_be_shared_raise(attention, position, num_kv_heads, message):
+    sizes = {"dim": DIM, "num_heads": 6, "head_dim": 4, "num_layers": 1}
+    with pytest.raises(ValueError, match=message):
+        build(attention, position, num_kv_heads=num_kv_heads, **sizes)
 
 
 def test_causal_attention_with_prefix_tokens_raises():

@@ -191,6 +191,9 @@ class Position(nn.Module):
     periodic: ClassVar[bool] = False
     # Whether tokens must be on a grid of height and width.
     needs_plane: ClassVar[bool] = False
+    # At the sites ``heads`` and ``values``: whether all heads encode keys and values
+    # alike, so that heads can share them.
+    takes_shared_keys: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         self.head_dim = self.head_dim or default_head_dim(self.dim, self.num_heads)
@@ -547,6 +550,7 @@ class ConstrainedSincos(Position):
     content_modulated: bool = False
     site: ClassVar[str] = "heads"
     periodic: ClassVar[bool] = True
+    takes_shared_keys: ClassVar[bool] = True
 
     @nn.compact
     def __call__(self, grid: Grid, num_prefix: int) -> list[ConstrainedSincosHeads]:

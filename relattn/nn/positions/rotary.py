@@ -89,6 +89,7 @@ class Rope1d(Position):
     base: float = 10000.0
     interleaved: bool = False
     site: ClassVar[str] = "heads"
+    takes_shared_keys: ClassVar[bool] = True
 
     @nn.compact
     def __call__(self, grid: Grid, num_prefix: int) -> list[RotaryHeads]:
@@ -123,6 +124,7 @@ class Rope2d(Position):
     site: ClassVar[str] = "heads"
     periodic: ClassVar[bool] = True
     needs_plane: ClassVar[bool] = True
+    takes_shared_keys: ClassVar[bool] = True
 
     @nn.compact
     def __call__(self, grid: Grid, num_prefix: int) -> list[RotaryHeads]:
@@ -387,6 +389,11 @@ class RotaryValues(LearnedRotation):
     @property
     def periodic(self) -> bool:
         """Whether the frequencies are fixed, and so rounded to those of a torus."""
+        return not self.learned
+
+    @property
+    def takes_shared_keys(self) -> bool:
+        """Whether the frequencies are fixed, and so the same for all heads."""
         return not self.learned
 
     @nn.compact

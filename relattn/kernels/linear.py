@@ -399,8 +399,8 @@ def _vmem_branches(q, k, v, feature_map, precision):
 
     def attend(q, k, v, key_mask):
         del key_mask
-        inputs = broadcast_leading(q, k, v)
-        return pallas_linear.attend_in_vmem(*inputs, feature_map, precision=precision)
+        q, k, v = broadcast_leading(q, k, v)
+        return pallas_linear.attend_in_vmem(q, k, v, feature_map, precision=precision)
 
     return {"tpu": attend}
 

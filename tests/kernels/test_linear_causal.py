@@ -141,6 +141,51 @@ def test_continuing_from_a_state_equals_one_call(name, masked):
         chex.assert_trees_all_close(other_state, state, rtol=2e-4, atol=2e-5)
 
 
+@pytest.mark.quick("trigonometric")
+@pytest.mark.parametrize("name", NAMES)
+def test_shared_keys_have_one_state(name):
+    q, (k, v) = normal(0, 2, 3, N, HEAD_DIM), normal(1, 2, 2, 1, N, HEAD_DIM)
+    options = {
+        "key_mask": np.arange(2 * N).reshape(2, 1, N) % 5 != 2,
+        "segment_ids": np.arange(2 * N).reshape(2, 1, N) // 6,
+    }
+
+    @quick_jit
+    def results(q, k, v, options):
+        def attend(q, k, v):
+            attend = functools.partial(causal_linear_attention, chunk_size=4)
+            options_of_state = {"key_mask": options["key_mask"], "return_state": True}
+            outs = [
+                attend(q, k, v, feature_map(name), **options),
+                *attend(q, k, v, feature_map(name), **options_of_state),
+            ]
+            # A decoding step.
+            last = (x[..., -1:, :] for x in (q, k, v))
+            outs.append(attend(*last, feature_map(name), state=outs[2]))
+            return outs
+
+        def repeated(q, k, v):
+            return attend(q, *(jnp.broadcast_to(x, q.shape) for x in (k, v)))
+
+        found = []
+        for function in (attend, repeated):
+            outs, pullback = jax.vjp(function, q, k, v)
+            found.append((outs, pullback(jax.tree.map(jnp.cos, outs))))
+        return found
+
+    (outs, gradients), (expected, wanted) = results(q, k, v, options)
+    for i in (0, 1, 3):
+        np.testing.assert_allclose(outs[i], expected[i], rtol=2e-4, atol=2e-5)
+    for ours, theirs in zip(
+        jax.tree.leaves(outs[2]), jax.tree.leaves(expected[2]), strict=True
+    ):
+        assert ours.shape == (*theirs.shape[:1], 1, *theirs.shape[2:])
+        theirs = np.asarray(theirs)[:, :1]
+        np.testing.assert_allclose(ours, theirs, rtol=2e-4, atol=2e-5)
+    # The cotangents of a state that is repeated count once for each copy.
+    np.testing.assert_allclose(gradients[0], wanted[0], rtol=2e-3, atol=2e-4)
+
+
 def test_keys_that_cancel_across_chunks_are_clamped():
     def feature_map(x):
         return Features(x[..., :1], x[..., 1:])

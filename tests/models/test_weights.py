@@ -142,12 +142,14 @@ def test_causal_weights_do_not_see_the_future():
         dim=12,
         num_layers=2,
         num_heads=2,
+        num_kv_heads=1,
         mlp_dim=7,
         attention="favor",
     )
     tokens = jnp.arange(7)[None]
     variables = quick_jit(model.init)(jax.random.key(0), tokens)
     for weights in weigh(model, variables, tokens):
+        assert weights.shape == (1, 2, 7, 7)
         np.testing.assert_array_equal(np.triu(weights[0, 0], 1), 0)
         np.testing.assert_allclose(weights.sum(-1), 1, rtol=1e-4)
 

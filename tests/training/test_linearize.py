@@ -24,7 +24,8 @@ SIZES = {"dim": 8, "num_heads": 2, "num_layers": 2, "mlp_dim": 5}
 def trained(name, **options):
     """Returns a model with softmax attention, its variables and inputs."""
     if name == "gpt":
-        model, inputs = GPT(5, 7, **SIZES, **options), TOKENS
+        # Both heads share keys and values.
+        model, inputs = GPT(5, 7, **SIZES, num_kv_heads=1, **options), TOKENS
     else:
         options = {"position": "learned", **options}
         model, inputs = ViT(3, patch_size=2, **SIZES, **options), IMAGES

@@ -34,6 +34,7 @@ from relattn.kernels.softmax import (
     block_size,
     causal_mask,
     causal_softmax_attention,
+    check_window,
     map_blocks,
     scaled_products,
     softmax_weights,
@@ -168,12 +169,14 @@ def causal_relative_attention(
     mask: Bool[Array, "*#batch n n"] | None = None,
     key_mask: Bool[Array, "*#batch n"] | None = None,
     segment_ids: Int[Array, "*#batch n"] | None = None,
+    window: int | None = None,
     precision: jax.lax.PrecisionLike = None,
 ) -> Float[Array, "*batch n value_dim"]:
     """Computes `relative_attention` of every token to itself and earlier tokens.
 
     a_ij = q_i . (k_j + r_(i - j)) / sqrt(head_dim) + b_(i - j),
-    out_i = sum_{j <= i} softmax_{j <= i}(a_ij) (v_j + s_(i - j)).
+    out_i = sum_{j <= i} softmax_{j <= i}(a_ij) (v_j + s_(i - j)), or the sum over
+    i - window < j <= i. With tables, a window is a mask and saves no time.
 
     Tables are those of a line of ``length >= n`` tokens: 2 length - 1 rows, of which
     the offsets 0 .. n - 1 are used.
@@ -190,6 +193,8 @@ def causal_relative_attention(
         key_mask: True for keys that exist, shape ``[*batch, n]``.
         segment_ids: For packed sequences: a token attends only to tokens of its segment
             (`relattn.kernels.segment_mask`), shape ``[*batch, n]``.
+        window: Number of tokens, itself included, that a token attends to; None for
+            all.
         precision: Passed to einsum.
 
     Returns:
@@ -198,7 +203,7 @@ def causal_relative_attention(
     Raises:
         ValueError: If shapes or dtypes do not fit together.
         ValueError: If a table has fewer offsets than there are tokens, or an even
-            number of rows.
+            number of rows, or ``window`` is less than one.
 
     Example:
         >>> x = jnp.zeros((3, 1))
@@ -211,8 +216,9 @@ def causal_relative_attention(
         3.2; bias: Liu et al., Swin Transformer, section 3.2.
     """
     if mask is None and key_table is None and value_table is None and bias is None:
-        options = {"key_mask": key_mask, "segment_ids": segment_ids}
+        options = {"key_mask": key_mask, "segment_ids": segment_ids, "window": window}
         return causal_softmax_attention(q, k, v, **options, precision=precision)
+    check_window(window)
     # r_d, s_d and b_d of the offsets d = 0 .. n - 1.
     length = q.shape[-2]
     key_table, value_table = (
@@ -237,7 +243,7 @@ def causal_relative_attention(
         )
         size = _block_size((q, k, v, key_table, value_table), bias)
         if size < length:
-            blocks = _Blocks((length,), 0, size, causal=True)
+            blocks = _Blocks((length,), 0, size, causal=True, window=window)
             tables = (_pad(key_table, future, -2), _pad(value_table, future, -2))
             out = blocks.attend(attend, q, within, *tables, bias)
             return out.astype(v.dtype)
@@ -246,8 +252,8 @@ def causal_relative_attention(
             bias = widen(bias)[..., None, :]
             shape = (*bias.shape[:-2], length, bias.shape[-1])
             bias = _to_pairs(jnp.broadcast_to(bias, shape), (length,), 0)
-        # j <= i
-        past = causal_mask(0, length, length)
+        # i - window < j <= i
+        past = causal_mask(0, length, length, window)
         out = attend(
             q,
             mask=past if within is None else within & past,
@@ -259,7 +265,8 @@ def causal_relative_attention(
         return out.astype(v.dtype)
 
     arguments = (q, k, v, key_mask, segment_ids, _pad(bias, future, -1))
-    if mask is not None or key_table is not None or value_table is not None:
+    by_blocks = (mask, key_table, value_table, window)
+    if any(x is not None for x in by_blocks):
         return in_blocks(*arguments)
     return _attend_fused(
         arguments, in_blocks, causal=True, grid=(length,), precision=precision
@@ -276,6 +283,7 @@ def causal_relative_attention_step(
     key_table: Float[Array, "*#batch key_rows head_dim"] | None = None,
     value_table: Float[Array, "*#batch value_rows value_dim"] | None = None,
     bias: Float[Array, "*#batch bias_rows"] | None = None,
+    window: int | None = None,
     precision: jax.lax.PrecisionLike = None,
 ) -> Float[Array, "*batch value_dim"]:
     """Computes `causal_relative_attention` for one token, for decoding.
@@ -293,6 +301,8 @@ def causal_relative_attention_step(
         key_table: r, shape ``[*batch, 2 length - 1, head_dim]``.
         value_table: s, shape ``[*batch, 2 length - 1, value_dim]``.
         bias: b, shape ``[*batch, 2 length - 1]``.
+        window: Number of tokens, itself included, that a token attends to; None for
+            all.
         precision: Passed to einsum.
 
     Returns:
@@ -300,7 +310,8 @@ def causal_relative_attention_step(
 
     Raises:
         ValueError: If shapes or dtypes do not fit together.
-        ValueError: If a table does not have 2 length - 1 rows.
+        ValueError: If a table does not have 2 length - 1 rows, or ``window`` is less
+            than one.
 
     Example:
         >>> x = jnp.zeros((3, 1))
@@ -314,6 +325,7 @@ def causal_relative_attention_step(
         Shaw et al., Self-Attention with Relative Position Representations, section
         3.2; bias: Liu et al., Swin Transformer, section 3.2.
     """
+    check_window(window)
     # r_(i - j), s_(i - j) and b_(i - j) for every key j.
     length = k.shape[-2]
     key_table = rows_of_token(key_table, "key_table", length, index, -2)
@@ -324,7 +336,7 @@ def causal_relative_attention_step(
     scores = None if bias is None else widen(bias)[..., None, :]
     if key_table is not None:
         scores = _add_scores(scores, _score_rows(q, key_table, precision))
-    k, v, past = zero_masked(k, v, jnp.arange(length) <= index)
+    k, v, past = zero_masked(k, v, causal_mask(index, 1, length, window)[0])
     weights = softmax_weights(q, k, key_mask=past, bias=scores, precision=precision)
     # sum_j weight_j v_j, then + sum_j weight_j s_(i - j).
     out = weighted_sum(weights, v, precision)
@@ -386,12 +398,14 @@ class _Blocks:
         num_prefix: Number of prefix tokens.
         size: Most queries in a block, but at least a row.
         causal: Whether tokens attend to themselves and earlier tokens only.
+        window: To how many of them; None for all.
     """
 
     grid: Grid
     num_prefix: int
     size: int
     causal: bool = False
+    window: int | None = None
 
     @property
     def num_rows(self) -> int:
@@ -412,7 +426,7 @@ class _Blocks:
             first = index * self.num_rows
             rows = [self._rows_of_block(table, first) for table in padded]
             if self.causal:
-                past = causal_mask(first, size, self.grid[0])
+                past = causal_mask(first, size, self.grid[0], self.window)
                 mask = past if mask is None else mask & past
             return self._attend(attend, q, mask, *rows, to_pairs=self._to_pairs)
 

@@ -16,6 +16,7 @@ from jax.export import is_symbolic_dim
 from jaxtyping import Array, Bool, Float, Int
 
 from relattn.kernels.checks import (
+    at_most,
     broadcast_leading,
     check_arguments,
     finite_masked,
@@ -27,6 +28,9 @@ from relattn.kernels.platform import platform_defaults
 from relattn.kernels.precision import compute_dtype, wide_einsum, widen
 from relattn.kernels.segments import mask_segments, segment_numbers
 
+# Fewest queries in a block of `causal_softmax_attention` with a window: smaller blocks
+# compute fewer scores, but each adds to the gradient of all keys.
+_WINDOW_BLOCK = 256
 # The score of a masked key in sums, as in jax.nn.
 MASKED_SCORE = -0.7 * float(jnp.finfo(jnp.float32).max)
 
@@ -138,11 +142,14 @@ def causal_softmax_attention(
     key_mask: Bool[Array, "*#batch n"] | None = None,
     segment_ids: Int[Array, "*#batch n"] | None = None,
     bias: Float[Array, "*#batch n n"] | None = None,
+    window: int | None = None,
     precision: jax.lax.PrecisionLike = None,
 ) -> Float[Array, "*batch n value_dim"]:
     """Computes softmax attention of every token to itself and earlier tokens.
 
-    out_i = sum_{j <= i} softmax_{j <= i}(q_i . k_j / sqrt(head_dim) + bias_ij) v_j
+    out_i = sum_{j <= i} softmax_{j <= i}(q_i . k_j / sqrt(head_dim) + bias_ij) v_j, or
+    over i - window < j <= i. With a window and without bias, time and memory are linear
+    in n: a block of queries meets only the keys that it sees.
 
     Args:
         q: Queries, shape ``[*batch, n, head_dim]``.
@@ -152,24 +159,44 @@ def causal_softmax_attention(
         segment_ids: For packed sequences: a token attends only to tokens of its segment
             (`relattn.kernels.segment_mask`), shape ``[*batch, n]``.
         bias: Added to the scores, shape ``[*batch, n, n]``; must be finite.
+        window: Number of tokens, itself included, that a token attends to; None for
+            all.
         precision: Passed to einsum.
 
     Returns:
         Shape ``[*batch, n, value_dim]``, in the dtype of ``v``.
 
     Raises:
-        ValueError: If shapes or dtypes do not fit together.
+        ValueError: If shapes or dtypes do not fit together, or ``window`` is less than
+            one.
 
     Example:
         >>> x = jnp.eye(3)
         >>> causal_softmax_attention(x, x, x)[0].tolist()
         [1.0, 0.0, 0.0]
+        >>> causal_softmax_attention(x, x, x, window=1).tolist() == x.tolist()
+        True
 
     Source:
-        Vaswani et al., Attention Is All You Need, section 3.2.3.
+        Vaswani et al., Attention Is All You Need, section 3.2.3; window: Beltagy et
+        al., Longformer, section 3.1, and Jiang et al., Mistral 7B, section 2.
     """
+    check_window(window)
     q = finite_masked(q, key_mask)
-    return _attend(q, k, v, None, key_mask, segment_ids, bias, precision, causal=True)
+    if window is None or at_most(q.shape[-2], window):
+        options = (None, key_mask, segment_ids, bias, precision)
+        return _attend(q, k, v, *options, causal=True)
+    return _attend_to_window(
+        q, k, v, key_mask, segment_ids, bias, window=window, precision=precision
+    )
+
+
+def check_window(window: int | None) -> None:
+    """Raises ValueError if a window is less than one."""
+    if window is not None and window < 1:
+        raise ValueError(
+            f"window must be at least 1, or None for all earlier tokens, got {window}"
+        )
 
 
 def _attend(q, k, v, mask, key_mask, segment_ids, bias, precision, *, causal=False):
@@ -199,6 +226,47 @@ def _attend(q, k, v, mask, key_mask, segment_ids, bias, precision, *, causal=Fal
     return blocks(q, k, v, key_mask, bias=bias)
 
 
+def _attend_to_window(q, k, v, key_mask, segment_ids, bias, *, window, precision):
+    """Computes attention to the last ``window`` tokens, in blocks of queries."""
+    arrays = [x for x in (q, k, v, bias) if x is not None]
+    batch = jnp.broadcast_shapes(*(x.shape[:-2] for x in arrays))
+    n: Any = q.shape[-2]
+    before, span = window - 1, max(window, _WINDOW_BLOCK)
+    symbolic = is_symbolic_dim(n)
+    size: Any = n if symbolic else min(span, block_size(batch, n, 2 * span))
+    if bias is not None or symbolic or n <= size + before:
+        options = {"causal": True, "window": window, "precision": precision}
+        within = mask_segments(None, segment_ids)
+        return _attend_in_blocks(q, k, v, within, key_mask, bias, **options)
+    k, v, key_mask = zero_masked(k, v, key_mask)
+    exists = jnp.ones(n, bool) if key_mask is None else key_mask
+    numbers = None if segment_ids is None else segment_numbers(segment_ids)[..., None]
+    past = causal_mask(before, size, size + before, window)
+
+    def pad(x):
+        widths = [(0, 0)] * (x.ndim - 2) + [(before, -n % size), (0, 0)]
+        return jnp.pad(x, widths)
+
+    rows = jax.tree.map(pad, (k, v, exists[..., None], numbers))
+
+    def attend(index, q, numbers):
+        # The block's own keys and those before it: query i stands at before + i.
+        keys, values, exists, theirs = jax.tree.map(
+            lambda x: jax.lax.dynamic_slice_in_dim(
+                x, index * size, size + before, axis=-2
+            ),
+            rows,
+        )
+        mask = past
+        if numbers is not None:
+            mask = past & (numbers == jnp.swapaxes(theirs, -2, -1))
+        options = (mask, exists[..., 0], None, precision)
+        weights = masked_softmax(*_masked_scores(q, keys, *options))
+        return weighted_sum(weights, values, precision)
+
+    return map_blocks(attend, (q, numbers), size).astype(v.dtype)
+
+
 def _attend_in_blocks(
     q,
     k,
@@ -208,6 +276,7 @@ def _attend_in_blocks(
     bias=None,
     *,
     causal=False,
+    window=None,
     precision,
     logsumexp=False,
 ) -> Any:
@@ -221,7 +290,7 @@ def _attend_in_blocks(
     def attend(index, q, mask, bias):
         # j <= i, for the queries of the block.
         if causal:
-            past = causal_mask(index * size, q.shape[-2], k.shape[-2])
+            past = causal_mask(index * size, q.shape[-2], k.shape[-2], window)
             mask = past if mask is None else mask & past
         # q_i . k_j / sqrt(head_dim) + bias_ij
         scores, allowed = _masked_scores(q, k, mask, key_mask, bias, precision)
@@ -255,9 +324,20 @@ def zero_unseen(
     return zero_masked(k, v, key_mask)
 
 
-def causal_mask(first: Array | int, n: int, m: int) -> Bool[Array, "n m"]:
-    """Returns which of m keys are not later than the queries first .. first + n - 1."""
-    return first + jnp.arange(n)[:, None] >= jnp.arange(m)
+def causal_mask(
+    first: Array | int, n: int, m: int, window: int | None = None
+) -> Bool[Array, "n m"]:
+    """Returns which of m keys the queries first .. first + n - 1 see.
+
+    Those that are not later, or the last ``window`` of them.
+
+    Example:
+        >>> causal_mask(1, 2, 3, window=2).astype(int).tolist()
+        [[1, 1, 0], [0, 1, 1]]
+    """
+    queries, keys = first + jnp.arange(n)[:, None], jnp.arange(m)
+    past = queries >= keys
+    return past if window is None else past & (queries - keys < window)
 
 
 def block_size(batch: tuple[Any, ...], n: Any, m: Any) -> Any:

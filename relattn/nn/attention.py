@@ -404,6 +404,8 @@ class MultiHeadAttention(nn.Module):
     ) -> Float[Array, "*batch length width"]:
         """Writes the tokens' rows into the cache ``name``, and returns the whole cache.
 
+        The row of token i is row i of the cache, modulo the length of the cache.
+
         Args:
             name: Name of the variable in the collection ``cache``.
             rows: One row for the token at ``context.index``, or, in prefill, a row for
@@ -411,18 +413,26 @@ class MultiHeadAttention(nn.Module):
             context: Grid, position and other inputs of the call, see `Context`.
 
         Returns:
-            The rows of all positions; those after ``context.index`` are meaningless.
+            The cache; its rows after row ``context.index`` are meaningless.
         """
         *batch, num_rows, width = rows.shape
-        length = context.grid_for("decoding needs the length of the cache")
-        shape = (*batch, *length, width)
+        length, index = self.cache_length(context), context.index
+        shape = (*batch, length, width)
         cache = self.variable("cache", name, jnp.zeros, shape, rows.dtype)
         if not self.is_initializing():
-            start = 0 if context.index is None or num_rows > 1 else context.index
+            start = 0 if index is None or num_rows > 1 else index % length
+            if index is not None and length < num_rows <= math.prod(context.grid or ()):
+                # The last token of each row.
+                tokens = index - (index - jnp.arange(length)) % length
+                rows = jnp.take(rows, tokens, axis=-2, mode="clip")
             cache.value = jax.lax.dynamic_update_slice_in_dim(
                 cache.value, rows, start, axis=-2
             )
         return cache.value
+
+    def cache_length(self, context: Context) -> int:
+        """Returns the number of tokens whose rows are cached; all by default."""
+        return math.prod(context.grid_for("decoding needs the length of the cache"))
 
     def tables(self, context: Context) -> dict[str, Any]:
         """Returns the position's tables by name; vectors have the compute dtype.
@@ -461,6 +471,11 @@ def _check_index(index, n, grid):
 class SoftmaxAttention(MultiHeadAttention):
     """Computes softmax attention, softmax(q.k / sqrt(head_dim)) v.
 
+    Attributes:
+        window: Number of tokens, itself included, that a token of causal attention
+            attends to; 0 for all earlier ones. The decoding cache holds as many, or
+            all tokens if the position has tables.
+
     Example:
         >>> x = jnp.ones((1, 7, 8))
         >>> module = SoftmaxAttention(dim=8, num_heads=2)
@@ -469,9 +484,11 @@ class SoftmaxAttention(MultiHeadAttention):
         (1, 7, 8)
 
     Source:
-        Vaswani et al., Attention Is All You Need, section 3.2.
+        Vaswani et al., Attention Is All You Need, section 3.2; window: Beltagy et al.,
+        Longformer, section 3.1.
     """
 
+    window: int = 0
     sites: ClassVar[tuple[str, ...]] = (
         "none",
         "tokens",
@@ -485,6 +502,17 @@ class SoftmaxAttention(MultiHeadAttention):
     has_cross_form: ClassVar[bool] = True
     has_grouped_form: ClassVar[bool] = True
     scannable: ClassVar[bool] = True
+
+    @nn.nowrap
+    def check(self) -> None:
+        """Raises ValueError if the attributes are invalid."""
+        super().check()
+        if self.window < 0 or self.window and not self.causal:
+            raise ValueError(
+                "attention 'softmax' takes a window of at least 1 token, or 0 for all, "
+                f"in causal attention, as of a GPT, got window={self.window} and "
+                f"causal={self.causal}"
+            )
 
     @nn.nowrap
     def takes_segments(self, position: Any) -> bool:
@@ -508,7 +536,8 @@ class SoftmaxAttention(MultiHeadAttention):
             **tables,
         }
         if self.causal:
-            return relative.causal_relative_attention(q, k, v, **options)
+            window = self.window or None
+            return relative.causal_relative_attention(q, k, v, window=window, **options)
         if not tables:
             return softmax.softmax_attention(q, k, v, **options)
         grid = context.grid_for("the position's tables have a row for each offset")
@@ -526,6 +555,17 @@ class SoftmaxAttention(MultiHeadAttention):
     ) -> Float[Array, "*batch heads value_dim"]:
         """Computes softmax attention of one token to the tokens up to it."""
         assert context.index is not None
+        options: dict[str, Any] = self.tables(context)
+        # Without tables, the cache holds the window.
+        if options and self.window:
+            options["window"] = self.window
         return relative.causal_relative_attention_step(
-            q_i, k, v, index=context.index, **self.tables(context)
+            q_i, k, v, index=context.index, **options
+        )
+
+    def cache_length(self, context: Context) -> int:
+        """Returns the window; tables have a row for each offset of all tokens."""
+        length = super().cache_length(context)
+        return (
+            min(length, self.window or length) if not self.tables(context) else length
         )

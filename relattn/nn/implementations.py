@@ -148,11 +148,15 @@ def call_kernel(
     arguments, query_mask = _sort_masks(masks, (n, m))
     if bias is not None:
         arguments["bias"] = jnp.broadcast_to(bias, (*bias.shape[:-2], n, m))
-    # The last token alone sees all keys.
-    in_order = is_causal and first != m - 1
     is_softmax = kernel.func is kernels.softmax_attention
+    window = kernel.keywords.get("window") if is_softmax else None
+    # The last token alone sees all keys.
+    in_order = is_causal and (first != m - 1 or window is not None)
     if in_order and is_softmax and (n != m or return_residual or "mask" in arguments):
-        past = jnp.expand_dims(causal_mask(first, n, m), range(len(batch) + 1))
+        options = {k: x for k, x in kernel.keywords.items() if k != "window"}
+        kernel = functools.partial(kernel.func, *kernel.args, **options)
+        past = causal_mask(first, n, m, window)
+        past = jnp.expand_dims(past, range(len(batch) + 1))
         arguments["mask"] = past & arguments.get("mask", True)
         in_order = False
     _check_supported(kernel, arguments, is_causal, return_residual, (n, m))

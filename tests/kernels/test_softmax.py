@@ -9,6 +9,7 @@ import pytest
 
 from relattn import kernels
 from relattn.kernels import softmax
+from relattn.kernels.platform import use_platform
 from tests import reference
 from tests.helpers import compare
 from tests.helpers.quick import normal, quick_jit, run
@@ -50,6 +51,76 @@ def test_causal_matches_reference():
         lambda q, k, v, bias: reference.softmax_attention(q, k, v, allowed, bias),
         draw_inputs(m=N),
     )
+
+
+# All scores at once, a block for every query, and blocks of 4 queries.
+WINDOW_FORMS = [2**22, 29, 2**12]
+
+
+def attend_to_window(block_scores, q, k, v, **options):
+    with use_platform("cpu", block_scores=block_scores):
+        return softmax.causal_softmax_attention(q, k, v, window=5, **options)
+
+
+@pytest.mark.quick("4096")
+@pytest.mark.parametrize("block_scores", WINDOW_FORMS)
+def test_window_matches_reference(block_scores):
+    n, rng = 13, np.random.default_rng(5)
+    key_mask, segments = rng.random(n) > 0.2, np.arange(n) // 8
+    offsets = np.arange(n)[:, None] - np.arange(n)
+    allowed = (offsets >= 0) & (offsets < 5) & key_mask
+    allowed &= segments[:, None] == segments
+    q, k = normal(0, HEADS, n, HEAD_DIM), normal(1, HEADS, n, HEAD_DIM)
+    v, bias = normal(2, HEADS, n, VALUE_DIM), normal(3, HEADS, n, n)
+    masks = {"key_mask": jnp.asarray(key_mask), "segment_ids": jnp.asarray(segments)}
+
+    def kernel(q, k, v, bias=None):
+        return attend_to_window(block_scores, q, k, v, bias=bias, **masks)
+
+    def naive(q, k, v, bias=0.0):
+        return reference.softmax_attention(q, k, v, allowed, bias)
+
+    compare.expect_equal(kernel, naive, (q, k, v))
+    compare.expect_equal(kernel, naive, (q, k, v, bias), double=True)
+
+
+@pytest.mark.parametrize("block_scores", WINDOW_FORMS)
+def test_tokens_outside_of_the_window_change_nothing_bit_for_bit(block_scores):
+    n = 13
+    attend = quick_jit(functools.partial(attend_to_window, block_scores))
+    q, k, v = normal(4, 3, 2, 3, n, HEAD_DIM)
+    out = np.asarray(attend(q, k, v))
+    changed = [np.where(np.arange(n)[:, None] == 6, -3 * x, x) for x in (q, k, v)]
+    result = np.asarray(attend(*changed))
+    sees = (np.arange(n) >= 6) & (np.arange(n) < 11)
+    np.testing.assert_array_equal(result[..., ~sees, :], out[..., ~sees, :])
+    assert (result[..., sees, :] != out[..., sees, :]).any(axis=(0, 1, 3)).all()
+    # In half precision, blocks round as one product does.
+    half = [x.astype(jnp.bfloat16) for x in (q, k, v)]
+    rounded = np.asarray(attend(*half))
+    wide = np.asarray(attend(*(x.astype(np.float32) for x in half)))
+    assert rounded.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(rounded, wide.astype(jnp.bfloat16))
+
+
+def test_a_window_computes_the_scores_of_its_keys_only():
+    x = jax.ShapeDtypeStruct((8, 2**12, 16), jnp.float32)
+    attend = functools.partial(softmax.causal_softmax_attention, window=128)
+    gradient = jax.grad(lambda q, k, v: attend(q, k, v).sum(), (0, 1, 2))
+    jaxpr = str(jax.make_jaxpr(gradient)(x, x, x))
+    # 256 queries meet their own keys and the 127 before them.
+    assert "f32[8,256,383]" in jaxpr
+    assert "4096,4096]" not in jaxpr and "256,4096]" not in jaxpr
+
+
+def test_a_window_of_no_token_raises():
+    x = normal(0, 3, 2)
+    message = "window must be at least 1, or None for all earlier tokens, got 0"
+    with pytest.raises(ValueError, match=message):
+        softmax.causal_softmax_attention(x, x, x, window=0)
+    bias = normal(1, 5)
+    with pytest.raises(ValueError, match=message):
+        kernels.causal_relative_attention(x, x, x, bias=bias, window=0)
 
 
 def test_segments_of_other_queries_than_keys_raise():

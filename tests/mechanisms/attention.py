@@ -188,6 +188,11 @@ def naive_rotary(q, k, v, allowed, grid=GRID, num_prefix=NUM_PREFIX):
     return reference.softmax_attention(q, k, v, allowed)
 
 
+def naive_window(q, k, v, allowed):
+    offsets = np.arange(N)[:, None] - np.arange(N)
+    return reference.softmax_attention(q, k, v, allowed & (offsets < 5))
+
+
 def relative_tables(rows, bias_rows):
     tables = {"key_table": (rows, HEAD_DIM), "value_table": (rows, VALUE_DIM)}
     return {**CAUSAL, **tables, "bias": (bias_rows,)}
@@ -206,6 +211,14 @@ MECHANISMS = [
         "causal softmax",
         kernels.causal_softmax_attention,
         reference.softmax_attention,
+        CAUSAL,
+        causal=True,
+        used_by=("softmax",),
+    ),
+    Mechanism(
+        "causal softmax, window of 5",
+        functools.partial(kernels.causal_softmax_attention, window=5),
+        naive_window,
         CAUSAL,
         causal=True,
         used_by=("softmax",),

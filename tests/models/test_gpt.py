@@ -95,8 +95,10 @@ def expect_decoding_equals_full_recomputation(model, variables, tokens):
     np.testing.assert_array_equal(logits[:, 1:-1].argmax(-1), out[:, 2:])
 
 
-@pytest.mark.quick("softmax")
-@pytest.mark.parametrize("attention", ["softmax", "hedgehog", "favor"])
+@pytest.mark.quick("softmax(window=3)")
+@pytest.mark.parametrize(
+    "attention", ["softmax", "softmax(window=3)", "hedgehog", "favor"]
+)
 def test_llama_decodes_with_any_attention(attention):
     model, variables, tokens = make(attention=attention, **LLAMA)
     names = map(

@@ -241,6 +241,10 @@ CAUSAL = with_others(
         ("lor_translution(clip=20)", "none"),
         ("hedgehog", "none"),
         ("hedgehog", "relative_bias"),
+        ("softmax(window=3)", "rope1d"),
+        ("softmax(window=5)", "none"),
+        ("softmax(window=3)", "relative_value"),
+        ("softmax(window=20)", "relative_bias"),
     ],
     specs.CAUSAL,
     [
@@ -284,7 +288,10 @@ def test_causal_attention_does_not_depend_on_later_tokens(attention, position):
 
 
 @pytest.mark.quick(
-    "favor(eps=0.3)-none", "favor-constrained_sincos(content_modulated=True)"
+    "favor(eps=0.3)-none",
+    "favor-constrained_sincos(content_modulated=True)",
+    "softmax(window=3)-rope1d",
+    "softmax(window=3)-relative_value",
 )
 @pytest.mark.parametrize(("attention", "position"), CAUSAL)
 def test_decoding_equals_full_attention(attention, position):
@@ -329,6 +336,59 @@ def expect_decoding_equals_full_attention(module, variables, x, encoding):
     np.testing.assert_allclose(decoded, expected, atol=2e-6)
     np.testing.assert_allclose(prefilled, expected, atol=2e-6)
     return cache["cache"]
+
+
+@pytest.mark.parametrize(
+    ("attention", "position", "length"),
+    [
+        ("softmax(window=3)", "rope1d", 3),
+        ("softmax(window=20)", "rope1d", N),
+        ("softmax(window=3)", "relative_bias", N),
+    ],
+)
+def test_cache_holds_the_window(attention, position, length):
+    module, variables, x, encoding = causal_layer(attention, position)
+    apply = functools.partial(module.apply, grid=(N,), mutable=["cache"])
+    _, cache = jax.eval_shape(
+        lambda x: apply(variables, x, position=encoding, index=N - 1), x
+    )
+    shapes = jax.tree.map(np.shape, cache["cache"])
+    assert shapes == dict.fromkeys(("keys", "values"), (2, HEADS, length, HEAD_DIM))
+
+
+@pytest.mark.quick("blocks-relative_key")
+@pytest.mark.parametrize("position", ["relative_key", "relative_bias"])
+@pytest.mark.usefixtures("form")
+def test_window_with_tables_equals_a_mask(position):
+    module, variables, _, encoding = causal_layer("softmax(window=3)", position)
+    context = Context((N,), 0, encoding, None, None, None)
+    offsets = np.arange(N)[:, None] - np.arange(N)
+
+    @quick_jit
+    def outs(q, k, v):
+        layer = module.bind(variables)
+        mask = jnp.broadcast_to(offsets < 3, (2, HEADS, N, N))
+        attend = functools.partial(kernels.causal_relative_attention, mask=mask)
+        expected = attend(q, k, v, **layer.tables(context))
+        return layer.attend(q, k, v, context), expected
+
+    np.testing.assert_allclose(
+        *outs(*normal(0, 3, 2, HEADS, N, HEAD_DIM)), rtol=1e-5, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize(("window", "causal"), [(-1, True), (3, False)])
+def test_invalid_windows_raise(window, causal):
+    message = f"got window={window} and causal={causal}"
+    with pytest.raises(ValueError, match=message):
+        build(
+            f"softmax(window={window})",
+            "none",
+            dim=DIM,
+            num_heads=HEADS,
+            num_layers=1,
+            causal=causal,
+        )
 
 
 # Six heads with queries and two with keys and values.

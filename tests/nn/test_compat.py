@@ -76,6 +76,33 @@ def test_softmax_equals_jax_nn(sizes, options):
         np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        ({"m": N}, {}),
+        ({}, {}),
+        ({"n": M, "m": N, "key_heads": 2}, {}),
+        ({"m": N}, {"mask": allowed(BATCH, 1, N, N)}),
+    ],
+)
+def test_window_of_the_kernel_equals_that_of_jax_nn(sizes, options):
+    arrays, options = inputs(**sizes), {**options, "is_causal": True}
+
+    @quick_jit
+    def outs(*arrays):
+        kernel = functools.partial(kernels.causal_softmax_attention, window=3)
+        ours = dot_product_attention(*arrays, implementation=kernel, **options)
+        theirs = jax.nn.dot_product_attention(
+            *arrays, local_window_size=(2, 0), **options
+        )
+        return ours, theirs
+
+    ours, theirs = jax.device_get(outs(*arrays))
+    # Queries without keys: jax.nn gives the mean of all values.
+    seen = np.abs(ours).max(axis=(-2, -1), keepdims=True) > 0
+    np.testing.assert_allclose(ours, np.where(seen, theirs, 0), rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.quick("1-False-6")
 @pytest.mark.parametrize("key_heads", [HEADS, 2])
 @pytest.mark.parametrize("is_causal", [False, True])

@@ -19,6 +19,11 @@ Ablations: ``rank=16``, ``base=False``, ``relative=qk``, ``average=True``,
 ``layers=3`` for a hybrid with the method in the first three layers and softmax in the
 others.
 
+``llama`` gives any method the other parts of Llama's decoder: RMSNorm, once before the
+head, SwiGLU with two thirds of the hidden width, so as many parameters, and no biases.
+``num_kv_heads=1`` lets heads share keys and values, and ``window=64`` restricts softmax
+attention to the last 64 tokens: ``rope,llama,num_kv_heads=1,window=64``.
+
 Recipe, by its source:
 
 - the paper's text (section 4.2): the sizes of the models, ``rank=8``, batches of 8, 160
@@ -55,7 +60,17 @@ DATA = ("tinyshakespeare", "openwebtext", "wikitext2", "kernel_docs")
 EXAMPLES = [f"{letter}-{length}" for letter in SIZES for length in (160, 512)]
 # Attention and position of each method: those of images, but for the rotation.
 METHODS = {**translution_vit.METHODS, "rope": ("softmax", "rope1d")}
+# The parts of Llama's decoder that no method has.
+LLAMA = {
+    "norm_type": "rms_norm",
+    "activation": "swiglu",
+    "out_bias": False,
+    "mlp_bias": False,
+    "head_norm": False,
+}
 OPTIONS = {
+    "num_kv_heads": int,
+    "window": int,
     "rank": int,
     "base": bool,
     "relative": str,
@@ -70,8 +85,8 @@ def get_config(arguments: str = "") -> ConfigDict:
     """Returns the recipe for a data set, a size and a method.
 
     Args:
-        arguments: Any of a data set, a size, a method, options, and ``cpu`` or
-            ``smoke``, separated by commas; by default
+        arguments: Any of a data set, a size, a method, ``llama``, options, and ``cpu``
+            or ``smoke``, separated by commas; by default
             ``tinyshakespeare,A-160,lor_translution``.
 
     Returns:
@@ -83,7 +98,13 @@ def get_config(arguments: str = "") -> ConfigDict:
     chosen, options = read_arguments(
         arguments,
         "configs/translution_gpt.py",
-        {"data": DATA, "method": METHODS, "size": EXAMPLES, "cut": CUTS},
+        {
+            "data": DATA,
+            "method": METHODS,
+            "size": EXAMPLES,
+            "decoder": ["llama"],
+            "cut": CUTS,
+        },
         patterns={"size": f"[{''.join(SIZES)}]-[0-9]+"},
         options=OPTIONS,
     )
@@ -91,15 +112,17 @@ def get_config(arguments: str = "") -> ConfigDict:
     letter, length = chosen.get("size", "A-160").split("-")
     attention, position = METHODS[chosen.get("method", "lor_translution")]
     position = options.pop("position", "") or position
-    hybrid = {}
+    changes = {}
     if "layers" in options:
-        hybrid["num_relative_layers"] = options.pop("layers")
+        changes["num_relative_layers"] = options.pop("layers")
+    if "num_kv_heads" in options:
+        changes["num_kv_heads"] = options.pop("num_kv_heads")
     config = default_config()
     config.model = ConfigDict(
         {
             "name": "gpt",
             **SIZES[letter],
-            **hybrid,
+            **changes,
             "attention": with_options(attention, **options),
             "position": position,
         }
@@ -128,6 +151,10 @@ def get_config(arguments: str = "") -> ConfigDict:
     config.schedule.name = "cosine"
     if "cut" in chosen:
         CUTS[chosen["cut"]](config)
+    if "decoder" in chosen:
+        # Three matrices instead of two; a multiple of 8.
+        hidden = -(-config.model.mlp_dim // 12) * 8
+        config.model.update(LLAMA, mlp_dim=hidden)
     return config.lock()
 
 

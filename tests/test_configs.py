@@ -60,7 +60,15 @@ CONFIGS += [
 ]
 CONFIGS += [
     ("translution_gpt", argument)
-    for argument in ["", "smoke", "openwebtext,B-512", "cpu", *translution_gpt.METHODS]
+    for argument in [
+        "",
+        "smoke",
+        "openwebtext,B-512",
+        "cpu",
+        "llama,smoke",
+        "rope,llama,num_kv_heads=1,window=64",
+        *translution_gpt.METHODS,
+    ]
 ]
 RPE_VIT = ["", "smoke", "cpu", "cifar10", "cifar10,cpu", "relu,string_gate", "softmax"]
 CONFIGS += [("rpe_vit", argument) for argument in RPE_VIT]
@@ -266,6 +274,25 @@ def test_every_method_builds_for_images_and_text(method):
     assert config.data.context_length == 5
     model = build_model(config.model, vocab_size=11, context_length=5)
     assert model.context_length == 5
+
+
+def test_llama_has_the_size_of_the_recipe():
+    def parameters(arguments):
+        config = get_config("translution_gpt", arguments)
+        return build_model(config.model, vocab_size=11, context_length=5)
+
+    llama, plain = parameters("rope,llama,A-5"), parameters("rope,A-5")
+    assert (llama.mlp_dim, plain.mlp_dim) == (512, 768)
+    assert (llama.norm_type, llama.activation) == ("rms_norm", "swiglu")
+    # Without biases of dim 192: 192 of attention, 768 + 192 of the MLP, and those of
+    # norms, 2 in each layer, the last one, and the second last one with its scale.
+    lost = 6 * (192 + 768 + 192 + 2 * 192) + 192 + 2 * 192
+    assert count_parameters(plain) - count_parameters(llama) == lost
+    shared = parameters("rope,llama,num_kv_heads=1,window=64,A-5")
+    assert shared.attention == "softmax(window=64)"
+    # Keys and values of one head of three.
+    lost = 6 * 2 * 192 * 128
+    assert count_parameters(llama) - count_parameters(shared) == lost
 
 
 def test_ablations_are_arguments():

@@ -42,9 +42,9 @@ class GPT(nn.Module):
         dim: Width of the tokens.
         num_layers: Number of blocks.
         num_heads: Number of heads.
-        num_kv_heads: Number of heads with keys and values, which divides ``num_heads``
-            (grouped queries); 0 for ``num_heads``. The decoding cache is as many heads
-            wide.
+        num_kv_heads: Number of heads with keys and values, which consecutive heads of
+            queries share (grouped queries); divides ``num_heads``; 0 for ``num_heads``.
+            The decoding cache holds these heads only.
         head_dim: Width of a head; 0 for dim / num_heads.
         mlp_dim: Width of the feed-forward networks' hidden layer.
         attention: Spec of the attention.

@@ -65,6 +65,14 @@ class Context(NamedTuple):
 def split_heads(x: Array, axis: int, num_kv_heads: int) -> Array:
     """Splits an axis of heads, or of size 1, into key heads and their queries.
 
+    Args:
+        x: An array.
+        axis: The axis of the heads.
+        num_kv_heads: Number of heads with keys.
+
+    Returns:
+        The array with the axes ``num_kv_heads, group``, or 1, 1, in place of the axis.
+
     Example:
         >>> split_heads(jnp.ones((3, 6, 5)), 1, 2).shape
         (3, 2, 3, 5)
@@ -80,6 +88,20 @@ def grouped(hook: Hook) -> Hook:
     If there are fewer keys than queries, the hook is called with queries
     ``[batch, kv_heads, group, ...]`` and with keys, values and masks that have an axis
     of size 1 in the place of ``group``. Its output gets the axis of the heads again.
+
+    Args:
+        hook: A method of an attention, such as `MultiHeadAttention.attend`.
+
+    Returns:
+        The method, for any number of heads with keys.
+
+    Example:
+        >>> @grouped
+        ... def attend(self, q, k, v, context):
+        ...     return q + k + v
+        >>> q, k = jnp.ones((3, 6, 5, 4)), jnp.ones((3, 2, 5, 4))
+        >>> attend(None, q, k, k, Context(None, 0, None, None, None, None)).shape
+        (3, 6, 5, 4)
 
     Source:
         Ainslie et al., GQA: Training Generalized Multi-Query Transformer Models from
@@ -119,8 +141,8 @@ class MultiHeadAttention(nn.Module):
         causal: Whether a token attends only to itself and earlier tokens.
         dtype: Compute dtype; parameters are float32.
         out_bias: Whether the output projection has a bias.
-        num_kv_heads: Number of heads with keys and values, which divides ``num_heads``;
-            as many heads have queries for each; 0 for ``num_heads``.
+        num_kv_heads: Number of heads with keys and values, which consecutive heads of
+            queries share; divides ``num_heads``; 0 for ``num_heads``.
     """
 
     dim: int
@@ -441,8 +463,11 @@ class MultiHeadAttention(nn.Module):
         """
         tables = {} if context.position is None else context.position.tables
         if self.num_kv_heads < self.num_heads:
+            # Those with an axis of heads.
             tables = {
                 name: split_heads(table, 0, self.num_kv_heads)
+                if table.ndim > (1 if name == "bias" else 2)
+                else table
                 for name, table in tables.items()
             }
         # Kernels add the bias in float32: rounding it would change exp(b) by percents.
@@ -566,6 +591,6 @@ class SoftmaxAttention(MultiHeadAttention):
     def cache_length(self, context: Context) -> int:
         """Returns the window; tables have a row for each offset of all tokens."""
         length = super().cache_length(context)
-        return (
-            min(length, self.window or length) if not self.tables(context) else length
-        )
+        if not self.window or self.tables(context):
+            return length
+        return min(length, self.window)

@@ -1,6 +1,7 @@
 """Tests attention modules against the references, with their parameters."""
 
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
@@ -629,6 +630,21 @@ def test_vectors_are_cast_and_biases_stay_float32():
     found = module.tables(Context((3,), 0, position, None, None, None))
     assert found["key_table"].dtype == found["value_table"].dtype == jnp.bfloat16
     np.testing.assert_array_equal(found["bias"], position.bias)
+
+
+def test_tables_are_split_by_the_heads_that_share_keys():
+    tables = {
+        "bias": np.arange(30).reshape(6, 5),
+        # The same for all heads.
+        "key_table": np.ones((5, 2)),
+        "value_table": np.ones((1, 5, 2)),
+    }
+    module = SoftmaxAttention(dim=12, num_heads=6, num_kv_heads=2)
+    position = types.SimpleNamespace(tables=jax.tree.map(jnp.float32, tables))
+    found = module.tables(Context((3,), 0, position, None, None, None))
+    np.testing.assert_array_equal(found["bias"], tables["bias"].reshape(2, 3, 5))
+    assert found["key_table"].shape == (5, 2)
+    assert found["value_table"].shape == (1, 1, 5, 2)
 
 
 @pytest.mark.parametrize(

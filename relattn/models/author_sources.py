@@ -24,6 +24,7 @@ from relattn.models.tensor_tables import (
     norm,
     position_grid,
     same,
+    transposed,
 )
 
 
@@ -56,10 +57,10 @@ def _translution_layers(tensors: Tensors, heads: int, text: bool) -> tuple[Table
             )
         if f"{first}to_{name}1.weight" in tensors:
             ours = f"layers.{{}}.attention.low_{name}.kernel"
-            table[ours] = (np.transpose, f"{layer}to_{name}1.weight")
+            table[ours] = (transposed, f"{layer}to_{name}1.weight")
     if f"{first}to_v3.weight" in tensors:
         ours = "layers.{}.attention.low_out.kernel"
-        table[ours] = (np.transpose, f"{layer}to_v3.weight")
+        table[ours] = (transposed, f"{layer}to_v3.weight")
     if not low:
         return table, {"attention": "translution"}
     if not relative:
@@ -88,7 +89,7 @@ TRANSLUTION_VIT = {
 TRANSLUTION_GPT = {
     "embedding.embedding": (same, "wte.weight"),
     **norm("head_norm", "norm"),
-    "head.kernel": (np.transpose, "output_head.weight"),
+    "head.kernel": (transposed, "output_head.weight"),
 }
 
 

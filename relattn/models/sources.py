@@ -20,6 +20,7 @@ from relattn.models.tensor_tables import (
     norm,
     same,
     shape_of,
+    transposed,
 )
 
 
@@ -31,7 +32,7 @@ def _conv1d(ours: str, theirs: str) -> Table:
     }
 
 
-HF_GPT2 = {
+_HF_GPT2 = {
     "embedding.embedding": (same, "wte.weight"),
     "position.learned.table": (same, "wpe.weight"),
     **norm("layers.{}.attention_norm", "h.{}.ln_1"),
@@ -41,6 +42,21 @@ HF_GPT2 = {
     **_conv1d("layers.{}.feed_forward.out", "h.{}.mlp.c_proj"),
     **norm("norm", "ln_f"),
 }
+
+
+def gpt2_table(*, qkv_bias: bool, tie_head: bool) -> Table:
+    """The table of transformers' GPT-2.
+
+    Args:
+        qkv_bias: Whether queries, keys and values have biases.
+        tie_head: Whether the head's matrix is the embedding.
+    """
+    qkv = "h.{}.attn.c_attn"
+    bias = f"{qkv}.bias" if qkv_bias else ""
+    table = {**_HF_GPT2, **fused(f"{qkv}.weight", bias, transpose=False)}
+    if not tie_head:
+        table["head.kernel"] = (transposed, "lm_head.weight")
+    return table
 
 
 def hf_gpt2(tensors: Tensors, settings: Mapping[str, Any]) -> Converted:
@@ -54,12 +70,9 @@ def hf_gpt2(tensors: Tensors, settings: Mapping[str, Any]) -> Converted:
             "classifies texts: convert GPT2LMHeadModel or GPT2Model"
         )
     settings = source_configs.gpt2_settings(settings)
-    qkv = "h.{}.attn.c_attn"
-    bias = f"{qkv}.bias" if f"{qkv.format(0)}.bias" in tensors else ""
-    table = {**HF_GPT2, **fused(f"{qkv}.weight", bias, transposed=False)}
+    has_bias = "h.0.attn.c_attn.bias" in tensors
     is_tied = bool(settings.get("tie_word_embeddings", True))
-    if not is_tied:
-        table["head.kernel"] = (np.transpose, "lm_head.weight")
+    table = gpt2_table(qkv_bias=has_bias, tie_head=is_tied)
     num_layers = count_layers(tensors, r"h\.(\d+)\.")
     # Older files hold the causal mask.
     ignored = r"h\.\d+\.attn\.(masked_)?bias" + r"|lm_head\.weight" * is_tied
@@ -86,7 +99,7 @@ def hf_gpt2(tensors: Tensors, settings: Mapping[str, Any]) -> Converted:
     scale = 1.0 if settings.get("scale_attn_weights", True) else (dim // heads) ** 0.5
     inverse = settings.get("scale_attn_by_inverse_layer_idx", False)
     for layer in range(num_layers):
-        for name in ("kernel", "bias") if bias else ("kernel",):
+        for name in ("kernel", "bias") if has_bias else ("kernel",):
             name = f"params.layers.{layer}.attention.q.{name}"
             arrays[name] = arrays[name] * np.float32(scale / (1 + layer * inverse))
     tanh = settings["activation_function"] == "gelu_new"
@@ -98,7 +111,7 @@ def hf_gpt2(tensors: Tensors, settings: Mapping[str, Any]) -> Converted:
         "mlp_dim": mlp_dim,
         "attention": "softmax",
         "position": "learned",
-        "qkv_bias": bool(bias),
+        "qkv_bias": has_bias,
         "head_norm": False,
         "tie_head": is_tied,
         "activation": "gelu_tanh" if tanh else "gelu",

@@ -1,15 +1,16 @@
 """Tables from the tensors of other libraries' checkpoints to relattn's parameters.
 
 A table has for each of our parameters a function, and the names of the tensors that it
-takes. ``{}`` stands for the index of a layer.
+takes. ``{}`` stands for the index of a layer. `apply_table` reads a checkpoint with it;
+if every function is `Reversible`, `invert_table` writes one.
 """
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -28,6 +29,27 @@ _INNER_WRAPPERS = {
     "_fsdp_wrapped_module",
 }
 _OUTER_WRAPPERS = {"model", "net", "backbone", "vit", "transformer", "timm_model"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Reversible:
+    """A function of a table that can be undone, bit for bit.
+
+    Attributes:
+        read: Computes our parameter from the tensors of the checkpoint.
+        write: Computes these tensors from our parameter, one for each argument of
+            ``read``; None for one that follows from another entry of the table.
+        part: For one of several parameters in one tensor, their order and their axis:
+            ``write`` computes a part of the tensor.
+    """
+
+    read: Callable[..., np.ndarray]
+    write: Callable[[np.ndarray], tuple[np.ndarray | None, ...]]
+    part: tuple[int, int] | None = None
+
+    def __call__(self, *tensors: np.ndarray) -> np.ndarray:
+        """Computes our parameter."""
+        return self.read(*tensors)
 
 
 class Converted(NamedTuple):
@@ -114,13 +136,74 @@ def check_names(
     _entries(table, tensors, num_layers, ignored)
 
 
-def _entries(table, tensors, num_layers, ignored):
+def invert_table(
+    table: Table, parameters: Tensors, num_layers: int
+) -> dict[str, np.ndarray]:
+    """Computes the tensors of a checkpoint from our parameters; see `apply_table`.
+
+    Args:
+        table: For each of our names a `Reversible`, and the names of its arguments.
+        parameters: An array for each of our names, with the prefix ``params.``.
+        num_layers: Number of layers, which ``{}`` counts.
+
+    Returns:
+        An array for each of the checkpoint's names.
+
+    Raises:
+        ValueError: If the other library's model does not have a parameter of ours.
+
+    Example:
+        >>> table = linear("head", "classifier")
+        >>> tensors = {"classifier.weight": np.ones((3, 2)), "classifier.bias":
+        ...            np.ones(3)}
+        >>> parameters = apply_table(table, tensors, 0)
+        >>> {name: x.shape for name, x in invert_table(table, parameters, 0).items()}
+        {'classifier.weight': (3, 2), 'classifier.bias': (3,)}
+    """
+    entries = _expand(table, num_layers)
+    wanted = {f"params.{name}" for name in entries}
+    problems = {
+        "missing": sorted(wanted - set(parameters)),
+        "unexpected": [name for name in parameters if name not in wanted],
+    }
+    if any(problems.values()):
+        raise ValueError(
+            "the parameters are not those of the other library's model: "
+            f"{pretrained.list_problems(problems)}"
+        )
+    tensors, parts = {}, {}
+    for name, (function, sources) in entries.items():
+        try:
+            arrays = function.write(parameters[f"params.{name}"])
+        except ValueError as error:
+            raise ValueError(f"{name} {error}") from error
+        for source, array in zip(sources, arrays, strict=True):
+            if array is None:
+                continue
+            if function.part is None:
+                tensors[source] = array
+            else:
+                parts.setdefault(source, {})[function.part] = array
+    for source, found in parts.items():
+        axis = next(iter(found))[1]
+        arrays = [found[part] for part in sorted(found)]
+        tensors[source] = np.concatenate(arrays, axis)
+    return tensors
+
+
+def _expand(table, num_layers):
     """The function and the tensors of each of our names."""
     entries = {}
     for name, (function, *sources) in table.items():
         for layer in range(num_layers) if "{}" in name else [0]:
             theirs = [source.format(layer) for source in sources]
             entries[name.format(layer)] = (function, theirs)
+    return entries
+
+
+def _entries(table, tensors, num_layers, ignored):
+    """The entries of a table, whose tensors a checkpoint must have."""
+    entries = _expand(table, num_layers)
     wanted = {source for _, sources in entries.values() for source in sources}
     problems = {
         "missing": sorted(wanted - set(tensors)),
@@ -144,9 +227,13 @@ def _entries(table, tensors, num_layers, ignored):
     return entries
 
 
-def same(x: np.ndarray) -> np.ndarray:
-    """Returns the tensor."""
-    return x
+# The tensor itself, and its transpose.
+same = Reversible(lambda x: x, lambda x: (x,))
+transposed = Reversible(np.transpose, lambda x: (x.T,))
+# The weight and the bias of a linear layer whose outputs a tensor multiplies. The
+# factors are a part of our parameters, so those that are written are ones.
+_SCALED_WEIGHT = Reversible(lambda x, scale: x.T * scale, lambda x: (x.T, None))
+_SCALED_BIAS = Reversible(np.multiply, lambda x: (x, np.ones_like(x)))
 
 
 def linear(ours: str, theirs: str, scale: str = "") -> Table:
@@ -156,11 +243,11 @@ def linear(ours: str, theirs: str, scale: str = "") -> Table:
     """
     if scale:
         return {
-            f"{ours}.kernel": (lambda x, y: x.T * y, f"{theirs}.weight", scale),
-            f"{ours}.bias": (np.multiply, f"{theirs}.bias", scale),
+            f"{ours}.kernel": (_SCALED_WEIGHT, f"{theirs}.weight", scale),
+            f"{ours}.bias": (_SCALED_BIAS, f"{theirs}.bias", scale),
         }
     return {
-        f"{ours}.kernel": (np.transpose, f"{theirs}.weight"),
+        f"{ours}.kernel": (transposed, f"{theirs}.weight"),
         f"{ours}.bias": (same, f"{theirs}.bias"),
     }
 
@@ -173,40 +260,63 @@ def norm(ours: str, theirs: str) -> Table:
     }
 
 
-def _part(index: int, count: int, axis: int, x: np.ndarray) -> np.ndarray:
-    """Takes q, k or v from a matrix or a bias that has them one after another."""
-    return np.split(x, count, axis)[index]
+def part(index: int, count: int, *, axis: int = 0, transpose: bool) -> Reversible:
+    """One of several parameters that a tensor has one after another.
+
+    Args:
+        index: Which of them.
+        count: Their number.
+        axis: The tensor's axis along which they follow each other.
+        transpose: Whether ours is the transpose of the part.
+    """
+
+    def read(x: np.ndarray) -> np.ndarray:
+        x = np.split(x, count, axis)[index]
+        return x.T if transpose else x
+
+    def write(x: np.ndarray) -> tuple[np.ndarray]:
+        return (x.T if transpose else x,)
+
+    return Reversible(read, write, (index, axis))
 
 
 def fused(
     weight: str,
     bias: str = "",
     *,
-    transposed: bool = True,
+    transpose: bool = True,
     ours: str = "layers.{}.attention",
     of: str = "qkv",
 ) -> Table:
     """The projections of q, k and v, or of those in ``of``, from one fused layer."""
     table = {}
     for index, name in enumerate(of):
-        axis = 0 if transposed else -1
-        part = functools.partial(_part, index, len(of), axis)
-        transposed_part = functools.partial(_transposed_part, index, len(of))
-        kernel = transposed_part if transposed else part
+        axis = 0 if transpose else -1
+        kernel = part(index, len(of), axis=axis, transpose=transpose)
         table[f"{ours}.{name}.kernel"] = (kernel, weight)
         if bias:
-            table[f"{ours}.{name}.bias"] = (part, bias)
+            table[f"{ours}.{name}.bias"] = (
+                part(index, len(of), transpose=False),
+                bias,
+            )
     return table
 
 
-def _transposed_part(index: int, count: int, x: np.ndarray) -> np.ndarray:
-    return _part(index, count, 0, x).T
+def patches(patch: tuple[int, int] = (1, 1)) -> Reversible:
+    """A matrix of patches, from a kernel ``[dim, channels, height, width]``.
 
+    Args:
+        patch: Height and width, which only writing needs.
+    """
 
-def patches(x: np.ndarray) -> np.ndarray:
-    """Reshapes a kernel ``[dim, channels, height, width]`` to a matrix of patches."""
-    dim, channels, height, width = x.shape
-    return x.transpose(2, 3, 1, 0).reshape(height * width * channels, dim)
+    def read(x: np.ndarray) -> np.ndarray:
+        dim, channels, height, width = x.shape
+        return x.transpose(2, 3, 1, 0).reshape(height * width * channels, dim)
+
+    def write(x: np.ndarray) -> tuple[np.ndarray]:
+        return (x.reshape(*patch, -1, x.shape[-1]).transpose(3, 2, 0, 1),)
+
+    return Reversible(read, write)
 
 
 def count_layers(tensors: Tensors, pattern: str) -> int:

@@ -140,6 +140,71 @@ def hf_preprocessing(folder: Path, image_size: int) -> dict[str, Any] | None:
     )
 
 
+def write_timm_preprocessing(
+    preprocessing: Mapping[str, Any], image_size: int
+) -> dict[str, Any]:
+    """Returns the keys of timm's ``pretrained_cfg``; see `timm_preprocessing`.
+
+    Args:
+        preprocessing: See the module.
+        image_size: Side of the model's images.
+
+    Example:
+        >>> values = {"resized": 256, "squash": False, "interpolation": "bicubic",
+        ...           "mean": [0.5], "std": [0.5]}
+        >>> write_timm_preprocessing(values, 224)["crop_pct"]
+        0.875
+    """
+    resized = preprocessing["resized"]
+    crop_pct = image_size / resized
+    if math.floor(image_size / crop_pct) != resized:
+        # timm rounds the side down.
+        crop_pct = image_size / (resized + 0.5)
+    return {
+        "mean": list(preprocessing["mean"]),
+        "std": list(preprocessing["std"]),
+        "interpolation": preprocessing["interpolation"],
+        "crop_pct": crop_pct,
+        "crop_mode": "squash" if preprocessing["squash"] else "center",
+    }
+
+
+def write_hf_preprocessing(
+    preprocessing: Mapping[str, Any], image_size: int
+) -> dict[str, Any]:
+    """Returns transformers' ``preprocessor_config.json``; see `hf_preprocessing`.
+
+    Args:
+        preprocessing: See the module.
+        image_size: Side of the model's images.
+
+    Example:
+        >>> values = {"resized": 256, "squash": False, "interpolation": "bicubic",
+        ...           "mean": [0.5], "std": [0.5]}
+        >>> write_hf_preprocessing(values, 224)["size"]
+        {'shortest_edge': 256}
+    """
+    resized, squash = preprocessing["resized"], preprocessing["squash"]
+    size = {"shortest_edge": resized}
+    if squash:
+        size = {"height": resized, "width": resized}
+    return {
+        # It resizes to a side and to a square, and crops.
+        "image_processor_type": "CLIPImageProcessor",
+        "do_resize": True,
+        "size": size,
+        "resample": INTERPOLATIONS.index(preprocessing["interpolation"]),
+        "do_center_crop": not squash or resized != image_size,
+        "crop_size": {"height": image_size, "width": image_size},
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": list(preprocessing["mean"]),
+        "image_std": list(preprocessing["std"]),
+        "do_convert_rgb": len(preprocessing["mean"]) == 3,
+    }
+
+
 def _checked(preprocessing: dict[str, Any], where: str) -> dict[str, Any]:
     what = f"interpolation of {where}"
     check_choice(what, preprocessing["interpolation"], INTERPOLATIONS)

@@ -605,6 +605,19 @@ def activation(name: str) -> str:
     return _ACTIVATIONS[name]
 
 
+def hf_activation(ours: str) -> str:
+    """Returns transformers' name of an activation; see `activation`.
+
+    Args:
+        ours: Our name.
+
+    Example:
+        >>> hf_activation("gelu_tanh")
+        'gelu_new'
+    """
+    return next(name for name, known in _ACTIVATIONS.items() if known == ours)
+
+
 def gpt2_settings(settings: Settings) -> dict[str, Any]:
     """Returns the keys of GPT-2 by one name, and one name for equal activations.
 

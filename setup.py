@@ -39,6 +39,7 @@ TEST = [
     *TRAIN,
     "beartype>=0.23",
     "chex>=0.1.90",
+    "flatbuffers>=24.3.25",
     "hypothesis>=6.170",
     "import-linter>=2.16",
     "ipykernel>=7.4",
@@ -122,6 +123,10 @@ setup(
             "importlib_resources>=6.0",
             "tensorflow-cpu>=2.20",
         ],
+        # Of relattn export, by the name of its format. jax2onnx asks for an older
+        # orbax-checkpoint than the extra train.
+        "stablehlo": ["flatbuffers>=24.3.25"],
+        "onnx": ["jax2onnx>=0.17.1"],
         "wandb": [*TRAIN, "wandb>=0.31"],
         "cuda": ["jax[cuda13]>=0.10"],
         "cuda12": ["jax[cuda12]>=0.10"],

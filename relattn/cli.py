@@ -26,6 +26,7 @@ COMMANDS = {
     "sample": ("relattn.evaluation.sample", "main"),
     "perplexity": ("relattn.evaluation.perplexity", "main"),
     "convert": ("relattn.convert", "main"),
+    "export": ("relattn.export", "main"),
     "prepare": ("relattn.data.prepare", "main"),
     "prepare-text": ("relattn.data.prepare_text", "main"),
     "config": ("relattn.cli", "show_config"),

@@ -35,6 +35,7 @@ PROGRAMS = {
     "tools.tables": [],
     "relattn.cli": ["report", "--workdir=x"],
     "relattn.convert": ["--source=timm", "--checkpoint=x", "--output=x"],
+    "relattn.export": ["--workdir=x", "--format=hf", "--output=x"],
     "relattn.data.prepare": ["--name=mnist"],
     "relattn.data.prepare_text": ["--openwebtext", "--output=x"],
     "studies.demo": [],

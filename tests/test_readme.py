@@ -120,7 +120,7 @@ def test_every_page_with_python_is_run_by_a_test():
     """docs/positions.md is run by tests/evaluation/test_compare.py."""
     pages = {path.name for path in tables.DOCUMENTS if "```python" in path.read_text()}
     run = {"data.md", "drop_in.md", "nnx.md", "positions.md", "pretrained.md"}
-    assert pages == {"README.md", "index.md", "using.md", *run}
+    assert pages == {"README.md", "index.md", "using.md", "export.md", *run}
 
 
 @pytest.mark.slow
@@ -204,6 +204,19 @@ def test_pretrained_guide_has_the_stated_accuracies(monkeypatch):
     assert stated.keys() == vit | performer | softmax
     for name, value in stated.items():
         np.testing.assert_allclose(scope[name], float(value), atol=0.02)
+
+
+@pytest.mark.slow
+def test_export_guide_loads_what_it_writes():
+    """tests/helpers/onnx_models.py runs the whole page, where jax2onnx is installed."""
+    text, _, onnx = read("docs/export.md").partition("## ONNX")
+    with unchecked_annotations():
+        scope = run_examples(text)
+    assert 'format="onnx"' in onnx
+    assert scope["same"]
+    np.testing.assert_allclose(
+        scope["stablehlo_logits"], scope["logits"], rtol=1e-4, atol=1e-5
+    )
 
 
 @pytest.mark.slow

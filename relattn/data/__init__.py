@@ -40,5 +40,6 @@ from relattn.data.tfds import DatasetNotPreparedError as DatasetNotPreparedError
 from relattn.data.tokenizers import Tokenizer as Tokenizer
 from relattn.data.tokenizers import load_tokenizer as load_tokenizer
 from relattn.data.user_images import describe_preprocessing as describe_preprocessing
+from relattn.data.user_images import library_preprocessing as library_preprocessing
 from relattn.data.user_images import prepare_images as prepare_images
 from relattn.data.user_images import read_images as read_images

@@ -150,6 +150,39 @@ way. Values are pixels / 255.
     return " ".join([*parts, f"Values are {values}."])
 
 
+def library_preprocessing(info: ImageInfo, config: ConfigDict) -> dict[str, Any]:
+    """Returns how a model's inputs are made, in terms of `prepare_squares`.
+
+    It is the same for images of the stored size, and close for others: `prepare_images`
+    resizes some of them twice.
+
+    Args:
+        info: Description of the training data.
+        config: Options of the training data.
+
+    Returns:
+        ``preprocessing`` of a saved model, see `relattn.models.preprocessing`.
+
+    Example:
+        >>> info = ImageInfo("grey", ("a", "b"), (4, 4, 1), (0.5,), (0.5,), 7, "")
+        >>> library_preprocessing(info, ConfigDict({"image_size": 8}))
+        {'resized': 8, 'squash': False, 'interpolation': 'bilinear', 'mean': [0.0], \
+'std': [1.0]}
+    """
+    height, width, channels = stored_shape(config, info)
+    size = input_shape(config, info)[0]
+    mean, std = [0.0] * channels, [1.0] * channels
+    if config.get("standardize", False):
+        mean, std = map(list, channel_mean_std(config, info))
+    return {
+        "resized": short_side(config) if info.streamed else size,
+        "squash": not info.streamed and height != width,
+        "interpolation": interpolation(config) if info.streamed else "bilinear",
+        "mean": [float(value) for value in mean],
+        "std": [float(value) for value in std],
+    }
+
+
 def as_sequence(images: Any, channels: int) -> Sequence[UserImage] | np.ndarray:
     """Returns a sequence of images; one image becomes a sequence of one.
 

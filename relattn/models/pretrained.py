@@ -14,6 +14,7 @@ import re
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import flax.linen as nn
@@ -111,7 +112,7 @@ class Pretrained:
 
             options, shape = self.config["preprocessing"], self.config["image_shape"]
             return prepare_squares(images, image_shape=shape, **options)
-        data, info, config = _data_options(self.config, "Pretrained.preprocess")
+        data, info, config = data_options(self.config, "Pretrained.preprocess")
         return data.prepare_images(images, info, config)
 
     def features(
@@ -147,8 +148,21 @@ class Pretrained:
         )
 
 
-def _data_options(config, feature):
-    """Returns `relattn.data`, and what it needs to prepare images for a saved model."""
+def data_options(
+    config: Mapping[str, Any], feature: str
+) -> tuple[ModuleType, Any, Any]:
+    """Returns `relattn.data`, and what it needs to prepare images for a saved model.
+
+    Args:
+        config: The contents of ``config.json``, of a run's model.
+        feature: What needs the extra ``train``, for the message.
+
+    Returns:
+        The module, the description of the training data, and their options.
+
+    Raises:
+        ImportError: Without the extra ``train``.
+    """
     require_train(feature)
     from ml_collections import ConfigDict
 
@@ -584,7 +598,7 @@ def model_card(config: dict[str, Any], metrics: dict[str, Any], license: str) ->
             f"# Files, Pillow images, or arrays: uint8 [n, {stored}].",
             "inputs = pretrained.preprocess(images)",
         ]
-        library, info, options = _data_options(config, "the model card")
+        library, info, options = data_options(config, "the model card")
         inputs = library.describe_preprocessing(info, options)
     lines = [
         *hub.front_matter(config, license),

@@ -1,0 +1,151 @@
+"""Exports: loaded again by other programs, with the logits of the trained model."""
+
+import json
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from ml_collections import ConfigDict
+
+import relattn
+from relattn import cli, data, export, training
+from relattn.convert import convert
+from relattn.data.user_images import prepare_squares
+from relattn.manifest import find_damage
+from relattn.models.pretrained import save_pretrained
+from tests.helpers.export import PLATFORMS, unchecked_annotations
+from tests.helpers.quick import quick_jit
+from tests.models.test_targets import GPT, VIT, make
+from tests.training.test_initialize import train
+
+
+def save(folder, config, **options):
+    """Saves a model; returns it."""
+    model, config, variables = make(config, **options)
+    variables = jax.tree.map(lambda x: x / 2, variables)
+    save_pretrained(folder, config, variables)
+    return quick_jit(model.apply), variables
+
+
+def run_export(tmp_path, format):
+    """Runs the command; returns the folder."""
+    options = [f"--format={format}", f"--output={tmp_path / 'out'}"]
+    with unchecked_annotations():
+        cli.main(["export", str(tmp_path / "saved"), *options])
+    folder = tmp_path / "out"
+    assert find_damage(folder, ["config.json"]) == ""
+    return folder
+
+
+def draw(shape, vocab_size):
+    rng = np.random.default_rng(3)
+    if len(shape) > 2:
+        return rng.normal(size=shape).astype(np.float32)
+    return rng.integers(vocab_size, size=shape, dtype=np.int32)
+
+
+MODELS = [
+    (VIT, {"attention": "favor(num_features=5)"}, [(4, 4, 4, 1), (1, 4, 4, 1)]),
+    # Of any length, and of one.
+    (GPT, {"attention": "favor(num_features=5)"}, [(3, 5), (1, 2)]),
+    (GPT, {"attention": "translution"}, [(3, 5), (1, 5)]),
+]
+
+
+@pytest.mark.quick("vit")
+@pytest.mark.parametrize("config, options, shapes", MODELS, ids=["vit", "gpt", "fixed"])
+def test_stablehlo_is_loaded_again(config, options, shapes, tmp_path, capsys):
+    pytest.importorskip("flatbuffers")
+    apply, variables = save(tmp_path / "saved", config, **options)
+    folder = run_export(tmp_path, "stablehlo")
+    assert "the logits differ by" in capsys.readouterr().out
+    content = (folder / "model.stablehlo").read_bytes()
+    exported = jax.export.deserialize(bytearray(content))
+    assert exported.platforms == PLATFORMS
+    for shape in shapes:
+        inputs = draw(shape, 7)
+        found, expected = exported.call(inputs), apply(variables, inputs)
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+    written = json.loads((folder / "config.json").read_text())
+    assert written == json.loads((tmp_path / "saved" / "config.json").read_text())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("format", ["safetensors-timm", "hf"])
+def test_weights_are_converted_back(format, tmp_path):
+    apply, variables = save(tmp_path / "saved", VIT, norm_eps=1e-6)
+    folder = run_export(tmp_path, format)
+    source = {"safetensors-timm": "timm", "hf": "hf_vit"}[format]
+    convert(source, folder / "model.safetensors", tmp_path / "again")
+    again = relattn.load_pretrained(tmp_path / "again")
+    inputs = draw((2, 4, 4, 1), 0)
+    np.testing.assert_array_equal(
+        apply(variables, inputs), quick_jit(again.model.apply)(again.variables, inputs)
+    )
+
+
+@pytest.mark.slow
+def test_a_run_has_its_predictions_and_preprocessing(tmp_path):
+    """The mean of two draws, whose logits are not those of the saved draw."""
+    pytest.importorskip("flatbuffers")
+    run = train(tmp_path / "run", eval_draws=2, model={"attention": "favor"})
+    with unchecked_annotations():
+        export.export(tmp_path / "run", tmp_path / "out", format="stablehlo")
+    content = (tmp_path / "out" / "model.stablehlo").read_bytes()
+    exported = jax.export.deserialize(bytearray(content))
+    images = np.random.default_rng(0).integers(0, 256, (3, 5, 5, 1), np.uint8)
+    inputs = np.asarray(data.prepare_images(images, run.data, run.config.data))
+    found = jax.nn.softmax(exported.call(inputs))
+    expected = run.predict(images).probabilities
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
+    one = jax.nn.softmax(training.make_predict_fn(run, 1)(inputs))
+    assert np.abs(one - expected).max() > 1e-4
+
+
+def test_runs_are_prepared_as_described():
+    """Images of the stored size; the run standardises them."""
+    info = data.ImageInfo(
+        "x", ("a",), (5, 5, 3), (0.1, 0.2, 0.3), (0.5, 2.0, 1.0), 7, ""
+    )
+    config = ConfigDict({"image_size": 5, "standardize": True})
+    images = np.random.default_rng(0).integers(0, 256, (2, 5, 5, 3), np.uint8)
+    expected = data.prepare_images(images, info, config)
+    values = data.library_preprocessing(info, config)
+    found = prepare_squares(images, image_shape=(5, 5, 3), **values)
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+
+
+def test_formats_and_folders_are_checked_first(tmp_path, monkeypatch):
+    with pytest.raises(
+        ValueError, match=r"unknown --format 'onx': did you mean 'onnx'"
+    ):
+        export.export(tmp_path, tmp_path / "out", format="onx")
+    with pytest.raises(ValueError, match="is the folder of the model: give another"):
+        export.export(tmp_path, f"{tmp_path}/../{tmp_path.name}", format="hf")
+    monkeypatch.setattr(export, "find_spec", lambda name: None)
+    for format, missing in (
+        ("onnx", r"needs jax2onnx, .*save_pretrained, .* with 'relattn\[onnx\]'"),
+        ("stablehlo", r"needs flatbuffers: pip install 'relattn\[stablehlo\]'"),
+    ):
+        with pytest.raises(ImportError, match=missing):
+            export.export(tmp_path, tmp_path / "out", format=format)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("runs, count", [([], 0), (["a", "--workdir=b"], 2)])
+def test_one_run_is_exported(runs, count, capsys):
+    with pytest.raises(SystemExit):
+        export.main([*runs, "--format=hf", "--output=x"])
+    assert f"error: {count} runs are given, and one is" in capsys.readouterr().err
+
+
+def test_another_function_is_not_written():
+    """Such as that of a converter with an error."""
+    model = SimpleNamespace(inputs="tokens")
+    config = {"vocab_size": 7, "context_length": 5}
+    source = export._Source(model, {}, config, lambda *_: lambda x: x[..., None])
+    assert export._compare(source, lambda x: x[..., None], "ONNX", (5,)) == 0
+    for wrong in (lambda x: x[..., None] + 1, lambda x: x[..., None] * np.nan):
+        with pytest.raises(ValueError, match="the model in ONNX has other logits than"):
+            export._compare(source, wrong, "ONNX", (5,))

@@ -54,33 +54,63 @@ def redraw(
 
 
 class _LinenModule(nnx.bridge.ToNNX):
-    """A Linen module whose variables are NNX variables."""
+    """A Linen module whose variables are NNX variables.
 
-    def __init__(
-        self,
-        module: nn.Module,
-        init: Callable[[nn.Module], Any],
-        grid: offsets.Grid | None,
-        num_prefix: int,
-        rngs: nnx.Rngs,
-    ):
-        collections = ("params", "random_features", "batch_stats")
-        super().__init__(
-            module, nnx.Rngs(**{name: rngs[name]() for name in collections})
-        )
-        self.to_nnx__grid = grid
-        self.to_nnx__num_prefix = num_prefix
-        nnx.bridge.lazy_init(self._apply, method=init)
-        # Calls draw nothing.
-        self.to_nnx__rngs = None
+    As in Flax's layers, the mode is that of training until ``eval()`` is called.
+    """
+
+    def __init__(self, module: nn.Module, variables: Mapping[str, Any]):
+        super().__init__(module)
+        self.to_nnx__deterministic = False
+        flat = {
+            path[1:]: nnx.variable_type_from_name(path[0])(value)
+            for path, value in traverse_util.flatten_dict(dict(variables)).items()
+        }
+        for name, value in traverse_util.unflatten_dict(flat).items():
+            setattr(self, name, nnx.data(value))
+
+    @property
+    def linen(self) -> nn.Module:
+        """The Linen module."""
+        return self.to_nnx__module
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether the mode is that of evaluation; ``train()`` and ``eval()`` set it."""
+        return self.to_nnx__deterministic
+
+    @deterministic.setter
+    def deterministic(self, value: bool) -> None:
+        self.to_nnx__deterministic = value
+
+    def set_view(self, deterministic: bool | None = None) -> None:
+        """Sets the mode of a view, for `flax.nnx.view`.
+
+        Args:
+            deterministic: Whether the mode is that of evaluation; None keeps it.
+        """
+        if deterministic is not None:
+            self.deterministic = deterministic
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         return nnx.bridge.ToNNX.__call__(self, *args, **kwargs)
 
+    def _call(self, x: Any, *, index: Any, update_stats: bool, **kwargs: Any) -> Any:
+        """Calls the module; writes the cache and, if told to, batch statistics."""
+        mutable = ["batch_stats"] if update_stats else []
+        if index is not None:
+            mutable.append("cache")
+            kwargs["index"] = index
+            # Several tokens begin a sequence, perhaps in a batch of another size.
+            if x.shape[1] > 1:
+                nnx.pop(self, nnx.Cache)
+        return self._apply(x, mutable=mutable or None, **kwargs)
+
     def to_linen(self) -> dict[str, Any]:
-        """Returns the variables of the Linen module, by collection."""
-        flat = {path: variable.get_value() for path, variable in self._variables()}
-        return traverse_util.unflatten_dict(flat)
+        """Returns the variables of the Linen module, by collection, without cache."""
+        return traverse_util.unflatten_dict(
+            {path: variable.get_value() for path, variable in self._variables()}
+        )
 
     def update_from_linen(self, variables: Mapping[str, Any]) -> None:
         """Replaces the variables by those of a Linen module.
@@ -91,24 +121,37 @@ class _LinenModule(nnx.bridge.ToNNX):
         Raises:
             ValueError: If they do not have the names and shapes of this module's.
         """
-        shapes = [
-            jax.tree.map(jnp.shape, tree) for tree in (self.to_linen(), dict(variables))
-        ]
-        if shapes[0] != shapes[1]:
-            raise ValueError(
-                f"the variables do not fit the module: it has {shapes[0]}, got "
-                f"{shapes[1]}"
-            )
         flat = traverse_util.flatten_dict(dict(variables))
+        ours = {path: variable.get_value() for path, variable in self._variables()}
+        for path in sorted({*ours, *flat}):
+            old, new = (
+                jax.tree.map(jnp.shape, tree[path]) if path in tree else "none"
+                for tree in (ours, flat)
+            )
+            if old != new:
+                name = "/".join(map(str, path))
+                raise ValueError(
+                    f"the variables do not fit the module: at {name} it has {old}, got "
+                    f"{new}"
+                )
         for path, variable in self._variables():
             variable.set_value(flat[path])
 
     def _variables(self):
         """Returns the variables with their Linen paths."""
+        state = nnx.state(self, nnx.Not(nnx.Any(nnx.Cache, nnx.RngState)))
         return [
             ((nnx.variable_name_from_type(type(variable)), *path), variable)
-            for path, variable in nnx.to_flat_state(nnx.state(self))
+            for path, variable in nnx.to_flat_state(state)
         ]
+
+
+def _draw(
+    module: nn.Module, init: Callable[[nn.Module], Any], rngs: nnx.Rngs
+) -> Mapping[str, Any]:
+    """Draws the variables of a Linen module; ``init`` calls it."""
+    keys = {name: rngs[name]() for name in ("params", "random_features")}
+    return jax.jit(lambda keys: module.init(keys, method=init))(keys)
 
 
 class MultiHeadAttention(_LinenModule):
@@ -120,13 +163,16 @@ class MultiHeadAttention(_LinenModule):
     Args:
         attention: Spec of the attention, ``"favor(num_features=256)"``.
         dim: Width of the tokens.
-        num_heads: Number of heads; divides ``dim``.
+        num_heads: Number of heads.
+        head_dim: Width of a head; 0 for dim / num_heads.
+        memory_dim: Width of the ``memory`` of cross-attention; None for none.
         layer: Index of the layer: layers need different ones to draw different
             random features.
         qkv_bias: Whether queries, keys and values have a bias.
+        out_bias: Whether the output projection has a bias.
         causal: Whether a token attends only to itself and earlier tokens.
         grid: Height and width, or length, of the tokens after the prefix; None if the
-            attention does not depend on it.
+            attention does not depend on it. In decoding, the length of the cache.
         num_prefix: Number of prefix tokens.
         dtype: Compute dtype; parameters are float32.
         rngs: Has the streams ``params`` and ``random_features``, or a default one.
@@ -136,11 +182,12 @@ class MultiHeadAttention(_LinenModule):
 
     Example:
         >>> attention = MultiHeadAttention(
-        ...     "favor", dim=8, num_heads=2, rngs=nnx.Rngs(0))
-        >>> attention(jnp.ones((1, 7, 8))).shape
+        ...     "favor", dim=8, num_heads=2, memory_dim=5, rngs=nnx.Rngs(0))
+        >>> memory = jnp.ones((1, 3, 5))
+        >>> attention(jnp.ones((1, 7, 8)), memory=memory).shape
         (1, 7, 8)
-        >>> attention.q["kernel"].shape
-        (8, 8)
+        >>> attention.q["kernel"].shape, attention.k["kernel"].shape
+        ((8, 8), (5, 8))
     """
 
     def __init__(
@@ -149,8 +196,11 @@ class MultiHeadAttention(_LinenModule):
         *,
         dim: int,
         num_heads: int,
+        head_dim: int = 0,
+        memory_dim: int | None = None,
         layer: int = 0,
         qkv_bias: bool = True,
+        out_bias: bool = True,
         causal: bool = False,
         grid: offsets.Grid | None = None,
         num_prefix: int = 0,
@@ -163,40 +213,68 @@ class MultiHeadAttention(_LinenModule):
             dim=dim,
             num_heads=num_heads,
             num_layers=1,
+            head_dim=head_dim,
             qkv_bias=qkv_bias,
+            out_bias=out_bias,
             causal=causal,
         )
         module = make(layer=layer, dtype=dtype, parent=None)
         n = num_prefix + math.prod(grid or (1,))
 
         def init(module: nn.Module) -> Array:
-            return module(jnp.zeros((1, n, dim)), grid=grid, num_prefix=num_prefix)
+            memory = None if memory_dim is None else jnp.zeros((1, 1, memory_dim))
+            x = jnp.zeros((1, n, dim))
+            return module(x, grid=grid, num_prefix=num_prefix, memory=memory)
 
-        super().__init__(module, init, grid, num_prefix, rngs)
+        super().__init__(module, _draw(module, init, rngs))
+        self.to_nnx__grid = grid
+        self.to_nnx__num_prefix = num_prefix
 
     def __call__(
         self,
         x: Float[Array, "batch n dim"],
         *,
+        memory: Float[Array, "batch m memory_dim"] | None = None,
         position: LayerPosition | None = None,
-        key_mask: Bool[Array, "batch n"] | None = None,
+        key_mask: Bool[Array, "batch m"] | None = None,
+        segment_ids: Int[Array, "batch n"] | None = None,
+        index: Int[Array, ""] | int | None = None,
+        deterministic: bool | None = None,
     ) -> Float[Array, "batch n dim"]:
         """Applies the attention.
 
         Args:
             x: Tokens, shape ``[batch, n, dim]``.
+            memory: Tokens that give the keys and values (cross-attention), shape
+                ``[batch, m, memory_dim]``; ``x`` by default.
             position: The layer's position, from `Position.per_layer`.
-            key_mask: True for tokens that may be attended to, shape ``[batch, n]``.
+            key_mask: True for tokens that may be attended to, shape ``[batch, n]``, or
+                ``[batch, m]`` with ``memory``.
+            segment_ids: For packed sequences: tokens attend only to tokens of the same
+                run of equal ids, shape ``[batch, n]``.
+            index: In decoding, the position of the last token. ``x`` is that token
+                alone, which attends to the variables of type `flax.nnx.Cache`; or it is
+                the whole sequence from position 0 (prefill), which replaces them, and
+                tokens after ``index`` are padding. ``nnx.pop(module, nnx.Cache)``
+                removes them, for a sequence that starts without prefill.
+            deterministic: Whether `flax.nnx.BatchStat` variables, the centroids of
+                routed attention, are kept; None for the module's mode.
 
         Returns:
             Shape ``[batch, n, dim]``.
         """
-        return self._apply(
+        if deterministic is None:
+            deterministic = self.deterministic
+        return self._call(
             x,
-            grid=self.to_nnx__grid,
-            num_prefix=self.to_nnx__num_prefix,
+            index=index,
+            update_stats=not deterministic,
+            memory=memory,
             position=position,
             key_mask=key_mask,
+            segment_ids=segment_ids,
+            grid=self.to_nnx__grid,
+            num_prefix=self.to_nnx__num_prefix,
         )
 
 
@@ -208,6 +286,7 @@ class Position(_LinenModule):
         attention: Spec of the attention that uses it.
         dim: Width of the tokens.
         num_heads: Number of heads.
+        head_dim: Width of a head; 0 for dim / num_heads.
         num_layers: Number of layers.
         grid: Height and width, or length, of the tokens after the prefix.
         num_prefix: Number of prefix tokens.
@@ -232,27 +311,52 @@ class Position(_LinenModule):
         *,
         dim: int,
         num_heads: int,
+        head_dim: int = 0,
         num_layers: int,
         grid: offsets.Grid,
         num_prefix: int = 0,
         rngs: nnx.Rngs,
     ):
         _, make = registry.build(
-            attention, position, dim=dim, num_heads=num_heads, num_layers=num_layers
+            attention,
+            position,
+            dim=dim,
+            num_heads=num_heads,
+            num_layers=num_layers,
+            head_dim=head_dim,
         )
 
         def init(module: nn.Module) -> None:
             module.add_to_tokens(jnp.zeros((1, math.prod(grid), dim)), grid)
             module.per_layer(grid, num_prefix)
 
-        super().__init__(make(parent=None), init, grid, num_prefix, rngs)
+        module = make(parent=None)
+        super().__init__(module, _draw(module, init, rngs))
+        self.to_nnx__grid = grid
+        self.to_nnx__num_prefix = num_prefix
         self.to_nnx__num_layers = num_layers
 
     def add_to_tokens(
-        self, tokens: Float[Array, "batch n dim"]
+        self,
+        tokens: Float[Array, "batch n dim"],
+        start: Int[Array, ""] | int = 0,
     ) -> Float[Array, "batch n dim"]:
-        """Adds the encoding to the grid's tokens, without prefix, if it acts there."""
-        return self._apply(tokens, self.to_nnx__grid, method="add_to_tokens")
+        """Adds the encoding to tokens, without prefix, if it acts there.
+
+        Args:
+            tokens: All tokens of the grid or, of text, some that follow each other.
+            start: Position of the first token.
+
+        Returns:
+            Shape ``[batch, n, dim]``.
+        """
+        grid, (_, n, dim) = self.to_nnx__grid, tokens.shape
+        whole = math.prod(grid)
+        if n == whole or len(grid) > 1:
+            return self._apply(tokens, grid, method="add_to_tokens")
+        zeros = jnp.zeros((1, whole, dim), tokens.dtype)
+        encoding = self._apply(zeros, grid, method="add_to_tokens")
+        return tokens + jax.lax.dynamic_slice_in_dim(encoding, start, n, axis=1)
 
     def per_layer(self) -> list[LayerPosition | None]:
         """Returns what each layer passes to `MultiHeadAttention` as ``position``."""

@@ -78,6 +78,7 @@ def test_nnx_layer(name):
         small(name), dim=DIM, num_heads=HEADS, grid=GRID, num_prefix=1,
         rngs=nnx.Rngs(0),
     )  # fmt: skip
+    layer.eval()
 
     def apply(_, x):
         return layer(x)

@@ -41,14 +41,22 @@ def test_attention_equals_linen_with_its_variables(name):
     assert jax.tree.structure(ours.to_linen()) == jax.tree.structure(variables)
     ours.update_from_linen(variables)
     chex.assert_trees_all_equal(ours.to_linen(), variables)
+    ours.eval()
     np.testing.assert_array_equal(ours(x), linen.apply(variables, x, **call))
     with pytest.raises(ValueError, match="the variables do not fit the module"):
         ours.update_from_linen({"params": variables["params"]["out"]})
 
 
+@pytest.mark.quick("favor-learned + rope2d", "softmax-relative_key")
 @pytest.mark.parametrize(
     ("attention", "position"),
-    [("softmax", "none"), ("favor", "learned + rope2d"), ("softmax", "relative_key")],
+    [
+        ("softmax", "none"),
+        ("favor", "learned + rope2d"),
+        ("softmax", "relative_key"),
+        ("favor", "sincos_bias"),
+        ("linformer(k=5)", "fourier_values"),
+    ],
 )
 def test_position_equals_linen_with_its_variables(attention, position):
     ours = Position(
@@ -66,6 +74,84 @@ def test_position_equals_linen_with_its_variables(attention, position):
     np.testing.assert_array_equal(ours.add_to_tokens(x), added)
     layers = linen.apply(variables, GRID, 1, method="per_layer") or [None] * LAYERS
     chex.assert_trees_all_equal(ours.per_layer(), layers)
+
+
+def test_tokens_from_a_position_on_get_their_rows():
+    position = Position(
+        "learned", "softmax", **SIZES, num_layers=1, grid=(N,), rngs=nnx.Rngs(0)
+    )
+    x = draw(2, N, DIM)
+    whole = position.add_to_tokens(x)
+    assert not np.allclose(whole[:, :3], whole[:, 2:5])
+    part = position.add_to_tokens(x[:, 2:5], jnp.int32(2))
+    np.testing.assert_allclose(part, whole[:, 2:5], atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "attention", ["softmax", "favor(num_features=5)", "relu(num_features=5)"]
+)
+def test_memory_and_segments_equal_linen(attention):
+    memory, mask = draw(2, 11, 5, seed=1), np.arange(11) < np.array([[11], [5]])
+    segment_ids = np.array([[0, 0, 1, 1, 1, 0, 0], [3, 3, 3, 3, 5, 5, 5]])
+    calls = [
+        ({"memory_dim": 5}, {"memory": memory, "key_mask": mask}),
+        (
+            {"head_dim": 3, "causal": True, "out_bias": False},
+            {"segment_ids": segment_ids},
+        ),
+    ]
+    x = draw(2, N, DIM)
+    for options, inputs in calls:
+        ours = MultiHeadAttention(attention, **SIZES, **options, rngs=nnx.Rngs(0))
+        shared = {key: options[key] for key in options if key != "memory_dim"}
+        make, _ = build(attention, "none", num_layers=1, **SIZES, **shared)
+        linen = make(layer=0)
+
+        @quick_jit
+        def both(x, inputs, ours=ours, linen=linen):
+            return ours(x, **inputs), linen.apply(ours.to_linen(), x, **inputs)
+
+        np.testing.assert_array_equal(*both(x, inputs))
+
+
+@pytest.mark.quick("softmax-relative_value")
+@pytest.mark.parametrize(
+    ("attention", "position"),
+    [
+        ("softmax", "relative_value"),
+        ("favor(num_features=5)", "rope1d"),
+        ("relu(num_features=5)", "sincos_bias"),
+        ("lor_translution(rank=2)", "none"),
+        ("gated_positional", "none"),
+    ],
+)
+def test_decoding_equals_the_whole_sequence(attention, position):
+    grid = {"grid": (N,), "rngs": nnx.Rngs(0)}
+    ours = MultiHeadAttention(attention, **SIZES, causal=True, **grid)
+    graph, state = nnx.split(
+        (ours, Position(position, attention, **SIZES, num_layers=1, **grid))
+    )
+
+    @quick_jit
+    def decode(state, x):
+        ours, encoding = nnx.merge(graph, state)
+        (layer,) = encoding.per_layer()
+
+        def steps(start):
+            return [
+                ours(x[:, i : i + 1], position=layer, index=jnp.int32(i))
+                for i in range(start, N)
+            ]
+
+        prefill = ours(x[:, :3], position=layer, index=2)
+        filled = jnp.concatenate([prefill, *steps(3)], axis=1)
+        nnx.pop(ours, nnx.Cache)
+        return ours(x, position=layer), filled, jnp.concatenate(steps(0), axis=1)
+
+    whole, filled, stepwise = decode(state, draw(2, N, DIM))
+    np.testing.assert_allclose(filled, whole, atol=2e-6)
+    np.testing.assert_allclose(stepwise, whole, atol=2e-6)
 
 
 def test_attention_that_does_not_support_the_position_raises():

@@ -1,7 +1,9 @@
-"""Attentions and position encodings as Flax NNX modules.
+"""Attentions, position encodings and models as Flax NNX modules.
 
-`MultiHeadAttention` and `Position` take the specs of `relattn.nn`. They hold the
-variables of the Linen modules as NNX variables, and compute with the same code.
+`MultiHeadAttention` and `Position` take the specs of `relattn.nn`; `ViT` and `GPT` take
+the arguments of `relattn.ViT` and `relattn.GPT`, and `Model` any model of relattn. All
+hold the variables of the Linen modules as NNX variables, and compute with the same
+code.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ import jax.numpy as jnp
 from flax import nnx, traverse_util
 from jaxtyping import Array, Bool, Float, Int, Key
 
-from relattn import kernels, offsets
+from relattn import kernels, models, offsets
+from relattn.models.sampling import Prompts
 from relattn.nn import registry
 from relattn.nn.positions.base import LayerPosition
 
@@ -364,3 +367,206 @@ class Position(_LinenModule):
             self.to_nnx__grid, self.to_nnx__num_prefix, method="per_layer"
         )
         return [None] * self.to_nnx__num_layers if layers is None else layers
+
+
+# Attributes of models that are dropout rates.
+_RATES = ("dropout", "attention_dropout", "drop_path")
+
+
+class Model(_LinenModule):
+    """A model of relattn with its variables, as an NNX module.
+
+    Parameters are `flax.nnx.Param`, random features `RandomFeatures`, batch statistics
+    `flax.nnx.BatchStat` and the decoding cache `flax.nnx.Cache`, all named as in Linen.
+
+    Args:
+        model: A Linen model of relattn, ``load_pretrained(folder).model``.
+        variables: Its variables, by collection.
+        rngs: Has the stream ``dropout``, or a default one; only models with dropout
+            use it.
+
+    Example:
+        >>> import relattn
+        >>> linen = relattn.ViT(3, dim=8, num_heads=2, num_layers=1, patch_size=2)
+        >>> images = jnp.ones((1, 4, 6, 1))
+        >>> variables = jax.jit(linen.init)(jax.random.key(0), images)
+        >>> Model(linen, variables)(images).shape
+        (1, 3)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        variables: Mapping[str, Any],
+        *,
+        rngs: nnx.Rngs | None = None,
+    ):
+        super().__init__(model, variables)
+        draws = any(getattr(model, rate, 0) for rate in _RATES)
+        self.to_nnx__draws = draws
+        fork = rngs["dropout"].fork() if draws and rngs is not None else None
+        self.to_nnx__dropout = nnx.data(fork)
+
+    def __call__(
+        self,
+        inputs: Any,
+        *,
+        key_mask: Bool[Array, "batch m"] | None = None,
+        segment_ids: Int[Array, "batch n"] | None = None,
+        index: Int[Array, ""] | int | None = None,
+        deterministic: bool | None = None,
+        rngs: nnx.Rngs | None = None,
+    ) -> Float[Array, "batch ..."]:
+        """Computes the logits, as the Linen model does.
+
+        Args:
+            inputs: Images, shape ``[batch, height, width, channels]``, or token ids,
+                shape ``[batch, n]``.
+            key_mask: True for the patches or tokens that exist, for models that take
+                it.
+            segment_ids: For packed sequences, see `relattn.GPT`.
+            index: In decoding, the position of the last token. ``inputs`` are that
+                token alone, which attends to the variables of type `flax.nnx.Cache`; or
+                the whole sequence from position 0 (prefill), which replaces them.
+                ``nnx.pop(model, nnx.Cache)`` removes them, for a sequence that starts
+                without prefill.
+            deterministic: Whether dropout is off and `flax.nnx.BatchStat` variables are
+                kept; None for the model's mode.
+            rngs: Has the stream ``dropout``; the model's by default.
+
+        Returns:
+            Logits: shape ``[batch, num_classes]``, or ``[batch, n, vocab_size]`` with
+            ``n = 1`` in decoding.
+
+        Raises:
+            ValueError: If there is dropout and no stream for it.
+        """
+        if deterministic is None:
+            deterministic = self.deterministic
+        kwargs: dict[str, Any] = {"deterministic": deterministic}
+        # Not all models have both arguments.
+        masks = {"key_mask": key_mask, "segment_ids": segment_ids}
+        kwargs |= {name: mask for name, mask in masks.items() if mask is not None}
+        if self.to_nnx__draws and not deterministic:
+            stream = self.to_nnx__dropout if rngs is None else rngs["dropout"]
+            if stream is None:
+                raise ValueError(
+                    "the model has dropout and no random numbers: give rngs=, or call "
+                    "model.eval()"
+                )
+            kwargs["rngs"] = nnx.Rngs(dropout=stream())
+        return self._call(inputs, index=index, update_stats=not deterministic, **kwargs)
+
+
+class ViT(Model):
+    """`relattn.ViT` as an NNX module, with new variables.
+
+    Args:
+        num_classes: Number of classes; 0 for a model without a head.
+        image_shape: Height, width and channels of the images.
+        rngs: Has the streams ``params`` and ``random_features`` and, with dropout,
+            ``dropout``; or a default one.
+        **options: Attributes of `relattn.ViT`.
+
+    Raises:
+        ValueError: If an option is invalid.
+
+    Example:
+        >>> model = ViT(3, image_shape=(4, 6, 1), patch_size=2, dim=8, num_layers=1,
+        ...             num_heads=2, attention="favor", dropout=0.5, rngs=nnx.Rngs(0))
+        >>> images = jnp.ones((1, 4, 6, 1))
+        >>> bool((model(images) == model(images)).all())
+        False
+        >>> model.eval()
+        >>> bool((model(images) == model(images)).all())
+        True
+    """
+
+    def __init__(
+        self,
+        num_classes: int,
+        *,
+        image_shape: tuple[int, int, int],
+        rngs: nnx.Rngs,
+        **options: Any,
+    ):
+        model = models.ViT(num_classes, **options)
+        example = jnp.zeros((1, *image_shape))
+        variables = _draw(model, lambda model: model(example), rngs)
+        super().__init__(model, variables, rngs=rngs)
+
+
+class GPT(Model):
+    """`relattn.GPT` as an NNX module, with new variables.
+
+    Args:
+        vocab_size: Size of the vocabulary.
+        context_length: Length of the longest sequence, in tokens.
+        rngs: Has the streams ``params`` and ``random_features`` and, with dropout,
+            ``dropout``; or a default one.
+        **options: Attributes of `relattn.GPT`.
+
+    Raises:
+        ValueError: If an option is invalid.
+
+    Example:
+        >>> model = GPT(11, 7, dim=8, num_layers=1, num_heads=2, mlp_dim=16,
+        ...             attention="favor", rngs=nnx.Rngs(0))
+        >>> tokens = jnp.array([[3, 5, 2]])
+        >>> logits = model(tokens)
+        >>> last = model(tokens, index=2)  # Prefill.
+        >>> bool(jnp.allclose(last[:, 0], logits[:, 2], atol=1e-5))
+        True
+        >>> model(jnp.array([[7]]), index=3).shape
+        (1, 1, 11)
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        context_length: int,
+        *,
+        rngs: nnx.Rngs,
+        **options: Any,
+    ):
+        model = models.GPT(vocab_size, context_length, **options)
+        example = jnp.zeros((1, 1), jnp.int32)
+        variables = _draw(model, lambda model: model(example), rngs)
+        super().__init__(model, variables, rngs=rngs)
+
+
+def generate(
+    model: Model,
+    prompt: Prompts,
+    num_tokens: int,
+    *,
+    key: Key[Array, ""] | Key[Array, " prompts"],
+    **options: Any,
+) -> Int[Array, "batch total"]:
+    """Continues prompts with tokens drawn from the model.
+
+    Args:
+        model: A `GPT`, or a `Model` of one; its own cache is not used.
+        prompt: Token ids, see `relattn.generate`.
+        num_tokens: Number of tokens to draw after the longest prompt.
+        key: A PRNG key, or one for each prompt.
+        **options: ``temperature``, ``top_k``, ``top_p`` and ``stop_token`` of
+            `relattn.generate`.
+
+    Returns:
+        The prompts and their continuations, shape ``[batch, prompt + num_tokens]`` of
+        the longest prompt.
+
+    Raises:
+        ValueError: If `relattn.generate` raises it.
+
+    Example:
+        >>> model = GPT(11, 7, dim=8, num_layers=1, num_heads=2, mlp_dim=16,
+        ...             rngs=nnx.Rngs(0))
+        >>> generate(model, [[3, 5], [2]], 9, key=jax.random.key(1)).shape
+        (2, 11)
+    """
+    variables = model.to_linen()
+    return models.generate(
+        model.linen, variables, prompt, num_tokens, key=key, **options
+    )

@@ -137,7 +137,8 @@ def scale_backward(
 
     Args:
         function: Computes averages of the values, and may return sums after them, in a
-            tuple. It may close over arrays, which get gradients.
+            tuple. It may close over arrays of floats, which get gradients; masks must
+            be arguments.
         values: Values, shape ``[*batch, n, value_dim]``.
         *arguments: Further arrays, or trees of arrays.
 

@@ -169,7 +169,7 @@ def toeplitz_linear_attention(
     k, v, key_mask = zero_masked(k, v, key_mask)
     einsum = wide_einsum(precision)
 
-    def attend(v, q, k, bias):
+    def attend(v, q, k, bias, key_mask):
         # e^(b_d) for every table row.
         decay = _exp_bias(bias)
         # e^(a_jf - c_f) and e^(b_if + c_f - r_i).
@@ -221,7 +221,7 @@ def toeplitz_linear_attention(
             )
         return divide_sums(sums, magnitudes, v.dtype, noise)
 
-    out, normalizer = scale_backward(attend, v, q, k, bias)
+    out, normalizer = scale_backward(attend, v, q, k, bias, key_mask)
     out = out.astype(v.dtype)
     return (out, normalizer[..., 0]) if return_normalizer else out
 
@@ -301,7 +301,7 @@ def causal_toeplitz_linear_attention(
     k, v, key_mask = zero_masked(k, v, key_mask)
     einsum = wide_einsum(precision)
 
-    def attend(v, q, k, bias):
+    def attend(v, q, k, bias, key_mask):
         # e^(b_d) for d = 0 .. n - 1.
         decay = _exp_bias(bias)
         # phi(q_i) and phi(k_j); without a bound, phi(k_j) lacks its factor e^(a_j).
@@ -349,7 +349,7 @@ def causal_toeplitz_linear_attention(
             magnitudes = jax.lax.stop_gradient(magnitudes)
         return divide_sums(sums, magnitudes, v.dtype, noise)[0]
 
-    return scale_backward(attend, v, q, k, bias).astype(v.dtype)
+    return scale_backward(attend, v, q, k, bias, key_mask).astype(v.dtype)
 
 
 @check_arguments
@@ -409,7 +409,7 @@ def causal_toeplitz_linear_attention_step(
     k, v, _ = zero_masked(k, v, past)
     einsum = wide_einsum(precision)
 
-    def attend(v, q, k, bias):
+    def attend(v, q, k, bias, past):
         # e^(b_(index - j)), zero for later keys.
         decay = _exp_bias(jnp.where(past, bias, -jnp.inf))[..., None, :]
         # e^(a_jf - c_f) and e^(b_if + c_f - r_i).
@@ -429,7 +429,7 @@ def causal_toeplitz_linear_attention_step(
             magnitudes = weighted_sum(jnp.abs(phi_q), jnp.abs(phi_k), columns[..., -1:])
         return divide_sums(sums, magnitudes, v.dtype)[0]
 
-    out = scale_backward(attend, v, q_i[..., None, :], k, bias)
+    out = scale_backward(attend, v, q_i[..., None, :], k, bias, past)
     return out[..., 0, :].astype(v.dtype)
 
 

@@ -164,6 +164,34 @@ def test_queries_without_keys_give_zeros_and_finite_gradients(name):
         assert np.isfinite(gradient).all()
 
 
+@pytest.mark.quick("False")
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_scanned_layer_with_a_mask_has_gradients(causal):
+    """In the layers of a model, the broadcast mask is a value of the scan's body."""
+    n = 5
+    q, k, v, bias = draw_inputs(n, 2 * n - 1)
+    attend, options = kernels.toeplitz_linear_attention, {"grid": (n,)}
+    if causal:
+        attend, options = kernels.causal_toeplitz_linear_attention, {}
+
+    def layer(v):
+        mask = np.arange(n) > 1
+        phi = feature_map("positive")
+        return attend(q, k, v, phi, bias, key_mask=mask, **options)
+
+    def scanned(v):
+        return jax.lax.scan(lambda v, _: (layer(v), None), v, None, length=2)[0]
+
+    def gradients(v):
+        weights = np.arange(1.0, 1 + v.size, dtype=np.float32).reshape(v.shape)
+        return [
+            jax.grad(lambda v, f=f: (f(v) * weights).sum())(v)
+            for f in (scanned, lambda v: layer(layer(v)))
+        ]
+
+    np.testing.assert_allclose(*run(gradients, v), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.quick("positive")
 @pytest.mark.parametrize("name", NAMES)
 def test_decoding_matches_causal_attention(name):

@@ -132,7 +132,7 @@ def test_gpt_equals_linen_and_decodes(attention, position, options):
     chex.assert_trees_all_equal(found, expected)
     graph, state = nnx.split(model)
 
-    def decode(state, tokens):
+    def decode(state, variables, tokens):
         model = nnx.merge(graph, state)
         # The cache of another batch is forgotten.
         model(tokens[:1, :2], index=1)
@@ -141,7 +141,8 @@ def test_gpt_equals_linen_and_decodes(attention, position, options):
             rows.append(model(tokens[:, i : i + 1], index=jnp.int32(i)))
         return jnp.concatenate(rows, axis=1), linen.apply(variables, tokens)[:, 2:]
 
-    np.testing.assert_allclose(*run(decode, state, TOKENS), atol=2e-5)
+    found, expected = run(decode, state, variables, TOKENS)
+    np.testing.assert_allclose(found, expected, atol=2e-5)
 
 
 class Drop(nn.Module):

@@ -167,6 +167,8 @@ class MultiHeadAttention(_LinenModule):
         attention: Spec of the attention, ``"favor(num_features=256)"``.
         dim: Width of the tokens.
         num_heads: Number of heads.
+        num_kv_heads: Number of heads with keys and values, which divides ``num_heads``
+            (grouped queries); 0 for ``num_heads``.
         head_dim: Width of a head; 0 for dim / num_heads.
         memory_dim: Width of the ``memory`` of cross-attention; None for none.
         layer: Index of the layer: layers need different ones to draw different
@@ -199,6 +201,7 @@ class MultiHeadAttention(_LinenModule):
         *,
         dim: int,
         num_heads: int,
+        num_kv_heads: int = 0,
         head_dim: int = 0,
         memory_dim: int | None = None,
         layer: int = 0,
@@ -216,6 +219,7 @@ class MultiHeadAttention(_LinenModule):
             dim=dim,
             num_heads=num_heads,
             num_layers=1,
+            num_kv_heads=num_kv_heads,
             head_dim=head_dim,
             qkv_bias=qkv_bias,
             out_bias=out_bias,

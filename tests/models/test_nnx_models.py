@@ -101,6 +101,7 @@ def test_vit_equals_linen(attention, position):
 
 
 LLAMA = {
+    "num_kv_heads": 1,
     "norm_type": "rms_norm",
     "activation": "swiglu",
     "head_norm": False,

@@ -95,7 +95,7 @@ def test_memory_and_segments_equal_linen(attention):
     memory, mask = draw(2, 11, 5, seed=1), np.arange(11) < np.array([[11], [5]])
     segment_ids = np.array([[0, 0, 1, 1, 1, 0, 0], [3, 3, 3, 3, 5, 5, 5]])
     calls = [
-        ({"memory_dim": 5}, {"memory": memory, "key_mask": mask}),
+        ({"memory_dim": 5, "num_kv_heads": 1}, {"memory": memory, "key_mask": mask}),
         (
             {"head_dim": 3, "causal": True, "out_bias": False},
             {"segment_ids": segment_ids},

@@ -121,12 +121,15 @@ def test_what_it_does_not_compute_uses_blocks(cudnn, one_device, platform, optio
 
 
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])
-def test_wider_values_and_shared_keys_use_blocks(cudnn, one_device, platform):
+def test_shared_keys_use_it_and_wider_values_and_windows_do_not(
+    cudnn, one_device, platform
+):
     q, k, v = shape_inputs()
     with use_platform(platform):
+        assert uses_flash((q, k[0], v[0]))
         assert not uses_flash(shape_inputs(value_dim=2 * HEAD_DIM))
-        assert not uses_flash((q, k[0], v[0]))
         assert not uses_flash((q, k, v.astype(np.float16)))
+        assert not uses_flash((q, k, v), causal_softmax_attention, window=5)
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="needs simulated devices")

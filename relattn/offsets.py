@@ -1,8 +1,10 @@
 """Grids of tokens: positions, offsets and distances, as static NumPy arrays.
 
-A grid is ``(height, width)``, with tokens numbered row by row, or ``(length,)`` for
-text. On a `Torus` the last row is next to the first, and the last column too.
-``num_prefix`` prefix tokens (CLS) come first and have no position.
+A grid is ``(length,)`` for text, ``(height, width)`` for images,
+``(frames, height, width)`` for videos, or has any other number of axes. Tokens are
+numbered in row-major order: the last axis varies fastest. On a `Torus` the last
+position of an axis is next to the first. ``num_prefix`` prefix tokens (CLS) come first
+and have no position.
 """
 
 from __future__ import annotations
@@ -19,10 +21,10 @@ Grid = tuple[int, ...]
 class Torus(tuple):
     """A periodic grid, accepted wherever a grid is.
 
-    Offsets count modulo the height and width, so each axis has as many offsets as
-    tokens. The offset of a pair is the shortest one, from -(size - 1) // 2 to
-    size // 2 along an axis. A table has the rows of the offsets 0 .. size - 1 modulo
-    size, in row-major order.
+    Offsets count modulo the size of each axis, which has as many offsets as tokens. The
+    offset of a pair is the shortest one, from -(size - 1) // 2 to size // 2 along an
+    axis. A table has the rows of the offsets 0 .. size - 1 modulo size, in row-major
+    order.
 
     Example:
         >>> Torus((3, 4)), num_offsets(Torus((3, 4)))
@@ -67,11 +69,11 @@ class PrefixRow(enum.IntEnum):
 def check_grid(num_tokens: int, grid: Grid, num_prefix: int = 0) -> None:
     """Checks that a grid and its prefix hold exactly ``num_tokens`` tokens.
 
-    num_tokens = num_prefix + height * width, or num_prefix + length.
+    num_tokens = num_prefix + the product of the sizes.
 
     Args:
         num_tokens: Length of the sequence, prefix included.
-        grid: Height and width, or length, in tokens.
+        grid: Size of each axis, in tokens.
         num_prefix: Number of prefix tokens.
 
     Raises:
@@ -80,9 +82,9 @@ def check_grid(num_tokens: int, grid: Grid, num_prefix: int = 0) -> None:
     Example:
         >>> check_grid(13, (3, 4), num_prefix=1)
     """
-    if len(grid) not in (1, 2) or min(grid) < 1 or num_prefix < 0:
+    if min(grid, default=0) < 1 or num_prefix < 0:
         raise ValueError(
-            "a grid needs a positive height and width, or a positive length, and "
+            "a grid needs one axis or more, each with a positive size, and "
             f"num_prefix >= 0, got grid={grid} and num_prefix={num_prefix}"
         )
     expected = num_prefix + math.prod(grid)
@@ -116,15 +118,15 @@ def check_prefix(num_tokens: int, num_prefix: int) -> None:
 
 
 def grid_positions(grid: Grid, num_prefix: int = 0) -> Float[np.ndarray, "n axes"]:
-    """Returns the row and column, or index, of every token; zeros for prefix tokens.
+    """Returns the position of every token on each axis; zeros for prefix tokens.
 
     Args:
-        grid: Height and width, or length, in tokens.
+        grid: Size of each axis, in tokens.
         num_prefix: Number of prefix tokens.
 
     Returns:
-        Positions, in tokens, shape ``[num_prefix + height * width, 2]``, or
-        ``[num_prefix + length, 1]``.
+        Positions, in tokens, such as rows and columns, shape ``[n, axes]``, with n =
+        num_prefix + grid tokens.
 
     Example:
         >>> grid_positions((1, 2), num_prefix=1).tolist()
@@ -138,7 +140,7 @@ def is_prefix(grid: Grid, num_prefix: int = 0) -> Bool[np.ndarray, " n"]:
     """Marks prefix tokens with True and grid tokens with False.
 
     Args:
-        grid: Height and width, or length, in tokens.
+        grid: Size of each axis, in tokens.
         num_prefix: Number of prefix tokens.
 
     Returns:
@@ -157,11 +159,10 @@ def offsets(grid: Grid) -> Int[np.ndarray, "n n axes"]:
     offset(i, j) = p_i - p_j, query position minus key position.
 
     Args:
-        grid: Height and width, or length, in tokens.
+        grid: Size of each axis, in tokens.
 
     Returns:
-        Offsets in rows and columns, shape ``[height * width, height * width, 2]``, or
-        in tokens, shape ``[length, length, 1]``.
+        Offsets along each axis, in tokens, shape ``[n, n, axes]``.
 
     Example:
         >>> offsets((1, 3))[:, 0, 1].tolist()
@@ -183,11 +184,11 @@ def _shortest(offsets, grid):
 def distances(grid: Grid, clip: int, num_prefix: int = 0) -> Int[np.ndarray, "n n"]:
     """Computes the clipped Manhattan distance of every pair of tokens.
 
-    distance(i, j) = min(|rows| + |columns| of the offset, clip). A prefix token is at
+    distance(i, j) = min(sum over the axes of |offset|, clip). A prefix token is at
     distance ``clip`` from every token, including itself.
 
     Args:
-        grid: Height and width, or length, in tokens.
+        grid: Size of each axis, in tokens.
         clip: Largest distance, in tokens; larger ones become ``clip``.
         num_prefix: Number of prefix tokens.
 
@@ -213,7 +214,7 @@ def max_distance(grid: Grid) -> int:
     """Computes the largest Manhattan distance of two tokens.
 
     Args:
-        grid: Height and width, or length, in tokens.
+        grid: Size of each axis, in tokens.
 
     Returns:
         Sum of size - 1 over the axes; of size // 2 on a torus.
@@ -230,7 +231,7 @@ def offsets_per_axis(grid: Grid) -> tuple[int, ...]:
     """Counts the different offsets along each axis: 2 size - 1; size on a torus.
 
     Args:
-        grid: Height and width, or length, in tokens.
+        grid: Size of each axis, in tokens.
 
     Returns:
         One number for each axis.
@@ -247,7 +248,7 @@ def num_offsets(grid: Grid) -> int:
     """Counts the different offsets on a grid: the product of `offsets_per_axis`.
 
     Args:
-        grid: Height and width, or length, in tokens.
+        grid: Size of each axis, in tokens.
 
     Returns:
         The number of offsets.
@@ -263,10 +264,10 @@ def table_offsets(grid: Grid) -> Int[np.ndarray, "rows axes"]:
     """Returns the offset of every table row, in the order of `offset_index`.
 
     Args:
-        grid: Height and width, or length, in tokens.
+        grid: Size of each axis, in tokens.
 
     Returns:
-        Offsets in rows and columns, or in tokens, shape ``[rows, axes]``.
+        Offsets along each axis, in tokens, shape ``[rows, axes]``.
 
     Example:
         >>> table_offsets((1, 2)).tolist()
@@ -283,7 +284,7 @@ def num_table_rows(grid: Grid, num_prefix: int = 0, *, causal: bool = False) -> 
     """Counts the rows of a table with one row for each kind of token pair.
 
     Args:
-        grid: Height and width, or length, in tokens.
+        grid: Size of each axis, in tokens.
         num_prefix: Number of prefix tokens.
         causal: Whether tokens attend only to themselves and earlier tokens.
 
@@ -291,7 +292,7 @@ def num_table_rows(grid: Grid, num_prefix: int = 0, *, causal: bool = False) -> 
         `num_offsets`, plus three if there are prefix tokens; the length if ``causal``.
 
     Raises:
-        ValueError: If ``causal`` with a torus, two axes or prefix tokens.
+        ValueError: If ``causal`` with a torus, several axes or prefix tokens.
 
     Example:
         >>> num_table_rows((3, 4)), num_table_rows((3, 4), num_prefix=1)
@@ -318,7 +319,7 @@ def offset_index(grid: Grid, num_prefix: int = 0) -> Int[np.ndarray, "n n"]:
     "self", a prefix token with a prefix token; "out", a prefix token with a grid token.
 
     Args:
-        grid: Height and width, or length, in tokens.
+        grid: Size of each axis, in tokens.
         num_prefix: Number of prefix tokens.
 
     Returns:

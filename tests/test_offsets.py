@@ -40,8 +40,9 @@ def test_check_grid_names_expected_tokens():
     offsets.check_grid(16, GRID, num_prefix=1)
     with pytest.raises(ValueError, match="3x5 with num_prefix=1 holds 16 .* got 17"):
         offsets.check_grid(17, GRID, num_prefix=1)
-    with pytest.raises(ValueError, match="positive height and width"):
-        offsets.check_grid(0, (0, 5))
+    for grid in ((0, 5), ()):
+        with pytest.raises(ValueError, match="one axis or more, each with a positive"):
+            offsets.check_grid(0, grid)
 
 
 def test_line_is_grid_of_one_axis():
@@ -53,8 +54,33 @@ def test_line_is_grid_of_one_axis():
         offsets.check_grid(4, (3,))
 
 
+def test_grid_of_three_axes():
+    grid = (2, 3, 5)
+    offsets.check_grid(31, grid, num_prefix=1)
+    with pytest.raises(ValueError, match="2x3x5 with num_prefix=0 holds 30 tokens"):
+        offsets.check_grid(31, grid)
+    tokens = np.array(list(itertools.product(*map(range, grid))))
+    np.testing.assert_array_equal(offsets.grid_positions(grid, 1)[1:], tokens)
+    apart = np.abs(tokens[:, None] - tokens).sum(axis=-1)
+    np.testing.assert_array_equal(offsets.distances(grid, 5), np.minimum(apart, 5))
+    assert offsets.max_distance(grid) == apart.max() == 7
+    assert offsets.max_distance(Torus(grid)) == 1 + 1 + 2
+
+
 @pytest.mark.parametrize(
-    "grid", [(3, 5), (5, 2), (7,), (1, 1), Torus((5, 2)), Torus((7,)), Torus((1, 1))]
+    "grid",
+    [
+        (3, 5),
+        (5, 2),
+        (7,),
+        (1, 1),
+        (2, 3, 5),
+        (2, 1, 3, 2),
+        Torus((5, 2)),
+        Torus((7,)),
+        Torus((1, 1)),
+        Torus((2, 3, 5)),
+    ],
 )
 @pytest.mark.parametrize("num_prefix", [0, 2])
 def test_every_kind_of_pair_has_its_row(grid, num_prefix):

@@ -21,6 +21,7 @@ from relattn.kernels.platform import (
     platform_defaults,
 )
 from relattn.kernels.precision import current_precision
+from relattn.offsets import Grid
 
 # Number of tokens in a block of the TPU's kernel.
 _BLOCK = 512
@@ -85,6 +86,7 @@ def fused_branches(
     *,
     causal: bool,
     precision: jax.lax.PrecisionLike,
+    grid: Grid | None = None,
     **options: Any,
 ) -> dict[str, Callable[..., Array]]:
     """Finds kernels for GPUs that take masks, segments and a bias of the offset.
@@ -97,6 +99,8 @@ def fused_branches(
         v: Values, shape ``[*batch, m, value_dim]``.
         causal: Whether a token attends only to itself and earlier tokens; then m is n.
         precision: Precision of the products.
+        grid: Size of each axis of the tokens after the prefix; the kernels take at most
+            two axes.
         **options: Further ones of `relattn.kernels.pallas_gpu.softmax.attend_on_gpu`.
 
     Returns:
@@ -108,7 +112,7 @@ def fused_branches(
         >>> fused_branches(x, x, x, causal=True, precision=None)
         {}
     """
-    if not platform_defaults().fused_softmax:
+    if not platform_defaults().fused_softmax or grid and len(grid) > 2:
         return {}
     from relattn.kernels import pallas_gpu
 
@@ -118,7 +122,7 @@ def fused_branches(
 
     if not fused.fits_gpu(q, k, v, precision):
         return {}
-    options |= {"causal": causal, "precision": precision}
+    options |= {"causal": causal, "precision": precision, "grid": grid}
     return {"cuda": functools.partial(fused.attend_on_gpu, **options)}
 
 

@@ -238,7 +238,8 @@ def _offset_scores(coefficients, grid, num_prefix):
 def _attend_fused(arguments, all_pairs, *, grid, num_prefix=0, causal, precision):
     """Computes attention by kernels of the platform, where it has them."""
     q, k, v, *_ = arguments
-    options = {"causal": causal, "precision": precision}
+    options = {"grid": grid, "num_prefix": num_prefix, "causal": causal}
+    options["precision"] = precision
     branches = fused_branches(q, k, v, **options)
     if not branches:
         return all_pairs(*arguments)
@@ -249,9 +250,7 @@ def _attend_fused(arguments, all_pairs, *, grid, num_prefix=0, causal, precision
         content = attend(q, k, v, key_mask, None, None)
         # Queries and keys of zero: scores are those of the offsets alone.
         none = jnp.zeros((v.shape[-2], 1), v.dtype)
-        position = attend(
-            none, none, v, key_mask, None, scores, grid=grid, num_prefix=num_prefix
-        )
+        position = attend(none, none, v, key_mask, None, scores)
         gate = jax.nn.sigmoid(widen(gate))[..., None, None]
         out = (1 - gate) * content.astype(wide.dtype) + gate * position
         return out.astype(v.dtype)

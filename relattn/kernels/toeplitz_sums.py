@@ -17,7 +17,7 @@ from jaxtyping import Array, Float
 
 from relattn.kernels.chunks import join_chunks, scan_chunks, split_chunks
 from relattn.kernels.guards import FLOAT32_MIN, shifted_exp
-from relattn.kernels.positions.bias import skew, unwrap_offsets
+from relattn.kernels.positions.bias import pairs_of_offsets, skew, unwrap_axes
 from relattn.offsets import Grid, Torus, offsets_per_axis
 
 # Rounding error of an FFT convolution relative to the norms of its inputs, in units of
@@ -99,10 +99,10 @@ def pair_sums(
 
     With the query i in row y and column x, and the key j in row y' and column x', the
     factors of pairs are made of decay by slices and pads, not by a gather, whose
-    derivative is slow:
+    derivative is slow. Rows are the first axis, a column is a position on all others:
 
         decay [y - y', x - x']
-        -> skew columns: [x, x', y - y'], once
+        -> pairs of columns: [x, x', y - y'], once
         -> skew rows: [x, x', y, y'], for each chunk of rows y
         -> transpose: [(y, x), (y', x')], which is [i, j]
 
@@ -121,20 +121,16 @@ def pair_sums(
     Returns:
         Shape ``[*batch, n, width]``.
     """
-    height, width = grid if len(grid) == 2 else (*grid, 1)
-    periodic = isinstance(grid, Torus)
+    height, *others = grid
+    width = math.prod(others)
     leading, num_tokens = decay.shape[:-1], v.shape[-2]
     queries = (phi_q,) if exponents is None else (phi_q, exponents[1])
     size = max(1, chunk_size // width) * width
     chunks = split_chunks(queries, size, multiple=width)
     num_chunks, num_rows = len(chunks[0]), chunks[0].shape[-2] // width
-    # skew columns: [*batch, query column, key column, row offset].
-    rows, columns = offsets_per_axis(type(grid)((height, width)))
-    bands = decay.reshape(*leading, rows, 1, columns)
-    bands = jnp.broadcast_to(bands, (*leading, rows, width, columns))
-    bands = jnp.moveaxis(skew(bands, periodic=periodic), -3, -1)
-    if periodic:
-        bands = unwrap_offsets(bands)
+    # Pairs of columns: [*batch, query column, key column, row offset].
+    bands = unwrap_axes(decay.reshape(*leading, *offsets_per_axis(grid)), grid)
+    bands = jnp.moveaxis(pairs_of_offsets(bands, tuple(others)), -3, -1)
     # Zeros for the rows that pad the last chunk.
     bands = jnp.pad(
         bands, [(0, 0)] * (bands.ndim - 1) + [(0, num_chunks * num_rows - height)]

@@ -29,7 +29,12 @@ def _inputs(length, width):
 @pytest.mark.quick("grid0-2-6-True")
 @pytest.mark.parametrize(
     ("grid", "num_prefix", "width", "masked"),
-    [((3, 2), 2, 6, True), ((3, 4), 0, 3, False), ((5,), 1, 5, False)],
+    [
+        ((3, 2), 2, 6, True),
+        ((3, 4), 0, 3, False),
+        ((5,), 1, 5, False),
+        ((2, 3, 5), 1, 7, True),
+    ],
 )
 def test_matches_reference_on_every_grid(grid, num_prefix, width, masked):
     length = num_prefix + math.prod(grid)

@@ -18,6 +18,7 @@ HEAD_DIM, VALUE_DIM = 5, 3
 # Grid, number of prefix tokens, and whether the tables have rows for them.
 GRIDS = [((3, 4), 0, False), ((2, 5), 2, True), ((5,), 1, False), ((1, 1), 1, True)]
 GRIDS += [((2, 1), 4, True), (Torus((5, 2)), 1, True), (Torus((3,)), 0, False)]
+GRIDS += [((3, 2, 5), 1, True), (Torus((2, 3, 5)), 0, False)]
 
 
 def _inputs(length, rows):

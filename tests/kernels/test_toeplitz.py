@@ -38,7 +38,7 @@ def naive(q, k, v, bias, *, name, allowed, rows):
 
 @pytest.mark.quick(
     "grid0-0-False-trigonometric-True-options0",
-    "grid6-0-False-trigonometric-True-options6",
+    "grid10-0-False-trigonometric-True-options10",
 )
 @pytest.mark.parametrize(
     ("grid", "num_prefix", "prefix_rows", "name", "masked", "options"),
@@ -48,6 +48,10 @@ def naive(q, k, v, bias, *, name, allowed, rows):
         ((5, 3), 1, True, "positive", True, {"chunk_size": 6}),
         ((7,), 2, False, "trigonometric", True, {"chunk_size": 3}),
         ((1, 1), 1, True, "positive", False, {}),
+        ((3, 2, 5), 1, True, "positive", True, {"chunk_size": 20}),
+        ((2, 3, 5), 1, True, "relu", False, {"dense_size": 0}),
+        (Torus((2, 3, 5)), 1, True, "positive", False, {"chunk_size": 16}),
+        (Torus((2, 3, 5)), 0, False, "relu", False, {"dense_size": 0}),
         (Torus((5, 2)), 1, True, "positive", False, {"chunk_size": 6}),
         (Torus((7,)), 0, False, "trigonometric", True, {"chunk_size": 3}),
         (Torus((7,)), 1, False, "relu", False, {"dense_size": 0, "block_size": 5}),

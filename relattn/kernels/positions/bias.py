@@ -179,23 +179,9 @@ def bias_of_pairs(
     bias = widen(bias)
     if platform_defaults().gather_bias:
         return bias[..., offset_index(grid, num_prefix)]
-    leading = bias.shape[:-1]
+    leading, n = bias.shape[:-1], math.prod(grid)
     table = bias[..., : num_offsets(grid)].reshape(*leading, *offsets_per_axis(grid))
-    if isinstance(grid, Torus):
-        # The offsets -(size - 1) .. size - 1 of each axis.
-        widths = [(0, 0)] * len(leading) + [(size - 1, 0) for size in grid]
-        table = jnp.pad(table, widths, mode="wrap")
-    height, width = grid if len(grid) == 2 else (1, *grid)
-    num_rows, num_columns, n = 2 * height - 1, 2 * width - 1, height * width
-    # Pairs of columns: [*batch, row offset, query column, key column].
-    table = table.reshape(*leading, num_rows, 1, num_columns)
-    table = jnp.broadcast_to(table, (*leading, num_rows, width, num_columns))
-    # Each query column: key columns, for every row offset, the largest first.
-    lines = jnp.flip(skew(table), -3).swapaxes(-3, -2)
-    lines = lines.reshape(*leading, width, num_rows * width)
-    # Each query row: slices, which need no padding of small axes on TPUs.
-    starts = range((height - 1) * width, -1, -width)
-    pairs = jnp.concatenate([lines[..., s : s + n] for s in starts], axis=-2)
+    pairs = pairs_of_offsets(unwrap_axes(table, grid), grid)
     if not num_prefix:
         return pairs
 
@@ -210,6 +196,54 @@ def bias_of_pairs(
         repeat(PrefixRow.OUT, num_prefix, n),
     ]
     return jnp.concatenate([jnp.concatenate(top, axis=-1), pairs], axis=-2)
+
+
+def pairs_of_offsets(
+    table: Float[Array, "*batch_and_offsets"], sizes: tuple[int, ...]
+) -> Float[Array, "*batch n n"]:
+    """Copies a table of the offsets along some axes to all pairs of their positions.
+
+    Args:
+        table: Its last axes are the offsets 1 - size .. size - 1 along each axis.
+        sizes: The sizes of the axes; without any, the result has one pair.
+
+    Returns:
+        Shape ``[*batch, n, n]``, queries and keys, each in row-major order.
+    """
+    if not sizes:
+        return table[..., None, None]
+    *others, width = sizes
+    # Pairs along the last axis: [*batch, *offsets, query, key].
+    *leading, num_offsets = table.shape
+    pairs = jnp.broadcast_to(table[..., None, :], (*leading, width, num_offsets))
+    pairs = skew(pairs)
+    for size in reversed(others):
+        # Each query so far: its keys, for every offset of the next axis, the largest
+        # first.
+        *leading, _, n, _ = pairs.shape
+        lines = jnp.flip(pairs, -3).swapaxes(-3, -2)
+        lines = lines.reshape(*leading, n, (2 * size - 1) * n)
+        # Each query of the next axis: slices, which need no padding of small axes on
+        # TPUs.
+        starts = range((size - 1) * n, -1, -n)
+        pairs = jnp.concatenate([lines[..., s : s + size * n] for s in starts], axis=-2)
+    return pairs
+
+
+def unwrap_axes(
+    table: Float[Array, "*batch_and_offsets"], grid: Grid
+) -> Float[Array, "*batch_and_all_offsets"]:
+    """Returns the offsets -(size - 1) .. size - 1 of each axis, also on a torus.
+
+    Args:
+        table: Its last axes have the offsets of the grid's axes, in the order of
+            `relattn.offsets.offset_index`.
+        grid: Size of each axis, in tokens.
+    """
+    if not isinstance(grid, Torus):
+        return table
+    widths = [(0, 0)] * (table.ndim - len(grid)) + [(size - 1, 0) for size in grid]
+    return jnp.pad(table, widths, mode="wrap")
 
 
 def skew(

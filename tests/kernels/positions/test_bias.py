@@ -96,7 +96,16 @@ def test_table_offsets_match_offsets_of_pairs():
 @pytest.mark.parametrize(
     ("grid", "num_prefix"),
     # On the first, half precision could not count the pairs of an offset.
-    [((17, 19), 0), ((2, 5), 3), ((7,), 1), ((1, 1), 0), (Torus((5, 2)), 3)],
+    [
+        ((17, 19), 0),
+        ((2, 5), 3),
+        ((7,), 1),
+        ((1, 1), 0),
+        ((2, 3, 5), 1),
+        ((2, 1, 3, 2), 0),
+        (Torus((5, 2)), 3),
+        (Torus((2, 3, 5)), 1),
+    ],
 )
 def test_pairs_have_the_bias_of_their_offset(grid, num_prefix, platform):
     rows = reference.offset_rows(grid, num_prefix)[0]

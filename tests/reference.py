@@ -377,10 +377,15 @@ def transformer_block(x, params, num_heads, allowed):
 
 def rotary(x, positions, base):
     """Rotates the complex numbers x_t + i x_(t + head_dim / 2), a share per axis."""
-    half = x.shape[1] // 2
-    share = half // len(positions[0])
+    half, axes = x.shape[1] // 2, len(positions[0])
+    # The last axes have one more if the shares are not equal.
+    shares = [half // axes + (axis >= axes - half % axes) for axis in range(axes)]
     angles = [
-        [p * base ** (-t / share) for p in position for t in range(share)]
+        [
+            p * base ** (-t / share)
+            for p, share in zip(position, shares, strict=True)
+            for t in range(share)
+        ]
         for position in positions
     ]
     rotated = (x[:, :half] + 1j * x[:, half:]) * jnp.exp(1j * jnp.array(angles))

@@ -163,7 +163,7 @@ def test_every_parameter_has_a_gradient(model):
 
 @pytest.mark.parametrize("position", ON_PLANES)
 def test_positions_on_planes_raise_for_text(position):
-    with pytest.raises(ValueError, match="needs tokens on a grid of height and width"):
+    with pytest.raises(ValueError, match="needs tokens on a grid of two axes or more"):
         make(("gpt", "softmax", position))
 
 

@@ -57,21 +57,21 @@ def irpe_exponents(
 ) -> Float[Array, "*batch n head_dim"]:
     """Computes the exponents of the iRPE gate from row and column embeddings.
 
-    e_i = r[row of i] + c[column of i], in float32 or wider; zeros for prefix tokens.
-    Despite its name, the gate is a function of the absolute position.
+    e_i = r[row of i] + c[column of i], in float32 or wider, a term for each axis of the
+    grid; zeros for prefix tokens. Despite its name, the gate is a function of the
+    absolute position.
 
     Args:
-        *embeddings: r ``[*batch, height, head_dim]`` and c
-            ``[*batch, width, head_dim]``, or one ``[*batch, length, head_dim]`` for a
-            line.
+        *embeddings: For each axis of the grid one, ``[*batch, size, head_dim]``: r and
+            c of a grid of rows and columns.
         num_prefix: Number of prefix tokens.
 
     Returns:
-        Shape ``[*batch, num_prefix + height * width, head_dim]``.
+        Shape ``[*batch, num_prefix + product of the sizes, head_dim]``.
 
     Raises:
         ValueError: If shapes or dtypes do not fit together.
-        ValueError: If there are not one or two embeddings.
+        ValueError: If there is no embedding.
 
     Example:
         >>> rows, columns = jnp.array([[0.0], [1.0]]), jnp.array([[2.0], [4.0]])
@@ -81,18 +81,16 @@ def irpe_exponents(
     Source:
         Guoji, Improving efficient Vision Transformers with RPEs, section 5.1.
     """
-    if len(embeddings) not in (1, 2):
+    if not embeddings:
         raise ValueError(
-            "the iRPE gate needs embeddings of rows and columns, or of a line, got "
-            f"{len(embeddings)} embeddings"
+            "the iRPE gate needs embeddings for each axis of the grid, got none"
         )
     # r[row of i] + c[column of i]
     exponents = widen(embeddings[0])
-    if len(embeddings) == 2:
-        columns = widen(embeddings[1])
-        exponents = exponents[..., :, None, :] + columns[..., None, :, :]
-        *batch, height, width, head_dim = exponents.shape
-        exponents = exponents.reshape(*batch, height * width, head_dim)
+    for embedding in embeddings[1:]:
+        exponents = exponents[..., :, None, :] + widen(embedding)[..., None, :, :]
+        *batch, before, size, head_dim = exponents.shape
+        exponents = exponents.reshape(*batch, before * size, head_dim)
     prefix = [(0, 0)] * (exponents.ndim - 2) + [(num_prefix, 0), (0, 0)]
     return jnp.pad(exponents, prefix)
 

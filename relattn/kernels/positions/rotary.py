@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,7 @@ from jaxtyping import Array, Float, Key
 from relattn.kernels.checks import check_arguments, zero_prefix
 from relattn.kernels.positions.sinusoids import absolute_frequencies, turns
 from relattn.kernels.precision import widen
+from relattn.kernels.random_projections import draw_orthogonal
 from relattn.offsets import Torus, check_prefix
 
 
@@ -25,8 +28,9 @@ def rotary_angles(
     """Computes the angles of every token, one for each pair of a head's components.
 
     angle = w_t p_axis with w_t = base^(-t / num), t = 0 .. num - 1, and num =
-    head_dim / (2 axes) frequencies for each axis; the axes are concatenated. Prefix
-    tokens have angle zero.
+    head_dim / (2 axes) frequencies for each axis; the axes are concatenated. If the
+    number of pairs does not divide by the number of axes, the last axes have one more.
+    Prefix tokens have angle zero.
 
     Args:
         positions: Positions in tokens, shape ``[n, axes]``.
@@ -41,7 +45,7 @@ def rotary_angles(
 
     Raises:
         ValueError: If shapes or dtypes do not fit together.
-        ValueError: If ``head_dim`` is not a multiple of twice the number of axes, or
+        ValueError: If ``head_dim`` is odd or less than twice the number of axes, or
             ``num_prefix`` exceeds n.
 
     Example:
@@ -54,21 +58,23 @@ def rotary_angles(
     """
     num_tokens, axes = positions.shape
     check_prefix(num_tokens, num_prefix)
-    if head_dim < 1 or head_dim % (2 * axes):
+    if head_dim % 2 or head_dim < 2 * axes:
         raise ValueError(
-            f"rotary positions of {axes} axes need a head_dim (dim / num_heads) "
-            f"divisible by {2 * axes}, got {head_dim}"
+            f"rotary positions of {axes} axes need an even head_dim (dim / num_heads) "
+            f"of at least {2 * axes}, got {head_dim}"
         )
     # In half precision, large angles lose their phase.
-    positions = widen(positions)
-    # w_t = base^(-t / num)
-    frequencies = absolute_frequencies(head_dim // (2 * axes), base, positions.dtype)
-    if torus is not None:
-        turn = turns(torus)[:, None]
-        frequencies = jnp.round(frequencies / turn) * turn
-    # w_t p_axis
-    angles = (positions[:, :, None] * frequencies).reshape(num_tokens, -1)
-    return zero_prefix(angles, num_prefix)
+    positions, angles = widen(positions), []
+    for axis in range(axes):
+        # w_t = base^(-t / num)
+        num = (head_dim // 2 + axis) // axes
+        frequencies = absolute_frequencies(num, base, positions.dtype)
+        if torus is not None:
+            turn = turns(torus)[axis]
+            frequencies = jnp.round(frequencies / turn) * turn
+        # w_t p_axis
+        angles.append(positions[:, axis, None] * frequencies)
+    return zero_prefix(jnp.concatenate(angles, axis=-1), num_prefix)
 
 
 def draw_mixed_frequencies(
@@ -81,24 +87,25 @@ def draw_mixed_frequencies(
 ) -> Float[Array, "*leading {num_frequencies} {axes}"]:
     """Draws the initial frequency vectors of learned rotations.
 
-    Two axes: w_t = base^(-t / half) (cos u, sin u), t = 0 .. half - 1, and the other
-    half at right angles to these, with u uniform, drawn for each index of ``leading``.
-    One axis: w_t = base^(-t / num_frequencies).
+    w_t = base^(-t / num) u, t = 0 .. num - 1, with num = num_frequencies / axes,
+    rounded up, and the same lengths along the other axes of a rotated cross, at right
+    angles to u. The cross has one direction for each axis; it is uniform, drawn for
+    each index of ``leading``. One axis: w_t = base^(-t / num_frequencies).
 
     Args:
         key: A PRNG key.
         num_frequencies: Number of vectors.
-        axes: 1 or 2.
+        axes: Number of axes of the positions.
         leading: Sizes of leading axes, such as layers and heads.
-        base: Base of the geometric series of lengths; 0 means 10 for two axes and
-            10,000 for one.
+        base: Base of the geometric series of lengths; 0 means 10,000 for one axis and
+            10 for more.
 
     Returns:
         Frequencies in radians per token, float32, shape
         ``[*leading, num_frequencies, axes]``.
 
     Raises:
-        ValueError: If ``num_frequencies`` is less than 1, or ``axes`` is not 1 or 2.
+        ValueError: If ``num_frequencies`` or ``axes`` is less than 1.
 
     Example:
         >>> w = draw_mixed_frequencies(jax.random.key(0), 4, 2, base=100.0)
@@ -107,21 +114,33 @@ def draw_mixed_frequencies(
 
     Source:
         Heo et al., Rotary Position Embedding for Vision Transformer, section 3.3;
-        initialisation: the authors' code.
+        initialisation: the authors' code, for two axes.
     """
-    if axes not in (1, 2):
-        raise ValueError(f"axes must be 1 or 2, got {axes}")
-    base = base or (10.0 if axes == 2 else 10000.0)
+    if axes < 1:
+        raise ValueError(f"axes must be at least 1, got {axes}")
+    base = base or (10000.0 if axes == 1 else 10.0)
+    # base^(-t / num) for each direction of the cross.
+    num = -(-num_frequencies // axes)
+    lengths = jnp.tile(absolute_frequencies(num, base), axes)[:num_frequencies]
+    cross = _draw_cross(key, axes, leading)
+    directions = jnp.repeat(cross, num, axis=-2, total_repeat_length=num * axes)
+    return lengths[:, None] * directions[..., :num_frequencies, :]
+
+
+def _draw_cross(key, axes, leading):
+    """Draws orthogonal unit vectors, [*leading, axes, axes]; that of one axis is 1."""
     if axes == 1:
-        frequencies = absolute_frequencies(num_frequencies, base)
-        return jnp.broadcast_to(frequencies[:, None], (*leading, num_frequencies, 1))
-    # base^(-t / half) (cos u, sin u), and the same at right angles to these.
-    half = (num_frequencies + 1) // 2
-    lengths = jnp.tile(absolute_frequencies(half, base), 2)[:num_frequencies]
-    angles = jax.random.uniform(key, (*leading, 1), jnp.float32, maxval=2 * np.pi)
-    angles = angles + jnp.where(jnp.arange(num_frequencies) < half, 0.0, np.pi / 2)
-    directions = jnp.stack([jnp.cos(angles), jnp.sin(angles)], axis=-1)
-    return lengths[:, None] * directions
+        return jnp.ones((*leading, 1, 1))
+    if axes == 2:
+        angles = jax.random.uniform(key, (*leading, 1), jnp.float32, maxval=2 * np.pi)
+        angles = angles + np.array([0.0, np.pi / 2], np.float32)
+        return jnp.stack([jnp.cos(angles), jnp.sin(angles)], axis=-1)
+    draw = functools.partial(
+        draw_orthogonal, num_features=axes, head_dim=axes, norms="fixed"
+    )
+    for _ in leading:
+        draw = jax.vmap(draw)
+    return draw(jax.random.split(key, leading)) / axes**0.5
 
 
 @check_arguments

@@ -189,7 +189,7 @@ class Position(nn.Module):
     site: ClassVar[str] = "none"
     # Whether the encoding depends on offsets only, modulo the sizes of a torus.
     periodic: ClassVar[bool] = False
-    # Whether tokens must be on a grid of height and width.
+    # Whether tokens must be on a grid of two axes or more.
     needs_plane: ClassVar[bool] = False
     # At the sites ``heads`` and ``values``: whether all heads encode keys and values
     # alike, so that heads can share them.
@@ -220,10 +220,11 @@ class Position(nn.Module):
                 f"position {type(self).__name__} cannot be periodic: choose another, "
                 "such as 'relative_bias' or 'rope2d', or periodic=False"
             )
-        if self.needs_plane and len(grid) != 2:
+        if self.needs_plane and len(grid) < 2:
             raise ValueError(
-                f"position {type(self).__name__} needs tokens on a grid of height and "
-                f"width, got a line of {grid[0]}: choose another, such as 'rope1d'"
+                f"position {type(self).__name__} needs tokens on a grid of two axes or "
+                f"more, got a line of {math.prod(grid)}: choose another, such as "
+                "'rope1d'"
             )
 
     def resize(self, params: Params, old: Grid, new: Grid, num_prefix: int) -> Params:
@@ -399,9 +400,9 @@ class LearnableSincos(Position):
     """Adds absolute sinusoids with learned frequencies to the tokens.
 
     x + p with p = [sin w_i row, cos w_i row, ..., sin w_i column, cos w_i column, ...].
-    The axes share dim / 4 frequencies, with initial values w_i = base^(-i / (dim / 4));
-    text has one axis and dim / 2 frequencies. ``dim`` must be divisible by 4, for text
-    by 2.
+    The axes share num = dim / (2 axes) frequencies, with initial values
+    w_i = base^(-i / num). ``dim`` must be divisible by 2 axes: by 4 for images, by 2
+    for text.
 
     Attributes:
         base: Base of the initial geometric series.

@@ -44,9 +44,10 @@ class IrpeGate(Position):
     """Scales queries and keys by learned embeddings of row and column (iRPE gate).
 
     q' = q * exp(r_q[row] + c_q[column]), k' = k * exp(r_k[row] + c_k[column]). Every
-    layer and head has its embeddings; on a line there is one for each position. They
-    start at zero, so the gate starts as the identity. Prefix tokens are not scaled.
-    Despite its name, the gate is a function of the absolute position.
+    layer and head has its embeddings, one for each position on each axis of the grid:
+    on a line there are no rows, on a volume there are frames, too. They start at zero,
+    so the gate starts as the identity. Prefix tokens are not scaled. Despite its name,
+    the gate is a function of the absolute position.
 
     Example:
         >>> module = IrpeGate(dim=8, num_heads=2, num_layers=3)
@@ -84,7 +85,8 @@ class IrpeGate(Position):
 
 
 def _axes(grid: Grid) -> tuple[str, ...]:
-    return ("rows", "columns") if len(grid) == 2 else ("positions",)
+    named = {1: ("positions",), 2: ("rows", "columns")}
+    return named.get(len(grid), tuple(f"axis_{axis}" for axis in range(len(grid))))
 
 
 class StringGate(Position):

@@ -103,8 +103,10 @@ class Rope2d(Position):
     """Rotates queries and keys by position-dependent angles (RoPE), on a grid.
 
     The row gives the angles of half of the pairs, the column those of the other half,
-    with the frequencies w_t = base^(-t / (head_dim / 4)) in each. On a torus they are
-    rounded to multiples of 2 pi / size. No parameters.
+    with the frequencies w_t = base^(-t / (head_dim / 4)) in each. On a grid of three
+    axes, as of a video, each axis has a third of the pairs, the last axes one more
+    where they do not divide evenly. On a torus the frequencies are rounded to multiples
+    of 2 pi / size. No parameters.
 
     Attributes:
         base: The slowest frequency is nearly 1 / base.
@@ -116,7 +118,8 @@ class Rope2d(Position):
         (7, 2)
 
     Source:
-        Heo et al., Rotary Position Embedding for Vision Transformer, section 3.2.
+        Heo et al., Rotary Position Embedding for Vision Transformer, section 3.2; more
+        axes: the same, as in Wang et al., Qwen2-VL.
     """
 
     base: float = 100.0
@@ -199,7 +202,7 @@ class Rope2dMixed(LearnedRotation):
     """Rotates queries and keys by learned frequencies that mix the axes of a grid.
 
     Pair t of a head's components is rotated by the angle w_t . p_i; every layer and
-    head learns its vectors w_t.
+    head learns its vectors w_t. The grid has two axes or more.
 
     Attributes:
         interleaved: Whether pairs are (2 t, 2 t + 1) instead of (t, t + head_dim / 2).

@@ -55,6 +55,14 @@ def test_layers_and_heads_are_leading_axes():
     np.testing.assert_allclose(exponents[1, 4], one, atol=1e-6)
 
 
+def test_each_axis_adds_its_embedding():
+    embeddings = [normal(seed, size, 7) for seed, size in enumerate((2, 3, 5))]
+    exponents = run(kernels.irpe_exponents, *embeddings)
+    for row, position in zip(exponents, np.ndindex(2, 3, 5), strict=True):
+        expected = sum(x[i] for x, i in zip(embeddings, position, strict=True))
+        np.testing.assert_allclose(row, expected, rtol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -63,8 +71,8 @@ def test_layers_and_heads_are_leading_axes():
             "head_dim 4 needs 4 exponents for each token, got 3",
         ),
         (
-            lambda: kernels.irpe_exponents(*[np.ones((2, 3))] * 3),
-            "rows and columns, or of a line, got 3",
+            lambda: kernels.irpe_exponents(),
+            "embeddings for each axis of the grid, got none",
         ),
         (
             lambda: kernels.string_exponents(

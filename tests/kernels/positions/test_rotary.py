@@ -19,7 +19,11 @@ from tests.helpers import compare
 from tests.helpers.quick import normal, run
 
 
-@pytest.mark.parametrize("positions", [np.arange(7.0)[:, None], np.eye(5, 2) * 3])
+@pytest.mark.parametrize(
+    "positions",
+    # Of three axes, the last one has two of the four pairs.
+    [np.arange(7.0)[:, None], np.eye(5, 2) * 3, 3 * np.eye(5, 3) + np.arange(3.0)],
+)
 def test_matches_multiplication_by_complex_numbers(positions):
     positions = positions.astype(np.float32)
     x = normal(0, 2, len(positions), 8)
@@ -75,8 +79,10 @@ def test_half_precision_keeps_dtype_and_phase_of_far_tokens():
 
 
 def test_wrong_head_dim_or_num_prefix_raises():
-    with pytest.raises(ValueError, match="2 axes need a head_dim.*by 4, got 6"):
-        rotary_angles(np.zeros((3, 2), np.float32), 6)
+    for axes, head_dim in ((2, 2), (2, 7), (3, 4)):
+        message = f"{axes} axes need an even .* at least {2 * axes}, got {head_dim}"
+        with pytest.raises(ValueError, match=message):
+            rotary_angles(np.zeros((3, axes), np.float32), head_dim)
     with pytest.raises(ValueError, match="head_dim 6 needs 3 angles per token, got 2"):
         rotate(np.ones((3, 6)), np.ones((3, 2)))
     for angles in (
@@ -110,9 +116,10 @@ def test_initial_mixed_frequencies_are_at_right_angles():
     def draw():
         plane = draw_mixed_frequencies(jax.random.key(0), 5, 2, leading=(3, 7))
         line = draw_mixed_frequencies(jax.random.key(0), 4, 1, leading=(2,), base=100.0)
-        return plane, line
+        volume = draw_mixed_frequencies(jax.random.key(0), 8, 3, leading=(3, 2))
+        return plane, line, volume
 
-    w, line = run(draw)
+    w, line, volume = run(draw)
     assert w.shape == (3, 7, 5, 2)
     lengths = np.linalg.norm(w, axis=-1)
     expected = 10.0 ** (-np.arange(3) / 3)
@@ -123,6 +130,14 @@ def test_initial_mixed_frequencies_are_at_right_angles():
     np.testing.assert_allclose((w[..., :2, :] * w[..., 3:, :]).sum(-1), 0, atol=1e-6)
     assert len(np.unique(w[..., 0, 0])) == 21
     np.testing.assert_allclose(line[1, :, 0], 100.0 ** (-np.arange(4) / 4), rtol=1e-6)
+    # Three directions with the lengths 1, 10^(-1/3), 10^(-2/3), without the last.
+    assert volume.shape == (3, 2, 8, 3) and len(np.unique(volume[..., 0, 0])) == 6
+    products = volume @ volume.swapaxes(-2, -1)
+    lengths = np.tile(expected, 3)[:8]
+    same = np.arange(8) // 3 == np.arange(8)[:, None] // 3
+    np.testing.assert_allclose(
+        products, np.tile(same * np.outer(lengths, lengths), (3, 2, 1, 1)), atol=1e-6
+    )
 
 
 def test_mixed_angles_of_prefix_are_zero_and_wrong_axes_raise():
@@ -133,8 +148,8 @@ def test_mixed_angles_of_prefix_are_zero_and_wrong_axes_raise():
     )
     with pytest.raises(ValueError, match="frequencies of 1 axes do not fit positions"):
         mixed_rotary_angles(np.ones((5, 2)), np.ones((3, 1)))
-    with pytest.raises(ValueError, match="axes must be 1 or 2, got 3"):
-        draw_mixed_frequencies(jax.random.key(0), 4, 3)
+    with pytest.raises(ValueError, match="axes must be at least 1, got 0"):
+        draw_mixed_frequencies(jax.random.key(0), 4, 0)
 
 
 def test_drawn_frequencies_are_float32_with_x64_enabled():

@@ -107,13 +107,13 @@ def test_rotation_by_row_and_column_on_a_line_raises(make):
         module.apply({}, (7,), 0, method="per_layer")
 
 
-def test_rope2d_with_an_indivisible_head_dim_raises():
-    module = rotary.Rope2d(dim=12, num_heads=2, num_layers=1)
-    with pytest.raises(ValueError, match="divisible by 4, got 6"):
-        module.apply({}, GRID, 1)
+def test_rope2d_with_a_narrow_head_raises():
+    module = rotary.Rope2d(dim=8, num_heads=2, num_layers=1)
+    with pytest.raises(ValueError, match="3 axes .* even .* of at least 6, got 4"):
+        module.apply({}, (2, 3, 5), 1)
 
 
 def test_rope1d_with_an_odd_head_dim_raises():
     module = rotary.Rope1d(dim=6, num_heads=2, num_layers=1)
-    with pytest.raises(ValueError, match="divisible by 2, got 3"):
+    with pytest.raises(ValueError, match="even head_dim .* got 3"):
         module.apply({}, (5,), 0)

@@ -114,12 +114,12 @@ def banded_attention(
     """
     n, clip = len(q), len(table) - 1
     distances = np.full((n, n), clip)
-    for i in range(0 if cls == "corner" else num_prefix, n):
-        start = divmod(i - num_prefix, grid[1]) if i >= num_prefix else (grid[0], 0)
-        for j in range(num_prefix, n):
-            end = divmod(j - num_prefix, grid[1])
-            offset = shortest(np.subtract(start, end), grid)
-            distances[i, j] = min(np.abs(offset).sum(), clip)
+    prefix = [(grid[0], 0)] * num_prefix if cls == "corner" else [None] * num_prefix
+    for i, start in enumerate([*prefix, *np.ndindex(*grid)]):
+        for j, end in enumerate(np.ndindex(*grid), num_prefix):
+            if start is not None:
+                offset = shortest(np.subtract(start, end), grid)
+                distances[i, j] = min(np.abs(offset).sum(), clip)
     products = log_phi(q)[:, None] + log_phi(table)[distances]
     scores = jax.nn.logsumexp(products, axis=-1)
     if key_mask is not None:

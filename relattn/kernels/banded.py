@@ -57,7 +57,7 @@ def banded_attention(
     tokens are at distance ``clip`` from every token, including themselves. With
     ``cls="corner"`` prefix queries stand at (height, 0) instead, below the bottom left
     token: the token in row r and column c is at distance height - r + c from them. As
-    keys, prefix tokens remain at ``clip`` for all queries.
+    keys, prefix tokens remain at ``clip`` for all queries. A volume has no such place.
 
     Features, weights and sums are float32 or wider. Exponents are shifted by their
     maximum over the table rows at which the query has keys, so that positive weights
@@ -75,7 +75,8 @@ def banded_attention(
         grid: Height and width, or length, of the tokens after the prefix.
         num_prefix: Number of prefix tokens.
         cls: Where prefix queries stand, ``"far"`` or ``"corner"``. A torus has no row
-            below the last, and so no corner; a length is one row.
+            below the last, and so no corner; nor has a grid of more than two axes. A
+            length is one row.
         key_mask: True for keys that exist, shape ``[*batch, n]``.
         precision: Passed to einsum.
 
@@ -108,11 +109,10 @@ def banded_attention(
         )
     if cls not in PLACES:
         raise ValueError(f"cls must be one of {', '.join(PLACES)}, got {cls!r}")
-    if cls == "corner" and isinstance(grid, Torus):
+    if cls == "corner" and (isinstance(grid, Torus) or len(grid) > 2):
         raise ValueError(
             f"cls='corner' needs a grid with a last row, got {grid}: use cls='far'"
         )
-    grid = type(grid)((1, *grid)) if len(grid) == 1 else grid
     q, v = broadcast_leading(finite_masked(q, key_mask), v)
     values = widen(v)
     keys = jnp.ones((v.shape[-2], 1), values.dtype)
@@ -143,7 +143,7 @@ def banded_attention(
     # sum_j far v_j, corrected by (near_d - far) times the ring sum of each distance d.
     sum_rings = _torus_ring_sum if isinstance(grid, Torus) else _ring_sum
     by_ring = vary_alike(_to_grid(near - far, grid), image)
-    correction = cast(Array, sum_rings(*by_ring))
+    correction = cast(Array, sum_rings(len(grid), *by_ring))
     num_tokens = math.prod(grid)
     correction = correction.reshape(*v.shape[:-2], num_tokens, v.shape[-1])
     numerator = correction + far * total
@@ -168,10 +168,10 @@ def banded_attention(
 
 def _attend_from_corner(queries, rows, keys, values, grid, precision):
     """Attends from (height, 0), the place below the bottom left token."""
-    height, _ = grid
+    height, width = grid if len(grid) == 2 else (1, *grid)
     num_rows = rows.exponents.shape[0]
     # Every distance that is no ring, like that of prefix keys, has the last row.
-    row, column = np.indices(grid).reshape(2, -1)
+    row, column = np.indices((height, width)).reshape(2, -1)
     distances = np.full(keys.shape[-2], num_rows - 1)
     distances[-row.size :] = np.minimum(height - row + column, num_rows - 1)
     select = (distances == np.arange(num_rows)[:, None]).astype(values.dtype)
@@ -195,14 +195,14 @@ def _attend_from_corner(queries, rows, keys, values, grid, precision):
 
 
 def _to_grid(x, grid, num_prefix=0):
-    """Reshapes grid tokens from [*batch, n, e] to [*batch, height, width, e]."""
+    """Reshapes grid tokens from [*batch, n, e] to [*batch, *grid, e]."""
     return x[..., num_prefix:, :].reshape(*x.shape[:-2], *grid, x.shape[-1])
 
 
 def _count_keys(keys, grid, num_prefix, num_rings):
     """Counts keys by distance, [*batch, n, rows], and all keys, [*batch, 1, 1]."""
     find_rings = _torus_rings if isinstance(grid, Torus) else _rings
-    rings = find_rings(_to_grid(keys, grid, num_prefix), num_rings)
+    rings = find_rings(len(grid), _to_grid(keys, grid, num_prefix), num_rings)
     rings = jnp.concatenate(rings, axis=-1)
     rings = rings.reshape(*keys.shape[:-2], math.prod(grid), num_rings)
     num_keys = keys.sum(axis=-2, keepdims=True)
@@ -266,137 +266,169 @@ def _exact_row_weights(queries, rows):
     return jax.tree.map(lambda x: jnp.moveaxis(x, 0, -1), results)
 
 
-def _pad(x, margin):
-    """Pads the grid of [*batch, height, width, e] with zeros."""
-    pads = [(0, 0)] * (x.ndim - 3) + [(margin, margin)] * 2 + [(0, 0)]
+def _pad(axes, x, margin):
+    """Pads the grid of [*batch, *grid, e], of ``axes`` axes, with zeros."""
+    pads = [(0, 0)] * (x.ndim - axes - 1) + [(margin, margin)] * axes + [(0, 0)]
     # Without the barrier XLA recomputes the padding for every slice, which costs more
     # than all the sums.
     return jax.lax.optimization_barrier(jnp.pad(x, pads))
 
 
-def _rings(x, num):
-    """Sums x over the tokens at distance 0 .. num - 1, each [*batch, height, width, e].
+def _slice(x, axis, start, stop):
+    """Slices an axis, counted from the last."""
+    return jax.lax.slice_in_dim(x, start, stop, axis=x.ndim + axis)
 
+
+def _pair(x, d, margin):
+    """Sums the two tokens d away along the last, padded axis; x itself for d = 0."""
+    size = x.shape[-2] - 2 * margin
+    before, after = (
+        _slice(x, -2, first, first + size) for first in (margin - d, margin + d)
+    )
+    return before + after if d else after
+
+
+def _rings(axes, x, num):
+    """Sums x over the tokens at distance 0 .. num - 1, each [*batch, *grid, e].
+
+    Rings grow axis by axis, the last axis first. In rows and columns,
     ring_d[r] = pair_d[r] + below_d[r] + above_d[r], where pair_d sums the two tokens d
     columns away in the same row, below_d[r] = (pair_{d-1} + below_{d-1})[r + 1] and
-    above_d[r] = (pair_{d-1} + above_{d-1})[r - 1].
+    above_d[r] = (pair_{d-1} + above_{d-1})[r - 1]. A further axis does the same with
+    the rings so far in place of the pairs.
     """
-    height, width = x.shape[-3:-1]
     margin = num - 1
-    padded = _pad(x, margin)
-    num_rows = height + 2 * margin
-
-    def grid_rows(part, start):
-        return part[..., start : start + height, :, :]
-
-    # ring_0 = x = pair_0.
-    rings = [x]
-    pair = padded[..., margin : margin + width, :]
-    below = above = jnp.zeros_like(pair)
-    for d in range(1, num):
-        # below holds the padded rows 0 .. num_rows - d - 1, above d .. num_rows - 1.
-        below = (pair[..., : num_rows - d + 1, :, :] + below)[..., 1:, :, :]
-        above = (pair[..., d - 1 :, :, :] + above)[..., :-1, :, :]
-        # pair_d = x[column - d] + x[column + d].
-        left = padded[..., margin - d : margin - d + width, :]
-        pair = left + padded[..., margin + d : margin + d + width, :]
-        rings.append(
-            grid_rows(pair, margin)
-            + grid_rows(below, margin)
-            + grid_rows(above, margin - d)
-        )
+    padded = _pad(axes, x, margin)
+    rings = [_pair(padded, d, margin) for d in range(num)]
+    for axis in range(-3, -axes - 2, -1):
+        rings = _grow_rings(rings, axis)
     return rings
 
 
-def _torus_rings(x, num):
+def _grow_rings(rings, axis):
+    """Extends rings of the later axes to one more axis, and removes its padding."""
+    num, padded_size = len(rings), rings[0].shape[axis]
+    margin = num - 1
+    size = padded_size - 2 * margin
+
+    def on_grid(part, start):
+        return _slice(part, axis, start, start + size)
+
+    grown = [on_grid(rings[0], margin)]
+    below = above = jnp.zeros_like(rings[0])
+    for d in range(1, num):
+        # below holds the padded rows 0 .. padded_size - d - 1, above d ..
+        # padded_size - 1.
+        length = padded_size - d + 1
+        below = _slice(_slice(rings[d - 1], axis, 0, length) + below, axis, 1, length)
+        above = _slice(rings[d - 1], axis, d - 1, padded_size) + above
+        above = _slice(above, axis, 0, length - 1)
+        grown.append(
+            on_grid(rings[d], margin)
+            + on_grid(below, margin)
+            + on_grid(above, margin - d)
+        )
+    return grown
+
+
+def _torus_rings(axes, x, num):
     """Same as `_rings` on a torus, where distances go the shortest way round.
 
     ring_d[r] = sum_s over the two rows s away (one if 2 s = height) of pair_{d-s}.
     """
-    height, width = x.shape[-3:-1]
 
     def both_ways(x, d, axis):
         """Sums the two tokens d away along an axis, once if they are the same."""
         ahead = jnp.roll(x, d, axis)
         return ahead if 2 * d in (0, x.shape[axis]) else ahead + jnp.roll(x, -d, axis)
 
-    pairs = [both_ways(x, d, -2) for d in range(min(num, width // 2 + 1))]
-    return [
-        sum(
-            both_ways(pairs[d - s], s, -3)
-            for s in range(min(d, height // 2) + 1)
-            if d - s < len(pairs)
-        )
-        for d in range(num)
-    ]
+    rings = [both_ways(x, d, -2) for d in range(min(num, x.shape[-2] // 2 + 1))]
+    for axis in range(-3, -axes - 2, -1):
+        half = x.shape[axis] // 2
+        rings = [
+            sum(
+                both_ways(rings[d - s], s, axis)
+                for s in range(min(d, half) + 1)
+                if d - s < len(rings)
+            )
+            for d in range(min(num, len(rings) + half))
+        ]
+    return rings
 
 
-@functools.partial(jax.checkpoint, prevent_cse=False)
-def _torus_ring_sum(weights, x):
+@functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=0)
+def _torus_ring_sum(axes, weights, x):
     """Same as `_ring_sum` on a torus."""
-    rings = _torus_rings(x, weights.shape[-1])
+    rings = _torus_rings(axes, x, weights.shape[-1])
     return sum(weights[..., d, None] * ring for d, ring in enumerate(rings))
 
 
-@jax.custom_vjp
-def _ring_sum(weights, x):
-    """Computes sum_d weights_d ring_d(x): [*batch, height, width, e]."""
-    rings = _rings(x, weights.shape[-1])
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _ring_sum(axes, weights, x):
+    """Computes sum_d weights_d ring_d(x): [*batch, *grid, e]."""
+    rings = _rings(axes, x, weights.shape[-1])
     return sum(weights[..., d, None] * ring for d, ring in enumerate(rings))
 
 
-def _ring_sum_forward(weights, x):
-    return _ring_sum(weights, x), (weights, x)
+def _ring_sum_forward(axes, weights, x):
+    return _ring_sum(axes, weights, x), (weights, x)
 
 
-def _ring_sum_backward(residuals, cotangent):
+def _ring_sum_backward(axes, residuals, cotangent):
     weights, x = residuals
-    rings = jnp.stack(_rings(x, weights.shape[-1]), axis=-2)
+    rings = jnp.stack(_rings(axes, x, weights.shape[-1]), axis=-2)
     # Without the barrier XLA recomputes the rings for every weight.
     rings = jax.lax.optimization_barrier(rings)
     return (
         # As exact as the forward pass, which has no matrix product.
         jnp.einsum("...de,...e->...d", rings, cotangent, precision="highest"),
-        _sum_of_rings(weights, cotangent),
+        _sum_of_rings(axes, weights, cotangent),
     )
 
 
 _ring_sum.defvjp(_ring_sum_forward, _ring_sum_backward)
 
 
-def _sum_of_rings(weights, x):
+def _sum_of_rings(axes, weights, x):
     """Computes sum_d ring_d(weights_d x), the adjoint of `_ring_sum` in x.
 
-    ring_d is self-adjoint. The loop runs from d = num - 1 down to 0, `_rings` in
-    reverse: each step moves the partial sums below and above one row nearer.
+    ring_d is self-adjoint. The loops are those of `_rings` in reverse.
     """
-    height, width = x.shape[-3:-1]
     num = weights.shape[-1]
     margin = num - 1
-    weights, x = _pad(weights, margin), _pad(x, margin)
-    num_rows = height + 2 * margin
+    weights, x = _pad(axes, weights, margin), _pad(axes, x, margin)
+    rings = [weights[..., d, None] * x for d in range(num)]
+    for axis in range(-axes - 1, -2):
+        rings = _shrink_rings(rings, axis)
+    return sum(_pair(rings[d], d, margin) for d in range(margin, -1, -1))
 
-    def grid_rows(part, start):
-        return part[..., start : start + height, :, :]
 
-    result = 0.0
-    below = above = jnp.zeros_like(x)
-    for step in range(num):
-        d = margin - step
-        # weights_d x.
-        ring = weights[..., d, None] * x
-        # below holds the padded rows 0 .. num_rows - step - 1, above step ..
-        # num_rows - 1; row sums weights_{d+s} x over the rows s above and s below.
-        row = (
-            grid_rows(ring, margin)
-            + grid_rows(below, margin)
-            + grid_rows(above, margin - step)
+def _shrink_rings(rings, axis):
+    """Sums along an axis what the rings of the later axes need of it.
+
+    result_d = rings_d + sum_s rings_{d+s} over the rows s above and s below, for s > 0,
+    without the padding. The loop runs from d = num - 1 down to 0: each step moves the
+    partial sums below and above one row nearer.
+    """
+    num, padded_size = len(rings), rings[0].shape[axis]
+    margin = num - 1
+    size = padded_size - 2 * margin
+
+    def on_grid(part, start):
+        return _slice(part, axis, start, start + size)
+
+    shrunk = []
+    below = above = jnp.zeros_like(rings[0])
+    for step, ring in enumerate(reversed(rings)):
+        # below holds the padded rows 0 .. padded_size - step - 1, above step ..
+        # padded_size - 1.
+        shrunk.append(
+            on_grid(ring, margin)
+            + on_grid(below, margin)
+            + on_grid(above, margin - step)
         )
-        # The two tokens d columns away, or the token itself.
-        left = row[..., margin - d : margin - d + width, :]
-        right = row[..., margin + d : margin + d + width, :]
-        result = result + (left + right if d else left)
-        # Move the sums one row nearer.
-        below = (ring[..., : num_rows - step, :, :] + below)[..., 1:, :, :]
-        above = (ring[..., step:, :, :] + above)[..., :-1, :, :]
-    return result
+        length = padded_size - step
+        below = _slice(_slice(ring, axis, 0, length) + below, axis, 1, length)
+        above = _slice(ring, axis, step, padded_size) + above
+        above = _slice(above, axis, 0, length - 1)
+    return shrunk[::-1]

@@ -94,6 +94,12 @@ def _assert_close(actual, expected, tolerance):
         (Torus((4, 3)), 1, 2, False),
         (Torus((5, 6)), 0, 4, False),
         (Torus((3, 2)), 1, 11, True),
+        ((7,), 1, 3, True),
+        ((2, 3, 5), 1, 3, True),
+        ((3, 5, 2), 0, 11, False),
+        ((2, 1, 3, 2), 1, 3, False),
+        (Torus((2, 3, 5)), 1, 3, True),
+        (Torus((5, 3, 4)), 0, 11, False),
     ],
 )
 def test_values_and_gradients_match_reference(grid, num_prefix, clip, masked):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import ClassVar
 
 import flax.linen as nn
@@ -23,8 +24,9 @@ class GatedPositionalAttention(MultiHeadAttention):
     The equation is that of `relattn.kernels.gated_positional_attention`. Gates start at
     1. In each head the attention by offset starts around one position next to the
     query, like a convolution: w = locality (-1, 2 c), where c is the head's position on
-    the smallest square that holds the heads; for text, c is on a line, and for causal
-    attention in the past. Pairs with a prefix token start at zero.
+    the smallest square that holds the heads, for a grid of three axes the smallest
+    cube; for text, c is on a line, and for causal attention in the past. Pairs with a
+    prefix token start at zero.
 
     Attributes:
         locality: Initial inverse width of the attention by offset.
@@ -97,7 +99,7 @@ class GatedPositionalAttention(MultiHeadAttention):
     def centres(self, context: Context) -> Float[np.ndarray, "heads features"]:
         """Returns the initial coefficients w for locality 1."""
         axes = len(context.grid_for(_NEED))
-        side = self.num_heads if axes == 1 else int(np.ceil(self.num_heads**0.5))
+        side = next(n for n in itertools.count(1) if n**axes >= self.num_heads)
         c = offsets.grid_positions((side,) * axes)[: self.num_heads]
         if not self.causal:
             c = c - side // 2

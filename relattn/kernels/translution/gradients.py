@@ -59,8 +59,8 @@ def scan_scores(
 
     def step(carry, rows, corners, shape, _):
         rectangles = (
-            rectangle(grid_q, corners[:2], shape),
-            rectangle(grid_k, corners[2:], shape),
+            rectangle(grid_q, corners[0], shape),
+            rectangle(grid_k, corners[1], shape),
         )
         # x_i Tq[d] . x_j Tk[-d] of the pairs at offset d; Tk[d] if causal.
         matrices = get_row(t_q, rows[0]), get_row(t_k, rows[1])
@@ -88,15 +88,15 @@ def _scores_backward(scan, residuals, cotangent):
         dq, dk, dt_q, dt_k = carry
         _, pull_back = jax.vjp(
             functools.partial(_pair_scores, scan),
-            rectangle(grid_q, corners[:2], shape),
-            rectangle(grid_k, corners[2:], shape),
+            rectangle(grid_q, corners[0], shape),
+            rectangle(grid_k, corners[1], shape),
             get_row(t_q, rows[0]),
             get_row(t_k, rows[1]),
         )
         add_q, add_k, row_q, row_k = pull_back(slots)
         carry = (
-            add_rectangle(dq, corners[:2], shape, add_q),
-            add_rectangle(dk, corners[2:], shape, add_k),
+            add_rectangle(dq, corners[0], shape, add_q),
+            add_rectangle(dk, corners[1], shape, add_k),
             set_row(dt_q, rows[0], row_q),
             set_row(dt_k, rows[1], row_k),
         )
@@ -135,9 +135,9 @@ def scan_values(scan: OffsetScan, weights: Array, v: Array, t_v: Array) -> Array
 
     def step(out, rows, corners, shape, slots):
         # out_i += weights_ij x_j T[d] for the pairs at offset d.
-        tokens = rectangle(grid_v, corners[2:], shape)
+        tokens = rectangle(grid_v, corners[1], shape)
         values = _pair_values(scan, slots, tokens, get_row(t_v, rows[0]))
-        return add_rectangle(out, corners[:2], shape, values), None
+        return add_rectangle(out, corners[0], shape, values), None
 
     inner = weights[:, :, scan.num_prefix :, scan.num_prefix :]
     width = scan.num_heads * scan.head_dim
@@ -163,11 +163,11 @@ def _values_backward(scan, residuals, cotangent):
         _, pull_back = jax.vjp(
             functools.partial(_pair_values, scan),
             slots,
-            rectangle(grid_v, corners[2:], shape),
+            rectangle(grid_v, corners[1], shape),
             get_row(t_v, rows[0]),
         )
-        slots, add, row = pull_back(rectangle(grid_out, corners[:2], shape))
-        dv = add_rectangle(dv, corners[2:], shape, add)
+        slots, add, row = pull_back(rectangle(grid_out, corners[0], shape))
+        dv = add_rectangle(dv, corners[1], shape, add)
         return (dv, set_row(dt_v, rows[0], row)), slots
 
     # Gradients of the pairs with a prefix token.

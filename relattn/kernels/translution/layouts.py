@@ -44,11 +44,11 @@ class OffsetScan(NamedTuple):
         return plan(self.grid, causal=self.causal)
 
     def to_grid(self, x: Array) -> Array:
-        """Moves [batch n width] without its prefix to [rows columns batch width].
+        """Moves [batch n width] without its prefix to [*grid batch width].
 
-        Zeros pad the rows and columns; on a torus the rows and columns themselves.
+        Zeros pad the axes of the grid; on a torus their own tokens do.
         """
-        # One axis of tokens, the first, as rows and columns.
+        # One axis of tokens, the first, as the axes of the grid.
         x = jnp.moveaxis(x[:, self.num_prefix :], 1, 0)
         x = x.reshape(*self.plan.shape, *x.shape[1:])
         widths = [(0, size) for size in self.plan.padding] + [(0, 0)] * 2
@@ -57,13 +57,16 @@ class OffsetScan(NamedTuple):
     def from_grid(self, x: Array) -> Array:
         """Returns sums over a grid as [batch n width] without prefix.
 
-        On a torus the sums of the rows and columns that pad it belong to their origins.
+        On a torus the sums of the tokens that pad it belong to their origins.
         """
-        height, width = self.plan.shape
-        if self.plan.periodic:
-            x = x[:height] + jnp.pad(x[height:], [(0, 1)] + [(0, 0)] * 3)
-            x = x[:, :width] + jnp.pad(x[:, width:], [(0, 0), (0, 1)] + [(0, 0)] * 2)
-        x = x[:height, :width].reshape(height * width, *x.shape[2:])
+        for axis, size in enumerate(self.plan.shape):
+            tokens, padding = jnp.split(x, [size], axis)
+            if self.plan.periodic:
+                widths = [(0, 0)] * x.ndim
+                widths[axis] = (0, 1)
+                tokens = tokens + jnp.pad(padding, widths)
+            x = tokens
+        x = x.reshape(math.prod(self.plan.shape), *x.shape[-2:])
         return jnp.moveaxis(x, 0, 1)
 
     def to_slots(self, pairs: Array) -> list[Array]:
@@ -128,17 +131,17 @@ class OffsetScan(NamedTuple):
         return carry, results
 
 
-def rectangle(x: Array, corner: Array, shape: tuple[int, int]) -> Array:
-    """Slices the tokens of a rectangle, [height * width * batch, width]."""
-    x = jax.lax.dynamic_slice(x, _start(corner), (*shape, *x.shape[2:]))
+def rectangle(x: Array, corner: Array, shape: tuple[int, ...]) -> Array:
+    """Slices the tokens of a rectangle, [tokens * batch, width]."""
+    x = jax.lax.dynamic_slice(x, _start(corner), (*shape, *x.shape[-2:]))
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def add_rectangle(
-    x: Array, corner: Array, shape: tuple[int, int], tokens: Array
+    x: Array, corner: Array, shape: tuple[int, ...], tokens: Array
 ) -> Array:
     """Adds tokens to a rectangle of a grid, the transpose of `rectangle`."""
-    old = jax.lax.dynamic_slice(x, _start(corner), (*shape, *x.shape[2:]))
+    old = jax.lax.dynamic_slice(x, _start(corner), (*shape, *x.shape[-2:]))
     new = old + tokens.reshape(old.shape).astype(x.dtype)
     return jax.lax.dynamic_update_slice(x, new, _start(corner))
 

@@ -1,8 +1,9 @@
 """Scores and values with a projection for every offset, by rows of queries.
 
-For TPUs, which need few and large instructions: a step takes a row of queries
-and all keys. The matrices of the rows y of queries and y' of keys are those of the
-offsets (y - y', dx); a pair of their columns x and x' needs the one of dx = x - x'.
+For TPUs, which need few and large instructions: a step takes a row of queries, along
+the last axis, and all keys. The matrices of the rows y of queries and y' of keys are
+those of the offsets (y - y', dx); a pair of their columns x and x' needs the one of
+dx = x - x'. With more than two axes, the place y of a row has several coordinates.
 Shifting the matrices of all dx, or projections by all of them, by x brings those in
 place, by slices and pads only: the transpose of a gather would be a scatter.
 """
@@ -44,14 +45,13 @@ class RowLoop:
     @property
     def is_line(self) -> bool:
         """Whether the tokens are on a line, which is folded into rows."""
-        return len(self.grid) == 1 or self.grid[0] == 1
+        return math.prod(self.grid[:-1]) == 1
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """Height and width of the rows; a line may end within the last one."""
+    def shape(self) -> tuple[int, ...]:
+        """The axes of rows, and their width; a line may end within the last one."""
         if not self.is_line:
-            height, width = self.grid
-            return height, width
+            return tuple(self.grid)
         width = math.isqrt(self.grid[-1] - 1) + 1
         return -(-self.grid[-1] // width), width
 
@@ -69,12 +69,13 @@ class RowLoop:
         # What all steps share is wide, since its gradient is their sum.
         rows_k = self._to_rows(jnp.moveaxis(widen(k), 1, 0), 0)
         # Rows by that of the key minus that of the query, columns as for `_align`.
+        *rows, columns = range(len(self.shape))
         if t_q is not None:
-            matrices_q = self._by_offset(t_q)[::-1, ::-1]
+            matrices_q = jnp.flip(self._by_offset(t_q), (*rows, columns))
             matrices_q = self._align_if_smaller(matrices_q, batch)
         if t_k is not None:
             matrices_k = self._by_offset(t_k)
-            matrices_k = matrices_k[::-1] if self.causal else matrices_k[:, ::-1]
+            matrices_k = jnp.flip(matrices_k, rows if self.causal else columns)
             matrices_k = self._align_if_smaller(matrices_k, batch)
 
         def step(row, q):
@@ -114,7 +115,8 @@ class RowLoop:
         """
         batch, length, _ = v.shape
         rows_v = self._to_rows(jnp.moveaxis(widen(v), 1, 0), 0)
-        matrices = self._align_if_smaller(self._by_offset(t_v)[::-1], batch)
+        matrices = jnp.flip(self._by_offset(t_v), range(len(self.shape) - 1))
+        matrices = self._align_if_smaller(matrices, batch)
 
         def step(row, weights):
             window = self._window(matrices, row).astype(t_v.dtype)
@@ -135,13 +137,13 @@ class RowLoop:
         widths = [(0, 0)] * x.ndim
         widths[axis] = (0, math.prod(self.shape) - x.shape[axis])
         x = jnp.pad(x, widths)
-        return x.reshape(*x.shape[:axis], *self.shape, *x.shape[axis + 1 :])
+        return x.reshape(*x.shape[:axis], -1, self.shape[-1], *x.shape[axis + 1 :])
 
     def _by_offset(self, table):
-        """Returns the matrices by the offset along both axes, from 1 - size on.
+        """Returns the matrices by the offset along all axes, from 1 - size on.
 
-        The result is ``[2 height - 1, 2 width - 1, width, heads * head_dim]``, with
-        zeros for offsets that no pair has.
+        The result is ``[*(2 size - 1), width, heads * head_dim]``, with zeros for
+        offsets that no pair has.
         """
         table = widen(table).reshape(*table.shape[:2], -1)
         rest = [(0, 0)] * 2
@@ -167,15 +169,15 @@ class RowLoop:
         return table
 
     def _align_if_smaller(self, matrices, batch):
-        """Aligns matrices ``[row, column offset, ...]`` if the projections are larger.
+        """Aligns matrices ``[*row, column offset, ...]`` if the projections are larger.
 
-        The result is then ``[row, column, column of the other, ...]``.
+        The result is then ``[*row, column, column of the other, ...]``.
         """
-        if at_most(2 * batch + 1, matrices.shape[2]):
+        if at_most(2 * batch + 1, matrices.shape[-2]):
             return matrices
-        matrices = jnp.moveaxis(matrices, 1, 0)
-        matrices = jnp.broadcast_to(matrices, (self.shape[1], *matrices.shape))
-        return jnp.moveaxis(self._align(matrices), 2, 0)
+        matrices = jnp.moveaxis(matrices, -3, 0)
+        matrices = jnp.broadcast_to(matrices, (self.shape[-1], *matrices.shape))
+        return jnp.moveaxis(self._align(matrices), (0, 1), (-4, -3))
 
     def _align(self, x):
         """Returns x[i, width - 1 - i + j] as [i, j], for x of 2 width - 1 columns.
@@ -183,7 +185,7 @@ class RowLoop:
         Rows read as one line from column width - 1 on, and cut one column narrower,
         start one column further left each, as in `relattn.kernels.positions.bias.skew`.
         """
-        _, width = self.shape
+        width = self.shape[-1]
         if width == 1:
             return x
         rest = x.shape[2:]
@@ -192,10 +194,16 @@ class RowLoop:
 
     def _window(self, matrices, row):
         """Slices the matrices of a row of queries and all rows of keys."""
-        height, _ = self.shape
-        return jax.lax.dynamic_slice_in_dim(
-            matrices, height - 1 - row, height, allow_negative_indices=False
-        )
+        *sizes, _ = self.shape
+        for axis in range(len(sizes) - 1, -1, -1):
+            # The coordinate of the row, and the number of the row without it.
+            size, place = sizes[axis], row
+            if axis:
+                row, place = jnp.divmod(row, size)
+            matrices = jax.lax.dynamic_slice_in_dim(
+                matrices, size - 1 - place, size, axis, allow_negative_indices=False
+            )
+        return matrices.reshape(-1, *matrices.shape[len(sizes) :])
 
     def _project(self, axes, tokens, window):
         """Projects tokens to ``[column, column of the other, key row, batch, width]``.

@@ -1,9 +1,10 @@
 """The order of the offsets: buckets of rectangles with equal sizes.
 
-The pairs of grid tokens at one offset are a rectangle of queries and one of keys.
-Compiled loops need equal sizes, which differ between offsets. A bucket is a set of
-offsets whose rectangles are padded to the size of the largest. On a torus the rectangle
-of every offset is the whole grid, the keys' rolled by the offset: there is one bucket.
+The pairs of grid tokens at one offset are a rectangle of queries and one of keys (on a
+line a range, on a grid of three axes a box). Compiled loops need equal sizes, which
+differ between offsets. A bucket is a set of offsets whose rectangles are padded to the
+size of the largest. On a torus the rectangle of every offset is the whole grid, the
+keys' rolled by the offset: there is one bucket.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ class Bucket:
     """Offsets that share the size of their rectangles.
 
     Attributes:
-        shape: Height and width of a rectangle.
+        shape: Size of a rectangle along each axis.
         rows: Row of each offset in tables of queries or values, and in tables of keys,
             int32 ``[offsets, 2]``.
-        corners: Row and column where the rectangle of queries starts, then those of the
-            keys, int32 ``[offsets, 4]``.
+        corners: Position where the rectangle of queries starts, then that of the keys,
+            int32 ``[offsets, 2, axes]``.
     """
 
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     rows: np.ndarray
     corners: np.ndarray
 
@@ -43,18 +44,18 @@ class Plan:
     the buckets, their offsets, and their rectangles row by row.
 
     Attributes:
-        shape: Height and width of the grid; a line is one row.
+        shape: Size of the grid along each axis.
         periodic: Whether the grid is a torus.
-        padding: Rows and columns by which rectangles exceed the grid.
+        padding: Number of tokens by which rectangles exceed the grid along each axis.
         buckets: The buckets.
         slot_of_pair: Slot of every (query, key), query-major; the number of slots for a
             pair without slot.
         pair_of_slot: Pair of every slot; the number of pairs for a slot without pair.
     """
 
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     periodic: bool
-    padding: tuple[int, int]
+    padding: tuple[int, ...]
     buckets: tuple[Bucket, ...]
     slot_of_pair: np.ndarray
     pair_of_slot: np.ndarray
@@ -65,7 +66,7 @@ def plan(grid: Grid, *, causal: bool = False, max_buckets: int = 16) -> Plan:
     """Divides the offsets of a grid into buckets.
 
     Args:
-        grid: Height and width, or length.
+        grid: Size of each axis, in tokens.
         causal: Whether to use the offsets 0, 1, ... of a line only.
         max_buckets: Largest number of buckets; more buckets waste less work and take
             longer to compile.
@@ -80,48 +81,53 @@ def plan(grid: Grid, *, causal: bool = False, max_buckets: int = 16) -> Plan:
         >>> sum(len(bucket.rows) for bucket in whole.buckets)
         45
     """
-    height, width = (1, *grid) if len(grid) == 1 else grid
-    shape = (height, width)
+    shape = tuple(grid)
     if isinstance(grid, Torus):
         return _torus_plan(shape)
-    buckets, padding = [], np.zeros(2, int)
-    for rows, columns in itertools.product(*_split_axes(shape, max_buckets)):
+    buckets, padding = [], np.zeros(len(shape), int)
+    for ranges in itertools.product(*_split_axes(shape, max_buckets)):
         offsets = np.array(
             [
-                (sign_r * r, sign_c * c)
-                for r, c in itertools.product(rows, columns)
-                for sign_r in ((1, -1) if r else (1,))
-                for sign_c in ((1, -1) if c and not causal else (1,))
+                np.multiply(magnitudes, signs)
+                for magnitudes in itertools.product(*ranges)
+                for signs in itertools.product(
+                    *((1, -1) if size and not causal else (1,) for size in magnitudes)
+                )
             ]
         )
-        first = np.array([rows[0], columns[0]])
+        first = np.array([sizes[0] for sizes in ranges])
         padding = np.maximum(padding, np.abs(offsets).max(axis=0) - first)
         corners = [np.maximum(offsets, 0), np.maximum(-offsets, 0)]
         buckets.append(
             Bucket(
                 shape=tuple((np.array(shape) - first).tolist()),
                 rows=_table_rows(offsets, shape, causal).astype(np.int32),
-                corners=np.concatenate(corners, axis=1).astype(np.int32),
+                corners=np.stack(corners, axis=1).astype(np.int32),
             )
         )
-    rows, columns = padding.tolist()
-    return Plan(shape, False, (rows, columns), tuple(buckets), *_number(buckets, shape))
+    slots = _number(buckets, shape)
+    return Plan(shape, False, tuple(padding.tolist()), tuple(buckets), *slots)
 
 
 def _torus_plan(shape):
-    """Returns the plan of a torus: for offset d the keys start at row and column -d."""
-    offsets = np.indices(shape).reshape(2, -1).T
+    """Returns the plan of a torus: for offset d the keys start at position -d."""
+    offsets = np.indices(shape).reshape(len(shape), -1).T
     negatives = -offsets % shape
-    rows = np.stack([o @ np.array([shape[1], 1]) for o in (offsets, negatives)], axis=1)
-    corners = np.concatenate([np.zeros_like(offsets), negatives], axis=1)
+    rows = np.stack([o @ _strides(shape) for o in (offsets, negatives)], axis=1)
+    corners = np.stack([np.zeros_like(offsets), negatives], axis=1)
     bucket = Bucket(shape, rows.astype(np.int32), corners.astype(np.int32))
     padding = tuple(size - 1 for size in shape)
     slots = _number([bucket], shape, periodic=True)
     return Plan(shape, True, padding, (bucket,), *slots)
 
 
+def _strides(sizes):
+    """Returns the steps of a row-major index, for a product with coordinates."""
+    return np.cumprod([1, *sizes[:0:-1]])[::-1]
+
+
 def _split_axes(shape, max_buckets):
-    """Splits the magnitudes of both axes into the ranges that waste the least work.
+    """Splits the magnitudes of all axes into the ranges that waste the least work.
 
     A range wastes about the square of its length, so equal ranges are best.
     """
@@ -147,9 +153,9 @@ def _split_axes(shape, max_buckets):
 def _table_rows(offsets, shape, causal):
     """Returns the rows of offsets and of their negatives in tables."""
     if causal:
-        return np.stack([offsets[:, 1]] * 2, axis=1)
+        return np.concatenate([offsets, offsets], axis=1)
     sizes = np.array(shape)
-    strides = np.array([2 * shape[1] - 1, 1])
+    strides = _strides(2 * sizes - 1)
     return np.stack([(o + sizes - 1) @ strides for o in (offsets, -offsets)], axis=1)
 
 
@@ -157,15 +163,14 @@ def _number(buckets, shape, *, periodic=False):
     """Numbers the slots: returns `Plan.slot_of_pair` and `Plan.pair_of_slot`."""
     pairs = []
     for bucket in buckets:
-        # Query row and column, key row and column of every slot.
-        inner = np.indices(bucket.shape).reshape(2, -1).T
-        coordinates = bucket.corners[:, None] + np.tile(inner, 2)
+        # Positions of query and key of every slot: [offsets, slots, 2, axes].
+        inner = np.indices(bucket.shape).reshape(len(shape), -1).T
+        positions = bucket.corners[:, None] + inner[:, None]
         if periodic:
-            coordinates %= np.tile(shape, 2)
-        inside = (coordinates < np.tile(shape, 2)).all(axis=-1)
-        tokens = coordinates @ np.array([[shape[1], 0], [1, 0], [0, shape[1]], [0, 1]])
+            positions %= shape
+        inside = (positions < shape).all(axis=(-2, -1))
         num_tokens = math.prod(shape)
-        pair = tokens @ np.array([num_tokens, 1])
+        pair = positions @ _strides(shape) @ np.array([num_tokens, 1])
         pairs.append(np.where(inside, pair, num_tokens**2).ravel())
     pair_of_slot = np.concatenate(pairs)
     slot_of_pair = np.full(num_tokens**2 + 1, len(pair_of_slot))

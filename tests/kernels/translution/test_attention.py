@@ -17,6 +17,7 @@ from tests.helpers.quick import normal, quick_jit
 DIM, HEADS, HEAD_DIM = 5, 2, 3
 # Small grids, for speed; tests/test_contracts.py has grids of several buckets.
 GRIDS = [((3, 2), 0, True), ((2, 3), 2, False), ((3,), 1, True), ((1, 1), 1, False)]
+GRIDS += [((2, 3, 5), 1, True)]
 
 
 def _inputs(length, rows, relative="qkv"):

@@ -30,6 +30,9 @@ GRIDS = [
     kernels.Offsets((7,), num_prefix=1),
     kernels.Offsets(Torus((2, 3)), num_prefix=1),
     kernels.Offsets(Torus((5,))),
+    kernels.Offsets((3, 2, 2), num_prefix=1),
+    kernels.Offsets((1, 1, 5)),
+    kernels.Offsets(Torus((2, 3, 2))),
 ]
 
 

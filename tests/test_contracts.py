@@ -19,7 +19,7 @@ from relattn.nn import registry
 from tests.helpers import compare
 from tests.helpers.export import PLATFORMS, export
 from tests.helpers.quick import quick_jit
-from tests.mechanisms import LINES, MECHANISMS, TORI
+from tests.mechanisms import LINES, MECHANISMS, TORI, VOLUMES
 from tests.mechanisms.base import (
     BATCH,
     HEAD_DIM,
@@ -78,6 +78,17 @@ def test_every_attention_and_encoding_has_a_row():
 @pytest.mark.parametrize("mechanism", [*MECHANISMS, *TORI], ids=str)
 @pytest.mark.parametrize("masked", [False, True])
 def test_value_and_gradient_equal_the_reference(mechanism, masked):
+    expect_reference(mechanism, masked)
+
+
+@pytest.mark.quick("False-banded, volume", "False-Translution, volume")
+@pytest.mark.parametrize("mechanism", VOLUMES, ids=str)
+@pytest.mark.parametrize("masked", [False, True])
+def test_value_and_gradient_in_a_volume_equal_the_reference(mechanism, masked):
+    expect_reference(mechanism, masked)
+
+
+def expect_reference(mechanism, masked):
     key_mask = mechanism.key_mask() if masked else None
     kernel, inputs = mechanism.kernel_and_inputs(key_mask)
     exists = np.ones(mechanism.num_keys, bool) if key_mask is None else key_mask
@@ -353,7 +364,7 @@ def test_vmap_equals_leading_axes(mechanism):
     np.testing.assert_allclose(mapped, expected, rtol=1e-5, atol=1e-6)
 
 
-@few_of([*MECHANISMS, *TORI])
+@few_of([*MECHANISMS, *TORI, *VOLUMES])
 def test_lowers_for_cuda_and_tpu_without_a_scatter(mechanism):
     """The other tests compile the forms for CPUs."""
     inputs = jax.eval_shape(lambda: mechanism.draw_inputs(HEADS))

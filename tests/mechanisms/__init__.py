@@ -16,3 +16,5 @@ MECHANISMS = [
 LINES = [*attention.LINES, *translution.on_line(reference.offset_rows((N,)))]
 # The same kernels on a torus.
 TORI = [*attention.TORI, *translution.on_torus(), *fourier.TORI]
+# And on a grid of three axes.
+VOLUMES = [*attention.VOLUMES, *translution.in_volume(), *fourier.VOLUMES]

@@ -22,6 +22,7 @@ from tests.mechanisms.base import (
     NUM_PREFIX,
     TORUS,
     VALUE_DIM,
+    VOLUME,
     M,
     Mechanism,
     N,
@@ -32,12 +33,13 @@ BIASES = ("relative_bias", "t5_bias", "sincos_bias", "fourier_bias")
 TABLES = ("softmax", "relative_key", "relative_value", *BIASES)
 ON_GRID = {"grid": GRID, "num_prefix": NUM_PREFIX}
 ON_LINE = {"grid": (N,), "num_prefix": 0}
+IN_VOLUME = {"grid": VOLUME, "num_prefix": NUM_PREFIX}
 draw = quick_jit(kernels.draw_orthogonal, num_features=NUM_FEATURES, head_dim=HEAD_DIM)
 PROJECTION = draw(jax.random.key(7))
 FREQUENCIES = np.array([1.0, 0.3], np.float32)
 feature_map = functools.partial(compare.feature_map, projection=PROJECTION)
 draw_wide = quick_jit(
-    kernels.draw_orthogonal, num_features=NUM_FEATURES, head_dim=HEAD_DIM + 8
+    kernels.draw_orthogonal, num_features=NUM_FEATURES, head_dim=HEAD_DIM + 12
 )
 WIDE_PROJECTION = draw_wide(jax.random.key(8))
 
@@ -384,11 +386,7 @@ def grid_kernels(suffix, **where):
         on_other_grid(
             f"banded{suffix}",
             banded,
-            functools.partial(
-                naive_banded,
-                grid=(1, *grid) if len(grid) == 1 else grid,
-                num_prefix=num_prefix,
-            ),
+            functools.partial(naive_banded, grid=grid, num_prefix=num_prefix),
             {"q": (N, HEAD_DIM), "v": (N, VALUE_DIM), "table": (CLIP + 1, HEAD_DIM)},
             key_inputs=("v",),
             scaled_input="table",
@@ -424,23 +422,37 @@ def grid_kernels(suffix, **where):
     ]
 
 
+def encodings(suffix, **where):
+    """Returns the rows of encodings of queries and keys, on another grid."""
+    pairs = len(where["grid"]) * len(FREQUENCIES)
+    return [
+        on_other_grid(
+            f"constrained sinusoids{suffix}",
+            constrained,
+            functools.partial(naive_constrained, **where),
+            {**CAUSAL, "coefficients": (pairs, 2)},
+            **where,
+        ),
+        on_other_grid(
+            f"rotary positions{suffix}",
+            rotary,
+            functools.partial(naive_rotary, **where),
+            {"q": (N, 8), "k": (N, 8), "v": (N, VALUE_DIM)},
+            **where,
+        ),
+    ]
+
+
 # Kernels that take a grid, on a grid of one axis.
-LINES = [
-    *grid_kernels("", **ON_LINE),
-    on_other_grid(
-        "constrained sinusoids",
-        constrained,
-        functools.partial(naive_constrained, **ON_LINE),
-        {**CAUSAL, "coefficients": (2, 2)},
-        **ON_LINE,
-    ),
-    on_other_grid(
-        "rotary positions",
-        rotary,
-        functools.partial(naive_rotary, **ON_LINE),
-        {"q": (N, 8), "k": (N, 8), "v": (N, VALUE_DIM)},
-        **ON_LINE,
-    ),
+LINES = [*grid_kernels("", **ON_LINE), *encodings("", **ON_LINE)]
+
+# The same kernels on a grid of three axes.
+VOLUMES = [
+    dataclasses.replace(row, on_grid=True)
+    for row in [
+        *grid_kernels(", volume", **IN_VOLUME),
+        *encodings(", volume", **IN_VOLUME),
+    ]
 ]
 
 # The same kernels on a torus.

@@ -12,6 +12,8 @@ from relattn.offsets import Torus
 BATCH, HEADS, N, M, HEAD_DIM, VALUE_DIM, NUM_FEATURES = 3, 2, 13, 11, 5, 7, 17
 GRID, NUM_PREFIX = (3, 4), 1
 TORUS = Torus(GRID)
+# As many tokens as on `GRID`.
+VOLUME = (2, 3, 2)
 # Words of errors for a symbolic number of tokens.
 GRID_HAS_FIXED_LENGTH = "with a grid, only the batch"
 HAS_FIXED_LENGTH = "has a fixed number of tokens"

@@ -16,6 +16,7 @@ from tests.mechanisms.base import (
     NUM_PREFIX,
     TORUS,
     VALUE_DIM,
+    VOLUME,
     Mechanism,
     N,
 )
@@ -23,6 +24,7 @@ from tests.mechanisms.base import (
 WAVES, DIM, RANK, EVEN_VALUE_DIM = 2, 3, 2, 8
 LINE = offsets.grid_positions((N,))
 PLANE = offsets.grid_positions(GRID, NUM_PREFIX)
+SPACE = offsets.grid_positions(VOLUME, NUM_PREFIX)
 TURNS = kernels.torus_frequencies(TORUS, WAVES)
 TOKENS = {"q": (N, HEAD_DIM), "k": (N, HEAD_DIM), "v": (N, VALUE_DIM), "x": (N, DIM)}
 
@@ -197,6 +199,21 @@ TORI = [
         TOKENS | {"kernel": (DIM, WAVES, 2, VALUE_DIM)},
         key_inputs=("k", "v", "x"),
         before_mask=("kernel",),
+        on_grid=True,
+        roundings=(4, 8),
+        used_by=("softmax", "fourier_values"),
+    ),
+]
+
+# A kernel above on a grid of three axes.
+VOLUMES = [
+    row(
+        "softmax, Fourier values, volume",
+        values(softmax, SPACE, NUM_PREFIX),
+        naive_values(naive_softmax, SPACE, NUM_PREFIX),
+        TOKENS | parameters(3, VALUE_DIM),
+        key_inputs=("k", "v", "x"),
+        before_mask=("kernel", "frequencies"),
         on_grid=True,
         roundings=(4, 8),
         used_by=("softmax", "fourier_values"),

@@ -15,6 +15,7 @@ from tests.mechanisms.base import (
     NUM_PREFIX,
     TORUS,
     VALUE_DIM,
+    VOLUME,
     Mechanism,
     N,
 )
@@ -33,6 +34,11 @@ def index_grid(length):
 def index_torus(length):
     del length
     return kernels.Offsets(TORUS, NUM_PREFIX)
+
+
+def index_volume(length):
+    del length
+    return kernels.Offsets(VOLUME, NUM_PREFIX)
 
 
 def index_line(length):
@@ -200,12 +206,21 @@ def on_line(rows):
 
 def on_torus():
     """Returns the rows of kernels that take a grid, on a torus."""
-    rows = reference.offset_rows(TORUS, NUM_PREFIX)
-    table = (offsets.num_table_rows(TORUS, NUM_PREFIX),)
+    return _on_grid("torus", index_torus, TORUS)
+
+
+def in_volume():
+    """Returns the rows of kernels that take a grid, on a grid of three axes."""
+    return _on_grid("volume", index_volume, VOLUME)
+
+
+def _on_grid(name, make_index, grid):
+    rows = reference.offset_rows(grid, NUM_PREFIX)
+    table = (offsets.num_table_rows(grid, NUM_PREFIX),)
     return [
-        translution("Translution, torus", index_torus, table, rows, on_grid=True),
-        clipped("clipped Translution, torus", index_torus, TORUS, NUM_PREFIX),
+        translution(f"Translution, {name}", make_index, table, rows, on_grid=True),
+        clipped(f"clipped Translution, {name}", make_index, grid, NUM_PREFIX),
         lor_translution(
-            "LoR-Translution, torus", index_torus, table, rows, on_grid=True
+            f"LoR-Translution, {name}", make_index, table, rows, on_grid=True
         ),
     ]

@@ -72,7 +72,7 @@ def banded_attention(
         table: w, a row for each distance 0 .. ``clip``, shape ``[clip + 1, head_dim]``.
         feature_map: phi, from ``[*batch, n, head_dim]`` to features, token by token; or
             a pair of such functions, of queries and of the table.
-        grid: Height and width, or length, of the tokens after the prefix.
+        grid: Size of each axis of the tokens after the prefix.
         num_prefix: Number of prefix tokens.
         cls: Where prefix queries stand, ``"far"`` or ``"corner"``. A torus has no row
             below the last, and so no corner; nor has a grid of more than two axes. A

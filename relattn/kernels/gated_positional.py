@@ -50,7 +50,7 @@ def gated_positional_attention(
         gate: Gate before the sigmoid, shape ``[*batch]``.
         coefficients: w, shape ``[*batch, 1 + axes]``, or ``[*batch, 4 + axes]`` with
             prefix tokens.
-        grid: Height and width, or length, of the tokens after the prefix.
+        grid: Size of each axis of the tokens after the prefix.
         num_prefix: Number of prefix tokens.
         key_mask: True for keys that exist, shape ``[*batch, n]``.
         precision: Passed to einsum.

@@ -80,7 +80,7 @@ def relative_attention(
         q: Queries, shape ``[*batch, n, head_dim]``.
         k: Keys, shape ``[*batch, n, head_dim]``.
         v: Values, shape ``[*batch, n, value_dim]``.
-        grid: Height and width, or length, of the tokens after the prefix.
+        grid: Size of each axis of the tokens after the prefix.
         num_prefix: Number of prefix tokens.
         key_table: r, shape ``[*batch, rows, head_dim]``.
         value_table: s, shape ``[*batch, rows, value_dim]``.
@@ -394,7 +394,7 @@ class _Blocks:
     """Attention in blocks of whole rows of the grid, or of tokens of a line.
 
     Attributes:
-        grid: Height and width, or length, of the tokens after the prefix.
+        grid: Size of each axis of the tokens after the prefix.
         num_prefix: Number of prefix tokens.
         size: Most queries in a block, but at least a row.
         causal: Whether tokens attend to themselves and earlier tokens only.

@@ -124,7 +124,7 @@ def toeplitz_linear_attention(
             `relattn.kernels.relative_attention`: a row for every offset. With prefix
             tokens it may have three more rows for pairs with one; otherwise their b is
             zero.
-        grid: Height and width, or length, of the tokens after the prefix.
+        grid: Size of each axis of the tokens after the prefix.
         num_prefix: Number of prefix tokens.
         key_mask: True for keys that exist, shape ``[*batch, n]``. A query without keys
             gives zeros.

@@ -33,7 +33,7 @@ class Context(NamedTuple):
     """The arguments of an attention's call, other than the tokens.
 
     Attributes:
-        grid: Height and width, or length, of the tokens after the prefix. In decoding,
+        grid: Size of each axis of the tokens after the prefix. In decoding,
             the length of the cache.
         num_prefix: Number of prefix tokens.
         position: The layer's `relattn.nn.positions.base.LayerPosition`, or None.
@@ -243,7 +243,7 @@ class MultiHeadAttention(nn.Module):
 
         Args:
             x: Tokens, shape ``[batch, n, dim]``.
-            grid: Height and width, or length, of the tokens after the prefix.
+            grid: Size of each axis of the tokens after the prefix.
             num_prefix: Number of prefix tokens.
             position: The layer's `relattn.nn.positions.base.LayerPosition`, or None.
             key_mask: True for tokens that may be attended to, shape ``[batch, n]``, or

@@ -29,7 +29,7 @@ def torus_frequencies(
     a constant and a sum of waves: its discrete Fourier transform.
 
     Args:
-        torus: Height and width, or length, in tokens.
+        torus: Size of each axis, in tokens.
         num_frequencies: Number of vectors; by default all. If there are fewer, all.
 
     Returns:

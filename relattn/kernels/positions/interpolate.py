@@ -33,8 +33,8 @@ def resize_table(
     Args:
         table: Its ``axis`` has the rows of the grid, numbered row by row, and then
             ``num_others`` rows without a position, which are kept.
-        old: Height and width, or length, of the table's grid.
-        new: Height and width, or length, of the new grid.
+        old: Size of each axis of the table's grid.
+        new: Size of each axis of the new grid.
         axis: The axis of the rows.
         num_others: Number of rows after those of the grid.
 

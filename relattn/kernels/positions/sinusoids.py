@@ -86,7 +86,7 @@ def turns(grid: Grid) -> Float[np.ndarray, " axes"]:
     """Computes the frequency of one turn around a torus, 2 pi / size for each axis.
 
     Args:
-        grid: Height and width, or length, in tokens.
+        grid: Size of each axis, in tokens.
 
     Returns:
         Frequencies in radians per token, float32, shape ``[axes]``.

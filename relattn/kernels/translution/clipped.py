@@ -20,8 +20,8 @@ def num_clipped_rows(
     clip + 2 if ``causal``. They depend on the grid's number of axes only.
 
     Args:
-        grid: Height and width, or length, in tokens.
-        clip: Most rows and columns of a near offset.
+        grid: Size of each axis, in tokens.
+        clip: Largest component of a near offset.
         num_prefix: Number of prefix tokens.
         causal: Whether tokens attend only to themselves and earlier tokens.
 
@@ -29,7 +29,7 @@ def num_clipped_rows(
         The number of rows.
 
     Raises:
-        ValueError: If ``clip`` is negative, or ``causal`` with two axes, a torus or
+        ValueError: If ``clip`` is negative, or ``causal`` with several axes, a torus or
             prefix tokens.
 
     Example:
@@ -58,7 +58,7 @@ def expand_clipped_table(
 ) -> Float[Array, "more_rows width heads head_dim"]:
     """Makes a table with a row for each offset from one in which far offsets share one.
 
-    Offsets of at most ``clip`` rows and columns are near and have a matrix each, in the
+    Offsets of at most ``clip`` along each axis are near and have a matrix each, in the
     order of `relattn.offsets.offset_index` on a grid of clip + 1 tokens per axis. All
     others share the next row. The rows of prefix tokens follow.
 
@@ -68,8 +68,8 @@ def expand_clipped_table(
     Args:
         table: Shape ``[rows, width, heads, head_dim]``, with the rows of
             `num_clipped_rows`.
-        grid: Height and width, or length, in tokens.
-        clip: Most rows and columns of a near offset.
+        grid: Size of each axis, in tokens.
+        clip: Largest component of a near offset.
         num_prefix: Number of prefix tokens.
         causal: Whether the rows are those of the offsets 0, 1, ... only.
 

@@ -40,7 +40,7 @@ class PairBlocks:
     """Static sizes, and the loop over blocks of queries.
 
     Attributes:
-        grid: Height and width, or length, of the tokens after the prefix.
+        grid: Size of each axis of the tokens after the prefix.
         num_prefix: Number of prefix tokens.
         num_heads: Number of heads.
         precision: Precision of the products.

@@ -23,7 +23,7 @@ class OffsetScan(NamedTuple):
     """Static sizes, the layouts of arrays that follow from them, and the loops.
 
     Attributes:
-        grid: Height and width, or length, of the tokens after the prefix.
+        grid: Size of each axis of the tokens after the prefix.
         num_prefix: Number of prefix tokens.
         causal: Whether to use the offsets 0, 1, ... only.
         num_heads: Number of heads.

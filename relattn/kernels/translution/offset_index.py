@@ -93,7 +93,7 @@ class Offsets(_OffsetIndex):
     a prefix token paired with a grid token, "self" for two prefix tokens.
 
     Attributes:
-        grid: Height and width, or length, of the tokens after the prefix.
+        grid: Size of each axis of the tokens after the prefix.
         num_prefix: Number of prefix tokens.
 
     Example:

@@ -31,7 +31,7 @@ class RowLoop:
     """Static sizes, and the loop over rows of queries.
 
     Attributes:
-        grid: Height and width, or length, of the tokens, without prefix.
+        grid: Size of each axis of the tokens, without prefix.
         causal: Whether tables have the offsets 0, 1, ... of a line only.
         num_heads: Number of heads.
         precision: Precision of the products.

@@ -146,7 +146,7 @@ def grid_table(
         name: Name of the parameter.
         init: Its initializer.
         shape: Its shape.
-        grid: Height and width, or length, in tokens.
+        grid: Size of each axis, in tokens.
         whose: What the table belongs to, for the message.
         remedy: A further way to fix the error, for the message.
 

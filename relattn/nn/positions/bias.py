@@ -143,7 +143,7 @@ class FourierBias(Position):
     have any direction. Initial values are w_r ~ 64^(-r / num_frequencies) N(0, I) and
     coefficients ~ N(0, 0.02^2), so that the bias is almost zero.
 
-    On a torus the w_r are the longest waves of which a whole number fits both axes,
+    On a torus the w_r are the longest waves of which a whole number fits all axes,
     and not learned.
 
     Attributes:

@@ -185,7 +185,7 @@ class FourierValues(_Fourier):
     w_r, every layer and head matrices A_r and B_r. In pairs with a prefix token W is
     W_0. This is Translution's projection of values with a table that is a low-pass
     function of the offset: 2 num_frequencies + 1 matrices for a grid of any size. On a
-    torus the w_r are the longest waves of which a whole number fits both axes, and not
+    torus the w_r are the longest waves of which a whole number fits all axes, and not
     learned; with all of them the table may be any.
 
     The attention's weights multiply values of width

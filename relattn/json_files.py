@@ -50,7 +50,8 @@ DATA = {
     "images": {
         "name": str,
         "class_names": [str],
-        "image_shape": [_SIDE, _SIDE, _SIDE],
+        # Height, width and channels; volumes have frames before them.
+        "image_shape": ([_SIDE] * 3, [_SIDE] * 4),
         "mean": [Range(-1e6, 1e6, float)],
         "std": [Range(0, 1e6, float)],
         "num_train": _COUNT,

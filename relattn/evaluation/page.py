@@ -324,7 +324,7 @@ def _num_patches(run: ShiftRun) -> int:
     if not hasattr(model, "patch_size"):
         return 0
     size = run.image_size
-    return math.prod(models.patch_grid(size, size, model.patch_size))
+    return math.prod(models.patch_grid((size, size), model.patch_size))
 
 
 def _encode(x: Num[np.ndarray, "..."]) -> str:

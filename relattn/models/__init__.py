@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from relattn import spec
 from relattn.messages import check_choice, closest, shorten
+from relattn.models.cnn import CNN
 from relattn.models.cnn import AlexNet as AlexNet
 from relattn.models.cnn import ResNet18 as ResNet18
 from relattn.models.cnn import Vgg16 as Vgg16
@@ -68,7 +69,7 @@ def build_model(
     config: Options,
     *,
     num_classes: int | None = None,
-    image_shape: tuple[int, int, int] | None = None,
+    image_shape: tuple[int, ...] | None = None,
     vocab_size: int | None = None,
     context_length: int | None = None,
 ) -> nn.Module:
@@ -77,7 +78,8 @@ def build_model(
     Args:
         config: ``name`` of the model, and the values of its attributes.
         num_classes: For images: number of classes.
-        image_shape: For images: height, width and channels of the model's inputs.
+        image_shape: For images: height, width and channels of the model's inputs; for
+            volumes: frames, height, width and channels.
         vocab_size: For text: size of the vocabulary.
         context_length: For text: length of the longest sequence, in tokens.
 
@@ -129,7 +131,13 @@ def build_model(
         )
     example = jax.ShapeDtypeStruct((1, 1), jnp.int32)
     if inputs == "images":
-        example = jax.ShapeDtypeStruct((1, *needed.pop("image_shape")), jnp.float32)
+        shape = needed.pop("image_shape")
+        if len(shape) != 3 and issubclass(MODELS[name], CNN):
+            raise ValueError(
+                f"model {name!r} takes images of height and width, not volumes: choose "
+                "'vit'"
+            )
+        example = jax.ShapeDtypeStruct((1, *shape), jnp.float32)
     model = MODELS[name](**needed, **options)
     # Tracing is cheap and finds invalid sizes before any work.
     jax.eval_shape(model.init, jax.random.key(0), example)
@@ -196,7 +204,8 @@ def _check_value(option: str, value: Any) -> None:
     elif option == "norm_eps" and not value > 0:
         problem = "must be positive"
     elif option == "patch_size":
-        patch_sides(value)
+        sides = value if isinstance(value, list | tuple) else ()
+        patch_sides(value, 3 if len(sides) == 3 else 2)
     elif option == "dtype":
         try:
             known = jnp.dtype(value).name in _DTYPES

@@ -76,7 +76,7 @@ def anchor_shifts(
         [[1, 1]]
     """
     _, height, width, _ = images.shape
-    grid = patch_grid(height, width, patch_size)
+    grid = patch_grid((height, width), patch_size)
     patch = patch_sides(patch_size)
     # Pixels without channels.
     pixels = widen(jax.lax.stop_gradient(images)).sum(axis=-1)

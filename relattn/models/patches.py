@@ -1,7 +1,12 @@
-"""The patches of an image: their sides, their grid, and cutting an image into them."""
+"""The patches of an image: their sides, their grid, and cutting an image into them.
+
+A volume, such as a video, is an image of three axes: frames, height and width.
+"""
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,70 +17,75 @@ from jaxtyping import Array, Bool, Float
 from relattn.messages import shorten
 from relattn.offsets import Grid, Torus
 
-# The side of a square, or height and width. A config read from JSON has a list.
+# One side for all axes, or one for each axis. A config read from JSON has a list.
 PatchSize = int | Sequence[int]
 
+_SIDES = {2: "two (height and width)", 3: "three (frames, height and width)"}
 
-def patch_sides(patch_size: Any) -> tuple[int, int]:
-    """Returns height and width of a patch.
+
+def patch_sides(patch_size: Any, axes: int = 2) -> tuple[int, ...]:
+    """Returns the sides of a patch.
 
     Args:
-        patch_size: Side of a square patch, or height and width, in pixels.
+        patch_size: One side for all axes, or one for each axis, such as height and
+            width, in pixels.
+        axes: Number of axes of the image; 3 for frames, height and width.
 
     Returns:
-        Height and width in pixels.
+        The side along each axis, in pixels.
 
     Raises:
-        ValueError: If it is neither one whole number nor two.
+        ValueError: If it is neither one whole number nor one for each axis.
 
     Example:
-        >>> patch_sides(2), patch_sides([4, 2])
-        ((2, 2), (4, 2))
+        >>> patch_sides(2), patch_sides([4, 2]), patch_sides((1, 4, 2), axes=3)
+        ((2, 2), (4, 2), (1, 4, 2))
     """
-    sides = patch_size if isinstance(patch_size, list | tuple) else (patch_size,) * 2
-    if len(sides) != 2 or not all(type(side) is int for side in sides):
+    sides = patch_size if isinstance(patch_size, list | tuple) else (patch_size,) * axes
+    if len(sides) != axes or not all(type(side) is int for side in sides):
         raise ValueError(
-            "patch_size must be a whole number of pixels, or two (height and width), "
-            f"got {shorten(patch_size)}"
+            "patch_size must be a whole number of pixels, or "
+            f"{_SIDES.get(axes, axes)}, got {shorten(patch_size)}"
         )
-    height, width = sides
-    return height, width
+    return tuple(sides)
 
 
-def patch_grid(height: int, width: int, patch_size: PatchSize) -> tuple[int, int]:
+def patch_grid(image_size: Sequence[int], patch_size: PatchSize) -> tuple[int, ...]:
     """Computes the grid of an image's patches.
 
     Args:
-        height: Height of the image, in pixels.
-        width: Width of the image, in pixels.
-        patch_size: Side of a square patch, or height and width, in pixels.
+        image_size: Size of the image along each axis, in pixels: height and width, or
+            frames, height and width.
+        patch_size: One side for all axes, or one for each axis, in pixels.
 
     Returns:
-        Height and width of the grid, in tokens.
+        Size of the grid along each axis, in tokens.
 
     Raises:
         ValueError: If the patch does not divide the image, or is larger than it.
 
     Example:
-        >>> patch_grid(4, 6, 2)
-        (2, 3)
+        >>> patch_grid((4, 6), 2), patch_grid((8, 4, 6), (4, 2, 2))
+        ((2, 3), (2, 2, 3))
     """
-    patch = patch_sides(patch_size)
-    if patch[0] > height or patch[1] > width:
+    patch = patch_sides(patch_size, len(image_size))
+    pairs = [*zip(image_size, patch, strict=True)]
+    shown = "x".join(map(str, image_size))
+    if any(side > size for size, side in pairs):
         raise ValueError(
-            f"patch_size={patch_size} is larger than the image of {height}x{width} "
+            f"patch_size={patch_size} is larger than the image of {shown} "
             "pixels; choose a smaller patch or larger images"
         )
-    if min(patch) < 1 or height % patch[0] or width % patch[1]:
+    if min(patch) < 1 or any(size % side for size, side in pairs):
         raise ValueError(
-            f"patch_size={patch_size} does not divide the image of {height}x{width} "
+            f"patch_size={patch_size} does not divide the image of {shown} "
             "pixels; choose a divisor or images of another size"
         )
-    return (height // patch[0], width // patch[1])
+    return tuple(size // side for size, side in pairs)
 
 
 def extract_patches(
-    images: Float[Array, "batch height width channels"],
+    images: Float[Array, "batch *size channels"],
     patch_size: PatchSize,
     *,
     overlap: int = 0,
@@ -84,14 +94,15 @@ def extract_patches(
     """Cuts images into patches, in row-major order.
 
     Args:
-        images: Shape ``[batch, height, width, channels]``.
-        patch_size: Side of a square patch, or height and width, in pixels.
+        images: Shape ``[batch, height, width, channels]``, or with frames before the
+            height.
+        patch_size: One side for all axes, or one for each axis, in pixels.
         overlap: Number of pixels by which a patch is larger on every side.
         periodic: Whether the image is periodic: patches that overlap a border continue
             on the other side, not with zeros, and the grid is a torus.
 
     Returns:
-        Tokens ``[batch, n, patch height * patch width * channels]``, and their grid.
+        Tokens ``[batch, n, pixels of a patch * channels]``, and their grid.
 
     Raises:
         ValueError: If the patch does not divide the image, or is larger than it.
@@ -107,24 +118,28 @@ def extract_patches(
         ...     jnp.zeros((1, 4, 6, 3)), 2, overlap=1, periodic=True)
         >>> tokens.shape, grid
         ((1, 6, 48), Torus((2, 3)))
+        >>> tokens, grid = extract_patches(jnp.zeros((1, 8, 4, 6, 3)), (4, 2, 2))
+        >>> tokens.shape, grid
+        ((1, 12, 48), (2, 2, 3))
     """
     if overlap < 0:
         raise ValueError(f"patch_overlap must be at least 0 pixels, got {overlap}")
-    batch, height, width, channels = images.shape
-    grid = patch_grid(height, width, patch_size)
-    patch = patch_sides(patch_size)
+    batch, *image_size, channels = images.shape
+    grid, axes = patch_grid(image_size, patch_size), len(image_size)
+    pairs = [*zip(grid, patch_sides(patch_size, axes), strict=True)]
     # x: [batch, grid rows, patch rows, grid columns, patch columns, channels]
     if overlap:
-        widths = [(0, 0), (overlap, overlap), (overlap, overlap), (0, 0)]
+        widths = [(0, 0), *[(overlap, overlap)] * axes, (0, 0)]
         x = jnp.pad(images, widths, mode="wrap" if periodic else "constant")
-        rows, columns = (
-            np.arange(count)[:, None] * side + np.arange(side + 2 * overlap)
-            for count, side in zip(grid, patch, strict=True)
-        )
-        x = x[:, rows][:, :, :, columns]
+        for axis, (count, side) in enumerate(pairs):
+            pixels = np.arange(count)[:, None] * side + np.arange(side + 2 * overlap)
+            x = x[(slice(None),) * (1 + 2 * axis) + (pixels,)]
     else:
-        x = images.reshape(batch, grid[0], patch[0], grid[1], patch[1], channels)
-    tokens = x.swapaxes(2, 3).reshape(batch, grid[0] * grid[1], -1)
+        x = images.reshape(batch, *itertools.chain(*pairs), channels)
+    # The grid's axes, then the patch's.
+    order = [*range(1, 2 * axes, 2), *range(2, 2 * axes + 1, 2)]
+    x = x.transpose(0, *order, 2 * axes + 1)
+    tokens = x.reshape(batch, math.prod(grid), -1)
     return tokens, Torus(grid) if periodic else grid
 
 
@@ -163,14 +178,13 @@ def adapt_channels(
 
 
 def zero_patches(
-    images: Float[Array, "batch height width channels"],
+    images: Float[Array, "batch *size channels"],
     exists: Bool[Array, "batch patches"],
     patch_size: PatchSize,
-) -> Float[Array, "batch height width channels"]:
+) -> Float[Array, "batch *size channels"]:
     """Sets the pixels of patches that do not exist to zero, even where they are NaN."""
-    batch, height, width, _ = images.shape
-    grid = patch_grid(height, width, patch_size)
-    exists = exists.reshape(batch, *grid)
-    for axis, side in enumerate(patch_sides(patch_size), 1):
+    batch, *image_size, _ = images.shape
+    exists = exists.reshape(batch, *patch_grid(image_size, patch_size))
+    for axis, side in enumerate(patch_sides(patch_size, len(image_size)), 1):
         exists = jnp.repeat(exists, side, axis=axis)
     return jnp.where(exists[..., None], images, 0)

@@ -100,7 +100,7 @@ class Pretrained:
                 "config.json does not say how the model's images are prepared: prepare "
                 "them as its authors do"
             )
-        height, width, _ = self.config["image_shape"]
+        *_, height, width, _ = self.config["image_shape"]
         if height != width:
             raise ValueError(
                 f"preprocess resizes to squares, but the model sees {height}x{width} "
@@ -170,7 +170,7 @@ def data_options(
 
     info = data.read_info(config["data"])
     options = ConfigDict(config["training"]["data"])
-    size = config["image_shape"][0]
+    size = config["image_shape"][-3]
     return data, info, data.with_image_size(options, info, size)
 
 
@@ -249,12 +249,14 @@ def load_pretrained(
         if module.inputs != "images":
             raise ValueError(f"image_size={image_size} needs a model of images")
         size = (image_size,) * 2 if isinstance(image_size, int) else tuple(image_size)
-        variables = resize_images(module, variables, config["image_shape"], size)
-        before = min(config["image_shape"][:2])
-        config = {**config, "image_shape": [*size, config["image_shape"][2]]}
+        *frames, height, width, channels = config["image_shape"]
+        size, old = (*frames, *size), (*frames, height, width)
+        variables = resize_images(module, variables, old, size)
+        before = min(height, width)
+        config = {**config, "image_shape": [*size, channels]}
         if "preprocessing" in config:
             values = config["preprocessing"]
-            resized = round(values["resized"] * min(size) / before)
+            resized = round(values["resized"] * min(size[-2:]) / before)
             config["preprocessing"] = {**values, "resized": resized}
     return Pretrained(module, variables, config)
 
@@ -285,7 +287,7 @@ def _with_channels(module, tensors, config, channels):
             "(embedding_norms=False): give images of "
             f"{old} channels"
         )
-    config = {**config, "image_shape": [*config["image_shape"][:2], channels]}
+    config = {**config, "image_shape": [*config["image_shape"][:-1], channels]}
     if "preprocessing" in config:
         values = preprocessing.with_channels(config["preprocessing"], channels)
         config["preprocessing"] = values
@@ -445,7 +447,7 @@ def resize_images(
 ) -> dict[str, Any]:
     """Resizes variables from one image size to another, in pixels."""
     patch_size = getattr(model, "patch_size", 1)
-    grids = [models.patch_grid(*size[:2], patch_size=patch_size) for size in (old, new)]
+    grids = [models.patch_grid(size, patch_size) for size in (old, new)]
     return resize_grid(model, variables, *grids)
 
 

@@ -30,7 +30,7 @@ MODEL = {
 _SIZES = {
     # Without a head, 0.
     "num_classes?": Range(0, 2**24),
-    "image_shape?": [_SIDE, _SIDE, _SIDE],
+    "image_shape?": ([_SIDE] * 3, [_SIDE] * 4),
     "vocab_size?": _SIZE,
     "context_length?": Range(1, 2**24),
 }
@@ -96,7 +96,7 @@ def _check_data(config: dict[str, Any], kind: str) -> None:
         raise ValueError(f"it has an unknown key in data, {shorten(unknown[0])}")
     if kind == "tokens":
         return
-    channels = data["image_shape"][2]
+    channels = data["image_shape"][-1]
     counts = {"mean": channels, "std": channels, "class_names": config["num_classes"]}
     for key, count in counts.items():
         if len(data[key]) != count:
@@ -104,7 +104,7 @@ def _check_data(config: dict[str, Any], kind: str) -> None:
 
 
 def _check_preprocessing(config: dict[str, Any]) -> None:
-    values, channels = config["preprocessing"], config["image_shape"][2]
+    values, channels = config["preprocessing"], config["image_shape"][-1]
     for key in ("mean", "std"):
         if len(values[key]) != channels:
             raise ValueError(
@@ -116,7 +116,8 @@ def _check_preprocessing(config: dict[str, Any]) -> None:
 
 def _check_patches(image_shape: list[int], patch_size: Any) -> None:
     """Refuses more patches than a model can see."""
-    sides = zip(image_shape[:2], patch_sides(patch_size), strict=True)
+    *size, _ = image_shape
+    sides = zip(size, patch_sides(patch_size, len(size)), strict=True)
     patches = math.prod(side // patch for side, patch in sides)
     if patches > _MAX_TOKENS:
         raise ValueError(

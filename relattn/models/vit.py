@@ -40,7 +40,7 @@ POOLS = ("cls", "mean", "cls_mean", "attention")
 
 
 class ViT(nn.Module):
-    """Classifies images from their patches: embedding, CLS token, blocks, head.
+    """Classifies images or volumes from their patches: embedding, CLS, blocks, head.
 
     A patch is embedded by LayerNorm, Linear, LayerNorm. The CLS token comes first and
     starts as N(0, 1). A final LayerNorm precedes the head. With ``dim``,
@@ -58,7 +58,8 @@ class ViT(nn.Module):
         head_dim: Width of a head; 0 for dim / num_heads.
         mlp_dim: Width of the feed-forward networks' hidden layer.
         patch_size: Side of the square patch that is one token, or its height and width,
-            in pixels.
+            in pixels; for volumes, such as videos, of a cube, or its frames, height and
+            width.
         patch_overlap: Number of pixels by which a patch is larger on every side.
         anchor: ``"polyphase"`` rolls every image by `polyphase_anchor` before it is cut
             into patches; ``"none"`` does not.
@@ -171,7 +172,7 @@ class ViT(nn.Module):
     @at_precision
     def __call__(
         self,
-        images: Float[Array, "batch height width channels"],
+        images: Float[Array, "batch *size channels"],
         *,
         key_mask: Bool[Array, "batch patches"] | None = None,
         deterministic: bool = True,
@@ -179,7 +180,8 @@ class ViT(nn.Module):
         """Computes the class logits of a batch of images.
 
         Args:
-            images: Shape ``[batch, height, width, channels]``.
+            images: Shape ``[batch, height, width, channels]``; volumes ``[batch,
+                frames, height, width, channels]``.
             key_mask: True for patches that exist, row by row, shape
                 ``[batch, patches]``: for images padded to one size.
             deterministic: Whether dropout is off.
@@ -204,6 +206,11 @@ class ViT(nn.Module):
             raise ValueError(
                 "the anchor rolls the patches, which key_mask does not follow: "
                 "leave out key_mask, or choose anchor='none'"
+            )
+        if self.anchor != "none" and images.ndim != 4:
+            raise ValueError(
+                "the anchor rolls images along their height and width: choose "
+                "anchor='none' for volumes"
             )
         attentions, make_position = layer_attentions(
             self.attention,

@@ -69,7 +69,7 @@ def take_model(
         data = source["data"]
         sizes = {key: _pair(data[key]) for key in keys if key in data}
     elif "image_shape" in source:
-        height, width, _ = source["image_shape"]
+        *_, height, width, _ = source["image_shape"]
         if height == width and config.data.get("source") != "text":
             sizes["image_size"] = height
         if "preprocessing" in source and config.data.get("source") != "text":
@@ -88,7 +88,7 @@ def take_model(
 def _data_preprocessing(source: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the options of the data that prepare images as for a saved model."""
     preprocessing = source["preprocessing"]
-    height, width, _ = source["image_shape"]
+    *_, height, width, _ = source["image_shape"]
     return {
         "standardize": True,
         "mean": tuple(preprocessing["mean"]),
@@ -139,20 +139,22 @@ def initial_state(
     if "image_shape" in new and source.model.inputs == "images":
         old_shape, new_shape = source.config["image_shape"], new["image_shape"]
         grids = [
-            models.patch_grid(*shape[:2], patch_size=getattr(model, "patch_size", 1))
+            models.patch_grid(shape[:-1], getattr(model, "patch_size", 1))
             for shape, model in ((old_shape, source.model), (new_shape, single.model))
         ]
         try:
             variables = models.resize_grid(source.model, variables, *grids)
         except ValueError as error:
-            side = "x".join(map(str, old_shape[:2]))
+            old_size, new_size = (
+                "x".join(map(str, shape[:-1])) for shape in (old_shape, new_shape)
+            )
             raise ValueError(
-                f"config.init_from={config.init_from}, a model of images of {side} "
-                f"pixels, does not fit images of {new_shape[0]}x{new_shape[1]}: {error}"
+                f"config.init_from={config.init_from}, a model of images of {old_size} "
+                f"pixels, does not fit images of {new_size}: {error}"
             ) from error
     tensors = pretrained.flatten(source.model, variables)
     if "image_shape" in new and source.model.inputs == "images":
-        tensors = _with_channels(tensors, old_shape[2], new_shape[2])
+        tensors = _with_channels(tensors, old_shape[-1], new_shape[-1])
         if new["num_classes"] != source.config["num_classes"]:
             skipped.append("head")
     elif new.get("context_length", math.inf) < source.config["context_length"]:

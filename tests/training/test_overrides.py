@@ -68,7 +68,7 @@ def test_a_patch_is_a_side_or_a_pair(config, text, value):
     shape = (28, 28, 1)
     model = models.build_model(found, num_classes=3, image_shape=shape)
     sides = (value, value) if isinstance(value, int) else value
-    grid = models.patch_grid(28, 28, model.patch_size)
+    grid = models.patch_grid((28, 28), model.patch_size)
     assert grid == (28 // sides[0], 28 // sides[1])
 
 

@@ -16,6 +16,7 @@ from configs import (
     rpe_vit,
     translution_gpt,
     translution_vit,
+    volumes_vit,
 )
 from relattn.data import IMAGE_OPTIONS
 from relattn.models import SIZES, build_model, complete_options
@@ -72,6 +73,7 @@ CONFIGS += [
 ]
 RPE_VIT = ["", "smoke", "cpu", "cifar10", "cifar10,cpu", "relu,string_gate", "softmax"]
 CONFIGS += [("rpe_vit", argument) for argument in RPE_VIT]
+CONFIGS += [("volumes_vit", a) for a in ["", "smoke", *volumes_vit.METHODS]]
 
 
 def get_config(name, argument):
@@ -314,7 +316,15 @@ def test_ablations_are_arguments():
 
 @pytest.mark.parametrize(
     "name",
-    ["performer", "baselines", "demo", "translution_vit", "translution_gpt", "rpe_vit"],
+    [
+        "performer",
+        "baselines",
+        "demo",
+        "translution_vit",
+        "translution_gpt",
+        "rpe_vit",
+        "volumes_vit",
+    ],
 )
 def test_config_docstring_has_the_launch_command(name):
     command = f"python train.py --config=configs/{name}.py:"

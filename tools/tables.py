@@ -130,7 +130,10 @@ def contents() -> str:
         "[Attentions](docs/attentions.md)": ATTENTIONS,
         "[Positions](docs/positions.md)": POSITIONS,
         "[Models](docs/training.md)": MODELS,
-        "[Data](docs/data.md)": [*SETS, "folder", "csv", "hf", "npz", "text"],
+        "[Data](docs/data.md)": [
+            *SETS,
+            *("folder", "csv", "hf", "npz", "moving_digits", "text"),
+        ],
     }
     rows = [
         [title, ", ".join(f"`{name}`" for name in group)]

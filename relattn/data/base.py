@@ -2,7 +2,8 @@
 
 A batch is a dictionary of arrays that share their first axis. A batch of images has
 ``image``, uint8 as stored, shape ``[batch, height, width, channels]``, and ``label``,
-shape ``[batch]``. A batch of text has ``tokens``, int32, and ``label``, the next
+shape ``[batch]``. Volumes, such as videos, are images with an axis of frames before the
+height. A batch of text has ``tokens``, int32, and ``label``, the next
 tokens, both of shape ``[batch, n]``. Evaluation adds ``weight``, float32 in the shape
 of ``label``: labels of weight 0 do not count.
 """
@@ -115,7 +116,8 @@ class ImageInfo:
     Attributes:
         name: Name of the data set.
         class_names: Class names in label order.
-        image_shape: Height, width and channels as stored in a batch.
+        image_shape: Height, width and channels as stored in a batch; for volumes
+            frames, height, width and channels.
         mean: Mean of the training images per channel, values in [0, 1].
         std: Standard deviation of the training images per channel.
         num_train: Number of training images.
@@ -127,7 +129,7 @@ class ImageInfo:
 
     name: str
     class_names: tuple[str, ...]
-    image_shape: tuple[int, int, int]
+    image_shape: tuple[int, ...]
     mean: tuple[float, ...]
     std: tuple[float, ...]
     num_train: int

@@ -38,14 +38,15 @@ class ImageSplit:
     """Images of one size with their labels.
 
     Attributes:
-        images: Images, uint8, shape ``[n, height, width, channels]``.
+        images: Images, uint8, shape ``[n, height, width, channels]``; volumes ``[n,
+            frames, height, width, channels]``.
         labels: Labels, int32, shape ``[n]``.
 
     Raises:
         ValueError: If an array has another type or shape, or an image has no pixels.
     """
 
-    images: UInt8[np.ndarray, "n height width channels"]
+    images: UInt8[np.ndarray, "n *frames height width channels"]
     labels: Int32[np.ndarray, " n"]
 
     def __post_init__(self):
@@ -124,6 +125,11 @@ class ImageData:
     def __post_init__(self):
         for name, split in {"train": self.train, **self.eval_splits}.items():
             _check_labels(split.labels, self.num_classes, name)
+        if self.augment != "none" and len(self.image_shape) != 3:
+            raise ValueError(
+                f"data.augment={self.augment!r} changes images of height and width, "
+                "not volumes: leave it at 'none'"
+            )
 
     @classmethod
     def from_arrays(
@@ -143,7 +149,8 @@ class ImageData:
 
         Args:
             name: Name of the set.
-            images: Images, uint8 from 0 to 255, shape ``[n, height, width, channels]``.
+            images: Images, uint8 from 0 to 255, shape ``[n, height, width, channels]``;
+                volumes have an axis of frames before the height.
             labels: Integers from 0 to the number of classes - 1, shape ``[n]``.
             class_names: Class names in label order.
             num_validation: Number of images to hold out for validation.
@@ -194,10 +201,12 @@ class ImageData:
         return len(self.class_names)
 
     @property
-    def image_shape(self) -> tuple[int, int, int]:
-        """Returns (height, width, channels) as stored, before any resizing."""
-        height, width, channels = self.train.images.shape[1:]
-        return height, width, channels
+    def image_shape(self) -> tuple[int, ...]:
+        """Returns (height, width, channels) as stored, before any resizing.
+
+        Volumes have a number of frames before them.
+        """
+        return self.train.images.shape[1:]
 
     @property
     def info(self) -> ImageInfo:
@@ -268,13 +277,15 @@ def check_arrays(images: np.ndarray, labels: np.ndarray, name: str) -> None:
         labels: Their labels.
         name: The name of the images, for the message.
     """
-    if images.dtype != np.uint8 or images.ndim != 4:
+    if images.dtype != np.uint8 or images.ndim not in (4, 5):
         raise ValueError(
             f"{name} has shape {images.shape} and dtype {images.dtype}, expected uint8 "
-            "[n, height, width, channels]: for values in [0, 1] give (255 * images)"
-            ".round().astype(np.uint8)"
+            "[n, height, width, channels], for volumes [n, frames, height, width, "
+            "channels]: for values in [0, 1] give (255 * images).round()"
+            ".astype(np.uint8)"
         )
-    if images.shape[1] in (1, 3) and images.shape[3] > 4 and images.shape[2] > 4:
+    first, *_, before_last, last = images.shape[1:]
+    if images.ndim == 4 and first in (1, 3) and last > 4 and before_last > 4:
         raise ValueError(
             f"{name} has shape {images.shape}, which is [n, channels, height, width]: "
             "give images.transpose(0, 2, 3, 1)"
@@ -417,12 +428,12 @@ have validation images of their own: set data.num_validation=0
 
 
 def channel_statistics(
-    images: UInt8[np.ndarray, "n height width channels"],
+    images: UInt8[np.ndarray, "n *frames height width channels"],
 ) -> tuple[Float32[np.ndarray, " channels"], Float32[np.ndarray, " channels"]]:
     """Returns the exact mean and standard deviation per channel, values in [0, 1].
 
     Args:
-        images: Images, shape ``[n, height, width, channels]``.
+        images: Images, shape ``[n, height, width, channels]``, or volumes.
 
     Returns:
         The mean and the standard deviation, both of shape ``[channels]``, from a

@@ -29,6 +29,7 @@ from relattn.data.images import (
     check_no_draw,
     split_validation,
 )
+from relattn.data.moving_digits import make_moving_digits
 from relattn.data.paths import expand, reading_data
 from relattn.data.preprocess import check_statistics
 from relattn.data.registry import EMBEDDED_FOLDER, EMBEDDED_VERSION, SETS
@@ -56,6 +57,14 @@ IMAGE_OPTIONS = {
     "num_workers": 0,
 }
 
+_VOLUME_OPTIONS = (
+    "source",
+    "standardize",
+    "mix",
+    "erase",
+    "num_validation",
+    "split_seed",
+)
 _PHOTOGRAPHS = "photographs that are read during training"
 
 
@@ -92,8 +101,9 @@ def load_data(config: ConfigDict) -> DataSource:
 
     Args:
         config: Options of the data. ``source`` is "embedded", "tfds", "folder", "csv",
-            "hf" or "npz", with the options of `load_images`, or "text", with those of
-            `load_text`. Images also have
+            "hf" or "npz", with the options of `load_images`, "text", with those of
+            `load_text`, or "moving_digits", volumes (`make_moving_digits`), with
+            ``num_validation`` and ``split_seed``. Images also have
 
             - ``image_size``: height and width of the model's inputs;
             - ``standardize``: whether to subtract the mean of each channel and divide
@@ -328,6 +338,22 @@ def _load_listed(config: ConfigDict) -> DataSource:
     return _make_images(config, decoded.splits())
 
 
+def _load_moving_digits(config: ConfigDict) -> DataSource:
+    """Makes moving digits; refuses options that would have no effect."""
+    for option, default in IMAGE_OPTIONS.items():
+        value = config.get(option, default)
+        if option not in _VOLUME_OPTIONS and value != default:
+            raise ValueError(
+                f"data.{option}={shorten(value)} has no effect on moving digits: leave "
+                f"it at {default!r}"
+            )
+    data = make_moving_digits(
+        config.get("num_validation", 0), config.get("split_seed", 0)
+    )
+    check_statistics(config, data.info)
+    return data
+
+
 def _load_tfds(config: ConfigDict) -> DataSource:
     """Loads a full set into memory, or opens it for streaming if it is too large."""
     _check_name(config)
@@ -392,6 +418,7 @@ LOADERS: dict[str, Callable[[ConfigDict], DataSource]] = {
     "tfds": _load_tfds,
     **dict.fromkeys(LISTS, _load_listed),
     "text": load_text,
+    "moving_digits": _load_moving_digits,
 }
 # The entries above; users register others.
 BUILT_IN = frozenset(LOADERS)

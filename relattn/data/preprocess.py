@@ -61,7 +61,7 @@ def make_preprocess(
             "std": np.asarray(std, np.float32),
         }
     function = functools.partial(
-        preprocess, image_size=input_shape(config, info)[0], **statistics
+        preprocess, image_size=input_shape(config, info)[-2], **statistics
     )
     stored = stored_shape(config, info)
 
@@ -98,7 +98,7 @@ def channel_mean_std(
         >>> channel_mean_std(ConfigDict({"mean": (0.25, 0.75, 0.5)}), info)
         ((0.5,), (0.5,))
     """
-    channels = info.image_shape[2]
+    channels = info.image_shape[-1]
     found = []
     for key in ("mean", "std"):
         values = tuple(config.get(key, None) or getattr(info, key))
@@ -152,21 +152,23 @@ def input_shape(config: ConfigDict, info: DataInfo) -> tuple[int, ...]:
         info: Description of the data.
 
     Returns:
-        ``(height, width, channels)`` for images, ``(context_length,)`` for text.
+        ``(height, width, channels)`` for images, with frames before them for volumes;
+        ``(context_length,)`` for text.
 
     Raises:
         ValueError: If ``image_size`` is below 1 or above `MAX_IMAGE_SIZE`.
     """
     if info.kind == "tokens":
         return (info.context_length,)
-    size = config.get("image_size", info.image_shape[0])
+    *frames, height, _, channels = info.image_shape
+    size = config.get("image_size", height)
     if not 1 <= size <= MAX_IMAGE_SIZE:
         limit = "at least 1" if size < 1 else f"at most {MAX_IMAGE_SIZE}"
         raise ValueError(f"data.image_size={shorten(size)} must be {limit}")
-    return (size, size, info.image_shape[2])
+    return (*frames, size, size, channels)
 
 
-def stored_shape(config: ConfigDict, info: ImageInfo) -> tuple[int, int, int]:
+def stored_shape(config: ConfigDict, info: ImageInfo) -> tuple[int, ...]:
     """Returns the shape of an image in a batch, before `preprocess`.
 
     Args:
@@ -175,12 +177,10 @@ def stored_shape(config: ConfigDict, info: ImageInfo) -> tuple[int, int, int]:
 
     Returns:
         ``(height, width, channels)`` of the images in memory or, for photographs, of
-        the crop, which already has the size of a model input.
+        the crop, which already has the size of a model input. Volumes have frames
+        before them.
     """
-    height, width, channels = info.image_shape
-    if info.streamed:
-        height = width = input_shape(config, info)[0]
-    return height, width, channels
+    return input_shape(config, info) if info.streamed else info.image_shape
 
 
 def with_image_size(config: ConfigDict, info: DataInfo, size: int) -> ConfigDict:
@@ -204,19 +204,19 @@ def with_image_size(config: ConfigDict, info: DataInfo, size: int) -> ConfigDict
     changed = ConfigDict(config.to_dict())
     changed.image_size = size
     if config.get("short_side", 0):
-        before = input_shape(config, info)[0]
+        before = input_shape(config, info)[-2]
         changed.short_side = round(config.short_side * size / before)
     return changed
 
 
 def preprocess(
-    images: Shaped[Array | np.ndarray, "batch height width channels"],
+    images: Shaped[Array | np.ndarray, "batch *frames height width channels"],
     *,
     image_size: int,
     mean: Float[Array | np.ndarray, " channels"] | None = None,
     std: Float[Array | np.ndarray, " channels"] | None = None,
     change: Callable[[Array], Array] | None = None,
-) -> Float32[Array, "batch {image_size} {image_size} channels"]:
+) -> Float32[Array, "batch *frames {image_size} {image_size} channels"]:
     """Scales images to [0, 1], resizes them and, given a mean, standardises them.
 
     x -> (resize(change(x / 255)) - mean) / std
@@ -226,7 +226,8 @@ def preprocess(
     every size, and under jit.
 
     Args:
-        images: Images, uint8, shape ``[batch, height, width, channels]``.
+        images: Images, uint8, shape ``[batch, height, width, channels]``, or volumes,
+            with frames before the height.
         image_size: Height and width of the result.
         mean: Mean of each channel, for values in [0, 1], shape ``[channels]``; None
             leaves the values in [0, 1].
@@ -236,7 +237,8 @@ def preprocess(
             none.
 
     Returns:
-        Model inputs, float32, shape ``[batch, image_size, image_size, channels]``.
+        Model inputs, float32, shape ``[batch, image_size, image_size, channels]``, or
+        with frames before the height.
 
     Raises:
         ValueError: If only one of ``mean`` and ``std`` is given, ``image_size`` is
@@ -265,10 +267,10 @@ def preprocess(
 
 @jax.jit
 def standardize(
-    images: Float[Array, "batch height width channels"],
+    images: Float[Array, "batch *frames height width channels"],
     mean: Float[Array | np.ndarray, " channels"],
     std: Float[Array | np.ndarray, " channels"],
-) -> Float[Array, "batch height width channels"]:
+) -> Float[Array, "batch *frames height width channels"]:
     """Returns (images - mean) / std, by channel."""
     return (images - mean) / std
 
@@ -287,11 +289,11 @@ def _scale(images: Array | np.ndarray) -> Array:
 
 
 def _resize(images: Array, size: int) -> Array:
-    """Resizes both axes in sums of few terms.
+    """Resizes height and width in sums of few terms.
 
     Matrix products would round differently in batches of another size.
     """
-    for axis in (1, 2):
+    for axis in (images.ndim - 3, images.ndim - 2):
         if images.shape[axis] != size:
             columns, weights = _triangle(images.shape[axis], size)
             shape = [1] * images.ndim

@@ -29,7 +29,7 @@ UserImage = str | os.PathLike | Image.Image | np.ndarray
 
 def read_images(
     images: Any, info: ImageInfo, config: ConfigDict, batch_size: int
-) -> Iterator[UInt8[np.ndarray, "batch height width channels"]]:
+) -> Iterator[UInt8[np.ndarray, "batch *frames height width channels"]]:
     """Yields images as a data set stores them, in batches.
 
     If the data are photographs, every image is scaled and cropped to the central part,
@@ -56,7 +56,7 @@ def read_images(
         >>> [batch.shape for batch in read_images(images, info, ConfigDict(), 3)]
         [(2, 4, 6, 1)]
     """
-    images = as_sequence(images, info.image_shape[2])
+    images = as_sequence(images, info.image_shape[-1], len(info.image_shape) - 1)
     for start in range(0, len(images), batch_size):
         chunk = images[start : start + batch_size]
         names = (f"image {start + i}" for i in range(len(chunk)))
@@ -67,7 +67,7 @@ def read_images(
 
 def prepare_images(
     images: Any, info: ImageInfo, config: ConfigDict, batch_size: int = 256
-) -> Float32[Array, "n size size channels"]:
+) -> Float32[Array, "n *frames size size channels"]:
     """Converts images of any kind to model inputs, as evaluation does.
 
     Args:
@@ -114,8 +114,8 @@ size than 6x4 is cropped to its central part of this shape and resized to it, \
 bilinearly with antialiasing, as 8-bit values. It is then resized to 8x8, in the same \
 way. Values are pixels / 255.
     """
-    height, width, channels = stored_shape(config, info)
-    size = input_shape(config, info)[0]
+    *frames, height, width, channels = stored_shape(config, info)
+    size = input_shape(config, info)[-2]
     colour = {1: "grey", 3: "RGB"}.get(channels, f"{channels}-channel")
     bilinear = "bilinearly with antialiasing, as 8-bit values"
     parts = [
@@ -123,7 +123,12 @@ way. Values are pixels / 255.
         "An image file is decoded upright, as its EXIF orientation says; transparent "
         f"pixels are composited on {config.get('background', 'white')}.",
     ]
-    if info.streamed:
+    if frames:
+        parts = [
+            f"Inputs are {colour} volumes of {frames[0]} frames of {size}x{size} "
+            f"pixels, given as arrays of frames of {height}x{width}."
+        ]
+    elif info.streamed:
         parts.append(
             f"Its short side is resized to {short_side(config)} pixels, {bilinear}, "
             f"and the central {size}x{size} are cropped."
@@ -169,8 +174,8 @@ def library_preprocessing(info: ImageInfo, config: ConfigDict) -> dict[str, Any]
         {'resized': 8, 'squash': False, 'interpolation': 'bilinear', 'mean': [0.0], \
 'std': [1.0]}
     """
-    height, width, channels = stored_shape(config, info)
-    size = input_shape(config, info)[0]
+    *_, height, width, channels = stored_shape(config, info)
+    size = input_shape(config, info)[-2]
     mean, std = [0.0] * channels, [1.0] * channels
     if config.get("standardize", False):
         mean, std = map(list, channel_mean_std(config, info))
@@ -183,7 +188,9 @@ def library_preprocessing(info: ImageInfo, config: ConfigDict) -> dict[str, Any]
     }
 
 
-def as_sequence(images: Any, channels: int) -> Sequence[UserImage] | np.ndarray:
+def as_sequence(
+    images: Any, channels: int, axes: int = 2
+) -> Sequence[UserImage] | np.ndarray:
     """Returns a sequence of images; one image becomes a sequence of one.
 
     Args:
@@ -191,6 +198,7 @@ def as_sequence(images: Any, channels: int) -> Sequence[UserImage] | np.ndarray:
             image or more: ``[n, height, width, channels]``, where grey images may lack
             the last axis.
         channels: Number of channels of an image.
+        axes: Number of axes of an image; 3 for volumes, which have frames.
 
     Raises:
         ValueError: If an array has too few or too many axes.
@@ -204,20 +212,29 @@ def as_sequence(images: Any, channels: int) -> Sequence[UserImage] | np.ndarray:
     if isinstance(images, list | tuple):
         return images
     array = np.asarray(images)
-    if array.ndim in (2, 3) and channels == 1 and array.shape[-1] != 1:
+    if array.ndim in (axes, axes + 1) and channels == 1 and array.shape[-1] != 1:
         array = array[..., None]
-    if array.ndim not in (3, 4):
+    if array.ndim not in (axes + 1, axes + 2):
+        shape = f"{'frames, ' * (axes > 2)}height, width, {channels}]"
         raise ValueError(
-            f"images has shape {array.shape}, expected [n, height, width, {channels}] "
-            f"or one image [height, width, {channels}]"
+            f"images has shape {array.shape}, expected [n, {shape} or one image "
+            f"[{shape}"
         )
-    return array[None] if array.ndim == 3 else array
+    return array[None] if array.ndim == axes + 1 else array
 
 
 def _read(
     source: UserImage, name: str, info: ImageInfo, config: ConfigDict
-) -> UInt8[np.ndarray, "height width channels"]:
-    height, width, channels = stored_shape(config, info)
+) -> UInt8[np.ndarray, "*frames height width channels"]:
+    *frames, height, width, channels = stored = stored_shape(config, info)
+    if frames:
+        shape = getattr(source, "shape", None)
+        if shape != stored or getattr(source, "dtype", None) != np.uint8:
+            raise ValueError(
+                f"{name} must be an array of uint8 of shape {list(stored)}, as the "
+                "volumes that the model was trained on"
+            )
+        return np.asarray(source)
     planes = _planes(source, name, channels, config.get("background", "white"))
     if info.streamed:
         side = short_side(config)

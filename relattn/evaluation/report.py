@@ -71,8 +71,8 @@ def report(
         An HTML page without links to other files.
 
     Raises:
-        ValueError: If ``num_images`` is less than 1 or the run is on text, or the data
-            cannot be loaded.
+        ValueError: If ``num_images`` is less than 1 or the run is on text, the run is
+            on volumes, or the data cannot be loaded.
         CheckpointError: If the data have other classes than those of training.
     """
     if num_images is not None and num_images < 1:
@@ -81,6 +81,11 @@ def report(
         raise ValueError(
             f"num_images and data do not apply to {run.workdir}, a run on text: leave "
             "them out"
+        )
+    if run.data.kind == "images" and len(run.data.image_shape) != 3:
+        raise ValueError(
+            f"{run.workdir} was trained on volumes, which a report cannot draw: read "
+            "its result.json and metrics.jsonl"
         )
     # Without the folders of this machine.
     shared = run.pretrained_config()

@@ -107,10 +107,12 @@ def open_shift_runs(
     # All runs are checked before the first data set is loaded.
     opened = [open_run(workdir, checkpoint, image_size) for workdir in workdirs]
     for saved in opened:
-        if saved.task.info.kind != "images":
+        info = saved.task.info
+        if info.kind != "images" or len(info.image_shape) != 3:
+            kind = "volumes" if info.kind == "images" else info.kind
             raise ValueError(
-                f"{saved.workdir} was trained on {saved.task.info.kind}: only runs on "
-                "images can be shifted"
+                f"{saved.workdir} was trained on {kind}: only runs on images can be "
+                "shifted"
             )
         if data is None:
             require_data(saved.given, saved.task.info, saved.workdir, OPEN_CALL)

@@ -115,7 +115,8 @@ def _inputs(
 ) -> Iterator[tuple[jax.Array, int]]:
     """Yields inputs of the model in batches of one size, and how many are images."""
     info = require_kind(run, "images")
-    images = as_sequence(images, info.image_shape[2])
+    shape = info.image_shape
+    images = as_sequence(images, shape[-1], len(shape) - 1)
     batch_size = max(1, min(batch_size, len(images)))
     with tqdm(
         total=len(images),
@@ -126,7 +127,7 @@ def _inputs(
     ) as bar:
         for batch in read_images(images, info, run.config.data, batch_size):
             # A fixed batch size is compiled once.
-            padding = [(0, batch_size - len(batch))] + [(0, 0)] * 3
+            padding = [(0, batch_size - len(batch))] + [(0, 0)] * len(shape)
             yield run.preprocess({"image": np.pad(batch, padding)}), len(batch)
             bar.update(len(batch))
 
@@ -139,8 +140,8 @@ def attention_weights(
         tokens = read_tokenizer(run).encode(inputs)[None].astype(np.int32)
         inputs = jnp.asarray(tokens)
     else:
-        channels = run.data.image_shape[2]
-        count = max(1, len(as_sequence(inputs, channels)))
+        shape = run.data.image_shape
+        count = max(1, len(as_sequence(inputs, shape[-1], len(shape) - 1)))
         images = next(read_images(inputs, run.data, run.config.data, count))
         inputs = run.preprocess({"image": images})
     layers = models.attention_weights(run.model, run.variables, inputs)

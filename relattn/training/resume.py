@@ -65,7 +65,7 @@ def check_fits(trained: DataInfo, data: DataInfo, where: Path) -> None:
     check_labels(trained, data, where)
     if trained.kind == "tokens" or data.kind == "tokens":
         return
-    channels, given = trained.image_shape[2], data.image_shape[2]
+    channels, given = trained.image_shape[-1], data.image_shape[-1]
     if channels != given:
         raise ValueError(
             f"{where} was trained on images of {channels} channels, but those of "

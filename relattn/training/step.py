@@ -256,7 +256,7 @@ def make_train_step(
         targets = [(1.0, label)]
         if mix is not None:
             previous = batch["previous"]
-            _, height, width, _ = inputs.shape
+            *_, height, width, _ = inputs.shape
             mask = mix(mix_key, (height, width))[..., None]
             inputs = mask * inputs + (1 - mask) * prepare(previous)
             share = mask.mean()
@@ -339,11 +339,13 @@ def make_train_step(
 
 def _erase_parts(inputs: Array, keys: Array, erase: Erase) -> Array:
     """Sets parts of images to zero, each by the data of its own key."""
-    _, height, width, _ = inputs.shape
+    *_, height, width, _ = inputs.shape
     kept = jax.vmap(
         lambda data: erase(jax.random.wrap_key_data(data), (height, width))
     )(keys)
-    return jnp.where(kept[..., None] > 0, inputs, 0.0)
+    # The same part of each frame of a volume.
+    frames = range(1, inputs.ndim - 3)
+    return jnp.where(jnp.expand_dims(kept, (*frames, -1)) > 0, inputs, 0.0)
 
 
 def _example_keys(key: Key[Array, ""], count: int) -> Array:

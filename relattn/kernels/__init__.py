@@ -25,6 +25,7 @@ from relattn.kernels.linear import linear_attention as linear_attention
 from relattn.kernels.linformer import linformer_attention as linformer_attention
 from relattn.kernels.positions.bias import offset_buckets as offset_buckets
 from relattn.kernels.positions.bias import wave_bias as wave_bias
+from relattn.kernels.positions.fourier import append_waves as append_waves
 from relattn.kernels.positions.fourier import combine_values as combine_values
 from relattn.kernels.positions.fourier import position_waves as position_waves
 from relattn.kernels.positions.fourier import torus_frequencies as torus_frequencies

@@ -62,6 +62,7 @@ POSITIONS: dict[str, type[base.Position]] = {
     "rotary_values": rotary.RotaryValues,
     "fourier_values": fourier.FourierValues,
     "fourier_scores": fourier.FourierScores,
+    "fourier_mask": fourier.FourierMask,
 }
 
 # The entries above; users register others.

@@ -2,6 +2,7 @@
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -9,7 +10,7 @@ from relattn import kernels, offsets
 from relattn.kernels.precision import compute_dtype
 from tests import reference
 from tests.helpers import compare
-from tests.mechanisms.attention import PROJECTION, feature_map
+from tests.mechanisms.attention import PROJECTION, draw_wide, feature_map
 from tests.mechanisms.base import (
     GRID,
     HEAD_DIM,
@@ -26,7 +27,8 @@ LINE = offsets.grid_positions((N,))
 PLANE = offsets.grid_positions(GRID, NUM_PREFIX)
 SPACE = offsets.grid_positions(VOLUME, NUM_PREFIX)
 TURNS = kernels.torus_frequencies(TORUS, WAVES)
-TOKENS = {"q": (N, HEAD_DIM), "k": (N, HEAD_DIM), "v": (N, VALUE_DIM), "x": (N, DIM)}
+CONTENT = {"q": (N, HEAD_DIM), "k": (N, HEAD_DIM), "v": (N, VALUE_DIM)}
+TOKENS = CONTENT | {"x": (N, DIM)}
 
 
 def naive_softmax(q, k, allowed):
@@ -110,6 +112,54 @@ def naive_scores(q, k, v, x, kernel, frequencies, basis=None, *, allowed, of):
     return reference.softmax_attention(none, none, v, allowed, found)
 
 
+def mask(attend, positions, num_prefix):
+    """Returns attention to keys with waves of their positions."""
+
+    def apply(q, k, v, coefficients, frequencies, key_mask=None):
+        waves = kernels.position_waves(positions, frequencies, num_prefix=num_prefix)
+        q, k = kernels.append_waves(q, k, coefficients, waves)
+        return attend(q, k, v, key_mask)
+
+    return apply
+
+
+def naive_mask(q, k, v, coefficients, frequencies, allowed):
+    """Adds Re((a + bi)^2 exp(i w . d)) to the scores; none in pairs with a prefix."""
+    p = np.float64(PLANE)
+    squares = (coefficients[:, 0] + 1j * coefficients[:, 1]) ** 2
+    turns = jnp.exp(1j * ((p[:, None] - p) @ frequencies.T))
+    has_offset = np.arange(N) >= NUM_PREFIX
+    bias = jnp.where(has_offset[:, None] & has_offset, (turns @ squares).real, 0.0)
+    return reference.softmax_attention(q, k, v, allowed, bias)
+
+
+def causal_linear_of_width(width):
+    projection = draw_wide(jax.random.key(9))[:, :width]
+
+    def attend(q, k, v, key_mask):
+        phi = compare.feature_map("positive", projection)
+        return kernels.causal_linear_attention(
+            q, k, v, phi, key_mask=key_mask, chunk_size=5
+        )
+
+    return attend, compare.naive_map("positive", projection)
+
+
+def naive_linear_mask(q, k, v, coefficients, frequencies, allowed):
+    """Computes features of queries and keys with waves, as complex numbers."""
+    z = coefficients[:, 0] + 1j * coefficients[:, 1]
+    turns = jnp.exp(1j * (np.float64(LINE) @ frequencies.T))
+    scale = HEAD_DIM**0.25
+
+    def append(x, waves):
+        pairs = jnp.stack([waves.real, waves.imag], axis=-1).reshape(N, -1)
+        wide = jnp.concatenate([x, scale * pairs], axis=1)
+        return wide * (wide.shape[1] / HEAD_DIM) ** 0.25
+
+    q, k = append(q, z * turns), append(k, z.conj() * turns)
+    return reference.linear_attention(q, k, v, NAIVE_WIDE, allowed)
+
+
 def rotary(q, k, v, key_mask=None):
     positions = jnp.asarray(PLANE, compute_dtype(v))
     angles = kernels.rotary_angles(positions, v.shape[-1], base=100.0)
@@ -133,7 +183,34 @@ def row(name, apply, naive, shapes, **options):
     return Mechanism(name, apply, naive, shapes, shared=shared, **options)
 
 
+# The gradient of a frequency is a sum over queries minus one over keys, which cancel,
+# while their roundings do not.
+MASK_ROUNDINGS = (4, 64)
+ATTEND_WIDE, NAIVE_WIDE = causal_linear_of_width(HEAD_DIM + 2 * WAVES)
+
+
 MECHANISMS = [
+    row(
+        "softmax, Fourier mask",
+        mask(softmax, PLANE, NUM_PREFIX),
+        naive_mask,
+        CONTENT | {"coefficients": (WAVES, 2), "frequencies": (WAVES, 2)},
+        before_mask=("coefficients", "frequencies"),
+        on_grid=True,
+        roundings=MASK_ROUNDINGS,
+        used_by=("softmax", "fourier_mask"),
+    ),
+    row(
+        "causal linear, Fourier mask",
+        mask(ATTEND_WIDE, LINE, 0),
+        naive_linear_mask,
+        CONTENT | {"coefficients": (WAVES, 2), "frequencies": (WAVES, 1)},
+        before_mask=("coefficients", "frequencies"),
+        causal=True,
+        on_grid=True,
+        roundings=MASK_ROUNDINGS,
+        used_by=("favor", "fourier_mask"),
+    ),
     row(
         "softmax, Fourier values",
         values(softmax, PLANE, NUM_PREFIX),

@@ -279,6 +279,60 @@ def widen_keys(
     return _append(k, parts, scaled=True)
 
 
+@check_arguments
+def append_waves(
+    q: Float[Array, "*batch n head_dim"],
+    k: Float[Array, "*batch n head_dim"],
+    coefficients: Float[Array, "*#batch waves 2"],
+    waves: Float[Array, "*#batch n waves 2"],
+) -> tuple[Float[Array, "*batch n wider"], Float[Array, "*batch n wider"]]:
+    """Appends waves to queries and keys, which add a bias of the offset to the scores.
+
+    With the coefficients (a, b) and the waves (c, s) of each token,
+    q'_i = [q_i, a c_i - b s_i, a s_i + b c_i, ...] and
+    k'_j = [k_j, a c_j + b s_j, a s_j - b c_j, ...], the waves times head_dim^(1/4), and
+    all times (wider / head_dim)^(1/4). Then q'_i . k'_j / sqrt(wider) =
+    q_i . k_j / sqrt(head_dim) + sum_r (a^2 - b^2) cos(w_r . d) - 2 a b sin(w_r . d),
+    d = p_i - p_j: any sum of waves, of which both sides have an equal share. These are
+    the scores of softmax attention, and what random features estimate, in time linear
+    in n, for positions that need no grid.
+
+    Args:
+        q: Queries, shape ``[*batch, n, head_dim]``.
+        k: Keys, shape ``[*batch, n, head_dim]``.
+        coefficients: (a, b), shape ``[*batch, waves, 2]``.
+        waves: c and s from `position_waves`, shape ``[*batch, n, waves, 2]``.
+
+    Returns:
+        Queries and keys, shape ``[*batch, n, head_dim + 2 * waves]``, in their dtypes;
+        computed in float32 or wider.
+
+    Raises:
+        ValueError: If shapes or dtypes do not fit together.
+
+    Example:
+        >>> waves = position_waves(jnp.arange(3.0)[:, None], jnp.array([[0.3]]))
+        >>> q, k = append_waves(*jnp.ones((2, 3, 5)), jnp.ones((1, 2)), waves)
+        >>> q.shape
+        (3, 7)
+
+    Source:
+        Choromanski et al., Learning a Fourier Transform for Linear Relative Positional
+        Encodings in Transformers, section 3; the equal shares of queries and keys are
+        ours.
+    """
+    (c, s), scale = _pairs(waves[..., None]), q.shape[-1] ** 0.25
+    a, b = _pairs(scale * widen(coefficients)[..., None, :, :, None])
+
+    def append(x, *pair):
+        parts = jnp.stack(pair, axis=-2)
+        parts = jnp.broadcast_to(parts, (*x.shape[:-1], *parts.shape[-3:]))
+        return _append(x, parts, scaled=True)
+
+    queries = append(q, a * c - b * s, a * s + b * c)
+    return queries, append(k, a * c + b * s, a * s - b * c)
+
+
 def _pairs(x):
     """Splits [..., waves, 2, width] along the axis of 2, in float32 or wider."""
     x = widen(x)

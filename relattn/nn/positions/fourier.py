@@ -2,7 +2,8 @@
 
 The matrices of `FourierValues` and `FourierScores` are functions of the offset, not
 rows of a table, so their number does not depend on the grid. The attention below them
-computes as it does without, with wider values, or with wider queries and keys.
+computes as it does without, with wider values, or with wider queries and keys. So does
+that below `FourierMask`, a bias of the offset without matrices.
 """
 
 from __future__ import annotations
@@ -84,26 +85,62 @@ class FourierValuesLayer(FourierLayer):
         return fourier.combine_values(out, self.others, basis=self.basis_like(out))
 
 
-class _Fourier(Position):
-    """Base class: the parameters of a sum of waves.
+class _Waves(Position):
+    """Base class: the frequencies and waves of each layer.
 
     Attributes:
         num_frequencies: Number of waves per layer.
-        rank: Rank of A_r and B_r of a head; 0 for full matrices.
         learned: Whether the w_r are learned.
         base: Base of the initial series of frequencies; 0 for 10 on a grid and 10,000
             on a line.
+    """
+
+    num_frequencies: int = 8
+    learned: bool = True
+    base: float = 0.0
+    periodic: ClassVar[bool] = True
+
+    def waves(self, grid: Grid, num_prefix: int) -> Float[Array, "layers n waves 2"]:
+        """Returns the waves at every position, zeros for prefix tokens."""
+        waves = fourier.position_waves(
+            offsets.grid_positions(grid, num_prefix),
+            self.frequencies(grid),
+            num_prefix=num_prefix,
+        )
+        return jnp.broadcast_to(waves, (self.num_layers, *waves.shape[-3:]))
+
+    def frequencies(self, grid: Grid) -> Float[Array, "*layers waves axes"]:
+        """Returns w, a parameter if it is learned; on a torus its longest waves."""
+        if isinstance(grid, Torus):
+            return jnp.asarray(fourier.torus_frequencies(grid, self.num_frequencies))
+
+        def draw(key):
+            return rotary.draw_mixed_frequencies(
+                key,
+                self.num_frequencies,
+                len(grid),
+                leading=(self.num_layers,),
+                base=self.base,
+            )
+
+        if self.learned:
+            return self.param("frequencies", draw)
+        # Fixed frequencies are the same in every model.
+        return draw(jax.random.key(0))
+
+
+class _Fourier(_Waves):
+    """Base class: the parameters of matrices that are a sum of waves.
+
+    Attributes:
+        rank: Rank of A_r and B_r of a head; 0 for full matrices.
         prefix_matrices: Whether pairs of a grid token and a prefix token have two more
             matrices, which are added to W_0: one where the grid token is projected, one
             where the prefix token is.
     """
 
-    num_frequencies: int = 8
     rank: int = 0
-    learned: bool = True
-    base: float = 0.0
     prefix_matrices: bool = False
-    periodic: ClassVar[bool] = True
     # The name of the position, and the layer's encoding.
     kind: ClassVar[str]
     layer: ClassVar[type[FourierLayer]]
@@ -118,12 +155,7 @@ class _Fourier(Position):
                 f"rank=0 for full matrices, got num_frequencies={self.num_frequencies} "
                 f"and rank={self.rank}"
             )
-        waves = fourier.position_waves(
-            offsets.grid_positions(grid, num_prefix),
-            self.frequencies(grid),
-            num_prefix=num_prefix,
-        )
-        waves = jnp.broadcast_to(waves, (self.num_layers, *waves.shape[-3:]))
+        waves = self.waves(grid, num_prefix)
         others, mask = waves, None
         if self.prefix_matrices and num_prefix:
             prefix = offsets.is_prefix(grid, num_prefix).astype(np.float32)
@@ -145,25 +177,6 @@ class _Fourier(Position):
         """Appends one wave, ``[n, 2]`` or ``[2]``, to those of each layer."""
         last = jnp.broadcast_to(wave, (*waves.shape[:2], 2))
         return jnp.concatenate([waves, last[:, :, None]], axis=-2)
-
-    def frequencies(self, grid: Grid) -> Float[Array, "*layers waves axes"]:
-        """Returns w, a parameter if it is learned; on a torus its longest waves."""
-        if isinstance(grid, Torus):
-            return jnp.asarray(fourier.torus_frequencies(grid, self.num_frequencies))
-
-        def draw(key):
-            return rotary.draw_mixed_frequencies(
-                key,
-                self.num_frequencies,
-                len(grid),
-                leading=(self.num_layers,),
-                base=self.base,
-            )
-
-        if self.learned:
-            return self.param("frequencies", draw)
-        # Fixed frequencies are the same in every model.
-        return draw(jax.random.key(0))
 
     def matrices(self, num_waves: int) -> tuple[Array, Array | list[None]]:
         """Returns A and B of each layer, and their second factor."""
@@ -199,12 +212,12 @@ class FourierValues(_Fourier):
 
     Attributes:
         num_frequencies: Number of waves per layer.
-        rank: Rank of A_r and B_r of a head, with a common second factor; 0 for full
-            matrices.
         learned: Whether the w_r are learned. They start as those of
             `relattn.kernels.draw_mixed_frequencies`.
         base: Base of the initial series of frequencies; 0 for 10 on a grid and 10,000
             on a line.
+        rank: Rank of A_r and B_r of a head, with a common second factor; 0 for full
+            matrices.
         prefix_matrices: Whether pairs of a grid token and a prefix token have two more
             matrices, which are added to W_0: one for values of grid tokens, one for
             those of prefix tokens.
@@ -275,12 +288,12 @@ class FourierScores(_Fourier):
 
     Attributes:
         num_frequencies: Number of waves per layer.
-        rank: Rank of A_r and B_r of a head, with a common second factor; 0 for full
-            matrices.
         learned: Whether the w_r are learned. They start as those of
             `relattn.kernels.draw_mixed_frequencies`.
         base: Base of the initial series of frequencies; 0 for 10 on a grid and 10,000
             on a line.
+        rank: Rank of A_r and B_r of a head, with a common second factor; 0 for full
+            matrices.
         prefix_matrices: Whether pairs of a grid token and a prefix token have two more
             matrices, which are added to W_0: one where the grid token is projected, one
             where the prefix token is.
@@ -313,4 +326,80 @@ class FourierScores(_Fourier):
         return [
             dataclasses.replace(layer, relative=self.relative)
             for layer in self.layers(grid, num_prefix)
+        ]
+
+
+@flax.struct.dataclass
+class FourierMaskLayer(LayerPosition):
+    """Appends waves to the queries and keys of a layer.
+
+    Attributes:
+        waves: Waves of every token, zeros for prefix tokens.
+        coefficients: (a, b) of every head and wave.
+    """
+
+    waves: Float[Array, "n waves 2"]
+    coefficients: Float[Array, "heads waves 2"]
+
+    def __call__(self, q: Array, k: Array, x: Array) -> tuple[Array, Array]:
+        """Appends waves to queries and keys."""
+        del x
+        return fourier.append_waves(q, k, self.coefficients, self.waves)
+
+    def slice(self, start: Int[Array, ""] | int, num_tokens: int) -> FourierMaskLayer:
+        """Returns the waves of ``num_tokens`` tokens from position ``start`` on."""
+        waves = jax.lax.dynamic_slice_in_dim(self.waves, start, num_tokens)
+        return dataclasses.replace(self, waves=waves)
+
+
+class FourierMask(_Waves):
+    """Multiplies weights by a function of the offset, in linear time (FourierLearner).
+
+    The scores are q_i . k_j / sqrt(head_dim) + b(d) with
+    b(d) = sum_r (a_r^2 - b_r^2) cos(w_r . d) - 2 a_r b_r sin(w_r . d), d = p_i - p_j,
+    as those of `FourierBias`: the waves of the query's and of the key's position are
+    appended to queries and keys. Random features of these are products of features of
+    the content and features of the position. So `favor` needs neither all pairs nor an
+    FFT, and its decoding a state of constant size, but e^b(d) is exact in expectation
+    only. Softmax has these scores exactly.
+
+    Every layer has frequency vectors w_r, every layer and head coefficients (a_r, b_r),
+    which start as N(0, 0.1^2), so that b is almost zero. In pairs with a prefix token b
+    is zero. On a torus the w_r are the longest waves of which a whole number fits all
+    axes, and not learned.
+
+    Attributes:
+        num_frequencies: Number of waves per layer.
+        learned: Whether the w_r are learned. They start as those of
+            `relattn.kernels.draw_mixed_frequencies`.
+        base: Base of the initial series of frequencies; 0 for 10 on a grid and 10,000
+            on a line.
+
+    Example:
+        >>> module = FourierMask(dim=8, num_heads=2, num_layers=3, num_frequencies=5)
+        >>> layers, _ = module.init_with_output(jax.random.key(0), (5,), 0)
+        >>> q, k = layers[0](*jnp.ones((2, 1, 2, 5, 4)), jnp.ones((1, 5, 8)))
+        >>> q.shape
+        (1, 2, 5, 14)
+
+    Source:
+        Choromanski et al., Learning a Fourier Transform for Linear Relative Positional
+        Encodings in Transformers, section 3; the parameters are ours.
+    """
+
+    site: ClassVar[str] = "heads"
+
+    @nn.compact
+    def __call__(self, grid: Grid, num_prefix: int) -> list[FourierMaskLayer]:
+        """Returns the encoding of each layer."""
+        if self.num_frequencies < 1:
+            raise ValueError(
+                "position 'fourier_mask' needs num_frequencies >= 1, got "
+                f"{self.num_frequencies}"
+            )
+        waves = self.waves(grid, num_prefix)
+        shape = (self.num_layers, self.num_heads, waves.shape[-2], 2)
+        coefficients = self.param("coefficients", nn.initializers.normal(0.1), shape)
+        return [
+            FourierMaskLayer(*layer) for layer in zip(waves, coefficients, strict=True)
         ]

@@ -127,6 +127,37 @@ def test_the_projection_of_a_pair_is_the_sum_of_waves(name, options):
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
+def test_the_mask_of_softmax_is_a_bias_of_the_offset():
+    apply, variables, layer, encoding = make_layer("softmax", "fourier_mask")
+    x = normal(1, N, DIM)
+
+    def out(encoding, variables, x):
+        return apply(variables, x[None], position=layer(encoding))[0]
+
+    def naive(encoding, variables, x):
+        params, heads = variables["params"], []
+        projected = [heads_of(x, params, name) for name in "qkv"]
+        positions = np.float64(offsets.grid_positions(GRID, 1))
+        angles = (positions[:, None] - positions) @ encoding["params"]["frequencies"][
+            LAYER
+        ].T
+        has_offset = np.arange(N) > 0
+        for head, (q, k, v) in enumerate(zip(*projected, strict=True)):
+            a, b = encoding["params"]["coefficients"][LAYER, head].T
+            bias = (jnp.exp(1j * angles) @ (a + 1j * b) ** 2).real
+            bias = jnp.where(has_offset[:, None] & has_offset, bias, 0.0)
+            allowed = np.ones((N, N), bool)
+            heads.append(reference.softmax_attention(q, k, v, allowed, bias))
+        merged = jnp.stack(heads, axis=1).reshape(N, DIM)
+        return merged @ params["out"]["kernel"] + params["out"]["bias"]
+
+    found = run(out, encoding, variables, x)
+    with jax.enable_x64(True):
+        wide = jax.tree.map(np.float64, (encoding, variables, x))
+        expected = run(naive, *wide)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.quick("favor-fourier_values", "softmax-fourier_scores")
 @pytest.mark.parametrize(
     ("attention", "position"),
@@ -161,6 +192,7 @@ def test_attention_starts_as_without_the_encoding(attention, position):
         ("favor", "rope1d + rotary_values"),
         ("favor", "fourier_scores(num_frequencies=2) + fourier_values"),
         ("favor", "fourier_values + sincos_bias"),
+        ("favor", "fourier_mask + fourier_values"),
         ("relu", "rotary_values(learned=True)"),
         ("gated_positional", "fourier_values(learned=False)"),
         ("lor_translution", "fourier_values"),
@@ -225,6 +257,7 @@ def test_sums_with_two_terms_of_a_kind_raise(position, message):
     [
         ("fourier_values(num_frequencies=0)", "'fourier_values' needs num_frequencies"),
         ("fourier_scores(rank=-1)", "'fourier_scores' needs .* and rank=-1"),
+        ("fourier_mask(num_frequencies=0)", "'fourier_mask' needs num_frequencies >="),
         ("fourier_scores(relative='v')", "unknown relative 'v' of 'fourier_scores'"),
     ],
 )

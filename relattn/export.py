@@ -153,7 +153,7 @@ def _to_library(library: str, source: _Source) -> tuple[dict[str, Any], float]:
     if "training" in config and "image_shape" in config:
         data, info, options = pretrained.data_options(config, "the export of a run")
         values = data.library_preprocessing(info, options)
-        channels = config["image_shape"][2]
+        channels = config["image_shape"][-1]
         config = {
             **config,
             "preprocessing": preprocessing.with_channels(values, channels),

@@ -126,6 +126,10 @@ def to_library(
             f"{library} has no {type(model).__name__}, only {' and '.join(names)}: "
             "export this model as stablehlo or onnx"
         )
+    if len(config.get("image_shape", ())) > 3:
+        raise ValueError(
+            f"{library} has no model of volumes: export this model as stablehlo or onnx"
+        )
     lists = [_differing(target, options) for target in known]
     # The first of those that differ least.
     best = min(range(len(known)), key=lambda index: len(lists[index]))

@@ -193,6 +193,13 @@ def test_models_without_counterpart_are_refused_by_what_differs(
         to_library(library, model, config, variables)
 
 
+def test_models_of_volumes_are_refused():
+    model, config, variables = make(VIT)
+    config = {**config, "image_shape": [2, 4, 4, 1]}
+    with pytest.raises(ValueError, match="timm has no model of volumes: export"):
+        to_library("timm", model, config, variables)
+
+
 @pytest.mark.quick("hf-options5-3-ViTForImageClassification")
 @pytest.mark.parametrize(
     "library, options, size, expected",

@@ -19,8 +19,9 @@ from tests.helpers.quick import normal, run
 SIZES = {"dim": 12, "num_layers": 2, "num_heads": 3, "mlp_dim": 17}
 CLASSES, SHAPE, PATCHES = 7, (6, 10, 1), 15
 VOCAB, LENGTH = 13, 7
-IMAGES = normal(1, 3, *SHAPE)
+IMAGES = jax.device_put(normal(1, 3, *SHAPE))
 TOKENS = np.random.default_rng(2).integers(0, VOCAB, (3, LENGTH), np.int32)
+TOKENS = jax.device_put(TOKENS)
 
 
 def vit(**options):
@@ -35,9 +36,10 @@ def draw_variables(linen, inputs):
     """Returns variables so large that every part matters."""
     shapes = jax.eval_shape(linen.init, jax.random.key(0), inputs)
     rng = np.random.default_rng(0)
-    return jax.tree.map(
+    variables = jax.tree.map(
         lambda leaf: 0.3 * rng.normal(size=leaf.shape).astype(leaf.dtype), shapes
     )
+    return jax.device_put(variables)
 
 
 def pair(options):
@@ -94,7 +96,7 @@ def values_and_gradients(model, linen, variables, inputs, **masks):
 )
 def test_vit_equals_linen(attention, position):
     options = vit(attention=attention, position=position, pool="cls_mean")
-    mask = np.arange(PATCHES) < np.array([[15], [11], [7]])
+    mask = jax.device_put(np.arange(PATCHES) < np.array([[15], [11], [7]]))
     found, expected = values_and_gradients(*pair(options), IMAGES, key_mask=mask)
     chex.assert_trees_all_equal(found, expected)
     assert all(np.any(leaf) for leaf in jax.tree.leaves(found))
@@ -128,7 +130,8 @@ def test_gpt_equals_linen_and_decodes(attention, position, options):
     model, linen, variables = pair(options)
     masks = {}
     if position in ("rope1d", "learned + t5_bias"):
-        masks["segment_ids"] = np.array([[0, 0, 0, 1, 1, 2, 2]] * 3)
+        segment_ids = np.array([[0, 0, 0, 1, 1, 2, 2]] * 3, np.int32)
+        masks["segment_ids"] = jax.device_put(segment_ids)
     found, expected = values_and_gradients(model, linen, variables, TOKENS, **masks)
     chex.assert_trees_all_equal(found, expected)
     graph, state = nnx.split(model)
@@ -158,7 +161,7 @@ class Drop(nn.Module):
 
 def test_dropout_draws_from_the_stream_of_the_model():
     model = Model(Drop(), {}, rngs=nnx.Rngs(dropout=11))
-    x = np.ones((3, 37), np.float32)
+    x = jax.device_put(np.ones((3, 37), np.float32))
     assert not model.deterministic
     assert nnx.view(model, deterministic=True).deterministic
     graph, state = nnx.split(model)

@@ -101,6 +101,10 @@ KERNELS = {
         {"q": SELF["q"]},
         matrices(("projections",), N, 3, 2, HEAD_DIM) | matrices(("waves",), N, 3, 2),
     ),
+    "append_waves": (
+        {name: SELF[name] for name in ("q", "k")},
+        matrices(("coefficients",), 3, 2) | matrices(("waves",), N, 3, 2),
+    ),
     "unit_norm": (TOKENS, {}),
     "positive_features": (TOKENS, matrices(("projection",), 3, HEAD_DIM)),
     "trigonometric_features": (TOKENS, matrices(("projection",), 3, HEAD_DIM)),

@@ -161,6 +161,22 @@ def test_every_parameter_has_a_gradient(model):
             assert np.abs(leaf).max() > 1e-6, name
 
 
+# Cheap: it only traces.
+@pytest.mark.quick("vit-favor-sincos_bias", "vit-softmax-fourier_values")
+@each([*IN_GPT, *IN_VIT])
+def test_numpy_parameters_stay_as_they_are(model):
+    """An update in place raises, since the arrays are read-only."""
+
+    def read_only(leaf):
+        leaf = np.array(leaf)
+        leaf.flags.writeable = False
+        return leaf
+
+    params = jax.tree.map(read_only, model.params)
+    logits = jax.eval_shape(lambda inputs: model.apply(params, inputs), model.inputs)
+    assert logits.dtype == np.float32
+
+
 @pytest.mark.parametrize("position", ON_PLANES)
 def test_positions_on_planes_raise_for_text(position):
     with pytest.raises(ValueError, match="needs tokens on a grid of two axes or more"):

@@ -131,7 +131,8 @@ class SincosBias(Position):
             (self.num_layers, self.num_heads, pairs, 2),
         )
         frequencies = jnp.kron(axes, scales[:, None])
-        coefficients *= (self.head_dim + 2 * pairs) ** -0.5
+        # A user's NumPy array must stay as it is.
+        coefficients = coefficients * (self.head_dim + 2 * pairs) ** -0.5
         return _wave_layers(grid, frequencies, coefficients)
 
 

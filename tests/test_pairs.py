@@ -21,6 +21,7 @@ from studies.translation import (
     torus_error,
     translation_error,
 )
+from tests.helpers.export import unchecked_annotations
 from tests.helpers.quick import quick_jit
 from tests.helpers.specs import CAUSAL, ON_PLANES, small
 
@@ -173,7 +174,8 @@ def test_numpy_parameters_stay_as_they_are(model):
         return leaf
 
     params = jax.tree.map(read_only, model.params)
-    logits = jax.eval_shape(lambda inputs: model.apply(params, inputs), model.inputs)
+    with unchecked_annotations():
+        logits = jax.eval_shape(lambda x: model.apply(params, x), model.inputs)
     assert logits.dtype == np.float32
 
 

@@ -12,7 +12,7 @@ PLATFORMS = ("cpu", "cuda", "tpu")
 
 @contextlib.contextmanager
 def unchecked_annotations():
-    """Lets sizes be symbolic where annotations say int."""
+    """Lets sizes be symbolic where annotations say int, and arrays be NumPy's."""
     before = jaxtyping.config.jaxtyping_disable
     jaxtyping.config.update("jaxtyping_disable", True)
     try:

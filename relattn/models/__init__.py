@@ -21,6 +21,7 @@ from relattn.models.image_features import Features as Features
 from relattn.models.image_features import features as features
 from relattn.models.patches import patch_grid as patch_grid
 from relattn.models.patches import patch_sides
+from relattn.models.points import PointTransformer as PointTransformer
 from relattn.models.resize import resize_grid as resize_grid
 from relattn.models.sampling import generate as generate
 from relattn.models.vit import SIZES as SIZES
@@ -39,6 +40,7 @@ MODELS = {
     "resnet18": ResNet18,
     "linformer": Linformer,
     "routing": RoutingTransformer,
+    "point_transformer": PointTransformer,
 }
 
 _SIZES = ("dim", "num_layers", "num_heads", "mlp_dim")
@@ -50,8 +52,9 @@ _PRECISIONS = ("", "default", "high", "highest")
 DATA_ARGUMENTS = {
     "images": ("num_classes", "image_shape"),
     "tokens": ("vocab_size", "context_length"),
+    "points": ("num_classes", "point_shape"),
 }
-_RESERVED = ("num_classes", "vocab_size", "context_length", "parent")
+_RESERVED = ("num_classes", "num_axes", "vocab_size", "context_length", "parent")
 
 
 @runtime_checkable
@@ -72,20 +75,24 @@ def build_model(
     image_shape: tuple[int, ...] | None = None,
     vocab_size: int | None = None,
     context_length: int | None = None,
+    point_shape: tuple[int, ...] | None = None,
 ) -> nn.Module:
     """Builds the model of ``config.model`` and checks that it fits the data.
 
     Args:
         config: ``name`` of the model, and the values of its attributes.
-        num_classes: For images: number of classes.
+        num_classes: For images and points: number of classes.
         image_shape: For images: height, width and channels of the model's inputs; for
             volumes: frames, height, width and channels.
         vocab_size: For text: size of the vocabulary.
         context_length: For text: length of the longest sequence, in tokens.
+        point_shape: For sets of points: the number of points, of axes of a position,
+            and of channels.
 
     Returns:
         The module. Its class attribute ``inputs`` is ``"images"`` for inputs ``[batch,
-        height, width, channels]``, or ``"tokens"`` for token ids ``[batch, n]``.
+        height, width, channels]``, ``"tokens"`` for token ids ``[batch, n]``, or
+        ``"points"`` for positions and features ``[batch, n, axes + channels]``.
 
     Raises:
         ValueError: If a name, an option or a size is invalid, or the model is not for
@@ -122,6 +129,7 @@ def build_model(
         "image_shape": image_shape,
         "vocab_size": vocab_size,
         "context_length": context_length,
+        "point_shape": point_shape,
     }
     needed = {key: given[key] for key in DATA_ARGUMENTS[inputs]}
     if None in needed.values():
@@ -138,6 +146,11 @@ def build_model(
                 "'vit'"
             )
         example = jax.ShapeDtypeStruct((1, *shape), jnp.float32)
+    elif inputs == "points":
+        num_points, num_axes, channels = needed.pop("point_shape")
+        needed["num_axes"] = num_axes
+        shape = (1, num_points, num_axes + channels)
+        example = jax.ShapeDtypeStruct(shape, jnp.float32)
     model = MODELS[name](**needed, **options)
     # Tracing is cheap and finds invalid sizes before any work.
     jax.eval_shape(model.init, jax.random.key(0), example)

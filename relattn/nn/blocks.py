@@ -364,7 +364,7 @@ class TransformerBlock(nn.Module):
         self,
         x: Float[Array, "batch n dim"],
         *,
-        grid: offsets.Grid,
+        grid: offsets.Grid | None,
         num_prefix: int,
         position: Any = None,
         key_mask: Bool[Array, "batch n"] | None = None,
@@ -506,7 +506,7 @@ def transformer_blocks(
 
 
 def _shared(
-    attentions: Sequence[functools.partial], n: int, grid: offsets.Grid
+    attentions: Sequence[functools.partial], n: int, grid: offsets.Grid | None
 ) -> list[Any]:
     """Returns, for each layer, the output of the module that it shares."""
     shared = {}

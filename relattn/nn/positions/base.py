@@ -29,6 +29,8 @@ from relattn.nn.blocks import default_head_dim, uniform
 from relattn.offsets import Grid, Torus
 
 Params = Mapping[str, Any]
+# Real positions of the tokens after the prefix, in place of a grid.
+Points = Float[Array, "batch n axes"]
 
 
 @flax.struct.dataclass
@@ -189,6 +191,8 @@ class Position(nn.Module):
     site: ClassVar[str] = "none"
     # Whether the encoding depends on offsets only, modulo the sizes of a torus.
     periodic: ClassVar[bool] = False
+    # Whether tokens may stand at any real positions, `Points`, in place of a grid.
+    continuous: ClassVar[bool] = False
     # Whether tokens must be on a grid of two axes or more.
     needs_plane: ClassVar[bool] = False
     # At the sites ``heads`` and ``values``: whether all heads encode keys and values
@@ -206,15 +210,30 @@ class Position(nn.Module):
         self.check_grid(grid)
         return self(tokens, grid) if self.site == "tokens" else tokens
 
-    def per_layer(self, grid: Grid, num_prefix: int) -> list[LayerPosition] | None:
-        """Returns the encoding of each layer, or None at ``none`` and ``tokens``."""
+    def per_layer(
+        self, grid: Grid | Points, num_prefix: int
+    ) -> list[LayerPosition] | None:
+        """Returns the encoding of each layer, or None at ``none`` and ``tokens``.
+
+        Args:
+            grid: Size of each axis, in tokens; or, if the encoding is ``continuous``,
+                the positions of points, shape ``[batch, n, axes]``.
+            num_prefix: Number of prefix tokens.
+        """
         self.check_grid(grid)
         if self.site in ("none", "tokens"):
             return None
         return self(grid, num_prefix)
 
-    def check_grid(self, grid: Grid) -> None:
-        """Raises ValueError if the encoding is not for a torus, or for a line."""
+    def check_grid(self, grid: Grid | Points) -> None:
+        """Raises ValueError if the encoding is not for points, a torus, or a line."""
+        if not isinstance(grid, tuple):
+            if not self.continuous:
+                raise ValueError(
+                    f"position {type(self).__name__} needs tokens on a grid, got "
+                    "points: choose another, such as 'fourier_values', or 'none'"
+                )
+            return
         if isinstance(grid, Torus) and not self.periodic:
             raise ValueError(
                 f"position {type(self).__name__} cannot be periodic: choose another, "
@@ -268,6 +287,7 @@ class NoPosition(Position):
     """
 
     periodic: ClassVar[bool] = True
+    continuous: ClassVar[bool] = True
 
 
 class PositionSum(Position):
@@ -309,7 +329,9 @@ class PositionSum(Position):
             tokens = term.add_to_tokens(tokens, grid)
         return tokens
 
-    def per_layer(self, grid: Grid, num_prefix: int) -> list[LayerPosition] | None:
+    def per_layer(
+        self, grid: Grid | Points, num_prefix: int
+    ) -> list[LayerPosition] | None:
         """Returns the layers' encodings from the terms at other sites."""
         # The term of the values last.
         terms = sorted(self.terms, key=lambda term: term.site == "values")

@@ -22,7 +22,7 @@ from relattn import offsets
 from relattn.kernels.positions import fourier, rotary
 from relattn.messages import check_choice
 from relattn.nn.blocks import uniform
-from relattn.nn.positions.base import Grid, LayerPosition, Position
+from relattn.nn.positions.base import Grid, LayerPosition, Points, Position
 from relattn.offsets import Torus
 
 
@@ -38,8 +38,8 @@ class FourierLayer(LayerPosition):
         mask: What of the projections remains, or None.
     """
 
-    waves: Float[Array, "n waves 2"]
-    others: Float[Array, "n waves 2"]
+    waves: Float[Array, "*batch n waves 2"]
+    others: Float[Array, "*batch n waves 2"]
     kernel: Float[Array, "dim heads waves 2 width"]
     basis: Float[Array, "heads waves rank head_dim"] | None
     mask: Float[Array, "n waves 2"] | None
@@ -65,7 +65,7 @@ class FourierLayer(LayerPosition):
         """Returns the waves of ``num_tokens`` tokens from position ``start`` on."""
         rows = {"waves": self.waves, "others": self.others, "mask": self.mask}
         rows = {
-            name: jax.lax.dynamic_slice_in_dim(x, start, num_tokens)
+            name: jax.lax.dynamic_slice_in_dim(x, start, num_tokens, axis=-3)
             for name, x in rows.items()
             if x is not None
         }
@@ -99,17 +99,26 @@ class _Waves(Position):
     learned: bool = True
     base: float = 0.0
     periodic: ClassVar[bool] = True
+    continuous: ClassVar[bool] = True
 
-    def waves(self, grid: Grid, num_prefix: int) -> Float[Array, "layers n waves 2"]:
-        """Returns the waves at every position, zeros for prefix tokens."""
-        waves = fourier.position_waves(
-            offsets.grid_positions(grid, num_prefix),
-            self.frequencies(grid),
-            num_prefix=num_prefix,
-        )
-        return jnp.broadcast_to(waves, (self.num_layers, *waves.shape[-3:]))
+    def waves(
+        self, grid: Grid | Points, num_prefix: int
+    ) -> Float[Array, "layers *leading tokens waves 2"]:
+        """Returns the waves at every position, zeros for prefix tokens.
 
-    def frequencies(self, grid: Grid) -> Float[Array, "*layers waves axes"]:
+        Those of points have the axes of the batch and, of size 1, of the heads.
+        """
+        frequencies = self.frequencies(grid)
+        if isinstance(grid, tuple):
+            positions = offsets.grid_positions(grid, num_prefix)
+        else:
+            positions = jnp.pad(grid, [(0, 0), (num_prefix, 0), (0, 0)])[:, None]
+            frequencies = frequencies.reshape(-1, 1, 1, *frequencies.shape[-2:])
+        waves = fourier.position_waves(positions, frequencies, num_prefix=num_prefix)
+        batch = waves.shape[1:] if waves.ndim > 3 else waves.shape
+        return jnp.broadcast_to(waves, (self.num_layers, *batch))
+
+    def frequencies(self, grid: Grid | Points) -> Float[Array, "*layers waves axes"]:
         """Returns w, a parameter if it is learned; on a torus its longest waves."""
         if isinstance(grid, Torus):
             return jnp.asarray(fourier.torus_frequencies(grid, self.num_frequencies))
@@ -118,7 +127,7 @@ class _Waves(Position):
             return rotary.draw_mixed_frequencies(
                 key,
                 self.num_frequencies,
-                len(grid),
+                len(grid) if isinstance(grid, tuple) else grid.shape[-1],
                 leading=(self.num_layers,),
                 base=self.base,
             )
@@ -147,7 +156,7 @@ class _Fourier(_Waves):
     # The sign of the second wave of the other token, for pairs with a prefix token.
     sign: ClassVar[float]
 
-    def layers(self, grid: Grid, num_prefix: int) -> list[FourierLayer]:
+    def layers(self, grid: Grid | Points, num_prefix: int) -> list[FourierLayer]:
         """Returns the encoding of each layer; for ``__call__``."""
         if self.num_frequencies < 1 or self.rank < 0:
             raise ValueError(
@@ -158,7 +167,7 @@ class _Fourier(_Waves):
         waves = self.waves(grid, num_prefix)
         others, mask = waves, None
         if self.prefix_matrices and num_prefix:
-            prefix = offsets.is_prefix(grid, num_prefix).astype(np.float32)
+            prefix = (np.arange(waves.shape[-3]) < num_prefix).astype(np.float32)
             widths = [(0, 0), (waves.shape[-2], 0), (0, 0)]
             mask = np.stack([1 - prefix, prefix], axis=-1)[:, None]
             mask = jnp.asarray(np.pad(mask, widths, constant_values=1))
@@ -175,8 +184,8 @@ class _Fourier(_Waves):
     @nn.nowrap
     def append(self, waves: Array, wave: np.ndarray) -> Array:
         """Appends one wave, ``[n, 2]`` or ``[2]``, to those of each layer."""
-        last = jnp.broadcast_to(wave, (*waves.shape[:2], 2))
-        return jnp.concatenate([waves, last[:, :, None]], axis=-2)
+        last = jnp.broadcast_to(wave, (*waves.shape[:-2], 2))
+        return jnp.concatenate([waves, last[..., None, :]], axis=-2)
 
     def matrices(self, num_waves: int) -> tuple[Array, Array | list[None]]:
         """Returns A and B of each layer, and their second factor."""
@@ -197,9 +206,10 @@ class FourierValues(_Fourier):
     attention's projection of values, with its bias. Every layer has frequency vectors
     w_r, every layer and head matrices A_r and B_r. In pairs with a prefix token W is
     W_0. This is Translution's projection of values with a table that is a low-pass
-    function of the offset: 2 num_frequencies + 1 matrices for a grid of any size. On a
-    torus the w_r are the longest waves of which a whole number fits all axes, and not
-    learned; with all of them the table may be any.
+    function of the offset: 2 num_frequencies + 1 matrices for a grid of any size, or
+    for points at any real positions, of which each example has its own. On a torus the
+    w_r are the longest waves of which a whole number fits all axes, and not learned;
+    with all of them the table may be any.
 
     The attention's weights multiply values of width
     (2 num_frequencies + 1) head_dim, or head_dim + 2 num_frequencies rank, and are not
@@ -247,8 +257,8 @@ class FourierValues(_Fourier):
     sign: ClassVar[float] = 1.0
 
     @nn.compact
-    def __call__(self, grid: Grid, num_prefix: int) -> list[FourierLayer]:
-        """Returns the encoding of each layer."""
+    def __call__(self, grid: Grid | Points, num_prefix: int) -> list[FourierLayer]:
+        """Returns the encoding of each layer, on a grid or at points."""
         return self.layers(grid, num_prefix)
 
 
@@ -320,8 +330,8 @@ class FourierScores(_Fourier):
     sign: ClassVar[float] = -1.0
 
     @nn.compact
-    def __call__(self, grid: Grid, num_prefix: int) -> list[FourierLayer]:
-        """Returns the encoding of each layer."""
+    def __call__(self, grid: Grid | Points, num_prefix: int) -> list[FourierLayer]:
+        """Returns the encoding of each layer, on a grid or at points."""
         check_choice("relative", self.relative, ("q", "k"), " of 'fourier_scores'")
         return [
             dataclasses.replace(layer, relative=self.relative)
@@ -338,7 +348,7 @@ class FourierMaskLayer(LayerPosition):
         coefficients: (a, b) of every head and wave.
     """
 
-    waves: Float[Array, "n waves 2"]
+    waves: Float[Array, "*batch n waves 2"]
     coefficients: Float[Array, "heads waves 2"]
 
     def __call__(self, q: Array, k: Array, x: Array) -> tuple[Array, Array]:
@@ -348,7 +358,7 @@ class FourierMaskLayer(LayerPosition):
 
     def slice(self, start: Int[Array, ""] | int, num_tokens: int) -> FourierMaskLayer:
         """Returns the waves of ``num_tokens`` tokens from position ``start`` on."""
-        waves = jax.lax.dynamic_slice_in_dim(self.waves, start, num_tokens)
+        waves = jax.lax.dynamic_slice_in_dim(self.waves, start, num_tokens, axis=-3)
         return dataclasses.replace(self, waves=waves)
 
 
@@ -390,8 +400,8 @@ class FourierMask(_Waves):
     site: ClassVar[str] = "heads"
 
     @nn.compact
-    def __call__(self, grid: Grid, num_prefix: int) -> list[FourierMaskLayer]:
-        """Returns the encoding of each layer."""
+    def __call__(self, grid: Grid | Points, num_prefix: int) -> list[FourierMaskLayer]:
+        """Returns the encoding of each layer, on a grid or at points."""
         if self.num_frequencies < 1:
             raise ValueError(
                 "position 'fourier_mask' needs num_frequencies >= 1, got "

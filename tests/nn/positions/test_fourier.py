@@ -127,6 +127,39 @@ def test_the_projection_of_a_pair_is_the_sum_of_waves(name, options):
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.quick("fourier_values(prefix_matrices=True, rank=1)")
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "fourier_values",
+        "fourier_values(prefix_matrices=True, rank=1)",
+        "fourier_values(learned=False)",
+        "fourier_scores(prefix_matrices=True)",
+        "fourier_mask",
+    ],
+)
+def test_points_have_the_waves_of_a_grid_where_they_stand_on_one(spec):
+    apply, variables, _, encoding = make_layer("softmax", spec)
+    _, make = build("softmax", spec, dim=DIM, num_heads=HEADS, num_layers=3)
+    # The second example has the same points, listed backwards.
+    of_grid = offsets.grid_positions(GRID)
+    points = np.stack([of_grid, of_grid[::-1]])
+    x = normal(1, N, DIM)
+    order = np.array([0, *range(N - 1, 0, -1)])
+
+    def out(encoding, variables, x, points):
+        def layer(grid):
+            return make().apply(encoding, grid, 1, method="per_layer")[LAYER]
+
+        both = jnp.stack([x, x[order]])
+        found = apply(variables, both, position=layer(points))
+        return found, apply(variables, x[None], position=layer(GRID))[0]
+
+    found, expected = run(out, encoding, variables, x, points)
+    np.testing.assert_allclose(found[0], expected, atol=1e-5)
+    np.testing.assert_allclose(found[1], expected[order], atol=1e-5)
+
+
 def test_the_mask_of_softmax_is_a_bias_of_the_offset():
     apply, variables, layer, encoding = make_layer("softmax", "fourier_mask")
     x = normal(1, N, DIM)

@@ -193,6 +193,9 @@ def _inputs(source: _Source) -> tuple[tuple[int, ...], Any]:
     """The shape of one example of a model's inputs, and their dtype."""
     if source.model.inputs == "images":
         return tuple(source.config["image_shape"]), np.float32
+    if source.model.inputs == "points":
+        num_points, num_axes, channels = source.config["point_shape"]
+        return (num_points, num_axes + channels), np.float32
     return (source.config["context_length"],), np.int32
 
 
@@ -215,7 +218,7 @@ def _compare(
     shape, dtype = _inputs(source)
     for batch, length in zip(_BATCHES, itertools.cycle(lengths), strict=False):
         sizes = (batch, length, *shape[1:])
-        if source.model.inputs == "images":
+        if source.model.inputs != "tokens":
             inputs = rng.normal(size=sizes).astype(dtype)
         else:
             inputs = rng.integers(source.config["vocab_size"], size=sizes, dtype=dtype)

@@ -66,6 +66,14 @@ DATA = {
         "num_train": _COUNT,
         "origin": str,
     },
+    "points": {
+        "name": str,
+        "class_names": [str],
+        # Points, axes and channels.
+        "point_shape": [_SIDE] * 3,
+        "num_train": _COUNT,
+        "origin": str,
+    },
 }
 
 

@@ -13,6 +13,7 @@ from configs import (
     baselines,
     demo,
     performer_pixels16,
+    points,
     rpe_vit,
     translution_gpt,
     translution_vit,
@@ -74,6 +75,7 @@ CONFIGS += [
 RPE_VIT = ["", "smoke", "cpu", "cifar10", "cifar10,cpu", "relu,string_gate", "softmax"]
 CONFIGS += [("rpe_vit", argument) for argument in RPE_VIT]
 CONFIGS += [("volumes_vit", a) for a in ["", "smoke", *volumes_vit.METHODS]]
+CONFIGS += [("points", a) for a in ["", "smoke", *points.ATTENTIONS]]
 
 
 def get_config(name, argument):
@@ -111,7 +113,9 @@ def test_config_lists_only_what_it_changes_of_the_model(name, argument):
     assert read_config(path).model.to_dict() == defaults | model.to_dict()
 
 
-IMAGE_CONFIGS = [pair for pair in CONFIGS if pair[0] != "translution_gpt"]
+IMAGE_CONFIGS = [
+    pair for pair in CONFIGS if pair[0] not in ("translution_gpt", "points")
+]
 PAGE = pathlib.Path(__file__).parents[1] / "docs" / "data.md"
 # Those of text, in docs/data.md.
 TEXT_KEYS = {"context_length"}
@@ -324,6 +328,7 @@ def test_ablations_are_arguments():
         "translution_gpt",
         "rpe_vit",
         "volumes_vit",
+        "points",
     ],
 )
 def test_config_docstring_has_the_launch_command(name):

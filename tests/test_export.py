@@ -19,6 +19,18 @@ from tests.helpers.quick import quick_jit
 from tests.models.test_targets import GPT, VIT, make
 from tests.training.test_initialize import train
 
+POINTS = {
+    "model": {
+        "name": "point_transformer",
+        "dim": 6,
+        "num_heads": 2,
+        "num_layers": 1,
+        "mlp_dim": 6,
+    },
+    "num_classes": 3,
+    "point_shape": [5, 2, 1],
+}
+
 
 def save(folder, config, **options):
     """Saves a model; returns it."""
@@ -50,11 +62,14 @@ MODELS = [
     # Of any length, and of one.
     (GPT, {"attention": "favor(num_features=5)"}, [(3, 5), (1, 2)]),
     (GPT, {"attention": "translution"}, [(3, 5), (1, 5)]),
+    (POINTS, {"attention": "favor(num_features=5)"}, [(4, 5, 3), (1, 5, 3)]),
 ]
 
 
 @pytest.mark.quick("vit")
-@pytest.mark.parametrize("config, options, shapes", MODELS, ids=["vit", "gpt", "fixed"])
+@pytest.mark.parametrize(
+    "config, options, shapes", MODELS, ids=["vit", "gpt", "fixed", "points"]
+)
 def test_stablehlo_is_loaded_again(config, options, shapes, tmp_path, capsys):
     pytest.importorskip("flatbuffers")
     apply, variables = save(tmp_path / "saved", config, **options)

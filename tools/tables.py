@@ -132,7 +132,16 @@ def contents() -> str:
         "[Models](docs/training.md)": MODELS,
         "[Data](docs/data.md)": [
             *SETS,
-            *("folder", "csv", "hf", "npz", "moving_digits", "text"),
+            *(
+                "folder",
+                "csv",
+                "hf",
+                "npz",
+                "moving_digits",
+                "points",
+                "mnist_points",
+                "text",
+            ),
         ],
     }
     rows = [

@@ -14,6 +14,7 @@ from relattn.data.base import DataSource as DataSource
 from relattn.data.base import EvalSplit as EvalSplit
 from relattn.data.base import ImageInfo as ImageInfo
 from relattn.data.base import Loader as Loader
+from relattn.data.base import PointInfo as PointInfo
 from relattn.data.base import TextInfo as TextInfo
 from relattn.data.base import batch_indices as batch_indices
 from relattn.data.base import fill_batch as fill_batch
@@ -26,6 +27,8 @@ from relattn.data.load import image_options as image_options
 from relattn.data.load import load_data as load_data
 from relattn.data.load import load_images as load_images
 from relattn.data.load import register_data as register_data
+from relattn.data.points import PointData as PointData
+from relattn.data.points import PointSplit as PointSplit
 from relattn.data.preprocess import input_shape as input_shape
 from relattn.data.preprocess import make_preprocess as make_preprocess
 from relattn.data.preprocess import preprocess as preprocess

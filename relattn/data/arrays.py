@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path
 
 import numpy as np
@@ -56,25 +56,8 @@ def read_arrays(file: Path) -> Images:
         >>> images.train.images.shape, images.class_names
         ((2, 5, 3, 1), ('no', 'yes'))
     """
-    if not file.is_file():
-        raise FileNotFoundError(
-            f"the file {file} is missing: set data.data_dir to a file of numpy.savez"
-        )
-    try:
-        # Objects would have to be unpickled.
-        with np.load(file, allow_pickle=False) as opened:
-            known = {
-                name for pairs in NAMES.values() for pair in pairs for name in pair
-            }
-            arrays = {n: opened[n] for n in opened.files if n in known | {CLASS_NAMES}}
-            listed = ", ".join(opened.files)
-    except Exception as error:
-        if lacks_resources(error):
-            raise
-        raise ValueError(
-            f"{file} cannot be read ({describe_error(error)}): write it with "
-            "numpy.savez, without arrays of objects"
-        ) from error
+    known = {name for pairs in NAMES.values() for pair in pairs for name in pair}
+    arrays, listed = open_arrays(file, known | {CLASS_NAMES})
     splits = {name: _find_split(arrays, name, file) for name in NAMES}
     if splits["train"] is None:
         raise ValueError(
@@ -102,6 +85,39 @@ def read_arrays(file: Path) -> Images:
                 )
     origin = f"the arrays of {file}"
     return Images(class_names=class_names, origin=origin, **{"test": None, **found})
+
+
+def open_arrays(file: Path, known: Set[str]) -> tuple[dict[str, np.ndarray], str]:
+    """Reads arrays from a file that `numpy.savez` wrote.
+
+    Args:
+        file: The file.
+        known: Names of the arrays to read; others are left out.
+
+    Returns:
+        The arrays that are there, by name, and the names of all arrays of the file in
+        one string, for messages.
+
+    Raises:
+        FileNotFoundError: If the file is missing.
+        ValueError: If it is no such file.
+    """
+    if not file.is_file():
+        raise FileNotFoundError(
+            f"the file {file} is missing: set data.data_dir to a file of numpy.savez"
+        )
+    try:
+        # Objects would have to be unpickled.
+        with np.load(file, allow_pickle=False) as opened:
+            arrays = {name: opened[name] for name in opened.files if name in known}
+            return arrays, ", ".join(opened.files)
+    except Exception as error:
+        if lacks_resources(error):
+            raise
+        raise ValueError(
+            f"{file} cannot be read ({describe_error(error)}): write it with "
+            "numpy.savez, without arrays of objects"
+        ) from error
 
 
 def _find_split(

@@ -188,14 +188,15 @@ def make_mix(text: str, kind: str = "images") -> Mix | None:
     Args:
         text: A spec of `MIXES`, or several joined by ``|``, one of which is drawn for
             every batch with equal probability; "none" for no mixing.
-        kind: "images", or "tokens", which cannot be mixed.
+        kind: "images", or "tokens" or "points", which cannot be mixed.
 
     Returns:
         A function from a key and ``(height, width)`` to the mask, shape
         ``[height, width]``; None for "none".
 
     Raises:
-        ValueError: If a spec is unknown, an option is invalid, or the data are text.
+        ValueError: If a spec is unknown, an option is invalid, or the data are no
+            images.
 
     Example:
         >>> mix = make_mix("cutmix(alpha=1.0) | mixup(alpha=0.8)")
@@ -206,8 +207,8 @@ def make_mix(text: str, kind: str = "images") -> Mix | None:
         return None
     if kind != "images":
         raise ValueError(
-            f"data.mix={shorten(text)} mixes images, but the data are text: "
-            "remove data.mix"
+            f"data.mix={shorten(text)} mixes images, but the data are "
+            f"{'text' if kind == 'tokens' else kind}: remove data.mix"
         )
     choices = [
         spec.resolve(choice, MIXES, "data.mix", reserved=("key", "size"))
@@ -307,14 +308,15 @@ def make_erase(text: str, kind: str = "images") -> Erase | None:
 
     Args:
         text: A spec of `ERASES`; "none" for no erasing.
-        kind: "images", or "tokens", which cannot be erased.
+        kind: "images", or "tokens" or "points", which cannot be erased.
 
     Returns:
         A function from a key and ``(height, width)`` to the mask of an image, shape
         ``[height, width]``; None for "none".
 
     Raises:
-        ValueError: If the spec is unknown, an option is invalid, or the data are text.
+        ValueError: If the spec is unknown, an option is invalid, or the data are no
+            images.
 
     Example:
         >>> erase = make_erase("random_erasing(probability=0.5)")
@@ -326,7 +328,7 @@ def make_erase(text: str, kind: str = "images") -> Erase | None:
     if kind != "images":
         raise ValueError(
             f"data.erase={shorten(text)} erases parts of images, but the data are "
-            "text: remove data.erase"
+            f"{'text' if kind == 'tokens' else kind}: remove data.erase"
         )
     erase = spec.resolve(text, ERASES, "data.erase", reserved=("key", "size"))
     # Raises on options out of range now, not in the first step.

@@ -4,8 +4,10 @@ A batch is a dictionary of arrays that share their first axis. A batch of images
 ``image``, uint8 as stored, shape ``[batch, height, width, channels]``, and ``label``,
 shape ``[batch]``. Volumes, such as videos, are images with an axis of frames before the
 height. A batch of text has ``tokens``, int32, and ``label``, the next
-tokens, both of shape ``[batch, n]``. Evaluation adds ``weight``, float32 in the shape
-of ``label``: labels of weight 0 do not count.
+tokens, both of shape ``[batch, n]``. A batch of sets of points has ``points``, float32,
+positions and features, shape ``[batch, n, axes + channels]``, and ``label``, shape
+``[batch]``. Evaluation adds ``weight``, float32 in the shape of ``label``: labels of
+weight 0 do not count.
 """
 
 from __future__ import annotations
@@ -193,16 +195,56 @@ class TextInfo:
         return steps_per_epoch(self.num_train, batch_size, "windows")
 
 
-DataInfo = ImageInfo | TextInfo
-INFOS = {"images": ImageInfo, "tokens": TextInfo}
+@dataclasses.dataclass(frozen=True)
+class PointInfo:
+    """Description of the sets of points that a model is trained on.
+
+    Attributes:
+        name: Name of the data.
+        class_names: Class names in label order.
+        point_shape: Number of points of a set, of axes of a position, and of channels.
+        num_train: Number of training sets.
+        origin: Where the points came from, in words.
+        kind: Always ``"points"``.
+    """
+
+    name: str
+    class_names: tuple[str, ...]
+    point_shape: tuple[int, ...]
+    num_train: int
+    origin: str
+    kind: Literal["points"] = "points"
+
+    @property
+    def num_classes(self) -> int:
+        """Returns the number of classes."""
+        return len(self.class_names)
+
+    @property
+    def labels(self) -> tuple[Any, ...]:
+        """Identifies the meaning of the labels: the class names."""
+        return self.class_names
+
+    def describe_labels(self) -> str:
+        """Describes the labels in a few words."""
+        names = self.class_names
+        return f"{len(names)} classes ({names[0]!r} to {names[-1]!r})"
+
+    def steps_per_epoch(self, batch_size: int) -> int:
+        """Returns the number of updates in an epoch, see `steps_per_epoch`."""
+        return steps_per_epoch(self.num_train, batch_size, "sets of points")
+
+
+DataInfo = ImageInfo | TextInfo | PointInfo
+INFOS = {"images": ImageInfo, "tokens": TextInfo, "points": PointInfo}
 
 
 def read_info(values: Mapping[str, Any]) -> DataInfo:
     """Restores a description from `dataclasses.asdict` after a round trip through JSON.
 
     Args:
-        values: Fields of an `ImageInfo`, optionally without ``kind``, or of a
-            `TextInfo`. Lists are converted to tuples.
+        values: Fields of an `ImageInfo`, optionally without ``kind``, of a `TextInfo`,
+            or of a `PointInfo`. Lists are converted to tuples.
 
     Returns:
         The description.

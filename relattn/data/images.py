@@ -124,7 +124,7 @@ class ImageData:
 
     def __post_init__(self):
         for name, split in {"train": self.train, **self.eval_splits}.items():
-            _check_labels(split.labels, self.num_classes, name)
+            check_labels(split.labels, self.num_classes, name)
         if self.augment != "none" and len(self.image_shape) != 3:
             raise ValueError(
                 f"data.augment={self.augment!r} changes images of height and width, "
@@ -303,7 +303,14 @@ def check_arrays(images: np.ndarray, labels: np.ndarray, name: str) -> None:
         )
 
 
-def _check_labels(labels: np.ndarray, num_classes: int, name: str) -> None:
+def check_labels(labels: np.ndarray, num_classes: int, name: str) -> None:
+    """Raises ValueError if a label is not from 0 to ``num_classes`` - 1.
+
+    Args:
+        labels: The labels.
+        num_classes: Number of classes.
+        name: The name of the split, for the message.
+    """
     # A device raises no error on a label out of range: the loss is silently wrong.
     if len(labels) and not 0 <= labels.min() <= labels.max() < num_classes:
         raise ValueError(
@@ -319,7 +326,7 @@ def _check_split(
     check_arrays(images, labels, name)
     if not len(images):
         raise ValueError(f"{name} has no images: give at least one")
-    _check_labels(labels, num_classes, name)
+    check_labels(labels, num_classes, name)
     return ImageSplit(images, labels.astype(np.int32))
 
 

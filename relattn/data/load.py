@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,10 @@ from relattn.data.images import (
     check_no_draw,
     split_validation,
 )
+from relattn.data.mnist_points import make_mnist_points
 from relattn.data.moving_digits import make_moving_digits
 from relattn.data.paths import expand, reading_data
+from relattn.data.points import read_points
 from relattn.data.preprocess import check_statistics
 from relattn.data.registry import EMBEDDED_FOLDER, EMBEDDED_VERSION, SETS
 from relattn.data.streaming import open_list, open_streamed
@@ -65,6 +67,7 @@ _VOLUME_OPTIONS = (
     "num_validation",
     "split_seed",
 )
+_HELD_OUT = ("num_validation", "split_seed")
 _PHOTOGRAPHS = "photographs that are read during training"
 
 
@@ -103,7 +106,10 @@ def load_data(config: ConfigDict) -> DataSource:
         config: Options of the data. ``source`` is "embedded", "tfds", "folder", "csv",
             "hf" or "npz", with the options of `load_images`, "text", with those of
             `load_text`, or "moving_digits", volumes (`make_moving_digits`), with
-            ``num_validation`` and ``split_seed``. Images also have
+            ``num_validation`` and ``split_seed``. Sets of points have these two as
+            well: "mnist_points" (`make_mnist_points`), and "points", a file
+            ``data_dir`` of arrays (`relattn.data.points.read_points`) with a ``name``.
+            Images also have
 
             - ``image_size``: height and width of the model's inputs;
             - ``standardize``: whether to subtract the mean of each channel and divide
@@ -144,6 +150,7 @@ def load_data(config: ConfigDict) -> DataSource:
     check_choice("data.source", source, LOADERS)
     # Fails before the set is prepared, which may take an hour.
     kind = "tokens" if source == "text" else "images"
+    kind = "points" if source in ("points", "mnist_points") else kind
     make_mix(config.get("mix", "none"), kind)
     make_erase(config.get("erase", "none"), kind)
     return LOADERS[source](config)
@@ -354,6 +361,36 @@ def _load_moving_digits(config: ConfigDict) -> DataSource:
     return data
 
 
+def _load_mnist_points(config: ConfigDict) -> DataSource:
+    """Makes the sets of points of MNIST."""
+    _check_point_options(config, ("source", "name", *_HELD_OUT))
+    return make_mnist_points(
+        config.get("num_validation", 0), config.get("split_seed", 0)
+    )
+
+
+def _load_points(config: ConfigDict) -> DataSource:
+    """Reads a file of sets of points."""
+    _check_name(config)
+    _check_point_options(config, ("source", "name", "data_dir", *_HELD_OUT))
+    return read_points(
+        _path(config),
+        config.name,
+        config.get("num_validation", 0),
+        config.get("split_seed", 0),
+    )
+
+
+def _check_point_options(config: ConfigDict, known: Sequence[str]) -> None:
+    """Refuses options that points do not have."""
+    for option in config:
+        if option not in (*known, "mix", "erase"):
+            raise ValueError(
+                f"data.source={config.source!r} has no option data.{option}: "
+                f"{closest(option, known)}"
+            )
+
+
 def _load_tfds(config: ConfigDict) -> DataSource:
     """Loads a full set into memory, or opens it for streaming if it is too large."""
     _check_name(config)
@@ -405,6 +442,7 @@ NEEDED = {
     "csv": "the CSV file with the columns path and label",
     "hf": "the folder that a Hugging Face data set was saved to",
     "npz": "the .npz file with the arrays train_images and train_labels",
+    "points": "the .npz file with the arrays train_positions and train_labels",
 }
 LISTS = ("folder", "csv", "hf")
 READERS = {
@@ -419,6 +457,8 @@ LOADERS: dict[str, Callable[[ConfigDict], DataSource]] = {
     **dict.fromkeys(LISTS, _load_listed),
     "text": load_text,
     "moving_digits": _load_moving_digits,
+    "points": _load_points,
+    "mnist_points": _load_mnist_points,
 }
 # The entries above; users register others.
 BUILT_IN = frozenset(LOADERS)

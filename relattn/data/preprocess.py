@@ -37,8 +37,8 @@ def make_preprocess(
 
     Returns:
         A function of a batch that returns `preprocess` of its images, augmented if the
-        batch has ``draws``, or its tokens unchanged. It raises ValueError if the images
-        have another shape than those of the data.
+        batch has ``draws``, or its tokens or points unchanged. It raises ValueError if
+        the images have another shape than those of the data.
 
     Raises:
         ValueError: If ``standardize`` is set and a standard deviation is 0.
@@ -50,8 +50,8 @@ def make_preprocess(
         >>> function({"image": np.full((1, 4, 4, 1), 255, np.uint8)})[0, 0, 0]
         Array([1.], dtype=float32)
     """
-    if info.kind == "tokens":
-        return lambda batch: batch["tokens"]
+    if info.kind != "images":
+        return lambda batch: batch[info.kind]
     check_statistics(config, info)
     statistics = {}
     if config.get("standardize", False):
@@ -153,13 +153,17 @@ def input_shape(config: ConfigDict, info: DataInfo) -> tuple[int, ...]:
 
     Returns:
         ``(height, width, channels)`` for images, with frames before them for volumes;
-        ``(context_length,)`` for text.
+        ``(context_length,)`` for text; ``(points, axes + channels)`` for sets of
+        points.
 
     Raises:
         ValueError: If ``image_size`` is below 1 or above `MAX_IMAGE_SIZE`.
     """
     if info.kind == "tokens":
         return (info.context_length,)
+    if info.kind == "points":
+        num_points, num_axes, channels = info.point_shape
+        return (num_points, num_axes + channels)
     *frames, height, _, channels = info.image_shape
     size = config.get("image_size", height)
     if not 1 <= size <= MAX_IMAGE_SIZE:

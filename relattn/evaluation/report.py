@@ -82,9 +82,12 @@ def report(
             f"num_images and data do not apply to {run.workdir}, a run on text: leave "
             "them out"
         )
+    undrawn = "points" if run.data.kind == "points" else ""
     if run.data.kind == "images" and len(run.data.image_shape) != 3:
+        undrawn = "volumes"
+    if undrawn:
         raise ValueError(
-            f"{run.workdir} was trained on volumes, which a report cannot draw: read "
+            f"{run.workdir} was trained on {undrawn}, which a report cannot draw: read "
             "its result.json and metrics.jsonl"
         )
     # Without the folders of this machine.

@@ -421,8 +421,8 @@ def build(config: Mapping[str, Any]) -> nn.Module:
     if name in models.MODELS:
         sizes = models.DATA_ARGUMENTS[models.MODELS[name].inputs]
         values = {size: config[size] for size in sizes}
-    if "image_shape" in values:
-        values["image_shape"] = tuple(values["image_shape"])
+    for size in {"image_shape", "point_shape"} & {*values}:
+        values[size] = tuple(values[size])
     return models.build_model(config["model"], **values)
 
 
@@ -437,6 +437,9 @@ def _initial(model, config):
     """Initializes a model's variables."""
     if model.inputs == "images":
         example = jnp.zeros((1, *config["image_shape"]))
+    elif model.inputs == "points":
+        num_points, num_axes, channels = config["point_shape"]
+        example = jnp.zeros((1, num_points, num_axes + channels))
     else:
         example = jnp.zeros((1, 1), jnp.int32)
     return model.init(jax.random.key(0), example)

@@ -31,6 +31,7 @@ _SIZES = {
     # Without a head, 0.
     "num_classes?": Range(0, 2**24),
     "image_shape?": ([_SIDE] * 3, [_SIDE] * 4),
+    "point_shape?": [_SIDE] * 3,
     "vocab_size?": _SIZE,
     "context_length?": Range(1, 2**24),
 }
@@ -96,8 +97,9 @@ def _check_data(config: dict[str, Any], kind: str) -> None:
         raise ValueError(f"it has an unknown key in data, {shorten(unknown[0])}")
     if kind == "tokens":
         return
-    channels = data["image_shape"][-1]
-    counts = {"mean": channels, "std": channels, "class_names": config["num_classes"]}
+    counts = {"class_names": config["num_classes"]}
+    if kind == "images":
+        counts |= dict.fromkeys(("mean", "std"), data["image_shape"][-1])
     for key, count in counts.items():
         if len(data[key]) != count:
             raise ValueError(f"it has {len(data[key])} data.{key}, expected {count}")

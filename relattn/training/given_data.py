@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from relattn.data import DataInfo, DataSource, ImageSplit, TokenSplit
+from relattn.data import DataInfo, DataSource, ImageSplit, PointSplit, TokenSplit
 from relattn.data.image_list import ImageRecords
 from relattn.data.paths import recorded_sha256, sha256
 from relattn.data.streaming import Photographs, StreamedSplit
@@ -23,10 +23,11 @@ def fingerprint(data: DataSource) -> str:
     """Computes a hash of a data set.
 
     Args:
-        data: Images and texts of relattn's types count as a whole, texts in files by
-            their checksums, those of the manifest where they have one; of photographs
-            that are read during training, the files' sizes and labels and the first
-            evaluation batch; of splits of other types, the first evaluation batch.
+        data: Images, points and texts of relattn's types count as a whole, texts in
+            files by their checksums, those of the manifest where they have one; of
+            photographs that are read during training, the files' sizes and labels and
+            the first evaluation batch; of splits of other types, the first evaluation
+            batch.
 
     Returns:
         A hexadecimal number.
@@ -56,6 +57,8 @@ def fingerprint(data: DataSource) -> str:
 def _arrays(split: Any) -> list[np.ndarray]:
     if isinstance(split, ImageSplit):
         return [split.images, split.labels]
+    if isinstance(split, PointSplit):
+        return [split.points, split.labels]
     if isinstance(split, TokenSplit):
         file = getattr(split.tokens, "filename", None)
         if not file:

@@ -147,7 +147,7 @@ METRICS: dict[str, Metric] = {
 }
 
 # For each kind of data, the validation metric that selects the best checkpoint.
-BEST_METRICS = {"images": "accuracy", "tokens": "loss"}
+BEST_METRICS = {"images": "accuracy", "tokens": "loss", "points": "accuracy"}
 
 # The entries above; users register others.
 BUILT_IN = frozenset(METRICS)

@@ -140,9 +140,10 @@ def attention_weights(
         tokens = read_tokenizer(run).encode(inputs)[None].astype(np.int32)
         inputs = jnp.asarray(tokens)
     else:
-        shape = run.data.image_shape
+        info = require_kind(run, "images")
+        shape = info.image_shape
         count = max(1, len(as_sequence(inputs, shape[-1], len(shape) - 1)))
-        images = next(read_images(inputs, run.data, run.config.data, count))
+        images = next(read_images(inputs, info, run.config.data, count))
         inputs = run.preprocess({"image": images})
     layers = models.attention_weights(run.model, run.variables, inputs)
     if not -len(layers) <= layer < len(layers):
@@ -284,7 +285,7 @@ def require_kind(run: Run, kind: str) -> DataInfo:
         run: The run.
         kind: ``"images"`` or ``"tokens"``.
     """
-    names = {"images": "images", "tokens": "text"}
+    names = {"images": "images", "tokens": "text", "points": "points"}
     if run.data.kind != kind:
         raise ValueError(
             f"the run in {run.workdir} was trained on {names[run.data.kind]}, not on "

@@ -63,7 +63,15 @@ def check_fits(trained: DataInfo, data: DataInfo, where: Path) -> None:
         ValueError: If images have another number of channels.
     """
     check_labels(trained, data, where)
-    if trained.kind == "tokens" or data.kind == "tokens":
+    if trained.kind == "points" and data.kind == "points":
+        (_, *needed), (_, *given) = trained.point_shape, data.point_shape
+        if needed != given:
+            raise ValueError(
+                f"{where} was trained on points of {needed[0]} axes and {needed[1]} "
+                f"channels, but those of {data.name} have {given[0]} and {given[1]}: "
+                "use the data that it was trained on"
+            )
+    if trained.kind != "images" or data.kind != "images":
         return
     channels, given = trained.image_shape[-1], data.image_shape[-1]
     if channels != given:

@@ -357,8 +357,8 @@ def saved_config(config: ConfigDict, info: DataInfo) -> dict[str, Any]:
         info: The description of the training data.
     """
     sizes = data_sizes(config, info)
-    if "image_shape" in sizes:
-        sizes["image_shape"] = list(sizes["image_shape"])
+    for name in {"image_shape", "point_shape"} & {*sizes}:
+        sizes[name] = list(sizes[name])
     return {
         "model": to_json(config)["model"],
         **sizes,

@@ -40,7 +40,7 @@ from relattn.training.step import (
     make_train_step,
 )
 
-INPUT_DTYPES = {"images": jnp.float32, "tokens": jnp.int32}
+INPUT_DTYPES = {"images": jnp.float32, "tokens": jnp.int32, "points": jnp.float32}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -293,5 +293,7 @@ def data_sizes(config: ConfigDict, info: DataInfo) -> dict[str, Any]:
     """
     if info.kind == "tokens":
         return {"vocab_size": info.vocab_size, "context_length": info.context_length}
+    if info.kind == "points":
+        return {"num_classes": info.num_classes, "point_shape": info.point_shape}
     shape = data_lib.input_shape(config.data, info)
     return {"num_classes": info.num_classes, "image_shape": shape}

@@ -1,0 +1,307 @@
+"""Sets of points in memory, and their source: arrays, or a file of arrays, ``.npz``."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float32, Int32, Int64
+
+from relattn.data.arrays import open_arrays
+from relattn.data.base import (
+    ONE_SHARD,
+    Batch,
+    Loader,
+    PointInfo,
+    ShardIndex,
+    batch_indices,
+    check_eval_batch,
+    fill_batch,
+    shard_rows,
+    steps_per_epoch,
+)
+from relattn.data.images import check_labels, draw_validation
+
+PARTS = ("positions", "features", "labels", "mask")
+CLASS_NAMES = "class_names"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PointSplit:
+    """Sets of as many points each, with their labels.
+
+    Attributes:
+        points: Positions and features, float32, shape ``[n, points, axes + channels]``;
+            NaN for padding.
+        labels: Labels, int32, shape ``[n]``.
+        num_axes: Number of axes of a position.
+    """
+
+    points: Float32[np.ndarray, "n points columns"]
+    labels: Int32[np.ndarray, " n"]
+    num_axes: int
+
+    @classmethod
+    def from_arrays(
+        cls,
+        positions: np.ndarray,
+        labels: np.ndarray,
+        features: np.ndarray | None = None,
+        mask: np.ndarray | None = None,
+    ) -> PointSplit:
+        """Joins arrays of your own.
+
+        Args:
+            positions: Position of each point, shape ``[n, points, axes]``.
+            labels: Integers from 0, shape ``[n]``.
+            features: Features of each point, shape ``[n, points, channels]``; None for
+                one that is 1.
+            mask: True for points that exist, shape ``[n, points]``; None for all. The
+                others are padding, whose values do not matter.
+
+        Returns:
+            The sets of points, copied.
+
+        Raises:
+            ValueError: If an array has another type or shape, or a point that exists
+                is not finite.
+
+        Example:
+            >>> split = PointSplit.from_arrays(
+            ...     np.zeros((5, 7, 3)), np.arange(5), mask=np.ones((5, 7), bool))
+            >>> split.points.shape, split.num_axes
+            ((5, 7, 4), 3)
+        """
+        positions, labels = np.asarray(positions), np.asarray(labels)
+        if positions.ndim != 3 or not all(positions.shape[1:]):
+            raise ValueError(
+                f"positions have shape {positions.shape}, expected [n, points, axes]"
+            )
+        sets = positions.shape[:2]
+        features = np.ones((*sets, 1)) if features is None else np.asarray(features)
+        mask = np.ones(sets, bool) if mask is None else np.asarray(mask)
+        expected = f"expected those of {sets[0]} sets of {sets[1]} points"
+        if features.ndim != 3 or features.shape[:2] != sets or not features.shape[-1]:
+            raise ValueError(f"features have shape {features.shape}, {expected}")
+        if mask.shape != sets or mask.dtype != bool:
+            raise ValueError(
+                f"the mask has shape {mask.shape} and dtype {mask.dtype}, {expected}, "
+                "as bool"
+            )
+        if labels.shape != sets[:1] or not np.issubdtype(labels.dtype, np.integer):
+            raise ValueError(
+                f"labels have shape {labels.shape} and dtype {labels.dtype}, expected "
+                f"{sets[0]} integers"
+            )
+        points = np.concatenate([positions, features], axis=-1).astype(np.float32)
+        if not np.isfinite(points[mask]).all():
+            raise ValueError(
+                "a point is not finite: set its mask to False, or correct it"
+            )
+        points[~mask] = np.nan
+        return cls(points, labels.astype(np.int32), positions.shape[-1])
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    @property
+    def point_shape(self) -> tuple[int, int, int]:
+        """Returns the number of points, of axes and of channels."""
+        _, num_points, columns = self.points.shape
+        return num_points, self.num_axes, columns - self.num_axes
+
+    def gather(self, indices: Int64[np.ndarray, " batch"] | slice) -> Batch:
+        """Returns the batch of some sets: ``points`` and ``label``."""
+        return {"points": self.points[indices], "label": self.labels[indices]}
+
+    def select(self, indices: Int64[np.ndarray, " chosen"]) -> PointSplit:
+        """Returns some of the sets."""
+        return PointSplit(self.points[indices], self.labels[indices], self.num_axes)
+
+    def batches(
+        self, batch_size: int, shard: ShardIndex = ONE_SHARD
+    ) -> Iterator[Batch]:
+        """Yields every set once, in order, see `EvalSplit.batches`.
+
+        Raises:
+            ValueError: If ``batch_size`` is not positive.
+        """
+        check_eval_batch(batch_size)
+        local = shard_rows(batch_size, shard)
+        for start in range(0, len(self), batch_size):
+            rows = slice(start + local.start, start + local.stop)
+            yield fill_batch(self.gather(rows), local.stop - local.start)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PointData:
+    """Sets of points in memory, ready for training: a `DataSource`.
+
+    Attributes:
+        name: Name of the data.
+        train: Training sets.
+        validation: Sets held out from those of training; may be empty.
+        test: Test sets.
+        class_names: Class names in label order.
+        origin: Where the points came from, in words.
+        more_tests: More test sets, by names that start with ``"test_"``.
+
+    Raises:
+        ValueError: If a label is out of range, or splits have other numbers of points,
+            axes or channels.
+    """
+
+    name: str
+    train: PointSplit
+    validation: PointSplit
+    test: PointSplit
+    class_names: tuple[str, ...]
+    origin: str
+    more_tests: Mapping[str, PointSplit] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self):
+        for name, split in {"train": self.train, **self.eval_splits}.items():
+            check_labels(split.labels, len(self.class_names), name)
+            if split.point_shape != self.train.point_shape:
+                raise ValueError(
+                    f"the (points, axes, channels) of {name} are {split.point_shape}, "
+                    f"but those of train {self.train.point_shape}: pad the points and "
+                    "give a mask"
+                )
+
+    @classmethod
+    def from_splits(
+        cls,
+        name: str,
+        train: PointSplit,
+        class_names: Sequence[str],
+        *,
+        num_validation: int = 0,
+        test: PointSplit | None = None,
+        split_seed: int = 0,
+        **others: Any,
+    ) -> PointData:
+        """Makes data of training and test sets.
+
+        Args:
+            name: Name of the data.
+            train: Training sets, some of which may be held out for validation.
+            class_names: Class names in label order.
+            num_validation: Number of training sets to hold out.
+            test: Test sets; None for those of validation.
+            split_seed: Seed that selects the sets that are held out.
+            **others: More attributes.
+
+        Returns:
+            The data.
+
+        Raises:
+            ValueError: If ``num_validation`` leaves no training set, or the splits do
+                not fit together.
+
+        Example:
+            >>> train = PointSplit.from_arrays(np.zeros((5, 7, 2)), np.arange(5) % 2)
+            >>> data = PointData.from_splits("mine", train, "ab", num_validation=2)
+            >>> len(data.train), data.info.point_shape
+            (3, (7, 2, 1))
+        """
+        chosen = np.sort(draw_validation(len(train), num_validation, split_seed))
+        validation = train.select(chosen)
+        train = train.select(np.setdiff1d(np.arange(len(train)), chosen))
+        others.setdefault("origin", f"arrays of {len(train)} sets of points")
+        test = validation if test is None else test
+        return cls(name, train, validation, test, tuple(class_names), **others)
+
+    @property
+    def info(self) -> PointInfo:
+        """Describes the points to the model."""
+        return PointInfo(
+            name=self.name,
+            class_names=self.class_names,
+            point_shape=self.train.point_shape,
+            num_train=len(self.train),
+            origin=self.origin,
+        )
+
+    @property
+    def eval_splits(self) -> Mapping[str, PointSplit]:
+        """Returns the evaluation splits by name."""
+        return {"validation": self.validation, "test": self.test, **self.more_tests}
+
+    def train_loader(
+        self,
+        batch_size: int,
+        seed: int,
+        start_step: int = 0,
+        place: Callable[[Batch], Any] | None = None,
+        shard: ShardIndex = ONE_SHARD,
+    ) -> Loader:
+        """Iterates over training batches, see `DataSource.train_loader`.
+
+        Raises:
+            ValueError: If there are fewer sets than a batch needs.
+        """
+        n, rows = len(self.train), shard_rows(batch_size, shard)
+        steps_per_epoch(n, batch_size, "sets of points")
+
+        def make_batch(step: int) -> Batch:
+            return self.train.gather(batch_indices(n, batch_size, seed, step)[rows])
+
+        return Loader(make_batch, start_step, place=place)
+
+
+def read_points(
+    file: Path, name: str, num_validation: int = 0, split_seed: int = 0
+) -> PointData:
+    """Reads sets of points from a file that `numpy.savez` wrote.
+
+    The arrays are ``train_positions``, ``train_labels`` and optionally
+    ``train_features`` and ``train_mask``, as in `PointSplit.from_arrays`; optionally
+    the same of ``test``; and optionally ``class_names``.
+
+    Args:
+        file: The file.
+        name: Name of the data.
+        num_validation: Number of training sets to hold out for validation.
+        split_seed: Seed that selects them.
+
+    Returns:
+        The data. Without ``class_names``, the classes are the numbers up to the largest
+        label.
+
+    Raises:
+        FileNotFoundError: If the file is missing.
+        ValueError: If it is no such file, or its arrays do not fit together.
+    """
+    names = [f"{split}_{part}" for split in ("train", "test") for part in PARTS]
+    arrays, listed = open_arrays(file, {*names, CLASS_NAMES})
+    found = {}
+    for split in ("train", "test"):
+        given = {p: arrays[f"{split}_{p}"] for p in PARTS if f"{split}_{p}" in arrays}
+        if not given and split == "test":
+            continue
+        for part in ("positions", "labels"):
+            if part not in given:
+                raise ValueError(
+                    f"{file} has no array {split}_{part}, only {listed or 'none'}: "
+                    "add it"
+                )
+        try:
+            found[split] = PointSplit.from_arrays(**given)
+        except ValueError as error:
+            raise ValueError(f"{split} in {file}: {error}") from error
+    class_names = np.ravel(arrays.get(CLASS_NAMES, ())).tolist()
+    if not class_names:
+        class_names = range(1 + max(found["train"].labels.tolist(), default=0))
+    return PointData.from_splits(
+        name,
+        found["train"],
+        tuple(map(str, class_names)),
+        num_validation=num_validation,
+        test=found.get("test"),
+        split_seed=split_seed,
+        origin=f"the arrays of {file}",
+    )

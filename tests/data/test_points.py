@@ -1,0 +1,147 @@
+"""Tests sets of points: arrays, files of arrays, MNIST as points, and errors."""
+
+import numpy as np
+import pytest
+from ml_collections import ConfigDict
+
+from relattn.data import PointData, PointSplit, load_data, read_info
+from relattn.data.mnist_points import draw_points, shift_points
+from tests.helpers.quick import normal
+
+N, POINTS = 7, 5
+LABELS = np.arange(N) % 3
+
+
+def make_arrays():
+    mask = np.arange(POINTS) < np.arange(N)[:, None] % 3 + 2
+    return {
+        "positions": normal(0, N, POINTS, 3),
+        "labels": LABELS,
+        "features": normal(1, N, POINTS, 2),
+        "mask": mask,
+    }
+
+
+def test_arrays_are_joined_and_padding_is_nan():
+    arrays = make_arrays()
+    split = PointSplit.from_arrays(**arrays)
+    assert split.point_shape == (POINTS, 3, 2)
+    expected = np.concatenate([arrays["positions"], arrays["features"]], axis=-1)
+    exists = arrays["mask"]
+    np.testing.assert_array_equal(split.points[exists], expected[exists])
+    assert np.isnan(split.points[~exists]).all() and (~exists).any()
+    np.testing.assert_array_equal(split.labels, LABELS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"positions": np.zeros((N, 3))},
+            r"shape \(7, 3\), expected \[n, points, axes",
+        ),
+        ({"labels": LABELS[1:]}, "labels have shape .* expected 7 integers"),
+        ({"features": np.zeros((N, 4, 1))}, "features .* of 7 sets of 5 points"),
+        ({"mask": np.ones((N, POINTS))}, "dtype float64, expected .*, as bool"),
+        ({"positions": np.full((N, POINTS, 3), np.inf)}, "point is not finite: set"),
+    ],
+)
+def test_wrong_arrays_raise(changes, message):
+    with pytest.raises(ValueError, match=message):
+        PointSplit.from_arrays(**make_arrays() | changes)
+
+
+def test_data_split_batches_and_description():
+    split = PointSplit.from_arrays(**make_arrays())
+    data = PointData.from_splits("mine", split, "abc", num_validation=2)
+    assert len(data.train) == 5 and data.test is data.validation
+    both = np.concatenate([data.train.points, data.validation.points])
+    order = np.lexsort(both[:, 0].T), np.lexsort(split.points[:, 0].T)
+    np.testing.assert_array_equal(both[order[0]], split.points[order[1]])
+    info = data.info
+    assert info.point_shape == (POINTS, 3, 2) and info.num_classes == 3
+    assert read_info({**vars(info), "point_shape": [*info.point_shape]}) == info
+    with data.train_loader(2, seed=0, start_step=3) as loader:
+        step, batch = next(loader)
+    assert step == 3 and batch["points"].shape == (2, POINTS, 5)
+    batches = list(split.batches(4))
+    assert [batch["weight"].tolist() for batch in batches] == [[1] * 4, [1, 1, 1, 0]]
+    found = np.concatenate([batch["points"] for batch in batches])[:N]
+    np.testing.assert_array_equal(found, split.points)
+
+
+def test_splits_that_do_not_fit_raise():
+    split = PointSplit.from_arrays(**make_arrays())
+    with pytest.raises(ValueError, match="labels of train are from 0 to 2, expected 0"):
+        PointData.from_splits("mine", split, "ab")
+    other = PointSplit.from_arrays(np.zeros((1, 4, 3)), np.zeros(1, int))
+    with pytest.raises(
+        ValueError, match=r"of test are \(4, 3, 1\), but those of train"
+    ):
+        PointData.from_splits("mine", split, "abc", test=other)
+
+
+def test_a_file_of_arrays_is_read(tmp_path):
+    arrays, file = make_arrays(), tmp_path / "mine.npz"
+    stored = {f"train_{part}": array for part, array in arrays.items()}
+    config = {"source": "points", "name": "mine", "num_validation": 2}
+    config = ConfigDict(config | {"data_dir": str(file)})
+    np.savez(file, test_positions=arrays["positions"], test_labels=LABELS, **stored)
+    with pytest.raises(ValueError, match="of test are .5, 3, 1.,.* but those of train"):
+        load_data(config)
+    np.savez(file, class_names=np.array(["a", "b", "c"]), **stored)
+    data = load_data(config)
+    assert data.info.class_names == ("a", "b", "c") and len(data.train) == 5
+    whole = PointSplit.from_arrays(**arrays)
+    sums = [np.nansum(split.points) for split in (data.train, data.test, whole)]
+    np.testing.assert_allclose(sums[0] + sums[1], sums[2], rtol=1e-5)
+    np.savez(file, train_positions=arrays["positions"])
+    with pytest.raises(ValueError, match="no array train_labels, only train_positions"):
+        load_data(config)
+    with pytest.raises(ValueError, match="has no option data.mask"):
+        load_data(ConfigDict({**config.to_dict(), "mask": 1}))
+    with pytest.raises(ValueError, match="but the data are points: remove data.mix"):
+        load_data(ConfigDict({**config.to_dict(), "mix": "mixup(alpha=0.8)"}))
+
+
+def test_points_of_an_image_are_a_function_of_the_image_and_the_seed():
+    images = np.random.default_rng(0).integers(1, 256, (4, 6, 5, 1), np.uint8)
+    images[:, :2] = 0
+    images[3, 1:] = 0
+    labels = np.arange(4, dtype=np.int32)
+    split = draw_points(images, labels, 3, 10)
+    assert split.point_shape == (10, 2, 1) and np.isnan(split.points[3]).all()
+    for image, points in zip(images[:3, ..., 0], split.points[:3], strict=True):
+        rows, columns = (points[:, :2] + [2.5, 2.0]).astype(int).T
+        assert len({*zip(rows, columns, strict=True)}) == 10 and (rows >= 2).all()
+        expected = (image[rows, columns] / 255).astype(np.float32)
+        np.testing.assert_array_equal(points[:, 2], expected)
+    order = np.array([2, 0, 3, 1])
+    again = draw_points(images[order], labels[order], 3, 10)
+    np.testing.assert_array_equal(again.points, split.points[order])
+    other = draw_points(images, labels, 4, 10)
+    assert (other.points != split.points)[:3].any()
+
+
+def test_shifts_are_real_and_move_a_set_as_a_whole():
+    points = PointSplit.from_arrays(**make_arrays())
+    shifted = shift_points(points, 0, max_shift=20.0)
+    difference = shifted.points - points.points
+    np.testing.assert_array_equal(difference[..., 3:], 0 * points.points[..., 3:])
+    vectors = difference[:, 0, :3]
+    assert (abs(vectors % 1 - 0.5) < 0.49).all() and abs(vectors).max() > 10
+    expected = np.broadcast_to(vectors[:, None], (N, POINTS, 3))
+    exists = ~np.isnan(points.points[..., 0])
+    np.testing.assert_allclose(difference[..., :3][exists], expected[exists], atol=1e-5)
+
+
+@pytest.mark.slow
+def test_the_embedded_digits_are_split_and_shifted():
+    config = ConfigDict({"source": "mnist_points", "num_validation": 500})
+    data = load_data(config)
+    assert [len(data.train), len(data.validation), len(data.test)] == [4500, 500, 1000]
+    assert data.info.point_shape == (100, 2, 1) and data.info.num_classes == 10
+    shifted = data.eval_splits["test_shifted"]
+    assert abs(np.nanmean(shifted.points - data.test.points, axis=1)).max() > 25
+    with pytest.raises(ValueError, match="has no option data.canvas"):
+        load_data(ConfigDict({**config.to_dict(), "canvas": 84}))

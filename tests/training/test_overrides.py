@@ -51,7 +51,7 @@ def test_fields_of_modules_are_options():
     """`models.model_options` leaves out only what the data decide."""
     for name, model in models.MODELS.items():
         fields = {field.name for field in dataclasses.fields(model)}
-        sizes = {"num_classes", "vocab_size", "context_length"}
+        sizes = {"num_classes", "num_axes", "vocab_size", "context_length"}
         assert {*models.model_options(name)} == fields - sizes - {"parent", "name"}
 
 

@@ -78,9 +78,9 @@ class PlatformDefaults:
             and 0.3 instead of 1.5 GB moved; Translution 27 instead of 424 s and 758
             instead of 10,653 instructions, but 19.3 instead of 2.1 GB. On a CPU, batch
             8, rows take 1.4 and 1.9 times the time; on an H200 LoR takes 1.7 instead of
-            11.4 ms. For an H100 pairs have 80 instead of 405 executed instructions and
+            11.4 ms. For an H100 pairs have 79 instead of 405 executed instructions and
             move 2.4 instead of 3.2 GB with LoR; 153 instead of 356 and 20.9 instead of
-            31.8 GB with Translution; causal, 160 tokens, batch 8, 85 instead of 593 and
+            31.8 GB with Translution; causal, 160 tokens, batch 8, 84 instead of 593 and
             0.6 instead of 1.7 GB, and 164 instead of 554 and 3.8 instead of 35.1 GB.
             Pairs ran on no device yet.
         pair_bytes: Most bytes of the matrices and projections of a block of pairs. All

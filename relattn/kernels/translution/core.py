@@ -195,7 +195,7 @@ def attend_low_rank(
     out = low_out = None
     # out_i = sum_j alpha_ij v_j
     if v is not None:
-        out = _sum_values(alpha, jnp.moveaxis(v, 1, 2), precision)
+        out = wide_einsum(precision)("bhij,bhjd->bhid", alpha, widen(v))
         out = finish(out, v.dtype)
     # low_out_i = sum_j alpha_ij low_v_j Tv[d]
     if operands[2] is not None:

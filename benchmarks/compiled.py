@@ -155,8 +155,11 @@ KERNELS: dict[str, tuple[str, Sizes]] = {
     **_at(1024, "banded", "banded_torus", "relative_bias_torus", batch=8),
     **_at(49, "self_attention", "lor_translution", "translution", batch=256, **_WIDE),
     **_at(49, "lor_translution_torus", "translution_torus", batch=256, **_WIDE),
+    **_at(49, "lor_translution_pallas", batch=256, **_WIDE),
     **_at(144, "lor_translution", "translution", batch=256, **_WIDE),
+    **_at(144, "lor_translution_pallas", batch=256, **_WIDE),
     **_at(160, "causal_lor_translution", "causal_translution", batch=8, **_WIDE),
+    **_at(160, "causal_lor_translution_pallas", batch=8, **_WIDE),
 }
 STEPS = {
     "performer_learnable_sincos": "configs/performer.py:mnist,learnable_sincos",
@@ -179,7 +182,23 @@ STEPS = {
         for method in ("self_attention", "lor_translution", "translution")
     },
 }
+# The same with kernels for GPUs that are off by default.
+STEPS |= {
+    f"{name}_pallas": STEPS[name]
+    for name in ("vit_a12_lor_translution", "gpt_a160_lor_translution")
+}
 ROWS = (*KERNELS, *STEPS)
+
+
+def step_platform(name: str, platform: str) -> Any:
+    """Returns the context in which a step is traced.
+
+    Args:
+        name: Key of `STEPS`.
+        platform: ``"gpu"`` or ``"tpu"``.
+    """
+    fused = {"fused_translution": True} if name.endswith("_pallas") else {}
+    return use_platform(platform, **fused)
 
 
 def describe_device(target: Target) -> jax.Device:
@@ -229,7 +248,7 @@ def compile_row(name: str, target: Target, device: jax.Device) -> dict[str, Any]
     # From JAX 0.12 on, Pallas needs a device that a mesh names. Steps have their own.
     mesh = Mesh([device], "d").abstract_mesh if name in KERNELS else None
     named = jax.sharding.use_abstract_mesh(mesh) if mesh else contextlib.nullcontext()
-    with use_platform(target.platform), named:
+    with step_platform(name, target.platform), named:
         function, arguments = make(name, device)
         start = time.perf_counter()
         try:

@@ -26,7 +26,7 @@ import numpy as np
 from tqdm import tqdm
 
 from benchmarks import device_time
-from benchmarks.compiled import STEPS
+from benchmarks.compiled import STEPS, step_platform
 from benchmarks.measure import describe_machine, forward_backward, torch_passes
 from benchmarks.memory import abstract_step, describe_data
 from benchmarks.speed_cases import CASES, Sizes
@@ -224,8 +224,9 @@ def step_row(name: str, *overrides: str, fill: bool = False) -> Prepare:
         task = Task.build(config, info)
         parallel = MeshParallel([card.device])
         step, abstract = abstract_step(task, parallel)
-        flops = matmul_flops(step, *abstract)
-        compiled = step.lower(*abstract).compile()
+        with step_platform(name, card.device.platform):
+            flops = matmul_flops(step, *abstract)
+            compiled = step.lower(*abstract).compile()
         temporary = compiled.memory_analysis().temp_size_in_bytes
         batch = parallel.shard(_draw_batch(abstract[1], info))
         key = parallel.place_key(task.key)
@@ -343,6 +344,7 @@ _ALL_PAIRS = (
 _PYTORCH = ("causal_softmax_pytorch", "fla_causal_linear")
 _LOR = (
     "lor_translution",
+    "lor_translution_pallas",
     "gather_lor_translution",
     "lor_translution_by_rows",
     "self_attention",
@@ -350,6 +352,7 @@ _LOR = (
 )
 _CAUSAL_LOR = (
     "causal_lor_translution",
+    "causal_lor_translution_pallas",
     "gather_causal_lor_translution",
     "causal_lor_translution_by_rows",
 )
@@ -371,8 +374,10 @@ def _rows() -> Iterator[tuple[str, Prepare]]:
     for name in (
         "gpt_a160_self_attention",
         "gpt_a160_lor_translution",
+        "gpt_a160_lor_translution_pallas",
         "vit_a12_self_attention",
         "vit_a12_lor_translution",
+        "vit_a12_lor_translution_pallas",
         "performer_learnable_sincos",
         "performer_constrained_sincos",
         "performer_banded",
@@ -395,7 +400,7 @@ def _rows() -> Iterator[tuple[str, Prepare]]:
     yield from _kernel_rows(
         ["translution", "gather_translution"], 49, batch=256, **_WIDE
     )
-    yield from _kernel_rows(_LOR[:2], 144, batch=256, **_WIDE)
+    yield from _kernel_rows(_LOR[:3], 144, batch=256, **_WIDE)
     yield from _kernel_rows(
         ["causal_translution", "gather_causal_translution"], 160, batch=8, **_WIDE
     )

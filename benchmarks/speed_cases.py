@@ -516,6 +516,7 @@ CASES |= {
             *("softmax", "causal_softmax"),
             *("relative_bias", "causal_relative_bias"),
         ),
+        "fused_translution": ("lor_translution", "causal_lor_translution"),
     }.items()
     for name in names
 }

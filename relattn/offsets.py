@@ -342,3 +342,27 @@ def offset_index(grid: Grid, num_prefix: int = 0) -> Int[np.ndarray, "n n"]:
     result[:num_prefix, :num_prefix] = first + PrefixRow.SELF
     result[:num_prefix, num_prefix:] = first + PrefixRow.OUT
     return result
+
+
+def pair_rows(grid: Grid, num_prefix: int = 0) -> dict[str, np.ndarray]:
+    """Returns the rows of the tables of queries, keys and values for every pair.
+
+    A query takes row d = p_i - p_j, a key -d and a value d. In a pair with a prefix
+    token each takes the row of the token that is projected.
+
+    Args:
+        grid: Size of each axis of the tokens after the prefix.
+        num_prefix: Number of prefix tokens.
+
+    Returns:
+        Rows by ``"q"``, ``"k"`` and ``"v"``, each of shape ``[n, n]``, queries first.
+
+    Example:
+        >>> rows = pair_rows((2,))
+        >>> rows["q"].tolist(), rows["k"].tolist(), rows["v"].tolist()
+        ([[1, 0], [2, 1]], [[1, 2], [0, 1]], [[1, 0], [2, 1]])
+    """
+    rows = offset_index(grid, num_prefix)
+    prefix = is_prefix(grid, num_prefix)
+    values = np.where(prefix | prefix[:, None], rows.T, rows)
+    return {"q": rows, "k": rows.T, "v": values}

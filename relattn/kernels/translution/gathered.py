@@ -20,7 +20,7 @@ from jax.export import is_symbolic_dim
 from jaxtyping import Array
 
 from relattn.kernels.precision import widen
-from relattn.offsets import Grid, is_prefix, offset_index
+from relattn.offsets import Grid, pair_rows
 
 
 class Rows(NamedTuple):
@@ -186,12 +186,8 @@ _gather.defvjp(_gather_forward, _gather_backward)
 
 @functools.lru_cache(maxsize=64)
 def _block_rows(grid: Grid, num_prefix: int, size: int) -> dict[str, Rows]:
-    """Returns the rows of the tables of queries, keys and values by block."""
-    rows = offset_index(grid, num_prefix)
-    prefix = is_prefix(grid, num_prefix)
-    # A pair with a prefix token takes the row of the token that is projected.
-    values = np.where(prefix | prefix[:, None], rows.T, rows)
-    by_name = {"q": rows, "k": rows.T, "v": values}
+    """Returns `pair_rows` by block."""
+    by_name = pair_rows(grid, num_prefix)
     return {name: _split(x, size) for name, x in by_name.items()}
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import ClassVar, cast
+from collections.abc import Callable
+from typing import Any, ClassVar, cast
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from relattn.kernels import pallas_gpu
 from relattn.kernels.checks import check_static
 from relattn.kernels.platform import platform_defaults, vary_alike
 from relattn.kernels.precision import current_precision
@@ -44,7 +47,9 @@ class _OffsetIndex:
         if form == "offsets":
             return scan_scores(scan, *vary_alike(q, k, t_q, t_k))
         if form == "pairs":
-            return self._blocks(scan).scores(*vary_alike(q, k, t_q, t_k))
+            gpu, other = self._on_gpu(scan, q, t_q, t_k)
+            arrays = vary_alike(q, k, t_q, t_k)
+            return _on_platform(gpu.scores, other.scores, *arrays)
         # Pairs of grid tokens by rows of queries, then those with a prefix token.
         prefix = self.num_prefix
         inner = self._row_loop(scan).scores(q[:, prefix:], k[:, prefix:], t_q, t_k)
@@ -59,7 +64,9 @@ class _OffsetIndex:
         if form == "offsets":
             out = cast(Array, scan_values(scan, *vary_alike(weights, v, t_v)))
         elif form == "pairs":
-            out = self._blocks(scan).values(*vary_alike(weights, v, t_v))
+            gpu, other = self._on_gpu(scan, v, t_v)
+            arrays = vary_alike(weights, v, t_v)
+            out = _on_platform(gpu.values, other.values, *arrays)
         else:
             inner = weights[:, :, prefix:, prefix:]
             out = self._row_loop(scan).values(inner, v[:, prefix:], t_v)
@@ -76,11 +83,20 @@ class _OffsetIndex:
     def _row_loop(self, scan) -> RowLoop:
         return RowLoop(self.grid, self.causal, scan.num_heads, scan.precision)
 
-    def _blocks(self, scan) -> PairBlocks | DiagonalBlocks:
-        sizes = scan.num_heads, scan.precision, platform_defaults().pair_bytes
+    def _on_gpu(self, scan, tokens, *tables) -> tuple[Any, Any]:
+        """Returns the form for GPUs, and that which XLA compiles for any platform."""
+        sizes = scan.num_heads, scan.precision
+        max_bytes = platform_defaults().pair_bytes
+        blocks: Any = PairBlocks(self.grid, self.num_prefix, *sizes, max_bytes)
         if self.causal:
-            return DiagonalBlocks(math.prod(self.grid), *sizes)
-        return PairBlocks(self.grid, self.num_prefix, *sizes)
+            blocks = DiagonalBlocks(math.prod(self.grid), *sizes, max_bytes)
+        if platform_defaults().fused_translution and pallas_gpu.is_available():
+            from relattn.kernels.pallas_gpu.translution import FusedPairs
+
+            fused = FusedPairs(self.grid, self.num_prefix, self.causal, *sizes)
+            if fused.fits_gpu(tokens, *tables):
+                return fused, blocks
+        return blocks, blocks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,6 +202,13 @@ class CausalOffsets(_OffsetIndex):
                 "model for a longer one"
             )
         return table
+
+
+def _on_platform(on_gpu: Callable, other: Callable, *arrays: Array | None) -> Array:
+    """Calls ``on_gpu``, or ``other`` where the program is compiled for another one."""
+    if on_gpu == other:
+        return other(*arrays)
+    return jax.lax.platform_dependent(*arrays, cuda=on_gpu, default=other)
 
 
 def _check_axes(name, table):

@@ -13,6 +13,8 @@ from relattn.training.config_file import read_config
 from studies.demo import demo_table
 from studies.figure1 import published_accuracies, published_name
 from studies.finetune import finetune_table
+from studies.linearize import linearize_table
+from studies.redraws import Point, redraw_table
 
 RESULTS = Path(__file__).parents[1] / "results"
 MISSING = "–"
@@ -395,6 +397,17 @@ def _translution(name: str) -> list[str]:
     return [name, f"causal_{name}"]
 
 
+def redraws() -> str:
+    """Returns what small Performers do under shifts, by draws of random features."""
+    points = read_json(RESULTS / "performer_pixels16_redraws.json")["points"]
+    return redraw_table([Point(**point) for point in points]).rstrip()
+
+
+def linearize_vit() -> str:
+    """Returns the accuracies of a ViT whose softmax attention becomes linear."""
+    return linearize_table(read_json(RESULTS / "linearize_vit.json")).rstrip()
+
+
 def finetune() -> str:
     """Returns the table of fine-tuning after a change of the attention."""
     results = read_json(RESULTS / "finetune_cpu.json", allow_nan=True)
@@ -415,6 +428,8 @@ TABLES: dict[str, Callable[[], str]] = {
         _lengths(batch=2),
     ),
     "finetune": finetune,
+    "redraws": redraws,
+    "linearize_vit": linearize_vit,
     "rpe_vit": lambda: study(
         "rpe_vit_mnist.json",
         {"mnist_val_acc": "validation", "mnist_test_acc": "test"},

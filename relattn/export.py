@@ -32,6 +32,7 @@ from relattn.files import check_folder, replace_file
 from relattn.manifest import write_manifest
 from relattn.messages import check_choice, printable
 from relattn.models import preprocessing, pretrained
+from relattn.models.hub import is_hub_id
 from relattn.models.safetensors import write_safetensors
 from relattn.models.targets import to_library
 
@@ -77,7 +78,8 @@ def export(
     """Exports a trained model, and compares what was written with its predictions.
 
     Args:
-        workdir: The directory of a run, or a folder of `relattn.load_pretrained`.
+        workdir: The directory of a run, or what `relattn.load_pretrained` takes: a
+            folder, or ``"hf:owner/name"`` of the Hugging Face hub.
         output: Folder to write to, created if needed; files of the same names are
             replaced. Nothing is written if the export fails.
         format: A key of `FORMATS`. ``"safetensors-timm"`` and ``"hf"`` write
@@ -105,23 +107,22 @@ def export(
     package = _PACKAGES.get(format)
     if package and find_spec(package) is None:
         raise ImportError(f"--format={format} needs {_HINTS[format]}")
-    files, difference = FORMATS[format](_load(Path(workdir), checkpoint))
+    files, difference = FORMATS[format](_load(workdir, checkpoint))
     output.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
         if name.endswith(".safetensors"):
             write_safetensors(output / name, content)
-        elif name.endswith(".json"):
+            continue
+        if not isinstance(content, bytes):
             content = json.dumps(content, indent=2, default=list) + "\n"
-            replace_file(output / name, content)
-        else:
-            replace_file(output / name, content)
+        replace_file(output / name, content)
     write_manifest(output, files)
     return difference
 
 
-def _load(folder: Path, checkpoint: str) -> _Source:
+def _load(folder: str | Path, checkpoint: str) -> _Source:
     """Loads a run or a saved model."""
-    if (folder / pretrained.WEIGHTS).is_file():
+    if is_hub_id(folder) or (Path(folder) / pretrained.WEIGHTS).is_file():
         loaded = pretrained.load_pretrained(folder)
         return _Source(loaded.model, loaded.variables, loaded.config, _make_predict)
     from relattn.training import load_run
@@ -312,7 +313,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         nargs="*",
         default=[],
         metavar="RUN",
-        help="the run directory, or a folder that load_pretrained reads",
+        help="the run directory, or a folder or hf:owner/name for load_pretrained",
     )
     add("--workdir", help="the same")
     add("--format", required=True, help=", ".join(FORMATS))

@@ -1,6 +1,7 @@
 """Exports: loaded again by other programs, with the logits of the trained model."""
 
 import json
+import sys
 from types import SimpleNamespace
 
 import jax
@@ -14,6 +15,7 @@ from relattn.convert import convert
 from relattn.data.user_images import prepare_squares
 from relattn.manifest import find_damage
 from relattn.models.pretrained import save_pretrained
+from relattn.models.safetensors import read_safetensors
 from tests.helpers.export import PLATFORMS, unchecked_annotations
 from tests.helpers.quick import quick_jit
 from tests.models.test_targets import GPT, VIT, make
@@ -84,6 +86,24 @@ def test_stablehlo_is_loaded_again(config, options, shapes, tmp_path, capsys):
         np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
     written = json.loads((folder / "config.json").read_text())
     assert written == json.loads((tmp_path / "saved" / "config.json").read_text())
+
+
+def test_a_model_of_the_hub_is_exported(tmp_path, monkeypatch, capsys):
+    _, variables = save(tmp_path / "saved", VIT, norm_eps=1e-6)
+
+    def snapshot_download(name, **options):
+        assert name == "some-one/vit"
+        return str(tmp_path / "saved")
+
+    fake = SimpleNamespace(snapshot_download=snapshot_download)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", fake)
+    output = str(tmp_path / "out")
+    cli.main(["export", "hf:some-one/vit", "--format=hf", f"--output={output}"])
+    assert "the parameters are the same" in capsys.readouterr().out
+    written = read_safetensors(tmp_path / "out" / "model.safetensors")
+    expected = variables["params"]["head"]["kernel"]
+    np.testing.assert_array_equal(written["classifier.weight"].T, expected)
+    assert (tmp_path / "out" / "config.json").read_text().endswith("}\n")
 
 
 @pytest.mark.slow

@@ -20,6 +20,7 @@ import optax
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, Float, Key
 
+from relattn import spec
 from relattn.models import pretrained
 from relattn.nn.attention import SoftmaxAttention
 from relattn.nn.linear_attention import LinearAttention
@@ -55,7 +56,8 @@ def swap_attention(
         The new model and its variables.
 
     Raises:
-        ValueError: If the new attention lacks a parameter of the old one.
+        ValueError: If the new attention lacks a parameter of the old one, or the old
+            one attends to a window and the new one cannot.
 
     Example:
         >>> from relattn.models import ViT
@@ -66,6 +68,12 @@ def swap_attention(
         >>> sorted(variables["params"]["blocks_0"]["attention"])
         ['k', 'key_projection', 'out', 'q', 'query_projection', 'v']
     """
+    old = getattr(model, "attention", "none")
+    if _window(old) and spec.parse(attention)[0] != "softmax":
+        raise ValueError(
+            f"attention {old!r} attends to a window, and {attention!r} to all earlier "
+            "tokens: swap model.clone(attention='softmax'), which it can imitate"
+        )
     swapped = model.clone(attention=attention)
     kept = pretrained.flatten(model, {"params": variables["params"]})
     shapes = jax.eval_shape(swapped.init, key, inputs)
@@ -80,7 +88,7 @@ def swap_attention(
         lost = pretrained.list_problems({"without a place": list(kept)})
         raise ValueError(
             f"attention {attention!r} does not keep the parameters of attention "
-            f"{getattr(model, 'attention', '')!r} ({lost}): swap softmax attention"
+            f"{old!r} ({lost}): swap softmax attention"
         )
 
     @jax.jit
@@ -94,6 +102,12 @@ def swap_attention(
     return swapped, jax.tree.unflatten(
         structure, [next(new) if old is None else jnp.asarray(old) for old in taken]
     )
+
+
+def _window(attention: str) -> int:
+    """Returns the window of an attention's spec; 0 for all tokens."""
+    name, options = spec.parse(attention)
+    return options.get("window", 0) if name == "softmax" else 0
 
 
 def softmax_divergences(

@@ -69,6 +69,18 @@ def test_swapping_an_attention_with_more_parameters_raises():
         linearize.swap_attention(model, variables, "favor", inputs, jax.random.key(0))
 
 
+def test_swapping_a_window_for_all_tokens_raises():
+    """Else the feature maps would imitate weights that the model does not have."""
+    model, variables, inputs = trained("gpt", attention="softmax(window=3)")
+    swap = functools.partial(linearize.swap_attention, model, variables)
+    message = "'softmax(window=3)' attends to a window, and 'hedgehog' to all earl"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        swap("hedgehog", inputs, jax.random.key(0))
+    other, same = swap("softmax(window=0)", inputs, jax.random.key(0))
+    assert other.attention == "softmax(window=0)"
+    jax.tree.map(np.testing.assert_array_equal, same["params"], variables["params"])
+
+
 @pytest.mark.quick("vit-hedgehog-learned")
 @pytest.mark.parametrize(
     ("name", "attention", "position"),

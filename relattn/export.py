@@ -55,12 +55,13 @@ Predict = Callable[[Any], Any]
 
 
 class _Source(NamedTuple):
-    """A trained model: the contents of ``config.json``, and what makes predictions."""
+    """A trained model: the contents of its files, and what makes predictions."""
 
     model: nn.Module
     variables: dict[str, Any]
     config: dict[str, Any]
     make_predict: Callable[[nn.Module, Any], Predict]
+    tokenizer: bytes | None = None
 
     @property
     def predict(self) -> Predict:
@@ -87,7 +88,7 @@ def export(
             model that is one of theirs. ``"stablehlo"`` and ``"onnx"`` write
             ``model.stablehlo`` or ``model.onnx``, which map inputs of any batch to
             logits, and relattn's ``config.json``. All write checksums,
-            ``manifest.json``.
+            ``manifest.json``, and the ``tokenizer.json`` of a model that has one.
         checkpoint: ``"best"`` or ``"latest"``, of a run.
 
     Returns:
@@ -107,7 +108,10 @@ def export(
     package = _PACKAGES.get(format)
     if package and find_spec(package) is None:
         raise ImportError(f"--format={format} needs {_HINTS[format]}")
-    files, difference = FORMATS[format](_load(workdir, checkpoint))
+    source = _load(workdir, checkpoint)
+    files, difference = FORMATS[format](source)
+    if source.tokenizer is not None:
+        files[pretrained.TOKENIZER] = source.tokenizer
     output.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
         if name.endswith(".safetensors"):
@@ -124,8 +128,11 @@ def _load(folder: str | Path, checkpoint: str) -> _Source:
     """Loads a run or a saved model."""
     if is_hub_id(folder) or (Path(folder) / pretrained.WEIGHTS).is_file():
         loaded = pretrained.load_pretrained(folder)
-        return _Source(loaded.model, loaded.variables, loaded.config, _make_predict)
+        source = _Source(loaded.model, loaded.variables, loaded.config, _make_predict)
+        file = (loaded.folder or Path()) / pretrained.TOKENIZER
+        return source._replace(tokenizer=file.read_bytes() if file.is_file() else None)
     from relattn.training import load_run
+    from relattn.training.predict import read_tokenizer_file
     from relattn.training.run import make_predict_fn
 
     run = load_run(folder, checkpoint)
@@ -135,7 +142,8 @@ def _load(folder: str | Path, checkpoint: str) -> _Source:
         return make_predict_fn(same)
 
     config = run.pretrained_config()
-    return _Source(run.model, run.variables, config, make_predict)
+    tokenizer = read_tokenizer_file(run)
+    return _Source(run.model, run.variables, config, make_predict, tokenizer)
 
 
 def _make_predict(model: nn.Module, variables: Any) -> Predict:

@@ -45,6 +45,7 @@ from relattn.models import pretrained
 from relattn.training import linearize, load_run
 from relattn.training.metrics import cross_entropy
 from relattn.training.optimizer import make_schedule
+from relattn.training.predict import read_tokenizer_file
 from relattn.training.run import Run
 from relattn.training.step import Batch, stream_key
 from relattn.training.task import INPUT_DTYPES
@@ -145,7 +146,7 @@ def run_linearize(
     if run.config.model.attention != "softmax":
         raise ValueError(
             f"{workdir} was trained with attention {run.config.model.attention!r}: "
-            "name a run with softmax attention"
+            "name a run with attention 'softmax'"
         )
     if not settings.batch_size:
         settings = dataclasses.replace(settings, batch_size=run.config.batch_size)
@@ -242,7 +243,8 @@ class Linearization:
         config = self.run.pretrained_config()
         for values in (config["model"], config["training"]["model"]):
             values["attention"] = self.attention
-        pretrained.save_pretrained(folder, config, variables)
+        tokenizer = read_tokenizer_file(self.run)
+        pretrained.save_pretrained(folder, config, variables, tokenizer=tokenizer)
         write_json(file, {"settings": made, "result": result})
         return variables, result
 

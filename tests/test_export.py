@@ -106,6 +106,15 @@ def test_a_model_of_the_hub_is_exported(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "out" / "config.json").read_text().endswith("}\n")
 
 
+def test_a_tokenizer_is_written_with_its_model(tmp_path):
+    save(tmp_path / "saved", GPT)
+    (tmp_path / "saved" / "tokenizer.json").write_bytes(b"{}")
+    folder = run_export(tmp_path, "hf")
+    assert (folder / "tokenizer.json").read_bytes() == b"{}"
+    files = {"config.json", "model.safetensors", "tokenizer.json"}
+    assert {*json.loads((folder / "manifest.json").read_text())} == files
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("format", ["safetensors-timm", "hf"])
 def test_weights_are_converted_back(format, tmp_path):

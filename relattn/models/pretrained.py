@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import flax.linen as nn
 import jax
@@ -37,7 +37,10 @@ from relattn.models.resize import resize_grid
 from relattn.models.safetensors import read_safetensors, write_safetensors
 from relattn.models.saved_config import read_saved_config
 
-CONFIG, WEIGHTS = "config.json", "model.safetensors"
+if TYPE_CHECKING:
+    from relattn.data import Tokenizer
+
+CONFIG, WEIGHTS, TOKENIZER = "config.json", "model.safetensors", "tokenizer.json"
 # Dtypes of parameters in a file; another would round most of them to zero.
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 EMBEDDING = "params.embedding.kernel"
@@ -55,11 +58,13 @@ class Pretrained:
         model: The Flax module.
         variables: Its variables, for ``model.apply``.
         config: The contents of ``config.json``: ``model`` and the sizes of the data.
+        folder: The folder of the files; None if there is none.
     """
 
     model: nn.Module
     variables: dict[str, Any]
     config: dict[str, Any]
+    folder: Path | None = None
 
     def preprocess(self, images: Any) -> Float32[Array, "n size size channels"]:
         """Converts images to the model's inputs, as the run's evaluation does.
@@ -147,6 +152,54 @@ class Pretrained:
             self.model, self.variables, inputs, layers=layers, norm=norm
         )
 
+    def load_tokenizer(self, bpe_dir: str = "") -> Tokenizer:
+        """Loads the tokenizer with which the model was trained.
+
+        It is ``"bytes"``, ``"gpt2"``, or the ``tokenizer.json`` of Hugging Face that
+        ``run.save_pretrained`` wrote beside the weights. Needs the extra ``train``.
+
+        Args:
+            bpe_dir: Folder of the files of ``"gpt2"``, see
+                `relattn.data.load_tokenizer`, or of the ``tokenizer.json`` if it is not
+                in the model's folder.
+
+        Returns:
+            The tokenizer, with ``encode`` and ``decode``.
+
+        Raises:
+            ValueError: If the model is not of text, ``config.json`` does not name the
+                tokenizer, or a file is not the tokenizer's.
+            FileNotFoundError: If a file is missing.
+            ImportError: If the tokenizer needs a package that is not installed.
+
+        Example:
+            >>> config = {"vocab_size": 256, "data": {"tokenizer": "bytes"}}
+            >>> tokenizer = Pretrained(nn.Dense(2), {}, config).load_tokenizer()
+            >>> tokenizer.encode("to be").tolist()
+            [116, 111, 32, 98, 101]
+        """
+        if "vocab_size" not in self.config:
+            raise ValueError(
+                f"{type(self.model).__name__} reads no text: use preprocess"
+            )
+        name = self.config.get("data", {}).get("tokenizer")
+        if not name:
+            raise ValueError(
+                "config.json does not name the tokenizer of the model: load that of "
+                "its authors by relattn.data.load_tokenizer"
+            )
+        require_train("Pretrained.load_tokenizer")
+        from relattn.data import tokenizers
+
+        if name.startswith(tokenizers.FILE_PREFIX) and not bpe_dir:
+            if self.folder is None or not (self.folder / TOKENIZER).is_file():
+                raise FileNotFoundError(
+                    f"{self.folder or 'the model'} has no {TOKENIZER}: copy that of "
+                    "the training into it, or set bpe_dir to its folder"
+                )
+            bpe_dir = str(self.folder)
+        return tokenizers.load_tokenizer(name, bpe_dir)
+
 
 def data_options(
     config: Mapping[str, Any], feature: str
@@ -186,6 +239,7 @@ def load_pretrained(
     Args:
         folder: Has ``config.json`` and ``model.safetensors``, and their checksums in
             ``manifest.json``; those of older versions have none, and are not verified.
+            Models of text may have a ``tokenizer.json``.
             Or a model on the Hugging Face hub, ``"hf:owner/name"`` or
             ``"hf:owner/name@revision"``, see `relattn.models.hub.download`.
         image_size: Side, or height and width, of the images that the model will see, in
@@ -258,7 +312,7 @@ def load_pretrained(
             values = config["preprocessing"]
             resized = round(values["resized"] * min(size[-2:]) / before)
             config["preprocessing"] = {**values, "resized": resized}
-    return Pretrained(module, variables, config)
+    return Pretrained(module, variables, config, folder)
 
 
 def find_model(folder: str | Path) -> Path:
@@ -271,7 +325,7 @@ def find_model(folder: str | Path) -> Path:
         The folder, which may not exist.
     """
     if hub.is_hub_id(folder):
-        return hub.download(str(folder), (CONFIG, WEIGHTS, MANIFEST))
+        return hub.download(str(folder), (CONFIG, WEIGHTS, MANIFEST, TOKENIZER))
     return Path(folder)
 
 
@@ -355,19 +409,21 @@ def save_pretrained(
     variables: Variables,
     *,
     dtype: DTypeLike | None = None,
+    tokenizer: bytes | None = None,
 ) -> None:
     """Writes ``config.json`` and ``model.safetensors``; `load_pretrained` reads them.
 
     Their checksums are written to ``manifest.json``.
 
     Args:
-        folder: Created if needed; the three files are replaced.
+        folder: Created if needed; the files are replaced.
         config: ``model``, as for `relattn.models.build_model`, and the sizes of the
             data: ``num_classes`` and ``image_shape``, or ``vocab_size`` and
             ``context_length``. Other keys are kept.
         variables: The model's variables.
         dtype: That of the floats in the file, such as ``"float16"``; None for their
             own. `load_pretrained` returns them in the model's.
+        tokenizer: The contents of ``tokenizer.json``, if the data have one.
 
     Raises:
         ValueError: If the configuration describes no model, ``dtype`` is not one of
@@ -384,7 +440,10 @@ def save_pretrained(
         folder.mkdir(parents=True, exist_ok=True)
         write_safetensors(folder / WEIGHTS, tensors)
         replace_file(folder / CONFIG, text + "\n")
-        write_manifest(folder, (CONFIG, WEIGHTS))
+        if tokenizer is not None:
+            replace_file(folder / TOKENIZER, tokenizer)
+        names = (CONFIG, WEIGHTS, TOKENIZER)
+        write_manifest(folder, names if tokenizer is not None else names[:2])
     except OSError as error:
         raise OSError(
             f"{error.filename or folder} cannot be written ({error.strerror}): free "
@@ -597,6 +656,12 @@ def model_card(config: dict[str, Any], metrics: dict[str, Any], license: str) ->
         if name.startswith(("validation_", "test_")) and isinstance(value, int | float)
     ]
     inputs, prepare = "Inputs are tokens.", []
+    if data.get("tokenizer"):
+        inputs = f"Inputs are tokens of the tokenizer {data['tokenizer']}."
+        prepare = [
+            "tokenizer = pretrained.load_tokenizer()",
+            'inputs = tokenizer.encode("A text")[None]',
+        ]
     if "mean" in data:
         stored = ", ".join(map(str, data["image_shape"]))
         prepare = [

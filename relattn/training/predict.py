@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from jaxtyping import Float, Int
 from tqdm import tqdm
 
 from relattn import models, spec
+from relattn.command import lacks_resources, one_line
 from relattn.data import (
     DataInfo,
     ImageInfo,
@@ -23,7 +25,12 @@ from relattn.data import (
     read_images,
 )
 from relattn.data.text import TokenMeta
-from relattn.data.tokenizers import find_tokenizer
+from relattn.data.tokenizers import (
+    FILE_PREFIX,
+    TOKENIZER_FILE,
+    FileTokenizer,
+    find_tokenizer,
+)
 from relattn.data.user_images import as_sequence
 from relattn.files import naming
 from relattn.messages import shorten
@@ -230,6 +237,32 @@ def read_tokenizer(run: Run, bpe_dir: str = "") -> Tokenizer:
             f"tokenizer {tokenizer.name!r} has {tokenizer.vocab_size}"
         )
     return tokenizer
+
+
+def read_tokenizer_file(run: Run) -> bytes | None:
+    """Reads the ``tokenizer.json`` of a run.
+
+    Args:
+        run: The run.
+
+    Returns:
+        The contents; None if the run has another tokenizer, or none.
+
+    Warns:
+        UserWarning: If the file is missing, or not that of the training any more.
+    """
+    if isinstance(run.data, TextInfo) and run.data.tokenizer.startswith(FILE_PREFIX):
+        try:
+            return cast(FileTokenizer, read_tokenizer(run)).content
+        except (ImportError, OSError, ValueError) as error:
+            if lacks_resources(error):
+                raise
+            warnings.warn(
+                f"the model is written without its {TOKENIZER_FILE} "
+                f"({one_line(error)}): copy it into the folder",
+                stacklevel=3,
+            )
+    return None
 
 
 def read_text_split(

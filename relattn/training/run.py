@@ -327,11 +327,12 @@ class Run:
     ) -> None:
         """Writes the model to hand on: `relattn.load_pretrained` reads it.
 
-        Writes ``config.json``, ``model.safetensors``, their checksums in
-        ``manifest.json`` and a model card ``README.md``.
+        Writes ``config.json``, ``model.safetensors``, the ``tokenizer.json`` of a run
+        on text that has one, their checksums in ``manifest.json`` and a model card
+        ``README.md``.
 
         Args:
-            folder: Created if needed; the four files are replaced.
+            folder: Created if needed; the files are replaced.
             license: Licence of the weights, for the card.
             dtype: That of the floats in the file, such as ``"float16"``; None for their
                 own.
@@ -339,12 +340,21 @@ class Run:
         Raises:
             ValueError: If ``dtype`` is not one of floats, or a number is too large
                 for it.
+
+        Warns:
+            UserWarning: If the ``tokenizer.json`` cannot be found any more.
         """
         config = self.pretrained_config()
         # Nothing is written unless everything can be read.
         metrics = read_result(self.workdir, self.config.seed)
         text = pretrained.model_card(config, metrics, license)
-        pretrained.save_pretrained(folder, config, self.variables, dtype=dtype)
+        pretrained.save_pretrained(
+            folder,
+            config,
+            self.variables,
+            dtype=dtype,
+            tokenizer=predict_lib.read_tokenizer_file(self),
+        )
         with explain_write_errors(Path(folder) / "README.md"):
             replace_file(Path(folder) / "README.md", text)
 

@@ -53,10 +53,10 @@ def test_the_folder_that_the_hub_returns_is_loaded(saved, monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", fake)
     check_equal(relattn.load_pretrained("hf:some-one/vit.1"), variables)
     hub.download("hf:some-one/vit.1@v1.0/a", FILES)
-    options = {"allow_patterns": [*FILES]}
+    patterns = [*FILES, pretrained.TOKENIZER]
     assert calls == [
-        (("some-one/vit.1",), {"revision": None, **options}),
-        (("some-one/vit.1",), {"revision": "v1.0/a", **options}),
+        (("some-one/vit.1",), {"revision": None, "allow_patterns": patterns}),
+        (("some-one/vit.1",), {"revision": "v1.0/a", "allow_patterns": [*FILES]}),
     ]
     # `config.init_from` takes the same names.
     assert initialize.read_source_config("hf:some-one/vit.1") == CONFIG

@@ -3,19 +3,24 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from ml_collections import ConfigDict
 from PIL import Image
 
 import relattn
 from relattn.convert import SOURCES, convert
+from relattn.data import TextInfo, load_tokenizer
 from relattn.manifest import write_manifest
 from relattn.models import pretrained
 from relattn.models.safetensors import read_safetensors, write_safetensors
+from relattn.training.predict import read_tokenizer_file
+from tests.data.test_tokenizers import write_tokenizer
 from tests.helpers.quick import quick_jit
 
 FIXTURES = Path(__file__).parents[1] / "pretrained"
@@ -427,3 +432,86 @@ def test_integers_are_not_loaded_as_weights(tmp_path):
     write_manifest(tmp_path, ["config.json", "model.safetensors"])
     with pytest.raises(ValueError, match=r"not floats params\.norm\.bias \(int8\)"):
         relattn.load_pretrained(tmp_path)
+
+
+GPT_CONFIG = {
+    "model": {"name": "gpt", "dim": 4, "num_heads": 1, "num_layers": 1, "mlp_dim": 4},
+    "vocab_size": 6,
+    "context_length": 3,
+    "data": {
+        "kind": "tokens",
+        "name": "letters",
+        "tokenizer": "hf:0123456789abcdef",
+        "vocab_size": 6,
+        "context_length": 3,
+        "num_train": 7,
+        "origin": "here",
+    },
+}
+
+
+def save_gpt(folder, tokenizer=None, name=GPT_CONFIG["data"]["tokenizer"]):
+    """Saves a model of text, and loads it."""
+    config = {**GPT_CONFIG, "data": {**GPT_CONFIG["data"], "tokenizer": name}}
+    like = pretrained.abstract(pretrained.build(config), config)
+    variables = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), like)
+    pretrained.save_pretrained(folder, config, variables, tokenizer=tokenizer)
+    return relattn.load_pretrained(folder)
+
+
+def test_the_file_of_a_tokenizer_is_saved_and_verified(tmp_path):
+    save_gpt(tmp_path, b"{}")
+    assert (tmp_path / "tokenizer.json").read_bytes() == b"{}"
+    (tmp_path / "tokenizer.json").write_bytes(b"[]")
+    with pytest.raises(ValueError, match=r"tokenizer.json is damaged .*: copy the fol"):
+        relattn.load_pretrained(tmp_path)
+
+
+def test_the_saved_tokenizer_encodes_as_in_training(tmp_path):
+    pytest.importorskip("tokenizers")
+    content = write_tokenizer(tmp_path / "tokenizer.json").read_bytes()
+    expected = load_tokenizer(str(tmp_path / "tokenizer.json"))
+    loaded = save_gpt(tmp_path / "saved", content, expected.name)
+    tokenizer = loaded.load_tokenizer()
+    assert tokenizer.encode("ab a").tolist() == expected.encode("ab a").tolist()
+    other = write_tokenizer(tmp_path / "b", added_tokens=[]).read_bytes()
+    stale = save_gpt(tmp_path / "saved", other, expected.name)
+    with pytest.raises(ValueError, match=r"is the tokenizer 'hf:.*', not 'hf:"):
+        stale.load_tokenizer()
+    # The folder of the file may be another.
+    assert stale.load_tokenizer(str(tmp_path)).name == expected.name
+
+
+def test_a_sentence_says_where_a_tokenizer_is_missing(tmp_path):
+    loaded = save_gpt(tmp_path)
+    message = rf"{tmp_path} has no tokenizer.json: copy that of the training into it, "
+    with pytest.raises(FileNotFoundError, match=message):
+        loaded.load_tokenizer()
+    images = pretrained.Pretrained(relattn.ViT(3), {}, {"image_shape": [4, 4, 1]})
+    with pytest.raises(ValueError, match="^ViT reads no text: use preprocess"):
+        images.load_tokenizer()
+    config = {key: GPT_CONFIG[key] for key in ("model", "vocab_size")}
+    converted = pretrained.Pretrained(loaded.model, {}, config)
+    with pytest.raises(ValueError, match="does not name the tokenizer of the model: l"):
+        converted.load_tokenizer()
+
+
+@pytest.mark.parametrize("missing", [False, True])
+def test_a_run_hands_on_the_file_of_its_tokenizer(missing, tmp_path):
+    pytest.importorskip("tokenizers")
+    file = write_tokenizer(tmp_path / "tokenizer.json")
+    content, name = file.read_bytes(), load_tokenizer(str(file)).name
+    data = TextInfo("letters", name, 6, 3, 7, "here")
+    config = ConfigDict({"data": {"data_dir": str(tmp_path)}})
+    run = SimpleNamespace(data=data, config=config)
+    if not missing:
+        assert read_tokenizer_file(run) == content
+        return
+    file.unlink()
+    with pytest.warns(UserWarning, match=r"without its tokenizer.json \(.*missing:"):
+        assert read_tokenizer_file(run) is None
+
+
+def test_other_runs_have_no_file_of_a_tokenizer():
+    for data in (TextInfo("a", "bytes", 256, 3, 7, "here"), None):
+        assert read_tokenizer_file(SimpleNamespace(data=data)) is None

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from relattn.models.vit import ViT
-from relattn.nn.blocks import TransformerBlock
+from relattn.nn.blocks import TransformerBlock, make_norm
 
 # Where the blocks' outputs are recorded.
 _COLLECTION, _OUTPUT = "intermediates", "block_output"
@@ -47,7 +47,7 @@ def features(
 ) -> Features:
     """Computes features of images by a ViT, with or without a head.
 
-    Where the model's final LayerNorm precedes the pooling, it is applied to ``cls`` and
+    Where the model's final norm precedes the pooling, it is applied to ``cls`` and
     ``mean``, and with ``norm`` to ``tokens`` of every layer.
 
     Args:
@@ -56,7 +56,7 @@ def features(
         inputs: Preprocessed images.
         layers: The layers whose tokens are returned, from 0; negative numbers count
             from the last, which is -1.
-        norm: Whether the final LayerNorm is applied to ``tokens``.
+        norm: Whether the final norm is applied to ``tokens``.
 
     Returns:
         The features.
@@ -113,7 +113,7 @@ def features_fn(
         def final(x: Array) -> Array:
             if not is_normed:
                 return x.astype(jnp.float32)
-            final_norm = nn.LayerNorm(model.norm_eps, dtype=model.dtype)
+            final_norm = make_norm(model.norm_type, model.norm_eps, model.dtype)()
             params = {"params": variables["params"]["norm"]}
             return jnp.asarray(final_norm.apply(params, x), jnp.float32)
 

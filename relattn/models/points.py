@@ -15,6 +15,7 @@ from relattn.nn.blocks import (
     Linear,
     TransformerBlock,
     at_precision,
+    make_norm,
     transformer_blocks,
 )
 from relattn.nn.registry import layer_attentions
@@ -45,7 +46,10 @@ class PointTransformer(nn.Module):
         drop_path: Rate at which an example skips a branch of the last layer, stochastic
             depth; from zero in the first layer, it grows equally from layer to layer.
         qkv_bias: Whether queries, keys and values have a bias.
-        norm_eps: The LayerNorms' constant added to the variance.
+        out_bias: Whether the attentions' output projections have a bias.
+        mlp_bias: Whether the feed-forward networks have biases.
+        norm_type: ``"layer_norm"`` or ``"rms_norm"``, see `relattn.models.ViT`.
+        norm_eps: The norms' constant added to the variance.
         activation: Of the feed-forward networks, see `relattn.models.ViT`.
         scan_layers: Whether equal layers are compiled once, by `jax.lax.scan`; their
             parameters are then stacked.
@@ -81,6 +85,9 @@ class PointTransformer(nn.Module):
     dropout: float = 0.0
     drop_path: float = 0.0
     qkv_bias: bool = True
+    out_bias: bool = True
+    mlp_bias: bool = True
+    norm_type: str = "layer_norm"
     norm_eps: float = LAYER_NORM_EPSILON
     activation: str = "gelu"
     scan_layers: bool = True
@@ -131,6 +138,7 @@ class PointTransformer(nn.Module):
             num_layers=self.num_layers,
             head_dim=self.head_dim,
             qkv_bias=self.qkv_bias,
+            out_bias=self.out_bias,
         )
         if key_mask is None:
             key_mask = ~jnp.isnan(points).any(axis=-1)
@@ -152,6 +160,8 @@ class PointTransformer(nn.Module):
                 dtype=self.dtype,
                 norm_eps=self.norm_eps,
                 activation=self.activation,
+                norm_type=self.norm_type,
+                mlp_bias=self.mlp_bias,
             ),
             positions=make_position(name="position").per_layer(positions, 0),
             scan=self.scan_layers,
@@ -163,7 +173,7 @@ class PointTransformer(nn.Module):
             deterministic=deterministic,
         )
         # The head reads the mean of the normalised points that exist, in float32.
-        x = nn.LayerNorm(self.norm_eps, dtype=self.dtype, name="norm")(x)
+        x = make_norm(self.norm_type, self.norm_eps, self.dtype)(name="norm")(x)
         x = jnp.where(key_mask[..., None], x.astype(jnp.float32), 0)
         x = x.sum(axis=1) / jnp.maximum(key_mask.sum(axis=1, keepdims=True), 1)
         return Linear(self.num_classes, name="head")(x)

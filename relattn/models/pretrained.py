@@ -132,7 +132,7 @@ class Pretrained:
         Args:
             inputs: The model's inputs, as `preprocess` returns them.
             layers: The layers whose tokens are returned, from 0; -1 is the last.
-            norm: Whether the final LayerNorm is applied to these tokens.
+            norm: Whether the final norm is applied to these tokens.
 
         Returns:
             See `relattn.models.Features`.

@@ -24,6 +24,7 @@ from relattn.nn.blocks import (
     Linear,
     TransformerBlock,
     at_precision,
+    make_norm,
     transformer_blocks,
 )
 from relattn.nn.registry import layer_attentions
@@ -55,6 +56,8 @@ class ViT(nn.Module):
         dim: Width of the tokens.
         num_layers: Number of blocks.
         num_heads: Number of heads.
+        num_kv_heads: Number of heads with keys and values, which consecutive heads of
+            queries share (grouped queries); divides ``num_heads``; 0 for ``num_heads``.
         head_dim: Width of a head; 0 for dim / num_heads.
         mlp_dim: Width of the feed-forward networks' hidden layer.
         patch_size: Side of the square patch that is one token, or its height and width,
@@ -82,11 +85,15 @@ class ViT(nn.Module):
         drop_path: Rate at which an example skips a branch of the last layer, stochastic
             depth; from zero in the first layer, it grows equally from layer to layer.
         qkv_bias: Whether queries, keys and values have a bias.
-        embedding_norms: Whether LayerNorms surround the embedding's linear layer.
-        pre_norm: Whether a LayerNorm precedes the first block.
-        final_norm: Whether a LayerNorm precedes the head.
-        fc_norm: Whether this LayerNorm follows the pooling; otherwise it precedes it.
-        norm_eps: The LayerNorms' constant added to the variance.
+        out_bias: Whether the attentions' output projections have a bias.
+        mlp_bias: Whether the blocks' feed-forward networks have biases.
+        embedding_norms: Whether norms surround the embedding's linear layer.
+        pre_norm: Whether a norm precedes the first block.
+        final_norm: Whether a norm precedes the head.
+        fc_norm: Whether this norm follows the pooling; otherwise it precedes it.
+        norm_type: ``"layer_norm"``, or ``"rms_norm"``, which subtracts no mean and has
+            no bias; of all norms.
+        norm_eps: The norms' constant added to the variance.
         activation: Of the feed-forward networks: ``"gelu"``; ``"gelu_tanh"``, its
             approximation by tanh; ``"quick_gelu"``, x sigmoid(1.702 x); or
             ``"swiglu"``, silu(W_gate x) * W_hidden x in place of gelu(W_hidden x).
@@ -122,6 +129,7 @@ class ViT(nn.Module):
     dim: int = 192
     num_layers: int = 6
     num_heads: int = 3
+    num_kv_heads: int = 0
     head_dim: int = 0
     mlp_dim: int = 768
     patch_size: PatchSize = 16
@@ -139,10 +147,13 @@ class ViT(nn.Module):
     dropout: float = 0.0
     drop_path: float = 0.0
     qkv_bias: bool = False
+    out_bias: bool = True
+    mlp_bias: bool = True
     embedding_norms: bool = True
     pre_norm: bool = False
     final_norm: bool = True
     fc_norm: bool = False
+    norm_type: str = "layer_norm"
     norm_eps: float = LAYER_NORM_EPSILON
     activation: str = "gelu"
     head: str = "linear"
@@ -218,11 +229,13 @@ class ViT(nn.Module):
             dim=self.dim,
             num_heads=self.num_heads,
             num_layers=self.num_layers,
+            num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             num_relative_layers=self.num_relative_layers,
             qkv_bias=self.qkv_bias,
+            out_bias=self.out_bias,
         )
-        norm = functools.partial(nn.LayerNorm, self.norm_eps, dtype=self.dtype)
+        norm = make_norm(self.norm_type, self.norm_eps, self.dtype)
         # The anchor rolls each image to a place that its content chooses.
         if self.anchor == "polyphase":
             images = polyphase_anchor(images, self.patch_size)
@@ -235,7 +248,7 @@ class ViT(nn.Module):
             overlap=self.patch_overlap,
             periodic=self.periodic,
         )
-        # Tokens: LayerNorm, Linear, LayerNorm of the patches.
+        # Tokens: norm, Linear, norm of the patches.
         if self.embedding_norms:
             x = norm(name="patch_norm")(x)
         x = Linear(self.dim, dtype=self.dtype, name="embedding")(x)
@@ -277,6 +290,8 @@ class ViT(nn.Module):
                 dtype=self.dtype,
                 norm_eps=self.norm_eps,
                 activation=self.activation,
+                norm_type=self.norm_type,
+                mlp_bias=self.mlp_bias,
             ),
             positions=position.per_layer(grid, self.num_prefix),
             scan=self.scan_layers,
@@ -322,6 +337,7 @@ class ViT(nn.Module):
                 self.norm_eps,
                 self.activation,
                 self.dtype,
+                self.norm_type,
                 name="pool",
             )
             return pool(x[:, start:], key_mask=key_mask)

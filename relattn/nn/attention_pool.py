@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from relattn.nn.attention import SoftmaxAttention
-from relattn.nn.blocks import LAYER_NORM_EPSILON, FeedForward
+from relattn.nn.blocks import LAYER_NORM_EPSILON, FeedForward, make_norm
 
 
 class AttentionPool(nn.Module):
@@ -21,9 +21,11 @@ class AttentionPool(nn.Module):
     Attributes:
         num_heads: Number of heads.
         mlp_dim: Width of the feed-forward network's hidden layer.
-        norm_eps: The LayerNorm's constant added to the variance.
+        norm_eps: The norm's constant added to the variance.
         activation: That of `relattn.nn.blocks.FeedForward`.
         dtype: Compute dtype; parameters are float32.
+        norm_type: ``"layer_norm"`` or ``"rms_norm"``, see
+            `relattn.nn.blocks.make_norm`.
 
     Example:
         >>> import jax
@@ -41,6 +43,7 @@ class AttentionPool(nn.Module):
     norm_eps: float = LAYER_NORM_EPSILON
     activation: str = "gelu"
     dtype: Any = jnp.float32
+    norm_type: str = "layer_norm"
 
     @nn.compact
     def __call__(
@@ -72,6 +75,6 @@ class AttentionPool(nn.Module):
             activation=self.activation,
             name="feed_forward",
         )
-        norm = nn.LayerNorm(self.norm_eps, dtype=self.dtype, name="norm")
+        norm = make_norm(self.norm_type, self.norm_eps, self.dtype)(name="norm")
         # FeedForward takes sequences of tokens.
         return y + mlp(norm(y)[:, None])[:, 0]

@@ -148,7 +148,7 @@ class Run:
         Args:
             images: As for `predict`.
             layers: The layers whose tokens are returned, from 0; -1 is the last.
-            norm: Whether the final LayerNorm is applied to these tokens.
+            norm: Whether the final norm is applied to these tokens.
             batch_size: Number of images that the model sees at once.
             progress: Whether to show a progress bar on a terminal.
 

@@ -102,14 +102,23 @@ def test_vit_equals_linen(attention, position):
     assert all(np.any(leaf) for leaf in jax.tree.leaves(found))
 
 
-LLAMA = {
+MODERN = {
     "num_kv_heads": 1,
     "norm_type": "rms_norm",
     "activation": "swiglu",
-    "head_norm": False,
     "out_bias": False,
     "mlp_bias": False,
 }
+LLAMA = {**MODERN, "head_norm": False}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", ["softmax", "favor(num_features=5)", "hedgehog"])
+def test_vit_with_parts_of_llama_equals_linen(attention):
+    options = vit(attention=attention, position="rope2d", pool="attention", **MODERN)
+    found, expected = values_and_gradients(*pair(options), IMAGES)
+    chex.assert_trees_all_equal(found, expected)
+    assert all(np.any(leaf) for leaf in jax.tree.leaves(found))
 
 
 @pytest.mark.slow

@@ -80,6 +80,15 @@ def test_logits_do_not_change_if_points_move_by_a_real_vector(attention, positio
     assert abs(scaled - logits).max() > 1e-2
 
 
+def test_parts_of_llama_have_no_biases():
+    options = {"norm_type": "rms_norm", "activation": "swiglu", "qkv_bias": False}
+    _, variables = make(**options, out_bias=False, mlp_bias=False)
+    params = variables["params"]
+    for name in ("norm", "blocks_0"):
+        for path, _ in jax.tree_util.tree_leaves_with_path(params[name]):
+            assert "'bias'" not in jax.tree_util.keystr(path)
+
+
 def test_float32_logits_change_by_rounding_only():
     model, variables = make(position=POSITIONS[0])
     points = draw_points()

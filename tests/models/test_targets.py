@@ -174,6 +174,14 @@ def test_checkpoints_are_written_as_pytorch_wrote_them(name, library):
             {"pre_norm": True, "qkv_bias": True},
             "CLIP cannot hold this model: embedding.bias is not zero, and",
         ),
+        (
+            VIT,
+            "hf",
+            {"norm_type": "rms_norm"},
+            "norm_type='rms_norm': ViT has norm_typ",
+        ),
+        (VIT, "timm", {"num_kv_heads": 1}, "num_kv_heads=1: timm's .* num_kv_heads=0"),
+        (VIT, "timm", {"mlp_bias": False}, "mlp_bias=False: timm's .* mlp_bias=True"),
         (GPT, "timm", {}, "timm has no GPT, only ViT: export this model as stable"),
         (GPT, "hf", {"attention": "relu"}, "attention='relu': GPT-2 has attention='so"),
         (

@@ -94,41 +94,58 @@ def naive_gpt(tokens, params):
     return reference.linear(x, params["head"])
 
 
-def naive_llama(tokens, params):
-    x, positions = params["embedding"]["embedding"][tokens], np.arange(LENGTH)[:, None]
+def llama_blocks(x, params, allowed, rotate=lambda x: x):
+    """Blocks of RMSNorm and SwiGLU, whose two heads share keys and values."""
     for layer in range(SIZES["num_layers"]):
         block = jax.tree.map(operator.itemgetter(layer), params["blocks_0"])
         attention = block["attention"]
         y = reference.rms_norm(x, block["attention_norm"]["scale"])
         q, k, v = (reference.linear(y, attention[name]) for name in "qkv")
-        k = reference.rotary(k, positions, 100.0)
-        causal = np.tril(np.ones((LENGTH, LENGTH), bool))
         heads = [
-            reference.softmax_attention(
-                reference.rotary(query, positions, 100.0), k, v, causal
-            )
+            reference.softmax_attention(rotate(query), rotate(k), v, allowed)
             for query in jnp.split(q, 2, axis=1)
         ]
         x = x + reference.linear(jnp.concatenate(heads, axis=1), attention["out"])
         y = reference.rms_norm(x, block["feed_forward_norm"]["scale"])
         x = x + reference.swiglu(y, block["feed_forward"])
+    return x
+
+
+def naive_llama(tokens, params):
+    x, positions = params["embedding"]["embedding"][tokens], np.arange(LENGTH)[:, None]
+    causal = np.tril(np.ones((LENGTH, LENGTH), bool))
+    x = llama_blocks(x, params, causal, lambda x: reference.rotary(x, positions, 100.0))
     return reference.linear(
         reference.rms_norm(x, params["norm"]["scale"]), params["head"]
     )
 
 
-LLAMA = {
-    "position": "rope1d(base=100.0)",
+def naive_modern_vit(image, params):
+    x = reference.rms_norm(patches(image), params["patch_norm"]["scale"])
+    x = reference.linear(x, params["embedding"])
+    x = reference.rms_norm(x, params["embedding_norm"]["scale"])
+    x = jnp.concatenate([params["cls"][0], x + params["position"]["table"]])
+    x = reference.rms_norm(x, params["pre_norm"]["scale"])
+    x = llama_blocks(x, params, np.ones((7, 7), bool))
+    cls = reference.rms_norm(x[:1], params["norm"]["scale"])[0]
+    return reference.linear(cls, params["head"])
+
+
+MODERN = {
     "norm_type": "rms_norm",
     "activation": "swiglu",
     "out_bias": False,
     "mlp_bias": False,
-    "head_norm": False,
     "num_kv_heads": 1,
 }
+LLAMA = {**MODERN, "position": "rope1d(base=100.0)", "head_norm": False}
 
 
-@pytest.mark.quick("performer-options0-naive_performer", "gpt-options3-naive_llama")
+@pytest.mark.quick(
+    "performer-options0-naive_performer",
+    "gpt-options3-naive_llama",
+    "vit-options4-naive_modern_vit",
+)
 @pytest.mark.parametrize(
     "name, options, naive",
     [
@@ -136,6 +153,7 @@ LLAMA = {
         ("vit", {"head": "mlp"}, naive_vit),
         ("gpt", {}, naive_gpt),
         ("gpt", LLAMA, naive_llama),
+        ("vit", {**MODERN, "pre_norm": True}, naive_modern_vit),
     ],
 )
 def test_logits_equal_the_formula(name, options, naive):

@@ -128,6 +128,33 @@ def test_pools_equal_the_formula(options, pooled):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("pool", ["cls", "mean"])
+def test_features_have_the_norm_of_the_model(pool):
+    model, variables, images = make(num_layers=1, norm_type="rms_norm", pool=pool)
+    found = features(model, variables, images)
+    expected = found.cls if pool == "cls" else found.mean
+    np.testing.assert_allclose(found.pooled, expected, atol=1e-6)
+
+
+def test_every_norm_is_that_of_the_model():
+    options = {"pool": "attention", "pre_norm": True, "norm_type": "rms_norm"}
+    params = shapes_of(build(**options, out_bias=False, mlp_bias=False))["params"]
+    for path, _ in jax.tree_util.tree_leaves_with_path(params):
+        name = jax.tree_util.keystr(path)
+        assert "norm" not in name or name.endswith("['scale']"), name
+    block = params["blocks_0"]
+    assert "bias" not in block["attention"]["out"] | block["feed_forward"]["hidden"]
+    shared = shapes_of(build(num_kv_heads=1, attention="favor"))["params"]
+    kernels = shared["block_2"]["attention"]
+    assert kernels["q"]["kernel"].shape == (12, 12)
+    assert kernels["k"]["kernel"].shape == kernels["v"]["kernel"].shape == (12, 6)
+    with pytest.raises(ValueError, match="norm_type 'rms'"):
+        build(norm_type="rms")
+    with pytest.raises(ValueError, match="Translution.* needs keys and values for eve"):
+        build(num_kv_heads=1, attention="translution")
+
+
+@pytest.mark.slow
 def test_a_layer_is_the_last_of_a_shorter_model():
     model, variables, images = make(num_registers=2, embedding_norms=False)
     found = features(model, variables, images, layers=(0, 1, -1))

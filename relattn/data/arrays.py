@@ -40,7 +40,7 @@ def read_arrays(file: Path) -> Images:
     Returns:
         The images of each split, the class names and the origin. Without
         ``class_names``, the classes are the different labels of the training images, in
-        numerical order if they are integers, else in alphabetical order.
+        numerical order if they are numbers, else in alphabetical order.
 
     Raises:
         FileNotFoundError: If the file is missing.

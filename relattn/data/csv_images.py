@@ -100,6 +100,13 @@ def find_csv_images(file: Path, *, skip_missing: bool = False) -> ImageList:
             f"{SPLIT}"
         )
     names = class_order(image.class_name for image in splits["train"])
+    numbers = {int(name): name for name in names if name.isdecimal()}
+    for name in names:
+        if name.isdecimal() and numbers[int(name)] != name:
+            raise ValueError(
+                f"the labels {name!r} and {numbers[int(name)]!r} of {file} are the "
+                "same number, but different classes: write one of them"
+            )
     origin = f"the images of {file}"
     images = ImageList(
         file,
@@ -118,7 +125,8 @@ def find_csv_images(file: Path, *, skip_missing: bool = False) -> ImageList:
 def _rows(file: Path) -> Iterator[tuple[int, dict[str, str]]]:
     """Yields the number and the fields, by column, of every line with an image."""
     with naming(file), file.open(encoding="utf-8-sig", newline="") as opened:
-        reader = csv.reader(opened, strict=True)
+        # A quote after a space would be a part of the field.
+        reader = csv.reader(opened, strict=True, skipinitialspace=True)
         header: list[str] = []
         try:
             for fields in reader:

@@ -99,7 +99,7 @@ def find_huggingface_images(folder: Path) -> ImageList:
 
     Returns:
         The images. The classes are those of the data set's ``ClassLabel``; other labels
-        are in numerical order if all are integers, else in alphabetical order. Splits
+        are in numerical order if all are numbers, else in alphabetical order. Splits
         without labels are left out.
 
     Raises:

@@ -11,9 +11,11 @@ import dataclasses
 import io
 import itertools
 import math
+import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -39,6 +41,7 @@ CHUNK = 32
 # Names shown of what is left out, and of what has to be replaced.
 MAX_NAMES = 3
 MAX_UNREADABLE = 10
+_NUMBER = re.compile(r"[+-]?\d+(\.\d+)?")
 HINT = "replace or delete it, or set data.skip_unreadable=True"
 
 
@@ -169,12 +172,14 @@ def class_order(names: Iterable[str]) -> tuple[str, ...]:
         The names, in numerical order if all are numbers, else in alphabetical order.
 
     Example:
-        >>> class_order(["10", "9", "9"]), class_order(["dog", "cat"])
-        (('9', '10'), ('cat', 'dog'))
+        >>> class_order(["10", "9", "9"]), class_order(["2.0", "-1"])
+        (('9', '10'), ('-1', '2.0'))
+        >>> class_order(["dog", "cat"])
+        ('cat', 'dog')
     """
     different = set(names)
-    if all(name.isdecimal() for name in different):
-        return tuple(sorted(different, key=lambda name: (int(name), name)))
+    if all(map(_NUMBER.fullmatch, different)):
+        return tuple(sorted(different, key=lambda name: (Decimal(name), name)))
     return tuple(sorted(different))
 
 

@@ -111,7 +111,7 @@ def test_quotes_spaces_other_columns_and_a_byte_order_mark_are_read(folder):
     (folder / "photos" / "1.png").rename(folder / "photos" / 'a, "b".png')
     text = (
         "\ufeffwidth,label,path\r\n\r\n"
-        '5, dog ,"photos/a, ""b"".png"\r\n5,cat,photos/2.png\r\n'
+        '5, dog ,"photos/a, ""b"".png"\r\n5, "cat", photos/2.png\r\n'
     )
     images = find_csv_images(write(folder, text))
     assert [image.path.name for image in images.train] == ['a, "b".png', "2.png"]
@@ -134,6 +134,10 @@ def test_quotes_spaces_other_columns_and_a_byte_order_mark_are_read(folder):
             r"^line 3 of .*all.csv has 1 fields, expected 2 \('path,label'\): correct",
         ),
         ("path,label\nphotos/1.png,\n", r"^line 2 of .*all.csv has no label: add or"),
+        (
+            "path,label\nphotos/1.png,01\nphotos/2.png,1\nphotos/3.png,2\n",
+            r"^the labels '01' and '1' of .*all.csv are the same number, but different",
+        ),
         ("path,label\n,dog\n", r"^line 2 of .*all.csv has no path: add or delete it$"),
         (
             "path,label\nphotos/1.png,dog\nphotos/../photos/1.png,cat\n",
@@ -219,3 +223,6 @@ def test_images_of_another_size_are_streamed_with_their_labels(folder):
 def test_classes_are_in_numerical_order_only_if_all_are_numbers():
     assert image_list.class_order(["2", "10", "2"]) == ("2", "10")
     assert image_list.class_order(["2", "10", "a"]) == ("10", "2", "a")
+    # As pandas writes a column of numbers, of which one is missing.
+    assert image_list.class_order(["2.0", "10.0", "-1.5"]) == ("-1.5", "2.0", "10.0")
+    assert image_list.class_order(["1e1", "2"]) == ("1e1", "2")

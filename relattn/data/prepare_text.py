@@ -8,8 +8,8 @@ Options:
 - ``--validation a.txt ...``: files for ``val.bin``;
 - ``--test a.txt ...``: files for ``test.bin``; without it, a run reports its result on
   the validation text;
-- ``--field``: the name of the text in each line of files ``.jsonl`` (JSON Lines), by
-  default ``text``; each line is a document;
+- ``--field``: the name of the text in each line of files ``.jsonl`` or ``.ndjson``
+  (JSON Lines), by default ``text``; each line is a document;
 - ``--tokenizer``: ``gpt2`` (the default), ``bytes``, or the path of a
   ``tokenizer.json`` of Hugging Face, which is copied to the output;
 - ``--bpe_dir=DIR``: folder of GPT-2's ``encoder.json`` and ``vocab.bpe``; without it,
@@ -67,8 +67,8 @@ ADDED = (META, MANIFEST, TOKENIZER_FILE)
 # UTF-8 continuation bytes, 10xxxxxx.
 CONTINUATION = bytes(range(0x80, 0xC0))
 
-# Files with this suffix have a JSON object in each line.
-LINES_SUFFIX = ".jsonl"
+# Files with these suffixes have a JSON object in each line.
+LINES_SUFFIXES = (".jsonl", ".ndjson")
 FIELD = "text"
 
 # A text, and True if a document ends with it.
@@ -123,6 +123,11 @@ def prepare_files(
             raise FileNotFoundError(
                 f"the input {path} is missing: give the path of a text file"
             )
+        if path.suffix.lower() == ".json":
+            raise ValueError(
+                f"the input {path} is JSON: write its texts to a file .jsonl, with an "
+                "object in each line, or rename it to .txt if it is a text"
+            )
     if validation_inputs:
         splits = {
             "train": _whole(inputs, tokenizer, field),
@@ -173,7 +178,7 @@ def _pieces(
     for path, size in zip(inputs, sizes, strict=True):
         begin, end = max(first - start, 0), min(last - start, size)
         start += size
-        if begin < end and path.suffix.lower() == LINES_SUFFIX:
+        if begin < end and path.suffix.lower() in LINES_SUFFIXES:
             for text in read_lines(path, begin, end, field):
                 yield text, True
         elif begin < end:
@@ -266,7 +271,7 @@ def _next_start(inputs: list[Path], sizes: list[int], position: int) -> int:
         if position < start + size:
             offset = position - start
             with naming(path), path.open("rb") as file:
-                if path.suffix.lower() == LINES_SUFFIX:
+                if path.suffix.lower() in LINES_SUFFIXES:
                     # The byte before the start of a line is its only one here.
                     file.seek(max(offset - 1, 0))
                     return position + len(file.readline()) - 1 if offset else position
@@ -336,6 +341,8 @@ def read_lines(path: Path, begin: int, end: int, field: str) -> Iterator[str]:
             begin += len(line)
             if not line:
                 return
+            # A byte order mark, as Windows writes it.
+            line = line.removeprefix(codecs.BOM_UTF8) if start == 0 else line
             if not line.strip():
                 continue
             where = f"a line of {path}"
@@ -351,12 +358,23 @@ def read_lines(path: Path, begin: int, end: int, field: str) -> Iterator[str]:
                 )
             elif not problem and not isinstance(values[field], str):
                 problem = f" has no text as its {field!r}: give another name by --field"
+            elif not problem and not _is_unicode(values[field]):
+                problem = " has half of a surrogate pair, \\ud8..: correct the line"
             elif problem:
                 problem += ": correct the line"
             if problem:
                 number = 1 + _count_lines(path, start)
                 raise ValueError(f"line {number} of {path}{problem}")
             yield values[field]
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether a text has no half of a surrogate pair, which has no UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _count_lines(path: Path, end: int) -> int:
@@ -517,10 +535,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
     files = [*(options.input or ()), *options.validation, *options.test]
     if options.field is not None and not any(
-        path.suffix.lower() == LINES_SUFFIX for path in files
+        path.suffix.lower() in LINES_SUFFIXES for path in files
     ):
         raise ValueError(
-            f"--field names the text of {LINES_SUFFIX} files, but there are none: "
+            f"--field names the text of {LINES_SUFFIXES[0]} files, but there are none: "
             "leave it out"
         )
     fraction = {}

@@ -1,5 +1,6 @@
 """`python -m relattn.data.prepare_text`: files, documents, splitting, errors."""
 
+import codecs
 import errno
 import importlib.util
 import json
@@ -342,7 +343,8 @@ def test_lines_of_json_are_documents(tmp_path):
 def test_texts_and_lines_of_json_are_joined_in_order(tmp_path, capsys):
     (text,) = write(tmp_path, a="to be")
     lines = write_lines(tmp_path, "b.JSONL", "or not", "that", field="body")
-    other = write_lines(tmp_path, "c.jsonl", "is", field="body")
+    other = write_lines(tmp_path, "c.ndjson", "is", field="body")
+    other.write_bytes(codecs.BOM_UTF8 + other.read_bytes())
     arguments = [f"--output={tmp_path / 'out'}", "--tokenizer=bytes", "--field=body"]
     arguments += ["--input", str(text), str(lines), "--validation", str(other)]
     main([*arguments, f"--test={other}"])
@@ -358,6 +360,7 @@ def test_texts_and_lines_of_json_are_joined_in_order(tmp_path, capsys):
         ("7", r"has 7, which must be an object: correct the line"),
         ('{"id": 7, "body": "a"}', "has no field 'text', only 'id, body': give its"),
         ('{"text": ["a"]}', "has no text as its 'text': give another name by --field"),
+        (r'{"text": "\ud800"}', "has half of a surrogate pair, .*: correct the line"),
         ("\ufeff{}", r"is not JSON .*: correct the line"),
     ],
 )
@@ -373,6 +376,17 @@ def test_a_wrong_line_is_named_and_nothing_is_left(tmp_path, line, problem, spli
     with pytest.raises(ValueError, match=f"^line {number} of .*a.jsonl {problem}"):
         prepare_files([file], output, BYTES, fraction)
     assert [*output.iterdir()] == []
+
+
+def test_a_file_of_json_is_not_taken_for_text(tmp_path):
+    file = tmp_path / "a.json"
+    file.write_text('[{"text": "to be"}]')
+    message = (
+        r"a.json is JSON: write its texts to a file .jsonl, with an object in each"
+    )
+    with pytest.raises(ValueError, match=message):
+        prepare_files([file], tmp_path / "out", BYTES)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_field_without_lines_of_json_is_refused(tmp_path, capsys):

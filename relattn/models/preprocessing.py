@@ -18,6 +18,8 @@ from relattn.messages import check_choice, shorten
 # Pillow's filters, by transformers' numbers.
 INTERPOLATIONS = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
 PREPROCESSOR = "preprocessor_config.json"
+# Has the contents of the other file as "image_processor".
+_PROCESSOR = "processor_config.json"
 
 _VALUE = Range(-1e6, 1e6, float)
 _SIDE = Range(1, 2**16)
@@ -29,7 +31,6 @@ SCHEMA = {
     # Pixels are divided by it.
     "std": [Range(1e-6, 1e6, float)],
 }
-_IMAGENET = {"mean": [0.485, 0.456, 0.406], "std": [0.229, 0.224, 0.225]}
 
 
 def timm_preprocessing(
@@ -78,20 +79,30 @@ def timm_preprocessing(
 def hf_preprocessing(folder: Path, image_size: int) -> dict[str, Any] | None:
     """Returns the preprocessing of transformers' ``preprocessor_config.json``.
 
+    If the images that the file describes are of another size than the model's, as those
+    of DINOv2, they are scaled to the model's.
+
     Args:
         folder: That of the checkpoint.
         image_size: Side of the model's images.
 
     Returns:
-        The preprocessing; None if there is no such file.
+        The preprocessing; None if there is neither such a file nor a
+        ``processor_config.json`` with its contents.
 
     Raises:
         ValueError: If a value is not one of relattn's preprocessing.
     """
-    path = folder / PREPROCESSOR
-    if not path.exists():
+    path, whole = folder / PREPROCESSOR, folder / _PROCESSOR
+    if path.exists():
+        given = read_json(path, dict)
+    elif whole.exists():
+        given = read_json(whole, {"image_processor?": dict, "*": object})
+        given = given.get("image_processor")
+    else:
+        given = None
+    if given is None:
         return None
-    given = read_json(path, dict)
     for key in ("do_resize", "do_rescale", "do_normalize"):
         if not given.get(key, True):
             raise ValueError(
@@ -104,6 +115,7 @@ def hf_preprocessing(folder: Path, image_size: int) -> dict[str, Any] | None:
         "image_std?": SCHEMA["std"],
         "rescale_factor?": Range(0, 1, float),
         "do_center_crop?": bool,
+        "crop_size?": (_SIDE, {"height": _SIDE, "width": _SIDE}),
     }
     given = {key: value for key, value in given.items() if value is not None}
     check_json(given, schema, PREPROCESSOR)
@@ -120,21 +132,39 @@ def hf_preprocessing(folder: Path, image_size: int) -> dict[str, Any] | None:
         resized = sides["shortest_edge"]
         # A number meant a square where nothing is cropped.
         squash = not isinstance(size, dict) and not given.get("do_center_crop", False)
-    else:
+    elif sides.get("width") == sides.get("height"):
         resized = sides.get("height")
+    else:
+        resized = None
+    crop = given.get("crop_size") if given.get("do_center_crop", not squash) else None
+    if isinstance(crop, dict):
+        if crop["height"] != crop["width"]:
+            raise ValueError(
+                f"{PREPROCESSOR} has crop_size={shorten(crop)}, and relattn's "
+                "preprocessing crops squares: remove the file to convert without it"
+            )
+        crop = crop["height"]
+    if type(resized) is int and crop:
+        resized = round(resized * image_size / crop)
     if type(resized) is not int or resized < image_size:
         raise ValueError(
-            f"{PREPROCESSOR} has size={shorten(size)}, expected a side of at least "
-            f"{image_size} pixels, those of the model's images: correct it, or remove "
-            "the file"
+            f"{PREPROCESSOR} has size={shorten(size)}, expected one side of at "
+            f"least {image_size} pixels, that of the model's images: correct it, or "
+            "remove the file"
         )
+    for key in ("resample", "image_mean", "image_std"):
+        if key not in given:
+            raise ValueError(
+                f"{PREPROCESSOR} has no {key}, whose default depends on the class: add "
+                "it, or remove the file to convert without it"
+            )
     return _checked(
         {
             "resized": resized,
             "squash": squash,
-            "interpolation": INTERPOLATIONS[given.get("resample", 2)],
-            "mean": given.get("image_mean", _IMAGENET["mean"]),
-            "std": given.get("image_std", _IMAGENET["std"]),
+            "interpolation": INTERPOLATIONS[given["resample"]],
+            "mean": given["image_mean"],
+            "std": given["image_std"],
         },
         PREPROCESSOR,
     )

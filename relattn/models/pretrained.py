@@ -244,7 +244,8 @@ def load_pretrained(
             ``"hf:owner/name@revision"``, see `relattn.models.hub.download`.
         image_size: Side, or height and width, of the images that the model will see, in
             pixels; None for the size of training. Tables of positions are interpolated
-            bicubically, see `relattn.models.resize_grid`.
+            bicubically, see `relattn.models.resize_grid`; those of a converted model as
+            by its library.
         channels: Number of channels of the images that the model will see; None for
             that of training. The embedding's weights are summed for one channel, and
             repeated and scaled for more, see `relattn.models.patches.adapt_channels`.

@@ -162,6 +162,9 @@ def _options(model: nn.Module) -> dict[str, Any]:
     for name in {"attention", "position"} & set(options):
         if len(spec.terms(options[name])) == 1:
             options[name] = spec.with_options(options[name])
+    if str(options.get("position")).startswith("learned("):
+        # How tables are resized is not a part of the other library's models.
+        options["position"] = "learned"
     if options.get("head_dim", 0) * options.get("num_heads", 0) == options.get("dim"):
         options["head_dim"] = 0
     if options.get("num_kv_heads") == options.get("num_heads"):

@@ -358,8 +358,12 @@ def _hf(
     final_norm: bool = True,
     activation: str = "gelu",
     ignored: str = _HF_IGNORED,
+    antialias: bool = False,
 ) -> Converted:
-    """Converts an image encoder of transformers; see `_vit`."""
+    """Converts an image encoder of transformers; see `_vit`.
+
+    Its class interpolates positions with ``antialias`` or without.
+    """
     settings = source_configs.hf_settings(settings, keys)
     _check_parts(tensors, HF_NAMES)
     names = HF_NAMES
@@ -375,6 +379,7 @@ def _hf(
         ignored = rf"{ignored}|vit\.head\..*"
     model = {
         "norm_eps": settings.get("layer_norm_eps", norm_eps),
+        "position": "learned" if antialias else "learned(antialias=False)",
         "pool": pool,
         "class_token": prefix_rows != (0,),
         "pool_prefix": False,
@@ -428,6 +433,8 @@ def hf_dinov2(tensors: Tensors, settings: Mapping[str, Any]) -> Converted:
         prefix_rows=(1,),
         norm_eps=1e-6,
         pool="cls_mean" if has_head else "cls",
+        # That of Dinov2WithRegisters is another than that of Dinov2.
+        antialias=HF_NAMES.registers in tensors,
     )
 
 

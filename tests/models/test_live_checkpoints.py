@@ -384,6 +384,35 @@ def test_image_encoders_of_transformers(source, name, output, sizes, tmp_path):
     check_folder(source, path, images, expected["logits"])
 
 
+@pytest.mark.parametrize("size", [(4, 6), (10, 8)])
+@pytest.mark.parametrize(
+    "source, name, output",
+    [
+        ("hf_dinov2", "Dinov2Model", "pooler_output"),
+        ("hf_dinov2", "Dinov2WithRegistersModel", "pooler_output"),
+        ("hf_vit", "ViTModel", "last_hidden_state"),
+        ("hf_siglip", "SiglipVisionModel", "pooler_output"),
+        ("hf_clip", "CLIPVisionModel", "pooler_output"),
+    ],
+)
+def test_positions_interpolate_as_in_transformers(source, name, output, size, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    options = {} if "Dinov2" in name else {"intermediate_size": 17}
+    pretrained.write_hf_encoder(tmp_path, name, output, image_size=6, **options)
+    model = getattr(transformers, name).from_pretrained(tmp_path).eval()
+    images = pretrained.draw_images(*size)
+    # DINOv2 always interpolates.
+    asked = {} if "Dinov2" in name else {"interpolate_pos_encoding": True}
+    with torch.no_grad():
+        out = model(torch.from_numpy(images).permute(0, 3, 1, 2), **asked)
+    expected = getattr(out, output).numpy()
+    expected = expected[:, 0] if expected.ndim == 3 else expected
+    convert(source, tmp_path / "model.safetensors", tmp_path / "converted")
+    loaded = relattn.load_pretrained(tmp_path / "converted", image_size=size)
+    found = np.asarray(quick_jit(loaded.model.apply)(loaded.variables, images))
+    assert np.abs(found - expected).max() < BOUND * np.abs(expected).max()
+
+
 def test_swiglu_in_memory_is_read(tmp_path):
     """State dicts have gate_proj and up_proj, files the two together."""
     pytest.importorskip("transformers")

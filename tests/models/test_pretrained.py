@@ -140,8 +140,25 @@ def by_pillow(pixels, resized, squash, interpolation):
             },
             CENTRAL,
         ),
+        # The file prepares 12 pixels, and the model sees 6.
+        (
+            "hf_dinov2",
+            "processor_config.json",
+            {
+                "processor_class": "AutoProcessor",
+                "image_processor": {
+                    "crop_size": {"height": 12, "width": 12},
+                    "do_center_crop": True,
+                    "image_mean": MEAN,
+                    "image_std": STD,
+                    "resample": 3,
+                    "size": {"shortest_edge": 14},
+                },
+            },
+            CENTRAL,
+        ),
     ],
-    ids=["timm", "hf_siglip", "hf_clip", "hf_dinov2"],
+    ids=["timm", "hf_siglip", "hf_clip", "hf_dinov2", "scaled"],
 )
 def test_images_are_prepared_as_the_checkpoint_says(
     source, file, settings, expected, tmp_path
@@ -166,7 +183,13 @@ def test_images_are_prepared_as_the_checkpoint_says(
     [
         ({"do_resize": False}, "do_resize=False, .* remove the file"),
         ({"rescale_factor": 1.0}, "rescale_factor=1.0, and .* divides by 255"),
-        ({"size": {"shortest_edge": 5}}, "expected a side of at least 6 pixels"),
+        ({"size": {"shortest_edge": 5}}, "expected one side of at least 6 pixels"),
+        ({"size": {"height": 8, "width": 9}}, "expected one side of at least 6 pix"),
+        (
+            {"do_center_crop": True, "crop_size": {"height": 6, "width": 4}},
+            "crop_size=.* crops squares: remove",
+        ),
+        ({"image_mean": MEAN, "image_std": STD}, "has no resample, whose default dep"),
         ({"resample": 9}, "resample=9"),
         ({"image_mean": "0.5"}, "image_mean='0.5'"),
     ],

@@ -22,13 +22,15 @@ def resize_table(
     *,
     axis: int = 0,
     num_others: int = 0,
+    antialias: bool = True,
 ) -> Float[Array, "..."]:
     """Interpolates a table with one row per grid position, bicubically.
 
     new(p) = sum_q kernel((p' - q) / max(scale, 1)) old(q) / the sum of kernels, axis by
     axis, with scale = old size / new size and p' = (p + 1/2) scale - 1/2: the centres
     of positions lie at half-integers of both grids. To a smaller grid, the wider kernel
-    averages.
+    averages. Without ``antialias``, the scale of the kernel is 1, and old(q) beyond the
+    grid is that of its border, as in PyTorch.
 
     Args:
         table: Its ``axis`` has the rows of the grid, numbered row by row, and then
@@ -37,6 +39,7 @@ def resize_table(
         new: Size of each axis of the new grid.
         axis: The axis of the rows.
         num_others: Number of rows after those of the grid.
+        antialias: Whether the kernel becomes wider on a smaller grid.
 
     Returns:
         The table of the new grid, in the dtype of ``table``. Along ``axis`` it has the
@@ -53,7 +56,8 @@ def resize_table(
 
     Source:
         Dosovitskiy et al., An Image is Worth 16x16 Words, section 3.2; cubic kernel:
-        Keys, Cubic Convolution Interpolation for Digital Image Processing (a = -1/2).
+        Keys, Cubic Convolution Interpolation for Digital Image Processing (a = -1/2;
+        without ``antialias`` a = -3/4, as ``torch.nn.functional.interpolate`` has it).
     """
     if len(old) != len(new):
         raise ValueError(
@@ -71,7 +75,28 @@ def resize_table(
     rest = moved.shape[1:]
     on_grid = moved[:rows].reshape(*old, *rest)
     # sum_q kernel((p' - q) / max(scale, 1)) old(q) / the sum of kernels
-    on_grid = jax.image.resize(widen(on_grid), (*new, *rest), "cubic")
+    if antialias:
+        on_grid = jax.image.resize(widen(on_grid), (*new, *rest), "cubic")
+    else:
+        on_grid = widen(on_grid)
+        for place, sizes in enumerate(zip(old, new, strict=True)):
+            weights = jnp.asarray(_cubic_weights(*sizes), on_grid.dtype)
+            on_grid = jnp.tensordot(weights, on_grid, (1, place), precision="highest")
+            on_grid = jnp.moveaxis(on_grid, 0, place)
     on_grid = on_grid.astype(moved.dtype).reshape(-1, *rest)
     resized = jnp.concatenate([on_grid, moved[rows:]])
     return jnp.moveaxis(resized, 0, axis)
+
+
+def _cubic_weights(old: int, new: int) -> Float[np.ndarray, "{new} {old}"]:
+    """The weight of each old position in a new one, as in PyTorch (a = -3/4)."""
+    a, weights = -0.75, np.zeros((new, old))
+    at = (np.arange(new) + 0.5) * old / new - 0.5
+    first = np.floor(at).astype(int)
+    for step in range(-1, 3):
+        t = np.abs(at - first - step)
+        near = (a + 2) * t**3 - (a + 3) * t**2 + 1
+        far = a * (t**3 - 5 * t**2 + 8 * t - 4)
+        columns = np.clip(first + step, 0, old - 1)
+        np.add.at(weights, (np.arange(new), columns), np.where(t <= 1, near, far))
+    return weights

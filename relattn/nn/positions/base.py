@@ -357,6 +357,11 @@ class Learned(Position):
 
     Vectors start as N(0, 1), like the CLS token. Prefix tokens get none.
 
+    Attributes:
+        antialias: Whether a smaller grid averages over old vectors, as in timm; if not,
+            the vectors are interpolated as in transformers' ViTs. See
+            `relattn.kernels.positions.resize_table`.
+
     Example:
         >>> import jax
         >>> tokens = jnp.zeros((1, 6, 8))
@@ -370,6 +375,7 @@ class Learned(Position):
         Translution, the authors' code.
     """
 
+    antialias: bool = True
     site: ClassVar[str] = "tokens"
 
     @nn.compact
@@ -383,7 +389,8 @@ class Learned(Position):
 
     def resize(self, params: Params, old: Grid, new: Grid, num_prefix: int) -> Params:
         """Interpolates the vectors bicubically."""
-        return {"table": resize_table(params["table"], old, new)}
+        table = resize_table(params["table"], old, new, antialias=self.antialias)
+        return {"table": table}
 
 
 class Sincos(Position):

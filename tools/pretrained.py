@@ -172,6 +172,28 @@ def write_hf_gpt2(folder: pathlib.Path) -> None:
     model = hf_gpt2_model(
         vocab_size=23, n_positions=11, n_embd=15, n_layer=2, n_head=3, n_inner=17
     )
+    _write_text_model(folder, model)
+
+
+def hf_llama_model(name: str = "Llama", **options):
+    """Makes a random LlamaForCausalLM or MistralForCausalLM of transformers."""
+    import transformers
+
+    sizes = {"vocab_size": 23, "hidden_size": 12, "intermediate_size": 17}
+    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 6, "head_dim": 4}
+    sizes |= {"num_key_value_heads": 2, "max_position_embeddings": 11}
+    config = getattr(transformers, f"{name}Config")(**{**sizes, **options})
+    return randomize(getattr(transformers, f"{name}ForCausalLM")(config))
+
+
+def write_hf_llama(folder: pathlib.Path) -> None:
+    """Writes a checkpoint of transformers' Mistral, a Llama with a window."""
+    rope = {"rope_type": "default", "rope_theta": 500.0}
+    model = hf_llama_model("Mistral", sliding_window=3, rope_parameters=rope)
+    _write_text_model(folder, model)
+
+
+def _write_text_model(folder: pathlib.Path, model) -> None:
     model.save_pretrained(folder)
     tokens = np.random.default_rng(SEED).integers(23, size=(2, 7)).astype(np.int32)
     expected = {"inputs": tokens, "logits": text_logits(model, tokens)}
@@ -466,6 +488,7 @@ WRITERS = {
         intermediate_size=14,
     ),
     "hf_gpt2": write_hf_gpt2,
+    "hf_llama": write_hf_llama,
     "translution": write_translution,
     "translution_lor": write_lor_translution,
     "translution_gpt": write_translution_gpt,

@@ -199,6 +199,25 @@ HF_GPT2 = Keys(
         """,
     ),
 )
+HF_LLAMA = Keys(
+    read=_names(
+        """
+        num_heads num_attention_heads num_key_value_heads head_dim hidden_size
+        intermediate_size num_hidden_layers vocab_size max_position_embeddings
+        rms_norm_eps rope_theta sliding_window attention_bias mlp_bias
+        tie_word_embeddings
+        """
+    ),
+    fixed={
+        **_HF_FIXED,
+        "model_type": ("llama", "mistral"),
+        "architectures": ("LlamaForCausalLM", "MistralForCausalLM"),
+        "hidden_act": ("silu", "swish"),
+    },
+    flags=_names("attention_bias mlp_bias tie_word_embeddings"),
+    # Products are split by pretraining_tp, and added again.
+    harmless=_names(_HF_COMMON, _HF_GENERATION, "attention_dropout pretraining_tp"),
+)
 # Other names of the same keys, by which transformers reads them too.
 _GPT2_ALIASES = {
     "hidden_size": "n_embd",
@@ -406,13 +425,17 @@ _VALUES = {
             num_attention_heads hidden_size num_hidden_layers intermediate_size
             num_channels n_embd n_layer n_positions n_inner vocab_size
             max_position_embeddings embed_dim num_features depth in_chans num_labels
-            projection_dim
+            projection_dim num_key_value_heads head_dim sliding_window
             """
         ),
         _SIZE,
     ),
     **dict.fromkeys(("patch_size", "image_size", "img_size"), _SIDES),
-    **dict.fromkeys(("layer_norm_eps", "layer_norm_epsilon"), Range(1e-30, 1, float)),
+    **dict.fromkeys(
+        ("layer_norm_eps", "layer_norm_epsilon", "rms_norm_eps"),
+        Range(1e-30, 1, float),
+    ),
+    "rope_theta": Range(1, 1e30, float),
     **dict.fromkeys(
         _names("architecture global_pool activation_function act_layer hidden_act"), str
     ),
@@ -647,6 +670,59 @@ def gpt2_settings(settings: Settings) -> dict[str, Any]:
             f"expected {' or '.join(map(repr, _GELU))}"
         )
     return {**settings, "activation_function": equal[0]}
+
+
+def llama_settings(settings: Settings) -> dict[str, Any]:
+    """Returns the keys of Llama and Mistral; refuses scaled rotary positions.
+
+    Args:
+        settings: The contents of a ``config.json``, of any version of transformers.
+
+    Raises:
+        ValueError: If positions are scaled, a key is missing or unknown, or has a value
+            that relattn does not have.
+
+    Example:
+        >>> llama_settings({"model_type": "llama", "rms_norm_eps": 1e-05, "rope_theta":
+        ...     500.0, "rope_scaling": None, "max_position_embeddings": 7})
+        {'rope_theta': 500.0, 'rms_norm_eps': 1e-05, 'max_position_embeddings': 7}
+    """
+    names = ("rope_parameters", "rope_scaling")
+    check_json(settings, {f"{name}?": (dict, None) for name in names}, "config.json")
+    for name in names:
+        rope = {"rope_type": "default", **(settings.get(name) or {})}
+        # The older name.
+        kind = rope.pop("type", rope.pop("rope_type"))
+        theta = rope.pop("rope_theta", None)
+        if kind != "default" or rope.pop("partial_rotary_factor", 1.0) != 1.0 or rope:
+            raise ValueError(
+                f"config.json has {name}={shorten(settings[name])}, and relattn's "
+                "rope1d does not scale positions: convert a model of rope_type "
+                "'default'"
+            )
+        if theta is not None:
+            found = f"{name} has rope_theta={theta}"
+            check_equal(found, theta, "rope_theta", settings)
+            settings = {**settings, "rope_theta": theta}
+    kind = settings.get("model_type")
+    needed = ["max_position_embeddings", "rms_norm_eps"]
+    # The first Llamas had no key for the base of rotary positions.
+    needed += [] if kind else ["rope_theta"]
+    missing = [name for name in needed if settings.get(name) is None]
+    if kind != "llama" and "sliding_window" not in settings:
+        missing.append("sliding_window")
+    if missing:
+        raise ValueError(
+            f"the tensors do not show {', '.join(missing)}: give it in a config.json "
+            "beside the checkpoint (sliding_window may be null)"
+        )
+    if kind == "llama" and settings.get("sliding_window") is not None:
+        raise ValueError(
+            f"config.json has sliding_window={shorten(settings['sliding_window'])}, "
+            "which Llama does not use: remove the key"
+        )
+    kept = {key: value for key, value in settings.items() if key not in names}
+    return {"rope_theta": 10000.0, **read_settings(kept, HF_LLAMA)}
 
 
 def check_equal(found: str, value: Any, key: str, settings: Settings) -> None:

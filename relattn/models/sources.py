@@ -1,4 +1,4 @@
-"""GPT-2 of transformers, and all sources that are converted."""
+"""GPT-2 and Llama of transformers, and all sources that are converted."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from relattn.models.tensor_tables import (
     check_names,
     count_layers,
     fused,
+    linear,
     norm,
     same,
     shape_of,
@@ -77,12 +78,8 @@ def hf_gpt2(tensors: Tensors, settings: Mapping[str, Any]) -> Converted:
     # Older files hold the causal mask.
     ignored = r"h\.\d+\.attn\.(masked_)?bias" + r"|lm_head\.weight" * is_tied
     check_names(table, tensors, num_layers, ignored)
-    head = tensors.get("lm_head.weight")
-    if is_tied and head is not None and not np.array_equal(head, tensors["wte.weight"]):
-        raise ValueError(
-            "lm_head.weight is not wte.weight: if it is the head, give "
-            "tie_word_embeddings=false in a config.json beside the checkpoint"
-        )
+    if is_tied:
+        _check_tied(tensors, "wte.weight")
     vocab_size, dim = shape_of(tensors, "wte.weight", 2)
     context_length = shape_of(tensors, "wpe.weight", 2)[0]
     mlp_dim = shape_of(tensors, "h.0.mlp.c_fc.weight", 2)[1]
@@ -121,6 +118,111 @@ def hf_gpt2(tensors: Tensors, settings: Mapping[str, Any]) -> Converted:
     return Converted({"model": model, **sizes}, arrays)
 
 
+def _check_tied(tensors: Tensors, embedding: str) -> None:
+    """Refuses a head that is not the embedding."""
+    head = tensors.get("lm_head.weight")
+    if head is not None and not np.array_equal(head, tensors[embedding]):
+        raise ValueError(
+            f"lm_head.weight is not {embedding}: if it is the head, give "
+            "tie_word_embeddings=false in a config.json beside the checkpoint"
+        )
+
+
+# The layers whose biases a key names.
+_LLAMA_BIASES = {
+    "self_attn.q_proj": "attention_bias",
+    "self_attn.o_proj": "attention_bias",
+    "mlp.gate_proj": "mlp_bias",
+}
+
+
+def _llama_table(tensors: Tensors, *, tie_head: bool) -> Table:
+    """The table of transformers' Llama, with the biases that a checkpoint has."""
+    layer, table = "layers.{}", {}
+    for ours, theirs in {
+        **{f"attention.{name}": f"self_attn.{name}_proj" for name in "qkv"},
+        "attention.out": "self_attn.o_proj",
+        "feed_forward.gate": "mlp.gate_proj",
+        "feed_forward.hidden": "mlp.up_proj",
+        "feed_forward.out": "mlp.down_proj",
+    }.items():
+        entries = linear(f"{layer}.{ours}", f"{layer}.{theirs}")
+        if f"layers.0.{theirs}.bias" not in tensors:
+            del entries[f"{layer}.{ours}.bias"]
+        table |= entries
+    for ours, theirs in {
+        f"{layer}.attention_norm": f"{layer}.input_layernorm",
+        f"{layer}.feed_forward_norm": f"{layer}.post_attention_layernorm",
+        "norm": "norm",
+    }.items():
+        table[f"{ours}.scale"] = (same, f"{theirs}.weight")
+    table["embedding.embedding"] = (same, "embed_tokens.weight")
+    if not tie_head:
+        table["head.kernel"] = (transposed, "lm_head.weight")
+    return table
+
+
+def hf_llama(tensors: Tensors, settings: Mapping[str, Any]) -> Converted:
+    """Converts ``LlamaForCausalLM`` or ``MistralForCausalLM`` of transformers."""
+    settings = source_configs.llama_settings(settings)
+    is_tied = settings.get("tie_word_embeddings", False)
+    num_layers = count_layers(tensors, r"layers\.(\d+)\.")
+    # Older files hold the frequencies of the rotary positions.
+    ignored = r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
+    ignored += r"|lm_head\.weight" * is_tied
+    table = _llama_table(tensors, tie_head=is_tied)
+    check_names(table, tensors, num_layers, ignored)
+    if is_tied:
+        _check_tied(tensors, "embed_tokens.weight")
+    vocab_size, dim = shape_of(tensors, "embed_tokens.weight", 2)
+    query, key = (f"layers.0.self_attn.{name}_proj.weight" for name in "qk")
+    width, kv_width = (shape_of(tensors, name, 2)[0] for name in (query, key))
+    mlp_dim = shape_of(tensors, "layers.0.mlp.gate_proj.weight", 2)[0]
+    heads = source_configs.num_heads(settings, "num_attention_heads", width)
+    head_dim = width // heads
+    if kv_width % head_dim or heads % max(kv_width // head_dim, 1):
+        raise ValueError(
+            f"{key} has {kv_width} rows, which are no heads of {head_dim} that divide "
+            f"{heads} heads: correct num_attention_heads in config.json"
+        )
+    biases = {name: f"layers.0.{name}.bias" in tensors for name in _LLAMA_BIASES}
+    for tensor, name, value in (
+        ("embed_tokens.weight", "vocab_size", vocab_size),
+        ("embed_tokens.weight", "hidden_size", dim),
+        ("the checkpoint", "num_hidden_layers", num_layers),
+        ("layers.0.mlp.gate_proj.weight", "intermediate_size", mlp_dim),
+        (query, "head_dim", head_dim),
+        (key, "num_key_value_heads", kv_width // head_dim),
+    ):
+        check_equal(f"{tensor} has {value}", value, name, settings)
+    for name, setting in _LLAMA_BIASES.items():
+        found = f"the checkpoint has {'a' if biases[name] else 'no'} {name}.bias"
+        check_equal(found, biases[name], setting, settings)
+    window = settings.get("sliding_window", 0)
+    model = {
+        "name": "gpt",
+        "dim": dim,
+        "num_layers": num_layers,
+        "num_heads": heads,
+        "num_kv_heads": kv_width // head_dim,
+        "head_dim": head_dim,
+        "mlp_dim": mlp_dim,
+        "attention": f"softmax(window={window})" if window else "softmax",
+        "position": f"rope1d(base={float(settings['rope_theta'])})",
+        "norm_type": "rms_norm",
+        "norm_eps": settings["rms_norm_eps"],
+        "activation": "swiglu",
+        "qkv_bias": biases["self_attn.q_proj"],
+        "out_bias": biases["self_attn.o_proj"],
+        "mlp_bias": biases["mlp.gate_proj"],
+        "head_norm": False,
+        "tie_head": is_tied,
+    }
+    sizes = {"context_length": settings["max_position_embeddings"]}
+    config = {"model": model, "vocab_size": vocab_size, **sizes}
+    return Converted(config, apply_table(table, tensors, num_layers, ignored))
+
+
 SOURCES: dict[str, Callable[[Tensors, Mapping[str, Any]], Converted]] = {
     "timm": vit_sources.timm,
     "hf_vit": vit_sources.hf_vit,
@@ -128,6 +230,7 @@ SOURCES: dict[str, Callable[[Tensors, Mapping[str, Any]], Converted]] = {
     "hf_clip": vit_sources.hf_clip,
     "hf_siglip": vit_sources.hf_siglip,
     "hf_gpt2": hf_gpt2,
+    "hf_llama": hf_llama,
     "translution": author_sources.translution,
     "performer": author_sources.performer,
 }

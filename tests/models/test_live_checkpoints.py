@@ -456,6 +456,26 @@ def test_settings_of_gpt2(options, tmp_path):
     check_folder("hf_gpt2", tmp_path / "model.safetensors", tokens, expected)
 
 
+@pytest.mark.parametrize(
+    "name, options",
+    [
+        ("Llama", {"attention_bias": True, "mlp_bias": True, "rms_norm_eps": 0.1}),
+        ("Llama", {"tie_word_embeddings": True, "num_key_value_heads": 6}),
+        ("Llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 50.0}}),
+        ("Mistral", {"sliding_window": None, "num_key_value_heads": 1}),
+        ("Mistral", {"sliding_window": 3}),
+    ],
+)
+def test_llama_and_mistral(name, options, tmp_path):
+    pytest.importorskip("transformers")
+    model = pretrained.hf_llama_model(name, **options)
+    model.save_pretrained(tmp_path, max_shard_size="4KB")
+    tokens = np.random.default_rng(0).integers(23, size=(2, 9)).astype(np.int32)
+    expected = pretrained.text_logits(model, tokens)
+    path = tmp_path / "model.safetensors.index.json"
+    check_folder("hf_llama", path, tokens, expected)
+
+
 @pytest.mark.parametrize("state", ["", "state_dict", "model", "model_ema"])
 @pytest.mark.parametrize("prefix", ["", "module._orig_mod.", "model.backbone."])
 def test_states_of_pytorch(state, prefix, tmp_path):
@@ -506,8 +526,10 @@ def test_every_key_of_transformers_is_known():
         (transformers.CLIPVisionConfig(), source_configs.HF_CLIP),
         (transformers.SiglipVisionConfig(), source_configs.HF_SIGLIP),
         (transformers.GPT2Config(), source_configs.HF_GPT2),
+        (transformers.LlamaConfig(), source_configs.HF_LLAMA),
+        (transformers.MistralConfig(), source_configs.HF_LLAMA),
     ):
-        known = {*keys.read, *keys.fixed, *keys.harmless}
+        known = {*keys.read, *keys.fixed, *keys.harmless, "rope_parameters"}
         assert not {*config.to_dict(), *generation} - known
 
 

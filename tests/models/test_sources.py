@@ -239,6 +239,74 @@ def test_heads_are_those_of_the_architecture():
         SOURCES["timm"](tensors, settings)
 
 
+def llama(**settings):
+    """The tensors and the keys of the small Mistral."""
+    tensors = read_safetensors(FIXTURES / "hf_llama" / "model.safetensors")
+    stored = json.loads((FIXTURES / "hf_llama" / "config.json").read_text())
+    return unwrap(tensors), {**stored, **settings}
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        (
+            {"rope_parameters": {"rope_type": "llama3", "factor": 8.0}},
+            "rope_parameters={'rope_type': 'llama3', .* does not scale positions: conv",
+        ),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling={'type': "),
+        ({"rope_scaling": {"factor": 2.0}}, "rope_scaling={'factor': 2.0}, and relatt"),
+        ({"rope_theta": 10.0}, "rope_theta=10.0 does not fit: rope_parameters has rop"),
+        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads=3 does not fit: .* has 2"),
+        ({"num_attention_heads": 8}, "has 8 rows, which are no heads of 3 that divide"),
+        ({"head_dim": 2}, "head_dim=2 does not fit"),
+        (
+            {"attention_bias": True},
+            "attention_bias=True does .* has no self_attn.q_proj.bias",
+        ),
+        ({"mlp_bias": True}, "mlp_bias=True does not fit"),
+        ({"vocab_size": 24}, "vocab_size=24"),
+        ({"tie_word_embeddings": True}, "lm_head.weight is not embed_tokens.weight"),
+        ({"model_type": "llama"}, "sliding_window=3, which Llama does not use: remove"),
+        ({"model_type": "qwen2"}, "model_type='qwen2'"),
+        ({"architectures": ["LlamaForSequenceClassification"]}, "architectures="),
+        ({"max_position_embeddings": None}, "do not show max_position_embeddings: giv"),
+        ({"quantization_config": {}}, "quantization_config"),
+    ],
+)
+def test_another_llama_is_refused_by_its_key(settings, message):
+    with pytest.raises(ValueError, match=message):
+        SOURCES["hf_llama"](*llama(**settings))
+
+
+def test_the_window_of_mistral_is_asked_for():
+    tensors, settings = llama()
+    del settings["sliding_window"]
+    with pytest.raises(
+        ValueError, match="do not show sliding_window: give it in a con"
+    ):
+        SOURCES["hf_llama"](tensors, settings)
+    settings = {"num_attention_heads": 6}
+    message = "max_position_embeddings, rms_norm_eps, rope_theta, sliding_window: give"
+    with pytest.raises(ValueError, match=message):
+        SOURCES["hf_llama"](tensors, settings)
+    every = SOURCES["hf_llama"](*llama(sliding_window=None)).config["model"]
+    assert every["attention"] == "softmax"
+    # As older versions of transformers wrote it.
+    old = {"rope_parameters": None, "rope_theta": 500.0, "rope_scaling": None}
+    converted, same = (SOURCES["hf_llama"](*llama(**x)).config for x in (old, {}))
+    assert converted == same
+    assert same["model"]["position"] == "rope1d(base=500.0)"
+    assert same["model"]["attention"] == "softmax(window=3)"
+
+
+def test_a_llama_without_its_head_is_refused():
+    tensors, settings = llama()
+    del tensors["lm_head.weight"]
+    with pytest.raises(ValueError, match="missing lm_head.weight"):
+        SOURCES["hf_llama"](tensors, settings)
+
+
 @pytest.mark.parametrize("source", ["timm", "hf_vit", "hf_gpt2", "translution"])
 def test_heads_are_asked_for(source, tmp_path):
     path = FIXTURES / source / "model.safetensors"

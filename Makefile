@@ -26,7 +26,7 @@ export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.cache/jax
 export JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS ?= 0
 export JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES ?= -1
 
-.PHONY: test test-full full onnx demo docs site tables clean
+.PHONY: test test-full full onnx export-onnx demo docs site tables clean
 
 # Optimising small programs takes longer than running them. test-full checks the types
 # and shapes of arguments at each call, which takes a fifth of the time.
@@ -40,7 +40,7 @@ test: $(STAMP)
 # By pip, whose settings can name a build of PyTorch without CUDA.
 test-full:
 	$(MAKE) full VENV=$(VENV)-full EXTRAS=test,prepare,docs,pytorch,tpu,types,hf,publish UV=false
-	$(MAKE) onnx VENV=$(VENV)-onnx EXTRAS=onnx UV=false
+	$(MAKE) onnx
 
 # TPUs are only compiled for.
 full: export JAX_PLATFORMS ?= cpu
@@ -51,7 +51,10 @@ full: $(STAMP)
 	cat .cache/published_sizes.md
 
 # jax2onnx does not install beside the trainer.
-onnx: $(STAMP)
+onnx:
+	$(MAKE) export-onnx VENV=$(VENV)-onnx EXTRAS=onnx UV=false
+
+export-onnx: $(STAMP)
 	$(BIN)/python -m tests.helpers.onnx_models
 
 demo: $(DEMO_STAMP)

@@ -44,6 +44,8 @@ _HARMLESS = (
 )
 _SIZES = ("num_classes", "dim", "num_layers", "num_heads", "mlp_dim", "patch_size")
 _TEXT_SIZES = ("vocab_size", "context_length", *_SIZES[1:5])
+# How tables are resized is not a part of the other libraries' models.
+_LEARNED = ("learned(antialias=False)", "learned(antialias=True)")
 _GELUS = ("gelu", "gelu_tanh", "quick_gelu")
 
 
@@ -162,8 +164,7 @@ def _options(model: nn.Module) -> dict[str, Any]:
     for name in {"attention", "position"} & set(options):
         if len(spec.terms(options[name])) == 1:
             options[name] = spec.with_options(options[name])
-    if str(options.get("position")).startswith("learned("):
-        # How tables are resized is not a part of the other library's models.
+    if options.get("position") in _LEARNED:
         options["position"] = "learned"
     if options.get("head_dim", 0) * options.get("num_heads", 0) == options.get("dim"):
         options["head_dim"] = 0

@@ -153,6 +153,12 @@ def test_checkpoints_are_written_as_pytorch_wrote_them(name, library):
     [
         (VIT, "timm", {"attention": "favor"}, "timm has no model with attention='fav"),
         (VIT, "hf", {"position": "none"}, "hf has no model with position='none': ViT"),
+        (
+            VIT,
+            "hf",
+            {"position": "learned(antialias=False) + t5_bias"},
+            "position='learned.antialias=False. . t5_bias'",
+        ),
         (VIT, "hf", {"position": "learned + t5_bias"}, "position='learned . t5_bias'"),
         (VIT, "hf", {"embedding_norms": True}, "embedding_norms=True: ViT has emb"),
         (VIT, "timm", {"patch_overlap": 1}, "patch_overlap=1: timm's VisionTransfor"),

@@ -360,7 +360,7 @@ class Learned(Position):
     Attributes:
         antialias: Whether a smaller grid averages over old vectors, as in timm; if not,
             the vectors are interpolated as in transformers' ViTs. See
-            `relattn.kernels.positions.resize_table`.
+            `relattn.kernels.resize_table`.
 
     Example:
         >>> import jax

@@ -267,6 +267,19 @@ BESIDE = {
             "scale_attn_weights",
         )
     },
+    "hf_llama": {
+        key: json.loads((FIXTURES / "hf_llama" / "config.json").read_text())[key]
+        for key in (
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+            "max_position_embeddings",
+            "rms_norm_eps",
+            "rope_parameters",
+            "sliding_window",
+            "tie_word_embeddings",
+        )
+    },
     "translution": {"num_heads": 2, "image_size": None, "channels": None},
     "performer": {"heads": 2, "num_heads": None, "image_size": 5},
 }
@@ -278,6 +291,9 @@ SAME = {
     # Only the size of the constants; the tensors show nothing of it.
     ("layer_norm_eps", "half"),
     ("layer_norm_epsilon", "half"),
+    ("rms_norm_eps", "half"),
+    # Of the default base.
+    ("rope_parameters", "object"),
     ("image_size", "zero"),
 }
 BESIDE_VARIANTS = [
@@ -374,6 +390,7 @@ NAMES = {
     "timm": "blocks.{}.norm1.weight",
     "hf_vit": "vit.encoder.layer.{}.layernorm_before.weight",
     "hf_gpt2": "transformer.h.{}.ln_1.weight",
+    "hf_llama": "model.layers.{}.input_layernorm.weight",
     "translution": "translution.layers.{}.0.norm.weight",
     "performer": "performer.net.layers.{}.0.norm.weight",
 }

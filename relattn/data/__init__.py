@@ -29,6 +29,7 @@ from relattn.data.load import load_images as load_images
 from relattn.data.load import register_data as register_data
 from relattn.data.points import PointData as PointData
 from relattn.data.points import PointSplit as PointSplit
+from relattn.data.points import read_point_sets as read_point_sets
 from relattn.data.preprocess import input_shape as input_shape
 from relattn.data.preprocess import make_preprocess as make_preprocess
 from relattn.data.preprocess import preprocess as preprocess

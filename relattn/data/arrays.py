@@ -87,12 +87,17 @@ def read_arrays(file: Path) -> Images:
     return Images(class_names=class_names, origin=origin, **{"test": None, **found})
 
 
-def open_arrays(file: Path, known: Set[str]) -> tuple[dict[str, np.ndarray], str]:
+def open_arrays(
+    file: Path,
+    known: Set[str],
+    remedy: str = "set data.data_dir to a file of numpy.savez",
+) -> tuple[dict[str, np.ndarray], str]:
     """Reads arrays from a file that `numpy.savez` wrote.
 
     Args:
         file: The file.
         known: Names of the arrays to read; others are left out.
+        remedy: What to do if the file is missing, for the message.
 
     Returns:
         The arrays that are there, by name, and the names of all arrays of the file in
@@ -103,9 +108,7 @@ def open_arrays(file: Path, known: Set[str]) -> tuple[dict[str, np.ndarray], str
         ValueError: If it is no such file.
     """
     if not file.is_file():
-        raise FileNotFoundError(
-            f"the file {file} is missing: set data.data_dir to a file of numpy.savez"
-        )
+        raise FileNotFoundError(f"the file {file} is missing: {remedy}")
     try:
         # Objects would have to be unpickled.
         with np.load(file, allow_pickle=False) as opened:

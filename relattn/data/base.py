@@ -111,8 +111,30 @@ class EvalSplit(Protocol):
         ...
 
 
+class ClassInfo:
+    """Base class of descriptions of data whose labels are classes."""
+
+    # A field of every subclass.
+    class_names: tuple[str, ...]
+
+    @property
+    def num_classes(self) -> int:
+        """Returns the number of classes."""
+        return len(self.class_names)
+
+    @property
+    def labels(self) -> tuple[Any, ...]:
+        """Identifies the meaning of the labels: the class names."""
+        return self.class_names
+
+    def describe_labels(self) -> str:
+        """Describes the labels in a few words."""
+        names = self.class_names
+        return f"{len(names)} classes ({names[0]!r} to {names[-1]!r})"
+
+
 @dataclasses.dataclass(frozen=True)
-class ImageInfo:
+class ImageInfo(ClassInfo):
     """Description of the images that a model is trained on.
 
     Attributes:
@@ -138,21 +160,6 @@ class ImageInfo:
     origin: str
     kind: Literal["images"] = "images"
     streamed: bool = False
-
-    @property
-    def num_classes(self) -> int:
-        """Returns the number of classes."""
-        return len(self.class_names)
-
-    @property
-    def labels(self) -> tuple[Any, ...]:
-        """Identifies the meaning of the labels: the class names."""
-        return self.class_names
-
-    def describe_labels(self) -> str:
-        """Describes the labels in a few words."""
-        names = self.class_names
-        return f"{len(names)} classes ({names[0]!r} to {names[-1]!r})"
 
     def steps_per_epoch(self, batch_size: int) -> int:
         """Returns the number of updates in an epoch, see `steps_per_epoch`."""
@@ -196,7 +203,7 @@ class TextInfo:
 
 
 @dataclasses.dataclass(frozen=True)
-class PointInfo:
+class PointInfo(ClassInfo):
     """Description of the sets of points that a model is trained on.
 
     Attributes:
@@ -214,21 +221,6 @@ class PointInfo:
     num_train: int
     origin: str
     kind: Literal["points"] = "points"
-
-    @property
-    def num_classes(self) -> int:
-        """Returns the number of classes."""
-        return len(self.class_names)
-
-    @property
-    def labels(self) -> tuple[Any, ...]:
-        """Identifies the meaning of the labels: the class names."""
-        return self.class_names
-
-    def describe_labels(self) -> str:
-        """Describes the labels in a few words."""
-        names = self.class_names
-        return f"{len(names)} classes ({names[0]!r} to {names[-1]!r})"
 
     def steps_per_epoch(self, batch_size: int) -> int:
         """Returns the number of updates in an epoch, see `steps_per_epoch`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,8 @@ from relattn.data.base import (
 )
 from relattn.data.images import check_labels, draw_validation
 
-PARTS = ("positions", "features", "labels", "mask")
+INPUTS = ("positions", "features", "mask")
+PARTS = (*INPUTS, "labels")
 CLASS_NAMES = "class_names"
 
 
@@ -75,34 +77,13 @@ class PointSplit:
             >>> split.points.shape, split.num_axes
             ((5, 7, 4), 3)
         """
-        positions, labels = np.asarray(positions), np.asarray(labels)
-        if positions.ndim != 3 or not all(positions.shape[1:]):
-            raise ValueError(
-                f"positions have shape {positions.shape}, expected [n, points, axes]"
-            )
-        sets = positions.shape[:2]
-        features = np.ones((*sets, 1)) if features is None else np.asarray(features)
-        mask = np.ones(sets, bool) if mask is None else np.asarray(mask)
-        expected = f"expected those of {sets[0]} sets of {sets[1]} points"
-        if features.ndim != 3 or features.shape[:2] != sets or not features.shape[-1]:
-            raise ValueError(f"features have shape {features.shape}, {expected}")
-        if mask.shape != sets or mask.dtype != bool:
-            raise ValueError(
-                f"the mask has shape {mask.shape} and dtype {mask.dtype}, {expected}, "
-                "as bool"
-            )
-        if labels.shape != sets[:1] or not np.issubdtype(labels.dtype, np.integer):
+        points, labels = _join(positions, features, mask), np.asarray(labels)
+        if labels.shape != points.shape[:1] or labels.dtype.kind not in "iu":
             raise ValueError(
                 f"labels have shape {labels.shape} and dtype {labels.dtype}, expected "
-                f"{sets[0]} integers"
+                f"{len(points)} integers"
             )
-        points = np.concatenate([positions, features], axis=-1).astype(np.float32)
-        if not np.isfinite(points[mask]).all():
-            raise ValueError(
-                "a point is not finite: set its mask to False, or correct it"
-            )
-        points[~mask] = np.nan
-        return cls(points, labels.astype(np.int32), positions.shape[-1])
+        return cls(points, labels.astype(np.int32), np.shape(positions)[-1])
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -305,3 +286,115 @@ def read_points(
         split_seed=split_seed,
         origin=f"the arrays of {file}",
     )
+
+
+def read_point_sets(
+    points: Any, info: PointInfo
+) -> Float32[np.ndarray, "n points columns"]:
+    """Reads sets of points as a data set stores them.
+
+    Args:
+        points: A mapping with the array ``positions`` and optionally ``features`` and
+            ``mask``, as in `PointSplit.from_arrays`; the path of a file of these, which
+            `numpy.savez` wrote; an array of positions and features, ``[n, points, axes
+            + channels]``, where points of NaN are padding; or a list of arrays
+            ``[points, axes + channels]``, of any number of points each.
+        info: Description of the training data.
+
+    Returns:
+        Positions and features, float32, shape ``[n, points, axes + channels]``; NaN for
+        padding.
+
+    Raises:
+        FileNotFoundError: If the file is missing.
+        ValueError: If it is no such file, an array has another type or shape, or a
+            point that exists is not finite.
+
+    Example:
+        >>> info = PointInfo("mine", ("a", "b"), (7, 2, 1), 5, "")
+        >>> read_point_sets([np.zeros((4, 3)), np.zeros((9, 3))], info).shape
+        (2, 9, 3)
+    """
+    _, axes, channels = info.point_shape
+    if isinstance(points, str | os.PathLike):
+        file = Path(points)
+        points, listed = open_arrays(file, {*INPUTS}, "give a file of numpy.savez")
+        if "positions" not in points:
+            raise ValueError(
+                f"{file} has no array positions, only {listed or 'none'}: name the "
+                "arrays positions and, optionally, features and mask"
+            )
+    if isinstance(points, Mapping):
+        if "positions" not in points or {*points} - {*INPUTS}:
+            raise ValueError(
+                f"points has {', '.join(map(str, points)) or 'no arrays'}, expected "
+                "positions and, optionally, features and mask"
+            )
+        joined, given_axes = _join(**points), np.shape(points["positions"])[-1]
+    else:
+        joined, given_axes = _stack(points, axes + channels), axes
+    found = given_axes, joined.shape[-1] - given_axes
+    if found != (axes, channels):
+        raise ValueError(
+            f"points have {found[0]} axes and {found[1]} channels, but the model was "
+            f"trained on {axes} and {channels}: give as many"
+        )
+    return joined
+
+
+def _join(
+    positions: Any, features: Any = None, mask: Any = None
+) -> Float32[np.ndarray, "n points columns"]:
+    """Returns positions and features in one array, with NaN for padding."""
+    positions = np.asarray(positions)
+    if positions.ndim != 3 or not all(positions.shape[1:]):
+        raise ValueError(
+            f"positions have shape {positions.shape}, expected [n, points, axes]"
+        )
+    sets = positions.shape[:2]
+    features = np.ones((*sets, 1)) if features is None else np.asarray(features)
+    mask = np.ones(sets, bool) if mask is None else np.asarray(mask)
+    expected = f"expected those of {sets[0]} sets of {sets[1]} points"
+    if features.ndim != 3 or features.shape[:2] != sets or not features.shape[-1]:
+        raise ValueError(f"features have shape {features.shape}, {expected}")
+    if mask.shape != sets or mask.dtype != bool:
+        raise ValueError(
+            f"the mask has shape {mask.shape} and dtype {mask.dtype}, {expected}, "
+            "as bool"
+        )
+    for name, array in {"positions": positions, "features": features}.items():
+        if array.dtype.kind not in "biuf":
+            raise ValueError(f"{name} have dtype {array.dtype}, expected numbers")
+    points = np.concatenate([positions, features], axis=-1).astype(np.float32)
+    if not np.isfinite(points[mask]).all():
+        raise ValueError("a point is not finite: set its mask to False, or correct it")
+    points[~mask] = np.nan
+    return points
+
+
+def _stack(points: Any, columns: int) -> Float32[np.ndarray, "n points columns"]:
+    """Returns arrays of sets of points in one array, with NaN for padding."""
+    if not isinstance(points, list | tuple):
+        points = np.asarray(points)
+        points = points[None] if points.ndim == 2 else points
+        if points.ndim != 3:
+            raise ValueError(
+                f"points has shape {points.shape}, expected [n, points, {columns}] or "
+                f"one set [points, {columns}]"
+            )
+    sets = [np.asarray(each) for each in points]
+    for index, each in enumerate(sets):
+        if each.ndim != 2 or not len(each) or each.shape[1] != columns:
+            raise ValueError(
+                f"set {index} of the points has shape {each.shape}, expected [points, "
+                f"{columns}]: the position and the features of each"
+            )
+        if each.dtype.kind not in "biuf":
+            raise ValueError(
+                f"set {index} of the points has dtype {each.dtype}, expected numbers"
+            )
+    longest = max(map(len, sets), default=1)
+    stacked = np.full((len(sets), longest, columns), np.nan, np.float32)
+    for row, each in zip(stacked, sets, strict=True):
+        row[: len(each)] = each
+    return _join(stacked[..., :1], stacked[..., 1:], ~np.isnan(stacked).any(axis=-1))

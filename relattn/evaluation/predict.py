@@ -1,9 +1,11 @@
-"""Predicts the classes of image files with a trained model, as CSV.
+"""Predicts the classes of images or sets of points with a trained model, as CSV.
 
 ``relattn predict RUN a.jpg photos`` prints a row for each image: the file, its most
-likely class, the label and the probability. ``python -m relattn.evaluation.predict`` is
-the same program; the run and the images may also be named, by ``--workdir=RUN --input
-a.jpg photos``.
+likely class, the label and the probability. For a run on points,
+``relattn predict RUN a.npz`` prints a row for each set of the file's ``positions``,
+``features`` and ``mask``, named ``a.npz[0]`` and so on. ``python -m
+relattn.evaluation.predict`` is the same program; the run and the files may also be
+named, by ``--workdir=RUN --input a.jpg photos``.
 """
 
 from __future__ import annotations
@@ -17,10 +19,11 @@ from pathlib import Path
 import numpy as np
 
 from relattn import command
+from relattn.data.base import ClassInfo
 from relattn.data.folder import KINDS
 from relattn.files import expand, replace_file, usable_file
 from relattn.messages import printable
-from relattn.training import load_run
+from relattn.training import Run, load_run
 from relattn.training.predict import Predictions
 
 COLUMNS = ("file", "class", "label", "probability")
@@ -54,18 +57,20 @@ def image_files(given: str) -> list[Path]:
         and not any(part.startswith(".") for part in file.relative_to(path).parts)
     ]
     if not files:
-        raise ValueError(f"The folder {path} holds no images ({', '.join(KINDS)})")
+        raise ValueError(
+            f"The folder {path} holds no images ({', '.join(KINDS)}): name the files"
+        )
     return files
 
 
 def to_csv(
-    predictions: Predictions, files: Sequence[Path], *, every: bool, top: int = 1
+    predictions: Predictions, files: Sequence[Path | str], *, every: bool, top: int = 1
 ) -> str:
-    """Returns a table with a row for each image.
+    """Returns a table with a row for each example.
 
     Args:
-        predictions: The class probabilities of the images.
-        files: The image files.
+        predictions: The class probabilities of the examples.
+        files: What to call them: the image files.
         every: Whether to add a column for the probability of every class.
         top: Number of the most likely classes, each with its label and probability.
 
@@ -132,11 +137,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         nargs="*",
         default=[],
         metavar="PATH",
-        help="the run directory, and image files or folders of them",
+        help="the run directory, and image files or folders of them, or .npz files of "
+        "sets of points",
     )
     add("--workdir", help="the run directory")
     inputs = {"default": [], "nargs": "+", "action": "extend"}
-    add("--input", **inputs, help="image files, or folders of them; repeatable")
+    add("--input", **inputs, help="these files or folders; repeatable")
     add("--output", help="a file to write to; by default the table is printed")
     add(
         "--probabilities",
@@ -156,7 +162,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="side of the images in pixels, by default that of training; the model's "
         "position tables are resized",
     )
-    add("--batch_size", type=int, default=256, help="images in a batch")
+    add("--batch_size", type=int, default=256, help="examples in a batch")
     add("--draws", type=int, help=command.DRAWS_HELP)
     given = parser.parse_args(argv)
     output = None
@@ -165,10 +171,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     workdir, inputs = _split_paths(given.workdir, [*given.paths, *given.input])
     files = [file for path in inputs for file in image_files(path)]
     run = load_run(workdir, given.checkpoint, image_size=given.image_size)
-    if run.data.kind == "images":
+    if isinstance(run.data, ClassInfo):
         check_top(given.top, run.data.num_classes)
-    found = run.predict(files, batch_size=given.batch_size, draws=given.draws)
-    table = to_csv(found, files, every=given.probabilities, top=given.top)
+    found, names = _predict(run, files, given.batch_size, given.draws)
+    table = to_csv(found, names, every=given.probabilities, top=given.top)
     if output is None:
         if sys.stdout.isatty():
             # A terminal obeys control characters, such as those of a file's name.
@@ -176,6 +182,24 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(table, end="")
     else:
         replace_file(output, table)
+
+
+def _predict(
+    run: Run, files: Sequence[Path], batch_size: int, draws: int | None
+) -> tuple[Predictions, Sequence[Path | str]]:
+    """Returns the predictions for the examples of files, and what to call each."""
+    options = {"batch_size": batch_size, "draws": draws}
+    if run.data.kind != "points":
+        return run.predict(files, **options), files
+    # Every file may have another number of points.
+    found = [run.predict(file, **options) for file in files]
+    names = [
+        f"{file}[{index}]"
+        for file, predictions in zip(files, found, strict=True)
+        for index in range(len(predictions.labels))
+    ]
+    probabilities = np.concatenate([each.probabilities for each in found])
+    return Predictions(probabilities, run.data.class_names), names
 
 
 def _split_paths(workdir: str | None, paths: list[str]) -> tuple[str, list[str]]:

@@ -72,16 +72,11 @@ def report(
 
     Raises:
         ValueError: If ``num_images`` is less than 1 or the run is on text, the run is
-            on volumes, or the data cannot be loaded.
+            on volumes or points, or the data cannot be loaded.
         CheckpointError: If the data have other classes than those of training.
     """
     if num_images is not None and num_images < 1:
         raise ValueError(f"num_images={num_images} must be at least 1")
-    if run.data.kind != "images" and (num_images is not None or data is not None):
-        raise ValueError(
-            f"num_images and data do not apply to {run.workdir}, a run on text: leave "
-            "them out"
-        )
     undrawn = "points" if run.data.kind == "points" else ""
     if run.data.kind == "images" and len(run.data.image_shape) != 3:
         undrawn = "volumes"
@@ -89,6 +84,11 @@ def report(
         raise ValueError(
             f"{run.workdir} was trained on {undrawn}, which a report cannot draw: read "
             "its result.json and metrics.jsonl"
+        )
+    if run.data.kind != "images" and (num_images is not None or data is not None):
+        raise ValueError(
+            f"num_images and data do not apply to {run.workdir}, a run on text: leave "
+            "them out"
         )
     # Without the folders of this machine.
     shared = run.pretrained_config()

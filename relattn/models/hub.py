@@ -121,14 +121,23 @@ def front_matter(config: dict[str, Any], license: str) -> list[str]:
         names = [f"license: {license.lower()}"]
     else:
         names = ["license: other", f"license_name: {quote_yaml(license)}"]
-    task = "text-generation" if "vocab_size" in config else "image-classification"
     return [
         "---",
         "library_name: relattn",
         *names,
-        f"pipeline_tag: {task}",
+        *_task(config),
         "tags:",
         "- jax",
         "- flax",
         "---",
     ]
+
+
+def _task(config: dict[str, Any]) -> list[str]:
+    """Returns the line of the model's task, or none if the hub has no such task."""
+    if "vocab_size" in config:
+        return ["pipeline_tag: text-generation"]
+    if "image_shape" not in config:
+        return []
+    what = "image" if len(config["image_shape"]) == 3 else "video"
+    return [f"pipeline_tag: {what}-classification"]

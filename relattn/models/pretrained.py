@@ -663,6 +663,12 @@ def model_card(config: dict[str, Any], metrics: dict[str, Any], license: str) ->
             "tokenizer = pretrained.load_tokenizer()",
             'inputs = tokenizer.encode("A text")[None]',
         ]
+    if "point_shape" in data:
+        _, axes, channels = data["point_shape"]
+        inputs = (
+            f"Inputs are sets of points, float32 [n, points, {axes + channels}]: the "
+            f"position of {axes} axes, then {channels} features; NaN for padding."
+        )
     if "mean" in data:
         stored = ", ".join(map(str, data["image_shape"]))
         prepare = [

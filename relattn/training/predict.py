@@ -1,8 +1,9 @@
-"""Predictions of a trained run: classes of images, continuations of texts."""
+"""Predictions of a trained run: classes of images or points, texts continued."""
 
 from __future__ import annotations
 
 import dataclasses
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -19,10 +20,12 @@ from relattn.command import lacks_resources, one_line
 from relattn.data import (
     DataInfo,
     ImageInfo,
+    PointInfo,
     TextInfo,
     Tokenizer,
     TokenSplit,
     read_images,
+    read_point_sets,
 )
 from relattn.data.text import TokenMeta
 from relattn.data.tokenizers import (
@@ -42,7 +45,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Predictions:
-    """Class probabilities of images.
+    """Class probabilities of images or of sets of points.
 
     Attributes:
         probabilities: float32 ``[n, classes]``; rows sum to 1.
@@ -59,38 +62,38 @@ class Predictions:
 
     @property
     def labels(self) -> Int[np.ndarray, " n"]:
-        """The most likely class of each image, as a number."""
+        """The most likely class of each example, as a number."""
         return self.probabilities.argmax(axis=-1)
 
     @property
     def classes(self) -> list[str]:
-        """The most likely class of each image, by name."""
+        """The most likely class of each example, by name."""
         return [self.class_names[label] for label in self.labels]
 
 
 def predict(
     run: Run,
     logits: Callable[[Any], jax.Array],
-    images: Any,
+    inputs: Any,
     batch_size: int,
     progress: bool,
 ) -> Predictions:
-    """Predicts the classes of images; see `Run.predict`.
+    """Predicts the classes of images or of sets of points; see `Run.predict`.
 
     Args:
-        run: A run on images.
+        run: A run on images or points.
         logits: Maps inputs of the model to logits.
-        images: See `Run.predict`.
-        batch_size: Number of images in a batch.
+        inputs: See `Run.predict`.
+        batch_size: Number of examples in a batch.
         progress: Whether to show a progress bar on a terminal.
 
     Returns:
         The class probabilities.
     """
-    info = require_kind(run, "images")
+    info = _class_info(run)
     found = [np.zeros((0, info.num_classes), np.float32)]
-    for inputs, count in _inputs(run, images, batch_size, "Predicting", progress):
-        out = np.asarray(jax.nn.softmax(logits(inputs)))
+    for batch, count in _inputs(run, inputs, batch_size, "Predicting", progress):
+        out = np.asarray(jax.nn.softmax(logits(batch)))
         found.append(out[:count])
     return Predictions(np.concatenate(found), info.class_names)
 
@@ -104,6 +107,7 @@ def features(
     progress: bool,
 ) -> models.Features:
     """Computes features of images; see `Run.features`."""
+    require_kind(run, "images")
     function = features_fn(run.model, layers, norm)
     variables = jax.device_put(run.variables)
     found = [
@@ -118,25 +122,47 @@ def features(
 
 
 def _inputs(
-    run: Run, images: Any, batch_size: int, what: str, progress: bool
+    run: Run, inputs: Any, batch_size: int, what: str, progress: bool
 ) -> Iterator[tuple[jax.Array, int]]:
-    """Yields inputs of the model in batches of one size, and how many are images."""
-    info = require_kind(run, "images")
-    shape = info.image_shape
-    images = as_sequence(images, shape[-1], len(shape) - 1)
-    batch_size = max(1, min(batch_size, len(images)))
+    """Yields inputs of the model in batches of one size, and how many are a user's."""
+    key, total, batches = _stored(run, inputs, max(1, batch_size))
+    batch_size = max(1, min(batch_size, total))
     with tqdm(
-        total=len(images),
+        total=total,
         desc=what,
-        unit=" images",
+        unit=f" {key}s" if key == "image" else " sets",
         delay=2,
         disable=None if progress else True,
     ) as bar:
-        for batch in read_images(images, info, run.config.data, batch_size):
+        for batch in batches:
             # A fixed batch size is compiled once.
-            padding = [(0, batch_size - len(batch))] + [(0, 0)] * len(shape)
-            yield run.preprocess({"image": np.pad(batch, padding)}), len(batch)
+            padding = [(0, batch_size - len(batch))] + [(0, 0)] * (batch.ndim - 1)
+            yield run.preprocess({key: np.pad(batch, padding)}), len(batch)
             bar.update(len(batch))
+
+
+def _stored(
+    run: Run, inputs: Any, batch_size: int
+) -> tuple[str, int, Iterator[np.ndarray]]:
+    """Reads a user's examples as a data set stores them.
+
+    Returns:
+        Their key in a batch, their number, and batches of them, the last of which may
+        be smaller.
+    """
+    info = _class_info(run)
+    if info.kind == "points":
+        points = read_point_sets(inputs, info)
+        starts = range(0, len(points), batch_size)
+        return "points", len(points), (points[i : i + batch_size] for i in starts)
+    images = as_sequence(inputs, info.image_shape[-1], len(info.image_shape) - 1)
+    batches = read_images(images, info, run.config.data, batch_size)
+    return "image", len(images), batches
+
+
+def _class_info(run: Run) -> ImageInfo | PointInfo:
+    """Returns the data's description; raises ValueError if it has no classes."""
+    return run.data if run.data.kind == "points" else require_kind(run, "images")
 
 
 def attention_weights(
@@ -147,11 +173,11 @@ def attention_weights(
         tokens = read_tokenizer(run).encode(inputs)[None].astype(np.int32)
         inputs = jnp.asarray(tokens)
     else:
-        info = require_kind(run, "images")
-        shape = info.image_shape
-        count = max(1, len(as_sequence(inputs, shape[-1], len(shape) - 1)))
-        images = next(read_images(inputs, info, run.config.data, count))
-        inputs = run.preprocess({"image": images})
+        key, _, batches = _stored(run, inputs, sys.maxsize)
+        batch = next(batches, None)
+        if batch is None:
+            raise ValueError("inputs is empty: give at least one example")
+        inputs = jnp.asarray(run.preprocess({key: batch}))
     layers = models.attention_weights(run.model, run.variables, inputs)
     if not -len(layers) <= layer < len(layers):
         raise ValueError(

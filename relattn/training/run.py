@@ -101,22 +101,25 @@ class Run:
 
     def predict(
         self,
-        images: Any,
+        inputs: Any,
         *,
         batch_size: int = 256,
         draws: int | None = None,
         progress: bool = True,
     ) -> Predictions:
-        """Predicts the classes of images.
+        """Predicts the classes of images or of sets of points.
 
         Args:
-            images: An image or several: paths of JPEG, PNG, WebP, BMP, GIF or TIFF
+            inputs: An image or several: paths of JPEG, PNG, WebP, BMP, GIF or TIFF
                 files, Pillow images, or arrays of integers from 0 to 255, ``[n, height,
                 width, channels]``. All are prepared as in evaluation, see
                 `relattn.data.prepare_images`: a run on photographs crops the centre of
                 every image; for another, an image of the stored size is taken
-                unchanged.
-            batch_size: Number of images that the model sees at once.
+                unchanged. For a run on points, sets of points, of any number of points:
+                ``{"positions": [n, points, axes], "features": [n, points, channels],
+                "mask": [n, points]}``, or the path of an ``.npz`` file of these, or
+                another form of `relattn.data.read_point_sets`.
+            batch_size: Number of examples that the model sees at once.
             draws: Number of draws of the random features over which the probabilities
                 are averaged; None for ``config.eval_draws``, by default 1, the draw
                 that is saved with the model. K draws take K times the time.
@@ -127,12 +130,12 @@ class Run:
             classes.
 
         Raises:
-            ValueError: If the run is on text, an image cannot be read, its values,
-                channels or size do not fit, or the model has no random features of
-                which to average several draws.
+            ValueError: If the run is on text, an image or a file cannot be read, its
+                values, channels or size do not fit, or the model has no random features
+                of which to average several draws.
         """
         logits = make_predict_fn(self, draws)
-        return predict_lib.predict(self, logits, images, batch_size, progress)
+        return predict_lib.predict(self, logits, inputs, batch_size, progress)
 
     def features(
         self,
@@ -146,7 +149,7 @@ class Run:
         """Computes features of images: pooled, CLS, mean, and tokens of layers.
 
         Args:
-            images: As for `predict`.
+            images: Images, as for `predict`.
             layers: The layers whose tokens are returned, from 0; -1 is the last.
             norm: Whether the final norm is applied to these tokens.
             batch_size: Number of images that the model sees at once.
@@ -156,8 +159,8 @@ class Run:
             Arrays of NumPy, see `relattn.models.Features`.
 
         Raises:
-            ValueError: If the run is on text, its model has no patches as tokens or no
-                such layer, or the images are as `predict` refuses them.
+            ValueError: If the run is not on images, its model has no patches as tokens
+                or no such layer, or the images are as `predict` refuses them.
         """
         return predict_lib.features(self, images, layers, norm, batch_size, progress)
 
@@ -218,7 +221,8 @@ class Run:
         """Computes the attention weights of a layer, of any attention.
 
         Args:
-            inputs: A few images, as for `predict`, or, for a run on text, a text.
+            inputs: A few images or sets of points, as for `predict`, or, for a run on
+                text, a text.
             layer: The layer; negative numbers count from the last.
 
         Returns:
@@ -376,13 +380,17 @@ def saved_config(config: ConfigDict, info: DataInfo) -> dict[str, Any]:
     }
 
 
-Inputs = Float[Array, "batch height width channels"] | Int[Array, "batch n"]
+Inputs = (
+    Float[Array, "batch height width channels"]
+    | Float[Array, "batch n columns"]
+    | Int[Array, "batch n"]
+)
 
 
 def make_predict_fn(
     run: Run, draws: int | None = None
 ) -> Callable[[Inputs], Float[Array, "batch ... classes"]]:
-    """Returns a compiled function from preprocessed images, or tokens, to logits.
+    """Returns a compiled function from preprocessed images, points or tokens to logits.
 
     Args:
         run: A trained run.

@@ -4,7 +4,14 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
-from relattn.data import PointData, PointSplit, load_data, read_info
+from relattn.data import (
+    PointData,
+    PointInfo,
+    PointSplit,
+    load_data,
+    read_info,
+    read_point_sets,
+)
 from relattn.data.mnist_points import draw_points, shift_points
 from tests.helpers.quick import normal
 
@@ -44,6 +51,7 @@ def test_arrays_are_joined_and_padding_is_nan():
         ({"features": np.zeros((N, 4, 1))}, "features .* of 7 sets of 5 points"),
         ({"mask": np.ones((N, POINTS))}, "dtype float64, expected .*, as bool"),
         ({"positions": np.full((N, POINTS, 3), np.inf)}, "point is not finite: set"),
+        ({"features": np.full((N, POINTS, 1), "a")}, "features have dtype <U1, expect"),
     ],
 )
 def test_wrong_arrays_raise(changes, message):
@@ -145,3 +153,53 @@ def test_the_embedded_digits_are_split_and_shifted():
     assert abs(np.nanmean(shifted.points - data.test.points, axis=1)).max() > 25
     with pytest.raises(ValueError, match="has no option data.canvas"):
         load_data(ConfigDict({**config.to_dict(), "canvas": 84}))
+
+
+INFO = PointInfo("mine", ("a", "b"), (POINTS, 3, 2), 5, "")
+
+
+def test_sets_of_a_user_are_read_in_every_form(tmp_path):
+    arrays, file = make_arrays(), tmp_path / "mine.npz"
+    labels = arrays.pop("labels")
+    expected = PointSplit.from_arrays(labels=labels, **arrays).points
+    np.savez(file, labels=labels, **arrays)
+    for given in (arrays, file, str(file), expected, [*expected]):
+        np.testing.assert_array_equal(read_point_sets(given, INFO), expected)
+    # Sets of other numbers of points, of which the last rows are padding.
+    sets = [each[mask] for each, mask in zip(expected, arrays["mask"], strict=True)]
+    found = read_point_sets(sets, INFO)
+    longest = arrays["mask"].sum(axis=1).max()
+    assert longest < POINTS and found.dtype == np.float32
+    np.testing.assert_array_equal(found, expected[:, :longest])
+    np.testing.assert_array_equal(read_point_sets(expected[1], INFO), expected[1:2])
+    assert read_point_sets([], INFO).shape == (0, 1, 5)
+
+
+@pytest.mark.parametrize(
+    ("points", "message"),
+    [
+        (np.zeros(5), r"points has shape \(5,\), expected \[n, points, 5\] or one set"),
+        (np.zeros((2, 7, 4)), r"set 0 .* shape \(7, 4\), expected \[points, 5\]: the"),
+        ([np.zeros((3, 5)), np.zeros((0, 5))], r"set 1 .* shape \(0, 5\), expected"),
+        ([np.full((3, 5), "a")], "set 0 of the points has dtype <U1, expected numbers"),
+        (np.full((2, 7, 5), np.inf), "a point is not finite: set its mask to False"),
+        ({"features": 1}, "points has features, expected positions and, optionally"),
+        ({"positions": 1, "grey": 1}, "points has positions, grey, expected positions"),
+        (
+            {"positions": np.zeros((2, 7, 2)), "features": np.zeros((2, 7, 3))},
+            "points have 2 axes and 3 channels, but the model was trained on 3 and 2",
+        ),
+    ],
+)
+def test_wrong_sets_of_a_user_raise(points, message):
+    with pytest.raises(ValueError, match=message):
+        read_point_sets(points, INFO)
+
+
+def test_wrong_files_of_a_user_raise(tmp_path):
+    file = tmp_path / "mine.npz"
+    with pytest.raises(FileNotFoundError, match="is missing: give a file of numpy.sav"):
+        read_point_sets(file, INFO)
+    np.savez(file, train_positions=np.zeros((2, 3, 3)))
+    with pytest.raises(ValueError, match="no array positions, only train_positions: n"):
+        read_point_sets(file, INFO)

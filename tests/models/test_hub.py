@@ -169,6 +169,21 @@ def test_the_hub_knows_the_licence_of_every_card():
     assert found == [*expected, expected[-1]]
 
 
+@pytest.mark.parametrize(
+    ("config", "task"),
+    [
+        ({"vocab_size": 256}, ["pipeline_tag: text-generation"]),
+        ({"image_shape": [5, 5, 1]}, ["pipeline_tag: image-classification"]),
+        ({"image_shape": [8, 5, 5, 1]}, ["pipeline_tag: video-classification"]),
+        # The hub has no task for points.
+        ({"point_shape": [100, 2, 1]}, []),
+    ],
+)
+def test_the_task_is_that_of_the_inputs(config, task):
+    lines = hub.front_matter(config, "mit")
+    assert [line for line in lines if line.startswith("pipeline_tag")] == task
+
+
 def test_cards_are_valid_for_the_hub():
     yaml, package = (pytest.importorskip(name) for name in ("yaml", "huggingface_hub"))
     for license, card in cards():

@@ -1,4 +1,7 @@
-"""A run on sets of points: it learns, does not see shifts, and is restored."""
+"""A run on sets of points: it learns, sees no shifts, resumes, and predicts points."""
+
+import csv
+import io
 
 import jax
 import numpy as np
@@ -6,35 +9,155 @@ import pytest
 
 from relattn import data as data_lib
 from relattn import training
+from relattn.evaluation import predict as predict_command
 from relattn.evaluation.report import report
+from relattn.evaluation.sample import main as sample
+from relattn.evaluation.shift_runs import open_shift_runs
 from relattn.models.pretrained import load_pretrained
+from relattn.training.checkpoint import CHECKPOINTS, checkpoint_steps
 from relattn.training.config_file import read_config
+from tests.helpers.interrupted import (
+    Interrupted,
+    final_state,
+    interrupt_at,
+    untimed,
+    untimed_rows,
+)
+
+
+def make_data():
+    """Returns sets of up to five points in space, whose class is their spread."""
+    rng = np.random.default_rng(0)
+    labels = np.arange(37) % 3
+    positions = rng.normal(size=(37, 5, 3)) * (1 + 2 * labels[:, None, None])
+    features = rng.normal(size=(37, 5, 2))
+    mask = np.arange(5) < 2 + np.arange(37)[:, None] % 4
+    split = data_lib.PointSplit.from_arrays(positions, labels, features, mask)
+    return data_lib.PointData.from_splits("spreads", split, "abc", num_validation=11)
+
+
+def make_config():
+    """Returns a tiny form of the recipe, with dropout, of nine steps."""
+    config = read_config("points:smoke", ["--config.progress=False"])
+    config.unlock()
+    config.model.update(dim=8, num_layers=2, num_heads=2, mlp_dim=7, dropout=0.2)
+    config.update(batch_size=4, eval_batch_size=8, num_steps=9, log_every_steps=2)
+    config.update(eval_every_steps=4, checkpoint_every_steps=3)
+    config.schedule.warmup_steps = 2
+    return config
+
+
+def train(folder, **options):
+    devices = jax.local_devices()[:1]
+    return training.train_and_evaluate(
+        make_config(), folder, data=make_data(), devices=devices, **options
+    )
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """Returns the folder and the metrics of a run without a stop."""
+    folder = tmp_path_factory.mktemp("points")
+    return folder, train(folder)
 
 
 @pytest.mark.slow
 def test_smoke_configuration_learns_digits_at_any_place(tmp_path):
     config = read_config("points:smoke", ["--config.progress=False"])
     data = data_lib.load_data(config.data)
-    metrics = training.train_and_evaluate(config, tmp_path / "run", data=data)
+    metrics = training.train_and_evaluate(config, tmp_path, data=data)
     # One in ten by chance.
     assert metrics["test_accuracy"] > 0.5
     # Rounding may change the class of one test set, where two logits are almost equal.
     accuracies = [metrics["test_accuracy"], metrics["test_shifted_accuracy"]]
     np.testing.assert_allclose(*accuracies, rtol=0, atol=1.5e-3)
-
-    run = training.load_run(tmp_path / "run")
-    predict = training.make_predict_fn(run)
+    predict = training.make_predict_fn(training.load_run(tmp_path))
     plain, shifted = (
         np.asarray(predict(data.eval_splits[name].points[:50]))
         for name in ("test", "test_shifted")
     )
     np.testing.assert_allclose(shifted, plain, rtol=0, atol=1e-4 * abs(plain).max())
 
-    run.save_pretrained(tmp_path / "saved", license="mit")
-    loaded = load_pretrained(tmp_path / "saved")
-    found = jax.jit(loaded.model.apply)(loaded.variables, data.test.points[:50])
+
+@pytest.mark.slow
+def test_a_resumed_run_equals_an_uninterrupted_one(finished, tmp_path):
+    folder, expected = finished
+    with pytest.raises(Interrupted):
+        train(tmp_path, on_step=interrupt_at(7))
+    assert checkpoint_steps(tmp_path / CHECKPOINTS)[-1] == 6
+    actual = train(tmp_path)
+    jax.tree.map(
+        np.testing.assert_array_equal, final_state(tmp_path), final_state(folder)
+    )
+    assert untimed(actual) == untimed(expected)
+    assert untimed_rows(tmp_path) == untimed_rows(folder)
+
+
+@pytest.mark.slow
+def test_a_run_predicts_points_in_every_form(finished, tmp_path, capsys):
+    folder, metrics = finished
+    run, test = training.load_run(folder), make_data().test
+    found = run.predict(test.points)
+    accuracy = (found.labels == test.labels).mean()
+    np.testing.assert_allclose(accuracy, metrics["test_accuracy"], rtol=1e-6)
+
+    points, exists = test.points[:7], ~np.isnan(test.points[:7, :, 0])
+    logits = np.asarray(training.make_predict_fn(run)(points), np.float64)
+    expected = np.exp(logits) / np.exp(logits).sum(axis=-1, keepdims=True)
+    # Values of padding do not matter.
+    filled = np.nan_to_num(points, nan=5.0)
+    arrays = {"positions": filled[..., :3], "features": filled[..., 3:], "mask": exists}
+    file = tmp_path / "points.npz"
+    np.savez(file, **arrays)
+    # As many points as the longest.
+    sets = [each[mask] for each, mask in zip(points, exists, strict=True)]
+    for given in (arrays, file, points, sets):
+        found = run.predict(given, batch_size=3)
+        np.testing.assert_allclose(found.probabilities, expected, rtol=1e-4, atol=1e-6)
+    assert found.class_names == ("a", "b", "c")
+    assert run.predict([]).probabilities.shape == (0, 3)
+    weights = run.attention_weights(arrays)
+    assert weights.shape == (7, 2, 5, 5)
+    np.testing.assert_allclose(weights.sum(axis=-1), 1, rtol=1e-4)
+    assert not weights[np.broadcast_to(~exists[:, None, None], weights.shape)].any()
+
+    predict_command.main([str(folder), str(file), str(file)])
+    rows = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    assert [row["file"] for row in rows[5:9]] == [
+        f"{file}[{index}]" for index in (5, 6, 0, 1)
+    ]
+    labels = [int(row["label"]) for row in rows]
+    np.testing.assert_array_equal(labels, [*expected.argmax(axis=-1)] * 2)
+
+
+@pytest.mark.slow
+def test_a_saved_run_is_loaded(finished, tmp_path):
+    run, points = training.load_run(finished[0]), make_data().test.points
+    run.save_pretrained(tmp_path, license="mit")
+    card = (tmp_path / "README.md").read_text()
+    assert "pipeline_tag" not in card
+    assert "float32 [n, points, 5]: the position of 3 axes, then 2 features" in card
+    loaded = load_pretrained(tmp_path)
+    plain = np.asarray(training.make_predict_fn(run)(points))
+    found = jax.jit(loaded.model.apply)(loaded.variables, points)
     np.testing.assert_allclose(found, plain, rtol=0, atol=1e-5 * abs(plain).max())
+
+
+@pytest.mark.slow
+def test_what_a_run_on_points_cannot_do_is_said(finished, capsys):
+    folder, _ = finished
+    run = training.load_run(folder)
     with pytest.raises(ValueError, match="trained on points, not on images"):
-        run.predict(data.test.points)
-    with pytest.raises(ValueError, match="trained on points, which a report cannot"):
-        report(run)
+        run.features(make_data().test.points)
+    with pytest.raises(ValueError, match="trained on points, not on text"):
+        run.generate("a")
+    for options in ({}, {"num_images": 5}):
+        with pytest.raises(ValueError, match="on points, which a report cannot draw"):
+            report(run, **options)
+    with pytest.raises(ValueError, match="points: only runs on images can be shifted"):
+        open_shift_runs([folder])
+    with pytest.raises(ValueError, match="image_size=8 needs a run on images, but"):
+        training.load_run(folder, image_size=8)
+    with pytest.raises(SystemExit):
+        sample([f"--workdir={folder}"])
+    assert "trained on points, not on text" in capsys.readouterr().err

@@ -28,6 +28,8 @@ from relattn.kernels.positions.bias import wave_bias as wave_bias
 from relattn.kernels.positions.fourier import append_waves as append_waves
 from relattn.kernels.positions.fourier import combine_values as combine_values
 from relattn.kernels.positions.fourier import position_waves as position_waves
+from relattn.kernels.positions.fourier import spectrum_table as spectrum_table
+from relattn.kernels.positions.fourier import table_spectrum as table_spectrum
 from relattn.kernels.positions.fourier import torus_frequencies as torus_frequencies
 from relattn.kernels.positions.fourier import widen_keys as widen_keys
 from relattn.kernels.positions.fourier import widen_queries as widen_queries

@@ -8,6 +8,8 @@ or wider queries and keys, computes what Translution computes with a table of W[
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -39,6 +41,16 @@ def torus_frequencies(
         >>> (torus_frequencies(Torus((5,))) * 5 / (2 * np.pi)).round(3).tolist()
         [[1.0], [2.0]]
     """
+    waves = _torus_periods(torus, num_frequencies) * turns(torus)
+    return waves.astype(np.float32)
+
+
+def _torus_periods(torus, num_frequencies):
+    """Returns whole numbers of periods, [waves, axes], the longest waves first."""
+    if num_frequencies is not None and num_frequencies < 0:
+        raise ValueError(f"num_frequencies must be at least 0, got {num_frequencies}")
+    if not isinstance(torus, Torus):
+        raise ValueError(f"torus must be a relattn.Torus, got {torus!r}")
     # The shortest offsets: k, and in the same order -k.
     periods = table_offsets(torus)
     index = np.ravel_multi_index(tuple((-periods % np.array(torus)).T), torus)
@@ -46,9 +58,125 @@ def torus_frequencies(
         k > opposite or (k == opposite and any(k))
         for k, opposite in zip(periods.tolist(), periods[index].tolist(), strict=True)
     ]
-    waves = periods[kept] * turns(torus)
-    order = np.argsort(np.linalg.norm(waves, axis=1), kind="stable")
-    return waves[order[:num_frequencies]].astype(np.float32)
+    periods = periods[kept]
+    order = np.argsort(np.linalg.norm(periods * turns(torus), axis=1), kind="stable")
+    return periods[order[:num_frequencies]]
+
+
+def _table_waves(torus, num_frequencies):
+    """Returns cos(w . d) and sin(w . d), [waves, 2, rows]; and twice their mean square.
+
+    The mean square is 1/2, or 1 of a wave that equals its opposite, whose sine is 0.
+    """
+    periods = _torus_periods(torus, num_frequencies)
+    # Exact in whole numbers, before the division.
+    parts = periods[:, None] * table_offsets(torus) % np.array(torus)
+    angles = 2 * np.pi * (parts / np.array(torus)).sum(axis=-1)
+    own_opposite = (2 * periods % np.array(torus) == 0).all(axis=1)
+    waves = np.stack([np.cos(angles), np.sin(angles)], axis=1)
+    return waves, 1.0 + own_opposite
+
+
+def table_spectrum(
+    table: Float[Array | np.ndarray, " rows *matrix"],
+    *,
+    torus: Torus,
+    num_frequencies: int | None = None,
+    precision: jax.lax.PrecisionLike = None,
+) -> tuple[Float[Array, "*matrix"], Float[Array, "waves 2 *matrix"]]:
+    """Computes the waves of which a table of offsets on a torus is the sum.
+
+    A_r = 2 mean_d cos(w_r . d) W[d] and B_r = 2 mean_d sin(w_r . d) W[d]; half of them,
+    if w_r and -w_r have the same waves. They are the real and imaginary parts of the
+    discrete Fourier transform. With fewer than all frequencies, `spectrum_table` makes
+    the low-pass form of the table of them, and the projections x A_r, x B_r of
+    `widen_values` or `widen_queries` apply it in any attention.
+
+    Args:
+        table: W, a number or matrix for each offset, in the order of
+            `relattn.offsets.table_offsets`, shape ``[rows, *matrix]``.
+        torus: Size of each axis, in tokens.
+        num_frequencies: Number of waves, those of `torus_frequencies`; by default all.
+        precision: Passed to einsum.
+
+    Returns:
+        The mean W_0, ``[*matrix]``, and A and B, ``[waves, 2, *matrix]``, float32 or
+        wider.
+
+    Raises:
+        ValueError: If the table has another number of rows than the torus, or
+            ``num_frequencies`` is negative.
+
+    Example:
+        >>> table = jnp.array([7.0, 3.0, 1.0, 3.0])  # d = 0, 1, 2, -1
+        >>> mean, waves = table_spectrum(table, torus=Torus((4,)))
+        >>> float(mean), waves[:, 0].round(3).tolist()
+        (3.5, [3.0, 0.5])
+
+    Source:
+        The discrete Fourier transform; the tables: Translution: Unifying Self-attention
+        and Convolution, section 3.3.
+    """
+    num_rows = math.prod(torus)
+    if table.shape[0] != num_rows:
+        raise ValueError(
+            f"a torus of {'x'.join(map(str, torus))} tokens has {num_rows} offsets, "
+            f"but the table {table.shape[0]} rows: leave out those of prefix tokens"
+        )
+    waves, counts = _table_waves(torus, num_frequencies)
+    table = widen(table)
+    shares = jnp.asarray(waves * (2 / counts / num_rows)[:, None, None], table.dtype)
+    parts = wide_einsum(precision)("wtr,r...->wt...", shares, table)
+    return jnp.mean(table, axis=0), parts
+
+
+def spectrum_table(
+    mean: Float[Array | np.ndarray, "*matrix"],
+    spectrum: Float[Array | np.ndarray, "waves 2 *matrix"],
+    *,
+    torus: Torus,
+    precision: jax.lax.PrecisionLike = None,
+) -> Float[Array, " rows *matrix"]:
+    """Computes the table of offsets that is the sum of waves on a torus.
+
+    W[d] = W_0 + sum_r cos(w_r . d) A_r + sin(w_r . d) B_r, the inverse of
+    `table_spectrum`.
+
+    Args:
+        mean: W_0, a number or matrix, shape ``[*matrix]``.
+        spectrum: A and B of the waves of `torus_frequencies`, from the first on, shape
+            ``[waves, 2, *matrix]``.
+        torus: Size of each axis, in tokens.
+        precision: Passed to einsum.
+
+    Returns:
+        W, in the order of `relattn.offsets.table_offsets`, shape ``[rows, *matrix]``,
+        float32 or wider.
+
+    Raises:
+        ValueError: If shapes do not fit together, or the torus has fewer waves.
+
+    Example:
+        >>> torus, table = Torus((4,)), jnp.array([7.0, 3.0, 1.0, 3.0])
+        >>> mean, waves = table_spectrum(table, torus=torus)
+        >>> spectrum_table(mean, waves[:1], torus=torus).round(3).tolist()
+        [6.5, 3.5, 0.5, 3.5]
+    """
+    num_waves = spectrum.shape[0]
+    if spectrum.shape[1:] != (2, *mean.shape):
+        raise ValueError(
+            f"the spectrum of matrices of shape {mean.shape} must have shape [waves, "
+            f"{', '.join(map(str, (2, *mean.shape)))}], got {spectrum.shape}"
+        )
+    waves, _ = _table_waves(torus, num_waves)
+    if len(waves) < num_waves:
+        raise ValueError(
+            f"a torus of {'x'.join(map(str, torus))} tokens has {len(waves)} waves, "
+            f"but the spectrum {num_waves}: leave out the last"
+        )
+    mean, spectrum = widen(mean), widen(spectrum)
+    waves = jnp.asarray(waves, spectrum.dtype)
+    return mean + wide_einsum(precision)("wtr,wt...->r...", waves, spectrum)
 
 
 @check_arguments

@@ -11,6 +11,7 @@ import pytest
 from relattn import kernels, offsets
 from relattn.offsets import Torus
 from tests import reference
+from tests.helpers.export import unchecked_annotations
 from tests.helpers.quick import quick_jit, run
 
 DIM, HEADS, HEAD_DIM = 3, 2, 4
@@ -71,6 +72,64 @@ def fourier_attention(x, tables, *, relative, torus):
         return kernels.softmax_attention(q, k, v)
     v = kernels.widen_values(v, projections["v"], waves)
     return kernels.combine_values(kernels.softmax_attention(q, k, v), waves)
+
+
+@pytest.mark.parametrize("torus", [Torus((7,)), Torus((4, 2)), Torus((3, 2, 2))])
+def test_the_spectrum_of_a_table_is_its_fourier_transform(torus):
+    rows = int(np.prod(torus))
+    table = np.random.default_rng(0).standard_normal((rows, DIM, HEADS, HEAD_DIM))
+    frequencies = np.float64(kernels.torus_frequencies(torus))
+    axes = tuple(range(len(torus)))
+    whole = np.fft.fftn(table.reshape(*torus, -1), axes=axes)
+    for num_waves in (0, 1, len(frequencies)):
+        functions = functools.partial(
+            spectrum_and_table, torus=torus, num_frequencies=num_waves
+        )
+        with jax.enable_x64(True):
+            mean, spectrum, low_pass = jax.device_get(run(functions, table))
+            expected = jax.device_get(run(transform_parts(torus, frequencies), table))
+        np.testing.assert_allclose(mean, expected[0], atol=1e-13)
+        parts = np.moveaxis(expected[1], (2, 3), (0, 1))[:num_waves]
+        np.testing.assert_allclose(spectrum, parts, atol=1e-13)
+        periods = np.round(frequencies[:num_waves] * torus / (2 * np.pi)).astype(int)
+        kept = np.zeros(torus, bool)
+        for k in (*periods, *-periods, np.zeros(len(torus), int)):
+            kept[tuple(k % torus)] = True
+        cut = np.fft.ifftn(whole * kept[..., None], axes=axes).real
+        np.testing.assert_allclose(low_pass, cut.reshape(table.shape), atol=1e-13)
+    np.testing.assert_allclose(low_pass, table, atol=1e-13)
+
+
+def spectrum_and_table(table, torus, num_frequencies):
+    mean, spectrum = kernels.table_spectrum(
+        table, torus=torus, num_frequencies=num_frequencies
+    )
+    return mean, spectrum, kernels.spectrum_table(mean, spectrum, torus=torus)
+
+
+def transform_parts(torus, frequencies):
+    return functools.partial(transform, torus=torus, frequencies=frequencies)
+
+
+def test_frequencies_of_a_plain_grid_raise():
+    message = r"torus must be a relattn.Torus, got \(3, 3\)"
+    with unchecked_annotations(), pytest.raises(ValueError, match=message):
+        kernels.torus_frequencies((3, 3))
+
+
+def test_a_spectrum_of_other_matrices_than_the_mean_raises():
+    mean, spectrum = np.ones(3), np.ones((4, 2, 2))
+    message = r"must have shape \[waves, 2, 3\], got \(4, 2, 2\)"
+    with unchecked_annotations(), pytest.raises(ValueError, match=message):
+        kernels.spectrum_table(mean, spectrum, torus=Torus((3, 3)))
+
+
+def test_the_spectrum_of_bfloat16_is_float32():
+    torus, table = Torus((3, 3)), jnp.ones((9, 2), jnp.bfloat16)
+    found = jax.eval_shape(lambda x: spectrum_and_table(x, torus, 2), table)
+    assert [(x.shape, x.dtype) for x in found] == [
+        (shape, jnp.float32) for shape in ((2,), (2, 2, 2), (9, 2))
+    ]
 
 
 @pytest.mark.quick("torus0-v", "torus1-qv")
@@ -157,6 +216,20 @@ def test_positions_may_be_real_of_three_axes_and_differ_between_examples():
         (
             lambda: kernels.widen_rotary_values(np.ones((5, 4)), np.ones((5, 3))),
             "head_dim 4 needs 2 angles per token, got 3",
+        ),
+        (
+            lambda: kernels.table_spectrum(np.ones((12, 2)), torus=Torus((3, 3))),
+            "3x3 tokens has 9 offsets, but the table 12 rows: leave out those of",
+        ),
+        (
+            lambda: kernels.spectrum_table(
+                np.ones(2), np.ones((5, 2, 2)), torus=Torus((3, 3))
+            ),
+            "3x3 tokens has 4 waves, but the spectrum 5: leave out the last",
+        ),
+        (
+            lambda: kernels.torus_frequencies(Torus((3, 3)), -1),
+            "num_frequencies must be at least 0, got -1",
         ),
     ],
 )

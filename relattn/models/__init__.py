@@ -140,6 +140,11 @@ def build_model(
     example = jax.ShapeDtypeStruct((1, 1), jnp.int32)
     if inputs == "images":
         shape = needed.pop("image_shape")
+        if len(shape) < 3 or min(shape) < 1:
+            raise ValueError(
+                "image_shape must be (height, width, channels), or (frames, height, "
+                f"width, channels) of volumes, all at least 1, got {tuple(shape)}"
+            )
         if len(shape) != 3 and issubclass(MODELS[name], CNN):
             raise ValueError(
                 f"model {name!r} takes images of height and width, not volumes: choose "
@@ -147,7 +152,13 @@ def build_model(
             )
         example = jax.ShapeDtypeStruct((1, *shape), jnp.float32)
     elif inputs == "points":
-        num_points, num_axes, channels = needed.pop("point_shape")
+        shape = needed.pop("point_shape")
+        if len(shape) != 3 or min(shape) < 1:
+            raise ValueError(
+                "point_shape must be (points, axes, channels), all at least 1, got "
+                f"{tuple(shape)}"
+            )
+        num_points, num_axes, channels = shape
         needed["num_axes"] = num_axes
         shape = (1, num_points, num_axes + channels)
         example = jax.ShapeDtypeStruct(shape, jnp.float32)
@@ -218,7 +229,7 @@ def _check_value(option: str, value: Any) -> None:
         problem = "must be positive"
     elif option == "patch_size":
         sides = value if isinstance(value, list | tuple) else ()
-        patch_sides(value, 3 if len(sides) == 3 else 2)
+        patch_sides(value, 3 if len(sides) > 2 else 2)
     elif option == "dtype":
         try:
             known = jnp.dtype(value).name in _DTYPES

@@ -45,7 +45,8 @@ def patch_sides(patch_size: Any, axes: int = 2) -> tuple[int, ...]:
     if len(sides) != axes or not all(type(side) is int for side in sides):
         raise ValueError(
             "patch_size must be a whole number of pixels, or "
-            f"{_SIDES.get(axes, axes)}, got {shorten(patch_size)}"
+            f"{_SIDES.get(axes, f'{axes}, one for each axis')}, got "
+            f"{shorten(patch_size)}"
         )
     return tuple(sides)
 

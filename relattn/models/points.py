@@ -122,9 +122,14 @@ class PointTransformer(nn.Module):
             Logits, float32, shape ``[batch, num_classes]``.
 
         Raises:
-            ValueError: If the points have no features, or the position encoding needs
-                a grid.
+            ValueError: If the points or the mask have another shape, or the attention
+                or the position encoding needs a grid.
         """
+        if points.ndim != 3 or points.shape[1] == 0:
+            raise ValueError(
+                f"points have shape {points.shape}, expected [batch, n, axes + "
+                "channels] and n >= 1: add the axis of the batch, points[None]"
+            )
         if points.shape[-1] <= self.num_axes:
             raise ValueError(
                 f"points have {points.shape[-1]} columns, expected {self.num_axes} of "
@@ -142,6 +147,11 @@ class PointTransformer(nn.Module):
         )
         if key_mask is None:
             key_mask = ~jnp.isnan(points).any(axis=-1)
+        if key_mask.shape != points.shape[:2] or key_mask.dtype != bool:
+            raise ValueError(
+                f"key_mask has shape {key_mask.shape} and dtype {key_mask.dtype}, "
+                f"expected {points.shape[:2]} and bool, True for points that exist"
+            )
         # Padding could hold NaN, which a product with zero would keep.
         points = jnp.where(key_mask[..., None], points, 0)
         positions, features = jnp.split(points, [self.num_axes], axis=-1)

@@ -201,6 +201,11 @@ class ViT(nn.Module):
             Logits, float32, shape ``[batch, num_classes]``; without a head
             ``[batch, dim]``, or ``[batch, 2 dim]`` with ``pool="cls_mean"``.
         """
+        if images.ndim < 4:
+            raise ValueError(
+                f"images have shape {images.shape}, expected [batch, height, width, "
+                "channels]: add the axis of the batch, images[None]"
+            )
         check_choice("head", self.head, HEADS)
         check_choice("pool", self.pool, POOLS)
         if self.pool.startswith("cls") and not self.has_class_token:

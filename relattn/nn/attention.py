@@ -58,7 +58,10 @@ class Context(NamedTuple):
     def grid_for(self, need: str) -> offsets.Grid:
         """Returns the grid; raises ValueError with the ``need`` if there is none."""
         if self.grid is None:
-            raise ValueError(f"{need}: give grid=")
+            raise ValueError(
+                f"{need}: give grid=, or choose another attention for points, such as "
+                "'softmax'"
+            )
         return self.grid
 
 

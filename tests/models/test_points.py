@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from relattn.models import PointTransformer, build_model
+from tests.helpers.export import unchecked_annotations
 from tests.helpers.quick import normal, quick_jit, run
 
 CONFIG = {
@@ -153,6 +154,21 @@ def test_errors():
         build_model(CONFIG | {"position": "learned"}, **sizes)
     with pytest.raises(ValueError, match="is for points and needs num_classes and poi"):
         build_model(CONFIG, num_classes=5, image_shape=(4, 4, 1))
+    for shape in ((N, AXES), (N, AXES, 0)):
+        with pytest.raises(ValueError, match=r"be \(points, axes, channels\), all at"):
+            build_model(CONFIG, num_classes=5, point_shape=shape)
+    for attention in ("translution", "banded", "gated_positional"):
+        with pytest.raises(ValueError, match="another attention for points, such as"):
+            build_model(CONFIG | {"attention": attention, "position": "none"}, **sizes)
     model = PointTransformer(num_classes=5, num_axes=2)
-    with pytest.raises(ValueError, match="points have 2 columns, expected 2 of"):
-        model.init(jax.random.key(0), jnp.zeros((1, N, 2)))
+    for shape, message in (
+        ((1, N, 2), "points have 2 columns, expected 2 of"),
+        ((N, 3), r"shape \(9, 3\), expected \[batch, n, axes \+ channels\] and"),
+        ((1, 0, 3), r"shape \(1, 0, 3\), expected \[batch, n, axes"),
+    ):
+        with unchecked_annotations(), pytest.raises(ValueError, match=message):
+            model.init(jax.random.key(0), jnp.zeros(shape))
+    for mask in (np.ones((1, N + 1), bool), np.ones((1, N))):
+        message = r"key_mask has .*, expected \(1, 9\) and bool"
+        with unchecked_annotations(), pytest.raises(ValueError, match=message):
+            model.init(jax.random.key(0), jnp.zeros((1, N, 3)), key_mask=mask)

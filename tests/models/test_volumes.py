@@ -1,6 +1,7 @@
 """Tests Vision Transformers on volumes: patches, positions, shifts and errors."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -121,6 +122,14 @@ def test_errors_name_the_axes():
     make_volume = {"num_classes": 3, "image_shape": SHAPE}
     with pytest.raises(ValueError, match=r"or three \(frames, height and width\), got"):
         build_model(CONFIG | {"patch_size": (1, 2)}, **make_volume)
+    with pytest.raises(ValueError, match=r"or three \(frames, height and width\), got"):
+        build_model(CONFIG | {"patch_size": (1, 2, 2, 1)}, **make_volume)
+    for shape in ((4, 4), (4, 0, 4, 1)):
+        with pytest.raises(ValueError, match="image_shape must be .height, width, ch"):
+            build_model(CONFIG, num_classes=3, image_shape=shape)
+    model = build_model(CONFIG | {"patch_size": 1}, **make_volume)
+    with pytest.raises(ValueError, match="images have shape .* add the axis of the ba"):
+        model.init(jax.random.key(0), jnp.zeros((4, 4, 1)))
     with pytest.raises(ValueError, match="does not divide the image of 4x3x10 pixels"):
         build_model(CONFIG | {"patch_size": 2}, **make_volume)
     with pytest.raises(ValueError, match="choose anchor='none' for volumes"):

@@ -105,7 +105,8 @@ def draw_mixed_frequencies(
         ``[*leading, num_frequencies, axes]``.
 
     Raises:
-        ValueError: If ``num_frequencies`` or ``axes`` is less than 1.
+        ValueError: If ``num_frequencies`` or ``axes`` is less than 1, or ``base`` is
+            negative.
 
     Example:
         >>> w = draw_mixed_frequencies(jax.random.key(0), 4, 2, base=100.0)
@@ -116,8 +117,9 @@ def draw_mixed_frequencies(
         Heo et al., Rotary Position Embedding for Vision Transformer, section 3.3;
         initialisation: the authors' code, for two axes.
     """
-    if axes < 1:
-        raise ValueError(f"axes must be at least 1, got {axes}")
+    for name, size in {"num_frequencies": num_frequencies, "axes": axes}.items():
+        if size < 1:
+            raise ValueError(f"{name} must be at least 1, got {size}")
     base = base or (10000.0 if axes == 1 else 10.0)
     # base^(-t / num) for each direction of the cross.
     num = -(-num_frequencies // axes)

@@ -72,11 +72,13 @@ def absolute_frequencies(
     Source:
         Vaswani et al., Attention Is All You Need, section 3.5.
     """
-    if num < 1 or base <= 0:
+    if num < 1:
         raise ValueError(
-            "absolute sinusoids need num >= 1 (a width of at least 2 features per "
-            f"axis) and base > 0, got num={num} and base={base}"
+            "absolute sinusoids need num >= 1, a width of at least 2 features per "
+            f"axis, got num={num}"
         )
+    if not base > 0:
+        raise ValueError(f"the base of a series of frequencies must be > 0, got {base}")
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ValueError(f"frequencies need a dtype of floats, got {jnp.dtype(dtype)}")
     return _geometric_frequencies(num, base, dtype)

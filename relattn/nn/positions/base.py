@@ -25,6 +25,7 @@ from jaxtyping import Array, Float, Int
 from relattn import offsets
 from relattn.kernels.positions import sinusoids
 from relattn.kernels.positions.interpolate import resize_table
+from relattn.messages import shorten
 from relattn.nn.blocks import default_head_dim, uniform
 from relattn.offsets import Grid, Torus
 
@@ -228,12 +229,20 @@ class Position(nn.Module):
     def check_grid(self, grid: Grid | Points) -> None:
         """Raises ValueError if the encoding is not for points, a torus, or a line."""
         if not isinstance(grid, tuple):
+            if self.site != "none" and getattr(grid, "ndim", 0) != 3:
+                raise ValueError(
+                    "grid must be a tuple of the sizes of its axes, such as (7, 7), or "
+                    "an array of the positions of points, [batch, n, axes], got "
+                    f"{shorten(grid)}"
+                )
             if not self.continuous:
                 raise ValueError(
                     f"position {type(self).__name__} needs tokens on a grid, got "
                     "points: choose another, such as 'fourier_values', or 'none'"
                 )
             return
+        if self.site != "none" and any(size < 1 for size in grid or (0,)):
+            raise ValueError(f"grid must have sizes of at least 1, got {grid}")
         if isinstance(grid, Torus) and not self.periodic:
             raise ValueError(
                 f"position {type(self).__name__} cannot be periodic: choose another, "

@@ -9,6 +9,7 @@ that below `FourierMask`, a bias of the offset without matrices.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import ClassVar
 
 import flax.linen as nn
@@ -121,6 +122,11 @@ class _Waves(Position):
     def frequencies(self, grid: Grid | Points) -> Float[Array, "*layers waves axes"]:
         """Returns w, a parameter if it is learned; on a torus its longest waves."""
         if isinstance(grid, Torus):
+            if math.prod(grid) < 2:
+                raise ValueError(
+                    f"position {type(self).__name__} has no waves on a torus of one "
+                    "token: choose smaller patches, periodic=False or position='none'"
+                )
             return jnp.asarray(fourier.torus_frequencies(grid, self.num_frequencies))
 
         def draw(key):

@@ -150,6 +150,8 @@ def test_mixed_angles_of_prefix_are_zero_and_wrong_axes_raise():
         mixed_rotary_angles(np.ones((5, 2)), np.ones((3, 1)))
     with pytest.raises(ValueError, match="axes must be at least 1, got 0"):
         draw_mixed_frequencies(jax.random.key(0), 4, 0)
+    with pytest.raises(ValueError, match="num_frequencies must be at least 1, got 0"):
+        draw_mixed_frequencies(jax.random.key(0), 0, 2)
 
 
 def test_drawn_frequencies_are_float32_with_x64_enabled():

@@ -150,6 +150,7 @@ def test_angles_of_half_precision_inputs_are_float32():
         (lambda: kernel.length_scale_frequencies(0), "num_scales >= 1"),
         (lambda: kernel.length_scale_frequencies(2, -1.0), "base > 0"),
         (lambda: kernel.absolute_frequencies(0), "num >= 1"),
+        (lambda: kernel.absolute_frequencies(2, -1.0), "must be > 0, got -1.0"),
         (lambda: kernel.absolute_frequencies(2, dtype="int8"), "a dtype of floats"),
         (
             lambda: kernel.sinusoids(np.ones((3, 2)), np.ones(2), num_prefix=4),

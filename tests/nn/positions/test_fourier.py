@@ -12,6 +12,7 @@ from relattn.nn.positions.base import LayerPositions
 from relattn.nn.registry import ATTENTIONS, build
 from relattn.offsets import Torus
 from tests import reference
+from tests.helpers.export import unchecked_annotations
 from tests.helpers.quick import normal, quick_jit, run
 from tests.helpers.specs import small
 
@@ -292,12 +293,37 @@ def test_sums_with_two_terms_of_a_kind_raise(position, message):
         ("fourier_scores(rank=-1)", "'fourier_scores' needs .* and rank=-1"),
         ("fourier_mask(num_frequencies=0)", "'fourier_mask' needs num_frequencies >="),
         ("fourier_scores(relative='v')", "unknown relative 'v' of 'fourier_scores'"),
+        ("fourier_values(base=-1.0)", "base of a series of .* must be > 0, got -1.0"),
     ],
 )
 def test_invalid_options_raise(position, message):
     _, make = build("softmax", position, dim=DIM, num_heads=HEADS, num_layers=1)
     with pytest.raises(ValueError, match=message):
         make().init(jax.random.key(0), GRID, 1)
+
+
+@pytest.mark.parametrize(
+    ("grid", "message"),
+    [
+        ([2, 3], r"a tuple of the sizes of its axes, such as \(7, 7\), or .*, got \[2"),
+        (6, "a tuple of the sizes of its axes, .*, got 6"),
+        (np.zeros((6, 2)), r"positions of points, \[batch, n, axes\], got array"),
+        ((), r"grid must have sizes of at least 1, got \(\)"),
+        ((2, 0), r"grid must have sizes of at least 1, got \(2, 0\)"),
+    ],
+)
+@pytest.mark.parametrize("name", ["fourier_values", "rope1d"])
+def test_what_is_no_grid_raises(name, grid, message):
+    _, make = build("softmax", name, dim=DIM, num_heads=HEADS, num_layers=1)
+    with unchecked_annotations(), pytest.raises(ValueError, match=message):
+        make().init(jax.random.key(0), grid, 1, method="per_layer")
+
+
+@pytest.mark.parametrize("name", ["fourier_values", "fourier_scores", "fourier_mask"])
+def test_a_torus_of_one_token_has_no_waves(name):
+    _, make = build("softmax", name, dim=DIM, num_heads=HEADS, num_layers=1)
+    with pytest.raises(ValueError, match="no waves on a torus of one token: choose sm"):
+        make().init(jax.random.key(0), Torus((1, 1)), 1)
 
 
 def test_fixed_frequencies_are_no_parameters():

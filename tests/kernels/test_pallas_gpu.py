@@ -11,18 +11,22 @@ import numpy as np
 import pytest
 
 from relattn.kernels import draw_orthogonal, pallas_gpu
-from relattn.kernels.feature_maps import positive_features
+from relattn.kernels.feature_maps import positive_features, relu_features
 from relattn.kernels.linear import causal_linear_attention, linear_attention
 from relattn.kernels.pallas_gpu import linear as fused
 from relattn.kernels.platform import use_platform
 from tests import reference
 from tests.helpers import compare
 from tests.helpers.interpreted import call_alone, count_for_h100, interpret
-from tests.helpers.quick import quick_jit, run
+from tests.helpers.quick import normal, quick_jit, run
 
 HEADS, N, M, HEAD_DIM, VALUE_DIM = 2, 19, 37, 5, 3
 PROJECTION = run(lambda: draw_orthogonal(jax.random.key(1), 13, HEAD_DIM))
 feature_map = functools.partial(positive_features, projection=PROJECTION)
+# Parameters of a map for every head.
+PROJECTIONS = np.stack([PROJECTION, PROJECTION[::-1]])
+BIASES = normal(2, HEADS, 13, scale=0.3)
+NAMES = ("positive", "relu")
 
 
 @pytest.fixture
@@ -48,59 +52,76 @@ def draw_inputs(*batch, n=N, m=N, dtype=jnp.float32):
     return run(draw)
 
 
-def attend(q, k, v, key_mask=None, w=PROJECTION, *, causal, **options):
-    phi = functools.partial(positive_features, projection=w)
+def with_parameters(phi, bias=None):
+    return phi if bias is None else functools.partial(phi, bias=bias)
+
+
+def attend(
+    q, k, v, w=PROJECTION, *bias, name="positive", key_mask=None, causal, **options
+):
+    phi = with_parameters(compare.feature_map(name, w), *bias)
     return fused.attend_on_gpu(
         q, k, v, key_mask, feature_map=phi, causal=causal, **options
     )
 
 
-def naive(q, k, v, w, allowed):
-    phi = functools.partial(reference.positive_features, projection=w)
+def naive(q, k, v, w, *bias, name, allowed):
+    phi = functools.partial(getattr(reference, f"{name}_features"), projection=w)
+    phi = with_parameters(phi, *bias)
     return reference.linear_attention(q, k, v, phi, allowed)
 
 
-def expect_reference(causal, key_mask, inputs, **options):
-    """Compares values and gradients, those of a projection for each head too."""
+# Of each map, once for all tests.
+NAIVE = {name: functools.partial(naive, name=name) for name in NAMES}
+
+
+def expect_reference(causal, inputs, name="positive", key_mask=None, **options):
+    """Compares values and gradients, those of parameters for each head too."""
     n, m = (x.shape[1] for x in inputs[:2])
     allowed = np.tril(np.ones((n, m), bool)) if causal else np.ones((n, m), bool)
-
-    def ours(q, k, v, w):
-        return attend(q, k, v, key_mask, w, causal=causal, precision="default")
-
-    projections = np.stack([PROJECTION, PROJECTION[::-1]])
+    ours = functools.partial(
+        attend, name=name, key_mask=key_mask, causal=causal, precision="default"
+    )
+    parameters = [PROJECTIONS, BIASES] if name == "relu" else [PROJECTIONS]
     compare.expect_equal(
         jax.vmap(ours),
-        naive,
-        [*inputs, projections],
+        NAIVE[name],
+        [*inputs, *parameters],
         allowed=allowed if key_mask is None else allowed & key_mask,
         **options,
     )
 
 
-@pytest.mark.quick("True-19-False")
+@pytest.mark.quick("positive-True-19-False", "relu-False-37-True")
 @pytest.mark.parametrize(
     ("causal", "m", "masked"), [(True, N, False), (True, N, True), (False, M, True)]
 )
-def test_equals_the_reference(interpreted, causal, m, masked):
+@pytest.mark.parametrize("name", NAMES)
+def test_equals_the_reference(interpreted, name, causal, m, masked):
     key_mask = jax.device_put(np.arange(m) % 3 != 1) if masked else None
-    expect_reference(causal, key_mask, draw_inputs(HEADS, m=m), tolerance=2e-6)
+    expect_reference(causal, draw_inputs(HEADS, m=m), name, key_mask, tolerance=2e-6)
+
+
+@pytest.mark.slow
+def test_keys_that_fill_the_last_chunk_have_no_weight(interpreted):
+    expect_reference(False, draw_inputs(HEADS, m=M), "relu", tolerance=2e-6)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("causal", [True, False])
-def test_bfloat16_equals_the_reference_to_its_rounding(interpreted, causal):
+@pytest.mark.parametrize("name", NAMES)
+def test_bfloat16_equals_the_reference_to_its_rounding(interpreted, name, causal):
     inputs = draw_inputs(HEADS, dtype=jnp.bfloat16)
     eps = float(jnp.finfo(jnp.bfloat16).eps)
     # Half of it for features of queries and of keys, sums of pairs, and the result.
-    expect_reference(causal, None, inputs, tolerance=2 * eps)
+    expect_reference(causal, inputs, name, tolerance=2 * eps)
 
 
 @pytest.mark.slow
 def test_float16_is_computed_in_float32(interpreted):
     inputs = draw_inputs(HEADS, dtype=jnp.float16)
     eps = float(jnp.finfo(jnp.float16).eps)
-    expect_reference(True, None, inputs, tolerance=eps)
+    expect_reference(True, inputs, tolerance=eps)
 
 
 def value_and_gradients(function, *inputs):
@@ -110,13 +131,15 @@ def value_and_gradients(function, *inputs):
 
 
 @pytest.mark.slow
-def test_earlier_outputs_and_gradients_do_not_depend_on_later_tokens(interpreted):
+@pytest.mark.parametrize("name", NAMES)
+def test_earlier_outputs_and_gradients_do_not_depend_on_later_tokens(interpreted, name):
     # In the middle of a chunk.
     cut = 11
 
     @quick_jit
     def earlier(*inputs):
-        out, pullback = jax.vjp(functools.partial(attend, causal=True), *inputs)
+        run = functools.partial(attend, name=name, causal=True)
+        out, pullback = jax.vjp(run, *inputs)
         gradients = pullback(jnp.ones_like(out).at[:, cut:].set(0.0))
         return [x[:, :cut] for x in (out, *gradients)]
 
@@ -129,13 +152,14 @@ def test_earlier_outputs_and_gradients_do_not_depend_on_later_tokens(interpreted
 
 @pytest.mark.slow
 @pytest.mark.parametrize("causal", [True, False])
-def test_long_tokens_and_queries_without_keys_are_finite(interpreted, causal):
+@pytest.mark.parametrize("name", NAMES)
+def test_long_tokens_and_queries_without_keys_are_finite(interpreted, name, causal):
     inputs, exists = draw_inputs(HEADS), np.ones(N, bool)
 
     @quick_jit
     def run(key_mask, *inputs):
         def masked(*inputs):
-            return attend(*inputs, key_mask, causal=causal)
+            return attend(*inputs, name=name, key_mask=key_mask, causal=causal)
 
         return value_and_gradients(masked, *inputs)
 
@@ -163,12 +187,16 @@ def test_a_key_that_barely_has_weight_has_the_right_gradient(interpreted):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("causal", [True, False])
-def test_gradients_are_as_exact_for_large_and_small_cotangents(interpreted, causal):
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_are_as_exact_for_large_and_small_cotangents(
+    interpreted, name, causal
+):
     inputs = draw_inputs(HEADS)
 
     @quick_jit
     def gradients(factor):
-        out, pullback = jax.vjp(functools.partial(attend, causal=causal), *inputs)
+        run = functools.partial(attend, name=name, causal=causal)
+        out, pullback = jax.vjp(run, *inputs)
         cotangent = jnp.cos(jnp.arange(out.size)).reshape(out.shape)
         return pullback(factor * cotangent)
 
@@ -176,6 +204,26 @@ def test_gradients_are_as_exact_for_large_and_small_cotangents(interpreted, caus
     for factor in (2.0**-80, 2.0**80):
         for ours, theirs in zip(gradients(np.float32(factor)), expected, strict=True):
             np.testing.assert_array_equal(ours / factor, theirs)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("name", NAMES)
+def test_no_array_has_the_features_of_every_token(name, causal):
+    n, num_features = 4099, 256
+    inputs = [jnp.zeros((n, 64))] * 3 + [jnp.zeros((num_features, 64))]
+
+    def gradients(*inputs):
+        run = functools.partial(attend, name=name, key_mask=None, causal=causal)
+        out, pullback = jax.vjp(run, *inputs)
+        return pullback(out)
+
+    sizes = [
+        variable.aval.size
+        for equation in jax.make_jaxpr(gradients)(*inputs).eqns
+        for variable in equation.outvars
+    ]
+    # The sums of every segment of 256 tokens, or gradients of W of every chunk of 64.
+    assert max(sizes) <= 1.1 * n * 64 * num_features / 64
 
 
 LONG = draw_inputs(HEADS, n=131, m=131)
@@ -189,8 +237,13 @@ def uses_a_kernel(inputs, phi=feature_map, attention=linear_attention, **options
 
 @pytest.mark.parametrize("attention", [linear_attention, causal_linear_attention])
 def test_a_gpu_uses_kernels_where_they_are_chosen(one_device, attention):
-    key_mask = np.arange(131) < 5
-    for options in ({}, {"key_mask": key_mask}, {"precision": "high"}):
+    relu = functools.partial(relu_features, projection=PROJECTION, bias=BIASES[0])
+    for options in (
+        {},
+        {"key_mask": np.arange(131) < 5},
+        {"precision": "high"},
+        {"phi": relu},
+    ):
         assert uses_a_kernel(LONG, attention=attention, **options)
     run = functools.partial(attention, feature_map=feature_map)
     with use_platform("gpu"):
@@ -209,7 +262,9 @@ CAUSAL = {"attention": causal_linear_attention}
         {"phi": functools.partial(feature_map, eps=0.1)},
         {"phi": lambda x: feature_map(x)},
         {"phi": (feature_map, feature_map)},
-        {"phi": compare.feature_map("relu", PROJECTION)},
+        {"phi": compare.feature_map("trigonometric", PROJECTION)},
+        {"phi": functools.partial(compare.feature_map("relu", PROJECTION), eps=-0.1)},
+        {"phi": functools.partial(feature_map, precision="highest")},
         {"phi": compare.feature_map("positive", jnp.ones((513, HEAD_DIM)))},
         CAUSAL | {"segment_ids": jnp.arange(131)},
         CAUSAL | {"return_state": True},
@@ -288,13 +343,13 @@ def test_lowers_for_the_platform_of_the_program(one_device):
     assert counts == {"cuda": 5, "cpu": 0}
 
 
-def count_kernels(causal, head_dim, num_features, dtype, precision):
+def count_kernels(name, causal, head_dim, num_features, dtype, precision):
     tokens = ((2, 8, 1000, head_dim), dtype)
     w = ((num_features, head_dim), "float32")
 
     def gradients(q, k, v, w, g):
         def run(q, k, v, w):
-            phi = functools.partial(positive_features, projection=w)
+            phi = compare.feature_map(name, w)
             kernel = causal_linear_attention if causal else linear_attention
             return kernel(q, k, v, phi, precision=precision)
 
@@ -306,19 +361,21 @@ def count_kernels(causal, head_dim, num_features, dtype, precision):
 @pytest.mark.slow
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(
-    ("head_dim", "num_features", "dtype", "precision"),
+    ("name", "head_dim", "num_features", "dtype", "precision"),
     [
-        (16, 44, "float32", None),
-        (64, 256, "float32", "high"),
-        (64, 266, "float32", "highest"),
-        (64, 256, "bfloat16", None),
-        (128, 512, "bfloat16", None),
-        (128, 512, "float32", None),
+        ("positive", 16, 44, "float32", None),
+        ("positive", 64, 256, "float32", "high"),
+        ("positive", 64, 266, "float32", "highest"),
+        ("positive", 64, 256, "bfloat16", None),
+        ("positive", 128, 512, "bfloat16", None),
+        ("positive", 128, 512, "float32", None),
+        ("relu", 64, 266, "bfloat16", None),
+        ("relu", 128, 512, "float32", None),
     ],
 )
-def test_compiles_for_a_gpu(causal, head_dim, num_features, dtype, precision):
+def test_compiles_for_a_gpu(causal, name, head_dim, num_features, dtype, precision):
     pytest.importorskip("jax_cuda13_plugin")
     # Forward two; backward sums of queries, and gradients of queries, of keys and,
-    # through both, of the projection.
-    case = causal, head_dim, num_features, dtype, precision
+    # through both, of the map's parameters.
+    case = name, causal, head_dim, num_features, dtype, precision
     assert call_alone(count_kernels, *case) == 7

@@ -1,11 +1,11 @@
-"""Linear attention with positive features, whose features never reach memory.
+"""Linear attention by a feature map, whose features never reach memory.
 
 Kernels loop over blocks of features, as flash attention loops over blocks of keys. The
 sums over the keys of a segment are parallel over segments and blocks; XLA adds them up
-over segments; the outputs of a chunk are computed online in the features, with a
-running maximum of the queries' exponents. If causal, a segment has a few chunks, and
-each adds the keys before it in its segment to the sums: sums of every chunk would be as
-large as keys and values. The backward pass computes features again.
+over segments; the outputs of a chunk are sums over the blocks of features, if these are
+exponentials with a running maximum of the queries' exponents. If causal, a segment has
+a few chunks, and each adds the keys before it in its segment to the sums: sums of every
+chunk would be as large as keys and values. The backward pass computes features again.
 
 Products of half-precision arrays are in half precision, with sums in float32, as in
 flash attention, those of float32 arrays in TF32 or as ``precision`` says. Exponents are
@@ -28,8 +28,15 @@ from jax.export import is_symbolic_dim
 from jaxtyping import Array, Bool, Float
 
 from relattn.kernels.checks import broadcast_leading
-from relattn.kernels.feature_maps import FeatureMap, positive_features
+from relattn.kernels.feature_maps import FeatureMap
 from relattn.kernels.guards import MIN_DENOMINATOR
+from relattn.kernels.pallas_gpu.features import (
+    BlockMap,
+    Found,
+    PositiveMap,
+    find_map,
+    shifted_exp,
+)
 from relattn.kernels.pallas_gpu.products import (
     MAX_HEAD_DIM,
     MIN_EXPONENT,
@@ -54,8 +61,8 @@ _STEP = 64
 _CHUNK_BYTES = 2**14
 # Most features.
 _MAX_FEATURES = 512
-# A component of masked keys, which are so long that they get no weight.
-_MASKED_KEY = 1e15
+# The exponent of keys that do not exist, far below that of features without weight.
+_NO_KEY = 1e2 * MIN_EXPONENT
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +77,7 @@ class _Plan:
             number of tokens.
         block: Number of features of a block.
         precision: A key of `products.ALGORITHMS`.
+        block_map: The feature map.
     """
 
     causal: bool
@@ -78,6 +86,7 @@ class _Plan:
     segment: int
     block: int
     precision: str
+    block_map: BlockMap
 
 
 def fits_gpu(
@@ -89,10 +98,10 @@ def fits_gpu(
 ) -> bool:
     """Returns whether `attend_on_gpu` takes these arguments and this feature map.
 
-    It takes `positive_features` without ``eps``, as a `functools.partial` with the
-    projection, arrays of float32 or narrower, heads of at most 128 components, and at
-    most 512 features. The compiler cannot divide a kernel: there must be one device, or
-    each device its own program, as in `jax.pmap`.
+    It takes `positive_features` without ``eps`` and `relu_features`, as a
+    `functools.partial` with the projection, arrays of float32 or narrower, heads of at
+    most 128 components, and at most 512 features. The compiler cannot divide a kernel:
+    there must be one device, or each device its own program, as in `jax.pmap`.
 
     Args:
         q: Queries, shape ``[*batch, n, head_dim]``.
@@ -108,26 +117,15 @@ def fits_gpu(
     sizes = [size for x in (q, k, v) for size in x.shape]
     if any(map(is_symbolic_dim, sizes)) or not (q.size and k.size and v.size):
         return False
-    projection = _projection(feature_map)
-    if projection is None or not has_program_per_device(q):
+    found = find_map(feature_map)
+    if found is None or not has_program_per_device(q):
         return False
-    if compute_dtype(q, k, v, projection) != jnp.float32:
+    w = found.projection
+    if compute_dtype(q, k, v, w, found.bias) != jnp.float32:
         return False
-    if max(q.shape[-1], v.shape[-1]) > MAX_HEAD_DIM or len(projection) > _MAX_FEATURES:
+    if max(q.shape[-1], v.shape[-1]) > MAX_HEAD_DIM or len(w) > _MAX_FEATURES:
         return False
-    return projection.shape[-1] == q.shape[-1] and precision_name(precision) is not None
-
-
-def _projection(feature_map):
-    """Returns the projection of positive features, or None for other feature maps."""
-    if not isinstance(feature_map, functools.partial) or feature_map.args:
-        return None
-    options = dict(feature_map.keywords)
-    projection = options.pop("projection", None)
-    if feature_map.func is not positive_features or jnp.ndim(projection) != 2:
-        return None
-    # Other options, and eps, change the features.
-    return None if any(options.values()) else jnp.asarray(projection)
+    return w.shape[-1] == q.shape[-1] and precision_name(precision) is not None
 
 
 def attend_on_gpu(
@@ -140,7 +138,7 @@ def attend_on_gpu(
     causal: bool,
     precision: jax.lax.PrecisionLike = None,
 ) -> Float[Array, "*batch n value_dim"]:
-    """Computes linear attention with positive features, and its gradient.
+    """Computes linear attention by a feature map, and its gradient.
 
     out_i = phi(q_i)^T S / phi(q_i)^T z, S = sum_j phi(k_j) v_j^T, z = sum_j phi(k_j),
     with sums over j <= i if it is causal.
@@ -156,35 +154,47 @@ def attend_on_gpu(
 
     Returns:
         Shape ``[*batch, n, value_dim]``, in the dtype of ``v``. It has first
-        derivatives in reverse mode, also of the projection, and no others.
+        derivatives in reverse mode, also of the projection and bias of the feature map,
+        and no others.
     """
-    # `fits_gpu` refuses what has no precision or projection.
+    # `fits_gpu` refuses what has no precision, and other feature maps.
     dtype, name = v.dtype, cast(str, precision_name(precision))
     q, k, v = (x.astype(kernel_dtype(name, q, k, v)) for x in (q, k, v))
+    block_map, w, b = cast(Found, find_map(feature_map, causal=causal))
+    per_token = [] if key_mask is None else [key_mask[..., None]]
     if key_mask is not None:
-        k = jnp.where(key_mask[..., None], k, _MASKED_KEY)
-        v = jnp.where(key_mask[..., None], v, 0)
-    q, k, v = broadcast_leading(q, k, v)
+        k, v = (jnp.where(key_mask[..., None], x, 0) for x in (k, v))
+    q, k, v, *per_token = broadcast_leading(q, k, v, *per_token)
     *batch, n, head_dim = q.shape
     m, value_dim = v.shape[-2:]
     width = max(power_of_2(head_dim), power_of_2(value_dim))
-    projection = cast(Array, _projection(feature_map))
     size = _CHUNK_BYTES // 2 if name == "high" else _CHUNK_BYTES
     chunk = min(_CHUNK, size // (width * v.dtype.itemsize))
     chunk = min(chunk, power_of_2(max(n, m)))
     segment = _segment(n, chunk, _CAUSAL_CHUNKS * chunk)
-    block = min(_STEP, power_of_2(len(projection)))
-    plan = _Plan(causal, head_dim, chunk, segment, block, name)
+    block = min(_STEP, power_of_2(len(w)))
+    plan = _Plan(causal, head_dim, chunk, segment, block, name, block_map)
 
-    def pad(x, value=0.0):
+    def pad_length(x, value=0.0):
         length, width = x.shape[-2:]
         size = segment if causal else _segment(length, chunk)
         x = x.reshape(math.prod(batch), length, width)
-        x = jnp.pad(x, [(0, 0), (0, 0), (0, power_of_2(width) - width)])
         rows = [(0, 0), (0, -length % size), (0, 0)]
         return jnp.pad(x, rows, constant_values=value)
 
-    out: Any = _attend(pad(q), pad(k, _MASKED_KEY), pad(v), projection, plan)
+    def pad(x):
+        x, width = pad_length(x), x.shape[-1]
+        return jnp.pad(x, [(0, 0), (0, 0), (0, power_of_2(width) - width)])
+
+    q, k, v = (pad(x) for x in (q, k, v))
+    tokens = {}
+    if key_mask is None and not causal and k.shape[1] > m:
+        # Causal queries do not see the zeros after the last key.
+        per_token = [jnp.ones((*batch, m, 1), bool)]
+    if per_token:
+        exponents = jnp.where(per_token[0], np.float32(0), _NO_KEY)
+        tokens["key_exponents"] = pad_length(exponents, _NO_KEY)[..., 0]
+    out: Any = _attend(q, k, v, w, b, tokens, plan)
     return out[:, :n, :value_dim].reshape(*batch, n, value_dim).astype(dtype)
 
 
@@ -194,95 +204,106 @@ def _segment(length, chunk, most=None):
     return -(-length // (segments * chunk)) * chunk
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attend(q, k, v, projection, plan):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
+def _attend(q, k, v, w, b, tokens, plan):
     """Computes attention of arrays [heads, n, width] of padded sizes."""
-    return _attend_forward(q, k, v, projection, plan)[0]
+    return _attend_forward(q, k, v, w, b, tokens, plan)[0]
 
 
-def _attend_forward(q, k, v, projection, plan):
-    # S_f = sum_j e^(a_jf - c_f) v_j^T and z_f, a_jf = w_f . k~_j - |k~_j|^2 / 2.
-    ws, key_shift, query_shift = _prepare(projection, q, plan)
-    keys = {"k": k, "v": v}
+def _attend_forward(q, k, v, w, b, tokens, plan):
+    # S_f = sum_j phi(k_j)_f v_j^T and z_f, of exponentials e^(a_jf - c_f).
+    ws, key_bias, query_bias = _prepare(w, b, q, plan)
+    keys = {"k": k, "v": v} | tokens
+    inputs = keys | {"ws": ws, "key_bias": key_bias}
     if plan.causal:
         # Of each segment, then of all segments before each.
-        sums, totals = _sum_features(keys | {"ws": ws, "key_shift": key_shift}, plan)
-        sums, totals = _earlier(sums), _earlier(totals)
-    else:
+        sums = {name: _earlier(x) for name, x in _sum_features(inputs, plan).items()}
+    elif plan.block_map.is_positive:
         # Of each segment relative to its own maximum, then of all, c_f = max_j a_jf.
-        sums, totals, shifts = _sum_features(keys | {"ws": ws}, plan)
-        key_shift = jnp.max(shifts, axis=1)
-        query_shift = jnp.maximum(key_shift + query_shift, MIN_EXPONENT)
-        decays = jnp.exp(shifts - key_shift[:, None])
-        sums = jnp.sum(sums * decays[..., None], axis=1, keepdims=True)
-        totals = jnp.sum(totals * decays, axis=1, keepdims=True)
+        sums = _sum_features(keys | {"ws": ws}, plan)
+        largest = sums.pop("largest_keys")
+        shift = jnp.max(largest, axis=1)
+        key_bias, query_bias = -shift, jnp.maximum(shift + query_bias, MIN_EXPONENT)
+        decays = jnp.exp(largest - shift[:, None])
+        sums = {
+            "sums": jnp.sum(sums["sums"] * decays[..., None], axis=1, keepdims=True),
+            "totals": jnp.sum(sums["totals"] * decays, axis=1, keepdims=True),
+        }
+    else:
+        sums = _add_segments(_sum_features(inputs, plan))
     # phi(q_i)^T S / phi(q_i)^T z, with the keys of the query's own segment if causal.
-    features = {"ws": ws, "key_shift": key_shift, "query_shift": query_shift}
-    sums = {"sums": sums.astype(v.dtype), "totals": totals}
+    features = {"ws": ws, "key_bias": key_bias, "query_bias": query_bias}
+    sums["sums"] = sums["sums"].astype(v.dtype)
     inputs = features | sums | {"q": q}
     out = _outputs(inputs | keys if plan.causal else inputs, plan)
-    return out["out"], (q, k, v, projection, features, sums, out)
+    return out["out"], (q, k, v, w, b, tokens, features, sums, out)
 
 
-def _attend_backward(plan, residuals, g):
-    q, k, v, projection, features, sums, out = residuals
+def _attend_backward(plan, residuals, cotangent):
+    q, k, v, w, b, tokens, features, sums, out = residuals
     # Of out_i = numerator_i / total_i: g_i / total_i is the cotangent of the numerator,
     # g1_i / total_i that of the denominator, g1_i = -g_i . out_i.
-    keys = {"k": k, "v": v}
-    queries = {"q": q, "g": g, "largest": out["largest"], "total": out["total"]}
+    keys = {"k": k, "v": v} | tokens
+    out = dict(out)
+    forward = {"out": out.pop("out")}
+    queries = {"q": q, "g": cotangent} | out
     inputs = features | queries | sums | (keys if plan.causal else {})
-    # dphi(q_i) = (S g_i + z g1_i) / total_i, then through the exponentials to q and W.
-    gradients = _query_gradients(inputs | {"out": out["out"]}, plan)
+    # dphi(q_i) = (S g_i + z g1_i) / total_i, then through the features to q, W and b.
+    gradients = _query_gradients(inputs | forward, plan)
     # One scale for the tokens of a head, whose gradients add up.
     scale = _scale(jnp.max(gradients["magnitude"], axis=1))
     added = {"g1": gradients["g1"], "scale": scale}
     queries, inputs = queries | added, inputs | added
     # By kernels of their own: the compiler drops them where nobody needs the result.
-    of_projection = _query_gradients(inputs, plan, of_projection=True)
+    of_map = _query_gradients(inputs, plan, of_map=True)
     # Cotangents of S_f and z_f: sum_i phi(q_i)_f [g_i, g1_i] / total_i, over later
     # queries i if causal.
-    shift = {"ws": features["ws"], "query_shift": features["query_shift"]}
-    later = _sum_features(queries | shift, plan)
+    biases = {"ws": features["ws"], "query_bias": features["query_bias"]}
+    later = _sum_features(queries | biases, plan)
     if plan.causal:
-        later = [_earlier(x, reverse=True) for x in later]
+        later = {name: _earlier(x, reverse=True) for name, x in later.items()}
         inputs = features | keys | queries
     else:
-        later = [x.sum(axis=1, keepdims=True) for x in later]
+        later = _add_segments(later)
         inputs = features | keys | {"scale": scale}
-    inputs |= {"sums": later[0].astype(v.dtype), "totals": later[1]}
-    # dphi(k_j) = dS v_j + dz, then through the exponentials to k and W.
+    later["sums"] = later["sums"].astype(v.dtype)
+    inputs |= later
+    # dphi(k_j) = dS v_j + dz, then through the features to k, W and b.
     gradients |= _key_gradients(inputs, plan)
-    of_projection += _key_gradients(inputs, plan, of_projection=True)
-    w = of_projection[: plan.head_dim, : len(projection)].T * plan.head_dim**-0.25
-    return *(gradients[x] for x in "qkv"), w.astype(projection.dtype)
+    of_map = jax.tree.map(jnp.add, of_map, _key_gradients(inputs, plan, of_map=True))
+    of_w = of_map["w"][: plan.head_dim, : len(w)].T * plan.head_dim**-0.25
+    of_b = of_map["b"][: len(w)]
+    of_map = of_w.astype(w.dtype), of_b.astype(b.dtype)
+    return *(gradients[x] for x in "qkv"), *of_map, None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
-def _prepare(projection, q, plan):
-    """Returns W^T / head_dim^(1/4) as arrays that sum to it, and shifts of exponents.
-
-    Keys' exponents are less their shifts, as in `positive_features`; those of queries
-    more, where features that fill the last block get no weight.
-    """
-    heads, num_features = len(q), len(projection)
-    w = projection.astype(jnp.float32)
-    bound = cast(Array, positive_features(jnp.zeros((1, plan.head_dim)), w).bound)
+def _prepare(w, b, q, plan):
+    """Returns W^T / head_dim^(1/4) as arrays that sum to it, and biases of heads."""
+    heads, num_features = len(q), len(w)
+    w, b = w.astype(jnp.float32), b.astype(jnp.float32)
+    biases = plan.block_map.biases(w, b, causal=plan.causal)
     w = w.T * plan.head_dim**-0.25
-    padding = -num_features % plan.block
-    w = jnp.pad(w, [(0, q.shape[-1] - plan.head_dim), (0, padding)])
-    key_shift = jnp.pad(bound + 0.5 * math.log(num_features), (0, padding))
-    query_shift = jnp.pad(
-        bound if plan.causal else jnp.zeros_like(bound),
-        (0, padding),
-        constant_values=MIN_EXPONENT,
-    )
-    shifts = (jnp.broadcast_to(x, (heads, x.size)) for x in (key_shift, query_shift))
+    fill = (0, -num_features % plan.block)
+    w = jnp.pad(w, [(0, q.shape[-1] - plan.head_dim), fill])
+
+    def repeat(bias, value):
+        bias = jnp.pad(bias, [fill], constant_values=value)
+        return jnp.broadcast_to(bias, (heads, bias.size))
+
+    of_keys = repeat(biases.keys, biases.fill_keys)
+    of_queries = repeat(biases.queries, biases.fill_queries)
     if q.dtype == jnp.float32:
-        return [w], *shifts
+        return [w], of_keys, of_queries
     high = w.astype(q.dtype)
-    return [high, (w - high.astype(jnp.float32)).astype(q.dtype)], *shifts
+    return [high, (w - high.astype(jnp.float32)).astype(q.dtype)], of_keys, of_queries
+
+
+def _add_segments(sums):
+    """Returns the sums of all segments."""
+    return {name: x.sum(axis=1, keepdims=True) for name, x in sums.items()}
 
 
 def _earlier(x, reverse=False):
@@ -296,34 +317,48 @@ def _dot(a, b, plan):
     return dot(a, b, plan.precision)
 
 
-def _exponents(x, ws, plan):
+def _project(x, ws, plan):
     """Returns W x~, [tokens, features]."""
     if plan.precision == "default":
         plan = dataclasses.replace(plan, precision="high")
     return sum(_dot(x, w, plan) for w in ws)
 
 
-def _exp(exponents, largest):
-    """Returns exp(exponents - largest), at most one; see `guards.shifted_exp`."""
-    return jnp.exp(jnp.minimum(exponents - largest, 0.0))
-
-
-def _query_features(q, ws, shift, largest, plan):
-    """Returns phi(q), without |q~|^2 / 2, which cancels in the outputs."""
-    return _exp(_exponents(q, ws, plan) + shift[None, :], largest[:, None])
-
-
-def _key_exponents(k, ws, plan):
-    # a_jf = w_f . k~_j - |k~_j|^2 / 2
+def _half_norm(k, plan):
+    """Returns |k~_j|^2 / 2."""
     wide = k.astype(jnp.float32)
-    half_norm = jnp.sum(wide * wide, axis=1) * (0.5 * plan.head_dim**-0.5)
-    return _exponents(k, ws, plan) - half_norm[:, None]
+    return jnp.sum(wide * wide, axis=1) * (0.5 * plan.head_dim**-0.5)
 
 
-def _key_features(k, ws, shift, plan):
-    exponents, shift = _key_exponents(k, ws, plan), shift[None, :]
-    # If not causal, the shift is the largest exponent.
-    return jnp.exp(exponents - shift) if plan.causal else _exp(exponents, shift)
+def _query_features(refs, ws, block, q, largest, plan):
+    """Returns phi(q) of a block of features, and its derivative by W q~."""
+    bias = refs["query_bias"][block]
+    return plan.block_map.queries(_project(q, ws, plan), bias, largest)
+
+
+def _key_features(refs, ws, block, k, plan):
+    """Returns phi(k) of a block of features, and its derivative by W k~."""
+    bias = refs["key_bias"][block]
+    return plan.block_map.keys(_project(k, ws, plan), _half_norm(k, plan), bias)
+
+
+def _largest(refs, rows):
+    """Returns the queries' largest exponents, None if features are not exponentials."""
+    return refs["largest"][rows] if "largest" in refs else None
+
+
+def _key_weights(refs, rows):
+    """Returns factors of the features of keys, zero for those that do not exist."""
+    if "key_exponents" not in refs:
+        return None
+    return jnp.exp(refs["key_exponents"][rows])
+
+
+def _weighted(x, weights):
+    """Multiplies rows by weights, if there are any."""
+    if weights is None:
+        return x
+    return x * (weights if x.ndim == 1 else weights[:, None])
 
 
 def _scale(magnitude):
@@ -357,20 +392,25 @@ def _add_keys(refs, ws, features, rows, carry, plan):
     """Adds tokens to S_f = sum_j phi(k_j)_f v_j^T and z_f = sum_j phi(k_j)_f."""
     sums, totals = carry
     k, v = refs["k"][rows, :], refs["v"][rows, :]
-    phi = _key_features(k, ws, refs["key_shift"][features], plan).astype(v.dtype)
+    phi, _ = _key_features(refs, ws, features, k, plan)
+    phi = _weighted(phi, _key_weights(refs, rows)).astype(v.dtype)
     sums = sums + _dot(phi.T, v, plan)
     return sums, totals + jnp.sum(phi.astype(jnp.float32), axis=0)
 
 
 def _add_keys_online(refs, ws, features, rows, carry, plan):
     """Adds tokens to S_f and z_f, relative to the running maximum c_f."""
+    del features
     sums, totals, shift = carry
     k, v = refs["k"][rows, :], refs["v"][rows, :]
-    exponents = _key_exponents(k, ws, plan)
+    block_map = cast(PositiveMap, plan.block_map)
+    exponents = block_map.key_exponents(_project(k, ws, plan), _half_norm(k, plan))
+    if "key_exponents" in refs:
+        exponents = exponents + refs["key_exponents"][rows][:, None]
     # Sums so far move to the new maximum: times e^(c_f - c'_f).
     before, shift = shift, jnp.maximum(shift, jnp.max(exponents, axis=0))
     decay = jnp.exp(before - shift)
-    phi = _exp(exponents, shift[None, :]).astype(v.dtype)
+    phi = shifted_exp(exponents, shift[None, :]).astype(v.dtype)
     sums = sums * decay[:, None] + _dot(phi.T, v, plan)
     totals = totals * decay + jnp.sum(phi.astype(jnp.float32), axis=0)
     return sums, totals, shift
@@ -380,8 +420,8 @@ def _add_queries(refs, ws, features, rows, carry, plan):
     """Adds tokens to dS_f and dz_f, sums of phi(q_i)_f [g_i, g1_i] / total_i."""
     sums, totals = carry
     g, g1 = _quotients(refs, rows)
-    q, largest = refs["q"][rows, :], refs["largest"][rows]
-    phi = _query_features(q, ws, refs["query_shift"][features], largest, plan)
+    q, largest = refs["q"][rows, :], _largest(refs, rows)
+    phi, _ = _query_features(refs, ws, features, q, largest, plan)
     phi = phi.astype(g.dtype)
     sums = sums + _dot(phi.T, g, plan)
     return sums, totals + jnp.sum(phi.astype(jnp.float32) * g1[:, None], axis=0)
@@ -391,18 +431,18 @@ def _sum_features(inputs, plan):
     """Sums over the tokens of every segment.
 
     Args:
-        inputs: Those of `_add_queries`, of `_add_keys` or, without shifts, of
+        inputs: Those of `_add_queries`, of `_add_keys` or, without biases, of
             `_add_keys_online`.
         plan: The plan.
 
     Returns:
-        The sums, [heads, segments, features, width] and [heads, segments, features],
-        and the largest exponents of keys if there are no shifts.
+        By name, the sums, [heads, segments, features, width] and [heads, segments,
+        features], and the largest exponents of keys if there are no biases.
     """
     add, values = (_add_queries, "g") if "g" in inputs else (_add_keys, "v")
     names = ["sums", "totals"]
-    if not {"key_shift", "query_shift"} & inputs.keys():
-        add, names = _add_keys_online, [*names, "shifts"]
+    if not {"key_bias", "query_bias"} & inputs.keys():
+        add, names = _add_keys_online, [*names, "largest_keys"]
     heads, n, width = inputs[values].shape
     num_features = inputs["ws"][0].shape[1]
     size = plan.segment if plan.causal else _segment(n, plan.chunk)
@@ -427,8 +467,7 @@ def _sum_features(inputs, plan):
     shape = (heads, n // size, num_features)
     shapes = {name: (*shape, width) if name == "sums" else shape for name in names}
     grid = (*shape[:2], num_features // plan.block)
-    out = _call(kernel, grid, size, inputs, shapes, plan)
-    return [out[name] for name in names]
+    return _call(kernel, grid, size, inputs, shapes, plan)
 
 
 def _sums_at(refs, ws, block, chunk, plan, *, later=False):
@@ -461,7 +500,7 @@ def _outputs(inputs, plan):
     """Returns the outputs, and the largest exponents and denominators of queries."""
     heads, n, _ = inputs["q"].shape
     num_features, width = inputs["sums"].shape[-2:]
-    dtype = inputs["sums"].dtype
+    dtype, block_map = inputs["sums"].dtype, plan.block_map
 
     def kernel(refs, out, chunk):
         # Loaded before the loop, and only blocks of features in it.
@@ -473,47 +512,52 @@ def _outputs(inputs, plan):
             numerator, total, largest, weights = carry
             block = pl.ds(index * plan.block, plan.block)
             ws = [w[:, block] for w in refs["ws"]]
-            # b_if + c_f of the block; numerators move to the new running maximum r_i.
-            exponents = _exponents(q, ws, plan) + refs["query_shift"][block][None, :]
-            before, largest = largest, jnp.maximum(largest, jnp.max(exponents, axis=1))
-            decay = jnp.exp(before - largest)
-            phi = _exp(exponents, largest[:, None]).astype(dtype)
+            projected, bias = _project(q, ws, plan), refs["query_bias"][block]
+            phi, largest, decay = block_map.queries_online(projected, bias, largest)
+            phi = phi.astype(dtype)
             # total_i += sum_f phi(q_i)_f z_f, numerator_i += sum_f phi(q_i)_f S_f.
             sums, totals = _sums_at(refs, ws, block, chunk, plan)
-            weighted = phi.astype(jnp.float32) * totals[None, :]
-            total = total * decay + jnp.sum(weighted, axis=1)
-            product = _dot(phi, sums, plan)
-            numerator = numerator * decay[:, None] + product
+            products = jnp.sum(phi.astype(jnp.float32) * totals[None, :], axis=1)
+            total = _weighted(total, decay) + products
+            numerator = _weighted(numerator, decay) + _dot(phi, sums, plan)
             if plan.causal:
                 # weight_ij += sum_f phi(q_i)_f phi(k_j)_f of the chunk's own keys.
-                shift = refs["key_shift"][block]
-                phi_k = _key_features(k, ws, shift, plan).astype(dtype)
-                weights = weights * decay[:, None] + _dot(phi, phi_k.T, plan)
+                phi_k, _ = _key_features(refs, ws, block, k, plan)
+                product = _dot(phi, phi_k.astype(dtype).T, plan)
+                weights = _weighted(weights, decay) + product
             return numerator, total, largest, weights
 
         carry = (
             jnp.zeros((plan.chunk, width), jnp.float32),
             jnp.zeros((plan.chunk,), jnp.float32),
-            jnp.full((plan.chunk,), MIN_EXPONENT, jnp.float32),
+            jnp.full(
+                (plan.chunk,) if block_map.is_positive else (),
+                MIN_EXPONENT,
+                jnp.float32,
+            ),
             jnp.zeros((plan.chunk, plan.chunk) if plan.causal else (), jnp.float32),
         )
         steps = num_features // plan.block
         numerator, total, largest, weights = jax.lax.fori_loop(0, steps, step, carry)
         # + sum_{j <= i} weight_ij [v_j, 1] within the chunk, then the quotient.
         if plan.causal:
-            weights = _lower(weights).astype(dtype)
+            weights = _pair_weights(refs, rows, weights).astype(dtype)
             total = total + jnp.sum(weights.astype(jnp.float32), axis=1)
             numerator = numerator + _dot(weights, refs["v"][rows, :], plan)
         total = jnp.where(total < MIN_DENOMINATOR, 1.0, total)
         out["out"][...] = (numerator / total[:, None]).astype(dtype)
-        out["largest"][...], out["total"][...] = largest, total
+        out["total"][...] = total
+        if block_map.is_positive:
+            out["largest"][...] = largest
 
-    shapes = {"out": (heads, n, width), "largest": (heads, n), "total": (heads, n)}
+    shapes = {"out": (heads, n, width), "total": (heads, n)}
+    if block_map.is_positive:
+        shapes["largest"] = heads, n
     return _call(kernel, (heads, n // plan.chunk), plan.chunk, inputs, shapes, plan)
 
 
-def _query_gradients(inputs, plan, of_projection=False):
-    """Returns the gradient of queries, or of W^T / head_dim^(1/4) through them.
+def _query_gradients(inputs, plan, of_map=False):
+    """Returns the gradient of queries, or of W^T / head_dim^(1/4) and b through them.
 
     With the gradient of queries come g1_i and the largest magnitudes of g_i, which no
     other kernel needs to find again.
@@ -523,9 +567,9 @@ def _query_gradients(inputs, plan, of_projection=False):
 
     def kernel(refs, out, chunk):
         rows = _rows(chunk, plan)
-        q, largest = refs["q"][rows, :], refs["largest"][rows]
+        q, largest = refs["q"][rows, :], _largest(refs, rows)
         k = refs["k"][rows, :] if plan.causal else None
-        if of_projection:
+        if of_map:
             g, g1 = _quotients(refs, rows)
         else:
             # A scale for every query, whose gradient depends on no other cotangent.
@@ -547,97 +591,109 @@ def _query_gradients(inputs, plan, of_projection=False):
             gradient = _dot(g, sums.T, plan) + g1[:, None] * totals[None, :]
             if plan.causal:
                 # + sum_{j <= i} (g_i . v_j + g1_i) / total_i phi(k_j)_f in the chunk.
-                shift = refs["key_shift"][block]
-                phi = _key_features(k, ws, shift, plan).astype(dtype)
-                gradient = gradient + _dot(pairs, phi, plan)
-            # db_if = dphi(q_i)_f phi(q_i)_f; dq_i = sum_f db_if w_f / head_dim^(1/4)
-            phi = _query_features(q, ws, refs["query_shift"][block], largest, plan)
-            gradient = (gradient * phi).astype(dtype)
-            if of_projection:
-                out["w"][:, block] = _dot(q.T, gradient, plan) / refs["scale"][...]
+                phi, _ = _key_features(refs, ws, block, k, plan)
+                gradient = gradient + _dot(pairs, phi.astype(dtype), plan)
+            # du_if = dphi(q_i)_f phi'(q_i)_f, u_i = W q~_i;
+            # dq_i = sum_f du_if w_f / head_dim^(1/4)
+            _, slope = _query_features(refs, ws, block, q, largest, plan)
+            gradient = gradient * slope
+            if of_map:
+                _write_map_gradients(refs, out, block, q, gradient, plan)
                 return projected
-            return projected + _dot(gradient, ws[0].T, plan)
+            return projected + _dot(gradient.astype(dtype), ws[0].T, plan)
 
-        start = jnp.zeros(() if of_projection else q.shape, jnp.float32)
+        start = jnp.zeros(() if of_map else q.shape, jnp.float32)
         projected = jax.lax.fori_loop(0, num_features // plan.block, step, start)
-        if not of_projection:
+        if not of_map:
             out["q"][...] = (projected / scale[:, None]).astype(dtype)
 
     shapes = {"q": shape, "g1": shape[:2], "magnitude": shape[:2]}
-    return _gradients(kernel, inputs, shapes, plan, of_projection)
+    return _gradients(kernel, inputs, shapes, plan, of_map)
 
 
-def _key_gradients(inputs, plan, of_projection=False):
+def _key_gradients(inputs, plan, of_map=False):
     """Returns the gradients of keys and values, or that of `_query_gradients`."""
     num_features, width = inputs["sums"].shape[-2:]
-    dtype = inputs["k"].dtype
+    dtype, norm_sign = inputs["k"].dtype, plan.block_map.norm_sign
 
     def kernel(refs, out, chunk):
         rows = _rows(chunk, plan)
         k, v, scale = refs["k"][rows, :], refs["v"][rows, :], refs["scale"][...]
-        q, largest = (refs[x][rows] if plan.causal else None for x in ("q", "largest"))
+        q, largest = (refs["q"][rows, :] if plan.causal else None), _largest(refs, rows)
         g, g1 = _quotients(refs, rows) if plan.causal else (None, None)
         pairs = _pair_gradients(refs, rows, g, g1, plan)
+        key_weights = _key_weights(refs, rows)
 
         def step(index, carry):
             projected, total, of_values, weights = carry
             block = pl.ds(index * plan.block, plan.block)
             ws = [w[:, block] for w in refs["ws"]]
             sums, totals = _sums_at(refs, ws, block, chunk, plan, later=True)
-            phi = _key_features(k, ws, refs["key_shift"][block], plan)
+            phi, slope = _key_features(refs, ws, block, k, plan)
             # dphi(k_j)_f = dS_f . v_j + dz_f
             gradient = _dot(v, sums.T, plan) + totals[None, :]
+            gradient = _weighted(gradient, key_weights)
             if plan.causal:
                 # + sum_{i >= j} (g_i . v_j + g1_i) / total_i phi(q_i)_f in the chunk.
-                shift = refs["query_shift"][block]
-                phi_q = _query_features(q, ws, shift, largest, plan).astype(dtype)
+                phi_q, _ = _query_features(refs, ws, block, q, largest, plan)
+                phi_q = phi_q.astype(dtype)
                 gradient = gradient + _dot(pairs.T, phi_q, plan)
-                if not of_projection:
+                if not of_map:
                     product = _dot(phi_q, phi.astype(dtype).T, plan)
                     weights = weights + product
-            # da_jf = dphi(k_j)_f phi(k_j)_f, and dv_j = sum_f phi(k_j)_f dS_f.
-            gradient = gradient * phi
-            if of_projection:
-                product = _dot(k.T, gradient.astype(dtype), plan)
-                out["w"][:, block] = product / scale
+            # du_jf = dphi(k_j)_f phi'(k_j)_f, and dv_j = sum_f phi(k_j)_f dS_f.
+            of_phi, gradient = gradient, gradient * slope
+            if of_map:
+                _write_map_gradients(refs, out, block, k, gradient, plan)
                 return carry
             projected = projected + _dot(gradient.astype(dtype), ws[0].T, plan)
-            total = total + jnp.sum(gradient, axis=1)
+            if norm_sign:
+                total = total + jnp.sum(of_phi * phi, axis=1)
             of_values = of_values + _dot(phi.astype(dtype), sums, plan)
             return projected, total, of_values, weights
 
         size = plan.chunk
         shapes = k.shape, (size,), (size, width), (size, size)
-        if of_projection:
+        if of_map:
             shapes = ((),) * 4
         elif not plan.causal:
             shapes = (*shapes[:3], ())
         carry = tuple(jnp.zeros(shape, jnp.float32) for shape in shapes)
         carry = jax.lax.fori_loop(0, num_features // plan.block, step, carry)
-        if of_projection:
+        if of_map:
             return
         projected, total, of_values, weights = carry
-        # dk_j = sum_f da_jf (w_f - k~_j) / head_dim^(1/4)
-        total = total[:, None] * plan.head_dim**-0.5
-        of_keys = (projected - total * k.astype(jnp.float32)) / scale
-        out["k"][...] = of_keys.astype(dtype)
+        # dk_j = (sum_f du_jf w_f +- sum_f dphi(k_j)_f phi(k_j)_f k~_j) / head_dim^(1/4)
+        if norm_sign:
+            total = total[:, None] * (norm_sign * plan.head_dim**-0.5)
+            projected = projected + total * k.astype(jnp.float32)
+        out["k"][...] = (projected / scale).astype(dtype)
+        of_values = _weighted(of_values, key_weights)
         # dv_j += sum_{i >= j} weight_ij g_i / total_i within the chunk.
         if plan.causal:
-            weights = _lower(weights).astype(dtype)
+            weights = _pair_weights(refs, rows, weights).astype(dtype)
             of_values = of_values + _dot(weights.T, g, plan)
         out["v"][...] = (of_values / scale).astype(dtype)
 
     shapes = {"k": inputs["k"].shape, "v": inputs["v"].shape}
-    return _gradients(kernel, inputs, shapes, plan, of_projection)
+    return _gradients(kernel, inputs, shapes, plan, of_map)
 
 
-def _gradients(kernel, inputs, shapes, plan, of_projection):
+def _gradients(kernel, inputs, shapes, plan, of_map):
     (heads, n, width), *_ = shapes.values()
     grid = heads, n // plan.chunk
-    if of_projection:
-        shapes = {"w": (*grid, width, inputs["sums"].shape[-2])}
+    if of_map:
+        num_features = inputs["sums"].shape[-2]
+        shapes = {"w": (*grid, width, num_features), "b": (*grid, num_features)}
     out = _call(kernel, grid, plan.chunk, inputs, shapes, plan)
-    return out["w"].sum(axis=(0, 1)) if of_projection else out
+    return {name: x.sum(axis=(0, 1)) for name, x in out.items()} if of_map else out
+
+
+def _write_map_gradients(refs, out, block, x, gradient, plan):
+    """Writes dW_f = sum_i du_if x_i and db_f = sum_i du_if of a chunk."""
+    scale = refs["scale"][...]
+    out["w"][:, block] = _dot(x.T, gradient.astype(x.dtype), plan) / scale
+    out["b"][block] = jnp.sum(gradient, axis=0) / scale
 
 
 def _pair_gradients(refs: Any, rows: Any, g: Any, g1: Any, plan: _Plan) -> Any:
@@ -648,21 +704,23 @@ def _pair_gradients(refs: Any, rows: Any, g: Any, g1: Any, plan: _Plan) -> Any:
     if not plan.causal:
         return None
     pairs = _dot(g, refs["v"][rows, :].T, plan) + g1[:, None]
-    return _lower(pairs).astype(g.dtype)
+    return _pair_weights(refs, rows, pairs).astype(g.dtype)
 
 
-def _lower(pairs):
-    """Returns [queries, keys] with zeros for later keys."""
+def _pair_weights(refs, rows, pairs):
+    """Multiplies [queries, keys] of a chunk by weights, zero for later keys."""
     query, key = (jax.lax.broadcasted_iota(jnp.int32, pairs.shape, i) for i in (0, 1))
-    return jnp.where(key <= query, pairs, 0.0)
+    pairs = jnp.where(key <= query, pairs, 0.0)
+    weights = _key_weights(refs, rows)
+    return pairs if weights is None else pairs * weights[None, :]
 
 
 # Axes of arrays: heads, segments, tokens, features, and others.
 _AXES = (
     dict.fromkeys(("q", "k", "v", "g", "out"), "hnd")
-    | dict.fromkeys(("g1", "magnitude", "largest", "total"), "hn")
-    | dict.fromkeys(("query_shift", "key_shift"), "hf")
-    | dict.fromkeys(("totals", "shifts"), "hsf")
+    | dict.fromkeys(("g1", "magnitude", "largest", "total", "key_exponents"), "hn")
+    | dict.fromkeys(("query_bias", "key_bias"), "hf")
+    | dict.fromkeys(("totals", "largest_keys", "b"), "hsf")
     | {"ws": "df", "sums": "hsfd", "scale": "h", "w": "hsdf"}
 )
 

@@ -354,14 +354,13 @@ def causal_linear_attention(
 
     # A kernel of the platform computes the same function, where it has one.
     branches = {}
-    plain = starts is None and state is None and not return_state
-    if plain and not at_most(q.shape[-2], chunk_size):
+    if state is None and not return_state and not at_most(q.shape[-2], chunk_size):
         branches = _fused_branches(q, k, v, feature_map, precision, causal=True)
-        if key_mask is None:
+        if key_mask is None and starts is None:
             branches |= _vmem_branches(q, k, v, feature_map, precision)
     if branches:
         return jax.lax.platform_dependent(
-            q, k, v, key_mask, **branches, default=lambda *x: in_chunks(*x)[0]
+            q, k, v, key_mask, starts, **branches, default=lambda *x: in_chunks(*x)[0]
         )
     out, state = in_chunks(q, k, v, key_mask, starts, state, return_state)
     return out if state is None else (out, state)
@@ -389,7 +388,7 @@ def _fused_branches(q, k, v, feature_map, precision, *, causal):
 
 
 def _vmem_branches(q, k, v, feature_map, precision):
-    """Finds kernels for TPUs that take no mask, as `_fused_branches`."""
+    """Finds kernels for TPUs that take no masks, as `_fused_branches`."""
     if not platform_defaults().causal_in_vmem:
         return {}
     from relattn.kernels import pallas_linear
@@ -397,8 +396,8 @@ def _vmem_branches(q, k, v, feature_map, precision):
     if not pallas_linear.fits_vmem(q, k, v, feature_map, precision):
         return {}
 
-    def attend(q, k, v, key_mask):
-        del key_mask
+    def attend(q, k, v, key_mask, starts):
+        del key_mask, starts
         q, k, v = broadcast_leading(q, k, v)
         return pallas_linear.attend_in_vmem(q, k, v, feature_map, precision=precision)
 

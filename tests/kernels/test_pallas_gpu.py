@@ -57,11 +57,20 @@ def with_parameters(phi, bias=None):
 
 
 def attend(
-    q, k, v, w=PROJECTION, *bias, name="positive", key_mask=None, causal, **options
+    q,
+    k,
+    v,
+    w=PROJECTION,
+    *bias,
+    name="positive",
+    key_mask=None,
+    starts=None,
+    causal,
+    **options,
 ):
     phi = with_parameters(compare.feature_map(name, w), *bias)
     return fused.attend_on_gpu(
-        q, k, v, key_mask, feature_map=phi, causal=causal, **options
+        q, k, v, key_mask, starts, feature_map=phi, causal=causal, **options
     )
 
 
@@ -75,12 +84,21 @@ def naive(q, k, v, w, *bias, name, allowed):
 NAIVE = {name: functools.partial(naive, name=name) for name in NAMES}
 
 
-def expect_reference(causal, inputs, name="positive", key_mask=None, **options):
+def expect_reference(
+    causal, inputs, name="positive", key_mask=None, starts=None, **options
+):
     """Compares values and gradients, those of parameters for each head too."""
     n, m = (x.shape[1] for x in inputs[:2])
     allowed = np.tril(np.ones((n, m), bool)) if causal else np.ones((n, m), bool)
+    if starts is not None:
+        allowed &= np.cumsum(starts)[:, None] == np.cumsum(starts)
     ours = functools.partial(
-        attend, name=name, key_mask=key_mask, causal=causal, precision="default"
+        attend,
+        name=name,
+        key_mask=key_mask,
+        starts=starts,
+        causal=causal,
+        precision="default",
     )
     parameters = [PROJECTIONS, BIASES] if name == "relu" else [PROJECTIONS]
     compare.expect_equal(
@@ -100,6 +118,45 @@ def expect_reference(causal, inputs, name="positive", key_mask=None, **options):
 def test_equals_the_reference(interpreted, name, causal, m, masked):
     key_mask = jax.device_put(np.arange(m) % 3 != 1) if masked else None
     expect_reference(causal, draw_inputs(HEADS, m=m), name, key_mask, tolerance=2e-6)
+
+
+# Chunks have 8 and segments 16 tokens: sequences end within a chunk, and the fourth one
+# is longer than a segment.
+STARTS = np.isin(np.arange(M), [3, 10, 11, 34])
+
+
+@pytest.mark.quick("positive")
+@pytest.mark.parametrize("name", NAMES)
+def test_packed_sequences_equal_the_reference(interpreted, name):
+    exists, starts = jax.device_put((np.arange(M) % 3 != 1, STARTS))
+    inputs = draw_inputs(HEADS, n=M, m=M)
+    expect_reference(True, inputs, name, exists, starts, tolerance=2e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_causal_attention_gives_the_kernel_its_masks(
+    interpreted, one_device, monkeypatch, name
+):
+    def choose_cuda(*operands, default, cuda):
+        del default
+        return cuda(*operands)
+
+    # Queries share keys; heads have masks of their own.
+    exists = np.stack([np.arange(M) % 3 != 1, np.arange(M) % 5 != 1])
+    exists, ids = jax.device_put((exists, np.cumsum(STARTS) % 2))
+    q, k, v = map(jnp.asarray, draw_inputs(HEADS, n=M, m=M))
+    attend = functools.partial(
+        causal_linear_attention,
+        feature_map=compare.feature_map(name, PROJECTION),
+        key_mask=exists,
+        segment_ids=ids,
+    )
+    expected = attend(q, k[:1], v[:1])
+    monkeypatch.setattr(jax.lax, "platform_dependent", choose_cuda)
+    with use_platform("gpu", fused_linear=True, causal_chunk=8):
+        found = quick_jit(attend)(q, k[:1], v[:1])
+    np.testing.assert_allclose(found, expected, atol=2e-6)
 
 
 @pytest.mark.slow
@@ -131,14 +188,19 @@ def value_and_gradients(function, *inputs):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("name", NAMES)
-def test_earlier_outputs_and_gradients_do_not_depend_on_later_tokens(interpreted, name):
-    # In the middle of a chunk.
-    cut = 11
+def test_earlier_outputs_and_gradients_do_not_depend_on_later_tokens(
+    interpreted, name, packed
+):
+    # In the middle of a chunk and, if packed, of a sequence.
+    cut, starts = 11, None
+    if packed:
+        starts = jax.device_put(np.isin(np.arange(N), [3, 9, 17]))
 
     @quick_jit
     def earlier(*inputs):
-        run = functools.partial(attend, name=name, causal=True)
+        run = functools.partial(attend, name=name, starts=starts, causal=True)
         out, pullback = jax.vjp(run, *inputs)
         gradients = pullback(jnp.ones_like(out).at[:, cut:].set(0.0))
         return [x[:, :cut] for x in (out, *gradients)]
@@ -227,6 +289,7 @@ def test_no_array_has_the_features_of_every_token(name, causal):
 
 
 LONG = draw_inputs(HEADS, n=131, m=131)
+CAUSAL = {"attention": causal_linear_attention}
 
 
 def uses_a_kernel(inputs, phi=feature_map, attention=linear_attention, **options):
@@ -250,7 +313,8 @@ def test_a_gpu_uses_kernels_where_they_are_chosen(one_device, attention):
         assert "pallas_call" not in str(jax.make_jaxpr(run)(*LONG))
 
 
-CAUSAL = {"attention": causal_linear_attention}
+def test_a_gpu_uses_kernels_for_packed_sequences(one_device):
+    assert uses_a_kernel(LONG, segment_ids=jnp.arange(131) // 50, **CAUSAL)
 
 
 @pytest.mark.parametrize(
@@ -266,7 +330,6 @@ CAUSAL = {"attention": causal_linear_attention}
         {"phi": functools.partial(compare.feature_map("relu", PROJECTION), eps=-0.1)},
         {"phi": functools.partial(feature_map, precision="highest")},
         {"phi": compare.feature_map("positive", jnp.ones((513, HEAD_DIM)))},
-        CAUSAL | {"segment_ids": jnp.arange(131)},
         CAUSAL | {"return_state": True},
         CAUSAL | {"chunk_size": 131},
     ],
@@ -343,15 +406,19 @@ def test_lowers_for_the_platform_of_the_program(one_device):
     assert counts == {"cuda": 5, "cpu": 0}
 
 
-def count_kernels(name, causal, head_dim, num_features, dtype, precision):
+def count_kernels(packed, name, causal, head_dim, num_features, dtype, precision):
     tokens = ((2, 8, 1000, head_dim), dtype)
     w = ((num_features, head_dim), "float32")
 
     def gradients(q, k, v, w, g):
         def run(q, k, v, w):
             phi = compare.feature_map(name, w)
-            kernel = causal_linear_attention if causal else linear_attention
-            return kernel(q, k, v, phi, precision=precision)
+            if not causal:
+                return linear_attention(q, k, v, phi, precision=precision)
+            ids = jnp.arange(1000) // 300 if packed else None
+            return causal_linear_attention(
+                q, k, v, phi, segment_ids=ids, precision=precision
+            )
 
         return jax.vjp(run, q, k, v, w)[1](g)
 
@@ -378,4 +445,12 @@ def test_compiles_for_a_gpu(causal, name, head_dim, num_features, dtype, precisi
     # Forward two; backward sums of queries, and gradients of queries, of keys and,
     # through both, of the map's parameters.
     case = name, causal, head_dim, num_features, dtype, precision
-    assert call_alone(count_kernels, *case) == 7
+    assert call_alone(count_kernels, False, *case) == 7
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", NAMES)
+def test_packed_sequences_compile_for_a_gpu(name, dtype):
+    pytest.importorskip("jax_cuda13_plugin")
+    assert call_alone(count_kernels, True, name, True, 128, 512, dtype, None) == 7

@@ -45,6 +45,14 @@ from relattn.kernels.pallas_gpu.products import (
     power_of_2,
     precision_name,
 )
+from relattn.kernels.pallas_gpu.token_weights import (
+    NO_KEY,
+    accumulate,
+    key_weights,
+    query_weights,
+    weighted,
+    weighted_pairs,
+)
 from relattn.kernels.platform import has_program_per_device
 from relattn.kernels.precision import compute_dtype
 
@@ -61,8 +69,6 @@ _STEP = 64
 _CHUNK_BYTES = 2**14
 # Most features.
 _MAX_FEATURES = 512
-# The exponent of keys that do not exist, far below that of features without weight.
-_NO_KEY = 1e2 * MIN_EXPONENT
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,6 +139,7 @@ def attend_on_gpu(
     k: Float[Array, "*#batch m head_dim"],
     v: Float[Array, "*#batch m value_dim"],
     key_mask: Bool[Array, "*#batch m"] | None = None,
+    starts: Bool[Array, "*#batch n"] | None = None,
     *,
     feature_map: FeatureMap,
     causal: bool,
@@ -148,6 +155,8 @@ def attend_on_gpu(
         k: Keys, shape ``[*batch, m, head_dim]``.
         v: Values, shape ``[*batch, m, value_dim]``.
         key_mask: True for keys that exist, shape ``[*batch, m]``.
+        starts: Where a packed sequence starts, whose tokens attend to each other only,
+            shape ``[*batch, n]``; if it is causal.
         feature_map: One that `fits_gpu`.
         causal: Whether a token attends only to itself and earlier tokens; then m is n.
         precision: Precision of the products of float32 arrays, TF32 by default.
@@ -161,10 +170,12 @@ def attend_on_gpu(
     dtype, name = v.dtype, cast(str, precision_name(precision))
     q, k, v = (x.astype(kernel_dtype(name, q, k, v)) for x in (q, k, v))
     block_map, w, b = cast(Found, find_map(feature_map, causal=causal))
-    per_token = [] if key_mask is None else [key_mask[..., None]]
+    masks = {"exists": key_mask, "starts": starts}
+    masks = {name: x[..., None] for name, x in masks.items() if x is not None}
     if key_mask is not None:
         k, v = (jnp.where(key_mask[..., None], x, 0) for x in (k, v))
-    q, k, v, *per_token = broadcast_leading(q, k, v, *per_token)
+    q, k, v, *per_token = broadcast_leading(q, k, v, *masks.values())
+    masks = dict(zip(masks, per_token, strict=True))
     *batch, n, head_dim = q.shape
     m, value_dim = v.shape[-2:]
     width = max(power_of_2(head_dim), power_of_2(value_dim))
@@ -190,10 +201,14 @@ def attend_on_gpu(
     tokens = {}
     if key_mask is None and not causal and k.shape[1] > m:
         # Causal queries do not see the zeros after the last key.
-        per_token = [jnp.ones((*batch, m, 1), bool)]
-    if per_token:
-        exponents = jnp.where(per_token[0], np.float32(0), _NO_KEY)
-        tokens["key_exponents"] = pad_length(exponents, _NO_KEY)[..., 0]
+        masks["exists"] = jnp.ones((*batch, m, 1), bool)
+    if "exists" in masks:
+        exponents = jnp.where(masks["exists"], np.float32(0), NO_KEY)
+        tokens["key_exponents"] = pad_length(exponents, NO_KEY)[..., 0]
+    if "starts" in masks:
+        # The number of each token's sequence.
+        starts = pad_length(masks["starts"], False)[..., 0]
+        tokens["sequences"] = jnp.cumsum(starts, axis=1, dtype=jnp.int32)
     out: Any = _attend(q, k, v, w, b, tokens, plan)
     return out[:, :n, :value_dim].reshape(*batch, n, value_dim).astype(dtype)
 
@@ -217,7 +232,7 @@ def _attend_forward(q, k, v, w, b, tokens, plan):
     inputs = keys | {"ws": ws, "key_bias": key_bias}
     if plan.causal:
         # Of each segment, then of all segments before each.
-        sums = {name: _earlier(x) for name, x in _sum_features(inputs, plan).items()}
+        sums = accumulate(_sum_features(inputs, plan), tokens, plan.segment)
     elif plan.block_map.is_positive:
         # Of each segment relative to its own maximum, then of all, c_f = max_j a_jf.
         sums = _sum_features(keys | {"ws": ws}, plan)
@@ -244,6 +259,7 @@ def _attend_backward(plan, residuals, cotangent):
     # Of out_i = numerator_i / total_i: g_i / total_i is the cotangent of the numerator,
     # g1_i / total_i that of the denominator, g1_i = -g_i . out_i.
     keys = {"k": k, "v": v} | tokens
+    of_queries = tokens if plan.causal else {}
     out = dict(out)
     forward = {"out": out.pop("out")}
     queries = {"q": q, "g": cotangent} | out
@@ -259,9 +275,9 @@ def _attend_backward(plan, residuals, cotangent):
     # Cotangents of S_f and z_f: sum_i phi(q_i)_f [g_i, g1_i] / total_i, over later
     # queries i if causal.
     biases = {"ws": features["ws"], "query_bias": features["query_bias"]}
-    later = _sum_features(queries | biases, plan)
+    later = _sum_features(queries | biases | of_queries, plan)
     if plan.causal:
-        later = {name: _earlier(x, reverse=True) for name, x in later.items()}
+        later = accumulate(later, tokens, plan.segment, reverse=True)
         inputs = features | keys | queries
     else:
         later = _add_segments(later)
@@ -306,13 +322,6 @@ def _add_segments(sums):
     return {name: x.sum(axis=1, keepdims=True) for name, x in sums.items()}
 
 
-def _earlier(x, reverse=False):
-    """Returns the sums over the segments before each, or after each."""
-    total = jnp.cumsum(x[:, ::-1] if reverse else x, axis=1)
-    total = jnp.pad(total[:, :-1], [(0, 0), (1, 0)] + [(0, 0)] * (x.ndim - 2))
-    return total[:, ::-1] if reverse else total
-
-
 def _dot(a, b, plan):
     return dot(a, b, plan.precision)
 
@@ -347,20 +356,6 @@ def _largest(refs, rows):
     return refs["largest"][rows] if "largest" in refs else None
 
 
-def _key_weights(refs, rows):
-    """Returns factors of the features of keys, zero for those that do not exist."""
-    if "key_exponents" not in refs:
-        return None
-    return jnp.exp(refs["key_exponents"][rows])
-
-
-def _weighted(x, weights):
-    """Multiplies rows by weights, if there are any."""
-    if weights is None:
-        return x
-    return x * (weights if x.ndim == 1 else weights[:, None])
-
-
 def _scale(magnitude):
     """Returns powers of two that cotangents get before they are divided.
 
@@ -388,19 +383,19 @@ def _quotients(refs, rows):
     return wide.astype(g.dtype), refs["g1"][rows] * factor
 
 
-def _add_keys(refs, ws, features, rows, carry, plan):
+def _add_keys(refs, ws, features, rows, edge, carry, plan):
     """Adds tokens to S_f = sum_j phi(k_j)_f v_j^T and z_f = sum_j phi(k_j)_f."""
     sums, totals = carry
     k, v = refs["k"][rows, :], refs["v"][rows, :]
     phi, _ = _key_features(refs, ws, features, k, plan)
-    phi = _weighted(phi, _key_weights(refs, rows)).astype(v.dtype)
+    phi = weighted(phi, key_weights(refs, rows, edge)).astype(v.dtype)
     sums = sums + _dot(phi.T, v, plan)
     return sums, totals + jnp.sum(phi.astype(jnp.float32), axis=0)
 
 
-def _add_keys_online(refs, ws, features, rows, carry, plan):
+def _add_keys_online(refs, ws, features, rows, edge, carry, plan):
     """Adds tokens to S_f and z_f, relative to the running maximum c_f."""
-    del features
+    del features, edge
     sums, totals, shift = carry
     k, v = refs["k"][rows, :], refs["v"][rows, :]
     block_map = cast(PositiveMap, plan.block_map)
@@ -416,13 +411,13 @@ def _add_keys_online(refs, ws, features, rows, carry, plan):
     return sums, totals, shift
 
 
-def _add_queries(refs, ws, features, rows, carry, plan):
+def _add_queries(refs, ws, features, rows, edge, carry, plan):
     """Adds tokens to dS_f and dz_f, sums of phi(q_i)_f [g_i, g1_i] / total_i."""
     sums, totals = carry
     g, g1 = _quotients(refs, rows)
     q, largest = refs["q"][rows, :], _largest(refs, rows)
     phi, _ = _query_features(refs, ws, features, q, largest, plan)
-    phi = phi.astype(g.dtype)
+    phi = weighted(phi, query_weights(refs, rows, edge)).astype(g.dtype)
     sums = sums + _dot(phi.T, g, plan)
     return sums, totals + jnp.sum(phi.astype(jnp.float32) * g1[:, None], axis=0)
 
@@ -447,13 +442,15 @@ def _sum_features(inputs, plan):
     num_features = inputs["ws"][0].shape[1]
     size = plan.segment if plan.causal else _segment(n, plan.chunk)
     step_size = min(_STEP, plan.chunk)
+    # The token next to those that need the sums.
+    edge = 0 if "g" in inputs else size - 1
 
     def kernel(refs, out, _):
         ws = [w[...] for w in refs["ws"]]
 
         def step(index, carry):
             rows = pl.ds(index * step_size, step_size)
-            return add(refs, ws, slice(None), rows, carry, plan)
+            return add(refs, ws, slice(None), rows, edge, carry, plan)
 
         carry = (
             jnp.zeros((plan.block, width), jnp.float32),
@@ -474,26 +471,40 @@ def _sums_at(refs, ws, block, chunk, plan, *, later=False):
     """Returns sums of a block of features at a chunk.
 
     They are those of the chunk's segment and, if causal, those of the segment's chunks
-    before it, or after it if ``later``.
+    before it, or after it if ``later``. All are for the chunk's first token, or last.
     """
     sums, totals = refs["sums"][block, :], refs["totals"][block]
     if not plan.causal:
         return sums, totals
-    add, span = _add_keys, (0, chunk)
+    add, span, end, edge = _add_keys, (0, chunk), 0, _first(chunk, plan)
     if later:
         add, span = _add_queries, (chunk + 1, plan.segment // plan.chunk)
+        end, edge = plan.segment - 1, _last(chunk, plan)
 
     def step(index, carry):
-        return add(refs, ws, block, _rows(index, plan), carry, plan)
+        return add(refs, ws, block, _rows(index, plan), edge, carry, plan)
 
     carry = sums.astype(jnp.float32), totals
+    weight = query_weights(refs, end, edge)
+    if weight is not None:
+        carry = tuple(x * weight for x in carry)
     total, totals = jax.lax.fori_loop(*span, step, carry)
     return total.astype(sums.dtype), totals
 
 
 def _rows(chunk, plan):
     """Returns the rows of a chunk in its segment."""
-    return pl.ds(chunk * plan.chunk, plan.chunk)
+    return pl.ds(_first(chunk, plan), plan.chunk)
+
+
+def _first(chunk, plan):
+    """Returns the place of a chunk's first token in its segment."""
+    return chunk * plan.chunk
+
+
+def _last(chunk, plan):
+    """Returns the place of a chunk's last token in its segment."""
+    return chunk * plan.chunk + (plan.chunk - 1)
 
 
 def _outputs(inputs, plan):
@@ -518,13 +529,13 @@ def _outputs(inputs, plan):
             # total_i += sum_f phi(q_i)_f z_f, numerator_i += sum_f phi(q_i)_f S_f.
             sums, totals = _sums_at(refs, ws, block, chunk, plan)
             products = jnp.sum(phi.astype(jnp.float32) * totals[None, :], axis=1)
-            total = _weighted(total, decay) + products
-            numerator = _weighted(numerator, decay) + _dot(phi, sums, plan)
+            total = weighted(total, decay) + products
+            numerator = weighted(numerator, decay) + _dot(phi, sums, plan)
             if plan.causal:
                 # weight_ij += sum_f phi(q_i)_f phi(k_j)_f of the chunk's own keys.
                 phi_k, _ = _key_features(refs, ws, block, k, plan)
                 product = _dot(phi, phi_k.astype(dtype).T, plan)
-                weights = _weighted(weights, decay) + product
+                weights = weighted(weights, decay) + product
             return numerator, total, largest, weights
 
         carry = (
@@ -539,9 +550,11 @@ def _outputs(inputs, plan):
         )
         steps = num_features // plan.block
         numerator, total, largest, weights = jax.lax.fori_loop(0, steps, step, carry)
+        past = query_weights(refs, rows, _first(chunk, plan))
+        numerator, total = weighted(numerator, past), weighted(total, past)
         # + sum_{j <= i} weight_ij [v_j, 1] within the chunk, then the quotient.
         if plan.causal:
-            weights = _pair_weights(refs, rows, weights).astype(dtype)
+            weights = weighted_pairs(refs, rows, weights).astype(dtype)
             total = total + jnp.sum(weights.astype(jnp.float32), axis=1)
             numerator = numerator + _dot(weights, refs["v"][rows, :], plan)
         total = jnp.where(total < MIN_DENOMINATOR, 1.0, total)
@@ -582,6 +595,8 @@ def _query_gradients(inputs, plan, of_map=False):
             factor = scale / refs["total"][rows]
             g, g1 = (wide * factor[:, None]).astype(dtype), g1 * factor
         pairs = _pair_gradients(refs, rows, g, g1, plan)
+        past = query_weights(refs, rows, _first(chunk, plan))
+        g, g1 = weighted(g, past).astype(dtype), weighted(g1, past)
 
         def step(index, projected):
             block = pl.ds(index * plan.block, plan.block)
@@ -622,7 +637,7 @@ def _key_gradients(inputs, plan, of_map=False):
         q, largest = (refs["q"][rows, :] if plan.causal else None), _largest(refs, rows)
         g, g1 = _quotients(refs, rows) if plan.causal else (None, None)
         pairs = _pair_gradients(refs, rows, g, g1, plan)
-        key_weights = _key_weights(refs, rows)
+        future = key_weights(refs, rows, _last(chunk, plan))
 
         def step(index, carry):
             projected, total, of_values, weights = carry
@@ -632,7 +647,7 @@ def _key_gradients(inputs, plan, of_map=False):
             phi, slope = _key_features(refs, ws, block, k, plan)
             # dphi(k_j)_f = dS_f . v_j + dz_f
             gradient = _dot(v, sums.T, plan) + totals[None, :]
-            gradient = _weighted(gradient, key_weights)
+            gradient = weighted(gradient, future)
             if plan.causal:
                 # + sum_{i >= j} (g_i . v_j + g1_i) / total_i phi(q_i)_f in the chunk.
                 phi_q, _ = _query_features(refs, ws, block, q, largest, plan)
@@ -668,10 +683,10 @@ def _key_gradients(inputs, plan, of_map=False):
             total = total[:, None] * (norm_sign * plan.head_dim**-0.5)
             projected = projected + total * k.astype(jnp.float32)
         out["k"][...] = (projected / scale).astype(dtype)
-        of_values = _weighted(of_values, key_weights)
+        of_values = weighted(of_values, future)
         # dv_j += sum_{i >= j} weight_ij g_i / total_i within the chunk.
         if plan.causal:
-            weights = _pair_weights(refs, rows, weights).astype(dtype)
+            weights = weighted_pairs(refs, rows, weights).astype(dtype)
             of_values = of_values + _dot(weights.T, g, plan)
         out["v"][...] = (of_values / scale).astype(dtype)
 
@@ -704,20 +719,13 @@ def _pair_gradients(refs: Any, rows: Any, g: Any, g1: Any, plan: _Plan) -> Any:
     if not plan.causal:
         return None
     pairs = _dot(g, refs["v"][rows, :].T, plan) + g1[:, None]
-    return _pair_weights(refs, rows, pairs).astype(g.dtype)
-
-
-def _pair_weights(refs, rows, pairs):
-    """Multiplies [queries, keys] of a chunk by weights, zero for later keys."""
-    query, key = (jax.lax.broadcasted_iota(jnp.int32, pairs.shape, i) for i in (0, 1))
-    pairs = jnp.where(key <= query, pairs, 0.0)
-    weights = _key_weights(refs, rows)
-    return pairs if weights is None else pairs * weights[None, :]
+    return weighted_pairs(refs, rows, pairs).astype(g.dtype)
 
 
 # Axes of arrays: heads, segments, tokens, features, and others.
 _AXES = (
     dict.fromkeys(("q", "k", "v", "g", "out"), "hnd")
+    | {"sequences": "hn"}
     | dict.fromkeys(("g1", "magnitude", "largest", "total", "key_exponents"), "hn")
     | dict.fromkeys(("query_bias", "key_bias"), "hf")
     | dict.fromkeys(("totals", "largest_keys", "b"), "hsf")

@@ -14,7 +14,7 @@ from relattn.kernels.platform import varying_axes
 from relattn.kernels.precision import widen
 
 # If weights cancel to less than this share of their magnitudes, the rest is noise.
-_MIN_SHARE = 1e-4
+MIN_SHARE = 1e-4
 
 # The shift before the first key; finite, so that differences of shifts are not NaN.
 FLOAT32_MIN = float(jnp.finfo(jnp.float32).min)
@@ -82,7 +82,7 @@ def divide_sums(
     denominator = normalizer
     # At least 1e-4 of the sum of magnitudes, or the rounding noise, with its own sign.
     if magnitudes is not None:
-        smallest = _MIN_SHARE * magnitudes
+        smallest = MIN_SHARE * magnitudes
         smallest = smallest if noise is None else jnp.maximum(smallest, noise)
         guard = jnp.where(normalizer < 0, -smallest, smallest)
         denominator = jnp.where(jnp.abs(normalizer) < smallest, guard, normalizer)

@@ -57,15 +57,15 @@ class PlatformDefaults:
         causal_in_vmem: Whether kernels keep the features and sums of causal linear
             attention in VMEM. For a v5e and 16,384 tokens they move half of the bytes
             and compile in a fifth of the time. They ran on no device yet.
-        fused_linear: Whether kernels for GPUs compute linear attention with positive or
-            ReLU features, causal or not, with key masks and segments, without writing
-            features to memory. A prototype with positive features on an H200 with jax
-            0.11.2, 16,384 tokens, batch 2, 8 heads of 64 and 256 features: causal,
-            bfloat16, forward 1.02 instead of 2.78 ms and with backward 2.2 instead of
-            8.5 (cuDNN's causal softmax attention 1.34 and 4.6); float32 1.54 instead of
-            2.91 and 6.0 instead of 9.0; not causal, forward, bfloat16 0.77 instead of
-            1.44, float32 1.11 instead of 1.48. These kernels themselves ran on no
-            device yet.
+        fused_linear: Whether kernels for GPUs compute linear attention with positive,
+            trigonometric or ReLU features, causal or not, with key masks and segments,
+            without writing features to memory. A prototype with positive features on an
+            H200 with jax 0.11.2, 16,384 tokens, batch 2, 8 heads of 64 and 256
+            features: causal, bfloat16, forward 1.02 instead of 2.78 ms and with
+            backward 2.2 instead of 8.5 (cuDNN's causal softmax attention 1.34 and 4.6);
+            float32 1.54 instead of 2.91 and 6.0 instead of 9.0; not causal, forward,
+            bfloat16 0.77 instead of 1.44, float32 1.11 instead of 1.48. These kernels
+            themselves ran on no device yet.
         fused_softmax: Whether kernels for GPUs compute softmax attention without a mask
             of pairs, but with key masks, segments and a bias of the offset; in half
             precision without any of these cuDNN's remain. For an H100, float32, forward

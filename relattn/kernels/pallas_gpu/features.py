@@ -38,10 +38,13 @@ class BlockMap(abc.ABC):
 
     Attributes:
         is_positive: Whether features are plain exponentials, of shifted exponents.
+        is_signed: Whether features may be negative, and then keys have exponents of
+            |k~|^2 / 2 in `token_weights`.
         norm_sign: Derivative of log phi(k) by |k~|^2 / 2.
     """
 
     is_positive: ClassVar[bool] = False
+    is_signed: ClassVar[bool] = False
     norm_sign: ClassVar[int] = 0
 
     @abc.abstractmethod
@@ -140,6 +143,33 @@ class ReluMap(BlockMap):
         return self.keys(projected, None, bias)
 
 
+@dataclasses.dataclass(frozen=True)
+class TrigonometricMap(BlockMap):
+    """cos(W x~ + b), all of `feature_maps.trigonometric_features` but exp(|x~|^2 / 2).
+
+    The sine is a cosine, with b = -pi / 2. |q~|^2 / 2 cancels in the outputs.
+    """
+
+    is_signed: ClassVar[bool] = True
+    norm_sign: ClassVar[int] = 1
+
+    def biases(self, w, bias, *, causal):
+        """Returns b for both, and a cosine of zero for features that fill a block."""
+        del w, causal
+        return Biases(bias, bias, math.pi / 2, math.pi / 2)
+
+    def keys(self, projected, half_norm, bias):
+        """Returns cos y and -sin y."""
+        del half_norm
+        projected = projected + bias[None, :]
+        return jnp.cos(projected), -jnp.sin(projected)
+
+    def queries(self, projected, bias, largest):
+        """Returns the same as `keys`."""
+        del largest
+        return self.keys(projected, None, bias)
+
+
 def shifted_exp(exponents: Any, largest: Any) -> Any:
     """Returns exp(exponents - largest), at most one; see `guards.shifted_exp`."""
     return jnp.exp(jnp.minimum(exponents - largest, 0.0))
@@ -183,6 +213,10 @@ def find_map(
         # A constant of the kernel; if negative, weights may be too.
         if isinstance(eps, int | float) and eps >= 0:
             block_map = ReluMap(float(eps))
+    elif feature_map.func is feature_maps.trigonometric_features:
+        bias = jnp.concatenate([bias, bias - 0.5 * math.pi])
+        projection = jnp.concatenate([projection, projection])
+        block_map = TrigonometricMap()
     # Other options change the features.
     if block_map is None or any(option is not None for option in options.values()):
         return None

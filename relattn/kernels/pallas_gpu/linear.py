@@ -29,7 +29,7 @@ from jaxtyping import Array, Bool, Float
 
 from relattn.kernels.checks import broadcast_leading
 from relattn.kernels.feature_maps import FeatureMap
-from relattn.kernels.guards import MIN_DENOMINATOR
+from relattn.kernels.guards import MIN_DENOMINATOR, MIN_SHARE
 from relattn.kernels.pallas_gpu.features import (
     BlockMap,
     Found,
@@ -46,10 +46,11 @@ from relattn.kernels.pallas_gpu.products import (
     precision_name,
 )
 from relattn.kernels.pallas_gpu.token_weights import (
-    NO_KEY,
     accumulate,
+    find_weights,
     key_weights,
     query_weights,
+    sum_weight,
     weighted,
     weighted_pairs,
 )
@@ -104,10 +105,11 @@ def fits_gpu(
 ) -> bool:
     """Returns whether `attend_on_gpu` takes these arguments and this feature map.
 
-    It takes `positive_features` without ``eps`` and `relu_features`, as a
-    `functools.partial` with the projection, arrays of float32 or narrower, heads of at
-    most 128 components, and at most 512 features. The compiler cannot divide a kernel:
-    there must be one device, or each device its own program, as in `jax.pmap`.
+    It takes `positive_features` without ``eps``, `trigonometric_features` and
+    `relu_features`, as a `functools.partial` with the projection, arrays of float32 or
+    narrower, heads of at most 128 components, and at most 512 features. The compiler
+    cannot divide a kernel: there must be one device, or each device its own program, as
+    in `jax.pmap`.
 
     Args:
         q: Queries, shape ``[*batch, n, head_dim]``.
@@ -198,17 +200,16 @@ def attend_on_gpu(
         return jnp.pad(x, [(0, 0), (0, 0), (0, power_of_2(width) - width)])
 
     q, k, v = (pad(x) for x in (q, k, v))
-    tokens = {}
+    masks = {name: pad_length(x, False)[..., 0] for name, x in masks.items()}
     if key_mask is None and not causal and k.shape[1] > m:
         # Causal queries do not see the zeros after the last key.
-        masks["exists"] = jnp.ones((*batch, m, 1), bool)
-    if "exists" in masks:
-        exponents = jnp.where(masks["exists"], np.float32(0), NO_KEY)
-        tokens["key_exponents"] = pad_length(exponents, NO_KEY)[..., 0]
-    if "starts" in masks:
-        # The number of each token's sequence.
-        starts = pad_length(masks["starts"], False)[..., 0]
-        tokens["sequences"] = jnp.cumsum(starts, axis=1, dtype=jnp.int32)
+        masks["exists"] = jnp.broadcast_to(np.arange(k.shape[1]) < m, k.shape[:2])
+    tokens = find_weights(
+        _half_norm(k, plan) if block_map.is_signed else None,
+        masks.get("exists"),
+        masks.get("starts"),
+        causal=causal,
+    )
     out: Any = _attend(q, k, v, w, b, tokens, plan)
     return out[:, :n, :value_dim].reshape(*batch, n, value_dim).astype(dtype)
 
@@ -251,6 +252,7 @@ def _attend_forward(q, k, v, w, b, tokens, plan):
     sums["sums"] = sums["sums"].astype(v.dtype)
     inputs = features | sums | {"q": q}
     out = _outputs(inputs | keys if plan.causal else inputs, plan)
+    sums.pop("magnitudes", None)
     return out["out"], (q, k, v, w, b, tokens, features, sums, out)
 
 
@@ -336,7 +338,7 @@ def _project(x, ws, plan):
 def _half_norm(k, plan):
     """Returns |k~_j|^2 / 2."""
     wide = k.astype(jnp.float32)
-    return jnp.sum(wide * wide, axis=1) * (0.5 * plan.head_dim**-0.5)
+    return jnp.sum(wide * wide, axis=-1) * (0.5 * plan.head_dim**-0.5)
 
 
 def _query_features(refs, ws, block, q, largest, plan):
@@ -377,20 +379,22 @@ def _scale(magnitude):
 
 def _quotients(refs, rows):
     """Returns scaled g_i / total_i and g1_i / total_i."""
-    g = refs["g"][rows, :]
-    factor = refs["scale"][...] / refs["total"][rows]
-    wide = g.astype(jnp.float32) * factor[:, None]
-    return wide.astype(g.dtype), refs["g1"][rows] * factor
+    g, scale = refs["g"][rows, :], refs["scale"][...]
+    # The quotient of a small scale and a large total may underflow.
+    inverse = 1.0 / refs["total"][rows]
+    wide = g.astype(jnp.float32) * scale * inverse[:, None]
+    return wide.astype(g.dtype), refs["g1"][rows] * scale * inverse
 
 
 def _add_keys(refs, ws, features, rows, edge, carry, plan):
-    """Adds tokens to S_f = sum_j phi(k_j)_f v_j^T and z_f = sum_j phi(k_j)_f."""
-    sums, totals = carry
+    """Adds tokens to S_f = sum_j phi(k_j)_f v_j^T and z_f, and magnitudes to theirs."""
+    sums, totals, *magnitudes = carry
     k, v = refs["k"][rows, :], refs["v"][rows, :]
     phi, _ = _key_features(refs, ws, features, k, plan)
     phi = weighted(phi, key_weights(refs, rows, edge)).astype(v.dtype)
-    sums = sums + _dot(phi.T, v, plan)
-    return sums, totals + jnp.sum(phi.astype(jnp.float32), axis=0)
+    sums, wide = sums + _dot(phi.T, v, plan), phi.astype(jnp.float32)
+    magnitudes = (x + jnp.sum(jnp.abs(wide), axis=0) for x in magnitudes)
+    return sums, totals + jnp.sum(wide, axis=0), *magnitudes
 
 
 def _add_keys_online(refs, ws, features, rows, edge, carry, plan):
@@ -432,10 +436,13 @@ def _sum_features(inputs, plan):
 
     Returns:
         By name, the sums, [heads, segments, features, width] and [heads, segments,
-        features], and the largest exponents of keys if there are no biases.
+        features], those of magnitudes of keys' features that may be negative, and the
+        largest exponents of keys if there are no biases.
     """
     add, values = (_add_queries, "g") if "g" in inputs else (_add_keys, "v")
     names = ["sums", "totals"]
+    if plan.block_map.is_signed and "g" not in inputs:
+        names = [*names, "magnitudes"]
     if not {"key_bias", "query_bias"} & inputs.keys():
         add, names = _add_keys_online, [*names, "largest_keys"]
     heads, n, width = inputs[values].shape
@@ -452,12 +459,15 @@ def _sum_features(inputs, plan):
             rows = pl.ds(index * step_size, step_size)
             return add(refs, ws, slice(None), rows, edge, carry, plan)
 
-        carry = (
-            jnp.zeros((plan.block, width), jnp.float32),
-            jnp.zeros((plan.block,), jnp.float32),
-            jnp.full((plan.block,), MIN_EXPONENT, jnp.float32),
+        carry = tuple(
+            jnp.full(
+                (plan.block, width) if name == "sums" else (plan.block,),
+                MIN_EXPONENT if name == "largest_keys" else 0.0,
+                jnp.float32,
+            )
+            for name in names
         )
-        carry = jax.lax.fori_loop(0, size // step_size, step, carry[: len(names)])
+        carry = jax.lax.fori_loop(0, size // step_size, step, carry)
         for name, x in zip(names, carry, strict=True):
             out[name][...] = x
 
@@ -473,23 +483,26 @@ def _sums_at(refs, ws, block, chunk, plan, *, later=False):
     They are those of the chunk's segment and, if causal, those of the segment's chunks
     before it, or after it if ``later``. All are for the chunk's first token, or last.
     """
-    sums, totals = refs["sums"][block, :], refs["totals"][block]
+    sums = refs["sums"][block, :]
+    totals = [refs[x][block] for x in ("totals", "magnitudes") if x in refs]
     if not plan.causal:
-        return sums, totals
-    add, span, end, edge = _add_keys, (0, chunk), 0, _first(chunk, plan)
+        return sums, *totals
     if later:
         add, span = _add_queries, (chunk + 1, plan.segment // plan.chunk)
-        end, edge = plan.segment - 1, _last(chunk, plan)
+        edge = _last(chunk, plan)
+        weight = query_weights(refs, plan.segment - 1, edge)
+    else:
+        add, span, edge = _add_keys, (0, chunk), _first(chunk, plan)
+        weight = sum_weight(refs, 0, edge)
 
     def step(index, carry):
         return add(refs, ws, block, _rows(index, plan), edge, carry, plan)
 
-    carry = sums.astype(jnp.float32), totals
-    weight = query_weights(refs, end, edge)
+    carry = sums.astype(jnp.float32), *totals
     if weight is not None:
         carry = tuple(x * weight for x in carry)
-    total, totals = jax.lax.fori_loop(*span, step, carry)
-    return total.astype(sums.dtype), totals
+    total, *totals = jax.lax.fori_loop(*span, step, carry)
+    return total.astype(sums.dtype), *totals
 
 
 def _rows(chunk, plan):
@@ -508,7 +521,11 @@ def _last(chunk, plan):
 
 
 def _outputs(inputs, plan):
-    """Returns the outputs, and the largest exponents and denominators of queries."""
+    """Returns the outputs, and the largest exponents and denominators of queries.
+
+    Where weights may be negative, also zero for guarded denominators, and one for
+    others.
+    """
     heads, n, _ = inputs["q"].shape
     num_features, width = inputs["sums"].shape[-2:]
     dtype, block_map = inputs["sums"].dtype, plan.block_map
@@ -520,52 +537,75 @@ def _outputs(inputs, plan):
         k = refs["k"][rows, :] if plan.causal else None
 
         def step(index, carry):
-            numerator, total, largest, weights = carry
             block = pl.ds(index * plan.block, plan.block)
             ws = [w[:, block] for w in refs["ws"]]
             projected, bias = _project(q, ws, plan), refs["query_bias"][block]
-            phi, largest, decay = block_map.queries_online(projected, bias, largest)
+            phi, largest, decay = block_map.queries_online(
+                projected, bias, carry.get("largest")
+            )
             phi = phi.astype(dtype)
             # total_i += sum_f phi(q_i)_f z_f, numerator_i += sum_f phi(q_i)_f S_f.
-            sums, totals = _sums_at(refs, ws, block, chunk, plan)
-            products = jnp.sum(phi.astype(jnp.float32) * totals[None, :], axis=1)
-            total = weighted(total, decay) + products
-            numerator = weighted(numerator, decay) + _dot(phi, sums, plan)
+            sums, totals, *magnitudes = _sums_at(refs, ws, block, chunk, plan)
+            wide = phi.astype(jnp.float32)
+            added = {
+                "numerator": _dot(phi, sums, plan),
+                "total": jnp.sum(wide * totals[None, :], axis=1),
+            }
+            for x in magnitudes:
+                added["magnitude"] = jnp.sum(jnp.abs(wide) * x[None, :], axis=1)
             if plan.causal:
                 # weight_ij += sum_f phi(q_i)_f phi(k_j)_f of the chunk's own keys.
                 phi_k, _ = _key_features(refs, ws, block, k, plan)
-                product = _dot(phi, phi_k.astype(dtype).T, plan)
-                weights = weighted(weights, decay) + product
-            return numerator, total, largest, weights
+                phi_k = phi_k.astype(dtype)
+                added["weights"] = _dot(phi, phi_k.T, plan)
+                if magnitudes:
+                    product = _dot(jnp.abs(phi), jnp.abs(phi_k).T, plan)
+                    added["magnitudes"] = product
+            carry = {
+                name: weighted(carry[name], decay) + x for name, x in added.items()
+            }
+            return carry | ({} if decay is None else {"largest": largest})
 
-        carry = (
-            jnp.zeros((plan.chunk, width), jnp.float32),
-            jnp.zeros((plan.chunk,), jnp.float32),
-            jnp.full(
-                (plan.chunk,) if block_map.is_positive else (),
-                MIN_EXPONENT,
-                jnp.float32,
-            ),
-            jnp.zeros((plan.chunk, plan.chunk) if plan.causal else (), jnp.float32),
-        )
-        steps = num_features // plan.block
-        numerator, total, largest, weights = jax.lax.fori_loop(0, steps, step, carry)
+        chunk_size, signed = (plan.chunk,), block_map.is_signed
+        shapes = {"numerator": (plan.chunk, width), "total": chunk_size}
+        if plan.causal:
+            shapes["weights"] = chunk_size * 2
+        if signed:
+            shapes |= {"magnitude": chunk_size}
+            shapes |= {"magnitudes": chunk_size * 2} if plan.causal else {}
+        carry = {name: jnp.zeros(x, jnp.float32) for name, x in shapes.items()}
+        if block_map.is_positive:
+            carry["largest"] = jnp.full(chunk_size, MIN_EXPONENT, jnp.float32)
+        carry = jax.lax.fori_loop(0, num_features // plan.block, step, carry)
         past = query_weights(refs, rows, _first(chunk, plan))
-        numerator, total = weighted(numerator, past), weighted(total, past)
+        numerator, total = (weighted(carry[x], past) for x in ("numerator", "total"))
         # + sum_{j <= i} weight_ij [v_j, 1] within the chunk, then the quotient.
         if plan.causal:
-            weights = weighted_pairs(refs, rows, weights).astype(dtype)
+            weights = weighted_pairs(refs, rows, carry["weights"]).astype(dtype)
             total = total + jnp.sum(weights.astype(jnp.float32), axis=1)
             numerator = numerator + _dot(weights, refs["v"][rows, :], plan)
-        total = jnp.where(total < MIN_DENOMINATOR, 1.0, total)
+        if signed:
+            # At least a share of the sum of magnitudes, see `guards.divide_sums`.
+            magnitude = weighted(carry["magnitude"], past)
+            if plan.causal:
+                pairs = weighted_pairs(refs, rows, carry["magnitudes"])
+                magnitude = magnitude + jnp.sum(pairs, axis=1)
+            smallest = MIN_SHARE * magnitude
+            free = jnp.abs(total) >= smallest
+            guard = jnp.where(total < 0, -smallest, smallest)
+            total = jnp.where(free, total, guard)
+            out["free"][...] = jnp.where(free, 1.0, 0.0)
+        total = jnp.where(jnp.abs(total) < MIN_DENOMINATOR, 1.0, total)
         out["out"][...] = (numerator / total[:, None]).astype(dtype)
         out["total"][...] = total
         if block_map.is_positive:
-            out["largest"][...] = largest
+            out["largest"][...] = carry["largest"]
 
     shapes = {"out": (heads, n, width), "total": (heads, n)}
     if block_map.is_positive:
         shapes["largest"] = heads, n
+    if block_map.is_signed:
+        shapes["free"] = heads, n
     return _call(kernel, (heads, n // plan.chunk), plan.chunk, inputs, shapes, plan)
 
 
@@ -588,12 +628,16 @@ def _query_gradients(inputs, plan, of_map=False):
             # A scale for every query, whose gradient depends on no other cotangent.
             wide = refs["g"][rows, :].astype(jnp.float32)
             g1 = -jnp.sum(wide * refs["out"][rows, :].astype(jnp.float32), axis=1)
+            if "free" in refs:
+                # A guard has no gradient.
+                g1 = g1 * refs["free"][rows]
             finite = jnp.where(jnp.isfinite(wide), jnp.abs(wide), 0.0)
             magnitude = jnp.max(finite, axis=1)
             out["g1"][...], out["magnitude"][...] = g1, magnitude
             scale = _scale(magnitude)
-            factor = scale / refs["total"][rows]
-            g, g1 = (wide * factor[:, None]).astype(dtype), g1 * factor
+            inverse = 1.0 / refs["total"][rows]
+            wide = wide * scale[:, None] * inverse[:, None]
+            g, g1 = wide.astype(dtype), g1 * scale * inverse
         pairs = _pair_gradients(refs, rows, g, g1, plan)
         past = query_weights(refs, rows, _first(chunk, plan))
         g, g1 = weighted(g, past).astype(dtype), weighted(g1, past)
@@ -725,10 +769,10 @@ def _pair_gradients(refs: Any, rows: Any, g: Any, g1: Any, plan: _Plan) -> Any:
 # Axes of arrays: heads, segments, tokens, features, and others.
 _AXES = (
     dict.fromkeys(("q", "k", "v", "g", "out"), "hnd")
-    | {"sequences": "hn"}
-    | dict.fromkeys(("g1", "magnitude", "largest", "total", "key_exponents"), "hn")
+    | dict.fromkeys(("g1", "magnitude", "largest", "total", "free"), "hn")
+    | dict.fromkeys(("key_exponents", "query_exponents", "sequences"), "hn")
     | dict.fromkeys(("query_bias", "key_bias"), "hf")
-    | dict.fromkeys(("totals", "largest_keys", "b"), "hsf")
+    | dict.fromkeys(("totals", "magnitudes", "largest_keys", "b"), "hsf")
     | {"ws": "df", "sums": "hsfd", "scale": "h", "w": "hsdf"}
 )
 

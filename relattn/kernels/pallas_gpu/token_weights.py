@@ -1,12 +1,17 @@
 """Weights of tokens in sums over keys or queries, in kernels for GPUs.
 
-A key counts in the sums of a query if it exists, and if both are of one of the packed
-sequences, whose tokens are next to each other. Sums are for one token, the edge of the
-tokens that need them: the first of them if the sums are over earlier keys, the last if
-they are over later queries. Other tokens of its sequence need the same sums.
+The weight of a key in the sums of a query is exp(a_j - r_i) if both are of one of the
+packed sequences, whose tokens are next to each other; otherwise it is zero. Exponents
+of queries are running maxima of those of keys, r_i = max(0, max_{j <= i} a_j), within a
+sequence, so that no weight is above one.
 
-Kernels get the references ``key_exponents``, zero or `NO_KEY`, and ``sequences``, the
-number of each token's sequence; one that is missing changes no weight.
+Sums are for one token, the edge of the tokens that need them: the first of them if the
+sums are over earlier keys, the last if they are over later queries. Other tokens i of
+its sequence need the same sums, times exp(r_edge - r_i).
+
+Kernels get the references ``key_exponents``, a_j, which is `NO_KEY` for keys that do
+not exist, ``query_exponents``, r_i, and ``sequences``, the number of each token's
+sequence. One that is missing is zero.
 """
 
 from __future__ import annotations
@@ -16,7 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
+from jaxtyping import Array, Bool, Float
 
 from relattn.kernels.pallas_gpu.products import MIN_EXPONENT
 
@@ -24,20 +29,81 @@ from relattn.kernels.pallas_gpu.products import MIN_EXPONENT
 NO_KEY = 1e2 * MIN_EXPONENT
 
 
+def find_weights(
+    exponents: Float[Array, "heads m"] | None,
+    exists: Bool[Array, "heads m"] | None,
+    starts: Bool[Array, "heads m"] | None,
+    *,
+    causal: bool,
+) -> dict[str, Array]:
+    """Returns what kernels need to know of tokens, as arrays ``[heads, m]``.
+
+    Args:
+        exponents: a_j, at least zero; None if all are zero.
+        exists: Which keys exist; None if all do.
+        starts: Where sequences start; None if there is one.
+        causal: Whether a token attends only to itself and earlier tokens. If not, all
+            r_i are the largest a_j, which the keys' exponents then lack.
+
+    Returns:
+        Those that are not all zero, by name.
+    """
+    tokens = {}
+    if starts is not None:
+        tokens["sequences"] = jnp.cumsum(starts, axis=1, dtype=jnp.int32)
+    if exists is not None:
+        given = np.float32(0) if exponents is None else exponents
+        tokens["key_exponents"] = jnp.where(exists, given, NO_KEY)
+    elif exponents is not None:
+        tokens["key_exponents"] = exponents
+    if exponents is None:
+        return tokens
+    if causal:
+        tokens["query_exponents"] = _running_maximum(**tokens)
+    else:
+        largest = jnp.max(tokens["key_exponents"], axis=1, keepdims=True, initial=0.0)
+        tokens["key_exponents"] -= largest
+    return tokens
+
+
+def _running_maximum(key_exponents, sequences=None):
+    """Returns r_i = max(0, max_{j <= i} a_j), within the token's sequence."""
+    exponents = jnp.maximum(key_exponents, 0.0)
+    if sequences is None:
+        return jax.lax.cummax(exponents, axis=1)
+
+    def merge(first, then):
+        largest = jnp.maximum(first[1], then[1])
+        return then[0], jnp.where(first[0] == then[0], largest, then[1])
+
+    return jax.lax.associative_scan(merge, (sequences, exponents), axis=1)[1]
+
+
 def key_weights(refs: Any, rows: Any, edge: Any) -> Any:
     """Returns the weights of keys in sums for the token ``edge``; None if all are 1."""
-    weights = None
+    exponents = None
     if "key_exponents" in refs:
-        weights = jnp.exp(refs["key_exponents"][rows])
-    return _of_sequence(refs, rows, edge, weights)
+        exponents = refs["key_exponents"][rows]
+    if "query_exponents" in refs:
+        exponents = exponents - refs["query_exponents"][edge]
+    return _of_sequence(refs, rows, edge, exponents)
 
 
 def query_weights(refs: Any, rows: Any, edge: Any) -> Any:
-    """Returns those of queries, or of what is a sum for the token ``rows`` already."""
-    return _of_sequence(refs, rows, edge, None)
+    """Returns those of queries, or of sums over queries for the token ``rows``."""
+    exponents = None
+    if "query_exponents" in refs:
+        exponents = refs["query_exponents"][edge] - refs["query_exponents"][rows]
+    return _of_sequence(refs, rows, edge, exponents)
 
 
-def _of_sequence(refs, rows, edge, weights):
+def sum_weight(refs: Any, token: Any, edge: Any) -> Any:
+    """Returns the weight of a sum over keys for a token in that for ``edge``."""
+    return query_weights(refs, edge, token)
+
+
+def _of_sequence(refs, rows, edge, exponents):
+    weights = None if exponents is None else _exp(exponents)
     if "sequences" not in refs:
         return weights
     same = refs["sequences"][rows] == refs["sequences"][edge]
@@ -62,8 +128,16 @@ def weighted_pairs(refs: Any, rows: Any, pairs: Any) -> Any:
         allowed &= sequences[:, None] == sequences[None, :]
     pairs = jnp.where(allowed, pairs, 0.0)
     if "key_exponents" in refs:
-        pairs = pairs * jnp.exp(refs["key_exponents"][rows])[None, :]
+        exponents = refs["key_exponents"][rows][None, :]
+        if "query_exponents" in refs:
+            exponents = exponents - refs["query_exponents"][rows][:, None]
+        pairs = pairs * _exp(exponents)
     return pairs
+
+
+def _exp(exponents):
+    """Returns exponentials of at most one, which they are within a sequence."""
+    return jnp.exp(jnp.minimum(exponents, 0.0))
 
 
 def accumulate(
@@ -84,11 +158,16 @@ def accumulate(
     Returns:
         Sums for the first token of the segment, or for its last token.
     """
+    # Weights of sums for a segment's edge, and of its own, in those for the next edge.
     factors = None
+    if "query_exponents" in tokens:
+        edge, other = _edges(tokens["query_exponents"], segment, reverse)
+        sign = -1.0 if reverse else 1.0
+        factors = [_exp(sign * (x[:, :-1] - edge[:, 1:])) for x in (edge, other)]
     if "sequences" in tokens:
         edge, other = _edges(tokens["sequences"], segment, reverse)
-        # Whether sums for a segment's edge, and its own, are for the next edge too.
-        factors = [x[:, :-1] == edge[:, 1:] for x in (edge, other)]
+        same = [x[:, :-1] == edge[:, 1:] for x in (edge, other)]
+        factors = [a * b for a, b in zip(factors or (1.0, 1.0), same, strict=True)]
 
     def add_up(x):
         x = (x[:, ::-1] if reverse else x)[:, :-1]

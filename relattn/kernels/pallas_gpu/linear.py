@@ -273,7 +273,7 @@ def _attend_backward(plan, residuals, cotangent):
     added = {"g1": gradients["g1"], "scale": scale}
     queries, inputs = queries | added, inputs | added
     # By kernels of their own: the compiler drops them where nobody needs the result.
-    of_map = _query_gradients(inputs, plan, of_map=True)
+    of_map = _map_gradients(inputs, plan, "q")
     # Cotangents of S_f and z_f: sum_i phi(q_i)_f [g_i, g1_i] / total_i, over later
     # queries i if causal.
     biases = {"ws": features["ws"], "query_bias": features["query_bias"]}
@@ -288,7 +288,7 @@ def _attend_backward(plan, residuals, cotangent):
     inputs |= later
     # dphi(k_j) = dS v_j + dz, then through the features to k, W and b.
     gradients |= _key_gradients(inputs, plan)
-    of_map = jax.tree.map(jnp.add, of_map, _key_gradients(inputs, plan, of_map=True))
+    of_map = jax.tree.map(jnp.add, of_map, _map_gradients(inputs, plan, "k"))
     of_w = of_map["w"][: plan.head_dim, : len(w)].T * plan.head_dim**-0.25
     of_b = of_map["b"][: len(w)]
     of_map = of_w.astype(w.dtype), of_b.astype(b.dtype)
@@ -609,118 +609,106 @@ def _outputs(inputs, plan):
     return _call(kernel, (heads, n // plan.chunk), plan.chunk, inputs, shapes, plan)
 
 
-def _query_gradients(inputs, plan, of_map=False):
-    """Returns the gradient of queries, or of W^T / head_dim^(1/4) and b through them.
+def _query_gradients(inputs, plan):
+    """Returns the gradient of queries.
 
-    With the gradient of queries come g1_i and the largest magnitudes of g_i, which no
-    other kernel needs to find again.
+    With it come g1_i and the largest magnitudes of g_i, which no other kernel needs to
+    find again.
     """
     shape, num_features = inputs["q"].shape, inputs["sums"].shape[-2]
     dtype = inputs["q"].dtype
 
     def kernel(refs, out, chunk):
         rows = _rows(chunk, plan)
-        q, largest = refs["q"][rows, :], _largest(refs, rows)
-        k = refs["k"][rows, :] if plan.causal else None
-        if of_map:
-            g, g1 = _quotients(refs, rows)
-        else:
-            # A scale for every query, whose gradient depends on no other cotangent.
-            wide = refs["g"][rows, :].astype(jnp.float32)
-            g1 = -jnp.sum(wide * refs["out"][rows, :].astype(jnp.float32), axis=1)
-            if "free" in refs:
-                # A guard has no gradient.
-                g1 = g1 * refs["free"][rows]
-            finite = jnp.where(jnp.isfinite(wide), jnp.abs(wide), 0.0)
-            magnitude = jnp.max(finite, axis=1)
-            out["g1"][...], out["magnitude"][...] = g1, magnitude
-            scale = _scale(magnitude)
-            inverse = 1.0 / refs["total"][rows]
-            wide = wide * scale[:, None] * inverse[:, None]
-            g, g1 = wide.astype(dtype), g1 * scale * inverse
-        pairs = _pair_gradients(refs, rows, g, g1, plan)
-        past = query_weights(refs, rows, _first(chunk, plan))
-        g, g1 = weighted(g, past).astype(dtype), weighted(g1, past)
+        # A scale for every query, whose gradient depends on no other cotangent.
+        wide = refs["g"][rows, :].astype(jnp.float32)
+        g1 = -jnp.sum(wide * refs["out"][rows, :].astype(jnp.float32), axis=1)
+        if "free" in refs:
+            # A guard has no gradient.
+            g1 = g1 * refs["free"][rows]
+        finite = jnp.where(jnp.isfinite(wide), jnp.abs(wide), 0.0)
+        magnitude = jnp.max(finite, axis=1)
+        out["g1"][...], out["magnitude"][...] = g1, magnitude
+        scale = _scale(magnitude)
+        inverse = 1.0 / refs["total"][rows]
+        wide = wide * scale[:, None] * inverse[:, None]
+        quotients = wide.astype(dtype), g1 * scale * inverse
+        loaded = _load_queries(refs, chunk, plan, quotients)
 
         def step(index, projected):
             block = pl.ds(index * plan.block, plan.block)
             ws = [w[:, block] for w in refs["ws"]]
-            # dphi(q_i)_f = (g_i . S_f + g1_i z_f) / total_i
-            sums, totals = _sums_at(refs, ws, block, chunk, plan)
-            gradient = _dot(g, sums.T, plan) + g1[:, None] * totals[None, :]
-            if plan.causal:
-                # + sum_{j <= i} (g_i . v_j + g1_i) / total_i phi(k_j)_f in the chunk.
-                phi, _ = _key_features(refs, ws, block, k, plan)
-                gradient = gradient + _dot(pairs, phi.astype(dtype), plan)
-            # du_if = dphi(q_i)_f phi'(q_i)_f, u_i = W q~_i;
             # dq_i = sum_f du_if w_f / head_dim^(1/4)
-            _, slope = _query_features(refs, ws, block, q, largest, plan)
-            gradient = gradient * slope
-            if of_map:
-                _write_map_gradients(refs, out, block, q, gradient, plan)
-                return projected
+            gradient, *_ = _query_slopes(refs, ws, block, chunk, loaded, plan)
             return projected + _dot(gradient.astype(dtype), ws[0].T, plan)
 
-        start = jnp.zeros(() if of_map else q.shape, jnp.float32)
-        projected = jax.lax.fori_loop(0, num_features // plan.block, step, start)
-        if not of_map:
-            out["q"][...] = (projected / scale[:, None]).astype(dtype)
+        projected = jnp.zeros(loaded["q"].shape, jnp.float32)
+        projected = jax.lax.fori_loop(0, num_features // plan.block, step, projected)
+        out["q"][...] = (projected / scale[:, None]).astype(dtype)
 
     shapes = {"q": shape, "g1": shape[:2], "magnitude": shape[:2]}
-    return _gradients(kernel, inputs, shapes, plan, of_map)
+    grid = shape[0], shape[1] // plan.chunk
+    return _call(kernel, grid, plan.chunk, inputs, shapes, plan)
 
 
-def _key_gradients(inputs, plan, of_map=False):
-    """Returns the gradients of keys and values, or that of `_query_gradients`."""
+def _load_queries(refs: Any, chunk: Any, plan: _Plan, quotients: Any = None) -> Any:
+    """Returns what `_query_slopes` needs of a chunk, for all features."""
+    rows = _rows(chunk, plan)
+    g, g1 = quotients or _quotients(refs, rows)
+    past = query_weights(refs, rows, _first(chunk, plan))
+    return {
+        "q": refs["q"][rows, :],
+        "k": refs["k"][rows, :] if plan.causal else None,
+        "largest": _largest(refs, rows),
+        "g": weighted(g, past).astype(g.dtype),
+        "g1": weighted(g1, past),
+        "pairs": _pair_gradients(refs, rows, g, g1, plan),
+    }
+
+
+def _query_slopes(refs, ws, block, chunk, loaded, plan):
+    """Returns du_if = dphi(q_i)_f phi'(q_i)_f of a block of features, u_i = W q~_i."""
+    q, g, g1 = loaded["q"], loaded["g"], loaded["g1"]
+    # dphi(q_i)_f = (g_i . S_f + g1_i z_f) / total_i
+    sums, totals = _sums_at(refs, ws, block, chunk, plan)
+    gradient = _dot(g, sums.T, plan) + g1[:, None] * totals[None, :]
+    if plan.causal:
+        # + sum_{j <= i} (g_i . v_j + g1_i) / total_i phi(k_j)_f in the chunk.
+        phi, _ = _key_features(refs, ws, block, loaded["k"], plan)
+        gradient = gradient + _dot(loaded["pairs"], phi.astype(g.dtype), plan)
+    _, slope = _query_features(refs, ws, block, q, loaded["largest"], plan)
+    return (gradient * slope,)
+
+
+def _key_gradients(inputs, plan):
+    """Returns the gradients of keys and values."""
     num_features, width = inputs["sums"].shape[-2:]
     dtype, norm_sign = inputs["k"].dtype, plan.block_map.norm_sign
 
     def kernel(refs, out, chunk):
-        rows = _rows(chunk, plan)
-        k, v, scale = refs["k"][rows, :], refs["v"][rows, :], refs["scale"][...]
-        q, largest = (refs["q"][rows, :] if plan.causal else None), _largest(refs, rows)
-        g, g1 = _quotients(refs, rows) if plan.causal else (None, None)
-        pairs = _pair_gradients(refs, rows, g, g1, plan)
-        future = key_weights(refs, rows, _last(chunk, plan))
+        loaded, scale = _load_keys(refs, chunk, plan), refs["scale"][...]
+        k, g, future = loaded["k"], loaded["g"], loaded["future"]
 
         def step(index, carry):
             projected, total, of_values, weights = carry
             block = pl.ds(index * plan.block, plan.block)
             ws = [w[:, block] for w in refs["ws"]]
-            sums, totals = _sums_at(refs, ws, block, chunk, plan, later=True)
-            phi, slope = _key_features(refs, ws, block, k, plan)
-            # dphi(k_j)_f = dS_f . v_j + dz_f
-            gradient = _dot(v, sums.T, plan) + totals[None, :]
-            gradient = weighted(gradient, future)
-            if plan.causal:
-                # + sum_{i >= j} (g_i . v_j + g1_i) / total_i phi(q_i)_f in the chunk.
-                phi_q, _ = _query_features(refs, ws, block, q, largest, plan)
-                phi_q = phi_q.astype(dtype)
-                gradient = gradient + _dot(pairs.T, phi_q, plan)
-                if not of_map:
-                    product = _dot(phi_q, phi.astype(dtype).T, plan)
-                    weights = weights + product
-            # du_jf = dphi(k_j)_f phi'(k_j)_f, and dv_j = sum_f phi(k_j)_f dS_f.
-            of_phi, gradient = gradient, gradient * slope
-            if of_map:
-                _write_map_gradients(refs, out, block, k, gradient, plan)
-                return carry
+            gradient, of_phi, phi, phi_q, sums = _key_slopes(
+                refs, ws, block, chunk, loaded, plan
+            )
             projected = projected + _dot(gradient.astype(dtype), ws[0].T, plan)
             if norm_sign:
                 total = total + jnp.sum(of_phi * phi, axis=1)
+            # dv_j = sum_f phi(k_j)_f dS_f
             of_values = of_values + _dot(phi.astype(dtype), sums, plan)
+            if plan.causal:
+                weights = weights + _dot(phi_q, phi.astype(dtype).T, plan)
             return projected, total, of_values, weights
 
         size = plan.chunk
-        shapes = k.shape, (size,), (size, width), (size, size)
-        if of_map:
-            shapes = ((),) * 4
-        elif not plan.causal:
-            shapes = (*shapes[:3], ())
+        shapes = k.shape, (size,), (size, width), (size, size) if plan.causal else ()
         carry = tuple(jnp.zeros(shape, jnp.float32) for shape in shapes)
         carry = jax.lax.fori_loop(0, num_features // plan.block, step, carry)
-        if of_map:
-            return
         projected, total, of_values, weights = carry
         # dk_j = (sum_f du_jf w_f +- sum_f dphi(k_j)_f phi(k_j)_f k~_j) / head_dim^(1/4)
         if norm_sign:
@@ -730,29 +718,88 @@ def _key_gradients(inputs, plan, of_map=False):
         of_values = weighted(of_values, future)
         # dv_j += sum_{i >= j} weight_ij g_i / total_i within the chunk.
         if plan.causal:
-            weights = weighted_pairs(refs, rows, weights).astype(dtype)
+            weights = weighted_pairs(refs, _rows(chunk, plan), weights).astype(dtype)
             of_values = of_values + _dot(weights.T, g, plan)
         out["v"][...] = (of_values / scale).astype(dtype)
 
+    heads, n, _ = inputs["k"].shape
     shapes = {"k": inputs["k"].shape, "v": inputs["v"].shape}
-    return _gradients(kernel, inputs, shapes, plan, of_map)
+    return _call(kernel, (heads, n // plan.chunk), plan.chunk, inputs, shapes, plan)
 
 
-def _gradients(kernel, inputs, shapes, plan, of_map):
-    (heads, n, width), *_ = shapes.values()
-    grid = heads, n // plan.chunk
-    if of_map:
-        num_features = inputs["sums"].shape[-2]
-        shapes = {"w": (*grid, width, num_features), "b": (*grid, num_features)}
-    out = _call(kernel, grid, plan.chunk, inputs, shapes, plan)
-    return {name: x.sum(axis=(0, 1)) for name, x in out.items()} if of_map else out
+def _load_keys(refs: Any, chunk: Any, plan: _Plan) -> Any:
+    """Returns what `_key_slopes` needs of a chunk, for all features."""
+    rows = _rows(chunk, plan)
+    g, g1 = _quotients(refs, rows) if plan.causal else (None, None)
+    return {
+        "k": refs["k"][rows, :],
+        "v": refs["v"][rows, :],
+        "q": refs["q"][rows, :] if plan.causal else None,
+        "largest": _largest(refs, rows),
+        "g": g,
+        "pairs": _pair_gradients(refs, rows, g, g1, plan),
+        "future": key_weights(refs, rows, _last(chunk, plan)),
+    }
 
 
-def _write_map_gradients(refs, out, block, x, gradient, plan):
-    """Writes dW_f = sum_i du_if x_i and db_f = sum_i du_if of a chunk."""
-    scale = refs["scale"][...]
-    out["w"][:, block] = _dot(x.T, gradient.astype(x.dtype), plan) / scale
-    out["b"][block] = jnp.sum(gradient, axis=0) / scale
+def _key_slopes(refs, ws, block, chunk, loaded, plan):
+    """Returns du_jf = dphi(k_j)_f phi'(k_j)_f of a block of features, u_j = W k~_j.
+
+    After it come dphi(k_j)_f, the features of keys and queries, and the sums of later
+    queries.
+    """
+    v, dtype, phi_q = loaded["v"], loaded["v"].dtype, None
+    sums, totals = _sums_at(refs, ws, block, chunk, plan, later=True)
+    phi, slope = _key_features(refs, ws, block, loaded["k"], plan)
+    # dphi(k_j)_f = dS_f . v_j + dz_f
+    of_phi = weighted(_dot(v, sums.T, plan) + totals[None, :], loaded["future"])
+    if plan.causal:
+        # + sum_{i >= j} (g_i . v_j + g1_i) / total_i phi(q_i)_f in the chunk.
+        q, largest = loaded["q"], loaded["largest"]
+        phi_q = _query_features(refs, ws, block, q, largest, plan)[0].astype(dtype)
+        of_phi = of_phi + _dot(loaded["pairs"].T, phi_q, plan)
+    return of_phi * slope, of_phi, phi, phi_q, sums
+
+
+def _map_gradients(inputs, plan, name):
+    """Returns the gradients of W^T / head_dim^(1/4) and b, through "q" or "k".
+
+    The program of a segment and a block of features adds up its chunks: gradients of
+    every chunk would be as large as the features.
+    """
+    heads, n, width = inputs[name].shape
+    num_features = inputs["sums"].shape[-2]
+    size = plan.segment if plan.causal else _segment(n, plan.chunk)
+    load, slopes = {
+        "q": (_load_queries, _query_slopes),
+        "k": (_load_keys, _key_slopes),
+    }[name]
+
+    def kernel(refs, out, _):
+        ws = [w[...] for w in refs["ws"]]
+
+        def step(chunk, carry):
+            # dW_f = sum_i du_if x_i, db_f = sum_i du_if
+            of_w, of_b = carry
+            loaded = load(refs, chunk, plan)
+            gradient, *_ = slopes(refs, ws, slice(None), chunk, loaded, plan)
+            x = loaded[name]
+            of_w = of_w + _dot(x.T, gradient.astype(x.dtype), plan)
+            return of_w, of_b + jnp.sum(gradient, axis=0)
+
+        shapes = (width, plan.block), (plan.block,)
+        carry = tuple(jnp.zeros(shape, jnp.float32) for shape in shapes)
+        of_w, of_b = jax.lax.fori_loop(0, size // plan.chunk, step, carry)
+        scale = refs["scale"][...]
+        out["w"][...], out["b"][...] = of_w / scale, of_b / scale
+
+    grid = heads, n // size, num_features // plan.block
+    shapes = {
+        "w": (*grid[:2], width, num_features),
+        "b": (*grid[:2], num_features),
+    }
+    out = _call(kernel, grid, size, inputs, shapes, plan)
+    return {name: x.sum(axis=(0, 1)) for name, x in out.items()}
 
 
 def _pair_gradients(refs: Any, rows: Any, g: Any, g1: Any, plan: _Plan) -> Any:

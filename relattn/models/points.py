@@ -145,6 +145,11 @@ class PointTransformer(nn.Module):
             qkv_bias=self.qkv_bias,
             out_bias=self.out_bias,
         )
+        if any(attention(parent=None).has_grid_tables for attention in attentions[:1]):
+            raise ValueError(
+                f"attention {self.attention!r} has parameters for one grid of "
+                "tokens: choose another attention for points, such as 'softmax'"
+            )
         if key_mask is None:
             key_mask = ~jnp.isnan(points).any(axis=-1)
         if key_mask.shape != points.shape[:2] or key_mask.dtype != bool:

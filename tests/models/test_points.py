@@ -157,7 +157,7 @@ def test_errors():
     for shape in ((N, AXES), (N, AXES, 0)):
         with pytest.raises(ValueError, match=r"be \(points, axes, channels\), all at"):
             build_model(CONFIG, num_classes=5, point_shape=shape)
-    for attention in ("translution", "banded", "gated_positional"):
+    for attention in ("translution", "banded", "gated_positional", "linformer"):
         with pytest.raises(ValueError, match="another attention for points, such as"):
             build_model(CONFIG | {"attention": attention, "position": "none"}, **sizes)
     model = PointTransformer(num_classes=5, num_axes=2)

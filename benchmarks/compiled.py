@@ -190,11 +190,11 @@ STEPS |= {
 ROWS = (*KERNELS, *STEPS)
 
 
-def step_platform(name: str, platform: str) -> Any:
-    """Returns the context in which a step is traced.
+def row_platform(name: str, platform: str) -> Any:
+    """Returns the context in which a row is traced.
 
     Args:
-        name: Key of `STEPS`.
+        name: One of `ROWS`. A kernel chooses its form itself, a step by its name.
         platform: ``"gpu"`` or ``"tpu"``.
     """
     fused = {"fused_translution": True} if name.endswith("_pallas") else {}
@@ -248,7 +248,7 @@ def compile_row(name: str, target: Target, device: jax.Device) -> dict[str, Any]
     # From JAX 0.12 on, Pallas needs a device that a mesh names. Steps have their own.
     mesh = Mesh([device], "d").abstract_mesh if name in KERNELS else None
     named = jax.sharding.use_abstract_mesh(mesh) if mesh else contextlib.nullcontext()
-    with step_platform(name, target.platform), named:
+    with row_platform(name, target.platform), named:
         function, arguments = make(name, device)
         start = time.perf_counter()
         try:

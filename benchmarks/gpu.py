@@ -26,7 +26,7 @@ import numpy as np
 from tqdm import tqdm
 
 from benchmarks import device_time
-from benchmarks.compiled import STEPS, step_platform
+from benchmarks.compiled import STEPS, row_platform
 from benchmarks.measure import describe_machine, forward_backward, torch_passes
 from benchmarks.memory import abstract_step, describe_data
 from benchmarks.speed_cases import CASES, Sizes
@@ -224,7 +224,7 @@ def step_row(name: str, *overrides: str, fill: bool = False) -> Prepare:
         task = Task.build(config, info)
         parallel = MeshParallel([card.device])
         step, abstract = abstract_step(task, parallel)
-        with step_platform(name, card.device.platform):
+        with row_platform(name, card.device.platform):
             flops = matmul_flops(step, *abstract)
             compiled = step.lower(*abstract).compile()
         temporary = compiled.memory_analysis().temp_size_in_bytes

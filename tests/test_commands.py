@@ -222,6 +222,7 @@ print(libc.sbrk(0) - before > 1 << 23)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs glibc")
 def test_training_on_cpus_keeps_the_heap():
     environment = {k: v for k, v in os.environ.items() if k != "GLIBC_TUNABLES"}

@@ -96,9 +96,7 @@ QUICK = {
     ("vit", "favor", "relative_bias"),
     ("vit", "softmax", "fourier_values"),
     ("vit", "banded", "none"),
-    ("vit", "gated_positional", "none"),
     ("vit", "lor_translution", "none"),
-    ("vit", "routing", "none"),
 }
 
 

@@ -250,6 +250,7 @@ class Projected(nn.Module):
         return x @ drawn.value.projection.T
 
 
+@pytest.mark.slow
 def test_shifted_predictions_average_over_draws(tmp_path):
     run, split = noise_run(tmp_path), noise(29)
     key = jax.random.key(run.config.seed)

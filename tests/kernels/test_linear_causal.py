@@ -141,7 +141,7 @@ def test_continuing_from_a_state_equals_one_call(name, masked):
         chex.assert_trees_all_close(other_state, state, rtol=2e-4, atol=2e-5)
 
 
-@pytest.mark.quick("trigonometric")
+@pytest.mark.quick("relu")
 @pytest.mark.parametrize("name", NAMES)
 def test_shared_keys_have_one_state(name):
     q, (k, v) = normal(0, 2, 3, N, HEAD_DIM), normal(1, 2, 2, 1, N, HEAD_DIM)

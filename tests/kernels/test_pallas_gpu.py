@@ -112,9 +112,7 @@ def expect_reference(
     )
 
 
-@pytest.mark.quick(
-    "positive-True-19-False", "relu-False-37-True", "trigonometric-False-37-True"
-)
+@pytest.mark.quick("positive-True-19-False", "relu-False-37-True")
 @pytest.mark.parametrize(
     ("causal", "m", "masked"), [(True, N, False), (True, N, True), (False, M, True)]
 )

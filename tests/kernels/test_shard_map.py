@@ -85,7 +85,7 @@ KERNELS = {
 }
 
 
-@pytest.mark.quick("positive-queries", "fft-all", "translution by pairs-values")
+@pytest.mark.quick("positive-queries", "translution by pairs-values")
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="needs simulated devices")
 @pytest.mark.parametrize("split", ["all", "queries", "values"])
 @pytest.mark.parametrize("name", KERNELS)

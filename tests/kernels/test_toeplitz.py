@@ -86,7 +86,7 @@ def test_matches_reference_on_every_grid(
     )
 
 
-@pytest.mark.quick("11-trigonometric-options0")
+@pytest.mark.quick("13-relu-options1")
 @pytest.mark.parametrize(
     ("n", "name", "options"),
     [

@@ -255,7 +255,6 @@ MECHANISMS = [
         on_grid=True,
         used_by=("favor", "relu", "hedgehog", *BIASES),
         fixed_length=GRID_HAS_FIXED_LENGTH,
-        quick=True,
     ),
     Mechanism(
         "causal linear, offset bias",

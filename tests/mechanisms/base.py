@@ -55,8 +55,8 @@ class Mechanism:
         length_bounds: Bounds that a symbolic number of tokens needs: of tables, and of
             a cluster's window.
         quick: Whether `make test` tests all contracts of the row: so for one of every
-            kernel. The others differ by features, an encoding or an option; for them it
-            compares only values and gradients with the reference.
+            kernel. The others differ by features, an encoding, a mask or an option; for
+            them it compares only values and gradients with the reference.
         used_by: The attentions and position encodings of relattn.nn that compute with
             it, by name; a grid of one axis has no row in the tables, and needs none.
     """

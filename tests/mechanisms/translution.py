@@ -144,7 +144,6 @@ MECHANISMS = [
         reference.offset_rows(GRID, NUM_PREFIX),
         on_grid=True,
         fixed_length=GRID_HAS_FIXED_LENGTH,
-        quick=True,
     ),
     translution(
         "causal Translution",

@@ -62,9 +62,7 @@ def make(**options):
 
 
 @pytest.mark.quick(
-    "softmax-learnable_sincos",
     "softmax-learned + relative_value",
-    "softmax-rope1d",
     "translution-none",
 )
 @pytest.mark.parametrize(

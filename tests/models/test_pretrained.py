@@ -36,7 +36,7 @@ def assert_logits_equal(found, expected):
 CHECKPOINTS = [path.parent.name for path in sorted(FIXTURES.glob("*/config.json"))]
 
 
-@pytest.mark.quick("hf_vit", "hf_siglip", "hf_llama")
+@pytest.mark.quick("hf_siglip", "hf_llama")
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_logits_equal_pytorch(name, tmp_path):
     (source,) = [source for source in SOURCES if name.startswith(source)]

@@ -297,7 +297,7 @@ def test_an_image_model_for_text_raises():
         build_model(CONFIG, vocab_size=11, context_length=7)
 
 
-@pytest.mark.quick("cls-softmax", "mean-softmax")
+@pytest.mark.quick("mean-softmax")
 @pytest.mark.parametrize("attention", ["softmax", "favor", "lor_translution(rank=2)"])
 @pytest.mark.parametrize(
     "pool",

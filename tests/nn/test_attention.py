@@ -113,6 +113,7 @@ def test_output_equals_the_reference_with_linear_projections(attention):
         np.testing.assert_allclose(out, naive(*wide), atol=2e-5)
 
 
+@pytest.mark.slow
 def test_separate_projections_are_drawn_independently():
     _, variables, _ = layer("banded(clip=2, separate_projections=True)")
     first = variables["random_features"]
@@ -290,8 +291,6 @@ def test_causal_attention_does_not_depend_on_later_tokens(attention, position):
 
 @pytest.mark.quick(
     "favor(eps=0.3)-none",
-    "favor-constrained_sincos(content_modulated=True)",
-    "softmax(window=3)-rope1d",
     "softmax(window=3)-relative_value",
 )
 @pytest.mark.parametrize(("attention", "position"), CAUSAL)
@@ -419,7 +418,7 @@ def repeat_keys(params):
     return jax.tree_util.tree_map_with_path(repeat, params)
 
 
-@pytest.mark.quick("True-softmax-relative_key", "True-hedgehog-rotary_values")
+@pytest.mark.quick("True-hedgehog-rotary_values")
 @pytest.mark.parametrize(("attention", "position"), SHARED_PAIRS)
 @pytest.mark.parametrize("causal", [True, False])
 def test_shared_keys_equal_keys_that_are_repeated(attention, position, causal):

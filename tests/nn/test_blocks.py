@@ -182,7 +182,7 @@ def random_variables(model):
     )
 
 
-@pytest.mark.quick("translution-none")
+@pytest.mark.quick("softmax-constrained_sincos")
 @pytest.mark.parametrize(
     ("attention", "position"),
     [

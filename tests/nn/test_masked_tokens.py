@@ -86,6 +86,7 @@ def test_memory():
     expect_no_effect(apply, variables, memory, EXISTS, np.ones((2, 3, 1), bool))
 
 
+@pytest.mark.quick(options=[{}])
 @pytest.mark.parametrize("options", [{}, {"patch_overlap": 1, "pool": "mean"}])
 def test_images(options):
     model = ViT(

@@ -26,7 +26,7 @@ def draw(*shape, seed=0):
     return jax.device_put(normal(seed, *shape))
 
 
-@pytest.mark.quick("favor", "linformer")
+@pytest.mark.quick("favor")
 @pytest.mark.parametrize("name", ATTENTIONS)
 def test_attention_equals_linen_with_its_variables(name):
     spec = small(name)

@@ -112,6 +112,7 @@ def test_a_run_is_evaluated_as_in_training(config, tmp_path, one_device, num_see
         np.testing.assert_allclose(-np.log(right).mean(), found["loss"], rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_more_draws_begin_with_fewer():
     def draw(key):
         first = draw_random_features(key, layer=2, num_features=11, head_dim=5)

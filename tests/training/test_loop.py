@@ -297,6 +297,7 @@ def test_all_devices_train_and_evaluate(config, tmp_path):
     assert result["test_accuracy"] > 0.6
 
 
+@pytest.mark.slow
 def test_accumulation_equals_whole_batches(config, tmp_path):
     config.model.dropout = 0.0
     config.optimizer.name = "sgd"

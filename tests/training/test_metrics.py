@@ -28,6 +28,7 @@ def second(registries):
     register_metric("second", metric)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("tiny", "second")
 def test_a_registered_metric_is_counted_and_printed(
     config, tmp_path, one_device, capsys

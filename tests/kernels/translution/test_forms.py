@@ -85,7 +85,7 @@ def test_values_and_gradients_equal_the_reference(index, form):
     expect_reference(index, index.rows, form)
 
 
-@pytest.mark.quick("aligned_projections", "blocks")
+@pytest.mark.quick("blocks")
 def test_causal_values_and_gradients_equal_the_reference(form):
     # Tables have two more rows than there are tokens.
     expect_reference(kernels.CausalOffsets(7), 9, form)
@@ -175,7 +175,7 @@ def test_low_rank_causal_values_and_gradients_equal_the_reference(form):
     compare.expect_equal(jax.vmap(in_form(apply, changes)), naive, inputs)
 
 
-@pytest.mark.quick("blocks-index0", "one_block-index1")
+@pytest.mark.quick("blocks-index0")
 @pytest.mark.parametrize(
     "index", [kernels.Offsets((4, 2), 1), kernels.CausalOffsets(9)]
 )

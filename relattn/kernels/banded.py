@@ -141,9 +141,9 @@ def banded_attention(
     )
     near, far = weights[..., :-1], weights[..., -1:]
     # sum_j far v_j, corrected by (near_d - far) times the ring sum of each distance d.
-    sum_rings = _torus_ring_sum if isinstance(grid, Torus) else _ring_sum
+    sum_rings = _meeting_ring_sum if _rings_meet(grid, num_rings) else _ring_sum
     by_ring = vary_alike(_to_grid(near - far, grid), image)
-    correction = cast(Array, sum_rings(len(grid), *by_ring))
+    correction = cast(Array, sum_rings(grid, *by_ring))
     num_tokens = math.prod(grid)
     correction = correction.reshape(*v.shape[:-2], num_tokens, v.shape[-1])
     numerator = correction + far * total
@@ -201,8 +201,8 @@ def _to_grid(x, grid, num_prefix=0):
 
 def _count_keys(keys, grid, num_prefix, num_rings):
     """Counts keys by distance, [*batch, n, rows], and all keys, [*batch, 1, 1]."""
-    find_rings = _torus_rings if isinstance(grid, Torus) else _rings
-    rings = find_rings(len(grid), _to_grid(keys, grid, num_prefix), num_rings)
+    find_rings = _meeting_rings if _rings_meet(grid, num_rings) else _rings
+    rings = find_rings(grid, _to_grid(keys, grid, num_prefix), num_rings)
     rings = jnp.concatenate(rings, axis=-1)
     rings = rings.reshape(*keys.shape[:-2], math.prod(grid), num_rings)
     num_keys = keys.sum(axis=-2, keepdims=True)
@@ -266,12 +266,14 @@ def _exact_row_weights(queries, rows):
     return jax.tree.map(lambda x: jnp.moveaxis(x, 0, -1), results)
 
 
-def _pad(axes, x, margin):
-    """Pads the grid of [*batch, *grid, e], of ``axes`` axes, with zeros."""
+def _pad(grid, x, margin):
+    """Pads the grid of [*batch, *grid, e] with zeros; a torus with its other side."""
+    axes = len(grid)
     pads = [(0, 0)] * (x.ndim - axes - 1) + [(margin, margin)] * axes + [(0, 0)]
+    mode = "wrap" if isinstance(grid, Torus) else "constant"
     # Without the barrier XLA recomputes the padding for every slice, which costs more
     # than all the sums.
-    return jax.lax.optimization_barrier(jnp.pad(x, pads))
+    return jax.lax.optimization_barrier(jnp.pad(x, pads, mode))
 
 
 def _slice(x, axis, start, stop):
@@ -288,7 +290,12 @@ def _pair(x, d, margin):
     return before + after if d else after
 
 
-def _rings(axes, x, num):
+def _rings_meet(grid, num):
+    """Returns whether a ring goes round a torus so far that it meets itself."""
+    return isinstance(grid, Torus) and 2 * (num - 1) >= min(grid)
+
+
+def _rings(grid, x, num):
     """Sums x over the tokens at distance 0 .. num - 1, each [*batch, *grid, e].
 
     Rings grow axis by axis, the last axis first. In rows and columns,
@@ -298,9 +305,9 @@ def _rings(axes, x, num):
     the rings so far in place of the pairs.
     """
     margin = num - 1
-    padded = _pad(axes, x, margin)
+    padded = _pad(grid, x, margin)
     rings = [_pair(padded, d, margin) for d in range(num)]
-    for axis in range(-3, -axes - 2, -1):
+    for axis in range(-3, -len(grid) - 2, -1):
         rings = _grow_rings(rings, axis)
     return rings
 
@@ -331,7 +338,7 @@ def _grow_rings(rings, axis):
     return grown
 
 
-def _torus_rings(axes, x, num):
+def _meeting_rings(grid, x, num):
     """Same as `_rings` on a torus, where distances go the shortest way round.
 
     ring_d[r] = sum_s over the two rows s away (one if 2 s = height) of pair_{d-s}.
@@ -343,7 +350,7 @@ def _torus_rings(axes, x, num):
         return ahead if 2 * d in (0, x.shape[axis]) else ahead + jnp.roll(x, -d, axis)
 
     rings = [both_ways(x, d, -2) for d in range(min(num, x.shape[-2] // 2 + 1))]
-    for axis in range(-3, -axes - 2, -1):
+    for axis in range(-3, -len(grid) - 2, -1):
         half = x.shape[axis] // 2
         rings = [
             sum(
@@ -357,48 +364,48 @@ def _torus_rings(axes, x, num):
 
 
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=0)
-def _torus_ring_sum(axes, weights, x):
-    """Same as `_ring_sum` on a torus."""
-    rings = _torus_rings(axes, x, weights.shape[-1])
+def _meeting_ring_sum(grid, weights, x):
+    """Same as `_ring_sum`, of `_meeting_rings`."""
+    rings = _meeting_rings(grid, x, weights.shape[-1])
     return sum(weights[..., d, None] * ring for d, ring in enumerate(rings))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _ring_sum(axes, weights, x):
+def _ring_sum(grid, weights, x):
     """Computes sum_d weights_d ring_d(x): [*batch, *grid, e]."""
-    rings = _rings(axes, x, weights.shape[-1])
+    rings = _rings(grid, x, weights.shape[-1])
     return sum(weights[..., d, None] * ring for d, ring in enumerate(rings))
 
 
-def _ring_sum_forward(axes, weights, x):
-    return _ring_sum(axes, weights, x), (weights, x)
+def _ring_sum_forward(grid, weights, x):
+    return _ring_sum(grid, weights, x), (weights, x)
 
 
-def _ring_sum_backward(axes, residuals, cotangent):
+def _ring_sum_backward(grid, residuals, cotangent):
     weights, x = residuals
-    rings = jnp.stack(_rings(axes, x, weights.shape[-1]), axis=-2)
+    rings = jnp.stack(_rings(grid, x, weights.shape[-1]), axis=-2)
     # Without the barrier XLA recomputes the rings for every weight.
     rings = jax.lax.optimization_barrier(rings)
     return (
         # As exact as the forward pass, which has no matrix product.
         jnp.einsum("...de,...e->...d", rings, cotangent, precision="highest"),
-        _sum_of_rings(axes, weights, cotangent),
+        _sum_of_rings(grid, weights, cotangent),
     )
 
 
 _ring_sum.defvjp(_ring_sum_forward, _ring_sum_backward)
 
 
-def _sum_of_rings(axes, weights, x):
+def _sum_of_rings(grid, weights, x):
     """Computes sum_d ring_d(weights_d x), the adjoint of `_ring_sum` in x.
 
     ring_d is self-adjoint. The loops are those of `_rings` in reverse.
     """
     num = weights.shape[-1]
     margin = num - 1
-    weights, x = _pad(axes, weights, margin), _pad(axes, x, margin)
+    weights, x = _pad(grid, weights, margin), _pad(grid, x, margin)
     rings = [weights[..., d, None] * x for d in range(num)]
-    for axis in range(-axes - 1, -2):
+    for axis in range(-len(grid) - 1, -2):
         rings = _shrink_rings(rings, axis)
     return sum(_pair(rings[d], d, margin) for d in range(margin, -1, -1))
 

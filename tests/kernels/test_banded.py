@@ -100,6 +100,11 @@ def _assert_close(actual, expected, tolerance):
         ((2, 1, 3, 2), 1, 3, False),
         (Torus((2, 3, 5)), 1, 3, True),
         (Torus((5, 3, 4)), 0, 11, False),
+        # Rings that just meet, and that do not.
+        (Torus((6, 7)), 1, 4, True),
+        (Torus((7, 11)), 1, 4, True),
+        (Torus((7,)), 0, 4, False),
+        (Torus((5, 7, 3)), 2, 2, True),
     ],
 )
 def test_values_and_gradients_match_reference(grid, num_prefix, clip, masked):

@@ -108,10 +108,10 @@ def table_spectrum(
             ``num_frequencies`` is negative.
 
     Example:
-        >>> table = jnp.array([7.0, 3.0, 1.0, 3.0])  # d = 0, 1, 2, -1
+        >>> table = jnp.array([14.0, 6.0, 2.0, 6.0])  # d = 0, 1, 2, -1
         >>> mean, waves = table_spectrum(table, torus=Torus((4,)))
-        >>> float(mean), waves[:, 0].round(3).tolist()
-        (3.5, [3.0, 0.5])
+        >>> float(mean.round()), waves[:, 0].round().tolist()
+        (7.0, [6.0, 1.0])
 
     Source:
         The discrete Fourier transform; the tables: Translution: Unifying Self-attention
@@ -157,10 +157,10 @@ def spectrum_table(
         ValueError: If shapes do not fit together, or the torus has fewer waves.
 
     Example:
-        >>> torus, table = Torus((4,)), jnp.array([7.0, 3.0, 1.0, 3.0])
+        >>> torus, table = Torus((4,)), jnp.array([14.0, 6.0, 2.0, 6.0])
         >>> mean, waves = table_spectrum(table, torus=torus)
-        >>> spectrum_table(mean, waves[:1], torus=torus).round(3).tolist()
-        [6.5, 3.5, 0.5, 3.5]
+        >>> spectrum_table(mean, waves[:1], torus=torus).round().tolist()
+        [13.0, 7.0, 1.0, 7.0]
     """
     num_waves = spectrum.shape[0]
     if spectrum.shape[1:] != (2, *mean.shape):

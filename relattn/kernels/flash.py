@@ -66,7 +66,7 @@ def flash_branches(
     if current_platform() == "tpu":
         fits = q.shape[-1] <= 128 or q.shape[-1] % 128 == 0
         fits = fits and q.dtype in (jnp.float32, jnp.bfloat16)
-        if fits and has_program_per_device(q):
+        if fits and has_program_per_device():
             return {"tpu": functools.partial(attend_on_tpu, causal=causal)}
         return {}
     attend = functools.partial(attend_by_cudnn, causal=causal)
@@ -86,6 +86,7 @@ def fused_branches(
     *,
     causal: bool,
     precision: jax.lax.PrecisionLike,
+    bias: Array | None = None,
     grid: Grid | None = None,
     **options: Any,
 ) -> dict[str, Callable[..., Array]]:
@@ -99,6 +100,7 @@ def fused_branches(
         v: Values, shape ``[*batch, m, value_dim]``.
         causal: Whether a token attends only to itself and earlier tokens; then m is n.
         precision: Precision of the products.
+        bias: The bias of the offset that the branches will get, or None.
         grid: Size of each axis of the tokens after the prefix; the kernels take at most
             two axes.
         **options: Further ones of `relattn.kernels.pallas_gpu.softmax.attend_on_gpu`.
@@ -120,7 +122,7 @@ def fused_branches(
         return {}
     from relattn.kernels.pallas_gpu import softmax as fused
 
-    if not fused.fits_gpu(q, k, v, precision):
+    if not fused.fits_gpu(q, k, v, bias, precision):
         return {}
     options |= {"causal": causal, "precision": precision, "grid": grid}
     return {"cuda": functools.partial(fused.attend_on_gpu, **options)}

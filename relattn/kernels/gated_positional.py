@@ -237,10 +237,10 @@ def _offset_scores(coefficients, grid, num_prefix):
 
 def _attend_fused(arguments, all_pairs, *, grid, num_prefix=0, causal, precision):
     """Computes attention by kernels of the platform, where it has them."""
-    q, k, v, *_ = arguments
+    q, k, v, *_, scores = arguments
     options = {"grid": grid, "num_prefix": num_prefix, "causal": causal}
     options["precision"] = precision
-    branches = fused_branches(q, k, v, **options)
+    branches = fused_branches(q, k, v, bias=scores, **options)
     if not branches:
         return all_pairs(*arguments)
     (platform, attend), *_ = branches.items()

@@ -74,7 +74,7 @@ def fits_vmem(
     """
     if any(map(is_symbolic_dim, v.shape)) or not v.size:
         return False
-    if not has_program_per_device(q):
+    if not has_program_per_device():
         return False
     if compute_dtype(q, k, v) != jnp.float32:
         return False

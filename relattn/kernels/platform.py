@@ -180,24 +180,32 @@ def use_platform(name: str, **changes: Any):
     return _PLATFORM((name, tuple(sorted(changes.items()))))
 
 
-def has_program_per_device(x: jax.Array) -> bool:
+def has_program_per_device() -> bool:
     """Returns whether every device has a program of its own, as in `jax.pmap`.
 
     Only then can a Pallas kernel be part of it: the compiler cannot divide a kernel.
-    `jax.shard_map` with ``check_vma`` does not count, since it needs types of results.
-
-    Args:
-        x: An array of the program.
+    `jax.shard_map` with ``check_vma`` does not count, also on one device, since it
+    needs types of results.
 
     Returns:
         True if there is one device, or one program for each.
     """
+    if _checks_what_varies():
+        return False
     if jax.device_count() == 1:
         return True
     kinds = jax.sharding.get_abstract_mesh().axis_types
-    if not kinds or any(kind != jax.sharding.AxisType.Manual for kind in kinds):
-        return False
-    return not varying_axes(x)
+    manual = jax.sharding.AxisType.Manual
+    return bool(kinds) and all(kind == manual for kind in kinds)
+
+
+def _checks_what_varies() -> bool:
+    """Returns whether this is traced in `jax.shard_map` with ``check_vma``."""
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    names = [name for name, kind in kinds if kind == jax.sharding.AxisType.Manual]
+    # Without check_vma, also in jax.pmap, nothing varies.
+    return any(varying_axes(jax.lax.axis_index(name)) for name in names)
 
 
 def varying_axes(x: jax.Array | jax.ShapeDtypeStruct) -> tuple[str, ...]:
@@ -225,11 +233,7 @@ def first_carry(body: Callable[..., Any], carry: Any, scanned: Any) -> Any:
     Returns:
         The carry, which varies along all axes along which a carry after a step does.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    names = [name for name, kind in kinds if kind == jax.sharding.AxisType.Manual]
-    # Without check_vma, also in jax.pmap, nothing varies.
-    if not any(varying_axes(jax.lax.axis_index(name)) for name in names):
+    if not _checks_what_varies():
         return carry
     first = jax.tree.map(lambda x: x[0], scanned)
     after = jax.tree.leaves(jax.eval_shape(body, carry, first)[0])

@@ -348,7 +348,7 @@ def causal_relative_attention_step(
 def _attend_fused(arguments, in_blocks, **options):
     """Computes attention by kernels of the platform, where it has them."""
     q, k, v, key_mask, segment_ids, bias = arguments
-    branches = fused_branches(q, k, v, **options)
+    branches = fused_branches(q, k, v, bias=bias, **options)
     if not branches:
         return in_blocks(*arguments)
     segments = None if segment_ids is None else segment_numbers(segment_ids)

@@ -258,6 +258,11 @@ def test_wide_heads_and_double_precision_use_no_kernel(one_device):
     with jax.enable_x64(True):
         wide = [jnp.asarray(x, jnp.float64) for x in LONG]
         assert not uses_a_kernel(kernels.softmax_attention, wide)
+        # Also of the bias alone.
+        causal = kernels.causal_relative_attention
+        assert not uses_a_kernel(causal, bias=np.float64(BIAS))
+        causal = kernels.causal_gated_positional_attention
+        assert not uses_a_kernel(causal, **gated)
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="needs simulated devices")

@@ -197,6 +197,11 @@ def test_double_precision_uses_no_kernel(one_gpu):
     with jax.enable_x64(True):
         low, tables = ([jnp.float64(x) for x in xs] for xs in (LOW, TABLES))
         assert num_kernels(low, tables) == 0
+        # Keys or the table of queries alone give weights in float64.
+        assert num_kernels([LOW[0], low[1], LOW[2]]) == 0
+        assert num_kernels(tables=[tables[0], *TABLES[1:]]) == 0
+        # Scores need no values.
+        assert num_kernels([*LOW[:2], low[2]]) == 1
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="needs simulated devices")

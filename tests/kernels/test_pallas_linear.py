@@ -162,11 +162,14 @@ def test_double_precision_uses_no_kernel(one_device):
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="needs simulated devices")
-def test_several_devices_use_a_kernel_if_each_has_its_own_program():
+def test_several_devices_use_a_kernel_if_each_has_its_own_program(monkeypatch):
     assert jax.device_count() > 1
     assert not uses_a_kernel(LONG)
     mesh, split = Mesh(jax.devices()[:1], "d"), PartitionSpec("d")
-    for check_vma in (False, True):
+    # Queries are the same on all devices.
+    specs = (PartitionSpec(), split, split)
+    for check_vma, count in ((False, 8), (True, 8), (False, 1), (True, 1)):
+        monkeypatch.setattr(jax, "device_count", lambda count=count: count)
         fits = []
 
         def attend(q, k, v, fits=fits):
@@ -174,7 +177,7 @@ def test_several_devices_use_a_kernel_if_each_has_its_own_program():
             return v
 
         jax.shard_map(
-            attend, mesh=mesh, in_specs=split, out_specs=split, check_vma=check_vma
+            attend, mesh=mesh, in_specs=specs, out_specs=split, check_vma=check_vma
         )(*LONG)
         assert fits == [not check_vma]
 

@@ -126,7 +126,7 @@ def fits_gpu(
     if any(map(is_symbolic_dim, sizes)) or not (q.size and k.size and v.size):
         return False
     found = find_map(feature_map)
-    if found is None or not has_program_per_device(q):
+    if found is None or not has_program_per_device():
         return False
     w = found.projection
     if compute_dtype(q, k, v, w, found.bias) != jnp.float32:

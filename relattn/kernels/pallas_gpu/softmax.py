@@ -209,7 +209,11 @@ class _Plan:
 
 
 def fits_gpu(
-    q: Array, k: Array, v: Array, precision: jax.lax.PrecisionLike = None
+    q: Array,
+    k: Array,
+    v: Array,
+    bias: Array | None = None,
+    precision: jax.lax.PrecisionLike = None,
 ) -> bool:
     """Returns whether `attend_on_gpu` takes these arguments.
 
@@ -221,6 +225,7 @@ def fits_gpu(
         q: Queries, shape ``[*batch, n, head_dim]``.
         k: Keys, shape ``[*batch, m, head_dim]``.
         v: Values, shape ``[*batch, m, value_dim]``.
+        bias: A bias of the offset, shape ``[*batch, rows]``, or None.
         precision: Precision of the products of float32 arrays, TF32 by default.
 
     Returns:
@@ -229,7 +234,8 @@ def fits_gpu(
     sizes = [size for x in (q, k, v) for size in x.shape]
     if any(map(is_symbolic_dim, sizes)) or not (q.size and k.size and v.size):
         return False
-    if compute_dtype(q, k, v) != jnp.float32 or not has_program_per_device(q):
+    arrays = [x for x in (q, k, v, bias) if x is not None]
+    if compute_dtype(*arrays) != jnp.float32 or not has_program_per_device():
         return False
     if max(q.shape[-1], v.shape[-1]) > MAX_HEAD_DIM:
         return False

@@ -21,6 +21,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -91,7 +92,7 @@ class FusedPairs:
     num_heads: int
     precision: jax.lax.PrecisionLike
 
-    def fits_gpu(self, tokens: Array, *tables: Array | None) -> bool:
+    def fits_gpu(self, tokens: Sequence[Array], tables: Sequence[Array | None]) -> bool:
         """Returns whether the kernels take tokens and tables.
 
         They take arrays of float32 or narrower, tokens of at most 128 components and
@@ -99,18 +100,18 @@ class FusedPairs:
         device, or each device its own program, as in `jax.pmap`.
 
         Args:
-            tokens: Tokens, ``[batch, n, width]``.
-            *tables: Tables ``[rows, width, heads, head_dim]``, or None.
+            tokens: Tokens, ``[batch, n, width]``, or weights of pairs.
+            tables: Tables ``[rows, width, heads, head_dim]``, or None.
         """
         given = [table for table in tables if table is not None]
-        sizes = [size for x in (tokens, *given) for size in x.shape]
+        sizes = [size for x in (*tokens, *given) for size in x.shape]
         if any(map(is_symbolic_dim, sizes)) or not all(sizes):
             return False
         if any(x.shape[1] > _MAX_WIDTH or x.shape[3] > _MAX_HEAD_DIM for x in given):
             return False
-        if compute_dtype(tokens, *given) != jnp.float32:
+        if compute_dtype(*tokens, *given) != jnp.float32:
             return False
-        return has_program_per_device(tokens) and bool(self._precision)
+        return has_program_per_device() and bool(self._precision)
 
     def scores(self, q: Array, k: Array, t_q: Array | None, t_k: Array | None) -> Array:
         """Computes q_ij . k_ji, ``[batch, heads, n, n]``; zeros for later keys.

@@ -47,7 +47,7 @@ class _OffsetIndex:
         if form == "offsets":
             return scan_scores(scan, *vary_alike(q, k, t_q, t_k))
         if form == "pairs":
-            gpu, other = self._on_gpu(scan, q, t_q, t_k)
+            gpu, other = self._on_gpu(scan, (q, k), (t_q, t_k))
             arrays = vary_alike(q, k, t_q, t_k)
             return _on_platform(gpu.scores, other.scores, *arrays)
         # Pairs of grid tokens by rows of queries, then those with a prefix token.
@@ -64,7 +64,7 @@ class _OffsetIndex:
         if form == "offsets":
             out = cast(Array, scan_values(scan, *vary_alike(weights, v, t_v)))
         elif form == "pairs":
-            gpu, other = self._on_gpu(scan, v, t_v)
+            gpu, other = self._on_gpu(scan, (weights, v), (t_v,))
             arrays = vary_alike(weights, v, t_v)
             out = _on_platform(gpu.values, other.values, *arrays)
         else:
@@ -83,7 +83,7 @@ class _OffsetIndex:
     def _row_loop(self, scan) -> RowLoop:
         return RowLoop(self.grid, self.causal, scan.num_heads, scan.precision)
 
-    def _on_gpu(self, scan, tokens, *tables) -> tuple[Any, Any]:
+    def _on_gpu(self, scan, tokens, tables) -> tuple[Any, Any]:
         """Returns the form for GPUs, and that which XLA compiles for any platform."""
         sizes = scan.num_heads, scan.precision
         max_bytes = platform_defaults().pair_bytes
@@ -94,7 +94,7 @@ class _OffsetIndex:
             from relattn.kernels.pallas_gpu.translution import FusedPairs
 
             fused = FusedPairs(self.grid, self.num_prefix, self.causal, *sizes)
-            if fused.fits_gpu(tokens, *tables):
+            if fused.fits_gpu(tokens, tables):
                 return fused, blocks
         return blocks, blocks
 

@@ -12,6 +12,7 @@ CPU everything is small, to try the command.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import fnmatch
 import os
 import time
@@ -31,8 +32,7 @@ from benchmarks.measure import describe_machine, forward_backward, torch_passes
 from benchmarks.memory import abstract_step, describe_data
 from benchmarks.speed_cases import CASES, Sizes
 from relattn import command
-from relattn.json_files import read_json
-from relattn.messages import closest
+from relattn.json_files import Range, read_json
 from relattn.training.config_file import read_config
 from relattn.training.cost import device_bytes, matmul_flops, tree_bytes
 from relattn.training.mesh import MeshParallel
@@ -58,6 +58,13 @@ _MOST_EXAMPLES = 4096
 # More would disturb XLA, which times matrix products when it compiles.
 _WORKERS = 4
 _LONGEST_WAIT = 30.0
+# The schema of the output.
+_RATE = Range(1, 1e30, float)
+_RECORD = {
+    "machine": dict,
+    "ceilings": dict.fromkeys(("copy", "float32", "tf32", "bfloat16"), _RATE),
+    "rows": {"*": dict},
+}
 # Kernels without products that JAX can count, or that compute more than they must: the
 # case that counts for them, and the share of it that is necessary.
 _COUNTED_AS = {
@@ -441,8 +448,12 @@ def choose_rows(only: str, done: Mapping[str, Mapping[str, Any]]) -> list[str]:
     patterns = [pattern.strip() for pattern in only.split(";") if pattern.strip()]
     for pattern in patterns:
         if not fnmatch.filter(ROWS, pattern):
-            hint = closest(pattern, ROWS)
-            raise ValueError(f"--only={only}: no row {pattern!r}: {hint}")
+            similar = difflib.get_close_matches(pattern, ROWS, n=1, cutoff=0.5)
+            hint = "".join(f", did you mean {name!r}?" for name in similar)
+            raise ValueError(
+                f"--only={only}: no row {pattern!r}{hint or '.'} Rows have names like "
+                "'linear@4096x16, float32', 'step:routing' and 'accuracy:softmax'"
+            )
     return [
         name
         for name in ROWS
@@ -535,12 +546,18 @@ def open_card(path: Path) -> tuple[dict[str, Any], Card]:
         What to write to the file, and the card, which shares its rows.
 
     Raises:
-        ValueError: If the file is of another device or other versions.
+        ValueError: If the file is damaged, or of another device or other versions.
     """
     device = jax.devices()[0]
     machine = describe_machine(device)
     if path.exists():
-        record = read_json(path, {"machine": dict, "ceilings": dict, "rows": dict})
+        try:
+            # Errors of a kernel may be NaN.
+            record = read_json(path, _RECORD, allow_nan=True)
+        except ValueError as error:
+            raise ValueError(
+                f"{error}: delete it, or choose another --output"
+            ) from error
         if record["machine"] != machine:
             raise ValueError(
                 f"{path} was measured on another machine or with other versions: "
@@ -568,6 +585,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--only", default="", help="patterns of rows, separated by semicolons")
     add("--output", default="runs/gpu", help="output folder")
     given = parser.parse_args(argv)
+    if given.minutes < 0:
+        raise ValueError(f"--minutes must be at least 0, got {given.minutes:g}")
     choose_rows(given.only, {})
     path = usable_folder(given.output, "--output") / "gpu.json"
     # PyTorch needs memory of the same card.

@@ -290,6 +290,8 @@ DEMO = "--config=configs/demo.py"
         ("studies.demo", ["--seeds=0"], "seeds must be at least 1, got 0"),
         ("benchmarks.compiled", ["--only=lineer@4096"], "mean 'linear@4096'?"),
         ("benchmarks.gpu", ["--only=step:ruting"], "did you mean 'step:routing'"),
+        ("benchmarks.gpu", ["--only=zz*"], "no row 'zz*'. Rows have names like"),
+        ("benchmarks.gpu", ["--minutes=-1"], "--minutes must be at least 0, got -1"),
         ("benchmarks.memory", [DEMO, "--meshes=ax2"], "=ax2: give DATAx"),
         ("benchmarks.memory", ["--config={}/a.py"], "a.py cannot be read"),
         ("benchmarks.pipeline", ["--config=/no/such.py"], "such.py cannot be"),

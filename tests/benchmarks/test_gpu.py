@@ -4,6 +4,7 @@ import json
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from benchmarks import device_time, gpu
@@ -78,6 +79,28 @@ def test_stops_in_time_and_keeps_to_one_machine(tmp_path, capsys):
         f"error: {path} was measured on another machine or with other versions: "
         "choose another --output\n"
     )
+
+
+def test_a_damaged_file_is_refused(tmp_path, capsys):
+    record, path = run(tmp_path, minutes=0), tmp_path / "gpu.json"
+    ceilings = record["ceilings"]
+    for damaged, message in (
+        (json.dumps(record)[:-9], "is not JSON ("),
+        (record | {"rows": {"accuracy:routing": None}}, "has rows.accuracy:routing="),
+        (record | {"ceilings": {"copy": 1e9}}, "has no ceilings.float32"),
+        (record | {"ceilings": ceilings | {"copy": 0}}, "has ceilings.copy=0"),
+    ):
+        path.write_text(damaged if isinstance(damaged, str) else json.dumps(damaged))
+        with pytest.raises(SystemExit, match="2"):
+            run(tmp_path)
+        err = capsys.readouterr().err
+        assert err.startswith(f"error: {path} {message}")
+        assert err.endswith(": delete it, or choose another --output\n")
+    # A kernel may have given NaN.
+    errors = {"bfloat16": {"values": float("nan"), "gradients": float("inf")}}
+    path.write_text(json.dumps(record | {"rows": {ACCURACY: errors}}))
+    rows = run(tmp_path, minutes=0)["rows"]
+    assert np.isnan(rows[ACCURACY]["bfloat16"]["values"])
 
 
 def test_names_of_rows_are_unique():

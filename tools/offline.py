@@ -17,13 +17,18 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from relattn import command
+from relattn.messages import shorten
 from relattn.training.workdir import usable_folder
 
 ROOT = Path(__file__).resolve().parents[1]
 # The versions of glibc that wheels may need, new and old; pip matches each exactly.
 _PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in range(39, 4, -1)]
 _PLATFORMS += [f"manylinux{year}_x86_64" for year in (2014, 2010, 1)]
-_NO_WHEEL = re.compile(r"No matching distribution found for ([\w.-]+)")
+# A requirement, without its marker.
+_NO_WHEEL = re.compile(r"No matching distribution found for ([^;\n]+)")
+_NO_EXTRA = re.compile(r"does not provide the extra '(.*)'")
+# A line of the output of `pip list --format=freeze` or of `pip freeze`.
+_INSTALLED = re.compile(r"([A-Za-z0-9][\w.-]*) ?(==|@)")
 
 
 def resolve(
@@ -42,7 +47,7 @@ def resolve(
         Name and version of each package.
 
     Raises:
-        ValueError: If pip finds no version of a package.
+        ValueError: If pip finds no version of a package, or there is no such extra.
     """
     built: set[str] = set()
     while True:
@@ -50,14 +55,17 @@ def resolve(
         target = [f"--target={folder}", f"--find-links={folder}"]
         run = _pip("install", *options, *target, *_machine(python), *requirements)
         if run.returncode == 0:
+            if no_extra := _NO_EXTRA.search(run.stderr):
+                raise ValueError(f"--extras: relattn has no extra {no_extra[1]!r}")
             packages = json.loads(run.stdout)["install"]
             found = [package["metadata"] for package in packages]
             return [(metadata["name"], metadata["version"]) for metadata in found]
-        missing = _NO_WHEEL.search(run.stderr)
-        if missing is None or missing[1] in built:
+        no_wheel = _NO_WHEEL.search(run.stderr)
+        missing = no_wheel and no_wheel[1].strip()
+        if missing is None or missing in built:
             raise ValueError(f"pip failed: {command.one_line(run.stderr)}")
-        built.add(missing[1])
-        _pip("wheel", "--no-deps", f"--wheel-dir={folder}", missing[1])
+        built.add(missing)
+        _pip("wheel", "--no-deps", f"--wheel-dir={folder}", missing)
 
 
 def fetch(packages: Sequence[str], python: str, folder: Path) -> None:
@@ -81,17 +89,28 @@ def names_in(text: str) -> set[str]:
     """Reads the names of packages, normalised, from the output of pip.
 
     Args:
-        text: Lines ``name==version``.
+        text: Lines ``name==version``, or ``name @ address``.
 
     Returns:
         The names.
+
+    Raises:
+        ValueError: If a line has another form.
 
     Example:
         >>> sorted(names_in("ml_collections==1.1.0"))
         ['ml-collections']
     """
-    names = (line.partition("==")[0].strip() for line in text.splitlines())
-    return {normalise(name) for name in names if name}
+    names = set()
+    for line in text.splitlines():
+        # Comments, and packages in a folder or repository.
+        if not line.strip() or line.startswith(("#", "-e ")):
+            continue
+        match = _INSTALLED.match(line)
+        if match is None:
+            raise ValueError(f"{shorten(line)} is not name==version")
+        names.add(normalise(match[1]))
+    return names
 
 
 def normalise(name: str) -> str:
@@ -166,9 +185,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     folder = usable_folder(given.output, "--output")
     installed = {"relattn"}
     if given.installed:
-        installed |= names_in(Path(given.installed).read_text("utf-8"))
+        try:
+            installed |= names_in(Path(given.installed).read_text("utf-8"))
+        except ValueError as error:
+            raise ValueError(
+                f"--installed={given.installed}: {error}: give the output of pip list "
+                "--format=freeze"
+            ) from error
     requirements = [f"relattn[{given.extras}] @ {ROOT.as_uri()}"]
-    requirements += [name for name in given.also.split(",") if name]
+    also = [name.strip() for name in given.also.split(",")]
+    for name in filter(None, also):
+        if name.startswith("-"):
+            raise ValueError(f"--also={given.also}: {name} is not a package")
+        requirements.append(name)
     print("pip chooses and downloads the packages, which takes minutes")
     packages = choose(resolve(requirements, given.python, folder), installed)
     if packages:

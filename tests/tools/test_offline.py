@@ -1,6 +1,7 @@
 """Fetching wheels, with a pip that fetches nothing."""
 
 import json
+import re
 import subprocess
 
 import pytest
@@ -19,7 +20,7 @@ def calls(monkeypatch):
         calls.append((command, *arguments))
         built = any(call[0] == "wheel" for call in calls)
         if command == "install" and not built:
-            text = "ERROR: No matching distribution found for promise"
+            text = "ERROR: No matching distribution found for promise>=2; extra == 'a'"
             return subprocess.CompletedProcess([], 1, "", text)
         metadata = [{"metadata": {"name": n, "version": v}} for n, v in RESOLVED]
         report = json.dumps({"install": metadata})
@@ -31,10 +32,10 @@ def calls(monkeypatch):
 
 def test_fetches_what_the_machine_lacks_and_builds_what_has_no_wheel(calls, tmp_path):
     listed = tmp_path / "packages.txt"
-    listed.write_text("jax==0.11.2\nnumpy==2.5.0\n")
+    listed.write_text("# of pip\njax==0.11.2\nnumpy @ file:///numpy.whl\n")
     offline.main(["--python=3.12", f"--installed={listed}", f"--output={tmp_path}"])
     assert [call[0] for call in calls] == ["install", "wheel", "install", "download"]
-    assert calls[1][-1] == "promise"
+    assert calls[1][-1] == "promise>=2"
     assert calls[-1][-2:] == ("ml_collections==1.1.0", "promise==2.3")
     assert "--python-version=3.12" in calls[-1]
 
@@ -42,10 +43,31 @@ def test_fetches_what_the_machine_lacks_and_builds_what_has_no_wheel(calls, tmp_
 def test_errors_are_a_sentence(monkeypatch, tmp_path, capsys):
     failed = subprocess.CompletedProcess([], 1, "", "ERROR:\n no network")
     monkeypatch.setattr(offline, "_pip", lambda *_: failed)
+    listed, binary = tmp_path / "list.txt", tmp_path / "numpy.whl"
+    listed.write_text("Package Version\n------- -------\n")
+    binary.write_bytes(b"\xd0PK")
+    of_pip = ": give the output of pip list --format=freeze"
     for option, message in (
         ("--python=three", "--python=three: give a version such as 3.12"),
-        ("--python=3.12", "pip failed: ERROR: no network"),
+        ("--also=", "pip failed: ERROR: no network"),
+        ("--also=jax, -r x", "--also=jax, -r x: -r x is not a package"),
+        (
+            f"--installed={listed}",
+            f"--installed={listed}: 'Package Version' is not name==version{of_pip}",
+        ),
+        (f"--installed={binary}", f"codec can't decode byte 0xd0 in .*{of_pip}"),
     ):
+        python = [] if option.startswith("--python") else ["--python=3.12"]
         with pytest.raises(SystemExit, match="2"):
-            offline.main([option, f"--output={tmp_path}"])
-        assert capsys.readouterr().err == f"error: {message}\n"
+            offline.main([option, *python, f"--output={tmp_path}"])
+        assert re.search(f"{message}\n$", capsys.readouterr().err)
+
+
+def test_an_unknown_extra_is_refused(monkeypatch, tmp_path, capsys):
+    warning = "WARNING: relattn 0.1.0 does not provide the extra 'trian'"
+    done = subprocess.CompletedProcess([], 0, '{"install": []}', warning)
+    monkeypatch.setattr(offline, "_pip", lambda *_: done)
+    with pytest.raises(SystemExit, match="2"):
+        offline.main(["--python=3.12", "--extras=trian", f"--output={tmp_path}"])
+    err = capsys.readouterr().err
+    assert err == "error: --extras: relattn has no extra 'trian'\n"

@@ -53,9 +53,10 @@ def attend(q, k, v, bias=None, *, key_mask=None, segments=None, **options):
 
 GRIDS = {
     "line": ((19,), 0),
-    "line with prefix": ((13,), 2),
-    # Blocks of two rows of four slots, the last one empty.
-    "grid with prefix": ((5, 3), 2),
+    # The second prefix token has a block of its own.
+    "line with prefix": ((15,), 2),
+    # Blocks of two rows of four slots, the last one empty; and so here.
+    "grid with prefix": ((6, 3), 2),
     # Rows of two blocks.
     "wide grid": ((3, 11), 1),
     "column": ((11, 1), 1),

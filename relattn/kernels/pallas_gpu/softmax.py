@@ -386,13 +386,18 @@ def _load(refs: Any, names: tuple[str, ...], index: Any, plan: _Plan) -> dict[st
     return loaded
 
 
-def _bias(refs: Any, queries: Any, keys: Any, plan: _Plan) -> Any:
-    """Gathers the bias of a block of queries and a block of keys, if there is one."""
+def _bias(
+    refs: Any, queries: Any, keys: Any, plan: _Plan, of_prefix: bool = True
+) -> Any:
+    """Gathers the bias of a block of queries and a block of keys, if there is one.
+
+    Without ``of_prefix``, that of pairs with a prefix token is any other.
+    """
     if "table" not in refs:
         return None
     rows = plan.slots.num_offsets
     index = queries["place"][:, None] - keys["place"][None, :] + np.int32(rows // 2)
-    if plan.slots.num_prefix:
+    if of_prefix and plan.slots.num_prefix:
         of_query, of_key = queries["in_prefix"][:, None], keys["in_prefix"][None, :]
         within, into, out = (
             np.int32(rows + row)
@@ -582,10 +587,7 @@ def _table_gradient(inputs, queries, plan):
 
         # All pairs of these blocks have the same offsets, and so the same biases.
         first = load(jnp.int32(0))
-        grid_plan = dataclasses.replace(
-            plan, slots=dataclasses.replace(slots, num_prefix=0)
-        )
-        bias = _bias(refs, *first, grid_plan)
+        bias = _bias(refs, *first, plan, of_prefix=False)
 
         def step(index, total):
             tokens, keys = load(index)

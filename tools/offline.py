@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
@@ -63,9 +65,12 @@ def resolve(
         no_wheel = _NO_WHEEL.search(run.stderr)
         missing = no_wheel and no_wheel[1].strip()
         if missing is None or missing in built:
-            raise ValueError(f"pip failed: {command.one_line(run.stderr)}")
+            raise _failure(run.stderr)
         built.add(missing)
-        _pip("wheel", "--no-deps", f"--wheel-dir={folder}", missing)
+        with tempfile.TemporaryDirectory() as wheels:
+            _pip("wheel", "--no-deps", f"--wheel-dir={wheels}", missing)
+            for wheel in Path(wheels).glob("*-none-any.whl"):
+                shutil.move(wheel, folder / wheel.name)
 
 
 def fetch(packages: Sequence[str], python: str, folder: Path) -> None:
@@ -82,7 +87,7 @@ def fetch(packages: Sequence[str], python: str, folder: Path) -> None:
     options = ["--no-deps", f"--dest={folder}", f"--find-links={folder}"]
     run = _pip("download", *options, *_machine(python), *packages)
     if run.returncode:
-        raise ValueError(f"pip failed: {command.one_line(run.stderr)}")
+        raise _failure(run.stderr)
 
 
 def names_in(text: str) -> set[str]:
@@ -154,6 +159,12 @@ def _machine(python: str) -> list[str]:
         "--implementation=cp",
         "--only-binary=:all:",
     ]
+
+
+def _failure(stderr: str) -> ValueError:
+    """Returns an error with the last that pip wrote."""
+    errors = re.findall(r"^ERROR: (.+)", stderr, re.MULTILINE)
+    return ValueError(f"pip failed: {command.one_line((errors or [stderr])[-1])}")
 
 
 def _pip(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -3,12 +3,17 @@
 import json
 import re
 import subprocess
+from pathlib import Path
 
 import pytest
 
 from tools import offline
 
 RESOLVED = [("jax", "0.12.0"), ("ml_collections", "1.1.0"), ("promise", "2.3")]
+
+
+# The second one serves this machine only.
+WHEELS = ["promise-2.3-py3-none-any.whl", "promise-2.3-cp311-cp311-linux_x86_64.whl"]
 
 
 @pytest.fixture
@@ -19,6 +24,10 @@ def calls(monkeypatch):
     def pip(command, *arguments):
         calls.append((command, *arguments))
         built = any(call[0] == "wheel" for call in calls)
+        if command == "wheel":
+            folder = Path(arguments[1].removeprefix("--wheel-dir="))
+            for name in WHEELS:
+                (folder / name).touch()
         if command == "install" and not built:
             text = "ERROR: No matching distribution found for promise>=2; extra == 'a'"
             return subprocess.CompletedProcess([], 1, "", text)
@@ -36,12 +45,14 @@ def test_fetches_what_the_machine_lacks_and_builds_what_has_no_wheel(calls, tmp_
     offline.main(["--python=3.12", f"--installed={listed}", f"--output={tmp_path}"])
     assert [call[0] for call in calls] == ["install", "wheel", "install", "download"]
     assert calls[1][-1] == "promise>=2"
+    assert [path.name for path in tmp_path.glob("*.whl")] == WHEELS[:1]
     assert calls[-1][-2:] == ("ml_collections==1.1.0", "promise==2.3")
     assert "--python-version=3.12" in calls[-1]
 
 
 def test_errors_are_a_sentence(monkeypatch, tmp_path, capsys):
-    failed = subprocess.CompletedProcess([], 1, "", "ERROR:\n no network")
+    text = "WARNING: slow\nERROR: no such version\nERROR: no network\n"
+    failed = subprocess.CompletedProcess([], 1, "", text)
     monkeypatch.setattr(offline, "_pip", lambda *_: failed)
     listed, binary = tmp_path / "list.txt", tmp_path / "numpy.whl"
     listed.write_text("Package Version\n------- -------\n")
@@ -49,7 +60,7 @@ def test_errors_are_a_sentence(monkeypatch, tmp_path, capsys):
     of_pip = ": give the output of pip list --format=freeze"
     for option, message in (
         ("--python=three", "--python=three: give a version such as 3.12"),
-        ("--also=", "pip failed: ERROR: no network"),
+        ("--also=", "pip failed: no network"),
         ("--also=jax, -r x", "--also=jax, -r x: -r x is not a package"),
         (
             f"--installed={listed}",

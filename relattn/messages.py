@@ -1,13 +1,15 @@
-"""Parts of error messages: the closest name, shortened values, checks of choices."""
+"""Parts of error messages: close names, lists, shortened values, checks of choices."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 # Length limit of a value shown in an error message.
 MAX_SHOWN = 80
+# Number of names of one kind that a message lists.
+MAX_LISTED = 8
 
 
 def check_choice(
@@ -57,6 +59,25 @@ def closest(name: Any, names: Collection[str]) -> str:
     if not similar:
         return listed
     return f"did you mean {similar[0]!r}? A{listed[1:]}"
+
+
+def list_problems(problems: Mapping[str, list[str]]) -> str:
+    """Lists the first names of each kind of problem, and counts the rest.
+
+    Args:
+        problems: Names by kind; kinds without names are left out.
+
+    Example:
+        >>> list_problems({"missing": ["a", "b"], "unexpected": []})
+        'missing a, b'
+    """
+    parts = []
+    for kind, names in problems.items():
+        rest = len(names) - MAX_LISTED
+        more = f" and {rest} more" if rest > 0 else ""
+        if names:
+            parts.append(f"{kind} {', '.join(names[:MAX_LISTED])}{more}")
+    return "; ".join(parts)
 
 
 def printable(text: str) -> str:

@@ -30,7 +30,7 @@ from relattn.extras import require_train
 from relattn.files import check_folder, replace_file
 from relattn.manifest import MANIFEST, find_damage, write_manifest
 from relattn.markdown import escape_markdown, markdown_table
-from relattn.messages import shorten
+from relattn.messages import list_problems, shorten
 from relattn.models import hub, preprocessing
 from relattn.models.patches import adapt_channels
 from relattn.models.resize import resize_grid
@@ -45,7 +45,6 @@ CONFIG, WEIGHTS, TOKENIZER = "config.json", "model.safetensors", "tokenizer.json
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 EMBEDDING = "params.embedding.kernel"
 _BLOCK = re.compile(r"(blocks?)_(\d+)")
-_MAX_SHOWN = 8
 
 Variables = Mapping[str, Any]
 
@@ -281,7 +280,7 @@ def load_pretrained(
         (1, 3)
     """
     changes = dict(model or {})
-    folder = find_model(folder)
+    folder = find_model(folder, changes)
     _verify(folder)
     config, module = read_config(folder, changes)
     tensors = read_safetensors(folder / WEIGHTS)
@@ -316,18 +315,48 @@ def load_pretrained(
     return Pretrained(module, variables, config, folder)
 
 
-def find_model(folder: str | Path) -> Path:
+def find_model(
+    folder: str | Path,
+    changes: Mapping[str, Any] | None = None,
+    *,
+    weights: bool = True,
+) -> Path:
     """Returns the folder of a saved model; one on the hub is downloaded first.
+
+    The weights are downloaded last, and only if ``config.json`` describes a model.
 
     Args:
         folder: The argument of `load_pretrained`.
+        changes: Values that replace those of the model.
+        weights: Whether the weights of a model on the hub are needed.
 
     Returns:
         The folder, which may not exist.
+
+    Raises:
+        FileNotFoundError: If a model of the hub, or one of its files, cannot be
+            downloaded.
+        ValueError: If its ``config.json`` describes no model.
     """
-    if hub.is_hub_id(folder):
-        return hub.download(str(folder), (CONFIG, WEIGHTS, MANIFEST, TOKENIZER))
-    return Path(folder)
+    if not hub.is_hub_id(folder):
+        return Path(folder)
+    name, files = str(folder), (CONFIG, MANIFEST, TOKENIZER)
+    path = hub.download(name, files)
+    try:
+        read_config(path, changes)
+    except (FileNotFoundError, ValueError) as error:
+        # The place in the cache says less than the name.
+        kind = ValueError if isinstance(error, ValueError) else FileNotFoundError
+        raise kind(str(error).replace(str(path), name)) from error
+    if not weights:
+        return path
+    path = hub.download(name, (*files, WEIGHTS))
+    if not (path / WEIGHTS).is_file():
+        raise FileNotFoundError(
+            f"{name} has no {WEIGHTS}, or the cache of huggingface_hub has only its "
+            "other files: connect to a network"
+        )
+    return path
 
 
 def _with_channels(module, tensors, config, channels):
@@ -605,25 +634,6 @@ def check_tensors(
     }
     if any(problems.values()):
         raise ValueError(f"{where} does not fit the model: {list_problems(problems)}")
-
-
-def list_problems(problems: Mapping[str, list[str]]) -> str:
-    """Lists the first names of each kind of problem, and counts the rest.
-
-    Args:
-        problems: Names by kind; kinds without names are left out.
-
-    Example:
-        >>> list_problems({"missing": ["a", "b"], "unexpected": []})
-        'missing a, b'
-    """
-    parts = []
-    for kind, names in problems.items():
-        rest = len(names) - _MAX_SHOWN
-        more = f" and {rest} more" if rest > 0 else ""
-        if names:
-            parts.append(f"{kind} {', '.join(names[:_MAX_SHOWN])}{more}")
-    return "; ".join(parts)
 
 
 def leaf_names(model: nn.Module, path: Any, shape: Any) -> tuple[list[str], bool]:

@@ -9,7 +9,7 @@ from typing import Any
 from relattn import models
 from relattn.json_files import DATA, Range, check_json, read_json
 from relattn.messages import check_choice, shorten
-from relattn.models import preprocessing
+from relattn.models import preprocessing, source_configs
 from relattn.models.patches import patch_sides
 
 # Above the sizes of models that exist.
@@ -69,7 +69,11 @@ def read_saved_config(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: If it describes no model; the message names the file.
     """
-    config = read_json(path, _SCHEMA)
+    config = read_json(path, dict)
+    if "model" not in config:
+        other = source_configs.describe_other(config)
+        raise ValueError(f"{path} describes no model of relattn: {other}")
+    check_json(config, _SCHEMA, path)
     try:
         options = models.complete_options(config["model"])
         kind = models.MODELS[options["name"]].inputs

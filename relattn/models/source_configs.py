@@ -12,8 +12,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from relattn.json_files import Range, check_json
-from relattn.messages import shorten
-from relattn.models import pretrained
+from relattn.messages import list_problems, shorten
 
 Settings = Mapping[str, Any]
 
@@ -452,6 +451,54 @@ TRANSLUTION = Keys(_names("num_heads image_size channels"), {})
 PERFORMER = Keys(_names("num_heads heads image_size"), {})
 
 
+_SOURCES = {
+    "hf_vit": HF_VIT,
+    "hf_dinov2": HF_DINOV2,
+    "hf_clip": HF_CLIP,
+    "hf_siglip": HF_SIGLIP,
+    "hf_gpt2": HF_GPT2,
+    "hf_llama": HF_LLAMA,
+    "timm": TIMM,
+}
+
+
+def describe_other(settings: Settings) -> str:
+    """Says whose model a ``config.json`` describes that is not one of relattn.
+
+    Args:
+        settings: The contents of the ``config.json``.
+
+    Returns:
+        The end of a sentence.
+
+    Example:
+        >>> describe_other({"model_type": "bert"})
+        "it has model_type='bert', which relattn cannot convert"
+        >>> describe_other({"model_type": "gpt2"})
+        "it has model_type='gpt2': convert the checkpoint first, relattn convert \
+--source=hf_gpt2 --checkpoint=FILE --output=DIR"
+    """
+    key = next((key for key in ("model_type", "architecture") if key in settings), "")
+    if not key:
+        return "it has no model"
+    value, found = settings[key], []
+    if key == "model_type":
+        found = [
+            source
+            for source, keys in _SOURCES.items()
+            if value in keys.fixed["model_type"]
+        ]
+    elif _TIMM_OLD_ENDING.sub("", str(value)) in TIMM_ARCHITECTURES:
+        found = ["timm"]
+    what = f"it has {key}={shorten(value)}"
+    if not found:
+        return f"{what}, which relattn cannot convert"
+    return (
+        f"{what}: convert the checkpoint first, relattn convert --source={found[0]} "
+        "--checkpoint=FILE --output=DIR"
+    )
+
+
 def read_settings(settings: Settings, keys: Keys) -> dict[str, Any]:
     """Returns the keys that a conversion reads; refuses what it does not know.
 
@@ -481,7 +528,7 @@ that do not change the model
     if unknown:
         raise ValueError(
             "config.json has keys whose meaning is "
-            f"{pretrained.list_problems({'unknown:': unknown})}; remove those that do "
+            f"{list_problems({'unknown:': unknown})}; remove those that do "
             "not change the model"
         )
     for key, allowed in keys.fixed.items():

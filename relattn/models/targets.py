@@ -15,7 +15,7 @@ import flax.linen as nn
 import numpy as np
 
 from relattn import models, spec
-from relattn.messages import shorten
+from relattn.messages import list_problems, shorten
 from relattn.models import preprocessing, pretrained
 from relattn.models.patches import patch_sides
 from relattn.models.source_configs import hf_activation
@@ -203,7 +203,7 @@ def _check_files(target: Target, files: Files, model: Model) -> None:
     if differing:
         raise ValueError(
             f"{target.title} cannot hold this model: what is read again differs in "
-            f"{pretrained.list_problems({'': differing}).strip()}"
+            f"{list_problems({'': differing}).strip()}"
         )
 
 

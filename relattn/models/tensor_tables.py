@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from relattn.models import pretrained
+from relattn.messages import list_problems
 
 Tensors = Mapping[str, np.ndarray]
 Table = dict[str, tuple]
@@ -169,7 +169,7 @@ def invert_table(
     if any(problems.values()):
         raise ValueError(
             "the parameters are not those of the other library's model: "
-            f"{pretrained.list_problems(problems)}"
+            f"{list_problems(problems)}"
         )
     tensors, parts = {}, {}
     for name, (function, sources) in entries.items():
@@ -221,8 +221,7 @@ def _entries(table, tensors, num_layers, ignored):
     }
     if any(problems.values()):
         raise ValueError(
-            "the tensors are not those of this model: "
-            f"{pretrained.list_problems(problems)}"
+            f"the tensors are not those of this model: {list_problems(problems)}"
         )
     return entries
 

@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 
 from relattn import models
 from relattn.data.paths import expand
-from relattn.messages import closest, shorten
+from relattn.messages import closest, list_problems, shorten
 from relattn.models import pretrained
 from relattn.models.patches import adapt_channels
 from relattn.training.checkpoint import CHECKPOINTS, read_latest
@@ -237,7 +237,7 @@ def _with_channels(tensors: dict[str, np.ndarray], old: int, new: int) -> dict:
 
 def read_source_config(folder: str) -> dict[str, Any]:
     """Reads the model, the sizes and the data of ``config.init_from``."""
-    path = pretrained.find_model(folder)
+    path = pretrained.find_model(folder, weights=False)
     if (path / pretrained.CONFIG).is_file():
         return pretrained.read_config(path)[0]
     if not (path / CHECKPOINTS).is_dir():
@@ -252,7 +252,8 @@ def read_source_config(folder: str) -> dict[str, Any]:
 
 def read_source(folder: str) -> pretrained.Pretrained:
     """Loads a converted model, or the best checkpoint of a run."""
-    if (pretrained.find_model(folder) / pretrained.CONFIG).is_file():
+    path = pretrained.find_model(folder, weights=False)
+    if (path / pretrained.CONFIG).is_file():
         return pretrained.load_pretrained(folder)
     run = load_run(folder)
     return pretrained.Pretrained(run.model, run.variables, run.pretrained_config())
@@ -312,7 +313,7 @@ def fit(
         result.append(np.stack(arrays) if stacked else arrays[0])
     unused = [name for name in tensors if name not in names_here and not skip(name)]
     if problems or unused:
-        found = pretrained.list_problems(
+        found = list_problems(
             {
                 "without a value of this shape there:": problems,
                 "without a place in this model:": unused,

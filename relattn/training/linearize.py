@@ -21,6 +21,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import Array, Float, Key
 
 from relattn import spec
+from relattn.messages import list_problems
 from relattn.models import pretrained
 from relattn.nn.attention import SoftmaxAttention
 from relattn.nn.linear_attention import LinearAttention
@@ -85,7 +86,7 @@ def swap_attention(
         arrays = [kept.pop(name) for name in names if name in kept]
         taken.append((np.stack(arrays) if stacked else arrays[0]) if arrays else None)
     if kept:
-        lost = pretrained.list_problems({"without a place": list(kept)})
+        lost = list_problems({"without a place": list(kept)})
         raise ValueError(
             f"attention {attention!r} does not keep the parameters of attention "
             f"{old!r} ({lost}): swap softmax attention"

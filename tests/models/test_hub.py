@@ -1,5 +1,6 @@
 """Models of the Hugging Face hub, from its cache, and cards that it takes."""
 
+import json
 import re
 import shutil
 import sys
@@ -53,17 +54,23 @@ def test_the_folder_that_the_hub_returns_is_loaded(saved, monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", fake)
     check_equal(relattn.load_pretrained("hf:some-one/vit.1"), variables)
     hub.download("hf:some-one/vit.1@v1.0/a", FILES)
-    patterns = [*FILES, pretrained.TOKENIZER]
+    small = [pretrained.CONFIG, pretrained.MANIFEST, pretrained.TOKENIZER]
     assert calls == [
-        (("some-one/vit.1",), {"revision": None, "allow_patterns": patterns}),
+        (("some-one/vit.1",), {"revision": None, "allow_patterns": small}),
+        (
+            ("some-one/vit.1",),
+            {"revision": None, "allow_patterns": [*small, pretrained.WEIGHTS]},
+        ),
         (("some-one/vit.1",), {"revision": "v1.0/a", "allow_patterns": [*FILES]}),
     ]
-    # `config.init_from` takes the same names.
+    # `config.init_from` takes the same names; the model needs no weights.
+    del calls[:-1]
     assert initialize.read_source_config("hf:some-one/vit.1") == CONFIG
+    assert calls.pop()[1]["allow_patterns"] == small
     # A path is never taken for a name of the hub.
     with pytest.raises(FileNotFoundError, match="holds no model"):
         relattn.load_pretrained(Path("hf:some-one/vit"))
-    assert len(calls) == 3
+    assert len(calls) == 1
 
 
 def test_a_sentence_says_that_huggingface_hub_is_missing(monkeypatch):
@@ -81,6 +88,42 @@ def test_other_names_are_refused(name):
     message = rf"^{re.escape(repr(name))} names no model of the hub: give hf:owner/name"
     with pytest.raises(ValueError, match=message):
         relattn.load_pretrained(name)
+
+
+TIMM = {"architecture": "vit_base_patch16_224.augreg_in1k", "num_classes": 1000}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (None, "^hf:a/b holds no model: it has no config.json$"),
+        ({}, "^hf:a/b/config.json describes no model of relattn: it has no model$"),
+        ({"model_type": "bert"}, "it has model_type='bert', which relattn cannot conv"),
+        ({"model_type": ["bert"]}, r"it has model_type=\['bert'\], which relattn can"),
+        (
+            {"model_type": "mistral", "architectures": ["MistralForCausalLM"]},
+            "has model_type='mistral': .*, relattn convert --source=hf_llama --checkp",
+        ),
+        (TIMM, "it has architecture='vit_base_.*, relattn convert --source=timm --ch"),
+        ({"architecture": "resnet50"}, "'resnet50', which relattn cannot convert$"),
+        ({"model": {"name": "bert"}}, "unknown model.name 'bert'"),
+        ({**CONFIG, "model": {**CONFIG["model"], "depth": 3}}, "depth"),
+        ({**CONFIG, "model": {**CONFIG["model"], "num_heads": 3}}, "^hf:a/b/config"),
+    ],
+)
+def test_another_model_is_refused_before_its_weights_are_downloaded(
+    config, message, tmp_path, monkeypatch
+):
+    def snapshot_download(name, *, allow_patterns, **options):
+        assert not {pretrained.WEIGHTS, "*"} & {*allow_patterns}
+        if config is not None:
+            (tmp_path / "config.json").write_text(json.dumps(config))
+        return str(tmp_path)
+
+    fake = SimpleNamespace(snapshot_download=snapshot_download)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", fake)
+    with pytest.raises((FileNotFoundError, ValueError), match=message):
+        relattn.load_pretrained("hf:a/b")
 
 
 def test_errors_of_the_hub_become_sentences(monkeypatch):
@@ -132,6 +175,14 @@ def test_a_model_of_the_cache_is_loaded_without_a_network(cache, saved):
     blob = home / "blobs" / f"{FILES.index(pretrained.WEIGHTS):040x}"
     blob.write_bytes(blob.read_bytes()[:-1] + b"x")
     with pytest.raises(ValueError, match="model.safetensors is damaged"):
+        relattn.load_pretrained("hf:owner/name")
+
+
+def test_a_cache_without_the_weights_is_refused(cache, saved):
+    home = add(cache, saved[0])
+    (home / "snapshots" / COMMIT / pretrained.WEIGHTS).unlink()
+    message = "^hf:owner/name has no model.safetensors, or the cache of huggingface_hub"
+    with pytest.raises(FileNotFoundError, match=message):
         relattn.load_pretrained("hf:owner/name")
 
 

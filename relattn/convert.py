@@ -11,6 +11,7 @@ that of the ``config.json`` beside the checkpoint; without one, give ``--num_hea
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,14 @@ STATES = (
     "state_dict_ema",
     "model_ema",
 )
+# The names of a checkpoint's files in transformers, the best first.
+NAMES = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+_PART = re.compile(r"-(\d+)-of-(\d+)(\.\w+)$")
 
 
 def convert(
@@ -152,16 +161,28 @@ def read_checkpoint(path: str | Path) -> dict[str, np.ndarray]:
     """
     path = Path(path)
     if path.is_dir():
+        found = [name for name in NAMES if (path / name).is_file()]
         raise ValueError(
             f"{path} is a folder: give the file of the weights, such as "
-            f"{path / 'model.safetensors'}"
+            f"{path / (found or NAMES)[0]}"
+        )
+    part = _PART.search(path.name)
+    if part and int(part[2]) > 1:
+        index = path.with_name(f"{path.name[: part.start()]}{part[3]}.index.json")
+        raise ValueError(
+            f"{path} is one of the {int(part[2])} files of a checkpoint: give their "
+            f"index, {index}"
         )
     return unwrap(_read_file(path))
 
 
 def _read_file(path):
     if not path.is_file():
-        raise FileNotFoundError(f"there is no file {path}")
+        index = path.with_name(f"{path.name}.index.json")
+        hint = f", which is in parts: give their index, {index}"
+        raise FileNotFoundError(
+            f"there is no file {path}{hint if index.is_file() else ''}"
+        )
     if path.suffix == ".json":
         return _read_parts(path)
     return (
@@ -181,14 +202,20 @@ def _read_parts(path):
             raise ValueError(
                 f"{path} names {shorten(name)}, but there is no such file beside it"
             )
-    read = {name: _read_file(path.with_name(name)) for name in {*files.values()}}
-    tensors = {}
+    tensors, places = {}, {}
+    for file in dict.fromkeys(files.values()):
+        for name, tensor in _read_file(path.with_name(file)).items():
+            if name in places:
+                raise ValueError(
+                    f"{path} names {shorten(places[name])} and {shorten(file)}, which "
+                    f"both hold {shorten(name)}: save the checkpoint again"
+                )
+            tensors[name], places[name] = tensor, file
     for name, file in files.items():
-        if name not in read[file]:
+        if places.get(name) != file:
             raise ValueError(
                 f"{path} has {shorten(name)} in {shorten(file)}, which does not hold it"
             )
-        tensors[name] = read[file][name]
     return tensors
 
 
@@ -198,7 +225,8 @@ def _read_torch(path):
         import torch  # pyright: ignore[reportMissingImports]: an option.
     except ImportError as error:
         raise ImportError(
-            f"{path} is not named .safetensors; to read PyTorch's: pip install torch"
+            f"{path} is not named .safetensors; to read PyTorch's: pip install torch, "
+            "or save the model by save_pretrained(..., safe_serialization=True)"
         ) from error
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 import relattn
-from relattn.convert import SOURCES, convert
+from relattn.convert import SOURCES, convert, read_checkpoint
 from relattn.models.safetensors import read_safetensors, write_safetensors
 from relattn.models.source_configs import TIMM_ARCHITECTURES
 from relattn.models.tensor_tables import unwrap
@@ -663,18 +664,78 @@ def test_checkpoint_in_parts(tmp_path):
             "names 'c.safetensors', but there is no such file",
         ),
         ('{"weight_map": {"x": "a.safetensors"}}', "has 'x' in 'a.safetensors', which"),
+        # Held by the other file, and by both.
+        (
+            '{"weight_map": {"a": "b.safetensors", "b": "a.safetensors"}}',
+            "has 'a' in 'b.safetensors', which does not hold it",
+        ),
+        (
+            '{"weight_map": {"a": "a.safetensors", "b": "again.safetensors"}}',
+            "names 'a.safetensors' and 'again.safetensors', which both hold 'a': save",
+        ),
+        ('{"weight_map": {"a": "b.safetensors", "a": "a.safetensors"}}', "given twice"),
     ],
 )
 def test_damaged_index_is_refused(text, message, tmp_path):
     path = write_parts(tmp_path, {"a": np.ones(2), "b": np.ones(2)}, "i.index.json")
+    write_safetensors(
+        tmp_path / "again.safetensors", {"a": np.ones(2), "b": np.ones(2)}
+    )
     path.write_text(text)
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         convert("timm", path, tmp_path / "out")
 
 
-def test_folder_is_no_checkpoint(tmp_path):
-    with pytest.raises(ValueError, match="is a folder: give the file of the weights"):
-        convert("timm", tmp_path, tmp_path / "out")
+def test_tensors_that_the_index_does_not_name_are_read(tmp_path):
+    """As transformers does; those of no parameter are refused by their names."""
+    path = write_parts(tmp_path, {"a": np.ones(2), "b": np.ones(2)}, "i.index.json")
+    held = {"a": np.ones(2), "c": np.ones(2)}
+    write_safetensors(tmp_path / "a.safetensors", held)
+    assert {*read_checkpoint(path)} == {"a", "b", "c"}
+
+
+@pytest.mark.parametrize(
+    ("files", "given", "message"),
+    [
+        ([], "", "is a folder: give the file of the weights, such as .*/model.safeten"),
+        (
+            ["pytorch_model.bin.index.json"],
+            "",
+            "is a folder: .*, such as .*/pytorch_model.bin.index.json$",
+        ),
+        (
+            ["model.safetensors.index.json"],
+            "model.safetensors",
+            "no file .*, which is in parts: give their index, .*tensors.index.json$",
+        ),
+        ([], "model.safetensors", "there is no file .*/model.safetensors$"),
+        (
+            ["model-00002-of-00003.safetensors"],
+            "model-00002-of-00003.safetensors",
+            "one of the 3 files of a checkpoint: .*/model.safetensors.index.json$",
+        ),
+        (
+            ["pytorch_model-00001-of-00002.bin"],
+            "pytorch_model-00001-of-00002.bin",
+            "one of the 2 files .*/pytorch_model.bin.index.json$",
+        ),
+    ],
+)
+def test_the_file_to_give_is_named(files, given, message, tmp_path):
+    for name in files:
+        (tmp_path / name).write_text("{}")
+    with pytest.raises((FileNotFoundError, ValueError), match=message):
+        convert("timm", tmp_path / given, tmp_path / "out")
+
+
+def test_a_sentence_says_that_torch_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    path = tmp_path / "pytorch_model.bin.index.json"
+    path.write_text('{"weight_map": {"a": "pytorch_model-00001-of-00002.bin"}}')
+    (tmp_path / "pytorch_model-00001-of-00002.bin").write_bytes(b"")
+    message = r"-00001-of-00002.bin is not named .*: pip install torch, or save .*safe_"
+    with pytest.raises(ImportError, match=message):
+        convert("hf_gpt2", path, tmp_path / "out")
 
 
 def test_count_of_averaged_models_is_no_parameter():

@@ -1,5 +1,6 @@
 """Files of PyTorch are read, or refused in one sentence."""
 
+import json
 import warnings
 
 import numpy as np
@@ -94,3 +95,16 @@ def test_tensors_are_read(tensor, dtype, tmp_path):
     found = read_checkpoint(path)["a"]
     assert found.dtype == dtype
     np.testing.assert_array_equal(found, np.ones(tuple(tensor.shape)))
+
+
+def test_files_in_parts_are_read(tmp_path):
+    names = {"a": "pytorch_model-00001-of-00002.bin"}
+    names["b"] = "pytorch_model-00002-of-00002.bin"
+    for value, (name, file) in enumerate(names.items()):
+        torch.save({name: value * ONE}, tmp_path / file)
+    index = tmp_path / "pytorch_model.bin.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    found = read_checkpoint(index)
+    assert {name: x.sum() for name, x in found.items()} == {"a": 0, "b": 6}
+    (tmp_path / names["b"]).unlink()
+    assert_refused(lambda: read_checkpoint(index), names["b"])

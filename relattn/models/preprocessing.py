@@ -14,6 +14,7 @@ from typing import Any
 
 from relattn.json_files import Range, check_json, read_json
 from relattn.messages import check_choice, shorten
+from relattn.models.source_configs import HF_PROCESSOR, read_settings
 
 # Pillow's filters, by transformers' numbers.
 INTERPOLATIONS = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
@@ -103,6 +104,7 @@ def hf_preprocessing(folder: Path, image_size: int) -> dict[str, Any] | None:
         given = None
     if given is None:
         return None
+    given = read_settings(given, HF_PROCESSOR, PREPROCESSOR, "preprocessing")
     for key in ("do_resize", "do_rescale", "do_normalize"):
         if not given.get(key, True):
             raise ValueError(
@@ -117,7 +119,6 @@ def hf_preprocessing(folder: Path, image_size: int) -> dict[str, Any] | None:
         "do_center_crop?": bool,
         "crop_size?": (_SIDE, {"height": _SIDE, "width": _SIDE}),
     }
-    given = {key: value for key, value in given.items() if value is not None}
     check_json(given, schema, PREPROCESSOR)
     if not math.isclose(given.get("rescale_factor", 1 / 255), 1 / 255, rel_tol=1e-3):
         raise ValueError(
@@ -135,6 +136,9 @@ def hf_preprocessing(folder: Path, image_size: int) -> dict[str, Any] | None:
     elif sides.get("width") == sides.get("height"):
         resized = sides.get("height")
     else:
+        resized = None
+    if len(sides) != (1 if "shortest_edge" in sides else 2):
+        # Such as longest_edge, which limits the other side.
         resized = None
     crop = given.get("crop_size") if given.get("do_center_crop", not squash) else None
     if isinstance(crop, dict):

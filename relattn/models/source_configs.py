@@ -447,6 +447,34 @@ _VALUES = {
     "mlp_ratio": Range(1e-3, 1e3, float),
 }
 
+# The classes of transformers that resize, crop and scale as `Pretrained.preprocess`.
+_HF_PROCESSORS = ("ViT", "CLIP", "Siglip", "Bit", "DeiT")
+HF_PROCESSOR = Keys(
+    read=_names(
+        """
+        do_resize do_rescale do_normalize do_center_crop size crop_size resample
+        rescale_factor image_mean image_std
+        """
+    ),
+    fixed={
+        "image_processor_type": tuple(
+            f"{name}ImageProcessor{ending}"
+            for name in _HF_PROCESSORS
+            for ending in ("", "Fast", "Pil")
+        ),
+        "feature_extractor_type": tuple(
+            f"{name}FeatureExtractor" for name in _HF_PROCESSORS
+        ),
+        "do_pad": (False,),
+    },
+    harmless=_names(
+        """
+        _valid_processor_keys data_format default_to_square device disable_grouping
+        do_convert_rgb image_seq_length input_data_format pad_size processor_class
+        return_tensors
+        """
+    ),
+)
 TRANSLUTION = Keys(_names("num_heads image_size channels"), {})
 PERFORMER = Keys(_names("num_heads heads image_size"), {})
 
@@ -499,12 +527,16 @@ def describe_other(settings: Settings) -> str:
     )
 
 
-def read_settings(settings: Settings, keys: Keys) -> dict[str, Any]:
+def read_settings(
+    settings: Settings, keys: Keys, where: str = "config.json", what: str = "model"
+) -> dict[str, Any]:
     """Returns the keys that a conversion reads; refuses what it does not know.
 
     Args:
         settings: The contents of a ``config.json``; None stands for a missing key.
         keys: The meaning of its keys.
+        where: The file's name, for messages.
+        what: What the file describes, for messages.
 
     Raises:
         ValueError: If a key is unknown, or has a value that relattn does not have.
@@ -520,16 +552,16 @@ that do not change the model
     for key in keys.flags & set(settings):
         if type(settings[key]) is not bool:
             raise ValueError(
-                f"config.json has {key}={shorten(settings[key])}, which must be true "
-                "or false"
+                f"{where} has {key}={shorten(settings[key])}, which must be true or "
+                "false"
             )
     settings = {key: value for key, value in settings.items() if value is not None}
     unknown = sorted(set(settings) - keys.read - set(keys.fixed) - keys.harmless)
     if unknown:
         raise ValueError(
-            "config.json has keys whose meaning is "
-            f"{list_problems({'unknown:': unknown})}; remove those that do "
-            "not change the model"
+            f"{where} has keys whose meaning is "
+            f"{list_problems({'unknown:': unknown})}; remove those that do not change "
+            f"the {what}"
         )
     for key, allowed in keys.fixed.items():
         value = settings.get(key, allowed[0])
@@ -537,11 +569,11 @@ that do not change the model
         if any(element not in allowed for element in values):
             expected = " or ".join(map(repr, allowed))
             raise ValueError(
-                f"config.json has {key}={shorten(value)}, which relattn's model does "
-                f"not have: expected {expected}"
+                f"{where} has {key}={shorten(value)}, which relattn's {what} does not "
+                f"have: expected {expected}"
             )
     values = {f"{key}?": _VALUES[key] for key in keys.read & set(_VALUES)}
-    check_json(settings, values, "config.json")
+    check_json(settings, values, where)
     return {key: value for key, value in settings.items() if key in keys.read}
 
 
@@ -568,7 +600,8 @@ def timm_settings(settings: Settings) -> dict[str, Any]:
     check_json(settings, {f"{name}?": (dict, None) for name in names}, "config.json")
     pretrained_cfg, arguments = (settings.get(name) or {} for name in names)
     # pretrained_cfg may be that of the weights from which a model was fine-tuned.
-    joined = read_settings({**pretrained_cfg, **settings, **arguments}, TIMM)
+    whole = {**pretrained_cfg, **settings, **arguments}
+    joined, norm_layer = read_settings(whole, TIMM), whole.get("norm_layer")
     if "architecture" in joined:
         name = _TIMM_OLD_ENDING.sub("", str(joined.pop("architecture")))
         if name not in TIMM_ARCHITECTURES:
@@ -578,6 +611,9 @@ def timm_settings(settings: Settings) -> dict[str, Any]:
                 'its number of heads, such as "num_heads": 12'
             )
         sizes = _architecture(name)
+        if norm_layer is not None:
+            # Its own epsilon takes the place of the architecture's.
+            sizes["layer_norm_eps"] = 1e-6
         arguments = {"num_heads": sizes["num_heads"], **arguments}
         joined = {**sizes, **joined}
     if "input_size" in joined:
@@ -633,15 +669,15 @@ def hf_settings(settings: Settings, keys: Keys) -> dict[str, Any]:
     parts = ("vision_config", "vision_config_dict", "text_config", "text_config_dict")
     check_json(settings, {f"{name}?": (dict, None) for name in parts}, "config.json")
     joined = {key: value for key, value in settings.items() if key not in parts}
-    if "vision_config" in settings:
-        for name in ("vision_config", "vision_config_dict"):
-            # Labels in it are those of no classifier.
-            ours = {
-                key: value
-                for key, value in (settings.get(name) or {}).items()
-                if key not in ("id2label", "architectures", "model_type")
-            }
-            joined = {**ours, **joined}
+    # For transformers, the second replaces the first, its defaults too.
+    given = [settings[name] for name in parts[:2] if settings.get(name) is not None]
+    # Labels in it are those of no classifier.
+    ours = {
+        key: value
+        for key, value in (given[-1] if given else {}).items()
+        if key not in ("id2label", "architectures", "model_type")
+    }
+    joined = {**ours, **joined}
     whole = read_settings(joined, keys)
     # Files leave out defaults.
     if "num_heads" not in whole and "model_type" in joined:

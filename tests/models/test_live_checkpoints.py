@@ -533,6 +533,90 @@ def test_every_key_of_transformers_is_known():
         assert not {*config.to_dict(), *generation} - known
 
 
+VISION = {"hidden_size": 12, "num_hidden_layers": 2, "num_attention_heads": 3}
+VISION |= {"image_size": 6, "patch_size": 2}
+SMALL = {
+    "ViTForImageClassification": ("hf_vit", "logits", {"intermediate_size": 17}),
+    "Dinov2WithRegistersForImageClassification": (
+        "hf_dinov2",
+        "logits",
+        {"mlp_ratio": 2, "num_register_tokens": 2},
+    ),
+    "CLIPVisionModel": ("hf_clip", "pooler_output", {"intermediate_size": 14}),
+    "SiglipVisionModel": ("hf_siglip", "pooler_output", {"intermediate_size": 14}),
+    "GPT2LMHeadModel": ("hf_gpt2", "", {}),
+    "LlamaForCausalLM": ("hf_llama", "", {}),
+    "MistralForCausalLM": ("hf_llama", "", {"sliding_window": 3}),
+}
+ACTIVATIONS = (
+    *("gelu", "gelu_new", "gelu_fast", "gelu_accurate", "gelu_pytorch_tanh"),
+    *("gelu_python", "gelu_10", "quick_gelu", "relu", "relu2", "silu", "swish"),
+    *("mish", "tanh", "linear", "laplace", "leaky_relu", "sigmoid"),
+)
+ROPES = (
+    {"rope_type": "default", "rope_theta": 50.0},
+    {"rope_type": "linear", "factor": 2.0, "rope_theta": 50.0},
+    {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 50.0},
+)
+
+
+def other_values(key, value):
+    """Values of a key that are not its default."""
+    if key in ("hidden_act", "activation_function"):
+        return [name for name in ACTIVATIONS if name != value]
+    if key == "rope_parameters":
+        return ROPES
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, int):
+        return [2 * value or 2]
+    return [3 * value + 0.01] if isinstance(value, float) else []
+
+
+def write_small(folder, name, output, options):
+    """Writes a small model of transformers; returns inputs and expected outputs."""
+    if output:
+        pretrained.write_hf_encoder(folder, name, output, **{**VISION, **options})
+        expected = read_safetensors(folder / "expected.safetensors")
+        return expected["inputs"], expected["logits"]
+    if name.startswith("GPT2"):
+        sizes = {"vocab_size": 23, "n_positions": 11, "n_embd": 12, "n_layer": 2}
+        model = pretrained.hf_gpt2_model(**{**sizes, "n_head": 3, **options})
+    else:
+        model = pretrained.hf_llama_model(name.removesuffix("ForCausalLM"), **options)
+    model.save_pretrained(folder)
+    tokens = np.random.default_rng(0).integers(23, size=(2, 7)).astype(np.int32)
+    return tokens, pretrained.text_logits(model, tokens)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_no_key_of_transformers_is_ignored(name, tmp_path):
+    """Each is applied, does not change the logits, or is refused."""
+    transformers = pytest.importorskip("transformers")
+    source, output, sizes = SMALL[name]
+    keys = getattr(transformers, name).config_class().to_dict()
+    common = {*transformers.PreTrainedConfig().to_dict()} - {"tie_word_embeddings"}
+    equal, refused = set(), set()
+    for key in sorted({*keys} - common - {"bos_token_id", "eos_token_id"}):
+        for count, value in enumerate(other_values(key, sizes.get(key, keys[key]))):
+            folder = tmp_path / f"{key}{count}"
+            folder.mkdir()
+            try:
+                inputs, expected = write_small(
+                    folder, name, output, {**sizes, key: value}
+                )
+            except Exception:  # noqa: BLE001, S112 - of transformers: no such model.
+                continue
+            try:
+                check_folder(source, folder / "model.safetensors", inputs, expected)
+                equal.add((key, str(value)))
+            except ValueError:
+                refused.add((key, str(value)))
+    assert len(equal) > 8
+    kinds = {value for key, value in equal | refused if key.endswith(("_act", "ion"))}
+    assert {*ACTIVATIONS} - kinds <= {keys.get("hidden_act", "gelu_new")}
+
+
 def test_every_key_of_timm_is_known():
     """Tests pretrained_cfg, and the arguments of VisionTransformer."""
     timm = pytest.importorskip("timm")

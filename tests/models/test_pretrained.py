@@ -191,6 +191,16 @@ def test_images_are_prepared_as_the_checkpoint_says(
         ),
         ({"image_mean": MEAN, "image_std": STD}, "has no resample, whose default dep"),
         ({"resample": 9}, "resample=9"),
+        (
+            {"size": {"shortest_edge": 7, "longest_edge": 9}},
+            "expected one side of at l",
+        ),
+        ({"crop_pct": 0.8}, "preprocessor_config.json .* unknown: crop_pct; remove"),
+        (
+            {"image_processor_type": "ConvNextImageProcessor"},
+            "image_processor_type='ConvNextIm.*, which relattn's preprocessing does",
+        ),
+        ({"do_pad": True}, "do_pad=True"),
         ({"image_mean": "0.5"}, "image_mean='0.5'"),
     ],
 )

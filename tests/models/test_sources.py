@@ -12,6 +12,7 @@ import pytest
 
 import relattn
 from relattn.convert import SOURCES, convert, read_checkpoint
+from relattn.models import source_configs
 from relattn.models.safetensors import read_safetensors, write_safetensors
 from relattn.models.source_configs import TIMM_ARCHITECTURES
 from relattn.models.tensor_tables import unwrap
@@ -470,6 +471,26 @@ def test_norm_pre_needs_activation_and_epsilon():
     assert model["activation"] == "quick_gelu"
     assert model["pre_norm"]
     assert model["norm_eps"] == 1e-5
+
+
+def test_a_norm_layer_has_its_own_epsilon():
+    """Not that of the architecture; timm's LayerNorm has 1e-6."""
+    name = "vit_base_patch16_clip_224"
+    for arguments, eps in (({}, 1e-5), ({"norm_layer": "layernorm"}, 1e-6)):
+        settings = {"architecture": name, "model_args": arguments}
+        assert source_configs.timm_settings(settings)["layer_norm_eps"] == eps
+
+
+@pytest.mark.parametrize("old", [{}, {"vision_config": None}, "another"])
+def test_vision_config_dict_replaces_vision_config(old):
+    """Of the older files of CLIP; where both are given, transformers takes it."""
+    given = {"hidden_size": 8, "num_attention_heads": 2, "hidden_act": "gelu"}
+    settings = {"model_type": "clip", "vision_config_dict": given}
+    if old == "another":
+        # The second has the class's default of it.
+        old = {"vision_config": {**given, "hidden_act": "relu", "layer_norm_eps": 0.1}}
+    found = source_configs.hf_settings({**settings, **old}, source_configs.HF_CLIP)
+    assert found == given
 
 
 def test_dinov3_is_refused():

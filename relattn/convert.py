@@ -22,6 +22,7 @@ from relattn import command
 from relattn.command import lacks_resources, one_line
 from relattn.files import check_folder
 from relattn.json_files import read_json
+from relattn.manifest import tokenizer_name
 from relattn.messages import check_choice, printable, shorten
 from relattn.models import preprocessing, pretrained
 from relattn.models.safetensors import read_safetensors
@@ -56,6 +57,8 @@ def convert(
     num_heads: int = 0,
 ) -> dict[str, Any]:
     """Converts a checkpoint and writes ``config.json`` and ``model.safetensors``.
+
+    The ``tokenizer.json`` beside the checkpoint of a model of text is copied.
 
     Args:
         source: A key of `SOURCES`, or ``"run"``.
@@ -122,7 +125,8 @@ def convert(
         raise ValueError(f"{checkpoint}: {one_line(error)}") from error
     like = pretrained.abstract(model, converted.config)
     variables = pretrained.unflatten(model, like, converted.tensors, checkpoint)
-    pretrained.save_pretrained(output, converted.config, variables)
+    tokenizer = _add_tokenizer(converted.config, beside.parent)
+    pretrained.save_pretrained(output, converted.config, variables, tokenizer=tokenizer)
     return converted.config
 
 
@@ -140,6 +144,17 @@ def _add_preprocessing(
         found = preprocessing.hf_preprocessing(folder, height)
     if found is not None:
         config["preprocessing"] = preprocessing.with_channels(found, channels)
+
+
+def _add_tokenizer(config: dict[str, Any], folder: Path) -> bytes | None:
+    """Adds the name of the checkpoint's tokenizer, if it has one; returns the file."""
+    path = folder / pretrained.TOKENIZER
+    if "vocab_size" not in config or not os.path.lexists(path):
+        return None
+    read_json(path, dict)
+    content = path.read_bytes()
+    config["tokenizer"] = tokenizer_name(content)
+    return content
 
 
 def read_checkpoint(path: str | Path) -> dict[str, np.ndarray]:

@@ -16,6 +16,9 @@ from relattn.messages import shorten
 
 MANIFEST = "manifest.json"
 BLOCK_BYTES = 2**20
+# Begins the name of a tokenizer from a file; digits of the file's SHA-256 follow.
+FILE_PREFIX = "hf:"
+NUM_DIGITS = 16
 
 
 def sha256(path: Path, title: str | None = None) -> str:
@@ -112,6 +115,22 @@ def find_damage(folder: Path, required: Iterable[str] = ()) -> str:
         if sha256(path, f"Verifying {name}") != expected:
             return f"{path} is damaged (its SHA-256 is not that of {MANIFEST})"
     return ""
+
+
+def tokenizer_name(content: bytes) -> str:
+    """Names the tokenizer of a file by the file's checksum.
+
+    Args:
+        content: The contents of a ``tokenizer.json``.
+
+    Returns:
+        The name for `relattn.data.load_tokenizer`.
+
+    Example:
+        >>> tokenizer_name(b"{}")
+        'hf:44136fa355b3678a'
+    """
+    return f"{FILE_PREFIX}{hashlib.sha256(content).hexdigest()[:NUM_DIGITS]}"
 
 
 def recorded_sha256(path: Path) -> str:

@@ -501,7 +501,7 @@ def test_files_given_in_two_options_are_all_taken(monkeypatch):
             }
 
     info = SimpleNamespace(context_length=7)
-    monkeypatch.setattr(perplexity, "load_run", lambda *args: Run())
+    monkeypatch.setattr(perplexity, "load_text_run", lambda *args: Run())
     monkeypatch.setattr(perplexity, "require_kind", lambda run, kind: info)
     start("relattn.evaluation.perplexity", ["--workdir=x", "--input", "a", "b"])
     words = ["--workdir=x", "--input=a", "--input=b"]

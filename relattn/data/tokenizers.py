@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from ml_collections import ConfigDict
 from relattn.command import lacks_resources
 from relattn.data.paths import describe_error, expand, sha256
 from relattn.files import naming
+from relattn.manifest import FILE_PREFIX, tokenizer_name
 from relattn.messages import check_choice, shorten
 
 TokenIds = UInt16[np.ndarray, "_"]
@@ -28,9 +28,6 @@ GPT2_FILES = {
     "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
 }
 TOKENIZER_FILE = "tokenizer.json"
-# Begins the name of a tokenizer from a file; digits of the file's SHA-256 follow.
-FILE_PREFIX = "hf:"
-NUM_DIGITS = 16
 MAX_VOCABULARY = 2**16
 # The tokens that end a text, in files that do not say which one does.
 ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "[SEP]")
@@ -208,8 +205,7 @@ class FileTokenizer:
             )
         found = [ids[token] for token in ENDS if token in ids]
         self.end_of_text: int | None = found[0] if found else None
-        digest = hashlib.sha256(self.content).hexdigest()
-        self.name = f"{FILE_PREFIX}{digest[:NUM_DIGITS]}"
+        self.name = tokenizer_name(self.content)
 
     def encode(self, text: str) -> TokenIds:
         """Returns the ids of the text."""

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 from relattn import command
 from relattn.messages import printable
-from relattn.training import load_run
 from relattn.training.metrics import format_metrics
 from relattn.training.predict import require_kind
+from relattn.training.saved_run import load_text_run
 
 
 @command.entry_point
@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     parser = command.Parser("python -m relattn.evaluation.perplexity", __doc__)
     add = parser.add_argument
-    add("--workdir", required=True, help="the run directory")
+    add("--workdir", required=True, help="the run directory, or a saved model of text")
     files = {"required": True, "nargs": "+", "action": "extend"}
     add("--input", **files, help="UTF-8 text files; repeatable")
     add("--checkpoint", default="best", help="best or latest")
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--draws", type=int, help=command.DRAWS_HELP)
     add("--bpe_dir", default="", help="folder of the tokenizer's files")
     given = parser.parse_args(argv)
-    run = load_run(given.workdir, given.checkpoint)
+    run = load_text_run(given.workdir, given.checkpoint)
     for path in given.input:
         found = run.evaluate(
             path,

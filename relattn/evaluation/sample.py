@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from relattn import command
 from relattn.messages import printable, shorten
-from relattn.training import load_run
+from relattn.training.saved_run import load_text_run
 
 # Guards against a typo that would fill the memory.
 MAX_SAMPLES = 10**6
@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """
     parser = command.Parser("python -m relattn.evaluation.sample", __doc__)
     add = parser.add_argument
-    add("--workdir", required=True, help="the run directory")
+    add("--workdir", required=True, help="the run directory, or a saved model of text")
     add("--prompt", default="\n", help="text to continue")
     add("--num_samples", type=int, default=1, help="number of texts")
     add(
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             f"num_samples must be from 1 to {MAX_SAMPLES}, got "
             f"{shorten(given.num_samples)}"
         )
-    run = load_run(given.workdir, given.checkpoint)
+    run = load_text_run(given.workdir, given.checkpoint)
     texts = run.generate(
         [given.prompt] * given.num_samples,
         num_tokens=given.num_tokens,

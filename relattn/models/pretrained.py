@@ -28,7 +28,7 @@ from relattn import models, spec
 from relattn.command import lacks_resources, one_line
 from relattn.extras import require_train
 from relattn.files import check_folder, replace_file
-from relattn.manifest import MANIFEST, find_damage, write_manifest
+from relattn.manifest import FILE_PREFIX, MANIFEST, find_damage, write_manifest
 from relattn.markdown import escape_markdown, markdown_table
 from relattn.messages import list_problems, shorten
 from relattn.models import hub, preprocessing
@@ -181,23 +181,47 @@ class Pretrained:
             raise ValueError(
                 f"{type(self.model).__name__} reads no text: use preprocess"
             )
-        name = self.config.get("data", {}).get("tokenizer")
+        name = tokenizer_of(self.config)
         if not name:
             raise ValueError(
-                "config.json does not name the tokenizer of the model: load that of "
-                "its authors by relattn.data.load_tokenizer"
+                "config.json does not name the tokenizer of the model: convert it "
+                f"again with {TOKENIZER} beside the checkpoint, or load that of its "
+                "authors by relattn.data.load_tokenizer"
             )
         require_train("Pretrained.load_tokenizer")
         from relattn.data import tokenizers
 
-        if name.startswith(tokenizers.FILE_PREFIX) and not bpe_dir:
+        if name.startswith(FILE_PREFIX) and not bpe_dir:
             if self.folder is None or not (self.folder / TOKENIZER).is_file():
                 raise FileNotFoundError(
                     f"{self.folder or 'the model'} has no {TOKENIZER}: copy that of "
                     "the training into it, or set bpe_dir to its folder"
                 )
             bpe_dir = str(self.folder)
-        return tokenizers.load_tokenizer(name, bpe_dir)
+        tokenizer = tokenizers.load_tokenizer(name, bpe_dir)
+        if tokenizer.vocab_size > self.config["vocab_size"]:
+            raise ValueError(
+                f"the model has a vocabulary of {self.config['vocab_size']} tokens, "
+                f"but its tokenizer {name!r} has {tokenizer.vocab_size}: remove those "
+                f"that were added to {TOKENIZER}, and convert again"
+            )
+        return tokenizer
+
+
+def tokenizer_of(config: Mapping[str, Any]) -> str:
+    """Returns the name of a saved model's tokenizer.
+
+    Args:
+        config: The contents of ``config.json``.
+
+    Returns:
+        The name for `relattn.data.load_tokenizer`; "" if it is unknown.
+
+    Example:
+        >>> tokenizer_of({"data": {"tokenizer": "bytes"}})
+        'bytes'
+    """
+    return config.get("tokenizer") or config.get("data", {}).get("tokenizer", "")
 
 
 def data_options(

@@ -54,6 +54,8 @@ _SCHEMA = {
     "data?": {"kind?": str},
     "training?": {"data": _OPTIONS},
     "preprocessing?": preprocessing.SCHEMA,
+    # Of a converted model; that of a run is in its data.
+    "tokenizer?": str,
 }
 
 

@@ -15,6 +15,7 @@ from ml_collections import ConfigDict
 
 from relattn import models
 from relattn.data.paths import expand
+from relattn.manifest import FILE_PREFIX
 from relattn.messages import closest, list_problems, shorten
 from relattn.models import pretrained
 from relattn.models.patches import adapt_channels
@@ -76,13 +77,24 @@ def take_model(
             sizes |= _data_preprocessing(source)
     elif config.data.get("source") == "text":
         sizes["context_length"] = source["context_length"]
-        if "data" in source:
-            sizes["tokenizer"] = source["data"]["tokenizer"]
+        if tokenizer := _find_tokenizer(config, source):
+            sizes["tokenizer"] = tokenizer
     with config.unlocked():
         config.model = ConfigDict(values | changes)
         for key, value in sizes.items():
             if f"data.{key}" not in given:
                 config.data[key] = value
+
+
+def _find_tokenizer(config: ConfigDict, source: Mapping[str, Any]) -> str:
+    """Returns the name of a model's tokenizer, or the path of its file."""
+    name = pretrained.tokenizer_of(source)
+    # A folder of tokens has the file of their tokenizer.
+    if name.startswith(FILE_PREFIX) and not config.data.get("data_dir"):
+        folder = pretrained.find_model(config.init_from, weights=False)
+        path = folder / pretrained.TOKENIZER
+        return str(path) if path.is_file() else name
+    return name
 
 
 def _data_preprocessing(source: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,8 +13,11 @@ from ml_collections import ConfigDict
 
 from relattn import data as data_lib
 from relattn import models
-from relattn.data import input_shape, read_info
+from relattn.data import TextInfo, input_shape, read_info
+from relattn.manifest import FILE_PREFIX
 from relattn.messages import check_choice
+from relattn.models import pretrained
+from relattn.models.hub import is_hub_id
 from relattn.training.checkpoint import (
     CHECKPOINTS,
     checkpoint_steps,
@@ -68,6 +71,54 @@ def load_run(
     saved = open_run(workdir, checkpoint, image_size)
     (run,) = saved.load([saved.seeds[0] if seed is None else seed])
     return run
+
+
+def load_text_run(folder: str | Path, checkpoint: str = "best") -> Run:
+    """Loads a run on text, or a saved model of text as one that took no steps.
+
+    Args:
+        folder: The run directory, or what `relattn.load_pretrained` takes.
+        checkpoint: ``"best"`` or ``"latest"``, of a run.
+
+    Returns:
+        The run; that of a saved model has no training data.
+
+    Raises:
+        ValueError: If the saved model is not of text, its tokenizer is unknown, or a
+            file is damaged.
+        FileNotFoundError: If the ``tokenizer.json`` of the saved model is missing.
+        CheckpointError: If there is no intact checkpoint.
+    """
+    is_saved = is_hub_id(folder) or (Path(folder) / pretrained.CONFIG).is_file()
+    if not is_saved:
+        return load_run(folder, checkpoint)
+    check_choice("checkpoint", checkpoint, ("best", "latest"))
+    loaded = pretrained.load_pretrained(folder)
+    tokenizer = loaded.load_tokenizer()
+    length = loaded.config["context_length"]
+    # Where `relattn.data.tokenizers.find_tokenizer` finds its file.
+    files = str(loaded.folder) if tokenizer.name.startswith(FILE_PREFIX) else ""
+    data = {"source": "text", "context_length": length, "bpe_dir": files}
+    config = complete({"model": loaded.config["model"], "data": data})
+    info = TextInfo(
+        name=Path(folder).name,
+        tokenizer=tokenizer.name,
+        # Some models have rows of no token.
+        vocab_size=tokenizer.vocab_size,
+        context_length=length,
+        num_train=0,
+        origin=f"the saved model {folder}",
+    )
+    return Run(
+        config=config,
+        model=loaded.model,
+        variables=loaded.variables,
+        step=0,
+        data=info,
+        preprocess=data_lib.make_preprocess(config.data, info),
+        workdir=Path(folder),
+        checkpoint=checkpoint,
+    )
 
 
 def load_runs(

@@ -15,6 +15,7 @@ from relattn.data import ImageInfo
 from relattn.evaluation import perplexity
 from relattn.evaluation import sample as sample_lib
 from relattn.evaluation.report import report
+from relattn.models.pretrained import save_pretrained
 
 
 @pytest.fixture(scope="module")
@@ -132,6 +133,32 @@ def test_attention_weights_of_a_text(workdir):
         run.attention_weights("To be", layer=1)
 
 
+def save(workdir, folder, name):
+    """Saves the model of the run as a converted one, with a tokenizer's name."""
+    run = training.load_run(workdir)
+    config = run.pretrained_config()
+    config = {key: config[key] for key in ("model", "vocab_size", "context_length")}
+    save_pretrained(folder, {**config, **name}, run.variables)
+    return run
+
+
+@pytest.mark.slow
+def test_a_saved_model_continues_text(workdir, tmp_path, capsys):
+    run = save(workdir, tmp_path, {"tokenizer": "bytes"})
+    options = ["--prompt=To be", "--num_tokens=19", "--temperature=0"]
+    sample_lib.main([f"--workdir={tmp_path}", *options])
+    text = run.generate("To be", num_tokens=19, temperature=0.0)
+    assert capsys.readouterr().out.rstrip("\n") == text.rstrip("\n")
+
+
+def test_a_saved_model_without_a_tokenizer_is_refused(workdir, tmp_path, capsys):
+    save(workdir, tmp_path, {})
+    with pytest.raises(SystemExit, match="2"):
+        sample_lib.main([f"--workdir={tmp_path}"])
+    message = "error: config.json does not name the tokenizer of the model"
+    assert capsys.readouterr().err.startswith(message)
+
+
 def test_a_report_has_a_sample(workdir):
     page = report(training.load_run(workdir))
     assert "<h2>A sample</h2>" in page and "<h2>Confusion matrix</h2>" not in page
@@ -157,9 +184,11 @@ def test_perplexity_of_a_text_file(workdir, tmp_path, capsys):
     np.testing.assert_allclose(found["bits_per_token"], bits, rtol=1e-5)
     # A token is a byte.
     assert found["bits_per_byte"] == pytest.approx(found["bits_per_token"])
-    perplexity.main([f"--workdir={workdir}", f"--input={path}"])
-    printed = capsys.readouterr().out
-    assert f"{bits:.4f} bits per byte, on {len(tokens) - 1} tokens" in printed
+    save(workdir, tmp_path, {"tokenizer": "bytes"})
+    for folder in (workdir, tmp_path):
+        perplexity.main([f"--workdir={folder}", f"--input={path}"])
+        printed = capsys.readouterr().out
+        assert f"{bits:.4f} bits per byte, on {len(tokens) - 1} tokens" in printed
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,8 @@ from PIL import Image
 import relattn
 from relattn.convert import SOURCES, convert
 from relattn.data import TextInfo, load_tokenizer
-from relattn.manifest import write_manifest
+from relattn.export import export
+from relattn.manifest import find_damage, write_manifest
 from relattn.models import pretrained
 from relattn.models.safetensors import read_safetensors, write_safetensors
 from relattn.training.predict import read_tokenizer_file
@@ -525,7 +526,7 @@ def test_a_sentence_says_where_a_tokenizer_is_missing(tmp_path):
         images.load_tokenizer()
     config = {key: GPT_CONFIG[key] for key in ("model", "vocab_size")}
     converted = pretrained.Pretrained(loaded.model, {}, config)
-    with pytest.raises(ValueError, match="does not name the tokenizer of the model: l"):
+    with pytest.raises(ValueError, match="does not name the tokenizer of the model: c"):
         converted.load_tokenizer()
 
 
@@ -543,6 +544,41 @@ def test_a_run_hands_on_the_file_of_its_tokenizer(missing, tmp_path):
     file.unlink()
     with pytest.warns(UserWarning, match=r"without its tokenizer.json \(.*missing:"):
         assert read_tokenizer_file(run) is None
+
+
+def copy_gpt2(folder, tokenizer):
+    shutil.copytree(FIXTURES / "hf_gpt2", folder)
+    (folder / "tokenizer.json").write_bytes(tokenizer)
+    return folder / "model.safetensors"
+
+
+def test_the_tokenizer_beside_a_checkpoint_is_converted_and_exported(tmp_path):
+    content = b'{"model": {"type": "BPE"}}'
+    path = copy_gpt2(tmp_path / "theirs", content)
+    config = convert("hf_gpt2", path, tmp_path / "ours")
+    # Computed by sha256sum.
+    assert config["tokenizer"] == "hf:8bb2d91febcec5f8"
+    assert (tmp_path / "ours" / "tokenizer.json").read_bytes() == content
+    checked = find_damage(tmp_path / "ours", ["tokenizer.json"])
+    assert checked == ""
+    assert pretrained.read_config(tmp_path / "ours")[0] == config
+    export(tmp_path / "ours", tmp_path / "back", format="hf")
+    assert (tmp_path / "back" / "tokenizer.json").read_bytes() == content
+
+
+def test_another_file_is_not_taken_for_a_tokenizer(tmp_path):
+    path = copy_gpt2(tmp_path / "theirs", b"[]")
+    with pytest.raises(ValueError, match="tokenizer.json has .* must be an object"):
+        convert("hf_gpt2", path, tmp_path / "ours")
+    assert not (tmp_path / "ours").exists()
+
+
+def test_a_tokenizer_of_more_tokens_than_the_model_is_refused():
+    config = {"vocab_size": 6, "tokenizer": "bytes"}
+    loaded = pretrained.Pretrained(relattn.GPT(6, 3), {}, config)
+    message = "vocabulary of 6 tokens, but its tokenizer 'bytes' has 256: remove those"
+    with pytest.raises(ValueError, match=message):
+        loaded.load_tokenizer()
 
 
 def test_other_runs_have_no_file_of_a_tokenizer():

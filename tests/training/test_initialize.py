@@ -309,6 +309,26 @@ def test_train_makes_the_model_of_a_gpt(gpt, tmp_path):
 
 
 @pytest.mark.slow
+def test_the_tokenizer_is_that_of_the_model(tmp_path):
+    name = "hf:0123456789abcdef"
+    config = {"model": GPT, "vocab_size": 256, "context_length": 11, "tokenizer": name}
+    save(tmp_path, config, np.zeros((1, 11), np.int32))
+
+    def found(given=(), **data):
+        config = default_config()
+        config.init_from = str(tmp_path)
+        config.data.update({"source": "text", "tokenizer": "", "data_dir": "", **data})
+        take_model(config, given)
+        return config.data.tokenizer
+
+    assert found() == name
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert found() == str(tmp_path / "tokenizer.json")
+    # A folder of tokens has the file too, and remains where it is.
+    assert found(data_dir="tokens") == name
+    assert found(["data.tokenizer"], tokenizer="gpt2") == "gpt2"
+
+
 def test_a_run_resumes_after_its_source_has_gone(gpt, tmp_path):
     source, workdir = tmp_path / "source", tmp_path / "run"
     shutil.copytree(gpt, source)

@@ -209,7 +209,7 @@ def test_a_text_file_that_cannot_be_evaluated(workdir, tmp_path, content, messag
 def test_a_terminal_obeys_no_text(monkeypatch, capsys, terminal, shown):
     text = "\x1b[2J\n\tä"
     run = SimpleNamespace(generate=lambda *prompts, **options: [text])
-    monkeypatch.setattr(sample_lib, "load_run", lambda *arguments: run)
+    monkeypatch.setattr(sample_lib, "load_text_run", lambda *arguments: run)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
     sample_lib.main(["--workdir=x"])
     assert capsys.readouterr().out == (shown or f"{text}\n")

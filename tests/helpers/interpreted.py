@@ -30,6 +30,17 @@ def interpret(monkeypatch, module, **sizes):
     monkeypatch.setattr(module.pl, "pallas_call", call)
 
 
+def largest_array(function, *inputs):
+    """Returns the size of the largest result of an operation, forward and backward."""
+
+    def gradients(*inputs):
+        out, pullback = jax.vjp(function, *inputs)
+        return pullback(out)
+
+    lines = jax.make_jaxpr(gradients)(*inputs).eqns
+    return max(result.aval.size for line in lines for result in line.outvars)
+
+
 def count_for_h100(function, *shapes, **settings):
     """Counts the kernels of Pallas in a program for a GPU that need not be there.
 

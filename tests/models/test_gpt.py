@@ -61,10 +61,7 @@ def make(**options):
     return model, variables, tokens
 
 
-@pytest.mark.quick(
-    "softmax-learned + relative_value",
-    "translution-none",
-)
+@pytest.mark.quick("softmax-learned + relative_value", "translution-none")
 @pytest.mark.parametrize(
     ("attention", "position"),
     PAIRS,

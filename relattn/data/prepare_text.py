@@ -49,6 +49,7 @@ from relattn.data.tokenizers import (
     TokenIds,
     Tokenizer,
     load_tokenizer,
+    token_dtype,
 )
 from relattn.files import check_folder, naming, replace_file
 from relattn.json_files import parse_json
@@ -426,7 +427,8 @@ def encode_pieces(pieces: Iterable[Piece], tokenizer: Tokenizer) -> Iterator[Tok
         The ids of each text, in order.
     """
     ending = np.array(
-        [] if tokenizer.end_of_text is None else [tokenizer.end_of_text], np.uint16
+        [] if tokenizer.end_of_text is None else [tokenizer.end_of_text],
+        token_dtype(tokenizer.vocab_size),
     )
     pieces = iter(pieces)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -460,7 +462,9 @@ def _write(
 
             for path, (name, pieces) in zip(partial, splits.items(), strict=True):
                 counts[FILES[name]] = write_tokens(
-                    path, counted(encode_pieces(pieces, tokenizer))
+                    path,
+                    counted(encode_pieces(pieces, tokenizer)),
+                    tokenizer.vocab_size,
                 )
         for path, complete in zip(partial, final, strict=True):
             path.replace(complete)

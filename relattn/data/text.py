@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-from jaxtyping import Integer, UInt16
+from jaxtyping import Integer
 from ml_collections import ConfigDict
 
 from relattn.data.base import (
@@ -35,6 +35,7 @@ from relattn.data.tokenizers import (
     TokenIds,
     check_bpe_dir,
     load_tokenizer,
+    token_dtype,
 )
 from relattn.files import open_new, replace_file
 from relattn.json_files import Range, check_json, read_json
@@ -42,7 +43,6 @@ from relattn.messages import check_choice
 
 EMBEDDED_TEXTS = ("tinyshakespeare",)
 EMBEDDED_VAL_FRACTION = 0.1
-TOKEN_DTYPE = np.dtype("<u2")
 FILES = {"train": "train.bin", "validation": "val.bin", "test": "test.bin"}
 META = "meta.json"
 
@@ -240,13 +240,13 @@ class TokenSplit:
     """Tokens that are read in windows: an `EvalSplit`.
 
     Attributes:
-        tokens: Token ids, uint16, in memory or memory-mapped, shape ``[n]``.
+        tokens: Token ids, uint16 or uint32, in memory or memory-mapped, shape ``[n]``.
         context_length: Number of tokens in a window.
         meta: Description of the tokens.
         where: Name of the tokens in error messages.
     """
 
-    tokens: UInt16[np.ndarray, " n"]
+    tokens: TokenIds
     context_length: int
     meta: TokenMeta
     where: str
@@ -416,12 +416,13 @@ def _parse_meta(path: Path) -> TokenMeta:
     return TokenMeta(tokenizer, vocab_size, counts, origin)
 
 
-def write_tokens(path: Path, pieces: Iterable[TokenIds]) -> int:
-    """Writes token ids, piece by piece.
+def write_tokens(path: Path, pieces: Iterable[TokenIds], vocab_size: int) -> int:
+    """Writes token ids, piece by piece, as `token_dtype` of the vocabulary.
 
     Args:
         path: Path of the file.
         pieces: Token ids in order.
+        vocab_size: Number of different ids.
 
     Returns:
         The number of tokens.
@@ -429,14 +430,12 @@ def write_tokens(path: Path, pieces: Iterable[TokenIds]) -> int:
     count = 0
     with open_new(path) as file:
         for piece in pieces:
-            file.write(piece.astype(TOKEN_DTYPE).tobytes())
+            file.write(piece.astype(token_dtype(vocab_size)).tobytes())
             count += len(piece)
     return count
 
 
-def open_tokens(
-    path: Path, meta: TokenMeta, min_tokens: int = 1
-) -> UInt16[np.ndarray, " tokens"]:
+def open_tokens(path: Path, meta: TokenMeta, min_tokens: int = 1) -> TokenIds:
     """Memory-maps a file of token ids and checks it.
 
     Args:
@@ -450,8 +449,9 @@ def open_tokens(
 
     Raises:
         FileNotFoundError: If the file is missing.
-        ValueError: If it is empty, has an odd size, another length than ``meta`` says
-            or too few tokens, or an id is outside the vocabulary.
+        ValueError: If it is empty, its size is no multiple of a token's, it has another
+            length than ``meta`` says or too few tokens, or an id is outside the
+            vocabulary.
     """
     if not path.is_file():
         raise FileNotFoundError(
@@ -460,12 +460,13 @@ def open_tokens(
     size = path.stat().st_size
     if not size:
         raise ValueError(f"{path} is empty: prepare the text again")
-    if size % TOKEN_DTYPE.itemsize:
+    dtype = token_dtype(meta.vocab_size)
+    if size % dtype.itemsize:
         raise ValueError(
-            f"{path} has an odd size, {size} bytes, so it does not hold uint16 tokens "
-            "or was truncated: prepare the text again"
+            f"{path} has {size} bytes, no multiple of {dtype.itemsize}, so it does not "
+            f"hold {dtype} tokens or was truncated: prepare the text again"
         )
-    tokens = np.memmap(path, TOKEN_DTYPE, mode="r")
+    tokens = np.memmap(path, dtype, mode="r")
     expected = meta.num_tokens.get(path.name, len(tokens))
     if len(tokens) != expected:
         raise ValueError(
@@ -499,7 +500,7 @@ def check_not_truncated(tokens: TokenIds) -> None:
     if size < tokens.nbytes:
         raise ValueError(
             f"{tokens.filename} was truncated from {len(tokens)} tokens to "
-            f"{size // TOKEN_DTYPE.itemsize} while it was read: write it again under "
+            f"{size // tokens.itemsize} while it was read: write it again under "
             "another name, rename it, and repeat the command"
         )
 
@@ -524,7 +525,7 @@ def check_length(tokens: TokenIds, min_tokens: int, where: str) -> None:
 
 
 def check_range(
-    tokens: UInt16[np.ndarray, "*shape"],
+    tokens: Integer[np.ndarray, "*shape"],
     meta: TokenMeta,
     where: str,
     positions: Integer[np.ndarray, "*shape"] | None = None,
@@ -549,5 +550,5 @@ def check_range(
     raise ValueError(
         f"{where} holds the token id {tokens[first]} at position {position}, out of "
         f"range of the {meta.vocab_size} tokens of {meta.tokenizer!r}: prepare the "
-        "text again as uint16 tokens of this tokenizer"
+        f"text again as {token_dtype(meta.vocab_size)} tokens of this tokenizer"
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 import numpy as np
-from jaxtyping import Array, Integer, UInt16
+from jaxtyping import Array, Integer, UInt16, UInt32
 from ml_collections import ConfigDict
 
 from relattn.command import lacks_resources
@@ -17,7 +17,7 @@ from relattn.files import naming
 from relattn.manifest import FILE_PREFIX, tokenizer_name
 from relattn.messages import check_choice, shorten
 
-TokenIds = UInt16[np.ndarray, "_"]
+TokenIds = UInt16[np.ndarray, "_"] | UInt32[np.ndarray, "_"]
 AnyIds = Integer[Array | np.ndarray, "tokens"] | Sequence[int]
 
 END_OF_TEXT = "<|endoftext|>"
@@ -28,9 +28,26 @@ GPT2_FILES = {
     "vocab.bpe": "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
 }
 TOKENIZER_FILE = "tokenizer.json"
-MAX_VOCABULARY = 2**16
+# Models take ids as int32.
+MAX_VOCABULARY = 2**31
 # The tokens that end a text, in files that do not say which one does.
 ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "[SEP]")
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    """Returns the type of token ids, in memory and in files.
+
+    Args:
+        vocab_size: Number of different ids.
+
+    Returns:
+        Little-endian uint16, as in nanoGPT's files, or uint32 for more than 65,536 ids.
+
+    Example:
+        >>> token_dtype(50_257), token_dtype(128_256)
+        (dtype('uint16'), dtype('uint32'))
+    """
+    return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
 
 
 @runtime_checkable
@@ -200,8 +217,8 @@ class FileTokenizer:
         self.vocab_size = max(ids.values(), default=-1) + 1
         if not 1 <= self.vocab_size <= MAX_VOCABULARY:
             raise ValueError(
-                f"{path} has {self.vocab_size:,} tokens, but token files hold 16 bits, "
-                f"1 to {MAX_VOCABULARY:,} tokens: use another tokenizer"
+                f"{path} has {self.vocab_size:,} tokens, but models take 1 to "
+                f"{MAX_VOCABULARY:,}: use another tokenizer"
             )
         found = [ids[token] for token in ENDS if token in ids]
         self.end_of_text: int | None = found[0] if found else None
@@ -210,7 +227,7 @@ class FileTokenizer:
     def encode(self, text: str) -> TokenIds:
         """Returns the ids of the text."""
         ids = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return np.array(ids, np.uint16)
+        return np.array(ids, token_dtype(self.vocab_size))
 
     def decode(self, tokens: AnyIds) -> str:
         """Returns the text of the ids.

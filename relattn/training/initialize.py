@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -127,10 +126,10 @@ def initial_state(
 
     Takes everything from ``config.init_from`` except what ``config.init_skip`` names,
     and the head if the classes are others in number. Tables of positions are resized to
-    the images of the task, or cut to the length of its texts; patches of grey images
-    are seen as patches of three equal channels, and those of three channels by their
-    mean. Several seeds start from the same parameters. Random features are drawn for
-    the run.
+    the images of the task, or cut to the length of its texts; tables of tokens are cut
+    to the ids of the tokenizer, if it is the model's; patches of grey images are seen
+    as patches of three equal channels, and those of three channels by their mean.
+    Several seeds start from the same parameters. Random features are drawn for the run.
 
     Args:
         task: The task of one seed or several.
@@ -169,10 +168,8 @@ def initial_state(
         tensors = _with_channels(tensors, old_shape[-1], new_shape[-1])
         if new["num_classes"] != source.config["num_classes"]:
             skipped.append("head")
-    elif new.get("context_length", math.inf) < source.config["context_length"]:
-        table = tensors.get(POSITIONS)
-        if table is not None:
-            tensors[POSITIONS] = table[: new["context_length"]]
+    elif source.model.inputs == "tokens" and "vocab_size" in new:
+        tensors = _cut_tables(tensors, source.config, task.info.tokenizer, new)
     state = jax.device_get(task.create_state())
     like = {"params": single.abstract_state.params}
     described = describe_model(config, new)
@@ -245,6 +242,23 @@ def _with_channels(tensors: dict[str, np.ndarray], old: int, new: int) -> dict:
     if old == new or kernel is None or normed or not {old, new} & {1, 3}:
         return tensors
     return {**tensors, EMBEDDING: adapt_channels(kernel, old, new)}
+
+
+def _cut_tables(
+    tensors: dict[str, np.ndarray],
+    source: Mapping[str, Any],
+    tokenizer: str,
+    new: Mapping[str, Any],
+) -> dict[str, np.ndarray]:
+    """Cuts positions to the texts, and rows that pad the vocabulary."""
+    cuts = {POSITIONS: (slice(new["context_length"]),)}
+    if tokenizer == pretrained.tokenizer_of(source):
+        rows = slice(new["vocab_size"])
+        cuts |= {
+            "params.embedding.embedding": (rows,),
+            "params.head.kernel": (..., rows),
+        }
+    return {name: x[cuts[name]] if name in cuts else x for name, x in tensors.items()}
 
 
 def read_source_config(folder: str) -> dict[str, Any]:

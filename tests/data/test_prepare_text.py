@@ -299,7 +299,7 @@ def test_a_full_disk_names_the_file_and_leaves_none(tmp_path, monkeypatch, name)
         monkeypatch.setattr(
             prepare_text,
             "write_tokens",
-            lambda path, ids: full() if name in path.name else write(path, ids),
+            lambda path, *of: full() if name in path.name else write(path, *of),
         )
     output = tmp_path / "out"
     with pytest.raises(OSError, match=f"No space left on device: .*/{name}"):

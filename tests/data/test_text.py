@@ -45,7 +45,7 @@ def make_config(folder, **keys):
 @pytest.fixture
 def folder(tmp_path):
     for name, n in (("train.bin", 101), ("val.bin", 23)):
-        write_tokens(tmp_path / name, [random_tokens(n)])
+        write_tokens(tmp_path / name, [random_tokens(n)], 256)
     counts = {"train.bin": 101, "val.bin": 23}
     write_meta(tmp_path, TokenMeta("bytes", 256, counts, "the text of a.txt"))
     return tmp_path
@@ -67,7 +67,7 @@ def test_folder_of_token_files_is_loaded(folder):
 
 
 def test_test_file_is_used(folder):
-    write_tokens(folder / "test.bin", [random_tokens(29)])
+    write_tokens(folder / "test.bin", [random_tokens(29)], 256)
     data = load_text(make_config(folder, name="numbers", windows_per_epoch=1000))
     np.testing.assert_array_equal(data.test.tokens, random_tokens(29))
     assert (data.info.name, data.info.num_train) == ("numbers", 1000)
@@ -234,7 +234,7 @@ def test_empty_train_file_raises(folder):
 
 def test_odd_sized_train_file_raises(folder):
     (folder / "train.bin").write_bytes(bytes(23))
-    with pytest.raises(ValueError, match=r"train\.bin has an odd size, 23 bytes"):
+    with pytest.raises(ValueError, match=r"train\.bin has 23 bytes, no multiple"):
         load_text(make_config(folder))
 
 
@@ -247,7 +247,7 @@ def test_tokenizer_other_than_meta_raises(folder):
 def test_id_out_of_range_in_large_file_raises_when_read(folder, monkeypatch):
     tokens = random_tokens(101)
     tokens[:] = 300
-    write_tokens(folder / "train.bin", [tokens])
+    write_tokens(folder / "train.bin", [tokens], 256)
     message = r"train\.bin holds the token id 300 at position 0, out of range"
     with pytest.raises(ValueError, match=message):
         load_text(make_config(folder))
@@ -287,12 +287,28 @@ TOKENS = np.random.default_rng(0).integers(0, 256, 23).astype(np.uint16)
 
 def test_tokens_written_in_pieces_are_mapped(tmp_path):
     path = tmp_path / "train.bin"
-    assert write_tokens(path, [TOKENS[:5], TOKENS[5:5], TOKENS[5:]]) == 23
+    pieces = [TOKENS[:5], TOKENS[5:5], TOKENS[5:]]
+    assert write_tokens(path, pieces, 256) == 23
     # nanoGPT's layout: little-endian 16-bit integers only.
     assert path.read_bytes() == TOKENS.astype("<u2").tobytes()
     tokens = open_tokens(path, BYTES, min_tokens=23)
     assert isinstance(tokens, np.memmap) and not tokens.flags.writeable
     np.testing.assert_array_equal(tokens, TOKENS)
+
+
+def test_large_vocabularies_take_four_bytes_a_token(tmp_path):
+    tokens = np.array([65_536, 7, 128_255], np.uint32)
+    path = tmp_path / "train.bin"
+    write_tokens(path, [tokens], 128_256)
+    assert path.read_bytes() == tokens.astype("<u4").tobytes()
+    meta = TokenMeta("hf:7", 128_256)
+    np.testing.assert_array_equal(open_tokens(path, meta), tokens)
+    path.write_bytes(path.read_bytes()[:-2])
+    with pytest.raises(ValueError, match="has 10 bytes, no multiple of 4, so it does"):
+        open_tokens(path, meta)
+    write_tokens(path, [tokens], 128_256)
+    with pytest.raises(ValueError, match="prepare the text again as uint32 tokens of"):
+        open_tokens(path, TokenMeta("hf:7", 100_000))
 
 
 def test_meta_round_trips(tmp_path):
@@ -376,12 +392,12 @@ def test_open_empty_file_raises(tmp_path):
 
 def test_open_odd_sized_file_raises(tmp_path):
     (tmp_path / "val.bin").write_bytes(b"abc")
-    with pytest.raises(ValueError, match=r"val\.bin has an odd size, 3 bytes, so it"):
+    with pytest.raises(ValueError, match=r"val\.bin has 3 bytes, no multiple of 2, so"):
         open_tokens(tmp_path / "val.bin", BYTES)
 
 
 def test_open_file_shorter_than_a_window_raises(tmp_path):
-    write_tokens(tmp_path / "val.bin", [TOKENS])
+    write_tokens(tmp_path / "val.bin", [TOKENS], 256)
     message = (
         r"val\.bin holds 23 tokens, but a window of data\.context_length=23 and the "
         r"token after it need 24: shorten"
@@ -391,7 +407,7 @@ def test_open_file_shorter_than_a_window_raises(tmp_path):
 
 
 def test_open_file_with_wrong_token_count_raises(tmp_path):
-    write_tokens(tmp_path / "train.bin", [TOKENS])
+    write_tokens(tmp_path / "train.bin", [TOKENS], 256)
     meta = TokenMeta("bytes", 256, {"train.bin": 29})
     with pytest.raises(ValueError, match=r"holds 23 tokens, but meta\.json says 29"):
         open_tokens(tmp_path / "train.bin", meta)
@@ -399,7 +415,7 @@ def test_open_file_with_wrong_token_count_raises(tmp_path):
 
 def test_id_out_of_range_raises(tmp_path, monkeypatch):
     path = tmp_path / "train.bin"
-    write_tokens(path, [TOKENS, np.array([256], np.uint16)])
+    write_tokens(path, [TOKENS, np.array([256], np.uint16)], 256)
     message = (
         r"train\.bin holds the token id 256 at position 23, out of range of the 256 to"
     )

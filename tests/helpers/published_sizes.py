@@ -75,7 +75,7 @@ def make_data(config, folder):
         vocab_size = TOKENIZERS[data.tokenizer].vocab_size
         for part in ("train", "validation"):
             tokens = rng.integers(vocab_size, size=9 * data.context_length)
-            write_tokens(folder / FILES[part], [tokens])
+            write_tokens(folder / FILES[part], [tokens], vocab_size)
         data.data_dir = str(folder)
         return load_text(data)
     shape, num_classes = STORED[data.name]

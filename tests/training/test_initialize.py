@@ -308,6 +308,24 @@ def test_train_makes_the_model_of_a_gpt(gpt, tmp_path):
     assert read_config("translution_gpt", words[1:2]).data.context_length == 11
 
 
+@pytest.mark.parametrize("tokenizer", ["bytes", "gpt2"])
+def test_rows_that_pad_the_vocabulary_are_cut(tokenizer, tmp_path):
+    config = {"model": GPT, "vocab_size": 263, "context_length": 11}
+    config["tokenizer"] = tokenizer
+    source = save(tmp_path, config, np.zeros((1, 11), np.int32))
+    words = [f"--config.init_from={source}", "--config.data.tokenizer=bytes"]
+    config = read_config("translution_gpt:smoke", words)
+    data = data_lib.load_data(config.data)
+    if tokenizer == "gpt2":
+        with pytest.raises(ValueError, match="params.embedding.embedding"):
+            initial_state(make_task(config, data.info))
+        return
+    params = initial_state(make_task(config, data.info)).params
+    table = relattn.load_pretrained(source).variables["params"]["embedding"]
+    found = params["embedding"]["embedding"]
+    np.testing.assert_array_equal(found, table["embedding"][:256])
+
+
 @pytest.mark.slow
 def test_the_tokenizer_is_that_of_the_model(tmp_path):
     name = "hf:0123456789abcdef"

@@ -18,7 +18,7 @@ import numpy as np
 
 from benchmarks.measure import peak_memory
 from benchmarks.memory import measure
-from relattn.data import ImageData, ImageSplit, load_text
+from relattn.data import ImageData, ImageSplit, load_data, load_text
 from relattn.data.canvas import place_on_canvas
 from relattn.data.images import channel_statistics
 from relattn.data.registry import SETS
@@ -78,6 +78,9 @@ def make_data(config, folder):
             write_tokens(folder / FILES[part], [tokens], vocab_size)
         data.data_dir = str(folder)
         return load_text(data)
+    if data.source in ("mnist_points", "moving_digits"):
+        # Made from images that ship with the package.
+        return load_data(data)
     shape, num_classes = STORED[data.name]
     images = rng.integers(0, 256, (16, *shape), np.uint8)
     labels = rng.integers(num_classes, size=16, dtype=np.int32)

@@ -40,6 +40,7 @@ DRAWS_HELP = (
     "number of draws of the random features over which the probabilities are averaged, "
     "by default the run's config.eval_draws; K draws take K times the time"
 )
+BATCH_HELP = "examples in a batch, by default the run's config.eval_batch_size"
 # Length limit of a message in characters: it may quote the input.
 _MAX_LENGTH = 500
 # Characters of the start, and of the end, of a longer error message.

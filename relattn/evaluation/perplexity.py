@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     files = {"required": True, "nargs": "+", "action": "extend"}
     add("--input", **files, help="UTF-8 text files; repeatable")
     add("--checkpoint", default="best", help="best or latest")
-    add("--batch_size", type=int, default=64, help="windows of text in a batch")
+    add("--batch_size", type=int, help=command.BATCH_HELP)
     add("--draws", type=int, help=command.DRAWS_HELP)
     add("--bpe_dir", default="", help="folder of the tokenizer's files")
     given = parser.parse_args(argv)

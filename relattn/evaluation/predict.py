@@ -162,7 +162,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         help="side of the images in pixels, by default that of training; the model's "
         "position tables are resized",
     )
-    add("--batch_size", type=int, default=256, help="examples in a batch")
+    add("--batch_size", type=int, help=command.BATCH_HELP)
     add("--draws", type=int, help=command.DRAWS_HELP)
     given = parser.parse_args(argv)
     output = None
@@ -185,7 +185,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _predict(
-    run: Run, files: Sequence[Path], batch_size: int, draws: int | None
+    run: Run, files: Sequence[Path], batch_size: int | None, draws: int | None
 ) -> tuple[Predictions, Sequence[Path | str]]:
     """Returns the predictions for the examples of files, and what to call each."""
     options = {"batch_size": batch_size, "draws": draws}

@@ -99,11 +99,15 @@ class Run:
         check_draws(draws, self.variables.get("random_features"))
         return draws
 
+    def _batch_size(self, batch_size: int | None) -> int:
+        """Returns a batch size; None is that of the configuration."""
+        return self.config.eval_batch_size if batch_size is None else batch_size
+
     def predict(
         self,
         inputs: Any,
         *,
-        batch_size: int = 256,
+        batch_size: int | None = None,
         draws: int | None = None,
         progress: bool = True,
     ) -> Predictions:
@@ -119,7 +123,8 @@ class Run:
                 ``{"positions": [n, points, axes], "features": [n, points, channels],
                 "mask": [n, points]}``, or the path of an ``.npz`` file of these, or
                 another form of `relattn.data.read_point_sets`.
-            batch_size: Number of examples that the model sees at once.
+            batch_size: Number of examples that the model sees at once; None for
+                ``config.eval_batch_size``.
             draws: Number of draws of the random features over which the probabilities
                 are averaged; None for ``config.eval_draws``, by default 1, the draw
                 that is saved with the model. K draws take K times the time.
@@ -135,7 +140,8 @@ class Run:
                 of which to average several draws.
         """
         logits = make_predict_fn(self, draws)
-        return predict_lib.predict(self, logits, inputs, batch_size, progress)
+        size = self._batch_size(batch_size)
+        return predict_lib.predict(self, logits, inputs, size, progress)
 
     def features(
         self,
@@ -143,7 +149,7 @@ class Run:
         *,
         layers: Sequence[int] = (-1,),
         norm: bool = True,
-        batch_size: int = 256,
+        batch_size: int | None = None,
         progress: bool = True,
     ) -> models.Features:
         """Computes features of images: pooled, CLS, mean, and tokens of layers.
@@ -152,7 +158,8 @@ class Run:
             images: Images, as for `predict`.
             layers: The layers whose tokens are returned, from 0; -1 is the last.
             norm: Whether the final norm is applied to these tokens.
-            batch_size: Number of images that the model sees at once.
+            batch_size: Number of images that the model sees at once; None for
+                ``config.eval_batch_size``.
             progress: Whether to show a progress bar on a terminal.
 
         Returns:
@@ -162,14 +169,15 @@ class Run:
             ValueError: If the run is not on images, its model has no patches as tokens
                 or no such layer, or the images are as `predict` refuses them.
         """
-        return predict_lib.features(self, images, layers, norm, batch_size, progress)
+        size = self._batch_size(batch_size)
+        return predict_lib.features(self, images, layers, norm, size, progress)
 
     def evaluate(
         self,
         data: DataSource | EvalSplit | str | Path | None = None,
         *,
         split: str | None = None,
-        batch_size: int = 256,
+        batch_size: int | None = None,
         draws: int | None = None,
         bpe_dir: str = "",
     ) -> dict[str, float]:
@@ -180,7 +188,7 @@ class Run:
                 for a run on text also the path of a text file; None for the data of
                 training, unless they were given in memory.
             split: The split of a data set: ``"validation"`` or ``"test"``, the default.
-            batch_size: Size of the global batch.
+            batch_size: Size of the global batch; None for ``config.eval_batch_size``.
             draws: Number of draws of the random features, as for `predict`.
             bpe_dir: Folder of the tokenizer's files, for a text file.
 
@@ -425,7 +433,7 @@ def make_predict_fn(
 def evaluate(
     run: Run,
     split: EvalSplit,
-    batch_size: int = 256,
+    batch_size: int | None = None,
     devices: Sequence[Device] | None = None,
     info: DataInfo | None = None,
     draws: int | None = None,
@@ -439,7 +447,7 @@ def evaluate(
         run: A trained run.
         split: The examples.
         batch_size: Size of the global batch, rounded up to a multiple of the devices
-            that share it.
+            that share it; None for ``config.eval_batch_size``.
         devices: Devices to use; all by default.
         info: The description of the split's data set, compared with the run's.
         draws: Number of draws of the random features, as for `Run.predict`.
@@ -467,5 +475,6 @@ def evaluate(
     draw = functools.partial(draw_features, draws=draws) if draws > 1 else None
     evaluator = Evaluator(step, parallel, draw)
     key = jax.random.key(run.config.seed)
-    (result,) = evaluator(parallel.place(run.variables), split, batch_size, key=key)
+    size = run._batch_size(batch_size)
+    (result,) = evaluator(parallel.place(run.variables), split, size, key=key)
     return result

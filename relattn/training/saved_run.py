@@ -35,6 +35,9 @@ from relattn.training.run_metadata import History, explain_metadata_errors, scor
 from relattn.training.seeds import make_task
 from relattn.training.task import Task
 
+# Logits of a batch of windows of a saved model of text: 1 GiB.
+MAX_LOGITS = 2**28
+
 
 def load_run(
     workdir: str | Path,
@@ -99,7 +102,9 @@ def load_text_run(folder: str | Path, checkpoint: str = "best") -> Run:
     # Where `relattn.data.tokenizers.find_tokenizer` finds its file.
     files = str(loaded.folder) if tokenizer.name.startswith(FILE_PREFIX) else ""
     data = {"source": "text", "context_length": length, "bpe_dir": files}
-    config = complete({"model": loaded.config["model"], "data": data})
+    logits = length * loaded.config["vocab_size"]
+    sizes = {"eval_batch_size": max(1, min(256, MAX_LOGITS // logits))}
+    config = complete({"model": loaded.config["model"], "data": data, **sizes})
     info = TextInfo(
         name=Path(folder).name,
         tokenizer=tokenizer.name,

@@ -16,6 +16,7 @@ from relattn.evaluation import perplexity
 from relattn.evaluation import sample as sample_lib
 from relattn.evaluation.report import report
 from relattn.models.pretrained import save_pretrained
+from relattn.training import saved_run
 
 
 @pytest.fixture(scope="module")
@@ -149,6 +150,18 @@ def test_a_saved_model_continues_text(workdir, tmp_path, capsys):
     sample_lib.main([f"--workdir={tmp_path}", *options])
     text = run.generate("To be", num_tokens=19, temperature=0.0)
     assert capsys.readouterr().out.rstrip("\n") == text.rstrip("\n")
+
+
+def test_few_windows_of_a_large_vocabulary_make_a_batch(workdir, tmp_path, monkeypatch):
+    """A batch of GPT-2's 1,024 tokens would have 13 GB of logits for 64 windows."""
+    save(workdir, tmp_path, {"tokenizer": "bytes"})
+    run = saved_run.load_text_run(tmp_path)
+    assert run.config.eval_batch_size == 256
+    window = run.config.data.context_length * 256
+    monkeypatch.setattr(saved_run, "MAX_LOGITS", 3 * window + 1)
+    assert saved_run.load_text_run(tmp_path).config.eval_batch_size == 3
+    monkeypatch.setattr(saved_run, "MAX_LOGITS", window - 1)
+    assert saved_run.load_text_run(tmp_path).config.eval_batch_size == 1
 
 
 def test_a_saved_model_without_a_tokenizer_is_refused(workdir, tmp_path, capsys):

@@ -47,6 +47,20 @@ def test_predictions_equal_the_evaluation(workdir, config, finished):
     np.testing.assert_array_equal(predict(images), logits)
 
 
+def test_batches_are_those_of_the_evaluation(workdir):
+    run, test, seen = training.load_run(workdir), make_data().test, set()
+    run.config.eval_batch_size = 11
+
+    def preprocess(batch):
+        seen.add(len(batch["image"]))
+        return run.preprocess(batch)
+
+    changed = dataclasses.replace(run, preprocess=preprocess)
+    changed.predict(test.images)
+    training.evaluate(changed, test, devices=jax.devices()[:1])
+    assert seen == {11}
+
+
 def test_predict_takes_arrays_pil_images_and_files(workdir, tmp_path):
     run = training.load_run(workdir)
     images = make_data().test.images[:7]

@@ -23,7 +23,7 @@ from relattn.models import pretrained
 _NOT_DECAYED = ("cls", "position.")
 _LAYER = re.compile(r"layers\.(\d+)\.")
 # Modules after the last layer.
-_AFTER_LAYERS = ("norm", "head_norm", "hidden", "head")
+_AFTER_LAYERS = ("pool", "norm", "head_norm", "hidden", "head")
 
 
 def map_parameters(

@@ -11,7 +11,7 @@ from relattn.models import build_model
 from relattn.training import default_config
 from relattn.training.config import complete, to_json
 from relattn.training.optimizer import make_optimizer, make_schedule
-from relattn.training.parameters import hold, is_frozen
+from relattn.training.parameters import hold, is_frozen, layer_scales
 from tests.helpers import quick
 
 MODEL = nn.Dense(3)
@@ -229,6 +229,21 @@ def test_layers_nearer_the_input_have_smaller_learning_rates(freeze):
         factor = factor.reshape(-1, *[1] * (value.ndim - 1))
         expected = np.broadcast_to(-2.0 * factor, value.shape)
         np.testing.assert_array_equal(updates[name], expected, err_msg=name)
+
+
+def test_what_pools_the_last_layer_learns_as_fast_as_the_head():
+    sizes = {"dim": 4, "num_layers": 1, "num_heads": 2, "mlp_dim": 4, "patch_size": 2}
+    config = {"name": "vit", **sizes, "pool": "attention", "head": "mlp"}
+    model = build_model(config, num_classes=3, image_shape=(4, 4, 1))
+    images = jnp.zeros((1, 4, 4, 1))
+    params = jax.eval_shape(lambda: model.init(jax.random.key(0), images))["params"]
+    factors = {
+        name: set(map(float, jax.tree.leaves(found)))
+        for name, found in layer_scales(model, params, 0.5).items()
+        if name != "blocks_0"
+    }
+    last = {"pool", "norm", "hidden", "head"}
+    assert {name for name, found in factors.items() if found == {1.0}} == last
 
 
 def test_layer_decay_needs_layers():

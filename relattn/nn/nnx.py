@@ -293,8 +293,10 @@ class Position(_LinenModule):
         attention: Spec of the attention that uses it.
         dim: Width of the tokens.
         num_heads: Number of heads.
+        num_kv_heads: Number of heads with keys and values; 0 for ``num_heads``.
         head_dim: Width of a head; 0 for dim / num_heads.
         num_layers: Number of layers.
+        causal: Whether the attention is causal.
         grid: Height and width, or length, of the tokens after the prefix.
         num_prefix: Number of prefix tokens.
         rngs: Has the stream ``params``, or a default one.
@@ -318,8 +320,10 @@ class Position(_LinenModule):
         *,
         dim: int,
         num_heads: int,
+        num_kv_heads: int = 0,
         head_dim: int = 0,
         num_layers: int,
+        causal: bool = False,
         grid: offsets.Grid,
         num_prefix: int = 0,
         rngs: nnx.Rngs,
@@ -330,7 +334,9 @@ class Position(_LinenModule):
             dim=dim,
             num_heads=num_heads,
             num_layers=num_layers,
+            num_kv_heads=num_kv_heads,
             head_dim=head_dim,
+            causal=causal,
         )
 
         def init(module: nn.Module) -> None:

@@ -124,13 +124,14 @@ def test_memory_and_segments_equal_linen(attention):
         ("relu(num_features=5)", "sincos_bias"),
         ("lor_translution(rank=2)", "none"),
         ("gated_positional", "none"),
+        ("softmax(window=3)", "rope1d"),
     ],
 )
 def test_decoding_equals_the_whole_sequence(attention, position):
-    grid = {"grid": (N,), "rngs": nnx.Rngs(0)}
-    ours = MultiHeadAttention(attention, **SIZES, causal=True, **grid)
+    options = {**SIZES, "causal": True, "grid": (N,), "rngs": nnx.Rngs(0)}
+    ours = MultiHeadAttention(attention, **options)
     graph, state = nnx.split(
-        (ours, Position(position, attention, **SIZES, num_layers=1, **grid))
+        (ours, Position(position, attention, **options, num_layers=1))
     )
 
     @quick_jit
@@ -154,16 +155,25 @@ def test_decoding_equals_the_whole_sequence(attention, position):
     np.testing.assert_allclose(stepwise, whole, atol=2e-6)
 
 
-def test_attention_that_does_not_support_the_position_raises():
-    with pytest.raises(ValueError, match="position 'relative_key' acts at the site"):
-        Position(
-            "relative_key",
-            "favor",
-            **SIZES,
-            num_layers=1,
-            grid=GRID,
-            rngs=nnx.Rngs(0),
-        )
+@pytest.mark.parametrize(
+    ("attention", "position", "options", "message"),
+    [
+        ("favor", "relative_key", {}, "position 'relative_key' acts at the site"),
+        ("softmax(window=3)", "rope1d", {}, "attention 'softmax' takes a window of .*"),
+        (
+            "softmax",
+            "rope2d_mixed",
+            {"num_kv_heads": 1},
+            "position 'rope2d_mixed' encodes the keys or values of each head",
+        ),
+    ],
+)
+def test_attention_that_does_not_support_the_position_raises(
+    attention, position, options, message
+):
+    options = {**SIZES, **options, "num_layers": 1, "grid": GRID, "rngs": nnx.Rngs(0)}
+    with pytest.raises(ValueError, match=message):
+        Position(position, attention, **options)
 
 
 class Model(nnx.Module):

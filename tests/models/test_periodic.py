@@ -11,6 +11,7 @@ from relattn.models import build_model, resize_grid
 from relattn.models.anchor import polyphase_anchor
 from relattn.models.patches import extract_patches
 from relattn.nn.registry import ATTENTIONS, POSITIONS
+from relattn.offsets import Torus
 from tests.helpers.quick import quick_jit
 from tests.helpers.specs import with_others
 
@@ -228,6 +229,21 @@ def test_a_table_on_a_torus_is_not_resized():
     assert (
         resize_grid(model, variables, (3, 5), (6, 5))["params"] == variables["params"]
     )
+
+
+@pytest.mark.parametrize("name", ["fourier_bias", "fourier_mask", "fourier_values"])
+def test_other_waves_of_a_torus_are_not_taken_for_those_of_training(name):
+    def resize(old, new, num_frequencies=8):
+        position = POSITIONS[name](num_frequencies=num_frequencies)
+        return position.resize(params, old, new, 0)
+
+    params = {}
+    assert resize(Torus((7, 7)), Torus((9, 9))) is params
+    assert resize((4, 4), (4, 8)) is params
+    # The second longest wave is another; more waves; the waves get sines.
+    for old, new, *count in [((4, 4), (4, 8)), ((3, 3), (5, 5)), ((2, 2), (3, 3), 2)]:
+        with pytest.raises(ValueError, match=r"other waves on a torus of .* choose"):
+            resize(Torus(old), Torus(new), *count)
 
 
 def test_invalid_settings_raise():

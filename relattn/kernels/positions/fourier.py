@@ -63,6 +63,35 @@ def _torus_periods(torus, num_frequencies):
     return periods[order[:num_frequencies]]
 
 
+def same_waves(old: Torus, new: Torus, num_frequencies: int) -> bool:
+    """Returns whether the longest waves of two tori are the same, in the same order.
+
+    They are the same if as many periods fit each axis, and if they have a sine on both.
+
+    Args:
+        old: Size of each axis, in tokens.
+        new: The same of the other torus.
+        num_frequencies: Number of waves.
+
+    Example:
+        >>> same_waves(Torus((7, 7)), Torus((9, 9)), 8)
+        True
+        >>> same_waves(Torus((4, 4)), Torus((4, 8)), 8)
+        False
+    """
+
+    def waves(torus):
+        periods = _torus_periods(torus, num_frequencies)
+        return periods.tolist(), _own_opposite(periods, torus).tolist()
+
+    return waves(old) == waves(new)
+
+
+def _own_opposite(periods, torus):
+    """Returns which waves equal their opposites, so that their sine is 0."""
+    return (2 * periods % np.array(torus) == 0).all(axis=1)
+
+
 def _table_waves(torus, num_frequencies):
     """Returns cos(w . d) and sin(w . d), [waves, 2, rows]; and twice their mean square.
 
@@ -72,9 +101,8 @@ def _table_waves(torus, num_frequencies):
     # Exact in whole numbers, before the division.
     parts = periods[:, None] * table_offsets(torus) % np.array(torus)
     angles = 2 * np.pi * (parts / np.array(torus)).sum(axis=-1)
-    own_opposite = (2 * periods % np.array(torus) == 0).all(axis=1)
     waves = np.stack([np.cos(angles), np.sin(angles)], axis=1)
-    return waves, 1.0 + own_opposite
+    return waves, 1.0 + _own_opposite(periods, torus)
 
 
 def table_spectrum(

@@ -24,6 +24,7 @@ from jaxtyping import Array, Float, Int
 
 from relattn import offsets
 from relattn.kernels.positions import sinusoids
+from relattn.kernels.positions.fourier import same_waves
 from relattn.kernels.positions.interpolate import resize_table
 from relattn.messages import shorten
 from relattn.nn.blocks import default_head_dim, uniform
@@ -168,6 +169,29 @@ def grid_table(
                 f"sequences of the size that the model was built for{remedy}"
             )
     return module.param(name, init, shape, jnp.float32)
+
+
+def check_same_waves(
+    position: Position, old: Grid, new: Grid, num_frequencies: int
+) -> None:
+    """Checks that parameters of the longest waves of a torus fit those of another.
+
+    Args:
+        position: The position encoding, for the message.
+        old: Size of each axis, in tokens.
+        new: The same of the other grid.
+        num_frequencies: Number of waves.
+
+    Raises:
+        ValueError: If other waves are the longest. On plain grids all may be.
+    """
+    if isinstance(old, Torus) and not same_waves(old, new, num_frequencies):
+        sizes = ["x".join(map(str, grid)) for grid in (old, new)]
+        raise ValueError(
+            f"position {type(position).__name__} has other waves on a torus of "
+            f"{sizes[1]} tokens than on one of {sizes[0]}: give images of the size "
+            "that the model was trained on, or choose a position such as 'sincos_bias'"
+        )
 
 
 class Position(nn.Module):

@@ -18,7 +18,7 @@ from relattn.kernels.positions import sinusoids
 from relattn.kernels.positions.bias import offset_buckets, wave_bias
 from relattn.kernels.positions.fourier import torus_frequencies
 from relattn.kernels.precision import wide_einsum
-from relattn.nn.positions.base import Grid, Position
+from relattn.nn.positions.base import Grid, Params, Position, check_same_waves
 from relattn.nn.positions.relative import RelativeTables
 from relattn.offsets import Torus
 
@@ -191,6 +191,12 @@ class FourierBias(Position):
             (self.num_layers, self.num_heads, frequencies.shape[-2], 2),
         )
         return _wave_layers(grid, frequencies, coefficients)
+
+    def resize(self, params: Params, old: Grid, new: Grid, num_prefix: int) -> Params:
+        """Returns the parameters; raises ValueError if a torus has other waves."""
+        del num_prefix
+        check_same_waves(self, old, new, self.num_frequencies)
+        return params
 
 
 def _wave_layers(grid, frequencies, coefficients):

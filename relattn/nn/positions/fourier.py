@@ -23,7 +23,14 @@ from relattn import offsets
 from relattn.kernels.positions import fourier, rotary
 from relattn.messages import check_choice
 from relattn.nn.blocks import uniform
-from relattn.nn.positions.base import Grid, LayerPosition, Points, Position
+from relattn.nn.positions.base import (
+    Grid,
+    LayerPosition,
+    Params,
+    Points,
+    Position,
+    check_same_waves,
+)
 from relattn.offsets import Torus
 
 
@@ -142,6 +149,12 @@ class _Waves(Position):
             return self.param("frequencies", draw)
         # Fixed frequencies are the same in every model.
         return draw(jax.random.key(0))
+
+    def resize(self, params: Params, old: Grid, new: Grid, num_prefix: int) -> Params:
+        """Returns the parameters; raises ValueError if a torus has other waves."""
+        del num_prefix
+        check_same_waves(self, old, new, self.num_frequencies)
+        return params
 
 
 class _Fourier(_Waves):

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -254,6 +255,29 @@ def redraw(collection: Any, key: Key[Array, ""], index: int | Int[Array, ""]) ->
     return jax.tree.map(
         draw, collection, is_leaf=lambda leaf: isinstance(leaf, RandomFeatures)
     )
+
+
+def draw_constant(draw: Callable[[Key[Array, ""]], Any]) -> Any:
+    """Draws a random constant of a model, which no checkpoint has.
+
+    So it must be the same wherever the model is used: with every setting of JAX, and in
+    a compiled function too, which has it as a constant.
+
+    Args:
+        draw: Maps a PRNG key to arrays.
+
+    Returns:
+        What it draws.
+
+    Example:
+        >>> draw = lambda key: draw_gaussian(key, 2, 3)
+        >>> with jax.default_prng_impl("rbg"):
+        ...     other = draw_constant(draw)
+        >>> bool((draw_constant(draw) == other).all())
+        True
+    """
+    with jax.ensure_compile_time_eval(), jax.threefry_partitionable(True):
+        return draw(jax.random.key(0, impl="threefry2x32"))
 
 
 def _check_sizes(num_features: int, head_dim: int) -> None:

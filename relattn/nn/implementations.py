@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Float
 
 from relattn import kernels
 from relattn.kernels.precision import widen
+from relattn.kernels.random_projections import draw_constant
 from relattn.kernels.softmax import MASKED_SCORE, causal_mask
 from relattn.messages import check_choice, closest, shorten
 from relattn.nn.attention import split_heads
@@ -82,11 +83,9 @@ def resolve(
         kernel = IMPLEMENTATIONS[implementation]
         if implementation in _RANDOM and "projection" not in options:
             num_features = kernels.default_num_features(head_dim)
-            # A constant of the compiled program, not drawn again in every call.
-            with jax.ensure_compile_time_eval():
-                drawn = kernels.draw_orthogonal(
-                    jax.random.key(0), num_features, head_dim
-                )
+            drawn = draw_constant(
+                lambda key: kernels.draw_orthogonal(key, num_features, head_dim)
+            )
             options = {**options, "projection": drawn}
     if "key_mask" in options:
         raise ValueError(

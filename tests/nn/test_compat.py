@@ -155,6 +155,16 @@ def test_favor_estimates_softmax_attention():
     assert jnp.linalg.norm(unrelated - exact) > 0.3 * jnp.linalg.norm(mean - exact)
 
 
+def test_the_projection_is_the_same_with_every_setting_of_jax():
+    arrays = inputs()
+    attend = functools.partial(dot_product_attention, implementation="favor")
+    expected = run(attend, *arrays)
+    with jax.default_prng_impl("rbg"):
+        # Another function, which is compiled again.
+        found = run(functools.partial(attend), *arrays)
+    np.testing.assert_array_equal(found, expected)
+
+
 def test_a_bias_of_offsets_is_an_option_of_the_kernel():
     q, k, v = inputs(m=N)
     bias = draw(2 * N - 1)

@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, Int
 
 from relattn import offsets
 from relattn.kernels.positions import fourier, rotary
+from relattn.kernels.random_projections import draw_constant
 from relattn.messages import check_choice
 from relattn.nn.blocks import uniform
 from relattn.nn.positions.base import (
@@ -148,7 +149,7 @@ class _Waves(Position):
         if self.learned:
             return self.param("frequencies", draw)
         # Fixed frequencies are the same in every model.
-        return draw(jax.random.key(0))
+        return draw_constant(draw)
 
     def resize(self, params: Params, old: Grid, new: Grid, num_prefix: int) -> Params:
         """Returns the parameters; raises ValueError if a torus has other waves."""

@@ -9,7 +9,7 @@ import pytest
 
 from relattn import offsets
 from relattn.nn.positions.base import LayerPositions
-from relattn.nn.registry import ATTENTIONS, build
+from relattn.nn.registry import ATTENTIONS, POSITIONS, build
 from relattn.offsets import Torus
 from tests import reference
 from tests.helpers.export import unchecked_annotations
@@ -324,6 +324,21 @@ def test_a_torus_of_one_token_has_no_waves(name):
     _, make = build("softmax", name, dim=DIM, num_heads=HEADS, num_layers=1)
     with pytest.raises(ValueError, match="no waves on a torus of one token: choose sm"):
         make().init(jax.random.key(0), Torus((1, 1)), 1)
+
+
+def test_fixed_frequencies_are_the_same_with_every_setting_of_jax():
+    def waves():
+        module = POSITIONS["fourier_mask"](
+            dim=DIM, num_heads=HEADS, num_layers=1, num_frequencies=3, learned=False
+        )
+        variables = {"params": {"coefficients": jnp.zeros((1, HEADS, 3, 2))}}
+        return run(lambda: module.apply(variables, GRID, 1)[0].waves)
+
+    expected = waves()
+    with jax.default_prng_impl("rbg"):
+        np.testing.assert_array_equal(waves(), expected)
+    with jax.threefry_partitionable(not jax.config.jax_threefry_partitionable):
+        np.testing.assert_array_equal(waves(), expected)
 
 
 def test_fixed_frequencies_are_no_parameters():

@@ -38,7 +38,7 @@ def rotary_angles(
         base: Base of the geometric series of frequencies.
         num_prefix: Number of prefix tokens.
         torus: A torus, on which frequencies are rounded to whole turns, multiples of
-            2 pi / size.
+            2 pi / size; the first of an axis is at least one turn.
 
     Returns:
         Angles in radians, float32 or wider, shape ``[n, head_dim / 2]``.
@@ -71,7 +71,9 @@ def rotary_angles(
         frequencies = absolute_frequencies(num, base, positions.dtype)
         if torus is not None:
             turn = turns(torus)[axis]
-            frequencies = jnp.round(frequencies / turn) * turn
+            # Of up to 3 tokens, all would be rounded to zero.
+            least = np.arange(num) == 0
+            frequencies = jnp.maximum(jnp.round(frequencies / turn), least) * turn
         # w_t p_axis
         angles.append(positions[:, axis, None] * frequencies)
     return zero_prefix(jnp.concatenate(angles, axis=-1), num_prefix)

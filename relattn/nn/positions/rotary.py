@@ -106,7 +106,7 @@ class Rope2d(Position):
     with the frequencies w_t = base^(-t / (head_dim / 4)) in each. On a grid of three
     axes, as of a video, each axis has a third of the pairs, the last axes one more
     where they do not divide evenly. On a torus the frequencies are rounded to multiples
-    of 2 pi / size. No parameters.
+    of 2 pi / size, the first to at least one. No parameters.
 
     Attributes:
         base: The slowest frequency is nearly 1 / base.

@@ -14,6 +14,7 @@ from relattn.kernels.positions.rotary import (
     rotary_angles,
     rotate,
 )
+from relattn.offsets import Torus
 from tests import reference
 from tests.helpers import compare
 from tests.helpers.quick import normal, run
@@ -49,6 +50,14 @@ def test_scores_depend_only_on_offset(interleaved):
         scores[1:, 1:, 1:, 1:], scores[:-1, :-1, :-1, :-1], atol=2e-5
     )
     assert scores.std() > 0.1
+
+
+@pytest.mark.parametrize("grid", [(2, 3), (3, 1, 4)])
+def test_angles_on_a_small_torus_tell_all_tokens_apart(grid):
+    positions = offsets.grid_positions(grid)
+    angles = run(lambda: rotary_angles(positions, 12, base=100.0, torus=Torus(grid)))
+    found = np.round(np.concatenate([np.cos(angles), np.sin(angles)], axis=1), 4)
+    assert len(np.unique(found, axis=0)) == len(positions)
 
 
 def test_pairs_are_half_split_or_interleaved():

@@ -27,8 +27,9 @@ class PointTransformer(nn.Module):
     A point is a token: its features are embedded by a linear layer, and its position
     acts only in the attentions, by a position encoding for real positions, such as
     ``"fourier_values"``. So the logits do not change if all points move by any real
-    vector, nor if they are listed in another order. The head reads the mean of the
-    normalised tokens.
+    vector, nor if they are listed in another order. With ``"fourier_scores"`` and
+    ``"fourier_mask"``, the first holds with softmax only: other attentions have these
+    scores at most in expectation. The head reads the mean of the normalised tokens.
 
     Attributes:
         num_classes: Number of classes.

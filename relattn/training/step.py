@@ -383,7 +383,8 @@ def average(ema: Any, params: Any, step: Int[Array, ""], decay: float) -> Any:
     """
     step = step.astype(jnp.float32)
     rate = 1 - jnp.minimum(decay, (1 + step) / (10 + step))
-    return optax.incremental_update(params, ema, rate)
+    # The average of a parameter that never changes is this parameter, bit for bit.
+    return jax.tree.map(lambda old, new: old + rate * (new - old), ema, params)
 
 
 def _select(finite: Bool[Array, ""], new: TrainState, old: TrainState) -> TrainState:

@@ -2,13 +2,14 @@
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 from relattn import training
 from relattn.training.checkpoint import CHECKPOINTS, array_shapes, read_meta
-from relattn.training.step import create_state, make_train_step
+from relattn.training.step import average, create_state, make_train_step
 from tests.helpers import quick
 from tests.helpers.interrupted import (
     Interrupted,
@@ -20,6 +21,14 @@ from tests.training.conftest import TinyModel, make_data
 from tests.training.test_checkpoint import forge
 
 SHAPE = (5, 3, 1)
+
+
+def test_the_average_of_a_frozen_parameter_is_this_parameter():
+    frozen = np.random.default_rng(0).normal(size=1000).astype(np.float32)
+    ema = {"kernel": frozen}
+    for step in (1, 10, 1000):
+        ema = average(ema, {"kernel": frozen}, jnp.int32(step), 0.9999)
+        np.testing.assert_array_equal(ema["kernel"], frozen)
 
 
 def test_the_average_follows_its_formula_and_skips_what_is_not_finite():

@@ -118,6 +118,9 @@ way. Values are pixels / 255.
     size = input_shape(config, info)[-2]
     colour = {1: "grey", 3: "RGB"}.get(channels, f"{channels}-channel")
     bilinear = "bilinearly with antialiasing, as 8-bit values"
+    resized = bilinear
+    if (name := interpolation(config)) != "bilinear":
+        resized = f"by {name} interpolation, as 8-bit values"
     parts = [
         f"Inputs are {colour} images of {size}x{size} pixels.",
         "An image file is decoded upright, as its EXIF orientation says; transparent "
@@ -130,7 +133,7 @@ way. Values are pixels / 255.
         ]
     elif info.streamed:
         parts.append(
-            f"Its short side is resized to {short_side(config)} pixels, {bilinear}, "
+            f"Its short side is resized to {short_side(config)} pixels, {resized}, "
             f"and the central {size}x{size} are cropped."
         )
     elif config.get("placement", ""):

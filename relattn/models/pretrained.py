@@ -622,6 +622,30 @@ def unflatten(
     return jax.tree.unflatten(treedef, result)
 
 
+def cut_vocabulary(tensors: Mapping[str, Any], size: int) -> dict[str, Any]:
+    """Leaves out the rows of tables that are of no token.
+
+    Checkpoints have some that pad the vocabulary, or that were never used.
+
+    Args:
+        tensors: The arrays of a model of text, by the names of `flatten`.
+        size: Number of ids of the tokenizer.
+
+    Returns:
+        The arrays, of the first ``size`` ids.
+
+    Example:
+        >>> tensors = {"params.head.kernel": np.ones((8, 263))}
+        >>> cut_vocabulary(tensors, 256)["params.head.kernel"].shape
+        (8, 256)
+    """
+    cuts = {
+        "params.embedding.embedding": (slice(size),),
+        "params.head.kernel": (..., slice(size)),
+    }
+    return {name: x[cuts[name]] if name in cuts else x for name, x in tensors.items()}
+
+
 def check_tensors(
     shapes: Mapping[str, tuple[int, ...]],
     tensors: Mapping[str, Any],

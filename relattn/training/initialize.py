@@ -25,6 +25,7 @@ from relattn.training.saved_run import load_run, open_run
 from relattn.training.step import TrainState
 
 EMBEDDING = pretrained.EMBEDDING
+STATISTICS = "batch_stats."
 POSITIONS = "params.position.learned.table"
 # Options of the data that are those of a converted model.
 _PREPROCESSING = ("standardize", "mean", "std", "interpolation", "crop_pct")
@@ -129,7 +130,8 @@ def initial_state(
     the images of the task, or cut to the length of its texts; tables of tokens are cut
     to the ids of the tokenizer, if it is the model's; patches of grey images are seen
     as patches of three equal channels, and those of three channels by their mean.
-    Several seeds start from the same parameters. Random features are drawn for the run.
+    Several seeds start from the same parameters. Moving statistics are taken where they
+    fit. Random features are drawn for the run.
 
     Args:
         task: The task of one seed or several.
@@ -145,7 +147,8 @@ def initial_state(
     """
     config, single = task.config, task.single
     source = read_source(config.init_from)
-    variables = {"params": source.variables["params"]}
+    carried = ("params", "batch_stats")
+    variables = {key: source.variables.get(key, {}) for key in carried}
     new, skipped = single.sizes, list(_skipped(config))
     if "image_shape" in new and source.model.inputs == "images":
         old_shape, new_shape = source.config["image_shape"], new["image_shape"]
@@ -171,22 +174,38 @@ def initial_state(
     elif source.model.inputs == "tokens" and "vocab_size" in new:
         tensors = _cut_tables(tensors, source.config, task.info.tokenizer, new)
     state = jax.device_get(task.create_state())
-    like = {"params": single.abstract_state.params}
+    like = {key: getattr(single.abstract_state, key) for key in carried}
     described = describe_model(config, new)
     taken = fit(single.model, like, tensors, config, skipped, described)
     arrays = jax.tree.leaves(taken["params"], is_leaf=lambda leaf: leaf is None)
-    count = sum(leaf is not None for leaf in arrays)
+    count = sum(array is not None for array in arrays)
     log(
         f"{count} of {len(arrays)} arrays of parameters are those of "
         f"{config.init_from}; {described}."
     )
-    params = jax.tree.map(
-        lambda start, new: start if new is None else np.broadcast_to(new, start.shape),
-        state.params,
-        taken["params"],
-    )
-    averaged = {"ema": params} if jax.tree.leaves(state.ema) else {}
-    return state.replace(params=params, **averaged)
+    starts = {key: getattr(state, key) for key in carried}
+    changed = jax.tree.map(_replace, starts, like, taken)
+    if jax.tree.leaves(state.ema):
+        changed["ema"] = changed["params"]
+    return state.replace(**changed)
+
+
+def _replace(
+    start: np.ndarray, like: Any, taken: Sequence[np.ndarray | None]
+) -> np.ndarray:
+    """Replaces the layers of an array, or all of it, by what `fit` takes.
+
+    Args:
+        start: The array, of one seed or of several along its first axis.
+        like: Its shape for one seed.
+        taken: The new values of the array, or of each of the layers that it stacks.
+    """
+    result = np.array(start)
+    seeds = (slice(None),) * (start.ndim - like.ndim)
+    for layer, values in enumerate(taken):
+        if values is not None:
+            result[(*seeds, layer) if values.ndim < like.ndim else ...] = values
+    return result
 
 
 def describe_model(config: ConfigDict, sizes: Mapping[str, Any]) -> str:
@@ -251,14 +270,12 @@ def _cut_tables(
     new: Mapping[str, Any],
 ) -> dict[str, np.ndarray]:
     """Cuts positions to the texts, and rows that pad the vocabulary."""
-    cuts = {POSITIONS: (slice(new["context_length"]),)}
+    if POSITIONS in tensors:
+        table = tensors[POSITIONS][: new["context_length"]]
+        tensors = {**tensors, POSITIONS: table}
     if tokenizer == pretrained.tokenizer_of(source):
-        rows = slice(new["vocab_size"])
-        cuts |= {
-            "params.embedding.embedding": (rows,),
-            "params.head.kernel": (..., rows),
-        }
-    return {name: x[cuts[name]] if name in cuts else x for name, x in tensors.items()}
+        return pretrained.cut_vocabulary(tensors, new["vocab_size"])
+    return tensors
 
 
 def read_source_config(folder: str) -> dict[str, Any]:
@@ -301,8 +318,8 @@ def fit(
 
     Args:
         model: The model to train.
-        like: Shapes of its parameters.
-        tensors: The parameters of ``config.init_from``, by the names of
+        like: Shapes of its parameters and moving statistics.
+        tensors: Those of ``config.init_from``, by the names of
             `relattn.models.pretrained.flatten`.
         config: The run's configuration. ``init_skip`` lists parts of names, separated
             by commas: ``"head, attention.q"``.
@@ -310,7 +327,8 @@ def fit(
         described: What differs from the model of ``config.init_from``, for the message.
 
     Returns:
-        A tree like ``like``: an array for what is taken, None for the rest.
+        A tree like ``like`` of lists: an array, or for stacked layers one for each,
+        for what is taken; None for the rest.
 
     Raises:
         ValueError: If parameters do not fit and ``init_skip`` does not name them, or it
@@ -319,6 +337,9 @@ def fit(
 
     def skip(name: str) -> bool:
         return any(f".{part}." in f".{name}." for part in skipped)
+
+    def may_differ(name: str) -> bool:
+        return name.startswith(STATISTICS) or skip(name)
 
     leaves, treedef = jax.tree_util.tree_flatten_with_path(like)
     result, problems, names_here = [], [], set()
@@ -331,13 +352,16 @@ def fit(
             for name in names
             if name not in tensors or tensors[name].shape != shape
         ]
-        problems += [name for name in fresh if not skip(name)]
-        if fresh or any(map(skip, names)):
-            result.append(None)
-            continue
-        arrays = [tensors[name].astype(leaf.dtype) for name in names]
-        result.append(np.stack(arrays) if stacked else arrays[0])
-    unused = [name for name in tensors if name not in names_here and not skip(name)]
+        problems += [name for name in fresh if not may_differ(name)]
+        result.append(
+            [
+                None
+                if name in fresh or skip(name)
+                else tensors[name].astype(leaf.dtype)
+                for name in names
+            ]
+        )
+    unused = [x for x in tensors if x not in names_here and not may_differ(x)]
     if problems or unused:
         found = list_problems(
             {

@@ -92,6 +92,26 @@ def test_swapped_attention_keeps_every_other_parameter(source):
         np.testing.assert_array_equal(found[name], start[name])
 
 
+@pytest.mark.quick("2")
+@pytest.mark.parametrize("clusters", [2, 3])
+def test_moving_statistics_that_fit_are_those_of_the_source(clusters, tmp_path):
+    model = {"name": "vit", **SIZES, "attention": "routing(clusters=2)"}
+    sizes = {"num_classes": 5, "image_shape": [6, 6, 1]}
+    config = {"model": {**model, "position": "learned", "qkv_bias": True}, **sizes}
+    variables = pretrained.abstract(pretrained.build(config), config)
+    variables = jax.tree.map(lambda x: np.full(x.shape, 0.5, x.dtype), variables)
+    pretrained.save_pretrained(tmp_path, config, variables)
+    new = task(tmp_path, attention=f"routing(clusters={clusters})", num_seeds=2)
+    state, start = initial_state(new), new.create_state()
+    expected = variables if clusters == 2 else {"batch_stats": start.batch_stats}
+    found = jax.tree.leaves(state.batch_stats)
+    assert found
+    for array, value in zip(
+        found, jax.tree.leaves(expected["batch_stats"]), strict=True
+    ):
+        np.testing.assert_array_equal(array, np.broadcast_to(value, array.shape))
+
+
 @pytest.mark.slow
 def test_what_does_not_fit_is_named(source):
     info = ImageInfo("a set", ("0", "1"), (6, 6, 1), (0.1,), (0.2,), 200, "here")
@@ -120,6 +140,27 @@ def test_skipped_parameters_start_as_without_a_source(source):
     np.testing.assert_array_equal(found[name], start[name])
     other = "params.layers.0.attention.k.kernel"
     assert not np.array_equal(found[other], start[other])
+
+
+def test_layers_that_are_stacked_are_taken_one_by_one(tmp_path):
+    """Of three layers the source has two, of which one is skipped."""
+    model = {"name": "vit", "position": "learned", "qkv_bias": True, **SIZES}
+    config = {"model": {**model, "num_layers": 2}, "num_classes": 5}
+    config["image_shape"] = [6, 6, 1]
+    source = save(tmp_path, config, np.zeros((1, 6, 6, 1), np.float32))
+    skip = "layers.0, layers.2"
+    new = task(source, num_layers=3, init_skip=skip, num_seeds=2)
+    found, start, loaded = (
+        params["blocks_0"]["attention"]["q"]["kernel"]
+        for params in (
+            initial_state(new).params,
+            new.create_state().params,
+            relattn.load_pretrained(source).variables["params"],
+        )
+    )
+    expected = np.array(start)
+    expected[..., 1, :, :] = loaded[1]
+    np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.slow
@@ -259,6 +300,9 @@ def test_images_are_prepared_as_for_the_source(prepared_vit):
     found = data_lib.make_preprocess(config, info)({"image": white})
     np.testing.assert_allclose(found, (1 - 0.5) / 0.5, rtol=1e-6)
     assert "mean 0.5000" in data_lib.describe_preprocessing(info, config)
+    streamed = dataclasses.replace(info, streamed=True)
+    described = data_lib.describe_preprocessing(streamed, config)
+    assert "resized to 20 pixels, by bicubic interpolation" in described
     colour = dataclasses.replace(info, image_shape=(16, 16, 3))
     white = np.full((1, 16, 16, 3), 255, np.uint8)
     found = data_lib.make_preprocess(config, colour)({"image": white})[0, 0, 0]

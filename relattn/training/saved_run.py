@@ -84,7 +84,8 @@ def load_text_run(folder: str | Path, checkpoint: str = "best") -> Run:
         checkpoint: ``"best"`` or ``"latest"``, of a run.
 
     Returns:
-        The run; that of a saved model has no training data.
+        The run; that of a saved model has no training data, and no rows of its tables
+        that are of no token.
 
     Raises:
         ValueError: If the saved model is not of text, its tokenizer is unknown, or a
@@ -98,26 +99,37 @@ def load_text_run(folder: str | Path, checkpoint: str = "best") -> Run:
     check_choice("checkpoint", checkpoint, ("best", "latest"))
     loaded = pretrained.load_pretrained(folder)
     tokenizer = loaded.load_tokenizer()
-    length = loaded.config["context_length"]
+    length, size = loaded.config["context_length"], tokenizer.vocab_size
+    model, variables = loaded.model, loaded.variables
+    if size < loaded.config["vocab_size"]:
+        # The model would draw ids that no text has.
+        tensors = pretrained.flatten(model, variables)
+        changed = {**loaded.config, "vocab_size": size}
+        model = pretrained.build(changed)
+        variables = pretrained.unflatten(
+            model,
+            pretrained.abstract(model, changed),
+            pretrained.cut_vocabulary(tensors, size),
+            folder,
+        )
     # Where `relattn.data.tokenizers.find_tokenizer` finds its file.
     files = str(loaded.folder) if tokenizer.name.startswith(FILE_PREFIX) else ""
     data = {"source": "text", "context_length": length, "bpe_dir": files}
-    logits = length * loaded.config["vocab_size"]
+    logits = length * size
     sizes = {"eval_batch_size": max(1, min(256, MAX_LOGITS // logits))}
     config = complete({"model": loaded.config["model"], "data": data, **sizes})
     info = TextInfo(
         name=Path(folder).name,
         tokenizer=tokenizer.name,
-        # Some models have rows of no token.
-        vocab_size=tokenizer.vocab_size,
+        vocab_size=size,
         context_length=length,
         num_train=0,
         origin=f"the saved model {folder}",
     )
     return Run(
         config=config,
-        model=loaded.model,
-        variables=loaded.variables,
+        model=model,
+        variables=variables,
         step=0,
         data=info,
         preprocess=data_lib.make_preprocess(config.data, info),

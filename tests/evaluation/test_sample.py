@@ -15,7 +15,7 @@ from relattn.data import ImageInfo
 from relattn.evaluation import perplexity
 from relattn.evaluation import sample as sample_lib
 from relattn.evaluation.report import report
-from relattn.models.pretrained import save_pretrained
+from relattn.models.pretrained import abstract, build, save_pretrained
 from relattn.training import saved_run
 
 
@@ -141,6 +141,20 @@ def save(workdir, folder, name):
     config = {key: config[key] for key in ("model", "vocab_size", "context_length")}
     save_pretrained(folder, {**config, **name}, run.variables)
     return run
+
+
+@pytest.mark.slow
+def test_a_saved_model_draws_no_row_that_pads_its_vocabulary(tmp_path):
+    model = {"name": "gpt", "dim": 4, "num_heads": 2, "num_layers": 1, "mlp_dim": 4}
+    config = {"model": model, "vocab_size": 263, "context_length": 7}
+    config["tokenizer"] = "bytes"
+    like = abstract(build(config), config)
+    variables = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), like)
+    # The logits are largest for the rows of no byte.
+    variables["params"]["head"]["kernel"][:, :256] = 0
+    save_pretrained(tmp_path, config, variables)
+    run = saved_run.load_text_run(tmp_path)
+    assert run.generate("a", num_tokens=2, temperature=0.0) == "a\0\0"
 
 
 @pytest.mark.slow

@@ -28,7 +28,7 @@ import numpy as np
 
 from relattn import command
 from relattn.command import lacks_resources, one_line
-from relattn.files import check_folder, replace_file
+from relattn.files import check_folder, expand, replace_file
 from relattn.manifest import write_manifest
 from relattn.messages import check_choice, printable
 from relattn.models import preprocessing, pretrained
@@ -103,6 +103,8 @@ def export(
     """
     check_choice("--format", format, FORMATS)
     output = check_folder(output, "--output")
+    if not is_hub_id(workdir):
+        workdir = expand(workdir, "--workdir")
     if os.path.realpath(output) == os.path.realpath(workdir):
         raise ValueError(f"--output={output} is the folder of the model: give another")
     package = _PACKAGES.get(format)

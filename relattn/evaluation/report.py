@@ -11,7 +11,6 @@ import base64
 import html
 import io
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -24,7 +23,7 @@ from relattn.data import DataSource, load_data
 from relattn.data.tokenizers import TOKENIZERS
 from relattn.evaluation.attention_maps import make_maps_fn
 from relattn.evaluation.figures import plain
-from relattn.files import usable_file
+from relattn.files import expand, usable_file
 from relattn.messages import printable
 from relattn.training import Run, load_run, make_predict_fn
 from relattn.training.config import flatten
@@ -355,7 +354,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--seed", type=int, help="which seed of a run of several; by default the first")
     add("--num_images", type=int, help="number of test images to use; by default all")
     given = parser.parse_args(argv)
-    output = Path(given.workdir) / "report.html"
+    output = expand(given.workdir, "--workdir") / "report.html"
     if given.output is not None:
         output = usable_file(given.output, "--output")
     run = load_run(given.workdir, given.checkpoint, seed=given.seed)

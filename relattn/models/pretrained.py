@@ -27,7 +27,7 @@ from jaxtyping import Array, Float32
 from relattn import models, spec
 from relattn.command import lacks_resources, one_line
 from relattn.extras import require_train
-from relattn.files import check_folder, replace_file
+from relattn.files import check_folder, expand, replace_file
 from relattn.manifest import FILE_PREFIX, MANIFEST, find_damage, write_manifest
 from relattn.markdown import escape_markdown, markdown_table
 from relattn.messages import list_problems, shorten
@@ -363,7 +363,7 @@ def find_model(
         ValueError: If its ``config.json`` describes no model.
     """
     if not hub.is_hub_id(folder):
-        return Path(folder)
+        return expand(folder, "the folder of a model")
     name, files = str(folder), (CONFIG, MANIFEST, TOKENIZER)
     path = hub.download(name, files)
     try:

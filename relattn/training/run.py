@@ -20,7 +20,7 @@ from ml_collections import ConfigDict
 from relattn import data as data_lib
 from relattn import models
 from relattn.data import DataInfo, DataSource, EvalSplit
-from relattn.files import hide_all_folders, hide_folders, replace_file
+from relattn.files import expand, hide_all_folders, hide_folders, replace_file
 from relattn.messages import check_choice
 from relattn.models import pretrained
 from relattn.models.hub import is_hub_id
@@ -367,8 +367,9 @@ class Run:
             dtype=dtype,
             tokenizer=predict_lib.read_tokenizer_file(self),
         )
-        with explain_write_errors(Path(folder) / "README.md"):
-            replace_file(Path(folder) / "README.md", text)
+        card = expand(folder, "folder") / "README.md"
+        with explain_write_errors(card):
+            replace_file(card, text)
 
 
 def saved_config(config: ConfigDict, info: DataInfo) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from ml_collections import ConfigDict
 from relattn import data as data_lib
 from relattn import models
 from relattn.data import TextInfo, input_shape, read_info
+from relattn.files import expand
 from relattn.manifest import FILE_PREFIX
 from relattn.messages import check_choice
 from relattn.models import pretrained
@@ -93,6 +94,8 @@ def load_text_run(folder: str | Path, checkpoint: str = "best") -> Run:
         FileNotFoundError: If the ``tokenizer.json`` of the saved model is missing.
         CheckpointError: If there is no intact checkpoint.
     """
+    if not is_hub_id(folder):
+        folder = expand(folder, "--workdir")
     is_saved = is_hub_id(folder) or (Path(folder) / pretrained.CONFIG).is_file()
     if not is_saved:
         return load_run(folder, checkpoint)
@@ -263,7 +266,7 @@ def open_run(
         CheckpointError: If there is no intact checkpoint, or its model cannot be built.
     """
     check_choice("checkpoint", checkpoint, ("best", "latest"))
-    workdir = Path(workdir)
+    workdir = expand(workdir, "--workdir")
     folder = workdir / CHECKPOINTS
     latest = read_latest(folder)
     if latest is None:

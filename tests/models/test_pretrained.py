@@ -20,7 +20,9 @@ from relattn.export import export
 from relattn.manifest import find_damage, write_manifest
 from relattn.models import pretrained
 from relattn.models.safetensors import read_safetensors, write_safetensors
+from relattn.training.errors import CheckpointError
 from relattn.training.predict import read_tokenizer_file
+from relattn.training.saved_run import load_run, load_text_run
 from tests.data.test_tokenizers import write_tokenizer
 from tests.helpers.quick import quick_jit
 
@@ -491,6 +493,22 @@ def save_gpt(folder, tokenizer=None, name=GPT_CONFIG["data"]["tokenizer"]):
     variables = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), like)
     pretrained.save_pretrained(folder, config, variables, tokenizer=tokenizer)
     return relattn.load_pretrained(folder)
+
+
+def test_the_folder_of_a_model_may_be_in_a_home_directory(tmp_path, monkeypatch):
+    config = {"model": GPT_CONFIG["model"], "vocab_size": 256, "context_length": 3}
+    config["tokenizer"] = "bytes"
+    like = pretrained.abstract(pretrained.build(config), config)
+    variables = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), like)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    pretrained.save_pretrained("~/gpt", config, variables)
+    assert relattn.load_pretrained("~/gpt").folder == tmp_path / "gpt"
+    run = load_text_run("~/gpt")
+    assert run.workdir == tmp_path / "gpt"
+    run.save_pretrained("~/saved")
+    assert (tmp_path / "saved" / "README.md").is_file()
+    with pytest.raises(CheckpointError, match=rf"no complete checkpoint in {tmp_path}"):
+        load_run("~/run")
 
 
 def test_the_file_of_a_tokenizer_is_saved_and_verified(tmp_path):

@@ -40,7 +40,7 @@ class PointTransformer(nn.Module):
         num_heads: Number of heads.
         head_dim: Width of a head; 0 for dim / num_heads.
         mlp_dim: Width of the feed-forward networks' hidden layer.
-        attention: Spec of the attention, of one that needs no grid.
+        attention: Spec of the attention, of one that needs no grid and no order.
         position: Spec of the position encoding, one that is ``continuous``.
         attention_dropout: Dropout rate of the attentions' outputs.
         dropout: Dropout rate of the feed-forward networks.
@@ -146,11 +146,16 @@ class PointTransformer(nn.Module):
             qkv_bias=self.qkv_bias,
             out_bias=self.out_bias,
         )
-        if any(attention(parent=None).has_grid_tables for attention in attentions[:1]):
-            raise ValueError(
-                f"attention {self.attention!r} has parameters for one grid of "
-                "tokens: choose another attention for points, such as 'softmax'"
-            )
+        for attention in attentions[:1]:
+            instance = attention(parent=None)
+            if instance.has_grid_tables or instance.needs_order:
+                depends = "has parameters for one grid of tokens"
+                if instance.needs_order:
+                    depends = "depends on the order or the number of the tokens"
+                raise ValueError(
+                    f"attention {self.attention!r} {depends}: choose another "
+                    "attention for points, such as 'softmax'"
+                )
         if key_mask is None:
             key_mask = ~jnp.isnan(points).any(axis=-1)
         if key_mask.shape != points.shape[:2] or key_mask.dtype != bool:

@@ -172,6 +172,9 @@ class MultiHeadAttention(nn.Module):
     periodic: ClassVar[bool] = False
     # Whether parameters fit one grid only and cannot be resized.
     has_grid_tables: ClassVar[bool] = False
+    # Whether outputs depend on the order of the tokens, or on the number of those that
+    # the key mask leaves out too, whatever their positions.
+    needs_order: ClassVar[bool] = False
     # For parameters that a mesh may split over devices: their axes, counted from the
     # last; the first that divides evenly is split.
     split_axes: ClassVar[Mapping[str, tuple[int, ...]]] = {}

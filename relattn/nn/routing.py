@@ -55,6 +55,16 @@ class RoutingAttention(MultiHeadAttention):
     has_causal_form: ClassVar[bool] = False
     scannable: ClassVar[bool] = True
 
+    @property
+    def num_local_heads(self) -> int:
+        """Number of local heads."""
+        return self.num_heads // 2 if self.local_heads is None else self.local_heads
+
+    @property
+    def needs_order(self) -> bool:
+        """Whether heads are local, or the window grows with the number of tokens."""
+        return self.num_local_heads > 0 or self.window == 0
+
     @nn.nowrap
     def check(self) -> None:
         """Raises ValueError if the attributes are invalid."""
@@ -87,7 +97,7 @@ class RoutingAttention(MultiHeadAttention):
     ) -> Float[Array, "batch heads n value_dim"]:
         """Computes local attention in the first heads, routed in the rest."""
         window = self.window or -(-q.shape[-2] // self.clusters)
-        first = self.num_heads // 2 if self.local_heads is None else self.local_heads
+        first = self.num_local_heads
         outs = []
         if first:
             outs.append(

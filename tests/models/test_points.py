@@ -157,9 +157,14 @@ def test_errors():
     for shape in ((N, AXES), (N, AXES, 0)):
         with pytest.raises(ValueError, match=r"be \(points, axes, channels\), all at"):
             build_model(CONFIG, num_classes=5, point_shape=shape)
-    for attention in ("translution", "banded", "gated_positional", "linformer"):
+    on_grids = ("translution", "banded", "gated_positional", "linformer")
+    # Of neighbours in the list, and of clusters that grow with the padding.
+    in_order = ("routing(window=3)", "routing(local_heads=0)")
+    for attention in (*on_grids, *in_order):
         with pytest.raises(ValueError, match="another attention for points, such as"):
             build_model(CONFIG | {"attention": attention, "position": "none"}, **sizes)
+    clusters = "routing(local_heads=0, window=3)"
+    assert build_model(CONFIG | {"attention": clusters}, **sizes)
     model = PointTransformer(num_classes=5, num_axes=2)
     for shape, message in (
         ((1, N, 2), "points have 2 columns, expected 2 of"),

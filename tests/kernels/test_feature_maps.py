@@ -62,13 +62,28 @@ def test_each_head_may_have_its_hedgehog_features():
     np.testing.assert_allclose(found, run(one_by_one, x, projections), rtol=1e-5)
 
 
+def test_opposite_tokens_have_weights_with_hedgehog():
+    """The weight of a token for itself is exp(-138)."""
+    key, v = 70 * np.eye(HEAD_DIM, dtype=np.float32)[:1], normal(0, 1, 3)
+    to_features = functools.partial(
+        feature_maps.hedgehog_features, projection=np.eye(HEAD_DIM)
+    )
+
+    def attend(q, k, v):
+        return kernels.causal_linear_attention(q, k, v, to_features)
+
+    found = run(attend, -key, key, v)
+    np.testing.assert_allclose(found, v, rtol=1e-5)
+
+
 def test_exponents_of_long_hedgehog_keys_stay_between_bounds():
     def exponents(x):
         features = feature_maps.hedgehog_features(x, 1e3 * np.eye(HEAD_DIM))
         return features.exponents, features.bound
 
     found, bound = run(exponents, normal(0, 9, HEAD_DIM))
-    np.testing.assert_array_equal(bound, np.zeros(2 * HEAD_DIM))
+    # exp(60) for each of many keys does not overflow.
+    np.testing.assert_array_equal(bound, np.full(2 * HEAD_DIM, -60))
     # The largest feature of a token is at least 1 / (2 HEAD_DIM): none underflows.
     largest = found.max(axis=-1)
     assert (largest <= 0).all() and (largest > -np.log(2 * HEAD_DIM) - 1e-6).all()

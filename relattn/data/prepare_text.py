@@ -286,6 +286,8 @@ def _next_start(inputs: list[Path], sizes: list[int], position: int) -> int:
 def read_text(path: Path, begin: int, end: int) -> Iterator[str]:
     """Reads the bytes [begin, end) of a UTF-8 file, block by block.
 
+    A byte order mark at the start of the file, as Windows writes it, is left out.
+
     Args:
         path: Path of the file.
         begin: First byte.
@@ -297,7 +299,8 @@ def read_text(path: Path, begin: int, end: int) -> Iterator[str]:
     Raises:
         ValueError: If the file is not UTF-8.
     """
-    decoder = codecs.getincrementaldecoder("utf-8")()
+    encoding = "utf-8" if begin else "utf-8-sig"
+    decoder = codecs.getincrementaldecoder(encoding)()
     with naming(path), path.open("rb") as file:
         file.seek(begin)
         while begin < end:

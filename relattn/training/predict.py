@@ -315,7 +315,8 @@ def read_text_split(
         raise FileNotFoundError(f"The text file {path} is missing")
     try:
         with naming(path):
-            text = path.read_bytes().decode()
+            # A byte order mark, as Windows writes it, is no text.
+            text = path.read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(
             f"{path} is not UTF-8 text ({error.reason} at byte {error.start}): convert "

@@ -342,6 +342,7 @@ def test_lines_of_json_are_documents(tmp_path):
 
 def test_texts_and_lines_of_json_are_joined_in_order(tmp_path, capsys):
     (text,) = write(tmp_path, a="to be")
+    text.write_bytes(codecs.BOM_UTF8 + text.read_bytes())
     lines = write_lines(tmp_path, "b.JSONL", "or not", "that", field="body")
     other = write_lines(tmp_path, "c.ndjson", "is", field="body")
     other.write_bytes(codecs.BOM_UTF8 + other.read_bytes())

@@ -196,7 +196,7 @@ def test_perplexity_of_a_text_file(workdir, tmp_path, capsys):
     run = training.load_run(workdir)
     text = "To be, or nöt to be, that is the question."
     path = tmp_path / "a.txt"
-    path.write_text(text, "utf-8")
+    path.write_text(text, "utf-8-sig")
     found = run.evaluate(path)
     tokens = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
     predict, nats = training.make_predict_fn(run), 0.0

@@ -403,9 +403,9 @@ def redraws() -> str:
     return redraw_table([Point(**point) for point in points]).rstrip()
 
 
-def linearize_vit() -> str:
-    """Returns the accuracies of a ViT whose softmax attention becomes linear."""
-    return linearize_table(read_json(RESULTS / "linearize_vit.json")).rstrip()
+def linearize(file: str) -> str:
+    """Returns the table of a model whose softmax attention becomes linear."""
+    return linearize_table(read_json(RESULTS / file)).rstrip()
 
 
 def finetune() -> str:
@@ -429,7 +429,8 @@ TABLES: dict[str, Callable[[], str]] = {
     ),
     "finetune": finetune,
     "redraws": redraws,
-    "linearize_vit": linearize_vit,
+    "linearize_vit": lambda: linearize("linearize_vit.json"),
+    "linearize_gpt": lambda: linearize("linearize_gpt.json"),
     "rpe_vit": lambda: study(
         "rpe_vit_mnist.json",
         {"mnist_val_acc": "validation", "mnist_test_acc": "test"},

@@ -91,8 +91,9 @@ def draw_mixed_frequencies(
 
     w_t = base^(-t / num) u, t = 0 .. num - 1, with num = num_frequencies / axes,
     rounded up, and the same lengths along the other axes of a rotated cross, at right
-    angles to u. The cross has one direction for each axis; it is uniform, drawn for
-    each index of ``leading``. One axis: w_t = base^(-t / num_frequencies).
+    angles to u; the last axes have one vector less where the number is no multiple. The
+    cross has one direction for each axis; it is uniform, drawn for each index of
+    ``leading``. One axis: w_t = base^(-t / num_frequencies).
 
     Args:
         key: A PRNG key.
@@ -124,11 +125,12 @@ def draw_mixed_frequencies(
             raise ValueError(f"{name} must be at least 1, got {size}")
     base = base or (10000.0 if axes == 1 else 10.0)
     # base^(-t / num) for each direction of the cross.
-    num = -(-num_frequencies // axes)
-    lengths = jnp.tile(absolute_frequencies(num, base), axes)[:num_frequencies]
+    counts = [len(part) for part in np.array_split(np.arange(num_frequencies), axes)]
+    lengths = absolute_frequencies(counts[0], base)
+    lengths = jnp.concatenate([lengths[:count] for count in counts])
+    # u, and the directions at right angles to it.
     cross = _draw_cross(key, axes, leading)
-    directions = jnp.repeat(cross, num, axis=-2, total_repeat_length=num * axes)
-    return lengths[:, None] * directions[..., :num_frequencies, :]
+    return lengths[:, None] * cross[..., np.repeat(np.arange(axes), counts), :]
 
 
 def _draw_cross(key, axes, leading):

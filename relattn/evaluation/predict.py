@@ -5,28 +5,35 @@ likely class, the label and the probability. For a run on points,
 ``relattn predict RUN a.npz`` prints a row for each set of the file's ``positions``,
 ``features`` and ``mask``, named ``a.npz[0]`` and so on. ``python -m
 relattn.evaluation.predict`` is the same program; the run and the files may also be
-named, by ``--workdir=RUN --input a.jpg photos``.
+named, by ``--workdir=RUN --input a.jpg photos``. RUN may also be a saved or converted
+model of images; without names, its classes are called by their numbers.
 """
 
 from __future__ import annotations
 
+import argparse
 import csv
 import io
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import jax
 import numpy as np
 
 from relattn import command
 from relattn.data.base import ClassInfo
 from relattn.data.folder import KINDS
 from relattn.files import expand, replace_file, usable_file
-from relattn.messages import printable
+from relattn.messages import check_choice, printable
+from relattn.models.pretrained import load_pretrained
 from relattn.training import Run, load_run
 from relattn.training.predict import Predictions
+from relattn.training.saved_run import is_saved_model
 
 COLUMNS = ("file", "class", "label", "probability")
+# Images that a saved model sees at once.
+BATCH_SIZE = 64
 
 
 def image_files(given: str) -> list[Path]:
@@ -170,10 +177,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         output = usable_file(given.output, "--output")
     workdir, inputs = _split_paths(given.workdir, [*given.paths, *given.input])
     files = [file for path in inputs for file in image_files(path)]
-    run = load_run(workdir, given.checkpoint, image_size=given.image_size)
-    if isinstance(run.data, ClassInfo):
-        check_top(given.top, run.data.num_classes)
-    found, names = _predict(run, files, given.batch_size, given.draws)
+    if is_saved_model(workdir):
+        found, names = _predict_saved(workdir, files, given), files
+    else:
+        run = load_run(workdir, given.checkpoint, image_size=given.image_size)
+        if isinstance(run.data, ClassInfo):
+            check_top(given.top, run.data.num_classes)
+        found, names = _predict(run, files, given.batch_size, given.draws)
     table = to_csv(found, names, every=given.probabilities, top=given.top)
     if output is None:
         if sys.stdout.isatty():
@@ -182,6 +192,30 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(table, end="")
     else:
         replace_file(output, table)
+
+
+def _predict_saved(
+    folder: str, files: Sequence[Path], given: argparse.Namespace
+) -> Predictions:
+    """Returns the predictions of a saved model for image files."""
+    check_choice("checkpoint", given.checkpoint, ("best", "latest"))
+    if given.draws not in (None, 1):
+        raise ValueError(f"--draws={given.draws} needs a run, and {folder} is a model")
+    loaded = load_pretrained(folder, image_size=given.image_size)
+    num_classes = loaded.config.get("num_classes", 0)
+    if loaded.model.inputs != "images" or not num_classes:
+        raise ValueError(
+            f"{folder} does not tell classes of images: name a run or a model that does"
+        )
+    check_top(given.top, num_classes)
+    apply = jax.jit(loaded.model.apply)
+    size = max(1, given.batch_size or BATCH_SIZE)
+    found = []
+    for start in range(0, len(files), size):
+        inputs = loaded.preprocess(files[start : start + size])
+        found.append(jax.nn.softmax(apply(loaded.variables, inputs)))
+    names = loaded.config.get("data", {}).get("class_names", range(num_classes))
+    return Predictions(np.concatenate(found), tuple(map(str, names)))
 
 
 def _predict(

@@ -77,6 +77,17 @@ def load_run(
     return run
 
 
+def is_saved_model(folder: str | Path) -> bool:
+    """Returns whether `relattn.load_pretrained` takes a folder, or a name on the hub.
+
+    Args:
+        folder: The folder of a saved model, or of a run.
+    """
+    if is_hub_id(folder):
+        return True
+    return (expand(folder, "--workdir") / pretrained.CONFIG).is_file()
+
+
 def load_text_run(folder: str | Path, checkpoint: str = "best") -> Run:
     """Loads a run on text, or a saved model of text as one that took no steps.
 
@@ -96,8 +107,7 @@ def load_text_run(folder: str | Path, checkpoint: str = "best") -> Run:
     """
     if not is_hub_id(folder):
         folder = expand(folder, "--workdir")
-    is_saved = is_hub_id(folder) or (Path(folder) / pretrained.CONFIG).is_file()
-    if not is_saved:
+    if not is_saved_model(folder):
         return load_run(folder, checkpoint)
     check_choice("checkpoint", checkpoint, ("best", "latest"))
     loaded = pretrained.load_pretrained(folder)

@@ -1,0 +1,91 @@
+"""Predictions of saved models by the command; test_run.py has those of runs."""
+
+import csv
+import io
+
+import jax
+import numpy as np
+import pytest
+from PIL import Image
+
+from relattn import load_pretrained
+from relattn.evaluation import predict as predict_lib
+from relattn.models import build_model
+from relattn.models.pretrained import save_pretrained
+from tests.helpers.quick import quick_jit
+
+MODEL = {"name": "vit", "dim": 6, "num_heads": 2, "num_layers": 1, "mlp_dim": 5}
+CONFIG = {"model": {**MODEL, "patch_size": 4}, "image_shape": [8, 8, 3]}
+PREPROCESSING = {
+    "resized": 10,
+    "squash": False,
+    "interpolation": "bicubic",
+    "mean": [0.25, 0.5, 0.75],
+    "std": [0.25, 0.5, 0.75],
+}
+
+
+def save(folder, **config):
+    config = {**CONFIG, "preprocessing": PREPROCESSING, **config}
+    model = build_model(
+        config["model"],
+        num_classes=config["num_classes"],
+        image_shape=tuple(config["image_shape"]),
+    )
+    inputs = np.zeros((1, *config["image_shape"]), np.float32)
+    variables = quick_jit(model.init)(jax.random.key(0), inputs)
+    save_pretrained(folder, config, variables)
+    return folder
+
+
+@pytest.fixture
+def photos(tmp_path):
+    rng, folder = np.random.default_rng(0), tmp_path / "photos"
+    folder.mkdir()
+    for n in range(3):
+        pixels = rng.integers(0, 256, (11 + n, 13, 3), np.uint8)
+        Image.fromarray(pixels).save(folder / f"{n}.png")
+    return folder
+
+
+def test_a_converted_model_predicts_as_it_prepares_images(tmp_path, photos, capsys):
+    folder = save(tmp_path / "vit", num_classes=7)
+    # Two batches, of which the second is smaller.
+    predict_lib.main([str(folder), str(photos), "--probabilities", "--batch_size=2"])
+    header, *rows = csv.reader(io.StringIO(capsys.readouterr().out))
+    loaded = load_pretrained(folder)
+    files = sorted(photos.iterdir())
+    logits = loaded.model.apply(loaded.variables, loaded.preprocess(files))
+    expected = jax.nn.softmax(logits)
+    assert header[4:] == [f"probability of {n}" for n in range(7)]
+    assert [row[0] for row in rows] == [str(file) for file in files]
+    labels = [str(label) for label in expected.argmax(-1)]
+    assert [row[1] for row in rows] == [row[2] for row in rows] == labels
+    found = np.array([row[4:] for row in rows], np.float32)
+    np.testing.assert_allclose(found, expected, atol=2e-6)
+
+
+def test_classes_of_a_saved_run_have_names(tmp_path, photos, capsys):
+    info = {"name": "pets", "class_names": ["cat", "dog"], "origin": "here"}
+    info |= {"image_shape": [8, 8, 3], "mean": [0.1] * 3, "std": [0.3] * 3}
+    training = {"data": {"standardize": False}}
+    data = {**info, "num_train": 7}
+    folder = save(tmp_path / "vit", num_classes=2, data=data, training=training)
+    predict_lib.main([str(folder), str(photos)])
+    _, *rows = csv.reader(io.StringIO(capsys.readouterr().out))
+    assert [row[1] for row in rows] == [["cat", "dog"][int(row[2])] for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("config", "words", "message"),
+    [
+        ({"num_classes": 0}, [], "does not tell classes of images: name a run"),
+        ({"num_classes": 7}, ["--top=8"], "--top=8 must be from 1 to 7"),
+        ({"num_classes": 7}, ["--draws=2"], "--draws=2 needs a run"),
+    ],
+)
+def test_what_a_saved_model_cannot_do(tmp_path, photos, capsys, config, words, message):
+    folder = save(tmp_path / "vit", **config)
+    with pytest.raises(SystemExit, match="2"):
+        predict_lib.main([str(folder), str(photos), *words])
+    assert message in capsys.readouterr().err

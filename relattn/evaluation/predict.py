@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import functools
 import io
 import sys
 from collections.abc import Sequence
@@ -222,11 +223,11 @@ def _predict(
     run: Run, files: Sequence[Path], batch_size: int | None, draws: int | None
 ) -> tuple[Predictions, Sequence[Path | str]]:
     """Returns the predictions for the examples of files, and what to call each."""
-    options = {"batch_size": batch_size, "draws": draws}
+    predict = functools.partial(run.predict, batch_size=batch_size, draws=draws)
     if run.data.kind != "points":
-        return run.predict(files, **options), files
+        return predict(files), files
     # Every file may have another number of points.
-    found = [run.predict(file, **options) for file in files]
+    found = [predict(file) for file in files]
     names = [
         f"{file}[{index}]"
         for file, predictions in zip(files, found, strict=True)

@@ -185,7 +185,7 @@ def check_same_waves(
     Raises:
         ValueError: If other waves are the longest. On plain grids all may be.
     """
-    if isinstance(old, Torus) and not same_waves(old, new, num_frequencies):
+    if isinstance(old, Torus) and not same_waves(old, Torus(new), num_frequencies):
         sizes = ["x".join(map(str, grid)) for grid in (old, new)]
         raise ValueError(
             f"position {type(position).__name__} has other waves on a torus of "

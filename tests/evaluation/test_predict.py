@@ -10,32 +10,15 @@ from PIL import Image
 
 from relattn import load_pretrained
 from relattn.evaluation import predict as predict_lib
-from relattn.models import build_model
-from relattn.models.pretrained import save_pretrained
-from tests.helpers.quick import quick_jit
+from tests.training.test_initialize import PREPROCESSING, save
 
 MODEL = {"name": "vit", "dim": 6, "num_heads": 2, "num_layers": 1, "mlp_dim": 5}
 CONFIG = {"model": {**MODEL, "patch_size": 4}, "image_shape": [8, 8, 3]}
-PREPROCESSING = {
-    "resized": 10,
-    "squash": False,
-    "interpolation": "bicubic",
-    "mean": [0.25, 0.5, 0.75],
-    "std": [0.25, 0.5, 0.75],
-}
+CONFIG["preprocessing"] = PREPROCESSING
 
 
-def save(folder, **config):
-    config = {**CONFIG, "preprocessing": PREPROCESSING, **config}
-    model = build_model(
-        config["model"],
-        num_classes=config["num_classes"],
-        image_shape=tuple(config["image_shape"]),
-    )
-    inputs = np.zeros((1, *config["image_shape"]), np.float32)
-    variables = quick_jit(model.init)(jax.random.key(0), inputs)
-    save_pretrained(folder, config, variables)
-    return folder
+def save_vit(folder, **changes):
+    return save(folder, CONFIG | changes, np.zeros((1, 8, 8, 3), np.float32))
 
 
 @pytest.fixture
@@ -49,7 +32,7 @@ def photos(tmp_path):
 
 
 def test_a_converted_model_predicts_as_it_prepares_images(tmp_path, photos, capsys):
-    folder = save(tmp_path / "vit", num_classes=7)
+    folder = save_vit(tmp_path / "vit", num_classes=7)
     # Two batches, of which the second is smaller.
     predict_lib.main([str(folder), str(photos), "--probabilities", "--batch_size=2"])
     header, *rows = csv.reader(io.StringIO(capsys.readouterr().out))
@@ -70,7 +53,7 @@ def test_classes_of_a_saved_run_have_names(tmp_path, photos, capsys):
     info |= {"image_shape": [8, 8, 3], "mean": [0.1] * 3, "std": [0.3] * 3}
     training = {"data": {"standardize": False}}
     data = {**info, "num_train": 7}
-    folder = save(tmp_path / "vit", num_classes=2, data=data, training=training)
+    folder = save_vit(tmp_path / "vit", num_classes=2, data=data, training=training)
     predict_lib.main([str(folder), str(photos)])
     _, *rows = csv.reader(io.StringIO(capsys.readouterr().out))
     assert [row[1] for row in rows] == [["cat", "dog"][int(row[2])] for row in rows]
@@ -85,7 +68,7 @@ def test_classes_of_a_saved_run_have_names(tmp_path, photos, capsys):
     ],
 )
 def test_what_a_saved_model_cannot_do(tmp_path, photos, capsys, config, words, message):
-    folder = save(tmp_path / "vit", **config)
+    folder = save_vit(tmp_path / "vit", **config)
     with pytest.raises(SystemExit, match="2"):
         predict_lib.main([str(folder), str(photos), *words])
     assert message in capsys.readouterr().err

@@ -204,6 +204,18 @@ def test_vmap_over_examples_equals_the_batch(model):
     np.testing.assert_allclose(found, logits, rtol=1e-4, atol=1e-5)
 
 
+# Cheap: it only traces.
+@pytest.mark.quick("gpt-softmax-rope1d", "vit-lor_translution-none")
+@each([*IN_GPT, *IN_VIT])
+def test_batch_may_be_empty(model):
+    def gradients(params, inputs):
+        return jax.vjp(lambda params: model.apply(params, inputs), params)
+
+    logits, _ = jax.eval_shape(gradients, model.params, model.inputs[:0])
+    sizes = (LENGTH, VOCAB) if model.names[0] == "gpt" else (CLASSES,)
+    assert logits.shape == (0, *sizes)
+
+
 @every_pair
 def test_outputs_are_finite_for_large_tokens(model):
     def scale(path, leaf):

@@ -386,7 +386,7 @@ def map_blocks(attend: Callable[..., Array], queries: Any, size: int) -> Array:
     blocks = jax.tree.map(split, queries)
     out = jax.lax.map(lambda block: attend(*block), (jnp.arange(num), *blocks))
     out = jnp.moveaxis(out, 0, -3)
-    return out.reshape(*out.shape[:-3], num * size, -1)[..., :n, :]
+    return out.reshape(*out.shape[:-3], num * size, out.shape[-1])[..., :n, :]
 
 
 def softmax_weights(

@@ -104,7 +104,7 @@ def anchor_shifts(
         key = jax.lax.fori_loop(0, pixels.shape[axis], add, jnp.zeros_like(key))
     # The first patch has the largest key among those of the phases of most energy.
     chosen = jnp.where(jnp.tile(largest, (1, *grid)), key, -jnp.inf)
-    first = jnp.argmax(chosen.reshape(images.shape[0], -1), axis=-1)
+    first = jnp.argmax(chosen.reshape(images.shape[0], height * width), axis=-1)
     return jnp.stack(divmod(first, width), axis=-1)
 
 

@@ -7,6 +7,7 @@ options of the baselines of Horn et al.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -182,7 +183,8 @@ class Vgg16(CNN):
                 x = nn.relu(conv(x, f"conv_{stage}_{layer}", channels, 3))
             x = _halve(x)
         # 7x7 places of 512 channels, for any size of the images.
-        x = average_to_grid(x, (7, 7)).reshape(x.shape[0], -1)
+        x = average_to_grid(x, (7, 7))
+        x = x.reshape(len(x), math.prod(x.shape[1:]))
         # Two hidden layers of 4,096, and the head.
         hidden = head = Linear
         if self.weight_init == "he":

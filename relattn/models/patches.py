@@ -140,7 +140,7 @@ def extract_patches(
     # The grid's axes, then the patch's.
     order = [*range(1, 2 * axes, 2), *range(2, 2 * axes + 1, 2)]
     x = x.transpose(0, *order, 2 * axes + 1)
-    tokens = x.reshape(batch, math.prod(grid), -1)
+    tokens = x.reshape(batch, math.prod(grid), math.prod(x.shape[1 + axes :]))
     return tokens, Torus(grid) if periodic else grid
 
 

@@ -82,7 +82,8 @@ def split_heads(x: Array, axis: int, num_kv_heads: int) -> Array:
     """
     if x.shape[axis] == 1:
         return jnp.expand_dims(x, axis)
-    return x.reshape(*x.shape[:axis], num_kv_heads, -1, *x.shape[axis + 1 :])
+    group = x.shape[axis] // num_kv_heads
+    return x.reshape(*x.shape[:axis], num_kv_heads, group, *x.shape[axis + 1 :])
 
 
 def grouped(hook: Hook) -> Hook:
@@ -410,7 +411,7 @@ class MultiHeadAttention(nn.Module):
     ) -> Float[Array, "batch n dim"]:
         """Concatenates the heads and applies the output projection."""
         out = out.swapaxes(-2, -3)
-        out = out.reshape(*out.shape[:-2], -1)
+        out = out.reshape(*out.shape[:-2], math.prod(out.shape[-2:]))
         use_bias = self.out_bias
         return Linear(self.dim, use_bias=use_bias, dtype=self.dtype, name="out")(out)
 

@@ -196,7 +196,7 @@ class Dropout(nn.Module):
         *leading, width = x.shape
         words = jax.random.bits(self.make_rng("dropout"), (*leading, -(-width // 4)))
         random = jax.lax.bitcast_convert_type(words, jnp.uint8)
-        random = random.reshape(*leading, -1)[..., :width]
+        random = random.reshape(*leading, 4 * words.shape[-1])[..., :width]
         return jnp.where(random < dropped, 0.0, x * (256 / (256 - dropped)))
 
 

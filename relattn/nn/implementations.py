@@ -169,7 +169,7 @@ def call_kernel(
     # head_dim], against keys and values with a group of one.
     q, k, v = (jnp.swapaxes(x, -3, -2) for x in (query, key, value))
     if key_heads != heads:
-        q = q.reshape(*q.shape[:-3], key_heads, -1, n, head_dim)
+        q = q.reshape(*q.shape[:-3], key_heads, heads // key_heads, n, head_dim)
         k, v = k[..., None, :, :], v[..., None, :, :]
         arguments = {
             name: split_heads(x, len(batch), key_heads) for name, x in arguments.items()

@@ -156,6 +156,7 @@ def test_activations_have_the_compute_dtype_and_variables_are_float32(name, dtyp
 
     logits, state = jax.eval_shape(apply, variables, images)
     assert (logits.shape, logits.dtype) == ((3, 10), jnp.float32)
+    assert jax.eval_shape(model.apply, variables, images[:0]).shape == (0, 10)
     for module, captured in state["intermediates"].items():
         if module.startswith(("conv", "block", "hidden")):
             (out,) = jax.tree.leaves(captured["__call__"])

@@ -117,6 +117,12 @@ def naive_energies(image, patch):
     return energies
 
 
+def test_the_anchor_takes_no_images():
+    none = jax.ShapeDtypeStruct((0, *SHAPE), "float32")
+    anchored = jax.eval_shape(lambda images: polyphase_anchor(images, (3, 2)), none)
+    assert anchored.shape == none.shape
+
+
 def test_the_anchor_chooses_the_phase_of_largest_energy():
     images, patch = draw_images(7), (3, 2)
     anchored = polyphase_anchor(images, patch)

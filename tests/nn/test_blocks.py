@@ -133,6 +133,7 @@ def test_dropout_is_off_where_it_should_be():
     drop = functools.partial(Dropout(0.5).apply, deterministic=False, rngs=rngs)
     half = jax.eval_shape(drop, {}, X.astype(jnp.bfloat16))
     assert half.dtype == jnp.bfloat16
+    assert jax.eval_shape(drop, {}, X[:0]).shape == (0, 7, 6)
 
 
 SIZES = {"dim": 6, "num_heads": 2, "num_layers": 2}

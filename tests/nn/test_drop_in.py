@@ -320,6 +320,12 @@ def test_softmax_equals_jax_nn(case, key_heads, dtype):
         np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance)
 
 
+def test_batch_may_be_empty():
+    query, keys = jnp.zeros((0, M, HEADS, 3)), jnp.zeros((0, M, 2, 3))
+    attend = functools.partial(dot_product_attention, implementation="softmax")
+    assert jax.eval_shape(attend, query, keys, keys).shape == query.shape
+
+
 def test_scale_is_not_rounded_to_the_dtype_of_the_queries():
     arrays = [x.astype(jnp.bfloat16) for x in draw(Argument({}))]
     found, expected = (

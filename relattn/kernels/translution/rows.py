@@ -130,14 +130,16 @@ class RowLoop:
         # [query row, query column, key row, key column, batch, heads]
         out = self._map_rows(step, jnp.moveaxis(weights, (0, 1), (4, 5)))
         out = jnp.moveaxis(out, 2, 0)
-        return out.reshape(batch, math.prod(self.shape), -1)[:, :length]
+        shape = batch, math.prod(self.shape), math.prod(out.shape[-2:])
+        return out.reshape(shape)[:, :length]
 
     def _to_rows(self, x, axis):
         """Splits an axis of tokens into rows and columns, with zeros after a line."""
         widths = [(0, 0)] * x.ndim
         widths[axis] = (0, math.prod(self.shape) - x.shape[axis])
         x = jnp.pad(x, widths)
-        return x.reshape(*x.shape[:axis], -1, self.shape[-1], *x.shape[axis + 1 :])
+        shape = math.prod(self.shape[:-1]), self.shape[-1]
+        return x.reshape(*x.shape[:axis], *shape, *x.shape[axis + 1 :])
 
     def _by_offset(self, table):
         """Returns the matrices by the offset along all axes, from 1 - size on.
@@ -189,7 +191,8 @@ class RowLoop:
         if width == 1:
             return x
         rest = x.shape[2:]
-        x = x.reshape(-1, *rest)[width - 1 :][: width * (2 * width - 2)]
+        x = x.reshape(math.prod(x.shape[:2]), *rest)
+        x = x[width - 1 :][: width * (2 * width - 2)]
         return x.reshape(width, 2 * width - 2, *rest)[:, :width]
 
     def _window(self, matrices, row):
@@ -203,7 +206,8 @@ class RowLoop:
             matrices = jax.lax.dynamic_slice_in_dim(
                 matrices, size - 1 - place, size, axis, allow_negative_indices=False
             )
-        return matrices.reshape(-1, *matrices.shape[len(sizes) :])
+        rows = math.prod(sizes)
+        return matrices.reshape(rows, *matrices.shape[len(sizes) :])
 
     def _project(self, axes, tokens, window):
         """Projects tokens to ``[column, column of the other, key row, batch, width]``.
@@ -221,7 +225,7 @@ class RowLoop:
         return jnp.einsum(equation, *operands, precision=self.precision)
 
     def _split_heads(self, x):
-        return x.reshape(*x.shape[:-1], self.num_heads, -1)
+        return x.reshape(*x.shape[:-1], self.num_heads, x.shape[-1] // self.num_heads)
 
     def _map_rows(self, step, x):
         """Maps the rows of queries; the backward pass computes their steps again."""

@@ -115,6 +115,17 @@ def test_second_derivatives_equal_the_reference(causal):
     compare.expect_equal_second_derivatives(kernel, naive, inputs)
 
 
+@pytest.mark.quick("aligned_projections-False")
+@pytest.mark.parametrize("causal", [False, True])
+def test_batch_may_be_empty(causal, form):
+    _, changes = form
+    index = kernels.CausalOffsets(7) if causal else kernels.Offsets((7,))
+    kernel = in_form(functools.partial(kernels.translution, index=index), changes)
+    table = np.zeros((7 if causal else 13, DIM, HEADS, HEAD_DIM), np.float32)
+    x = np.zeros((0, 7, DIM), np.float32)
+    assert jax.eval_shape(kernel, x, *[table] * 3).shape == (0, HEADS, 7, HEAD_DIM)
+
+
 @pytest.mark.quick("blocks-False", "blocks-True")
 @pytest.mark.parametrize("causal", [False, True])
 def test_keys_that_are_masked_or_later_have_no_effect(causal, form):

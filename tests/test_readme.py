@@ -120,7 +120,8 @@ def test_every_page_with_python_is_run_by_a_test():
     """docs/positions.md is run by tests/evaluation/test_compare.py."""
     pages = {path.name for path in tables.DOCUMENTS if "```python" in path.read_text()}
     run = {"data.md", "drop_in.md", "nnx.md", "positions.md", "pretrained.md"}
-    assert pages == {"README.md", "index.md", "using.md", "export.md", *run}
+    run |= {"README.md", "index.md", "using.md", "export.md", "training.md"}
+    assert pages == run
 
 
 @pytest.mark.slow
@@ -181,6 +182,18 @@ def test_guide_runs_and_its_decoding_steps_equal_the_causal_kernels():
     assert not np.isnan(scope["masked"]).any()
     direct = scope["gpt"].apply(scope["weights"], jnp.zeros((3, 17), jnp.int32))
     np.testing.assert_allclose(scope["exported_logits"], direct, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_training_guide_trains_its_own_configuration(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    page = read("docs/training.md")
+    config, program = re.findall(r"```python\n(.*?)```", page, re.S)
+    Path("mine.py").write_text(config)
+    scope = {}
+    exec(program, scope)
+    assert scope["result"]["step"] == 20
+    assert scope["run"].config.model.position == "rope2d"
 
 
 @pytest.mark.slow

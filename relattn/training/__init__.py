@@ -6,6 +6,7 @@ require_train(__name__)
 
 from relattn.training.config import check_config as check_config
 from relattn.training.config import default_config as default_config
+from relattn.training.config_file import read_config as read_config
 from relattn.training.errors import CheckpointError as CheckpointError
 from relattn.training.errors import NonFiniteLossError as NonFiniteLossError
 from relattn.training.errors import PreemptedError as PreemptedError

@@ -223,15 +223,9 @@ def layer_attentions(
     attention: str,
     position: str,
     *,
-    dim: int,
-    num_heads: int,
     num_layers: int,
-    num_kv_heads: int = 0,
-    head_dim: int = 0,
     num_relative_layers: int = 0,
-    qkv_bias: bool = False,
-    out_bias: bool = True,
-    causal: bool = False,
+    **options: Any,
 ) -> tuple[list[functools.partial], functools.partial]:
     """Resolves the specs of a model: an attention for each layer, and the position.
 
@@ -240,15 +234,9 @@ def layer_attentions(
     Args:
         attention: Spec of the first layers' attention.
         position: Spec of the position encoding.
-        dim: Width of the tokens.
-        num_heads: Number of heads.
         num_layers: Number of layers.
-        num_kv_heads: Number of heads with keys and values; 0 for num_heads.
-        head_dim: Width of a head; 0 for dim / num_heads.
         num_relative_layers: Number of layers that use ``attention``; 0 for all.
-        qkv_bias: Whether queries, keys and values have a bias.
-        out_bias: Whether the output projection has a bias.
-        causal: Whether a token attends only to itself and earlier tokens.
+        **options: The other arguments of `build`.
 
     Returns:
         A constructor of an attention for each layer, and a constructor of the position
@@ -270,16 +258,7 @@ def layer_attentions(
             "num_relative_layers must be from 0 (all layers) to "
             f"num_layers={num_layers}, got {num_relative_layers}"
         )
-    options = {
-        "dim": dim,
-        "num_heads": num_heads,
-        "num_layers": num_layers,
-        "num_kv_heads": num_kv_heads,
-        "head_dim": head_dim,
-        "qkv_bias": qkv_bias,
-        "out_bias": out_bias,
-        "causal": causal,
-    }
+    options["num_layers"] = num_layers
     first, make_position = build(attention, position, **options)
     num_first = num_relative_layers or num_layers
     attentions = [first] * num_first

@@ -20,14 +20,13 @@ _LONGEST_SECONDS = 2.0
 
 
 def compile_calls(
-    function: Callable[..., Any], inputs: Sequence[Any], calls: int = CALLS
+    function: Callable[..., Any], inputs: Sequence[Any]
 ) -> tuple[Callable[[], Any], int]:
-    """Compiles a program that calls a function several times.
+    """Compiles a program that calls a function `CALLS` times.
 
     Args:
         function: A function of arrays.
         inputs: The arrays.
-        calls: Number of calls.
 
     Returns:
         A function that runs the program, waits for it and returns the output of the
@@ -38,7 +37,7 @@ def compile_calls(
         >>> float(run())
         9.0
     """
-    compiled = jax.jit(repeat(function, calls)).lower(*inputs).compile()
+    compiled = jax.jit(repeat(function, CALLS)).lower(*inputs).compile()
     temporary = compiled.memory_analysis().temp_size_in_bytes
     return lambda: jax.block_until_ready(compiled(*inputs)), temporary
 

@@ -391,32 +391,27 @@ def _pair_rows(index):
     return rows, value_rows, np.ones_like(rows, bool)
 
 
-def _score_matrices(forward, backward):
+def _score_matrices(sizes):
     """Estimates the bytes of arrays with one float32 per pair of tokens."""
-
-    def needs(sizes):
-        size = 4 * sizes.batch * sizes.num_heads * sizes.length**2
-        return forward * size, backward * size
-
-    return needs
+    size = 4 * sizes.batch * sizes.num_heads * sizes.length**2
+    # Measured: scores, weights, their gradients and temporaries.
+    return 2 * size, 5 * size
 
 
-def _gathered(forward, backward, *, low_rank=False):
+def _gathered(*, low_rank=False):
     """Estimates the bytes of float32 matrices and projections per pair of tokens."""
 
     def needs(sizes):
         inner = sizes.rank * sizes.num_heads if low_rank else sizes.width
         pair = inner * inner + sizes.batch * inner
         size = 4 * sizes.length**2 * pair
-        return forward * size, backward * size
+        return 3 * size, 5 * size
 
     return needs
 
 
 _TORCH = {"framework": "torch", "requires": ("torch",)}
 _PERFORMER = {"framework": "torch", "requires": ("torch", "performer_pytorch")}
-# Measured: scores, weights, their gradients and temporaries.
-_DENSE = {"needs": _score_matrices(2, 5)}
 
 CASES: dict[str, Case] = {
     "linear": Case(_with_features(kernels.linear_attention)),
@@ -443,9 +438,9 @@ CASES: dict[str, Case] = {
             kernels.causal_toeplitz_linear_attention, causal=True, dense_size=128
         )
     ),
-    "pairwise_toeplitz": Case(_offset_bias(pairwise_toeplitz), **_DENSE),
+    "pairwise_toeplitz": Case(_offset_bias(pairwise_toeplitz), needs=_score_matrices),
     "causal_pairwise_toeplitz": Case(
-        _offset_bias(pairwise_toeplitz, causal=True), **_DENSE
+        _offset_bias(pairwise_toeplitz, causal=True), needs=_score_matrices
     ),
     "relative_bias": Case(_offset_bias(kernels.relative_attention, features=False)),
     "causal_relative_bias": Case(
@@ -459,22 +454,22 @@ CASES: dict[str, Case] = {
     "causal_lor_translution": Case(
         _lor_translution(kernels.lor_translution, causal=True)
     ),
-    "gather_translution": Case(_translution(gather_translution), needs=_gathered(3, 5)),
+    "gather_translution": Case(_translution(gather_translution), needs=_gathered()),
     "gather_causal_translution": Case(
-        _translution(gather_translution, causal=True), needs=_gathered(3, 5)
+        _translution(gather_translution, causal=True), needs=_gathered()
     ),
     "gather_lor_translution": Case(
-        _lor_translution(gather_lor_translution), needs=_gathered(3, 5, low_rank=True)
+        _lor_translution(gather_lor_translution), needs=_gathered(low_rank=True)
     ),
     "gather_causal_lor_translution": Case(
         _lor_translution(gather_lor_translution, causal=True),
-        needs=_gathered(3, 5, low_rank=True),
+        needs=_gathered(low_rank=True),
     ),
     "self_attention": Case(_self_attention(kernels.softmax_attention)),
     "causal_self_attention": Case(_self_attention(kernels.causal_softmax_attention)),
     "softmax": Case(_plain(kernels.softmax_attention)),
     "causal_softmax": Case(_plain(kernels.causal_softmax_attention)),
-    "dense_softmax": Case(_plain(dense_softmax), **_DENSE),
+    "dense_softmax": Case(_plain(dense_softmax), needs=_score_matrices),
     "softmax_pytorch": Case(_softmax_pytorch(causal=False), **_TORCH),
     "causal_softmax_pytorch": Case(_softmax_pytorch(causal=True), **_TORCH),
     "cudnn_softmax": Case(_cudnn(causal=False), requires=("jax_plugins",)),

@@ -9,10 +9,8 @@ from relattn.data.image_io import FORMATS
 from relattn.data.image_list import (
     ImageFile,
     ImageList,
-    Images,
     check_classes,
     list_names,
-    read_list,
 )
 
 KINDS = {suffix: kind for kind, suffixes in FORMATS.items() for suffix in suffixes}
@@ -51,33 +49,6 @@ def find_files(root: Path) -> ImageList:
     images = ImageList(root, train, test, names, origin, left_out)
     check_classes(images)
     return images
-
-
-def read_folder(
-    root: Path, *, skip_unreadable: bool = False, background: str = "white"
-) -> Images:
-    """Reads images of one size, ``train/<class>/*`` and ``test/<class>/*``.
-
-    A warning names what is left out, see `find_files`.
-
-    Args:
-        root: The folder that holds ``train`` and, optionally, ``test``.
-        skip_unreadable: Whether to leave out images that cannot be read, instead of
-            raising.
-        background: Colour behind transparent pixels, a name or ``"#rrggbb"``.
-
-    Returns:
-        The training images, the test images or None, the class names and the origin.
-
-    Raises:
-        FileNotFoundError: If ``root`` or its folder ``train`` is missing.
-        ValueError: If a folder holds no images, images cannot be read and are not left
-            out, the images differ in size or mix grey and colour, or an image belongs
-            to a class without training images.
-    """
-    return read_list(
-        find_files(root), skip_unreadable=skip_unreadable, background=background
-    )
 
 
 def _visible(folder: Path) -> list[Path]:

@@ -55,7 +55,7 @@ def image_files(given: str) -> list[Path]:
     path = expand(given, "--input")
     if not path.is_dir():
         if not path.exists():
-            raise FileNotFoundError(f"The image {path} is missing")
+            raise FileNotFoundError(f"the image {path} is missing")
         return [path]
     files = [
         file
@@ -66,7 +66,7 @@ def image_files(given: str) -> list[Path]:
     ]
     if not files:
         raise ValueError(
-            f"The folder {path} holds no images ({', '.join(KINDS)}): name the files"
+            f"the folder {path} holds no images ({', '.join(KINDS)}): name the files"
         )
     return files
 

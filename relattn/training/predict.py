@@ -312,7 +312,7 @@ def read_text_split(
     tokenizer = read_tokenizer(run, bpe_dir)
     path = Path(path)
     if not path.is_file():
-        raise FileNotFoundError(f"The text file {path} is missing")
+        raise FileNotFoundError(f"the text file {path} is missing")
     try:
         with naming(path):
             # A byte order mark, as Windows writes it, is no text.

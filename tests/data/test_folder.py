@@ -10,13 +10,18 @@ from ml_collections import ConfigDict
 from PIL import Image
 
 from relattn.data import image_list, load
-from relattn.data.folder import read_folder
+from relattn.data.folder import find_files
+from relattn.data.image_list import read_list
 from relattn.data.images import ImageData
 from relattn.data.load import load_data, load_images
 from tests.data.test_image_io import with_size
 from tests.helpers.unprivileged import public_folder, without_privileges
 
 CIFAR10 = pathlib.Path(__file__).parents[3] / "shared/data/cifar10/cifar10_jpeg.tar.xz"
+
+
+def read_folder(root, **options):
+    return read_list(find_files(root), **options)
 
 
 def write(root, name, pixels):

@@ -228,7 +228,7 @@ def test_a_text_file_that_cannot_be_evaluated(workdir, tmp_path, content, messag
     run = training.load_run(workdir)
     with pytest.raises(ValueError, match=message):
         run.evaluate(path)
-    with pytest.raises(FileNotFoundError, match="The text file .* is missing"):
+    with pytest.raises(FileNotFoundError, match="the text file .* is missing"):
         run.evaluate(tmp_path / "b.txt")
 
 

@@ -245,6 +245,54 @@ def _tinyshakespeare() -> Preset:
     )
 
 
+def _long_text() -> Preset:
+    """Makes the preset of Fourier values in causal linear attention, by context."""
+    values = "fourier_values(num_frequencies=8)"
+    methods = {
+        "rope": "rope",
+        "favor": "favor",
+        "favor_fourier_values": f"favor,position=learned + {values}",
+        "favor_rope": "favor,position=rope1d",
+        "favor_rope_fourier_values": f"favor,position=rope1d + {values}",
+        "lor_translution": "lor_translution",
+        "translution": "translution",
+    }
+    # Tables of 4,096 offsets have 67 million parameters in each of 6 projections.
+    short = ("lor_translution", "translution")
+    contexts = ("160", "1024", "4096")
+    return Preset(
+        title="A small GPT on the bytes of the documentation of Linux, with contexts of "
+        "160, 1,024 and 4,096 bytes: the best validation loss, in nats per byte",
+        rows=[
+            Row(
+                name,
+                {
+                    context: f"configs/translution_gpt.py:kernel_docs,A-{context},"
+                    f"{method},cpu"
+                    for context in (contexts[:1] if name in short else contexts)
+                },
+            )
+            for name, method in methods.items()
+        ],
+        columns=[
+            PARAMS,
+            *(
+                Column(f"loss_{context}", context, "validation_loss", trained=context)
+                for context in contexts
+            ),
+            *(
+                dataclasses.replace(
+                    SECONDS,
+                    name=f"seconds_{context}",
+                    title=f"seconds, {context}",
+                    trained=context,
+                )
+                for context in contexts
+            ),
+        ],
+    )
+
+
 TRANSLUTION_PRESETS = {
     "translution_table2": _mnist("table 2", _entries("2"), "ViT-A"),
     "translution_table2_cpu": _mnist(
@@ -286,4 +334,5 @@ TRANSLUTION_PRESETS = {
         "ViT-A/56 with and without plain projections",
     ),
     "translution_text": _tinyshakespeare(),
+    "translution_long_text": _long_text(),
 }

@@ -53,6 +53,11 @@ def test_cpu_presets_are_within_their_budget():
         configs = [c for row in PRESETS[name].rows for c in row.runs.values()]
         assert len(configs) == runs
         assert {read_config(config).num_steps for config in configs} == steps
+    long = PRESETS["translution_long_text"].on("4096").rows[0].runs["4096"]
+    data = read_config(long).data
+    assert (data.name, data.tokenizer, data.context_length) == (
+        ("kernel_docs", "bytes", 4096)
+    )
     full = read_config(PRESETS["translution_table2"].rows[0].runs["static"])
     cut = read_config(PRESETS["translution_table2_cpu"].rows[0].runs["static"])
     assert cut.model == full.model
